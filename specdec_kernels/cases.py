@@ -1,0 +1,56 @@
+"""What a family's case table is made of.
+
+A case is a named input of one public function. Parity tests run every case, the compile gate compiles the cases marked
+`gate` (the shapes that are shipped), and the unit benchmark times the cases marked `bench`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Makes the tensors of a case on one device, floats in one dtype, from one seeded CPU generator."""
+
+    device: torch.device
+    dtype: torch.dtype
+    generator: torch.Generator
+
+    @classmethod
+    def seeded(cls, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0) -> Maker:
+        return cls(torch.device(device), dtype, torch.Generator().manual_seed(seed))
+
+    def normal(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
+        values = torch.randn(*shape, generator=self.generator) * scale
+        return values.to(self.device, self.dtype)
+
+    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        """Uniform integers in [low, high)."""
+        values = torch.randint(low, high, shape, generator=self.generator)
+        return values.to(self.device, dtype)
+
+    def tensor(self, values: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+    def page_table(self, batch: int, pages_per_row: int, num_pages: int) -> torch.Tensor:
+        """[batch, pages_per_row] int32: distinct pages in shuffled order, as a used pool hands them out."""
+        order = torch.randperm(num_pages, generator=self.generator)[: batch * pages_per_row]
+        return order.reshape(batch, pages_per_row).to(self.device, torch.int32)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A named input: `build` makes the keyword arguments of `function`; `catches` says which bug the case is there for."""
+
+    name: str
+    function: str
+    build: Callable[[Maker], dict[str, Any]]
+    catches: str = ""
+    gate: bool = False
+    bench: bool = False
+    tags: tuple[str, ...] = field(default=())

@@ -1,0 +1,101 @@
+"""The one door through which every kernel is launched.
+
+A launcher asks `use_triton` whether to run its kernel or the reference, `current_chip` which row of its static config
+table applies, and calls `launch`. Because there is one door, the compile gate can stand in it: inside `recording(chip)`
+nothing runs, and every launch is kept with its arguments so that it can be compiled for that chip without a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+IMPLS = ("auto", "triton", "reference")
+CHIPS = ("sm80", "sm90", "sm100", "gfx942")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One recorded launch: the kernel, its run-time arguments in order, and its compile-time arguments."""
+
+    kernel: Any
+    args: tuple[Any, ...]
+    constexprs: dict[str, Any]
+    num_warps: int
+    num_stages: int
+
+
+_recorder: tuple[str, list[Launch]] | None = None
+
+
+def interpreting() -> bool:
+    """Whether Triton runs kernels in its interpreter (`TRITON_INTERPRET=1`, set before Triton is imported)."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def use_triton(impl: str, tensor: torch.Tensor) -> bool:
+    """Whether `impl` means the Triton kernel for `tensor`'s device.
+
+    `auto` takes the kernel on a GPU or in the interpreter, else the reference. A kernel that was asked for by name and
+    cannot run raises, it is never replaced.
+    """
+    if impl not in IMPLS:
+        raise ValueError(f"impl must be one of {', '.join(IMPLS)}, got {impl!r}")
+    if impl == "reference":
+        return False
+    if _recorder is not None or tensor.is_cuda:
+        return True
+    if not interpreting():
+        if impl == "triton":
+            raise RuntimeError(
+                f"impl='triton' needs a GPU tensor or the interpreter: got a tensor on {tensor.device}; set "
+                "TRITON_INTERPRET=1 before Triton is imported, or use impl='reference'"
+            )
+        return False
+    if tensor.dtype == torch.bfloat16:
+        raise ValueError("Triton's interpreter computes bfloat16 wrongly: use float32 or float16 on the CPU")
+    return True
+
+
+def current_chip(tensor: torch.Tensor) -> str:
+    """Key of the static config tables: one of `CHIPS`, or `interpreter`."""
+    if _recorder is not None:
+        return _recorder[0]
+    if not tensor.is_cuda:
+        return "interpreter"
+    if torch.version.hip:
+        return "gfx942"
+    major, _ = torch.cuda.get_device_capability(tensor.device)
+    return "sm100" if major >= 10 else "sm90" if major == 9 else "sm80"
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, num_stages: int = 2, **constexprs: Any
+) -> None:
+    """Run `kernel` on `grid`; an empty grid is nothing to do. Fusion is explicit because it changes bits and speed."""
+    if min(grid) == 0:
+        return
+    if _recorder is not None:
+        _recorder[1].append(Launch(kernel, args, constexprs, num_warps, num_stages))
+        return
+    options = dict(num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
+    kernel[grid](*args, **constexprs, **options)
+
+
+@contextmanager
+def recording(chip: str) -> Iterator[list[Launch]]:
+    """Collect launches as `chip` would make them, instead of running them. Outputs stay unwritten."""
+    global _recorder
+    if chip not in CHIPS:
+        raise ValueError(f"chip must be one of {', '.join(CHIPS)}, got {chip!r}")
+    launches: list[Launch] = []
+    _recorder = (chip, launches)
+    try:
+        yield launches
+    finally:
+        _recorder = None
