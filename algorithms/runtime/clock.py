@@ -1,0 +1,96 @@
+"""Where the time of a step goes: named phases, summed.
+
+On a GPU a phase is bracketed by two CUDA events, so that measuring adds no synchronisation to a step; finished events
+are collected as later phases begin, the rest when the ledger is read. A phase then lasts from the end of the work queued
+before it to the end of its own work, waiting for the host included. Elsewhere the clock is `time.perf_counter`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+
+class Clock(Protocol):
+    """What an engine needs of a clock."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Count the time inside the block under `name`."""
+
+    def ledger_ms(self) -> dict[str, float]:
+        """Milliseconds by phase since the start or the last `reset`, in the order of first use."""
+
+    def reset(self) -> None:
+        """Forget everything counted so far."""
+
+
+class NullClock:
+    """Counts nothing."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def ledger_ms(self) -> dict[str, float]:
+        return {}
+
+    def reset(self) -> None:
+        pass
+
+
+class PhaseClock:
+    """Sums the time of named phases on one device. Phases may not be nested, or their time would count twice."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._device = torch.device(device)
+        self._inside: str | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        self._total_ms: dict[str, float] = defaultdict(float)
+        self._pending: deque[tuple[str, Any, Any]] = deque()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        if self._inside is not None:
+            raise RuntimeError(f"phase {name!r} begins inside phase {self._inside!r}")
+        self._inside = name
+        self._total_ms[name] += 0.0
+        try:
+            yield from self._device_phase(name) if self._device.type == "cuda" else self._host_phase(name)
+        finally:
+            self._inside = None
+
+    def ledger_ms(self) -> dict[str, float]:
+        if self._pending:
+            torch.cuda.synchronize(self._device)
+            self._collect()
+        return dict(self._total_ms)
+
+    def _host_phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._total_ms[name] += (time.perf_counter() - start) * 1e3
+
+    def _device_phase(self, name: str) -> Iterator[None]:
+        self._collect()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        stream = torch.cuda.current_stream(self._device)
+        start.record(stream)
+        try:
+            yield
+        finally:
+            end.record(stream)
+            self._pending.append((name, start, end))
+
+    def _collect(self) -> None:
+        """Add up the phases at the front of the queue that the device has finished."""
+        while self._pending and self._pending[0][2].query():
+            name, start, end = self._pending.popleft()
+            self._total_ms[name] += start.elapsed_time(end)
