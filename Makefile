@@ -1,0 +1,46 @@
+# Two commands do everything on a fresh Linux machine with Python and make: `make run` and `make test`.
+PYTHON ?= python3
+VENV   ?= .venv
+# Extra arguments, for example: make test ARGS="-k accept -x", make run ARGS="data.limit=8"
+ARGS   ?=
+# One pytest process per core of the smallest supported machine; whole files stay together so that fixtures are shared.
+JOBS   ?= 2
+
+BIN  := $(VENV)/bin
+PIP  := $(BIN)/python -m pip --disable-pip-version-check
+SPEC := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help run test lint types clean
+
+help:  ## this list
+	@grep -E '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1	/' | expand -t 14
+
+run: $(VENV)/.installed  ## install, then decode with DFlash and prove the output lossless
+	$(BIN)/python run.py algo=dflash backend=fa4 $(ARGS)
+
+test: $(VENV)/.installed-dev  ## install with the dev extra, then the test suite
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+lint: $(VENV)/.installed-dev  ## ruff
+	$(BIN)/python -m ruff check .
+
+types: $(VENV)/.installed-dev  ## mypy
+	$(BIN)/python -m mypy
+
+clean:  ## remove the environment and every cache; outputs/ stays
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# The stamps are younger than what they were made from, so a second run installs nothing. `pip` takes a CPU build of
+# torch where one is on offer and the CUDA build elsewhere; both satisfy the same pin.
+$(VENV)/.installed: $(SPEC) | $(BIN)/python
+	$(PIP) install --quiet -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.installed-dev: $(SPEC) | $(BIN)/python
+	$(PIP) install --quiet -c constraints.txt -e '.[dev]'
+	@touch $(VENV)/.installed $@
