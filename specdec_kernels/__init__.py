@@ -1,0 +1,77 @@
+"""Kernels for speculative decoding: tensors in, tensors out, no knowledge of models or of a configuration
+system.
+
+Each family folder holds the public functions, their definition in plain torch (`reference`), the Triton
+kernels (`kernel`) and named inputs (`cases`). Names below load on first use, and Triton only when a kernel is
+launched, so that importing this package costs nothing. `kv_write` is both a family and a function: take it as
+`from specdec_kernels.kv_write import kv_write`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+FAMILIES = ("tree", "sampling", "verify", "kv_index", "attention", "kv_write")
+
+_FAMILY_OF = {
+    "TreeLinks": "tree",
+    "build_chain": "tree",
+    "build_tree": "tree",
+    "Picked": "sampling",
+    "pick_tokens": "sampling",
+    "Accepted": "verify",
+    "accept": "verify",
+    "FlashAttentionIndices": "kv_index",
+    "FlashInferIndices": "kv_index",
+    "flash_attention_table": "kv_index",
+    "flashinfer_indices": "kv_index",
+    "move_accepted": "kv_index",
+    "token_slots": "kv_index",
+    "paged_attention": "attention",
+    "kv_materialize": "kv_write",
+}
+
+if TYPE_CHECKING:
+    from specdec_kernels.attention import paged_attention
+    from specdec_kernels.kv_index import (
+        FlashAttentionIndices,
+        FlashInferIndices,
+        flash_attention_table,
+        flashinfer_indices,
+        move_accepted,
+        token_slots,
+    )
+    from specdec_kernels.kv_write import kv_materialize
+    from specdec_kernels.sampling import Picked, pick_tokens
+    from specdec_kernels.tree import TreeLinks, build_chain, build_tree
+    from specdec_kernels.verify import Accepted, accept
+
+__all__ = [
+    "FAMILIES",
+    "Accepted",
+    "FlashAttentionIndices",
+    "FlashInferIndices",
+    "Picked",
+    "TreeLinks",
+    "accept",
+    "build_chain",
+    "build_tree",
+    "flash_attention_table",
+    "flashinfer_indices",
+    "kv_materialize",
+    "move_accepted",
+    "paged_attention",
+    "pick_tokens",
+    "token_slots",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FAMILY_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_FAMILY_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(_FAMILY_OF))

@@ -1,0 +1,77 @@
+"""Definition of the paged-KV index arithmetic in plain torch."""
+
+from __future__ import annotations
+
+import torch
+
+from specdec_kernels.kv_index.types import FlashAttentionIndices, FlashInferIndices
+
+
+def token_slots(
+    page_table: torch.Tensor, start: torch.Tensor, counts: torch.Tensor, width: int, page_size: int
+) -> torch.Tensor:
+    """See `specdec_kernels.kv_index.token_slots`."""
+    column = torch.arange(width, device=page_table.device)
+    return torch.where(column < counts[:, None], _slots(page_table, start[:, None] + column, page_size), -1)
+
+
+def flashinfer_indices(
+    page_table: torch.Tensor, lengths: torch.Tensor, page_size: int, capacity: int | None = None
+) -> FlashInferIndices:
+    """See `specdec_kernels.kv_index.flashinfer_indices`."""
+    batch, row_pages = page_table.shape
+    capacity = batch * row_pages if capacity is None else capacity
+    held = lengths.clamp(0, row_pages * page_size)
+    pages = (held + page_size - 1) // page_size
+    ends = pages.cumsum(0).clamp(max=capacity)
+    indptr = torch.cat([ends.new_zeros(1), ends])
+    place = torch.arange(capacity, device=page_table.device)
+    row = torch.searchsorted(ends, place, right=True)
+    if batch == 0 or row_pages == 0:
+        indices = place.new_zeros(capacity)
+    else:
+        safe_row = row.clamp(max=batch - 1)
+        column = (place - indptr[safe_row]).clamp(0, row_pages - 1)
+        indices = torch.where(row < batch, page_table[safe_row, column].long(), 0)
+    last_page_len = torch.where(held > 0, (held - 1) % page_size + 1, 0)
+    return FlashInferIndices(indptr.int(), indices.int(), last_page_len.int())
+
+
+def flash_attention_table(
+    page_table: torch.Tensor, lengths: torch.Tensor, page_size: int
+) -> FlashAttentionIndices:
+    """See `specdec_kernels.kv_index.flash_attention_table`."""
+    row_pages = page_table.shape[1]
+    held = lengths.clamp(0, row_pages * page_size)
+    column = torch.arange(row_pages, device=page_table.device)
+    return FlashAttentionIndices(torch.where(column * page_size < held[:, None], page_table, 0), held.int())
+
+
+def move_accepted(
+    kv: torch.Tensor, page_table: torch.Tensor, lengths: torch.Tensor, nodes: torch.Tensor
+) -> None:
+    """See `specdec_kernels.kv_index.move_accepted`."""
+    layers, _, pages, page_size, heads, dim = kv.shape
+    if nodes.numel() == 0:
+        return
+    column = torch.arange(nodes.shape[1], device=nodes.device)
+    source = _slots(page_table, lengths[:, None] + nodes.clamp(min=0), page_size)
+    target = _slots(page_table, lengths[:, None] + column, page_size)
+    moves = (nodes >= 0) & (nodes != column) & (source >= 0) & (target >= 0)
+    # Fixed shapes: an entry that moves nothing rewrites slot 0 with what slot 0 is to hold in the end anyway.
+    into_zero = moves & (target == 0)
+    source = torch.where(moves, source, (source * into_zero).sum())
+    target = torch.where(moves, target, 0)
+    slots = kv.view(layers, 2, pages * page_size, heads, dim)
+    slots[:, :, target.reshape(-1)] = slots[:, :, source.reshape(-1)]
+
+
+def _slots(page_table: torch.Tensor, positions: torch.Tensor, page_size: int) -> torch.Tensor:
+    """[B, K] positions -> [B, K] int64 slots, -1 outside the table or on a page that is not there."""
+    batch, row_pages = page_table.shape
+    if row_pages == 0:
+        return torch.full_like(positions, -1)
+    column = torch.div(positions, page_size, rounding_mode="floor")
+    page = page_table.gather(1, column.clamp(0, row_pages - 1)).long()
+    inside = (column >= 0) & (column < row_pages) & (page >= 0)
+    return torch.where(inside, page * page_size + positions % page_size, -1)

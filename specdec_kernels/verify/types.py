@@ -1,0 +1,20 @@
+"""What acceptance returns, and the names of its rules."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+RULES = ("greedy", "target_only")
+
+
+class Accepted(NamedTuple):
+    """Outcome of verifying one draft tree a request; D is the most drafts that can be accepted."""
+
+    tokens: torch.Tensor  # [B, D + 1] int64: accepted drafts, then the bonus token, -1 behind
+    num_accepted: torch.Tensor  # [B] int32: accepted drafts, the bonus excluded
+    nodes: torch.Tensor  # [B, D + 1] int32: accepted path from the root on, -1 behind
+    bonus: torch.Tensor  # [B] int64: the target's own token after the path
+    new_lengths: torch.Tensor  # [B] int64: committed length + num_accepted + 1
+    valid: torch.Tensor  # [B] bool: False where a row on the path had no usable logit (the walk stops there)
