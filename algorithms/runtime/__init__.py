@@ -1,0 +1,56 @@
+"""What every algorithm stands on: models, KV cache, attention backends, engine.
+
+Names are resolved at first use, so an algorithm file can be imported for its configuration without importing torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Observation, Resources
+    from algorithms.runtime.engine import Engine, EngineError, EngineSettings, Generation, StepReport
+    from algorithms.runtime.kv_cache import KVCache, OutOfPages, PageAllocator
+    from algorithms.runtime.models.loading import ModelError, Target, load_dflash, load_target
+    from algorithms.runtime.paged import PagedMixer
+    from algorithms.runtime.request import Completion, Request
+
+_HOMES = {
+    "algorithm": ("Algorithm", "Batch", "DraftTree", "Observation", "Resources"),
+    "engine": ("Engine", "EngineError", "EngineSettings", "Generation", "StepReport"),
+    "kv_cache": ("KVCache", "OutOfPages", "PageAllocator"),
+    "models.loading": ("ModelError", "Target", "load_dflash", "load_target"),
+    "paged": ("PagedMixer",),
+    "request": ("Completion", "Request"),
+}
+_MODULE_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "Algorithm",
+    "Batch",
+    "Completion",
+    "DraftTree",
+    "Engine",
+    "EngineError",
+    "EngineSettings",
+    "Generation",
+    "KVCache",
+    "ModelError",
+    "Observation",
+    "OutOfPages",
+    "PageAllocator",
+    "PagedMixer",
+    "Request",
+    "Resources",
+    "StepReport",
+    "Target",
+    "load_dflash",
+    "load_target",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -1,0 +1,107 @@
+"""What an algorithm is: a drafter in front of the engine's verify, accept and commit.
+
+    state -> propose -> DraftTree -> target forward over N nodes -> accept -> commit -> observe -> state
+
+A chain is a tree of width one and autoregressive decoding is a tree of the root alone, so the engine has one loop and two
+runs differ in nothing but the drafter. This file imports no torch: algorithm files are read for their configuration.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    import torch
+
+    from algorithms.runtime.backends import Backend
+    from algorithms.runtime.models.loading import Target
+    from specdec_kernels import TreeLinks
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What the engine lends to the algorithm for one run."""
+
+    target: Target
+    backend: Backend
+    device: torch.device
+    dtype: torch.dtype
+    num_pages: int
+    page_size: int
+    context: int
+    """Positions a request may reach, drafts beyond its end included."""
+    impl: str
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The running requests as device tensors, one row each."""
+
+    lengths: torch.Tensor
+    """[B] int64: committed tokens whose KV is in the cache (L)."""
+    roots: torch.Tensor
+    """[B] int64: the last committed token, at position L, not yet in the cache."""
+    page_table: torch.Tensor
+    """[B, max_pages] int32."""
+    max_length: int
+    """Host bound on L over the batch."""
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """What is to be verified: `tokens [B, N]` int64 with the root at node 0, and how the nodes hang together."""
+
+    tokens: torch.Tensor
+    links: TreeLinks
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the target has just computed for committed tokens, in text order.
+
+    Row b covers positions `start[b] … start[b] + counts[b] - 1`; columns past `counts[b]` are meaningless.
+    """
+
+    tokens: torch.Tensor
+    """[B, n] int64: the tokens at these positions."""
+    features: list[torch.Tensor]
+    """One [B, n, hidden] per captured target layer."""
+    start: torch.Tensor
+    """[B] int64."""
+    positions: torch.Tensor
+    """[B, n] int64: start + column."""
+    counts: torch.Tensor
+    """[B] int32."""
+    page_table: torch.Tensor
+    """[B, max_pages] int32."""
+
+
+class Algorithm:
+    """Base of all algorithms. A subclass names itself, its configuration, the size of its trees, and drafts."""
+
+    name: ClassVar[str]
+    Config: ClassVar[type]
+    needs_draft_model: ClassVar[bool] = False
+
+    capture: tuple[int, ...] = ()
+    """Target layers whose output `observe` receives."""
+    num_nodes: int = 1
+    """N: nodes verified a step, the root included."""
+    max_depth: int = 0
+    """D: most drafts that one step can accept."""
+    chain: bool = True
+    """Whether node i hangs on node i - 1: nothing moves at commit, and attention needs no bit mask."""
+
+    def __init__(self, config: Any, target: Target, draft_path: str | None) -> None:
+        """Load what is needed, or refuse; `draft_path` is a folder or hub name."""
+
+    def attach(self, resources: Resources) -> None:
+        """Allocate caches for one run; called once, before any `propose`."""
+
+    def propose(self, batch: Batch) -> DraftTree:
+        """Draft a tree behind every root."""
+        raise NotImplementedError
+
+    def observe(self, seen: Observation) -> None:
+        """Learn from committed tokens: after prefill, and after every step."""

@@ -1,0 +1,83 @@
+"""The mixer of inference: store keys and values in pages, then attend through the page table.
+
+It is what joins a model that knows no caches, the fused `kv_write` kernel and an attention backend. One mixer serves one
+forward over `[B, N]` tokens that stand at slots L … L + N - 1 of their requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from algorithms.runtime.algorithm import Batch, Resources
+from algorithms.runtime.backends import AttentionPlan, Backend
+from algorithms.runtime.kv_cache import KVCache
+from specdec_kernels import kv_write, token_slots
+
+
+@dataclass(frozen=True)
+class PagedMixer:
+    """See `algorithms.runtime.models.decoder.Mixer`. `slots` and `positions` are flat, `[B * N]`."""
+
+    cache: KVCache
+    slots: Tensor
+    positions: Tensor
+    backend: Backend
+    plan: AttentionPlan
+    impl: str
+
+    @classmethod
+    def over(
+        cls,
+        batch: Batch,
+        positions: Tensor,
+        cache: KVCache,
+        resources: Resources,
+        mode: str,
+        mask: Tensor | None = None,
+        counts: Tensor | None = None,
+    ) -> PagedMixer:
+        """Plan a forward over `positions [B, N]`.
+
+        `mode` and `mask` mean what they mean to `paged_attention`; of row b only the first `counts[b]` columns are real
+        (all, if None): the others store nothing and come out as zeros.
+        """
+        width = positions.shape[1]
+        filled = torch.full_like(batch.lengths, width, dtype=torch.int32) if counts is None else counts
+        slots = token_slots(
+            batch.page_table, batch.lengths, filled, width, cache.page_size, impl=resources.impl
+        )
+        plan = resources.backend.plan(
+            AttentionPlan(
+                page_table=batch.page_table,
+                lengths=batch.lengths,
+                mode=mode,
+                mask=mask,
+                q_lens=counts,
+                num_queries=width,
+                page_size=cache.page_size,
+                max_length=batch.max_length + width,
+            )
+        )
+        return cls(cache, slots.flatten(), positions.flatten(), resources.backend, plan, resources.impl)
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
+    ) -> Tensor:
+        kv = self.cache.kv[layer]
+        rotated = kv_write(
+            q.flatten(0, 1),
+            k.flatten(0, 1),
+            v.flatten(0, 1),
+            kv,
+            self.slots,
+            self.positions,
+            self.cache.rope,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            eps=self.cache.eps,
+            impl=self.impl,
+        )
+        return self.backend.run(self.plan, rotated.view_as(q), kv)
