@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import specdec_kernels as kernels
 from algorithms import runtime
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Observation, Resources
+from specdec_kernels.kv_write import kv_materialize
 
 if TYPE_CHECKING:
     from algorithms.runtime.models.loading import Target
@@ -70,7 +71,7 @@ class DFlash(Algorithm):
         slots = kernels.token_slots(
             seen.page_table, seen.start, seen.counts, width, self._cache.page_size, impl=impl
         )
-        kernels.kv_materialize(
+        kv_materialize(
             keys.flatten(0, 1),
             values.flatten(0, 1),
             self._cache.kv,

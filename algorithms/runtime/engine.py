@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -76,6 +76,7 @@ class Generation:
 
 @dataclass
 class _Running:
+    order: int
     request: Request
     completion: Completion
     pages: list[int]
@@ -164,7 +165,7 @@ class _Run:
         self._algorithm, self._target = engine._algorithm, engine._target
         self._state, self._resources = engine._state, engine._resources
         self._requests = requests
-        self._waiting = deque(requests)
+        self._waiting = deque(enumerate(requests))
         self._rows: list[_Running] = []
         self._done: dict[int, Completion] = {}
         self._on_step = on_step
@@ -187,7 +188,7 @@ class _Run:
         ledger, decode_ms = self._clock.ledger_ms(), sum(self._step_ms)
         phases = {name: ledger.get(name, 0.0) for name in ("draft", "verify", "accept", "commit")}
         return Generation(
-            completions=[self._done[id(request)] for request in self._requests],
+            completions=[self._done[order] for order in range(len(self._requests))],
             num_steps=len(self._step_ms),
             prefill_ms=self._prefill_ms,
             decode_ms=decode_ms,
@@ -201,14 +202,14 @@ class _Run:
         first, began = len(self._rows), time.perf_counter()
         allocator = self._engine.allocator
         while self._waiting and len(self._rows) < self._engine._max_batch:
-            request = self._waiting[0]
+            order, request = self._waiting[0]
             needed = self._engine._pages_for(request)
             if needed > allocator.num_free:
                 break
             self._waiting.popleft()
             pages = allocator.allocate(needed)
             length = len(request.prompt_ids) - 1
-            self._rows.append(_Running(request, Completion(request.id), pages, length, began))
+            self._rows.append(_Running(order, request, Completion(request.id), pages, length, began))
             self._state.fill(
                 len(self._rows) - 1,
                 length=length,
@@ -231,7 +232,7 @@ class _Run:
         counts = torch.tensor([r.length for r in admitted], dtype=torch.int32, device=device)
         batch = self._state.batch(first, len(self._rows), max_length=0)
         start = torch.zeros_like(batch.lengths)
-        batch = type(batch)(start, batch.roots, batch.page_table, 0)
+        batch = replace(batch, lengths=start)
         positions = torch.arange(width, device=device).expand(len(admitted), width)
         mixer = PagedMixer.over(
             batch, positions, self._engine._cache, self._resources, mode="chain", counts=counts
@@ -316,7 +317,7 @@ class _Run:
         running, last = self._rows[row], len(self._rows) - 1
         completion = running.completion
         completion.text = final_text(running.request, completion, self._engine._decode)
-        self._done[id(running.request)] = completion
+        self._done[running.order] = completion
         if row != last:
             self._state.move(last, row)
             self._rows[row] = self._rows[last]

@@ -14,7 +14,8 @@ from torch import Tensor
 from algorithms.runtime.algorithm import Batch, Resources
 from algorithms.runtime.backends import AttentionPlan, Backend
 from algorithms.runtime.kv_cache import KVCache
-from specdec_kernels import kv_write, token_slots
+from specdec_kernels import token_slots
+from specdec_kernels.kv_write import kv_write
 
 
 @dataclass(frozen=True)
