@@ -1,0 +1,103 @@
+"""Model folders on disk: finding them, reading their JSON files, and saying clearly what is wrong with them.
+
+No torch is imported here, so that a tokenizer can be loaded and a path checked before the heavy imports.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+DOWNLOADED = ["*.safetensors", "*.json", "*.jinja"]
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+class ModelError(ValueError):
+    """A model folder that cannot be used: what is wrong, where, what was expected and found, and the fix."""
+
+    def __init__(
+        self, what: str, *, where: str | Path, fix: str, expected: object = None, actual: object = None
+    ) -> None:
+        details = {"where": where, "expected": expected, "actual": actual, "fix": fix}
+        shown = [f"  {name + ':':<9} {value}" for name, value in details.items() if value is not None]
+        super().__init__("\n".join([what, *shown]))
+
+
+def resolve_folder(path_or_hub_name: str | Path) -> Path:
+    """The folder of a model: an existing folder, else a hub name `organisation/name`, downloaded once and
+    cached.
+
+    Only safetensors, JSON and Jinja files are downloaded. A name whose first part is a local folder is taken
+    for a misspelt path and never looked up. Raises ModelError that names the path.
+    """
+    name = str(path_or_hub_name)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise ModelError(
+            "a model path must be a folder",
+            where=path,
+            expected="a folder with config.json and safetensors weights",
+            actual="a file" + (" (pickle, never loaded)" if path.suffix in PICKLE_SUFFIXES else ""),
+            fix="give the folder that holds the model's files",
+        )
+    if not HUB_NAME.fullmatch(name) or Path(name.split("/")[0]).is_dir():
+        raise ModelError(
+            "model folder not found",
+            where=path.absolute(),
+            expected="an existing folder, or a hub name like organisation/name",
+            fix="check the spelling of model.path or model.draft_path",
+        )
+    return _download(name)
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=DOWNLOADED))
+    except (
+        Exception
+    ) as error:  # the hub client raises OSError, ValueError and its HTTP library's own families
+        reason = str(error).strip().splitlines()
+        raise ModelError(
+            "model not found: no such folder here, and the hub has not answered with it",
+            where=name,
+            actual=f"{type(error).__name__}: {reason[0] if reason else 'no message'}",
+            fix="check the name and the network, or download the model and give its folder",
+        ) from error
+
+
+def read_json(path: Path, fix: str) -> dict[str, Any]:
+    """The mapping in a JSON file. ModelError where it is absent, malformed, or not a mapping; `fix` is for
+    absence.
+    """
+    if not path.is_file():
+        raise ModelError(f"{path.name} is missing", where=path.parent, fix=fix)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(
+            f"{path.name} is not valid JSON",
+            where=path,
+            actual=str(error),
+            fix="copy or download the file again",
+        ) from error
+    if not isinstance(content, dict):
+        raise ModelError(
+            f"{path.name} holds no mapping",
+            where=path,
+            expected="{ ... }",
+            actual=type(content).__name__,
+            fix="copy or download the file again",
+        )
+    return content
+
+
+def read_optional_json(path: Path) -> dict[str, Any]:
+    """Like `read_json`, and an empty mapping where the file is absent."""
+    return read_json(path, fix="") if path.is_file() else {}

@@ -1,0 +1,158 @@
+"""Targets and drafters from Hugging Face folders: config read and checked, weights loaded, the pair checked
+for fit.
+
+A drafter that does not fit its target would often run, and accept next to nothing: every dimension the two
+share is therefore compared here, and the vocabularies by content, since equal sizes prove nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from algorithms.runtime.models.config import DecoderConfig, DFlashConfig
+from algorithms.runtime.models.decoder import Decoder
+from algorithms.runtime.models.dflash import DFlashDrafter
+from algorithms.runtime.models.folder import ModelError, read_json, resolve_folder
+from algorithms.runtime.models.tokenizer import TOKENIZER_FILE, Tokenizer
+from algorithms.runtime.models.weights import load_weights
+
+__all__ = ["ModelError", "Target", "load_dflash", "load_target", "resolve_folder"]
+
+CONFIG_FILE = "config.json"
+OTHER_DRAFTER = "use the drafter that was trained for this target, or the target it was trained for"
+# Extensions of later DFlash families that change the computation: without them drafts would be bad in silence.
+UNSUPPORTED_DFLASH = (
+    "attention_sink_bias",
+    "attention_value_scale",
+    "conv_kernel_size",
+    "output_multiplier",
+    "projector_type",
+    "selector_rank",
+)
+
+Config = TypeVar("Config", DecoderConfig, DFlashConfig)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A loaded target model and the folder it came from."""
+
+    model: Decoder
+    config: DecoderConfig
+    path: Path
+
+
+def load_target(path: str | Path, device: torch.device | str, dtype: torch.dtype) -> Target:
+    """Load a Qwen3 or Llama folder (or hub name) for inference on `device` in `dtype`; ModelError where it
+    cannot be.
+    """
+    folder = resolve_folder(path)
+    config = _parse(folder, _read_config(folder), DecoderConfig.from_hf)
+    with torch.device("meta"):
+        model = Decoder(config)
+
+    def harmless(name: str) -> bool:
+        return name.endswith("rotary_emb.inv_freq") or (
+            config.tie_word_embeddings and name == "lm_head.weight"
+        )
+
+    load_weights(model, folder, device, dtype, harmless=harmless)
+    return Target(model, config, folder)
+
+
+def load_dflash(
+    path: str | Path, target: Target, device: torch.device | str, dtype: torch.dtype
+) -> DFlashDrafter:
+    """Load a DFlash drafter folder (or hub name) that fits `target`; ModelError names what does not fit."""
+    folder = resolve_folder(path)
+    raw = _read_config(folder)
+    _check_dflash_keys(folder, raw)
+    config = _parse(folder, raw, DFlashConfig.from_hf)
+    _check_fit(folder, config, target)
+    _check_tokenizer(folder, target.path)
+    with torch.device("meta"):
+        drafter = DFlashDrafter(config)
+    load_weights(
+        drafter,
+        folder,
+        device,
+        dtype,
+        harmless=lambda name: name.endswith("rotary_emb.inv_freq"),
+        optional_prefix="model.",
+    )
+    return drafter
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    return read_json(
+        folder / CONFIG_FILE, fix="give a Hugging Face model folder: config.json beside the weights"
+    )
+
+
+def _parse(folder: Path, raw: Mapping[str, Any], from_hf: Callable[[Mapping[str, Any]], Config]) -> Config:
+    try:
+        return from_hf(raw)
+    except (ValueError, TypeError, ArithmeticError) as error:
+        raise ModelError(
+            "the model config cannot be used",
+            where=folder / CONFIG_FILE,
+            actual=str(error),
+            fix="use a supported model, or restore the published config.json",
+        ) from error
+
+
+def _check_dflash_keys(folder: Path, raw: Mapping[str, Any]) -> None:
+    nested = raw.get("dflash_config") or {}
+    entries = {**raw, **nested}
+    if entries.get("mask_token_id") is None or entries.get("num_target_layers") is None:
+        raise ModelError(
+            "this is no DFlash drafter",
+            where=folder / CONFIG_FILE,
+            expected="keys num_target_layers and dflash_config.mask_token_id",
+            actual=f"architectures {raw.get('architectures')}",
+            fix="give the drafter's folder as model.draft_path",
+        )
+    extended = [key for key in UNSUPPORTED_DFLASH if entries.get(key)]
+    if extended:
+        raise ModelError(
+            "the drafter uses extensions of DFlash that are not supported",
+            where=folder / CONFIG_FILE,
+            actual=", ".join(f"{key}={entries[key]}" for key in extended),
+            fix="use a drafter of the original DFlash architecture",
+        )
+
+
+def _check_fit(folder: Path, config: DFlashConfig, target: Target) -> None:
+    pairs = {
+        "hidden_size": (target.config.hidden_size, config.decoder.hidden_size),
+        "vocab_size": (target.config.vocab_size, config.decoder.vocab_size),
+        "num_target_layers": (target.config.num_layers, config.num_target_layers),
+    }
+    for key, (expected, actual) in pairs.items():
+        if expected != actual:
+            raise ModelError(
+                f"drafter and target do not fit: {key}",
+                where=f"{folder / CONFIG_FILE}, against target {target.path}",
+                expected=expected,
+                actual=actual,
+                fix=OTHER_DRAFTER,
+            )
+
+
+def _check_tokenizer(folder: Path, target_folder: Path) -> None:
+    if not all((place / TOKENIZER_FILE).is_file() for place in (folder, target_folder)):
+        return
+    expected, actual = Tokenizer.load(target_folder), Tokenizer.load(folder)
+    if expected.fingerprint != actual.fingerprint:
+        raise ModelError(
+            "drafter and target do not fit: tokenizer",
+            where=f"{folder / TOKENIZER_FILE}, against target {target_folder}",
+            expected=f"the target's vocabulary: {expected.size} tokens, sha256 {expected.fingerprint[:16]}",
+            actual=f"{actual.size} tokens, sha256 {actual.fingerprint[:16]}",
+            fix=OTHER_DRAFTER,
+        )

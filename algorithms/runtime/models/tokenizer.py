@@ -1,0 +1,159 @@
+"""The tokenizer of a model folder: text to ids, user turns through the chat template, ids to text, stop
+tokens.
+
+`tokenizer.json` is read with the `tokenizers` library directly: it holds the whole pipeline, special tokens
+included, and this spares most of the import time of transformers, whose template renderer is imported on
+first use. No torch here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import tokenizers
+
+from algorithms.runtime.models.folder import ModelError, read_optional_json, resolve_folder
+
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
+
+
+class Tokenizer:
+    """Use `Tokenizer.load`. `eos_ids` are the tokens that end a generation."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        path: Path,
+        eos_ids: frozenset[int],
+        chat_template: str | None,
+        special_tokens: dict[str, str],
+    ) -> None:
+        self._backend = backend
+        self._chat_template = chat_template
+        self._special_tokens = special_tokens
+        self.path = path
+        self.eos_ids = eos_ids
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tokenizer:
+        """Read the tokenizer of a model folder or hub name; ModelError names a missing or malformed file."""
+        folder = resolve_folder(path)
+        backend = _read_backend(folder / TOKENIZER_FILE)
+        config = read_optional_json(folder / TOKENIZER_CONFIG_FILE)
+        special = _special_tokens(config)
+        return cls(
+            backend, folder, _eos_ids(folder, backend, special), _chat_template(folder, config), special
+        )
+
+    @property
+    def size(self) -> int:
+        """Tokens in the vocabulary, added ones included."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over all (id, token) pairs: equal iff every id means the same token."""
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        pairs = sorted((index, token) for token, index in vocabulary.items())
+        return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, with what the tokenizer itself puts around it (a leading BOS in Llama's case)."""
+        return self._backend.encode(text).ids
+
+    def encode_chat(self, turns: Sequence[str]) -> list[int]:
+        """Ids of a conversation of user `turns` up to where the assistant is to write.
+
+        Raises ValueError for no turns, ModelError where the folder has no chat template or the template
+        refuses.
+        """
+        if not turns:
+            raise ValueError("turns: expected at least one user turn, got none")
+        # The template writes the special tokens itself.
+        return self._backend.encode(self._render(turns), add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`, special tokens left out."""
+        return self._backend.decode(list(ids), skip_special_tokens=True)
+
+    def _render(self, turns: Sequence[str]) -> str:
+        if self._chat_template is None:
+            raise ModelError(
+                "the model has no chat template",
+                where=self.path,
+                expected=f"{TEMPLATE_FILE}, or key 'chat_template' in {TOKENIZER_CONFIG_FILE}",
+                fix="use raw prompts (data.raw=true, or data=code), or an instruction-tuned model",
+            )
+        from jinja2 import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        conversation = [{"role": "user", "content": turn} for turn in turns]
+        variables: dict[str, Any] = {**self._special_tokens, "add_generation_prompt": True}
+        try:
+            rendered = render_jinja_template([conversation], chat_template=self._chat_template, **variables)
+        except (TemplateError, TypeError, ValueError) as error:
+            raise ModelError(
+                "the chat template does not accept these turns",
+                where=self.path,
+                actual=f"{len(turns)} user turns; {error}",
+                fix="give one turn a prompt, or use raw prompts (data.raw=true)",
+            ) from error
+        texts, _generation_spans = cast(tuple[list[str], Any], rendered)
+        return texts[0]
+
+
+def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    if not path.is_file():
+        raise ModelError(
+            f"{TOKENIZER_FILE} is missing",
+            where=path.parent,
+            fix="save the fast tokenizer there: AutoTokenizer.from_pretrained(model).save_pretrained(folder)",
+        )
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception for every malformed file
+        raise ModelError(
+            "the tokenizer file cannot be read",
+            where=path,
+            actual=str(error),
+            fix="copy or download the file again",
+        ) from error
+
+
+def _content(token: Any) -> str | None:
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    named = {key: _content(value) for key, value in config.items() if key.endswith("_token")}
+    return {key: token for key, token in named.items() if isinstance(token, str)}
+
+
+def _eos_ids(folder: Path, backend: tokenizers.Tokenizer, special: dict[str, str]) -> frozenset[int]:
+    """From the first that says: generation_config.json, as in transformers, then config.json, then the
+    tokenizer.
+    """
+    for name in ("generation_config.json", "config.json"):
+        declared = read_optional_json(folder / name).get("eos_token_id")
+        if declared is not None:
+            return frozenset([declared] if isinstance(declared, int) else declared)
+    token = special.get("eos_token")
+    index = None if token is None else backend.token_to_id(token)
+    return frozenset() if index is None else frozenset([index])
+
+
+def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
+    path = folder / TEMPLATE_FILE
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        return {entry.get("name"): entry.get("template") for entry in template}.get("default")
+    return template

@@ -1,0 +1,216 @@
+"""Reading safetensors checkpoints into a module, checked against its shapes before anything large is
+allocated.
+
+The module is built on the meta device, so its state dict is only names and shapes. The headers of all shards
+are compared with it first; then tensors are read one at a time, cast, checked for NaN and infinity, and
+assigned. Pickled weights are never opened: unpickling runs code from the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from algorithms.runtime.models.folder import PICKLE_SUFFIXES, ModelError, read_json
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+NAMES_SHOWN = 5
+COPY_AGAIN = "copy or download the file again"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a tensor lies and what its header says."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def load_weights(
+    module: nn.Module,
+    folder: Path,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    *,
+    harmless: Callable[[str], bool],
+    optional_prefix: str = "",
+) -> None:
+    """Fill `module` (built on the meta device) from `folder`, on `device` in `dtype`, without gradients.
+
+    Stored tensors of other names are refused unless `harmless(name)`; `optional_prefix` is dropped from
+    stored names that carry it. Raises ModelError naming the file or tensor.
+    """
+    wanted = module.state_dict()
+    stored = {
+        name.removeprefix(optional_prefix): tensor
+        for name, tensor in _read_headers(folder).items()
+        if not harmless(name)
+    }
+    _check_names(folder, set(wanted), set(stored))
+    for name, tensor in wanted.items():
+        _check_header(stored[name], tuple(tensor.shape))
+    module.load_state_dict(_read_tensors(stored, device, dtype), assign=True)
+    module.requires_grad_(False).eval()
+
+
+def _read_headers(folder: Path) -> dict[str, Stored]:
+    index_path = folder / INDEX_FILE
+    if (folder / SINGLE_FILE).is_file() or not index_path.is_file():
+        return _read_header(_single_file(folder))
+    weight_map = read_json(index_path, fix=COPY_AGAIN).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(
+            "the index names no tensors", where=index_path, expected="key 'weight_map'", fix=COPY_AGAIN
+        )
+    headers = {shard: _read_header(_shard_file(folder, shard)) for shard in sorted(set(weight_map.values()))}
+    for name, shard in weight_map.items():
+        if name not in headers[shard]:
+            raise ModelError(
+                f"tensor '{name}' is missing from its shard",
+                where=folder / shard,
+                expected=f"the tensor, as {INDEX_FILE} says",
+                fix="download the shard and the index again: they belong to different versions",
+            )
+    return {name: headers[shard][name] for name, shard in weight_map.items()}
+
+
+def _single_file(folder: Path) -> Path:
+    path = folder / SINGLE_FILE
+    if path.is_file():
+        return path
+    pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLE_SUFFIXES)
+    if pickles:
+        raise ModelError(
+            "pickled weights are refused: opening a pickle runs code from the file",
+            where=folder / pickles[0],
+            expected=f"{SINGLE_FILE} or {INDEX_FILE}",
+            fix="convert once where you trust the file: load it with transformers and call "
+            "model.save_pretrained(folder), which writes safetensors",
+        )
+    found = sorted(file.name for file in folder.glob("*.safetensors"))
+    raise ModelError(
+        "the folder has no weights",
+        where=folder,
+        expected=f"{SINGLE_FILE} or {INDEX_FILE}",
+        actual=", ".join(found) or "no safetensors file",
+        fix="copy or download the weights into the folder",
+    )
+
+
+def _shard_file(folder: Path, shard: str) -> Path:
+    path = folder / shard
+    if path.suffix != ".safetensors":
+        raise ModelError(
+            "a shard that is no safetensors file is refused",
+            where=folder / INDEX_FILE,
+            actual=shard,
+            fix="convert the checkpoint to safetensors",
+        )
+    if not path.is_file():
+        raise ModelError(
+            "a shard of the checkpoint is missing",
+            where=path,
+            fix="copy or download this file into the folder",
+        )
+    return path
+
+
+def _unreadable(path: Path, error: Exception) -> ModelError:
+    return ModelError(
+        "the weights file is truncated or corrupt",
+        where=path,
+        expected="a complete safetensors file",
+        actual=f"{path.stat().st_size} bytes; {error}",
+        fix=COPY_AGAIN,
+    )
+
+
+def _read_header(path: Path) -> dict[str, Stored]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+            return {
+                name: Stored(path, name, tuple(part.get_shape()), part.get_dtype())
+                for name, part in slices.items()
+            }
+    except (SafetensorError, OSError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _check_names(folder: Path, wanted: set[str], stored: set[str]) -> None:
+    for what, names in (("lack tensors of", wanted - stored), ("hold tensors unknown to", stored - wanted)):
+        if names:
+            shown = ", ".join(sorted(names)[:NAMES_SHOWN])
+            raise ModelError(
+                f"the weights {what} the model that config.json describes",
+                where=folder,
+                expected=f"{len(wanted)} tensors",
+                actual=f"{len(stored)} tensors; {len(names)} amiss: {shown}"
+                + (", ..." if len(names) > NAMES_SHOWN else ""),
+                fix="check that config.json and the weights belong together and the architecture is supported",
+            )
+
+
+def _check_header(stored: Stored, shape: tuple[int, ...]) -> None:
+    if stored.shape != shape:
+        raise ModelError(
+            f"tensor '{stored.name}' has the wrong shape",
+            where=stored.file,
+            expected=f"{list(shape)}, from config.json",
+            actual=list(stored.shape),
+            fix="check that config.json and the weights belong together",
+        )
+    if stored.dtype not in FLOAT_DTYPES:
+        raise ModelError(
+            f"tensor '{stored.name}' has an unsupported dtype",
+            where=stored.file,
+            expected=" or ".join(FLOAT_DTYPES),
+            actual=stored.dtype,
+            fix="use the unquantised checkpoint",
+        )
+
+
+def _read_tensors(
+    stored: dict[str, Stored], device: torch.device | str, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    by_file: dict[Path, dict[str, Stored]] = {}
+    for name, tensor in stored.items():
+        by_file.setdefault(tensor.file, {})[name] = tensor
+    state: dict[str, Tensor] = {}
+    for path, members in by_file.items():
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name, tensor in members.items():
+                    state[name] = _cast(file.get_tensor(tensor.name), tensor, device, dtype)
+        except (SafetensorError, OSError) as error:
+            raise _unreadable(path, error) from error
+    return state
+
+
+def _all_finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(torch.stack(tensor.aminmax())).all())
+
+
+def _cast(value: Tensor, stored: Stored, device: torch.device | str, dtype: torch.dtype) -> Tensor:
+    # A copy even where nothing changes: the value may be a view of the file, which others may overwrite.
+    result = value.to(device=device, dtype=dtype, copy=True)
+    if _all_finite(result):
+        return result
+    overflow = _all_finite(value)
+    raise ModelError(
+        f"tensor '{stored.name}' " + (f"does not fit {dtype}" if overflow else "holds NaN or infinity"),
+        where=stored.file,
+        expected="finite numbers",
+        fix="load the model in bfloat16 or float32"
+        if overflow
+        else "the checkpoint is damaged: " + COPY_AGAIN,
+    )

@@ -1,0 +1,234 @@
+"""Prompt sets by name, as the configuration group `data` offers them.
+
+A set is a configuration dataclass whose `load` makes the prompts. This module is read while the command line
+is being checked, so it imports no torch, and the generators only when a set is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from omegaconf import MISSING
+
+from experiments.data.public import PUBLIC_SETS, read_public
+from experiments.data.records import DataError, Record, read_records
+
+__all__ = ["DataConfig", "DataError", "Prompt", "PromptSet", "datasets", "load_prompts"]
+
+
+class Encoder(Protocol):
+    """What encoding a prompt needs of a tokenizer."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def encode_chat(self, turns: Sequence[str]) -> list[int]: ...
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One request's input."""
+
+    text: str
+    """What is shown, and what is encoded where there are no `turns`."""
+    turns: tuple[str, ...] | None = None
+    """User turns of a conversation, in order, with no replies in between."""
+    raw: bool = False
+    """Encode `text` as it stands, without the chat template."""
+    answer: str | None = None
+    stop_strings: tuple[str, ...] = ()
+
+    def encode(self, tokenizer: Encoder) -> list[int]:
+        """Token ids of the prompt, up to where the model is to continue."""
+        return tokenizer.encode(self.text) if self.raw else tokenizer.encode_chat(self.turns or (self.text,))
+
+
+Score = Callable[[Prompt, str], bool]
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Prompts in order; `score(prompt, generated text)` says whether an answer is right, None where none is
+    known.
+    """
+
+    name: str
+    prompts: tuple[Prompt, ...]
+    score: Score | None = None
+
+
+@dataclass
+class DataConfig:
+    """Common to all sets: `limit` keeps the first prompts, None all of them."""
+
+    name: str = MISSING
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"data.limit must be at least 1, or null for all prompts, got {self.limit}")
+
+    def load(self) -> PromptSet:
+        """All prompts of the set, or at least the first `limit`; DataError where its source cannot be
+        used.
+        """
+        raise NotImplementedError
+
+
+@dataclass
+class ArithmeticData(DataConfig):
+    """200 held-out word problems with answers that a program checks."""
+
+    name: str = "arithmetic"
+
+    def load(self) -> PromptSet:
+        from experiments.data.arithmetic import HELDOUT_COUNT, heldout_problems, parse_answer
+
+        def score(prompt: Prompt, text: str) -> bool:
+            return str(parse_answer(text)) == prompt.answer
+
+        problems = heldout_problems(min(self.limit or HELDOUT_COUNT, HELDOUT_COUNT))
+        prompts = tuple(Prompt(problem.question, answer=str(problem.answer)) for problem in problems)
+        return PromptSet(self.name, prompts, score)
+
+
+@dataclass
+class CodeData(DataConfig):
+    """64 beginnings of functions from standard-library modules that are kept out of training."""
+
+    name: str = "code"
+
+    def load(self) -> PromptSet:
+        from experiments.data.code import DEFAULT_COUNT, function_beginnings
+
+        beginnings = function_beginnings(min(self.limit or DEFAULT_COUNT, DEFAULT_COUNT))
+        return PromptSet(self.name, tuple(Prompt(item.prompt, raw=True) for item in beginnings))
+
+
+@dataclass
+class JsonlData(DataConfig):
+    """A file with one `{"prompt": "..."}` or `{"turns": ["...", ...]}` a line; `raw` skips the chat
+    template.
+    """
+
+    name: str = "jsonl"
+    path: str = MISSING
+    raw: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.path in ("", MISSING):
+            raise ValueError("data.path: expected a .jsonl file, got none")
+
+    def load(self) -> PromptSet:
+        return PromptSet(
+            self.name, tuple(_file_prompt(record, self.raw) for record in read_records(self.path))
+        )
+
+
+@dataclass
+class TextData(DataConfig):
+    """One prompt from the command line; `raw` skips the chat template."""
+
+    name: str = "prompt"
+    text: str = MISSING
+    raw: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.text == MISSING or not self.text.strip():
+            raise ValueError("data.text: expected the text of the prompt, got none")
+
+    def load(self) -> PromptSet:
+        return PromptSet(self.name, (Prompt(self.text, raw=self.raw),))
+
+
+@dataclass
+class PublicData(DataConfig):
+    """A public set from the local file `path` in its published fields, or from the hub where `path` is
+    None.
+    """
+
+    path: str | None = None
+
+    def load(self) -> PromptSet:
+        source = PUBLIC_SETS[self.name]
+        prompts = []
+        for record in read_public(self.name, self.path):
+            turns = source.turns(record)
+            prompts.append(Prompt("\n\n".join(turns), turns=turns, answer=source.answer(record)))
+        correct = source.correct
+        if correct is None:
+            return PromptSet(self.name, tuple(prompts))
+        return PromptSet(self.name, tuple(prompts), lambda prompt, text: correct(prompt.answer or "", text))
+
+
+@dataclass
+class Gsm8kData(PublicData):
+    name: str = "gsm8k"
+
+
+@dataclass
+class Math500Data(PublicData):
+    name: str = "math500"
+
+
+@dataclass
+class HumanEvalData(PublicData):
+    name: str = "humaneval"
+
+
+@dataclass
+class MbppData(PublicData):
+    name: str = "mbpp"
+
+
+@dataclass
+class MtBenchData(PublicData):
+    name: str = "mt_bench"
+
+
+SETS = (
+    ArithmeticData,
+    CodeData,
+    JsonlData,
+    TextData,
+    Gsm8kData,
+    Math500Data,
+    HumanEvalData,
+    MbppData,
+    MtBenchData,
+)
+
+
+def datasets() -> dict[str, type[DataConfig]]:
+    """Configuration classes of all sets by name."""
+    return {kind.name: kind for kind in SETS}
+
+
+def load_prompts(config: DataConfig) -> PromptSet:
+    """The prompts that `config` asks for, at most `config.limit`. Raises DataError naming what cannot be
+    used.
+    """
+    loaded = config.load()
+    return PromptSet(loaded.name, loaded.prompts[: config.limit], loaded.score)
+
+
+def _file_prompt(record: Record, raw: bool) -> Prompt:
+    present = [key for key in ("prompt", "turns") if key in record.fields]
+    if len(present) != 1:
+        found = ", ".join(map(repr, record.fields)) or "no key"
+        raise DataError(f"{record.where}: expected either key 'prompt' or key 'turns', got {found}")
+    answer = record.fields.get("answer")
+    if answer is not None and not isinstance(answer, (str, int, float)):
+        raise DataError(f"{record.where}: key 'answer': expected a string or a number, got {answer!r}")
+    answer = None if answer is None else str(answer)
+    if present == ["prompt"]:
+        return Prompt(record.text("prompt"), raw=raw, answer=answer)
+    if raw:
+        raise DataError(
+            f"{record.where}: 'turns' need the chat template; leave data.raw=false, or use key 'prompt'"
+        )
+    turns = record.texts("turns")
+    return Prompt("\n\n".join(turns), turns=turns, answer=answer)
