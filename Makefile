@@ -38,9 +38,9 @@ $(BIN)/python:
 # The stamps are younger than what they were made from, so a second run installs nothing. `pip` takes a CPU build of
 # torch where one is on offer and the CUDA build elsewhere; both satisfy the same pin.
 $(VENV)/.installed: $(SPEC) | $(BIN)/python
-	$(PIP) install --quiet -c constraints.txt -e .
+	$(PIP) install -qq -c constraints.txt -e .
 	@touch $@
 
 $(VENV)/.installed-dev: $(SPEC) | $(BIN)/python
-	$(PIP) install --quiet -c constraints.txt -e '.[dev]'
+	$(PIP) install -qq -c constraints.txt -e '.[dev]'
 	@touch $(VENV)/.installed $@

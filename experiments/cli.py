@@ -1,0 +1,123 @@
+"""The command line: Hydra composes, a task runs, and whatever goes wrong is told in one screen.
+
+Exit codes: 0 done, 1 a fault of the program (with its traceback), 2 something the user can mend, 130 interrupted.
+`HYDRA_FULL_ERROR=1` shows the traceback of every error.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from experiments.config import CONFIG_FOLDER, build_config, dotted_keys, option_keys, register
+from experiments.errors import UserError
+from experiments.suggest import unknown_key_message, unknown_option_message
+
+FULL_ERROR = "HYDRA_FULL_ERROR"
+Task = Callable[[Any, DictConfig], Any]
+
+
+def main(task: Task, config_name: str = "config") -> None:
+    """Compose `config_name` from the command line and call `task(checked config, composed config)` for every job."""
+    show_all = os.environ.get(FULL_ERROR) == "1"
+    os.environ[FULL_ERROR] = "1"  # makes Hydra raise what it would otherwise print
+    failures: list[UserError] = []
+
+    def job(cfg: DictConfig) -> Any:
+        try:
+            return task(build_config(cfg), cfg)
+        except UserError as error:
+            if show_all:
+                raise
+            failures.append(error)  # not raised: the other jobs of a sweep still run
+            report(str(error))
+        finally:
+            _remove_empty(Path(HydraConfig.get().runtime.output_dir))
+
+    try:
+        register()
+        hydra.main(version_base="1.3", config_path=str(CONFIG_FOLDER), config_name=config_name)(job)()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    except (UserError, HydraException, OmegaConfBaseException) as error:
+        if show_all:
+            traceback.print_exc()
+        else:
+            report(explain(error, config_name))
+        sys.exit(2)
+    if failures:
+        sys.exit(2)
+
+
+def _remove_empty(folder: Path) -> None:
+    """Take back the folders Hydra made for a job that wrote nothing."""
+    for path in (folder, *folder.parents):
+        if path == Path.cwd():
+            return
+        try:
+            path.rmdir()
+        except OSError:
+            return
+
+
+def report(message: str) -> None:
+    """Print `message` as an error."""
+    head, *rest = message.strip().splitlines() or ["unknown error"]
+    print("\n".join([f"error: {head}", *(f"  {line}" for line in rest)]), file=sys.stderr)
+
+
+def explain(error: Exception, config_name: str) -> str:
+    """What went wrong while composing, and the nearest thing that would have worked."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options is not None:
+        group, _, option = error.missing_cfg_file.rpartition("/")
+        return unknown_option_message(group, option, [o for o in error.options if o != "schema"])
+    text = str(error)
+    if unknown := re.search(r"Could not override '([^']+)'|You must specify '([^']+)'", text):
+        return _unknown_key(next(filter(None, unknown.groups())), text, config_name)
+    if missing := re.search(r"Could not find '?([\w/.-]+)'?", text):
+        return _unknown_key(missing.group(1), text, config_name)
+    if missing := re.search(r"Missing mandatory value: (\S+)", text):
+        return f"{missing.group(1)} has no value: give it as {missing.group(1)}=…"
+    return _composition_error(text, error.__cause__)
+
+
+def _composition_error(text: str, cause: BaseException | None) -> str:
+    lines = text.splitlines() + (str(cause).splitlines()[:1] if cause else [])
+    if "Ambiguous value" in text:
+        name = re.search(r"argument '([^'=]+)=", text)
+        key = name.group(1) if name else "key"
+        return (
+            f"{lines[0]}\nto run once for each value add -m\n"
+            f"for text that holds a comma quote it twice: '{key}=\"a, b\"'\nfor a list write '{key}=[a,b]'"
+        )
+    if "LexerNoViableAlt" in text or "mismatched input" in text or "token recognition error" in text:
+        lines.append("text with spaces, commas or brackets is quoted twice: 'data.text=\"one, two (three)\"'")
+    return "\n".join(line for line in dict.fromkeys(lines) if line.strip())
+
+
+def _unknown_key(key: str, text: str, config_name: str) -> str:
+    """Compose without overrides to learn which keys there are."""
+    GlobalHydra.instance().clear()
+    try:
+        with hydra.initialize_config_dir(config_dir=str(CONFIG_FOLDER), version_base="1.3"):
+            cfg = hydra.compose(config_name)
+    except HydraException:
+        return text
+    groups = sorted(p.name for p in CONFIG_FOLDER.iterdir() if p.is_dir())
+    key = key.split("@")[0].lstrip("+~")
+    return unknown_key_message(key, list(dict.fromkeys([*dotted_keys(cfg), *groups])), option_keys())

@@ -1,0 +1,232 @@
+"""The schema of a generation run: every key a user can type, its type, its default and its range.
+
+Hydra composes YAML files over these dataclasses, so a misspelt key fails while composing. Values are checked in
+`__post_init__` when `build_config` turns the composed tree into objects, before anything heavy is imported: this module
+and everything it imports stay free of torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from experiments.errors import UserError
+
+REPO_ROOT = Path(__file__).resolve().parent.parent
+CONFIG_FOLDER = REPO_ROOT / "configs"
+
+
+def expect_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise ValueError unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def expect_at_least(name: str, value: float | None, least: float) -> None:
+    """Raise ValueError unless `value` is None or at least `least`."""
+    if value is not None and not value >= least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+@dataclass
+class ModelConfig:
+    """`path` and `draft_path` are folders in the Hugging Face layout, or hub names such as `org/model`."""
+
+    name: str = MISSING
+    path: str = MISSING
+    draft_path: str | None = None
+
+
+@dataclass
+class SamplingConfig:
+    """`temperature` 0 is greedy. Request i draws from a stream that depends on `seed` and i alone."""
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    seed: int = 0
+    stop_strings: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        expect_at_least("sampling.max_new_tokens", self.max_new_tokens, 1)
+        expect_at_least("sampling.temperature", self.temperature, 0)
+        expect_at_least("sampling.seed", self.seed, 0)
+        if self.temperature == float("inf"):
+            raise ValueError("sampling.temperature must be finite, got inf")
+        if "" in self.stop_strings:
+            raise ValueError("sampling.stop_strings must not hold an empty string: it would stop every request at once")
+
+
+@dataclass
+class RuntimeConfig:
+    """`impl` auto: compiled kernels on a GPU, the same kernels in Triton's interpreter without one.
+
+    `num_pages` and `max_length` null: as many as `max_batch` requests of the longest prompt need.
+    """
+
+    device: str = "auto"
+    dtype: str = "auto"
+    impl: str = "auto"
+    page_size: int = 16
+    max_batch: int = 8
+    num_pages: int | None = None
+    max_length: int | None = None
+    graph: str = "none"
+
+    def __post_init__(self) -> None:
+        expect_choice("runtime.device", self.device, ("auto", "cpu", "cuda"))
+        expect_choice("runtime.dtype", self.dtype, ("auto", "float32", "float16", "bfloat16"))
+        expect_choice("runtime.impl", self.impl, ("auto", "triton", "reference"))
+        expect_choice("runtime.graph", self.graph, ("none",))
+        expect_at_least("runtime.page_size", self.page_size, 1)
+        expect_at_least("runtime.max_batch", self.max_batch, 1)
+        expect_at_least("runtime.num_pages", self.num_pages, 1)
+        expect_at_least("runtime.max_length", self.max_length, 2)
+        if self.device == "cpu" and self.dtype == "bfloat16" and self.impl != "reference":
+            raise ValueError(
+                "runtime.dtype=bfloat16 on the CPU: Triton's interpreter computes bfloat16 wrongly; "
+                "use runtime.dtype=float32, or runtime.impl=reference"
+            )
+
+
+@dataclass
+class TrackerConfig:
+    """Where the summary goes besides the run folder. `mode` offline keeps it inside that folder."""
+
+    name: str = "none"
+    mode: str = "disabled"
+    project: str = "specdec-kernels"
+    entity: str | None = None
+    group: str | None = None
+    tags: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        expect_choice("tracker.name", self.name, ("wandb", "none"))
+        expect_choice("tracker.mode", self.mode, ("online", "offline", "disabled"))
+
+
+@dataclass
+class PathsConfig:
+    """`assets`: shipped models. `outputs`: where run folders go, relative to the working directory."""
+
+    assets: str = MISSING
+    outputs: str = "outputs"
+
+
+@dataclass
+class GenerateConfig:
+    """One run: decode `data` with `algo` and, when `baseline`, autoregressively too, to compare tokens and time.
+
+    `samples` completions are printed at the end. The algo, backend and data nodes are dataclasses of their own.
+    """
+
+    name: str = MISSING
+    baseline: bool = True
+    samples: int = 2
+    algo: Any = MISSING
+    backend: Any = MISSING
+    model: ModelConfig = MISSING
+    data: Any = MISSING
+    sampling: SamplingConfig = MISSING
+    runtime: RuntimeConfig = MISSING
+    tracker: TrackerConfig = MISSING
+    paths: PathsConfig = MISSING
+
+    def __post_init__(self) -> None:
+        expect_at_least("samples", self.samples, 0)
+        if not self.name or any(c in self.name for c in "/\\\0") or self.name.startswith("."):
+            raise ValueError(f"name becomes a folder under outputs/: expected a plain name, got {self.name!r}")
+
+
+def option_schemas() -> dict[str, dict[str, type]]:
+    """Dataclasses of the groups whose keys depend on the option: group to option to schema."""
+    from algorithms.registry import available
+    from algorithms.runtime.backends import backends
+    from experiments.data.prompts import datasets
+
+    return {
+        "algo": {name: algorithm.Config for name, algorithm in available().items()},
+        "backend": {name: backend.Config for name, backend in backends().items()},
+        "data": datasets(),
+    }
+
+
+def option_keys() -> dict[str, str]:
+    """Dotted key to `group=option` that has it, for the groups of `option_schemas`."""
+    keys: dict[str, str] = {}
+    for group, options in option_schemas().items():
+        for option, schema in options.items():
+            for item in fields(schema):
+                keys.setdefault(f"{group}.{item.name}", f"{group}={option}")
+    return keys
+
+
+def register() -> None:
+    """Put every schema in Hydra's config store, under the group `schema`, which the YAML files extend."""
+    OmegaConf.register_new_resolver("repo", lambda path: str(REPO_ROOT / path), replace=True)
+    store = ConfigStore.instance()
+    fixed = {
+        "generate": GenerateConfig,
+        "model": ModelConfig,
+        "sampling": SamplingConfig,
+        "runtime": RuntimeConfig,
+        "tracker": TrackerConfig,
+        "paths": PathsConfig,
+    }
+    for name, schema in fixed.items():
+        store.store(group="schema", name=name, node=schema)
+    for group, options in option_schemas().items():
+        for name, schema in options.items():
+            store.store(group=f"schema/{group}", name=name, node=schema)
+
+
+def unknown_keys(cfg: DictConfig, prefix: str = "") -> list[str]:
+    """Dotted keys of `cfg` that its schema does not have; `+key=` puts them past Hydra's own check."""
+    schema = OmegaConf.get_type(cfg)
+    known = {f.name for f in fields(schema)} if is_dataclass(schema) else None
+    found = []
+    for key in cfg:
+        name = f"{prefix}{key}"
+        if known is not None and key not in known:
+            found.append(name)
+            continue
+        node = cfg._get_node(key)
+        if isinstance(node, DictConfig) and not node._is_none() and not node._is_missing():
+            found += unknown_keys(node, f"{name}.")
+    return found
+
+
+def dotted_keys(cfg: DictConfig, prefix: str = "") -> list[str]:
+    """Every key of `cfg` as it is typed on the command line, groups first."""
+    names = [f"{prefix}{key}" for key in cfg]
+    for key in cfg:
+        node = cfg._get_node(key)
+        if isinstance(node, DictConfig) and not node._is_none() and not node._is_missing():
+            names += dotted_keys(node, f"{prefix}{key}.")
+    return names
+
+
+def build_config(cfg: DictConfig) -> Any:
+    """The composed tree as checked dataclasses. Raises `UserError` naming the key and what it may be."""
+    from experiments.suggest import unknown_key_message
+
+    if unknown := unknown_keys(cfg):
+        known = [key for key in dotted_keys(cfg) if not any(f"{key}.".startswith(f"{bad}.") for bad in unknown)]
+        raise UserError("\n".join(unknown_key_message(key, known, option_keys()) for key in unknown))
+    if missing := sorted(OmegaConf.missing_keys(cfg)):
+        raise UserError("\n".join(f"{key} has no value: give it as {key}=…" for key in missing))
+    try:
+        return OmegaConf.to_object(cfg)
+    except OmegaConfBaseException as error:
+        raise UserError(str(error.__cause__ or error).splitlines()[0]) from error
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def to_plain(cfg: DictConfig | ListConfig) -> Any:
+    """The resolved configuration as plain dicts and lists."""
+    return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)

@@ -1,0 +1,21 @@
+"""Errors that are the user's to fix: shown as one screen of text with the fix, without a traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class UserError(Exception):
+    """What is wrong and how to mend it, in a few lines. `reported` is set once the user has read it."""
+
+    reported = False
+
+
+@contextmanager
+def user_errors(*kinds: type[Exception]) -> Iterator[None]:
+    """Turn exceptions of `kinds` into `UserError`, keeping the original as the cause."""
+    try:
+        yield
+    except kinds as error:
+        raise UserError(str(error)) from error
