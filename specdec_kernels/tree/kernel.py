@@ -1,0 +1,183 @@
+"""Draft-tree links on the device: every lane is one node and walks its own ancestors.
+
+The parent array is small (at most a few KB a request) and stays in the first-level cache, so a walk of
+pointer loads costs less than a matrix closure, and its number of steps is the depth of the tree, at most N.
+First children and next siblings are minima over node indices: first_child[i] = min{j : parent[j] = i} and
+next_sibling[i] = min{j > i : parent[j] = parent[i]}, found by comparing a block of nodes with every block of
+nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from specdec_kernels.launch import current_chip, launch
+from specdec_kernels.tree.types import TreeLinks, mask_words
+
+_WORD_BITS = tl.constexpr(64)
+
+
+@dataclass(frozen=True)
+class TreeConfig:
+    """`pair_budget` bounds the node pairs a program compares at once, `max_nodes` the nodes it owns."""
+
+    max_nodes: int
+    max_requests: int
+    pair_budget: int
+    num_warps: int
+
+
+_GPU = TreeConfig(max_nodes=64, max_requests=1, pair_budget=64 * 64, num_warps=2)
+# The interpreter pays by the program, not by the lane.
+_CONFIGS = {
+    "sm80": _GPU,
+    "sm90": _GPU,
+    "sm100": _GPU,
+    "gfx942": _GPU,
+    "interpreter": TreeConfig(max_nodes=256, max_requests=1 << 15, pair_budget=1 << 20, num_warps=1),
+}
+
+
+@triton.jit
+def _load_parent(parents_ptr, row, node, live):
+    """Parent of each node, -1 at the root, for unused nodes and for lanes that are not `live`."""
+    parent = tl.load(parents_ptr + row + node, mask=live, other=-1)
+    return tl.where((parent >= 0) & (parent < node), parent, -1)
+
+
+@triton.jit
+def _word_bit(node, word):
+    """The bit of `node` [...] in word number `word` [W], as int64 [..., W]; node >= 0."""
+    one = tl.full((1,), 1, tl.int64)
+    return tl.where(word == (node // _WORD_BITS), one << (node % _WORD_BITS).to(tl.int64), 0)
+
+
+@triton.jit(do_not_specialize=["batch"])
+def _tree_kernel(
+    parents_ptr,  # [B, N] int32
+    lengths_ptr,  # [B] int64
+    first_child_ptr,  # [B, N] int32
+    next_sibling_ptr,  # [B, N] int32
+    depth_ptr,  # [B, N] int32
+    positions_ptr,  # [B, N] int64
+    mask_ptr,  # [B, N, WORDS] int64
+    batch,
+    NODES: tl.constexpr,
+    WORDS: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    request = (tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B))[:, None]
+    node = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+    word = tl.arange(0, BLOCK_W)[None, None, :]
+    live = (request < batch) & (node < NODES)
+    row = request.to(tl.int64) * NODES
+    parent = _load_parent(parents_ptr, row, node, live)
+
+    depth = tl.zeros((BLOCK_B, BLOCK_N), tl.int32)
+    bits = _word_bit((node + depth)[:, :, None], word)
+    ancestor = parent
+    while tl.max(tl.max(ancestor, 1), 0) >= 0:
+        climbing = ancestor >= 0
+        depth += climbing.to(tl.int32)
+        bits |= tl.where(climbing[:, :, None], _word_bit(tl.maximum(ancestor, 0)[:, :, None], word), 0)
+        ancestor = _load_parent(parents_ptr, row, ancestor, climbing)
+
+    first_child = tl.full((BLOCK_B, BLOCK_N), NODES, tl.int32)
+    next_sibling = tl.full((BLOCK_B, BLOCK_N), NODES, tl.int32)
+    for start in range(0, NODES, BLOCK_N):
+        other = (start + tl.arange(0, BLOCK_N))[None, :]
+        other_parent = _load_parent(parents_ptr, row, other, (request < batch) & (other < NODES))
+        of_other, other_index = other_parent[:, None, :], other[:, None, :]
+        is_child = of_other == node[:, :, None]
+        is_sibling = (of_other == parent[:, :, None]) & (of_other >= 0) & (other_index > node[:, :, None])
+        first_child = tl.minimum(first_child, tl.min(tl.where(is_child, other_index, NODES), 2))
+        next_sibling = tl.minimum(next_sibling, tl.min(tl.where(is_sibling, other_index, NODES), 2))
+
+    length = tl.load(lengths_ptr + request, mask=request < batch, other=0)
+    tl.store(first_child_ptr + row + node, tl.where(first_child < NODES, first_child, -1), mask=live)
+    tl.store(next_sibling_ptr + row + node, tl.where(next_sibling < NODES, next_sibling, -1), mask=live)
+    tl.store(depth_ptr + row + node, depth, mask=live)
+    tl.store(positions_ptr + row + node, length + depth, mask=live)
+    mask_row = ((row + node) * WORDS)[:, :, None]
+    tl.store(mask_ptr + mask_row + word, bits, mask=live[:, :, None] & (word < WORDS))
+
+
+@triton.jit(do_not_specialize=["batch"])
+def _chain_kernel(
+    lengths_ptr,  # [B] int64
+    first_child_ptr,  # [B, N] int32
+    next_sibling_ptr,  # [B, N] int32
+    depth_ptr,  # [B, N] int32
+    positions_ptr,  # [B, N] int64
+    mask_ptr,  # [B, N, WORDS] int64
+    batch,
+    NODES: tl.constexpr,
+    WORDS: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    request = (tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B))[:, None]
+    node = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+    word = tl.arange(0, BLOCK_W)[None, None, :]
+    live = (request < batch) & (node < NODES)
+    row = request.to(tl.int64) * NODES
+    depth = node + tl.zeros((BLOCK_B, BLOCK_N), tl.int32)
+
+    seen_in_word = depth[:, :, None] + 1 - word * _WORD_BITS
+    one = tl.full((1,), 1, tl.int64)
+    low_ones = (one << tl.minimum(tl.maximum(seen_in_word, 0), _WORD_BITS - 1).to(tl.int64)) - 1
+    bits = tl.where(seen_in_word >= _WORD_BITS, -one, low_ones)
+
+    length = tl.load(lengths_ptr + request, mask=request < batch, other=0)
+    tl.store(first_child_ptr + row + node, tl.where(depth + 1 < NODES, depth + 1, -1), mask=live)
+    tl.store(next_sibling_ptr + row + node, depth * 0 - 1, mask=live)
+    tl.store(depth_ptr + row + node, depth, mask=live)
+    tl.store(positions_ptr + row + node, length + depth, mask=live)
+    mask_row = ((row + node) * WORDS)[:, :, None]
+    tl.store(mask_ptr + mask_row + word, bits, mask=live[:, :, None] & (word < WORDS))
+
+
+def build_tree(parents: torch.Tensor, lengths: torch.Tensor) -> TreeLinks:
+    """See `specdec_kernels.tree.build_tree`."""
+    batch, num_nodes = parents.shape
+    links = _empty_links(lengths, num_nodes)
+    grid, num_warps, blocks = _plan(lengths, num_nodes)
+    launch(_tree_kernel, grid, parents, lengths, *links, batch, num_warps=num_warps, **blocks)
+    return links
+
+
+def build_chain(lengths: torch.Tensor, num_nodes: int) -> TreeLinks:
+    """See `specdec_kernels.tree.build_chain`."""
+    links = _empty_links(lengths, num_nodes)
+    grid, num_warps, blocks = _plan(lengths, num_nodes)
+    launch(_chain_kernel, grid, lengths, *links, lengths.shape[0], num_warps=num_warps, **blocks)
+    return links
+
+
+def _empty_links(lengths: torch.Tensor, num_nodes: int) -> TreeLinks:
+    shape = (lengths.shape[0], num_nodes)
+    return TreeLinks(
+        *(torch.empty(shape, dtype=torch.int32, device=lengths.device) for _ in range(3)),
+        torch.empty(shape, dtype=torch.int64, device=lengths.device),
+        torch.empty(*shape, mask_words(num_nodes), dtype=torch.int64, device=lengths.device),
+    )
+
+
+def _plan(lengths: torch.Tensor, num_nodes: int) -> tuple[tuple[int, int], int, dict[str, int]]:
+    """Grid, warps and compile-time arguments that both kernels share."""
+    config = _CONFIGS[current_chip(lengths)]
+    batch, words = lengths.shape[0], mask_words(num_nodes)
+    block_n = min(triton.next_power_of_2(num_nodes), config.max_nodes)
+    fitting = max(1, config.pair_budget // (block_n * block_n))
+    block_b = min(triton.next_power_of_2(max(batch, 1)), config.max_requests, fitting)
+    blocks = dict(
+        NODES=num_nodes, WORDS=words, BLOCK_B=block_b, BLOCK_N=block_n, BLOCK_W=triton.next_power_of_2(words)
+    )
+    return (triton.cdiv(batch, block_b), triton.cdiv(num_nodes, block_n)), config.num_warps, blocks

@@ -1,0 +1,143 @@
+"""Acceptance on the device: token selection of every node, then a walk down the tree.
+
+The target token of every node is chosen by the sampling family (its rows are independent, so the whole device
+works). The walk is a chain of dependent loads and uses one lane a request: each step looks at one node, which
+either joins the path or gives way to its next sibling, so a walk has at most N - 1 steps even where links are
+malformed. The path is kept in registers and stored once: two stores to one address by different threads of a
+program would not be ordered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from specdec_kernels.launch import current_chip, launch
+from specdec_kernels.sampling import kernel as sampling
+from specdec_kernels.tree.types import TreeLinks
+from specdec_kernels.verify.types import Accepted
+
+
+@dataclass(frozen=True)
+class WalkConfig:
+    max_requests: int
+    num_warps: int
+
+
+# One request a program: requests stop at different depths and would wait for each other.
+_GPU = WalkConfig(max_requests=1, num_warps=1)
+_CONFIGS = {
+    "sm80": _GPU,
+    "sm90": _GPU,
+    "sm100": _GPU,
+    "gfx942": _GPU,
+    "interpreter": WalkConfig(max_requests=1 << 15, num_warps=1),
+}
+
+
+@triton.jit
+def _open(candidate, usable, count, in_batch, NODES: tl.constexpr, DEPTH: tl.constexpr):
+    """Whether there is a node to look at."""
+    return in_batch & usable & (count < DEPTH) & (candidate >= 0) & (candidate < NODES)
+
+
+@triton.jit(do_not_specialize=["batch"])
+def _walk_kernel(
+    tokens_ptr,  # [B, N] int64
+    first_child_ptr,  # [B, N] int32
+    next_sibling_ptr,  # [B, N] int32
+    targets_ptr,  # [B, N] int64
+    usable_ptr,  # [B, N] bool
+    lengths_ptr,  # [B] int64
+    out_tokens_ptr,  # [B, DEPTH + 1] int64
+    out_count_ptr,  # [B] int32
+    out_nodes_ptr,  # [B, DEPTH + 1] int32
+    out_bonus_ptr,  # [B] int64
+    out_lengths_ptr,  # [B] int64
+    out_valid_ptr,  # [B] bool
+    batch,
+    NODES: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    request = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
+    column = tl.arange(0, BLOCK_D)[None, :]
+    in_batch = request < batch
+    row = request.to(tl.int64) * NODES
+
+    count = tl.zeros((BLOCK_B,), tl.int32)
+    path = tl.where(column == 0, 0, -1) + tl.zeros((BLOCK_B, BLOCK_D), tl.int32)
+    emitted = tl.full((BLOCK_B, BLOCK_D), -1, tl.int64)
+    target = tl.load(targets_ptr + row, mask=in_batch, other=0)
+    usable = tl.load(usable_ptr + row, mask=in_batch, other=0) != 0
+    candidate = tl.load(first_child_ptr + row, mask=in_batch, other=-1)
+    looking = _open(candidate, usable, count, in_batch, NODES, DEPTH)
+    step = 1
+    while (tl.max(looking.to(tl.int32), 0) > 0) & (step < NODES):
+        place = row + candidate
+        drafted = tl.load(tokens_ptr + place, mask=looking, other=-1)
+        hit = looking & (drafted == target)
+        emitted = tl.where(hit[:, None] & (column == count[:, None]), drafted[:, None], emitted)
+        count += hit.to(tl.int32)
+        path = tl.where(hit[:, None] & (column == count[:, None]), candidate[:, None], path)
+        child = tl.load(first_child_ptr + place, mask=hit, other=-1)
+        sibling = tl.load(next_sibling_ptr + place, mask=looking & (drafted != target), other=-1)
+        target = tl.where(hit, tl.load(targets_ptr + place, mask=hit, other=0), target)
+        usable = tl.where(hit, tl.load(usable_ptr + place, mask=hit, other=0) != 0, usable)
+        candidate = tl.where(hit, child, sibling)
+        looking = _open(candidate, usable, count, in_batch, NODES, DEPTH)
+        step += 1
+
+    emitted = tl.where(column == count[:, None], target[:, None], emitted)
+    length = tl.load(lengths_ptr + request, mask=in_batch, other=0)
+    out = request.to(tl.int64)[:, None] * (DEPTH + 1) + column
+    in_out = in_batch[:, None] & (column <= DEPTH)
+    tl.store(out_tokens_ptr + out, emitted, mask=in_out)
+    tl.store(out_nodes_ptr + out, path, mask=in_out)
+    tl.store(out_count_ptr + request, count, mask=in_batch)
+    tl.store(out_bonus_ptr + request, target, mask=in_batch)
+    tl.store(out_lengths_ptr + request, length + count + 1, mask=in_batch)
+    tl.store(out_valid_ptr + request, usable, mask=in_batch)
+
+
+def accept(
+    rule: str,
+    tokens: torch.Tensor,
+    tree: TreeLinks,
+    logits: torch.Tensor,
+    lengths: torch.Tensor,
+    max_depth: int,
+    *,
+    temperature: torch.Tensor | None = None,
+    seeds: torch.Tensor | None = None,
+    uniforms: torch.Tensor | None = None,
+) -> Accepted:
+    """See `specdec_kernels.verify.accept`."""
+    batch, num_nodes = tokens.shape
+    picked = sampling.pick_tokens(
+        logits.flatten(0, 1), temperature, seeds, tree.positions, uniforms, rows_per_request=num_nodes
+    )
+
+    def out(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device=tokens.device)
+
+    accepted = Accepted(
+        tokens=out(batch, max_depth + 1, dtype=torch.int64),
+        num_accepted=out(batch, dtype=torch.int32),
+        nodes=out(batch, max_depth + 1, dtype=torch.int32),
+        bonus=out(batch, dtype=torch.int64),
+        new_lengths=out(batch, dtype=torch.int64),
+        valid=out(batch, dtype=torch.bool),
+    )
+    config = _CONFIGS[current_chip(tokens)]
+    block_b = min(triton.next_power_of_2(max(batch, 1)), config.max_requests)
+    launch(
+        _walk_kernel, (triton.cdiv(batch, block_b),), tokens, tree.first_child, tree.next_sibling, *picked,
+        lengths, *accepted, batch, num_warps=config.num_warps, NODES=num_nodes, DEPTH=max_depth,
+        BLOCK_B=block_b, BLOCK_D=triton.next_power_of_2(max_depth + 1),
+    )  # fmt: skip
+    return accepted
