@@ -1,0 +1,122 @@
+"""Batching, limits and refusals of the engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from algorithms.registry import algorithms_in, available
+from algorithms.runtime.engine import EngineError, StepReport
+from algorithms.runtime.request import Completion
+from algorithms.runtime.stopping import extend, final_text
+from tests.algorithms.toy import (
+    VOCAB,
+    Scripted,
+    Setup,
+    answers,
+    autoregressive,
+    engine_of,
+    random_target,
+    requests,
+    run,
+    scripts,
+    spell,
+)
+
+TARGET = random_target()
+
+
+def test_requests_wait_for_pages() -> None:
+    """A pool that holds one request at a time serves them all, with the answers of an ample pool."""
+    asked = requests(5)
+    needed = max(-(-(len(r.prompt_ids) + r.max_new_tokens + 1) // 16) for r in asked)
+    scarce = Setup(max_batch=4, num_pages=needed)
+    assert answers(asked, scarce, TARGET) == answers(asked, Setup(max_batch=4), TARGET)
+
+
+def test_a_request_larger_than_the_pool_is_refused_before_anything_runs() -> None:
+    engine = engine_of(autoregressive(TARGET), Setup(num_pages=2), TARGET)
+    with pytest.raises(EngineError, match=r"request 3: needs 4 pages of 16 tokens, the KV pool has 2.*num_pages"):
+        engine.generate([replace(r, max_new_tokens=24) for r in requests(4)[:1] + requests(4)[3:]])
+    assert engine.allocator.num_free == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt_ids": ()}, "no tokens"),
+        ({"max_new_tokens": 0}, "expected at least 1, got 0"),
+        ({"max_new_tokens": 60}, "= 65 is longer than the context of 64 tokens"),
+        ({"temperature": -1.0}, "temperature: expected at least 0"),
+        ({"prompt_ids": (1, VOCAB)}, f"outside the vocabulary of {VOCAB}"),
+    ],
+)
+def test_bad_requests(change: dict, message: str) -> None:
+    engine = engine_of(autoregressive(TARGET), Setup(), TARGET)
+    with pytest.raises(EngineError, match=message):
+        engine.generate([replace(requests(1)[0], **change)])
+
+
+def test_an_interrupted_run_gives_its_pages_back() -> None:
+    engine = engine_of(autoregressive(TARGET), Setup(), TARGET)
+
+    def interrupt(report: StepReport) -> None:
+        if report.emitted_tokens > 10:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(requests(5), interrupt)
+    assert engine.allocator.num_free == engine.allocator.num_pages
+    assert [c.token_ids for c in engine.generate(requests(2)).completions] == answers(requests(2), Setup(), TARGET)
+
+
+def test_nan_logits_are_reported() -> None:
+    broken = random_target()
+    broken.model.model.norm.weight.fill_(float("nan"))
+    with pytest.raises(EngineError, match="no finite logit"):
+        run(autoregressive(broken), requests(2), Setup(), broken)
+
+
+def test_ledger_accounts_for_every_step() -> None:
+    seen: list[StepReport] = []
+    generation = engine_of(autoregressive(TARGET), Setup(), TARGET).generate(requests(4), seen.append)
+    assert len(seen) == generation.num_steps == len(generation.step_ms)
+    assert seen[-1].num_finished == 4
+    assert seen[-1].emitted_tokens == sum(len(c.token_ids) for c in generation.completions)
+    assert set(generation.ledger_ms) == {"draft", "verify", "accept", "commit", "host"}
+    assert sum(generation.ledger_ms.values()) == pytest.approx(generation.decode_ms, rel=0.02)
+    assert generation.prefill_ms + generation.decode_ms <= generation.wall_ms * 1.001
+
+
+@pytest.mark.parametrize("cut", range(1, 9))
+def test_stop_string_across_tokens_inside_a_block(cut: int) -> None:
+    """The string may begin in one token and end in the next, at any place of a block; it is cut from the text."""
+    asked = requests(2)
+    written = answers(asked, Setup(), TARGET)
+    strings = [spell(ids[cut - 1 : cut + 1]) for ids in written]
+    stopping = [replace(r, stop_strings=(s, "never")) for r, s in zip(asked, strings, strict=True)]
+    drafted = run(Scripted(scripts(asked, written), 5), stopping, Setup(), TARGET).completions
+    alone = run(autoregressive(TARGET), stopping, Setup(), TARGET).completions
+    for got, expected, string in zip(drafted, alone, strings, strict=True):
+        assert (got.token_ids, got.text, got.finish_reason) == (expected.token_ids, expected.text, "stop_string")
+        assert string not in got.text
+        assert spell(got.token_ids).endswith(string)
+
+
+def test_extend_counts_what_lies_past_the_end() -> None:
+    request = replace(requests(1)[0], max_new_tokens=4, stop_token_ids=frozenset({9}))
+    completion = Completion(0)
+    extend(request, completion, [1, 2], spell)
+    assert (completion.finish_reason, completion.num_truncated) == ("", 0)
+    extend(request, completion, [9, 3, 3], spell)
+    assert (completion.token_ids, completion.finish_reason, completion.num_truncated) == ([1, 2, 9], "stop_token", 2)
+    assert completion.accepted_counts == [1, 2]
+    assert final_text(request, completion, spell) == spell([1, 2])
+
+
+def test_every_shipped_algorithm_is_found() -> None:
+    found = available()
+    assert {"autoregressive", "dflash"} <= set(found)
+    assert all(found[name].name == name and found[name].Config().name == name for name in found)
+    assert algorithms_in("tests.algorithms")["scripted"].__name__ == "Scripted"

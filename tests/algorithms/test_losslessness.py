@@ -1,0 +1,166 @@
+"""Speculative output equals the target's own, token for token, whatever is drafted and however it is batched."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from algorithms import dflash
+from algorithms.runtime.algorithm import Observation
+from tests.algorithms.toy import (
+    Scripted,
+    Setup,
+    answers,
+    autoregressive,
+    random_drafter,
+    random_target,
+    requests,
+    run,
+    scripts,
+)
+
+TARGET = random_target()
+BLOCKS = range(1, 17)
+
+
+@cache
+def written(count: int, temperature: float = 0.0) -> list[list[int]]:
+    return answers(requests(count, temperature=temperature), Setup(backend="torch", max_batch=1), TARGET)
+
+
+@pytest.fixture
+def make_dflash(monkeypatch: pytest.MonkeyPatch):
+    """DFlash over a random drafter instead of a loaded one."""
+
+    def make(block_size: int) -> dflash.DFlash:
+        monkeypatch.setattr("algorithms.runtime.models.loading.load_dflash", lambda *_: random_drafter())
+        return dflash.DFlash(dflash.DFlash.Config(block_size=block_size), TARGET, "random")
+
+    return make
+
+
+@pytest.mark.parametrize("backend", ["fa4", "torch"])
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_dflash_greedy(make_dflash, block: int, page_size: int, backend: str) -> None:
+    """Every block size meets every page size and backend; the batch limit walks through 1 … 8."""
+    setup = Setup(backend=backend, page_size=page_size, max_batch=1 + block % 8)
+    got = run(make_dflash(block), requests(8), setup, TARGET)
+    assert [c.token_ids for c in got.completions] == written(8)
+
+
+@pytest.mark.parametrize("decoys", [False, True], ids=["chain", "tree"])
+@pytest.mark.parametrize("backend", ["fa4", "torch"])
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("depth", [1, 2, 5, 9, 15])
+def test_scripted_acceptance(depth: int, page_size: int, backend: str, decoys: bool) -> None:
+    """Acceptance of every length, mixed within a batch: catches KV, features or roots left behind by a commit."""
+    asked = requests(6)[:6]
+    texts = scripts(asked, written(6))
+    drafter = Scripted(texts, depth, lambda at, d: (at * 7 + d * 3) % 5 != 0, decoys)
+    setup = Setup(backend=backend, page_size=page_size, max_batch=4)
+    got = run(drafter, asked, setup, TARGET)
+    assert [c.token_ids for c in got.completions] == written(6)
+    counts = [a for c in got.completions for a in c.accepted_counts]
+    assert len(set(counts)) >= min(depth, 3)
+
+
+@pytest.mark.parametrize("decoys", [False, True], ids=["chain", "tree"])
+def test_perfect_drafter_is_fully_accepted(decoys: bool) -> None:
+    """A drafter that writes the target's own continuation: every step but the last accepts all its drafts."""
+    asked = requests(5)
+    drafter = Scripted(scripts(asked, written(5)), 5, decoys=decoys)
+    for completion in run(drafter, asked, Setup(), TARGET).completions:
+        assert completion.accepted_counts[:-1] == [5, 5, 5]
+        assert len(completion.token_ids) == 24
+
+
+@pytest.mark.parametrize("decoys", [False, True], ids=["chain", "tree"])
+@pytest.mark.parametrize("end", range(1, 15))
+def test_end_at_each_position_of_a_block(end: int, decoys: bool) -> None:
+    """Length limit and stop token fall on each place of a block of 7, the bonus token and its neighbours included."""
+    asked = requests(3)
+    texts = scripts(asked, written(3))
+    limited = [replace(r, max_new_tokens=end) for r in asked]
+    stopped = [
+        replace(r, stop_token_ids=frozenset({ids[end - 1]})) for r, ids in zip(asked, written(3), strict=True)
+    ]
+    for ending, reason in ((limited, "length"), (stopped, "stop_token")):
+        alone = run(autoregressive(TARGET), ending, Setup(), TARGET).completions
+        drafted = run(Scripted(texts, 6, decoys=decoys), ending, Setup(), TARGET).completions
+        assert [c.token_ids for c in drafted] == [c.token_ids for c in alone]
+        assert [c.text for c in drafted] == [c.text for c in alone]
+        assert {c.finish_reason for c in drafted} == {c.finish_reason for c in alone} == {reason}
+
+
+@pytest.mark.parametrize("backend", ["fa4", "torch"])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_sampled_output_is_the_targets_own(make_dflash, page_size: int, backend: str) -> None:
+    """Random numbers belong to (seed, position), so drafting changes no sampled token; greedy rows share the batch."""
+    asked = [replace(r, temperature=(0.0, 0.7, 1.3)[r.id % 3]) for r in requests(8)]
+    setup = Setup(backend=backend, page_size=page_size, max_batch=5)
+    alone = answers(asked, setup, TARGET)
+    assert alone != written(8)
+    for algorithm in (make_dflash(6), Scripted(scripts(asked, alone), 4, lambda at, d: d != at % 4, decoys=True)):
+        assert [c.token_ids for c in run(algorithm, asked, setup, TARGET).completions] == alone
+
+
+def test_seed_decides_not_the_place_in_the_batch(make_dflash) -> None:
+    asked = requests(7, temperature=1.0)
+    one_by_one = answers(asked, Setup(max_batch=1), TARGET)
+    shuffled = [asked[i] for i in (3, 0, 6, 2, 5, 1, 4)]
+    got = run(make_dflash(8), shuffled, Setup(max_batch=7), TARGET).completions
+    assert {c.request_id: c.token_ids for c in got} == dict(enumerate(one_by_one))
+    reseeded = [replace(r, seed=r.seed + 100) for r in asked]
+    assert answers(reseeded, Setup(max_batch=1), TARGET) != one_by_one
+
+
+@pytest.mark.parametrize("decoys", [False, True], ids=["chain", "tree"])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_kernels_in_the_engine(make_dflash, page_size: int, decoys: bool) -> None:
+    """The same identity through the Triton kernels (interpreted where there is no GPU)."""
+    asked = requests(3, max_new_tokens=7)
+    expected = [ids[:7] for ids in written(3)]
+    setup = Setup(impl="triton", page_size=page_size, max_batch=2)
+    scripted = Scripted(scripts(asked, expected), 3, lambda at, d: (at + d) % 3 != 0, decoys)
+    for algorithm in (scripted, autoregressive(TARGET) if decoys else make_dflash(4)):
+        assert [c.token_ids for c in run(algorithm, asked, setup, TARGET).completions] == expected
+
+
+@pytest.mark.parametrize("decoys", [False, True], ids=["chain", "tree"])
+def test_observed_features_are_those_of_the_text(decoys: bool) -> None:
+    """After any commit a drafter sees, for each position once, the hidden states the target has for that text."""
+
+    class Recorder(Scripted):
+        capture = (0, 2)
+
+        def __init__(self, *args, **kwargs) -> None:
+            super().__init__(*args, **kwargs)
+            self.seen: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
+
+        def observe(self, seen: Observation) -> None:
+            super().observe(seen)
+            joined = torch.cat(seen.features, -1)
+            for row, pages in enumerate(seen.page_table.tolist()):
+                for column in range(int(seen.counts[row])):
+                    key = (pages[0], int(seen.positions[row, column]))
+                    assert key not in self.seen, f"position {key} observed twice"
+                    self.seen[key] = (int(seen.tokens[row, column]), joined[row, column])
+
+    asked = requests(3)
+    texts = scripts(asked, written(3))
+    plain = Recorder(texts, 0)
+    drafted = Recorder(texts, 4, lambda at, d: (at + d) % 4 != 0, decoys)
+    for recorder in (plain, drafted):
+        run(recorder, asked, Setup(max_batch=3), TARGET)
+    for text, length in ((t, len(t) - 1) for t in texts):
+        pages = {page for (page, at), (token, _) in plain.seen.items() if at == 0 and token == text[0]}
+        page = next(iter(pages))
+        other = next(p for (p, at), (token, _) in drafted.seen.items() if at == 0 and token == text[0])
+        for at in range(length):
+            (token, alone), (drafted_token, found) = plain.seen[page, at], drafted.seen[other, at]
+            assert token == drafted_token == text[at]
+            torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,183 @@
+"""Small models and drafters with known behaviour, shared by the tests of the engine and its algorithms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import specdec_kernels as kernels
+from algorithms.autoregressive import Autoregressive
+from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Observation, Resources
+from algorithms.runtime.backends import backends
+from algorithms.runtime.engine import Engine, EngineSettings, Generation
+from algorithms.runtime.models.config import DecoderConfig, DFlashConfig
+from algorithms.runtime.models.decoder import Decoder
+from algorithms.runtime.models.dflash import DFlashDrafter
+from algorithms.runtime.models.loading import Target
+from algorithms.runtime.request import Request
+
+VOCAB = 61
+CONFIG = DecoderConfig(
+    architecture="qwen3",
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rms_norm_eps=1e-6,
+    rope_theta=10000.0,
+    rope_scaling=None,
+    max_position_embeddings=128,
+    tie_word_embeddings=True,
+    attention_bias=False,
+    qk_norm=True,
+    mlp_bias=False,
+    eos_token_ids=(),
+)
+
+
+def randomise(module: torch.nn.Module, seed: int) -> torch.nn.Module:
+    """Weights large enough that logits are far apart and every token depends on the whole text."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in module.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data = 1 + 0.1 * noise if "norm" in name else 0.25 * noise
+    return module.requires_grad_(False)
+
+
+def random_target(seed: int = 0) -> Target:
+    return Target(model=randomise(Decoder(CONFIG), seed), config=CONFIG, path=Path("toy"))
+
+
+def random_drafter(block_size: int = 16, seed: int = 1) -> DFlashDrafter:
+    layers = 2
+    config = DFlashConfig(
+        decoder=replace(CONFIG, num_layers=layers),
+        block_size=block_size,
+        target_layer_ids=(1, 2),
+        mask_token_id=VOCAB - 1,
+        num_target_layers=CONFIG.num_layers,
+        layer_types=("full_attention",) * layers,
+        sliding_window=None,
+        causal_layers=(False,) * layers,
+    )
+    return randomise(DFlashDrafter(config), seed)
+
+
+def requests(count: int, max_new_tokens: int = 24, **changes: Any) -> list[Request]:
+    """Prompts of unequal lengths, one of them a single token."""
+    generator = torch.Generator().manual_seed(7)
+    lengths = [(5, 2, 17, 30, 9, 16, 1, 33)[i % 8] for i in range(count)]
+    prompts = [tuple(torch.randint(VOCAB, (n,), generator=generator).tolist()) for n in lengths]
+    return [replace(Request(i, prompt, max_new_tokens, seed=i), **changes) for i, prompt in enumerate(prompts)]
+
+
+def spell(ids: Sequence[int]) -> str:
+    """A decoder without a tokenizer: one character a token."""
+    return "".join(chr(ord("0") + token) for token in ids)
+
+
+@dataclass(frozen=True)
+class Setup:
+    backend: str = "fa4"
+    page_size: int = 16
+    max_batch: int = 3
+    num_pages: int | None = None
+    impl: str = "reference"
+    max_length: int = 64
+
+
+def engine_of(algorithm: Algorithm, setup: Setup, target: Target) -> Engine:
+    kind = backends()[setup.backend]
+    settings = EngineSettings(
+        page_size=setup.page_size,
+        max_batch=setup.max_batch,
+        num_pages=setup.num_pages,
+        max_length=setup.max_length,
+        impl=setup.impl,
+    )
+    return Engine(target, algorithm, kind(kind.Config(), setup.impl), settings, spell)
+
+
+def run(algorithm: Algorithm, asked: Sequence[Request], setup: Setup, target: Target) -> Generation:
+    """Serve `asked`, and hold what must be true of every run."""
+    engine = engine_of(algorithm, setup, target)
+    generation = engine.generate(asked)
+    assert engine.allocator.num_free == engine.allocator.num_pages
+    assert [c.request_id for c in generation.completions] == [r.id for r in asked]
+    for completion in generation.completions:
+        emitted = sum(accepted + 1 for accepted in completion.accepted_counts)
+        assert len(completion.token_ids) == emitted - completion.num_truncated
+        assert max(completion.accepted_counts) <= algorithm.max_depth
+    return generation
+
+
+def autoregressive(target: Target) -> Autoregressive:
+    return Autoregressive(Autoregressive.Config(), target, None)
+
+
+def answers(asked: Sequence[Request], setup: Setup, target: Target) -> list[list[int]]:
+    """What the target alone writes."""
+    return [c.token_ids for c in run(autoregressive(target), asked, setup, target).completions]
+
+
+class Scripted(Algorithm):
+    """Drafts a known text, wrong at chosen places: acceptance of every length can be made to order.
+
+    `correct(position, depth)` says whether the draft at `depth` behind a root at `position` is the scripted token. With
+    `decoys` every depth has a wrong sibling before the right one, so the accepted path is scattered over the nodes.
+    """
+
+    name = "scripted"
+
+    def __init__(
+        self,
+        texts: Sequence[Sequence[int]],
+        depth: int,
+        correct: Callable[[int, int], bool] = lambda position, depth: True,
+        decoys: bool = False,
+    ) -> None:
+        self._texts, self._correct, self._width = texts, correct, 2 if decoys else 1
+        self.chain = not decoys
+        self.max_depth = depth
+        self.num_nodes = 1 + depth * self._width
+        self._text_of: dict[int, Sequence[int]] = {}
+
+    def attach(self, resources: Resources) -> None:
+        self._impl = resources.impl
+
+    def observe(self, seen: Observation) -> None:
+        """The first page is a request's name while it runs; at prefill its text says which script is meant."""
+        for row, (page, *_) in enumerate(seen.page_table.tolist()):
+            if int(seen.start[row]) == 0:
+                prompt = seen.tokens[row, : int(seen.counts[row])].tolist()
+                self._text_of[page] = next(t for t in self._texts if list(t[: len(prompt)]) == prompt)
+
+    def propose(self, batch: Batch) -> DraftTree:
+        rows = zip(batch.lengths.tolist(), batch.roots.tolist(), batch.page_table.tolist(), strict=True)
+        tokens = [self._nodes(length, root, self._text_of[pages[0]]) for length, root, pages in rows]
+        parents = [-1] + [max(0, d * self._width) for d in range(self.max_depth) for _ in range(self._width)]
+        tree = torch.tensor([parents] * len(tokens), dtype=torch.int32)
+        links = kernels.build_tree(tree, batch.lengths, impl=self._impl)
+        return DraftTree(torch.tensor(tokens), links)
+
+    def _nodes(self, length: int, root: int, text: Sequence[int]) -> list[int]:
+        nodes = [root]
+        for depth in range(1, self.max_depth + 1):
+            place = length + depth
+            right = text[place] if place < len(text) else 0
+            wrong = (right + 1) % VOCAB
+            nodes += [wrong] * (self._width - 1)
+            nodes.append(right if self._correct(length, depth) else wrong)
+        return nodes
+
+
+def scripts(asked: Sequence[Request], written: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Prompt and answer of each request as one text."""
+    return [list(request.prompt_ids) + list(ids) for request, ids in zip(asked, written, strict=True)]
