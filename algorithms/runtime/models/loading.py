@@ -25,7 +25,7 @@ __all__ = ["ModelError", "Target", "load_dflash", "load_target", "resolve_folder
 
 CONFIG_FILE = "config.json"
 OTHER_DRAFTER = "use the drafter that was trained for this target, or the target it was trained for"
-# Extensions of later DFlash families that change the computation: without them drafts would be bad in silence.
+# Extensions of later DFlash families that change the computation; ignored, they would quietly spoil drafts.
 UNSUPPORTED_DFLASH = (
     "attention_sink_bias",
     "attention_value_scale",

@@ -50,11 +50,10 @@ def load_weights(
     stored names that carry it. Raises ModelError naming the file or tensor.
     """
     wanted = module.state_dict()
-    stored = {
-        name.removeprefix(optional_prefix): tensor
-        for name, tensor in _read_headers(folder).items()
-        if not harmless(name)
-    }
+    stored = _without_prefix(
+        {name: tensor for name, tensor in _read_headers(folder).items() if not harmless(name)},
+        optional_prefix,
+    )
     _check_names(folder, set(wanted), set(stored))
     for name, tensor in wanted.items():
         _check_header(stored[name], tuple(tensor.shape))
@@ -146,6 +145,21 @@ def _read_header(path: Path) -> dict[str, Stored]:
         raise _unreadable(path, error) from error
 
 
+def _without_prefix(stored: dict[str, Stored], prefix: str) -> dict[str, Stored]:
+    result: dict[str, Stored] = {}
+    for name, tensor in stored.items():
+        short = name.removeprefix(prefix)
+        if short in result:
+            raise ModelError(
+                f"tensor '{short}' is stored twice, with and without the prefix '{prefix}'",
+                where=tensor.file,
+                expected="one of the two",
+                fix="remove the stale copy from the checkpoint",
+            )
+        result[short] = tensor
+    return result
+
+
 def _check_names(folder: Path, wanted: set[str], stored: set[str]) -> None:
     for what, names in (("lack tensors of", wanted - stored), ("hold tensors unknown to", stored - wanted)):
         if names:
@@ -156,7 +170,7 @@ def _check_names(folder: Path, wanted: set[str], stored: set[str]) -> None:
                 expected=f"{len(wanted)} tensors",
                 actual=f"{len(stored)} tensors; {len(names)} amiss: {shown}"
                 + (", ..." if len(names) > NAMES_SHOWN else ""),
-                fix="check that config.json and the weights belong together and the architecture is supported",
+                fix="check that config.json and weights belong together and the architecture is supported",
             )
 
 

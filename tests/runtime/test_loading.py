@@ -1,0 +1,354 @@
+"""Checkpoints: what loads, and that each damaged or unfit folder is refused with the file, the tensor and the
+fix.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from algorithms.runtime.models import folder as folder_module
+from algorithms.runtime.models.loading import ModelError, Target, load_dflash, load_target, resolve_folder
+from tests.runtime.tiny_folders import (
+    edit_json,
+    small_config,
+    small_dflash_config,
+    write_dflash,
+    write_target,
+    write_tokenizer,
+    write_weights,
+)
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Target:
+    return load_target(folder, "cpu", dtype)
+
+
+def refusal(call: Any, *parts: str) -> str:
+    """The message of the ModelError that `call` raises: it holds all `parts` and fits on a screen."""
+    with pytest.raises(ModelError) as caught:
+        call()
+    message = str(caught.value)
+    for part in (*parts, "fix:"):
+        assert part in message
+    assert len(message.splitlines()) <= 6
+    return message
+
+
+@pytest.fixture
+def target_folder(tmp_path: Path) -> Path:
+    write_target(tmp_path / "target")
+    return tmp_path / "target"
+
+
+@pytest.fixture
+def drafter_folder(tmp_path: Path) -> Path:
+    write_dflash(tmp_path / "drafter", small_dflash_config(small_config()))
+    return tmp_path / "drafter"
+
+
+def change_weights(folder: Path, **changes: torch.Tensor | None) -> None:
+    """Replace or (None) remove tensors of a single-file checkpoint; `__` in a keyword stands for a dot."""
+    tensors = load_file(folder / WEIGHTS)
+    for key, value in changes.items():
+        tensors.pop(key.replace("__", "."), None)
+        if value is not None:
+            tensors[key.replace("__", ".")] = value
+    save_file(tensors, folder / WEIGHTS)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_arrive_unchanged_and_frozen(tmp_path: Path, shards: int, tied: bool) -> None:
+    written = write_target(tmp_path, small_config(tie_word_embeddings=tied), shards=shards)
+    loaded = load(tmp_path).model
+    state = loaded.state_dict()
+    assert state.keys() == written.state_dict().keys()
+    for name, tensor in written.state_dict().items():
+        assert torch.equal(state[name], tensor), name
+    assert not any(parameter.requires_grad for parameter in loaded.parameters())
+    assert not loaded.training
+
+
+def test_bfloat16_weights_are_widened_exactly(tmp_path: Path) -> None:
+    written = write_target(tmp_path, dtype=torch.bfloat16)
+    loaded = load(tmp_path).model
+    for name, tensor in loaded.state_dict().items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, written.state_dict()[name].float())
+
+
+def test_loaded_weights_do_not_follow_later_changes_of_the_file(target_folder: Path) -> None:
+    model = load(target_folder).model
+    before = model.model.embed_tokens.weight.clone()
+    size = (target_folder / WEIGHTS).stat().st_size
+    with (target_folder / WEIGHTS).open("r+b") as file:
+        file.write(b"\xff" * size)
+    assert torch.equal(model.model.embed_tokens.weight, before)
+
+
+def test_known_harmless_tensors_are_ignored(tmp_path: Path) -> None:
+    write_target(tmp_path, small_config(tie_word_embeddings=True))
+    change_weights(tmp_path, lm_head__weight=torch.ones(272, 32), model__rotary_emb__inv_freq=torch.ones(8))
+    assert load(tmp_path).model.lm_head is None
+
+
+def test_folder_without_config(target_folder: Path) -> None:
+    (target_folder / "config.json").unlink()
+    refusal(lambda: load(target_folder), "config.json is missing", str(target_folder))
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [("{", "not valid JSON"), ("[1]", "no mapping"), ('{"model_type": "qwen3"}', "'hidden_size' is missing")],
+)
+def test_malformed_config(target_folder: Path, content: str, part: str) -> None:
+    (target_folder / "config.json").write_text(content)
+    refusal(lambda: load(target_folder), part, "config.json")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_type": "mamba"},
+        {"num_attention_heads": "four"},
+        {"num_attention_heads": 0},
+        {"num_key_value_heads": 3},
+        {"vocab_size": None},
+        {"hidden_size": [32]},
+    ],
+)
+def test_unusable_config_values(target_folder: Path, change: dict[str, Any]) -> None:
+    edit_json(target_folder / "config.json", **change)
+    refusal(lambda: load(target_folder), "config.json")
+
+
+def test_folder_without_weights(target_folder: Path) -> None:
+    (target_folder / WEIGHTS).rename(target_folder / "adapter.safetensors")
+    refusal(lambda: load(target_folder), "no weights", "model.safetensors", "adapter.safetensors")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
+def test_pickles_are_refused_unopened(target_folder: Path, name: str) -> None:
+    marker = target_folder / "executed"
+    payload = f"cos\nsystem\n(S'touch {marker}'\ntR.".encode()
+    (target_folder / WEIGHTS).unlink()
+    (target_folder / name).write_bytes(payload)
+    refusal(lambda: load(target_folder), "pickle", name, "safetensors")
+    assert not marker.exists()
+
+
+def test_pickle_named_as_a_shard_is_refused(tmp_path: Path) -> None:
+    write_target(tmp_path, shards=2)
+    index = json.loads((tmp_path / INDEX).read_text())["weight_map"]
+    edit_json(tmp_path / INDEX, weight_map={name: "shard.bin" for name in index})
+    refusal(lambda: load(tmp_path), "shard.bin", INDEX)
+
+
+def test_missing_shard_is_named(tmp_path: Path) -> None:
+    write_target(tmp_path, shards=3)
+    (tmp_path / "model-00002-of-00003.safetensors").unlink()
+    refusal(lambda: load(tmp_path), "shard", "model-00002-of-00003.safetensors")
+
+
+def test_index_that_disagrees_with_its_shard(tmp_path: Path) -> None:
+    write_target(tmp_path, shards=2)
+    first, second = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
+    shutil.copy(tmp_path / first, tmp_path / second)
+    refusal(lambda: load(tmp_path), "missing from its shard", second)
+
+
+@pytest.mark.parametrize(
+    "keep", [0, 4, 100, -1], ids=["empty", "in the length", "in the header", "in the data"]
+)
+def test_truncated_weights(target_folder: Path, keep: int) -> None:
+    content = (target_folder / WEIGHTS).read_bytes()
+    (target_folder / WEIGHTS).write_bytes(content[:keep])
+    refusal(lambda: load(target_folder), "truncated or corrupt", str(target_folder / WEIGHTS))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_not_finite(target_folder: Path, value: float) -> None:
+    damaged = torch.zeros(32)
+    damaged[17] = value
+    change_weights(target_folder, model__norm__weight=damaged)
+    refusal(lambda: load(target_folder), "'model.norm.weight'", "NaN or infinity", WEIGHTS)
+
+
+def test_weights_that_overflow_the_chosen_dtype(target_folder: Path) -> None:
+    change_weights(target_folder, model__norm__weight=torch.full((32,), 1e6))
+    refusal(lambda: load(target_folder, torch.float16), "'model.norm.weight'", "does not fit torch.float16")
+
+
+def test_wrong_shape_names_tensor_and_both_shapes(target_folder: Path) -> None:
+    change_weights(target_folder, model__layers__1__mlp__up_proj__weight=torch.zeros(48, 31))
+    refusal(lambda: load(target_folder), "model.layers.1.mlp.up_proj.weight", "[48, 32]", "[48, 31]")
+
+
+def test_unsupported_dtype(target_folder: Path) -> None:
+    change_weights(target_folder, model__norm__weight=torch.zeros(32, dtype=torch.int8))
+    refusal(lambda: load(target_folder), "model.norm.weight", "dtype", "I8")
+
+
+def test_missing_tensor(target_folder: Path) -> None:
+    change_weights(target_folder, model__layers__2__self_attn__q_norm__weight=None)
+    refusal(lambda: load(target_folder), "lack tensors", "model.layers.2.self_attn.q_norm.weight")
+
+
+def test_untied_model_without_its_head(target_folder: Path) -> None:
+    change_weights(target_folder, lm_head__weight=None)
+    refusal(lambda: load(target_folder), "lack tensors", "lm_head.weight")
+
+
+def test_unknown_tensor(target_folder: Path) -> None:
+    change_weights(target_folder, model__layers__0__mlp__router__weight=torch.zeros(4))
+    refusal(lambda: load(target_folder), "unknown", "model.layers.0.mlp.router.weight")
+
+
+def test_nothing_is_read_before_all_headers_fit(target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from algorithms.runtime.models import weights
+
+    def forbidden(*_: Any) -> torch.Tensor:
+        raise AssertionError("a tensor was read")
+
+    monkeypatch.setattr(weights, "_cast", forbidden)
+    change_weights(target_folder, model__norm__weight=torch.zeros(31))
+    refusal(lambda: load(target_folder), "model.norm.weight")
+
+
+def test_path_that_does_not_exist(tmp_path: Path) -> None:
+    refusal(lambda: load(tmp_path / "nowhere"), str(tmp_path / "nowhere"))
+
+
+def test_path_of_a_file(target_folder: Path) -> None:
+    refusal(lambda: load(target_folder / "config.json"), "must be a folder")
+
+
+def test_misspelt_relative_path_is_not_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "assets").mkdir()
+    monkeypatch.setattr(folder_module, "_download", lambda name: pytest.fail("the hub was asked"))
+    refusal(lambda: resolve_folder("assets/tiyn"), "assets/tiyn")
+
+
+def test_hub_name_is_downloaded_without_pickles(
+    target_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import huggingface_hub
+
+    asked: dict[str, Any] = {}
+
+    def snapshot(name: str, allow_patterns: list[str]) -> str:
+        asked.update(name=name, patterns=allow_patterns)
+        return str(target_folder)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    assert resolve_folder("some-org/some-model") == target_folder
+    assert asked == {"name": "some-org/some-model", "patterns": ["*.safetensors", "*.json", "*.jinja"]}
+
+
+def test_hub_failure_names_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def snapshot(name: str, allow_patterns: list[str]) -> str:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    refusal(lambda: resolve_folder("some-org/some-model"), "some-org/some-model", "no route to host")
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_drafter_loads_with_and_without_prefix(tmp_path: Path, target_folder: Path, prefix: str) -> None:
+    written = write_dflash(tmp_path / "drafter", small_dflash_config(small_config()), prefix=prefix)
+    drafter = load_dflash(tmp_path / "drafter", load(target_folder), "cpu", torch.float32)
+    for name, tensor in written.state_dict().items():
+        assert torch.equal(drafter.state_dict()[name], tensor), name
+    assert not any(parameter.requires_grad for parameter in drafter.parameters())
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "parts"),
+    [
+        ("hidden_size", 64, ("hidden_size", "32", "64")),
+        ("vocab_size", 300, ("vocab_size", "272", "300")),
+        ("num_target_layers", 6, ("num_target_layers", "4", "6")),
+    ],
+)
+def test_drafter_of_another_target(
+    target_folder: Path, drafter_folder: Path, key: str, value: int, parts: tuple[str, ...]
+) -> None:
+    edit_json(drafter_folder / "config.json", **{key: value})
+    target = load(target_folder)
+    message = refusal(lambda: load_dflash(drafter_folder, target, "cpu", torch.float32), "do not fit", *parts)
+    expected, actual = (line.split(":")[1].strip() for line in message.splitlines()[2:4])
+    assert [expected, actual] == list(parts[1:])
+
+
+@pytest.mark.parametrize(
+    ("nested", "parts"),
+    [
+        ({"mask_token_id": 3, "target_layer_ids": [1, 4]}, ("target_layer_ids", "0..3", "[1, 4]")),
+        ({"mask_token_id": 272, "target_layer_ids": [1, 2]}, ("mask_token_id", "272")),
+        ({"mask_token_id": 3, "target_layer_ids": [1, 2, 3]}, ("'fc.weight'", "[32, 96]", "[32, 64]")),
+        ({"target_layer_ids": [1, 2]}, ("no DFlash drafter", "mask_token_id")),
+        ({"mask_token_id": 3, "selector_rank": 64}, ("not supported", "selector_rank=64")),
+    ],
+    ids=[
+        "layer beyond the target",
+        "mask beyond the vocabulary",
+        "one layer more",
+        "no mask",
+        "later family",
+    ],
+)
+def test_unusable_dflash_config(
+    target_folder: Path, drafter_folder: Path, nested: dict[str, Any], parts: tuple[str, ...]
+) -> None:
+    edit_json(drafter_folder / "config.json", dflash_config=nested)
+    target = load(target_folder)
+    refusal(lambda: load_dflash(drafter_folder, target, "cpu", torch.float32), *parts)
+
+
+def test_target_given_as_drafter(target_folder: Path) -> None:
+    target = load(target_folder)
+    refusal(
+        lambda: load_dflash(target_folder, target, "cpu", torch.float32),
+        "no DFlash drafter",
+        "Qwen3ForCausalLM",
+    )
+
+
+def test_drafter_with_an_embedding_of_its_own_is_refused(target_folder: Path, drafter_folder: Path) -> None:
+    change_weights(drafter_folder, embed_tokens__weight=torch.zeros(272, 32))
+    target = load(target_folder)
+    refusal(
+        lambda: load_dflash(drafter_folder, target, "cpu", torch.float32), "unknown", "embed_tokens.weight"
+    )
+
+
+def test_same_tokenizer_in_both_folders_fits(target_folder: Path, drafter_folder: Path) -> None:
+    write_tokenizer(drafter_folder)
+    load_dflash(drafter_folder, load(target_folder), "cpu", torch.float32)
+
+
+def test_other_tokenizer_of_equal_size_does_not_fit(target_folder: Path, drafter_folder: Path) -> None:
+    write_tokenizer(drafter_folder, special_tokens=("<|end|>", "<|assistant|>", "<|user|>", "<|mask|>"))
+    target = load(target_folder)
+    refusal(lambda: load_dflash(drafter_folder, target, "cpu", torch.float32), "tokenizer", "260 tokens")
+
+
+def test_duplicate_names_under_the_optional_prefix(target_folder: Path, drafter_folder: Path) -> None:
+    tensors = load_file(drafter_folder / WEIGHTS)
+    write_weights(drafter_folder, {**tensors, "model.fc.weight": torch.zeros(32, 64)})
+    target = load(target_folder)
+    refusal(lambda: load_dflash(drafter_folder, target, "cpu", torch.float32), "twice", "fc.weight")
