@@ -32,8 +32,8 @@ def kv_write(
     """Norm and rotate T tokens' queries and keys, and store keys and values of one layer at their slots.
 
     Args:
-        q: [T, H, D]; k, v: [T, H_kv, D]. The heads of a token must be adjacent, the tokens may be strided (slices of
-            one fused projection). D is a power of two >= 16.
+        q: [T, H, D]; k, v: [T, H_kv, D]. The heads of a token must be adjacent, the tokens may be strided by whole heads
+            (slices of one fused projection). D is a power of two >= 16.
         kv: [2, pages, page_size, H_kv, D], dtype of q; written in place. Contiguous.
         slots: [T] int64, page * page_size + offset; a slot outside [0, pages * page_size), such as -1, stores nothing.
             Slots that are stored must differ from each other.
@@ -85,8 +85,8 @@ def kv_materialize(
     """Norm, rotate and store the keys and values of T context tokens for all layers of a drafter at once.
 
     Args:
-        k, v: [T, layers, H_kv, D]; the heads of a layer must be adjacent, tokens and layers may be strided (slices of
-            one stacked projection).
+        k, v: [T, layers, H_kv, D]; the heads of a layer must be adjacent, tokens and layers may be strided by whole
+            heads (slices of one stacked projection).
         kv: [layers, 2, pages, page_size, H_kv, D], dtype of k; written in place. Contiguous.
         slots, positions, rope, eps: as in `kv_write`; a token has the same slot in every layer.
         k_norm: [layers, D] weights of the RMS norm, or None for no norm.
@@ -139,7 +139,12 @@ def _check_common(
 
 def _expect_adjacent_heads(**tensors: torch.Tensor) -> None:
     for name, tensor in tensors.items():
-        heads, head_dim = tensor.shape[-2:]
-        adjacent = tensor.stride(-1) == 1 and (heads == 1 or tensor.stride(-2) == head_dim)
-        if tensor.numel() and not adjacent:
-            raise ValueError(f"{name}: expected adjacent heads of stride {head_dim}, got strides {tensor.stride()}")
+        head_dim = tensor.shape[-1]
+        steps = list(zip(tensor.shape, tensor.stride(), strict=True))
+        adjacent = tensor.stride(-1) == 1 and (tensor.shape[-2] == 1 or tensor.stride(-2) == head_dim)
+        whole_heads = all(size == 1 or stride % head_dim == 0 for size, stride in steps[:-1])
+        if tensor.numel() and not (adjacent and whole_heads):
+            raise ValueError(
+                f"{name}: expected adjacent heads and tokens a whole number of heads ({head_dim}) apart, "
+                f"got strides {tensor.stride()}"
+            )
