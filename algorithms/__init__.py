@@ -1,0 +1,1 @@
+"""Speculative decoding algorithms, one drafter a file, over the shared runtime."""

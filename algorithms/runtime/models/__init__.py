@@ -1,0 +1,1 @@
+"""Decoder-only transformers as plain modules: they know weights and shapes, never caches."""

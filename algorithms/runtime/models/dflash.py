@@ -1,0 +1,81 @@
+"""The DFlash drafter (arXiv 2602.06036): a few decoder layers that fill a block of masks in one pass.
+
+The drafter never embeds the committed text. It reads the target's hidden states at a few layers, concatenated along the
+width: context = hidden_norm(fc(features)). Each draft layer projects that same context with its own key and value
+matrices, so the keys and values of all layers come out of one matmul as soon as the target has committed tokens; the
+block's tokens then attend to [context; block]. Embedding and LM head are the target's. Parameter names are those of
+the published checkpoints.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from algorithms.runtime.models.config import DFlashConfig
+from algorithms.runtime.models.decoder import DecoderLayer, Mixer, RMSNorm, reset_layers
+
+
+class StackedKV(NamedTuple):
+    """Key and value weights of all draft layers side by side, so that one matmul serves them all."""
+
+    weight: Tensor
+    """[num_layers * 2 * H_kv * D, hidden], keys then values of each layer."""
+    bias: Tensor | None
+    k_norm: Tensor | None
+    """[num_layers, D]."""
+
+
+class DFlashDrafter(nn.Module):
+    """Draft layers over materialised target features."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.config = config
+        hidden, eps = config.decoder.hidden_size, config.decoder.rms_norm_eps
+        self.layers = nn.ModuleList(DecoderLayer(config.decoder) for _ in range(config.decoder.num_layers))
+        self.fc = nn.Linear(len(config.target_layer_ids) * hidden, hidden, bias=False)
+        self.hidden_norm = RMSNorm(hidden, eps)
+        self.norm = RMSNorm(hidden, eps)
+
+    def reset_parameters(self) -> None:
+        """Initialise for training from scratch with torch's global generator."""
+        reset_layers(self.layers)
+        nn.init.normal_(self.fc.weight, std=self.fc.in_features**-0.5)
+
+    def context(self, features: list[Tensor]) -> Tensor:
+        """Target features, one `[..., T, hidden]` per target layer id, to context `[..., T, hidden]`."""
+        expected = len(self.config.target_layer_ids)
+        if len(features) != expected:
+            raise ValueError(f"DFlash reads {expected} target layers, got features of {len(features)}")
+        return self.hidden_norm(self.fc(torch.cat(features, dim=-1)))
+
+    def stack_kv(self) -> StackedKV:
+        """Stack the weights that `context_kv` multiplies with; for inference, once after loading."""
+        attentions = [layer.self_attn for layer in self.layers]
+        weights = [w for a in attentions for w in (a.k_proj.weight, a.v_proj.weight)]
+        biases = [b for a in attentions for b in (a.k_proj.bias, a.v_proj.bias) if b is not None]
+        norms = [a.k_norm.weight for a in attentions if a.k_norm is not None]
+        return StackedKV(
+            torch.cat(weights), torch.cat(biases) if biases else None, torch.stack(norms) if norms else None
+        )
+
+    def context_kv(self, context: Tensor, stacked: StackedKV | None = None) -> tuple[Tensor, Tensor]:
+        """Keys and values of every draft layer from `context [..., T, hidden]`, before key norm and RoPE.
+
+        Returns two tensors `[..., T, num_layers, H_kv, D]`; one matmul over the stacked weights of all layers.
+        """
+        decoder = self.config.decoder
+        weight, bias, _ = stacked or self.stack_kv()
+        flat = F.linear(context, weight, bias)
+        split = flat.unflatten(-1, (decoder.num_layers, 2, decoder.num_kv_heads, decoder.head_dim))
+        return split.select(-3, 0), split.select(-3, 1)
+
+    def forward(self, hidden: Tensor, mixer: Mixer) -> Tensor:
+        """Block embeddings `[..., T, hidden]` through the draft layers and the final norm; same shape."""
+        for index, layer in enumerate(self.layers):
+            hidden = layer(index, hidden, mixer)
+        return self.norm(hidden)

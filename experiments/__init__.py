@@ -1,0 +1,1 @@
+"""Programs that ask a question of the toolkit: generation, measurement, training."""

@@ -1,0 +1,1 @@
+"""Prompt sources: generated arithmetic, standard-library code, files and public sets."""

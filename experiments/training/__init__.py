@@ -1,0 +1,1 @@
+"""Shared parts of the training programs: corpus, tokenizer, attention, loop, export."""
