@@ -60,7 +60,7 @@ def token_slots(
     if width < 0:
         raise ValueError(f"width: expected at least 0, got {width}")
     if use_triton(impl, page_table):
-        from specdec_kernels.kv_index import kernel
+        import specdec_kernels.kv_index.kernel as kernel
 
         return kernel.token_slots(page_table, start, counts, width, page_size)
     return reference.token_slots(page_table, start, counts, width, page_size)
@@ -96,7 +96,7 @@ def flashinfer_indices(
     if capacity is not None and capacity < 0:
         raise ValueError(f"capacity: expected at least 0, got {capacity}")
     if use_triton(impl, page_table):
-        from specdec_kernels.kv_index import kernel
+        import specdec_kernels.kv_index.kernel as kernel
 
         return kernel.flashinfer_indices(page_table, lengths, page_size, capacity)
     return reference.flashinfer_indices(page_table, lengths, page_size, capacity)
@@ -122,7 +122,7 @@ def flash_attention_table(
     """
     _check_table(page_table, page_size, lengths=lengths)
     if use_triton(impl, page_table):
-        from specdec_kernels.kv_index import kernel
+        import specdec_kernels.kv_index.kernel as kernel
 
         return kernel.flash_attention_table(page_table, lengths, page_size)
     return reference.flash_attention_table(page_table, lengths, page_size)
@@ -155,7 +155,7 @@ def move_accepted(
     expect_contiguous(kv=kv, nodes=nodes)
     expect_same_device(kv=kv, page_table=page_table, nodes=nodes)
     if use_triton(impl, kv):
-        from specdec_kernels.kv_index import kernel
+        import specdec_kernels.kv_index.kernel as kernel
 
         return kernel.move_accepted(kv, page_table, lengths, nodes)
     return reference.move_accepted(kv, page_table, lengths, nodes)

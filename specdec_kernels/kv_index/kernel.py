@@ -258,7 +258,8 @@ def move_accepted(
     launch(
         _move_kernel, (triton.cdiv(batch, block_b), triton.cdiv(planes * row, block_f)), kv, page_table,
         lengths, nodes, batch, pages * page_size * row, num_warps=config.num_warps, PATH=path, PLANES=planes,
-        ROW=row, ROW_PAGES=page_table.shape[1], PAGE_SIZE=page_size, BLOCK_B=block_b, BLOCK_J=block_j, BLOCK_F=block_f,
+        ROW=row, ROW_PAGES=page_table.shape[1], PAGE_SIZE=page_size, BLOCK_B=block_b, BLOCK_J=block_j,
+        BLOCK_F=block_f,
     )  # fmt: skip
 
 

@@ -65,7 +65,7 @@ def pick_tokens(
         logits=logits, temperature=temperature, seeds=seeds, positions=positions, uniforms=uniforms
     )
     if use_triton(impl, logits):
-        from specdec_kernels.sampling import kernel
+        import specdec_kernels.sampling.kernel as kernel
 
         return kernel.pick_tokens(logits, temperature, seeds, positions, uniforms)
     return reference.pick_tokens(logits, temperature, seeds, positions, uniforms)

@@ -47,7 +47,7 @@ def build_tree(parents: torch.Tensor, lengths: torch.Tensor, impl: str = "auto")
     if parents.shape[1] < 1:
         raise ValueError(f"parents: expected at least one node (the root), got {list(parents.shape)}")
     if use_triton(impl, parents):
-        from specdec_kernels.tree import kernel
+        import specdec_kernels.tree.kernel as kernel
 
         return kernel.build_tree(parents, lengths)
     return reference.build_tree(parents, lengths)
@@ -74,7 +74,7 @@ def build_chain(lengths: torch.Tensor, num_nodes: int, impl: str = "auto") -> Tr
     if num_nodes < 1:
         raise ValueError(f"num_nodes: expected at least 1 (the root), got {num_nodes}")
     if use_triton(impl, lengths):
-        from specdec_kernels.tree import kernel
+        import specdec_kernels.tree.kernel as kernel
 
         return kernel.build_chain(lengths, num_nodes)
     return reference.build_chain(lengths, num_nodes)

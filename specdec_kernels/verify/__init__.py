@@ -84,7 +84,7 @@ def accept(
     )
     sampling = {"temperature": temperature, "seeds": seeds, "uniforms": uniforms}
     if use_triton(impl, logits):
-        from specdec_kernels.verify import kernel
+        import specdec_kernels.verify.kernel as kernel
 
         return kernel.accept(rule, tokens, tree, logits, lengths, max_depth, **sampling)
     return reference.accept(rule, tokens, tree, logits, lengths, max_depth, **sampling)

@@ -24,7 +24,7 @@ def accept(
     """See `specdec_kernels.verify.accept`."""
     batch, num_nodes = tokens.shape
     picked = sampling.pick_tokens(
-        logits.reshape(batch * num_nodes, -1),
+        logits.flatten(0, 1),
         None if temperature is None else temperature.repeat_interleave(num_nodes),
         None if seeds is None else seeds.repeat_interleave(num_nodes),
         tree.positions.reshape(-1),

@@ -1,0 +1,137 @@
+"""Memory checks for kernels in Triton's interpreter, and allocations that show what was never written.
+
+The interpreter follows any pointer: a wrong load is silent, a wrong store overwrites a neighbour, and a far one kills the
+process. Inside `guarded()` every lane of every load and store must lie inside one of the launch's tensor arguments
+(inside the view, not merely its storage), no store may write one address from two lanes, and no two programs of a launch
+may write the same address. The hooks are the interpreter's two raw entry points, whose signatures are the same in the
+Triton versions supported. Inside `poisoned()` fresh allocations are NaN, or -7777 for integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import triton.runtime.interpreter as interpreter
+
+INTEGER_POISON = -7777
+
+
+class MemoryFault(AssertionError):
+    """A load or store that a GPU would not forgive."""
+
+
+class _CheckedMemory:
+    """Stands in for the interpreter's memory module; everything but load and store passes through."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+        self._low = np.zeros(0, np.uint64)
+        self._high = np.zeros(0, np.uint64)
+        self._written: dict[int, tuple[int, ...]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def enter_launch(self, tensors: list[torch.Tensor]) -> None:
+        extents = [_extent(tensor) for tensor in tensors]
+        self._low = np.array([low for low, _ in extents], np.uint64)
+        self._high = np.array([high for _, high in extents], np.uint64)
+        self._written = {}
+
+    def load(self, pointers: Any, mask: Any, other: Any, dtype: Any) -> Any:
+        self._lanes("load", pointers, mask, np.dtype(dtype).itemsize)
+        return self._real.load(pointers, mask, other, dtype)
+
+    def store(self, pointers: Any, value: Any, mask: Any) -> Any:
+        lanes = self._lanes("store", pointers, mask, np.asarray(value).dtype.itemsize)
+        self._record_writes(lanes)
+        return self._real.store(pointers, value, mask)
+
+    def _lanes(self, what: str, pointers: Any, mask: Any, size: int) -> np.ndarray:
+        """Addresses of the active lanes, after the bounds check."""
+        pointers, mask = np.broadcast_arrays(np.asarray(pointers), np.asarray(mask).astype(bool))
+        lanes = pointers[mask].astype(np.uint64).ravel()
+        inside = np.zeros(lanes.shape, bool)
+        for low, high in zip(self._low, self._high, strict=True):
+            inside |= (lanes >= low) & (lanes + np.uint64(size) <= high)
+        if not inside.all():
+            address = int(lanes[~inside][0])
+            raise MemoryFault(
+                f"{what}: {int((~inside).sum())} of {lanes.size} lanes outside every argument at program "
+                f"{interpreter.interpreter_builder.grid_idx}, first {self._describe(address)}"
+            )
+        return lanes
+
+    def _describe(self, address: int) -> str:
+        if not len(self._low):
+            return f"0x{address:x}, the launch has no tensors"
+        ends = [(abs(address - int(high)), address - int(high)) for high in self._high]
+        return f"0x{address:x}, {min(ends)[1]:+d} bytes from the nearest argument's end"
+
+    def _record_writes(self, lanes: np.ndarray) -> None:
+        program = tuple(interpreter.interpreter_builder.grid_idx)
+        distinct, times = np.unique(lanes, return_counts=True)
+        if (times > 1).any():
+            raise MemoryFault(
+                f"store: {int((times > 1).sum())} addresses written by several lanes at {program}"
+            )
+        for address in distinct.tolist():
+            writer = self._written.setdefault(address, program)
+            if writer != program:
+                raise MemoryFault(f"store: 0x{address:x} written by programs {writer} and {program}")
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """First and past-the-last byte that the view reaches."""
+    start = tensor.data_ptr()
+    if tensor.numel() == 0:
+        return start, start
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (reach + 1) * tensor.element_size()
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+@contextmanager
+def guarded() -> Iterator[None]:
+    """Check every launch of the interpreter."""
+    real, enter = interpreter._interpreter, interpreter.GridExecutor._init_args_hst
+    memory = _CheckedMemory(real)
+
+    def entering(self: Any, args: Any, kwargs: Any) -> Any:
+        host_args, host_kwargs = enter(self, args, kwargs)
+        memory.enter_launch(_tensors(host_args) + _tensors(host_kwargs.values()))
+        return host_args, host_kwargs
+
+    interpreter._interpreter, interpreter.GridExecutor._init_args_hst = memory, entering
+    try:
+        yield
+    finally:
+        interpreter._interpreter, interpreter.GridExecutor._init_args_hst = real, enter
+
+
+def poison(tensor: torch.Tensor) -> torch.Tensor:
+    """Fill with what no kernel would write: NaN, -7777, or True for bool."""
+    if tensor.is_floating_point():
+        return tensor.fill_(float("nan"))
+    return tensor.fill_(True) if tensor.dtype == torch.bool else tensor.fill_(INTEGER_POISON)
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Let torch.empty, torch.empty_like and Tensor.new_empty return poison."""
+    saved = (torch.empty, torch.empty_like, torch.Tensor.new_empty)
+    empty, empty_like, new_empty = saved
+    torch.empty = lambda *a, **k: poison(empty(*a, **k))  # type: ignore[assignment]
+    torch.empty_like = lambda *a, **k: poison(empty_like(*a, **k))  # type: ignore[assignment]
+    torch.Tensor.new_empty = lambda *a, **k: poison(new_empty(*a, **k))  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.empty, torch.empty_like, torch.Tensor.new_empty = saved  # type: ignore[method-assign]

@@ -1,0 +1,125 @@
+"""Every case of every family: the kernel does what the reference says.
+
+Integers must agree exactly. Floats may err twice as much as the reference itself does in the kernel's precision, both
+measured against a float64 run of the reference, plus a few roundings of the largest value: the kernel sums in another
+order, not with less care. Outputs start as poison, and in the interpreter every load and store is checked.
+On a GPU the same cases run compiled, in float32 and in bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+
+from specdec_kernels import FAMILIES
+from specdec_kernels.cases import Case, Maker
+from tests.kernels.guard import guarded, poisoned
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+DTYPES = (torch.float32, torch.bfloat16) if ON_GPU else (torch.float32,)
+CASES = [
+    pytest.param(family, case, dtype, id=f"{case.name}-{str(dtype)[6:]}")
+    for family in FAMILIES
+    for case in import_module(f"specdec_kernels.{family}.cases").CASES
+    for dtype in DTYPES
+    if ON_GPU or "large" not in case.tags
+]
+
+
+def flatten(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors inside nested tuples, lists and dicts, each with the name of its place."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif hasattr(value, "_asdict"):
+        yield from flatten(name, value._asdict())
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from flatten(f"{name}.{key}", item)
+    elif isinstance(value, (tuple, list)):
+        for index, item in enumerate(value):
+            yield from flatten(f"{name}[{index}]", item)
+
+
+def rebuilt(value: Any, floats: torch.dtype | None) -> Any:
+    """A deep copy with the same strides; floating tensors in the type `floats` if one is given."""
+    if isinstance(value, torch.Tensor):
+        wanted = floats if floats is not None and value.is_floating_point() else value.dtype
+        copy = torch.empty_strided(value.size(), value.stride(), dtype=wanted, device=value.device)
+        return copy.copy_(value)
+    if hasattr(value, "_asdict"):
+        return type(value)(*(rebuilt(item, floats) for item in value))
+    if isinstance(value, dict):
+        return {key: rebuilt(item, floats) for key, item in value.items()}
+    return value
+
+
+def outcome(function: Any, inputs: dict[str, Any], impl: str) -> dict[str, torch.Tensor]:
+    """Everything the call gives back or may have changed: its result and all tensor arguments."""
+    result = function(**inputs, impl=impl)
+    return dict(flatten("result", result)) | dict(flatten("argument", inputs))
+
+
+def identical(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Equal entry by entry, NaN equal to NaN."""
+    return bool(((left == right) | (left.isnan() & right.isnan())).all())
+
+
+def assert_as_accurate(name: str, kernel: torch.Tensor, eager: torch.Tensor, truth: torch.Tensor) -> None:
+    """Kernel error <= 2 * eager error + 4 roundings of the largest finite value; same NaN and infinities."""
+    finite = truth.isfinite()
+    assert torch.equal(kernel.isfinite(), finite), f"{name}: finite in other places than the reference"
+    assert identical(kernel[~finite].double(), truth[~finite].double()), f"{name}: other infinities or NaN"
+    if not finite.any():
+        return
+    kernel_error = (kernel.double() - truth.double())[finite].abs().max().item()
+    eager_error = (eager.double() - truth.double())[finite].abs().max().item()
+    largest = truth[finite].abs().max().item()
+    bound = 2 * eager_error + 4 * torch.finfo(kernel.dtype).eps * largest
+    assert kernel_error <= bound, (
+        f"{name}: error {kernel_error:.3g} over {bound:.3g} (eager {eager_error:.3g})"
+    )
+
+
+@pytest.mark.parametrize("family, case, dtype", CASES)
+def test_kernel_is_the_reference(family: str, case: Case, dtype: torch.dtype) -> None:
+    function = getattr(import_module(f"specdec_kernels.{family}"), case.function)
+    inputs = case.build(Maker.seeded(DEVICE, dtype))
+    exact = rebuilt(inputs, torch.float64) if _takes_float64(family) else None
+    eager = outcome(function, rebuilt(inputs, None), "reference")
+    truth = outcome(function, exact, "reference") if exact is not None else eager
+    with ExitStack() as stack:
+        stack.enter_context(poisoned())
+        if not ON_GPU:
+            stack.enter_context(guarded())
+        kernel = outcome(function, inputs, "triton")
+    assert kernel.keys() == eager.keys()
+    for name, actual in kernel.items():
+        expected = eager[name]
+        assert actual.dtype == expected.dtype and actual.shape == expected.shape, name
+        if actual.is_floating_point() and not identical(actual, expected):
+            assert_as_accurate(name, actual, expected, truth[name])
+        elif not actual.is_floating_point():
+            assert torch.equal(actual, expected), f"{name}:\n{actual}\nexpected\n{expected}"
+
+
+def _takes_float64(family: str) -> bool:
+    """The families whose results are floats accept float64, so that their reference can serve as the truth."""
+    return family in ("attention", "kv_write")
+
+
+def test_every_family_has_cases_of_every_use() -> None:
+    for family in FAMILIES:
+        module = import_module(f"specdec_kernels.{family}")
+        cases = import_module(f"specdec_kernels.{family}.cases").CASES
+        functions = {name for name in module.__all__ if callable(getattr(module, name)) and name[0].islower()}
+        assert {case.function for case in cases} == functions, f"{family}: a public function without a case"
+        assert any(case.gate for case in cases), f"{family}: nothing for the compile gate"
+        assert any(case.bench for case in cases), f"{family}: nothing for the benchmark"
+        assert all(case.catches for case in cases), f"{family}: a case that does not say what it catches"
+        assert len({case.name for case in cases}) == len(cases), f"{family}: two cases of one name"
