@@ -1,8 +1,9 @@
-"""Paged attention over a committed prefix plus a draft block: decode, chain, block and tree verification, and prefill.
+"""Paged attention over a committed prefix plus a draft block: decode, chain, block and tree verification, and
+prefill.
 
-The keys of a request are its committed tokens at positions [0, L) followed by its N draft nodes at positions L + j,
-whatever the shape of the draft: who sees whom inside the draft is a mode or a bit mask, never a layout. So any page size
-works for any tree, and the mask is only as large as the draft.
+The keys of a request are its committed tokens at positions [0, L) followed by its N draft nodes at positions
+L + j, whatever the shape of the draft: who sees whom inside the draft is a mode or a bit mask, never a
+layout. So any page size works for any tree, and the mask is only as large as the draft.
 """
 
 from __future__ import annotations
@@ -80,21 +81,26 @@ def paged_attention(
 
     Args:
         q: [B, N, H, D], D a power of two >= 16, H a multiple of H_kv. Contiguous.
-        kv: [2, pages, page_size, H_kv, D] keys then values of one layer, dtype of q; the draft is already stored in it.
+        kv: [2, pages, page_size, H_kv, D] keys then values of one layer, dtype of q; the draft is already
+            stored in it.
         page_table: [B, P] int32; entries past the last used page are never read as page numbers.
         lengths: [B] int64 committed lengths L, without the draft.
         mask: [B, N, ceil(N / 64)] int64 words, only with `mode="tree"`; bit j of row i: node i sees node j.
         q_lens: [B] int32 rows in use, default N for all. Rows past it are zeros with lse -inf.
         scale: multiplies q . k, default D ** -0.5.
-        max_length: host-side bound on lengths + N, default P * page_size. Sizes the launch; a longer request is cut.
-        split_tokens: keys a program works on before partial results are merged, default from the static table.
+        max_length: host-side bound on lengths + N, default P * page_size. Sizes the launch; a longer request
+            is cut.
+        split_tokens: keys a program works on before partial results are merged, default from the static
+            table.
         return_lse: also return the log-sum-exp (natural logarithm) of each row's scaled scores.
 
     Returns:
-        out [B, N, H, D] in q's dtype, and with `return_lse` also lse [B, N, H] float32 (float64 for float64 input).
+        out [B, N, H, D] in q's dtype, and with `return_lse` also lse [B, N, H] float32 (float64 for float64
+        input).
 
     Raises:
-        ValueError: a shape, dtype, device, layout or option does not fit; the message names expected and actual.
+        ValueError: a shape, dtype, device, layout or option does not fit; the message names expected and
+            actual.
     """
     _check(q, kv, page_table, lengths, mode, mask, q_lens)
     batch, num_nodes = q.shape[:2]
@@ -140,14 +146,14 @@ def _check(
     expect_dtype("page_table", page_table, torch.int32)
     expect_dtype("lengths", lengths, torch.int64)
     if kv.shape[3] == 0 or heads % kv.shape[3]:
-        raise ValueError(f"q: expected a number of heads that is a multiple of kv's {kv.shape[3]}, got {heads}")
+        raise ValueError(f"q: expected heads in a multiple of kv's {kv.shape[3]}, got {heads}")
     if head_dim < 16 or head_dim & (head_dim - 1):
         raise ValueError(f"q: expected a head dimension that is a power of two >= 16, got {head_dim}")
     if q_lens is not None:
         expect_shape("q_lens", q_lens, (batch,))
         expect_dtype("q_lens", q_lens, torch.int32)
     if (mask is not None) != (mode == "tree"):
-        raise ValueError(f"mask: expected exactly with mode 'tree', got mode {mode!r} and mask {type(mask).__name__}")
+        raise ValueError(f"mask: expected with mode 'tree' only, got mode {mode!r} and {type(mask).__name__}")
     if mask is not None:
         expect_shape("mask", mask, (batch, num_nodes, -(-num_nodes // _WORD_BITS)))
         expect_dtype("mask", mask, torch.int64)

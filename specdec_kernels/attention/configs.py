@@ -1,12 +1,13 @@
 """Static launch table of paged attention: no autotuning on a step's path.
 
-The key is the chip, the head dimension and the packed query rows of one (request, KV head), N * H / H_kv, rounded up to
-a bucket. Small buckets are bound by memory: they want bytes in flight, so two or three KV buffers of 64 keys and several
-programs a processor. From 64 rows the matrix unit wants one warp group, from 128 two. Every row compiles without spills:
-64 x 64 tiles of four warps spill on sm90, so 32 keys and one more stage stand there.
+The key is the chip, the head dimension and the packed query rows of one (request, KV head), N * H / H_kv,
+rounded up to a bucket. Small buckets are bound by memory: they want bytes in flight, so two or three KV
+buffers of 64 keys and several programs a processor. From 64 rows the matrix unit wants one warp group, from
+128 two. Every row compiles without spills: 64 x 64 tiles of four warps spill on sm90, so 32 keys and one more
+stage stand there.
 
-`split_tokens` is a length, not a count: partial results of a row then do not depend on the batch, and their traffic
-stays a fixed share (2 * rows / split_tokens) of the KV traffic.
+`split_tokens` is a length, not a count: partial results of a row then do not depend on the batch, and their
+traffic stays a fixed share (2 * rows / split_tokens) of the KV traffic.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class MergeConfig:
-    """Tile of one merge program: `rows` output rows, `block_s` of their `all_splits` partial results a step."""
+    """Tile of one merge program: `rows` output rows, `block_s` of their `all_splits` partial results a
+    step."""
 
     rows: int
     all_splits: int

@@ -1,21 +1,23 @@
 """One Triton kernel for decode, chain, block and tree verification, and prefill over a paged KV cache.
 
-Why one: reading the prefix dominates all of them, so they differ only in the few tiles that overlap the draft block.
+Why one: reading the prefix dominates all of them, so they differ only in the few tiles that overlap the
+draft.
 
-    program   (request, split of the keys, tile of packed query rows, KV head), KV head fastest: programs that run
-              together read the interleaved heads of the same pages
-    row       node * G + g, the G query heads of a KV head packed into one tile, so K and V are read once for all
+    program   (request, split of the keys, tile of packed query rows, KV head), KV head fastest: programs that
+              run together read the interleaved heads of the same pages
+    row       node * G + g: the G query heads of a KV head share a tile, so K and V are read once for all
     maths     t = scale * log2(e) * q . k;  m' = max(m, t);  a = 2^(m - m');  p = 2^(t - m')
               l = a l + sum p;  acc = a acc + p v;  at the end out = acc / l, lse = m + log2(l)
     split     each split of `split_tokens` keys leaves (out, lse) in float32, and a second kernel merges
-              out = sum_s 2^(lse_s - lse) out_s with 2^lse = sum_s 2^lse_s; a single split writes its output itself
+              out = sum_s 2^(lse_s - lse) out_s with 2^lse = sum_s 2^lse_s; a single split writes its own
+              output
 
-Page numbers are loaded one tile ahead and carried through the loop: a page-table load inside it would cost the software
-pipeline half of its KV buffers. Tiles that every row of the program sees entirely skip the mask by a uniform branch; the
-causal structure ends the loop at the last key that the program's last row sees.
+Page numbers are loaded one tile ahead and carried through the loop: a page-table load inside it would cost
+the software pipeline half of its KV buffers. Tiles that every row of the program sees entirely skip the mask
+by a uniform branch; the causal structure ends the loop at the last key that the program's last row sees.
 
-Sources: online softmax of FlashAttention (arXiv 2205.14135), split keys of Flash-Decoding, packed rows of FlashAttention-3
-(arXiv 2407.08608); bit masks limited to the draft block as in XQA and TensorRT-LLM.
+Sources: online softmax of FlashAttention (arXiv 2205.14135), split keys of Flash-Decoding, packed rows of
+FlashAttention-3 (arXiv 2407.08608); bit masks limited to the draft block as in XQA and TensorRT-LLM.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ def _visible(
     MODE: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """[BLOCK_M or 1, BLOCK_N]: which positions below `end` each row sees; rows past `used` may see anything."""
+    """[BLOCK_M or 1, BLOCK_N]: which positions below `end` each row sees; rows past `used` may see
+    anything."""
     if MODE == _CHAIN:
         return positions[None, :] <= tl.minimum(length + nodes, end - 1)[:, None]
     elif MODE == _BLOCK:
@@ -83,7 +86,8 @@ def _visible(
 
 @triton.jit
 def _softmax_step(scores, top, total):
-    """Fold base-2 scores [M, N] into running maximum and sum [M]; rows that saw nothing yet keep top = -inf."""
+    """Fold base-2 scores [M, N] into running maximum and sum [M]; rows that saw nothing yet keep top =
+    -inf."""
     new_top = tl.maximum(top, tl.max(scores, 1))
     anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores - anchor[:, None])
@@ -98,10 +102,9 @@ def _log2_sum(top, total):
 
 
 @triton.jit
-def _key_range(
-    length, used, max_length, first_node, last_node, MODE: tl.constexpr
-):
-    """(last position + 1 any row of the tile sees, last position + 1 every row of the tile sees all before)."""
+def _key_range(length, used, max_length, first_node, last_node, MODE: tl.constexpr):
+    """(last position + 1 any row of the tile sees, last position + 1 every row of the tile sees all
+    before)."""
     end = tl.minimum(length + used, max_length)
     if MODE == _CHAIN:
         tile_end = tl.minimum(end, length + last_node + 1)
@@ -241,7 +244,8 @@ def _merge_kernel(
 
     splits = tl.arange(0, ALL_SPLITS)
     part_lse = tl.load(
-        part_lse_ptr + rows[:, None] * num_splits + splits[None, :], mask=splits[None, :] < live[:, None],
+        part_lse_ptr + rows[:, None] * num_splits + splits[None, :],
+        mask=splits[None, :] < live[:, None],
         other=float("-inf"),
     )
     top = tl.max(part_lse, 1)
@@ -255,8 +259,12 @@ def _merge_kernel(
         chunk = first + tl.arange(0, BLOCK_S)
         present = chunk[None, :] < live[:, None]
         parts = rows[:, None] * num_splits + chunk[None, :]
-        weight = tl.exp2(tl.load(part_lse_ptr + parts, mask=present, other=float("-inf")) - reference_lse[:, None])
-        part = tl.load(part_ptr + parts[:, :, None] * D + dims[None, None, :], mask=present[:, :, None], other=0.0)
+        weight = tl.exp2(
+            tl.load(part_lse_ptr + parts, mask=present, other=float("-inf")) - reference_lse[:, None]
+        )
+        part = tl.load(
+            part_ptr + parts[:, :, None] * D + dims[None, None, :], mask=present[:, :, None], other=0.0
+        )
         acc += tl.sum(part * weight[:, :, None], 1)
     narrow = acc.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + rows[:, None] * D + dims[None, :], narrow, mask=valid[:, None])
@@ -296,7 +304,9 @@ def paged_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """See `specdec_kernels.attention.paged_attention`, which has checked the arguments."""
     if q.dtype == torch.float64:
-        raise ValueError("q: the kernel computes float32, float16 and bfloat16, got torch.float64; use impl='reference'")
+        raise ValueError(
+            "q: the kernel takes float32, float16 and bfloat16, got float64; use impl='reference'"
+        )
     batch, num_nodes, heads, head_dim = q.shape
     _, num_pages, page_size, kv_heads, _ = kv.shape
     group = heads // kv_heads

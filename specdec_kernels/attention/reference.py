@@ -4,8 +4,8 @@ With s[i, t] = scale * q_i . k_t over the keys t that row i sees:
 
     lse_i = log sum_t exp(s[i, t])        out_i = sum_t exp(s[i, t] - lse_i) v_t
 
-A row that sees no key has lse -inf and out 0. Half types are computed in float32, float64 in float64, so that the same
-code serves as the truth of the parity tests.
+A row that sees no key has lse -inf and out 0. Half types are computed in float32, float64 in float64, so that
+the same code serves as the truth of the parity tests.
 """
 
 from __future__ import annotations
@@ -61,16 +61,22 @@ def _used_rows(lengths: torch.Tensor, q_lens: torch.Tensor | None, num_nodes: in
 def _gather(
     kv: torch.Tensor, page_table: torch.Tensor, max_length: int, maths: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [B, S, H_kv, D] by position; entries of unused table slots are whatever page they name."""
-    _, pages, page_size, kv_heads, head_dim = kv.shape
+    """Keys and values [B, S, H_kv, D] by position; entries of unused table slots are whatever page they
+    name."""
+    pages, page_size = kv.shape[1:3]
     columns = -(-max_length // page_size)
     table = page_table[:, :columns].to(torch.int64).clamp(0, pages - 1)
-    by_position = kv[:, table].reshape(2, table.shape[0], -1, kv_heads, head_dim)[:, :, :max_length].to(maths)
+    by_position = kv[:, table].flatten(2, 3)[:, :, :max_length].to(maths)
     return by_position[0], by_position[1]
 
 
 def _visible(
-    lengths: torch.Tensor, used: torch.Tensor, num_nodes: int, width: int, mode: str, mask: torch.Tensor | None
+    lengths: torch.Tensor,
+    used: torch.Tensor,
+    num_nodes: int,
+    width: int,
+    mode: str,
+    mask: torch.Tensor | None,
 ) -> torch.Tensor:
     """[B, N, S] bool: which positions each query row sees."""
     position = torch.arange(width, device=lengths.device)

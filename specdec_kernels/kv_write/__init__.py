@@ -1,7 +1,8 @@
-"""Head norm, rotary embedding and paged store in one pass, for new tokens of the target and for a drafter's context.
+"""Head norm, rotary embedding and paged store in one pass, for new tokens of the target and for a drafter's
+context.
 
-Between the projections and attention, every key is normalised, rotated and stored, and every query normalised and
-rotated. Done one by one these are a dozen small memory-bound kernels a layer; here they are one.
+Between the projections and attention, every key is normalised, rotated and stored, and every query normalised
+and rotated. Done one by one these are a dozen small memory-bound kernels a layer; here they are one.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ def kv_write(
     """Norm and rotate T tokens' queries and keys, and store keys and values of one layer at their slots.
 
     Args:
-        q: [T, H, D]; k, v: [T, H_kv, D]. The heads of a token must be adjacent, the tokens may be strided by whole heads
-            (slices of one fused projection). D is a power of two >= 16.
+        q: [T, H, D]; k, v: [T, H_kv, D]. The heads of a token must be adjacent, the tokens may be strided by
+            whole heads (slices of one fused projection). D is a power of two >= 16.
         kv: [2, pages, page_size, H_kv, D], dtype of q; written in place. Contiguous.
-        slots: [T] int64, page * page_size + offset; a slot outside [0, pages * page_size), such as -1, stores nothing.
-            Slots that are stored must differ from each other.
+        slots: [T] int64, page * page_size + offset; a slot outside [0, pages * page_size), such as -1, stores
+            nothing. Slots that are stored must differ from each other.
         positions: [T] int64 rows of `rope`; a position outside the table rotates to zeros.
-        rope: [max_pos, D] float32, cosines in the first half of a row and sines in the second (neox pairing d, d + D/2).
+        rope: [max_pos, D] float32, cosines in the first half of a row and sines in the second (neox pairing
+            d, d + D/2).
         q_norm, k_norm: [D] weights of the RMS norm over a head, or None for no norm. Both or neither.
         eps: added to the mean square.
 
@@ -57,7 +59,7 @@ def kv_write(
     expect_dtype("q", q, kv.dtype)
     _expect_adjacent_heads(q=q, k=k, v=v)
     if (q_norm is None) != (k_norm is None):
-        raise ValueError(f"q_norm and k_norm: expected both or neither, got {type(q_norm)} and {type(k_norm)}")
+        raise ValueError("q_norm and k_norm: expected both or neither, got one")
     if q_norm is not None and k_norm is not None:
         expect_shape("q_norm", q_norm, (head_dim,))
         expect_shape("k_norm", k_norm, (head_dim,))
@@ -85,8 +87,8 @@ def kv_materialize(
     """Norm, rotate and store the keys and values of T context tokens for all layers of a drafter at once.
 
     Args:
-        k, v: [T, layers, H_kv, D]; the heads of a layer must be adjacent, tokens and layers may be strided by whole
-            heads (slices of one stacked projection).
+        k, v: [T, layers, H_kv, D]; the heads of a layer must be adjacent, tokens and layers may be strided by
+            whole heads (slices of one stacked projection).
         kv: [layers, 2, pages, page_size, H_kv, D], dtype of k; written in place. Contiguous.
         slots, positions, rope, eps: as in `kv_write`; a token has the same slot in every layer.
         k_norm: [layers, D] weights of the RMS norm, or None for no norm.

@@ -1,8 +1,8 @@
 """Head norm, rotary embedding and paged store as one Triton kernel for all heads of all tokens.
 
-A row is one head of one token: its query, key or value heads side by side for `kv_write`, the key and value heads of
-every layer for `kv_materialize`. A program takes a tile of rows, each as two halves [ROWS, D/2], because the rotation
-pairs element d with d + D/2 and so needs no shuffle:
+A row is one head of one token: its query, key or value heads side by side for `kv_write`, the key and value
+heads of every layer for `kv_materialize`. A program takes a tile of rows, each as two halves [ROWS, D/2],
+because the rotation pairs element d with d + D/2 and so needs no shuffle:
 
     y = w * (x / sqrt(mean(x^2) + eps));   out = [y1 c - y2 s, y2 c + y1 s]
 
@@ -104,8 +104,13 @@ def _kv_write_kernel(
         q_weight_first, q_weight_second = _load_halves(q_norm_ptr + no_stride, is_q, HALF)
         k_weight_first, k_weight_second = _load_halves(k_norm_ptr + no_stride, is_k, HALF)
         first, second = _norm(
-            first, second, q_weight_first + k_weight_first, q_weight_second + k_weight_second, eps,
-            q_ptr.dtype.element_ty, HALF,
+            first,
+            second,
+            q_weight_first + k_weight_first,
+            q_weight_second + k_weight_second,
+            eps,
+            q_ptr.dtype.element_ty,
+            HALF,
         )
     position = tl.load(positions_ptr + token, mask=valid, other=0)
     first, second = _rotate(first, second, rope_ptr, position, max_pos, is_q | is_k, HALF)
@@ -116,12 +121,24 @@ def _kv_write_kernel(
     plane = tl.where(is_v, num_slots.to(tl.int64), 0)
     kv_row = kv_ptr + ((plane + slot) * H_KV + kv_head) * D
     _store_halves(
-        kv_row, stored, tl.where(is_v[:, None], v_first, first), tl.where(is_v[:, None], v_second, second), HALF
+        kv_row,
+        stored,
+        tl.where(is_v[:, None], v_first, first),
+        tl.where(is_v[:, None], v_second, second),
+        HALF,
     )
 
 
 @triton.jit(
-    do_not_specialize=["tokens", "num_slots", "max_pos", "k_stride", "k_layer_stride", "v_stride", "v_layer_stride"]
+    do_not_specialize=[
+        "tokens",
+        "num_slots",
+        "max_pos",
+        "k_stride",
+        "k_layer_stride",
+        "v_stride",
+        "v_layer_stride",
+    ]
 )
 def _kv_materialize_kernel(
     k_ptr,  # [T, LAYERS, H_KV, D], tokens k_stride and layers k_layer_stride heads apart
@@ -168,7 +185,11 @@ def _kv_materialize_kernel(
     plane = (layer * 2 + tl.where(is_v, 1, 0)) * num_slots
     kv_row = kv_ptr + ((plane + slot) * H_KV + head) * D
     _store_halves(
-        kv_row, stored, tl.where(is_v[:, None], v_first, first), tl.where(is_v[:, None], v_second, second), HALF
+        kv_row,
+        stored,
+        tl.where(is_v[:, None], v_first, first),
+        tl.where(is_v[:, None], v_second, second),
+        HALF,
     )
 
 
@@ -252,4 +273,6 @@ def _head_strides(*tensors: torch.Tensor) -> tuple[int, ...]:
 
 def _refuse_float64(kv: torch.Tensor) -> None:
     if kv.dtype == torch.float64:
-        raise ValueError("kv: the kernel computes float32, float16 and bfloat16, got torch.float64; use impl='reference'")
+        raise ValueError(
+            "kv: the kernel takes float32, float16 and bfloat16, got float64; use impl='reference'"
+        )

@@ -2,8 +2,8 @@
 
 For a head x of D elements with weight w, cosines c and sines s of the token's position (D/2 each):
 
-    y = w * (x / sqrt(mean(x^2) + eps))         rounded to the model's dtype after the norm and after the weight
-    out = [y1 c - y2 s, y2 c + y1 s]            y = [y1, y2] halves; in float32, rounded once
+    y = w * (x / sqrt(mean(x^2) + eps))         rounded to the model's dtype after the norm and after the
+    weight out = [y1 c - y2 s, y2 c + y1 s]            y = [y1, y2] halves; in float32, rounded once
 
 The two roundings before the rotation are those of the Qwen3 layer in Hugging Face transformers.
 """
@@ -78,8 +78,9 @@ def _rotate(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 def _store(kv: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Put keys, values [T, layers, H_kv, D] at `slots` of kv [layers, 2, pages, page_size, H_kv, D].
 
-    A token without a slot must write nothing, and the number of such tokens must not be read back. So it writes what
-    the pool held before at the slot of an arbitrary stored token, or at slot 0 when none is stored, after that token.
+    A token without a slot must write nothing, and the number of such tokens must not be read back. So it
+    writes what the pool held before at the slot of an arbitrary stored token, or at slot 0 when none is
+    stored, after that token.
     """
     layers, _, pages, page_size, kv_heads, head_dim = kv.shape
     flat = kv.view(layers, 2, pages * page_size, kv_heads, head_dim)

@@ -1,0 +1,171 @@
+"""Named inputs of the fused norm, rotation and paged store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from specdec_kernels.cases import Case, Maker
+
+_MAX_POS = 64
+
+
+def rope_table(make: Maker, max_pos: int, head_dim: int, theta: float = 10000.0) -> torch.Tensor:
+    """[max_pos, D] float32: cosines then sines of position * theta^(-2i / D)."""
+    frequency = theta ** (-torch.arange(0, head_dim, 2) / head_dim)
+    angle = torch.arange(max_pos)[:, None] * frequency
+    return torch.cat([angle.cos(), angle.sin()], dim=-1).float().to(make.device)
+
+
+def _placed(
+    make: Maker,
+    tokens: int,
+    page_size: int,
+    skipped: str,
+    kv_heads: int,
+    head_dim: int,
+    planes: tuple[int, ...],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A pool [*planes, pages, page_size, H_kv, D] with old contents, and distinct slots for the tokens."""
+    pages = -(-tokens // page_size) + 2
+    kv = make.normal(*planes, pages, page_size, kv_heads, head_dim)
+    slots = torch.randperm(pages * page_size, generator=make.generator)[:tokens]
+    if skipped == "some":
+        slots[::3] = -1
+    elif skipped == "all":
+        slots[:] = -1
+    elif skipped == "outside":
+        slots[::2] = pages * page_size + torch.arange(len(slots[::2]))
+    return kv, slots.to(make.device)
+
+
+def write_inputs(
+    make: Maker,
+    tokens: int,
+    heads: tuple[int, int] = (4, 2),
+    head_dim: int = 16,
+    page_size: int = 16,
+    norm: bool = True,
+    skipped: str = "none",
+    fused: bool = False,
+    positions: tuple[int, int] = (0, _MAX_POS),
+) -> dict[str, Any]:
+    """Arguments of `kv_write`; `fused`: q, k, v are slices of one projection, `skipped`: which slots store
+    nothing."""
+    sizes = (heads[0], heads[1], heads[1])
+    if fused:
+        parts = make.normal(tokens, sum(sizes), head_dim).split(sizes, dim=1)
+    else:
+        parts = tuple(make.normal(tokens, size, head_dim) for size in sizes)
+    kv, slots = _placed(make, tokens, page_size, skipped, heads[1], head_dim, (2,))
+    return dict(
+        q=parts[0],
+        k=parts[1],
+        v=parts[2],
+        kv=kv,
+        slots=slots,
+        positions=make.integers(*positions, tokens),
+        rope=rope_table(make, _MAX_POS, head_dim),
+        q_norm=make.normal(head_dim) if norm else None,
+        k_norm=make.normal(head_dim) if norm else None,
+        eps=1e-6,
+    )
+
+
+def materialize_inputs(
+    make: Maker,
+    tokens: int,
+    layers: int = 3,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    page_size: int = 16,
+    norm: bool = True,
+    skipped: str = "none",
+    fused: bool = False,
+) -> dict[str, Any]:
+    """Arguments of `kv_materialize`; `fused` makes k and v slices of one stacked projection."""
+    if fused:
+        k, v = make.normal(tokens, layers, 2 * kv_heads, head_dim).split(kv_heads, dim=2)
+    else:
+        k, v = (make.normal(tokens, layers, kv_heads, head_dim) for _ in range(2))
+    kv, slots = _placed(make, tokens, page_size, skipped, kv_heads, head_dim, (layers, 2))
+    return dict(
+        k=k,
+        v=v,
+        kv=kv,
+        slots=slots,
+        positions=make.integers(0, _MAX_POS, tokens),
+        rope=rope_table(make, _MAX_POS, head_dim),
+        k_norm=make.normal(layers, head_dim) if norm else None,
+        eps=1e-6,
+    )
+
+
+def _write_work(inputs: dict[str, Any]) -> tuple[int, int]:
+    """(bytes moved, floating-point operations): every projected element read and written once."""
+    elements = inputs["q"].numel() + 2 * inputs["k"].numel()
+    return 2 * elements * inputs["q"].element_size(), 8 * elements
+
+
+def _materialize_work(inputs: dict[str, Any]) -> tuple[int, int]:
+    """As `_write_work`, for the keys and values of all layers."""
+    elements = 2 * inputs["k"].numel()
+    return 2 * elements * inputs["k"].element_size(), 8 * elements
+
+
+WORK: dict[str, Callable[[dict[str, Any]], tuple[int, int]]] = {
+    "kv_write": _write_work,
+    "kv_materialize": _materialize_work,
+}
+
+
+def _write(
+    name: str, catches: str, tokens: int, gate: bool = False, bench: bool = False, **shape: Any
+) -> Case:
+    return Case(name, "kv_write", partial(write_inputs, tokens=tokens, **shape), catches, gate, bench)
+
+
+def _materialize(
+    name: str, catches: str, tokens: int, gate: bool = False, bench: bool = False, **shape: Any
+) -> Case:
+    return Case(
+        name, "kv_materialize", partial(materialize_inputs, tokens=tokens, **shape), catches, gate, bench
+    )
+
+
+_SHIPPED: dict[str, Any] = dict(heads=(32, 8), head_dim=128, fused=True)
+_SHIPPED_LAYERS: dict[str, Any] = dict(layers=5, kv_heads=8, head_dim=128, fused=True)
+
+CASES = (
+    _write("write_empty", "launch on an empty grid", 0),
+    _write("write_one_token", "rows off the tile", 1, heads=(1, 1)),
+    _write("write_odd", "row to (token, head) arithmetic", 7, heads=(6, 3)),
+    _write("write_fused", "token strides of a fused projection", 5, fused=True),
+    _write("write_skipped", "slot -1 written, or its query dropped", 10, skipped="some"),
+    _write("write_none_stored", "slot -1 wrapped to the last page", 4, skipped="all"),
+    _write("write_outside", "slot past the pool written", 9, skipped="outside"),
+    _write("write_llama", "norm without weights", 6, norm=False),
+    _write("write_last_position", "last row of the table", 3, positions=(_MAX_POS - 1, _MAX_POS)),
+    _write("write_past_table", "table read out of bounds", 6, positions=(-2, _MAX_POS + 5)),
+    _write("write_page_1", "pages of one token", 5, page_size=1),
+    _write("write_page_64", "pages wider than the step", 5, page_size=64),
+    _write("write_many", "several programs", 150, heads=(12, 1), skipped="some"),
+    _write("write_shipped", "registers and vector width", 16, gate=True, **_SHIPPED),
+    _write("write_shipped_llama", "the variant without norms", 16, gate=True, norm=False, **_SHIPPED),
+    _write("write_b8_n16", "verify of eight requests", 128, bench=True, **_SHIPPED),
+    _materialize("materialize_empty", "launch on an empty grid", 0),
+    _materialize("materialize_one", "rows off the tile", 1, layers=1, kv_heads=1),
+    _materialize("materialize_odd", "row to (token, layer, head) arithmetic", 7, kv_heads=3),
+    _materialize("materialize_fused", "strides of a stacked projection", 5, fused=True),
+    _materialize("materialize_skipped", "rejected rows written", 16, skipped="some"),
+    _materialize("materialize_none_stored", "slot -1 wrapped to the last page", 4, skipped="all"),
+    _materialize("materialize_outside", "slot past the pool written in the next plane", 9, skipped="outside"),
+    _materialize("materialize_llama", "norm without weights", 6, norm=False),
+    _materialize("materialize_page_1", "pages of one token", 5, page_size=1),
+    _materialize("materialize_many", "several programs", 200, layers=2, kv_heads=3),
+    _materialize("materialize_shipped", "registers and vector width", 16, gate=True, **_SHIPPED_LAYERS),
+    _materialize("materialize_b8_n16", "commit of eight requests", 128, bench=True, **_SHIPPED_LAYERS),
+)
