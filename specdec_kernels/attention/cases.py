@@ -1,8 +1,7 @@
 """Named inputs of paged attention.
 
 Every pool slot that no row may see is NaN, and every table entry past a request's last page names no page, so
-a stray read shows in any case. Benchmark cases are long on a GPU and short elsewhere: without one only the
-number of programs and tiles has a meaning, not the bytes.
+a stray read shows in any case. Cases tagged `large` are for a GPU.
 """
 
 from __future__ import annotations
@@ -80,15 +79,6 @@ def _pool(
     return kv, table.to(make.device)
 
 
-def _long(make: Maker, batch: int, context: int, **shape: Any) -> dict[str, Any]:
-    """`batch` requests of about `context` committed tokens on a GPU, a short one elsewhere."""
-    heads = (32, 8)
-    if make.device.type != "cuda":
-        batch, context, heads = 1, 40, (4, 1)
-    lengths = [context - 7 * row for row in range(batch)]
-    return attention_inputs(make, lengths=lengths, heads=heads, head_dim=128, **shape)
-
-
 def work(inputs: dict[str, Any]) -> tuple[int, int]:
     """(bytes moved, floating-point operations) that the call cannot avoid: each key and value once, q and out
     once."""
@@ -117,8 +107,11 @@ def _gated(name: str, catches: str, mode: str, num_nodes: int, **shape: Any) -> 
 
 
 def _timed(name: str, mode: str, num_nodes: int, batch: int, context: int, **shape: Any) -> Case:
-    build = partial(_long, mode=mode, num_nodes=num_nodes, batch=batch, context=context, **shape)
-    return Case(name, "paged_attention", build, "the shapes that are timed", bench=True)
+    """Requests of about `context` tokens with the heads of an 8B model."""
+    lengths = [context - 7 * row for row in range(batch)]
+    shape = {"heads": (32, 8), "head_dim": 128, **shape}
+    build = partial(attention_inputs, mode=mode, num_nodes=num_nodes, lengths=lengths, **shape)
+    return Case(name, "paged_attention", build, "shapes that are timed", bench=True, tags=("large",))
 
 
 CASES = (
