@@ -43,6 +43,12 @@ class DFlash(Algorithm):
         weight = target.model.model.norm.weight
         self._drafter = runtime.load_dflash(draft_path, target, weight.device, weight.dtype)
         self._target = target.model
+        kinds = set(self._drafter.config.layer_types)
+        if kinds != {"full_attention"}:
+            raise ValueError(
+                f"algo=dflash: expected full_attention draft layers, got {sorted(kinds)}: attention within a sliding "
+                "window is not implemented"
+            )
         trained = self._drafter.config.block_size
         self.num_nodes = config.block_size or trained
         if self.num_nodes > trained:
