@@ -1,7 +1,7 @@
 """The command line: Hydra composes, a task runs, and whatever goes wrong is told in one screen.
 
-Exit codes: 0 done, 1 a fault of the program (with its traceback), 2 something the user can mend, 130 interrupted.
-`HYDRA_FULL_ERROR=1` shows the traceback of every error.
+Exit codes: 0 done, 1 a fault of the program (with its traceback), 2 something the user can mend, 130
+interrupted. `HYDRA_FULL_ERROR=1` shows the traceback of every error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Task = Callable[[Any, DictConfig], Any]
 
 
 def main(task: Task, config_name: str = "config") -> None:
-    """Compose `config_name` from the command line and call `task(checked config, composed config)` for every job."""
+    """Compose `config_name` from the command line and call `task(checked, composed)` for every job."""
     show_all = os.environ.get(FULL_ERROR) == "1"
     os.environ[FULL_ERROR] = "1"  # makes Hydra raise what it would otherwise print
     failures: list[UserError] = []

@@ -1,15 +1,15 @@
 """The schema of a generation run: every key a user can type, its type, its default and its range.
 
-Hydra composes YAML files over these dataclasses, so a misspelt key fails while composing. Values are checked in
-`__post_init__` when `build_config` turns the composed tree into objects, before anything heavy is imported: this module
-and everything it imports stay free of torch.
+Hydra composes YAML files over these dataclasses, so a misspelt key fails while composing. Values are
+checked in `__post_init__` when `build_config` turns the composed tree into objects, before anything heavy is
+imported: this module and everything it imports stay free of torch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
@@ -58,7 +58,9 @@ class SamplingConfig:
         if self.temperature == float("inf"):
             raise ValueError("sampling.temperature must be finite, got inf")
         if "" in self.stop_strings:
-            raise ValueError("sampling.stop_strings must not hold an empty string: it would stop every request at once")
+            raise ValueError(
+                "sampling.stop_strings must not hold an empty string: it would stop every request at once"
+            )
 
 
 @dataclass
@@ -119,9 +121,9 @@ class PathsConfig:
 
 @dataclass
 class GenerateConfig:
-    """One run: decode `data` with `algo` and, when `baseline`, autoregressively too, to compare tokens and time.
+    """One run: decode `data` with `algo` and, when `baseline`, autoregressively too, to compare both.
 
-    `samples` completions are printed at the end. The algo, backend and data nodes are dataclasses of their own.
+    `samples` completions are printed at the end. What algo, backend and data hold depends on the option.
     """
 
     name: str = MISSING
@@ -139,7 +141,9 @@ class GenerateConfig:
     def __post_init__(self) -> None:
         expect_at_least("samples", self.samples, 0)
         if not self.name or any(c in self.name for c in "/\\\0") or self.name.startswith("."):
-            raise ValueError(f"name becomes a folder under outputs/: expected a plain name, got {self.name!r}")
+            raise ValueError(
+                f"name becomes a folder under outputs/: expected a plain name, got {self.name!r}"
+            )
 
 
 def option_schemas() -> dict[str, dict[str, type]]:
@@ -150,7 +154,7 @@ def option_schemas() -> dict[str, dict[str, type]]:
 
     return {
         "algo": {name: algorithm.Config for name, algorithm in available().items()},
-        "backend": {name: backend.Config for name, backend in backends().items()},
+        "backend": {name: cast(Any, backend).Config for name, backend in backends().items()},
         "data": datasets(),
     }
 
@@ -189,7 +193,7 @@ def unknown_keys(cfg: DictConfig, prefix: str = "") -> list[str]:
     schema = OmegaConf.get_type(cfg)
     known = {f.name for f in fields(schema)} if is_dataclass(schema) else None
     found = []
-    for key in cfg:
+    for key in map(str, cfg):
         name = f"{prefix}{key}"
         if known is not None and key not in known:
             found.append(name)
@@ -202,8 +206,8 @@ def unknown_keys(cfg: DictConfig, prefix: str = "") -> list[str]:
 
 def dotted_keys(cfg: DictConfig, prefix: str = "") -> list[str]:
     """Every key of `cfg` as it is typed on the command line, groups first."""
-    names = [f"{prefix}{key}" for key in cfg]
-    for key in cfg:
+    names = [f"{prefix}{key}" for key in map(str, cfg)]
+    for key in map(str, cfg):
         node = cfg._get_node(key)
         if isinstance(node, DictConfig) and not node._is_none() and not node._is_missing():
             names += dotted_keys(node, f"{prefix}{key}.")
@@ -215,7 +219,9 @@ def build_config(cfg: DictConfig) -> Any:
     from experiments.suggest import unknown_key_message
 
     if unknown := unknown_keys(cfg):
-        known = [key for key in dotted_keys(cfg) if not any(f"{key}.".startswith(f"{bad}.") for bad in unknown)]
+        known = [
+            key for key in dotted_keys(cfg) if not any(f"{key}.".startswith(f"{bad}.") for bad in unknown)
+        ]
         raise UserError("\n".join(unknown_key_message(key, known, option_keys()) for key in unknown))
     if missing := sorted(OmegaConf.missing_keys(cfg)):
         raise UserError("\n".join(f"{key} has no value: give it as {key}=…" for key in missing))

@@ -9,7 +9,7 @@ MOST_SHOWN = 24
 
 
 def nearest(name: str, valid: Sequence[str], count: int = 3) -> list[str]:
-    """The entries of `valid` most like `name`, best first; a key whose last part matches counts as near too."""
+    """The entries of `valid` most like `name`, best first; a key whose last part matches is near too."""
     leaf = name.rsplit(".", 1)[-1]
     same_leaf = [key for key in valid if key.rsplit(".", 1)[-1] == leaf and key != name]
     close = difflib.get_close_matches(name, valid, n=count, cutoff=0.6)
@@ -27,7 +27,7 @@ def listing(names: Sequence[str]) -> str:
 def unknown_key_message(key: str, valid: Sequence[str], elsewhere: Mapping[str, str]) -> str:
     """Message for a key that does not exist.
 
-    `valid` holds every dotted key that does; `elsewhere` the keys that would with another option, and that option.
+    `valid` holds every dotted key that does; `elsewhere` maps keys of other options to that option.
     """
     lines = [f"unknown key '{key}'"]
     if close := nearest(key, [*valid, *(name for name in elsewhere if name not in valid)]):

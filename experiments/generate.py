@@ -1,0 +1,165 @@
+"""What an algorithm writes, whether it is exactly what the target alone would write, and where the time goes.
+
+Both sides of the comparison are the same loop, engine settings, requests and clock; only the drafter differs.
+Sampled output is compared as strictly as greedy output: random numbers are keyed by request and position, so
+every exact algorithm gives the tokens of autoregressive sampling.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+from experiments import summary as figures
+from experiments.config import GenerateConfig, to_plain
+from experiments.console import show, step_progress
+from experiments.errors import user_errors
+from experiments.provenance import git_revision, machine, versions
+from experiments.records import CONFIG, REPORT, RunFolder, recording, write_results
+from experiments.report import render
+from experiments.setup import Setup, make_engine, prepare
+from experiments.tracking import track
+
+if TYPE_CHECKING:
+    from algorithms.runtime.engine import Generation
+
+AUTOREGRESSIVE = "autoregressive"
+PIPE_WIDTH = 110
+
+
+def run(config: GenerateConfig, composed: DictConfig) -> float:
+    """One run from configuration to records; returns tokens per step, which a sweep may maximise."""
+    console = Console(width=None if os.isatty(1) else PIPE_WIDTH)
+    setup = prepare(config)
+    hardware = setup.hardware
+    console.print(
+        f"{config.algo.name} · {config.backend.name} · {config.model.name} · {setup.prompts.name} "
+        f"({len(setup.requests)} prompts) · {hardware.device} {hardware.dtype} · {hardware.label}",
+        highlight=False,
+    )
+    with recording(Path(HydraConfig.get().runtime.output_dir)) as folder:
+        folder.write(CONFIG, OmegaConf.to_yaml(composed, resolve=True))
+        ours, max_depth = decode(config, setup, config.algo, console)
+        plain = None
+        if config.baseline and config.algo.name != AUTOREGRESSIVE:
+            plain, _ = decode(config, setup, _autoregressive(), console)
+        summary = summarize(config, setup, ours, max_depth, plain)
+        requests = request_records(setup, ours, plain)
+        resolved = to_plain(composed)
+        write_results(folder, requests, render(summary, requests, resolved), summary)
+    report(console, config, folder, summary, requests, resolved)
+    return float(summary["tokens_per_step"])
+
+
+def _autoregressive() -> Any:
+    from algorithms.registry import available
+
+    return available()[AUTOREGRESSIVE].Config()
+
+
+def decode(config: GenerateConfig, setup: Setup, algo: Any, console: Console) -> tuple[Generation, int]:
+    """All requests through one algorithm; also the most drafts that one of its steps can accept."""
+    from algorithms.runtime.engine import EngineError
+
+    engine, max_depth = make_engine(config, setup, algo)
+    compiled = setup.hardware.label == "triton"
+    count, tokens = (config.runtime.max_batch, 32) if compiled else (1, 2)
+    with user_errors(EngineError):
+        # Compilation and first imports are no part of a step: they are paid here, before the clock runs.
+        engine.generate(
+            [replace(r, max_new_tokens=min(tokens, r.max_new_tokens)) for r in setup.requests[:count]]
+        )
+        with step_progress(console, algo.name, len(setup.requests)) as on_step:
+            return engine.generate(setup.requests, on_step), max_depth
+
+
+def summarize(
+    config: GenerateConfig, setup: Setup, ours: Generation, max_depth: int, plain: Generation | None
+) -> dict[str, Any]:
+    """The content of summary.json."""
+    hardware, score = setup.hardware, setup.prompts.score
+    prompts = setup.prompts.prompts
+
+    def judge(index: int, text: str) -> bool:
+        assert score is not None
+        return score(prompts[index], text)
+
+    def accuracy(generation: Generation) -> float | None:
+        return figures.accuracy(generation.completions, judge if score else None)
+
+    method = figures.summarize_method(ours, max_depth)
+    baseline = None
+    speedup = None
+    if plain is not None:
+        baseline = (
+            {"algo": AUTOREGRESSIVE} | figures.summarize_method(plain, 0) | {"accuracy": accuracy(plain)}
+        )
+        if method["decode_tokens_per_s"] and baseline["decode_tokens_per_s"]:
+            speedup = method["decode_tokens_per_s"] / baseline["decode_tokens_per_s"]
+    return {
+        "name": config.name,
+        "algo": config.algo.name,
+        "backend": config.backend.name,
+        "model": config.model.name if config.model.name != "local" else Path(config.model.path).name,
+        "device": hardware.device,
+        "dtype": hardware.dtype,
+        "impl": hardware.label,
+        "machine": machine(hardware.device),
+        **method,
+        "baseline": baseline,
+        "speedup": speedup,
+        "lossless": figures.lossless(ours.completions, plain.completions if plain else None),
+        "task": {"name": setup.prompts.name, "accuracy": accuracy(ours)},
+        "sampling": asdict(config.sampling),
+        "page_size": config.runtime.page_size,
+        "max_batch": config.runtime.max_batch,
+        "seed": config.sampling.seed,
+        "git_revision": git_revision(),
+        "versions": versions(),
+    }
+
+
+def request_records(setup: Setup, ours: Generation, plain: Generation | None) -> list[dict[str, Any]]:
+    """The lines of requests.jsonl."""
+    baseline = plain.completions if plain else [None] * len(ours.completions)
+    rows = zip(setup.prompts.prompts, setup.requests, ours.completions, baseline, strict=True)
+    records = []
+    for prompt, request, completion, reference in rows:
+        score = setup.prompts.score
+        records.append(
+            {
+                "id": request.id,
+                "prompt": prompt.text,
+                "num_prompt_tokens": len(request.prompt_ids),
+                "seed": request.seed,
+                **{key: value for key, value in asdict(completion).items() if key != "request_id"},
+                "answer": prompt.answer,
+                "correct": score(prompt, completion.text) if score else None,
+                "identical": None if reference is None else completion.token_ids == reference.token_ids,
+                "baseline_token_ids": None if reference is None else reference.token_ids,
+            }
+        )
+    return records
+
+
+def report(
+    console: Console,
+    config: GenerateConfig,
+    folder: RunFolder,
+    summary: dict[str, Any],
+    requests: Sequence[dict[str, Any]],
+    resolved: dict[str, Any],
+) -> None:
+    """Tell the terminal and the tracker."""
+    show(console, summary, requests[: config.samples])
+    failed = track(config.tracker, folder.path, config.name, resolved, summary)
+    for warning in figures.warnings(summary) + ([failed] if failed else []):
+        console.print(f"[bold yellow]warning:[/] {warning}", highlight=False)
+    console.print(f"report: {folder.path / REPORT}", highlight=False, soft_wrap=True)

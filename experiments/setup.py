@@ -1,0 +1,131 @@
+"""From a checked configuration to engines and requests; whatever a user can get wrong shows here, before a run."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from experiments.config import GenerateConfig, RuntimeConfig
+from experiments.data.prompts import PromptSet, load_prompts
+from experiments.errors import UserError, user_errors
+
+if TYPE_CHECKING:
+    from algorithms.runtime.engine import Engine
+    from algorithms.runtime.models.loading import Target
+    from algorithms.runtime.models.tokenizer import Tokenizer
+    from algorithms.runtime.request import Request
+
+INTERPRET = "TRITON_INTERPRET"
+SEED_STRIDE = 1_000_003
+"""Keeps the streams of two run seeds apart for every request of one run."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """`impl` is what the engine is asked for, `label` what the records call it."""
+
+    device: str
+    dtype: str
+    impl: str
+    label: str
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What both sides of a comparison share."""
+
+    hardware: Hardware
+    tokenizer: Tokenizer
+    target: Target
+    prompts: PromptSet
+    requests: list[Request]
+    max_length: int
+
+
+def resolve_hardware(runtime: RuntimeConfig) -> Hardware:
+    """Settle `auto`; without a GPU, switch Triton's interpreter on, which must precede Triton's import."""
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    if runtime.device == "cuda" and not has_gpu:
+        raise UserError(
+            "runtime.device=cuda: no CUDA device is visible\n"
+            f"torch {torch.__version__} sees {torch.cuda.device_count()} devices\n"
+            "use runtime.device=cpu (kernels run in Triton's interpreter), or install a CUDA build of torch"
+        )
+    device = "cuda" if has_gpu and runtime.device != "cpu" else "cpu"
+    dtype = runtime.dtype if runtime.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
+    if runtime.impl == "reference":
+        return Hardware(device, dtype, "reference", "reference")
+    if importlib.util.find_spec("triton") is None:
+        raise UserError("Triton is not installed\npip install triton, or use runtime.impl=reference")
+    if device == "cpu":
+        if dtype == "bfloat16":
+            raise UserError(
+                "runtime.dtype=bfloat16 without a GPU: Triton's interpreter computes bfloat16 wrongly\n"
+                "use runtime.dtype=float32, or runtime.impl=reference"
+            )
+        os.environ[INTERPRET] = "1"
+    return Hardware(
+        device, dtype, "triton", "triton-interpreter" if os.environ.get(INTERPRET) == "1" else "triton"
+    )
+
+
+def prepare(config: GenerateConfig) -> Setup:
+    """Prompts, tokenizer, target and requests. Raises `UserError` for whatever does not fit."""
+    with user_errors(ValueError, OSError):
+        prompts = load_prompts(config.data)
+    hardware = resolve_hardware(config.runtime)
+    import torch
+
+    from algorithms.runtime.models.loading import load_target
+    from algorithms.runtime.models.tokenizer import Tokenizer
+
+    with user_errors(ValueError, OSError):
+        tokenizer = Tokenizer.load(config.model.path)
+        requests = make_requests(config, prompts, tokenizer)
+        target = load_target(config.model.path, hardware.device, getattr(torch, hardware.dtype))
+    longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
+    return Setup(hardware, tokenizer, target, prompts, requests, config.runtime.max_length or longest)
+
+
+def make_requests(config: GenerateConfig, prompts: PromptSet, tokenizer: Tokenizer) -> list[Request]:
+    """One request a prompt. Its seed depends on the run's seed and its number alone, not on batching."""
+    from algorithms.runtime.request import Request
+
+    sampling = config.sampling
+    return [
+        Request(
+            id=index,
+            prompt_ids=tuple(prompt.encode(tokenizer)),
+            max_new_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            seed=sampling.seed * SEED_STRIDE + index,
+            stop_token_ids=tokenizer.eos_ids,
+            stop_strings=(*prompt.stop_strings, *sampling.stop_strings),
+        )
+        for index, prompt in enumerate(prompts.prompts)
+    ]
+
+
+def make_engine(config: GenerateConfig, setup: Setup, algo: Any) -> tuple[Engine, int]:
+    """An engine for the algorithm that `algo` configures, and the most drafts one of its steps can accept."""
+    import torch
+
+    from algorithms.registry import available
+    from algorithms.runtime.backends import backends
+    from algorithms.runtime.engine import Engine, EngineSettings
+
+    runtime, impl = config.runtime, setup.hardware.impl
+    settings = EngineSettings(runtime.page_size, runtime.max_batch, runtime.num_pages, setup.max_length, impl)
+    backend = backends()[config.backend.name](config.backend, impl)
+    with user_errors(ValueError, OSError):
+        algorithm = available()[algo.name](algo, setup.target, config.model.draft_path)
+    try:
+        return Engine(setup.target, algorithm, backend, settings, setup.tokenizer.decode), algorithm.max_depth
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"{error}\nlower runtime.max_batch, sampling.max_new_tokens or runtime.num_pages"
+        ) from error

@@ -1,0 +1,81 @@
+"""Hands a finished run to a tracker. The run folder is the record: a tracker that fails costs one line."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from experiments.config import TrackerConfig
+
+FLAT = (int, float, str, bool)
+
+
+def track(
+    tracker: TrackerConfig, folder: Path, name: str, config: Mapping[str, Any], summary: Mapping[str, Any]
+) -> str | None:
+    """Log `config` and `summary`; returns a warning where that failed, else None."""
+    if tracker.name == "none" or tracker.mode == "disabled":
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _log_to_wandb(tracker, folder, name, config, summary)
+    except Exception as error:  # a tracker must not cost the results of a run, whatever goes wrong in it
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        return f"the tracker failed, the run folder is complete: {reason}"
+    return None
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested figures as `ledger_ms/draft`; lists are left out, they become tables."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}/")
+        elif isinstance(value, FLAT):
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _log_to_wandb(
+    tracker: TrackerConfig, folder: Path, name: str, config: Mapping[str, Any], summary: Mapping[str, Any]
+) -> None:
+    import wandb
+
+    settings = wandb.Settings(
+        silent=True,
+        console="off",
+        x_disable_stats=True,
+        disable_git=True,
+        disable_code=True,
+        init_timeout=30,
+    )
+    tags = [*tracker.tags, summary["algo"], summary["backend"], summary["model"]]
+    with wandb.init(
+        project=tracker.project,
+        entity=tracker.entity,
+        group=tracker.group,
+        mode=cast(Any, tracker.mode),
+        name=name,
+        dir=str(folder),
+        job_type="generate",
+        tags=list(dict.fromkeys(tags)),
+        config=dict(config),
+        settings=settings,
+    ) as run:
+        run.summary.update(flatten(summary))
+        run.log(_tables(wandb, summary))
+
+
+def _tables(wandb: Any, summary: Mapping[str, Any]) -> dict[str, Any]:
+    positions = [[i + 1, rate] for i, rate in enumerate(summary["acceptance_at"]) if rate is not None]
+    histogram = list(summary["num_accepted_histogram"])
+    ledger = [[phase, spent] for phase, spent in summary["ledger_ms"].items()]
+    bins = [k - 0.5 for k in range(len(histogram) + 1)]
+    return {
+        "acceptance_at": wandb.Table(columns=["position", "acceptance"], data=positions),
+        "num_accepted": wandb.Histogram(np_histogram=(histogram, bins)),
+        "ledger_ms": wandb.Table(columns=["phase", "ms"], data=ledger),
+    }
