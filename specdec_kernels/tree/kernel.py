@@ -31,7 +31,7 @@ class TreeConfig:
     num_warps: int
 
 
-_GPU = TreeConfig(max_nodes=64, max_requests=1, pair_budget=64 * 64, num_warps=2)
+_GPU = TreeConfig(max_nodes=64, max_requests=1, pair_budget=64 * 64, num_warps=4)
 # The interpreter pays by the program, not by the lane.
 _CONFIGS = {
     "sm80": _GPU,

@@ -30,7 +30,8 @@ def accept(
         tree.positions.reshape(-1),
         None if uniforms is None else uniforms.reshape(-1),
     )
-    return walk(tokens, tree, picked.tokens.view(batch, -1), picked.valid.view(batch, -1), lengths, max_depth)
+    targets, valid = picked.tokens.view(batch, num_nodes), picked.valid.view(batch, num_nodes)
+    return walk(tokens, tree, targets, valid, lengths, max_depth)
 
 
 def walk(

@@ -1,10 +1,11 @@
 """Memory checks for kernels in Triton's interpreter, and allocations that show what was never written.
 
-The interpreter follows any pointer: a wrong load is silent, a wrong store overwrites a neighbour, and a far one kills the
-process. Inside `guarded()` every lane of every load and store must lie inside one of the launch's tensor arguments
-(inside the view, not merely its storage), no store may write one address from two lanes, and no two programs of a launch
-may write the same address. The hooks are the interpreter's two raw entry points, whose signatures are the same in the
-Triton versions supported. Inside `poisoned()` fresh allocations are NaN, or -7777 for integers.
+The interpreter follows any pointer: a wrong load is silent, a wrong store overwrites a neighbour, and a far
+one kills the process. Inside `guarded()` every lane of every load and store must lie inside one of the
+launch's tensor arguments (inside the view, not merely its storage), no store may write one address from two
+lanes, and no two programs of a launch may write the same address. The hooks are the interpreter's two raw
+entry points, whose signatures are the same in the Triton versions supported. Inside `poisoned()` fresh
+allocations are NaN, or -7777 for integers.
 """
 
 from __future__ import annotations

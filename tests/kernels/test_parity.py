@@ -1,9 +1,9 @@
 """Every case of every family: the kernel does what the reference says.
 
-Integers must agree exactly. Floats may err twice as much as the reference itself does in the kernel's precision, both
-measured against a float64 run of the reference, plus a few roundings of the largest value: the kernel sums in another
-order, not with less care. Outputs start as poison, and in the interpreter every load and store is checked.
-On a GPU the same cases run compiled, in float32 and in bfloat16.
+Integers must agree exactly. Floats may err twice as much as the reference itself does in the kernel's
+precision, both measured against a float64 run of the reference, plus a few roundings of the largest value:
+the kernel sums in another order, not with less care. Outputs start as poison, and in the interpreter every
+load and store is checked. On a GPU the same cases run compiled, in float32 and in bfloat16.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def identical(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def assert_as_accurate(name: str, kernel: torch.Tensor, eager: torch.Tensor, truth: torch.Tensor) -> None:
-    """Kernel error <= 2 * eager error + 4 roundings of the largest finite value; same NaN and infinities."""
+    """Kernel error <= 2 * eager error + 4 roundings of the largest value; same NaN and infinities."""
     finite = truth.isfinite()
     assert torch.equal(kernel.isfinite(), finite), f"{name}: finite in other places than the reference"
     assert identical(kernel[~finite].double(), truth[~finite].double()), f"{name}: other infinities or NaN"
@@ -109,7 +109,7 @@ def test_kernel_is_the_reference(family: str, case: Case, dtype: torch.dtype) ->
 
 
 def _takes_float64(family: str) -> bool:
-    """The families whose results are floats accept float64, so that their reference can serve as the truth."""
+    """Families whose results are floats accept float64, so that their reference can serve as the truth."""
     return family in ("attention", "kv_write")
 
 

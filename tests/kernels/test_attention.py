@@ -1,0 +1,233 @@
+"""Paged attention beyond case-by-case parity: what must hold between calls, and what bad input gets.
+
+The truth is a dense float64 softmax over explicitly listed keys, written here without pages, splits or tiles.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specdec_kernels.attention import paged_attention
+from specdec_kernels.attention.cases import attention_inputs
+from specdec_kernels.attention.configs import UNSPLIT, attention_config, merge_config
+from specdec_kernels.cases import Maker
+from specdec_kernels.launch import CHIPS
+from specdec_kernels.tree import build_chain
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+IMPLS = ("triton", "reference")
+TOLERANCE = dict(rtol=2e-6, atol=2e-6)
+
+
+def inputs(
+    mode: str, num_nodes: int, lengths: tuple[int, ...], seed: int = 0, **shape: Any
+) -> dict[str, Any]:
+    return attention_inputs(Maker.seeded(DEVICE, seed=seed), mode, num_nodes, lengths, **shape)
+
+
+def sees(arguments: dict[str, Any], request: int, row: int, slot: int) -> bool:
+    """Whether a row sees a draft slot, read off the definition one pair at a time."""
+    if arguments["mode"] == "chain":
+        return slot <= row
+    if arguments["mode"] == "block":
+        return True
+    word = int(arguments["mask"][request, row, slot // 64]) % (1 << 64)
+    return bool(word >> (slot % 64) & 1)
+
+
+def dense(arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp in float64, row by row over the listed keys."""
+    q, kv = arguments["q"].double().cpu(), arguments["kv"].double().cpu()
+    batch, num_nodes, heads, head_dim = q.shape
+    group = heads // kv.shape[3]
+    out = torch.zeros_like(q)
+    lse = torch.full((batch, num_nodes, heads), -math.inf, dtype=torch.float64)
+    for request in range(batch):
+        length = int(arguments["lengths"][request])
+        used = num_nodes if arguments["q_lens"] is None else int(arguments["q_lens"][request])
+        pages = arguments["page_table"][request].tolist()
+        page_size = kv.shape[2]
+        rows = [kv[:, pages[t // page_size], t % page_size] for t in range(length + used)]
+        for row in range(used):
+            keys = [
+                t for t in range(length + used) if t < length or sees(arguments, request, row, t - length)
+            ]
+            chosen = torch.stack([rows[t] for t in keys], dim=1).repeat_interleave(group, dim=2)
+            scores = torch.einsum("hd,thd->ht", q[request, row], chosen[0]) * head_dim**-0.5
+            lse[request, row] = scores.logsumexp(-1)
+            out[request, row] = torch.einsum("ht,thd->hd", scores.softmax(-1), chosen[1])
+    return out, lse
+
+
+def agree(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual.double().cpu(), expected.double().cpu(), **TOLERANCE)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("mode", ["chain", "block", "tree"])
+def test_dense_truth(mode: str, impl: str) -> None:
+    arguments = inputs(mode, 9, (0, 37), q_lens=(9, 6), page_size=4, split_tokens=16)
+    out, lse = paged_attention(**arguments, return_lse=True, impl=impl)
+    expected_out, expected_lse = dense(arguments)
+    agree(out, expected_out)
+    agree(lse, expected_lse)
+
+
+@settings(max_examples=12)
+@given(
+    lengths=st.lists(st.integers(0, 70), min_size=1, max_size=3),
+    num_nodes=st.integers(1, 12),
+    page_size=st.sampled_from([1, 3, 16, 64]),
+    split_tokens=st.sampled_from([None, 16, 32]),
+    mode=st.sampled_from(["chain", "block", "tree"]),
+    seed=st.integers(0, 1000),
+)
+def test_any_lengths_and_pages(
+    lengths: list[int], num_nodes: int, page_size: int, split_tokens: int | None, mode: str, seed: int
+) -> None:
+    arguments = inputs(mode, num_nodes, tuple(lengths), seed, heads=(2, 1), page_size=page_size)
+    out, lse = paged_attention(**arguments, split_tokens=split_tokens, return_lse=True, impl="triton")
+    expected_out, expected_lse = dense(arguments)
+    agree(out, expected_out)
+    agree(lse, expected_lse)
+
+
+@pytest.mark.parametrize("num_nodes", [5, 70])
+def test_a_chain_is_a_tree_of_width_one(num_nodes: int) -> None:
+    arguments = inputs("chain", num_nodes, (19, 0), heads=(2, 1))
+    mask = build_chain(arguments["lengths"], num_nodes).mask
+    chain = paged_attention(**arguments, impl="triton")
+    tree = paged_attention(**(arguments | dict(mode="tree", mask=mask)), impl="triton")
+    assert torch.equal(chain, tree)
+
+
+def test_a_leaf_alone_is_a_decode_after_its_path() -> None:
+    """Mask bits are nodes, not depths: a leaf sees exactly its own branch."""
+    arguments = inputs("tree", 4, (10,), heads=(2, 1), page_size=1)
+    branch = (0, 2, 3)  # 0 - 1 and 0 - 2 - 3
+    arguments["mask"] = torch.tensor([[[0b1], [0b11], [0b101], [0b1101]]], device=DEVICE)
+    leaf = paged_attention(**arguments, impl="triton")[:, 3:]
+    table = arguments["page_table"].clone()
+    table[:, 10:13] = arguments["page_table"][:, [10 + node for node in branch]]
+    alone = dict(q=arguments["q"][:, 3:].contiguous(), page_table=table, lengths=arguments["lengths"] + 2)
+    agree(leaf, paged_attention(**(arguments | alone | dict(mode="chain", mask=None)), impl="triton"))
+
+
+def test_the_number_of_splits_does_not_matter() -> None:
+    arguments = inputs("tree", 10, (150, 3, 80), heads=(2, 1))
+    whole = paged_attention(**arguments, split_tokens=512, impl="triton")
+    for split_tokens in (16, 48, 128):
+        agree(paged_attention(**arguments, split_tokens=split_tokens, impl="triton"), whole)
+
+
+def test_results_do_not_depend_on_the_batch() -> None:
+    """Bit for bit: splits have a fixed length, so a request alone is computed as in company."""
+    arguments = inputs("chain", 4, (100, 7, 33), heads=(2, 1), split_tokens=32)
+    together = paged_attention(**arguments, impl="triton")
+    for row in range(3):
+        single = {name: arguments[name][row : row + 1] for name in ("q", "page_table", "lengths")}
+        assert torch.equal(paged_attention(**(arguments | single), impl="triton")[0], together[row])
+
+
+def test_pages_may_lie_anywhere() -> None:
+    arguments = inputs("chain", 4, (50, 21), heads=(2, 1), page_size=4)
+    order = torch.randperm(arguments["kv"].shape[1], generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    moved_kv = torch.empty_like(arguments["kv"])
+    moved_kv[:, order] = arguments["kv"]
+    known = arguments["page_table"] < len(order)
+    moved = torch.where(known, order[arguments["page_table"].clamp(max=len(order) - 1).long()], 1 << 30)
+    elsewhere = arguments | dict(kv=moved_kv, page_table=moved.int())
+    assert torch.equal(
+        paged_attention(**arguments, impl="triton"), paged_attention(**elsewhere, impl="triton")
+    )
+
+
+def test_prefill_is_token_by_token() -> None:
+    arguments = inputs("chain", 24, (9,), heads=(2, 1))
+    prefill = paged_attention(**arguments, impl="triton")
+    for step in range(0, 24, 5):
+        one = dict(q=arguments["q"][:, step : step + 1].contiguous(), lengths=arguments["lengths"] + step)
+        agree(paged_attention(**(arguments | one), impl="triton"), prefill[:, step : step + 1])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("mode", ["chain", "block", "tree"])
+def test_garbage_that_no_row_may_see_does_not_leak(mode: str, impl: str) -> None:
+    """Unused slots and foreign pages are NaN in these inputs; another garbage must give the same bits."""
+    arguments = inputs(mode, 6, (21, 40, 0), heads=(2, 1), q_lens=(4, 6, 0), split_tokens=16)
+    assert arguments["kv"].isnan().any()
+    out, lse = paged_attention(**arguments, return_lse=True, impl=impl)
+    assert not out.isnan().any() and not lse.isnan().any()
+    other = paged_attention(**(arguments | dict(kv=arguments["kv"].nan_to_num(1e30))), impl=impl)
+    assert torch.equal(out, other)
+    assert (out[2] == 0).all() and (lse[2] == -math.inf).all() and (out[0, 4:] == 0).all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_scores_far_apart_stay_finite(impl: str) -> None:
+    """A running maximum that is not carried, or a first tile that is all masked, overflows here."""
+    arguments = inputs("chain", 3, (60,), heads=(2, 1), split_tokens=16, scale=400.0)
+    out = paged_attention(**arguments, impl=impl)
+    truth = paged_attention(
+        **(arguments | dict(q=arguments["q"].double(), kv=arguments["kv"].double())), impl="reference"
+    )
+    torch.testing.assert_close(out.double(), truth, rtol=1e-3, atol=1e-3)
+
+
+def test_half_precision_is_as_good_as_eager() -> None:
+    arguments = inputs("chain", 8, (70,), heads=(4, 2), split_tokens=32)
+    half = arguments | dict(q=arguments["q"].half(), kv=arguments["kv"].half())
+    truth = half | dict(q=half["q"].double(), kv=half["kv"].double())
+    expected = paged_attention(**truth, impl="reference")
+    kernel = (paged_attention(**half, impl="triton").double() - expected).abs().max()
+    eager = (paged_attention(**half, impl="reference").double() - expected).abs().max()
+    assert kernel <= 2 * eager
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(mode="causal"), "chain, block, tree"),
+        (dict(mode="tree"), "tree"),
+        (dict(q=torch.zeros(2, 3, 5, 16)), "multiple of kv's 2, got 5"),
+        (dict(q=torch.zeros(2, 3, 4, 32)), r"kv: expected shape \[2, \*, \*, \*, 32\]"),
+        (
+            dict(q=torch.zeros(2, 3, 4, 16, dtype=torch.float16)),
+            "expected dtype torch.float16, got torch.float32",
+        ),
+        (dict(lengths=torch.zeros(3, dtype=torch.int64)), r"lengths: expected shape \[2\], got \[3\]"),
+        (dict(lengths=torch.zeros(2, dtype=torch.int32)), "lengths: expected dtype torch.int64"),
+        (dict(mask=torch.zeros(2, 3, 1, dtype=torch.int64)), "mask: expected with mode 'tree' only"),
+        (dict(q_lens=torch.zeros(2, dtype=torch.int64)), "q_lens: expected dtype torch.int32"),
+        (dict(max_length=0), "max_length: expected at least 1, got 0"),
+        (dict(split_tokens=0), "split_tokens: expected at least 1, got 0"),
+        (dict(impl="cuda"), "impl must be one of"),
+    ],
+)
+def test_bad_input_is_named(change: dict[str, Any], message: str) -> None:
+    arguments = attention_inputs(Maker.seeded("cpu"), "chain", 3, (4, 9)) | change
+    with pytest.raises(ValueError, match=message):
+        paged_attention(**arguments)
+
+
+def test_the_kernel_refuses_float64() -> None:
+    arguments = inputs("chain", 2, (3,))
+    doubled = arguments | dict(q=arguments["q"].double(), kv=arguments["kv"].double())
+    with pytest.raises(ValueError, match="impl='reference'"):
+        paged_attention(**doubled, impl="triton")
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
+def test_every_shape_has_a_launch_configuration(chip: str, head_dim: int) -> None:
+    for rows in (1, 16, 17, 64, 65, 128, 129, 512, 513, 10000):
+        config = attention_config(chip, head_dim, rows, 4096)
+        assert config.block_m >= min(rows, 128) and config.split_tokens % config.block_n == 0
+        assert (config.split_tokens == UNSPLIT) == (rows > 4 * config.block_m)
+    assert merge_config(chip, 33).all_splits == 64

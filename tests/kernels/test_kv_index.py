@@ -1,0 +1,140 @@
+"""Index arithmetic over random page tables, position by position in plain Python."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec_kernels import flash_attention_table, flashinfer_indices, move_accepted, token_slots
+
+IMPLS = ["reference", "triton"]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@st.composite
+def page_tables(draw: st.DrawFn) -> tuple[list[list[int]], int]:
+    """Rows of distinct pages, -1 behind what a row holds, and a page size."""
+    batch, row_pages = draw(st.integers(0, 4)), draw(st.integers(1, 5))
+    pages = draw(st.permutations(range(batch * row_pages + 2)))
+    held = [draw(st.integers(0, row_pages)) for _ in range(batch)]
+    rows = [[pages[b * row_pages + p] if p < held[b] else -1 for p in range(row_pages)] for b in range(batch)]
+    return rows, draw(st.sampled_from([1, 2, 3, 16]))
+
+
+def as_table(rows: list[list[int]]) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.int32, device=DEVICE).reshape(
+        len(rows), len(rows[0]) if rows else 1
+    )
+
+
+def as_ints(values: list[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+
+def slot_of(row: list[int], position: int, page_size: int) -> int:
+    if not 0 <= position < len(row) * page_size or row[position // page_size] < 0:
+        return -1
+    return row[position // page_size] * page_size + position % page_size
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@given(table=page_tables(), data=st.data())
+def test_token_slots(impl: str, table: tuple[list[list[int]], int], data: st.DataObject) -> None:
+    rows, page_size = table
+    end = len(rows[0]) * page_size if rows else 1
+    start = [data.draw(st.integers(-2, end + 2)) for _ in rows]
+    counts = [data.draw(st.integers(0, 8)) for _ in rows]
+    slots = token_slots(as_table(rows), as_ints(start), as_ints(counts, torch.int32), 7, page_size, impl=impl)
+    expected = [
+        [slot_of(rows[b], start[b] + j, page_size) if j < counts[b] else -1 for j in range(7)]
+        for b in range(len(rows))
+    ]
+    assert slots.tolist() == expected
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@given(table=page_tables(), data=st.data())
+def test_backend_indices(impl: str, table: tuple[list[list[int]], int], data: st.DataObject) -> None:
+    rows, page_size = table
+    row_pages = len(rows[0]) if rows else 1
+    lengths = [data.draw(st.integers(0, row_pages * page_size)) for _ in rows]
+    used = [row[: -(-length // page_size)] for row, length in zip(rows, lengths, strict=True)]
+    flat = [page for pages in used for page in pages]
+    capacity = data.draw(st.sampled_from([None, len(flat), len(flat) + 5]))
+
+    found = flashinfer_indices(as_table(rows), as_ints(lengths), page_size, capacity, impl=impl)
+    size = len(rows) * row_pages if capacity is None else capacity
+    assert found.indices.tolist() == flat + [0] * (size - len(flat))
+    assert found.indptr.tolist() == [sum(map(len, used[:b])) for b in range(len(rows) + 1)]
+    whole = [
+        (pages - 1) * page_size + last
+        for pages, last in zip(map(len, used), found.last_page_len.tolist(), strict=True)
+    ]
+    assert [w if pages else 0 for w, pages in zip(whole, used, strict=True)] == lengths
+
+    other = flash_attention_table(as_table(rows), as_ints(lengths), page_size, impl=impl)
+    assert other.page_table.tolist() == [pages + [0] * (row_pages - len(pages)) for pages in used]
+    assert other.seqused_k.tolist() == lengths
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_short_capacity_is_never_passed(impl: str) -> None:
+    table, lengths = as_table([[4, 2], [1, 3], [0, 5]]), as_ints([4, 4, 4])
+    found = flashinfer_indices(table, lengths, 2, capacity=3, impl=impl)
+    assert found.indices.tolist() == [4, 2, 1]
+    assert found.indptr.tolist() == [0, 2, 3, 3]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@given(
+    page_size=st.sampled_from([1, 3, 16]),
+    lengths=st.lists(st.integers(0, 20), min_size=1, max_size=3),
+    data=st.data(),
+)
+def test_an_accepted_path_moves_to_the_front(
+    impl: str, page_size: int, lengths: list[int], data: st.DataObject
+) -> None:
+    """Every slot of the pool, moved or not, is what a copy position by position leaves."""
+    nodes, depth = 9, 5
+    row_pages = -(-(20 + nodes) // page_size)
+    pages = data.draw(st.permutations(range(len(lengths) * row_pages)))
+    rows = [pages[b * row_pages : (b + 1) * row_pages] for b in range(len(lengths))]
+    paths = [[0] + sorted(data.draw(st.sets(st.integers(1, nodes - 1), max_size=depth))) for _ in lengths]
+    pool = torch.arange(2 * 2 * len(pages) * page_size * 2, dtype=torch.float32, device=DEVICE)
+    pool = pool.view(2, 2, len(pages), page_size, 1, 2)
+    flat, expected = pool.view(2, 2, -1, 2).clone(), pool.view(2, 2, -1, 2).clone()
+    for row, length, path in zip(rows, lengths, paths, strict=True):
+        for step, node in enumerate(path):
+            source, target = (slot_of(row, length + place, page_size) for place in (node, step))
+            expected[:, :, target] = flat[:, :, source]
+    padded = [path + [-1] * (depth + 1 - len(path)) for path in paths]
+    move_accepted(pool, as_table(rows), as_ints(lengths), as_ints(padded, torch.int32), impl=impl)
+    assert torch.equal(pool.view(2, 2, -1, 2), expected)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_path_outside_the_table_moves_nothing(impl: str) -> None:
+    pool = torch.arange(8.0, device=DEVICE).view(1, 2, 2, 2, 1, 1)
+    before = pool.clone()
+    move_accepted(pool, as_table([[1]]), as_ints([1]), as_ints([[0, 3]], torch.int32), impl=impl)
+    move_accepted(pool, as_table([[-1]]), as_ints([0]), as_ints([[0, 1]], torch.int32), impl=impl)
+    assert torch.equal(pool, before)
+
+
+def test_wrong_input_is_refused() -> None:
+    table, lengths = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+    counts = torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(ValueError, match="page_size: expected at least 1, got 0"):
+        flashinfer_indices(table, lengths, 0)
+    with pytest.raises(ValueError, match="capacity: expected at least 0"):
+        flashinfer_indices(table, lengths, 4, capacity=-1)
+    with pytest.raises(ValueError, match="counts: expected dtype torch.int32"):
+        token_slots(table, lengths, lengths, 3, 4)
+    with pytest.raises(ValueError, match="width: expected at least 0"):
+        token_slots(table, lengths, counts, -1, 4)
+    with pytest.raises(ValueError, match="page_table: expected a contiguous tensor"):
+        flash_attention_table(torch.zeros(3, 2, dtype=torch.int32).t(), lengths, 4)
+    with pytest.raises(ValueError, match=r"kv: expected shape \[\*, 2, \*, \*, \*, \*\]"):
+        move_accepted(torch.zeros(1, 3, 2, 2, 1, 1), table, lengths, counts[:, None])

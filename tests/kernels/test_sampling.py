@@ -1,0 +1,120 @@
+"""The random stream bit by bit, rows that do not depend on their batch, and rows that cannot be sampled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from specdec_kernels import pick_tokens
+from specdec_kernels.sampling import kernel
+from specdec_kernels.sampling.reference import philox_uniform
+
+IMPLS = ["reference", "triton"]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EXTREMES = [0, 1, -1, 2**32 - 1, 2**32, -(2**32), 2**63 - 1, -(2**63), 123456789012345678]
+
+
+@triton.jit
+def _uniforms_kernel(seeds, positions, out, size, BLOCK: tl.constexpr, STREAM: tl.constexpr):
+    lane = tl.arange(0, BLOCK)
+    seed = tl.load(seeds + lane, mask=lane < size, other=0)
+    position = tl.load(positions + lane, mask=lane < size, other=0)
+    tl.store(out + lane, kernel.philox_uniform(seed, position, STREAM), mask=lane < size)
+
+
+@pytest.mark.parametrize("stream", [0, 3])
+def test_kernel_and_reference_share_one_random_stream(stream: int) -> None:
+    seeds, positions = (
+        grid.flatten().to(DEVICE)
+        for grid in torch.meshgrid(torch.tensor(EXTREMES), torch.tensor(EXTREMES), indexing="ij")
+    )
+    out = torch.empty(len(seeds), device=DEVICE)
+    _uniforms_kernel[(1,)](seeds, positions, out, len(seeds), 128, stream)
+    assert torch.equal(out, philox_uniform(seeds, positions, stream))
+
+
+def test_known_answer() -> None:
+    """First word of Philox 4x32-10 for key 0 and counter 0, from the generator's published test vectors."""
+    zero = torch.zeros(1, dtype=torch.int64)
+    assert philox_uniform(zero, zero).item() == (0x6627E8D5 >> 8) / 2**24
+
+
+def test_uniforms_fill_the_unit_interval_and_streams_differ() -> None:
+    positions = torch.arange(50_000)
+    streams = [philox_uniform(torch.full_like(positions, 4), positions, stream) for stream in range(3)]
+    for uniforms in streams:
+        assert uniforms.min() >= 0 and uniforms.max() < 1
+        counts = torch.histc(uniforms, 64, 0, 1)
+        assert (
+            (counts - counts.mean()) ** 2 / counts.mean()
+        ).sum() < 140  # 63 degrees of freedom, one in a million
+    correlation = torch.corrcoef(torch.stack(streams))
+    assert (correlation - torch.eye(3)).abs().max() < 0.025
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_row_does_not_depend_on_its_batch(impl: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(9, 2049, generator=generator).to(DEVICE)
+    keys = dict(
+        temperature=torch.tensor([0.0, 0.5, 1.5] * 3).to(DEVICE),
+        seeds=torch.arange(9).to(DEVICE),
+        positions=torch.arange(9).to(DEVICE) * 7,
+    )
+    whole = pick_tokens(logits, **keys, impl=impl).tokens
+    alone = [
+        pick_tokens(logits[r : r + 1], **{k: v[r : r + 1] for k, v in keys.items()}, impl=impl).tokens
+        for r in range(9)
+    ]
+    assert torch.equal(whole, torch.cat(alone))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_rows_without_a_usable_logit_are_marked(impl: str) -> None:
+    nan, inf = float("nan"), float("inf")
+    logits = torch.tensor([[nan] * 3, [-inf] * 3, [nan, -inf, 2.0], [1.0, inf, inf], [1.0, nan, 1.0]]).to(
+        DEVICE
+    )
+    ones = torch.ones(5, device=DEVICE)
+    for temperature in (None, ones):
+        picked = pick_tokens(logits, temperature, uniforms=ones * 0.25, impl=impl)
+        assert picked.valid.tolist() == [False, False, True, True, True]
+        assert picked.tokens.tolist() == [0, 0, 2, 1, 0]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_token_of_probability_zero_is_never_drawn(impl: str) -> None:
+    """A padded vocabulary, banned first and last tokens, and uniforms at both ends."""
+    logits = torch.full((4, 2100), float("-inf"), device=DEVICE)
+    logits[:, 5], logits[:, 2060] = 0.0, -1.0
+    uniforms = torch.tensor([0.0, 2.0**-24, 0.999, 1 - 2.0**-24], device=DEVICE)
+    drawn = pick_tokens(logits, torch.ones(4, device=DEVICE), uniforms=uniforms, impl=impl).tokens
+    assert drawn.tolist() == [5, 5, 2060, 2060]
+
+
+def call(**changes: Any) -> None:
+    given = dict(
+        logits=torch.zeros(2, 5), temperature=torch.ones(2), seeds=torch.arange(2), positions=torch.arange(2)
+    )
+    pick_tokens(**(given | changes))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"logits": torch.zeros(2, 5, dtype=torch.int64)}, "logits: expected dtype"),
+        ({"logits": torch.zeros(2, 0)}, "vocabulary of at least 1"),
+        ({"logits": torch.zeros(5, 2).t()}, "stride 1 in the vocabulary"),
+        ({"temperature": torch.ones(3)}, r"temperature: expected shape \[2\], got \[3\]"),
+        ({"seeds": torch.zeros(2)}, "seeds: expected dtype torch.int64"),
+        ({"seeds": None}, "expected seeds and positions, or uniforms"),
+        ({"positions": torch.arange(4)[::2]}, "positions: expected a contiguous tensor"),
+    ],
+)
+def test_wrong_input_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(**changes)

@@ -1,0 +1,83 @@
+"""Imports point down: kernels know no model, the runtime no algorithm, algorithms no experiment."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+KERNEL_IMPORTS = {"specdec_kernels", "torch", "triton"} | set(sys.stdlib_module_names)
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Absolute names of all modules that a file imports anywhere in it."""
+    package = path.relative_to(ROOT).parent.parts
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def files(folder: str) -> list[Path]:
+    found = sorted((ROOT / folder).rglob("*.py"))
+    assert found, f"no files under {folder}"
+    return found
+
+
+def offenders(folder: str, wrong) -> list[str]:
+    return [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in files(folder)
+        for name in imported(path)
+        if wrong(name)
+    ]
+
+
+def test_kernels_import_torch_and_triton_only() -> None:
+    assert offenders("specdec_kernels", lambda name: name.split(".")[0] not in KERNEL_IMPORTS) == []
+
+
+def test_algorithms_import_no_experiment_and_no_configuration() -> None:
+    assert offenders("algorithms", lambda name: name.split(".")[0] in {"experiments", "run"}) == []
+
+
+def test_the_runtime_imports_no_algorithm() -> None:
+    def above(name: str) -> bool:
+        return name.split(".")[0] == "algorithms" and name.split(".")[1:2] not in ([], ["runtime"])
+
+    assert offenders("algorithms/runtime", above) == []
+
+
+def test_the_walk_sees_imports_inside_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    (tmp_path / "algorithms" / "runtime").mkdir(parents=True)
+    source = "def f():\n    from experiments import measure\n    from .. import dflash\n"
+    bad = tmp_path / "algorithms" / "runtime" / "bad.py"
+    bad.write_text(source)
+    assert list(imported(bad)) == [
+        "experiments.measure",
+        "algorithms.dflash",
+    ]
+
+
+def test_importing_the_package_does_not_import_triton() -> None:
+    program = (
+        "import sys, specdec_kernels as s; assert not {'torch', 'triton'} & set(sys.modules), 'heavy import'\n"
+        "[getattr(s, name) for name in s.__all__]; import torch\n"
+        "from specdec_kernels.kv_write import kv_write\n"
+        "s.build_chain(torch.zeros(1, dtype=torch.int64), 3, impl='reference')\n"
+        "assert 'triton' not in sys.modules, 'Triton imported without a kernel'\n"
+        "assert set(s.__all__) <= set(dir(s))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
