@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 OnStep = Callable[["StepReport"], None]
 BAR_WIDTH = 40
-PLAIN_INTERVAL_S = 10.0
+PLAIN_INTERVAL_S = 15.0
 PHASE_COLOURS = {"draft": "cyan", "verify": "blue", "accept": "magenta", "commit": "green", "host": "yellow"}
 NOT_A_GPU = {
     "triton-interpreter": "Times are of Triton's interpreter on the CPU and say nothing about a GPU; tokens, "
@@ -159,10 +159,16 @@ def ledger_chart(summary: Mapping[str, Any]) -> Table:
     return chart
 
 
+def printable(text: str) -> str:
+    """`text` without characters that would command the terminal instead of being shown."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)
+
+
 def sample_panel(record: Mapping[str, Any], tail: int = 300) -> Panel:
     """One prompt's end and what was written to it."""
     prompt = record["prompt"] if len(record["prompt"]) <= tail else "…" + record["prompt"][-tail:]
+    prompt, text = printable(prompt), printable(record["text"])
     steps = max(1, len(record["accepted_counts"]))
     verdict = {True: " · right", False: " · wrong", None: ""}[record["correct"]]
     title = f"request {record['id']} · {len(record['token_ids'])} tokens in {steps} steps{verdict}"
-    return Panel(Text.assemble((prompt, "dim"), "\n\n", record["text"]), title=title, title_align="left")
+    return Panel(Text.assemble((prompt, "dim"), "\n\n", text), title=title, title_align="left")

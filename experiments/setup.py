@@ -1,4 +1,4 @@
-"""From a checked configuration to engines and requests; whatever a user can get wrong shows here, before a run."""
+"""From a checked configuration to engines and requests; what a user can get wrong shows here, before a run."""
 
 from __future__ import annotations
 

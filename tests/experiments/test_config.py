@@ -1,0 +1,151 @@
+"""Composition of the configuration: every file composes and builds, every key has a schema, every range is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hydra
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from experiments.config import CONFIG_FOLDER, REPO_ROOT, build_config, register
+from experiments.errors import UserError
+from experiments.suggest import nearest, unknown_key_message, unknown_option_message
+
+NEEDED = {
+    "model=local": ["model.path=somewhere"],
+    "data=jsonl": ["data.path=prompts.jsonl"],
+    "data=prompt": ["data.text=hello"],
+}
+GROUPS = ("algo", "backend", "model", "data", "sampling", "runtime", "tracker", "experiment", "debug")
+
+
+def options() -> list[str]:
+    return [f"{group}={path.stem}" for group in GROUPS for path in sorted((CONFIG_FOLDER / group).glob("*.yaml"))]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def schemas() -> Iterator[None]:
+    register()
+    with hydra.initialize_config_dir(config_dir=str(CONFIG_FOLDER), version_base="1.3"):
+        yield
+
+
+def compose(*overrides: str) -> DictConfig:
+    return hydra.compose("config", overrides=list(overrides))
+
+
+@pytest.mark.parametrize("option", options())
+def test_every_option_composes_with_nothing_missing_and_builds(option: str) -> None:
+    cfg = compose(option, *NEEDED.get(option, []))
+    assert not OmegaConf.missing_keys(cfg)
+    built = build_config(cfg)
+    group, _, name = option.partition("=")
+    if group in ("algo", "backend", "model", "data", "tracker"):
+        assert getattr(built, group).name == name
+
+
+@pytest.mark.parametrize("option", sorted(NEEDED))
+def test_what_an_option_needs_is_named(option: str) -> None:
+    key = NEEDED[option][0].split("=")[0]
+    with pytest.raises(UserError, match=f"{key} has no value"):
+        build_config(compose(option))
+
+
+def test_the_default_run_is_the_headline() -> None:
+    built = build_config(compose())
+    names = (built.algo.name, built.backend.name, built.model.name, built.data.name, built.tracker.name)
+    assert names == ("dflash", "fa4", "tiny", "arithmetic", "wandb")
+    assert built.tracker.mode == "offline" and built.baseline and built.sampling.temperature == 0
+
+
+def test_shipped_models_are_found_from_any_folder() -> None:
+    model = build_config(compose()).model
+    assert Path(model.path) == REPO_ROOT / "assets/tiny/target"
+    assert Path(model.draft_path) == REPO_ROOT / "assets/tiny/dflash"
+
+
+def test_a_recipe_is_a_delta_and_the_command_line_wins() -> None:
+    built = build_config(compose("experiment=qwen3_8b_dflash", "runtime.max_batch=3"))
+    assert (built.model.path, built.runtime.max_batch) == ("Qwen/Qwen3-8B", 3)
+    assert built.model.draft_path == "z-lab/Qwen3-8B-DFlash-b16"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "sampling.max_new_tokens=0",
+        "sampling.temperature=-0.1",
+        "sampling.temperature=nan",
+        "sampling.temperature=inf",
+        "sampling.seed=-1",
+        "sampling.stop_strings=['']",
+        "runtime.device=gpu",
+        "runtime.dtype=float64",
+        "runtime.impl=cuda",
+        "runtime.graph=step",
+        "runtime.page_size=0",
+        "runtime.max_batch=0",
+        "runtime.num_pages=0",
+        "runtime.max_length=1",
+        "tracker.mode=sometimes",
+        "data.limit=0",
+        "algo.block_size=0",
+        "samples=-1",
+    ],
+)
+def test_ranges_are_checked_and_the_key_is_named(override: str) -> None:
+    with pytest.raises(UserError, match=override.split("=")[0].replace(".", r"\.")):
+        build_config(compose(override))
+
+
+def test_a_name_cannot_leave_the_outputs_folder() -> None:
+    for name in ("../up", "a/b", "", ".hidden"):
+        with pytest.raises(UserError, match="plain name"):
+            build_config(compose(f"name='{name}'"))
+
+
+def test_bfloat16_in_the_interpreter_is_refused() -> None:
+    pair = ("runtime.device=cpu", "runtime.dtype=bfloat16")
+    with pytest.raises(UserError, match="impl=reference"):
+        build_config(compose(*pair))
+    assert build_config(compose(*pair, "runtime.impl=reference")).runtime.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "suggestion"),
+    [
+        ("+typo=1", "typo", None),
+        ("+nested.typo=1", "nested", None),
+        ("+data.limt=3", "data.limt", "data.limit"),
+        ("+runtime.pagesize=3", "runtime.pagesize", "runtime.page_size"),
+        ("+limit=3", "limit", "data.limit"),
+        ("+text=hello", "text", r"data.text=… \(with data=prompt\)"),
+    ],
+)
+def test_keys_added_past_the_schema_are_refused(override: str, key: str, suggestion: str | None) -> None:
+    with pytest.raises(UserError, match=f"unknown key '{key}'") as caught:
+        build_config(compose(override))
+    if suggestion:
+        assert caught.match(f"did you mean: .*{suggestion}")
+
+
+def test_suggestions_prefer_the_same_last_part_and_invent_nothing() -> None:
+    keys = ["data.limit", "sampling.seed", "runtime.page_size"]
+    assert nearest("seed", keys)[0] == "sampling.seed"
+    assert nearest("zzz", keys) == []
+    message = unknown_key_message("zzz", keys, {})
+    assert "did you mean" not in message
+
+
+def test_messages_fit_one_screen() -> None:
+    many = [f"group.key_number_{i}" for i in range(500)]
+    for message in (unknown_key_message("group.key", many, {}), unknown_option_message("algo", "x", many)):
+        assert len(message) < 2000 and "500 in all" in message
+
+
+def test_the_resolved_configuration_is_plain(tmp_path: Any) -> None:
+    text = OmegaConf.to_yaml(compose("name=mine"), resolve=True)
+    assert "${" not in text and "name: mine" in text

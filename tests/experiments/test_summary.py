@@ -1,0 +1,114 @@
+"""Figures against brute-force definitions: which positions were reached, what is pooled, what counts as identical."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from algorithms.runtime.engine import Generation
+from algorithms.runtime.request import Completion
+from experiments import summary as figures
+
+DEPTH = 5
+counts_of_steps = st.lists(st.integers(0, DEPTH), min_size=1, max_size=40)
+
+
+def completion(index: int, accepted: list[int], truncated: int = 0, **changes: object) -> Completion:
+    tokens = list(range(sum(a + 1 for a in accepted) - truncated))
+    fields: dict[str, object] = dict(
+        request_id=index,
+        token_ids=tokens,
+        text=f"text {index}",
+        finish_reason="length",
+        accepted_counts=accepted,
+        num_truncated=truncated,
+        ttft_ms=10.0 * (index + 1),
+        total_ms=100.0,
+    )
+    return Completion(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def generation(*completions: Completion) -> Generation:
+    ledger = {"draft": 1.0, "verify": 2.0, "accept": 3.0, "commit": 4.0, "host": 5.0}
+    return Generation(list(completions), 4, 40.0, 200.0, 250.0, [40.0, 50.0, 50.0, 60.0], ledger)
+
+
+@given(counts_of_steps)
+def test_acceptance_counts_steps_that_reached_the_position(counts: list[int]) -> None:
+    rates = figures.acceptance_at(figures.num_accepted_histogram(counts, DEPTH))
+    for position in range(DEPTH):
+        reached = [count for count in counts if count >= position]
+        expected = Fraction(sum(c > position for c in reached), len(reached)) if reached else None
+        assert rates[position] == (None if expected is None else pytest.approx(float(expected)))
+
+
+@given(counts_of_steps)
+def test_mean_accepted_is_the_sum_of_products_of_acceptance(counts: list[int]) -> None:
+    """E[a] = sum over i of P(a > i), and P(a > i) is the product of the conditional rates up to i."""
+    rates = figures.acceptance_at(figures.num_accepted_histogram(counts, DEPTH))
+    survive, expected = 1.0, 0.0
+    for rate in rates:
+        survive *= rate or 0.0
+        expected += survive
+    assert expected == pytest.approx(sum(counts) / len(counts))
+
+
+def test_tokens_per_step_is_pooled_not_a_mean_of_means() -> None:
+    method = figures.summarize_method(generation(completion(0, [0]), completion(1, [5, 5, 5])), DEPTH)
+    assert method["tokens_per_step"] == pytest.approx((1 + 18) / 4)
+    assert method["num_accepted_histogram"] == [1, 0, 0, 0, 0, 3]
+
+
+def test_truncated_tokens_count_for_acceptance_but_not_as_output() -> None:
+    method = figures.summarize_method(generation(completion(0, [3, 3], truncated=3)), DEPTH)
+    assert (method["output_tokens"], method["num_truncated"]) == (5, 3)
+    assert method["tokens_per_step"] == pytest.approx(4)
+    assert method["decode_tokens_per_s"] == pytest.approx(5 / 0.2)
+    assert method["end_to_end_tokens_per_s"] == pytest.approx(5 / 0.25)
+
+
+def test_times_are_quantiles_of_what_was_measured() -> None:
+    method = figures.summarize_method(generation(*(completion(i, [1]) for i in range(11))), DEPTH)
+    assert method["ttft_ms"] == {"p50": pytest.approx(60.0), "p90": pytest.approx(100.0)}
+    assert method["step_ms"]["median"] == pytest.approx(50.0)
+    assert list(method["ledger_ms"]) == list(figures.PHASES) and sum(method["ledger_ms"].values()) == 15.0
+
+
+def test_identity_needs_every_token() -> None:
+    plain = [completion(i, [2], token_ids=[7, 8, 9]) for i in range(3)]
+    ours = [
+        completion(0, [2], token_ids=[7, 8, 9]),
+        completion(1, [2], token_ids=[7, 8, 10]),
+        completion(2, [2], token_ids=[7, 8]),
+    ]
+    result = figures.lossless(ours, plain)
+    assert (result["checked"], result["identical"]) == (3, 1)
+    assert result["first_difference"] == {"request": 1, "position": 2, "token": 10, "baseline_token": 9}
+    cut = figures.lossless(ours[2:], plain[2:])["first_difference"]
+    assert cut == {"request": 2, "position": 2, "token": None, "baseline_token": 9}
+    assert figures.lossless(plain, plain)["first_difference"] is None
+    assert figures.lossless(ours, None) == {"checked": 0, "identical": 0, "first_difference": None}
+
+
+def test_accuracy_judges_each_text_with_its_own_prompt() -> None:
+    done = [completion(0, [0], text="12"), completion(1, [0], text="13")]
+    assert figures.accuracy(done, lambda index, text: text == ("12", "14")[index]) == 0.5
+    assert figures.accuracy(done, None) is None
+
+
+def summary(acceptance: list[float | None], identical: int, dtype: str = "float32") -> dict[str, object]:
+    return {"acceptance_at": acceptance, "lossless": {"checked": 4, "identical": identical}, "dtype": dtype}
+
+
+def test_low_acceptance_and_differences_are_called_out() -> None:
+    assert figures.warnings(summary([0.9], 4)) == []
+    assert figures.warnings(summary([], 4)) == []
+    (low,) = figures.warnings(summary([0.04], 4))
+    assert "drafter" in low
+    (exact,) = figures.warnings(summary([0.9], 3))
+    assert exact.startswith("1 of 4") and "float32" in exact
+    (rounded,) = figures.warnings(summary([0.9], 3, "bfloat16"))
+    assert "runtime.dtype=float32" in rounded
