@@ -39,8 +39,8 @@ def kv_write(
         slots: [T] int64, page * page_size + offset; a slot outside [0, pages * page_size), such as -1, stores
             nothing. Slots that are stored must differ from each other.
         positions: [T] int64 rows of `rope`; a position outside the table rotates to zeros.
-        rope: [max_pos, D] float32, cosines in the first half of a row and sines in the second (neox pairing
-            d, d + D/2).
+        rope: [max_pos, D] float32 (or float64 with a float64 pool), cosines in the first half of a row and
+            sines in the second (neox pairing d, d + D/2).
         q_norm, k_norm: [D] weights of the RMS norm over a head, or None for no norm. Both or neither.
         eps: added to the mean square.
 
@@ -134,7 +134,8 @@ def _check_common(
     expect_dtype("slots", slots, torch.int64)
     expect_dtype("positions", positions, torch.int64)
     expect_shape("rope", rope, (None, head_dim))
-    expect_dtype("rope", rope, torch.float32)
+    exact = (torch.float64,) if kv.dtype == torch.float64 else ()
+    expect_dtype("rope", rope, torch.float32, *exact)
     expect_same_device(k=k, v=v, kv=kv, slots=slots, positions=positions, rope=rope)
     expect_contiguous(kv=kv, slots=slots, positions=positions, rope=rope)
 

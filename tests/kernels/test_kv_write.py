@@ -1,4 +1,4 @@
-"""Fused norm, rotation and store beyond case-by-case parity: an independent oracle, and what must not be touched."""
+"""Fused norm, rotation and store beyond case-by-case parity: an independent oracle, and untouched slots."""
 
 from __future__ import annotations
 
