@@ -132,6 +132,22 @@ def test_unusable_config_values(target_folder: Path, change: dict[str, Any]) -> 
     refusal(lambda: load(target_folder), "config.json")
 
 
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"use_sliding_window": True, "sliding_window": 64}, "sliding-window"),
+        ({"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "sliding-window"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ],
+)
+def test_features_that_would_be_left_out_in_silence(
+    target_folder: Path, change: dict[str, Any], part: str
+) -> None:
+    edit_json(target_folder / "config.json", **change)
+    refusal(lambda: load(target_folder), "not supported", part)
+
+
 def test_folder_without_weights(target_folder: Path) -> None:
     (target_folder / WEIGHTS).rename(target_folder / "adapter.safetensors")
     refusal(lambda: load(target_folder), "no weights", "model.safetensors", "adapter.safetensors")

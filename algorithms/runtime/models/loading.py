@@ -52,7 +52,9 @@ def load_target(path: str | Path, device: torch.device | str, dtype: torch.dtype
     cannot be.
     """
     folder = resolve_folder(path)
-    config = _parse(folder, _read_config(folder), DecoderConfig.from_hf)
+    raw = _read_config(folder)
+    config = _parse(folder, raw, DecoderConfig.from_hf)
+    _check_target_keys(folder, raw)
     with torch.device("meta"):
         model = Decoder(config)
 
@@ -104,6 +106,25 @@ def _parse(folder: Path, raw: Mapping[str, Any], from_hf: Callable[[Mapping[str,
             actual=str(error),
             fix="use a supported model, or restore the published config.json",
         ) from error
+
+
+def _check_target_keys(folder: Path, raw: Mapping[str, Any]) -> None:
+    """Refuse what the config asks for and the decoder would leave out without any tensor to show for it."""
+    sliding = bool(raw.get("use_sliding_window")) or "sliding_attention" in (raw.get("layer_types") or ())
+    asked = {
+        "sliding-window attention": sliding,
+        f"partial_rotary_factor={raw.get('partial_rotary_factor')}": raw.get("partial_rotary_factor", 1.0)
+        != 1.0,
+        "quantization_config": bool(raw.get("quantization_config")),
+    }
+    unsupported = [name for name, present in asked.items() if present]
+    if unsupported:
+        raise ModelError(
+            "the target uses features that are not supported",
+            where=folder / CONFIG_FILE,
+            actual=", ".join(unsupported),
+            fix="use an unquantised Qwen3 or Llama checkpoint with full attention",
+        )
 
 
 def _check_dflash_keys(folder: Path, raw: Mapping[str, Any]) -> None:
