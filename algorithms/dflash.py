@@ -18,6 +18,7 @@ from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Observatio
 from specdec_kernels.kv_write import kv_materialize
 
 if TYPE_CHECKING:
+    from algorithms.runtime.models.config import DFlashConfig
     from algorithms.runtime.models.loading import Target
 
 
@@ -43,12 +44,7 @@ class DFlash(Algorithm):
         weight = target.model.model.norm.weight
         self._drafter = runtime.load_dflash(draft_path, target, weight.device, weight.dtype)
         self._target = target.model
-        kinds = set(self._drafter.config.layer_types)
-        if kinds != {"full_attention"}:
-            raise ValueError(
-                f"algo=dflash: expected full_attention draft layers, got {sorted(kinds)}: attention within a sliding "
-                "window is not implemented"
-            )
+        _expect_full_attention(self._drafter.config)
         trained = self._drafter.config.block_size
         self.num_nodes = config.block_size or trained
         if self.num_nodes > trained:
@@ -87,4 +83,12 @@ class DFlash(Algorithm):
             k_norm=self._stacked.k_norm,
             eps=self._cache.eps,
             impl=impl,
+        )
+
+
+def _expect_full_attention(config: DFlashConfig) -> None:
+    if set(config.layer_types) != {"full_attention"} or any(config.causal_layers):
+        raise ValueError(
+            "algo=dflash: expected full, non-causal attention in every draft layer, got layer_types="
+            f"{list(config.layer_types)}, causal={list(config.causal_layers)}"
         )
