@@ -1,8 +1,8 @@
 """DFlash (arXiv 2602.06036): a whole block of drafts from one pass of a block-diffusion drafter.
 
 observe   After prefill and after every verify, the target's hidden states at a few layers are fused into one context
-          vector per committed token, and the keys and values of every draft layer are computed from it and stored in the
-          drafter's own pages ("materialised"). The drafter never runs over the text.
+          vector per committed token, and the keys and values of every draft layer are computed from it and stored
+          in the drafter's own pages ("materialised"). The drafter never runs over the text.
 propose   [root, mask, …, mask] at positions L … L + B - 1 attends without causality to [context; block]. The argmax of
           the target's LM head at the masks is the draft: a chain of B - 1 tokens.
 """

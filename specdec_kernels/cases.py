@@ -45,7 +45,7 @@ class Maker:
 
 @dataclass(frozen=True)
 class Case:
-    """A named input: `build` makes the keyword arguments of `function`; `catches` says which bug the case is there for."""
+    """A named input: `build` makes the keyword arguments of `function`; `catches` says which bug it is there for."""
 
     name: str
     function: str

@@ -1,7 +1,7 @@
 """The one decoding loop: continuous batching around propose, verify, accept and commit.
 
-A request's prompt except its last token is prefilled; the last prompt token is the first root. So the first step is like
-every other, and there is no second place where tokens are sampled. Pages for a request's whole life are reserved when
+A request's prompt except its last token is prefilled; the last prompt token is the first root. So the first step is
+like every other, and there is no second place where tokens are sampled. Pages for a request's whole life are reserved when
 it is admitted, so a running request can never be stopped by a full pool; requests that do not fit yet wait.
 """
 
@@ -146,8 +146,8 @@ class Engine:
             raise EngineError(f"{name}: prompt tokens outside the vocabulary of {vocab}: {strangers[:5]}")
         if self._pages_for(request) > self.allocator.num_pages:
             raise EngineError(
-                f"{name}: needs {self._pages_for(request)} pages of {self._resources.page_size} tokens, the KV pool has "
-                f"{self.allocator.num_pages}; raise runtime.num_pages or lower sampling.max_new_tokens"
+                f"{name}: needs {self._pages_for(request)} pages of {self._resources.page_size} tokens, the KV pool "
+                f"has {self.allocator.num_pages}; raise runtime.num_pages or lower sampling.max_new_tokens"
             )
 
     def _pages_for(self, request: Request) -> int:

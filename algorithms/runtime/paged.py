@@ -1,7 +1,7 @@
 """The mixer of inference: store keys and values in pages, then attend through the page table.
 
-It is what joins a model that knows no caches, the fused `kv_write` kernel and an attention backend. One mixer serves one
-forward over `[B, N]` tokens that stand at slots L … L + N - 1 of their requests.
+It is what joins a model that knows no caches, the fused `kv_write` kernel and an attention backend. One mixer serves
+one forward over `[B, N]` tokens that stand at slots L … L + N - 1 of their requests.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 class Request:
     """One prompt with its own limits and sampling parameters.
 
-    `temperature` 0 is greedy. `seed` keys the random numbers by position in the text, so the same request gives the same
-    tokens at any place in any batch. A stop token is kept in the output; a stop string is cut off.
+    `temperature` 0 is greedy. `seed` keys the random numbers by position in the text, so the same request gives the
+    same tokens at any place in any batch. A stop token is kept in the output; a stop string is cut off.
     """
 
     id: int

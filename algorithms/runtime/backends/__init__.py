@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 class AttentionPlan:
     """What all layers of one forward share.
 
-    Queries `[B, num_queries]` stand at slots `lengths[b] + i`; `mode` (`chain`, `block`, `tree`), `mask` and `q_lens` mean
-    what they mean to `specdec_kernels.paged_attention`. `max_length` bounds lengths + num_queries on the host.
+    Queries `[B, num_queries]` stand at slots `lengths[b] + i`; `mode` (`chain`, `block`, `tree`), `mask` and `q_lens`
+    mean what they mean to `specdec_kernels.paged_attention`. `max_length` bounds lengths + num_queries on the host.
     `prepared` is the backend's own.
     """
 
