@@ -25,12 +25,12 @@ from torch import Tensor
 from algorithms.runtime.models.config import DecoderConfig
 from algorithms.runtime.models.decoder import Decoder
 from experiments.data.arithmetic import Problem, heldout_problems, parse_answer
-from experiments.training.corpus import IGNORED, Corpus, Rows, tokenizer_sample
+from experiments.training.corpus import IGNORED, Corpus, Rows, join, tokenizer_sample
 from experiments.training.curve import plot_curve
 from experiments.training.export import export_weights, round_weights, write_json
 from experiments.training.generate import greedy
 from experiments.training.loop import Trainer, TrainSettings
-from experiments.training.mixer import DenseMixer
+from experiments.training.mixer import DenseMixer, compile_layers
 from experiments.training.tokenizer import END, chat_prompt, save_tokenizer, train_tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -54,12 +54,17 @@ class ModelSettings:
 
 @dataclass
 class BatchSettings:
-    """Rows of each kind in one step."""
+    """Rows of each kind in one step; every `long_code_every`-th step has half as many code rows of twice the length.
 
-    arithmetic_rows: int = 10
+    Attention over long rows is the dearest part of a step on a CPU, and a few of them suffice to learn far positions.
+    """
+
+    arithmetic_rows: int = 6
+    drill_rows: int = 2
     arithmetic_length: int = 384
-    code_rows: int = 3
-    code_length: int = 1024
+    code_rows: int = 4
+    code_length: int = 512
+    long_code_every: int = 4
 
 
 @dataclass
@@ -104,10 +109,10 @@ class TargetObjective:
 
     def __init__(self, model: Decoder, corpus: Corpus, batch: BatchSettings, device: str) -> None:
         self.model, self.corpus, self.batch, self.device = model, corpus, batch, device
-        self.mixer = DenseMixer(model.config, max(batch.arithmetic_length, batch.code_length), device)
+        self.mixer = DenseMixer(model.config, max(batch.arithmetic_length, 2 * batch.code_length), device)
         self.heldout = {
-            "heldout_arithmetic": corpus.arithmetic_rows("loss", batch.arithmetic_rows, batch.arithmetic_length, "heldout"),
-            "heldout_code": corpus.code_rows("loss", 2 * batch.code_rows, batch.code_length, "heldout"),
+            "heldout_arithmetic": corpus.arithmetic_rows("loss", batch.arithmetic_rows + batch.drill_rows, batch.arithmetic_length, "heldout"),
+            "heldout_code": corpus.code_rows("loss", batch.code_rows // 2, 2 * batch.code_length, "heldout"),
         }
 
     def _sum(self, rows: Rows) -> Tensor:
@@ -118,9 +123,16 @@ class TargetObjective:
 
     def loss(self, step: int) -> tuple[Tensor, int]:
         """Mean loss over all tokens of the step's two kinds of rows, and their number."""
+        batch = self.batch
+        rows, length = batch.code_rows, batch.code_length
+        if step % batch.long_code_every == batch.long_code_every - 1:
+            rows, length = max(1, rows // 2), 2 * length
         kinds = [
-            self.corpus.arithmetic_rows(step, self.batch.arithmetic_rows, self.batch.arithmetic_length),
-            self.corpus.code_rows(step, self.batch.code_rows, self.batch.code_length),
+            join(
+                self.corpus.arithmetic_rows(step, batch.arithmetic_rows, batch.arithmetic_length),
+                self.corpus.drill_rows(step, batch.drill_rows, batch.arithmetic_length),
+            ),
+            self.corpus.code_rows(step, rows, length),
         ]
         count = sum(int((rows.labels != IGNORED).sum()) for rows in kinds)
         return torch.stack([self._sum(rows) for rows in kinds]).sum() / count, count
@@ -185,6 +197,8 @@ def train_target(settings: TrainTargetConfig) -> dict[str, Any]:
     model = Decoder(decoder_config(settings.model, tokenizer.token_to_id(END)))
     model.reset_parameters()
     model.to(settings.train.device)
+    if settings.train.compile:
+        compile_layers(model)
     objective = TargetObjective(model, corpus, settings.batch, settings.train.device)
     trainer = Trainer(model, settings.train, folder, objective.loss, objective.held_out)
     if settings.resume:

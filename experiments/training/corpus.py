@@ -7,8 +7,11 @@ of the concatenated files.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,6 +23,8 @@ from experiments.data.code import heldout_files, read_source, training_files
 from experiments.training.tokenizer import END, chat_prompt
 
 IGNORED = -100
+EQUATION = r"\d+ [-+*/] \d+ = \d+"
+DRILL_PROBLEMS = 4
 TOKENIZER_SAMPLE_PROBLEMS = 6000
 
 
@@ -36,6 +41,13 @@ def chat_text(problem: Problem) -> str:
     return chat_prompt(problem.question) + problem.solution + END
 
 
+def drill_text(problems: Iterable[Problem]) -> str:
+    """The equations of several problems without their stories: dense practice of the operations that occur."""
+    equations = [eq for problem in problems for eq in re.findall(EQUATION, problem.solution)]
+    questions = ", ".join(equation.split(" =")[0] for equation in equations)
+    return chat_prompt(f"Work out {questions}.") + "\n".join(f"So {equation}." for equation in equations) + END
+
+
 def tokenizer_sample(seed: int) -> Iterator[str]:
     """Documents of both kinds for BPE training."""
     stream = problem_stream(f"tokenizer-{seed}")
@@ -49,7 +61,8 @@ def tokenizer_sample(seed: int) -> Iterator[str]:
             yield source
 
 
-def _encode_files(tokenizer: Tokenizer, paths: list) -> np.ndarray:
+def encode_files(tokenizer: Tokenizer, paths: list[Path]) -> np.ndarray:
+    """Token ids of the files one after the other, each ending with the end token: `[n]` uint16."""
     end = tokenizer.token_to_id(END)
     pieces: list[int] = []
     for path in paths:
@@ -59,6 +72,11 @@ def _encode_files(tokenizer: Tokenizer, paths: list) -> np.ndarray:
     return np.asarray(pieces, dtype=np.uint16)
 
 
+def join(first: Rows, second: Rows) -> Rows:
+    """Rows of equal length one below the other."""
+    return Rows(torch.cat([first.inputs, second.inputs]), torch.cat([first.labels, second.labels]))
+
+
 class Corpus:
     """Batches of both kinds of text for one tokenizer."""
 
@@ -66,8 +84,8 @@ class Corpus:
         self.tokenizer = tokenizer
         self.seed = seed
         self.end = tokenizer.token_to_id(END)
-        self.train_code = _encode_files(tokenizer, training_files())
-        self.heldout_code = _encode_files(tokenizer, heldout_files())
+        self.train_code = encode_files(tokenizer, training_files())
+        self.heldout_code = encode_files(tokenizer, heldout_files())
 
     def code_rows(self, step: int | str, rows: int, length: int, split: str = "train") -> Rows:
         """Random windows of the code tokens."""
@@ -80,15 +98,23 @@ class Corpus:
     def arithmetic_rows(self, step: int | str, rows: int, length: int, split: str = "train") -> Rows:
         """Whole chats, as many as fit into each row."""
         stream = problem_stream(f"{self.seed}-{step}", split)
+        return self._whole_documents(map(chat_text, stream), rows, length)
+
+    def drill_rows(self, step: int, rows: int, length: int) -> Rows:
+        """Whole drills, as many as fit into each row."""
+        stream = problem_stream(f"{self.seed}-drill-{step}")
+        drills = iter(lambda: drill_text(islice(stream, DRILL_PROBLEMS)), None)
+        return self._whole_documents(drills, rows, length)
+
+    def _whole_documents(self, documents: Iterator[str], rows: int, length: int) -> Rows:
         inputs = torch.full((rows, length + 1), self.end)
         labels = torch.full((rows, length + 1), IGNORED)
         row = column = 0
         while row < rows:
-            ids = self.tokenizer.encode(chat_text(next(stream))).ids
+            ids = torch.tensor(self.tokenizer.encode(next(documents)).ids)
             if column + len(ids) > length + 1:
                 row, column = row + 1, 0
             if row < rows:
-                inputs[row, column : column + len(ids)] = torch.tensor(ids)
-                labels[row, column : column + len(ids)] = torch.tensor(ids)
+                inputs[row, column : column + len(ids)] = labels[row, column : column + len(ids)] = ids
                 column += len(ids)
         return Rows(inputs[:, :-1].contiguous(), labels[:, 1:].contiguous())

@@ -32,4 +32,5 @@ def export_weights(model: nn.Module, config: Mapping[str, Any], folder: Path) ->
     tensors = {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
     partial = folder / "model.safetensors.tmp"
     save_file(tensors, partial, metadata={"format": "pt"})
+    partial.chmod(0o644)  # safetensors creates files that only the owner may read
     os.replace(partial, folder / "model.safetensors")

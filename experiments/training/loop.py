@@ -33,6 +33,7 @@ class TrainSettings:
     device: str = "cpu"
     threads: int = 2
     autocast: bool = True
+    compile: bool = False
     matrix_lr: float = 0.006
     other_lr: float = 0.003
     weight_decay: float = 0.1

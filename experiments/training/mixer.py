@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from algorithms.runtime.models.config import DecoderConfig
+from algorithms.runtime.models.decoder import Decoder, DecoderLayer
 from algorithms.runtime.models.rope import apply_rope, rope_table
 
 
@@ -35,3 +38,17 @@ class DenseMixer:
         group = q.shape[-3] // k.shape[-3]
         k, v = k.repeat_interleave(group, -3), v.transpose(-2, -3).repeat_interleave(group, -3)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(-2, -3)
+
+
+def compile_layers(model: Decoder) -> None:
+    """Give all layers one compiled forward.
+
+    `DenseMixer` has no use for the layer index; a constant one spares a compilation per layer.
+    """
+    compiled = torch.compile(DecoderLayer.forward, dynamic=False)
+    for layer in model.model.layers:
+        layer.forward = partial(_with_constant_index, compiled, layer)  # type: ignore[method-assign]
+
+
+def _with_constant_index(compiled, module: DecoderLayer, layer: int, x: Tensor, mixer: DenseMixer) -> Tensor:  # type: ignore[no-untyped-def]
+    return compiled(module, 0, x, mixer)

@@ -1,0 +1,119 @@
+"""Generated data: worked answers are right, splits are disjoint, held-out modules stay out of training."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+
+from experiments.data import arithmetic, code
+from experiments.data.arithmetic import Problem, heldout_problems, is_heldout, parse_answer, problems
+
+EQUATION = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")
+
+
+def _check_worked_answer(problem: Problem) -> None:
+    known = {int(number) for number in re.findall(r"\d+", problem.question)}
+    equations = EQUATION.findall(problem.solution)
+    assert 2 <= len(equations) <= 4
+    for left, operator, right, result in equations:
+        # eval is the independent judge here: the generator computes with its own operator table.
+        assert eval(f"{left} {operator} {right}") == int(result), problem
+        assert {int(left), int(right)} <= known, f"a step uses a number nobody gave: {problem}"
+        known.add(int(result))
+    assert int(equations[-1][3]) == problem.answer == parse_answer(problem.solution)
+    assert 0 <= problem.answer <= arithmetic.MAX_RESULT
+
+
+@pytest.mark.parametrize("split", ["train", "heldout"])
+def test_every_step_of_a_worked_answer_is_right(split: str) -> None:
+    for problem in problems(3, 400, split):
+        _check_worked_answer(problem)
+
+
+def test_every_template_occurs_and_leaves_no_placeholder() -> None:
+    assert len(arithmetic.TEMPLATES) >= 12
+    found = problems(5, 1500)
+    assert not any("{" in p.question + p.solution for p in found)
+    openings = {re.split(r"[.,]", re.sub(r"\d+|[A-Z]\w+", "", p.solution))[0].split()[0] for p in found}
+    assert len(openings) >= 5
+    steps = {len(EQUATION.findall(p.solution)) for p in found}
+    assert steps == {2, 3}
+
+
+def test_splits_never_meet() -> None:
+    train = {p.question for p in problems(1, 3000)} | {p.question for p in problems(2, 3000)}
+    heldout = {p.question for p in problems(1, 200, "heldout")}
+    assert not train & heldout
+    assert all(is_heldout(q) for q in heldout) and not any(is_heldout(q) for q in train)
+
+
+def test_evaluation_set_is_fixed_distinct_and_a_prefix() -> None:
+    full = heldout_problems()
+    assert len(full) == len({p.question for p in full}) == 200
+    assert heldout_problems(10) == full[:10]
+
+
+def test_same_seed_same_problems_other_seed_others() -> None:
+    assert problems(8, 50) == problems(8, 50)
+    assert problems(8, 50) != problems(9, 50)
+
+
+def test_unknown_split_is_refused() -> None:
+    with pytest.raises(ValueError, match="'train' or 'heldout', got 'test'"):
+        problems(0, 1, "test")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("The answer is 12.", 12),
+        ("The answer is 3. No: The answer is 45.", 45),
+        ("The answer is -7", -7),
+        ("It is 12.", None),
+        ("", None),
+    ],
+)
+def test_parse_answer(text: str, expected: int | None) -> None:
+    assert parse_answer(text) == expected
+
+
+def test_heldout_modules_are_not_trained_on() -> None:
+    heldout = set(code.heldout_files())
+    assert len(heldout) >= 12
+    assert not heldout & set(code.training_files())
+
+
+def test_training_files_are_sources_of_this_interpreter() -> None:
+    files = code.training_files()
+    assert len(files) > 200
+    parts = {part for path in files for part in path.relative_to(code.stdlib_folder()).parts}
+    assert not parts & code.EXCLUDED_FOLDERS
+
+
+def test_function_beginnings_are_the_same_every_time_and_start_functions() -> None:
+    found = code.function_beginnings()
+    assert len(found) == 64 and found == code.function_beginnings()
+    assert {b.module for b in found} <= set(code.HELDOUT_MODULES)
+    assert len({b.prompt for b in found}) == 64
+    for beginning in found:
+        lines = beginning.prompt.splitlines()
+        assert code.MIN_PROMPT_LINES <= len(lines) <= code.MAX_PROMPT_LINES
+        assert lines[0].startswith(("def ", "async def ")), beginning
+
+
+def test_a_function_beginning_is_a_proper_prefix_of_its_function() -> None:
+    source = {path.stem: path.read_text() for path in code.heldout_files()}
+    for beginning in code.function_beginnings(20):
+        stripped = [line.strip() for line in source[beginning.module].splitlines()]
+        lines = [line.strip() for line in beginning.prompt.splitlines()]
+        places = [i for i in range(len(stripped)) if stripped[i : i + len(lines)] == lines]
+        assert places, beginning
+        names = {n.name for n in ast.walk(ast.parse(source[beginning.module])) if isinstance(n, ast.FunctionDef)}
+        assert beginning.name in names
+
+
+def test_too_many_function_beginnings_are_refused() -> None:
+    with pytest.raises(ValueError, match="count=100000"):
+        code.function_beginnings(100_000)
