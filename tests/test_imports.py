@@ -70,7 +70,8 @@ def test_the_walk_sees_imports_inside_functions(tmp_path: Path, monkeypatch: pyt
 
 def test_importing_the_package_does_not_import_triton() -> None:
     program = (
-        "import sys, specdec_kernels as s; assert not {'torch', 'triton'} & set(sys.modules), 'heavy import'\n"
+        "import sys, specdec_kernels as s\n"
+        "assert not {'torch', 'triton'} & set(sys.modules), 'heavy import'\n"
         "[getattr(s, name) for name in s.__all__]; import torch\n"
         "from specdec_kernels.kv_write import kv_write\n"
         "s.build_chain(torch.zeros(1, dtype=torch.int64), 3, impl='reference')\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from specdec_kernels.tree.types import WORD_BITS, TreeLinks, mask_words
+from specdec_kernels.tree.types import WORD_BITS, TreeLinks
 
 
 def build_tree(parents: torch.Tensor, lengths: torch.Tensor) -> TreeLinks:
@@ -48,12 +48,6 @@ def _first_true(flags: torch.Tensor) -> torch.Tensor:
 
 def _pack_words(bits: torch.Tensor) -> torch.Tensor:
     """[B, N, N] bool -> [B, N, ceil(N / 64)] int64; bit 63 is the sign bit."""
-    batch, rows, columns = bits.shape
-    words = mask_words(columns)
-    padded = torch.nn.functional.pad(bits, (0, words * WORD_BITS - columns)).view(
-        batch, rows, words, WORD_BITS
-    )
-    weights = torch.ones((), dtype=torch.int64, device=bits.device) << torch.arange(
-        WORD_BITS, device=bits.device
-    )
-    return (padded * weights).sum(-1)
+    one = torch.ones((), dtype=torch.int64, device=bits.device)
+    weights = one << (torch.arange(bits.shape[-1], device=bits.device) % WORD_BITS)
+    return torch.stack([word.sum(-1) for word in (bits * weights).split(WORD_BITS, -1)], -1)

@@ -20,7 +20,7 @@ from specdec_kernels import Accepted, build_tree
 AcceptFunction = Callable[..., Accepted]
 ALPHA = 1e-6
 EMITTED = 4  # tokens whose joint law is tested
-# Parents of the nodes of two draft shapes. The last node is padding: unused, with a token and a row of its own.
+# Parents of the nodes of two draft shapes. The last node is padding: unused, with token and row of its own.
 SHAPES = {"chain": [-1, 0, 1, 2, -1], "tree": [-1, 0, 0, 1, 1, 2, 2, -1]}
 
 
@@ -78,28 +78,25 @@ def decode(
     impl: str = "reference",
 ) -> torch.Tensor:
     """[B, EMITTED] tokens that follow token 0, one row an entry of `temperature`."""
-    batch = len(temperature)
-    seeds = torch.arange(first_seed, first_seed + batch)
-    lengths = torch.full((batch,), 3)
-    context = torch.zeros(batch, dtype=torch.int64)
-    written = torch.zeros(batch, dtype=torch.int64)
-    out = torch.full((batch, EMITTED), -1)
-    rows = torch.arange(batch)
-    while int(written.min()) < EMITTED:
+    out = torch.full((len(temperature), EMITTED), -1)
+    padding = [node for node, parent in enumerate(SHAPES[shape]) if node and parent < 0]
+    rows = torch.arange(len(temperature))  # requests that still want tokens
+    context, written = torch.zeros_like(rows), torch.zeros_like(rows)
+    lengths = torch.full_like(rows, 3)
+    while len(rows):
         tokens, parents = draft(design, shape, context, lengths)
         tree = build_tree(parents, lengths, impl=impl)
         logits = design.logits[tokens]
-        padding = [node for node, parent in enumerate(SHAPES[shape]) if node and parent < 0]
         logits[:, padding] = torch.arange(design.vocab).float() * 2.0 - 9.0  # a row nobody may read
-        step = accept(
-            "target_only", tokens, tree, logits, lengths, 3, temperature=temperature, seeds=seeds, impl=impl
-        )
-        for column in range(step.tokens.shape[1]):
-            token = step.tokens[:, column]
+        keys = dict(temperature=temperature[rows], seeds=rows + first_seed)
+        step = accept("target_only", tokens, tree, logits, lengths, 3, **keys, impl=impl)
+        for token in step.tokens.unbind(1):
             fits = (token >= 0) & (written < EMITTED)
             out[rows[fits], written[fits]] = token[fits]
-            written += fits
-        context, lengths = step.bonus, step.new_lengths
+            written = written + fits
+        hungry = written < EMITTED
+        rows, written, context = rows[hungry], written[hungry], step.bonus[hungry]
+        lengths = step.new_lengths[hungry]
     return out
 
 

@@ -23,8 +23,8 @@ from tests.kernels.laws import (
     replaced_bonus,
 )
 
-ROWS = 200_000
-FAULTY_ROWS = 60_000
+ROWS = 100_000
+FAULTY_ROWS = 40_000
 KERNEL_ROWS = 30_000
 TEMPERATURE = 0.7
 GRID = 1 << 18

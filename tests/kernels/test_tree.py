@@ -52,9 +52,9 @@ def word_of(nodes: list[int], number: int) -> int:
 
 
 def assert_links(links: TreeLinks, rows: list[list[int]], lengths: list[int]) -> None:
+    expected = [in_python(row, length) for row, length in zip(rows, lengths, strict=True)]
     for name in TreeLinks._fields:
-        expected = [in_python(row, length)[name] for row, length in zip(rows, lengths, strict=True)]
-        assert getattr(links, name).tolist() == expected, name
+        assert getattr(links, name).tolist() == [row[name] for row in expected], name
 
 
 @pytest.mark.parametrize("impl", IMPLS)
