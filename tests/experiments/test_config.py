@@ -1,4 +1,4 @@
-"""Composition of the configuration: every file composes and builds, every key has a schema, every range is checked."""
+"""Composition of the configuration: every file composes and builds, keys have schemas, ranges are checked."""
 
 from __future__ import annotations
 

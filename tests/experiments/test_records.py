@@ -1,4 +1,4 @@
-"""The run folder: files are whole or absent, folders are never shared, and status.json says how a run ended."""
+"""The run folder: files are whole or absent, folders are never shared, status.json says how a run ended."""
 
 from __future__ import annotations
 
@@ -52,9 +52,7 @@ def test_a_finished_run_says_done_and_has_everything(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("error", "expected"), [(KeyboardInterrupt(), "interrupted"), (RuntimeError("bug"), "failed")])
-def test_a_run_that_breaks_off_says_so_and_has_no_summary(
-    tmp_path: Path, error: BaseException, expected: str
-) -> None:
+def test_a_run_that_breaks_off_says_so_and_has_no_summary(tmp_path: Path, error: BaseException, expected: str) -> None:
     with pytest.raises(type(error)), recording(tmp_path / "run") as folder:
         folder.write("config.yaml", "a: 1")
         raise error

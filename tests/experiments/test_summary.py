@@ -1,4 +1,4 @@
-"""Figures against brute-force definitions: which positions were reached, what is pooled, what counts as identical."""
+"""Figures against brute-force definitions: what was reached, what is pooled, what counts as identical."""
 
 from __future__ import annotations
 

@@ -1,0 +1,159 @@
+"""The command line as a user meets it: every mistake gets one screen, an exit code and no rest."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments import cli
+from experiments.config import REPO_ROOT
+from experiments.errors import UserError
+
+RUN = str(REPO_ROOT / "run.py")
+HEAVY = ("torch", "transformers", "wandb", "triton", "datasets")
+SCREEN_LINES = 24
+
+
+def command(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "COLUMNS": "100", "OMP_NUM_THREADS": "1", **variables}
+    environment.pop("HYDRA_FULL_ERROR", None) if "HYDRA_FULL_ERROR" not in variables else None
+    return subprocess.run(
+        [sys.executable, RUN, *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+
+
+MISTAKES = {
+    "unknown algorithm": (["algo=dflsh"], ["unknown algo 'dflsh'", "algo=dflash", "autoregressive"]),
+    "unknown backend": (["backend=fa5"], ["unknown backend 'fa5'", "backend=fa4"]),
+    "unknown recipe": (["experiment=dflash_fa"], ["unknown experiment", "dflash_fa4"]),
+    "unknown group": (["backnd=fa4"], ["unknown key 'backnd'", "backend=…"]),
+    "misspelt key": (["data.limt=3"], ["unknown key 'data.limt'", "data.limit=…"]),
+    "misspelt added key": (
+        ["+sampling.temprature=1"],
+        ["unknown key 'sampling.temprature'", "sampling.temperature=…"],
+    ),
+    "key of another option": (["text=hello"], ["data.text=… (with data=prompt)"]),
+    "key without its group": (["temperature=1"], ["sampling.temperature=…"]),
+    "wrong type": (["sampling.temperature=hot"], ["sampling.temperature", "Float"]),
+    "out of range": (["sampling.max_new_tokens=0"], ["sampling.max_new_tokens", "at least 1"]),
+    "comma without -m": (["data.limit=1,2"], ["data.limit", "add -m"]),
+    "text not quoted": (["data=prompt", "data.text=one (two"], ["quoted twice"]),
+    "required key": (["model=local"], ["model.path has no value", "model.path=…"]),
+    "deleted group": (["~algo"], ["algo has no value"]),
+    "missing prompt file": (["data=jsonl", "data.path=nowhere.jsonl"], ["nowhere.jsonl", "no such file"]),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_gets_one_screen_and_leaves_nothing(mistake: str, tmp_path: Path) -> None:
+    arguments, expected = MISTAKES[mistake]
+    done = command(tmp_path, *arguments)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) <= SCREEN_LINES
+    for text in expected:
+        assert text in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_prompt_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    done = command(tmp_path, "data=jsonl", "data.path=empty.jsonl")
+    assert done.returncode == 2 and "empty.jsonl" in done.stderr
+
+
+def test_every_job_of_a_sweep_reports_its_own_mistake(tmp_path: Path) -> None:
+    done = command(tmp_path, "-m", "sampling.temperature=-1,-2")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "got -1.0" in done.stderr and "got -2.0" in done.stderr
+
+
+def test_the_whole_traceback_is_there_on_request(tmp_path: Path) -> None:
+    done = command(tmp_path, "sampling.max_new_tokens=0", HYDRA_FULL_ERROR="1")
+    assert done.returncode == 2 and "Traceback" in done.stderr and "__post_init__" in done.stderr
+
+
+def test_showing_the_configuration_is_quick(tmp_path: Path) -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = command(tmp_path, "--cfg", "job")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0 and "algo:" in done.stdout
+    spent_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert spent_s < 1.0, "processor time, so that a busy machine does not decide"
+
+
+def test_showing_the_configuration_imports_nothing_heavy(tmp_path: Path) -> None:
+    script = (
+        f"import runpy, sys; sys.argv = [{RUN!r}, '--cfg', 'job']; sys.path.insert(0, {str(REPO_ROOT)!r})\n"
+        f"runpy.run_path({RUN!r}, run_name='__main__')\n"
+        f"print('heavy:', [name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=250)
+    assert "heavy: []" in done.stdout, done.stdout[-500:] + done.stderr[-2000:]
+
+
+def test_run_py_is_short() -> None:
+    assert len(Path(RUN).read_text().splitlines()) < 60
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["run.py", "tracker=none"])
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    return tmp_path
+
+
+def ending(task: Any) -> Any:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(task)
+    return caught.value.code
+
+
+def test_interrupts_exit_as_shells_expect(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(config: Any, composed: Any) -> None:
+        raise KeyboardInterrupt
+
+    assert ending(interrupted) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_errors_of_the_user_are_told_without_a_traceback(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(config: Any, composed: Any) -> None:
+        raise UserError("the pool is too small\nraise runtime.num_pages")
+
+    assert ending(refused) == 2
+    assert capsys.readouterr().err == "error: the pool is too small\n  raise runtime.num_pages\n"
+    assert list(job.iterdir()) == []
+
+
+def test_faults_of_the_program_keep_their_traceback(job: Path) -> None:
+    def broken(config: Any, composed: Any) -> None:
+        raise ZeroDivisionError("a bug")
+
+    with pytest.raises(ZeroDivisionError):
+        cli.main(broken)
+
+
+def test_the_task_gets_checked_objects_and_its_folder(job: Path) -> None:
+    seen: dict[str, Any] = {}
+
+    def task(config: Any, composed: Any) -> None:
+        from hydra.core.hydra_config import HydraConfig
+
+        seen.update(config=config, folder=Path(HydraConfig.get().runtime.output_dir))
+
+    cli.main(task)
+    assert seen["config"].algo.name == "dflash" and seen["config"].tracker.name == "none"
+    assert seen["folder"].parent == job / "outputs" / seen["config"].name

@@ -1,0 +1,211 @@
+"""Whole runs of the program on small random models: records, identity, sweeps, and what it refuses.
+
+The reference implementation stands in for the kernels here, which have their own tests: what is under test is
+everything between the command line and the files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from experiments.config import REPO_ROOT
+from tests.runtime.tiny_folders import edit_json, small_dflash_config, write_dflash, write_target
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+REQUIRED = [
+    "algo",
+    "backend",
+    "model",
+    "device",
+    "dtype",
+    "impl",
+    "num_requests",
+    "output_tokens",
+    "tokens_per_step",
+    "num_accepted_histogram",
+    "acceptance_at",
+    "decode_tokens_per_s",
+    "end_to_end_tokens_per_s",
+    "ttft_ms",
+    "step_ms",
+    "ledger_ms",
+    "baseline",
+    "speedup",
+    "lossless",
+    "task",
+    "git_revision",
+    "versions",
+    "seed",
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    target = write_target(folder / "target")
+    write_dflash(folder / "dflash", small_dflash_config(target.config))
+    return folder
+
+
+@pytest.fixture
+def run(models: Path, tmp_path: Path) -> Run:
+    def call(
+        *arguments: str, target: Path | None = None, draft: Path | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        words = [
+            "model=local",
+            f"model.path={target or models / 'target'}",
+            f"model.draft_path={draft or models / 'dflash'}",
+            "runtime.device=cpu",
+            "runtime.impl=reference",
+            "tracker=none",
+            "data.limit=3",
+            "sampling.max_new_tokens=6",
+            "name=test",
+            *arguments,
+        ]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+        return subprocess.run(
+            [sys.executable, str(REPO_ROOT / "run.py"), *words],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=250,
+        )
+
+    return call
+
+
+def only_folder(home: Path) -> Path:
+    (folder,) = (home / "outputs" / "test").iterdir()
+    return folder
+
+
+def read(folder: Path, name: str) -> Any:
+    return json.loads((folder / name).read_text())
+
+
+def requests_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "requests.jsonl").read_text().splitlines()]
+
+
+def test_a_run_leaves_a_complete_and_consistent_record(run: Run, tmp_path: Path) -> None:
+    done = run()
+    assert done.returncode == 0, done.stderr
+    folder = only_folder(tmp_path)
+    assert {p.name for p in folder.iterdir()} == {
+        "config.yaml",
+        "report.html",
+        "requests.jsonl",
+        "status.json",
+        "summary.json",
+    }
+    assert read(folder, "status.json")["status"] == "done"
+    summary, requests = read(folder, "summary.json"), requests_of(folder)
+    assert [key for key in REQUIRED if key not in summary] == []
+    assert summary["lossless"] == {"checked": 3, "identical": 3, "first_difference": None}
+    assert summary["impl"] == "reference" and summary["dtype"] == "float32"
+    assert set(summary["ledger_ms"]) == {"draft", "verify", "accept", "commit", "host"}
+    assert summary["output_tokens"] == sum(len(request["token_ids"]) for request in requests)
+    for request in requests:
+        emitted = sum(count + 1 for count in request["accepted_counts"])
+        assert len(request["token_ids"]) == emitted - request["num_truncated"] <= 6
+        assert request["identical"] and request["token_ids"] == request["baseline_token_ids"]
+    for shown in ("autoregressive", "dflash · fa4", "3/3", "time of a step", "report:"):
+        assert shown in done.stdout
+    assert "not" in done.stdout and "GPU" in done.stdout
+
+
+def test_sampled_output_is_identical_too_and_a_seed_repeats_it(run: Run, tmp_path: Path) -> None:
+    assert run("sampling=sample", "sampling.seed=5").returncode == 0
+    assert run("sampling=sample", "sampling.seed=5", "runtime.max_batch=2", "baseline=false").returncode == 0
+    assert run("sampling=sample", "sampling.seed=6", "baseline=false").returncode == 0
+    folders = sorted((tmp_path / "outputs" / "test").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    tokens = [[request["token_ids"] for request in requests_of(folder)] for folder in folders]
+    assert read(folders[0], "summary.json")["lossless"]["identical"] == 3
+    assert tokens[0] == tokens[1] != tokens[2]
+    second = read(folders[1], "summary.json")
+    assert second["baseline"] is None and second["speedup"] is None and second["lossless"]["checked"] == 0
+
+
+def test_a_sweep_gives_every_job_a_folder(run: Run, tmp_path: Path) -> None:
+    done = run("-m", "backend=fa4,torch", "baseline=false")
+    assert done.returncode == 0, done.stderr
+    (sweep,) = (tmp_path / "outputs" / "test").iterdir()
+    backends = [read(path.parent, "summary.json")["backend"] for path in sorted(sweep.glob("*/summary.json"))]
+    assert backends == ["fa4", "torch"]
+
+
+def test_autoregressive_alone_needs_no_drafter(run: Run, tmp_path: Path) -> None:
+    done = run("algo=autoregressive", draft=tmp_path / "nowhere")
+    assert done.returncode == 0, done.stderr
+    summary = read(only_folder(tmp_path), "summary.json")
+    assert summary["tokens_per_step"] == 1.0 and summary["acceptance_at"] == [] and summary["baseline"] is None
+
+
+def test_the_kernels_run_in_the_interpreter_without_a_gpu(run: Run, tmp_path: Path) -> None:
+    done = run("runtime.impl=auto", "data.limit=1", "sampling.max_new_tokens=2", "algo.block_size=2")
+    assert done.returncode == 0, done.stderr
+    summary = read(only_folder(tmp_path), "summary.json")
+    assert summary["impl"] == "triton-interpreter" and summary["lossless"]["identical"] == 1
+    assert "interpreter" in done.stdout
+
+
+def refused(done: subprocess.CompletedProcess[str], home: Path, *expected: str) -> None:
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) <= 24
+    for text in expected:
+        assert text in done.stderr, done.stderr
+    assert not (home / "outputs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["runtime.num_pages=1"], ["KV pool", "runtime.num_pages"]),
+        (["sampling.max_new_tokens=4000"], ["context of 512", "sampling.max_new_tokens"]),
+        (["algo.block_size=200"], ["algo.block_size"]),
+        (["model.draft_path=null"], ["model.draft_path"]),
+    ],
+)
+def test_requests_that_cannot_be_served(run: Run, tmp_path: Path, arguments: list[str], expected: list[str]) -> None:
+    refused(run(*arguments), tmp_path, *expected)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
+def test_a_device_that_is_not_there(run: Run, tmp_path: Path) -> None:
+    refused(run("runtime.device=cuda"), tmp_path, "runtime.device=cuda", "runtime.device=cpu")
+
+
+def test_model_folders_that_cannot_be_used(run: Run, tmp_path: Path) -> None:
+    refused(run(target=tmp_path / "nowhere"), tmp_path, "nowhere")
+    broken = tmp_path / "broken"
+    write_target(broken)
+    (broken / "config.json").unlink()
+    refused(run(target=broken), tmp_path, "config.json", str(broken))
+
+
+def test_a_drafter_of_another_target(run: Run, tmp_path: Path, models: Path) -> None:
+    target = write_target(tmp_path / "other")
+    write_dflash(tmp_path / "misfit", small_dflash_config(target.config))
+    edit_json(tmp_path / "misfit" / "config.json", num_target_layers=99)
+    refused(run(draft=tmp_path / "misfit"), tmp_path, "misfit", "99")
+
+
+def test_a_prompt_from_a_file_is_decoded(run: Run, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "one"}\n{"turns": ["two", "three"]}\n')
+    done = run("data=jsonl", f"data.path={prompts}", "data.limit=null", "baseline=false")
+    assert done.returncode == 0, done.stderr
+    assert [request["prompt"] for request in requests_of(only_folder(tmp_path))] == ["one", "two\n\nthree"]
