@@ -2,9 +2,9 @@
 
     python -m experiments.train_dflash target=assets/tiny/target train.max_minutes=40 out_dir=outputs/train_dflash
 
-First the target answers training-split prompts greedily (kept in the output folder), then the drafter learns to fill blocks
-after random anchors of those answers. Reports tokens per step on the evaluation prompts by a dense simulation of greedy
-decoding. Runs on a CPU or a GPU and resumes.
+First the target answers training-split prompts greedily (kept in the output folder), then the drafter learns to fill
+blocks after random anchors of those answers. Reports tokens per step on the evaluation prompts by a dense
+simulation of greedy decoding. Runs on a CPU or a GPU and resumes.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from experiments.training.export import export_weights, round_weights, write_jso
 from experiments.training.generate import greedy
 from experiments.training.loop import Trainer, TrainSettings
 from experiments.training.mixer import DenseMixer, compile_layers
-from experiments.training.tokenizer import END, chat_prompt, save_tokenizer, train_tokenizer
+from experiments.training.tokenizer import ASSISTANT, END, USER, chat_prompt, save_tokenizer, train_tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
 MAX_ANSWER_TOKENS = 120
@@ -57,6 +57,8 @@ class BatchSettings:
     """Rows of each kind in one step; every `long_code_every`-th step has half as many code rows of twice the length.
 
     Attention over long rows is the dearest part of a step on a CPU, and a few of them suffice to learn far positions.
+    From step `focus_from_step` on, questions carry no loss and the answers' mean loss has the share `focus_weight`: the
+    numbers and names of a question cannot be predicted, and their gradients drown those of the answers.
     """
 
     arithmetic_rows: int = 6
@@ -65,6 +67,8 @@ class BatchSettings:
     code_rows: int = 4
     code_length: int = 512
     long_code_every: int = 4
+    focus_from_step: int = 660
+    focus_weight: float = 0.7
 
 
 @dataclass
@@ -109,11 +113,22 @@ class TargetObjective:
 
     def __init__(self, model: Decoder, corpus: Corpus, batch: BatchSettings, device: str) -> None:
         self.model, self.corpus, self.batch, self.device = model, corpus, batch, device
+        self.user = corpus.tokenizer.token_to_id(USER)
+        self.assistant = corpus.tokenizer.token_to_id(ASSISTANT)
         self.mixer = DenseMixer(model.config, max(batch.arithmetic_length, 2 * batch.code_length), device)
+        arithmetic = corpus.arithmetic_rows(
+            "loss", batch.arithmetic_rows + batch.drill_rows, batch.arithmetic_length, "heldout"
+        )
         self.heldout = {
-            "heldout_arithmetic": corpus.arithmetic_rows("loss", batch.arithmetic_rows + batch.drill_rows, batch.arithmetic_length, "heldout"),
+            "heldout_arithmetic": arithmetic,
+            "heldout_answers": self._focused(arithmetic),
             "heldout_code": corpus.code_rows("loss", batch.code_rows // 2, 2 * batch.code_length, "heldout"),
         }
+
+    def _focused(self, rows: Rows) -> Rows:
+        """The same rows with labels on answers only."""
+        answers = (rows.inputs == self.assistant).int().cumsum(1) > (rows.inputs == self.user).int().cumsum(1) - 1
+        return Rows(rows.inputs, torch.where(answers, rows.labels, IGNORED))
 
     def _sum(self, rows: Rows) -> Tensor:
         hidden, _ = self.model(rows.inputs.to(self.device), self.mixer)
@@ -122,20 +137,23 @@ class TargetObjective:
         return F.cross_entropy(logits, labels[labels != IGNORED], reduction="sum")
 
     def loss(self, step: int) -> tuple[Tensor, int]:
-        """Mean loss over all tokens of the step's two kinds of rows, and their number."""
+        """Loss of the step's two kinds of rows, and the number of tokens that carry it."""
         batch = self.batch
         rows, length = batch.code_rows, batch.code_length
         if step % batch.long_code_every == batch.long_code_every - 1:
             rows, length = max(1, rows // 2), 2 * length
-        kinds = [
-            join(
-                self.corpus.arithmetic_rows(step, batch.arithmetic_rows, batch.arithmetic_length),
-                self.corpus.drill_rows(step, batch.drill_rows, batch.arithmetic_length),
-            ),
-            self.corpus.code_rows(step, rows, length),
-        ]
-        count = sum(int((rows.labels != IGNORED).sum()) for rows in kinds)
-        return torch.stack([self._sum(rows) for rows in kinds]).sum() / count, count
+        arithmetic = join(
+            self.corpus.arithmetic_rows(step, batch.arithmetic_rows, batch.arithmetic_length),
+            self.corpus.drill_rows(step, batch.drill_rows, batch.arithmetic_length),
+        )
+        focus = step >= batch.focus_from_step
+        if focus:
+            arithmetic = self._focused(arithmetic)
+        code = self.corpus.code_rows(step, rows, length)
+        counts = [int((rows.labels != IGNORED).sum()) for rows in (arithmetic, code)]
+        share = batch.focus_weight if focus else counts[0] / sum(counts)
+        loss = share * self._sum(arithmetic) / counts[0] + (1 - share) * self._sum(code) / counts[1]
+        return loss, sum(counts)
 
     def held_out(self) -> Mapping[str, float]:
         """Loss per token on held-out problems (none of the evaluation set's) and held-out modules."""

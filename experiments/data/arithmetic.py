@@ -20,15 +20,20 @@ HELDOUT_MODULUS = 50
 MAX_RESULT = 999
 
 NAMES = (
-    "Ada Amir Bella Ben Carla Chen Dana Emil Eva Farid Grace Hugo Ines Ivan Jack Kira Leo Lina Maya Nils Nora "
-    "Omar Paula Priya Quinn Rosa Sam Tara Uma Viktor Wendy Yusuf Zoe"
-).split()
+    "Ada", "Amir", "Bella", "Ben", "Carla", "Chen", "Dana", "Emil", "Eva", "Farid", "Grace", "Hugo",
+    "Ines", "Ivan", "Jack", "Kira", "Leo", "Lina", "Maya", "Nils", "Nora", "Omar", "Paula", "Priya",
+    "Quinn", "Rosa", "Sam", "Tara", "Uma", "Viktor", "Wendy", "Yusuf", "Zoe",
+)
 THINGS = (
-    "apples beads books buttons cards coins cookies cups eggs flowers lemons marbles muffins nuts oranges pears "
-    "pencils pens plums ribbons rocks shells stamps stickers tickets toys"
-).split()
-BOXES = "bags baskets boxes crates jars packs trays".split()
-PLACES = "bakery cafe farm garden hotel library market museum office school shop station".split()
+    "apples", "beads", "books", "buttons", "cards", "coins", "cookies", "cups", "eggs", "flowers",
+    "lemons", "marbles", "muffins", "nuts", "oranges", "pears", "pencils", "pens", "plums", "ribbons",
+    "rocks", "shells", "stamps", "stickers", "tickets", "toys",
+)
+BOXES = ("bags", "baskets", "boxes", "crates", "jars", "packs", "trays")
+PLACES = (
+    "bakery", "cafe", "farm", "garden", "hotel", "library", "market", "museum", "office", "school",
+    "shop", "station",
+)
 
 OPERATORS: Mapping[str, Callable[[int, int], int]] = {
     "+": lambda a, b: a + b,

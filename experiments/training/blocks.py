@@ -1,7 +1,7 @@
 """Block drafting on dense rows: the training objective of DFlash and the simulation of its acceptance.
 
-For a sequence x and an anchor position a the drafter sees the target's features of positions < a and a block of B tokens
-at positions a … a+B-1: the anchor x_a, then masks. Row k of the block predicts x_{a+k}. This is the situation of
+For a sequence x and an anchor position a the drafter sees the target's features of positions < a and a block of B
+tokens at positions a … a+B-1: the anchor x_a, then masks. Row k of the block predicts x_{a+k}. This is the situation of
 decoding exactly: the anchor is the bonus token, verified but not yet in the cache, so it has no features.
 Loss (arXiv 2602.06036): sum_k w_k CE_k / sum_k w_k with w_k = exp(-(k-1)/gamma), k = 1 … B-1, where the label exists.
 """

@@ -1,7 +1,7 @@
 """Training text as token rows; batch `step` is a pure function of (seed, step), so a resumed run sees the same data.
 
-Arithmetic rows hold whole chats, each row starting with one, and pad with an ignored label; code rows are random windows
-of the concatenated files.
+Arithmetic rows hold whole chats, each row starting with one, and pad with an ignored label; code rows are random
+windows of the concatenated files.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np

@@ -29,7 +29,8 @@ def export_weights(model: nn.Module, config: Mapping[str, Any], folder: Path) ->
     """Write `config.json` and `model.safetensors` into `folder`; the weights appear in one move."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", config)
-    tensors = {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
+    weights = model.state_dict().items()
+    tensors = {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in weights}
     partial = folder / "model.safetensors.tmp"
     save_file(tensors, partial, metadata={"format": "pt"})
     partial.chmod(0o644)  # safetensors creates files that only the owner may read

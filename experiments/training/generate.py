@@ -27,7 +27,8 @@ class DenseCache:
         self.eps = config.rms_norm_eps
         self.table = rope_table(config, capacity, device)
         shape = (config.num_layers, batch, config.num_kv_heads, capacity, config.head_dim)
-        self.keys, self.values = torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros_like(self.keys)
         self.positions = torch.zeros(batch, 1, dtype=torch.int64, device=device)
 
     def keep(self, rows: Tensor) -> None:
@@ -61,7 +62,8 @@ def greedy(
     outputs: list[list[int]] = [[] for _ in prompts]
     for start in range(0, len(order), batch):
         chosen = order[start : start + batch]
-        for index, tokens in zip(chosen, _greedy_batch(model, [prompts[i] for i in chosen], max_new_tokens, stop), strict=True):
+        written = _greedy_batch(model, [prompts[i] for i in chosen], max_new_tokens, stop)
+        for index, tokens in zip(chosen, written, strict=True):
             outputs[index] = tokens
     return outputs
 

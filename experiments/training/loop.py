@@ -38,7 +38,7 @@ class TrainSettings:
     other_lr: float = 0.003
     weight_decay: float = 0.1
     warmup_fraction: float = 0.02
-    decay_fraction: float = 0.6
+    decay_fraction: float = 0.5
     final_lr_fraction: float = 0.0
     grad_clip: float = 1.0
     log_every_steps: int = 20

@@ -1,7 +1,7 @@
 """The drafter's training text: what the target itself writes, greedily, after training-split prompts.
 
-A drafter is judged by agreement with its target, so the labels are the target's own tokens, right or wrong. Code prompts
-are function beginnings and random windows from the modules the target was trained on, never from held-out ones.
+A drafter is judged by agreement with its target, so the labels are the target's own tokens, right or wrong. Code
+prompts are function beginnings and random windows from the modules the target was trained on, never from held-out ones.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The training programs on a model of a few thousand weights: resuming, exporting, refusing; and the block objective."""
+"""The training programs on a model of a few thousand weights: resuming, exporting, refusing; the block objective."""
 
 from __future__ import annotations
 

@@ -89,7 +89,9 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         if self.architecture not in ARCHITECTURES:
-            raise ValueError(f"model_type '{self.architecture}' is not supported, expected one of {list(ARCHITECTURES)}")
+            raise ValueError(
+                f"model_type '{self.architecture}' is not supported, expected one of {list(ARCHITECTURES)}"
+            )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_attention_heads must be a multiple of num_key_value_heads={self.num_kv_heads}, "
@@ -191,7 +193,9 @@ class DFlashConfig:
                 f"target_layer_ids must lie in 0..{self.num_target_layers - 1}, got {list(self.target_layer_ids)}"
             )
         if not 0 <= self.mask_token_id < self.decoder.vocab_size:
-            raise ValueError(f"mask_token_id must be below vocab_size={self.decoder.vocab_size}, got {self.mask_token_id}")
+            raise ValueError(
+                f"mask_token_id must be below vocab_size={self.decoder.vocab_size}, got {self.mask_token_id}"
+            )
         if len(self.layer_types) != self.decoder.num_layers:
             raise ValueError(f"layer_types must have {self.decoder.num_layers} entries, got {len(self.layer_types)}")
         unknown = sorted(set(self.layer_types) - set(LAYER_TYPES))

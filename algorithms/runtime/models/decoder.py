@@ -1,8 +1,8 @@
 """Qwen3 and Llama decoders as one configuration-driven module.
 
-The model owns weights and the residual stream; everything that involves other tokens is left to a `Mixer`: it receives the
-raw projections and returns the attention output. So the same forward serves training (dense causal attention), paged
-prefill and tree verification, and a fused kernel may take over QK-norm, RoPE and the cache write in one go.
+The model owns weights and the residual stream; everything that involves other tokens is left to a `Mixer`: it
+receives the raw projections and returns the attention output. So the same forward serves training (dense
+causal attention), paged prefill and tree verification, and a fused kernel may take over QK-norm, RoPE and the cache write in one go.
 Parameter names are those of Hugging Face checkpoints.
 """
 
@@ -34,7 +34,7 @@ class Mixer(Protocol):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight; the statistic in float32, rounded to the dtype of x before the weight, as Hugging Face does."""
+    """x / rms(x) * weight; computed in float32, rounded to the dtype of x before the weight as Hugging Face does."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """Rotary position embedding in the "neox" layout: dimension i is paired with i + D/2.
 
-For pair i the angle at position p is p * f_i with f_i = theta^(-2i/D). The llama3 rule divides f_i by `factor` where the
-wavelength 2 pi / f_i exceeds original_length / low_freq_factor, keeps it below original_length / high_freq_factor, and
-blends linearly in between (Llama 3.1 model card). The table is kept in float32: at long positions the angle does not
+For pair i the angle at position p is p * f_i with f_i = theta^(-2i/D). The llama3 rule divides f_i by `factor` where
+the wavelength 2 pi / f_i exceeds original_length / low_freq_factor, keeps it below
+original_length / high_freq_factor, and blends linearly in between (Llama 3.1 model card). The table is kept in float32: at long positions the angle does not
 fit a 16-bit float.
 """
 
@@ -38,7 +38,7 @@ def rope_table(config: DecoderConfig, max_positions: int, device: torch.device |
 
 
 def apply_rope(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
-    """Rotate `x [..., T, heads, D]` by `positions [..., T]` (int64) with `table` of `rope_table`; dtype of `x` is kept."""
+    """Rotate `x [..., T, heads, D]` by `positions [..., T]` int64 with a `rope_table`; keeps the dtype of `x`."""
     cos, sin = table[positions].unsqueeze(-2).to(x.dtype).chunk(2, dim=-1)
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
