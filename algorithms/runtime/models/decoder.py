@@ -1,9 +1,9 @@
 """Qwen3 and Llama decoders as one configuration-driven module.
 
 The model owns weights and the residual stream; everything that involves other tokens is left to a `Mixer`: it
-receives the raw projections and returns the attention output. So the same forward serves training (dense
-causal attention), paged prefill and tree verification, and a fused kernel may take over QK-norm, RoPE and the cache write in one go.
-Parameter names are those of Hugging Face checkpoints.
+receives the raw projections and returns the attention output. So the same forward serves training (dense causal
+attention), paged prefill and tree verification, and a fused kernel may take over QK-norm, RoPE and the cache write in
+one go. Parameter names are those of Hugging Face checkpoints.
 """
 
 from __future__ import annotations

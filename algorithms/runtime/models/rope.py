@@ -1,9 +1,9 @@
 """Rotary position embedding in the "neox" layout: dimension i is paired with i + D/2.
 
 For pair i the angle at position p is p * f_i with f_i = theta^(-2i/D). The llama3 rule divides f_i by `factor` where
-the wavelength 2 pi / f_i exceeds original_length / low_freq_factor, keeps it below
-original_length / high_freq_factor, and blends linearly in between (Llama 3.1 model card). The table is kept in float32: at long positions the angle does not
-fit a 16-bit float.
+the wavelength 2 pi / f_i exceeds original_length / low_freq_factor, keeps it below original_length / high_freq_factor,
+and blends linearly in between (Llama 3.1 model card). The table is kept in float32: at long positions the angle does
+not fit a 16-bit float.
 """
 
 from __future__ import annotations
