@@ -105,7 +105,7 @@ def _composition_error(text: str, cause: BaseException | None) -> str:
             f"{lines[0]}\nto run once for each value add -m\n"
             f"for text that holds a comma quote it twice: '{key}=\"a, b\"'\nfor a list write '{key}=[a,b]'"
         )
-    if "LexerNoViableAlt" in text or "mismatched input" in text or "token recognition error" in text:
+    if re.search("LexerNoViableAlt|no viable alternative|mismatched input|token recognition|extraneous input", text):
         lines.append("text with spaces, commas or brackets is quoted twice: 'data.text=\"one, two (three)\"'")
     return "\n".join(line for line in dict.fromkeys(lines) if line.strip())
 

@@ -14,7 +14,7 @@ from experiments.charts import LABEL, VALUE, WIDTH, bars, stacked
 from experiments.console import bar, printable, show
 from experiments.report import render
 
-VOID = {"meta", "rect", "br"}
+VOID = {"meta"}
 ATTACK = "<script>alert('x')</script>&amp;"
 METHOD: dict[str, Any] = {
     "num_requests": 2,
@@ -87,6 +87,9 @@ class Balance(HTMLParser):
         if tag not in VOID:
             self.open.append(tag)
 
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """`<rect .../>` opens nothing."""
+
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
 
@@ -96,7 +99,7 @@ def test_report_is_well_formed_and_runs_nothing_of_a_prompt() -> None:
     balance = Balance()
     balance.feed(page)
     assert balance.scripts == 0
-    assert [tag for tag in balance.open if tag != "p"] == []
+    assert balance.open == []
     assert page.count("&lt;script&gt;") >= 5 and "<script" not in page
 
 
