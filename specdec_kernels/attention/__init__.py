@@ -8,7 +8,7 @@ layout. So any page size works for any tree, and the mask is only as large as th
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 
@@ -109,7 +109,7 @@ def paged_attention(
         raise ValueError(f"max_length: expected at least 1, got {max_length}")
     if split_tokens is not None and split_tokens < 1:
         raise ValueError(f"split_tokens: expected at least 1, got {split_tokens}")
-    options = dict(
+    options: dict[str, Any] = dict(
         mode=mode,
         mask=mask,
         q_lens=q_lens,

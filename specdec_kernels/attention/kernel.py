@@ -119,9 +119,7 @@ def _key_range(length, used, max_length, first_node, last_node, MODE: tl.constex
     return tile_end, tl.minimum(free_end, tile_end)
 
 
-@triton.jit(
-    do_not_specialize=["num_nodes", "num_pages", "num_splits", "split_tokens", "max_length", "table_stride"]
-)
+@triton.jit(do_not_specialize=["num_nodes", "num_pages", "num_splits", "split_tokens", "max_length", "table_stride"])
 def _attention_kernel(
     q_ptr,  # [B, N, H, D]
     kv_ptr,  # [2, pages, PAGE, H_KV, D]
@@ -259,12 +257,8 @@ def _merge_kernel(
         chunk = first + tl.arange(0, BLOCK_S)
         present = chunk[None, :] < live[:, None]
         parts = rows[:, None] * num_splits + chunk[None, :]
-        weight = tl.exp2(
-            tl.load(part_lse_ptr + parts, mask=present, other=float("-inf")) - reference_lse[:, None]
-        )
-        part = tl.load(
-            part_ptr + parts[:, :, None] * D + dims[None, None, :], mask=present[:, :, None], other=0.0
-        )
+        weight = tl.exp2(tl.load(part_lse_ptr + parts, mask=present, other=float("-inf")) - reference_lse[:, None])
+        part = tl.load(part_ptr + parts[:, :, None] * D + dims[None, None, :], mask=present[:, :, None], other=0.0)
         acc += tl.sum(part * weight[:, :, None], 1)
     narrow = acc.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + rows[:, None] * D + dims[None, :], narrow, mask=valid[:, None])
@@ -304,9 +298,7 @@ def paged_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """See `specdec_kernels.attention.paged_attention`, which has checked the arguments."""
     if q.dtype == torch.float64:
-        raise ValueError(
-            "q: the kernel takes float32, float16 and bfloat16, got float64; use impl='reference'"
-        )
+        raise ValueError("q: the kernel takes float32, float16 and bfloat16, got float64; use impl='reference'")
     batch, num_nodes, heads, head_dim = q.shape
     _, num_pages, page_size, kv_heads, _ = kv.shape
     group = heads // kv_heads
