@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import specdec_kernels as kernels
 from algorithms import runtime
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Observation, Resources
-from specdec_kernels.kv_write import kv_materialize
 
 if TYPE_CHECKING:
     from algorithms.runtime.models.config import DFlashConfig
@@ -73,7 +72,7 @@ class DFlash(Algorithm):
         slots = kernels.token_slots(
             seen.page_table, seen.start, seen.counts, width, self._cache.page_size, impl=impl
         )
-        kv_materialize(
+        kernels.materialize_kv(
             keys.flatten(0, 1),
             values.flatten(0, 1),
             self._cache.kv,

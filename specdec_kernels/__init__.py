@@ -3,8 +3,7 @@ system.
 
 Each family folder holds the public functions, their definition in plain torch (`reference`), the Triton
 kernels (`kernel`) and named inputs (`cases`). Names below load on first use, and Triton only when a kernel is
-launched, so that importing this package costs nothing. `kv_write` is both a family and a function: take it as
-`from specdec_kernels.kv_write import kv_write`.
+launched, so that importing this package costs nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +28,8 @@ _FAMILY_OF = {
     "move_accepted": "kv_index",
     "token_slots": "kv_index",
     "paged_attention": "attention",
-    "kv_materialize": "kv_write",
+    "materialize_kv": "kv_write",
+    "write_kv": "kv_write",
 }
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
         move_accepted,
         token_slots,
     )
-    from specdec_kernels.kv_write import kv_materialize
+    from specdec_kernels.kv_write import materialize_kv, write_kv
     from specdec_kernels.sampling import Picked, pick_tokens
     from specdec_kernels.tree import TreeLinks, build_chain, build_tree
     from specdec_kernels.verify import Accepted, accept
@@ -59,11 +59,12 @@ __all__ = [
     "build_tree",
     "flash_attention_table",
     "flashinfer_indices",
-    "kv_materialize",
+    "materialize_kv",
     "move_accepted",
     "paged_attention",
     "pick_tokens",
     "token_slots",
+    "write_kv",
 ]
 
 

@@ -73,7 +73,7 @@ def test_importing_the_package_does_not_import_triton() -> None:
         "import sys, specdec_kernels as s\n"
         "assert not {'torch', 'triton'} & set(sys.modules), 'heavy import'\n"
         "[getattr(s, name) for name in s.__all__]; import torch\n"
-        "from specdec_kernels.kv_write import kv_write\n"
+        "from specdec_kernels.kv_write import write_kv\n"
         "s.build_chain(torch.zeros(1, dtype=torch.int64), 3, impl='reference')\n"
         "assert 'triton' not in sys.modules, 'Triton imported without a kernel'\n"
         "assert set(s.__all__) <= set(dir(s))\n"

@@ -3,7 +3,8 @@
     state -> propose -> DraftTree -> target forward over N nodes -> accept -> commit -> observe -> state
 
 A chain is a tree of width one and autoregressive decoding is a tree of the root alone, so the engine has one loop and
-two runs differ in nothing but the drafter. This file imports no torch: algorithm files are read for their configuration.
+two runs differ in nothing but the drafter. This file imports no torch: algorithm files are read for their
+configuration.
 """
 
 from __future__ import annotations

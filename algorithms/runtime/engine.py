@@ -1,8 +1,8 @@
 """The one decoding loop: continuous batching around propose, verify, accept and commit.
 
 A request's prompt except its last token is prefilled; the last prompt token is the first root. So the first step is
-like every other, and there is no second place where tokens are sampled. Pages for a request's whole life are reserved when
-it is admitted, so a running request can never be stopped by a full pool; requests that do not fit yet wait.
+like every other, and there is no second place where tokens are sampled. Pages for a request's whole life are reserved
+when it is admitted, so a running request can never be stopped by a full pool; requests that do not fit yet wait.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The mixer of inference: store keys and values in pages, then attend through the page table.
 
-It is what joins a model that knows no caches, the fused `kv_write` kernel and an attention backend. One mixer serves
+It is what joins a model that knows no caches, the fused `write_kv` kernel and an attention backend. One mixer serves
 one forward over `[B, N]` tokens that stand at slots L … L + N - 1 of their requests.
 """
 
@@ -14,8 +14,7 @@ from torch import Tensor
 from algorithms.runtime.algorithm import Batch, Resources
 from algorithms.runtime.backends import AttentionPlan, Backend
 from algorithms.runtime.kv_cache import KVCache
-from specdec_kernels import token_slots
-from specdec_kernels.kv_write import kv_write
+from specdec_kernels import token_slots, write_kv
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class PagedMixer:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
     ) -> Tensor:
         kv = self.cache.kv[layer]
-        rotated = kv_write(
+        rotated = write_kv(
             q.flatten(0, 1),
             k.flatten(0, 1),
             v.flatten(0, 1),

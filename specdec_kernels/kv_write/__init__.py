@@ -13,10 +13,10 @@ from specdec_kernels.checks import expect_contiguous, expect_dtype, expect_same_
 from specdec_kernels.kv_write import reference
 from specdec_kernels.launch import use_triton
 
-__all__ = ["kv_materialize", "kv_write"]
+__all__ = ["materialize_kv", "write_kv"]
 
 
-def kv_write(
+def write_kv(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -68,11 +68,11 @@ def kv_write(
     if use_triton(impl, q):
         from specdec_kernels.kv_write import kernel
 
-        return kernel.kv_write(q, k, v, kv, slots, positions, rope, q_norm=q_norm, k_norm=k_norm, eps=eps)
-    return reference.kv_write(q, k, v, kv, slots, positions, rope, q_norm=q_norm, k_norm=k_norm, eps=eps)
+        return kernel.write_kv(q, k, v, kv, slots, positions, rope, q_norm=q_norm, k_norm=k_norm, eps=eps)
+    return reference.write_kv(q, k, v, kv, slots, positions, rope, q_norm=q_norm, k_norm=k_norm, eps=eps)
 
 
-def kv_materialize(
+def materialize_kv(
     k: torch.Tensor,
     v: torch.Tensor,
     kv: torch.Tensor,
@@ -90,7 +90,7 @@ def kv_materialize(
         k, v: [T, layers, H_kv, D]; the heads of a layer must be adjacent, tokens and layers may be strided by
             whole heads (slices of one stacked projection).
         kv: [layers, 2, pages, page_size, H_kv, D], dtype of k; written in place. Contiguous.
-        slots, positions, rope, eps: as in `kv_write`; a token has the same slot in every layer.
+        slots, positions, rope, eps: as in `write_kv`; a token has the same slot in every layer.
         k_norm: [layers, D] weights of the RMS norm, or None for no norm.
 
     Raises:
@@ -109,9 +109,9 @@ def kv_materialize(
     if use_triton(impl, k):
         from specdec_kernels.kv_write import kernel
 
-        kernel.kv_materialize(k, v, kv, slots, positions, rope, k_norm=k_norm, eps=eps)
+        kernel.materialize_kv(k, v, kv, slots, positions, rope, k_norm=k_norm, eps=eps)
         return
-    reference.kv_materialize(k, v, kv, slots, positions, rope, k_norm=k_norm, eps=eps)
+    reference.materialize_kv(k, v, kv, slots, positions, rope, k_norm=k_norm, eps=eps)
 
 
 def _check_common(

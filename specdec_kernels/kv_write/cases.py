@@ -53,7 +53,7 @@ def write_inputs(
     fused: bool = False,
     positions: tuple[int, int] = (0, _MAX_POS),
 ) -> dict[str, Any]:
-    """Arguments of `kv_write`; `fused`: q, k, v are slices of one projection, `skipped`: which slots store
+    """Arguments of `write_kv`; `fused`: q, k, v are slices of one projection, `skipped`: which slots store
     nothing."""
     sizes = (heads[0], heads[1], heads[1])
     if fused:
@@ -86,7 +86,7 @@ def materialize_inputs(
     skipped: str = "none",
     fused: bool = False,
 ) -> dict[str, Any]:
-    """Arguments of `kv_materialize`; `fused` makes k and v slices of one stacked projection."""
+    """Arguments of `materialize_kv`; `fused` makes k and v slices of one stacked projection."""
     if fused:
         k, v = make.normal(tokens, layers, 2 * kv_heads, head_dim).split(kv_heads, dim=2)
     else:
@@ -117,17 +117,17 @@ def _materialize_work(inputs: dict[str, Any]) -> tuple[int, int]:
 
 
 WORK: dict[str, Callable[[dict[str, Any]], tuple[int, int]]] = {
-    "kv_write": _write_work,
-    "kv_materialize": _materialize_work,
+    "write_kv": _write_work,
+    "materialize_kv": _materialize_work,
 }
 
 
 def _write(name: str, catches: str, tokens: int, gate: bool = False, **shape: Any) -> Case:
-    return Case(name, "kv_write", partial(write_inputs, tokens=tokens, **shape), catches, gate)
+    return Case(name, "write_kv", partial(write_inputs, tokens=tokens, **shape), catches, gate)
 
 
 def _materialize(name: str, catches: str, tokens: int, gate: bool = False, **shape: Any) -> Case:
-    return Case(name, "kv_materialize", partial(materialize_inputs, tokens=tokens, **shape), catches, gate)
+    return Case(name, "materialize_kv", partial(materialize_inputs, tokens=tokens, **shape), catches, gate)
 
 
 _SHIPPED: dict[str, Any] = dict(heads=(32, 8), head_dim=128, fused=True)
@@ -151,7 +151,7 @@ CASES = (
     _write("write_shipped_llama", "the variant without norms", 4, gate=True, norm=False, **_SHIPPED),
     Case(
         "write_b8_n16",
-        "kv_write",
+        "write_kv",
         partial(write_inputs, tokens=128, **_SHIPPED),
         "verify of eight requests",
         bench=True,
@@ -170,7 +170,7 @@ CASES = (
     _materialize("materialize_shipped", "registers and vector width", 4, gate=True, **_SHIPPED_LAYERS),
     Case(
         "materialize_b8_n16",
-        "kv_materialize",
+        "materialize_kv",
         partial(materialize_inputs, tokens=128, **_SHIPPED_LAYERS),
         "commit of eight requests",
         bench=True,

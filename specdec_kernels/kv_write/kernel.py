@@ -1,7 +1,7 @@
 """Head norm, rotary embedding and paged store as one Triton kernel for all heads of all tokens.
 
-A row is one head of one token: its query, key or value heads side by side for `kv_write`, the key and value
-heads of every layer for `kv_materialize`. A program takes a tile of rows, each as two halves [ROWS, D/2],
+A row is one head of one token: its query, key or value heads side by side for `write_kv`, the key and value
+heads of every layer for `materialize_kv`. A program takes a tile of rows, each as two halves [ROWS, D/2],
 because the rotation pairs element d with d + D/2 and so needs no shuffle:
 
     y = w * (x / sqrt(mean(x^2) + eps));   out = [y1 c - y2 s, y2 c + y1 s]
@@ -60,7 +60,7 @@ def _rotate(first, second, rope_ptr, position, max_pos, mask, HALF: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["tokens", "num_slots", "max_pos", "q_stride", "k_stride", "v_stride"])
-def _kv_write_kernel(
+def _write_kv_kernel(
     q_ptr,  # [T, H, D], tokens q_stride heads apart
     k_ptr,  # [T, H_KV, D], tokens k_stride heads apart
     v_ptr,  # [T, H_KV, D], tokens v_stride heads apart
@@ -140,7 +140,7 @@ def _kv_write_kernel(
         "v_layer_stride",
     ]
 )
-def _kv_materialize_kernel(
+def _materialize_kv_kernel(
     k_ptr,  # [T, LAYERS, H_KV, D], tokens k_stride and layers k_layer_stride heads apart
     v_ptr,  # [T, LAYERS, H_KV, D], tokens v_stride and layers v_layer_stride heads apart
     kv_ptr,  # [LAYERS, 2, num_slots, H_KV, D]
@@ -193,7 +193,7 @@ def _kv_materialize_kernel(
     )
 
 
-def kv_write(
+def write_kv(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -206,7 +206,7 @@ def kv_write(
     k_norm: torch.Tensor | None,
     eps: float,
 ) -> torch.Tensor:
-    """See `specdec_kernels.kv_write.kv_write`, which has checked the arguments."""
+    """See `specdec_kernels.kv_write.write_kv`, which has checked the arguments."""
     _refuse_float64(kv)
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]
@@ -214,7 +214,7 @@ def kv_write(
     rows = tokens * (heads + 2 * kv_heads)
     tile = _tile_rows(q, rows)
     launch(
-        _kv_write_kernel,
+        _write_kv_kernel,
         (-(-rows // tile),),
         *(q, k, v, kv, out, slots, positions, rope, q_norm, k_norm),
         *(tokens, kv.shape[1] * kv.shape[2], rope.shape[0], *_head_strides(q, k, v), eps),
@@ -228,7 +228,7 @@ def kv_write(
     return out
 
 
-def kv_materialize(
+def materialize_kv(
     k: torch.Tensor,
     v: torch.Tensor,
     kv: torch.Tensor,
@@ -239,13 +239,13 @@ def kv_materialize(
     k_norm: torch.Tensor | None,
     eps: float,
 ) -> None:
-    """See `specdec_kernels.kv_write.kv_materialize`, which has checked the arguments."""
+    """See `specdec_kernels.kv_write.materialize_kv`, which has checked the arguments."""
     _refuse_float64(kv)
     tokens, layers, kv_heads, head_dim = k.shape
     rows = tokens * layers * 2 * kv_heads
     tile = _tile_rows(k, rows)
     launch(
-        _kv_materialize_kernel,
+        _materialize_kv_kernel,
         (-(-rows // tile),),
         *(k, v, kv, slots, positions, rope, k_norm),
         *(tokens, kv.shape[2] * kv.shape[3], rope.shape[0]),

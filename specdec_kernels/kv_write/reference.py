@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 
-def kv_write(
+def write_kv(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -26,14 +26,14 @@ def kv_write(
     k_norm: torch.Tensor | None,
     eps: float,
 ) -> torch.Tensor:
-    """See `specdec_kernels.kv_write.kv_write`."""
+    """See `specdec_kernels.kv_write.write_kv`."""
     rows = _rope_rows(rope, positions)
     keys = _rotate(_norm(k, k_norm, eps), rows[:, None])
     _store(kv[None], slots, keys[:, None], v[:, None])
     return _rotate(_norm(q, q_norm, eps), rows[:, None])
 
 
-def kv_materialize(
+def materialize_kv(
     k: torch.Tensor,
     v: torch.Tensor,
     kv: torch.Tensor,
@@ -44,7 +44,7 @@ def kv_materialize(
     k_norm: torch.Tensor | None,
     eps: float,
 ) -> None:
-    """See `specdec_kernels.kv_write.kv_materialize`."""
+    """See `specdec_kernels.kv_write.materialize_kv`."""
     rows = _rope_rows(rope, positions)
     weights = None if k_norm is None else k_norm[:, None]
     _store(kv, slots, _rotate(_norm(k, weights, eps), rows[:, None, None]), v)

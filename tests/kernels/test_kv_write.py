@@ -10,7 +10,7 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
 from specdec_kernels.cases import Maker
-from specdec_kernels.kv_write import kv_materialize, kv_write
+from specdec_kernels.kv_write import materialize_kv, write_kv
 from specdec_kernels.kv_write.cases import materialize_inputs, rope_table, write_inputs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -43,7 +43,7 @@ def test_same_as_transformers(dtype: torch.dtype, impl: str) -> None:
     arguments["rope"] = rope_table(make, 64, head_dim, theta=config.rope_parameters["rope_theta"])
     q, k, v, slots, positions = (arguments[name] for name in ("q", "k", "v", "slots", "positions"))
 
-    out = kv_write(**arguments, impl=impl)
+    out = write_kv(**arguments, impl=impl)
     stored = arguments["kv"].flatten(1, 2)[:, slots]
 
     expected = {
@@ -62,7 +62,7 @@ def test_same_as_transformers(dtype: torch.dtype, impl: str) -> None:
 def test_only_the_named_slots_change(skipped: str, impl: str) -> None:
     arguments = write_inputs(Maker.seeded(DEVICE), tokens=8, skipped=skipped)
     before = arguments["kv"].clone()
-    kv_write(**arguments, impl=impl)
+    write_kv(**arguments, impl=impl)
     slots = arguments["slots"]
     kv = arguments["kv"].flatten(1, 2)
     written = torch.zeros(kv.shape[1], dtype=torch.bool, device=kv.device)
@@ -76,10 +76,10 @@ def test_layers_at_once_are_layers_one_by_one(impl: str) -> None:
     """The drafter's context equals what its own layers would have stored."""
     arguments = materialize_inputs(Maker.seeded(DEVICE), tokens=7, layers=3, skipped="some", fused=True)
     k, v, before = arguments["k"], arguments["v"], arguments["kv"].clone()
-    kv_materialize(**arguments, impl=impl)
+    materialize_kv(**arguments, impl=impl)
     for layer in range(3):
         alone = before[layer].clone()
-        kv_write(
+        write_kv(
             q=k[:, layer],
             k=k[:, layer],
             v=v[:, layer],
@@ -101,7 +101,7 @@ def test_scores_depend_on_the_distance_alone() -> None:
     scores = []
     for shift in (0, 31):
         moved = arguments | dict(positions=arguments["positions"] + shift, kv=arguments["kv"].clone())
-        q = kv_write(**moved, impl="triton")[:, 0]
+        q = write_kv(**moved, impl="triton")[:, 0]
         scores.append(q @ moved["kv"].flatten(1, 2)[0, arguments["slots"], 0].T)
     torch.testing.assert_close(scores[0], scores[1], rtol=1e-4, atol=1e-4)
 
@@ -122,7 +122,7 @@ def test_scores_depend_on_the_distance_alone() -> None:
 )
 def test_bad_input_is_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        kv_write(**(write_inputs(Maker.seeded("cpu"), tokens=5) | change))
+        write_kv(**(write_inputs(Maker.seeded("cpu"), tokens=5) | change))
 
 
 @pytest.mark.parametrize(
@@ -135,4 +135,4 @@ def test_bad_input_is_named(change: dict[str, Any], message: str) -> None:
 )
 def test_bad_layers_are_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        kv_materialize(**(materialize_inputs(Maker.seeded("cpu"), tokens=5) | change))
+        materialize_kv(**(materialize_inputs(Maker.seeded("cpu"), tokens=5) | change))

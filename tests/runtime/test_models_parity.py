@@ -23,7 +23,7 @@ from algorithms.runtime.models.loading import load_dflash, load_target
 from algorithms.runtime.models.rope import rope_table
 from specdec_kernels.attention import paged_attention
 from specdec_kernels.kv_index import token_slots
-from specdec_kernels.kv_write import kv_materialize, kv_write
+from specdec_kernels.kv_write import materialize_kv, write_kv
 from tests.runtime.tiny_folders import (
     randomise,
     small_config,
@@ -98,7 +98,7 @@ class Cache:
         def mix(
             layer: int, q: Tensor, k: Tensor, v: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
         ) -> Tensor:
-            rotated = kv_write(
+            rotated = write_kv(
                 q.flatten(0, 1),
                 k.flatten(0, 1),
                 v.flatten(0, 1),
@@ -296,7 +296,7 @@ def check_against_definition(target_folder: Path, folder: Path, page_size: int, 
         columns = (materialised[:, None] + torch.arange(width)).clamp(max=shape[1] - 1)
         new = [feature[torch.arange(2)[:, None], columns] for feature in features]
         keys, values = drafter.context_kv(drafter.context(new), stacked)
-        kv_materialize(
+        materialize_kv(
             keys.flatten(0, 1),
             values.flatten(0, 1),
             cache.kv,
