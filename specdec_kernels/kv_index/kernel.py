@@ -51,21 +51,21 @@ def _slot(table_ptr, request, position, live, ROW_PAGES: tl.constexpr, PAGE_SIZE
     return tl.where(page >= 0, page.to(tl.int64) * PAGE_SIZE + place % PAGE_SIZE, -1)
 
 
-@triton.jit(do_not_specialize=["total"])
+@triton.jit(do_not_specialize=["total", "width"])
 def _token_slots_kernel(
     table_ptr,  # [B, ROW_PAGES] int32
     start_ptr,  # [B] int64
     counts_ptr,  # [B] int32
-    slots_ptr,  # [B, WIDTH] int64
-    total,  # B * WIDTH
-    WIDTH: tl.constexpr,
+    slots_ptr,  # [B, width] int64
+    total,  # B * width
+    width,  # of a prefill it is the longest prompt: not a reason to compile again
     ROW_PAGES: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     in_out = place < total
-    request, column = place // WIDTH, place % WIDTH
+    request, column = place // width, place % width
     wanted = in_out & (column < tl.load(counts_ptr + request, mask=in_out, other=0))
     position = tl.load(start_ptr + request, mask=in_out, other=0) + column
     tl.store(
@@ -196,8 +196,8 @@ def token_slots(
     total = batch * width
     config, block = _flat_plan(page_table, total)
     launch(
-        _token_slots_kernel, (triton.cdiv(total, block),), page_table, start, counts, slots, total,
-        num_warps=config.num_warps, WIDTH=width, ROW_PAGES=row_pages, PAGE_SIZE=page_size, BLOCK=block,
+        _token_slots_kernel, (triton.cdiv(total, block),), page_table, start, counts, slots, total, width,
+        num_warps=config.num_warps, ROW_PAGES=row_pages, PAGE_SIZE=page_size, BLOCK=block,
     )  # fmt: skip
     return slots
 
