@@ -38,9 +38,11 @@ $(BIN)/python:
 # The stamps are younger than what they were made from, so a second run installs nothing. `pip` takes a CPU build of
 # torch where one is on offer and the CUDA build elsewhere; both satisfy the same pin.
 $(VENV)/.installed: $(SPEC) | $(BIN)/python
+	@echo "installing into $(VENV), which takes some minutes the first time"
 	$(PIP) install -qq -c constraints.txt -e .
 	@touch $@
 
 $(VENV)/.installed-dev: $(SPEC) | $(BIN)/python
+	@echo "installing into $(VENV) with the dev extra, which takes some minutes the first time"
 	$(PIP) install -qq -c constraints.txt -e '.[dev]'
 	@touch $(VENV)/.installed $@
