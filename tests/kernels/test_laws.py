@@ -28,11 +28,12 @@ FAULTY_ROWS = 40_000
 KERNEL_ROWS = 30_000
 TEMPERATURE = 0.7
 GRID = 1 << 18
+GRID_VOCAB = 16
+# Midpoints misplace each border of the cumulative law by half a step at most, so each share by one step.
+GRID_BOUND = GRID_VOCAB / (2 * GRID)
 
 if torch.cuda.is_available():
-    pytest.skip(
-        "the laws are run on the CPU, where reference and interpreter are at hand", allow_module_level=True
-    )
+    pytest.skip("the laws are run on the CPU, where reference and interpreter are at hand", allow_module_level=True)
 
 
 def warm(rows: int, temperature: float = TEMPERATURE) -> torch.Tensor:
@@ -63,9 +64,7 @@ def test_tokens_are_those_of_autoregressive_sampling(shape: str) -> None:
     alone = []
     for step in range(EMITTED):
         positions = torch.full((rows,), 3 + step)
-        context = pick_tokens(
-            made.logits[context], temperature, torch.arange(rows), positions, impl="reference"
-        ).tokens
+        context = pick_tokens(made.logits[context], temperature, torch.arange(rows), positions, impl="reference").tokens
         alone.append(context)
     assert torch.equal(decode(accept, made, shape, temperature), torch.stack(alone, 1))
 
@@ -88,25 +87,17 @@ def test_a_seed_gives_its_tokens_at_any_batch_position(impl: str) -> None:
     made, rows = make_design("opposed"), 64
     whole = decode(accept, made, "tree", warm(rows), first_seed=900, impl=impl)
     for row in (0, 17, rows - 1):
-        assert torch.equal(
-            decode(accept, made, "tree", warm(1), first_seed=900 + row, impl=impl)[0], whole[row]
-        )
+        assert torch.equal(decode(accept, made, "tree", warm(1), first_seed=900 + row, impl=impl)[0], whole[row])
 
 
-def off_by_one_bonus_row(
-    rule, tokens, tree, logits, lengths, max_depth, *, temperature, seeds, impl
-) -> Accepted:
+def off_by_one_bonus_row(rule, tokens, tree, logits, lengths, max_depth, *, temperature, seeds, impl) -> Accepted:
     """The bonus is drawn from the row before the last accepted node."""
-    right = accept(
-        rule, tokens, tree, logits, lengths, max_depth, temperature=temperature, seeds=seeds, impl=impl
-    )
+    right = accept(rule, tokens, tree, logits, lengths, max_depth, temperature=temperature, seeds=seeds, impl=impl)
     last = right.num_accepted.long()[:, None]
     before = right.nodes.gather(1, (last - 1).clamp(min=0))[:, 0].long()
     here = right.nodes.gather(1, last)[:, 0].long()
     rows = torch.arange(len(tokens))
-    wrong = pick_tokens(
-        logits[rows, before], temperature, seeds, tree.positions[rows, here], impl=impl
-    ).tokens
+    wrong = pick_tokens(logits[rows, before], temperature, seeds, tree.positions[rows, here], impl=impl).tokens
     return replaced_bonus(right, wrong)
 
 
@@ -143,9 +134,7 @@ def seed_ignored(rule, tokens, tree, logits, lengths, max_depth, *, seeds, **key
     return accept(rule, tokens, tree, logits, lengths, max_depth, seeds=torch.zeros_like(seeds), **keys)
 
 
-def greedy_at_a_temperature(
-    rule, tokens, tree, logits, lengths, max_depth, *, temperature, **keys
-) -> Accepted:
+def greedy_at_a_temperature(rule, tokens, tree, logits, lengths, max_depth, *, temperature, **keys) -> Accepted:
     return accept("greedy", tokens, tree, logits, lengths, max_depth, **keys)
 
 
@@ -202,29 +191,29 @@ def total_variation(tokens: torch.Tensor, law: torch.Tensor) -> float:
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
 def test_exact_law_of_a_draw(temperature: float, impl: str) -> None:
-    logits = torch.randn(16, generator=torch.Generator().manual_seed(5)) * 2
+    logits = torch.randn(GRID_VOCAB, generator=torch.Generator().manual_seed(5)) * 2
     law = torch.softmax(logits.double() / temperature, -1)
-    drawn = pick_tokens(logits.expand(GRID, 16), warm(GRID, temperature), uniforms=grid(), impl=impl).tokens
-    assert total_variation(drawn, law) <= 1e-5
+    drawn = pick_tokens(logits.expand(GRID, GRID_VOCAB), warm(GRID, temperature), uniforms=grid(), impl=impl).tokens
+    assert total_variation(drawn, law) <= GRID_BOUND
 
 
 def test_the_exact_law_refuses_half_precision() -> None:
     """Logits rounded to bfloat16 shift the law by more than the bound, though no sampling test could tell."""
-    logits = torch.randn(16, generator=torch.Generator().manual_seed(5)) * 2
+    logits = torch.randn(GRID_VOCAB, generator=torch.Generator().manual_seed(5)) * 2
     rounded = logits.bfloat16().float()
-    drawn = pick_tokens(rounded.expand(GRID, 16), warm(GRID, 1.0), uniforms=grid(), impl="reference").tokens
-    assert total_variation(drawn, torch.softmax(logits.double(), -1)) > 1e-5
+    drawn = pick_tokens(rounded.expand(GRID, GRID_VOCAB), warm(GRID, 1.0), uniforms=grid(), impl="reference").tokens
+    assert total_variation(drawn, torch.softmax(logits.double(), -1)) > 3 * GRID_BOUND
 
 
 @pytest.mark.parametrize("drafted", [0, 7, 15])
 def test_exact_law_of_both_rows_of_a_chain(drafted: int) -> None:
     """A grid at the root gives the first token's law whatever was drafted; at the draft, the bonus's."""
     generator = torch.Generator().manual_seed(6)
-    logits = torch.randn(2, 16, generator=generator) * 2
+    logits = torch.randn(2, GRID_VOCAB, generator=generator) * 2
     lengths = torch.zeros(GRID, dtype=torch.int64)
     tree = build_chain(lengths, 2, impl="reference")
     tokens = torch.tensor([3, drafted]).repeat(GRID, 1)
-    rows = logits.expand(GRID, 2, 16)
+    rows = logits.repeat(GRID, 1, 1)
 
     def emitted(uniforms: torch.Tensor) -> Accepted:
         return accept(
@@ -241,11 +230,11 @@ def test_exact_law_of_both_rows_of_a_chain(drafted: int) -> None:
 
     laws = torch.softmax(logits.double(), -1)
     first = emitted(torch.stack([grid(), grid().flip(0)], 1)).tokens[:, 0]
-    assert total_variation(first, laws[0]) <= 1e-5
+    assert total_variation(first, laws[0]) <= GRID_BOUND
     inside = laws[0, :drafted].sum() + laws[0, drafted] / 2
     second = emitted(torch.stack([inside.float().expand(GRID), grid()], 1))
     assert (second.num_accepted == 1).all()
-    assert total_variation(second.bonus, laws[1]) <= 1e-5
+    assert total_variation(second.bonus, laws[1]) <= GRID_BOUND
 
 
 def test_designs_exercise_what_they_claim() -> None:
@@ -261,6 +250,6 @@ def test_designs_exercise_what_they_claim() -> None:
             return accepted
 
         decode(counting, made, "chain", warm(5000))
-    assert counts["agreeing"][3] > 0.1 * counts["agreeing"].sum()
+    assert counts["agreeing"][3] > 0.05 * counts["agreeing"].sum()
     assert counts["opposed"][0] > 0.5 * counts["opposed"].sum()
     assert (make_design("opposed").children == 5).any()
