@@ -38,14 +38,13 @@ from experiments.training.loop import Trainer, TrainSettings
 from experiments.training.responses import (
     Continuation,
     arithmetic_prompts,
-    end_token,
     function_prompts,
     load_sequences,
     respond,
     save_sequences,
     window_prompts,
 )
-from experiments.training.tokenizer import MASK, chat_prompt
+from experiments.training.tokenizer import END, MASK, chat_prompt, token_id
 
 KINDS = ("arithmetic", "code")
 
@@ -75,10 +74,10 @@ class ResponseSettings:
 class BlockBatchSettings:
     """Sequences and anchors of one step, and the decay of the position weights."""
 
-    arithmetic_sequences: int = 12
-    arithmetic_anchors: int = 10
-    code_sequences: int = 8
-    code_anchors: int = 16
+    arithmetic_sequences: int = 8
+    arithmetic_anchors: int = 20
+    code_sequences: int = 5
+    code_anchors: int = 24
     gamma: float = 7.0
 
 
@@ -117,7 +116,7 @@ class ResponseSource:
 
     def __init__(self, model: Decoder, tokenizer: Tokenizer, config: TrainDFlashConfig) -> None:
         self.model, self.tokenizer, self.config = model, tokenizer, config
-        self.stop = end_token(tokenizer)
+        self.stop = token_id(tokenizer, END)
 
     def _limits(self, kind: str) -> int:
         settings = self.config.responses
@@ -222,7 +221,7 @@ def train_dflash(config: TrainDFlashConfig) -> dict[str, Any]:
     target = load_target(config.target, device, torch.float32).model.requires_grad_(False)
     tokenizer = Tokenizer.from_file(str(Path(config.target) / "tokenizer.json"))
     shutil.copyfile(Path(config.target) / "tokenizer.json", folder / "tokenizer.json")
-    drafter = DFlashDrafter(dflash_config(config.drafter, target.config, tokenizer.token_to_id(MASK)))
+    drafter = DFlashDrafter(dflash_config(config.drafter, target.config, token_id(tokenizer, MASK)))
     drafter.reset_parameters()
     drafter.to(device)
     drafting = BlockDrafter(target, drafter, target.config.max_position_embeddings, device)

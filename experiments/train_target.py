@@ -31,7 +31,15 @@ from experiments.training.export import export_weights, round_weights, write_jso
 from experiments.training.generate import greedy
 from experiments.training.loop import Trainer, TrainSettings
 from experiments.training.mixer import DenseMixer, compile_layers
-from experiments.training.tokenizer import ASSISTANT, END, USER, chat_prompt, save_tokenizer, train_tokenizer
+from experiments.training.tokenizer import (
+    ASSISTANT,
+    END,
+    USER,
+    chat_prompt,
+    save_tokenizer,
+    token_id,
+    train_tokenizer,
+)
 
 TOKENIZER_FILE = "tokenizer.json"
 MAX_ANSWER_TOKENS = 120
@@ -113,8 +121,8 @@ class TargetObjective:
 
     def __init__(self, model: Decoder, corpus: Corpus, batch: BatchSettings, device: str) -> None:
         self.model, self.corpus, self.batch, self.device = model, corpus, batch, device
-        self.user = corpus.tokenizer.token_to_id(USER)
-        self.assistant = corpus.tokenizer.token_to_id(ASSISTANT)
+        self.user = token_id(corpus.tokenizer, USER)
+        self.assistant = token_id(corpus.tokenizer, ASSISTANT)
         self.mixer = DenseMixer(model.config, max(batch.arithmetic_length, 2 * batch.code_length), device)
         arithmetic = corpus.arithmetic_rows(
             "loss", batch.arithmetic_rows + batch.drill_rows, batch.arithmetic_length, "heldout"
@@ -164,7 +172,7 @@ class TargetObjective:
 
 def arithmetic_accuracy(model: Decoder, tokenizer: Tokenizer, problems: list[Problem]) -> float:
     """Share of `problems` whose greedy answer is right."""
-    stop = tokenizer.token_to_id(END)
+    stop = token_id(tokenizer, END)
     prompts = [tokenizer.encode(chat_prompt(problem.question)).ids for problem in problems]
     answers = greedy(model, prompts, MAX_ANSWER_TOKENS, stop)
     right = [parse_answer(tokenizer.decode(a)) == p.answer for a, p in zip(answers, problems, strict=True)]
@@ -196,7 +204,7 @@ def export(trainer: Trainer, model: Decoder, tokenizer: Tokenizer) -> dict[str, 
         **{key: value for key, value in trainer.rows[-1].items() if key.startswith("heldout")},
     }
     export_weights(model, model.config.to_hf(), folder)
-    end = tokenizer.token_to_id(END)
+    end = token_id(tokenizer, END)
     write_json(folder / "generation_config.json", {"eos_token_id": end, "pad_token_id": end, "do_sample": False})
     write_json(folder / "training_summary.json", summary)
     plot_curve(trainer.rows, folder / "training.svg", "target: training and held-out loss")
@@ -212,7 +220,7 @@ def train_target(settings: TrainTargetConfig) -> dict[str, Any]:
     torch.manual_seed(settings.train.seed)
     tokenizer = load_or_train_tokenizer(folder, settings)
     corpus = Corpus(tokenizer, settings.train.seed)
-    model = Decoder(decoder_config(settings.model, tokenizer.token_to_id(END)))
+    model = Decoder(decoder_config(settings.model, token_id(tokenizer, END)))
     model.reset_parameters()
     model.to(settings.train.device)
     if settings.train.compile:

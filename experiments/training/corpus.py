@@ -20,7 +20,7 @@ from torch import Tensor
 
 from experiments.data.arithmetic import Problem, problem_stream
 from experiments.data.code import heldout_files, read_source, training_files
-from experiments.training.tokenizer import END, chat_prompt
+from experiments.training.tokenizer import END, chat_prompt, token_id
 
 IGNORED = -100
 EQUATION = r"\d+ [-+*/] \d+ = \d+"
@@ -63,7 +63,7 @@ def tokenizer_sample(seed: int) -> Iterator[str]:
 
 def encode_files(tokenizer: Tokenizer, paths: list[Path]) -> np.ndarray:
     """Token ids of the files one after the other, each ending with the end token: `[n]` uint16."""
-    end = tokenizer.token_to_id(END)
+    end = token_id(tokenizer, END)
     pieces: list[int] = []
     for path in paths:
         source = read_source(path)
@@ -83,7 +83,7 @@ class Corpus:
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
         self.tokenizer = tokenizer
         self.seed = seed
-        self.end = tokenizer.token_to_id(END)
+        self.end = token_id(tokenizer, END)
         self.train_code = encode_files(tokenizer, training_files())
         self.heldout_code = encode_files(tokenizer, heldout_files())
 

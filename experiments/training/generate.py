@@ -80,7 +80,8 @@ def _greedy_batch(
     cache.positions = torch.arange(width, device=weight.device).expand(len(prompts), width)
     hidden, _ = model(padded, cache)
     last = hidden[torch.arange(len(prompts)), lengths - 1]
-    alive, outputs = torch.arange(len(prompts), device=weight.device), [[] for _ in prompts]
+    alive = torch.arange(len(prompts), device=weight.device)
+    outputs: list[list[int]] = [[] for _ in prompts]
     for produced in range(max_new_tokens):
         tokens = model.logits(last).argmax(-1)
         for row, token in zip(alive.tolist(), tokens.tolist(), strict=True):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from algorithms.runtime.models.config import DecoderConfig
 from algorithms.runtime.models.decoder import Decoder, DecoderLayer
@@ -50,5 +51,7 @@ def compile_layers(model: Decoder) -> None:
         layer.forward = partial(_with_constant_index, compiled, layer)  # type: ignore[method-assign]
 
 
-def _with_constant_index(compiled, module: DecoderLayer, layer: int, x: Tensor, mixer: DenseMixer) -> Tensor:  # type: ignore[no-untyped-def]
+def _with_constant_index(
+    compiled: Callable[..., Tensor], module: nn.Module, layer: int, x: Tensor, mixer: DenseMixer
+) -> Tensor:
     return compiled(module, 0, x, mixer)

@@ -21,7 +21,7 @@ from algorithms.runtime.models.decoder import Decoder
 from experiments.data.arithmetic import problems
 from experiments.data.code import beginnings_of, training_files
 from experiments.training.generate import greedy
-from experiments.training.tokenizer import END, chat_prompt
+from experiments.training.tokenizer import chat_prompt
 
 GENERATION_BATCH = 256
 MIN_WINDOW, MAX_WINDOW = 24, 160
@@ -95,7 +95,3 @@ def pad(sequences: Sequence[Continuation], filler: int) -> torch.Tensor:
     width = max(len(s.tokens) for s in sequences)
     return torch.tensor([s.tokens + [filler] * (width - len(s.tokens)) for s in sequences])
 
-
-def end_token(tokenizer: Tokenizer) -> int:
-    """Id of the token that ends a document."""
-    return tokenizer.token_to_id(END)

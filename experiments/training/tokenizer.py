@@ -27,6 +27,14 @@ def chat_prompt(question: str) -> str:
     return f"{USER}{question}{ASSISTANT}"
 
 
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    """Id of a special token; ValueError where the tokenizer is not of this family."""
+    found = tokenizer.token_to_id(token)
+    if found is None:
+        raise ValueError(f"the tokenizer has no token {token}, expected {', '.join(SPECIAL_TOKENS)}")
+    return found
+
+
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Byte-level BPE of `vocab_size` entries in all; the special tokens take the first ids."""
     tokenizer = Tokenizer(models.BPE())
