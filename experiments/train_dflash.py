@@ -63,8 +63,8 @@ class ResponseSettings:
     """How much text the target writes for training, and how long it may be."""
 
     arithmetic_prompts: int = 6000
-    function_prompts: int = 2500
-    window_prompts: int = 2500
+    function_prompts: int = 2000
+    window_prompts: int = 1200
     max_arithmetic_tokens: int = 100
     max_code_tokens: int = 160
     validation_prompts: int = 48

@@ -30,7 +30,7 @@ from experiments.training.curve import plot_curve
 from experiments.training.export import export_weights, round_weights, write_json
 from experiments.training.generate import greedy
 from experiments.training.loop import Trainer, TrainSettings
-from experiments.training.mixer import DenseMixer, compile_layers
+from experiments.training.mixer import DenseMixer, compile_layers, restore_layers
 from experiments.training.tokenizer import (
     ASSISTANT,
     END,
@@ -192,6 +192,7 @@ def load_or_train_tokenizer(folder: Path, settings: TrainTargetConfig) -> Tokeni
 def export(trainer: Trainer, model: Decoder, tokenizer: Tokenizer) -> dict[str, Any]:
     """Round, measure and write the trained model; returns the summary that is written beside it."""
     folder = trainer.folder
+    restore_layers(model)
     round_weights(model)
     model.eval()
     summary = {

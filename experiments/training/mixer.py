@@ -44,11 +44,18 @@ class DenseMixer:
 def compile_layers(model: Decoder) -> None:
     """Give all layers one compiled forward.
 
-    `DenseMixer` has no use for the layer index; a constant one spares a compilation per layer.
+    `DenseMixer` has no use for the layer index; a constant one spares a compilation per layer. Other mixers do need it:
+    call `restore_layers` before the model meets one.
     """
     compiled = torch.compile(DecoderLayer.forward, dynamic=False)
     for layer in model.model.layers:
         layer.forward = partial(_with_constant_index, compiled, layer)  # type: ignore[method-assign]
+
+
+def restore_layers(model: Decoder) -> None:
+    """Undo `compile_layers`."""
+    for layer in model.model.layers:
+        layer.__dict__.pop("forward", None)
 
 
 def _with_constant_index(

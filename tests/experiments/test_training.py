@@ -31,7 +31,7 @@ from experiments.training.blocks import (
 )
 from experiments.training.generate import greedy
 from experiments.training.loop import Trainer, TrainSettings, schedule
-from experiments.training.mixer import DenseMixer
+from experiments.training.mixer import DenseMixer, compile_layers, restore_layers
 from experiments.training.responses import Continuation
 from experiments.training.tokenizer import ASSISTANT, END, MASK, SPECIAL_TOKENS, USER, train_tokenizer
 
@@ -255,6 +255,21 @@ def test_batched_generation_equals_rereading_the_whole_text(shipped_shape: Path)
             assert int(model.logits(hidden[0, -1]).argmax()) == token
             text.append(token)
         assert len(output) == 6 or output[-1] == 0
+
+
+@torch.no_grad()
+def test_layers_shared_for_compilation_are_restored_for_generation(
+    shipped_shape: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
+    model = load_target(shipped_shape, "cpu", torch.float32).model
+    tokens = torch.tensor([[7, 8, 9, 10]])
+    mixer = DenseMixer(model.config, 4, "cpu")
+    written, (hidden, _) = greedy(model, [[7, 8, 9]], 6, stop=0), model(tokens, mixer)
+    compile_layers(model)
+    torch.testing.assert_close(model(tokens, mixer)[0], hidden)
+    restore_layers(model)
+    assert greedy(model, [[7, 8, 9]], 6, stop=0) == written
 
 
 def test_schedule_warms_up_stays_and_falls_to_zero() -> None:
