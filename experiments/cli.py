@@ -31,8 +31,8 @@ Task = Callable[[Any, DictConfig], Any]
 
 def main(task: Task, config_name: str = "config") -> None:
     """Compose `config_name` from the command line and call `task(checked, composed)` for every job."""
-    show_all = os.environ.get(FULL_ERROR) == "1"
-    os.environ[FULL_ERROR] = "1"  # makes Hydra raise what it would otherwise print
+    asked = os.environ.get(FULL_ERROR)
+    show_all = asked == "1"
     failures: list[UserError] = []
 
     def job(cfg: DictConfig) -> Any:
@@ -46,6 +46,7 @@ def main(task: Task, config_name: str = "config") -> None:
         finally:
             _remove_empty(Path(HydraConfig.get().runtime.output_dir))
 
+    os.environ[FULL_ERROR] = "1"  # makes Hydra raise what it would otherwise print
     try:
         register()
         hydra.main(version_base="1.3", config_path=str(CONFIG_FOLDER), config_name=config_name)(job)()
@@ -58,6 +59,8 @@ def main(task: Task, config_name: str = "config") -> None:
         else:
             report(explain(error, config_name))
         sys.exit(2)
+    finally:
+        os.environ.pop(FULL_ERROR) if asked is None else os.environ.update({FULL_ERROR: asked})
     if failures:
         sys.exit(2)
 
@@ -69,6 +72,8 @@ def _remove_empty(folder: Path) -> None:
             return
         try:
             path.rmdir()
+        except FileNotFoundError:
+            continue  # the run took it back itself
         except OSError:
             return
 

@@ -11,16 +11,28 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from experiments import cli, generate
 from experiments.config import REPO_ROOT
 from tests.runtime.tiny_folders import edit_json, small_dflash_config, write_dflash, write_target
 
-Run = Callable[..., subprocess.CompletedProcess[str]]
+
+@dataclass(frozen=True)
+class Done:
+    """How a call of the program ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Run = Callable[..., Done]
 REQUIRED = [
     "algo",
     "backend",
@@ -56,32 +68,37 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def words(models: Path, *arguments: str, target: Path | None = None, draft: Path | None = None) -> list[str]:
+    """A small run of the random models; later words win, and options come first, as argparse wants them."""
+    return [
+        *(word for word in arguments if word.startswith("-")),
+        "model=local",
+        f"model.path={target or models / 'target'}",
+        f"model.draft_path={draft or models / 'dflash'}",
+        "runtime.device=cpu",
+        "runtime.impl=reference",
+        "tracker=none",
+        "data.limit=3",
+        "sampling.max_new_tokens=6",
+        "name=test",
+        *(word for word in arguments if not word.startswith("-")),
+    ]
+
+
 @pytest.fixture
-def run(models: Path, tmp_path: Path) -> Run:
-    def call(
-        *arguments: str, target: Path | None = None, draft: Path | None = None
-    ) -> subprocess.CompletedProcess[str]:
-        words = [
-            "model=local",
-            f"model.path={target or models / 'target'}",
-            f"model.draft_path={draft or models / 'dflash'}",
-            "runtime.device=cpu",
-            "runtime.impl=reference",
-            "tracker=none",
-            "data.limit=3",
-            "sampling.max_new_tokens=6",
-            "name=test",
-            *arguments,
-        ]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
-        return subprocess.run(
-            [sys.executable, str(REPO_ROOT / "run.py"), *words],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=250,
-        )
+def run(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """The program in this process, which spares its imports."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(cli.FULL_ERROR, raising=False)
+
+    def call(*arguments: str, **folders: Path) -> Done:
+        monkeypatch.setattr(sys, "argv", ["run.py", *words(models, *arguments, **folders)])
+        code = 0
+        try:
+            cli.main(generate.run)
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return Done(code, *capfd.readouterr())
 
     return call
 
@@ -153,15 +170,25 @@ def test_autoregressive_alone_needs_no_drafter(run: Run, tmp_path: Path) -> None
     assert summary["tokens_per_step"] == 1.0 and summary["acceptance_at"] == [] and summary["baseline"] is None
 
 
-def test_the_kernels_run_in_the_interpreter_without_a_gpu(run: Run, tmp_path: Path) -> None:
-    done = run("runtime.impl=auto", "data.limit=1", "sampling.max_new_tokens=2", "algo.block_size=2")
+def test_the_program_itself_runs_kernels_in_the_interpreter(models: Path, tmp_path: Path) -> None:
+    """In a process of its own: the interpreter must be switched on before Triton is imported."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    small = ["runtime.impl=auto", "data.limit=1", "sampling.max_new_tokens=2", "algo.block_size=2"]
+    done = subprocess.run(
+        [sys.executable, str(REPO_ROOT / "run.py"), *words(models, *small)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
     assert done.returncode == 0, done.stderr
     summary = read(only_folder(tmp_path), "summary.json")
     assert summary["impl"] == "triton-interpreter" and summary["lossless"]["identical"] == 1
     assert "interpreter" in done.stdout
 
 
-def refused(done: subprocess.CompletedProcess[str], home: Path, *expected: str) -> None:
+def refused(done: Done, home: Path, *expected: str) -> None:
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr
     assert len(done.stderr.splitlines()) <= 24
