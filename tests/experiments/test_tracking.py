@@ -89,16 +89,12 @@ def test_a_missing_package_becomes_one_line(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("config", [TrackerConfig(), wandb_config(mode="disabled")])
-def test_no_tracker_imports_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: TrackerConfig
-) -> None:
+def test_no_tracker_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: TrackerConfig) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert track(config, tmp_path, "run", CONFIG, SUMMARY) is None
 
 
-def test_offline_runs_stay_in_the_run_folder_and_say_nothing(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_offline_runs_stay_in_the_run_folder_and_say_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert track(wandb_config(), tmp_path, "run", CONFIG, SUMMARY) is None
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
     assert capfd.readouterr() == ("", "")
