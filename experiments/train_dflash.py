@@ -72,12 +72,18 @@ class ResponseSettings:
 
 @dataclass
 class BlockBatchSettings:
-    """Sequences and anchors of one step, and the decay of the position weights."""
+    """Sequences and anchors of one step, and the decay of the position weights.
+
+    Arithmetic is learned first; from step `code_focus_from_step` on the batch is mostly code.
+    """
 
     arithmetic_sequences: int = 8
     arithmetic_anchors: int = 20
     code_sequences: int = 5
     code_anchors: int = 24
+    code_focus_from_step: int = 734
+    focus_arithmetic_sequences: int = 4
+    focus_code_sequences: int = 10
     gamma: float = 7.0
 
 
@@ -165,16 +171,19 @@ class DrafterObjective:
         self.drafting, self.batch, self.seed = drafting, config.batch, config.train.seed
         self.training = {kind: source.training(kind) for kind in KINDS}
         self.validation = {kind: source.validation(kind) for kind in KINDS}
-        self.counts = {
-            "arithmetic": (self.batch.arithmetic_sequences, self.batch.arithmetic_anchors),
-            "code": (self.batch.code_sequences, self.batch.code_anchors),
-        }
+
+    def _counts(self, step: int) -> dict[str, tuple[int, int]]:
+        batch = self.batch
+        arithmetic, code = batch.arithmetic_sequences, batch.code_sequences
+        if step >= batch.code_focus_from_step:
+            arithmetic, code = batch.focus_arithmetic_sequences, batch.focus_code_sequences
+        return {"arithmetic": (arithmetic, batch.arithmetic_anchors), "code": (code, batch.code_anchors)}
 
     def loss(self, step: int) -> tuple[Tensor, int]:
         """Weighted mean loss of the step's blocks, and the number of predicted tokens."""
         rng = random.Random(f"blocks-{self.seed}-{step}")
         sums, weights, tokens = [], [], 0
-        for kind, (sequences, anchors) in self.counts.items():
+        for kind, (sequences, anchors) in self._counts(step).items():
             chosen = rng.choices(self.training[kind], k=sequences)
             drawn = draw_anchors(chosen, anchors, rng)
             loss, weight, count = self.drafting.loss(chosen, drawn, self.batch.gamma)
