@@ -182,7 +182,9 @@ class DrafterObjective:
     def loss(self, step: int) -> tuple[Tensor, int]:
         """Weighted mean loss of the step's blocks, and the number of predicted tokens."""
         rng = random.Random(f"blocks-{self.seed}-{step}")
-        sums, weights, tokens = [], [], 0
+        sums: list[Tensor] = []
+        weights: list[Tensor] = []
+        tokens = 0
         for kind, (sequences, anchors) in self._counts(step).items():
             chosen = rng.choices(self.training[kind], k=sequences)
             drawn = draw_anchors(chosen, anchors, rng)
@@ -206,7 +208,9 @@ def export(trainer: Trainer, drafting: BlockDrafter, source: ResponseSource) -> 
     drafter, folder = drafting.drafter, trainer.folder
     round_weights(drafter)
     drafter.eval()
-    summary = {f"tokens_per_step_{kind}": tokens_per_step(drafting, source.evaluation(kind)) for kind in KINDS}
+    summary: dict[str, Any] = {
+        f"tokens_per_step_{kind}": tokens_per_step(drafting, source.evaluation(kind)) for kind in KINDS
+    }
     summary |= {
         "steps": trainer.step,
         "tokens": trainer.tokens,

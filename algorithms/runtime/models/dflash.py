@@ -9,7 +9,7 @@ the published checkpoints.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -55,10 +55,10 @@ class DFlashDrafter(nn.Module):
 
     def stack_kv(self) -> StackedKV:
         """Stack the weights that `context_kv` multiplies with; for inference, once after loading."""
-        attentions = [layer.self_attn for layer in self.layers]
-        weights = [w for a in attentions for w in (a.k_proj.weight, a.v_proj.weight)]
+        attentions = [cast(DecoderLayer, layer).self_attn for layer in self.layers]
+        weights: list[Tensor] = [w for a in attentions for w in (a.k_proj.weight, a.v_proj.weight)]
         biases = [b for a in attentions for b in (a.k_proj.bias, a.v_proj.bias) if b is not None]
-        norms = [a.k_norm.weight for a in attentions if a.k_norm is not None]
+        norms: list[Tensor] = [a.k_norm.weight for a in attentions if a.k_norm is not None]
         return StackedKV(
             torch.cat(weights), torch.cat(biases) if biases else None, torch.stack(norms) if norms else None
         )
