@@ -57,7 +57,7 @@ class DFlashDrafter(nn.Module):
         """Stack the weights that `context_kv` multiplies with; for inference, once after loading."""
         attentions = [cast(DecoderLayer, layer).self_attn for layer in self.layers]
         weights: list[Tensor] = [w for a in attentions for w in (a.k_proj.weight, a.v_proj.weight)]
-        biases = [b for a in attentions for b in (a.k_proj.bias, a.v_proj.bias) if b is not None]
+        biases: list[Tensor] = [b for a in attentions for b in (a.k_proj.bias, a.v_proj.bias) if b is not None]
         norms: list[Tensor] = [a.k_norm.weight for a in attentions if a.k_norm is not None]
         return StackedKV(
             torch.cat(weights), torch.cat(biases) if biases else None, torch.stack(norms) if norms else None
