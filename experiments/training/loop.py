@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 CHECKPOINT = "checkpoint.pt"
 LOG = "training.jsonl"
+# A process that was suspended, or a laptop that slept, has not spent its training time.
+LONGEST_STEP_S = 60.0
 
 
 @dataclass
@@ -196,7 +198,7 @@ class Trainer:
             losses.append(float(loss))
             self.step, self.tokens = self.step + 1, self.tokens + tokens
             now = time.perf_counter()
-            self.elapsed_s, clock = self.elapsed_s + now - clock, now
+            self.elapsed_s, clock = self.elapsed_s + min(now - clock, LONGEST_STEP_S), now
             finished = self.progress() >= 1.0
             evaluated: Mapping[str, float] = {}
             if finished or self.step % settings.eval_every_steps == 0:
