@@ -25,7 +25,6 @@ class DFlash(Algorithm):
     """Block-diffusion drafting; the draft is a deterministic function of the context."""
 
     name = "dflash"
-    needs_draft_model = True
 
     @dataclass
     class Config:

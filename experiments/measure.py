@@ -17,13 +17,9 @@ from typing import Any
 
 import torch
 
-from algorithms.runtime.clock import Clock, NullClock, PhaseClock
 from experiments.provenance import git_revision, machine, versions
 
 __all__ = [
-    "Clock",
-    "NullClock",
-    "PhaseClock",
     "Timing",
     "cold_copies",
     "provenance",

@@ -83,7 +83,6 @@ class Algorithm:
 
     name: ClassVar[str]
     Config: ClassVar[type]
-    needs_draft_model: ClassVar[bool] = False
 
     capture: tuple[int, ...] = ()
     """Target layers whose output `observe` receives."""

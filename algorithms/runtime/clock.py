@@ -11,36 +11,10 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-
-
-class Clock(Protocol):
-    """What an engine needs of a clock."""
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Count the time inside the block under `name`."""
-
-    def ledger_ms(self) -> dict[str, float]:
-        """Milliseconds by phase since the start or the last `reset`, in the order of first use."""
-
-    def reset(self) -> None:
-        """Forget everything counted so far."""
-
-
-class NullClock:
-    """Counts nothing."""
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def ledger_ms(self) -> dict[str, float]:
-        return {}
-
-    def reset(self) -> None:
-        pass
 
 
 class PhaseClock:
@@ -53,11 +27,13 @@ class PhaseClock:
         self.reset()
 
     def reset(self) -> None:
+        """Forget everything counted so far."""
         self._total_ms: dict[str, float] = defaultdict(float)
         self._pending: deque[tuple[str, Any, Any]] = deque()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        """Count the time inside the block under `name`."""
         if self._inside is not None:
             raise RuntimeError(f"phase {name!r} begins inside phase {self._inside!r}")
         self._inside = name
@@ -68,6 +44,7 @@ class PhaseClock:
             self._inside = None
 
     def ledger_ms(self) -> dict[str, float]:
+        """Milliseconds by phase since the start or the last `reset`, in the order of first use."""
         if self._pending:
             torch.cuda.synchronize(self._device)
             self._collect()
