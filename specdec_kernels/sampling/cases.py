@@ -68,7 +68,7 @@ def _edges(make: Maker, vocab: int) -> dict[str, Any]:
 
 CASES = (
     Case("pick_empty", "pick_tokens", partial(_draw, rows=0, vocab=9), "launch on an empty grid"),
-    Case("pick_vocab_1", "pick_tokens", partial(_draw, rows=3, vocab=1), "no scan to speak of"),
+    Case("pick_vocab_1", "pick_tokens", partial(_draw, rows=3, vocab=1), "no scan to speak of", gate=True),
     Case("pick_vocab_2", "pick_tokens", partial(_draw, rows=5, vocab=2), "off by one in the scan"),
     Case(
         "pick_vocab_100",
@@ -77,7 +77,7 @@ CASES = (
         "lanes past the vocabulary",
         gate=True,
     ),
-    Case("pick_tile_edge", "pick_tokens", partial(_draw, rows=6, vocab=2048), "an empty second tile"),
+    Case("pick_tile_edge", "pick_tokens", partial(_draw, rows=6, vocab=2048), "an empty second tile", gate=True),
     Case("pick_tile_plus_one", "pick_tokens", partial(_draw, rows=6, vocab=2049), "a tile of one token"),
     Case(
         "pick_vocab_8193",
@@ -98,9 +98,7 @@ CASES = (
         partial(_draw, rows=5, vocab=100, padded=28),
         "a padded vocabulary's tail",
     ),
-    Case(
-        "pick_greedy", "pick_tokens", partial(_greedy, rows=7, vocab=8193), "no sampling arguments", gate=True
-    ),
+    Case("pick_greedy", "pick_tokens", partial(_greedy, rows=7, vocab=8193), "no sampling arguments", gate=True),
     Case("pick_ties", "pick_tokens", partial(_ties, rows=40, vocab=2049), "the lowest id among equals"),
     Case("pick_hostile", "pick_tokens", partial(_hostile, vocab=100), "NaN and infinities"),
     Case("pick_hostile_tiles", "pick_tokens", partial(_hostile, vocab=4100), "a tile without a usable logit"),

@@ -23,6 +23,8 @@ from specdec_kernels.sampling.types import TARGET_STREAM, Picked
 
 _MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
 _TARGET_STREAM = tl.constexpr(TARGET_STREAM)
+# A scan shorter than the eight 16-bit logits of one vector load does not compile on Triton 3.6.
+_MIN_SCAN = 8
 _FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 
 
@@ -193,7 +195,7 @@ def pick_tokens(
     """
     rows, vocab = logits.shape
     config = _CONFIGS[current_chip(logits)]
-    block_v = min(triton.next_power_of_2(vocab), config.max_tile)
+    block_v = min(max(triton.next_power_of_2(vocab), 2), config.max_tile)  # a tile of one lane does not compile
     fitting = max(1, config.tile_budget // block_v)
     block_r = min(triton.next_power_of_2(max(rows, 1)), config.max_rows, fitting)
     tiles, sample = triton.cdiv(vocab, block_v), temperature is not None
@@ -206,9 +208,7 @@ def pick_tokens(
     tile_sum = stats(torch.float32) if sample else None
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     valid = torch.empty(rows, dtype=torch.bool, device=logits.device)
-    sizes = dict(
-        GROUP=rows_per_request, VOCAB=vocab, TILES=tiles, SAMPLE=sample, BLOCK_R=block_r, BLOCK_V=block_v
-    )
+    sizes = dict(GROUP=rows_per_request, VOCAB=vocab, TILES=tiles, SAMPLE=sample, BLOCK_R=block_r, BLOCK_V=block_v)
     stride = logits.stride(0)
     launch(
         _tile_stats_kernel, (row_blocks, tiles), logits, temperature, tile_max, tile_arg, tile_sum, rows,
@@ -219,6 +219,6 @@ def pick_tokens(
     launch(
         _combine_kernel, (row_blocks,), logits, temperature, seeds, positions, uniforms if sample else None,
         tile_max, tile_arg, tile_sum, tokens, valid, rows, stride,
-        num_warps=config.num_warps, BLOCK_T=triton.next_power_of_2(tiles), **sizes,
+        num_warps=config.num_warps, BLOCK_T=max(triton.next_power_of_2(tiles), _MIN_SCAN), **sizes,
     )  # fmt: skip
     return Picked(tokens, valid)

@@ -35,9 +35,7 @@ def _accept(
     agrees = (torch.rand(batch, num_nodes, generator=make.generator) < agreeing).to(make.device)
     tokens = torch.where(agrees, wanted, drawn)
     keys = sampling_keys(make, batch) if rule == "target_only" else {}
-    return dict(
-        rule=rule, tokens=tokens, tree=tree, logits=logits, lengths=lengths, max_depth=max_depth, **keys
-    )
+    return dict(rule=rule, tokens=tokens, tree=tree, logits=logits, lengths=lengths, max_depth=max_depth, **keys)
 
 
 def _duplicates(make: Maker) -> dict[str, Any]:
@@ -64,14 +62,13 @@ def _unusable(make: Maker) -> dict[str, Any]:
 _SAMPLED = partial(_accept, rule="target_only")
 
 CASES = (
-    Case(
-        "accept_empty", "accept", partial(_accept, batch=0, num_nodes=4, vocab=9, max_depth=3), "empty grid"
-    ),
+    Case("accept_empty", "accept", partial(_accept, batch=0, num_nodes=4, vocab=9, max_depth=3), "empty grid"),
     Case(
         "accept_root_only",
         "accept",
         partial(_SAMPLED, batch=3, num_nodes=1, vocab=9, max_depth=0),
         "no drafts",
+        gate=True,
     ),
     Case(
         "accept_depth_0",

@@ -76,21 +76,22 @@ def _walk_kernel(
     usable = tl.load(usable_ptr + row, mask=in_batch, other=0) != 0
     candidate = tl.load(first_child_ptr + row, mask=in_batch, other=-1)
     looking = _open(candidate, usable, count, in_batch, NODES, DEPTH)
-    step = 1
-    while (tl.max(looking.to(tl.int32), 0) > 0) & (step < NODES):
-        place = row + candidate
-        drafted = tl.load(tokens_ptr + place, mask=looking, other=-1)
-        hit = looking & (drafted == target)
-        emitted = tl.where(hit[:, None] & (column == count[:, None]), drafted[:, None], emitted)
-        count += hit.to(tl.int32)
-        path = tl.where(hit[:, None] & (column == count[:, None]), candidate[:, None], path)
-        child = tl.load(first_child_ptr + place, mask=hit, other=-1)
-        sibling = tl.load(next_sibling_ptr + place, mask=looking & (drafted != target), other=-1)
-        target = tl.where(hit, tl.load(targets_ptr + place, mask=hit, other=0), target)
-        usable = tl.where(hit, tl.load(usable_ptr + place, mask=hit, other=0) != 0, usable)
-        candidate = tl.where(hit, child, sibling)
-        looking = _open(candidate, usable, count, in_batch, NODES, DEPTH)
-        step += 1
+    if NODES > 1:  # else the loop folds to code that Triton 3.6 cannot lay out
+        step = 1
+        while (tl.max(looking.to(tl.int32), 0) > 0) & (step < NODES):
+            place = row + candidate
+            drafted = tl.load(tokens_ptr + place, mask=looking, other=-1)
+            hit = looking & (drafted == target)
+            emitted = tl.where(hit[:, None] & (column == count[:, None]), drafted[:, None], emitted)
+            count += hit.to(tl.int32)
+            path = tl.where(hit[:, None] & (column == count[:, None]), candidate[:, None], path)
+            child = tl.load(first_child_ptr + place, mask=hit, other=-1)
+            sibling = tl.load(next_sibling_ptr + place, mask=looking & (drafted != target), other=-1)
+            target = tl.where(hit, tl.load(targets_ptr + place, mask=hit, other=0), target)
+            usable = tl.where(hit, tl.load(usable_ptr + place, mask=hit, other=0) != 0, usable)
+            candidate = tl.where(hit, child, sibling)
+            looking = _open(candidate, usable, count, in_batch, NODES, DEPTH)
+            step += 1
 
     emitted = tl.where(column == count[:, None], target[:, None], emitted)
     length = tl.load(lengths_ptr + request, mask=in_batch, other=0)
@@ -138,6 +139,6 @@ def accept(
     launch(
         _walk_kernel, (triton.cdiv(batch, block_b),), tokens, tree.first_child, tree.next_sibling, *picked,
         lengths, *accepted, batch, num_warps=config.num_warps, NODES=num_nodes, DEPTH=max_depth,
-        BLOCK_B=block_b, BLOCK_D=triton.next_power_of_2(max_depth + 1),
+        BLOCK_B=block_b, BLOCK_D=max(triton.next_power_of_2(max_depth + 1), 2),
     )  # fmt: skip
     return accepted
