@@ -60,7 +60,9 @@ class DFlash(Algorithm):
         tokens = batch.roots.new_full(links.positions.shape, self._drafter.config.mask_token_id)
         tokens[:, 0] = batch.roots
         if self.num_nodes > 1:
-            mixer = runtime.PagedMixer.over(batch, links.positions, self._cache, self._resources, mode="block")
+            mixer = runtime.PagedMixer.over(
+                batch, links.positions, self._cache, self._resources, mode="block", phase="draft"
+            )
             hidden = self._drafter(self._target.embed(tokens), mixer)
             tokens[:, 1:] = self._target.logits(hidden[:, 1:]).argmax(-1)
         return DraftTree(tokens, links)
@@ -68,9 +70,7 @@ class DFlash(Algorithm):
     def observe(self, seen: Observation) -> None:
         impl, width = self._resources.impl, seen.tokens.shape[1]
         keys, values = self._drafter.context_kv(self._drafter.context(seen.features), self._stacked)
-        slots = kernels.token_slots(
-            seen.page_table, seen.start, seen.counts, width, self._cache.page_size, impl=impl
-        )
+        slots = kernels.token_slots(seen.page_table, seen.start, seen.counts, width, self._cache.page_size, impl=impl)
         kernels.materialize_kv(
             keys.flatten(0, 1),
             values.flatten(0, 1),

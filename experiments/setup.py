@@ -103,7 +103,7 @@ def make_requests(config: GenerateConfig, prompts: PromptSet, tokenizer: Tokeniz
             max_new_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature,
             seed=sampling.seed * SEED_STRIDE + index,
-            stop_token_ids=tokenizer.eos_ids,
+            eos_token_ids=tokenizer.eos_ids,
             stop_strings=(*prompt.stop_strings, *sampling.stop_strings),
         )
         for index, prompt in enumerate(prompts.prompts)

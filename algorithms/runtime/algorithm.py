@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from algorithms.runtime.backends import Backend
     from algorithms.runtime.models.loading import Target
+    from algorithms.runtime.state import SamplingState
     from specdec_kernels import TreeLinks
 
 
@@ -32,12 +33,13 @@ class Resources:
     page_size: int
     context: int
     """Positions a request may reach, drafts beyond its end included."""
+    max_batch: int
     impl: str
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The running requests as device tensors, one row each."""
+    """The running requests as device tensors, one row each. Under a captured graph some rows are padding."""
 
     lengths: torch.Tensor
     """[B] int64: committed tokens whose KV is in the cache (L)."""
@@ -45,6 +47,13 @@ class Batch:
     """[B] int64: the last committed token, at position L, not yet in the cache."""
     page_table: torch.Tensor
     """[B, max_pages] int32."""
+    history: torch.Tensor
+    """[B, context + 1] int64: tokens by position, of which 0 … L are committed; the last column is scratch."""
+    active: torch.Tensor
+    """[B] int32: 1, or 0 for a padding row, which must touch no cache and no store."""
+    sampling: SamplingState
+    rows: slice
+    """Rows of the engine's state that these are: where a drafter keeps what it remembers of a request."""
     max_length: int
     """Host bound on L over the batch."""
 
@@ -55,6 +64,8 @@ class DraftTree:
 
     tokens: torch.Tensor
     links: TreeLinks
+    draft_probs: torch.Tensor | None = None
+    """[B, N - 1, V] float32: the law each drafted node was drawn from, for the rules `rejection` and `block`."""
 
 
 @dataclass(frozen=True)
@@ -66,23 +77,39 @@ class Observation:
 
     tokens: torch.Tensor
     """[B, n] int64: the tokens at these positions."""
+    next_tokens: torch.Tensor
+    """[B, n] int64: the token that follows each; behind the last of a row stands its new root."""
     features: list[torch.Tensor]
     """One [B, n, hidden] per captured target layer."""
+    hidden: torch.Tensor
+    """[B, n, hidden]: the target's last hidden states, after the final norm."""
     start: torch.Tensor
     """[B] int64."""
     positions: torch.Tensor
     """[B, n] int64: start + column."""
     counts: torch.Tensor
-    """[B] int32."""
+    """[B] int32; 0 for a padding row."""
+    history: torch.Tensor
+    """[B, context + 1] int64: as in `Batch`, these tokens and the new root included."""
     page_table: torch.Tensor
     """[B, max_pages] int32."""
+    rows: slice
+    """Rows of the engine's state."""
+    max_length: int
+    """Host bound on `start` over the batch."""
+    is_prefill: bool = False
 
 
 class Algorithm:
-    """Base of all algorithms. A subclass names itself, its configuration, the size of its trees, and drafts."""
+    """Base of all algorithms. A subclass names itself, its configuration, the size of its trees, and drafts.
+
+    `propose` and `observe` run on the device without reading anything back, and on the same tensors every step: then
+    they can be captured in a CUDA graph.
+    """
 
     name: ClassVar[str]
     Config: ClassVar[type]
+    needs_draft_model: ClassVar[bool] = False
 
     capture: tuple[int, ...] = ()
     """Target layers whose output `observe` receives."""
@@ -92,6 +119,10 @@ class Algorithm:
     """D: most drafts that one step can accept."""
     chain: bool = True
     """Whether node i hangs on node i - 1: nothing moves at commit, and attention needs no bit mask."""
+    rule: str = "target_only"
+    """Acceptance rule, see `specdec_kernels.accept`."""
+    draft_slots: int = 0
+    """Positions behind L that the drafter writes in its own cache, where that is more than `num_nodes`."""
 
     def __init__(self, config: Any, target: Target, draft_path: str | None) -> None:
         """Load what is needed, or refuse; `draft_path` is a folder or hub name."""
@@ -105,3 +136,6 @@ class Algorithm:
 
     def observe(self, seen: Observation) -> None:
         """Learn from committed tokens: after prefill, and after every step."""
+
+    def move_row(self, source: int, target: int) -> None:
+        """The request of state row `source` now lives in row `target`."""

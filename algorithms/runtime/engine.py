@@ -3,6 +3,9 @@
 A request's prompt except its last token is prefilled; the last prompt token is the first root. So the first step is
 like every other, and there is no second place where tokens are sampled. Pages for a request's whole life are reserved
 when it is admitted, so a running request can never be stopped by a full pool; requests that do not fit yet wait.
+
+On a GPU the tokens of a step are read while the next one runs: the host never waits for the step it has just launched.
+A request that ended is then stepped once more, for nothing, into pages reserved for that.
 """
 
 from __future__ import annotations
@@ -13,18 +16,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from algorithms.runtime.algorithm import Algorithm, Observation, Resources
 from algorithms.runtime.backends import Backend
 from algorithms.runtime.clock import PhaseClock
+from algorithms.runtime.graphs import Capture, GraphReport, StepRunner
 from algorithms.runtime.kv_cache import KVCache, PageAllocator
 from algorithms.runtime.models.loading import Target
 from algorithms.runtime.paged import PagedMixer
+from algorithms.runtime.readback import Readback, StepResult
 from algorithms.runtime.request import Completion, Request
 from algorithms.runtime.state import BatchState
+from algorithms.runtime.step import PHASES, SamplingNeeds, StepParts
 from algorithms.runtime.stopping import extend, final_text
-from specdec_kernels import Accepted, accept, move_accepted
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -37,7 +41,9 @@ class EngineError(ValueError):
 class EngineSettings:
     """Sizes of a run. `max_length` bounds prompt + new tokens of a request, in tokens; None takes the target's context.
 
-    `num_pages` None reserves enough for `max_batch` requests of that length.
+    `num_pages` None reserves enough for `max_batch` requests of that length. `graph` says how much of a step is
+    captured, see `graphs`. `read_behind` is how many steps the host reads behind the device: None takes 1 on a GPU and
+    0 elsewhere.
     """
 
     page_size: int = 16
@@ -45,6 +51,8 @@ class EngineSettings:
     num_pages: int | None = None
     max_length: int | None = None
     impl: str = "auto"
+    graph: str = "none"
+    read_behind: int | None = None
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,9 @@ class StepReport:
 class Generation:
     """All completions in the order of the requests, and where the time went.
 
-    `ledger_ms` sums the phases draft, verify, accept, commit and host over all steps; prefill is outside of it.
+    `ledger_ms` sums the phases draft, verify, accept, commit (or `graph`, where one graph is the whole step) and host
+    over all steps; prefill is outside of it. On a GPU the phases are device time and `host` is what the decode time
+    has beyond it. `launch_ms` is the host's own time to launch the steps.
     """
 
     completions: list[Completion]
@@ -70,8 +80,10 @@ class Generation:
     prefill_ms: float
     decode_ms: float
     wall_ms: float
+    launch_ms: float
     step_ms: list[float]
     ledger_ms: dict[str, float]
+    graphs: GraphReport
 
 
 @dataclass
@@ -82,20 +94,31 @@ class _Running:
     pages: list[int]
     length: int
     admitted_at: float
+    row: int
 
 
 class Engine:
     """Runs batches of requests with one target, one algorithm and one backend."""
 
     def __init__(
-        self, target: Target, algorithm: Algorithm, backend: Backend, settings: EngineSettings, decode: Decode
+        self,
+        target: Target,
+        algorithm: Algorithm,
+        backend: Backend,
+        settings: EngineSettings,
+        decode: Decode,
+        capture: Capture | None = None,
     ) -> None:
+        """`capture` replaces CUDA graphs, for tests of captured steps where there is no GPU."""
         weight = target.model.model.norm.weight
         longest = target.config.max_position_embeddings
         self._limit = min(settings.max_length or longest, longest)
         self._algorithm, self._target, self._decode = algorithm, target.model, decode
-        # The last step of a request may draft past its end.
-        context = self._limit + algorithm.num_nodes
+        self.read_behind = settings.read_behind if settings.read_behind is not None else int(weight.is_cuda)
+        # The last step of a request drafts past its end, and so do steps launched before its end was read.
+        slots = max(algorithm.num_nodes, algorithm.draft_slots)
+        self._overshoot = slots + self.read_behind * (algorithm.max_depth + 1)
+        context = self._limit + self._overshoot
         max_pages = -(-context // settings.page_size)
         num_pages = settings.num_pages or max_pages * settings.max_batch
         self._resources = Resources(
@@ -106,17 +129,17 @@ class Engine:
             num_pages=num_pages,
             page_size=settings.page_size,
             context=context,
+            max_batch=settings.max_batch,
             impl=settings.impl,
         )
-        self._max_batch = settings.max_batch
         self.allocator = PageAllocator(num_pages)
         self._cache = KVCache.allocate(target.config, self._resources)
-        self._state = BatchState(settings.max_batch, max_pages, weight.device)
+        self._state = BatchState(settings.max_batch, max_pages, context, target.config.vocab_size, weight.device)
         algorithm.attach(self._resources)
+        parts = StepParts(algorithm, self._cache, self._state, self._resources)
+        self._runner = StepRunner(parts, settings.graph, PhaseClock(weight.device), capture)
 
-    def generate(
-        self, requests: Sequence[Request], on_step: Callable[[StepReport], None] | None = None
-    ) -> Generation:
+    def generate(self, requests: Sequence[Request], on_step: Callable[[StepReport], None] | None = None) -> Generation:
         """Serve `requests` to the end.
 
         Raises EngineError before anything runs if a request has no prompt, is longer than the context or can never fit
@@ -128,19 +151,17 @@ class Engine:
 
     def _check(self, request: Request) -> None:
         name, total = f"request {request.id}", len(request.prompt_ids) + request.max_new_tokens
+        vocab = self._resources.target.config.vocab_size
         if not request.prompt_ids:
             raise EngineError(f"{name}: the prompt has no tokens")
-        if request.max_new_tokens < 1:
-            raise EngineError(f"{name}: max_new_tokens: expected at least 1, got {request.max_new_tokens}")
-        if request.temperature < 0:
-            raise EngineError(f"{name}: temperature: expected at least 0, got {request.temperature}")
+        if (problem := request.problem(vocab)) is not None:
+            raise EngineError(f"{name}: {problem}")
         if total > self._limit:
             raise EngineError(
                 f"{name}: prompt of {len(request.prompt_ids)} tokens + {request.max_new_tokens} new tokens = {total} "
                 f"is longer than the context of {self._limit} tokens; shorten the prompt or lower "
                 "sampling.max_new_tokens"
             )
-        vocab = self._resources.target.config.vocab_size
         strangers = [token for token in request.prompt_ids if not 0 <= token < vocab]
         if strangers:
             raise EngineError(f"{name}: prompt tokens outside the vocabulary of {vocab}: {strangers[:5]}")
@@ -151,7 +172,7 @@ class Engine:
             )
 
     def _pages_for(self, request: Request) -> int:
-        slots = len(request.prompt_ids) + request.max_new_tokens + self._algorithm.num_nodes
+        slots = len(request.prompt_ids) + request.max_new_tokens + self._overshoot
         return -(-slots // self._resources.page_size)
 
 
@@ -161,21 +182,28 @@ class _Run:
     def __init__(
         self, engine: Engine, requests: Sequence[Request], on_step: Callable[[StepReport], None] | None
     ) -> None:
-        self._engine = engine
+        self._engine, self._runner = engine, engine._runner
         self._algorithm, self._target = engine._algorithm, engine._target
         self._state, self._resources = engine._state, engine._resources
         self._requests = requests
+        self._needs = SamplingNeeds.of(requests)
         self._waiting = deque(enumerate(requests))
         self._rows: list[_Running] = []
+        self._readback: Readback[list[_Running]] = Readback(
+            engine.read_behind, engine._state.max_batch, self._algorithm.max_depth, self._resources.device
+        )
         self._done: dict[int, Completion] = {}
         self._on_step = on_step
-        self._clock = PhaseClock(self._resources.device)
         self._step_ms: list[float] = []
-        self._prefill_ms = 0.0
+        self._prefill_ms = self._launch_ms = 0.0
         self._row_steps = self._emitted = 0
 
     @torch.inference_mode()
     def serve(self) -> Generation:
+        if self._needs.penalised:
+            self._state.need_penalties()
+        self._runner.prepare(self._needs)
+        self._runner.clock.reset()
         began = time.perf_counter()
         try:
             while self._waiting or self._rows:
@@ -183,144 +211,131 @@ class _Run:
                 self._step(began)
         finally:
             for running in self._rows:
+                self._state.clear(running.row)
                 self._engine.allocator.release(running.pages)
         wall_ms = _since(began)
-        ledger, decode_ms = self._clock.ledger_ms(), sum(self._step_ms)
-        phases = {name: ledger.get(name, 0.0) for name in ("draft", "verify", "accept", "commit")}
+        ledger, decode_ms = self._runner.clock.ledger_ms(), sum(self._step_ms)
+        phases = {name: ledger.get(name, 0.0) for name in PHASES} | ledger
         return Generation(
             completions=[self._done[order] for order in range(len(self._requests))],
             num_steps=len(self._step_ms),
             prefill_ms=self._prefill_ms,
             decode_ms=decode_ms,
             wall_ms=wall_ms,
+            launch_ms=self._launch_ms,
             step_ms=self._step_ms,
             ledger_ms=phases | {"host": max(0.0, decode_ms - sum(phases.values()))},
+            graphs=self._runner.report,
         )
 
     def _admit(self) -> None:
         """Move waiting requests into free rows as long as pages last, and prefill them together."""
         first, began = len(self._rows), time.perf_counter()
         allocator = self._engine.allocator
-        while self._waiting and len(self._rows) < self._engine._max_batch:
+        while self._waiting and len(self._rows) < self._state.max_batch:
             order, request = self._waiting[0]
             needed = self._engine._pages_for(request)
             if needed > allocator.num_free:
                 break
             self._waiting.popleft()
-            pages = allocator.allocate(needed)
+            pages, row = allocator.allocate(needed), len(self._rows)
             length = len(request.prompt_ids) - 1
-            self._rows.append(_Running(order, request, Completion(request.id), pages, length, began))
-            self._state.fill(
-                len(self._rows) - 1,
-                length=length,
-                root=request.prompt_ids[-1],
-                pages=pages,
-                temperature=request.temperature,
-                seed=request.seed,
-            )
+            self._rows.append(_Running(order, request, Completion(request.id), pages, length, began, row))
+            self._state.fill(row, request, pages)
         admitted = self._rows[first:]
-        if any(running.length for running in admitted):
+        if admitted:
             self._prefill(first, admitted)
             self._synchronize()
-        if admitted:
             self._prefill_ms += _since(began)
 
     def _prefill(self, first: int, admitted: list[_Running]) -> None:
         device, width = self._resources.device, max(running.length for running in admitted)
-        prompts = [list(r.request.prompt_ids[:-1]) + [0] * (width - r.length) for r in admitted]
-        tokens = torch.tensor(prompts, dtype=torch.int64, device=device)
-        counts = torch.tensor([r.length for r in admitted], dtype=torch.int32, device=device)
+        if width == 0:
+            return
         batch = self._state.batch(first, len(self._rows), max_length=0)
-        start = torch.zeros_like(batch.lengths)
-        batch = replace(batch, lengths=start)
-        positions = torch.arange(width, device=device).expand(len(admitted), width)
+        counts, start = batch.lengths.to(torch.int32), torch.zeros_like(batch.lengths)
+        columns = torch.arange(width + 1, device=device)
+        # Behind a shorter prompt the row may hold what a former request left there.
+        text = torch.where(columns <= counts[:, None], batch.history[:, : width + 1], 0)
+        tokens, positions = text[:, :-1].contiguous(), columns[:-1].expand(len(admitted), width)
         mixer = PagedMixer.over(
-            batch, positions, self._engine._cache, self._resources, mode="chain", counts=counts
+            replace(batch, lengths=start),
+            positions,
+            self._engine._cache,
+            self._resources,
+            mode="chain",
+            counts=counts,
+            phase="prefill",
         )
-        _, features = self._target(tokens, mixer, self._algorithm.capture)
-        self._algorithm.observe(Observation(tokens, features, start, positions, counts, batch.page_table))
+        hidden, features = self._target(tokens, mixer, self._algorithm.capture)
+        self._algorithm.observe(
+            Observation(
+                tokens=tokens,
+                next_tokens=text[:, 1:].contiguous(),
+                features=features,
+                hidden=hidden,
+                start=start,
+                positions=positions,
+                counts=counts,
+                history=batch.history,
+                page_table=batch.page_table,
+                rows=batch.rows,
+                max_length=0,
+                is_prefill=True,
+            )
+        )
 
     def _step(self, run_began: float) -> None:
-        began, clock, algorithm = time.perf_counter(), self._clock, self._algorithm
-        rows = slice(0, len(self._rows))
-        batch = self._state.batch(0, len(self._rows), max(running.length for running in self._rows))
-        with clock.phase("draft"):
-            tree = algorithm.propose(batch)
-        with clock.phase("verify"):
-            mixer = PagedMixer.over(
-                batch,
-                tree.links.positions,
-                self._engine._cache,
-                self._resources,
-                mode="chain" if algorithm.chain else "tree",
-                mask=None if algorithm.chain else tree.links.mask,
-            )
-            hidden, features = self._target(tree.tokens, mixer, algorithm.capture)
-            logits = self._target.logits(hidden)
-        with clock.phase("accept"):
-            accepted = accept(
-                "target_only",
-                tree.tokens,
-                tree.links,
-                logits,
-                batch.lengths,
-                algorithm.max_depth,
-                temperature=self._state.temperature[rows],
-                seeds=self._state.seeds[rows],
-                impl=self._resources.impl,
-            )
-        with clock.phase("commit"):
-            seen = self._commit(batch.lengths.clone(), batch.page_table, tree.tokens, features, accepted)
-            algorithm.observe(seen)
-            self._state.lengths[rows], self._state.roots[rows] = accepted.new_lengths, accepted.bonus
-        # The only host read of a step.
-        table = torch.cat([accepted.tokens, accepted.num_accepted[:, None], accepted.valid[:, None]], 1).tolist()
-        self._collect(table)
+        """Launch a step, then take in the results that are due."""
+        began = time.perf_counter()
+        ahead = self._readback.num_pending * (self._algorithm.max_depth + 1)
+        longest = max(running.length for running in self._rows) + ahead
+        table = self._runner.launch(len(self._rows), longest, self._needs)
+        self._readback.push(table, list(self._rows))
+        self._launch_ms += _since(began)
+        for result, rows in self._readback.due():
+            self._collect(result, rows)
+        if not self._rows:
+            # What is still in flight was launched for requests that have ended.
+            self._readback.drop()
         self._step_ms.append(_since(began))
         self._report(run_began)
 
-    def _commit(
-        self, start: Tensor, page_table: Tensor, tokens: Tensor, features: list[Tensor], accepted: Accepted
-    ) -> Observation:
-        """Bring the accepted path to the front of cache, tokens and features; a chain is there already."""
-        if not self._algorithm.chain:
-            move_accepted(
-                self._engine._cache.kv, page_table, start, accepted.nodes, impl=self._resources.impl
-            )
-            path = accepted.nodes.clamp(min=0).long()
-            tokens = tokens.gather(1, path)
-            features = [f.gather(1, path[..., None].expand(-1, -1, f.shape[-1])) for f in features]
-        positions = start[:, None] + torch.arange(tokens.shape[1], device=start.device)
-        return Observation(tokens, features, start, positions, accepted.num_accepted + 1, page_table)
-
-    def _collect(self, table: list[list[int]]) -> None:
+    def _collect(self, result: StepResult, rows: list[_Running]) -> None:
         """Hand emitted tokens to their requests; rows of finished ones are filled from the back."""
-        for row in reversed(range(len(self._rows))):
-            running, (*tokens, num_accepted, valid) = self._rows[row], table[row]
+        for place in reversed(range(len(rows))):
+            running = rows[place]
+            completion = running.completion
+            if completion.finish_reason:
+                continue
+            tokens, logprobs, valid = result.of(place)
             if not valid:
                 raise EngineError(
                     f"request {running.request.id}: the target gave no finite logit near position {running.length}; "
                     "its weights are broken or the dtype overflows"
                 )
-            completion = running.completion
             if not completion.token_ids:
                 completion.ttft_ms = _since(running.admitted_at)
-            extend(running.request, completion, tokens[: num_accepted + 1], self._engine._decode)
-            running.length += num_accepted + 1
+            extend(running.request, completion, tokens, logprobs, self._engine._decode)
+            completion.emitted_at_ms.append(_since(running.admitted_at))
+            running.length += len(tokens)
             self._row_steps += 1
-            self._emitted += num_accepted + 1
+            self._emitted += len(tokens)
             if completion.finish_reason:
                 completion.total_ms = _since(running.admitted_at)
-                self._retire(row)
+                self._retire(running)
 
-    def _retire(self, row: int) -> None:
-        running, last = self._rows[row], len(self._rows) - 1
+    def _retire(self, running: _Running) -> None:
+        row, last = running.row, len(self._rows) - 1
         completion = running.completion
         completion.text = final_text(running.request, completion, self._engine._decode)
         self._done[running.order] = completion
         if row != last:
             self._state.move(last, row)
+            self._algorithm.move_row(last, row)
             self._rows[row] = self._rows[last]
+            self._rows[row].row = row
+        self._state.clear(last)
         self._rows.pop()
         self._engine.allocator.release(running.pages)
 
@@ -332,7 +347,7 @@ class _Run:
                 num_finished=len(self._done),
                 num_requests=len(self._requests),
                 emitted_tokens=self._emitted,
-                tokens_per_step=self._emitted / self._row_steps,
+                tokens_per_step=self._emitted / max(1, self._row_steps),
                 elapsed_s=time.perf_counter() - run_began,
             )
         )

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from algorithms.runtime.algorithm import Batch, Resources
+from algorithms.runtime.algorithm import Batch, Observation, Resources
 from algorithms.runtime.backends import AttentionPlan, Backend
 from algorithms.runtime.kv_cache import KVCache
 from specdec_kernels import token_slots, write_kv
@@ -38,27 +37,54 @@ class PagedMixer:
         mode: str,
         mask: Tensor | None = None,
         counts: Tensor | None = None,
+        phase: str = "verify",
     ) -> PagedMixer:
-        """Plan a forward over `positions [B, N]`.
+        """Plan a forward of `positions [B, N]` at slots L … L + N - 1.
 
-        `mode` and `mask` mean what they mean to `paged_attention`; of row b only the first `counts[b]` columns are real
-        (all, if None): the others store nothing and come out as zeros.
+        `mode` and `mask` mean what they mean to `paged_attention`; `phase` is prefill, verify or draft. Of row b only
+        the first `counts[b]` columns are real (all, if None; none of a padding row): the others store nothing and come
+        out as zeros.
         """
-        width = positions.shape[1]
-        filled = torch.full_like(batch.lengths, width, dtype=torch.int32) if counts is None else counts
-        slots = token_slots(
-            batch.page_table, batch.lengths, filled, width, cache.page_size, impl=resources.impl
+        if counts is None:
+            counts = batch.active * positions.shape[1]
+        return cls._plan(
+            batch.page_table, batch.lengths, counts, batch.max_length, positions, cache, resources, mode, mask, phase
         )
+
+    @classmethod
+    def following(cls, seen: Observation, cache: KVCache, resources: Resources, phase: str = "draft") -> PagedMixer:
+        """Plan a drafter's forward over the text just observed."""
+        return cls._plan(
+            seen.page_table, seen.start, seen.counts, seen.max_length, seen.positions, cache, resources,
+            "chain", None, phase,
+        )  # fmt: skip
+
+    @classmethod
+    def _plan(
+        cls,
+        page_table: Tensor,
+        lengths: Tensor,
+        counts: Tensor,
+        max_length: int,
+        positions: Tensor,
+        cache: KVCache,
+        resources: Resources,
+        mode: str,
+        mask: Tensor | None,
+        phase: str,
+    ) -> PagedMixer:
+        width = positions.shape[1]
+        slots = token_slots(page_table, lengths, counts, width, cache.page_size, impl=resources.impl)
         plan = resources.backend.plan(
             AttentionPlan(
-                page_table=batch.page_table,
-                lengths=batch.lengths,
+                page_table=page_table,
+                lengths=lengths,
                 mode=mode,
                 mask=mask,
                 q_lens=counts,
                 num_queries=width,
                 page_size=cache.page_size,
-                max_length=batch.max_length + width,
+                max_length=max_length + width,
             )
         )
         return cls(cache, slots.flatten(), positions.flatten(), resources.backend, plan, resources.impl)

@@ -8,15 +8,20 @@ from algorithms.runtime.request import Completion, Request
 
 
 def extend(
-    request: Request, completion: Completion, emitted: Sequence[int], decode: Callable[[Sequence[int]], str]
+    request: Request,
+    completion: Completion,
+    emitted: Sequence[int],
+    logprobs: Sequence[float],
+    decode: Callable[[Sequence[int]], str],
 ) -> None:
     """Append one step's `emitted` tokens to `completion`, stopping at the first that ends the request.
 
     `finish_reason` stays empty while the request goes on. `num_truncated` counts the emitted tokens left behind.
     """
     completion.accepted_counts.append(len(emitted) - 1)
-    for index, token in enumerate(emitted):
+    for index, (token, logprob) in enumerate(zip(emitted, logprobs, strict=True)):
         completion.token_ids.append(token)
+        completion.logprobs.append(logprob)
         completion.finish_reason = _reason(request, completion, decode)
         if completion.finish_reason:
             completion.num_truncated = len(emitted) - 1 - index
@@ -24,7 +29,7 @@ def extend(
 
 
 def _reason(request: Request, completion: Completion, decode: Callable[[Sequence[int]], str]) -> str:
-    if completion.token_ids[-1] in request.stop_token_ids:
+    if request.ends_at(completion.token_ids[-1]):
         return "stop_token"
     if request.stop_strings and _first_stop(request, decode(completion.token_ids)) is not None:
         return "stop_string"

@@ -109,9 +109,9 @@ def test_stop_string_across_tokens_inside_a_block(cut: int) -> None:
 def test_extend_counts_what_lies_past_the_end() -> None:
     request = replace(requests(1)[0], max_new_tokens=4, stop_token_ids=frozenset({9}))
     completion = Completion(0)
-    extend(request, completion, [1, 2], spell)
+    extend(request, completion, [1, 2], [0.0, 0.0], spell)
     assert (completion.finish_reason, completion.num_truncated) == ("", 0)
-    extend(request, completion, [9, 3, 3], spell)
+    extend(request, completion, [9, 3, 3], [0.0] * 3, spell)
     assert (completion.token_ids, completion.finish_reason, completion.num_truncated) == ([1, 2, 9], "stop_token", 2)
     assert completion.accepted_counts == [1, 2]
     assert final_text(request, completion, spell) == spell([1, 2])

@@ -1,0 +1,162 @@
+"""How much of a step is captured in CUDA graphs: `none`, `draft`, `verify` (draft and verify), `step` (all of it).
+
+Batch sizes are rounded up to a bucket, and each bucket is captured once, before the clock runs, with every row
+inactive: warm-up then touches no request. Lengths, pages and sampling parameters live in device memory, so a replay
+sees the requests as they are. All levels run the same code; `none` runs it as it is, for exactly the rows in use.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from algorithms.runtime.clock import PhaseClock
+from algorithms.runtime.step import PHASES, SamplingNeeds, Step, StepParts
+
+LEVELS = ("none", "draft", "verify", "step")
+_CAPTURED: dict[str, tuple[tuple[str, ...], ...]] = {
+    "none": (),
+    "draft": (("draft",),),
+    "verify": (("draft",), ("verify",)),
+    "step": (PHASES,),
+}
+WHOLE_STEP = "graph"
+"""Name of the phase under which the clock books a step that is one graph."""
+_WARMUP_RUNS = 2
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """What capturing took: graphs, milliseconds of warm-up and capture, bytes of device memory they keep."""
+
+    level: str
+    buckets: tuple[int, ...]
+    num_graphs: int = 0
+    warmup_ms: float = 0.0
+    memory_bytes: int = 0
+
+
+class Captured(Protocol):
+    """A recorded piece of work."""
+
+    def replay(self) -> None: ...
+
+
+Capture = Callable[[Callable[[], None]], Captured]
+
+
+def buckets(max_batch: int) -> tuple[int, ...]:
+    """Batch sizes that are captured: powers of two and `max_batch` itself."""
+    sizes = [1 << bit for bit in range(max_batch.bit_length()) if 1 << bit < max_batch]
+    return (*sizes, max_batch)
+
+
+class CudaCapture:
+    """Captures into graphs that share one memory pool: only one of them runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(_WARMUP_RUNS):
+                work()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            work()
+        return graph
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    step: Step
+    graphs: dict[str, Captured]
+    """By the first phase of the captured group."""
+
+
+class StepRunner:
+    """Launches steps at one level of capture."""
+
+    def __init__(self, parts: StepParts, level: str, clock: PhaseClock, capture: Capture | None = None) -> None:
+        if level not in LEVELS:
+            raise ValueError(f"runtime.graph must be one of {', '.join(LEVELS)}, got {level!r}")
+        if level != "none" and capture is None and parts.resources.device.type != "cuda":
+            raise ValueError(
+                f"runtime.graph={level} captures CUDA graphs and needs a CUDA device, got {parts.resources.device}; "
+                "use runtime.graph=none"
+            )
+        self._parts, self._level, self.clock = parts, level, clock
+        self._groups = {group[0]: group for group in _CAPTURED[level]}
+        self._capture = capture or (CudaCapture() if level != "none" else None)
+        self._buckets: dict[tuple[int, SamplingNeeds], _Bucket] = {}
+        self.report = GraphReport(level, buckets(parts.state.max_batch) if self._groups else ())
+
+    def prepare(self, needs: SamplingNeeds) -> None:
+        """Capture every bucket for `needs`, unless done. No request may be running."""
+        missing = [size for size in reversed(self.report.buckets) if (size, needs) not in self._buckets]
+        if not missing:
+            return
+        began, before = time.perf_counter(), self._memory()
+        for size in missing:
+            self._buckets[size, needs] = self._captured(size, needs)
+        self.report = GraphReport(
+            self._level,
+            self.report.buckets,
+            sum(len(bucket.graphs) for bucket in self._buckets.values()),
+            self.report.warmup_ms + (time.perf_counter() - began) * 1e3,
+            self.report.memory_bytes + self._memory() - before,
+        )
+
+    def launch(self, num_rows: int, max_length: int, needs: SamplingNeeds) -> Tensor:
+        """Start a step over rows 0 … num_rows - 1 and return its table, still being written, for those rows."""
+        if not self._groups:
+            bucket = _Bucket(self._step(num_rows, max_length, needs), {})
+        else:
+            size = next(size for size in self.report.buckets if size >= num_rows)
+            bucket = self._buckets[size, needs]
+        covered: tuple[str, ...] = ()
+        for phase in PHASES:
+            if phase in bucket.graphs:
+                covered = self._groups[phase]
+                with self.clock.phase(phase if len(covered) == 1 else WHOLE_STEP):
+                    bucket.graphs[phase].replay()
+            elif phase not in covered:
+                with self.clock.phase(phase):
+                    getattr(bucket.step, phase)()
+        return bucket.step.table[:num_rows]
+
+    def _step(self, num_rows: int, max_length: int, needs: SamplingNeeds) -> Step:
+        return Step(self._parts, self._parts.state.batch(0, num_rows, max_length), needs)
+
+    def _captured(self, size: int, needs: SamplingNeeds) -> _Bucket:
+        assert self._capture is not None
+        # A replay serves requests of any length, so the bound is all that the page table can hold.
+        resources = self._parts.resources
+        longest = self._parts.state.page_table.shape[1] * resources.page_size
+        step = self._step(size, longest, needs)
+        graphs: dict[str, Captured] = {}
+        for phase in PHASES:
+            group = self._groups.get(phase)
+            if group is not None:
+                graphs[phase] = self._capture(partial(_run, step, group))
+                # Capturing computes nothing, and what follows needs results to start from.
+                graphs[phase].replay()
+        return _Bucket(step, graphs)
+
+    def _memory(self) -> int:
+        device = self._parts.resources.device
+        return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+
+
+def _run(step: Step, phases: tuple[str, ...]) -> None:
+    for phase in phases:
+        getattr(step, phase)()

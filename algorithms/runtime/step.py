@@ -1,0 +1,180 @@
+"""One step on the device: draft, verify, accept, commit. Nothing is read back, and every tensor it starts from keeps
+its address, so any part of it can be captured in a CUDA graph.
+
+A step over more rows than are in use passes over the padding: inactive rows have no columns to store, their accepted
+path is empty, and their lengths stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Observation, Resources
+from algorithms.runtime.kv_cache import KVCache
+from algorithms.runtime.paged import PagedMixer
+from algorithms.runtime.request import Request
+from algorithms.runtime.state import BatchState
+from specdec_kernels import Accepted, accept, move_accepted
+
+PHASES = ("draft", "verify", "accept", "commit")
+
+
+@dataclass(frozen=True)
+class SamplingNeeds:
+    """What the requests of a run ask of the sampler; a step does no more than this."""
+
+    sampled: bool = False
+    filtered: bool = False
+    penalised: bool = False
+
+    @classmethod
+    def of(cls, requests: Iterable[Request]) -> SamplingNeeds:
+        asked = list(requests)
+        return cls(
+            sampled=any(r.temperature > 0 for r in asked),
+            filtered=any(r.filtered for r in asked),
+            penalised=any(r.penalised for r in asked),
+        )
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """What every step of a run works with."""
+
+    algorithm: Algorithm
+    cache: KVCache
+    state: BatchState
+    resources: Resources
+
+
+class Step:
+    """The four phases over one batch, each leaving its result for the next. Run them in the order of `PHASES`."""
+
+    tree: DraftTree
+    hidden: Tensor
+    features: list[Tensor]
+    logits: Tensor
+    accepted: Accepted
+    table: Tensor
+    """[B, 2 (D + 1) + 2] int64: emitted tokens, their log-probabilities as float32 bits, num_accepted, valid."""
+
+    def __init__(self, parts: StepParts, batch: Batch, needs: SamplingNeeds) -> None:
+        self._parts, self._batch, self._needs = parts, batch, needs
+
+    def draft(self) -> None:
+        self.tree = self._parts.algorithm.propose(self._batch)
+
+    def verify(self) -> None:
+        algorithm, target = self._parts.algorithm, self._parts.resources.target.model
+        links = self.tree.links
+        mixer = PagedMixer.over(
+            self._batch,
+            links.positions,
+            self._parts.cache,
+            self._parts.resources,
+            mode="chain" if algorithm.chain else "tree",
+            mask=None if algorithm.chain else links.mask,
+        )
+        self.hidden, self.features = target(self.tree.tokens, mixer, algorithm.capture)
+        self.logits = target.logits(self.hidden)
+
+    def accept(self) -> None:
+        batch, algorithm, needs = self._batch, self._parts.algorithm, self._needs
+        sampling, impl = batch.sampling, self._parts.resources.impl
+        if needs.penalised:
+            self._penalise()
+        filters = dict(top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p) if needs.filtered else {}
+        self.accepted = accept(
+            algorithm.rule,
+            self.tree.tokens,
+            self.tree.links,
+            self.logits,
+            batch.lengths,
+            algorithm.max_depth,
+            temperature=sampling.temperature if needs.sampled else None,
+            seeds=sampling.seeds if needs.sampled else None,
+            impl=impl,
+            **filters,
+        )
+
+    def _penalise(self) -> None:
+        from specdec_kernels import apply_penalties
+
+        penalties, rows = self._parts.state.penalties, self._batch.rows
+        assert penalties is not None
+        apply_penalties(
+            self.logits,
+            self.tree.tokens,
+            self.tree.links.mask,
+            penalties.output_counts[rows],
+            penalties.prompt_seen[rows],
+            repetition=penalties.repetition[rows],
+            presence=penalties.presence[rows],
+            frequency=penalties.frequency[rows],
+            bias=penalties.bias[rows],
+            impl=self._parts.resources.impl,
+        )
+
+    def commit(self) -> None:
+        """Bring the accepted path to the front of cache, tokens and features, tell the drafter, and advance."""
+        batch, accepted = self._batch, self.accepted
+        emitted = (accepted.num_accepted + 1) * batch.active
+        seen = self._observation(emitted)
+        self._write_history(emitted)
+        if self._needs.penalised:
+            from specdec_kernels import count_tokens
+
+            penalties = self._parts.state.penalties
+            assert penalties is not None
+            count_tokens(penalties.output_counts[batch.rows], accepted.tokens, emitted, impl=self._parts.resources.impl)
+        self._parts.algorithm.observe(seen)
+        batch.lengths.add_(emitted)
+        batch.roots.copy_(torch.where(batch.active > 0, accepted.bonus, batch.roots))
+        self.table = torch.cat(
+            [
+                accepted.tokens,
+                getattr(accepted, "logprobs", torch.zeros(accepted.tokens.shape, device=accepted.tokens.device))
+                .view(torch.int32)
+                .to(torch.int64),
+                accepted.num_accepted[:, None],
+                accepted.valid[:, None],
+            ],
+            dim=1,
+        )
+
+    def _observation(self, emitted: Tensor) -> Observation:
+        batch, accepted, parts = self._batch, self.accepted, self._parts
+        tokens, hidden, features = self.tree.tokens, self.hidden, self.features
+        width, start = tokens.shape[1], batch.lengths.clone()
+        if not parts.algorithm.chain:
+            # A chain is in text order already.
+            nodes = torch.where(batch.active[:, None] > 0, accepted.nodes, -1)
+            move_accepted(parts.cache.kv, batch.page_table, start, nodes, impl=parts.resources.impl)
+            path, width = accepted.nodes.clamp(min=0).long(), accepted.nodes.shape[1]
+            tokens = tokens.gather(1, path)
+            hidden, *features = (x.gather(1, path[..., None].expand(-1, -1, x.shape[-1])) for x in (hidden, *features))
+        return Observation(
+            tokens=tokens,
+            next_tokens=accepted.tokens[:, :width].clamp(min=0),
+            features=features,
+            hidden=hidden,
+            start=start,
+            positions=start[:, None] + torch.arange(width, device=start.device),
+            counts=emitted,
+            history=batch.history,
+            page_table=batch.page_table,
+            rows=batch.rows,
+            max_length=batch.max_length,
+        )
+
+    def _write_history(self, emitted: Tensor) -> None:
+        """Put the emitted tokens behind the root; what was not emitted goes to the scratch column."""
+        batch, tokens = self._batch, self.accepted.tokens
+        column = torch.arange(tokens.shape[1], device=tokens.device)
+        place = batch.lengths[:, None] + 1 + column
+        scratch = batch.history.shape[1] - 1
+        batch.history.scatter_(1, torch.where(column < emitted[:, None], place, scratch), tokens)
