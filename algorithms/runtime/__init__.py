@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Observation, Resources
     from algorithms.runtime.engine import Engine, EngineError, EngineSettings, Generation, StepReport
     from algorithms.runtime.kv_cache import KVCache, OutOfPages, PageAllocator
-    from algorithms.runtime.models.loading import ModelError, Target, load_dflash, load_target
+    from algorithms.runtime.models.eagle_loading import load_eagle, load_eagle3
+    from algorithms.runtime.models.loading import ModelError, Target, load_dflash, load_draft, load_target
     from algorithms.runtime.paged import PagedMixer
     from algorithms.runtime.request import Completion, Request
 
@@ -20,7 +21,8 @@ _HOMES = {
     "algorithm": ("Algorithm", "Batch", "DraftTree", "Observation", "Resources"),
     "engine": ("Engine", "EngineError", "EngineSettings", "Generation", "StepReport"),
     "kv_cache": ("KVCache", "OutOfPages", "PageAllocator"),
-    "models.loading": ("ModelError", "Target", "load_dflash", "load_target"),
+    "models.eagle_loading": ("load_eagle", "load_eagle3"),
+    "models.loading": ("ModelError", "Target", "load_dflash", "load_draft", "load_target"),
     "paged": ("PagedMixer",),
     "request": ("Completion", "Request"),
 }
@@ -46,6 +48,9 @@ __all__ = [
     "StepReport",
     "Target",
     "load_dflash",
+    "load_draft",
+    "load_eagle",
+    "load_eagle3",
     "load_target",
 ]
 

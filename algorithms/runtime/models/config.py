@@ -14,6 +14,8 @@ from typing import Any
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
 LAYER_TYPES = ("full_attention", "sliding_attention")
 DEFAULT_BLOCK_SIZE = 16
+DEFAULT_ROPE_THETA = 10_000.0
+"""What transformers takes where a config has none, as those of Llama 2 and its drafters do."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ def _read_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     merged: dict[str, Any] = {"rope_theta": config.get("rope_theta")}
     for source in (config.get("rope_scaling"), config.get("rope_parameters")):
         merged.update({key: value for key, value in (source or {}).items() if value is not None})
-    theta = float(_required(merged, "rope_theta"))
+    theta = float(merged["rope_theta"] or DEFAULT_ROPE_THETA)
     rope_type = merged.get("rope_type", merged.get("type", "default"))
     if rope_type == "default":
         return theta, None

@@ -12,6 +12,7 @@ from typing import Any
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 DOWNLOADED = ["*.safetensors", "*.json", "*.jinja"]
+PICKLED_WEIGHTS = "pytorch_model.bin"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -26,12 +27,13 @@ class ModelError(ValueError):
         super().__init__("\n".join([what, *shown]))
 
 
-def resolve_folder(path_or_hub_name: str | Path) -> Path:
+def resolve_folder(path_or_hub_name: str | Path, pickles: bool = False) -> Path:
     """The folder of a model: an existing folder, else a hub name `organisation/name`, downloaded once and
     cached.
 
-    Only safetensors, JSON and Jinja files are downloaded. A name whose first part is a local folder is taken
-    for a misspelt path and never looked up. Raises ModelError that names the path.
+    Only safetensors, JSON and Jinja files are downloaded, and `pytorch_model.bin` where `pickles` asks for it. A name
+    whose first part is a local folder is taken for a misspelt path and never looked up. Raises ModelError that names
+    the path.
     """
     name = str(path_or_hub_name)
     path = Path(name).expanduser()
@@ -52,17 +54,15 @@ def resolve_folder(path_or_hub_name: str | Path) -> Path:
             expected="an existing folder, or a hub name like organisation/name",
             fix="check the spelling of model.path or model.draft_path",
         )
-    return _download(name)
+    return _download(name, [*DOWNLOADED, PICKLED_WEIGHTS] if pickles else DOWNLOADED)
 
 
-def _download(name: str) -> Path:
+def _download(name: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=DOWNLOADED))
-    except (
-        Exception
-    ) as error:  # the hub client raises OSError, ValueError and its HTTP library's own families
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:  # the hub client raises OSError, ValueError and its HTTP library's own families
         reason = str(error).strip().splitlines()
         raise ModelError(
             "model not found: no such folder here, and the hub has not answered with it",

@@ -17,11 +17,19 @@ import torch
 from algorithms.runtime.models.config import DecoderConfig, DFlashConfig
 from algorithms.runtime.models.decoder import Decoder
 from algorithms.runtime.models.dflash import DFlashDrafter
+from algorithms.runtime.models.eagle_config import Eagle3Config, EagleConfig
 from algorithms.runtime.models.folder import ModelError, read_json, resolve_folder
 from algorithms.runtime.models.tokenizer import TOKENIZER_FILE, Tokenizer
 from algorithms.runtime.models.weights import load_weights
 
-__all__ = ["ModelError", "Target", "load_dflash", "load_target", "resolve_folder"]
+__all__ = [
+    "ModelError",
+    "Target",
+    "load_dflash",
+    "load_draft",
+    "load_target",
+    "resolve_folder",
+]
 
 CONFIG_FILE = "config.json"
 OTHER_DRAFTER = "use the drafter that was trained for this target, or the target it was trained for"
@@ -35,7 +43,8 @@ UNSUPPORTED_DFLASH = (
     "selector_rank",
 )
 
-Config = TypeVar("Config", DecoderConfig, DFlashConfig)
+
+Config = TypeVar("Config", DecoderConfig, DFlashConfig, EagleConfig, Eagle3Config)
 
 
 @dataclass(frozen=True)
@@ -52,31 +61,33 @@ def load_target(path: str | Path, device: torch.device | str, dtype: torch.dtype
     cannot be.
     """
     folder = resolve_folder(path)
-    raw = _read_config(folder)
-    config = _parse(folder, raw, DecoderConfig.from_hf)
+    raw = read_config(folder)
+    config = parse_config(folder, raw, DecoderConfig.from_hf)
     _check_target_keys(folder, raw)
     with torch.device("meta"):
         model = Decoder(config)
 
     def harmless(name: str) -> bool:
-        return name.endswith("rotary_emb.inv_freq") or (
-            config.tie_word_embeddings and name == "lm_head.weight"
-        )
+        return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
 
     load_weights(model, folder, device, dtype, harmless=harmless)
     return Target(model, config, folder)
 
 
-def load_dflash(
-    path: str | Path, target: Target, device: torch.device | str, dtype: torch.dtype
-) -> DFlashDrafter:
+def load_dflash(path: str | Path, target: Target, device: torch.device | str, dtype: torch.dtype) -> DFlashDrafter:
     """Load a DFlash drafter folder (or hub name) that fits `target`; ModelError names what does not fit."""
     folder = resolve_folder(path)
-    raw = _read_config(folder)
+    raw = read_config(folder)
     _check_dflash_keys(folder, raw)
-    config = _parse(folder, raw, DFlashConfig.from_hf)
-    _check_fit(folder, config, target)
-    _check_tokenizer(folder, target.path)
+    config = parse_config(folder, raw, DFlashConfig.from_hf)
+    check_fit(
+        folder,
+        target,
+        hidden_size=(target.config.hidden_size, config.decoder.hidden_size),
+        vocab_size=(target.config.vocab_size, config.decoder.vocab_size),
+        num_target_layers=(target.config.num_layers, config.num_target_layers),
+    )
+    check_tokenizer(folder, target.path)
     with torch.device("meta"):
         drafter = DFlashDrafter(config)
     load_weights(
@@ -90,13 +101,40 @@ def load_dflash(
     return drafter
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    return read_json(
-        folder / CONFIG_FILE, fix="give a Hugging Face model folder: config.json beside the weights"
-    )
+def load_draft(path: str | Path, target: Target, device: torch.device | str, dtype: torch.dtype) -> Target:
+    """Load a small language model that writes the same tokens as `target`; ModelError names what does not fit.
+
+    Both folders must have a tokenizer: drafted ids mean nothing unless both vocabularies are the same.
+    """
+    draft = load_target(path, device, dtype)
+    check_fit(draft.path, target, vocab_size=(target.config.vocab_size, draft.config.vocab_size))
+    for place in (draft.path, target.path):
+        if not (place / TOKENIZER_FILE).is_file():
+            raise ModelError(
+                "the vocabularies of draft and target cannot be compared",
+                where=place,
+                expected=TOKENIZER_FILE,
+                fix="save the tokenizer beside weights: AutoTokenizer.from_pretrained(name).save_pretrained(folder)",
+            )
+    check_tokenizer(draft.path, target.path)
+    return draft
 
 
-def _parse(folder: Path, raw: Mapping[str, Any], from_hf: Callable[[Mapping[str, Any]], Config]) -> Config:
+def refuse_extensions(folder: Path, kind: str, extensions: list[str]) -> None:
+    if extensions:
+        raise ModelError(
+            f"the drafter uses extensions of {kind} that are not supported",
+            where=folder / CONFIG_FILE,
+            actual=", ".join(extensions),
+            fix=f"use a drafter of the original {kind} architecture",
+        )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    return read_json(folder / CONFIG_FILE, fix="give a Hugging Face model folder: config.json beside the weights")
+
+
+def parse_config(folder: Path, raw: Mapping[str, Any], from_hf: Callable[[Mapping[str, Any]], Config]) -> Config:
     try:
         return from_hf(raw)
     except (ValueError, TypeError, ArithmeticError) as error:
@@ -113,8 +151,7 @@ def _check_target_keys(folder: Path, raw: Mapping[str, Any]) -> None:
     sliding = bool(raw.get("use_sliding_window")) or "sliding_attention" in (raw.get("layer_types") or ())
     asked = {
         "sliding-window attention": sliding,
-        f"partial_rotary_factor={raw.get('partial_rotary_factor')}": raw.get("partial_rotary_factor", 1.0)
-        != 1.0,
+        f"partial_rotary_factor={raw.get('partial_rotary_factor')}": raw.get("partial_rotary_factor", 1.0) != 1.0,
         "quantization_config": bool(raw.get("quantization_config")),
     }
     unsupported = [name for name, present in asked.items() if present]
@@ -138,23 +175,12 @@ def _check_dflash_keys(folder: Path, raw: Mapping[str, Any]) -> None:
             actual=f"architectures {raw.get('architectures')}",
             fix="give the drafter's folder as model.draft_path",
         )
-    extended = [key for key in UNSUPPORTED_DFLASH if entries.get(key)]
-    if extended:
-        raise ModelError(
-            "the drafter uses extensions of DFlash that are not supported",
-            where=folder / CONFIG_FILE,
-            actual=", ".join(f"{key}={entries[key]}" for key in extended),
-            fix="use a drafter of the original DFlash architecture",
-        )
+    refuse_extensions(folder, "DFlash", [f"{key}={entries[key]}" for key in UNSUPPORTED_DFLASH if entries.get(key)])
 
 
-def _check_fit(folder: Path, config: DFlashConfig, target: Target) -> None:
-    pairs = {
-        "hidden_size": (target.config.hidden_size, config.decoder.hidden_size),
-        "vocab_size": (target.config.vocab_size, config.decoder.vocab_size),
-        "num_target_layers": (target.config.num_layers, config.num_target_layers),
-    }
-    for key, (expected, actual) in pairs.items():
+def check_fit(folder: Path, target: Target, **sizes: tuple[int, int]) -> None:
+    """Compare `(target's, drafter's)` sizes."""
+    for key, (expected, actual) in sizes.items():
         if expected != actual:
             raise ModelError(
                 f"drafter and target do not fit: {key}",
@@ -165,7 +191,7 @@ def _check_fit(folder: Path, config: DFlashConfig, target: Target) -> None:
             )
 
 
-def _check_tokenizer(folder: Path, target_folder: Path) -> None:
+def check_tokenizer(folder: Path, target_folder: Path) -> None:
     if not all((place / TOKENIZER_FILE).is_file() for place in (folder, target_folder)):
         return
     expected, actual = Tokenizer.load(target_folder), Tokenizer.load(folder)

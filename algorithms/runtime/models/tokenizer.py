@@ -48,9 +48,7 @@ class Tokenizer:
         backend = _read_backend(folder / TOKENIZER_FILE)
         config = read_optional_json(folder / TOKENIZER_CONFIG_FILE)
         special = _special_tokens(config)
-        return cls(
-            backend, folder, _eos_ids(folder, backend, special), _chat_template(folder, config), special
-        )
+        return cls(backend, folder, _eos_ids(folder, backend, special), _chat_template(folder, config), special)
 
     @property
     def size(self) -> int:

@@ -1,9 +1,10 @@
-"""Reading safetensors checkpoints into a module, checked against its shapes before anything large is
-allocated.
+"""Reading checkpoints into a module, checked against its shapes before anything large is allocated.
 
 The module is built on the meta device, so its state dict is only names and shapes. The headers of all shards
 are compared with it first; then tensors are read one at a time, cast, checked for NaN and infinity, and
-assigned. Pickled weights are never opened: unpickling runs code from the file.
+assigned. Pickled weights are refused, since unpickling runs code from the file, except where the caller asks for
+them: EAGLE heads are published as `pytorch_model.bin`, and torch's restricted unpickler reads those, which builds
+tensors and plain containers and nothing else.
 """
 
 from __future__ import annotations
@@ -16,11 +17,23 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from algorithms.runtime.models.folder import PICKLE_SUFFIXES, ModelError, read_json
+from algorithms.runtime.models.folder import PICKLE_SUFFIXES, PICKLED_WEIGHTS, ModelError, read_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+# What a buffer of token ids or of marks may be stored as.
+INTEGER_DTYPES = {torch.int64: ("I64", "I32"), torch.bool: ("BOOL", "U8")}
+PICKLED_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+}
 NAMES_SHOWN = 5
 COPY_AGAIN = "copy or download the file again"
 
@@ -43,33 +56,40 @@ def load_weights(
     *,
     harmless: Callable[[str], bool],
     optional_prefix: str = "",
+    pickles: bool = False,
 ) -> None:
     """Fill `module` (built on the meta device) from `folder`, on `device` in `dtype`, without gradients.
 
-    Stored tensors of other names are refused unless `harmless(name)`; `optional_prefix` is dropped from
-    stored names that carry it. Raises ModelError naming the file or tensor.
+    Integer and boolean buffers keep their own dtype. Stored tensors of other names are refused unless
+    `harmless(name)`; `optional_prefix` is dropped from stored names that carry it; `pickles` lets
+    `pytorch_model.bin` stand in for missing safetensors. Raises ModelError naming the file or tensor.
     """
     wanted = module.state_dict()
-    stored = _without_prefix(
-        {name: tensor for name, tensor in _read_headers(folder).items() if not harmless(name)},
-        optional_prefix,
-    )
+    stored = {
+        name: tensor for name, tensor in stored_tensors(folder, optional_prefix, pickles).items() if not harmless(name)
+    }
     _check_names(folder, set(wanted), set(stored))
     for name, tensor in wanted.items():
-        _check_header(stored[name], tuple(tensor.shape))
-    module.load_state_dict(_read_tensors(stored, device, dtype), assign=True)
+        _check_header(stored[name], tuple(tensor.shape), tensor.dtype)
+    dtypes = {name: dtype if t.is_floating_point() else t.dtype for name, t in wanted.items()}
+    module.load_state_dict(_read_tensors(stored, device, dtypes), assign=True)
     module.requires_grad_(False).eval()
 
 
-def _read_headers(folder: Path) -> dict[str, Stored]:
+def stored_tensors(folder: Path, optional_prefix: str = "", pickles: bool = False) -> dict[str, Stored]:
+    """What the checkpoint in `folder` holds, by name without the prefix; nothing but headers is read."""
+    return _without_prefix(_read_headers(folder, pickles), optional_prefix)
+
+
+def _read_headers(folder: Path, pickles: bool) -> dict[str, Stored]:
     index_path = folder / INDEX_FILE
+    if pickles and not (folder / SINGLE_FILE).is_file() and (folder / PICKLED_WEIGHTS).is_file():
+        return _pickled_header(folder / PICKLED_WEIGHTS)
     if (folder / SINGLE_FILE).is_file() or not index_path.is_file():
         return _read_header(_single_file(folder))
     weight_map = read_json(index_path, fix=COPY_AGAIN).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelError(
-            "the index names no tensors", where=index_path, expected="key 'weight_map'", fix=COPY_AGAIN
-        )
+        raise ModelError("the index names no tensors", where=index_path, expected="key 'weight_map'", fix=COPY_AGAIN)
     headers = {shard: _read_header(_shard_file(folder, shard)) for shard in sorted(set(weight_map.values()))}
     for name, shard in weight_map.items():
         if name not in headers[shard]:
@@ -138,8 +158,7 @@ def _read_header(path: Path) -> dict[str, Stored]:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
             return {
-                name: Stored(path, name, tuple(part.get_shape()), part.get_dtype())
-                for name, part in slices.items()
+                name: Stored(path, name, tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()
             }
     except (SafetensorError, OSError) as error:
         raise _unreadable(path, error) from error
@@ -174,7 +193,7 @@ def _check_names(folder: Path, wanted: set[str], stored: set[str]) -> None:
             )
 
 
-def _check_header(stored: Stored, shape: tuple[int, ...]) -> None:
+def _check_header(stored: Stored, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     if stored.shape != shape:
         raise ModelError(
             f"tensor '{stored.name}' has the wrong shape",
@@ -183,28 +202,63 @@ def _check_header(stored: Stored, shape: tuple[int, ...]) -> None:
             actual=list(stored.shape),
             fix="check that config.json and the weights belong together",
         )
-    if stored.dtype not in FLOAT_DTYPES:
+    supported = INTEGER_DTYPES.get(dtype, FLOAT_DTYPES)
+    if stored.dtype not in supported:
         raise ModelError(
             f"tensor '{stored.name}' has an unsupported dtype",
             where=stored.file,
-            expected=" or ".join(FLOAT_DTYPES),
+            expected=" or ".join(supported),
             actual=stored.dtype,
             fix="use the unquantised checkpoint",
         )
 
 
+def _unpickled(path: Path) -> dict[str, Tensor]:
+    """The tensors of a `torch.save` file, left on disk until they are read."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # the restricted unpickler and the archive reader raise many kinds
+        raise ModelError(
+            "the pickled weights hold more than tensors, or are truncated",
+            where=path,
+            expected="a state dict written by torch.save",
+            actual=str(error).splitlines()[0] if str(error) else type(error).__name__,
+            fix="get the file again from where it was published, or convert it to safetensors",
+        ) from error
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise ModelError(
+            "the pickled weights are no state dict",
+            where=path,
+            expected="tensors by name",
+            actual=type(content).__name__,
+            fix="save the module's state_dict()",
+        )
+    return content
+
+
+def _pickled_header(path: Path) -> dict[str, Stored]:
+    return {
+        name: Stored(path, name, tuple(value.shape), PICKLED_DTYPES.get(value.dtype, str(value.dtype)))
+        for name, value in _unpickled(path).items()
+    }
+
+
 def _read_tensors(
-    stored: dict[str, Stored], device: torch.device | str, dtype: torch.dtype
+    stored: dict[str, Stored], device: torch.device | str, dtypes: dict[str, torch.dtype]
 ) -> dict[str, Tensor]:
     by_file: dict[Path, dict[str, Stored]] = {}
     for name, tensor in stored.items():
         by_file.setdefault(tensor.file, {})[name] = tensor
     state: dict[str, Tensor] = {}
     for path, members in by_file.items():
+        if path.name == PICKLED_WEIGHTS:
+            content = _unpickled(path)
+            state |= {name: _cast(content[t.name], t, device, dtypes[name]) for name, t in members.items()}
+            continue
         try:
             with safe_open(path, framework="pt") as file:
                 for name, tensor in members.items():
-                    state[name] = _cast(file.get_tensor(tensor.name), tensor, device, dtype)
+                    state[name] = _cast(file.get_tensor(tensor.name), tensor, device, dtypes[name])
         except (SafetensorError, OSError) as error:
             raise _unreadable(path, error) from error
     return state
@@ -217,14 +271,12 @@ def _all_finite(tensor: Tensor) -> bool:
 def _cast(value: Tensor, stored: Stored, device: torch.device | str, dtype: torch.dtype) -> Tensor:
     # A copy even where nothing changes: the value may be a view of the file, which others may overwrite.
     result = value.to(device=device, dtype=dtype, copy=True)
-    if _all_finite(result):
+    if not dtype.is_floating_point or _all_finite(result):
         return result
     overflow = _all_finite(value)
     raise ModelError(
         f"tensor '{stored.name}' " + (f"does not fit {dtype}" if overflow else "holds NaN or infinity"),
         where=stored.file,
         expected="finite numbers",
-        fix="load the model in bfloat16 or float32"
-        if overflow
-        else "the checkpoint is damaged: " + COPY_AGAIN,
+        fix="load the model in bfloat16 or float32" if overflow else "the checkpoint is damaged: " + COPY_AGAIN,
     )

@@ -1,0 +1,108 @@
+"""Shapes of EAGLE and EAGLE-3 heads, read from and written to the `config.json` of published checkpoints.
+
+Both kinds are published as a Llama (or Qwen3) config of the draft layer. EAGLE (arXiv 2401.15077) adds at most `bias`:
+whether `fc` has one, which the released heads have when the key is absent. EAGLE-3 (arXiv 2503.01840) adds
+`draft_vocab_size`, `target_hidden_size` and the captured target layers. No torch is imported here.
+
+Layer ids. SafeAILab's code and SGLang read low, middle and high features in front of layers 2, n/2 and n - 3 of a
+target of n layers; the input of a layer is the output of the one before it. The list `eagle_aux_hidden_state_layer_ids`
+in a config, where there is one, names layers whose output is read (SGLang adds one to it, SpecForge writes it so). Here
+a layer id always means that layer's output, as in `Decoder.forward(capture)`: the defaults are 1, n/2 - 1 and n - 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from algorithms.runtime.models.config import DecoderConfig
+
+NUM_FEATURES = 3
+LAYER_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """Shape of an EAGLE head: `decoder` describes its layers."""
+
+    decoder: DecoderConfig
+    fc_bias: bool = True
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> EagleConfig:
+        """Read a published `config.json`; ValueError names a missing or unsupported key."""
+        return cls(DecoderConfig.from_hf(config), bool(config.get("bias", True)))
+
+    def to_hf(self) -> dict[str, Any]:
+        """The `config.json` mapping with the keys of the published heads."""
+        return {**self.decoder.to_hf(), "architectures": ["LlamaForCausalLMEagle"], "bias": self.fc_bias}
+
+
+def default_aux_layer_ids(num_target_layers: int) -> tuple[int, ...]:
+    """Layers whose output is the input of layers 2, n/2 and n - 3."""
+    if num_target_layers < 5:
+        raise ValueError(f"the default {LAYER_IDS_KEY} need a target of >= 5 layers, got {num_target_layers}")
+    return (1, num_target_layers // 2 - 1, num_target_layers - 4)
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """Shape of an EAGLE-3 head. `decoder` is its one layer; `decoder.vocab_size` is the target's vocabulary.
+
+    `aux_layer_ids` None means the default of the target at hand.
+    """
+
+    decoder: DecoderConfig
+    draft_vocab_size: int
+    target_hidden_size: int
+    aux_layer_ids: tuple[int, ...] | None
+
+    def __post_init__(self) -> None:
+        if self.decoder.num_layers != 1:
+            raise ValueError(f"an EAGLE-3 head has one layer, got {self.decoder.num_layers}")
+        if not 1 <= self.draft_vocab_size <= self.decoder.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size must lie in 1..vocab_size={self.decoder.vocab_size}, got {self.draft_vocab_size}"
+            )
+        if self.aux_layer_ids is not None and len(self.aux_layer_ids) != NUM_FEATURES:
+            raise ValueError(f"{LAYER_IDS_KEY} must name {NUM_FEATURES} layers, got {list(self.aux_layer_ids)}")
+
+    @property
+    def reduced(self) -> bool:
+        """Whether the head predicts a part of the vocabulary only."""
+        return self.draft_vocab_size < self.decoder.vocab_size
+
+    def layer_ids(self, num_target_layers: int) -> tuple[int, ...]:
+        """The captured layers of a target of `num_target_layers`; ValueError where it has no such layers."""
+        ids = self.aux_layer_ids or default_aux_layer_ids(num_target_layers)
+        if any(not 0 <= index < num_target_layers for index in ids):
+            raise ValueError(f"{LAYER_IDS_KEY} must lie in 0..{num_target_layers - 1}, got {list(ids)}")
+        return ids
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Eagle3Config:
+        """Read a `config.json` of SafeAILab's or SpecForge's; an entry of `eagle_config` wins over a top-level one.
+
+        Some published configs repeat the target's number of layers; the head has one all the same.
+        """
+        decoder = replace(DecoderConfig.from_hf(config), num_layers=1)
+        ids = (config.get("eagle_config") or {}).get(LAYER_IDS_KEY, config.get(LAYER_IDS_KEY))
+        return cls(
+            decoder=decoder,
+            draft_vocab_size=int(config.get("draft_vocab_size") or decoder.vocab_size),
+            target_hidden_size=int(config.get("target_hidden_size") or decoder.hidden_size),
+            aux_layer_ids=None if ids is None else tuple(int(index) for index in ids),
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The `config.json` mapping with the keys of the published heads."""
+        result = {
+            **self.decoder.to_hf(),
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": self.draft_vocab_size,
+            "target_hidden_size": self.target_hidden_size,
+        }
+        if self.aux_layer_ids is not None:
+            result["eagle_config"] = {LAYER_IDS_KEY: list(self.aux_layer_ids), "use_aux_hidden_state": True}
+        return result

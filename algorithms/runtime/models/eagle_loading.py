@@ -1,0 +1,145 @@
+"""EAGLE heads from published folders: which kind it is told by the tensors, what does not fit said before it runs.
+
+Most heads are published without an embedding, many without safetensors, and their configs look like those of plain
+language models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from algorithms.runtime.models.eagle import Eagle3Drafter, EagleDrafter
+from algorithms.runtime.models.eagle_config import Eagle3Config, EagleConfig
+from algorithms.runtime.models.folder import ModelError, resolve_folder
+from algorithms.runtime.models.loading import (
+    CONFIG_FILE,
+    OTHER_DRAFTER,
+    Target,
+    check_fit,
+    check_tokenizer,
+    parse_config,
+    read_config,
+    refuse_extensions,
+)
+from algorithms.runtime.models.weights import Stored, load_weights, stored_tensors
+
+EMBEDDING = "embed_tokens.weight"
+# Other places of the norms, of which no tensor tells.
+UNSUPPORTED_EAGLE3 = ("norm_before_residual", "norm_before_fc", "fc_norm")
+
+
+def load_eagle(path: str | Path, target: Target, device: torch.device | str, dtype: torch.dtype) -> EagleDrafter:
+    """Load an EAGLE head, safetensors or the published `pytorch_model.bin`, and bind it to `target`.
+
+    ModelError names what does not fit.
+    """
+    folder, raw, stored = _open_head(path)
+    _check_kind(folder, raw, stored, "fc.weight", "layers.", "EAGLE")
+    config = parse_config(folder, raw, EagleConfig.from_hf)
+    check_fit(
+        folder,
+        target,
+        hidden_size=(target.config.hidden_size, config.decoder.hidden_size),
+        vocab_size=(target.config.vocab_size, config.decoder.vocab_size),
+    )
+    check_tokenizer(folder, target.path)
+    with torch.device("meta"):
+        drafter = EagleDrafter(config, own_embedding=EMBEDDING in stored)
+    # Some copies carry the target's LM head along; the target's own serves.
+    _load_head(drafter, folder, device, dtype, {"lm_head.weight"})
+    drafter.bind(target.model)
+    return drafter
+
+
+def load_eagle3(path: str | Path, target: Target, device: torch.device | str, dtype: torch.dtype) -> Eagle3Drafter:
+    """Load an EAGLE-3 head as SafeAILab or SpecForge write it, and bind it to `target`.
+
+    ModelError names what does not fit.
+    """
+    folder, raw, stored = _open_head(path)
+    _check_kind(folder, raw, stored, "fc.weight", "midlayer.", "EAGLE-3")
+    extended = {**raw, **(raw.get("eagle_config") or {})}
+    refuse_extensions(folder, "EAGLE-3", [f"{key}={extended[key]}" for key in UNSUPPORTED_EAGLE3 if extended.get(key)])
+    config = parse_config(folder, raw, Eagle3Config.from_hf)
+    own_embedding, own_head = EMBEDDING in stored, "lm_head.weight" in stored
+    sizes = {
+        "target_hidden_size": (target.config.hidden_size, config.target_hidden_size),
+        "vocab_size": (target.config.vocab_size, config.decoder.vocab_size),
+    }
+    if not (own_embedding and own_head):  # what it borrows must have its width
+        sizes["hidden_size"] = (target.config.hidden_size, config.decoder.hidden_size)
+    if not own_head:
+        sizes["draft_vocab_size without an LM head of its own"] = (target.config.vocab_size, config.draft_vocab_size)
+    check_fit(folder, target, **sizes)
+    check_tokenizer(folder, target.path)
+    try:
+        with torch.device("meta"):
+            drafter = Eagle3Drafter(config, target.config.num_layers, own_embedding, own_head)
+    except ValueError as error:
+        raise ModelError(
+            "drafter and target do not fit: captured layers",
+            where=f"{folder / CONFIG_FILE}, against target {target.path}",
+            actual=str(error),
+            fix=OTHER_DRAFTER,
+        ) from error
+    _load_head(drafter, folder, device, dtype, set() if config.reduced else {"d2t", "t2d"})
+    if config.reduced:
+        _check_vocabulary(folder, drafter)
+    drafter.bind(target.model)
+    return drafter
+
+
+def _open_head(path: str | Path) -> tuple[Path, dict[str, Any], dict[str, Stored]]:
+    folder = resolve_folder(path, pickles=True)
+    return folder, read_config(folder), stored_tensors(folder, "model.", pickles=True)
+
+
+def _load_head(
+    drafter: EagleDrafter | Eagle3Drafter,
+    folder: Path,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    ignored: set[str],
+) -> None:
+    load_weights(
+        drafter,
+        folder,
+        device,
+        dtype,
+        harmless=lambda name: name in ignored or name.endswith("rotary_emb.inv_freq"),
+        optional_prefix="model.",
+        pickles=True,
+    )
+
+
+def _check_kind(
+    folder: Path, raw: Mapping[str, Any], stored: Mapping[str, Stored], fusion: str, layers: str, kind: str
+) -> None:
+    """The configs of all heads, and of plain models, look alike: the tensors tell."""
+    if fusion in stored and any(name.startswith(layers) for name in stored):
+        return
+    raise ModelError(
+        f"this is no {kind} head",
+        where=folder,
+        expected=f"tensors {fusion} and {layers}*",
+        actual=f"architectures {raw.get('architectures')}, tensors {', '.join(sorted(stored)[:4])}, ...",
+        fix="give the head's folder as model.draft_path; EAGLE-3 heads are for algo=eagle3, older ones for algo=eagle",
+    )
+
+
+def _check_vocabulary(folder: Path, drafter: Eagle3Drafter) -> None:
+    """`d2t` holds offsets: with ids in their place, drafts would be wrong and still be tokens."""
+    ids = drafter.to_target(torch.arange(drafter.draft_vocab_size, device=drafter.d2t.device)).cpu()
+    marked = drafter.t2d.cpu().nonzero().squeeze(-1)
+    if not torch.equal(ids, marked):
+        raise ModelError(
+            "the draft vocabulary contradicts itself",
+            where=folder,
+            expected=f"d2t[i] + i to be the {len(ids)} ids that t2d marks, in rising order",
+            actual=f"t2d marks {len(marked)} ids, d2t leads to {ids[:4].tolist()}, ...",
+            fix="restore d2t and t2d as the head was trained with",
+        )
