@@ -85,9 +85,7 @@ def test_end_at_each_position_of_a_block(end: int, decoys: bool) -> None:
     asked = requests(3)
     texts = scripts(asked, written(3))
     limited = [replace(r, max_new_tokens=end) for r in asked]
-    stopped = [
-        replace(r, stop_token_ids=frozenset({ids[end - 1]})) for r, ids in zip(asked, written(3), strict=True)
-    ]
+    stopped = [replace(r, stop_token_ids=frozenset({ids[end - 1]})) for r, ids in zip(asked, written(3), strict=True)]
     for ending, reason in ((limited, "length"), (stopped, "stop_token")):
         alone = run(autoregressive(TARGET), ending, Setup(), TARGET).completions
         drafted = run(Scripted(texts, 6, decoys=decoys), ending, Setup(), TARGET).completions
@@ -142,7 +140,6 @@ def test_observed_features_are_those_of_the_text(decoys: bool) -> None:
             self.seen: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
 
         def observe(self, seen: Observation) -> None:
-            super().observe(seen)
             joined = torch.cat(seen.features, -1)
             for row, pages in enumerate(seen.page_table.tolist()):
                 for column in range(int(seen.counts[row])):

@@ -11,7 +11,7 @@ import torch
 
 import specdec_kernels as kernels
 from algorithms.autoregressive import Autoregressive
-from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Observation, Resources
+from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Resources
 from algorithms.runtime.backends import backends
 from algorithms.runtime.engine import Engine, EngineSettings, Generation
 from algorithms.runtime.models.config import DecoderConfig, DFlashConfig
@@ -91,6 +91,8 @@ class Setup:
     num_pages: int | None = None
     impl: str = "reference"
     max_length: int = 64
+    graph: str = "none"
+    read_behind: int | None = None
 
 
 def engine_of(algorithm: Algorithm, setup: Setup, target: Target) -> Engine:
@@ -101,8 +103,18 @@ def engine_of(algorithm: Algorithm, setup: Setup, target: Target) -> Engine:
         num_pages=setup.num_pages,
         max_length=setup.max_length,
         impl=setup.impl,
+        graph=setup.graph,
+        read_behind=setup.read_behind,
     )
-    return Engine(target, algorithm, kind(kind.Config(), setup.impl), settings, spell)
+    capture = Replayed if setup.graph != "none" and not torch.cuda.is_available() else None
+    return Engine(target, algorithm, kind(kind.Config(), setup.impl), settings, spell, capture)
+
+
+class Replayed:
+    """Stands for a CUDA graph where there is no GPU: the same work again, on the same tensors, for the whole bucket."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.replay = work
 
 
 def run(algorithm: Algorithm, asked: Sequence[Request], setup: Setup, target: Target) -> Generation:
@@ -147,25 +159,21 @@ class Scripted(Algorithm):
         self.chain = not decoys
         self.max_depth = depth
         self.num_nodes = 1 + depth * self._width
-        self._text_of: dict[int, Sequence[int]] = {}
 
     def attach(self, resources: Resources) -> None:
         self._impl = resources.impl
 
-    def observe(self, seen: Observation) -> None:
-        """The first page is a request's name while it runs; at prefill its text says which script is meant."""
-        for row, (page, *_) in enumerate(seen.page_table.tolist()):
-            if int(seen.start[row]) == 0:
-                prompt = seen.tokens[row, : int(seen.counts[row])].tolist()
-                self._text_of[page] = next(t for t in self._texts if list(t[: len(prompt)]) == prompt)
-
     def propose(self, batch: Batch) -> DraftTree:
-        rows = zip(batch.lengths.tolist(), batch.roots.tolist(), batch.page_table.tolist(), strict=True)
-        tokens = [self._nodes(length, root, self._text_of[pages[0]]) for length, root, pages in rows]
+        rows = zip(batch.lengths.tolist(), batch.roots.tolist(), batch.history.tolist(), strict=True)
+        tokens = [self._nodes(length, root, self._text_of(history[: length + 1])) for length, root, history in rows]
         parents = [-1] + [max(0, d * self._width) for d in range(self.max_depth) for _ in range(self._width)]
         tree = torch.tensor([parents] * len(tokens), dtype=torch.int32)
         links = kernels.build_tree(tree, batch.lengths, impl=self._impl)
         return DraftTree(torch.tensor(tokens), links)
+
+    def _text_of(self, committed: list[int]) -> Sequence[int]:
+        """The script that begins like this; nothing for a request that has ended and is stepped once more."""
+        return next((t for t in self._texts if list(t[: len(committed)]) == committed), ())
 
     def _nodes(self, length: int, root: int, text: Sequence[int]) -> list[int]:
         nodes = [root]
