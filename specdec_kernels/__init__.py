@@ -11,7 +11,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-FAMILIES = ("tree", "sampling", "verify", "kv_index", "attention", "kv_write")
+FAMILIES = ("tree", "sampling", "verify", "kv_index", "attention", "kv_write", "mla")
 
 _FAMILY_OF = {
     "TreeLinks": "tree",
@@ -30,6 +30,7 @@ _FAMILY_OF = {
     "paged_attention": "attention",
     "materialize_kv": "kv_write",
     "write_kv": "kv_write",
+    "mla_attention": "mla",
 }
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
         token_slots,
     )
     from specdec_kernels.kv_write import materialize_kv, write_kv
+    from specdec_kernels.mla import mla_attention
     from specdec_kernels.sampling import Picked, pick_tokens
     from specdec_kernels.tree import TreeLinks, build_chain, build_tree
     from specdec_kernels.verify import Accepted, accept
@@ -60,6 +62,7 @@ __all__ = [
     "flash_attention_table",
     "flashinfer_indices",
     "materialize_kv",
+    "mla_attention",
     "move_accepted",
     "paged_attention",
     "pick_tokens",

@@ -110,7 +110,7 @@ def test_kernel_is_the_reference(family: str, case: Case, dtype: torch.dtype) ->
 
 def _takes_float64(family: str) -> bool:
     """Families whose results are floats accept float64, so that their reference can serve as the truth."""
-    return family in ("attention", "kv_write")
+    return family in ("attention", "kv_write", "mla")
 
 
 def test_every_family_has_cases_of_every_use() -> None:

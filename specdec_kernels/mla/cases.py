@@ -1,0 +1,171 @@
+"""Named inputs of latent attention.
+
+Every pool slot that no row may see is NaN, and every table entry past a request's last page names no page, so a stray
+read shows in any case. Cases tagged `large` are for a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from specdec_kernels.cases import Case, Maker
+from specdec_kernels.tree import build_tree
+from specdec_kernels.tree.cases import random_parents
+
+_NO_PAGE = 1 << 30
+
+
+def mla_inputs(
+    make: Maker,
+    mode: str,
+    num_nodes: int,
+    lengths: Sequence[int],
+    heads: int = 4,
+    latent: int = 32,
+    rope: int = 16,
+    page_size: int = 16,
+    q_lens: Sequence[int] | None = None,
+    capacity: int | None = None,
+    tree_width: int | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Arguments of `mla_attention`: `lengths` committed tokens a request and a random tree for `mode="tree"`.
+
+    With `tree_width` the rows are the last `num_nodes` nodes of a tree of that many, as in a drafter's expansion step.
+    """
+    used = list(q_lens) if q_lens is not None else [num_nodes] * len(lengths)
+    drafted = used if tree_width is None else [tree_width] * len(lengths)
+    cache, page_table = _pool(make, lengths, drafted, latent + rope, page_size, capacity)
+    committed = make.tensor(list(lengths), torch.int64)
+    mask = None
+    if mode == "tree":
+        width = num_nodes if tree_width is None else tree_width
+        tree = build_tree(random_parents(make, len(lengths), width), committed, impl="reference")
+        mask = tree.mask[:, width - num_nodes :].contiguous()
+    return dict(
+        q_latent=make.normal(len(lengths), num_nodes, heads, latent),
+        q_rope=make.normal(len(lengths), num_nodes, heads, rope),
+        cache=cache,
+        page_table=page_table,
+        lengths=committed,
+        mode=mode,
+        scale=(latent + rope) ** -0.5,
+        mask=mask,
+        q_lens=None if q_lens is None else make.tensor(used, torch.int32),
+        tree_width=tree_width,
+        **options,
+    )
+
+
+def _pool(
+    make: Maker, lengths: Sequence[int], drafted: Sequence[int], width: int, page_size: int, capacity: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A latent cache with NaN wherever nothing is stored, and a page table over shuffled pages."""
+    held = [-(-(length + draft) // page_size) for length, draft in zip(lengths, drafted, strict=True)]
+    columns = max([1, *held]) if capacity is None else -(-capacity // page_size)
+    order = torch.randperm(sum(held) + 2, generator=make.generator)
+    cache = make.normal(sum(held) + 2, page_size, width)
+    stored = torch.zeros(sum(held) + 2, page_size, dtype=torch.bool)
+    table = torch.full((len(lengths), columns), _NO_PAGE, dtype=torch.int32)
+    taken = 0
+    for row, (length, draft, pages) in enumerate(zip(lengths, drafted, held, strict=True)):
+        mine = order[taken : taken + pages]
+        table[row, :pages] = mine
+        stored[mine] = (torch.arange(pages * page_size) < length + draft).view(pages, page_size)
+        taken += pages
+    cache.masked_fill_(~stored.to(cache.device)[:, :, None], float("nan"))
+    return cache, table.to(make.device)
+
+
+def work(inputs: dict[str, Any]) -> tuple[int, int]:
+    """(bytes, floating-point operations) that the call cannot avoid: each cached row, query and result once."""
+    q_latent, cache, lengths = inputs["q_latent"], inputs["cache"], inputs["lengths"]
+    batch, num_nodes, heads, latent = q_latent.shape
+    width = cache.shape[2]
+    keys = int(lengths.sum()) + batch * num_nodes
+    in_draft = num_nodes * (num_nodes + 1) // 2 if inputs["mode"] == "chain" else num_nodes**2
+    pairs = num_nodes * int(lengths.sum()) + batch * in_draft
+    moved = keys * width + batch * num_nodes * heads * (width + latent)
+    return moved * cache.element_size(), 2 * pairs * heads * (width + latent)
+
+
+WORK: dict[str, Callable[[dict[str, Any]], tuple[int, int]]] = {"mla_attention": work}
+
+
+def _case(name: str, catches: str, mode: str, num_nodes: int, lengths: Sequence[int], **shape: Any) -> Case:
+    build = partial(mla_inputs, mode=mode, num_nodes=num_nodes, lengths=lengths, **shape)
+    return Case(name, "mla_attention", build, catches)
+
+
+def _gated(name: str, catches: str, mode: str, num_nodes: int, **shape: Any) -> Case:
+    """A shipped shape: its table is wide enough for several splits, its request is short."""
+    shape = {"heads": 128, "latent": 512, "rope": 64, "capacity": 4096, **shape}
+    build = partial(mla_inputs, mode=mode, num_nodes=num_nodes, lengths=(37,), **shape)
+    large = ("large",) if num_nodes > 8 else ()  # thousands of rows: seconds in the interpreter
+    return Case(name, "mla_attention", build, catches, gate=True, tags=large)
+
+
+def _timed(name: str, mode: str, num_nodes: int, batch: int, context: int, page_size: int = 64) -> Case:
+    """Requests of about `context` tokens with the heads of a DeepSeek-V3 layer."""
+    lengths = [context - 7 * row for row in range(batch)]
+    shape: dict[str, Any] = dict(heads=128, latent=512, rope=64, page_size=page_size)
+    build = partial(mla_inputs, mode=mode, num_nodes=num_nodes, lengths=lengths, **shape)
+    return Case(name, "mla_attention", build, "shapes that are timed", bench=True, tags=("large",))
+
+
+CASES = (
+    _case("empty_batch", "launch on an empty grid", "chain", 3, ()),
+    _case("decode_one_head", "a tile padded from one row", "chain", 1, (5,), heads=1, return_lse=True),
+    _case("decode_first_token", "a request without a prefix", "chain", 1, (0,), return_lse=True),
+    _case("chain_odd", "rows off the tile; lse per row", "chain", 5, (3, 18), heads=3, return_lse=True),
+    _case("block_odd", "the last row's view given to all", "block", 5, (3, 18), return_lse=True),
+    _case("tree_odd", "mask bits by depth instead of by node", "tree", 7, (3, 18), return_lse=True),
+    _case("draft_fills_page", "one page too many at an exact edge", "chain", 5, (27, 11)),
+    _case("unequal_lengths", "one request's length used for another", "chain", 4, (70, 0, 3), return_lse=True),
+    _case("splits", "splits past the end; merge weights", "chain", 6, (50, 3), split_tokens=16, return_lse=True),
+    _case("splits_tree", "splits without a visible key", "tree", 20, (55, 27), split_tokens=24),
+    _case(
+        "q_lens_split",
+        "merge reads rows never written",
+        "tree",
+        6,
+        (60, 5, 0),
+        q_lens=(4, 0, 6),
+        split_tokens=16,
+        return_lse=True,
+    ),
+    _case("q_lens_block", "a row sees slots past q_lens", "block", 6, (20, 40), q_lens=(3, 1), return_lse=True),
+    _case("tree_65", "first bit of the second word", "tree", 65, (21, 0), heads=2),
+    _case(
+        "tree_width",
+        "rows that are not the first nodes of the tree",
+        "tree",
+        4,
+        (9, 30),
+        tree_width=70,
+        q_lens=(4, 2),
+        return_lse=True,
+    ),
+    _case("page_1", "per-token pages", "tree", 6, (20, 3), page_size=1),
+    _case("page_odd", "page size not a power of two", "chain", 6, (20, 31), page_size=6, split_tokens=16),
+    _case("latent_odd", "the padded rest of the latent", "chain", 3, (20,), latent=48, rope=48, return_lse=True),
+    _case("latent_odd_split", "the rest lost in the merge", "chain", 3, (40,), latent=80, split_tokens=16),
+    _case("latent_512", "the shipped size", "tree", 5, (40,), heads=8, latent=512, rope=64),
+    _case("cut", "keys past max_length", "tree", 4, (30, 12), max_length=20, return_lse=True),
+    _gated("shipped_decode", "registers of the tile", "chain", 1),
+    _gated("shipped_block_4", "registers without a mask", "block", 4),
+    _gated("shipped_tree_16", "registers of the bit mask", "tree", 16),
+    _gated("shipped_tree_100", "registers of several mask words", "tree", 100),
+    _gated("shipped_16_heads", "a shard of the heads", "chain", 4, heads=16),
+    _gated("shipped_short", "registers of the store without splits", "chain", 4, capacity=256),
+    _gated("shipped_latent_256", "registers of a smaller latent", "chain", 4, latent=256, rope=32),
+    _gated("shipped_latent_384", "registers of a latent in two blocks", "chain", 4, latent=384),
+    _timed("mla_decode_b1_8k", "chain", 1, 1, 8192),
+    _timed("mla_decode_b8_8k", "chain", 1, 8, 8192),
+    _timed("mla_chain4_b8_8k", "chain", 4, 8, 8192),
+    _timed("mla_tree16_b8_8k", "tree", 16, 8, 8192),
+)

@@ -1,0 +1,82 @@
+"""Static launch table of latent attention: no autotuning on a step's path.
+
+The key is the chip and the latent size. H query heads share one cached head, so N * H rows are many even for decoding:
+the tile is limited by registers (the float32 accumulator has BLOCK_M * latent entries), not by the rows there are.
+
+`split_tokens` is a length, not a count: partial results of a row then do not depend on the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+_SPLIT_TOKENS = 512
+_INTERPRETER_MAX_ROWS = 1024
+_LEAST = 16  # lanes that a matrix instruction takes
+
+
+@dataclass(frozen=True)
+class MlaConfig:
+    """Tile of one program: `block_m` query rows, `block_n` keys a step, `split_tokens` keys in all."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    split_tokens: int
+
+
+@dataclass(frozen=True)
+class MergeConfig:
+    """Tile of one merge program: `rows` output rows, `block_s` of their `all_splits` partial results a step."""
+
+    rows: int
+    all_splits: int
+    block_s: int
+    num_warps: int
+
+
+def mla_config(chip: str, latent: int, rows: int, max_length: int, split_tokens: int | None = None) -> MlaConfig:
+    """Row of the table for `rows` query rows of one request over at most `max_length` keys.
+
+    `split_tokens` replaces the table's split length, rounded up to a tile; shorter splits make the tile shorter.
+    """
+    if chip == "interpreter":
+        # A program costs the same whatever its tile, so a tile takes everything that is there.
+        block_m = min(_INTERPRETER_MAX_ROWS, max(_LEAST, _power_of_two(rows)))
+        config = MlaConfig(block_m, min(512, max(_LEAST, _power_of_two(max_length))), 1, 1, 4096)
+    else:
+        block_m, block_n, warps, stages = _TABLE[chip][256 if latent <= 256 else 512]
+        config = MlaConfig(block_m, block_n, warps, stages, _SPLIT_TOKENS)
+    if split_tokens is None:
+        return config
+    block_n = min(config.block_n, max(_LEAST, _power_of_two(split_tokens)))
+    return replace(config, block_n=block_n, split_tokens=-(-split_tokens // block_n) * block_n)
+
+
+def merge_config(chip: str, num_splits: int) -> MergeConfig:
+    """Row of the table for merging `num_splits` partial results."""
+    splits = max(2, _power_of_two(num_splits))
+    if chip == "interpreter":
+        return MergeConfig(rows=max(2, 256 // splits), all_splits=splits, block_s=splits, num_warps=1)
+    return MergeConfig(rows=2, all_splits=splits, block_s=min(8, splits), num_warps=4)
+
+
+def blocks(latent: int) -> tuple[int, int]:
+    """`latent` columns as the largest power of two and the padded power of two that holds the rest (0: none)."""
+    first = 1 << (latent.bit_length() - 1)
+    return first, 0 if first == latent else max(_LEAST, _power_of_two(latent - first))
+
+
+def _power_of_two(value: int) -> int:
+    """Smallest power of two that is at least `value`."""
+    return 1 << max(0, value - 1).bit_length()
+
+
+# chip: {latent up to: (block_m, block_n, num_warps, num_stages)}
+_TABLE: dict[str, dict[int, tuple[int, int, int, int]]] = {
+    "sm80": {256: (64, 32, 8, 2), 512: (32, 32, 8, 2)},
+    "sm90": {256: (64, 32, 8, 2), 512: (32, 32, 8, 3)},
+    "sm100": {256: (64, 32, 8, 2), 512: (32, 32, 8, 2)},
+    "gfx942": {256: (64, 16, 8, 1), 512: (32, 16, 8, 1)},
+}
