@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
@@ -50,3 +51,97 @@ def stacked(rows: Sequence[tuple[str, Mapping[str, float]]], unit: str) -> str:
 def _svg(body: str, height: int, title: str, width: int = WIDTH) -> str:
     box = f'viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}"'
     return f"<svg {box}><title>{escape(title)}</title>{body}</svg>"
+
+
+Series = tuple[str, Sequence[tuple[float, float, str]]]
+COLOURS = ("#3557d6", "#d9541c", "#1c8a4f", "#a445c9", "#18a0b8", "#d99a1c", "#8a5a3c", "#c2306b", "#6b7a1c", "#5b6475")
+PLOT_WIDTH, PLOT_HEIGHT, MARGIN_LEFT, MARGIN_BOTTOM = 960, 420, 70, 46
+
+
+def logarithmic(
+    series: Sequence[Series],
+    title: str,
+    axes: tuple[str, str],
+    joined: bool = True,
+    limits: Sequence[Series] = (),
+) -> str:
+    """Points (x, y, what it is) on two logarithmic axes, one colour a series, its line drawn when `joined`.
+
+    `limits` are lines without points, such as a roof. What is not positive has no place and is left out.
+    """
+    kept = [(name, [point for point in points if min(point[:2]) > 0]) for name, points in series]
+    kept = [(name, points) for name, points in kept if points]
+    roofs = [(name, [point for point in points if min(point[:2]) > 0]) for name, points in limits]
+    everything = [point for _, points in [*kept, *roofs] for point in points]
+    if not everything:
+        return ""
+    place = _Axes([x for x, *_ in everything], [y for _, y, _ in everything])
+    body = [place.grid(*axes)]
+    for name, points in roofs:
+        path = " ".join(f"{place.x(x):.1f},{place.y(y):.1f}" for x, y, _ in points)
+        x, y, _ = points[-1]
+        body.append(f'<polyline points="{path}" fill="none" stroke="#8a93a3" stroke-dasharray="6 4"/>')
+        body.append(f'<text x="{place.x(x):.1f}" y="{place.y(y) - 6:.1f}" text-anchor="end">{escape(name)}</text>')
+    for index, (_, points) in enumerate(kept):
+        colour = COLOURS[index % len(COLOURS)]
+        spots = [(place.x(x), place.y(y), hint) for x, y, hint in sorted(points)]
+        if joined:
+            path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in spots)
+            body.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+        body += [
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"><title>{escape(hint)}</title></circle>'
+            for x, y, hint in spots
+        ]
+    return _svg("".join(body), PLOT_HEIGHT, title, PLOT_WIDTH)
+
+
+def legend(names: Sequence[str]) -> str:
+    """The key of a chart of several series, in the order of their colours."""
+    marks = (
+        f'<span><i style="background:{COLOURS[index % len(COLOURS)]}"></i>{escape(name)}</span>'
+        for index, name in enumerate(names)
+    )
+    return f"<div class=key>{''.join(marks)}</div>"
+
+
+class _Axes:
+    """Two logarithmic axes around the data, with a grid line at each power of ten."""
+
+    def __init__(self, xs: Sequence[float], ys: Sequence[float]) -> None:
+        self._x, self._y = _decades(xs), _decades(ys)
+
+    def x(self, value: float) -> float:
+        return MARGIN_LEFT + _share(value, self._x) * (PLOT_WIDTH - MARGIN_LEFT - 20)
+
+    def y(self, value: float) -> float:
+        return PLOT_HEIGHT - MARGIN_BOTTOM - _share(value, self._y) * (PLOT_HEIGHT - MARGIN_BOTTOM - 20)
+
+    def grid(self, x_name: str, y_name: str) -> str:
+        right, bottom, parts = PLOT_WIDTH - 20, PLOT_HEIGHT - MARGIN_BOTTOM, []
+        for power in range(self._x[0], self._x[1] + 1):
+            at = self.x(10.0**power)
+            parts.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="20" y2="{bottom}" stroke="#8884"/>')
+            parts.append(f'<text x="{at:.1f}" y="{bottom + 16}" text-anchor="middle">{_tick(power)}</text>')
+        for power in range(self._y[0], self._y[1] + 1):
+            at = self.y(10.0**power)
+            parts.append(f'<line x1="{MARGIN_LEFT}" x2="{right}" y1="{at:.1f}" y2="{at:.1f}" stroke="#8884"/>')
+            parts.append(f'<text x="{MARGIN_LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">{_tick(power)}</text>')
+        middle = (MARGIN_LEFT + right) // 2
+        parts.append(
+            f'<text x="{middle}" y="{PLOT_HEIGHT - 8}" text-anchor="middle" class="soft">{escape(x_name)}</text>'
+        )
+        parts.append(f'<text x="{MARGIN_LEFT}" y="12" class="soft">{escape(y_name)}</text>')
+        return "".join(parts)
+
+
+def _decades(values: Sequence[float]) -> tuple[int, int]:
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    return low, max(high, low + 1)
+
+
+def _share(value: float, decades: tuple[int, int]) -> float:
+    return (math.log10(value) - decades[0]) / (decades[1] - decades[0])
+
+
+def _tick(power: int) -> str:
+    return f"{10**power:,}" if 0 <= power <= 6 else f"1e{power}"

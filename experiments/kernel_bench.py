@@ -1,11 +1,13 @@
 """Unit benchmark of the kernels: parity first, then time.
 
-    python -m experiments.kernel_bench family=attention limit=3
+    python -m experiments.kernel_bench family=attention shapes=quick peers=sdpa
 
-Goes through the cases marked `bench` of each family's case table. A kernel that disagrees with its reference
-gets no time. Rows go to outputs/kernel_bench/<time>/results.jsonl with all that a number depends on. Without
-a GPU one small case a family runs in Triton's interpreter, which shows that the path works and measures
-nothing about a GPU.
+Goes through the cases marked `bench` of each family's case table. `family` and `peers` are `all`, `none` or
+names joined by `+`; `shapes` is `full`, `quick` or a pattern of case names. A kernel that disagrees with its
+reference gets no time. The run folder outputs/kernel_bench/<time>/ holds results.jsonl, a row a case with all
+that a number depends on, and report.html with the table, the roofline and the time over context length.
+Without a GPU one small case a family runs in Triton's interpreter, which shows that the path works and
+measures nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -13,10 +15,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
-from copy import deepcopy
+import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,38 +27,47 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
-from rich.table import Table
 
+from experiments.bench import show
+from experiments.bench.ceilings import measure_ceilings
+from experiments.bench.peers import PEERS
+from experiments.bench.row import FAILED, NOT_RUN, OK, Bench, measure
+from experiments.bench.selection import chosen_cases, named
 from experiments.config import expect_at_least, expect_choice
-from experiments.measure import cold_copies, provenance, tensors_in, time_function
+from experiments.measure import provenance
 from specdec_kernels import FAMILIES
-from specdec_kernels.cases import Case, Maker
+from specdec_kernels.cases import Case
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_ROUNDINGS = 4
+LOG_WIDTH = 160  # columns of a table that goes to a file
 NO_GPU = "no GPU: Triton's interpreter on a CPU, these times say nothing about the speed on a GPU"
 
 
 @dataclass
 class KernelBenchConfig:
-    """Schema of `configs/kernel_bench.yaml`. `limit`: cases a family; `dtype` auto: bfloat16 on a GPU, else
-    float32."""
+    """Schema of `configs/kernel_bench.yaml`. `dtype` auto: bfloat16 on a GPU, else float32. `budget_ms` bounds
+    one measurement, `budget_s` the run: cases that it leaves out are named as not run."""
 
     family: str = "all"
-    limit: int | None = None
+    shapes: str = "full"
+    peers: str = "all"
     device: str = "auto"
     dtype: str = "auto"
     warmup: int = 3
     repeats: int = 20
+    budget_ms: float = 100.0
+    budget_s: float | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        expect_choice("family", self.family, ("all", *FAMILIES))
+        named("family", self.family, FAMILIES)
+        named("peers", self.peers, tuple(PEERS))
         expect_choice("device", self.device, ("auto", "cpu", "cuda"))
         expect_choice("dtype", self.dtype, ("auto", *_DTYPES))
-        expect_at_least("limit", self.limit, 1)
         expect_at_least("warmup", self.warmup, 0)
         expect_at_least("repeats", self.repeats, 1)
+        expect_at_least("budget_ms", self.budget_ms, 1)
+        expect_at_least("budget_s", self.budget_s, 1)
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device=cuda: torch sees no CUDA device; use device=cpu")
 
@@ -74,115 +84,100 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def chosen_cases(config: KernelBenchConfig, device: torch.device) -> Iterator[tuple[str, Case]]:
-    """(family, case) to time: the benchmark's cases on a GPU, the first that is small enough elsewhere."""
-    for family in FAMILIES if config.family == "all" else (config.family,):
-        cases: tuple[Case, ...] = import_module(f"specdec_kernels.{family}.cases").CASES
-        if device.type == "cuda":
-            timed = [case for case in cases if case.bench]
-        else:
-            small = [case for case in cases if "large" not in case.tags]
-            timed = sorted((case for case in small if case.bench or case.gate), key=lambda c: not c.bench)[:1]
-        yield from ((family, case) for case in timed[: config.limit])
-
-
-def disagreement(function: Callable[..., Any], inputs: dict[str, Any]) -> str | None:
-    """What differs between the kernel and its reference on `inputs`, results and changed arguments alike."""
-    sides = []
-    for impl in ("triton", "reference"):
-        own = deepcopy(inputs)
-        sides.append(list(tensors_in((function(**own, impl=impl), own))))
-    for index, (kernel, reference) in enumerate(zip(*sides, strict=True)):
-        if kernel.shape != reference.shape or kernel.dtype != reference.dtype:
-            return f"tensor {index}: {kernel.dtype} {list(kernel.shape)}, not {reference.dtype} {list(reference.shape)}"
-        if not _close(kernel, reference):
-            return f"tensor {index} of shape {list(kernel.shape)} differs from the reference"
-    return None
-
-
-def _close(kernel: torch.Tensor, reference: torch.Tensor) -> bool:
-    """Integers equal; floats within a few roundings of the largest value, NaN and infinities in the same
-    places."""
-    if not kernel.is_floating_point():
-        return torch.equal(kernel, reference)
-    finite = reference.isfinite()
-    if not torch.equal(kernel.isfinite(), finite) or not finite.any():
-        return torch.equal(kernel.isfinite(), finite)
-    gap = (kernel[finite].double() - reference[finite].double()).abs().max()
-    bound = _ROUNDINGS * torch.finfo(kernel.dtype).eps * reference[finite].double().abs().max()
-    return bool(gap <= bound)
-
-
-def measure(family: str, case: Case, config: KernelBenchConfig, device: torch.device) -> dict[str, Any]:
-    """One row: parity, and with it the time and, where the family says what the work is, the rates."""
-    function = getattr(import_module(f"specdec_kernels.{family}"), case.function)
-    dtype = config.dtype if config.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
-    inputs = case.build(Maker.seeded(device, _DTYPES[dtype], config.seed))
-    problem = disagreement(function, inputs)
-    row: dict[str, Any] = dict(family=family, case=case.name, function=case.function, dtype=dtype, parity="ok")
-    if problem is not None:
-        return row | dict(parity=problem)
-    copies = cold_copies(inputs, device)
-
-    def call(**arguments: Any) -> Any:
-        return function(**arguments, impl="triton")
-
-    timing = time_function(call, copies, device, warmup=config.warmup, repeats=config.repeats)
-    row |= asdict(timing) | dict(input_copies=len(copies))
-    work = getattr(import_module(f"specdec_kernels.{family}.cases"), "WORK", {}).get(case.function)
-    if work is not None and device.type == "cuda":
-        moved_bytes, flop = work(inputs)
-        row |= dict(moved_bytes=moved_bytes, flop=flop)
-        row |= dict(bytes_per_s=moved_bytes / timing.median_ms * 1e3, flop_per_s=flop / timing.median_ms * 1e3)
-    return row
-
-
 def run(config: KernelBenchConfig, folder: Path, console: Console) -> bool:
-    """Measure, print and write; returns whether every kernel agreed with its reference."""
+    """Measure, print and write; returns whether every kernel ran and agreed with its reference."""
     device = choose_device(config.device)
-    context = provenance(device.type) | dict(device=device.type, config=asdict(config))
-    rows = []
+    cases = chosen_cases(named("family", config.family, FAMILIES), config.shapes, device.type == "cuda")
+    ceilings = measure_ceilings(device)
+    found = asdict(ceilings) if ceilings is not None else None
+    context = provenance(device.type) | dict(device=device.type, config=asdict(config), ceilings=found)
+    bench = Bench(
+        device=device,
+        dtype=_DTYPES[_dtype_name(config.dtype, device)],
+        ceilings=ceilings,
+        peers=named("peers", config.peers, tuple(PEERS)) if device.type == "cuda" else (),
+        seed=config.seed,
+        warmup=config.warmup,
+        repeats=config.repeats,
+        budget_ms=config.budget_ms,
+    )
     folder.mkdir(parents=True, exist_ok=True)
+    rows = []
     with (folder / "results.jsonl").open("w", encoding="utf-8") as file:
-        for family, case in chosen_cases(config, device):
-            row = measure(family, case, config, device)
+        for row in _rows(cases, bench, config.budget_s):
             rows.append(row)
             file.write(json.dumps(row | context) + "\n")
             file.flush()
-    console.print(_table(rows, context["machine"], device))
-    if device.type == "cpu":
-        console.print(NO_GPU, style="yellow")
-    console.print(f"wrote {folder / 'results.jsonl'}")
-    return all(row["parity"] == "ok" for row in rows)
+    _present(rows, bench, context["machine"], folder, console)
+    return all(row["status"] in (OK, NOT_RUN) for row in rows)
 
 
-def _table(rows: list[dict[str, Any]], machine: str, device: torch.device) -> Table:
-    table = Table(title=f"kernels on {machine}" + (" (interpreter)" if device.type == "cpu" else ""))
-    for column in ("family", "case", "parity"):
-        table.add_column(column)
-    for column in ("median us", "20 %", "80 %", "GB/s", "TFLOP/s"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        times = [_scaled(row, key, 1e3, ".1f") for key in ("median_ms", "low_ms", "high_ms")]
-        rates = [_scaled(row, "bytes_per_s", 1e-9, ".0f"), _scaled(row, "flop_per_s", 1e-12, ".1f")]
-        table.add_row(row["family"], row["case"], row["parity"], *times, *rates)
-    return table
+def _dtype_name(name: str, device: torch.device) -> str:
+    return name if name != "auto" else "bfloat16" if device.type == "cuda" else "float32"
 
 
-def _scaled(row: dict[str, Any], key: str, scale: float, style: str) -> str:
-    return format(row[key] * scale, style) if key in row else "-"
+def _rows(cases: list[tuple[str, Case]], bench: Bench, budget_s: float | None) -> Iterator[dict[str, Any]]:
+    """Rows of all cases; once the time is used up or the device is lost the rest is named as not run."""
+    start, reason = time.monotonic(), None
+    for family, case in cases:
+        if budget_s is not None and time.monotonic() - start > budget_s:
+            reason = reason or f"budget_s={budget_s:g} is used up"
+        if reason is not None:
+            yield dict(family=family, case=case.name, function=case.function, status=NOT_RUN, problem=reason)
+            continue
+        began = time.monotonic()
+        row = measure(family, case, bench)
+        yield row | dict(case_wall_s=round(time.monotonic() - began, 2))
+        if row["status"] == FAILED and not _alive(bench.device):
+            reason = f"the device was lost in {case.name}"
+        elif bench.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _alive(device: torch.device) -> bool:
+    """Whether the device still computes: after an illegal access every later call fails too."""
+    if device.type != "cuda":
+        return True
+    try:
+        torch.cuda.synchronize()
+        return bool(torch.ones(1, device=device).item() == 1.0)
+    except RuntimeError:
+        return False
+
+
+def _present(rows: list[dict[str, Any]], bench: Bench, machine: str, folder: Path, console: Console) -> None:
+    on_gpu = bench.device.type == "cuda"
+    title = f"kernels on {machine}" + ("" if on_gpu else " (interpreter)")
+    notes = [] if on_gpu else [NO_GPU]
+    if bench.ceilings is not None:
+        rates = bench.ceilings
+        notes.append(
+            f"measured ceilings: copy {rates.bytes_per_s / 1e12:.2f} TB/s, matrix product "
+            f"{rates.flop_per_s / 1e12:.0f} TFLOP/s; 'us' is graph replay, 'us/call' includes the launch, "
+            "'x' is the other side's time over ours by the same clock"
+        )
+    notes += show.problems(rows)
+    console.print(show.table(rows, title, bench.peers))
+    for note in notes:
+        console.print(note, style="yellow")
+    page = show.page(rows, title, notes, bench.peers, bench.ceilings)
+    (folder / "report.html").write_text(page, encoding="utf-8")
+    console.print(f"wrote {folder / 'results.jsonl'} and report.html")
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="kernel_bench")
 def main(composed: DictConfig) -> None:
-    """Command line entry: exit code 1 when a kernel disagrees with its reference."""
+    """Command line entry: exit code 1 when a kernel fails or disagrees with its reference."""
     try:
         config = cast(KernelBenchConfig, OmegaConf.to_object(composed))
-        agreed = run(config, Path(HydraConfig.get().runtime.output_dir), Console())
+        console = Console()
+        if not console.is_terminal:
+            console.width = LOG_WIDTH
+        agreed = run(config, Path(HydraConfig.get().runtime.output_dir), console)
     except ValueError as error:
         sys.exit(f"kernel_bench: {error}")
     if not agreed:
-        sys.exit("kernel_bench: a kernel disagrees with its reference; it was not timed")
+        sys.exit("kernel_bench: a kernel failed or disagrees with its reference; it was not timed")
 
 
 if __name__ == "__main__":

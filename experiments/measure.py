@@ -1,13 +1,16 @@
 """The only timer: one function at a time here, phases of a step in `PhaseClock`.
 
-On a GPU the calls are captured in one CUDA graph and its replays are timed by events, so that a number is
-device time and holds neither Python nor launch overhead; the calls go round copies of the inputs that
-together exceed the L2 cache, so that each call finds it cold. Elsewhere a call is timed by
-`time.perf_counter`. Both warm up first and report the median with the 20 % and 80 % quantiles.
+On a GPU a call is timed in two ways, and a ratio is only ever taken between two times of one kind.
+`time_function` captures calls in a CUDA graph and times its replays by events, so that the number is device
+time without Python or launch overhead; the calls go round copies of the inputs that together exceed the L2
+cache, so that each finds it cold (`Timing.cache` says when tiny inputs could not). `time_calls` times calls
+as a program makes them, launches included. Elsewhere both use `time.perf_counter`. All warm up first, are
+bounded in time, and report the median with the 20 % and 80 % quantiles.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,24 +24,30 @@ from experiments.provenance import git_revision, machine, versions
 
 __all__ = [
     "Timing",
+    "bytes_in",
     "cold_copies",
     "provenance",
     "tensors_in",
+    "time_calls",
     "time_function",
 ]
 
-_MAX_COPIES = 64
+_MAX_COPIES = 256
+_FEWEST_REPEATS = 3
+DEFAULT_BUDGET_MS = 200.0
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of one call: median and 20 % and 80 % quantiles of `repeats` measurements by `clock`."""
+    """Milliseconds of one call: median and 20 % and 80 % quantiles of `repeats` measurements by `clock`, the
+    L2 cache in the state that `cache` names."""
 
     median_ms: float
     low_ms: float
     high_ms: float
     repeats: int
     clock: str
+    cache: str
 
 
 def provenance(device: str) -> dict[str, Any]:
@@ -48,7 +57,7 @@ def provenance(device: str) -> dict[str, Any]:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors inside nested tuples, lists and dicts."""
+    """Tensors inside nested tuples, lists, dicts and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
@@ -57,15 +66,22 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+def bytes_in(value: Any) -> int:
+    """Bytes that the tensors in `value` address."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(value))
 
 
 def cold_copies(inputs: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
-    """`inputs`, on a GPU with as many copies as fill its L2 cache twice."""
+    """`inputs`, on a GPU with as many copies as fill its L2 cache twice, at most 256."""
     if device.type != "cuda":
         return [inputs]
-    held = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(inputs))
-    wanted = 2 * torch.cuda.get_device_properties(device).L2_cache_size
-    copies = min(_MAX_COPIES, max(1, -(-wanted // max(1, held))))
+    wanted = 2 * _l2_bytes(device)
+    copies = min(_MAX_COPIES, max(1, -(-wanted // max(1, bytes_in(inputs)))))
     return [inputs, *(deepcopy(inputs) for _ in range(copies - 1))]
 
 
@@ -76,28 +92,79 @@ def time_function(
     *,
     warmup: int = 3,
     repeats: int = 20,
+    budget_ms: float = DEFAULT_BUDGET_MS,
 ) -> Timing:
-    """Time of `function(**a)`, going round `arguments`. On a GPU the function must not read back from the
-    device."""
+    """Device time of `function(**a)`, going round `arguments`, in a graph on a GPU and by the clock elsewhere.
+
+    Up to `repeats` measurements, fewer (at least 3) where they would take longer than `budget_ms`. On a GPU
+    the function must not read back from the device.
+
+    Raises:
+        ValueError: no arguments, or nothing to measure.
+    """
+    _expect_something(arguments, warmup, repeats)
+    if device.type != "cuda":
+        return _time_by_clock(function, arguments, warmup, repeats)
+    samples = _replay_ms(function, arguments, warmup, repeats, budget_ms)
+    return _summary(samples, "cuda graph replay", _cache_state(arguments, device))
+
+
+def time_calls(
+    function: Callable[..., Any],
+    arguments: Sequence[dict[str, Any]],
+    device: torch.device,
+    *,
+    warmup: int = 3,
+    repeats: int = 20,
+    budget_ms: float = DEFAULT_BUDGET_MS,
+) -> Timing:
+    """As `time_function`, but of calls as they are made from Python: launches are part of the time."""
+    _expect_something(arguments, warmup, repeats)
+    if device.type != "cuda":
+        return _time_by_clock(function, arguments, warmup, repeats)
+    function(**arguments[0])
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    function(**arguments[0])
+    torch.cuda.synchronize()
+    warmup, repeats = _within(budget_ms, (time.perf_counter() - start) * 1e3, warmup, repeats)
+    samples = []
+    for index in range(warmup + repeats):
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record()
+        function(**arguments[index % len(arguments)])
+        after.record()
+        torch.cuda.synchronize()
+        samples.append(before.elapsed_time(after))
+    return _summary(samples[warmup:], "cuda events around a call", _cache_state(arguments, device))
+
+
+def _expect_something(arguments: Sequence[dict[str, Any]], warmup: int, repeats: int) -> None:
     if not arguments:
         raise ValueError("arguments: expected at least one set, got none")
     if warmup < 0 or repeats < 1:
         raise ValueError(f"expected warmup >= 0 and repeats >= 1, got {warmup} and {repeats}")
-    if device.type == "cuda":
-        return _summary(_replay_ms(function, arguments, warmup, repeats), "cuda graph replay, cold L2")
+
+
+def _time_by_clock(
+    function: Callable[..., Any], arguments: Sequence[dict[str, Any]], warmup: int, repeats: int
+) -> Timing:
     for index in range(warmup):
         function(**arguments[index % len(arguments)])
-    return _summary([_call_ms(function, arguments[i % len(arguments)]) for i in range(repeats)], "perf_counter")
-
-
-def _call_ms(function: Callable[..., Any], arguments: dict[str, Any]) -> float:
-    start = time.perf_counter()
-    function(**arguments)
-    return (time.perf_counter() - start) * 1e3
+    samples = []
+    for index in range(repeats):
+        start = time.perf_counter()
+        function(**arguments[index % len(arguments)])
+        samples.append((time.perf_counter() - start) * 1e3)
+    return _summary(samples, "perf_counter", "not controlled")
 
 
 def _replay_ms(
-    function: Callable[..., Any], arguments: Sequence[dict[str, Any]], warmup: int, repeats: int
+    function: Callable[..., Any],
+    arguments: Sequence[dict[str, Any]],
+    warmup: int,
+    repeats: int,
+    budget_ms: float,
 ) -> list[float]:
     """Milliseconds a call of each replay of a graph that holds one call for every set of arguments."""
     aside = torch.cuda.Stream()
@@ -107,6 +174,12 @@ def _replay_ms(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         kept = [function(**each) for each in arguments]
+    graph.replay()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    graph.replay()
+    torch.cuda.synchronize()
+    warmup, repeats = _within(budget_ms, (time.perf_counter() - start) * 1e3, warmup, repeats)
     for _ in range(warmup):
         graph.replay()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
@@ -119,8 +192,25 @@ def _replay_ms(
     return [a.elapsed_time(b) / len(arguments) for a, b in zip(events, events[1:], strict=False)]
 
 
-def _summary(samples_ms: list[float], clock: str) -> Timing:
+def _within(budget_ms: float, one_ms: float, warmup: int, repeats: int) -> tuple[int, int]:
+    """Warm-up and repeats that take about `budget_ms` at `one_ms` each, at least `_FEWEST_REPEATS` repeats."""
+    affordable = int(budget_ms / max(one_ms, 1e-3))
+    return min(warmup, affordable), max(min(_FEWEST_REPEATS, repeats), min(repeats, affordable))
+
+
+def _l2_bytes(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).L2_cache_size)
+
+
+def _cache_state(arguments: Sequence[dict[str, Any]], device: torch.device) -> str:
+    """Whether a round over the arguments pushes each of them out of the L2 cache before its next turn."""
+    held, cache = sum(bytes_in(each) for each in arguments), _l2_bytes(device)
+    state = "cold" if held > cache else "warm"
+    return f"{state}: {len(arguments)} inputs hold {held / 2**20:.1f} MiB, L2 {cache / 2**20:.0f} MiB"
+
+
+def _summary(samples_ms: list[float], clock: str, cache: str) -> Timing:
     low, median, high = torch.tensor(samples_ms, dtype=torch.float64).quantile(
         torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
     )
-    return Timing(median.item(), low.item(), high.item(), len(samples_ms), clock)
+    return Timing(median.item(), low.item(), high.item(), len(samples_ms), clock, cache)

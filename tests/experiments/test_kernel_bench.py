@@ -18,10 +18,18 @@ from rich.console import Console
 
 from algorithms.runtime.clock import PhaseClock
 from experiments import kernel_bench
+from experiments.bench import parity, peers, show
+from experiments.bench import row as bench_row
+from experiments.bench.ceilings import Ceilings
+from experiments.bench.selection import DeviceMaker, chosen_cases, named
+from experiments.bench.work import work_of
+from experiments.charts import logarithmic
 from experiments.config import CONFIG_FOLDER, REPO_ROOT
-from experiments.kernel_bench import KernelBenchConfig, chosen_cases, disagreement
-from experiments.measure import cold_copies, provenance, tensors_in, time_function
-from specdec_kernels import FAMILIES
+from experiments.kernel_bench import KernelBenchConfig
+from experiments.measure import bytes_in, cold_copies, provenance, tensors_in, time_calls, time_function
+from specdec_kernels import FAMILIES, paged_attention
+from specdec_kernels.attention.cases import attention_inputs
+from specdec_kernels.cases import Case, Maker
 
 CPU = torch.device("cpu")
 
@@ -112,23 +120,188 @@ def test_a_wrong_kernel_is_noticed() -> None:
             values[0] = 5.0
         return out, index
 
-    assert disagreement(kernel, dict(fault="none", values=torch.ones(3))) is None
+    assert parity.disagreement(kernel, dict(fault="none", values=torch.ones(3))) is None
     for fault in ("float", "integer", "nan", "argument"):
-        assert disagreement(kernel, dict(fault=fault, values=torch.ones(3))) is not None, fault
+        assert parity.disagreement(kernel, dict(fault=fault, values=torch.ones(3))) is not None, fault
 
 
 def test_without_a_gpu_one_small_case_a_family() -> None:
-    found = list(chosen_cases(KernelBenchConfig(), CPU))
+    found = chosen_cases(FAMILIES, "full", on_gpu=False)
     assert [family for family, _ in found] == list(FAMILIES)
     assert all("large" not in case.tags for _, case in found)
 
 
+def test_sets_and_patterns_choose_cases() -> None:
+    full = [case.name for _, case in chosen_cases(("attention",), "full", on_gpu=True)]
+    quick = [case.name for _, case in chosen_cases(("attention",), "quick", on_gpu=True)]
+    assert len(quick) == 4 < len(full) and set(quick) <= set(full)
+    assert quick[0] == full[0] and quick[-1] == full[-1]
+    assert [case.name for _, case in chosen_cases(("tree",), "tree_6?", on_gpu=False)] == ["tree_64", "tree_65"]
+    with pytest.raises(ValueError, match="no case of tree is called 'oak_[*]'"):
+        chosen_cases(("tree",), "oak_*", on_gpu=True)
+    with pytest.raises(ValueError, match="too large for the interpreter"):
+        chosen_cases(("sampling",), "*qwen*", on_gpu=False)
+
+
+def test_names_are_joined_by_plus() -> None:
+    assert named("peers", "all", ("a", "b")) == ("a", "b") and named("peers", "none", ("a", "b")) == ()
+    assert named("peers", "b+a+b", ("a", "b")) == ("b", "a")
+    with pytest.raises(ValueError, match="peers must be one of all, none, a, b, or several joined by [+]; got 'c'"):
+        named("peers", "a+c", ("a", "b"))
+
+
+def test_floats_of_a_gpu_are_drawn_there() -> None:
+    drawn = DeviceMaker(CPU, torch.bfloat16, torch.Generator(), torch.Generator().manual_seed(3)).normal(
+        40, 50, scale=2.0
+    )
+    assert drawn.dtype == torch.bfloat16 and 1.8 < drawn.float().std() < 2.2
+
+
+def test_work_is_counted_by_the_family_or_as_every_tensor_once() -> None:
+    inputs = attention_inputs(Maker.seeded(), "chain", 3, (5, 40))
+    counted = work_of("attention", "paged_attention", inputs, None)
+    keys = 5 + 40 + 2 * 3
+    assert counted.counted == "family"
+    assert counted.moved_bytes == 2 * keys * 2 * 16 * 4 + 2 * inputs["q"].numel() * 4
+    default = work_of("attention", "unheard_of", dict(x=torch.zeros(8)), torch.zeros(4, dtype=torch.int64))
+    assert default == (64, 0, "every tensor once")
+
+
+def test_the_larger_of_two_floors_is_the_ceiling() -> None:
+    rates = Ceilings(bytes_per_s=1e12, flop_per_s=1e14)
+    assert rates.floor_us(2_000_000, 1) == (2.0, "memory")
+    assert rates.floor_us(2_000_000, 400_000_000) == (4.0, "compute")
+
+
+def test_a_reference_that_does_not_fit_compares_some_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first and last request are compared, and a fault in one of them is seen."""
+    inputs = attention_inputs(Maker.seeded(), "tree", 4, (5, 40, 11), return_lse=True)
+    monkeypatch.setattr(parity, "_REFERENCE_LIMIT_BYTES", 60_000)
+    found = parity.check(paged_attention, inputs)
+    assert found.problem is None and not found.reference_fits and found.scope.startswith("requests [0, 2] of 3")
+
+    def faulty(impl: str, **arguments: Any) -> Any:
+        out, lse = paged_attention(**arguments, impl="reference")
+        if impl == "triton":
+            out[2] += 1e-3
+        return out, lse
+
+    assert parity.check(faulty, inputs).problem is not None
+
+
+@pytest.mark.parametrize("mode", ["chain", "block", "tree"])
+@pytest.mark.parametrize("lengths", [(33, 33), (5, 40)])
+def test_torch_attention_is_a_peer_of_every_mode(mode: str, lengths: tuple[int, ...]) -> None:
+    inputs = attention_inputs(Maker.seeded(), mode, 5, lengths)
+    ours = paged_attention(**inputs, impl="reference")
+    assert parity.difference([peers.prepare("sdpa", "paged_attention", inputs)()], [ours]) is None
+
+
+def test_what_a_peer_cannot_do_is_named() -> None:
+    inputs = attention_inputs(Maker.seeded(), "tree", 5, (7,))
+    with pytest.raises(peers.Unavailable, match="takes no tree mask"):
+        peers.prepare("varlen", "paged_attention", inputs)
+    with pytest.raises(peers.Unavailable, match="nothing like build_tree"):
+        peers.prepare("sdpa", "build_tree", {})
+    with pytest.raises(peers.Unavailable, match="not compared with q_lens"):
+        peers.prepare("sdpa", "paged_attention", inputs | dict(q_lens=torch.tensor([3], dtype=torch.int32)))
+
+
+def bench_on_cpu(**changes: Any) -> bench_row.Bench:
+    settings = dict(device=CPU, dtype=torch.float32, ceilings=Ceilings(1e12, 1e14), peers=("sdpa", "varlen"))
+    return bench_row.Bench(**(settings | dict(seed=0, warmup=0, repeats=2, budget_ms=50.0) | changes))  # type: ignore[arg-type]
+
+
+def test_a_row_compares_with_ceiling_reference_and_peers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The whole row of a GPU, with the clock of a CPU in its place."""
+    bench = bench_on_cpu()
+    inputs = attention_inputs(Maker.seeded(), "chain", 4, (20, 9))
+    timing = time_function(lambda **_: time.sleep(0.002), [inputs], CPU, repeats=2)
+    kernel = bench_row._impl(paged_attention, "reference")
+    work = bench_row._work("attention", "paged_attention", inputs, kernel, timing, bench.ceilings)
+    assert work["bound"] == "memory" and work["floor_us"] == pytest.approx(work["moved_bytes"] / 1e6)
+    assert work["ceiling_pct"] == pytest.approx(100 * work["floor_us"] / (timing.median_ms * 1e3))
+    found = parity.Parity(None, "all", reference_fits=True)
+    against = bench_row._against_reference(paged_attention, [inputs], timing, found, bench)
+    assert against["reference_ratio"] == pytest.approx(against["reference_us"] / (timing.median_ms * 1e3))
+    theirs = {
+        name: bench_row._against_peer(name, "paged_attention", [inputs], kernel, timing, bench) for name in bench.peers
+    }
+    assert theirs["sdpa"]["status"] == "ok" and theirs["sdpa"]["ratio"] > 0
+    assert theirs["varlen"] == dict(status="not run", problem="runs on a GPU only")
+    row = dict(family="attention", case="made", function="paged_attention", status="ok", peers=theirs)
+    row |= work | against | bench_row._times(timing) | dict(shape=bench_row._shape(inputs))
+    page = show.page([row], "title", show.problems([row]), bench.peers, bench.ceilings)
+    assert "varlen: not run in 1 cases, runs on a GPU only" in page and "<circle" in page
+
+
+def test_a_peer_that_disagrees_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = attention_inputs(Maker.seeded(), "chain", 4, (20, 9))
+    timing = time_function(lambda **_: None, [inputs], CPU, repeats=1)
+    wrong = bench_row._impl(lambda impl, **arguments: paged_attention(**arguments, impl=impl) * 1.01, "reference")
+    found = bench_row._against_peer("sdpa", "paged_attention", [inputs], wrong, timing, bench_on_cpu())
+    assert found["status"] == "disagrees" and "median_us" not in found
+
+
+def test_a_kernel_that_raises_is_a_row_and_the_rest_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = bench_row._measured
+
+    def failing(family: str, case: Case, bench: bench_row.Bench) -> dict[str, Any]:
+        if family == "tree":
+            raise RuntimeError("no such\ntree")
+        return real(family, case, bench)
+
+    monkeypatch.setattr(bench_row, "_measured", failing)
+    config = KernelBenchConfig(family="tree+kv_index", device="cpu", repeats=1, warmup=0)
+    assert not kernel_bench.run(config, tmp_path, Console(quiet=True))
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [row["status"] for row in rows] == ["failed", "ok"] and rows[0]["problem"] == "RuntimeError: no such"
+
+
+def test_cases_beyond_the_time_of_a_run_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        kernel_bench,
+        "measure",
+        lambda family, case, bench: (time.sleep(1.1), dict(status="ok", family=family, case=case.name))[1],
+    )
+    config = KernelBenchConfig(family="tree", shapes="tree_6?", device="cpu", budget_s=1)
+    assert kernel_bench.run(config, tmp_path, Console(quiet=True))
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [row["status"] for row in rows] == ["ok", "not run"] and rows[1]["problem"] == "budget_s=1 is used up"
+
+
+def test_time_is_bounded() -> None:
+    from experiments.measure import _within
+
+    assert _within(100.0, 1.0, 3, 20) == (3, 20)
+    assert _within(100.0, 10.0, 3, 20) == (3, 10)
+    assert _within(100.0, 1000.0, 3, 20) == (0, 3)
+    assert _within(100.0, 1000.0, 3, 1) == (0, 1)
+
+
+@pytest.mark.gpu
+def test_replay_and_call_times_of_a_gpu() -> None:
+    x = torch.randn(1 << 20, device="cuda")
+    copies = cold_copies(dict(x=x), x.device)
+    assert sum(map(bytes_in, copies)) > torch.cuda.get_device_properties(0).L2_cache_size
+    replayed = time_function(lambda x: x * 2, copies, x.device)
+    called = time_calls(lambda x: x * 2, copies, x.device)
+    assert replayed.cache.startswith("cold") and 0 < replayed.median_ms < called.median_ms
+
+
+def test_points_lie_by_their_logarithms() -> None:
+    chart = logarithmic([("line", [(1.0, 10.0, "a"), (10.0, 100.0, "<b>"), (0.0, 5.0, "nowhere")])], "t", ("x", "y"))
+    assert chart.count("<circle") == 2 and "&lt;b&gt;" in chart and "nowhere" not in chart
+    assert 'cx="70.0"' in chart and 'cx="940.0"' in chart
+    assert logarithmic([("empty", [])], "t", ("x", "y")) == ""
+
+
 def test_a_kernel_that_disagrees_gets_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_bench, "disagreement", lambda *_: "tensor 0 differs")
+    monkeypatch.setattr(parity, "disagreement", lambda *_: "tensor 0 differs")
     config = KernelBenchConfig(family="tree", device="cpu", repeats=1)
     assert not kernel_bench.run(config, tmp_path, Console(quiet=True))
     row = json.loads((tmp_path / "results.jsonl").read_text())
-    assert row["parity"] == "tensor 0 differs" and "median_ms" not in row
+    assert row["status"] == "disagrees" and row["problem"] == "tensor 0 differs" and "median_us" not in row
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the command without a GPU")
@@ -145,8 +318,9 @@ def test_the_command_writes_rows_with_provenance(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "say nothing about the speed on a GPU" in " ".join(done.stdout.split())
     row = json.loads((tmp_path / "results.jsonl").read_text())
-    assert row["parity"] == "ok" and row["median_ms"] > 0 and row["config"]["repeats"] == 2
-    assert {"machine", "versions", "git_revision", "platform", "clock", "device", "dtype"} <= row.keys()
+    assert row["status"] == "ok" and row["median_us"] > 0 and row["config"]["repeats"] == 2
+    assert {"machine", "versions", "git_revision", "platform", "clock", "cache", "device", "dtype"} <= row.keys()
+    assert "say nothing about the speed on a GPU" in (tmp_path / "report.html").read_text()
 
 
 def test_a_misspelt_key_fails_while_composing() -> None:
@@ -159,8 +333,9 @@ def test_a_misspelt_key_fails_while_composing() -> None:
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(family="trees"), "family must be one of all, tree"),
-        (dict(limit=0), "limit must be at least 1, got 0"),
+        (dict(family="trees"), "family must be one of all, none, tree"),
+        (dict(peers="sdpa+abacus"), "peers must be one of all, none, .*sdpa"),
+        (dict(budget_s=0.0), "budget_s must be at least 1"),
         (dict(repeats=0), "repeats must be at least 1"),
         (dict(dtype="int8"), "dtype must be one of"),
     ],

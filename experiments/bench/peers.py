@@ -1,0 +1,133 @@
+"""Other implementations of the same attention, timed beside ours where they are installed.
+
+A peer is imported when it is asked for, never before; one that is not installed, or cannot do a call, is
+named with the reason. Each result is compared with our kernel's before it gets a time. torch's own attention
+reads no pages: it is given keys and values that were gathered beforehand, at no cost in its time, which
+favours it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from inspect import signature
+from typing import Any
+
+import torch
+
+Call = Callable[[], torch.Tensor]
+FUNCTIONS = ("paged_attention",)
+
+
+class Unavailable(Exception):
+    """Why a peer cannot be compared on a case."""
+
+
+def prepare(name: str, function: str, inputs: dict[str, Any]) -> Call:
+    """The peer's call for `inputs`, planning and gathering done.
+
+    Raises:
+        Unavailable: not installed, or a call that it cannot do.
+    """
+    if function not in FUNCTIONS:
+        raise Unavailable(f"has nothing like {function}")
+    return PEERS[name](inputs)
+
+
+def _dense(inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [B, H_kv, S, D] by position, zero where nothing is stored."""
+    kv, lengths, num_nodes = inputs["kv"], inputs["lengths"], inputs["q"].shape[1]
+    longest = int(lengths.max()) + num_nodes
+    needed = 2 * len(lengths) * longest * kv.shape[3] * kv.shape[4] * kv.element_size()
+    if kv.is_cuda and 2.5 * needed > torch.cuda.mem_get_info(kv.device)[0]:
+        raise Unavailable(f"gathered keys and values of {needed / 2**30:.0f} GiB do not fit")
+    columns = -(-longest // kv.shape[2])
+    table = inputs["page_table"][:, :columns].long().clamp(0, kv.shape[1] - 1)
+    stored = torch.arange(longest, device=kv.device) < (lengths + num_nodes)[:, None]
+    sides = []
+    for plane in kv:
+        side = plane[table].flatten(1, 2)[:, :longest]
+        sides.append(side.masked_fill_(~stored[:, :, None, None], 0.0).transpose(1, 2).contiguous())
+    return sides[0], sides[1]
+
+
+def _expect_plain(inputs: dict[str, Any]) -> None:
+    """Refuse what only a paged kernel of this project takes."""
+    for name in ("window", "sinks", "soft_cap", "k_scale", "v_scale", "q_lens", "tree_width", "plan"):
+        if inputs.get(name) is not None:
+            raise Unavailable(f"not compared with {name}")
+    if inputs["kv"].dtype != inputs["q"].dtype:
+        raise Unavailable(f"not compared with keys of {inputs['kv'].dtype}")
+
+
+def _scale(inputs: dict[str, Any]) -> float:
+    given = inputs.get("scale")
+    return inputs["q"].shape[-1] ** -0.5 if given is None else float(given)
+
+
+def _sdpa(inputs: dict[str, Any]) -> Call:
+    """torch's scaled_dot_product_attention, without a mask where the case needs none."""
+    from torch.nn.attention.bias import causal_lower_right
+
+    _expect_plain(inputs)
+    keys, values = _dense(inputs)
+    query = inputs["q"].transpose(1, 2).contiguous()
+    num_nodes, longest = query.shape[2], keys.shape[2]
+    alike = bool((inputs["lengths"] == inputs["lengths"][0]).all())
+    mask: Any
+    if alike and (num_nodes == 1 or inputs["mode"] == "block"):
+        mask = None
+    elif alike and inputs["mode"] == "chain":
+        mask = causal_lower_right(num_nodes, longest)
+    else:
+        mask = visible(inputs, longest)[:, None]
+    options = dict(attn_mask=mask, scale=_scale(inputs), enable_gqa=query.shape[1] != keys.shape[1])
+    return lambda: torch.nn.functional.scaled_dot_product_attention(query, keys, values, **options).transpose(1, 2)
+
+
+def visible(inputs: dict[str, Any], width: int) -> torch.Tensor:
+    """[B, N, width] bool: which positions each query row sees."""
+    num_nodes, lengths, mode = inputs["q"].shape[1], inputs["lengths"], inputs["mode"]
+    slot = torch.arange(width, device=lengths.device) - lengths[:, None, None]
+    if mode == "chain":
+        seen = slot <= torch.arange(num_nodes, device=lengths.device)[:, None]
+    elif mode == "block":
+        seen = slot < num_nodes
+    else:
+        place = slot.clamp(0, num_nodes - 1).expand(-1, num_nodes, -1)
+        seen = ((inputs["mask"].gather(2, place // 64) >> (place % 64)) & 1 != 0) & (slot < num_nodes)
+    return (slot < 0) | seen
+
+
+def _varlen(inputs: dict[str, Any]) -> Call:
+    """torch's flash attention over requests of different lengths, packed one behind the other."""
+    if find_spec("torch.nn.attention.varlen") is None:
+        raise Unavailable("not in this torch")
+    from torch.nn.attention.varlen import varlen_attn
+
+    _expect_plain(inputs)
+    q, lengths = inputs["q"], inputs["lengths"]
+    batch, num_nodes, heads, head_dim = q.shape
+    if inputs["mode"] == "tree":
+        raise Unavailable("takes no tree mask")
+    if not q.is_cuda:
+        raise Unavailable("runs on a GPU only")
+    keys, values = _dense(inputs)
+    used = lengths + num_nodes
+    longest = int(used.max())
+    stored = torch.arange(longest, device=q.device) < used[:, None]
+    packed = [side.transpose(1, 2)[stored].contiguous() for side in (keys, values)]
+    del keys, values
+    q_ends = torch.arange(batch + 1, device=q.device, dtype=torch.int32) * num_nodes
+    k_ends = torch.nn.functional.pad(used.cumsum(0), (1, 0)).to(torch.int32)
+    flat = q.reshape(batch * num_nodes, heads, head_dim)
+    # Options came one by one: torch 2.10 had `is_causal` alone.
+    known = signature(varlen_attn).parameters
+    causal = inputs["mode"] == "chain"
+    given = dict(scale=_scale(inputs), enable_gqa=True, window_size=(-1, 0 if causal else -1), is_causal=causal)
+    options: dict[str, Any] = {name: value for name, value in given.items() if name in known}
+    attend: Any = varlen_attn
+    return lambda: attend(flat, *packed, q_ends, k_ends, num_nodes, longest, **options).view(q.shape)
+
+
+PEERS: dict[str, Callable[[dict[str, Any]], Call]] = {"sdpa": _sdpa, "varlen": _varlen}

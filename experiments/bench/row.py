@@ -1,0 +1,159 @@
+"""One row of the benchmark: is the kernel right, how long does it take, how does that compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from experiments.bench import parity, peers
+from experiments.bench.ceilings import Ceilings
+from experiments.bench.selection import maker
+from experiments.bench.work import work_of
+from experiments.measure import Timing, cold_copies, tensors_in, time_calls, time_function
+from specdec_kernels.cases import Case
+
+OK, DISAGREES, FAILED, NOT_RUN = "ok", "disagrees", "failed", "not run"
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all rows of a run share."""
+
+    device: torch.device
+    dtype: torch.dtype
+    ceilings: Ceilings | None
+    peers: tuple[str, ...]
+    seed: int
+    warmup: int
+    repeats: int
+    budget_ms: float
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        return dict(warmup=self.warmup, repeats=self.repeats, budget_ms=self.budget_ms)
+
+
+def measure(family: str, case: Case, bench: Bench) -> dict[str, Any]:
+    """The row of one case; a failure of any kind is a row too."""
+    row: dict[str, Any] = dict(family=family, case=case.name, function=case.function, dtype=str(bench.dtype)[6:])
+    try:
+        return row | _measured(family, case, bench)
+    except torch.OutOfMemoryError as failure:
+        return row | dict(status=FAILED, problem=f"out of memory: {_first_line(failure)}")
+    except Exception as failure:  # the next case may still be measured; the run ends with an error all the same
+        return row | dict(status=FAILED, problem=f"{type(failure).__name__}: {_first_line(failure)}")
+
+
+def _first_line(failure: Exception) -> str:
+    return (str(failure).strip().splitlines() or [""])[0][:300]
+
+
+def _measured(family: str, case: Case, bench: Bench) -> dict[str, Any]:
+    function = getattr(import_module(f"specdec_kernels.{family}"), case.function)
+    inputs = case.build(maker(bench.device, bench.dtype, bench.seed))
+    found = parity.check(function, inputs)
+    row: dict[str, Any] = dict(shape=_shape(inputs), compared=found.scope)
+    if found.problem is not None:
+        return row | dict(status=DISAGREES, problem=found.problem)
+    row["status"] = OK
+    copies = cold_copies(inputs, bench.device)
+    kernel = _impl(function, "triton")
+    timing = time_function(kernel, copies, bench.device, **bench.limits)
+    row |= _times(timing) | dict(clock=timing.clock, cache=timing.cache)
+    if bench.device.type != "cuda":
+        return row
+    called = time_calls(kernel, copies, bench.device, **bench.limits)
+    row |= _times(called, "call_")
+    row |= _work(family, case.function, inputs, kernel, timing, bench.ceilings)
+    row |= _against_reference(function, copies, called, found, bench)
+    row["peers"] = {name: _against_peer(name, case.function, copies, kernel, timing, bench) for name in bench.peers}
+    return row
+
+
+def _impl(function: Callable[..., Any], impl: str) -> Callable[..., Any]:
+    return lambda **arguments: function(**arguments, impl=impl)
+
+
+def _times(timing: Timing, prefix: str = "") -> dict[str, Any]:
+    """Microseconds of a timing, as fields of a row."""
+    fields = dict(median_us=timing.median_ms, p20_us=timing.low_ms, p80_us=timing.high_ms)
+    scaled: dict[str, Any] = {prefix + name: milliseconds * 1e3 for name, milliseconds in fields.items()}
+    return scaled | {f"{prefix}repeats": timing.repeats}
+
+
+def _shape(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Shapes of the tensors, the longest committed length, and the plain options."""
+    found: dict[str, Any] = {}
+    for name, value in inputs.items():
+        if isinstance(value, torch.Tensor):
+            found[name] = list(value.shape)
+        elif isinstance(value, (int, float, str, bool)):
+            found[name] = value
+    if isinstance(inputs.get("lengths"), torch.Tensor) and inputs["lengths"].numel():
+        found["context_tokens"] = int(inputs["lengths"].max())
+    return found
+
+
+def _work(
+    family: str,
+    function: str,
+    inputs: dict[str, Any],
+    kernel: Callable[..., Any],
+    timing: Timing,
+    ceilings: Ceilings | None,
+) -> dict[str, Any]:
+    """What was moved and computed, how fast, and how near to the ceiling that bounds it."""
+    work = work_of(family, function, inputs, kernel(**inputs))
+    seconds = timing.median_ms / 1e3
+    row: dict[str, Any] = dict(moved_bytes=work.moved_bytes, flop=work.flop, work_counted=work.counted)
+    row |= dict(bytes_per_s=work.moved_bytes / seconds, flop_per_s=work.flop / seconds)
+    if ceilings is not None:
+        floor_us, bound = ceilings.floor_us(work.moved_bytes, work.flop)
+        row |= dict(floor_us=floor_us, bound=bound, ceiling_pct=100 * floor_us / (timing.median_ms * 1e3))
+    return row
+
+
+def _against_reference(
+    function: Callable[..., Any],
+    copies: Sequence[dict[str, Any]],
+    called: Timing,
+    found: parity.Parity,
+    bench: Bench,
+) -> dict[str, Any]:
+    """Calls of the reference by the clock of our calls: plain torch need not be capturable in a graph."""
+    if not found.reference_fits:
+        return dict(reference="not timed: needs too much memory")
+    try:
+        timing = time_calls(_impl(function, "reference"), copies, bench.device, **bench.limits)
+    except torch.OutOfMemoryError:
+        return dict(reference="not timed: out of memory")
+    ratio = timing.median_ms / called.median_ms
+    return dict(reference="timed", reference_us=timing.median_ms * 1e3, reference_ratio=ratio)
+
+
+def _against_peer(
+    name: str,
+    function: str,
+    copies: Sequence[dict[str, Any]],
+    kernel: Callable[..., Any],
+    timing: Timing,
+    bench: Bench,
+) -> dict[str, Any]:
+    """The peer's time by the clock of ours and over as many inputs, or why there is none."""
+    try:
+        first = peers.prepare(name, function, copies[0])
+        ours = next(tensors_in(kernel(**copies[0])))
+        problem = parity.difference([first()], [ours])
+        if problem is not None:
+            return dict(status=DISAGREES, problem=problem)
+        calls = [first, *(peers.prepare(name, function, copy) for copy in copies[1:])]
+        theirs = time_function(lambda call: call(), [dict(call=call) for call in calls], bench.device, **bench.limits)
+    except (peers.Unavailable, ImportError) as reason:
+        return dict(status=NOT_RUN, problem=_first_line(reason))
+    except Exception as failure:  # a peer's failure says nothing about our kernel
+        return dict(status=FAILED, problem=f"{type(failure).__name__}: {_first_line(failure)}")
+    return dict(status=OK, ratio=theirs.median_ms / timing.median_ms) | _times(theirs)
