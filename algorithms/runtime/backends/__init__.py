@@ -8,14 +8,24 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from specdec_kernels.wrappers import Needs
+
+PHASES = ("prefill", "decode", "verify", "draft")
+"""What a forward is for: prompts, one token a request, drafted tokens of the target; everything of a drafter."""
+
+
+class BackendError(ValueError):
+    """A backend that cannot run here, or not this call; the message says why and what else there is."""
+
 
 @dataclass(frozen=True)
 class AttentionPlan:
     """What all layers of one forward share.
 
-    Queries `[B, num_queries]` stand at slots `lengths[b] + i`; `mode` (`chain`, `block`, `tree`), `mask` and `q_lens`
-    mean what they mean to `specdec_kernels.paged_attention`. `max_length` bounds lengths + num_queries on the host.
-    `prepared` is the backend's own.
+    Queries `[B, num_queries]` stand at slots `lengths[b] + i`; `mode` (`chain`, `block`, `tree`), `mask`, `q_lens`,
+    `tree_width`, `window`, `depths`, `row_depths`, `soft_cap`, `sinks` and `scale` mean what they mean to
+    `specdec_kernels.paged_attention`. `max_length` bounds lengths + draft slots on the host. `prepared` is the
+    backend's own.
     """
 
     page_table: Tensor
@@ -26,6 +36,17 @@ class AttentionPlan:
     num_queries: int
     page_size: int
     max_length: int
+    phase: str = "verify"
+    """One of `PHASES`."""
+    tree_width: int | None = None
+    window: int | None = None
+    depths: Tensor | None = None
+    """[B, draft slots] int32, for a window over a tree."""
+    row_depths: Tensor | None = None
+    """[B, num_queries] int32 where the query rows are not the first slots of the tree."""
+    soft_cap: float | None = None
+    sinks: Tensor | None = None
+    scale: float | None = None
     prepared: Any = field(default=None)
 
 
@@ -33,9 +54,17 @@ class Backend(Protocol):
     """Computes attention of new tokens over [committed prefix; new tokens], whose KV is already stored."""
 
     name: str
+    capturable: bool
+    """Whether `plan` and `run` can be captured in a CUDA graph: they read nothing back."""
+    served: dict[str, str]
+    """Phase -> what computed it in this run, for the records."""
+
+    def refusal(self, needs: Needs, phase: str) -> str | None:
+        """Why forwards of this kind cannot be served, or None. Asked before weights load and before anything runs."""
+        ...
 
     def plan(self, plan: AttentionPlan) -> AttentionPlan:
-        """Do once what all layers need; no host synchronisation."""
+        """Do once what all layers need."""
         ...
 
     def run(self, plan: AttentionPlan, q: Tensor, kv: Tensor) -> Tensor:
@@ -44,7 +73,8 @@ class Backend(Protocol):
 
 
 def backends() -> dict[str, type]:
-    """Every backend by name. Each has a `Config` dataclass and is built as `cls(config, impl)`."""
+    """Every backend by name. Each has a `Config` dataclass and is built as `cls(config, impl)`; the constructor raises
+    `BackendError` where the backend cannot run."""
     from algorithms.runtime.backends.fa4 import FA4Backend
     from algorithms.runtime.backends.sdpa import TorchBackend
 
