@@ -121,6 +121,8 @@ class Algorithm:
     """Whether node i hangs on node i - 1: nothing moves at commit, and attention needs no bit mask."""
     rule: str = "target_only"
     """Acceptance rule, see `specdec_kernels.accept`."""
+    graph: str | None = None
+    """How much of a step is captured, where the algorithm insists; None leaves it to the run (`runtime.graph`)."""
     draft_slots: int = 0
     """Positions behind L that the drafter writes in its own cache, where that is more than `num_nodes`."""
 

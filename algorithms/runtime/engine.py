@@ -137,7 +137,7 @@ class Engine:
         self._state = BatchState(settings.max_batch, max_pages, context, target.config.vocab_size, weight.device)
         algorithm.attach(self._resources)
         parts = StepParts(algorithm, self._cache, self._state, self._resources)
-        self._runner = StepRunner(parts, settings.graph, PhaseClock(weight.device), capture)
+        self._runner = StepRunner(parts, algorithm.graph or settings.graph, PhaseClock(weight.device), capture)
 
     def generate(self, requests: Sequence[Request], on_step: Callable[[StepReport], None] | None = None) -> Generation:
         """Serve `requests` to the end.
@@ -249,9 +249,8 @@ class _Run:
             self._prefill_ms += _since(began)
 
     def _prefill(self, first: int, admitted: list[_Running]) -> None:
-        device, width = self._resources.device, max(running.length for running in admitted)
-        if width == 0:
-            return
+        # At least one column, so that a drafter hears of a prompt of one token too.
+        device, width = self._resources.device, max(1, *(running.length for running in admitted))
         batch = self._state.batch(first, len(self._rows), max_length=0)
         counts, start = batch.lengths.to(torch.int32), torch.zeros_like(batch.lengths)
         columns = torch.arange(width + 1, device=device)

@@ -38,56 +38,62 @@ class PagedMixer:
         mask: Tensor | None = None,
         counts: Tensor | None = None,
         phase: str = "verify",
+        first_slot: int = 0,
+        tree_width: int | None = None,
+        window: int | None = None,
     ) -> PagedMixer:
-        """Plan a forward of `positions [B, N]` at slots L … L + N - 1.
+        """Plan a forward of `positions [B, N]` at slots L + first_slot … L + first_slot + N - 1.
 
         `mode` and `mask` mean what they mean to `paged_attention`; `phase` is prefill, verify or draft. Of row b only
         the first `counts[b]` columns are real (all, if None; none of a padding row): the others store nothing and come
-        out as zeros.
+        out as zeros. `tree_width` is for a drafter that runs a few nodes of a tree at a time: the slots behind L that
+        `mask` describes, N if None.
         """
-        if counts is None:
-            counts = batch.active * positions.shape[1]
-        return cls._plan(
-            batch.page_table, batch.lengths, counts, batch.max_length, positions, cache, resources, mode, mask, phase
-        )
-
-    @classmethod
-    def following(cls, seen: Observation, cache: KVCache, resources: Resources, phase: str = "draft") -> PagedMixer:
-        """Plan a drafter's forward over the text just observed."""
-        return cls._plan(
-            seen.page_table, seen.start, seen.counts, seen.max_length, seen.positions, cache, resources,
-            "chain", None, phase,
-        )  # fmt: skip
-
-    @classmethod
-    def _plan(
-        cls,
-        page_table: Tensor,
-        lengths: Tensor,
-        counts: Tensor,
-        max_length: int,
-        positions: Tensor,
-        cache: KVCache,
-        resources: Resources,
-        mode: str,
-        mask: Tensor | None,
-        phase: str,
-    ) -> PagedMixer:
         width = positions.shape[1]
-        slots = token_slots(page_table, lengths, counts, width, cache.page_size, impl=resources.impl)
-        plan = resources.backend.plan(
-            AttentionPlan(
-                page_table=page_table,
-                lengths=lengths,
-                mode=mode,
-                mask=mask,
-                q_lens=counts,
-                num_queries=width,
-                page_size=cache.page_size,
-                max_length=max_length + width,
-            )
+        if counts is None:
+            counts = batch.active * width
+        slots = token_slots(
+            batch.page_table, batch.lengths + first_slot, counts, width, cache.page_size, impl=resources.impl
         )
-        return cls(cache, slots.flatten(), positions.flatten(), resources.backend, plan, resources.impl)
+        plan = AttentionPlan(
+            page_table=batch.page_table,
+            lengths=batch.lengths,
+            mode=mode,
+            mask=mask,
+            q_lens=counts,
+            num_queries=width,
+            page_size=cache.page_size,
+            max_length=batch.max_length + (tree_width or width),
+            phase=phase,
+            tree_width=tree_width,
+            window=window,
+        )
+        return cls._planned(plan, slots, positions, cache, resources)
+
+    @classmethod
+    def following(cls, seen: Observation, cache: KVCache, resources: Resources) -> PagedMixer:
+        """Plan a drafter's forward over the text just observed."""
+        width = seen.positions.shape[1]
+        slots = token_slots(seen.page_table, seen.start, seen.counts, width, cache.page_size, impl=resources.impl)
+        plan = AttentionPlan(
+            page_table=seen.page_table,
+            lengths=seen.start,
+            mode="chain",
+            mask=None,
+            q_lens=seen.counts,
+            num_queries=width,
+            page_size=cache.page_size,
+            max_length=seen.max_length + width,
+            phase="prefill" if seen.is_prefill else "draft",
+        )
+        return cls._planned(plan, slots, seen.positions, cache, resources)
+
+    @classmethod
+    def _planned(
+        cls, plan: AttentionPlan, slots: Tensor, positions: Tensor, cache: KVCache, resources: Resources
+    ) -> PagedMixer:
+        backend = resources.backend
+        return cls(cache, slots.flatten(), positions.flatten(), backend, backend.plan(plan), resources.impl)
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
