@@ -1,4 +1,5 @@
-"""Named inputs of the kv_index family."""
+"""Named inputs of the kv_index family: page tables and accepted paths; ragged rows and drafts have modules of
+their own."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from typing import Any
 import torch
 
 from specdec_kernels.cases import Case, Maker
+from specdec_kernels.kv_index.draft_cases import DRAFT_CASES
+from specdec_kernels.kv_index.ragged_cases import RAGGED_CASES
 
 
 def _table(make: Maker, batch: int, row_pages: int, held: float = 1.0) -> torch.Tensor:
@@ -17,9 +20,7 @@ def _table(make: Maker, batch: int, row_pages: int, held: float = 1.0) -> torch.
     return table
 
 
-def _slots(
-    make: Maker, batch: int, row_pages: int, page_size: int, width: int, held: float = 1.0
-) -> dict[str, Any]:
+def _slots(make: Maker, batch: int, row_pages: int, page_size: int, width: int, held: float = 1.0) -> dict[str, Any]:
     end = row_pages * page_size
     return dict(
         page_table=_table(make, batch, row_pages, held),
@@ -73,7 +74,101 @@ def _overlap(make: Maker) -> dict[str, Any]:
     return inputs
 
 
-CASES = (
+def _evict(make: Maker, batch: int, nodes: int, page_size: int) -> dict[str, Any]:
+    """Accepted prefixes of 0 to all nodes."""
+    accepted = make.integers(0, nodes + 1, batch)
+    return dict(
+        evict=torch.arange(nodes, device=make.device) >= accepted[:, None],
+        lengths=make.integers(0, 4 * page_size, batch),
+        page_size=page_size,
+    )
+
+
+def _locations(make: Maker, batch: int, nodes: int, path: int, page_size: int) -> dict[str, Any]:
+    """Slots from one shuffled pool; paths of 0 (a row that stands for no request) to all entries."""
+    order = torch.randperm(batch * nodes + 3, generator=make.generator)[: batch * nodes]
+    chosen = torch.full((batch, path), -1, dtype=torch.int32)
+    for row in range(batch):
+        kept = min(row % (path + 1), nodes)
+        ids = torch.randperm(nodes, generator=make.generator)[:kept].sort().values
+        chosen[row, :kept] = ids.int()
+    return dict(
+        slots=order.reshape(batch, nodes).to(make.device),
+        lengths=make.integers(0, 4 * page_size, batch),
+        nodes=chosen.to(make.device),
+        page_size=page_size,
+    )
+
+
+def _slot_list(
+    make: Maker, size: int, layers: int = 2, page_size: int = 4, heads: int = 2, dim: int = 8
+) -> dict[str, Any]:
+    """Sources anywhere, distinct targets, so that most slots are both; some pairs move nothing."""
+    pages = -(-(size + 3) // page_size) + 1
+    source = make.integers(0, pages * page_size, size)
+    target = torch.randperm(pages * page_size, generator=make.generator)[:size].to(make.device)
+    source[::5] = -1
+    target[1::7] = -1
+    return dict(
+        kv=make.normal(layers, 2, pages, page_size, heads, dim),
+        source=source,
+        target=target,
+    )
+
+
+def _idle_list(make: Maker) -> dict[str, Any]:
+    """Padding as others write it: slot 0 to slot 0, many times, beside one real move into slot 0."""
+    inputs = _slot_list(make, size=6)
+    inputs["source"] = make.tensor([0, 0, 7, 0, 99, 0], torch.int64)
+    inputs["target"] = make.tensor([0, 0, 0, 0, 1, 0], torch.int64)
+    return inputs
+
+
+def _evict_case(name: str, catches: str, gate: bool = False, bench: bool = False, **shape: int) -> Case:
+    return Case(name, "align_eviction", partial(_evict, **shape), catches, gate, bench)
+
+
+def _locations_case(name: str, catches: str, gate: bool = False, bench: bool = False, **shape: int) -> Case:
+    return Case(name, "accepted_locations", partial(_locations, **shape), catches, gate, bench)
+
+
+PATH_CASES = (
+    _evict_case("evict_empty", "B = 0", batch=0, nodes=4, page_size=4),
+    _evict_case("evict_no_nodes", "N = 0", batch=2, nodes=0, page_size=4),
+    _evict_case("evict_page_1", "the accepted token itself evicted", batch=7, nodes=5, page_size=1),
+    _evict_case("evict_odd", "page arithmetic below position 0", batch=9, nodes=7, page_size=3),
+    _evict_case("evict_b64", "registers", gate=True, bench=True, batch=64, nodes=16, page_size=16),
+    _locations_case("locations_empty", "B = 0", batch=0, nodes=3, path=2, page_size=4),
+    _locations_case("locations_one_node", "a tile of one lane", batch=2, nodes=1, path=1, page_size=4),
+    _locations_case("locations_long_path", "a path wider than the tree", batch=5, nodes=2, path=4, page_size=2),
+    _locations_case("locations_page_1", "a kept slot freed", batch=6, nodes=5, path=4, page_size=1),
+    _locations_case("locations_odd", "the last page freed with its token", batch=9, nodes=7, path=5, page_size=3),
+    _locations_case("locations_b64", "registers", gate=True, bench=True, batch=64, nodes=32, path=8, page_size=16),
+    Case("list_empty", "move_slots", partial(_slot_list, size=0), "an empty list"),
+    Case("list_one", "move_slots", partial(_slot_list, size=1), "a tile of one lane"),
+    Case("list_idle", "move_slots", _idle_list, "slot 0 written by pairs that move nothing"),
+    Case("list_overlap", "move_slots", partial(_slot_list, size=41, heads=3, dim=7), "a source overwritten first"),
+    Case("list_staged", "move_slots", partial(_slot_list, size=150), "order between the two launches"),
+    Case(
+        "list_direct_shipped",
+        "move_slots",
+        partial(_slot_list, size=256, layers=2, page_size=16, heads=8, dim=128),
+        "registers of the longest direct list",
+        gate=True,
+        tags=("large",),
+    ),
+    Case(
+        "list_staged_shipped",
+        "move_slots",
+        partial(_slot_list, size=500, layers=2, page_size=16, heads=8, dim=128),
+        "registers of the staged move",
+        gate=True,
+        bench=True,
+        tags=("large",),
+    ),
+)
+
+PAGE_CASES = (
     Case(
         "slots_empty",
         "token_slots",
@@ -157,9 +252,7 @@ CASES = (
         gate=True,
         bench=True,
     ),
-    Case(
-        "table_empty", "flash_attention_table", partial(_lengths, batch=0, row_pages=3, page_size=4), "B = 0"
-    ),
+    Case("table_empty", "flash_attention_table", partial(_lengths, batch=0, row_pages=3, page_size=4), "B = 0"),
     Case(
         "table_no_pages",
         "flash_attention_table",
@@ -202,3 +295,5 @@ CASES = (
         "features off the block",
     ),
 )
+
+CASES = (*PAGE_CASES, *PATH_CASES, *RAGGED_CASES, *DRAFT_CASES)

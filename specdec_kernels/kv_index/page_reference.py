@@ -1,4 +1,4 @@
-"""Definition of the paged-KV index arithmetic in plain torch."""
+"""Definition of the page-table arithmetic in plain torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def token_slots(
 ) -> torch.Tensor:
     """See `specdec_kernels.kv_index.token_slots`."""
     column = torch.arange(width, device=page_table.device)
-    return torch.where(column < counts[:, None], _slots(page_table, start[:, None] + column, page_size), -1)
+    return torch.where(column < counts[:, None], position_slots(page_table, start[:, None] + column, page_size), -1)
 
 
 def flashinfer_indices(
@@ -37,9 +37,7 @@ def flashinfer_indices(
     return FlashInferIndices(indptr.int(), indices.int(), last_page_len.int())
 
 
-def flash_attention_table(
-    page_table: torch.Tensor, lengths: torch.Tensor, page_size: int
-) -> FlashAttentionIndices:
+def flash_attention_table(page_table: torch.Tensor, lengths: torch.Tensor, page_size: int) -> FlashAttentionIndices:
     """See `specdec_kernels.kv_index.flash_attention_table`."""
     row_pages = page_table.shape[1]
     held = lengths.clamp(0, row_pages * page_size)
@@ -47,26 +45,7 @@ def flash_attention_table(
     return FlashAttentionIndices(torch.where(column * page_size < held[:, None], page_table, 0), held.int())
 
 
-def move_accepted(
-    kv: torch.Tensor, page_table: torch.Tensor, lengths: torch.Tensor, nodes: torch.Tensor
-) -> None:
-    """See `specdec_kernels.kv_index.move_accepted`."""
-    layers, _, pages, page_size, heads, dim = kv.shape
-    if nodes.numel() == 0:
-        return
-    column = torch.arange(nodes.shape[1], device=nodes.device)
-    source = _slots(page_table, lengths[:, None] + nodes.clamp(min=0), page_size)
-    target = _slots(page_table, lengths[:, None] + column, page_size)
-    moves = (nodes >= 0) & (nodes != column) & (source >= 0) & (target >= 0)
-    # Fixed shapes: an entry that moves nothing rewrites slot 0 with what slot 0 is to hold in the end anyway.
-    into_zero = moves & (target == 0)
-    source = torch.where(moves, source, (source * into_zero).sum())
-    target = torch.where(moves, target, 0)
-    slots = kv.view(layers, 2, pages * page_size, heads, dim)
-    slots[:, :, target.reshape(-1)] = slots[:, :, source.reshape(-1)]
-
-
-def _slots(page_table: torch.Tensor, positions: torch.Tensor, page_size: int) -> torch.Tensor:
+def position_slots(page_table: torch.Tensor, positions: torch.Tensor, page_size: int) -> torch.Tensor:
     """[B, K] positions -> [B, K] int64 slots, -1 outside the table or on a page that is not there."""
     batch, row_pages = page_table.shape
     if row_pages == 0:
