@@ -7,6 +7,7 @@ imported: this module and everything it imports stay free of torch.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +20,7 @@ from experiments.errors import UserError
 
 REPO_ROOT = Path(__file__).resolve().parent.parent
 CONFIG_FOLDER = REPO_ROOT / "configs"
+GRAPH_LEVELS = ("none", "draft", "verify", "step")
 
 
 def expect_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -33,30 +35,61 @@ def expect_at_least(name: str, value: float | None, least: float) -> None:
         raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
+def expect_between(name: str, value: float, low: float, high: float, above: bool = False) -> None:
+    """Raise ValueError unless low <= value <= high, or low < value with `above`."""
+    if not (low < value if above else low <= value) or not value <= high:
+        raise ValueError(f"{name} must be {'above' if above else 'at least'} {low} and at most {high}, got {value}")
+
+
 @dataclass
 class ModelConfig:
-    """`path` and `draft_path` are folders in the Hugging Face layout, or hub names such as `org/model`."""
+    """Folders in the Hugging Face layout, or hub names such as `org/model`.
+
+    `drafts` names the drafter of each algorithm; `draft_path` replaces it for the algorithm of this run.
+    """
 
     name: str = MISSING
     path: str = MISSING
     draft_path: str | None = None
+    drafts: dict[str, str] = field(default_factory=dict)
+
+    def drafter_of(self, algo: str) -> str | None:
+        """Where the drafter of `algo` is, if anywhere."""
+        return self.draft_path or self.drafts.get(algo)
 
 
 @dataclass
 class SamplingConfig:
-    """`temperature` 0 is greedy. Request i draws from a stream that depends on `seed` and i alone."""
+    """Parameters of every request, see `algorithms.runtime.request.Request`.
+
+    `temperature` 0 is greedy. `logit_bias` maps token ids to what is added to their logits. Request i draws from a
+    stream that depends on `seed` and i alone.
+    """
 
     max_new_tokens: int = 128
     temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
     seed: int = 0
+    ignore_eos: bool = False
     stop_strings: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         expect_at_least("sampling.max_new_tokens", self.max_new_tokens, 1)
         expect_at_least("sampling.temperature", self.temperature, 0)
+        expect_at_least("sampling.top_k", self.top_k, 0)
+        expect_between("sampling.top_p", self.top_p, 0, 1, above=True)
+        expect_between("sampling.min_p", self.min_p, 0, 1)
+        expect_between("sampling.repetition_penalty", self.repetition_penalty, 0, math.inf, above=True)
         expect_at_least("sampling.seed", self.seed, 0)
-        if self.temperature == float("inf"):
-            raise ValueError("sampling.temperature must be finite, got inf")
+        for name in ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"sampling.{name} must be finite, got {getattr(self, name)}")
         if "" in self.stop_strings:
             raise ValueError(
                 "sampling.stop_strings must not hold an empty string: it would stop every request at once"
@@ -67,6 +100,7 @@ class SamplingConfig:
 class RuntimeConfig:
     """`impl` auto: compiled kernels on a GPU, the same kernels in Triton's interpreter without one.
 
+    `graph`: how much of a step is captured in CUDA graphs. `read_behind`: steps the host reads behind the device.
     `num_pages` and `max_length` null: as many as `max_batch` requests of the longest prompt need.
     """
 
@@ -78,16 +112,20 @@ class RuntimeConfig:
     num_pages: int | None = None
     max_length: int | None = None
     graph: str = "none"
+    read_behind: int | None = None
 
     def __post_init__(self) -> None:
         expect_choice("runtime.device", self.device, ("auto", "cpu", "cuda"))
         expect_choice("runtime.dtype", self.dtype, ("auto", "float32", "float16", "bfloat16"))
         expect_choice("runtime.impl", self.impl, ("auto", "triton", "reference"))
-        expect_choice("runtime.graph", self.graph, ("none",))
+        expect_choice("runtime.graph", self.graph, GRAPH_LEVELS)
         expect_at_least("runtime.page_size", self.page_size, 1)
         expect_at_least("runtime.max_batch", self.max_batch, 1)
         expect_at_least("runtime.num_pages", self.num_pages, 1)
         expect_at_least("runtime.max_length", self.max_length, 2)
+        expect_at_least("runtime.read_behind", self.read_behind, 0)
+        if self.graph != "none" and self.device == "cpu":
+            raise ValueError(f"runtime.graph={self.graph} captures CUDA graphs: expected runtime.device=cuda, got cpu")
         if self.device == "cpu" and self.dtype == "bfloat16" and self.impl != "reference":
             raise ValueError(
                 "runtime.dtype=bfloat16 on the CPU: Triton's interpreter computes bfloat16 wrongly; "

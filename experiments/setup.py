@@ -78,6 +78,7 @@ def prepare(config: GenerateConfig) -> Setup:
     with user_errors(ValueError, OSError):
         prompts = load_prompts(config.data)
     hardware = resolve_hardware(config.runtime)
+    check_combination(config, hardware)
     import torch
 
     from algorithms.runtime.models.loading import load_target
@@ -91,6 +92,22 @@ def prepare(config: GenerateConfig) -> Setup:
     return Setup(hardware, tokenizer, target, prompts, requests, config.runtime.max_length or longest)
 
 
+def check_combination(config: GenerateConfig, hardware: Hardware) -> None:
+    """Refuse what cannot work together, before any weight is read."""
+    from algorithms.registry import available
+
+    runtime, name = config.runtime, config.algo.name
+    if runtime.graph != "none" and hardware.device != "cuda":
+        raise UserError(
+            f"runtime.graph={runtime.graph} captures CUDA graphs, and this run is on the CPU\nuse runtime.graph=none"
+        )
+    if available()[name].needs_draft_model and config.model.drafter_of(name) is None:
+        raise UserError(
+            f"algo={name} needs a drafter, and model={config.model.name} names none for it\n"
+            "give its folder or hub name as model.draft_path"
+        )
+
+
 def make_requests(config: GenerateConfig, prompts: PromptSet, tokenizer: Tokenizer) -> list[Request]:
     """One request a prompt. Its seed depends on the run's seed and its number alone, not on batching."""
     from algorithms.runtime.request import Request
@@ -102,6 +119,14 @@ def make_requests(config: GenerateConfig, prompts: PromptSet, tokenizer: Tokeniz
             prompt_ids=tuple(prompt.encode(tokenizer)),
             max_new_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            logit_bias=dict(sampling.logit_bias),
+            ignore_eos=sampling.ignore_eos,
             seed=sampling.seed * SEED_STRIDE + index,
             eos_token_ids=tokenizer.eos_ids,
             stop_strings=(*prompt.stop_strings, *sampling.stop_strings),
@@ -119,12 +144,21 @@ def make_engine(config: GenerateConfig, setup: Setup, algo: Any) -> tuple[Engine
     from algorithms.runtime.engine import Engine, EngineSettings
 
     runtime, impl = config.runtime, setup.hardware.impl
-    settings = EngineSettings(runtime.page_size, runtime.max_batch, runtime.num_pages, setup.max_length, impl)
+    settings = EngineSettings(
+        page_size=runtime.page_size,
+        max_batch=runtime.max_batch,
+        num_pages=runtime.num_pages,
+        max_length=setup.max_length,
+        impl=impl,
+        graph=runtime.graph,
+        read_behind=runtime.read_behind,
+    )
     backend = backends()[config.backend.name](config.backend, impl)
     with user_errors(ValueError, OSError):
-        algorithm = available()[algo.name](algo, setup.target, config.model.draft_path)
+        algorithm = available()[algo.name](algo, setup.target, config.model.drafter_of(algo.name))
     try:
-        return Engine(setup.target, algorithm, backend, settings, setup.tokenizer.decode), algorithm.max_depth
+        with user_errors(ValueError):
+            return Engine(setup.target, algorithm, backend, settings, setup.tokenizer.decode), algorithm.max_depth
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"{error}\nlower runtime.max_batch, sampling.max_new_tokens or runtime.num_pages"

@@ -11,20 +11,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Observation, Resources
     from algorithms.runtime.engine import Engine, EngineError, EngineSettings, Generation, StepReport
+    from algorithms.runtime.expansion import Expansion
     from algorithms.runtime.kv_cache import KVCache, OutOfPages, PageAllocator
     from algorithms.runtime.models.eagle_loading import load_eagle, load_eagle3
     from algorithms.runtime.models.loading import ModelError, Target, load_dflash, load_draft, load_target
     from algorithms.runtime.paged import PagedMixer
     from algorithms.runtime.request import Completion, Request
+    from algorithms.runtime.row_memory import RowMemory
 
 _HOMES = {
     "algorithm": ("Algorithm", "Batch", "DraftTree", "Observation", "Resources"),
     "engine": ("Engine", "EngineError", "EngineSettings", "Generation", "StepReport"),
+    "expansion": ("Expansion",),
     "kv_cache": ("KVCache", "OutOfPages", "PageAllocator"),
     "models.eagle_loading": ("load_eagle", "load_eagle3"),
     "models.loading": ("ModelError", "Target", "load_dflash", "load_draft", "load_target"),
     "paged": ("PagedMixer",),
     "request": ("Completion", "Request"),
+    "row_memory": ("RowMemory",),
 }
 _MODULE_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -36,6 +40,7 @@ __all__ = [
     "Engine",
     "EngineError",
     "EngineSettings",
+    "Expansion",
     "Generation",
     "KVCache",
     "ModelError",
@@ -45,6 +50,7 @@ __all__ = [
     "PagedMixer",
     "Request",
     "Resources",
+    "RowMemory",
     "StepReport",
     "Target",
     "load_dflash",

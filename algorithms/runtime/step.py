@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from algorithms.runtime.agreement import agree_on_acceptance, agree_on_draft
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Observation, Resources
 from algorithms.runtime.kv_cache import KVCache
 from algorithms.runtime.paged import PagedMixer
@@ -66,7 +67,7 @@ class Step:
         self._parts, self._batch, self._needs = parts, batch, needs
 
     def draft(self) -> None:
-        self.tree = self._parts.algorithm.propose(self._batch)
+        self.tree = agree_on_draft(self._parts.algorithm.propose(self._batch))
 
     def verify(self) -> None:
         algorithm, target = self._parts.algorithm, self._parts.resources.target.model
@@ -78,6 +79,7 @@ class Step:
             self._parts.resources,
             mode="chain" if algorithm.chain else "tree",
             mask=None if algorithm.chain else links.mask,
+            phase="verify" if algorithm.num_nodes > 1 else "decode",
         )
         self.hidden, self.features = target(self.tree.tokens, mixer, algorithm.capture)
         self.logits = target.logits(self.hidden)
@@ -88,7 +90,7 @@ class Step:
         if needs.penalised:
             self._penalise()
         filters = dict(top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p) if needs.filtered else {}
-        self.accepted = accept(
+        accepted = accept(
             algorithm.rule,
             self.tree.tokens,
             self.tree.links,
@@ -100,6 +102,7 @@ class Step:
             impl=impl,
             **filters,
         )
+        self.accepted = agree_on_acceptance(accepted)
 
     def _penalise(self) -> None:
         from specdec_kernels import apply_penalties

@@ -64,7 +64,7 @@ def test_the_default_run_is_the_headline() -> None:
 def test_shipped_models_are_found_from_any_folder() -> None:
     model = build_config(compose()).model
     assert Path(model.path) == REPO_ROOT / "assets/tiny/target"
-    assert Path(model.draft_path) == REPO_ROOT / "assets/tiny/dflash"
+    assert Path(model.drafter_of("dflash")) == REPO_ROOT / "assets/tiny/dflash"
 
 
 def test_a_recipe_is_a_delta_and_the_command_line_wins() -> None:

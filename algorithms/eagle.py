@@ -1,0 +1,89 @@
+"""EAGLE-2 (arXiv 2401.15077, 2406.16858): draft the target's next features with one layer, and tokens from those.
+
+observe   Where the target has been, slot p of the head's cache is filled from (the target's feature of p, the token of
+          p + 1), for the prompt and after every verify ("draft extend"). The output behind the last committed position
+          is kept: it is the feature from which the root's successor is guessed.
+propose   The kept feature gives the first candidates; each level feeds (a candidate, the head's output before it) back
+          into the head. A dynamic tree of steps, topk and num_nodes, or a chain with topk 1.
+
+The draft is a deterministic function of the context, so the target's own choice alone decides what is accepted, greedy
+or sampled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from algorithms import runtime
+from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Observation, Resources
+from algorithms.runtime.shape import TreeShape
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from algorithms.runtime.models.loading import Target
+
+
+class Eagle(Algorithm):
+    """Feature-level drafting with dynamic trees."""
+
+    name = "eagle"
+    needs_draft_model = True
+
+    @dataclass
+    class Config:
+        name: str = "eagle"
+        steps: int = 3
+        """Tokens drafted one behind the other, at most."""
+        topk: int = 1
+        """Children that a token offers; 1 drafts a chain."""
+        num_nodes: int | None = None
+        """Nodes verified, the root included; None takes steps + 1 for a chain, else at most 32."""
+
+        def __post_init__(self) -> None:
+            TreeShape.of(self.steps, self.topk, self.num_nodes)
+
+    def __init__(self, config: Any, target: Target, draft_path: str | None) -> None:
+        if draft_path is None:
+            raise ValueError(f"algo={self.name} needs a drafter: set model.draft_path to a folder or hub name")
+        weight = target.model.model.norm.weight
+        self._drafter = self.load(draft_path, target, weight.device, weight.dtype)
+        self._shape = TreeShape.of(config.steps, config.topk, config.num_nodes)
+        if self._shape.topk > self._drafter.draft_vocab_size:
+            raise ValueError(f"algo.topk: the drafter knows {self._drafter.draft_vocab_size} tokens, got {config.topk}")
+        self.capture = self._drafter.capture
+        self.chain, self.max_depth = self._shape.chain, self._shape.max_depth
+        self.num_nodes = self.max_depth + 1 if self.chain else self._shape.num_nodes
+        self.draft_slots = (self._shape.steps - 1) * self._shape.topk
+
+    @staticmethod
+    def load(draft_path: str, target: Target, device: Any, dtype: Any) -> Any:
+        """The head from its folder."""
+        return runtime.load_eagle(draft_path, target, device, dtype)
+
+    def attach(self, resources: Resources) -> None:
+        self._resources = resources
+        self._cache = runtime.KVCache.allocate(self._drafter.config.decoder, resources)
+        self._expansion = runtime.Expansion(self._shape, self._cache, resources, to_target=self._drafter.to_target)
+        self._kept = runtime.RowMemory(self._drafter.config.decoder.hidden_size, resources)
+
+    def observe(self, seen: Observation) -> None:
+        feature = self._drafter.fuse(seen.features, seen.hidden)
+        mixer = runtime.PagedMixer.following(seen, self._cache, self._resources)
+        self._kept.keep_last(seen, self._drafter(seen.next_tokens, feature, mixer))
+
+    def propose(self, batch: Batch) -> DraftTree:
+        before = self._kept.rows(batch.rows)[:, None]
+        feature = before
+
+        def run(tokens: Tensor, parents: Tensor, mixer: Any) -> Tensor:
+            nonlocal feature
+            parent = feature.gather(1, parents[..., None].expand(-1, -1, feature.shape[-1]))
+            feature = self._drafter(tokens, parent, mixer)
+            return self._drafter.logits(feature)
+
+        return self._expansion.grow(batch, self._drafter.logits(before[:, 0]), run)
+
+    def move_row(self, source: int, target: int) -> None:
+        self._kept.move(source, target)

@@ -1,0 +1,30 @@
+"""EAGLE-3 (arXiv 2503.01840): EAGLE whose head reads a fusion of low, middle and high features of the target, and whose
+own vocabulary is reduced to the most frequent tokens.
+
+The loop is EAGLE's; the head brings the fusion, feeds back its own stream, and maps its tokens to the target's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from algorithms import runtime
+from algorithms.eagle import Eagle
+
+if TYPE_CHECKING:
+    from algorithms.runtime.models.loading import Target
+
+
+class Eagle3(Eagle):
+    """Fused features, reduced vocabulary, chain or tree."""
+
+    name = "eagle3"
+
+    @dataclass
+    class Config(Eagle.Config):
+        name: str = "eagle3"
+
+    @staticmethod
+    def load(draft_path: str, target: Target, device: Any, dtype: Any) -> Any:
+        return runtime.load_eagle3(draft_path, target, device, dtype)

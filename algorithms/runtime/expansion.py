@@ -1,0 +1,144 @@
+"""Growing a draft with a model that writes one token after another: a chain, or a tree level by level.
+
+Trees follow EAGLE-2 (arXiv 2406.16858). Every level runs `topk` frontier tokens; each offers its `topk` likeliest
+children; the likeliest of them by the product of probabilities along the path are the next frontier; at the end the
+best `num_nodes - 1` of all children ever offered are kept.
+
+The drafter's cache follows the project's rule that trees and pages do not meet. Frontier token j of level i is stored
+`base + (i - 1) * topk + j` slots behind L, whatever it hangs on, and a bit mask over these slots says what it sees:
+itself, its ancestors, and a stored root (`base` 1) where the drafter runs the root itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from algorithms.runtime.algorithm import Batch, DraftTree, Resources
+from algorithms.runtime.kv_cache import KVCache
+from algorithms.runtime.paged import PagedMixer
+from algorithms.runtime.shape import TreeShape
+from specdec_kernels import build_chain, build_tree, draft_topk, expand_tree, pick_tokens, rerank_tree
+
+RunLevel = Callable[[Tensor, Tensor, PagedMixer], Tensor]
+"""(tokens [B, T], parents [B, T] columns of the level before, mixer) -> logits [B, T, V] behind each token."""
+_WORD_BITS = 64
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """What stays the same from step to step; `to_target` maps a drafter's ids to the target's."""
+
+    shape: TreeShape
+    cache: KVCache
+    resources: Resources
+    base: int = 0
+    to_target: Callable[[Tensor], Tensor] = lambda ids: ids
+
+    @property
+    def draft_slots(self) -> int:
+        """Slots behind L that the drafter writes."""
+        return self.base + (self.shape.steps - 1) * self.shape.topk
+
+    def grow(self, batch: Batch, logits: Tensor, run: RunLevel) -> DraftTree:
+        """Draft from `logits [B, V]` behind the root."""
+        return self._chain(batch, logits, run) if self.shape.chain else self._tree(batch, logits, run)
+
+    def _chain(self, batch: Batch, logits: Tensor, run: RunLevel) -> DraftTree:
+        impl, depth = self.resources.impl, self.shape.max_depth
+        tokens, alone = [batch.roots], torch.zeros_like(batch.roots)[:, None]
+        for level in range(1, depth + 1):
+            tokens.append(self.to_target(pick_tokens(logits, impl=impl).tokens))
+            if level < depth:
+                logits = run(tokens[-1][:, None], alone, self.chain_mixer(batch, level)).squeeze(1)
+        return DraftTree(torch.stack(tokens, 1), build_chain(batch.lengths, depth + 1, impl=impl))
+
+    def draw(self, batch: Batch, logits: Tensor, run: RunLevel) -> DraftTree:
+        """A chain drawn from the draft model under each request's sampling parameters, and the laws it came from."""
+        impl, depth, sampling = self.resources.impl, self.shape.max_depth, batch.sampling
+        filters = dict(top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
+        tokens, laws, alone = [batch.roots], [], torch.zeros_like(batch.roots)[:, None]
+        for level in range(1, depth + 1):
+            laws.append(filtered_probs(logits, sampling.temperature, **filters, impl=impl))
+            picked = pick_tokens(
+                logits,
+                sampling.temperature,
+                sampling.seeds,
+                batch.lengths + (level - 1),
+                **filters,
+                stream=DRAFT_STREAM,
+                impl=impl,
+            )
+            tokens.append(picked.tokens)
+            if level < depth:
+                logits = run(tokens[-1][:, None], alone, self.chain_mixer(batch, level)).squeeze(1)
+        links = build_chain(batch.lengths, depth + 1, impl=impl)
+        return DraftTree(torch.stack(tokens, 1), links, torch.stack(laws, 1))
+
+    def chain_mixer(self, batch: Batch, level: int) -> PagedMixer:
+        """A mixer for the one token of `level` of a chain; level 0 is a stored root."""
+        stored = replace(batch, lengths=batch.lengths + (self.base + level - 1), max_length=batch.max_length + level)
+        return PagedMixer.over(stored, stored.lengths[:, None], self.cache, self.resources, "chain", phase="draft")
+
+    def _tree(self, batch: Batch, logits: Tensor, run: RunLevel) -> DraftTree:
+        impl, topk, shape = self.resources.impl, self.shape.topk, self.shape
+        rows, columns = logits.shape[0], torch.arange(topk, device=logits.device)
+        probs, ids = draft_topk(logits, topk, impl=impl)
+        tokens, scores, frontier = self.to_target(ids), probs, columns.expand(rows, topk)
+        all_scores, all_tokens = [scores], [tokens]
+        all_parents = [torch.full((rows, topk), -1, dtype=torch.int32, device=logits.device)]
+        parents = torch.zeros_like(tokens)
+        seen = self._root_mask(rows, topk, logits.device)
+        for level in range(1, shape.steps):
+            seen = self._with_itself(seen.gather(1, parents[..., None].expand_as(seen)), level)
+            wide = run(tokens, parents, self._tree_mixer(batch, level, seen))
+            probs, ids = (x.unflatten(0, (rows, topk)) for x in draft_topk(wide.flatten(0, 1), topk, impl=impl))
+            children = self.to_target(ids)
+            grown = expand_tree(scores, probs, topk, impl=impl)
+            all_scores.append(grown.path_scores.flatten(1))
+            all_tokens.append(children.flatten(1))
+            all_parents.append(frontier.repeat_interleave(topk, 1).to(torch.int32))
+            index = grown.index.long()
+            scores, tokens, parents = grown.scores, children.flatten(1).gather(1, index), index // topk
+            frontier = topk + topk**2 * (level - 1) + index
+        chosen = rerank_tree(
+            torch.cat(all_scores, 1),
+            torch.cat(all_tokens, 1),
+            torch.cat(all_parents, 1),
+            batch.roots,
+            shape.num_nodes,
+            impl=impl,
+        )
+        return DraftTree(chosen.tokens, build_tree(chosen.parents, batch.lengths, impl=impl))
+
+    def _tree_mixer(self, batch: Batch, level: int, seen: Tensor) -> PagedMixer:
+        first, topk = self.base + (level - 1) * self.shape.topk, self.shape.topk
+        positions = (batch.lengths + (self.base + level - 1))[:, None].expand(-1, topk)
+        return PagedMixer.over(
+            batch,
+            positions,
+            self.cache,
+            self.resources,
+            mode="tree",
+            mask=seen,
+            phase="draft",
+            first_slot=first,
+            tree_width=self.draft_slots,
+        )
+
+    def _root_mask(self, rows: int, topk: int, device: torch.device) -> Tensor:
+        """[B, T, W] words in which only a stored root is seen."""
+        words = torch.zeros((rows, topk, -(-self.draft_slots // _WORD_BITS)), dtype=torch.int64, device=device)
+        words[..., 0] = self.base
+        return words
+
+    def _with_itself(self, seen: Tensor, level: int) -> Tensor:
+        """Every token of `level` also sees its own slot."""
+        first, topk = self.base + (level - 1) * self.shape.topk, self.shape.topk
+        slots = torch.arange(first, first + topk, device=seen.device)
+        words = torch.arange(seen.shape[-1], device=seen.device)
+        own = torch.where(words == (slots // _WORD_BITS)[:, None], torch.ones_like(slots)[:, None], 0)
+        return seen | (own << (slots % _WORD_BITS)[:, None])

@@ -1,0 +1,87 @@
+"""Tensor parallelism (Megatron-LM, arXiv 1909.08053): one process a device, each with a slice of every layer.
+
+Query, key, value, gate and up projections are split by their outputs, so a rank has some of the heads and some of the
+MLP's columns; output and down projections are split by their inputs, and the sum over ranks follows them: two
+all-reduces a layer. Embedding, norms and LM head are whole on every rank, so every rank has all logits. The KV cache
+of a rank holds its own heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from algorithms.runtime.models.config import DecoderConfig
+from algorithms.runtime.models.decoder import Attention, Decoder, SwiGLU
+
+
+class RowParallelLinear(nn.Module):
+    """y = sum over ranks of x_r W_r^T, + bias: this rank holds the input columns x_r."""
+
+    def __init__(self, whole: nn.Linear, columns: slice) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(whole.weight[:, columns].clone(), requires_grad=False)
+        self.bias = whole.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.weight)
+        dist.all_reduce(y)
+        return y if self.bias is None else y + self.bias
+
+
+def parallel_config(config: DecoderConfig, world_size: int) -> DecoderConfig:
+    """The shape of one rank's slice. Raises ValueError where heads or MLP columns cannot be shared out evenly."""
+    for name in ("num_heads", "num_kv_heads", "intermediate_size"):
+        if getattr(config, name) % world_size:
+            raise ValueError(
+                f"runtime.tensor_parallel={world_size} does not divide the target's {name}={getattr(config, name)}"
+            )
+    return replace(
+        config,
+        num_heads=config.num_heads // world_size,
+        num_kv_heads=config.num_kv_heads // world_size,
+        intermediate_size=config.intermediate_size // world_size,
+    )
+
+
+@torch.no_grad()
+def shard(model: Decoder, rank: int, world_size: int) -> Decoder:
+    """Keep this rank's slice of `model`, in place. Needs an initialised process group before the first forward."""
+    config = parallel_config(model.config, world_size)
+    for layer in model.model.layers:
+        _shard_attention(layer.self_attn, config, rank)
+        _shard_mlp(layer.mlp, config, rank)
+    model.config = config
+    return model
+
+
+def _shard_attention(attention: Attention, config: DecoderConfig, rank: int) -> None:
+    queries = _part(rank, config.num_heads * config.head_dim)
+    keys = _part(rank, config.num_kv_heads * config.head_dim)
+    _keep_outputs(attention.q_proj, queries)
+    _keep_outputs(attention.k_proj, keys)
+    _keep_outputs(attention.v_proj, keys)
+    attention.o_proj = RowParallelLinear(attention.o_proj, queries)
+    attention.heads, attention.kv_heads = config.num_heads, config.num_kv_heads
+
+
+def _shard_mlp(mlp: SwiGLU, config: DecoderConfig, rank: int) -> None:
+    columns = _part(rank, config.intermediate_size)
+    _keep_outputs(mlp.gate_proj, columns)
+    _keep_outputs(mlp.up_proj, columns)
+    mlp.down_proj = RowParallelLinear(mlp.down_proj, columns)
+
+
+def _part(rank: int, size: int) -> slice:
+    return slice(rank * size, (rank + 1) * size)
+
+
+def _keep_outputs(linear: nn.Linear, rows: slice) -> None:
+    linear.weight = nn.Parameter(linear.weight[rows].clone(), requires_grad=False)
+    if linear.bias is not None:
+        linear.bias = nn.Parameter(linear.bias[rows].clone(), requires_grad=False)
+    linear.out_features = linear.weight.shape[0]

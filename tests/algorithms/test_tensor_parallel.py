@@ -1,0 +1,53 @@
+"""Two processes that share a target write what one process writes, and every rank writes the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from algorithms.runtime.models.loading import Target
+from algorithms.runtime.models.parallel import parallel_config, shard
+from tests.algorithms.toy import CONFIG, Scripted, Setup, answers, autoregressive, random_target, requests, run, scripts
+
+WORLD = 2
+ASKED = [replace(r, temperature=(0.0, 0.9)[r.id % 2]) for r in requests(4, max_new_tokens=12)]
+
+
+def _rank(rank: int, store: str, texts: list[list[int]], written: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    whole = random_target()
+    with torch.no_grad():
+        model = shard(whole.model, rank, WORLD)
+    target = Target(model, model.config, whole.path)
+    outputs = []
+    for algorithm in (
+        autoregressive(target),
+        # Each rank's own drafter is wrong in other places: without agreement the ranks would part ways.
+        Scripted(texts, 3, lambda at, d: (at + d + rank) % 3 != 0),
+        Scripted(texts, 3, lambda at, d: (at + d + rank) % 4 != 0, decoys=True),
+    ):
+        generation = run(algorithm, ASKED, Setup(max_batch=2), target)
+        outputs.append([(c.token_ids, c.accepted_counts) for c in generation.completions])
+    torch.save(outputs, f"{written}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_two_ranks_write_what_one_does(tmp_path: Path) -> None:
+    expected = answers(ASKED, Setup(max_batch=2), random_target())
+    texts = scripts(ASKED, expected)
+    mp.spawn(_rank, (str(tmp_path / "store"), texts, str(tmp_path)), nprocs=WORLD)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(WORLD))
+    assert first == second
+    for output in first:
+        assert [tokens for tokens, _ in output] == expected
+
+
+def test_heads_must_divide() -> None:
+    with pytest.raises(ValueError, match=r"runtime.tensor_parallel=3 does not divide the target's num_heads="):
+        parallel_config(CONFIG, 3)
