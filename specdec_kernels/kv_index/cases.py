@@ -124,11 +124,11 @@ def _idle_list(make: Maker) -> dict[str, Any]:
     return inputs
 
 
-def _evict_case(name: str, catches: str, gate: bool = False, bench: bool = False, **shape: int) -> Case:
+def _evict_case(name: str, catches: str, gate: bool = False, bench: bool = False, **shape: Any) -> Case:
     return Case(name, "align_eviction", partial(_evict, **shape), catches, gate, bench)
 
 
-def _locations_case(name: str, catches: str, gate: bool = False, bench: bool = False, **shape: int) -> Case:
+def _locations_case(name: str, catches: str, gate: bool = False, bench: bool = False, **shape: Any) -> Case:
     return Case(name, "accepted_locations", partial(_locations, **shape), catches, gate, bench)
 
 

@@ -89,9 +89,7 @@ DRAFT_CASES = (
     _slots_case("draft_page_1", "branches of unpaged drafts", batch=4, topk=3, num_steps=2, page_size=1),
     _slots_case("draft_chain", "one branch over pages", batch=4, topk=1, num_steps=5, page_size=4),
     _slots_case("draft_page_4", "the hole of a copied tail", batch=5, topk=2, num_steps=5, page_size=4),
-    _slots_case(
-        "draft_page_16", "a tail longer than the drafts", batch=7, topk=3, num_steps=2, page_size=16, longest=40
-    ),
+    _slots_case("draft_page_16", "a tail longer than drafts", batch=7, topk=3, num_steps=2, page_size=16, longest=40),
     _slots_case("draft_one", "a tile of one lane", batch=1, topk=1, num_steps=1, page_size=1),
     _slots_case("draft_b64", "the step's shape", page_size=16, longest=256, gate=True, bench=True, **_STEP),
     _slots_case("draft_b64_page_1", "the variant without tails", page_size=1, longest=40, gate=True, **_STEP),
@@ -110,7 +108,15 @@ DRAFT_CASES = (
         sink=1,
     ),
     _indices_case("indices_no_window", "a window of nothing", batch=4, topk=2, num_steps=2, page_size=1, window=0),
-    _indices_case("indices_short", "branches past the capacity", batch=4, topk=2, num_steps=3, page_size=1, short=20),
+    _indices_case(
+        "indices_short",
+        "branches past the capacity",
+        batch=4,
+        topk=2,
+        num_steps=3,
+        page_size=1,
+        short=20,
+    ),
     _indices_case(
         "indices_into", "row strides, entries that no branch owns", batch=4, topk=2, num_steps=3, page_size=4, into=True
     ),

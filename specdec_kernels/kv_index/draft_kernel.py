@@ -6,6 +6,9 @@ for all steps and branches, and the bisection runs over requests, not over branc
 begins at F C_b + b F (F + 1) / 2 + q (l_b + 1) + q (q - 1) / 2 in the same way.
 """
 
+# mypy: ignore-errors
+# Device code: parameters are pointers and constexprs that Python's types do not describe.
+
 from __future__ import annotations
 
 import torch

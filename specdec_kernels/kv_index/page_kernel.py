@@ -4,6 +4,9 @@
 `ragged_kernel`.
 """
 
+# mypy: ignore-errors
+# Device code: parameters are pointers and constexprs that Python's types do not describe.
+
 from __future__ import annotations
 
 import torch

@@ -6,6 +6,9 @@ may be the same slot for different lanes, a barrier stands between. Different pr
 long for one program is gathered into a staging buffer and scattered by a second launch.
 """
 
+# mypy: ignore-errors
+# Device code: parameters are pointers and constexprs that Python's types do not describe.
+
 from __future__ import annotations
 
 import torch

@@ -181,7 +181,7 @@ def compact(
         impl: `auto`, `triton` or `reference`.
 
     Returns:
-        Compacted: values [M] int64, count [1] int32.
+        Compacted: values [M] int64, num_kept [1] int32.
 
     Raises:
         ValueError: wrong shape, dtype, strides or devices.

@@ -33,7 +33,7 @@ class Compacted(NamedTuple):
     """The kept entries in their old order."""
 
     values: torch.Tensor  # [M] int64
-    count: torch.Tensor  # [1] int32: how many were kept
+    num_kept: torch.Tensor  # [1] int32
 
 
 class DraftSlots(NamedTuple):
