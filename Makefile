@@ -11,7 +11,7 @@ PIP  := $(BIN)/python -m pip --disable-pip-version-check
 SPEC := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint types clean
+.PHONY: help run test gate mutants lint types clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1	/' | expand -t 14
@@ -21,6 +21,12 @@ run: $(VENV)/.installed  ## install, then decode with DFlash and prove the outpu
 
 test: $(VENV)/.installed-dev  ## install with the dev extra, then the test suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+gate: $(VENV)/.installed-dev  ## compile every kernel for sm_80, sm_90, sm_100 and gfx942, no GPU needed: the whole table
+	$(BIN)/python -m specdec_kernels.compile_gate --workers $(JOBS) $(ARGS)
+
+mutants: $(VENV)/.installed-dev  ## put known bugs into copies of the tree; each must fail a test
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants --jobs $(JOBS) $(ARGS)
 
 lint: $(VENV)/.installed-dev  ## ruff
 	$(BIN)/python -m ruff check .

@@ -3,10 +3,14 @@ limits.
 
 The cases marked `gate` are called inside `launch.recording(chip)`: nothing runs, the launches are kept, and
 each distinct one is compiled ahead of time. Registers and spills then come from the binary (`cuobjdump
---dump-resource-usage`, or the metadata in the AMD assembly), shared and tensor memory from the compiler. A
-kernel of a family that no gate case launches fails the gate as a spill does.
+--dump-resource-usage`, or the metadata in the AMD assembly), shared and tensor memory from the compiler,
+tensor-core instructions from the assembly. A kernel of a family that no gate case launches fails the gate as
+a spill does, and so does a dot that the compiler left to the scalar units.
 
-    python -m specdec_kernels.compile_gate [--family tree ...] [--chip sm90 ...] [--workers 2]
+    python -m specdec_kernels.compile_gate [--family tree ...] [--chip sm90 ...] [--workers 2] [--sample]
+
+The whole table takes minutes. `--sample` compiles up to two variants of every kernel, going round the chips;
+which kernels are launched is checked in full all the same.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -43,11 +47,16 @@ _POINTER_TYPES = {
     torch.float32: "fp32",
     torch.float64: "fp64",
 }
-_ALIGNMENT = (
-    16  # bytes of a pointer, or a factor of an integer, that the just-in-time compiler specialises on
-)
+_ALIGNMENT = 16  # bytes of a pointer, or a factor of an integer, that the just-in-time compiler specialises on
 _DIVISIBLE = [["tt.divisibility", _ALIGNMENT]]
-_TENSOR_CORE = re.compile(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma|v_mfma|v_smfmac")
+# Name in the table -> instruction: PTX of sm90, sm100 and of every NVIDIA chip, then AMD assembly.
+_TENSOR_CORE = {
+    "wgmma": re.compile(r"\bwgmma\.mma_async"),
+    "tcgen05": re.compile(r"\btcgen05\.mma"),
+    "mma": re.compile(r"\bmma\.sync"),
+    "mfma": re.compile(r"\bv_s?mfma"),
+}
+_SAMPLE_VARIANTS = 2
 
 
 @dataclass(frozen=True)
@@ -73,7 +82,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {}
 class Job:
     """One kernel to compile: what `triton.compile` needs, and names for the table."""
 
-    family: str
+    family: str = field(compare=False)  # a kernel that several families launch is compiled once
     chip: str
     kernel: Any
     signature: tuple[tuple[str, str], ...]
@@ -93,13 +102,16 @@ class Job:
 
 @dataclass(frozen=True)
 class Usage:
-    """Resources of a compiled kernel; `occupancy` is the share of the processor's warps that fit at once."""
+    """Resources of a compiled kernel. `tensor_core` names the matrix instruction it uses, empty for none;
+    `has_dot`: its source multiplies matrices; `occupancy`: the share of the processor's warps that fit at
+    once."""
 
     registers: int
     spill_bytes: int
     shared_bytes: int
     tensor_columns: int
-    tensor_core: bool
+    tensor_core: str
+    has_dot: bool
     occupancy: float
 
 
@@ -112,12 +124,17 @@ class Row:
     error: str = ""
 
     @property
+    def key(self) -> tuple[str, str]:
+        """(kernel, chip), as in `EXCEPTIONS`."""
+        return self.job.kernel.__name__, self.job.chip
+
+    @property
     def verdict(self) -> str:
         """`ok`, or what is wrong, with the reason where it is a listed exception."""
         problems = [self.error] if self.usage is None else _excesses(self.usage, LIMITS[self.job.chip])
         if not problems:
             return "ok"
-        reason = EXCEPTIONS.get((self.job.kernel.__name__, self.job.chip))
+        reason = EXCEPTIONS.get(self.key, "").strip()
         return f"accepted: {reason}" if reason else "; ".join(problems)
 
     @property
@@ -134,6 +151,8 @@ def _excesses(usage: Usage, limits: Limits) -> list[str]:
         problems.append(f"shared {usage.shared_bytes} > {limits.shared_bytes}")
     if usage.tensor_columns > limits.tensor_columns:
         problems.append(f"tensor memory {usage.tensor_columns} > {limits.tensor_columns}")
+    if usage.has_dot and not usage.tensor_core:
+        problems.append("dot without tensor-core instructions")
     return problems
 
 
@@ -236,7 +255,8 @@ def _nvidia_usage(compiled: Any, chip: str) -> Usage:
         stack + local,
         shared,
         getattr(compiled.metadata, "tmem_size", 0) or 0,
-        bool(_TENSOR_CORE.search(compiled.asm["ptx"])),
+        _matrix_instruction(compiled.asm["ptx"]),
+        _has_dot(compiled),
         _nvidia_occupancy(registers, shared, warps, LIMITS[chip]),
     )
 
@@ -249,6 +269,22 @@ def _nvidia_occupancy(registers: int, shared: int, warps: int, limits: Limits) -
     return min(by_registers, by_shared, 64 // warps, 32) * warps / 64
 
 
+def _matrix_instruction(assembly: str) -> str:
+    """Which tensor-core instruction the assembly holds, the widest first."""
+    return next((name for name, pattern in _TENSOR_CORE.items() if pattern.search(assembly)), "")
+
+
+def _has_dot(compiled: Any) -> bool:
+    """Whether the program, before any lowering, multiplies matrices."""
+    return re.search(r"\btt\.dot(_scaled)?\b", compiled.asm["ttir"]) is not None
+
+
+def _amd_occupancy(by_registers: float, shared: int, warps: int) -> float:
+    """The compiler's figure knows registers alone: shared memory is given at launch, to 32 waves at most."""
+    programs = LIMITS["gfx942"].processor_shared_bytes // max(shared, 1)
+    return min(by_registers, programs * warps / 32)
+
+
 def _amd_usage(compiled: Any) -> Usage:
     """Scalar spills go to lanes of a vector register and are no memory traffic, so they do not count."""
     text = compiled.asm["amdgcn"]
@@ -258,8 +294,11 @@ def _amd_usage(compiled: Any) -> Usage:
         max(spilled, _number(r"\.private_segment_fixed_size:\s*(\d+)", text)),
         compiled.metadata.shared,
         0,
-        bool(_TENSOR_CORE.search(text)),
-        _number(r"; Occupancy:\s*(\d+)", text) / 8,
+        _matrix_instruction(text),
+        _has_dot(compiled),
+        _amd_occupancy(
+            _number(r"; Occupancy:\s*(\d+)", text) / 8, compiled.metadata.shared, compiled.metadata.num_warps
+        ),
     )
 
 
@@ -283,9 +322,7 @@ def _cuobjdump() -> str:
 
 def kernels_of(family: str) -> set[str]:
     """Names of the family's kernels: its jit functions that no jit function of any family calls."""
-    called = {
-        word for other in FAMILIES for source in _device_code(other).values() for word in _words(source)
-    }
+    called = {word for other in FAMILIES for source in _device_code(other).values() for word in _words(source)}
     return set(_device_code(family)) - called
 
 
@@ -309,20 +346,51 @@ def _words(source: str) -> set[str]:
     return set(re.findall(r"\w+", source.split("(", 1)[1]))
 
 
-def run(families: Iterable[str], chips: Iterable[str], workers: int) -> tuple[list[Row], list[str]]:
-    """Rows of the table, and complaints about kernels that no gate case launches."""
+def run(
+    families: Iterable[str], chips: Iterable[str], workers: int, sample: bool = False
+) -> tuple[list[Row], list[str]]:
+    """Rows of the table, and complaints: kernels that no gate case launches, exceptions nobody needs."""
     jobs: dict[Job, None] = {}
-    missing = []
+    complaints = []
     chips = list(chips)
     for family in families:
         inputs: dict[str, dict[str, Any]] = {}
         launched = {chip: collect(family, chip, inputs) for chip in chips}
         jobs |= {job_of(family, chip, one): None for chip, found in launched.items() for one in found}
         seen = {one.kernel.__name__ for found in launched.values() for one in found}
-        missing += [f"{family}: no gate case launches {name}" for name in sorted(kernels_of(family) - seen)]
+        complaints += [f"{family}: no gate case launches {name}" for name in sorted(kernels_of(family) - seen)]
+    wanted = _sampled(jobs) if sample else list(jobs)
     # Long compilations first, so that no worker is left alone with one at the end.
-    ordered = sorted(jobs, key=lambda job: (job.family != "attention", job.chip))
-    return list(_compile_all(ordered, workers)), missing
+    ordered = sorted(wanted, key=lambda job: (job.family != "attention", job.chip))
+    rows = list(_compile_all(ordered, workers))
+    return rows, complaints if sample else complaints + _idle_exceptions(rows)
+
+
+def _sampled(jobs: Iterable[Job]) -> list[Job]:
+    """Up to `_SAMPLE_VARIANTS` variants of each kernel, first and last by name, the chips taking turns."""
+    by_kernel: dict[str, list[Job]] = {}
+    for job in sorted(jobs, key=lambda job: (job.kernel.__name__, job.variant, job.chip)):
+        by_kernel.setdefault(job.kernel.__name__, []).append(job)
+    chosen = []
+    for place, mine in enumerate(by_kernel.values()):
+        variants = list(dict.fromkeys(job.variant for job in mine))
+        kept = dict.fromkeys([variants[0], variants[-1]][:_SAMPLE_VARIANTS])
+        for turn, variant in enumerate(kept, start=2 * place):
+            of_variant = [job for job in mine if job.variant == variant]
+            chosen.append(of_variant[turn % len(of_variant)])
+    return chosen
+
+
+def _idle_exceptions(rows: Iterable[Row]) -> list[str]:
+    """Exceptions whose kernel was compiled for their chip and stayed within its limits."""
+    verdicts: dict[tuple[str, str], list[bool]] = {}
+    for row in rows:
+        verdicts.setdefault(row.key, []).append(row.verdict == "ok")
+    return [
+        f"the exception for {kernel} on {chip} is not needed"
+        for kernel, chip in EXCEPTIONS
+        if all(verdicts.get((kernel, chip), [False]))
+    ]
 
 
 _jobs: list[Job] = []  # read by forked workers: kernels are functions of modules and do not pickle
@@ -348,42 +416,39 @@ def table(rows: Iterable[Row]) -> str:
     """The rows as text, a kernel's chips together."""
     order = {chip: place for place, chip in enumerate(CHIPS)}
     lines = [
-        f"{'kernel':<24}{'chip':<8}{'regs':>5}{'spill':>6}{'shared':>8}{'tmem':>5}{'mma':>4}{'occ':>5}"
+        f"{'kernel':<24}{'chip':<8}{'regs':>5}{'spill':>6}{'shared':>8}{'tmem':>5}{'mma':>8}{'occ':>5}"
         "  verdict | variant"
     ]
     for row in sorted(rows, key=lambda r: (r.job.kernel.__name__, r.job.variant, order[r.job.chip])):
         used = row.usage
         numbers = (
             f"{used.registers:>5}{used.spill_bytes:>6}{used.shared_bytes:>8}{used.tensor_columns:>5}"
-            f"{'yes' if used.tensor_core else '-':>4}{used.occupancy:>5.0%}"
+            f"{used.tensor_core or '-':>8}{used.occupancy:>5.0%}"
             if used
-            else f"{'-':>5}{'-':>6}{'-':>8}{'-':>5}{'-':>4}{'-':>5}"
+            else f"{'-':>5}{'-':>6}{'-':>8}{'-':>5}{'-':>8}{'-':>5}"
         )
-        lines.append(
-            f"{row.job.kernel.__name__:<24}{row.job.chip:<8}{numbers}  {row.verdict} | {row.job.variant}"
-        )
+        lines.append(f"{row.job.kernel.__name__:<24}{row.job.chip:<8}{numbers}  {row.verdict} | {row.job.variant}")
     return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the table; 0 when every kernel is there and within its limits, else 1."""
-    parser = argparse.ArgumentParser(
-        description="Compile every kernel for every chip and check the chip's limits."
-    )
+    parser = argparse.ArgumentParser(description="Compile every kernel for every chip and check the chip's limits.")
     parser.add_argument("--family", action="append", choices=FAMILIES, help="default: all")
     parser.add_argument("--chip", action="append", choices=CHIPS, help="default: all")
     parser.add_argument("--workers", type=int, default=min(2, os.cpu_count() or 1))
+    parser.add_argument("--sample", action="store_true", help="two variants a kernel, the chips in turn")
     chosen = parser.parse_args(arguments)
     if interpreting():
         print("compile_gate: TRITON_INTERPRET=1 replaces the compiler; unset it", file=sys.stderr)
         return 1
-    rows, missing = run(chosen.family or FAMILIES, chosen.chip or CHIPS, chosen.workers)
+    rows, complaints = run(chosen.family or FAMILIES, chosen.chip or CHIPS, chosen.workers, chosen.sample)
     print(table(rows))
     failed = [row for row in rows if not row.passes]
-    for complaint in missing:
+    for complaint in complaints:
         print(complaint)
-    print(f"{len(rows)} compiled, {len(failed)} over a limit, {len(missing)} kernels not covered")
-    return 1 if failed or missing else 0
+    print(f"{len(rows)} compiled, {len(failed)} over a limit, {len(complaints)} complaints")
+    return 1 if failed or complaints else 0
 
 
 if __name__ == "__main__":
