@@ -118,10 +118,13 @@ def guarded() -> Iterator[None]:
 
 
 def poison(tensor: torch.Tensor) -> torch.Tensor:
-    """Fill with what no kernel would write: NaN, -7777, or True for bool."""
+    """Fill with what no kernel would write: NaN, -7777 (in types without it a large odd value), or True for bool."""
     if tensor.is_floating_point():
         return tensor.fill_(float("nan"))
-    return tensor.fill_(True) if tensor.dtype == torch.bool else tensor.fill_(INTEGER_POISON)
+    if tensor.dtype == torch.bool:
+        return tensor.fill_(True)
+    limits = torch.iinfo(tensor.dtype)
+    return tensor.fill_(INTEGER_POISON if limits.min <= INTEGER_POISON else limits.max - 88)
 
 
 @contextmanager
