@@ -24,7 +24,7 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 DTYPES = (torch.float32, torch.bfloat16) if ON_GPU else (torch.float32,)
 CASES = [
-    pytest.param(family, case, dtype, id=f"{case.name}-{str(dtype)[6:]}")
+    pytest.param(family, case, dtype, id=f"{family}-{case.name}-{str(dtype)[6:]}")
     for family in FAMILIES
     for case in import_module(f"specdec_kernels.{family}.cases").CASES
     for dtype in DTYPES
