@@ -16,9 +16,10 @@ import triton
 import triton.language as tl
 
 from specdec_kernels.launch import current_chip, launch
-from specdec_kernels.tree.types import TreeLinks, mask_words
+from specdec_kernels.tree.types import UNUSED_PARENT, WORD_BITS, TreeLinks, mask_words
 
-_WORD_BITS = tl.constexpr(64)
+_WORD_BITS = tl.constexpr(WORD_BITS)
+_UNUSED_PARENT = tl.constexpr(UNUSED_PARENT)
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ def _tree_kernel(
     batch,
     NODES: tl.constexpr,
     WORDS: tl.constexpr,
+    ORPHANS_SEE_ROOT: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -82,11 +84,16 @@ def _tree_kernel(
     depth = tl.zeros((BLOCK_B, BLOCK_N), tl.int32)
     bits = _word_bit((node + depth)[:, :, None], word)
     ancestor = parent
+    top = node + depth
     while tl.max(tl.max(ancestor, 1), 0) >= 0:
         climbing = ancestor >= 0
         depth += climbing.to(tl.int32)
         bits |= tl.where(climbing[:, :, None], _word_bit(tl.maximum(ancestor, 0)[:, :, None], word), 0)
+        top = tl.where(climbing, ancestor, top)
         ancestor = _load_parent(parents_ptr, row, ancestor, climbing)
+    if ORPHANS_SEE_ROOT:
+        depth += (top > 0).to(tl.int32)
+        bits |= _word_bit((depth * 0)[:, :, None], word)
 
     first_child = tl.full((BLOCK_B, BLOCK_N), NODES, tl.int32)
     next_sibling = tl.full((BLOCK_B, BLOCK_N), NODES, tl.int32)
@@ -144,12 +151,80 @@ def _chain_kernel(
     tl.store(mask_ptr + mask_row + word, bits, mask=live[:, :, None] & (word < WORDS))
 
 
-def build_tree(parents: torch.Tensor, lengths: torch.Tensor) -> TreeLinks:
+@triton.jit(do_not_specialize=["batch"])
+def _mask_parents_kernel(
+    mask_ptr,  # [B, N, COLUMNS] int64 words, or bool
+    parents_ptr,  # [B, N] int32
+    batch,
+    NODES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PACKED: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    request = (tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B))[:, None]
+    node = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+    live = (request < batch) & (node < NODES)
+    row = request.to(tl.int64) * NODES + node
+    lane = tl.arange(0, BLOCK_C)[None, None, :]
+    parent = tl.full((BLOCK_B, BLOCK_N), -1, tl.int32)
+    for start in range(0, NODES, BLOCK_C):
+        other = start + lane
+        if PACKED:
+            word = tl.load(mask_ptr + row * COLUMNS + start // BLOCK_C, mask=live, other=0)
+            seen = (word[:, :, None] >> lane.to(tl.int64)) & 1
+        else:
+            place = row[:, :, None] * COLUMNS + other
+            seen = tl.load(mask_ptr + place, mask=live[:, :, None] & (other < COLUMNS), other=0)
+        earlier = (seen != 0) & (other < node[:, :, None])
+        parent = tl.maximum(parent, tl.max(tl.where(earlier, other, -1), 2))
+    tl.store(parents_ptr + row, parent, mask=live)
+
+
+@triton.jit(do_not_specialize=["batch", "rows", "topk"])
+def _candidate_parents_kernel(
+    selected_ptr,  # [B, N - 1] int64
+    parent_list_ptr,  # [B, rows] int64
+    parents_ptr,  # [B, N] int32
+    batch,
+    rows,
+    topk,
+    NODES: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    request = (tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B))[:, None]
+    node = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+    live = (request < batch) & (node < NODES)
+    entries = selected_ptr + request.to(tl.int64) * (NODES - 1) - 1
+    candidate = tl.load(entries + node, mask=live & (node > 0), other=-1)
+    history_row = candidate // topk
+    readable = (candidate >= 0) & (history_row > 0) & (history_row < rows)
+    place = request.to(tl.int64) * rows + history_row
+    wanted = tl.load(parent_list_ptr + place, mask=readable, other=-1)
+
+    found = tl.full((BLOCK_B, BLOCK_N), NODES, tl.int32)
+    for start in range(0, NODES, BLOCK_N):
+        other = (start + tl.arange(0, BLOCK_N))[None, :]
+        id_of = tl.load(entries + other, mask=(request < batch) & (other > 0) & (other < NODES), other=-1)
+        is_parent = (id_of[:, None, :] == wanted[:, :, None]) & (wanted >= 0)[:, :, None]
+        found = tl.minimum(found, tl.min(tl.where(is_parent, other[:, None, :], NODES), 2))
+    parent = tl.where(found < node, found, _UNUSED_PARENT)
+    parent = tl.where((candidate >= 0) & (history_row == 0), 0, parent)
+    parent = tl.where(node == 0, -1, parent)
+    tl.store(parents_ptr + request.to(tl.int64) * NODES + node, parent, mask=live)
+
+
+def build_tree(parents: torch.Tensor, lengths: torch.Tensor, orphans_see_root: bool = False) -> TreeLinks:
     """See `specdec_kernels.tree.build_tree`."""
     batch, num_nodes = parents.shape
     links = _empty_links(lengths, num_nodes)
     grid, num_warps, blocks = _plan(lengths, num_nodes)
-    launch(_tree_kernel, grid, parents, lengths, *links, batch, num_warps=num_warps, **blocks)
+    launch(
+        _tree_kernel, grid, parents, lengths, *links, batch,
+        ORPHANS_SEE_ROOT=orphans_see_root, num_warps=num_warps, **blocks, **_word_blocks(num_nodes),
+    )  # fmt: skip
     return links
 
 
@@ -157,8 +232,34 @@ def build_chain(lengths: torch.Tensor, num_nodes: int) -> TreeLinks:
     """See `specdec_kernels.tree.build_chain`."""
     links = _empty_links(lengths, num_nodes)
     grid, num_warps, blocks = _plan(lengths, num_nodes)
+    blocks |= _word_blocks(num_nodes)
     launch(_chain_kernel, grid, lengths, *links, lengths.shape[0], num_warps=num_warps, **blocks)
     return links
+
+
+def links_from_mask(mask: torch.Tensor, lengths: torch.Tensor) -> TreeLinks:
+    """See `specdec_kernels.tree.links_from_mask`."""
+    batch, num_nodes, columns = mask.shape
+    parents = torch.empty(batch, num_nodes, dtype=torch.int32, device=mask.device)
+    grid, num_warps, blocks = _plan(lengths, num_nodes)
+    packed = mask.dtype == torch.int64
+    launch(
+        _mask_parents_kernel, grid, mask if packed else mask.view(torch.uint8), parents, batch,
+        COLUMNS=columns, PACKED=packed, BLOCK_C=WORD_BITS, num_warps=num_warps, **blocks,
+    )  # fmt: skip
+    return build_tree(parents, lengths)
+
+
+def parents_from_candidates(selected: torch.Tensor, parent_list: torch.Tensor, topk: int) -> torch.Tensor:
+    """See `specdec_kernels.tree.parents_from_candidates`."""
+    batch, drafts = selected.shape
+    parents = torch.empty(batch, drafts + 1, dtype=torch.int32, device=selected.device)
+    grid, num_warps, blocks = _plan(selected, drafts + 1)
+    launch(
+        _candidate_parents_kernel, grid, selected, parent_list, parents, batch, parent_list.shape[1], topk,
+        num_warps=num_warps, **blocks,
+    )  # fmt: skip
+    return parents
 
 
 def _empty_links(lengths: torch.Tensor, num_nodes: int) -> TreeLinks:
@@ -170,14 +271,18 @@ def _empty_links(lengths: torch.Tensor, num_nodes: int) -> TreeLinks:
     )
 
 
-def _plan(lengths: torch.Tensor, num_nodes: int) -> tuple[tuple[int, int], int, dict[str, int]]:
-    """Grid, warps and compile-time arguments that both kernels share."""
-    config = _CONFIGS[current_chip(lengths)]
-    batch, words = lengths.shape[0], mask_words(num_nodes)
-    block_n = min(triton.next_power_of_2(num_nodes), config.max_nodes)
+def _word_blocks(num_nodes: int) -> dict[str, int]:
+    words = mask_words(num_nodes)
+    return dict(WORDS=words, BLOCK_W=triton.next_power_of_2(words))
+
+
+def _plan(requests: torch.Tensor, num_nodes: int) -> tuple[tuple[int, int], int, dict[str, int]]:
+    """Grid, warps and compile-time arguments that all kernels share; `requests` has a row for each."""
+    config = _CONFIGS[current_chip(requests)]
+    batch = requests.shape[0]
+    # Triton 3.6 cannot compile blocks of one element.
+    block_n = min(max(2, triton.next_power_of_2(num_nodes)), config.max_nodes)
     fitting = max(1, config.pair_budget // (block_n * block_n))
     block_b = min(triton.next_power_of_2(max(batch, 1)), config.max_requests, fitting)
-    blocks = dict(
-        NODES=num_nodes, WORDS=words, BLOCK_B=block_b, BLOCK_N=block_n, BLOCK_W=triton.next_power_of_2(words)
-    )
+    blocks = dict(NODES=num_nodes, BLOCK_B=block_b, BLOCK_N=block_n)
     return (triton.cdiv(batch, block_b), triton.cdiv(num_nodes, block_n)), config.num_warps, blocks

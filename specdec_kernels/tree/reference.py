@@ -1,13 +1,24 @@
-"""Definition of the draft-tree links in plain torch."""
+"""Definition of the tree functions in plain torch."""
 
 from __future__ import annotations
 
 import torch
 
-from specdec_kernels.tree.types import WORD_BITS, TreeLinks
+from specdec_kernels.tree.types import (
+    UNUSED_PARENT,
+    WORD_BITS,
+    DraftTopk,
+    Expansion,
+    ExportedMask,
+    Selection,
+    TreeLinks,
+)
+
+# A product of probabilities below this is treated as zero, so that chips that flush subnormals agree.
+SMALLEST_PRODUCT = torch.finfo(torch.float32).tiny
 
 
-def build_tree(parents: torch.Tensor, lengths: torch.Tensor) -> TreeLinks:
+def build_tree(parents: torch.Tensor, lengths: torch.Tensor, orphans_see_root: bool = False) -> TreeLinks:
     """See `specdec_kernels.tree.build_tree`."""
     batch, num_nodes = parents.shape
     node = torch.arange(num_nodes, device=parents.device)
@@ -21,11 +32,12 @@ def build_tree(parents: torch.Tensor, lengths: torch.Tensor) -> TreeLinks:
         depth += ancestor >= 0
         sees |= ancestor[:, :, None] == node
         ancestor = torch.where(ancestor >= 0, parent.gather(1, ancestor.clamp(min=0)), -1)
+    if orphans_see_root:
+        depth += ~sees[:, :, 0]
+        sees[:, :, 0] = True
 
     is_child = parent[:, None, :] == node[:, None]
-    is_later_sibling = (
-        (parent[:, None, :] == parent[:, :, None]) & (parent[:, :, None] >= 0) & (node > node[:, None])
-    )
+    is_later_sibling = (parent[:, None, :] == parent[:, :, None]) & (parent[:, :, None] >= 0) & (node > node[:, None])
     return TreeLinks(
         _first_true(is_child).int(),
         _first_true(is_later_sibling).int(),
@@ -41,6 +53,153 @@ def build_chain(lengths: torch.Tensor, num_nodes: int) -> TreeLinks:
     return build_tree((node - 1).expand(lengths.shape[0], num_nodes), lengths)
 
 
+def links_from_mask(mask: torch.Tensor, lengths: torch.Tensor) -> TreeLinks:
+    """See `specdec_kernels.tree.links_from_mask`."""
+    num_nodes = mask.shape[1]
+    node = torch.arange(num_nodes, device=mask.device)
+    sees = mask if mask.dtype == torch.bool else _unpack_words(mask, num_nodes)
+    parents = torch.where(sees & (node < node[:, None]), node, -1).amax(-1)
+    return build_tree(parents.int(), lengths)
+
+
+def parents_from_candidates(selected: torch.Tensor, parent_list: torch.Tensor, topk: int) -> torch.Tensor:
+    """See `specdec_kernels.tree.parents_from_candidates`."""
+    batch, drafts = selected.shape
+    rows = parent_list.shape[1]
+    row = selected.div(topk, rounding_mode="floor")
+    readable = (selected >= 0) & (row > 0) & (row < rows)
+    padded = torch.cat([parent_list, parent_list.new_full((batch, 1), -1)], 1)
+    wanted = padded.gather(1, torch.where(readable, row, rows))
+    entry = torch.arange(drafts, device=selected.device)
+    found = (wanted[:, :, None] == selected[:, None, :]) & (wanted[:, :, None] >= 0) & (entry < entry[:, None])
+    parent = torch.where(found.any(-1), found.int().argmax(-1) + 1, UNUSED_PARENT) if drafts else selected
+    parent = torch.where((selected >= 0) & (row == 0), 0, parent)
+    return torch.cat([parent.new_full((batch, 1), -1), parent], 1).int()
+
+
+def export_mask(mask: torch.Tensor, lengths: torch.Tensor, form: str, capacity: int | None) -> ExportedMask:
+    """See `specdec_kernels.tree.export_mask`."""
+    batch, num_nodes = mask.shape[:2]
+    if form == "query":
+        return ExportedMask(_unpack_words(mask, num_nodes), None)
+    if form == "packed":
+        kept = mask & low_bits(num_nodes)
+        return ExportedMask(kept.view(packed_dtype(num_nodes))[:, :, 0].clone(), None)
+    assert capacity is not None
+    sees = _unpack_words(mask, num_nodes)
+    parts = [
+        torch.cat([sees.new_ones(num_nodes, max(length, 0)), sees[b]], 1).flatten()
+        for b, length in enumerate(lengths.tolist())
+    ]
+    if form == "flashinfer":
+        parts = [_pack_bytes(part) for part in parts]
+    sizes = torch.tensor([0] + [len(part) for part in parts], device=mask.device)
+    empty = mask.new_empty(0, dtype=torch.bool if form == "full" else torch.uint8)
+    flat = torch.cat([empty, *parts])[:capacity]
+    return ExportedMask(torch.cat([flat, flat.new_zeros(capacity - len(flat))]), sizes.cumsum(0))
+
+
+def packed_dtype(num_nodes: int) -> torch.dtype:
+    """Smallest unsigned type that holds a bit a node."""
+    sizes = {8: torch.uint8, 16: torch.uint16, 32: torch.uint32, 64: torch.uint64}
+    return next(dtype for bits, dtype in sizes.items() if num_nodes <= bits)
+
+
+def low_bits(num_nodes: int) -> int:
+    """The word whose lowest `num_nodes` (at most 64) bits are set, as a signed integer."""
+    return (1 << num_nodes) - 1 if num_nodes < WORD_BITS else -1
+
+
+def draft_topk(logits: torch.Tensor, k: int, temperature: torch.Tensor | None = None) -> DraftTopk:
+    """See `specdec_kernels.tree.draft_topk`."""
+    usable = torch.nan_to_num(logits.float(), nan=-torch.inf, neginf=-torch.inf).double()
+    values, tokens = (part[:, :k] for part in usable.sort(dim=-1, descending=True, stable=True))
+    top = torch.nan_to_num(values[:, :1], neginf=0.0)
+    warmth = torch.ones_like(top) if temperature is None else temperature.double()[:, None]
+    divisor = torch.where(warmth > 0, warmth, 1.0)
+    total = ((usable - top) / divisor).exp().sum(-1, keepdim=True)
+    probs = torch.where(total > 0, ((values - top) / divisor).exp() / total, 0.0)
+    first = (torch.arange(k, device=logits.device) == 0) & (values > -torch.inf)
+    return DraftTopk(torch.where(warmth > 0, probs, first.double()).float(), tokens.contiguous())
+
+
+def expand_tree(scores: torch.Tensor, probs: torch.Tensor, width: int) -> Expansion:
+    """See `specdec_kernels.tree.expand_tree`."""
+    path_scores = scores[:, :, None] * probs
+    path_scores = torch.where(path_scores.isnan(), -torch.inf, path_scores)
+    best, index = path_scores.flatten(1).sort(dim=-1, descending=True, stable=True)
+    return Expansion(best[:, :width].contiguous(), index[:, :width].int(), path_scores)
+
+
+def rerank_tree(
+    path_scores: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, num_nodes: int, roots: torch.Tensor
+) -> Selection:
+    """See `specdec_kernels.tree.rerank_tree`."""
+    batch, num_candidates = path_scores.shape
+    candidate = torch.arange(num_candidates, device=path_scores.device)
+    score = torch.where(path_scores.isnan(), -torch.inf, path_scores)
+    order = score.sort(dim=-1, descending=True, stable=True).indices[:, : num_nodes - 1]
+    order = torch.where(score.gather(1, order) > -torch.inf, order, num_candidates).sort(-1).values
+    chosen = torch.full((batch, num_nodes - 1), num_candidates, device=path_scores.device)
+    chosen[:, : order.shape[1]] = order
+
+    node_of = torch.full((batch, num_candidates + 1), UNUSED_PARENT, device=path_scores.device)
+    node_of.scatter_(1, chosen, torch.arange(1, num_nodes, device=path_scores.device).expand_as(chosen))
+    node_of[:, num_candidates] = UNUSED_PARENT
+    parent = torch.where((parents >= 0) & (parents < candidate), parents.long(), num_candidates)
+    parent_node = torch.where(parents == -1, 0, node_of.gather(1, parent))
+
+    def of_chosen(values: torch.Tensor, padding: int) -> torch.Tensor:
+        return torch.cat([values, values.new_full((batch, 1), padding)], 1).gather(1, chosen)
+
+    return _with_root(
+        roots,
+        of_chosen(tokens, 0),
+        of_chosen(parent_node, UNUSED_PARENT),
+        of_chosen(candidate.expand(batch, -1), -1),
+    )
+
+
+def best_first_tree(probs: torch.Tensor, tokens: torch.Tensor, roots: torch.Tensor, num_nodes: int) -> Selection:
+    """See `specdec_kernels.tree.best_first_tree`."""
+    batch, depths, children = probs.shape
+    usable = torch.where(probs > 0, probs.clamp(max=1.0), 0.0).float()
+    # A row and a column of zeros stand for what lies below the last depth and past the last rank.
+    usable = torch.nn.functional.pad(usable, (0, 1, 0, 1)).flatten(1)
+    value = usable.new_zeros(batch, num_nodes)
+    value[:, 0] = 1.0
+    depth = torch.zeros(batch, num_nodes, dtype=torch.int64, device=probs.device)
+    next_rank = torch.zeros_like(depth)
+    grown = []
+    for node in range(1, num_nodes):
+        offer = value * usable.gather(1, depth * (children + 1) + next_rank)
+        best, parent = torch.where(offer >= SMALLEST_PRODUCT, offer, 0.0).max(-1, keepdim=True)
+        parent = (offer == best).int().argmax(-1, keepdim=True)
+        found = best > 0
+        rank, parent_depth = next_rank.gather(1, parent), depth.gather(1, parent)
+        grown.append(
+            (torch.where(found, parent, UNUSED_PARENT), torch.where(found, parent_depth * children + rank, -1))
+        )
+        next_rank.scatter_(1, parent, rank + found.long())
+        value[:, node : node + 1] = best
+        depth[:, node : node + 1] = parent_depth + 1
+    if not grown:
+        return _with_root(roots, *(depth[:, :0] for _ in range(3)))
+    parent, candidate = (torch.cat(columns, 1) for columns in zip(*grown, strict=True))
+    token = torch.where(candidate >= 0, tokens.flatten(1).gather(1, candidate.clamp(min=0)), 0)
+    return _with_root(roots, token, parent, candidate)
+
+
+def _with_root(roots: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, candidates: torch.Tensor) -> Selection:
+    """The nodes behind a root."""
+    none = torch.full_like(roots, -1)[:, None]
+    return Selection(
+        torch.cat([roots[:, None], tokens], 1),
+        torch.cat([none, parents], 1).int(),
+        torch.cat([none, candidates], 1).int(),
+    )
+
+
 def _first_true(flags: torch.Tensor) -> torch.Tensor:
     """Index of the first true entry of the last dimension, -1 where there is none."""
     return torch.where(flags.any(-1), flags.int().argmax(-1), -1)
@@ -51,3 +210,15 @@ def _pack_words(bits: torch.Tensor) -> torch.Tensor:
     one = torch.ones((), dtype=torch.int64, device=bits.device)
     weights = one << (torch.arange(bits.shape[-1], device=bits.device) % WORD_BITS)
     return torch.stack([word.sum(-1) for word in (bits * weights).split(WORD_BITS, -1)], -1)
+
+
+def _unpack_words(words: torch.Tensor, num_nodes: int) -> torch.Tensor:
+    """[B, N, W] int64 -> [B, N, num_nodes] bool."""
+    bit = torch.arange(WORD_BITS, device=words.device)
+    return ((words[..., None] >> bit) & 1).bool().flatten(2)[:, :, :num_nodes]
+
+
+def _pack_bytes(bits: torch.Tensor) -> torch.Tensor:
+    """[n] bool -> [ceil(n / 8)] uint8, the first bit lowest."""
+    padded = torch.nn.functional.pad(bits.to(torch.uint8), (0, -len(bits) % 8)).reshape(-1, 8)
+    return (padded << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(-1).to(torch.uint8)

@@ -1,4 +1,4 @@
-"""What the tree builders return; its own module, so that reference and kernel can both name it."""
+"""What the tree functions return; its own module, so that reference and kernels can both name it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import NamedTuple
 import torch
 
 WORD_BITS = 64
+MAX_NODES = 256
+# Parent of a node that is in the tensor but not in the tree. Any value outside [0, node) would do.
+UNUSED_PARENT = -2
 
 
 class TreeLinks(NamedTuple):
@@ -17,6 +20,36 @@ class TreeLinks(NamedTuple):
     depth: torch.Tensor  # [B, N] int32, 0 at the root
     positions: torch.Tensor  # [B, N] int64, committed length + depth
     mask: torch.Tensor  # [B, N, ceil(N / 64)] int64, bit j of row i: node i sees node j
+
+
+class Selection(NamedTuple):
+    """A batch of draft trees as `build_tree` takes them, and where each node came from."""
+
+    tokens: torch.Tensor  # [B, N] int64, column 0 is the root's token, 0 in unused nodes
+    parents: torch.Tensor  # [B, N] int32, -1 for the root, -2 for nodes outside the tree
+    candidates: torch.Tensor  # [B, N] int32, candidate id of the node, -1 for the root and unused nodes
+
+
+class Expansion(NamedTuple):
+    """The most likely children of one drafting step."""
+
+    scores: torch.Tensor  # [B, T] float32, falling
+    index: torch.Tensor  # [B, T] int32, parent * C + child
+    path_scores: torch.Tensor  # [B, P, C] float32, of all children
+
+
+class DraftTopk(NamedTuple):
+    """The largest entries of each row of logits."""
+
+    probs: torch.Tensor  # [R, k] float32, falling
+    tokens: torch.Tensor  # [R, k] int64
+
+
+class ExportedMask(NamedTuple):
+    """A tree mask in another system's layout."""
+
+    cells: torch.Tensor  # shape and dtype by form, see `export_mask`
+    offsets: torch.Tensor | None  # [B + 1] int64 start of each request in the flat forms, else None
 
 
 def mask_words(num_nodes: int) -> int:

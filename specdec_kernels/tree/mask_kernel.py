@@ -1,0 +1,242 @@
+# mypy: ignore-errors
+"""Mask words in other layouts.
+
+The flat layouts start each request where the one before ends. One program sums the sizes once; then every program
+owns rows (or bytes) of one place and writes each cell once. Programs past the last row clear what lies between
+the total and the capacity. All places are int64: N * sum(L) passes 2^31 at long contexts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from specdec_kernels.launch import current_chip, launch
+from specdec_kernels.tree.reference import low_bits, packed_dtype
+from specdec_kernels.tree.types import WORD_BITS, ExportedMask, mask_words
+
+_WORD_BITS = tl.constexpr(WORD_BITS)
+_BYTE_BITS = 8
+_SCAN_LANES = 1024
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """Rows and cells of a tile, programs a row, and programs that clear the tail."""
+
+    max_rows: int
+    block_cells: int
+    splits: int
+    tail_programs: int
+    num_warps: int
+
+
+_GPU = ExportConfig(max_rows=2, block_cells=1024, splits=8, tail_programs=64, num_warps=4)
+# The interpreter pays by the program, not by the lane.
+_CONFIGS = {
+    "sm80": _GPU,
+    "sm90": _GPU,
+    "sm100": _GPU,
+    "gfx942": _GPU,
+    "interpreter": ExportConfig(max_rows=256, block_cells=1024, splits=1, tail_programs=1, num_warps=1),
+}
+
+
+@triton.jit(do_not_specialize=["batch"])
+def _offsets_kernel(
+    lengths_ptr,  # [B] int64
+    offsets_ptr,  # [B + 1] int64
+    batch,
+    NODES: tl.constexpr,
+    UNIT: tl.constexpr,  # cells of an element
+    BLOCK_B: tl.constexpr,
+):
+    before = tl.program_id(0).to(tl.int64) * 0
+    tl.store(offsets_ptr, before)
+    for start in range(0, batch, BLOCK_B):
+        request = start + tl.arange(0, BLOCK_B)
+        length = tl.maximum(tl.load(lengths_ptr + request, mask=request < batch, other=0), 0)
+        size = tl.where(request < batch, ((length + NODES) * NODES + UNIT - 1) // UNIT, 0)
+        tl.store(offsets_ptr + 1 + request, before + tl.cumsum(size, 0), mask=request < batch)
+        before += tl.sum(size, 0)
+
+
+@triton.jit
+def _clear_tail(cells_ptr, total, capacity, program, programs, BLOCK_C: tl.constexpr):
+    """Zero [total, capacity), a share of it in each of `programs`."""
+    lane = tl.arange(0, BLOCK_C)
+    for start in range(total + program.to(tl.int64) * BLOCK_C, capacity, programs * BLOCK_C):
+        tl.store(cells_ptr + start + lane, (lane * 0).to(tl.uint8), mask=start + lane < capacity)
+
+
+@triton.jit
+def _sees(words_ptr, row, column, live, NODES: tl.constexpr, WORDS: tl.constexpr):
+    """Bit `column` of mask row `row`, 0 outside [0, N) and where not `live`."""
+    inside = live & (column >= 0) & (column < NODES)
+    word = tl.load(words_ptr + row * WORDS + column // _WORD_BITS, mask=inside, other=0)
+    return (word >> (column % _WORD_BITS)) & inside.to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["rows", "capacity", "row_programs"])
+def _cells_kernel(
+    words_ptr,  # [B, N, WORDS] int64
+    lengths_ptr,  # [B] int64, or None without a prefix
+    offsets_ptr,  # [B + 1] int64, or None without a prefix
+    cells_ptr,  # [capacity] uint8
+    rows,
+    capacity,
+    row_programs,
+    NODES: tl.constexpr,
+    WORDS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    program, split = tl.program_id(0), tl.program_id(1)
+    if program < row_programs:
+        row = (program * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
+        live = row < rows
+        if lengths_ptr is not None:
+            length = tl.maximum(tl.load(lengths_ptr + row // NODES, mask=live, other=0), 0)
+            request_start = tl.load(offsets_ptr + row // NODES, mask=live, other=0)
+            start = request_start + row % NODES * (length + NODES)
+        else:
+            length = row * 0
+            start = row * NODES
+        width = tl.where(live, length + NODES, 0)
+        for first in range((split * BLOCK_C).to(tl.int64), tl.max(width, 0), SPLITS * BLOCK_C):
+            column = (first + tl.arange(0, BLOCK_C))[None, :]
+            drafted = column - length[:, None]
+            there = column < width[:, None]
+            seen = _sees(words_ptr, row[:, None], drafted, there, NODES, WORDS)
+            cell = tl.where(drafted < 0, 1, seen).to(tl.uint8)
+            place = start[:, None] + column
+            tl.store(cells_ptr + place, cell, mask=there & (place < capacity))
+    elif offsets_ptr is not None:
+        total = tl.load(offsets_ptr + rows // NODES)
+        _clear_tail(
+            cells_ptr, total, capacity, (program - row_programs) * SPLITS + split,
+            (tl.num_programs(0) - row_programs) * SPLITS, BLOCK_C,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["batch", "capacity"])
+def _bytes_kernel(
+    words_ptr,  # [B, N, WORDS] int64
+    lengths_ptr,  # [B] int64
+    offsets_ptr,  # [B + 1] int64
+    bytes_ptr,  # [capacity] uint8
+    batch,
+    capacity,
+    NODES: tl.constexpr,
+    WORDS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    request, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if request < batch:
+        length = tl.maximum(tl.load(lengths_ptr + request), 0)
+        start = tl.load(offsets_ptr + request)
+        size = tl.load(offsets_ptr + request + 1) - start
+        width = length + NODES
+        for first in range((split * BLOCK_C).to(tl.int64), size, SPLITS * BLOCK_C):
+            element = first + tl.arange(0, BLOCK_C)
+            node = element * 8 // width
+            column = element * 8 - node * width
+            value = column * 0
+            for bit in tl.static_range(8):
+                live = node < NODES
+                drafted = column - length
+                seen = _sees(words_ptr, request * NODES + node, drafted, live, NODES, WORDS)
+                value |= tl.where(live & (drafted < 0), 1, seen) << bit
+                column += 1
+                wraps = column == width
+                node += wraps.to(tl.int64)
+                column = tl.where(wraps, 0, column)
+            mask = (element < size) & (start + element < capacity)
+            tl.store(bytes_ptr + start + element, value.to(tl.uint8), mask=mask)
+    else:
+        total = tl.load(offsets_ptr + batch)
+        _clear_tail(
+            bytes_ptr, total, capacity, (request - batch) * SPLITS + split,
+            (tl.num_programs(0) - batch) * SPLITS, BLOCK_C,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _pack_kernel(
+    words_ptr,  # [B, N, 1] int64
+    bytes_ptr,  # [B, N, BYTES] uint8
+    rows,
+    BYTES: tl.constexpr,
+    LOW_BITS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    row = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)[:, None]
+    place = tl.arange(0, BYTES)[None, :]
+    word = tl.load(words_ptr + row, mask=row < rows, other=0)
+    value = ((word & LOW_BITS) >> (place * 8).to(tl.int64)) & 255
+    tl.store(bytes_ptr + row * BYTES + place, value.to(tl.uint8), mask=row < rows)
+
+
+def export_mask(mask: torch.Tensor, lengths: torch.Tensor, form: str, capacity: int | None) -> ExportedMask:
+    """See `specdec_kernels.tree.export_mask`."""
+    if form == "packed":
+        return ExportedMask(_packed(mask), None)
+    batch, num_nodes = mask.shape[:2]
+    config = _CONFIGS[current_chip(mask)]
+    if form == "query":
+        cells = torch.empty(batch, num_nodes, num_nodes, dtype=torch.uint8, device=mask.device)
+        _launch_cells(config, mask, None, None, cells)
+        return ExportedMask(cells.view(torch.bool), None)
+    cells = torch.empty(capacity, dtype=torch.uint8, device=mask.device)
+    offsets = torch.empty(batch + 1, dtype=torch.int64, device=mask.device)
+    unit = _BYTE_BITS if form == "flashinfer" else 1
+    launch(_offsets_kernel, (1,), lengths, offsets, batch, NODES=num_nodes, UNIT=unit, BLOCK_B=_SCAN_LANES)
+    if form == "full":
+        _launch_cells(config, mask, lengths, offsets, cells)
+        return ExportedMask(cells.view(torch.bool), offsets)
+    launch(
+        _bytes_kernel, (batch + config.tail_programs, config.splits), mask, lengths, offsets, cells, batch,
+        cells.numel(), NODES=num_nodes, WORDS=mask_words(num_nodes), SPLITS=config.splits,
+        BLOCK_C=config.block_cells, num_warps=config.num_warps,
+    )  # fmt: skip
+    return ExportedMask(cells, offsets)
+
+
+def _launch_cells(
+    config: ExportConfig,
+    mask: torch.Tensor,
+    lengths: torch.Tensor | None,
+    offsets: torch.Tensor | None,
+    cells: torch.Tensor,
+) -> None:
+    """A byte a cell; without `lengths` there is no prefix, rows follow each other and nothing is left over."""
+    batch, num_nodes = mask.shape[:2]
+    rows = batch * num_nodes
+    block_c = config.block_cells if lengths is not None else max(2, triton.next_power_of_2(num_nodes))
+    splits = config.splits if lengths is not None else 1
+    block_r = max(2, min(triton.next_power_of_2(max(rows, 1)), config.max_rows))
+    row_programs = triton.cdiv(rows, block_r)
+    tail_programs = config.tail_programs if lengths is not None else 0
+    launch(
+        _cells_kernel, (row_programs + tail_programs, splits), mask, lengths, offsets, cells, rows,
+        cells.numel(), row_programs, NODES=num_nodes, WORDS=mask_words(num_nodes), SPLITS=splits,
+        BLOCK_R=block_r, BLOCK_C=block_c, num_warps=config.num_warps,
+    )  # fmt: skip
+
+
+def _packed(mask: torch.Tensor) -> torch.Tensor:
+    """[B, N] of the smallest unsigned type; words and types are little-endian, so their first bytes agree."""
+    batch, num_nodes = mask.shape[:2]
+    dtype = packed_dtype(num_nodes)
+    values = torch.empty(batch, num_nodes, dtype.itemsize, dtype=torch.uint8, device=mask.device)
+    rows = batch * num_nodes
+    launch(
+        _pack_kernel, (triton.cdiv(rows, _SCAN_LANES),), mask, values, rows,
+        BYTES=dtype.itemsize, LOW_BITS=low_bits(num_nodes), BLOCK_R=_SCAN_LANES,
+    )  # fmt: skip
+    return values.view(dtype)[:, :, 0]
