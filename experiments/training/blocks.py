@@ -8,9 +8,9 @@ Loss (arXiv 2602.06036): sum_k w_k CE_k / sum_k w_k with w_k = exp(-(k-1)/gamma)
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,8 +19,11 @@ from algorithms.runtime.models.config import DFlashConfig
 from algorithms.runtime.models.decoder import Decoder
 from algorithms.runtime.models.dflash import DFlashDrafter
 from algorithms.runtime.models.rope import apply_rope, rope_table
+from experiments.training.acceptance import leading_hits
+from experiments.training.batches import Batch
+from experiments.training.drafting import DrafterObjective, DrafterRunConfig
 from experiments.training.mixer import DenseMixer, head_norm
-from experiments.training.responses import Continuation, pad
+from experiments.training.responses import ResponseSource
 
 IGNORED = -100
 
@@ -59,13 +62,11 @@ class BlockMixer:
         return F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, self.mask).transpose(1, 2)
 
 
-def draw_anchors(sequences: Sequence[Continuation], count: int, rng: random.Random) -> Tensor:
-    """`[B, count]` int64 positions in the continuation whose next token exists."""
-    rows = []
-    for sequence in sequences:
-        low, high = sequence.start, max(sequence.start + 1, len(sequence.tokens) - 1)
-        rows.append([rng.randrange(low, high) for _ in range(count)])
-    return torch.tensor(rows)
+def draw_anchors(batch: Batch, count: int, rng: np.random.Generator) -> Tensor:
+    """`[B, count]` int64: roots of decoding steps, from the last prompt token to the last but one of the row."""
+    shares = torch.from_numpy(rng.random((len(batch.tokens), count))).to(batch.tokens.device)
+    first, roots = batch.starts - 1, batch.lengths - batch.starts
+    return first[:, None] + (shares * roots[:, None]).long()
 
 
 def block_labels(tokens: Tensor, lengths: Tensor, anchors: Tensor, block_size: int) -> Tensor:
@@ -102,49 +103,42 @@ class BlockDrafter:
         out = self.drafter(self.target.embed(blocks.flatten(1)), mixer)
         return out.unflatten(1, (-1, size))[:, :, 1:]
 
-    def loss(self, sequences: Sequence[Continuation], anchors: Tensor, gamma: float) -> tuple[Tensor, Tensor, int]:
-        """Weighted loss sum, weight sum, and the number of predicted tokens."""
-        tokens = pad(sequences, 0).to(self.device)
-        lengths = torch.tensor([len(s.tokens) for s in sequences], device=self.device)
-        anchors = anchors.to(self.device)
-        labels = block_labels(tokens, lengths, anchors, self.config.block_size)
-        valid = labels != IGNORED
-        logits = self.target.logits(self.hidden(tokens, anchors)[valid]).float()
-        weights = position_weights(self.config.block_size, gamma, self.device).expand(labels.shape)[valid]
-        losses = F.cross_entropy(logits, labels[valid], reduction="none")
-        return (losses * weights).sum(), weights.sum(), int(valid.sum())
+    def loss(self, batch: Batch, anchors: Tensor, gamma: float) -> Tensor:
+        """Weighted mean loss of the blocks at `anchors [B, A]`."""
+        labels = block_labels(batch.tokens, batch.lengths, anchors, self.config.block_size)
+        weights = position_weights(self.config.block_size, gamma, self.device) * (labels != IGNORED)
+        logits = self.target.logits(self.hidden(batch.tokens, anchors)).float()
+        losses = F.cross_entropy(logits.flatten(0, 2), labels.flatten(), reduction="none", ignore_index=IGNORED)
+        return (losses * weights.flatten()).sum() / weights.sum()
 
     @torch.no_grad()
-    def drafts(self, sequence: Continuation) -> Tensor:
-        """What the drafter proposes at every position of the continuation: `[n, block_size - 1]` int64."""
-        tokens = torch.tensor([sequence.tokens], device=self.device)
-        anchors = torch.arange(sequence.start, len(sequence.tokens), device=self.device)[None]
-        return self.target.logits(self.hidden(tokens, anchors))[0].argmax(-1)
+    def leading(self, batch: Batch) -> Tensor:
+        """`[B, T]` int64: drafts the target accepts behind a root at each position of the continuation."""
+        width = int((batch.lengths - batch.starts).max())
+        anchors = batch.starts[:, None] - 1 + torch.arange(width, device=batch.tokens.device)
+        anchors = torch.minimum(anchors, batch.lengths[:, None] - 1)
+        labels = block_labels(batch.tokens, batch.lengths, anchors, self.config.block_size)
+        drafted = self.target.logits(self.hidden(batch.tokens, anchors)).argmax(-1)
+        return torch.zeros_like(batch.tokens).scatter(1, anchors, leading_hits(drafted == labels))
 
 
-def count_steps(continuation: Sequence[int], drafts: Sequence[Sequence[int]]) -> int:
-    """Decoding steps a greedy verifier needs for `continuation`, its first token coming from prefill.
+class BlockObjective(DrafterObjective):
+    """Blocks at random anchors of the continuations."""
 
-    `drafts[i]` is the proposal made with `continuation[i]` as the anchor.
-    """
-    position = steps = 0
-    while position < len(continuation) - 1:
-        accepted = 0
-        rest = continuation[position + 1 :]
-        for drafted, token in zip(drafts[position], rest, strict=False):
-            if drafted != token:
-                break
-            accepted += 1
-        position += accepted + 1
-        steps += 1
-    return steps
+    title = "DFlash drafter"
 
+    def __init__(
+        self, drafting: BlockDrafter, source: ResponseSource, config: DrafterRunConfig, anchors: int, gamma: float
+    ) -> None:
+        super().__init__(drafting.drafter, source, config)
+        self.drafting, self.anchors, self.gamma = drafting, anchors, gamma
+        self.draft_lens = (drafting.config.block_size - 1,)
 
-def tokens_per_step(block_drafter: BlockDrafter, sequences: Sequence[Continuation]) -> float:
-    """Emitted tokens over decoding steps, pooled over `sequences`; prefill's token is counted on neither side."""
-    tokens = steps = 0
-    for sequence in sequences:
-        continuation = sequence.tokens[sequence.start :]
-        steps += count_steps(continuation, block_drafter.drafts(sequence).tolist())
-        tokens += len(continuation) - 1
-    return tokens / max(steps, 1)
+    def hf_config(self) -> dict[str, Any]:
+        return self.drafting.config.to_hf()
+
+    def batch_loss(self, batch: Batch, rng: np.random.Generator) -> Tensor:
+        return self.drafting.loss(batch, draw_anchors(batch, self.anchors, rng), self.gamma)
+
+    def leading(self, batch: Batch) -> Tensor:
+        return self.drafting.leading(batch)

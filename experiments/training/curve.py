@@ -22,7 +22,8 @@ def plot_curve(rows: Sequence[dict[str, Any]], path: Path, title: str) -> bool:
 
     figure = Figure(figsize=(6.4, 3.6))
     axis = figure.subplots()
-    for column in dict.fromkeys(key for row in rows for key in row if key not in NOT_A_LOSS):
+    columns = dict.fromkeys(key for row in rows for key in row)
+    for column in (key for key in columns if key not in NOT_A_LOSS and not key.startswith("tokens_per_step")):
         drawn = [row for row in rows if column in row]
         millions = [row["tokens"] / 1e6 for row in drawn]
         width = 1.0 if column == "loss" else 1.8

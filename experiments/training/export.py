@@ -26,11 +26,17 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def export_weights(model: nn.Module, config: Mapping[str, Any], folder: Path) -> None:
-    """Write `config.json` and `model.safetensors` into `folder`; the weights appear in one move."""
+    """Write `config.json` and `model.safetensors` into `folder`; the weights appear in one move.
+
+    Integer and boolean buffers keep their dtype.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", config)
-    weights = model.state_dict().items()
-    tensors = {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in weights}
+    weights = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+    tensors = {
+        name: (tensor.bfloat16() if tensor.is_floating_point() else tensor).contiguous()
+        for name, tensor in weights.items()
+    }
     partial = folder / "model.safetensors.tmp"
     save_file(tensors, partial, metadata={"format": "pt"})
     partial.chmod(0o644)  # safetensors creates files that only the owner may read

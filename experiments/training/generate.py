@@ -68,9 +68,7 @@ def greedy(
     return outputs
 
 
-def _greedy_batch(
-    model: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop: int
-) -> list[list[int]]:
+def _greedy_batch(model: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop: int) -> list[list[int]]:
     weight = model.model.embed_tokens.weight
     lengths = torch.tensor([len(p) for p in prompts], device=weight.device)
     width = int(lengths.max())

@@ -60,8 +60,9 @@ def check_settings(settings: TrainSettings) -> None:
 
 
 def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Matrices of linear layers, and everything else (embeddings, norms, biases)."""
-    matrices = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
+    """Matrices of linear layers, and everything else (embeddings, LM heads, norms, biases)."""
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    matrices = {id(module.weight) for name, module in linear.items() if not name.endswith("lm_head")}
     trained = [p for p in model.parameters() if p.requires_grad]
     return [p for p in trained if id(p) in matrices], [p for p in trained if id(p) not in matrices]
 
@@ -166,7 +167,8 @@ class Trainer:
         (self.folder / LOG).write_text(text)
 
     def _record(self, losses: list[float], evaluated: Mapping[str, float]) -> None:
-        row: dict[str, Any] = {"step": self.step, "tokens": self.tokens, "loss": round(sum(losses) / len(losses), 5)}
+        mean = sum(losses) / len(losses)
+        row: dict[str, Any] = {"step": self.step, "tokens": self.tokens, "loss": round(mean, 5)}
         row |= {key: round(value, 5) for key, value in evaluated.items()}
         row["elapsed_s"] = round(self.elapsed_s, 1)
         self.rows.append(row)
@@ -190,26 +192,31 @@ class Trainer:
         self.save()
 
     def _loop(self, last_step: int | None, show: Callable[[str], None]) -> None:
-        settings, losses = self.settings, []
+        settings = self.settings
+        # Losses stay on the device between two rows of the log: reading one waits for its step.
+        losses: list[Tensor] = []
         clock = saved_at = time.perf_counter()
         held_out: Mapping[str, float] = {}
         while self.progress() < 1.0 and self.step != last_step:
             loss, tokens = self._update()
-            losses.append(float(loss))
+            losses.append(loss)
             self.step, self.tokens = self.step + 1, self.tokens + tokens
+            due = self.step % settings.log_every_steps == 0
+            if due:
+                losses = [loss.cpu() for loss in losses]
             now = time.perf_counter()
             self.elapsed_s, clock = self.elapsed_s + min(now - clock, LONGEST_STEP_S), now
             finished = self.progress() >= 1.0
             evaluated: Mapping[str, float] = {}
             if finished or self.step % settings.eval_every_steps == 0:
                 evaluated = held_out = self._held_out()
-            if finished or self.step % settings.log_every_steps == 0:
-                self._record(losses, evaluated)
+            if finished or due:
+                self._record([float(loss) for loss in losses], evaluated)
                 losses = []
                 clock = time.perf_counter()
-            tokens_per_s = self.tokens / max(self.elapsed_s, 1e-9)
-            figures = "  ".join(f"{key} {value:.3f}" for key, value in held_out.items())
-            show(f"step {self.step}  {tokens_per_s:,.0f} tokens/s  loss {float(loss):.3f}  {figures}")
+                tokens_per_s = self.tokens / max(self.elapsed_s, 1e-9)
+                figures = "  ".join(f"{key} {value:.3f}" for key, value in held_out.items())
+                show(f"step {self.step}  {tokens_per_s:,.0f} tokens/s  loss {self.rows[-1]['loss']:.3f}  {figures}")
             if now - saved_at > 60 * settings.checkpoint_every_minutes:
                 self.save()
                 saved_at = now

@@ -1,0 +1,161 @@
+"""Training-time test of a recurrent head: every position of a row drafts a chain of its own, all at once.
+
+Chain i begins with the pair (x_{i+1}, f_i). In step k (0, 1, …) its input is token x_{i+1+k} with the feature that step
+k - 1 returned, at rotary position i + k; it attends to the first-step keys of chains j <= i, which stand for the text,
+and to the keys of its own earlier steps, which stand for its drafts. So step k sees exactly what the k-th draft of a
+decoding step sees whose root is x_{i+1}, as long as the drafts before it were accepted (EAGLE-3, arXiv 2503.01840).
+
+With p the target's law of x_{i+2+k} over the draft vocabulary and q the head's,
+    loss = sum_k 0.8^k [ -sum_v p(v) log q(v) + c smoothL1(h_{i+1+k}, f_{i+1+k}) ] / sum_k 0.8^k
+where c > 0 for EAGLE only: its head returns features, that of EAGLE-3 is free to return what it likes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from algorithms.runtime.models.config import DecoderConfig
+from algorithms.runtime.models.decoder import Decoder
+from algorithms.runtime.models.eagle import Eagle3Drafter, EagleDrafter
+from algorithms.runtime.models.rope import apply_rope, rope_table
+from experiments.training.acceptance import leading_hits
+from experiments.training.batches import Batch, shifted
+from experiments.training.drafting import DrafterObjective, DrafterRunConfig
+from experiments.training.mixer import DenseMixer, head_norm
+from experiments.training.responses import ResponseSource
+
+STEP_DISCOUNT = 0.8
+
+
+@dataclass
+class ChainSettings:
+    """`steps` drafts are unrolled; `feature_weight` is c of the loss."""
+
+    steps: int = 6
+    feature_weight: float = 0.0
+
+
+class ChainMixer:
+    """Attention of a one-layer head over rows `[B, T]`, unrolled; each call is the next step."""
+
+    def __init__(self, config: DecoderConfig, table: Tensor) -> None:
+        if config.num_layers != 1:
+            raise ValueError(f"unrolled training supports heads of one layer, got {config.num_layers}")
+        self.eps, self.table = config.rms_norm_eps, table
+        self.group = config.num_heads // config.num_kv_heads
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
+    ) -> Tensor:
+        positions = torch.arange(q.shape[1], device=q.device) + len(self.keys)
+        q = apply_rope(head_norm(q, q_norm, self.eps), self.table, positions).transpose(1, 2)
+        k = apply_rope(head_norm(k, k_norm, self.eps), self.table, positions).transpose(1, 2)
+        self.keys.append(k.repeat_interleave(self.group, 1))
+        self.values.append(v.transpose(1, 2).repeat_interleave(self.group, 1))
+        if len(self.keys) == 1:
+            return F.scaled_dot_product_attention(q, self.keys[0], self.values[0], is_causal=True).transpose(1, 2)
+        return self._over_text_and_chain(q * q.shape[-1] ** -0.5).transpose(1, 2)
+
+    def _over_text_and_chain(self, q: Tensor) -> Tensor:
+        length = q.shape[2]
+        future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+        text = (q @ self.keys[0].transpose(-1, -2)).masked_fill(future, float("-inf"))
+        own = [(q * key).sum(-1, keepdim=True) for key in self.keys[1:]]
+        shares = torch.cat([text, *own], dim=-1).softmax(-1, dtype=torch.float32).to(q.dtype)
+        out = shares[..., :length] @ self.values[0]
+        for index, value in enumerate(self.values[1:]):
+            out = out + shares[..., length + index, None] * value
+        return out
+
+
+class ChainObjective(DrafterObjective):
+    """Unrolled training of an EAGLE or EAGLE-3 head bound to `target`."""
+
+    drafter: EagleDrafter | Eagle3Drafter
+
+    def __init__(
+        self,
+        target: Decoder,
+        drafter: EagleDrafter | Eagle3Drafter,
+        source: ResponseSource,
+        config: DrafterRunConfig,
+        chain: ChainSettings,
+    ) -> None:
+        super().__init__(drafter, source, config)
+        self.target, self.chain = target, chain
+        self.draft_lens = tuple(sorted({min(3, chain.steps), chain.steps}))
+        length = target.config.max_position_embeddings
+        self.mixer = DenseMixer(target.config, length, self.device)
+        self.table = rope_table(drafter.config.decoder, length + chain.steps, self.device)
+        self.vocabulary = drafter.to_target(torch.arange(drafter.draft_vocab_size, device=self.device))
+        self.scales = self._feature_scales()
+
+    @torch.no_grad()
+    def _feature_scales(self) -> list[float]:
+        """Root mean squares of the captured features, by which training divides them.
+
+        The residual stream of a deep layer is tens of times larger than what a fresh layer adds to it.
+        """
+        batch = self.training["arithmetic"].rows(np.arange(min(16, len(self.training["arithmetic"]))))
+        _, features = self.target(batch.tokens, self.mixer, self.drafter.capture)
+        return [float(feature.square().mean().sqrt()) for feature in features]
+
+    def finish(self) -> None:
+        """Divide the weights instead of the features."""
+        width = self.target.config.hidden_size
+        with torch.no_grad():
+            for index, scale in enumerate(self.scales):
+                self.drafter.fc.weight[:, index * width : (index + 1) * width] /= scale
+        self.scales = [1.0] * len(self.scales)
+
+    def hf_config(self) -> dict[str, Any]:
+        return self.drafter.config.to_hf()
+
+    def unroll(self, tokens: Tensor, hidden: Tensor, features: list[Tensor]) -> list[Tensor]:
+        """What each step returns, `[B, T, hidden]`, for the target's final `hidden` and captured `features`."""
+        state = self.drafter.fuse([f / s for f, s in zip(features, self.scales, strict=True)], hidden)
+        mixer, states = ChainMixer(self.drafter.config.decoder, self.table), []
+        for step in range(self.chain.steps):
+            state = self.drafter(shifted(tokens, 1 + step), state, mixer)
+            states.append(state)
+        return states
+
+    def _target(self, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
+        with torch.no_grad():
+            return self.target(tokens, self.mixer, self.drafter.capture)
+
+    def batch_loss(self, batch: Batch, rng: np.random.Generator) -> Tensor:
+        hidden, features = self._target(batch.tokens)
+        with torch.no_grad():
+            laws = self.target.logits(hidden)[..., self.vocabulary].float().softmax(-1)
+            known = torch.isin(batch.tokens, self.vocabulary)
+        losses = hidden.new_zeros(())
+        weights = hidden.new_zeros(())
+        for step, state in enumerate(self.unroll(batch.tokens, hidden, features)):
+            counted = (batch.continues(2 + step) & shifted(known, 2 + step)) * STEP_DISCOUNT**step
+            log_shares = self.drafter.logits(state).float().log_softmax(-1)
+            loss = -(shifted(laws, 1 + step) * log_shares).sum(-1)
+            if self.chain.feature_weight:
+                distance = F.smooth_l1_loss(state.float(), shifted(hidden, 1 + step).float(), reduction="none")
+                loss = loss + self.chain.feature_weight * distance.mean(-1)
+            losses = losses + (loss * counted).sum()
+            weights = weights + counted.sum()
+        return losses / weights.clamp(min=1)
+
+    def leading(self, batch: Batch) -> Tensor:
+        hidden, features = self._target(batch.tokens)
+        hits = []
+        for step, state in enumerate(self.unroll(batch.tokens, hidden, features)):
+            drafted = self.drafter.to_target(self.drafter.logits(state).argmax(-1))
+            hits.append((drafted == shifted(batch.tokens, 2 + step)) & batch.continues(2 + step))
+        found = leading_hits(torch.stack(hits, dim=-1))
+        # Chain i drafts behind the root at i + 1.
+        return torch.cat([torch.zeros_like(found[:, :1]), found[:, :-1]], dim=1)
