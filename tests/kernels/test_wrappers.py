@@ -1,0 +1,306 @@
+"""FlashInfer and FlashAttention-4 behind their wrappers: results, refusals, and the signatures they rely on.
+
+Without a GPU the packages are stand-ins (`tests/kernels/fakes.py`) that check every argument and compute from them in
+float64. On a GPU with a package installed the same comparisons run against the package.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from specdec_kernels.attention import paged_attention
+from specdec_kernels.attention.cases import attention_inputs
+from specdec_kernels.cases import Maker
+from specdec_kernels.wrappers import AttentionCall, FlashAttention4, FlashInferAttention, Needs, Unsupported
+from specdec_kernels.wrappers.states import add_sinks, merge_states
+from specdec_kernels.wrappers.visibility import visible_keys
+from tests.kernels import fakes
+
+KINDS = (FlashInferAttention, FlashAttention4)
+# Two roundings of outputs of order 1: the parts of a tree and their sum.
+TOLERANCE = {torch.float16: dict(rtol=4e-3, atol=4e-3), torch.bfloat16: dict(rtol=3e-2, atol=3e-2)}
+
+
+@pytest.fixture
+def standins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    fakes.install(monkeypatch)
+    yield
+
+
+def inputs(
+    mode: str, num_nodes: int, lengths: tuple[int, ...], make: Maker | None = None, **shape: Any
+) -> dict[str, Any]:
+    """A pool whose slots nobody sees are finite, as the packages demand."""
+    shape = {"head_dim": 64, **shape}
+    made = attention_inputs(make or Maker.seeded("cpu", torch.float16), mode, num_nodes, lengths, **shape)
+    made["kv"].nan_to_num_(nan=3.0)
+    return made
+
+
+def call_of(arguments: dict[str, Any], **changes: Any) -> AttentionCall:
+    q, kv = arguments["q"], arguments["kv"]
+    call = AttentionCall(
+        page_table=arguments["page_table"],
+        lengths=arguments["lengths"],
+        mode=arguments["mode"],
+        num_queries=q.shape[1],
+        num_heads=q.shape[2],
+        num_kv_heads=kv.shape[3],
+        head_dim=q.shape[3],
+        page_size=kv.shape[2],
+        max_length=arguments["page_table"].shape[1] * kv.shape[2],
+        dtype=q.dtype,
+        mask=arguments["mask"],
+        q_lens=arguments["q_lens"],
+    )
+    return replace(call, **changes)
+
+
+def expected(arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    exact = {key: value for key, value in arguments.items()}
+    exact["q"], exact["kv"] = arguments["q"].double(), arguments["kv"].double()
+    return paged_attention(**exact, return_lse=True, impl="reference")
+
+
+def agree(actual: tuple[torch.Tensor, torch.Tensor], truth: tuple[torch.Tensor, torch.Tensor]) -> None:
+    out, lse = actual
+    torch.testing.assert_close(out.double(), truth[0].double(), **TOLERANCE[out.dtype])
+    torch.testing.assert_close(lse.double(), truth[1].double(), rtol=2e-3, atol=2e-3)
+
+
+def impl() -> str:
+    return "auto" if torch.cuda.is_available() else "reference"
+
+
+SHAPES = {
+    "decode": ("chain", 1, (5, 40), {}),
+    "first_token": ("chain", 1, (0,), {}),
+    "chain": ("chain", 6, (0, 37, 11), {}),
+    "chain_q_lens": ("chain", 6, (20, 40, 9, 3), {"q_lens": (2, 6, 0, 1)}),
+    "prefill": ("chain", 40, (0, 0), {"q_lens": (40, 17)}),
+    "block": ("block", 7, (20, 0), {}),
+    "block_q_lens": ("block", 7, (20, 33), {"q_lens": (7, 3)}),
+    "page_1": ("chain", 5, (9, 20), {"page_size": 1}),
+    "page_odd": ("block", 5, (9, 20), {"page_size": 6}),
+    "tree": ("tree", 9, (18, 0, 35), {}),
+    "tree_q_lens": ("tree", 9, (18, 0, 35), {"q_lens": (9, 0, 4)}),
+    "tree_two_words": ("tree", 70, (20,), {"heads": (2, 1)}),
+    "tree_page_1": ("tree", 9, (18, 3), {"page_size": 1}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_results(standins: None, kind: Any, shape: str) -> None:
+    mode, nodes, lengths, options = SHAPES[shape]
+    arguments = inputs(mode, nodes, lengths, **options)
+    wrapper = kind(impl="reference")
+    planned = wrapper.plan(call_of(arguments))
+    agree(wrapper.run(planned, arguments["q"], arguments["kv"]), expected(arguments))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_results_of_the_package(kind: Any, shape: str, dtype: torch.dtype) -> None:
+    if reason := kind.available():
+        pytest.skip(reason)
+    mode, nodes, lengths, options = SHAPES[shape]
+    arguments = inputs(mode, nodes, lengths, Maker.seeded("cuda", dtype), **options)
+    wrapper = kind()
+    planned = wrapper.plan(call_of(arguments))
+    agree(wrapper.run(planned, arguments["q"], arguments["kv"]), expected(arguments))
+
+
+def dense(arguments: dict[str, Any], seen: torch.Tensor, cap: float | None, sinks: torch.Tensor | None) -> Any:
+    """Attention over a dense visibility, written here once more."""
+    q, kv = arguments["q"].double(), arguments["kv"].double()
+    pages = arguments["page_table"].long().clamp(0, kv.shape[1] - 1)
+    keys, values = (half[pages].flatten(1, 2)[:, : seen.shape[2]] for half in kv)
+    group = q.shape[2] // kv.shape[3]
+    scores = torch.einsum("bnhd,bshd->bnhs", q, keys.repeat_interleave(group, 2)) * q.shape[3] ** -0.5
+    scores = scores if cap is None else cap * torch.tanh(scores / cap)
+    scores = scores.masked_fill(~seen[:, :, None], float("-inf"))
+    if sinks is not None:
+        column = sinks.double().view(1, 1, -1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], -1)
+    weights = scores.softmax(-1)[..., : keys.shape[1]]
+    return torch.einsum("bnhs,bshd->bnhd", weights, values.repeat_interleave(group, 2)), scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("window", [None, 1, 5, 100])
+@pytest.mark.parametrize("mode", ["chain", "block"])
+def test_window_soft_cap_and_sinks(standins: None, kind: Any, mode: str, window: int | None) -> None:
+    arguments = inputs(mode, 6, (30, 0, 9))
+    sinks = torch.tensor([0.5, -1.0, 3.0, 0.0])
+    used = torch.full((3,), 6, dtype=torch.int32)
+    width = int(arguments["lengths"].max()) + 6
+    seen = visible_keys(arguments["lengths"], used, 6, width, mode, window=window)
+    wrapper = kind(impl="reference")
+    planned = wrapper.plan(call_of(arguments, window=window, soft_cap=2.0, sinks=sinks))
+    agree(wrapper.run(planned, arguments["q"], arguments["kv"]), dense(arguments, seen, 2.0, sinks))
+
+
+def test_flashinfer_window_over_a_tree_goes_by_depth(standins: None) -> None:
+    """Two branches of three: slots 1 and 2 stand at one position, so slot 4 at depth 2 is 2 away from both."""
+    arguments = inputs("tree", 5, (7,), page_size=4)
+    depths = torch.tensor([[0, 1, 1, 2, 2]], dtype=torch.int32)
+    words = torch.tensor([[0b00001, 0b00011, 0b00101, 0b01011, 0b10101]])
+    arguments["mask"] = words[..., None].contiguous()
+    wrapper = FlashInferAttention(impl="reference")
+    planned = wrapper.plan(call_of(arguments, window=2, depths=depths))
+    distance = torch.tensor(
+        # positions 0 … 6 of the prefix, then depths of the slots
+        [[7 + own - key for key in [*range(7), 7, 8, 8, 9, 9]] for own in (0, 1, 1, 2, 2)]
+    )
+    ancestors = torch.tensor([[bool(int(words[0, row]) >> slot & 1) for slot in range(5)] for row in range(5)])
+    seen = torch.cat([torch.ones(5, 7, dtype=torch.bool), ancestors], 1) & (distance < 2)
+    agree(wrapper.run(planned, arguments["q"], arguments["kv"]), dense(arguments, seen[None], None, None))
+
+
+@pytest.mark.parametrize("rows", [2, 5])
+def test_flashinfer_rows_anywhere_in_a_tree(standins: None, rows: int) -> None:
+    """A drafter's level: its rows are the last slots of a tree of five that the mask describes."""
+    whole = inputs("tree", 5, (7, 0), page_size=4)
+    truth = expected(whole)
+    level = dict(whole, q=whole["q"][:, 5 - rows :].contiguous(), mask=whole["mask"][:, 5 - rows :].contiguous())
+    wrapper = FlashInferAttention(impl="reference")
+    planned = wrapper.plan(call_of(level, tree_width=5))
+    out, lse = wrapper.run(planned, level["q"], level["kv"])
+    agree((out, lse), (truth[0][:, 5 - rows :], truth[1][:, 5 - rows :]))
+
+
+def test_flashinfer_plans_interleave(standins: None) -> None:
+    """A plan that another overwrote is made again; masked and unmasked calls do not share an object."""
+    chain, tree = inputs("chain", 3, (12,)), inputs("tree", 4, (9,))
+    wrapper = FlashInferAttention(impl="reference")
+    first, second, third = (wrapper.plan(call_of(a)) for a in (chain, tree, dict(chain, lengths=chain["lengths"] - 2)))
+    for arguments, planned in ((chain, first), (tree, second), (chain, first)):
+        agree(wrapper.run(planned, arguments["q"], arguments["kv"]), expected(arguments))
+    unmasked, masked = fakes.FakePrefillWrapper.made
+    assert (unmasked.backend, masked.backend) == ("fa3", "fa2")
+    assert (unmasked.plans, masked.plans) == (3, 1)
+    assert third is not first
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_request_with_rows(standins: None, kind: Any) -> None:
+    arguments = inputs("chain", 3, (12, 5), q_lens=(0, 0))
+    wrapper = kind(impl="reference")
+    out, lse = wrapper.run(wrapper.plan(call_of(arguments)), arguments["q"], arguments["kv"])
+    assert not out.any() and bool((lse == float("-inf")).all())
+
+
+def test_flashinfer_cuts_no_request(standins: None) -> None:
+    """Its rows are aligned at the last key, so keys left out would move every row."""
+    arguments = inputs("chain", 3, (12, 5))
+    with pytest.raises(ValueError, match="expected at most 14 keys a request, draft included, got 15"):
+        FlashInferAttention(impl="reference").plan(call_of(arguments, max_length=14))
+
+
+@pytest.mark.parametrize("kind, package", [(FlashInferAttention, "flashinfer"), (FlashAttention4, "flash_attn.cute")])
+def test_a_package_that_is_not_there_is_named(kind: Any, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fakes.install(monkeypatch)
+    for name in ("flashinfer", "flash_attn.cute", "flash_attn"):
+        monkeypatch.setitem(__import__("sys").modules, name, None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "is not installed" in kind.available()
+    with pytest.raises(Unsupported, match="is not installed"):
+        kind(impl="reference").plan(call_of(inputs("chain", 1, (3,))))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU says")
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_gpu_is_a_reason(kind: Any) -> None:
+    assert kind.available() == "it needs an NVIDIA GPU, torch sees none"
+
+
+HALF = Needs("chain", 8, 2, 128, 16, torch.bfloat16, torch.device("cpu"))
+REFUSED = {
+    "float32": (KINDS, dict(dtype=torch.float32), "float16 and bfloat16"),
+    "fp8": (KINDS, dict(kv_dtype=torch.float8_e4m3fn), "dtype of the queries"),
+    "head_dim_96": ((FlashInferAttention,), dict(head_dim=96), "head dimensions 64, 128, 256, got 96"),
+    "head_dim_320": ((FlashAttention4,), dict(head_dim=320), "up to 256 as head dimension, got 320"),
+    "tree_window": ((FlashAttention4,), dict(mode="tree", window=64), "by depth"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_come_before_anything_runs(standins: None, name: str) -> None:
+    kinds, change, reason = REFUSED[name]
+    for kind in kinds:
+        assert kind(impl="reference").refusal(HALF) is None
+        assert reason in kind(impl="reference").refusal(replace(HALF, **change))
+
+
+@pytest.mark.parametrize(
+    "chip, served", [((8, 0), False), ((9, 0), True), ((10, 0), True), ((12, 0), False), (None, False)]
+)
+def test_flash_attention_reads_pages_on_two_generations(
+    standins: None, monkeypatch: pytest.MonkeyPatch, chip: tuple[int, int] | None, served: bool
+) -> None:
+    monkeypatch.setattr("specdec_kernels.wrappers.contract.capability", lambda device: chip)
+    assert (FlashAttention4().refusal(HALF) is None) == served
+    monkeypatch.setattr("specdec_kernels.wrappers.contract.capability", lambda device: (10, 0))
+    assert "up to 128" in FlashAttention4().refusal(replace(HALF, head_dim=256))
+
+
+def test_bad_options() -> None:
+    with pytest.raises(ValueError, match="kernel must be one of auto, fa2, fa3, got 'fa9'"):
+        FlashInferAttention(kernel="fa9")
+    with pytest.raises(ValueError, match="workspace_bytes: expected at least 1048576, got 5"):
+        FlashInferAttention(workspace_bytes=5)
+
+
+def test_merged_parts_are_the_whole() -> None:
+    """Also where a part sees nothing and holds NaN, and where both do."""
+    scores, values = torch.randn(3, 2, 9), torch.randn(9, 4)
+
+    def over(keys: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        return scores[..., keys].softmax(-1) @ values[keys], scores[..., keys].logsumexp(-1)
+
+    out, lse = merge_states(*over(slice(0, 4)), *over(slice(4, 9)))
+    whole = over(slice(0, 9))
+    torch.testing.assert_close((out, lse), whole)
+    nothing = (torch.full_like(out, float("nan")), torch.full_like(lse, float("-inf")))
+    torch.testing.assert_close(merge_states(*nothing, *whole), whole)
+    assert not merge_states(*nothing, *nothing)[0].any()
+    sunk, grown = add_sinks(*whole, torch.tensor([0.0, 2.0]))
+    with_sink = torch.cat([scores, torch.tensor([0.0, 2.0]).view(1, 2, 1).expand(3, 2, 1)], -1)
+    torch.testing.assert_close(sunk, with_sink.softmax(-1)[..., :9] @ values)
+    torch.testing.assert_close(grown, with_sink.logsumexp(-1))
+
+
+def real_signature(module: str, path: str) -> list[str]:
+    """Parameters of an installed package's function; skips where there is none."""
+    try:
+        found: Any = importlib.import_module(module)
+    except Exception as failure:
+        pytest.skip(f"{module} cannot be imported: {failure}")
+    for name in path.split("."):
+        found = getattr(found, name)
+    return [name for name in inspect.signature(found).parameters if name not in ("self", "args")]
+
+
+@pytest.mark.parametrize(
+    "module, path, recorded",
+    [
+        ("flashinfer", "BatchPrefillWithPagedKVCacheWrapper.__init__", fakes.FLASHINFER_INIT),
+        ("flashinfer", "BatchPrefillWithPagedKVCacheWrapper.plan", fakes.FLASHINFER_PLAN),
+        ("flashinfer", "BatchPrefillWithPagedKVCacheWrapper.run", fakes.FLASHINFER_RUN),
+        ("flash_attn.cute", "flash_attn_varlen_func", fakes.FLASH_ATTENTION_VARLEN),
+    ],
+)
+def test_recorded_signatures_are_the_packages_own(module: str, path: str, recorded: list[str]) -> None:
+    """Another version may add parameters; it may not lose or reorder those that were recorded."""
+    actual = real_signature(module, path)
+    assert [name for name in actual if name in recorded] == recorded
