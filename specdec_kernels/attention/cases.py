@@ -1,8 +1,4 @@
-"""Named inputs of paged attention.
-
-Every pool slot that no row may see is NaN, and every table entry past a request's last page names no page, so
-a stray read shows in any case. Cases tagged `large` are for a GPU.
-"""
+"""Named inputs of paged attention and of its plan. Cases tagged `large` are for a GPU."""
 
 from __future__ import annotations
 
@@ -10,84 +6,25 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
+from specdec_kernels.attention.inputs import attention_inputs, plan_inputs
+from specdec_kernels.cases import Case
 
-from specdec_kernels.cases import Case, Maker
-from specdec_kernels.tree import build_tree
-from specdec_kernels.tree.cases import random_parents
-
-_NO_PAGE = 1 << 30
-
-
-def attention_inputs(
-    make: Maker,
-    mode: str,
-    num_nodes: int,
-    lengths: Sequence[int],
-    heads: tuple[int, int] = (4, 2),
-    head_dim: int = 16,
-    page_size: int = 16,
-    q_lens: Sequence[int] | None = None,
-    capacity: int | None = None,
-    **options: Any,
-) -> dict[str, Any]:
-    """Arguments of `paged_attention`: `lengths` committed tokens a request, `heads` = (H, H_kv), a random
-    tree for `mode="tree"`, a page table for `capacity` tokens a request (default: the longest request)."""
-    used = list(q_lens) if q_lens is not None else [num_nodes] * len(lengths)
-    kv, page_table = _pool(make, lengths, used, num_nodes, heads[1], head_dim, page_size, capacity)
-    committed = make.tensor(list(lengths), torch.int64)
-    mask = None
-    if mode == "tree":
-        parents = random_parents(make, len(lengths), num_nodes)
-        mask = build_tree(parents, committed, impl="reference").mask
-    return dict(
-        q=make.normal(len(lengths), num_nodes, heads[0], head_dim),
-        kv=kv,
-        page_table=page_table,
-        lengths=committed,
-        mode=mode,
-        mask=mask,
-        q_lens=None if q_lens is None else make.tensor(used, torch.int32),
-        **options,
-    )
-
-
-def _pool(
-    make: Maker,
-    lengths: Sequence[int],
-    used: Sequence[int],
-    num_nodes: int,
-    kv_heads: int,
-    head_dim: int,
-    page_size: int,
-    capacity: int | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values with NaN wherever nothing is stored, and a page table over shuffled pages."""
-    held = [-(-(length + num_nodes) // page_size) for length in lengths]
-    columns = max([1, *held]) if capacity is None else -(-capacity // page_size)
-    order = torch.randperm(sum(held) + 2, generator=make.generator)
-    kv = make.normal(2, sum(held) + 2, page_size, kv_heads, head_dim)
-    stored = torch.zeros(sum(held) + 2, page_size, dtype=torch.bool)
-    table = torch.full((len(lengths), columns), _NO_PAGE, dtype=torch.int32)
-    taken = 0
-    for row, (length, nodes, pages) in enumerate(zip(lengths, used, held, strict=True)):
-        mine = order[taken : taken + pages]
-        table[row, :pages] = mine
-        stored[mine] = (torch.arange(pages * page_size) < length + nodes).view(pages, page_size)
-        taken += pages
-    kv.masked_fill_(~stored.to(kv.device)[None, :, :, None, None], float("nan"))
-    return kv, table.to(make.device)
+_BENCH_TOKENS = 1 << 19
+# Holds on every chip for 64 packed rows, so that one plan fits the call on each.
+_PINNED = dict(block_m=64, split_tokens=512)
 
 
 def work(inputs: dict[str, Any]) -> tuple[int, int]:
-    """(bytes moved, floating-point operations) that the call cannot avoid: each key and value once, q and out
-    once."""
+    """(bytes moved, floating-point operations) that the call cannot avoid: each key and value that a row sees
+    once, q and out once."""
     q, kv, lengths = inputs["q"], inputs["kv"], inputs["lengths"]
     batch, num_nodes, heads, head_dim = q.shape
-    keys = int(lengths.sum()) + batch * num_nodes
-    in_draft = num_nodes * (num_nodes + 1) // 2 if inputs["mode"] == "chain" else num_nodes**2
-    pairs = num_nodes * int(lengths.sum()) + batch * in_draft
-    kv_bytes = 2 * keys * kv.shape[3] * head_dim * kv.element_size()
+    window = inputs.get("window")
+    prefix = int((lengths if window is None else lengths.clamp(max=window)).sum())
+    slots = inputs.get("tree_width") or num_nodes
+    in_draft = num_nodes * (num_nodes + 1) // 2 if inputs["mode"] == "chain" else num_nodes * slots
+    pairs = num_nodes * prefix + batch * in_draft
+    kv_bytes = 2 * (prefix + batch * slots) * kv.shape[3] * head_dim * kv.element_size()
     return kv_bytes + 2 * q.numel() * q.element_size(), 4 * pairs * heads * head_dim
 
 
@@ -114,51 +51,43 @@ def _timed(name: str, mode: str, num_nodes: int, batch: int, context: int, **sha
     return Case(name, "paged_attention", build, "shapes that are timed", bench=True, tags=("large",))
 
 
-CASES = (
+def _plan(name: str, catches: str, num_nodes: int, lengths: Sequence[int], gate: bool = False, **shape: Any) -> Case:
+    build = partial(plan_inputs, num_nodes=num_nodes, lengths=lengths, **({"max_length": 300} | shape))
+    return Case(name, "plan_attention", build, catches, gate=gate, bench=gate)
+
+
+_MODES = (
     _case("empty_batch", "launch on an empty grid", "chain", 3, ()),
     _case("decode_one_head", "tiles padded from one row", "chain", 1, (5,), heads=(1, 1), return_lse=True),
     _case("decode_first_token", "a request without a prefix", "chain", 1, (0,), return_lse=True),
     _case("chain_odd", "rows off the tile; lse per row", "chain", 5, (3, 18), return_lse=True),
     _case("block_odd", "the last row's view given to all", "block", 5, (3, 18), return_lse=True),
-    _case("tree_odd", "mask bits by depth instead of by node", "tree", 7, (3, 18), return_lse=True),
-    _case("no_prefix", "L = 0: the mask starts in the first tile", "tree", 9, (0, 0)),
+    _case("tree_odd", "bits read as nodes of another row", "tree", 5, (3, 18), return_lse=True),
+    _case("no_prefix", "the draft taken for prefix", "tree", 7, (0, 0)),
     _case("draft_fills_page", "one page too many at an exact edge", "chain", 5, (27, 11)),
     _case("prefix_fills_page", "the draft begins on a fresh page", "block", 5, (32, 16)),
-    _case(
-        "unequal_lengths",
-        "one request's length used for another",
-        "chain",
-        4,
-        (70, 0, 3, 33),
-        return_lse=True,
-    ),
-    _case(
-        "splits_chain",
-        "splits past the end; merge weights",
-        "chain",
-        6,
-        (50, 3),
-        split_tokens=16,
-        return_lse=True,
-    ),
-    _case(
-        "splits_tree",
-        "draft across two splits, some without a visible key",
-        "tree",
-        20,
-        (55, 27),
-        split_tokens=16,
-    ),
+    _case("unequal_lengths", "one request's length used for another", "chain", 4, (70, 0, 3, 33), return_lse=True),
+    _case("q_lens", "rows past q_lens not zeroed", "chain", 6, (20, 40, 9), q_lens=(2, 6, 0), return_lse=True),
+    _case("q_lens_block", "a block row sees slots past q_lens", "block", 6, (20, 40), q_lens=(3, 1), return_lse=True),
+    _case("prefill", "tiles above the diagonal", "chain", 90, (0, 0), q_lens=(90, 41), return_lse=True),
+    _case("prefill_continued", "a chunk after a prefix", "chain", 33, (47, 16)),
+    _case("long_table", "entries past the last page read", "chain", 3, (5,), capacity=1000, max_length=640),
+    _case("cut", "keys past max_length", "tree", 4, (30, 12), max_length=20, return_lse=True),
+    _case("own_scale", "scale ignored", "chain", 3, (12,), scale=0.7),
+)
+_SPLITS = (
+    _case("splits_chain", "splits past the end; merge weights", "chain", 6, (50, 3), split_tokens=16, return_lse=True),
+    _case("splits_tree", "draft across two splits, some without a visible key", "tree", 20, (55, 27), split_tokens=16),
     _case("splits_block", "split length off the tile", "block", 6, (61, 4), split_tokens=24, return_lse=True),
     _case("splits_many_rows", "the causal end of a row tile inside a split", "chain", 70, (10,), split_tokens=32),
-    _case("q_lens", "rows past q_lens not zeroed", "chain", 6, (20, 40, 9), q_lens=(2, 6, 0), return_lse=True),
     _case(
-        "q_lens_block",
-        "a block row sees slots past q_lens",
-        "block",
-        6,
-        (20, 40),
-        q_lens=(3, 1),
+        "splits_grow",
+        "a long request beyond its share of partial results",
+        "chain",
+        3,
+        (70, 200, 9),
+        split_tokens=16,
+        tuning=dict(max_splits=4),
         return_lse=True,
     ),
     _case(
@@ -170,6 +99,8 @@ CASES = (
         q_lens=(4, 0, 6),
         split_tokens=16,
     ),
+)
+_SHAPES = (
     _case("gqa_2", "row = node * G + g", "chain", 16, (40, 7), heads=(4, 2)),
     _case("gqa_4", "row = node * G + g", "tree", 16, (40, 7), heads=(8, 2)),
     _case("gqa_8", "row = node * G + g", "block", 16, (40, 7), heads=(8, 1)),
@@ -179,26 +110,212 @@ CASES = (
     _case("tree_200", "four words, the last partial", "tree", 200, (30,), heads=(1, 1), return_lse=True),
     _case("page_1", "per-token pages", "tree", 6, (20, 3), page_size=1),
     _case("page_64", "page wider than the draft", "chain", 6, (60, 130), page_size=64),
+    _case("page_256", "page wider than a split", "tree", 6, (250, 300), page_size=256, split_tokens=96),
     _case("page_odd", "page size not a power of two", "chain", 6, (20, 31), page_size=6, split_tokens=16),
     _case("head_dim_64", "head dimension of small models", "chain", 16, (100,), heads=(4, 2), head_dim=64),
-    _case("prefill", "tiles above the diagonal", "chain", 90, (0, 0), q_lens=(90, 41), return_lse=True),
-    _case("prefill_continued", "a chunk after a prefix", "chain", 33, (47, 16)),
-    _case("long_table", "entries past the last page read", "chain", 3, (5,), capacity=1000, max_length=640),
-    _case("cut", "keys past max_length", "tree", 4, (30, 12), max_length=20, return_lse=True),
-    _case("own_scale", "scale ignored", "chain", 3, (12,), scale=0.7),
+    _case("head_dim_96", "padding read from the next head", "tree", 9, (40, 3), head_dim=96, return_lse=True),
+    _case("head_dim_96_split", "padding written to the next row", "chain", 3, (40,), head_dim=96, split_tokens=16),
+    _case("head_dim_256", "the widest head", "block", 4, (20,), heads=(2, 1), head_dim=256),
+    _case("head_dim_80", "a head that fills five lanes of sixteen", "chain", 4, (20,), heads=(2, 1), head_dim=80),
+)
+_WINDOWS = (
+    _case("window_chain", "the window counts from the first row", "chain", 5, (40, 3), window=8, return_lse=True),
+    _case("window_one", "a row that sees itself alone", "chain", 4, (20,), window=1, return_lse=True),
+    _case("window_wide", "a window wider than the request", "chain", 4, (20, 0), window=100),
+    _case("window_block", "keys ahead of a row are within any window", "block", 6, (30, 2), window=4),
+    _case("window_off_tile", "loop starts a tile late", "chain", 9, (70, 33), window=21, tuning=dict(block_n=16)),
+    _case(
+        "window_tree",
+        "window by slot instead of depth",
+        "tree",
+        12,
+        (30, 2),
+        window=9,
+        tuning=dict(block_n=16),
+        return_lse=True,
+    ),
+    _case("window_in_tree", "an ancestor beyond the window", "tree", 20, (30, 0), window=3, reach=2, return_lse=True),
+    _case(
+        "window_split",
+        "splits counted from position zero",
+        "chain",
+        6,
+        (150, 61, 3),
+        window=37,
+        split_tokens=16,
+        return_lse=True,
+    ),
+    _case("window_split_tree", "the first split of a tree", "tree", 18, (90, 11), window=20, split_tokens=16),
+    _case("window_prefill", "tiles below the window", "chain", 80, (9, 0), q_lens=(80, 33), window=11),
+    _case(
+        "window_grow",
+        "splits of a window that reaches one more",
+        "tree",
+        5,
+        (200, 77),
+        window=70,
+        split_tokens=16,
+        tuning=dict(max_splits=2),
+    ),
+)
+_SCORES = (
+    _case("sinks", "sink of another head", "chain", 5, (20, 3), sinks=True, return_lse=True),
+    _case(
+        "sinks_split",
+        "sink added once a split",
+        "tree",
+        6,
+        (60, 5, 0),
+        q_lens=(4, 0, 6),
+        sinks=True,
+        split_tokens=16,
+        return_lse=True,
+    ),
+    _case("sinks_blind", "a row that sees nothing but its sink", "tree", 7, (0, 0), sinks=True, blind=True),
+    _case("blind", "a row that sees nothing", "tree", 7, (0, 20), blind=True, window=2, return_lse=True),
+    _case("sinks_window", "gpt-oss layers", "chain", 6, (50, 3), sinks=True, window=12, split_tokens=16),
+    _case("soft_cap", "cap after the base change", "chain", 5, (20, 3), soft_cap=0.8, return_lse=True),
+    _case("soft_cap_split", "cap undone by the merge", "tree", 9, (60, 3), soft_cap=5.0, scale=0.9, split_tokens=16),
+    _case("scales", "scales of pools that are not fp8", "chain", 3, (20,), k_scale=0.7, v_scale=3.0, return_lse=True),
+    _case("fp8", "codes of e4m3 decoded wrongly", "chain", 5, (33, 3), fp8=True, return_lse=True),
+    _case("fp8_scales", "scale of another head", "tree", 5, (20,), heads=(8, 4), fp8=True, head_scales=True),
+    _case(
+        "fp8_split",
+        "scale applied by the kernel and by the merge",
+        "chain",
+        5,
+        (50, 3),
+        fp8=True,
+        head_scales=True,
+        split_tokens=16,
+        sinks=True,
+        return_lse=True,
+    ),
+    _case("fp8_soft_cap", "scale outside the cap", "chain", 3, (20,), fp8=True, k_scale=2.0, soft_cap=1.5, window=9),
+    _case("exp2_polynomial", "empty rows; wrong exponent", "tree", 9, (50,), blind=True, tuning=dict(lazy_rescale=True)),
+    _case(
+        "lazy_rescale",
+        "sums of another maximum",
+        "chain",
+        5,
+        (90, 3),
+        scale=6.0,
+        tuning=dict(lazy_rescale=True, block_n=16),
+        return_lse=True,
+    ),
+)
+_TREE_WIDTHS = (
+    _case("wide_tree", "rows taken for slots", "tree", 5, (20, 0), tree_width=30, return_lse=True),
+    _case("wide_tree_words", "words of N instead of M", "tree", 3, (40,), tree_width=130, heads=(2, 1)),
+    _case("wide_tree_q_lens", "slots cut at q_lens", "tree", 5, (20, 9), tree_width=21, q_lens=(2, 0), return_lse=True),
+    _case("wide_tree_split", "splits counted without the slots", "tree", 2, (9, 30), tree_width=40, split_tokens=16),
+    _case("wide_tree_window", "depth of a slot for a row", "tree", 6, (30, 2), tree_width=25, window=5, reach=3),
+    _case("narrow_tree", "more rows than slots", "tree", 6, (11,), tree_width=3, q_lens=(3,)),
+)
+_PLANNED = (
+    _case("planned", "work of another request", "chain", 5, (70, 0, 130), split_tokens=16, planned=True),
+    _case(
+        "planned_gaps",
+        "items for requests without rows",
+        "tree",
+        6,
+        (60, 5, 0, 33),
+        q_lens=(4, 0, 6, 0),
+        split_tokens=16,
+        planned=True,
+        sinks=True,
+        return_lse=True,
+    ),
+    _case("planned_unsplit", "rows of unused tiles not zeroed", "chain", 9, (20, 3), q_lens=(3, 0), planned=True),
+    _case("planned_tiles", "tiles of one split", "chain", 40, (30, 3), planned=True, tuning=dict(block_m=32)),
+    _case(
+        "planned_window",
+        "splits counted from position zero",
+        "tree",
+        7,
+        (150, 4),
+        window=25,
+        split_tokens=16,
+        planned=True,
+        tuning=dict(resident_programs=3),
+    ),
+    _case(
+        "planned_wide", "slots left out of the plan", "tree", 3, (28, 0), tree_width=30, split_tokens=16, planned=True
+    ),
+    _case("planned_fp8", "plan of the two-byte table", "chain", 3, (40, 9), split_tokens=16, planned=True, fp8=True),
+)
+_PLANS = (
+    _plan("plan_none", "no request", 3, ()),
+    _plan("plan_one", "a sum over one", 3, (17,), split_tokens=16),
+    _plan("plan_unequal", "start of the next request", 5, (299, 0, 17, 3), split_tokens=16),
+    _plan("plan_q_lens", "tiles of unused rows", 40, (90, 30, 9), q_lens=(3, 0, 40), split_tokens=32),
+    _plan("plan_unsplit", "one item a tile", 300, (3, 0), q_lens=(5, 0), tuning=dict(block_m=64)),
+    _plan("plan_window", "splits below the window", 4, (290, 9, 40), window=30, split_tokens=16),
+    _plan("plan_wide", "slots beyond the rows", 4, (250, 9), mode="tree", tree_width=40, split_tokens=16),
+    _plan("plan_grow", "share of partial results", 2, (290, 100), split_tokens=16, tuning=dict(max_splits=3)),
+    _plan("plan_many", "lanes past the batch", 2, [13 * row % 257 for row in range(20)], split_tokens=32),
+    _plan("plan_shipped", "resources", 16, [8000] * 8, gate=True, max_length=8192),
+    _plan("plan_b64", "resources", 16, [130000 // (row + 1) for row in range(64)], gate=True, max_length=131072),
+)
+_SHIPPED = (
     _gated("shipped_decode", "registers of the 16-row tile", "chain", 1),
+    _gated("shipped_chain_8", "registers of the 32-row tile", "chain", 8),
     _gated("shipped_chain_16", "registers of the 64-row tile", "chain", 16),
     _gated("shipped_block_16", "registers of the drafter's attention", "block", 16),
     _gated("shipped_tree_16", "registers of the bit mask", "tree", 16),
     _gated("shipped_tree_64", "registers of the 128-row tile with a mask", "tree", 64, capacity=4096),
     _gated("shipped_tree_100", "registers of several mask words", "tree", 100),
     _gated("shipped_prefill", "registers without splits", "chain", 160),
-    _gated("shipped_chain_16_small", "head dimension 64", "chain", 16, head_dim=64),
-    _timed("decode_b8_8k", "chain", 1, 8, 8192),
-    _timed("chain16_b1_8k", "chain", 16, 1, 8192),
-    _timed("chain16_b8_8k", "chain", 16, 8, 8192),
-    _timed("chain16_b8_32k", "chain", 16, 8, 32768),
+    _gated("shipped_planned", "registers of the persistent loop", "chain", 16, planned=True, tuning=_PINNED),
+    _gated("shipped_window", "registers of a window by depth", "tree", 16, window=64, sinks=True),
+    _gated("shipped_soft_cap", "registers of the hyperbolic tangent", "chain", 16, soft_cap=30.0, window=512),
+    _gated("shipped_wide_tree", "registers of an expansion step", "tree", 8, tree_width=64),
+    _gated("shipped_page_1", "address registers of per-token pages", "chain", 16, page_size=1),
+    _gated("shipped_64_decode", "head dimension 64", "chain", 1, head_dim=64),
+    _gated("shipped_64_chain_8", "head dimension 64", "chain", 8, head_dim=64),
+    _gated("shipped_64_chain_16", "head dimension 64", "chain", 16, head_dim=64),
+    _gated("shipped_64_tree_64", "head dimension 64", "tree", 64, head_dim=64),
+    _gated("shipped_96_decode", "head dimension 96", "chain", 1, head_dim=96),
+    _gated("shipped_96_chain_16", "head dimension 96", "chain", 16, head_dim=96),
+    _gated("shipped_256_decode", "head dimension 256", "chain", 1, head_dim=256),
+    _gated("shipped_256_chain_8", "head dimension 256", "chain", 8, head_dim=256),
+    _gated("shipped_256_chain_16", "head dimension 256", "chain", 16, head_dim=256),
+    _gated("shipped_256_tree_64", "head dimension 256", "tree", 64, head_dim=256),
+    _gated("shipped_fp8_decode", "conversion of keys and values", "chain", 1, fp8=True, head_scales=True),
+    _gated("shipped_fp8_chain_8", "conversion of keys and values", "chain", 8, fp8=True),
+    _gated("shipped_fp8_chain_16", "conversion of keys and values", "chain", 16, fp8=True),
+    _gated("shipped_fp8_tree_64", "conversion of keys and values", "tree", 64, fp8=True),
+    _gated("shipped_fp8_64_chain_16", "conversion, head dimension 64", "chain", 16, fp8=True, head_dim=64),
+    _gated("shipped_fp8_256_chain_16", "conversion, head dimension 256", "chain", 16, fp8=True, head_dim=256),
+)
+_TIMED = (
+    *(
+        _timed(f"{'decode' if nodes == 1 else f'chain{nodes}'}_b{batch}_{context // 1024}k", "chain", nodes, batch, context)
+        for batch in (1, 8, 64)
+        for context in (1024, 8192, 32768, 131072)
+        for nodes in (1, 4, 16, 64)
+        if batch * context <= _BENCH_TOKENS
+    ),
+    *(
+        _timed(f"tree{nodes}_b{batch}_8k", "tree", nodes, batch, 8192)
+        for nodes in (32, 64)
+        for batch in (1, 8)
+    ),
     _timed("block16_b8_8k", "block", 16, 8, 8192),
-    _timed("tree64_b8_8k", "tree", 64, 8, 8192),
     _timed("chain16_b8_8k_page1", "chain", 16, 8, 8192, page_size=1),
+    _timed("chain16_b8_8k_page64", "chain", 16, 8, 8192, page_size=64),
+    _timed("chain16_b8_8k_fp8", "chain", 16, 8, 8192, fp8=True),
+    _timed("chain16_b8_32k_window", "chain", 16, 8, 32768, window=4096, sinks=True),
+)  # fmt: skip
+CASES = (
+    *_MODES,
+    *_SPLITS,
+    *_SHAPES,
+    *_WINDOWS,
+    *_SCORES,
+    *_TREE_WIDTHS,
+    *_PLANNED,
+    *_PLANS,
+    *_SHIPPED,
+    *_TIMED,
 )

@@ -1,34 +1,59 @@
 """Static launch table of paged attention: no autotuning on a step's path.
 
-The key is the chip, the head dimension and the packed query rows of one (request, KV head), N * H / H_kv,
-rounded up to a bucket. Small buckets are bound by memory: they want bytes in flight, so two or three KV
-buffers of 64 keys and several programs a processor. From 64 rows the matrix unit wants one warp group, from
-128 two. Every row compiles without spills: 64 x 64 tiles of four warps spill on sm90, so 32 keys and one more
-stage stand there.
+The key is the chip, the head dimension, the bytes of a stored key element, and the packed query rows of one
+(request, KV head), N * H / H_kv, rounded up to a bucket. Small buckets are bound by memory: they want bytes in
+flight, so two or three KV buffers of 64 keys and several programs a processor. From 64 rows the matrix unit
+wants one warp group, from 128 two. Every shipped row compiles without spills.
 
-`split_tokens` is a length, not a count: partial results of a row then do not depend on the batch, and their
-traffic stays a fixed share (2 * rows / split_tokens) of the KV traffic.
+`split_tokens` is a length, not a count, and it grows only with a request's own length (see
+`tiles.split_layout`): results do not depend on the batch, and no request has more than `MAX_SPLITS` partial
+results, so their traffic stays a small share of the KV traffic and a graph captured for the whole context
+needs few programs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
 
 UNSPLIT = 1 << 30
+MAX_SPLITS = 32
 _ROW_BUCKETS = (16, 32, 64, 128)
 _MAX_SPLIT_TILES = 4
 _INTERPRETER_MAX_ROWS = 1024
+_PROCESSORS = {"sm80": 108, "sm90": 132, "sm100": 148, "gfx942": 304}
+_FP8_NATIVE_CHIPS = ("sm90", "sm100")
 
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Tile of one program: `block_m` packed query rows, `block_n` keys a step, `split_tokens` keys in all."""
+    """Tile of one program and how the keys are cut.
+
+    block_m: packed query rows. block_n: keys a step. split_tokens: keys a program before partial results are
+    merged, doubled for requests longer than max_splits of them. resident_programs: size of the persistent grid
+    that walks a plan. polynomial_exp2, lazy_rescale: see `tiles.softmax_step`. fp8_native: the chip converts
+    e4m3 itself.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
     split_tokens: int
+    max_splits: int = MAX_SPLITS
+    resident_programs: int = 4
+    polynomial_exp2: bool = False
+    lazy_rescale: bool = False
+    fp8_native: bool = False
+
+    def fp8_code(self, kv_dtype: torch.dtype) -> int:
+        """How the kernel reads the pool: 0 as it is, 1 the chip's own e4m3, 2 by moving bits."""
+        if kv_dtype != torch.float8_e4m3fn:
+            return 0
+        return 1 if self.fp8_native else 2
 
 
 @dataclass(frozen=True)
@@ -43,43 +68,74 @@ class MergeConfig:
 
 
 def attention_config(
-    chip: str, head_dim: int, rows: int, max_length: int, split_tokens: int | None = None
+    chip: str,
+    head_dim: int,
+    rows: int,
+    max_length: int,
+    split_tokens: int | None = None,
+    kv_bytes: int = 2,
+    tuning: Mapping[str, Any] | None = None,
 ) -> AttentionConfig:
-    """Row of the table for `rows` packed query rows of one (request, KV head) over at most `max_length` keys.
+    """Row of the table for `rows` packed query rows of one (request, KV head) over at most `max_length` keys of
+    `kv_bytes` bytes an element.
 
-    `split_tokens` replaces the table's split length; splits shorter than a tile make the tile shorter.
+    `split_tokens` replaces the table's split length, `tuning` any field; splits shorter than a tile make the
+    tile shorter, and others are rounded up to whole tiles.
     """
     if chip == "interpreter":
         # A program costs the same whatever its tile, so a tile takes everything that is there.
         block_m = min(_INTERPRETER_MAX_ROWS, max(16, _power_of_two(rows)))
         config = AttentionConfig(block_m, min(512, max(16, _power_of_two(max_length))), 1, 1, 4096)
     else:
-        bucket = next((size for size in _ROW_BUCKETS if rows <= size), _ROW_BUCKETS[-1])
-        block_m, block_n, warps, stages = _TABLE[chip, _head_dim_row(head_dim)][bucket]
-        config = AttentionConfig(block_m, block_n, warps, stages, _split_tokens(rows, block_m))
-    if split_tokens is None:
-        return config
-    block_n = min(config.block_n, max(16, _power_of_two(split_tokens)))
-    return replace(config, block_n=block_n, split_tokens=split_tokens)
+        config = _table_config(chip, head_dim, rows, kv_bytes)
+    if split_tokens is not None:
+        block_n = min(config.block_n, max(16, _power_of_two(split_tokens)))
+        config = replace(config, block_n=block_n, split_tokens=split_tokens)
+    if tuning:
+        unknown = sorted(set(tuning) - {field.name for field in fields(AttentionConfig)})
+        if unknown:
+            names = ", ".join(field.name for field in fields(AttentionConfig))
+            raise ValueError(f"tuning: expected fields among {names}, got {', '.join(unknown)}")
+        config = replace(config, **tuning)
+    return replace(config, split_tokens=-(-config.split_tokens // config.block_n) * config.block_n)
 
 
-def merge_config(chip: str, num_splits: int) -> MergeConfig:
-    """Row of the table for merging `num_splits` partial results."""
-    splits = _power_of_two(num_splits)
+def merge_config(chip: str, head_dim: int, num_splits: int) -> MergeConfig:
+    """Row of the table for merging `num_splits` partial results of rows of `head_dim`."""
+    splits = max(2, _power_of_two(num_splits))
     if chip == "interpreter":
-        return MergeConfig(rows=max(1, 1024 // splits), all_splits=splits, block_s=splits, num_warps=1)
-    return MergeConfig(rows=1, all_splits=splits, block_s=min(16, splits), num_warps=4 if splits > 4 else 1)
+        return MergeConfig(rows=max(2, 1024 // splits), all_splits=splits, block_s=splits, num_warps=1)
+    block_s = 16 if head_dim <= 128 else 8
+    return MergeConfig(rows=2, all_splits=_power_of_two(MAX_SPLITS + 1), block_s=block_s, num_warps=4)
+
+
+def _table_config(chip: str, head_dim: int, rows: int, kv_bytes: int) -> AttentionConfig:
+    bucket = next((size for size in _ROW_BUCKETS if rows <= size), _ROW_BUCKETS[-1])
+    table = _FP8_TABLE if kv_bytes == 1 else _TABLE
+    block_m, block_n, warps, stages, resident = table[chip, _head_dim_row(head_dim)][bucket]
+    if kv_bytes == 4:
+        # The same bytes a buffer as the row of two-byte elements.
+        block_n = max(16, block_n // 2)
+    return AttentionConfig(
+        block_m,
+        block_n,
+        warps,
+        stages,
+        _split_tokens(rows, block_m),
+        resident_programs=resident * _PROCESSORS[chip],
+        fp8_native=chip in _FP8_NATIVE_CHIPS,
+    )
 
 
 def _split_tokens(rows: int, block_m: int) -> int:
     """Keys a program; prefill-sized queries fill the chip without splitting."""
     if rows > _MAX_SPLIT_TILES * block_m:
         return UNSPLIT
-    return max(256, 16 * block_m)
+    return 512
 
 
 def _head_dim_row(head_dim: int) -> int:
-    return 64 if head_dim <= 64 else 128
+    return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
 
 
 def _power_of_two(value: int) -> int:
@@ -87,14 +143,22 @@ def _power_of_two(value: int) -> int:
     return 1 << max(0, value - 1).bit_length()
 
 
-# (chip, head_dim): {rows: (block_m, block_n, num_warps, num_stages)}
-_TABLE: dict[tuple[str, int], dict[int, tuple[int, int, int, int]]] = {
-    ("sm80", 64): {16: (16, 64, 4, 4), 32: (32, 64, 4, 3), 64: (64, 64, 4, 3), 128: (128, 64, 8, 3)},
-    ("sm80", 128): {16: (16, 64, 4, 3), 32: (32, 64, 4, 3), 64: (64, 64, 8, 3), 128: (128, 64, 8, 2)},
-    ("sm90", 64): {16: (16, 64, 4, 4), 32: (32, 64, 4, 4), 64: (64, 64, 4, 4), 128: (128, 64, 8, 3)},
-    ("sm90", 128): {16: (16, 64, 4, 4), 32: (32, 64, 4, 3), 64: (64, 32, 4, 4), 128: (128, 64, 8, 3)},
-    ("sm100", 64): {16: (16, 64, 4, 4), 32: (32, 64, 4, 4), 64: (64, 64, 4, 4), 128: (128, 64, 8, 3)},
-    ("sm100", 128): {16: (16, 64, 4, 4), 32: (32, 64, 4, 3), 64: (64, 64, 4, 3), 128: (128, 64, 8, 3)},
-    ("gfx942", 64): {16: (16, 64, 4, 2), 32: (32, 64, 4, 2), 64: (64, 64, 4, 2), 128: (128, 64, 8, 2)},
-    ("gfx942", 128): {16: (16, 64, 4, 2), 32: (32, 32, 4, 2), 64: (64, 32, 4, 2), 128: (128, 32, 8, 2)},
+_Row = tuple[int, int, int, int, int]
+
+# (chip, head_dim): {rows: (block_m, block_n, num_warps, num_stages, programs a processor)}
+_TABLE: dict[tuple[str, int], dict[int, _Row]] = {
+    ("sm80", 64): {16: (16, 64, 4, 4, 3), 32: (32, 64, 4, 3, 2), 64: (64, 64, 4, 3, 2), 128: (128, 64, 8, 3, 1)},
+    ("sm80", 128): {16: (16, 64, 4, 3, 2), 32: (32, 64, 4, 3, 2), 64: (64, 64, 8, 3, 1), 128: (128, 64, 8, 2, 1)},
+    ("sm80", 256): {16: (16, 32, 4, 3, 2), 32: (32, 32, 4, 3, 1), 64: (64, 32, 8, 3, 1), 128: (64, 32, 8, 3, 1)},
+    ("sm90", 64): {16: (16, 64, 4, 4, 3), 32: (32, 64, 4, 4, 3), 64: (64, 64, 4, 4, 2), 128: (128, 64, 8, 3, 1)},
+    ("sm90", 128): {16: (16, 64, 4, 4, 2), 32: (32, 64, 4, 3, 2), 64: (64, 32, 4, 4, 2), 128: (128, 64, 8, 3, 1)},
+    ("sm90", 256): {16: (16, 32, 4, 4, 2), 32: (32, 32, 4, 3, 2), 64: (64, 32, 8, 3, 1), 128: (128, 32, 8, 3, 1)},
+    ("sm100", 64): {16: (16, 64, 4, 4, 3), 32: (32, 64, 4, 4, 3), 64: (64, 64, 4, 4, 2), 128: (128, 64, 8, 3, 1)},
+    ("sm100", 128): {16: (16, 64, 4, 4, 2), 32: (32, 64, 4, 3, 2), 64: (64, 64, 4, 3, 2), 128: (128, 64, 8, 3, 1)},
+    ("sm100", 256): {16: (16, 32, 4, 4, 2), 32: (32, 32, 4, 3, 2), 64: (64, 32, 8, 3, 1), 128: (128, 32, 8, 3, 1)},
+    ("gfx942", 64): {16: (16, 64, 4, 2, 2), 32: (32, 64, 4, 2, 2), 64: (64, 64, 4, 2, 1), 128: (128, 64, 8, 2, 1)},
+    ("gfx942", 128): {16: (16, 64, 4, 2, 2), 32: (32, 32, 4, 2, 2), 64: (64, 32, 4, 2, 1), 128: (128, 32, 8, 2, 1)},
+    ("gfx942", 256): {16: (16, 32, 4, 2, 1), 32: (32, 32, 8, 2, 1), 64: (64, 16, 8, 2, 1), 128: (64, 16, 8, 2, 1)},
 }
+# The same for pools of one-byte elements.
+_FP8_TABLE: dict[tuple[str, int], dict[int, _Row]] = _TABLE

@@ -193,7 +193,7 @@ def test_half_precision_is_as_good_as_eager() -> None:
         (dict(q=torch.zeros(2, 3, 4, 32)), r"kv: expected shape \[2, \*, \*, \*, 32\]"),
         (
             dict(q=torch.zeros(2, 3, 4, 16, dtype=torch.float16)),
-            "expected dtype torch.float16, got torch.float32",
+            "expected dtype torch.float16 or torch.float8_e4m3fn, got torch.float32",
         ),
         (dict(lengths=torch.zeros(3, dtype=torch.int64)), r"lengths: expected shape \[2\], got \[3\]"),
         (dict(lengths=torch.zeros(2, dtype=torch.int32)), "lengths: expected dtype torch.int64"),
@@ -217,11 +217,12 @@ def test_the_kernel_refuses_float64() -> None:
         paged_attention(**doubled, impl="triton")
 
 
+@pytest.mark.parametrize("kv_bytes", [1, 2, 4])
 @pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
-def test_every_shape_has_a_launch_configuration(chip: str, head_dim: int) -> None:
+@pytest.mark.parametrize("head_dim", [16, 64, 96, 128, 256])
+def test_every_shape_has_a_launch_configuration(chip: str, head_dim: int, kv_bytes: int) -> None:
     for rows in (1, 16, 17, 64, 65, 128, 129, 512, 513, 10000):
-        config = attention_config(chip, head_dim, rows, 4096)
-        assert config.block_m >= min(rows, 128) and config.split_tokens % config.block_n == 0
+        config = attention_config(chip, head_dim, rows, 4096, kv_bytes=kv_bytes)
+        assert config.block_m >= min(rows, 64) and config.split_tokens % config.block_n == 0
         assert (config.split_tokens == UNSPLIT) == (rows > 4 * config.block_m)
-    assert merge_config(chip, 33).all_splits == 64
+    assert merge_config(chip, head_dim, 33).all_splits == 64

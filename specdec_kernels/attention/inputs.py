@@ -1,0 +1,177 @@
+"""Arguments of paged attention made from a few numbers, for the case table and the tests.
+
+Every pool slot that no row may see is NaN, and every table entry past a request's last page names no page, so
+a stray read shows in any case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from specdec_kernels.attention import plan_attention
+from specdec_kernels.cases import Maker
+
+_NO_PAGE = 1 << 30
+_DISTINCT_PAGES = 61
+
+
+def random_tree(
+    make: Maker, batch: int, num_slots: int, reach: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Depths [B, M] int32 and mask words [B, M, ceil(M / 64)] int64 of random trees whose node i hangs below
+    one of the `reach` nodes before it (default any)."""
+    reach = num_slots if reach is None else reach
+    depths = torch.zeros(batch, num_slots, dtype=torch.int32)
+    mask = torch.zeros(batch, num_slots, -(-num_slots // 64), dtype=torch.int64)
+    rows = torch.arange(batch)
+    for node in range(num_slots):
+        if node:
+            offset = torch.randint(min(node, reach), (batch,), generator=make.generator)
+            parent = node - 1 - offset
+            depths[:, node] = depths[rows, parent] + 1
+            mask[:, node] = mask[rows, parent]
+        mask[:, node, node // 64] |= 1 << node % 64 if node % 64 < 63 else -(1 << 63)
+    return depths.to(make.device), mask.to(make.device)
+
+
+def attention_inputs(
+    make: Maker,
+    mode: str,
+    num_nodes: int,
+    lengths: Sequence[int],
+    heads: tuple[int, int] = (4, 2),
+    head_dim: int = 16,
+    page_size: int = 16,
+    q_lens: Sequence[int] | None = None,
+    capacity: int | None = None,
+    tree_width: int | None = None,
+    reach: int | None = None,
+    blind: bool = False,
+    sinks: bool = False,
+    fp8: bool = False,
+    head_scales: bool = False,
+    planned: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Arguments of `paged_attention`.
+
+    lengths: committed tokens a request. heads: (H, H_kv). capacity: tokens of a page-table row (default: the
+    longest request). reach: see `random_tree`. With `tree_width` the rows are random nodes of the tree.
+    blind: every third row of a tree sees no slot. fp8, head_scales: an e4m3 pool, random scales a KV head.
+    planned: with the plan of the call.
+    """
+    num_slots = num_nodes if tree_width is None else tree_width
+    used = list(q_lens) if q_lens is not None else [num_nodes] * len(lengths)
+    slots = used if tree_width is None else [num_slots] * len(lengths)
+    kv, page_table = _pool(make, lengths, slots, num_slots, heads[1], head_dim, page_size, capacity)
+    arguments: dict[str, Any] = dict(
+        q=make.normal(len(lengths), num_nodes, heads[0], head_dim),
+        kv=kv.to(torch.float8_e4m3fn) if fp8 else kv,
+        page_table=page_table,
+        lengths=make.tensor(list(lengths), torch.int64),
+        mode=mode,
+        mask=None,
+        q_lens=None if q_lens is None else make.tensor(used, torch.int32),
+        **options,
+    )
+    if mode == "tree":
+        arguments |= _tree(make, len(lengths), num_nodes, tree_width, reach, blind, options.get("window"))
+    if sinks:
+        arguments["sinks"] = _scale_tensor(make, heads[0], 2.0)
+    if head_scales:
+        arguments |= {name: _scale_tensor(make, heads[1], 0.5).exp() for name in ("k_scale", "v_scale")}
+    if planned:
+        arguments["plan"] = plan_attention(**plan_arguments(arguments), impl="reference")
+    return arguments
+
+
+def plan_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `plan_attention` for a call of `paged_attention`."""
+    q, kv = arguments["q"], arguments["kv"]
+    same = ("lengths", "q_lens", "mode", "tree_width", "window", "split_tokens", "tuning")
+    capacity = arguments["page_table"].shape[1] * kv.shape[2]
+    return dict(
+        num_nodes=q.shape[1],
+        heads=q.shape[2],
+        kv_heads=kv.shape[3],
+        head_dim=q.shape[3],
+        kv_bytes=kv.element_size(),
+        max_length=min(arguments.get("max_length", capacity), capacity),
+        **{name: arguments[name] for name in same if name in arguments},
+    )
+
+
+def plan_inputs(
+    make: Maker, num_nodes: int, lengths: Sequence[int], q_lens: Sequence[int] | None = None, **options: Any
+) -> dict[str, Any]:
+    """Arguments of `plan_attention` for 4 query heads a KV head of dimension 128."""
+    return dict(
+        lengths=make.tensor(list(lengths), torch.int64),
+        num_nodes=num_nodes,
+        q_lens=None if q_lens is None else make.tensor(list(q_lens), torch.int32),
+        **(dict(heads=8, kv_heads=2, head_dim=128) | options),
+    )
+
+
+def _scale_tensor(make: Maker, size: int, spread: float) -> torch.Tensor:
+    return (torch.randn(size, generator=make.generator) * spread).to(make.device)
+
+
+def _tree(
+    make: Maker,
+    batch: int,
+    num_nodes: int,
+    tree_width: int | None,
+    reach: int | None,
+    blind: bool,
+    window: int | None,
+) -> dict[str, Any]:
+    """Mask and, with a window, depths; with `tree_width` the rows are nodes picked at random."""
+    num_slots = num_nodes if tree_width is None else tree_width
+    depths, mask = random_tree(make, batch, num_slots, reach)
+    row_depths = depths
+    if tree_width is not None:
+        picked = make.integers(0, num_slots, batch, num_nodes)
+        mask = mask.gather(1, picked[:, :, None].expand(-1, -1, mask.shape[2])).contiguous()
+        row_depths = depths.gather(1, picked).contiguous()
+    if blind:
+        mask[:, ::3] = 0
+    tree: dict[str, Any] = dict(mask=mask)
+    if tree_width is not None:
+        tree |= dict(tree_width=tree_width)
+    if window is not None:
+        tree |= dict(depths=depths) | ({} if tree_width is None else dict(row_depths=row_depths))
+    return tree
+
+
+def _pool(
+    make: Maker,
+    lengths: Sequence[int],
+    slots: Sequence[int],
+    num_slots: int,
+    kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    capacity: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values with NaN wherever nothing is stored, and a page table over shuffled pages."""
+    held = [-(-(length + num_slots) // page_size) for length in lengths]
+    columns = max([1, *held]) if capacity is None else -(-capacity // page_size)
+    pages = sum(held) + 2
+    order = torch.randperm(pages, generator=make.generator)
+    stored = torch.zeros(pages, page_size, dtype=torch.bool)
+    table = torch.full((len(lengths), columns), _NO_PAGE, dtype=torch.int32)
+    taken = 0
+    for row, (length, count, own) in enumerate(zip(lengths, slots, held, strict=True)):
+        mine = order[taken : taken + own]
+        table[row, :own] = mine
+        stored[mine] = (torch.arange(own * page_size) < length + count).view(own, page_size)
+        taken += own
+    # A long pool repeats its first pages: drawing gigabytes on the CPU would take longer than any test.
+    kv = make.normal(2, min(pages, max(_DISTINCT_PAGES, 8192 // page_size)), page_size, kv_heads, head_dim)
+    kv = kv[:, torch.arange(pages, device=kv.device) % kv.shape[1]]
+    kv.masked_fill_(~stored.to(kv.device)[None, :, :, None, None], float("nan"))
+    return kv, table.to(make.device)

@@ -1,0 +1,117 @@
+"""The work list of a step, built on the device: no length is read back, and all layers use it.
+
+    item    (request, tile of query rows, split of the keys); a request without rows has none
+    order   requests, then splits, then tiles with the last first: tiles of one split run together and read
+            its keys from the cache, and the last tile of a causal prefill has the most keys
+
+A persistent grid walks the list, so a captured graph whose `max_length` is the whole context launches no more
+programs than the chip holds, and unequal lengths leave none idle. Each program sums the counts of the requests
+before its own, which replaces a scan over programs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from specdec_kernels.attention.tiles import key_end, split_layout, used_rows
+from specdec_kernels.attention.types import AttentionPlan, PlanShape
+from specdec_kernels.launch import launch
+
+_ITEMS = 256  # entries written at once
+
+
+@triton.jit(
+    do_not_specialize=[
+        "batch",
+        "capacity",
+        "num_nodes",
+        "num_slots",
+        "split_tokens",
+        "max_splits",
+        "max_length",
+        "window",
+    ]
+)
+def _plan_kernel(
+    lengths_ptr,  # [B] int64
+    q_lens_ptr,  # [B] int32 or None
+    items_ptr,  # [capacity, 3] int32
+    offsets_ptr,  # [B + 1] int32
+    num_items_ptr,  # [1] int32
+    batch,
+    capacity,
+    num_nodes,
+    num_slots,
+    split_tokens,
+    max_splits,
+    max_length,
+    window,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ALL_SLOTS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    ITEMS: tl.constexpr,
+):
+    own = tl.program_id(0)
+    requests = tl.arange(0, BLOCK_B)
+    there = requests < batch
+    length = tl.load(lengths_ptr + requests, mask=there, other=0).to(tl.int32)
+    used = tl.where(there, used_rows(q_lens_ptr, requests, num_nodes, there), 0)
+    if SPLIT:
+        end = key_end(length, used, num_slots, max_length, ALL_SLOTS)
+        _, _, splits = split_layout(length, end, split_tokens, max_splits, window)
+        tiles = (used * GROUP + BLOCK_M - 1) // BLOCK_M
+        splits = tl.where(used > 0, splits, 0)
+    else:
+        # Without a merge the items write the zeros of unused rows too.
+        tiles = tl.where(there, (num_nodes * GROUP + BLOCK_M - 1) // BLOCK_M, 0)
+        splits = tl.where(there, 1, 0)
+    items = tiles * splits
+    total = tl.sum(items, 0)
+    start = tl.sum(tl.where(requests < own, items, 0), 0)
+    own_items = tl.sum(tl.where(requests == own, items, 0), 0)
+    own_tiles = tl.maximum(tl.sum(tl.where(requests == own, tiles, 0), 0), 1)
+    if own < batch:
+        tl.store(offsets_ptr + own, tl.sum(tl.where(requests < own, splits, 0), 0))
+    if own == 0:
+        tl.store(offsets_ptr + batch, tl.sum(splits, 0))
+        tl.store(num_items_ptr, total)
+
+    lanes = tl.arange(0, ITEMS)
+    for first in tl.range(0, own_items, ITEMS):
+        index = first + lanes
+        entry = items_ptr + (start + index) * 3
+        tl.store(entry, own + lanes * 0, mask=index < own_items)
+        tl.store(entry + 1, own_tiles - 1 - index % own_tiles, mask=index < own_items)
+        tl.store(entry + 2, index // own_tiles, mask=index < own_items)
+    for first in tl.range(total + own * ITEMS, capacity, tl.num_programs(0) * ITEMS):
+        entry = items_ptr + (first + lanes) * 3
+        for field in tl.static_range(3):
+            tl.store(entry + field, lanes * 0, mask=first + lanes < capacity)
+
+
+def plan_attention(lengths: torch.Tensor, q_lens: torch.Tensor | None, shape: PlanShape) -> AttentionPlan:
+    """See `specdec_kernels.attention.plan_attention`, which has checked the arguments."""
+    tiles = -(-shape.num_nodes * shape.group // shape.block_m)
+    capacity = shape.batch * shape.num_splits * tiles
+    items = lengths.new_empty((capacity, 3), dtype=torch.int32)
+    offsets = lengths.new_empty((shape.batch + 1,), dtype=torch.int32)
+    num_items = lengths.new_empty((1,), dtype=torch.int32)
+    launch(
+        _plan_kernel,
+        (max(1, shape.batch),),
+        *(lengths, q_lens, items, offsets, num_items),
+        *(shape.batch, capacity, shape.num_nodes, shape.num_slots),
+        *(shape.split_tokens, shape.max_splits, shape.max_length, shape.window),
+        num_warps=4,
+        GROUP=shape.group,
+        BLOCK_M=shape.block_m,
+        ALL_SLOTS=shape.all_slots,
+        SPLIT=shape.num_splits > 1,
+        BLOCK_B=max(2, triton.next_power_of_2(shape.batch)),
+        ITEMS=_ITEMS,
+    )
+    return AttentionPlan(items, offsets, num_items, shape)

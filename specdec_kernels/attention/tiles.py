@@ -1,0 +1,228 @@
+"""Device functions of paged attention: which keys a program walks, who sees them, and the running softmax."""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+
+CHAIN = tl.constexpr(0)
+BLOCK = tl.constexpr(1)
+TREE = tl.constexpr(2)
+MODE_CODES = {"chain": 0, "block": 1, "tree": 2}
+FP8_NONE = tl.constexpr(0)
+FP8_NATIVE = tl.constexpr(1)
+FP8_BITS = tl.constexpr(2)
+# Keys and values read through FP8_BITS come out this much too small.
+FP8_BITS_SCALE = 256.0
+LOG2_E = math.log2(math.e)
+LN_2 = tl.constexpr(math.log(2.0))
+_LOG2_E = tl.constexpr(LOG2_E)
+# Lazy rescaling lets weights grow to 2^8 before the sums are rescaled: far from the end of float16.
+_LAZY_LIMIT = tl.constexpr(8.0)
+
+
+@triton.jit
+def used_rows(q_lens_ptr, request, num_nodes, valid=True):
+    """Query rows in use of `request`, a scalar or a tensor."""
+    if q_lens_ptr is None:
+        return num_nodes
+    else:
+        return tl.minimum(tl.maximum(tl.load(q_lens_ptr + request, mask=valid, other=0), 0), num_nodes)
+
+
+@triton.jit
+def key_end(length, used, num_slots, max_length, ALL_SLOTS: tl.constexpr):
+    """Position past the last key of a request, 0 for a request without rows."""
+    if ALL_SLOTS:
+        end = tl.minimum(length + num_slots, max_length)
+    else:
+        end = tl.minimum(length + used, max_length)
+    return tl.where(used > 0, end, 0)
+
+
+@triton.jit
+def _bit_length(value):
+    """Bits of a number in [0, 2^31), without a loop that depends on it."""
+    bits = value * 0
+    for step in tl.static_range(5):
+        wide = value >= (1 << (16 >> step))
+        bits = tl.where(wide, bits + (16 >> step), bits)
+        value = tl.where(wide, value >> (16 >> step), value)
+    return tl.where(value > 0, bits + 1, bits)
+
+
+@triton.jit
+def split_layout(length, end, split_tokens, max_splits, window):
+    """(keys a split, index of the first split, number of splits) of a request, scalars or tensors.
+
+    Splits lie at multiples of their length, which is `split_tokens` doubled until `max_splits` cover the keys
+    that any row may see. It depends on the request alone, so a result does not depend on the batch.
+    """
+    lowest = end * 0
+    if window is not None:
+        lowest = tl.maximum(length - window + 1, 0)
+    reach = split_tokens * max_splits
+    units = (tl.maximum(end - lowest, 1) + reach - 1) // reach
+    tokens = split_tokens << _bit_length(units - 1)
+    first = lowest // tokens
+    return tokens, first, (tl.maximum(end - first * tokens, 0) + tokens - 1) // tokens
+
+
+@triton.jit
+def tile_key_range(length, used, end, first_node, last_node, MODE: tl.constexpr):
+    """(position past the last key any row of the tile sees, position past the keys that are seen by every row
+    as far as the mode goes)."""
+    if MODE == CHAIN:
+        tile_end = tl.minimum(end, length + last_node + 1)
+        free_end = length + first_node + 1
+    elif MODE == BLOCK:
+        tile_end = end
+        free_end = end
+    else:
+        tile_end = end
+        free_end = length
+    tile_end = tl.where(first_node < used, tile_end, 0)
+    return tile_end, tl.minimum(free_end, tile_end)
+
+
+@triton.jit
+def row_positions(row_depths_ptr, length, nodes, used, MODE: tl.constexpr):
+    """[BLOCK_M] position of each query row for the sliding window: by depth in a tree. Rows past `used` repeat
+    the first position, which lets the range of the others stand."""
+    if MODE == TREE:
+        depth = tl.load(row_depths_ptr + nodes, mask=nodes < used, other=-1)
+        deepest = tl.max(depth, 0)
+        return length + tl.where(depth < 0, deepest, depth)
+    else:
+        return length + tl.minimum(nodes, used - 1)
+
+
+@triton.jit
+def key_positions(depths_ptr, positions, length, end, MODE: tl.constexpr):
+    """[BLOCK_N] position of each key for the sliding window: a draft slot of a tree stands at its depth."""
+    if MODE == TREE:
+        drafted = (positions >= length) & (positions < end)
+        depth = tl.load(depths_ptr + (positions - length), mask=drafted, other=0)
+        return tl.where(drafted, length + depth, positions)
+    else:
+        return positions
+
+
+@triton.jit
+def visible(
+    mask_ptr,  # [N, ceil(M / 64)] int64 words of this request, tree only
+    positions,  # [BLOCK_N]
+    end,
+    length,
+    nodes,  # [BLOCK_M] node of each row
+    used,
+    MODE: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """[BLOCK_M or 1, BLOCK_N]: which positions below `end` each row sees by its mode; rows past `used` may see
+    anything."""
+    if MODE == CHAIN:
+        return positions[None, :] <= tl.minimum(length + nodes, end - 1)[:, None]
+    elif MODE == BLOCK:
+        return (positions < end)[None, :]
+    else:
+        slot = positions - length
+        row_words = mask_ptr + nodes.to(tl.int64) * WORDS
+        seen = ((slot < 0) & (positions < end))[None, :]
+        # One word of a row at a time: a gather per element would hold a 64-bit register for each.
+        for word in tl.static_range(WORDS):
+            bits = tl.load(row_words + word, mask=nodes < used, other=0)[:, None]
+            here = (slot >= word * 64) & (slot < (word + 1) * 64) & (positions < end)
+            shift = tl.where(here, slot - word * 64, 0).to(tl.int64)
+            seen = seen | (here[None, :] & (((bits >> shift[None, :]) & 1) != 0))
+        return seen
+
+
+@triton.jit
+def page_ids(table_ptr, positions, end, PAGE: tl.constexpr):
+    """Page number of each position, 0 from `end` on."""
+    return tl.load(table_ptr + positions // PAGE, mask=positions < end, other=0)
+
+
+@triton.jit
+def widen(stored, like, FP8: tl.constexpr):
+    """Keys or values in the type of `like`; FP8 pools come as bytes.
+
+    FP8_BITS moves the bits of e4m3 into a float16 of 1 / 256 the value, exact for every finite code, for chips
+    and interpreters without the type.
+    """
+    if FP8 == FP8_NATIVE:
+        return stored.to(tl.float8e4nv, bitcast=True).to(like.dtype)
+    elif FP8 == FP8_BITS:
+        code = stored.to(tl.uint8, bitcast=True).to(tl.uint16)
+        bits = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
+        return bits.to(tl.float16, bitcast=True).to(like.dtype)
+    else:
+        return stored
+
+
+@triton.jit
+def tanh(x):
+    """Hyperbolic tangent from exp2 (the interpreter has no libdevice), by its series where 1 - 2 / (e^2x + 1)
+    cancels."""
+    square = x * x
+    series = x * (1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835)))))
+    return tl.where(tl.abs(x) < 0.25, series, 1.0 - 2.0 / (tl.exp2(x * (2.0 * _LOG2_E)) + 1.0))
+
+
+@triton.jit
+def power_of_two(x, POLYNOMIAL: tl.constexpr):
+    """2^x for x <= 8. The polynomial (relative error 7.5e-5) runs on the FMA units instead of the exponential
+    unit; adding 1.5 * 2^23 rounds x to the nearest integer and leaves it in the low bits."""
+    if POLYNOMIAL:
+        rounded = tl.maximum(x, -126.0) + 12582912.0
+        fraction = tl.maximum(x, -126.0) - (rounded - 12582912.0)
+        value = ((0.0551716685 * fraction + 0.2426111251) * fraction + 0.6932609677) * fraction + 0.9999280572
+        bits = value.to(tl.int32, bitcast=True) + (rounded.to(tl.int32, bitcast=True) << 23)
+        return tl.where(x > -126.0, bits.to(tl.float32, bitcast=True), 0.0)
+    else:
+        return tl.exp2(x)
+
+
+@triton.jit
+def finite_or_zero(top):
+    """`top` as a subtrahend: an exponent of -inf - -inf would be NaN."""
+    return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit
+def softmax_step(scores, factor, top, total, acc, POLYNOMIAL: tl.constexpr, LAZY: tl.constexpr):
+    """Fold a tile of scores [M, N], in base 2 once multiplied by `factor` > 0, into the running maximum `top`
+    [M], sum `total` [M] and output `acc` [M, D]: (weights, top, total, acc). Rows that saw nothing keep top =
+    -inf."""
+    tile_top = tl.max(scores, 1) * factor
+    if LAZY:
+        if tl.max((tile_top > top + _LAZY_LIMIT).to(tl.int32), 0) > 0:
+            new_top = tl.maximum(top, tile_top)
+            decay = tl.exp2(top - finite_or_zero(new_top))
+            acc = acc * decay[:, None]
+            total = total * decay
+            top = new_top
+    else:
+        new_top = tl.maximum(top, tile_top)
+        decay = tl.exp2(top - finite_or_zero(new_top))
+        acc = acc * decay[:, None]
+        total = total * decay
+        top = new_top
+    weights = power_of_two(scores * factor - finite_or_zero(top)[:, None], POLYNOMIAL)
+    return weights, top, total + tl.sum(weights, 1), acc
+
+
+@triton.jit
+def log2_sum(top, total):
+    """log2(2^top * total), -inf for an empty sum."""
+    return tl.where(total > 0.0, top + tl.log2(tl.where(total > 0.0, total, 1.0)), float("-inf"))
+
+
+@triton.jit
+def with_sink(lse, sink):
+    """log2(2^lse + 2^sink)."""
+    top = finite_or_zero(tl.maximum(lse, sink))
+    return log2_sum(top, tl.exp2(lse - top) + tl.exp2(sink - top))
