@@ -106,15 +106,14 @@ def _cells_kernel(
         else:
             length = row * 0
             start = row * NODES
-        width = tl.where(live, length + NODES, 0)
+        width = tl.where(live, tl.minimum(length + NODES, capacity - start), 0)
         for first in range((split * BLOCK_C).to(tl.int64), tl.max(width, 0), SPLITS * BLOCK_C):
             column = (first + tl.arange(0, BLOCK_C))[None, :]
             drafted = column - length[:, None]
             there = column < width[:, None]
             seen = _sees(words_ptr, row[:, None], drafted, there, NODES, WORDS)
             cell = tl.where(drafted < 0, 1, seen).to(tl.uint8)
-            place = start[:, None] + column
-            tl.store(cells_ptr + place, cell, mask=there & (place < capacity))
+            tl.store(cells_ptr + start[:, None] + column, cell, mask=there)
     elif offsets_ptr is not None:
         total = tl.load(offsets_ptr + rows // NODES)
         _clear_tail(
@@ -140,7 +139,7 @@ def _bytes_kernel(
     if request < batch:
         length = tl.maximum(tl.load(lengths_ptr + request), 0)
         start = tl.load(offsets_ptr + request)
-        size = tl.load(offsets_ptr + request + 1) - start
+        size = tl.minimum(tl.load(offsets_ptr + request + 1), capacity) - start
         width = length + NODES
         for first in range((split * BLOCK_C).to(tl.int64), size, SPLITS * BLOCK_C):
             element = first + tl.arange(0, BLOCK_C)
@@ -156,8 +155,7 @@ def _bytes_kernel(
                 wraps = column == width
                 node += wraps.to(tl.int64)
                 column = tl.where(wraps, 0, column)
-            mask = (element < size) & (start + element < capacity)
-            tl.store(bytes_ptr + start + element, value.to(tl.uint8), mask=mask)
+            tl.store(bytes_ptr + start + element, value.to(tl.uint8), mask=element < size)
     else:
         total = tl.load(offsets_ptr + batch)
         _clear_tail(

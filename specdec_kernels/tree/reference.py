@@ -16,6 +16,7 @@ from specdec_kernels.tree.types import (
 
 # A product of probabilities below this is treated as zero, so that chips that flush subnormals agree.
 SMALLEST_PRODUCT = torch.finfo(torch.float32).tiny
+_BYTE_BITS = 8
 
 
 def build_tree(parents: torch.Tensor, lengths: torch.Tensor, orphans_see_root: bool = False) -> TreeLinks:
@@ -86,17 +87,30 @@ def export_mask(mask: torch.Tensor, lengths: torch.Tensor, form: str, capacity: 
         kept = mask & low_bits(num_nodes)
         return ExportedMask(kept.view(packed_dtype(num_nodes))[:, :, 0].clone(), None)
     assert capacity is not None
-    sees = _unpack_words(mask, num_nodes)
-    parts = [
-        torch.cat([sees.new_ones(num_nodes, max(length, 0)), sees[b]], 1).flatten()
-        for b, length in enumerate(lengths.tolist())
-    ]
-    if form == "flashinfer":
-        parts = [_pack_bytes(part) for part in parts]
-    sizes = torch.tensor([0] + [len(part) for part in parts], device=mask.device)
-    empty = mask.new_empty(0, dtype=torch.bool if form == "full" else torch.uint8)
-    flat = torch.cat([empty, *parts])[:capacity]
-    return ExportedMask(torch.cat([flat, flat.new_zeros(capacity - len(flat))]), sizes.cumsum(0))
+    unit = _BYTE_BITS if form == "flashinfer" else 1
+    width = lengths.clamp(min=0) + num_nodes
+    offsets = torch.nn.functional.pad(((width * num_nodes + unit - 1) // unit).cumsum(0), (1, 0))
+    if batch == 0:
+        cells = torch.zeros(capacity, unit, dtype=torch.bool, device=mask.device)
+    else:
+        cells = _flat_cells(_unpack_words(mask, num_nodes), width, offsets, capacity, unit)
+    return ExportedMask(_pack_bytes(cells) if unit > 1 else cells[:, 0], offsets)
+
+
+def _flat_cells(
+    sees: torch.Tensor, width: torch.Tensor, offsets: torch.Tensor, capacity: int, unit: int
+) -> torch.Tensor:
+    """[capacity, unit] bool: the cells of each element of a flat layout, false past a request's last one."""
+    batch, num_nodes = sees.shape[:2]
+    element = torch.arange(capacity, device=sees.device)
+    request = torch.searchsorted(offsets[1:], element, right=True)
+    inside = (request < batch)[:, None]
+    request = request.clamp(max=batch - 1)
+    cell = (element - offsets[request])[:, None] * unit + torch.arange(unit, device=sees.device)
+    node, column = cell // width[request, None], cell % width[request, None]
+    drafted = column - (width[request, None] - num_nodes)
+    seen = sees[request[:, None], node.clamp(max=num_nodes - 1), drafted.clamp(min=0)]
+    return inside & (node < num_nodes) & ((drafted < 0) | seen)
 
 
 def packed_dtype(num_nodes: int) -> torch.dtype:
@@ -132,7 +146,7 @@ def expand_tree(scores: torch.Tensor, probs: torch.Tensor, width: int) -> Expans
 
 
 def rerank_tree(
-    path_scores: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, num_nodes: int, roots: torch.Tensor
+    path_scores: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, roots: torch.Tensor, num_nodes: int
 ) -> Selection:
     """See `specdec_kernels.tree.rerank_tree`."""
     batch, num_candidates = path_scores.shape
@@ -219,6 +233,5 @@ def _unpack_words(words: torch.Tensor, num_nodes: int) -> torch.Tensor:
 
 
 def _pack_bytes(bits: torch.Tensor) -> torch.Tensor:
-    """[n] bool -> [ceil(n / 8)] uint8, the first bit lowest."""
-    padded = torch.nn.functional.pad(bits.to(torch.uint8), (0, -len(bits) % 8)).reshape(-1, 8)
-    return (padded << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(-1).to(torch.uint8)
+    """[n, 8] bool -> [n] uint8, the first bit lowest."""
+    return (bits.int() << torch.arange(_BYTE_BITS, device=bits.device)).sum(-1).to(torch.uint8)

@@ -91,8 +91,8 @@ def rerank_tree(
     path_scores: torch.Tensor,
     tokens: torch.Tensor,
     parents: torch.Tensor,
-    num_nodes: int,
     roots: torch.Tensor,
+    num_nodes: int,
     impl: str = "auto",
 ) -> Selection:
     """The tree of the best candidates (EAGLE-2, arXiv 2406.16858): the N - 1 largest path scores in candidate order.
@@ -105,8 +105,8 @@ def rerank_tree(
         path_scores: [B, M] float32, contiguous, 1 <= M <= 4096.
         tokens: [B, M] int64, contiguous.
         parents: [B, M] int32, contiguous: candidate id of the parent, -1 for the root; parents before children.
-        num_nodes: N, nodes with the root, 1 to 256.
         roots: [B] int64, token of each root.
+        num_nodes: N, nodes with the root, 1 to 256.
         impl: `auto`, `triton` or `reference`.
 
     Returns:
@@ -131,8 +131,8 @@ def rerank_tree(
     if use_triton(impl, path_scores):
         import specdec_kernels.tree.selection_kernel as selection_kernel
 
-        return selection_kernel.rerank_tree(path_scores, tokens, parents, num_nodes, roots)
-    return reference.rerank_tree(path_scores, tokens, parents, num_nodes, roots)
+        return selection_kernel.rerank_tree(path_scores, tokens, parents, roots, num_nodes)
+    return reference.rerank_tree(path_scores, tokens, parents, roots, num_nodes)
 
 
 def best_first_tree(

@@ -199,7 +199,7 @@ def expand_tree(scores: torch.Tensor, probs: torch.Tensor, width: int) -> Expans
 
 
 def rerank_tree(
-    path_scores: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, num_nodes: int, roots: torch.Tensor
+    path_scores: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, roots: torch.Tensor, num_nodes: int
 ) -> Selection:
     """See `specdec_kernels.tree.rerank_tree`."""
     batch, candidates = path_scores.shape

@@ -115,6 +115,7 @@ def _topk_merge_kernel(
     top = tl.max(tile_max, 0)
     shift = tl.where(top > float("-inf"), top, 0.0)
     total = tl.sum(tile_sum * tl.exp((tile_max - shift) / divisor), 0)
+    total = tl.where(total > 0, total, 1.0)
 
     next_image = tl.where(live, ordered(tile_max), NO_SCORE)
     one_hot = 1.0

@@ -34,7 +34,7 @@ class Expansion(NamedTuple):
     """The most likely children of one drafting step."""
 
     scores: torch.Tensor  # [B, T] float32, falling
-    index: torch.Tensor  # [B, T] int32, parent * C + child
+    index: torch.Tensor  # type: ignore[assignment]  # [B, T] int32, parent * C + child
     path_scores: torch.Tensor  # [B, P, C] float32, of all children
 
 

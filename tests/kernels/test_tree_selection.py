@@ -1,0 +1,286 @@
+"""Selection of draft nodes against heaps, sorts and enumeration in plain Python."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec_kernels import best_first_tree, build_tree, draft_topk, expand_tree, rerank_tree
+from specdec_kernels.cases import Maker
+from specdec_kernels.tree.cases import random_probs
+
+IMPLS = ["reference", "triton"]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NAN, INF = float("nan"), float("inf")
+# Few values, all exact in float32, so that products tie often.
+EIGHTHS = st.sampled_from([0.0, 0.125, 0.25, 0.5, 0.875, 1.0])
+HOSTILE = st.sampled_from([0.0, 0.25, 0.5, 1.0, 3.0, -0.5, NAN, INF, -INF, 1e-30])
+
+
+def floats(values: object) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=DEVICE)
+
+
+def integers(values: object, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+
+def product(left: float, right: float) -> float:
+    """float32 product."""
+    with np.errstate(all="ignore"):
+        return float(np.float32(left) * np.float32(right))
+
+
+def heap_tree(probs: list[list[float]], num_nodes: int) -> list[tuple[int, int]]:
+    """(parent, depth * C + rank) of each node, popped from a heap of (-value, parent, depth, rank, above)."""
+    width = len(probs[0])
+    heap: list[tuple[float, int, int, int, float]] = []
+
+    def offer(above: float, parent: int, depth: int, rank: int) -> None:
+        if depth < len(probs) and rank < width and probs[depth][rank] > 0:
+            value = product(above, min(probs[depth][rank], 1.0))
+            if value >= 2.0**-126:
+                heapq.heappush(heap, (-value, parent, depth, rank, above))
+
+    offer(1.0, 0, 0, 0)
+    nodes = [(-1, -1)]
+    while heap and len(nodes) < num_nodes:
+        negated, parent, depth, rank, above = heapq.heappop(heap)
+        nodes.append((parent, depth * width + rank))
+        offer(above, parent, depth, rank + 1)
+        offer(-negated, len(nodes) - 1, depth + 1, 0)
+    return nodes + [(-2, -1)] * (num_nodes - len(nodes))
+
+
+@st.composite
+def marginals(draw: st.DrawFn, entry: st.SearchStrategy[float], falling: bool) -> list[list[list[float]]]:
+    batch, depths, ranks = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    rows = [[[draw(entry) for _ in range(ranks)] for _ in range(depths)] for _ in range(batch)]
+    return [[sorted(row, reverse=True) for row in request] for request in rows] if falling else rows
+
+
+def assert_heap_trees(impl: str, probs: list[list[list[float]]], num_nodes: int) -> None:
+    batch, cells = len(probs), len(probs[0]) * len(probs[0][0])
+    tokens = torch.arange(100, 100 + batch * cells, device=DEVICE).reshape(floats(probs).shape)
+    roots = torch.arange(batch, device=DEVICE)
+    chosen = best_first_tree(floats(probs), tokens, roots, num_nodes, impl=impl)
+    for b, request in enumerate(probs):
+        expected = heap_tree(request, num_nodes)
+        assert chosen.parents[b].tolist() == [parent for parent, _ in expected]
+        assert chosen.candidates[b].tolist() == [candidate for _, candidate in expected]
+        listed = [100 + b * cells + c if c >= 0 else 0 for _, c in expected]
+        assert chosen.tokens[b].tolist() == [b, *listed[1:]]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@given(probs=marginals(EIGHTHS, falling=True), num_nodes=st.integers(1, 12))
+def test_best_first_pops_a_heap(impl: str, probs: list[list[list[float]]], num_nodes: int) -> None:
+    assert_heap_trees(impl, probs, num_nodes)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@given(probs=marginals(HOSTILE, falling=False), num_nodes=st.integers(1, 12))
+def test_best_first_of_any_floats(impl: str, probs: list[list[list[float]]], num_nodes: int) -> None:
+    assert_heap_trees(impl, probs, num_nodes)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_best_first_is_the_best_of_all_paths(impl: str) -> None:
+    depths, ranks, num_nodes = 4, 3, 30
+    probs = random_probs(Maker.seeded(), 2, depths, ranks, sharpness=1.0)
+    tokens = torch.zeros(2, depths, ranks, dtype=torch.int64, device=DEVICE)
+    chosen = best_first_tree(probs.to(DEVICE), tokens, tokens[:, 0, 0].contiguous(), num_nodes, impl=impl)
+    for b in range(2):
+        law = probs[b].tolist()
+        paths = [p for n in range(1, depths + 1) for p in itertools.product(range(ranks), repeat=n)]
+        values = sorted((math.prod(law[d][r] for d, r in enumerate(p)) for p in paths), reverse=True)
+        value = [1.0]
+        for parent, candidate in zip(chosen.parents[b, 1:].tolist(), chosen.candidates[b, 1:].tolist(), strict=True):
+            value.append(value[parent] * law[candidate // ranks][candidate % ranks])
+        assert value[1:] == pytest.approx(values[: num_nodes - 1], rel=1e-6)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_one_rank_is_a_chain(impl: str) -> None:
+    probs, tokens = floats([[[0.9], [0.5], [0.7]]]), integers([[[4], [5], [6]]])
+    chosen = best_first_tree(probs, tokens, integers([3]), 4, impl=impl)
+    assert chosen.tokens.tolist() == [[3, 4, 5, 6]] and chosen.parents.tolist() == [[-1, 0, 1, 2]]
+
+
+@st.composite
+def expansions(draw: st.DrawFn) -> tuple[list[list[float]], list[list[list[float]]], int]:
+    batch, parents, children = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    entry = draw(st.sampled_from([EIGHTHS, HOSTILE]))
+    scores = [[draw(entry) for _ in range(parents)] for _ in range(batch)]
+    probs = [[[draw(entry) for _ in range(children)] for _ in range(parents)] for _ in range(batch)]
+    return scores, probs, draw(st.integers(1, parents * children))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@given(inputs=expansions())
+def test_expansion_sorts(impl: str, inputs: tuple[list[list[float]], list[list[list[float]]], int]) -> None:
+    scores, probs, width = inputs
+    grown = expand_tree(floats(scores), floats(probs), width, impl=impl)
+    for b, above in enumerate(scores):
+        flat = [product(s, p) for s, row in zip(above, probs[b], strict=True) for p in row]
+        flat = [-INF if math.isnan(value) else value for value in flat]
+        order = sorted(range(len(flat)), key=lambda i: (-flat[i], i))[:width]
+        assert grown.path_scores[b].flatten().tolist() == flat
+        assert grown.index[b].tolist() == order
+        assert grown.scores[b].tolist() == [flat[i] for i in order]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_expansion_of_one_law_for_all_parents(impl: str) -> None:
+    """Marginals that do not depend on the parent are broadcast, not copied."""
+    law = random_probs(Maker.seeded(), 3, 1, 5).to(DEVICE)
+    scores = random_probs(Maker.seeded(), 3, 4).to(DEVICE)
+    spread = expand_tree(scores, law.expand(3, 4, 5), 8, impl=impl)
+    copied = expand_tree(scores, law.repeat(1, 4, 1), 8, impl=impl)
+    assert all(torch.equal(s, c) for s, c in zip(spread, copied, strict=True))
+
+
+def best_candidates(
+    scores: list[float], tokens: list[int], parents: list[int], num_nodes: int, root: int
+) -> tuple[list[int], list[int], list[int]]:
+    """Tokens, parents and candidate ids of the tree, in plain Python."""
+    usable = [c for c, score in enumerate(scores) if score > -INF]
+    kept = sorted(sorted(usable, key=lambda c: (-scores[c], c))[: num_nodes - 1])
+    node = {c: i + 1 for i, c in enumerate(kept)} | {-1: 0}
+    above = [node.get(parents[c], -2) if parents[c] < c else -2 for c in kept]
+    rest = num_nodes - 1 - len(kept)
+    return (
+        [root, *(tokens[c] for c in kept), *[0] * rest],
+        [-1, *above, *[-2] * rest],
+        [-1, *kept, *[-1] * rest],
+    )
+
+
+@st.composite
+def candidate_lists(draw: st.DrawFn) -> tuple[list[list[float]], list[list[int]], int]:
+    batch, count = draw(st.integers(1, 3)), draw(st.integers(1, 12))
+    entry = draw(st.sampled_from([EIGHTHS, HOSTILE]))
+    scores = [[draw(entry) for _ in range(count)] for _ in range(batch)]
+    parents = [[draw(st.integers(-2, count + 1)) for _ in range(count)] for _ in range(batch)]
+    return scores, parents, draw(st.integers(1, 15))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@given(inputs=candidate_lists())
+def test_reranking_keeps_the_best(impl: str, inputs: tuple[list[list[float]], list[list[int]], int]) -> None:
+    scores, parents, num_nodes = inputs
+    tokens = [[100 * b + c for c in range(len(row))] for b, row in enumerate(scores)]
+    roots = list(range(len(scores)))
+    chosen = rerank_tree(
+        floats(scores), integers(tokens), integers(parents, torch.int32), integers(roots), num_nodes, impl=impl
+    )
+    for b, row in enumerate(scores):
+        expected = best_candidates(row, tokens[b], parents[b], num_nodes, b)
+        actual = (chosen.tokens[b].tolist(), chosen.parents[b].tolist(), chosen.candidates[b].tolist())
+        assert actual == expected
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_two_steps_of_two(impl: str) -> None:
+    """Two drafting steps of width 2, then the best three of six candidates."""
+    first, second = floats([[0.6, 0.3]]), floats([[[0.5, 0.2], [0.9, 0.05]]])
+    grown = expand_tree(first, second, 2, impl=impl)
+    assert grown.index.tolist() == [[0, 2]]
+    assert torch.allclose(grown.path_scores, floats([[[0.3, 0.12], [0.27, 0.015]]]))
+    scores = torch.cat([first, grown.path_scores.flatten(1)], 1)
+    parents = integers([[-1, -1, 0, 0, 1, 1]], torch.int32)
+    tokens = integers([[10, 11, 12, 13, 14, 15]])
+    chosen = rerank_tree(scores, tokens, parents, integers([9]), 4, impl=impl)
+    assert chosen.candidates.tolist() == [[-1, 0, 1, 2]]
+    assert chosen.tokens.tolist() == [[9, 10, 11, 12]]
+    assert chosen.parents.tolist() == [[-1, 0, 0, 1]]
+    assert build_tree(chosen.parents, integers([0]), impl=impl).first_child.tolist() == [[1, 3, -1, -1]]
+
+
+def likeliest(row: list[float], k: int, temperature: float) -> tuple[list[float], list[int]]:
+    """The k likeliest ids and their probabilities in float64, for finite or -inf logits."""
+    top = max(row)
+    order = sorted(range(len(row)), key=lambda i: (-row[i], i))[:k]
+    if temperature <= 0:
+        return [float(i == 0 and row[j] > -INF) for i, j in enumerate(order)], order
+    weight = [math.exp((x - top) / temperature) if x > -INF else 0.0 for x in row]
+    return [weight[i] / sum(weight) if top > -INF else 0.0 for i in order], order
+
+
+LOGIT = st.one_of(st.integers(-3, 3).map(float), st.sampled_from([-INF, 20.0, -40.0, 0.5, -0.0]))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@given(
+    rows=st.integers(1, 30).flatmap(
+        lambda v: st.lists(st.lists(LOGIT, min_size=v, max_size=v), min_size=1, max_size=3)
+    ),
+    temperature=st.sampled_from([None, 0.0, 0.3, 2.0]),
+    data=st.data(),
+)
+def test_topk_sorts(impl: str, rows: list[list[float]], temperature: float | None, data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(rows[0])))
+    warmth = None if temperature is None else floats([temperature] * len(rows))
+    probs, tokens = draft_topk(floats(rows), k, warmth, impl=impl)
+    for b, row in enumerate(rows):
+        law, order = likeliest(row, k, 1.0 if temperature is None else temperature)
+        assert tokens[b].tolist() == order
+        assert probs[b].tolist() == pytest.approx(law, rel=1e-5, abs=1e-30)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("vocab", [511, 512, 513, 1025, 4097])
+def test_topk_at_tile_edges(impl: str, vocab: int) -> None:
+    """The largest entries lie on both sides of each tile border, the last one at the end of the vocabulary."""
+    marks = sorted({i for edge in (0, 512, 1024, 4096) for i in (edge - 1, edge) if 0 <= i < vocab} | {vocab - 1})
+    logits = torch.zeros(1, vocab, device=DEVICE)
+    logits[0, marks] = 3.0
+    tokens = draft_topk(logits, len(marks) + 2, impl=impl).tokens[0].tolist()
+    assert tokens[: len(marks)] == marks
+    assert tokens[len(marks) :] == [i for i in range(vocab) if i not in marks][:2]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_requests_do_not_touch_each_other(impl: str) -> None:
+    make = Maker.seeded(DEVICE)
+    order = torch.tensor([3, 0, 4, 1, 2], device=DEVICE)
+    probs, tokens, roots = random_probs(make, 5, 3, 4), make.integers(0, 99, 5, 3, 4), make.integers(0, 99, 5)
+    parents = integers([[-1, -1, -1, -1, 0, 1, 2, 3, 0, 4, 5, 6]] * 5, torch.int32)
+    flat, ids = probs.flatten(1), tokens.flatten(1)
+
+    def all_results(rows: torch.Tensor) -> list[torch.Tensor]:
+        grown = expand_tree(probs[rows, 0].contiguous(), probs[rows].transpose(1, 2).contiguous(), 5, impl=impl)
+        best = best_first_tree(probs[rows], tokens[rows], roots[rows], 9, impl=impl)
+        kept = rerank_tree(flat[rows], ids[rows], parents[rows], roots[rows], 7, impl=impl)
+        return [*grown, *best, *kept, *draft_topk(flat[rows], 3, impl=impl)]
+
+    whole = all_results(torch.arange(5, device=DEVICE))
+    assert all(torch.equal(w[order], s) for w, s in zip(whole, all_results(order), strict=True))
+
+
+def test_wrong_input_is_refused() -> None:
+    scores, probs = torch.zeros(2, 3), torch.zeros(2, 3, 4)
+    ids, roots = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"probs: expected shape \[2, 3, \*\], got \[2, 4, 3\]"):
+        expand_tree(scores, probs.transpose(1, 2), 2)
+    with pytest.raises(ValueError, match="width: expected 1 to 12, got 13"):
+        expand_tree(scores, probs, 13)
+    with pytest.raises(ValueError, match="parents: expected dtype torch.int32, got torch.int64"):
+        rerank_tree(scores, ids, ids, roots, 3)
+    with pytest.raises(ValueError, match="num_nodes: expected 1 .* to 256 nodes, got 257"):
+        rerank_tree(scores, ids, ids.int(), roots, 257)
+    with pytest.raises(ValueError, match="k: expected 1 to 3, got 4"):
+        draft_topk(scores, 4)
+    with pytest.raises(ValueError, match=r"temperature: expected shape \[2\], got \[3\]"):
+        draft_topk(scores, 2, torch.zeros(3))
+    with pytest.raises(ValueError, match="D of probs: expected 1 to 32, got 33"):
+        best_first_tree(torch.zeros(2, 33, 1), torch.zeros(2, 33, 1, dtype=torch.int64), roots, 4)
+    with pytest.raises(ValueError, match="C of probs: expected 1 to 64, got 0"):
+        best_first_tree(torch.zeros(2, 3, 0), torch.zeros(2, 3, 0, dtype=torch.int64), roots, 4)
