@@ -11,7 +11,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-FAMILIES = ("tree", "sampling", "verify", "kv_index", "attention", "kv_write", "mla")
+FAMILIES = ("tree", "sampling", "verify", "kv_index", "attention", "kv_write", "mla", "ngram")
 
 _FAMILY_OF = {
     "DraftTopk": "tree",
@@ -60,6 +60,10 @@ _FAMILY_OF = {
     "materialize_kv": "kv_write",
     "write_kv": "kv_write",
     "mla_attention": "mla",
+    "NgramDraft": "ngram",
+    "NgramStore": "ngram",
+    "ngram_insert": "ngram",
+    "ngram_match": "ngram",
 }
 
 if TYPE_CHECKING:
@@ -92,6 +96,7 @@ if TYPE_CHECKING:
     )
     from specdec_kernels.kv_write import materialize_kv, write_kv
     from specdec_kernels.mla import mla_attention
+    from specdec_kernels.ngram import NgramDraft, NgramStore, ngram_insert, ngram_match
     from specdec_kernels.sampling import Picked, pick_tokens
     from specdec_kernels.tree import (
         DraftTopk,
@@ -121,6 +126,8 @@ __all__ = [
     "ExportedMask",
     "FlashAttentionIndices",
     "FlashInferIndices",
+    "NgramDraft",
+    "NgramStore",
     "PathLocations",
     "Picked",
     "RaggedValues",
@@ -149,6 +156,8 @@ __all__ = [
     "mla_attention",
     "move_accepted",
     "move_slots",
+    "ngram_insert",
+    "ngram_match",
     "paged_attention",
     "parents_from_candidates",
     "pick_tokens",

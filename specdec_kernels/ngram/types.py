@@ -1,0 +1,183 @@
+"""The n-gram store and what matching it gives.
+
+The store is a trie of n-grams with at most `max_depth` tokens, laid out in tensors of fixed size. A node is a number in
+[0, capacity); the root is the number -1 and has no storage. A child is found through an open-addressed hash table with
+linear probing whose key, (parent + 1) * 2^32 + token, names the child exactly: no two n-grams share a key.
+
+Which number a node gets, and where its key lands in the table, may depend on the order in which concurrent programs
+run. What the store holds does not: see `specdec_kernels.ngram`. Comparing two stores therefore goes through `contents`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+ROOT = -1
+EMPTY = -1
+MAX_TOKEN = (1 << 31) - 1
+
+# Rows of `NgramStore.ints`.
+PARENT, TOKEN, COUNT, HEAD, NEXT, FREE, WORK = range(7)
+# Rows of `NgramStore.times`.
+STAMP, USED = range(2)
+# Planes of `NgramStore.lists`.
+RECENT, FREQUENT = range(2)
+# Entries of `NgramStore.counters`.
+LIVE, EPOCH, CLOCK, BASE, CUT, NUM_WORK = range(6)
+
+
+class NgramDraft(NamedTuple):
+    """Draft trees of a batch: node 0 is the root, unused nodes have parent -2 and are never to be linked."""
+
+    tokens: torch.Tensor
+    """[B, N] int64."""
+    parents: torch.Tensor
+    """[B, N] int32; parents come before children."""
+
+
+class NgramStore:
+    """Device tensors of one store; `create` makes an empty one. All are changed in place, none is ever replaced.
+
+    keys: [cells] int64, key of the child in each cell, -1 where empty; cells is a power of two, at least 2 * capacity.
+    nodes: [cells] int32, the node of each key.
+    ints: [7, capacity] int32. Of a node: parent, token (-1: the node is free), count of occurrences. Of a node during an
+        insertion: head of the chain of its changed children, next child in its parent's chain. Lists: free node numbers
+        (from entry `live` on), parents with changed children.
+    times: [2, capacity] int64: stamp of the last occurrence, and number of the last insertion that went through the node.
+    lists: [2, capacity, list_width] int32: children by falling stamp, and by falling count (ties: lower token), -1 padded.
+    counters: [6] int64: live nodes, insertions, tokens, and for the running insertion its first stamp, the oldest
+        insertion that survives it (0: nothing is evicted), length of the list of parents.
+    """
+
+    def __init__(
+        self,
+        keys: torch.Tensor,
+        nodes: torch.Tensor,
+        ints: torch.Tensor,
+        times: torch.Tensor,
+        lists: torch.Tensor,
+        counters: torch.Tensor,
+        max_depth: int,
+        max_breadth: int,
+    ) -> None:
+        self.keys, self.nodes, self.ints = keys, nodes, ints
+        self.times, self.lists, self.counters = times, lists, counters
+        self.max_depth, self.max_breadth = max_depth, max_breadth
+
+    @classmethod
+    def create(cls, capacity: int, max_depth: int, max_breadth: int, device: torch.device | str) -> NgramStore:
+        """An empty store of `capacity` nodes for n-grams of up to `max_depth` tokens.
+
+        `max_breadth` bounds the children that matching may take of one node. Memory: about 70 + 8 * max_breadth bytes a
+        node. Raises ValueError where a size is out of range.
+        """
+        if not 2 <= max_depth <= 256:
+            raise ValueError(f"max_depth: expected 2 to 256, got {max_depth}")
+        if not 1 <= max_breadth <= 32:
+            raise ValueError(f"max_breadth: expected 1 to 32, got {max_breadth}")
+        if not 2 * max_depth <= capacity <= 1 << 24:
+            raise ValueError(f"capacity: expected 2 * max_depth = {2 * max_depth} to {1 << 24}, got {capacity}")
+        cells, width = _power_of_two(2 * capacity), max(2, _power_of_two(max_breadth))
+        ints = torch.full((7, capacity), -1, dtype=torch.int32, device=device)
+        ints[COUNT] = 0
+        ints[FREE] = torch.arange(capacity, dtype=torch.int32, device=device)
+        return cls(
+            torch.full((cells,), EMPTY, dtype=torch.int64, device=device),
+            torch.full((cells,), -1, dtype=torch.int32, device=device),
+            ints,
+            torch.full((2, capacity), -1, dtype=torch.int64, device=device),
+            torch.full((2, capacity, width), -1, dtype=torch.int32, device=device),
+            torch.zeros(6, dtype=torch.int64, device=device),
+            max_depth,
+            max_breadth,
+        )
+
+    @property
+    def capacity(self) -> int:
+        return self.ints.shape[1]
+
+    @property
+    def list_width(self) -> int:
+        return self.lists.shape[2]
+
+    @property
+    def device(self) -> torch.device:
+        return self.keys.device
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (self.keys, self.nodes, self.ints, self.times, self.lists, self.counters)
+
+    def to(self, device: torch.device | str) -> NgramStore:
+        """The store on `device`: a copy, or the same tensors where they are there already."""
+        return NgramStore(*(t.to(device) for t in self.tensors()), self.max_depth, self.max_breadth)
+
+    def contents(self) -> dict[str, torch.Tensor]:
+        """What the store holds, independent of node numbers and of the layout of the hash table.
+
+        With n live nodes, ordered by n-gram: `grams` [n, max_depth] (last token first, -1 padded), `counts`, `stamps`,
+        `used` [n], `lists` [n, 2, list_width] (tokens of the listed children, -1 padded), `found` [n] (whether the hash
+        table leads to the node), and `totals` [3]: live nodes, insertions, tokens. Reads back to the host.
+        """
+        live = (self.ints[TOKEN] >= 0).nonzero()[:, 0]
+        node, columns = live.int(), []
+        for _ in range(self.max_depth):
+            columns.append(self._tokens_of(node))
+            node = torch.where(node >= 0, self.ints[PARENT][node.clamp(min=0).long()], ROOT)
+        grams = torch.stack(columns, 1)
+        order = torch.arange(len(live), device=self.device)
+        for column in reversed(columns):
+            order = order[column[order].argsort(stable=True)]
+        live = live[order]
+        filled = self.keys != EMPTY
+        at = torch.full((self.capacity,), -1, dtype=torch.int64, device=self.device)
+        at[self.nodes[filled].long()] = self.keys[filled]
+        wanted = ((self.ints[PARENT].long() + 1) << 32) | self.ints[TOKEN].long()
+        return dict(
+            grams=grams[order],
+            counts=self.ints[COUNT][live],
+            stamps=self.times[STAMP][live],
+            used=self.times[USED][live],
+            lists=self._tokens_of(self.lists[:, live].transpose(0, 1)),
+            found=(at == wanted)[live],
+            totals=self.counters[:3].clone(),
+        )
+
+    def _tokens_of(self, nodes: torch.Tensor) -> torch.Tensor:
+        return torch.where(nodes >= 0, self.ints[TOKEN][nodes.clamp(min=0).long()], -1)
+
+    def _asdict(self) -> dict[str, torch.Tensor]:
+        """Comparisons that look into named tuples see the contents."""
+        return self.contents()
+
+    def __iter__(self) -> Iterator[Any]:
+        """The constructor's arguments."""
+        return iter((*self.tensors(), self.max_depth, self.max_breadth))
+
+
+def insertion_pieces(capacity: int, max_depth: int, rows: int, width: int) -> list[tuple[slice, int, int]]:
+    """(rows, first column, columns) of the pieces in which `width` tokens of each row are inserted.
+
+    A piece brings at most `columns * max_depth` new n-grams a row, and must not need more than half of the store, the
+    half that eviction can always free. One piece where that holds, else row after row in runs of columns.
+    """
+    half = capacity // 2
+    if rows * width * max_depth <= half:
+        return [(slice(0, rows), 0, width)]
+    columns = min(width, half // max_depth)
+    return [
+        (slice(row, row + 1), first, min(columns, width - first))
+        for row in range(rows)
+        for first in range(0, width, columns)
+    ]
+
+
+def breadth_at(depth: int, window: int, min_breadth: int, max_breadth: int) -> int:
+    """Children that breadth-first matching takes of a node at `depth`: fewer the longer the n-gram, at least one."""
+    return max(1, max(0, min_breadth * window + (window - depth) * (max_breadth - min_breadth)) // window)
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << max(0, least - 1).bit_length()
