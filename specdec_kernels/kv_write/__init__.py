@@ -2,15 +2,22 @@
 context.
 
 Between the projections and attention, every key is normalised, rotated and stored, and every query normalised
-and rotated. Done one by one these are a dozen small memory-bound kernels a layer; here they are one.
+and rotated. Done one by one these are a dozen small memory-bound kernels a layer; here they are one. `rope`
+makes the tables of the scaling rules that checkpoints use.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
 from specdec_kernels.checks import expect_contiguous, expect_dtype, expect_same_device, expect_shape
 from specdec_kernels.kv_write import reference
+from specdec_kernels.kv_write.rope import LinearScaling as LinearScaling
+from specdec_kernels.kv_write.rope import Llama3Scaling as Llama3Scaling
+from specdec_kernels.kv_write.rope import YarnScaling as YarnScaling
+from specdec_kernels.kv_write.rope import rope_table as rope_table
 from specdec_kernels.launch import use_triton
 
 __all__ = ["materialize_kv", "write_kv"]
@@ -28,21 +35,27 @@ def write_kv(
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
     eps: float,
+    interleaved: bool = False,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
     impl: str = "auto",
 ) -> torch.Tensor:
     """Norm and rotate T tokens' queries and keys, and store keys and values of one layer at their slots.
 
     Args:
         q: [T, H, D]; k, v: [T, H_kv, D]. The heads of a token must be adjacent, the tokens may be strided by
-            whole heads (slices of one fused projection). D is a power of two >= 16.
-        kv: [2, pages, page_size, H_kv, D], dtype of q; written in place. Contiguous.
+            whole heads (slices of one fused projection). D is a multiple of 8 from 16 to 512.
+        kv: [2, pages, page_size, H_kv, D], dtype of q or float8_e4m3fn; written in place. Contiguous.
         slots: [T] int64, page * page_size + offset; a slot outside [0, pages * page_size), such as -1, stores
             nothing. Slots that are stored must differ from each other.
         positions: [T] int64 rows of `rope`; a position outside the table rotates to zeros.
-        rope: [max_pos, D] float32 (or float64 with a float64 pool), cosines in the first half of a row and
-            sines in the second (neox pairing d, d + D/2).
+        rope: [max_pos, R] float32 (or float64 with a float64 pool), cosines in the first half of a row and
+            sines in the second, see `rope_table`. R is even and at most D; elements from R on do not turn.
         q_norm, k_norm: [D] weights of the RMS norm over a head, or None for no norm. Both or neither.
         eps: added to the mean square.
+        interleaved: pairs are elements (2 i, 2 i + 1); otherwise (i, i + R / 2), as in neox.
+        k_scale, v_scale: the pool holds keys (values) divided by this, a number or [H_kv] float32. An e4m3
+            pool rounds to the nearest even code and cuts magnitudes to 448.
 
     Returns:
         q_out [T, H, D], contiguous, dtype of q: every token's queries, also those whose slot is -1.
@@ -55,8 +68,8 @@ def write_kv(
     expect_shape("k", k, (tokens, None, head_dim))
     expect_shape("v", v, k.shape)
     expect_shape("kv", kv, (2, None, None, k.shape[1], head_dim))
-    _check_common(k, v, kv, slots, positions, rope, tokens)
-    expect_dtype("q", q, kv.dtype)
+    _check_common(k, v, kv, slots, positions, rope, tokens, k_scale=k_scale, v_scale=v_scale)
+    expect_dtype("q", q, k.dtype)
     _expect_adjacent_heads(q=q, k=k, v=v)
     if (q_norm is None) != (k_norm is None):
         raise ValueError("q_norm and k_norm: expected both or neither, got one")
@@ -65,11 +78,12 @@ def write_kv(
         expect_shape("k_norm", k_norm, (head_dim,))
     expect_same_device(q=q, kv=kv, q_norm=q_norm, k_norm=k_norm)
     expect_contiguous(q_norm=q_norm, k_norm=k_norm)
+    shared: dict[str, Any] = dict(eps=eps, interleaved=interleaved, k_scale=k_scale, v_scale=v_scale)
     if use_triton(impl, q):
         from specdec_kernels.kv_write import kernel
 
-        return kernel.write_kv(q, k, v, kv, slots, positions, rope, q_norm=q_norm, k_norm=k_norm, eps=eps)
-    return reference.write_kv(q, k, v, kv, slots, positions, rope, q_norm=q_norm, k_norm=k_norm, eps=eps)
+        return kernel.write_kv(q, k, v, kv, slots, positions, rope, q_norm=q_norm, k_norm=k_norm, **shared)
+    return reference.write_kv(q, k, v, kv, slots, positions, rope, q_norm=q_norm, k_norm=k_norm, **shared)
 
 
 def materialize_kv(
@@ -82,6 +96,10 @@ def materialize_kv(
     *,
     k_norm: torch.Tensor | None,
     eps: float,
+    counts: torch.Tensor | None = None,
+    interleaved: bool = False,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
     impl: str = "auto",
 ) -> None:
     """Norm, rotate and store the keys and values of T context tokens for all layers of a drafter at once.
@@ -89,9 +107,12 @@ def materialize_kv(
     Args:
         k, v: [T, layers, H_kv, D]; the heads of a layer must be adjacent, tokens and layers may be strided by
             whole heads (slices of one stacked projection).
-        kv: [layers, 2, pages, page_size, H_kv, D], dtype of k; written in place. Contiguous.
-        slots, positions, rope, eps: as in `write_kv`; a token has the same slot in every layer.
+        kv: [layers, 2, pages, page_size, H_kv, D], dtype of k or float8_e4m3fn; written in place. Contiguous.
+        slots, positions, rope, eps, interleaved, k_scale, v_scale: as in `write_kv`; a token has the same
+            slot in every layer.
         k_norm: [layers, D] weights of the RMS norm, or None for no norm.
+        counts: [B] int32 valid tokens of each request, whose T / B tokens are adjacent; tokens from
+            `counts[b]` on are not stored (nor read). None stores every token that has a slot.
 
     Raises:
         ValueError: a shape, dtype, device or layout does not fit; the message names expected and actual.
@@ -100,18 +121,28 @@ def materialize_kv(
     tokens, layers, kv_heads, head_dim = k.shape
     expect_shape("v", v, k.shape)
     expect_shape("kv", kv, (layers, 2, None, None, kv_heads, head_dim))
-    _check_common(k, v, kv, slots, positions, rope, tokens)
+    _check_common(k, v, kv, slots, positions, rope, tokens, k_scale=k_scale, v_scale=v_scale)
     _expect_adjacent_heads(k=k, v=v)
+    if counts is not None:
+        expect_shape("counts", counts, (None,))
+        expect_dtype("counts", counts, torch.int32)
+        expect_contiguous(counts=counts)
+        expect_same_device(k=k, counts=counts)
+        if tokens % max(counts.shape[0], 1) or (tokens and not counts.shape[0]):
+            raise ValueError(f"counts: expected a number of requests that divides {tokens}, got {counts.shape[0]}")
     if k_norm is not None:
         expect_shape("k_norm", k_norm, (layers, head_dim))
         expect_same_device(k=k, k_norm=k_norm)
         expect_contiguous(k_norm=k_norm)
+    shared: dict[str, Any] = dict(
+        k_norm=k_norm, eps=eps, counts=counts, interleaved=interleaved, k_scale=k_scale, v_scale=v_scale
+    )
     if use_triton(impl, k):
         from specdec_kernels.kv_write import kernel
 
-        kernel.materialize_kv(k, v, kv, slots, positions, rope, k_norm=k_norm, eps=eps)
+        kernel.materialize_kv(k, v, kv, slots, positions, rope, **shared)
         return
-    reference.materialize_kv(k, v, kv, slots, positions, rope, k_norm=k_norm, eps=eps)
+    reference.materialize_kv(k, v, kv, slots, positions, rope, **shared)
 
 
 def _check_common(
@@ -122,22 +153,32 @@ def _check_common(
     positions: torch.Tensor,
     rope: torch.Tensor,
     tokens: int,
+    **scales: float | torch.Tensor | None,
 ) -> None:
     head_dim = kv.shape[-1]
-    if head_dim < 16 or head_dim & (head_dim - 1):
-        raise ValueError(f"kv: expected a head dimension that is a power of two >= 16, got {head_dim}")
-    expect_dtype("kv", kv, torch.float32, torch.float16, torch.bfloat16, torch.float64)
-    expect_dtype("k", k, kv.dtype)
-    expect_dtype("v", v, kv.dtype)
+    if head_dim % 8 or not 16 <= head_dim <= 512:
+        raise ValueError(f"kv: expected a head dimension that is a multiple of 8 from 16 to 512, got {head_dim}")
+    models = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+    expect_dtype("kv", kv, *models, torch.float8_e4m3fn)
+    expect_dtype("k", k, *(models if kv.dtype == torch.float8_e4m3fn else (kv.dtype,)))
+    expect_dtype("v", v, k.dtype)
     expect_shape("slots", slots, (tokens,))
     expect_shape("positions", positions, (tokens,))
     expect_dtype("slots", slots, torch.int64)
     expect_dtype("positions", positions, torch.int64)
-    expect_shape("rope", rope, (None, head_dim))
+    expect_shape("rope", rope, (None, None))
+    if rope.shape[1] % 2 or not 2 <= rope.shape[1] <= head_dim:
+        raise ValueError(f"rope: expected an even number of columns from 2 to {head_dim}, got {rope.shape[1]}")
     exact = (torch.float64,) if kv.dtype == torch.float64 else ()
     expect_dtype("rope", rope, torch.float32, *exact)
     expect_same_device(k=k, v=v, kv=kv, slots=slots, positions=positions, rope=rope)
     expect_contiguous(kv=kv, slots=slots, positions=positions, rope=rope)
+    for name, scale in scales.items():
+        if isinstance(scale, torch.Tensor):
+            expect_shape(name, scale, (kv.shape[-2],))
+            expect_dtype(name, scale, torch.float32, *exact)
+            expect_contiguous(**{name: scale})
+            expect_same_device(kv=kv, **{name: scale})
 
 
 def _expect_adjacent_heads(**tensors: torch.Tensor) -> None:

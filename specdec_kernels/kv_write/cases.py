@@ -9,15 +9,9 @@ from typing import Any
 import torch
 
 from specdec_kernels.cases import Case, Maker
+from specdec_kernels.kv_write.rope import rope_table
 
 _MAX_POS = 64
-
-
-def rope_table(make: Maker, max_pos: int, head_dim: int, theta: float = 10000.0) -> torch.Tensor:
-    """[max_pos, D] float32: cosines then sines of position * theta^(-2i / D)."""
-    frequency = theta ** (-torch.arange(0, head_dim, 2) / head_dim)
-    angle = torch.arange(max_pos)[:, None] * frequency
-    return torch.cat([angle.cos(), angle.sin()], dim=-1).float().to(make.device)
 
 
 def _placed(
@@ -42,6 +36,16 @@ def _placed(
     return kv, slots.to(make.device)
 
 
+def _scales(make: Maker, kind: str, kv_heads: int) -> dict[str, Any]:
+    """Scales small enough that some entries of an e4m3 pool saturate."""
+    if not kind:
+        return {}
+    if kind == "number":
+        return dict(k_scale=0.004, v_scale=0.25)
+    by_head = 2.0 ** -make.integers(0, 9, 2, kv_heads).float()
+    return dict(k_scale=by_head[0], v_scale=by_head[1])
+
+
 def write_inputs(
     make: Maker,
     tokens: int,
@@ -52,9 +56,12 @@ def write_inputs(
     skipped: str = "none",
     fused: bool = False,
     positions: tuple[int, int] = (0, _MAX_POS),
+    rotary_dim: int | None = None,
+    fp8: str = "",
+    **options: Any,
 ) -> dict[str, Any]:
     """Arguments of `write_kv`; `fused`: q, k, v are slices of one projection, `skipped`: which slots store
-    nothing."""
+    nothing, `fp8`: an e4m3 pool with scales by number or by head."""
     sizes = (heads[0], heads[1], heads[1])
     if fused:
         parts = make.normal(tokens, sum(sizes), head_dim).split(sizes, dim=1)
@@ -65,13 +72,15 @@ def write_inputs(
         q=parts[0],
         k=parts[1],
         v=parts[2],
-        kv=kv,
+        kv=kv.to(torch.float8_e4m3fn) if fp8 else kv,
         slots=slots,
         positions=make.integers(*positions, tokens),
-        rope=rope_table(make, _MAX_POS, head_dim),
+        rope=rope_table(rotary_dim or head_dim, _MAX_POS, device=make.device),
         q_norm=make.normal(head_dim) if norm else None,
         k_norm=make.normal(head_dim) if norm else None,
         eps=1e-6,
+        **_scales(make, fp8, heads[1]),
+        **options,
     )
 
 
@@ -85,8 +94,13 @@ def materialize_inputs(
     norm: bool = True,
     skipped: str = "none",
     fused: bool = False,
+    rotary_dim: int | None = None,
+    fp8: str = "",
+    counts: int = 0,
+    **options: Any,
 ) -> dict[str, Any]:
-    """Arguments of `materialize_kv`; `fused` makes k and v slices of one stacked projection."""
+    """Arguments of `materialize_kv`; `counts`: so many requests with valid prefixes; `fused` makes k and v
+    slices of one stacked projection."""
     if fused:
         k, v = make.normal(tokens, layers, 2 * kv_heads, head_dim).split(kv_heads, dim=2)
     else:
@@ -95,25 +109,29 @@ def materialize_inputs(
     return dict(
         k=k,
         v=v,
-        kv=kv,
+        kv=kv.to(torch.float8_e4m3fn) if fp8 else kv,
         slots=slots,
         positions=make.integers(0, _MAX_POS, tokens),
-        rope=rope_table(make, _MAX_POS, head_dim),
+        rope=rope_table(rotary_dim or head_dim, _MAX_POS, device=make.device),
         k_norm=make.normal(layers, head_dim) if norm else None,
         eps=1e-6,
+        counts=make.integers(0, tokens // counts + 2, counts, dtype=torch.int32) if counts else None,
+        **_scales(make, fp8, kv_heads),
+        **options,
     )
 
 
 def _write_work(inputs: dict[str, Any]) -> tuple[int, int]:
     """(bytes moved, floating-point operations): every projected element read and written once."""
     elements = inputs["q"].numel() + 2 * inputs["k"].numel()
-    return 2 * elements * inputs["q"].element_size(), 8 * elements
+    stored = 2 * inputs["k"].numel() * inputs["kv"].element_size() + inputs["q"].numel() * inputs["q"].element_size()
+    return elements * inputs["q"].element_size() + stored, 8 * elements
 
 
 def _materialize_work(inputs: dict[str, Any]) -> tuple[int, int]:
     """As `_write_work`, for the keys and values of all layers."""
     elements = 2 * inputs["k"].numel()
-    return 2 * elements * inputs["k"].element_size(), 8 * elements
+    return elements * (inputs["k"].element_size() + inputs["kv"].element_size()), 8 * elements
 
 
 WORK: dict[str, Callable[[dict[str, Any]], tuple[int, int]]] = {
@@ -122,12 +140,15 @@ WORK: dict[str, Callable[[dict[str, Any]], tuple[int, int]]] = {
 }
 
 
-def _write(name: str, catches: str, tokens: int, gate: bool = False, **shape: Any) -> Case:
-    return Case(name, "write_kv", partial(write_inputs, tokens=tokens, **shape), catches, gate)
+def _write(name: str, catches: str, tokens: int, gate: bool = False, tags: tuple[str, ...] = (), **shape: Any) -> Case:
+    return Case(name, "write_kv", partial(write_inputs, tokens=tokens, **shape), catches, gate, tags=tags)
 
 
-def _materialize(name: str, catches: str, tokens: int, gate: bool = False, **shape: Any) -> Case:
-    return Case(name, "materialize_kv", partial(materialize_inputs, tokens=tokens, **shape), catches, gate)
+def _materialize(
+    name: str, catches: str, tokens: int, gate: bool = False, tags: tuple[str, ...] = (), **shape: Any
+) -> Case:
+    inputs = partial(materialize_inputs, tokens=tokens, **shape)
+    return Case(name, "materialize_kv", inputs, catches, gate, tags=tags)
 
 
 _SHIPPED: dict[str, Any] = dict(heads=(32, 8), head_dim=128, fused=True)
@@ -149,6 +170,20 @@ CASES = (
     _write("write_many", "several programs", 150, heads=(12, 1), skipped="some"),
     _write("write_shipped", "registers and vector width", 4, gate=True, **_SHIPPED),
     _write("write_shipped_llama", "the variant without norms", 4, gate=True, norm=False, **_SHIPPED),
+    _write("write_interleaved", "pairs of neighbours", 5, heads=(3, 2), interleaved=True, fused=True),
+    _write("write_partial", "elements that do not turn", 5, heads=(3, 2), head_dim=64, rotary_dim=16),
+    _write(
+        "write_partial_odd", "both parts off the block", 4, head_dim=56, rotary_dim=22, interleaved=True, skipped="some"
+    ),
+    _write("write_96", "a head dimension off the block", 5, heads=(3, 2), head_dim=96),
+    _write("write_256", "a wide head", 3, head_dim=256, norm=False),
+    _write("write_fp8", "saturation, subnormal codes", 9, fp8="number", skipped="some"),
+    _write("write_fp8_heads", "scales by head", 6, heads=(6, 3), head_dim=32, fp8="heads", norm=False),
+    _write("write_fp8_shipped", "registers of the e4m3 store", 4, gate=True, fp8="heads", **_SHIPPED),
+    _write("write_96_shipped", "registers", 4, gate=True, heads=(32, 8), head_dim=96, fused=True),
+    _write("write_256_shipped", "registers", 4, gate=True, heads=(16, 8), head_dim=256, fused=True),
+    _write("write_interleaved_shipped", "registers", 4, gate=True, interleaved=True, rotary_dim=64, **_SHIPPED),
+    _write("write_prefill_shipped", "registers of the long tile", 300, gate=True, tags=("large",), **_SHIPPED),
     Case(
         "write_b8_n16",
         "write_kv",
@@ -168,11 +203,33 @@ CASES = (
     _materialize("materialize_page_1", "pages of one token", 5, page_size=1),
     _materialize("materialize_many", "several programs", 200, layers=2, kv_heads=3),
     _materialize("materialize_shipped", "registers and vector width", 4, gate=True, **_SHIPPED_LAYERS),
+    _materialize("materialize_counts", "rows behind the valid prefix written", 20, counts=4, skipped="some"),
+    _materialize("materialize_partial", "elements that do not turn", 5, head_dim=32, rotary_dim=16, interleaved=True),
+    _materialize("materialize_96", "a head dimension off the block", 5, head_dim=96),
+    _materialize("materialize_fp8", "scales by head", 9, kv_heads=3, fp8="heads", counts=3),
+    _materialize("materialize_fp8_shipped", "registers", 6, gate=True, fp8="number", counts=2, **_SHIPPED_LAYERS),
+    _materialize("materialize_prefill_shipped", "registers", 300, gate=True, tags=("large",), **_SHIPPED_LAYERS),
     Case(
         "materialize_b8_n16",
         "materialize_kv",
         partial(materialize_inputs, tokens=128, **_SHIPPED_LAYERS),
         "commit of eight requests",
+        bench=True,
+        tags=("large",),
+    ),
+    Case(
+        "materialize_prefill_8k",
+        "materialize_kv",
+        partial(materialize_inputs, tokens=8192, **_SHIPPED_LAYERS),
+        "context of a long prompt, bound by bandwidth",
+        bench=True,
+        tags=("large",),
+    ),
+    Case(
+        "materialize_prefill_8k_fp8",
+        "materialize_kv",
+        partial(materialize_inputs, tokens=8192, fp8="number", **_SHIPPED_LAYERS),
+        "the same into an e4m3 pool",
         bench=True,
         tags=("large",),
     ),

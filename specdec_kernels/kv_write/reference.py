@@ -1,16 +1,22 @@
 """Definition of the fused norm, rotation and paged store, in plain torch.
 
-For a head x of D elements with weight w, cosines c and sines s of the token's position (D/2 each):
+For a head x of D elements with weight w, of which the first R turn by cosines c and sines s of the token's
+position (R / 2 each):
 
-    y = w * (x / sqrt(mean(x^2) + eps))         rounded to the model's dtype after the norm and after the
-    weight out = [y1 c - y2 s, y2 c + y1 s]            y = [y1, y2] halves; in float32, rounded once
+    y = w * (x / sqrt(mean(x^2) + eps))         rounded to the model's dtype after the norm and after the weight
+    out = [y1 c - y2 s, y2 c + y1 s, y3]        in float32, rounded once
 
-The two roundings before the rotation are those of the Qwen3 layer in Hugging Face transformers.
+y1 and y2 are the halves of the first R elements (neox), or their even and odd ones (interleaved); y3 are the
+D - R others. A scaled pool holds out / scale. In an e4m3 pool that is rounded to the nearest even code, after
+magnitudes above 448 were cut to 448. The two roundings before the rotation are those of the Qwen3 layer in
+Hugging Face transformers.
 """
 
 from __future__ import annotations
 
 import torch
+
+E4M3_MAX = 448.0
 
 
 def write_kv(
@@ -25,12 +31,15 @@ def write_kv(
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
     eps: float,
+    interleaved: bool = False,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `specdec_kernels.kv_write.write_kv`."""
-    rows = _rope_rows(rope, positions)
-    keys = _rotate(_norm(k, k_norm, eps), rows[:, None])
-    _store(kv[None], slots, keys[:, None], v[:, None])
-    return _rotate(_norm(q, q_norm, eps), rows[:, None])
+    rows = _rope_rows(rope, positions)[:, None]
+    keys = _rotate(_norm(k, k_norm, eps), rows, interleaved)
+    _store(kv[None], slots, _stored(keys, k_scale, kv)[:, None], _stored(v, v_scale, kv)[:, None])
+    return _rotate(_norm(q, q_norm, eps), rows, interleaved).to(q.dtype)
 
 
 def materialize_kv(
@@ -43,15 +52,23 @@ def materialize_kv(
     *,
     k_norm: torch.Tensor | None,
     eps: float,
+    counts: torch.Tensor | None = None,
+    interleaved: bool = False,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
 ) -> None:
     """See `specdec_kernels.kv_write.materialize_kv`."""
-    rows = _rope_rows(rope, positions)
-    weights = None if k_norm is None else k_norm[:, None]
-    _store(kv, slots, _rotate(_norm(k, weights, eps), rows[:, None, None]), v)
+    if counts is not None:
+        width = slots.shape[0] // max(counts.shape[0], 1)
+        column = torch.arange(width, device=slots.device)
+        slots = torch.where((column < counts[:, None]).reshape(-1), slots, -1)
+    rows = _rope_rows(rope, positions)[:, None, None]
+    keys = _rotate(_norm(k, None if k_norm is None else k_norm[:, None], eps), rows, interleaved)
+    _store(kv, slots, _stored(keys, k_scale, kv), _stored(v, v_scale, kv))
 
 
 def _rope_rows(rope: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """[T, D] table rows, zeros where a position is outside the table."""
+    """[T, R] table rows, zeros where a position is outside the table."""
     known = (positions >= 0) & (positions < rope.shape[0])
     return rope[positions.clamp(0, rope.shape[0] - 1)] * known[:, None]
 
@@ -68,11 +85,29 @@ def _norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Ten
     return (unit.to(wide.dtype) * weight.to(wide.dtype)).to(x.dtype)
 
 
-def _rotate(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Neox rotation of x [..., D] by table rows that broadcast to it."""
-    first, second = x.to(_maths(x)).chunk(2, dim=-1)
-    cos, sin = rows.to(first.dtype).chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+def _rotate(x: torch.Tensor, rows: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Rotation of x [..., D] by table rows [..., R] that broadcast to it, in float32 (float64)."""
+    rotary_dim = rows.shape[-1]
+    wide = x.to(_maths(x))
+    turning, rest = wide[..., :rotary_dim], wide[..., rotary_dim:]
+    cos, sin = rows.to(wide.dtype).chunk(2, dim=-1)
+    if interleaved:
+        first, second = turning[..., 0::2], turning[..., 1::2]
+    else:
+        first, second = turning.chunk(2, dim=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    joined = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+    return torch.cat([joined, rest], dim=-1)
+
+
+def _stored(x: torch.Tensor, scale: float | torch.Tensor | None, kv: torch.Tensor) -> torch.Tensor:
+    """x [..., H_kv, D] as the pool holds it."""
+    wide = x.to(_maths(x))
+    if scale is not None:
+        wide = wide / (scale[:, None].to(wide.dtype) if isinstance(scale, torch.Tensor) else scale)
+    if kv.dtype == torch.float8_e4m3fn:
+        wide = wide.clamp(-E4M3_MAX, E4M3_MAX)
+    return wide.to(kv.dtype)
 
 
 def _store(kv: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -83,11 +118,13 @@ def _store(kv: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, values: to
     stored, after that token.
     """
     layers, _, pages, page_size, kv_heads, head_dim = kv.shape
+    new = torch.stack([keys, values], dim=2).permute(1, 2, 0, 3, 4)
+    if not slots.numel() or not kv.numel():
+        return
+    if kv.dtype == torch.float8_e4m3fn:  # indexing moves bits, and is not defined for this type everywhere
+        kv, new = kv.view(torch.uint8), new.contiguous().view(torch.uint8)
     flat = kv.view(layers, 2, pages * page_size, kv_heads, head_dim)
     stored = (slots >= 0) & (slots < pages * page_size)
-    new = torch.stack([keys, values], dim=2).permute(1, 2, 0, 3, 4)
-    if not slots.numel():
-        return
     anchor = stored.to(torch.int8).argmax(0, keepdim=True)
     anchor_slot = torch.where(stored, slots, 0)[anchor]
     anchor_rows = torch.where(stored[anchor][:, None, None], new[:, :, anchor], flat[:, :, anchor_slot])
