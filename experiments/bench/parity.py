@@ -21,7 +21,7 @@ _ROUNDINGS = {torch.float32: 64}
 _HALF_ROUNDINGS = 4
 _REFERENCE_LIMIT_BYTES = 12 << 30
 # Arguments of attention with one entry a request; the pool is shared by all of them.
-_BY_REQUEST = ("q", "q_nope", "q_pe", "page_table", "lengths", "mask", "q_lens", "depths")
+_BY_REQUEST = ("q", "q_latent", "q_rope", "page_table", "lengths", "mask", "q_lens", "depths", "row_depths")
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def _gap(kernel: torch.Tensor, reference: torch.Tensor) -> str | None:
 
 def _requests_that_fit(inputs: dict[str, Any]) -> list[int] | None:
     """Requests to compare where all are too many for the reference's scores and gathered keys, else None."""
-    q = inputs.get("q", inputs.get("q_nope"))
+    q = inputs.get("q", inputs.get("q_latent"))
     if q is None or q.ndim != 4 or "page_table" not in inputs:
         return None
     pool = inputs["kv"] if "kv" in inputs else inputs["cache"]

@@ -3,17 +3,29 @@
 A peer is imported when it is asked for, never before; one that is not installed, or cannot do a call, is
 named with the reason. Each result is compared with our kernel's before it gets a time. torch's own attention
 reads no pages: it is given keys and values that were gathered beforehand, at no cost in its time, which
-favours it.
+favours it. FlashInfer and FlashAttention-4 are called through `specdec_kernels.wrappers`, planned beforehand;
+what their wrappers add around the package's kernel is in the time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
 from importlib.util import find_spec
 from inspect import signature
 from typing import Any
 
 import torch
+
+from specdec_kernels.wrappers import (
+    AttentionCall,
+    AttentionWrapper,
+    FlashAttention4,
+    FlashInferAttention,
+    Unsupported,
+)
+from specdec_kernels.wrappers.visibility import visible_keys
 
 Call = Callable[[], torch.Tensor]
 FUNCTIONS = ("paged_attention",)
@@ -80,23 +92,13 @@ def _sdpa(inputs: dict[str, Any]) -> Call:
     elif alike and inputs["mode"] == "chain":
         mask = causal_lower_right(num_nodes, longest)
     else:
-        mask = visible(inputs, longest)[:, None]
+        call = _call(inputs)
+        seen = visible_keys(
+            call.lengths, call.used_rows(), num_nodes, longest, call.mode, mask=call.mask, tree_width=call.tree_width
+        )
+        mask = seen[:, None]
     options = dict(attn_mask=mask, scale=_scale(inputs), enable_gqa=query.shape[1] != keys.shape[1])
     return lambda: torch.nn.functional.scaled_dot_product_attention(query, keys, values, **options).transpose(1, 2)
-
-
-def visible(inputs: dict[str, Any], width: int) -> torch.Tensor:
-    """[B, N, width] bool: which positions each query row sees."""
-    num_nodes, lengths, mode = inputs["q"].shape[1], inputs["lengths"], inputs["mode"]
-    slot = torch.arange(width, device=lengths.device) - lengths[:, None, None]
-    if mode == "chain":
-        seen = slot <= torch.arange(num_nodes, device=lengths.device)[:, None]
-    elif mode == "block":
-        seen = slot < num_nodes
-    else:
-        place = slot.clamp(0, num_nodes - 1).expand(-1, num_nodes, -1)
-        seen = ((inputs["mask"].gather(2, place // 64) >> (place % 64)) & 1 != 0) & (slot < num_nodes)
-    return (slot < 0) | seen
 
 
 def _varlen(inputs: dict[str, Any]) -> Call:
@@ -130,4 +132,38 @@ def _varlen(inputs: dict[str, Any]) -> Call:
     return lambda: attend(flat, *packed, q_ends, k_ends, num_nodes, longest, **options).view(q.shape)
 
 
-PEERS: dict[str, Callable[[dict[str, Any]], Call]] = {"sdpa": _sdpa, "varlen": _varlen}
+def _call(inputs: dict[str, Any]) -> AttentionCall:
+    """The case as the wrappers of other packages take it."""
+    q, kv = inputs["q"], inputs["kv"]
+    if inputs.get("k_scale") is not None or inputs.get("v_scale") is not None:
+        raise Unavailable("not compared with scales of keys and values")
+    given = {field.name: inputs[field.name] for field in fields(AttentionCall) if inputs.get(field.name) is not None}
+    shapes = dict(
+        num_queries=q.shape[1],
+        num_heads=q.shape[2],
+        num_kv_heads=kv.shape[3],
+        head_dim=q.shape[3],
+        page_size=kv.shape[2],
+        max_length=inputs["page_table"].shape[1] * kv.shape[2],
+        dtype=q.dtype,
+        kv_dtype=kv.dtype,
+    )
+    return AttentionCall(**(shapes | given))
+
+
+def _wrapped(package: type[AttentionWrapper], inputs: dict[str, Any]) -> Call:
+    """A package through its wrapper, planned once. A wrapper of its own: plans share what lies inside one."""
+    wrapper = package()
+    try:
+        planned = wrapper.plan(_call(inputs))
+    except Unsupported as reason:
+        raise Unavailable(str(reason)) from reason
+    return lambda: wrapper.run(planned, inputs["q"], inputs["kv"])[0]
+
+
+PEERS: dict[str, Callable[[dict[str, Any]], Call]] = {
+    "sdpa": _sdpa,
+    "varlen": _varlen,
+    "flashinfer": partial(_wrapped, FlashInferAttention),
+    "flash_attention_4": partial(_wrapped, FlashAttention4),
+}

@@ -5,6 +5,7 @@ In every ratio a number above 1 means that the other side takes longer than our 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
@@ -17,6 +18,7 @@ from experiments.charts import Series, legend, logarithmic
 from experiments.report import STYLE_FILE
 
 Row = Mapping[str, Any]
+_CONTEXT = re.compile(r"_\d+k(?=_|$)")  # in the names of cases that differ in their context alone
 _COLUMNS = ("family", "case", "parity", "us", "20-80 %", "us/call", "GB/s", "TFLOP/s", "ceiling", "torch x")
 
 
@@ -116,21 +118,15 @@ def roofline(rows: Sequence[Row], ceilings: Ceilings) -> str:
 
 
 def over_context(rows: Sequence[Row]) -> str:
-    """Time over context length, a line for each other shape that was measured at two lengths or more."""
+    """Time over context length, a line for every shape that was measured at two lengths or more."""
     series: dict[str, list[tuple[float, float, str]]] = {}
     for row in rows:
         shape = row.get("shape", {})
-        if "q" in shape and "median_us" in row and shape.get("context_tokens"):
+        if "median_us" in row and shape.get("context_tokens"):
             point = (shape["context_tokens"], row["median_us"], f"{row['case']}: {row['median_us']:.1f} us")
-            series.setdefault(_line_name(row, shape), []).append(point)
+            series.setdefault(_CONTEXT.sub("", row["case"]), []).append(point)
     lines = {name: points for name, points in series.items() if len({x for x, *_ in points}) > 1}
     if not lines:
         return ""
     chart = logarithmic(list(lines.items()), "time over context", ("tokens of context", "us"))
     return chart + legend(list(lines))
-
-
-def _line_name(row: Row, shape: Mapping[str, Any]) -> str:
-    batch, num_nodes, heads = shape["q"][:3]
-    page_size = shape["kv"][2] if len(shape.get("kv", ())) == 5 else "-"
-    return f"{row['function']} {shape.get('mode', '')} batch {batch} q {num_nodes} heads {heads} page {page_size}"

@@ -132,8 +132,14 @@ def test_without_a_gpu_one_small_case_a_family() -> None:
 
 
 def test_sets_and_patterns_choose_cases() -> None:
-    full = [case.name for _, case in chosen_cases(("attention",), "full", on_gpu=True)]
-    quick = [case.name for _, case in chosen_cases(("attention",), "quick", on_gpu=True)]
+    full, quick = (
+        [
+            case.name
+            for _, case in chosen_cases(("attention",), shapes, on_gpu=True)
+            if case.function == "paged_attention"
+        ]
+        for shapes in ("full", "quick")
+    )
     assert len(quick) == 4 < len(full) and set(quick) <= set(full)
     assert quick[0] == full[0] and quick[-1] == full[-1]
     assert [case.name for _, case in chosen_cases(("tree",), "tree_6?", on_gpu=False)] == ["tree_64", "tree_65"]
@@ -141,6 +147,20 @@ def test_sets_and_patterns_choose_cases() -> None:
         chosen_cases(("tree",), "oak_*", on_gpu=True)
     with pytest.raises(ValueError, match="too large for the interpreter"):
         chosen_cases(("sampling",), "*qwen*", on_gpu=False)
+
+
+def test_the_timed_shapes_are_those_of_the_plan() -> None:
+    """Batch 1, 8, 64 by query rows 1, 4, 16, 64 by context 1k to 128k; trees of 32 and 64; 152k tokens."""
+    wanted = {(b, q, c) for b in (1, 8, 64) for q in (1, 4, 16, 64) for c in (1024, 8192, 32768, 131072)}
+    seen, trees = set(), set()
+    for _, case in chosen_cases(("attention",), "full", on_gpu=True):
+        options = getattr(case.build, "keywords", {})
+        if options.get("mode") == "tree":
+            trees.add(options["num_nodes"])
+        elif options.get("heads") == (32, 8) and options.get("head_dim") == 128:
+            seen.add((len(options["lengths"]), options["num_nodes"], max(options["lengths"])))
+    assert wanted <= seen and {32, 64} <= trees
+    assert any("qwen" in case.name for _, case in chosen_cases(("sampling",), "full", on_gpu=True))
 
 
 def test_names_are_joined_by_plus() -> None:
@@ -203,6 +223,9 @@ def test_what_a_peer_cannot_do_is_named() -> None:
         peers.prepare("varlen", "paged_attention", inputs)
     with pytest.raises(peers.Unavailable, match="nothing like build_tree"):
         peers.prepare("sdpa", "build_tree", {})
+    for package in ("flashinfer", "flash_attention_4"):
+        with pytest.raises(peers.Unavailable, match=f"{package}: .*(NVIDIA GPU|not installed)"):
+            peers.prepare(package, "paged_attention", inputs)
     with pytest.raises(peers.Unavailable, match="not compared with q_lens"):
         peers.prepare("sdpa", "paged_attention", inputs | dict(q_lens=torch.tensor([3], dtype=torch.int32)))
 

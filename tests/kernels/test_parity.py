@@ -28,7 +28,7 @@ CASES = [
     for family in FAMILIES
     for case in import_module(f"specdec_kernels.{family}.cases").CASES
     for dtype in DTYPES
-    if ON_GPU or "large" not in case.tags
+    if "huge" not in case.tags and (ON_GPU or "large" not in case.tags)
 ]
 
 
@@ -81,9 +81,7 @@ def assert_as_accurate(name: str, kernel: torch.Tensor, eager: torch.Tensor, tru
     eager_error = (eager.double() - truth.double())[finite].abs().max().item()
     largest = truth[finite].abs().max().item()
     bound = 2 * eager_error + 4 * torch.finfo(kernel.dtype).eps * largest
-    assert kernel_error <= bound, (
-        f"{name}: error {kernel_error:.3g} over {bound:.3g} (eager {eager_error:.3g})"
-    )
+    assert kernel_error <= bound, f"{name}: error {kernel_error:.3g} over {bound:.3g} (eager {eager_error:.3g})"
 
 
 @pytest.mark.parametrize("family, case, dtype", CASES)
