@@ -20,10 +20,12 @@ def check_table(page_table: torch.Tensor, page_size: int, **per_request: torch.T
     check_at_least("page_size", page_size, 1)
 
 
-def check_token_table(table: torch.Tensor, rows: torch.Tensor, **per_request: torch.Tensor) -> None:
-    """A token table whose rows are named by `rows`, and integer tensors of one entry a request."""
+def check_token_table(
+    table: torch.Tensor, rows: torch.Tensor, *dtypes: torch.dtype, **per_request: torch.Tensor
+) -> None:
+    """A token table (int32, or one of `dtypes`) with rows named by `rows`, and integers of one entry a request."""
     expect_shape("table", table, (None, None))
-    expect_dtype("table", table, torch.int32)
+    expect_dtype("table", table, torch.int32, *dtypes)
     expect_contiguous(table=table)
     check_requests(rows=rows, **per_request)
     expect_same_device(table=table, rows=rows)

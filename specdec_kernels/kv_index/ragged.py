@@ -92,7 +92,7 @@ def read_table(
     """Entries start, start + 1, ... of every request's table row, all requests one behind the other.
 
     Args:
-        table: [R, W] int32, slots of positions (or page ids).
+        table: [R, W] int32 or int64, slots of positions (or page ids).
         rows: [B] int32 or int64, the row of each request.
         start: [B] int32 or int64, first column.
         counts: [B] int32 or int64, columns wanted.
@@ -110,7 +110,7 @@ def read_table(
         ValueError: wrong shape, dtype, strides or devices, `capacity` below 0.
         RuntimeError: `impl="triton"` where no kernel can run.
     """
-    check_token_table(table, rows, start=start, counts=counts)
+    check_token_table(table, rows, torch.int64, start=start, counts=counts)
     check_at_least("capacity", capacity, 0)
     check_out("out", out, table, (capacity,))
     if dtype not in (torch.int32, torch.int64):
@@ -177,7 +177,8 @@ def compact(
         source: [S] int32 or int64 to read: kept entry i becomes source[index[i]], and index[i] must be below
             S (an entry that is not gives `fill`). By default the entry itself.
         fill: what stands behind the kept entries.
-        out: [M] to write instead of a new tensor; entries behind the kept ones keep their contents.
+        out: [capacity] to write instead of a new tensor of M entries; kept entries from `capacity` on are
+            dropped, and entries behind the kept ones keep their contents.
         impl: `auto`, `triton` or `reference`.
 
     Returns:
@@ -191,7 +192,7 @@ def compact(
     if source is not None:
         check_requests(source=source)
         expect_same_device(index=index, source=source)
-    check_out("out", out, index, (index.shape[0],))
+    check_out("out", out, index, (None,))
     if use_triton(impl, index):
         import specdec_kernels.kv_index.ragged_kernel as kernel
 

@@ -75,10 +75,10 @@ def _write(make: Maker, batch: int, width: int, most: int, outside: bool = False
     return _spans(make, batch, width, most, outside) | dict(values=make.integers(0, 1 << 20, batch * most))
 
 
-def _compact(make: Maker, size: int, source: int | None = None, out: bool = False) -> dict[str, Any]:
+def _compact(make: Maker, size: int, source: int | None = None, out: int = 0) -> dict[str, Any]:
     index = make.integers(-3, 8 if source is None else source + 1, size, dtype=torch.int32)
     values = None if source is None else make.integers(0, 1 << 40, source)
-    return dict(index=index, source=values) | (dict(out=make.integers(50, 60, size)) if out else {})
+    return dict(index=index, source=values) | (dict(out=make.integers(50, 60, out)) if out else {})
 
 
 def _filter(make: Maker, batch: int, most: int = 6, out: int | None = None) -> dict[str, Any]:
@@ -126,7 +126,8 @@ RAGGED_CASES = (
     _compact_case("compact_one", "a block of one lane", size=1),
     _compact_case("compact_plain", "order, an unwritten tail", size=37),
     _compact_case("compact_source", "an index past the source", size=37, source=11),
-    _compact_case("compact_into", "entries behind the kept ones overwritten", size=29, out=True),
+    _compact_case("compact_into", "entries behind the kept ones overwritten", size=29, out=40),
+    _compact_case("compact_short", "kept entries past the result", size=29, out=4),
     _compact_case("compact_blocks", "the carry between blocks", size=17000),
     _compact_case("compact_b64", "the step's shape", size=512, source=2048, gate=True, bench=True),
     _filter_case("filter_empty", "B = 0", batch=0),

@@ -155,14 +155,15 @@ def _write_table_kernel(
     tl.store(table_ptr + target, value.to(tl.int32), mask=owned)
 
 
-@triton.jit(do_not_specialize=["size", "source_size"])
+@triton.jit(do_not_specialize=["size", "source_size", "capacity"])
 def _compact_kernel(
     index_ptr,  # [size] int
     source_ptr,  # [source_size] int or None
-    out_ptr,  # [size] int
+    out_ptr,  # [capacity] int
     count_ptr,  # [1] int32
     size,
     source_size,
+    capacity,
     VALUE: tl.constexpr,
     FILL: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -178,13 +179,13 @@ def _compact_kernel(
             inside = kept & (index < source_size)
             value = tl.load(source_ptr + tl.where(inside, index, 0), mask=inside, other=VALUE).to(tl.int64)
         place = before + tl.cumsum(kept.to(tl.int32), 0) - 1
-        tl.store(out_ptr + place, value.to(out_ptr.dtype.element_ty), mask=kept)
+        tl.store(out_ptr + place, value.to(out_ptr.dtype.element_ty), mask=kept & (place < capacity))
         before += tl.sum(kept.to(tl.int32), 0)
     tl.store(count_ptr + lane, lane * 0 + before, mask=lane < 1)
     if FILL:
-        for first in range(0, size - before, BLOCK):
+        for first in range(0, capacity - before, BLOCK):
             place = before + first + lane
-            tl.store(out_ptr + place, (lane * 0 + VALUE).to(out_ptr.dtype.element_ty), mask=place < size)
+            tl.store(out_ptr + place, (lane * 0 + VALUE).to(out_ptr.dtype.element_ty), mask=place < capacity)
 
 
 @triton.jit(do_not_specialize=["batch", "capacity", "size"])
@@ -305,7 +306,7 @@ def compact(
     count = torch.empty(1, dtype=torch.int32, device=index.device)
     config = config_of(index)
     launch(
-        _compact_kernel, (1,), index, source, values, count, size, 0 if source is None else source.shape[0],
+        _compact_kernel, (1,), index, source, values, count, size, 0 if source is None else source.shape[0], values.shape[0],
         num_warps=config.num_warps, VALUE=fill, FILL=out is None, BLOCK=lanes(size, config.scan_block),
     )  # fmt: skip
     return Compacted(values, count)

@@ -74,11 +74,13 @@ def compact(
     if source is not None:
         inside = kept & (index < source.shape[0])
         values = torch.where(inside, _picked(source, torch.where(inside, index.long(), 0)).long(), fill)
-    place = torch.where(kept, kept.long().cumsum(0) - 1, size)
-    front = values.new_full((size + 1,), fill).scatter(0, place, values)[:-1]
-    count = kept.sum(dtype=torch.int32).reshape(1)
-    owned = torch.arange(size, device=index.device) < count
-    return Compacted(filled(front, owned, fill, torch.int64, out), count)
+    capacity = size if out is None else out.shape[0]
+    place = torch.where(kept, kept.long().cumsum(0) - 1, capacity).clamp(max=capacity)
+    # One place more than the result takes what is dropped.
+    front = values.new_full((capacity + 1,), fill).scatter(0, place, values)[:-1]
+    num_kept = kept.sum(dtype=torch.int32).reshape(1)
+    owned = torch.arange(capacity, device=index.device) < num_kept
+    return Compacted(filled(front, owned, fill, torch.int64, out), num_kept)
 
 
 def filter_rows(
