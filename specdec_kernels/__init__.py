@@ -29,9 +29,15 @@ _FAMILY_OF = {
     "parents_from_candidates": "tree",
     "rerank_tree": "tree",
     "Picked": "sampling",
+    "apply_penalties": "sampling",
+    "count_tokens": "sampling",
+    "filtered_probs": "sampling",
     "pick_tokens": "sampling",
+    "top_k_renorm": "sampling",
+    "top_p_renorm": "sampling",
     "Accepted": "verify",
     "accept": "verify",
+    "accept_targets": "verify",
     "Compacted": "kv_index",
     "DraftSlots": "kv_index",
     "PathLocations": "kv_index",
@@ -97,7 +103,15 @@ if TYPE_CHECKING:
     from specdec_kernels.kv_write import materialize_kv, write_kv
     from specdec_kernels.mla import mla_attention
     from specdec_kernels.ngram import NgramDraft, NgramStore, ngram_insert, ngram_match
-    from specdec_kernels.sampling import Picked, pick_tokens
+    from specdec_kernels.sampling import (
+        Picked,
+        apply_penalties,
+        count_tokens,
+        filtered_probs,
+        pick_tokens,
+        top_k_renorm,
+        top_p_renorm,
+    )
     from specdec_kernels.tree import (
         DraftTopk,
         Expansion,
@@ -114,7 +128,7 @@ if TYPE_CHECKING:
         parents_from_candidates,
         rerank_tree,
     )
-    from specdec_kernels.verify import Accepted, accept
+    from specdec_kernels.verify import Accepted, accept, accept_targets
 
 __all__ = [
     "FAMILIES",
@@ -136,19 +150,23 @@ __all__ = [
     "StepIndices",
     "TreeLinks",
     "accept",
+    "accept_targets",
     "accepted_locations",
     "accepted_positions",
     "align_eviction",
+    "apply_penalties",
     "best_first_tree",
     "build_chain",
     "build_tree",
     "compact",
+    "count_tokens",
     "draft_kv_indices",
     "draft_slots",
     "draft_topk",
     "expand_tree",
     "export_mask",
     "filter_rows",
+    "filtered_probs",
     "flash_attention_table",
     "flashinfer_indices",
     "links_from_mask",
@@ -165,6 +183,8 @@ __all__ = [
     "rerank_tree",
     "row_offsets",
     "token_slots",
+    "top_k_renorm",
+    "top_p_renorm",
     "verify_decode_indices",
     "write_kv",
     "write_table",

@@ -1,17 +1,29 @@
-"""Definition of token selection and of its random stream in plain torch."""
+"""Definition of token selection, of the filters and of the random stream in plain torch, computed in float64."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from specdec_kernels.sampling.types import TARGET_STREAM, Picked
+from specdec_kernels.sampling.types import TARGET_STREAM, Filters, Picked
 
 _ROUNDS = 10
 _MULTIPLIER_A, _MULTIPLIER_B = 0xD2511F53, 0xCD9E8D57
 _KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
 _LOW32 = 0xFFFFFFFF
+_FLOAT32_MAX = torch.finfo(torch.float32).max
 # Below this a float32 temperature would be flushed to zero on some chips; the law at it is already one-hot.
 MIN_TEMPERATURE = 1e-30
+
+
+class Law(NamedTuple):
+    """The law that a row is drawn from, up to its normalisation."""
+
+    weights: torch.Tensor  # [R, V] float64, 0 where filtered
+    values: torch.Tensor  # [R, V] float64: usable logits (or probabilities), -inf elsewhere
+    greedy: torch.Tensor  # [R] int64, the lowest id of the largest value
+    valid: torch.Tensor  # [R] bool
 
 
 def pick_tokens(
@@ -20,47 +32,133 @@ def pick_tokens(
     seeds: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
     uniforms: torch.Tensor | None = None,
+    *,
+    top_k: torch.Tensor | None = None,
+    top_p: torch.Tensor | None = None,
+    min_p: torch.Tensor | None = None,
+    return_logprobs: bool = False,
+    stream: int = TARGET_STREAM,
+    probabilities: bool = False,
 ) -> Picked:
-    """See `specdec_kernels.sampling.pick_tokens`."""
-    if logits.shape[0] == 0:
-        empty = torch.empty(0, dtype=torch.int64, device=logits.device)
-        return Picked(empty, empty.bool())
-    usable = torch.nan_to_num(logits.float(), nan=-torch.inf, neginf=-torch.inf)
-    top = usable.amax(-1)
-    valid = top > -torch.inf
-    greedy = (usable == top[:, None]).int().argmax(-1)
-    tokens = greedy
+    """See `specdec_kernels.sampling.pick_tokens`; with `probabilities` the rows hold a law instead of logits."""
+    if temperature is not None and uniforms is None:
+        assert seeds is not None and positions is not None
+        uniforms = philox_uniform(seeds, positions, stream)
+    law = row_law(logits, temperature, Filters(top_k, top_p, min_p), probabilities)
+    tokens = law.greedy
     if temperature is not None:
-        if uniforms is None:
-            assert seeds is not None and positions is not None
-            uniforms = philox_uniform(seeds, positions)
-        tokens = torch.where(temperature > 0, _inverse_cdf(usable, top, temperature, uniforms), greedy)
-    return Picked(torch.where(valid, tokens, 0), valid)
+        assert uniforms is not None
+        tokens = torch.where(temperature > 0, inverse_cdf(law.weights, uniforms), tokens)
+    tokens = torch.where(law.valid, tokens, 0)
+    logprobs = token_logprobs(logits, tokens, probabilities) if return_logprobs else None
+    return Picked(tokens, law.valid, logprobs)
 
 
-def _inverse_cdf(
-    usable: torch.Tensor, top: torch.Tensor, temperature: torch.Tensor, uniforms: torch.Tensor
-) -> torch.Tensor:
+def row_law(
+    logits: torch.Tensor,
+    temperature: torch.Tensor | None,
+    filters: Filters,
+    probabilities: bool = False,
+) -> Law:
+    """Weights [R, V] of the law at `temperature` [R] (None or 0: as at 1) under `filters` of R entries each."""
+    values = _usable(logits)
+    top = values.amax(-1) if logits.shape[-1] else values.new_zeros(len(values))
+    valid = top > (0 if probabilities else -torch.inf)
+    greedy = (values == top[:, None]).int().argmax(-1)
+    ones = torch.ones_like(top)
+    warmth = ones if temperature is None else torch.where(temperature > 0, temperature.double(), ones)
+    warmth = warmth.clamp(min=MIN_TEMPERATURE)[:, None]
+    if probabilities:
+        weights = values.clamp(min=0)
+    else:
+        weights = torch.exp((values - torch.where(valid, top, 0.0)[:, None]) / warmth)
+    floor = torch.full_like(top, -torch.inf)
+    if filters.top_k is not None:
+        floor = torch.maximum(floor, _top_k_floor(values, filters.top_k))
+    if filters.top_p is not None:
+        kept = torch.where(values >= floor[:, None], weights, 0.0)
+        floor = torch.maximum(floor, _top_p_floor(values, kept, filters.top_p.double()))
+    if filters.min_p is not None:
+        share = filters.min_p.double().nan_to_num(0.0).clamp(0, 1)
+        lowest = top * share if probabilities else top + warmth[:, 0] * share.log()
+        floor = torch.maximum(floor, lowest)
+    weights = torch.where(values >= floor[:, None], weights, 0.0)
+    return Law(weights, values, greedy, valid)
+
+
+def _usable(logits: torch.Tensor) -> torch.Tensor:
+    """Float64 values with NaN as -inf and +inf as the largest float32."""
+    return torch.nan_to_num(logits.double(), nan=-torch.inf, posinf=_FLOAT32_MAX, neginf=-torch.inf)
+
+
+def _top_k_floor(values: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
+    """The k-th largest value of each row; -inf where the filter is off."""
+    vocab = values.shape[-1]
+    active = (top_k > 0) & (top_k < vocab)
+    place = torch.where(active, top_k.long() - 1, vocab - 1)
+    kth = values.sort(-1, descending=True).values.gather(-1, place[:, None])[:, 0]
+    return torch.where(active, kth, -torch.inf)
+
+
+def _top_p_floor(values: torch.Tensor, weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """The smallest value v with weight{> v} < p * total, at most the largest value; -inf where the filter is off."""
+    ordered, order = values.sort(-1, descending=True)
+    running = weights.gather(-1, order).cumsum(-1)
+    before = torch.cat([torch.zeros_like(running[:, :1]), running[:, :-1]], -1)
+    kept = (before < top_p[:, None] * running[:, -1:]).sum(-1).clamp(min=1)
+    floor = ordered.gather(-1, kept[:, None] - 1)[:, 0]
+    return torch.where(top_p < 1, floor, -torch.inf)
+
+
+def inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """First token whose cumulative weight exceeds u * total; tokens of weight zero are passed over."""
-    below_top = usable.double() - top.double()[:, None]
-    weights = torch.exp(below_top / temperature.double().clamp(min=MIN_TEMPERATURE)[:, None])
-    # A row without a usable logit has NaN weights here; its token is replaced by the caller.
+    # A row without a usable logit has no positive weight; its token is replaced by the caller.
     cumulative = weights.cumsum(-1)
     beyond = (cumulative > uniforms.double()[:, None] * cumulative[:, -1:]) & (weights > 0)
     last_positive = weights.shape[1] - 1 - (weights > 0).flip(-1).int().argmax(-1)
     return torch.where(beyond.any(-1), beyond.int().argmax(-1), last_positive)
 
 
-def philox_uniform(seeds: torch.Tensor, positions: torch.Tensor, stream: int = TARGET_STREAM) -> torch.Tensor:
-    """Uniforms in [0, 1) with 24 bits, keyed by (seed, position, stream).
+def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, probabilities: bool = False) -> torch.Tensor:
+    """[R] float32: log of softmax(logits) (or of the normalised row) at `tokens` [R]; -inf in rows without a law."""
+    values = _usable(logits)
+    logs = values.clamp(min=0).log() if probabilities else values
+    chosen = logs.gather(-1, tokens[:, None])[:, 0] - logs.logsumexp(-1)
+    return torch.nan_to_num(chosen, nan=-torch.inf, neginf=-torch.inf).float()
+
+
+def filtered_probs(
+    logits: torch.Tensor,
+    temperature: torch.Tensor | None = None,
+    top_k: torch.Tensor | None = None,
+    top_p: torch.Tensor | None = None,
+    min_p: torch.Tensor | None = None,
+    probabilities: bool = False,
+) -> torch.Tensor:
+    """See `specdec_kernels.sampling.filtered_probs`."""
+    law = row_law(logits, temperature, Filters(top_k, top_p, min_p), probabilities)
+    weights = law.weights
+    if not probabilities:
+        point = torch.zeros_like(weights).scatter_(-1, law.greedy[:, None], 1.0)
+        drawn = torch.zeros_like(law.valid) if temperature is None else temperature > 0
+        weights = torch.where(drawn[:, None], weights, point)
+    normalised = weights / weights.sum(-1, keepdim=True)
+    return torch.where(law.valid[:, None], normalised, 0.0).float()
+
+
+def philox_uniform(
+    seeds: torch.Tensor, positions: torch.Tensor, stream: int = TARGET_STREAM, slots: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Uniforms in [0, 1) with 24 bits, keyed by (seed, position, stream, slot).
 
     Philox 4x32-10 (Salmon et al., SC 2011) with key = the seed's low and high word and counter = (position's
-    low word, its high word, stream, 0); the first output word gives u = (word >> 8) / 2^24.
+    low word, its high word, stream, slot); the first output word gives u = (word >> 8) / 2^24.
 
     Args:
         seeds: [...] int64, any value.
         positions: [...] int64, of the same shape.
         stream: number of the use, see `types`.
+        slots: [...] int64 in [0, 2^32), number of the draw where one position needs several; None is 0.
 
     Returns:
         [...] float32.
@@ -69,7 +167,7 @@ def philox_uniform(seeds: torch.Tensor, positions: torch.Tensor, stream: int = T
         positions & _LOW32,
         (positions >> 32) & _LOW32,
         torch.full_like(positions, stream),
-        positions * 0,
+        positions * 0 if slots is None else slots,
     ]
     keys = [seeds & _LOW32, (seeds >> 32) & _LOW32]
     for _ in range(_ROUNDS):

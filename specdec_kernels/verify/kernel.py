@@ -17,8 +17,10 @@ import triton.language as tl
 
 from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.sampling import kernel as sampling
+from specdec_kernels.sampling.types import Filters
 from specdec_kernels.tree.types import TreeLinks
-from specdec_kernels.verify.types import Accepted
+from specdec_kernels.verify import rejection
+from specdec_kernels.verify.types import CHAIN_RULES, Accepted
 
 
 @dataclass(frozen=True)
@@ -44,13 +46,24 @@ def _open(candidate, usable, count, in_batch, NODES: tl.constexpr, DEPTH: tl.con
     return in_batch & usable & (count < DEPTH) & (candidate >= 0) & (candidate < NODES)
 
 
+@triton.jit
+def _usable(usable_ptr, target, place, mask):
+    """Whether the node's row had a law to take the target from."""
+    if usable_ptr is None:
+        usable = target >= 0
+    else:
+        usable = tl.load(usable_ptr + place, mask=mask, other=0) != 0
+    return usable
+
+
 @triton.jit(do_not_specialize=["batch"])
 def _walk_kernel(
     tokens_ptr,  # [B, N] int64
     first_child_ptr,  # [B, N] int32
     next_sibling_ptr,  # [B, N] int32
     targets_ptr,  # [B, N] int64
-    usable_ptr,  # [B, N] bool
+    usable_ptr,  # [B, N] bool, or None: where the target is >= 0
+    logprobs_ptr,  # [B, N] float32 of the targets, or None
     lengths_ptr,  # [B] int64
     out_tokens_ptr,  # [B, DEPTH + 1] int64
     out_count_ptr,  # [B] int32
@@ -58,6 +71,7 @@ def _walk_kernel(
     out_bonus_ptr,  # [B] int64
     out_lengths_ptr,  # [B] int64
     out_valid_ptr,  # [B] bool
+    out_logprobs_ptr,  # [B, DEPTH + 1] float32, or None
     batch,
     NODES: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -73,7 +87,7 @@ def _walk_kernel(
     path = tl.where(column == 0, 0, -1) + tl.zeros((BLOCK_B, BLOCK_D), tl.int32)
     emitted = tl.full((BLOCK_B, BLOCK_D), -1, tl.int64)
     target = tl.load(targets_ptr + row, mask=in_batch, other=0)
-    usable = tl.load(usable_ptr + row, mask=in_batch, other=0) != 0
+    usable = _usable(usable_ptr, target, row, in_batch)
     candidate = tl.load(first_child_ptr + row, mask=in_batch, other=-1)
     looking = _open(candidate, usable, count, in_batch, NODES, DEPTH)
     if NODES > 1:  # else the loop folds to code that Triton 3.6 cannot lay out
@@ -88,11 +102,12 @@ def _walk_kernel(
             child = tl.load(first_child_ptr + place, mask=hit, other=-1)
             sibling = tl.load(next_sibling_ptr + place, mask=looking & (drafted != target), other=-1)
             target = tl.where(hit, tl.load(targets_ptr + place, mask=hit, other=0), target)
-            usable = tl.where(hit, tl.load(usable_ptr + place, mask=hit, other=0) != 0, usable)
+            usable = tl.where(hit, _usable(usable_ptr, target, place, hit), usable)
             candidate = tl.where(hit, child, sibling)
             looking = _open(candidate, usable, count, in_batch, NODES, DEPTH)
             step += 1
 
+    target = tl.where(usable, target, 0)
     emitted = tl.where(column == count[:, None], target[:, None], emitted)
     length = tl.load(lengths_ptr + request, mask=in_batch, other=0)
     out = request.to(tl.int64)[:, None] * (DEPTH + 1) + column
@@ -103,42 +118,64 @@ def _walk_kernel(
     tl.store(out_bonus_ptr + request, target, mask=in_batch)
     tl.store(out_lengths_ptr + request, length + count + 1, mask=in_batch)
     tl.store(out_valid_ptr + request, usable, mask=in_batch)
+    if logprobs_ptr is not None:
+        logprob = tl.load(logprobs_ptr + row[:, None] + path, mask=in_out & (path >= 0), other=0.0)
+        tl.store(out_logprobs_ptr + out, logprob, mask=in_out)
 
 
 def accept(
     rule: str,
     tokens: torch.Tensor,
     tree: TreeLinks,
-    logits: torch.Tensor,
+    values: torch.Tensor,
     lengths: torch.Tensor,
     max_depth: int,
     *,
-    temperature: torch.Tensor | None = None,
-    seeds: torch.Tensor | None = None,
-    uniforms: torch.Tensor | None = None,
+    temperature: torch.Tensor | None,
+    seeds: torch.Tensor | None,
+    uniforms: torch.Tensor | None,
+    filters: Filters,
+    draft_probs: torch.Tensor | None,
+    probabilities: bool,
+    return_logprobs: bool,
 ) -> Accepted:
-    """See `specdec_kernels.verify.accept`."""
+    """See `specdec_kernels.verify.accept`; `values` are logits, or with `probabilities` target laws."""
+    if rule in CHAIN_RULES and temperature is not None:
+        return rejection.accept(
+            rule, tokens, tree, values, lengths, max_depth, temperature=temperature, seeds=seeds, uniforms=uniforms,
+            filters=filters, draft_probs=draft_probs, probabilities=probabilities, return_logprobs=return_logprobs,
+        )  # fmt: skip
+    found = sampling.select(
+        values.flatten(0, 1), temperature, seeds, tree.positions, uniforms, filters, per_request=tokens.shape[1],
+        probabilities=probabilities, want_logprobs=return_logprobs,
+    )  # fmt: skip
+    return _walk(tokens, tree, found.tokens, found.valid, found.logprobs, lengths, max_depth)
+
+
+def accept_targets(
+    tokens: torch.Tensor, tree: TreeLinks, targets: torch.Tensor, lengths: torch.Tensor, max_depth: int
+) -> Accepted:
+    """See `specdec_kernels.verify.accept_targets`."""
+    return _walk(tokens, tree, targets, None, None, lengths, max_depth)
+
+
+def _walk(
+    tokens: torch.Tensor,
+    tree: TreeLinks,
+    targets: torch.Tensor,
+    usable: torch.Tensor | None,
+    logprobs: torch.Tensor | None,
+    lengths: torch.Tensor,
+    max_depth: int,
+) -> Accepted:
+    """Follow `targets` ([B * N] or [B, N]) down the trees."""
     batch, num_nodes = tokens.shape
-    picked = sampling.pick_tokens(
-        logits.flatten(0, 1), temperature, seeds, tree.positions, uniforms, rows_per_request=num_nodes
-    )
-
-    def out(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(*shape, dtype=dtype, device=tokens.device)
-
-    accepted = Accepted(
-        tokens=out(batch, max_depth + 1, dtype=torch.int64),
-        num_accepted=out(batch, dtype=torch.int32),
-        nodes=out(batch, max_depth + 1, dtype=torch.int32),
-        bonus=out(batch, dtype=torch.int64),
-        new_lengths=out(batch, dtype=torch.int64),
-        valid=out(batch, dtype=torch.bool),
-    )
+    accepted = rejection.outcome(batch, max_depth, tokens.device, with_logprobs=logprobs is not None)
     config = _CONFIGS[current_chip(tokens)]
     block_b = min(triton.next_power_of_2(max(batch, 1)), config.max_requests)
     launch(
-        _walk_kernel, (triton.cdiv(batch, block_b),), tokens, tree.first_child, tree.next_sibling, *picked,
-        lengths, *accepted, batch, num_warps=config.num_warps, NODES=num_nodes, DEPTH=max_depth,
+        _walk_kernel, (triton.cdiv(batch, block_b),), tokens, tree.first_child, tree.next_sibling, targets, usable,
+        logprobs, lengths, *accepted, batch, num_warps=config.num_warps, NODES=num_nodes, DEPTH=max_depth,
         BLOCK_B=block_b, BLOCK_D=max(triton.next_power_of_2(max_depth + 1), 2),
     )  # fmt: skip
     return accepted

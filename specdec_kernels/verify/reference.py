@@ -5,33 +5,56 @@ from __future__ import annotations
 import torch
 
 from specdec_kernels.sampling import reference as sampling
+from specdec_kernels.sampling.types import Filters
 from specdec_kernels.tree.types import TreeLinks
-from specdec_kernels.verify.types import Accepted
+from specdec_kernels.verify import rejection_reference
+from specdec_kernels.verify.types import CHAIN_RULES, Accepted
 
 
 def accept(
     rule: str,
     tokens: torch.Tensor,
     tree: TreeLinks,
-    logits: torch.Tensor,
+    values: torch.Tensor,
     lengths: torch.Tensor,
     max_depth: int,
     *,
-    temperature: torch.Tensor | None = None,
-    seeds: torch.Tensor | None = None,
-    uniforms: torch.Tensor | None = None,
+    temperature: torch.Tensor | None,
+    seeds: torch.Tensor | None,
+    uniforms: torch.Tensor | None,
+    filters: Filters,
+    draft_probs: torch.Tensor | None,
+    probabilities: bool,
+    return_logprobs: bool,
 ) -> Accepted:
-    """See `specdec_kernels.verify.accept`."""
+    """See `specdec_kernels.verify.accept`; `values` are logits, or with `probabilities` target laws."""
     batch, num_nodes = tokens.shape
+    if rule in CHAIN_RULES and temperature is not None:
+        assert draft_probs is not None
+        return rejection_reference.accept(
+            rule, tokens, tree, values, lengths, max_depth, temperature=temperature, seeds=seeds, uniforms=uniforms,
+            filters=filters, draft_probs=draft_probs, probabilities=probabilities, return_logprobs=return_logprobs,
+        )  # fmt: skip
     picked = sampling.pick_tokens(
-        logits.flatten(0, 1),
+        values.flatten(0, 1),
         None if temperature is None else temperature.repeat_interleave(num_nodes),
         None if seeds is None else seeds.repeat_interleave(num_nodes),
         tree.positions.reshape(-1),
-        None if uniforms is None else uniforms.reshape(-1),
+        None if uniforms is None or temperature is None else uniforms.reshape(-1),
+        **filters.repeated(num_nodes)._asdict(),
+        return_logprobs=return_logprobs,
+        probabilities=probabilities,
     )
     targets, valid = picked.tokens.view(batch, num_nodes), picked.valid.view(batch, num_nodes)
-    return walk(tokens, tree, targets, valid, lengths, max_depth)
+    logprobs = None if picked.logprobs is None else picked.logprobs.view(batch, num_nodes)
+    return walk(tokens, tree, targets, valid, lengths, max_depth, logprobs)
+
+
+def accept_targets(
+    tokens: torch.Tensor, tree: TreeLinks, targets: torch.Tensor, lengths: torch.Tensor, max_depth: int
+) -> Accepted:
+    """See `specdec_kernels.verify.accept_targets`."""
+    return walk(tokens, tree, targets.clamp(min=0), targets >= 0, lengths, max_depth)
 
 
 def walk(
@@ -41,6 +64,7 @@ def walk(
     valid: torch.Tensor,
     lengths: torch.Tensor,
     max_depth: int,
+    logprobs: torch.Tensor | None = None,
 ) -> Accepted:
     """Follow the target tokens ([B, N] int64, one a node) down the tree.
 
@@ -68,7 +92,11 @@ def walk(
     drafts = tokens.gather(1, path.clamp(min=0)).roll(-1, 1)
     emitted = torch.where(column < count[:, None], drafts, -1)
     emitted = torch.where(column == count[:, None], bonus[:, None], emitted)
-    return Accepted(emitted, count.int(), path.int(), bonus, lengths + count + 1, _at(valid, end))
+    on_path = None
+    if logprobs is not None:
+        # Every emitted token is the target token of the node it follows.
+        on_path = torch.where(column <= count[:, None], logprobs.gather(1, path.clamp(min=0)), 0.0)
+    return Accepted(emitted, count.int(), path.int(), bonus, lengths + count + 1, _at(valid, end), on_path)
 
 
 def _at(values: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-RULES = ("greedy", "target_only")
+RULES = ("greedy", "target_only", "rejection", "block")
+CHAIN_RULES = ("rejection", "block")  # need the draft's own probabilities
 
 
 class Accepted(NamedTuple):
@@ -18,3 +19,4 @@ class Accepted(NamedTuple):
     bonus: torch.Tensor  # [B] int64: the target's own token after the path
     new_lengths: torch.Tensor  # [B] int64: committed length + num_accepted + 1
     valid: torch.Tensor  # [B] bool: False where a row on the path had no usable logit (the walk stops there)
+    logprobs: torch.Tensor | None = None  # [B, D + 1] float32: log softmax(logits) of `tokens`, 0 where they are -1

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from specdec_kernels import pick_tokens
-from specdec_kernels.sampling import kernel
+from specdec_kernels.sampling import device
 from specdec_kernels.sampling.reference import philox_uniform
 
 IMPLS = ["reference", "triton"]
@@ -23,7 +23,7 @@ def _uniforms_kernel(seeds, positions, out, size, BLOCK: tl.constexpr, STREAM: t
     lane = tl.arange(0, BLOCK)
     seed = tl.load(seeds + lane, mask=lane < size, other=0)
     position = tl.load(positions + lane, mask=lane < size, other=0)
-    tl.store(out + lane, kernel.philox_uniform(seed, position, STREAM), mask=lane < size)
+    tl.store(out + lane, device.philox_uniform(seed, position, STREAM), mask=lane < size)
 
 
 @pytest.mark.parametrize("stream", [0, 3])

@@ -148,7 +148,7 @@ def test_malformed_links_end_the_walk(impl: str) -> None:
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"rule": "lossy"}, "rule: expected one of greedy, target_only, got 'lossy'"),
+        ({"rule": "lossy"}, "rule: expected one of greedy, target_only, rejection, block, got 'lossy'"),
         ({"rule": "greedy"}, "rule 'greedy' draws nothing"),
         ({"max_depth": -1}, "max_depth: expected at least 0"),
         ({"seeds": None}, "expected seeds and positions, or uniforms"),

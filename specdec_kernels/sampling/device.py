@@ -1,0 +1,209 @@
+"""Device functions that selection, the renormalised laws and acceptance are composed of.
+
+A row of logits (or of probabilities, `PROBS`) is seen as groups of WIDTH neighbouring tokens. Weights are
+w = exp((l - max l) / T), or the probability itself; float32 whatever the type of the row. Filters are
+thresholds on the value. They are found by bisection over sort keys: an int32 that orders as the float does,
+shifted by the bits that the row's type leaves zero, so that 16-bit logits need at most 16 halvings.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from specdec_kernels.sampling.reference import MIN_TEMPERATURE
+
+_MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
+_FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
+LOG2E = tl.constexpr(1.4426950408889634)
+_LOWEST_KEY = tl.constexpr(-(1 << 31))  # below the key of every float
+
+
+@triton.jit
+def load_values(values_ptr, row, column, row_stride, live):
+    """Entries as float32 with NaN as -inf and +inf as the largest float32; -inf where not `live`."""
+    offset = row.to(tl.int64) * row_stride + column
+    value = tl.load(values_ptr + offset, mask=live, other=float("-inf")).to(tl.float32)
+    value = tl.where(value == value, value, float("-inf"))
+    return tl.minimum(value, _FLOAT32_MAX)
+
+
+@triton.jit
+def finite(top):
+    """A shift for exponents that keeps rows without a usable logit free of inf - inf."""
+    return tl.where(top > float("-inf"), top, 0.0)
+
+
+@triton.jit
+def exponent_scale(warmth):
+    """log2(e) / T, at T = 1 for greedy rows."""
+    return 1.0 / tl.maximum(tl.where(warmth > 0, warmth, 1.0), _MIN_TEMPERATURE) * LOG2E
+
+
+@triton.jit
+def weigh(value, top, scale, PROBS: tl.constexpr):
+    """Unnormalised probability of a value."""
+    return tl.maximum(value, 0.0) if PROBS else tl.exp2((value - finite(top)) * scale)
+
+
+@triton.jit
+def philox_uniform(seed, position, STREAM: tl.constexpr, slot=0):
+    """Uniform in [0, 1) with 24 bits keyed by (seed, position, stream, slot), see `reference.philox_uniform`."""
+    low = position.to(tl.uint32)
+    high = (position >> 32).to(tl.uint32)
+    zero = low * 0
+    word, _, _, _ = tl.philox(seed, low, high, zero + STREAM, zero + slot)
+    return (word >> 8).to(tl.float32) * (1.0 / 16777216.0)
+
+
+@triton.jit
+def sort_key(value, SHIFT: tl.constexpr):
+    """int32 that orders as the float32 `value` does; zeros of both signs are one key."""
+    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
+
+
+@triton.jit
+def key_value(key, SHIFT: tl.constexpr):
+    """The float32 that `sort_key` maps to `key` (an int32)."""
+    wide = (key << SHIFT) | tl.where(key < 0, (1 << SHIFT) - 1, 0)
+    return (wide ^ ((wide >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def kth_key(key, wanted, low, high):
+    """[R]: the largest key in [low, high) that `wanted` [R] entries of `key` [R, E] reach.
+
+    `low` is taken as reached and `high` as not; both are int64 so that their sum cannot overflow. A row that asks
+    nothing comes with high = low + 1.
+    """
+    while tl.max(high - low, 0) > 1:
+        middle = (low + high) >> 1
+        reached = tl.sum((key >= middle.to(tl.int32)[:, None]).to(tl.int32), 1) >= wanted
+        open_ = high - low > 1
+        low = tl.where(open_ & reached, middle, low)
+        high = tl.where(open_ & (reached == 0), middle, high)
+    return low
+
+
+@triton.jit
+def mass_key(key, weight, goal, low, high):
+    """[R]: the smallest key in (low, high] above which less weight than `goal` [R] stands.
+
+    `high` is taken as such a key and `low` as none. A row that asks nothing comes with low = high - 1.
+    """
+    while tl.max(high - low, 0) > 1:
+        middle = (low + high) >> 1
+        above = tl.sum(tl.where(key > middle.to(tl.int32)[:, None], weight, 0.0), 1)
+        open_ = high - low > 1
+        high = tl.where(open_ & (above < goal), middle, high)
+        low = tl.where(open_ & (above >= goal), middle, low)
+    return high
+
+
+@triton.jit
+def first_beyond(running, weight, goal, index, END: tl.constexpr):
+    """First index of positive weight whose running sum exceeds the goal, else the last such index, else -1.
+
+    Running sums of a parallel scan may differ in the last bit from one lane to the next, so what has no weight is
+    passed over by name, not by trusting equal sums.
+    """
+    first = tl.min(tl.where((running > goal[:, None]) & (weight > 0), index, END), 1)
+    last = tl.max(tl.where(weight > 0, index, -1), 1)
+    return tl.where(first < END, first, last)
+
+
+@triton.jit
+def find(weight, uniform, index, END: tl.constexpr):
+    """Place (0 where there is no weight) at which the running sum of `weight` [R, E] passes uniform * its total, and
+    how much of the goal is left when the place begins."""
+    running = tl.cumsum(weight, 1)
+    goal = uniform * tl.max(running, 1)
+    place = tl.maximum(first_beyond(running, weight, goal, index, END), 0)
+    return place, goal - tl.max(tl.where(index < place[:, None], running, 0.0), 1)
+
+
+@triton.jit
+def draw_in_group(
+    values_ptr, row, in_row, group, goal, top, scale, floor, row_stride,
+    VOCAB: tl.constexpr, WIDTH: tl.constexpr, PROBS: tl.constexpr,
+):  # fmt: skip
+    """Token of the group, read again, at which the running weight of values >= floor passes the goal; -1 for none."""
+    column = group[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    value = load_values(values_ptr, row[:, None], column, row_stride, in_row[:, None] & (column < VOCAB))
+    weight = weigh(value, top[:, None], scale[:, None], PROBS)
+    weight = tl.where(value >= floor[:, None], weight, 0.0)
+    return first_beyond(tl.cumsum(weight, 1), weight, goal, column, VOCAB)
+
+
+@triton.jit
+def first_largest(
+    values_ptr, row, in_row, group_max, group, top, row_stride,
+    VOCAB: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Lowest token of the row's largest value, from the groups' maxima and one group read again."""
+    winner = tl.min(tl.where(group_max == top[:, None], group, GROUPS), 1)
+    column = winner[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    value = load_values(values_ptr, row[:, None], column, row_stride, in_row[:, None] & (column < VOCAB))
+    return tl.min(tl.where(value == top[:, None], column, VOCAB), 1)
+
+
+@triton.jit
+def streamed_count(
+    values_ptr, row, asks, row_stride, middle, VOCAB: tl.constexpr, SHIFT: tl.constexpr, BLOCK_V: tl.constexpr
+):  # fmt: skip
+    """[R]: entries of the whole row whose key is at least `middle`; rows that do not ask are not read."""
+    found = tl.zeros_like(middle)
+    for start in range(0, VOCAB, BLOCK_V):
+        column = start + tl.arange(0, BLOCK_V)[None, :]
+        value = load_values(values_ptr, row[:, None], column, row_stride, asks[:, None] & (column < VOCAB))
+        found += tl.sum((sort_key(value, SHIFT) >= middle[:, None]).to(tl.int32), 1)
+    return found
+
+
+@triton.jit
+def streamed_mass(
+    values_ptr, row, asks, row_stride, middle, top, scale,
+    VOCAB: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """[R]: weight of the entries of the whole row whose key is above `middle`."""
+    above = tl.zeros_like(top)
+    for start in range(0, VOCAB, BLOCK_V):
+        column = start + tl.arange(0, BLOCK_V)[None, :]
+        value = load_values(values_ptr, row[:, None], column, row_stride, asks[:, None] & (column < VOCAB))
+        weight = weigh(value, top[:, None], scale[:, None], PROBS)
+        above += tl.sum(tl.where(sort_key(value, SHIFT) > middle[:, None], weight, 0.0), 1)
+    return above
+
+
+@triton.jit
+def streamed_kth_key(
+    values_ptr, row, row_stride, wanted, low, high,
+    VOCAB: tl.constexpr, SHIFT: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """`kth_key` over the whole row."""
+    while tl.max(high - low, 0) > 1:
+        open_ = high - low > 1
+        middle = (low + high) >> 1
+        found = streamed_count(values_ptr, row, open_, row_stride, middle.to(tl.int32), VOCAB, SHIFT, BLOCK_V)
+        low = tl.where(open_ & (found >= wanted), middle, low)
+        high = tl.where(open_ & (found < wanted), middle, high)
+    return low
+
+
+@triton.jit
+def streamed_mass_key(
+    values_ptr, row, row_stride, goal, low, high, top, scale,
+    VOCAB: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """`mass_key` over the whole row."""
+    while tl.max(high - low, 0) > 1:
+        open_ = high - low > 1
+        middle = (low + high) >> 1
+        above = streamed_mass(
+            values_ptr, row, open_, row_stride, middle.to(tl.int32), top, scale, VOCAB, SHIFT, PROBS, BLOCK_V
+        )  # fmt: skip
+        high = tl.where(open_ & (above < goal), middle, high)
+        low = tl.where(open_ & (above >= goal), middle, low)
+    return high

@@ -1,0 +1,444 @@
+"""Kernels of the rules that need the draft's own law, `rejection` and `block`; formulas in `rejection_reference`.
+
+After the sampling family has left each row's law as (top, floor, total), nothing of the size of the vocabulary is
+written:
+
+1. judge, a program a request: p and q at the drafted tokens, coins, P_s; under `rejection` this already tells tau.
+2. residual, over groups of tokens: the sums of max(P_s p_s - q_s, 0) and of p_s. Under `rejection` only at row tau,
+   under `block` at all rows, because its h needs them.
+3. row sums (`block` only): Z of every row.
+4. finish, a program a request: tau under `block`, the group that the uniform falls in, that group again, the outcome.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from specdec_kernels.launch import current_chip, launch
+from specdec_kernels.sampling import device as d
+from specdec_kernels.sampling import kernel as sampling
+from specdec_kernels.sampling.types import ACCEPT_STREAM, BONUS_STREAM, RECOVER_STREAM, Filters
+from specdec_kernels.tree.types import TreeLinks
+from specdec_kernels.verify.types import Accepted
+
+_ACCEPT = tl.constexpr(ACCEPT_STREAM)
+_RECOVER = tl.constexpr(RECOVER_STREAM)
+_BONUS = tl.constexpr(BONUS_STREAM)
+
+
+@dataclass(frozen=True)
+class RejectionConfig:
+    width: int  # tokens of a group
+    strips: int  # groups of one program
+    max_requests: int  # requests, or rows, of one program
+    strip_warps: int
+    request_warps: int
+
+
+_GPU = RejectionConfig(width=64, strips=64, max_requests=1, strip_warps=8, request_warps=4)
+_CONFIGS = {
+    "sm80": _GPU,
+    "sm90": _GPU,
+    "sm100": _GPU,
+    "gfx942": _GPU,
+    "interpreter": RejectionConfig(64, 1 << 14, 1 << 15, 1, 1),
+}
+_MIN_SCAN = 8
+
+
+@triton.jit
+def _target_prob(
+    values_ptr, law_ptr, warmth, row, column, rows, row_stride, live, PROBS: tl.constexpr
+):  # fmt: skip
+    """p of `column` in `row`; 0 where not `live`. `row`, `warmth` and `column` broadcast against each other."""
+    top = tl.load(law_ptr + row, mask=live, other=0.0)
+    floor = tl.load(law_ptr + rows + row, mask=live, other=0.0)
+    total = tl.load(law_ptr + 2 * rows + row, mask=live, other=1.0)
+    value = d.load_values(values_ptr, row, column, row_stride, live)
+    weight = d.weigh(value, top, d.exponent_scale(warmth), PROBS)
+    return tl.where((value >= floor) & (total > 0), weight / total, 0.0)
+
+
+@triton.jit
+def _draft_prob(draft_ptr, row, column, live, VOCAB: tl.constexpr):
+    """q of `column` in `row` of the draft laws; NaN and negative entries are 0."""
+    prob = tl.load(draft_ptr + row.to(tl.int64) * VOCAB + column, mask=live, other=0.0)
+    return tl.where(prob > 0, prob, 0.0)
+
+
+@triton.jit
+def _leading(flags, node, END: tl.constexpr):
+    """How many of the nodes 1, 2, ... are flagged before the first that is not; lanes behind END do not count."""
+    return tl.min(tl.where((node >= 1) & (node < END) & (flags == 0), node, END), 1) - 1
+
+
+@triton.jit(do_not_specialize=["batch"])
+def _judge_kernel(
+    tokens_ptr,  # [B, N] int64
+    first_child_ptr,  # [B, N] int32
+    values_ptr,  # [B * N, VOCAB], row stride row_stride
+    draft_ptr,  # [B, N - 1, VOCAB] float32
+    law_ptr,  # [4, B * N] float32
+    greedy_ptr,  # [B * N] int64
+    valid_ptr,  # [B * N] bool
+    temperature_ptr,  # [B] float32
+    seeds_ptr,  # [B] int64, or None
+    positions_ptr,  # [B, N] int64, or None
+    uniforms_ptr,  # [B, N + 1] float32, or None
+    kept_ptr,  # [B, N] float32: P_s
+    coins_ptr,  # [B, N] float32, or None without BLOCK_RULE
+    state_ptr,  # [2, B] int32: drafts in reach, tau (under BLOCK_RULE only of greedy requests)
+    batch,
+    row_stride,
+    NODES: tl.constexpr,
+    DEPTH: tl.constexpr,
+    VOCAB: tl.constexpr,
+    BLOCK_RULE: tl.constexpr,
+    PROBS: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    request = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
+    in_batch = request < batch
+    node = tl.arange(0, BLOCK_N)[None, :]
+    here = in_batch[:, None] & (node >= 1) & (node < NODES)
+    row = request[:, None] * NODES + node - 1  # the row that judges the node
+    warmth = tl.load(temperature_ptr + request, mask=in_batch, other=0.0)[:, None]
+    token = tl.load(tokens_ptr + row.to(tl.int64) + 1, mask=here, other=-1)
+    child = tl.load(first_child_ptr + row, mask=here, other=-1)
+    usable = tl.load(valid_ptr + row, mask=here, other=0) != 0
+    reach = _leading(here & (child == node) & usable & (node <= DEPTH), node, NODES)
+    in_reach = node <= reach[:, None]
+    known = here & in_reach & (token >= 0) & (token < VOCAB)
+    p = _target_prob(values_ptr, law_ptr, warmth, row, token, batch * NODES, row_stride, known, PROBS)
+    q = _draft_prob(draft_ptr, request[:, None] * (NODES - 1) + node - 1, token, known, VOCAB)
+    p = tl.where(known, p, 0.0)
+    if uniforms_ptr is not None:
+        coin = tl.load(uniforms_ptr + request[:, None] * (NODES + 1) + node - 1, mask=here, other=1.0)
+    else:
+        seed = tl.load(seeds_ptr + request, mask=in_batch, other=0)[:, None] + tl.zeros_like(token)
+        root = tl.load(positions_ptr + request.to(tl.int64) * NODES, mask=in_batch, other=0)[:, None]
+        coin = d.philox_uniform(seed, root + tl.zeros_like(token), _ACCEPT, node - 1)
+
+    argmax = tl.load(greedy_ptr + row, mask=here, other=-1)
+    greedy_tau = _leading(here & in_reach & (token == argmax), node, NODES)
+    kept = tl.full((BLOCK_B, BLOCK_N), 1.0, tl.float32)
+    if BLOCK_RULE:
+        tau = greedy_tau
+        ratio = tl.where(q > 0, p / tl.where(q > 0, q, 1.0), (p > 0).to(tl.float32))
+        running = tl.full((BLOCK_B,), 1.0, tl.float32)
+        for step in range(1, NODES):
+            running = tl.minimum(running * tl.sum(tl.where(node == step, ratio, 0.0), 1), 1.0)
+            kept = tl.where(node == step, running[:, None], kept)
+        tl.store(coins_ptr + row + 1, coin, mask=here)
+    else:
+        tau = tl.where(
+            warmth > 0, _leading(here & in_reach & (coin * q < p), node, NODES)[:, None], greedy_tau[:, None]
+        )
+        tau = tl.max(tau, 1)
+    tl.store(kept_ptr + row + 1, kept, mask=in_batch[:, None] & (node < NODES))
+    tl.store(state_ptr + request, reach, mask=in_batch)
+    tl.store(state_ptr + batch + request, tau, mask=in_batch)
+
+
+@triton.jit(do_not_specialize=["strips", "batch"])
+def _residual_kernel(
+    values_ptr,  # [B * N, VOCAB], row stride row_stride
+    draft_ptr,  # [B, N - 1, VOCAB] float32
+    law_ptr,  # [4, B * N] float32
+    temperature_ptr,  # [B] float32
+    kept_ptr,  # [B, N] float32
+    state_ptr,  # [2, B] int32
+    sums_ptr,  # [2, B * ROWS, GROUPS] float32: residual, target
+    strips,  # B * ROWS * GROUPS
+    batch,
+    row_stride,
+    NODES: tl.constexpr,
+    ROWS: tl.constexpr,  # NODES, or 1: row tau alone
+    VOCAB: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PROBS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    strip = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
+    in_strips = strip < strips
+    entry = strip // GROUPS
+    request = entry // ROWS
+    reach = tl.load(state_ptr + request, mask=in_strips, other=0)
+    step = entry - request * ROWS
+    if ROWS == 1:
+        step = tl.load(state_ptr + batch + request, mask=in_strips, other=0)
+    warmth = tl.load(temperature_ptr + request, mask=in_strips, other=0.0)
+    active = in_strips & (step <= reach) & (warmth > 0)
+    row = request * NODES + step
+    kept = tl.where(step < reach, tl.load(kept_ptr + row, mask=active, other=1.0), 1.0)
+    column = (strip - entry * GROUPS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    live = active[:, None] & (column < VOCAB)
+    p = _target_prob(values_ptr, law_ptr, warmth[:, None], row[:, None], column, batch * NODES, row_stride, live, PROBS)
+    p = tl.where(live, p, 0.0)
+    judged = live & (step < reach)[:, None]
+    q = _draft_prob(draft_ptr, (row - request)[:, None], column, judged, VOCAB)
+    residual = tl.sum(tl.maximum(kept[:, None] * p - q, 0.0), 1)
+    place = strip.to(tl.int64)
+    tl.store(sums_ptr + place, residual, mask=in_strips)
+    tl.store(sums_ptr + strips + place, tl.sum(p, 1), mask=in_strips)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _row_sums_kernel(
+    sums_ptr,  # [R, GROUPS] float32
+    left_ptr,  # [R] float32
+    rows,
+    GROUPS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    group = tl.arange(0, BLOCK_G)[None, :]
+    live = (row < rows)[:, None] & (group < GROUPS)
+    part = tl.load(sums_ptr + row.to(tl.int64)[:, None] * GROUPS + group, mask=live, other=0.0)
+    tl.store(left_ptr + row, tl.sum(part, 1), mask=row < rows)
+
+
+@triton.jit
+def _block_length(kept_ptr, coins_ptr, left_ptr, request, in_batch, reach, NODES: tl.constexpr, BLOCK_N: tl.constexpr):
+    """tau: the last node whose coin is below its h."""
+    node = tl.arange(0, BLOCK_N)[None, :]
+    live = in_batch[:, None] & (node >= 1) & (node <= reach[:, None])
+    place = request[:, None] * NODES + node
+    kept = tl.load(kept_ptr + place, mask=live, other=0.0)
+    left = tl.load(left_ptr + place, mask=live, other=0.0)
+    coin = tl.load(coins_ptr + place, mask=live, other=1.0)
+    below = left + 1.0 - kept
+    h = tl.where(below > 0, left / tl.where(below > 0, below, 1.0), 1.0)
+    h = tl.where(node == reach[:, None], kept, h)
+    return tl.max(tl.where(live & (coin < h), node, 0), 1)
+
+
+@triton.jit
+def _finishing_uniform(
+    seeds_ptr, positions_ptr, uniforms_ptr, request, in_batch, whole, NODES: tl.constexpr
+):  # fmt: skip
+    """Uniform of the bonus behind a whole chain, else of the token in place of the rejected draft."""
+    if uniforms_ptr is not None:
+        place = request * (NODES + 1) + NODES - 1 + whole.to(tl.int32)
+        uniform = tl.load(uniforms_ptr + place, mask=in_batch, other=0.0)
+    else:
+        seed = tl.load(seeds_ptr + request, mask=in_batch, other=0)
+        root = tl.load(positions_ptr + request.to(tl.int64) * NODES, mask=in_batch, other=0)
+        recover = d.philox_uniform(seed, root, _RECOVER)
+        uniform = tl.where(whole, d.philox_uniform(seed, root, _BONUS), recover)
+    return uniform
+
+
+@triton.jit
+def _drawn_token(
+    values_ptr, draft_ptr, law_ptr, sums_ptr, warmth, kept, request, entry, row, entries, batch, row_stride, judged,
+    active, uniform,
+    VOCAB: tl.constexpr, GROUPS: tl.constexpr, PROBS: tl.constexpr, BLOCK_G: tl.constexpr, WIDTH: tl.constexpr,
+    NODES: tl.constexpr,
+):  # fmt: skip
+    """Token drawn from the residual of `row`, or from the target's law where the residual is empty; -1 for neither."""
+    group = tl.arange(0, BLOCK_G)[None, :]
+    place = entry.to(tl.int64)[:, None] * GROUPS + group
+    live = active[:, None] & (group < GROUPS)
+    residual = tl.load(sums_ptr + place, mask=live, other=0.0)
+    target = tl.load(sums_ptr + entries.to(tl.int64) * GROUPS + place, mask=live, other=0.0)
+    empty = tl.max(residual, 1) <= 0
+    mass = tl.where(empty[:, None], target, residual)
+    chosen, goal = d.find(mass, uniform, group, BLOCK_G)
+    column = chosen[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    live = active[:, None] & (column < VOCAB)
+    p = _target_prob(values_ptr, law_ptr, warmth[:, None], row[:, None], column, batch * NODES, row_stride, live, PROBS)
+    p = tl.where(live, p, 0.0)
+    taking = live & (judged & (empty == 0))[:, None]
+    q = _draft_prob(draft_ptr, (row - request)[:, None], column, taking, VOCAB)
+    weight = tl.maximum(tl.where(empty, 1.0, kept)[:, None] * p - q, 0.0)
+    return d.first_beyond(tl.cumsum(weight, 1), weight, goal, column, VOCAB)
+
+
+@triton.jit(do_not_specialize=["batch"])
+def _finish_kernel(
+    tokens_ptr,  # [B, N] int64
+    values_ptr,  # [B * N, VOCAB], row stride row_stride
+    draft_ptr,  # [B, N - 1, VOCAB] float32
+    law_ptr,  # [4, B * N] float32
+    greedy_ptr,  # [B * N] int64
+    valid_ptr,  # [B * N] bool
+    temperature_ptr,  # [B] float32
+    seeds_ptr,  # [B] int64, or None
+    positions_ptr,  # [B, N] int64, or None
+    uniforms_ptr,  # [B, N + 1] float32, or None
+    kept_ptr,  # [B, N] float32
+    coins_ptr,  # [B, N] float32, or None without BLOCK_RULE
+    left_ptr,  # [B, N] float32, or None without BLOCK_RULE
+    state_ptr,  # [2, B] int32
+    sums_ptr,  # [2, B * ROWS, GROUPS] float32
+    lengths_ptr,  # [B] int64
+    out_tokens_ptr,  # [B, DEPTH + 1] int64
+    out_count_ptr,  # [B] int32
+    out_nodes_ptr,  # [B, DEPTH + 1] int32
+    out_bonus_ptr,  # [B] int64
+    out_lengths_ptr,  # [B] int64
+    out_valid_ptr,  # [B] bool
+    out_logprobs_ptr,  # [B, DEPTH + 1] float32, or None
+    batch,
+    row_stride,
+    NODES: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    VOCAB: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_RULE: tl.constexpr,
+    PROBS: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    request = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
+    in_batch = request < batch
+    warmth = tl.load(temperature_ptr + request, mask=in_batch, other=0.0)
+    reach = tl.load(state_ptr + request, mask=in_batch, other=0)
+    tau = tl.load(state_ptr + batch + request, mask=in_batch, other=0)
+    if BLOCK_RULE:
+        longest = _block_length(kept_ptr, coins_ptr, left_ptr, request, in_batch, reach, NODES, BLOCK_N)
+        tau = tl.where(warmth > 0, longest, tau)
+    row = request * NODES + tau
+    usable = tl.load(valid_ptr + row, mask=in_batch, other=0) != 0
+    whole = tau == reach
+    kept = tl.where(whole, 1.0, tl.load(kept_ptr + row, mask=in_batch, other=1.0))
+    uniform = _finishing_uniform(seeds_ptr, positions_ptr, uniforms_ptr, request, in_batch, whole, NODES)
+    entry = request if ROWS == 1 else row
+    drawn = _drawn_token(
+        values_ptr, draft_ptr, law_ptr, sums_ptr, warmth, kept, request, entry, row, batch * ROWS, batch, row_stride,
+        whole == 0, in_batch & usable & (warmth > 0), uniform, VOCAB, GROUPS, PROBS, BLOCK_G, WIDTH, NODES,
+    )  # fmt: skip
+    bonus = tl.load(greedy_ptr + row, mask=in_batch, other=0)
+    bonus = tl.where((warmth > 0) & (drawn >= 0), drawn.to(tl.int64), bonus)
+    bonus = tl.where(usable, bonus, 0)
+
+    column = tl.arange(0, BLOCK_D)[None, :]
+    in_out = in_batch[:, None] & (column <= DEPTH)
+    on_path = in_out & (column <= tau[:, None])
+    source = request.to(tl.int64)[:, None] * NODES + column
+    emitted = tl.load(tokens_ptr + source + 1, mask=on_path & (column < tau[:, None]), other=-1)
+    emitted = tl.where(column == tau[:, None], bonus[:, None], emitted)
+    out = request.to(tl.int64)[:, None] * (DEPTH + 1) + column
+    tl.store(out_tokens_ptr + out, emitted, mask=in_out)
+    tl.store(out_nodes_ptr + out, tl.where(column <= tau[:, None], column, -1), mask=in_out)
+    tl.store(out_count_ptr + request, tau, mask=in_batch)
+    tl.store(out_bonus_ptr + request, bonus, mask=in_batch)
+    length = tl.load(lengths_ptr + request, mask=in_batch, other=0)
+    tl.store(out_lengths_ptr + request, length + tau + 1, mask=in_batch)
+    tl.store(out_valid_ptr + request, usable, mask=in_batch)
+    if out_logprobs_ptr is not None:
+        normaliser = tl.load(law_ptr + 3 * batch * NODES + source, mask=on_path, other=0.0)
+        value = d.load_values(values_ptr, source, emitted, row_stride, on_path)
+        value = tl.log(tl.maximum(value, 0.0)) if PROBS else value
+        sure = usable[:, None] | (column < tau[:, None])
+        logprob = tl.where(sure, value - normaliser, float("-inf"))
+        tl.store(out_logprobs_ptr + out, tl.where(on_path, logprob, 0.0), mask=in_out)
+
+
+def outcome(batch: int, max_depth: int, device: torch.device, *, with_logprobs: bool) -> Accepted:
+    """Unwritten outputs of acceptance."""
+
+    def out(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device=device)
+
+    return Accepted(
+        tokens=out(batch, max_depth + 1, dtype=torch.int64),
+        num_accepted=out(batch, dtype=torch.int32),
+        nodes=out(batch, max_depth + 1, dtype=torch.int32),
+        bonus=out(batch, dtype=torch.int64),
+        new_lengths=out(batch, dtype=torch.int64),
+        valid=out(batch, dtype=torch.bool),
+        logprobs=out(batch, max_depth + 1, dtype=torch.float32) if with_logprobs else None,
+    )
+
+
+def accept(
+    rule: str,
+    tokens: torch.Tensor,
+    tree: TreeLinks,
+    values: torch.Tensor,
+    lengths: torch.Tensor,
+    max_depth: int,
+    *,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor | None,
+    uniforms: torch.Tensor | None,
+    filters: Filters,
+    draft_probs: torch.Tensor,
+    probabilities: bool,
+    return_logprobs: bool,
+) -> Accepted:
+    """See `specdec_kernels.verify.accept`."""
+    batch, num_nodes, vocab = values.shape
+    config, block_rule = _CONFIGS[current_chip(values)], rule == "block"
+    flat = values.flatten(0, 1)
+    found = sampling.select(
+        flat, temperature, None, None, None, filters, per_request=num_nodes, probabilities=probabilities, draw=False,
+        want_law=True, normalise=return_logprobs,
+    )  # fmt: skip
+    positions = tree.positions
+    if uniforms is not None:
+        seeds = positions = None
+
+    def out(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device=tokens.device)
+
+    rows = num_nodes if block_rule else 1
+    width = min(max(triton.next_power_of_2(vocab), _MIN_SCAN), config.width)
+    groups = triton.cdiv(vocab, width)
+    block_g = max(triton.next_power_of_2(groups), _MIN_SCAN)
+    kept, state, sums = out(batch, num_nodes), out(2, batch, dtype=torch.int32), out(2, batch * rows, groups)
+    coins, left = (out(batch, num_nodes), out(batch, num_nodes)) if block_rule else (None, None)
+    accepted = outcome(batch, max_depth, tokens.device, with_logprobs=return_logprobs)
+    sizes = dict(NODES=num_nodes, VOCAB=vocab, PROBS=probabilities)
+    stride = flat.stride(0)
+
+    def blocks(count: int, each: int) -> tuple[int, int]:
+        """Rows of a program, and programs, where a row is `each` lanes wide."""
+        fitting = max(1, (1 << 20) // each)
+        size = min(triton.next_power_of_2(max(count, 1)), config.max_requests, fitting)
+        return size, triton.cdiv(count, size)
+
+    block_n = max(triton.next_power_of_2(num_nodes), 2)
+    block_b, programs = blocks(batch, block_n)
+    launch(
+        _judge_kernel, (programs,), tokens, tree.first_child, flat, draft_probs, found.law, found.tokens, found.valid,
+        temperature, seeds, positions, uniforms, kept, coins, state, batch, stride, num_warps=config.request_warps,
+        DEPTH=max_depth, BLOCK_RULE=block_rule, BLOCK_B=block_b, BLOCK_N=block_n, **sizes,
+    )  # fmt: skip
+    strips = batch * rows * groups
+    block_s = min(config.strips, max(triton.next_power_of_2(max(strips, 1)), 2))
+    launch(
+        _residual_kernel, (triton.cdiv(strips, block_s),), flat, draft_probs, found.law, temperature, kept, state, sums,
+        strips, batch, stride, num_warps=config.strip_warps, ROWS=rows, GROUPS=groups, BLOCK_S=block_s, WIDTH=width,
+        **sizes,
+    )  # fmt: skip
+    if block_rule:
+        block_r, programs = blocks(batch * rows, block_g)
+        launch(
+            _row_sums_kernel, (programs,), sums, left, batch * rows, num_warps=config.request_warps, GROUPS=groups,
+            BLOCK_R=block_r, BLOCK_G=block_g,
+        )  # fmt: skip
+    block_b, programs = blocks(batch, block_g)
+    launch(
+        _finish_kernel, (programs,), tokens, flat, draft_probs, found.law, found.tokens, found.valid, temperature,
+        seeds, positions, uniforms, kept, coins, left, state, sums, lengths, *accepted, batch, stride,
+        num_warps=config.request_warps, ROWS=rows, DEPTH=max_depth, GROUPS=groups, BLOCK_RULE=block_rule,
+        BLOCK_B=block_b, BLOCK_N=block_n, BLOCK_D=max(triton.next_power_of_2(max_depth + 1), 2), BLOCK_G=block_g,
+        WIDTH=width, **sizes,
+    )  # fmt: skip
+    return accepted
