@@ -1,26 +1,28 @@
 """A device-resident store of n-grams that drafts: what followed the last tokens before, is proposed again.
 
-The store is a trie of every n-gram of at most D = `max_depth` tokens in the texts inserted, with, for each node (an
-n-gram), how often it occurred and the stamp of its last occurrence: the running number, over all tokens ever inserted, of
-its last token. After each step the newly committed tokens are inserted: for a token at position e, the n-grams of 1 to D
-tokens that end at e, each once. So a text inserted step by step counts as if inserted whole, at any length.
+The store is a trie of every n-gram of at most D = `max_depth` tokens in the texts inserted. Each node, an n-gram, knows
+how often it occurred and the stamp of its last occurrence: the running number, over all tokens ever inserted, of the
+last of its tokens. After each step the newly committed tokens are inserted: for a token at position e, the n-grams of 1
+to D tokens that end at e, each once. So a text inserted step by step counts as if inserted whole, at any length.
 
-Matching takes the suffixes of a request's text, the longest first, and merges what followed them into one tree until its
-nodes are used up. With `bfs` a suffix's continuations are walked breadth first, children by recency, the
-`breadth_at(depth)` latest of a node: narrower the longer the match. With `prob` they are walked best first by
-the product over the path of count / (counts of the `max_breadth` most frequent siblings), ties to what was seen first.
+Matching takes the suffixes of a request's text, the longest first, and merges what followed them into one tree until
+its nodes are used up. With `bfs` a suffix's continuations are walked breadth first, of each node its latest
+`types.breadth_at(depth)` children: fewer the longer the match. With `prob` they are walked best first by the product
+over the path of count / (sum of the counts of the `max_breadth` most frequent siblings), ties to what was seen first.
+These are the rules of SGLang's n-gram drafter; three of its habits are left behind: it counts the last D tokens anew in
+each step, never indexes more of a prompt than these, and pads its trees with drafts of token 0.
 
 Order of execution cannot change what the store holds. In one insertion every (row, window, length) is an occurrence of
-one n-gram, found or created by compare-and-swap on its exact key; counts are sums and stamps maxima of numbers
-fixed beforehand (row after row, each row in order). The lists of best children are written after that, in a launch of their
+one n-gram, found or created by compare-and-swap on its exact key; counts are sums and stamps maxima of numbers fixed
+beforehand (row after row, each row in order). The lists of best children are written after that, in a launch of their
 own, each by one program, and are the top of a set under a strict order. Only the numbers of nodes depend on who came
 first.
 
 Capacity: an insertion of T tokens that might not fit (live nodes + T * D > capacity) first evicts. Every node knows the
-last insertion whose windows went through it, which a parent shares with or outlives its children; the nodes used by the latest insertions
-are kept, as many insertions as fit half of the capacity. Insertions that could need more than that half are
-carried out in pieces (`types.insertion_pieces`), each with its own eviction, so the store never overflows. A window whose
-beginning has been evicted is not continued.
+last insertion whose windows went through it, which for a parent is never earlier than for its children. The nodes used
+by the latest insertions are kept, as many insertions as fit half of the capacity. An insertion that could need more
+than the other half is carried out in pieces (`types.insertion_pieces`), each with its own eviction, so the store never
+overflows. A window whose beginning has been evicted is not continued.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ def ngram_insert(
     width: int,
     impl: str = "auto",
 ) -> None:
-    """Insert the n-grams that end in the tokens at positions `start[b] … start[b] + counts[b] - 1` of each row, in place.
+    """Insert, in place, the n-grams that end at positions `start[b] … start[b] + counts[b] - 1` of each row.
 
     Tokens before `start[b]` are the beginnings of these n-grams and are not counted again; they count as
     inserted by earlier calls, and an n-gram whose beginning the store does not hold is left out. A token outside
@@ -110,14 +112,14 @@ def ngram_match(
         num_nodes: N, 1 to 256, the root included.
         window: longest suffix, 1 to `store.max_depth` - 1.
         min_breadth, max_breadth: children taken of one node; 1 <= min <= max <= `store.max_breadth`, which is what None
-            means. `bfs` takes max_breadth behind an empty match and falls linearly to min_breadth at `window` tokens and
-            on, to no less than one; `prob` takes max_breadth.
+            means. `bfs` would take max_breadth behind an empty match, min_breadth behind `window` tokens, and goes on
+            along this line beyond, to no less than one; `prob` takes max_breadth.
         mode: `bfs` (recency) or `prob` (frequency).
         impl: `auto`, `triton` or `reference` (plain Python; on a GPU store it reads back to the host).
 
     Returns:
-        NgramDraft: tokens [B, N] int64 (node 0 the root; 0 at unused nodes), parents [B, N] int32 (-1 at the root, -2 at
-            unused nodes, so that `build_tree` never links them).
+        NgramDraft: tokens [B, N] int64 (node 0 the root; 0 at unused nodes), parents [B, N] int32 (-1 at the root, -2
+            at unused nodes, so that `build_tree` never links them).
 
     Raises:
         ValueError: wrong shape, dtype, strides or devices, a size out of range, or an unknown `mode` or `impl`.

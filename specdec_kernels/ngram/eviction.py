@@ -1,9 +1,11 @@
 """Before an insertion: stamps for its rows, and room for its n-grams.
 
-One program, because almost always there is nothing to do but to read a counter; when there is, once in many thousand tokens,
-it makes a few passes over the store: a bisection for the oldest insertion to keep, clearing, and entering
-the kept nodes again, since a hash table with linear probing cannot lose single keys.
+One program, because almost always there is nothing to do but to read a counter. When there is, once in many thousand
+tokens, it makes a few passes over the store: a bisection for the oldest insertion to keep, clearing, and entering the
+kept nodes again, since a hash table with linear probing cannot lose single keys.
 """
+
+# mypy: ignore-errors
 
 from __future__ import annotations
 

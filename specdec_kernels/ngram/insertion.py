@@ -1,16 +1,18 @@
 """Insertion of n-grams by programs that run at the same time.
 
-Three launches, so that each reads only what an earlier one wrote. `find_beginnings` looks up, for every row, the nodes of
-the 1 to D - 1 tokens before its new ones. `insert` has a lane for every window that holds a new token (the D - 1 that begin
-before them and one for each of them); a lane follows its window, at every new token finds or creates the child, counts it and
-stamps it, and hangs it on its parent's chain if it is the first to touch it. `list_children` gives every parent with a chain to
-one lane, which offers the chain's children to the parent's two lists.
+Three launches, so that each reads only what an earlier one wrote. `find_beginnings` looks up, for every row, the nodes
+of the 1 to D - 1 tokens before its new ones. `insert` has a lane for every window that holds a new token: the D - 1
+that begin before them, and one for each of them. A lane follows its window, at every new token finds or creates the
+child, counts and stamps it, and hangs it on its parent's chain if it is the first to touch it. `list_children` gives
+every parent with a chain to one lane, which offers the chain's children to the parent's two lists.
 
-A child is created by compare-and-swap of its key into the first empty cell of its probe sequence, so equal
-n-grams meet in one cell whoever comes first. The winner takes a number and publishes it in `nodes` with
-release semantics; the others wait for it there with acquire semantics. The wait ends: the winner has no wait between its swap and
+A child is created by compare-and-swap of its key into the first empty cell of its probe sequence, so equal n-grams
+meet in one cell whoever comes first. The winner takes a number and publishes it in `nodes` with release semantics; the
+others wait for it there with acquire semantics. The wait ends, since the winner waits for nothing between its swap and
 its publication. First to touch is who sees a stamp from before this insertion in the atomic maximum.
 """
+
+# mypy: ignore-errors
 
 from __future__ import annotations
 

@@ -7,8 +7,11 @@ tile [anchors, entries] holds the nodes taken so far, entry 0 the anchor, each w
 that child's weight. Each round takes in every row the entry of largest weight, ties to the lowest entry, appends
 its next child as a new entry and moves the cursor. With frequencies as weights this is best first; with all
 weights equal the lowest entry with children left is the head of a queue, which is breadth first.
-Merge. Anchors in order, longest first, each walk in its order: a node joins the tree unless its parent has that token already.
+Merge. Anchors in order, longest first, each walk in its order: a node joins the tree unless its parent has that token
+already.
 """
+
+# mypy: ignore-errors
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Definition of the n-gram store in plain Python, on the same tensors: either implementation can go on with the other's.
+"""Definition of the n-gram store in plain Python, on the same tensors: one implementation can go on with the other's.
 
 One loop for every sentence of the definition. The tensors are seen through numpy, which on the CPU shares their memory.
 """
@@ -54,7 +54,7 @@ class Trie:
         mixed = (key * HASH_FIRST) & _WORD
         mixed = ((mixed ^ (mixed >> 32)) * HASH_SECOND) & _WORD
         cell = mixed >> (64 - self._bits)
-        while (seen := int(self.keys[cell])) not in (key, EMPTY):
+        while self.keys[cell] not in (key, EMPTY):
             cell = (cell + 1) % len(self.keys)
         return cell, key
 

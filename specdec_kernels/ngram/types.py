@@ -43,11 +43,12 @@ class NgramStore:
 
     keys: [cells] int64, key of the child in each cell, -1 where empty; cells is a power of two, at least 2 * capacity.
     nodes: [cells] int32, the node of each key.
-    ints: [7, capacity] int32. Of a node: parent, token (-1: the node is free), count of occurrences. Of a node during an
-        insertion: head of the chain of its changed children, next child in its parent's chain. Lists: free node numbers
-        (from entry `live` on), parents with changed children.
-    times: [2, capacity] int64: stamp of the last occurrence, and number of the last insertion that went through the node.
-    lists: [2, capacity, list_width] int32: children by falling stamp, and by falling count (ties: lower token), -1 padded.
+    ints: [7, capacity] int32. Of a node: parent, token (-1: the node is free), count of occurrences. Of a node during
+        an insertion: head of the chain of its changed children, next child in its parent's chain. Lists: free node
+        numbers (from entry `live` on), parents with changed children.
+    times: [2, capacity] int64: stamp of the last occurrence, and number of the last insertion that used the node.
+    lists: [2, capacity, list_width] int32: a node's children by falling stamp, and by falling count (ties: lower token
+        first), as many as there are, then -1.
     counters: [6] int64: live nodes, insertions, tokens, and for the running insertion its first stamp, the oldest
         insertion that survives it (0: nothing is evicted), length of the list of parents.
     """
@@ -112,7 +113,8 @@ class NgramStore:
 
     def to(self, device: torch.device | str) -> NgramStore:
         """The store on `device`: a copy, or the same tensors where they are there already."""
-        return NgramStore(*(t.to(device) for t in self.tensors()), self.max_depth, self.max_breadth)
+        keys, nodes, ints, times, lists, counters = (tensor.to(device) for tensor in self.tensors())
+        return NgramStore(keys, nodes, ints, times, lists, counters, self.max_depth, self.max_breadth)
 
     def contents(self) -> dict[str, torch.Tensor]:
         """What the store holds, independent of node numbers and of the layout of the hash table.

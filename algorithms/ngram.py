@@ -1,0 +1,114 @@
+"""Drafting by looking up: what followed the last tokens before will follow them again.
+
+observe   Every committed token, of prompts and of answers, is counted into a device-resident trie of n-grams that all
+          requests of a run share. A text file may be counted in beforehand.
+propose   The suffixes of the text up to the root, the longest first, are looked up, and what followed them is merged into
+          one tree: `bfs` prefers what followed last, `prob` what followed most often.
+
+There is no drafter to load. The tree is a deterministic function of what was committed, so the target's own choice
+decides (`target_only`). Rules of the trie and of the trees: `specdec_kernels.ngram`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import specdec_kernels as kernels
+from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Observation, Resources
+
+if TYPE_CHECKING:
+    from algorithms.runtime.models.loading import Target
+
+MODES = ("bfs", "prob")
+
+
+class NGram(Algorithm):
+    """Trees from a store of n-grams."""
+
+    name = "ngram"
+    chain = False
+
+    @dataclass
+    class Config:
+        name: str = "ngram"
+        num_nodes: int = 16
+        """Nodes verified, the root included."""
+        window: int = 8
+        """Longest suffix that is looked up, in tokens."""
+        depth: int = 16
+        """Longest n-gram stored, in tokens: a suffix and its continuation together."""
+        min_breadth: int = 1
+        """Continuations taken of a node behind a suffix as long as the window (mode bfs)."""
+        max_breadth: int = 8
+        """Most continuations taken of a node."""
+        mode: str = "bfs"
+        """bfs: breadth first by recency; prob: best first by frequency."""
+        capacity: int = 1 << 18
+        """N-grams the store holds; what was not used for longest makes room. About 140 bytes each."""
+        corpus: str | None = None
+        """Text file that is counted in before the first request."""
+
+        def __post_init__(self) -> None:
+            _expect("num_nodes", self.num_nodes, 2, 256)
+            _expect("depth", self.depth, 2, 256)
+            _expect("window", self.window, 1, self.depth - 1)
+            _expect("max_breadth", self.max_breadth, 1, 32)
+            _expect("min_breadth", self.min_breadth, 1, self.max_breadth)
+            _expect("capacity", self.capacity, 2 * self.depth, 1 << 24)
+            if self.mode not in MODES:
+                raise ValueError(f"algo.mode must be one of {', '.join(MODES)}, got {self.mode!r}")
+
+    def __init__(self, config: Config, target: Target, draft_path: str | None) -> None:
+        self._config = config
+        self._corpus = _encode_file(config.corpus, target) if config.corpus else []
+        self.num_nodes = config.num_nodes
+        self.max_depth = min(config.num_nodes, config.depth) - 1
+
+    def attach(self, resources: Resources) -> None:
+        import torch
+
+        config, device = self._config, resources.device
+        self._impl = resources.impl
+        self._store = kernels.NgramStore.create(config.capacity, config.depth, config.max_breadth, device)
+        if self._corpus:
+            text = torch.tensor([self._corpus], device=device)
+            start = torch.zeros(1, dtype=torch.int64, device=device)
+            count = torch.full((1,), text.shape[1], dtype=torch.int32, device=device)
+            kernels.ngram_insert(self._store, text, start, count, text.shape[1], impl=self._impl)
+
+    def propose(self, batch: Batch) -> DraftTree:
+        config = self._config
+        draft = kernels.ngram_match(
+            self._store,
+            batch.history,
+            batch.lengths,
+            config.num_nodes,
+            window=config.window,
+            min_breadth=config.min_breadth,
+            max_breadth=config.max_breadth,
+            mode=config.mode,
+            impl=self._impl,
+        )
+        return DraftTree(draft.tokens, kernels.build_tree(draft.parents, batch.lengths, impl=self._impl))
+
+    def observe(self, seen: Observation) -> None:
+        width = seen.tokens.shape[1]
+        kernels.ngram_insert(self._store, seen.history, seen.start, seen.counts, width, impl=self._impl)
+
+
+def _expect(key: str, value: Any, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise ValueError(f"algo.{key}: expected {least} to {most}, got {value}")
+
+
+def _encode_file(path: str, target: Target) -> list[int]:
+    """The tokens of a text file; ValueError where it cannot be read as one."""
+    from algorithms.runtime.models.tokenizer import Tokenizer
+
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"algo.corpus: expected a text file in UTF-8, got {path}: {error}") from error
+    return Tokenizer.load(target.path).encode(text)
