@@ -297,3 +297,26 @@ PAGE_CASES = (
 )
 
 CASES = (*PAGE_CASES, *PATH_CASES, *RAGGED_CASES, *DRAFT_CASES)
+
+
+def _slot_bytes(kv: torch.Tensor) -> int:
+    """Bytes of one slot in all layers, keys and values."""
+    layers, planes, _, _, heads, dim = kv.shape
+    return layers * planes * heads * dim * kv.element_size()
+
+
+def _move_accepted_work(inputs: dict[str, Any]) -> tuple[int, int]:
+    """(bytes, operations): each slot that changes place is read and written; the pool around it is not."""
+    nodes = inputs["nodes"]
+    moves = (nodes > 0) & (nodes != torch.arange(nodes.shape[1], device=nodes.device))
+    return 2 * int(moves.sum()) * _slot_bytes(inputs["kv"]), 0
+
+
+def _move_slots_work(inputs: dict[str, Any]) -> tuple[int, int]:
+    """As `_move_accepted_work`, for a list of slots."""
+    moves = (inputs["source"] >= 0) & (inputs["target"] >= 0) & (inputs["source"] != inputs["target"])
+    return 2 * int(moves.sum()) * _slot_bytes(inputs["kv"]), 0
+
+
+# The other functions handle a few KB: what counts there is the launch, and the benchmark counts every tensor once.
+WORK = {"move_accepted": _move_accepted_work, "move_slots": _move_slots_work}
