@@ -68,7 +68,7 @@ def _edges(make: Maker, vocab: int) -> dict[str, Any]:
     return dict(logits=logits, temperature=temperature, uniforms=uniforms)
 
 
-def _filters(make: Maker, requests: int) -> dict[str, torch.Tensor]:
+def row_filters(make: Maker, requests: int) -> dict[str, torch.Tensor]:
     """Every filter on in some rows and off in others, alone and together."""
     row = torch.arange(requests)
     top_k = torch.randint(1, 60, (requests,), generator=make.generator).int()
@@ -81,20 +81,20 @@ def _filters(make: Maker, requests: int) -> dict[str, torch.Tensor]:
 
 
 def _filtered(make: Maker, rows: int, vocab: int, scale: float = 2.0, padded: int = 0) -> dict[str, Any]:
-    return _draw(make, rows, vocab, scale, padded) | _filters(make, rows) | dict(return_logprobs=True)
+    return _draw(make, rows, vocab, scale, padded) | row_filters(make, rows) | dict(return_logprobs=True)
 
 
 def _filtered_alone(make: Maker, rows: int, vocab: int, name: str) -> dict[str, Any]:
-    return _draw(make, rows, vocab) | {name: _filters(make, rows)[name]}
+    return _draw(make, rows, vocab) | {name: row_filters(make, rows)[name]}
 
 
 def _filtered_hostile(make: Maker, vocab: int) -> dict[str, Any]:
-    return _hostile(make, vocab) | _filters(make, 16) | dict(return_logprobs=True)
+    return _hostile(make, vocab) | row_filters(make, 16) | dict(return_logprobs=True)
 
 
 def _filtered_ties(make: Maker, rows: int, vocab: int) -> dict[str, Any]:
     """Few distinct logits: the thresholds fall among equals, and more groups share a maximum than there are slots."""
-    inputs = _ties(make, rows, vocab) | sampling_keys(make, rows) | _filters(make, rows)
+    inputs = _ties(make, rows, vocab) | sampling_keys(make, rows) | row_filters(make, rows)
     return inputs | dict(positions=make.integers(0, 99, rows))
 
 
@@ -112,7 +112,7 @@ def _law(make: Maker, rows: int, vocab: int, scale: float = 2.0, greedy: bool = 
     if greedy:
         return dict(logits=make.normal(rows, vocab, scale=scale))
     temperature = sampling_keys(make, rows)["temperature"]
-    return dict(logits=make.normal(rows, vocab, scale=scale), temperature=temperature, **_filters(make, rows))
+    return dict(logits=make.normal(rows, vocab, scale=scale), temperature=temperature, **row_filters(make, rows))
 
 
 def _renorm(make: Maker, rows: int, vocab: int, name: str, hostile: bool = False) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def _renorm(make: Maker, rows: int, vocab: int, name: str, hostile: bool = False
         probs[0], probs[1] = float("nan"), 0.0
         probs[2, ::2] = -0.5
         probs[3] = 1.0 / vocab
-    return dict(probs=probs, **{name: _filters(make, rows)[name]})
+    return dict(probs=probs, **{name: row_filters(make, rows)[name]})
 
 
 def _penalties(

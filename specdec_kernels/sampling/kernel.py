@@ -12,7 +12,7 @@ Otherwise the bisection runs over the row in memory, which the first kernel has 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -38,11 +38,13 @@ class SamplingConfig:
 
 
 _GPU = SamplingConfig(width=64, slots=128, strips=64, max_rows=1, stats_warps=8, select_warps=16, stream=8192)
+# Sixteen wavefronts of 64 lanes would leave 128 registers a lane, which spills.
+_AMD = replace(_GPU, select_warps=8)
 # The interpreter pays by the program, not by the lane; few slots, so that its cases reach the path over memory.
 _INTERPRETER = SamplingConfig(
     width=64, slots=8, strips=1 << 14, max_rows=1 << 15, stats_warps=1, select_warps=1, stream=2048
 )
-_CONFIGS = {"sm80": _GPU, "sm90": _GPU, "sm100": _GPU, "gfx942": _GPU, "interpreter": _INTERPRETER}
+_CONFIGS = {"sm80": _GPU, "sm90": _GPU, "sm100": _GPU, "gfx942": _AMD, "interpreter": _INTERPRETER}
 # A scan shorter than the eight 16-bit logits of one vector load does not compile on Triton 3.6.
 _MIN_SCAN = 8
 _KEY_SHIFT = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 from specdec_kernels.cases import Case, Maker
-from specdec_kernels.sampling.cases import sampling_keys
+from specdec_kernels.sampling.cases import row_filters, sampling_keys
+from specdec_kernels.sampling.reference import filtered_probs
 from specdec_kernels.tree.cases import random_parents
 from specdec_kernels.tree.reference import build_chain, build_tree
+from specdec_kernels.verify.types import CHAIN_RULES
 
 
 def _accept(
@@ -57,6 +59,88 @@ def _unusable(make: Maker) -> dict[str, Any]:
         inputs["logits"][request, node] = float("nan")
         inputs["tokens"][request, node + 1] = 0
     return inputs
+
+
+def _from_probs(make: Maker, rule: str, **sizes: int) -> dict[str, Any]:
+    """Target laws instead of logits; a row of zeros and entries that are no probabilities among them."""
+    inputs = _accept(make, rule=rule, chain=True, **sizes)
+    probs = torch.softmax(inputs.pop("logits").float(), -1) * 0.5
+    probs[0, 1:2, 0] = float("nan")
+    probs[1, 0, 1] = -0.25
+    probs[2:3, 1] = 0.0
+    return inputs | dict(logits=None, probs=probs)
+
+
+def _drawn(
+    make: Maker,
+    rule: str,
+    batch: int,
+    num_nodes: int,
+    vocab: int,
+    max_depth: int,
+    distance: float = 1.0,
+    filtered: bool = False,
+    probs: bool = False,
+    padded: int = 0,
+) -> dict[str, Any]:
+    """A chain drawn from a draft law whose logits lie `distance` from the target's; infinity for a disjoint law."""
+    lengths = make.integers(0, 1000, batch)
+    logits = make.normal(batch, num_nodes, vocab + padded, scale=2.0)[..., :vocab]
+    near = logits[:, :-1].float()
+    if distance == float("inf"):
+        drafted = torch.where(near > 0, float("-inf"), -near)
+    else:
+        drafted = near + make.normal(batch, num_nodes - 1, vocab, scale=distance).float()
+    ones = torch.ones(batch * (num_nodes - 1), device=make.device)
+    keys = sampling_keys(make, batch)
+    own = ones * 0.8 if filtered else ones
+    filters: dict[str, Any] = dict(top_k=(own * 20).int(), top_p=own) if filtered else {}
+    draft_probs = filtered_probs(drafted.flatten(0, 1), ones, **filters)
+    drawn = torch.multinomial(draft_probs.cpu(), 1, generator=make.generator) if len(ones) else draft_probs.long()
+    tokens = make.integers(0, vocab, batch, num_nodes)
+    tokens[:, 1:] = drawn.view(batch, num_nodes - 1).to(make.device)
+    inputs = dict(
+        rule=rule, tokens=tokens, tree=build_chain(lengths, num_nodes), logits=logits, lengths=lengths,
+        max_depth=max_depth, draft_probs=draft_probs.view(batch, num_nodes - 1, vocab), **keys,
+    )  # fmt: skip
+    if filtered:
+        inputs |= row_filters(make, batch)
+    if probs:
+        inputs |= dict(logits=None, probs=torch.softmax(logits.float(), -1))
+    return inputs
+
+
+def _troubled(make: Maker, rule: str) -> dict[str, Any]:
+    """Rows of NaN, a cut chain, drafts outside the vocabulary and of probability 0 or NaN, coins of exactly 0."""
+    inputs = _drawn(make, rule, batch=9, num_nodes=5, vocab=12, max_depth=3)
+    inputs["temperature"] = make.tensor([0.9] * 8 + [0.0], torch.float32)
+    inputs["logits"][0, 0] = float("nan")
+    inputs["logits"][1, 2] = float("nan")
+    inputs["tree"].first_child[2, 1] = -1
+    inputs["tokens"][3, 1], inputs["tokens"][3, 2] = 12, -1
+    inputs["draft_probs"][4, 0] = float("nan")
+    inputs["draft_probs"][5, :, :] = 0.0
+    inputs["logits"][6, 1, inputs["tokens"][6, 2]] = float("-inf")
+    inputs["draft_probs"][7] = torch.softmax(inputs["logits"][7, :-1].float() / 0.9, -1)
+    uniforms = torch.rand(9, 6, generator=make.generator)
+    uniforms[5:8, :4] = 0.0
+    return inputs | dict(uniforms=uniforms.to(make.device))
+
+
+def _targets(make: Maker, batch: int, num_nodes: int, max_depth: int, chain: bool = False) -> dict[str, Any]:
+    """Known target tokens, some of them missing."""
+    inputs = _accept(make, batch, num_nodes, 5, max_depth, chain=chain, agreeing=0.9)
+    targets = inputs["logits"].float().argmax(-1)
+    targets[::3, num_nodes // 2] = -1
+    return {name: inputs[name] for name in ("tokens", "tree", "lengths", "max_depth")} | dict(targets=targets)
+
+
+def _filtered(make: Maker, **sizes: Any) -> dict[str, Any]:
+    return _accept(make, rule="target_only", **sizes) | row_filters(make, sizes["batch"])
+
+
+def _without_logprobs(make: Maker) -> dict[str, Any]:
+    return _accept(make, 3, 4, 50, 3, rule="target_only") | dict(return_logprobs=False)
 
 
 _SAMPLED = partial(_accept, rule="target_only")
@@ -118,6 +202,49 @@ CASES = (
     Case("accept_duplicates", "accept", _duplicates, "equal siblings, padding counted as sibling"),
     Case("accept_unusable", "accept", _unusable, "a NaN row continues the path"),
     Case(
+        "accept_filtered",
+        "accept",
+        partial(_filtered, batch=6, num_nodes=5, vocab=100, max_depth=4),
+        "filters",
+        gate=True,
+    ),
+    Case("accept_no_logprobs", "accept", _without_logprobs, "logprobs written without being asked for"),
+    Case(
+        "accept_probs",
+        "accept",
+        partial(_from_probs, rule="target_only", batch=5, num_nodes=4, vocab=30, max_depth=3),
+        "probabilities taken for logits",
+        gate=True,
+    ),
+    Case(
+        "accept_probs_greedy",
+        "accept",
+        partial(_from_probs, rule="greedy", batch=5, num_nodes=4, vocab=30, max_depth=3),
+        "argmax of probabilities",
+    ),
+    *(
+        Case(f"{rule}_{name}", "accept", partial(_drawn, rule=rule, **sizes), catches, gate=name in gated)
+        for rule in CHAIN_RULES
+        for gated in (("root_only", "near", "filtered", "probs"),)
+        for name, catches, sizes in (
+            ("empty", "an empty grid", dict(batch=0, num_nodes=3, vocab=9, max_depth=2)),
+            ("root_only", "no drafts", dict(batch=3, num_nodes=1, vocab=9, max_depth=0)),
+            ("near", "bonus row", dict(batch=9, num_nodes=5, vocab=40, max_depth=4, distance=0.2)),
+            ("far", "residual row", dict(batch=9, num_nodes=5, vocab=40, max_depth=4, distance=3.0)),
+            ("same", "p = q, an empty residual", dict(batch=7, num_nodes=4, vocab=40, max_depth=3, distance=0.0)),
+            ("disjoint", "nothing to accept", dict(batch=7, num_nodes=4, vocab=40, max_depth=3, distance=float("inf"))),
+            ("cut", "draft behind the limit", dict(batch=7, num_nodes=6, vocab=9, max_depth=2, distance=0.2)),
+            ("filtered", "p unfiltered", dict(batch=7, num_nodes=4, vocab=100, max_depth=3, filtered=True)),
+            ("probs", "p from logits", dict(batch=7, num_nodes=4, vocab=100, max_depth=3, probs=True)),
+            ("tiles", "several groups", dict(batch=3, num_nodes=3, vocab=700, max_depth=2, padded=9, filtered=True)),
+        )
+    ),
+    *(Case(f"{rule}_troubled", "accept", partial(_troubled, rule=rule), "rows without a law") for rule in CHAIN_RULES),
+    Case("targets_tree", "accept_targets", partial(_targets, batch=5, num_nodes=13, max_depth=6), "missing targets"),
+    Case(
+        "targets_root", "accept_targets", partial(_targets, batch=4, num_nodes=1, max_depth=0), "no drafts", gate=True
+    ),
+    Case(
         "accept_qwen",
         "accept",
         partial(_SAMPLED, batch=1, num_nodes=16, vocab=151936, max_depth=15, chain=True),
@@ -126,4 +253,69 @@ CASES = (
         bench=True,
         tags=("large",),
     ),
+    *(
+        Case(
+            f"targets_b64_{name}",
+            "accept_targets",
+            partial(_targets, batch=64, num_nodes=nodes, max_depth=depth, chain=name == "chain16"),
+            "the shipped sizes",
+            gate=True,
+            bench=True,
+            tags=("large",),
+        )
+        for name, nodes, depth in (("chain16", 16, 15), ("tree64", 64, 8))
+    ),
+    Case(
+        "accept_greedy_b8",
+        "accept",
+        partial(_accept, batch=8, num_nodes=16, vocab=151936, max_depth=15, chain=True),
+        "the shipped vocabulary",
+        bench=True,
+        tags=("large",),
+    ),
+    Case(
+        "accept_sampled_b8",
+        "accept",
+        partial(_SAMPLED, batch=8, num_nodes=16, vocab=151936, max_depth=15, chain=True),
+        "the shipped vocabulary",
+        bench=True,
+        tags=("large",),
+    ),
+    Case(
+        "accept_filtered_b8",
+        "accept",
+        partial(_filtered, batch=8, num_nodes=16, vocab=151936, max_depth=15, chain=True),
+        "the shipped vocabulary",
+        gate=True,
+        bench=True,
+        tags=("large",),
+    ),
+    *(
+        Case(
+            f"{rule}_b8",
+            "accept",
+            partial(_drawn, rule=rule, batch=8, num_nodes=8, vocab=151936, max_depth=7, filtered=True),
+            "the shipped vocabulary",
+            gate=True,
+            bench=True,
+            tags=("large",),
+        )
+        for rule in CHAIN_RULES
+    ),
 )
+
+
+def _target_read(inputs: dict[str, Any]) -> tuple[int, int]:
+    """Bytes of one read of the target's rows (and of the draft's, where there are any), and three steps an entry."""
+    values = inputs["probs"] if inputs.get("probs") is not None else inputs["logits"]
+    draft = inputs.get("draft_probs")
+    read = values.numel() * values.element_size() + (0 if draft is None else 4 * draft.numel())
+    return read, 3 * values.numel()
+
+
+def _links_read(inputs: dict[str, Any]) -> tuple[int, int]:
+    nodes = inputs["tokens"].numel()
+    return nodes * (8 + 8 + 4 + 4), nodes
+
+
+WORK = {"accept": _target_read, "accept_targets": _links_read}
