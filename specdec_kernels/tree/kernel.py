@@ -20,6 +20,8 @@ from specdec_kernels.tree.types import UNUSED_PARENT, WORD_BITS, TreeLinks, mask
 
 _WORD_BITS = tl.constexpr(WORD_BITS)
 _UNUSED_PARENT = tl.constexpr(UNUSED_PARENT)
+_EXPONENT_PLACE = tl.constexpr(52)  # of a float64
+_EXPONENT_BIAS = tl.constexpr(1023)
 
 
 @dataclass(frozen=True)
@@ -151,9 +153,18 @@ def _chain_kernel(
     tl.store(mask_ptr + mask_row + word, bits, mask=live[:, :, None] & (word < WORDS))
 
 
+@triton.jit
+def _top_bit(word):
+    """Number of the highest set bit of each int64, -1 where there is none."""
+    bits = word.to(tl.uint64)
+    # Without the bit below the highest one, rounding to a float cannot reach the next power of two.
+    exponent = (bits ^ (bits & (bits >> 1))).to(tl.float64).to(tl.int64, bitcast=True) >> _EXPONENT_PLACE
+    return tl.where(word == 0, -1, exponent - _EXPONENT_BIAS).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=["batch"])
 def _mask_parents_kernel(
-    mask_ptr,  # [B, N, COLUMNS] int64 words, or bool
+    mask_ptr,  # [B, N, COLUMNS] int64 words, or bool as uint8
     parents_ptr,  # [B, N] int32
     batch,
     NODES: tl.constexpr,
@@ -161,24 +172,27 @@ def _mask_parents_kernel(
     PACKED: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr,
 ):
     request = (tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B))[:, None]
     node = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     live = (request < batch) & (node < NODES)
     row = request.to(tl.int64) * NODES + node
-    lane = tl.arange(0, BLOCK_C)[None, None, :]
     parent = tl.full((BLOCK_B, BLOCK_N), -1, tl.int32)
-    for start in range(0, NODES, BLOCK_C):
-        other = start + lane
-        if PACKED:
-            word = tl.load(mask_ptr + row * COLUMNS + start // BLOCK_C, mask=live, other=0)
-            seen = (word[:, :, None] >> lane.to(tl.int64)) & 1
-        else:
+    if PACKED:
+        one = tl.full((BLOCK_B, BLOCK_N), 1, tl.int64)
+        for number in range(COLUMNS):
+            word = tl.load(mask_ptr + row * COLUMNS + number, mask=live, other=0)
+            earlier = node - number * _WORD_BITS
+            low_ones = (one << tl.minimum(tl.maximum(earlier, 0), _WORD_BITS - 1).to(tl.int64)) - 1
+            top = _top_bit(tl.where(earlier >= _WORD_BITS, word, word & low_ones))
+            parent = tl.where(top >= 0, number * _WORD_BITS + top, parent)
+    else:
+        for start in range(0, NODES, BLOCK_N):
+            other = (start + tl.arange(0, BLOCK_N))[None, None, :]
             place = row[:, :, None] * COLUMNS + other
             seen = tl.load(mask_ptr + place, mask=live[:, :, None] & (other < COLUMNS), other=0)
-        earlier = (seen != 0) & (other < node[:, :, None])
-        parent = tl.maximum(parent, tl.max(tl.where(earlier, other, -1), 2))
+            earlier = (seen != 0) & (other < node[:, :, None])
+            parent = tl.maximum(parent, tl.max(tl.where(earlier, other, -1), 2))
     tl.store(parents_ptr + row, parent, mask=live)
 
 
@@ -245,7 +259,7 @@ def links_from_mask(mask: torch.Tensor, lengths: torch.Tensor) -> TreeLinks:
     packed = mask.dtype == torch.int64
     launch(
         _mask_parents_kernel, grid, mask if packed else mask.view(torch.uint8), parents, batch,
-        COLUMNS=columns, PACKED=packed, BLOCK_C=WORD_BITS, num_warps=num_warps, **blocks,
+        COLUMNS=columns, PACKED=packed, num_warps=num_warps, **blocks,
     )  # fmt: skip
     return build_tree(parents, lengths)
 

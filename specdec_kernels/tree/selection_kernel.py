@@ -24,7 +24,8 @@ _MANTISSA_AND_EXPONENT = tl.constexpr(0x7FFFFFFF)
 # Below the image of every float, -inf included.
 NO_SCORE = tl.constexpr(-(1 << 31))
 _MINUS_INFINITY = tl.constexpr(-(1 << 31) + 0x7FFFFF)  # the image of -inf
-_LANES_A_WARP = 256
+_LANES_A_WARP = 512  # of one warp; more warps must meet at a barrier in every reduction
+_MIN_LANES = 32  # a whole warp, whose integer maximum is one instruction
 
 
 @triton.jit
@@ -231,8 +232,7 @@ def _empty_selection(roots: torch.Tensor, num_nodes: int) -> Selection:
 
 
 def _lanes(count: int) -> int:
-    """Block width for `count` items; Triton 3.6 cannot compile blocks of one element."""
-    return max(2, triton.next_power_of_2(count))
+    return max(_MIN_LANES, triton.next_power_of_2(count))
 
 
 def _warps(lanes: int) -> int:

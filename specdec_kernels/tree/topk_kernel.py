@@ -21,6 +21,7 @@ from specdec_kernels.tree.selection_kernel import NO_SCORE, ordered, unordered
 from specdec_kernels.tree.types import DraftTopk
 
 _TILE = 512
+_MIN_LANES = 32  # a whole warp, whose integer maximum is one instruction
 _FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 _NO_TOKEN = tl.constexpr((1 << 31) - 1)
 
@@ -146,7 +147,7 @@ def draft_topk(logits: torch.Tensor, k: int, temperature: torch.Tensor | None = 
     rows, vocab = logits.shape
     config = _CONFIGS[current_chip(logits)]
     tiles = triton.cdiv(vocab, _TILE)
-    all_tiles = max(2, triton.next_power_of_2(tiles))
+    all_tiles = max(_MIN_LANES, triton.next_power_of_2(tiles))
     block_t = min(all_tiles, config.tiles)
 
     def by_tile(dtype: torch.dtype) -> torch.Tensor:
