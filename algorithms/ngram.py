@@ -2,8 +2,8 @@
 
 observe   Every committed token, of prompts and of answers, is counted into a device-resident trie of n-grams that all
           requests of a run share. A text file may be counted in beforehand.
-propose   The suffixes of the text up to the root, the longest first, are looked up, and what followed them is merged into
-          one tree: `bfs` prefers what followed last, `prob` what followed most often.
+propose   The suffixes of the text up to the root, the longest first, are looked up, and what followed them is merged
+          into one tree: `bfs` prefers what followed last, `prob` what followed most often.
 
 There is no drafter to load. The tree is a deterministic function of what was committed, so the target's own choice
 decides (`target_only`). Rules of the trie and of the trees: `specdec_kernels.ngram`.
