@@ -3,51 +3,71 @@
 observe   After prefill and after every verify, the target's hidden states at a few layers are fused into one context
           vector per committed token, and the keys and values of every draft layer are computed from it and stored
           in the drafter's own pages ("materialised"). The drafter never runs over the text.
-propose   [root, mask, …, mask] at positions L … L + B - 1 attends without causality to [context; block]. The argmax of
-          the target's LM head at the masks is the draft: a chain of B - 1 tokens.
+propose   [root, mask, …, mask] at positions L … L + B - 1 attends to [context; block]. The target's LM head at the
+          masks gives one distribution a position. Their likeliest tokens are a chain of B - 1 drafts; with `topk` above
+          1 the likeliest paths under the product of these marginals are a tree of `num_nodes` (best-first, as DDTree).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import specdec_kernels as kernels
 from algorithms import runtime
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Observation, Resources
+from algorithms.runtime.shape import MAX_NODES, MAX_TOPK
 
 if TYPE_CHECKING:
-    from algorithms.runtime.models.config import DFlashConfig
+    from torch import Tensor
+
     from algorithms.runtime.models.loading import Target
+
+DEFAULT_TREE_NODES = 32
 
 
 class DFlash(Algorithm):
     """Block-diffusion drafting; the draft is a deterministic function of the context."""
 
     name = "dflash"
+    needs_draft_model = True
 
     @dataclass
     class Config:
         name: str = "dflash"
         block_size: int | None = None
         """Tokens of a block, the root included; None takes the size the drafter was trained with."""
+        topk: int = 1
+        """Tokens of each position that may enter the tree; 1 drafts a chain."""
+        num_nodes: int | None = None
+        """Nodes of the tree, the root included; None takes 32. A chain has block_size nodes."""
+        window: int | None = None
+        """Positions the drafter's context reaches back; None is all of it."""
 
         def __post_init__(self) -> None:
-            if self.block_size is not None and not 1 <= self.block_size <= 256:
-                raise ValueError(f"algo.block_size: expected 1 to 256 or null, got {self.block_size}")
+            _expect("block_size", self.block_size, 1, MAX_NODES)
+            _expect("topk", self.topk, 1, MAX_TOPK)
+            _expect("num_nodes", self.num_nodes, 2, MAX_NODES)
+            _expect("window", self.window, 1, None)
+            if self.topk == 1 and self.num_nodes is not None:
+                raise ValueError("algo.num_nodes is the size of a tree: expected algo.topk above 1, got 1")
 
     def __init__(self, config: Config, target: Target, draft_path: str | None) -> None:
         if draft_path is None:
             raise ValueError("algo=dflash needs a drafter: set model.draft_path to a DFlash folder or hub name")
         weight = target.model.model.norm.weight
         self._drafter = runtime.load_dflash(draft_path, target, weight.device, weight.dtype)
-        self._target = target.model
-        _expect_full_attention(self._drafter.config)
+        self._target, self._topk, self._window = target.model, config.topk, config.window
         trained = self._drafter.config.block_size
-        self.num_nodes = config.block_size or trained
-        if self.num_nodes > trained:
-            raise ValueError(f"algo.block_size: expected at most {trained}, as trained, got {self.num_nodes}")
-        self.max_depth = self.num_nodes - 1
+        self._block = config.block_size or trained
+        if self._block > trained:
+            raise ValueError(f"algo.block_size: expected at most {trained}, as trained, got {self._block}")
+        if self._window is not None and self._window < self._block:
+            raise ValueError(f"algo.window: expected at least the block of {self._block}, got {self._window}")
+        self.chain = self._topk == 1 or self._block == 1
+        self.num_nodes = self._block if self.chain else config.num_nodes or DEFAULT_TREE_NODES
+        self.max_depth = min(self._block, self.num_nodes) - 1
+        self.draft_slots = self._block
         self.capture = self._drafter.config.target_layer_ids
 
     def attach(self, resources: Resources) -> None:
@@ -56,16 +76,49 @@ class DFlash(Algorithm):
         self._stacked = self._drafter.stack_kv()
 
     def propose(self, batch: Batch) -> DraftTree:
-        links = kernels.build_chain(batch.lengths, self.num_nodes, impl=self._resources.impl)
-        tokens = batch.roots.new_full(links.positions.shape, self._drafter.config.mask_token_id)
+        impl = self._resources.impl
+        if self._block == 1:
+            return DraftTree(batch.roots[:, None], kernels.build_chain(batch.lengths, 1, impl=impl))
+        logits = self._marginals(batch)
+        if self.chain:
+            rows = logits.flatten(0, 1)
+            drafts = kernels.pick_tokens(rows, impl=impl).tokens.view(logits.shape[:2])
+            links = kernels.build_chain(batch.lengths, self._block, impl=impl)
+            tokens = batch.roots.new_empty(links.positions.shape)
+            tokens[:, 0], tokens[:, 1:] = batch.roots, drafts
+            return DraftTree(tokens, links)
+        rows = logits[:, : self.max_depth].flatten(0, 1)
+        probs, ids = kernels.draft_topk(rows, self._topk, impl=impl)
+        shape = (len(batch.roots), self.max_depth, self._topk)
+        chosen = kernels.best_first_tree(
+            probs.view(shape), ids.view(shape), roots=batch.roots, num_nodes=self.num_nodes, impl=impl
+        )
+        return DraftTree(chosen.tokens, kernels.build_tree(chosen.parents, batch.lengths, impl=impl))
+
+    def _marginals(self, batch: Batch) -> Tensor:
+        """Logits [B, block - 1, V] of the positions behind the root."""
+        positions = kernels.build_chain(batch.lengths, self._block, impl=self._resources.impl).positions
+        tokens = batch.roots.new_full(positions.shape, self._drafter.config.mask_token_id)
         tokens[:, 0] = batch.roots
-        if self.num_nodes > 1:
-            mixer = runtime.PagedMixer.over(
-                batch, links.positions, self._cache, self._resources, mode="block", phase="draft"
+        hidden = self._drafter(self._target.embed(tokens), self._mixer(batch, positions))
+        return self._target.logits(hidden[:, 1:])
+
+    def _mixer(self, batch: Batch, positions: Tensor) -> Any:
+        """One plan for each kind of draft layer: all of the block or its past, all of the context or a window."""
+        kinds = [self._layer_kind(layer) for layer in range(self._drafter.config.decoder.num_layers)]
+        plans = {
+            (mode, window): runtime.PagedMixer.over(
+                batch, positions, self._cache, self._resources, mode=mode, phase="draft", window=window
             )
-            hidden = self._drafter(self._target.embed(tokens), mixer)
-            tokens[:, 1:] = self._target.logits(hidden[:, 1:]).argmax(-1)
-        return DraftTree(tokens, links)
+            for mode, window in dict.fromkeys(kinds)
+        }
+        return runtime.LayeredMixer([plans[kind] for kind in kinds])
+
+    def _layer_kind(self, layer: int) -> tuple[str, int | None]:
+        config = self._drafter.config
+        sliding = config.sliding_window if config.layer_types[layer] == "sliding_attention" else None
+        windows = [window for window in (sliding, self._window) if window is not None]
+        return "chain" if config.causal_layers[layer] else "block", min(windows, default=None)
 
     def observe(self, seen: Observation) -> None:
         impl, width = self._resources.impl, seen.tokens.shape[1]
@@ -84,9 +137,7 @@ class DFlash(Algorithm):
         )
 
 
-def _expect_full_attention(config: DFlashConfig) -> None:
-    if set(config.layer_types) != {"full_attention"} or any(config.causal_layers):
-        raise ValueError(
-            "algo=dflash: expected full, non-causal attention in every draft layer, got layer_types="
-            f"{list(config.layer_types)}, causal={list(config.causal_layers)}"
-        )
+def _expect(name: str, value: int | None, least: int, most: int | None) -> None:
+    if value is not None and not least <= value <= (value if most is None else most):
+        bounds = f"at least {least}" if most is None else f"{least} to {most}"
+        raise ValueError(f"algo.{name}: expected {bounds} or null, got {value}")

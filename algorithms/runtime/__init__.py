@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from algorithms.runtime.engine import Engine, EngineError, EngineSettings, Generation, StepReport
     from algorithms.runtime.expansion import Expansion
     from algorithms.runtime.kv_cache import KVCache, OutOfPages, PageAllocator
-    from algorithms.runtime.models.eagle_loading import load_eagle, load_eagle3
+    from algorithms.runtime.models.eagle_loading import load_eagle, load_eagle3, load_eagle_head
     from algorithms.runtime.models.loading import ModelError, Target, load_dflash, load_draft, load_target
-    from algorithms.runtime.paged import PagedMixer
+    from algorithms.runtime.paged import LayeredMixer, PagedMixer
     from algorithms.runtime.request import Completion, Request
     from algorithms.runtime.row_memory import RowMemory
 
@@ -24,9 +24,9 @@ _HOMES = {
     "engine": ("Engine", "EngineError", "EngineSettings", "Generation", "StepReport"),
     "expansion": ("Expansion",),
     "kv_cache": ("KVCache", "OutOfPages", "PageAllocator"),
-    "models.eagle_loading": ("load_eagle", "load_eagle3"),
+    "models.eagle_loading": ("load_eagle", "load_eagle3", "load_eagle_head"),
     "models.loading": ("ModelError", "Target", "load_dflash", "load_draft", "load_target"),
-    "paged": ("PagedMixer",),
+    "paged": ("LayeredMixer", "PagedMixer"),
     "request": ("Completion", "Request"),
     "row_memory": ("RowMemory",),
 }
@@ -43,6 +43,7 @@ __all__ = [
     "Expansion",
     "Generation",
     "KVCache",
+    "LayeredMixer",
     "ModelError",
     "Observation",
     "OutOfPages",
@@ -57,6 +58,7 @@ __all__ = [
     "load_draft",
     "load_eagle",
     "load_eagle3",
+    "load_eagle_head",
     "load_target",
 ]
 

@@ -1,22 +1,18 @@
 """Keeps the processes of a tensor-parallel run in step.
 
 Every rank runs the same loop over the same requests. Its logits come from the same all-reduced sums, but nothing
-promises equal bits on every device, and one token that differs would tear the caches apart. So rank 0 decides: its draft
-and its acceptance are broadcast, and the other ranks take them over.
+promises equal bits on every device, and one token that differs would tear the caches apart. So rank 0 decides: its
+draft and its acceptance are broadcast, and the other ranks take them over.
 """
 
 from __future__ import annotations
-
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from algorithms.runtime.algorithm import DraftTree
-from specdec_kernels import Accepted
-
-Bundle = TypeVar("Bundle", bound=tuple)
+from specdec_kernels import Accepted, TreeLinks
 
 
 def parallel() -> bool:
@@ -29,16 +25,14 @@ def agree_on_draft(draft: DraftTree) -> DraftTree:
     if not parallel():
         return draft
     probs = None if draft.draft_probs is None else _from_rank_0(draft.draft_probs)
-    return DraftTree(_from_rank_0(draft.tokens), _all_from_rank_0(draft.links), probs)
+    return DraftTree(_from_rank_0(draft.tokens), TreeLinks(*map(_from_rank_0, draft.links)), probs)
 
 
 def agree_on_acceptance(accepted: Accepted) -> Accepted:
     """Rank 0's acceptance, on every rank."""
-    return _all_from_rank_0(accepted) if parallel() else accepted
-
-
-def _all_from_rank_0(bundle: Bundle) -> Bundle:
-    return type(bundle)(*(_from_rank_0(tensor) for tensor in bundle))
+    if not parallel():
+        return accepted
+    return Accepted(*(None if tensor is None else _from_rank_0(tensor) for tensor in accepted))  # type: ignore[arg-type]
 
 
 def _from_rank_0(tensor: Tensor) -> Tensor:

@@ -21,7 +21,16 @@ from algorithms.runtime.algorithm import Batch, DraftTree, Resources
 from algorithms.runtime.kv_cache import KVCache
 from algorithms.runtime.paged import PagedMixer
 from algorithms.runtime.shape import TreeShape
-from specdec_kernels import build_chain, build_tree, draft_topk, expand_tree, pick_tokens, rerank_tree
+from specdec_kernels import (
+    build_chain,
+    build_tree,
+    draft_topk,
+    expand_tree,
+    filtered_probs,
+    pick_tokens,
+    rerank_tree,
+)
+from specdec_kernels.sampling.types import DRAFT_STREAM
 
 RunLevel = Callable[[Tensor, Tensor, PagedMixer], Tensor]
 """(tokens [B, T], parents [B, T] columns of the level before, mixer) -> logits [B, T, V] behind each token."""
@@ -59,16 +68,19 @@ class Expansion:
     def draw(self, batch: Batch, logits: Tensor, run: RunLevel) -> DraftTree:
         """A chain drawn from the draft model under each request's sampling parameters, and the laws it came from."""
         impl, depth, sampling = self.resources.impl, self.shape.max_depth, batch.sampling
-        filters = dict(top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
         tokens, laws, alone = [batch.roots], [], torch.zeros_like(batch.roots)[:, None]
         for level in range(1, depth + 1):
-            laws.append(filtered_probs(logits, sampling.temperature, **filters, impl=impl))
+            filters = sampling.top_k, sampling.top_p, sampling.min_p
+            laws.append(filtered_probs(logits, sampling.temperature, *filters, impl=impl))
             picked = pick_tokens(
                 logits,
                 sampling.temperature,
                 sampling.seeds,
-                batch.lengths + (level - 1),
-                **filters,
+                # No key may come up again in the next step: block verification would couple the two.
+                batch.lengths * (depth + 1) + level,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+                min_p=sampling.min_p,
                 stream=DRAFT_STREAM,
                 impl=impl,
             )
@@ -108,8 +120,8 @@ class Expansion:
             torch.cat(all_scores, 1),
             torch.cat(all_tokens, 1),
             torch.cat(all_parents, 1),
-            batch.roots,
-            shape.num_nodes,
+            roots=batch.roots,
+            num_nodes=shape.num_nodes,
             impl=impl,
         )
         return DraftTree(chosen.tokens, build_tree(chosen.parents, batch.lengths, impl=impl))

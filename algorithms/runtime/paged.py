@@ -6,6 +6,7 @@ one forward over `[B, N]` tokens that stand at slots L … L + N - 1 of their re
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -93,7 +94,9 @@ class PagedMixer:
         cls, plan: AttentionPlan, slots: Tensor, positions: Tensor, cache: KVCache, resources: Resources
     ) -> PagedMixer:
         backend = resources.backend
-        return cls(cache, slots.flatten(), positions.flatten(), backend, backend.plan(plan), resources.impl)
+        # Positions may be one row seen by all requests; the kernels want them written out.
+        flat = positions.flatten().contiguous()
+        return cls(cache, slots.flatten(), flat, backend, backend.plan(plan), resources.impl)
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
@@ -113,3 +116,15 @@ class PagedMixer:
             impl=self.impl,
         )
         return self.backend.run(self.plan, rotated.view_as(q), kv)
+
+
+class LayeredMixer:
+    """A mixer of its own for each layer, where layers attend in different ways."""
+
+    def __init__(self, mixers: Sequence[PagedMixer]) -> None:
+        self._mixers = mixers
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
+    ) -> Tensor:
+        return self._mixers[layer](layer, q, k, v, q_norm, k_norm)

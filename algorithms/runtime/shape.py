@@ -30,10 +30,10 @@ class TreeShape:
                 raise ValueError(f"algo.{name}: expected at least 1, got {getattr(self, name)}")
         if self.topk > MAX_TOPK:
             raise ValueError(f"algo.topk: expected at most {MAX_TOPK}, got {self.topk}")
-        most = 1 + self.num_candidates
-        if not 2 <= self.num_nodes <= min(most, MAX_NODES):
+        most = min(1 + self.num_candidates, MAX_NODES)
+        if not 2 <= self.num_nodes <= most:
             raise ValueError(
-                f"algo.num_nodes: {self.steps} steps with topk {self.topk} draft 2 to {min(most, MAX_NODES)} nodes, the root "
+                f"algo.num_nodes: {self.steps} steps with topk {self.topk} draft 2 to {most} nodes, the root "
                 f"included, got {self.num_nodes}"
             )
 

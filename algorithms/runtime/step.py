@@ -19,7 +19,7 @@ from algorithms.runtime.kv_cache import KVCache
 from algorithms.runtime.paged import PagedMixer
 from algorithms.runtime.request import Request
 from algorithms.runtime.state import BatchState
-from specdec_kernels import Accepted, accept, move_accepted
+from specdec_kernels import Accepted, accept, apply_penalties, count_tokens, move_accepted
 
 PHASES = ("draft", "verify", "accept", "commit")
 
@@ -89,7 +89,6 @@ class Step:
         sampling, impl = batch.sampling, self._parts.resources.impl
         if needs.penalised:
             self._penalise()
-        filters = dict(top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p) if needs.filtered else {}
         accepted = accept(
             algorithm.rule,
             self.tree.tokens,
@@ -99,14 +98,15 @@ class Step:
             algorithm.max_depth,
             temperature=sampling.temperature if needs.sampled else None,
             seeds=sampling.seeds if needs.sampled else None,
+            top_k=sampling.top_k if needs.filtered else None,
+            top_p=sampling.top_p if needs.filtered else None,
+            min_p=sampling.min_p if needs.filtered else None,
+            draft_probs=self.tree.draft_probs,
             impl=impl,
-            **filters,
         )
         self.accepted = agree_on_acceptance(accepted)
 
     def _penalise(self) -> None:
-        from specdec_kernels import apply_penalties
-
         penalties, rows = self._parts.state.penalties, self._batch.rows
         assert penalties is not None
         apply_penalties(
@@ -125,12 +125,11 @@ class Step:
     def commit(self) -> None:
         """Bring the accepted path to the front of cache, tokens and features, tell the drafter, and advance."""
         batch, accepted = self._batch, self.accepted
+        assert accepted.logprobs is not None
         emitted = (accepted.num_accepted + 1) * batch.active
         seen = self._observation(emitted)
         self._write_history(emitted)
         if self._needs.penalised:
-            from specdec_kernels import count_tokens
-
             penalties = self._parts.state.penalties
             assert penalties is not None
             count_tokens(penalties.output_counts[batch.rows], accepted.tokens, emitted, impl=self._parts.resources.impl)
@@ -140,9 +139,7 @@ class Step:
         self.table = torch.cat(
             [
                 accepted.tokens,
-                getattr(accepted, "logprobs", torch.zeros(accepted.tokens.shape, device=accepted.tokens.device))
-                .view(torch.int32)
-                .to(torch.int64),
+                accepted.logprobs.view(torch.int32).to(torch.int64),
                 accepted.num_accepted[:, None],
                 accepted.valid[:, None],
             ],

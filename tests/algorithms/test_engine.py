@@ -124,25 +124,8 @@ def test_every_shipped_algorithm_is_found() -> None:
     assert algorithms_in("tests.algorithms")["scripted"].__name__ == "Scripted"
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"layer_types": ("full_attention", "sliding_attention"), "sliding_window": 8}, {"causal_layers": (False, True)}],
-)
-def test_dflash_refuses_attention_it_would_compute_wrongly(monkeypatch: pytest.MonkeyPatch, change: dict) -> None:
-    drafter = random_drafter()
-    drafter.config = replace(drafter.config, **change)
-    monkeypatch.setattr("algorithms.runtime.models.loading.load_dflash", lambda *_: drafter)
-    with pytest.raises(ValueError, match="expected full, non-causal attention"):
-        DFlash(DFlash.Config(), TARGET, "random")
-
-
 @pytest.mark.parametrize(("block_size", "message"), [(17, "at most 16, as trained, got 17"), (0, "1 to 256 or null")])
 def test_dflash_block_size_is_checked(monkeypatch: pytest.MonkeyPatch, block_size: int, message: str) -> None:
     monkeypatch.setattr("algorithms.runtime.models.loading.load_dflash", lambda *_: random_drafter())
     with pytest.raises(ValueError, match=message):
         DFlash(DFlash.Config(block_size=block_size), TARGET, "random")
-
-
-def test_dflash_needs_a_drafter() -> None:
-    with pytest.raises(ValueError, match="set model.draft_path"):
-        DFlash(DFlash.Config(), TARGET, None)

@@ -93,6 +93,15 @@ def load_eagle3(path: str | Path, target: Target, device: torch.device | str, dt
     return drafter
 
 
+def load_eagle_head(
+    path: str | Path, target: Target, device: torch.device | str, dtype: torch.dtype
+) -> EagleDrafter | Eagle3Drafter:
+    """Load whichever head the folder holds, told by its tensors; ModelError names what does not fit."""
+    folder, _, stored = _open_head(path)
+    load = load_eagle3 if any(name.startswith("midlayer.") for name in stored) else load_eagle
+    return load(folder, target, device, dtype)
+
+
 def _open_head(path: str | Path) -> tuple[Path, dict[str, Any], dict[str, Stored]]:
     folder = resolve_folder(path, pickles=True)
     return folder, read_config(folder), stored_tensors(folder, "model.", pickles=True)

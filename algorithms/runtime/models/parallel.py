@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from algorithms.runtime.models.config import DecoderConfig
-from algorithms.runtime.models.decoder import Attention, Decoder, SwiGLU
+from algorithms.runtime.models.decoder import Attention, Decoder, DecoderLayer, SwiGLU
 
 
 class RowParallelLinear(nn.Module):
@@ -53,6 +53,7 @@ def shard(model: Decoder, rank: int, world_size: int) -> Decoder:
     """Keep this rank's slice of `model`, in place. Needs an initialised process group before the first forward."""
     config = parallel_config(model.config, world_size)
     for layer in model.model.layers:
+        assert isinstance(layer, DecoderLayer)
         _shard_attention(layer.self_attn, config, rank)
         _shard_mlp(layer.mlp, config, rank)
     model.config = config
@@ -65,7 +66,7 @@ def _shard_attention(attention: Attention, config: DecoderConfig, rank: int) -> 
     _keep_outputs(attention.q_proj, queries)
     _keep_outputs(attention.k_proj, keys)
     _keep_outputs(attention.v_proj, keys)
-    attention.o_proj = RowParallelLinear(attention.o_proj, queries)
+    attention.add_module("o_proj", RowParallelLinear(attention.o_proj, queries))
     attention.heads, attention.kv_heads = config.num_heads, config.num_kv_heads
 
 
@@ -73,7 +74,7 @@ def _shard_mlp(mlp: SwiGLU, config: DecoderConfig, rank: int) -> None:
     columns = _part(rank, config.intermediate_size)
     _keep_outputs(mlp.gate_proj, columns)
     _keep_outputs(mlp.up_proj, columns)
-    mlp.down_proj = RowParallelLinear(mlp.down_proj, columns)
+    mlp.add_module("down_proj", RowParallelLinear(mlp.down_proj, columns))
 
 
 def _part(rank: int, size: int) -> slice:

@@ -1,0 +1,330 @@
+"""Drafters with a model of their own: exact output whatever they draft, and drafts that are what the model says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from torch import Tensor
+
+from algorithms.dflash import DFlash
+from algorithms.eagle import Eagle
+from algorithms.eagle3 import Eagle3
+from algorithms.naive_eagle import NaiveEagle
+from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree
+from algorithms.runtime.models.decoder import Decoder
+from algorithms.runtime.models.eagle import Eagle3Drafter, EagleDrafter
+from algorithms.runtime.models.eagle_config import Eagle3Config, EagleConfig
+from algorithms.runtime.models.loading import Target
+from algorithms.standalone import Standalone
+from experiments.training.mixer import DenseMixer
+from tests.algorithms.toy import (
+    CONFIG,
+    VOCAB,
+    Setup,
+    answers,
+    random_drafter,
+    random_target,
+    randomise,
+    requests,
+    run,
+)
+
+TARGET = random_target()
+LOADING = "algorithms.runtime.models.loading"
+EAGLE_LOADING = "algorithms.runtime.models.eagle_loading"
+
+
+def eagle_head(seed: int = 3) -> EagleDrafter:
+    head = randomise(EagleDrafter(EagleConfig(replace(CONFIG, num_layers=1))), seed)
+    head.bind(TARGET.model)
+    return head
+
+
+def eagle3_head(seed: int = 4, vocab: int = 37) -> Eagle3Drafter:
+    """A head that knows every other token or so."""
+    config = Eagle3Config(replace(CONFIG, num_layers=1), vocab, CONFIG.hidden_size, (0, 1, 3))
+    head = randomise(Eagle3Drafter(config, CONFIG.num_layers), seed)
+    known = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed))[:vocab].sort().values
+    head.set_vocabulary(known)
+    head.bind(TARGET.model)
+    return head
+
+
+def draft_model(seed: int = 5, layers: int = 2) -> Target:
+    config = replace(CONFIG, num_layers=layers)
+    return Target(randomise(Decoder(config), seed), config, TARGET.path)
+
+
+def blurred_target() -> Target:
+    """A draft model that agrees with the target now and then."""
+    blurred = random_target()
+    noise = torch.Generator().manual_seed(9)
+    for parameter in blurred.model.parameters():
+        parameter.data += 0.03 * torch.randn(parameter.shape, generator=noise)
+    return blurred
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random drafters in place of folders."""
+    monkeypatch.setattr(f"{EAGLE_LOADING}.load_eagle", lambda *_: eagle_head())
+    monkeypatch.setattr(f"{EAGLE_LOADING}.load_eagle3", lambda *_: eagle3_head())
+    monkeypatch.setattr(f"{EAGLE_LOADING}.load_eagle_head", lambda *_: eagle3_head())
+    monkeypatch.setattr(f"{LOADING}.load_draft", lambda *_: draft_model())
+    monkeypatch.setattr(f"{LOADING}.load_dflash", lambda *_: random_drafter())
+
+
+MAKERS: dict[str, Callable[[], Algorithm]] = {
+    "eagle_chain": lambda: Eagle(Eagle.Config(steps=3), TARGET, "random"),
+    "eagle_tree": lambda: Eagle(Eagle.Config(steps=3, topk=3, num_nodes=12), TARGET, "random"),
+    "eagle3_chain": lambda: Eagle3(Eagle3.Config(steps=4), TARGET, "random"),
+    "eagle3_tree": lambda: Eagle3(Eagle3.Config(steps=4, topk=2, num_nodes=9), TARGET, "random"),
+    "naive_eagle": lambda: NaiveEagle(NaiveEagle.Config(captured=False), TARGET, "random"),
+    "standalone_chain": lambda: Standalone(Standalone.Config(steps=3), TARGET, "random"),
+    "standalone_tree": lambda: Standalone(Standalone.Config(steps=3, topk=2, num_nodes=8), TARGET, "random"),
+    "dflash_tree": lambda: DFlash(DFlash.Config(block_size=5, topk=3, num_nodes=11), TARGET, "random"),
+    "dflash_window": lambda: DFlash(DFlash.Config(block_size=5, window=7), TARGET, "random"),
+}
+
+
+@cache
+def mixed_answers() -> list[list[int]]:
+    return answers(mixed(), Setup(backend="torch", max_batch=1), TARGET)
+
+
+def mixed() -> list:
+    return [replace(r, temperature=(0.0, 0.8)[r.id % 2]) for r in requests(8, max_new_tokens=18)]
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("maker", MAKERS)
+def test_output_is_the_targets_own(loaded: None, maker: str, page_size: int) -> None:
+    """Greedy and sampled requests side by side, in a batch that requests enter and leave all the time."""
+    for backend, max_batch in (("fa4", 3), ("torch", 1 if page_size == 1 else 8)):
+        setup = Setup(backend=backend, page_size=page_size, max_batch=max_batch)
+        got = run(MAKERS[maker](), mixed(), setup, TARGET)
+        assert [c.token_ids for c in got.completions] == mixed_answers()
+
+
+@pytest.mark.parametrize("maker", ["eagle3_tree", "standalone_tree", "dflash_tree"])
+def test_kernels_in_the_engine(loaded: None, maker: str) -> None:
+    """The same through the Triton kernels (interpreted where there is no GPU)."""
+    asked = [replace(r, max_new_tokens=4) for r in mixed()[:2]]
+    got = run(MAKERS[maker](), asked, Setup(impl="triton", max_batch=2), TARGET)
+    assert [c.token_ids for c in got.completions] == [ids[:4] for ids in mixed_answers()[:2]]
+
+
+@pytest.mark.parametrize("maker", [name for name in MAKERS if name != "naive_eagle"])
+def test_captured_steps(loaded: None, maker: str) -> None:
+    """Padding rows touch neither caches nor what a drafter remembers; late reading steps ended requests once more."""
+    setup = Setup(max_batch=3, graph="step", read_behind=1, page_size=4)
+    assert [c.token_ids for c in run(MAKERS[maker](), mixed(), setup, TARGET).completions] == mixed_answers()
+
+
+class Watched:
+    """Keeps every draft beside the text it was made for."""
+
+    def __init__(self, algorithm: Algorithm) -> None:
+        self.drafts: list[tuple[list[int], list[int], list[int]]] = []
+        propose = algorithm.propose
+
+        def watched(batch: Batch) -> DraftTree:
+            draft = propose(batch)
+            rows = zip(batch.lengths.tolist(), batch.history.tolist(), draft.tokens.tolist(), strict=True)
+            depths = draft.links.depth.tolist()
+            self.drafts += [(text[: n + 1], nodes, depths[i]) for i, (n, text, nodes) in enumerate(rows)]
+            return draft
+
+        algorithm.propose = watched  # type: ignore[method-assign]
+
+
+def dense_features(text: list[int], layers: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
+    mixer = DenseMixer(CONFIG, len(text), "cpu")
+    hidden, features = TARGET.model(torch.tensor([text]), mixer, layers)
+    return hidden, features
+
+
+def dense_eagle_chain(head: EagleDrafter | Eagle3Drafter, text: list[int], steps: int) -> list[int]:
+    """A chain drafted without any cache: the head over the whole text, then over its own features."""
+    hidden, features = dense_features(text, head.capture)
+    feature = head.fuse(features, hidden)[:, :-1]
+    tokens = list(text[1:])
+    drafts: list[int] = []
+    for _ in range(steps):
+        out = head(torch.tensor([tokens]), feature, DenseMixer(CONFIG, len(tokens), "cpu"))
+        drafts.append(int(head.to_target(head.logits(out[:, -1]).argmax(-1))))
+        tokens.append(drafts[-1])
+        feature = torch.cat([feature, out[:, -1:]], 1)
+    return drafts
+
+
+@pytest.mark.parametrize("maker", ["eagle_chain", "eagle3_chain"])
+def test_eagle_drafts_what_its_head_says(loaded: None, maker: str) -> None:
+    """Against a head without cache: catches features of the wrong token, stale slots and positions off by one."""
+    algorithm = MAKERS[maker]()
+    head = eagle_head() if maker == "eagle_chain" else eagle3_head()
+    watched = Watched(algorithm)
+    run(algorithm, requests(5, max_new_tokens=10), Setup(max_batch=2, page_size=4), TARGET)
+    checked = [d for d in watched.drafts if len(d[0]) > 1]
+    assert len(checked) > 20
+    for text, nodes, _ in checked:
+        assert nodes[1:] == dense_eagle_chain(head, text, len(nodes) - 1)
+
+
+def test_tree_contains_the_chain(loaded: None) -> None:
+    """The likeliest child of every level is in the tree: its first path is the chain's draft."""
+    algorithm = MAKERS["eagle3_tree"]()
+    watched = Watched(algorithm)
+    run(algorithm, requests(4, max_new_tokens=8), Setup(max_batch=2), TARGET)
+    for text, nodes, depths in (d for d in watched.drafts if len(d[0]) > 1):
+        chain = dense_eagle_chain(eagle3_head(), text, 1)
+        assert nodes[depths.index(1)] == chain[0]
+        assert max(depths) <= 4
+
+
+def test_standalone_drafts_what_its_model_says(loaded: None) -> None:
+    algorithm, draft = MAKERS["standalone_chain"](), draft_model()
+    watched = Watched(algorithm)
+    run(algorithm, requests(5, max_new_tokens=12), Setup(max_batch=2, page_size=4), TARGET)
+    for text, nodes, _ in watched.drafts:
+        written = list(text)
+        for _ in nodes[1:]:
+            hidden, _ = draft.model(torch.tensor([written]), DenseMixer(draft.config, len(written), "cpu"))
+            written.append(int(draft.model.logits(hidden[:, -1]).argmax(-1)))
+        assert nodes[1:] == written[len(text) :]
+
+
+@pytest.mark.parametrize("topk", [1, 2])
+def test_a_drafter_that_is_the_target_is_always_accepted(monkeypatch: pytest.MonkeyPatch, topk: int) -> None:
+    """Acceptance 1.0 with the target as its own drafter: nothing is lost between draft, verify and commit."""
+    monkeypatch.setattr(f"{LOADING}.load_draft", lambda *_: TARGET)
+    algorithm = Standalone(Standalone.Config(steps=3, topk=topk, num_nodes=None if topk == 1 else 11), TARGET, "self")
+    completions = run(algorithm, requests(5, max_new_tokens=16), Setup(max_batch=3, page_size=4), TARGET).completions
+    assert all(c.accepted_counts == [3, 3, 3, 3] for c in completions)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_drawn_chains(loaded: None, rule: str) -> None:
+    """Drafts drawn from the draft model: greedy rows stay the target's own, and captured steps change nothing."""
+    asked = mixed()
+    plain, captured = (
+        run(Standalone(Standalone.Config(steps=3, rule=rule), TARGET, "random"), asked, setup, TARGET).completions
+        for setup in (Setup(max_batch=3), Setup(max_batch=3, graph="step", read_behind=1, page_size=1))
+    )
+    assert [c.token_ids for c in plain] == [c.token_ids for c in captured]
+    for request, completion, expected in zip(asked, plain, mixed_answers(), strict=True):
+        assert request.temperature > 0 or completion.token_ids == expected
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_drawn_chains_have_the_targets_law(monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
+    """The joint law of the first two tokens, over many seeds, with a draft model that is often wrong."""
+    temperature, seeds, likely = 0.6, 2000, 8
+    monkeypatch.setattr(f"{LOADING}.load_draft", lambda *_: blurred_target())
+    algorithm = Standalone(Standalone.Config(steps=2, rule=rule), TARGET, "random")
+    prompt = requests(1)[0].prompt_ids
+    asked = [replace(requests(1, 2)[0], id=i, seed=i, temperature=temperature, top_k=likely) for i in range(seeds)]
+    got = run(algorithm, asked, Setup(max_batch=250), TARGET).completions
+    counts: dict[tuple[int, ...], int] = {}
+    for completion in got:
+        pair = tuple(completion.token_ids)
+        counts[pair] = counts.get(pair, 0) + 1
+    law = two_token_law(prompt, temperature, likely)
+    assert set(counts) <= set(law), "a token outside of the top 8"
+    # Pearson's chi-square; cells that expect fewer than five draws are pooled.
+    cells = sorted(((p * seeds, counts.get(pair, 0)) for pair, p in law.items()), reverse=True)
+    large, small = [c for c in cells if c[0] >= 5], [c for c in cells if c[0] < 5]
+    pooled = large + ([(sum(e for e, _ in small), sum(o for _, o in small))] if small else [])
+    assert chisquare([o for _, o in pooled], [e for e, _ in pooled], sum_check=False).pvalue > 1e-6
+    assert 0.1 < sum(c.accepted_counts[0] > 0 for c in got) / seeds < 0.95
+
+
+def two_token_law(prompt: tuple[int, ...], temperature: float, top_k: int) -> dict[tuple[int, ...], float]:
+    def following(text: list[int]) -> dict[int, float]:
+        hidden, _ = dense_features(text, ())
+        top = (TARGET.model.logits(hidden[0, -1]) / temperature).topk(top_k)
+        return dict(zip(top.indices.tolist(), top.values.double().softmax(0).tolist(), strict=True))
+
+    first = following(list(prompt))
+    return {(a, b): p * q for a, p in first.items() for b, q in following([*prompt, a]).items()}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_dflash_layers_that_slide(monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
+    """Sliding and causal draft layers, against the block computed without any cache."""
+    drafter = random_drafter(block_size=4)
+    drafter.config = replace(
+        drafter.config,
+        layer_types=("full_attention", "sliding_attention"),
+        sliding_window=6,
+        causal_layers=(False, causal),
+    )
+    monkeypatch.setattr(f"{LOADING}.load_dflash", lambda *_: drafter)
+    algorithm = DFlash(DFlash.Config(), TARGET, "random")
+    watched = Watched(algorithm)
+    run(algorithm, requests(4, max_new_tokens=9), Setup(max_batch=2, page_size=4), TARGET)
+    assert len(watched.drafts) > 10
+    for text, nodes, _ in watched.drafts:
+        assert nodes[1:] == dense_block(drafter, text, causal)
+
+
+def dense_block(drafter: torch.nn.Module, text: list[int], causal: bool) -> list[int]:
+    """The block behind `text` with attention spelled out: context keys from features, block keys from the block."""
+    from algorithms.runtime.models.rope import apply_rope, rope_table
+    from experiments.training.mixer import head_norm
+
+    config, committed = drafter.config, len(text) - 1
+    table, eps = rope_table(CONFIG, 128, "cpu"), CONFIG.rms_norm_eps
+    context = None
+    if committed:
+        _, features = dense_features(text[:-1], config.target_layer_ids)
+        context = drafter.context_kv(drafter.context(features))
+    positions = torch.arange(committed + config.block_size)
+
+    class Spelled:
+        def __call__(self, layer, q, k, v, q_norm, k_norm):  # type: ignore[no-untyped-def]
+            if context is not None:
+                k = torch.cat([context[0][:, :, layer], k], 1)
+                v = torch.cat([context[1][:, :, layer], v], 1)
+            q = apply_rope(head_norm(q, q_norm, eps), table, positions[committed:])
+            k = apply_rope(head_norm(k, k_norm, eps), table, positions)
+            k, v = (x.repeat_interleave(2, 2) for x in (k, v))
+            scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+            distance = positions[committed:, None] - positions
+            hidden = torch.zeros_like(distance, dtype=torch.bool)
+            if layer == 1:
+                hidden = (distance >= 6) | (causal & (distance < 0))
+            return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
+
+    block = torch.full((1, config.block_size), config.mask_token_id)
+    block[0, 0] = text[-1]
+    hidden = drafter(TARGET.model.embed(block), Spelled())
+    return TARGET.model.logits(hidden[:, 1:]).argmax(-1)[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (lambda: Eagle.Config(steps=0), "algo.steps: expected at least 1, got 0"),
+        (lambda: Eagle.Config(steps=2, topk=3, num_nodes=14), "draft 2 to 13 nodes, the root included, got 14"),
+        (lambda: Eagle3.Config(topk=65), "algo.topk: expected at most 64, got 65"),
+        (lambda: Standalone.Config(rule="greedy"), "algo.rule must be one of target_only, rejection, block"),
+        (lambda: Standalone.Config(rule="block", topk=2), "verifies chains: expected algo.topk=1, got 2"),
+        (lambda: DFlash.Config(num_nodes=8), "expected algo.topk above 1, got 1"),
+        (lambda: DFlash.Config(window=0), "algo.window: expected at least 1 or null, got 0"),
+    ],
+)
+def test_bad_settings(config: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config()
+
+
+@pytest.mark.parametrize("algorithm", [Eagle, Eagle3, NaiveEagle, Standalone, DFlash])
+def test_a_drafter_must_be_named(algorithm: type[Algorithm]) -> None:
+    with pytest.raises(ValueError, match="set model.draft_path"):
+        algorithm(algorithm.Config(), TARGET, None)
