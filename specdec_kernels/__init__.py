@@ -11,7 +11,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-FAMILIES = ("tree", "sampling", "verify", "kv_index", "attention", "kv_write", "mla", "ngram")
+FAMILIES = ("tree", "sampling", "verify", "kv_index", "attention", "kv_write", "mla", "ngram", "compat.sglang")
 
 _FAMILY_OF = {
     "DraftTopk": "tree",

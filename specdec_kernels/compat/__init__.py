@@ -1,0 +1,1 @@
+"""Other systems' signatures over this package's kernels, one package a system."""

@@ -1,0 +1,433 @@
+"""SGLang's KV-index kernels as functions, over the kv_index family.
+
+`grid` is the grid of a call written `name[grid](...)`; its first size (of `generate_draft_decode_kv_indices`
+its second) is the number of requests where the tensors are longer than the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from specdec_kernels import kv_index
+from specdec_kernels.checks import expect_shape
+from specdec_kernels.compat.sglang.types import Launcher
+
+Grid = tuple[int, ...]
+
+
+@Launcher
+def create_extend_after_decode_spec_info(
+    verified_id: torch.Tensor,
+    seq_lens: torch.Tensor,
+    accept_lens: torch.Tensor,
+    positions: torch.Tensor,
+    new_verified_id: torch.Tensor,
+    bs_upper: int = 0,
+    *,
+    grid: Grid | None = None,
+    impl: str = "auto",
+) -> None:
+    """Positions of the accepted tokens of every request, and each request's last accepted token.
+
+    Args:
+        verified_id: [sum(accept_lens)] int32, accepted tokens, all requests one behind the other.
+        seq_lens: [bs], committed length with the accepted tokens.
+        accept_lens: [bs] int32, accepted tokens with the bonus. A request of 0 keeps its `new_verified_id`.
+        positions: [>= sum(accept_lens)] int64, written in place.
+        new_verified_id: [bs] int32, written in place.
+        bs_upper: not used.
+    """
+    seq_lens, accept_lens, new_verified_id = _of_batch(grid, 0, seq_lens, accept_lens, new_verified_id)
+    offsets, _ = kv_index.accepted_positions(
+        seq_lens - accept_lens, accept_lens, positions.shape[0], out=positions, impl=impl
+    )
+    if verified_id.shape[0] == 0:
+        return
+    last = (offsets[1:] - 1).clamp(0, verified_id.shape[0] - 1)
+    newest = torch.where(accept_lens > 0, verified_id[last].to(new_verified_id.dtype), new_verified_id)
+    new_verified_id.copy_(newest)
+
+
+@Launcher
+def assign_req_to_token_pool(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    start_offset: torch.Tensor,
+    end_offset: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    pool_len: int | None = None,
+    bs_upper: int = 0,
+    *,
+    grid: Grid | None = None,
+    impl: str = "auto",
+) -> None:
+    """Write each request's new slots at positions start to end - 1 of its row.
+
+    Args:
+        req_pool_indices: [bs], row of each request.
+        req_to_token: [rows, pool_len] int32, written in place.
+        start_offset, end_offset: [bs], first and past-the-last position.
+        out_cache_loc: [sum(end - start)], slots of all requests one behind the other.
+        pool_len: row length of `req_to_token`.
+        bs_upper: not used.
+    """
+    table = _table(req_to_token, pool_len)
+    rows, start, end = _of_batch(grid, 0, req_pool_indices, start_offset, end_offset)
+    kv_index.write_table(table, rows, start, end - start, out_cache_loc, impl=impl)
+
+
+@Launcher
+def assign_extend_cache_locs(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    start_offset: torch.Tensor,
+    end_offset: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    pool_len: int | None = None,
+    bs_upper: int = 0,
+    *,
+    grid: Grid | None = None,
+    impl: str = "auto",
+) -> None:
+    """Read each request's slots at positions start to end - 1 into `out_cache_loc`, in place; see
+    `assign_req_to_token_pool`, whose inverse it is."""
+    table = _table(req_to_token, pool_len)
+    rows, start, end = _of_batch(grid, 0, req_pool_indices, start_offset, end_offset)
+    capacity = out_cache_loc.shape[0]
+    kv_index.read_table(table, rows, start, end - start, capacity, fill=0, out=out_cache_loc, impl=impl)
+
+
+@Launcher
+def assign_draft_cache_locs(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    seq_lens: torch.Tensor,
+    extend_lens: torch.Tensor,
+    num_new_pages_per_topk: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    source_cache_loc: torch.Tensor | None,
+    target_cache_loc: torch.Tensor | None,
+    last_page_lens_cumsum: torch.Tensor | None,
+    duplicate_cache_len: int,
+    pool_len: int | None,
+    topk: int,
+    speculative_num_steps: int,
+    page_size: int,
+    bs_upper: int = 0,
+    iter_upper: int = 0,
+    *,
+    grid: Grid | None = None,
+    impl: str = "auto",
+) -> None:
+    """Publish freshly allocated draft slots in the token table and gather those that the steps will write.
+
+    Args:
+        req_pool_indices, seq_lens: [bs].
+        req_to_token: [rows, pool_len] int32, written in place from position seq_len on.
+        extend_lens: [bs], slots of each request with page_size > 1 and topk > 1; else not used.
+        num_new_pages_per_topk: not used, it follows from `seq_lens`.
+        out_cache_loc: all allocated slots one request behind the other. With page_size > 1 and topk > 1 its
+            first bs * topk * steps entries become the slots of [request, branch, step].
+        source_cache_loc, target_cache_loc: [duplicate_cache_len] int64, written in place: slots whose prefix
+            tail is to be copied to the other branches.
+        last_page_lens_cumsum: not used, it follows from `seq_lens`.
+        duplicate_cache_len: 0 leaves out the copy lists.
+        pool_len: row length of `req_to_token`.
+        topk, speculative_num_steps, page_size: sizes of the draft.
+        bs_upper, iter_upper: not used.
+    """
+    table = _table(req_to_token, pool_len)
+    rows, lengths = _of_batch(grid, 0, req_pool_indices, seq_lens)
+    drafts = topk * speculative_num_steps
+    if page_size == 1 or topk == 1:
+        kv_index.write_table(table, rows, lengths, torch.full_like(lengths, drafts), out_cache_loc, impl=impl)
+        return
+    (extend,) = _of_batch(grid, 0, extend_lens)
+    kv_index.write_table(table, rows, lengths, extend, out_cache_loc, impl=impl)
+    found = kv_index.draft_slots(table, rows, lengths, topk, speculative_num_steps, page_size, impl=impl)
+    if duplicate_cache_len > 0:
+        for copies, out in ((found.source, source_cache_loc), (found.target, target_cache_loc)):
+            if out is None:
+                raise ValueError(f"source_cache_loc, target_cache_loc: expected tensors of {duplicate_cache_len}")
+            kv_index.compact(copies.flatten(), out=out, impl=impl)
+    batch = rows.shape[0]
+    dense = found.slots.view(speculative_num_steps, batch, topk).permute(1, 2, 0)
+    out_cache_loc[: batch * drafts].view(batch, topk, speculative_num_steps).copy_(dense)
+
+
+@Launcher
+def generate_draft_decode_kv_indices(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    paged_kernel_lens: torch.Tensor,
+    kv_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    positions: torch.Tensor,
+    pool_len: int | None = None,
+    kv_indices_stride: int | None = None,
+    kv_indptr_stride: int | None = None,
+    bs_upper: int = 0,
+    iter_upper: int = 0,
+    num_tokens_upper: int = 0,
+    page_size: int = 1,
+    num_steps: int = 0,
+    window_size: int = 0,
+    sink_size: int = 0,
+    *,
+    grid: Grid | None = None,
+    impl: str = "auto",
+) -> None:
+    """KV slots that every branch attends to in every draft step, as FlashInfer's index arrays.
+
+    Args:
+        req_pool_indices: [bs], row of each request.
+        req_to_token: [rows, pool_len] int32.
+        paged_kernel_lens: [bs], committed lengths.
+        kv_indices: [steps, width] (or flat with rows of `kv_indices_stride`), written in place.
+        kv_indptr: [steps, >= bs * topk + 1] (or flat with rows of `kv_indptr_stride`), written in place.
+        positions: [bs * topk], only its size is used: it gives topk.
+        pool_len: row length of `req_to_token`.
+        page_size: tokens a page.
+        num_steps: steps, by default the rows of `kv_indices`, or the grid's first size.
+        window_size, sink_size: recent and first prefix positions kept; both 0 keeps all.
+        bs_upper, iter_upper, num_tokens_upper: not used.
+    """
+    batch = grid[1] if grid else req_pool_indices.shape[0]
+    indices, indptr = _rows(kv_indices, kv_indices_stride), _rows(kv_indptr, kv_indptr_stride)
+    steps = num_steps or (grid[0] if grid else indices.shape[0])
+    topk = grid[2] if grid else positions.shape[0] // max(batch, 1)
+    if batch == 0:
+        return
+    windowed = window_size > 0 or sink_size > 0
+    kv_index.draft_kv_indices(
+        _table(req_to_token, pool_len), req_pool_indices[:batch], paged_kernel_lens[:batch], topk, steps,
+        page_size, indices.shape[1], window=window_size if windowed else None, sink=sink_size,
+        out=kv_index.StepIndices(indptr[:steps], indices[:steps]), impl=impl,
+    )  # fmt: skip
+
+
+@Launcher
+def create_draft_kv_indices(
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    seq_lens: torch.Tensor,
+    expand_factor: int = 2,
+    row_stride: int | None = None,
+    num_tokens_upper: int = 0,
+    *,
+    grid: Grid | None = None,
+    impl: str = "auto",
+) -> None:
+    """Verification of `expand_factor` tokens a request as independent decode sequences; any factor >= 2.
+
+    Args:
+        kv_indptr: [>= factor * bs + 1], written in place.
+        kv_indices: [>= factor * sum(seq_lens) - bs * factor * (factor - 1) / 2], written in place.
+        req_pool_indices: [bs], row of each request.
+        req_to_token: [rows, row_stride] int32.
+        seq_lens: [bs], lengths with all the tokens that are verified.
+        expand_factor: tokens a request.
+        row_stride: row length of `req_to_token`.
+        num_tokens_upper: not used.
+    """
+    if expand_factor < 2:
+        raise ValueError(f"expand_factor: expected at least 2, got {expand_factor}")
+    rows, lengths = _of_batch(grid, 0, req_pool_indices, seq_lens)
+    kv_index.verify_decode_indices(
+        _table(req_to_token, row_stride), rows, lengths - expand_factor, expand_factor, kv_indices.shape[0],
+        out=kv_index.SequenceIndices(kv_indptr, kv_indices), impl=impl,
+    )  # fmt: skip
+
+
+@Launcher
+def align_evict_mask_to_page_size(
+    seq_lens: torch.Tensor,
+    evict_mask: torch.Tensor,
+    page_size: int,
+    num_draft_tokens: int,
+    BLOCK_SIZE: int = 0,
+    *,
+    grid: Grid | None = None,
+    impl: str = "auto",
+) -> None:
+    """Clear the evict flags of the page that holds the last accepted token.
+
+    Args:
+        seq_lens: [bs], committed lengths before this step.
+        evict_mask: [bs * num_draft_tokens] bool, True frees a slot; written in place.
+        page_size: tokens a page.
+        num_draft_tokens: nodes a request.
+        BLOCK_SIZE: not used.
+    """
+    (lengths,) = _of_batch(grid, 0, seq_lens)
+    flags = evict_mask[: lengths.shape[0] * num_draft_tokens].view(lengths.shape[0], num_draft_tokens)
+    flags.copy_(kv_index.align_eviction(flags, lengths, page_size, impl=impl))
+
+
+@Launcher
+def get_target_cache_loc(
+    tgt_cache_loc: torch.Tensor,
+    to_free_slots: torch.Tensor,
+    accept_length: torch.Tensor,
+    to_free_num_slots: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    num_verify_tokens: int,
+    num_verify_tokens_upper: int = 0,
+    bs_upper: int = 0,
+    *,
+    grid: Grid | None = None,
+    impl: str = "auto",
+) -> None:
+    """First accept_length + 1 slots of every request, and its last `to_free_num_slots`.
+
+    Args:
+        tgt_cache_loc: [sum(accept_length + 1)] int64, written in place.
+        to_free_slots: [sum(to_free_num_slots)] int64, written in place.
+        accept_length: [bs] int32, accepted drafts.
+        to_free_num_slots: [bs].
+        out_cache_loc: [bs * num_verify_tokens] int64, slots by node.
+        num_verify_tokens: nodes a request.
+        num_verify_tokens_upper, bs_upper: not used.
+    """
+    accepted, freed = _of_batch(grid, 0, accept_length, to_free_num_slots)
+    batch = accepted.shape[0]
+    slots = out_cache_loc[: batch * num_verify_tokens].view(batch, num_verify_tokens)
+    rows = torch.arange(batch, device=slots.device)
+    for start, counts, out in (
+        (torch.zeros_like(rows), accepted + 1, tgt_cache_loc),
+        ((num_verify_tokens - freed).to(rows.dtype), freed, to_free_slots),
+    ):
+        kv_index.read_table(slots, rows, start, counts, out.shape[0], out=out, impl=impl)
+
+
+def get_src_tgt_cache_loc(
+    seq_lens: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    accept_index: torch.Tensor,
+    accept_length: torch.Tensor,
+    draft_token_num: int,
+    page_size: int,
+    *,
+    impl: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Slots of the accepted tokens, room for where they go, and how many slots each request frees.
+
+    Args:
+        seq_lens: [bs], committed lengths before this step.
+        out_cache_loc: [bs * draft_token_num] int64, slots by node.
+        accept_index: [sum(accept_length + 1)], flat node ids of the accepted tokens.
+        accept_length: [bs] int32, accepted drafts.
+        draft_token_num: nodes a request.
+        page_size: tokens a page; only whole pages are freed.
+
+    Returns:
+        Source slots, target slots (zeros, for `get_target_cache_loc` to write) and freed slots of each request.
+    """
+    source, _ = kv_index.compact(accept_index, out_cache_loc, impl=impl)
+    extended = seq_lens + draft_token_num
+    pages = torch.div(seq_lens + accept_length + page_size, page_size, rounding_mode="floor")
+    return source, torch.zeros_like(source), extended - torch.minimum(pages * page_size, extended)
+
+
+@Launcher
+def filter_finished_cache_loc_kernel(
+    out_cache_loc: torch.Tensor,
+    tgt_cache_loc: torch.Tensor,
+    accept_length: torch.Tensor,
+    accept_length_filter: torch.Tensor,
+    bs_upper: int = 0,
+    num_verify_tokens_upper: int = 0,
+    *,
+    grid: Grid | None = None,
+    impl: str = "auto",
+) -> None:
+    """Target slots of the requests that go on.
+
+    Args:
+        out_cache_loc: [sum(accept_length_filter)] int64, written in place.
+        tgt_cache_loc: [sum(accept_length + 1)] int64.
+        accept_length: [bs] int32, accepted drafts.
+        accept_length_filter: [bs] int32, accept_length + 1, or 0 for a request that has finished.
+        bs_upper, num_verify_tokens_upper: not used.
+    """
+    accepted, kept = _of_batch(grid, 0, accept_length, accept_length_filter)
+    kv_index.filter_rows(tgt_cache_loc, accepted + 1, kept, out=out_cache_loc, impl=impl)
+
+
+@Launcher
+def create_flashinfer_kv_indices_triton(
+    req_to_token_ptr: torch.Tensor,
+    req_pool_indices_ptr: torch.Tensor,
+    page_kernel_lens_ptr: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_start_idx: torch.Tensor | None,
+    kv_indices_ptr: torch.Tensor,
+    req_to_token_ptr_stride: int | None = None,
+    *,
+    grid: Grid | None = None,
+    impl: str = "auto",
+) -> None:
+    """Each request's slots, from `kv_start_idx` on, at `kv_indptr` of the flat index array.
+
+    Args:
+        req_to_token_ptr: [rows, stride] int32.
+        req_pool_indices_ptr: [bs], row of each request.
+        page_kernel_lens_ptr: [bs], slots of each request.
+        kv_indptr: [>= bs + 1] int32.
+        kv_start_idx: [bs] first position, or None for 0.
+        kv_indices_ptr: [>= kv_indptr[bs]] int32 or int64, written in place.
+        req_to_token_ptr_stride: row length of the table.
+    """
+    rows, counts = _of_batch(grid, 0, req_pool_indices_ptr, page_kernel_lens_ptr)
+    start = torch.zeros_like(counts) if kv_start_idx is None else kv_start_idx[: rows.shape[0]]
+    kv_index.read_table(
+        _table(req_to_token_ptr, req_to_token_ptr_stride), rows, start, counts, kv_indices_ptr.shape[0],
+        fill=0, offsets=kv_indptr[: rows.shape[0] + 1].int(), out=kv_indices_ptr, impl=impl,
+    )  # fmt: skip
+
+
+@Launcher
+def fill_accepted_out_cache_loc(
+    accept_index: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    accepted_out_cache_loc: torch.Tensor,
+    size_upper: int = 0,
+    *,
+    grid: Grid | None = None,
+    impl: str = "auto",
+) -> None:
+    """Slots of the accepted nodes moved together, in linear time.
+
+    Args:
+        accept_index: [bs * S] int32 flat node ids, -1 where there is none.
+        out_cache_loc: [bs * N] int64, slots by node.
+        accepted_out_cache_loc: [bs * S] int64, written in place; entries behind the accepted ones stay.
+        size_upper: not used.
+    """
+    kv_index.compact(accept_index.flatten(), out_cache_loc, out=accepted_out_cache_loc, impl=impl)
+
+
+def _of_batch(grid: Grid | None, axis: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors' entries of the requests in the grid, all of them without a grid."""
+    return tuple(tensor[: grid[axis]] for tensor in tensors) if grid else tensors
+
+
+def _table(req_to_token: torch.Tensor, pool_len: int | None) -> torch.Tensor:
+    """The token table with rows of `pool_len`."""
+    if pool_len is None:
+        return req_to_token
+    if req_to_token.dim() == 1:
+        return req_to_token.view(-1, pool_len)
+    expect_shape("req_to_token", req_to_token, (None, pool_len))
+    return req_to_token
+
+
+def _rows(array: torch.Tensor, stride: int | None) -> torch.Tensor:
+    """A step-major array as a matrix; a flat one is cut into rows of `stride`."""
+    if array.dim() == 2:
+        return array
+    if stride is None:
+        raise ValueError("kv_indices_stride, kv_indptr_stride: expected for flat arrays, got None")
+    return array[: array.shape[0] // stride * stride].view(-1, stride)

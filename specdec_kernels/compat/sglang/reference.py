@@ -1,0 +1,205 @@
+"""Definition of the functions that have kernels of their own, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+
+from specdec_kernels.compat.sglang.types import TreeMaskMode
+
+WORD_BITS = 64
+
+
+def deliver_tree(
+    links: tuple[torch.Tensor, ...],
+    lengths: torch.Tensor,
+    offsets: torch.Tensor | None,
+    tree_mask: torch.Tensor | None,
+    outputs: tuple[torch.Tensor, ...],
+    mode: TreeMaskMode | None,
+) -> None:
+    """Put links, positions and mask where SGLang wants them; `offsets` are the sums of the lengths."""
+    first_child, next_sibling, _, positions, mask = links
+    batch, nodes = first_child.shape
+    out_positions, out_index, out_child, out_sibling = outputs
+    out_positions.view(batch, nodes).copy_(positions)
+    out_index.copy_(torch.arange(batch * nodes, device=lengths.device).view(batch, nodes))
+    out_child.copy_(first_child)
+    out_sibling.copy_(next_sibling)
+    if tree_mask is None:
+        return
+    flat = tree_mask.view(-1)
+    if mode is TreeMaskMode.QLEN_ONLY_BITPACKING:
+        row = mask[:, :, 0].reshape(-1)
+        # Words of fewer bits are filled as unsigned ones, which not every conversion on a device does.
+        bits = tree_mask.element_size() * 8
+        low = row & ((1 << bits) - 1) if bits < WORD_BITS else row
+        signed = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}[bits]
+        wrapped = torch.where(low >= 1 << (bits - 1), low - (1 << bits), low) if bits < WORD_BITS else low
+        flat.view(signed)[: batch * nodes] = wrapped.to(signed)
+        return
+    node = torch.arange(nodes, device=lengths.device)
+    seen = (mask[:, :, node // WORD_BITS] >> (node % WORD_BITS)) & 1
+    place = torch.arange(batch * nodes * nodes, device=lengths.device)
+    if offsets is not None:
+        request, cell = place // (nodes * nodes), place % (nodes * nodes)
+        row, column = cell // nodes, cell % nodes
+        length = lengths.clamp(min=0)[request]
+        place = offsets[request].long() * nodes + request * nodes * nodes
+        place = place + row * (length + nodes) + length + column
+    flat[place] = seen.reshape(-1).bool()
+
+
+def verify_tree_greedy(
+    predicts: torch.Tensor,
+    accept_index: torch.Tensor,
+    accept_token_num: torch.Tensor,
+    candidates: torch.Tensor,
+    retrive_index: torch.Tensor,
+    next_token: torch.Tensor,
+    next_sibling: torch.Tensor,
+    target_predict: torch.Tensor,
+) -> None:
+    """See `specdec_kernels.compat.sglang.verify_tree_greedy`."""
+    walk = _Walk(accept_index, retrive_index, next_token, next_sibling, predicts.shape[0])
+    flat_target = target_predict.reshape(-1)
+    for _ in range(candidates.shape[1] - 1):
+        token = _at(candidates, walk.child)
+        walk.step(_checked(flat_target, walk.last) == token, token, predicts)
+    _put(predicts, walk.last, _checked(flat_target, walk.last), walk.last == walk.last)
+    accept_token_num.copy_(walk.accepted)
+
+
+def tree_speculative_sampling_target_only(
+    predicts: torch.Tensor,
+    accept_index: torch.Tensor,
+    accept_token_num: torch.Tensor,
+    candidates: torch.Tensor,
+    retrive_index: torch.Tensor,
+    next_token: torch.Tensor,
+    next_sibling: torch.Tensor,
+    coins: torch.Tensor,
+    final_coins: torch.Tensor,
+    target_probs: torch.Tensor,
+    draft_probs: torch.Tensor,
+    threshold_single: float,
+    threshold_acc: float,
+) -> None:
+    """See `specdec_kernels.compat.sglang.tree_speculative_sampling_target_only`."""
+    batch, nodes, vocab = target_probs.shape
+    if batch == 0:
+        return
+    request = torch.arange(batch, device=candidates.device)
+    walk = _Walk(accept_index, retrive_index, next_token, next_sibling, predicts.shape[0])
+    mass = coins.new_zeros(batch)
+    for _ in range(nodes - 1):
+        token = _at(candidates, walk.child)
+        known = walk.active & (token >= 0) & (token < vocab)
+        place = (request, walk.node, token.clamp(0, vocab - 1))
+        probability = torch.where(known, _positive(target_probs[place]), 0)
+        before = torch.where(known, draft_probs[place], 0)
+        added = torch.where(before > 0, 0, probability)
+        mass = mass + added
+        coin = coins[request, walk.node]
+        hit = known & ((coin < mass / threshold_acc) | (added >= threshold_single))
+        miss = known & ~hit & (before <= 0)
+        # An entry that rejects nothing puts back what is there; every request has its own rows.
+        draft_probs[place] = torch.where(miss, probability, draft_probs[place])
+        walk.step(hit, token, predicts)
+        mass = torch.where(hit, 0, mass)
+    target = _positive(target_probs[request, walk.node])
+    full = walk.accepted == accept_index.shape[1] - 1
+    rejected = torch.where(full[:, None], 0, _positive(draft_probs[request, walk.node]))
+    _put(predicts, walk.last, _draw(target, rejected, final_coins), walk.last == walk.last)
+    accept_token_num.copy_(walk.accepted)
+
+
+def _draw(target: torch.Tensor, rejected: torch.Tensor, coin: torch.Tensor) -> torch.Tensor:
+    """First token whose running residual exceeds coin * total, see the public function."""
+    residual = (target - rejected).clamp(min=0)
+    running = residual.cumsum(1)
+    goal = coin * running[:, -1]
+    vocab = target.shape[1]
+    token = torch.arange(vocab, device=target.device)
+    first = torch.where((running > goal[:, None]) & (residual > 0), token, vocab).amin(1)
+    last = torch.where(residual > 0, token, -1).amax(1)
+    drawn = torch.where(first < vocab, first, last)
+    return torch.where(drawn >= 0, drawn, target.argmax(1))
+
+
+def segment_packbits(x: torch.Tensor, input_indptr: torch.Tensor, output_indptr: torch.Tensor, y: torch.Tensor) -> None:
+    """See `specdec_kernels.compat.sglang.segment_packbits`."""
+    place = torch.arange(y.shape[0], device=x.device)
+    segment = torch.searchsorted(output_indptr[1:].contiguous(), place.int(), right=True)
+    owned = segment < input_indptr.shape[0] - 1
+    if x.shape[0] == 0 or input_indptr.shape[0] < 2:
+        y.copy_(torch.where(owned, 0, y))
+        return
+    segment = torch.where(owned, segment, 0)
+    bit = torch.arange(8, device=x.device)
+    flag = (input_indptr[segment] + 8 * (place - output_indptr[segment]))[:, None] + bit
+    inside = owned[:, None] & (flag < input_indptr[segment + 1][:, None]) & (flag < x.shape[0])
+    bits = torch.where(inside, (x[flag.clamp(0, x.shape[0] - 1)] != 0).long(), 0)
+    y.copy_(torch.where(owned, (bits << bit).sum(1), y.long()).to(torch.uint8))
+
+
+class _Walk:
+    """A walk of all requests at once down their trees, one visited node a step."""
+
+    def __init__(
+        self,
+        accept_index: torch.Tensor,
+        retrive_index: torch.Tensor,
+        next_token: torch.Tensor,
+        next_sibling: torch.Tensor,
+        flat_nodes: int,
+    ) -> None:
+        self._accept_index, self._index = accept_index, retrive_index
+        self._next_token, self._next_sibling = next_token, next_sibling
+        self._flat_nodes = flat_nodes
+        batch, self._nodes = next_token.shape
+        self.node = torch.zeros(batch, dtype=torch.int64, device=next_token.device)
+        self.accepted = torch.zeros_like(self.node)
+        self.last = retrive_index[:, 0].long()
+        self.child = next_token[:, 0].long()
+        accept_index[:, 0] = self.last
+
+    @property
+    def active(self) -> torch.Tensor:
+        deeper = self.accepted < self._accept_index.shape[1] - 1
+        return deeper & (self.child >= 0) & (self.child < self._nodes)
+
+    def step(self, hit: torch.Tensor, token: torch.Tensor, predicts: torch.Tensor) -> None:
+        """Accept the visited children of `hit`, pass on to the sibling elsewhere."""
+        active, child = self.active, self.child.clamp(0, self._nodes - 1)
+        hit = active & hit
+        _put(predicts, self.last, token, hit)
+        self.accepted = self.accepted + hit
+        self.node = torch.where(hit, child, self.node)
+        self.last = torch.where(hit, _at(self._index, child), self.last)
+        column = self.accepted[:, None]
+        kept = self._accept_index.gather(1, column)
+        self._accept_index.scatter_(1, column, torch.where(hit[:, None], self.last[:, None].to(kept.dtype), kept))
+        onward = torch.where(hit, _at(self._next_token, child), _at(self._next_sibling, child))
+        self.child = torch.where(active, onward, self.child)
+
+
+def _positive(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x > 0, x, 0)
+
+
+def _at(per_node: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
+    """[bs] entries of each request's node; any entry for a node that is not there."""
+    return per_node.gather(1, node.clamp(0, per_node.shape[1] - 1)[:, None])[:, 0].long()
+
+
+def _checked(flat: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """flat[place], -1 outside."""
+    inside = (place >= 0) & (place < flat.shape[0])
+    return torch.where(inside, flat[place.clamp(0, flat.shape[0] - 1)].long(), -1)
+
+
+def _put(flat: torch.Tensor, place: torch.Tensor, value: torch.Tensor, live: torch.Tensor) -> None:
+    """flat[place] = value where live and inside; one place more takes the rest."""
+    target = torch.where(live & (place >= 0) & (place < flat.shape[0]), place, flat.shape[0])
+    longer = torch.cat([flat, flat.new_zeros(1)])
+    flat.copy_(longer.scatter(0, target, value.to(flat.dtype))[:-1])
