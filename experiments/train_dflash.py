@@ -20,7 +20,7 @@ from algorithms.runtime.models.config import DecoderConfig, DFlashConfig
 from algorithms.runtime.models.dflash import DFlashDrafter
 from algorithms.runtime.models.loading import Target
 from experiments.training.blocks import BlockDrafter, BlockObjective
-from experiments.training.drafting import DrafterRunConfig
+from experiments.training.drafting import BatchSettings, DrafterRunConfig
 from experiments.training.program import command_line
 from experiments.training.responses import ResponseSource
 from experiments.training.tokenizer import MASK, token_id
@@ -48,6 +48,8 @@ class TrainDFlashConfig(DrafterRunConfig):
     """Schema of `configs/train_dflash.yaml`."""
 
     out_dir: str = "outputs/train_dflash"
+    # Measuring drafts from every position of a sequence at once: blocks are many, sequences few.
+    batch: BatchSettings = field(default_factory=lambda: BatchSettings(evaluation_sequences=2))
     drafter: DrafterSettings = field(default_factory=DrafterSettings)
     blocks: BlockSettings = field(default_factory=BlockSettings)
 

@@ -77,8 +77,8 @@ def _greedy_batch(model: Decoder, prompts: Sequence[Sequence[int]], max_new_toke
     # Padding behind a short prompt is written to the cache, but each decoded token overwrites it before it is visible.
     cache.positions = torch.arange(width, device=weight.device).expand(len(prompts), width)
     hidden, _ = model(padded, cache)
-    last = hidden[torch.arange(len(prompts)), lengths - 1]
     alive = torch.arange(len(prompts), device=weight.device)
+    last = hidden[alive, lengths - 1]
     outputs: list[list[int]] = [[] for _ in prompts]
     for produced in range(max_new_tokens):
         tokens = model.logits(last).argmax(-1)

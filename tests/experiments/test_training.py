@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-import random
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
@@ -14,25 +16,23 @@ from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 from tokenizers import Tokenizer
 
+from algorithms.runtime import load_dflash, load_draft, load_eagle, load_eagle3, load_target
 from algorithms.runtime.models.decoder import Decoder
 from algorithms.runtime.models.dflash import DFlashDrafter
-from algorithms.runtime.models.loading import load_dflash, load_target
-from experiments import train_dflash as drafter_program
+from experiments import train_dflash, train_draft, train_eagle, train_eagle3
 from experiments import train_target as target_program
 from experiments.data import code
 from experiments.training import corpus as corpus_module
-from experiments.training.blocks import (
-    IGNORED,
-    BlockDrafter,
-    block_labels,
-    count_steps,
-    draw_anchors,
-    position_weights,
-)
+from experiments.training import responses as responses_module
+from experiments.training.acceptance import Tally, leading_hits
+from experiments.training.batches import Batch, ResponseSet, shifted
+from experiments.training.blocks import IGNORED, BlockDrafter, block_labels, draw_anchors, position_weights
+from experiments.training.chain import ChainObjective
+from experiments.training.drafting import BatchSettings, DrafterObjective, DrafterRunConfig, run
 from experiments.training.generate import greedy
 from experiments.training.loop import Trainer, TrainSettings, schedule
 from experiments.training.mixer import DenseMixer, compile_layers, restore_layers
-from experiments.training.responses import Continuation
+from experiments.training.responses import Continuation, ResponseSettings, ResponseSource
 from experiments.training.tokenizer import ASSISTANT, END, MASK, SPECIAL_TOKENS, USER, train_tokenizer
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -43,9 +43,8 @@ STEPS = 6
 def _small_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A handful of files instead of the whole standard library, and one thread."""
     few = [code.stdlib_folder() / f"{name}.py" for name in ("abc", "contextlib", "queue", "copy")]
-    for module in (corpus_module, drafter_program):
+    for module in (corpus_module, responses_module):
         monkeypatch.setattr(module, "training_files", lambda: few)
-    monkeypatch.setattr("experiments.training.responses.training_files", lambda: few)
     monkeypatch.setattr(corpus_module, "TOKENIZER_SAMPLE_PROBLEMS", 100)
 
 
@@ -64,15 +63,72 @@ def _target_config(folder: Path, **changes: object) -> target_program.TrainTarge
     return target_program.TrainTargetConfig(str(folder), True, shape, batch, _settings(**changes))
 
 
-def _drafter_config(target: Path, folder: Path, **changes: object) -> drafter_program.TrainDFlashConfig:
-    return drafter_program.TrainDFlashConfig(
+PROGRAMS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "dflash": (
+        train_dflash,
+        train_dflash.TrainDFlashConfig,
+        {
+            "drafter": train_dflash.DrafterSettings(num_layers=2, block_size=4, target_layer_ids=[1, 2]),
+            "blocks": train_dflash.BlockSettings(anchors=3),
+        },
+    ),
+    "draft": (
+        train_draft,
+        train_draft.TrainDraftConfig,
+        {"drafter": train_draft.DraftSettings(8, 16, 1, 1, 1)},
+    ),
+    "eagle": (
+        train_eagle,
+        train_eagle.TrainEagleConfig,
+        {"chain": train_eagle.ChainSettings(steps=3, feature_weight=0.5)},
+    ),
+    "eagle3": (
+        train_eagle3,
+        train_eagle3.TrainEagle3Config,
+        {
+            "drafter": train_eagle3.Eagle3Settings(draft_vocab_size=60, target_layer_ids=[0, 1, 3]),
+            "chain": train_eagle3.ChainSettings(steps=3),
+        },
+    ),
+}
+
+
+def _drafter_config(name: str, target: Path, folder: Path, **changes: object) -> DrafterRunConfig:
+    _, schema, shape = PROGRAMS[name]
+    return schema(
         target=str(target),
         out_dir=str(folder),
-        drafter=drafter_program.DrafterSettings(num_layers=2, block_size=4, target_layer_ids=[1, 2]),
-        responses=drafter_program.ResponseSettings(6, 3, 3, 12, 12, 3),
-        batch=drafter_program.BlockBatchSettings(2, 3, 2, 3),
+        responses=ResponseSettings(6, 3, 3, 12, 12, 3, folder=str(target.parent / "responses")),
+        batch=BatchSettings(2, 2, 0.5, 4),
         train=_settings(**changes),
+        **shape,
     )
+
+
+def _train(name: str, config: DrafterRunConfig) -> dict[str, Any]:
+    module = PROGRAMS[name][0]
+    return run(config, lambda target, tokenizer, source: module.build(config, target, tokenizer, source))
+
+
+def _objective(name: str, shipped_shape: Path, folder: Path) -> DrafterObjective:
+    config = _drafter_config(name, shipped_shape, folder)
+    folder.mkdir(exist_ok=True)
+    target = load_target(shipped_shape, "cpu", torch.float32)
+    target.model.requires_grad_(False)
+    tokenizer = Tokenizer.from_file(str(shipped_shape / "tokenizer.json"))
+    source = ResponseSource(target, tokenizer, config.responses)
+    torch.manual_seed(1)
+    objective = PROGRAMS[name][0].build(config, target, tokenizer, source)
+    _wake(objective.drafter)
+    return objective
+
+
+@torch.no_grad()
+def _wake(drafter: torch.nn.Module) -> None:
+    """Residual branches start at zero, which would hide what attention sees."""
+    for name, parameter in drafter.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            torch.nn.init.normal_(parameter, std=0.2)
 
 
 def _losses(folder: Path) -> list[float]:
@@ -148,30 +204,65 @@ def test_digits_are_tokens_of_their_own() -> None:
     assert tokenizer.decode(tokenizer.encode("a = b[12]\n\tñ").ids) == "a = b[12]\n\tñ"
 
 
-def test_drafter_trains_resumes_and_exports(shipped_shape: Path, tmp_path: Path) -> None:
+def _few_evaluation_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems, beginnings = target_program_problems()[:2], code.function_beginnings(2)
+    monkeypatch.setattr(responses_module, "heldout_problems", lambda: problems)
+    monkeypatch.setattr(responses_module, "function_beginnings", lambda: beginnings)
+
+
+@pytest.mark.parametrize("name", list(PROGRAMS))
+def test_drafter_trains_resumes_and_exports(
+    shipped_shape: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drafter_program, "heldout_problems", lambda: target_program_problems()[:2])
-        beginnings = code.function_beginnings(2)
-        patch.setattr(drafter_program, "function_beginnings", lambda: beginnings)
-        summary = drafter_program.train_dflash(_drafter_config(shipped_shape, whole))
-        patch.setattr(Trainer, "run", _run_in_two_parts(Trainer.run))
-        drafter_program.train_dflash(_drafter_config(shipped_shape, parts))
+    _few_evaluation_prompts(monkeypatch)
+    summary = _train(name, _drafter_config(name, shipped_shape, whole))
+    monkeypatch.setattr(Trainer, "run", _run_in_two_parts(Trainer.run))
+    _train(name, _drafter_config(name, shipped_shape, parts))
     assert _losses(whole) == _losses(parts)
-    assert 1.0 <= summary["tokens_per_step_arithmetic"] <= 4.0
+    rows = [json.loads(line) for line in (whole / "training.jsonl").read_text().splitlines()]
+    assert {"heldout_arithmetic", "tokens_per_step_code"} <= rows[-1].keys()
+    for draft_len, tokens_per_step in summary["tokens_per_step"]["arithmetic"].items():
+        assert 1.0 <= tokens_per_step <= 1 + int(draft_len.rsplit("_", 1)[1])
     target = load_target(shipped_shape, "cpu", torch.float32)
-    drafter = load_dflash(whole, target, "cpu", torch.float32)
-    assert drafter.config.mask_token_id == Tokenizer.from_file(str(whole / "tokenizer.json")).token_to_id(MASK)
-    published = json.loads((whole / "config.json").read_text())
-    assert published["dflash_config"]["target_layer_ids"] == [1, 2] and published["block_size"] == 4
+    loaders: dict[str, Callable[..., Any]] = {
+        "dflash": load_dflash,
+        "draft": load_draft,
+        "eagle": load_eagle,
+        "eagle3": load_eagle3,
+    }
+    loaders[name](whole, target, "cpu", torch.float32)
+    assert (whole / "training.svg").read_text().startswith("<?xml")
+
+
+def test_exported_dflash_names_its_mask_and_layers(shipped_shape: Path, tmp_path: Path) -> None:
+    objective = _objective("dflash", shipped_shape, tmp_path)
+    published = objective.hf_config()
+    mask = Tokenizer.from_file(str(shipped_shape / "tokenizer.json")).token_to_id(MASK)
+    assert published["dflash_config"] == {"mask_token_id": mask, "target_layer_ids": [1, 2]}
+    assert published["block_size"] == 4
+
+
+def test_responses_are_written_once_for_all_programs(
+    shipped_shape: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = _drafter_config("eagle", shipped_shape, tmp_path)
+    config.responses.folder = str(tmp_path / "responses")
+    target = load_target(shipped_shape, "cpu", torch.float32)
+    tokenizer = Tokenizer.from_file(str(shipped_shape / "tokenizer.json"))
+    first = ResponseSource(target, tokenizer, config.responses).training("arithmetic")
+    monkeypatch.setattr(responses_module, "greedy", lambda *_: pytest.fail("written again"))
+    source = ResponseSource(target, tokenizer, config.responses)
+    assert source.training("arithmetic") == first
+    source.settings.max_arithmetic_tokens += 1  # other text, so another file
+    with pytest.raises(pytest.fail.Exception, match="written again"):
+        source.training("arithmetic")
 
 
 def _run_in_two_parts(run):  # type: ignore[no-untyped-def]
     def interrupted(trainer: Trainer) -> None:
         run(trainer, 3)
-        continued = Trainer(
-            trainer.model, trainer.settings, trainer.folder, trainer.loss_of, trainer.evaluate
-        )
+        continued = Trainer(trainer.model, trainer.settings, trainer.folder, trainer.loss_of, trainer.evaluate)
         with torch.no_grad():
             for parameter in trainer.model.parameters():
                 parameter.zero_()  # only the checkpoint can bring the weights back
@@ -184,13 +275,11 @@ def _run_in_two_parts(run):  # type: ignore[no-untyped-def]
 
 def _drafting(shipped_shape: Path) -> BlockDrafter:
     target = load_target(shipped_shape, "cpu", torch.float32).model
-    settings = drafter_program.DrafterSettings(num_layers=2, block_size=4, target_layer_ids=[1, 2])
-    drafter = DFlashDrafter(drafter_program.dflash_config(settings, target.config, 3))
+    settings = train_dflash.DrafterSettings(num_layers=2, block_size=4, target_layer_ids=[1, 2])
+    drafter = DFlashDrafter(train_dflash.dflash_config(settings, target.config, 3))
     torch.manual_seed(1)
     drafter.reset_parameters()
-    for layer in drafter.layers:
-        torch.nn.init.normal_(layer.self_attn.o_proj.weight, std=0.2)
-        torch.nn.init.normal_(layer.mlp.down_proj.weight, std=0.2)
+    _wake(drafter)
     return BlockDrafter(target, drafter, 64, "cpu")
 
 
@@ -219,10 +308,31 @@ def test_labels_stop_at_the_end_of_each_sequence() -> None:
     assert labels.tolist() == [[[3, 4, 5], [9, IGNORED, IGNORED]], [[14, 15, IGNORED], [15, IGNORED, IGNORED]]]
 
 
-def test_anchors_lie_in_the_continuation_and_have_a_next_token() -> None:
-    sequence = Continuation(list(range(12)), 7)
-    anchors = draw_anchors([sequence], 200, random.Random(0))
-    assert set(anchors.flatten().tolist()) == {7, 8, 9, 10}
+def _batch(rows: list[tuple[list[int], int]]) -> Batch:
+    responses = ResponseSet([Continuation(tokens, start) for tokens, start in rows], "cpu")
+    return responses.rows(np.arange(len(rows)))
+
+
+def test_anchors_are_the_roots_of_decoding_steps() -> None:
+    """From the last prompt token, where decoding starts, to the last token that has one behind it."""
+    batch = _batch([(list(range(12)), 7), (list(range(5)), 4)])
+    anchors = draw_anchors(batch, 300, np.random.default_rng(0))
+    assert [set(row.tolist()) for row in anchors] == [{6, 7, 8, 9, 10}, {3}]
+
+
+def test_batches_are_gathered_rows() -> None:
+    rows = [([5, 6, 7, 8], 2), ([9] * 40, 39), ([1, 2], 1)]
+    responses = ResponseSet([Continuation(*row) for row in rows], "cpu")
+    batch = responses.rows(np.asarray([2, 0]))
+    assert batch.tokens.shape == (2, 32) and batch.num_tokens == 1 + 2
+    assert batch.tokens[:, :4].tolist() == [[1, 2, 0, 0], [5, 6, 7, 8]] and not batch.tokens[:, 4:].any()
+    assert batch.continues(0)[:, :5].tolist() == [[False, True, False, False, False], [False, False, True, True, False]]
+    assert batch.continues(1)[1, :5].tolist() == [False, True, True, False, False]
+    assert [len(chunk.tokens) for chunk in responses.chunks(2)] == [2, 1]
+    shares = responses.token_shares(10)
+    assert shares.sum() == pytest.approx(1) and shares[7] == pytest.approx(0.25) and shares[5] == 0
+    assert shifted(torch.arange(4)[None], 3).tolist() == [[3, 0, 0, 0]]
+    assert shifted(torch.arange(4)[None], 9).tolist() == [[0, 0, 0, 0]]
 
 
 def test_position_weights_decay_by_gamma() -> None:
@@ -230,17 +340,112 @@ def test_position_weights_decay_by_gamma() -> None:
 
 
 @pytest.mark.parametrize(
-    ("continuation", "drafts", "steps"),
+    ("leading", "start", "draft_len", "tokens", "steps", "acceptance"),
     [
-        ([1], [[9, 9]], 0),
-        ([1, 2, 3], [[9, 9]] * 3, 2),
-        ([1, 2, 3, 4], [[2, 3], [9, 9], [9, 9], [9, 9]], 1),
-        ([1, 2, 3, 4, 5], [[2, 9], [9, 9], [4, 5], [9, 9], [9, 9]], 2),
-        ([1, 2, 3], [[2, 3], [0, 0], [0, 0]], 1),
+        ([0, 0, 0], 1, 2, 2, 2, [0.0, 0.0]),
+        ([0, 2, 9, 9], 2, 2, 2, 1, [1.0, 1.0]),
+        ([0, 2, 9, 9, 0, 9], 2, 2, 4, 2, [0.5, 1.0]),
+        ([0, 2, 9, 9, 0, 9], 2, 1, 4, 2, [1.0]),
+        ([1, 0, 1, 0, 0], 1, 3, 4, 2, [1.0, 0.0]),
     ],
+    ids=["nothing right", "ends inside a draft", "a miss", "shorter drafts", "one each"],
 )
-def test_count_steps_by_hand(continuation: list[int], drafts: list[list[int]], steps: int) -> None:
-    assert count_steps(continuation, drafts) == steps
+def test_tally_by_hand(
+    leading: list[int], start: int, draft_len: int, tokens: int, steps: int, acceptance: list[float]
+) -> None:
+    tally = Tally(draft_len)
+    tally.add(leading, start, len(leading))
+    assert (tally.tokens, tally.steps) == (tokens, steps)
+    assert tally.acceptance_at == acceptance[: len(tally.acceptance_at)]
+
+
+def test_hits_before_the_first_miss() -> None:
+    hits = torch.tensor([[1, 1, 0, 1], [0, 1, 1, 1], [1, 1, 1, 1]], dtype=torch.bool)
+    assert leading_hits(hits).tolist() == [2, 0, 4]
+
+
+def _decode_by_hand(objective: ChainObjective, tokens: torch.Tensor, root: int) -> int:
+    """Drafts right behind a root, each from the whole history fed anew: the decoding step, without a cache."""
+    drafter, target = objective.drafter, objective.target
+    hidden, features = target(tokens[:, : root + 1], objective.mixer, drafter.capture)
+    scaled = [feature / scale for feature, scale in zip(features, objective.scales, strict=True)]
+    history = drafter.fuse(scaled, hidden)[:, :root]
+    accepted = 0
+    for step in range(objective.chain.steps):
+        mixer = DenseMixer(drafter.config.decoder, tokens.shape[1] + 8, "cpu")
+        state = drafter(tokens[:, 1 : root + 1 + step], history, mixer)[:, -1:]
+        drafted = drafter.to_target(drafter.logits(state).argmax(-1))
+        if root + 1 + step >= tokens.shape[1] or drafted[0, 0] != tokens[0, root + 1 + step]:
+            break
+        accepted, history = accepted + 1, torch.cat([history, state], dim=1)
+    return accepted
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+@torch.no_grad()
+def test_unrolled_chains_are_decoding_steps(shipped_shape: Path, tmp_path: Path, name: str) -> None:
+    """The text is what the head itself would draft, so that long chains occur."""
+    objective = _objective(name, shipped_shape, tmp_path)
+    assert isinstance(objective, ChainObjective)
+    drafter, prompt = objective.drafter, list(range(10, 22))
+    row = torch.tensor([prompt])
+    for _ in range(10):
+        hidden, features = objective.target(row, objective.mixer, drafter.capture)
+        batch_features = [f / s for f, s in zip(features, objective.scales, strict=True)]
+        fused = drafter.fuse(batch_features, hidden)[:, :-1]
+        state = drafter(row[:, 1:], fused, DenseMixer(drafter.config.decoder, 64, "cpu"))[:, -1]
+        row = torch.cat([row, drafter.to_target(drafter.logits(state).argmax(-1))[:, None]], dim=1)
+    row[0, -3] = 9  # a text the head would not draft all of
+    batch = _batch([(row[0].tolist(), len(prompt))])
+    found = objective.leading(batch)[0]
+    wanted = [_decode_by_hand(objective, row, root) for root in range(len(prompt) - 1, row.shape[1] - 1)]
+    assert found[len(prompt) - 1 : row.shape[1] - 1].tolist() == wanted
+    assert max(wanted) >= 1 and min(wanted) == 0
+
+
+@torch.no_grad()
+def test_folding_the_feature_scales_changes_nothing(shipped_shape: Path, tmp_path: Path) -> None:
+    objective = _objective("eagle3", shipped_shape, tmp_path)
+    assert isinstance(objective, ChainObjective)
+    objective.scales = [3.0, 0.5, 7.0]
+    batch = _batch([(list(range(10, 30)), 8)])
+    before = objective.batch_loss(batch, np.random.default_rng(0))
+    weight = objective.drafter.fc.weight.clone()
+    objective.finish()
+    assert objective.scales == [1.0, 1.0, 1.0] and not torch.equal(weight, objective.drafter.fc.weight)
+    torch.testing.assert_close(objective.batch_loss(batch, np.random.default_rng(0)), before)
+
+
+@pytest.mark.parametrize("name", list(PROGRAMS))
+@torch.no_grad()
+def test_loss_looks_at_continuations_only(shipped_shape: Path, tmp_path: Path, name: str) -> None:
+    """Tokens behind the end of a row are padding, whatever they are."""
+    objective = _objective(name, shipped_shape, tmp_path)
+    batch = _batch([(list(range(10, 30)), 8), (list(range(40, 55)), 12)])
+    junk = batch.tokens.clone()
+    for row, length in zip(junk, batch.lengths.tolist(), strict=True):
+        row[length:] = 77
+    changed = Batch(junk, batch.lengths, batch.starts, batch.num_tokens)
+    losses = [objective.batch_loss(b, np.random.default_rng(0)) for b in (batch, changed)]
+    torch.testing.assert_close(losses[0], losses[1])
+    assert losses[0] > 0
+
+
+def test_draft_vocabulary_is_what_occurs_most(shipped_shape: Path, tmp_path: Path) -> None:
+    objective = _objective("eagle3", shipped_shape, tmp_path)
+    shares = sum(objective.training[kind].token_shares(400) for kind in objective.training)
+    drafter = objective.drafter
+    ids = drafter.to_target(torch.arange(60))
+    assert ids.tolist() == sorted(set(ids.tolist())) and int(drafter.t2d.sum()) == 60
+    left_out = np.delete(shares, ids.numpy())
+    assert shares[ids.numpy()].min() >= left_out.max()
+
+
+def test_oversized_draft_is_refused(shipped_shape: Path, tmp_path: Path) -> None:
+    config = _drafter_config("draft", shipped_shape, tmp_path)
+    config.drafter = train_draft.DraftSettings(32, 48, 4, 2, 1)  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="at most a sixth"):
+        _train("draft", config)
 
 
 @torch.no_grad()
@@ -293,7 +498,7 @@ def test_settings_out_of_range_are_refused(tmp_path: Path, changes: dict[str, ob
         Trainer(model, _settings(**changes), tmp_path, lambda step: (torch.zeros(()), 1), dict)
 
 
-@pytest.mark.parametrize("name", ["train_target", "train_dflash"])
+@pytest.mark.parametrize("name", ["train_target", *(f"train_{drafter}" for drafter in PROGRAMS)])
 def test_configs_compose_and_refuse_misspelt_keys(name: str) -> None:
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         config = compose(name, ["train.max_steps=3"])

@@ -165,12 +165,13 @@ class Eagle3Drafter(SharedTarget):
         nn.init.normal_(self.fc.weight, std=self.fc.in_features**-0.5)
         if self.lm_head is not None:
             head = self.target.lm_head or self.target.model.embed_tokens
+            ids = torch.arange(self.draft_vocab_size, device=self.lm_head.weight.device)
             with torch.no_grad():
-                self.lm_head.weight.copy_(head.weight[self.to_target(torch.arange(self.draft_vocab_size))])
+                self.lm_head.weight.copy_(head.weight[self.to_target(ids)])
 
     def set_vocabulary(self, target_ids: Tensor) -> None:
         """Let the draft vocabulary be `target_ids [draft_vocab_size]` int64, rising."""
-        self.d2t.copy_(target_ids - torch.arange(len(target_ids)))
+        self.d2t.copy_(target_ids - torch.arange(len(target_ids), device=target_ids.device))
         self.t2d.zero_()
         self.t2d[target_ids] = True
 
