@@ -369,14 +369,18 @@ CASES = (
     _build("sgl_build_packed_32", "the sign bit of a packed row", batch=2, nodes=32, mode=_PACKED, topk=6),
     _build("sgl_build_chain", "an empty parent list", batch=2, nodes=4, mode=_QUERY, topk=4, depth=1),
     _build("sgl_build_root", "a tree of the root alone", batch=2, nodes=1, mode=_FULL),
-    _build("sgl_build_b64", "the step's shape", batch=64, nodes=32, mode=_QUERY, topk=8, bench=True, large=True),
+    _build(
+        "sgl_build_b64", "the step's shape", batch=64, nodes=32, mode=_QUERY, topk=8, gate=True, bench=True, large=True
+    ),
     _case("reconstruct_indices_from_tree_mask", _reconstruct, "sgl_mask", "siblings by parent", batch=3, nodes=9),
     _greedy_case("sgl_greedy_empty", "B = 0", batch=0, nodes=3, path=2),
     _greedy_case("sgl_greedy_deep", "the walk's order", batch=9, nodes=12, path=6, gate=True),
     _greedy_case("sgl_greedy_short", "a path past its width", batch=9, nodes=12, path=2, vocab=2),
     _greedy_case("sgl_greedy_root", "a tree of the root alone", batch=3, nodes=1, path=1),
     _greedy_case("sgl_greedy_cycle", "links that never end", batch=4, nodes=6, path=4, vocab=1, cycle=True),
-    _greedy_case("sgl_greedy_b64", "the step's shape", batch=64, nodes=32, path=6, vocab=3, bench=True, large=True),
+    _greedy_case(
+        "sgl_greedy_b64", "the step's shape", batch=64, nodes=32, path=6, vocab=3, gate=True, bench=True, large=True
+    ),
     _sampling_case("sgl_sampling_small", "coins and residuals", batch=6, nodes=7, path=4, vocab=9, gate=True),
     _sampling_case("sgl_sampling_tiles", "the carry between tiles", batch=2, nodes=3, path=3, vocab=1300),
     _sampling_case("sgl_sampling_short", "the whole target after a full path", batch=6, nodes=7, path=2, vocab=5),
@@ -385,6 +389,7 @@ CASES = (
         "sgl_sampling_zero", "every first child taken", batch=4, nodes=7, path=4, vocab=9, single=0.0, acc=0.0
     ),
     _sampling_case("sgl_sampling_odd", "no mass, NaN, tokens outside", batch=7, nodes=6, path=4, vocab=9, odd=True),
+    _sampling_case("sgl_sampling_gate", "registers", batch=2, nodes=4, path=3, vocab=151936, gate=True, large=True),
     _sampling_case(
         "sgl_sampling_152k", "the step's shape", batch=8, nodes=16, path=6, vocab=151936, bench=True, large=True
     ),

@@ -6,6 +6,8 @@ is b * n + i. Every function writes its results into tensors of the caller.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from specdec_kernels.checks import expect_contiguous, expect_dtype, expect_same_device, expect_shape
@@ -205,7 +207,7 @@ def tree_speculative_sampling_target_only(
         expect_same_device(candidates=candidates, **{name: tensor})
     if target_probs.shape[-1] < 1:
         raise ValueError(f"target_probs: expected a vocabulary, got shape {list(target_probs.shape)}")
-    arguments = (
+    arguments: tuple[Any, ...] = (
         predicts, accept_index, accept_token_num, candidates, *tree.values(), coins, final, target_probs,
         draft_probs, threshold_single, max(threshold_acc, 1e-9),
     )  # fmt: skip
