@@ -19,7 +19,7 @@ from tests.algorithms.toy import Setup, answers, random_target, requests, run
 
 TARGET = random_target()
 TINY = Path(__file__).parents[2] / "assets/tiny/target"
-CODE = Setup(backend="torch", max_batch=2, max_length=320)
+CODE = Setup(backend="torch", max_batch=2, max_length=400)
 
 
 def ngram(**changes: Any) -> NGram:
@@ -29,7 +29,7 @@ def ngram(**changes: Any) -> NGram:
 
 @cache
 def written(temperature: float = 0.0) -> list[list[int]]:
-    return answers(requests(8, temperature=temperature), Setup(backend="torch", max_batch=1), TARGET)
+    return answers(requests(5, temperature=temperature), Setup(backend="torch", max_batch=3), TARGET)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -39,14 +39,14 @@ def written(temperature: float = 0.0) -> list[list[int]]:
 )
 def test_lossless(backend: str, page_size: int, max_batch: int, mode: str, temperature: float) -> None:
     """All requests twice over one store: the second time most drafts are right, and still nothing changes."""
-    asked = requests(8, temperature=temperature)
-    twice = asked + [replace(request, id=request.id + 8) for request in asked]
+    asked = requests(5, temperature=temperature)
+    twice = asked + [replace(request, id=request.id + 5) for request in asked]
     setup = Setup(backend=backend, page_size=page_size, max_batch=max_batch)
     got = run(ngram(mode=mode), twice, setup, TARGET)
     assert [c.token_ids for c in got.completions] == written(temperature) * 2
     accepted = [sum(c.accepted_counts) / len(c.accepted_counts) for c in got.completions]
-    assert sum(accepted[8:]) > sum(accepted[:8])
-    assert sum(accepted[8:]) / 8 > 1.5
+    assert sum(accepted[5:]) > sum(accepted[:5])
+    assert sum(accepted[5:]) / 5 > 1.5
 
 
 @pytest.mark.parametrize("end", [1, 2, 5, 11])
@@ -64,7 +64,7 @@ def test_captured_steps_count_nothing_twice(graph: str) -> None:
     runs = []
     for level in ("none", graph):
         algorithm = ngram()
-        got = run(algorithm, requests(7), Setup(max_batch=5, graph=level), TARGET)
+        got = run(algorithm, requests(5, max_new_tokens=14), Setup(max_batch=3, graph=level), TARGET)
         runs.append(([(c.token_ids, c.accepted_counts) for c in got.completions], algorithm._store.contents()))
     (eager, expected), (captured, found) = runs
     assert captured == eager
@@ -74,15 +74,15 @@ def test_captured_steps_count_nothing_twice(graph: str) -> None:
 
 def test_a_full_store_is_still_lossless() -> None:
     """Evictions in almost every step."""
-    got = run(ngram(capacity=400), requests(8), Setup(), TARGET)
+    got = run(ngram(capacity=400), requests(5), Setup(), TARGET)
     assert [c.token_ids for c in got.completions] == written()
 
 
 def test_kernels_in_the_engine() -> None:
     """The same identity through the Triton kernels (interpreted where there is no GPU)."""
-    asked = requests(1, max_new_tokens=6)
+    asked = requests(1, max_new_tokens=4)
     got = run(ngram(num_nodes=5, window=2), asked + asked, Setup(impl="triton", max_batch=1), TARGET)
-    assert [c.token_ids for c in got.completions] == [written()[0][:6]] * 2
+    assert [c.token_ids for c in got.completions] == [written()[0][:4]] * 2
     assert max(got.completions[1].accepted_counts) >= 2
 
 
@@ -128,7 +128,7 @@ def code_answers(count: int, max_new_tokens: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("mode", ["bfs", "prob"])
 def test_code_that_repeats_is_drafted_well(mode: str) -> None:
-    """The shipped target on beginnings of functions, each asked for twice: at least 1.5 tokens a step from the start."""
+    """The shipped target on beginnings of functions, asked for twice: at least 1.5 tokens a step from the start."""
     _, target = tiny()
     asked = code_requests(4, 40)
     algorithm = NGram(NGram.Config(mode=mode, capacity=1 << 16), target, None)
