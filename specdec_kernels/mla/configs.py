@@ -1,7 +1,8 @@
 """Static launch table of latent attention: no autotuning on a step's path.
 
-The key is the chip and the latent size. H query heads share one cached head, so N * H rows are many even for decoding:
-the tile is limited by registers (the float32 accumulator has BLOCK_M * latent entries), not by the rows there are.
+The key is the chip, the latent size and whether the rows are few. H query heads share one cached head, so N * H rows are
+many even for decoding: the tile is limited by registers (the float32 accumulator has block_m * latent entries) and, on
+sm100, by tensor memory, of which a 64-row tile would take 528 of 512 columns. No row spills.
 
 `split_tokens` is a length, not a count: partial results of a row then do not depend on the batch.
 """
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 _SPLIT_TOKENS = 512
 _INTERPRETER_MAX_ROWS = 1024
 _LEAST = 16  # lanes that a matrix instruction takes
+_WIDEST = 256
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ def mla_config(chip: str, latent: int, rows: int, max_length: int, split_tokens:
         block_m = min(_INTERPRETER_MAX_ROWS, max(_LEAST, _power_of_two(rows)))
         config = MlaConfig(block_m, min(512, max(_LEAST, _power_of_two(max_length))), 1, 1, 4096)
     else:
-        block_m, block_n, warps, stages = _TABLE[chip][256 if latent <= 256 else 512]
+        block_m, block_n, warps, stages = _TABLE[chip, 256 if latent <= 256 else 512][16 if rows <= 16 else 64]
         config = MlaConfig(block_m, block_n, warps, stages, _SPLIT_TOKENS)
     if split_tokens is None:
         return config
@@ -63,8 +65,13 @@ def merge_config(chip: str, num_splits: int) -> MergeConfig:
 
 
 def blocks(latent: int) -> tuple[int, int]:
-    """`latent` columns as the largest power of two and the padded power of two that holds the rest (0: none)."""
+    """`latent` columns as a power of two and the padded power of two that holds the rest (0: none).
+
+    Large powers of two are halved: one accumulator of 512 columns takes twice its registers when it is stored.
+    """
     first = 1 << (latent.bit_length() - 1)
+    if first == latent and first > _WIDEST:
+        return first // 2, first // 2
     return first, 0 if first == latent else max(_LEAST, _power_of_two(latent - first))
 
 
@@ -73,10 +80,14 @@ def _power_of_two(value: int) -> int:
     return 1 << max(0, value - 1).bit_length()
 
 
-# chip: {latent up to: (block_m, block_n, num_warps, num_stages)}
-_TABLE: dict[str, dict[int, tuple[int, int, int, int]]] = {
-    "sm80": {256: (64, 32, 8, 2), 512: (32, 32, 8, 2)},
-    "sm90": {256: (64, 32, 8, 2), 512: (32, 32, 8, 3)},
-    "sm100": {256: (64, 32, 8, 2), 512: (32, 32, 8, 2)},
-    "gfx942": {256: (64, 16, 8, 1), 512: (32, 16, 8, 1)},
+# (chip, latent up to): {rows up to: (block_m, block_n, num_warps, num_stages)}
+_TABLE: dict[tuple[str, int], dict[int, tuple[int, int, int, int]]] = {
+    ("sm80", 256): {16: (16, 32, 4, 3), 64: (64, 32, 8, 2)},
+    ("sm80", 512): {16: (16, 32, 4, 3), 64: (64, 32, 8, 3)},
+    ("sm90", 256): {16: (16, 32, 4, 3), 64: (64, 32, 8, 3)},
+    ("sm90", 512): {16: (16, 32, 4, 3), 64: (64, 32, 8, 3)},
+    ("sm100", 256): {16: (16, 32, 4, 3), 64: (64, 32, 8, 2)},
+    ("sm100", 512): {16: (16, 32, 4, 3), 64: (32, 32, 8, 2)},
+    ("gfx942", 256): {16: (16, 32, 4, 1), 64: (64, 16, 8, 1)},
+    ("gfx942", 512): {16: (16, 16, 8, 1), 64: (32, 16, 8, 1)},
 }

@@ -113,7 +113,7 @@ def _log2_sum(top, total):
 def _columns(base, rows, stride: tl.constexpr, offset: tl.constexpr, size: tl.constexpr, BLOCK: tl.constexpr, valid):
     """`base[rows, offset : offset + size]` as [len(rows), BLOCK], zeros where invalid and in the padding."""
     column = tl.arange(0, BLOCK)
-    pointers = base + rows[:, None] * stride + offset + column[None, :]
+    pointers = base + rows.to(tl.int64)[:, None] * stride + offset + column[None, :]
     if size == BLOCK:
         return tl.load(pointers, mask=valid[:, None], other=0.0)
     else:
@@ -126,7 +126,7 @@ def _store_columns(
 ):
     """The reverse of `_columns`, in the pointer's type."""
     column = tl.arange(0, BLOCK)
-    pointers = base + rows[:, None] * stride + offset + column[None, :]
+    pointers = base + rows.to(tl.int64)[:, None] * stride + offset + column[None, :]
     tl.store(pointers, values.to(base.dtype.element_ty), mask=valid[:, None] & (column < size)[None, :])
 
 
@@ -181,12 +181,13 @@ def _mla_kernel(
         length, used, last_key, tile * BLOCK_M // HEADS, (tile * BLOCK_M + BLOCK_M - 1) // HEADS, MODE
     )
     end = tl.minimum(tile_end, split_start + split_tokens)
-    out_rows = request * num_nodes * HEADS + rows
+    first_row = request * num_nodes * HEADS
     live = nodes < used
-    q_a = _columns(q_latent_ptr, out_rows, LATENT, 0, BLOCK_A, BLOCK_A, live)
-    q_r = _columns(q_rope_ptr, out_rows, ROPE, 0, ROPE, BLOCK_R, live)
+    q_latent_ptr += first_row * LATENT
+    q_a = _columns(q_latent_ptr, rows, LATENT, 0, BLOCK_A, BLOCK_A, live)
+    q_r = _columns(q_rope_ptr + first_row * ROPE, rows, ROPE, 0, ROPE, BLOCK_R, live)
     if BLOCK_B > 0:
-        q_b = _columns(q_latent_ptr, out_rows, LATENT, BLOCK_A, LATENT - BLOCK_A, BLOCK_B, live)
+        q_b = _columns(q_latent_ptr, rows, LATENT, BLOCK_A, LATENT - BLOCK_A, BLOCK_B, live)
         acc_b = tl.full([BLOCK_M, BLOCK_B], 0.0, tl.float32)
 
     table_row = table_ptr + request * table_stride
@@ -207,11 +208,11 @@ def _mla_kernel(
         pages = tl.load(table_row + ahead // PAGE, mask=ahead < end, other=0)
         latent_a = _columns(cache_ptr, slots, LATENT + ROPE, 0, BLOCK_A, BLOCK_A, stored)
         rope = _columns(cache_ptr, slots, LATENT + ROPE, LATENT, ROPE, BLOCK_R, stored)
-        scores = tl.dot(q_a, tl.trans(latent_a), input_precision="ieee")
-        scores = tl.dot(q_r, tl.trans(rope), scores, input_precision="ieee")
+        scores = tl.dot(q_r, tl.trans(rope), input_precision="ieee")
+        scores += tl.dot(q_a, tl.trans(latent_a), input_precision="ieee")
         if BLOCK_B > 0:
             latent_b = _columns(cache_ptr, slots, LATENT + ROPE, BLOCK_A, LATENT - BLOCK_A, BLOCK_B, stored)
-            scores = tl.dot(q_b, tl.trans(latent_b), scores, input_precision="ieee")
+            scores += tl.dot(q_b, tl.trans(latent_b), input_precision="ieee")
         scores = scores * scale_log2
         if start + BLOCK_N > free_end:
             seen = _visible(mask_base, positions, end, length, nodes, used, MODE, WORDS)
@@ -227,13 +228,15 @@ def _mla_kernel(
     lse = _log2_sum(top, total)
     if SPLIT:
         written = live
-        to_rows = out_rows * num_splits + split
-        tl.store(lse_ptr + to_rows, lse, mask=written)
+        to_rows = rows.to(tl.int64) * num_splits + split
+        first_row *= num_splits
+        tl.store(lse_ptr + first_row + to_rows, lse, mask=written)
     else:
         written = nodes < num_nodes
-        to_rows = out_rows
+        to_rows = rows
         if lse_ptr is not None:
-            tl.store(lse_ptr + to_rows, lse * _LN_2, mask=written)
+            tl.store(lse_ptr + first_row + to_rows, lse * _LN_2, mask=written)
+    out_ptr += first_row * LATENT
     _store_columns(out_ptr, to_rows, LATENT, 0, BLOCK_A, BLOCK_A, acc_a * inverse, written)
     if BLOCK_B > 0:
         _store_columns(out_ptr, to_rows, LATENT, BLOCK_A, LATENT - BLOCK_A, BLOCK_B, acc_b * inverse, written)

@@ -15,29 +15,34 @@ from typing import Any
 
 import torch
 
+
+def _names(text: str) -> list[str]:
+    return text.split()
+
+
 FLASHINFER_VERSION = "0.7.2.post1"
-FLASHINFER_INIT = (
+FLASHINFER_INIT = _names(
     "float_workspace_buffer kv_layout use_cuda_graph qo_indptr_buf paged_kv_indptr_buf paged_kv_indices_buf "
     "paged_kv_last_page_len_buf custom_mask_buf mask_indptr_buf backend jit_args jit_kwargs variant_owns_mask"
-).split()
-FLASHINFER_PLAN = (
+)
+FLASHINFER_PLAN = _names(
     "qo_indptr paged_kv_indptr paged_kv_indices paged_kv_last_page_len num_qo_heads num_kv_heads head_dim_qk page_size "
     "head_dim_vo custom_mask packed_custom_mask causal pos_encoding_mode use_fp16_qk_reduction sm_scale window_left "
     "logits_soft_cap rope_scale rope_theta q_data_type kv_data_type o_data_type non_blocking prefix_len_ptr "
     "token_pos_in_items_ptr token_pos_in_items_len max_item_len_ptr seq_lens seq_lens_q block_tables "
     "max_token_per_sequence max_sequence_kv fixed_split_size disable_split_kv uniform_q_len"
-).split()
-FLASHINFER_RUN = (
+)
+FLASHINFER_RUN = _names(
     "q paged_kv_cache q_scale k_scale v_scale out lse return_lse lse_base lse_layout enable_pdl window_left sinks "
     "kv_cache_sf skip_softmax_threshold_scale_factor use_fp16_softmax uses_spcompress"
-).split()
+)
 FLASH_ATTENTION_VERSION = "4.0.0b36"
-FLASH_ATTENTION_VARLEN = (
+FLASH_ATTENTION_VARLEN = _names(
     "q k v qv cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k min_seqlen_k seqused_q seqused_k gather_kv_indices "
     "page_table softmax_scale causal window_size learnable_sink softcap num_splits pack_gqa deterministic score_mod "
     "score_mod_bwd mask_mod block_sparse_tensors aux_tensors aux_scalars return_lse scheduler_metadata "
     "seqlen_k_per_split disable_scheduler_metadata gather_bwd_recompute_p gather_bwd_token_chunk"
-).split()
+)
 
 
 def bind(names: list[str], *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -150,6 +150,21 @@ def test_window_soft_cap_and_sinks(standins: None, kind: Any, mode: str, window:
     agree(wrapper.run(planned, arguments["q"], arguments["kv"]), dense(arguments, seen, 2.0, sinks))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", ["chain", "block"])
+def test_window_soft_cap_and_sinks_of_the_package(kind: Any, mode: str) -> None:
+    if reason := kind.available():
+        pytest.skip(reason)
+    arguments = inputs(mode, 6, (30, 0, 9), Maker.seeded("cuda", torch.bfloat16))
+    sinks = torch.tensor([0.5, -1.0, 3.0, 0.0], device="cuda")
+    used = torch.full((3,), 6, dtype=torch.int32, device="cuda")
+    seen = visible_keys(arguments["lengths"], used, 6, 36, mode, window=5)
+    wrapper = kind()
+    planned = wrapper.plan(call_of(arguments, window=5, soft_cap=2.0, sinks=sinks))
+    agree(wrapper.run(planned, arguments["q"], arguments["kv"]), dense(arguments, seen, 2.0, sinks))
+
+
 def test_flashinfer_window_over_a_tree_goes_by_depth(standins: None) -> None:
     """Two branches of three: slots 1 and 2 stand at one position, so slot 4 at depth 2 is 2 away from both."""
     arguments = inputs("tree", 5, (7,), page_size=4)
