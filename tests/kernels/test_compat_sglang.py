@@ -1,0 +1,651 @@
+"""SGLang's functions against their formulas in plain Python, on worked examples and on random input.
+
+The oracles below follow what the functions are documented to compute, entry by entry; none of them shares code
+with the package. Outputs are handed over with contents, because SGLang writes into tensors of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec_kernels.cases import Maker
+from specdec_kernels.compat import sglang
+from specdec_kernels.compat.sglang import TreeMaskMode
+from specdec_kernels.compat.sglang.cases import build_inputs, coarse_probs, random_links, tree_outputs, walk_outputs
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+IMPLS = ["reference", "triton"]
+MAKE = Maker.seeded(DEVICE)
+OLD = 77
+
+
+def ints(values: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+
+def old(size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.full((size,), OLD, dtype=dtype, device=DEVICE)
+
+
+def starts_of(counts: list[int]) -> list[int]:
+    return [sum(counts[:b]) for b in range(len(counts) + 1)]
+
+
+# Trees -------------------------------------------------------------------------------------------------------
+
+
+def parents_of(selected: list[int], parent_list: list[int], topk: int) -> list[int | None]:
+    """Parent node of each node, None for the root and for an orphan."""
+    found: list[int | None] = [None]
+    for candidate in selected:
+        row = candidate // topk
+        if row == 0:
+            found.append(0)
+        elif row < len(parent_list) and parent_list[row] in selected:
+            found.append(selected.index(parent_list[row]) + 1)
+        else:
+            found.append(None)
+    return found
+
+
+def tree_in_python(parents: list[int | None], length: int) -> dict[str, list]:
+    """Links, positions and visible nodes; an orphan stands one step below the root and has no link to it."""
+    nodes = range(len(parents))
+    child, sibling = [-1] * len(parents), [-1] * len(parents)
+    for node in reversed(nodes[1:]):
+        if parents[node] is not None:
+            sibling[node], child[parents[node]] = child[parents[node]], node
+    seen, depth = [], []
+    for node in nodes:
+        path, current = [], node
+        while current:
+            path.append(current)
+            current = parents[current] or 0
+        seen.append({0, *path})
+        depth.append(len(path))
+    return dict(child=child, sibling=sibling, positions=[length + d for d in depth], seen=seen)
+
+
+def run_build(
+    parent_list: Any, selected: Any, lengths: Any, topk: int, mode: TreeMaskMode, impl: str
+) -> dict[str, Any]:
+    batch, nodes = len(selected), len(selected[0]) + 1
+    cells = {
+        TreeMaskMode.FULL_MASK: nodes * sum(lengths) + batch * nodes * nodes,
+        TreeMaskMode.QLEN_ONLY: batch * nodes * nodes,
+        TreeMaskMode.QLEN_ONLY_BITPACKING: batch * nodes,
+    }[mode]
+    packed = mode is TreeMaskMode.QLEN_ONLY_BITPACKING
+    mask = torch.full((cells,), 0 if packed else 1, dtype=torch.uint8 if packed else torch.bool, device=DEVICE)
+    outputs = tree_outputs(MAKE, batch, nodes)
+    parents = ints(parent_list).reshape(batch, -1)
+    sglang.build_tree_kernel_efficient(
+        parents, ints(selected), ints(lengths), mask, *outputs.values(), topk, 4, nodes, int(mode), impl=impl
+    )
+    return dict(outputs, tree_mask=mask)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_worked_tree_of_two_branches(impl: str) -> None:
+    """Scores .6 .3 | .30 .12 .27 .015 of two steps of two branches: the three best are 0, 1 and 2."""
+    found = run_build([[-1, 0, 1]], [[0, 1, 2]], [5], 2, TreeMaskMode.QLEN_ONLY, impl)
+    assert found["retrive_next_token"].tolist() == [[1, 3, -1, -1]]
+    assert found["retrive_next_sibling"].tolist() == [[-1, 2, -1, -1]]
+    assert found["positions"].tolist() == [5, 6, 6, 7]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_worked_trees_of_four_branches(impl: str) -> None:
+    parents = [
+        [-1, 0, 1, 2, 3, 4, 8, 12, 16, 20, 24, 28, 32],
+        [-1, 0, 1, 2, 3, 4, 5, 6, 7, 24, 28, 20, 21],
+    ]
+    selected = [[0, 1, 4, 8, 20, 24, 36], [0, 4, 5, 6, 7, 24, 36]]
+    found = run_build(parents, selected, [10, 20], 4, TreeMaskMode.QLEN_ONLY_BITPACKING, impl)
+    assert found["retrive_next_token"].tolist() == [[1, 3, 4, 5, 6, 7, -1, -1], [1, 2, -1, 6, -1, -1, 7, -1]]
+    assert found["retrive_next_sibling"].tolist()[0][1] == 2
+    assert found["retrive_next_sibling"].tolist()[1] == [-1, -1, 3, 4, 5, -1, -1, -1]
+    assert [p - 10 for p in found["positions"].tolist()[:8]] == [0, 1, 1, 2, 2, 3, 3, 4]
+    assert found["tree_mask"].tolist()[8:] == [1, 3, 7, 11, 19, 35, 75, 203]
+    assert found["retrive_index"].tolist() == [list(range(8)), list(range(8, 16))]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("mode", list(TreeMaskMode))
+@pytest.mark.parametrize("topk, depth, nodes", [(4, 4, 8), (2, 3, 6), (3, 1, 3), (2, 5, 1)])
+def test_trees_of_random_choices(topk: int, depth: int, nodes: int, mode: TreeMaskMode, impl: str) -> None:
+    """Choices that no score ordered: orphans and their children are among them."""
+    inputs = build_inputs(Maker.seeded(DEVICE, seed=topk), batch=5, nodes=nodes, mode=mode, topk=topk, depth=depth)
+    before = inputs["tree_mask"].tolist()
+    lengths = inputs["verified_seq_len"].tolist()
+    sglang.build_tree_kernel_efficient(**inputs, impl=impl)
+    found = inputs["tree_mask"].tolist()
+    expected = list(before)
+    for b in range(5):
+        parents = parents_of(inputs["selected_index"][b].tolist(), inputs["parent_list"][b].tolist(), topk)
+        tree = tree_in_python(parents, lengths[b])
+        assert inputs["retrive_next_token"][b].tolist() == tree["child"]
+        assert inputs["retrive_next_sibling"][b].tolist() == tree["sibling"]
+        assert inputs["positions"].view(5, nodes)[b].tolist() == tree["positions"]
+        first = nodes * sum(lengths[:b]) + b * nodes * nodes
+        for i in range(nodes):
+            if mode is TreeMaskMode.QLEN_ONLY_BITPACKING:
+                expected[b * nodes + i] = sum(1 << j for j in tree["seen"][i])
+                continue
+            for j in range(nodes):
+                full = first + i * (lengths[b] + nodes) + lengths[b] + j
+                place = full if mode is TreeMaskMode.FULL_MASK else (b * nodes + i) * nodes + j
+                expected[place] = j in tree["seen"][i]
+    assert found == expected, "tree cells, or cells that are not the function's to write"
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_orphans_are_seen_in_some_tree(impl: str) -> None:
+    """A chosen child of a parent that was not chosen: linked to nothing, its own child still under it."""
+    found = run_build([[-1, 0, 1, 2, 4]], [[0, 4, 8]], [7], 2, TreeMaskMode.QLEN_ONLY, impl)
+    assert parents_of([0, 4, 8], [-1, 0, 1, 2, 4], 2) == [None, 0, None, 2]
+    assert found["retrive_next_token"].tolist() == [[1, -1, 3, -1]]
+    assert found["positions"].tolist() == [7, 8, 8, 9]
+    assert found["tree_mask"].view(4, 4).int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_links_of_a_worked_mask(impl: str) -> None:
+    mask = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], device=DEVICE).bool()
+    outputs = tree_outputs(MAKE, 1, 4)
+    sglang.reconstruct_indices_from_tree_mask(mask, ints([12]), *outputs.values(), 1, 4, impl=impl)
+    assert outputs["retrive_next_token"].tolist() == [[1, -1, 3, -1]]
+    assert outputs["retrive_next_sibling"].tolist() == [[-1, 2, -1, -1]]
+    assert outputs["positions"].tolist() == [12, 13, 13, 14]
+    assert outputs["retrive_index"].tolist() == [[0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@given(data=st.data(), nodes=st.integers(1, 9))
+def test_links_of_a_mask(impl: str, data: st.DataObject, nodes: int) -> None:
+    parents = [None] + [data.draw(st.integers(0, i - 1)) for i in range(1, nodes)]
+    tree = tree_in_python(parents, 30)
+    mask = torch.tensor([[j in tree["seen"][i] for j in range(nodes)] for i in range(nodes)], device=DEVICE)
+    outputs = tree_outputs(MAKE, 1, nodes)
+    sglang.reconstruct_indices_from_tree_mask(mask.flatten(), ints([30]), *outputs.values(), 1, nodes, impl=impl)
+    assert outputs["retrive_next_token"].tolist() == [tree["child"]]
+    assert outputs["retrive_next_sibling"].tolist() == [tree["sibling"]]
+    assert outputs["positions"].tolist() == tree["positions"]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@given(segments=st.lists(st.lists(st.booleans(), max_size=20), max_size=5))
+def test_flags_are_packed_little_endian(impl: str, segments: list[list[bool]]) -> None:
+    packed = [
+        sum(flag << bit for bit, flag in enumerate(segment[first : first + 8]))
+        for segment in segments
+        for first in range(0, len(segment), 8)
+    ]
+    flags = torch.tensor([flag for segment in segments for flag in segment], dtype=torch.bool, device=DEVICE)
+    begin, out = starts_of([len(s) for s in segments]), starts_of([math.ceil(len(s) / 8) for s in segments])
+    y = old(len(packed) + 2, torch.uint8)
+    sglang.segment_packbits(flags, ints(begin, torch.int32), ints(out, torch.int32), y, len(segments), impl=impl)
+    assert y.tolist() == [*packed, OLD, OLD]
+
+
+# Verification ------------------------------------------------------------------------------------------------
+
+
+def walk_greedy(inputs: dict[str, list], b: int, nodes: int, path: int) -> tuple[list[int], dict[int, int]]:
+    """Accepted nodes (root first) and the token after each visited one."""
+    current, accepted, predicts = 0, [0], {}
+    target = inputs["target_predict"][b]
+    while len(accepted) < path:
+        child = inputs["retrive_next_token"][b][current]
+        while child != -1 and inputs["candidates"][b][child] != target[current]:
+            child = inputs["retrive_next_sibling"][b][child]
+        if child == -1:
+            break
+        predicts[b * nodes + current] = target[current]
+        accepted.append(child)
+        current = child
+    predicts[b * nodes + current] = target[current]
+    return accepted, predicts
+
+
+def expect_walk(inputs: dict[str, Any], walks: list[tuple[list[int], dict[int, int]]], nodes: int, path: int) -> None:
+    """What the three outputs hold after the walks, places that no walk writes included."""
+    tokens = [OLD] * (len(walks) * nodes)
+    for b, (accepted, predicts) in enumerate(walks):
+        for place, token in predicts.items():
+            tokens[place] = token
+        flat = [b * nodes + node for node in accepted]
+        assert inputs["accept_index"][b].tolist() == flat + [-1] * (path - len(flat))
+        assert inputs["accept_token_num"][b].item() == len(accepted) - 1
+    assert inputs["predicts"].tolist() == tokens
+
+
+def listed(inputs: dict[str, Any]) -> dict[str, list]:
+    return {name: value.tolist() for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("nodes, path, vocab", [(1, 1, 3), (2, 2, 2), (9, 5, 3), (9, 2, 2), (17, 17, 2), (9, 1, 2)])
+def test_greedy_walks(nodes: int, path: int, vocab: int, impl: str) -> None:
+    make = Maker.seeded(DEVICE, seed=nodes)
+    inputs = walk_outputs(make, 12, nodes, path) | dict(
+        candidates=make.integers(0, vocab, 12, nodes),
+        **random_links(make, 12, nodes),
+        target_predict=make.integers(0, vocab, 12, nodes),
+    )
+    given_ = listed(inputs)
+    sglang.verify_tree_greedy(**inputs, impl=impl)
+    expect_walk(inputs, [walk_greedy(given_, b, nodes, path) for b in range(12)], nodes, path)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_links_that_never_end_stop_the_walk(impl: str) -> None:
+    """A node that is its own child or sibling: the walk ends after as many visits as there are nodes."""
+    inputs = walk_outputs(MAKE, 2, 3, 9) | dict(
+        candidates=ints([[0, 1, 1], [0, 2, 2]]),
+        retrive_index=ints([[0, 1, 2], [3, 4, 5]]),
+        retrive_next_token=ints([[1, 1, -1], [1, -1, -1]]),
+        retrive_next_sibling=ints([[-1, -1, -1], [-1, 1, -1]]),
+        target_predict=ints([[1, 1, 1], [9, 9, 9]]),
+    )
+    sglang.verify_tree_greedy(**inputs, impl=impl)
+    assert inputs["accept_token_num"].tolist() == [2, 0]
+
+
+def sample_walk(inputs: dict[str, list], b: int, path: int, single: float, acc: float) -> tuple[list[int], dict]:
+    """Sampled acceptance by its definition, in exact binary fractions; also the rejected mass by (node, token)."""
+    nodes, vocab = len(inputs["candidates"][b]), len(inputs["target_probs"][b][0])
+    node, accepted, predicts, rejected = 0, [0], {}, {}
+    while len(accepted) < path:
+        coin, mass, law = inputs["uniform_samples"][b][node], 0.0, inputs["target_probs"][b][node]
+        child = inputs["retrive_next_token"][b][node]
+        while child != -1:
+            token = inputs["candidates"][b][child]
+            known = 0 <= token < vocab
+            share = law[token] if known and (node, token) not in rejected else 0.0
+            mass += share
+            if known and (coin < mass / max(acc, 1e-9) or share >= single):
+                break
+            if known and share > 0:
+                rejected[node, token] = share
+            child = inputs["retrive_next_sibling"][b][child]
+        if child == -1:
+            break
+        predicts[b * nodes + node] = token
+        accepted.append(child)
+        node = child
+    law = inputs["target_probs"][b][node]
+    full = len(accepted) == path
+    rest = [0.0 if not full and (node, v) in rejected else law[v] for v in range(vocab)]
+    goal, running, drawn = inputs["uniform_samples_for_final_sampling"][b] * sum(rest), 0.0, None
+    for v in range(vocab):
+        running += rest[v]
+        if rest[v] > 0 and running > goal:
+            drawn = v
+            break
+    predicts[b * nodes + node] = law.index(max(law)) if drawn is None else drawn
+    return accepted, dict(predicts=predicts, rejected=rejected)
+
+
+def sampling_inputs(make: Maker, batch: int, nodes: int, path: int, vocab: int) -> dict[str, Any]:
+    target = coarse_probs(make, batch, nodes, vocab)
+    return walk_outputs(make, batch, nodes, path) | dict(
+        candidates=make.integers(0, vocab + 1, batch, nodes),
+        **random_links(make, batch, nodes),
+        uniform_samples=make.integers(0, 128, batch, nodes).float() / 128,
+        uniform_samples_for_final_sampling=make.integers(0, 128, batch).float() / 128,
+        target_probs=target,
+        draft_probs=torch.zeros_like(target),
+    )
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("thresholds", [(1.0, 1.0), (0.25, 0.5), (0.0, 0.0)])
+@pytest.mark.parametrize("nodes, path, vocab", [(1, 1, 5), (7, 4, 5), (7, 2, 3), (12, 12, 4)])
+def test_sampled_walks(nodes: int, path: int, vocab: int, thresholds: tuple[float, float], impl: str) -> None:
+    """Duplicate siblings and tokens outside the vocabulary among them; sums are exact, so results are too."""
+    inputs = sampling_inputs(Maker.seeded(DEVICE, seed=nodes), 12, nodes, path, vocab)
+    given_ = listed(inputs)
+    sglang.tree_speculative_sampling_target_only(
+        **inputs, threshold_single=thresholds[0], threshold_acc=thresholds[1], deterministic=True, impl=impl
+    )
+    walks = [sample_walk(given_, b, path, *thresholds) for b in range(12)]
+    expect_walk(inputs, [(accepted, more["predicts"]) for accepted, more in walks], nodes, path)
+    rejected = torch.zeros(12, nodes, vocab)
+    for b, (_, more) in enumerate(walks):
+        for (node, token), share in more["rejected"].items():
+            rejected[b, node, token] = share
+    assert torch.equal(inputs["draft_probs"].cpu(), rejected)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(
+    "coin, final, accepted, token", [(0.15, 0.0, 1, 1), (0.45, 0.0, 1, 2), (0.95, 0.5, 0, 3), (0.95, 0.05, 0, 0)]
+)
+def test_worked_sampling(coin: float, final: float, accepted: int, token: int, impl: str) -> None:
+    """Law .1 .2 .3 .4 at the root, children 1 and 2: .15 takes the first, .45 the second, .95 neither."""
+    inputs = walk_outputs(MAKE, 1, 3, 2) | dict(
+        candidates=ints([[0, 1, 2]]),
+        retrive_index=ints([[0, 1, 2]]),
+        retrive_next_token=ints([[1, -1, -1]]),
+        retrive_next_sibling=ints([[-1, 2, -1]]),
+        uniform_samples=torch.full((1, 3), coin, device=DEVICE),
+        uniform_samples_for_final_sampling=torch.tensor([final], device=DEVICE),
+        target_probs=torch.tensor([0.1, 0.2, 0.3, 0.4], device=DEVICE).repeat(1, 3, 1),
+        draft_probs=torch.zeros(1, 3, 4, device=DEVICE),
+    )
+    sglang.tree_speculative_sampling_target_only(**inputs, impl=impl)
+    assert inputs["accept_token_num"].tolist() == [accepted]
+    assert inputs["predicts"][0].item() == token
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_sampling_follows_the_target_exactly(impl: str) -> None:
+    """All pairs of coins of grids that divide every sum: the first token has the target's law to the last
+    pair, although two of the three children carry one token and one leads to a banned one."""
+    law = torch.tensor([2, 4, 4, 6, 0]) / 16
+    coins, finals = 16, 4
+    batch = coins * finals
+    coin = (torch.arange(batch) // finals + 0.5) / coins
+    final = (torch.arange(batch) % finals + 0.5) / finals
+    inputs = walk_outputs(MAKE, batch, 5, 2) | dict(
+        candidates=ints([[0, 1, 1, 2, 4]]).repeat(batch, 1),
+        retrive_index=torch.arange(batch * 5, device=DEVICE).view(batch, 5),
+        retrive_next_token=ints([[1, -1, -1, -1, -1]]).repeat(batch, 1),
+        retrive_next_sibling=ints([[-1, 2, 3, 4, -1]]).repeat(batch, 1),
+        uniform_samples=coin[:, None].repeat(1, 5).to(DEVICE),
+        uniform_samples_for_final_sampling=final.to(DEVICE),
+        target_probs=law.repeat(batch, 5, 1).to(DEVICE),
+        draft_probs=torch.zeros(batch, 5, 5, device=DEVICE),
+    )
+    sglang.tree_speculative_sampling_target_only(**inputs, impl=impl)
+    first = inputs["predicts"].view(batch, 5)[:, 0]
+    counts = first.long().bincount(minlength=5).tolist()
+    assert counts == [int(share * batch) for share in law.tolist()]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_coin_of_zero_accepts_no_banned_token(impl: str) -> None:
+    inputs = walk_outputs(MAKE, 1, 2, 2) | dict(
+        candidates=ints([[0, 1]]),
+        retrive_index=ints([[0, 1]]),
+        retrive_next_token=ints([[1, -1]]),
+        retrive_next_sibling=ints([[-1, -1]]),
+        uniform_samples=torch.zeros(1, 2, device=DEVICE),
+        uniform_samples_for_final_sampling=torch.zeros(1, device=DEVICE),
+        target_probs=torch.tensor([[[0.0, 0.0, 1.0]] * 2], device=DEVICE),
+        draft_probs=torch.zeros(1, 2, 3, device=DEVICE),
+    )
+    sglang.tree_speculative_sampling_target_only(**inputs, impl=impl)
+    assert inputs["accept_token_num"].tolist() == [0] and inputs["predicts"][0].item() == 2
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_renormalised_laws(impl: str) -> None:
+    probs = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.4, 0.4, 0.1, 0.1]], device=DEVICE)
+    top_two = sglang.top_k_renorm_prob(probs, 2, impl=impl)
+    torch.testing.assert_close(top_two.cpu(), torch.tensor([[0, 0, 3 / 7, 4 / 7], [0.5, 0.5, 0, 0]]))
+    by_row = sglang.top_k_renorm_prob(probs, ints([1, 4], torch.int32), impl=impl)
+    torch.testing.assert_close(by_row.cpu(), torch.tensor([[0, 0, 0, 1.0], [0.4, 0.4, 0.1, 0.1]]))
+    nucleus = sglang.top_p_renorm_prob(probs, 0.65, impl=impl)
+    torch.testing.assert_close(nucleus.cpu(), torch.tensor([[0, 0, 3 / 7, 4 / 7], [0.5, 0.5, 0, 0]]))
+
+
+# Cache locations ---------------------------------------------------------------------------------------------
+
+
+def pool(batch: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A table whose entry is 100 * row + column, and requests in rows from the last one down."""
+    table = torch.arange(batch + 1)[:, None] * 100 + torch.arange(width)
+    return table.int().to(DEVICE), torch.arange(batch, 0, -1, device=DEVICE)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_worked_positions_after_acceptance(impl: str) -> None:
+    positions, newest = old(8), old(3, torch.int32)
+    sglang.create_extend_after_decode_spec_info(
+        ints([11, 12, 13, 21, 31, 32], torch.int32), ints([8, 5, 9]), ints([3, 1, 2], torch.int32), positions, newest,
+        4, impl=impl,
+    )  # fmt: skip
+    assert positions.tolist() == [5, 6, 7, 4, 7, 8, OLD, OLD]
+    assert newest.tolist() == [13, 21, 32]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_worked_slots_of_spans(impl: str) -> None:
+    table, _ = pool(1, 20)
+    out = old(7)
+    sglang.assign_extend_cache_locs[(2,)](ints([1, 0]), table, ints([2, 5]), ints([4, 8]), out, 20, 2, impl=impl)
+    assert out.tolist() == [102, 103, 5, 6, 7, OLD, OLD]
+    sglang.assign_req_to_token_pool[(2,)](
+        ints([1, 0]), table, ints([2, 5]), ints([4, 8]), ints([1, 2, 3, 4, 5]), 20, 2, impl=impl
+    )
+    assert table[1, 1:5].tolist() == [101, 1, 2, 104] and table[0, 4:9].tolist() == [4, 3, 4, 5, 8]
+
+
+def draft_position(length: int, branch: int, step: int, topk: int, steps: int, page: int) -> int:
+    tail = length % page
+    if page == 1 or topk == 1:
+        return length + branch * steps + step
+    return length - tail + branch * math.ceil((tail + steps) / page) * page + tail + step
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=4),
+    topk=st.integers(1, 3),
+    steps=st.integers(1, 5),
+    page=st.sampled_from([1, 2, 4]),
+)
+def test_draft_cache_locations(impl: str, lengths: list[int], topk: int, steps: int, page: int) -> None:
+    """Allocated slots go to the table in order; the compacted ones are those of every branch's steps."""
+    batch, paged = len(lengths), page > 1 and topk > 1
+    tails = [length % page for length in lengths]
+    pages = [math.ceil((tail + steps) / page) for tail in tails]
+    extend = [p * page * topk - tail if paged else topk * steps for p, tail in zip(pages, tails, strict=True)]
+    table, rows = pool(batch, 80)
+    expected = table.tolist()
+    allocated = [1000 + i for i in range(sum(extend))]
+    first = starts_of(extend)
+    for b, length in enumerate(lengths):
+        expected[batch - b][length : length + extend[b]] = allocated[first[b] : first[b + 1]]
+    place = [(b, t) for b in range(batch) for t in range(topk)]
+
+    def drafted(b: int, t: int, step: int) -> int:
+        """Slot of a branch's step; steps below 0 are the copied tail."""
+        return expected[batch - b][draft_position(lengths[b], t, 0, topk, steps, page) + step]
+
+    written = [drafted(b, t, step) for b, t in place for step in range(steps)]
+    copies = [
+        (drafted(b, 0, o - tails[b]), drafted(b, t, o - tails[b]))
+        for b, t in place
+        if paged and t > 0
+        for o in range(tails[b])
+    ]
+    out, source, target = ints(allocated), old(len(copies)), old(len(copies))
+    sglang.assign_draft_cache_locs[(batch,)](
+        rows, table, ints(lengths), ints(extend), ints(pages), out, source, target, ints(tails).cumsum(0), len(copies),
+        80, topk, steps, page, 4, 16, impl=impl,
+    )  # fmt: skip
+    assert table.tolist() == expected
+    assert out.tolist()[: len(written)] == written
+    assert list(zip(source.tolist(), target.tolist(), strict=True)) == copies
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_worked_draft_pages(impl: str) -> None:
+    """Pages of 4, 5 steps, 5 tokens, 2 branches: drafts at 5 to 9 and, behind the hole at 12, at 13 to 17."""
+    table, rows = torch.zeros(1, 30, dtype=torch.int32, device=DEVICE), ints([0])
+    table[0, :5] = torch.arange(1000, 1005)
+    out, source, target = torch.arange(1005, 1020, device=DEVICE), old(1), old(1)
+    sglang.assign_draft_cache_locs(
+        rows, table, ints([5]), ints([15]), ints([2]), out, source, target, ints([1]), 1, 30, 2, 5, 4, 1, 8, impl=impl
+    )
+    assert out.tolist()[:10] == [*range(1005, 1010), *range(1013, 1018)]
+    assert (source.item(), target.item()) == (1004, 1012)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_worked_decode_indices(impl: str) -> None:
+    """Pages of 4, 3 steps, 2 branches, 5 tokens: the first step of branch 1 reads position 9 behind the prefix."""
+    table = torch.arange(1000, 1030, dtype=torch.int32, device=DEVICE)[None]
+    indices, indptr = old(3 * 20, torch.int32), old(3 * 4, torch.int32)
+    sglang.generate_draft_decode_kv_indices[(3, 1, 2)](
+        ints([0]), table, ints([5]), indices.view(3, 20), indptr.view(3, 4), ints([5, 5]), 30, 20, 4, 1, 4, 2, 4,
+        impl=impl,
+    )  # fmt: skip
+    prefix = list(range(1000, 1005))
+    assert indices.view(3, 20)[0].tolist() == [*prefix, 1005, *prefix, 1009] + [OLD] * 8
+    assert indptr.view(3, 4).tolist() == [[0, 6, 12, OLD], [0, 7, 14, OLD], [0, 8, 16, OLD]]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=4),
+    topk=st.integers(1, 3),
+    steps=st.integers(1, 3),
+    page=st.sampled_from([1, 2, 4]),
+    window=st.sampled_from([0, 2, 5]),
+)
+def test_decode_indices(impl: str, lengths: list[int], topk: int, steps: int, page: int, window: int) -> None:
+    table, rows = pool(len(lengths), 80)
+    sink = 1 if window else 0
+    width = sum(lengths) * topk + len(lengths) * topk * steps + 2
+    indices = torch.full((steps, width), OLD, dtype=torch.int32, device=DEVICE)
+    indptr = torch.full((steps, len(lengths) * topk + 1), OLD, dtype=torch.int32, device=DEVICE)
+    sglang.generate_draft_decode_kv_indices(
+        rows, table, ints(lengths), indices, indptr, ints(lengths).repeat_interleave(topk), 80, width,
+        indptr.shape[1], page_size=page, window_size=window, sink_size=sink, impl=impl,
+    )  # fmt: skip
+    for step in range(steps):
+        flat, ends = [], [0]
+        for b, length in enumerate(lengths):
+            kept = list(range(length))
+            if window and length > sink + window:
+                kept = kept[:sink] + kept[-window:]
+            for t in range(topk):
+                drafts = [draft_position(length, t, s, topk, steps, page) for s in range(step + 1)]
+                flat += [(len(lengths) - b) * 100 + position for position in kept + drafts]
+                ends.append(len(flat))
+        assert indices[step].tolist() == flat + [OLD] * (width - len(flat))
+        assert indptr[step].tolist() == ends
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_worked_pairs(impl: str) -> None:
+    table, rows = pool(2, 20)
+    indptr, indices = old(5, torch.int32), old(12, torch.int32)
+    sglang.create_draft_kv_indices[(2,)](indptr, indices, rows, table, ints([3, 4]), 2, 20, 2, impl=impl)
+    assert indptr.tolist() == [0, 2, 5, 8, 12]
+    assert indices.tolist() == [200, 201, 200, 201, 202, 100, 101, 102, 100, 101, 102, 103]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(
+    "length, page, mask, expected",
+    [(5, 4, "FFTTTT", "FFFTTT"), (7, 4, "FTTTTT", "FTTTTT"), (6, 16, "FTTTTT", "FFFFFF")],
+)
+def test_worked_evictions(length: int, page: int, mask: str, expected: str, impl: str) -> None:
+    """Two requests side by side, so that the second one's offset counts."""
+    evict = torch.tensor([letter == "T" for letter in mask * 2], device=DEVICE)
+    sglang.align_evict_mask_to_page_size[(2,)](ints([length] * 2), evict, page, len(mask), 8, impl=impl)
+    assert ["T" if flag else "F" for flag in evict.tolist()] == list(expected * 2)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_worked_targets(impl: str) -> None:
+    """Rows 0 1 2 | 3 4 5 | 6 7 8 with 1, 1 and 0 accepted drafts and pages of one token."""
+    slots, accepted = torch.arange(9, device=DEVICE), ints([1, 1, 0], torch.int32)
+    source, target, freed = sglang.get_src_tgt_cache_loc(
+        ints([4, 5, 6]), slots, ints([0, 2, 3, 4, 6], torch.int32), accepted, 3, 1, impl=impl
+    )
+    assert source.tolist() == [0, 2, 3, 4, 6] and target.tolist() == [0] * 5 and freed.tolist() == [1, 1, 2]
+    to_free = old(4)
+    sglang.get_target_cache_loc[(3,)](target, to_free, accepted, freed, slots, 3, 4, 4, impl=impl)
+    assert target.tolist() == [0, 1, 3, 4, 6]
+    assert to_free.tolist() == [2, 5, 7, 8]
+    going = old(3)
+    sglang.filter_finished_cache_loc_kernel[(3,)](
+        going, target, accepted, ints([2, 0, 1], torch.int32), 4, 4, impl=impl
+    )
+    assert going.tolist() == [0, 1, 6]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@given(
+    page=st.sampled_from([1, 3, 4]),
+    requests=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 4), st.booleans()), min_size=1, max_size=5),
+)
+def test_targets_of_accepted_paths(impl: str, page: int, requests: list[tuple[int, int, bool]]) -> None:
+    nodes = 5
+    slots = [10 * b + i for b in range(len(requests)) for i in range(nodes)]
+    freed = [
+        length + nodes - min(math.ceil((length + a + 1) / page) * page, length + nodes) for length, a, _ in requests
+    ]
+    accepted = ints([a for _, a, _ in requests], torch.int32)
+    index = [b * nodes + i for b, (_, a, _) in enumerate(requests) for i in range(a + 1)]
+    source, target, num_freed = sglang.get_src_tgt_cache_loc(
+        ints([length for length, _, _ in requests]), ints(slots), ints(index), accepted, nodes, page, impl=impl
+    )
+    assert source.tolist() == [slots[i] for i in index] and num_freed.tolist() == freed
+    to_free = old(sum(freed))
+    sglang.get_target_cache_loc(target, to_free, accepted, num_freed, ints(slots), nodes, impl=impl)
+    assert target.tolist() == [10 * b + i for b, (_, a, _) in enumerate(requests) for i in range(a + 1)]
+    assert to_free.tolist() == [10 * b + nodes - f + i for b, f in enumerate(freed) for i in range(f)]
+    kept = [0 if finished else a + 1 for _, a, finished in requests]
+    going = old(sum(kept))
+    sglang.filter_finished_cache_loc_kernel(going, target, accepted, ints(kept, torch.int32), impl=impl)
+    assert going.tolist() == [10 * b + i for b, k in enumerate(kept) for i in range(k)]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("starts", [None, [3, 0, 7]])
+def test_flashinfer_indices_of_token_tables(starts: list[int] | None, impl: str) -> None:
+    table, rows = pool(3, 20)
+    indices = old(9, torch.int32)
+    sglang.create_flashinfer_kv_indices_triton[(3,)](
+        table, rows, ints([2, 0, 4], torch.int32), ints([0, 2, 2, 6], torch.int32),
+        None if starts is None else ints(starts, torch.int32), indices, 20, impl=impl,
+    )  # fmt: skip
+    first = starts or [0, 0, 0]
+    expected = [300 + first[0] + j for j in range(2)] + [100 + first[2] + j for j in range(4)]
+    assert indices.tolist() == [*expected, OLD, OLD, OLD]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_accepted_slots_are_compacted(impl: str) -> None:
+    out = old(6)
+    index = ints([2, -1, -1, 3, 5, -1], torch.int32)
+    sglang.fill_accepted_out_cache_loc[(6,)](index, ints([9, 8, 7, 6, 5, 4]), out, 8, impl=impl)
+    assert out.tolist() == [7, 6, 4, OLD, OLD, OLD]
+
+
+def test_wrong_input_is_refused() -> None:
+    table, rows = pool(2, 20)
+    with pytest.raises(ValueError, match=r"req_to_token: expected shape \[\*, 30\], got \[3, 20\]"):
+        sglang.assign_extend_cache_locs(rows, table, rows, rows, old(3), 30)
+    with pytest.raises(ValueError, match="expand_factor: expected at least 2, got 1"):
+        sglang.create_draft_kv_indices(old(3), old(3), rows, table, rows, 1)
+    with pytest.raises(ValueError, match="grid: expected a tuple of integers"):
+        sglang.assign_extend_cache_locs[2]  # type: ignore[index]
+    outputs = tree_outputs(MAKE, 1, 4)
+    mask = torch.zeros(16, dtype=torch.bool, device=DEVICE)
+    with pytest.raises(ValueError, match="tree_mask: expected 9 bool cells, got 16"):
+        sglang.reconstruct_indices_from_tree_mask(mask, ints([1]), *outputs.values(), 1, 3)
+    with pytest.raises(ValueError, match="tree_mask: expected at least 16 entries, got 3"):
+        sglang.build_tree_kernel_efficient(
+            ints([[-1, 0, 1]]), ints([[0, 1, 2]]), ints([1]), mask[:3], *outputs.values(), 2, 2, 4, 1
+        )
+    walk = walk_outputs(MAKE, 2, 3, 2)
+    links = random_links(MAKE, 2, 3)
+    with pytest.raises(ValueError, match=r"predicts: expected shape \[>= 6\], got \[5\]"):
+        sglang.verify_tree_greedy(
+            **(walk | dict(predicts=old(5, torch.int32))), candidates=old(6).view(2, 3), **links,
+            target_predict=old(6).view(2, 3),
+        )  # fmt: skip
