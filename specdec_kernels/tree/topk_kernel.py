@@ -4,7 +4,8 @@
 First kernel, once over the logits: of every tile of 512 its largest logit m_t, the first id that has it, and
 s_t = sum exp((l - m_t) / T). Second kernel, a program a row: the best tile's maximum is the next token; that tile
 alone is read again (it is in the cache) for its largest entry after the taken one in the order (logit falling, id
-rising). So k tokens cost k tiles. Tiles of about the square root of the vocabulary balance the search over tiles
+rising). Lanes past the vocabulary are -inf of the highest ids, the last in that order, and k <= V never comes to
+them. So k tokens cost k tiles. Tiles of about the square root of the vocabulary balance the search over tiles
 with the search inside one. Z = sum_t s_t exp((m_t - max m) / T) makes the logits probabilities.
 """
 
@@ -81,7 +82,7 @@ def _topk_tiles_kernel(
     column = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
     logit = _load_logits(logits_ptr, row * row_stride, column, VOCAB)
     top = tl.max(logit, 1)
-    first = tl.min(tl.where((logit == top[:, None]) & (column < VOCAB), column, _NO_TOKEN), 1)
+    first = tl.min(tl.where(logit == top[:, None], column, _NO_TOKEN), 1)
     shift = tl.where(top > float("-inf"), top, 0.0)
     total = tl.sum(tl.exp((logit - shift[:, None]) / _divisor(temperature_ptr, row)), 1)
     place = row * TILES + tile
@@ -135,9 +136,9 @@ def _topk_merge_kernel(
         column = winner * TILE + tl.arange(0, TILE)
         other = ordered(_load_logits(logits_ptr, row * row_stride, column, VOCAB))
         after = (other < image) | ((other == image) & (column > token))
-        other = tl.where(after & (column < VOCAB), other, NO_SCORE)
+        other = tl.where(after, other, NO_SCORE)
         heir = tl.max(other, 0)
-        heir_token = tl.min(tl.where((other == heir) & (heir > NO_SCORE), column, _NO_TOKEN), 0)
+        heir_token = tl.min(tl.where(other == heir, column, _NO_TOKEN), 0)
         next_image = tl.where(tile == winner, heir, next_image)
         next_token = tl.where(tile == winner, heir_token, next_token)
 
