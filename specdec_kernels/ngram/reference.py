@@ -5,10 +5,11 @@ One loop for every sentence of the definition. The tensors are seen through nump
 
 from __future__ import annotations
 
+import ctypes
 import heapq
+import itertools
 from collections import deque
 
-import numpy as np
 import torch
 
 from specdec_kernels.ngram.types import (
@@ -254,20 +255,24 @@ def _draft_recent(trie: Trie, tree: Tree, anchor: int, depth: int, breadths: lis
 
 def _draft_frequent(trie: Trie, tree: Tree, anchor: int, breadth: int) -> None:
     """Best first below `anchor` in float32, equal probabilities in the order in which they were pushed."""
-    heap: list[tuple[np.float32, int, int, int]] = []
+    heap: list[tuple[float, int, int, int]] = []
+    pushes = itertools.count()
 
-    def push_children(place: int, node: int, probability: np.float32) -> None:
+    def push_children(place: int, node: int, probability: float) -> None:
         children = trie.children(node, FREQUENT, breadth)
-        total = np.float32(sum(int(trie.ints[COUNT, child]) for child in children))
-        for child in children:
-            share = probability * np.float32(trie.ints[COUNT, child]) / total
-            heapq.heappush(heap, (-share, len(pushed), place, child))
-            pushed.append(child)
+        counts = [int(trie.ints[COUNT, child]) for child in children]
+        for child, count in zip(children, counts, strict=True):
+            share = _single(_single(probability * _single(count)) / _single(sum(counts)))
+            heapq.heappush(heap, (-share, next(pushes), place, child))
 
-    pushed: list[int] = []
-    push_children(0, anchor, np.float32(1))
+    push_children(0, anchor, 1.0)
     while heap and not tree.full:
         negative, _, place, node = heapq.heappop(heap)
         below = tree.place(place, int(trie.ints[TOKEN, node]))
         if below is not None:
             push_children(below, node, -negative)
+
+
+def _single(number: float) -> float:
+    """`number` rounded to float32; products and quotients of such numbers are rounded as float32 rounds them."""
+    return ctypes.c_float(number).value
