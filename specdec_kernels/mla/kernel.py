@@ -314,7 +314,8 @@ def mla_attention(
     if q_latent.dtype == torch.float64:
         raise ValueError("q_latent: the kernel takes float32, float16 and bfloat16, got float64; use impl='reference'")
     batch, num_nodes, heads, latent = q_latent.shape
-    config = mla_config(current_chip(q_latent), latent, num_nodes * heads, max_length, split_tokens)
+    rows, itemsize = num_nodes * heads, cache.element_size()
+    config = mla_config(current_chip(q_latent), latent, rows, max_length, split_tokens, itemsize)
     splits = max(1, -(-max_length // config.split_tokens))
     out = torch.empty_like(q_latent)
     lse = q_latent.new_empty(q_latent.shape[:3], dtype=torch.float32) if return_lse else None
@@ -325,7 +326,7 @@ def mla_attention(
     block_a, block_b = blocks(latent)
     launch(
         _mla_kernel,
-        (batch * splits * -(-num_nodes * heads // config.block_m),),
+        (batch * splits * -(-rows // config.block_m),),
         *(q_latent, q_rope, cache, page_table, lengths, q_lens, mask, part, part_lse),
         *(num_nodes, *cut, page_table.stride(0), scale * _LOG2_E),
         num_warps=config.num_warps,
