@@ -132,7 +132,9 @@ def test_masks_give_their_links_back(impl: str, rows: list[list[int]], start: in
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@given(nodes=st.sampled_from([1, 2, 3, 7, 12, 66]), seed=st.integers(0, 1000), density=st.sampled_from([0.02, 0.2, 0.9]))
+@given(
+    nodes=st.sampled_from([1, 2, 3, 7, 12, 66]), seed=st.integers(0, 1000), density=st.sampled_from([0.02, 0.2, 0.9])
+)
 def test_any_bits_are_read_as_parents(impl: str, nodes: int, seed: int, density: float) -> None:
     """The parent is the last earlier node of a row; nothing else of the row counts."""
     bits = torch.rand(2, nodes, nodes, generator=torch.Generator().manual_seed(seed)) < density
