@@ -3,6 +3,10 @@
 The reference of a shape that fills a GPU may need more memory than there is. Attention is then compared on
 the first and last requests that fit, and arguments too large to be copied are not compared with what the
 reference leaves in them; `scope` says so in the row. What cannot be compared at all gets no time.
+
+A draw compares one uniform with a sum over the vocabulary, float32 in the kernel and float64 in the reference. At
+150,000 tokens a few draws in a thousand fall between the two sums, so a few rows of drawn tokens may differ, and
+`scope` says how many did. Which tokens they are is held to the law by the tests, on vocabularies where all can be.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ from experiments.measure import tensors_in
 _ROUNDINGS = {torch.float32: 64}
 _HALF_ROUNDINGS = 4
 _REFERENCE_LIMIT_BYTES = 12 << 30
+_DRAWING = ("pick_tokens", "accept", "accept_targets")
+_BORDER_SHARE = 0.03  # of the rows, and one row in any case
 # Arguments of attention with one entry a request; the pool is shared by all of them.
 _BY_REQUEST = ("q", "q_latent", "q_rope", "page_table", "lengths", "mask", "q_lens", "depths", "row_depths")
 
@@ -39,7 +45,12 @@ def check(function: Callable[..., Any], inputs: dict[str, Any]) -> Parity:
     if requests is not None:
         scope = f"requests {requests} of {inputs['lengths'].shape[0]}: the reference of all needs too much memory"
         return Parity(_on_requests(function, inputs, requests), scope, reference_fits=False)
-    return Parity(disagreement(function, inputs), "all results and changed arguments", reference_fits=True)
+    problem, scope = disagreement(function, inputs), "all results and changed arguments"
+    if problem is not None and _draws(function, inputs):
+        differing, rows = _rows_that_differ(function, inputs)
+        if differing <= max(1, _BORDER_SHARE * rows):
+            problem, scope = None, f"{scope}; {differing} of {rows} rows drew another token"
+    return Parity(problem, scope, reference_fits=True)
 
 
 def disagreement(function: Callable[..., Any], inputs: dict[str, Any]) -> str | None:
@@ -49,6 +60,22 @@ def disagreement(function: Callable[..., Any], inputs: dict[str, Any]) -> str | 
         own = deepcopy(inputs)
         sides.append(list(tensors_in((function(**own, impl=impl), own))))
     return difference(*sides)
+
+
+def _draws(function: Callable[..., Any], inputs: dict[str, Any]) -> bool:
+    temperature = inputs.get("temperature")
+    return function.__name__ in _DRAWING and temperature is not None and bool((temperature > 0).any())
+
+
+def _rows_that_differ(function: Callable[..., Any], inputs: dict[str, Any]) -> tuple[int, int]:
+    """(rows in which any result differs, rows): a row is an entry of the results' first dimension."""
+    sides = [list(tensors_in(function(**inputs, impl=impl))) for impl in ("triton", "reference")]
+    rows = sides[0][0].shape[0]
+    wrong = [
+        any(_gap(kernel[row], reference[row]) is not None for kernel, reference in zip(*sides, strict=True))
+        for row in range(rows)
+    ]
+    return sum(wrong), rows
 
 
 def difference(kernel_side: list[torch.Tensor], reference_side: list[torch.Tensor]) -> str | None:

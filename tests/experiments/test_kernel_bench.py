@@ -209,6 +209,22 @@ def test_a_reference_that_does_not_fit_compares_some_requests(monkeypatch: pytes
     assert parity.check(faulty, inputs).problem is not None
 
 
+def test_a_draw_on_a_border_is_named_and_more_is_refused() -> None:
+    """One row of forty may draw another token; two may not, and without a temperature not even one."""
+
+    def pick_tokens(wrong: int, temperature: torch.Tensor | None, impl: str) -> Any:
+        tokens = torch.arange(40)
+        tokens[:wrong] += impl == "triton"
+        return tokens, torch.ones(40, dtype=torch.bool)
+
+    warm = torch.ones(40)
+    found = parity.check(pick_tokens, dict(wrong=1, temperature=warm))
+    assert found.problem is None and found.scope.endswith("1 of 40 rows drew another token")
+    assert parity.check(pick_tokens, dict(wrong=2, temperature=warm)).problem is not None
+    for cold in (None, torch.zeros(40)):
+        assert parity.check(pick_tokens, dict(wrong=1, temperature=cold)).problem is not None
+
+
 @pytest.mark.parametrize("mode", ["chain", "block", "tree"])
 @pytest.mark.parametrize("lengths", [(33, 33), (5, 40)])
 def test_torch_attention_is_a_peer_of_every_mode(mode: str, lengths: tuple[int, ...]) -> None:

@@ -1,0 +1,221 @@
+"""Bugs in drawing and accepting tokens. Eleven of them shipped somewhere or stand for a class that did; most tests of
+speculative sampling in use miss several, because their laws do not depend on the context. They are put into the
+definition or into the drafter, where parity of kernel and reference cannot help: only a law can tell.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from tests.mutants.mutant import Mutant, parity
+
+_RULES = "specdec_kernels/verify/rejection_reference.py"
+_KERNEL = "specdec_kernels/verify/rejection.py"
+_WALK = "specdec_kernels/verify/kernel.py"
+_SAMPLING = "specdec_kernels/sampling/reference.py"
+_DEVICE = "specdec_kernels/sampling/device.py"
+_TYPES = "specdec_kernels/sampling/types.py"
+_DRAFTER = "algorithms/runtime/expansion.py"
+_MISSES = ("tests/kernels/test_verify_laws.py::test_joint_law[rejection-opposed-plain]",)
+_WHOLE = ("tests/kernels/test_verify_laws.py::test_joint_law[rejection-agreeing-plain]",)
+_BLOCK = ("tests/kernels/test_verify_laws.py::test_joint_law[block-agreeing-plain]",)
+_DRAWN = ("tests/algorithms/test_drafters.py::test_drawn_chains_have_the_targets_law[rejection]",)
+_EXACT = ("tests/kernels/test_verify_laws.py::test_exact_law_of_two_tokens[rejection-reference-plain]",)
+_FINDINGS = "tests/kernels/test_mutant_findings.py"
+_case = partial(parity, "verify")
+_pick = partial(parity, "sampling")
+
+ELEVEN = (
+    Mutant(
+        "residual_is_the_target",
+        _RULES,
+        "taken_off = torch.where(whole[:, None], 0.0, draft[rows, tau])",
+        "taken_off = torch.zeros_like(draft[rows, tau])",
+        _MISSES,
+        "historical: a rejected draft is replaced by a draw from the target itself",
+    ),
+    Mutant(
+        "residual_without_the_rejected_token",
+        _RULES,
+        "residual = (scale[:, None] * target[rows, tau] - taken_off).clamp(min=0)",
+        "rejected = tokens[rows, (tau + 1).clamp(max=num_nodes - 1)].clamp(0, vocab - 1)[:, None]\n"
+        "    residual = target[rows, tau].scatter(1, rejected, 0.0)\n"
+        "    residual = torch.where(whole[:, None], target[rows, tau], residual)",
+        _MISSES,
+        "historical: only the rejected token is taken off the target",
+    ),
+    Mutant(
+        "draft_law_recorded_unfiltered",
+        _DRAFTER,
+        "laws.append(filtered_probs(logits, sampling.temperature, *filters, impl=impl))",
+        "laws.append(filtered_probs(logits, sampling.temperature, None, None, None, impl=impl))",
+        _DRAWN,
+        "historical: drafts are drawn under top-k, their law is recorded without (transformers #47932)",
+    ),
+    Mutant(
+        "draft_and_recovery_share_noise",
+        _TYPES,
+        "RECOVER_STREAM = 3 ",
+        "RECOVER_STREAM = 1 ",
+        (f"{_FINDINGS}::test_streams_of_random_numbers_are_disjoint",),
+        "historical: one stream for the draft and for the token in its place (vLLM #47386)",
+    ),
+    Mutant(
+        "coin_reused_for_recovery",
+        _TYPES,
+        "RECOVER_STREAM = 3 ",
+        "RECOVER_STREAM = 2 ",
+        _MISSES,
+        "historical: the uniform that rejected a draft also picks its replacement",
+    ),
+    Mutant(
+        "draft_law_in_bfloat16",
+        _RULES,
+        "draft = torch.nan_to_num(draft_probs.double()).clamp(min=0)",
+        "draft = torch.nan_to_num(draft_probs.bfloat16().double()).clamp(min=0)",
+        _EXACT,
+        "historical: the draft's law is rounded to bfloat16, too little for any sampling test (DeepSpec #31)",
+    ),
+    Mutant(
+        "greedy_at_a_temperature",
+        _RULES,
+        "tau = torch.where(temperature > 0, tau, _leading(matches))",
+        "tau = _leading(matches)",
+        _WHOLE,
+        "historical: drafts are judged by the argmax although the request samples (SGLang #31214)",
+    ),
+    Mutant(
+        "temperature_on_the_target_alone",
+        _DRAFTER,
+        "laws.append(filtered_probs(logits, sampling.temperature, *filters, impl=impl))",
+        "laws.append(filtered_probs(logits, (sampling.temperature > 0).float(), *filters, impl=impl))",
+        _DRAWN,
+        "historical: the draft's law is recorded at temperature 1",
+    ),
+    Mutant(
+        "bonus_of_the_row_before",
+        _RULES,
+        "residual = (scale[:, None] * target[rows, tau] - taken_off).clamp(min=0)",
+        "stale = (tau - whole.long()).clamp(min=0)\n"
+        "    residual = (scale[:, None] * target[rows, stale] - taken_off).clamp(min=0)",
+        _WHOLE,
+        "historical: the bonus is drawn from the row of the last draft's parent",
+    ),
+    Mutant(
+        "residual_of_the_row_before",
+        _RULES,
+        "residual = (scale[:, None] * target[rows, tau] - taken_off).clamp(min=0)",
+        "stale = (tau - (~whole).long()).clamp(min=0)\n"
+        "    residual = (scale[:, None] * target[rows, stale] - taken_off).clamp(min=0)",
+        _MISSES,
+        "historical: the residual takes the target's law of the row before",
+    ),
+    Mutant(
+        "impossible_token_now_and_then",
+        _RULES,
+        "bonus = torch.where(temperature > 0, drawn, greedy[rows, tau])",
+        "drawn = torch.where(recover < 1e-3, vocab - 1, drawn)\n"
+        "    bonus = torch.where(temperature > 0, drawn, greedy[rows, tau])",
+        _MISSES,
+        "historical: once in a thousand a token of probability zero (vLLM GHSA-8wr5-jm2h-8r4f)",
+    ),
+)
+OTHERS = (
+    Mutant(
+        "coin_may_equal",
+        _KERNEL,
+        "_leading(here & in_reach & (coin * q < p), node, NODES)",
+        "_leading(here & in_reach & (coin * q <= p), node, NODES)",
+        (f"{_FINDINGS}::test_a_coin_of_zero_accepts_nothing_impossible",),
+        "a coin of exactly zero accepts a draft that the target rules out",
+    ),
+    Mutant(
+        "residual_not_subtracted",
+        _KERNEL,
+        "residual = tl.sum(tl.maximum(kept[:, None] * p - q, 0.0), 1)",
+        "residual = tl.sum(kept[:, None] * p, 1)",
+        _case("rejection_far"),
+        "groups of tokens are weighed by the target alone",
+    ),
+    Mutant(
+        "block_ratio_not_capped",
+        _RULES,
+        "kept.append((kept[-1] * column).clamp(max=1))",
+        "kept.append(kept[-1] * column)",
+        _BLOCK,
+        "a likely draft pays for an unlikely one behind it",
+    ),
+    Mutant(
+        "bonus_shares_the_recovery_stream",
+        _KERNEL,
+        "uniform = tl.where(whole, d.philox_uniform(seed, root, _BONUS), recover)",
+        "uniform = recover",
+        _case("rejection_same", "block_same"),
+        "the bonus is keyed like a replacement",
+    ),
+    Mutant(
+        "stale_bonus_row",
+        _WALK,
+        "target = tl.where(hit, tl.load(targets_ptr + place, mask=hit, other=0), target)",
+        "target = tl.where(hit & (child >= 0), tl.load(targets_ptr + place, mask=hit, other=0), target)",
+        _case("accept_saturated"),
+        "the bonus behind the last accepted draft is the draft itself again",
+    ),
+    Mutant(
+        "duplicate_sibling_taken_twice",
+        _WALK,
+        "sibling = tl.load(next_sibling_ptr + place, mask=looking & (drafted != target), other=-1)",
+        "sibling = tl.load(next_sibling_ptr + place, mask=looking & (drafted == target), other=-1)",
+        _case("accept_tree"),
+        "the walk does not go on to the next sibling",
+    ),
+    Mutant(
+        "length_without_the_bonus",
+        _WALK,
+        "tl.store(out_lengths_ptr + request, length + count + 1, mask=in_batch)",
+        "tl.store(out_lengths_ptr + request, length + count, mask=in_batch)",
+        _case("accept_tree"),
+        "the new length forgets the bonus",
+    ),
+    Mutant(
+        "vocabulary_tail_wins",
+        _DEVICE,
+        'value = tl.load(values_ptr + offset, mask=live, other=float("-inf")).to(tl.float32)',
+        "value = tl.load(values_ptr + offset, mask=live, other=0.0).to(tl.float32)",
+        _pick("pick_vocab_100"),
+        "historical: lanes past the vocabulary win against negative logits (vLLM GHSA-8wr5-jm2h-8r4f)",
+    ),
+    Mutant(
+        "nan_is_a_logit",
+        _DEVICE,
+        'value = tl.where(value == value, value, float("-inf"))',
+        "value = value + 0.0",
+        _pick("pick_hostile"),
+        "historical: NaN logits reach the comparison (FlashInfer #2402)",
+    ),
+    Mutant(
+        "position_in_32_bits",
+        _DEVICE,
+        "high = (position >> 32).to(tl.uint32)",
+        "high = (position >> 32).to(tl.uint32) * 0",
+        _pick("pick_vocab_100"),
+        "positions that differ by 2^32 share their random numbers",
+    ),
+    Mutant(
+        "top_p_of_the_whole_law",
+        _SAMPLING,
+        "kept = torch.where(values >= floor[:, None], weights, 0.0)",
+        "kept = weights",
+        _pick("pick_filtered"),
+        "top-p is measured before top-k instead of on what it left",
+    ),
+    Mutant(
+        "top_k_drops_ties",
+        _SAMPLING,
+        "weights = torch.where(values >= floor[:, None], weights, 0.0)\n    return Law",
+        "weights = torch.where(values > floor[:, None], weights, 0.0)\n    return Law",
+        _pick("pick_top_k"),
+        "the value at the threshold is not kept",
+    ),
+)
+MUTANTS = (*ELEVEN, *OTHERS)

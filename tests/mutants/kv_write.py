@@ -1,0 +1,72 @@
+"""Bugs in the fused norm, rotation and paged store."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from tests.mutants.mutant import Mutant, parity
+
+_KERNEL = "specdec_kernels/kv_write/kernel.py"
+_case = partial(parity, "kv_write")
+
+MUTANTS = (
+    Mutant(
+        "rope_position_off_by_one",
+        _KERNEL,
+        "row = rope_ptr + tl.where(known, position, 0)[:, None] * (2 * HALF)",
+        "row = rope_ptr + tl.minimum(tl.where(known, position, 0) + 1, max_pos - 1)[:, None] * (2 * HALF)",
+        _case("write_odd"),
+        "keys are rotated by the angle of the next position",
+    ),
+    Mutant(
+        "rope_turned_back",
+        _KERNEL,
+        "out_ptr, mine, first * cos - second * sin, second * cos + first * sin, scale, HALF, HALF_BLOCK,",
+        "out_ptr, mine, first * cos + second * sin, second * cos - first * sin, scale, HALF, HALF_BLOCK,",
+        ("tests/kernels/test_kv_write.py::test_same_as_transformers",),
+        "the rotation has the wrong sign; scores alone cannot tell when q and k share the fault",
+    ),
+    Mutant(
+        "interleaved_taken_for_halves",
+        _KERNEL,
+        "    if INTERLEAVED:\n        both = _load_part(head_ptr, mask, 0, 2 * HALF, 2 * HALF_BLOCK)",
+        "    if False:\n        both = _load_part(head_ptr, mask, 0, 2 * HALF, 2 * HALF_BLOCK)",
+        ("tests/kernels/test_kv_write.py::test_neighbours_turn_as_in_transformers",),
+        "neighbouring elements are to turn together, and halves do",
+    ),
+    Mutant(
+        "k_norm_of_layer_0",
+        _KERNEL,
+        "k_norm_ptr + layer * D",
+        "k_norm_ptr + layer * 0",
+        _case("materialize_odd"),
+        "every layer of a drafter is normalised by the weights of the first",
+    ),
+    Mutant(
+        "skipped_slot_wraps",
+        _KERNEL,
+        "    placed = here & (slot >= 0) & (slot < num_slots)\n"
+        "    kv_row = tl.where(placed, slot, 0) * H_KV\n    lane = tl.arange(0, HEADS)\n    if block < Q_BLOCKS:",
+        "    placed = here & (slot < num_slots)\n"
+        "    kv_row = tl.where(slot < 0, slot + num_slots, slot) * H_KV\n"
+        "    lane = tl.arange(0, HEADS)\n    if block < Q_BLOCKS:",
+        _case("write_none_stored"),
+        "historical: slot -1 of a padded row lands on the last page (vLLM #43682)",
+    ),
+    Mutant(
+        "norm_over_one_half",
+        _KERNEL,
+        "total = tl.sum(first * first, 2) + tl.sum(second * second, 2)",
+        "total = 2 * tl.sum(first * first, 2)",
+        _case("write_odd"),
+        "the mean square forgets half of the head",
+    ),
+    Mutant(
+        "e4m3_rounds_half_up",
+        _KERNEL,
+        "normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)",
+        "normal = ((bits + 0x80000) >> 20) - (120 << 3)",
+        ("tests/kernels/test_kv_write.py::test_e4m3_codes_are_the_nearest_even_ones",),
+        "codes halfway between two numbers are rounded up instead of to even",
+    ),
+)

@@ -1,0 +1,45 @@
+"""Bugs in latent attention."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from tests.mutants.mutant import Mutant, parity
+
+_KERNEL = "specdec_kernels/mla/kernel.py"
+_case = partial(parity, "mla")
+
+MUTANTS = (
+    Mutant(
+        "mla_rope_left_out",
+        _KERNEL,
+        'scores = tl.dot(q_r, tl.trans(rope), input_precision="ieee")',
+        'scores = 0.0 * tl.dot(q_r, tl.trans(rope), input_precision="ieee")',
+        _case("chain_odd"),
+        "scores without the rotary part of the key",
+    ),
+    Mutant(
+        "mla_dropped_split",
+        _KERNEL,
+        "live = (_last_key(length, used, tree_width, max_length) + split_tokens - 1) // split_tokens",
+        "live = _last_key(length, used, tree_width, max_length) // split_tokens",
+        _case("splits"),
+        "the last, partial split never reaches the merge",
+    ),
+    Mutant(
+        "mla_row_of_the_other_head",
+        _KERNEL,
+        "    nodes = rows // HEADS\n",
+        "    nodes = rows % HEADS\n",
+        _case("chain_odd"),
+        "rows are unpacked head first",
+    ),
+    Mutant(
+        "mla_rest_of_the_latent_unscaled",
+        _KERNEL,
+        'acc_b = tl.dot(weights, latent_b, acc_b * decay[:, None], input_precision="ieee")',
+        'acc_b = tl.dot(weights, latent_b, acc_b, input_precision="ieee")',
+        ("tests/kernels/test_mutant_findings.py::test_a_latent_in_two_blocks_over_several_tiles",),
+        "the second accumulator is not rescaled when the maximum rises",
+    ),
+)

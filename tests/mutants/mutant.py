@@ -1,0 +1,57 @@
+"""What a mutant is: one plausible bug, as an exact replacement in one file, and the tests that must see it."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# What a test of kernels and algorithms needs beside the tests themselves.
+COPIED = ("specdec_kernels", "algorithms", "experiments", "configs", "tests", "pyproject.toml", "run.py")
+LINKED = ("assets",)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`old` must occur exactly once in `path` and becomes `new`; `tests` are pytest arguments.
+
+    `bug` says what goes wrong; it begins with "historical:" where the bug shipped somewhere.
+    """
+
+    name: str
+    path: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    bug: str
+
+    def changed(self, root: Path = ROOT) -> str:
+        """The file with the bug in it. Raises ValueError where the replacement no longer fits."""
+        source = (root / self.path).read_text(encoding="utf-8")
+        found = source.count(self.old)
+        if found != 1:
+            raise ValueError(f"{self.name}: expected its text once in {self.path}, found it {found} times")
+        return source.replace(self.old, self.new)
+
+    def apply(self, root: Path) -> None:
+        (root / self.path).write_text(self.changed(root), encoding="utf-8")
+
+
+def parity(family: str, *cases: str) -> tuple[str, ...]:
+    """The parity tests of the named cases of a family."""
+    test = "tests/kernels/test_parity.py::test_kernel_is_the_reference"
+    return tuple(f"{test}[{family}-{case}-float32]" for case in cases)
+
+
+def copy_tree(target: Path) -> None:
+    """What the tests need, in a folder of its own: the working tree is never touched."""
+    ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, target / name, ignore=ignored)
+        else:
+            shutil.copy2(source, target / name)
+    for name in LINKED:
+        (target / name).symlink_to(ROOT / name)

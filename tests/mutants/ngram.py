@@ -1,0 +1,72 @@
+"""Bugs in the n-gram store."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from tests.mutants.mutant import Mutant, parity
+
+_INSERTION = "specdec_kernels/ngram/insertion.py"
+_MATCHING = "specdec_kernels/ngram/matching.py"
+_EVICTION = "specdec_kernels/ngram/eviction.py"
+_TESTS = "tests/kernels/test_ngram.py"
+_case = partial(parity, "ngram")
+
+MUTANTS = (
+    Mutant(
+        "overlaps_recounted",
+        _INSERTION,
+        "position = tl.where(begun, start, start + window - (DEPTH - 1))",
+        "position = tl.where(begun, start - 1, start + window - (DEPTH - 1))",
+        _case("insert_step"),
+        "n-grams that reach back before the new tokens count their old tokens again",
+    ),
+    Mutant(
+        "padding_inserted",
+        _INSERTION,
+        "count = tl.minimum(tl.minimum(count.to(tl.int64), width), context - start)",
+        "count = tl.minimum(tl.minimum(count.to(tl.int64) * 0 + width, width), context - start)",
+        _case("insert_step"),
+        "historical: tokens past a row's count are indexed and proposed",
+    ),
+    Mutant(
+        "token_stays_under_every_parent",
+        _MATCHING,
+        "same = (tree_parent == above) & (tree_token == value)",
+        "same = (tree_parent == 0) & (tree_token == value)",
+        _case("match_recent"),
+        "nodes of different parents are taken for one",
+    ),
+    Mutant(
+        "shortest_suffix_first",
+        _MATCHING,
+        "size = tl.maximum(WINDOW - lane, 0)",
+        "size = tl.where(lane < WINDOW, lane + 1, 0)",
+        (f"{_TESTS}::test_longer_matches_come_first",),
+        "short matches fill the tree before the long ones",
+    ),
+    Mutant(
+        "breadth_of_the_root_everywhere",
+        _MATCHING,
+        "breadth = _breadth(below, WINDOW, LEAST, MOST, BY_COUNT)",
+        "breadth = _breadth(below * 0, WINDOW, LEAST, MOST, BY_COUNT)",
+        _case("match_wide"),
+        "the breadth does not narrow with the length of the match",
+    ),
+    Mutant(
+        "frequency_ties_to_the_higher_token",
+        _INSERTION,
+        "return tl.where(mask, (count << 32) | (-token + _MAX_TOKEN), -1)",
+        "return tl.where(mask, (count << 32) | token, -1)",
+        (*_case("insert_crowded_lists"), *_case("insert_same_text"), *_case("insert_step")),
+        "equal counts go to the higher token",
+    ),
+    Mutant(
+        "eviction_by_creation",
+        _EVICTION,
+        "total += tl.sum((used >= cut).to(tl.int32), 0)",
+        "total += tl.sum((used > cut).to(tl.int32), 0)",
+        (*_case("insert_evicting"), f"{_TESTS}::test_eviction_keeps_what_was_used_last"),
+        "the boundary of what is kept is off by one insertion",
+    ),
+)

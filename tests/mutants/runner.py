@@ -1,0 +1,148 @@
+"""Runs the named tests of a mutant in a copy of the tree, in a process forked after the slow imports."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from tests.mutants.mutant import ROOT, Mutant, copy_tree
+
+CAUGHT, SURVIVED, BROKEN = "caught", "SURVIVED", "BROKEN"
+TIMEOUT_S = 240
+BASELINE_TIMEOUT_S = 1800
+OUR_PACKAGES = ("specdec_kernels", "algorithms", "experiments", "tests")
+PROBLEM_LENGTH = 160
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`caught` by a test, `SURVIVED` all of them, or `BROKEN`: the mutant or its tests are stale."""
+
+    status: str
+    detail: str
+
+
+class _Recorder:
+    """Notes what pytest reports: the first failure, the tests that passed, whether anything failed to load."""
+
+    def __init__(self) -> None:
+        self.failed: list[tuple[str, str]] = []
+        self.passed = 0
+        self.unloadable: list[str] = []
+
+    def pytest_configure(self) -> None:
+        """A falsifying example need not be the smallest: shrinking one can take minutes."""
+        from hypothesis import Phase, settings
+
+        settings.register_profile("mutants", settings.get_profile("ci"), phases=(Phase.explicit, Phase.generate))
+        settings.load_profile("mutants")
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            last = next((line for line in report.longreprtext.splitlines() if line.startswith("E ")), "")
+            self.failed.append((report.nodeid, last[1:].strip()[:PROBLEM_LENGTH]))
+        elif report.when == "call" and report.passed:
+            self.passed += 1
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            self.unloadable.append(f"{report.nodeid}: {report.longreprtext.splitlines()[-1][:PROBLEM_LENGTH]}")
+
+
+def load_heavy_modules() -> None:
+    """Imports that every child shares; none of them may import our packages."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # mutants are judged in the interpreter, on every machine alike
+    os.environ["TRITON_INTERPRET"] = "1"
+    sys.dont_write_bytecode = True
+    for name in ("hypothesis", "pytest", "scipy.stats", "torch", "triton", "triton.language"):
+        __import__(name)
+
+
+def run_mutant(mutant: Mutant) -> Outcome:
+    """Judge one mutant. An endless loop is caught too."""
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        copy = Path(folder)
+        copy_tree(copy)
+        try:
+            mutant.apply(copy)
+        except (OSError, ValueError) as stale:
+            return Outcome(BROKEN, str(stale))
+        found = _in_child(copy, mutant.tests, stop_at_first=True)
+    if found is None:
+        return Outcome(CAUGHT, f"did not end within {TIMEOUT_S} s")
+    if found["unloadable"] or found["code"] not in (0, 1):
+        return Outcome(BROKEN, "; ".join(found["unloadable"]) or f"pytest ended with {found['code']}: stale tests?")
+    if found["failed"]:
+        test, problem = found["failed"][0]
+        return Outcome(CAUGHT, f"{_short(test)}: {problem}")
+    if not found["passed"]:
+        return Outcome(BROKEN, "none of its tests ran")
+    return Outcome(SURVIVED, f"{found['passed']} tests passed")
+
+
+def baseline(tests: Sequence[str]) -> list[str]:
+    """What already fails without a mutant: nothing may, or being caught would mean nothing."""
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        copy_tree(Path(folder))
+        found = _in_child(Path(folder), tests, stop_at_first=False, limit_s=BASELINE_TIMEOUT_S)
+    if found is None:
+        return [f"the unchanged tree did not end within {BASELINE_TIMEOUT_S} s"]
+    problems = [f"{_short(test)}: {problem}" for test, problem in found["failed"]] + found["unloadable"]
+    return problems or ([] if found["code"] == 0 else [f"pytest ended with {found['code']}: stale tests?"])
+
+
+def _short(test: str) -> str:
+    return test.removeprefix("tests/").replace(".py::", " ")
+
+
+def _in_child(
+    copy: Path, tests: Sequence[str], stop_at_first: bool, limit_s: float = TIMEOUT_S
+) -> dict[str, Any] | None:
+    """What pytest reports of `tests` in the copy, None after the time limit."""
+    context = multiprocessing.get_context("fork")
+    receiving, sending = context.Pipe(duplex=False)
+    child = context.Process(target=_child, args=(copy, tuple(tests), stop_at_first, sending))
+    child.start()
+    sending.close()
+    try:
+        if not receiving.poll(limit_s):
+            return None
+        return receiving.recv()  # type: ignore[no-any-return]
+    except EOFError:
+        child.join()
+        return dict(code=1, failed=[("the test process", f"died with {child.exitcode}")], passed=0, unloadable=[])
+    finally:
+        child.kill()
+        child.join()
+
+
+def _child(copy: Path, tests: tuple[str, ...], stop_at_first: bool, sending: Connection) -> None:
+    """Forget our own packages, stand in the copy, run pytest, report."""
+    import pytest
+
+    for name in [name for name in sys.modules if name.split(".")[0] in OUR_PACKAGES]:
+        del sys.modules[name]
+    os.chdir(copy)
+    sys.path[:] = [str(copy), *(entry for entry in sys.path if entry and Path(entry).resolve() != ROOT)]
+    log = copy / "pytest.log"
+    output = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    recorder = _Recorder()
+    arguments = ["-q", "-p", "no:cacheprovider", *(["-x"] if stop_at_first else []), *tests]
+    code = int(pytest.main(arguments, plugins=[recorder]))
+    module = sys.modules.get("specdec_kernels")
+    if module is not None and copy not in Path(str(module.__file__)).parents:
+        recorder.unloadable.append(f"the tests ran {module.__file__}, not the copy")
+    errors = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("ERROR: ")]
+    recorder.unloadable += errors if code not in (0, 1) else []
+    sending.send(dict(code=code, failed=recorder.failed, passed=recorder.passed, unloadable=recorder.unloadable))
+    sending.close()
+    os._exit(0)
