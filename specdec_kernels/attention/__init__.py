@@ -236,10 +236,10 @@ def _shape_and_config(
         current_chip(on), head_dim, num_nodes * group, max_length, split_tokens, kv_bytes, tuning
     )
     tokens = config.split_tokens
-    num_splits = min(config.max_splits, -(-max_length // tokens))
-    if window is not None:
-        # Splits lie at multiples of their length, so a window may touch one more.
-        num_splits = min(config.max_splits + 1, -(-max_length // tokens), -(-(window - 1 + num_slots) // tokens) + 1)
+    # A split more where a window begins inside one; the last split takes a quarter of a split more.
+    reach = max_length if window is None else min(max_length, window - 1 + num_slots + tokens)
+    most = config.max_splits if window is None else config.max_splits + 1
+    num_splits = min(most, -(-(reach - tokens // 4) // tokens))
     shape = PlanShape(
         batch,
         num_nodes,
@@ -250,6 +250,7 @@ def _shape_and_config(
         window,
         config.block_m,
         tokens,
+        config.first_splits,
         config.max_splits,
         max(1, num_splits),
     )

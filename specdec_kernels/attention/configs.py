@@ -20,12 +20,14 @@ from typing import Any
 import torch
 
 UNSPLIT = 1 << 30
+FIRST_SPLITS = 4
 MAX_SPLITS = 32
 _ROW_BUCKETS = (16, 32, 64, 128)
 _MAX_SPLIT_TILES = 4
 _INTERPRETER_MAX_ROWS = 1024
 _PROCESSORS = {"sm80": 108, "sm90": 132, "sm100": 148, "gfx942": 304}
 _FP8_NATIVE_CHIPS = ("sm90", "sm100")
+_OVERLAP_CHIPS = ("sm90", "sm100")
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class AttentionConfig:
     num_warps: int
     num_stages: int
     split_tokens: int
+    first_splits: int = FIRST_SPLITS
     max_splits: int = MAX_SPLITS
     resident_programs: int = 4
     polynomial_exp2: bool = False
@@ -58,13 +61,13 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class MergeConfig:
-    """Tile of one merge program: `rows` output rows, `block_s` of their `all_splits` partial results a
-    step."""
+    """Tile of one merge program: `rows` output rows, `unroll` of their partial results a step. overlap: it is
+    launched before the attention kernel has ended."""
 
     rows: int
-    all_splits: int
-    block_s: int
+    unroll: int
     num_warps: int
+    overlap: bool
 
 
 def attention_config(
@@ -100,13 +103,19 @@ def attention_config(
     return replace(config, split_tokens=-(-config.split_tokens // config.block_n) * config.block_n)
 
 
-def merge_config(chip: str, head_dim: int, num_splits: int) -> MergeConfig:
-    """Row of the table for merging `num_splits` partial results of rows of `head_dim`."""
-    splits = max(2, _power_of_two(num_splits))
+def node_counts_of_the_table(group: int) -> tuple[int, ...]:
+    """Query rows a request that together reach every row of the table, and prefill, with `group` query heads a
+    KV head."""
+    prefill = _MAX_SPLIT_TILES * _ROW_BUCKETS[-1] // group + 1
+    return tuple(sorted({max(1, bucket // group) for bucket in _ROW_BUCKETS} | {prefill}))
+
+
+def merge_config(chip: str, rows: int) -> MergeConfig:
+    """Row of the table for merging the partial results of `rows` = N * H output rows a request."""
     if chip == "interpreter":
-        return MergeConfig(rows=max(2, 1024 // splits), all_splits=splits, block_s=splits, num_warps=1)
-    block_s = 16 if head_dim <= 128 else 8
-    return MergeConfig(rows=2, all_splits=_power_of_two(MAX_SPLITS + 1), block_s=block_s, num_warps=4)
+        return MergeConfig(max(2, min(1024, _power_of_two(rows))), 1, 1, overlap=False)
+    # Few rows want their splits in parallel, many rows only what there is to load.
+    return MergeConfig(4, 8 if rows <= 64 else 4, 4, overlap=chip in _OVERLAP_CHIPS)
 
 
 def _table_config(chip: str, head_dim: int, rows: int, kv_bytes: int) -> AttentionConfig:
@@ -131,7 +140,7 @@ def _split_tokens(rows: int, block_m: int) -> int:
     """Keys a program; prefill-sized queries fill the chip without splitting."""
     if rows > _MAX_SPLIT_TILES * block_m:
         return UNSPLIT
-    return 512
+    return 256
 
 
 def _head_dim_row(head_dim: int) -> int:
@@ -151,7 +160,7 @@ _TABLE: dict[tuple[str, int], dict[int, _Row]] = {
     ("sm80", 128): {16: (16, 64, 4, 3, 2), 32: (32, 64, 4, 3, 2), 64: (64, 64, 8, 3, 1), 128: (128, 64, 8, 2, 1)},
     ("sm80", 256): {16: (16, 32, 4, 3, 2), 32: (32, 32, 4, 3, 1), 64: (64, 32, 8, 3, 1), 128: (64, 32, 8, 3, 1)},
     ("sm90", 64): {16: (16, 64, 4, 4, 3), 32: (32, 64, 4, 4, 3), 64: (64, 64, 4, 4, 2), 128: (128, 64, 8, 3, 1)},
-    ("sm90", 128): {16: (16, 64, 4, 4, 2), 32: (32, 64, 4, 3, 2), 64: (64, 32, 4, 4, 2), 128: (128, 64, 8, 3, 1)},
+    ("sm90", 128): {16: (16, 64, 4, 4, 4), 32: (32, 64, 4, 3, 4), 64: (64, 64, 4, 3, 4), 128: (128, 64, 8, 3, 4)},
     ("sm90", 256): {16: (16, 32, 4, 4, 2), 32: (32, 32, 4, 3, 2), 64: (64, 32, 8, 3, 1), 128: (128, 32, 8, 3, 1)},
     ("sm100", 64): {16: (16, 64, 4, 4, 3), 32: (32, 64, 4, 4, 3), 64: (64, 64, 4, 4, 2), 128: (128, 64, 8, 3, 1)},
     ("sm100", 128): {16: (16, 64, 4, 4, 2), 32: (32, 64, 4, 3, 2), 64: (64, 64, 4, 3, 2), 128: (128, 64, 8, 3, 1)},

@@ -37,7 +37,8 @@ from specdec_kernels.attention.tiles import (
     LN_2,
     LOG2_E,
     MODE_CODES,
-    finite_or_zero,
+    fold_sink,
+    inverse_or_zero,
     key_end,
     key_positions,
     log2_sum,
@@ -50,7 +51,6 @@ from specdec_kernels.attention.tiles import (
     used_rows,
     visible,
     widen,
-    with_sink,
 )
 from specdec_kernels.attention.types import AttentionPlan, PlanShape
 from specdec_kernels.launch import current_chip, launch
@@ -62,6 +62,7 @@ _RUN_TIME_SIZES = [
     "num_splits",
     "num_slots",
     "split_tokens",
+    "first_splits",
     "max_splits",
     "max_length",
     "window",
@@ -86,14 +87,13 @@ def _attend(
     lse_ptr,
     request,  # int64
     tile,
-    split,  # counted from the request's first
+    split_begin,
+    split_end,
     part,  # int64, where its partial result goes
     kv_head,
     num_nodes,
     num_pages,
     num_slots,
-    split_tokens,
-    max_splits,
     max_length,
     window,
     table_stride,
@@ -126,9 +126,8 @@ def _attend(
     stop, free_end = tile_key_range(length, used, end, first_node, last_node, MODE)
     begin = 0
     if SPLIT:
-        tokens, first_split, _ = split_layout(length, end, split_tokens, max_splits, window)
-        begin = (first_split + split) * tokens
-        stop = tl.minimum(stop, begin + tokens)
+        begin = split_begin
+        stop = tl.minimum(stop, split_end)
     mask_row = mask_ptr
     if mask_ptr is not None:
         mask_row = mask_ptr + request * num_nodes * WORDS
@@ -188,8 +187,7 @@ def _attend(
         acc = tl.dot(weights.to(q.dtype), values, acc, input_precision="ieee")
 
     total = tl.where(nodes < used, total, 0.0)
-    share = tl.where(total > 0.0, value_scale / tl.where(total > 0.0, total, 1.0), 0.0)
-    out = acc * share[:, None]
+    out = acc * (value_scale * inverse_or_zero(total))[:, None]
     lse = log2_sum(top, total)
     if SPLIT:
         out_rows += (part - request) * num_nodes * (H_KV * GROUP)
@@ -197,10 +195,12 @@ def _attend(
     else:
         written = nodes < num_nodes
         if sinks_ptr is not None:
+            # As the merge has it for one split, to the bit.
             sink = tl.load(sinks_ptr + kv_head * GROUP + rows % GROUP) * _LOG2_E
-            with_it = with_sink(lse, sink)
-            out = out * tl.exp2(lse - finite_or_zero(with_it))[:, None]
-            lse = tl.where(nodes < used, with_it, lse)
+            sink = tl.where(nodes < used, sink, float("-inf"))
+            out, top, total = fold_sink(out, lse, tl.where(total > 0.0, 1.0, 0.0), sink)
+            out = out * inverse_or_zero(total)[:, None]
+            lse = log2_sum(top, total)
     out_written = written[:, None]
     if D != BLOCK_D:
         out_written = out_written & (dims < D)[None, :]
@@ -235,6 +235,7 @@ def _attention_kernel(
     num_splits,
     num_slots,
     split_tokens,
+    first_splits,
     max_splits,
     max_length,
     window,
@@ -270,9 +271,14 @@ def _attention_kernel(
             length = tl.load(lengths_ptr + request).to(tl.int32)
             used = used_rows(q_lens_ptr, request, num_nodes)
             end = key_end(length, used, num_slots, max_length, ALL_SLOTS)
-            _, _, live = split_layout(length, end, split_tokens, max_splits, window)
+            tokens, first, live = split_layout(length, end, split_tokens, first_splits, max_splits, window)
             if split >= live:
                 return
+            split_begin, split_end = (first + split) * tokens, (first + split + 1) * tokens
+            # The last split ends with the keys.
+            split_end = tl.where(split + 1 < live, split_end, end)
+        else:
+            split_begin, split_end = 0, 0
         part = request * num_splits + split
         _attend(
             q_ptr,
@@ -290,14 +296,13 @@ def _attention_kernel(
             lse_ptr,
             request,
             tile,
-            split,
+            split_begin,
+            split_end,
             part,
             kv_head,
             num_nodes,
             num_pages,
             num_slots,
-            split_tokens,
-            max_splits,
             max_length,
             window,
             table_stride,
@@ -327,6 +332,16 @@ def _attention_kernel(
             tile = tl.load(entry + 1)
             split = tl.load(entry + 2)
             part = (tl.load(offsets_ptr + request) + split).to(tl.int64)
+            if SPLIT:
+                length = tl.load(lengths_ptr + request).to(tl.int32)
+                used = used_rows(q_lens_ptr, request, num_nodes)
+                end = key_end(length, used, num_slots, max_length, ALL_SLOTS)
+                tokens, first, live = split_layout(length, end, split_tokens, first_splits, max_splits, window)
+                split_begin, split_end = (first + split) * tokens, (first + split + 1) * tokens
+                # The last split ends with the keys.
+                split_end = tl.where(split + 1 < live, split_end, end)
+            else:
+                split_begin, split_end = 0, 0
             _attend(
                 q_ptr,
                 kv_ptr,
@@ -343,14 +358,13 @@ def _attention_kernel(
                 lse_ptr,
                 request,
                 tile,
-                split,
+                split_begin,
+                split_end,
                 part,
                 work % H_KV,
                 num_nodes,
                 num_pages,
                 num_slots,
-                split_tokens,
-                max_splits,
                 max_length,
                 window,
                 table_stride,
@@ -419,7 +433,7 @@ def paged_attention(
         *(sinks, _per_head(k_scale), _per_head(v_scale)),
         *((None, None, None) if plan is None else (plan.items, plan.offsets, plan.num_items)),
         *(part, part_lse, shape.num_nodes, num_pages, shape.num_splits, shape.num_slots),
-        *(shape.split_tokens, shape.max_splits, shape.max_length, shape.window, page_table.stride(0)),
+        *(shape.split_tokens, shape.first_splits, shape.max_splits, shape.max_length, shape.window, page_table.stride(0)),
         score_scale * LOG2_E if soft_cap is None else score_scale / soft_cap,
         stored_scale * (v_scale if isinstance(v_scale, float) else 1.0),
         None if soft_cap is None else soft_cap * LOG2_E,

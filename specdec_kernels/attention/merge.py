@@ -2,10 +2,13 @@
 
     out = sum_s 2^(lse_s - lse) out_s        2^lse = 2^sink + sum_s 2^lse_s
 
-A separate kernel, because a row's last split is not known to any program of the first.
+A separate kernel, because a row's last split is not known to any program of the first. On chips that can, it
+is launched while the first still runs and waits on the device.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -16,11 +19,12 @@ from specdec_kernels.attention.tiles import (
     LN_2,
     LOG2_E,
     finite_or_zero,
+    fold_sink,
+    inverse_or_zero,
     key_end,
     log2_sum,
     split_layout,
     used_rows,
-    with_sink,
 )
 from specdec_kernels.attention.types import AttentionPlan, PlanShape
 from specdec_kernels.launch import current_chip, launch
@@ -30,11 +34,11 @@ _LOG2_E = tl.constexpr(LOG2_E)
 
 @triton.jit(
     do_not_specialize=[
-        "num_rows",
         "num_nodes",
         "num_splits",
         "num_slots",
         "split_tokens",
+        "first_splits",
         "max_splits",
         "max_length",
         "window",
@@ -47,13 +51,13 @@ def _merge_kernel(
     lengths_ptr,  # [B] int64
     q_lens_ptr,  # [B] int32 or None
     sinks_ptr,  # [H] float32 or None
-    out_ptr,  # [num_rows, D], rows (request, node, head)
-    lse_ptr,  # [num_rows] float32 natural or None
-    num_rows,
+    out_ptr,  # [B, N, H, D]
+    lse_ptr,  # [B, N, H] float32 natural or None
     num_nodes,
     num_splits,
     num_slots,
     split_tokens,
+    first_splits,
     max_splits,
     max_length,
     window,
@@ -62,52 +66,60 @@ def _merge_kernel(
     HEADS: tl.constexpr,
     ALL_SLOTS: tl.constexpr,
     ROWS: tl.constexpr,
-    ALL_SPLITS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    UNROLL: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    valid = rows < num_rows
-    request = rows // HEADS // num_nodes
-    row_in_part = rows - request * num_nodes * HEADS
-    used = used_rows(q_lens_ptr, request, num_nodes, valid)
-    length = tl.load(lengths_ptr + request, mask=valid, other=0).to(tl.int32)
+    all_rows = num_nodes * HEADS
+    tiles = (all_rows + ROWS - 1) // ROWS
+    request = (tl.program_id(0) // tiles).to(tl.int64)
+    rows = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
+    used = used_rows(q_lens_ptr, request, num_nodes)
+    length = tl.load(lengths_ptr + request).to(tl.int32)
     end = key_end(length, used, num_slots, max_length, ALL_SLOTS)
-    _, _, live = split_layout(length, end, split_tokens, max_splits, window)
-    row_used = valid & (row_in_part // HEADS < used)
-    live = tl.where(row_used, live, 0)
+    _, _, live = split_layout(length, end, split_tokens, first_splits, max_splits, window)
+    row_used = rows < used * HEADS
     if offsets_ptr is None:
         first_part = request * num_splits
     else:
-        first_part = tl.load(offsets_ptr + request, mask=valid, other=0).to(tl.int64)
-    stride = num_nodes * HEADS
-
-    splits = tl.arange(0, ALL_SPLITS)
-    part_lse = tl.load(
-        part_lse_ptr + (first_part[:, None] + splits[None, :]) * stride + row_in_part[:, None],
-        mask=splits[None, :] < live[:, None],
-        other=float("-inf"),
-    )
-    top = finite_or_zero(tl.max(part_lse, 1))
-    lse = log2_sum(top, tl.sum(tl.exp2(part_lse - top[:, None]), 1))
-    if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + row_in_part % HEADS, mask=valid, other=0.0) * _LOG2_E
-        lse = tl.where(row_used, with_sink(lse, sink), lse)
-
+        first_part = tl.load(offsets_ptr + request).to(tl.int64)
     dims = tl.arange(0, BLOCK_D)
-    anchor = finite_or_zero(lse)
+    stored = row_used[:, None] & (dims < D)[None, :]
+    part_rows = first_part * all_rows + rows
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.full([ROWS], 0.0, tl.float32)
     acc = tl.full([ROWS, BLOCK_D], 0.0, tl.float32)
-    for first in tl.range(0, tl.max(live, 0), BLOCK_S):
-        chunk = first + tl.arange(0, BLOCK_S)
-        present = chunk[None, :] < live[:, None]
-        parts = (first_part[:, None] + chunk[None, :]) * stride + row_in_part[:, None]
-        weight = tl.exp2(tl.load(part_lse_ptr + parts, mask=present, other=float("-inf")) - anchor[:, None])
-        stored = present[:, :, None] & (dims < D)[None, None, :]
-        part = tl.load(part_ptr + parts[:, :, None] * D + dims[None, None, :], mask=stored, other=0.0)
-        acc += tl.sum(part * weight[:, :, None], 1)
-    narrow = acc.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + rows[:, None] * D + dims[None, :], narrow, mask=valid[:, None] & (dims < D)[None, :])
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    for first in tl.range(0, live, UNROLL):
+        # A tile a split instead of one tile of all: sums over splits stay inside a thread.
+        new_top = top
+        for step in tl.static_range(UNROLL):
+            present = row_used & (first + step < live)
+            lse = tl.load(part_lse_ptr + part_rows + step * all_rows, mask=present, other=float("-inf"))
+            new_top = tl.maximum(new_top, lse)
+        decay = tl.exp2(top - finite_or_zero(new_top))
+        acc = acc * decay[:, None]
+        total = total * decay
+        for step in tl.static_range(UNROLL):
+            present = row_used & (first + step < live)
+            lse = tl.load(part_lse_ptr + part_rows + step * all_rows, mask=present, other=float("-inf"))
+            here = (part_rows + step * all_rows)[:, None] * D + dims[None, :]
+            part = tl.load(part_ptr + here, mask=stored & (first + step < live), other=0.0)
+            weight = tl.exp2(lse - finite_or_zero(new_top))
+            acc += part * weight[:, None]
+            total += weight
+        top = new_top
+        part_rows += UNROLL * all_rows
+
+    valid = rows < all_rows
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + rows % HEADS, mask=row_used, other=float("-inf")) * _LOG2_E
+        acc, top, total = fold_sink(acc, top, total, sink)
+    narrow = (acc * inverse_or_zero(total)[:, None]).to(out_ptr.dtype.element_ty)
+    out_rows = request * all_rows + rows
+    tl.store(out_ptr + out_rows[:, None] * D + dims[None, :], narrow, mask=valid[:, None] & (dims < D)[None, :])
     if lse_ptr is not None:
-        tl.store(lse_ptr + rows, lse * LN_2, mask=valid)
+        tl.store(lse_ptr + out_rows, log2_sum(top, total) * LN_2, mask=valid)
 
 
 def merge(
@@ -123,14 +135,15 @@ def merge(
 ) -> None:
     """Write `out` [B, N, H, D] and `lse` [B, N, H] from the partial results of `shape.num_splits` splits."""
     batch, num_nodes, heads, head_dim = out.shape
-    num_rows = batch * num_nodes * heads
-    config = merge_config(current_chip(out), head_dim, shape.num_splits)
+    config = merge_config(current_chip(out), num_nodes * heads)
+    # Not an argument of the kernel but of its launch, and known to the compilers of some chips only.
+    overlap: dict[str, Any] = dict(launch_pdl=True) if config.overlap else {}
     launch(
         _merge_kernel,
-        (-(-num_rows // config.rows),),
+        (batch * -(-num_nodes * heads // config.rows),),
         *(part, part_lse, plan.offsets if plan is not None else None, lengths, q_lens, sinks, out, lse),
-        *(num_rows, num_nodes, shape.num_splits, shape.num_slots, shape.split_tokens, shape.max_splits),
-        *(shape.max_length, shape.window),
+        *(num_nodes, shape.num_splits, shape.num_slots),
+        *(shape.split_tokens, shape.first_splits, shape.max_splits, shape.max_length, shape.window),
         num_warps=config.num_warps,
         num_stages=2,
         D=head_dim,
@@ -138,6 +151,7 @@ def merge(
         HEADS=heads,
         ALL_SLOTS=shape.all_slots,
         ROWS=config.rows,
-        ALL_SPLITS=config.all_splits,
-        BLOCK_S=config.block_s,
+        UNROLL=config.unroll,
+        OVERLAP=config.overlap,
+        **overlap,
     )

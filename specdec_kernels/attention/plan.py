@@ -29,6 +29,7 @@ _ITEMS = 256  # entries written at once
         "num_nodes",
         "num_slots",
         "split_tokens",
+        "first_splits",
         "max_splits",
         "max_length",
         "window",
@@ -45,6 +46,7 @@ def _plan_kernel(
     num_nodes,
     num_slots,
     split_tokens,
+    first_splits,
     max_splits,
     max_length,
     window,
@@ -62,7 +64,7 @@ def _plan_kernel(
     used = tl.where(there, used_rows(q_lens_ptr, requests, num_nodes, there), 0)
     if SPLIT:
         end = key_end(length, used, num_slots, max_length, ALL_SLOTS)
-        _, _, splits = split_layout(length, end, split_tokens, max_splits, window)
+        _, _, splits = split_layout(length, end, split_tokens, first_splits, max_splits, window)
         tiles = (used * GROUP + BLOCK_M - 1) // BLOCK_M
         splits = tl.where(used > 0, splits, 0)
     else:
@@ -105,7 +107,7 @@ def plan_attention(lengths: torch.Tensor, q_lens: torch.Tensor | None, shape: Pl
         (max(1, shape.batch),),
         *(lengths, q_lens, items, offsets, num_items),
         *(shape.batch, capacity, shape.num_nodes, shape.num_slots),
-        *(shape.split_tokens, shape.max_splits, shape.max_length, shape.window),
+        *(shape.split_tokens, shape.first_splits, shape.max_splits, shape.max_length, shape.window),
         num_warps=4,
         GROUP=shape.group,
         BLOCK_M=shape.block_m,

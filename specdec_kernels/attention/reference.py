@@ -166,8 +166,14 @@ def _num_splits(lengths: torch.Tensor, used: torch.Tensor, shape: PlanShape) -> 
     slots = torch.full_like(used, shape.num_slots) if shape.all_slots else used
     end = torch.where(used > 0, (lengths + slots).clamp(max=shape.max_length), 0)
     lowest = torch.zeros_like(end) if shape.window is None else (lengths - shape.window + 1).clamp(min=0)
-    tokens = torch.full_like(end, shape.split_tokens)
-    for _ in range(31):
-        tokens = torch.where(end - lowest > tokens * shape.max_splits, 2 * tokens, tokens)
+    span = (end - lowest).clamp(min=1)
+    doublings = torch.zeros_like(end)
+    for count in range(32):
+        tokens = shape.split_tokens << count
+        # The last split may be a quarter longer. Up to first_splits, lengths double with a fourfold span.
+        root_reach = (4 * shape.first_splits + 1) * shape.split_tokens * 4**count // 4
+        reach = min(root_reach, (4 * shape.max_splits + 1) * tokens // 4)
+        doublings = torch.where((span > reach) & (doublings == count), count + 1, doublings)
+    tokens = shape.split_tokens * 2**doublings
     first = lowest // tokens
-    return ((end - first * tokens).clamp(min=0) + tokens - 1) // tokens
+    return ((end - first * tokens - tokens // 4).maximum(end.clamp(max=1)) + tokens - 1) // tokens

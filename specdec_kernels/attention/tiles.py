@@ -43,31 +43,26 @@ def key_end(length, used, num_slots, max_length, ALL_SLOTS: tl.constexpr):
 
 
 @triton.jit
-def _bit_length(value):
-    """Bits of a number in [0, 2^31), without a loop that depends on it."""
-    bits = value * 0
-    for step in tl.static_range(5):
-        wide = value >= (1 << (16 >> step))
-        bits = tl.where(wide, bits + (16 >> step), bits)
-        value = tl.where(wide, value >> (16 >> step), value)
-    return tl.where(value > 0, bits + 1, bits)
-
-
-@triton.jit
-def split_layout(length, end, split_tokens, max_splits, window):
+def split_layout(length, end, split_tokens, first_splits, max_splits, window):
     """(keys a split, index of the first split, number of splits) of a request, scalars or tensors.
 
-    Splits lie at multiples of their length, which is `split_tokens` doubled until `max_splits` cover the keys
-    that any row may see. It depends on the request alone, so a result does not depend on the batch.
+    Splits lie at multiples of their length, which is `split_tokens` up to `first_splits` of them, doubles with
+    each fourfold of the keys that a row may see, and then so that `max_splits` suffice. The last split takes up
+    to a quarter of a split more. All that depends on the request alone, so a result does not depend on the
+    batch.
     """
     lowest = end * 0
     if window is not None:
         lowest = tl.maximum(length - window + 1, 0)
-    reach = split_tokens * max_splits
-    units = (tl.maximum(end - lowest, 1) + reach - 1) // reach
-    tokens = split_tokens << _bit_length(units - 1)
+    span = tl.maximum(end - lowest, 1)
+    reach = split_tokens * first_splits + split_tokens // 4
+    furthest = split_tokens * max_splits + split_tokens // 4
+    # ceil(log2) of how often the reach must be laid end to end: the exponent of a float32, -127 for zero.
+    root = (((span - 1) // reach).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126
+    cap = (((span - 1) // furthest).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126
+    tokens = split_tokens << tl.maximum(tl.maximum((root + 1) // 2, cap), 0)
     first = lowest // tokens
-    return tokens, first, (tl.maximum(end - first * tokens, 0) + tokens - 1) // tokens
+    return tokens, first, (tl.maximum(end - first * tokens - tokens // 4, tl.minimum(end, 1)) + tokens - 1) // tokens
 
 
 @triton.jit
@@ -222,7 +217,14 @@ def log2_sum(top, total):
 
 
 @triton.jit
-def with_sink(lse, sink):
-    """log2(2^lse + 2^sink)."""
-    top = finite_or_zero(tl.maximum(lse, sink))
-    return log2_sum(top, tl.exp2(lse - top) + tl.exp2(sink - top))
+def fold_sink(acc, top, total, sink):
+    """Add a key of score `sink` (base 2) without a value to the sums of softmax_step."""
+    new_top = tl.maximum(top, sink)
+    decay = tl.exp2(top - finite_or_zero(new_top))
+    return acc * decay[:, None], new_top, total * decay + tl.exp2(sink - finite_or_zero(new_top))
+
+
+@triton.jit
+def inverse_or_zero(total):
+    """1 / total, 0 for an empty sum."""
+    return tl.where(total > 0.0, 1.0 / tl.where(total > 0.0, total, 1.0), 0.0)

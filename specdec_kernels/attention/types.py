@@ -19,6 +19,7 @@ class PlanShape(NamedTuple):
     window: int | None
     block_m: int
     split_tokens: int
+    first_splits: int
     max_splits: int
     num_splits: int
 

@@ -1,11 +1,10 @@
 """Paged attention beyond case-by-case parity: what must hold between calls, and what bad input gets.
 
-The truth is a dense float64 softmax over explicitly listed keys, written here without pages, splits or tiles.
+The truth is `attention_truth.dense`.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -14,55 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec_kernels.attention import paged_attention
-from specdec_kernels.attention.cases import attention_inputs
-from specdec_kernels.attention.configs import UNSPLIT, attention_config, merge_config
+from specdec_kernels.attention.configs import UNSPLIT, attention_config
+from specdec_kernels.attention.inputs import attention_inputs
 from specdec_kernels.cases import Maker
 from specdec_kernels.launch import CHIPS
 from specdec_kernels.tree import build_chain
+from tests.kernels.attention_truth import DEVICE, agree, dense, inputs
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLS = ("triton", "reference")
-TOLERANCE = dict(rtol=2e-6, atol=2e-6)
-
-
-def inputs(mode: str, num_nodes: int, lengths: tuple[int, ...], seed: int = 0, **shape: Any) -> dict[str, Any]:
-    return attention_inputs(Maker.seeded(DEVICE, seed=seed), mode, num_nodes, lengths, **shape)
-
-
-def sees(arguments: dict[str, Any], request: int, row: int, slot: int) -> bool:
-    """Whether a row sees a draft slot, read off the definition one pair at a time."""
-    if arguments["mode"] == "chain":
-        return slot <= row
-    if arguments["mode"] == "block":
-        return True
-    word = int(arguments["mask"][request, row, slot // 64]) % (1 << 64)
-    return bool(word >> (slot % 64) & 1)
-
-
-def dense(arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp in float64, row by row over the listed keys."""
-    q, kv = arguments["q"].double().cpu(), arguments["kv"].double().cpu()
-    batch, num_nodes, heads, head_dim = q.shape
-    group = heads // kv.shape[3]
-    out = torch.zeros_like(q)
-    lse = torch.full((batch, num_nodes, heads), -math.inf, dtype=torch.float64)
-    for request in range(batch):
-        length = int(arguments["lengths"][request])
-        used = num_nodes if arguments["q_lens"] is None else int(arguments["q_lens"][request])
-        pages = arguments["page_table"][request].tolist()
-        page_size = kv.shape[2]
-        rows = [kv[:, pages[t // page_size], t % page_size] for t in range(length + used)]
-        for row in range(used):
-            keys = [t for t in range(length + used) if t < length or sees(arguments, request, row, t - length)]
-            chosen = torch.stack([rows[t] for t in keys], dim=1).repeat_interleave(group, dim=2)
-            scores = torch.einsum("hd,thd->ht", q[request, row], chosen[0]) * head_dim**-0.5
-            lse[request, row] = scores.logsumexp(-1)
-            out[request, row] = torch.einsum("ht,thd->hd", scores.softmax(-1), chosen[1])
-    return out, lse
-
-
-def agree(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(actual.double().cpu(), expected.double().cpu(), **TOLERANCE)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -160,7 +118,7 @@ def test_garbage_that_no_row_may_see_does_not_leak(mode: str, impl: str) -> None
     assert not out.isnan().any() and not lse.isnan().any()
     other = paged_attention(**(arguments | dict(kv=arguments["kv"].nan_to_num(1e30))), impl=impl)
     assert torch.equal(out, other)
-    assert (out[2] == 0).all() and (lse[2] == -math.inf).all() and (out[0, 4:] == 0).all()
+    assert (out[2] == 0).all() and (lse[2] == float("-inf")).all() and (out[0, 4:] == 0).all()
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -201,6 +159,15 @@ def test_half_precision_is_as_good_as_eager() -> None:
         (dict(q_lens=torch.zeros(2, dtype=torch.int64)), "q_lens: expected dtype torch.int32"),
         (dict(max_length=0), "max_length: expected at least 1, got 0"),
         (dict(split_tokens=0), "split_tokens: expected at least 1, got 0"),
+        (dict(window=0), "window: expected at least 1, got 0"),
+        (dict(tree_width=4), "tree_width: expected with mode 'tree' only"),
+        (dict(depths=torch.zeros(2, 3, dtype=torch.int32)), "depths: expected with mode 'tree' and a window only"),
+        (dict(scale=0.0), "scale: expected a positive number, got 0.0"),
+        (dict(soft_cap=-1.0), "soft_cap: expected a positive number, got -1.0"),
+        (dict(k_scale=0.0), "k_scale: expected a positive number, got 0.0"),
+        (dict(v_scale=torch.ones(4)), r"v_scale: expected shape \[2\], got \[4\]"),
+        (dict(sinks=torch.ones(4, dtype=torch.float16)), "sinks: expected dtype torch.float32, got torch.float16"),
+        (dict(tuning=dict(warps=4)), "tuning: expected fields among block_m, .*, got warps"),
         (dict(impl="cuda"), "impl must be one of"),
     ],
 )
@@ -225,4 +192,3 @@ def test_every_shape_has_a_launch_configuration(chip: str, head_dim: int, kv_byt
         config = attention_config(chip, head_dim, rows, 4096, kv_bytes=kv_bytes)
         assert config.block_m >= min(rows, 64) and config.split_tokens % config.block_n == 0
         assert (config.split_tokens == UNSPLIT) == (rows > 4 * config.block_m)
-    assert merge_config(chip, head_dim, 33).all_splits == 64

@@ -1,0 +1,165 @@
+"""Windows, sinks, caps, fp8 pools and wide trees of paged attention, and the laws between them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specdec_kernels.attention import paged_attention
+from specdec_kernels.tree import build_chain
+from tests.kernels.attention_truth import DEVICE, agree, dense, inputs
+
+
+def run(arguments: dict[str, Any], **options: Any) -> torch.Tensor:
+    return paged_attention(**(arguments | options), impl="triton")
+
+
+@settings(max_examples=14)
+@given(
+    lengths=st.lists(st.integers(0, 90), min_size=1, max_size=2),
+    num_nodes=st.integers(1, 9),
+    mode=st.sampled_from(["chain", "block", "tree"]),
+    extra_slots=st.sampled_from([None, 0, 5, 70]),
+    window=st.sampled_from([None, 1, 3, 17, 64]),
+    page_size=st.sampled_from([1, 5, 16, 256]),
+    split_tokens=st.sampled_from([None, 16]),
+    soft_cap=st.sampled_from([None, 2.0]),
+    sinks=st.booleans(),
+    block_n=st.sampled_from([16, 32]),
+    blind=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_any_combination(
+    lengths: list[int],
+    num_nodes: int,
+    mode: str,
+    extra_slots: int | None,
+    window: int | None,
+    page_size: int,
+    split_tokens: int | None,
+    soft_cap: float | None,
+    sinks: bool,
+    block_n: int,
+    blind: bool,
+    seed: int,
+) -> None:
+    wide = mode == "tree" and extra_slots is not None
+    arguments = inputs(
+        mode,
+        num_nodes,
+        tuple(lengths),
+        seed,
+        heads=(2, 1),
+        page_size=page_size,
+        tree_width=num_nodes + (extra_slots or 0) if wide else None,
+        window=window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        blind=blind and mode == "tree",
+        reach=2,
+    )
+    tuning = None if split_tokens else dict(block_n=block_n)
+    out, lse = run(arguments, split_tokens=split_tokens, tuning=tuning, return_lse=True)
+    expected_out, expected_lse = dense(arguments)
+    agree(out, expected_out)
+    agree(lse, expected_lse)
+
+
+def test_the_window_of_a_tree_goes_by_depth() -> None:
+    """Two branches of two: with a window of three the deeper node of each sees its branch and one key of the
+    prefix; slots would give the second branch none."""
+    arguments = inputs("tree", 5, (6,), heads=(1, 1), window=4)
+    arguments["mask"] = torch.tensor([[[0b1], [0b11], [0b111], [0b1001], [0b11001]]], device=DEVICE)
+    arguments["depths"] = torch.tensor([[0, 1, 2, 1, 2]], dtype=torch.int32, device=DEVICE)
+    arguments["q"][:, 4] = arguments["q"][:, 2]
+    seen = run(arguments, return_lse=True)[1]
+    arguments["kv"][0, arguments["page_table"][0, 0], 5] += 1.0  # the last key of the prefix
+    changed = run(arguments, return_lse=True)[1]
+    assert (seen != changed)[0, [0, 1, 2, 3, 4]].all()
+    arguments["kv"][0, arguments["page_table"][0, 0], 4] += 1.0  # three below the first level, four below the second
+    again = run(arguments, return_lse=True)[1]
+    assert (changed != again)[0, :, 0].tolist() == [True, True, False, True, False]
+
+
+def test_a_chain_is_a_tree_of_width_one_under_a_window() -> None:
+    arguments = inputs("chain", 9, (40, 2), heads=(2, 1), window=7)
+    links = build_chain(arguments["lengths"], 9)
+    chain = run(arguments, tuning=dict(block_n=16))
+    tree = run(arguments, mode="tree", mask=links.mask, depths=links.depth, tuning=dict(block_n=16))
+    assert torch.equal(chain, tree)
+
+
+@pytest.mark.parametrize("mode", ["chain", "tree"])
+def test_a_window_that_holds_everything_is_no_window(mode: str) -> None:
+    arguments = inputs(mode, 6, (50, 3), heads=(2, 1), window=1000, split_tokens=16)
+    plain = {name: value for name, value in arguments.items() if name not in ("window", "depths")}
+    assert torch.equal(run(arguments), run(plain))
+
+
+def test_rows_of_a_wide_tree_are_rows_of_the_whole_tree() -> None:
+    """An expansion step computes some nodes of the tree as the verification of all of them would."""
+    whole = inputs("tree", 40, (33, 5), heads=(2, 1), reach=3)
+    picked = torch.tensor([[39, 0, 17], [20, 21, 3]], device=DEVICE)
+    rows = picked[:, :, None]
+    some = dict(
+        q=whole["q"].gather(1, rows[..., None].expand(-1, -1, *whole["q"].shape[2:])),
+        mask=whole["mask"].gather(1, rows.expand(-1, -1, whole["mask"].shape[2])),
+    )
+    out = run(whole)
+    expected = out.gather(1, rows[..., None].expand(-1, -1, *out.shape[2:]))
+    agree(run(whole | some, tree_width=40), expected)
+
+
+def test_a_sink_only_scales_the_output() -> None:
+    arguments = inputs("chain", 4, (30, 0), heads=(4, 2), split_tokens=16)
+    out, lse = run(arguments, return_lse=True)
+    sinks = torch.randn(4, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    scaled, with_sink = run(arguments, return_lse=True, sinks=sinks)
+    agree(with_sink, torch.logaddexp(lse, sinks))
+    agree(scaled, out * torch.exp(lse - with_sink)[..., None])
+    nothing = torch.full((4,), float("-inf"), device=DEVICE)
+    agree(run(arguments, sinks=nothing), out)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_one_split_is_written_as_the_merge_would(sinks: bool) -> None:
+    """A larger host bound sends a short request through the merge, which must not show."""
+    arguments = inputs("chain", 4, (11,), heads=(4, 2), capacity=200, sinks=sinks)
+    for shape in (dict(), dict(window=5)):
+        short = run(arguments, split_tokens=16, max_length=16, return_lse=True, **shape)
+        long = run(arguments, split_tokens=16, max_length=200, return_lse=True, **shape)
+        assert all(torch.equal(left, right) for left, right in zip(short, long, strict=True))
+
+
+def test_every_code_of_fp8_is_read_exactly() -> None:
+    """256 rows see one key of dimension 256: the output is the value, the score of row i is entry i of the key."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes[codes.view(torch.float8_e4m3fn).isnan()] = 0
+    arguments = inputs("tree", 256, (1,), heads=(1, 1), head_dim=256, page_size=1, tree_width=1)
+    arguments |= dict(
+        q=torch.eye(256, device=DEVICE)[None, :, None],
+        kv=codes.view(torch.float8_e4m3fn).expand(2, 2, 1, 1, 256).contiguous().to(DEVICE),
+        page_table=torch.zeros(1, 2, dtype=torch.int32, device=DEVICE),
+        mask=torch.zeros(1, 256, 1, dtype=torch.int64, device=DEVICE),
+    )
+    out, lse = run(arguments, scale=1.0, return_lse=True)
+    values = codes.view(torch.float8_e4m3fn).float().to(DEVICE)
+    assert torch.equal(out[0, :, 0], values.expand(256, -1))
+    agree(lse[0, :, 0], values)
+
+
+@pytest.mark.parametrize("switch", ["polynomial_exp2", "lazy_rescale"])
+@pytest.mark.parametrize("mode", ["chain", "tree"])
+def test_switches_of_the_softmax_change_no_more_than_their_error(mode: str, switch: str) -> None:
+    """The polynomial errs by 7.5e-5 of a weight; lazy rescaling only by rounding, also where scores jump."""
+    arguments = inputs(mode, 7, (120, 0), heads=(2, 1), blind=True, scale=5.0)
+    expected, expected_lse = dense(arguments | dict(scale=5.0))
+    out, lse = run(arguments, tuning={switch: True, "block_n": 16}, return_lse=True)
+    error = 2e-4 if switch == "polynomial_exp2" else 3e-6
+    torch.testing.assert_close(out.double().cpu(), expected, rtol=0, atol=error * expected.abs().max().item())
+    torch.testing.assert_close(lse.double().cpu(), expected_lse, rtol=1e-5, atol=error)
+    assert not torch.equal(out, run(arguments, tuning=dict(block_n=16)))
