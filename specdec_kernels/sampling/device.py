@@ -154,12 +154,15 @@ def streamed_count(
     values_ptr, row, asks, row_stride, middle, VOCAB: tl.constexpr, SHIFT: tl.constexpr, BLOCK_V: tl.constexpr
 ):  # fmt: skip
     """[R]: entries of the whole row whose key is at least `middle`; rows that do not ask are not read."""
-    found = tl.zeros_like(middle)
+    lane = tl.arange(0, BLOCK_V)[None, :]
+    found = tl.zeros(
+        (row.shape[0], BLOCK_V), tl.int32
+    )  # added up once: a sum a step would wait for all warps each time
     for start in range(0, VOCAB, BLOCK_V):
-        column = start + tl.arange(0, BLOCK_V)[None, :]
-        value = load_values(values_ptr, row[:, None], column, row_stride, asks[:, None] & (column < VOCAB))
-        found += tl.sum((sort_key(value, SHIFT) >= middle[:, None]).to(tl.int32), 1)
-    return found
+        live = asks[:, None] & (start + lane < VOCAB)
+        value = load_values(values_ptr, row[:, None], start + lane, row_stride, live)
+        found += (sort_key(value, SHIFT) >= middle[:, None]).to(tl.int32)
+    return tl.sum(found, 1)
 
 
 @triton.jit
@@ -168,13 +171,14 @@ def streamed_mass(
     VOCAB: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """[R]: weight of the entries of the whole row whose key is above `middle`."""
-    above = tl.zeros_like(top)
+    lane = tl.arange(0, BLOCK_V)[None, :]
+    above = tl.zeros((row.shape[0], BLOCK_V), tl.float32)
     for start in range(0, VOCAB, BLOCK_V):
-        column = start + tl.arange(0, BLOCK_V)[None, :]
-        value = load_values(values_ptr, row[:, None], column, row_stride, asks[:, None] & (column < VOCAB))
+        live = asks[:, None] & (start + lane < VOCAB)
+        value = load_values(values_ptr, row[:, None], start + lane, row_stride, live)
         weight = weigh(value, top[:, None], scale[:, None], PROBS)
-        above += tl.sum(tl.where(sort_key(value, SHIFT) > middle[:, None], weight, 0.0), 1)
-    return above
+        above += tl.where(sort_key(value, SHIFT) > middle[:, None], weight, 0.0)
+    return tl.sum(above, 1)
 
 
 @triton.jit
@@ -194,16 +198,24 @@ def streamed_kth_key(
 
 @triton.jit
 def streamed_mass_key(
-    values_ptr, row, row_stride, goal, low, high, top, scale,
+    values_ptr, row, row_stride, goal, low, high, guess, top, scale,
     VOCAB: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """`mass_key` over the whole row."""
+    """`mass_key` over the whole row, which looks first at `guess`, then ever further away from it until the key is
+    enclosed, and halves from there on."""
+    stride = tl.full(low.shape, 1 << (16 - SHIFT), tl.int64)  # a step between neighbouring bfloat16
+    was_below, was_above = low > high, low > high
     while tl.max(high - low, 0) > 1:
         open_ = high - low > 1
-        middle = (low + high) >> 1
+        middle = tl.minimum(tl.maximum(guess, low + 1), high - 1)
         above = streamed_mass(
             values_ptr, row, open_, row_stride, middle.to(tl.int32), top, scale, VOCAB, SHIFT, PROBS, BLOCK_V
         )  # fmt: skip
-        high = tl.where(open_ & (above < goal), middle, high)
+        below = above < goal
+        was_below, was_above = was_below | (open_ & below), was_above | (open_ & (above >= goal))
+        high = tl.where(open_ & below, middle, high)
         low = tl.where(open_ & (above >= goal), middle, low)
+        away = tl.where(below, middle - stride, middle + stride)
+        guess = tl.where(was_below & was_above, (low + high) >> 1, away)
+        stride = stride * 2
     return high

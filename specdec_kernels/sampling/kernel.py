@@ -37,7 +37,7 @@ class SamplingConfig:
     stream: int  # tokens of one step over a row in memory
 
 
-_GPU = SamplingConfig(width=64, slots=128, strips=64, max_rows=1, stats_warps=8, select_warps=16, stream=8192)
+_GPU = SamplingConfig(width=64, slots=128, strips=128, max_rows=1, stats_warps=8, select_warps=16, stream=8192)
 # Sixteen wavefronts of 64 lanes would leave 128 registers a lane, which spills.
 _AMD = replace(_GPU, select_warps=8)
 # The interpreter pays by the program, not by the lane; few slots, so that its cases reach the path over memory.
@@ -180,9 +180,27 @@ def _floor_in_slots(
 
 
 @triton.jit
+def _sampled_guess(
+    values_ptr, row, asks, row_stride, under, key_top, share, top, scale,
+    VOCAB: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr,
+    PROBS: tl.constexpr,
+):  # fmt: skip
+    """Where the threshold of top-p would be in a sample of SLOTS groups spread over the row; only keys above `under`
+    count."""
+    member = tl.arange(0, SLOTS * WIDTH)[None, :]
+    column = member // WIDTH * (GROUPS // SLOTS) * WIDTH + member % WIDTH + tl.zeros_like(row)[:, None]
+    value = d.load_values(values_ptr, row[:, None], column, row_stride, asks[:, None] & (column < VOCAB))
+    key = d.sort_key(value, SHIFT)
+    weight = d.weigh(value, top[:, None], scale[:, None], PROBS)
+    weight = tl.where(key > under.to(tl.int32)[:, None], weight, 0.0)
+    return d.mass_key(key, weight, share * tl.sum(weight, 1), under, tl.where(asks, key_top, under + 1))
+
+
+@triton.jit
 def _floor_in_memory(
     values_ptr, row, asks, row_stride, complete, reached, wanted, share, lowest, everything, top, scale,
-    VOCAB: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr, BLOCK_V: tl.constexpr,
+    VOCAB: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr,
+    PROBS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Threshold from the whole row; `reached` is the weight at or above `complete`."""
     key_top = d.sort_key(top, SHIFT).to(tl.int64)
@@ -195,15 +213,21 @@ def _floor_in_memory(
     low = d.streamed_kth_key(
         values_ptr, row, row_stride, wanted, bottom, tl.where(by_count, key_top + 1, bottom + 1), VOCAB, SHIFT, BLOCK_V
     )  # fmt: skip
-    under = (low - 1).to(tl.int32)
-    counted = d.streamed_mass(values_ptr, row, by_count & by_mass, row_stride, under, top, scale, VOCAB, SHIFT, PROBS,
-                              BLOCK_V)  # fmt: skip
-    goal = share * tl.where(by_count, counted, everything)
-    high = tl.where(reached < goal, tl.minimum(complete - 1, key_top), key_top)
-    low = d.streamed_mass_key(
-        values_ptr, row, row_stride, goal, low - 1, tl.where(by_mass, high, low), top, scale, VOCAB, SHIFT, PROBS,
-        BLOCK_V,
-    )  # fmt: skip
+    if tl.max(by_mass.to(tl.int32), 0) > 0:
+        under = (low - 1).to(tl.int32)
+        counted = d.streamed_mass(
+            values_ptr, row, by_count & by_mass, row_stride, under, top, scale, VOCAB, SHIFT, PROBS, BLOCK_V
+        )  # fmt: skip
+        goal = share * tl.where(by_count, counted, everything)
+        guess = _sampled_guess(
+            values_ptr, row, by_mass, row_stride, low - 1, key_top, share, top, scale, VOCAB, GROUPS, SLOTS, WIDTH,
+            SHIFT, PROBS,
+        )  # fmt: skip
+        high = tl.where(reached < goal, tl.minimum(complete - 1, key_top), key_top)
+        low = d.streamed_mass_key(
+            values_ptr, row, row_stride, goal, low - 1, tl.where(by_mass, high, low), guess, top, scale, VOCAB, SHIFT,
+            PROBS, BLOCK_V,
+        )  # fmt: skip
     cut = tl.where(by_count | by_mass, d.key_value(low.to(tl.int32), SHIFT), float("-inf"))
     return tl.maximum(cut, lowest)
 
@@ -312,7 +336,7 @@ def _select_kernel(
                 if tl.max(far.to(tl.int32), 0) > 0:
                     streamed = _floor_in_memory(
                         values_ptr, row, far, row_stride, complete, reached, wanted, share, lowest, total, top, scale,
-                        VOCAB, SHIFT, PROBS, BLOCK_V,
+                        VOCAB, GROUPS, SLOTS, WIDTH, SHIFT, PROBS, BLOCK_V,
                     )  # fmt: skip
                     floor = tl.where(far, streamed, floor)
                     _store_kept_mass(

@@ -2,9 +2,10 @@
 
 The target is a Markov chain: the law of a token depends on the one before it, so a row taken from the wrong
 node or a coin used twice shows in the joint law of several tokens, although it may leave every marginal
-right. Drafts are a deterministic function of the context. Two designs: `agreeing` drafts likely tokens, so
-that whole blocks are accepted and the bonus row matters; `opposed` drafts unlikely ones and bans a token, so
-that the law given a miss and the support matter.
+right. Two designs: `agreeing` drafts likely tokens, so that whole blocks are accepted and the bonus row
+matters; `opposed` drafts unlikely ones and bans a token, so that the law given a miss and the support matter.
+Drafts are a deterministic function of the context (`decode`) or drawn from a law of the drafter's own
+(`decode_drawn`). Filters are applied here by sorting Python lists, which no kernel does.
 """
 
 from __future__ import annotations
@@ -15,13 +16,47 @@ from dataclasses import dataclass
 import torch
 from scipy.stats import chi2
 
-from specdec_kernels import Accepted, build_tree
+from specdec_kernels import Accepted, build_tree, filtered_probs, pick_tokens
+from specdec_kernels.sampling import DRAFT_STREAM
 
 AcceptFunction = Callable[..., Accepted]
 ALPHA = 1e-6
 EMITTED = 4  # tokens whose joint law is tested
 # Parents of the nodes of two draft shapes. The last node is padding: unused, with token and row of its own.
 SHAPES = {"chain": [-1, 0, 1, 2, -1], "tree": [-1, 0, 0, 1, 1, 2, 2, -1]}
+DEPTH = 3
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Filters that every request of a design has; the defaults are off."""
+
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def arguments(self, rows: int) -> dict[str, torch.Tensor]:
+        if self == Filter():
+            return {}
+        kinds = dict(top_k=torch.int32, top_p=torch.float32, min_p=torch.float32)
+        return {name: torch.full((rows,), getattr(self, name), dtype=kind) for name, kind in kinds.items()}
+
+    def __call__(self, probs: list[float]) -> list[float]:
+        """The law after top-k, top-p and min-p, token by token in falling order."""
+        order = sorted(range(len(probs)), key=lambda v: -probs[v])
+        kept = order[: self.top_k or len(order)]
+        total, before, nucleus = sum(probs[v] for v in kept), 0.0, []
+        for v in kept:
+            if before < self.top_p * total or self.top_p >= 1:
+                nucleus.append(v)
+            before += probs[v]
+        kept = [v for v in nucleus if probs[v] >= self.min_p * probs[order[0]]]
+        total = sum(probs[v] for v in kept)
+        return [probs[v] / total if v in kept else 0.0 for v in range(len(probs))]
+
+
+OFF = Filter()
+FILTER = Filter(top_k=4, top_p=0.9, min_p=0.04)
 
 
 @dataclass(frozen=True)
@@ -31,6 +66,7 @@ class Design:
     logits: torch.Tensor  # [V, V] float32, row = context
     children: torch.Tensor  # [V, 2] int64, drafted continuations of each context, best first
     banned: int | None
+    draft_logits: torch.Tensor  # [V, V] float32, law of a drafter that draws
 
     @property
     def vocab(self) -> int:
@@ -38,16 +74,22 @@ class Design:
 
 
 def make_design(name: str) -> Design:
-    """`agreeing` (V = 5) or `opposed` (V = 6, the last token banned)."""
+    """`agreeing` (V = 5), `opposed` (V = 6, the last token banned), and two more laws to draw drafts from:
+    `identical` to the target's and `disjoint` from it."""
     generator = torch.Generator().manual_seed(11)
-    if name == "agreeing":
+    if name in ("agreeing", "identical"):
         logits = torch.randn(5, 5, generator=generator) * 1.2
-        return Design(logits, logits.topk(2).indices, None)
+        noise = torch.randn(5, 5, generator=generator) * (0.5 if name == "agreeing" else 0.0)
+        return Design(logits, logits.topk(2).indices, None, logits + noise)
     logits = torch.randn(6, 6, generator=generator) * 1.2
     unlikely = (-logits).topk(2).indices
     unlikely[0, 1] = 5  # a banned token is drafted in some contexts
+    drafted = -logits
+    if name == "disjoint":
+        drafted[:, :3] = float("-inf")
+        logits[:, 3:] = float("-inf")
     logits[:, 5] = float("-inf")
-    return Design(logits, unlikely, 5)
+    return Design(logits, unlikely, 5, drafted)
 
 
 def draft(
@@ -60,9 +102,7 @@ def draft(
     born: dict[int, int] = {}
     for node, parent in enumerate(parents[1:], start=1):
         if parent < 0:
-            tokens[:, node] = (
-                design.children[context, 1] if shape == "chain" else (context + 1) % design.vocab
-            )
+            tokens[:, node] = design.children[context, 1] if shape == "chain" else (context + 1) % design.vocab
             continue
         tokens[:, node] = design.children[tokens[:, parent], born.get(parent, 0)]
         born[parent] = born.get(parent, 0) + 1
@@ -76,20 +116,64 @@ def decode(
     temperature: torch.Tensor,
     first_seed: int = 0,
     impl: str = "reference",
+    chosen: Filter = OFF,
 ) -> torch.Tensor:
     """[B, EMITTED] tokens that follow token 0, one row an entry of `temperature`."""
-    out = torch.full((len(temperature), EMITTED), -1)
     padding = [node for node, parent in enumerate(SHAPES[shape]) if node and parent < 0]
-    rows = torch.arange(len(temperature))  # requests that still want tokens
-    context, written = torch.zeros_like(rows), torch.zeros_like(rows)
-    lengths = torch.full_like(rows, 3)
-    while len(rows):
+
+    def step(rows: torch.Tensor, context: torch.Tensor, lengths: torch.Tensor) -> Accepted:
         tokens, parents = draft(design, shape, context, lengths)
         tree = build_tree(parents, lengths, impl=impl)
         logits = design.logits[tokens]
         logits[:, padding] = torch.arange(design.vocab).float() * 2.0 - 9.0  # a row nobody may read
-        keys = dict(temperature=temperature[rows], seeds=rows + first_seed)
-        step = accept("target_only", tokens, tree, logits, lengths, 3, **keys, impl=impl)
+        keys = dict(temperature=temperature[rows], seeds=rows + first_seed, **chosen.arguments(len(rows)))
+        return accept("target_only", tokens, tree, logits, lengths, DEPTH, **keys, impl=impl)
+
+    return _emitted(step, len(temperature))
+
+
+def decode_drawn(
+    accept: AcceptFunction,
+    design: Design,
+    rule: str,
+    temperature: torch.Tensor,
+    impl: str = "reference",
+    chosen: Filter = OFF,
+    draft_temperature: float = 0.9,
+) -> torch.Tensor:
+    """As `decode`, with a chain whose drafts are drawn from the design's draft law under the same filters."""
+    vocab = design.vocab
+    warm = torch.full((vocab,), draft_temperature)
+    recorded = filtered_probs(design.draft_logits, warm, **chosen.arguments(vocab), impl="reference")
+
+    def step(rows: torch.Tensor, context: torch.Tensor, lengths: torch.Tensor) -> Accepted:
+        tokens = torch.full((len(rows), DEPTH + 2), 1)
+        tokens[:, 0] = context
+        for depth in range(1, DEPTH + 1):
+            tokens[:, depth] = pick_tokens(
+                design.draft_logits[tokens[:, depth - 1]], warm[:1].expand(len(rows)).contiguous(), rows,
+                lengths * (DEPTH + 1) + depth, **chosen.arguments(len(rows)), stream=DRAFT_STREAM, impl="reference",
+            ).tokens  # fmt: skip
+        laws = recorded[tokens[:, :-1]]
+        laws[:, DEPTH] = 1.0 / vocab  # of the padding node
+        parents = torch.tensor(SHAPES["chain"], dtype=torch.int32).repeat(len(rows), 1)
+        tree = build_tree(parents, lengths, impl=impl)
+        logits = design.logits[tokens]
+        logits[:, DEPTH + 1] = torch.arange(vocab).float() * 2.0 - 9.0
+        keys = dict(temperature=temperature[rows], seeds=rows, **chosen.arguments(len(rows)))
+        return accept(rule, tokens, tree, logits, lengths, DEPTH + 1, draft_probs=laws, **keys, impl=impl)
+
+    return _emitted(step, len(temperature))
+
+
+def _emitted(take_step: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Accepted], requests: int) -> torch.Tensor:
+    """[requests, EMITTED] tokens of steps over (request ids, root tokens, lengths), from token 0 at position 3 on."""
+    out = torch.full((requests, EMITTED), -1)
+    rows = torch.arange(requests)  # requests that still want tokens
+    context, written = torch.zeros_like(rows), torch.zeros_like(rows)
+    lengths = torch.full_like(rows, 3)
+    while len(rows):
+        step = take_step(rows, context, lengths)
         for token in step.tokens.unbind(1):
             fits = (token >= 0) & (written < EMITTED)
             out[rows[fits], written[fits]] = token[fits]
@@ -100,23 +184,25 @@ def decode(
     return out
 
 
-def joint_law(design: Design, temperature: float) -> torch.Tensor:
+def joint_law(design: Design, temperature: float, chosen: Filter = OFF) -> torch.Tensor:
     """[V] * EMITTED float64: probability of each sequence after token 0."""
     steps = torch.softmax(design.logits.double() / temperature, -1)
+    steps = torch.tensor([chosen(row) for row in steps.tolist()], dtype=torch.float64)
     law = steps[0]
     for _ in range(EMITTED - 1):
         law = law[..., None] * steps
     return law
 
 
-def assert_law(tokens: torch.Tensor, design: Design, temperature: float) -> None:
+def assert_law(tokens: torch.Tensor, design: Design, temperature: float, chosen: Filter = OFF) -> None:
     """Fail on an impossible token, and on a Pearson statistic that chance exceeds once in a million."""
     assert int(tokens.min()) >= 0 and int(tokens.max()) < design.vocab, "a token outside the vocabulary"
     if design.banned is not None:
         assert not (tokens == design.banned).any(), "a banned token was emitted"
     weights = design.vocab ** torch.arange(EMITTED - 1, -1, -1)
     observed = torch.bincount((tokens * weights).sum(-1), minlength=design.vocab**EMITTED).double()
-    expected = joint_law(design, temperature).flatten() * len(tokens)
+    expected = joint_law(design, temperature, chosen).flatten() * len(tokens)
+    assert not observed[expected == 0].any(), "a filtered or banned token was emitted"
     common = expected >= 5
     if expected[~common].sum() >= 5:
         observed = torch.cat([observed[common], observed[~common].sum()[None]])
@@ -125,9 +211,7 @@ def assert_law(tokens: torch.Tensor, design: Design, temperature: float) -> None
         observed, expected = observed[common], expected[common]
     statistic = ((observed - expected) ** 2 / expected).sum().item()
     limit = chi2.isf(ALPHA, len(observed) - 1)
-    assert statistic < limit, (
-        f"chi-square {statistic:.0f} over {limit:.0f} ({len(observed) - 1} degrees of freedom)"
-    )
+    assert statistic < limit, f"chi-square {statistic:.0f} over {limit:.0f} ({len(observed) - 1} degrees of freedom)"
 
 
 def replaced_bonus(accepted: Accepted, bonus: torch.Tensor) -> Accepted:

@@ -15,8 +15,11 @@ import torch
 from specdec_kernels import Accepted, TreeLinks, accept, build_chain, build_tree, pick_tokens
 from tests.kernels.laws import (
     EMITTED,
+    FILTER,
+    OFF,
     SHAPES,
     Design,
+    Filter,
     assert_law,
     decode,
     make_design,
@@ -40,19 +43,21 @@ def warm(rows: int, temperature: float = TEMPERATURE) -> torch.Tensor:
     return torch.full((rows,), temperature)
 
 
+@pytest.mark.parametrize("chosen", [OFF, FILTER], ids=["plain", "filtered"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("design", ["agreeing", "opposed"])
-def test_joint_law(design: str, shape: str) -> None:
+def test_joint_law(design: str, shape: str, chosen: Filter) -> None:
     made = make_design(design)
-    assert_law(decode(accept, made, shape, warm(ROWS)), made, TEMPERATURE)
+    assert_law(decode(accept, made, shape, warm(ROWS), chosen=chosen), made, TEMPERATURE, chosen)
 
 
+@pytest.mark.parametrize("chosen", [OFF, FILTER], ids=["plain", "filtered"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_joint_law_of_the_kernel(shape: str) -> None:
+def test_joint_law_of_the_kernel(shape: str, chosen: Filter) -> None:
     made = make_design("opposed")
-    tokens = decode(accept, made, shape, warm(KERNEL_ROWS), impl="triton")
-    assert_law(tokens, made, TEMPERATURE)
-    assert torch.equal(tokens, decode(accept, made, shape, warm(KERNEL_ROWS)))
+    tokens = decode(accept, made, shape, warm(KERNEL_ROWS), impl="triton", chosen=chosen)
+    assert_law(tokens, made, TEMPERATURE, chosen)
+    assert torch.equal(tokens, decode(accept, made, shape, warm(KERNEL_ROWS), chosen=chosen))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -90,14 +95,17 @@ def test_a_seed_gives_its_tokens_at_any_batch_position(impl: str) -> None:
         assert torch.equal(decode(accept, made, "tree", warm(1), first_seed=900 + row, impl=impl)[0], whole[row])
 
 
-def off_by_one_bonus_row(rule, tokens, tree, logits, lengths, max_depth, *, temperature, seeds, impl) -> Accepted:
+def off_by_one_bonus_row(
+    rule, tokens, tree, logits, lengths, max_depth, *, temperature, seeds, impl, **filters
+) -> Accepted:
     """The bonus is drawn from the row before the last accepted node."""
-    right = accept(rule, tokens, tree, logits, lengths, max_depth, temperature=temperature, seeds=seeds, impl=impl)
+    keys = dict(temperature=temperature, seeds=seeds, impl=impl, **filters)
+    right = accept(rule, tokens, tree, logits, lengths, max_depth, **keys)
     last = right.num_accepted.long()[:, None]
     before = right.nodes.gather(1, (last - 1).clamp(min=0))[:, 0].long()
     here = right.nodes.gather(1, last)[:, 0].long()
     rows = torch.arange(len(tokens))
-    wrong = pick_tokens(logits[rows, before], temperature, seeds, tree.positions[rows, here], impl=impl).tokens
+    wrong = pick_tokens(logits[rows, before], positions=tree.positions[rows, here], **keys).tokens
     return replaced_bonus(right, wrong)
 
 
@@ -145,6 +153,25 @@ def banned_now_and_then(rule, tokens, tree, logits, lengths, max_depth, *, seeds
     return replaced_bonus(right, torch.where(seeds % 1000 == 0, last, right.bonus))
 
 
+def min_p_before_temperature(rule, tokens, tree, logits, lengths, max_depth, *, min_p, temperature, **keys) -> Accepted:
+    """The limit is taken from the law at temperature 1."""
+    moved = min_p ** (1 / temperature)
+    return accept(rule, tokens, tree, logits, lengths, max_depth, min_p=moved, temperature=temperature, **keys)
+
+
+def top_k_ignored(rule, tokens, tree, logits, lengths, max_depth, *, top_k, **keys) -> Accepted:
+    return accept(rule, tokens, tree, logits, lengths, max_depth, **keys)
+
+
+def top_k_off_by_one(rule, tokens, tree, logits, lengths, max_depth, *, top_k, **keys) -> Accepted:
+    return accept(rule, tokens, tree, logits, lengths, max_depth, top_k=top_k - 1, **keys)
+
+
+def top_p_one_token_short(rule, tokens, tree, logits, lengths, max_depth, *, top_p, **keys) -> Accepted:
+    """A token is kept only if the mass up to and with it is below p."""
+    return accept(rule, tokens, tree, logits, lengths, max_depth, top_p=top_p - 0.25, **keys)
+
+
 def padding_is_a_sibling(rule, tokens, tree, logits, lengths, max_depth, *, impl, **keys) -> Accepted:
     """Unused nodes hang under the root."""
     shape = next(parents for parents in SHAPES.values() if len(parents) == tokens.shape[1])
@@ -176,6 +203,25 @@ def test_the_law_refuses_a_fault(fault: Callable[..., Accepted], design: str, sh
     made = make_design(design)
     with pytest.raises(AssertionError, match="chi-square|banned token"):
         assert_law(decode(fault, made, shape, warm(FAULTY_ROWS)), made, TEMPERATURE)
+
+
+@pytest.mark.parametrize(
+    "fault, design, shape",
+    [
+        (min_p_before_temperature, "agreeing", "tree"),
+        (top_k_ignored, "agreeing", "chain"),
+        (top_k_off_by_one, "opposed", "tree"),
+        (top_p_one_token_short, "agreeing", "chain"),
+        (temperature_ignored, "opposed", "chain"),
+        (off_by_one_bonus_row, "agreeing", "chain"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_the_filtered_law_refuses_a_fault(fault: Callable[..., Accepted], design: str, shape: str) -> None:
+    made, chosen = make_design(design), Filter(top_k=4, top_p=0.95, min_p=0.1)
+    assert_law(decode(accept, made, shape, warm(FAULTY_ROWS), chosen=chosen), made, TEMPERATURE, chosen)
+    with pytest.raises(AssertionError, match="chi-square|was emitted"):
+        assert_law(decode(fault, made, shape, warm(FAULTY_ROWS), chosen=chosen), made, TEMPERATURE, chosen)
 
 
 def grid() -> torch.Tensor:

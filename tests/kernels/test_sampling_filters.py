@@ -1,0 +1,220 @@
+"""Filters against sorting in Python, written laws against the draws, penalties against sequential decoding."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specdec_kernels import (
+    apply_penalties,
+    build_chain,
+    build_tree,
+    count_tokens,
+    filtered_probs,
+    pick_tokens,
+    top_k_renorm,
+    top_p_renorm,
+)
+from specdec_kernels.cases import Maker
+from specdec_kernels.sampling.cases import CASES
+from tests.kernels.laws import Filter
+from tests.kernels.test_tree import parent_arrays
+
+IMPLS = ["reference", "triton"]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+# Quarter steps make ties frequent; no p below makes a border fall on a sum of these laws but for rounding.
+laws_of_quarters = st.lists(st.integers(-8, 8).map(lambda quarter: quarter / 4), min_size=1, max_size=9)
+filters = st.builds(
+    Filter,
+    top_k=st.integers(0, 10),
+    top_p=st.sampled_from([0.013, 0.237, 0.511, 0.777, 0.918, 1.0]),
+    min_p=st.sampled_from([0.0, 0.011, 0.133, 0.4711, 1.0]),
+)
+
+
+def with_ties(chosen: Filter, probs: list[float]) -> list[float]:
+    """`Filter` of `laws`, plus what equals the smallest probability that it keeps."""
+    kept = [p for p, left in zip(probs, chosen(probs), strict=True) if left > 0]
+    if not (chosen.top_p < 1 and chosen.top_k):
+        law = [p if p >= min(kept) * (1 - 1e-9) else 0.0 for p in probs]
+        return [p / sum(law) for p in law]
+    by_count = with_ties(Filter(top_k=chosen.top_k), probs)
+    by_mass = with_ties(Filter(top_p=chosen.top_p), by_count)
+    limit = chosen.min_p * max(by_mass)
+    law = [p if p >= limit else 0.0 for p in by_mass]
+    return [p / sum(law) for p in law]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@settings(max_examples=30)
+@given(rows=st.lists(laws_of_quarters, min_size=1, max_size=4), chosen=filters, warmth=st.sampled_from([0.5, 1.0, 1.6]))
+def test_any_filter(impl: str, rows: list[list[float]], chosen: Filter, warmth: float) -> None:
+    vocab = max(map(len, rows))
+    logits = torch.tensor([row + [float("-inf")] * (vocab - len(row)) for row in rows], device=DEVICE)
+    count = len(rows)
+    given_ = {name: tensor.to(DEVICE) for name, tensor in chosen.arguments(count).items()}
+    probs = filtered_probs(logits, torch.full((count,), warmth, device=DEVICE), **given_, impl=impl).cpu()
+    plain = torch.softmax(logits.cpu().double() / warmth, -1).tolist()
+    expected = torch.tensor([with_ties(chosen, law) for law in plain], dtype=torch.float64)
+    assert torch.equal(probs > 0, expected > 0)
+    assert (probs - expected).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("name", ["pick_filtered", "pick_filtered_slots", "pick_filtered_ties"])
+def test_a_draw_follows_the_written_law(name: str, impl: str) -> None:
+    """At u the drawn token is the one in which the running sum of the written law passes u."""
+    inputs = next(case for case in CASES if case.name == name).build(Maker.seeded(DEVICE))
+    for key in ("seeds", "positions", "return_logprobs"):
+        inputs.pop(key, None)
+    rows = len(inputs["logits"])
+    uniforms = torch.rand(rows, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    tokens = pick_tokens(**inputs, uniforms=uniforms, impl=impl).tokens
+    law = filtered_probs(**inputs, impl=impl).double()
+    running = law.cumsum(-1)
+    at = running.gather(1, tokens[:, None])[:, 0]
+    before = at - law.gather(1, tokens[:, None])[:, 0]
+    assert (before <= uniforms + 1e-5).all() and (at >= uniforms - 1e-5).all()
+    assert (law.gather(1, tokens[:, None]) > 0).all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("vocab", [100, 700])
+def test_filtered_tokens_are_never_drawn(vocab: int, impl: str) -> None:
+    """Every uniform of a grid, both ends included, on rows whose filters keep one to a few tokens."""
+    logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(8)).to(DEVICE) * 3
+    rows = 512
+    uniforms = torch.cat([torch.arange(rows - 1) / (rows - 1), torch.tensor([1 - 2.0**-24])]).float().to(DEVICE)
+    for chosen in (Filter(top_k=1), Filter(top_k=5), Filter(top_p=0.4), Filter(min_p=0.3), Filter(7, 0.8, 0.05)):
+        settings_ = {name: tensor.to(DEVICE) for name, tensor in chosen.arguments(rows).items()}
+        one = torch.ones(rows, device=DEVICE)
+        tokens = pick_tokens(logits.expand(rows, vocab), one, uniforms=uniforms, **settings_, impl=impl).tokens
+        kept = torch.tensor(chosen(torch.softmax(logits[0].double(), -1).tolist())) > 0
+        assert set(tokens.tolist()) == set(kept.nonzero()[:, 0].tolist())
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_filtered_row_does_not_depend_on_its_batch(impl: str) -> None:
+    inputs = next(case for case in CASES if case.name == "pick_filtered_slots").build(Maker.seeded(DEVICE))
+    inputs.pop("return_logprobs")
+    whole = pick_tokens(**inputs, impl=impl).tokens
+    alone = [
+        pick_tokens(**{name: value[r : r + 1] for name, value in inputs.items()}, impl=impl).tokens
+        for r in range(len(whole))
+    ]
+    assert torch.equal(whole, torch.cat(alone))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_renormalising_is_filtering_logarithms(impl: str) -> None:
+    probs = torch.softmax(torch.randn(6, 300, generator=torch.Generator().manual_seed(4)) * 2, -1).to(DEVICE)
+    one = torch.ones(6, device=DEVICE)
+    top_k = torch.tensor([1, 2, 50, 299, 0, 300], dtype=torch.int32, device=DEVICE)
+    top_p = torch.tensor([0.0, 0.1, 0.5, 0.93, 1.0, 0.999], device=DEVICE)
+    for mine, theirs in (
+        (top_k_renorm(probs, top_k, impl=impl), filtered_probs(probs.log(), one, top_k=top_k, impl="reference")),
+        (top_p_renorm(probs, top_p, impl=impl), filtered_probs(probs.log(), one, top_p=top_p, impl="reference")),
+    ):
+        assert torch.equal(mine > 0, theirs > 0)
+        assert (mine - theirs).abs().max() < 1e-6
+
+
+def penalised(logit: float, said: int, in_prompt: bool, repetition: float, presence: float, frequency: float) -> float:
+    """One logit, as the docstring of `apply_penalties` has it."""
+    if said or in_prompt:
+        logit = logit / repetition if logit > 0 else logit * repetition
+    return logit - frequency * said - (presence if said else 0.0)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@settings(max_examples=10)
+@given(rows=parent_arrays(max_nodes=9), seed=st.integers(0, 1000))
+def test_penalties_count_the_path(impl: str, rows: list[list[int]], seed: int) -> None:
+    if not rows:
+        return
+    batch, nodes, vocab = len(rows), len(rows[0]), 5
+    make = Maker.seeded(DEVICE, seed=seed)
+    tree = build_tree(
+        torch.tensor(rows, dtype=torch.int32, device=DEVICE), make.integers(0, 9, batch), impl="reference"
+    )
+    tokens, counts = make.integers(0, vocab, batch, nodes), make.integers(0, 2, batch, vocab).int()
+    prompt = make.integers(0, 3, batch, vocab) == 0
+    strengths = [make.tensor([value] * batch, torch.float32) for value in (1.3, 0.4, 0.25)]
+    logits = make.normal(batch, nodes, vocab)
+    changed = logits.clone()
+    apply_penalties(changed, tokens, tree.mask, counts, prompt, *strengths, impl=impl)
+    for b, parents in enumerate(rows):
+        for n in range(nodes):
+            said, node = Counter(), n
+            while node > 0:
+                said[tokens[b, node].item()] += 1
+                node = parents[node] if 0 <= parents[node] < node else 0
+            for v in range(vocab):
+                expected = penalised(
+                    logits[b, n, v].item(), int(counts[b, v]) + said[v], bool(prompt[b, v]), 1.3, 0.4, 0.25
+                )
+                assert abs(changed[b, n, v].item() - expected) < 1e-5
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_penalties_in_a_block_are_those_of_one_token_at_a_time(impl: str) -> None:
+    make = Maker.seeded(DEVICE, seed=4)
+    nodes, vocab = 6, 11
+    tree = build_chain(make.integers(0, 9, 1), nodes, impl="reference")
+    tokens, counts = make.integers(0, 4, 1, nodes), make.integers(0, 3, 1, vocab).int()
+    strengths = [make.tensor([value], torch.float32) for value in (1.2, -0.3, 0.5)]
+    logits = make.normal(1, nodes, vocab)
+    block = logits.clone()
+    apply_penalties(block, tokens, tree.mask, counts, None, *strengths, impl=impl)
+    one = build_chain(make.integers(0, 9, 1), 1, impl="reference")
+    for n in range(nodes):
+        if n > 0:
+            count_tokens(
+                counts, tokens[:, n : n + 1].contiguous(), torch.ones(1, dtype=torch.int32, device=DEVICE), impl=impl
+            )
+        alone = logits[:, n : n + 1].clone()
+        apply_penalties(alone, tokens[:, n : n + 1].contiguous(), one.mask, counts, None, *strengths, impl=impl)
+        assert torch.equal(alone[:, 0], block[:, n])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@settings(max_examples=15)
+@given(said=st.lists(st.integers(-1, 4), min_size=1, max_size=9), num=st.integers(-1, 10))
+def test_counts(impl: str, said: list[int], num: int) -> None:
+    counts = torch.full((2, 4), 7, dtype=torch.int32, device=DEVICE)
+    tokens = torch.tensor([said, said], device=DEVICE)
+    count_tokens(counts, tokens, torch.tensor([num, 0], dtype=torch.int32, device=DEVICE), impl=impl)
+    expected = Counter(token for token in said[: max(num, 0)] if 0 <= token < 4)
+    assert counts.tolist() == [[7 + expected[v] for v in range(4)], [7] * 4]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"top_k": torch.ones(2, dtype=torch.int64)}, "top_k: expected dtype torch.int32"),
+        ({"top_p": torch.ones(3)}, r"top_p: expected shape \[2\], got \[3\]"),
+        ({"min_p": torch.ones(4)[::2]}, "min_p: expected a contiguous tensor"),
+        ({"stream": -1}, "stream: expected at least 0"),
+    ],
+)
+def test_wrong_filters_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pick_tokens(torch.zeros(2, 5), torch.ones(2), uniforms=torch.zeros(2), **changes)
+
+
+def test_wrong_penalties_are_refused() -> None:
+    tree = build_chain(torch.zeros(2, dtype=torch.int64), 3, impl="reference")
+    tokens, counts = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 5, dtype=torch.int32)
+    one = torch.ones(2)
+    with pytest.raises(ValueError, match=r"mask: expected shape \[2, 3, 1\]"):
+        apply_penalties(torch.zeros(2, 3, 5), tokens, tree.mask[:, :2], counts, None, one, one, one)
+    with pytest.raises(ValueError, match="prompt_seen: expected dtype torch.bool"):
+        apply_penalties(torch.zeros(2, 3, 5), tokens, tree.mask, counts, counts, one, one, one)
+    with pytest.raises(ValueError, match="num: expected dtype torch.int32"):
+        count_tokens(counts, tokens, tokens[:, 0].contiguous())
