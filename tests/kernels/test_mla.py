@@ -1,0 +1,136 @@
+"""Latent attention beyond case-by-case parity: what it means, what must hold between calls, what bad input gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specdec_kernels.cases import Maker
+from specdec_kernels.launch import CHIPS
+from specdec_kernels.mla import mla_attention
+from specdec_kernels.mla.cases import mla_inputs
+from specdec_kernels.mla.configs import blocks, mla_config
+from specdec_kernels.tree import build_chain
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+IMPLS = ("triton", "reference")
+TOLERANCE = dict(rtol=3e-6, atol=3e-6)
+
+
+def inputs(mode: str, num_nodes: int, lengths: tuple[int, ...], seed: int = 0, **shape: Any) -> dict[str, Any]:
+    return mla_inputs(Maker.seeded(DEVICE, seed=seed), mode, num_nodes, lengths, **shape)
+
+
+def agree(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_it_is_latent_attention_absorbed(impl: str) -> None:
+    """The unabsorbed form, with keys and values of every head written out: q . (W_k c) = (W_k^T q) . c, and the values
+    W_v c come from the result by W_v."""
+    heads, latent, rope, nope, width = 3, 32, 16, 8, 11
+    arguments = inputs("chain", 4, (9, 0), heads=heads, latent=latent, rope=rope, page_size=4)
+    generator = torch.Generator().manual_seed(3)
+    up_key, up_value = (
+        torch.randn(heads, size, latent, generator=generator).to(DEVICE) / latent**0.5 for size in (nope, width)
+    )
+    plain = torch.randn(2, 4, heads, nope, generator=generator).to(DEVICE)
+    arguments["q_latent"] = torch.einsum("bnhd,hdl->bnhl", plain, up_key).contiguous()
+    arguments["scale"] = (nope + rope) ** -0.5
+    out = torch.einsum("bnhl,hvl->bnhv", mla_attention(**arguments, impl=impl), up_value)
+    for request, length in enumerate((9, 0)):
+        pages = arguments["page_table"][request].tolist()
+        rows = torch.stack([arguments["cache"][pages[t // 4], t % 4] for t in range(length + 4)])
+        keys = torch.einsum("tl,hdl->thd", rows[:, :latent], up_key)
+        values = torch.einsum("tl,hvl->thv", rows[:, :latent], up_value)
+        for node in range(4):
+            seen = length + node + 1
+            scores = torch.einsum("hd,thd->ht", plain[request, node], keys[:seen])
+            scores += arguments["q_rope"][request, node] @ rows[:seen, latent:].T
+            expected = torch.einsum("ht,thv->hv", (scores * arguments["scale"]).softmax(-1), values[:seen])
+            agree(out[request, node], expected)
+
+
+@settings(max_examples=10)
+@given(
+    lengths=st.lists(st.integers(0, 60), min_size=1, max_size=3),
+    num_nodes=st.integers(1, 5),
+    split_tokens=st.one_of(st.none(), st.integers(1, 40)),
+    page_size=st.sampled_from([1, 3, 16]),
+    seed=st.integers(0, 99),
+)
+def test_splits_change_nothing(
+    lengths: list[int], num_nodes: int, split_tokens: int | None, page_size: int, seed: int
+) -> None:
+    arguments = inputs("tree", num_nodes, tuple(lengths), seed, page_size=page_size, return_lse=True)
+    whole = mla_attention(**arguments, impl="reference")
+    agree(mla_attention(**arguments, split_tokens=split_tokens, impl="triton"), whole)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_chain_is_a_tree(impl: str) -> None:
+    chain = inputs("chain", 5, (30, 7))
+    tree = dict(chain, mode="tree", mask=build_chain(chain["lengths"], 5, impl="reference").mask)
+    agree(mla_attention(**tree, impl=impl), mla_attention(**chain, impl=impl))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_rows_of_a_tree_one_level_at_a_time(impl: str) -> None:
+    """A drafter's step: the last nodes of a tree, given the mask of the whole."""
+    whole = inputs("tree", 7, (11, 0))
+    part = {name: whole[name][:, 4:].contiguous() for name in ("q_latent", "q_rope", "mask")}
+    level = mla_attention(**(whole | part | dict(tree_width=7)), impl=impl)
+    agree(level, mla_attention(**whole, impl=impl)[:, 4:])
+
+
+def test_the_batch_does_not_matter() -> None:
+    """Row by row the same bits, alone, in another order, and beside a long request."""
+    together = inputs("chain", 3, (40, 5, 19), split_tokens=16)
+    out = mla_attention(**together, impl="triton")
+    for order in ([2, 0, 1], [1], [0]):
+        names = ("q_latent", "q_rope", "page_table", "lengths")
+        chosen = {name: together[name][order].contiguous() for name in names}
+        assert torch.equal(mla_attention(**(together | chosen), impl="triton"), out[order])
+
+
+def test_every_chip_has_a_row_for_every_shape() -> None:
+    for chip in (*CHIPS, "interpreter"):
+        for latent in (32, 256, 384, 512):
+            for rows in (1, 16, 17, 128, 4096):
+                config = mla_config(chip, latent, rows, 8192)
+                assert config.split_tokens % config.block_n == 0 and config.block_m >= 16
+                assert mla_config(chip, latent, rows, 8192, itemsize=4).block_m >= 16
+
+
+@pytest.mark.parametrize("latent", [16, 48, 80, 256, 384, 448, 512, 576])
+def test_blocks_cover_the_latent(latent: int) -> None:
+    first, rest = blocks(latent)
+    assert first + rest >= latent > first - 1 and all(size & (size - 1) == 0 for size in (first, rest))
+    assert rest == 0 or rest >= 16
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(mode="causal"), "mode must be one of chain, block, tree, got 'causal'"),
+        (dict(mode="tree"), "mask: expected with mode 'tree' only, got mode 'tree' and NoneType"),
+        (dict(tree_width=4), "tree_width: expected at least 1 with mode 'tree' only, got 4 with 'chain'"),
+        (dict(q_rope=torch.zeros(2, 3, 4, 24)), "q_rope: expected a last dimension that is a multiple of 16, got 24"),
+        (dict(q_rope=torch.zeros(2, 3, 5, 16)), r"q_rope: expected shape \[2, 3, 4, \*\], got \[2, 3, 5, 16\]"),
+        (dict(cache=torch.zeros(9, 16, 40)), r"cache: expected shape \[\*, \*, 48\], got \[9, 16, 40\]"),
+        (dict(cache=torch.zeros(9, 16, 48).half()), "cache: expected dtype torch.float32, got torch.float16"),
+        (dict(lengths=torch.zeros(2, dtype=torch.int32)), "lengths: expected dtype torch.int64, got torch.int32"),
+        (dict(q_lens=torch.zeros(3, dtype=torch.int32)), r"q_lens: expected shape \[2\], got \[3\]"),
+        (dict(max_length=0), "max_length: expected at least 1, got 0"),
+        (dict(split_tokens=0), "split_tokens: expected at least 1, got 0"),
+    ],
+)
+def test_bad_input_is_named(change: dict[str, Any], message: str) -> None:
+    arguments = mla_inputs(Maker.seeded("cpu"), "chain", 3, (5, 20))
+    with pytest.raises(ValueError, match=message):
+        mla_attention(**(arguments | change), impl="reference")

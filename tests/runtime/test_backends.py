@@ -1,0 +1,253 @@
+"""Attention backends: every pair computes the same, a plan goes where its phase says, and refusals name the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from algorithms.runtime.backends import PHASES, AttentionPlan, BackendError, backends, check_backend
+from algorithms.runtime.engine import Engine, EngineSettings
+from specdec_kernels.attention.cases import attention_inputs
+from specdec_kernels.cases import Maker
+from specdec_kernels.wrappers import Needs, Unsupported
+from tests.algorithms.toy import Scripted, Setup, answers, random_target, requests, scripts, spell
+from tests.kernels import fakes
+
+
+@pytest.fixture
+def standins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    fakes.install(monkeypatch)
+    yield
+
+
+def build(name: str, **options: Any) -> Any:
+    kind = backends()[name]
+    return kind(kind.Config(**options), "reference")
+
+
+def forward(mode: str, num_nodes: int, lengths: tuple[int, ...], **shape: Any) -> tuple[AttentionPlan, Any, Any]:
+    """A plan, queries and the KV of one layer, in float16 as the packages take it."""
+    made = attention_inputs(Maker.seeded("cpu", torch.float16), mode, num_nodes, lengths, head_dim=64, **shape)
+    plan = AttentionPlan(
+        page_table=made["page_table"].clamp(max=made["kv"].shape[1] - 1),
+        lengths=made["lengths"],
+        mode=mode,
+        mask=made["mask"],
+        q_lens=made["q_lens"],
+        num_queries=num_nodes,
+        page_size=made["kv"].shape[2],
+        max_length=max(lengths) + num_nodes,
+    )
+    return plan, made["q"], made["kv"].nan_to_num_(nan=0.0)
+
+
+def through(backend: Any, plan: AttentionPlan, q: Any, kv: Any) -> torch.Tensor:
+    return backend.run(backend.plan(plan), q, kv)
+
+
+FORWARDS = {
+    "prefill": ("prefill", ("chain", 20, (0, 0)), dict(q_lens=(20, 7))),
+    "decode": ("decode", ("chain", 1, (17, 30)), {}),
+    "padding_row": ("verify", ("chain", 4, (17, 0)), dict(q_lens=(4, 0))),
+    "verify_tree": ("verify", ("tree", 9, (17, 30)), {}),
+    "draft_block": ("draft", ("block", 6, (17, 30)), {}),
+}
+PLAIN = ("fa4", "flashinfer", "torch", "package")
+
+
+def plain(name: str) -> Any:
+    return build("fa4", dispatch="flash_attention_4") if name == "package" else build(name)
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+@pytest.mark.parametrize("backend", [name for name in PLAIN if name != "torch"])
+def test_all_backends_compute_the_same(standins: None, backend: str, name: str) -> None:
+    phase, where, shape = FORWARDS[name]
+    plan, q, kv = forward(*where, **shape)
+    plan = replace(plan, phase=phase)
+    expected = through(build("torch"), plan, q, kv)
+    torch.testing.assert_close(through(plain(backend), plan, q, kv), expected, rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize("options", [dict(window=3), dict(soft_cap=1.5), dict(sinks=True), dict(scale=0.3)])
+@pytest.mark.parametrize("mode", ["chain", "block"])
+@pytest.mark.parametrize("backend", ["flashinfer", "package"])
+def test_options_mean_the_same(standins: None, backend: str, mode: str, options: dict[str, Any]) -> None:
+    plan, q, kv = forward(mode, 5, (17, 0))
+    if "sinks" in options:
+        options = dict(sinks=torch.tensor([0.3, -2.0, 4.0, 1.0]))
+    without = through(build("torch"), plan, q, kv)
+    plan = replace(plan, **options)
+    expected = through(build("torch"), plan, q, kv)
+    assert not torch.allclose(expected, without, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(through(plain(backend), plan, q, kv), expected, rtol=4e-3, atol=4e-3)
+
+
+def test_a_level_of_a_tree(standins: None) -> None:
+    """The last rows of a tree, whose mask describes all of it: the same rows as of the whole."""
+    plan, q, kv = forward("tree", 6, (17, 0))
+    whole = through(build("torch"), plan, q, kv)[:, 4:]
+    level = replace(plan, mask=plan.mask[:, 4:].contiguous(), num_queries=2, tree_width=6)
+    for name in ("torch", "flashinfer"):
+        out = through(build(name), level, q[:, 4:].contiguous(), kv)
+        torch.testing.assert_close(out, whole, rtol=4e-3, atol=4e-3)
+
+
+def test_a_window_over_a_tree_goes_by_depth(standins: None) -> None:
+    """A star: all nodes are at depth 1 behind the root, so a window of 2 shows each of them the root."""
+    plan, q, kv = forward("tree", 5, (17,))
+    words = torch.tensor([[1, 0b00011, 0b00101, 0b01001, 0b10001]])[..., None].contiguous()
+    depths = torch.tensor([[0, 1, 1, 1, 1]], dtype=torch.int32)
+    star = replace(plan, mask=words, window=2, depths=depths)
+    out = through(build("torch"), star, q, kv)
+    torch.testing.assert_close(through(build("flashinfer"), star, q, kv), out, rtol=4e-3, atol=4e-3)
+    for node in range(1, 5):
+        alone = replace(plan, mode="chain", mask=None, num_queries=2, window=2)
+        swapped = kv.clone()
+        slot = plan.page_table[0, (17 + torch.tensor([1, node])) // plan.page_size].long()
+        place = (17 + torch.tensor([1, node])) % plan.page_size
+        swapped[:, slot[0], place[0]] = kv[:, slot[1], place[1]]
+        expected = through(build("torch"), alone, q[:, [0, node]].contiguous(), swapped)[:, 1]
+        torch.testing.assert_close(out[:, node], expected, rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize("prefill", ["fa4", "flashinfer", "torch"])
+@pytest.mark.parametrize("decode", ["fa4", "flashinfer", "torch"])
+def test_hybrid_routes_by_phase(standins: None, prefill: str, decode: str) -> None:
+    for verify, draft in (("prefill", "decode"), ("decode", "prefill")):
+        hybrid = build("hybrid", prefill=prefill, decode=decode, verify=verify, draft=draft)
+        sides = dict(prefill=prefill, decode=decode)
+        for phase, side in dict(prefill="prefill", decode="decode", verify=verify, draft=draft).items():
+            plan, q, kv = forward("tree", 5, (17, 3))
+            out = through(hybrid, replace(plan, phase=phase), q, kv)
+            torch.testing.assert_close(out, through(build("torch"), plan, q, kv), rtol=4e-3, atol=4e-3)
+            assert hybrid.served[phase].startswith(sides[side]), (phase, hybrid.served)
+        assert set(hybrid.served) == set(PHASES)
+
+
+def test_one_token_a_request_is_decoding() -> None:
+    hybrid = build("hybrid", prefill="torch", decode="fa4", verify="prefill")
+    plan, q, kv = forward("chain", 1, (17, 3))
+    through(hybrid, replace(plan, phase="verify"), q, kv)
+    assert hybrid.served == {"decode": "fa4: reference"}
+
+
+def test_layers_of_other_heads_share_a_plan(standins: None) -> None:
+    """Target layers may differ in heads; the plan of the step serves them all."""
+    plan, q, kv = forward("chain", 3, (17, 3))
+    backend = build("flashinfer")
+    planned = backend.plan(plan)
+    for heads in (slice(0, 4), slice(0, 2), slice(0, 4)):
+        some = q[:, :, heads].contiguous()
+        expected = through(build("torch"), plan, some, kv)
+        torch.testing.assert_close(backend.run(planned, some, kv), expected, rtol=4e-3, atol=4e-3)
+
+
+def test_auto_sends_prompts_to_the_package_and_says_so(standins: None) -> None:
+    backend = build("fa4", dispatch="auto")
+    plan, q, kv = forward("chain", 5, (17, 0))
+    for phase in ("prefill", "verify"):
+        through(backend, replace(plan, phase=phase), q, kv)
+    assert backend.served == {"prefill": "fa4: flash_attention_4", "verify": "fa4: reference"}
+    through(backend, replace(plan, phase="prefill"), q.float(), kv.float())
+    assert backend.served["prefill"] == (
+        "fa4: reference (flash_attention_4 not used: it takes float16 and bfloat16, the queries are torch.float32)"
+    )
+
+
+def test_the_package_by_name_is_never_replaced(standins: None) -> None:
+    plan, q, kv = forward("chain", 5, (17, 0))
+    with pytest.raises(Unsupported, match="flash_attention_4: it takes float16 and bfloat16"):
+        through(build("fa4", dispatch="flash_attention_4"), plan, q.float(), kv.float())
+
+
+def test_refusals_name_the_side_and_the_reason(standins: None) -> None:
+    needs = Needs("tree", 8, 2, 96, 16, torch.bfloat16, torch.device("cpu"))
+    hybrid = build("hybrid", prefill="flashinfer", decode="fa4", verify="prefill")
+    reason = "it takes head dimensions 64, 128, 256, got 96"
+    assert hybrid.refusal(needs, "verify") == f"flashinfer for verify: {reason}"
+    assert hybrid.refusal(needs, "draft") is None
+    assert build("flashinfer").refusal(needs, "decode") == reason
+    assert build("torch").refusal(needs, "decode") is None and build("fa4").refusal(needs, "verify") is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU says")
+@pytest.mark.parametrize(
+    "name, options, message",
+    [
+        ("flashinfer", {}, "backend=flashinfer: it needs an NVIDIA GPU, torch sees none; use backend=fa4 or"),
+        ("fa4", dict(dispatch="flash_attention_4"), "backend.dispatch=flash_attention_4: it needs an NVIDIA GPU"),
+        ("hybrid", dict(decode="flashinfer"), "backend=flashinfer: it needs an NVIDIA GPU"),
+    ],
+)
+def test_a_backend_that_cannot_run_here_is_refused_when_built(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(BackendError, match=message):
+        build(name, **options)
+
+
+def test_graphs_need_a_backend_that_reads_nothing_back(standins: None) -> None:
+    kinds = backends()
+    for config, able in (
+        (kinds["fa4"].Config(), True),
+        (kinds["fa4"].Config(dispatch="auto"), True),
+        (kinds["fa4"].Config(dispatch="flash_attention_4"), False),
+        (kinds["torch"].Config(), True),
+        (kinds["flashinfer"].Config(), False),
+        (kinds["hybrid"].Config(prefill="flashinfer", decode="fa4"), True),
+        (kinds["hybrid"].Config(prefill="flashinfer", decode="fa4", verify="prefill"), False),
+        (kinds["hybrid"].Config(prefill="fa4", decode="flashinfer"), False),
+    ):
+        assert config.capturable == kinds[config.name](config, "reference").capturable == able
+        check_backend(config, "reference", "none")
+        if able:
+            check_backend(config, "reference", "step")
+        else:
+            with pytest.raises(BackendError, match="use runtime.graph=none, or one of backend=fa4, hybrid, torch"):
+                check_backend(config, "reference", "step")
+
+
+@pytest.mark.parametrize(
+    "name, options, message",
+    [
+        ("hybrid", dict(prefill="fa5"), "backend.prefill must be one of fa4, flashinfer, torch, got 'fa5'"),
+        ("hybrid", dict(decode="hybrid"), "backend.decode must be one of fa4, flashinfer, torch, got 'hybrid'"),
+        ("hybrid", dict(verify="draft"), "backend.verify must be one of prefill, decode, got 'draft'"),
+        ("hybrid", dict(draft="torch"), "backend.draft must be one of prefill, decode, got 'torch'"),
+        ("fa4", dict(dispatch="fa3"), "backend.dispatch must be one of triton, auto, flash_attention_4, got 'fa3'"),
+        ("fa4", dict(split_tokens=8), "backend.split_tokens: expected at least 16 or null, got 8"),
+        ("flashinfer", dict(kernel="fa1"), "backend.kernel must be one of auto, fa2, fa3, got 'fa1'"),
+        ("flashinfer", dict(workspace_mb=0), "backend.workspace_mb: expected at least 1, got 0"),
+    ],
+)
+def test_options_are_checked_when_composed(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        backends()[name].Config(**options)
+
+
+@pytest.mark.parametrize("decoys", [False, True], ids=["chain", "tree"])
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("sides", [("fa4", "torch"), ("torch", "fa4")], ids="-".join)
+def test_hybrid_writes_what_one_backend_writes(sides: tuple[str, str], page_size: int, decoys: bool) -> None:
+    """The engine with prompts and drafts on different backends, in float32: token for token."""
+    target, asked = random_target(), requests(4, max_new_tokens=10)
+    written = answers(asked, Setup(backend="torch", max_batch=1), target)
+    kind = backends()["hybrid"]
+    for verify in ("prefill", "decode"):
+        config = kind.Config(prefill=sides[0], decode=sides[1], verify=verify)
+        built = kind(config, "reference")
+        drafter = Scripted(scripts(asked, written), 3, lambda at, d: (at + d) % 3 != 0, decoys)
+        got = run_on(built, drafter, asked, page_size, target)
+        assert got == written
+        assert built.served["prefill"].startswith(sides[0])
+        assert built.served["verify"].startswith(dict(prefill=sides[0], decode=sides[1])[verify])
+
+
+def run_on(backend: Any, drafter: Any, asked: Any, page_size: int, target: Any) -> list[list[int]]:
+    """Token ids that an engine over `backend` writes."""
+    settings = EngineSettings(page_size=page_size, max_batch=3, max_length=64, impl="reference")
+    engine = Engine(target, drafter, backend, settings, spell)
+    return [completion.token_ids for completion in engine.generate(asked).completions]
