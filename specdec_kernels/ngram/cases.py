@@ -99,26 +99,26 @@ CASES = (
     _match_case("empty_store", "an anchor from nothing", rows=2, length=3, num_nodes=4, window=2),
     _match_case("root_only", "a draft where none was asked for", rows=2, length=20, num_nodes=1, window=2),
     _match_case("two_nodes", "one budgeted node too many", rows=2, length=20, num_nodes=2, window=1),
-    _match_case("recent", "order of children and breadth by depth", rows=3, length=40, num_nodes=9, window=4),
+    _match_case("recent", "order of children and breadth by depth", rows=2, length=40, num_nodes=9, window=4),
     _match_case(
-        "wide", "children past the breadth", rows=2, length=60, num_nodes=14, window=3, alphabet=6, breadth=(2, 5)
+        "wide", "children past the breadth", rows=1, length=60, num_nodes=12, window=3, alphabet=6, breadth=(2, 5)
     ),
-    _match_case("narrow", "a breadth below one", rows=2, length=60, num_nodes=12, window=5, breadth=(1, 1)),
+    _match_case("narrow", "a breadth below one", rows=1, length=60, num_nodes=10, window=5, breadth=(1, 1)),
     _match_case(
-        "frequent", "weights of anchors and ties between them", rows=3, length=40, num_nodes=9, window=4, mode="prob"
+        "frequent", "weights of anchors and ties between them", rows=2, length=40, num_nodes=8, window=3, mode="prob"
     ),
     _match_case(
         "frequent_wide",
         "the sum over listed children only",
-        rows=2,
+        rows=1,
         length=60,
-        num_nodes=14,
+        num_nodes=12,
         window=3,
         mode="prob",
         alphabet=7,
         breadth=(1, 3),
     ),
-    _match_case("outside", "a root or token outside", rows=4, length=20, num_nodes=6, window=3, beyond=True),
+    _match_case("outside", "a root or token outside", rows=3, length=20, num_nodes=6, window=3, beyond=True),
     _match_case("shipped", "registers", gate=True, rows=1, length=40, num_nodes=16, window=8, **_SHIPPED),
     _match_case(
         "shipped_frequent", "registers", gate=True, rows=1, length=40, num_nodes=16, window=8, mode="prob", **_SHIPPED
@@ -146,7 +146,7 @@ CASES = (
     _insert_case("crowded_lists", "the worst child kept", before=[12, 0], new=[8, 20], alphabet=9, breadth=2),
     _insert_case("hostile", "tokens and starts that are none", before=[4, 4, 4], new=[3, 3, 3], hostile=True),
     _insert_case("evicting", "a parent evicted before its child", before=[20, 0], new=[2, 9], capacity=96),
-    _insert_case("pieces", "more new n-grams than the store holds", before=[3, 2], new=[21, 20], capacity=40),
+    _insert_case("pieces", "more new n-grams than the store holds", before=[3, 2], new=[9, 11], capacity=40),
     _insert_case("shipped", "registers", gate=True, before=[20] * 2, new=[9, 3], width=16, depth=16, breadth=8),
     Case(
         "insert_b64",

@@ -121,7 +121,8 @@ class NgramStore:
 
         With n live nodes, ordered by n-gram: `grams` [n, max_depth] (last token first, -1 padded), `counts`, `stamps`,
         `used` [n], `lists` [n, 2, list_width] (tokens of the listed children, -1 padded), `found` [n] (whether the hash
-        table leads to the node), and `totals` [3]: live nodes, insertions, tokens. Reads back to the host.
+        table leads to the node), `totals` [3]: live nodes, insertions, tokens, and `spare` [capacity - n]: 0
+        for each number that is rightly on the list of free ones, else -1. Reads back to the host.
         """
         live = (self.ints[TOKEN] >= 0).nonzero()[:, 0]
         node, columns = live.int(), []
@@ -145,7 +146,16 @@ class NgramStore:
             lists=self._tokens_of(self.lists[:, live].transpose(0, 1)),
             found=(at == wanted)[live],
             totals=self.counters[:3].clone(),
+            spare=self._spare(),
         )
+
+    def _spare(self) -> torch.Tensor:
+        """[free nodes]: 0 for each number that is rightly on the list of free ones, else -1."""
+        listed = self.ints[FREE][int(self.counters[LIVE]) :].long().sort().values
+        free = (self.ints[TOKEN] < 0).nonzero()[:, 0]
+        if len(listed) != len(free):
+            return torch.full_like(free, -1)
+        return torch.where(listed == free, 0, -1)
 
     def _tokens_of(self, nodes: torch.Tensor) -> torch.Tensor:
         return torch.where(nodes >= 0, self.ints[TOKEN][nodes.clamp(min=0).long()], -1)
