@@ -12,6 +12,7 @@ PHASE_COLOURS = {
     "accept": "#a445c9",
     "commit": "#1c8a4f",
     "host": "#d99a1c",
+    "graph": "#3557d6",
 }
 WIDTH, ROW, LABEL, VALUE = 480, 22, 34, 84
 
@@ -92,6 +93,44 @@ def logarithmic(
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"><title>{escape(hint)}</title></circle>'
             for x, y, hint in spots
         ]
+    return _svg("".join(body), PLOT_HEIGHT, title, PLOT_WIDTH)
+
+
+def lines(
+    series: Sequence[tuple[str, Sequence[tuple[float, float]]]],
+    title: str,
+    axes: tuple[str, str],
+    top: float | None = None,
+) -> str:
+    """Points (x, y) on two linear axes from zero, one colour and one line a series; `top` fixes the height."""
+    everything = [point for _, points in series for point in points]
+    if not everything:
+        return ""
+    right, height = max(x for x, _ in everything), top or max(y for _, y in everything) or 1.0
+    span_x, span_y = PLOT_WIDTH - MARGIN_LEFT - 20, PLOT_HEIGHT - MARGIN_BOTTOM - 20
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        return MARGIN_LEFT + x / right * span_x, 20 + (1 - y / height) * span_y
+
+    body = []
+    for quarter in range(5):
+        x, y = place(right * quarter / 4, height * quarter / 4)
+        bottom = PLOT_HEIGHT - MARGIN_BOTTOM
+        body.append(f'<line x1="{MARGIN_LEFT}" x2="{PLOT_WIDTH - 20}" y1="{y:.1f}" y2="{y:.1f}" stroke="#8884"/>')
+        body.append(f'<text x="{MARGIN_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{height * quarter / 4:,.4g}</text>')
+        body.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{right * quarter / 4:,.3g}</text>')
+    for index, (name, points) in enumerate(series):
+        colour, spots = COLOURS[index % len(COLOURS)], [(*place(x, y), x, y) for x, y in sorted(points)]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _, _ in spots)
+        body.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+        body += [
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}">'
+            f"<title>{escape(name)}: {value:,.4g} at {at:,.4g}</title></circle>"
+            for x, y, at, value in spots
+        ]
+    middle = (MARGIN_LEFT + PLOT_WIDTH - 20) // 2
+    body.append(f'<text x="{middle}" y="{PLOT_HEIGHT - 8}" text-anchor="middle" class="soft">{escape(axes[0])}</text>')
+    body.append(f'<text x="{MARGIN_LEFT}" y="12" class="soft">{escape(axes[1])}</text>')
     return _svg("".join(body), PLOT_HEIGHT, title, PLOT_WIDTH)
 
 

@@ -91,9 +91,7 @@ class SamplingConfig:
             if not math.isfinite(getattr(self, name)):
                 raise ValueError(f"sampling.{name} must be finite, got {getattr(self, name)}")
         if "" in self.stop_strings:
-            raise ValueError(
-                "sampling.stop_strings must not hold an empty string: it would stop every request at once"
-            )
+            raise ValueError("sampling.stop_strings must not hold an empty string: it would stop every request at once")
 
 
 @dataclass
@@ -167,6 +165,7 @@ class GenerateConfig:
     name: str = MISSING
     baseline: bool = True
     samples: int = 2
+    task: Any = MISSING
     algo: Any = MISSING
     backend: Any = MISSING
     model: ModelConfig = MISSING
@@ -179,9 +178,7 @@ class GenerateConfig:
     def __post_init__(self) -> None:
         expect_at_least("samples", self.samples, 0)
         if not self.name or any(c in self.name for c in "/\\\0") or self.name.startswith("."):
-            raise ValueError(
-                f"name becomes a folder under outputs/: expected a plain name, got {self.name!r}"
-            )
+            raise ValueError(f"name becomes a folder under outputs/: expected a plain name, got {self.name!r}")
 
 
 def option_schemas() -> dict[str, dict[str, type]]:
@@ -189,8 +186,10 @@ def option_schemas() -> dict[str, dict[str, type]]:
     from algorithms.registry import available
     from algorithms.runtime.backends import backends
     from experiments.data.prompts import datasets
+    from experiments.tasks import TASKS
 
     return {
+        "task": TASKS,
         "algo": {name: algorithm.Config for name, algorithm in available().items()},
         "backend": {name: cast(Any, backend).Config for name, backend in backends().items()},
         "data": datasets(),
@@ -257,9 +256,7 @@ def build_config(cfg: DictConfig) -> Any:
     from experiments.suggest import unknown_key_message
 
     if unknown := unknown_keys(cfg):
-        known = [
-            key for key in dotted_keys(cfg) if not any(f"{key}.".startswith(f"{bad}.") for bad in unknown)
-        ]
+        known = [key for key in dotted_keys(cfg) if not any(f"{key}.".startswith(f"{bad}.") for bad in unknown)]
         raise UserError("\n".join(unknown_key_message(key, known, option_keys()) for key in unknown))
     if missing := sorted(OmegaConf.missing_keys(cfg)):
         raise UserError("\n".join(f"{key} has no value: give it as {key}=…" for key in missing))

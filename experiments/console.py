@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,12 +27,25 @@ if TYPE_CHECKING:
 OnStep = Callable[["StepReport"], None]
 BAR_WIDTH = 40
 PLAIN_INTERVAL_S = 15.0
-PHASE_COLOURS = {"draft": "cyan", "verify": "blue", "accept": "magenta", "commit": "green", "host": "yellow"}
+PIPE_WIDTH = 110
+PHASE_COLOURS = {
+    "draft": "cyan",
+    "verify": "blue",
+    "accept": "magenta",
+    "commit": "green",
+    "host": "yellow",
+    "graph": "blue",
+}
 NOT_A_GPU = {
     "triton-interpreter": "Times are of Triton's interpreter on the CPU and say nothing about a GPU; tokens, "
     "acceptance and identity do not depend on it.",
     "reference": "Times are of plain torch on the CPU and say nothing about a GPU.",
 }
+
+
+def plain_console() -> Console:
+    """The terminal, or a wide page where the output is none."""
+    return Console(width=None if os.isatty(1) else PIPE_WIDTH)
 
 
 def rates(report: StepReport) -> str:
@@ -67,9 +81,7 @@ def _plain_progress(console: Console, title: str) -> OnStep:
         done = report.num_finished == report.num_requests
         if done or time.monotonic() - last >= PLAIN_INTERVAL_S:
             last = time.monotonic()
-            console.print(
-                f"{title}: {report.num_finished}/{report.num_requests}  {rates(report)}", highlight=False
-            )
+            console.print(f"{title}: {report.num_finished}/{report.num_requests}  {rates(report)}", highlight=False)
 
     return on_step
 
@@ -85,6 +97,8 @@ def show(console: Console, summary: Mapping[str, Any], samples: Sequence[Mapping
     if summary["acceptance_at"]:
         console.print(acceptance_chart(summary["acceptance_at"]))
     console.print(ledger_chart(summary))
+    if summary["prediction"]:
+        console.print(prediction_line(summary), highlight=False)
     for sample in samples:
         console.print(sample_panel(sample))
     if summary["device"] == "cpu":
@@ -93,9 +107,7 @@ def show(console: Console, summary: Mapping[str, Any], samples: Sequence[Mapping
 
 def method_table(summary: Mapping[str, Any]) -> Table:
     """The algorithm beside its baseline."""
-    table = Table(
-        title=f"{summary['model']} · {summary['task']['name']} · {summary['num_requests']} requests"
-    )
+    table = Table(title=f"{summary['model']} · {summary['task']['name']} · {summary['num_requests']} requests")
     table.add_column("method")
     for column in ("tokens/s", "ms/step", "tokens/step", "speedup", "lossless", "accuracy"):
         table.add_column(column, justify="right")
@@ -157,6 +169,18 @@ def ledger_chart(summary: Mapping[str, Any]) -> Table:
         filled = Text(bar(spent / total), style=PHASE_COLOURS[phase])
         chart.add_row(f"{phase:>7}", filled, f"{spent / steps:9.2f} ms {spent / total:6.1%}")
     return chart
+
+
+def prediction_line(summary: Mapping[str, Any]) -> str:
+    """Predicted speedup, and what lies between it and the measured one."""
+    found = summary["prediction"]
+    return (
+        f"speedup: {figure(found['predicted'], 2, '×')} predicted "
+        f"({figure(summary['tokens_per_step'], 2)} tokens/step, a step takes "
+        f"{figure(found['step_time_ratio'], 2, '×')} the baseline's), "
+        f"{figure(summary['speedup'], 2, '×')} measured (rows a step {figure(found['occupancy'], 2, '×')}, "
+        f"kept tokens {figure(found['kept'], 2, '×')} the baseline's)"
+    )
 
 
 def printable(text: str) -> str:

@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from experiments.config import REPO_ROOT
+from experiments.config import REPO_ROOT, GenerateConfig
+
+if TYPE_CHECKING:
+    from experiments.setup import Hardware
 
 PACKAGES = ("torch", "triton", "transformers", "numpy", "hydra-core")
 
@@ -41,6 +46,29 @@ def machine(device: str) -> str:
 
         return torch.cuda.get_device_name()
     return f"{_cpu_name()}, {os.cpu_count()} cores"
+
+
+def model_name(config: GenerateConfig) -> str:
+    """What to call the target."""
+    return config.model.name if config.model.name != "local" else Path(config.model.path).name
+
+
+def run_conditions(config: GenerateConfig, hardware: Hardware) -> dict[str, Any]:
+    """What all rows of one run have in common."""
+    return {
+        "model": model_name(config),
+        "backend": config.backend.name,
+        "device": hardware.device,
+        "dtype": hardware.dtype,
+        "impl": hardware.label,
+        "machine": machine(hardware.device),
+        "sampling": asdict(config.sampling),
+        "page_size": config.runtime.page_size,
+        "max_batch": config.runtime.max_batch,
+        "graph": config.runtime.graph,
+        "revision": git_revision(),
+        "versions": versions(),
+    }
 
 
 def _cpu_name() -> str:

@@ -5,50 +5,36 @@ No script and nothing from the network, so the file can be kept, mailed and open
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from html import escape
-from pathlib import Path
 from typing import Any
 
 from experiments.charts import PHASE_COLOURS, bars, stacked
 from experiments.console import NOT_A_GPU, figure
+from experiments.page import configuration, note, page, provenance_table, section
 from experiments.summary import warnings
 
-STYLE_FILE = Path(__file__).with_name("report.css")
 
-
-def render(
-    summary: Mapping[str, Any], requests: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
-) -> str:
+def render(summary: Mapping[str, Any], requests: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> str:
     """The whole page. Every text of a model or a user is escaped."""
     title = f"{summary['algo']} · {summary['backend']} · {summary['model']} · {summary['task']['name']}"
     parts = [
-        f"<h1>{escape(title)}</h1>",
-        f"<p class=lead>{escape(_conditions(summary))}</p>",
         _cards(summary),
-        *(f"<p class=note>{escape(note)}</p>" for note in _notes(summary)),
-        _section("Methods", f"<div class=scroll>{_method_table(summary)}</div>"),
+        *map(note, _notes(summary)),
+        section("Methods", f"<div class=scroll>{_method_table(summary)}</div>"),
         _acceptance(summary),
-        _section("Time of a step", _ledgers(summary)),
-        _section("Requests", "".join(_request(request) for request in requests)),
-        _section("Configuration", f"<pre>{escape(json.dumps(config, indent=2, ensure_ascii=False))}</pre>"),
-        _section("Provenance", _provenance(summary)),
+        section("Time of a step", _ledgers(summary)),
+        section("Requests", "".join(_request(request) for request in requests)),
+        configuration(config),
+        provenance_table(provenance(summary)),
     ]
-    body = "\n".join(part for part in parts if part)
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
-        f"<style>{STYLE_FILE.read_text(encoding='utf-8')}</style></head>\n<body><main>{body}</main></body></html>\n"
-    )
+    return page(title, _conditions(summary), parts)
 
 
 def _conditions(summary: Mapping[str, Any]) -> str:
     sampling = summary["sampling"]
     how = (
-        "greedy"
-        if sampling["temperature"] == 0
-        else f"temperature {sampling['temperature']:g}, seed {summary['seed']}"
+        "greedy" if sampling["temperature"] == 0 else f"temperature {sampling['temperature']:g}, seed {summary['seed']}"
     )
     facts = [
         f"{summary['num_requests']} requests, {summary['output_tokens']} tokens, {how}",
@@ -62,10 +48,6 @@ def _conditions(summary: Mapping[str, Any]) -> str:
 def _notes(summary: Mapping[str, Any]) -> list[str]:
     clock = [NOT_A_GPU[summary["impl"]]] if summary["device"] == "cpu" else []
     return clock + warnings(dict(summary))
-
-
-def _section(title: str, content: str) -> str:
-    return f'<section class="card wide"><h2>{escape(title)}</h2>{content}</section>'
 
 
 def _cards(summary: Mapping[str, Any]) -> str:
@@ -148,9 +130,7 @@ def _ledgers(summary: Mapping[str, Any]) -> str:
         (name, {phase: ms / max(1, method["num_steps"]) for phase, ms in method["ledger_ms"].items()})
         for name, method in methods
     ]
-    key = "".join(
-        f'<span><i style="background:{colour}"></i>{phase}</span>' for phase, colour in PHASE_COLOURS.items()
-    )
+    key = "".join(f'<span><i style="background:{colour}"></i>{phase}</span>' for phase, colour in PHASE_COLOURS.items())
     return f"{stacked(rows, 'ms')}<div class=key>{key}</div>"
 
 
@@ -177,13 +157,10 @@ def _mark(verdict: bool | None, good: str, bad: str) -> str:
     return f'<span class="{"good" if verdict else "bad"}">{escape(good if verdict else bad)}</span>'
 
 
-def _provenance(summary: Mapping[str, Any]) -> str:
-    facts = {
+def provenance(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Revision, machine and versions of a run, by name."""
+    return {
         "revision": summary["git_revision"] or "not a repository",
         "machine": summary["machine"],
         **summary["versions"],
     }
-    rows = "".join(
-        f"<tr><td>{escape(str(name))}</td><td>{escape(str(value))}</td></tr>" for name, value in facts.items()
-    )
-    return f"<table>{rows}</table>"

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from experiments import summary as figures
 from experiments.config import GenerateConfig, RuntimeConfig
-from experiments.data.prompts import PromptSet, load_prompts
+from experiments.data.prompts import PromptSet, datasets, load_prompts
 from experiments.errors import UserError, user_errors
 
 if TYPE_CHECKING:
+    from algorithms.runtime.algorithm import Algorithm
+    from algorithms.runtime.backends import Backend
     from algorithms.runtime.engine import Engine
     from algorithms.runtime.models.loading import Target
     from algorithms.runtime.models.tokenizer import Tokenizer
-    from algorithms.runtime.request import Request
+    from algorithms.runtime.request import Completion, Request
 
 INTERPRET = "TRITON_INTERPRET"
 SEED_STRIDE = 1_000_003
@@ -43,6 +47,29 @@ class Setup:
     requests: list[Request]
     max_length: int
 
+    def with_prompts(self, config: GenerateConfig, prompts: PromptSet) -> Setup:
+        """The same target on other prompts."""
+        with user_errors(ValueError):
+            requests = make_requests(config, prompts, self.tokenizer)
+        return replace(
+            self, prompts=prompts, requests=requests, max_length=config.runtime.max_length or longest(requests)
+        )
+
+    def accuracy(self, completions: Sequence[Completion], asked: Sequence[Request] | None = None) -> float | None:
+        """Share of right answers; None where the prompts have none. `asked` may repeat the prompts in turn."""
+        prompts, score = self.prompts.prompts, self.prompts.score
+
+        def judge(index: int, text: str) -> bool:
+            assert score is not None
+            return score(prompts[index % len(prompts)], text)
+
+        return figures.accuracy(completions, judge if score else None)
+
+
+def longest(requests: Sequence[Request]) -> int:
+    """Tokens of the longest request, prompt and answer."""
+    return max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
+
 
 def resolve_hardware(runtime: RuntimeConfig) -> Hardware:
     """Settle `auto`; without a GPU, switch Triton's interpreter on, which must precede Triton's import."""
@@ -68,9 +95,7 @@ def resolve_hardware(runtime: RuntimeConfig) -> Hardware:
                 "use runtime.dtype=float32, or runtime.impl=reference"
             )
         os.environ[INTERPRET] = "1"
-    return Hardware(
-        device, dtype, "triton", "triton-interpreter" if os.environ.get(INTERPRET) == "1" else "triton"
-    )
+    return Hardware(device, dtype, "triton", "triton-interpreter" if os.environ.get(INTERPRET) == "1" else "triton")
 
 
 def prepare(config: GenerateConfig) -> Setup:
@@ -88,24 +113,38 @@ def prepare(config: GenerateConfig) -> Setup:
         tokenizer = Tokenizer.load(config.model.path)
         requests = make_requests(config, prompts, tokenizer)
         target = load_target(config.model.path, hardware.device, getattr(torch, hardware.dtype))
-    longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
-    return Setup(hardware, tokenizer, target, prompts, requests, config.runtime.max_length or longest)
+    max_length = config.runtime.max_length or longest(requests)
+    return Setup(hardware, tokenizer, target, prompts, requests, max_length)
+
+
+def load_prompt_set(name: str, limit: int | None) -> PromptSet:
+    """A prompt set by its name alone, such as `data=NAME data.limit=LIMIT` would load it."""
+    settings = datasets().get(name)
+    if settings is None:
+        raise ValueError(f"task.data: expected among {', '.join(datasets())}, got {name!r}")
+    return load_prompts(settings() if limit is None else settings(limit=limit))
 
 
 def check_combination(config: GenerateConfig, hardware: Hardware) -> None:
     """Refuse what cannot work together, before any weight is read."""
-    from algorithms.registry import available
-
-    runtime, name = config.runtime, config.algo.name
+    runtime = config.runtime
     if runtime.graph != "none" and hardware.device != "cuda":
         raise UserError(
             f"runtime.graph={runtime.graph} captures CUDA graphs, and this run is on the CPU\nuse runtime.graph=none"
         )
-    if available()[name].needs_draft_model and config.model.drafter_of(name) is None:
-        raise UserError(
-            f"algo={name} needs a drafter, and model={config.model.name} names none for it\n"
-            "give its folder or hub name as model.draft_path"
-        )
+    check_drafters(config, [config.algo])
+
+
+def check_drafters(config: GenerateConfig, algos: Iterable[Any]) -> None:
+    """Refuse an algorithm whose drafter the model does not name."""
+    from algorithms.registry import available
+
+    for name in dict.fromkeys(algo.name for algo in algos):
+        if available()[name].needs_draft_model and config.model.drafter_of(name) is None:
+            raise UserError(
+                f"algo={name} needs a drafter, and model={config.model.name} names none for it\n"
+                f"give its folder or hub name as model.draft_path or model.drafts.{name}"
+            )
 
 
 def make_requests(config: GenerateConfig, prompts: PromptSet, tokenizer: Tokenizer) -> list[Request]:
@@ -135,8 +174,8 @@ def make_requests(config: GenerateConfig, prompts: PromptSet, tokenizer: Tokeniz
     ]
 
 
-def make_engine(config: GenerateConfig, setup: Setup, algo: Any) -> tuple[Engine, int]:
-    """An engine for the algorithm that `algo` configures, and the most drafts one of its steps can accept."""
+def make_engine(config: GenerateConfig, setup: Setup, algo: Any) -> tuple[Engine, Algorithm, Backend]:
+    """An engine for the algorithm that `algo` configures, that algorithm, and its attention backend."""
     import torch
 
     from algorithms.registry import available
@@ -153,13 +192,10 @@ def make_engine(config: GenerateConfig, setup: Setup, algo: Any) -> tuple[Engine
         graph=runtime.graph,
         read_behind=runtime.read_behind,
     )
-    backend = backends()[config.backend.name](config.backend, impl)
-    with user_errors(ValueError, OSError):
-        algorithm = available()[algo.name](algo, setup.target, config.model.drafter_of(algo.name))
     try:
-        with user_errors(ValueError):
-            return Engine(setup.target, algorithm, backend, settings, setup.tokenizer.decode), algorithm.max_depth
+        with user_errors(ValueError, OSError):
+            backend = backends()[config.backend.name](config.backend, impl)
+            algorithm = available()[algo.name](algo, setup.target, config.model.drafter_of(algo.name))
+            return Engine(setup.target, algorithm, backend, settings, setup.tokenizer.decode), algorithm, backend
     except torch.OutOfMemoryError as error:
-        raise UserError(
-            f"{error}\nlower runtime.max_batch, sampling.max_new_tokens or runtime.num_pages"
-        ) from error
+        raise UserError(f"{error}\nlower runtime.max_batch, sampling.max_new_tokens or runtime.num_pages") from error

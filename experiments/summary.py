@@ -11,7 +11,7 @@ Over all steps of all requests, with `a` the accepted drafts of a step (the bonu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from algorithms.runtime.request import Completion
 
 PHASES = ("draft", "verify", "accept", "commit", "host")
+WHOLE_STEP = "graph"
 LOW_ACCEPTANCE = 0.05
 
 
@@ -67,8 +68,46 @@ def summarize_method(generation: Generation, max_depth: int) -> dict[str, Any]:
         "prefill_ms": generation.prefill_ms,
         "decode_ms": generation.decode_ms,
         "wall_ms": generation.wall_ms,
-        "ledger_ms": {phase: generation.ledger_ms.get(phase, 0.0) for phase in PHASES},
+        "ledger_ms": ledger(generation.ledger_ms),
+        "launch_ms": generation.launch_ms,
+        "row_steps": len(accepted),
         "finish_reasons": dict(Counter(completion.finish_reason for completion in completions)),
+    }
+
+
+def ledger(ledger_ms: Mapping[str, float]) -> dict[str, float]:
+    """Milliseconds by phase; `graph` only where one graph was the whole step."""
+    phases = {phase: ledger_ms.get(phase, 0.0) for phase in PHASES}
+    return phases | ({WHOLE_STEP: ledger_ms[WHOLE_STEP]} if ledger_ms.get(WHOLE_STEP) else {})
+
+
+def predict_speedup(method: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[str, float | None]:
+    """What tokens per step and step times promise, and the two factors that lie between that and what was measured.
+
+    predicted = tokens_per_step / (t_step / t_autoregressive), with mean step times. Exactly,
+
+        speedup = predicted * occupancy * kept,   occupancy = (rows a step) / (the baseline's rows a step)
+                                                  kept = output tokens / tokens emitted, over the baseline's
+
+    so a batch whose last requests run almost alone, or tokens drawn past a stop, show by name.
+    """
+
+    def step_ms(side: Mapping[str, Any]) -> float:
+        return side["decode_ms"] / max(1, side["num_steps"])
+
+    def rows(side: Mapping[str, Any]) -> float:
+        return side["row_steps"] / max(1, side["num_steps"])
+
+    def kept(side: Mapping[str, Any]) -> float:
+        return side["output_tokens"] / max(1, side["output_tokens"] + side["num_truncated"])
+
+    tokens = ratio(method["tokens_per_step"] or 0.0, baseline["tokens_per_step"] or 0.0)
+    slower = ratio(step_ms(method), step_ms(baseline))
+    return {
+        "predicted": ratio(tokens, slower) if tokens and slower else None,
+        "step_time_ratio": slower,
+        "occupancy": ratio(rows(method), rows(baseline)),
+        "kept": ratio(kept(method), kept(baseline)),
     }
 
 
@@ -117,7 +156,5 @@ def warnings(summary: dict[str, Any]) -> list[str]:
             if summary["dtype"] != "float32"
             else "in float32 this means a near tie of two logits or a fault"
         )
-        found.append(
-            f"{checked - identical} of {checked} requests differ from autoregressive decoding: {reason}"
-        )
+        found.append(f"{checked - identical} of {checked} requests differ from autoregressive decoding: {reason}")
     return found

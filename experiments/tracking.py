@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from experiments.config import TrackerConfig
 
@@ -23,9 +23,26 @@ def track(
             warnings.simplefilter("ignore")
             _log_to_wandb(tracker, folder, name, config, summary)
     except Exception as error:  # a tracker must not cost the results of a run, whatever goes wrong in it
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        return f"the tracker failed, the run folder is complete: {reason}"
+        return _failed(error)
     return None
+
+
+def track_rows(tracker: TrackerConfig, folder: Path, name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Log a table of results; returns a warning where that failed, else nothing."""
+    if tracker.name == "none" or tracker.mode == "disabled":
+        return []
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _log_table(tracker, folder, name, [flatten(row) for row in rows])
+    except Exception as error:  # as in `track`
+        return [_failed(error)]
+    return []
+
+
+def _failed(error: Exception) -> str:
+    reason = (str(error) or type(error).__name__).splitlines()[0]
+    return f"the tracker failed, the run folder is complete: {reason}"
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -44,6 +61,30 @@ def _log_to_wandb(
 ) -> None:
     import wandb
 
+    tags = [summary["algo"], summary["backend"], summary["model"]]
+    with _started(wandb, tracker, folder, name, "generate", tags, config) as run:
+        run.summary.update(flatten(summary))
+        run.log(_tables(wandb, summary))
+
+
+def _log_table(tracker: TrackerConfig, folder: Path, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    import wandb
+
+    columns: list[str | int] = list(dict.fromkeys(key for row in rows for key in row))
+    data = [[row.get(str(column)) for column in columns] for row in rows]
+    with _started(wandb, tracker, folder, name, "table", [], {}) as run:
+        run.log({"rows": wandb.Table(columns=columns, data=data, allow_mixed_types=True)})
+
+
+def _started(
+    wandb: Any,
+    tracker: TrackerConfig,
+    folder: Path,
+    name: str,
+    job_type: str,
+    tags: Sequence[str],
+    config: Mapping[str, Any],
+) -> Any:
     settings = wandb.Settings(
         silent=True,
         console="off",
@@ -52,21 +93,18 @@ def _log_to_wandb(
         disable_code=True,
         init_timeout=30,
     )
-    tags = [*tracker.tags, summary["algo"], summary["backend"], summary["model"]]
-    with wandb.init(
+    return wandb.init(
         project=tracker.project,
         entity=tracker.entity,
         group=tracker.group,
-        mode=cast(Any, tracker.mode),
+        mode=tracker.mode,
         name=name,
         dir=str(folder),
-        job_type="generate",
-        tags=list(dict.fromkeys(tags)),
+        job_type=job_type,
+        tags=list(dict.fromkeys([*tracker.tags, *tags])),
         config=dict(config),
         settings=settings,
-    ) as run:
-        run.summary.update(flatten(summary))
-        run.log(_tables(wandb, summary))
+    )
 
 
 def _tables(wandb: Any, summary: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from rich.table import Table
 from experiments.bench.ceilings import Ceilings
 from experiments.bench.row import OK
 from experiments.charts import Series, legend, logarithmic
-from experiments.report import STYLE_FILE
+from experiments.page import STYLE_FILE
 
 Row = Mapping[str, Any]
 _CONTEXT = re.compile(r"_\d+k(?=_|$)")  # in the names of cases that differ in their context alone

@@ -85,7 +85,7 @@ def test_a_recipe_is_a_delta_and_the_command_line_wins() -> None:
         "runtime.device=gpu",
         "runtime.dtype=float64",
         "runtime.impl=cuda",
-        "runtime.graph=step",
+        "runtime.graph=all",
         "runtime.page_size=0",
         "runtime.max_batch=0",
         "runtime.num_pages=0",

@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-from experiments import cli, generate
+from experiments import cli
 from experiments.config import REPO_ROOT
+from experiments.tasks import run_task
 from tests.runtime.tiny_folders import edit_json, small_dflash_config, write_dflash, write_target
 
 
@@ -95,7 +96,7 @@ def run(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: py
         monkeypatch.setattr(sys, "argv", ["run.py", *words(models, *arguments, **folders)])
         code = 0
         try:
-            cli.main(generate.run)
+            cli.main(run_task)
         except SystemExit as end:
             code = int(end.code or 0)
         return Done(code, *capfd.readouterr())

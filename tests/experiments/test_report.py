@@ -42,6 +42,7 @@ def summary(**changes: Any) -> dict[str, Any]:
         "machine": "a machine",
         **METHOD,
         "baseline": {**METHOD, "tokens_per_step": 1.0, "accuracy": 1.0},
+        "prediction": None,
         "speedup": 2.5,
         "lossless": {"checked": 2, "identical": 2, "first_difference": None},
         "task": {"name": "arithmetic", "accuracy": 0.5},

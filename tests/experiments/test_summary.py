@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from algorithms.runtime.engine import Generation
+from algorithms.runtime.graphs import GraphReport
 from algorithms.runtime.request import Completion
 from experiments import summary as figures
 
@@ -33,7 +34,8 @@ def completion(index: int, accepted: list[int], truncated: int = 0, **changes: o
 
 def generation(*completions: Completion) -> Generation:
     ledger = {"draft": 1.0, "verify": 2.0, "accept": 3.0, "commit": 4.0, "host": 5.0}
-    return Generation(list(completions), 4, 40.0, 200.0, 250.0, [40.0, 50.0, 50.0, 60.0], ledger)
+    steps = [40.0, 50.0, 50.0, 60.0]
+    return Generation(list(completions), 4, 40.0, 200.0, 250.0, 8.0, steps, ledger, GraphReport("none", ()))
 
 
 @given(counts_of_steps)

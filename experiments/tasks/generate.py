@@ -7,9 +7,8 @@ every exact algorithm gives the tokens of autoregressive sampling.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,24 +18,21 @@ from rich.console import Console
 
 from experiments import summary as figures
 from experiments.config import GenerateConfig, to_plain
-from experiments.console import show, step_progress
-from experiments.errors import user_errors
-from experiments.provenance import git_revision, machine, versions
+from experiments.console import plain_console, show
+from experiments.decoding import AUTOREGRESSIVE, Decoded, baseline_config, decode
+from experiments.provenance import git_revision, machine, model_name, versions
 from experiments.records import CONFIG, REPORT, RunFolder, recording, write_results
 from experiments.report import render
-from experiments.setup import Setup, make_engine, prepare
+from experiments.setup import Setup, prepare
 from experiments.tracking import track
 
 if TYPE_CHECKING:
     from algorithms.runtime.engine import Generation
 
-AUTOREGRESSIVE = "autoregressive"
-PIPE_WIDTH = 110
-
 
 def run(config: GenerateConfig, composed: DictConfig) -> float:
     """One run from configuration to records; returns tokens per step, which a sweep may maximise."""
-    console = Console(width=None if os.isatty(1) else PIPE_WIDTH)
+    console = plain_console()
     setup = prepare(config)
     hardware = setup.hardware
     console.print(
@@ -46,60 +42,30 @@ def run(config: GenerateConfig, composed: DictConfig) -> float:
     )
     with recording(Path(HydraConfig.get().runtime.output_dir)) as folder:
         folder.write(CONFIG, OmegaConf.to_yaml(composed, resolve=True))
-        ours, max_depth = decode(config, setup, config.algo, console)
+        ours = decode(config, setup, config.algo, console)
         plain = None
         if config.baseline and config.algo.name != AUTOREGRESSIVE:
-            plain, _ = decode(config, setup, _autoregressive(), console)
-        summary = summarize(config, setup, ours, max_depth, plain)
-        requests = request_records(setup, ours, plain)
+            plain = decode(config, setup, baseline_config(), console).generation
+        summary = summarize(config, setup, ours, plain)
+        requests = request_records(setup, ours.generation, plain)
         resolved = to_plain(composed)
         write_results(folder, requests, render(summary, requests, resolved), summary)
     report(console, config, folder, summary, requests, resolved)
     return float(summary["tokens_per_step"])
 
 
-def _autoregressive() -> Any:
-    from algorithms.registry import available
-
-    return available()[AUTOREGRESSIVE].Config()
-
-
-def decode(config: GenerateConfig, setup: Setup, algo: Any, console: Console) -> tuple[Generation, int]:
-    """All requests through one algorithm; also the most drafts that one of its steps can accept."""
-    from algorithms.runtime.engine import EngineError
-
-    engine, max_depth = make_engine(config, setup, algo)
-    compiled = setup.hardware.label == "triton"
-    count, tokens = (config.runtime.max_batch, 32) if compiled else (1, 2)
-    with user_errors(EngineError):
-        # Compilation and first imports are no part of a step: they are paid here, before the clock runs.
-        engine.generate(
-            [replace(r, max_new_tokens=min(tokens, r.max_new_tokens)) for r in setup.requests[:count]]
-        )
-        with step_progress(console, algo.name, len(setup.requests)) as on_step:
-            return engine.generate(setup.requests, on_step), max_depth
-
-
-def summarize(
-    config: GenerateConfig, setup: Setup, ours: Generation, max_depth: int, plain: Generation | None
-) -> dict[str, Any]:
+def summarize(config: GenerateConfig, setup: Setup, decoded: Decoded, plain: Generation | None) -> dict[str, Any]:
     """The content of summary.json."""
-    hardware, score = setup.hardware, setup.prompts.score
-    prompts = setup.prompts.prompts
-
-    def judge(index: int, text: str) -> bool:
-        assert score is not None
-        return score(prompts[index], text)
-
-    def accuracy(generation: Generation) -> float | None:
-        return figures.accuracy(generation.completions, judge if score else None)
-
-    method = figures.summarize_method(ours, max_depth)
+    ours = decoded.generation
+    hardware = setup.hardware
+    method = figures.summarize_method(ours, decoded.max_depth)
     baseline = None
     speedup = None
     if plain is not None:
         baseline = (
-            {"algo": AUTOREGRESSIVE} | figures.summarize_method(plain, 0) | {"accuracy": accuracy(plain)}
+            {"algo": AUTOREGRESSIVE}
+            | figures.summarize_method(plain, 0)
+            | {"accuracy": setup.accuracy(plain.completions)}
         )
         if method["decode_tokens_per_s"] and baseline["decode_tokens_per_s"]:
             speedup = method["decode_tokens_per_s"] / baseline["decode_tokens_per_s"]
@@ -107,7 +73,10 @@ def summarize(
         "name": config.name,
         "algo": config.algo.name,
         "backend": config.backend.name,
-        "model": config.model.name if config.model.name != "local" else Path(config.model.path).name,
+        "rule": decoded.rule,
+        "attention": decoded.served,
+        "graphs": asdict(ours.graphs),
+        "model": model_name(config),
         "device": hardware.device,
         "dtype": hardware.dtype,
         "impl": hardware.label,
@@ -115,8 +84,11 @@ def summarize(
         **method,
         "baseline": baseline,
         "speedup": speedup,
-        "lossless": figures.lossless(ours.completions, plain.completions if plain else None),
-        "task": {"name": setup.prompts.name, "accuracy": accuracy(ours)},
+        "prediction": figures.predict_speedup(method, baseline) if baseline else None,
+        "lossless": figures.lossless(
+            ours.completions, plain.completions if plain and decoded.comparable(setup.requests) else None
+        ),
+        "task": {"name": setup.prompts.name, "accuracy": setup.accuracy(ours.completions)},
         "sampling": asdict(config.sampling),
         "page_size": config.runtime.page_size,
         "max_batch": config.runtime.max_batch,

@@ -1,0 +1,65 @@
+"""All requests through one algorithm: the part that every task shares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from experiments.config import GenerateConfig
+from experiments.console import step_progress
+from experiments.errors import user_errors
+from experiments.setup import Setup, make_engine
+
+if TYPE_CHECKING:
+    from algorithms.runtime.engine import Generation
+    from algorithms.runtime.request import Request
+
+AUTOREGRESSIVE = "autoregressive"
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """One decoding of all requests and what it was done with."""
+
+    generation: Generation
+    max_depth: int
+    rule: str
+    served: dict[str, str]
+    """Phase of the attention to what computed it."""
+
+    def comparable(self, requests: Sequence[Request]) -> bool:
+        """Whether the tokens must be those of autoregressive decoding, and not only of the same law."""
+        return self.rule == "target_only" or all(request.temperature == 0 for request in requests)
+
+
+def baseline_config() -> Any:
+    """The configuration of autoregressive decoding."""
+    from algorithms.registry import available
+
+    return available()[AUTOREGRESSIVE].Config()
+
+
+def decode(
+    config: GenerateConfig,
+    setup: Setup,
+    algo: Any,
+    console: Console,
+    requests: Sequence[Request] | None = None,
+    label: str | None = None,
+) -> Decoded:
+    """Decode `requests` (default: the run's) with `algo`, behind a short decoding that no clock sees."""
+    from algorithms.runtime.engine import EngineError
+
+    asked = list(setup.requests if requests is None else requests)
+    engine, algorithm, backend = make_engine(config, setup, algo)
+    compiled = setup.hardware.label == "triton"
+    count, tokens = (config.runtime.max_batch, 32) if compiled else (1, 2)
+    with user_errors(EngineError):
+        # Compilation and first imports are no part of a step: they are paid here, before the clock runs.
+        engine.generate([replace(r, max_new_tokens=min(tokens, r.max_new_tokens)) for r in asked[:count]])
+        with step_progress(console, label or algo.name, len(asked)) as on_step:
+            generation = engine.generate(asked, on_step)
+    return Decoded(generation, algorithm.max_depth, algorithm.rule, dict(backend.served))

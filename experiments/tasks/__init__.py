@@ -1,0 +1,29 @@
+"""The questions a run can ask: one module a task, each with `run(config, composed) -> float`.
+
+This file is read with the command line, so it and the schemas in it stay free of torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, cast
+
+from omegaconf import DictConfig
+
+from experiments.tasks.schemas import (
+    CompareTask,
+    GenerateTask,
+    GraphAblationTask,
+    LosslessnessTask,
+    ThroughputTask,
+)
+
+TASKS: dict[str, type] = {
+    task.NAME: task for task in (GenerateTask, CompareTask, ThroughputTask, LosslessnessTask, GraphAblationTask)
+}
+
+
+def run_task(config: Any, composed: DictConfig) -> float:
+    """Run the configured task; torch is imported only now."""
+    module = importlib.import_module(f"{__name__}.{config.task.name}")
+    return cast(float, module.run(config, composed))

@@ -1,0 +1,319 @@
+"""Does each method, on each backend, write exactly what the target alone writes; and what is left where it cannot?
+
+identity    in the run's dtype (float32 proves exactness): every request, page size and batch size, greedy and sampled,
+            token for token against autoregressive decoding of the same backend
+invariance  the baseline itself: the same tokens whatever the batch size, and whatever the place in the batch
+low         in bfloat16 rounding depends on the shape of a batch: requests that differ, the first position that does,
+            and the gap between the two tokens' logits there; a fault would show as a large gap
+law         rules that draw their drafts promise the target's law, not its tokens: the first two tokens of many seeds
+            against the exact joint law (Pearson's chi-square)
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+from experiments import summary as figures
+from experiments.config import GenerateConfig
+from experiments.console import figure, plain_console
+from experiments.decoding import Decoded, baseline_config, decode
+from experiments.errors import UserError
+from experiments.provenance import run_conditions
+from experiments.records import CONFIG, SUMMARY, recording, to_json
+from experiments.setup import Setup, check_drafters, prepare
+from experiments.tables import Column, console_table, write_tables
+from experiments.tasks.schemas import method_config
+from experiments.tracking import track_rows
+
+if TYPE_CHECKING:
+    import torch
+
+    from algorithms.runtime.request import Request
+
+Row = dict[str, Any]
+LAW_TOP_K = 8
+"""The law is checked among this many tokens, so that its cells are few and well filled."""
+LAW_LEVEL = 1e-6
+SEED_STEP = 7919
+
+
+def run(config: GenerateConfig, composed: DictConfig) -> float:
+    """Check everything; returns the share of identical requests, and fails the job when it is below 1 in float32."""
+    console = plain_console()
+    task = config.task
+    methods = {label: method_config(f"task.methods.{label}", settings) for label, settings in task.methods.items()}
+    check_drafters(config, methods.values())
+    setup = prepare(config)
+    with recording(Path(HydraConfig.get().runtime.output_dir)) as folder:
+        folder.write(CONFIG, OmegaConf.to_yaml(composed, resolve=True))
+        rows = [row for backend in task.backends for row in check_backend(config, setup, backend, methods, console)]
+        conditions = run_conditions(config, setup.hardware)
+        write_tables(folder, "losslessness", COLUMNS, rows, conditions)
+        summary = {"name": config.name, "task": "losslessness", "rows": rows, **conditions}
+        folder.write(SUMMARY, to_json(summary) + "\n")
+    console.print(console_table(f"{conditions['model']} · {conditions['dtype']}", COLUMNS, rows))
+    for warning in track_rows(config.tracker, folder.path, config.name, rows):
+        console.print(f"[bold yellow]warning:[/] {warning}", highlight=False)
+    console.print(f"results: {folder.path}", highlight=False, soft_wrap=True)
+    failures = found_failures(rows, conditions["dtype"])
+    if failures:
+        raise UserError("\n".join(["not lossless", *failures]))
+    checked = sum(row["checked"] for row in rows)
+    return sum(row["identical"] for row in rows) / checked if checked else 1.0
+
+
+def found_failures(rows: Sequence[Row], dtype: str) -> list[str]:
+    """What must not be: a difference in float32, or a law that chance would miss once in a million."""
+    failures = []
+    for row in rows:
+        name = f"{row['method']} on {row['backend']}"
+        if dtype == "float32" and row["identical"] < row["checked"]:
+            failures.append(f"{name}: {row['checked'] - row['identical']} of {row['checked']} requests differ")
+        if row["law_p"] is not None and row["law_p"] < LAW_LEVEL:
+            failures.append(f"{name}: the drawn tokens do not follow the target's law (p = {row['law_p']:.2g})")
+    return failures
+
+
+def check_backend(
+    config: GenerateConfig, setup: Setup, backend: str, methods: Mapping[str, Any], console: Console
+) -> list[Row]:
+    """One row a method, the baseline first."""
+    here = replace(config, backend=backend_config(config, backend))
+    checks = _Checks(here, setup, console)
+    return [checks.baseline_row(), *(checks.method_row(label, algo) for label, algo in methods.items())]
+
+
+def backend_config(config: GenerateConfig, name: str) -> Any:
+    """The backend by its name; the run's own settings where it is the run's."""
+    from algorithms.runtime.backends import backends
+
+    found = backends()
+    if name not in found:
+        raise UserError(f"task.backends must be among {', '.join(found)}, got {name!r}")
+    if name == config.backend.name:
+        return config.backend
+    schema: Any = found[name]
+    return schema.Config()
+
+
+class _Checks:
+    """All checks on one backend; reference decodings are kept, as every method is held against the same."""
+
+    def __init__(self, config: GenerateConfig, setup: Setup, console: Console) -> None:
+        self._config, self._setup, self._console, self._task = config, setup, console, config.task
+        self._written: dict[tuple[int, int, int], Decoded] = {}
+
+    def baseline_row(self) -> Row:
+        """Batch-size and batch-position invariance of autoregressive decoding."""
+        identical = checked = tokens = 0
+        alone = self._plain(0, self._task.page_sizes[0], self._task.batches[0]).generation.completions
+        by_id = {c.request_id: c.token_ids for c in alone}
+        orders = [(order, batch) for batch in self._task.batches for order in (1, -1)]
+        for order, batch in orders:
+            asked = self._requests(0)[::order]
+            for completion in self._decode(
+                baseline_config(), asked, self._task.page_sizes[-1], batch
+            ).generation.completions:
+                identical += completion.token_ids == by_id[completion.request_id]
+                checked, tokens = checked + 1, tokens + len(completion.token_ids)
+        return self._row("autoregressive", "autoregressive", "target_only", checked, identical, tokens, None)
+
+    def method_row(self, label: str, algo: Any) -> Row:
+        identical = checked = tokens = turn = 0
+        first: dict[str, Any] | None = None
+        rule = "target_only"
+        settings = [(page, batch) for page in self._task.page_sizes for batch in self._task.batches]
+        while turn < len(settings) or tokens < self._task.min_tokens:
+            page, batch = settings[turn % len(settings)]
+            asked = self._requests(turn)
+            ours = self._decode(algo, asked, page, batch)
+            rule, exact = (
+                ours.rule,
+                [i for i, r in enumerate(asked) if ours.rule == "target_only" or r.temperature == 0],
+            )
+            plain = self._plain(turn, page, batch).generation.completions
+            pairs = [(ours.generation.completions[i], plain[i]) for i in exact]
+            proof = figures.lossless([a for a, _ in pairs], [b for _, b in pairs])
+            identical, checked = identical + proof["identical"], checked + proof["checked"]
+            first = first or (proof["first_difference"] and {**proof["first_difference"], "turn": turn})
+            tokens += sum(len(b.token_ids) for _, b in pairs)
+            turn += 1
+        return self._row(label, algo.name, rule, checked, identical, tokens, first, algo)
+
+    def _row(
+        self, label: str, algo_name: str, rule: str, checked: int, identical: int, tokens: int,
+        first: Mapping[str, Any] | None, algo: Any = None,
+    ) -> Row:  # fmt: skip
+        low = self._low_precision(algo) if algo is not None and self._task.low_precision else None
+        law = self._law(algo) if rule != "target_only" and self._task.law_draws else None
+        return {
+            "backend": self._config.backend.name,
+            "method": label,
+            "algo": algo_name,
+            "rule": rule,
+            "checked": checked,
+            "identical": identical,
+            "tokens": tokens,
+            "first_difference": first,
+            "low_precision": low,
+            "law_p": law,
+        }
+
+    def _requests(self, turn: int) -> list[Request]:
+        """Greedy and sampled requests in turn; later turns have other seeds and the other half sampled."""
+        return [
+            replace(
+                r,
+                temperature=self._task.temperature if (r.id + turn) % 2 else 0.0,
+                seed=r.seed + SEED_STEP * turn,
+            )
+            for r in self._setup.requests
+        ]
+
+    def _decode(
+        self, algo: Any, asked: Sequence[Request], page_size: int, batch: int, setup: Setup | None = None
+    ) -> Decoded:
+        runtime = replace(self._config.runtime, page_size=page_size, max_batch=batch, num_pages=None)
+        config = replace(self._config, runtime=runtime)
+        label = f"{self._config.backend.name} {algo.name} page {page_size} batch {batch}"
+        return decode(config, setup or self._setup, algo, self._console, asked, label)
+
+    def _plain(self, turn: int, page_size: int, batch: int) -> Decoded:
+        key = (turn, page_size, batch)
+        if key not in self._written:
+            self._written[key] = self._decode(baseline_config(), self._requests(turn), page_size, batch)
+        return self._written[key]
+
+    def _low_precision(self, algo: Any) -> Row | None:
+        """Greedy decoding in the low precision: how many requests depart, and how close the logits were where the first
+        of them did; None where this machine computes that precision wrongly or not at all."""
+        if self._setup.hardware.label == "triton-interpreter":
+            return None
+        import torch
+
+        from algorithms.runtime.models.loading import load_target
+
+        dtype = getattr(torch, self._task.low_precision)
+        low = replace(self._setup, target=load_target(self._setup.target.path, self._setup.hardware.device, dtype))
+        asked = [replace(r, temperature=0.0) for r in self._setup.requests]
+        page, batch = self._task.page_sizes[-1], self._task.batches[-1]
+        ours = self._decode(algo, asked, page, batch, low).generation.completions
+        plain = self._decode(baseline_config(), asked, page, batch, low).generation.completions
+        proof = figures.lossless(ours, plain)
+        gap = None
+        if proof["first_difference"]:
+            gap = logit_gap(low, asked, plain, proof["first_difference"])
+        return {
+            "checked": proof["checked"],
+            "identical": proof["identical"],
+            "first": proof["first_difference"],
+            "gap": gap,
+        }
+
+    def _law(self, algo: Any) -> float:
+        """p-value of the first two tokens of many seeds."""
+        request = min(self._setup.requests, key=lambda r: len(r.prompt_ids))
+        asked = [
+            replace(request, id=i, seed=i, max_new_tokens=2, temperature=self._task.temperature, top_k=LAW_TOP_K)
+            for i in range(self._task.law_draws)
+        ]
+        batch = max(self._task.batches + [32])
+        drawn = self._decode(algo, asked, self._task.page_sizes[-1], batch).generation.completions
+        counts = Counter(tuple(c.token_ids) for c in drawn)
+        law = two_token_law(self._setup, request, self._task.temperature)
+        # A text may end with its first token.
+        stop = request.eos_token_ids | request.stop_token_ids
+        ended: dict[tuple[int, ...], float] = {}
+        for (a, b), p in law.items():
+            key = (a,) if a in stop else (a, b)
+            ended[key] = ended.get(key, 0.0) + p
+        return chi_square_p(counts, ended)
+
+
+def logit_gap(setup: Setup, asked: Sequence[Request], plain: Sequence[Any], first: Mapping[str, Any]) -> float | None:
+    """By how much the target prefers one token over the other where two texts part, in the target's own dtype."""
+    at = [completion.request_id for completion in plain].index(first["request"])
+    if first["token"] is None or first["baseline_token"] is None:
+        return None
+    text = [*asked[at].prompt_ids, *plain[at].token_ids[: first["position"]]]
+    logits = next_logits(setup, text)
+    return float((logits[first["baseline_token"]] - logits[first["token"]]).abs())
+
+
+def next_logits(setup: Setup, text: Sequence[int]) -> torch.Tensor:
+    """[V] float32 logits behind `text`, by a forward without any cache."""
+    import torch
+
+    from experiments.training.mixer import DenseMixer
+
+    model, device = setup.target.model, setup.hardware.device
+    with torch.inference_mode():
+        tokens = torch.tensor([list(text)], device=device)
+        hidden, _ = model(tokens, DenseMixer(setup.target.config, len(text), device))
+        return model.logits(hidden[0, -1]).float()
+
+
+def two_token_law(setup: Setup, request: Request, temperature: float) -> dict[tuple[int, int], float]:
+    """Probability of each pair of first tokens under temperature and top-k."""
+
+    def following(text: Sequence[int]) -> list[tuple[int, float]]:
+        top = (next_logits(setup, text) / temperature).topk(LAW_TOP_K)
+        return list(zip(top.indices.tolist(), top.values.double().softmax(0).tolist(), strict=True))
+
+    prompt = request.prompt_ids
+    return {(a, b): p * q for a, p in following(prompt) for b, q in following([*prompt, a])}
+
+
+def chi_square_p(counts: Mapping[tuple[int, ...], int], law: Mapping[tuple[int, ...], float]) -> float:
+    """Pearson's test, cells that expect fewer than five draws pooled; 0 for a draw the law forbids."""
+    import torch
+
+    if any(pair not in law for pair in counts):
+        return 0.0
+    draws = sum(counts.values())
+    cells = [(p * draws, counts.get(pair, 0)) for pair, p in law.items()]
+    large, small = [c for c in cells if c[0] >= 5], [c for c in cells if c[0] < 5]
+    if small and sum(e for e, _ in small) >= 1:
+        large.append((sum(e for e, _ in small), sum(o for _, o in small)))
+    if len(large) < 2:
+        return 1.0
+    statistic = sum((o - e) ** 2 / e for e, o in large)
+    half = torch.tensor((len(large) - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(half, torch.tensor(statistic / 2, dtype=torch.float64)))
+
+
+def _low(row: Mapping[str, Any]) -> str:
+    low = row["low_precision"]
+    return f"{low['identical']}/{low['checked']}" if low else "–"
+
+
+def _first_flip(row: Mapping[str, Any]) -> str:
+    low = row["low_precision"]
+    if not low or not low["first"]:
+        return "–"
+    return f"position {low['first']['position']}, gap {figure(low['gap'], 4)}"
+
+
+def _law(row: Mapping[str, Any]) -> str:
+    return "–" if row["law_p"] is None or math.isnan(row["law_p"]) else f"{row['law_p']:.2g}"
+
+
+COLUMNS = (
+    Column("backend", lambda row: row["backend"], numeric=False),
+    Column("method", lambda row: row["method"], numeric=False),
+    Column("rule", lambda row: row["rule"], numeric=False),
+    Column("identical", lambda row: f"{row['identical']}/{row['checked']}"),
+    Column("tokens", lambda row: f"{row['tokens']:,}"),
+    Column("low precision", _low),
+    Column("first flip", _first_flip),
+    Column("law p", _law),
+)

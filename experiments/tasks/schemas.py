@@ -1,0 +1,140 @@
+"""What each task can be asked, checked before anything heavy is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+from experiments.suggest import nearest
+
+
+@dataclass
+class GenerateTask:
+    """One algorithm over one prompt set, beside autoregressive decoding."""
+
+    NAME: ClassVar[str] = "generate"
+    name: str = "generate"
+
+
+@dataclass
+class CompareTask:
+    """Several methods over several prompt sets. `methods` maps a label to an algorithm and its settings."""
+
+    NAME: ClassVar[str] = "compare"
+    name: str = "compare"
+    methods: dict[str, Any] = field(default_factory=dict)
+    data: list[str] = field(default_factory=lambda: ["arithmetic", "code"])
+    limit: int | None = None
+    """Prompts of each set; null takes the set's own default."""
+
+    def __post_init__(self) -> None:
+        check_methods("task.methods", self.methods)
+        _expect_some("task.data", self.data)
+        _expect_at_least("task.limit", [self.limit], 1)
+
+
+@dataclass
+class ThroughputTask:
+    """The run's algorithm and the baseline at several concurrencies."""
+
+    NAME: ClassVar[str] = "throughput"
+    name: str = "throughput"
+    concurrency: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32])
+    requests: int = 2
+    """Requests of a level for each of its places; prompts are taken in turn."""
+
+    def __post_init__(self) -> None:
+        _expect_some("task.concurrency", self.concurrency)
+        _expect_at_least("task.concurrency", self.concurrency, 1)
+        _expect_at_least("task.requests", [self.requests], 1)
+
+
+@dataclass
+class LosslessnessTask:
+    """Whether each method on each backend writes what the target alone writes, and draws from its law."""
+
+    NAME: ClassVar[str] = "losslessness"
+    name: str = "losslessness"
+    methods: dict[str, Any] = field(default_factory=dict)
+    backends: list[str] = field(default_factory=lambda: ["fa4", "torch"])
+    page_sizes: list[int] = field(default_factory=lambda: [1, 16])
+    batches: list[int] = field(default_factory=lambda: [1, 3])
+    low_precision: str | None = "bfloat16"
+    """Also decode in this dtype and say where it first departs, by which gap of logits; null skips it."""
+    law_draws: int = 400
+    """Draws of the first two tokens that are held against the target's law; 0 skips it."""
+    temperature: float = 0.8
+    min_tokens: int = 0
+    """Go on over the prompts, with other seeds and sampled, until so many tokens were compared for each row."""
+
+    def __post_init__(self) -> None:
+        check_methods("task.methods", self.methods)
+        for name in ("backends", "page_sizes", "batches"):
+            _expect_some(f"task.{name}", getattr(self, name))
+        _expect_at_least("task.page_sizes", self.page_sizes, 1)
+        _expect_at_least("task.batches", self.batches, 1)
+        _expect_at_least("task.law_draws", [self.law_draws], 0)
+        _expect_at_least("task.min_tokens", [self.min_tokens], 0)
+        if self.low_precision not in (None, "bfloat16", "float16"):
+            raise ValueError(f"task.low_precision must be bfloat16, float16 or null, got {self.low_precision!r}")
+        if not 0 < self.temperature < float("inf"):
+            raise ValueError(f"task.temperature must be above 0 and finite, got {self.temperature}")
+
+
+@dataclass
+class GraphAblationTask:
+    """The same run with nothing, the draft, draft and verify, and the whole step captured in CUDA graphs."""
+
+    NAME: ClassVar[str] = "graph_ablation"
+    name: str = "graph_ablation"
+    levels: list[str] = field(default_factory=lambda: ["none", "draft", "verify", "step"])
+
+    def __post_init__(self) -> None:
+        from experiments.config import GRAPH_LEVELS, expect_choice
+
+        _expect_some("task.levels", self.levels)
+        for level in self.levels:
+            expect_choice("task.levels", level, GRAPH_LEVELS)
+
+
+def check_methods(key: str, methods: Mapping[str, Any]) -> None:
+    """Raise ValueError for a method that names no algorithm or a setting its algorithm does not have."""
+    if not methods:
+        raise ValueError(f"{key} is empty: give at least one, such as {key}.mine.name=dflash")
+    for label, settings in methods.items():
+        method_config(f"{key}.{label}", settings)
+
+
+def method_config(key: str, settings: Any) -> Any:
+    """The algorithm's own configuration from a mapping with `name`; ValueError names what does not fit."""
+    from algorithms.registry import available
+
+    found = available()
+    if not isinstance(settings, Mapping) or "name" not in settings:
+        raise ValueError(f"{key}: expected a mapping with name=ALGORITHM, got {settings!r}")
+    name = str(settings["name"])
+    if name not in found:
+        raise ValueError(f"{key}.name must be one of {', '.join(sorted(found))}, got {name!r}")
+    schema = found[name].Config
+    known = [item.name for item in fields(schema)]
+    unknown = [str(setting) for setting in settings if setting not in known]
+    if unknown:
+        close = nearest(unknown[0], known, count=1)
+        guess = f" (did you mean {close[0]}?)" if close else ""
+        raise ValueError(f"{key}: algo={name} has no setting {unknown[0]!r}{guess}; it has {', '.join(known)}")
+    try:
+        return schema(**{str(k): v for k, v in settings.items()})
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{key}: {error}") from error
+
+
+def _expect_some(name: str, values: Any) -> None:
+    if not values:
+        raise ValueError(f"{name} must not be empty")
+
+
+def _expect_at_least(name: str, values: Any, least: int) -> None:
+    wrong = [value for value in values if value is not None and value < least]
+    if wrong:
+        raise ValueError(f"{name} must be at least {least}, got {wrong[0]}")

@@ -1,0 +1,134 @@
+"""Tokens per second, time to the first token and latency between tokens as more requests share the batch.
+
+Each level of concurrency serves the same requests with autoregressive decoding and with the run's algorithm, in batches
+of up to that many. The clock of a request starts when it enters the batch. A step's tokens share the time since the
+step before (`inter_token_ms`, pooled over tokens), so a speculative step is not counted as one slow token and some free
+ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+from experiments import summary as figures
+from experiments.charts import legend, lines
+from experiments.config import GenerateConfig, to_plain
+from experiments.console import NOT_A_GPU, figure, plain_console
+from experiments.decoding import AUTOREGRESSIVE, baseline_config, decode
+from experiments.page import configuration, note, page, provenance_table, section
+from experiments.provenance import run_conditions
+from experiments.records import CONFIG, REPORT, SUMMARY, recording, to_json
+from experiments.setup import Setup, prepare
+from experiments.tables import Column, console_table, html_table, write_tables
+from experiments.tracking import track_rows
+
+if TYPE_CHECKING:
+    from algorithms.runtime.request import Completion, Request
+
+Row = dict[str, Any]
+
+
+def run(config: GenerateConfig, composed: DictConfig) -> float:
+    """Measure every level; returns the algorithm's best tokens per second."""
+    console = plain_console()
+    setup = prepare(config)
+    with recording(Path(HydraConfig.get().runtime.output_dir)) as folder:
+        folder.write(CONFIG, OmegaConf.to_yaml(composed, resolve=True))
+        rows = [row for level in config.task.concurrency for row in measure_level(config, setup, level, console)]
+        conditions = run_conditions(config, setup.hardware)
+        write_tables(folder, "throughput", COLUMNS, rows, conditions)
+        folder.write(REPORT, render(config.name, rows, conditions, to_plain(composed)))
+        folder.write(SUMMARY, to_json({"name": config.name, "task": "throughput", "rows": rows, **conditions}) + "\n")
+    console.print(console_table(f"{conditions['model']} · {setup.prompts.name}", COLUMNS, rows))
+    if conditions["device"] == "cpu":
+        console.print(NOT_A_GPU[conditions["impl"]], style="yellow")
+    for warning in track_rows(config.tracker, folder.path, config.name, rows):
+        console.print(f"[bold yellow]warning:[/] {warning}", highlight=False)
+    console.print(f"report: {folder.path / REPORT}", highlight=False, soft_wrap=True)
+    return max(row["tokens_per_s"] or 0.0 for row in rows if row["method"] == config.algo.name)
+
+
+def measure_level(config: GenerateConfig, setup: Setup, concurrency: int, console: Console) -> list[Row]:
+    """Baseline and algorithm with up to `concurrency` requests at a time."""
+    level = replace(config, runtime=replace(config.runtime, max_batch=concurrency, num_pages=None))
+    count = max(concurrency * config.task.requests, len(setup.requests) if concurrency == 1 else 0)
+    asked = repeated(setup.requests, count)
+    rows: list[Row] = []
+    algos = [baseline_config()] + ([config.algo] if config.algo.name != AUTOREGRESSIVE else [])
+    for algo in algos:
+        generation = decode(level, setup, algo, console, asked, f"{algo.name} ×{concurrency}").generation
+        rows.append(level_row(setup, algo.name, concurrency, generation, asked))
+        rows[-1]["speedup"] = figures.ratio(rows[-1]["tokens_per_s"] or 0.0, rows[0]["tokens_per_s"] or 0.0)
+    return rows
+
+
+def repeated(requests: Sequence[Request], count: int) -> list[Request]:
+    """`count` requests: the prompts in turn, each time with another seed."""
+    rounds = [(turn, request) for turn in range(-(-count // len(requests))) for request in requests][:count]
+    return [replace(r, id=i, seed=r.seed + turn * len(requests)) for i, (turn, r) in enumerate(rounds)]
+
+
+def level_row(setup: Setup, method: str, concurrency: int, generation: Any, asked: Sequence[Request]) -> Row:
+    completions: list[Completion] = generation.completions
+    output = sum(len(c.token_ids) for c in completions)
+    accepted = [a for c in completions for a in c.accepted_counts]
+    return {
+        "method": method,
+        "concurrency": concurrency,
+        "num_requests": len(asked),
+        "tokens_per_s": figures.ratio(output * 1e3, generation.wall_ms),
+        "decode_tokens_per_s": figures.ratio(output * 1e3, generation.decode_ms),
+        "tokens_per_step": figures.ratio(sum(accepted) + len(accepted), len(accepted)),
+        "ttft_ms": figures.quantiles([c.ttft_ms for c in completions], p50=0.5, p90=0.9),
+        "inter_token_ms": figures.quantiles(inter_token_ms(completions), p50=0.5, p90=0.9),
+        "accuracy": setup.accuracy(completions, asked),
+        "graphs": generation.graphs.level,
+    }
+
+
+def inter_token_ms(completions: Sequence[Completion]) -> list[float]:
+    """One figure a token behind the first step's: the time since the step before over the tokens of the step."""
+    found: list[float] = []
+    for completion in completions:
+        times = completion.emitted_at_ms
+        for before, after, accepted in zip(times, times[1:], completion.accepted_counts[1:], strict=False):
+            found += [(after - before) / (accepted + 1)] * (accepted + 1)
+    return found
+
+
+COLUMNS = (
+    Column("concurrency", lambda row: str(row["concurrency"])),
+    Column("method", lambda row: row["method"], numeric=False),
+    Column("tokens/s", lambda row: figure(row["tokens_per_s"])),
+    Column("speedup", lambda row: figure(row["speedup"], 2, "×")),
+    Column("first token ms p50 / p90", lambda row: _pair(row["ttft_ms"], 1)),
+    Column("between tokens ms p50 / p90", lambda row: _pair(row["inter_token_ms"], 2)),
+    Column("tokens/step", lambda row: figure(row["tokens_per_step"], 2)),
+    Column("accuracy", lambda row: "–" if row["accuracy"] is None else f"{row['accuracy']:.0%}"),
+)
+
+
+def _pair(found: Mapping[str, float | None], digits: int) -> str:
+    return f"{figure(found['p50'], digits)} / {figure(found['p90'], digits)}"
+
+
+def render(name: str, rows: Sequence[Row], conditions: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    series = [
+        (method, [(float(r["concurrency"]), r["tokens_per_s"] or 0.0) for r in rows if r["method"] == method])
+        for method in methods
+    ]
+    chart = lines(series, "tokens per second", ("requests at a time", "tokens/s")) + legend(methods)
+    parts = [section("Levels", html_table(COLUMNS, rows)), section("Tokens per second", chart), configuration(config)]
+    if conditions["device"] == "cpu":
+        parts.insert(0, note(NOT_A_GPU[conditions["impl"]]))
+    parts.append(provenance_table(conditions["versions"] | {"revision": conditions["revision"]}))
+    lead = f"{conditions['model']}; {conditions['device']} {conditions['dtype']}, {conditions['impl']}; "
+    return page(f"{name}: throughput", lead + conditions["machine"], parts)
