@@ -33,8 +33,24 @@ def paged_attention(
     page_table: torch.Tensor,
     lengths: torch.Tensor,
     *,
+    mode: str,
+    mask: torch.Tensor | None = None,
+    tree_width: int | None = None,
+    q_lens: torch.Tensor | None = None,
+    window: int | None = None,
+    depths: torch.Tensor | None = None,
+    row_depths: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    soft_cap: float | None = None,
+    scale: float | None = None,
+    k_scale: float | torch.Tensor = 1.0,
+    v_scale: float | torch.Tensor = 1.0,
+    max_length: int | None = None,
+    split_tokens: int | None = None,
+    plan: AttentionPlan | None = None,
+    tuning: Mapping[str, Any] | None = None,
     return_lse: Literal[False] = False,
-    **options: Any,
+    impl: str = "auto",
 ) -> torch.Tensor: ...
 
 
@@ -45,8 +61,24 @@ def paged_attention(
     page_table: torch.Tensor,
     lengths: torch.Tensor,
     *,
+    mode: str,
+    mask: torch.Tensor | None = None,
+    tree_width: int | None = None,
+    q_lens: torch.Tensor | None = None,
+    window: int | None = None,
+    depths: torch.Tensor | None = None,
+    row_depths: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    soft_cap: float | None = None,
+    scale: float | None = None,
+    k_scale: float | torch.Tensor = 1.0,
+    v_scale: float | torch.Tensor = 1.0,
+    max_length: int | None = None,
+    split_tokens: int | None = None,
+    plan: AttentionPlan | None = None,
+    tuning: Mapping[str, Any] | None = None,
     return_lse: Literal[True],
-    **options: Any,
+    impl: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -232,9 +264,7 @@ def _shape_and_config(
     validate.at_least_one(max_length=max_length, split_tokens=split_tokens)
     group = heads // kv_heads
     num_slots = num_nodes if tree_width is None else tree_width
-    config = attention_config(
-        current_chip(on), head_dim, num_nodes * group, max_length, split_tokens, kv_bytes, tuning
-    )
+    config = attention_config(current_chip(on), head_dim, num_nodes * group, max_length, split_tokens, kv_bytes, tuning)
     tokens = config.split_tokens
     # A split more where a window begins inside one; the last split takes a quarter of a split more.
     reach = max_length if window is None else min(max_length, window - 1 + num_slots + tokens)

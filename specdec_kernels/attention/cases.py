@@ -11,6 +11,7 @@ from specdec_kernels.attention.inputs import attention_inputs, plan_inputs
 from specdec_kernels.cases import Case
 
 _PARITY_TOKENS = 1 << 19  # beyond it inputs are drawn on the GPU: a pool takes minutes on a CPU
+_CHAINS = {1: "decode", 4: "chain4", 16: "chain16", 64: "chain64"}
 # Holds on every chip for 64 packed rows, so that one plan fits the call on each.
 _PINNED = dict(block_m=64, split_tokens=512)
 
@@ -195,7 +196,7 @@ _SCORES = (
     ),
     _case("fp8_soft_cap", "scale outside the cap", "chain", 3, (20,), fp8=True, k_scale=2.0, soft_cap=1.5, window=9),
     _case(
-        "exp2_polynomial", "empty rows; wrong exponent", "tree", 9, (50,), blind=True, tuning=dict(lazy_rescale=True)
+        "lazy_blind", "rows that see nothing are rescaled", "tree", 9, (50,), blind=True, tuning=dict(lazy_rescale=True)
     ),
     _case(
         "lazy_rescale",
@@ -294,10 +295,10 @@ _SHIPPED = (
 )
 _TIMED = (
     *(
-        _timed(f"{'decode' if nodes == 1 else f'chain{nodes}'}_b{batch}_{context // 1024}k", "chain", nodes, batch, context)
+        _timed(f"{_CHAINS[nodes]}_b{batch}_{context // 1024}k", "chain", nodes, batch, context)
         for batch in (1, 8, 64)
         for context in (1024, 8192, 32768, 131072)
-        for nodes in (1, 4, 16, 64)
+        for nodes in _CHAINS
     ),
     *(
         _timed(f"tree{nodes}_b{batch}_8k", "tree", nodes, batch, 8192)

@@ -6,7 +6,7 @@ flight, so two or three KV buffers of 64 keys and several programs a processor. 
 wants one warp group, from 128 two. Every shipped row compiles without spills.
 
 `split_tokens` is a length, not a count, and it grows only with a request's own length (see
-`tiles.split_layout`): results do not depend on the batch, and no request has more than `MAX_SPLITS` partial
+`device.split_layout`): results do not depend on the batch, and no request has more than `MAX_SPLITS` partial
 results, so their traffic stays a small share of the KV traffic and a graph captured for the whole context
 needs few programs.
 """
@@ -36,7 +36,7 @@ class AttentionConfig:
 
     block_m: packed query rows. block_n: keys a step. split_tokens: keys a program before partial results are
     merged, doubled for requests longer than max_splits of them. resident_programs: size of the persistent grid
-    that walks a plan. polynomial_exp2, lazy_rescale: see `tiles.softmax_step`. fp8_native: the chip converts
+    that walks a plan. polynomial_exp2, lazy_rescale: see `device.softmax_step`. fp8_native: the chip converts
     e4m3 itself.
     """
 

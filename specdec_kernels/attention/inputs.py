@@ -18,9 +18,7 @@ _NO_PAGE = 1 << 30
 _DISTINCT_PAGES = 61
 
 
-def random_tree(
-    make: Maker, batch: int, num_slots: int, reach: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def random_tree(make: Maker, batch: int, num_slots: int, reach: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Depths [B, M] int32 and mask words [B, M, ceil(M / 64)] int64 of random trees whose node i hangs below
     one of the `reach` nodes before it (default any)."""
     reach = num_slots if reach is None else reach

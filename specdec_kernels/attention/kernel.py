@@ -31,8 +31,7 @@ import triton
 import triton.language as tl
 
 from specdec_kernels.attention.configs import AttentionConfig
-from specdec_kernels.attention.merge import merge
-from specdec_kernels.attention.tiles import (
+from specdec_kernels.attention.device import (
     FP8_BITS_SCALE,
     LN_2,
     LOG2_E,
@@ -52,6 +51,7 @@ from specdec_kernels.attention.tiles import (
     visible,
     widen,
 )
+from specdec_kernels.attention.merge import merge
 from specdec_kernels.attention.types import AttentionPlan, PlanShape
 from specdec_kernels.launch import current_chip, launch
 
@@ -433,7 +433,14 @@ def paged_attention(
         *(sinks, _per_head(k_scale), _per_head(v_scale)),
         *((None, None, None) if plan is None else (plan.items, plan.offsets, plan.num_items)),
         *(part, part_lse, shape.num_nodes, num_pages, shape.num_splits, shape.num_slots),
-        *(shape.split_tokens, shape.first_splits, shape.max_splits, shape.max_length, shape.window, page_table.stride(0)),
+        *(
+            shape.split_tokens,
+            shape.first_splits,
+            shape.max_splits,
+            shape.max_length,
+            shape.window,
+            page_table.stride(0),
+        ),
         score_scale * LOG2_E if soft_cap is None else score_scale / soft_cap,
         stored_scale * (v_scale if isinstance(v_scale, float) else 1.0),
         None if soft_cap is None else soft_cap * LOG2_E,

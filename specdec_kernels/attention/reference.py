@@ -169,11 +169,10 @@ def _num_splits(lengths: torch.Tensor, used: torch.Tensor, shape: PlanShape) -> 
     span = (end - lowest).clamp(min=1)
     doublings = torch.zeros_like(end)
     for count in range(32):
-        tokens = shape.split_tokens << count
-        # The last split may be a quarter longer. Up to first_splits, lengths double with a fourfold span.
-        root_reach = (4 * shape.first_splits + 1) * shape.split_tokens * 4**count // 4
-        reach = min(root_reach, (4 * shape.max_splits + 1) * tokens // 4)
-        doublings = torch.where((span > reach) & (doublings == count), count + 1, doublings)
+        # The last split may be a quarter longer. From first_splits on, lengths double with a fourfold span.
+        spread = (4 * shape.first_splits + 1) * shape.split_tokens * 4**count // 4
+        crowded = (4 * shape.max_splits + 1) * shape.split_tokens * 2**count // 4
+        doublings = torch.where((span > min(spread, crowded)) & (doublings == count), count + 1, doublings)
     tokens = shape.split_tokens * 2**doublings
     first = lowest // tokens
     return ((end - first * tokens - tokens // 4).maximum(end.clamp(max=1)) + tokens - 1) // tokens

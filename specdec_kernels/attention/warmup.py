@@ -66,7 +66,7 @@ def warmup(
         if with_q_lens:
             shape["q_lens"] = torch.ones(1, dtype=torch.int32, device=device)
         if with_plan:
-            sizes = dict(num_nodes=num_nodes, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+            sizes: dict[str, Any] = dict(num_nodes=num_nodes, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
             stored = arguments["kv"].element_size()
             plan = plan_attention(arguments["lengths"], **sizes, **shape, kv_bytes=stored, impl=impl)
             arguments["plan"] = plan
@@ -79,6 +79,7 @@ def warmup(
             arguments["sinks"] = torch.zeros(heads, device=device)
         if head_scales:
             arguments |= {name: torch.ones(kv_heads, device=device) for name in ("k_scale", "v_scale")}
-        paged_attention(**arguments, **shape, soft_cap=soft_cap, return_lse=return_lse, impl=impl)
+        arguments |= dict(soft_cap=soft_cap, return_lse=return_lse, impl=impl)
+        paged_attention(**arguments, **shape)
         calls += 1
     return calls

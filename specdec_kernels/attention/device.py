@@ -1,5 +1,6 @@
 """Device functions of paged attention: which keys a program walks, who sees them, and the running softmax."""
 
+# ruff: noqa: SIM108
 from __future__ import annotations
 
 import math
