@@ -167,6 +167,7 @@ def _replay_ms(
     budget_ms: float,
 ) -> list[float]:
     """Milliseconds a call of each replay of a graph that holds one call for every set of arguments."""
+    torch.cuda.synchronize()  # the copies of the inputs are made on another stream
     aside = torch.cuda.Stream()
     with torch.cuda.stream(aside):
         function(**arguments[0])  # compiles, which a capture must not

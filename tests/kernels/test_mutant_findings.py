@@ -97,7 +97,7 @@ def test_merge_rescales_between_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = attention_inputs(Maker.seeded(), "chain", 3, (150, 40), split_tokens=16, scale=2.0)
     expected = paged_attention(**inputs, impl="reference")
     real = merge.merge_config
-    monkeypatch.setattr(merge, "merge_config", lambda *args: replace(real(*args), block_s=2))
+    monkeypatch.setattr(merge, "merge_config", lambda *args: replace(real(*args), unroll=2))
     torch.testing.assert_close(paged_attention(**inputs, impl="triton"), expected, rtol=1e-4, atol=1e-5)
 
 

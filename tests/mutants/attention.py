@@ -7,7 +7,7 @@ from functools import partial
 from tests.mutants.mutant import Mutant, parity
 
 _KERNEL = "specdec_kernels/attention/kernel.py"
-_TILES = "specdec_kernels/attention/tiles.py"
+_DEVICE = "specdec_kernels/attention/device.py"
 _MERGE = "specdec_kernels/attention/merge.py"
 _PLAN = "specdec_kernels/attention/plan.py"
 _FINDINGS = "tests/kernels/test_mutant_findings.py"
@@ -24,7 +24,7 @@ MUTANTS = (
     ),
     Mutant(
         "chain_sees_one_ahead",
-        _TILES,
+        _DEVICE,
         "return positions[None, :] <= tl.minimum(length + nodes, end - 1)[:, None]",
         "return positions[None, :] <= tl.minimum(length + nodes + 1, end - 1)[:, None]",
         _case("chain_odd"),
@@ -32,7 +32,7 @@ MUTANTS = (
     ),
     Mutant(
         "causal_end_too_early",
-        _TILES,
+        _DEVICE,
         "tile_end = tl.minimum(end, length + last_node + 1)",
         "tile_end = tl.minimum(end, length + last_node)",
         _case("gqa_2"),
@@ -40,7 +40,7 @@ MUTANTS = (
     ),
     Mutant(
         "second_mask_word_ignored",
-        _TILES,
+        _DEVICE,
         "bits = tl.load(row_words + word, mask=nodes < used, other=0)[:, None]",
         "bits = tl.load(row_words, mask=nodes < used, other=0)[:, None]",
         _case("tree_65"),
@@ -80,7 +80,7 @@ MUTANTS = (
     ),
     Mutant(
         "window_by_slot",
-        _TILES,
+        _DEVICE,
         "return tl.where(drafted, length + depth, positions)",
         "return positions",
         _case("window_tree"),
@@ -105,24 +105,24 @@ MUTANTS = (
     Mutant(
         "dropped_split",
         _MERGE,
-        "for first in tl.range(0, live, BLOCK_S):",
-        "for first in tl.range(0, live - 1, BLOCK_S):",
+        "weight = tl.exp2(lse - finite_or_zero(new_top))",
+        "weight = tl.where(first + step + 1 < live, tl.exp2(lse - finite_or_zero(new_top)), 0.0)",
         _case("splits_grow"),
         "the merge leaves out the last split",
     ),
     Mutant(
         "merge_without_rescaling",
         _MERGE,
-        "acc = acc * decay[:, None] + tl.sum(part * weight[:, :, None], 0)",
-        "acc = acc + tl.sum(part * weight[:, :, None], 0)",
+        "        acc = acc * decay[:, None]\n        total = total * decay\n",
+        "        total = total * decay\n",
         (f"{_FINDINGS}::test_merge_rescales_between_chunks",),
         "the scale of splits merged earlier is not corrected when the maximum rises",
     ),
     Mutant(
         "merge_of_natural_and_base_2",
         _MERGE,
-        "weight = tl.exp2(lse - finite_or_zero(new_top)[None, :])",
-        "weight = tl.exp(lse - finite_or_zero(new_top)[None, :])",
+        "weight = tl.exp2(lse - finite_or_zero(new_top))",
+        "weight = tl.exp(lse - finite_or_zero(new_top))",
         _case("splits_chain"),
         "partial log-sum-exps in base 2 are merged with the natural exponential",
     ),
@@ -136,7 +136,7 @@ MUTANTS = (
     ),
     Mutant(
         "sink_once_a_split",
-        _TILES,
+        _DEVICE,
         "return acc * decay[:, None], new_top, total * decay + tl.exp2(sink - finite_or_zero(new_top))",
         "return acc * decay[:, None], new_top, total * decay + 2 * tl.exp2(sink - finite_or_zero(new_top))",
         _case("sinks_split"),
@@ -152,7 +152,7 @@ MUTANTS = (
     ),
     Mutant(
         "slots_counted_as_rows",
-        _TILES,
+        _DEVICE,
         "end = tl.minimum(length + num_slots, max_length)",
         "end = tl.minimum(length + used, max_length)",
         _case("wide_tree"),
