@@ -62,7 +62,9 @@ _FAMILY_OF = {
     "flashinfer_indices": "kv_index",
     "move_accepted": "kv_index",
     "token_slots": "kv_index",
+    "AttentionPlan": "attention",
     "paged_attention": "attention",
+    "plan_attention": "attention",
     "materialize_kv": "kv_write",
     "write_kv": "kv_write",
     "mla_attention": "mla",
@@ -73,7 +75,7 @@ _FAMILY_OF = {
 }
 
 if TYPE_CHECKING:
-    from specdec_kernels.attention import paged_attention
+    from specdec_kernels.attention import AttentionPlan, paged_attention, plan_attention
     from specdec_kernels.kv_index import (
         Compacted,
         DraftSlots,
@@ -133,6 +135,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FAMILIES",
     "Accepted",
+    "AttentionPlan",
     "Compacted",
     "DraftSlots",
     "DraftTopk",
@@ -179,6 +182,7 @@ __all__ = [
     "paged_attention",
     "parents_from_candidates",
     "pick_tokens",
+    "plan_attention",
     "read_table",
     "rerank_tree",
     "row_offsets",

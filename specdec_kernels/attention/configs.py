@@ -5,10 +5,29 @@ The key is the chip, the head dimension, the bytes of a stored key element, and 
 flight, so two or three KV buffers of 64 keys and several programs a processor. From 64 rows the matrix unit
 wants one warp group, from 128 two. Every shipped row compiles without spills.
 
-`split_tokens` is a length, not a count, and it grows only with a request's own length (see
-`device.split_layout`): results do not depend on the batch, and no request has more than `MAX_SPLITS` partial
-results, so their traffic stays a small share of the KV traffic and a graph captured for the whole context
-needs few programs.
+Split lengths are in tokens and grow only with a request's own length (see `device.split_layout`): results do
+not depend on the batch, and no request has more than `MAX_SPLITS` partial results. Longer splits write fewer
+partial results, shorter ones fill the chip from one request; the growth is where the two meet. More rows write
+more per split, so they begin to grow earlier.
+
+Measured on an H200, Triton 3.6, torch 2.11 (bfloat16, 32/8 heads x 128, pages of 16, graph replay, cold L2):
+
+    keys a split                          256     512    1024    2048   us without the merge
+    decode, 8 x 8k, 3 stages             72.0    72.0    76.9       -   268 MB
+    decode, 8 x 8k, 4 stages             79.3    74.3    71.9    69.6
+    decode, 64 x 1k, 3 stages            60.9    65.2    61.6       -   212 MB; 4 stages 68.5, 66.1, 60.3
+    chain 16, 1 x 8k                     15.7    15.2    20.8    34.4    34 MB
+    chain 16, 8 x 8k                     94.7    86.5    78.3    71.8   270 MB
+    chain 16, 64 x 8k                       -   560.8   528.2   506.5  2111 MB
+    chain 64, 8 x 8k                        -   233.6   199.4   179.5   278 MB, bound by arithmetic
+    tree 64, 8 x 8k                         -   242.4   208.6   187.8
+
+64 x 64 tiles of 64 rows: 8 x 32k 292.9 us, 64 x 32 309.3 us (at 512 keys a split); 8 warps lost everywhere.
+128 x 128 tiles, and 64 x 64 for 128 rows, lost to 128 x 64. L2 eviction hints changed nothing.
+
+Off by default, because slower or no faster (us without, with): polynomial exp2 on decode 8 x 8k 78.0, 78.1; chain
+16 8 x 8k 103.1, 105.5; tree 64 8 x 8k 241.9, 268.6. Lazy rescaling 78.0, 78.4; 103.1, 104.2; 241.9, 269.2. The
+exponential unit is no bottleneck on this chip; a vote over the tile is one.
 """
 
 from __future__ import annotations
@@ -21,6 +40,7 @@ import torch
 
 UNSPLIT = 1 << 30
 FIRST_SPLITS = 4
+_FIRST_SPLITS_OF_16_ROWS = 8
 MAX_SPLITS = 32
 _ROW_BUCKETS = (16, 32, 64, 128)
 _MAX_SPLIT_TILES = 4
@@ -35,7 +55,7 @@ class AttentionConfig:
     """Tile of one program and how the keys are cut.
 
     block_m: packed query rows. block_n: keys a step. split_tokens: keys a program before partial results are
-    merged, doubled for requests longer than max_splits of them. resident_programs: size of the persistent grid
+    merged, more for requests longer than first_splits of them. resident_programs: size of the persistent grid
     that walks a plan. polynomial_exp2, lazy_rescale: see `device.softmax_step`. fp8_native: the chip converts
     e4m3 itself.
     """
@@ -131,6 +151,7 @@ def _table_config(chip: str, head_dim: int, rows: int, kv_bytes: int) -> Attenti
         warps,
         stages,
         _split_tokens(rows, block_m),
+        first_splits=_FIRST_SPLITS_OF_16_ROWS if bucket == 16 else FIRST_SPLITS,
         resident_programs=resident * _PROCESSORS[chip],
         fp8_native=chip in _FP8_NATIVE_CHIPS,
     )
@@ -160,7 +181,7 @@ _TABLE: dict[tuple[str, int], dict[int, _Row]] = {
     ("sm80", 128): {16: (16, 64, 4, 3, 2), 32: (32, 64, 4, 3, 2), 64: (64, 64, 8, 3, 1), 128: (128, 64, 8, 2, 1)},
     ("sm80", 256): {16: (16, 32, 4, 3, 2), 32: (32, 32, 4, 3, 1), 64: (64, 32, 8, 3, 1), 128: (64, 32, 8, 3, 1)},
     ("sm90", 64): {16: (16, 64, 4, 4, 3), 32: (32, 64, 4, 4, 3), 64: (64, 64, 4, 4, 2), 128: (128, 64, 8, 3, 1)},
-    ("sm90", 128): {16: (16, 64, 4, 4, 4), 32: (32, 64, 4, 3, 4), 64: (64, 64, 4, 3, 4), 128: (128, 64, 8, 3, 4)},
+    ("sm90", 128): {16: (16, 64, 4, 3, 4), 32: (32, 64, 4, 3, 4), 64: (64, 64, 4, 3, 4), 128: (128, 64, 8, 3, 4)},
     ("sm90", 256): {16: (16, 32, 4, 4, 2), 32: (32, 32, 4, 3, 2), 64: (64, 32, 8, 3, 1), 128: (128, 32, 8, 3, 1)},
     ("sm100", 64): {16: (16, 64, 4, 4, 3), 32: (32, 64, 4, 4, 3), 64: (64, 64, 4, 4, 2), 128: (128, 64, 8, 3, 1)},
     ("sm100", 128): {16: (16, 64, 4, 4, 2), 32: (32, 64, 4, 3, 2), 64: (64, 64, 4, 3, 2), 128: (128, 64, 8, 3, 1)},
@@ -170,4 +191,6 @@ _TABLE: dict[tuple[str, int], dict[int, _Row]] = {
     ("gfx942", 256): {16: (16, 32, 4, 2, 1), 32: (32, 32, 8, 2, 1), 64: (64, 16, 8, 2, 1), 128: (64, 16, 8, 2, 1)},
 }
 # The same for pools of one-byte elements.
-_FP8_TABLE: dict[tuple[str, int], dict[int, _Row]] = _TABLE
+_FP8_TABLE: dict[tuple[str, int], dict[int, _Row]] = _TABLE | {
+    ("sm80", 128): _TABLE["sm80", 128] | {128: (128, 32, 8, 2, 1)},
+}
