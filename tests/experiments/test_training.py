@@ -364,43 +364,54 @@ def test_hits_before_the_first_miss() -> None:
     assert leading_hits(hits).tolist() == [2, 0, 4]
 
 
-def _decode_by_hand(objective: ChainObjective, tokens: torch.Tensor, root: int) -> int:
-    """Drafts right behind a root, each from the whole history fed anew: the decoding step, without a cache."""
+def _states_by_hand(objective: ChainObjective, tokens: torch.Tensor, root: int) -> list[torch.Tensor]:
+    """What the head returns behind a root, draft after draft, each from the whole history anew: no cache, no unrolling.
+
+    The drafts are the text's own tokens, as far as it goes.
+    """
     drafter, target = objective.drafter, objective.target
     hidden, features = target(tokens[:, : root + 1], objective.mixer, drafter.capture)
     scaled = [feature / scale for feature, scale in zip(features, objective.scales, strict=True)]
     history = drafter.fuse(scaled, hidden)[:, :root]
-    accepted = 0
-    for step in range(objective.chain.steps):
+    states = []
+    for step in range(min(objective.chain.steps, tokens.shape[1] - root)):
         mixer = DenseMixer(drafter.config.decoder, tokens.shape[1] + 8, "cpu")
-        state = drafter(tokens[:, 1 : root + 1 + step], history, mixer)[:, -1:]
-        drafted = drafter.to_target(drafter.logits(state).argmax(-1))
-        if root + 1 + step >= tokens.shape[1] or drafted[0, 0] != tokens[0, root + 1 + step]:
-            break
-        accepted, history = accepted + 1, torch.cat([history, state], dim=1)
-    return accepted
+        states.append(drafter(tokens[:, 1 : root + 1 + step], history, mixer)[:, -1:])
+        history = torch.cat([history, states[-1]], dim=1)
+    return states
+
+
+def _text_of_its_own(objective: ChainObjective, prompt: list[int], length: int) -> torch.Tensor:
+    """`prompt` continued by the head's first drafts, so that some drafts are right; one token near the end is not."""
+    drafter, row = objective.drafter, torch.tensor([prompt])
+    for _ in range(length):
+        state = _states_by_hand(objective, row, row.shape[1] - 1)[0][:, -1]
+        row = torch.cat([row, drafter.to_target(drafter.logits(state).argmax(-1))[:, None]], dim=1)
+    row[0, -3] = 9
+    return row
 
 
 @pytest.mark.parametrize("name", ["eagle", "eagle3"])
 @torch.no_grad()
 def test_unrolled_chains_are_decoding_steps(shipped_shape: Path, tmp_path: Path, name: str) -> None:
-    """The text is what the head itself would draft, so that long chains occur."""
     objective = _objective(name, shipped_shape, tmp_path)
     assert isinstance(objective, ChainObjective)
     drafter, prompt = objective.drafter, list(range(10, 22))
-    row = torch.tensor([prompt])
-    for _ in range(10):
-        hidden, features = objective.target(row, objective.mixer, drafter.capture)
-        batch_features = [f / s for f, s in zip(features, objective.scales, strict=True)]
-        fused = drafter.fuse(batch_features, hidden)[:, :-1]
-        state = drafter(row[:, 1:], fused, DenseMixer(drafter.config.decoder, 64, "cpu"))[:, -1]
-        row = torch.cat([row, drafter.to_target(drafter.logits(state).argmax(-1))[:, None]], dim=1)
-    row[0, -3] = 9  # a text the head would not draft all of
-    batch = _batch([(row[0].tolist(), len(prompt))])
-    found = objective.leading(batch)[0]
-    wanted = [_decode_by_hand(objective, row, root) for root in range(len(prompt) - 1, row.shape[1] - 1)]
-    assert found[len(prompt) - 1 : row.shape[1] - 1].tolist() == wanted
-    assert max(wanted) >= 1 and min(wanted) == 0
+    row = _text_of_its_own(objective, prompt, 8)
+    hidden, features = objective.target(row, objective.mixer, drafter.capture)
+    unrolled = objective.unroll(row, hidden, features)
+    found = objective.leading(_batch([(row[0].tolist(), len(prompt))]))[0]
+    accepted = []
+    for root in range(len(prompt) - 1, row.shape[1] - 1):
+        states = _states_by_hand(objective, row, root)
+        for step, state in enumerate(states):
+            torch.testing.assert_close(unrolled[step][:, root - 1], state[:, 0], atol=1e-4, rtol=1e-4)
+        drafts = [int(drafter.to_target(drafter.logits(state).argmax(-1))) for state in states]
+        text = row[0, root + 1 :].tolist()
+        hits = [draft == token for draft, token in zip(drafts, text, strict=False)]
+        accepted.append(int(leading_hits(torch.tensor(hits))))
+        assert int(found[root]) == accepted[-1]
+    assert max(accepted) >= 1 and min(accepted) == 0
 
 
 @torch.no_grad()
