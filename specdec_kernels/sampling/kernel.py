@@ -434,7 +434,7 @@ def select(
     )  # fmt: skip
     if not sample or uniforms is not None or not draw:
         seeds = positions = None
-    fitting = max(1, (1 << 20) // (max(slots * width, block_g) if sample else block_g))
+    fitting = max(1, (1 << 20) // (max(slots * width, block_g) if filtered else block_g))
     block_r = min(triton.next_power_of_2(max(rows, 1)), config.max_rows, fitting)
     launch(
         _select_kernel, (triton.cdiv(rows, block_r),), values, temperature, *(filters if filtered else Filters()),

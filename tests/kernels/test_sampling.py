@@ -45,15 +45,14 @@ def test_known_answer() -> None:
 
 def test_uniforms_fill_the_unit_interval_and_streams_differ() -> None:
     positions = torch.arange(50_000)
-    streams = [philox_uniform(torch.full_like(positions, 4), positions, stream) for stream in range(3)]
+    streams = [philox_uniform(torch.full_like(positions, 4), positions, stream) for stream in range(5)]
+    streams += [philox_uniform(torch.full_like(positions, 4), positions, 2, torch.full_like(positions, 1))]
     for uniforms in streams:
         assert uniforms.min() >= 0 and uniforms.max() < 1
         counts = torch.histc(uniforms, 64, 0, 1)
-        assert (
-            (counts - counts.mean()) ** 2 / counts.mean()
-        ).sum() < 140  # 63 degrees of freedom, one in a million
+        assert ((counts - counts.mean()) ** 2 / counts.mean()).sum() < 140  # 63 degrees of freedom, one in a million
     correlation = torch.corrcoef(torch.stack(streams))
-    assert (correlation - torch.eye(3)).abs().max() < 0.025
+    assert (correlation - torch.eye(6)).abs().max() < 0.025
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -67,8 +66,7 @@ def test_a_row_does_not_depend_on_its_batch(impl: str) -> None:
     )
     whole = pick_tokens(logits, **keys, impl=impl).tokens
     alone = [
-        pick_tokens(logits[r : r + 1], **{k: v[r : r + 1] for k, v in keys.items()}, impl=impl).tokens
-        for r in range(9)
+        pick_tokens(logits[r : r + 1], **{k: v[r : r + 1] for k, v in keys.items()}, impl=impl).tokens for r in range(9)
     ]
     assert torch.equal(whole, torch.cat(alone))
 
@@ -76,9 +74,7 @@ def test_a_row_does_not_depend_on_its_batch(impl: str) -> None:
 @pytest.mark.parametrize("impl", IMPLS)
 def test_rows_without_a_usable_logit_are_marked(impl: str) -> None:
     nan, inf = float("nan"), float("inf")
-    logits = torch.tensor([[nan] * 3, [-inf] * 3, [nan, -inf, 2.0], [1.0, inf, inf], [1.0, nan, 1.0]]).to(
-        DEVICE
-    )
+    logits = torch.tensor([[nan] * 3, [-inf] * 3, [nan, -inf, 2.0], [1.0, inf, inf], [1.0, nan, 1.0]]).to(DEVICE)
     ones = torch.ones(5, device=DEVICE)
     for temperature in (None, ones):
         picked = pick_tokens(logits, temperature, uniforms=ones * 0.25, impl=impl)
@@ -97,9 +93,7 @@ def test_a_token_of_probability_zero_is_never_drawn(impl: str) -> None:
 
 
 def call(**changes: Any) -> None:
-    given = dict(
-        logits=torch.zeros(2, 5), temperature=torch.ones(2), seeds=torch.arange(2), positions=torch.arange(2)
-    )
+    given = dict(logits=torch.zeros(2, 5), temperature=torch.ones(2), seeds=torch.arange(2), positions=torch.arange(2))
     pick_tokens(**(given | changes))
 
 

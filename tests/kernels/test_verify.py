@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec_kernels import Accepted, TreeLinks, accept, build_chain, build_tree, pick_tokens
+from specdec_kernels import Accepted, TreeLinks, accept, accept_targets, build_chain, build_tree, pick_tokens
 from specdec_kernels.cases import Maker
 from specdec_kernels.verify.cases import CASES
 from tests.kernels.test_tree import parent_arrays
@@ -76,23 +76,29 @@ def case_inputs(name: str) -> dict[str, Any]:
     return next(case for case in CASES if case.name == name).build(Maker.seeded(DEVICE))
 
 
+def same(left: Accepted, right: Accepted) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True) if a is not None)
+
+
 @pytest.mark.parametrize("impl", IMPLS)
-def test_permuted_requests_give_permuted_results(impl: str) -> None:
-    inputs = case_inputs("accept_sampled")
+@pytest.mark.parametrize("name", ["accept_sampled", "accept_filtered", "rejection_filtered", "block_near"])
+def test_permuted_requests_give_permuted_results(name: str, impl: str) -> None:
+    inputs = case_inputs(name)
     order = torch.randperm(len(inputs["tokens"]), generator=torch.Generator().manual_seed(2)).to(DEVICE)
     shuffled = dict(inputs)
-    for name in ("tokens", "logits", "lengths", "temperature", "seeds"):
-        shuffled[name] = inputs[name][order].contiguous()
+    per_request = {"tokens", "logits", "lengths", "temperature", "seeds", "draft_probs", "top_k", "top_p", "min_p"}
+    for key in per_request & set(inputs):
+        shuffled[key] = inputs[key][order].contiguous()
     shuffled["tree"] = TreeLinks(*(field[order].contiguous() for field in inputs["tree"]))
     whole, moved = accept(**inputs, impl=impl), accept(**shuffled, impl=impl)
-    assert all(torch.equal(w[order], m) for w, m in zip(whole, moved, strict=True))
+    assert same(Accepted(*(field[order] for field in whole)), moved)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_verifying_twice_is_verifying_once(impl: str) -> None:
-    inputs = case_inputs("accept_tree")
-    once, twice = accept(**inputs, impl=impl), accept(**inputs, impl=impl)
-    assert all(torch.equal(o, t) for o, t in zip(once, twice, strict=True))
+@pytest.mark.parametrize("name", ["accept_tree", "accept_filtered", "rejection_filtered", "block_filtered"])
+def test_verifying_twice_is_verifying_once(name: str, impl: str) -> None:
+    inputs = case_inputs(name)
+    assert same(accept(**inputs, impl=impl), accept(**inputs, impl=impl))
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -102,8 +108,101 @@ def test_a_chain_is_a_degenerate_tree(impl: str) -> None:
     parents = torch.arange(-1, nodes - 1, dtype=torch.int32, device=DEVICE).repeat(batch, 1)
     as_chain = accept(**inputs | {"tree": build_chain(inputs["lengths"], nodes, impl=impl)}, impl=impl)
     as_tree = accept(**inputs | {"tree": build_tree(parents, inputs["lengths"], impl=impl)}, impl=impl)
-    assert all(torch.equal(c, t) for c, t in zip(as_chain, as_tree, strict=True))
+    assert same(as_chain, as_tree)
     assert (as_chain.num_accepted == nodes - 1).all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_a_tree_is_judged_along_its_first_chain(rule: str, impl: str) -> None:
+    """Nodes that hang elsewhere than under their predecessor end the chain; links, not the node count, decide."""
+    inputs = case_inputs(f"{rule}_near")
+    batch, nodes = inputs["tokens"].shape
+    parents = torch.arange(-1, nodes - 1, dtype=torch.int32, device=DEVICE).repeat(batch, 1)
+    as_tree = inputs | {"tree": build_tree(parents, inputs["lengths"], impl="reference")}
+    assert same(accept(**inputs, impl=impl), accept(**as_tree, impl=impl))
+    parents[:, 3] = 0
+    branched = inputs | {"tree": build_tree(parents, inputs["lengths"], impl="reference")}
+    cut = accept(**branched, impl=impl)
+    assert (cut.num_accepted <= 2).all() and (cut.num_accepted == 2).any()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("rule", ["greedy", "target_only", "rejection", "block"])
+def test_rows_at_temperature_0_are_greedy_under_every_rule(rule: str, impl: str) -> None:
+    inputs = case_inputs("rejection_near") | {"rule": rule}
+    names = ("tokens", "tree", "logits", "lengths", "max_depth")
+    greedy = accept(rule="greedy", **{name: inputs[name] for name in names}, impl=impl)
+    if rule in ("greedy", "target_only"):
+        inputs.pop("draft_probs")
+    inputs["temperature"] = None if rule == "greedy" else torch.zeros_like(inputs["temperature"])
+    assert same(accept(**inputs, impl=impl), greedy)
+
+
+def one_draft(
+    rule: str, impl: str, target: list[float], draft: list[float], drafted: int, uniforms: list[float]
+) -> Accepted:
+    """A chain of one draft over given laws; the bonus row is the target's too."""
+    lengths = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    return accept(
+        rule,
+        torch.tensor([[0, drafted]], device=DEVICE),
+        build_chain(lengths, 2, impl="reference"),
+        None,
+        lengths,
+        1,
+        probs=torch.tensor([[target, target]], device=DEVICE),
+        draft_probs=torch.tensor([[draft]], device=DEVICE),
+        uniforms=torch.tensor([uniforms], device=DEVICE),
+        impl=impl,
+    )
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize(
+    "target, draft, drafted, uniforms, tokens",
+    [
+        ([0.5, 0.5], [1.0, 0.0], 0, [0.499, 0.0, 0.6], [0, 1]),
+        ([0.5, 0.5], [1.0, 0.0], 0, [0.5, 0.0, 0.0], [1, -1]),
+        ([0.0, 1.0], [0.5, 0.5], 0, [0.0, 0.0, 0.0], [1, -1]),
+        ([0.0, 1.0], [0.0, 1.0], 0, [0.0, 0.9, 0.0], [1, -1]),
+        ([0.3, 0.7], [float("nan"), 0.0], 0, [0.999, 0.0, 0.0], [0, 0]),
+        ([0.2, 0.3, 0.5], [0.2, 0.3, 0.5], 1, [0.999, 0.0, 0.999], [1, 2]),
+        ([0.5, 0.5, 0.0], [0.5, 0.5, 1.0], 2, [0.0, 0.75, 0.0], [1, -1]),
+        ([0.1, 0.4, 0.5], [0.6, 0.3, 0.1], 0, [0.9, 0.19, 0.0], [1, -1]),
+        ([0.1, 0.4, 0.5], [0.6, 0.3, 0.1], 0, [0.9, 0.21, 0.0], [2, -1]),
+    ],
+    ids=["kept", "replaced", "coin_0", "not_in_either", "nan", "same", "empty_residual", "residual_1", "residual_2"],
+)
+def test_one_draft_by_hand(
+    rule: str,
+    impl: str,
+    target: list[float],
+    draft: list[float],
+    drafted: int,
+    uniforms: list[float],
+    tokens: list[int],
+) -> None:
+    """The coin is compared strictly, an empty residual gives way to the target, NaN counts as 0."""
+    result = one_draft(rule, impl, target, draft, drafted, uniforms)
+    assert result.tokens.tolist() == [tokens]
+    assert result.num_accepted.tolist() == [int(tokens[1] >= 0)]
+    assert result.valid.all()
+    logs = torch.tensor(target)[torch.tensor([t for t in tokens if t >= 0])].log()
+    assert torch.allclose(result.logprobs[0, : len(logs)].cpu(), logs, atol=1e-6)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_logprobs_are_those_of_the_plain_softmax(impl: str) -> None:
+    """Whatever the rule, temperature and filters: log softmax(logits) of what is emitted, 0 behind."""
+    for name in ("accept_filtered", "rejection_filtered", "block_far", "accept_tree"):
+        inputs = case_inputs(name)
+        result = accept(**inputs, impl=impl)
+        plain = torch.log_softmax(inputs["logits"].double(), -1)
+        for b, (tokens, nodes) in enumerate(zip(result.tokens.tolist(), result.nodes.tolist(), strict=True)):
+            expected = [plain[b, n, t].item() if t >= 0 else 0.0 for t, n in zip(tokens, nodes, strict=True)]
+            assert torch.allclose(result.logprobs[b].double().cpu(), torch.tensor(expected).double(), atol=1e-5)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -132,6 +231,18 @@ def test_the_walk_stops_at_a_row_of_nan(impl: str) -> None:
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+def test_known_targets_are_walked_as_their_logits_are(impl: str) -> None:
+    inputs = case_inputs("accept_tree")
+    targets = inputs["logits"].argmax(-1)
+    from_logits = accept(**inputs, return_logprobs=False, impl=impl)
+    names = ("tokens", "tree", "lengths", "max_depth")
+    known = accept_targets(targets=targets, **{name: inputs[name] for name in names}, impl=impl)
+    assert same(from_logits, known)
+    with pytest.raises(ValueError, match="targets: expected dtype torch.int64"):
+        accept_targets(targets=targets.int(), **{name: inputs[name] for name in names})
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 def test_malformed_links_end_the_walk(impl: str) -> None:
     """A cycle of siblings and a child outside the tree: cut short, nothing hangs or reads outside."""
     inputs = case_inputs("accept_tree")
@@ -157,6 +268,14 @@ def test_malformed_links_end_the_walk(impl: str) -> None:
         ({"logits": torch.zeros(7, 5, 9)}, r"logits: expected shape \[7, 6, \*\]"),
         ({"logits": torch.zeros(6, 7, 9).transpose(0, 1)}, r"expected \[B, N\] to merge"),
         ({"uniforms": torch.zeros(7)}, r"uniforms: expected shape \[7, 6\]"),
+        ({"rule": "block"}, "rule 'block': expected draft_probs, got None"),
+        ({"draft_probs": torch.zeros(7, 5, 100)}, "rule 'target_only' ignores the draft's law"),
+        ({"rule": "rejection", "draft_probs": torch.zeros(7, 6, 100)}, r"draft_probs: expected shape \[7, 5, 100\]"),
+        ({"rule": "block", "draft_probs": torch.zeros(7, 5, 100), "uniforms": torch.zeros(7, 6)}, r"\[7, 7\], got"),
+        ({"probs": torch.zeros(7, 6, 100)}, "either logits or probs, got both"),
+        ({"logits": None}, "either logits or probs, got neither"),
+        ({"logits": None, "probs": torch.ones(7, 6, 9), "top_p": torch.ones(7)}, "no top_k, top_p or min_p"),
+        ({"top_k": torch.ones(7)}, "top_k: expected dtype torch.int32"),
     ],
 )
 def test_wrong_input_is_refused(changes: dict[str, Any], message: str) -> None:
