@@ -1,7 +1,7 @@
 """The real FlashAttention-4 (`flash_attn.cute`) for prefill, decode, chain and block calls, and for trees in two parts.
 
     chain, block   one `flash_attn_varlen_func` over the page table: `seqused_q` rows and L + q_len keys, aligned at the
-                   end, causal or not, `window_size` = (window - 1, 0 or open)
+                   end, causal or not, `window_size` = (window - 1, open)
     tree           the prefix without a mask through FlashAttention-4, the draft slots with their bit mask through
                    `paged_attention` as a pool of one-token pages, merged by log-sum-exp. Exact, and no mask is ever
                    evaluated over the prefix, which is what the package's `mask_mod` would do
@@ -77,7 +77,6 @@ class FlashAttention4:
         tree, used = call.mode == "tree", call.used_rows()
         keys = call.lengths if tree else call.lengths + used
         pages = flash_attention_table(call.page_table.contiguous(), keys, call.page_size, impl=self._impl)
-        left = None if call.window is None else call.window - 1
         arguments = dict(
             seqused_q=None if call.q_lens is None else used.to(torch.int32),
             seqused_k=pages.seqused_k,
@@ -86,7 +85,7 @@ class FlashAttention4:
             max_seqlen_k=min(call.max_length, call.page_table.shape[1] * call.page_size),
             softmax_scale=call.softmax_scale,
             causal=call.mode == "chain",
-            window_size=(left, 0 if call.mode == "chain" and left is not None else None),
+            window_size=(None if call.window is None else call.window - 1, None),
             softcap=call.soft_cap or 0.0,
             num_splits=1,
             return_lse=True,
