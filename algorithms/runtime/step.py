@@ -41,6 +41,10 @@ class SamplingNeeds:
             penalised=any(r.penalised for r in asked),
         )
 
+    def covers(self, other: SamplingNeeds) -> bool:
+        """Whether a step made for these needs serves `other`."""
+        return all(mine or not theirs for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True))
+
 
 @dataclass(frozen=True)
 class StepParts:

@@ -122,7 +122,7 @@ def test_reads_are_seen() -> None:
 
 def test_levels_need_a_gpu_and_a_known_name() -> None:
     engine = engine_of(autoregressive(TARGET), Setup(), TARGET)
-    parts, clock = engine._runner._parts, engine._runner.clock
+    parts, clock = engine.runner._parts, engine.runner.clock
     with pytest.raises(ValueError, match="none, draft, verify, step, got 'all'"):
         StepRunner(parts, "all", clock)
     if not torch.cuda.is_available():

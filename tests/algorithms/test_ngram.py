@@ -27,6 +27,11 @@ def ngram(**changes: Any) -> NGram:
     return NGram(NGram.Config(**(sizes | changes)), TARGET, None)
 
 
+def twice(asked: list[Request]) -> list[Request]:
+    """The same requests again, under numbers of their own."""
+    return asked + [replace(request, id=request.id + len(asked)) for request in asked]
+
+
 @cache
 def written(temperature: float = 0.0) -> list[list[int]]:
     return answers(requests(5, temperature=temperature), Setup(backend="torch", max_batch=3), TARGET)
@@ -40,9 +45,8 @@ def written(temperature: float = 0.0) -> list[list[int]]:
 def test_lossless(backend: str, page_size: int, max_batch: int, mode: str, temperature: float) -> None:
     """All requests twice over one store: the second time most drafts are right, and still nothing changes."""
     asked = requests(5, temperature=temperature)
-    twice = asked + [replace(request, id=request.id + 5) for request in asked]
     setup = Setup(backend=backend, page_size=page_size, max_batch=max_batch)
-    got = run(ngram(mode=mode), twice, setup, TARGET)
+    got = run(ngram(mode=mode), twice(asked), setup, TARGET)
     assert [c.token_ids for c in got.completions] == written(temperature) * 2
     accepted = [sum(c.accepted_counts) / len(c.accepted_counts) for c in got.completions]
     assert sum(accepted[5:]) > sum(accepted[:5])
@@ -54,7 +58,7 @@ def test_stops_inside_a_block(end: int) -> None:
     asked = requests(4)
     stopped = [replace(r, stop_token_ids=frozenset({ids[end - 1]})) for r, ids in zip(asked, written(), strict=False)]
     alone = answers(stopped, Setup(), TARGET)
-    got = run(ngram(), stopped * 2, Setup(), TARGET).completions
+    got = run(ngram(), twice(stopped), Setup(), TARGET).completions
     assert [c.token_ids for c in got] == alone * 2
 
 
@@ -81,7 +85,7 @@ def test_a_full_store_is_still_lossless() -> None:
 def test_kernels_in_the_engine() -> None:
     """The same identity through the Triton kernels (interpreted where there is no GPU)."""
     asked = requests(1, max_new_tokens=4)
-    got = run(ngram(num_nodes=5, window=2), asked + asked, Setup(impl="triton", max_batch=1), TARGET)
+    got = run(ngram(num_nodes=5, window=2), twice(asked), Setup(impl="triton", max_batch=1), TARGET)
     assert [c.token_ids for c in got.completions] == [written()[0][:4]] * 2
     assert max(got.completions[1].accepted_counts) >= 2
 
@@ -132,7 +136,7 @@ def test_code_that_repeats_is_drafted_well(mode: str) -> None:
     _, target = tiny()
     asked = code_requests(4, 40)
     algorithm = NGram(NGram.Config(mode=mode, capacity=1 << 16), target, None)
-    got = run(algorithm, asked + asked, CODE, target).completions
+    got = run(algorithm, twice(asked), CODE, target).completions
     counts = [c.accepted_counts for c in got]
     assert tokens_per_step(counts[:4]) >= 1.5
     assert tokens_per_step(counts[4:]) >= 3
