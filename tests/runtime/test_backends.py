@@ -136,6 +136,21 @@ def test_one_token_a_request_is_decoding() -> None:
     assert hybrid.served == {"decode": "fa4: reference"}
 
 
+@pytest.mark.parametrize("name", FORWARDS)
+def test_a_work_list_changes_nothing(name: str) -> None:
+    """Made once for all layers of a shape, also of a wide bound as a captured graph has it."""
+    phase, where, shape = FORWARDS[name]
+    plan, q, kv = forward(*where, **shape)
+    plan = replace(plan, phase=phase, max_length=500)
+    kind = backends()["fa4"]
+    listed, plain = (kind(kind.Config(work_list=on), "triton") for on in (True, False))
+    planned = listed.plan(plan)
+    first = listed.run(planned, q, kv)
+    (made,) = planned.prepared.values()
+    assert torch.equal(first, through(plain, plan, q, kv))
+    assert torch.equal(listed.run(planned, q, kv), first) and tuple(planned.prepared.values())[0] is made
+
+
 def test_layers_of_other_heads_share_a_plan(standins: None) -> None:
     """Target layers may differ in heads; the plan of the step serves them all."""
     plan, q, kv = forward("chain", 3, (17, 3))

@@ -39,10 +39,15 @@ class Wrapped:
     def run(self, plan: AttentionPlan, q: Tensor, kv: Tensor) -> torch.Tensor:
         """Attention of one layer; raises `Unsupported` where the package cannot serve it."""
         prepared: Prepared = plan.prepared
-        shape = (*q.shape[2:], kv.shape[3], q.dtype)
+        shape = layer_shape(q, kv)
         if shape not in prepared:
             prepared[shape] = self._package.plan(_call(plan, q, kv))
         return self._package.run(prepared[shape], q, kv)[0]
+
+
+def layer_shape(q: Tensor, kv: Tensor) -> tuple[Any, ...]:
+    """What layers must have in common to share a package's plan or a work list."""
+    return (*q.shape[2:], kv.shape[3], q.dtype)
 
 
 def _call(plan: AttentionPlan, q: Tensor, kv: Tensor) -> AttentionCall:
