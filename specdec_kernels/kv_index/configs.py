@@ -12,6 +12,7 @@ from specdec_kernels.launch import current_chip
 @dataclass(frozen=True)
 class IndexConfig:
     flat_block: int  # lanes of a program over a flat output
+    max_programs: int  # over an output whose room may be far larger than its contents
     scan_block: int  # entries summed at once by the one scanning program
     row_block: int  # elements of a program that takes whole requests
     move_requests: int  # requests a program moves
@@ -22,6 +23,7 @@ class IndexConfig:
 
 _GPU = IndexConfig(
     flat_block=512,
+    max_programs=1024,
     scan_block=2048,
     row_block=1024,
     move_requests=1,
@@ -36,7 +38,8 @@ _CONFIGS = {
     "sm100": _GPU,
     "gfx942": _GPU,
     "interpreter": IndexConfig(
-        flat_block=1 << 18,
+        flat_block=1 << 12,
+        max_programs=2,
         scan_block=1 << 14,
         row_block=1 << 18,
         move_requests=1 << 10,

@@ -120,7 +120,7 @@ DRAFT_CASES = (
     _indices_case(
         "indices_into", "row strides, entries that no branch owns", batch=4, topk=2, num_steps=3, page_size=4, into=True
     ),
-    _indices_case("indices_gate", "registers", page_size=16, longest=20, gate=True, **_STEP),
+    _indices_case("indices_gate", "several blocks a program", page_size=16, longest=60, gate=True, **_STEP),
     _indices_case("indices_gate_page_1", "the unpaged variant", batch=2, topk=1, num_steps=3, page_size=1, gate=True),
     _indices_case("indices_b64", "the step's shape", page_size=16, longest=1024, bench=True, large=True, **_STEP),
     _verify_case("verify_empty", "B = 0", batch=0, factor=2),

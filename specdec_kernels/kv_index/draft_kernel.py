@@ -3,7 +3,9 @@
 The sums over requests that place a branch are linear in the sum of (kept) prefix lengths: branch t of request
 b begins in step s at T C_b + b T (s + 1) + t (l_b + s + 1), C the exclusive sums of l. So C is summed once
 for all steps and branches, and the bisection runs over requests, not over branches. Query q of a chain of F
-begins at F C_b + b F (F + 1) / 2 + q (l_b + 1) + q (q - 1) / 2 in the same way.
+begins at F C_b + b F (F + 1) / 2 + q (l_b + 1) + q (q - 1) / 2 in the same way. Index arrays of a captured
+graph have room for the longest contexts; a program goes on from block to block only as far as there is
+something to write, so time follows the tokens that there are.
 """
 
 # mypy: ignore-errors
@@ -16,7 +18,7 @@ import triton
 import triton.language as tl
 
 from specdec_kernels.kv_index.configs import config_of, lanes
-from specdec_kernels.kv_index.ragged_kernel import owning_row, row_offsets, table_entry
+from specdec_kernels.kv_index.ragged_kernel import owning_row, places_to_visit, row_offsets, table_entry
 from specdec_kernels.kv_index.types import DraftSlots, SequenceIndices, StepIndices
 from specdec_kernels.launch import launch
 
@@ -93,19 +95,48 @@ def _draft_kv_indices_kernel(
     FILL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    PAGED: tl.constexpr = PAGE_SIZE > 1 and TOPK > 1
     step = tl.program_id(1).to(tl.int64)
-    drafts = step + 1
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    indptr_ptr += step * indptr_stride
+    indices_ptr += step * indices_stride
+    used = tl.load(offsets_ptr + batch).to(tl.int64) * TOPK + batch * TOPK * (step + 1)
+    end = places_to_visit(capacity, used, batch * TOPK + 1, FILL)
+    for first in range(tl.program_id(0) * BLOCK, end, tl.num_programs(0) * BLOCK):
+        place = (first + tl.arange(0, BLOCK)).to(tl.int64)
+        listed = place <= batch * TOPK
+        request = place // TOPK
+        prefix = _kept_prefix(lengths_ptr, request, listed & (request < batch), limit)
+        before = tl.load(offsets_ptr + request, mask=listed, other=0).to(tl.int64)
+        begin = before * TOPK + place % TOPK * prefix + place * (step + 1)
+        begin = tl.minimum(begin, capacity).to(indptr_ptr.dtype.element_ty)
+        tl.store(indptr_ptr + place, begin, mask=listed)
+        _list_branches(
+            table_ptr, rows_ptr, lengths_ptr, offsets_ptr, indices_ptr, place, step + 1, batch, num_rows, width,
+            capacity, limit, sink, TOPK, STEPS, PAGE_SIZE, FILL,
+        )  # fmt: skip
 
-    listed = place <= batch * TOPK
-    request = place // TOPK
-    prefix = _kept_prefix(lengths_ptr, request, listed & (request < batch), limit)
-    before = tl.load(offsets_ptr + request, mask=listed, other=0).to(tl.int64)
-    begin = before * TOPK + place % TOPK * prefix + place * drafts
-    begin = tl.minimum(begin, capacity).to(indptr_ptr.dtype.element_ty)
-    tl.store(indptr_ptr + step * indptr_stride + place, begin, mask=listed)
 
+@triton.jit
+def _list_branches(
+    table_ptr,
+    rows_ptr,
+    lengths_ptr,
+    offsets_ptr,
+    indices_ptr,
+    place,  # of the step's indices
+    drafts,  # that a branch has in this step
+    batch,
+    num_rows,
+    width,
+    capacity,
+    limit,
+    sink,
+    TOPK: tl.constexpr,
+    STEPS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    FILL: tl.constexpr,
+):
+    """Slots of the branches at the given places."""
+    PAGED: tl.constexpr = PAGE_SIZE > 1 and TOPK > 1
     live = place < capacity
     request = owning_row(offsets_ptr, place, batch, live, TOPK, TOPK * drafts)
     owned = live & (request < batch)
@@ -119,11 +150,7 @@ def _draft_kv_indices_kernel(
     position = tl.where(column < prefix, early, late)
     row = tl.load(rows_ptr + request, mask=owned, other=-1)
     slot = table_entry(table_ptr, row, position, owned, num_rows, width, 0)
-    tl.store(
-        indices_ptr + step * indices_stride + place,
-        slot.to(indices_ptr.dtype.element_ty),
-        mask=live if FILL else owned,
-    )
+    tl.store(indices_ptr + place, slot.to(indices_ptr.dtype.element_ty), mask=live if FILL else owned)
 
 
 @triton.jit
@@ -150,27 +177,30 @@ def _verify_decode_kernel(
     BLOCK: tl.constexpr,
 ):
     DRAFTS: tl.constexpr = FACTOR * (FACTOR + 1) // 2
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    listed = place <= batch * FACTOR
-    request, query = place // FACTOR, place % FACTOR
-    length = tl.load(lengths_ptr + request, mask=listed & (request < batch), other=0).to(tl.int64)
-    before = tl.load(offsets_ptr + request, mask=listed, other=0).to(tl.int64)
-    begin = before * FACTOR + request * DRAFTS + _query_start(query, tl.maximum(length, 0))
-    begin = tl.minimum(begin, capacity).to(indptr_ptr.dtype.element_ty)
-    tl.store(indptr_ptr + place, begin, mask=listed)
+    used = tl.load(offsets_ptr + batch).to(tl.int64) * FACTOR + batch * DRAFTS
+    end = places_to_visit(capacity, used, batch * FACTOR + 1, FILL)
+    for first in range(tl.program_id(0) * BLOCK, end, tl.num_programs(0) * BLOCK):
+        place = (first + tl.arange(0, BLOCK)).to(tl.int64)
+        listed = place <= batch * FACTOR
+        request, query = place // FACTOR, place % FACTOR
+        length = tl.load(lengths_ptr + request, mask=listed & (request < batch), other=0).to(tl.int64)
+        before = tl.load(offsets_ptr + request, mask=listed, other=0).to(tl.int64)
+        begin = before * FACTOR + request * DRAFTS + _query_start(query, tl.maximum(length, 0))
+        begin = tl.minimum(begin, capacity).to(indptr_ptr.dtype.element_ty)
+        tl.store(indptr_ptr + place, begin, mask=listed)
 
-    live = place < capacity
-    request = owning_row(offsets_ptr, place, batch, live, FACTOR, DRAFTS)
-    owned = live & (request < batch)
-    before = tl.load(offsets_ptr + request, mask=owned, other=0).to(tl.int64)
-    rest = place - before * FACTOR - request.to(tl.int64) * DRAFTS
-    length = tl.maximum(tl.load(lengths_ptr + request, mask=owned, other=0).to(tl.int64), 0)
-    query = rest * 0
-    for later in range(1, FACTOR):
-        query += (rest >= _query_start(later, length)).to(tl.int64)
-    row = tl.load(rows_ptr + request, mask=owned, other=-1)
-    slot = table_entry(table_ptr, row, rest - _query_start(query, length), owned, num_rows, width, 0)
-    tl.store(indices_ptr + place, slot.to(indices_ptr.dtype.element_ty), mask=live if FILL else owned)
+        live = place < capacity
+        owner = owning_row(offsets_ptr, place, batch, live, FACTOR, DRAFTS)
+        owned = live & (owner < batch)
+        before = tl.load(offsets_ptr + owner, mask=owned, other=0).to(tl.int64)
+        rest = place - before * FACTOR - owner.to(tl.int64) * DRAFTS
+        length = tl.maximum(tl.load(lengths_ptr + owner, mask=owned, other=0).to(tl.int64), 0)
+        query = rest * 0
+        for later in range(1, FACTOR):
+            query += (rest >= _query_start(later, length)).to(tl.int64)
+        row = tl.load(rows_ptr + owner, mask=owned, other=-1)
+        slot = table_entry(table_ptr, row, rest - _query_start(query, length), owned, num_rows, width, 0)
+        tl.store(indices_ptr + place, slot.to(indices_ptr.dtype.element_ty), mask=live if FILL else owned)
 
 
 @triton.jit
@@ -223,9 +253,10 @@ def draft_kv_indices(
     config = config_of(table)
     total = max(capacity, batch * topk + 1)
     block = lanes(total, config.flat_block)
+    programs = min(triton.cdiv(total, block), config.max_programs)
     launch(
-        _draft_kv_indices_kernel, (triton.cdiv(total, block), num_steps), table, rows, lengths, offsets,
-        *found, batch, *table.shape, capacity, limit, sink, found.indptr.stride(0), found.indices.stride(0),
+        _draft_kv_indices_kernel, (programs, num_steps), table, rows, lengths, offsets, *found, batch,
+        *table.shape, capacity, limit, sink, found.indptr.stride(0), found.indices.stride(0),
         num_warps=config.num_warps, TOPK=topk, STEPS=num_steps, PAGE_SIZE=page_size, FILL=out is None,
         BLOCK=block,
     )  # fmt: skip
@@ -252,8 +283,9 @@ def verify_decode_indices(
     config = config_of(table)
     total = max(capacity, batch * factor + 1)
     block = lanes(total, config.flat_block)
+    programs = min(triton.cdiv(total, block), config.max_programs)
     launch(
-        _verify_decode_kernel, (triton.cdiv(total, block),), table, rows, lengths, offsets, *found, batch,
-        *table.shape, capacity, num_warps=config.num_warps, FACTOR=factor, FILL=out is None, BLOCK=block,
+        _verify_decode_kernel, (programs,), table, rows, lengths, offsets, *found, batch, *table.shape, capacity,
+        num_warps=config.num_warps, FACTOR=factor, FILL=out is None, BLOCK=block,
     )  # fmt: skip
     return found

@@ -46,6 +46,15 @@ def table_entry(table_ptr, row, column, live, num_rows, width, OUTSIDE: tl.const
     return tl.load(table_ptr + place, mask=inside, other=OUTSIDE).to(tl.int64)
 
 
+@triton.jit
+def places_to_visit(capacity, used, least, FILL: tl.constexpr):
+    """End of the places that have to be written: all of them to fill, else those in use; `least` at least."""
+    end = tl.minimum(used, capacity)
+    if FILL:
+        end = tl.maximum(end, capacity)
+    return tl.maximum(end, least).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=["batch", "other_batch", "capacity", "other_capacity", "limit"])
 def _offsets_kernel(
     counts_ptr,  # [batch] int
@@ -116,17 +125,19 @@ def _read_table_kernel(
     FILL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    live = place < capacity
-    row = owning_row(offsets_ptr, place, batch, live, 1, 0)
-    owned = live & (row < batch)
-    column = place - tl.load(offsets_ptr + row, mask=owned, other=0)
-    # Offsets that came from the caller may leave a row more room than it has values.
-    owned = owned & (column < tl.load(counts_ptr + row, mask=owned, other=0))
-    pool_row = tl.load(rows_ptr + row, mask=owned, other=0)
-    position = tl.load(start_ptr + row, mask=owned, other=0).to(tl.int64) + column
-    value = table_entry(table_ptr, pool_row, position, owned, num_rows, width, VALUE)
-    tl.store(out_ptr + place, value.to(out_ptr.dtype.element_ty), mask=live if FILL else owned)
+    end = places_to_visit(capacity, tl.load(offsets_ptr + batch).to(tl.int64), 0, FILL)
+    for first in range(tl.program_id(0) * BLOCK, end, tl.num_programs(0) * BLOCK):
+        place = (first + tl.arange(0, BLOCK)).to(tl.int64)
+        live = place < capacity
+        row = owning_row(offsets_ptr, place, batch, live, 1, 0)
+        owned = live & (row < batch)
+        column = place - tl.load(offsets_ptr + row, mask=owned, other=0)
+        # Offsets that came from the caller may leave a row more room than it has values.
+        owned = owned & (column < tl.load(counts_ptr + row, mask=owned, other=0))
+        pool_row = tl.load(rows_ptr + row, mask=owned, other=0)
+        position = tl.load(start_ptr + row, mask=owned, other=0).to(tl.int64) + column
+        value = table_entry(table_ptr, pool_row, position, owned, num_rows, width, VALUE)
+        tl.store(out_ptr + place, value.to(out_ptr.dtype.element_ty), mask=live if FILL else owned)
 
 
 @triton.jit(do_not_specialize=["batch", "capacity", "num_rows", "width"])
@@ -269,9 +280,10 @@ def read_table(
     values = torch.empty(capacity, dtype=dtype, device=table.device) if out is None else out
     config = config_of(table)
     block = lanes(capacity, config.flat_block)
+    programs = min(triton.cdiv(capacity, block), config.max_programs)
     launch(
-        _read_table_kernel, (triton.cdiv(capacity, block),), table, rows, start, counts, given, values,
-        rows.shape[0], capacity, *table.shape, num_warps=config.num_warps, VALUE=fill, FILL=out is None,
+        _read_table_kernel, (programs,), table, rows, start, counts, given, values, rows.shape[0],
+        capacity, *table.shape, num_warps=config.num_warps, VALUE=fill, FILL=out is None,
         BLOCK=block,
     )  # fmt: skip
     return RaggedValues(given, values)
@@ -306,8 +318,8 @@ def compact(
     count = torch.empty(1, dtype=torch.int32, device=index.device)
     config = config_of(index)
     launch(
-        _compact_kernel, (1,), index, source, values, count, size, 0 if source is None else source.shape[0], values.shape[0],
-        num_warps=config.num_warps, VALUE=fill, FILL=out is None, BLOCK=lanes(size, config.scan_block),
+        _compact_kernel, (1,), index, source, values, count, size, 0 if source is None else source.shape[0],
+        values.shape[0], num_warps=config.num_warps, VALUE=fill, FILL=out is None, BLOCK=lanes(size, config.scan_block),
     )  # fmt: skip
     return Compacted(values, count)
 

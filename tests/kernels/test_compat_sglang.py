@@ -6,6 +6,7 @@ with the package. Outputs are handed over with contents, because SGLang writes i
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -368,6 +369,81 @@ def test_sampling_follows_the_target_exactly(impl: str) -> None:
     first = inputs["predicts"].view(batch, 5)[:, 0]
     counts = first.long().bincount(minlength=5).tolist()
     assert counts == [int(share * batch) for share in law.tolist()]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("path, token", [(2, 0), (3, 2)])
+def test_a_full_path_ends_with_the_whole_target(path: int, token: int, impl: str) -> None:
+    """Mass noted at the last node counts only where its children could have been visited."""
+    noted = torch.zeros(1, 2, 3, device=DEVICE)
+    noted[0, 1, 0] = 1.0
+    inputs = walk_outputs(MAKE, 1, 2, path) | dict(
+        candidates=ints([[0, 1]]),
+        retrive_index=ints([[0, 1]]),
+        retrive_next_token=ints([[1, -1]]),
+        retrive_next_sibling=ints([[-1, -1]]),
+        uniform_samples=torch.zeros(1, 2, device=DEVICE),
+        uniform_samples_for_final_sampling=torch.zeros(1, device=DEVICE),
+        target_probs=torch.tensor([[[0.0, 1.0, 0.0], [0.5, 0.0, 0.5]]], device=DEVICE),
+        draft_probs=noted,
+    )
+    sglang.tree_speculative_sampling_target_only(**inputs, impl=impl)
+    assert inputs["accept_token_num"].tolist() == [1] and inputs["predicts"].tolist() == [1, token]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("kind", [torch.uint8, torch.uint16, torch.uint32, torch.int32, torch.int64])
+def test_packed_rows_of_every_type(kind: torch.dtype, impl: str) -> None:
+    """A chain as long as the type has bits, so that its last row has all of them set."""
+    nodes = min(torch.iinfo(kind).bits, 40)
+    inputs = build_inputs(MAKE, batch=2, nodes=nodes, mode=TreeMaskMode.QLEN_ONLY, topk=1, depth=nodes)
+    inputs |= dict(tree_mask=torch.zeros(2 * nodes, dtype=kind, device=DEVICE), tree_mask_mode=2)
+    inputs["selected_index"] = torch.arange(nodes - 1, device=DEVICE).repeat(2, 1)
+    inputs["parent_list"] = torch.arange(-1, nodes - 1, device=DEVICE).repeat(2, 1)
+    sglang.build_tree_kernel_efficient(**inputs, impl=impl)
+    unsigned = 1 << torch.iinfo(kind).bits
+    rows = [int(row) % unsigned for row in inputs["tree_mask"].tolist()]
+    assert rows == [(1 << (i + 1)) - 1 for i in range(nodes)] * 2
+
+
+SIGNATURES = {
+    "build_tree_kernel_efficient": "parent_list selected_index verified_seq_len tree_mask positions retrive_index "
+    "retrive_next_token retrive_next_sibling topk depth draft_token_num tree_mask_mode",
+    "verify_tree_greedy": "predicts accept_index accept_token_num candidates retrive_index retrive_next_token "
+    "retrive_next_sibling target_predict",
+    "tree_speculative_sampling_target_only": "predicts accept_index accept_token_num candidates retrive_index "
+    "retrive_next_token retrive_next_sibling uniform_samples uniform_samples_for_final_sampling target_probs "
+    "draft_probs threshold_single threshold_acc deterministic",
+    "reconstruct_indices_from_tree_mask": "tree_mask verified_seq_len positions retrive_index retrive_next_token "
+    "retrive_next_sibling batch_size draft_token_num",
+    "segment_packbits": "x input_indptr output_indptr y batch_size",
+    "top_k_renorm_prob": "probs top_k",
+    "top_p_renorm_prob": "probs top_p",
+    "create_extend_after_decode_spec_info": "verified_id seq_lens accept_lens positions new_verified_id bs_upper",
+    "assign_req_to_token_pool": "req_pool_indices req_to_token start_offset end_offset out_cache_loc pool_len bs_upper",
+    "assign_draft_cache_locs": "req_pool_indices req_to_token seq_lens extend_lens num_new_pages_per_topk "
+    "out_cache_loc source_cache_loc target_cache_loc last_page_lens_cumsum duplicate_cache_len pool_len topk "
+    "speculative_num_steps page_size bs_upper iter_upper",
+    "generate_draft_decode_kv_indices": "req_pool_indices req_to_token paged_kernel_lens kv_indices kv_indptr "
+    "positions pool_len kv_indices_stride kv_indptr_stride bs_upper iter_upper num_tokens_upper page_size",
+    "create_draft_kv_indices": "kv_indptr kv_indices req_pool_indices req_to_token seq_lens expand_factor row_stride "
+    "num_tokens_upper",
+    "align_evict_mask_to_page_size": "seq_lens evict_mask page_size num_draft_tokens BLOCK_SIZE",
+    "get_target_cache_loc": "tgt_cache_loc to_free_slots accept_length to_free_num_slots out_cache_loc "
+    "num_verify_tokens num_verify_tokens_upper bs_upper",
+    "get_src_tgt_cache_loc": "seq_lens out_cache_loc accept_index accept_length draft_token_num page_size",
+    "filter_finished_cache_loc_kernel": "out_cache_loc tgt_cache_loc accept_length accept_length_filter bs_upper "
+    "num_verify_tokens_upper",
+    "create_flashinfer_kv_indices_triton": "req_to_token_ptr req_pool_indices_ptr page_kernel_lens_ptr kv_indptr "
+    "kv_start_idx kv_indices_ptr req_to_token_ptr_stride",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_arguments_stand_where_sglang_puts_them(name: str) -> None:
+    ours = list(inspect.signature(getattr(sglang, name)).parameters)
+    theirs = SIGNATURES[name].split()
+    assert ours[: len(theirs)] == theirs
 
 
 @pytest.mark.parametrize("impl", IMPLS)
