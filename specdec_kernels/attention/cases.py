@@ -260,7 +260,14 @@ _PLANS = (
     _plan("plan_grow", "share of partial results", 2, (290, 100), split_tokens=16, tuning=dict(max_splits=3)),
     _plan("plan_many", "lanes past the batch", 2, [13 * row % 257 for row in range(20)], split_tokens=32),
     _plan("plan_shipped", "resources", 16, [8000] * 8, gate=True, max_length=8192),
-    _plan("plan_b64", "resources", 16, [130000 // (row + 1) for row in range(64)], gate=True, max_length=131072),
+    Case(
+        "plan_b64",
+        "plan_attention",
+        partial(plan_inputs, num_nodes=16, lengths=[130000 // (row + 1) for row in range(64)], max_length=131072),
+        "shapes that are timed",
+        bench=True,
+        tags=("large",),
+    ),
 )
 _SHIPPED = (
     _gated("shipped_decode", "registers of the 16-row tile", "chain", 1),
