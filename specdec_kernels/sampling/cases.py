@@ -108,6 +108,16 @@ def _filter_limits(make: Maker, vocab: int) -> dict[str, Any]:
     )
 
 
+def _spread(make: Maker, rows: int, vocab: int) -> dict[str, Any]:
+    """One likely token in each group holds most of the mass that top-p wants; the rest lies under every group's
+    maximum, in steps that a threshold can fall between."""
+    logits = torch.linspace(0, 0.5, vocab)[torch.randperm(vocab, generator=make.generator)].repeat(rows, 1)
+    logits[:, 3::64] = torch.arange(len(logits[0, 3::64])) / 8 + 4.5
+    one = torch.ones(rows, device=make.device)
+    top_p = torch.linspace(0.5, 0.99, rows).to(make.device)
+    return dict(logits=logits.to(make.device, make.dtype), temperature=one, top_p=top_p)
+
+
 def _law(make: Maker, rows: int, vocab: int, scale: float = 2.0, greedy: bool = False) -> dict[str, Any]:
     if greedy:
         return dict(logits=make.normal(rows, vocab, scale=scale))
@@ -204,6 +214,7 @@ CASES = (
     Case(
         "pick_filtered_flat", "pick_tokens", partial(_filtered, rows=6, vocab=2049, scale=0.1), "threshold below slots"
     ),
+    Case("probs_spread", "filtered_probs", partial(_spread, rows=12, vocab=1200), "slots that are nearly enough"),
     Case(
         "pick_filtered_padded",
         "pick_tokens",
