@@ -56,7 +56,7 @@ def _timed(name: str, mode: str, num_nodes: int, batch: int, context: int, **sha
 
 def _plan(name: str, catches: str, num_nodes: int, lengths: Sequence[int], gate: bool = False, **shape: Any) -> Case:
     build = partial(plan_inputs, num_nodes=num_nodes, lengths=lengths, **({"max_length": 300} | shape))
-    return Case(name, "plan_attention", build, catches, gate=gate, bench=gate)
+    return Case(name, "plan_attention", build, catches, gate=gate)
 
 
 _MODES = (
@@ -326,7 +326,7 @@ CASES = (
     *_SCORES,
     *_TREE_WIDTHS,
     *_PLANNED,
-    *_PLANS,
     *_SHIPPED,
+    *_PLANS,
     *_TIMED,
 )
