@@ -81,10 +81,18 @@ MUTANTS = (
     Mutant(
         "window_by_slot",
         _DEVICE,
-        "return tl.where(drafted, length + depth, positions)",
-        "return positions",
+        "return length + tl.where(depth < 0, deepest, depth)",
+        "return length + tl.minimum(nodes, used - 1)",
         _case("window_tree"),
         "historical: a window over a tree counts slots instead of depth (SGLang #39287)",
+    ),
+    Mutant(
+        "window_keys_by_slot",
+        _DEVICE,
+        "return tl.where(drafted, length + depth, positions)",
+        "return positions",
+        _case("window_in_tree"),
+        "a window over a tree looks for ancestors at their slots instead of their depth",
     ),
     Mutant(
         "window_one_too_wide",

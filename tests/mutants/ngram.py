@@ -22,14 +22,6 @@ MUTANTS = (
         "n-grams that reach back before the new tokens count their old tokens again",
     ),
     Mutant(
-        "padding_inserted",
-        _INSERTION,
-        "count = tl.minimum(tl.minimum(count.to(tl.int64), width), context - start)",
-        "count = tl.minimum(tl.minimum(count.to(tl.int64) * 0 + width, width), context - start)",
-        _case("insert_step"),
-        "historical: tokens past a row's count are indexed and proposed",
-    ),
-    Mutant(
         "token_stays_under_every_parent",
         _MATCHING,
         "same = (tree_parent == above) & (tree_token == value)",
@@ -50,7 +42,7 @@ MUTANTS = (
         _MATCHING,
         "breadth = _breadth(below, WINDOW, LEAST, MOST, BY_COUNT)",
         "breadth = _breadth(below * 0, WINDOW, LEAST, MOST, BY_COUNT)",
-        _case("match_wide"),
+        _case("match_recent", "match_narrow", "match_shipped"),
         "the breadth does not narrow with the length of the match",
     ),
     Mutant(

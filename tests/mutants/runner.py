@@ -15,7 +15,7 @@ from typing import Any
 from tests.mutants.mutant import ROOT, Mutant, copy_tree
 
 CAUGHT, SURVIVED, BROKEN = "caught", "SURVIVED", "BROKEN"
-TIMEOUT_S = 240
+TIMEOUT_S = 150
 BASELINE_TIMEOUT_S = 1800
 OUR_PACKAGES = ("specdec_kernels", "algorithms", "experiments", "tests")
 PROBLEM_LENGTH = 160
