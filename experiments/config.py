@@ -98,7 +98,8 @@ class SamplingConfig:
 class RuntimeConfig:
     """`impl` auto: compiled kernels on a GPU, the same kernels in Triton's interpreter without one.
 
-    `graph`: how much of a step is captured in CUDA graphs. `read_behind`: steps the host reads behind the device.
+    `graph`: how much of a step is captured in CUDA graphs; auto is all of it on a GPU. `read_behind`: steps the host
+    reads behind the device. `tensor_parallel`: processes that share the target, see `experiments.parallel`.
     `num_pages` and `max_length` null: as many as `max_batch` requests of the longest prompt need.
     """
 
@@ -109,20 +110,22 @@ class RuntimeConfig:
     max_batch: int = 8
     num_pages: int | None = None
     max_length: int | None = None
-    graph: str = "none"
+    graph: str = "auto"
     read_behind: int | None = None
+    tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
         expect_choice("runtime.device", self.device, ("auto", "cpu", "cuda"))
         expect_choice("runtime.dtype", self.dtype, ("auto", "float32", "float16", "bfloat16"))
         expect_choice("runtime.impl", self.impl, ("auto", "triton", "reference"))
-        expect_choice("runtime.graph", self.graph, GRAPH_LEVELS)
+        expect_choice("runtime.graph", self.graph, ("auto", *GRAPH_LEVELS))
+        expect_at_least("runtime.tensor_parallel", self.tensor_parallel, 1)
         expect_at_least("runtime.page_size", self.page_size, 1)
         expect_at_least("runtime.max_batch", self.max_batch, 1)
         expect_at_least("runtime.num_pages", self.num_pages, 1)
         expect_at_least("runtime.max_length", self.max_length, 2)
         expect_at_least("runtime.read_behind", self.read_behind, 0)
-        if self.graph != "none" and self.device == "cpu":
+        if self.graph not in ("auto", "none") and self.device == "cpu":
             raise ValueError(f"runtime.graph={self.graph} captures CUDA graphs: expected runtime.device=cuda, got cpu")
         if self.device == "cpu" and self.dtype == "bfloat16" and self.impl != "reference":
             raise ValueError(

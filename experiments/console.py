@@ -21,6 +21,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from experiments.parallel import speaks
+
 if TYPE_CHECKING:
     from algorithms.runtime.engine import StepReport
 
@@ -44,7 +46,9 @@ NOT_A_GPU = {
 
 
 def plain_console() -> Console:
-    """The terminal, or a wide page where the output is none."""
+    """The terminal, or a wide page where the output is none; silence in a process that does not speak."""
+    if not speaks():
+        return Console(file=open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - lives as long as the process
     return Console(width=None if os.isatty(1) else PIPE_WIDTH)
 
 

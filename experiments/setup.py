@@ -12,6 +12,7 @@ from experiments import summary as figures
 from experiments.config import GenerateConfig, RuntimeConfig
 from experiments.data.prompts import PromptSet, datasets, load_prompts
 from experiments.errors import UserError, user_errors
+from experiments.parallel import join, load_shared
 
 if TYPE_CHECKING:
     from algorithms.runtime.algorithm import Algorithm
@@ -104,15 +105,13 @@ def prepare(config: GenerateConfig) -> Setup:
         prompts = load_prompts(config.data)
     hardware = resolve_hardware(config.runtime)
     check_combination(config, hardware)
-    import torch
-
-    from algorithms.runtime.models.loading import load_target
+    join(config.runtime.tensor_parallel, hardware.device)
     from algorithms.runtime.models.tokenizer import Tokenizer
 
     with user_errors(ValueError, OSError):
         tokenizer = Tokenizer.load(config.model.path)
         requests = make_requests(config, prompts, tokenizer)
-        target = load_target(config.model.path, hardware.device, getattr(torch, hardware.dtype))
+        target = load_shared(config.model.path, hardware, config.runtime.tensor_parallel)
     max_length = config.runtime.max_length or longest(requests)
     return Setup(hardware, tokenizer, target, prompts, requests, max_length)
 
@@ -127,12 +126,23 @@ def load_prompt_set(name: str, limit: int | None) -> PromptSet:
 
 def check_combination(config: GenerateConfig, hardware: Hardware) -> None:
     """Refuse what cannot work together, before any weight is read."""
-    runtime = config.runtime
-    if runtime.graph != "none" and hardware.device != "cuda":
+    from algorithms.runtime.backends import check_backend
+
+    if config.runtime.graph not in ("auto", "none") and hardware.device != "cuda":
         raise UserError(
-            f"runtime.graph={runtime.graph} captures CUDA graphs, and this run is on the CPU\nuse runtime.graph=none"
+            f"runtime.graph={config.runtime.graph} captures CUDA graphs, and this run is on the CPU\n"
+            "use runtime.graph=none"
         )
+    with user_errors(ValueError):
+        check_backend(config.backend, hardware.impl, graph_level(config, hardware))
     check_drafters(config, [config.algo])
+
+
+def graph_level(config: GenerateConfig, hardware: Hardware) -> str:
+    """How much of a step is captured; `auto` is all of it wherever that can be."""
+    if config.runtime.graph != "auto":
+        return config.runtime.graph
+    return "step" if hardware.device == "cuda" and config.backend.capturable else "none"
 
 
 def check_drafters(config: GenerateConfig, algos: Iterable[Any]) -> None:
@@ -189,7 +199,7 @@ def make_engine(config: GenerateConfig, setup: Setup, algo: Any) -> tuple[Engine
         num_pages=runtime.num_pages,
         max_length=setup.max_length,
         impl=impl,
-        graph=runtime.graph,
+        graph=graph_level(config, setup.hardware),
         read_behind=runtime.read_behind,
     )
     try:

@@ -165,9 +165,7 @@ class TargetObjective:
 
     def held_out(self) -> Mapping[str, float]:
         """Loss per token on held-out problems (none of the evaluation set's) and held-out modules."""
-        return {
-            key: float(self._sum(rows)) / int((rows.labels != IGNORED).sum()) for key, rows in self.heldout.items()
-        }
+        return {key: float(self._sum(rows)) / int((rows.labels != IGNORED).sum()) for key, rows in self.heldout.items()}
 
 
 def arithmetic_accuracy(model: Decoder, tokenizer: Tokenizer, problems: list[Problem]) -> float:

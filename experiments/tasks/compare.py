@@ -21,6 +21,7 @@ from experiments.console import NOT_A_GPU, figure, plain_console
 from experiments.decoding import AUTOREGRESSIVE, Decoded, baseline_config, decode
 from experiments.errors import user_errors
 from experiments.page import configuration, note, page, provenance_table, section
+from experiments.parallel import output_folder
 from experiments.provenance import run_conditions
 from experiments.records import CONFIG, REPORT, SUMMARY, recording, to_json
 from experiments.setup import Setup, check_drafters, load_prompt_set, prepare
@@ -41,7 +42,7 @@ def run(config: GenerateConfig, composed: DictConfig) -> float:
     methods = {label: method_config(f"task.methods.{label}", settings) for label, settings in task.methods.items()}
     check_drafters(config, methods.values())
     setup = prepare(config)
-    with recording(Path(HydraConfig.get().runtime.output_dir)) as folder:
+    with recording(output_folder(Path(HydraConfig.get().runtime.output_dir))) as folder:
         folder.write(CONFIG, OmegaConf.to_yaml(composed, resolve=True))
         rows: list[Row] = []
         for data in task.data:
@@ -81,6 +82,7 @@ def method_row(
     """The figures of one method on one prompt set."""
     generation = decoded.generation
     row: Row = {"data": setup.prompts.name, "method": label, "algo": algo, "rule": decoded.rule}
+    row["graph"] = generation.graphs.level
     row |= figures.summarize_method(generation, decoded.max_depth)
     row["accuracy"] = setup.accuracy(generation.completions)
     row["attention"] = decoded.served
@@ -122,8 +124,10 @@ COLUMNS = (
 
 
 def row_warnings(rows: Sequence[Row], conditions: Mapping[str, Any]) -> list[str]:
-    """Warnings of every row, each with its place."""
-    return [
+    """Warnings of every row, each with its place, and of rows that are no fair pair."""
+    levels = {row["graph"] for row in rows}
+    unfair = [f"methods differ in runtime.graph ({', '.join(sorted(levels))}): set it for all of them"]
+    return (unfair if len(levels) > 1 else []) + [
         f"{row['data']}, {row['method']}: {text}"
         for row in rows
         for text in figures.warnings({**row, "dtype": conditions["dtype"]})

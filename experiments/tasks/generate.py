@@ -20,6 +20,7 @@ from experiments import summary as figures
 from experiments.config import GenerateConfig, to_plain
 from experiments.console import plain_console, show
 from experiments.decoding import AUTOREGRESSIVE, Decoded, baseline_config, decode
+from experiments.parallel import output_folder
 from experiments.provenance import git_revision, machine, model_name, versions
 from experiments.records import CONFIG, REPORT, RunFolder, recording, write_results
 from experiments.report import render
@@ -40,7 +41,7 @@ def run(config: GenerateConfig, composed: DictConfig) -> float:
         f"({len(setup.requests)} prompts) · {hardware.device} {hardware.dtype} · {hardware.label}",
         highlight=False,
     )
-    with recording(Path(HydraConfig.get().runtime.output_dir)) as folder:
+    with recording(output_folder(Path(HydraConfig.get().runtime.output_dir))) as folder:
         folder.write(CONFIG, OmegaConf.to_yaml(composed, resolve=True))
         ours = decode(config, setup, config.algo, console)
         plain = None

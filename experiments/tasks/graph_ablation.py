@@ -19,6 +19,7 @@ from experiments import summary as figures
 from experiments.config import GenerateConfig
 from experiments.console import NOT_A_GPU, figure, plain_console
 from experiments.decoding import decode
+from experiments.parallel import output_folder
 from experiments.provenance import run_conditions
 from experiments.records import CONFIG, SUMMARY, recording, to_json
 from experiments.setup import Setup, prepare
@@ -33,7 +34,7 @@ def run(config: GenerateConfig, composed: DictConfig) -> float:
     """Measure every level; returns the best tokens per second."""
     console = plain_console()
     setup = prepare(config)
-    with recording(Path(HydraConfig.get().runtime.output_dir)) as folder:
+    with recording(output_folder(Path(HydraConfig.get().runtime.output_dir))) as folder:
         folder.write(CONFIG, OmegaConf.to_yaml(composed, resolve=True))
         rows = measure_levels(config, setup, console)
         conditions = run_conditions(config, setup.hardware)

@@ -27,6 +27,7 @@ from experiments.config import GenerateConfig
 from experiments.console import figure, plain_console
 from experiments.decoding import Decoded, baseline_config, decode
 from experiments.errors import UserError
+from experiments.parallel import output_folder
 from experiments.provenance import run_conditions
 from experiments.records import CONFIG, SUMMARY, recording, to_json
 from experiments.setup import Setup, check_drafters, prepare
@@ -53,7 +54,7 @@ def run(config: GenerateConfig, composed: DictConfig) -> float:
     methods = {label: method_config(f"task.methods.{label}", settings) for label, settings in task.methods.items()}
     check_drafters(config, methods.values())
     setup = prepare(config)
-    with recording(Path(HydraConfig.get().runtime.output_dir)) as folder:
+    with recording(output_folder(Path(HydraConfig.get().runtime.output_dir))) as folder:
         folder.write(CONFIG, OmegaConf.to_yaml(composed, resolve=True))
         rows = [row for backend in task.backends for row in check_backend(config, setup, backend, methods, console)]
         conditions = run_conditions(config, setup.hardware)

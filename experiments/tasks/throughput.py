@@ -23,6 +23,7 @@ from experiments.config import GenerateConfig, to_plain
 from experiments.console import NOT_A_GPU, figure, plain_console
 from experiments.decoding import AUTOREGRESSIVE, baseline_config, decode
 from experiments.page import configuration, note, page, provenance_table, section
+from experiments.parallel import output_folder
 from experiments.provenance import run_conditions
 from experiments.records import CONFIG, REPORT, SUMMARY, recording, to_json
 from experiments.setup import Setup, prepare
@@ -39,7 +40,7 @@ def run(config: GenerateConfig, composed: DictConfig) -> float:
     """Measure every level; returns the algorithm's best tokens per second."""
     console = plain_console()
     setup = prepare(config)
-    with recording(Path(HydraConfig.get().runtime.output_dir)) as folder:
+    with recording(output_folder(Path(HydraConfig.get().runtime.output_dir))) as folder:
         folder.write(CONFIG, OmegaConf.to_yaml(composed, resolve=True))
         rows = [row for level in config.task.concurrency for row in measure_level(config, setup, level, console)]
         conditions = run_conditions(config, setup.hardware)

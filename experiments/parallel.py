@@ -1,0 +1,69 @@
+"""Several processes, one a device, that share a target: started by torchrun, joined here.
+
+    torchrun --nproc-per-node=2 run.py runtime.tensor_parallel=2
+
+Every process runs the whole experiment on the same requests; process 0 alone speaks and leaves files.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from experiments.errors import UserError
+
+if TYPE_CHECKING:
+    from algorithms.runtime.models.loading import Target
+    from experiments.setup import Hardware
+
+
+def rank() -> int:
+    """Number of this process; 0 where it is the only one."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def speaks() -> bool:
+    """Whether this process prints and writes for all."""
+    return rank() == 0
+
+
+def output_folder(asked: Path) -> Path:
+    """Where this process may write: the run folder, or a place that nobody looks at."""
+    return asked if speaks() else Path(tempfile.mkdtemp(prefix="specdec_rank_"))
+
+
+def join(tensor_parallel: int, device: str) -> None:
+    """Meet the other processes of a tensor-parallel run. Raises UserError where there are not as many as asked for."""
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started != tensor_parallel:
+        raise UserError(
+            f"runtime.tensor_parallel={tensor_parallel} needs as many processes, got {started}\n"
+            f"start it with torchrun --nproc-per-node={tensor_parallel} run.py "
+            f"runtime.tensor_parallel={tensor_parallel} …"
+        )
+    if tensor_parallel == 1:
+        return
+    import torch
+    import torch.distributed as dist
+
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+
+
+def load_shared(path: str, hardware: Hardware, tensor_parallel: int) -> Target:
+    """The target, or this process's slice of it. Raises ModelError and ValueError where it cannot be."""
+    import torch
+
+    from algorithms.runtime.models.loading import Target, load_target
+    from algorithms.runtime.models.parallel import shard
+
+    dtype = getattr(torch, hardware.dtype)
+    if tensor_parallel == 1:
+        return load_target(path, hardware.device, dtype)
+    whole = load_target(path, "cpu", dtype)
+    model = shard(whole.model, rank(), tensor_parallel).to(hardware.device)
+    return Target(model, model.config, whole.path)
