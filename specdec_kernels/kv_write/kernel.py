@@ -115,7 +115,8 @@ def _weighted(part, scale, weight, DTYPE: tl.constexpr):
 def _turn_and_store(
     in_ptr,  # [TOKENS, HEADS] pointers to heads
     out_ptr,  # [TOKENS, HEADS] pointers to where they go
-    mine,  # [TOKENS, HEADS] heads that are read and written
+    seen,  # [TOKENS, HEADS] heads that are read
+    mine,  # [TOKENS, HEADS] heads that are written
     norm_ptr,  # pointer to [D] weights or None
     rope_ptr,  # [max_pos, 2 * HALF] float32
     position,  # [TOKENS] int64
@@ -130,9 +131,9 @@ def _turn_and_store(
 ):
     """Norm and rotate a tile of queries or keys."""
     REST: tl.constexpr = D - 2 * HALF
-    first, second = _load_pairs(in_ptr, mine, HALF, HALF_BLOCK, INTERLEAVED)
+    first, second = _load_pairs(in_ptr, seen, HALF, HALF_BLOCK, INTERLEAVED)
     if REST > 0:
-        rest = _load_part(in_ptr, mine, 2 * HALF, REST, REST_BLOCK)
+        rest = _load_part(in_ptr, seen, 2 * HALF, REST, REST_BLOCK)
     if norm_ptr is not None:
         total = tl.sum(first * first, 2) + tl.sum(second * second, 2)
         if REST > 0:
@@ -173,7 +174,8 @@ def _turn_heads(
     out_ptr,
     in_row,  # [TOKENS] first head of each token at in_ptr
     out_row,  # [TOKENS] first head of each token at out_ptr
-    live,  # [TOKENS] tokens that are read and written
+    here,  # [TOKENS] tokens that are read; not those that are written, whose slots would have to come first
+    kept,  # [TOKENS] tokens that are written
     head,  # [HEADS]
     norm_ptr,
     rope_ptr,
@@ -190,13 +192,13 @@ def _turn_heads(
     INTERLEAVED: tl.constexpr,
 ):
     """Queries or keys of a tile from where they lie to where they go."""
-    mine = live[:, None] & (head < NUM_HEADS)[None, :]
+    exists = (head < NUM_HEADS)[None, :]
     from_ptr = in_ptr + (in_row[:, None] + head[None, :]) * D
     to_ptr = out_ptr + (out_row[:, None] + head[None, :]) * D
     pool_scale = _head_scale(scale, scale_ptr, head, NUM_HEADS)
     _turn_and_store(
-        from_ptr, to_ptr, mine, norm_ptr, rope_ptr, position, max_pos, eps, pool_scale, D, HALF, HALF_BLOCK,
-        REST_BLOCK, INTERLEAVED,
+        from_ptr, to_ptr, here[:, None] & exists, kept[:, None] & exists, norm_ptr, rope_ptr, position, max_pos,
+        eps, pool_scale, D, HALF, HALF_BLOCK, REST_BLOCK, INTERLEAVED,
     )  # fmt: skip
 
 
@@ -206,7 +208,8 @@ def _copy_heads(
     out_ptr,
     in_row,
     out_row,
-    live,
+    here,
+    kept,
     head,
     scale,
     scale_ptr,
@@ -215,11 +218,12 @@ def _copy_heads(
     D_BLOCK: tl.constexpr,
 ):
     """Values of a tile, with the arguments of `_turn_heads`."""
-    mine = live[:, None] & (head < NUM_HEADS)[None, :]
+    exists = (head < NUM_HEADS)[None, :]
     from_ptr = in_ptr + (in_row[:, None] + head[None, :]) * D
     to_ptr = out_ptr + (out_row[:, None] + head[None, :]) * D
     pool_scale = _head_scale(scale, scale_ptr, head, NUM_HEADS)
-    _store_part(to_ptr, mine, _load_part(from_ptr, mine, 0, D, D_BLOCK), pool_scale, 0, D, D_BLOCK)
+    values = _load_part(from_ptr, here[:, None] & exists, 0, D, D_BLOCK)
+    _store_part(to_ptr, kept[:, None] & exists, values, pool_scale, 0, D, D_BLOCK)
 
 
 @triton.jit(do_not_specialize=["tokens", "num_slots", "max_pos", "q_stride", "k_stride", "v_stride"])
@@ -268,18 +272,18 @@ def _write_kv_kernel(
     lane = tl.arange(0, HEADS)
     if block < Q_BLOCKS:
         _turn_heads(
-            q_ptr, out_ptr, token * q_stride, token * H, here, block * HEADS + lane, q_norm_ptr, rope_ptr,
+            q_ptr, out_ptr, token * q_stride, token * H, here, here, block * HEADS + lane, q_norm_ptr, rope_ptr,
             position, max_pos, eps, None, None, H, D, HALF, HALF_BLOCK, REST_BLOCK, INTERLEAVED,
         )  # fmt: skip
     elif block < Q_BLOCKS + KV_BLOCKS:
         _turn_heads(
-            k_ptr, kv_ptr, token * k_stride, kv_row, placed, (block - Q_BLOCKS) * HEADS + lane, k_norm_ptr,
+            k_ptr, kv_ptr, token * k_stride, kv_row, here, placed, (block - Q_BLOCKS) * HEADS + lane, k_norm_ptr,
             rope_ptr, position, max_pos, eps, k_scale, k_scale_ptr, H_KV, D, HALF, HALF_BLOCK, REST_BLOCK,
             INTERLEAVED,
         )  # fmt: skip
     else:
         _copy_heads(
-            v_ptr, kv_ptr, token * v_stride, num_slots.to(tl.int64) * H_KV + kv_row, placed,
+            v_ptr, kv_ptr, token * v_stride, num_slots.to(tl.int64) * H_KV + kv_row, here, placed,
             (block - Q_BLOCKS - KV_BLOCKS) * HEADS + lane, v_scale, v_scale_ptr, H_KV, D, D_BLOCK,
         )  # fmt: skip
 
@@ -344,13 +348,13 @@ def _materialize_kv_kernel(
     if is_v == 0:
         position = tl.load(positions_ptr + token, mask=here, other=0)
         _turn_heads(
-            k_ptr, kv_ptr, token * k_stride + layer * k_layer_stride, kv_row, placed, head,
+            k_ptr, kv_ptr, token * k_stride + layer * k_layer_stride, kv_row, here, placed, head,
             None if k_norm_ptr is None else k_norm_ptr + layer * D, rope_ptr, position, max_pos, eps, k_scale,
             k_scale_ptr, H_KV, D, HALF, HALF_BLOCK, REST_BLOCK, INTERLEAVED,
         )  # fmt: skip
     else:
         _copy_heads(
-            v_ptr, kv_ptr, token * v_stride + layer * v_layer_stride, kv_row, placed, head, v_scale,
+            v_ptr, kv_ptr, token * v_stride + layer * v_layer_stride, kv_row, here, placed, head, v_scale,
             v_scale_ptr, H_KV, D, D_BLOCK,
         )  # fmt: skip
 
