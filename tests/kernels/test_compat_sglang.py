@@ -38,9 +38,6 @@ def starts_of(counts: list[int]) -> list[int]:
     return [sum(counts[:b]) for b in range(len(counts) + 1)]
 
 
-# Trees -------------------------------------------------------------------------------------------------------
-
-
 def parents_of(selected: list[int], parent_list: list[int], topk: int) -> list[int | None]:
     """Parent node of each node, None for the root and for an orphan."""
     found: list[int | None] = [None]
@@ -193,9 +190,6 @@ def test_flags_are_packed_little_endian(impl: str, segments: list[list[bool]]) -
     y = old(len(packed) + 2, torch.uint8)
     sglang.segment_packbits(flags, ints(begin, torch.int32), ints(out, torch.int32), y, len(segments), impl=impl)
     assert y.tolist() == [*packed, OLD, OLD]
-
-
-# Verification ------------------------------------------------------------------------------------------------
 
 
 def walk_greedy(inputs: dict[str, list], b: int, nodes: int, path: int) -> tuple[list[int], dict[int, int]]:
@@ -471,9 +465,6 @@ def test_renormalised_laws(impl: str) -> None:
     torch.testing.assert_close(by_row.cpu(), torch.tensor([[0, 0, 0, 1.0], [0.4, 0.4, 0.1, 0.1]]))
     nucleus = sglang.top_p_renorm_prob(probs, 0.65, impl=impl)
     torch.testing.assert_close(nucleus.cpu(), torch.tensor([[0, 0, 3 / 7, 4 / 7], [0.5, 0.5, 0, 0]]))
-
-
-# Cache locations ---------------------------------------------------------------------------------------------
 
 
 def pool(batch: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
