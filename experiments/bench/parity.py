@@ -21,7 +21,7 @@ import torch
 from experiments.measure import tensors_in
 
 # Half types round once, at the end; float32 results sum thousands of rounded products in another order.
-_ROUNDINGS = {torch.float32: 64}
+_FLOAT32_ROUNDINGS = 64
 _HALF_ROUNDINGS = 4
 _REFERENCE_LIMIT_BYTES = 12 << 30
 _DRAWING = ("pick_tokens", "accept", "accept_targets")
@@ -93,14 +93,17 @@ def _gap(kernel: torch.Tensor, reference: torch.Tensor) -> str | None:
     if not kernel.is_floating_point():
         wrong = int((kernel != reference).sum())
         return f"{wrong} of {kernel.numel()} entries differ" if wrong else None
+    rounding = torch.finfo(kernel.dtype).eps
+    if kernel.element_size() == 1:
+        kernel, reference = kernel.float(), reference.float()
     finite = reference.isfinite()
     if not torch.equal(kernel.isfinite(), finite):
         return "finite in other places than the reference"
     if not finite.any():
         return None
     gap = (kernel[finite].double() - reference[finite].double()).abs().max()
-    roundings = _ROUNDINGS.get(kernel.dtype, _HALF_ROUNDINGS)
-    bound = roundings * torch.finfo(kernel.dtype).eps * reference[finite].double().abs().max()
+    roundings = _HALF_ROUNDINGS if rounding > torch.finfo(torch.float32).eps else _FLOAT32_ROUNDINGS
+    bound = roundings * rounding * reference[finite].double().abs().max()
     return None if bool(gap <= bound) else f"differs by {float(gap):.3g}, over {float(bound):.3g}"
 
 
