@@ -106,8 +106,8 @@ def test_spills_excess_and_missing_kernels_fail(tmp_path: Path) -> None:
 
             gate.collect = lambda family, chip, inputs: []
             rows, missing = gate.run(["tree"], ["sm90"], 1)
-            kernels = ("_chain_kernel", "_tree_kernel")
-            assert sorted(missing) == [f"tree: no gate case launches {kernel}" for kernel in kernels]
+            named = {line.removeprefix("tree: no gate case launches ") for line in missing}
+            assert {"_chain_kernel", "_tree_kernel", "_rerank_kernel"} <= named, missing
             """
         )
     )
