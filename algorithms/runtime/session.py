@@ -185,7 +185,7 @@ class Session:
         columns = torch.arange(width + 1, device=device)
         # Behind a shorter prompt the row may hold what a former request left there.
         text = torch.where(columns <= counts[:, None], batch.history[:, : width + 1], 0)
-        tokens, positions = text[:, :-1].contiguous(), columns[:-1].expand(len(admitted), width)
+        tokens, positions = text[:, :-1].contiguous(), columns[:-1].repeat(len(admitted), 1)
         mixer = PagedMixer.over(
             replace(batch, lengths=start),
             positions,

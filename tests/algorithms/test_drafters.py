@@ -16,48 +16,20 @@ from algorithms.eagle import Eagle
 from algorithms.eagle3 import Eagle3
 from algorithms.naive_eagle import NaiveEagle
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree
-from algorithms.runtime.models.decoder import Decoder
 from algorithms.runtime.models.eagle import Eagle3Drafter, EagleDrafter
-from algorithms.runtime.models.eagle_config import Eagle3Config, EagleConfig
 from algorithms.runtime.models.loading import Target
 from algorithms.standalone import Standalone
 from experiments.training.mixer import DenseMixer
-from tests.algorithms.toy import (
-    CONFIG,
-    VOCAB,
-    Setup,
-    answers,
-    random_drafter,
-    random_target,
-    randomise,
-    requests,
-    run,
+from tests.algorithms.drafters import (
+    LOADING,
+    MAKERS,
+    TARGET,
+    draft_model,
+    eagle3_head,
+    eagle_head,
+    load_random_drafters,
 )
-
-TARGET = random_target()
-LOADING = "algorithms.runtime.models.loading"
-EAGLE_LOADING = "algorithms.runtime.models.eagle_loading"
-
-
-def eagle_head(seed: int = 3) -> EagleDrafter:
-    head = randomise(EagleDrafter(EagleConfig(replace(CONFIG, num_layers=1))), seed)
-    head.bind(TARGET.model)
-    return head
-
-
-def eagle3_head(seed: int = 4, vocab: int = 37) -> Eagle3Drafter:
-    """A head that knows every other token or so."""
-    config = Eagle3Config(replace(CONFIG, num_layers=1), vocab, CONFIG.hidden_size, (0, 1, 3))
-    head = randomise(Eagle3Drafter(config, CONFIG.num_layers), seed)
-    known = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed))[:vocab].sort().values
-    head.set_vocabulary(known)
-    head.bind(TARGET.model)
-    return head
-
-
-def draft_model(seed: int = 5, layers: int = 2) -> Target:
-    config = replace(CONFIG, num_layers=layers)
-    return Target(randomise(Decoder(config), seed), config, TARGET.path)
+from tests.algorithms.toy import CONFIG, Setup, answers, random_drafter, random_target, requests, run
 
 
 def blurred_target() -> Target:
@@ -71,25 +43,7 @@ def blurred_target() -> Target:
 
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random drafters in place of folders."""
-    monkeypatch.setattr(f"{EAGLE_LOADING}.load_eagle", lambda *_: eagle_head())
-    monkeypatch.setattr(f"{EAGLE_LOADING}.load_eagle3", lambda *_: eagle3_head())
-    monkeypatch.setattr(f"{EAGLE_LOADING}.load_eagle_head", lambda *_: eagle3_head())
-    monkeypatch.setattr(f"{LOADING}.load_draft", lambda *_: draft_model())
-    monkeypatch.setattr(f"{LOADING}.load_dflash", lambda *_: random_drafter())
-
-
-MAKERS: dict[str, Callable[[], Algorithm]] = {
-    "eagle_chain": lambda: Eagle(Eagle.Config(steps=3), TARGET, "random"),
-    "eagle_tree": lambda: Eagle(Eagle.Config(steps=3, topk=3, num_nodes=12), TARGET, "random"),
-    "eagle3_chain": lambda: Eagle3(Eagle3.Config(steps=4), TARGET, "random"),
-    "eagle3_tree": lambda: Eagle3(Eagle3.Config(steps=4, topk=2, num_nodes=9), TARGET, "random"),
-    "naive_eagle": lambda: NaiveEagle(NaiveEagle.Config(captured=False), TARGET, "random"),
-    "standalone_chain": lambda: Standalone(Standalone.Config(steps=3), TARGET, "random"),
-    "standalone_tree": lambda: Standalone(Standalone.Config(steps=3, topk=2, num_nodes=8), TARGET, "random"),
-    "dflash_tree": lambda: DFlash(DFlash.Config(block_size=5, topk=3, num_nodes=11), TARGET, "random"),
-    "dflash_window": lambda: DFlash(DFlash.Config(block_size=5, window=7), TARGET, "random"),
-}
+    load_random_drafters(monkeypatch)
 
 
 @cache
@@ -99,16 +53,6 @@ def mixed_answers() -> list[list[int]]:
 
 def mixed() -> list:
     return [replace(r, temperature=(0.0, 0.8)[r.id % 2]) for r in requests(8, max_new_tokens=18)]
-
-
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("maker", MAKERS)
-def test_output_is_the_targets_own(loaded: None, maker: str, page_size: int) -> None:
-    """Greedy and sampled requests side by side, in a batch that requests enter and leave all the time."""
-    for backend, max_batch in (("fa4", 3), ("torch", 1 if page_size == 1 else 8)):
-        setup = Setup(backend=backend, page_size=page_size, max_batch=max_batch)
-        got = run(MAKERS[maker](), mixed(), setup, TARGET)
-        assert [c.token_ids for c in got.completions] == mixed_answers()
 
 
 @pytest.mark.parametrize("maker", ["eagle3_tree", "standalone_tree", "dflash_tree"])

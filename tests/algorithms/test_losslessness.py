@@ -23,7 +23,7 @@ from tests.algorithms.toy import (
 )
 
 TARGET = random_target()
-BLOCKS = range(1, 17)
+BLOCKS = (1, 2, 9, 16)
 
 
 @cache
@@ -46,7 +46,7 @@ def make_dflash(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_dflash_greedy(make_dflash, block: int, page_size: int, backend: str) -> None:
-    """Every block size meets every page size and backend; the batch limit walks through 1 … 8."""
+    """Block sizes up to the trained one; each has a batch limit of its own."""
     setup = Setup(backend=backend, page_size=page_size, max_batch=1 + block % 8)
     got = run(make_dflash(block), requests(8), setup, TARGET)
     assert [c.token_ids for c in got.completions] == written(8)

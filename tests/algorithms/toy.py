@@ -95,8 +95,13 @@ class Setup:
     read_behind: int | None = None
 
 
+BACKEND_OPTIONS: dict[str, dict[str, str]] = {"hybrid": {"prefill": "torch", "decode": "fa4", "verify": "prefill"}}
+"""Prompts and verification by one backend, decoding and drafting by the other."""
+
+
 def engine_of(algorithm: Algorithm, setup: Setup, target: Target) -> Engine:
     kind = backends()[setup.backend]
+    config = kind.Config(**BACKEND_OPTIONS.get(setup.backend, {}))
     settings = EngineSettings(
         page_size=setup.page_size,
         max_batch=setup.max_batch,
@@ -107,7 +112,7 @@ def engine_of(algorithm: Algorithm, setup: Setup, target: Target) -> Engine:
         read_behind=setup.read_behind,
     )
     capture = Replayed if setup.graph != "none" and not torch.cuda.is_available() else None
-    return Engine(target, algorithm, kind(kind.Config(), setup.impl), settings, spell, capture)
+    return Engine(target, algorithm, kind(config, setup.impl), settings, spell, capture)
 
 
 class Replayed:

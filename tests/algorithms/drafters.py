@@ -1,0 +1,111 @@
+"""Every algorithm over random models, and a way to have as much accepted of its drafts as a test wants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from algorithms.dflash import DFlash
+from algorithms.eagle import Eagle
+from algorithms.eagle3 import Eagle3
+from algorithms.naive_eagle import NaiveEagle
+from algorithms.ngram import NGram
+from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree
+from algorithms.runtime.models.decoder import Decoder
+from algorithms.runtime.models.eagle import Eagle3Drafter, EagleDrafter
+from algorithms.runtime.models.eagle_config import Eagle3Config, EagleConfig
+from algorithms.runtime.models.loading import Target
+from algorithms.standalone import Standalone
+from tests.algorithms.toy import CONFIG, VOCAB, autoregressive, random_drafter, random_target, randomise
+
+TARGET = random_target()
+LOADING = "algorithms.runtime.models.loading"
+EAGLE_LOADING = "algorithms.runtime.models.eagle_loading"
+
+
+def eagle_head(seed: int = 3) -> EagleDrafter:
+    head = randomise(EagleDrafter(EagleConfig(replace(CONFIG, num_layers=1))), seed)
+    head.bind(TARGET.model)
+    return head
+
+
+def eagle3_head(seed: int = 4, vocab: int = 37) -> Eagle3Drafter:
+    """A head that knows every other token or so."""
+    config = Eagle3Config(replace(CONFIG, num_layers=1), vocab, CONFIG.hidden_size, (0, 1, 3))
+    head = randomise(Eagle3Drafter(config, CONFIG.num_layers), seed)
+    known = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed))[:vocab].sort().values
+    head.set_vocabulary(known)
+    head.bind(TARGET.model)
+    return head
+
+
+def draft_model(seed: int = 5, layers: int = 2) -> Target:
+    config = replace(CONFIG, num_layers=layers)
+    return Target(randomise(Decoder(config), seed), config, TARGET.path)
+
+
+def load_random_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random drafters in place of folders."""
+    monkeypatch.setattr(f"{EAGLE_LOADING}.load_eagle", lambda *_: eagle_head())
+    monkeypatch.setattr(f"{EAGLE_LOADING}.load_eagle3", lambda *_: eagle3_head())
+    monkeypatch.setattr(f"{EAGLE_LOADING}.load_eagle_head", lambda *_: eagle3_head())
+    monkeypatch.setattr(f"{LOADING}.load_draft", lambda *_: draft_model())
+    monkeypatch.setattr(f"{LOADING}.load_dflash", lambda *_: random_drafter())
+
+
+MAKERS: dict[str, Callable[[], Algorithm]] = {
+    "eagle_chain": lambda: Eagle(Eagle.Config(steps=3), TARGET, "random"),
+    "eagle_tree": lambda: Eagle(Eagle.Config(steps=3, topk=3, num_nodes=12), TARGET, "random"),
+    "eagle3_chain": lambda: Eagle3(Eagle3.Config(steps=4), TARGET, "random"),
+    "eagle3_tree": lambda: Eagle3(Eagle3.Config(steps=4, topk=2, num_nodes=9), TARGET, "random"),
+    "naive_eagle": lambda: NaiveEagle(NaiveEagle.Config(captured=False), TARGET, "random"),
+    "standalone_chain": lambda: Standalone(Standalone.Config(steps=3), TARGET, "random"),
+    "standalone_tree": lambda: Standalone(Standalone.Config(steps=3, topk=2, num_nodes=8), TARGET, "random"),
+    "dflash_tree": lambda: DFlash(DFlash.Config(block_size=5, topk=3, num_nodes=11), TARGET, "random"),
+    "dflash_window": lambda: DFlash(DFlash.Config(block_size=5, window=7), TARGET, "random"),
+}
+ALL_MAKERS = MAKERS | {
+    "autoregressive": lambda: autoregressive(TARGET),
+    "dflash_chain": lambda: DFlash(DFlash.Config(block_size=6), TARGET, "random"),
+    "ngram": lambda: NGram(NGram.Config(num_nodes=9, capacity=512), TARGET, None),
+}
+
+
+def hinted(algorithm: Algorithm, texts: Sequence[Sequence[int]]) -> Algorithm:
+    """Write the tokens of `texts` on one path of each tree that `algorithm` drafts, wrong ones now and then.
+
+    Random drafters are hardly ever right, so nearly all they draft would be rejected. The path follows the last child
+    of every node, so what is accepted is scattered over the nodes of a tree. Cache, tree shape and everything learnt
+    from what was accepted stay the algorithm's own.
+    """
+    propose = algorithm.propose
+    scripts = [list(text) for text in texts]
+
+    def better(batch: Batch) -> DraftTree:
+        draft = propose(batch)
+        tokens = draft.tokens.tolist()
+        first, sibling = draft.links.first_child.tolist(), draft.links.next_sibling.tolist()
+        for row, (length, history) in enumerate(zip(batch.lengths.tolist(), batch.history.tolist(), strict=True)):
+            committed = history[: length + 1]
+            text = next((script for script in scripts if script[: length + 1] == committed), [])
+            for depth, node in enumerate(_last_path(first[row], sibling[row]), start=1):
+                if length + depth < len(text) and (length * 7 + depth * 3) % 5:
+                    tokens[row][node] = text[length + depth]
+        return replace(draft, tokens=torch.tensor(tokens))
+
+    algorithm.propose = better  # type: ignore[method-assign]
+    return algorithm
+
+
+def _last_path(first_child: Sequence[int], next_sibling: Sequence[int]) -> list[int]:
+    """Nodes from a child of the root to a leaf, the last child each time."""
+    path, node = [], first_child[0]
+    while node >= 0:
+        while next_sibling[node] >= 0:
+            node = next_sibling[node]
+        path.append(node)
+        node = first_child[node]
+    return path

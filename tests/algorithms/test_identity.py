@@ -1,0 +1,72 @@
+"""Every algorithm on every backend, page size and batch size writes exactly what the target alone writes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from algorithms.runtime.request import Completion, Request
+from tests.algorithms.drafters import ALL_MAKERS, TARGET, hinted, load_random_drafters
+from tests.algorithms.toy import Setup, autoregressive, requests, run, scripts, spell
+
+TOKENS = 15
+
+
+@cache
+def reference() -> tuple[list[Request], list[Completion], list[list[int]]]:
+    """Requests that end in every way, their autoregressive completions one by one, and the texts without an end."""
+    free = [replace(r, temperature=(0.0, 0.8, 1.2)[r.id % 3]) for r in requests(7, TOKENS)]
+    written = _alone(free)
+    ends = ({}, {"stop_token_ids": 5}, {"stop_strings": 7}, {"max_new_tokens": 9})
+    asked = []
+    for request, completion in zip(free, written, strict=True):
+        change = dict(ends[request.id % 4])
+        if "stop_token_ids" in change:
+            change["stop_token_ids"] = frozenset({completion.token_ids[change["stop_token_ids"]]})
+        if "stop_strings" in change:
+            at = change["stop_strings"]
+            change["stop_strings"] = (spell(completion.token_ids[at : at + 2]),)
+        asked.append(replace(request, **change))
+    return asked, _alone(asked), scripts(free, [completion.token_ids for completion in written])
+
+
+def _alone(asked: list[Request]) -> list[Completion]:
+    return run(autoregressive(TARGET), asked, Setup(backend="torch", max_batch=1), TARGET).completions
+
+
+@pytest.mark.parametrize("max_batch", [1, 3])
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("backend", ["fa4", "torch", "hybrid"])
+@pytest.mark.parametrize("maker", ALL_MAKERS)
+def test_output_is_the_targets_own(
+    monkeypatch: pytest.MonkeyPatch, maker: str, backend: str, page_size: int, max_batch: int
+) -> None:
+    """Token for token, greedy and sampled side by side, in batches that requests enter and leave all the time."""
+    load_random_drafters(monkeypatch)
+    asked, alone, texts = reference()
+    setup = Setup(backend=backend, page_size=page_size, max_batch=max_batch)
+    got = run(hinted(ALL_MAKERS[maker](), texts), asked, setup, TARGET).completions
+    for ours, plain in zip(got, alone, strict=True):
+        assert (ours.token_ids, ours.text, ours.finish_reason) == (plain.token_ids, plain.text, plain.finish_reason)
+    if maker != "autoregressive":
+        assert any(0 < c.num_truncated < c.accepted_counts[-1] + 1 for c in got), "no request ended inside a block"
+        assert len({count for c in got for count in c.accepted_counts}) > 1
+
+
+@pytest.mark.parametrize("maker", ALL_MAKERS)
+def test_log_probabilities_are_those_of_the_target_alone(monkeypatch: pytest.MonkeyPatch, maker: str) -> None:
+    """For every emitted token, accepted or bonus; not those of the drafter, and not after filters."""
+    load_random_drafters(monkeypatch)
+    asked, alone, texts = reference()
+    got = run(hinted(ALL_MAKERS[maker](), texts), asked, Setup(page_size=4), TARGET).completions
+    for ours, plain in zip(got, alone, strict=True):
+        assert ours.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
+        assert all(value < 0 for value in ours.logprobs)
+
+
+def test_reference_ends_in_every_way() -> None:
+    asked, alone, _ = reference()
+    assert {c.finish_reason for c in alone} == {"length", "stop_token", "stop_string"}
+    assert {len(c.token_ids) for c in alone} >= {9, TOKENS} and {r.temperature for r in asked} == {0.0, 0.8, 1.2}
