@@ -70,9 +70,12 @@ def test_spills_excess_and_missing_kernels_fail(tmp_path: Path) -> None:
             assert gate.compile_job(job(256)).verdict == "ok"
             spilling = gate.compile_job(job(16384))
             assert "spills" in spilling.verdict and not spilling.passes, spilling
-            gate.EXCEPTIONS[("copying", "sm80")] = " "
+            bytes_ = spilling.usage.spill_bytes
+            gate.EXCEPTIONS[("copying", "sm80")] = gate.Accepted(bytes_, " ")
             assert not spilling.passes, "an exception without a reason"
-            gate.EXCEPTIONS[("copying", "sm80")] = "known"
+            gate.EXCEPTIONS[("copying", "sm80")] = gate.Accepted(bytes_ - 1, "known")
+            assert not spilling.passes, "a larger spill than was accepted"
+            gate.EXCEPTIONS[("copying", "sm80")] = gate.Accepted(bytes_, "known")
             assert spilling.verdict == "accepted: known" and spilling.passes
             idle = ["the exception for copying on sm80 is not needed"]
             assert gate._idle_exceptions([gate.compile_job(job(256))]) == idle
