@@ -69,6 +69,12 @@ class Request:
                 f"logit_bias: expected token ids below the vocabulary of {vocab_size}",
                 sorted(self.logit_bias),
             ),
+            (
+                all(map(finite, self.logit_bias.values())),
+                "logit_bias: expected finite numbers",
+                dict(self.logit_bias),
+            ),
+            (-(1 << 63) <= self.seed < 1 << 63, "seed: expected a signed number of 64 bits", self.seed),
         )
         return next((f"{text}, got {actual}" for fine, text, actual in checks if not fine), None)
 

@@ -64,6 +64,7 @@ class Session:
         self._state, self._resources = engine.state, engine.resources
         self._waiting: deque[Request] = deque()
         self._rows: list[_Running] = []
+        self._here: set[int] = set()
         self._readback: Readback[list[_Running]] = Readback(
             engine.read_behind, engine.state.max_batch, engine.algorithm.max_depth, engine.resources.device
         )
@@ -99,10 +100,13 @@ class Session:
         return _since(self._began)
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises EngineError if it can never be served here."""
+        """Queue a request. Raises EngineError if it can never be served here, or one of its id is being served."""
         self._engine.check(request)
         if not self._needs.covers(SamplingNeeds.of([request])):
             raise EngineError(f"request {request.id}: it samples in a way that this session was not opened for")
+        if request.id in self._here:
+            raise EngineError(f"request {request.id}: a request of this id is already here")
+        self._here.add(request.id)
         self._waiting.append(request)
         self._num_submitted += 1
 
@@ -111,6 +115,7 @@ class Session:
         for request in self._waiting:
             if request.id == request_id:
                 self._waiting.remove(request)
+                self._here.remove(request_id)
                 self._num_finished += 1
                 return Completion(request_id, finish_reason=ABORTED)
         for running in self._rows:
@@ -245,6 +250,7 @@ class Session:
         completion.text = final_text(running.request, completion, self._engine.decode)
         completion.total_ms = _since(running.admitted_at)
         self._num_finished += 1
+        self._here.remove(running.request.id)
         if row != last:
             self._state.move(last, row)
             self._algorithm.move_row(last, row)

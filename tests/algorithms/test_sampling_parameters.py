@@ -1,0 +1,206 @@
+"""Sampling parameters of each request, through whole decodings, against a loop that knows neither drafts nor caches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from algorithms.runtime.engine import EngineError
+from algorithms.runtime.request import Completion, Request
+from algorithms.runtime.step import SamplingNeeds
+from experiments.training.mixer import DenseMixer
+from specdec_kernels import pick_tokens
+from tests.algorithms.drafters import ALL_MAKERS, TARGET, hinted, load_random_drafters
+from tests.algorithms.toy import (
+    CONFIG,
+    VOCAB,
+    Setup,
+    answers,
+    autoregressive,
+    engine_of,
+    requests,
+    run,
+    scripts,
+)
+
+TOKENS = 14
+PENALTIES: dict[str, Any] = {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.8}
+PARAMETERS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.9},
+    PENALTIES,
+    {"temperature": 1.1, **PENALTIES},
+    {"temperature": 1.0, "top_k": 5, "top_p": 0.8},
+    {"logit_bias": {3: 4.0, 17: -6.0, 40: 2.5}},
+    {"temperature": 0.8, "min_p": 0.1, "repetition_penalty": 0.7, "logit_bias": {9: 3.0}},
+    {"temperature": 1.3, "frequency_penalty": -1.5},
+)
+MAKERS = ("autoregressive", "standalone_chain", "standalone_tree", "eagle3_tree", "naive_eagle", "dflash_tree", "ngram")
+
+
+def asked() -> list[Request]:
+    return [replace(r, **PARAMETERS[r.id % len(PARAMETERS)]) for r in requests(len(PARAMETERS), TOKENS)]
+
+
+def following(text: list[int]) -> Tensor:
+    """[V] float64 logits behind `text`, by a forward over all of it."""
+    hidden, _ = TARGET.model(torch.tensor([text]), DenseMixer(CONFIG, len(text), "cpu"), ())
+    return TARGET.model.logits(hidden[0, -1]).double()
+
+
+def penalised(logits: Tensor, request: Request, output: list[int]) -> Tensor:
+    """Penalties and bias one token at a time, from their definitions."""
+    changed, counts = logits.clone(), Counter(output)
+    for token in {*request.prompt_ids, *output}:
+        factor = request.repetition_penalty
+        changed[token] = changed[token] / factor if changed[token] > 0 else changed[token] * factor
+    for token, count in counts.items():
+        changed[token] -= request.presence_penalty + request.frequency_penalty * count
+    for token, bias in request.logit_bias.items():
+        changed[token] += bias
+    return changed
+
+
+def plainly(request: Request, blind_to: int = 0) -> tuple[list[int], list[float]]:
+    """Tokens and their log-probabilities; penalties miss the last `blind_to` tokens of the output."""
+    output: list[int] = []
+    logprobs: list[float] = []
+    for _ in range(request.max_new_tokens):
+        text = [*request.prompt_ids, *output]
+        logits = penalised(following(text), request, output[: len(output) - blind_to] if blind_to else output)
+        picked = pick_tokens(
+            logits.float()[None],
+            torch.tensor([request.temperature]),
+            torch.tensor([request.seed]),
+            torch.tensor([len(text) - 1]),
+            top_k=torch.tensor([request.top_k], dtype=torch.int32),
+            top_p=torch.tensor([request.top_p]),
+            min_p=torch.tensor([request.min_p]),
+            impl="reference",
+        )
+        output.append(int(picked.tokens))
+        logprobs.append(float(logits.log_softmax(-1)[output[-1]]))
+    return output, logprobs
+
+
+@cache
+def expected() -> list[tuple[list[int], list[float]]]:
+    return [plainly(request) for request in asked()]
+
+
+def served(maker: str, setup: Setup) -> list[Completion]:
+    texts = scripts(asked(), [tokens for tokens, _ in expected()])
+    return run(hinted(ALL_MAKERS[maker](), texts), asked(), setup, TARGET).completions
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_all_parameters_side_by_side(monkeypatch: pytest.MonkeyPatch, maker: str) -> None:
+    """Tokens and log-probabilities of a mixed batch are those of the loop, whatever was drafted and accepted."""
+    load_random_drafters(monkeypatch)
+    for completion, (tokens, logprobs) in zip(served(maker, Setup(page_size=4)), expected(), strict=True):
+        assert completion.token_ids == tokens
+        assert completion.logprobs == pytest.approx(logprobs, abs=1e-4)
+        assert maker in ("autoregressive", "naive_eagle") or max(completion.accepted_counts) >= 2
+
+
+def test_captured_steps_read_parameters_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters live in device memory: rows change hands between replays, and padding rows have none."""
+    load_random_drafters(monkeypatch)
+    got = served("standalone_tree", Setup(page_size=4, graph="step", read_behind=1))
+    assert [c.token_ids for c in got] == [tokens for tokens, _ in expected()]
+
+
+def test_kernels_in_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same through the Triton kernels (interpreted where there is no GPU)."""
+    load_random_drafters(monkeypatch)
+    short = [replace(asked()[i], max_new_tokens=4) for i in (3, 4)]
+    texts = scripts(asked(), [tokens for tokens, _ in expected()])
+    got = run(hinted(ALL_MAKERS["dflash_chain"](), texts), short, Setup(impl="triton", max_batch=2), TARGET)
+    assert [c.token_ids for c in got.completions] == [expected()[i][0][:4] for i in (3, 4)]
+
+
+@pytest.mark.parametrize("blind_to", [1, 2])
+def test_what_was_accepted_in_the_same_block_counts(blind_to: int) -> None:
+    """The texts above tell penalties that know the block's own tokens from penalties that do not."""
+    penalties = [request for request in asked() if request.penalised and not request.logit_bias]
+    assert any(plainly(request, blind_to)[0] != plainly(request)[0] for request in penalties)
+
+
+def test_every_parameter_changes_something() -> None:
+    """No request of the mixed batch would be served rightly with its parameters left out."""
+    for request, (tokens, _) in zip(asked(), expected(), strict=True):
+        bare = Request(request.id, request.prompt_ids, request.max_new_tokens, request.temperature, seed=request.seed)
+        assert request == bare or plainly(bare)[0] != tokens
+
+
+def test_bias_forces_and_forbids(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_random_drafters(monkeypatch)
+    favourites = [tokens[0] for tokens in answers(requests(6, 1), Setup(), TARGET)]
+    forced = [replace(r, logit_bias={r.id + 20: 100.0}, temperature=(0.0, 1.0)[r.id % 2]) for r in requests(3, 6)]
+    forbidden = [replace(r, logit_bias={favourites[r.id]: -100.0}) for r in requests(6, 6)[3:]]
+    got = run(ALL_MAKERS["eagle3_tree"](), forced + forbidden, Setup(), TARGET).completions
+    assert [c.token_ids for c in got[:3]] == [[20] * 6, [21] * 6, [22] * 6]
+    assert all(favourites[c.request_id] not in c.token_ids for c in got[3:])
+
+
+@pytest.mark.parametrize("change", [{"top_k": 1}, {"min_p": 1.0}, {"top_p": 1e-6}])
+def test_a_filter_that_leaves_one_token_is_greedy(change: dict[str, Any]) -> None:
+    narrow = [replace(r, temperature=1.5, **change) for r in requests(4, 8)]
+    assert answers(narrow, Setup(), TARGET) == answers(requests(4, 8), Setup(), TARGET)
+
+
+def test_end_of_text_may_be_ignored_and_stop_tokens_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_random_drafters(monkeypatch)
+    plain = requests(4, TOKENS)
+    written = answers(plain, Setup(), TARGET)
+    first = [ids.index(ids[6]) for ids in written]
+    ends = [frozenset({ids[6]}) for ids in written]
+    texts = scripts(plain, written)
+
+    def tokens(**change: Any) -> list[tuple[list[int], str]]:
+        many = [replace(r, **{k: v[r.id] if isinstance(v, list) else v for k, v in change.items()}) for r in plain]
+        done = run(hinted(ALL_MAKERS["dflash_chain"](), texts), many, Setup(), TARGET).completions
+        return [(c.token_ids, c.finish_reason) for c in done]
+
+    cut = [(ids[: at + 1], "stop_token") for ids, at in zip(written, first, strict=True)]
+    assert tokens(eos_token_ids=ends) == cut
+    assert tokens(eos_token_ids=ends, ignore_eos=True) == [(ids, "length") for ids in written]
+    assert tokens(stop_token_ids=ends, ignore_eos=True) == cut
+
+
+def test_a_session_serves_no_more_than_it_was_opened_for() -> None:
+    engine = engine_of(autoregressive(TARGET), Setup(), TARGET)
+    with engine.session(SamplingNeeds(sampled=True)) as session:
+        session.submit(asked()[1])
+        for request in (asked()[2], asked()[4]):
+            with pytest.raises(EngineError, match=rf"request {request.id}: .* not opened for"):
+                session.submit(request)
+        with pytest.raises(EngineError, match="request 1: .* already here"):
+            session.submit(asked()[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"top_p": 0.0}, "top_p: expected above 0 and at most 1"),
+        ({"top_k": -1}, "top_k: expected at least 0"),
+        ({"min_p": 1.5}, r"min_p: expected 0 \(off\) to 1"),
+        ({"temperature": float("nan")}, "temperature: expected at least 0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty: expected above 0"),
+        ({"frequency_penalty": float("inf")}, "frequency_penalty: expected a finite number"),
+        ({"logit_bias": {VOCAB: 1.0}}, f"token ids below the vocabulary of {VOCAB}"),
+        ({"logit_bias": {1: float("nan")}}, "logit_bias: expected finite numbers, got"),
+        ({"seed": 1 << 63}, "seed: expected a signed number of 64 bits"),
+    ],
+)
+def test_bad_parameters(change: dict[str, Any], message: str) -> None:
+    engine = engine_of(autoregressive(TARGET), Setup(), TARGET)
+    with pytest.raises(EngineError, match=message):
+        engine.generate([replace(requests(1)[0], **change)])
+    assert engine.allocator.num_free == engine.allocator.num_pages
