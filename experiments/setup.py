@@ -135,7 +135,23 @@ def check_combination(config: GenerateConfig, hardware: Hardware) -> None:
         )
     with user_errors(ValueError):
         check_backend(config.backend, hardware.impl, graph_level(config, hardware))
+        _check_attention(config, hardware)
     check_drafters(config, [config.algo])
+
+
+def _check_attention(config: GenerateConfig, hardware: Hardware) -> None:
+    """Ask the backend whether it can serve the target at all; the drafts' own shape is asked once they are known."""
+    import torch
+
+    from algorithms.runtime.backends import backends, check_calls
+    from algorithms.runtime.models.config import DecoderConfig
+    from algorithms.runtime.models.loading import parse_config, read_config, resolve_folder
+
+    folder = resolve_folder(config.model.path)
+    shape = parse_config(folder, read_config(folder), DecoderConfig.from_hf)
+    backend = backends()[config.backend.name](config.backend, hardware.impl)
+    modes, device = {"prefill": "chain", "decode": "chain"}, torch.device(hardware.device)
+    check_calls(backend, shape, modes, config.runtime.page_size, getattr(torch, hardware.dtype), device)
 
 
 def graph_level(config: GenerateConfig, hardware: Hardware) -> str:

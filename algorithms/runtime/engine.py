@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from algorithms.runtime.algorithm import Algorithm, Resources
-from algorithms.runtime.backends import Backend
+from algorithms.runtime.backends import Backend, check_calls
 from algorithms.runtime.clock import PhaseClock
 from algorithms.runtime.graphs import Capture, GraphReport, StepRunner
 from algorithms.runtime.kv_cache import KVCache, PageAllocator
@@ -100,6 +100,9 @@ class Engine:
             max_batch=settings.max_batch,
             impl=settings.impl,
         )
+        verify = "decode" if algorithm.num_nodes == 1 else "verify"
+        modes = {"prefill": "chain", verify: "chain" if algorithm.chain else "tree"}
+        check_calls(backend, target.config, modes, settings.page_size, weight.dtype, weight.device)
         self.allocator = PageAllocator(num_pages)
         self.cache = KVCache.allocate(target.config, self.resources)
         self.state = BatchState(settings.max_batch, max_pages, context, target.config.vocab_size, weight.device)

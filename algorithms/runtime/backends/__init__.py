@@ -6,8 +6,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
+    from algorithms.runtime.models.config import DecoderConfig
     from specdec_kernels.wrappers import Needs
 
 PHASES = ("prefill", "decode", "verify", "draft")
@@ -95,3 +98,15 @@ def check_backend(config: Any, impl: str, graph: str) -> None:
             f"backend={config.name} reads lengths back in every step and cannot be captured: use runtime.graph=none, "
             f"or one of backend={', '.join(able)}"
         )
+
+
+def check_calls(
+    backend: Backend, shape: DecoderConfig, modes: Mapping[str, str], page_size: int, dtype: Any, device: Any
+) -> None:
+    """Raise `BackendError` where `backend` cannot serve a model of `shape` in a phase; `modes` maps phase to mode."""
+    from specdec_kernels.wrappers import Needs
+
+    for phase, mode in modes.items():
+        needs = Needs(mode, shape.num_heads, shape.num_kv_heads, shape.head_dim, page_size, dtype, device)
+        if (reason := backend.refusal(needs, phase)) is not None:
+            raise BackendError(f"backend={backend.name} cannot serve {phase} here: {reason}; use backend=fa4 or torch")
