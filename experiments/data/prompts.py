@@ -122,9 +122,7 @@ class JsonlData(DataConfig):
             raise ValueError("data.path: expected a .jsonl file, got none")
 
     def load(self) -> PromptSet:
-        return PromptSet(
-            self.name, tuple(_file_prompt(record, self.raw) for record in read_records(self.path))
-        )
+        return PromptSet(self.name, tuple(_file_prompt(record, self.raw) for record in read_records(self.path)))
 
 
 @dataclass
@@ -227,8 +225,6 @@ def _file_prompt(record: Record, raw: bool) -> Prompt:
     if present == ["prompt"]:
         return Prompt(record.text("prompt"), raw=raw, answer=answer)
     if raw:
-        raise DataError(
-            f"{record.where}: 'turns' need the chat template; leave data.raw=false, or use key 'prompt'"
-        )
+        raise DataError(f"{record.where}: 'turns' need the chat template; leave data.raw=false, or use key 'prompt'")
     turns = record.texts("turns")
     return Prompt("\n\n".join(turns), turns=turns, answer=answer)

@@ -90,9 +90,7 @@ def _gsm8k_answer(record: Record) -> str:
     solution = record.text("answer")
     number = last_number(solution.rpartition("####")[2])
     if number is None:
-        raise DataError(
-            f"{record.where}: key 'answer': expected '#### number' at the end, got {solution[-40:]!r}"
-        )
+        raise DataError(f"{record.where}: key 'answer': expected '#### number' at the end, got {solution[-40:]!r}")
     return str(number)
 
 

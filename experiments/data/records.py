@@ -34,9 +34,7 @@ class Record:
         value = self.fields.get(key)
         strings = isinstance(value, list) and all(isinstance(item, str) and item.strip() for item in value)
         if not strings or not value:
-            raise DataError(
-                f"{self.where}: key '{key}': expected a list of non-empty strings, got {_shown(value)}"
-            )
+            raise DataError(f"{self.where}: key '{key}': expected a list of non-empty strings, got {_shown(value)}")
         return tuple(value)
 
 
@@ -59,9 +57,7 @@ def read_records(path: str | Path, key: str = "data.path") -> list[Record]:
         lines = [(f"{file}:{i}", line) for i, line in enumerate(text.splitlines(), start=1) if line.strip()]
         items = [(where, _parse(where, line)) for where, line in lines]
     if not items:
-        raise DataError(
-            f"{file}: the file holds no prompts; put one JSON object on each line, or set another {key}"
-        )
+        raise DataError(f"{file}: the file holds no prompts; put one JSON object on each line, or set another {key}")
     return [_record(where, item) for where, item in items]
 
 
@@ -73,9 +69,7 @@ def _read_text(file: Path, key: str) -> str:
         raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
         return raw.decode("utf-8-sig")
     except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"{file}: cannot be read as UTF-8 text: {error}; set {key} to a .jsonl file"
-        ) from error
+        raise DataError(f"{file}: cannot be read as UTF-8 text: {error}; set {key} to a .jsonl file") from error
 
 
 def _parse(where: str, text: str) -> Any:

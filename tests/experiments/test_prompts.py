@@ -211,9 +211,7 @@ def test_public_sets_in_their_published_fields(tmp_path: Path, name: str) -> Non
     prompt = loaded.prompts[0]
     assert prompt.answer == answer
     assert (loaded.score is not None) == (answer is not None)
-    shown = row.get("turns") or [
-        row.get("question") or row.get("problem") or row.get("text") or row["prompt"]
-    ]
+    shown = row.get("turns") or [row.get("question") or row.get("problem") or row.get("text") or row["prompt"]]
     assert len(prompt.turns or ()) == len(shown)
     for turn, part in zip(prompt.turns or (), shown, strict=True):
         assert part in turn
