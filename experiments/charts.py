@@ -106,19 +106,22 @@ def lines(
     everything = [point for _, points in series for point in points]
     if not everything:
         return ""
-    right, height = max(x for x, _ in everything), top or max(y for _, y in everything) or 1.0
+    right, height = max(x for x, _ in everything) or 1.0, top or max(y for _, y in everything) or 1.0
+    # Positions and batch sizes are whole numbers, so their marks are too.
+    stride = max(1, math.ceil(right / 8))
     span_x, span_y = PLOT_WIDTH - MARGIN_LEFT - 20, PLOT_HEIGHT - MARGIN_BOTTOM - 20
 
     def place(x: float, y: float) -> tuple[float, float]:
         return MARGIN_LEFT + x / right * span_x, 20 + (1 - y / height) * span_y
 
-    body = []
+    body, bottom = [], PLOT_HEIGHT - MARGIN_BOTTOM
+    for mark in range(0, math.floor(right) + 1, stride):
+        x, _ = place(mark, 0)
+        body.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{mark:,}</text>')
     for quarter in range(5):
-        x, y = place(right * quarter / 4, height * quarter / 4)
-        bottom = PLOT_HEIGHT - MARGIN_BOTTOM
+        _, y = place(0, height * quarter / 4)
         body.append(f'<line x1="{MARGIN_LEFT}" x2="{PLOT_WIDTH - 20}" y1="{y:.1f}" y2="{y:.1f}" stroke="#8884"/>')
         body.append(f'<text x="{MARGIN_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{height * quarter / 4:,.4g}</text>')
-        body.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{right * quarter / 4:,.3g}</text>')
     for index, (name, points) in enumerate(series):
         colour, spots = COLOURS[index % len(COLOURS)], [(*place(x, y), x, y) for x, y in sorted(points)]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _, _ in spots)
@@ -132,6 +135,12 @@ def lines(
     body.append(f'<text x="{middle}" y="{PLOT_HEIGHT - 8}" text-anchor="middle" class="soft">{escape(axes[0])}</text>')
     body.append(f'<text x="{MARGIN_LEFT}" y="12" class="soft">{escape(axes[1])}</text>')
     return _svg("".join(body), PLOT_HEIGHT, title, PLOT_WIDTH)
+
+
+def phase_legend() -> str:
+    """The key of `stacked`."""
+    marks = (f'<span><i style="background:{colour}"></i>{phase}</span>' for phase, colour in PHASE_COLOURS.items())
+    return f"<div class=key>{''.join(marks)}</div>"
 
 
 def legend(names: Sequence[str]) -> str:

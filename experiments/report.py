@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from experiments.charts import PHASE_COLOURS, bars, stacked
+from experiments.charts import bars, phase_legend, stacked
 from experiments.console import NOT_A_GPU, figure
 from experiments.page import configuration, note, page, provenance_table, section
 from experiments.summary import warnings
@@ -130,8 +130,7 @@ def _ledgers(summary: Mapping[str, Any]) -> str:
         (name, {phase: ms / max(1, method["num_steps"]) for phase, ms in method["ledger_ms"].items()})
         for name, method in methods
     ]
-    key = "".join(f'<span><i style="background:{colour}"></i>{phase}</span>' for phase, colour in PHASE_COLOURS.items())
-    return f"{stacked(rows, 'ms')}<div class=key>{key}</div>"
+    return stacked(rows, "ms") + phase_legend()
 
 
 def _request(request: Mapping[str, Any]) -> str:

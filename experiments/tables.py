@@ -10,6 +10,7 @@ from html import escape
 from typing import Any
 
 from rich.table import Table as RichTable
+from rich.text import Text
 
 from experiments.records import RunFolder, to_json
 
@@ -30,7 +31,8 @@ def console_table(title: str, columns: Sequence[Column], rows: Sequence[Row]) ->
     for column in columns:
         table.add_column(column.title, justify="right" if column.numeric else "left")
     for row in rows:
-        table.add_row(*(column.show(row) for column in columns))
+        # As text: a label may look like markup.
+        table.add_row(*(Text(column.show(row)) for column in columns))
     return table
 
 
@@ -54,9 +56,11 @@ def html_table(columns: Sequence[Column], rows: Sequence[Row]) -> str:
 def csv_text(rows: Sequence[Row]) -> str:
     """Every figure of every row, nested ones as `lossless/checked`; lists as JSON."""
     flat = [_flat(row) for row in rows]
-    names = list(dict.fromkeys(name for row in flat for name in row))
+    every = list(dict.fromkeys(name for row in flat for name in row))
+    # What is a mapping in one row and missing in another has columns of its own already.
+    names = [name for name in every if not any(other.startswith(f"{name}/") for other in every)]
     text = io.StringIO()
-    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(flat)
     return text.getvalue()

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from experiments import summary as figures
-from experiments.charts import COLOURS, legend, lines, stacked
+from experiments.charts import legend, lines, phase_legend, stacked
 from experiments.config import GenerateConfig, to_plain
 from experiments.console import NOT_A_GPU, figure, plain_console
 from experiments.decoding import AUTOREGRESSIVE, Decoded, baseline_config, decode
@@ -41,13 +41,13 @@ def run(config: GenerateConfig, composed: DictConfig) -> float:
     task = config.task
     methods = {label: method_config(f"task.methods.{label}", settings) for label, settings in task.methods.items()}
     check_drafters(config, methods.values())
+    with user_errors(ValueError, OSError):
+        sets = [load_prompt_set(data, task.limit) for data in task.data]
     setup = prepare(config)
     with recording(output_folder(Path(HydraConfig.get().runtime.output_dir))) as folder:
         folder.write(CONFIG, OmegaConf.to_yaml(composed, resolve=True))
         rows: list[Row] = []
-        for data in task.data:
-            with user_errors(ValueError, OSError):
-                prompts = load_prompt_set(data, task.limit)
+        for prompts in sets:
             rows += compare_on(config, setup.with_prompts(config, prompts), methods, console)
         conditions = run_conditions(config, setup.hardware)
         write_tables(folder, "compare", COLUMNS, rows, conditions)
@@ -155,9 +155,8 @@ def _acceptance_chart(rows: Sequence[Row]) -> str:
         for row in rows
         if row["acceptance_at"]
     ]
-    return lines(series, "acceptance by draft position", ("draft position", "acceptance"), top=1.0) + legend(
-        [name for name, _ in series][: len(COLOURS)]
-    )
+    chart = lines(series, "acceptance by draft position", ("draft position", "acceptance"), top=1.0)
+    return chart + legend([name for name, _ in series])
 
 
 def _ledgers(rows: Sequence[Row]) -> str:
@@ -165,4 +164,4 @@ def _ledgers(rows: Sequence[Row]) -> str:
         (row["method"], {phase: ms / max(1, row["num_steps"]) for phase, ms in row["ledger_ms"].items()})
         for row in rows
     ]
-    return stacked(shown, "ms")
+    return stacked(shown, "ms") + phase_legend()

@@ -6,14 +6,13 @@ invariance  the baseline itself: the same tokens whatever the batch size, and wh
 low         in bfloat16 rounding depends on the shape of a batch: requests that differ, the first position that does,
             and the gap between the two tokens' logits there; a fault would show as a large gap
 law         rules that draw their drafts promise the target's law, not its tokens: the first two tokens of many seeds
-            against the exact joint law (Pearson's chi-square)
+            against the exact joint law (Pearson's chi-square), hot enough that there is a choice
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,15 +21,16 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
+from algorithms.runtime.request import Request
 from experiments import summary as figures
 from experiments.config import GenerateConfig
 from experiments.console import figure, plain_console
 from experiments.decoding import Decoded, baseline_config, decode
 from experiments.errors import UserError
-from experiments.parallel import output_folder
+from experiments.parallel import load_shared, output_folder
 from experiments.provenance import run_conditions
 from experiments.records import CONFIG, SUMMARY, recording, to_json
-from experiments.setup import Setup, check_drafters, prepare
+from experiments.setup import Setup, check_combination, check_drafters, prepare, resolve_hardware
 from experiments.tables import Column, console_table, write_tables
 from experiments.tasks.schemas import method_config
 from experiments.tracking import track_rows
@@ -38,13 +38,15 @@ from experiments.tracking import track_rows
 if TYPE_CHECKING:
     import torch
 
-    from algorithms.runtime.request import Request
+    from algorithms.runtime.request import Completion
 
 Row = dict[str, Any]
 LAW_TOP_K = 8
 """The law is checked among this many tokens, so that its cells are few and well filled."""
 LAW_LEVEL = 1e-6
+LAW_CELLS, LAW_DRAWS_PER_CELL = 8, 5
 SEED_STEP = 7919
+MIXED = {"prefill": "torch", "decode": "fa4", "verify": "prefill"}
 
 
 def run(config: GenerateConfig, composed: DictConfig) -> float:
@@ -53,10 +55,14 @@ def run(config: GenerateConfig, composed: DictConfig) -> float:
     task = config.task
     methods = {label: method_config(f"task.methods.{label}", settings) for label, settings in task.methods.items()}
     check_drafters(config, methods.values())
+    sides = [replace(config, backend=backend_config(config, name)) for name in task.backends]
+    hardware = resolve_hardware(config.runtime)
+    for side in sides:
+        check_combination(side, hardware)
     setup = prepare(config)
     with recording(output_folder(Path(HydraConfig.get().runtime.output_dir))) as folder:
         folder.write(CONFIG, OmegaConf.to_yaml(composed, resolve=True))
-        rows = [row for backend in task.backends for row in check_backend(config, setup, backend, methods, console)]
+        rows = [row for side in sides for row in check_backend(side, setup, methods, console)]
         conditions = run_conditions(config, setup.hardware)
         write_tables(folder, "losslessness", COLUMNS, rows, conditions)
         summary = {"name": config.name, "task": "losslessness", "rows": rows, **conditions}
@@ -79,22 +85,22 @@ def found_failures(rows: Sequence[Row], dtype: str) -> list[str]:
         name = f"{row['method']} on {row['backend']}"
         if dtype == "float32" and row["identical"] < row["checked"]:
             failures.append(f"{name}: {row['checked'] - row['identical']} of {row['checked']} requests differ")
-        if row["law_p"] is not None and row["law_p"] < LAW_LEVEL:
-            failures.append(f"{name}: the drawn tokens do not follow the target's law (p = {row['law_p']:.2g})")
+        if row["law"] and row["law"]["p"] < LAW_LEVEL:
+            failures.append(f"{name}: the drawn tokens do not follow the target's law (p = {row['law']['p']:.2g})")
     return failures
 
 
-def check_backend(
-    config: GenerateConfig, setup: Setup, backend: str, methods: Mapping[str, Any], console: Console
-) -> list[Row]:
+def check_backend(config: GenerateConfig, setup: Setup, methods: Mapping[str, Any], console: Console) -> list[Row]:
     """One row a method, the baseline first."""
-    here = replace(config, backend=backend_config(config, backend))
-    checks = _Checks(here, setup, console)
+    checks = _Checks(config, setup, console)
     return [checks.baseline_row(), *(checks.method_row(label, algo) for label, algo in methods.items())]
 
 
 def backend_config(config: GenerateConfig, name: str) -> Any:
-    """The backend by its name; the run's own settings where it is the run's."""
+    """The backend by its name; the run's own settings where it is the run's.
+
+    Otherwise `hybrid` prefills and verifies with `torch` and decodes and drafts with `fa4`, so that it is a pair.
+    """
     from algorithms.runtime.backends import backends
 
     found = backends()
@@ -103,7 +109,7 @@ def backend_config(config: GenerateConfig, name: str) -> Any:
     if name == config.backend.name:
         return config.backend
     schema: Any = found[name]
-    return schema.Config()
+    return schema.Config(**(MIXED if name == "hybrid" else {}))
 
 
 class _Checks:
@@ -112,6 +118,8 @@ class _Checks:
     def __init__(self, config: GenerateConfig, setup: Setup, console: Console) -> None:
         self._config, self._setup, self._console, self._task = config, setup, console, config.task
         self._written: dict[tuple[int, int, int], Decoded] = {}
+        self._low: Setup | None = None
+        self._low_plain: Sequence[Completion] | None = None
 
     def baseline_row(self) -> Row:
         """Batch-size and batch-position invariance of autoregressive decoding."""
@@ -133,14 +141,13 @@ class _Checks:
         first: dict[str, Any] | None = None
         rule = "target_only"
         settings = [(page, batch) for page in self._task.page_sizes for batch in self._task.batches]
-        while turn < len(settings) or tokens < self._task.min_tokens:
+        # Greedy text never changes: where draws are not compared token for token, more turns would repeat the first.
+        while turn < len(settings) or (tokens < self._task.min_tokens and rule == "target_only"):
             page, batch = settings[turn % len(settings)]
             asked = self._requests(turn)
             ours = self._decode(algo, asked, page, batch)
-            rule, exact = (
-                ours.rule,
-                [i for i, r in enumerate(asked) if ours.rule == "target_only" or r.temperature == 0],
-            )
+            rule = ours.rule
+            exact = [i for i, r in enumerate(asked) if rule == "target_only" or r.temperature == 0]
             plain = self._plain(turn, page, batch).generation.completions
             pairs = [(ours.generation.completions[i], plain[i]) for i in exact]
             proof = figures.lossless([a for a, _ in pairs], [b for _, b in pairs])
@@ -166,15 +173,17 @@ class _Checks:
             "tokens": tokens,
             "first_difference": first,
             "low_precision": low,
-            "law_p": law,
+            "law": law,
         }
 
     def _requests(self, turn: int) -> list[Request]:
-        """Greedy and sampled requests in turn; later turns have other seeds and the other half sampled."""
+        """Greedy and sampled requests side by side, changing places from turn to turn; sampled ones with other seeds
+        each time. Behind the first turns over all sizes everything is sampled."""
+        settings = len(self._task.page_sizes) * len(self._task.batches)
         return [
             replace(
                 r,
-                temperature=self._task.temperature if (r.id + turn) % 2 else 0.0,
+                temperature=self._task.temperature if (r.id + turn) % 2 or turn >= settings else 0.0,
                 seed=r.seed + SEED_STEP * turn,
             )
             for r in self._setup.requests
@@ -199,16 +208,13 @@ class _Checks:
         of them did; None where this machine computes that precision wrongly or not at all."""
         if self._setup.hardware.label == "triton-interpreter":
             return None
-        import torch
-
-        from algorithms.runtime.models.loading import load_target
-
-        dtype = getattr(torch, self._task.low_precision)
-        low = replace(self._setup, target=load_target(self._setup.target.path, self._setup.hardware.device, dtype))
+        low = self._low_setup()
         asked = [replace(r, temperature=0.0) for r in self._setup.requests]
         page, batch = self._task.page_sizes[-1], self._task.batches[-1]
         ours = self._decode(algo, asked, page, batch, low).generation.completions
-        plain = self._decode(baseline_config(), asked, page, batch, low).generation.completions
+        if self._low_plain is None:
+            self._low_plain = self._decode(baseline_config(), asked, page, batch, low).generation.completions
+        plain = self._low_plain
         proof = figures.lossless(ours, plain)
         gap = None
         if proof["first_difference"]:
@@ -220,24 +226,42 @@ class _Checks:
             "gap": gap,
         }
 
-    def _law(self, algo: Any) -> float:
-        """p-value of the first two tokens of many seeds."""
-        request = min(self._setup.requests, key=lambda r: len(r.prompt_ids))
-        asked = [
-            replace(request, id=i, seed=i, max_new_tokens=2, temperature=self._task.temperature, top_k=LAW_TOP_K)
-            for i in range(self._task.law_draws)
-        ]
+    def _low_setup(self) -> Setup:
+        """The run's target in the low precision."""
+        if self._low is None:
+            setup = self._setup
+            hardware = replace(setup.hardware, dtype=self._task.low_precision)
+            target = load_shared(str(setup.target.path), hardware, self._config.runtime.tensor_parallel)
+            self._low = replace(setup, hardware=hardware, target=target)
+        return self._low
+
+    def _law(self, algo: Any) -> Row:
+        """First two tokens of many seeds, with no parameter but temperature and top-k."""
+        request, draws = min(self._setup.requests, key=lambda r: len(r.prompt_ids)), self._task.law_draws
+        temperature, law = warm_law(self._setup, request, self._task.temperature, draws)
+        bare = Request(
+            id=0,
+            prompt_ids=request.prompt_ids,
+            max_new_tokens=2,
+            temperature=temperature,
+            top_k=LAW_TOP_K,
+            eos_token_ids=request.eos_token_ids,
+        )
+        asked = [replace(bare, id=i, seed=i) for i in range(draws)]
         batch = max(self._task.batches + [32])
         drawn = self._decode(algo, asked, self._task.page_sizes[-1], batch).generation.completions
         counts = Counter(tuple(c.token_ids) for c in drawn)
-        law = two_token_law(self._setup, request, self._task.temperature)
         # A text may end with its first token.
-        stop = request.eos_token_ids | request.stop_token_ids
         ended: dict[tuple[int, ...], float] = {}
         for (a, b), p in law.items():
-            key = (a,) if a in stop else (a, b)
+            key = (a,) if bare.ends_at(a) else (a, b)
             ended[key] = ended.get(key, 0.0) + p
-        return chi_square_p(counts, ended)
+        return {
+            "p": chi_square_p(counts, ended),
+            "cells": filled_cells(ended.values(), draws),
+            "draws": draws,
+            "temperature": temperature,
+        }
 
 
 def logit_gap(setup: Setup, asked: Sequence[Request], plain: Sequence[Any], first: Mapping[str, Any]) -> float | None:
@@ -274,6 +298,24 @@ def two_token_law(setup: Setup, request: Request, temperature: float) -> dict[tu
     return {(a, b): p * q for a, p in following(prompt) for b, q in following([*prompt, a])}
 
 
+def filled_cells(chances: Iterable[float], draws: int) -> int:
+    """Outcomes that are expected often enough to be tested by themselves."""
+    return sum(p * draws >= LAW_DRAWS_PER_CELL for p in chances)
+
+
+def warm_law(
+    setup: Setup, request: Request, temperature: float, draws: int
+) -> tuple[float, dict[tuple[int, int], float]]:
+    """The law at `temperature`, doubled until some pairs are drawn now and then: a law of one outcome tests nothing."""
+    law = two_token_law(setup, request, temperature)
+    for _ in range(8):
+        if filled_cells(law.values(), draws) >= min(LAW_CELLS, draws // (4 * LAW_DRAWS_PER_CELL)):
+            break
+        temperature *= 2
+        law = two_token_law(setup, request, temperature)
+    return temperature, law
+
+
 def chi_square_p(counts: Mapping[tuple[int, ...], int], law: Mapping[tuple[int, ...], float]) -> float:
     """Pearson's test, cells that expect fewer than five draws pooled; 0 for a draw the law forbids."""
     import torch
@@ -282,7 +324,7 @@ def chi_square_p(counts: Mapping[tuple[int, ...], int], law: Mapping[tuple[int, 
         return 0.0
     draws = sum(counts.values())
     cells = [(p * draws, counts.get(pair, 0)) for pair, p in law.items()]
-    large, small = [c for c in cells if c[0] >= 5], [c for c in cells if c[0] < 5]
+    large, small = ([c for c in cells if (c[0] >= LAW_DRAWS_PER_CELL) == often] for often in (True, False))
     if small and sum(e for e, _ in small) >= 1:
         large.append((sum(e for e, _ in small), sum(o for _, o in small)))
     if len(large) < 2:
@@ -305,7 +347,7 @@ def _first_flip(row: Mapping[str, Any]) -> str:
 
 
 def _law(row: Mapping[str, Any]) -> str:
-    return "–" if row["law_p"] is None or math.isnan(row["law_p"]) else f"{row['law_p']:.2g}"
+    return f"{row['law']['p']:.2g} of {row['law']['cells']} cells" if row["law"] else "–"
 
 
 COLUMNS = (

@@ -66,7 +66,8 @@ class LosslessnessTask:
     """Draws of the first two tokens that are held against the target's law; 0 skips it."""
     temperature: float = 0.8
     min_tokens: int = 0
-    """Go on over the prompts, with other seeds and sampled, until so many tokens were compared for each row."""
+    """Go on over the prompts, sampled with other seeds each time, until so many tokens were compared for each method;
+    rules that draw their drafts are compared where they are greedy, once."""
 
     def __post_init__(self) -> None:
         check_methods("task.methods", self.methods)

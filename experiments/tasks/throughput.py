@@ -95,12 +95,17 @@ def level_row(setup: Setup, method: str, concurrency: int, generation: Any, aske
 
 
 def inter_token_ms(completions: Sequence[Completion]) -> list[float]:
-    """One figure a token behind the first step's: the time since the step before over the tokens of the step."""
+    """One figure a token behind the first step's: the time since the step before over the tokens the step gave.
+
+    Tokens past the end of a request are given to nobody.
+    """
     found: list[float] = []
     for completion in completions:
+        given = [accepted + 1 for accepted in completion.accepted_counts]
+        given[-1] -= completion.num_truncated
         times = completion.emitted_at_ms
-        for before, after, accepted in zip(times, times[1:], completion.accepted_counts[1:], strict=False):
-            found += [(after - before) / (accepted + 1)] * (accepted + 1)
+        for before, after, tokens in zip(times, times[1:], given[1:], strict=True):
+            found += [(after - before) / tokens] * tokens
     return found
 
 
