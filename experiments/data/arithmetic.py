@@ -19,6 +19,7 @@ HELDOUT_COUNT = 200
 HELDOUT_MODULUS = 50
 MAX_RESULT = 999
 
+# fmt: off
 NAMES = (
     "Ada", "Amir", "Bella", "Ben", "Carla", "Chen", "Dana", "Emil", "Eva", "Farid", "Grace", "Hugo",
     "Ines", "Ivan", "Jack", "Kira", "Leo", "Lina", "Maya", "Nils", "Nora", "Omar", "Paula", "Priya",
@@ -34,6 +35,7 @@ PLACES = (
     "bakery", "cafe", "farm", "garden", "hotel", "library", "market", "museum", "office", "school",
     "shop", "station",
 )
+# fmt: on
 
 OPERATORS: Mapping[str, Callable[[int, int], int]] = {
     "+": lambda a, b: a + b,
