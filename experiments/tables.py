@@ -69,10 +69,10 @@ def csv_text(rows: Sequence[Row]) -> str:
 def write_tables(
     folder: RunFolder, name: str, columns: Sequence[Column], rows: Sequence[Row], common: Mapping[str, Any]
 ) -> None:
-    """`name`.md, .csv and .jsonl; each line of the last carries what all rows have in common."""
+    """`name`.md, .csv and .jsonl; a line of the last also carries `common`, where its row has no such key."""
     folder.write(f"{name}.md", markdown(columns, rows))
     folder.write(f"{name}.csv", csv_text(rows))
-    folder.write(f"{name}.jsonl", "".join(to_json({**row, **common}, indent=None) + "\n" for row in rows))
+    folder.write(f"{name}.jsonl", "".join(to_json({**common, **row}, indent=None) + "\n" for row in rows))
 
 
 def _flat(row: Row, prefix: str = "") -> dict[str, Any]:

@@ -26,7 +26,7 @@ from experiments.provenance import run_conditions
 from experiments.records import CONFIG, REPORT, SUMMARY, recording, to_json
 from experiments.setup import Setup, check_drafters, load_prompt_set, prepare
 from experiments.tables import Column, console_table, html_table, write_tables
-from experiments.tasks.schemas import method_config
+from experiments.tasks.schemas import chosen_methods
 from experiments.tracking import track_rows
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def run(config: GenerateConfig, composed: DictConfig) -> float:
     """Decode everything, write the tables; returns the best method's pooled tokens per step."""
     console = plain_console()
     task = config.task
-    methods = {label: method_config(f"task.methods.{label}", settings) for label, settings in task.methods.items()}
+    methods = chosen_methods(task)
     check_drafters(config, methods.values())
     with user_errors(ValueError, OSError):
         sets = [load_prompt_set(data, task.limit) for data in task.data]

@@ -32,7 +32,7 @@ from experiments.provenance import run_conditions
 from experiments.records import CONFIG, SUMMARY, recording, to_json
 from experiments.setup import Setup, check_combination, check_drafters, prepare, resolve_hardware
 from experiments.tables import Column, console_table, write_tables
-from experiments.tasks.schemas import method_config
+from experiments.tasks.schemas import chosen_methods
 from experiments.tracking import track_rows
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def run(config: GenerateConfig, composed: DictConfig) -> float:
     """Check everything; returns the share of identical requests, and fails the job when it is below 1 in float32."""
     console = plain_console()
     task = config.task
-    methods = {label: method_config(f"task.methods.{label}", settings) for label, settings in task.methods.items()}
+    methods = chosen_methods(task)
     check_drafters(config, methods.values())
     sides = [replace(config, backend=backend_config(config, name)) for name in task.backends]
     hardware = resolve_hardware(config.runtime)

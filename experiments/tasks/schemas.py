@@ -24,12 +24,14 @@ class CompareTask:
     NAME: ClassVar[str] = "compare"
     name: str = "compare"
     methods: dict[str, Any] = field(default_factory=dict)
+    only: list[str] = field(default_factory=list)
+    """Labels of the methods to run; all of them where empty."""
     data: list[str] = field(default_factory=lambda: ["arithmetic", "code"])
     limit: int | None = None
     """Prompts of each set; null takes the set's own default."""
 
     def __post_init__(self) -> None:
-        check_methods("task.methods", self.methods)
+        chosen_methods(self)
         _expect_some("task.data", self.data)
         _expect_at_least("task.limit", [self.limit], 1)
 
@@ -57,6 +59,8 @@ class LosslessnessTask:
     NAME: ClassVar[str] = "losslessness"
     name: str = "losslessness"
     methods: dict[str, Any] = field(default_factory=dict)
+    only: list[str] = field(default_factory=list)
+    """Labels of the methods to run; all of them where empty."""
     backends: list[str] = field(default_factory=lambda: ["fa4", "torch"])
     page_sizes: list[int] = field(default_factory=lambda: [1, 16])
     batches: list[int] = field(default_factory=lambda: [1, 3])
@@ -70,7 +74,7 @@ class LosslessnessTask:
     rules that draw their drafts are compared where they are greedy, once."""
 
     def __post_init__(self) -> None:
-        check_methods("task.methods", self.methods)
+        chosen_methods(self)
         for name in ("backends", "page_sizes", "batches"):
             _expect_some(f"task.{name}", getattr(self, name))
         _expect_at_least("task.page_sizes", self.page_sizes, 1)
@@ -99,12 +103,16 @@ class GraphAblationTask:
             expect_choice("task.levels", level, GRAPH_LEVELS)
 
 
-def check_methods(key: str, methods: Mapping[str, Any]) -> None:
-    """Raise ValueError for a method that names no algorithm or a setting its algorithm does not have."""
-    if not methods:
-        raise ValueError(f"{key} is empty: give at least one, such as {key}.mine.name=dflash")
-    for label, settings in methods.items():
-        method_config(f"{key}.{label}", settings)
+def chosen_methods(task: CompareTask | LosslessnessTask) -> dict[str, Any]:
+    """Label to configuration of the methods a task runs. Raises ValueError for a label that is not there, and for a
+    method that names no algorithm or a setting its algorithm does not have."""
+    if not task.methods:
+        raise ValueError("task.methods is empty: give at least one, such as +task.methods.mine.name=dflash")
+    methods = {label: method_config(f"task.methods.{label}", settings) for label, settings in task.methods.items()}
+    strangers = [label for label in task.only if label not in methods]
+    if strangers:
+        raise ValueError(f"task.only must be among {', '.join(methods)}, got {strangers[0]!r}")
+    return {label: method for label, method in methods.items() if label in task.only or not task.only}
 
 
 def method_config(key: str, settings: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,8 +104,7 @@ def inter_token_ms(completions: Sequence[Completion]) -> list[float]:
     for completion in completions:
         given = [accepted + 1 for accepted in completion.accepted_counts]
         given[-1] -= completion.num_truncated
-        times = completion.emitted_at_ms
-        for before, after, tokens in zip(times, times[1:], given[1:], strict=True):
+        for (before, after), tokens in zip(pairwise(completion.emitted_at_ms), given[1:], strict=True):
             found += [(after - before) / tokens] * tokens
     return found
 

@@ -1,0 +1,390 @@
+"""Every task from its command line to its files, on small random models, and what each of them refuses.
+
+The reference implementation stands in for the kernels here, which have their own tests.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from functools import partial
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from algorithms.runtime.request import Completion
+from experiments import cli
+from experiments import summary as figures
+from experiments.tables import Column, console_table, csv_text, markdown
+from experiments.tasks import compare, graph_ablation, losslessness, run_task
+from experiments.tasks.schemas import CompareTask, GraphAblationTask, LosslessnessTask, ThroughputTask
+from experiments.tasks.throughput import inter_token_ms, repeated
+from tests.runtime.tiny_folders import small_config, small_dflash_config, write_dflash, write_target
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a call of the program ended, and the folder it left, if any."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    folder: Path | None
+
+    def read(self, name: str) -> str:
+        assert self.folder is not None, self.stderr
+        return (self.folder / name).read_text()
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return json.loads(self.read("summary.json"))["rows"]
+
+
+Run = Callable[..., Done]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    target = write_target(folder / "target")
+    write_dflash(folder / "dflash", small_dflash_config(target.config))
+    write_target(folder / "draft", small_config(num_layers=2), seed=2)
+    return folder
+
+
+def called(home: Path, models: Path, *arguments: str) -> Done:
+    """The program in this process, which spares its imports."""
+    fixed = [
+        "model=local",
+        f"model.path={models / 'target'}",
+        f"+model.drafts.dflash={models / 'dflash'}",
+        f"+model.drafts.standalone={models / 'draft'}",
+        "runtime.device=cpu",
+        "runtime.impl=reference",
+        "tracker=none",
+        "data.limit=2",
+        "sampling.max_new_tokens=6",
+        "name=test",
+    ]
+    before = set((home / "outputs/test").glob("*"))
+    code, out, err = 0, io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.chdir(home)
+        patch.delenv(cli.FULL_ERROR, raising=False)
+        patch.setattr(sys, "argv", ["run.py", *fixed, *arguments])
+        try:
+            cli.main(run_task)
+        except SystemExit as end:
+            code = int(end.code or 0)
+    found = set((home / "outputs/test").glob("*")) - before
+    return Done(code, out.getvalue(), err.getvalue(), found.pop() if found else None)
+
+
+@pytest.fixture
+def run(models: Path, tmp_path: Path) -> Run:
+    return partial(called, tmp_path, models)
+
+
+COMPARE = ("task=compare", "task.limit=2", "task.only=[standalone,ngram,dflash,dflash_tree]")
+
+
+@pytest.fixture(scope="module")
+def compared(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Done:
+    done = called(tmp_path_factory.mktemp("compared"), models, *COMPARE)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_compare_tells_the_same_everywhere(compared: Done) -> None:
+    assert compared.folder is not None
+    assert {p.name for p in compared.folder.iterdir()} == {
+        "config.yaml", "status.json", "summary.json", "report.html", "compare.md", "compare.csv", "compare.jsonl",
+    }  # fmt: skip
+    rows = compared.rows
+    methods = ["autoregressive", "standalone", "ngram", "dflash", "dflash_tree"]
+    assert [(row["data"], row["method"]) for row in rows] == [(d, m) for d in ("arithmetic", "code") for m in methods]
+    lines = [json.loads(line) for line in compared.read("compare.jsonl").splitlines()]
+    assert [{key: line[key] for key in row} for line, row in zip(lines, rows, strict=True)] == rows
+    assert {line["model"] for line in lines} == {"target"}
+    cells = list(csv.DictReader(compared.read("compare.csv").splitlines()))
+    assert [float(cell["tokens_per_step"]) for cell in cells] == [row["tokens_per_step"] for row in rows]
+    assert [cell["prediction/predicted"] == "" for cell in cells] == [row["prediction"] is None for row in rows]
+    assert "prediction" not in cells[0]
+    table = compared.read("compare.md").splitlines()
+    assert len(table) == 2 + len(rows) and len({line.count("|") for line in table}) == 1
+    for line, row in zip(table[2:], rows, strict=True):
+        assert line.startswith(f"| {row['data']} | {row['method']} |") and f" {row['tokens_per_step']:.2f} " in line
+
+
+def test_compare_is_lossless_and_its_figures_agree(compared: Done) -> None:
+    rows = compared.rows
+    for row in rows:
+        plain = next(r for r in rows if r["data"] == row["data"] and r["method"] == "autoregressive")
+        emitted = row["output_tokens"] + row["num_truncated"]
+        assert row["tokens_per_step"] == pytest.approx(emitted / row["row_steps"])
+        assert sum(row["num_accepted_histogram"]) == row["row_steps"]
+        assert (row["accuracy"] is None) == (row["data"] == "code")
+        if row is plain:
+            assert row["tokens_per_step"] == 1.0 and row["speedup"] is None and row["lossless"]["checked"] == 0
+            continue
+        assert row["lossless"] == {"checked": 2, "identical": 2, "first_difference": None}
+        assert row["output_tokens"] == plain["output_tokens"]
+        found = row["prediction"]
+        assert row["speedup"] == pytest.approx(row["decode_tokens_per_s"] / plain["decode_tokens_per_s"])
+        assert row["speedup"] == pytest.approx(found["predicted"] * found["occupancy"] * found["kept"])
+
+
+class Text(HTMLParser):
+    """What a reader sees, and every tag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.seen = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.seen += data
+
+
+def test_compare_report_shows_every_method_and_runs_nothing(compared: Done) -> None:
+    label = "a<script>alert(1)</script>[red]|&amp;"
+    rows = [row | {"method": label} if row["method"] == "ngram" else row for row in compared.rows]
+    conditions = json.loads(compared.read("summary.json"))
+    for page in (compared.read("report.html"), compare.render(label, rows, conditions, {"task": {label: 1}})):
+        text = Text()
+        text.feed(page)
+        assert "script" not in text.tags and text.tags.count("h2") == 7
+        for shown in ("autoregressive", "dflash_tree", "2/2", "Acceptance by draft position, code", "plain torch"):
+            assert shown in text.seen, shown
+        for phase in ("draft", "verify", "accept", "commit", "host"):
+            assert f"</i>{phase}</span>" in page
+        assert not re.search(r"https?://|src=|href=|@import|url\(", page)
+    assert text.seen.count(label) > 6
+    console = Console(file=io.StringIO(), width=200)
+    console.print(console_table("t", compare.COLUMNS, rows))
+    assert label in console.file.getvalue()  # type: ignore[attr-defined]
+    assert markdown(compare.COLUMNS, rows).count("[red]\\|") == 2
+
+
+def test_throughput_measures_both_sides_at_every_level(run: Run) -> None:
+    done = run("task=throughput", "algo=dflash", "task.concurrency=[1,3]", "task.requests=2")
+    assert done.returncode == 0, done.stderr
+    rows = done.rows
+    assert [(row["concurrency"], row["method"]) for row in rows] == [
+        (level, method) for level in (1, 3) for method in ("autoregressive", "dflash")
+    ]
+    assert [row["num_requests"] for row in rows] == [2, 2, 6, 6]
+    for plain, ours in (rows[:2], rows[2:]):
+        assert plain["speedup"] == 1.0 and plain["tokens_per_step"] == 1.0
+        assert ours["speedup"] == pytest.approx(ours["tokens_per_s"] / plain["tokens_per_s"])
+        assert ours["accuracy"] == plain["accuracy"] is not None
+    for row in rows:
+        for name in ("ttft_ms", "inter_token_ms"):
+            assert 0 < row[name]["p50"] <= row[name]["p90"]
+        assert row["tokens_per_s"] < row["decode_tokens_per_s"]
+    page = done.read("report.html")
+    assert page.count("<polyline") == 2 and page.count("<circle") == 4 and "requests at a time" in page
+    assert len(done.read("throughput.md").splitlines()) == 6
+    assert len(done.read("throughput.jsonl").splitlines()) == 4
+
+
+def test_throughput_of_the_baseline_alone(run: Run) -> None:
+    done = run("task=throughput", "algo=autoregressive", "task.concurrency=[2]", "task.requests=1")
+    assert done.returncode == 0, done.stderr
+    assert [row["method"] for row in done.rows] == ["autoregressive"]
+
+
+def test_latency_between_tokens_is_shared_by_the_tokens_of_a_step() -> None:
+    times, counts = [5.0, 9.0, 15.0], [3, 1, 2]
+    completion = Completion(0, accepted_counts=counts, emitted_at_ms=times, num_truncated=1)
+    assert inter_token_ms([completion]) == [2.0, 2.0, 3.0, 3.0]
+
+
+def test_repeated_requests_have_seeds_of_their_own() -> None:
+    from tests.algorithms.toy import requests
+
+    many = repeated(requests(3), 8)
+    assert [r.id for r in many] == list(range(8))
+    assert len({(r.prompt_ids, r.seed) for r in many}) == len({r.seed for r in many}) == 8
+    assert [r.prompt_ids for r in many[3:6]] == [r.prompt_ids for r in many[:3]]
+
+
+LOSSLESS = (
+    "task=losslessness",
+    "task.only=[standalone,standalone_rejection,ngram]",
+    "task.backends=[fa4,hybrid]",
+    "task.page_sizes=[4]",
+    "task.batches=[1,2]",
+    "task.law_draws=200",
+)
+
+
+@pytest.fixture
+def short(tmp_path: Path) -> list[str]:
+    """Two prompts of a few bytes."""
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "one"}\n{"prompt": "and two"}\n')
+    return ["data=jsonl", f"data.path={tmp_path / 'prompts.jsonl'}"]
+
+
+def test_losslessness_checks_every_pair(run: Run, short: list[str]) -> None:
+    done = run(*LOSSLESS, *short, "task.min_tokens=30", "sampling.top_k=3", "sampling.repetition_penalty=1.2")
+    assert done.returncode == 0, done.stderr
+    rows = done.rows
+    methods = ["autoregressive", "standalone", "standalone_rejection", "ngram"]
+    assert [(row["backend"], row["method"]) for row in rows] == [(b, m) for b in ("fa4", "hybrid") for m in methods]
+    for row in rows:
+        assert row["identical"] == row["checked"] > 0 and row["first_difference"] is None
+        assert row["tokens"] >= 30 or row["rule"] != "target_only" or row["method"] == "autoregressive"
+        assert (row["law"] is not None) == (row["rule"] == "rejection")
+        if row["law"]:
+            assert row["law"]["p"] > 1e-6 and row["law"]["cells"] >= 3
+        assert (row["low_precision"] is None) == (row["method"] == "autoregressive")
+        if row["low_precision"] and row["low_precision"]["first"]:
+            assert row["low_precision"]["gap"] is None or row["low_precision"]["gap"] < 2
+    assert len(done.read("losslessness.md").splitlines()) == 2 + len(rows)
+    lines = [json.loads(line) for line in done.read("losslessness.jsonl").splitlines()]
+    assert [line["backend"] for line in lines] == [row["backend"] for row in rows]
+
+
+def test_a_request_that_differs_fails_the_job(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = losslessness.decode
+
+    def spoiled(config: Any, setup: Any, algo: Any, *rest: Any) -> Any:
+        decoded = decode(config, setup, algo, *rest)
+        if algo.name == "ngram":
+            decoded.generation.completions[1].token_ids[2] += 1
+        return decoded
+
+    monkeypatch.setattr(losslessness, "decode", spoiled)
+    done = run(*LOSSLESS, "task.only=[ngram]", "task.backends=[torch]", "task.batches=[2]", "task.low_precision=null")
+    assert done.returncode == 2
+    assert "not lossless" in done.stderr and "ngram on torch: 1 of 2 requests differ" in done.stderr
+    (row,) = [row for row in done.rows if row["method"] == "ngram"]
+    assert (row["identical"], row["checked"]) == (1, 2)
+    assert (row["first_difference"]["request"], row["first_difference"]["position"]) == (1, 2)
+
+
+def test_a_drawn_law_that_is_wrong_fails_the_job() -> None:
+    row = {"method": "m", "backend": "b", "identical": 1, "checked": 2, "law": {"p": 1e-9}}
+    assert len(losslessness.found_failures([row], "float32")) == 2
+    assert losslessness.found_failures([row], "bfloat16") == [
+        "m on b: the drawn tokens do not follow the target's law (p = 1e-09)"
+    ]
+    assert losslessness.found_failures([row | {"identical": 2, "law": {"p": 1e-5}}], "float32") == []
+
+
+def test_chi_square_sees_what_does_not_fit() -> None:
+    law = {(0, 0): 0.5, (0, 1): 0.3, (1, 0): 0.2}
+    assert losslessness.chi_square_p({(0, 0): 50, (0, 1): 30, (1, 0): 20}, law) == pytest.approx(1.0)
+    assert losslessness.chi_square_p({(0, 0): 20, (0, 1): 30, (1, 0): 50}, law) < 1e-12
+    assert losslessness.chi_square_p({(0, 0): 99, (7, 7): 1}, law) == 0.0
+    # Against SciPy: statistic 25/50 + 16/30 + 1/20 with two degrees of freedom.
+    assert losslessness.chi_square_p({(0, 0): 55, (0, 1): 26, (1, 0): 19}, law) == pytest.approx(0.58175, abs=1e-4)
+
+
+def test_graph_ablation_says_what_it_could_not_measure(run: Run) -> None:
+    done = run("task=graph_ablation", "algo=dflash")
+    assert done.returncode == 0, done.stderr
+    rows = done.rows
+    assert [row["level"] for row in rows] == ["none", "draft", "verify", "step"]
+    assert rows[0]["note"] == "same tokens" and rows[0]["decode_tokens_per_s"] > 0
+    assert rows[0]["launch_ms_per_step"] > 0 and rows[0]["device_ms_per_step"] > 0
+    assert {row["note"] for row in rows[1:]} == {"needs a CUDA device"}
+    assert "needs a CUDA device" in done.read("graph_ablation.md")
+
+
+def test_graph_ablation_tells_an_algorithm_with_a_level_of_its_own() -> None:
+    class Config:
+        class algo:
+            name = "naive_eagle"
+
+    note = graph_ablation._note
+    assert note(Config, "none", "step", 0) == "algo=naive_eagle ran with graph=step"  # type: ignore[arg-type]
+    assert note(Config, "step", "step", 0) == "same tokens"  # type: ignore[arg-type]
+    assert note(Config, "step", "step", 3) == "3 requests differ"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["task=compare", "+task.methods.dflash.blok_size=4"], ["task.methods.dflash", "'blok_size'", "block_size"]),
+        (["task=compare", "task.methods.dflash.name=dflsh"], ["task.methods.dflash.name", "autoregressive", "ngram"]),
+        (["task=compare", "+task.methods.dflash.block_size=0"], ["task.methods.dflash", "algo.block_size", "got 0"]),
+        (["task=compare", "+task.methods.mine.steps=4"], ["task.methods.mine", "name=ALGORITHM"]),
+        (["task=compare", "task.only=[dflash,egle]"], ["task.only", "eagle_chain", "'egle'"]),
+        (["task=compare", "task.data=[]"], ["task.data must not be empty"]),
+        (["task=compare", "task.data=[code,cod]", "task.only=[ngram]"], ["task.data", "arithmetic", "'cod'"]),
+        (["task=compare", "task.limit=0"], ["task.limit must be at least 1, got 0"]),
+        (["task=compare"], ["algo=eagle needs a drafter", "model.drafts.eagle"]),
+        (["task=throughput", "task.concurrency=[]"], ["task.concurrency must not be empty"]),
+        (["task=throughput", "task.concurrency=[2,0]"], ["task.concurrency must be at least 1, got 0"]),
+        (["task=throughput", "task.request=3"], ["task.request", "task.requests"]),
+        ([*LOSSLESS, "task.backends=[fa5]"], ["task.backends", "fa4", "torch", "'fa5'"]),
+        ([*LOSSLESS, "task.page_sizes=[0]"], ["task.page_sizes must be at least 1, got 0"]),
+        ([*LOSSLESS, "task.low_precision=int8"], ["task.low_precision", "bfloat16", "'int8'"]),
+        ([*LOSSLESS, "task.temperature=0"], ["task.temperature must be above 0"]),
+        (["task=graph_ablation", "task.levels=[none,all]"], ["task.levels", "none, draft, verify, step", "'all'"]),
+        (["task=graph_ablation", "task.levels=[]"], ["task.levels must not be empty"]),
+    ],
+)
+def test_refusals_name_what_there_is(run: Run, arguments: list[str], expected: list[str]) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr
+    for text in expected:
+        assert text in done.stderr, done.stderr
+    assert done.folder is None
+
+
+def test_defaults_of_the_tasks_without_methods_are_sound() -> None:
+    assert ThroughputTask().concurrency == [1, 2, 4, 8, 16, 32]
+    assert GraphAblationTask().levels == ["none", "draft", "verify", "step"]
+    for task in (CompareTask, LosslessnessTask):
+        with pytest.raises(ValueError, match="task.methods is empty"):
+            task()
+
+
+def a_row(**changes: Any) -> dict[str, Any]:
+    proof = {"checked": 2, "identical": 2, "first_difference": None}
+    return {"data": "d", "method": "m", "graph": "none", "acceptance_at": [0.5], "lossless": proof, **changes}
+
+
+def test_warnings_of_a_comparison() -> None:
+    exact = {"dtype": "float32"}
+    assert compare.row_warnings([a_row(), a_row(acceptance_at=[0.05])], exact) == []
+    (low,) = compare.row_warnings([a_row(acceptance_at=[0.049])], exact)
+    assert low.startswith("d, m: only 4.9% of first drafts were accepted")
+    (unfair,) = compare.row_warnings([a_row(), a_row(graph="step")], exact)
+    assert unfair == "methods differ in runtime.graph (none, step): set it for all of them"
+    (differs,) = compare.row_warnings([a_row(lossless={"checked": 2, "identical": 1})], exact)
+    assert "1 of 2 requests differ" in differs
+
+
+def test_a_drafter_that_is_never_right_is_warned_about(compared: Done) -> None:
+    for row in compared.rows:
+        rate = row["acceptance_at"][0] if row["acceptance_at"] else None
+        warned = f"{row['data']}, {row['method']}: only" in compared.stdout.replace("\n", " ")
+        assert warned == (rate is not None and rate < figures.LOW_ACCEPTANCE)
+    assert any(row["acceptance_at"] and (row["acceptance_at"][0] or 0) < 0.05 for row in compared.rows)
+
+
+def test_tables_keep_cells_apart() -> None:
+    columns = (Column("a|b", lambda row: row["a"], numeric=False), Column("n", lambda row: str(row["n"])))
+    rows = [{"a": "x|y", "n": 1, "deep": {"er": 2, "list": [1, None]}}, {"a": 'q"\n', "n": 2, "deep": None}]
+    assert markdown(columns, rows).splitlines()[:3] == ["| a\\|b | n |", "| --- | ---: |", "| x\\|y | 1 |"]
+    read = list(csv.DictReader(csv_text(rows).splitlines(keepends=True)))
+    assert read[0] == {"a": "x|y", "n": "1", "deep/er": "2", "deep/list": "[1, null]"}
+    assert read[1] == {"a": 'q"\n', "n": "2", "deep/er": "", "deep/list": ""}
+    assert console_table("t", columns, rows).row_count == 2
