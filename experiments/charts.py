@@ -12,7 +12,7 @@ PHASE_COLOURS = {
     "accept": "#a445c9",
     "commit": "#1c8a4f",
     "host": "#d99a1c",
-    "graph": "#3557d6",
+    "graph": "#5b6475",
 }
 WIDTH, ROW, LABEL, VALUE = 480, 22, 34, 84
 
@@ -106,7 +106,7 @@ def lines(
     everything = [point for _, points in series for point in points]
     if not everything:
         return ""
-    right, height = max(x for x, _ in everything) or 1.0, top or max(y for _, y in everything) or 1.0
+    right, height = max(x for x, _ in everything) or 1.0, top or _round_up(max(y for _, y in everything))
     # Positions and batch sizes are whole numbers, so their marks are too.
     stride = max(1, math.ceil(right / 8))
     span_x, span_y = PLOT_WIDTH - MARGIN_LEFT - 20, PLOT_HEIGHT - MARGIN_BOTTOM - 20
@@ -137,9 +137,22 @@ def lines(
     return _svg("".join(body), PLOT_HEIGHT, title, PLOT_WIDTH)
 
 
-def phase_legend() -> str:
-    """The key of `stacked`."""
-    marks = (f'<span><i style="background:{colour}"></i>{phase}</span>' for phase, colour in PHASE_COLOURS.items())
+def _round_up(value: float) -> float:
+    """The next number whose quarters are easily read."""
+    if value <= 0:
+        return 1.0
+    power = 10.0 ** math.floor(math.log10(value))
+    return next(step * power for step in (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8, 10) if step * power >= value * (1 - 1e-9))
+
+
+def phase_legend(rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
+    """The key of `stacked`: the phases that its rows have."""
+    shown = {phase for _, parts in rows for phase in parts}
+    marks = (
+        f'<span><i style="background:{colour}"></i>{phase}</span>'
+        for phase, colour in PHASE_COLOURS.items()
+        if phase in shown
+    )
     return f"<div class=key>{''.join(marks)}</div>"
 
 

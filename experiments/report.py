@@ -130,7 +130,7 @@ def _ledgers(summary: Mapping[str, Any]) -> str:
         (name, {phase: ms / max(1, method["num_steps"]) for phase, ms in method["ledger_ms"].items()})
         for name, method in methods
     ]
-    return stacked(rows, "ms") + phase_legend()
+    return stacked(rows, "ms") + phase_legend(rows)
 
 
 def _request(request: Mapping[str, Any]) -> str:

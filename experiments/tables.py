@@ -29,7 +29,9 @@ class Column:
 def console_table(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> RichTable:
     table = RichTable(title=title)
     for column in columns:
-        table.add_column(column.title, justify="right" if column.numeric else "left")
+        table.add_column(
+            column.title, justify="right" if column.numeric else "left", overflow="fold", no_wrap=not column.numeric
+        )
     for row in rows:
         # As text: a label may look like markup.
         table.add_row(*(Text(column.show(row)) for column in columns))
@@ -46,9 +48,12 @@ def markdown(columns: Sequence[Column], rows: Sequence[Row]) -> str:
 
 
 def html_table(columns: Sequence[Column], rows: Sequence[Row]) -> str:
-    head = "".join(f"<th>{escape(column.title)}</th>" for column in columns)
+    def cell(tag: str, column: Column, text: str) -> str:
+        return f"<{tag}{'' if column.numeric else ' class=text'}>{escape(text)}</{tag}>"
+
+    head = "".join(cell("th", column, column.title) for column in columns)
     body = "".join(
-        "<tr>" + "".join(f"<td>{escape(column.show(row))}</td>" for column in columns) + "</tr>" for row in rows
+        "<tr>" + "".join(cell("td", column, column.show(row)) for column in columns) + "</tr>" for row in rows
     )
     return f"<div class=scroll><table><tr>{head}</tr>{body}</table></div>"
 

@@ -96,7 +96,7 @@ def method_row(
 
 
 def _acceptance(row: Mapping[str, Any]) -> str:
-    return " ".join("–" if rate is None else f"{rate:.0%}" for rate in row["acceptance_at"][:6]) or "–"
+    return " ".join("–" if rate is None else f"{100 * rate:.0f}" for rate in row["acceptance_at"][:6]) or "–"
 
 
 def _lossless(row: Mapping[str, Any]) -> str:
@@ -116,7 +116,7 @@ COLUMNS = (
     Column("speedup", lambda row: figure(row["speedup"], 2, "×")),
     Column("predicted", _predicted),
     Column("tokens/step", lambda row: figure(row["tokens_per_step"], 2)),
-    Column("acceptance@1…6", _acceptance),
+    Column("acceptance@1…6 %", _acceptance),
     Column("ms/step", lambda row: figure(row["step_ms"]["median"], 2)),
     Column("lossless", _lossless),
     Column("accuracy", lambda row: "–" if row["accuracy"] is None else f"{row['accuracy']:.0%}"),
@@ -164,4 +164,4 @@ def _ledgers(rows: Sequence[Row]) -> str:
         (row["method"], {phase: ms / max(1, row["num_steps"]) for phase, ms in row["ledger_ms"].items()})
         for row in rows
     ]
-    return stacked(shown, "ms") + phase_legend()
+    return stacked(shown, "ms") + phase_legend(shown)

@@ -24,6 +24,7 @@ from rich.console import Console
 from algorithms.runtime.request import Completion
 from experiments import cli
 from experiments import summary as figures
+from experiments.charts import lines
 from experiments.tables import Column, console_table, csv_text, markdown
 from experiments.tasks import compare, graph_ablation, losslessness, run_task
 from experiments.tasks.schemas import CompareTask, GraphAblationTask, LosslessnessTask, ThroughputTask
@@ -378,6 +379,15 @@ def test_a_drafter_that_is_never_right_is_warned_about(compared: Done) -> None:
         warned = f"{row['data']}, {row['method']}: only" in compared.stdout.replace("\n", " ")
         assert warned == (rate is not None and rate < figures.LOW_ACCEPTANCE)
     assert any(row["acceptance_at"] and (row["acceptance_at"][0] or 0) < 0.05 for row in compared.rows)
+
+
+def test_axes_end_at_readable_numbers() -> None:
+    for value, end in ((522.5, "600"), (1.0, "1"), (0.037, "0.04"), (81.0, "100")):
+        svg = lines([("a", [(1.0, value), (15.0, value / 2)])], "t", ("x", "y"))
+        marks = re.findall(r'text-anchor="end">([\d.,]+)<', svg)
+        assert marks[-1] == end and len(marks) == 5
+        assert re.findall(r'text-anchor="middle">(\d+)<', svg) == ["0", "2", "4", "6", "8", "10", "12", "14"]
+    assert lines([], "t", ("x", "y")) == ""
 
 
 def test_tables_keep_cells_apart() -> None:
