@@ -15,18 +15,22 @@ import triton.language as tl
 from specdec_kernels.sampling.reference import MIN_TEMPERATURE
 
 _MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
-_FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
+FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 LOG2E = tl.constexpr(1.4426950408889634)
 _LOWEST_KEY = tl.constexpr(-(1 << 31))  # below the key of every float
+
+
+@triton.jit
+def usable(value):
+    """NaN as -inf and +inf as the largest float32."""
+    return tl.minimum(tl.where(value == value, value, float("-inf")), FLOAT32_MAX)
 
 
 @triton.jit
 def load_values(values_ptr, row, column, row_stride, live):
     """Entries as float32 with NaN as -inf and +inf as the largest float32; -inf where not `live`."""
     offset = row.to(tl.int64) * row_stride + column
-    value = tl.load(values_ptr + offset, mask=live, other=float("-inf")).to(tl.float32)
-    value = tl.where(value == value, value, float("-inf"))
-    return tl.minimum(value, _FLOAT32_MAX)
+    return usable(tl.load(values_ptr + offset, mask=live, other=float("-inf")).to(tl.float32))
 
 
 @triton.jit
@@ -69,6 +73,39 @@ def key_value(key, SHIFT: tl.constexpr):
     """The float32 that `sort_key` maps to `key` (an int32)."""
     wide = (key << SHIFT) | tl.where(key < 0, (1 << SHIFT) - 1, 0)
     return (wide ^ ((wide >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def next_below(value):
+    """The greatest float32 below `value`; zeros of both signs are one value."""
+    key = sort_key(value, 0) - 1
+    return key_value(tl.where(key == -1, -2, key), 0)
+
+
+@triton.jit
+def count_and_share(top_k_ptr, top_p_ptr, request, live, VOCAB: tl.constexpr):
+    """The k (0 is off) and the p (1 is off) of each request."""
+    wanted = tl.zeros_like(request)
+    share = tl.full(request.shape, 1.0, tl.float32)
+    if top_k_ptr is not None:
+        wanted = tl.load(top_k_ptr + request, mask=live, other=0)
+        wanted = tl.where((wanted > 0) & (wanted < VOCAB), wanted, 0)
+    if top_p_ptr is not None:
+        share = tl.load(top_p_ptr + request, mask=live, other=1.0)
+        share = tl.where(share < 1, share, 1.0)
+    return wanted, share
+
+
+@triton.jit
+def row_uniform(seeds_ptr, positions_ptr, uniforms_ptr, row, request, in_row, STREAM: tl.constexpr):
+    """The row's uniform: injected where given, else from the generator."""
+    if uniforms_ptr is not None:
+        uniform = tl.load(uniforms_ptr + row, mask=in_row, other=0.0)
+    else:
+        seed = tl.load(seeds_ptr + request, mask=in_row, other=0)
+        position = tl.load(positions_ptr + row, mask=in_row, other=0)
+        uniform = philox_uniform(seed, position, STREAM)
+    return uniform
 
 
 @triton.jit
@@ -198,24 +235,16 @@ def streamed_kth_key(
 
 @triton.jit
 def streamed_mass_key(
-    values_ptr, row, row_stride, goal, low, high, guess, top, scale,
+    values_ptr, row, row_stride, goal, low, high, top, scale,
     VOCAB: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """`mass_key` over the whole row, which looks first at `guess`, then ever further away from it until the key is
-    enclosed, and halves from there on."""
-    stride = tl.full(low.shape, 1 << (16 - SHIFT), tl.int64)  # a step between neighbouring bfloat16
-    was_below, was_above = low > high, low > high
+    """`mass_key` over the whole row."""
     while tl.max(high - low, 0) > 1:
         open_ = high - low > 1
-        middle = tl.minimum(tl.maximum(guess, low + 1), high - 1)
+        middle = (low + high) >> 1
         above = streamed_mass(
             values_ptr, row, open_, row_stride, middle.to(tl.int32), top, scale, VOCAB, SHIFT, PROBS, BLOCK_V
         )  # fmt: skip
-        below = above < goal
-        was_below, was_above = was_below | (open_ & below), was_above | (open_ & (above >= goal))
-        high = tl.where(open_ & below, middle, high)
+        high = tl.where(open_ & (above < goal), middle, high)
         low = tl.where(open_ & (above >= goal), middle, low)
-        away = tl.where(below, middle - stride, middle + stride)
-        guess = tl.where(was_below & was_above, (low + high) >> 1, away)
-        stride = stride * 2
     return high

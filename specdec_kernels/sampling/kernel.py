@@ -21,6 +21,7 @@ import triton.language as tl
 
 from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.sampling import device as d
+from specdec_kernels.sampling import nucleus
 from specdec_kernels.sampling.types import TARGET_STREAM, Filters, Picked
 
 
@@ -34,15 +35,18 @@ class SamplingConfig:
     max_rows: int  # rows of one program of the second kernel
     stats_warps: int
     select_warps: int
-    stream: int  # tokens of one step over a row in memory
+    chunk: int  # tokens of one program of the kernels over open rows
+    keep: int  # values of a chunk that may be left open
 
 
-_GPU = SamplingConfig(width=64, slots=128, strips=128, max_rows=1, stats_warps=8, select_warps=16, stream=8192)
+_GPU = SamplingConfig(
+    width=64, slots=128, strips=128, max_rows=1, stats_warps=8, select_warps=16, chunk=8192, keep=256
+)  # fmt: skip
 # Sixteen wavefronts of 64 lanes would leave 128 registers a lane, which spills.
 _AMD = replace(_GPU, select_warps=8)
 # The interpreter pays by the program, not by the lane; few slots, so that its cases reach the path over memory.
 _INTERPRETER = SamplingConfig(
-    width=64, slots=8, strips=1 << 14, max_rows=1 << 15, stats_warps=1, select_warps=1, stream=2048
+    width=64, slots=8, strips=1 << 14, max_rows=1 << 15, stats_warps=1, select_warps=1, chunk=1024, keep=64
 )
 _CONFIGS = {"sm80": _GPU, "sm90": _GPU, "sm100": _GPU, "gfx942": _AMD, "interpreter": _INTERPRETER}
 # A scan shorter than the eight 16-bit logits of one vector load does not compile on Triton 3.6.
@@ -63,12 +67,23 @@ class Selected(NamedTuple):
     law: torch.Tensor | None  # [4, R] float32
 
 
-@triton.jit(do_not_specialize=["strips"])
+@triton.jit
+def _masses(value, top, scale, twice, PROBS: tl.constexpr, TWO: tl.constexpr):
+    """Sums of a group's weights at its temperature and, where `TWO` and `twice` ask for it, at temperature 1."""
+    mass = tl.sum(d.weigh(value, top[:, None], scale[:, None], PROBS), 1)
+    plain = mass
+    if TWO:
+        if twice:
+            plain = tl.sum(d.weigh(value, top[:, None], d.LOG2E, PROBS), 1)
+    return mass, plain
+
+
+@triton.jit(do_not_specialize=["rows"])
 def _stats_kernel(
     values_ptr,  # [R, VOCAB], row stride row_stride
     temperature_ptr,  # [R / PER_REQUEST] float32, or None without SAMPLE
-    stats_ptr,  # [2 or 3, R, GROUPS] float32: maximum, sum at T, sum at 1 (only with SAMPLE and NORMALISE)
-    strips,  # R * GROUPS
+    stats_ptr,  # [1 to 3, R, GROUPS] float32: maximum, sum at T (with SAMPLE), sum at 1 (with NORMALISE)
+    rows,
     row_stride,
     PER_REQUEST: tl.constexpr,
     VOCAB: tl.constexpr,
@@ -76,50 +91,50 @@ def _stats_kernel(
     SAMPLE: tl.constexpr,
     NORMALISE: tl.constexpr,
     PROBS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     BLOCK_S: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    strip = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
-    row = strip // GROUPS
-    column = (strip - row * GROUPS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    in_strips = strip < strips
-    value = d.load_values(values_ptr, row[:, None], column, row_stride, in_strips[:, None] & (column < VOCAB))
-    top = tl.max(value, 1)
-    place = strip.to(tl.int64)
-    tl.store(stats_ptr + place, top, mask=in_strips)
-    if SAMPLE:
-        warmth = tl.load(temperature_ptr + row // PER_REQUEST, mask=in_strips, other=1.0)
-        mass = tl.sum(d.weigh(value, top[:, None], d.exponent_scale(warmth)[:, None], PROBS), 1)
-        tl.store(stats_ptr + strips + place, mass, mask=in_strips)
-        if NORMALISE:
-            if tl.max(tl.where((warmth > 0) & (warmth != 1), 1, 0), 0) > 0:
-                mass = tl.sum(d.weigh(value, top[:, None], d.LOG2E, PROBS), 1)
-            tl.store(stats_ptr + strips.to(tl.int64) * 2 + place, mass, mask=in_strips)
-    elif NORMALISE:
-        mass = tl.sum(d.weigh(value, top[:, None], d.LOG2E, PROBS), 1)
-        tl.store(stats_ptr + strips + place, mass, mask=in_strips)
+    pair = tl.arange(0, BLOCK_R * BLOCK_S)
+    row = tl.program_id(0) * BLOCK_R + (pair * 0 if BLOCK_R == 1 else pair // BLOCK_S)
+    group = tl.program_id(1) * BLOCK_S + pair % BLOCK_S
+    live = (row < rows) & (group < GROUPS)
+    column = group[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    offset = row.to(tl.int64)[:, None] * row_stride + column
+    value = tl.load(values_ptr + offset, mask=live[:, None] & (column < VOCAB), other=float("-inf")).to(tl.float32)
+    place = row.to(tl.int64) * GROUPS + group
+    plane = rows.to(tl.int64) * GROUPS
+    if SAMPLE or NORMALISE:
+        warmth = tl.full(row.shape, 1.0, tl.float32)
+        if SAMPLE:
+            warmth = tl.load(temperature_ptr + row // PER_REQUEST, mask=live, other=1.0)
+        scale = d.exponent_scale(warmth)
+        twice = tl.max(tl.where((warmth > 0) & (warmth != 1), 1, 0), 0) > 0
+        top = tl.max(value, 1)
+        mass, plain = _masses(value, top, scale, twice, PROBS, SAMPLE and NORMALISE)
+        # A NaN or an infinity makes its group's sum or maximum none; to look at every entry would cost a tenth of all.
+        if tl.max(tl.where((mass < float("inf")) & (top == top), 0, 1), 0) > 0:
+            value = d.load_values(values_ptr, row[:, None], column, row_stride, live[:, None] & (column < VOCAB))
+            top = tl.max(value, 1)
+            mass, plain = _masses(value, top, scale, twice, PROBS, SAMPLE and NORMALISE)
+        tl.store(stats_ptr + plane + place, mass, mask=live)
+        if SAMPLE and NORMALISE:
+            tl.store(stats_ptr + 2 * plane + place, plain, mask=live)
+    else:
+        top = tl.max(d.usable(value), 1)
+    tl.store(stats_ptr + place, top, mask=live)
 
 
 @triton.jit
-def _limits(
-    top_k_ptr, top_p_ptr, min_p_ptr, request, in_row, top, scale, VOCAB: tl.constexpr, PROBS: tl.constexpr
-):  # fmt: skip
-    """The row's k (0 is off), p (1 is off), and the value below which min-p cuts (-inf is off)."""
-    wanted = tl.zeros_like(request)
-    share = tl.full(request.shape, 1.0, tl.float32)
+def _lowest(min_p_ptr, request, in_row, top, scale, PROBS: tl.constexpr):
+    """The value below which min-p cuts, -inf where it is off."""
     lowest = tl.full(request.shape, float("-inf"), tl.float32)
-    if top_k_ptr is not None:
-        wanted = tl.load(top_k_ptr + request, mask=in_row, other=0)
-        wanted = tl.where((wanted > 0) & (wanted < VOCAB), wanted, 0)
-    if top_p_ptr is not None:
-        share = tl.load(top_p_ptr + request, mask=in_row, other=1.0)
-        share = tl.where(share < 1, share, 1.0)
     if min_p_ptr is not None:
         least = tl.load(min_p_ptr + request, mask=in_row, other=0.0)
         least = tl.minimum(tl.where(least > 0, least, 0.0), 1.0)
         lowest = top * least if PROBS else d.finite(top) + tl.log2(least) / scale
         lowest = tl.where(least > 0, lowest, float("-inf"))
-    return wanted, share, lowest
+    return lowest
 
 
 @triton.jit
@@ -180,87 +195,23 @@ def _floor_in_slots(
 
 
 @triton.jit
-def _sampled_guess(
-    values_ptr, row, asks, row_stride, under, key_top, share, top, scale,
+def _leave_open(
+    values_ptr, state_ptr, marks_ptr, row, in_row, far, rows, row_stride, complete, reached, wanted, share, lowest,
+    everything, top, scale,
     VOCAB: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr,
     PROBS: tl.constexpr,
 ):  # fmt: skip
-    """Where the threshold of top-p would be in a sample of SLOTS groups spread over the row; only keys above `under`
-    count."""
-    member = tl.arange(0, SLOTS * WIDTH)[None, :]
-    column = member // WIDTH * (GROUPS // SLOTS) * WIDTH + member % WIDTH + tl.zeros_like(row)[:, None]
-    value = d.load_values(values_ptr, row[:, None], column, row_stride, asks[:, None] & (column < VOCAB))
-    key = d.sort_key(value, SHIFT)
-    weight = d.weigh(value, top[:, None], scale[:, None], PROBS)
-    weight = tl.where(key > under.to(tl.int32)[:, None], weight, 0.0)
-    return d.mass_key(key, weight, share * tl.sum(weight, 1), under, tl.where(asks, key_top, under + 1))
-
-
-@triton.jit
-def _floor_in_memory(
-    values_ptr, row, asks, row_stride, complete, reached, wanted, share, lowest, everything, top, scale,
-    VOCAB: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr,
-    PROBS: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """Threshold from the whole row; `reached` is the weight at or above `complete`."""
-    key_top = d.sort_key(top, SHIFT).to(tl.int64)
-    by_count, by_mass = asks & (wanted > 0), asks & (share < 1)
-    # Nothing lies below the key of -inf, and no weight that float32 can hold below this many halvings of the largest.
-    bottom = d.sort_key(tl.full(top.shape, float("-inf"), tl.float32), SHIFT).to(tl.int64)
-    if not PROBS:
-        weightless = d.sort_key(d.finite(top) - 160.0 / scale, SHIFT).to(tl.int64)
-        bottom = tl.where(by_count, bottom, tl.maximum(bottom, weightless))
-    low = d.streamed_kth_key(
-        values_ptr, row, row_stride, wanted, bottom, tl.where(by_count, key_top + 1, bottom + 1), VOCAB, SHIFT, BLOCK_V
-    )  # fmt: skip
-    if tl.max(by_mass.to(tl.int32), 0) > 0:
-        under = (low - 1).to(tl.int32)
-        counted = d.streamed_mass(
-            values_ptr, row, by_count & by_mass, row_stride, under, top, scale, VOCAB, SHIFT, PROBS, BLOCK_V
+    """Tell `nucleus` what to do for each row, and where to look for the thresholds of the rows that are `far`."""
+    searched = far & (wanted == 0) & (share < 1)
+    mode = tl.where(searched, nucleus.SEARCH, tl.where(wanted > 0, nucleus.COUNT, nucleus.FIXED))
+    mode = tl.where(far, mode, nucleus.SETTLED)
+    ceiling = tl.where(reached < share * everything, d.key_value(complete.to(tl.int32), SHIFT), top)
+    nucleus.store_state(state_ptr, row, in_row, rows, mode, share * everything, ceiling, lowest, everything, top)
+    if tl.max(searched.to(tl.int32), 0) > 0:
+        nucleus.store_marks(
+            values_ptr, marks_ptr, row, searched, rows, row_stride, complete, reached, share * everything, everything, top,
+            scale, VOCAB, GROUPS, SLOTS, WIDTH, SHIFT, PROBS,
         )  # fmt: skip
-        goal = share * tl.where(by_count, counted, everything)
-        guess = _sampled_guess(
-            values_ptr, row, by_mass, row_stride, low - 1, key_top, share, top, scale, VOCAB, GROUPS, SLOTS, WIDTH,
-            SHIFT, PROBS,
-        )  # fmt: skip
-        high = tl.where(reached < goal, tl.minimum(complete - 1, key_top), key_top)
-        low = d.streamed_mass_key(
-            values_ptr, row, row_stride, goal, low - 1, tl.where(by_mass, high, low), guess, top, scale, VOCAB, SHIFT,
-            PROBS, BLOCK_V,
-        )  # fmt: skip
-    cut = tl.where(by_count | by_mass, d.key_value(low.to(tl.int32), SHIFT), float("-inf"))
-    return tl.maximum(cut, lowest)
-
-
-@triton.jit
-def _store_kept_mass(
-    values_ptr, mass_ptr, row, asks, row_stride, floor, top, scale,
-    VOCAB: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, PROBS: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """Replace the groups' masses of the rows that ask by the weights that the threshold leaves, relative to `top`."""
-    tl.debug_barrier()
-    for start in range(0, VOCAB, BLOCK_V):
-        column = start + tl.arange(0, BLOCK_V)[None, :]
-        value = d.load_values(values_ptr, row[:, None], column, row_stride, asks[:, None] & (column < VOCAB))
-        weight = d.weigh(value, top[:, None], scale[:, None], PROBS)
-        kept = tl.where(value >= floor[:, None], weight, 0.0)
-        mass = tl.sum(tl.reshape(kept, (kept.shape[0], BLOCK_V // WIDTH, WIDTH)), 2)
-        group = start // WIDTH + tl.arange(0, BLOCK_V // WIDTH)[None, :]
-        place = row.to(tl.int64)[:, None] * GROUPS + group
-        tl.store(mass_ptr + place, mass, mask=asks[:, None] & (group < GROUPS))
-    tl.debug_barrier()
-
-
-@triton.jit
-def _uniform(seeds_ptr, positions_ptr, uniforms_ptr, row, request, in_row, STREAM: tl.constexpr):
-    """The row's uniform: injected where given, else from the generator."""
-    if uniforms_ptr is not None:
-        uniform = tl.load(uniforms_ptr + row, mask=in_row, other=0.0)
-    else:
-        seed = tl.load(seeds_ptr + request, mask=in_row, other=0)
-        position = tl.load(positions_ptr + row, mask=in_row, other=0)
-        uniform = d.philox_uniform(seed, position, STREAM)
-    return uniform
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -273,8 +224,11 @@ def _select_kernel(
     seeds_ptr,  # [R / PER_REQUEST] int64, or None
     positions_ptr,  # [R] int64, or None
     uniforms_ptr,  # [R] float32, or None
-    stats_ptr,  # [2 or 3, R, GROUPS] float32; the sums at T of filtered rows may be replaced
+    stats_ptr,  # [2 or 3, R, GROUPS] float32
     ids_ptr,  # [R, SLOTS] int32, or None where the row fits the slots or is not filtered
+    state_ptr,  # [6, R] float32, or None where no row is left open
+    marks_ptr,  # [8, R] float32, or None
+    normaliser_ptr,  # [R] float32, or None
     tokens_ptr,  # [R] int64
     valid_ptr,  # [R] bool
     logprobs_ptr,  # [R] float32, or None
@@ -295,7 +249,6 @@ def _select_kernel(
     BLOCK_G: tl.constexpr,
     SLOTS: tl.constexpr,
     WIDTH: tl.constexpr,
-    BLOCK_V: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     request = row // PER_REQUEST
@@ -318,8 +271,9 @@ def _select_kernel(
             mass = mass * d.weigh(group_max, top[:, None], scale[:, None], False)
         total = tl.sum(mass, 1)
         if FILTER:
-            wanted, share, lowest = _limits(top_k_ptr, top_p_ptr, min_p_ptr, request, in_row, top, scale, VOCAB, PROBS)
-            filtered = in_row & valid & ((wanted > 0) | (share < 1) | (lowest > float("-inf")))
+            wanted, share = d.count_and_share(top_k_ptr, top_p_ptr, request, in_row, VOCAB)
+            lowest = _lowest(min_p_ptr, request, in_row, top, scale, PROBS)
+            filtered = in_row & valid & (warmth > 0) & ((wanted > 0) | (share < 1) | (lowest > float("-inf")))
             value, key, complete = _gather(
                 values_ptr, ids_ptr, row, in_row, group_max, group, row_stride, VOCAB, GROUPS, SLOTS, WIDTH, SHIFT
             )
@@ -330,24 +284,15 @@ def _select_kernel(
             if GROUPS <= SLOTS:
                 total = tl.sum(slot_mass, 1)
             else:
-                total = tl.where(filtered & known, tl.sum(slot_mass, 1), total)
                 far = filtered & (known == 0)
-                floor = tl.where(filtered, floor, float("-inf"))
-                if tl.max(far.to(tl.int32), 0) > 0:
-                    streamed = _floor_in_memory(
-                        values_ptr, row, far, row_stride, complete, reached, wanted, share, lowest, total, top, scale,
-                        VOCAB, GROUPS, SLOTS, WIDTH, SHIFT, PROBS, BLOCK_V,
-                    )  # fmt: skip
-                    floor = tl.where(far, streamed, floor)
-                    _store_kept_mass(
-                        values_ptr, stats_ptr + plane, row, far, row_stride, floor, top, scale, VOCAB, GROUPS, WIDTH,
-                        PROBS, BLOCK_V,
-                    )  # fmt: skip
-                    kept = tl.load(stats_ptr + plane + place, mask=in_groups & far[:, None], other=0.0)
-                    mass = tl.where(far[:, None], kept, mass)
-                    total = tl.where(far, tl.sum(kept, 1), total)
+                _leave_open(
+                    values_ptr, state_ptr, marks_ptr, row, in_row, far, rows, row_stride, complete, reached, wanted,
+                    share, lowest, total, top, scale, VOCAB, GROUPS, SLOTS, WIDTH, SHIFT, PROBS,
+                )  # fmt: skip
+                total = tl.where(filtered & known, tl.sum(slot_mass, 1), total)
+                floor = tl.where(filtered & known, floor, float("-inf"))
         if DRAW:
-            uniform = _uniform(seeds_ptr, positions_ptr, uniforms_ptr, row, request, in_row, STREAM)
+            uniform = d.row_uniform(seeds_ptr, positions_ptr, uniforms_ptr, row, request, in_row, STREAM)
             if FILTER and GROUPS <= SLOTS:
                 chosen, goal = d.find(slot_mass, uniform, tl.arange(0, SLOTS)[None, :], SLOTS)
             else:
@@ -373,6 +318,8 @@ def _select_kernel(
         if not PROBS:
             plain = plain * d.weigh(group_max, top[:, None], d.LOG2E, False)
         normaliser = tl.log(tl.sum(plain, 1)) + (0.0 if PROBS else d.finite(top))
+        if normaliser_ptr is not None:
+            tl.store(normaliser_ptr + row, normaliser, mask=in_row)
         if logprobs_ptr is not None:
             value_at = d.load_values(values_ptr, row, token, row_stride, in_row)
             value_at = tl.log(tl.maximum(value_at, 0.0)) if PROBS else value_at
@@ -419,30 +366,43 @@ def select(
         return torch.empty(*shape, dtype=dtype, device=values.device)
 
     stats = out(1 + sample + normalise, rows, groups)
-    ids = out(rows, slots, dtype=torch.int32) if filtered and groups > slots else None
+    open_ = filtered and groups > slots
+    ids = out(rows, slots, dtype=torch.int32) if open_ else None
+    state, marks = (out(nucleus.STATES, rows), out(nucleus.NUM_MARKS, rows)) if open_ else (None, None)
     tokens, valid = out(rows, dtype=torch.int64), out(rows, dtype=torch.bool)
     logprobs = out(rows) if want_logprobs else None
     law = out(4, rows) if want_law else None
+    normaliser = out(rows) if open_ and want_logprobs else None
     shared = dict(
         PER_REQUEST=per_request, VOCAB=vocab, GROUPS=groups, SAMPLE=sample, NORMALISE=normalise, PROBS=probabilities,
         WIDTH=width,
     )  # fmt: skip
-    block_s = min(config.strips, max(triton.next_power_of_2(rows * groups), 2))
+    block_s = min(config.strips, block_g)
+    block_r = min(config.strips // block_s, config.max_rows, triton.next_power_of_2(max(rows, 1)))
     launch(
-        _stats_kernel, (triton.cdiv(rows * groups, block_s),), values, temperature, stats, rows * groups,
-        values.stride(0), num_warps=config.stats_warps, BLOCK_S=block_s, **shared,
+        _stats_kernel, (triton.cdiv(rows, block_r), triton.cdiv(groups, block_s)), values, temperature, stats, rows,
+        values.stride(0), num_warps=config.stats_warps, BLOCK_R=block_r, BLOCK_S=block_s, **shared,
     )  # fmt: skip
     if not sample or uniforms is not None or not draw:
         seeds = positions = None
+    sources = (seeds, positions, uniforms if sample and draw else None)
+    shift = _KEY_SHIFT[values.dtype]
     fitting = max(1, (1 << 20) // (max(slots * width, block_g) if filtered else block_g))
     block_r = min(triton.next_power_of_2(max(rows, 1)), config.max_rows, fitting)
     launch(
         _select_kernel, (triton.cdiv(rows, block_r),), values, temperature, *(filters if filtered else Filters()),
-        seeds, positions, uniforms if sample and draw else None, stats, ids, tokens, valid, logprobs, law, rows,
+        *sources, stats, ids, state, marks, normaliser, tokens, valid, logprobs, law, rows,
         values.stride(0), num_warps=config.select_warps if filtered else config.stats_warps, DRAW=draw,
-        FILTER=filtered, STREAM=stream, SHIFT=_KEY_SHIFT[values.dtype], BLOCK_R=block_r, BLOCK_G=block_g, SLOTS=slots,
-        BLOCK_V=config.stream, **shared,
+        FILTER=filtered, STREAM=stream, SHIFT=shift, BLOCK_R=block_r, BLOCK_G=block_g, SLOTS=slots, **shared,
     )  # fmt: skip
+    if open_:
+        assert temperature is not None and state is not None and marks is not None
+        nucleus.settle(
+            values, temperature, filters.top_k, filters.top_p, sources, state, marks, normaliser, tokens, logprobs, law,
+            only_count=filters.top_p is None and filters.min_p is None, draw=draw, chunk=config.chunk, keep=config.keep,
+            max_rows=config.max_rows, num_warps=config.select_warps, PER_REQUEST=per_request, PROBS=probabilities,
+            STREAM=stream, SHIFT=shift,
+        )  # fmt: skip
     return Selected(tokens, valid, logprobs, law)
 
 

@@ -1,0 +1,395 @@
+"""Thresholds and draws of the rows whose kept tokens do not fit the slots of a selection program.
+
+Three launches over such rows alone; rows that are settled are not read.
+
+1. marks: the weight above each of eight thresholds around a sampled guess, chunk by chunk over the whole device.
+   Their sums enclose the row's threshold between two neighbouring marks.
+2. open: the weight above the upper mark, and the values between the marks, written down in the order of the row.
+3. settle, a program a row: the threshold by bisection over the open values in registers, the kept weight of every
+   chunk, and the draw: the uniform names a chunk, and that chunk alone is read again.
+
+So a row is read three times in all, counting the statistics, however flat it is. A chunk with more open values than
+there is room for, and a top-k beyond the slots, are settled by bisection over the row in memory instead.
+Nothing is added up in an order that depends on timing.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from specdec_kernels.launch import launch
+from specdec_kernels.sampling import device as d
+
+# What is left to do for a row.
+SETTLED = tl.constexpr(0)
+SEARCH = tl.constexpr(1)  # top-p: marks are known
+FIXED = tl.constexpr(2)  # min-p alone: the threshold is known, its weight is not
+COUNT = tl.constexpr(3)  # top-k beyond the slots: nothing is known
+MARKS = tl.constexpr(8)
+NUM_MARKS, STATES = 8, 6
+_MIN_SCAN = 8
+
+
+@triton.jit
+def store_state(state_ptr, row, in_row, rows, mode, goal, ceiling, lowest, everything, top):
+    """What the launches after selection need of a row, [6, R] float32."""
+    tl.store(state_ptr + row, mode.to(tl.float32), mask=in_row)
+    tl.store(state_ptr + rows + row, goal, mask=in_row)
+    tl.store(state_ptr + 2 * rows + row, ceiling, mask=in_row)
+    tl.store(state_ptr + 3 * rows + row, lowest, mask=in_row)
+    tl.store(state_ptr + 4 * rows + row, everything, mask=in_row)
+    tl.store(state_ptr + 5 * rows + row, d.finite(top), mask=in_row)
+
+
+@triton.jit
+def store_marks(
+    values_ptr, marks_ptr, row, asks, rows, row_stride, complete, reached, goal, everything, top, scale,
+    VOCAB: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr,
+    PROBS: tl.constexpr,
+):  # fmt: skip
+    """Marks [8, R] in rising order around the value where the threshold of top-p should lie.
+
+    The weight `reached` at or above the key `complete` is known; what lies below is judged by a sample of SLOTS groups
+    spread over the row, which also tells the guess's standard deviation and the density of weight around it.
+    """
+    COARSE: tl.constexpr = 12 if SHIFT < 12 else SHIFT
+    member = tl.arange(0, SLOTS * WIDTH)[None, :]
+    column = member // WIDTH * (GROUPS // SLOTS) * WIDTH + member % WIDTH + tl.zeros_like(row)[:, None]
+    value = d.load_values(values_ptr, row[:, None], column, row_stride, asks[:, None] & (column < VOCAB))
+    limit = d.key_value(complete.to(tl.int32), SHIFT)
+    weight = tl.where(value < limit[:, None], d.weigh(value, top[:, None], scale[:, None], PROBS), 0.0)
+    key = d.sort_key(value, COARSE)
+    sampled = tl.sum(weight, 1)
+    below = everything - reached
+    share = tl.minimum(tl.maximum((goal - reached) / tl.where(below > 0, below, 1.0), 0.0), 1.0)
+    low = d.sort_key(tl.full(top.shape, float("-inf"), tl.float32), COARSE).to(tl.int64)
+    high = d.sort_key(limit, COARSE).to(tl.int64)
+    guess = d.mass_key(key, weight, share * sampled, low, tl.where(asks, high, low + 1)).to(tl.int32)
+    center = d.key_value(guess, COARSE)
+    center = tl.where(center > float("-inf"), center, limit)
+    at_center = d.weigh(center, top, scale, PROBS)
+    off = tl.where(key > guess[:, None], 1.0 - share[:, None], share[:, None]) * weight
+    near = (weight > 0.78 * at_center[:, None]) & (weight < 1.28 * at_center[:, None])
+    density = tl.sum(tl.where(near, weight, 0.0), 1) * 2.0  # a natural unit of the logarithm
+    spread = tl.sqrt(tl.sum(off * off, 1))
+    spread = tl.minimum(tl.maximum(tl.where(density > 0, spread / tl.where(density > 0, density, 1.0), 2.0), 1e-4), 2.0)
+    mark = tl.arange(0, MARKS)[None, :]
+    away = tl.abs(mark.to(tl.float32) - 3.5)
+    step = tl.where(away < 1, 0.25, tl.where(away < 2, 0.8, tl.where(away < 3, 1.6, 3.0)))
+    step = tl.where(mark < 4, -step, step) * spread[:, None] * d.LOG2E
+    place = center[:, None] * tl.exp2(step) if PROBS else center[:, None] + step / scale[:, None]
+    tl.store(marks_ptr + mark * rows + row[:, None], tl.minimum(place, limit[:, None]), mask=asks[:, None])
+
+
+@triton.jit
+def _enclose(
+    state_ptr, marks_ptr, parts_ptr, edges_ptr, row, asks, rows, CHUNKS: tl.constexpr, BLOCK_C: tl.constexpr
+):  # fmt: skip
+    """The values low and high between which the threshold lies: low < threshold <= high, from the marks' weights.
+
+    Where min-p cuts above, or nothing is searched for, both are the greatest value that the threshold leaves out.
+    Every program of a row does this for itself and leaves it in its own place of `edges_ptr`: a register that came of
+    a sum would be spread over the chunk's layout at great cost, a load is not.
+    """
+    mode = tl.load(state_ptr + row, mask=asks, other=0.0)
+    goal = tl.load(state_ptr + rows + row, mask=asks, other=0.0)
+    high = tl.load(state_ptr + 2 * rows + row, mask=asks, other=0.0)
+    lowest = tl.load(state_ptr + 3 * rows + row, mask=asks, other=0.0)
+    searched = asks & (mode == SEARCH)
+    low = tl.full(row.shape, float("-inf"), tl.float32)
+    chunk = tl.arange(0, BLOCK_C)[None, :]
+    live = searched[:, None] & (chunk < CHUNKS)
+    for mark in tl.static_range(MARKS):
+        plane = (mark * rows + row) * CHUNKS
+        above = tl.sum(tl.load(parts_ptr + plane[:, None] + chunk, mask=live, other=0.0), 1)
+        value = tl.load(marks_ptr + mark * rows + row, mask=searched, other=0.0)
+        low = tl.where(above >= goal, tl.maximum(low, value), low)
+        high = tl.where(above < goal, tl.minimum(high, value), high)
+    fixed = (mode == FIXED) | (lowest > high)
+    left_out = d.next_below(lowest)
+    place = edges_ptr + row * CHUNKS + tl.program_id(1)
+    tl.store(place, tl.where(fixed, left_out, low), mask=asks)
+    tl.store(place + rows * CHUNKS, tl.where(fixed, left_out, high), mask=asks)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _chunk(
+    values_ptr, temperature_ptr, state_ptr, row, asks, rows, row_stride,
+    PER_REQUEST: tl.constexpr, VOCAB: tl.constexpr, PROBS: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Values [R, BLOCK_V] of this program's chunk, NaN among them, and the weights of all others."""
+    column = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
+    warmth = tl.load(temperature_ptr + row // PER_REQUEST, mask=asks, other=1.0)
+    top = tl.load(state_ptr + 5 * rows + row, mask=asks, other=0.0)
+    live = asks[:, None] & (column < VOCAB)
+    offset = row.to(tl.int64)[:, None] * row_stride + column
+    value = tl.load(values_ptr + offset, mask=live, other=float("-inf")).to(tl.float32)
+    # No usable value is above the top, so this replaces an infinity; comparisons leave NaN out.
+    capped = tl.minimum(value, top[:, None])
+    return value, d.weigh(capped, top[:, None], d.exponent_scale(warmth)[:, None], PROBS)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _marks_kernel(
+    values_ptr,  # [R, VOCAB], row stride row_stride
+    temperature_ptr,  # [R / PER_REQUEST] float32
+    state_ptr,  # [6, R] float32
+    marks_ptr,  # [8, R] float32
+    parts_ptr,  # [8, R, CHUNKS] float32: weight above each mark
+    rows,
+    row_stride,
+    PER_REQUEST: tl.constexpr,
+    VOCAB: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PROBS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    task = tl.load(state_ptr + row, mask=row < rows, other=0.0)
+    asks = (row < rows) & (task == SEARCH)
+    if tl.max(asks.to(tl.int32), 0) > 0:
+        value, weight = _chunk(
+            values_ptr, temperature_ptr, state_ptr, row, asks, rows, row_stride, PER_REQUEST, VOCAB, PROBS, BLOCK_V
+        )  # fmt: skip
+        for mark in tl.static_range(MARKS):
+            limit = tl.load(marks_ptr + mark * rows + row, mask=asks, other=0.0)
+            above = tl.sum(tl.where(value > limit[:, None], weight, 0.0), 1)
+            tl.store(parts_ptr + (mark * rows + row) * CHUNKS + tl.program_id(1), above, mask=asks)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _open_kernel(
+    values_ptr,  # [R, VOCAB], row stride row_stride
+    temperature_ptr,  # [R / PER_REQUEST] float32
+    state_ptr,  # [6, R] float32
+    marks_ptr,  # [8, R] float32
+    parts_ptr,  # [8, R, CHUNKS] float32
+    edges_ptr,  # [2, R, CHUNKS] float32: low and high of `_enclose`, the same in every chunk
+    mass_ptr,  # [R, CHUNKS] float32: weight above the bracket
+    counts_ptr,  # [R, CHUNKS] int32: values inside the bracket
+    open_ptr,  # [R, CHUNKS, KEEP] float32: the first of these values
+    rows,
+    row_stride,
+    PER_REQUEST: tl.constexpr,
+    VOCAB: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    KEEP: tl.constexpr,
+    PROBS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    task = tl.load(state_ptr + row, mask=row < rows, other=0.0)
+    asks = (row < rows) & ((task == SEARCH) | (task == FIXED))
+    if tl.max(asks.to(tl.int32), 0) > 0:
+        _enclose(state_ptr, marks_ptr, parts_ptr, edges_ptr, row, asks, rows, CHUNKS, BLOCK_C)
+        value, weight = _chunk(
+            values_ptr, temperature_ptr, state_ptr, row, asks, rows, row_stride, PER_REQUEST, VOCAB, PROBS, BLOCK_V
+        )  # fmt: skip
+        place = row * CHUNKS + tl.program_id(1)
+        low = tl.load(edges_ptr + place, mask=asks, other=0.0)
+        high = tl.load(edges_ptr + rows * CHUNKS + place, mask=asks, other=0.0)
+        mass = tl.sum(tl.where(value > high[:, None], weight, 0.0), 1)
+        tl.store(mass_ptr + place, mass, mask=asks)
+        inside = asks[:, None] & (value > low[:, None]) & (value <= high[:, None])
+        running = tl.cumsum(inside.to(tl.int32), 1)
+        tl.store(counts_ptr + place, tl.max(running, 1), mask=asks)
+        slot = place.to(tl.int64)[:, None] * KEEP + running - 1
+        tl.store(open_ptr + slot, value, mask=inside & (running <= KEEP))
+
+
+@triton.jit
+def _floor_in_memory(
+    values_ptr, row, asks, row_stride, low, high, wanted, share, everything, top, scale,
+    VOCAB: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Threshold of top-k and top-p from the whole row; without top-k its key lies in (low, high]."""
+    by_count, by_mass = asks & (wanted > 0), asks & (share < 1)
+    bottom = d.sort_key(tl.full(top.shape, float("-inf"), tl.float32), SHIFT).to(tl.int64)
+    key_top = d.sort_key(top, SHIFT).to(tl.int64)
+    kth = d.streamed_kth_key(
+        values_ptr, row, row_stride, wanted, bottom, tl.where(by_count, key_top + 1, bottom + 1), VOCAB, SHIFT, BLOCK_V
+    )  # fmt: skip
+    counted = d.streamed_mass(
+        values_ptr, row, by_count & by_mass, row_stride, (kth - 1).to(tl.int32), top, scale, VOCAB, SHIFT, PROBS, BLOCK_V
+    )  # fmt: skip
+    goal = share * tl.where(by_count, counted, everything)
+    low, high = tl.where(by_count, kth - 1, low), tl.where(by_count, key_top, high)
+    found = d.streamed_mass_key(
+        values_ptr, row, row_stride, goal, low, tl.where(by_mass, high, low + 1), top, scale, VOCAB, SHIFT, PROBS,
+        BLOCK_V,
+    )  # fmt: skip
+    return tl.where(by_mass, found, kth)
+
+
+@triton.jit
+def _store_kept_mass(
+    values_ptr, mass_ptr, row, asks, row_stride, floor, top, scale,
+    VOCAB: tl.constexpr, CHUNKS: tl.constexpr, PROBS: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Weights of the chunks that the threshold leaves, of the rows that ask."""
+    for chunk in range(0, CHUNKS):
+        column = chunk * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
+        value = d.load_values(values_ptr, row[:, None], column, row_stride, asks[:, None] & (column < VOCAB))
+        weight = d.weigh(value, top[:, None], scale[:, None], PROBS)
+        kept = tl.sum(tl.where(value >= floor[:, None], weight, 0.0), 1)
+        tl.store(mass_ptr + row * CHUNKS + chunk, kept, mask=asks)
+    tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _settle_kernel(
+    values_ptr,  # [R, VOCAB], row stride row_stride
+    temperature_ptr,  # [R / PER_REQUEST] float32
+    top_k_ptr,  # [R / PER_REQUEST] int32, or None
+    top_p_ptr,  # [R / PER_REQUEST] float32, or None
+    seeds_ptr,  # [R / PER_REQUEST] int64, or None
+    positions_ptr,  # [R] int64, or None
+    uniforms_ptr,  # [R] float32, or None
+    state_ptr,  # [6, R] float32
+    edges_ptr,  # [2, R, CHUNKS] float32
+    mass_ptr,  # [R, CHUNKS] float32
+    counts_ptr,  # [R, CHUNKS] int32
+    open_ptr,  # [R, CHUNKS, KEEP] float32
+    normaliser_ptr,  # [R] float32, or None without logprobs_ptr
+    tokens_ptr,  # [R] int64
+    logprobs_ptr,  # [R] float32, or None
+    law_ptr,  # [4, R] float32, or None
+    rows,
+    row_stride,
+    PER_REQUEST: tl.constexpr,
+    VOCAB: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    KEEP: tl.constexpr,
+    DRAW: tl.constexpr,
+    PROBS: tl.constexpr,
+    STREAM: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    task = tl.load(state_ptr + row, mask=row < rows, other=0.0)
+    asks = (row < rows) & (task != SETTLED)
+    if tl.max(asks.to(tl.int32), 0) > 0:
+        request = row // PER_REQUEST
+        lowest = tl.load(state_ptr + 3 * rows + row, mask=asks, other=0.0)
+        everything = tl.load(state_ptr + 4 * rows + row, mask=asks, other=0.0)
+        top = tl.load(state_ptr + 5 * rows + row, mask=asks, other=0.0)
+        scale = d.exponent_scale(tl.load(temperature_ptr + request, mask=asks, other=1.0))
+        wanted, share = d.count_and_share(top_k_ptr, top_p_ptr, request, asks, VOCAB)
+        listed = asks & (task != COUNT)
+        low = tl.load(edges_ptr + row * CHUNKS, mask=listed, other=0.0)
+        high = tl.load(edges_ptr + (rows + row) * CHUNKS, mask=listed, other=0.0)
+        low_key, high_key = d.sort_key(low, SHIFT).to(tl.int64), d.sort_key(high, SHIFT).to(tl.int64)
+        chunk = tl.arange(0, BLOCK_C)[None, :]
+        in_chunks = chunk < CHUNKS
+        place = row[:, None] * CHUNKS + chunk
+        fullest = tl.max(tl.load(counts_ptr + place, mask=listed[:, None] & in_chunks, other=0), 1)
+        fits = listed & (low < high) & (fullest <= KEEP)
+        far = asks & ((task == COUNT) | ((low < high) & (fits == 0)))
+        found = low_key
+        if tl.max(far.to(tl.int32), 0) > 0:
+            found = _floor_in_memory(
+                values_ptr, row, far, row_stride, low_key, high_key, wanted, share, everything, top, scale, VOCAB, SHIFT,
+                PROBS, BLOCK_V,
+            )  # fmt: skip
+            cut = tl.maximum(d.key_value(found.to(tl.int32), SHIFT), lowest)
+            _store_kept_mass(values_ptr, mass_ptr, row, far, row_stride, cut, top, scale, VOCAB, CHUNKS, PROBS, BLOCK_V)
+        mass = tl.load(mass_ptr + place, mask=asks[:, None] & in_chunks, other=0.0)
+
+        member = tl.arange(0, BLOCK_C * KEEP)[None, :]
+        live = fits[:, None] & (member < CHUNKS * KEEP)
+        live &= member % KEEP < tl.load(counts_ptr + row[:, None] * CHUNKS + member // KEEP, mask=live, other=0)
+        base = open_ptr + row.to(tl.int64)[:, None] * (CHUNKS * KEEP)
+        value = tl.load(base + member, mask=live, other=float("-inf"))
+        value = tl.minimum(value, d.FLOAT32_MAX)
+        weight = tl.where(live, d.weigh(value, top[:, None], scale[:, None], PROBS), 0.0)
+        key = d.sort_key(value, SHIFT)
+        left = share * everything - tl.sum(mass, 1)
+        searched = d.mass_key(key, weight, left, low_key, tl.where(fits, high_key, low_key + 1))
+        found = tl.where(fits, searched, found)
+        floor = tl.where(far | fits, d.key_value(found.to(tl.int32), SHIFT), float("-inf"))
+        floor = tl.maximum(floor, lowest)
+        # The value from its key again: keeping both through the search would spill.
+        kept = tl.where(d.key_value(key, SHIFT) >= floor[:, None], weight, 0.0)
+        mass += tl.sum(tl.reshape(kept, (BLOCK_R, BLOCK_C, KEEP)), 2)
+        if law_ptr is not None:
+            tl.store(law_ptr + rows + row, floor, mask=asks)
+            tl.store(law_ptr + 2 * rows + row, tl.sum(mass, 1), mask=asks)
+        if DRAW:
+            uniform = d.row_uniform(seeds_ptr, positions_ptr, uniforms_ptr, row, request, asks, STREAM)
+            chosen, goal = d.find(mass, uniform, chunk, BLOCK_C)
+            token = d.draw_in_group(
+                values_ptr, row, asks, chosen, goal, top, scale, floor, row_stride, VOCAB, BLOCK_V, PROBS
+            )
+            drawn = asks & (token >= 0)
+            tl.store(tokens_ptr + row, token.to(tl.int64), mask=drawn)
+            if logprobs_ptr is not None:
+                value_at = d.load_values(values_ptr, row, token, row_stride, drawn)
+                value_at = tl.log(tl.maximum(value_at, 0.0)) if PROBS else value_at
+                normaliser = tl.load(normaliser_ptr + row, mask=drawn, other=0.0)
+                tl.store(logprobs_ptr + row, value_at - normaliser, mask=drawn)
+
+
+def settle(
+    values: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor | None,
+    top_p: torch.Tensor | None,
+    sources: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+    state: torch.Tensor,
+    marks: torch.Tensor,
+    normaliser: torch.Tensor | None,
+    tokens: torch.Tensor,
+    logprobs: torch.Tensor | None,
+    law: torch.Tensor | None,
+    *,
+    only_count: bool,
+    draw: bool,
+    chunk: int,
+    keep: int,
+    max_rows: int,
+    num_warps: int,
+    **shared: object,
+) -> None:
+    """Finish the rows that selection left open in `state` [6, R]: tokens, log-probabilities and laws are theirs.
+
+    `sources` are seeds, positions and uniforms; `only_count` says that no row needs marks.
+    """
+    rows, vocab = values.shape
+    chunks = triton.cdiv(vocab, chunk)
+
+    def out(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device=values.device)
+
+    parts, edges, mass = out(NUM_MARKS, rows, chunks), out(2, rows, chunks), out(rows, chunks)
+    counts, open_ = out(rows, chunks, dtype=torch.int32), out(rows, chunks, keep)
+    block_c = max(triton.next_power_of_2(chunks), _MIN_SCAN)
+    widest = max(chunk, block_c * keep)
+    block_r = min(triton.next_power_of_2(max(rows, 1)), max_rows, max(1, (1 << 20) // widest))
+    grid = (triton.cdiv(rows, block_r), chunks)
+    sizes = dict(VOCAB=vocab, CHUNKS=chunks, BLOCK_R=block_r, BLOCK_V=chunk, **shared)
+    if not only_count:
+        launch(
+            _marks_kernel, grid, values, temperature, state, marks, parts, rows, values.stride(0),
+            num_warps=min(num_warps, 8), **{k: v for k, v in sizes.items() if k not in ("STREAM", "SHIFT")},
+        )  # fmt: skip
+        launch(
+            _open_kernel, grid, values, temperature, state, marks, parts, edges, mass, counts, open_, rows, values.stride(0),
+            num_warps=min(num_warps, 8), KEEP=keep, BLOCK_C=block_c,
+            **{k: v for k, v in sizes.items() if k not in ("STREAM", "SHIFT")},
+        )  # fmt: skip
+    launch(
+        _settle_kernel, grid[:1], values, temperature, top_k, top_p, *sources, state, edges, mass, counts, open_,
+        normaliser, tokens, logprobs, law, rows, values.stride(0), num_warps=num_warps, KEEP=keep, DRAW=draw,
+        BLOCK_C=block_c, **sizes,
+    )  # fmt: skip
