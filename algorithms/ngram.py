@@ -67,11 +67,23 @@ class NGram(Algorithm):
         self.max_depth = min(config.num_nodes, config.depth) - 1
 
     def attach(self, resources: Resources) -> None:
+        self._impl, self._device = resources.impl, resources.device
+        self._store = self._empty_store()
+        self._count_corpus()
+
+    def forget(self) -> None:
+        for kept, empty in zip(self._store.tensors(), self._empty_store().tensors(), strict=True):
+            kept.copy_(empty)
+        self._count_corpus()
+
+    def _empty_store(self) -> kernels.NgramStore:
+        config = self._config
+        return kernels.NgramStore.create(config.capacity, config.depth, config.max_breadth, self._device)
+
+    def _count_corpus(self) -> None:
         import torch
 
-        config, device = self._config, resources.device
-        self._impl = resources.impl
-        self._store = kernels.NgramStore.create(config.capacity, config.depth, config.max_breadth, device)
+        device = self._device
         if self._corpus:
             text = torch.tensor([self._corpus], device=device)
             start = torch.zeros(1, dtype=torch.int64, device=device)

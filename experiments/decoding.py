@@ -61,6 +61,7 @@ def decode(
     with user_errors(EngineError):
         # Compilation and first imports are no part of a step: they are paid here, before the clock runs.
         engine.generate([replace(r, max_new_tokens=min(tokens, r.max_new_tokens)) for r in asked[:count]])
+        engine.forget()
         with step_progress(console, label or algo.name, len(asked)) as on_step:
             generation = engine.generate(asked, on_step)
     return Decoded(generation, algorithm.max_depth, algorithm.rule, dict(backend.served))

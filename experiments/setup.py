@@ -136,7 +136,6 @@ def check_combination(config: GenerateConfig, hardware: Hardware) -> None:
     with user_errors(ValueError):
         check_backend(config.backend, hardware.impl, graph_level(config, hardware))
         _check_attention(config, hardware)
-    check_drafters(config, [config.algo])
 
 
 def _check_attention(config: GenerateConfig, hardware: Hardware) -> None:
@@ -162,11 +161,17 @@ def graph_level(config: GenerateConfig, hardware: Hardware) -> str:
 
 
 def check_drafters(config: GenerateConfig, algos: Iterable[Any]) -> None:
-    """Refuse an algorithm whose drafter the model does not name."""
+    """Refuse an algorithm whose drafter the model does not name, and one drafter for several algorithms."""
     from algorithms.registry import available
 
-    for name in dict.fromkeys(algo.name for algo in algos):
-        if available()[name].needs_draft_model and config.model.drafter_of(name) is None:
+    drafting = [name for name in dict.fromkeys(algo.name for algo in algos) if available()[name].needs_draft_model]
+    if config.model.draft_path is not None and len(drafting) > 1:
+        raise UserError(
+            f"model.draft_path is the drafter of one algorithm, and this task runs {', '.join(drafting)}\n"
+            f"give model.drafts.{drafting[0]} and so on instead, or one of them as task.only"
+        )
+    for name in drafting:
+        if config.model.drafter_of(name) is None:
             raise UserError(
                 f"algo={name} needs a drafter, and model={config.model.name} names none for it\n"
                 f"give its folder or hub name as model.draft_path or model.drafts.{name}"

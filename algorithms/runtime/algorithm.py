@@ -139,5 +139,8 @@ class Algorithm:
     def observe(self, seen: Observation) -> None:
         """Learn from committed tokens: after prefill, and after every step."""
 
+    def forget(self) -> None:
+        """Drop what former requests taught about text. Tensors keep their addresses: steps may be captured."""
+
     def move_row(self, source: int, target: int) -> None:
         """The request of state row `source` now lives in row `target`."""

@@ -141,6 +141,10 @@ class Engine:
                 graphs=self.runner.report,
             )
 
+    def forget(self) -> None:
+        """Make the next requests the first ones, for an algorithm that learns from what it serves."""
+        self.algorithm.forget()
+
     def session(self, needs: SamplingNeeds) -> Session:
         """A stretch of serving that takes requests as it runs; one at a time."""
         return Session(self, needs)

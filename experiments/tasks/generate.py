@@ -24,7 +24,7 @@ from experiments.parallel import output_folder
 from experiments.provenance import git_revision, machine, model_name, versions
 from experiments.records import CONFIG, REPORT, RunFolder, recording, write_results
 from experiments.report import render
-from experiments.setup import Setup, prepare
+from experiments.setup import Setup, check_drafters, prepare
 from experiments.tracking import track
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 def run(config: GenerateConfig, composed: DictConfig) -> float:
     """One run from configuration to records; returns tokens per step, which a sweep may maximise."""
     console = plain_console()
+    check_drafters(config, [config.algo])
     setup = prepare(config)
     hardware = setup.hardware
     console.print(

@@ -22,7 +22,7 @@ from experiments.decoding import decode
 from experiments.parallel import output_folder
 from experiments.provenance import run_conditions
 from experiments.records import CONFIG, SUMMARY, recording, to_json
-from experiments.setup import Setup, check_combination, prepare, resolve_hardware
+from experiments.setup import Setup, check_combination, check_drafters, prepare, resolve_hardware
 from experiments.tables import Column, console_table, write_tables
 from experiments.tracking import track_rows
 
@@ -33,6 +33,7 @@ NEEDS_GPU = "needs a CUDA device"
 def run(config: GenerateConfig, composed: DictConfig) -> float:
     """Measure every level; returns the best tokens per second."""
     console = plain_console()
+    check_drafters(config, [config.algo])
     hardware = resolve_hardware(config.runtime)
     if hardware.device == "cuda":
         for level in config.task.levels:

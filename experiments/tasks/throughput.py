@@ -27,7 +27,7 @@ from experiments.page import configuration, note, page, provenance_table, sectio
 from experiments.parallel import output_folder
 from experiments.provenance import run_conditions
 from experiments.records import CONFIG, REPORT, SUMMARY, recording, to_json
-from experiments.setup import Setup, prepare
+from experiments.setup import Setup, check_drafters, prepare
 from experiments.tables import Column, console_table, html_table, write_tables
 from experiments.tracking import track_rows
 
@@ -40,6 +40,7 @@ Row = dict[str, Any]
 def run(config: GenerateConfig, composed: DictConfig) -> float:
     """Measure every level; returns the algorithm's best tokens per second."""
     console = plain_console()
+    check_drafters(config, [config.algo])
     setup = prepare(config)
     with recording(output_folder(Path(HydraConfig.get().runtime.output_dir))) as folder:
         folder.write(CONFIG, OmegaConf.to_yaml(composed, resolve=True))

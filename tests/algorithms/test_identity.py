@@ -7,9 +7,11 @@ from functools import cache
 
 import pytest
 
+from algorithms.ngram import NGram
+from algorithms.runtime.engine import Engine
 from algorithms.runtime.request import Completion, Request
 from tests.algorithms.drafters import ALL_MAKERS, TARGET, hinted, load_random_drafters
-from tests.algorithms.toy import Setup, autoregressive, requests, run, scripts, spell
+from tests.algorithms.toy import Setup, autoregressive, engine_of, requests, run, scripts, spell
 
 TOKENS = 15
 
@@ -64,6 +66,20 @@ def test_log_probabilities_are_those_of_the_target_alone(monkeypatch: pytest.Mon
     for ours, plain in zip(got, alone, strict=True):
         assert ours.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
         assert all(value < 0 for value in ours.logprobs)
+
+
+def test_forgetting_makes_the_next_run_the_first() -> None:
+    """A store of n-grams knows the answers the second time, unless it is told to forget; captured steps go on."""
+    asked = requests(5, TOKENS)
+
+    def counts(engine: Engine) -> list[list[int]]:
+        return [completion.accepted_counts for completion in engine.generate(asked).completions]
+
+    engine = engine_of(NGram(NGram.Config(capacity=1 << 14), TARGET, None), Setup(graph="step"), TARGET)
+    first, second = counts(engine), counts(engine)
+    assert sum(map(len, second)) < sum(map(len, first))
+    engine.forget()
+    assert counts(engine) == first
 
 
 def test_reference_ends_in_every_way() -> None:

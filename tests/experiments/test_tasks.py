@@ -179,6 +179,14 @@ def test_compare_report_shows_every_method_and_runs_nothing(compared: Done) -> N
     assert markdown(compare.COLUMNS, rows).count("[red]\\|") == 2
 
 
+def test_only_methods_that_run_need_a_drafter(run: Run) -> None:
+    """The run's own algorithm is none of them; and n-grams of the warm-up do not help."""
+    paths = ("model.drafts={}", "task.data=[code]", "task.limit=1")
+    done = run("task=compare", *paths, "~model.drafts.dflash", "~model.drafts.standalone", "task.only=[ngram]")
+    assert done.returncode == 0, done.stderr
+    assert [row["method"] for row in done.rows] == ["autoregressive", "ngram"]
+
+
 def test_throughput_measures_both_sides_at_every_level(run: Run) -> None:
     done = run("task=throughput", "algo=dflash", "task.concurrency=[1,3]", "task.requests=2")
     assert done.returncode == 0, done.stderr
@@ -329,6 +337,8 @@ def test_graph_ablation_tells_an_algorithm_with_a_level_of_its_own() -> None:
         (["task=compare", "task.data=[code,cod]", "task.only=[ngram]"], ["task.data", "arithmetic", "'cod'"]),
         (["task=compare", "task.limit=0"], ["task.limit must be at least 1, got 0"]),
         (["task=compare"], ["algo=eagle needs a drafter", "model.drafts.eagle"]),
+        ([*COMPARE, "model.draft_path=x"], ["model.draft_path", "standalone, dflash", "model.drafts.standalone"]),
+        (["task=throughput", "algo=eagle"], ["algo=eagle needs a drafter"]),
         (["task=throughput", "task.concurrency=[]"], ["task.concurrency must not be empty"]),
         (["task=throughput", "task.concurrency=[2,0]"], ["task.concurrency must be at least 1, got 0"]),
         (["task=throughput", "task.request=3"], ["task.request", "task.requests"]),
