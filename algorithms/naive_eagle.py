@@ -1,9 +1,10 @@
 """Naive EAGLE: target verify, acceptance and draft extend as one unit, with a single draft step by default.
 
 With one step the head runs only while it extends over what was accepted: its output there is the next draft, so a
-step is one target forward and one head forward, and nothing in between has to leave the device. On a GPU the whole
-step is captured in one CUDA graph; `captured: false` is the same code run eagerly. Any number of steps, any tree and
-any page size work the same way, and sampling parameters are read from device memory at every replay.
+step is one target forward and one head forward, and nothing in between has to leave the device. The whole step is
+captured in one CUDA graph where the run captures at all; `captured: false` is the same code run eagerly. Any number of
+steps, any tree and any page size work the same way, and sampling parameters are read from device memory at every
+replay.
 
 The idea is that of SGLang's PR 6995; the acceptance is this project's own, which is exact.
 """
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from algorithms import runtime
 from algorithms.eagle import Eagle
+from algorithms.runtime.algorithm import OwnLevel
 
 if TYPE_CHECKING:
     from algorithms.runtime.models.loading import Target
@@ -30,12 +32,18 @@ class NaiveEagle(Eagle):
         name: str = "naive_eagle"
         steps: int = 1
         captured: bool | None = None
-        """Whether the step is one CUDA graph; None: where there is a GPU."""
+        """Whether the step is one CUDA graph; None leaves it to the run (`runtime.graph`)."""
 
     def __init__(self, config: Any, target: Target, draft_path: str | None) -> None:
         super().__init__(config, target, draft_path)
-        on_gpu = target.model.model.norm.weight.is_cuda
-        self.graph = "step" if (on_gpu if config.captured is None else config.captured) else "none"
+        own = self.graph_of(config)
+        self.graph = own.level if own else None
+
+    @classmethod
+    def graph_of(cls, config: Any) -> OwnLevel | None:
+        if config.captured is None:
+            return None
+        return OwnLevel("step" if config.captured else "none", f"algo.captured={str(config.captured).lower()}")
 
     @staticmethod
     def load(draft_path: str, target: Target, device: Any, dtype: Any) -> Any:

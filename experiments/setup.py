@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -126,16 +126,20 @@ def load_prompt_set(name: str, limit: int | None) -> PromptSet:
 
 def check_combination(config: GenerateConfig, hardware: Hardware) -> None:
     """Refuse what cannot work together, before any weight is read."""
+    level = graph_level(config, hardware)
+    _check_graph(config, hardware, level, f"runtime.graph={level}", "use runtime.graph=none")
+    with user_errors(ValueError, OSError):
+        _check_attention(config, hardware)
+
+
+def _check_graph(config: GenerateConfig, hardware: Hardware, level: str, setting: str, instead: str) -> None:
+    """Refuse a level of capture that the device or the backend cannot have; `setting` asked for it."""
     from algorithms.runtime.backends import check_backend
 
-    if config.runtime.graph not in ("auto", "none") and hardware.device != "cuda":
-        raise UserError(
-            f"runtime.graph={config.runtime.graph} captures CUDA graphs, and this run is on the CPU\n"
-            "use runtime.graph=none"
-        )
+    if level != "none" and hardware.device != "cuda":
+        raise UserError(f"{setting} captures CUDA graphs, and this run is on the CPU\n{instead}")
     with user_errors(ValueError):
-        check_backend(config.backend, hardware.impl, graph_level(config, hardware))
-        _check_attention(config, hardware)
+        check_backend(config.backend, hardware.impl, level, instead)
 
 
 def _check_attention(config: GenerateConfig, hardware: Hardware) -> None:
@@ -160,8 +164,8 @@ def graph_level(config: GenerateConfig, hardware: Hardware) -> str:
     return "step" if hardware.device == "cuda" and config.backend.capturable else "none"
 
 
-def check_drafters(config: GenerateConfig, algos: Iterable[Any]) -> None:
-    """Refuse an algorithm whose drafter the model does not name, and one drafter for several algorithms."""
+def check_drafters(config: GenerateConfig, algos: Collection[Any]) -> None:
+    """Refuse what an algorithm cannot have: a drafter that is not named or serves several, a level of capture."""
     from algorithms.registry import available
 
     drafting = [name for name in dict.fromkeys(algo.name for algo in algos) if available()[name].needs_draft_model]
@@ -176,6 +180,11 @@ def check_drafters(config: GenerateConfig, algos: Iterable[Any]) -> None:
                 f"algo={name} needs a drafter, and model={config.model.name} names none for it\n"
                 f"give its folder or hub name as model.draft_path or model.drafts.{name}"
             )
+    hardware = resolve_hardware(config.runtime)
+    for algo in algos:
+        if own := available()[algo.name].graph_of(algo):
+            instead = f"leave {own.setting} out of algo={algo.name}"
+            _check_graph(config, hardware, own.level, own.setting, instead)
 
 
 def make_requests(config: GenerateConfig, prompts: PromptSet, tokenizer: Tokenizer) -> list[Request]:

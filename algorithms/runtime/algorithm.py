@@ -10,7 +10,7 @@ configuration.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +35,13 @@ class Resources:
     """Positions a request may reach, drafts beyond its end included."""
     max_batch: int
     impl: str
+
+
+class OwnLevel(NamedTuple):
+    """How much of a step an algorithm insists on capturing, and the setting that says so, as it is typed."""
+
+    level: str
+    setting: str
 
 
 @dataclass(frozen=True)
@@ -125,6 +132,11 @@ class Algorithm:
     """How much of a step is captured, where the algorithm insists; None leaves it to the run (`runtime.graph`)."""
     draft_slots: int = 0
     """Positions behind L that the drafter writes in its own cache, where that is more than `num_nodes`."""
+
+    @classmethod
+    def graph_of(cls, config: Any) -> OwnLevel | None:
+        """What `graph` will be; asked before anything loads."""
+        return None
 
     def __init__(self, config: Any, target: Target, draft_path: str | None) -> None:
         """Load what is needed, or refuse; `draft_path` is a folder or hub name."""

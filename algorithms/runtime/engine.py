@@ -102,13 +102,18 @@ class Engine:
         )
         verify = "decode" if algorithm.num_nodes == 1 else "verify"
         modes = {"prefill": "chain", verify: "chain" if algorithm.chain else "tree"}
+        level = algorithm.graph or settings.graph
+        if level != "none" and not backend.capturable:
+            raise EngineError(
+                f"backend={backend.name} reads lengths back in every step and cannot be captured, got graph={level}"
+            )
         check_calls(backend, target.config, modes, settings.page_size, weight.dtype, weight.device)
         self.allocator = PageAllocator(num_pages)
         self.cache = KVCache.allocate(target.config, self.resources)
         self.state = BatchState(settings.max_batch, max_pages, context, target.config.vocab_size, weight.device)
         algorithm.attach(self.resources)
         parts = StepParts(algorithm, self.cache, self.state, self.resources)
-        self.runner = StepRunner(parts, algorithm.graph or settings.graph, PhaseClock(weight.device), capture)
+        self.runner = StepRunner(parts, level, PhaseClock(weight.device), capture)
 
     def generate(self, requests: Sequence[Request], on_step: Callable[[StepReport], None] | None = None) -> Generation:
         """Serve `requests` to the end.

@@ -86,16 +86,17 @@ def backends() -> dict[str, Any]:
     return {"fa4": FA4Backend, "flashinfer": FlashInferBackend, "hybrid": HybridBackend, "torch": TorchBackend}
 
 
-def check_backend(config: Any, impl: str, graph: str) -> None:
-    """Raise `BackendError` where the configured backend cannot run on this machine, or not under `runtime.graph`.
+def check_backend(config: Any, impl: str, graph: str, instead: str = "use runtime.graph=none") -> None:
+    """Raise `BackendError` where the configured backend cannot run on this machine, or not with `graph` captured.
 
-    Costs no weights and no device memory, so it belongs before both.
+    `instead` is what else the user may do about the level. Costs no weights and no device memory, so it belongs before
+    both.
     """
     backend = backends()[config.name](config, impl)
     if graph != "none" and not backend.capturable:
         able = [name for name, kind in backends().items() if kind.Config().capturable]
         raise BackendError(
-            f"backend={config.name} reads lengths back in every step and cannot be captured: use runtime.graph=none, "
+            f"backend={config.name} reads lengths back in every step and cannot be captured: {instead}, "
             f"or one of backend={', '.join(able)}"
         )
 
