@@ -29,6 +29,11 @@ _FAMILY_OF = {
     "parents_from_candidates": "tree",
     "rerank_tree": "tree",
     "Picked": "sampling",
+    "ACCEPT_STREAM": "sampling",
+    "BONUS_STREAM": "sampling",
+    "DRAFT_STREAM": "sampling",
+    "RECOVER_STREAM": "sampling",
+    "TARGET_STREAM": "sampling",
     "apply_penalties": "sampling",
     "count_tokens": "sampling",
     "filtered_probs": "sampling",
@@ -65,7 +70,12 @@ _FAMILY_OF = {
     "AttentionPlan": "attention",
     "paged_attention": "attention",
     "plan_attention": "attention",
+    "warmup": "attention.warmup",
+    "LinearScaling": "kv_write",
+    "Llama3Scaling": "kv_write",
+    "YarnScaling": "kv_write",
     "materialize_kv": "kv_write",
+    "rope_table": "kv_write",
     "write_kv": "kv_write",
     "mla_attention": "mla",
     "NgramDraft": "ngram",
@@ -76,6 +86,7 @@ _FAMILY_OF = {
 
 if TYPE_CHECKING:
     from specdec_kernels.attention import AttentionPlan, paged_attention, plan_attention
+    from specdec_kernels.attention.warmup import warmup
     from specdec_kernels.kv_index import (
         Compacted,
         DraftSlots,
@@ -102,10 +113,22 @@ if TYPE_CHECKING:
         verify_decode_indices,
         write_table,
     )
-    from specdec_kernels.kv_write import materialize_kv, write_kv
+    from specdec_kernels.kv_write import (
+        LinearScaling,
+        Llama3Scaling,
+        YarnScaling,
+        materialize_kv,
+        rope_table,
+        write_kv,
+    )
     from specdec_kernels.mla import mla_attention
     from specdec_kernels.ngram import NgramDraft, NgramStore, ngram_insert, ngram_match
     from specdec_kernels.sampling import (
+        ACCEPT_STREAM,
+        BONUS_STREAM,
+        DRAFT_STREAM,
+        RECOVER_STREAM,
+        TARGET_STREAM,
         Picked,
         apply_penalties,
         count_tokens,
@@ -133,7 +156,12 @@ if TYPE_CHECKING:
     from specdec_kernels.verify import Accepted, accept, accept_targets
 
 __all__ = [
+    "ACCEPT_STREAM",
+    "BONUS_STREAM",
+    "DRAFT_STREAM",
     "FAMILIES",
+    "RECOVER_STREAM",
+    "TARGET_STREAM",
     "Accepted",
     "AttentionPlan",
     "Compacted",
@@ -143,6 +171,8 @@ __all__ = [
     "ExportedMask",
     "FlashAttentionIndices",
     "FlashInferIndices",
+    "LinearScaling",
+    "Llama3Scaling",
     "NgramDraft",
     "NgramStore",
     "PathLocations",
@@ -152,6 +182,7 @@ __all__ = [
     "SequenceIndices",
     "StepIndices",
     "TreeLinks",
+    "YarnScaling",
     "accept",
     "accept_targets",
     "accepted_locations",
@@ -185,11 +216,13 @@ __all__ = [
     "plan_attention",
     "read_table",
     "rerank_tree",
+    "rope_table",
     "row_offsets",
     "token_slots",
     "top_k_renorm",
     "top_p_renorm",
     "verify_decode_indices",
+    "warmup",
     "write_kv",
     "write_table",
 ]

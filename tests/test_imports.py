@@ -82,3 +82,14 @@ def test_importing_the_package_does_not_import_triton() -> None:
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["rope_table", "LinearScaling", "Llama3Scaling", "YarnScaling", "warmup"]
+    + [f"{use}_STREAM" for use in ("TARGET", "DRAFT", "ACCEPT", "RECOVER", "BONUS")],
+)
+def test_what_a_caller_of_the_kernels_needs_beside_them_is_exported(name: str) -> None:
+    import specdec_kernels
+
+    assert name in specdec_kernels.__all__ and getattr(specdec_kernels, name) is not None

@@ -22,6 +22,7 @@ from algorithms.runtime.kv_cache import KVCache
 from algorithms.runtime.paged import PagedMixer
 from algorithms.runtime.shape import TreeShape
 from specdec_kernels import (
+    DRAFT_STREAM,
     build_chain,
     build_tree,
     draft_topk,
@@ -30,7 +31,6 @@ from specdec_kernels import (
     pick_tokens,
     rerank_tree,
 )
-from specdec_kernels.sampling.types import DRAFT_STREAM
 
 RunLevel = Callable[[Tensor, Tensor, PagedMixer], Tensor]
 """(tokens [B, T], parents [B, T] columns of the level before, mixer) -> logits [B, T, V] behind each token."""
