@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,11 @@ from experiments.errors import UserError
 from experiments.suggest import unknown_key_message, unknown_option_message
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
+MAIN_CONFIG = "config"
 Task = Callable[[Any, DictConfig], Any]
 
 
-def main(task: Task, config_name: str = "config") -> None:
+def main(task: Task, config_name: str = MAIN_CONFIG) -> None:
     """Compose `config_name` from the command line and call `task(checked, composed)` for every job."""
     asked = os.environ.get(FULL_ERROR)
     show_all = asked == "1"
@@ -93,7 +94,7 @@ def explain(error: Exception, config_name: str) -> str:
         return unknown_option_message(group, option, [o for o in error.options if o != "schema"])
     text = str(error)
     if unknown := re.search(r"Could not override '([^']+)'|You must specify '([^']+)'", text):
-        return _unknown_key(next(filter(None, unknown.groups())), text, config_name)
+        return _refused_override(next(filter(None, unknown.groups())), error, config_name)
     if missing := re.search(r"Could not find '?([\w/.-]+)'?", text):
         return _unknown_key(missing.group(1), text, config_name)
     if missing := re.search(r"Missing mandatory value: (\S+)", text):
@@ -115,14 +116,41 @@ def _composition_error(text: str, cause: BaseException | None) -> str:
     return "\n".join(line for line in dict.fromkeys(lines) if line.strip())
 
 
+def _refused_override(key: str, error: Exception, config_name: str) -> str:
+    """A key that is not there; one inside a mapping, which takes any, can be added."""
+    text, cause = str(error), str(error.__cause__)
+    inner = re.search(r"full_key: (\S+)", cause)
+    addition = re.search(r"use (\+\S.*)", text)
+    message = _unknown_key(inner.group(1) if inner else key, text, config_name)
+    if "object_type=dict" in cause and addition:
+        message += f"\nto add it to what is there: '{addition.group(1)}'"
+    return message
+
+
 def _unknown_key(key: str, text: str, config_name: str) -> str:
-    """Compose without overrides to learn which keys there are."""
-    GlobalHydra.instance().clear()
-    try:
-        with hydra.initialize_config_dir(config_dir=str(CONFIG_FOLDER), version_base="1.3"):
-            cfg = hydra.compose(config_name)
-    except HydraException:
+    """Compose with no more than the options that were chosen to learn which keys there are."""
+    groups = sorted(p.name for p in CONFIG_FOLDER.iterdir() if p.is_dir()) if config_name == MAIN_CONFIG else []
+    cfg = _composed(config_name, chosen_options(sys.argv[1:], groups))
+    if cfg is None:
         return text
-    groups = sorted(p.name for p in CONFIG_FOLDER.iterdir() if p.is_dir())
     key = key.split("@")[0].lstrip("+~")
-    return unknown_key_message(key, list(dict.fromkeys([*dotted_keys(cfg), *groups])), option_keys())
+    elsewhere = option_keys() if config_name == MAIN_CONFIG else {}
+    return unknown_key_message(key, list(dict.fromkeys([*dotted_keys(cfg), *groups])), elsewhere)
+
+
+def chosen_options(arguments: Sequence[str], groups: Sequence[str]) -> list[str]:
+    """The arguments that choose an option of a group; of several, in a sweep, the first."""
+    found = (re.fullmatch(r"\+*([\w/]+)=([\w/.-]+)(,.*)?", argument) for argument in arguments)
+    return [f"{match[1]}={match[2]}" for match in found if match and match[1] in groups]
+
+
+def _composed(config_name: str, overrides: list[str]) -> DictConfig | None:
+    """The configuration with `overrides`, without them where they do not compose, or None."""
+    for tried in [overrides, []] if overrides else [[]]:
+        GlobalHydra.instance().clear()
+        try:
+            with hydra.initialize_config_dir(config_dir=str(CONFIG_FOLDER), version_base="1.3"):
+                return hydra.compose(config_name, tried)
+        except (HydraException, OmegaConfBaseException):
+            continue
+    return None

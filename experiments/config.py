@@ -231,11 +231,13 @@ def register() -> None:
 def unknown_keys(cfg: DictConfig, prefix: str = "") -> list[str]:
     """Dotted keys of `cfg` that its schema does not have; `+key=` puts them past Hydra's own check."""
     schema = OmegaConf.get_type(cfg)
-    known = {f.name for f in fields(schema)} if is_dataclass(schema) else None
+    if not is_dataclass(schema):
+        return []  # a mapping takes any key of its type
+    known = {f.name for f in fields(schema)}
     found = []
-    for key in map(str, cfg):
+    for key in cfg:
         name = f"{prefix}{key}"
-        if known is not None and key not in known:
+        if key not in known:
             found.append(name)
             continue
         node = cfg._get_node(key)
@@ -246,8 +248,8 @@ def unknown_keys(cfg: DictConfig, prefix: str = "") -> list[str]:
 
 def dotted_keys(cfg: DictConfig, prefix: str = "") -> list[str]:
     """Every key of `cfg` as it is typed on the command line, groups first."""
-    names = [f"{prefix}{key}" for key in map(str, cfg)]
-    for key in map(str, cfg):
+    names = [f"{prefix}{key}" for key in cfg]
+    for key in cfg:  # a key may be a number, and is not found by its text then
         node = cfg._get_node(key)
         if isinstance(node, DictConfig) and not node._is_none() and not node._is_missing():
             names += dotted_keys(node, f"{prefix}{key}.")
@@ -260,7 +262,8 @@ def build_config(cfg: DictConfig) -> Any:
 
     if unknown := unknown_keys(cfg):
         known = [key for key in dotted_keys(cfg) if not any(f"{key}.".startswith(f"{bad}.") for bad in unknown)]
-        raise UserError("\n".join(unknown_key_message(key, known, option_keys()) for key in unknown))
+        elsewhere = option_keys() if OmegaConf.get_type(cfg) is GenerateConfig else {}
+        raise UserError("\n".join(unknown_key_message(key, known, elsewhere) for key in unknown))
     if missing := sorted(OmegaConf.missing_keys(cfg)):
         raise UserError("\n".join(f"{key} has no value: give it as {key}=…" for key in missing))
     try:

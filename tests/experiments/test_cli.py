@@ -46,6 +46,16 @@ MISTAKES = {
     "key of another option": (["text=hello"], ["data.text=… (with data=prompt)"]),
     "key without its group": (["temperature=1"], ["sampling.temperature=…"]),
     "wrong type": (["sampling.temperature=hot"], ["sampling.temperature", "Float"]),
+    "new entry of a mapping": (
+        ["sampling.logit_bias={5:1.0}"],
+        ["sampling.logit_bias.5", "to add it to what is there: '+sampling.logit_bias={5:1.0}'"],
+    ),
+    "new entry of a mapping of a chosen option": (
+        ["task=compare", "task.methods={x:{name:ngram}}"],
+        ["task.methods.x", "task.methods.dflash", "'+task.methods={x:{name:ngram}}'"],
+    ),
+    "wrong setting of a chosen option": (["algo=eagle", "algo.step=3"], ["'algo.step'", "algo.steps=…", "algo.topk"]),
+    "wrong setting in a sweep": (["-m", "algo=ngram,eagle", "algo.num_node=3"], ["'algo.num_node'", "algo.num_nodes"]),
     "out of range": (["sampling.max_new_tokens=0"], ["sampling.max_new_tokens", "at least 1"]),
     "comma without -m": (["data.limit=1,2"], ["data.limit", "add -m"]),
     "text not quoted": (["data=prompt", "data.text=one (two"], ["quoted twice"]),
@@ -105,6 +115,23 @@ def test_showing_the_configuration_imports_nothing_heavy(tmp_path: Path) -> None
 
 def test_run_py_is_short() -> None:
     assert len(Path(RUN).read_text().splitlines()) < 60
+
+
+@pytest.mark.parametrize("override", ["+sampling.logit_bias={5:1.5,7:-2}", "++sampling.logit_bias={5:1.5,7:-2}"])
+def test_biases_of_tokens_reach_the_task(job: Path, monkeypatch: pytest.MonkeyPatch, override: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["run.py", "tracker=none", override])
+    seen: list[dict[int, float]] = []
+    cli.main(lambda config, composed: seen.append(config.sampling.logit_bias))
+    assert seen == [{5: 1.5, 7: -2.0}]
+
+
+def test_biases_of_tokens_in_a_file_reach_the_task(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (job / "mine").mkdir()
+    (job / "mine/biased.yaml").write_text("# @package _global_\nsampling:\n  logit_bias: {5: 1.5}\n")
+    monkeypatch.setattr(sys, "argv", ["run.py", f"hydra.searchpath=[file://{job}]", "+mine=biased"])
+    seen: list[dict[int, float]] = []
+    cli.main(lambda config, composed: seen.append(config.sampling.logit_bias))
+    assert seen == [{5: 1.5}]
 
 
 @pytest.fixture
