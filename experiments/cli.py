@@ -1,17 +1,19 @@
 """The command line: Hydra composes, a task runs, and whatever goes wrong is told in one screen.
 
 Exit codes: 0 done, 1 a fault of the program (with its traceback), 2 something the user can mend, 130
-interrupted. `HYDRA_FULL_ERROR=1` shows the traceback of every error.
+interrupted or terminated. `HYDRA_FULL_ERROR=1` shows the traceback of every error.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import hydra
@@ -35,8 +37,11 @@ def main(task: Task, config_name: str = MAIN_CONFIG) -> None:
     asked = os.environ.get(FULL_ERROR)
     show_all = asked == "1"
     failures: list[UserError] = []
+    started = False
 
     def job(cfg: DictConfig) -> Any:
+        nonlocal started
+        started = True
         try:
             return task(build_config(cfg), cfg)
         except UserError as error:
@@ -48,22 +53,31 @@ def main(task: Task, config_name: str = MAIN_CONFIG) -> None:
             _remove_empty(Path(HydraConfig.get().runtime.output_dir))
 
     os.environ[FULL_ERROR] = "1"  # makes Hydra raise what it would otherwise print
+    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         register()
         hydra.main(version_base="1.3", config_path=str(CONFIG_FOLDER), config_name=config_name)(job)()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
-    except (UserError, HydraException, OmegaConfBaseException) as error:
+    except (UserError, HydraException, OmegaConfBaseException, OSError) as error:
+        if isinstance(error, OSError) and started:
+            raise
         if show_all:
             traceback.print_exc()
         else:
             report(explain(error, config_name))
         sys.exit(2)
     finally:
+        signal.signal(signal.SIGTERM, before)
         os.environ.pop(FULL_ERROR) if asked is None else os.environ.update({FULL_ERROR: asked})
     if failures:
         sys.exit(2)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """End a job that is told to go as one that is interrupted: its folder says so."""
+    raise KeyboardInterrupt
 
 
 def _remove_empty(folder: Path) -> None:
@@ -89,6 +103,9 @@ def explain(error: Exception, config_name: str) -> str:
     """What went wrong while composing, and the nearest thing that would have worked."""
     if isinstance(error, UserError):
         return str(error)
+    if isinstance(error, OSError):
+        where = "paths.outputs" if config_name == MAIN_CONFIG else "out_dir or hydra.run.dir"
+        return f"the folder of the run cannot be made: {error}\ngive one that can be written as {where}"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options is not None:
         group, _, option = error.missing_cfg_file.rpartition("/")
         return unknown_option_message(group, option, [o for o in error.options if o != "schema"])

@@ -20,6 +20,7 @@ from experiments.errors import UserError
 
 REPO_ROOT = Path(__file__).resolve().parent.parent
 CONFIG_FOLDER = REPO_ROOT / "configs"
+LARGEST_INT32 = 2**31 - 1
 GRAPH_LEVELS = ("none", "draft", "verify", "step")
 
 
@@ -82,7 +83,7 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         expect_at_least("sampling.max_new_tokens", self.max_new_tokens, 1)
         expect_at_least("sampling.temperature", self.temperature, 0)
-        expect_at_least("sampling.top_k", self.top_k, 0)
+        expect_between("sampling.top_k", self.top_k, 0, LARGEST_INT32)
         expect_between("sampling.top_p", self.top_p, 0, 1, above=True)
         expect_between("sampling.min_p", self.min_p, 0, 1)
         expect_between("sampling.repetition_penalty", self.repetition_penalty, 0, math.inf, above=True)
@@ -235,7 +236,7 @@ def unknown_keys(cfg: DictConfig, prefix: str = "") -> list[str]:
         return []  # a mapping takes any key of its type
     known = {f.name for f in fields(schema)}
     found = []
-    for key in cfg:
+    for key in list[Any](cfg):
         name = f"{prefix}{key}"
         if key not in known:
             found.append(name)
@@ -248,8 +249,8 @@ def unknown_keys(cfg: DictConfig, prefix: str = "") -> list[str]:
 
 def dotted_keys(cfg: DictConfig, prefix: str = "") -> list[str]:
     """Every key of `cfg` as it is typed on the command line, groups first."""
-    names = [f"{prefix}{key}" for key in cfg]
-    for key in cfg:  # a key may be a number, and is not found by its text then
+    names = [f"{prefix}{key}" for key in list[Any](cfg)]
+    for key in list[Any](cfg):  # a key may be a number, and is not found by its text then
         node = cfg._get_node(key)
         if isinstance(node, DictConfig) and not node._is_none() and not node._is_missing():
             names += dotted_keys(node, f"{prefix}{key}.")

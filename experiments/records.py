@@ -17,7 +17,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from experiments.errors import UserError
+from experiments.errors import UserError, user_errors
 
 STATUS, CONFIG, REQUESTS, REPORT, SUMMARY = (
     "status.json",
@@ -93,7 +93,8 @@ def _claim(path: Path) -> Path:
 @contextmanager
 def recording(path: Path) -> Iterator[RunFolder]:
     """Claim `path` for the block; status.json says how it ended, except that a `UserError` leaves nothing."""
-    folder = RunFolder(path)
+    with user_errors(OSError):
+        folder = RunFolder(path)
     try:
         yield folder
     except KeyboardInterrupt:

@@ -216,8 +216,6 @@ def make_requests(config: GenerateConfig, prompts: PromptSet, tokenizer: Tokeniz
 
 def make_engine(config: GenerateConfig, setup: Setup, algo: Any) -> tuple[Engine, Algorithm, Backend]:
     """An engine for the algorithm that `algo` configures, that algorithm, and its attention backend."""
-    import torch
-
     from algorithms.registry import available
     from algorithms.runtime.backends import backends
     from algorithms.runtime.engine import Engine, EngineSettings
@@ -237,5 +235,17 @@ def make_engine(config: GenerateConfig, setup: Setup, algo: Any) -> tuple[Engine
             backend = backends()[config.backend.name](config.backend, impl)
             algorithm = available()[algo.name](algo, setup.target, config.model.drafter_of(algo.name))
             return Engine(setup.target, algorithm, backend, settings, setup.tokenizer.decode), algorithm, backend
-    except torch.OutOfMemoryError as error:
-        raise UserError(f"{error}\nlower runtime.max_batch, sampling.max_new_tokens or runtime.num_pages") from error
+    except RuntimeError as error:
+        if not _out_of_memory(error):
+            raise
+        told = str(error).splitlines()[0]
+        raise UserError(f"{told}\nlower runtime.num_pages, runtime.max_batch or sampling.max_new_tokens") from error
+
+
+def _out_of_memory(error: RuntimeError) -> bool:
+    """Whether an allocation failed; on the CPU the error has no type of its own."""
+    import torch
+
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return any(text in str(error) for text in ("DefaultCPUAllocator", "Storage size calculation overflowed"))

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
 from experiments.suggest import nearest
 
 
@@ -133,8 +136,11 @@ def method_config(key: str, settings: Any) -> Any:
         guess = f" (did you mean {close[0]}?)" if close else ""
         raise ValueError(f"{key}: algo={name} has no setting {unknown[0]!r}{guess}; it has {', '.join(known)}")
     try:
-        return schema(**{str(k): v for k, v in settings.items()})
-    except (TypeError, ValueError) as error:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), dict(settings)))
+    except OmegaConfBaseException as error:
+        where = f"{key}.{error.full_key}" if error.full_key else key
+        raise ValueError(f"{where}: {str(error.__cause__ or error).splitlines()[0]}") from error
+    except ValueError as error:
         raise ValueError(f"{key}: {error}") from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import subprocess
@@ -56,6 +57,7 @@ MISTAKES = {
     ),
     "wrong setting of a chosen option": (["algo=eagle", "algo.step=3"], ["'algo.step'", "algo.steps=…", "algo.topk"]),
     "wrong setting in a sweep": (["-m", "algo=ngram,eagle", "algo.num_node=3"], ["'algo.num_node'", "algo.num_nodes"]),
+    "folder that cannot be made": (["paths.outputs=/proc/x"], ["/proc/x", "paths.outputs"]),
     "out of range": (["sampling.max_new_tokens=0"], ["sampling.max_new_tokens", "at least 1"]),
     "comma without -m": (["data.limit=1,2"], ["data.limit", "add -m"]),
     "text not quoted": (["data=prompt", "data.text=one (two"], ["quoted twice"]),
@@ -184,3 +186,43 @@ def test_the_task_gets_checked_objects_and_its_folder(job: Path) -> None:
     cli.main(task)
     assert seen["config"].algo.name == "dflash" and seen["config"].tracker.name == "none"
     assert seen["folder"].parent == job / "outputs" / seen["config"].name
+
+
+def test_a_fault_of_the_program_may_be_one_of_files(job: Path) -> None:
+    def broken(config: Any, composed: Any) -> None:
+        raise FileNotFoundError("a bug")
+
+    with pytest.raises(FileNotFoundError):
+        cli.main(broken)
+
+
+TERMINATED = """
+import sys, time
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from hydra.core.hydra_config import HydraConfig
+from experiments import cli
+from experiments.records import recording
+
+def task(config, composed):
+    with recording(Path(HydraConfig.get().runtime.output_dir)):
+        print("ready", flush=True)
+        time.sleep(200)
+
+sys.argv = ["run.py", "name=told"]
+cli.main(task)
+"""
+
+
+def test_a_run_that_is_terminated_says_so(tmp_path: Path) -> None:
+    program = [sys.executable, "-c", TERMINATED.format(root=str(REPO_ROOT))]
+    with subprocess.Popen(program, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            process.terminate()
+            _, told = process.communicate(timeout=100)
+        finally:
+            process.kill()
+    assert process.returncode == 130 and told == "interrupted\n"
+    (status,) = tmp_path.glob("outputs/told/*/status.json")
+    assert json.loads(status.read_text())["status"] == "interrupted"

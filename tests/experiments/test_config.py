@@ -19,7 +19,7 @@ NEEDED = {
     "data=jsonl": ["data.path=prompts.jsonl"],
     "data=prompt": ["data.text=hello"],
 }
-GROUPS = ("algo", "backend", "model", "data", "sampling", "runtime", "tracker", "experiment", "debug")
+GROUPS = ("algo", "backend", "model", "data", "sampling", "runtime", "tracker", "task", "experiment", "debug")
 
 
 def options() -> list[str]:
@@ -43,7 +43,7 @@ def test_every_option_composes_with_nothing_missing_and_builds(option: str) -> N
     assert not OmegaConf.missing_keys(cfg)
     built = build_config(cfg)
     group, _, name = option.partition("=")
-    if group in ("algo", "backend", "model", "data", "tracker"):
+    if group in ("algo", "backend", "model", "data", "tracker", "task"):
         assert getattr(built, group).name == name
 
 
@@ -81,6 +81,7 @@ def test_a_recipe_is_a_delta_and_the_command_line_wins() -> None:
         "sampling.temperature=nan",
         "sampling.temperature=inf",
         "sampling.seed=-1",
+        "sampling.top_k=99999999999",
         "sampling.stop_strings=['']",
         "runtime.device=gpu",
         "runtime.dtype=float64",
