@@ -10,17 +10,38 @@ not depend on the batch, and no request has more than `MAX_SPLITS` partial resul
 partial results, shorter ones fill the chip from one request; the growth is where the two meet. More rows write
 more per split, so they begin to grow earlier.
 
-Measured on an H200, Triton 3.6, torch 2.11 (bfloat16, 32/8 heads x 128, pages of 16, graph replay, cold L2):
+Measured on an H200, Triton 3.6, torch 2.11 (bfloat16, 32/8 heads x 128, pages of 16, graph replay, cold L2);
+per cent of the time that a copy of the same bytes takes at 4.28 TB/s, `alone` without the merge:
 
-    keys a split                          256     512    1024    2048   us without the merge
-    decode, 8 x 8k, 3 stages             72.0    72.0    76.9       -   268 MB
-    decode, 8 x 8k, 4 stages             79.3    74.3    71.9    69.6
-    decode, 64 x 1k, 3 stages            60.9    65.2    61.6       -   212 MB; 4 stages 68.5, 66.1, 60.3
+                    us  alone                           us  alone                           us  alone
+    decode 1 x 1k    9.2    7.8        chain 4, 8 x 8k  77.4   73.3  81 %   chain 16, 8 x 8k  83.2   79.6  76 %
+    decode 1 x 8k   16.9   14.2        chain 8, 8 x 8k  81.6   77.7  77 %   tree 16, 8 x 8k   82.8   79.0  76 %
+    decode 1 x 32k  41.5   38.3  76 %  chain 16, 1 x 1k 11.0    9.1         chain 16, 8 x 32k  270    264  93 %
+    decode 1 x 128k  132    128  95 %  chain 16, 1 x 8k 24.2   23.8         chain 16, 64 x 1k 98.6   79.6  55 %
+    decode 8 x 1k   14.5   14.8        chain 16, 1 x 32k 45.2  41.8  69 %   chain 16, 64 x 8k  555    532  89 %
+    decode 8 x 8k   74.7   71.2  84 %  chain 16, 8 x 1k 18.1   15.2         chain 64, 1 x 8k  29.7   27.3
+    decode 8 x 32k   256    250  98 %  chain 16, 8 x 2k 28.9   25.9  56 %   chain 64, 8 x 8k   219    207
+    decode 64 x 1k  63.0   60.2  79 %                                       tree 64, 8 x 8k    222    210
+    decode 64 x 8k   490    485  99 %
+
+Two runs differ by up to 0.5 us, or 2 % where that is more. Chain 64 and tree 64 are bound by arithmetic.
+
+Of the 20 us that chain 16, 8 x 8k takes beyond the copy, the merge is 4, and splitting itself most of the rest (see
+the lengths below); splits of 512 there take 90.6 us, though 1 x 8k gains 3 by them. At 64 x 1k the partial results
+of four splits of 256 are a quarter of all bytes moved; the merge takes four splits at a time for that shape, 6 us
+less than eight. Several splits of a request in one program, so that all programs run at once, gained nothing (8 x 8k
+82.9 us, 8 x 32k 274, 64 x 8k 564). Partial results in float32, each waited for behind a barrier of the one before,
+took 94.1 us at 8 x 8k and 114 at 64 x 1k. Launching both kernels before the one ahead has ended saves 1.8 us at 1 x 1k.
+
+Lengths of splits without the merge, partial results in float32:
+
+    keys a split                          256     512    1024    2048
+    decode, 8 x 8k                       72.0    72.0    76.9       -   268 MB
+    decode, 64 x 1k                      60.9    65.2    61.6       -   212 MB
     chain 16, 1 x 8k                     15.7    15.2    20.8    34.4    34 MB
     chain 16, 8 x 8k                     94.7    86.5    78.3    71.8   270 MB
     chain 16, 64 x 8k                       -   560.8   528.2   506.5  2111 MB
     chain 64, 8 x 8k                        -   233.6   199.4   179.5   278 MB, bound by arithmetic
-    tree 64, 8 x 8k                         -   242.4   208.6   187.8
 
 64 x 64 tiles of 64 rows: 8 x 32k 292.9 us, 64 x 32 309.3 us (at 512 keys a split); 8 warps lost everywhere.
 128 x 128 tiles, and 64 x 64 for 128 rows, lost to 128 x 64. L2 eviction hints changed nothing.
@@ -56,8 +77,8 @@ class AttentionConfig:
 
     block_m: packed query rows. block_n: keys a step. split_tokens: keys a program before partial results are
     merged, more for requests longer than first_splits of them. resident_programs: size of the persistent grid
-    that walks a plan. polynomial_exp2, lazy_rescale: see `device.softmax_step`. fp8_native: the chip converts
-    e4m3 itself.
+    that walks a plan, a multiple of what fits at once. polynomial_exp2, lazy_rescale: see `device.softmax_step`.
+    fp8_native: the chip converts e4m3 itself. overlap: launched before the kernel ahead has ended.
     """
 
     block_m: int
@@ -71,6 +92,7 @@ class AttentionConfig:
     polynomial_exp2: bool = False
     lazy_rescale: bool = False
     fp8_native: bool = False
+    overlap: bool = False
 
     def fp8_code(self, kv_dtype: torch.dtype) -> int:
         """How the kernel reads the pool: 0 as it is, 1 the chip's own e4m3, 2 by moving bits."""
@@ -130,12 +152,14 @@ def node_counts_of_the_table(group: int) -> tuple[int, ...]:
     return tuple(sorted({max(1, bucket // group) for bucket in _ROW_BUCKETS} | {prefill}))
 
 
-def merge_config(chip: str, rows: int) -> MergeConfig:
-    """Row of the table for merging the partial results of `rows` = N * H output rows a request."""
+def merge_config(chip: str, rows: int, num_splits: int) -> MergeConfig:
+    """Row of the table for merging up to `num_splits` partial results of each of `rows` = N * H output rows a
+    request."""
     if chip == "interpreter":
         return MergeConfig(max(2, min(1024, _power_of_two(rows))), 1, 1, overlap=False)
-    # Few rows want their splits in parallel, many rows only what there is to load.
-    return MergeConfig(4, 8 if rows <= 64 else 4, 4, overlap=chip in _OVERLAP_CHIPS)
+    # A warp takes two rows of 128 two-byte numbers, 16 bytes a lane.
+    rows, num_warps = (4, 2) if rows <= 64 else (8, 4)
+    return MergeConfig(rows, 4 if num_splits <= 4 else 8, num_warps, overlap=chip in _OVERLAP_CHIPS)
 
 
 def _table_config(chip: str, head_dim: int, rows: int, kv_bytes: int) -> AttentionConfig:
@@ -154,6 +178,7 @@ def _table_config(chip: str, head_dim: int, rows: int, kv_bytes: int) -> Attenti
         first_splits=_FIRST_SPLITS_OF_16_ROWS if bucket == 16 else FIRST_SPLITS,
         resident_programs=resident * _PROCESSORS[chip],
         fp8_native=chip in _FP8_NATIVE_CHIPS,
+        overlap=chip in _OVERLAP_CHIPS,
     )
 
 
@@ -181,7 +206,7 @@ _TABLE: dict[tuple[str, int], dict[int, _Row]] = {
     ("sm80", 128): {16: (16, 64, 4, 3, 2), 32: (32, 64, 4, 3, 2), 64: (64, 64, 8, 3, 1), 128: (128, 64, 8, 2, 1)},
     ("sm80", 256): {16: (16, 32, 4, 3, 2), 32: (32, 32, 4, 3, 1), 64: (64, 32, 8, 3, 1), 128: (64, 32, 8, 3, 1)},
     ("sm90", 64): {16: (16, 64, 4, 4, 3), 32: (32, 64, 4, 4, 3), 64: (64, 64, 4, 4, 2), 128: (128, 64, 8, 3, 1)},
-    ("sm90", 128): {16: (16, 64, 4, 3, 4), 32: (32, 64, 4, 3, 4), 64: (64, 64, 4, 3, 4), 128: (128, 64, 8, 3, 4)},
+    ("sm90", 128): {16: (16, 64, 4, 3, 6), 32: (32, 64, 4, 3, 4), 64: (64, 64, 4, 3, 4), 128: (128, 64, 8, 3, 4)},
     ("sm90", 256): {16: (16, 32, 4, 4, 2), 32: (32, 32, 4, 3, 2), 64: (64, 32, 8, 3, 1), 128: (128, 32, 8, 3, 1)},
     ("sm100", 64): {16: (16, 64, 4, 4, 3), 32: (32, 64, 4, 4, 3), 64: (64, 64, 4, 4, 2), 128: (128, 64, 8, 3, 1)},
     ("sm100", 128): {16: (16, 64, 4, 4, 2), 32: (32, 64, 4, 3, 2), 64: (64, 64, 4, 3, 2), 128: (128, 64, 8, 3, 1)},

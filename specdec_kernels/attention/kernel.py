@@ -8,8 +8,8 @@ draft.
     row       node * G + g: the G query heads of a KV head share a tile, so K and V are read once for all
     maths     t = scale * log2(e) * q . k;  m' = max(m, t);  a = 2^(m - m');  p = 2^(t - m')
               l = a l + sum p;  acc = a acc + p v;  at the end out = acc / l, lse = m + log2(l)
-    split     each split leaves (out, lse) in float32, and a second kernel merges them; where a request can
-              only have one, the program writes the output itself, by the same arithmetic
+    split     each split leaves out in the type of q and lse in float32, and a second kernel merges them; where
+              a request can only have one, the program writes the output itself, by the same arithmetic
 
 Page numbers are loaded one tile ahead and carried through the loop: a page-table load inside it would cost
 the software pipeline half of its KV buffers. Tiles that every row of the program sees entirely skip the mask
@@ -51,7 +51,7 @@ from specdec_kernels.attention.device import (
     visible,
     widen,
 )
-from specdec_kernels.attention.merge import merge
+from specdec_kernels.attention.merge import merge, overlapped
 from specdec_kernels.attention.types import AttentionPlan, PlanShape
 from specdec_kernels.launch import current_chip, launch
 
@@ -228,7 +228,7 @@ def _attention_kernel(
     items_ptr,  # [capacity, 3] int32 of a plan or None
     offsets_ptr,  # [B + 1] int32 of a plan or None
     num_items_ptr,  # [1] int32 of a plan or None
-    out_ptr,  # [B, N, H, D], with SPLIT [partial results, N, H, D] float32
+    out_ptr,  # [B, N, H, D], with SPLIT [partial results, N, H, D]
     lse_ptr,  # [B, N, H] float32 natural or None, with SPLIT [partial results, N, H] base 2
     num_nodes,
     num_pages,
@@ -257,7 +257,12 @@ def _attention_kernel(
     LAZY: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        # Launched while the kernel before still runs; the merge may be launched while this one does.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if items_ptr is None:
         num_tiles = (num_nodes * GROUP + BLOCK_M - 1) // BLOCK_M
         item = tl.program_id(0) // H_KV
@@ -418,7 +423,8 @@ def paged_attention(
     lse = q.new_empty(q.shape[:3], dtype=torch.float32) if return_lse else None
     partial = shape.num_splits > 1
     parts = (shape.batch * shape.num_splits, *q.shape[1:3])
-    part = q.new_empty((*parts, head_dim), dtype=torch.float32) if partial else out
+    # Rounded as the result itself is: float32 would double the bytes written and read, for 16 rows a tenth of all.
+    part = q.new_empty((*parts, head_dim)) if partial else out
     part_lse = q.new_empty(parts, dtype=torch.float32) if partial else lse
     tiles = -(-shape.num_nodes * shape.group // shape.block_m)
     programs = shape.batch * shape.num_splits * tiles * kv_heads
@@ -460,6 +466,8 @@ def paged_attention(
         LAZY=config.lazy_rescale,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
+        OVERLAP=config.overlap,
+        **overlapped(config.overlap),
     )
     if partial:
         merge(part, part_lse, lengths, q_lens, sinks, out, lse, shape, plan)

@@ -3,7 +3,8 @@
     out = sum_s 2^(lse_s - lse) out_s        2^lse = 2^sink + sum_s 2^lse_s
 
 A separate kernel, because a row's last split is not known to any program of the first. On chips that can, it
-is launched while the first still runs and waits on the device.
+is launched while the first still runs and waits on the device. What it reads before it waits was there before
+the first began, which waits itself.
 """
 
 # mypy: ignore-errors
@@ -47,7 +48,7 @@ _LOG2_E = tl.constexpr(LOG2_E)
     ]
 )
 def _merge_kernel(
-    part_ptr,  # [partial results, N, H, D] float32
+    part_ptr,  # [partial results, N, H, D] in the type of out
     part_lse_ptr,  # [partial results, N, H] float32, base 2
     offsets_ptr,  # [B + 1] int32 of a plan or None: `num_splits` a request
     lengths_ptr,  # [B] int64
@@ -92,8 +93,14 @@ def _merge_kernel(
     acc = tl.full([ROWS, BLOCK_D], 0.0, tl.float32)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     for first in tl.range(0, live, UNROLL):
-        # A tile a split instead of one tile of all: sums over splits stay inside a thread.
+        # A tile a split instead of one tile of all: sums over splits stay inside a thread. All are asked for
+        # before any weight is known, since weights change their layout behind barriers that loads do not pass.
+        parts = ()
+        for step in tl.static_range(UNROLL):
+            here = (part_rows + step * all_rows)[:, None] * D + dims[None, :]
+            parts += (tl.load(part_ptr + here, mask=stored & (first + step < live), other=0.0),)
         new_top = top
         for step in tl.static_range(UNROLL):
             present = row_used & (first + step < live)
@@ -105,10 +112,8 @@ def _merge_kernel(
         for step in tl.static_range(UNROLL):
             present = row_used & (first + step < live)
             lse = tl.load(part_lse_ptr + part_rows + step * all_rows, mask=present, other=float("-inf"))
-            here = (part_rows + step * all_rows)[:, None] * D + dims[None, :]
-            part = tl.load(part_ptr + here, mask=stored & (first + step < live), other=0.0)
             weight = tl.exp2(lse - finite_or_zero(new_top))
-            acc += part * weight[:, None]
+            acc += parts[step].to(tl.float32) * weight[:, None]
             total += weight
         top = new_top
         part_rows += UNROLL * all_rows
@@ -124,6 +129,12 @@ def _merge_kernel(
         tl.store(lse_ptr + out_rows, log2_sum(top, total) * LN_2, mask=valid)
 
 
+def overlapped(overlap: bool) -> dict[str, Any]:
+    """What lets a launch begin before the kernel ahead of it has ended: no argument of the kernel, and known to the
+    compilers of some chips only."""
+    return dict(launch_pdl=True) if overlap else {}
+
+
 def merge(
     part: torch.Tensor,
     part_lse: torch.Tensor | None,
@@ -137,9 +148,7 @@ def merge(
 ) -> None:
     """Write `out` [B, N, H, D] and `lse` [B, N, H] from the partial results of `shape.num_splits` splits."""
     batch, num_nodes, heads, head_dim = out.shape
-    config = merge_config(current_chip(out), num_nodes * heads)
-    # Not an argument of the kernel but of its launch, and known to the compilers of some chips only.
-    overlap: dict[str, Any] = dict(launch_pdl=True) if config.overlap else {}
+    config = merge_config(current_chip(out), num_nodes * heads, shape.num_splits)
     launch(
         _merge_kernel,
         (batch * -(-num_nodes * heads // config.rows),),
@@ -155,5 +164,5 @@ def merge(
         ROWS=config.rows,
         UNROLL=config.unroll,
         OVERLAP=config.overlap,
-        **overlap,
+        **overlapped(config.overlap),
     )

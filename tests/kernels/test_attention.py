@@ -132,8 +132,11 @@ def test_scores_far_apart_stay_finite(impl: str) -> None:
     torch.testing.assert_close(out.double(), truth, rtol=1e-3, atol=1e-3)
 
 
-def test_half_precision_is_as_good_as_eager() -> None:
-    arguments = inputs("chain", 8, (70,), heads=(4, 2), split_tokens=32)
+@pytest.mark.parametrize("length, split_tokens", [(70, 32), (300, 16)])
+def test_half_precision_is_as_good_as_eager(length: int, split_tokens: int) -> None:
+    """Partial results are rounded too, each as the result is, and there may be as many as splits."""
+    tuning = dict(block_n=16, first_splits=32)
+    arguments = inputs("chain", 8, (length,), heads=(4, 2), split_tokens=split_tokens, tuning=tuning)
     half = arguments | dict(q=arguments["q"].half(), kv=arguments["kv"].half())
     truth = half | dict(q=half["q"].double(), kv=half["kv"].double())
     expected = paged_attention(**truth, impl="reference")
