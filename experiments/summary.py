@@ -140,15 +140,20 @@ def accuracy(completions: Sequence[Completion], score: Callable[[int, str], bool
     return sum(score(i, completion.text) for i, completion in enumerate(completions)) / len(completions)
 
 
+def acceptance_warnings(rates: Sequence[float | None]) -> list[str]:
+    """What the acceptance of the first draft says of the drafter."""
+    first = rates[0] if rates else None
+    if first is None or first >= LOW_ACCEPTANCE:
+        return []
+    return [
+        f"only {first:.1%} of first drafts were accepted: the drafter is probably wired wrongly, or was "
+        "trained for another target"
+    ]
+
+
 def warnings(summary: dict[str, Any]) -> list[str]:
     """What a reader of the figures should be told."""
-    found = []
-    first = summary["acceptance_at"][0] if summary["acceptance_at"] else None
-    if first is not None and first < LOW_ACCEPTANCE:
-        found.append(
-            f"only {first:.1%} of first drafts were accepted: the drafter is probably wired wrongly, or was "
-            "trained for another target"
-        )
+    found = acceptance_warnings(summary["acceptance_at"])
     checked, identical = summary["lossless"]["checked"], summary["lossless"]["identical"]
     if identical < checked:
         reason = (

@@ -6,7 +6,7 @@ or not, the tokens must be the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ def run(config: GenerateConfig, composed: DictConfig) -> float:
     console.print(console_table(f"{conditions['model']} · {config.algo.name} · {config.backend.name}", COLUMNS, rows))
     if conditions["device"] == "cpu":
         console.print(NOT_A_GPU[conditions["impl"]], style="yellow")
-    for warning in track_rows(config.tracker, folder.path, config.name, rows):
+    for warning in [*row_warnings(rows), *track_rows(config.tracker, folder.path, config.name, rows)]:
         console.print(f"[bold yellow]warning:[/] {warning}", highlight=False)
     console.print(f"results: {folder.path}", highlight=False, soft_wrap=True)
     return max(row["decode_tokens_per_s"] or 0.0 for row in rows)
@@ -63,12 +63,14 @@ def measure_levels(config: GenerateConfig, setup: Setup, console: Console) -> li
         if level != "none" and setup.hardware.device != "cuda":
             rows.append(EMPTY | {"level": level, "note": NEEDS_GPU})
             continue
-        generation = decode(at_level(config, level), setup, config.algo, console, label=f"graph={level}").generation
+        decoded = decode(at_level(config, level), setup, config.algo, console, label=f"graph={level}")
+        generation = decoded.generation
         tokens = [completion.token_ids for completion in generation.completions]
         first = first or tokens
         steps = max(1, generation.num_steps)
         device_ms = sum(ms for phase, ms in generation.ledger_ms.items() if phase != "host")
         output = sum(map(len, tokens))
+        accepted = [count for completion in generation.completions for count in completion.accepted_counts]
         rows.append(
             {
                 "level": level,
@@ -76,10 +78,17 @@ def measure_levels(config: GenerateConfig, setup: Setup, console: Console) -> li
                 "launch_ms_per_step": generation.launch_ms / steps,
                 "device_ms_per_step": device_ms / steps,
                 "decode_tokens_per_s": figures.ratio(output * 1e3, generation.decode_ms),
+                "acceptance_at": figures.acceptance_at(figures.num_accepted_histogram(accepted, decoded.max_depth)),
                 "graphs": asdict(generation.graphs),
             }
         )
     return rows
+
+
+def row_warnings(rows: Sequence[Row]) -> list[str]:
+    """What a reader of the table must know of the levels that ran."""
+    ran = [row for row in rows if "acceptance_at" in row]
+    return [f"{row['level']}: {text}" for row in ran for text in figures.acceptance_warnings(row["acceptance_at"])]
 
 
 EMPTY: Row = dict.fromkeys(("launch_ms_per_step", "device_ms_per_step", "decode_tokens_per_s"))

@@ -317,21 +317,44 @@ def warm_law(
 
 
 def chi_square_p(counts: Mapping[tuple[int, ...], int], law: Mapping[tuple[int, ...], float]) -> float:
-    """Pearson's test, cells that expect fewer than five draws pooled; 0 for a draw the law forbids."""
-    import torch
+    """Pearson's test, cells that expect fewer than five draws pooled; 0 for a draw the law forbids.
 
+    Where that pool expects less than one draw it is no cell: a surplus in it is judged by Poisson's tail instead, and
+    the smaller of the two chances counts twice (Bonferroni)."""
     if any(pair not in law for pair in counts):
         return 0.0
     draws = sum(counts.values())
     cells = [(p * draws, counts.get(pair, 0)) for pair, p in law.items()]
     large, small = ([c for c in cells if (c[0] >= LAW_DRAWS_PER_CELL) == often] for often in (True, False))
-    if small and sum(e for e, _ in small) >= 1:
-        large.append((sum(e for e, _ in small), sum(o for _, o in small)))
-    if len(large) < 2:
+    if not small:
+        return pearson_p(large)
+    expected, observed = sum(e for e, _ in small), sum(o for _, o in small)
+    if expected >= 1:
+        return pearson_p([*large, (expected, observed)])
+    return min(1.0, 2 * min(pearson_p(large), at_least_p(observed, expected)))
+
+
+def pearson_p(cells: Sequence[tuple[float, int]]) -> float:
+    """Chance of cells, as pairs of expected and observed draws, that fit no better; 1 for fewer than two."""
+    import torch
+
+    if len(cells) < 2:
         return 1.0
-    statistic = sum((o - e) ** 2 / e for e, o in large)
-    half = torch.tensor((len(large) - 1) / 2, dtype=torch.float64)
-    return float(torch.special.gammaincc(half, torch.tensor(statistic / 2, dtype=torch.float64)))
+    half_statistic, half_freedom = (
+        torch.tensor(value / 2, dtype=torch.float64)
+        for value in (sum((o - e) ** 2 / e for e, o in cells), float(len(cells) - 1))
+    )
+    return float(torch.special.gammaincc(half_freedom, half_statistic))
+
+
+def at_least_p(observed: int, expected: float) -> float:
+    """Chance that a Poisson variable of mean `expected` reaches `observed`."""
+    import torch
+
+    if observed == 0:
+        return 1.0
+    reached, mean = (torch.tensor(value, dtype=torch.float64) for value in (float(observed), expected))
+    return float(torch.special.gammainc(reached, mean))
 
 
 def _low(row: Mapping[str, Any]) -> str:

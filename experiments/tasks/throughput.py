@@ -22,7 +22,7 @@ from experiments import summary as figures
 from experiments.charts import legend, lines
 from experiments.config import GenerateConfig, to_plain
 from experiments.console import NOT_A_GPU, figure, plain_console
-from experiments.decoding import AUTOREGRESSIVE, baseline_config, decode
+from experiments.decoding import AUTOREGRESSIVE, Decoded, baseline_config, decode
 from experiments.page import configuration, note, page, provenance_table, section
 from experiments.parallel import output_folder
 from experiments.provenance import run_conditions
@@ -52,7 +52,7 @@ def run(config: GenerateConfig, composed: DictConfig) -> float:
     console.print(console_table(f"{conditions['model']} · {setup.prompts.name}", COLUMNS, rows))
     if conditions["device"] == "cpu":
         console.print(NOT_A_GPU[conditions["impl"]], style="yellow")
-    for warning in track_rows(config.tracker, folder.path, config.name, rows):
+    for warning in [*row_warnings(rows), *track_rows(config.tracker, folder.path, config.name, rows)]:
         console.print(f"[bold yellow]warning:[/] {warning}", highlight=False)
     console.print(f"report: {folder.path / REPORT}", highlight=False, soft_wrap=True)
     return max(row["tokens_per_s"] or 0.0 for row in rows if row["method"] == config.algo.name)
@@ -66,8 +66,8 @@ def measure_level(config: GenerateConfig, setup: Setup, concurrency: int, consol
     rows: list[Row] = []
     algos = [baseline_config()] + ([config.algo] if config.algo.name != AUTOREGRESSIVE else [])
     for algo in algos:
-        generation = decode(level, setup, algo, console, asked, f"{algo.name} ×{concurrency}").generation
-        rows.append(level_row(setup, algo.name, concurrency, generation, asked))
+        decoded = decode(level, setup, algo, console, asked, f"{algo.name} ×{concurrency}")
+        rows.append(level_row(setup, algo.name, concurrency, decoded, asked))
         rows[-1]["speedup"] = figures.ratio(rows[-1]["tokens_per_s"] or 0.0, rows[0]["tokens_per_s"] or 0.0)
     return rows
 
@@ -78,7 +78,8 @@ def repeated(requests: Sequence[Request], count: int) -> list[Request]:
     return [replace(r, id=i, seed=r.seed + turn * len(requests)) for i, (turn, r) in enumerate(rounds)]
 
 
-def level_row(setup: Setup, method: str, concurrency: int, generation: Any, asked: Sequence[Request]) -> Row:
+def level_row(setup: Setup, method: str, concurrency: int, decoded: Decoded, asked: Sequence[Request]) -> Row:
+    generation = decoded.generation
     completions: list[Completion] = generation.completions
     output = sum(len(c.token_ids) for c in completions)
     accepted = [a for c in completions for a in c.accepted_counts]
@@ -86,14 +87,34 @@ def level_row(setup: Setup, method: str, concurrency: int, generation: Any, aske
         "method": method,
         "concurrency": concurrency,
         "num_requests": len(asked),
+        "distinct_prompts": len({request.prompt_ids for request in asked}),
         "tokens_per_s": figures.ratio(output * 1e3, generation.wall_ms),
         "decode_tokens_per_s": figures.ratio(output * 1e3, generation.decode_ms),
         "tokens_per_step": figures.ratio(sum(accepted) + len(accepted), len(accepted)),
+        "acceptance_at": figures.acceptance_at(figures.num_accepted_histogram(accepted, decoded.max_depth)),
         "ttft_ms": figures.quantiles([c.ttft_ms for c in completions], p50=0.5, p90=0.9),
         "inter_token_ms": figures.quantiles(inter_token_ms(completions), p50=0.5, p90=0.9),
         "accuracy": setup.accuracy(completions, asked),
         "graphs": generation.graphs.level,
     }
+
+
+def row_warnings(rows: Sequence[Row]) -> list[str]:
+    """What a reader of the table must know of its rows."""
+    found = [
+        f"{row['method']} ×{row['concurrency']}: {text}"
+        for row in rows
+        for text in figures.acceptance_warnings(row["acceptance_at"])
+    ]
+    repeats = [row for row in rows if row["distinct_prompts"] < row["num_requests"]]
+    if repeats:
+        most = max(repeats, key=lambda row: row["num_requests"])
+        found.append(
+            f"prompts were asked more than once (×{most['concurrency']}: {most['num_requests']} requests, "
+            f"{most['distinct_prompts']} prompts): an algorithm that learns from text, such as ngram, has seen the "
+            "answers before and looks faster than it is; raise data.limit"
+        )
+    return found
 
 
 def inter_token_ms(completions: Sequence[Completion]) -> list[float]:
@@ -136,6 +157,7 @@ def render(name: str, rows: Sequence[Row], conditions: Mapping[str, Any], config
     parts = [section("Levels", html_table(COLUMNS, rows)), section("Tokens per second", chart), configuration(config)]
     if conditions["device"] == "cpu":
         parts.insert(0, note(NOT_A_GPU[conditions["impl"]]))
+    parts[:0] = [note(text) for text in row_warnings(rows)]
     parts.append(provenance_table(conditions["versions"] | {"revision": conditions["revision"]}))
     lead = f"{conditions['model']}; {conditions['device']} {conditions['dtype']}, {conditions['impl']}; "
     return page(f"{name}: throughput", lead + conditions["machine"], parts)

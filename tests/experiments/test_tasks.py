@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from experiments import cli
 from experiments import summary as figures
 from experiments.charts import lines
 from experiments.tables import Column, console_table, csv_text, markdown
-from experiments.tasks import compare, graph_ablation, losslessness, run_task
+from experiments.tasks import compare, graph_ablation, losslessness, run_task, throughput
 from experiments.tasks.schemas import CompareTask, GraphAblationTask, LosslessnessTask, ThroughputTask
 from experiments.tasks.throughput import inter_token_ms, repeated
 from tests.runtime.tiny_folders import small_config, small_dflash_config, write_dflash, write_target
@@ -215,6 +216,30 @@ def test_throughput_of_the_baseline_alone(run: Run) -> None:
     assert [row["method"] for row in done.rows] == ["autoregressive"]
 
 
+def test_throughput_warns_of_prompts_asked_twice_and_of_a_drafter_that_is_never_right(run: Run) -> None:
+    done = run("task=throughput", "algo=standalone", "task.concurrency=[1,2]", "task.requests=2")
+    assert done.returncode == 0, done.stderr
+    assert [(row["num_requests"], row["distinct_prompts"]) for row in done.rows] == [(2, 2), (2, 2), (4, 2), (4, 2)]
+    told = " ".join(done.stdout.split())
+    assert "prompts were asked more than once (×2: 4 requests, 2 prompts)" in told and "data.limit" in told
+    page = " ".join(done.read("report.html").split())
+    assert "asked more than once" in page
+    for row in done.rows:
+        low = row["method"] == "standalone" and row["acceptance_at"][0] < figures.LOW_ACCEPTANCE
+        assert (f"{row['method']} ×{row['concurrency']}: only" in told) == low
+
+
+def test_warnings_of_throughput_and_of_graphs() -> None:
+    row = {"method": "m", "concurrency": 4, "num_requests": 8, "distinct_prompts": 8, "acceptance_at": [0.05]}
+    assert throughput.row_warnings([row, row | {"acceptance_at": []}]) == []
+    (low,) = throughput.row_warnings([row | {"acceptance_at": [0.049]}])
+    assert low.startswith("m ×4: only 4.9% of first drafts were accepted")
+    (twice,) = throughput.row_warnings([row | {"distinct_prompts": 7}, row])
+    assert "×4: 8 requests, 7 prompts" in twice and "ngram" in twice
+    (level,) = graph_ablation.row_warnings([{"level": "none", "acceptance_at": [0.01]}, {"level": "step"}])
+    assert level.startswith("none: only 1.0% of first drafts")
+
+
 def test_latency_between_tokens_is_shared_by_the_tokens_of_a_step() -> None:
     times, counts = [5.0, 9.0, 15.0], [3, 1, 2]
     completion = Completion(0, accepted_counts=counts, emitted_at_ms=times, num_truncated=1)
@@ -299,6 +324,12 @@ def test_chi_square_sees_what_does_not_fit() -> None:
     assert losslessness.chi_square_p({(0, 0): 50, (0, 1): 30, (1, 0): 20}, law) == pytest.approx(1.0)
     assert losslessness.chi_square_p({(0, 0): 20, (0, 1): 30, (1, 0): 50}, law) < 1e-12
     assert losslessness.chi_square_p({(0, 0): 99, (7, 7): 1}, law) == 0.0
+    rare = {(0, 0): 0.5, (0, 1): 0.4995, (1, 0): 0.0005}  # expects half a draw of 1000
+    assert losslessness.chi_square_p({(0, 0): 500, (0, 1): 500}, rare) > 0.9
+    assert losslessness.chi_square_p({(0, 0): 500, (0, 1): 499, (1, 0): 1}, rare) > 0.5
+    assert losslessness.chi_square_p({(0, 0): 495, (0, 1): 490, (1, 0): 15}, rare) < 1e-12, "a surplus that is rare"
+    assert losslessness.chi_square_p({(0, 0): 700, (0, 1): 300}, rare) < 1e-12
+    assert losslessness.at_least_p(2, 0.5) == pytest.approx(1 - 1.5 * math.exp(-0.5))
     # Against SciPy: statistic 25/50 + 16/30 + 1/20 with two degrees of freedom.
     assert losslessness.chi_square_p({(0, 0): 55, (0, 1): 26, (1, 0): 19}, law) == pytest.approx(0.58175, abs=1e-4)
 
