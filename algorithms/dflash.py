@@ -21,7 +21,7 @@ from algorithms.runtime.shape import MAX_NODES, MAX_TOPK
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from algorithms.runtime.models.loading import Target
+    from algorithms.runtime.models.loading import Target, TargetShape
 
 DEFAULT_TREE_NODES = 32
 
@@ -52,18 +52,16 @@ class DFlash(Algorithm):
             if self.topk == 1 and self.num_nodes is not None:
                 raise ValueError("algo.num_nodes is the size of a tree: expected algo.topk above 1, got 1")
 
+    @classmethod
+    def check(cls, config: Any, target: TargetShape, draft_path: str | None) -> None:
+        _, drafter = runtime.read_dflash(cls.drafter_folder(draft_path), target)
+        _block_of(config, drafter.block_size)
+
     def __init__(self, config: Config, target: Target, draft_path: str | None) -> None:
-        if draft_path is None:
-            raise ValueError("algo=dflash needs a drafter: set model.draft_path to a DFlash folder or hub name")
         weight = target.model.model.norm.weight
-        self._drafter = runtime.load_dflash(draft_path, target, weight.device, weight.dtype)
+        self._drafter = runtime.load_dflash(self.drafter_folder(draft_path), target, weight.device, weight.dtype)
         self._target, self._topk, self._window = target.model, config.topk, config.window
-        trained = self._drafter.config.block_size
-        self._block = config.block_size or trained
-        if self._block > trained:
-            raise ValueError(f"algo.block_size: expected at most {trained}, as trained, got {self._block}")
-        if self._window is not None and self._window < self._block:
-            raise ValueError(f"algo.window: expected at least the block of {self._block}, got {self._window}")
+        self._block = _block_of(config, self._drafter.config.block_size)
         self.chain = self._topk == 1 or self._block == 1
         self.num_nodes = self._block if self.chain else config.num_nodes or DEFAULT_TREE_NODES
         self.max_depth = min(self._block, self.num_nodes) - 1
@@ -135,6 +133,16 @@ class DFlash(Algorithm):
             eps=self._cache.eps,
             impl=impl,
         )
+
+
+def _block_of(config: DFlash.Config, trained: int) -> int:
+    """Tokens of a block; ValueError where the drafter was trained on smaller ones, or the window cuts into it."""
+    block = config.block_size or trained
+    if block > trained:
+        raise ValueError(f"algo.block_size: expected at most {trained}, as trained, got {block}")
+    if config.window is not None and config.window < block:
+        raise ValueError(f"algo.window: expected at least the block of {block}, got {config.window}")
+    return block
 
 
 def _expect(name: str, value: int | None, least: int, most: int | None) -> None:

@@ -22,7 +22,7 @@ from algorithms.runtime.shape import TreeShape
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from algorithms.runtime.models.loading import Target
+    from algorithms.runtime.models.loading import Target, TargetShape
 
 
 class Eagle(Algorithm):
@@ -44,14 +44,16 @@ class Eagle(Algorithm):
         def __post_init__(self) -> None:
             TreeShape.of(self.steps, self.topk, self.num_nodes)
 
+    @classmethod
+    def check(cls, config: Any, target: TargetShape, draft_path: str | None) -> None:
+        _, head, _ = cls.read(cls.drafter_folder(draft_path), target)
+        _check_topk(config, head.draft_vocab_size)
+
     def __init__(self, config: Any, target: Target, draft_path: str | None) -> None:
-        if draft_path is None:
-            raise ValueError(f"algo={self.name} needs a drafter: set model.draft_path to a folder or hub name")
         weight = target.model.model.norm.weight
-        self._drafter = self.load(draft_path, target, weight.device, weight.dtype)
+        self._drafter = self.load(self.drafter_folder(draft_path), target, weight.device, weight.dtype)
         self._shape = TreeShape.of(config.steps, config.topk, config.num_nodes)
-        if self._shape.topk > self._drafter.draft_vocab_size:
-            raise ValueError(f"algo.topk: the drafter knows {self._drafter.draft_vocab_size} tokens, got {config.topk}")
+        _check_topk(config, self._drafter.draft_vocab_size)
         self.capture = self._drafter.capture
         self.chain, self.max_depth = self._shape.chain, self._shape.max_depth
         self.num_nodes = self.max_depth + 1 if self.chain else self._shape.num_nodes
@@ -61,6 +63,11 @@ class Eagle(Algorithm):
     def load(draft_path: str, target: Target, device: Any, dtype: Any) -> Any:
         """The head from its folder."""
         return runtime.load_eagle(draft_path, target, device, dtype)
+
+    @staticmethod
+    def read(draft_path: str, target: TargetShape) -> Any:
+        """Folder, config and tensor headers of the head."""
+        return runtime.read_eagle(draft_path, target)
 
     def attach(self, resources: Resources) -> None:
         self._resources = resources
@@ -87,3 +94,8 @@ class Eagle(Algorithm):
 
     def move_row(self, source: int, target: int) -> None:
         self._kept.move(source, target)
+
+
+def _check_topk(config: Any, known: int) -> None:
+    if config.topk > known:
+        raise ValueError(f"algo.topk: the drafter knows {known} tokens, got {config.topk}")

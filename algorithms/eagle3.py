@@ -13,7 +13,7 @@ from algorithms import runtime
 from algorithms.eagle import Eagle
 
 if TYPE_CHECKING:
-    from algorithms.runtime.models.loading import Target
+    from algorithms.runtime.models.loading import Target, TargetShape
 
 
 class Eagle3(Eagle):
@@ -28,3 +28,7 @@ class Eagle3(Eagle):
     @staticmethod
     def load(draft_path: str, target: Target, device: Any, dtype: Any) -> Any:
         return runtime.load_eagle3(draft_path, target, device, dtype)
+
+    @staticmethod
+    def read(draft_path: str, target: TargetShape) -> Any:
+        return runtime.read_eagle3(draft_path, target)

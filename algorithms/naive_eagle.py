@@ -19,7 +19,7 @@ from algorithms.eagle import Eagle
 from algorithms.runtime.algorithm import OwnLevel
 
 if TYPE_CHECKING:
-    from algorithms.runtime.models.loading import Target
+    from algorithms.runtime.models.loading import Target, TargetShape
 
 
 class NaiveEagle(Eagle):
@@ -48,3 +48,7 @@ class NaiveEagle(Eagle):
     @staticmethod
     def load(draft_path: str, target: Target, device: Any, dtype: Any) -> Any:
         return runtime.load_eagle_head(draft_path, target, device, dtype)
+
+    @staticmethod
+    def read(draft_path: str, target: TargetShape) -> Any:
+        return runtime.read_eagle_head(draft_path, target)

@@ -19,7 +19,7 @@ import specdec_kernels as kernels
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Observation, Resources
 
 if TYPE_CHECKING:
-    from algorithms.runtime.models.loading import Target
+    from algorithms.runtime.models.loading import Target, TargetShape
 
 MODES = ("bfs", "prob")
 
@@ -60,9 +60,14 @@ class NGram(Algorithm):
             if self.mode not in MODES:
                 raise ValueError(f"algo.mode must be one of {', '.join(MODES)}, got {self.mode!r}")
 
+    @classmethod
+    def check(cls, config: Any, target: TargetShape, draft_path: str | None) -> None:
+        if config.corpus is not None:
+            _read_text(config.corpus)
+
     def __init__(self, config: Config, target: Target, draft_path: str | None) -> None:
         self._config = config
-        self._corpus = _encode_file(config.corpus, target) if config.corpus else []
+        self._corpus = _encode_file(config.corpus, target) if config.corpus is not None else []
         self.num_nodes = config.num_nodes
         self.max_depth = min(config.num_nodes, config.depth) - 1
 
@@ -116,11 +121,14 @@ def _expect(key: str, value: Any, least: int, most: int) -> None:
 
 
 def _encode_file(path: str, target: Target) -> list[int]:
-    """The tokens of a text file; ValueError where it cannot be read as one."""
     from algorithms.runtime.models.tokenizer import Tokenizer
 
+    return Tokenizer.load(target.path).encode(_read_text(path))
+
+
+def _read_text(path: str) -> str:
+    """The content of a text file; ValueError where it cannot be read as one."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"algo.corpus: expected a text file in UTF-8, got {path}: {error}") from error
-    return Tokenizer.load(target.path).encode(text)

@@ -21,7 +21,7 @@ from algorithms.runtime.shape import TreeShape
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from algorithms.runtime.models.loading import Target
+    from algorithms.runtime.models.loading import Target, TargetShape
 
 RULES = ("target_only", "rejection", "block")
 
@@ -51,11 +51,13 @@ class Standalone(Algorithm):
             if self.rule != "target_only" and not shape.chain:
                 raise ValueError(f"algo.rule={self.rule} verifies chains: expected algo.topk=1, got {self.topk}")
 
+    @classmethod
+    def check(cls, config: Any, target: TargetShape, draft_path: str | None) -> None:
+        runtime.read_draft(cls.drafter_folder(draft_path), target)
+
     def __init__(self, config: Config, target: Target, draft_path: str | None) -> None:
-        if draft_path is None:
-            raise ValueError("algo=standalone needs a draft model: set model.draft_path to a folder or hub name")
         weight = target.model.model.norm.weight
-        self._draft = runtime.load_draft(draft_path, target, weight.device, weight.dtype)
+        self._draft = runtime.load_draft(self.drafter_folder(draft_path), target, weight.device, weight.dtype)
         self._shape = TreeShape.of(config.steps, config.topk, config.num_nodes)
         self.rule, self._vocab = config.rule, target.config.vocab_size
         self.chain, self.max_depth = self._shape.chain, self._shape.max_depth

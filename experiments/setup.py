@@ -147,11 +147,9 @@ def _check_attention(config: GenerateConfig, hardware: Hardware) -> None:
     import torch
 
     from algorithms.runtime.backends import backends, check_calls
-    from algorithms.runtime.models.config import DecoderConfig
-    from algorithms.runtime.models.loading import parse_config, read_config, resolve_folder
+    from algorithms.runtime.models.loading import read_target
 
-    folder = resolve_folder(config.model.path)
-    shape = parse_config(folder, read_config(folder), DecoderConfig.from_hf)
+    shape = read_target(config.model.path).config
     backend = backends()[config.backend.name](config.backend, hardware.impl)
     modes, device = {"prefill": "chain", "decode": "chain"}, torch.device(hardware.device)
     check_calls(backend, shape, modes, config.runtime.page_size, getattr(torch, hardware.dtype), device)
@@ -180,8 +178,14 @@ def check_drafters(config: GenerateConfig, algos: Collection[Any]) -> None:
                 f"algo={name} needs a drafter, and model={config.model.name} names none for it\n"
                 f"give its folder or hub name as model.draft_path or model.drafts.{name}"
             )
+    from algorithms.runtime.models.loading import read_target
+
     hardware = resolve_hardware(config.runtime)
+    with user_errors(ValueError, OSError):
+        target = read_target(config.model.path)
     for algo in algos:
+        with user_errors(ValueError, OSError):
+            available()[algo.name].check(algo, target, config.model.drafter_of(algo.name))
         if own := available()[algo.name].graph_of(algo):
             instead = f"leave {own.setting} out of algo={algo.name}"
             _check_graph(config, hardware, own.level, own.setting, instead)

@@ -13,8 +13,23 @@ if TYPE_CHECKING:
     from algorithms.runtime.engine import Engine, EngineError, EngineSettings, Generation, StepReport
     from algorithms.runtime.expansion import Expansion
     from algorithms.runtime.kv_cache import KVCache, OutOfPages, PageAllocator
-    from algorithms.runtime.models.eagle_loading import load_eagle, load_eagle3, load_eagle_head
-    from algorithms.runtime.models.loading import ModelError, Target, load_dflash, load_draft, load_target
+    from algorithms.runtime.models.eagle_loading import (
+        load_eagle,
+        load_eagle3,
+        load_eagle_head,
+        read_eagle,
+        read_eagle3,
+        read_eagle_head,
+    )
+    from algorithms.runtime.models.loading import (
+        ModelError,
+        Target,
+        load_dflash,
+        load_draft,
+        load_target,
+        read_dflash,
+        read_draft,
+    )
     from algorithms.runtime.paged import LayeredMixer, PagedMixer
     from algorithms.runtime.request import Completion, Request
     from algorithms.runtime.row_memory import RowMemory
@@ -24,8 +39,23 @@ _HOMES = {
     "engine": ("Engine", "EngineError", "EngineSettings", "Generation", "StepReport"),
     "expansion": ("Expansion",),
     "kv_cache": ("KVCache", "OutOfPages", "PageAllocator"),
-    "models.eagle_loading": ("load_eagle", "load_eagle3", "load_eagle_head"),
-    "models.loading": ("ModelError", "Target", "load_dflash", "load_draft", "load_target"),
+    "models.eagle_loading": (
+        "load_eagle",
+        "load_eagle3",
+        "load_eagle_head",
+        "read_eagle",
+        "read_eagle3",
+        "read_eagle_head",
+    ),
+    "models.loading": (
+        "ModelError",
+        "Target",
+        "load_dflash",
+        "load_draft",
+        "load_target",
+        "read_dflash",
+        "read_draft",
+    ),
     "paged": ("LayeredMixer", "PagedMixer"),
     "request": ("Completion", "Request"),
     "row_memory": ("RowMemory",),
@@ -60,6 +90,11 @@ __all__ = [
     "load_eagle3",
     "load_eagle_head",
     "load_target",
+    "read_dflash",
+    "read_draft",
+    "read_eagle",
+    "read_eagle3",
+    "read_eagle_head",
 ]
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from algorithms.runtime.backends import Backend
-    from algorithms.runtime.models.loading import Target
+    from algorithms.runtime.models.loading import Target, TargetShape
     from algorithms.runtime.state import SamplingState
     from specdec_kernels import TreeLinks
 
@@ -137,6 +137,17 @@ class Algorithm:
     def graph_of(cls, config: Any) -> OwnLevel | None:
         """What `graph` will be; asked before anything loads."""
         return None
+
+    @classmethod
+    def check(cls, config: Any, target: TargetShape, draft_path: str | None) -> None:
+        """Refuse (ValueError) what `__init__` would, as far as folders tell without any weight being read."""
+
+    @classmethod
+    def drafter_folder(cls, draft_path: str | None) -> str:
+        """`draft_path`, which an algorithm that drafts with a model must be given."""
+        if draft_path is None:
+            raise ValueError(f"algo={cls.name} needs a drafter: set model.draft_path to a folder or hub name")
+        return draft_path
 
     def __init__(self, config: Any, target: Target, draft_path: str | None) -> None:
         """Load what is needed, or refuse; `draft_path` is a folder or hub name."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -11,6 +13,7 @@ import pytest
 from experiments.config import CONFIG_FOLDER, build_config, register
 from experiments.errors import UserError
 from experiments.setup import Hardware, _check_graph, check_drafters
+from tests.runtime.tiny_folders import edit_json
 
 CPU = ("runtime.device=cpu", "runtime.impl=reference")
 
@@ -57,3 +60,52 @@ def test_a_backend_that_cannot_be_captured_is_told_with_what_helps(monkeypatch: 
     with pytest.raises(UserError) as caught:
         _check_graph(config, Hardware("cuda", "bfloat16", "triton", "triton"), "step", "algo.captured=true", "leave it")
     assert "backend=torch" in str(caught.value) and "leave it, or one of backend=fa4" in str(caught.value)
+
+
+TINY = CONFIG_FOLDER.parent / "assets" / "tiny"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["algo=dflash", "model.draft_path=nowhere"], ["model folder not found", "nowhere", "model.draft_path"]),
+        (["algo=dflash", "algo.block_size=200"], ["algo.block_size: expected at most", "as trained, got 200"]),
+        (["algo=dflash", "algo.window=2"], ["algo.window: expected at least the block of", "got 2"]),
+        (["algo=dflash", f"model.draft_path={TINY / 'eagle'}"], ["this is no DFlash drafter"]),
+        (["algo=eagle", f"model.draft_path={TINY / 'dflash'}"], ["this is no EAGLE head", "no hidden_norm.weight"]),
+        (["algo=eagle", f"model.draft_path={TINY / 'draft'}"], ["this is no EAGLE head", "Qwen3ForCausalLM"]),
+        (["algo=eagle3", f"model.draft_path={TINY / 'eagle'}"], ["this is no EAGLE-3 head", "midlayer.*"]),
+        (["algo=naive_eagle", f"model.draft_path={TINY / 'target'}"], ["this is no EAGLE head"]),
+        (["algo=standalone", f"model.draft_path={TINY / 'eagle'}"], ["this is no language model", "embed_tokens"]),
+        (["algo=standalone", f"model.draft_path={TINY / 'eagle3'}"], ["this is no language model"]),
+        (["algo=standalone", f"model.draft_path={TINY / 'dflash'}"], ["this is no language model", "fc.weight"]),
+        (["algo=ngram", "algo.corpus=nowhere.txt"], ["algo.corpus: expected a text file", "nowhere.txt"]),
+        (["algo=ngram", f"algo.corpus={TINY}"], ["algo.corpus: expected a text file"]),
+        (["algo=ngram", f"model.path={TINY / 'eagle'}"], ["this is no language model"]),
+    ],
+)
+def test_folders_are_asked_before_weights_load(overrides: list[str], expected: list[str]) -> None:
+    said = refusal(*overrides)
+    for text in expected:
+        assert text in said, said
+
+
+@pytest.mark.parametrize("algo", ["dflash", "eagle", "eagle3", "naive_eagle", "standalone", "ngram", "autoregressive"])
+def test_shipped_drafters_pass(algo: str) -> None:
+    check(f"algo={algo}")
+
+
+def test_topk_above_the_draft_vocabulary(tmp_path: Path) -> None:
+    folder = shutil.copytree(TINY / "eagle3", tmp_path / "head")
+    edit_json(folder / "config.json", draft_vocab_size=5)
+    said = refusal("algo=eagle3", f"model.draft_path={folder}", "algo.topk=6", "algo.steps=2")
+    assert "algo.topk: the drafter knows 5 tokens, got 6" in said
+
+
+def test_every_method_of_a_task_is_asked() -> None:
+    from algorithms.dflash import DFlash
+    from algorithms.ngram import NGram
+
+    config = build_config(hydra.compose("config", overrides=[*CPU]))
+    with pytest.raises(UserError, match="got 200"):
+        check_drafters(config, [NGram.Config(), DFlash.Config(), DFlash.Config(block_size=200)])

@@ -29,6 +29,11 @@ class EagleConfig:
     decoder: DecoderConfig
     fc_bias: bool = True
 
+    @property
+    def draft_vocab_size(self) -> int:
+        """Tokens the head predicts: all of the target's."""
+        return self.decoder.vocab_size
+
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> EagleConfig:
         """Read a published `config.json`; ValueError names a missing or unsupported key."""

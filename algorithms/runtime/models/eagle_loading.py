@@ -19,6 +19,7 @@ from algorithms.runtime.models.loading import (
     CONFIG_FILE,
     OTHER_DRAFTER,
     Target,
+    TargetShape,
     check_fit,
     check_tokenizer,
     parse_config,
@@ -37,16 +38,7 @@ def load_eagle(path: str | Path, target: Target, device: torch.device | str, dty
 
     ModelError names what does not fit.
     """
-    folder, raw, stored = _open_head(path)
-    _check_kind(folder, raw, stored, "fc.weight", "layers.", "EAGLE")
-    config = parse_config(folder, raw, EagleConfig.from_hf)
-    check_fit(
-        folder,
-        target,
-        hidden_size=(target.config.hidden_size, config.decoder.hidden_size),
-        vocab_size=(target.config.vocab_size, config.decoder.vocab_size),
-    )
-    check_tokenizer(folder, target.path)
+    folder, config, stored = read_eagle(path, target)
     with torch.device("meta"):
         drafter = EagleDrafter(config, own_embedding=EMBEDDING in stored)
     # Some copies carry the target's LM head along; the target's own serves.
@@ -55,13 +47,49 @@ def load_eagle(path: str | Path, target: Target, device: torch.device | str, dty
     return drafter
 
 
+def read_eagle(path: str | Path, target: TargetShape) -> tuple[Path, EagleConfig, dict[str, Stored]]:
+    """Folder, config and tensor headers of an EAGLE head that fits `target`; no weights are read."""
+    folder, raw, stored = _open_head(path)
+    # A DFlash drafter fuses and has layers too, and norms what it has fused.
+    foreign = "hidden_norm.weight" in stored
+    _check_kind(
+        folder,
+        raw,
+        stored,
+        not foreign and _has(stored, "layers."),
+        "EAGLE",
+        "fc.weight and layers.*, no hidden_norm.weight",
+    )
+    config = parse_config(folder, raw, EagleConfig.from_hf)
+    check_fit(
+        folder,
+        target,
+        hidden_size=(target.config.hidden_size, config.decoder.hidden_size),
+        vocab_size=(target.config.vocab_size, config.decoder.vocab_size),
+    )
+    check_tokenizer(folder, target.path)
+    return folder, config, stored
+
+
 def load_eagle3(path: str | Path, target: Target, device: torch.device | str, dtype: torch.dtype) -> Eagle3Drafter:
     """Load an EAGLE-3 head as SafeAILab or SpecForge write it, and bind it to `target`.
 
     ModelError names what does not fit.
     """
+    folder, config, stored = read_eagle3(path, target)
+    with torch.device("meta"):
+        drafter = Eagle3Drafter(config, target.config.num_layers, EMBEDDING in stored, "lm_head.weight" in stored)
+    _load_head(drafter, folder, device, dtype, set() if config.reduced else {"d2t", "t2d"})
+    if config.reduced:
+        _check_vocabulary(folder, drafter)
+    drafter.bind(target.model)
+    return drafter
+
+
+def read_eagle3(path: str | Path, target: TargetShape) -> tuple[Path, Eagle3Config, dict[str, Stored]]:
+    """Folder, config and tensor headers of an EAGLE-3 head that fits `target`; no weights are read."""
     folder, raw, stored = _open_head(path)
-    _check_kind(folder, raw, stored, "fc.weight", "midlayer.", "EAGLE-3")
+    _check_kind(folder, raw, stored, _has(stored, "midlayer."), "EAGLE-3", "fc.weight and midlayer.*")
     extended = {**raw, **(raw.get("eagle_config") or {})}
     refuse_extensions(folder, "EAGLE-3", [f"{key}={extended[key]}" for key in UNSUPPORTED_EAGLE3 if extended.get(key)])
     config = parse_config(folder, raw, Eagle3Config.from_hf)
@@ -77,8 +105,7 @@ def load_eagle3(path: str | Path, target: Target, device: torch.device | str, dt
     check_fit(folder, target, **sizes)
     check_tokenizer(folder, target.path)
     try:
-        with torch.device("meta"):
-            drafter = Eagle3Drafter(config, target.config.num_layers, own_embedding, own_head)
+        config.layer_ids(target.config.num_layers)
     except ValueError as error:
         raise ModelError(
             "drafter and target do not fit: captured layers",
@@ -86,11 +113,7 @@ def load_eagle3(path: str | Path, target: Target, device: torch.device | str, dt
             actual=str(error),
             fix=OTHER_DRAFTER,
         ) from error
-    _load_head(drafter, folder, device, dtype, set() if config.reduced else {"d2t", "t2d"})
-    if config.reduced:
-        _check_vocabulary(folder, drafter)
-    drafter.bind(target.model)
-    return drafter
+    return folder, config, stored
 
 
 def load_eagle_head(
@@ -98,8 +121,20 @@ def load_eagle_head(
 ) -> EagleDrafter | Eagle3Drafter:
     """Load whichever head the folder holds, told by its tensors; ModelError names what does not fit."""
     folder, _, stored = _open_head(path)
-    load = load_eagle3 if any(name.startswith("midlayer.") for name in stored) else load_eagle
+    load = load_eagle3 if _has(stored, "midlayer.") else load_eagle
     return load(folder, target, device, dtype)
+
+
+def read_eagle_head(
+    path: str | Path, target: TargetShape
+) -> tuple[Path, EagleConfig | Eagle3Config, dict[str, Stored]]:
+    """Folder, config and tensor headers of whichever head the folder holds; no weights are read."""
+    folder, _, stored = _open_head(path)
+    return read_eagle3(folder, target) if _has(stored, "midlayer.") else read_eagle(folder, target)
+
+
+def _has(stored: Mapping[str, Stored], prefix: str) -> bool:
+    return any(name.startswith(prefix) for name in stored)
 
 
 def _open_head(path: str | Path) -> tuple[Path, dict[str, Any], dict[str, Stored]]:
@@ -126,17 +161,18 @@ def _load_head(
 
 
 def _check_kind(
-    folder: Path, raw: Mapping[str, Any], stored: Mapping[str, Stored], fusion: str, layers: str, kind: str
+    folder: Path, raw: Mapping[str, Any], stored: Mapping[str, Stored], layers: bool, kind: str, tensors: str
 ) -> None:
     """The configs of all heads, and of plain models, look alike: the tensors tell."""
-    if fusion in stored and any(name.startswith(layers) for name in stored):
+    if layers and "fc.weight" in stored:
         return
     raise ModelError(
         f"this is no {kind} head",
         where=folder,
-        expected=f"tensors {fusion} and {layers}*",
+        expected=f"tensors {tensors}",
         actual=f"architectures {raw.get('architectures')}, tensors {', '.join(sorted(stored)[:4])}, ...",
-        fix="give the head's folder as model.draft_path; EAGLE-3 heads are for algo=eagle3, older ones for algo=eagle",
+        fix="give the head's folder as model.draft_path; EAGLE-3 heads are for algo=eagle3, older ones for algo=eagle, "
+        "DFlash drafters for algo=dflash",
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -20,14 +20,19 @@ from algorithms.runtime.models.dflash import DFlashDrafter
 from algorithms.runtime.models.eagle_config import Eagle3Config, EagleConfig
 from algorithms.runtime.models.folder import ModelError, read_json, resolve_folder
 from algorithms.runtime.models.tokenizer import TOKENIZER_FILE, Tokenizer
-from algorithms.runtime.models.weights import load_weights
+from algorithms.runtime.models.weights import load_weights, stored_tensors
 
 __all__ = [
     "ModelError",
     "Target",
+    "TargetFolder",
+    "TargetShape",
     "load_dflash",
     "load_draft",
     "load_target",
+    "read_dflash",
+    "read_draft",
+    "read_target",
     "resolve_folder",
 ]
 
@@ -47,6 +52,24 @@ UNSUPPORTED_DFLASH = (
 Config = TypeVar("Config", DecoderConfig, DFlashConfig, EagleConfig, Eagle3Config)
 
 
+class TargetShape(Protocol):
+    """What a drafter must fit: a target whose weights need not be loaded."""
+
+    @property
+    def config(self) -> DecoderConfig: ...
+
+    @property
+    def path(self) -> Path: ...
+
+
+@dataclass(frozen=True)
+class TargetFolder:
+    """A folder whose config and tensor names are those of a language model; no weights are read."""
+
+    config: DecoderConfig
+    path: Path
+
+
 @dataclass(frozen=True)
 class Target:
     """A loaded target model and the folder it came from."""
@@ -60,10 +83,8 @@ def load_target(path: str | Path, device: torch.device | str, dtype: torch.dtype
     """Load a Qwen3 or Llama folder (or hub name) for inference on `device` in `dtype`; ModelError where it
     cannot be.
     """
-    folder = resolve_folder(path)
-    raw = read_config(folder)
-    config = parse_config(folder, raw, DecoderConfig.from_hf)
-    _check_target_keys(folder, raw)
+    found = read_target(path)
+    folder, config = found.path, found.config
     with torch.device("meta"):
         model = Decoder(config)
 
@@ -74,20 +95,34 @@ def load_target(path: str | Path, device: torch.device | str, dtype: torch.dtype
     return Target(model, config, folder)
 
 
-def load_dflash(path: str | Path, target: Target, device: torch.device | str, dtype: torch.dtype) -> DFlashDrafter:
-    """Load a DFlash drafter folder (or hub name) that fits `target`; ModelError names what does not fit."""
+def read_target(path: str | Path) -> TargetFolder:
+    """Find a language model and read its config and the names of its tensors; ModelError where it cannot serve."""
     folder = resolve_folder(path)
     raw = read_config(folder)
-    _check_dflash_keys(folder, raw)
-    config = parse_config(folder, raw, DFlashConfig.from_hf)
-    check_fit(
-        folder,
-        target,
-        hidden_size=(target.config.hidden_size, config.decoder.hidden_size),
-        vocab_size=(target.config.vocab_size, config.decoder.vocab_size),
-        num_target_layers=(target.config.num_layers, config.num_target_layers),
-    )
-    check_tokenizer(folder, target.path)
+    config = parse_config(folder, raw, DecoderConfig.from_hf)
+    _check_target_keys(folder, raw)
+    _check_language_model(folder, raw)
+    return TargetFolder(config, folder)
+
+
+def _check_language_model(folder: Path, raw: Mapping[str, Any]) -> None:
+    """Drafters carry configs of language models: the tensors tell."""
+    names = sorted(stored_tensors(folder))
+    fused = any(name.removeprefix("model.") == "fc.weight" for name in names)
+    if fused or not any(name.startswith("model.layers.") for name in names):
+        raise ModelError(
+            "this is no language model",
+            where=folder,
+            expected="tensors model.embed_tokens.weight and model.layers.*",
+            actual=f"architectures {raw.get('architectures')}, tensors {', '.join(names[:4])}, ...",
+            fix="give the folder of a Qwen3 or Llama model; drafters of other kinds are for the algorithms they "
+            "were trained for",
+        )
+
+
+def load_dflash(path: str | Path, target: Target, device: torch.device | str, dtype: torch.dtype) -> DFlashDrafter:
+    """Load a DFlash drafter folder (or hub name) that fits `target`; ModelError names what does not fit."""
+    folder, config = read_dflash(path, target)
     with torch.device("meta"):
         drafter = DFlashDrafter(config)
     load_weights(
@@ -101,12 +136,34 @@ def load_dflash(path: str | Path, target: Target, device: torch.device | str, dt
     return drafter
 
 
+def read_dflash(path: str | Path, target: TargetShape) -> tuple[Path, DFlashConfig]:
+    """Folder and config of a DFlash drafter that fits `target`; no weights are read."""
+    folder = resolve_folder(path)
+    raw = read_config(folder)
+    _check_dflash_keys(folder, raw)
+    config = parse_config(folder, raw, DFlashConfig.from_hf)
+    check_fit(
+        folder,
+        target,
+        hidden_size=(target.config.hidden_size, config.decoder.hidden_size),
+        vocab_size=(target.config.vocab_size, config.decoder.vocab_size),
+        num_target_layers=(target.config.num_layers, config.num_target_layers),
+    )
+    check_tokenizer(folder, target.path)
+    return folder, config
+
+
 def load_draft(path: str | Path, target: Target, device: torch.device | str, dtype: torch.dtype) -> Target:
     """Load a small language model that writes the same tokens as `target`; ModelError names what does not fit.
 
     Both folders must have a tokenizer: drafted ids mean nothing unless both vocabularies are the same.
     """
-    draft = load_target(path, device, dtype)
+    return load_target(read_draft(path, target).path, device, dtype)
+
+
+def read_draft(path: str | Path, target: TargetShape) -> TargetFolder:
+    """The folder of a language model that writes the same tokens as `target`; no weights are read."""
+    draft = read_target(path)
     check_fit(draft.path, target, vocab_size=(target.config.vocab_size, draft.config.vocab_size))
     for place in (draft.path, target.path):
         if not (place / TOKENIZER_FILE).is_file():
@@ -178,7 +235,7 @@ def _check_dflash_keys(folder: Path, raw: Mapping[str, Any]) -> None:
     refuse_extensions(folder, "DFlash", [f"{key}={entries[key]}" for key in UNSUPPORTED_DFLASH if entries.get(key)])
 
 
-def check_fit(folder: Path, target: Target, **sizes: tuple[int, int]) -> None:
+def check_fit(folder: Path, target: TargetShape, **sizes: tuple[int, int]) -> None:
     """Compare `(target's, drafter's)` sizes."""
     for key, (expected, actual) in sizes.items():
         if expected != actual:
