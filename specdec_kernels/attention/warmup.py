@@ -44,7 +44,7 @@ def warmup(
 
     Args:
         heads, kv_heads, head_dim, dtype, kv_dtype, page_size: of the model and its pool; kv_dtype default dtype.
-        max_length: bound that the calls will have, or any that gives as many splits: one or several.
+        max_length: bound that the calls will have, or any that gives as many splits: one, up to four, or more.
         modes, node_counts: modes and N; default one N for every row of the table, prefill included. A tree of
             more mask words than these have needs its own entry.
         tree_width, window, sinks, soft_cap, head_scales, return_lse: as the calls have them.
