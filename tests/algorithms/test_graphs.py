@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from algorithms import dflash
+from algorithms.ngram import NGram
+from algorithms.runtime.algorithm import Resources
 from algorithms.runtime.graphs import LEVELS, StepRunner, buckets
 from algorithms.runtime.step import SamplingNeeds
+from algorithms.standalone import Standalone
+from specdec_kernels.ngram import kernel as ngram_kernel
+from specdec_kernels.tree import kernel as tree_kernel
+from tests.algorithms.drafters import ALL_MAKERS, load_random_drafters
 from tests.algorithms.toy import (
     Scripted,
     Setup,
@@ -97,19 +106,87 @@ def _indices(name: str, args: tuple) -> list:
     return list(args[1]) if name in ("index", "index_put", "index_put_") else []
 
 
-@pytest.mark.parametrize("algorithm", ["dflash", "autoregressive"])
-def test_a_step_reads_nothing_back(drafter: dflash.DFlash, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads = Reads()
+class HostReads:
+    """Counts what the host learns of tensors by name while `watching`; the interpreter's own reads are not a step's."""
+
+    METHODS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[str] = []
+        self.reads = Reads()
+        self.watching = False
+        for name in self.METHODS:
+            monkeypatch.setattr(torch.Tensor, name, self._counted(name, getattr(torch.Tensor, name)))
+        # The interpreter runs a kernel on the host, so it reads all of its arguments.
+        for module in (ngram_kernel, tree_kernel):
+            monkeypatch.setattr(module, "launch", self._unwatched(module.launch))
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        self.watching = True
+        try:
+            with self.reads:
+                yield
+        finally:
+            self.watching = False
+
+    def _counted(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if self.watching:
+                self.seen.append(name)
+            return method(*args, **kwargs)
+
+        return counted
+
+    def _unwatched(self, launch: Callable[..., None]) -> Callable[..., None]:
+        def unwatched(*args: Any, **kwargs: Any) -> None:
+            before, kept, self.watching = self.watching, len(self.reads.seen), False
+            launch(*args, **kwargs)
+            self.watching = before
+            del self.reads.seen[kept:]
+
+        return unwatched
+
+
+class KernelNGram(NGram):
+    """The n-gram reference is a walk on the host; its kernels are what runs on a device."""
+
+    def attach(self, resources: Resources) -> None:
+        super().attach(replace(resources, impl="triton"))
+
+
+STEPPED = ALL_MAKERS | {
+    "ngram": lambda: KernelNGram(NGram.Config(num_nodes=9, capacity=512, depth=6, window=4), TARGET, None),
+    "standalone_block": lambda: Standalone(Standalone.Config(steps=3, rule="block"), TARGET, "random"),
+    "standalone_rejection": lambda: Standalone(Standalone.Config(steps=3, rule="rejection"), TARGET, "random"),
+}
+FILTERED = {
+    "top_k": 5,
+    "top_p": 0.9,
+    "min_p": 0.01,
+    "repetition_penalty": 1.2,
+    "presence_penalty": 0.1,
+    "frequency_penalty": 0.1,
+    "logit_bias": {3: 1.0},
+}
+
+
+@pytest.mark.parametrize("backend", ["fa4", "torch"])
+@pytest.mark.parametrize("maker", STEPPED)
+def test_a_step_reads_nothing_back(maker: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy and sampled rows, with every penalty and filter on."""
+    load_random_drafters(monkeypatch)
+    host = HostReads(monkeypatch)
     launch = StepRunner.launch
 
     def watched(self: StepRunner, num_rows: int, max_length: int, needs: SamplingNeeds) -> torch.Tensor:
-        with reads:
+        with host.watch():
             return launch(self, num_rows, max_length, needs)
 
     monkeypatch.setattr(StepRunner, "launch", watched)
-    chosen = drafter if algorithm == "dflash" else autoregressive(TARGET)
-    run(chosen, ASKED[:2], Setup(), TARGET)
-    assert reads.seen == []
+    asked = [replace(r, temperature=(0.0, 0.8)[r.id % 2], **FILTERED) for r in requests(2, 6)]
+    run(STEPPED[maker](), asked, Setup(backend=backend, max_batch=2), TARGET)
+    assert (host.reads.seen, host.seen) == ([], [])
 
 
 def test_reads_are_seen() -> None:
@@ -118,6 +195,15 @@ def test_reads_are_seen() -> None:
         x = torch.arange(4)
         x[x > 2].sum().item()
     assert {"index", "_local_scalar_dense"} <= set(reads.seen)
+
+
+def test_reads_of_the_host_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    host, x = HostReads(monkeypatch), torch.arange(3)
+    x.tolist()
+    assert host.seen == []
+    with host.watch():
+        x.tolist(), x.cpu().numpy(), bool(x[0])
+    assert host.seen == ["tolist", "cpu", "numpy", "__bool__"]
 
 
 def test_levels_need_a_gpu_and_a_known_name() -> None:
