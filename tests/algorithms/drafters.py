@@ -47,6 +47,15 @@ def draft_model(seed: int = 5, layers: int = 2) -> Target:
     return Target(randomise(Decoder(config), seed), config, TARGET.path)
 
 
+def blurred_target() -> Target:
+    """A draft model that agrees with the target now and then."""
+    blurred = random_target()
+    noise = torch.Generator().manual_seed(9)
+    for parameter in blurred.model.parameters():
+        parameter.data += 0.03 * torch.randn(parameter.shape, generator=noise)
+    return blurred
+
+
 def load_random_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Random drafters in place of folders."""
     monkeypatch.setattr(f"{EAGLE_LOADING}.load_eagle", lambda *_: eagle_head())

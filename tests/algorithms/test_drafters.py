@@ -17,28 +17,19 @@ from algorithms.eagle3 import Eagle3
 from algorithms.naive_eagle import NaiveEagle
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree
 from algorithms.runtime.models.eagle import Eagle3Drafter, EagleDrafter
-from algorithms.runtime.models.loading import Target
 from algorithms.standalone import Standalone
 from experiments.training.mixer import DenseMixer
 from tests.algorithms.drafters import (
     LOADING,
     MAKERS,
     TARGET,
+    blurred_target,
     draft_model,
     eagle3_head,
     eagle_head,
     load_random_drafters,
 )
-from tests.algorithms.toy import CONFIG, Setup, answers, random_drafter, random_target, requests, run
-
-
-def blurred_target() -> Target:
-    """A draft model that agrees with the target now and then."""
-    blurred = random_target()
-    noise = torch.Generator().manual_seed(9)
-    for parameter in blurred.model.parameters():
-        parameter.data += 0.03 * torch.randn(parameter.shape, generator=noise)
-    return blurred
+from tests.algorithms.toy import CONFIG, Setup, answers, random_drafter, requests, run
 
 
 @pytest.fixture

@@ -14,9 +14,10 @@ from torch import Tensor
 from algorithms.runtime.engine import EngineError
 from algorithms.runtime.request import Completion, Request
 from algorithms.runtime.step import SamplingNeeds
+from algorithms.standalone import Standalone
 from experiments.training.mixer import DenseMixer
 from specdec_kernels import pick_tokens
-from tests.algorithms.drafters import ALL_MAKERS, TARGET, hinted, load_random_drafters
+from tests.algorithms.drafters import ALL_MAKERS, TARGET, blurred_target, hinted, load_random_drafters
 from tests.algorithms.toy import (
     CONFIG,
     VOCAB,
@@ -107,6 +108,23 @@ def test_all_parameters_side_by_side(monkeypatch: pytest.MonkeyPatch, maker: str
         assert completion.token_ids == tokens
         assert completion.logprobs == pytest.approx(logprobs, abs=1e-4)
         assert maker in ("autoregressive", "naive_eagle") or max(completion.accepted_counts) >= 2
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("setup", [Setup(page_size=4), Setup(page_size=4, graph="step", read_behind=1)])
+def test_log_probabilities_of_drawn_chains(monkeypatch: pytest.MonkeyPatch, rule: str, setup: Setup) -> None:
+    """Drafts drawn from a law of their own: what is emitted is reported with the target's probability all the same."""
+    monkeypatch.setattr("algorithms.runtime.models.loading.load_draft", lambda *_: blurred_target())
+    algorithm = Standalone(Standalone.Config(steps=3, rule=rule), TARGET, "random")
+    accepted: list[int] = []
+    for request, completion in zip(asked(), run(algorithm, asked(), setup, TARGET).completions, strict=True):
+        tokens = completion.token_ids
+        texts = [[*request.prompt_ids, *tokens[:at]] for at in range(len(tokens))]
+        laws = [penalised(following(t), request, tokens[:at]).log_softmax(-1) for at, t in enumerate(texts)]
+        expected = [float(law[token]) for law, token in zip(laws, tokens, strict=True)]
+        assert completion.logprobs == pytest.approx(expected, abs=1e-4)
+        accepted += completion.accepted_counts
+    assert {0, 3} <= set(accepted), "rejected drafts and a bonus behind a whole chain are both needed"
 
 
 def test_captured_steps_read_parameters_anew(monkeypatch: pytest.MonkeyPatch) -> None:
