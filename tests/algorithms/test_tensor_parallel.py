@@ -10,12 +10,24 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from algorithms.eagle3 import Eagle3
+from algorithms.runtime.algorithm import Algorithm
 from algorithms.runtime.models.loading import Target
 from algorithms.runtime.models.parallel import parallel_config, shard
+from tests.algorithms.drafters import eagle3_head, hinted
 from tests.algorithms.toy import CONFIG, Scripted, Setup, answers, autoregressive, random_target, requests, run, scripts
 
 WORLD = 2
 ASKED = [replace(r, temperature=(0.0, 0.9)[r.id % 2]) for r in requests(4, max_new_tokens=12)]
+
+
+def eagle3_over(target: Target, texts: list[list[int]], **shape: int) -> Algorithm:
+    """A random head, whole on every rank, over the features of a shared target; its drafts are right now and then."""
+    head = eagle3_head()
+    head.bind(target.model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("algorithms.runtime.models.eagle_loading.load_eagle3", lambda *_: head)
+        return hinted(Eagle3(Eagle3.Config(**shape), target, "random"), texts)
 
 
 def _rank(rank: int, store: str, texts: list[list[int]], written: str) -> None:
@@ -31,6 +43,8 @@ def _rank(rank: int, store: str, texts: list[list[int]], written: str) -> None:
         # Each rank's own drafter is wrong in other places: without agreement the ranks would part ways.
         Scripted(texts, 3, lambda at, d: (at + d + rank) % 3 != 0),
         Scripted(texts, 3, lambda at, d: (at + d + rank) % 4 != 0, decoys=True),
+        eagle3_over(target, texts, steps=3),
+        eagle3_over(target, texts, steps=3, topk=2, num_nodes=7),
     ):
         generation = run(algorithm, ASKED, Setup(max_batch=2), target)
         outputs.append([(c.token_ids, c.accepted_counts) for c in generation.completions])
@@ -46,6 +60,8 @@ def test_two_ranks_write_what_one_does(tmp_path: Path) -> None:
     assert first == second
     for output in first:
         assert [tokens for tokens, _ in output] == expected
+    for output in first[1:]:
+        assert max(count for _, counts in output for count in counts) >= 2
 
 
 def test_heads_must_divide() -> None:
