@@ -61,7 +61,7 @@ def main(task: Task, config_name: str = MAIN_CONFIG) -> None:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     except (UserError, HydraException, OmegaConfBaseException, OSError) as error:
-        if isinstance(error, OSError) and started:
+        if isinstance(error, OSError) and not isinstance(error, HydraException) and started:
             raise
         if show_all:
             traceback.print_exc()
@@ -103,7 +103,7 @@ def explain(error: Exception, config_name: str) -> str:
     """What went wrong while composing, and the nearest thing that would have worked."""
     if isinstance(error, UserError):
         return str(error)
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and not isinstance(error, HydraException):
         where = "paths.outputs" if config_name == MAIN_CONFIG else "out_dir or hydra.run.dir"
         return f"the folder of the run cannot be made: {error}\ngive one that can be written as {where}"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options is not None:

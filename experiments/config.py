@@ -123,7 +123,8 @@ class RuntimeConfig:
         expect_at_least("runtime.tensor_parallel", self.tensor_parallel, 1)
         expect_at_least("runtime.page_size", self.page_size, 1)
         expect_at_least("runtime.max_batch", self.max_batch, 1)
-        expect_at_least("runtime.num_pages", self.num_pages, 1)
+        if self.num_pages is not None:
+            expect_between("runtime.num_pages", self.num_pages, 1, LARGEST_INT32)
         expect_at_least("runtime.max_length", self.max_length, 2)
         expect_at_least("runtime.read_behind", self.read_behind, 0)
         if self.graph not in ("auto", "none") and self.device == "cpu":
@@ -181,8 +182,16 @@ class GenerateConfig:
 
     def __post_init__(self) -> None:
         expect_at_least("samples", self.samples, 0)
+        if self.runtime.num_pages is not None and self.task.OWN_PAGES:
+            raise ValueError(f"runtime.num_pages cannot be given to task={self.task.name}: {self.task.OWN_PAGES}")
         if not self.name or any(c in self.name for c in "/\\\0") or self.name.startswith("."):
             raise ValueError(f"name becomes a folder under outputs/: expected a plain name, got {self.name!r}")
+
+
+def run_name(task: str, algo: str, backend: str, model: str) -> str:
+    """What a run is called unless it is told: by what it measures."""
+    measured = {"generate": [algo, backend], "compare": ["compare", backend], "losslessness": ["losslessness"]}
+    return "_".join([*measured.get(task, [task, algo, backend]), model])
 
 
 def option_schemas() -> dict[str, dict[str, type]]:
@@ -213,6 +222,7 @@ def option_keys() -> dict[str, str]:
 def register() -> None:
     """Put every schema in Hydra's config store, under the group `schema`, which the YAML files extend."""
     OmegaConf.register_new_resolver("repo", lambda path: str(REPO_ROOT / path), replace=True)
+    OmegaConf.register_new_resolver("run_name", run_name, replace=True)
     store = ConfigStore.instance()
     fixed = {
         "generate": GenerateConfig,

@@ -239,17 +239,17 @@ def make_engine(config: GenerateConfig, setup: Setup, algo: Any) -> tuple[Engine
             backend = backends()[config.backend.name](config.backend, impl)
             algorithm = available()[algo.name](algo, setup.target, config.model.drafter_of(algo.name))
             return Engine(setup.target, algorithm, backend, settings, setup.tokenizer.decode), algorithm, backend
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         if not _out_of_memory(error):
             raise
-        told = str(error).splitlines()[0]
+        told = (str(error) or "out of memory").splitlines()[0]
         raise UserError(f"{told}\nlower runtime.num_pages, runtime.max_batch or sampling.max_new_tokens") from error
 
 
-def _out_of_memory(error: RuntimeError) -> bool:
+def _out_of_memory(error: Exception) -> bool:
     """Whether an allocation failed; on the CPU the error has no type of its own."""
     import torch
 
-    if isinstance(error, torch.OutOfMemoryError):
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return any(text in str(error) for text in ("DefaultCPUAllocator", "Storage size calculation overflowed"))

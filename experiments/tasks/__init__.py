@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any, cast
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from experiments.tasks.schemas import (
@@ -16,6 +17,7 @@ from experiments.tasks.schemas import (
     GraphAblationTask,
     LosslessnessTask,
     ThroughputTask,
+    ignored_overrides,
 )
 
 TASKS: dict[str, type] = {
@@ -24,6 +26,11 @@ TASKS: dict[str, type] = {
 
 
 def run_task(config: Any, composed: DictConfig) -> float:
-    """Run the configured task; torch is imported only now."""
+    """Run the configured task, having said what it was given in vain; torch is imported only now."""
+    from experiments.console import plain_console
+
+    if vain := ignored_overrides(config.task, HydraConfig.get().overrides.task):
+        told = f"warning: task={config.task.name} does not use {', '.join(vain)}"
+        plain_console().print(told, style="yellow", markup=False, highlight=False, soft_wrap=True)
     module = importlib.import_module(f"{__name__}.{config.task.name}")
     return cast(float, module.run(config, composed))

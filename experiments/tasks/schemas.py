@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -13,7 +13,17 @@ from experiments.suggest import nearest
 
 
 @dataclass
-class GenerateTask:
+class TaskConfig:
+    """What every task declares of itself: keys of a run that it has no use for, and why it cannot be given the number
+    of pages, if it cannot."""
+
+    NAME: ClassVar[str]
+    IGNORED: ClassVar[tuple[str, ...]] = ()
+    OWN_PAGES: ClassVar[str | None] = None
+
+
+@dataclass
+class GenerateTask(TaskConfig):
     """One algorithm over one prompt set, beside autoregressive decoding."""
 
     NAME: ClassVar[str] = "generate"
@@ -21,10 +31,11 @@ class GenerateTask:
 
 
 @dataclass
-class CompareTask:
+class CompareTask(TaskConfig):
     """Several methods over several prompt sets. `methods` maps a label to an algorithm and its settings."""
 
     NAME: ClassVar[str] = "compare"
+    IGNORED: ClassVar[tuple[str, ...]] = ("algo", "data", "baseline", "samples")
     name: str = "compare"
     methods: dict[str, Any] = field(default_factory=dict)
     only: list[str] = field(default_factory=list)
@@ -40,10 +51,12 @@ class CompareTask:
 
 
 @dataclass
-class ThroughputTask:
+class ThroughputTask(TaskConfig):
     """The run's algorithm and the baseline at several concurrencies."""
 
     NAME: ClassVar[str] = "throughput"
+    IGNORED: ClassVar[tuple[str, ...]] = ("baseline", "samples", "runtime.max_batch")
+    OWN_PAGES: ClassVar[str | None] = "each level of task.concurrency has as many pages as it needs"
     name: str = "throughput"
     concurrency: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32])
     requests: int = 2
@@ -56,10 +69,14 @@ class ThroughputTask:
 
 
 @dataclass
-class LosslessnessTask:
+class LosslessnessTask(TaskConfig):
     """Whether each method on each backend writes what the target alone writes, and draws from its law."""
 
     NAME: ClassVar[str] = "losslessness"
+    IGNORED: ClassVar[tuple[str, ...]] = (
+        "algo", "baseline", "samples", "runtime.max_batch", "runtime.page_size", "sampling.temperature",
+    )  # fmt: skip
+    OWN_PAGES: ClassVar[str | None] = "each of task.page_sizes and task.batches has as many pages as it needs"
     name: str = "losslessness"
     methods: dict[str, Any] = field(default_factory=dict)
     only: list[str] = field(default_factory=list)
@@ -91,10 +108,11 @@ class LosslessnessTask:
 
 
 @dataclass
-class GraphAblationTask:
+class GraphAblationTask(TaskConfig):
     """The same run with nothing, the draft, draft and verify, and the whole step captured in CUDA graphs."""
 
     NAME: ClassVar[str] = "graph_ablation"
+    IGNORED: ClassVar[tuple[str, ...]] = ("baseline", "samples", "runtime.graph")
     name: str = "graph_ablation"
     levels: list[str] = field(default_factory=lambda: ["none", "draft", "verify", "step"])
 
@@ -104,6 +122,12 @@ class GraphAblationTask:
         _expect_some("task.levels", self.levels)
         for level in self.levels:
             expect_choice("task.levels", level, GRAPH_LEVELS)
+
+
+def ignored_overrides(task: TaskConfig, overrides: Sequence[str]) -> list[str]:
+    """Those of the command line's `overrides` that `task` has no use for."""
+    keys = [(override, override.split("=")[0].split("@")[0].lstrip("+~")) for override in overrides]
+    return [text for text, key in keys if any(f"{key}.".startswith(f"{name}.") for name in task.IGNORED)]
 
 
 def chosen_methods(task: CompareTask | LosslessnessTask) -> dict[str, Any]:

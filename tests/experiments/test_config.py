@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from experiments.config import CONFIG_FOLDER, REPO_ROOT, build_config, register
 from experiments.errors import UserError
 from experiments.suggest import nearest, unknown_key_message, unknown_option_message
+from experiments.tasks.schemas import ignored_overrides
 
 NEEDED = {
     "model=local": ["model.path=somewhere"],
@@ -100,6 +101,38 @@ def test_a_recipe_is_a_delta_and_the_command_line_wins() -> None:
 def test_ranges_are_checked_and_the_key_is_named(override: str) -> None:
     with pytest.raises(UserError, match=override.split("=")[0].replace(".", r"\.")):
         build_config(compose(override))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        ([], "dflash_fa4_tiny"),
+        (["task=compare", "algo=eagle"], "compare_fa4_tiny"),
+        (["task=losslessness", "backend=torch"], "losslessness_tiny"),
+        (["task=throughput", "algo=ngram"], "throughput_ngram_fa4_tiny"),
+        (["task=graph_ablation"], "graph_ablation_dflash_fa4_tiny"),
+        (["task=compare", "name=mine"], "mine"),
+    ],
+)
+def test_a_run_is_named_by_what_it_measures(overrides: list[str], name: str) -> None:
+    assert build_config(compose(*overrides)).name == name
+
+
+@pytest.mark.parametrize("task", ["throughput", "losslessness"])
+def test_tasks_that_size_their_own_pools_take_no_number_of_pages(task: str) -> None:
+    with pytest.raises(UserError, match=rf"runtime\.num_pages cannot be given to task={task}: each .* as it needs"):
+        build_config(compose(f"task={task}", "runtime.num_pages=64"))
+    assert build_config(compose("task=compare", "runtime.num_pages=64")).runtime.num_pages == 64
+
+
+def test_overrides_that_a_task_does_not_use_are_found() -> None:
+    given = ["task=compare", "algo=eagle", "algo.steps=3", "+data.x=1", "task.data=[code]", "samples=3", "name=algo"]
+    assert ignored_overrides(build_config(compose("task=compare")).task, given) == [
+        "algo=eagle", "algo.steps=3", "+data.x=1", "samples=3",
+    ]  # fmt: skip
+    assert ignored_overrides(build_config(compose()).task, given) == []
+    given = ["runtime.max_batch=4", "runtime.dtype=float32", "sampling.temperature=1", "data=code"]
+    assert ignored_overrides(build_config(compose("task=losslessness")).task, given) == [given[0], given[2]]
 
 
 def test_a_name_cannot_leave_the_outputs_folder() -> None:

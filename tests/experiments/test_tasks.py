@@ -127,6 +127,10 @@ def test_compare_tells_the_same_everywhere(compared: Done) -> None:
         assert line.startswith(f"| {row['data']} | {row['method']} |") and f" {row['tokens_per_step']:.2f} " in line
 
 
+def test_what_was_given_in_vain_is_told(compared: Done) -> None:
+    assert "warning: task=compare does not use data.limit=2\n" in compared.stdout
+
+
 def test_compare_is_lossless_and_its_figures_agree(compared: Done) -> None:
     rows = compared.rows
     for row in rows:
@@ -364,7 +368,8 @@ def test_graph_ablation_tells_an_algorithm_with_a_level_of_its_own() -> None:
         (["task=compare", "+task.methods.dflash.block_size=0"], ["task.methods.dflash", "algo.block_size", "got 0"]),
         (["task=compare", "+task.methods.dflash.topk=many"], ["task.methods.dflash.topk", "'many'", "Integer"]),
         (["task=compare", "+task.methods.x={name:dflash,topk:2.5}"], ["task.methods.x.topk", "'2.5'", "Integer"]),
-        (["runtime.num_pages=10000000000000"], ["allocat", "lower runtime.num_pages"]),
+        (["runtime.num_pages=10000000000000"], ["runtime.num_pages must be", "at most 2147483647"]),
+        (["backend=torch", "runtime.num_pages=9999", "runtime.page_size=999999999"], ["lower runtime.num_pages"]),
         (["task=compare", "+task.methods.mine.steps=4"], ["task.methods.mine", "name=ALGORITHM"]),
         (["task=compare", "task.only=[dflash,egle]"], ["task.only", "eagle_chain", "'egle'"]),
         (["task=compare", "task.data=[]"], ["task.data must not be empty"]),
