@@ -159,7 +159,9 @@ def merge_config(chip: str, rows: int, num_splits: int) -> MergeConfig:
         return MergeConfig(max(2, min(1024, _power_of_two(rows))), 1, 1, overlap=False)
     # A warp takes two rows of 128 two-byte numbers, 16 bytes a lane.
     rows, num_warps = (4, 2) if rows <= 64 else (8, 4)
-    return MergeConfig(rows, 4 if num_splits <= 4 else 8, num_warps, overlap=chip in _OVERLAP_CHIPS)
+    # Eight splits at once spill on sm100.
+    unroll = 8 if chip == "sm90" and num_splits > 4 else 4
+    return MergeConfig(rows, unroll, num_warps, overlap=chip in _OVERLAP_CHIPS)
 
 
 def _table_config(chip: str, head_dim: int, rows: int, kv_bytes: int) -> AttentionConfig:
@@ -218,4 +220,6 @@ _TABLE: dict[tuple[str, int], dict[int, _Row]] = {
 # The same for pools of one-byte elements.
 _FP8_TABLE: dict[tuple[str, int], dict[int, _Row]] = _TABLE | {
     ("sm80", 128): _TABLE["sm80", 128] | {128: (128, 32, 8, 2, 1)},
+    # 64 keys a step spill.
+    ("sm100", 128): _TABLE["sm100", 128] | {16: (16, 32, 4, 4, 2)},
 }
