@@ -19,21 +19,22 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import hydra
 import torch
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 
+from experiments import cli
 from experiments.bench import show
 from experiments.bench.ceilings import measure_ceilings
 from experiments.bench.peers import PEERS
 from experiments.bench.row import FAILED, NOT_RUN, OK, Bench, measure
 from experiments.bench.selection import chosen_cases, named
 from experiments.config import expect_at_least, expect_choice
+from experiments.errors import user_errors
 from experiments.measure import provenance
 from specdec_kernels import FAMILIES
 from specdec_kernels.cases import Case
@@ -165,19 +166,20 @@ def _present(rows: list[dict[str, Any]], bench: Bench, machine: str, folder: Pat
     console.print(f"wrote {folder / 'results.jsonl'} and report.html")
 
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="kernel_bench")
-def main(composed: DictConfig) -> None:
-    """Command line entry: exit code 1 when a kernel fails or disagrees with its reference."""
-    try:
-        config = cast(KernelBenchConfig, OmegaConf.to_object(composed))
-        console = Console()
-        if not console.is_terminal:
-            console.width = LOG_WIDTH
+def job(config: KernelBenchConfig, composed: DictConfig) -> None:
+    """The job: exit code 1 when a kernel fails or disagrees with its reference."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = LOG_WIDTH
+    with user_errors(ValueError):
         agreed = run(config, Path(HydraConfig.get().runtime.output_dir), console)
-    except ValueError as error:
-        sys.exit(f"kernel_bench: {error}")
     if not agreed:
         sys.exit("kernel_bench: a kernel failed or disagrees with its reference; it was not timed")
+
+
+def main() -> None:
+    """Command line entry."""
+    cli.main(job, "kernel_bench")
 
 
 if __name__ == "__main__":

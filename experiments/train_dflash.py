@@ -11,9 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-import hydra
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig
 from tokenizers import Tokenizer
 
 from algorithms.runtime.models.config import DecoderConfig, DFlashConfig
@@ -81,10 +79,9 @@ def build(config: TrainDFlashConfig, target: Target, tokenizer: Tokenizer, sourc
     return BlockObjective(drafting, source, config, config.blocks.anchors, config.blocks.gamma)
 
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="train_dflash")
-def main(config: DictConfig) -> None:
+def main() -> None:
     """Command line entry."""
-    command_line("train_dflash", config, build)
+    command_line("train_dflash", build)
 
 
 if __name__ == "__main__":

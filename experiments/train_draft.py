@@ -13,9 +13,7 @@ import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import hydra
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig
 from tokenizers import Tokenizer
 
 from algorithms.runtime.models.config import DecoderConfig
@@ -80,10 +78,9 @@ def build(config: TrainDraftConfig, target: Target, tokenizer: Tokenizer, source
     return DistillObjective(target.model, draft, source, config, config.distill)
 
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="train_draft")
-def main(config: DictConfig) -> None:
+def main() -> None:
     """Command line entry."""
-    command_line("train_draft", config, build)
+    command_line("train_draft", build)
 
 
 if __name__ == "__main__":

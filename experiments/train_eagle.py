@@ -11,9 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-import hydra
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig
 from tokenizers import Tokenizer
 
 from algorithms.runtime.models.config import DecoderConfig
@@ -72,10 +70,9 @@ def build(config: TrainEagleConfig, target: Target, tokenizer: Tokenizer, source
     return EagleObjective(target.model, drafter, source, config, config.chain)
 
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="train_eagle")
-def main(config: DictConfig) -> None:
+def main() -> None:
     """Command line entry."""
-    command_line("train_eagle", config, build)
+    command_line("train_eagle", build)
 
 
 if __name__ == "__main__":

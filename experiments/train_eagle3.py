@@ -11,11 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import hydra
 import numpy as np
 import torch
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -80,10 +78,9 @@ def build(config: TrainEagle3Config, target: Target, tokenizer: Tokenizer, sourc
     return Eagle3Objective(target.model, drafter, source, config, config.chain)
 
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="train_eagle3")
-def main(config: DictConfig) -> None:
+def main() -> None:
     """Command line entry."""
-    command_line("train_eagle3", config, build)
+    command_line("train_eagle3", build)
 
 
 if __name__ == "__main__":

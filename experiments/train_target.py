@@ -8,17 +8,14 @@ measures greedy accuracy on the held-out problems with the rounded weights. Runs
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import hydra
 import torch
 import torch.nn.functional as F
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, OmegaConf
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -31,6 +28,7 @@ from experiments.training.export import export_weights, round_weights, write_jso
 from experiments.training.generate import greedy
 from experiments.training.loop import Trainer, TrainSettings
 from experiments.training.mixer import DenseMixer, compile_layers, restore_layers
+from experiments.training.program import run_program
 from experiments.training.tokenizer import (
     ASSISTANT,
     END,
@@ -232,15 +230,9 @@ def train_target(settings: TrainTargetConfig) -> dict[str, Any]:
     return export(trainer, model, tokenizer)
 
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="train_target")
-def main(config: DictConfig) -> None:
+def main() -> None:
     """Command line entry."""
-    try:
-        summary = train_target(cast(TrainTargetConfig, OmegaConf.to_object(config)))
-    except ValueError as error:
-        sys.exit(f"train_target: {error}")
-    for key, value in summary.items():
-        print(f"{key}: {value}")
+    run_program("train_target", train_target)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ holds weights, optimizer state, step and elapsed time, and resuming continues th
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor, nn
+
+from experiments.config import LARGEST_INT32, expect_at_least, expect_between
 
 CHECKPOINT = "checkpoint.pt"
 LOG = "training.jsonl"
@@ -47,16 +50,30 @@ class TrainSettings:
     eval_every_steps: int = 200
     checkpoint_every_minutes: float = 4.0
 
+    def __post_init__(self) -> None:
+        if self.max_minutes is None and self.max_steps is None:
+            raise ValueError("train.max_minutes or train.max_steps must be set")
+        for key in ("log_every_steps", "eval_every_steps", "threads", "max_steps"):
+            expect_at_least(f"train.{key}", getattr(self, key), 1)
+        for key in ("weight_decay", "checkpoint_every_minutes"):
+            expect_at_least(f"train.{key}", getattr(self, key), 0)
+        for key in ("matrix_lr", "other_lr", "grad_clip"):
+            expect_between(f"train.{key}", getattr(self, key), 0, math.inf, above=True)
+        for key in ("warmup_fraction", "final_lr_fraction"):
+            expect_between(f"train.{key}", getattr(self, key), 0, 1)
+        expect_between("train.decay_fraction", self.decay_fraction, 0, 1, above=True)
+        if self.max_minutes is not None:
+            expect_between("train.max_minutes", self.max_minutes, 0, math.inf, above=True)
+        expect_between("train.seed", self.seed, 0, LARGEST_INT32)
+        self._expect_device()
 
-def check_settings(settings: TrainSettings) -> None:
-    """ValueError names the key that is out of range."""
-    if settings.max_minutes is None and settings.max_steps is None:
-        raise ValueError("train.max_minutes or train.max_steps must be set")
-    for key in ("log_every_steps", "eval_every_steps", "threads"):
-        if getattr(settings, key) < 1:
-            raise ValueError(f"train.{key} must be >= 1, got {getattr(settings, key)}")
-    if settings.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError("train.device=cuda, but torch sees no CUDA device; use train.device=cpu")
+    def _expect_device(self) -> None:
+        try:
+            kind = torch.device(self.device).type
+        except RuntimeError as error:
+            raise ValueError(f"train.device: expected cpu or cuda, got {self.device!r}") from error
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise ValueError("train.device=cuda, but torch sees no CUDA device; use train.device=cpu")
 
 
 def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -103,7 +120,6 @@ class Trainer:
         loss_of: Callable[[int], tuple[Tensor, int]],
         evaluate: Callable[[], Mapping[str, float]],
     ) -> None:
-        check_settings(settings)
         self.model, self.settings, self.folder = model, settings, folder
         self.loss_of, self.evaluate = loss_of, evaluate
         self.optimizers = build_optimizers(model, settings)

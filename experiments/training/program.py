@@ -1,27 +1,35 @@
-"""The command line of a program that trains a drafter: settings in, summary out, a wrong setting as one line."""
+"""The command line of a training program: settings in, summary out, a wrong setting as one screen."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from tokenizers import Tokenizer
 
 from algorithms.runtime.models.loading import Target
+from experiments import cli
+from experiments.errors import user_errors
 from experiments.training.drafting import DrafterObjective, run
 from experiments.training.responses import ResponseSource
 
 
-def command_line(
-    name: str, config: DictConfig, build: Callable[[Any, Target, Tokenizer, ResponseSource], DrafterObjective]
-) -> None:
-    """Train what `build(settings, target, tokenizer, source)` makes and print the summary."""
-    try:
-        settings: Any = OmegaConf.to_object(config)
-        summary = run(settings, lambda target, tokenizer, source: build(settings, target, tokenizer, source))
-    except ValueError as error:  # bad settings, and ModelError with the folder that cannot be used
-        sys.exit(f"{name}: {error}")
-    for key, value in summary.items():
-        print(f"{key}: {value}")
+def run_program(name: str, train: Callable[[Any], Mapping[str, Any]]) -> None:
+    """Compose `configs/NAME.yaml` with the command line, train by it and print the summary."""
+
+    def task(settings: Any, composed: DictConfig) -> None:
+        with user_errors(ValueError):  # bad settings, and ModelError with the folder that cannot be used
+            summary = train(settings)
+        for key, value in summary.items():
+            print(f"{key}: {value}")
+
+    cli.main(task, name)
+
+
+def command_line(name: str, build: Callable[[Any, Target, Tokenizer, ResponseSource], DrafterObjective]) -> None:
+    """Train the drafter that `build(settings, target, tokenizer, source)` makes."""
+    run_program(
+        name,
+        lambda settings: run(settings, lambda target, tokenizer, source: build(settings, target, tokenizer, source)),
+    )

@@ -382,3 +382,27 @@ def test_a_misspelt_key_fails_while_composing() -> None:
 def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         KernelBenchConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("+foo=1", ["unknown key 'foo'", "budget_ms"]),
+        ("famly=tree", ["unknown key 'famly'", "did you mean: family=…"]),
+        ("repeats=0", ["repeats must be at least 1, got 0"]),
+        ("hydra.run.dir=/proc/x", ["/proc/x", "hydra.run.dir"]),
+    ],
+)
+def test_a_mistake_gets_one_screen(
+    override: str, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    monkeypatch.setattr(sys, "argv", ["kernel_bench.py", override])
+    with pytest.raises(SystemExit) as ended:
+        kernel_bench.main()
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and told.startswith("error: ") and len(told.splitlines()) < 12
+    for text in expected:
+        assert text in told, told
+    assert list(tmp_path.iterdir()) == []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -500,7 +502,12 @@ def test_schedule_warms_up_stays_and_falls_to_zero() -> None:
     ("changes", "message"),
     [
         ({"max_steps": None}, "max_minutes or train.max_steps"),
-        ({"threads": 0}, "train.threads must be >= 1, got 0"),
+        ({"threads": 0}, "train.threads must be at least 1, got 0"),
+        ({"max_steps": -1}, "train.max_steps must be at least 1, got -1"),
+        ({"max_minutes": 0.0}, "train.max_minutes must be above 0"),
+        ({"decay_fraction": 0.0}, "train.decay_fraction must be above 0"),
+        ({"matrix_lr": float("nan")}, "train.matrix_lr must be above 0"),
+        ({"device": "gpu0"}, "train.device: expected cpu or cuda, got 'gpu0'"),
     ],
 )
 def test_settings_out_of_range_are_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
@@ -519,3 +526,29 @@ def test_configs_compose_and_refuse_misspelt_keys(name: str) -> None:
         assert set(config.train) == set(defaults)
         with pytest.raises(ConfigCompositionException):
             compose(name, ["train.max_stepz=3"])
+
+
+@pytest.mark.parametrize("name", ["train_target", "train_dflash", "train_draft", "train_eagle", "train_eagle3"])
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("+foo=1", ["unknown key 'foo'", "keys of a run: ", "out_dir"]),
+        ("train.max_stepz=3", ["unknown key 'train.max_stepz'", "train.max_steps=…", "keys of train: "]),
+        ("train.max_steps=-1", ["train.max_steps must be at least 1, got -1"]),
+        ("train.threads=many", ["train.threads", "Integer"]),
+        ("out_dir=/proc/x", ["/proc/x", "out_dir"]),
+    ],
+)
+def test_a_mistake_gets_one_screen(
+    name: str, override: str, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", override])
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(f"experiments.{name}").main()
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and told.startswith("error: ") and len(told.splitlines()) < 12
+    for text in expected:
+        assert text in told, told
+    assert "algo" not in told and list(tmp_path.iterdir()) == []
