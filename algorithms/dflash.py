@@ -16,14 +16,12 @@ from typing import TYPE_CHECKING, Any
 import specdec_kernels as kernels
 from algorithms import runtime
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Observation, Resources
-from algorithms.runtime.shape import MAX_NODES, MAX_TOPK
+from algorithms.runtime.shape import DEFAULT_TREE_NODES, MAX_NODES, MAX_TOPK, expect_size
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from algorithms.runtime.models.loading import Target, TargetShape
-
-DEFAULT_TREE_NODES = 32
 
 
 class DFlash(Algorithm):
@@ -45,10 +43,10 @@ class DFlash(Algorithm):
         """Positions the drafter's context reaches back; None is all of it."""
 
         def __post_init__(self) -> None:
-            _expect("block_size", self.block_size, 1, MAX_NODES)
-            _expect("topk", self.topk, 1, MAX_TOPK)
-            _expect("num_nodes", self.num_nodes, 2, MAX_NODES)
-            _expect("window", self.window, 1, None)
+            expect_size("block_size", self.block_size, 1, MAX_NODES, nullable=True)
+            expect_size("topk", self.topk, 1, MAX_TOPK)
+            expect_size("num_nodes", self.num_nodes, 2, MAX_NODES, nullable=True)
+            expect_size("window", self.window, 1, nullable=True)
             if self.topk == 1 and self.num_nodes is not None:
                 raise ValueError("algo.num_nodes is the size of a tree: expected algo.topk above 1, got 1")
 
@@ -143,9 +141,3 @@ def _block_of(config: DFlash.Config, trained: int) -> int:
     if config.window is not None and config.window < block:
         raise ValueError(f"algo.window: expected at least the block of {block}, got {config.window}")
     return block
-
-
-def _expect(name: str, value: int | None, least: int, most: int | None) -> None:
-    if value is not None and not least <= value <= (value if most is None else most):
-        bounds = f"at least {least}" if most is None else f"{least} to {most}"
-        raise ValueError(f"algo.{name}: expected {bounds} or null, got {value}")

@@ -57,7 +57,7 @@ class Eagle(Algorithm):
         self.capture = self._drafter.capture
         self.chain, self.max_depth = self._shape.chain, self._shape.max_depth
         self.num_nodes = self.max_depth + 1 if self.chain else self._shape.num_nodes
-        self.draft_slots = (self._shape.steps - 1) * self._shape.topk
+        self.draft_slots = self._shape.draft_slots(0)
 
     @staticmethod
     def load(draft_path: str, target: Target, device: Any, dtype: Any) -> Any:

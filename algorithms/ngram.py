@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import specdec_kernels as kernels
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Observation, Resources
+from algorithms.runtime.shape import expect_size
 
 if TYPE_CHECKING:
     from algorithms.runtime.models.loading import Target, TargetShape
@@ -51,12 +52,12 @@ class NGram(Algorithm):
         """Text file that is counted in before the first request."""
 
         def __post_init__(self) -> None:
-            _expect("num_nodes", self.num_nodes, 2, 256)
-            _expect("depth", self.depth, 2, 256)
-            _expect("window", self.window, 1, self.depth - 1)
-            _expect("max_breadth", self.max_breadth, 1, 32)
-            _expect("min_breadth", self.min_breadth, 1, self.max_breadth)
-            _expect("capacity", self.capacity, 2 * self.depth, 1 << 24)
+            expect_size("num_nodes", self.num_nodes, 2, 256)
+            expect_size("depth", self.depth, 2, 256)
+            expect_size("window", self.window, 1, self.depth - 1)
+            expect_size("max_breadth", self.max_breadth, 1, 32)
+            expect_size("min_breadth", self.min_breadth, 1, self.max_breadth)
+            expect_size("capacity", self.capacity, 2 * self.depth, 1 << 24)
             if self.mode not in MODES:
                 raise ValueError(f"algo.mode must be one of {', '.join(MODES)}, got {self.mode!r}")
 
@@ -115,15 +116,11 @@ class NGram(Algorithm):
         kernels.ngram_insert(self._store, seen.history, seen.start, seen.counts, width, impl=self._impl)
 
 
-def _expect(key: str, value: Any, least: int, most: int) -> None:
-    if not least <= value <= most:
-        raise ValueError(f"algo.{key}: expected {least} to {most}, got {value}")
-
-
 def _encode_file(path: str, target: Target) -> list[int]:
     from algorithms.runtime.models.tokenizer import Tokenizer
 
-    return Tokenizer.load(target.path).encode(_read_text(path))
+    text = _read_text(path)
+    return Tokenizer.load(target.path).encode(text)
 
 
 def _read_text(path: str) -> str:

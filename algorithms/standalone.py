@@ -62,8 +62,8 @@ class Standalone(Algorithm):
         self.rule, self._vocab = config.rule, target.config.vocab_size
         self.chain, self.max_depth = self._shape.chain, self._shape.max_depth
         self.num_nodes = self.max_depth + 1 if self.chain else self._shape.num_nodes
-        # A chain also stores its last draft, a tree all levels but the last behind the root.
-        self.draft_slots = 1 + (self._shape.steps - (not self.chain)) * self._shape.topk
+        # A chain also stores its last draft.
+        self.draft_slots = self._shape.draft_slots(1) + self.chain
 
     def attach(self, resources: Resources) -> None:
         self._resources = resources

@@ -50,7 +50,7 @@ class Expansion:
     @property
     def draft_slots(self) -> int:
         """Slots behind L that the drafter writes."""
-        return self.base + (self.shape.steps - 1) * self.shape.topk
+        return self.shape.draft_slots(self.base)
 
     def grow(self, batch: Batch, logits: Tensor, run: RunLevel) -> DraftTree:
         """Draft from `logits [B, V]` behind the root."""

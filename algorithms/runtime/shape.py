@@ -9,6 +9,15 @@ MAX_NODES = 256
 MAX_TOPK = 64
 
 
+def expect_size(name: str, value: int | None, least: int, most: int | None = None, nullable: bool = False) -> None:
+    """Raise ValueError unless `algo.name` is from `least` to `most` (None: any above), or None where that may be."""
+    if value is None and nullable:
+        return
+    if value is None or value < least or (most is not None and value > most):
+        bounds = f"at least {least}" if most is None else f"{least} to {most}"
+        raise ValueError(f"algo.{name}: expected {bounds}{' or null' if nullable else ''}, got {value}")
+
+
 @dataclass(frozen=True)
 class TreeShape:
     """`steps` levels (K), `topk` children a token (T), `num_nodes` verified with the root (N)."""
@@ -25,11 +34,8 @@ class TreeShape:
         return cls(steps, topk, num_nodes or 0)
 
     def __post_init__(self) -> None:
-        for name in ("steps", "topk"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"algo.{name}: expected at least 1, got {getattr(self, name)}")
-        if self.topk > MAX_TOPK:
-            raise ValueError(f"algo.topk: expected at most {MAX_TOPK}, got {self.topk}")
+        expect_size("steps", self.steps, 1)
+        expect_size("topk", self.topk, 1, MAX_TOPK)
         most = min(1 + self.num_candidates, MAX_NODES)
         if not 2 <= self.num_nodes <= most:
             raise ValueError(
@@ -40,6 +46,11 @@ class TreeShape:
     @property
     def num_candidates(self) -> int:
         return self.topk + (self.steps - 1) * self.topk**2
+
+    def draft_slots(self, stored: int) -> int:
+        """Slots that a drafter with a cache writes behind L: `stored` (1 with the root, else 0), and every token that
+        it runs."""
+        return stored + (self.steps - 1) * self.topk
 
     @property
     def chain(self) -> bool:

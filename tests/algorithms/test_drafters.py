@@ -17,6 +17,7 @@ from algorithms.eagle3 import Eagle3
 from algorithms.naive_eagle import NaiveEagle
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree
 from algorithms.runtime.models.eagle import Eagle3Drafter, EagleDrafter
+from algorithms.runtime.shape import TreeShape
 from algorithms.standalone import Standalone
 from experiments.training.mixer import DenseMixer
 from tests.algorithms.drafters import (
@@ -247,7 +248,7 @@ def dense_block(drafter: torch.nn.Module, text: list[int], causal: bool) -> list
     [
         (lambda: Eagle.Config(steps=0), "algo.steps: expected at least 1, got 0"),
         (lambda: Eagle.Config(steps=2, topk=3, num_nodes=14), "draft 2 to 13 nodes, the root included, got 14"),
-        (lambda: Eagle3.Config(topk=65), "algo.topk: expected at most 64, got 65"),
+        (lambda: Eagle3.Config(topk=65), "algo.topk: expected 1 to 64, got 65"),
         (lambda: Standalone.Config(rule="greedy"), "algo.rule must be one of target_only, rejection, block"),
         (lambda: Standalone.Config(rule="block", topk=2), "verifies chains: expected algo.topk=1, got 2"),
         (lambda: DFlash.Config(num_nodes=8), "expected algo.topk above 1, got 1"),
@@ -257,6 +258,13 @@ def dense_block(drafter: torch.nn.Module, text: list[int], causal: bool) -> list
 def test_bad_settings(config: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config()
+
+
+def test_the_drafters_cache_has_room_for_what_it_stores() -> None:
+    """Slots behind L: of a chain its drafts but the last, of a tree all levels but the last; the root where it runs."""
+    shapes = [TreeShape.of(1, 1, None), TreeShape.of(4, 1, None), TreeShape.of(4, 3, 12)]
+    assert [shape.draft_slots(0) for shape in shapes] == [0, 3, 9]
+    assert [shape.draft_slots(1) for shape in shapes] == [1, 4, 10]
 
 
 @pytest.mark.parametrize("algorithm", [Eagle, Eagle3, NaiveEagle, Standalone, DFlash])
