@@ -118,6 +118,15 @@ def _spread(make: Maker, rows: int, vocab: int) -> dict[str, Any]:
     return dict(logits=logits.to(make.device, make.dtype), temperature=one, top_p=top_p)
 
 
+def _misled(make: Maker, rows: int, vocab: int, stride: int) -> dict[str, Any]:
+    """Every `stride`-th group of 64, from which the threshold is guessed, is unlike the others: above or below them."""
+    logits = make.normal(rows, vocab)
+    away = torch.linspace(-4.0, 4.0, rows)[:, None] * (torch.arange(vocab) // 64 % stride == 0)
+    one = torch.ones(rows, device=make.device)
+    top_p = torch.tensor([0.3, 0.6, 0.9, 0.97]).repeat(rows)[:rows].to(make.device)
+    return dict(logits=(logits.float() + away.to(make.device)).to(make.dtype), temperature=one, top_p=top_p)
+
+
 def _law(make: Maker, rows: int, vocab: int, scale: float = 2.0, greedy: bool = False) -> dict[str, Any]:
     if greedy:
         return dict(logits=make.normal(rows, vocab, scale=scale))
@@ -215,6 +224,12 @@ CASES = (
         "pick_filtered_flat", "pick_tokens", partial(_filtered, rows=6, vocab=2049, scale=0.1), "threshold below slots"
     ),
     Case("probs_spread", "filtered_probs", partial(_spread, rows=12, vocab=1200), "slots that are nearly enough"),
+    Case(
+        "probs_misled",
+        "filtered_probs",
+        partial(_misled, rows=12, vocab=2049, stride=4),
+        "guesses far off the threshold",
+    ),
     Case(
         "pick_filtered_padded",
         "pick_tokens",

@@ -23,14 +23,22 @@ _LOWEST_KEY = tl.constexpr(-(1 << 31))  # below the key of every float
 @triton.jit
 def usable(value):
     """NaN as -inf and +inf as the largest float32."""
-    return tl.minimum(tl.where(value == value, value, float("-inf")), FLOAT32_MAX)
+    value = tl.where(value == value, value, float("-inf"))
+    return tl.minimum(value, FLOAT32_MAX)
+
+
+@triton.jit
+def load_entries(values_ptr, row, column, row_stride, live):
+    """Entries as float32, NaN and infinities as they are; -inf where not `live`."""
+    offset = row.to(tl.int64) * row_stride + column
+    value = tl.load(values_ptr + offset, mask=live, other=float("-inf")).to(tl.float32)
+    return value
 
 
 @triton.jit
 def load_values(values_ptr, row, column, row_stride, live):
-    """Entries as float32 with NaN as -inf and +inf as the largest float32; -inf where not `live`."""
-    offset = row.to(tl.int64) * row_stride + column
-    return usable(tl.load(values_ptr + offset, mask=live, other=float("-inf")).to(tl.float32))
+    """`load_entries` with NaN as -inf and +inf as the largest float32."""
+    return usable(load_entries(values_ptr, row, column, row_stride, live))
 
 
 @triton.jit

@@ -1,15 +1,16 @@
 """Thresholds and draws of the rows whose kept tokens do not fit the slots of a selection program.
 
-Three launches over such rows alone; rows that are settled are not read.
+Four launches over such rows alone; rows that are settled are not read.
 
-1. marks: the weight above each of eight thresholds around a sampled guess, chunk by chunk over the whole device.
-   Their sums enclose the row's threshold between two neighbouring marks.
+1. marks, twice: the weight above each of four thresholds around a sampled guess, chunk by chunk over the whole
+   device. Their sums enclose the row's threshold between two neighbouring marks. Only rows that this leaves with many
+   values between the marks, or with a threshold outside all of them, get four more.
 2. open: the weight above the upper mark, and the values between the marks, written down in the order of the row.
 3. settle, a program a row: the threshold by bisection over the open values in registers, the kept weight of every
    chunk, and the draw: the uniform names a chunk, and that chunk alone is read again.
 
-So a row is read three times in all, counting the statistics, however flat it is. A chunk with more open values than
-there is room for, and a top-k beyond the slots, are settled by bisection over the row in memory instead.
+So a row is read three or four times in all, counting the statistics, however flat it is. A chunk with more open
+values than there is room for, and a top-k beyond the slots, are settled by bisection over the row in memory instead.
 Nothing is added up in an order that depends on timing.
 """
 
@@ -29,20 +30,23 @@ SETTLED = tl.constexpr(0)
 SEARCH = tl.constexpr(1)  # top-p: marks are known
 FIXED = tl.constexpr(2)  # min-p alone: the threshold is known, its weight is not
 COUNT = tl.constexpr(3)  # top-k beyond the slots: nothing is known
-MARKS = tl.constexpr(8)
-NUM_MARKS, STATES = 8, 6
+MARKS = tl.constexpr(4)  # of each of two rounds
+NUM_MARKS, STATES = 8, 8
+# Programs of a row: few, because most rows of most batches ask for nothing, and a program that ends at once costs too.
+_SPLIT = 10
 _MIN_SCAN = 8
 
 
 @triton.jit
-def store_state(state_ptr, row, in_row, rows, mode, goal, ceiling, lowest, everything, top):
-    """What the launches after selection need of a row, [6, R] float32."""
+def store_state(state_ptr, row, in_row, rows, mode, goal, ceiling, lowest, everything, top, reached):
+    """What the launches after selection need of a row, [8, R] float32; the last is whether it had a second round."""
     tl.store(state_ptr + row, mode.to(tl.float32), mask=in_row)
     tl.store(state_ptr + rows + row, goal, mask=in_row)
     tl.store(state_ptr + 2 * rows + row, ceiling, mask=in_row)
     tl.store(state_ptr + 3 * rows + row, lowest, mask=in_row)
     tl.store(state_ptr + 4 * rows + row, everything, mask=in_row)
     tl.store(state_ptr + 5 * rows + row, d.finite(top), mask=in_row)
+    tl.store(state_ptr + 6 * rows + row, reached, mask=in_row)
 
 
 @triton.jit
@@ -51,7 +55,7 @@ def store_marks(
     VOCAB: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr,
     PROBS: tl.constexpr,
 ):  # fmt: skip
-    """Marks [8, R] in rising order around the value where the threshold of top-p should lie.
+    """The first four marks [4, R] in rising order around the value where the threshold of top-p should lie.
 
     The weight `reached` at or above the key `complete` is known; what lies below is judged by a sample of SLOTS groups
     spread over the row, which also tells the guess's standard deviation and the density of weight around it.
@@ -78,99 +82,156 @@ def store_marks(
     spread = tl.sqrt(tl.sum(off * off, 1))
     spread = tl.minimum(tl.maximum(tl.where(density > 0, spread / tl.where(density > 0, density, 1.0), 2.0), 1e-4), 2.0)
     mark = tl.arange(0, MARKS)[None, :]
-    away = tl.abs(mark.to(tl.float32) - 3.5)
-    step = tl.where(away < 1, 0.25, tl.where(away < 2, 0.8, tl.where(away < 3, 1.6, 3.0)))
-    step = tl.where(mark < 4, -step, step) * spread[:, None] * d.LOG2E
+    step = tl.where((mark == 1) | (mark == 2), 0.6, 3.0)
+    step = tl.where(mark < 2, -step, step) * spread[:, None] * d.LOG2E
     place = center[:, None] * tl.exp2(step) if PROBS else center[:, None] + step / scale[:, None]
     tl.store(marks_ptr + mark * rows + row[:, None], tl.minimum(place, limit[:, None]), mask=asks[:, None])
 
 
 @triton.jit
 def _enclose(
-    state_ptr, marks_ptr, parts_ptr, edges_ptr, row, asks, rows, CHUNKS: tl.constexpr, BLOCK_C: tl.constexpr
+    state_ptr, marks_ptr, parts_ptr, row, asks, rows, CHUNKS: tl.constexpr, BLOCK_C: tl.constexpr, ROUNDS: tl.constexpr
 ):  # fmt: skip
-    """The values low and high between which the threshold lies: low < threshold <= high, from the marks' weights.
-
-    Where min-p cuts above, or nothing is searched for, both are the greatest value that the threshold leaves out.
-    Every program of a row does this for itself and leaves it in its own place of `edges_ptr`: a register that came of
-    a sum would be spread over the chunk's layout at great cost, a load is not.
-    """
-    mode = tl.load(state_ptr + row, mask=asks, other=0.0)
+    """The values low and high between which the threshold lies, low < threshold <= high, and the weight between them,
+    from the weights above the marks."""
     goal = tl.load(state_ptr + rows + row, mask=asks, other=0.0)
     high = tl.load(state_ptr + 2 * rows + row, mask=asks, other=0.0)
-    lowest = tl.load(state_ptr + 3 * rows + row, mask=asks, other=0.0)
-    searched = asks & (mode == SEARCH)
+    over_low = tl.load(state_ptr + 4 * rows + row, mask=asks, other=0.0)
+    over_high = tl.load(state_ptr + 6 * rows + row, mask=asks, other=0.0)
     low = tl.full(row.shape, float("-inf"), tl.float32)
+    asked = asks
     chunk = tl.arange(0, BLOCK_C)[None, :]
-    live = searched[:, None] & (chunk < CHUNKS)
-    for mark in tl.static_range(MARKS):
-        plane = (mark * rows + row) * CHUNKS
-        above = tl.sum(tl.load(parts_ptr + plane[:, None] + chunk, mask=live, other=0.0), 1)
-        value = tl.load(marks_ptr + mark * rows + row, mask=searched, other=0.0)
-        low = tl.where(above >= goal, tl.maximum(low, value), low)
-        high = tl.where(above < goal, tl.minimum(high, value), high)
-    fixed = (mode == FIXED) | (lowest > high)
-    left_out = d.next_below(lowest)
-    place = edges_ptr + row * CHUNKS + tl.program_id(1)
-    tl.store(place, tl.where(fixed, left_out, low), mask=asks)
-    tl.store(place + rows * CHUNKS, tl.where(fixed, left_out, high), mask=asks)
-    tl.debug_barrier()
+    for mark in tl.static_range(ROUNDS * MARKS):
+        if mark == MARKS:
+            asked = asks & (tl.load(state_ptr + 7 * rows + row, mask=asks, other=0.0) > 0)
+        place = (mark * rows + row)[:, None] * CHUNKS + chunk
+        above = tl.sum(tl.load(parts_ptr + place, mask=asked[:, None] & (chunk < CHUNKS), other=0.0), 1)
+        value = tl.load(marks_ptr + mark * rows + row, mask=asked, other=0.0)
+        rises = asked & (above >= goal) & (value > low)
+        falls = asked & (above < goal) & (value < high)
+        low, over_low = tl.where(rises, value, low), tl.where(rises, above, over_low)
+        high, over_high = tl.where(falls, value, high), tl.where(falls, above, over_high)
+    return low, high, over_low - over_high
 
 
 @triton.jit
-def _chunk(
-    values_ptr, temperature_ptr, state_ptr, row, asks, rows, row_stride,
+def _weighed_chunk(
+    values_ptr, temperature_ptr, state_ptr, row, asks, chunk, rows, row_stride,
     PER_REQUEST: tl.constexpr, VOCAB: tl.constexpr, PROBS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Values [R, BLOCK_V] of this program's chunk, NaN among them, and the weights of all others."""
-    column = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
+    """Values [R, BLOCK_V] of a chunk, NaN among them, and the weights of all others."""
+    column = chunk * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
     warmth = tl.load(temperature_ptr + row // PER_REQUEST, mask=asks, other=1.0)
     top = tl.load(state_ptr + 5 * rows + row, mask=asks, other=0.0)
-    live = asks[:, None] & (column < VOCAB)
-    offset = row.to(tl.int64)[:, None] * row_stride + column
-    value = tl.load(values_ptr + offset, mask=live, other=float("-inf")).to(tl.float32)
+    value = d.load_entries(values_ptr, row[:, None], column, row_stride, asks[:, None] & (column < VOCAB))
     # No usable value is above the top, so this replaces an infinity; comparisons leave NaN out.
     capped = tl.minimum(value, top[:, None])
     return value, d.weigh(capped, top[:, None], d.exponent_scale(warmth)[:, None], PROBS)
+
+
+@triton.jit
+def _store_second_marks(
+    temperature_ptr, state_ptr, marks_ptr, parts_ptr, edges_ptr, row, asks, rows,
+    PER_REQUEST: tl.constexpr, CHUNKS: tl.constexpr, ROOM: tl.constexpr, PROBS: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Marks between the edges that the first round left, of the rows with about more than ROOM values between them.
+
+    Every program of a row computes them for itself and leaves them in its own place of `edges_ptr`: a register that
+    came of a sum would be spread over the chunk's layout at great cost, a load is not. The first one publishes them.
+    """
+    low, high, between = _enclose(state_ptr, marks_ptr, parts_ptr, row, asks, rows, CHUNKS, BLOCK_C, 1)
+    least = tl.load(marks_ptr + row, mask=asks, other=0.0)
+    most = tl.load(marks_ptr + (MARKS - 1) * rows + row, mask=asks, other=0.0)
+    top = tl.load(state_ptr + 5 * rows + row, mask=asks, other=0.0)
+    warmth = tl.load(temperature_ptr + row // PER_REQUEST, mask=asks, other=1.0)
+    below, beyond = low < least, low >= most
+    each = d.weigh(tl.where(below, high, (low + high) * 0.5), top, d.exponent_scale(warmth), PROBS)
+    wide = asks & (high > low) & (below | (between > each * ROOM))
+    first = tl.program_id(1) == 0
+    tl.store(state_ptr + 7 * rows + row, wide.to(tl.float32), mask=asks & first)
+    place = edges_ptr + (row * tl.num_programs(1) + tl.program_id(1)) * (MARKS + 1)
+    tl.store(place, wide.to(tl.float32), mask=asks)
+    for mark in tl.static_range(MARKS):
+        # Where the guess missed, ever longer steps away from it; four steps of 3 reach 40 times the first.
+        away = (most - least) * (0.2 * 3.0**mark)
+        value = tl.where(below, least - away, low + (high - low) * ((mark + 1) / (MARKS + 1)))
+        value = tl.minimum(tl.where(beyond, most + away, value), high)
+        tl.store(place + mark + 1, value, mask=asks)
+        tl.store(marks_ptr + (MARKS + mark) * rows + row, value, mask=wide & first)
+    tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _marks_kernel(
     values_ptr,  # [R, VOCAB], row stride row_stride
     temperature_ptr,  # [R / PER_REQUEST] float32
-    state_ptr,  # [6, R] float32
-    marks_ptr,  # [8, R] float32
+    state_ptr,  # [8, R] float32
+    marks_ptr,  # [8, R] float32; the last four are written by the second round
     parts_ptr,  # [8, R, CHUNKS] float32: weight above each mark
+    edges_ptr,  # [R, programs of a row, 5] float32: scratch of the second round
     rows,
     row_stride,
     PER_REQUEST: tl.constexpr,
     VOCAB: tl.constexpr,
     CHUNKS: tl.constexpr,
+    ROOM: tl.constexpr,
     PROBS: tl.constexpr,
+    SECOND: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     task = tl.load(state_ptr + row, mask=row < rows, other=0.0)
     asks = (row < rows) & (task == SEARCH)
     if tl.max(asks.to(tl.int32), 0) > 0:
-        value, weight = _chunk(
-            values_ptr, temperature_ptr, state_ptr, row, asks, rows, row_stride, PER_REQUEST, VOCAB, PROBS, BLOCK_V
-        )  # fmt: skip
-        for mark in tl.static_range(MARKS):
-            limit = tl.load(marks_ptr + mark * rows + row, mask=asks, other=0.0)
-            above = tl.sum(tl.where(value > limit[:, None], weight, 0.0), 1)
-            tl.store(parts_ptr + (mark * rows + row) * CHUNKS + tl.program_id(1), above, mask=asks)
+        base, step = marks_ptr + row, rows
+        if SECOND:
+            _store_second_marks(
+                temperature_ptr, state_ptr, marks_ptr, parts_ptr, edges_ptr, row, asks, rows, PER_REQUEST, CHUNKS, ROOM,
+                PROBS, BLOCK_C,
+            )  # fmt: skip
+            mine = edges_ptr + (row * tl.num_programs(1) + tl.program_id(1)) * (MARKS + 1)
+            asks &= tl.load(mine, mask=asks, other=0.0) > 0
+            base, step = mine + 1, 1
+        if tl.max(asks.to(tl.int32), 0) > 0:
+            for chunk in range(tl.program_id(1), CHUNKS, tl.num_programs(1)):
+                value, weight = _weighed_chunk(
+                    values_ptr, temperature_ptr, state_ptr, row, asks, chunk, rows, row_stride, PER_REQUEST, VOCAB,
+                    PROBS, BLOCK_V,
+                )  # fmt: skip
+                for mark in tl.static_range(MARKS):
+                    limit = tl.load(base + mark * step, mask=asks, other=0.0)
+                    above = tl.sum(tl.where(value > limit[:, None], weight, 0.0), 1)
+                    plane = (MARKS + mark if SECOND else mark) * rows
+                    tl.store(parts_ptr + (plane + row) * CHUNKS + chunk, above, mask=asks)
+
+
+@triton.jit
+def _store_edges(
+    state_ptr, marks_ptr, parts_ptr, edges_ptr, row, asks, rows, CHUNKS: tl.constexpr, BLOCK_C: tl.constexpr
+):  # fmt: skip
+    """Low and high of each row to this program's place in `edges_ptr`; where min-p cuts above, or nothing is searched
+    for, both are the greatest value that the threshold leaves out."""
+    mode = tl.load(state_ptr + row, mask=asks, other=0.0)
+    low, high, _ = _enclose(state_ptr, marks_ptr, parts_ptr, row, asks & (mode == SEARCH), rows, CHUNKS, BLOCK_C, 2)
+    lowest = tl.load(state_ptr + 3 * rows + row, mask=asks, other=0.0)
+    fixed = (mode == FIXED) | (lowest > high)
+    left_out = d.next_below(lowest)
+    place = edges_ptr + (row * tl.num_programs(1) + tl.program_id(1)) * 2
+    tl.store(place, tl.where(fixed, left_out, low), mask=asks)
+    tl.store(place + 1, tl.where(fixed, left_out, high), mask=asks)
+    tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _open_kernel(
     values_ptr,  # [R, VOCAB], row stride row_stride
     temperature_ptr,  # [R / PER_REQUEST] float32
-    state_ptr,  # [6, R] float32
+    state_ptr,  # [8, R] float32
     marks_ptr,  # [8, R] float32
     parts_ptr,  # [8, R, CHUNKS] float32
-    edges_ptr,  # [2, R, CHUNKS] float32: low and high of `_enclose`, the same in every chunk
+    edges_ptr,  # [R, programs of a row, 2] float32: low and high, the same in every program
     mass_ptr,  # [R, CHUNKS] float32: weight above the bracket
     counts_ptr,  # [R, CHUNKS] int32: values inside the bracket
     open_ptr,  # [R, CHUNKS, KEEP] float32: the first of these values
@@ -189,20 +250,23 @@ def _open_kernel(
     task = tl.load(state_ptr + row, mask=row < rows, other=0.0)
     asks = (row < rows) & ((task == SEARCH) | (task == FIXED))
     if tl.max(asks.to(tl.int32), 0) > 0:
-        _enclose(state_ptr, marks_ptr, parts_ptr, edges_ptr, row, asks, rows, CHUNKS, BLOCK_C)
-        value, weight = _chunk(
-            values_ptr, temperature_ptr, state_ptr, row, asks, rows, row_stride, PER_REQUEST, VOCAB, PROBS, BLOCK_V
-        )  # fmt: skip
-        place = row * CHUNKS + tl.program_id(1)
-        low = tl.load(edges_ptr + place, mask=asks, other=0.0)
-        high = tl.load(edges_ptr + rows * CHUNKS + place, mask=asks, other=0.0)
-        mass = tl.sum(tl.where(value > high[:, None], weight, 0.0), 1)
-        tl.store(mass_ptr + place, mass, mask=asks)
-        inside = asks[:, None] & (value > low[:, None]) & (value <= high[:, None])
-        running = tl.cumsum(inside.to(tl.int32), 1)
-        tl.store(counts_ptr + place, tl.max(running, 1), mask=asks)
-        slot = place.to(tl.int64)[:, None] * KEEP + running - 1
-        tl.store(open_ptr + slot, value, mask=inside & (running <= KEEP))
+        _store_edges(state_ptr, marks_ptr, parts_ptr, edges_ptr, row, asks, rows, CHUNKS, BLOCK_C)
+        edges = edges_ptr + (row * tl.num_programs(1) + tl.program_id(1)) * 2
+        for chunk in range(tl.program_id(1), CHUNKS, tl.num_programs(1)):
+            value, weight = _weighed_chunk(
+                values_ptr, temperature_ptr, state_ptr, row, asks, chunk, rows, row_stride, PER_REQUEST, VOCAB, PROBS,
+                BLOCK_V,
+            )  # fmt: skip
+            place = row * CHUNKS + chunk
+            low = tl.load(edges, mask=asks, other=0.0)
+            high = tl.load(edges + 1, mask=asks, other=0.0)
+            mass = tl.sum(tl.where(value > high[:, None], weight, 0.0), 1)
+            tl.store(mass_ptr + place, mass, mask=asks)
+            inside = asks[:, None] & (value > low[:, None]) & (value <= high[:, None])
+            running = tl.cumsum(inside.to(tl.int32), 1)
+            tl.store(counts_ptr + place, tl.max(running, 1), mask=asks)
+            slot = place.to(tl.int64)[:, None] * KEEP + running - 1
+            tl.store(open_ptr + slot, value, mask=inside & (running <= KEEP))
 
 
 @triton.jit
@@ -218,7 +282,8 @@ def _floor_in_memory(
         values_ptr, row, row_stride, wanted, bottom, tl.where(by_count, key_top + 1, bottom + 1), VOCAB, SHIFT, BLOCK_V
     )  # fmt: skip
     counted = d.streamed_mass(
-        values_ptr, row, by_count & by_mass, row_stride, (kth - 1).to(tl.int32), top, scale, VOCAB, SHIFT, PROBS, BLOCK_V
+        values_ptr, row, by_count & by_mass, row_stride, (kth - 1).to(tl.int32), top, scale, VOCAB, SHIFT, PROBS,
+        BLOCK_V,
     )  # fmt: skip
     goal = share * tl.where(by_count, counted, everything)
     low, high = tl.where(by_count, kth - 1, low), tl.where(by_count, key_top, high)
@@ -253,8 +318,8 @@ def _settle_kernel(
     seeds_ptr,  # [R / PER_REQUEST] int64, or None
     positions_ptr,  # [R] int64, or None
     uniforms_ptr,  # [R] float32, or None
-    state_ptr,  # [6, R] float32
-    edges_ptr,  # [2, R, CHUNKS] float32
+    state_ptr,  # [8, R] float32
+    edges_ptr,  # [R, SPLIT, 2] float32
     mass_ptr,  # [R, CHUNKS] float32
     counts_ptr,  # [R, CHUNKS] int32
     open_ptr,  # [R, CHUNKS, KEEP] float32
@@ -268,6 +333,7 @@ def _settle_kernel(
     VOCAB: tl.constexpr,
     CHUNKS: tl.constexpr,
     KEEP: tl.constexpr,
+    SPLIT: tl.constexpr,
     DRAW: tl.constexpr,
     PROBS: tl.constexpr,
     STREAM: tl.constexpr,
@@ -287,8 +353,8 @@ def _settle_kernel(
         scale = d.exponent_scale(tl.load(temperature_ptr + request, mask=asks, other=1.0))
         wanted, share = d.count_and_share(top_k_ptr, top_p_ptr, request, asks, VOCAB)
         listed = asks & (task != COUNT)
-        low = tl.load(edges_ptr + row * CHUNKS, mask=listed, other=0.0)
-        high = tl.load(edges_ptr + (rows + row) * CHUNKS, mask=listed, other=0.0)
+        low = tl.load(edges_ptr + row * (SPLIT * 2), mask=listed, other=0.0)
+        high = tl.load(edges_ptr + row * (SPLIT * 2) + 1, mask=listed, other=0.0)
         low_key, high_key = d.sort_key(low, SHIFT).to(tl.int64), d.sort_key(high, SHIFT).to(tl.int64)
         chunk = tl.arange(0, BLOCK_C)[None, :]
         in_chunks = chunk < CHUNKS
@@ -299,8 +365,8 @@ def _settle_kernel(
         found = low_key
         if tl.max(far.to(tl.int32), 0) > 0:
             found = _floor_in_memory(
-                values_ptr, row, far, row_stride, low_key, high_key, wanted, share, everything, top, scale, VOCAB, SHIFT,
-                PROBS, BLOCK_V,
+                values_ptr, row, far, row_stride, low_key, high_key, wanted, share, everything, top, scale, VOCAB,
+                SHIFT, PROBS, BLOCK_V,
             )  # fmt: skip
             cut = tl.maximum(d.key_value(found.to(tl.int32), SHIFT), lowest)
             _store_kept_mass(values_ptr, mass_ptr, row, far, row_stride, cut, top, scale, VOCAB, CHUNKS, PROBS, BLOCK_V)
@@ -327,7 +393,9 @@ def _settle_kernel(
             tl.store(law_ptr + 2 * rows + row, tl.sum(mass, 1), mask=asks)
         if DRAW:
             uniform = d.row_uniform(seeds_ptr, positions_ptr, uniforms_ptr, row, request, asks, STREAM)
-            chosen, goal = d.find(mass, uniform, chunk, BLOCK_C)
+            # In float64, because a token of a flat law is not much heavier than a rounding of the total.
+            chosen, goal = d.find(mass.to(tl.float64), uniform.to(tl.float64), chunk, BLOCK_C)
+            goal = goal.to(tl.float32)
             token = d.draw_in_group(
                 values_ptr, row, asks, chosen, goal, top, scale, floor, row_stride, VOCAB, BLOCK_V, PROBS
             )
@@ -353,43 +421,54 @@ def settle(
     logprobs: torch.Tensor | None,
     law: torch.Tensor | None,
     *,
-    only_count: bool,
+    min_p: bool,
     draw: bool,
+    per_request: int,
+    probabilities: bool,
+    stream: int,
+    shift: int,
     chunk: int,
     keep: int,
     max_rows: int,
     num_warps: int,
-    **shared: object,
 ) -> None:
-    """Finish the rows that selection left open in `state` [6, R]: tokens, log-probabilities and laws are theirs.
+    """Finish the rows that selection left open in `state` [8, R]: tokens, log-probabilities and laws are theirs.
 
-    `sources` are seeds, positions and uniforms; `only_count` says that no row needs marks.
+    `sources` are seeds, positions and uniforms; `min_p` says whether there is such a filter.
     """
     rows, vocab = values.shape
     chunks = triton.cdiv(vocab, chunk)
+    searching = top_p is not None
 
     def out(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device=values.device)
 
-    parts, edges, mass = out(NUM_MARKS, rows, chunks), out(2, rows, chunks), out(rows, chunks)
-    counts, open_ = out(rows, chunks, dtype=torch.int32), out(rows, chunks, keep)
+    split = min(_SPLIT, chunks)
+    parts, mass, open_ = out(NUM_MARKS, rows, chunks), out(rows, chunks), out(rows, chunks, keep)
+    edges, counts = out(rows, split, 2), out(rows, chunks, dtype=torch.int32)
     block_c = max(triton.next_power_of_2(chunks), _MIN_SCAN)
     widest = max(chunk, block_c * keep)
     block_r = min(triton.next_power_of_2(max(rows, 1)), max_rows, max(1, (1 << 20) // widest))
-    grid = (triton.cdiv(rows, block_r), chunks)
-    sizes = dict(VOCAB=vocab, CHUNKS=chunks, BLOCK_R=block_r, BLOCK_V=chunk, **shared)
-    if not only_count:
+    grid = (triton.cdiv(rows, block_r), split)
+    stride, stream_warps = values.stride(0), min(num_warps, 8)
+    sizes = dict(
+        PER_REQUEST=per_request, VOCAB=vocab, CHUNKS=chunks, PROBS=probabilities, BLOCK_R=block_r, BLOCK_C=block_c,
+        BLOCK_V=chunk,
+    )  # fmt: skip
+    if searching:
+        scratch = out(rows, split, NUM_MARKS // 2 + 1)
+        for second in (False, True):
+            launch(
+                _marks_kernel, grid, values, temperature, state, marks, parts, scratch, rows, stride,
+                num_warps=stream_warps, ROOM=keep * chunks // 2, SECOND=second, **sizes,
+            )  # fmt: skip
+    if searching or min_p:
         launch(
-            _marks_kernel, grid, values, temperature, state, marks, parts, rows, values.stride(0),
-            num_warps=min(num_warps, 8), **{k: v for k, v in sizes.items() if k not in ("STREAM", "SHIFT")},
-        )  # fmt: skip
-        launch(
-            _open_kernel, grid, values, temperature, state, marks, parts, edges, mass, counts, open_, rows, values.stride(0),
-            num_warps=min(num_warps, 8), KEEP=keep, BLOCK_C=block_c,
-            **{k: v for k, v in sizes.items() if k not in ("STREAM", "SHIFT")},
+            _open_kernel, grid, values, temperature, state, marks, parts, edges, mass, counts, open_, rows, stride,
+            num_warps=stream_warps, KEEP=keep, **sizes,
         )  # fmt: skip
     launch(
         _settle_kernel, grid[:1], values, temperature, top_k, top_p, *sources, state, edges, mass, counts, open_,
-        normaliser, tokens, logprobs, law, rows, values.stride(0), num_warps=num_warps, KEEP=keep, DRAW=draw,
-        BLOCK_C=block_c, **sizes,
+        normaliser, tokens, logprobs, law, rows, stride, num_warps=num_warps, KEEP=keep, SPLIT=split, DRAW=draw,
+        STREAM=stream, SHIFT=shift, **sizes,
     )  # fmt: skip
