@@ -128,6 +128,10 @@ def _composition_error(text: str, cause: BaseException | None) -> str:
             f"{lines[0]}\nto run once for each value add -m\n"
             f"for text that holds a comma quote it twice: '{key}=\"a, b\"'\nfor a list write '{key}=[a,b]'"
         )
+    numbered = re.search(r"merging override (\+*)([\w.]+)\.(\d+)=(.*)", lines[0])
+    if numbered and "(str) is incompatible with (int)" in "".join(lines):
+        plus, key, number, value = numbered.groups()
+        return f"{lines[0]}\na key that is a number goes into braces: '{plus or '+'}{key}={{{number}:{value}}}'"
     if re.search("LexerNoViableAlt|no viable alternative|mismatched input|token recognition|extraneous input", text):
         lines.append("text with spaces, commas or brackets is quoted twice: 'data.text=\"one, two (three)\"'")
     return "\n".join(line for line in dict.fromkeys(lines) if line.strip())

@@ -51,6 +51,7 @@ MISTAKES = {
         ["sampling.logit_bias={5:1.0}"],
         ["sampling.logit_bias.5", "to add it to what is there: '+sampling.logit_bias={5:1.0}'"],
     ),
+    "number as a key": (["+sampling.logit_bias.5=1.0"], ["into braces: '+sampling.logit_bias={5:1.0}'"]),
     "new entry of a mapping of a chosen option": (
         ["task=compare", "task.methods={x:{name:ngram}}"],
         ["task.methods.x", "task.methods.dflash", "'+task.methods={x:{name:ngram}}'"],

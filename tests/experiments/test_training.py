@@ -34,6 +34,7 @@ from experiments.training.drafting import BatchSettings, DrafterObjective, Draft
 from experiments.training.generate import greedy
 from experiments.training.loop import Trainer, TrainSettings, schedule
 from experiments.training.mixer import DenseMixer, compile_layers, restore_layers
+from experiments.training.program import run_program
 from experiments.training.responses import Continuation, ResponseSettings, ResponseSource
 from experiments.training.tokenizer import ASSISTANT, END, MASK, SPECIAL_TOKENS, USER, train_tokenizer
 
@@ -552,3 +553,14 @@ def test_a_mistake_gets_one_screen(
     for text in expected:
         assert text in told, told
     assert "algo" not in told and list(tmp_path.iterdir()) == []
+
+
+def test_a_program_prints_its_summary_and_tells_what_cannot_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train_eagle.py", f"out_dir={tmp_path / 'out'}", "train.max_steps=3"])
+    run_program("train_eagle", lambda settings: {"steps": settings.train.max_steps})
+    assert capsys.readouterr().out == "steps: 3\n"
+    with pytest.raises(SystemExit, match="2"):
+        run_program("train_eagle", lambda settings: load_target(Path("nowhere"), "cpu", torch.float32))  # type: ignore
+    assert "nowhere" in capsys.readouterr().err
