@@ -138,12 +138,11 @@ def test_unusable_config_values(target_folder: Path, change: dict[str, Any]) -> 
         ({"use_sliding_window": True, "sliding_window": 64}, "sliding-window"),
         ({"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "sliding-window"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}, "partial_rotary_factor=0.25"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ],
 )
-def test_features_that_would_be_left_out_in_silence(
-    target_folder: Path, change: dict[str, Any], part: str
-) -> None:
+def test_features_that_would_be_left_out_in_silence(target_folder: Path, change: dict[str, Any], part: str) -> None:
     edit_json(target_folder / "config.json", **change)
     refusal(lambda: load(target_folder), "not supported", part)
 
@@ -183,9 +182,7 @@ def test_index_that_disagrees_with_its_shard(tmp_path: Path) -> None:
     refusal(lambda: load(tmp_path), "missing from its shard", second)
 
 
-@pytest.mark.parametrize(
-    "keep", [0, 4, 100, -1], ids=["empty", "in the length", "in the header", "in the data"]
-)
+@pytest.mark.parametrize("keep", [0, 4, 100, -1], ids=["empty", "in the length", "in the header", "in the data"])
 def test_truncated_weights(target_folder: Path, keep: int) -> None:
     content = (target_folder / WEIGHTS).read_bytes()
     (target_folder / WEIGHTS).write_bytes(content[:keep])
@@ -347,9 +344,7 @@ def test_target_given_as_drafter(target_folder: Path) -> None:
 def test_drafter_with_an_embedding_of_its_own_is_refused(target_folder: Path, drafter_folder: Path) -> None:
     change_weights(drafter_folder, embed_tokens__weight=torch.zeros(272, 32))
     target = load(target_folder)
-    refusal(
-        lambda: load_dflash(drafter_folder, target, "cpu", torch.float32), "unknown", "embed_tokens.weight"
-    )
+    refusal(lambda: load_dflash(drafter_folder, target, "cpu", torch.float32), "unknown", "embed_tokens.weight")
 
 
 def test_same_tokenizer_in_both_folders_fits(target_folder: Path, drafter_folder: Path) -> None:

@@ -21,6 +21,7 @@ from algorithms.runtime.models.config import DecoderConfig
 from algorithms.runtime.models.decoder import Mixer
 from algorithms.runtime.models.loading import load_dflash, load_target
 from algorithms.runtime.models.rope import rope_table
+from specdec_kernels import YarnScaling
 from specdec_kernels.attention import paged_attention
 from specdec_kernels.kv_index import token_slots
 from specdec_kernels.kv_write import materialize_kv, write_kv
@@ -51,12 +52,35 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.5}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN_OPTIONS = {"beta_fast": 4.0, "beta_slow": 0.5, "mscale": 0.8, "mscale_all_dim": 1.3, "truncate": False}
+ROPES = {
+    "llama3": LLAMA3_ROPE,
+    "linear": LINEAR_ROPE,
+    "yarn": YARN_ROPE,
+    "yarn options": YARN_ROPE | YARN_OPTIONS,
+    "yarn attention factor": YARN_ROPE | {"attention_factor": 1.7},
+}
 TARGETS: dict[str, dict[str, Any]] = {
     "qwen3 heads of its own": {"num_key_value_heads": 4, "tie_word_embeddings": True},
     "qwen3 two queries a head": {"num_key_value_heads": 2, "head_dim": 32},
     "qwen3 four queries a head, bias": {"num_key_value_heads": 1, "attention_bias": True},
     "llama two queries a head, bias": {"num_key_value_heads": 2, "attention_bias": True, "head_dim": 32},
     "llama3 rope": {"num_key_value_heads": 1, "rope_parameters": LLAMA3_ROPE},
+    "llama linear rope": {"rope_parameters": LINEAR_ROPE},
+    "qwen3 yarn rope": {"num_key_value_heads": 2, "head_dim": 32, "rope_parameters": YARN_ROPE},
+    "llama yarn rope with options": {"rope_parameters": YARN_ROPE | YARN_OPTIONS},
+    "qwen3 yarn rope with an attention factor": {
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "rope_parameters": ROPES["yarn attention factor"],
+    },
     "llama tied, mlp bias": {"num_key_value_heads": 4, "mlp_bias": True, "tie_word_embeddings": True},
 }
 
@@ -72,9 +96,7 @@ class Cache:
     impl: str
 
     @classmethod
-    def of(
-        cls, config: DecoderConfig, page_size: int, impl: str, batch: int = 2, capacity: int = 32
-    ) -> Cache:
+    def of(cls, config: DecoderConfig, page_size: int, impl: str, batch: int = 2, capacity: int = 32) -> Cache:
         pages = capacity // page_size
         shape = (config.num_layers, 2, batch * pages, page_size, config.num_kv_heads, config.head_dim)
         order = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(5))
@@ -95,9 +117,7 @@ class Cache:
         slots = self.slots(lengths, counts, width)
         positions = (lengths[:, None] + torch.arange(width)).flatten()
 
-        def mix(
-            layer: int, q: Tensor, k: Tensor, v: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
-        ) -> Tensor:
+        def mix(layer: int, q: Tensor, k: Tensor, v: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor:
             rotated = write_kv(
                 q.flatten(0, 1),
                 k.flatten(0, 1),
@@ -178,9 +198,7 @@ def check_against_transformers(expected: Expected, page_size: int, impl: str) ->
         tokens = expected.tokens.gather(1, lengths[:, None])
 
 
-def check_step(
-    expected: Expected, lengths: Tensor, counts: Tensor, logits: Tensor, features: list[Tensor]
-) -> None:
+def check_step(expected: Expected, lengths: Tensor, counts: Tensor, logits: Tensor, features: list[Tensor]) -> None:
     """Compare the rows in use, `counts` of each request behind `lengths`, with what transformers computed."""
     for row, (start, count) in enumerate(zip(lengths.tolist(), counts.tolist(), strict=True)):
         seen = slice(start, start + count)
@@ -217,13 +235,32 @@ def test_transformers_loads_what_the_toolkit_writes(tmp_path: Path, architecture
         assert (logits - theirs(tokens).logits).abs().max() < LOGIT_TOLERANCE
 
 
-def test_both_generations_of_rope_keys_mean_the_same() -> None:
+@pytest.mark.parametrize("rope", list(ROPES))
+def test_both_generations_of_rope_keys_mean_the_same(rope: str) -> None:
     written = small_config("llama").to_hf()
-    llama3 = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
-    old = {**written, "rope_theta": 500_000.0, "rope_scaling": llama3, "rope_parameters": None}
-    new = {**written, "rope_theta": None, "rope_parameters": LLAMA3_ROPE}
-    assert DecoderConfig.from_hf(old) == DecoderConfig.from_hf(new)
-    assert DecoderConfig.from_hf(new).rope_scaling is not None
+    theta = ROPES[rope]["rope_theta"]
+    scaling = {key: value for key, value in ROPES[rope].items() if key != "rope_theta"}
+    older = {key: value for key, value in scaling.items() if key != "rope_type"} | {"type": scaling["rope_type"]}
+    new = DecoderConfig.from_hf({**written, "rope_theta": None, "rope_parameters": ROPES[rope]})
+    assert new.rope_scaling is not None
+    for form in (scaling, older):
+        old = {**written, "rope_theta": theta, "rope_scaling": form, "rope_parameters": None}
+        assert DecoderConfig.from_hf(old) == new
+    assert DecoderConfig.from_hf(new.to_hf()) == new
+
+
+def test_the_length_before_stretching_may_be_left_out() -> None:
+    written = small_config("llama", max_position_embeddings=96).to_hf()
+    short = {key: value for key, value in YARN_ROPE.items() if key != "original_max_position_embeddings"}
+    for extra, expected in (({}, 96), ({"original_max_position_embeddings": 48}, 48)):
+        scaling = DecoderConfig.from_hf({**written, "rope_parameters": short, **extra}).rope_scaling
+        assert isinstance(scaling, YarnScaling) and scaling.original_length == expected
+
+
+def test_other_rope_types_are_refused() -> None:
+    written = small_config("llama").to_hf()
+    with pytest.raises(ValueError, match="'longrope' is not supported, expected one of default, linear, llama3, yarn"):
+        DecoderConfig.from_hf({**written, "rope_parameters": {"rope_type": "longrope", "factor": 2.0}})
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -257,9 +294,7 @@ def dflash_definition(folder: Path, features: list[Tensor], block: Tensor, start
     x = block.double()
     at = torch.arange(start + len(block))
     for i in range(config["num_hidden_layers"]):
-        layer = {
-            n.removeprefix(f"layers.{i}."): w for n, w in weights.items() if n.startswith(f"layers.{i}.")
-        }
+        layer = {n.removeprefix(f"layers.{i}."): w for n, w in weights.items() if n.startswith(f"layers.{i}.")}
         normed = rms_norm(x, layer["input_layernorm.weight"], eps)
         visible = torch.cat([context, normed])
         q = (normed @ layer["self_attn.q_proj.weight"].T).reshape(-1, heads, size)

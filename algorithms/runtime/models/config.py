@@ -2,14 +2,20 @@
 
 Two generations of files are in circulation: transformers 4 writes `rope_theta` and `rope_scaling` at the top level,
 transformers 5 writes one `rope_parameters` mapping. Both are read; both are written, so that either version loads the
-exported folder. The DFlash keys follow the published z-lab checkpoints (arXiv 2602.06036). No torch is imported here.
+exported folder. The DFlash keys follow the published z-lab checkpoints (arXiv 2602.06036). Importing this imports
+no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specdec_kernels import LinearScaling, Llama3Scaling, YarnScaling
+
+    RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
 
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -18,14 +24,9 @@ DEFAULT_ROPE_THETA = 10_000.0
 """What transformers takes where a config has none, as those of Llama 2 and its drafters do."""
 
 
-@dataclass(frozen=True)
-class RopeScaling:
-    """The `llama3` rule: long wavelengths are stretched by `factor`, short ones kept, the band between blended."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_YARN_OPTIONS = {"beta_fast": float, "beta_slow": float, "attention_factor": float, "mscale": float,
+                 "mscale_all_dim": float, "truncate": bool}  # fmt: skip
 
 
 def _required(config: Mapping[str, Any], key: str) -> Any:
@@ -39,24 +40,40 @@ def _read_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     for source in (config.get("rope_scaling"), config.get("rope_parameters")):
         merged.update({key: value for key, value in (source or {}).items() if value is not None})
     theta = float(merged["rope_theta"] or DEFAULT_ROPE_THETA)
-    rope_type = merged.get("rope_type", merged.get("type", "default"))
-    if rope_type == "default":
+    kind = merged.get("rope_type", merged.get("type", "default"))
+    if kind not in ROPE_TYPES:
+        raise ValueError(f"model config: rope type '{kind}' is not supported, expected one of {', '.join(ROPE_TYPES)}")
+    if kind == "default":
         return theta, None
-    if rope_type != "llama3":
-        raise ValueError(f"model config: rope type '{rope_type}' is not supported, expected 'default' or 'llama3'")
-    return theta, RopeScaling(
-        factor=float(_required(merged, "factor")),
-        low_freq_factor=float(_required(merged, "low_freq_factor")),
-        high_freq_factor=float(_required(merged, "high_freq_factor")),
-        original_max_position_embeddings=int(_required(merged, "original_max_position_embeddings")),
-    )
+    # As transformers does where the length before stretching is not given.
+    original = config.get("original_max_position_embeddings") or config.get("max_position_embeddings")
+    merged.setdefault("original_max_position_embeddings", original)
+    return theta, _read_scaling(kind, merged)
+
+
+def _read_scaling(kind: str, merged: Mapping[str, Any]) -> RopeScaling:
+    from specdec_kernels import LinearScaling, Llama3Scaling, YarnScaling
+
+    factor = float(_required(merged, "factor"))
+    if kind == "linear":
+        return LinearScaling(factor)
+    original = int(_required(merged, "original_max_position_embeddings"))
+    if kind == "llama3":
+        low, high = (float(_required(merged, f"{end}_freq_factor")) for end in ("low", "high"))
+        return Llama3Scaling(factor, original, low, high)
+    given: dict[str, Any] = {
+        key: kind_of(merged[key]) for key, kind_of in _YARN_OPTIONS.items() if merged.get(key) is not None
+    }
+    return YarnScaling(factor, original, **given)
 
 
 def _write_rope(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
-    if scaling is None:
-        return {"rope_theta": theta, "rope_parameters": parameters}
-    parameters |= {"rope_type": "llama3", **vars(scaling)}
+    if scaling is not None:
+        written = {key: value for key, value in vars(scaling).items() if value is not None}
+        if "original_length" in written:
+            written["original_max_position_embeddings"] = written.pop("original_length")
+        parameters |= {"rope_type": type(scaling).__name__.removesuffix("Scaling").lower(), **written}
     return {"rope_theta": theta, "rope_parameters": parameters}
 
 

@@ -206,9 +206,11 @@ def parse_config(folder: Path, raw: Mapping[str, Any], from_hf: Callable[[Mappin
 def _check_target_keys(folder: Path, raw: Mapping[str, Any]) -> None:
     """Refuse what the config asks for and the decoder would leave out without any tensor to show for it."""
     sliding = bool(raw.get("use_sliding_window")) or "sliding_attention" in (raw.get("layer_types") or ())
+    # transformers 5 writes it beside the other rope parameters.
+    partial = {**raw, **(raw.get("rope_parameters") or {})}.get("partial_rotary_factor", 1.0)
     asked = {
         "sliding-window attention": sliding,
-        f"partial_rotary_factor={raw.get('partial_rotary_factor')}": raw.get("partial_rotary_factor", 1.0) != 1.0,
+        f"partial_rotary_factor={partial}": partial != 1.0,
         "quantization_config": bool(raw.get("quantization_config")),
     }
     unsupported = [name for name, present in asked.items() if present]

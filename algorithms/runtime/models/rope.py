@@ -1,27 +1,15 @@
-"""Rotary position embedding in the "neox" layout: dimension i is paired with i + D/2.
+"""Rotary position embedding of a model in the "neox" layout: dimension i is paired with i + D/2.
 
-For pair i the angle at position p is p * f_i with f_i = theta^(-2i/D). The llama3 rule divides f_i by `factor` where
-the wavelength 2 pi / f_i exceeds original_length / low_freq_factor, keeps it below original_length / high_freq_factor,
-and blends linearly in between (Llama 3.1 model card). The table is kept in float32: at long positions the angle does
-not fit a 16-bit float.
+The tables are those of the kernels, see `specdec_kernels.rope_table`; `apply_rope` is for code that trains.
 """
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from algorithms.runtime.models.config import DecoderConfig, RopeScaling
-
-
-def _scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    original = scaling.original_max_position_embeddings
-    turns = original * frequencies / (2 * math.pi)
-    band = scaling.high_freq_factor - scaling.low_freq_factor
-    keep = ((turns - scaling.low_freq_factor) / band).clamp(0.0, 1.0)
-    return keep * frequencies + (1 - keep) * frequencies / scaling.factor
+import specdec_kernels as kernels
+from algorithms.runtime.models.config import DecoderConfig
 
 
 def rope_table(config: DecoderConfig, max_positions: int, device: torch.device | str | None = None) -> Tensor:
@@ -29,12 +17,7 @@ def rope_table(config: DecoderConfig, max_positions: int, device: torch.device |
 
     Returns `[max_positions, head_dim]` float32: cosines of the D/2 pairs, then their sines.
     """
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
-    frequencies = 1.0 / config.rope_theta**exponents
-    if config.rope_scaling is not None:
-        frequencies = _scaled(frequencies, config.rope_scaling)
-    angles = torch.arange(max_positions, dtype=torch.float32, device=device)[:, None] * frequencies
-    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+    return kernels.rope_table(config.head_dim, max_positions, config.rope_theta, config.rope_scaling, device)
 
 
 def apply_rope(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
