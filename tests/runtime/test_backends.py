@@ -129,6 +129,48 @@ def test_hybrid_routes_by_phase(standins: None, prefill: str, decode: str) -> No
         assert set(hybrid.served) == set(PHASES)
 
 
+def test_sides_of_a_hybrid_have_settings_of_their_own(standins: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = backends()
+    given: dict[str, Any] = {}
+    for name in ("fa4", "flashinfer"):
+        init = kinds[name].__init__
+
+        def noted(self: Any, config: Any, impl: str, name: str = name, init: Any = init) -> None:
+            given[name] = config
+            init(self, config, impl)
+
+        monkeypatch.setattr(kinds[name], "__init__", noted)
+    fa4, flashinfer = kinds["fa4"].Config(split_tokens=64), kinds["flashinfer"].Config(kernel="fa2", workspace_mb=3)
+    build("hybrid", prefill="flashinfer", decode="fa4", fa4=fa4, flashinfer=flashinfer)
+    assert given == {"fa4": fa4, "flashinfer": flashinfer}
+    package = kinds["fa4"].Config(dispatch="flash_attention_4")
+    assert not kinds["hybrid"].Config(prefill="torch", decode="fa4", fa4=package).capturable
+    assert kinds["hybrid"].Config(prefill="fa4", decode="torch", fa4=package).capturable
+
+
+def test_settings_of_a_side_are_typed_under_its_name() -> None:
+    import hydra
+
+    from experiments.config import CONFIG_FOLDER, build_config, register
+    from experiments.errors import UserError
+
+    register()
+    with hydra.initialize_config_dir(config_dir=str(CONFIG_FOLDER), version_base="1.3"):
+
+        def built(*overrides: str) -> Any:
+            return build_config(hydra.compose("config", overrides=["backend=hybrid", *overrides])).backend
+
+        config = built("backend.prefill=flashinfer", "backend.fa4.dispatch=auto", "backend.flashinfer.kernel=fa3")
+        assert (config.fa4.dispatch, config.flashinfer.kernel) == ("auto", "fa3")
+        assert isinstance(config.fa4, backends()["fa4"].Config)
+        with pytest.raises(UserError, match="dispatch must be one of"):
+            built("backend.fa4.dispatch=fa3")
+        with pytest.raises(UserError, match="backend.flashinfer is set, and serves neither"):
+            built("backend.flashinfer.kernel=fa3")
+        with pytest.raises(UserError, match="backend.fa4.name: expected fa4, got 'torch'"):
+            built("backend.fa4.name=torch")
+
+
 def test_one_token_a_request_is_decoding() -> None:
     hybrid = build("hybrid", prefill="torch", decode="fa4", verify="prefill")
     plan, q, kv = forward("chain", 1, (17, 3))

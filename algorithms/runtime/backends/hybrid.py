@@ -2,15 +2,18 @@
 
 After SGLang's `speculative_attention_mode`: prompts go to the prefill backend, forwards of one token a request to the
 decode backend, trees and blocks of drafts to the one that `verify` names, everything a drafter runs to the one that
-`draft` names.
+`draft` names. Each backend's own settings stand under its name, as in `backend.fa4.dispatch`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from algorithms.runtime.backends import AttentionPlan, Backend, backends
+from algorithms.runtime.backends.fa4 import FA4Backend
+from algorithms.runtime.backends.flashinfer import FlashInferBackend
+from algorithms.runtime.backends.sdpa import TorchBackend
 from specdec_kernels.wrappers import Needs
 
 if TYPE_CHECKING:
@@ -35,6 +38,9 @@ class HybridBackend:
         """Which of the two verifies drafts: `prefill` or `decode`."""
         draft: str = "decode"
         """Which of the two serves the drafter: `prefill` or `decode`."""
+        fa4: FA4Backend.Config = field(default_factory=FA4Backend.Config)
+        flashinfer: FlashInferBackend.Config = field(default_factory=FlashInferBackend.Config)
+        torch: TorchBackend.Config = field(default_factory=TorchBackend.Config)
 
         def __post_init__(self) -> None:
             valid = [name for name in backends() if name != "hybrid"]
@@ -45,6 +51,17 @@ class HybridBackend:
                 if getattr(self, key) not in SIDES:
                     raise ValueError(f"backend.{key} must be one of {', '.join(SIDES)}, got {getattr(self, key)!r}")
 
+            for name in valid:
+                settings = self.settings_of(name)
+                if settings.name != name:
+                    raise ValueError(f"backend.{name}.name: expected {name}, got {settings.name!r}")
+                if name not in (self.prefill, self.decode) and settings != type(settings)():
+                    raise ValueError(f"backend.{name} is set, and serves neither backend.prefill nor backend.decode")
+
+        def settings_of(self, name: str) -> Any:
+            """Configuration of the backend called `name`."""
+            return getattr(self, name)
+
         def side_of(self, phase: str) -> str:
             """`prefill` or `decode`."""
             return {"prefill": "prefill", "decode": "decode", "verify": self.verify, "draft": self.draft}[phase]
@@ -53,11 +70,11 @@ class HybridBackend:
         def capturable(self) -> bool:
             """Prompts are never captured."""
             named = {getattr(self, self.side_of(phase)) for phase in ("decode", "verify", "draft")}
-            return all(backends()[name].Config().capturable for name in named)
+            return all(self.settings_of(name).capturable for name in named)
 
     def __init__(self, config: Config, impl: str) -> None:
         kinds = {name: backends()[name] for name in (config.prefill, config.decode)}
-        built: dict[str, Backend] = {name: kind(kind.Config(), impl) for name, kind in kinds.items()}
+        built: dict[str, Backend] = {name: kind(config.settings_of(name), impl) for name, kind in kinds.items()}
         self.capturable = config.capturable
         self._config = config
         self._sides = {side: built[getattr(config, side)] for side in SIDES}
