@@ -55,13 +55,24 @@ def decode(
 
     asked = list(setup.requests if requests is None else requests)
     engine, algorithm, backend = make_engine(config, setup, algo)
-    compiled = setup.hardware.label == "triton"
-    # Several batches: kernels are compiled for shapes that only come up when requests enter a running batch.
-    count, tokens = (4 * config.runtime.max_batch, 32) if compiled else (1, 2)
     with user_errors(EngineError):
         # Compilation and first imports are no part of a step: they are paid here, before the clock runs.
-        engine.generate([replace(r, max_new_tokens=min(tokens, r.max_new_tokens)) for r in asked[:count]])
+        for count, tokens in warm_up_sizes(setup.hardware.label == "triton", config.runtime.max_batch):
+            engine.generate([replace(r, max_new_tokens=min(tokens, r.max_new_tokens)) for r in asked[:count]])
         engine.forget()
         with step_progress(console, label or algo.name, len(asked)) as on_step:
             generation = engine.generate(asked, on_step)
     return Decoded(generation, algorithm.max_depth, algorithm.rule, dict(backend.served))
+
+
+def warm_up_sizes(compiled: bool, max_batch: int) -> list[tuple[int, int]]:
+    """(requests, new tokens) of the decodings before the clock runs.
+
+    Kernels are compiled for powers of two of a batch, and prompts enter a running batch in any number; so every size is
+    prefilled once, and then several batches pass through.
+    """
+    from algorithms.runtime.graphs import buckets
+
+    if not compiled:
+        return [(1, 2)]
+    return [(size, 2) for size in buckets(max_batch)] + [(4 * max_batch, 32)]

@@ -447,3 +447,10 @@ def test_tables_keep_cells_apart() -> None:
     assert read[0] == {"a": "x|y", "n": "1", "deep/er": "2", "deep/list": "[1, null]"}
     assert read[1] == {"a": 'q"\n', "n": "2", "deep/er": "", "deep/list": ""}
     assert console_table("t", columns, rows).row_count == 2
+
+
+def test_warm_up_prefills_every_size_that_is_compiled() -> None:
+    from experiments.decoding import warm_up_sizes
+
+    assert warm_up_sizes(False, 8) == [(1, 2)]
+    assert warm_up_sizes(True, 6) == [(1, 2), (2, 2), (4, 2), (6, 2), (24, 32)]
