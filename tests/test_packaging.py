@@ -28,13 +28,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
         [*build, "-w", str(target), str(source)], capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stderr
-    (path,) = target.glob("specdec_kernels-0.1.0-*.whl")
+    (path,) = target.glob("specdec_kernels-0.2.0-*.whl")
     return zipfile.ZipFile(path)
 
 
 def test_the_wheel_ships_the_kernels_only(wheel: zipfile.ZipFile) -> None:
     top = {name.split("/")[0] for name in wheel.namelist()}
-    assert top == {"specdec_kernels", "specdec_kernels-0.1.0.dist-info"}
+    assert top == {"specdec_kernels", "specdec_kernels-0.2.0.dist-info"}
 
 
 def test_the_wheel_ships_every_module_and_its_types(wheel: zipfile.ZipFile) -> None:
