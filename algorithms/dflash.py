@@ -73,16 +73,16 @@ class DFlash(Algorithm):
 
     def propose(self, batch: Batch) -> DraftTree:
         impl = self._resources.impl
+        block = kernels.build_chain(batch.lengths, self._block, impl=impl)
         if self._block == 1:
-            return DraftTree(batch.roots[:, None], kernels.build_chain(batch.lengths, 1, impl=impl))
-        logits = self._marginals(batch)
+            return DraftTree(batch.roots[:, None], block)
+        logits = self._marginals(batch, block.positions)
         if self.chain:
             rows = logits.flatten(0, 1)
             drafts = kernels.pick_tokens(rows, impl=impl).tokens.view(logits.shape[:2])
-            links = kernels.build_chain(batch.lengths, self._block, impl=impl)
-            tokens = batch.roots.new_empty(links.positions.shape)
+            tokens = batch.roots.new_empty(block.positions.shape)
             tokens[:, 0], tokens[:, 1:] = batch.roots, drafts
-            return DraftTree(tokens, links)
+            return DraftTree(tokens, block)
         rows = logits[:, : self.max_depth].flatten(0, 1)
         probs, ids = kernels.draft_topk(rows, self._topk, impl=impl)
         shape = (len(batch.roots), self.max_depth, self._topk)
@@ -91,9 +91,8 @@ class DFlash(Algorithm):
         )
         return DraftTree(chosen.tokens, kernels.build_tree(chosen.parents, batch.lengths, impl=impl))
 
-    def _marginals(self, batch: Batch) -> Tensor:
-        """Logits [B, block - 1, V] of the positions behind the root."""
-        positions = kernels.build_chain(batch.lengths, self._block, impl=self._resources.impl).positions
+    def _marginals(self, batch: Batch, positions: Tensor) -> Tensor:
+        """Logits [B, block - 1, V] of the positions behind the root; `positions [B, block]`."""
         tokens = batch.roots.new_full(positions.shape, self._drafter.config.mask_token_id)
         tokens[:, 0] = batch.roots
         hidden = self._drafter(self._target.embed(tokens), self._mixer(batch, positions))

@@ -59,7 +59,7 @@ class Standalone(Algorithm):
         weight = target.model.model.norm.weight
         self._draft = runtime.load_draft(self.drafter_folder(draft_path), target, weight.device, weight.dtype)
         self._shape = TreeShape.of(config.steps, config.topk, config.num_nodes)
-        self.rule, self._vocab = config.rule, target.config.vocab_size
+        self.rule = config.rule
         self.chain, self.max_depth = self._shape.chain, self._shape.max_depth
         self.num_nodes = self.max_depth + 1 if self.chain else self._shape.num_nodes
         # A chain also stores its last draft.
@@ -79,8 +79,8 @@ class Standalone(Algorithm):
         grow = self._expansion.grow if self.rule == "target_only" else self._expansion.draw
         draft = grow(batch, logits, self._run)
         if self.chain:
-            # Stores the last draft, in case all are accepted.
-            self._run(draft.tokens[:, -1:], None, self._expansion.chain_mixer(batch, self.max_depth))
+            # Stores the last draft, in case all are accepted; what would follow it is not asked.
+            self._draft.model(draft.tokens[:, -1:], self._expansion.chain_mixer(batch, self.max_depth))
         return draft
 
     def _run(self, tokens: Tensor, parents: Tensor | None, mixer: Any) -> Tensor:
