@@ -13,6 +13,8 @@ from specdec_kernels.attention import paged_attention
 from specdec_kernels.tree import build_chain
 from tests.kernels.attention_truth import DEVICE, agree, dense, inputs
 
+COMPILED = DEVICE != "cpu"
+
 
 def run(arguments: dict[str, Any], **options: Any) -> torch.Tensor:
     return paged_attention(**(arguments | options), impl="triton")
@@ -133,10 +135,9 @@ def test_one_split_is_written_as_the_merge_would(sinks: bool) -> None:
         short = run(arguments, split_tokens=16, max_length=16, return_lse=True, **shape)
         long = run(arguments, split_tokens=16, max_length=200, return_lse=True, **shape)
         for left, right in zip(short, long, strict=True):
-            if not sinks:
-                assert torch.equal(left, right)
             # A sink joins the sum in another place, and a compiler may fuse that sum differently.
-            torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-6)
+            error = 1e-6 if sinks and COMPILED else 0.0
+            torch.testing.assert_close(left, right, rtol=error, atol=error)
 
 
 def test_every_code_of_fp8_is_read_exactly() -> None:
@@ -153,7 +154,8 @@ def test_every_code_of_fp8_is_read_exactly() -> None:
     out, lse = run(arguments, scale=1.0, return_lse=True)
     values = codes.view(torch.float8_e4m3fn).float().to(DEVICE)
     # A compiled division by a sum of one may round once.
-    torch.testing.assert_close(out[0, :, 0], values.expand(256, -1), rtol=2e-7, atol=0)
+    error = 2e-7 if COMPILED else 0.0
+    torch.testing.assert_close(out[0, :, 0], values.expand(256, -1), rtol=error, atol=0)
     agree(lse[0, :, 0], values)
 
 

@@ -76,8 +76,18 @@ def identical(left: torch.Tensor, right: torch.Tensor) -> bool:
     return bool(((left == right) | (left.isnan() & right.isnan())).all())
 
 
-def assert_as_accurate(name: str, kernel: torch.Tensor, eager: torch.Tensor, truth: torch.Tensor) -> None:
-    """Kernel error <= 2 * eager error + 8 roundings of the largest value; same NaN and infinities."""
+def roundings(family: str) -> int:
+    """Roundings of the largest value that a kernel may err beyond twice the eager error.
+
+    Compiled latent attention sums 576 products a score, in pieces whose order is the compiler's.
+    """
+    return 8 if ON_GPU and family == "mla" else 4
+
+
+def assert_as_accurate(
+    name: str, kernel: torch.Tensor, eager: torch.Tensor, truth: torch.Tensor, allowed_roundings: int
+) -> None:
+    """Kernel error <= 2 * eager error + `allowed_roundings` of the largest value; same NaN and infinities."""
     rounding = torch.finfo(kernel.dtype).eps
     kernel, eager, truth = wide(kernel), wide(eager), wide(truth)
     finite = truth.isfinite()
@@ -88,7 +98,7 @@ def assert_as_accurate(name: str, kernel: torch.Tensor, eager: torch.Tensor, tru
     kernel_error = (kernel.double() - truth.double())[finite].abs().max().item()
     eager_error = (eager.double() - truth.double())[finite].abs().max().item()
     largest = truth[finite].abs().max().item()
-    bound = 2 * eager_error + 8 * rounding * largest
+    bound = 2 * eager_error + allowed_roundings * rounding * largest
     assert kernel_error <= bound, f"{name}: error {kernel_error:.3g} over {bound:.3g} (eager {eager_error:.3g})"
 
 
@@ -109,7 +119,7 @@ def test_kernel_is_the_reference(family: str, case: Case, dtype: torch.dtype) ->
         expected = eager[name]
         assert actual.dtype == expected.dtype and actual.shape == expected.shape, name
         if actual.is_floating_point() and not identical(actual, expected):
-            assert_as_accurate(name, actual, expected, truth[name])
+            assert_as_accurate(name, actual, expected, truth[name], roundings(family))
         elif not actual.is_floating_point():
             assert torch.equal(actual, expected), f"{name}:\n{actual}\nexpected\n{expected}"
 
