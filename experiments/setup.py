@@ -56,8 +56,8 @@ class Setup:
             self, prompts=prompts, requests=requests, max_length=config.runtime.max_length or longest(requests)
         )
 
-    def accuracy(self, completions: Sequence[Completion], asked: Sequence[Request] | None = None) -> float | None:
-        """Share of right answers; None where the prompts have none. `asked` may repeat the prompts in turn."""
+    def accuracy(self, completions: Sequence[Completion]) -> float | None:
+        """Share of right answers; None where the prompts have none. `completions` may repeat the prompts in turn."""
         prompts, score = self.prompts.prompts, self.prompts.score
 
         def judge(index: int, text: str) -> bool:

@@ -94,7 +94,7 @@ def level_row(setup: Setup, method: str, concurrency: int, decoded: Decoded, ask
         "acceptance_at": figures.acceptance_at(figures.num_accepted_histogram(accepted, decoded.max_depth)),
         "ttft_ms": figures.quantiles([c.ttft_ms for c in completions], p50=0.5, p90=0.9),
         "inter_token_ms": figures.quantiles(inter_token_ms(completions), p50=0.5, p90=0.9),
-        "accuracy": setup.accuracy(completions, asked),
+        "accuracy": setup.accuracy(completions),
         "graphs": generation.graphs.level,
     }
 
