@@ -9,7 +9,7 @@ python run.py --cfg job
 
 from __future__ import annotations
 
-from experiments.cli import main
+from experiments.app.cli import main
 from experiments.tasks import run_task
 
 if __name__ == "__main__":

@@ -21,4 +21,4 @@ class Autoregressive(Algorithm):
         self._impl = resources.impl
 
     def propose(self, batch: Batch) -> DraftTree:
-        return DraftTree(batch.roots[:, None], kernels.build_chain(batch.lengths, 1, impl=self._impl))
+        return DraftTree(batch.last_tokens[:, None], kernels.build_chain(batch.lengths, 1, impl=self._impl))

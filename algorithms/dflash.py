@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import specdec_kernels as kernels
 from algorithms import runtime
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Observation, Resources
-from algorithms.runtime.shape import DEFAULT_TREE_NODES, MAX_NODES, MAX_TOPK, expect_size
+from algorithms.runtime.tree_shape import DEFAULT_TREE_NODES, MAX_NODES, MAX_TOPK, expect_size
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,26 +75,26 @@ class DFlash(Algorithm):
         impl = self._resources.impl
         block = kernels.build_chain(batch.lengths, self._block, impl=impl)
         if self._block == 1:
-            return DraftTree(batch.roots[:, None], block)
+            return DraftTree(batch.last_tokens[:, None], block)
         logits = self._marginals(batch, block.positions)
         if self.chain:
             rows = logits.flatten(0, 1)
             drafts = kernels.pick_tokens(rows, impl=impl).tokens.view(logits.shape[:2])
-            tokens = batch.roots.new_empty(block.positions.shape)
-            tokens[:, 0], tokens[:, 1:] = batch.roots, drafts
+            tokens = batch.last_tokens.new_empty(block.positions.shape)
+            tokens[:, 0], tokens[:, 1:] = batch.last_tokens, drafts
             return DraftTree(tokens, block)
         rows = logits[:, : self.max_depth].flatten(0, 1)
         probs, ids = kernels.draft_topk(rows, self._topk, impl=impl)
-        shape = (len(batch.roots), self.max_depth, self._topk)
+        shape = (len(batch.last_tokens), self.max_depth, self._topk)
         chosen = kernels.best_first_tree(
-            probs.view(shape), ids.view(shape), roots=batch.roots, num_nodes=self.num_nodes, impl=impl
+            probs.view(shape), ids.view(shape), last_tokens=batch.last_tokens, num_nodes=self.num_nodes, impl=impl
         )
         return DraftTree(chosen.tokens, kernels.build_tree(chosen.parents, batch.lengths, impl=impl))
 
     def _marginals(self, batch: Batch, positions: Tensor) -> Tensor:
         """Logits [B, block - 1, V] of the positions behind the root; `positions [B, block]`."""
-        tokens = batch.roots.new_full(positions.shape, self._drafter.config.mask_token_id)
-        tokens[:, 0] = batch.roots
+        tokens = batch.last_tokens.new_full(positions.shape, self._drafter.config.mask_token_id)
+        tokens[:, 0] = batch.last_tokens
         hidden = self._drafter(self._target.embed(tokens), self._mixer(batch, positions))
         return self._target.logits(hidden[:, 1:])
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from algorithms import runtime
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Observation, Resources
-from algorithms.runtime.shape import TreeShape
+from algorithms.runtime.tree_shape import TreeShape
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,8 +72,8 @@ class Eagle(Algorithm):
     def attach(self, resources: Resources) -> None:
         self._resources = resources
         self._cache = runtime.KVCache.allocate(self._drafter.config.decoder, resources)
-        self._expansion = runtime.Expansion(self._shape, self._cache, resources, to_target=self._drafter.to_target)
-        self._kept = runtime.RowMemory(self._drafter.config.decoder.hidden_size, resources)
+        self._expansion = runtime.TreeDrafter(self._shape, self._cache, resources, to_target=self._drafter.to_target)
+        self._kept = runtime.RowStore(self._drafter.config.decoder.hidden_size, resources)
 
     def observe(self, seen: Observation) -> None:
         feature = self._drafter.fuse(seen.features, seen.hidden)

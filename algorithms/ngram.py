@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import specdec_kernels as kernels
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Observation, Resources
-from algorithms.runtime.shape import expect_size
+from algorithms.runtime.tree_shape import expect_size
 
 if TYPE_CHECKING:
     from algorithms.runtime.models.loading import Target, TargetShape

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from algorithms import runtime
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Observation, Resources
-from algorithms.runtime.shape import TreeShape
+from algorithms.runtime.tree_shape import TreeShape
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,14 +68,14 @@ class Standalone(Algorithm):
     def attach(self, resources: Resources) -> None:
         self._resources = resources
         self._cache = runtime.KVCache.allocate(self._draft.config, resources)
-        self._expansion = runtime.Expansion(self._shape, self._cache, resources, base=1)
+        self._expansion = runtime.TreeDrafter(self._shape, self._cache, resources, base=1)
 
     def observe(self, seen: Observation) -> None:
         if seen.is_prefill or not self.chain:
             self._draft.model(seen.tokens, runtime.PagedMixer.following(seen, self._cache, self._resources))
 
     def propose(self, batch: Batch) -> DraftTree:
-        logits = self._run(batch.roots[:, None], None, self._expansion.chain_mixer(batch, 0))[:, 0]
+        logits = self._run(batch.last_tokens[:, None], None, self._expansion.chain_mixer(batch, 0))[:, 0]
         grow = self._expansion.grow if self.rule == "target_only" else self._expansion.draw
         draft = grow(batch, logits, self._run)
         if self.chain:

@@ -27,15 +27,15 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from rich.console import Console
 
-from experiments import cli
+from experiments.app import cli
+from experiments.app.errors import user_errors
+from experiments.app.schema import expect_at_least, expect_choice
 from experiments.bench import show
 from experiments.bench.ceilings import measure_ceilings
 from experiments.bench.peers import PEERS
 from experiments.bench.row import FAILED, NOT_RUN, OK, Bench, measure
 from experiments.bench.selection import chosen_cases, named
-from experiments.config import expect_at_least, expect_choice
-from experiments.errors import user_errors
-from experiments.measure import provenance
+from experiments.bench.timing import provenance
 from specdec_kernels import FAMILIES
 from specdec_kernels.cases import Case
 

@@ -1,7 +1,7 @@
 """Compile every kernel of every family for four chips on a machine without a GPU, and hold it to the chip's
 limits.
 
-The cases marked `gate` are called inside `launch.recording(chip)`: nothing runs, the launches are kept, and
+The cases marked `gate` are called inside `launch.record_launches(chip)`: nothing runs, the launches are kept, and
 each distinct one is compiled ahead of time. Registers and spills then come from the binary (`cuobjdump
 --dump-resource-usage`, or the metadata in the AMD assembly), shared and tensor memory from the compiler,
 tensor-core instructions from the assembly. A kernel of a family that no gate case launches fails the gate as
@@ -35,7 +35,7 @@ import torch
 
 from specdec_kernels import FAMILIES
 from specdec_kernels.cases import Maker
-from specdec_kernels.launch import CHIPS, Launch, interpreting, recording
+from specdec_kernels.launch import CHIPS, Launch, interpreting, record_launches
 
 _POINTER_TYPES = {
     torch.bool: "i1",
@@ -187,7 +187,7 @@ def collect(family: str, chip: str, inputs: dict[str, dict[str, Any]]) -> list[L
             continue
         if case.name not in inputs:
             inputs[case.name] = case.build(Maker.seeded("cpu", torch.bfloat16))
-        with recording(chip) as recorded:
+        with record_launches(chip) as recorded:
             getattr(package, case.function)(**inputs[case.name], impl="triton")
         launches += recorded
     return launches

@@ -1,16 +1,18 @@
 """The one door through which every kernel is launched.
 
-A launcher asks `use_triton` whether to run its kernel or the reference, `current_chip` which row of its static config
-table applies, and calls `launch`. Because there is one door, the compile gate can stand in it: inside `recording(chip)`
-nothing runs, and every launch is kept with its arguments so that it can be compiled for that chip without a GPU.
+A public function asks `dispatch` for its implementation: the launcher in the family's kernel module, or the definition
+in its reference. A launcher asks `current_chip` which row of its static config table applies, and calls `launch`. All
+launches pass this one function, so the compile gate can collect them: inside `record_launches(chip)` nothing runs, and
+every launch is kept with its arguments, to be compiled for that chip without a GPU.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -62,6 +64,17 @@ def use_triton(impl: str, tensor: torch.Tensor) -> bool:
     return True
 
 
+def dispatch(function: str, family: str, impl: str, tensor: torch.Tensor, kernel: str = "kernel") -> Callable[..., Any]:
+    """The implementation of `function` that `impl` means for `tensor`'s device, imported at its first use.
+
+    `family` is the package of the family (`__package__` in its `api.py`). The launcher is looked up in the module
+    `kernel` of that package, the definition in its module `reference`; both have the name of the public function.
+    Raises as `use_triton` does.
+    """
+    module = kernel if use_triton(impl, tensor) else "reference"
+    return getattr(import_module(f"{family}.{module}"), function)
+
+
 def current_chip(tensor: torch.Tensor) -> str:
     """Key of the static config tables: one of `CHIPS`, or `interpreter`."""
     if _recorder is not None:
@@ -88,7 +101,7 @@ def launch(
 
 
 @contextmanager
-def recording(chip: str) -> Iterator[list[Launch]]:
+def record_launches(chip: str) -> Iterator[list[Launch]]:
     """Collect launches as `chip` would make them, instead of running them. Outputs stay unwritten."""
     global _recorder
     if chip not in CHIPS:

@@ -59,11 +59,11 @@ def test_the_runtime_imports_no_algorithm() -> None:
 def test_the_walk_sees_imports_inside_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
     (tmp_path / "algorithms" / "runtime").mkdir(parents=True)
-    source = "def f():\n    from experiments import measure\n    from .. import dflash\n"
+    source = "def f():\n    from experiments.bench import timing as measure\n    from .. import dflash\n"
     bad = tmp_path / "algorithms" / "runtime" / "bad.py"
     bad.write_text(source)
     assert list(imported(bad)) == [
-        "experiments.measure",
+        "experiments.bench.timing",
         "algorithms.dflash",
     ]
 

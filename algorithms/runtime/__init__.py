@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Observation, Resources
+    from algorithms.runtime.cache import KVCache, OutOfPages, PageAllocator
     from algorithms.runtime.engine import Engine, EngineError, EngineSettings, Generation, StepReport
-    from algorithms.runtime.expansion import Expansion
-    from algorithms.runtime.kv_cache import KVCache, OutOfPages, PageAllocator
     from algorithms.runtime.models.eagle_loading import (
         load_eagle,
         load_eagle3,
@@ -30,15 +29,16 @@ if TYPE_CHECKING:
         read_dflash,
         read_draft,
     )
-    from algorithms.runtime.paged import LayeredMixer, PagedMixer
+    from algorithms.runtime.paged_attention import LayeredMixer, PagedMixer
     from algorithms.runtime.request import Completion, Request
-    from algorithms.runtime.row_memory import RowMemory
+    from algorithms.runtime.row_store import RowStore
+    from algorithms.runtime.tree_drafting import TreeDrafter
 
 _HOMES = {
     "algorithm": ("Algorithm", "Batch", "DraftTree", "Observation", "Resources"),
     "engine": ("Engine", "EngineError", "EngineSettings", "Generation", "StepReport"),
-    "expansion": ("Expansion",),
-    "kv_cache": ("KVCache", "OutOfPages", "PageAllocator"),
+    "tree_drafting": ("TreeDrafter",),
+    "cache": ("KVCache", "OutOfPages", "PageAllocator"),
     "models.eagle_loading": (
         "load_eagle",
         "load_eagle3",
@@ -56,9 +56,9 @@ _HOMES = {
         "read_dflash",
         "read_draft",
     ),
-    "paged": ("LayeredMixer", "PagedMixer"),
+    "paged_attention": ("LayeredMixer", "PagedMixer"),
     "request": ("Completion", "Request"),
-    "row_memory": ("RowMemory",),
+    "row_store": ("RowStore",),
 }
 _MODULE_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -70,7 +70,7 @@ __all__ = [
     "Engine",
     "EngineError",
     "EngineSettings",
-    "Expansion",
+    "TreeDrafter",
     "Generation",
     "KVCache",
     "LayeredMixer",
@@ -81,7 +81,7 @@ __all__ = [
     "PagedMixer",
     "Request",
     "Resources",
-    "RowMemory",
+    "RowStore",
     "StepReport",
     "Target",
     "load_dflash",

@@ -50,7 +50,7 @@ class Batch:
 
     lengths: torch.Tensor
     """[B] int64: committed tokens whose KV is in the cache (L)."""
-    roots: torch.Tensor
+    last_tokens: torch.Tensor
     """[B] int64: the last committed token, at position L, not yet in the cache."""
     page_table: torch.Tensor
     """[B, max_pages] int32."""

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from algorithms.runtime.algorithm import Algorithm, Resources
 from algorithms.runtime.backends import Backend, check_calls
+from algorithms.runtime.cache import KVCache, PageAllocator
 from algorithms.runtime.clock import PhaseClock
-from algorithms.runtime.graphs import Capture, GraphReport, StepRunner
-from algorithms.runtime.kv_cache import KVCache, PageAllocator
+from algorithms.runtime.cuda_graph import Capture, GraphReport, StepRunner
 from algorithms.runtime.models.loading import Target
 from algorithms.runtime.request import Completion, Request
 from algorithms.runtime.session import EngineError, Session, StepReport
@@ -32,7 +32,7 @@ class EngineSettings:
     """Sizes of a run. `max_length` bounds prompt + new tokens of a request, in tokens; None takes the target's context.
 
     `num_pages` None reserves enough for `max_batch` requests of that length. `graph` says how much of a step is
-    captured, see `graphs`. `read_behind` is how many steps the host reads behind the device: None takes 1 on a GPU and
+    captured, see `graphs`. `overlap` is how many steps the host reads behind the device: None takes 1 on a GPU and
     0 elsewhere.
     """
 
@@ -42,7 +42,7 @@ class EngineSettings:
     max_length: int | None = None
     impl: str = "auto"
     graph: str = "none"
-    read_behind: int | None = None
+    overlap: int | None = None
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,10 @@ class Engine:
         longest = target.config.max_position_embeddings
         self._limit = min(settings.max_length or longest, longest)
         self.algorithm, self.target, self.decode = algorithm, target.model, decode
-        self.read_behind = settings.read_behind if settings.read_behind is not None else int(weight.is_cuda)
+        self.overlap = settings.overlap if settings.overlap is not None else int(weight.is_cuda)
         # The last step of a request drafts past its end, and so do steps launched before its end was read.
         slots = max(algorithm.num_nodes, algorithm.draft_slots)
-        self._overshoot = slots + self.read_behind * (algorithm.max_depth + 1)
+        self._overshoot = slots + self.overlap * (algorithm.max_depth + 1)
         context = self._limit + self._overshoot
         max_pages = -(-context // settings.page_size)
         num_pages = settings.num_pages or max_pages * settings.max_batch

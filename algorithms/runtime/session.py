@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from algorithms.runtime.algorithm import Observation
-from algorithms.runtime.paged import PagedMixer
+from algorithms.runtime.paged_attention import PagedMixer
 from algorithms.runtime.readback import Readback, StepResult
 from algorithms.runtime.request import Completion, Request
 from algorithms.runtime.step import PHASES, SamplingNeeds
@@ -66,7 +66,7 @@ class Session:
         self._rows: list[_Running] = []
         self._here: set[int] = set()
         self._readback: Readback[list[_Running]] = Readback(
-            engine.read_behind, engine.state.max_batch, engine.algorithm.max_depth, engine.resources.device
+            engine.overlap, engine.state.max_batch, engine.algorithm.max_depth, engine.resources.device
         )
         self._began = time.perf_counter()
         self._num_submitted = self._num_finished = self._row_steps = self._emitted = 0

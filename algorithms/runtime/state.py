@@ -78,7 +78,7 @@ class BatchState:
     def __init__(self, max_batch: int, max_pages: int, context: int, vocab: int, device: torch.device) -> None:
         self._device, self._vocab = device, vocab
         self.lengths = torch.zeros(max_batch, dtype=torch.int64, device=device)
-        self.roots = torch.zeros(max_batch, dtype=torch.int64, device=device)
+        self.last_tokens = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self.active = torch.zeros(max_batch, dtype=torch.int32, device=device)
         self.page_table = torch.zeros((max_batch, max_pages), dtype=torch.int32, device=device)
         # One column more than positions: where a commit puts what it has no place for.
@@ -98,7 +98,7 @@ class BatchState:
     def fill(self, row: int, request: Request, pages: Sequence[int]) -> None:
         """Put a request into `row`; its last prompt token becomes the root."""
         prompt = torch.tensor(request.prompt_ids, dtype=torch.int64)
-        self.lengths[row], self.roots[row], self.active[row] = len(prompt) - 1, request.prompt_ids[-1], 1
+        self.lengths[row], self.last_tokens[row], self.active[row] = len(prompt) - 1, request.prompt_ids[-1], 1
         self.history[row, : len(prompt)] = prompt.to(self._device)
         # Entries past the request's pages are page 0: never read, but a valid address.
         self.page_table[row] = 0
@@ -111,7 +111,7 @@ class BatchState:
 
     def move(self, source: int, target: int) -> None:
         """Copy row `source` over row `target`."""
-        tensors = [self.lengths, self.roots, self.page_table, self.history, *self.sampling.tensors()]
+        tensors = [self.lengths, self.last_tokens, self.page_table, self.history, *self.sampling.tensors()]
         for tensor in tensors + (self.penalties.tensors() if self.penalties else []):
             tensor[target] = tensor[source]
 
@@ -125,7 +125,7 @@ class BatchState:
         rows = slice(start, stop)
         return Batch(
             lengths=self.lengths[rows],
-            roots=self.roots[rows],
+            last_tokens=self.last_tokens[rows],
             page_table=self.page_table[rows],
             history=self.history[rows],
             active=self.active[rows],

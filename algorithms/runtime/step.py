@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from algorithms.runtime.agreement import agree_on_acceptance, agree_on_draft
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Observation, Resources
-from algorithms.runtime.kv_cache import KVCache
-from algorithms.runtime.paged import PagedMixer
+from algorithms.runtime.cache import KVCache
+from algorithms.runtime.paged_attention import PagedMixer
 from algorithms.runtime.request import Request
 from algorithms.runtime.state import BatchState
+from algorithms.runtime.tensor_parallel import agree_on_acceptance, agree_on_draft
 from specdec_kernels import Accepted, accept, apply_penalties, count_tokens, move_accepted
 
 PHASES = ("draft", "verify", "accept", "commit")
@@ -139,7 +139,7 @@ class Step:
             count_tokens(penalties.output_counts[batch.rows], accepted.tokens, emitted, impl=self._parts.resources.impl)
         self._parts.algorithm.observe(seen)
         batch.lengths.add_(emitted)
-        batch.roots.copy_(torch.where(batch.active > 0, accepted.bonus, batch.roots))
+        batch.last_tokens.copy_(torch.where(batch.active > 0, accepted.bonus, batch.last_tokens))
         self.table = torch.cat(
             [
                 accepted.tokens,

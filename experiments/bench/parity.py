@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from experiments.measure import tensors_in
+from experiments.bench.timing import tensors_in
 
 # Half types round once, at the end; float32 results sum thousands of rounded products in another order.
 _FLOAT32_ROUNDINGS = 64

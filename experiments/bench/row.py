@@ -12,8 +12,8 @@ import torch
 from experiments.bench import parity, peers
 from experiments.bench.ceilings import Ceilings
 from experiments.bench.selection import maker
+from experiments.bench.timing import Timing, cold_copies, tensors_in, time_calls, time_function
 from experiments.bench.work import work_of
-from experiments.measure import Timing, cold_copies, tensors_in, time_calls, time_function
 from specdec_kernels.cases import Case
 
 OK, DISAGREES, FAILED, NOT_RUN = "ok", "disagrees", "failed", "not run"

@@ -14,8 +14,8 @@ from rich.table import Table
 
 from experiments.bench.ceilings import Ceilings
 from experiments.bench.row import OK
-from experiments.charts import Series, legend, logarithmic
-from experiments.page import STYLE_FILE
+from experiments.report.page import STYLE_FILE
+from experiments.report.plots import Series, legend, logarithmic
 
 Row = Mapping[str, Any]
 _CONTEXT = re.compile(r"_\d+k(?=_|$)")  # in the names of cases that differ in their context alone

@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from experiments.measure import bytes_in
+from experiments.bench.timing import bytes_in
 
 
 class Work(NamedTuple):

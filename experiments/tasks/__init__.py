@@ -27,7 +27,7 @@ TASKS: dict[str, type] = {
 
 def run_task(config: Any, composed: DictConfig) -> float:
     """Run the configured task, having said what it was given in vain; torch is imported only now."""
-    from experiments.console import plain_console
+    from experiments.report.console import plain_console
 
     if vain := ignored_overrides(config.task, HydraConfig.get().overrides.task):
         told = f"warning: task={config.task.name} does not use {', '.join(vain)}"

@@ -14,20 +14,20 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from experiments import summary as figures
-from experiments.charts import legend, lines, phase_legend, stacked
-from experiments.config import GenerateConfig, to_plain
-from experiments.console import NOT_A_GPU, figure, plain_console
-from experiments.decoding import AUTOREGRESSIVE, Decoded, baseline_config, decode
-from experiments.errors import user_errors
-from experiments.page import configuration, note, page, provenance_table, section
-from experiments.parallel import output_folder
-from experiments.provenance import run_conditions
-from experiments.records import CONFIG, REPORT, SUMMARY, recording, to_json
-from experiments.setup import Setup, check_drafters, load_prompt_set, prepare
-from experiments.tables import Column, console_table, html_table, write_tables
+from experiments.app.distributed import output_folder
+from experiments.app.errors import user_errors
+from experiments.app.plan import Setup, check_drafters, load_prompt_set, prepare
+from experiments.app.provenance import run_conditions
+from experiments.app.schema import GenerateConfig, to_plain
+from experiments.report import metrics as figures
+from experiments.report.console import NOT_A_GPU, figure, plain_console
+from experiments.report.page import configuration, note, page, provenance_table, section
+from experiments.report.plots import legend, lines, phase_legend, stacked
+from experiments.report.run_folder import CONFIG, REPORT, SUMMARY, open_run_folder, to_json
+from experiments.report.tables import Column, console_table, html_table, write_tables
+from experiments.report.tracking import track_rows
+from experiments.tasks.decoding import AUTOREGRESSIVE, Decoded, baseline_config, decode
 from experiments.tasks.schemas import chosen_methods
-from experiments.tracking import track_rows
 
 if TYPE_CHECKING:
     from algorithms.runtime.engine import Generation
@@ -44,7 +44,7 @@ def run(config: GenerateConfig, composed: DictConfig) -> float:
     with user_errors(ValueError, OSError):
         sets = [load_prompt_set(data, task.limit) for data in task.data]
     setup = prepare(config)
-    with recording(output_folder(Path(HydraConfig.get().runtime.output_dir))) as folder:
+    with open_run_folder(output_folder(Path(HydraConfig.get().runtime.output_dir))) as folder:
         folder.write(CONFIG, OmegaConf.to_yaml(composed, resolve=True))
         rows: list[Row] = []
         for prompts in sets:

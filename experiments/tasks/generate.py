@@ -16,16 +16,16 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from experiments import summary as figures
-from experiments.config import GenerateConfig, to_plain
-from experiments.console import plain_console, show
-from experiments.decoding import AUTOREGRESSIVE, Decoded, baseline_config, decode
-from experiments.parallel import output_folder
-from experiments.provenance import git_revision, machine, model_name, versions
-from experiments.records import CONFIG, REPORT, RunFolder, recording, write_results
-from experiments.report import render
-from experiments.setup import Setup, check_drafters, prepare
-from experiments.tracking import track
+from experiments.app.distributed import output_folder
+from experiments.app.plan import Setup, check_drafters, prepare
+from experiments.app.provenance import git_revision, machine, model_name, versions
+from experiments.app.schema import GenerateConfig, to_plain
+from experiments.report import metrics as figures
+from experiments.report.console import plain_console, show
+from experiments.report.run_folder import CONFIG, REPORT, RunFolder, open_run_folder, write_results
+from experiments.report.run_page import render
+from experiments.report.tracking import track
+from experiments.tasks.decoding import AUTOREGRESSIVE, Decoded, baseline_config, decode
 
 if TYPE_CHECKING:
     from algorithms.runtime.engine import Generation
@@ -42,7 +42,7 @@ def run(config: GenerateConfig, composed: DictConfig) -> float:
         f"({len(setup.requests)} prompts) · {hardware.device} {hardware.dtype} · {hardware.label}",
         highlight=False,
     )
-    with recording(output_folder(Path(HydraConfig.get().runtime.output_dir))) as folder:
+    with open_run_folder(output_folder(Path(HydraConfig.get().runtime.output_dir))) as folder:
         folder.write(CONFIG, OmegaConf.to_yaml(composed, resolve=True))
         ours = decode(config, setup, config.algo, console)
         plain = None

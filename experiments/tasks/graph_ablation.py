@@ -15,16 +15,16 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from experiments import summary as figures
-from experiments.config import GenerateConfig
-from experiments.console import NOT_A_GPU, figure, plain_console
-from experiments.decoding import decode
-from experiments.parallel import output_folder
-from experiments.provenance import run_conditions
-from experiments.records import CONFIG, SUMMARY, recording, to_json
-from experiments.setup import Setup, check_combination, check_drafters, prepare, resolve_hardware
-from experiments.tables import Column, console_table, write_tables
-from experiments.tracking import track_rows
+from experiments.app.distributed import output_folder
+from experiments.app.plan import Setup, check_combination, check_drafters, prepare, resolve_hardware
+from experiments.app.provenance import run_conditions
+from experiments.app.schema import GenerateConfig
+from experiments.report import metrics as figures
+from experiments.report.console import NOT_A_GPU, figure, plain_console
+from experiments.report.run_folder import CONFIG, SUMMARY, open_run_folder, to_json
+from experiments.report.tables import Column, console_table, write_tables
+from experiments.report.tracking import track_rows
+from experiments.tasks.decoding import decode
 
 Row = dict[str, Any]
 NEEDS_GPU = "needs a CUDA device"
@@ -39,7 +39,7 @@ def run(config: GenerateConfig, composed: DictConfig) -> float:
         for level in config.task.levels:
             check_combination(at_level(config, level), hardware)
     setup = prepare(config)
-    with recording(output_folder(Path(HydraConfig.get().runtime.output_dir))) as folder:
+    with open_run_folder(output_folder(Path(HydraConfig.get().runtime.output_dir))) as folder:
         folder.write(CONFIG, OmegaConf.to_yaml(composed, resolve=True))
         rows = measure_levels(config, setup, console)
         conditions = run_conditions(config, setup.hardware)

@@ -22,18 +22,18 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from algorithms.runtime.request import Request
-from experiments import summary as figures
-from experiments.config import GenerateConfig
-from experiments.console import figure, plain_console
-from experiments.decoding import Decoded, baseline_config, decode
-from experiments.errors import UserError
-from experiments.parallel import load_shared, output_folder
-from experiments.provenance import run_conditions
-from experiments.records import CONFIG, SUMMARY, recording, to_json
-from experiments.setup import Setup, check_combination, check_drafters, prepare, resolve_hardware
-from experiments.tables import Column, console_table, write_tables
+from experiments.app.distributed import load_shared, output_folder
+from experiments.app.errors import UserError
+from experiments.app.plan import Setup, check_combination, check_drafters, prepare, resolve_hardware
+from experiments.app.provenance import run_conditions
+from experiments.app.schema import GenerateConfig
+from experiments.report import metrics as figures
+from experiments.report.console import figure, plain_console
+from experiments.report.run_folder import CONFIG, SUMMARY, open_run_folder, to_json
+from experiments.report.tables import Column, console_table, write_tables
+from experiments.report.tracking import track_rows
+from experiments.tasks.decoding import Decoded, baseline_config, decode
 from experiments.tasks.schemas import chosen_methods
-from experiments.tracking import track_rows
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +60,7 @@ def run(config: GenerateConfig, composed: DictConfig) -> float:
     for side in sides:
         check_combination(side, hardware)
     setup = prepare(config)
-    with recording(output_folder(Path(HydraConfig.get().runtime.output_dir))) as folder:
+    with open_run_folder(output_folder(Path(HydraConfig.get().runtime.output_dir))) as folder:
         folder.write(CONFIG, OmegaConf.to_yaml(composed, resolve=True))
         rows = [row for side in sides for row in check_backend(side, setup, methods, console)]
         conditions = run_conditions(config, setup.hardware)

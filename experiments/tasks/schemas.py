@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from experiments.suggest import nearest
+from experiments.app.suggest import nearest
 
 
 @dataclass
@@ -117,7 +117,7 @@ class GraphAblationTask(TaskConfig):
     levels: list[str] = field(default_factory=lambda: ["none", "draft", "verify", "step"])
 
     def __post_init__(self) -> None:
-        from experiments.config import GRAPH_LEVELS, expect_choice
+        from experiments.app.schema import GRAPH_LEVELS, expect_choice
 
         _expect_some("task.levels", self.levels)
         for level in self.levels:

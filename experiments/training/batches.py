@@ -16,7 +16,7 @@ WIDTH_MULTIPLE = 32
 
 
 @dataclass(frozen=True)
-class Batch:
+class TrainingBatch:
     """Rows of prompt and continuation: the tokens from `starts` to `lengths` are the target's."""
 
     tokens: Tensor
@@ -59,21 +59,21 @@ class ResponseSet:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def draw(self, rng: np.random.Generator, count: int) -> Batch:
+    def draw(self, rng: np.random.Generator, count: int) -> TrainingBatch:
         """`count` rows at random, with replacement."""
         return self.rows(rng.integers(len(self), size=count))
 
-    def chunks(self, size: int) -> Iterator[Batch]:
+    def chunks(self, size: int) -> Iterator[TrainingBatch]:
         """All rows in order, `size` at a time."""
         for first in range(0, len(self), size):
             yield self.rows(np.arange(first, min(first + size, len(self))))
 
-    def rows(self, indices: np.ndarray) -> Batch:
+    def rows(self, indices: np.ndarray) -> TrainingBatch:
         """The rows `indices [B]`."""
         lengths, starts = self.lengths[indices], self.starts[indices]
         width = -(-int(lengths.max()) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
         tokens = self._tokens[torch.from_numpy(indices).to(self.device), :width]
-        return Batch(
+        return TrainingBatch(
             tokens,
             torch.from_numpy(lengths).to(self.device),
             torch.from_numpy(starts).to(self.device),

@@ -20,7 +20,7 @@ from algorithms.runtime.models.decoder import Decoder
 from algorithms.runtime.models.dflash import DFlashDrafter
 from algorithms.runtime.models.rope import apply_rope, rope_table
 from experiments.training.acceptance import leading_hits
-from experiments.training.batches import Batch
+from experiments.training.batches import TrainingBatch
 from experiments.training.drafting import DrafterObjective, DrafterRunConfig
 from experiments.training.mixer import DenseMixer, head_norm
 from experiments.training.responses import ResponseSource
@@ -62,11 +62,11 @@ class BlockMixer:
         return F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, self.mask).transpose(1, 2)
 
 
-def draw_anchors(batch: Batch, count: int, rng: np.random.Generator) -> Tensor:
-    """`[B, count]` int64: roots of decoding steps, from the last prompt token to the last but one of the row."""
+def draw_anchors(batch: TrainingBatch, count: int, rng: np.random.Generator) -> Tensor:
+    """`[B, count]` int64: last_tokens of decoding steps, from the last prompt token to the last but one of the row."""
     shares = torch.from_numpy(rng.random((len(batch.tokens), count))).to(batch.tokens.device)
-    first, roots = batch.starts - 1, batch.lengths - batch.starts
-    return first[:, None] + (shares * roots[:, None]).long()
+    first, last_tokens = batch.starts - 1, batch.lengths - batch.starts
+    return first[:, None] + (shares * last_tokens[:, None]).long()
 
 
 def block_labels(tokens: Tensor, lengths: Tensor, anchors: Tensor, block_size: int) -> Tensor:
@@ -103,7 +103,7 @@ class BlockDrafter:
         out = self.drafter(self.target.embed(blocks.flatten(1)), mixer)
         return out.unflatten(1, (-1, size))[:, :, 1:]
 
-    def loss(self, batch: Batch, anchors: Tensor, gamma: float) -> Tensor:
+    def loss(self, batch: TrainingBatch, anchors: Tensor, gamma: float) -> Tensor:
         """Weighted mean loss of the blocks at `anchors [B, A]`."""
         labels = block_labels(batch.tokens, batch.lengths, anchors, self.config.block_size)
         weights = position_weights(self.config.block_size, gamma, self.device) * (labels != IGNORED)
@@ -112,7 +112,7 @@ class BlockDrafter:
         return (losses * weights.flatten()).sum() / weights.sum()
 
     @torch.no_grad()
-    def leading(self, batch: Batch) -> Tensor:
+    def leading(self, batch: TrainingBatch) -> Tensor:
         """`[B, T]` int64: drafts the target accepts behind a root at each position of the continuation."""
         width = int((batch.lengths - batch.starts).max())
         anchors = batch.starts[:, None] - 1 + torch.arange(width, device=batch.tokens.device)
@@ -137,8 +137,8 @@ class BlockObjective(DrafterObjective):
     def hf_config(self) -> dict[str, Any]:
         return self.drafting.config.to_hf()
 
-    def batch_loss(self, batch: Batch, rng: np.random.Generator) -> Tensor:
+    def batch_loss(self, batch: TrainingBatch, rng: np.random.Generator) -> Tensor:
         return self.drafting.loss(batch, draw_anchors(batch, self.anchors, rng), self.gamma)
 
-    def leading(self, batch: Batch) -> Tensor:
+    def leading(self, batch: TrainingBatch) -> Tensor:
         return self.drafting.leading(batch)

@@ -25,7 +25,7 @@ from algorithms.runtime.models.decoder import Decoder
 from algorithms.runtime.models.eagle import Eagle3Drafter, EagleDrafter
 from algorithms.runtime.models.rope import apply_rope, rope_table
 from experiments.training.acceptance import leading_hits
-from experiments.training.batches import Batch, shifted
+from experiments.training.batches import TrainingBatch, shifted
 from experiments.training.drafting import DrafterObjective, DrafterRunConfig
 from experiments.training.mixer import DenseMixer, head_norm
 from experiments.training.responses import ResponseSource
@@ -132,7 +132,7 @@ class ChainObjective(DrafterObjective):
         with torch.no_grad():
             return self.target(tokens, self.mixer, self.drafter.capture)
 
-    def batch_loss(self, batch: Batch, rng: np.random.Generator) -> Tensor:
+    def batch_loss(self, batch: TrainingBatch, rng: np.random.Generator) -> Tensor:
         hidden, features = self._target(batch.tokens)
         with torch.no_grad():
             laws = self.target.logits(hidden)[..., self.vocabulary].float().softmax(-1)
@@ -150,7 +150,7 @@ class ChainObjective(DrafterObjective):
             weights = weights + counted.sum()
         return losses / weights.clamp(min=1)
 
-    def leading(self, batch: Batch) -> Tensor:
+    def leading(self, batch: TrainingBatch) -> Tensor:
         hidden, features = self._target(batch.tokens)
         hits = []
         for step, state in enumerate(self.unroll(batch.tokens, hidden, features)):

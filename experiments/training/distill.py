@@ -16,7 +16,7 @@ from torch import Tensor
 
 from algorithms.runtime.models.decoder import Decoder
 from experiments.training.acceptance import leading_hits
-from experiments.training.batches import Batch, shifted
+from experiments.training.batches import TrainingBatch, shifted
 from experiments.training.drafting import DrafterObjective, DrafterRunConfig
 from experiments.training.mixer import DenseMixer
 from experiments.training.responses import ResponseSource
@@ -58,7 +58,7 @@ class DistillObjective(DrafterObjective):
     def hf_config(self) -> dict[str, Any]:
         return self.drafter.config.to_hf()
 
-    def batch_loss(self, batch: Batch, rng: np.random.Generator) -> Tensor:
+    def batch_loss(self, batch: TrainingBatch, rng: np.random.Generator) -> Tensor:
         with torch.no_grad():
             law = self._logits(self.target, batch.tokens).float().log_softmax(-1)
         shares = self._logits(self.drafter, batch.tokens).float().log_softmax(-1)
@@ -67,7 +67,7 @@ class DistillObjective(DrafterObjective):
         counted = batch.continues(1)
         return ((divergence + self.settings.token_weight * surprise) * counted).sum() / counted.sum()
 
-    def leading(self, batch: Batch) -> Tensor:
+    def leading(self, batch: TrainingBatch) -> Tensor:
         drafted = self._logits(self.drafter, batch.tokens).argmax(-1)
         hits = (drafted == shifted(batch.tokens, 1)) & batch.continues(1)
         ahead = [shifted(hits, step) for step in range(self.settings.draft_len)]

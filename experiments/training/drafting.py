@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from algorithms.runtime.models.loading import Target, load_target
 from experiments.training.acceptance import Tally, add_batch
-from experiments.training.batches import Batch, ResponseSet
+from experiments.training.batches import ResponseSet, TrainingBatch
 from experiments.training.curve import plot_curve
 from experiments.training.export import export_weights, round_weights, write_json
 from experiments.training.loop import Trainer, TrainSettings
@@ -60,11 +60,11 @@ class DrafterObjective(ABC):
         self.validation = {kind: ResponseSet(source.validation(kind), self.device) for kind in KINDS}
 
     @abstractmethod
-    def batch_loss(self, batch: Batch, rng: np.random.Generator) -> Tensor:
+    def batch_loss(self, batch: TrainingBatch, rng: np.random.Generator) -> Tensor:
         """Mean loss; what is random in it comes from `rng`."""
 
     @abstractmethod
-    def leading(self, batch: Batch) -> Tensor:
+    def leading(self, batch: TrainingBatch) -> Tensor:
         """`[B, T]` int64: for a root at each position, how many of the longest draft's tokens the target accepts."""
 
     @abstractmethod

@@ -20,7 +20,7 @@ import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
-from experiments.config import LARGEST_INT32, expect_at_least, expect_between
+from experiments.app.schema import LARGEST_INT32, expect_at_least, expect_between
 
 CHECKPOINT = "checkpoint.pt"
 LOG = "training.jsonl"

@@ -9,8 +9,8 @@ from omegaconf import DictConfig
 from tokenizers import Tokenizer
 
 from algorithms.runtime.models.loading import Target
-from experiments import cli
-from experiments.errors import user_errors
+from experiments.app import cli
+from experiments.app.errors import user_errors
 from experiments.training.drafting import DrafterObjective, run
 from experiments.training.responses import ResponseSource
 

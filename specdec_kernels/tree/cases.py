@@ -150,7 +150,7 @@ def _rerank(
         tokens=make.integers(0, 1 << 40, batch, candidates),
         parents=parents.to(make.device, torch.int32),
         num_nodes=num_nodes,
-        roots=make.integers(0, 1 << 40, batch),
+        last_tokens=make.integers(0, 1 << 40, batch),
     )
 
 
@@ -158,7 +158,7 @@ def _marginals(make: Maker, batch: int, depths: int, ranks: int, num_nodes: int)
     return dict(
         probs=random_probs(make, batch, depths, ranks),
         tokens=make.integers(0, 1 << 40, batch, depths, ranks),
-        roots=make.integers(0, 1 << 40, batch),
+        last_tokens=make.integers(0, 1 << 40, batch),
         num_nodes=num_nodes,
     )
 
@@ -176,7 +176,7 @@ def _marginals_hostile(make: Maker) -> dict[str, Any]:
     return dict(
         probs=make.tensor(probs, torch.float32),
         tokens=make.integers(0, 100, 5, 2, 3),
-        roots=make.integers(0, 100, 5),
+        last_tokens=make.integers(0, 100, 5),
         num_nodes=14,
     )
 
@@ -204,8 +204,8 @@ WORK: dict[str, Callable[[dict[str, Any]], tuple[int, int]]] = {
     "export_mask": _export_work,
     "draft_topk": lambda i: (_bytes_of("logits")(i) + len(i["logits"]) * i["k"] * 12, 3 * i["logits"].numel()),
     "expand_tree": lambda i: (2 * _bytes_of("scores", "probs")(i), i["probs"].numel()),
-    "rerank_tree": lambda i: (_bytes_of("path_scores", "parents")(i) + len(i["roots"]) * i["num_nodes"] * 24, 0),
-    "best_first_tree": lambda i: (_bytes_of("probs")(i) + len(i["roots"]) * i["num_nodes"] * 24, 0),
+    "rerank_tree": lambda i: (_bytes_of("path_scores", "parents")(i) + len(i["last_tokens"]) * i["num_nodes"] * 24, 0),
+    "best_first_tree": lambda i: (_bytes_of("probs")(i) + len(i["last_tokens"]) * i["num_nodes"] * 24, 0),
 }
 
 _STAR = [-1] + [0] * 16

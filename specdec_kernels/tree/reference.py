@@ -146,7 +146,7 @@ def expand_tree(scores: torch.Tensor, probs: torch.Tensor, width: int) -> Expans
 
 
 def rerank_tree(
-    path_scores: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, roots: torch.Tensor, num_nodes: int
+    path_scores: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, last_tokens: torch.Tensor, num_nodes: int
 ) -> Selection:
     """See `specdec_kernels.tree.rerank_tree`."""
     batch, num_candidates = path_scores.shape
@@ -167,14 +167,14 @@ def rerank_tree(
         return torch.cat([values, values.new_full((batch, 1), padding)], 1).gather(1, chosen)
 
     return _with_root(
-        roots,
+        last_tokens,
         of_chosen(tokens, 0),
         of_chosen(parent_node, UNUSED_PARENT),
         of_chosen(candidate.expand(batch, -1), -1),
     )
 
 
-def best_first_tree(probs: torch.Tensor, tokens: torch.Tensor, roots: torch.Tensor, num_nodes: int) -> Selection:
+def best_first_tree(probs: torch.Tensor, tokens: torch.Tensor, last_tokens: torch.Tensor, num_nodes: int) -> Selection:
     """See `specdec_kernels.tree.best_first_tree`."""
     batch, depths, children = probs.shape
     usable = torch.where(probs > 0, probs.clamp(max=1.0), 0.0).float()
@@ -198,17 +198,19 @@ def best_first_tree(probs: torch.Tensor, tokens: torch.Tensor, roots: torch.Tens
         value[:, node : node + 1] = best
         depth[:, node : node + 1] = parent_depth + 1
     if not grown:
-        return _with_root(roots, *(depth[:, :0] for _ in range(3)))
+        return _with_root(last_tokens, *(depth[:, :0] for _ in range(3)))
     parent, candidate = (torch.cat(columns, 1) for columns in zip(*grown, strict=True))
     token = torch.where(candidate >= 0, tokens.flatten(1).gather(1, candidate.clamp(min=0)), 0)
-    return _with_root(roots, token, parent, candidate)
+    return _with_root(last_tokens, token, parent, candidate)
 
 
-def _with_root(roots: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, candidates: torch.Tensor) -> Selection:
+def _with_root(
+    last_tokens: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, candidates: torch.Tensor
+) -> Selection:
     """The nodes behind a root."""
-    none = torch.full_like(roots, -1)[:, None]
+    none = torch.full_like(last_tokens, -1)[:, None]
     return Selection(
-        torch.cat([roots[:, None], tokens], 1),
+        torch.cat([last_tokens[:, None], tokens], 1),
         torch.cat([none, parents], 1).int(),
         torch.cat([none, candidates], 1).int(),
     )

@@ -91,7 +91,7 @@ def rerank_tree(
     path_scores: torch.Tensor,
     tokens: torch.Tensor,
     parents: torch.Tensor,
-    roots: torch.Tensor,
+    last_tokens: torch.Tensor,
     num_nodes: int,
     impl: str = "auto",
 ) -> Selection:
@@ -105,7 +105,7 @@ def rerank_tree(
         path_scores: [B, M] float32, contiguous, 1 <= M <= 4096.
         tokens: [B, M] int64, contiguous.
         parents: [B, M] int32, contiguous: candidate id of the parent, -1 for the root; parents before children.
-        roots: [B] int64, token of each root.
+        last_tokens: [B] int64, token of each root.
         num_nodes: N, nodes with the root, 1 to 256.
         impl: `auto`, `triton` or `reference`.
 
@@ -119,24 +119,24 @@ def rerank_tree(
     expect_shape("path_scores", path_scores, (None, None))
     expect_shape("tokens", tokens, tuple(path_scores.shape))
     expect_shape("parents", parents, tuple(path_scores.shape))
-    expect_shape("roots", roots, (path_scores.shape[0],))
+    expect_shape("last_tokens", last_tokens, (path_scores.shape[0],))
     expect_dtype("path_scores", path_scores, torch.float32)
     expect_dtype("tokens", tokens, torch.int64)
     expect_dtype("parents", parents, torch.int32)
-    expect_dtype("roots", roots, torch.int64)
-    expect_same_device(path_scores=path_scores, tokens=tokens, parents=parents, roots=roots)
-    expect_contiguous(path_scores=path_scores, tokens=tokens, parents=parents, roots=roots)
+    expect_dtype("last_tokens", last_tokens, torch.int64)
+    expect_same_device(path_scores=path_scores, tokens=tokens, parents=parents, last_tokens=last_tokens)
+    expect_contiguous(path_scores=path_scores, tokens=tokens, parents=parents, last_tokens=last_tokens)
     _expect_within("M of path_scores", path_scores.shape[1], 1, MAX_CANDIDATES)
     expect_nodes("num_nodes", num_nodes)
     if use_triton(impl, path_scores):
         import specdec_kernels.tree.selection_kernel as selection_kernel
 
-        return selection_kernel.rerank_tree(path_scores, tokens, parents, roots, num_nodes)
-    return reference.rerank_tree(path_scores, tokens, parents, roots, num_nodes)
+        return selection_kernel.rerank_tree(path_scores, tokens, parents, last_tokens, num_nodes)
+    return reference.rerank_tree(path_scores, tokens, parents, last_tokens, num_nodes)
 
 
 def best_first_tree(
-    probs: torch.Tensor, tokens: torch.Tensor, roots: torch.Tensor, num_nodes: int, impl: str = "auto"
+    probs: torch.Tensor, tokens: torch.Tensor, last_tokens: torch.Tensor, num_nodes: int, impl: str = "auto"
 ) -> Selection:
     """The likeliest tree under independent marginals of every depth, grown best first (DDTree).
 
@@ -149,7 +149,7 @@ def best_first_tree(
     Args:
         probs: [B, D, C] float32, contiguous, in falling order over C; 1 <= D <= 32, 1 <= C <= 64.
         tokens: [B, D, C] int64, contiguous, the token of each rank.
-        roots: [B] int64, token of each root.
+        last_tokens: [B] int64, token of each root.
         num_nodes: N, nodes with the root, 1 to 256.
         impl: `auto`, `triton` or `reference`.
 
@@ -162,20 +162,20 @@ def best_first_tree(
     """
     expect_shape("probs", probs, (None, None, None))
     expect_shape("tokens", tokens, tuple(probs.shape))
-    expect_shape("roots", roots, (probs.shape[0],))
+    expect_shape("last_tokens", last_tokens, (probs.shape[0],))
     expect_dtype("probs", probs, torch.float32)
     expect_dtype("tokens", tokens, torch.int64)
-    expect_dtype("roots", roots, torch.int64)
-    expect_same_device(probs=probs, tokens=tokens, roots=roots)
-    expect_contiguous(probs=probs, tokens=tokens, roots=roots)
+    expect_dtype("last_tokens", last_tokens, torch.int64)
+    expect_same_device(probs=probs, tokens=tokens, last_tokens=last_tokens)
+    expect_contiguous(probs=probs, tokens=tokens, last_tokens=last_tokens)
     _expect_within("D of probs", probs.shape[1], 1, MAX_DEPTH)
     _expect_within("C of probs", probs.shape[2], 1, MAX_CHILDREN)
     expect_nodes("num_nodes", num_nodes)
     if use_triton(impl, probs):
         import specdec_kernels.tree.selection_kernel as selection_kernel
 
-        return selection_kernel.best_first_tree(probs, tokens, roots, num_nodes)
-    return reference.best_first_tree(probs, tokens, roots, num_nodes)
+        return selection_kernel.best_first_tree(probs, tokens, last_tokens, num_nodes)
+    return reference.best_first_tree(probs, tokens, last_tokens, num_nodes)
 
 
 def _expect_within(name: str, value: int, low: int, high: int) -> None:

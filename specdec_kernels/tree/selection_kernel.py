@@ -200,35 +200,35 @@ def expand_tree(scores: torch.Tensor, probs: torch.Tensor, width: int) -> Expans
 
 
 def rerank_tree(
-    path_scores: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, roots: torch.Tensor, num_nodes: int
+    path_scores: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, last_tokens: torch.Tensor, num_nodes: int
 ) -> Selection:
     """See `specdec_kernels.tree.rerank_tree`."""
     batch, candidates = path_scores.shape
-    selection = _empty_selection(roots, num_nodes)
+    selection = _empty_selection(last_tokens, num_nodes)
     block_m = _lanes(candidates)
     launch(
-        _rerank_kernel, (batch,), path_scores, tokens, parents, roots, *selection,
+        _rerank_kernel, (batch,), path_scores, tokens, parents, last_tokens, *selection,
         CANDIDATES=candidates, NODES=num_nodes, BLOCK_M=block_m, BLOCK_N=_lanes(num_nodes),
         num_warps=_warps(block_m),
     )  # fmt: skip
     return selection
 
 
-def best_first_tree(probs: torch.Tensor, tokens: torch.Tensor, roots: torch.Tensor, num_nodes: int) -> Selection:
+def best_first_tree(probs: torch.Tensor, tokens: torch.Tensor, last_tokens: torch.Tensor, num_nodes: int) -> Selection:
     """See `specdec_kernels.tree.best_first_tree`."""
     batch, depths, children = probs.shape
-    selection = _empty_selection(roots, num_nodes)
+    selection = _empty_selection(last_tokens, num_nodes)
     # One warp: a step is a few reductions in a row, and within a warp they need no barrier.
     launch(
-        _best_first_kernel, (batch,), probs, tokens, roots, *selection,
+        _best_first_kernel, (batch,), probs, tokens, last_tokens, *selection,
         DEPTHS=depths, CHILDREN=children, NODES=num_nodes, BLOCK_N=_lanes(num_nodes), num_warps=1,
     )  # fmt: skip
     return selection
 
 
-def _empty_selection(roots: torch.Tensor, num_nodes: int) -> Selection:
-    shape = (roots.shape[0], num_nodes)
-    return Selection(roots.new_empty(shape), *(roots.new_empty(shape, dtype=torch.int32) for _ in range(2)))
+def _empty_selection(last_tokens: torch.Tensor, num_nodes: int) -> Selection:
+    shape = (last_tokens.shape[0], num_nodes)
+    return Selection(last_tokens.new_empty(shape), *(last_tokens.new_empty(shape, dtype=torch.int32) for _ in range(2)))
 
 
 def _lanes(count: int) -> int:

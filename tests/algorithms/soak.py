@@ -4,7 +4,7 @@
 
 Requests arrive and are aborted at random, end inside blocks by stop tokens and lengths, and share a pool that holds
 less than a full batch. Sessions are drained or broken off. After every step: each page is free or owned once, nothing
-is written to a free page (they hold a canary), the device's lengths, roots and texts are the host's, and for each
+is written to a free page (they hold a canary), the device's lengths, last_tokens and texts are the host's, and for each
 request emitted = sum(accepted + 1) - truncated. Every finished request has the tokens that the target alone writes,
 and an aborted one a beginning of them.
 """
@@ -29,7 +29,7 @@ from algorithms.runtime.models.loading import Target, load_target
 from algorithms.runtime.request import Completion, Request
 from algorithms.runtime.session import ABORTED, Session
 from algorithms.runtime.step import SamplingNeeds
-from experiments.config import REPO_ROOT
+from experiments.app.schema import REPO_ROOT
 from tests.algorithms.toy import Setup, autoregressive, engine_of, spell
 
 CANARY = 777.0
@@ -66,7 +66,7 @@ class Soak:
         roomy = replace(setup, max_length=world.longest, num_pages=None)
         pages = Engine.pages_for(engine_of(algorithm, roomy, world.target), _largest(world))
         self._engine = engine_of(algorithm, replace(roomy, num_pages=2 * pages), world.target)
-        self._depth, self._early = algorithm.max_depth, setup.read_behind == 0
+        self._depth, self._early = algorithm.max_depth, setup.overlap == 0
         self._live: dict[int, tuple[Request, list[int]]] = {}
         self._next_id = 0
         self._marked: set[int] = set()
@@ -170,7 +170,7 @@ class Soak:
         state, rows = self._engine.state, session._rows
         assert [running.row for running in rows] == list(range(len(rows)))
         assert state.active.tolist() == [1] * len(rows) + [0] * (state.max_batch - len(rows))
-        lengths, history, roots = state.lengths.tolist(), state.history.tolist(), state.roots.tolist()
+        lengths, history, last_tokens = state.lengths.tolist(), state.history.tolist(), state.last_tokens.tolist()
         for running in rows:
             text = [*running.request.prompt_ids, *running.completion.token_ids]
             assert running.length == len(text) - 1
@@ -179,7 +179,7 @@ class Soak:
             assert not running.completion.finish_reason
             self._check_counts(running.completion)
             if self._early:
-                assert (lengths[running.row], roots[running.row]) == (running.length, text[-1])
+                assert (lengths[running.row], last_tokens[running.row]) == (running.length, text[-1])
             else:
                 assert lengths[running.row] >= running.length
 
@@ -245,7 +245,7 @@ TINY_METHODS: dict[str, tuple[str | None, dict[str, Any]]] = {
 def tiny_world(tokens: int = 40) -> World:
     """The shipped target with the shipped drafters, on word problems and beginnings of functions."""
     from algorithms.runtime.models.tokenizer import Tokenizer
-    from experiments.setup import load_prompt_set
+    from experiments.app.plan import load_prompt_set
 
     target, tokenizer = load_target(TINY / "target", "cpu", torch.float32), Tokenizer.load(TINY / "target")
     prompts = [p.encode(tokenizer)[-48:] for name in ("arithmetic", "code") for p in load_prompt_set(name, 20).prompts]
@@ -270,7 +270,7 @@ def plan(makers: Sequence[str], steps: int) -> list[tuple[str, Setup, int]]:
             backend=("fa4", "torch", "hybrid")[index % 3],
             page_size=(1, 16, 5)[(index // 2) % 3],
             max_batch=(4, 3)[index % 2],
-            read_behind=(index + index // 4) % 2,
+            overlap=(index + index // 4) % 2,
             graph=("none", "step", "none", "none", "step")[index % 5],
         )
         for index in range(len(makers))
@@ -292,7 +292,7 @@ def main() -> None:
         soak.run(steps)
         total += soak.counts
         done = ", ".join(f"{count:,} {name}" for name, count in soak.counts.items())
-        where = f"{setup.backend}, page size {setup.page_size}, graph {setup.graph}, read {setup.read_behind} behind"
+        where = f"{setup.backend}, page size {setup.page_size}, graph {setup.graph}, read {setup.overlap} behind"
         print(f"{maker} ({where}): {done}; {time.monotonic() - began:.0f} s", flush=True)
     print("all of them:", ", ".join(f"{count:,} {name}" for name, count in total.items()), flush=True)
 

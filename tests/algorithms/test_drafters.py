@@ -17,7 +17,7 @@ from algorithms.eagle3 import Eagle3
 from algorithms.naive_eagle import NaiveEagle
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree
 from algorithms.runtime.models.eagle import Eagle3Drafter, EagleDrafter
-from algorithms.runtime.shape import TreeShape
+from algorithms.runtime.tree_shape import TreeShape
 from algorithms.standalone import Standalone
 from experiments.training.mixer import DenseMixer
 from tests.algorithms.drafters import (
@@ -58,7 +58,7 @@ def test_kernels_in_the_engine(loaded: None, maker: str) -> None:
 @pytest.mark.parametrize("maker", [name for name in MAKERS if name != "naive_eagle"])
 def test_captured_steps(loaded: None, maker: str) -> None:
     """Padding rows touch neither caches nor what a drafter remembers; late reading steps ended requests once more."""
-    setup = Setup(max_batch=3, graph="step", read_behind=1, page_size=4)
+    setup = Setup(max_batch=3, graph="step", overlap=1, page_size=4)
     assert [c.token_ids for c in run(MAKERS[maker](), mixed(), setup, TARGET).completions] == mixed_answers()
 
 
@@ -150,7 +150,7 @@ def test_drawn_chains(loaded: None, rule: str) -> None:
     asked = mixed()
     plain, captured = (
         run(Standalone(Standalone.Config(steps=3, rule=rule), TARGET, "random"), asked, setup, TARGET).completions
-        for setup in (Setup(max_batch=3), Setup(max_batch=3, graph="step", read_behind=1, page_size=1))
+        for setup in (Setup(max_batch=3), Setup(max_batch=3, graph="step", overlap=1, page_size=1))
     )
     assert [c.token_ids for c in plain] == [c.token_ids for c in captured]
     for request, completion, expected in zip(asked, plain, mixed_answers(), strict=True):

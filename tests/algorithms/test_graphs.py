@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from algorithms import dflash
 from algorithms.ngram import NGram
 from algorithms.runtime.algorithm import Resources
-from algorithms.runtime.graphs import LEVELS, StepRunner, buckets
+from algorithms.runtime.cuda_graph import LEVELS, StepRunner, buckets
 from algorithms.runtime.step import SamplingNeeds
 from algorithms.standalone import Standalone
 from specdec_kernels.ngram import kernel as ngram_kernel
@@ -57,9 +57,9 @@ def test_levels_give_the_same_tokens(drafter: dflash.DFlash, level: str, max_bat
         assert [c.token_ids for c in run(algorithm, ASKED, setup, TARGET).completions] == expected
 
 
-@pytest.mark.parametrize("read_behind", [1, 2])
+@pytest.mark.parametrize("overlap", [1, 2])
 @pytest.mark.parametrize("decoys", [False, True], ids=["chain", "tree"])
-def test_late_reading_gives_the_same_tokens(read_behind: int, decoys: bool) -> None:
+def test_late_reading_gives_the_same_tokens(overlap: int, decoys: bool) -> None:
     """Requests end while later steps are in flight; their rows and pages go to the next ones meanwhile."""
     asked = requests(7, max_new_tokens=11)
     expected = answers(asked, Setup(), TARGET)
@@ -68,13 +68,13 @@ def test_late_reading_gives_the_same_tokens(read_behind: int, decoys: bool) -> N
     texts = scripts(asked, answers(requests(7, max_new_tokens=24), Setup(), TARGET))
     scripted = Scripted(texts, 3, lambda at, d: (at + d) % 3 != 0, decoys)
     scarce = max(-(-(len(r.prompt_ids) + r.max_new_tokens + 16) // 4) for r in asked) + 3
-    setup = Setup(max_batch=3, page_size=4, num_pages=scarce, read_behind=read_behind)
+    setup = Setup(max_batch=3, page_size=4, num_pages=scarce, overlap=overlap)
     assert [c.token_ids for c in run(scripted, stops, setup, TARGET).completions] == alone
 
 
 def test_late_reading_counts_as_early_reading_does(drafter: dflash.DFlash) -> None:
     """A step that was launched for nothing appears in no figure of its request."""
-    early, late = (run(drafter, ASKED, Setup(read_behind=n), TARGET).completions for n in (0, 1))
+    early, late = (run(drafter, ASKED, Setup(overlap=n), TARGET).completions for n in (0, 1))
     for a, b in zip(early, late, strict=True):
         assert (a.accepted_counts, a.num_truncated, a.finish_reason) == (
             b.accepted_counts,

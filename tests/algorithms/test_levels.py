@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from algorithms.naive_eagle import NaiveEagle
-from algorithms.runtime.backends.sdpa import TorchBackend
+from algorithms.runtime.backends.torch_sdpa import TorchBackend
+from algorithms.runtime.cuda_graph import LEVELS
 from algorithms.runtime.engine import Engine, EngineError, EngineSettings
-from algorithms.runtime.graphs import LEVELS
 from tests.algorithms.drafters import TARGET, load_random_drafters
 from tests.algorithms.toy import Replayed, Setup, autoregressive, engine_of, spell
 

@@ -57,7 +57,7 @@ def test_dflash_greedy(make_dflash, block: int, page_size: int, backend: str) ->
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("depth", [1, 2, 5, 9, 15])
 def test_scripted_acceptance(depth: int, page_size: int, backend: str, decoys: bool) -> None:
-    """Acceptance of every length, mixed within a batch: catches KV, features or roots left behind by a commit."""
+    """Acceptance of every length, mixed within a batch: catches KV, features or last_tokens left behind by a commit."""
     asked = requests(6)[:6]
     texts = scripts(asked, written(6))
     drafter = Scripted(texts, depth, lambda at, d: (at * 7 + d * 3) % 5 != 0, decoys)

@@ -111,7 +111,7 @@ def test_all_parameters_side_by_side(monkeypatch: pytest.MonkeyPatch, maker: str
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-@pytest.mark.parametrize("setup", [Setup(page_size=4), Setup(page_size=4, graph="step", read_behind=1)])
+@pytest.mark.parametrize("setup", [Setup(page_size=4), Setup(page_size=4, graph="step", overlap=1)])
 def test_log_probabilities_of_drawn_chains(monkeypatch: pytest.MonkeyPatch, rule: str, setup: Setup) -> None:
     """Drafts drawn from a law of their own: what is emitted is reported with the target's probability all the same."""
     monkeypatch.setattr("algorithms.runtime.models.loading.load_draft", lambda *_: blurred_target())
@@ -130,7 +130,7 @@ def test_log_probabilities_of_drawn_chains(monkeypatch: pytest.MonkeyPatch, rule
 def test_captured_steps_read_parameters_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters live in device memory: rows change hands between replays, and padding rows have none."""
     load_random_drafters(monkeypatch)
-    got = served("standalone_tree", Setup(page_size=4, graph="step", read_behind=1))
+    got = served("standalone_tree", Setup(page_size=4, graph="step", overlap=1))
     assert [c.token_ids for c in got] == [tokens for tokens, _ in expected()]
 
 

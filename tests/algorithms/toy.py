@@ -92,7 +92,7 @@ class Setup:
     impl: str = "reference"
     max_length: int = 64
     graph: str = "none"
-    read_behind: int | None = None
+    overlap: int | None = None
 
 
 BACKEND_OPTIONS: dict[str, dict[str, str]] = {"hybrid": {"prefill": "torch", "decode": "fa4", "verify": "prefill"}}
@@ -109,7 +109,7 @@ def engine_of(algorithm: Algorithm, setup: Setup, target: Target) -> Engine:
         max_length=setup.max_length,
         impl=setup.impl,
         graph=setup.graph,
-        read_behind=setup.read_behind,
+        overlap=setup.overlap,
     )
     capture = Replayed if setup.graph != "none" and not torch.cuda.is_available() else None
     return Engine(target, algorithm, kind(config, setup.impl), settings, spell, capture)
@@ -169,7 +169,7 @@ class Scripted(Algorithm):
         self._impl = resources.impl
 
     def propose(self, batch: Batch) -> DraftTree:
-        rows = zip(batch.lengths.tolist(), batch.roots.tolist(), batch.history.tolist(), strict=True)
+        rows = zip(batch.lengths.tolist(), batch.last_tokens.tolist(), batch.history.tolist(), strict=True)
         tokens = [self._nodes(length, root, self._text_of(history[: length + 1])) for length, root, history in rows]
         parents = [-1] + [max(0, d * self._width) for d in range(self.max_depth) for _ in range(self._width)]
         tree = torch.tensor([parents] * len(tokens), dtype=torch.int32)

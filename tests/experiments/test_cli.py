@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from experiments import cli
-from experiments.config import REPO_ROOT
-from experiments.errors import UserError
+from experiments.app import cli
+from experiments.app.errors import UserError
+from experiments.app.schema import REPO_ROOT
 
 RUN = str(REPO_ROOT / "run.py")
 HEAVY = ("torch", "transformers", "wandb", "triton", "datasets")
@@ -202,11 +202,11 @@ import sys, time
 sys.path.insert(0, {root!r})
 from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
-from experiments import cli
-from experiments.records import recording
+from experiments.app import cli
+from experiments.report.run_folder import open_run_folder
 
 def task(config, composed):
-    with recording(Path(HydraConfig.get().runtime.output_dir)):
+    with open_run_folder(Path(HydraConfig.get().runtime.output_dir)):
         print("ready", flush=True)
         time.sleep(200)
 

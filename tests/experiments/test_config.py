@@ -10,9 +10,9 @@ import hydra
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.config import CONFIG_FOLDER, REPO_ROOT, build_config, register
-from experiments.errors import UserError
-from experiments.suggest import nearest, unknown_key_message, unknown_option_message
+from experiments.app.errors import UserError
+from experiments.app.schema import CONFIG_FOLDER, REPO_ROOT, build_config, register
+from experiments.app.suggest import nearest, unknown_key_message, unknown_option_message
 from experiments.tasks.schemas import ignored_overrides
 
 NEEDED = {

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from experiments import cli
-from experiments.config import REPO_ROOT
+from experiments.app import cli
+from experiments.app.schema import REPO_ROOT
 from experiments.tasks import run_task
 from tests.runtime.tiny_folders import edit_json, small_dflash_config, write_dflash, write_target
 

@@ -18,15 +18,15 @@ from rich.console import Console
 
 from algorithms.runtime.clock import PhaseClock
 from experiments import kernel_bench
+from experiments.app.schema import CONFIG_FOLDER, REPO_ROOT
 from experiments.bench import parity, peers, show
 from experiments.bench import row as bench_row
 from experiments.bench.ceilings import Ceilings
 from experiments.bench.selection import DeviceMaker, chosen_cases, named
+from experiments.bench.timing import bytes_in, cold_copies, provenance, tensors_in, time_calls, time_function
 from experiments.bench.work import work_of
-from experiments.charts import logarithmic
-from experiments.config import CONFIG_FOLDER, REPO_ROOT
 from experiments.kernel_bench import KernelBenchConfig
-from experiments.measure import bytes_in, cold_copies, provenance, tensors_in, time_calls, time_function
+from experiments.report.plots import logarithmic
 from specdec_kernels import FAMILIES, paged_attention
 from specdec_kernels.attention.cases import attention_inputs
 from specdec_kernels.cases import Case, Maker
@@ -310,7 +310,7 @@ def test_cases_beyond_the_time_of_a_run_are_named(tmp_path: Path, monkeypatch: p
 
 
 def test_time_is_bounded() -> None:
-    from experiments.measure import _within
+    from experiments.bench.timing import _within
 
     assert _within(100.0, 1.0, 3, 20) == (3, 20)
     assert _within(100.0, 10.0, 3, 20) == (3, 10)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from experiments.charts import LABEL, VALUE, WIDTH, bars, stacked
-from experiments.console import bar, printable, show
-from experiments.report import render
+from experiments.report.console import bar, printable, show
+from experiments.report.plots import LABEL, VALUE, WIDTH, bars, stacked
+from experiments.report.run_page import render
 
 VOID = {"meta"}
 ATTACK = "<script>alert('x')</script>&amp;"

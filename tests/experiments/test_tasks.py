@@ -23,10 +23,10 @@ import pytest
 from rich.console import Console
 
 from algorithms.runtime.request import Completion
-from experiments import cli
-from experiments import summary as figures
-from experiments.charts import lines
-from experiments.tables import Column, console_table, csv_text, markdown
+from experiments.app import cli
+from experiments.report import metrics as figures
+from experiments.report.plots import lines
+from experiments.report.tables import Column, console_table, csv_text, markdown
 from experiments.tasks import compare, graph_ablation, losslessness, run_task, throughput
 from experiments.tasks.schemas import CompareTask, GraphAblationTask, LosslessnessTask, ThroughputTask
 from experiments.tasks.throughput import inter_token_ms, repeated
@@ -450,7 +450,7 @@ def test_tables_keep_cells_apart() -> None:
 
 
 def test_warm_up_prefills_every_size_that_is_compiled() -> None:
-    from experiments.decoding import warm_up_sizes
+    from experiments.tasks.decoding import warm_up_sizes
 
     assert warm_up_sizes(False, 8) == [(1, 2)]
     assert warm_up_sizes(True, 6) == [(1, 2), (2, 2), (4, 2), (6, 2), (24, 32)]

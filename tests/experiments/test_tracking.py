@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from experiments.config import TrackerConfig
-from experiments.tracking import flatten, track
+from experiments.app.schema import TrackerConfig
+from experiments.report.tracking import flatten, track
 
 SUMMARY: dict[str, Any] = {
     "algo": "dflash",

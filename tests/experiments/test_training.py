@@ -27,7 +27,7 @@ from experiments.data import code
 from experiments.training import corpus as corpus_module
 from experiments.training import responses as responses_module
 from experiments.training.acceptance import Tally, leading_hits
-from experiments.training.batches import Batch, ResponseSet, shifted
+from experiments.training.batches import ResponseSet, TrainingBatch, shifted
 from experiments.training.blocks import IGNORED, BlockDrafter, block_labels, draw_anchors, position_weights
 from experiments.training.chain import ChainObjective
 from experiments.training.drafting import BatchSettings, DrafterObjective, DrafterRunConfig, run
@@ -311,7 +311,7 @@ def test_labels_stop_at_the_end_of_each_sequence() -> None:
     assert labels.tolist() == [[[3, 4, 5], [9, IGNORED, IGNORED]], [[14, 15, IGNORED], [15, IGNORED, IGNORED]]]
 
 
-def _batch(rows: list[tuple[list[int], int]]) -> Batch:
+def _batch(rows: list[tuple[list[int], int]]) -> TrainingBatch:
     responses = ResponseSet([Continuation(tokens, start) for tokens, start in rows], "cpu")
     return responses.rows(np.arange(len(rows)))
 
@@ -439,7 +439,7 @@ def test_loss_looks_at_continuations_only(shipped_shape: Path, tmp_path: Path, n
     junk = batch.tokens.clone()
     for row, length in zip(junk, batch.lengths.tolist(), strict=True):
         row[length:] = 77
-    changed = Batch(junk, batch.lengths, batch.starts, batch.num_tokens)
+    changed = TrainingBatch(junk, batch.lengths, batch.starts, batch.num_tokens)
     losses = [objective.batch_loss(b, np.random.default_rng(0)) for b in (batch, changed)]
     torch.testing.assert_close(losses[0], losses[1])
     assert losses[0] > 0

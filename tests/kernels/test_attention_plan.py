@@ -14,7 +14,7 @@ from specdec_kernels.attention.cases import CASES
 from specdec_kernels.attention.inputs import plan_arguments
 from specdec_kernels.attention.warmup import warmup
 from specdec_kernels.cases import Maker
-from specdec_kernels.launch import Launch, recording
+from specdec_kernels.launch import Launch, record_launches
 from tests.kernels.attention_truth import DEVICE, inputs
 
 
@@ -141,7 +141,7 @@ def _compiled(launches: list[Launch]) -> set[Any]:
 @pytest.mark.parametrize("chip", ["sm90", "gfx942"])
 def test_warmup_compiles_what_calls_launch(chip: str) -> None:
     shipped = dict(heads=8, kv_heads=2, head_dim=128, device="cpu", ragged=(False,), planned=(False,))
-    with recording(chip) as warmed:
+    with record_launches(chip) as warmed:
         calls = warmup(**shipped, impl="triton")
         calls += warmup(**shipped, kv_dtype=torch.float8_e4m3fn, modes=("chain",), impl="triton")
         warmup(**(shipped | dict(planned=(True,))), modes=("chain",), impl="triton")
@@ -150,7 +150,7 @@ def test_warmup_compiles_what_calls_launch(chip: str) -> None:
     chosen = [case for case in CASES if case.gate and case.name.removeprefix("shipped_") in names]
     assert {case.name.removeprefix("shipped_") for case in chosen} == names
     built = [case.build(Maker.seeded("cpu", torch.bfloat16)) for case in chosen]
-    with recording(chip) as needed:
+    with record_launches(chip) as needed:
         for arguments in built:
             paged_attention(**arguments, impl="triton")
     assert _compiled(needed) <= _compiled(warmed)

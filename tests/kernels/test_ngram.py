@@ -163,10 +163,10 @@ def follow(session: dict[str, Any], impl: str) -> None:
         insert(store, texts, done, counts, impl)
         book.insert(texts, done, counts)
         done = [n + new for n, new in zip(done, counts, strict=True)]
-        roots = [min(n, len(text) - 1) for n, text in zip(done, texts, strict=True)]
-        draft = ngram_match(store, tensor(texts), tensor(roots), **match, impl=impl)
+        last_tokens = [min(n, len(text) - 1) for n, text in zip(done, texts, strict=True)]
+        draft = ngram_match(store, tensor(texts), tensor(last_tokens), **match, impl=impl)
         sizes = (match["num_nodes"], match["window"], match["min_breadth"], match["max_breadth"], match["mode"])
-        assert_drafts(draft, [book.draft(text[: at + 1], *sizes) for text, at in zip(texts, roots, strict=True)])
+        assert_drafts(draft, [book.draft(text[: at + 1], *sizes) for text, at in zip(texts, last_tokens, strict=True)])
     assert_holds(store, book)
 
 

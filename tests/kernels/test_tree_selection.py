@@ -69,8 +69,8 @@ def marginals(draw: st.DrawFn, entry: st.SearchStrategy[float], falling: bool) -
 def assert_heap_trees(impl: str, probs: list[list[list[float]]], num_nodes: int) -> None:
     batch, cells = len(probs), len(probs[0]) * len(probs[0][0])
     tokens = torch.arange(100, 100 + batch * cells, device=DEVICE).reshape(floats(probs).shape)
-    roots = torch.arange(batch, device=DEVICE)
-    chosen = best_first_tree(floats(probs), tokens, roots, num_nodes, impl=impl)
+    last_tokens = torch.arange(batch, device=DEVICE)
+    chosen = best_first_tree(floats(probs), tokens, last_tokens, num_nodes, impl=impl)
     for b, request in enumerate(probs):
         expected = heap_tree(request, num_nodes)
         assert chosen.parents[b].tolist() == [parent for parent, _ in expected]
@@ -177,9 +177,9 @@ def candidate_lists(draw: st.DrawFn) -> tuple[list[list[float]], list[list[int]]
 def test_reranking_keeps_the_best(impl: str, inputs: tuple[list[list[float]], list[list[int]], int]) -> None:
     scores, parents, num_nodes = inputs
     tokens = [[100 * b + c for c in range(len(row))] for b, row in enumerate(scores)]
-    roots = list(range(len(scores)))
+    last_tokens = list(range(len(scores)))
     chosen = rerank_tree(
-        floats(scores), integers(tokens), integers(parents, torch.int32), integers(roots), num_nodes, impl=impl
+        floats(scores), integers(tokens), integers(parents, torch.int32), integers(last_tokens), num_nodes, impl=impl
     )
     for b, row in enumerate(scores):
         expected = best_candidates(row, tokens[b], parents[b], num_nodes, b)
@@ -251,14 +251,14 @@ def test_topk_at_tile_edges(impl: str, vocab: int) -> None:
 def test_requests_do_not_touch_each_other(impl: str) -> None:
     make = Maker.seeded(DEVICE)
     order = torch.tensor([3, 0, 4, 1, 2], device=DEVICE)
-    probs, tokens, roots = random_probs(make, 5, 3, 4), make.integers(0, 99, 5, 3, 4), make.integers(0, 99, 5)
+    probs, tokens, last_tokens = random_probs(make, 5, 3, 4), make.integers(0, 99, 5, 3, 4), make.integers(0, 99, 5)
     parents = integers([[-1, -1, -1, -1, 0, 1, 2, 3, 0, 4, 5, 6]] * 5, torch.int32)
     flat, ids = probs.flatten(1), tokens.flatten(1)
 
     def all_results(rows: torch.Tensor) -> list[torch.Tensor]:
         grown = expand_tree(probs[rows, 0].contiguous(), probs[rows].transpose(1, 2).contiguous(), 5, impl=impl)
-        best = best_first_tree(probs[rows], tokens[rows], roots[rows], 9, impl=impl)
-        kept = rerank_tree(flat[rows], ids[rows], parents[rows], roots[rows], 7, impl=impl)
+        best = best_first_tree(probs[rows], tokens[rows], last_tokens[rows], 9, impl=impl)
+        kept = rerank_tree(flat[rows], ids[rows], parents[rows], last_tokens[rows], 7, impl=impl)
         return [*grown, *best, *kept, *draft_topk(flat[rows], 3, impl=impl)]
 
     whole = all_results(torch.arange(5, device=DEVICE))
@@ -267,20 +267,20 @@ def test_requests_do_not_touch_each_other(impl: str) -> None:
 
 def test_wrong_input_is_refused() -> None:
     scores, probs = torch.zeros(2, 3), torch.zeros(2, 3, 4)
-    ids, roots = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    ids, last_tokens = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"probs: expected shape \[2, 3, \*\], got \[2, 4, 3\]"):
         expand_tree(scores, probs.transpose(1, 2), 2)
     with pytest.raises(ValueError, match="width: expected 1 to 12, got 13"):
         expand_tree(scores, probs, 13)
     with pytest.raises(ValueError, match="parents: expected dtype torch.int32, got torch.int64"):
-        rerank_tree(scores, ids, ids, roots, 3)
+        rerank_tree(scores, ids, ids, last_tokens, 3)
     with pytest.raises(ValueError, match="num_nodes: expected 1 .* to 256 nodes, got 257"):
-        rerank_tree(scores, ids, ids.int(), roots, 257)
+        rerank_tree(scores, ids, ids.int(), last_tokens, 257)
     with pytest.raises(ValueError, match="k: expected 1 to 3, got 4"):
         draft_topk(scores, 4)
     with pytest.raises(ValueError, match=r"temperature: expected shape \[2\], got \[3\]"):
         draft_topk(scores, 2, torch.zeros(3))
     with pytest.raises(ValueError, match="D of probs: expected 1 to 32, got 33"):
-        best_first_tree(torch.zeros(2, 33, 1), torch.zeros(2, 33, 1, dtype=torch.int64), roots, 4)
+        best_first_tree(torch.zeros(2, 33, 1), torch.zeros(2, 33, 1, dtype=torch.int64), last_tokens, 4)
     with pytest.raises(ValueError, match="C of probs: expected 1 to 64, got 0"):
-        best_first_tree(torch.zeros(2, 3, 0), torch.zeros(2, 3, 0, dtype=torch.int64), roots, 4)
+        best_first_tree(torch.zeros(2, 3, 0), torch.zeros(2, 3, 0, dtype=torch.int64), last_tokens, 4)

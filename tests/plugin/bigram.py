@@ -37,10 +37,10 @@ class Bigram(Algorithm):
 
         text = batch.history[:, :-1]
         place = torch.arange(text.shape[1], device=text.device)
-        earlier = (text == batch.roots[:, None]) & (place < batch.lengths[:, None])
+        earlier = (text == batch.last_tokens[:, None]) & (place < batch.lengths[:, None])
         found, index = torch.where(earlier, place, -1).topk(self.num_nodes - 1)
         followers = batch.history.gather(1, index + 1)
         parents = torch.where(found >= 0, 0, -2)  # -2: an unused node, never verified
         parents = torch.cat([torch.full_like(parents[:, :1], -1), parents], 1).to(torch.int32)
-        tokens = torch.cat([batch.roots[:, None], followers], 1)
+        tokens = torch.cat([batch.last_tokens[:, None], followers], 1)
         return DraftTree(tokens, kernels.build_tree(parents, batch.lengths, impl=self._impl))

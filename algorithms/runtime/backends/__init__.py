@@ -78,10 +78,10 @@ class Backend(Protocol):
 def backends() -> dict[str, Any]:
     """Every backend by name. Each has a `Config` dataclass and is built as `cls(config, impl)`; the constructor raises
     `BackendError` where the backend cannot run."""
-    from algorithms.runtime.backends.fa4 import FA4Backend
     from algorithms.runtime.backends.flashinfer import FlashInferBackend
     from algorithms.runtime.backends.hybrid import HybridBackend
-    from algorithms.runtime.backends.sdpa import TorchBackend
+    from algorithms.runtime.backends.torch_sdpa import TorchBackend
+    from algorithms.runtime.backends.triton import FA4Backend
 
     return {"fa4": FA4Backend, "flashinfer": FlashInferBackend, "hybrid": HybridBackend, "torch": TorchBackend}
 

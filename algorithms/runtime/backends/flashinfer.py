@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from algorithms.runtime.backends import AttentionPlan, BackendError
-from algorithms.runtime.backends.wrapped import Wrapped
+from algorithms.runtime.backends.package import Wrapped
 from specdec_kernels.wrappers import FlashInferAttention, Needs
 
 if TYPE_CHECKING:

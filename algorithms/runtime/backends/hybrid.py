@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from algorithms.runtime.backends import AttentionPlan, Backend, backends
-from algorithms.runtime.backends.fa4 import FA4Backend
 from algorithms.runtime.backends.flashinfer import FlashInferBackend
-from algorithms.runtime.backends.sdpa import TorchBackend
+from algorithms.runtime.backends.torch_sdpa import TorchBackend
+from algorithms.runtime.backends.triton import FA4Backend
 from specdec_kernels.wrappers import Needs
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from experiments.provenance import git_revision, machine, versions
+from experiments.app.provenance import git_revision, machine, versions
 
 __all__ = [
     "Timing",

@@ -4,7 +4,7 @@ status.json      running, then done, failed or interrupted
 config.yaml      the resolved configuration
 requests.jsonl   one object a request: prompt, text, token ids, accepted counts, times
 report.html      the same to look at, in one file
-summary.json     the figures, see experiments/summary.py
+summary.json     the figures, see experiments/report/metrics.py
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from experiments.errors import UserError, user_errors
+from experiments.app.errors import UserError, user_errors
 
 STATUS, CONFIG, REQUESTS, REPORT, SUMMARY = (
     "status.json",
@@ -91,7 +91,7 @@ def _claim(path: Path) -> Path:
 
 
 @contextmanager
-def recording(path: Path) -> Iterator[RunFolder]:
+def open_run_folder(path: Path) -> Iterator[RunFolder]:
     """Claim `path` for the block; status.json says how it ended, except that a `UserError` leaves nothing."""
     with user_errors(OSError):
         folder = RunFolder(path)

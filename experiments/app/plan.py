@@ -8,11 +8,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from experiments import summary as figures
-from experiments.config import GenerateConfig, RuntimeConfig
+from experiments.app.distributed import join, load_shared
+from experiments.app.errors import UserError, user_errors
+from experiments.app.schema import GenerateConfig, RuntimeConfig
 from experiments.data.prompts import PromptSet, datasets, load_prompts
-from experiments.errors import UserError, user_errors
-from experiments.parallel import join, load_shared
+from experiments.report import metrics as figures
 
 if TYPE_CHECKING:
     from algorithms.runtime.algorithm import Algorithm
@@ -232,7 +232,7 @@ def make_engine(config: GenerateConfig, setup: Setup, algo: Any) -> tuple[Engine
         max_length=setup.max_length,
         impl=impl,
         graph=graph_level(config, setup.hardware),
-        read_behind=runtime.read_behind,
+        overlap=runtime.overlap,
     )
     try:
         with user_errors(ValueError, OSError):

@@ -12,7 +12,7 @@ from typing import Any
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from experiments.records import RunFolder, to_json
+from experiments.report.run_folder import RunFolder, to_json
 
 Row = Mapping[str, Any]
 

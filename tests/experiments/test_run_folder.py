@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments import records
-from experiments.errors import UserError
-from experiments.records import RunFolder, recording, to_json, write_results, write_whole
+from experiments.app.errors import UserError
+from experiments.report import run_folder as records
+from experiments.report.run_folder import RunFolder, open_run_folder, to_json, write_results, write_whole
 
 
 def status(folder: Path) -> str:
@@ -42,7 +42,7 @@ def test_runs_of_one_second_get_folders_of_their_own(tmp_path: Path) -> None:
 
 
 def test_a_finished_run_says_done_and_has_everything(tmp_path: Path) -> None:
-    with recording(tmp_path / "run") as folder:
+    with open_run_folder(tmp_path / "run") as folder:
         assert status(folder.path) == "running"
         write_results(folder, [{"id": 0}, {"id": 1}], "<p>", {"speedup": None})
     assert status(folder.path) == "done"
@@ -53,7 +53,7 @@ def test_a_finished_run_says_done_and_has_everything(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("error", "expected"), [(KeyboardInterrupt(), "interrupted"), (RuntimeError("bug"), "failed")])
 def test_a_run_that_breaks_off_says_so_and_has_no_summary(tmp_path: Path, error: BaseException, expected: str) -> None:
-    with pytest.raises(type(error)), recording(tmp_path / "run") as folder:
+    with pytest.raises(type(error)), open_run_folder(tmp_path / "run") as folder:
         folder.write("config.yaml", "a: 1")
         raise error
     assert status(tmp_path / "run") == expected
@@ -64,13 +64,13 @@ def test_the_summary_is_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyP
     written: list[str] = []
     whole = records.write_whole
     monkeypatch.setattr(records, "write_whole", lambda path, text: (written.append(path.name), whole(path, text)))
-    with recording(tmp_path / "run") as folder:
+    with open_run_folder(tmp_path / "run") as folder:
         write_results(folder, [], "", {})
     assert written.index("summary.json") > max(written.index("requests.jsonl"), written.index("report.html"))
 
 
 def test_input_that_forbids_a_run_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(UserError), recording(tmp_path / "run") as folder:
+    with pytest.raises(UserError), open_run_folder(tmp_path / "run") as folder:
         folder.write("config.yaml", "a: 1")
         raise UserError("the KV pool is too small")
     assert list(tmp_path.iterdir()) == []

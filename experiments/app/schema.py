@@ -16,9 +16,9 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from experiments.errors import UserError
+from experiments.app.errors import UserError
 
-REPO_ROOT = Path(__file__).resolve().parent.parent
+REPO_ROOT = Path(__file__).resolve().parents[2]
 CONFIG_FOLDER = REPO_ROOT / "configs"
 LARGEST_INT32 = 2**31 - 1
 GRAPH_LEVELS = ("none", "draft", "verify", "step")
@@ -99,8 +99,8 @@ class SamplingConfig:
 class RuntimeConfig:
     """`impl` auto: compiled kernels on a GPU, the same kernels in Triton's interpreter without one.
 
-    `graph`: how much of a step is captured in CUDA graphs; auto is all of it on a GPU. `read_behind`: steps the host
-    reads behind the device. `tensor_parallel`: processes that share the target, see `experiments.parallel`.
+    `graph`: how much of a step is captured in CUDA graphs; auto is all of it on a GPU. `overlap`: steps the host
+    reads behind the device. `tensor_parallel`: processes that share the target, see `experiments.app.distributed`.
     `num_pages` and `max_length` null: as many as `max_batch` requests of the longest prompt need.
     """
 
@@ -112,7 +112,7 @@ class RuntimeConfig:
     num_pages: int | None = None
     max_length: int | None = None
     graph: str = "auto"
-    read_behind: int | None = None
+    overlap: int | None = None
     tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
@@ -126,7 +126,7 @@ class RuntimeConfig:
         if self.num_pages is not None:
             expect_between("runtime.num_pages", self.num_pages, 1, LARGEST_INT32)
         expect_at_least("runtime.max_length", self.max_length, 2)
-        expect_at_least("runtime.read_behind", self.read_behind, 0)
+        expect_at_least("runtime.overlap", self.overlap, 0)
         if self.graph not in ("auto", "none") and self.device == "cpu":
             raise ValueError(f"runtime.graph={self.graph} captures CUDA graphs: expected runtime.device=cuda, got cpu")
         if self.device == "cpu" and self.dtype == "bfloat16" and self.impl != "reference":
@@ -269,7 +269,7 @@ def dotted_keys(cfg: DictConfig, prefix: str = "") -> list[str]:
 
 def build_config(cfg: DictConfig) -> Any:
     """The composed tree as checked dataclasses. Raises `UserError` naming the key and what it may be."""
-    from experiments.suggest import unknown_key_message
+    from experiments.app.suggest import unknown_key_message
 
     if unknown := unknown_keys(cfg):
         known = [key for key in dotted_keys(cfg) if not any(f"{key}.".startswith(f"{bad}.") for bad in unknown)]

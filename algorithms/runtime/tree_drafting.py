@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from algorithms.runtime.algorithm import Batch, DraftTree, Resources
-from algorithms.runtime.kv_cache import KVCache
-from algorithms.runtime.paged import PagedMixer
-from algorithms.runtime.shape import TreeShape
+from algorithms.runtime.cache import KVCache
+from algorithms.runtime.paged_attention import PagedMixer
+from algorithms.runtime.tree_shape import TreeShape
 from specdec_kernels import (
     DRAFT_STREAM,
     build_chain,
@@ -38,7 +38,7 @@ _WORD_BITS = 64
 
 
 @dataclass(frozen=True)
-class Expansion:
+class TreeDrafter:
     """What stays the same from step to step; `to_target` maps a drafter's ids to the target's."""
 
     shape: TreeShape
@@ -58,7 +58,7 @@ class Expansion:
 
     def _chain(self, batch: Batch, logits: Tensor, run: RunLevel) -> DraftTree:
         impl, depth = self.resources.impl, self.shape.max_depth
-        tokens, alone = [batch.roots], torch.zeros_like(batch.roots)[:, None]
+        tokens, alone = [batch.last_tokens], torch.zeros_like(batch.last_tokens)[:, None]
         for level in range(1, depth + 1):
             tokens.append(self.to_target(pick_tokens(logits, impl=impl).tokens))
             if level < depth:
@@ -68,7 +68,7 @@ class Expansion:
     def draw(self, batch: Batch, logits: Tensor, run: RunLevel) -> DraftTree:
         """A chain drawn from the draft model under each request's sampling parameters, and the laws it came from."""
         impl, depth, sampling = self.resources.impl, self.shape.max_depth, batch.sampling
-        tokens, laws, alone = [batch.roots], [], torch.zeros_like(batch.roots)[:, None]
+        tokens, laws, alone = [batch.last_tokens], [], torch.zeros_like(batch.last_tokens)[:, None]
         for level in range(1, depth + 1):
             filters = sampling.top_k, sampling.top_p, sampling.min_p
             laws.append(filtered_probs(logits, sampling.temperature, *filters, impl=impl))
@@ -120,7 +120,7 @@ class Expansion:
             torch.cat(all_scores, 1),
             torch.cat(all_tokens, 1),
             torch.cat(all_parents, 1),
-            roots=batch.roots,
+            last_tokens=batch.last_tokens,
             num_nodes=shape.num_nodes,
             impl=impl,
         )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import specdec_kernels as kernels
 from algorithms.runtime.backends import AttentionPlan, BackendError
-from algorithms.runtime.backends.wrapped import Wrapped, layer_shape
+from algorithms.runtime.backends.package import Wrapped, layer_shape
 from specdec_kernels.wrappers import FlashAttention4, Needs
 
 if TYPE_CHECKING:

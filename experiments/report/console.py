@@ -21,7 +21,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from experiments.parallel import speaks
+from experiments.app.distributed import is_main_process
 
 if TYPE_CHECKING:
     from algorithms.runtime.engine import StepReport
@@ -47,7 +47,7 @@ NOT_A_GPU = {
 
 def plain_console() -> Console:
     """The terminal, or a wide page where the output is none; silence in a process that does not speak."""
-    if not speaks():
+    if not is_main_process():
         return Console(file=open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - lives as long as the process
     return Console(width=None if os.isatty(1) else PIPE_WIDTH)
 

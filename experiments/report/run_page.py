@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from experiments.charts import bars, phase_legend, stacked
-from experiments.console import NOT_A_GPU, figure
-from experiments.page import configuration, note, page, provenance_table, section
-from experiments.summary import warnings
+from experiments.report.console import NOT_A_GPU, figure
+from experiments.report.metrics import warnings
+from experiments.report.page import configuration, note, page, provenance_table, section
+from experiments.report.plots import bars, phase_legend, stacked
 
 
 def render(summary: Mapping[str, Any], requests: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> str:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from experiments.config import GenerateConfig
-from experiments.console import step_progress
-from experiments.errors import user_errors
-from experiments.setup import Setup, make_engine
+from experiments.app.errors import user_errors
+from experiments.app.plan import Setup, make_engine
+from experiments.app.schema import GenerateConfig
+from experiments.report.console import step_progress
 
 if TYPE_CHECKING:
     from algorithms.runtime.engine import Generation
@@ -71,7 +71,7 @@ def warm_up_sizes(compiled: bool, max_batch: int) -> list[tuple[int, int]]:
     Kernels are compiled for powers of two of a batch, and prompts enter a running batch in any number; so every size is
     prefilled once, and then several batches pass through.
     """
-    from algorithms.runtime.graphs import buckets
+    from algorithms.runtime.cuda_graph import buckets
 
     if not compiled:
         return [(1, 2)]

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.config import TrackerConfig
-from experiments.parallel import speaks
+from experiments.app.distributed import is_main_process
+from experiments.app.schema import TrackerConfig
 
 FLAT = (int, float, str, bool)
 
@@ -17,7 +17,7 @@ def track(
     tracker: TrackerConfig, folder: Path, name: str, config: Mapping[str, Any], summary: Mapping[str, Any]
 ) -> str | None:
     """Log `config` and `summary`; returns a warning where that failed, else None."""
-    if tracker.name == "none" or tracker.mode == "disabled" or not speaks():
+    if tracker.name == "none" or tracker.mode == "disabled" or not is_main_process():
         return None
     try:
         with warnings.catch_warnings():
@@ -30,7 +30,7 @@ def track(
 
 def track_rows(tracker: TrackerConfig, folder: Path, name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Log a table of results; returns a warning where that failed, else nothing."""
-    if tracker.name == "none" or tracker.mode == "disabled" or not speaks():
+    if tracker.name == "none" or tracker.mode == "disabled" or not is_main_process():
         return []
     try:
         with warnings.catch_warnings():

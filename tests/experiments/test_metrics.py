@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from algorithms.runtime.cuda_graph import GraphReport
 from algorithms.runtime.engine import Generation
-from algorithms.runtime.graphs import GraphReport
 from algorithms.runtime.request import Completion
-from experiments import summary as figures
+from experiments.report import metrics as figures
 
 DEPTH = 5
 counts_of_steps = st.lists(st.integers(0, DEPTH), min_size=1, max_size=40)

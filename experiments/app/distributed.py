@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node=2 run.py runtime.tensor_parallel=2
 
-Every process runs the whole experiment on the same requests; process 0 alone speaks and leaves files.
+Every process runs the whole experiment on the same requests; process 0 alone is_main_process and leaves files.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.errors import UserError
+from experiments.app.errors import UserError
 
 if TYPE_CHECKING:
     from algorithms.runtime.models.loading import Target
-    from experiments.setup import Hardware
+    from experiments.app.plan import Hardware
 
 
 def rank() -> int:
@@ -24,14 +24,14 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def speaks() -> bool:
+def is_main_process() -> bool:
     """Whether this process prints and writes for all."""
     return rank() == 0
 
 
 def output_folder(asked: Path) -> Path:
     """Where this process may write: the run folder, or a place that nobody looks at."""
-    return asked if speaks() else Path(tempfile.mkdtemp(prefix="specdec_rank_"))
+    return asked if is_main_process() else Path(tempfile.mkdtemp(prefix="specdec_rank_"))
 
 
 def join(tensor_parallel: int, device: str) -> None:

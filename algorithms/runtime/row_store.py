@@ -8,7 +8,7 @@ from torch import Tensor
 from algorithms.runtime.algorithm import Observation, Resources
 
 
-class RowMemory:
+class RowStore:
     """[max_batch, size], at a fixed address."""
 
     def __init__(self, size: int, resources: Resources) -> None:

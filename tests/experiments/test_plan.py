@@ -10,9 +10,9 @@ from typing import Any
 import hydra
 import pytest
 
-from experiments.config import CONFIG_FOLDER, build_config, register
-from experiments.errors import UserError
-from experiments.setup import Hardware, _check_graph, check_drafters
+from experiments.app.errors import UserError
+from experiments.app.plan import Hardware, _check_graph, check_drafters
+from experiments.app.schema import CONFIG_FOLDER, build_config, register
 from tests.runtime.tiny_folders import edit_json
 
 CPU = ("runtime.device=cpu", "runtime.impl=reference")
@@ -53,7 +53,7 @@ def test_a_level_of_its_own_is_refused_where_nothing_can_be_captured() -> None:
 
 
 def test_a_backend_that_cannot_be_captured_is_told_with_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
-    from algorithms.runtime.backends.sdpa import TorchBackend
+    from algorithms.runtime.backends.torch_sdpa import TorchBackend
 
     monkeypatch.setattr(TorchBackend, "capturable", False)
     config = build_config(hydra.compose("config", overrides=["backend=torch"]))

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-STYLE_FILE = Path(__file__).with_name("report.css")
+STYLE_FILE = Path(__file__).with_name("page.css")
 
 
 def page(title: str, lead: str, parts: Sequence[str]) -> str:

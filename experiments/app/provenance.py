@@ -10,10 +10,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.config import REPO_ROOT, GenerateConfig
+from experiments.app.schema import REPO_ROOT, GenerateConfig
 
 if TYPE_CHECKING:
-    from experiments.setup import Hardware
+    from experiments.app.plan import Hardware
 
 PACKAGES = ("torch", "triton", "transformers", "numpy", "hydra-core")
 

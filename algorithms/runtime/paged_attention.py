@@ -13,7 +13,7 @@ from torch import Tensor
 
 from algorithms.runtime.algorithm import Batch, Observation, Resources
 from algorithms.runtime.backends import AttentionPlan, Backend
-from algorithms.runtime.kv_cache import KVCache
+from algorithms.runtime.cache import KVCache
 from specdec_kernels import token_slots, write_kv
 
 
