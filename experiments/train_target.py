@@ -21,13 +21,14 @@ from torch import Tensor
 
 from algorithms.runtime.models.config import DecoderConfig
 from algorithms.runtime.models.decoder import Decoder
+from algorithms.runtime.models.dense_mixer import DenseMixer
 from experiments.data.arithmetic import Problem, heldout_problems, parse_answer
 from experiments.training.corpus import IGNORED, Corpus, Rows, join, tokenizer_sample
 from experiments.training.curve import plot_curve
 from experiments.training.export import export_weights, round_weights, write_json
 from experiments.training.generate import greedy
 from experiments.training.loop import Trainer, TrainSettings
-from experiments.training.mixer import DenseMixer, compile_layers, restore_layers
+from experiments.training.mixer import compile_layers, restore_layers
 from experiments.training.program import run_program
 from experiments.training.tokenizer import (
     ASSISTANT,
@@ -107,7 +108,6 @@ def decoder_config(settings: ModelSettings, eos: int) -> DecoderConfig:
         rope_scaling=None,
         max_position_embeddings=settings.max_position_embeddings,
         tie_word_embeddings=True,
-        attention_bias=False,
         qk_norm=True,
         mlp_bias=False,
         eos_token_ids=(eos,),

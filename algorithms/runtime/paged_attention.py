@@ -14,6 +14,7 @@ from torch import Tensor
 from algorithms.runtime.algorithm import Batch, Observation, Resources
 from algorithms.runtime.backends import AttentionPlan, Backend
 from algorithms.runtime.cache import KVCache
+from algorithms.runtime.models.decoder import MixerWeights
 from specdec_kernels import token_slots, write_kv
 
 
@@ -98,9 +99,7 @@ class PagedMixer:
         flat = positions.flatten().contiguous()
         return cls(cache, slots.flatten(), flat, backend, backend.plan(plan), resources.impl)
 
-    def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
-    ) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, weights: MixerWeights) -> Tensor:
         kv = self.cache.kv[layer]
         rotated = write_kv(
             q.flatten(0, 1),
@@ -110,8 +109,8 @@ class PagedMixer:
             self.slots,
             self.positions,
             self.cache.rope,
-            q_norm=q_norm,
-            k_norm=k_norm,
+            q_norm=weights.q_norm,
+            k_norm=weights.k_norm,
             eps=self.cache.eps,
             impl=self.impl,
         )
@@ -124,7 +123,5 @@ class LayeredMixer:
     def __init__(self, mixers: Sequence[PagedMixer]) -> None:
         self._mixers = mixers
 
-    def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
-    ) -> Tensor:
-        return self._mixers[layer](layer, q, k, v, q_norm, k_norm)
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, weights: MixerWeights) -> Tensor:
+        return self._mixers[layer](layer, q, k, v, weights)

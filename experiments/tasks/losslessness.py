@@ -278,7 +278,7 @@ def next_logits(setup: Setup, text: Sequence[int]) -> torch.Tensor:
     """[V] float32 logits behind `text`, by a forward without any cache."""
     import torch
 
-    from experiments.training.mixer import DenseMixer
+    from algorithms.runtime.models.dense_mixer import DenseMixer
 
     model, device = setup.target.model, setup.hardware.device
     with torch.inference_mode():

@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from algorithms.runtime.models.config import DFlashConfig
-from algorithms.runtime.models.decoder import Decoder
+from algorithms.runtime.models.decoder import Decoder, MixerWeights
+from algorithms.runtime.models.dense_mixer import DenseMixer, head_norm
 from algorithms.runtime.models.dflash import DFlashDrafter
 from algorithms.runtime.models.rope import apply_rope, rope_table
 from experiments.training.acceptance import leading_hits
 from experiments.training.batches import TrainingBatch
 from experiments.training.drafting import DrafterObjective, DrafterRunConfig
-from experiments.training.mixer import DenseMixer, head_norm
 from experiments.training.responses import ResponseSource
 
 IGNORED = -100
@@ -48,12 +48,10 @@ class BlockMixer:
         mask = torch.cat([before, same.repeat_interleave(size, dim=2)], dim=2)
         self.mask = mask.repeat_interleave(size, dim=1)[:, None]
 
-    def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
-    ) -> Tensor:
-        q = apply_rope(head_norm(q, q_norm, self.eps), self.table, self.positions)
-        block = apply_rope(head_norm(k, k_norm, self.eps), self.table, self.positions)
-        context = head_norm(self.keys[:, :, layer], k_norm, self.eps)
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, weights: MixerWeights) -> Tensor:
+        q = apply_rope(head_norm(q, weights.q_norm, self.eps), self.table, self.positions)
+        block = apply_rope(head_norm(k, weights.k_norm, self.eps), self.table, self.positions)
+        context = head_norm(self.keys[:, :, layer], weights.k_norm, self.eps)
         context = apply_rope(context, self.table, self.context_positions)
         keys = torch.cat([context, block], dim=1).transpose(1, 2)
         values = torch.cat([self.values[:, :, layer].to(v.dtype), v], dim=1).transpose(1, 2)

@@ -21,13 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from algorithms.runtime.models.config import DecoderConfig
-from algorithms.runtime.models.decoder import Decoder
+from algorithms.runtime.models.decoder import Decoder, MixerWeights
+from algorithms.runtime.models.dense_mixer import DenseMixer, head_norm
 from algorithms.runtime.models.eagle import Eagle3Drafter, EagleDrafter
 from algorithms.runtime.models.rope import apply_rope, rope_table
 from experiments.training.acceptance import leading_hits
 from experiments.training.batches import TrainingBatch, shifted
 from experiments.training.drafting import DrafterObjective, DrafterRunConfig
-from experiments.training.mixer import DenseMixer, head_norm
 from experiments.training.responses import ResponseSource
 
 STEP_DISCOUNT = 0.8
@@ -52,12 +52,10 @@ class ChainMixer:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
-    def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
-    ) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, weights: MixerWeights) -> Tensor:
         positions = torch.arange(q.shape[1], device=q.device) + len(self.keys)
-        q = apply_rope(head_norm(q, q_norm, self.eps), self.table, positions).transpose(1, 2)
-        k = apply_rope(head_norm(k, k_norm, self.eps), self.table, positions).transpose(1, 2)
+        q = apply_rope(head_norm(q, weights.q_norm, self.eps), self.table, positions).transpose(1, 2)
+        k = apply_rope(head_norm(k, weights.k_norm, self.eps), self.table, positions).transpose(1, 2)
         self.keys.append(k.repeat_interleave(self.group, 1))
         self.values.append(v.transpose(1, 2).repeat_interleave(self.group, 1))
         if len(self.keys) == 1:

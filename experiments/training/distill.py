@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from algorithms.runtime.models.decoder import Decoder
+from algorithms.runtime.models.dense_mixer import DenseMixer
 from experiments.training.acceptance import leading_hits
 from experiments.training.batches import TrainingBatch, shifted
 from experiments.training.drafting import DrafterObjective, DrafterRunConfig
-from experiments.training.mixer import DenseMixer
 from experiments.training.responses import ResponseSource
 
 

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from algorithms.runtime.models.config import DecoderConfig
-from algorithms.runtime.models.decoder import Decoder
+from algorithms.runtime.models.decoder import Decoder, MixerWeights
+from algorithms.runtime.models.dense_mixer import head_norm
 from algorithms.runtime.models.rope import apply_rope, rope_table
-from experiments.training.mixer import head_norm
 
 
 class DenseCache:
@@ -35,12 +35,10 @@ class DenseCache:
         """Drop all rows but `rows [n]`."""
         self.keys, self.values = self.keys[:, rows], self.values[:, rows]
 
-    def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
-    ) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, weights: MixerWeights) -> Tensor:
         positions = self.positions
-        q = apply_rope(head_norm(q, q_norm, self.eps), self.table, positions).transpose(1, 2)
-        k = apply_rope(head_norm(k, k_norm, self.eps), self.table, positions)
+        q = apply_rope(head_norm(q, weights.q_norm, self.eps), self.table, positions).transpose(1, 2)
+        k = apply_rope(head_norm(k, weights.k_norm, self.eps), self.table, positions)
         rows = torch.arange(q.shape[0], device=q.device)[:, None]
         keys, values = self.keys[layer], self.values[layer]
         keys[rows, :, positions] = k.to(keys.dtype)

@@ -16,10 +16,10 @@ from algorithms.eagle import Eagle
 from algorithms.eagle3 import Eagle3
 from algorithms.naive_eagle import NaiveEagle
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree
+from algorithms.runtime.models.dense_mixer import DenseMixer
 from algorithms.runtime.models.eagle import Eagle3Drafter, EagleDrafter
 from algorithms.runtime.tree_shape import TreeShape
 from algorithms.standalone import Standalone
-from experiments.training.mixer import DenseMixer
 from tests.algorithms.drafters import (
     LOADING,
     MAKERS,
@@ -211,8 +211,8 @@ def test_dflash_layers_that_slide(monkeypatch: pytest.MonkeyPatch, causal: bool)
 
 def dense_block(drafter: torch.nn.Module, text: list[int], causal: bool) -> list[int]:
     """The block behind `text` with attention spelled out: context keys from features, block keys from the block."""
+    from algorithms.runtime.models.dense_mixer import head_norm
     from algorithms.runtime.models.rope import apply_rope, rope_table
-    from experiments.training.mixer import head_norm
 
     config, committed = drafter.config, len(text) - 1
     table, eps = rope_table(CONFIG, 128, "cpu"), CONFIG.rms_norm_eps
@@ -223,12 +223,12 @@ def dense_block(drafter: torch.nn.Module, text: list[int], causal: bool) -> list
     positions = torch.arange(committed + config.block_size)
 
     class Spelled:
-        def __call__(self, layer, q, k, v, q_norm, k_norm):  # type: ignore[no-untyped-def]
+        def __call__(self, layer, q, k, v, weights):  # type: ignore[no-untyped-def]
             if context is not None:
                 k = torch.cat([context[0][:, :, layer], k], 1)
                 v = torch.cat([context[1][:, :, layer], v], 1)
-            q = apply_rope(head_norm(q, q_norm, eps), table, positions[committed:])
-            k = apply_rope(head_norm(k, k_norm, eps), table, positions)
+            q = apply_rope(head_norm(q, weights.q_norm, eps), table, positions[committed:])
+            k = apply_rope(head_norm(k, weights.k_norm, eps), table, positions)
             k, v = (x.repeat_interleave(2, 2) for x in (k, v))
             scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
             distance = positions[committed:, None] - positions

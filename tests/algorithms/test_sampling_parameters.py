@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from algorithms.runtime.engine import EngineError
+from algorithms.runtime.models.dense_mixer import DenseMixer
 from algorithms.runtime.request import Completion, Request
 from algorithms.runtime.step import SamplingNeeds
 from algorithms.standalone import Standalone
-from experiments.training.mixer import DenseMixer
 from specdec_kernels import pick_tokens
 from tests.algorithms.drafters import ALL_MAKERS, TARGET, blurred_target, hinted, load_random_drafters
 from tests.algorithms.toy import (

@@ -35,7 +35,6 @@ CONFIG = DecoderConfig(
     rope_scaling=None,
     max_position_embeddings=128,
     tie_word_embeddings=False,
-    attention_bias=False,
     qk_norm=True,
     mlp_bias=False,
     eos_token_ids=(),

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 
 from algorithms.runtime import load_dflash, load_draft, load_eagle, load_eagle3, load_target
 from algorithms.runtime.models.decoder import Decoder
+from algorithms.runtime.models.dense_mixer import DenseMixer
 from algorithms.runtime.models.dflash import DFlashDrafter
 from experiments import train_dflash, train_draft, train_eagle, train_eagle3
 from experiments import train_target as target_program
@@ -33,7 +34,7 @@ from experiments.training.chain import ChainObjective
 from experiments.training.drafting import BatchSettings, DrafterObjective, DrafterRunConfig, run
 from experiments.training.generate import greedy
 from experiments.training.loop import Trainer, TrainSettings, schedule
-from experiments.training.mixer import DenseMixer, compile_layers, restore_layers
+from experiments.training.mixer import compile_layers, restore_layers
 from experiments.training.program import run_program
 from experiments.training.responses import Continuation, ResponseSettings, ResponseSource
 from experiments.training.tokenizer import ASSISTANT, END, MASK, SPECIAL_TOKENS, USER, train_tokenizer

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from algorithms.runtime.models.config import DecoderConfig
-from algorithms.runtime.models.decoder import Mixer
+from algorithms.runtime.models.decoder import Mixer, MixerWeights
 from algorithms.runtime.models.loading import load_dflash, load_target
 from algorithms.runtime.models.rope import rope_table
 from specdec_kernels import YarnScaling
@@ -117,7 +117,7 @@ class Cache:
         slots = self.slots(lengths, counts, width)
         positions = (lengths[:, None] + torch.arange(width)).flatten()
 
-        def mix(layer: int, q: Tensor, k: Tensor, v: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor:
+        def mix(layer: int, q: Tensor, k: Tensor, v: Tensor, weights: MixerWeights) -> Tensor:
             rotated = write_kv(
                 q.flatten(0, 1),
                 k.flatten(0, 1),
@@ -126,8 +126,8 @@ class Cache:
                 slots,
                 positions,
                 self.rope,
-                q_norm=q_norm,
-                k_norm=k_norm,
+                q_norm=weights.q_norm,
+                k_norm=weights.k_norm,
                 eps=self.eps,
                 impl=self.impl,
             )

@@ -48,7 +48,6 @@ def small_config(architecture: str = "qwen3", **changes: Any) -> DecoderConfig:
         rope_scaling=None,
         max_position_embeddings=512,
         tie_word_embeddings=False,
-        attention_bias=False,
         qk_norm=architecture == "qwen3",
         mlp_bias=False,
         eos_token_ids=(END_ID,),

@@ -101,10 +101,21 @@ class DecoderConfig:
     rope_scaling: RopeScaling | None
     max_position_embeddings: int
     tie_word_embeddings: bool
-    attention_bias: bool
     qk_norm: bool
-    mlp_bias: bool
-    eos_token_ids: tuple[int, ...]
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    sliding_windows: tuple[int | None, ...] = ()
+    """Positions that each layer's attention reaches back over, its own included; None is all of them.
+
+    Empty where no layer has a window."""
+    soft_cap: float | None = None
+    """Attention scores s become soft_cap * tanh(s / soft_cap)."""
+    scale: float | None = None
+    """What attention scores are multiplied by; None is head_dim ** -0.5."""
+    sinks: bool = False
+    """Whether every query head has a learned sink."""
 
     def __post_init__(self) -> None:
         if self.architecture not in ARCHITECTURES:
@@ -118,6 +129,16 @@ class DecoderConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
+        if self.sliding_windows and len(self.sliding_windows) != self.num_layers:
+            raise ValueError(f"sliding_windows must have {self.num_layers} entries, got {len(self.sliding_windows)}")
+        sizes = {f"sliding_windows[{layer}]": window for layer, window in enumerate(self.sliding_windows)}
+        for name, value in {**sizes, "soft_cap": self.soft_cap, "scale": self.scale}.items():
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be positive, got {value}")
+
+    def window(self, layer: int) -> int | None:
+        """The sliding window of `layer`, or None."""
+        return self.sliding_windows[layer] if self.sliding_windows else None
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> DecoderConfig:
@@ -143,7 +164,8 @@ class DecoderConfig:
             rope_scaling=scaling,
             max_position_embeddings=int(_required(config, "max_position_embeddings")),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            attention_bias=bool(config.get("attention_bias", False)),
+            qkv_bias=bool(config.get("attention_bias", False)),
+            o_bias=bool(config.get("attention_bias", False)),
             qk_norm=architecture == "qwen3",
             mlp_bias=bool(config.get("mlp_bias", False)),
             eos_token_ids=_read_eos(config),
@@ -168,7 +190,7 @@ class DecoderConfig:
             "rms_norm_eps": self.rms_norm_eps,
             "max_position_embeddings": self.max_position_embeddings,
             "tie_word_embeddings": self.tie_word_embeddings,
-            "attention_bias": self.attention_bias,
+            "attention_bias": self.qkv_bias,
             "mlp_bias": self.mlp_bias,
             "eos_token_id": eos,
             "dtype": "bfloat16",

@@ -9,7 +9,7 @@ one go. Parameter names are those of Hugging Face checkpoints.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,13 +20,22 @@ from algorithms.runtime.models.config import DecoderConfig
 INIT_STD = 0.02
 
 
+class MixerWeights(NamedTuple):
+    """A layer's parameters that belong to its mixer; None where the model has none."""
+
+    q_norm: Tensor | None = None
+    """[D]: RMSNorm of each query head."""
+    k_norm: Tensor | None = None
+    """[D]: RMSNorm of each key head."""
+    sinks: Tensor | None = None
+    """[H]: one logit per query head that takes part in the softmax and has no value."""
+
+
 class Mixer(Protocol):
     """Turns one layer's projections into attention output."""
 
-    def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
-    ) -> Tensor:
-        """`q [..., T, H, D]`, `k`/`v [..., T, H_kv, D]` before QK-norm and RoPE; norm weights `[D]` or None.
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, weights: MixerWeights) -> Tensor:
+        """`q [..., T, H, D]`, `k`/`v [..., T, H_kv, D]` before QK-norm and RoPE.
 
         Returns `[..., T, H, D]`.
         """
@@ -54,13 +63,14 @@ class Attention(nn.Module):
         """`in_features`: width of what queries, keys and values are projected from, the hidden size if None."""
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        width, bias = in_features or config.hidden_size, config.attention_bias
+        width, bias = in_features or config.hidden_size, config.qkv_bias
         self.q_proj = nn.Linear(width, self.heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias)
-        self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=bias)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=config.o_bias)
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.sinks = nn.Parameter(torch.zeros(self.heads)) if config.sinks else None
 
     def forward(self, layer: int, x: Tensor, mixer: Mixer) -> Tensor:
         q = self.q_proj(x).unflatten(-1, (self.heads, self.head_dim))
@@ -68,7 +78,7 @@ class Attention(nn.Module):
         v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
         q_norm = None if self.q_norm is None else self.q_norm.weight
         k_norm = None if self.k_norm is None else self.k_norm.weight
-        return self.o_proj(mixer(layer, q, k, v, q_norm, k_norm).flatten(-2))
+        return self.o_proj(mixer(layer, q, k, v, MixerWeights(q_norm, k_norm, self.sinks)).flatten(-2))
 
 
 class SwiGLU(nn.Module):

@@ -67,6 +67,9 @@ def _shard_attention(attention: Attention, config: DecoderConfig, rank: int) -> 
     _keep_outputs(attention.k_proj, keys)
     _keep_outputs(attention.v_proj, keys)
     attention.add_module("o_proj", RowParallelLinear(attention.o_proj, queries))
+    if attention.sinks is not None:
+        heads = _part(rank, config.num_heads)
+        attention.sinks = nn.Parameter(attention.sinks[heads].clone(), requires_grad=False)
     attention.heads, attention.kv_heads = config.num_heads, config.num_kv_heads
 
 
