@@ -2,237 +2,53 @@
 system.
 
 Each family folder holds the public functions, their definition in plain torch (`reference`), the Triton
-kernels (`kernel`) and named inputs (`cases`). Names below load on first use, and Triton only when a kernel is
-launched, so that importing this package costs nothing.
+kernels (`kernel`) and named inputs (`cases`). A folder with a `cases.py` is a family, and what its `__all__` names can
+be imported from here. Names load at their first use, and Triton only when a kernel is launched, so importing this
+package costs nothing.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-FAMILIES = ("tree", "sampling", "verify", "kv_index", "attention", "kv_write", "mla", "ngram", "compat.sglang")
+_ROOT = Path(__file__).parent
 
-_FAMILY_OF = {
-    "DraftTopk": "tree",
-    "Expansion": "tree",
-    "ExportedMask": "tree",
-    "Selection": "tree",
-    "TreeLinks": "tree",
-    "best_first_tree": "tree",
-    "build_chain": "tree",
-    "build_tree": "tree",
-    "draft_topk": "tree",
-    "expand_tree": "tree",
-    "export_mask": "tree",
-    "links_from_mask": "tree",
-    "parents_from_candidates": "tree",
-    "rerank_tree": "tree",
-    "Picked": "sampling",
-    "ACCEPT_STREAM": "sampling",
-    "BONUS_STREAM": "sampling",
-    "DRAFT_STREAM": "sampling",
-    "RECOVER_STREAM": "sampling",
-    "TARGET_STREAM": "sampling",
-    "apply_penalties": "sampling",
-    "count_tokens": "sampling",
-    "filtered_probs": "sampling",
-    "pick_tokens": "sampling",
-    "top_k_renorm": "sampling",
-    "top_p_renorm": "sampling",
-    "Accepted": "verify",
-    "accept": "verify",
-    "accept_targets": "verify",
-    "Compacted": "kv_index",
-    "DraftSlots": "kv_index",
-    "PathLocations": "kv_index",
-    "RaggedValues": "kv_index",
-    "SequenceIndices": "kv_index",
-    "StepIndices": "kv_index",
-    "accepted_locations": "kv_index",
-    "accepted_positions": "kv_index",
-    "align_eviction": "kv_index",
-    "compact": "kv_index",
-    "draft_kv_indices": "kv_index",
-    "draft_slots": "kv_index",
-    "filter_rows": "kv_index",
-    "move_slots": "kv_index",
-    "read_table": "kv_index",
-    "row_offsets": "kv_index",
-    "verify_decode_indices": "kv_index",
-    "write_table": "kv_index",
-    "FlashAttentionIndices": "kv_index",
-    "FlashInferIndices": "kv_index",
-    "flash_attention_table": "kv_index",
-    "flashinfer_indices": "kv_index",
-    "move_accepted": "kv_index",
-    "token_slots": "kv_index",
-    "AttentionPlan": "attention",
-    "paged_attention": "attention",
-    "plan_attention": "attention",
-    "warmup": "attention.warmup",
-    "LinearScaling": "kv_write",
-    "Llama3Scaling": "kv_write",
-    "YarnScaling": "kv_write",
-    "materialize_kv": "kv_write",
-    "rope_table": "kv_write",
-    "write_kv": "kv_write",
-    "mla_attention": "mla",
-    "NgramDraft": "ngram",
-    "NgramStore": "ngram",
-    "ngram_insert": "ngram",
-    "ngram_match": "ngram",
-}
+FAMILIES = tuple(
+    sorted(".".join(path.relative_to(_ROOT).parts[:-1]) for path in _ROOT.glob("**/cases.py") if path.parent != _ROOT)
+)
+"""Names of all families below this package, such as `tree` or `compat.sglang`."""
 
 if TYPE_CHECKING:
-    from specdec_kernels.attention import AttentionPlan, paged_attention, plan_attention
-    from specdec_kernels.attention.warmup import warmup
-    from specdec_kernels.kv_index import (
-        Compacted,
-        DraftSlots,
-        FlashAttentionIndices,
-        FlashInferIndices,
-        PathLocations,
-        RaggedValues,
-        SequenceIndices,
-        StepIndices,
-        accepted_locations,
-        accepted_positions,
-        align_eviction,
-        compact,
-        draft_kv_indices,
-        draft_slots,
-        filter_rows,
-        flash_attention_table,
-        flashinfer_indices,
-        move_accepted,
-        move_slots,
-        read_table,
-        row_offsets,
-        token_slots,
-        verify_decode_indices,
-        write_table,
-    )
-    from specdec_kernels.kv_write import (
-        LinearScaling,
-        Llama3Scaling,
-        YarnScaling,
-        materialize_kv,
-        rope_table,
-        write_kv,
-    )
-    from specdec_kernels.mla import mla_attention
-    from specdec_kernels.ngram import NgramDraft, NgramStore, ngram_insert, ngram_match
-    from specdec_kernels.sampling import (
-        ACCEPT_STREAM,
-        BONUS_STREAM,
-        DRAFT_STREAM,
-        RECOVER_STREAM,
-        TARGET_STREAM,
-        Picked,
-        apply_penalties,
-        count_tokens,
-        filtered_probs,
-        pick_tokens,
-        top_k_renorm,
-        top_p_renorm,
-    )
-    from specdec_kernels.tree import (
-        DraftTopk,
-        Expansion,
-        ExportedMask,
-        Selection,
-        TreeLinks,
-        best_first_tree,
-        build_chain,
-        build_tree,
-        draft_topk,
-        expand_tree,
-        export_mask,
-        links_from_mask,
-        parents_from_candidates,
-        rerank_tree,
-    )
-    from specdec_kernels.verify import Accepted, accept, accept_targets
+    # One line per family, for type checkers and editors. `compat` repeats foreign signatures and keeps its own names.
+    from specdec_kernels.attention import *
+    from specdec_kernels.kv_index import *
+    from specdec_kernels.kv_write import *
+    from specdec_kernels.mla import *
+    from specdec_kernels.ngram import *
+    from specdec_kernels.sampling import *
+    from specdec_kernels.tree import *
+    from specdec_kernels.verify import *
+else:
 
-__all__ = [
-    "ACCEPT_STREAM",
-    "BONUS_STREAM",
-    "DRAFT_STREAM",
-    "FAMILIES",
-    "RECOVER_STREAM",
-    "TARGET_STREAM",
-    "Accepted",
-    "AttentionPlan",
-    "Compacted",
-    "DraftSlots",
-    "DraftTopk",
-    "Expansion",
-    "ExportedMask",
-    "FlashAttentionIndices",
-    "FlashInferIndices",
-    "LinearScaling",
-    "Llama3Scaling",
-    "NgramDraft",
-    "NgramStore",
-    "PathLocations",
-    "Picked",
-    "RaggedValues",
-    "Selection",
-    "SequenceIndices",
-    "StepIndices",
-    "TreeLinks",
-    "YarnScaling",
-    "accept",
-    "accept_targets",
-    "accepted_locations",
-    "accepted_positions",
-    "align_eviction",
-    "apply_penalties",
-    "best_first_tree",
-    "build_chain",
-    "build_tree",
-    "compact",
-    "count_tokens",
-    "draft_kv_indices",
-    "draft_slots",
-    "draft_topk",
-    "expand_tree",
-    "export_mask",
-    "filter_rows",
-    "filtered_probs",
-    "flash_attention_table",
-    "flashinfer_indices",
-    "links_from_mask",
-    "materialize_kv",
-    "mla_attention",
-    "move_accepted",
-    "move_slots",
-    "ngram_insert",
-    "ngram_match",
-    "paged_attention",
-    "parents_from_candidates",
-    "pick_tokens",
-    "plan_attention",
-    "read_table",
-    "rerank_tree",
-    "rope_table",
-    "row_offsets",
-    "token_slots",
-    "top_k_renorm",
-    "top_p_renorm",
-    "verify_decode_indices",
-    "warmup",
-    "write_kv",
-    "write_table",
-]
+    def _names_of(family: str) -> list[str]:
+        return import_module(f"{__name__}.{family}").__all__
 
+    def __getattr__(name: str) -> Any:
+        families = [family for family in FAMILIES if not family.startswith("compat.")]
+        value: Any = None
+        if name == "__all__":
+            value = sorted({"FAMILIES", *(public for family in families for public in _names_of(family))})
+        elif name in families:
+            return import_module(f"{__name__}.{name}")
+        elif not name.startswith("_"):
+            family = next((family for family in families if name in _names_of(family)), None)
+            value = family and getattr(import_module(f"{__name__}.{family}"), name)
+        if value is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value  # the next use finds it without a search
+        return value
 
-def __getattr__(name: str) -> Any:
-    if name not in _FAMILY_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_FAMILY_OF[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(_FAMILY_OF))
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__getattr__("__all__")})

@@ -19,11 +19,10 @@ import torch
 from specdec_kernels.attention import reference, validate
 from specdec_kernels.attention.configs import AttentionConfig, attention_config
 from specdec_kernels.attention.types import AttentionPlan, PlanShape
-from specdec_kernels.attention.validate import MODES
 from specdec_kernels.checks import expect_dtype, expect_shape
 from specdec_kernels.launch import current_chip, use_triton
 
-__all__ = ["MODES", "AttentionPlan", "paged_attention", "plan_attention"]
+__all__ = ["AttentionPlan", "paged_attention", "plan_attention", "warmup"]
 
 
 @overload
@@ -285,3 +284,6 @@ def _shape_and_config(
         max(1, num_splits),
     )
     return shape, config
+
+
+from specdec_kernels.attention.warmup import warmup  # noqa: E402  (it calls the functions above)

@@ -14,13 +14,10 @@ import torch
 
 from specdec_kernels.checks import expect_contiguous, expect_dtype, expect_same_device, expect_shape
 from specdec_kernels.kv_write import reference
-from specdec_kernels.kv_write.rope import LinearScaling as LinearScaling
-from specdec_kernels.kv_write.rope import Llama3Scaling as Llama3Scaling
-from specdec_kernels.kv_write.rope import YarnScaling as YarnScaling
-from specdec_kernels.kv_write.rope import rope_table as rope_table
+from specdec_kernels.kv_write.rope import LinearScaling, Llama3Scaling, YarnScaling, rope_table
 from specdec_kernels.launch import use_triton
 
-__all__ = ["materialize_kv", "write_kv"]
+__all__ = ["LinearScaling", "Llama3Scaling", "YarnScaling", "materialize_kv", "rope_table", "write_kv"]
 
 
 def write_kv(

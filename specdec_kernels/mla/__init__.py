@@ -16,7 +16,7 @@ from specdec_kernels.checks import expect_contiguous, expect_dtype, expect_same_
 from specdec_kernels.launch import use_triton
 from specdec_kernels.mla import reference
 
-__all__ = ["MODES", "mla_attention"]
+__all__ = ["mla_attention"]
 
 MODES = ("chain", "block", "tree")
 _WORD_BITS = 64
