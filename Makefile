@@ -23,7 +23,7 @@ test: $(VENV)/.installed-dev  ## install with the dev extra, then the test suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 gate: $(VENV)/.installed-dev  ## compile every kernel for sm_80, sm_90, sm_100 and gfx942, no GPU needed: the whole table
-	$(BIN)/python -m specdec_kernels.compile_gate --workers $(JOBS) $(ARGS)
+	$(BIN)/python -m tools.compile_gate --workers $(JOBS) $(ARGS)
 
 mutants: $(VENV)/.installed-dev  ## put known bugs into copies of the tree; each must fail a test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants --jobs $(JOBS) $(ARGS)

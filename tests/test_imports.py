@@ -56,6 +56,11 @@ def test_the_runtime_imports_no_algorithm() -> None:
     assert offenders("algorithms/runtime", above) == []
 
 
+@pytest.mark.parametrize("folder", ["specdec_kernels", "algorithms", "experiments"])
+def test_no_package_imports_the_developers_tools(folder: str) -> None:
+    assert offenders(folder, lambda name: name.split(".")[0] == "tools") == []
+
+
 def test_the_walk_sees_imports_inside_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
     (tmp_path / "algorithms" / "runtime").mkdir(parents=True)

@@ -14,105 +14,127 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(1900)  # compilers are slow on a busy machine
 
 
-def run_compiled(*arguments: str, timeout: int = 1800) -> subprocess.CompletedProcess[str]:
-    """Run Python outside the interpreter mode of this suite."""
+def run_python(*arguments: str, interpret: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run Python with or without the interpreter mode, whatever this suite runs in."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    environment |= {"TRITON_INTERPRET": "1"} if interpret else {}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800)
 
 
 @pytest.mark.parametrize("options", [("--sample",), pytest.param((), marks=pytest.mark.slow)], ids=["sample", "whole"])
 def test_every_kernel_fits_the_chips(options: tuple[str, ...]) -> None:
     """Every kernel of every family is launched by a gate case; `make gate` compiles the whole table."""
-    done = run_compiled("-m", "specdec_kernels.compile_gate", *options)
+    done = run_python("-m", "tools.compile_gate", *options)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert "0 over a limit, 0 complaints" in done.stdout
 
 
 def test_it_refuses_to_run_in_the_interpreter() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "specdec_kernels.compile_gate", "--family", "tree"],
-        cwd=ROOT,
-        env=dict(os.environ, TRITON_INTERPRET="1"),
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    done = run_python("-m", "tools.compile_gate", "--family", "tree", interpret=True)
     assert done.returncode == 1 and "TRITON_INTERPRET" in done.stderr
 
 
-def test_spills_excess_and_missing_kernels_fail(tmp_path: Path) -> None:
-    """A kernel that must spill, usage beyond a chip's limits, a family whose kernel no case launches."""
-    (tmp_path / "hungry.py").write_text(
-        textwrap.dedent(
-            """
-            import torch, triton, triton.language as tl
-            from specdec_kernels import compile_gate as gate
-            from specdec_kernels.launch import Launch
+PREAMBLE = """
+import torch, triton, triton.language as tl
+from specdec_kernels.launch import CHIPS, Launch
+from tools.compile_gate import __main__ as gate
+from tools.compile_gate import verdict
+from tools.compile_gate.jobs import job_of
+from tools.compile_gate.usage import Usage, compile_job
+from tools.compile_gate.verdict import ALLOWED_SPILLS, AllowedSpill, Row, unneeded_allowances
 
-            @triton.jit
-            def copying(x, out, BLOCK: tl.constexpr):
-                lane = tl.arange(0, BLOCK)
-                kept = tl.load(x + lane)
-                tl.debug_barrier()  # all of the block is in registers here
-                tl.store(out + lane, kept)
+@triton.jit
+def copying(x, out, BLOCK: tl.constexpr):
+    lane = tl.arange(0, BLOCK)
+    kept = tl.load(x + lane)
+    tl.debug_barrier()  # all of the block is in registers here
+    tl.store(out + lane, kept)
 
-            x = torch.zeros(16)
-            def job(block):
-                return gate.job_of("test", "sm80", Launch(copying, (x, x), dict(BLOCK=block), 1, 1))
+x = torch.zeros(16)
 
-            assert gate.compile_job(job(256)).verdict == "ok"
-            spilling = gate.compile_job(job(16384))
-            assert "spills" in spilling.verdict and not spilling.passes, spilling
-            bytes_ = spilling.usage.spill_bytes
-            gate.EXCEPTIONS[("copying", "sm80")] = gate.Accepted(bytes_, " ")
-            assert not spilling.passes, "an exception without a reason"
-            gate.EXCEPTIONS[("copying", "sm80")] = gate.Accepted(bytes_ - 1, "known")
-            assert not spilling.passes, "a larger spill than was accepted"
-            gate.EXCEPTIONS[("copying", "sm80")] = gate.Accepted(bytes_, "known")
-            assert spilling.verdict == "accepted: known" and spilling.passes
-            idle = ["the exception for copying on sm80 is not needed"]
-            assert gate._idle_exceptions([gate.compile_job(job(256))]) == idle
-            assert gate._idle_exceptions([spilling]) == gate._idle_exceptions([]) == []
+def job(block, chip="sm80"):
+    return job_of("test", chip, Launch(copying, (x, x), dict(BLOCK=block), 1, 1))
 
-            def verdict(chip, shared, columns, dot=False, core=""):
-                launched = Launch(copying, (x, x), dict(BLOCK=256), 1, 1)
-                usage = gate.Usage(32, 0, shared, columns, core, dot, 1.0)
-                return gate.Row(gate.job_of("test", chip, launched), usage).verdict
-            assert verdict("gfx942", 64 * 1024, 0) == "ok"
-            assert verdict("gfx942", 64 * 1024 + 1, 0) == "shared 65537 > 65536"
-            assert verdict("sm100", 1024, 576) == "tensor memory 576 > 512"
+def compiled(block):
+    return Row(job(block), compile_job(job(block)))
+"""
 
-            assert verdict("sm90", 1024, 0, dot=True) == "dot without tensor-core instructions"
-            assert verdict("sm90", 1024, 0, dot=True, core="wgmma") == "ok"
 
-            @triton.jit
-            def multiplying(x, out, BLOCK: tl.constexpr):
-                at = tl.arange(0, BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-                tl.store(out + at, tl.dot(tl.load(x + at), tl.load(x + at), input_precision="ieee"))
-
-            def usage(chip, dtype):
-                x = torch.zeros(16, dtype=dtype)
-                launched = Launch(multiplying, (x, x), dict(BLOCK=64), 4, 1)
-                return gate.compile_job(gate.job_of("test", chip, launched)).usage
-
-            cores = {chip: usage(chip, torch.float16).tensor_core for chip in gate.CHIPS}
-            assert cores == dict(sm80="mma", sm90="wgmma", sm100="tcgen05", gfx942="mfma"), cores
-            scalar = usage("sm80", torch.float32)
-            assert scalar.has_dot and scalar.tensor_core == ""
-
-            gate.collect = lambda family, chip, inputs: []
-            rows, missing = gate.run(["tree"], ["sm90"], 1)
-            named = {line.removeprefix("tree: no gate case launches ") for line in missing}
-            assert {"_chain_kernel", "_tree_kernel", "_rerank_kernel"} <= named, missing
-            """
-        )
-    )
-    done = run_compiled("-c", f"import sys; sys.path[:0] = [{str(tmp_path)!r}, '.']; import hungry")
+def run_program(folder: Path, program: str) -> None:
+    """Run `program` behind the preamble, as a file: Triton reads the source of its kernels."""
+    (folder / "program.py").write_text(PREAMBLE + textwrap.dedent(program))
+    done = run_python("-c", f"import sys; sys.path[:0] = [{str(folder)!r}, '.']; import program")
     assert done.returncode == 0, done.stderr
+
+
+def test_a_spill_fails_unless_it_is_listed_with_its_size_and_a_reason(tmp_path: Path) -> None:
+    run_program(
+        tmp_path,
+        """
+        assert compiled(256).verdict == "ok"
+        spilling = compiled(16384)
+        assert "spills" in spilling.verdict and not spilling.passes, spilling
+        bytes_ = spilling.result.spill_bytes
+        ALLOWED_SPILLS[("copying", "sm80")] = AllowedSpill(bytes_, " ")
+        assert not spilling.passes, "an allowed spill without a reason"
+        ALLOWED_SPILLS[("copying", "sm80")] = AllowedSpill(bytes_ - 1, "known")
+        assert not spilling.passes, "a larger spill than is allowed"
+        ALLOWED_SPILLS[("copying", "sm80")] = AllowedSpill(bytes_, "known")
+        assert spilling.verdict == "allowed: known" and spilling.passes
+        unneeded = ["the allowed spill of copying on sm80 is not needed"]
+        assert unneeded_allowances([compiled(256)]) == unneeded
+        assert unneeded_allowances([spilling]) == unneeded_allowances([]) == []
+        """,
+    )
+
+
+def test_shared_memory_tensor_memory_and_scalar_products_beyond_a_chip_fail(tmp_path: Path) -> None:
+    run_program(
+        tmp_path,
+        """
+        def verdict(chip, shared, columns, dot=False, core="", spill=0):
+            return Row(job(256, chip), Usage(32, spill, shared, columns, core, dot, 1.0)).verdict
+
+        assert verdict("gfx942", 64 * 1024, 0) == "ok"
+        assert verdict("gfx942", 64 * 1024 + 1, 0) == "shared 65537 > 65536"
+        assert verdict("sm100", 1024, 576) == "tensor memory 576 > 512"
+        assert verdict("sm90", 1024, 0, dot=True) == "dot without tensor-core instructions"
+        assert verdict("sm90", 1024, 0, dot=True, core="wgmma") == "ok"
+        ALLOWED_SPILLS[("copying", "gfx942")] = AllowedSpill(8, "known")
+        assert verdict("gfx942", 64 * 1024 + 1, 0, spill=8) == "spills 8 bytes; shared 65537 > 65536"
+        """,
+    )
+
+
+def test_matrix_products_use_the_tensor_cores_of_every_chip(tmp_path: Path) -> None:
+    run_program(
+        tmp_path,
+        """
+        @triton.jit
+        def multiplying(x, out, BLOCK: tl.constexpr):
+            at = tl.arange(0, BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+            tl.store(out + at, tl.dot(tl.load(x + at), tl.load(x + at), input_precision="ieee"))
+
+        def usage(chip, dtype):
+            x = torch.zeros(16, dtype=dtype)
+            return compile_job(job_of("test", chip, Launch(multiplying, (x, x), dict(BLOCK=64), 4, 1)))
+
+        cores = {chip: usage(chip, torch.float16).tensor_core for chip in CHIPS}
+        assert cores == dict(sm80="mma", sm90="wgmma", sm100="tcgen05", gfx942="mfma"), cores
+        scalar = usage("sm80", torch.float32)
+        assert scalar.has_dot and scalar.tensor_core == ""
+        """,
+    )
+
+
+def test_kernels_that_no_case_launches_are_complaints(tmp_path: Path) -> None:
+    run_program(
+        tmp_path,
+        """
+        gate.collect = lambda family, chip, inputs: []
+        rows, complaints = gate.run(["tree"], ["sm90"], 1)
+        named = {line.removeprefix("tree: no gate case launches ") for line in complaints}
+        assert {"_chain_kernel", "_tree_kernel", "_rerank_kernel"} <= named, complaints
+        """,
+    )

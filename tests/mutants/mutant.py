@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 # What a test of kernels and algorithms needs beside the tests themselves.
-COPIED = ("specdec_kernels", "algorithms", "experiments", "configs", "tests", "pyproject.toml", "run.py")
+COPIED = ("specdec_kernels", "algorithms", "experiments", "tools", "configs", "tests", "pyproject.toml", "run.py")
 LINKED = ("assets",)
 
 

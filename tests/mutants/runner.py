@@ -17,7 +17,7 @@ from tests.mutants.mutant import ROOT, Mutant, copy_tree
 CAUGHT, SURVIVED, BROKEN = "caught", "SURVIVED", "BROKEN"
 TIMEOUT_S = 150
 BASELINE_TIMEOUT_S = 1800
-OUR_PACKAGES = ("specdec_kernels", "algorithms", "experiments", "tests")
+OUR_PACKAGES = ("specdec_kernels", "algorithms", "experiments", "tools", "tests")
 PROBLEM_LENGTH = 160
 
 

@@ -1,0 +1,119 @@
+"""Whether a compiled kernel stays within the limits of its chip, and the table that says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from specdec_kernels.launch import CHIPS
+from tools.compile_gate.jobs import Job
+from tools.compile_gate.usage import Usage
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bytes of shared memory that one program may take, and columns of tensor memory."""
+
+    shared_bytes: int
+    tensor_columns: int
+
+
+LIMITS = {
+    "sm80": Limits(163 * 1024, 0),
+    "sm90": Limits(227 * 1024, 0),
+    "sm100": Limits(227 * 1024, 512),
+    "gfx942": Limits(64 * 1024, 0),
+}
+
+
+@dataclass(frozen=True)
+class AllowedSpill:
+    """A spill that is allowed up to so many bytes, and why."""
+
+    spill_bytes: int
+    reason: str
+
+
+# (kernel, chip) -> its allowed spill on that chip; any other excess fails.
+ALLOWED_SPILLS: dict[tuple[str, str], AllowedSpill] = {
+    ("_mla_kernel", "sm90"): AllowedSpill(
+        8, "one register or two, stored before the loop and read after it; smaller tiles are slower"
+    ),
+    ("_finish_kernel", "sm90"): AllowedSpill(
+        8, "one register, at a vocabulary of two groups only: the compiler aims at 32"
+    ),
+    ("_select_kernel", "sm100"): AllowedSpill(8, "one register, at a vocabulary of two groups only"),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table: a job, and what its kernel takes or why it does not compile."""
+
+    job: Job
+    result: Usage | str
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """(kernel, chip), as in `ALLOWED_SPILLS`."""
+        return self.job.name, self.job.chip
+
+    @property
+    def verdict(self) -> str:
+        """`ok`, `allowed: ` and the reason of a listed spill, or what is wrong."""
+        if isinstance(self.result, str):
+            return self.result
+        problems, allowed = _excesses(self.result, LIMITS[self.job.chip]), ALLOWED_SPILLS.get(self.key)
+        if not problems:
+            return "ok"
+        spills = 0 < self.result.spill_bytes <= (allowed.spill_bytes if allowed else 0)
+        if allowed and allowed.reason.strip() and spills and len(problems) == 1:
+            return f"allowed: {allowed.reason}"
+        return "; ".join(problems)
+
+    @property
+    def passes(self) -> bool:
+        return self.verdict == "ok" or self.verdict.startswith("allowed: ")
+
+
+def _excesses(usage: Usage, limits: Limits) -> list[str]:
+    """What the kernel takes beyond its chip's limits, in words."""
+    problems = []
+    if usage.spill_bytes:
+        problems.append(f"spills {usage.spill_bytes} bytes")
+    if usage.shared_bytes > limits.shared_bytes:
+        problems.append(f"shared {usage.shared_bytes} > {limits.shared_bytes}")
+    if usage.tensor_columns > limits.tensor_columns:
+        problems.append(f"tensor memory {usage.tensor_columns} > {limits.tensor_columns}")
+    if usage.has_dot and not usage.tensor_core:
+        problems.append("dot without tensor-core instructions")
+    return problems
+
+
+def unneeded_allowances(rows: Iterable[Row]) -> list[str]:
+    """Allowed spills whose kernel was compiled for their chip and did not spill."""
+    verdicts: dict[tuple[str, str], list[bool]] = {}
+    for row in rows:
+        verdicts.setdefault(row.key, []).append(row.verdict == "ok")
+    return [
+        f"the allowed spill of {kernel} on {chip} is not needed"
+        for kernel, chip in ALLOWED_SPILLS
+        if all(verdicts.get((kernel, chip), [False]))
+    ]
+
+
+def table(rows: Iterable[Row]) -> str:
+    """The rows as text, the chips of a kernel together."""
+    order = {chip: place for place, chip in enumerate(CHIPS)}
+    columns = f"{'regs':>5}{'spill':>6}{'shared':>8}{'tmem':>5}{'mma':>8}{'occ':>5}"
+    lines = [f"{'kernel':<24}{'chip':<8}{columns}  verdict | variant"]
+    for row in sorted(rows, key=lambda r: (r.job.name, r.job.variant, order[r.job.chip])):
+        used = row.result
+        numbers = (
+            f"{'-':>5}{'-':>6}{'-':>8}{'-':>5}{'-':>8}{'-':>5}"
+            if isinstance(used, str)
+            else f"{used.registers:>5}{used.spill_bytes:>6}{used.shared_bytes:>8}{used.tensor_columns:>5}"
+            f"{used.tensor_core or '-':>8}{used.occupancy:>5.0%}"
+        )
+        lines.append(f"{row.job.name:<24}{row.job.chip:<8}{numbers}  {row.verdict} | {row.job.variant}")
+    return "\n".join(lines)
