@@ -7,15 +7,13 @@ a bit per (node, ancestor) pair, as in tree attention of SpecInfer (arXiv 2305.0
 node i hangs on node i - 1.
 """
 
-from specdec_kernels.tree.links import build_chain, build_tree, links_from_mask, parents_from_candidates
-from specdec_kernels.tree.masks import export_mask
+from specdec_kernels.tree.links import build_chain, build_tree, links_from_mask
 from specdec_kernels.tree.selection import best_first_tree, draft_topk, expand_tree, rerank_tree
-from specdec_kernels.tree.types import DraftTopk, Expansion, ExportedMask, Selection, TreeLinks
+from specdec_kernels.tree.types import DraftTopk, Expansion, Selection, TreeLinks
 
 __all__ = [
     "DraftTopk",
     "Expansion",
-    "ExportedMask",
     "Selection",
     "TreeLinks",
     "best_first_tree",
@@ -23,8 +21,6 @@ __all__ = [
     "build_tree",
     "draft_topk",
     "expand_tree",
-    "export_mask",
     "links_from_mask",
-    "parents_from_candidates",
     "rerank_tree",
 ]

@@ -64,22 +64,6 @@ def _noise_mask(make: Maker, batch: int, num_nodes: int, **options: Any) -> dict
     return dict(mask=words & (words >> 1), lengths=make.integers(0, 40, batch), **options)
 
 
-def _candidates(make: Maker, batch: int, num_nodes: int, topk: int, steps: int, closed: bool = True) -> dict[str, Any]:
-    """The ids that a worker keeps after `steps` steps; not `closed`: any ids, also some without meaning."""
-    rows, total = topk * (steps - 1) + 1, topk + topk * topk * (steps - 1)
-    history = [torch.full((batch, 1), -1), torch.arange(topk).repeat(batch, 1)]
-    for step in range(1, steps - 1):
-        ids = torch.rand(batch, topk * topk, generator=make.generator).argsort(-1)[:, :topk].sort(-1).values
-        history.append(ids + topk + topk * topk * (step - 1))
-    parent_list = torch.cat(history, 1)[:, : rows if steps > 1 else 0]
-    drafts = num_nodes - 1
-    if closed:
-        selected = torch.rand(batch, total, generator=make.generator).argsort(-1)[:, :drafts].sort(-1).values
-    else:
-        selected = torch.randint(-2, total + 3 * topk, (batch, drafts), generator=make.generator)
-    return dict(selected=selected.to(make.device), parent_list=parent_list.to(make.device), topk=topk)
-
-
 def _logits(make: Maker, rows: int, vocab: int, k: int, warm: bool = False, scale: float = 4.0) -> dict[str, Any]:
     logits = make.normal(rows, vocab, scale=scale)
     temperature = make.tensor([[0.0, 0.5, 1.0, 3.0][r % 4] for r in range(rows)], torch.float32) if warm else None
@@ -189,19 +173,11 @@ def _links_bytes(batch: int, nodes: int) -> int:
     return batch * nodes * (3 * 4 + 8 + 8 * -(-nodes // 64))
 
 
-def _export_work(inputs: dict[str, Any]) -> tuple[int, int]:
-    batch, nodes = inputs["mask"].shape[:2]
-    written = inputs.get("capacity") or batch * nodes * nodes
-    return _bytes_of("mask", "lengths")(inputs) + written, 0
-
-
 # Bytes that must move and arithmetic operations, of which trees have next to none.
 WORK: dict[str, Callable[[dict[str, Any]], tuple[int, int]]] = {
     "build_tree": lambda i: (_bytes_of("parents", "lengths")(i) + _links_bytes(*i["parents"].shape), 0),
     "build_chain": lambda i: (_bytes_of("lengths")(i) + _links_bytes(len(i["lengths"]), i["num_nodes"]), 0),
     "links_from_mask": lambda i: (_bytes_of("mask", "lengths")(i) + _links_bytes(*i["mask"].shape[:2]), 0),
-    "parents_from_candidates": lambda i: (_bytes_of("selected", "parent_list")(i) + i["selected"].numel() * 4, 0),
-    "export_mask": _export_work,
     "draft_topk": lambda i: (_bytes_of("logits")(i) + len(i["logits"]) * i["k"] * 12, 3 * i["logits"].numel()),
     "expand_tree": lambda i: (2 * _bytes_of("scores", "probs")(i), i["probs"].numel()),
     "rerank_tree": lambda i: (_bytes_of("path_scores", "parents")(i) + len(i["last_tokens"]) * i["num_nodes"] * 24, 0),
@@ -229,7 +205,6 @@ def _case(
 
 _tree_case = partial(_case, function="build_tree", build=_tree)
 _chain_case = partial(_case, function="build_chain", build=_chain)
-_export_case = partial(_case, function="export_mask", build=_mask)
 
 CASES = (
     _tree_case("tree_empty_batch", catches="launch on an empty grid", batch=0, num_nodes=5),
@@ -264,123 +239,6 @@ CASES = (
     _case("mask_noise", "links_from_mask", _noise_mask, "rows that no tree has", batch=3, num_nodes=70),
     _case("mask_bool", "links_from_mask", _bool_mask, "a row that is not closed", "gate", batch=3, num_nodes=21),
     _case("mask_bool_one", "links_from_mask", _bool_mask, "a block wider than the row", batch=2, num_nodes=1),
-    _case(
-        "candidates_one_step",
-        "parents_from_candidates",
-        _candidates,
-        "an empty history",
-        batch=2,
-        num_nodes=4,
-        topk=4,
-        steps=1,
-    ),
-    _case(
-        "candidates_root_only",
-        "parents_from_candidates",
-        _candidates,
-        "no entry at all",
-        batch=2,
-        num_nodes=1,
-        topk=2,
-        steps=2,
-    ),
-    _case(
-        "candidates_64",
-        "parents_from_candidates",
-        _candidates,
-        "orphans of a random choice",
-        "gate bench",
-        batch=64,
-        num_nodes=64,
-        topk=8,
-        steps=6,
-    ),
-    _case(
-        "candidates_strange",
-        "parents_from_candidates",
-        _candidates,
-        "ids outside the history",
-        batch=5,
-        num_nodes=9,
-        topk=3,
-        steps=4,
-        closed=False,
-    ),
-    _case(
-        "candidates_256",
-        "parents_from_candidates",
-        _candidates,
-        "a parent in another block",
-        batch=1,
-        num_nodes=256,
-        topk=10,
-        steps=8,
-    ),
-    _export_case("full_empty_batch", catches="offsets of nothing", batch=0, num_nodes=3, form="full", capacity=5),
-    _export_case("full_odd", catches="rows off the block", use="gate", batch=3, num_nodes=7, form="full", capacity=999),
-    _export_case("full_cut", catches="stores past the capacity", batch=4, num_nodes=5, form="full", capacity=301),
-    _export_case(
-        "full_long",
-        catches="a prefix of several blocks",
-        batch=2,
-        num_nodes=3,
-        longest=5000,
-        form="full",
-        capacity=31000,
-    ),
-    _export_case(
-        "full_64",
-        catches="the second half of a word",
-        use="bench large",
-        batch=8,
-        num_nodes=64,
-        longest=8192,
-        form="full",
-        capacity=8 * 64 * 8256,
-    ),
-    _export_case(
-        "full_many",
-        catches="sizes of a second block of requests",
-        batch=1100,
-        num_nodes=1,
-        longest=3,
-        form="full",
-        capacity=3300,
-    ),
-    _export_case("query_empty_batch", catches="launch on an empty grid", batch=0, num_nodes=3, form="query"),
-    _export_case("query_64", catches="the sign bit", use="gate bench", batch=64, num_nodes=64, form="query"),
-    _export_case("query_130", catches="columns past the last word", batch=2, num_nodes=130, form="query"),
-    _export_case("packed_8", catches="bytes a row", batch=5, num_nodes=8, form="packed"),
-    _export_case("packed_13", catches="two bytes", batch=3, num_nodes=13, form="packed"),
-    _export_case("packed_32", catches="four bytes", batch=2, num_nodes=32, form="packed"),
-    _export_case("packed_64", catches="sign extension", use="gate bench", batch=64, num_nodes=64, form="packed"),
-    _case("packed_noise", "export_mask", _noise_mask, "bits beyond N", batch=2, num_nodes=5, form="packed"),
-    _export_case(
-        "flashinfer_odd",
-        catches="a byte that spans rows",
-        batch=3,
-        num_nodes=5,
-        form="flashinfer",
-        capacity=99,
-    ),
-    _export_case(
-        "flashinfer_short",
-        catches="several rows in a byte",
-        batch=6,
-        num_nodes=3,
-        longest=2,
-        form="flashinfer",
-        capacity=20,
-    ),
-    _export_case(
-        "flashinfer_130",
-        catches="words of a byte",
-        use="gate",
-        batch=2,
-        num_nodes=130,
-        form="flashinfer",
-        capacity=5000,
-    ),
     _case("topk_empty", "draft_topk", _logits, "launch on an empty grid", rows=0, vocab=9, k=2),
     _case("topk_all", "draft_topk", _logits, "exhausted tiles", rows=2, vocab=10, k=10),
     _case("topk_one_tile", "draft_topk", _logits, "a row of one tile", "gate", rows=3, vocab=100, k=1),

@@ -16,10 +16,9 @@ import triton
 import triton.language as tl
 
 from specdec_kernels.launch import current_chip, launch
-from specdec_kernels.tree.types import UNUSED_PARENT, WORD_BITS, TreeLinks, mask_words
+from specdec_kernels.tree.types import WORD_BITS, TreeLinks, mask_words
 
 _WORD_BITS = tl.constexpr(WORD_BITS)
-_UNUSED_PARENT = tl.constexpr(UNUSED_PARENT)
 _EXPONENT_PLACE = tl.constexpr(52)  # of a float64
 _EXPONENT_BIAS = tl.constexpr(1023)
 
@@ -196,40 +195,6 @@ def _mask_parents_kernel(
     tl.store(parents_ptr + row, parent, mask=live)
 
 
-@triton.jit(do_not_specialize=["batch", "rows", "topk"])
-def _candidate_parents_kernel(
-    selected_ptr,  # [B, N - 1] int64
-    parent_list_ptr,  # [B, rows] int64
-    parents_ptr,  # [B, N] int32
-    batch,
-    rows,
-    topk,
-    NODES: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    request = (tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B))[:, None]
-    node = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
-    live = (request < batch) & (node < NODES)
-    entries = selected_ptr + request.to(tl.int64) * (NODES - 1) - 1
-    candidate = tl.load(entries + node, mask=live & (node > 0), other=-1)
-    history_row = candidate // topk
-    readable = (candidate >= 0) & (history_row > 0) & (history_row < rows)
-    place = request.to(tl.int64) * rows + history_row
-    wanted = tl.load(parent_list_ptr + place, mask=readable, other=-1)
-
-    found = tl.full((BLOCK_B, BLOCK_N), NODES, tl.int32)
-    for start in range(0, NODES, BLOCK_N):
-        other = (start + tl.arange(0, BLOCK_N))[None, :]
-        id_of = tl.load(entries + other, mask=(request < batch) & (other > 0) & (other < NODES), other=-1)
-        is_parent = (id_of[:, None, :] == wanted[:, :, None]) & (wanted >= 0)[:, :, None]
-        found = tl.minimum(found, tl.min(tl.where(is_parent, other[:, None, :], NODES), 2))
-    parent = tl.where(found < node, found, _UNUSED_PARENT)
-    parent = tl.where((candidate >= 0) & (history_row == 0), 0, parent)
-    parent = tl.where(node == 0, -1, parent)
-    tl.store(parents_ptr + request.to(tl.int64) * NODES + node, parent, mask=live)
-
-
 def build_tree(parents: torch.Tensor, lengths: torch.Tensor, orphans_see_root: bool = False) -> TreeLinks:
     """See `specdec_kernels.tree.build_tree`."""
     batch, num_nodes = parents.shape
@@ -262,18 +227,6 @@ def links_from_mask(mask: torch.Tensor, lengths: torch.Tensor) -> TreeLinks:
         COLUMNS=columns, PACKED=packed, num_warps=num_warps, **blocks,
     )  # fmt: skip
     return build_tree(parents, lengths)
-
-
-def parents_from_candidates(selected: torch.Tensor, parent_list: torch.Tensor, topk: int) -> torch.Tensor:
-    """See `specdec_kernels.tree.parents_from_candidates`."""
-    batch, drafts = selected.shape
-    parents = torch.empty(batch, drafts + 1, dtype=torch.int32, device=selected.device)
-    grid, num_warps, blocks = _plan(selected, drafts + 1)
-    launch(
-        _candidate_parents_kernel, grid, selected, parent_list, parents, batch, parent_list.shape[1], topk,
-        num_warps=num_warps, **blocks,
-    )  # fmt: skip
-    return parents
 
 
 def _empty_links(lengths: torch.Tensor, num_nodes: int) -> TreeLinks:

@@ -115,46 +115,6 @@ def links_from_mask(mask: torch.Tensor, lengths: torch.Tensor, impl: str = "auto
     return reference.links_from_mask(mask, lengths)
 
 
-def parents_from_candidates(
-    selected: torch.Tensor, parent_list: torch.Tensor, topk: int, impl: str = "auto"
-) -> torch.Tensor:
-    """Parent nodes of selected candidates, in the candidate numbering of SGLang's EAGLE worker.
-
-    Entry i of `selected` becomes node i + 1. Its candidate id f lies in row r = f // topk of the drafting
-    history: row 0 hangs on the root, row r > 0 on the candidate `parent_list[b, r]`, which is looked up among
-    the selected ones (the first of equal ids). An entry is an orphan, with parent -2, when f is negative, r
-    lies beyond the list, or the parent was not selected before it; nothing else is read. With
-    `build_tree(..., orphans_see_root=True)` this gives what `build_tree_kernel_efficient` gives.
-
-    Args:
-        selected: [B, N - 1] int64, contiguous, N <= 256.
-        parent_list: [B, P] int64, contiguous; P may be 0.
-        topk: candidates a row, at least 1.
-        impl: `auto`, `triton` or `reference`.
-
-    Returns:
-        [B, N] int32: -1 for the root, then the parent node of each entry or -2.
-
-    Raises:
-        ValueError: wrong shape, dtype, strides or devices, `topk` below 1, or an unknown `impl`.
-        RuntimeError: `impl="triton"` where no kernel can run.
-    """
-    expect_shape("selected", selected, (None, None))
-    expect_shape("parent_list", parent_list, (selected.shape[0], None))
-    expect_dtype("selected", selected, torch.int64)
-    expect_dtype("parent_list", parent_list, torch.int64)
-    expect_same_device(selected=selected, parent_list=parent_list)
-    expect_contiguous(selected=selected, parent_list=parent_list)
-    expect_nodes("selected and root", selected.shape[1] + 1)
-    if topk < 1:
-        raise ValueError(f"topk: expected at least 1, got {topk}")
-    if use_triton(impl, selected):
-        import specdec_kernels.tree.kernel as kernel
-
-        return kernel.parents_from_candidates(selected, parent_list, topk)
-    return reference.parents_from_candidates(selected, parent_list, topk)
-
-
 def expect_nodes(name: str, num_nodes: int) -> None:
     """Raise ValueError unless a tree may have this many nodes."""
     if not 1 <= num_nodes <= MAX_NODES:

@@ -45,13 +45,6 @@ class DraftTopk(NamedTuple):
     tokens: torch.Tensor  # [R, k] int64
 
 
-class ExportedMask(NamedTuple):
-    """A tree mask in another system's layout."""
-
-    cells: torch.Tensor  # shape and dtype by form, see `export_mask`
-    offsets: torch.Tensor | None  # [B + 1] int64 start of each request in the flat forms, else None
-
-
 def mask_words(num_nodes: int) -> int:
     """Number of 64-bit words that hold one mask row."""
     return (num_nodes + WORD_BITS - 1) // WORD_BITS

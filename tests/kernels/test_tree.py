@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec_kernels import TreeLinks, build_chain, build_tree, links_from_mask, parents_from_candidates
+from specdec_kernels import TreeLinks, build_chain, build_tree, links_from_mask
 
 IMPLS = ["reference", "triton"]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -165,92 +165,6 @@ def test_a_first_descendant_need_not_be_a_child(impl: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(again, links, strict=True))
 
 
-def candidate_tree(
-    impl: str, selected: list[list[int]], parent_list: list[list[int]], topk: int, lengths: list[int]
-) -> TreeLinks:
-    batch = len(selected)
-    parents = parents_from_candidates(
-        torch.tensor(selected, dtype=torch.int64, device=DEVICE).reshape(batch, -1),
-        torch.tensor(parent_list, dtype=torch.int64, device=DEVICE).reshape(batch, -1),
-        topk,
-        impl=impl,
-    )
-    return build_tree(parents, torch.tensor(lengths, device=DEVICE), orphans_see_root=True, impl=impl)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_candidates_of_a_deep_tree(impl: str) -> None:
-    selected, history = [0, 4, 5, 6, 7, 24, 36], [-1, 0, 1, 2, 3, 4, 5, 6, 7, 24, 28, 20, 21]
-    links = candidate_tree(impl, [selected], [history], 4, [10])
-    assert links.first_child.tolist() == [[1, 2, -1, 6, -1, -1, 7, -1]]
-    assert links.next_sibling.tolist() == [[-1, -1, 3, 4, 5, -1, -1, -1]]
-    assert links.mask.flatten().tolist() == [1, 3, 7, 11, 19, 35, 75, 203]
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_candidates_of_two_branches(impl: str) -> None:
-    selected, history = [0, 1, 4, 8, 20, 24, 36], [-1, 0, 1, 2, 3, 4, 8, 9, 12, 20, 24, 21, 28]
-    links = candidate_tree(impl, [selected], [history], 4, [5])
-    assert links.depth.tolist() == [[0, 1, 1, 2, 2, 3, 3, 4]]
-    assert links.first_child.tolist() == [[1, 3, 4, 5, 6, 7, -1, -1]]
-    assert links.next_sibling.tolist() == [[-1, 2, -1, -1, -1, -1, -1, -1]]
-
-
-def walked(selected: list[int], history: list[int], topk: int, length: int) -> dict[str, list]:
-    """Links, positions and masks as the fixed contract of SGLang's builder states them, entry by entry."""
-    nodes = range(len(selected) + 1)
-
-    def parent(i: int) -> int | None:
-        row = selected[i - 1] // topk
-        if selected[i - 1] < 0 or row >= max(1, len(history)):
-            return None
-        if row == 0:
-            return 0
-        wanted = history[row]
-        return selected.index(wanted) + 1 if wanted >= 0 and wanted in selected[: i - 1] else None
-
-    paths = [[0]]
-    for i in nodes[1:]:
-        path, above = [i], parent(i)
-        while above:
-            path.append(above)
-            above = parent(above)
-        paths.append([*path, 0])
-    children = [[j for j in nodes[1:] if parent(j) == i] for i in nodes]
-    order = {left: right for row in children for left, right in zip(row, row[1:], strict=False)}
-    return {
-        "first_child": [min(row, default=-1) for row in children],
-        "next_sibling": [order.get(i, -1) for i in nodes],
-        "depth": [len(path) - 1 for path in paths],
-        "positions": [length + len(path) - 1 for path in paths],
-        "mask": [[word_of(path, w) for w in range(-(-len(nodes) // 64))] for path in paths],
-    }
-
-
-@st.composite
-def candidate_choices(draw: st.DrawFn) -> tuple[list[list[int]], list[list[int]], int]:
-    topk, rows = draw(st.integers(1, 4)), draw(st.integers(0, 9))
-    drafts, batch = draw(st.integers(0, 10)), draw(st.integers(1, 3))
-    ids = st.integers(-1, topk * max(1, rows) + 2)
-    any_ids = st.lists(ids, min_size=drafts, max_size=drafts)
-    selected = [sorted(draw(any_ids)) if draw(st.booleans()) else draw(any_ids) for _ in range(batch)]
-    history = [[draw(ids) for _ in range(rows)] for _ in range(batch)]
-    return selected, history, topk
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-@given(choice=candidate_choices())
-def test_any_candidates(impl: str, choice: tuple[list[list[int]], list[list[int]], int]) -> None:
-    selected, history, topk = choice
-    lengths = [7 * b for b in range(len(selected))]
-    links = candidate_tree(impl, selected, history, topk, lengths)
-    expected = [
-        walked(*row, topk, length) for row, length in zip(zip(selected, history, strict=True), lengths, strict=True)
-    ]
-    for name in TreeLinks._fields:
-        assert getattr(links, name).tolist() == [row[name] for row in expected], name
-
-
 def test_wrong_input_is_refused() -> None:
     parents, lengths = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"lengths: expected shape \[2\], got \[3\]"):
@@ -269,7 +183,3 @@ def test_wrong_input_is_refused() -> None:
         links_from_mask(torch.zeros(2, 3, 3, dtype=torch.int64), lengths)
     with pytest.raises(ValueError, match="mask: expected dtype torch.int64 or torch.bool, got torch.int32"):
         links_from_mask(torch.zeros(2, 3, 1, dtype=torch.int32), lengths)
-    with pytest.raises(ValueError, match="topk: expected at least 1, got 0"):
-        parents_from_candidates(parents.long(), parents.long(), 0)
-    with pytest.raises(ValueError, match=r"parent_list: expected shape \[2, \*\], got \[1, 3\]"):
-        parents_from_candidates(parents.long(), parents[:1].long(), 2)

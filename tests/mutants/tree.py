@@ -9,7 +9,6 @@ from tests.mutants.mutant import Mutant, parity
 _KERNEL = "specdec_kernels/tree/kernel.py"
 _SELECTION = "specdec_kernels/tree/selection_kernel.py"
 _TOPK = "specdec_kernels/tree/topk_kernel.py"
-_MASK = "specdec_kernels/tree/mask_kernel.py"
 _case = partial(parity, "tree")
 
 MUTANTS = (
@@ -122,13 +121,5 @@ MUTANTS = (
         "logit = tl.load(logits_ptr + row_offset + column, mask=column < VOCAB, other=0.0).to(tl.float32)",
         _case("topk_odd"),
         "historical: lanes past the vocabulary win against negative logits (vLLM GHSA-8wr5-jm2h-8r4f)",
-    ),
-    Mutant(
-        "export_without_the_prefix",
-        _MASK,
-        "start = request_start + row % NODES * (length + NODES)",
-        "start = request_start + row % NODES * NODES",
-        _case("full_odd"),
-        "rows of the full mask are laid out without their prefix columns",
     ),
 )

@@ -12,6 +12,7 @@ import torch
 
 from specdec_kernels.checks import expect_contiguous, expect_dtype, expect_same_device, expect_shape
 from specdec_kernels.compat.sglang import reference
+from specdec_kernels.compat.sglang.index import parents_from_candidates
 from specdec_kernels.compat.sglang.types import TreeMaskMode
 from specdec_kernels.launch import use_triton
 
@@ -58,7 +59,7 @@ def build_tree_kernel_efficient(
         ValueError: wrong shape, dtype, strides or devices, or an unknown mode.
     """
     from specdec_kernels.kv_index import row_offsets
-    from specdec_kernels.tree import build_tree, parents_from_candidates
+    from specdec_kernels.tree import build_tree
 
     batch = selected_index.shape[0]
     expect_shape("selected_index", selected_index, (None, draft_token_num - 1))

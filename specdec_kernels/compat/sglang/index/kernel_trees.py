@@ -1,52 +1,68 @@
-# mypy: ignore-errors
-"""Mask words in other layouts.
+"""Parents from candidate ids, and mask words in other layouts.
 
-The flat layouts start each request where the one before ends. One program sums the sizes once; then every program
-owns rows (or bytes) of one place and writes each cell once. Programs past the last row clear what lies between
-the total and the capacity. All places are int64: N * sum(L) passes 2^31 at long contexts.
+A parent is looked up by comparing a block of nodes with every block of nodes. The flat mask layouts start each request
+where the one before ends. One program sums the sizes once; then every program owns rows (or bytes) of one place and
+writes each cell once. Programs past the last row clear what lies between the total and the capacity. All places are
+int64: N * sum(L) passes 2^31 at long contexts.
 """
 
-from __future__ import annotations
+# mypy: ignore-errors
+# Device code: parameters are pointers and constexprs that Python's types do not describe.
 
-from dataclasses import dataclass
+from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
 
-from specdec_kernels.launch import current_chip, launch
-from specdec_kernels.tree.reference import low_bits, packed_dtype
-from specdec_kernels.tree.types import WORD_BITS, ExportedMask, mask_words
+from specdec_kernels.compat.sglang.index.configs import IndexConfig, config_of
+from specdec_kernels.compat.sglang.index.reference import low_bits, packed_dtype
+from specdec_kernels.compat.sglang.index.types import ExportedMask
+from specdec_kernels.launch import launch
+from specdec_kernels.tree.types import UNUSED_PARENT, WORD_BITS, mask_words
 
 _WORD_BITS = tl.constexpr(WORD_BITS)
+_UNUSED_PARENT = tl.constexpr(UNUSED_PARENT)
 _BYTE_BITS = 8
 _SCAN_LANES = 1024
 
 
-@dataclass(frozen=True)
-class ExportConfig:
-    """Rows and cells of a tile, programs a row, and programs that clear the tail."""
+@triton.jit(do_not_specialize=["batch", "rows", "topk"])
+def _candidate_parents_kernel(
+    selected_ptr,  # [B, N - 1] int64
+    parent_list_ptr,  # [B, rows] int64
+    parents_ptr,  # [B, N] int32
+    batch,
+    rows,
+    topk,
+    NODES: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    request = (tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B))[:, None]
+    node = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+    live = (request < batch) & (node < NODES)
+    entries = selected_ptr + request.to(tl.int64) * (NODES - 1) - 1
+    candidate = tl.load(entries + node, mask=live & (node > 0), other=-1)
+    history_row = candidate // topk
+    readable = (candidate >= 0) & (history_row > 0) & (history_row < rows)
+    place = request.to(tl.int64) * rows + history_row
+    wanted = tl.load(parent_list_ptr + place, mask=readable, other=-1)
 
-    max_rows: int
-    block_cells: int
-    splits: int
-    tail_programs: int
-    num_warps: int
-
-
-_GPU = ExportConfig(max_rows=2, block_cells=1024, splits=8, tail_programs=64, num_warps=4)
-# The interpreter pays by the program, not by the lane.
-_CONFIGS = {
-    "sm80": _GPU,
-    "sm90": _GPU,
-    "sm100": _GPU,
-    "gfx942": _GPU,
-    "interpreter": ExportConfig(max_rows=256, block_cells=1024, splits=1, tail_programs=1, num_warps=1),
-}
+    found = tl.full((BLOCK_B, BLOCK_N), NODES, tl.int32)
+    for start in range(0, NODES, BLOCK_N):
+        other = (start + tl.arange(0, BLOCK_N))[None, :]
+        id_of = tl.load(entries + other, mask=(request < batch) & (other > 0) & (other < NODES), other=-1)
+        is_parent = (id_of[:, None, :] == wanted[:, :, None]) & (wanted >= 0)[:, :, None]
+        found = tl.minimum(found, tl.min(tl.where(is_parent, other[:, None, :], NODES), 2))
+    parent = tl.where(found < node, found, _UNUSED_PARENT)
+    parent = tl.where((candidate >= 0) & (history_row == 0), 0, parent)
+    parent = tl.where(node == 0, -1, parent)
+    tl.store(parents_ptr + request.to(tl.int64) * NODES + node, parent, mask=live)
 
 
 @triton.jit(do_not_specialize=["batch"])
-def _offsets_kernel(
+def _request_starts_kernel(
     lengths_ptr,  # [B] int64
     offsets_ptr,  # [B + 1] int64
     batch,
@@ -73,7 +89,7 @@ def _clear_tail(cells_ptr, total, capacity, program, programs, BLOCK_C: tl.const
 
 
 @triton.jit
-def _sees(words_ptr, row, column, live, NODES: tl.constexpr, WORDS: tl.constexpr):
+def sees(words_ptr, row, column, live, NODES: tl.constexpr, WORDS: tl.constexpr):
     """Bit `column` of mask row `row`, 0 outside [0, N) and where not `live`."""
     inside = live & (column >= 0) & (column < NODES)
     word = tl.load(words_ptr + row * WORDS + column // _WORD_BITS, mask=inside, other=0)
@@ -111,7 +127,7 @@ def _cells_kernel(
             column = (first + tl.arange(0, BLOCK_C))[None, :]
             drafted = column - length[:, None]
             there = column < width[:, None]
-            seen = _sees(words_ptr, row[:, None], drafted, there, NODES, WORDS)
+            seen = sees(words_ptr, row[:, None], drafted, there, NODES, WORDS)
             cell = tl.where(drafted < 0, 1, seen).to(tl.uint8)
             tl.store(cells_ptr + start[:, None] + column, cell, mask=there)
     elif offsets_ptr is not None:
@@ -149,7 +165,7 @@ def _bytes_kernel(
             for bit in tl.static_range(8):
                 live = node < NODES
                 drafted = column - length
-                seen = _sees(words_ptr, request * NODES + node, drafted, live, NODES, WORDS)
+                seen = sees(words_ptr, request * NODES + node, drafted, live, NODES, WORDS)
                 value |= tl.where(live & (drafted < 0), 1, seen) << bit
                 column += 1
                 wraps = column == width
@@ -180,12 +196,27 @@ def _pack_kernel(
     tl.store(bytes_ptr + row * BYTES + place, value.to(tl.uint8), mask=row < rows)
 
 
+def parents_from_candidates(selected: torch.Tensor, parent_list: torch.Tensor, topk: int) -> torch.Tensor:
+    """See `specdec_kernels.compat.sglang.index.parents_from_candidates`."""
+    batch, drafts = selected.shape
+    parents = torch.empty(batch, drafts + 1, dtype=torch.int32, device=selected.device)
+    config = config_of(selected)
+    block_n = min(max(2, triton.next_power_of_2(drafts + 1)), config.pair_nodes)
+    block_b = min(triton.next_power_of_2(max(batch, 1)), config.pair_requests)
+    grid = (triton.cdiv(batch, block_b), triton.cdiv(drafts + 1, block_n))
+    launch(
+        _candidate_parents_kernel, grid, selected, parent_list, parents, batch, parent_list.shape[1], topk,
+        num_warps=config.num_warps, NODES=drafts + 1, BLOCK_B=block_b, BLOCK_N=block_n,
+    )  # fmt: skip
+    return parents
+
+
 def export_mask(mask: torch.Tensor, lengths: torch.Tensor, form: str, capacity: int | None) -> ExportedMask:
-    """See `specdec_kernels.tree.export_mask`."""
+    """See `specdec_kernels.compat.sglang.index.export_mask`."""
     if form == "packed":
         return ExportedMask(_packed(mask), None)
     batch, num_nodes = mask.shape[:2]
-    config = _CONFIGS[current_chip(mask)]
+    config = config_of(mask)
     if form == "query":
         cells = torch.empty(batch, num_nodes, num_nodes, dtype=torch.uint8, device=mask.device)
         _launch_cells(config, mask, None, None, cells)
@@ -193,20 +224,20 @@ def export_mask(mask: torch.Tensor, lengths: torch.Tensor, form: str, capacity: 
     cells = torch.empty(capacity, dtype=torch.uint8, device=mask.device)
     offsets = torch.empty(batch + 1, dtype=torch.int64, device=mask.device)
     unit = _BYTE_BITS if form == "flashinfer" else 1
-    launch(_offsets_kernel, (1,), lengths, offsets, batch, NODES=num_nodes, UNIT=unit, BLOCK_B=_SCAN_LANES)
+    launch(_request_starts_kernel, (1,), lengths, offsets, batch, NODES=num_nodes, UNIT=unit, BLOCK_B=_SCAN_LANES)
     if form == "full":
         _launch_cells(config, mask, lengths, offsets, cells)
         return ExportedMask(cells.view(torch.bool), offsets)
     launch(
-        _bytes_kernel, (batch + config.tail_programs, config.splits), mask, lengths, offsets, cells, batch,
-        cells.numel(), NODES=num_nodes, WORDS=mask_words(num_nodes), SPLITS=config.splits,
-        BLOCK_C=config.block_cells, num_warps=config.num_warps,
+        _bytes_kernel, (batch + config.tail_programs, config.mask_splits), mask, lengths, offsets, cells, batch,
+        cells.numel(), NODES=num_nodes, WORDS=mask_words(num_nodes), SPLITS=config.mask_splits,
+        BLOCK_C=config.mask_cells, num_warps=config.num_warps,
     )  # fmt: skip
     return ExportedMask(cells, offsets)
 
 
 def _launch_cells(
-    config: ExportConfig,
+    config: IndexConfig,
     mask: torch.Tensor,
     lengths: torch.Tensor | None,
     offsets: torch.Tensor | None,
@@ -215,9 +246,9 @@ def _launch_cells(
     """A byte a cell; without `lengths` there is no prefix, rows follow each other and nothing is left over."""
     batch, num_nodes = mask.shape[:2]
     rows = batch * num_nodes
-    block_c = config.block_cells if lengths is not None else max(2, triton.next_power_of_2(num_nodes))
-    splits = config.splits if lengths is not None else 1
-    block_r = max(2, min(triton.next_power_of_2(max(rows, 1)), config.max_rows))
+    block_c = config.mask_cells if lengths is not None else max(2, triton.next_power_of_2(num_nodes))
+    splits = config.mask_splits if lengths is not None else 1
+    block_r = max(2, min(triton.next_power_of_2(max(rows, 1)), config.mask_rows))
     row_programs = triton.cdiv(rows, block_r)
     tail_programs = config.tail_programs if lengths is not None else 0
     launch(
