@@ -71,51 +71,77 @@ _RUN_TIME_SIZES = [
 
 
 @triton.jit
-def _attend(
-    q_ptr,
-    kv_ptr,
-    table_ptr,
-    lengths_ptr,
-    q_lens_ptr,
-    mask_ptr,
-    depths_ptr,
-    row_depths_ptr,
-    sinks_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    out_ptr,
-    lse_ptr,
-    request,  # int64
-    tile,
-    split_begin,
-    split_end,
-    part,  # int64, where its partial result goes
-    kv_head,
-    num_nodes,
-    num_pages,
-    num_slots,
-    max_length,
-    window,
-    table_stride,
-    score_scale,
-    value_scale,
-    soft_cap,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    H_KV: tl.constexpr,
-    GROUP: tl.constexpr,
-    PAGE: tl.constexpr,
-    MODE: tl.constexpr,
-    WORDS: tl.constexpr,
-    ALL_SLOTS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    FP8: tl.constexpr,
-    POLYNOMIAL: tl.constexpr,
-    LAZY: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+def _split_range(lengths_ptr, q_lens_ptr, request, split, cut, SPLIT: tl.constexpr, ALL_SLOTS: tl.constexpr):
+    """(first key, past the last key, number of splits) of a request's split; zeros and one where keys are not split."""
+    num_nodes, num_slots, split_tokens, first_splits, max_splits, max_length, window = cut
+    if SPLIT:
+        length = tl.load(lengths_ptr + request).to(tl.int32)
+        used = used_rows(q_lens_ptr, request, num_nodes)
+        end = key_end(length, used, num_slots, max_length, ALL_SLOTS)
+        tokens, first, live = split_layout(length, end, split_tokens, first_splits, max_splits, window)
+        # The last split ends with the keys.
+        split_end = tl.where(split + 1 < live, (first + split + 1) * tokens, end)
+        return (first + split) * tokens, split_end, live
+    else:
+        return 0, 0, 1
+
+
+@triton.jit
+def _rows_and_dims(rows_valid, dims, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """[rows, BLOCK_D or 1] mask of the entries that exist in memory."""
+    if D != BLOCK_D:
+        return rows_valid[:, None] & (dims < D)[None, :]
+    else:
+        return rows_valid[:, None]
+
+
+@triton.jit
+def _write_rows(
+    out_ptr, lse_ptr, sinks_ptr, out, lse, total, rows, nodes, dims, out_rows, part_rows, used, num_nodes, first_head,
+    SHAPE: tl.constexpr, SPLIT: tl.constexpr,
 ):
-    """One item and KV head; arguments as in `_attention_kernel`."""
+    """Store the tile's rows: a partial result with SPLIT, else the final one, its sink included."""
+    D: tl.constexpr = SHAPE[0]
+    BLOCK_D: tl.constexpr = SHAPE[1]
+    GROUP: tl.constexpr = SHAPE[3]
+    if SPLIT:
+        out_rows += part_rows
+        written = nodes < used
+    else:
+        written = nodes < num_nodes
+        if sinks_ptr is not None:
+            # As the merge has it for one split, to the bit.
+            sink = tl.load(sinks_ptr + first_head + rows % GROUP) * _LOG2_E
+            sink = tl.where(nodes < used, sink, float("-inf"))
+            out, top, total = fold_sink(out, lse, tl.where(total > 0.0, 1.0, 0.0), sink)
+            out = out * inverse_or_zero(total)[:, None]
+            lse = log2_sum(top, total)
+    out_written = _rows_and_dims(written, dims, D, BLOCK_D)
+    narrow = out.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + out_rows[:, None] * D + dims[None, :], narrow, mask=out_written)
+    if lse_ptr is not None:
+        if not SPLIT:
+            lse = lse * LN_2
+        tl.store(lse_ptr + out_rows, lse, mask=written)
+
+
+@triton.jit
+def _attend(
+    tensors, item, sizes, scales,
+    SHAPE: tl.constexpr, MODE: tl.constexpr, WORDS: tl.constexpr, ALL_SLOTS: tl.constexpr, SPLIT: tl.constexpr,
+    FP8: tl.constexpr, POLYNOMIAL: tl.constexpr, LAZY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    """One item and KV head; the tuples are as `_attention_kernel` packs them."""
+    D: tl.constexpr = SHAPE[0]
+    BLOCK_D: tl.constexpr = SHAPE[1]
+    H_KV: tl.constexpr = SHAPE[2]
+    GROUP: tl.constexpr = SHAPE[3]
+    PAGE: tl.constexpr = SHAPE[4]
+    q_ptr, kv_ptr, table_ptr, lengths_ptr, q_lens_ptr, mask_ptr, depths_ptr, row_depths_ptr = tensors[:8]
+    sinks_ptr, k_scale_ptr, v_scale_ptr, out_ptr, lse_ptr = tensors[8:]
+    request, tile, split_begin, split_end, part, kv_head = item
+    num_nodes, num_pages, num_slots, max_length, window, table_stride = sizes
+    score_scale, value_scale, soft_cap = scales
     length = tl.load(lengths_ptr + request).to(tl.int32)
     used = used_rows(q_lens_ptr, request, num_nodes)
     end = key_end(length, used, num_slots, max_length, ALL_SLOTS)
@@ -143,9 +169,7 @@ def _attend(
 
     dims = tl.arange(0, BLOCK_D)
     out_rows = (request * num_nodes + nodes) * (H_KV * GROUP) + kv_head * GROUP + rows % GROUP
-    q_loaded = (nodes < used)[:, None]
-    if D != BLOCK_D:
-        q_loaded = q_loaded & (dims < D)[None, :]
+    q_loaded = _rows_and_dims(nodes < used, dims, D, BLOCK_D)
     q = tl.load(q_ptr + out_rows[:, None] * D + dims[None, :], mask=q_loaded, other=0.0)
     if k_scale_ptr is not None:
         score_scale *= tl.load(k_scale_ptr + kv_head)
@@ -162,9 +186,7 @@ def _attend(
     pages = page_ids(table_row, begin + columns, stop, PAGE)
     for start in tl.range(begin, stop, BLOCK_N):
         positions = start + columns
-        stored = (positions < stop)[:, None]
-        if D != BLOCK_D:
-            stored = stored & (dims < D)[None, :]
+        stored = _rows_and_dims(positions < stop, dims, D, BLOCK_D)
         offsets = (pages.to(tl.int64) * PAGE + positions % PAGE)[:, None] * (H_KV * D) + dims[None, :]
         pages = page_ids(table_row, positions + BLOCK_N, stop, PAGE)
         keys = widen(tl.load(key_ptr + offsets, mask=stored, other=0.0), q, FP8)
@@ -189,29 +211,14 @@ def _attend(
     total = tl.where(nodes < used, total, 0.0)
     out = acc * (value_scale * inverse_or_zero(total))[:, None]
     lse = log2_sum(top, total)
-    if SPLIT:
-        out_rows += (part - request) * num_nodes * (H_KV * GROUP)
-        written = nodes < used
-    else:
-        written = nodes < num_nodes
-        if sinks_ptr is not None:
-            # As the merge has it for one split, to the bit.
-            sink = tl.load(sinks_ptr + kv_head * GROUP + rows % GROUP) * _LOG2_E
-            sink = tl.where(nodes < used, sink, float("-inf"))
-            out, top, total = fold_sink(out, lse, tl.where(total > 0.0, 1.0, 0.0), sink)
-            out = out * inverse_or_zero(total)[:, None]
-            lse = log2_sum(top, total)
-    out_written = written[:, None]
-    if D != BLOCK_D:
-        out_written = out_written & (dims < D)[None, :]
-    narrow = out.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + out_rows[:, None] * D + dims[None, :], narrow, mask=out_written)
-    if lse_ptr is not None:
-        if not SPLIT:
-            lse = lse * LN_2
-        tl.store(lse_ptr + out_rows, lse, mask=written)
+    part_rows = (part - request) * num_nodes * (H_KV * GROUP)
+    _write_rows(
+        out_ptr, lse_ptr, sinks_ptr, out, lse, total, rows, nodes, dims, out_rows, part_rows, used, num_nodes,
+        kv_head * GROUP, SHAPE, SPLIT,
+    )  # fmt: skip
 
 
+# Plain arguments although there are many: a tuple would be specialised as a whole, for every batch and length anew.
 @triton.jit(do_not_specialize=_RUN_TIME_SIZES)
 def _attention_kernel(
     q_ptr,  # [B, N, H, D]
@@ -225,9 +232,9 @@ def _attention_kernel(
     sinks_ptr,  # [H] float32 or None
     k_scale_ptr,  # [H_KV] float32 or None
     v_scale_ptr,  # [H_KV] float32 or None
-    items_ptr,  # [capacity, 3] int32 of a plan or None
-    offsets_ptr,  # [B + 1] int32 of a plan or None
-    num_items_ptr,  # [1] int32 of a plan or None
+    items_ptr,  # [capacity, 3] int32 of a work list or None
+    offsets_ptr,  # [B + 1] int32 of a work list or None
+    num_items_ptr,  # [1] int32 of a work list or None
     out_ptr,  # [B, N, H, D], with SPLIT [partial results, N, H, D]
     lse_ptr,  # [B, N, H] float32 natural or None, with SPLIT [partial results, N, H] base 2
     num_nodes,
@@ -263,72 +270,27 @@ def _attention_kernel(
         # Launched while the kernel before still runs; the merge may be launched while this one does.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    tensors = (q_ptr, kv_ptr, table_ptr, lengths_ptr, q_lens_ptr, mask_ptr, depths_ptr, row_depths_ptr, sinks_ptr,
+               k_scale_ptr, v_scale_ptr, out_ptr, lse_ptr)  # fmt: skip
+    cut = (num_nodes, num_slots, split_tokens, first_splits, max_splits, max_length, window)
+    sizes = (num_nodes, num_pages, num_slots, max_length, window, table_stride)
+    scales = (score_scale, value_scale, soft_cap)
+    SHAPE: tl.constexpr = (D, BLOCK_D, H_KV, GROUP, PAGE)
     if items_ptr is None:
         num_tiles = (num_nodes * GROUP + BLOCK_M - 1) // BLOCK_M
-        item = tl.program_id(0) // H_KV
-        kv_head = tl.program_id(0) % H_KV
+        index = tl.program_id(0) // H_KV
         # The last tile of a causal prefill has the most keys, so it starts first.
-        tile = num_tiles - 1 - item % num_tiles
-        split = item // num_tiles % num_splits
-        request = (item // num_tiles // num_splits).to(tl.int64)
+        tile = num_tiles - 1 - index % num_tiles
+        split = index // num_tiles % num_splits
+        request = (index // num_tiles // num_splits).to(tl.int64)
+        begin, end, live = _split_range(lengths_ptr, q_lens_ptr, request, split, cut, SPLIT, ALL_SLOTS)
         if SPLIT:
             # The merge reads only the splits that a request has.
-            length = tl.load(lengths_ptr + request).to(tl.int32)
-            used = used_rows(q_lens_ptr, request, num_nodes)
-            end = key_end(length, used, num_slots, max_length, ALL_SLOTS)
-            tokens, first, live = split_layout(length, end, split_tokens, first_splits, max_splits, window)
             if split >= live:
                 return
-            split_begin, split_end = (first + split) * tokens, (first + split + 1) * tokens
-            # The last split ends with the keys.
-            split_end = tl.where(split + 1 < live, split_end, end)
-        else:
-            split_begin, split_end = 0, 0
-        part = request * num_splits + split
-        _attend(
-            q_ptr,
-            kv_ptr,
-            table_ptr,
-            lengths_ptr,
-            q_lens_ptr,
-            mask_ptr,
-            depths_ptr,
-            row_depths_ptr,
-            sinks_ptr,
-            k_scale_ptr,
-            v_scale_ptr,
-            out_ptr,
-            lse_ptr,
-            request,
-            tile,
-            split_begin,
-            split_end,
-            part,
-            kv_head,
-            num_nodes,
-            num_pages,
-            num_slots,
-            max_length,
-            window,
-            table_stride,
-            score_scale,
-            value_scale,
-            soft_cap,
-            D,
-            BLOCK_D,
-            H_KV,
-            GROUP,
-            PAGE,
-            MODE,
-            WORDS,
-            ALL_SLOTS,
-            SPLIT,
-            FP8,
-            POLYNOMIAL,
-            LAZY,
-            BLOCK_M,
-            BLOCK_N,
-        )
+        item = (request, tile, begin, end, request * num_splits + split, tl.program_id(0) % H_KV)
+        _attend(tensors, item, sizes, scales, SHAPE, MODE, WORDS, ALL_SLOTS, SPLIT, FP8, POLYNOMIAL, LAZY,
+                BLOCK_M, BLOCK_N)  # fmt: skip
     else:
         work_end = tl.load(num_items_ptr) * H_KV
         for work in tl.range(tl.program_id(0), work_end, tl.num_programs(0)):
@@ -337,60 +299,10 @@ def _attention_kernel(
             tile = tl.load(entry + 1)
             split = tl.load(entry + 2)
             part = (tl.load(offsets_ptr + request) + split).to(tl.int64)
-            if SPLIT:
-                length = tl.load(lengths_ptr + request).to(tl.int32)
-                used = used_rows(q_lens_ptr, request, num_nodes)
-                end = key_end(length, used, num_slots, max_length, ALL_SLOTS)
-                tokens, first, live = split_layout(length, end, split_tokens, first_splits, max_splits, window)
-                split_begin, split_end = (first + split) * tokens, (first + split + 1) * tokens
-                # The last split ends with the keys.
-                split_end = tl.where(split + 1 < live, split_end, end)
-            else:
-                split_begin, split_end = 0, 0
-            _attend(
-                q_ptr,
-                kv_ptr,
-                table_ptr,
-                lengths_ptr,
-                q_lens_ptr,
-                mask_ptr,
-                depths_ptr,
-                row_depths_ptr,
-                sinks_ptr,
-                k_scale_ptr,
-                v_scale_ptr,
-                out_ptr,
-                lse_ptr,
-                request,
-                tile,
-                split_begin,
-                split_end,
-                part,
-                work % H_KV,
-                num_nodes,
-                num_pages,
-                num_slots,
-                max_length,
-                window,
-                table_stride,
-                score_scale,
-                value_scale,
-                soft_cap,
-                D,
-                BLOCK_D,
-                H_KV,
-                GROUP,
-                PAGE,
-                MODE,
-                WORDS,
-                ALL_SLOTS,
-                SPLIT,
-                FP8,
-                POLYNOMIAL,
-                LAZY,
-                BLOCK_M,
-                BLOCK_N,
-            )
+            begin, end, _ = _split_range(lengths_ptr, q_lens_ptr, request, split, cut, SPLIT, ALL_SLOTS)
+            item = (request, tile, begin, end, part, work % H_KV)
+            _attend(tensors, item, sizes, scales, SHAPE, MODE, WORDS, ALL_SLOTS, SPLIT, FP8, POLYNOMIAL, LAZY,
+                    BLOCK_M, BLOCK_N)  # fmt: skip
 
 
 def paged_attention(

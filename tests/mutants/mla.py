@@ -21,8 +21,8 @@ MUTANTS = (
     Mutant(
         "mla_dropped_split",
         _KERNEL,
-        "live = (_last_key(length, used, tree_width, max_length) + split_tokens - 1) // split_tokens",
-        "live = _last_key(length, used, tree_width, max_length) // split_tokens",
+        "live = (key_end(length, used, num_slots, max_length, ALL_SLOTS) + split_tokens - 1) // split_tokens",
+        "live = key_end(length, used, num_slots, max_length, ALL_SLOTS) // split_tokens",
         _case("splits"),
         "the last, partial split never reaches the merge",
     ),
