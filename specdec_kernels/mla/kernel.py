@@ -8,8 +8,9 @@
     split     each split of `split_tokens` keys leaves (out, lse) in float32; a second kernel merges
               out = sum_s 2^(lse_s - lse) out_s with 2^lse = sum_s 2^lse_s; a single split writes its own output
 
-Page numbers are loaded one tile ahead, as in `specdec_kernels.attention`. A tile of latents is loaded once and used twice, as keys and as values. A latent size that is no power of two is cut
-into its largest power of two and a padded rest, each with its own accumulator.
+Page numbers are loaded one tile ahead, as in `specdec_kernels.attention`. A tile of latents is loaded once and used
+twice, as keys and as values. A latent size that is no power of two is cut into its largest power of two and a padded
+rest, each with its own accumulator.
 
 Sources: MLA in absorbed form (arXiv 2405.04434), FlashMLA's split scheduling, Flash-Decoding; bit masks limited to
 the draft block as in `specdec_kernels.attention`.
@@ -36,6 +37,7 @@ from specdec_kernels.attention.device import (
 )
 from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.mla.configs import blocks, merge_config, mla_config
+
 
 @triton.jit
 def _softmax_step(scores, top, total):
