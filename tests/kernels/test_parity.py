@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from importlib import import_module
-from inspect import Parameter, isfunction, signature
+from inspect import Parameter, isclass, signature
 from typing import Any
 
 import pytest
@@ -140,7 +140,7 @@ def _takes_float64(family: str) -> bool:
 
 def has_kernel(public: Any) -> bool:
     """Functions with two implementations take inputs by position and an `impl`."""
-    if not isfunction(public):
+    if not callable(public) or isclass(public):
         return False
     parameters = signature(public).parameters
     return "impl" in parameters and next(iter(parameters.values())).kind is not Parameter.KEYWORD_ONLY
