@@ -155,21 +155,15 @@ class Engine:
         return Session(self, needs)
 
     def check(self, request: Request) -> None:
-        name, total = f"request {request.id}", len(request.prompt_ids) + request.max_new_tokens
-        vocab = self.resources.target.config.vocab_size
-        if not request.prompt_ids:
-            raise EngineError(f"{name}: the prompt has no tokens")
-        if (problem := request.problem(vocab)) is not None:
+        name, new_tokens = f"request {request.id}", request.sampling.max_new_tokens
+        if (problem := request.problem(self.resources.target.config.vocab_size)) is not None:
             raise EngineError(f"{name}: {problem}")
-        if total > self._limit:
+        if request.max_length > self._limit:
             raise EngineError(
-                f"{name}: prompt of {len(request.prompt_ids)} tokens + {request.max_new_tokens} new tokens = {total} "
+                f"{name}: prompt of {len(request.prompt_ids)} tokens + {new_tokens} new tokens = {request.max_length} "
                 f"is longer than the context of {self._limit} tokens; shorten the prompt or lower "
                 "sampling.max_new_tokens"
             )
-        strangers = [token for token in request.prompt_ids if not 0 <= token < vocab]
-        if strangers:
-            raise EngineError(f"{name}: prompt tokens outside the vocabulary of {vocab}: {strangers[:5]}")
         if self.pages_for(request) > self.allocator.num_pages:
             raise EngineError(
                 f"{name}: needs {self.pages_for(request)} pages of {self.resources.page_size} tokens, the KV pool "
@@ -177,5 +171,4 @@ class Engine:
             )
 
     def pages_for(self, request: Request) -> int:
-        slots = len(request.prompt_ids) + request.max_new_tokens + self._overshoot
-        return -(-slots // self.resources.page_size)
+        return -(-(request.max_length + self._overshoot) // self.resources.page_size)

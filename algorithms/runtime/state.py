@@ -62,13 +62,14 @@ class PenaltyState:
         return list(vars(self).values())
 
     def fill(self, row: int, request: Request) -> None:
-        self.repetition[row] = request.repetition_penalty
-        self.presence[row] = request.presence_penalty
-        self.frequency[row] = request.frequency_penalty
+        sampling = request.sampling
+        self.repetition[row] = sampling.repetition_penalty
+        self.presence[row] = sampling.presence_penalty
+        self.frequency[row] = sampling.frequency_penalty
         for tensor in (self.output_counts, self.prompt_seen, self.bias):
             tensor[row] = 0
         self.prompt_seen[row, torch.tensor(request.prompt_ids, device=self.bias.device)] = True
-        for token, bias in request.logit_bias.items():
+        for token, bias in sampling.logit_bias.items():
             self.bias[row, token] = bias
 
 
@@ -103,9 +104,9 @@ class BatchState:
         # Entries past the request's pages are page 0: never read, but a valid address.
         self.page_table[row] = 0
         self.page_table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32).to(self._device)
-        sampling = self.sampling
-        sampling.temperature[row], sampling.seeds[row] = request.temperature, request.seed
-        sampling.top_k[row], sampling.top_p[row], sampling.min_p[row] = request.top_k, request.top_p, request.min_p
+        tensors, params = self.sampling, request.sampling
+        tensors.temperature[row], tensors.seeds[row] = params.temperature, params.seed
+        tensors.top_k[row], tensors.top_p[row], tensors.min_p[row] = params.top_k, params.top_p, params.min_p
         if self.penalties is not None:
             self.penalties.fill(row, request)
 

@@ -36,9 +36,9 @@ class SamplingNeeds:
     def of(cls, requests: Iterable[Request]) -> SamplingNeeds:
         asked = list(requests)
         return cls(
-            sampled=any(r.temperature > 0 for r in asked),
-            filtered=any(r.filtered for r in asked),
-            penalised=any(r.penalised for r in asked),
+            sampled=any(r.sampling.temperature > 0 for r in asked),
+            filtered=any(r.sampling.filtered for r in asked),
+            penalised=any(r.sampling.penalised for r in asked),
         )
 
     def covers(self, other: SamplingNeeds) -> bool:

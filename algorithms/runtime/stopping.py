@@ -31,13 +31,13 @@ def extend(
 def _reason(request: Request, completion: Completion, decode: Callable[[Sequence[int]], str]) -> str:
     if request.ends_at(completion.token_ids[-1]):
         return "stop_token"
-    if request.stop_strings and _first_stop(request, decode(completion.token_ids)) is not None:
+    if request.sampling.stop_strings and _first_stop(request, decode(completion.token_ids)) is not None:
         return "stop_string"
-    return "length" if len(completion.token_ids) >= request.max_new_tokens else ""
+    return "length" if len(completion.token_ids) >= request.sampling.max_new_tokens else ""
 
 
 def _first_stop(request: Request, text: str) -> int | None:
-    hits = [at for at in (text.find(stop) for stop in request.stop_strings) if at >= 0]
+    hits = [at for at in (text.find(stop) for stop in request.sampling.stop_strings) if at >= 0]
     return min(hits, default=None)
 
 

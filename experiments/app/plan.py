@@ -69,7 +69,7 @@ class Setup:
 
 def longest(requests: Sequence[Request]) -> int:
     """Tokens of the longest request, prompt and answer."""
-    return max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
+    return max(request.max_length for request in requests)
 
 
 def resolve_hardware(runtime: RuntimeConfig) -> Hardware:
@@ -200,19 +200,12 @@ def make_requests(config: GenerateConfig, prompts: PromptSet, tokenizer: Tokeniz
         Request(
             id=index,
             prompt_ids=tuple(prompt.encode(tokenizer)),
-            max_new_tokens=sampling.max_new_tokens,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            logit_bias=dict(sampling.logit_bias),
-            ignore_eos=sampling.ignore_eos,
-            seed=sampling.seed * SEED_STRIDE + index,
+            sampling=replace(
+                sampling,
+                seed=sampling.seed * SEED_STRIDE + index,
+                stop_strings=(*prompt.stop_strings, *sampling.stop_strings),
+            ),
             eos_token_ids=tokenizer.eos_ids,
-            stop_strings=(*prompt.stop_strings, *sampling.stop_strings),
         )
         for index, prompt in enumerate(prompts.prompts)
     ]

@@ -7,7 +7,6 @@ imported: this module and everything it imports stay free of torch.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +15,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from algorithms.runtime.sampling_params import SamplingParams
 from experiments.app.errors import UserError
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
@@ -57,42 +57,6 @@ class ModelConfig:
     def drafter_of(self, algo: str) -> str | None:
         """Where the drafter of `algo` is, if anywhere."""
         return self.draft_path or self.drafts.get(algo)
-
-
-@dataclass
-class SamplingConfig:
-    """Parameters of every request, see `algorithms.runtime.request.Request`.
-
-    `temperature` 0 is greedy. `logit_bias` maps token ids to what is added to their logits. Request i draws from a
-    stream that depends on `seed` and i alone.
-    """
-
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    seed: int = 0
-    ignore_eos: bool = False
-    stop_strings: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        expect_at_least("sampling.max_new_tokens", self.max_new_tokens, 1)
-        expect_at_least("sampling.temperature", self.temperature, 0)
-        expect_between("sampling.top_k", self.top_k, 0, LARGEST_INT32)
-        expect_between("sampling.top_p", self.top_p, 0, 1, above=True)
-        expect_between("sampling.min_p", self.min_p, 0, 1)
-        expect_between("sampling.repetition_penalty", self.repetition_penalty, 0, math.inf, above=True)
-        expect_at_least("sampling.seed", self.seed, 0)
-        for name in ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty"):
-            if not math.isfinite(getattr(self, name)):
-                raise ValueError(f"sampling.{name} must be finite, got {getattr(self, name)}")
-        if "" in self.stop_strings:
-            raise ValueError("sampling.stop_strings must not hold an empty string: it would stop every request at once")
 
 
 @dataclass
@@ -175,7 +139,7 @@ class GenerateConfig:
     backend: Any = MISSING
     model: ModelConfig = MISSING
     data: Any = MISSING
-    sampling: SamplingConfig = MISSING
+    sampling: SamplingParams = MISSING
     runtime: RuntimeConfig = MISSING
     tracker: TrackerConfig = MISSING
     paths: PathsConfig = MISSING
@@ -227,7 +191,7 @@ def register() -> None:
     fixed = {
         "generate": GenerateConfig,
         "model": ModelConfig,
-        "sampling": SamplingConfig,
+        "sampling": SamplingParams,
         "runtime": RuntimeConfig,
         "tracker": TrackerConfig,
         "paths": PathsConfig,

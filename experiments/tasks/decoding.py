@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -32,7 +32,7 @@ class Decoded:
 
     def comparable(self, requests: Sequence[Request]) -> bool:
         """Whether the tokens must be those of autoregressive decoding, and not only of the same law."""
-        return self.rule == "target_only" or all(request.temperature == 0 for request in requests)
+        return self.rule == "target_only" or all(request.sampling.temperature == 0 for request in requests)
 
 
 def baseline_config() -> Any:
@@ -58,7 +58,9 @@ def decode(
     with user_errors(EngineError):
         # Compilation and first imports are no part of a step: they are paid here, before the clock runs.
         for count, tokens in warm_up_sizes(setup.hardware.label == "triton", config.runtime.max_batch):
-            engine.generate([replace(r, max_new_tokens=min(tokens, r.max_new_tokens)) for r in asked[:count]])
+            engine.generate(
+                [r.with_sampling(max_new_tokens=min(tokens, r.sampling.max_new_tokens)) for r in asked[:count]]
+            )
         engine.forget()
         with step_progress(console, label or algo.name, len(asked)) as on_step:
             generation = engine.generate(asked, on_step)

@@ -112,7 +112,7 @@ def request_records(setup: Setup, ours: Generation, plain: Generation | None) ->
                 "id": request.id,
                 "prompt": prompt.text,
                 "num_prompt_tokens": len(request.prompt_ids),
-                "seed": request.seed,
+                "seed": request.sampling.seed,
                 **{key: value for key, value in asdict(completion).items() if key != "request_id"},
                 "answer": prompt.answer,
                 "correct": score(prompt, completion.text) if score else None,

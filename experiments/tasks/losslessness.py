@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from algorithms.runtime.request import Request
+from algorithms.runtime.sampling_params import SamplingParams
 from experiments.app.distributed import load_shared, output_folder
 from experiments.app.errors import UserError
 from experiments.app.plan import Setup, check_combination, check_drafters, prepare, resolve_hardware
@@ -147,7 +148,7 @@ class _Checks:
             asked = self._requests(turn)
             ours = self._decode(algo, asked, page, batch)
             rule = ours.rule
-            exact = [i for i, r in enumerate(asked) if rule == "target_only" or r.temperature == 0]
+            exact = [i for i, r in enumerate(asked) if rule == "target_only" or r.sampling.temperature == 0]
             plain = self._plain(turn, page, batch).generation.completions
             pairs = [(ours.generation.completions[i], plain[i]) for i in exact]
             proof = figures.lossless([a for a, _ in pairs], [b for _, b in pairs])
@@ -181,10 +182,9 @@ class _Checks:
         each time. Behind the first turns over all sizes everything is sampled."""
         settings = len(self._task.page_sizes) * len(self._task.batches)
         return [
-            replace(
-                r,
+            r.with_sampling(
                 temperature=self._task.temperature if (r.id + turn) % 2 or turn >= settings else 0.0,
-                seed=r.seed + SEED_STEP * turn,
+                seed=r.sampling.seed + SEED_STEP * turn,
             )
             for r in self._setup.requests
         ]
@@ -209,7 +209,7 @@ class _Checks:
         if self._setup.hardware.label == "triton-interpreter":
             return None
         low = self._low_setup()
-        asked = [replace(r, temperature=0.0) for r in self._setup.requests]
+        asked = [r.with_sampling(temperature=0.0) for r in self._setup.requests]
         page, batch = self._task.page_sizes[-1], self._task.batches[-1]
         ours = self._decode(algo, asked, page, batch, low).generation.completions
         if self._low_plain is None:
@@ -242,12 +242,10 @@ class _Checks:
         bare = Request(
             id=0,
             prompt_ids=request.prompt_ids,
-            max_new_tokens=2,
-            temperature=temperature,
-            top_k=LAW_TOP_K,
+            sampling=SamplingParams(max_new_tokens=2, temperature=temperature, top_k=LAW_TOP_K),
             eos_token_ids=request.eos_token_ids,
         )
-        asked = [replace(bare, id=i, seed=i) for i in range(draws)]
+        asked = [replace(bare.with_sampling(seed=i), id=i) for i in range(draws)]
         batch = max(self._task.batches + [32])
         drawn = self._decode(algo, asked, self._task.page_sizes[-1], batch).generation.completions
         counts = Counter(tuple(c.token_ids) for c in drawn)

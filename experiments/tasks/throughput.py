@@ -75,7 +75,10 @@ def measure_level(config: GenerateConfig, setup: Setup, concurrency: int, consol
 def repeated(requests: Sequence[Request], count: int) -> list[Request]:
     """`count` requests: the prompts in turn, each time with another seed."""
     rounds = [(turn, request) for turn in range(-(-count // len(requests))) for request in requests][:count]
-    return [replace(r, id=i, seed=r.seed + turn * len(requests)) for i, (turn, r) in enumerate(rounds)]
+    return [
+        replace(r.with_sampling(seed=r.sampling.seed + turn * len(requests)), id=i)
+        for i, (turn, r) in enumerate(rounds)
+    ]
 
 
 def level_row(setup: Setup, method: str, concurrency: int, decoded: Decoded, asked: Sequence[Request]) -> Row:

@@ -27,10 +27,11 @@ from algorithms.runtime.algorithm import Algorithm
 from algorithms.runtime.engine import Engine
 from algorithms.runtime.models.loading import Target, load_target
 from algorithms.runtime.request import Completion, Request
+from algorithms.runtime.sampling_params import SamplingParams
 from algorithms.runtime.session import ABORTED, Session
 from algorithms.runtime.step import SamplingNeeds
 from experiments.app.schema import REPO_ROOT
-from tests.algorithms.toy import Setup, autoregressive, engine_of, spell
+from tests.algorithms.toy import Setup, autoregressive, changed, engine_of, spell
 
 CANARY = 777.0
 STRETCH = 250
@@ -53,7 +54,7 @@ def learn(target: Target, asked: Sequence[Request], setup: Setup) -> list[tuple[
     """Each request with its autoregressive answer, which must run to its full length."""
     engine = engine_of(autoregressive(target), replace(setup, max_batch=8, num_pages=None), target)
     written = [completion.token_ids for completion in engine.generate(asked).completions]
-    assert all(len(ids) == request.max_new_tokens for request, ids in zip(asked, written, strict=True))
+    assert all(len(ids) == request.sampling.max_new_tokens for request, ids in zip(asked, written, strict=True))
     return list(zip(asked, written, strict=True))
 
 
@@ -106,7 +107,7 @@ class Soak:
     def _draw(self) -> tuple[Request, list[int]]:
         """A known request with an end of its own, and what it is to write."""
         request, written = self._random.choice(self._world.known)
-        chance, length = self._random.random(), self._random.randint(1, request.max_new_tokens)
+        chance, length = self._random.random(), self._random.randint(1, request.sampling.max_new_tokens)
         stop: dict[str, Any] = {}
         if chance < 0.4:
             stop = {"stop_token_ids": frozenset({self._random.choice(list(written))})}
@@ -114,7 +115,7 @@ class Soak:
             at = self._random.randrange(len(written) - 1)
             stop = {"stop_strings": (spell(written[at : at + 2]),)}
         self._next_id += 1
-        drawn = replace(request, id=self._next_id, max_new_tokens=length, **stop)
+        drawn = changed(request, id=self._next_id, max_new_tokens=length, **stop)
         ends = next(n for n in range(1, length + 1) if n == length or _stops(drawn, written[:n]))
         return drawn, list(written[:ends])
 
@@ -207,11 +208,11 @@ class Soak:
 
 def _stops(request: Request, text: Sequence[int]) -> bool:
     """Whether `text` ends with its stop token or holds its stop string."""
-    return text[-1] in request.stop_token_ids or any(stop in spell(text) for stop in request.stop_strings)
+    return text[-1] in request.stop_token_ids or any(stop in spell(text) for stop in request.sampling.stop_strings)
 
 
 def _largest(world: World) -> Request:
-    return max((request for request, _ in world.known), key=lambda r: len(r.prompt_ids) + r.max_new_tokens)
+    return max((request for request, _ in world.known), key=lambda r: r.max_length)
 
 
 def varied(request: Request, vocab: int) -> Request:
@@ -223,7 +224,7 @@ def varied(request: Request, vocab: int) -> Request:
         {"repetition_penalty": 1.3, "frequency_penalty": 0.4},
         {"temperature": 0.7, "min_p": 0.05, "presence_penalty": 0.6, "logit_bias": {vocab // 2: 2.0}},
     )
-    return replace(request, ignore_eos=True, **changes[request.id % len(changes)])
+    return changed(request, ignore_eos=True, **changes[request.id % len(changes)])
 
 
 TINY = REPO_ROOT / "assets/tiny"
@@ -250,7 +251,8 @@ def tiny_world(tokens: int = 40) -> World:
     target, tokenizer = load_target(TINY / "target", "cpu", torch.float32), Tokenizer.load(TINY / "target")
     prompts = [p.encode(tokenizer)[-48:] for name in ("arithmetic", "code") for p in load_prompt_set(name, 20).prompts]
     vocab = target.config.vocab_size
-    asked = [varied(Request(i, tuple(ids), tokens, seed=i), vocab) for i, ids in enumerate(prompts)]
+    params = [SamplingParams(max_new_tokens=tokens, seed=seed) for seed in range(len(prompts))]
+    asked = [varied(Request(i, tuple(ids), params[i]), vocab) for i, ids in enumerate(prompts)]
     longest = max(len(request.prompt_ids) for request in asked) + tokens
 
     def maker(method: str) -> Callable[[], Algorithm]:

@@ -30,7 +30,7 @@ from tests.algorithms.drafters import (
     eagle_head,
     load_random_drafters,
 )
-from tests.algorithms.toy import CONFIG, Setup, answers, random_drafter, requests, run
+from tests.algorithms.toy import CONFIG, Setup, answers, changed, random_drafter, requests, run
 
 
 @pytest.fixture
@@ -44,13 +44,13 @@ def mixed_answers() -> list[list[int]]:
 
 
 def mixed() -> list:
-    return [replace(r, temperature=(0.0, 0.8)[r.id % 2]) for r in requests(8, max_new_tokens=18)]
+    return [changed(r, temperature=(0.0, 0.8)[r.id % 2]) for r in requests(8, max_new_tokens=18)]
 
 
 @pytest.mark.parametrize("maker", ["eagle3_tree", "standalone_tree", "dflash_tree"])
 def test_kernels_in_the_engine(loaded: None, maker: str) -> None:
     """The same through the Triton kernels (interpreted where there is no GPU)."""
-    asked = [replace(r, max_new_tokens=4) for r in mixed()[:2]]
+    asked = [changed(r, max_new_tokens=4) for r in mixed()[:2]]
     got = run(MAKERS[maker](), asked, Setup(impl="triton", max_batch=2), TARGET)
     assert [c.token_ids for c in got.completions] == [ids[:4] for ids in mixed_answers()[:2]]
 
@@ -154,7 +154,7 @@ def test_drawn_chains(loaded: None, rule: str) -> None:
     )
     assert [c.token_ids for c in plain] == [c.token_ids for c in captured]
     for request, completion, expected in zip(asked, plain, mixed_answers(), strict=True):
-        assert request.temperature > 0 or completion.token_ids == expected
+        assert request.sampling.temperature > 0 or completion.token_ids == expected
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
@@ -164,7 +164,7 @@ def test_drawn_chains_have_the_targets_law(monkeypatch: pytest.MonkeyPatch, rule
     monkeypatch.setattr(f"{LOADING}.load_draft", lambda *_: blurred_target())
     algorithm = Standalone(Standalone.Config(steps=2, rule=rule), TARGET, "random")
     prompt = requests(1)[0].prompt_ids
-    asked = [replace(requests(1, 2)[0], id=i, seed=i, temperature=temperature, top_k=likely) for i in range(seeds)]
+    asked = [changed(requests(1, 2)[0], id=i, seed=i, temperature=temperature, top_k=likely) for i in range(seeds)]
     got = run(algorithm, asked, Setup(max_batch=250), TARGET).completions
     counts: dict[tuple[int, ...], int] = {}
     for completion in got:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from algorithms.dflash import DFlash
@@ -17,6 +15,7 @@ from tests.algorithms.toy import (
     Setup,
     answers,
     autoregressive,
+    changed,
     engine_of,
     random_drafter,
     random_target,
@@ -32,7 +31,7 @@ TARGET = random_target()
 def test_requests_wait_for_pages() -> None:
     """A pool that holds one request at a time serves them all, with the answers of an ample pool."""
     asked = requests(5)
-    needed = max(-(-(len(r.prompt_ids) + r.max_new_tokens + 1) // 16) for r in asked)
+    needed = max(-(-(r.max_length + 1) // 16) for r in asked)
     scarce = Setup(max_batch=4, num_pages=needed)
     assert answers(asked, scarce, TARGET) == answers(asked, Setup(max_batch=4), TARGET)
 
@@ -40,7 +39,7 @@ def test_requests_wait_for_pages() -> None:
 def test_a_request_larger_than_the_pool_is_refused_before_anything_runs() -> None:
     engine = engine_of(autoregressive(TARGET), Setup(num_pages=2), TARGET)
     with pytest.raises(EngineError, match=r"request 3: needs 4 pages of 16 tokens, the KV pool has 2.*num_pages"):
-        engine.generate([replace(r, max_new_tokens=24) for r in requests(4)[:1] + requests(4)[3:]])
+        engine.generate([changed(r, max_new_tokens=24) for r in requests(4)[:1] + requests(4)[3:]])
     assert engine.allocator.num_free == 2
 
 
@@ -48,16 +47,14 @@ def test_a_request_larger_than_the_pool_is_refused_before_anything_runs() -> Non
     ("change", "message"),
     [
         ({"prompt_ids": ()}, "no tokens"),
-        ({"max_new_tokens": 0}, "expected at least 1, got 0"),
         ({"max_new_tokens": 60}, "= 65 is longer than the context of 64 tokens"),
-        ({"temperature": -1.0}, "temperature: expected at least 0"),
         ({"prompt_ids": (1, VOCAB)}, f"outside the vocabulary of {VOCAB}"),
     ],
 )
 def test_bad_requests(change: dict, message: str) -> None:
     engine = engine_of(autoregressive(TARGET), Setup(), TARGET)
     with pytest.raises(EngineError, match=message):
-        engine.generate([replace(requests(1)[0], **change)])
+        engine.generate([changed(requests(1)[0], **change)])
 
 
 def test_an_interrupted_run_gives_its_pages_back() -> None:
@@ -97,7 +94,7 @@ def test_stop_string_across_tokens_inside_a_block(cut: int) -> None:
     asked = requests(2)
     written = answers(asked, Setup(), TARGET)
     strings = [spell(ids[cut - 1 : cut + 1]) for ids in written]
-    stopping = [replace(r, stop_strings=(s, "never")) for r, s in zip(asked, strings, strict=True)]
+    stopping = [changed(r, stop_strings=(s, "never")) for r, s in zip(asked, strings, strict=True)]
     drafted = run(Scripted(scripts(asked, written), 5), stopping, Setup(), TARGET).completions
     alone = run(autoregressive(TARGET), stopping, Setup(), TARGET).completions
     for got, expected, string in zip(drafted, alone, strings, strict=True):
@@ -107,7 +104,7 @@ def test_stop_string_across_tokens_inside_a_block(cut: int) -> None:
 
 
 def test_extend_counts_what_lies_past_the_end() -> None:
-    request = replace(requests(1)[0], max_new_tokens=4, stop_token_ids=frozenset({9}))
+    request = changed(requests(1)[0], max_new_tokens=4, stop_token_ids=frozenset({9}))
     completion = Completion(0)
     extend(request, completion, [1, 2], [0.0, 0.0], spell)
     assert (completion.finish_reason, completion.num_truncated) == ("", 0)

@@ -25,6 +25,7 @@ from tests.algorithms.toy import (
     Setup,
     answers,
     autoregressive,
+    changed,
     engine_of,
     random_drafter,
     random_target,
@@ -34,7 +35,7 @@ from tests.algorithms.toy import (
 )
 
 TARGET = random_target()
-ASKED = [replace(r, temperature=(0.0, 0.8)[r.id % 2]) for r in requests(6)]
+ASKED = [changed(r, temperature=(0.0, 0.8)[r.id % 2]) for r in requests(6)]
 
 
 @pytest.fixture
@@ -63,11 +64,11 @@ def test_late_reading_gives_the_same_tokens(overlap: int, decoys: bool) -> None:
     """Requests end while later steps are in flight; their rows and pages go to the next ones meanwhile."""
     asked = requests(7, max_new_tokens=11)
     expected = answers(asked, Setup(), TARGET)
-    stops = [replace(r, stop_token_ids=frozenset({ids[r.id]})) for r, ids in zip(asked, expected, strict=True)]
+    stops = [changed(r, stop_token_ids=frozenset({ids[r.id]})) for r, ids in zip(asked, expected, strict=True)]
     alone = answers(stops, Setup(), TARGET)
     texts = scripts(asked, answers(requests(7, max_new_tokens=24), Setup(), TARGET))
     scripted = Scripted(texts, 3, lambda at, d: (at + d) % 3 != 0, decoys)
-    scarce = max(-(-(len(r.prompt_ids) + r.max_new_tokens + 16) // 4) for r in asked) + 3
+    scarce = max(-(-(r.max_length + 16) // 4) for r in asked) + 3
     setup = Setup(max_batch=3, page_size=4, num_pages=scarce, overlap=overlap)
     assert [c.token_ids for c in run(scripted, stops, setup, TARGET).completions] == alone
 
@@ -184,7 +185,7 @@ def test_a_step_reads_nothing_back(maker: str, backend: str, monkeypatch: pytest
             return launch(self, num_rows, max_length, needs)
 
     monkeypatch.setattr(StepRunner, "launch", watched)
-    asked = [replace(r, temperature=(0.0, 0.8)[r.id % 2], **FILTERED) for r in requests(2, 6)]
+    asked = [changed(r, temperature=(0.0, 0.8)[r.id % 2], **FILTERED) for r in requests(2, 6)]
     run(STEPPED[maker](), asked, Setup(backend=backend, max_batch=2), TARGET)
     assert (host.reads.seen, host.seen) == ([], [])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -15,6 +14,7 @@ from tests.algorithms.toy import (
     Setup,
     answers,
     autoregressive,
+    changed,
     random_drafter,
     random_target,
     requests,
@@ -84,8 +84,8 @@ def test_end_at_each_position_of_a_block(end: int, decoys: bool) -> None:
     """Length limit and stop token fall on each place of a block of 7, the bonus token and its neighbours included."""
     asked = requests(3)
     texts = scripts(asked, written(3))
-    limited = [replace(r, max_new_tokens=end) for r in asked]
-    stopped = [replace(r, stop_token_ids=frozenset({ids[end - 1]})) for r, ids in zip(asked, written(3), strict=True)]
+    limited = [changed(r, max_new_tokens=end) for r in asked]
+    stopped = [changed(r, stop_token_ids=frozenset({ids[end - 1]})) for r, ids in zip(asked, written(3), strict=True)]
     for ending, reason in ((limited, "length"), (stopped, "stop_token")):
         alone = run(autoregressive(TARGET), ending, Setup(), TARGET).completions
         drafted = run(Scripted(texts, 6, decoys=decoys), ending, Setup(), TARGET).completions
@@ -98,7 +98,7 @@ def test_end_at_each_position_of_a_block(end: int, decoys: bool) -> None:
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_sampled_output_is_the_targets_own(make_dflash, page_size: int, backend: str) -> None:
     """Random numbers belong to (seed, position), so drafting changes no sampled token; greedy rows share the batch."""
-    asked = [replace(r, temperature=(0.0, 0.7, 1.3)[r.id % 3]) for r in requests(8)]
+    asked = [changed(r, temperature=(0.0, 0.7, 1.3)[r.id % 3]) for r in requests(8)]
     setup = Setup(backend=backend, page_size=page_size, max_batch=5)
     alone = answers(asked, setup, TARGET)
     assert alone != written(8)
@@ -112,7 +112,7 @@ def test_seed_decides_not_the_place_in_the_batch(make_dflash) -> None:
     shuffled = [asked[i] for i in (3, 0, 6, 2, 5, 1, 4)]
     got = run(make_dflash(8), shuffled, Setup(max_batch=7), TARGET).completions
     assert {c.request_id: c.token_ids for c in got} == dict(enumerate(one_by_one))
-    reseeded = [replace(r, seed=r.seed + 100) for r in asked]
+    reseeded = [changed(r, seed=r.sampling.seed + 100) for r in asked]
     assert answers(reseeded, Setup(max_batch=1), TARGET) != one_by_one
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,9 @@ from algorithms.ngram import NGram
 from algorithms.runtime.models.loading import load_target
 from algorithms.runtime.models.tokenizer import Tokenizer
 from algorithms.runtime.request import Request
+from algorithms.runtime.sampling_params import SamplingParams
 from experiments.data.code import function_beginnings
-from tests.algorithms.toy import Setup, answers, random_target, requests, run
+from tests.algorithms.toy import Setup, answers, changed, random_target, requests, run
 
 TARGET = random_target()
 TINY = Path(__file__).parents[2] / "assets/tiny/target"
@@ -29,7 +29,7 @@ def ngram(**changes: Any) -> NGram:
 
 def twice(asked: list[Request]) -> list[Request]:
     """The same requests again, under numbers of their own."""
-    return asked + [replace(request, id=request.id + len(asked)) for request in asked]
+    return asked + [changed(request, id=request.id + len(asked)) for request in asked]
 
 
 @cache
@@ -56,7 +56,7 @@ def test_lossless(backend: str, page_size: int, max_batch: int, mode: str, tempe
 @pytest.mark.parametrize("end", [1, 2, 5, 11])
 def test_stops_inside_a_block(end: int) -> None:
     asked = requests(4)
-    stopped = [replace(r, stop_token_ids=frozenset({ids[end - 1]})) for r, ids in zip(asked, written(), strict=False)]
+    stopped = [changed(r, stop_token_ids=frozenset({ids[end - 1]})) for r, ids in zip(asked, written(), strict=False)]
     alone = answers(stopped, Setup(), TARGET)
     got = run(ngram(), twice(stopped), Setup(), TARGET).completions
     assert [c.token_ids for c in got] == alone * 2
@@ -113,9 +113,10 @@ def tiny() -> tuple[Tokenizer, Any]:
 
 
 def code_requests(count: int, max_new_tokens: int) -> list[Request]:
+    sampling = SamplingParams(max_new_tokens=max_new_tokens)
     tokenizer, _ = tiny()
     return [
-        Request(i, tuple(tokenizer.encode(item.prompt)), max_new_tokens, stop_token_ids=tokenizer.eos_ids)
+        Request(i, tuple(tokenizer.encode(item.prompt)), sampling, stop_token_ids=tokenizer.eos_ids)
         for i, item in enumerate(function_beginnings(count))
     ]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor
 from algorithms.runtime.engine import EngineError
 from algorithms.runtime.models.dense_mixer import DenseMixer
 from algorithms.runtime.request import Completion, Request
+from algorithms.runtime.sampling_params import SamplingParams
 from algorithms.runtime.step import SamplingNeeds
 from algorithms.standalone import Standalone
 from specdec_kernels import pick_tokens
@@ -24,6 +24,7 @@ from tests.algorithms.toy import (
     Setup,
     answers,
     autoregressive,
+    changed,
     engine_of,
     requests,
     run,
@@ -46,7 +47,7 @@ MAKERS = ("autoregressive", "standalone_chain", "standalone_tree", "eagle3_tree"
 
 
 def asked() -> list[Request]:
-    return [replace(r, **PARAMETERS[r.id % len(PARAMETERS)]) for r in requests(len(PARAMETERS), TOKENS)]
+    return [changed(r, **PARAMETERS[r.id % len(PARAMETERS)]) for r in requests(len(PARAMETERS), TOKENS)]
 
 
 def following(text: list[int]) -> Tensor:
@@ -57,32 +58,32 @@ def following(text: list[int]) -> Tensor:
 
 def penalised(logits: Tensor, request: Request, output: list[int]) -> Tensor:
     """Penalties and bias one token at a time, from their definitions."""
-    changed, counts = logits.clone(), Counter(output)
+    adjusted, counts, sampling = logits.clone(), Counter(output), request.sampling
     for token in {*request.prompt_ids, *output}:
-        factor = request.repetition_penalty
-        changed[token] = changed[token] / factor if changed[token] > 0 else changed[token] * factor
+        factor = sampling.repetition_penalty
+        adjusted[token] = adjusted[token] / factor if adjusted[token] > 0 else adjusted[token] * factor
     for token, count in counts.items():
-        changed[token] -= request.presence_penalty + request.frequency_penalty * count
-    for token, bias in request.logit_bias.items():
-        changed[token] += bias
-    return changed
+        adjusted[token] -= sampling.presence_penalty + sampling.frequency_penalty * count
+    for token, bias in sampling.logit_bias.items():
+        adjusted[token] += bias
+    return adjusted
 
 
 def plainly(request: Request, blind_to: int = 0) -> tuple[list[int], list[float]]:
     """Tokens and their log-probabilities; penalties miss the last `blind_to` tokens of the output."""
     output: list[int] = []
     logprobs: list[float] = []
-    for _ in range(request.max_new_tokens):
+    for _ in range(request.sampling.max_new_tokens):
         text = [*request.prompt_ids, *output]
         logits = penalised(following(text), request, output[: len(output) - blind_to] if blind_to else output)
         picked = pick_tokens(
             logits.float()[None],
-            torch.tensor([request.temperature]),
-            torch.tensor([request.seed]),
+            torch.tensor([request.sampling.temperature]),
+            torch.tensor([request.sampling.seed]),
             torch.tensor([len(text) - 1]),
-            top_k=torch.tensor([request.top_k], dtype=torch.int32),
-            top_p=torch.tensor([request.top_p]),
-            min_p=torch.tensor([request.min_p]),
+            top_k=torch.tensor([request.sampling.top_k], dtype=torch.int32),
+            top_p=torch.tensor([request.sampling.top_p]),
+            min_p=torch.tensor([request.sampling.min_p]),
             impl="reference",
         )
         output.append(int(picked.tokens))
@@ -137,7 +138,7 @@ def test_captured_steps_read_parameters_anew(monkeypatch: pytest.MonkeyPatch) ->
 def test_kernels_in_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same through the Triton kernels (interpreted where there is no GPU)."""
     load_random_drafters(monkeypatch)
-    short = [replace(asked()[i], max_new_tokens=4) for i in (3, 4)]
+    short = [changed(asked()[i], max_new_tokens=4) for i in (3, 4)]
     texts = scripts(asked(), [tokens for tokens, _ in expected()])
     got = run(hinted(ALL_MAKERS["dflash_chain"](), texts), short, Setup(impl="triton", max_batch=2), TARGET)
     assert [c.token_ids for c in got.completions] == [expected()[i][0][:4] for i in (3, 4)]
@@ -146,22 +147,23 @@ def test_kernels_in_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("blind_to", [1, 2])
 def test_what_was_accepted_in_the_same_block_counts(blind_to: int) -> None:
     """The texts above tell penalties that know the block's own tokens from penalties that do not."""
-    penalties = [request for request in asked() if request.penalised and not request.logit_bias]
+    penalties = [request for request in asked() if request.sampling.penalised and not request.sampling.logit_bias]
     assert any(plainly(request, blind_to)[0] != plainly(request)[0] for request in penalties)
 
 
 def test_every_parameter_changes_something() -> None:
     """No request of the mixed batch would be served rightly with its parameters left out."""
     for request, (tokens, _) in zip(asked(), expected(), strict=True):
-        bare = Request(request.id, request.prompt_ids, request.max_new_tokens, request.temperature, seed=request.seed)
+        kept = {name: getattr(request.sampling, name) for name in ("max_new_tokens", "temperature", "seed")}
+        bare = Request(request.id, request.prompt_ids, SamplingParams(**kept))
         assert request == bare or plainly(bare)[0] != tokens
 
 
 def test_bias_forces_and_forbids(monkeypatch: pytest.MonkeyPatch) -> None:
     load_random_drafters(monkeypatch)
     favourites = [tokens[0] for tokens in answers(requests(6, 1), Setup(), TARGET)]
-    forced = [replace(r, logit_bias={r.id + 20: 100.0}, temperature=(0.0, 1.0)[r.id % 2]) for r in requests(3, 6)]
-    forbidden = [replace(r, logit_bias={favourites[r.id]: -100.0}) for r in requests(6, 6)[3:]]
+    forced = [changed(r, logit_bias={r.id + 20: 100.0}, temperature=(0.0, 1.0)[r.id % 2]) for r in requests(3, 6)]
+    forbidden = [changed(r, logit_bias={favourites[r.id]: -100.0}) for r in requests(6, 6)[3:]]
     got = run(ALL_MAKERS["eagle3_tree"](), forced + forbidden, Setup(), TARGET).completions
     assert [c.token_ids for c in got[:3]] == [[20] * 6, [21] * 6, [22] * 6]
     assert all(favourites[c.request_id] not in c.token_ids for c in got[3:])
@@ -169,7 +171,7 @@ def test_bias_forces_and_forbids(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("change", [{"top_k": 1}, {"min_p": 1.0}, {"top_p": 1e-6}])
 def test_a_filter_that_leaves_one_token_is_greedy(change: dict[str, Any]) -> None:
-    narrow = [replace(r, temperature=1.5, **change) for r in requests(4, 8)]
+    narrow = [changed(r, temperature=1.5, **change) for r in requests(4, 8)]
     assert answers(narrow, Setup(), TARGET) == answers(requests(4, 8), Setup(), TARGET)
 
 
@@ -182,7 +184,7 @@ def test_end_of_text_may_be_ignored_and_stop_tokens_may_not(monkeypatch: pytest.
     texts = scripts(plain, written)
 
     def tokens(**change: Any) -> list[tuple[list[int], str]]:
-        many = [replace(r, **{k: v[r.id] if isinstance(v, list) else v for k, v in change.items()}) for r in plain]
+        many = [changed(r, **{k: v[r.id] if isinstance(v, list) else v for k, v in change.items()}) for r in plain]
         done = run(hinted(ALL_MAKERS["dflash_chain"](), texts), many, Setup(), TARGET).completions
         return [(c.token_ids, c.finish_reason) for c in done]
 
@@ -206,19 +208,29 @@ def test_a_session_serves_no_more_than_it_was_opened_for() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"max_new_tokens": 0}, "max_new_tokens: expected at least 1, got 0"),
         ({"top_p": 0.0}, "top_p: expected above 0 and at most 1"),
-        ({"top_k": -1}, "top_k: expected at least 0"),
+        ({"top_k": -1}, r"top_k: expected 0 \(off\) to 2147483647, got -1"),
         ({"min_p": 1.5}, r"min_p: expected 0 \(off\) to 1"),
-        ({"temperature": float("nan")}, "temperature: expected at least 0"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty: expected above 0"),
+        ({"temperature": -1.0}, "temperature: expected a finite number, at least 0, got -1.0"),
+        ({"temperature": float("nan")}, "temperature: expected a finite number, at least 0, got nan"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty: expected a finite number above 0"),
         ({"frequency_penalty": float("inf")}, "frequency_penalty: expected a finite number"),
-        ({"logit_bias": {VOCAB: 1.0}}, f"token ids below the vocabulary of {VOCAB}"),
         ({"logit_bias": {1: float("nan")}}, "logit_bias: expected finite numbers, got"),
-        ({"seed": 1 << 63}, "seed: expected a signed number of 64 bits"),
+        ({"seed": 1 << 63}, "seed: expected 0 to 9223372036854775807, got"),
+        ({"stop_strings": ("",)}, "stop_strings: expected no empty string"),
     ],
 )
 def test_bad_parameters(change: dict[str, Any], message: str) -> None:
+    """They are refused where they are made, under the name that is typed on the command line."""
+    with pytest.raises(ValueError, match=rf"sampling\.{message}"):
+        SamplingParams(**change)
+    with pytest.raises(ValueError, match=message):
+        changed(requests(1)[0], **change)
+
+
+def test_a_biased_token_outside_the_vocabulary_is_refused() -> None:
     engine = engine_of(autoregressive(TARGET), Setup(), TARGET)
-    with pytest.raises(EngineError, match=message):
-        engine.generate([replace(requests(1)[0], **change)])
+    with pytest.raises(EngineError, match=f"request 0: .*token ids below the vocabulary of {VOCAB}, got \\[{VOCAB}\\]"):
+        engine.generate([changed(requests(1)[0], logit_bias={VOCAB: 1.0})])
     assert engine.allocator.num_free == engine.allocator.num_pages

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,10 +14,21 @@ from algorithms.runtime.algorithm import Algorithm
 from algorithms.runtime.models.loading import Target
 from algorithms.runtime.models.parallel import parallel_config, shard
 from tests.algorithms.drafters import eagle3_head, hinted
-from tests.algorithms.toy import CONFIG, Scripted, Setup, answers, autoregressive, random_target, requests, run, scripts
+from tests.algorithms.toy import (
+    CONFIG,
+    Scripted,
+    Setup,
+    answers,
+    autoregressive,
+    changed,
+    random_target,
+    requests,
+    run,
+    scripts,
+)
 
 WORLD = 2
-ASKED = [replace(r, temperature=(0.0, 0.9)[r.id % 2]) for r in requests(4, max_new_tokens=12)]
+ASKED = [changed(r, temperature=(0.0, 0.9)[r.id % 2]) for r in requests(4, max_new_tokens=12)]
 
 
 def eagle3_over(target: Target, texts: list[list[int]], **shape: int) -> Algorithm:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from algorithms.runtime.models.decoder import Decoder
 from algorithms.runtime.models.dflash import DFlashDrafter
 from algorithms.runtime.models.loading import Target
 from algorithms.runtime.request import Request
+from algorithms.runtime.sampling_params import SamplingParams
 
 VOCAB = 61
 CONFIG = DecoderConfig(
@@ -74,7 +75,15 @@ def requests(count: int, max_new_tokens: int = 24, **changes: Any) -> list[Reque
     generator = torch.Generator().manual_seed(7)
     lengths = [(5, 2, 17, 30, 9, 16, 1, 33)[i % 8] for i in range(count)]
     prompts = [tuple(torch.randint(VOCAB, (n,), generator=generator).tolist()) for n in lengths]
-    return [replace(Request(i, prompt, max_new_tokens, seed=i), **changes) for i, prompt in enumerate(prompts)]
+    made = [Request(i, ids, SamplingParams(max_new_tokens=max_new_tokens, seed=i)) for i, ids in enumerate(prompts)]
+    return [changed(request, **changes) for request in made]
+
+
+def changed(request: Request, **changes: Any) -> Request:
+    """The request with other fields, of its own or of its sampling parameters."""
+    own = {field.name for field in fields(Request)}
+    sampled = request.with_sampling(**{name: value for name, value in changes.items() if name not in own})
+    return replace(sampled, **{name: value for name, value in changes.items() if name in own})
 
 
 def spell(ids: Sequence[int]) -> str:

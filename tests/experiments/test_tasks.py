@@ -255,7 +255,7 @@ def test_repeated_requests_have_seeds_of_their_own() -> None:
 
     many = repeated(requests(3), 8)
     assert [r.id for r in many] == list(range(8))
-    assert len({(r.prompt_ids, r.seed) for r in many}) == len({r.seed for r in many}) == 8
+    assert len({(r.prompt_ids, r.sampling.seed) for r in many}) == len({r.sampling.seed for r in many}) == 8
     assert [r.prompt_ids for r in many[3:6]] == [r.prompt_ids for r in many[:3]]
 
 
