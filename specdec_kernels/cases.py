@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,3 +55,18 @@ class Case:
     gate: bool = False
     bench: bool = False
     tags: tuple[str, ...] = field(default=())
+
+
+def case_of(
+    function: str,
+    build: Callable[..., dict[str, Any]],
+    name: str,
+    catches: str,
+    *,
+    gate: bool = False,
+    bench: bool = False,
+    tags: tuple[str, ...] = (),
+    **arguments: Any,
+) -> Case:
+    """A case whose inputs are `build(make, **arguments)`; families fix the first two arguments with `partial`."""
+    return Case(name, function, partial(build, **arguments), catches, gate, bench, tags)

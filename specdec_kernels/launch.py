@@ -1,8 +1,8 @@
-"""The one door through which every kernel is launched.
+"""Every kernel is chosen and launched through this module.
 
 A public function asks `dispatch` for its implementation: the launcher in the family's kernel module, or the definition
 in its reference. A launcher asks `current_chip` which row of its static config table applies, and calls `launch`. All
-launches pass this one function, so the compile gate can collect them: inside `record_launches(chip)` nothing runs, and
+launches pass through `launch`, so the compile gate can collect them: inside `record_launches(chip)` nothing runs, and
 every launch is kept with its arguments, to be compiled for that chip without a GPU.
 """
 
@@ -43,8 +43,8 @@ def interpreting() -> bool:
 def use_triton(impl: str, tensor: torch.Tensor) -> bool:
     """Whether `impl` means the Triton kernel for `tensor`'s device.
 
-    `auto` takes the kernel on a GPU or in the interpreter, else the reference. A kernel that was asked for by name and
-    cannot run raises, it is never replaced.
+    `auto` takes the kernel on a GPU or in the interpreter, else the reference. `triton` raises RuntimeError where no
+    kernel can run: a kernel that was asked for is never replaced.
     """
     if impl not in IMPLS:
         raise ValueError(f"impl must be one of {', '.join(IMPLS)}, got {impl!r}")
@@ -87,10 +87,15 @@ def current_chip(tensor: torch.Tensor) -> str:
     return "sm100" if major >= 10 else "sm90" if major == 9 else "sm80"
 
 
+def lanes(count: int) -> int:
+    """The power of two that covers `count`; two at least, which every Triton compiler takes."""
+    return max(2, 1 << (max(count, 1) - 1).bit_length())
+
+
 def launch(
     kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, num_stages: int = 2, **constexprs: Any
 ) -> None:
-    """Run `kernel` on `grid`; an empty grid is nothing to do. Fusion is explicit because it changes bits and speed."""
+    """Run `kernel` on `grid`; an empty grid launches nothing. Fusion is explicit because it changes bits and speed."""
     if min(grid) == 0:
         return
     if _recorder is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from specdec_kernels.cases import Case, Maker
+from specdec_kernels.cases import Maker, case_of
 from specdec_kernels.kv_write.rope import rope_table
 
 _MAX_POS = 64
@@ -140,97 +140,88 @@ WORK: dict[str, Callable[[dict[str, Any]], tuple[int, int]]] = {
 }
 
 
-def _write(name: str, catches: str, tokens: int, gate: bool = False, tags: tuple[str, ...] = (), **shape: Any) -> Case:
-    return Case(name, "write_kv", partial(write_inputs, tokens=tokens, **shape), catches, gate, tags=tags)
-
-
-def _materialize(
-    name: str, catches: str, tokens: int, gate: bool = False, tags: tuple[str, ...] = (), **shape: Any
-) -> Case:
-    inputs = partial(materialize_inputs, tokens=tokens, **shape)
-    return Case(name, "materialize_kv", inputs, catches, gate, tags=tags)
-
+_write = partial(case_of, "write_kv", write_inputs)
+_materialize = partial(case_of, "materialize_kv", materialize_inputs)
 
 _SHIPPED: dict[str, Any] = dict(heads=(32, 8), head_dim=128, fused=True)
 _SHIPPED_LAYERS: dict[str, Any] = dict(layers=5, kv_heads=8, head_dim=128, fused=True)
 
 CASES = (
-    _write("write_empty", "launch on an empty grid", 0),
-    _write("write_one_token", "rows off the tile", 1, heads=(1, 1)),
-    _write("write_odd", "row to (token, head) arithmetic", 7, heads=(6, 3)),
-    _write("write_fused", "token strides of a fused projection", 5, fused=True),
-    _write("write_skipped", "slot -1 written, or its query dropped", 10, skipped="some"),
-    _write("write_none_stored", "slot -1 wrapped to the last page", 4, skipped="all"),
-    _write("write_outside", "slot past the pool written", 9, skipped="outside"),
-    _write("write_llama", "norm without weights", 6, norm=False),
-    _write("write_last_position", "last row of the table", 3, positions=(_MAX_POS - 1, _MAX_POS)),
-    _write("write_past_table", "table read out of bounds", 6, positions=(-2, _MAX_POS + 5)),
-    _write("write_page_1", "pages of one token", 5, page_size=1),
-    _write("write_page_64", "pages wider than the step", 5, page_size=64),
-    _write("write_many", "several programs", 150, heads=(12, 1), skipped="some"),
-    _write("write_shipped", "registers and vector width", 4, gate=True, **_SHIPPED),
-    _write("write_shipped_llama", "the variant without norms", 4, gate=True, norm=False, **_SHIPPED),
-    _write("write_interleaved", "pairs of neighbours", 5, heads=(3, 2), interleaved=True, fused=True),
-    _write("write_partial", "elements that do not turn", 5, heads=(3, 2), head_dim=64, rotary_dim=16),
+    _write("write_empty", "launch on an empty grid", tokens=0),
+    _write("write_one_token", "rows off the tile", tokens=1, heads=(1, 1)),
+    _write("write_odd", "row to (token, head) arithmetic", tokens=7, heads=(6, 3)),
+    _write("write_fused", "token strides of a fused projection", tokens=5, fused=True),
+    _write("write_skipped", "slot -1 written, or its query dropped", tokens=10, skipped="some"),
+    _write("write_none_stored", "slot -1 wrapped to the last page", tokens=4, skipped="all"),
+    _write("write_outside", "slot past the pool written", tokens=9, skipped="outside"),
+    _write("write_llama", "norm without weights", tokens=6, norm=False),
+    _write("write_last_position", "last row of the table", tokens=3, positions=(_MAX_POS - 1, _MAX_POS)),
+    _write("write_past_table", "table read out of bounds", tokens=6, positions=(-2, _MAX_POS + 5)),
+    _write("write_page_1", "pages of one token", tokens=5, page_size=1),
+    _write("write_page_64", "pages wider than the step", tokens=5, page_size=64),
+    _write("write_many", "several programs", tokens=150, heads=(12, 1), skipped="some"),
+    _write("write_shipped", "registers and vector width", tokens=4, gate=True, **_SHIPPED),
+    _write("write_shipped_llama", "the variant without norms", tokens=4, gate=True, norm=False, **_SHIPPED),
+    _write("write_interleaved", "pairs of neighbours", tokens=5, heads=(3, 2), interleaved=True, fused=True),
+    _write("write_partial", "elements that do not turn", tokens=5, heads=(3, 2), head_dim=64, rotary_dim=16),
     _write(
-        "write_partial_odd", "both parts off the block", 4, head_dim=56, rotary_dim=22, interleaved=True, skipped="some"
+        "write_partial_odd",
+        "both parts off the block",
+        tokens=4,
+        head_dim=56,
+        rotary_dim=22,
+        interleaved=True,
+        skipped="some",
     ),
-    _write("write_96", "a head dimension off the block", 5, heads=(3, 2), head_dim=96),
-    _write("write_256", "a wide head", 3, head_dim=256, norm=False),
-    _write("write_fp8", "saturation, subnormal codes", 9, fp8="number", skipped="some"),
-    _write("write_fp8_heads", "scales by head", 6, heads=(6, 3), head_dim=32, fp8="heads", norm=False),
-    _write("write_fp8_shipped", "registers of the e4m3 store", 4, gate=True, fp8="heads", **_SHIPPED),
-    _write("write_96_shipped", "registers", 4, gate=True, heads=(32, 8), head_dim=96, fused=True),
-    _write("write_256_shipped", "registers", 4, gate=True, heads=(16, 8), head_dim=256, fused=True),
-    _write("write_interleaved_shipped", "registers", 4, gate=True, interleaved=True, rotary_dim=64, **_SHIPPED),
-    _write("write_prefill_shipped", "registers of the long tile", 300, gate=True, tags=("large",), **_SHIPPED),
-    Case(
-        "write_b8_n16",
-        "write_kv",
-        partial(write_inputs, tokens=128, **_SHIPPED),
-        "verify of eight requests",
-        bench=True,
-        tags=("large",),
+    _write("write_96", "a head dimension off the block", tokens=5, heads=(3, 2), head_dim=96),
+    _write("write_256", "a wide head", tokens=3, head_dim=256, norm=False),
+    _write("write_fp8", "saturation, subnormal codes", tokens=9, fp8="number", skipped="some"),
+    _write("write_fp8_heads", "scales by head", tokens=6, heads=(6, 3), head_dim=32, fp8="heads", norm=False),
+    _write("write_fp8_shipped", "registers of the e4m3 store", tokens=4, gate=True, fp8="heads", **_SHIPPED),
+    _write("write_96_shipped", "registers", tokens=4, gate=True, heads=(32, 8), head_dim=96, fused=True),
+    _write("write_256_shipped", "registers", tokens=4, gate=True, heads=(16, 8), head_dim=256, fused=True),
+    _write("write_interleaved_shipped", "registers", tokens=4, gate=True, interleaved=True, rotary_dim=64, **_SHIPPED),
+    _write("write_prefill_shipped", "registers of the long tile", tokens=300, gate=True, tags=("large",), **_SHIPPED),
+    _write("write_b8_n16", "verify of eight requests", bench=True, tags=("large",), tokens=128, **_SHIPPED),
+    _materialize("materialize_empty", "launch on an empty grid", tokens=0),
+    _materialize("materialize_one", "rows off the tile", tokens=1, layers=1, kv_heads=1),
+    _materialize("materialize_odd", "row to (token, layer, head) arithmetic", tokens=7, kv_heads=3),
+    _materialize("materialize_fused", "strides of a stacked projection", tokens=5, fused=True),
+    _materialize("materialize_skipped", "rejected rows written", tokens=16, skipped="some"),
+    _materialize("materialize_none_stored", "slot -1 wrapped to the last page", tokens=4, skipped="all"),
+    _materialize("materialize_outside", "slot past the pool written in the next plane", tokens=9, skipped="outside"),
+    _materialize("materialize_llama", "norm without weights", tokens=6, norm=False),
+    _materialize("materialize_page_1", "pages of one token", tokens=5, page_size=1),
+    _materialize("materialize_many", "several programs", tokens=200, layers=2, kv_heads=3),
+    _materialize("materialize_shipped", "registers and vector width", tokens=4, gate=True, **_SHIPPED_LAYERS),
+    _materialize("materialize_counts", "rows behind the valid prefix written", tokens=20, counts=4, skipped="some"),
+    _materialize(
+        "materialize_partial", "elements that do not turn", tokens=5, head_dim=32, rotary_dim=16, interleaved=True
     ),
-    _materialize("materialize_empty", "launch on an empty grid", 0),
-    _materialize("materialize_one", "rows off the tile", 1, layers=1, kv_heads=1),
-    _materialize("materialize_odd", "row to (token, layer, head) arithmetic", 7, kv_heads=3),
-    _materialize("materialize_fused", "strides of a stacked projection", 5, fused=True),
-    _materialize("materialize_skipped", "rejected rows written", 16, skipped="some"),
-    _materialize("materialize_none_stored", "slot -1 wrapped to the last page", 4, skipped="all"),
-    _materialize("materialize_outside", "slot past the pool written in the next plane", 9, skipped="outside"),
-    _materialize("materialize_llama", "norm without weights", 6, norm=False),
-    _materialize("materialize_page_1", "pages of one token", 5, page_size=1),
-    _materialize("materialize_many", "several programs", 200, layers=2, kv_heads=3),
-    _materialize("materialize_shipped", "registers and vector width", 4, gate=True, **_SHIPPED_LAYERS),
-    _materialize("materialize_counts", "rows behind the valid prefix written", 20, counts=4, skipped="some"),
-    _materialize("materialize_partial", "elements that do not turn", 5, head_dim=32, rotary_dim=16, interleaved=True),
-    _materialize("materialize_96", "a head dimension off the block", 5, head_dim=96),
-    _materialize("materialize_fp8", "scales by head", 9, kv_heads=3, fp8="heads", counts=3),
-    _materialize("materialize_fp8_shipped", "registers", 6, gate=True, fp8="number", counts=2, **_SHIPPED_LAYERS),
-    _materialize("materialize_prefill_shipped", "registers", 300, gate=True, tags=("large",), **_SHIPPED_LAYERS),
-    Case(
-        "materialize_b8_n16",
-        "materialize_kv",
-        partial(materialize_inputs, tokens=128, **_SHIPPED_LAYERS),
-        "commit of eight requests",
-        bench=True,
-        tags=("large",),
+    _materialize("materialize_96", "a head dimension off the block", tokens=5, head_dim=96),
+    _materialize("materialize_fp8", "scales by head", tokens=9, kv_heads=3, fp8="heads", counts=3),
+    _materialize(
+        "materialize_fp8_shipped", "registers", tokens=6, gate=True, fp8="number", counts=2, **_SHIPPED_LAYERS
     ),
-    Case(
+    _materialize("materialize_prefill_shipped", "registers", tokens=300, gate=True, tags=("large",), **_SHIPPED_LAYERS),
+    _materialize(
+        "materialize_b8_n16", "commit of eight requests", bench=True, tags=("large",), tokens=128, **_SHIPPED_LAYERS
+    ),
+    _materialize(
         "materialize_prefill_8k",
-        "materialize_kv",
-        partial(materialize_inputs, tokens=8192, **_SHIPPED_LAYERS),
         "context of a long prompt, bound by bandwidth",
         bench=True,
         tags=("large",),
+        tokens=8192,
+        **_SHIPPED_LAYERS,
     ),
-    Case(
+    _materialize(
         "materialize_prefill_8k_fp8",
-        "materialize_kv",
-        partial(materialize_inputs, tokens=8192, fp8="number", **_SHIPPED_LAYERS),
         "the same into an e4m3 pool",
         bench=True,
         tags=("large",),
+        tokens=8192,
+        fp8="number",
+        **_SHIPPED_LAYERS,
     ),
 )

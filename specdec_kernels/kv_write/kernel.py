@@ -7,9 +7,11 @@ elements that do not turn,
 
     y = w * (x / sqrt(mean(x^2) + eps));   out = [y1 c - y2 s, y2 c + y1 s, y3]
 
-with the roundings of the definition in `reference`. An e4m3 pool is written as bytes that are made here, so
-that chips without the conversion, and the interpreter, store the same codes. Bound by memory: every element
-is read and written once.
+with the roundings of the definition in `reference`. The bytes of an e4m3 pool are computed here, so that chips without
+the conversion, and the interpreter, store the same codes. The kernel is bound by memory: every element is read and
+written once.
+
+Both public functions launch the same kernel: `write_kv` is one layer with queries, `materialize_kv` several without.
 """
 
 from __future__ import annotations
@@ -20,14 +22,11 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec_kernels.launch import current_chip, launch
+from specdec_kernels.kv_write.configs import NUM_WARPS, tile
+from specdec_kernels.launch import current_chip, lanes, launch
 
-_INTERPRETER_ROWS = 2048
-_GPU_ROWS = 32
-_GPU_FEW_ROWS = 16  # more programs where a decode step has few tokens
-_FEW_TOKENS = 256
-_GPU_MAX_HEADS = 8
-_GPU_WARPS = 4
+_STRIDES = ["q_stride", "k_stride", "k_layer_stride", "v_stride", "v_layer_stride"]
+_VARYING = ["tokens", "width", "num_slots", "max_pos", *_STRIDES]
 
 
 @triton.jit
@@ -159,10 +158,10 @@ def _turn_and_store(
 
 
 @triton.jit
-def _head_scale(scale, scale_ptr, head, HEADS: tl.constexpr):
-    """Scale of each head [1, HEADS, 1], one for all heads, or None."""
-    if scale_ptr is not None:
-        found = tl.load(scale_ptr + head, mask=head < HEADS, other=1.0).to(tl.float32)[None, :, None]
+def _head_scale(scale, head, BY_HEAD: tl.constexpr, HEADS: tl.constexpr):
+    """`scale` for each head [1, HEADS, 1] where it points to [HEADS] float32, else the number or None that it is."""
+    if BY_HEAD:
+        found = tl.load(scale + head, mask=head < HEADS, other=1.0).to(tl.float32)[None, :, None]
     else:
         found = scale
     return found
@@ -174,7 +173,7 @@ def _turn_heads(
     out_ptr,
     in_row,  # [TOKENS] first head of each token at in_ptr
     out_row,  # [TOKENS] first head of each token at out_ptr
-    here,  # [TOKENS] tokens that are read; not those that are written, whose slots would have to come first
+    here,  # [TOKENS] tokens that are read, before their slots are known
     kept,  # [TOKENS] tokens that are written
     head,  # [HEADS]
     norm_ptr,
@@ -183,7 +182,7 @@ def _turn_heads(
     max_pos,
     eps,
     scale,
-    scale_ptr,
+    BY_HEAD: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     D: tl.constexpr,
     HALF: tl.constexpr,
@@ -191,64 +190,55 @@ def _turn_heads(
     REST_BLOCK: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Queries or keys of a tile from where they lie to where they go."""
+    """Move the queries or keys of a tile to their place, normalised and rotated."""
     exists = (head < NUM_HEADS)[None, :]
     from_ptr = in_ptr + (in_row[:, None] + head[None, :]) * D
     to_ptr = out_ptr + (out_row[:, None] + head[None, :]) * D
-    pool_scale = _head_scale(scale, scale_ptr, head, NUM_HEADS)
     _turn_and_store(
         from_ptr, to_ptr, here[:, None] & exists, kept[:, None] & exists, norm_ptr, rope_ptr, position, max_pos,
-        eps, pool_scale, D, HALF, HALF_BLOCK, REST_BLOCK, INTERLEAVED,
+        eps, _head_scale(scale, head, BY_HEAD, NUM_HEADS), D, HALF, HALF_BLOCK, REST_BLOCK, INTERLEAVED,
     )  # fmt: skip
 
 
 @triton.jit
 def _copy_heads(
-    in_ptr,
-    out_ptr,
-    in_row,
-    out_row,
-    here,
-    kept,
-    head,
-    scale,
-    scale_ptr,
-    NUM_HEADS: tl.constexpr,
-    D: tl.constexpr,
-    D_BLOCK: tl.constexpr,
-):
-    """Values of a tile, with the arguments of `_turn_heads`."""
+    in_ptr, out_ptr, in_row, out_row, here, kept, head, scale,
+    BY_HEAD: tl.constexpr, NUM_HEADS: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Move the values of a tile to their place; arguments as in `_turn_heads`."""
     exists = (head < NUM_HEADS)[None, :]
     from_ptr = in_ptr + (in_row[:, None] + head[None, :]) * D
     to_ptr = out_ptr + (out_row[:, None] + head[None, :]) * D
-    pool_scale = _head_scale(scale, scale_ptr, head, NUM_HEADS)
     values = _load_part(from_ptr, here[:, None] & exists, 0, D, D_BLOCK)
-    _store_part(to_ptr, kept[:, None] & exists, values, pool_scale, 0, D, D_BLOCK)
+    _store_part(to_ptr, kept[:, None] & exists, values, _head_scale(scale, head, BY_HEAD, NUM_HEADS), 0, D, D_BLOCK)
 
 
-@triton.jit(do_not_specialize=["tokens", "num_slots", "max_pos", "q_stride", "k_stride", "v_stride"])
-def _write_kv_kernel(
-    q_ptr,  # [T, H, D], tokens q_stride heads apart
-    k_ptr,  # [T, H_KV, D], tokens k_stride heads apart
-    v_ptr,  # [T, H_KV, D], tokens v_stride heads apart
-    kv_ptr,  # [2, num_slots, H_KV, D]
-    out_ptr,  # [T, H, D]
+# 23 arguments: queries, keys and values have strides of their own; slots, positions and tables serve all three.
+@triton.jit(do_not_specialize=_VARYING)
+def _kv_write_kernel(
+    q_ptr,  # [T, H, D], tokens q_stride heads apart; None where H is 0
+    out_ptr,  # [T, H, D], or None
+    k_ptr,  # [T, LAYERS, H_KV, D], tokens k_stride and layers k_layer_stride heads apart
+    v_ptr,  # [T, LAYERS, H_KV, D], tokens v_stride and layers v_layer_stride heads apart
+    kv_ptr,  # [LAYERS, 2, num_slots, H_KV, D]
     slots_ptr,  # [T] int64
     positions_ptr,  # [T] int64
+    counts_ptr,  # [T / width] int32, or None
     rope_ptr,  # [max_pos, 2 * HALF] float32
-    q_norm_ptr,  # [D] or None
-    k_norm_ptr,  # [D] or None
-    k_scale_ptr,  # [H_KV] float32 or None
-    v_scale_ptr,  # [H_KV] float32 or None
+    q_norm_ptr,  # [D], or None
+    k_norm_ptr,  # [LAYERS, D], or None
+    k_scale,  # of the pool: [H_KV] float32, a number for all heads, or None
+    v_scale,
     tokens,
+    width,
     num_slots,
     max_pos,
     q_stride,
     k_stride,
+    k_layer_stride,
     v_stride,
+    v_layer_stride,
     eps,
-    k_scale,  # for all heads, or None
-    v_scale,
     H: tl.constexpr,
     H_KV: tl.constexpr,
     D: tl.constexpr,
@@ -257,106 +247,46 @@ def _write_kv_kernel(
     REST_BLOCK: tl.constexpr,
     D_BLOCK: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    K_BY_HEAD: tl.constexpr,
+    V_BY_HEAD: tl.constexpr,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
 ):
     Q_BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
     KV_BLOCKS: tl.constexpr = (H_KV + HEADS - 1) // HEADS
     block = tl.program_id(1)
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    here = token < tokens
-    position = tl.load(positions_ptr + token, mask=here, other=0)
-    slot = tl.load(slots_ptr + token, mask=here, other=-1)
-    placed = here & (slot >= 0) & (slot < num_slots)
-    kv_row = tl.where(placed, slot, 0) * H_KV
     lane = tl.arange(0, HEADS)
-    if block < Q_BLOCKS:
-        _turn_heads(
-            q_ptr, out_ptr, token * q_stride, token * H, here, here, block * HEADS + lane, q_norm_ptr, rope_ptr,
-            position, max_pos, eps, None, None, H, D, HALF, HALF_BLOCK, REST_BLOCK, INTERLEAVED,
-        )  # fmt: skip
-    elif block < Q_BLOCKS + KV_BLOCKS:
-        _turn_heads(
-            k_ptr, kv_ptr, token * k_stride, kv_row, here, placed, (block - Q_BLOCKS) * HEADS + lane, k_norm_ptr,
-            rope_ptr, position, max_pos, eps, k_scale, k_scale_ptr, H_KV, D, HALF, HALF_BLOCK, REST_BLOCK,
-            INTERLEAVED,
-        )  # fmt: skip
-    else:
-        _copy_heads(
-            v_ptr, kv_ptr, token * v_stride, num_slots.to(tl.int64) * H_KV + kv_row, here, placed,
-            (block - Q_BLOCKS - KV_BLOCKS) * HEADS + lane, v_scale, v_scale_ptr, H_KV, D, D_BLOCK,
-        )  # fmt: skip
-
-
-@triton.jit(
-    do_not_specialize=[
-        "tokens",
-        "width",
-        "num_slots",
-        "max_pos",
-        "k_stride",
-        "k_layer_stride",
-        "v_stride",
-        "v_layer_stride",
-    ]
-)
-def _materialize_kv_kernel(
-    k_ptr,  # [T, LAYERS, H_KV, D], tokens k_stride and layers k_layer_stride heads apart
-    v_ptr,  # [T, LAYERS, H_KV, D], tokens v_stride and layers v_layer_stride heads apart
-    kv_ptr,  # [LAYERS, 2, num_slots, H_KV, D]
-    slots_ptr,  # [T] int64
-    positions_ptr,  # [T] int64
-    counts_ptr,  # [T / width] int32 or None
-    rope_ptr,  # [max_pos, 2 * HALF] float32
-    k_norm_ptr,  # [LAYERS, D] or None
-    k_scale_ptr,  # [H_KV] float32 or None
-    v_scale_ptr,  # [H_KV] float32 or None
-    tokens,
-    width,
-    num_slots,
-    max_pos,
-    k_stride,
-    k_layer_stride,
-    v_stride,
-    v_layer_stride,
-    eps,
-    k_scale,  # for all heads, or None
-    v_scale,
-    H_KV: tl.constexpr,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
-    REST_BLOCK: tl.constexpr,
-    D_BLOCK: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HEADS: tl.constexpr,
-):
-    KV_BLOCKS: tl.constexpr = (H_KV + HEADS - 1) // HEADS
-    block = tl.program_id(1) % KV_BLOCKS
-    is_v = tl.program_id(1) // KV_BLOCKS % 2
-    layer = (tl.program_id(1) // (2 * KV_BLOCKS)).to(tl.int64)
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     here = token < tokens
     if counts_ptr is not None:
         request = token.to(tl.int32) // width
         here = here & (token - request * width < tl.load(counts_ptr + request, mask=here, other=0))
-    slot = tl.load(slots_ptr + token, mask=here, other=-1)
-    placed = here & (slot >= 0) & (slot < num_slots)
-    head = block * HEADS + tl.arange(0, HEADS)
-    kv_row = ((layer * 2 + is_v) * num_slots + tl.where(placed, slot, 0)) * H_KV
-    if is_v == 0:
-        position = tl.load(positions_ptr + token, mask=here, other=0)
-        _turn_heads(
-            k_ptr, kv_ptr, token * k_stride + layer * k_layer_stride, kv_row, here, placed, head,
-            None if k_norm_ptr is None else k_norm_ptr + layer * D, rope_ptr, position, max_pos, eps, k_scale,
-            k_scale_ptr, H_KV, D, HALF, HALF_BLOCK, REST_BLOCK, INTERLEAVED,
-        )  # fmt: skip
+    position = tl.load(positions_ptr + token, mask=here, other=0)
+    if block < Q_BLOCKS:
+        if H > 0:
+            _turn_heads(
+                q_ptr, out_ptr, token * q_stride, token * H, here, here, block * HEADS + lane, q_norm_ptr, rope_ptr,
+                position, max_pos, eps, None, False, H, D, HALF, HALF_BLOCK, REST_BLOCK, INTERLEAVED,
+            )  # fmt: skip
     else:
-        _copy_heads(
-            v_ptr, kv_ptr, token * v_stride + layer * v_layer_stride, kv_row, here, placed, head, v_scale,
-            v_scale_ptr, H_KV, D, D_BLOCK,
-        )  # fmt: skip
+        kv_block = block - Q_BLOCKS
+        head = kv_block % KV_BLOCKS * HEADS + lane
+        is_v = kv_block // KV_BLOCKS % 2
+        layer = (kv_block // (2 * KV_BLOCKS)).to(tl.int64)
+        slot = tl.load(slots_ptr + token, mask=here, other=-1)
+        placed = here & (slot >= 0) & (slot < num_slots)
+        kv_row = ((layer * 2 + is_v) * num_slots + tl.where(placed, slot, 0)) * H_KV
+        if is_v == 0:
+            _turn_heads(
+                k_ptr, kv_ptr, token * k_stride + layer * k_layer_stride, kv_row, here, placed, head,
+                None if k_norm_ptr is None else k_norm_ptr + layer * D, rope_ptr, position, max_pos, eps, k_scale,
+                K_BY_HEAD, H_KV, D, HALF, HALF_BLOCK, REST_BLOCK, INTERLEAVED,
+            )  # fmt: skip
+        else:
+            _copy_heads(
+                v_ptr, kv_ptr, token * v_stride + layer * v_layer_stride, kv_row, here, placed, head, v_scale,
+                V_BY_HEAD, H_KV, D, D_BLOCK,
+            )  # fmt: skip
 
 
 def write_kv(
@@ -370,32 +300,13 @@ def write_kv(
     *,
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
-    eps: float,
-    interleaved: bool = False,
-    k_scale: float | torch.Tensor | None = None,
-    v_scale: float | torch.Tensor | None = None,
+    **options: Any,
 ) -> torch.Tensor:
-    """See `specdec_kernels.kv_write.write_kv`, which has checked the arguments."""
-    _refuse_float64(kv)
-    tokens, heads, head_dim = q.shape
-    kv_heads = k.shape[1]
+    """See `specdec_kernels.write_kv`, which has checked the arguments."""
     out = q.new_empty(q.shape)
-    tile = _tile(q, tokens, heads, kv_heads)
-    blocks = -(-heads // tile["HEADS"]) + 2 * -(-kv_heads // tile["HEADS"])
-    (k_tensor, k_number), (v_tensor, v_number) = _split_scale(k_scale), _split_scale(v_scale)
-    launch(
-        _write_kv_kernel,
-        (-(-tokens // tile["TOKENS"]), blocks),
-        *(q, k, v, _as_bytes(kv), out, slots, positions, rope, q_norm, k_norm, k_tensor, v_tensor),
-        *(tokens, kv.shape[1] * kv.shape[2], rope.shape[0], *_head_strides(q, k, v), eps, k_number, v_number),
-        num_warps=_GPU_WARPS,
-        num_stages=1,
-        H=heads,
-        H_KV=kv_heads,
-        INTERLEAVED=interleaved,
-        **_head_parts(head_dim, rope.shape[1]),
-        **tile,
-    )
+    layer_norm = None if k_norm is None else k_norm[None]
+    places = (slots, positions, rope)
+    _launch(q, out, k[:, None], v[:, None], kv[None], *places, q_norm=q_norm, k_norm=layer_norm, **options)
     return out
 
 
@@ -406,78 +317,62 @@ def materialize_kv(
     slots: torch.Tensor,
     positions: torch.Tensor,
     rope: torch.Tensor,
+    **options: Any,
+) -> None:
+    """See `specdec_kernels.materialize_kv`, which has checked the arguments."""
+    _launch(None, None, k, v, kv, slots, positions, rope, q_norm=None, **options)
+
+
+def _launch(
+    q: torch.Tensor | None,
+    out: torch.Tensor | None,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    rope: torch.Tensor,
     *,
+    q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
     eps: float,
+    interleaved: bool,
+    k_scale: float | torch.Tensor | None,
+    v_scale: float | torch.Tensor | None,
     counts: torch.Tensor | None = None,
-    interleaved: bool = False,
-    k_scale: float | torch.Tensor | None = None,
-    v_scale: float | torch.Tensor | None = None,
 ) -> None:
-    """See `specdec_kernels.kv_write.materialize_kv`, which has checked the arguments."""
-    _refuse_float64(kv)
-    tokens, layers, kv_heads, head_dim = k.shape
-    tile = _tile(k, tokens, kv_heads, kv_heads)
-    width = 1 if counts is None else tokens // max(counts.shape[0], 1)
-    (k_tensor, k_number), (v_tensor, v_number) = _split_scale(k_scale), _split_scale(v_scale)
-    launch(
-        _materialize_kv_kernel,
-        (-(-tokens // tile["TOKENS"]), layers * 2 * -(-kv_heads // tile["HEADS"])),
-        *(k, v, _as_bytes(kv), slots, positions, counts, rope, k_norm, k_tensor, v_tensor),
-        *(tokens, width, kv.shape[2] * kv.shape[3], rope.shape[0]),
-        *(*_head_strides(k, v), eps, k_number, v_number),
-        num_warps=_GPU_WARPS,
-        num_stages=1,
-        H_KV=kv_heads,
-        INTERLEAVED=interleaved,
-        **_head_parts(head_dim, rope.shape[1]),
-        **tile,
-    )
-
-
-def _tile(tensor: torch.Tensor, tokens: int, heads: int, kv_heads: int) -> dict[str, int]:
-    """Tokens and heads of a program: all there are in the interpreter, where only the number of programs
-    costs."""
-    if current_chip(tensor) == "interpreter":
-        block = _lanes(max(heads, kv_heads))
-        return dict(TOKENS=_lanes(min(tokens, max(2, _INTERPRETER_ROWS // block))), HEADS=block)
-    block = min(_lanes(kv_heads), _GPU_MAX_HEADS)
-    rows = _GPU_FEW_ROWS if tokens <= _FEW_TOKENS else _GPU_ROWS
-    return dict(TOKENS=max(2, rows // block), HEADS=block)
-
-
-def _head_parts(head_dim: int, rotary_dim: int) -> dict[str, int]:
-    """Widths of the parts of a head and the powers of two that cover them."""
-    return dict(
-        D=head_dim,
-        HALF=rotary_dim // 2,
-        HALF_BLOCK=_lanes(rotary_dim // 2),
-        REST_BLOCK=_lanes(head_dim - rotary_dim),
-        D_BLOCK=_lanes(head_dim),
-    )
-
-
-def _lanes(count: int) -> int:
-    """Power of two that covers `count`; two at least, which every Triton compiler takes."""
-    return max(2, triton.next_power_of_2(max(count, 1)))
-
-
-def _split_scale(scale: float | torch.Tensor | None) -> tuple[torch.Tensor | None, Any]:
-    """A scale as (per head, for all heads)."""
-    return (scale, None) if isinstance(scale, torch.Tensor) else (None, scale)
-
-
-def _as_bytes(kv: torch.Tensor) -> torch.Tensor:
-    return kv.view(torch.uint8) if kv.dtype == torch.float8_e4m3fn else kv
-
-
-def _head_strides(*tensors: torch.Tensor) -> tuple[int, ...]:
-    """Strides before the head axis in heads: the compiler then sees that every head begins aligned."""
-    return tuple(stride // tensor.shape[-1] for tensor in tensors for stride in tensor.stride()[:-2])
-
-
-def _refuse_float64(kv: torch.Tensor) -> None:
+    """q, out: [T, H, D] or None; k, v: [T, layers, H_kv, D]; kv: [layers, 2, pages, page_size, H_kv, D]."""
     if kv.dtype == torch.float64:
         raise ValueError(
             "kv: the kernel takes float32, float16, bfloat16 and float8_e4m3fn, got float64; use impl='reference'"
         )
+    tokens, layers, kv_heads, head_dim = k.shape
+    heads = 0 if q is None else q.shape[1]
+    half = rope.shape[1] // 2
+    block = tile(current_chip(k), tokens, heads, kv_heads)
+    blocks = triton.cdiv(heads, block["HEADS"]) + layers * 2 * triton.cdiv(kv_heads, block["HEADS"])
+    width = 1 if counts is None else tokens // max(counts.shape[0], 1)
+    q_stride = 0 if q is None else q.stride(0) // head_dim
+    launch(
+        _kv_write_kernel,
+        (triton.cdiv(tokens, block["TOKENS"]), blocks),
+        *(q, out, k, v, kv.view(torch.uint8) if kv.dtype == torch.float8_e4m3fn else kv),
+        *(slots, positions, counts, rope, q_norm, k_norm, k_scale, v_scale),
+        *(tokens, width, kv.shape[2] * kv.shape[3], rope.shape[0]),
+        # Strides in heads: the compiler then sees that every head begins aligned.
+        *(q_stride, *(stride // head_dim for side in (k, v) for stride in side.stride()[:2])),
+        eps,
+        num_warps=NUM_WARPS,
+        num_stages=1,
+        H=heads,
+        H_KV=kv_heads,
+        D=head_dim,
+        HALF=half,
+        HALF_BLOCK=lanes(half),
+        REST_BLOCK=lanes(head_dim - 2 * half),
+        D_BLOCK=lanes(head_dim),
+        INTERLEAVED=interleaved,
+        K_BY_HEAD=isinstance(k_scale, torch.Tensor),
+        V_BY_HEAD=isinstance(v_scale, torch.Tensor),
+        **block,
+    )

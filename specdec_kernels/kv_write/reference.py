@@ -35,11 +35,13 @@ def write_kv(
     k_scale: float | torch.Tensor | None = None,
     v_scale: float | torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `specdec_kernels.kv_write.write_kv`."""
-    rows = _rope_rows(rope, positions)[:, None]
-    keys = _rotate(_norm(k, k_norm, eps), rows, interleaved)
-    _store(kv[None], slots, _stored(keys, k_scale, kv)[:, None], _stored(v, v_scale, kv)[:, None])
-    return _rotate(_norm(q, q_norm, eps), rows, interleaved).to(q.dtype)
+    """See `specdec_kernels.write_kv`: `materialize_kv` of one layer, and the queries."""
+    layer_norm = None if k_norm is None else k_norm[None]
+    materialize_kv(
+        k[:, None], v[:, None], kv[None], slots, positions, rope, k_norm=layer_norm, eps=eps,
+        interleaved=interleaved, k_scale=k_scale, v_scale=v_scale,
+    )  # fmt: skip
+    return _rotate(_norm(q, q_norm, eps), _rope_rows(rope, positions)[:, None], interleaved).to(q.dtype)
 
 
 def materialize_kv(
@@ -57,7 +59,7 @@ def materialize_kv(
     k_scale: float | torch.Tensor | None = None,
     v_scale: float | torch.Tensor | None = None,
 ) -> None:
-    """See `specdec_kernels.kv_write.materialize_kv`."""
+    """See `specdec_kernels.materialize_kv`."""
     if counts is not None:
         width = slots.shape[0] // max(counts.shape[0], 1)
         column = torch.arange(width, device=slots.device)

@@ -1,8 +1,7 @@
 """Tables of cosines and sines for rotary position embeddings.
 
 Pair i of R rotated elements turns by p f_i at position p, f_i = theta^(-2i / R) (RoFormer, arXiv 2104.09864).
-Which elements form pair i is the kernel's business (`interleaved`), not the table's. Long-context checkpoints
-change the frequencies:
+The kernel decides which elements form pair i (`interleaved`). Long-context checkpoints change the frequencies:
 
     linear   f / factor (position interpolation, arXiv 2306.15595)
     llama3   f / factor where the wavelength 2 pi / f exceeds original_length / low_freq_factor, f where it is
@@ -17,40 +16,10 @@ trained with float32 angles.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 
-
-@dataclass(frozen=True)
-class LinearScaling:
-    factor: float
-
-
-@dataclass(frozen=True)
-class Llama3Scaling:
-    factor: float
-    original_length: int
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-
-
-@dataclass(frozen=True)
-class YarnScaling:
-    """`attention_factor` None: 0.1 m ln(factor) + 1 with m = 1, or the ratio of those of `mscale` and
-    `mscale_all_dim` where both are given (and not 0). `truncate`: bounds of the ramp on whole pairs."""
-
-    factor: float
-    original_length: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-
-
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+from specdec_kernels.kv_write.types import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
 
 def rope_table(
@@ -92,13 +61,13 @@ def rope_table(
         frequencies = _llama3(frequencies, scaling)
     elif isinstance(scaling, YarnScaling):
         frequencies = _yarn(frequencies, rotary_dim, theta, scaling)
-        amplitude = yarn_attention_factor(scaling)
+        amplitude = _yarn_amplitude(scaling)
     angles = torch.arange(max_positions, dtype=torch.float32, device=device)[:, None] * frequencies
     return torch.cat([angles.cos(), angles.sin()], dim=-1) * amplitude
 
 
-def yarn_attention_factor(scaling: YarnScaling) -> float:
-    """What cosines and sines are multiplied by, so that scores are by its square."""
+def _yarn_amplitude(scaling: YarnScaling) -> float:
+    """The factor of cosines and sines; scores are multiplied by its square."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor
 

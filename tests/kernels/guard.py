@@ -77,9 +77,7 @@ class _CheckedMemory:
         program = tuple(interpreter.interpreter_builder.grid_idx)
         distinct, times = np.unique(lanes, return_counts=True)
         if (times > 1).any():
-            raise MemoryFault(
-                f"store: {int((times > 1).sum())} addresses written by several lanes at {program}"
-            )
+            raise MemoryFault(f"store: {int((times > 1).sum())} addresses written by several lanes at {program}")
         for address in distinct.tolist():
             writer = self._written.setdefault(address, program)
             if writer != program:

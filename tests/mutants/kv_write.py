@@ -45,11 +45,11 @@ MUTANTS = (
     Mutant(
         "skipped_slot_wraps",
         _KERNEL,
-        "    placed = here & (slot >= 0) & (slot < num_slots)\n"
-        "    kv_row = tl.where(placed, slot, 0) * H_KV\n    lane = tl.arange(0, HEADS)\n    if block < Q_BLOCKS:",
-        "    placed = here & (slot < num_slots)\n"
-        "    kv_row = tl.where(slot < 0, slot + num_slots, slot) * H_KV\n"
-        "    lane = tl.arange(0, HEADS)\n    if block < Q_BLOCKS:",
+        "        placed = here & (slot >= 0) & (slot < num_slots)\n"
+        "        kv_row = ((layer * 2 + is_v) * num_slots + tl.where(placed, slot, 0)) * H_KV\n",
+        "        placed = here & (slot < num_slots)\n"
+        "        slot = tl.where(slot < 0, slot + num_slots, slot)\n"
+        "        kv_row = ((layer * 2 + is_v) * num_slots + slot) * H_KV\n",
         _case("write_none_stored"),
         "historical: slot -1 of a padded row lands on the last page (vLLM #43682)",
     ),
