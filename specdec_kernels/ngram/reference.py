@@ -1,6 +1,7 @@
 """Definition of the n-gram store in plain Python, on the same tensors: one implementation can go on with the other's.
 
-One loop for every sentence of the definition. The tensors are seen through numpy, which on the CPU shares their memory.
+The code follows the definition in the package's docstring, without vectorisation. numpy shares the memory of the
+tensors on the CPU.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from specdec_kernels.ngram.types import (
     EPOCH,
     FREE,
     FREQUENT,
+    HASH_FIRST,
+    HASH_SECOND,
     LIVE,
     MAX_TOKEN,
     PARENT,
@@ -34,8 +37,6 @@ from specdec_kernels.ngram.types import (
     breadth_at,
 )
 
-HASH_FIRST = 0x9E3779B97F4A7C15
-HASH_SECOND = 0xD6E8FEB86659FD93
 _WORD = (1 << 64) - 1
 
 
@@ -147,8 +148,8 @@ class Trie:
 class Tree:
     """A draft tree under construction; nodes with one parent and one token are one node."""
 
-    def __init__(self, root: int, num_nodes: int) -> None:
-        self.tokens, self.parents = [root], [-1]
+    def __init__(self, last_token: int, num_nodes: int) -> None:
+        self.tokens, self.parents = [last_token], [-1]
         self._num_nodes = num_nodes
         self._known: dict[tuple[int, int], int] = {}
 
@@ -170,7 +171,7 @@ class Tree:
 def ngram_insert(
     store: NgramStore, history: torch.Tensor, start: torch.Tensor, counts: torch.Tensor, width: int
 ) -> None:
-    """See `specdec_kernels.ngram.ngram_insert`; one piece."""
+    """One piece of `specdec_kernels.ngram_insert`."""
     host = store.to("cpu")
     trie, context = Trie(host), history.shape[1]
     begin = start.tolist()
@@ -190,7 +191,7 @@ def ngram_insert(
 
 
 def _beginnings(trie: Trie, text: list[int], epoch: int) -> dict[int, int]:
-    """Length to node of the suffixes of `text` that windows go on from: what an earlier insertion left."""
+    """Length to node of the suffixes of `text` that the store holds; windows continue from them."""
     found = {n: trie.find(text[-n:], epoch) for n in range(1, min(trie.depth - 1, len(text)) + 1)}
     return {length: node for length, node in found.items() if node is not None}
 
@@ -198,7 +199,7 @@ def _beginnings(trie: Trie, text: list[int], epoch: int) -> dict[int, int]:
 def _extend(
     trie: Trie, windows: dict[int, int], token: int, stamp: int, changed: dict[int, set[int]]
 ) -> dict[int, int]:
-    """All windows with `token` behind them, and the one that begins with it."""
+    """All windows extended by `token`, and the one that begins with it."""
     if not 0 <= token <= MAX_TOKEN:
         return {}
     longer = {}
@@ -220,7 +221,7 @@ def ngram_match(
     max_breadth: int,
     mode: str,
 ) -> NgramDraft:
-    """See `specdec_kernels.ngram.ngram_match`."""
+    """See `specdec_kernels.ngram_match`, which has checked the arguments."""
     trie, context = Trie(store.to("cpu")), history.shape[1]
     tokens = torch.zeros(len(lengths), num_nodes, dtype=torch.int64)
     parents = torch.full((len(lengths), num_nodes), -2, dtype=torch.int32)

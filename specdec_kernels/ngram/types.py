@@ -1,11 +1,11 @@
-"""The n-gram store and what matching it gives.
+"""The n-gram store, and the drafts that matching returns.
 
 The store is a trie of n-grams with at most `max_depth` tokens, laid out in tensors of fixed size. A node is a number in
-[0, capacity); the root is the number -1 and has no storage. A child is found through an open-addressed hash table with
-linear probing whose key, (parent + 1) * 2^32 + token, names the child exactly: no two n-grams share a key.
+[0, capacity); the root of the trie is the number -1 and has no storage. A child is found through an open-addressed hash
+table with linear probing whose key, (parent + 1) * 2^32 + token, names the child exactly: no two n-grams share a key.
 
-Which number a node gets, and where its key lands in the table, may depend on the order in which concurrent programs
-run. What the store holds does not: see `specdec_kernels.ngram`. Comparing two stores therefore goes through `contents`.
+The number of a node, and the cell of its key, may depend on the order in which concurrent programs run. What the store
+holds does not: see `specdec_kernels.ngram`. Two stores are therefore compared by their `contents`.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ ROOT = -1
 EMPTY = -1
 MAX_TOKEN = (1 << 31) - 1
 
-# Rows of `NgramStore.ints`.
-PARENT, TOKEN, COUNT, HEAD, NEXT, FREE, WORK = range(7)
-# Rows of `NgramStore.times`.
-STAMP, USED = range(2)
-# Planes of `NgramStore.lists`.
-RECENT, FREQUENT = range(2)
-# Entries of `NgramStore.counters`.
-LIVE, EPOCH, CLOCK, BASE, CUT, NUM_WORK = range(6)
+# Multipliers of the hash of a key.
+HASH_FIRST = 0x9E3779B97F4A7C15
+HASH_SECOND = 0xD6E8FEB86659FD93
+
+# Rows of `NgramStore.ints` and `times`, planes of `lists`, entries of `counters`.
+INT_ROWS = PARENT, TOKEN, COUNT, HEAD, NEXT, FREE, WORK = tuple(range(7))
+TIME_ROWS = STAMP, USED = tuple(range(2))
+LIST_PLANES = RECENT, FREQUENT = tuple(range(2))
+COUNTERS = LIVE, EPOCH, CLOCK, BASE, CUT, NUM_WORK = tuple(range(6))
 
 
 class NgramDraft(NamedTuple):
-    """Draft trees of a batch: node 0 is the root, unused nodes have parent -2 and are never to be linked."""
+    """Draft trees of a batch: node 0 is the last token; unused nodes have parent -2 and must never be linked."""
 
     tokens: torch.Tensor
     """[B, N] int64."""
@@ -39,7 +40,7 @@ class NgramDraft(NamedTuple):
 
 
 class NgramStore:
-    """Device tensors of one store; `create` makes an empty one. All are changed in place, none is ever replaced.
+    """Device tensors of one store; `create` makes an empty one. They are changed in place and never replaced.
 
     keys: [cells] int64, key of the child in each cell, -1 where empty; cells is a power of two, at least 2 * capacity.
     nodes: [cells] int32, the node of each key.
@@ -72,8 +73,8 @@ class NgramStore:
     def create(cls, capacity: int, max_depth: int, max_breadth: int, device: torch.device | str) -> NgramStore:
         """An empty store of `capacity` nodes for n-grams of up to `max_depth` tokens.
 
-        `max_breadth` bounds the children that matching may take of one node. Memory: about 70 + 8 * max_breadth bytes a
-        node. Raises ValueError where a size is out of range.
+        `max_breadth` bounds the children that matching may take of one node. Memory: about
+        70 + 8 * max_breadth bytes per node. Raises ValueError where a size is out of range.
         """
         if not 2 <= max_depth <= 256:
             raise ValueError(f"max_depth: expected 2 to 256, got {max_depth}")
@@ -161,7 +162,7 @@ class NgramStore:
         return torch.where(nodes >= 0, self.ints[TOKEN][nodes.clamp(min=0).long()], -1)
 
     def _asdict(self) -> dict[str, torch.Tensor]:
-        """Comparisons that look into named tuples see the contents."""
+        """The contents, for comparisons that look into named tuples."""
         return self.contents()
 
     def __iter__(self) -> Iterator[Any]:

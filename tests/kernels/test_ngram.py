@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec_kernels import NgramDraft, NgramStore, build_tree, ngram_insert, ngram_match
-from specdec_kernels.ngram import kernel
+from specdec_kernels.ngram.configs import CONFIGS
 from specdec_kernels.ngram.types import insertion_pieces
 
 IMPLS = ["reference", "triton"]
@@ -210,10 +210,10 @@ def test_order_of_work_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [[(i * j) % 3 for i in range(14)] for j in range(1, 5)]
     stores = []
     for lanes, backwards in ((1024, False), (16, False), (4, True)):
-        config = replace(kernel._CONFIGS["interpreter"], windows=lanes, pairs=lanes)
+        config = replace(CONFIGS["interpreter"], windows=lanes, pairs=lanes)
         store = NgramStore.create(512, 4, 3, DEVICE)
         with monkeypatch.context() as patch:
-            patch.setitem(kernel._CONFIGS, "interpreter", config)
+            patch.setitem(CONFIGS, "interpreter", config)
             if backwards:
                 run_backwards(patch)
             insert(store, texts, [0] * 4, [6] * 4, "triton")

@@ -6,9 +6,9 @@ from functools import partial
 
 from tests.mutants.mutant import Mutant, parity
 
-_INSERTION = "specdec_kernels/ngram/insertion.py"
-_MATCHING = "specdec_kernels/ngram/matching.py"
-_EVICTION = "specdec_kernels/ngram/eviction.py"
+_INSERTION = "specdec_kernels/ngram/kernel_insert.py"
+_MATCHING = "specdec_kernels/ngram/kernel_match.py"
+_EVICTION = "specdec_kernels/ngram/kernel_evict.py"
 _TESTS = "tests/kernels/test_ngram.py"
 _case = partial(parity, "ngram")
 
@@ -48,7 +48,7 @@ MUTANTS = (
     Mutant(
         "frequency_ties_to_the_higher_token",
         _INSERTION,
-        "return tl.where(mask, (count << 32) | (-token + _MAX_TOKEN), -1)",
+        "return tl.where(mask, (count << 32) | (-token + layout.MAX_TOKEN), -1)",
         "return tl.where(mask, (count << 32) | token, -1)",
         (*_case("insert_crowded_lists"), *_case("insert_same_text"), *_case("insert_step")),
         "equal counts go to the higher token",

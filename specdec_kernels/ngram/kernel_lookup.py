@@ -7,20 +7,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specdec_kernels.ngram.reference import HASH_FIRST, HASH_SECOND
-from specdec_kernels.ngram.types import EMPTY, MAX_TOKEN, ROOT, USED
-
-_EMPTY = tl.constexpr(EMPTY)
-_ROOT = tl.constexpr(ROOT)
-_USED = tl.constexpr(USED)
-_MAX_TOKEN = tl.constexpr(MAX_TOKEN)
-_HASH_FIRST = tl.constexpr(HASH_FIRST)
-_HASH_SECOND = tl.constexpr(HASH_SECOND)
+from specdec_kernels.ngram import kernel_layout as layout
 
 
 @triton.jit
 def is_token(token):
-    return (token >= 0) & (token <= _MAX_TOKEN)
+    return (token >= 0) & (token <= layout.MAX_TOKEN)
 
 
 @triton.jit
@@ -32,8 +24,8 @@ def child_key(parent, token):
 @triton.jit
 def first_cell(key, BITS: tl.constexpr):
     """Where probing for `key` begins in a table of 2^BITS cells."""
-    mixed = key.to(tl.uint64) * _HASH_FIRST
-    mixed = (mixed ^ (mixed >> 32)) * _HASH_SECOND
+    mixed = key.to(tl.uint64) * layout.HASH_FIRST
+    mixed = (mixed ^ (mixed >> 32)) * layout.HASH_SECOND
     return (mixed >> (64 - BITS)).to(tl.int64)
 
 
@@ -45,11 +37,11 @@ def find_child(keys_ptr, nodes_ptr, parent, token, active, BITS: tl.constexpr):
     cell = first_cell(key, BITS)
     hit = searching & (token < 0)
     while tl.max(searching.to(tl.int32), 0) > 0:
-        seen = tl.load(keys_ptr + cell, mask=searching, other=_EMPTY)
+        seen = tl.load(keys_ptr + cell, mask=searching, other=layout.EMPTY)
         hit |= searching & (seen == key)
-        searching = searching & (seen != key) & (seen != _EMPTY)
+        searching = searching & (seen != key) & (seen != layout.EMPTY)
         cell = tl.where(searching, (cell + 1) & ((1 << BITS) - 1), cell)
-    return tl.load(nodes_ptr + cell, mask=hit, other=_ROOT)
+    return tl.load(nodes_ptr + cell, mask=hit, other=layout.ROOT)
 
 
 @triton.jit
@@ -72,7 +64,7 @@ def find_suffix(
     """
     position = end - size
     walking = live & (position >= 0) & (size > 0)
-    node = tl.where(walking, _ROOT, _ROOT)
+    node = tl.where(walking, layout.ROOT, layout.ROOT)
     while tl.max(walking.to(tl.int32), 0) > 0:
         token = tl.load(text_ptr + position, mask=walking, other=-1)
         found = find_child(keys_ptr, nodes_ptr, node, token, walking, BITS)
@@ -80,6 +72,6 @@ def find_suffix(
         position += 1
         walking = walking & (found >= 0)
         if TOUCH:
-            tl.atomic_max(times_ptr + _USED * CAPACITY + node, epoch, mask=walking, sem="relaxed")
+            tl.atomic_max(times_ptr + layout.USED * CAPACITY + node, epoch, mask=walking, sem="relaxed")
         walking = walking & (position < end)
     return node

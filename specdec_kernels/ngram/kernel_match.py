@@ -1,14 +1,14 @@
-"""Draft trees from the store: one program a request does the three parts.
+"""Draft trees from the store: one program per request does the three parts.
 
 Anchors. A lane for each suffix length walks from the root of the trie to the node of its suffix.
-Walks. What an anchor would add on its own does not depend on the other anchors, and no more than its first N - 1 nodes
-can matter, since nodes of one walk are distinct nodes of the tree. So all anchors walk at once: a row of the
-tile [anchors, entries] holds the nodes taken so far, entry 0 the anchor, each with a cursor to its next child and
-that child's weight. Each round takes in every row the entry of largest weight, ties to the lowest entry, appends
-its next child as a new entry and moves the cursor. With frequencies as weights this is best first; with all
-weights equal the lowest entry with children left is the head of a queue, which is breadth first.
-Merge. Anchors in order, longest first, each walk in its order: a node joins the tree unless its parent has that token
-already.
+Walks. What an anchor adds on its own does not depend on the other anchors, and only its first N - 1 nodes can matter,
+because the nodes of one walk are distinct nodes of the tree. So all anchors walk at once: a row of the tile [anchors,
+entries] holds the nodes taken so far, entry 0 the anchor, each with a cursor to its next child and the weight of that
+child. In every row each round takes the entry of largest weight, ties to the lowest entry, appends its next child as a
+new entry and moves the cursor. With frequencies as weights this is best first. With equal weights the lowest entry with
+children left is the head of a queue, which is breadth first.
+Merge. Anchors in order, the longest first, and each walk in its order: a node joins the tree unless its parent has a
+child with that token already.
 """
 
 # mypy: ignore-errors
@@ -18,13 +18,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specdec_kernels.ngram.lookup import find_suffix
-from specdec_kernels.ngram.types import COUNT, FREQUENT, RECENT, TOKEN
-
-_TOKEN = tl.constexpr(TOKEN)
-_COUNT = tl.constexpr(COUNT)
-_RECENT = tl.constexpr(RECENT)
-_FREQUENT = tl.constexpr(FREQUENT)
+from specdec_kernels.ngram import kernel_layout as layout
+from specdec_kernels.ngram.kernel_lookup import find_suffix
 
 
 @triton.jit
@@ -38,7 +33,7 @@ def _breadth(depth, WINDOW: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexp
 
 @triton.jit
 def _counts(ints_ptr, node, mask, CAPACITY: tl.constexpr):
-    return tl.load(ints_ptr + _COUNT * CAPACITY + node, mask=mask, other=0)
+    return tl.load(ints_ptr + layout.COUNT * CAPACITY + node, mask=mask, other=0)
 
 
 @triton.jit
@@ -110,7 +105,7 @@ def _walk(
 
         breadth = _breadth(below, WINDOW, LEAST, MOST, BY_COUNT)
         first, count, total_of = _open(ints_ptr, list_ptr, node, breadth, CAPACITY, LISTED, BY_COUNT)
-        value = tl.load(ints_ptr + _TOKEN * CAPACITY + node, mask=going, other=0)
+        value = tl.load(ints_ptr + layout.TOKEN * CAPACITY + node, mask=going, other=0)
         here = (entry == taken) & going[:, None]
         token = tl.where(here, value[:, None], token)
         parent = tl.where(here, chosen[:, None], parent)
@@ -192,7 +187,7 @@ def match_kernel(
     anchor = find_suffix(
         keys_ptr, nodes_ptr, times_ptr, text_ptr, length + 1, size, live, 0, CAPACITY, BITS, TOUCH=False
     )
-    list_ptr = lists_ptr + (_FREQUENT if BY_COUNT else _RECENT) * CAPACITY * LISTED
+    list_ptr = lists_ptr + (layout.FREQUENT if BY_COUNT else layout.RECENT) * CAPACITY * LISTED
     token, parent = _walk(
         ints_ptr, list_ptr, anchor, size, NODES, WINDOW, LEAST, MOST, BY_COUNT, CAPACITY, LISTED, ENTRIES
     )

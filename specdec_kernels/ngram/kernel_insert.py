@@ -2,14 +2,16 @@
 
 Three launches, so that each reads only what an earlier one wrote. `find_beginnings` looks up, for every row, the nodes
 of the 1 to D - 1 tokens before its new ones. `insert` has a lane for every window that holds a new token: the D - 1
-that begin before them, and one for each of them. A lane follows its window, at every new token finds or creates the
-child, counts and stamps it, and hangs it on its parent's chain if it is the first to touch it. `list_children` gives
-every parent with a chain to one lane, which offers the chain's children to the parent's two lists.
+windows that begin before the new tokens, and one for each new token. A lane follows its window. At every new token it
+finds or creates the child, counts and stamps it, and adds it to the chain of its parent if it is the first to touch it.
+`list_children` gives every parent with a chain to one lane, which offers the children on the chain to the two lists of
+the parent.
 
 A child is created by compare-and-swap of its key into the first empty cell of its probe sequence, so equal n-grams
-meet in one cell whoever comes first. The winner takes a number and publishes it in `nodes` with release semantics; the
-others wait for it there with acquire semantics. The wait ends, since the winner waits for nothing between its swap and
-its publication. First to touch is who sees a stamp from before this insertion in the atomic maximum.
+meet in one cell in any order of execution. The winner takes a number and publishes it in `nodes` with release
+semantics; the others wait for it there with acquire semantics. The wait ends, because the winner waits for nothing
+between its swap and its publication. The first lane to touch a child is the one whose atomic maximum returns a stamp
+from before this insertion.
 """
 
 # mypy: ignore-errors
@@ -19,48 +21,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specdec_kernels.ngram.lookup import child_key, find_suffix, first_cell, is_token
-from specdec_kernels.ngram.types import (
-    BASE,
-    COUNT,
-    CUT,
-    EMPTY,
-    EPOCH,
-    FREE,
-    FREQUENT,
-    HEAD,
-    LIVE,
-    MAX_TOKEN,
-    NEXT,
-    NUM_WORK,
-    PARENT,
-    RECENT,
-    ROOT,
-    STAMP,
-    TOKEN,
-    USED,
-    WORK,
-)
-
-_EMPTY = tl.constexpr(EMPTY)
-_ROOT = tl.constexpr(ROOT)
-_MAX_TOKEN = tl.constexpr(MAX_TOKEN)
-_PARENT = tl.constexpr(PARENT)
-_TOKEN = tl.constexpr(TOKEN)
-_COUNT = tl.constexpr(COUNT)
-_HEAD = tl.constexpr(HEAD)
-_NEXT = tl.constexpr(NEXT)
-_FREE = tl.constexpr(FREE)
-_WORK = tl.constexpr(WORK)
-_STAMP = tl.constexpr(STAMP)
-_USED = tl.constexpr(USED)
-_RECENT = tl.constexpr(RECENT)
-_FREQUENT = tl.constexpr(FREQUENT)
-_LIVE = tl.constexpr(LIVE)
-_EPOCH = tl.constexpr(EPOCH)
-_BASE = tl.constexpr(BASE)
-_CUT = tl.constexpr(CUT)
-_NUM_WORK = tl.constexpr(NUM_WORK)
+from specdec_kernels.ngram import kernel_layout as layout
+from specdec_kernels.ngram.kernel_lookup import child_key, find_suffix, first_cell, is_token
 
 
 @triton.jit
@@ -72,12 +34,12 @@ def usable_count(start, count, width, context):
 
 @triton.jit
 def append_child(ints_ptr, counters_ptr, parent, child, mask, CAPACITY: tl.constexpr):
-    """Hang `child` on the chain of `parent`; the first on a chain puts the parent on the list of work."""
-    after = tl.atomic_xchg(ints_ptr + _HEAD * CAPACITY + parent, child, mask=mask, sem="relaxed")
-    tl.store(ints_ptr + _NEXT * CAPACITY + child, after, mask=mask)
+    """Add `child` to the chain of `parent`; the first child on a chain puts the parent on the list of work."""
+    after = tl.atomic_xchg(ints_ptr + layout.HEAD * CAPACITY + parent, child, mask=mask, sem="relaxed")
+    tl.store(ints_ptr + layout.NEXT * CAPACITY + child, after, mask=mask)
     first = mask & (after < 0)
-    place = tl.atomic_add(counters_ptr + _NUM_WORK + child * 0, 1, mask=first, sem="relaxed")
-    tl.store(ints_ptr + _WORK * CAPACITY + place, parent, mask=first)
+    place = tl.atomic_add(counters_ptr + layout.NUM_WORK + child * 0, 1, mask=first, sem="relaxed")
+    tl.store(ints_ptr + layout.WORK * CAPACITY + place, parent, mask=first)
 
 
 @triton.jit
@@ -92,25 +54,25 @@ def find_or_create(
     CAPACITY: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """Node of the child, created if need be; any number of lanes and programs may ask for it at once."""
+    """Node of the child, created where there is none; any number of lanes and programs may ask for it at once."""
     key = tl.where(active, child_key(parent, token), 0)
     cell = first_cell(key, BITS)
     searching = active
     won = active & (token < 0)
     while tl.max(searching.to(tl.int32), 0) > 0:
         seen = tl.load(keys_ptr + cell, mask=searching, other=0)
-        trying = searching & (seen == _EMPTY)
+        trying = searching & (seen == layout.EMPTY)
         # A lane that is not trying swaps EMPTY for EMPTY in its own cell.
-        old = tl.atomic_cas(keys_ptr + cell, key * 0 + _EMPTY, tl.where(trying, key, _EMPTY), sem="relaxed")
-        won |= trying & (old == _EMPTY)
+        old = tl.atomic_cas(keys_ptr + cell, key * 0 + layout.EMPTY, tl.where(trying, key, layout.EMPTY), sem="relaxed")
+        won |= trying & (old == layout.EMPTY)
         seen = tl.where(trying, old, seen)
-        searching = searching & (seen != key) & ~(trying & (old == _EMPTY))
+        searching = searching & (seen != key) & ~(trying & (old == layout.EMPTY))
         cell = tl.where(searching, (cell + 1) & ((1 << BITS) - 1), cell)
 
-    rank = tl.atomic_add(counters_ptr + _LIVE + cell * 0, 1, mask=won, sem="relaxed")
-    fresh = tl.load(ints_ptr + _FREE * CAPACITY + rank, mask=won, other=0)
-    tl.store(ints_ptr + _PARENT * CAPACITY + fresh, parent, mask=won)
-    tl.store(ints_ptr + _TOKEN * CAPACITY + fresh, token.to(tl.int32), mask=won)
+    rank = tl.atomic_add(counters_ptr + layout.LIVE + cell * 0, 1, mask=won, sem="relaxed")
+    fresh = tl.load(ints_ptr + layout.FREE * CAPACITY + rank, mask=won, other=0)
+    tl.store(ints_ptr + layout.PARENT * CAPACITY + fresh, parent, mask=won)
+    tl.store(ints_ptr + layout.TOKEN * CAPACITY + fresh, token.to(tl.int32), mask=won)
     tl.atomic_xchg(nodes_ptr + cell, fresh, mask=won, sem="release")
     node = tl.load(nodes_ptr + cell, mask=active & ~won, other=0)
     node = tl.where(won, fresh, node)
@@ -147,7 +109,7 @@ def find_beginnings_kernel(
     count = tl.load(counts_ptr + row, mask=row < rows, other=0)
     live = usable_count(start, count, width, context) > 0
     text_ptr = history_ptr + row.to(tl.int64) * row_stride
-    epoch = tl.load(counters_ptr + _EPOCH)
+    epoch = tl.load(counters_ptr + layout.EPOCH)
     size = lane % (DEPTH - 1) + 1
     node = find_suffix(keys_ptr, nodes_ptr, times_ptr, text_ptr, start, size, live, epoch, CAPACITY, BITS, TOUCH=True)
     tl.store(beginnings_ptr + lane, node, mask=row < rows)
@@ -183,10 +145,14 @@ def insert_kernel(
     end = start + count
     stamp = tl.load(stamps_ptr + row, mask=row < rows, other=0) - start
     text_ptr = history_ptr + row.to(tl.int64) * row_stride
-    epoch, base, cut = (tl.load(counters_ptr + _EPOCH), tl.load(counters_ptr + _BASE), tl.load(counters_ptr + _CUT))
+    epoch, base, cut = (
+        tl.load(counters_ptr + layout.EPOCH),
+        tl.load(counters_ptr + layout.BASE),
+        tl.load(counters_ptr + layout.CUT),
+    )
 
     begun = (window < DEPTH - 1) & (row < rows)
-    parent = tl.load(beginnings_ptr + row * (DEPTH - 1) + window, mask=begun, other=_ROOT)
+    parent = tl.load(beginnings_ptr + row * (DEPTH - 1) + window, mask=begun, other=layout.ROOT)
     depth = tl.where(begun, window + 1, 0)
     position = tl.where(begun, start, start + window - (DEPTH - 1))
     active = (position < end) & tl.where(begun, parent >= 0, row < rows)
@@ -194,9 +160,9 @@ def insert_kernel(
         token = tl.load(text_ptr + position, mask=active, other=-1)
         active = active & is_token(token)
         node = find_or_create(keys_ptr, nodes_ptr, ints_ptr, counters_ptr, parent, token, active, CAPACITY, BITS)
-        tl.atomic_add(ints_ptr + _COUNT * CAPACITY + node, 1, mask=active, sem="relaxed")
-        tl.atomic_max(times_ptr + _USED * CAPACITY + node, epoch, mask=active, sem="relaxed")
-        before = tl.atomic_max(times_ptr + _STAMP * CAPACITY + node, stamp + position, mask=active, sem="relaxed")
+        tl.atomic_add(ints_ptr + layout.COUNT * CAPACITY + node, 1, mask=active, sem="relaxed")
+        tl.atomic_max(times_ptr + layout.USED * CAPACITY + node, epoch, mask=active, sem="relaxed")
+        before = tl.atomic_max(times_ptr + layout.STAMP * CAPACITY + node, stamp + position, mask=active, sem="relaxed")
         # An eviction has put all nodes it kept on their parents' chains.
         first = active & (before < base) & (parent >= 0) & ((cut == 0) | (before < 0))
         append_child(ints_ptr, counters_ptr, parent, node, first, CAPACITY)
@@ -208,15 +174,15 @@ def insert_kernel(
 
 @triton.jit
 def _recency(times_ptr, node, mask, CAPACITY: tl.constexpr):
-    return tl.load(times_ptr + _STAMP * CAPACITY + node, mask=mask, other=-1)
+    return tl.load(times_ptr + layout.STAMP * CAPACITY + node, mask=mask, other=-1)
 
 
 @triton.jit
 def _frequency(ints_ptr, node, mask, CAPACITY: tl.constexpr):
     """More occurrences first, then the lower token: one number, -1 where not `mask`."""
-    count = tl.load(ints_ptr + _COUNT * CAPACITY + node, mask=mask, other=0).to(tl.int64)
-    token = tl.load(ints_ptr + _TOKEN * CAPACITY + node, mask=mask, other=0).to(tl.int64)
-    return tl.where(mask, (count << 32) | (-token + _MAX_TOKEN), -1)
+    count = tl.load(ints_ptr + layout.COUNT * CAPACITY + node, mask=mask, other=0).to(tl.int64)
+    token = tl.load(ints_ptr + layout.TOKEN * CAPACITY + node, mask=mask, other=0).to(tl.int64)
+    return tl.where(mask, (count << 32) | (-token + layout.MAX_TOKEN), -1)
 
 
 @triton.jit
@@ -247,16 +213,16 @@ def list_children_kernel(
     LISTED: tl.constexpr,
     PARENTS: tl.constexpr,
 ):
-    num_work = tl.load(counters_ptr + _NUM_WORK)
+    num_work = tl.load(counters_ptr + layout.NUM_WORK)
     place = tl.arange(0, LISTED)[None, :]
     first = tl.program_id(0).to(tl.int64) * PARENTS
     while first < num_work:
         index = first + tl.arange(0, PARENTS)
         mine = index < num_work
-        parent = tl.load(ints_ptr + _WORK * CAPACITY + index, mask=mine, other=0).to(tl.int64)
-        child = tl.load(ints_ptr + _HEAD * CAPACITY + parent, mask=mine, other=-1)
-        recent_ptr = lists_ptr + (parent + _RECENT * CAPACITY)[:, None] * LISTED
-        frequent_ptr = lists_ptr + (parent + _FREQUENT * CAPACITY)[:, None] * LISTED
+        parent = tl.load(ints_ptr + layout.WORK * CAPACITY + index, mask=mine, other=0).to(tl.int64)
+        child = tl.load(ints_ptr + layout.HEAD * CAPACITY + parent, mask=mine, other=-1)
+        recent_ptr = lists_ptr + (parent + layout.RECENT * CAPACITY)[:, None] * LISTED
+        frequent_ptr = lists_ptr + (parent + layout.FREQUENT * CAPACITY)[:, None] * LISTED
         recent = tl.load(recent_ptr + place, mask=mine[:, None], other=-1)
         frequent = tl.load(frequent_ptr + place, mask=mine[:, None], other=-1)
         recent_score = _recency(times_ptr, recent, recent >= 0, CAPACITY)
@@ -267,9 +233,9 @@ def list_children_kernel(
             recent, recent_score = _offer(recent, recent_score, child, score, live, LISTED)
             score = _frequency(ints_ptr, child, live, CAPACITY)
             frequent, frequent_score = _offer(frequent, frequent_score, child, score, live, LISTED)
-            child = tl.load(ints_ptr + _NEXT * CAPACITY + child, mask=live, other=-1)
+            child = tl.load(ints_ptr + layout.NEXT * CAPACITY + child, mask=live, other=-1)
         tl.debug_barrier()
         _store_sorted(recent_ptr, recent, recent_score)
         _store_sorted(frequent_ptr, frequent, frequent_score)
-        tl.store(ints_ptr + _HEAD * CAPACITY + parent, -1, mask=mine)
+        tl.store(ints_ptr + layout.HEAD * CAPACITY + parent, -1, mask=mine)
         first += tl.num_programs(0).to(tl.int64) * PARENTS

@@ -1,8 +1,8 @@
 """Before an insertion: stamps for its rows, and room for its n-grams.
 
-One program, because almost always there is nothing to do but to read a counter. When there is, once in many thousand
-tokens, it makes a few passes over the store: a bisection for the oldest insertion to keep, clearing, and entering the
-kept nodes again, since a hash table with linear probing cannot lose single keys.
+One program, because it almost always reads a counter and has nothing else to do. Once in many thousand tokens it evicts
+and makes a few passes over the store: a bisection for the oldest insertion to keep, clearing, and entering the kept
+nodes again, because single keys cannot be taken out of a hash table with linear probing.
 """
 
 # mypy: ignore-errors
@@ -12,42 +12,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specdec_kernels.ngram.insertion import append_child, usable_count
-from specdec_kernels.ngram.lookup import child_key, first_cell
-from specdec_kernels.ngram.types import (
-    BASE,
-    CLOCK,
-    COUNT,
-    CUT,
-    EMPTY,
-    EPOCH,
-    FREE,
-    LIVE,
-    NUM_WORK,
-    PARENT,
-    STAMP,
-    TOKEN,
-    USED,
-)
-
-_EMPTY = tl.constexpr(EMPTY)
-_PARENT = tl.constexpr(PARENT)
-_TOKEN = tl.constexpr(TOKEN)
-_COUNT = tl.constexpr(COUNT)
-_FREE = tl.constexpr(FREE)
-_STAMP = tl.constexpr(STAMP)
-_USED = tl.constexpr(USED)
-_LIVE = tl.constexpr(LIVE)
-_EPOCH = tl.constexpr(EPOCH)
-_CLOCK = tl.constexpr(CLOCK)
-_BASE = tl.constexpr(BASE)
-_CUT = tl.constexpr(CUT)
-_NUM_WORK = tl.constexpr(NUM_WORK)
+from specdec_kernels.ngram import kernel_layout as layout
+from specdec_kernels.ngram.kernel_insert import append_child, usable_count
+from specdec_kernels.ngram.kernel_lookup import child_key, first_cell
 
 
 @triton.jit
 def _stamp_rows(start_ptr, counts_ptr, stamps_ptr, clock, rows, width, context, BLOCK: tl.constexpr):
-    """Write the stamp of every row's first new token; gives the number of new tokens."""
+    """Write the stamp of the first new token of every row, and return the number of new tokens."""
     total = clock * 0
     for first in range(0, rows, BLOCK):
         row = first + tl.arange(0, BLOCK)
@@ -65,7 +37,7 @@ def _count_used(times_ptr, cut, CAPACITY: tl.constexpr, BLOCK: tl.constexpr):
     total = 0
     for first in range(0, CAPACITY, BLOCK):
         node = first + tl.arange(0, BLOCK)
-        used = tl.load(times_ptr + _USED * CAPACITY + node, mask=node < CAPACITY, other=-1)
+        used = tl.load(times_ptr + layout.USED * CAPACITY + node, mask=node < CAPACITY, other=-1)
         total += tl.sum((used >= cut).to(tl.int32), 0)
     return total
 
@@ -91,14 +63,14 @@ def _drop_nodes(ints_ptr, times_ptr, cut, kept, CAPACITY: tl.constexpr, BLOCK: t
     for first in range(0, CAPACITY, BLOCK):
         node = first + tl.arange(0, BLOCK)
         inside = node < CAPACITY
-        used = tl.load(times_ptr + _USED * CAPACITY + node, mask=inside, other=-1)
+        used = tl.load(times_ptr + layout.USED * CAPACITY + node, mask=inside, other=-1)
         dead = inside & (used < cut)
-        tl.store(ints_ptr + _TOKEN * CAPACITY + node, -1, mask=dead)
-        tl.store(ints_ptr + _COUNT * CAPACITY + node, 0, mask=dead)
-        tl.store(times_ptr + _STAMP * CAPACITY + node, -1, mask=dead)
-        tl.store(times_ptr + _USED * CAPACITY + node, -1, mask=dead)
+        tl.store(ints_ptr + layout.TOKEN * CAPACITY + node, -1, mask=dead)
+        tl.store(ints_ptr + layout.COUNT * CAPACITY + node, 0, mask=dead)
+        tl.store(times_ptr + layout.STAMP * CAPACITY + node, -1, mask=dead)
+        tl.store(times_ptr + layout.USED * CAPACITY + node, -1, mask=dead)
         place = num_free + tl.cumsum(dead.to(tl.int32), 0) - 1
-        tl.store(ints_ptr + _FREE * CAPACITY + place, node, mask=dead)
+        tl.store(ints_ptr + layout.FREE * CAPACITY + place, node, mask=dead)
         num_free += tl.sum(dead.to(tl.int32), 0)
 
 
@@ -116,16 +88,16 @@ def _enter_nodes(
     """Put every live node into the empty hash table, and on its parent's chain of changed children."""
     for first in range(0, CAPACITY, BLOCK):
         node = first + tl.arange(0, BLOCK)
-        token = tl.load(ints_ptr + _TOKEN * CAPACITY + node, mask=node < CAPACITY, other=-1)
+        token = tl.load(ints_ptr + layout.TOKEN * CAPACITY + node, mask=node < CAPACITY, other=-1)
         live = token >= 0
-        parent = tl.load(ints_ptr + _PARENT * CAPACITY + node, mask=live, other=-1)
+        parent = tl.load(ints_ptr + layout.PARENT * CAPACITY + node, mask=live, other=-1)
         key = tl.where(live, child_key(parent, token.to(tl.int64)), 0)
         cell = first_cell(key, BITS)
         searching = live
         while tl.max(searching.to(tl.int32), 0) > 0:
-            wanted = tl.where(searching, key, _EMPTY)
-            seen = tl.atomic_cas(keys_ptr + cell, key * 0 + _EMPTY, wanted, sem="relaxed")
-            searching = searching & (seen != _EMPTY)
+            wanted = tl.where(searching, key, layout.EMPTY)
+            seen = tl.atomic_cas(keys_ptr + cell, key * 0 + layout.EMPTY, wanted, sem="relaxed")
+            searching = searching & (seen != layout.EMPTY)
             cell = tl.where(searching, (cell + 1) & ((1 << BITS) - 1), cell)
         tl.store(nodes_ptr + cell, node, mask=live)
         append_child(ints_ptr, counters_ptr, parent, node, live & (parent >= 0), CAPACITY)
@@ -151,24 +123,24 @@ def make_room_kernel(
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    clock = tl.load(counters_ptr + _CLOCK)
-    epoch = tl.load(counters_ptr + _EPOCH) + 1
-    live = tl.load(counters_ptr + _LIVE)
+    clock = tl.load(counters_ptr + layout.CLOCK)
+    epoch = tl.load(counters_ptr + layout.EPOCH) + 1
+    live = tl.load(counters_ptr + layout.LIVE)
     total = _stamp_rows(start_ptr, counts_ptr, stamps_ptr, clock, rows, width, context, BLOCK)
     tl.debug_barrier()
-    tl.store(counters_ptr + _BASE, clock)
-    tl.store(counters_ptr + _CLOCK, clock + total)
-    tl.store(counters_ptr + _EPOCH, epoch)
-    tl.store(counters_ptr + _NUM_WORK, epoch * 0)
+    tl.store(counters_ptr + layout.BASE, clock)
+    tl.store(counters_ptr + layout.CLOCK, clock + total)
+    tl.store(counters_ptr + layout.EPOCH, epoch)
+    tl.store(counters_ptr + layout.NUM_WORK, epoch * 0)
     cut = epoch * 0
     if live + total * DEPTH > CAPACITY:
         cut = _oldest_kept(times_ptr, epoch, CAPACITY, BLOCK)
         kept = _count_used(times_ptr, cut, CAPACITY, BLOCK)
         _drop_nodes(ints_ptr, times_ptr, cut, kept, CAPACITY, BLOCK)
-        _fill(keys_ptr, _EMPTY, 1 << BITS, BLOCK)
+        _fill(keys_ptr, layout.EMPTY, 1 << BITS, BLOCK)
         _fill(nodes_ptr, -1, 1 << BITS, BLOCK)
         _fill(lists_ptr, -1, 2 * CAPACITY * LISTED, BLOCK)
-        tl.store(counters_ptr + _LIVE, kept.to(tl.int64))
+        tl.store(counters_ptr + layout.LIVE, kept.to(tl.int64))
         tl.debug_barrier()
         _enter_nodes(keys_ptr, nodes_ptr, ints_ptr, counters_ptr, CAPACITY, BITS, BLOCK)
-    tl.store(counters_ptr + _CUT, cut)
+    tl.store(counters_ptr + layout.CUT, cut)
