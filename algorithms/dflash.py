@@ -111,8 +111,7 @@ class DFlash(Algorithm):
 
     def _layer_kind(self, layer: int) -> tuple[str, int | None]:
         config = self._drafter.config
-        sliding = config.sliding_window if config.layer_types[layer] == "sliding_attention" else None
-        windows = [window for window in (sliding, self._window) if window is not None]
+        windows = [window for window in (config.decoder.window(layer), self._window) if window is not None]
         return "chain" if config.causal_layers[layer] else "block", min(windows, default=None)
 
     def observe(self, seen: Observation) -> None:

@@ -15,7 +15,7 @@ from hydra.core.config_store import ConfigStore
 from tokenizers import Tokenizer
 
 from algorithms.runtime.models.config import DecoderConfig, DFlashConfig
-from algorithms.runtime.models.dflash import DFlashDrafter
+from algorithms.runtime.models.drafters.dflash import DFlashDrafter
 from algorithms.runtime.models.loading import Target
 from experiments.training.blocks import BlockDrafter, BlockObjective
 from experiments.training.drafting import BatchSettings, DrafterRunConfig
@@ -63,8 +63,6 @@ def dflash_config(settings: DrafterSettings, target: DecoderConfig, mask_token_i
         target_layer_ids=tuple(settings.target_layer_ids),
         mask_token_id=mask_token_id,
         num_target_layers=target.num_layers,
-        layer_types=("full_attention",) * settings.num_layers,
-        sliding_window=None,
         causal_layers=(False,) * settings.num_layers,
     )
 

@@ -15,8 +15,8 @@ from hydra.core.config_store import ConfigStore
 from tokenizers import Tokenizer
 
 from algorithms.runtime.models.config import DecoderConfig
-from algorithms.runtime.models.eagle import EagleDrafter
-from algorithms.runtime.models.eagle_config import EagleConfig
+from algorithms.runtime.models.config.eagle import EagleConfig
+from algorithms.runtime.models.drafters.eagle import EagleDrafter
 from algorithms.runtime.models.loading import Target
 from experiments.training.chain import ChainObjective, ChainSettings
 from experiments.training.drafting import DrafterRunConfig

@@ -17,8 +17,8 @@ from hydra.core.config_store import ConfigStore
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from algorithms.runtime.models.eagle import Eagle3Drafter
-from algorithms.runtime.models.eagle_config import Eagle3Config
+from algorithms.runtime.models.config.eagle import Eagle3Config
+from algorithms.runtime.models.drafters.eagle import Eagle3Drafter
 from algorithms.runtime.models.loading import Target
 from experiments.train_eagle import HeadSettings, head_config
 from experiments.training.batches import ResponseSet

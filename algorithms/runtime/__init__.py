@@ -12,22 +12,20 @@ if TYPE_CHECKING:
     from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Observation, Resources
     from algorithms.runtime.cache import KVCache, OutOfPages, PageAllocator
     from algorithms.runtime.engine import Engine, EngineError, EngineSettings, Generation, StepReport
-    from algorithms.runtime.models.eagle_loading import (
-        load_eagle,
-        load_eagle3,
-        load_eagle_head,
-        read_eagle,
-        read_eagle3,
-        read_eagle_head,
-    )
     from algorithms.runtime.models.loading import (
         ModelError,
         Target,
         load_dflash,
         load_draft,
+        load_eagle,
+        load_eagle3,
+        load_eagle_head,
         load_target,
         read_dflash,
         read_draft,
+        read_eagle,
+        read_eagle3,
+        read_eagle_head,
     )
     from algorithms.runtime.paged_attention import LayeredMixer, PagedMixer
     from algorithms.runtime.request import Completion, Request
@@ -39,22 +37,20 @@ _HOMES = {
     "engine": ("Engine", "EngineError", "EngineSettings", "Generation", "StepReport"),
     "tree_drafting": ("TreeDrafter",),
     "cache": ("KVCache", "OutOfPages", "PageAllocator"),
-    "models.eagle_loading": (
-        "load_eagle",
-        "load_eagle3",
-        "load_eagle_head",
-        "read_eagle",
-        "read_eagle3",
-        "read_eagle_head",
-    ),
     "models.loading": (
         "ModelError",
         "Target",
         "load_dflash",
         "load_draft",
+        "load_eagle",
+        "load_eagle3",
+        "load_eagle_head",
         "load_target",
         "read_dflash",
         "read_draft",
+        "read_eagle",
+        "read_eagle3",
+        "read_eagle_head",
     ),
     "paged_attention": ("LayeredMixer", "PagedMixer"),
     "request": ("Completion", "Request"),

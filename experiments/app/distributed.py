@@ -59,7 +59,7 @@ def load_shared(path: str, hardware: Hardware, tensor_parallel: int) -> Target:
     import torch
 
     from algorithms.runtime.models.loading import Target, load_target
-    from algorithms.runtime.models.parallel import shard
+    from algorithms.runtime.models.sharding import shard
 
     dtype = getattr(torch, hardware.dtype)
     if tensor_parallel == 1:

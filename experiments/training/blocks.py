@@ -18,7 +18,7 @@ from torch import Tensor
 from algorithms.runtime.models.config import DFlashConfig
 from algorithms.runtime.models.decoder import Decoder, MixerWeights
 from algorithms.runtime.models.dense_mixer import DenseMixer, head_norm
-from algorithms.runtime.models.dflash import DFlashDrafter
+from algorithms.runtime.models.drafters.dflash import DFlashDrafter
 from algorithms.runtime.models.rope import apply_rope, rope_table
 from experiments.training.acceptance import leading_hits
 from experiments.training.batches import TrainingBatch
@@ -36,8 +36,8 @@ class BlockMixer:
     """
 
     def __init__(self, config: DFlashConfig, keys: Tensor, values: Tensor, anchors: Tensor, table: Tensor) -> None:
-        if "sliding_attention" in config.layer_types:
-            raise ValueError("training supports full_attention draft layers, got sliding_attention")
+        if config.decoder.sliding_windows:
+            raise ValueError("training supports draft layers with full attention, got sliding windows")
         self.eps = config.decoder.rms_norm_eps
         self.keys, self.values, self.table = keys, values, table
         size, device = config.block_size, keys.device

@@ -23,7 +23,7 @@ from torch import Tensor
 from algorithms.runtime.models.config import DecoderConfig
 from algorithms.runtime.models.decoder import Decoder, MixerWeights
 from algorithms.runtime.models.dense_mixer import DenseMixer, head_norm
-from algorithms.runtime.models.eagle import Eagle3Drafter, EagleDrafter
+from algorithms.runtime.models.drafters.eagle import Eagle3Drafter, EagleDrafter
 from algorithms.runtime.models.rope import apply_rope, rope_table
 from experiments.training.acceptance import leading_hits
 from experiments.training.batches import TrainingBatch, shifted

@@ -14,16 +14,15 @@ from algorithms.eagle3 import Eagle3
 from algorithms.naive_eagle import NaiveEagle
 from algorithms.ngram import NGram
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree
+from algorithms.runtime.models.config.eagle import Eagle3Config, EagleConfig
 from algorithms.runtime.models.decoder import Decoder
-from algorithms.runtime.models.eagle import Eagle3Drafter, EagleDrafter
-from algorithms.runtime.models.eagle_config import Eagle3Config, EagleConfig
+from algorithms.runtime.models.drafters.eagle import Eagle3Drafter, EagleDrafter
 from algorithms.runtime.models.loading import Target
 from algorithms.standalone import Standalone
 from tests.algorithms.toy import CONFIG, VOCAB, autoregressive, random_drafter, random_target, randomise
 
 TARGET = random_target()
 LOADING = "algorithms.runtime.models.loading"
-EAGLE_LOADING = "algorithms.runtime.models.eagle_loading"
 
 
 def eagle_head(seed: int = 3) -> EagleDrafter:
@@ -58,9 +57,9 @@ def blurred_target() -> Target:
 
 def load_random_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Random drafters in place of folders."""
-    monkeypatch.setattr(f"{EAGLE_LOADING}.load_eagle", lambda *_: eagle_head())
-    monkeypatch.setattr(f"{EAGLE_LOADING}.load_eagle3", lambda *_: eagle3_head())
-    monkeypatch.setattr(f"{EAGLE_LOADING}.load_eagle_head", lambda *_: eagle3_head())
+    monkeypatch.setattr(f"{LOADING}.load_eagle", lambda *_: eagle_head())
+    monkeypatch.setattr(f"{LOADING}.load_eagle3", lambda *_: eagle3_head())
+    monkeypatch.setattr(f"{LOADING}.load_eagle_head", lambda *_: eagle3_head())
     monkeypatch.setattr(f"{LOADING}.load_draft", lambda *_: draft_model())
     monkeypatch.setattr(f"{LOADING}.load_dflash", lambda *_: random_drafter())
 

@@ -17,7 +17,7 @@ from algorithms.eagle3 import Eagle3
 from algorithms.naive_eagle import NaiveEagle
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree
 from algorithms.runtime.models.dense_mixer import DenseMixer
-from algorithms.runtime.models.eagle import Eagle3Drafter, EagleDrafter
+from algorithms.runtime.models.drafters.eagle import Eagle3Drafter, EagleDrafter
 from algorithms.runtime.tree_shape import TreeShape
 from algorithms.standalone import Standalone
 from tests.algorithms.drafters import (
@@ -194,12 +194,8 @@ def two_token_law(prompt: tuple[int, ...], temperature: float, top_k: int) -> di
 def test_dflash_layers_that_slide(monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
     """Sliding and causal draft layers, against the block computed without any cache."""
     drafter = random_drafter(block_size=4)
-    drafter.config = replace(
-        drafter.config,
-        layer_types=("full_attention", "sliding_attention"),
-        sliding_window=6,
-        causal_layers=(False, causal),
-    )
+    decoder = replace(drafter.config.decoder, sliding_windows=(None, 6))
+    drafter.config = replace(drafter.config, decoder=decoder, causal_layers=(False, causal))
     monkeypatch.setattr(f"{LOADING}.load_dflash", lambda *_: drafter)
     algorithm = DFlash(DFlash.Config(), TARGET, "random")
     watched = Watched(algorithm)

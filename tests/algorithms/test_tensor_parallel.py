@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 from algorithms.eagle3 import Eagle3
 from algorithms.runtime.algorithm import Algorithm
 from algorithms.runtime.models.loading import Target
-from algorithms.runtime.models.parallel import parallel_config, shard
+from algorithms.runtime.models.sharding import parallel_config, shard
 from tests.algorithms.drafters import eagle3_head, hinted
 from tests.algorithms.toy import (
     CONFIG,
@@ -36,7 +36,7 @@ def eagle3_over(target: Target, texts: list[list[int]], **shape: int) -> Algorit
     head = eagle3_head()
     head.bind(target.model)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("algorithms.runtime.models.eagle_loading.load_eagle3", lambda *_: head)
+        patch.setattr("algorithms.runtime.models.loading.load_eagle3", lambda *_: head)
         return hinted(Eagle3(Eagle3.Config(**shape), target, "random"), texts)
 
 

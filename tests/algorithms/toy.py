@@ -16,7 +16,7 @@ from algorithms.runtime.backends import backends
 from algorithms.runtime.engine import Engine, EngineSettings, Generation
 from algorithms.runtime.models.config import DecoderConfig, DFlashConfig
 from algorithms.runtime.models.decoder import Decoder
-from algorithms.runtime.models.dflash import DFlashDrafter
+from algorithms.runtime.models.drafters.dflash import DFlashDrafter
 from algorithms.runtime.models.loading import Target
 from algorithms.runtime.request import Request
 from algorithms.runtime.sampling_params import SamplingParams
@@ -63,8 +63,6 @@ def random_drafter(block_size: int = 16, seed: int = 1) -> DFlashDrafter:
         target_layer_ids=(1, 2),
         mask_token_id=VOCAB - 1,
         num_target_layers=CONFIG.num_layers,
-        layer_types=("full_attention",) * layers,
-        sliding_window=None,
         causal_layers=(False,) * layers,
     )
     return randomise(DFlashDrafter(config), seed)

@@ -30,7 +30,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     def read(*_: Any, **__: Any) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr("algorithms.runtime.models.weights._read_tensors", read)
+    monkeypatch.setattr("algorithms.runtime.models.loading.weights._read_tensors", read)
 
 
 def check(*overrides: str) -> None:
@@ -71,17 +71,17 @@ TINY = CONFIG_FOLDER.parent / "assets" / "tiny"
         (["algo=dflash", "model.draft_path=nowhere"], ["model folder not found", "nowhere", "model.draft_path"]),
         (["algo=dflash", "algo.block_size=200"], ["algo.block_size: expected at most", "as trained, got 200"]),
         (["algo=dflash", "algo.window=2"], ["algo.window: expected at least the block of", "got 2"]),
-        (["algo=dflash", f"model.draft_path={TINY / 'eagle'}"], ["this is no DFlash drafter"]),
-        (["algo=eagle", f"model.draft_path={TINY / 'dflash'}"], ["this is no EAGLE head", "no hidden_norm.weight"]),
-        (["algo=eagle", f"model.draft_path={TINY / 'draft'}"], ["this is no EAGLE head", "Qwen3ForCausalLM"]),
-        (["algo=eagle3", f"model.draft_path={TINY / 'eagle'}"], ["this is no EAGLE-3 head", "midlayer.*"]),
-        (["algo=naive_eagle", f"model.draft_path={TINY / 'target'}"], ["this is no EAGLE head"]),
-        (["algo=standalone", f"model.draft_path={TINY / 'eagle'}"], ["this is no language model", "embed_tokens"]),
-        (["algo=standalone", f"model.draft_path={TINY / 'eagle3'}"], ["this is no language model"]),
-        (["algo=standalone", f"model.draft_path={TINY / 'dflash'}"], ["this is no language model", "fc.weight"]),
+        (["algo=dflash", f"model.draft_path={TINY / 'eagle'}"], ["this is not a DFlash drafter"]),
+        (["algo=eagle", f"model.draft_path={TINY / 'dflash'}"], ["this is not an EAGLE head", "no hidden_norm.weight"]),
+        (["algo=eagle", f"model.draft_path={TINY / 'draft'}"], ["this is not an EAGLE head", "Qwen3ForCausalLM"]),
+        (["algo=eagle3", f"model.draft_path={TINY / 'eagle'}"], ["this is not an EAGLE-3 head", "midlayer.*"]),
+        (["algo=naive_eagle", f"model.draft_path={TINY / 'target'}"], ["this is not an EAGLE head"]),
+        (["algo=standalone", f"model.draft_path={TINY / 'eagle'}"], ["this is not a language model", "embed_tokens"]),
+        (["algo=standalone", f"model.draft_path={TINY / 'eagle3'}"], ["this is not a language model"]),
+        (["algo=standalone", f"model.draft_path={TINY / 'dflash'}"], ["this is not a language model", "fc.weight"]),
         (["algo=ngram", "algo.corpus=nowhere.txt"], ["algo.corpus: expected a text file", "nowhere.txt"]),
         (["algo=ngram", f"algo.corpus={TINY}"], ["algo.corpus: expected a text file"]),
-        (["algo=ngram", f"model.path={TINY / 'eagle'}"], ["this is no language model"]),
+        (["algo=ngram", f"model.path={TINY / 'eagle'}"], ["this is not a language model"]),
     ],
 )
 def test_folders_are_asked_before_weights_load(overrides: list[str], expected: list[str]) -> None:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from algorithms.runtime import load_draft, load_eagle, load_eagle3, load_target
 from algorithms.runtime.models.config import DecoderConfig
-from algorithms.runtime.models.eagle import Eagle3Drafter, EagleDrafter
-from algorithms.runtime.models.eagle_config import Eagle3Config, EagleConfig, default_aux_layer_ids
+from algorithms.runtime.models.config.eagle import Eagle3Config, EagleConfig, default_aux_layer_ids
+from algorithms.runtime.models.drafters.eagle import Eagle3Drafter, EagleDrafter
 from algorithms.runtime.models.loading import ModelError, Target
 from tests.runtime.test_models_parity import Cache, rms_norm, rotate
 from tests.runtime.tiny_folders import (
@@ -308,7 +308,7 @@ def change(folder: Path, **changes: Tensor | None) -> None:
         ({"fc__bias": None}, ("lack tensors", "fc.bias")),
         ({"fc__weight": torch.zeros(32, 63)}, ("'fc.weight'", "[32, 64]", "[32, 63]")),
         ({"layers__0__input_layernorm__weight": torch.ones(32)}, ("unknown", "input_layernorm")),
-        ({"fc__weight": None}, ("no EAGLE head", "architectures")),
+        ({"fc__weight": None}, ("not an EAGLE head", "architectures")),
     ],
     ids=["missing", "wrong size", "an input norm it must not have", "no fusion"],
 )
@@ -363,9 +363,9 @@ def test_default_layers_of_a_shallow_target(tmp_path: Path) -> None:
 def test_the_two_kinds_are_not_taken_for_each_other(tmp_path: Path, target: Target) -> None:
     write_eagle(tmp_path / "one", EagleConfig(head_config()))
     write_eagle3(tmp_path / "three", eagle3_config())
-    refused(lambda: load_eagle3(tmp_path / "one", target, "cpu", torch.float32), "no EAGLE-3 head", "algo=eagle")
-    refused(lambda: load_eagle(tmp_path / "three", target, "cpu", torch.float32), "no EAGLE head", "algo=eagle3")
-    refused(lambda: load_eagle(target.path, target, "cpu", torch.float32), "no EAGLE head", "Qwen3ForCausalLM")
+    refused(lambda: load_eagle3(tmp_path / "one", target, "cpu", torch.float32), "not an EAGLE-3 head", "algo=eagle")
+    refused(lambda: load_eagle(tmp_path / "three", target, "cpu", torch.float32), "not an EAGLE head", "algo=eagle3")
+    refused(lambda: load_eagle(target.path, target, "cpu", torch.float32), "not an EAGLE head", "Qwen3ForCausalLM")
 
 
 def test_pickle_that_runs_code_is_refused_and_does_not(tmp_path: Path, target: Target) -> None:

@@ -135,8 +135,11 @@ def test_unusable_config_values(target_folder: Path, change: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     ("change", "part"),
     [
-        ({"use_sliding_window": True, "sliding_window": 64}, "sliding-window"),
-        ({"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "sliding-window"),
+        ({"model_type": "llama", "use_sliding_window": True, "sliding_window": 64}, "sliding-window"),
+        ({"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "use_sliding_window"),
+        ({"layer_types": ["full_attention"] * 3 + ["chunked_attention"]}, "chunked_attention"),
+        ({"model_type": "mistral", "layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}, "partial_rotary_factor=0.25"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
@@ -228,7 +231,7 @@ def test_unknown_tensor(target_folder: Path) -> None:
 
 
 def test_nothing_is_read_before_all_headers_fit(target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from algorithms.runtime.models import weights
+    from algorithms.runtime.models.loading import weights
 
     def forbidden(*_: Any) -> torch.Tensor:
         raise AssertionError("a tensor was read")
@@ -313,7 +316,7 @@ def test_drafter_of_another_target(
         ({"mask_token_id": 3, "target_layer_ids": [1, 4]}, ("target_layer_ids", "0..3", "[1, 4]")),
         ({"mask_token_id": 272, "target_layer_ids": [1, 2]}, ("mask_token_id", "272")),
         ({"mask_token_id": 3, "target_layer_ids": [1, 2, 3]}, ("'fc.weight'", "[32, 96]", "[32, 64]")),
-        ({"target_layer_ids": [1, 2]}, ("no DFlash drafter", "mask_token_id")),
+        ({"target_layer_ids": [1, 2]}, ("not a DFlash drafter", "mask_token_id")),
         ({"mask_token_id": 3, "selector_rank": 64}, ("not supported", "selector_rank=64")),
     ],
     ids=[
@@ -336,7 +339,7 @@ def test_target_given_as_drafter(target_folder: Path) -> None:
     target = load(target_folder)
     refusal(
         lambda: load_dflash(target_folder, target, "cpu", torch.float32),
-        "no DFlash drafter",
+        "not a DFlash drafter",
         "Qwen3ForCausalLM",
     )
 

@@ -82,6 +82,8 @@ TARGETS: dict[str, dict[str, Any]] = {
         "rope_parameters": ROPES["yarn attention factor"],
     },
     "llama tied, mlp bias": {"num_key_value_heads": 4, "mlp_bias": True, "tie_word_embeddings": True},
+    "qwen2 without windows": {"num_key_value_heads": 2, "tie_word_embeddings": True},
+    "mistral without windows": {"num_key_value_heads": 1, "sliding_window": None},
 }
 
 
@@ -158,7 +160,7 @@ class Expected:
 def expected(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Expected:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    family = request.param.split()[0].rstrip("3") if request.param.startswith("llama") else "qwen3"
+    family = request.param.split()[0].replace("llama3", "llama")
     shape = {
         "vocab_size": VOCAB,
         "hidden_size": 64,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from algorithms.runtime.models.config import DecoderConfig, DFlashConfig
 from algorithms.runtime.models.decoder import Decoder
-from algorithms.runtime.models.dflash import DFlashDrafter
+from algorithms.runtime.models.drafters.dflash import DFlashDrafter
 
 SPECIAL_TOKENS = ("<|end|>", "<|user|>", "<|assistant|>", "<|mask|>")
 END_ID, MASK_ID = 0, 3
@@ -63,8 +63,6 @@ def small_dflash_config(target: DecoderConfig, num_layers: int = 2, **changes: A
         target_layer_ids=(1, 2),
         mask_token_id=MASK_ID,
         num_target_layers=target.num_layers,
-        layer_types=("full_attention",) * num_layers,
-        sliding_window=None,
         causal_layers=(False,) * num_layers,
     )
     return replace(config, **changes)

@@ -1,9 +1,9 @@
-"""Qwen3 and Llama decoders as one configuration-driven module.
+"""Decoder-only transformers as one module that `DecoderConfig` describes.
 
-The model owns weights and the residual stream; everything that involves other tokens is left to a `Mixer`: it
-receives the raw projections and returns the attention output. So the same forward serves training (dense causal
-attention), paged prefill and tree verification, and a fused kernel may take over QK-norm, RoPE and the cache write in
-one go. Parameter names are those of Hugging Face checkpoints.
+The model owns the weights and the residual stream. A `Mixer` does everything that involves other tokens: it receives
+the raw projections and returns the attention output. So one forward serves training, paged prefill and tree
+verification, and one fused kernel can do QK-norm, RoPE and the cache write. Parameter names are those of Hugging Face
+checkpoints.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
-from algorithms.runtime.models.config import DecoderConfig
+from algorithms.runtime.models.config.decoder import DecoderConfig
 
 INIT_STD = 0.02
 
@@ -62,23 +63,26 @@ class Attention(nn.Module):
     def __init__(self, config: DecoderConfig, in_features: int | None = None) -> None:
         """`in_features`: width of what queries, keys and values are projected from, the hidden size if None."""
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        width, bias = in_features or config.hidden_size, config.qkv_bias
-        self.q_proj = nn.Linear(width, self.heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias)
-        self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=config.o_bias)
+        self.head_dim = config.head_dim
+        width = in_features or config.hidden_size
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = nn.Linear(width, queries, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(width, keys, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(width, keys, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.o_bias)
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.sinks = nn.Parameter(torch.zeros(self.heads)) if config.sinks else None
+        self.sinks = nn.Parameter(torch.zeros(config.num_heads)) if config.sinks else None
 
     def forward(self, layer: int, x: Tensor, mixer: Mixer) -> Tensor:
-        q = self.q_proj(x).unflatten(-1, (self.heads, self.head_dim))
-        k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
-        v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
+        q, k, v = (
+            rearrange(projection(x), "... (h d) -> ... h d", d=self.head_dim)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
         q_norm = None if self.q_norm is None else self.q_norm.weight
         k_norm = None if self.k_norm is None else self.k_norm.weight
-        return self.o_proj(mixer(layer, q, k, v, MixerWeights(q_norm, k_norm, self.sinks)).flatten(-2))
+        out = mixer(layer, q, k, v, MixerWeights(q_norm, k_norm, self.sinks))
+        return self.o_proj(rearrange(out, "... h d -> ... (h d)"))
 
 
 class SwiGLU(nn.Module):
@@ -136,7 +140,7 @@ class DecoderBody(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A Qwen3 or Llama causal language model without a cache of its own."""
+    """A causal language model without a cache."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()

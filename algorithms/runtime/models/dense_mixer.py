@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor
 
-from algorithms.runtime.models.config import DecoderConfig
+from algorithms.runtime.models.config.decoder import DecoderConfig
 from algorithms.runtime.models.decoder import MixerWeights
 from algorithms.runtime.models.rope import apply_rope, rope_table
 

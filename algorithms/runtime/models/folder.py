@@ -1,4 +1,4 @@
-"""Model folders on disk: finding them, reading their JSON files, and saying clearly what is wrong with them.
+"""Model folders on disk: finding them, reading their JSON files, and the error for folders that cannot be used.
 
 No torch is imported here, so that a tokenizer can be loaded and a path checked before the heavy imports.
 """
@@ -13,6 +13,7 @@ from typing import Any
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 DOWNLOADED = ["*.safetensors", "*.json", "*.jinja"]
 PICKLED_WEIGHTS = "pytorch_model.bin"
+COPY_AGAIN = "copy or download the file again"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -28,12 +29,11 @@ class ModelError(ValueError):
 
 
 def resolve_folder(path_or_hub_name: str | Path, pickles: bool = False) -> Path:
-    """The folder of a model: an existing folder, else a hub name `organisation/name`, downloaded once and
-    cached.
+    """The folder of a model: an existing folder, or a hub name `organisation/name`, downloaded once and cached.
 
     Only safetensors, JSON and Jinja files are downloaded, and `pytorch_model.bin` where `pickles` asks for it. A name
-    whose first part is a local folder is taken for a misspelt path and never looked up. Raises ModelError that names
-    the path.
+    whose first part is a local folder counts as a misspelt path and is not looked up. Raises ModelError that names the
+    path.
     """
     name = str(path_or_hub_name)
     path = Path(name).expanduser()
@@ -65,7 +65,7 @@ def _download(name: str, patterns: list[str]) -> Path:
     except Exception as error:  # the hub client raises OSError, ValueError and its HTTP library's own families
         reason = str(error).strip().splitlines()
         raise ModelError(
-            "model not found: no such folder here, and the hub has not answered with it",
+            "model not found: there is no such folder, and the hub did not deliver it",
             where=name,
             actual=f"{type(error).__name__}: {reason[0] if reason else 'no message'}",
             fix="check the name and the network, or download the model and give its folder",
@@ -73,9 +73,7 @@ def _download(name: str, patterns: list[str]) -> Path:
 
 
 def read_json(path: Path, fix: str) -> dict[str, Any]:
-    """The mapping in a JSON file. ModelError where it is absent, malformed, or not a mapping; `fix` is for
-    absence.
-    """
+    """The mapping in a JSON file. ModelError where the file is absent (with `fix`), malformed, or not a mapping."""
     if not path.is_file():
         raise ModelError(f"{path.name} is missing", where=path.parent, fix=fix)
     try:
@@ -85,7 +83,7 @@ def read_json(path: Path, fix: str) -> dict[str, Any]:
             f"{path.name} is not valid JSON",
             where=path,
             actual=str(error),
-            fix="copy or download the file again",
+            fix=COPY_AGAIN,
         ) from error
     if not isinstance(content, dict):
         raise ModelError(
@@ -93,7 +91,7 @@ def read_json(path: Path, fix: str) -> dict[str, Any]:
             where=path,
             expected="{ ... }",
             actual=type(content).__name__,
-            fix="copy or download the file again",
+            fix=COPY_AGAIN,
         )
     return content
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import specdec_kernels as kernels
-from algorithms.runtime.models.config import DecoderConfig
+from algorithms.runtime.models.config.decoder import DecoderConfig
 
 
 def rope_table(config: DecoderConfig, max_positions: int, device: torch.device | str | None = None) -> Tensor:

@@ -1,7 +1,7 @@
-"""EAGLE heads from published folders: which kind it is told by the tensors, what does not fit said before it runs.
+"""EAGLE and EAGLE-3 heads from published folders.
 
-Most heads are published without an embedding, many without safetensors, and their configs look like those of plain
-language models.
+Most heads are published without an embedding and many without safetensors. Their configs look like those of language
+models, so the tensors decide which kind of head a folder holds.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from algorithms.runtime.models.eagle import Eagle3Drafter, EagleDrafter
-from algorithms.runtime.models.eagle_config import Eagle3Config, EagleConfig
+from algorithms.runtime.models.config.eagle import Eagle3Config, EagleConfig
+from algorithms.runtime.models.drafters.eagle import Eagle3Drafter, EagleDrafter
 from algorithms.runtime.models.folder import ModelError, resolve_folder
-from algorithms.runtime.models.loading import (
+from algorithms.runtime.models.loading.stored import Stored, stored_tensors
+from algorithms.runtime.models.loading.target import (
     CONFIG_FILE,
     OTHER_DRAFTER,
     Target,
@@ -26,10 +27,10 @@ from algorithms.runtime.models.loading import (
     read_config,
     refuse_extensions,
 )
-from algorithms.runtime.models.weights import Stored, load_weights, stored_tensors
+from algorithms.runtime.models.loading.weights import load_weights
 
-EMBEDDING = "embed_tokens.weight"
-# Other places of the norms, of which no tensor tells.
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+# Norms in other places, which have no tensors of their own.
 UNSUPPORTED_EAGLE3 = ("norm_before_residual", "norm_before_fc", "fc_norm")
 
 
@@ -41,8 +42,8 @@ def load_eagle(path: str | Path, target: Target, device: torch.device | str, dty
     folder, config, stored = read_eagle(path, target)
     with torch.device("meta"):
         drafter = EagleDrafter(config, own_embedding=EMBEDDING in stored)
-    # Some copies carry the target's LM head along; the target's own serves.
-    _load_head(drafter, folder, device, dtype, {"lm_head.weight"})
+    # Some published heads repeat the target's LM head.
+    load_weights(drafter, folder, device, dtype, ignored={HEAD}, optional_prefix="model.", pickles=True)
     drafter.bind(target.model)
     return drafter
 
@@ -50,16 +51,9 @@ def load_eagle(path: str | Path, target: Target, device: torch.device | str, dty
 def read_eagle(path: str | Path, target: TargetShape) -> tuple[Path, EagleConfig, dict[str, Stored]]:
     """Folder, config and tensor headers of an EAGLE head that fits `target`; no weights are read."""
     folder, raw, stored = _open_head(path)
-    # A DFlash drafter fuses and has layers too, and norms what it has fused.
-    foreign = "hidden_norm.weight" in stored
-    _check_kind(
-        folder,
-        raw,
-        stored,
-        not foreign and _has(stored, "layers."),
-        "EAGLE",
-        "fc.weight and layers.*, no hidden_norm.weight",
-    )
+    # A DFlash drafter has fc and layers too, and normalises what fc returns.
+    fits = _has(stored, "layers.") and "hidden_norm.weight" not in stored
+    _check_kind(folder, raw, stored, fits, "EAGLE", "fc.weight and layers.*, no hidden_norm.weight")
     config = parse_config(folder, raw, EagleConfig.from_hf)
     check_fit(
         folder,
@@ -78,8 +72,9 @@ def load_eagle3(path: str | Path, target: Target, device: torch.device | str, dt
     """
     folder, config, stored = read_eagle3(path, target)
     with torch.device("meta"):
-        drafter = Eagle3Drafter(config, target.config.num_layers, EMBEDDING in stored, "lm_head.weight" in stored)
-    _load_head(drafter, folder, device, dtype, set() if config.reduced else {"d2t", "t2d"})
+        drafter = Eagle3Drafter(config, target.config.num_layers, EMBEDDING in stored, HEAD in stored)
+    ignored = set() if config.reduced else {"d2t", "t2d"}
+    load_weights(drafter, folder, device, dtype, ignored=ignored, optional_prefix="model.", pickles=True)
     if config.reduced:
         _check_vocabulary(folder, drafter)
     drafter.bind(target.model)
@@ -90,17 +85,15 @@ def read_eagle3(path: str | Path, target: TargetShape) -> tuple[Path, Eagle3Conf
     """Folder, config and tensor headers of an EAGLE-3 head that fits `target`; no weights are read."""
     folder, raw, stored = _open_head(path)
     _check_kind(folder, raw, stored, _has(stored, "midlayer."), "EAGLE-3", "fc.weight and midlayer.*")
-    extended = {**raw, **(raw.get("eagle_config") or {})}
-    refuse_extensions(folder, "EAGLE-3", [f"{key}={extended[key]}" for key in UNSUPPORTED_EAGLE3 if extended.get(key)])
+    refuse_extensions(folder, "EAGLE-3", {**raw, **(raw.get("eagle_config") or {})}, UNSUPPORTED_EAGLE3)
     config = parse_config(folder, raw, Eagle3Config.from_hf)
-    own_embedding, own_head = EMBEDDING in stored, "lm_head.weight" in stored
     sizes = {
         "target_hidden_size": (target.config.hidden_size, config.target_hidden_size),
         "vocab_size": (target.config.vocab_size, config.decoder.vocab_size),
     }
-    if not (own_embedding and own_head):  # what it borrows must have its width
+    if EMBEDDING not in stored or HEAD not in stored:  # the target's serves, and must have the head's width
         sizes["hidden_size"] = (target.config.hidden_size, config.decoder.hidden_size)
-    if not own_head:
+    if HEAD not in stored:
         sizes["draft_vocab_size without an LM head of its own"] = (target.config.vocab_size, config.draft_vocab_size)
     check_fit(folder, target, **sizes)
     check_tokenizer(folder, target.path)
@@ -119,7 +112,7 @@ def read_eagle3(path: str | Path, target: TargetShape) -> tuple[Path, Eagle3Conf
 def load_eagle_head(
     path: str | Path, target: Target, device: torch.device | str, dtype: torch.dtype
 ) -> EagleDrafter | Eagle3Drafter:
-    """Load whichever head the folder holds, told by its tensors; ModelError names what does not fit."""
+    """Load an EAGLE or EAGLE-3 head, whichever the folder holds; ModelError names what does not fit."""
     folder, _, stored = _open_head(path)
     load = load_eagle3 if _has(stored, "midlayer.") else load_eagle
     return load(folder, target, device, dtype)
@@ -128,7 +121,7 @@ def load_eagle_head(
 def read_eagle_head(
     path: str | Path, target: TargetShape
 ) -> tuple[Path, EagleConfig | Eagle3Config, dict[str, Stored]]:
-    """Folder, config and tensor headers of whichever head the folder holds; no weights are read."""
+    """Folder, config and tensor headers of an EAGLE or EAGLE-3 head; no weights are read."""
     folder, _, stored = _open_head(path)
     return read_eagle3(folder, target) if _has(stored, "midlayer.") else read_eagle(folder, target)
 
@@ -142,32 +135,13 @@ def _open_head(path: str | Path) -> tuple[Path, dict[str, Any], dict[str, Stored
     return folder, read_config(folder), stored_tensors(folder, "model.", pickles=True)
 
 
-def _load_head(
-    drafter: EagleDrafter | Eagle3Drafter,
-    folder: Path,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    ignored: set[str],
-) -> None:
-    load_weights(
-        drafter,
-        folder,
-        device,
-        dtype,
-        harmless=lambda name: name in ignored or name.endswith("rotary_emb.inv_freq"),
-        optional_prefix="model.",
-        pickles=True,
-    )
-
-
 def _check_kind(
-    folder: Path, raw: Mapping[str, Any], stored: Mapping[str, Stored], layers: bool, kind: str, tensors: str
+    folder: Path, raw: Mapping[str, Any], stored: Mapping[str, Stored], fits: bool, kind: str, tensors: str
 ) -> None:
-    """The configs of all heads, and of plain models, look alike: the tensors tell."""
-    if layers and "fc.weight" in stored:
+    if fits and "fc.weight" in stored:
         return
     raise ModelError(
-        f"this is no {kind} head",
+        f"this is not an {kind} head",
         where=folder,
         expected=f"tensors {tensors}",
         actual=f"architectures {raw.get('architectures')}, tensors {', '.join(sorted(stored)[:4])}, ...",
@@ -177,7 +151,7 @@ def _check_kind(
 
 
 def _check_vocabulary(folder: Path, drafter: Eagle3Drafter) -> None:
-    """`d2t` holds offsets: with ids in their place, drafts would be wrong and still be tokens."""
+    """`d2t` must hold offsets. If it held ids instead, the drafts would be valid tokens and wrong ones."""
     ids = drafter.to_target(torch.arange(drafter.draft_vocab_size, device=drafter.d2t.device)).cpu()
     marked = drafter.t2d.cpu().nonzero().squeeze(-1)
     if not torch.equal(ids, marked):

@@ -1,10 +1,9 @@
 """The DFlash drafter (arXiv 2602.06036): a few decoder layers that fill a block of masks in one pass.
 
-The drafter never embeds the committed text. It reads the target's hidden states at a few layers, concatenated along the
-width: context = hidden_norm(fc(features)). Each draft layer projects that same context with its own key and value
-matrices, so the keys and values of all layers come out of one matmul as soon as the target has committed tokens; the
-block's tokens then attend to [context; block]. Embedding and LM head are the target's. Parameter names are those of
-the published checkpoints.
+The drafter does not embed the committed text. It reads the target's hidden states at a few layers, concatenated along
+the width: context = hidden_norm(fc(features)). Each draft layer projects the same context with its own key and value
+matrices, so one matmul gives the keys and values of all layers. The tokens of the block then attend to
+[context; block]. Embedding and LM head are the target's. Parameter names are those of the published checkpoints.
 """
 
 from __future__ import annotations
@@ -13,9 +12,10 @@ from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
-from algorithms.runtime.models.config import DFlashConfig
+from algorithms.runtime.models.config.dflash import DFlashConfig
 from algorithms.runtime.models.decoder import DecoderLayer, Mixer, RMSNorm, reset_layers
 
 
@@ -71,8 +71,9 @@ class DFlashDrafter(nn.Module):
         decoder = self.config.decoder
         weight, bias, _ = stacked or self.stack_kv()
         flat = F.linear(context, weight, bias)
-        split = flat.unflatten(-1, (decoder.num_layers, 2, decoder.num_kv_heads, decoder.head_dim))
-        return split.select(-3, 0), split.select(-3, 1)
+        sizes = {"l": decoder.num_layers, "two": 2, "d": decoder.head_dim}
+        keys, values = rearrange(flat, "... (l two h d) -> two ... l h d", **sizes)
+        return keys, values
 
     def forward(self, hidden: Tensor, mixer: Mixer) -> Tensor:
         """Block embeddings `[..., T, hidden]` through the draft layers and the final norm; same shape."""

@@ -1,13 +1,12 @@
 """Shapes of EAGLE and EAGLE-3 heads, read from and written to the `config.json` of published checkpoints.
 
-Both kinds are published as a Llama (or Qwen3) config of the draft layer. EAGLE (arXiv 2401.15077) adds at most `bias`:
-whether `fc` has one, which the released heads have when the key is absent. EAGLE-3 (arXiv 2503.01840) adds
-`draft_vocab_size`, `target_hidden_size` and the captured target layers. No torch is imported here.
+Both kinds are published as a Llama or Qwen3 config of the draft layer. EAGLE (arXiv 2401.15077) adds at most `bias`:
+whether `fc` has a bias, true where the key is absent. EAGLE-3 (arXiv 2503.01840) adds `draft_vocab_size`,
+`target_hidden_size` and the captured target layers.
 
-Layer ids. SafeAILab's code and SGLang read low, middle and high features in front of layers 2, n/2 and n - 3 of a
-target of n layers; the input of a layer is the output of the one before it. The list `eagle_aux_hidden_state_layer_ids`
-in a config, where there is one, names layers whose output is read (SGLang adds one to it, SpecForge writes it so). Here
-a layer id always means that layer's output, as in `Decoder.forward(capture)`: the defaults are 1, n/2 - 1 and n - 4.
+A layer id always means the output of that layer, as in `Decoder.forward(capture)` and in the key
+`eagle_aux_hidden_state_layer_ids`. SafeAILab's code and SGLang read the inputs of layers 2, n/2 and n - 3 of a target
+of n layers, so the defaults are 1, n/2 - 1 and n - 4.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from algorithms.runtime.models.config import DecoderConfig
+from algorithms.runtime.models.config.decoder import DecoderConfig
 
 NUM_FEATURES = 3
 LAYER_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
@@ -89,9 +88,10 @@ class Eagle3Config:
     def from_hf(cls, config: Mapping[str, Any]) -> Eagle3Config:
         """Read a `config.json` of SafeAILab's or SpecForge's; an entry of `eagle_config` wins over a top-level one.
 
-        Some published configs repeat the target's number of layers; the head has one all the same.
+        Some published configs repeat the target's number of layers. The head has one layer in any case.
         """
-        decoder = replace(DecoderConfig.from_hf(config), num_layers=1)
+        decoder = DecoderConfig.from_hf(config)
+        decoder = replace(decoder, num_layers=1, sliding_windows=decoder.sliding_windows[:1])
         ids = (config.get("eagle_config") or {}).get(LAYER_IDS_KEY, config.get(LAYER_IDS_KEY))
         return cls(
             decoder=decoder,

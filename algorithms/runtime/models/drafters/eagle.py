@@ -1,16 +1,16 @@
-"""EAGLE and EAGLE-3 heads: one decoder layer that continues the target's hidden states instead of its text.
+"""EAGLE and EAGLE-3 heads: decoder layers that continue the target's hidden states.
 
-Slot p of a head pairs the feature of position p with the token of position p + 1, and its output takes the place of
-the next feature: forward(x_{p+1}, f_p) -> h_{p+1}, from which the logits of x_{p+2} follow. Where the target has been,
-f_p is its own; beyond, the head's output is fed back. Rotary positions are p.
+Slot p of a head pairs the feature of position p with the token of position p + 1. Its output stands for the next
+feature: forward(x_{p+1}, f_p) -> h_{p+1}, from which the logits of x_{p+2} follow. For positions that the target has
+computed, f_p is the target's; behind them the head's own output is fed back. Rotary positions are p.
 
 EAGLE (arXiv 2401.15077): f_p is the target's final-normed hidden state. x = fc([embed(x_{p+1}); f_p]) runs through
-decoder layers, the first without an input norm, and the target's LM head reads the result as it reads its own.
+decoder layers, the first without an input norm, and the target's LM head reads the result.
 
 EAGLE-3 (arXiv 2503.01840): f_p = fc([low; middle; high]) fuses three layers of the target. In its layer, queries, keys
 and values are projected from [input_layernorm(embed); hidden_norm(f)], the residual stream is f. Logits come from its
 own norm and LM head over the most frequent tokens; `d2t[i] + i` is the target's id of draft token i, and `t2d` marks
-the target ids that have one. What is fed back is the stream before the norm.
+the target ids that have a draft token. The stream before the norm is fed back.
 
 Parameter names are those of the published checkpoints. Both classes have one interface, so one algorithm serves both.
 """
@@ -21,15 +21,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from algorithms.runtime.models.config import DecoderConfig
+from algorithms.runtime.models.config.decoder import DecoderConfig
+from algorithms.runtime.models.config.eagle import NUM_FEATURES, Eagle3Config, EagleConfig
 from algorithms.runtime.models.decoder import Attention, Decoder, DecoderLayer, Mixer, RMSNorm, SwiGLU, reset_layers
-from algorithms.runtime.models.eagle_config import NUM_FEATURES, Eagle3Config, EagleConfig
 
 
 class SharedTarget(nn.Module):
-    """A head that borrows the target's embedding, and LM head, where it has none of its own.
+    """A head that uses the target's embedding and LM head where it has none of its own.
 
-    The target is no submodule: it is neither saved, trained nor moved with the head.
+    The target is not a submodule: it is not saved, trained or moved with the head.
     """
 
     embed_tokens: nn.Embedding | None
@@ -37,18 +37,18 @@ class SharedTarget(nn.Module):
     def __init__(self, config: DecoderConfig, own_embedding: bool) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embedding else None
-        self._lent: tuple[Decoder, ...] = ()
+        self._bound: tuple[Decoder, ...] = ()
 
     def bind(self, target: Decoder) -> None:
-        """Lend `target`'s embedding and LM head; needed before the first forward."""
-        self._lent = (target,)
+        """Use the embedding and the LM head of `target`; needed before the first forward."""
+        self._bound = (target,)
 
     @property
     def target(self) -> Decoder:
         """The target that was bound."""
-        if not self._lent:
+        if not self._bound:
             raise ValueError("the head is not bound to a target: call bind(target) first")
-        return self._lent[0]
+        return self._bound[0]
 
     def embed(self, tokens: Tensor) -> Tensor:
         """`tokens [..., T]` int64, ids of the target, to `[..., T, hidden]`."""
@@ -134,7 +134,7 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Drafter(SharedTarget):
-    """The head of EAGLE-3; `own_head` False borrows the target's LM head, which needs the whole vocabulary."""
+    """The head of EAGLE-3; `own_head` False uses the target's LM head, which needs the whole vocabulary."""
 
     d2t: Tensor
     t2d: Tensor

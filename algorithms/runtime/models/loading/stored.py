@@ -1,29 +1,23 @@
-"""Reading checkpoints into a module, checked against its shapes before anything large is allocated.
+"""The tensors that a checkpoint holds, from its headers alone.
 
-The module is built on the meta device, so its state dict is only names and shapes. The headers of all shards
-are compared with it first; then tensors are read one at a time, cast, checked for NaN and infinity, and
-assigned. Pickled weights are refused, since unpickling runs code from the file, except where the caller asks for
-them: EAGLE heads are published as `pytorch_model.bin`, and torch's restricted unpickler reads those, which builds
-tensors and plain containers and nothing else.
+Pickled weights are refused, since unpickling runs code from the file, except where the caller asks for them: EAGLE
+heads are published as `pytorch_model.bin`. Torch's restricted unpickler reads those: it builds tensors and plain
+containers and nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
-from algorithms.runtime.models.folder import PICKLE_SUFFIXES, PICKLED_WEIGHTS, ModelError, read_json
+from algorithms.runtime.models.folder import COPY_AGAIN, PICKLE_SUFFIXES, PICKLED_WEIGHTS, ModelError, read_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
-# What a buffer of token ids or of marks may be stored as.
-INTEGER_DTYPES = {torch.int64: ("I64", "I32"), torch.bool: ("BOOL", "U8")}
 PICKLED_DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -34,8 +28,6 @@ PICKLED_DTYPES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
 }
-NAMES_SHOWN = 5
-COPY_AGAIN = "copy or download the file again"
 
 
 @dataclass(frozen=True)
@@ -46,34 +38,6 @@ class Stored:
     name: str
     shape: tuple[int, ...]
     dtype: str
-
-
-def load_weights(
-    module: nn.Module,
-    folder: Path,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    *,
-    harmless: Callable[[str], bool],
-    optional_prefix: str = "",
-    pickles: bool = False,
-) -> None:
-    """Fill `module` (built on the meta device) from `folder`, on `device` in `dtype`, without gradients.
-
-    Integer and boolean buffers keep their own dtype. Stored tensors of other names are refused unless
-    `harmless(name)`; `optional_prefix` is dropped from stored names that carry it; `pickles` lets
-    `pytorch_model.bin` stand in for missing safetensors. Raises ModelError naming the file or tensor.
-    """
-    wanted = module.state_dict()
-    stored = {
-        name: tensor for name, tensor in stored_tensors(folder, optional_prefix, pickles).items() if not harmless(name)
-    }
-    _check_names(folder, set(wanted), set(stored))
-    for name, tensor in wanted.items():
-        _check_header(stored[name], tuple(tensor.shape), tensor.dtype)
-    dtypes = {name: dtype if t.is_floating_point() else t.dtype for name, t in wanted.items()}
-    module.load_state_dict(_read_tensors(stored, device, dtypes), assign=True)
-    module.requires_grad_(False).eval()
 
 
 def stored_tensors(folder: Path, optional_prefix: str = "", pickles: bool = False) -> dict[str, Stored]:
@@ -143,7 +107,7 @@ def _shard_file(folder: Path, shard: str) -> Path:
     return path
 
 
-def _unreadable(path: Path, error: Exception) -> ModelError:
+def unreadable(path: Path, error: Exception) -> ModelError:
     return ModelError(
         "the weights file is truncated or corrupt",
         where=path,
@@ -161,7 +125,7 @@ def _read_header(path: Path) -> dict[str, Stored]:
                 name: Stored(path, name, tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()
             }
     except (SafetensorError, OSError) as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
 
 
 def _without_prefix(stored: dict[str, Stored], prefix: str) -> dict[str, Stored]:
@@ -179,41 +143,7 @@ def _without_prefix(stored: dict[str, Stored], prefix: str) -> dict[str, Stored]
     return result
 
 
-def _check_names(folder: Path, wanted: set[str], stored: set[str]) -> None:
-    for what, names in (("lack tensors of", wanted - stored), ("hold tensors unknown to", stored - wanted)):
-        if names:
-            shown = ", ".join(sorted(names)[:NAMES_SHOWN])
-            raise ModelError(
-                f"the weights {what} the model that config.json describes",
-                where=folder,
-                expected=f"{len(wanted)} tensors",
-                actual=f"{len(stored)} tensors; {len(names)} amiss: {shown}"
-                + (", ..." if len(names) > NAMES_SHOWN else ""),
-                fix="check that config.json and weights belong together and the architecture is supported",
-            )
-
-
-def _check_header(stored: Stored, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if stored.shape != shape:
-        raise ModelError(
-            f"tensor '{stored.name}' has the wrong shape",
-            where=stored.file,
-            expected=f"{list(shape)}, from config.json",
-            actual=list(stored.shape),
-            fix="check that config.json and the weights belong together",
-        )
-    supported = INTEGER_DTYPES.get(dtype, FLOAT_DTYPES)
-    if stored.dtype not in supported:
-        raise ModelError(
-            f"tensor '{stored.name}' has an unsupported dtype",
-            where=stored.file,
-            expected=" or ".join(supported),
-            actual=stored.dtype,
-            fix="use the unquantised checkpoint",
-        )
-
-
-def _unpickled(path: Path) -> dict[str, Tensor]:
+def unpickled(path: Path) -> dict[str, Tensor]:
     """The tensors of a `torch.save` file, left on disk until they are read."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -239,44 +169,5 @@ def _unpickled(path: Path) -> dict[str, Tensor]:
 def _pickled_header(path: Path) -> dict[str, Stored]:
     return {
         name: Stored(path, name, tuple(value.shape), PICKLED_DTYPES.get(value.dtype, str(value.dtype)))
-        for name, value in _unpickled(path).items()
+        for name, value in unpickled(path).items()
     }
-
-
-def _read_tensors(
-    stored: dict[str, Stored], device: torch.device | str, dtypes: dict[str, torch.dtype]
-) -> dict[str, Tensor]:
-    by_file: dict[Path, dict[str, Stored]] = {}
-    for name, tensor in stored.items():
-        by_file.setdefault(tensor.file, {})[name] = tensor
-    state: dict[str, Tensor] = {}
-    for path, members in by_file.items():
-        if path.name == PICKLED_WEIGHTS:
-            content = _unpickled(path)
-            state |= {name: _cast(content[t.name], t, device, dtypes[name]) for name, t in members.items()}
-            continue
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name, tensor in members.items():
-                    state[name] = _cast(file.get_tensor(tensor.name), tensor, device, dtypes[name])
-        except (SafetensorError, OSError) as error:
-            raise _unreadable(path, error) from error
-    return state
-
-
-def _all_finite(tensor: Tensor) -> bool:
-    return bool(torch.isfinite(torch.stack(tensor.aminmax())).all())
-
-
-def _cast(value: Tensor, stored: Stored, device: torch.device | str, dtype: torch.dtype) -> Tensor:
-    # A copy even where nothing changes: the value may be a view of the file, which others may overwrite.
-    result = value.to(device=device, dtype=dtype, copy=True)
-    if not dtype.is_floating_point or _all_finite(result):
-        return result
-    overflow = _all_finite(value)
-    raise ModelError(
-        f"tensor '{stored.name}' " + (f"does not fit {dtype}" if overflow else "holds NaN or infinity"),
-        where=stored.file,
-        expected="finite numbers",
-        fix="load the model in bfloat16 or float32" if overflow else "the checkpoint is damaged: " + COPY_AGAIN,
-    )

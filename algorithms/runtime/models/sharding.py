@@ -1,9 +1,9 @@
-"""Tensor parallelism (Megatron-LM, arXiv 1909.08053): one process a device, each with a slice of every layer.
+"""A decoder's slice for tensor parallelism (Megatron-LM, arXiv 1909.08053): one process per device.
 
-Query, key, value, gate and up projections are split by their outputs, so a rank has some of the heads and some of the
-MLP's columns; output and down projections are split by their inputs, and the sum over ranks follows them: two
-all-reduces a layer. Embedding, norms and LM head are whole on every rank, so every rank has all logits. The KV cache
-of a rank holds its own heads.
+Query, key, value, gate and up projections are split by their outputs, so a rank holds some of the heads and some of the
+MLP's columns. Output and down projections are split by their inputs, and a sum over ranks follows each of them: two
+all-reduces per layer. Embedding, norms and LM head are whole on every rank, so every rank has all logits. The KV cache
+of a rank holds the rank's own heads.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from algorithms.runtime.models.config import DecoderConfig
+from algorithms.runtime.models.config.decoder import DecoderConfig
 from algorithms.runtime.models.decoder import Attention, Decoder, DecoderLayer, SwiGLU
 
 
@@ -70,7 +70,6 @@ def _shard_attention(attention: Attention, config: DecoderConfig, rank: int) -> 
     if attention.sinks is not None:
         heads = _part(rank, config.num_heads)
         attention.sinks = nn.Parameter(attention.sinks[heads].clone(), requires_grad=False)
-    attention.heads, attention.kv_heads = config.num_heads, config.num_kv_heads
 
 
 def _shard_mlp(mlp: SwiGLU, config: DecoderConfig, rank: int) -> None:

@@ -1,0 +1,83 @@
+"""Shape of a DFlash drafter; the keys are those of the published z-lab checkpoints (arXiv 2602.06036)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from algorithms.runtime.models.config.decoder import DecoderConfig
+from algorithms.runtime.models.config.keys import required
+from algorithms.runtime.models.registry import FULL, SLIDING, read_layer_types, write_layer_types
+
+DEFAULT_BLOCK_SIZE = 16
+
+
+def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
+    """The published rule: one draft layer reads the middle, several read evenly spaced layers 1 … N-3."""
+    if num_draft_layers == 1:
+        return (num_target_layers // 2,)
+    if num_target_layers < 4:
+        raise ValueError(f"default target_layer_ids need num_target_layers >= 4, got {num_target_layers}")
+    span = num_target_layers - 4
+    return tuple(round(1 + i * span / (num_draft_layers - 1)) for i in range(num_draft_layers))
+
+
+@dataclass(frozen=True)
+class DFlashConfig:
+    """Shape of a DFlash drafter: `decoder` describes its layers, sliding windows included."""
+
+    decoder: DecoderConfig
+    block_size: int
+    target_layer_ids: tuple[int, ...]
+    """Target layers whose output (the residual stream after that layer) is read."""
+    mask_token_id: int
+    num_target_layers: int
+    causal_layers: tuple[bool, ...]
+    """Whether each layer is causal inside the block."""
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise ValueError(f"block_size must be >= 1, got {self.block_size}")
+        outside = [i for i in self.target_layer_ids if not 0 <= i < self.num_target_layers]
+        if outside or not self.target_layer_ids:
+            raise ValueError(
+                f"target_layer_ids must lie in 0..{self.num_target_layers - 1}, got {list(self.target_layer_ids)}"
+            )
+        if not 0 <= self.mask_token_id < self.decoder.vocab_size:
+            raise ValueError(
+                f"mask_token_id must be below vocab_size={self.decoder.vocab_size}, got {self.mask_token_id}"
+            )
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> DFlashConfig:
+        """Read a published drafter `config.json`; an entry of `dflash_config` wins over the same top-level key."""
+        merged = {**config, **(config.get("dflash_config") or {})}
+        # `layer_types` alone decides about windows here, whatever `use_sliding_window` says.
+        decoder = DecoderConfig.from_hf({**config, "layer_types": None, "use_sliding_window": False})
+        num_target_layers = int(required(merged, "num_target_layers"))
+        ids = merged.get("target_layer_ids")
+        if ids is None:
+            ids = default_target_layer_ids(num_target_layers, decoder.num_layers)
+        layer_types = config.get("layer_types") or [FULL] * decoder.num_layers
+        windows = read_layer_types(layer_types, config.get("sliding_window"), decoder.num_layers)
+        causal = merged.get("is_causal")
+        return cls(
+            decoder=replace(decoder, sliding_windows=windows),
+            block_size=int(merged.get("block_size", DEFAULT_BLOCK_SIZE)),
+            target_layer_ids=tuple(int(i) for i in ids),
+            mask_token_id=int(required(merged, "mask_token_id")),
+            num_target_layers=num_target_layers,
+            causal_layers=tuple(kind == SLIDING if causal is None else bool(causal) for kind in layer_types),
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The `config.json` mapping with the keys of the published checkpoints."""
+        return {
+            **replace(self.decoder, sliding_windows=()).to_hf(),
+            "architectures": ["DFlashDraftModel"],
+            "block_size": self.block_size,
+            "num_target_layers": self.num_target_layers,
+            "dflash_config": {"mask_token_id": self.mask_token_id, "target_layer_ids": list(self.target_layer_ids)},
+            **write_layer_types(self.decoder.sliding_windows, self.decoder.num_layers),
+        }

@@ -1,0 +1,1 @@
+"""Drafters as plain modules, side by side."""

@@ -1,0 +1,177 @@
+"""The architectures that can be loaded: one entry each, with what sets it apart from the common decoder.
+
+The common decoder normalises before attention and before its SwiGLU MLP (RMSNorm), rotates queries and keys (RoPE) and
+shares key and value heads among query heads. An architecture that differs from it only in the fields of `Architecture`
+needs one more entry in `ARCHITECTURES` and nothing else. No torch is imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
+Windows = tuple[int | None, ...]
+"""The sliding window of each layer, None for full attention; empty where no layer has one."""
+
+
+class WindowRule(NamedTuple):
+    """How a `config.json` says which layers have a sliding window."""
+
+    read: Callable[[Mapping[str, Any], int], Windows]
+    """From the config and the number of layers; ValueError for what this architecture cannot do."""
+    write: Callable[[Windows], dict[str, Any]]
+    """The keys that `read` turns into these windows; ValueError where there are none."""
+
+
+def read_layer_types(layer_types: Sequence[str], window: int | None, num_layers: int) -> Windows:
+    """Windows from the keys `layer_types` and `sliding_window`."""
+    if len(layer_types) != num_layers:
+        raise ValueError(f"layer_types must have {num_layers} entries, got {len(layer_types)}")
+    unknown = sorted(set(layer_types) - set(LAYER_TYPES))
+    if unknown:
+        raise ValueError(f"layer_types {unknown} are not supported, expected {list(LAYER_TYPES)}")
+    if SLIDING not in layer_types:
+        return ()
+    if not window:
+        raise ValueError(f"{SLIDING} layers need a positive sliding_window, got {window}")
+    return tuple(int(window) if kind == SLIDING else None for kind in layer_types)
+
+
+def write_layer_types(windows: Windows, num_layers: int) -> dict[str, Any]:
+    """The keys `layer_types` and `sliding_window`; inverse of `read_layer_types`."""
+    return {
+        "layer_types": [FULL if window is None else SLIDING for window in windows or (None,) * num_layers],
+        "sliding_window": _one_window(windows),
+    }
+
+
+def _one_window(windows: Windows) -> int | None:
+    sizes = {window for window in windows if window is not None}
+    if len(sizes) > 1:
+        raise ValueError(f"sliding_windows: expected one window size to write to config.json, got {sorted(sizes)}")
+    return next(iter(sizes), None)
+
+
+def _refuse_windows(config: Mapping[str, Any], num_layers: int) -> Windows:
+    if config.get("use_sliding_window") or SLIDING in (config.get("layer_types") or ()):
+        raise ValueError(f"sliding-window attention is not supported for model_type '{config.get('model_type')}'")
+    return ()
+
+
+def _write_no_windows(windows: Windows) -> dict[str, Any]:
+    if windows:
+        raise ValueError(f"sliding_windows: this architecture has none, got {list(windows)}")
+    return {}
+
+
+def _read_uniform(config: Mapping[str, Any], num_layers: int) -> Windows:
+    if len(set(config.get("layer_types") or ())) > 1:
+        raise ValueError("layer_types of several kinds are not supported for model_type 'mistral'")
+    window = config.get("sliding_window", 4096)  # what transformers takes where the key is absent
+    return () if window is None else (int(window),) * num_layers
+
+
+def _write_uniform(windows: Windows) -> dict[str, Any]:
+    if None in windows:
+        raise ValueError(f"sliding_windows: this architecture has the same in every layer, got {list(windows)}")
+    return {"sliding_window": _one_window(windows)}
+
+
+def _read_by_layer(config: Mapping[str, Any], num_layers: int) -> Windows:
+    window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
+    layer_types = config.get("layer_types")
+    if window is None and SLIDING in (layer_types or ()):
+        raise ValueError(f"layer_types with {SLIDING} are not supported without use_sliding_window")
+    if layer_types is None:
+        first = num_layers if window is None else int(config.get("max_window_layers", 28))
+        layer_types = [SLIDING if layer >= first else FULL for layer in range(num_layers)]
+    return read_layer_types(layer_types, window, num_layers)
+
+
+def _write_by_layer(windows: Windows) -> dict[str, Any]:
+    return {"use_sliding_window": True, **write_layer_types(windows, len(windows))} if windows else {}
+
+
+def _read_list(config: Mapping[str, Any], num_layers: int) -> Windows:
+    return tuple(config.get("sliding_windows") or ())
+
+
+NO_WINDOWS = WindowRule(_refuse_windows, _write_no_windows)
+UNIFORM = WindowRule(_read_uniform, _write_uniform)
+"""`sliding_window` holds for all layers."""
+BY_LAYER = WindowRule(_read_by_layer, _write_by_layer)
+"""`use_sliding_window`, `sliding_window`, and `layer_types` or `max_window_layers`."""
+LISTED = WindowRule(_read_list, lambda windows: {"sliding_windows": list(windows)})
+"""`sliding_windows` names the window of each layer."""
+
+_FLAGS = ("qk_norm", "qkv_bias", "o_bias", "mlp_bias", "sinks")
+_NUMBERS = ("soft_cap", "scale")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Fields of `DecoderConfig` in this architecture: a fixed value, or the key of `config.json` that holds it."""
+
+    hf_class: str
+    """Its name under `architectures` in `config.json`."""
+    qk_norm: bool | str = False
+    qkv_bias: bool | str = False
+    o_bias: bool | str = False
+    mlp_bias: bool | str = False
+    sinks: bool | str = False
+    soft_cap: str | None = None
+    scale: str | None = None
+    windows: WindowRule = NO_WINDOWS
+
+    def read(self, config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+        """Fields of `DecoderConfig` from a `config.json` mapping."""
+        found: dict[str, Any] = {"sliding_windows": self.windows.read(config, num_layers)}
+        for name in _FLAGS:
+            rule = getattr(self, name)
+            found[name] = bool(config.get(rule)) if isinstance(rule, str) else rule
+        for name in _NUMBERS:
+            value = config.get(getattr(self, name) or "")
+            found[name] = None if value is None else float(value)
+        return found
+
+    def write(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Keys of `config.json` for fields of `DecoderConfig`; ValueError for what the architecture cannot be."""
+        written = self.windows.write(fields["sliding_windows"])
+        for name in (*_FLAGS, *_NUMBERS):
+            rule, value = getattr(self, name), fields[name]
+            held = written.setdefault(rule, value) if isinstance(rule, str) else rule
+            if held != value:
+                raise ValueError(f"{self.hf_class} cannot have {name}={value}: expected {name}={held}")
+        return written
+
+
+ARCHITECTURES = {
+    "llama": Architecture("LlamaForCausalLM", qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"),
+    "mistral": Architecture("MistralForCausalLM", windows=UNIFORM),
+    "qwen2": Architecture("Qwen2ForCausalLM", qkv_bias=True, windows=BY_LAYER),
+    "qwen3": Architecture(
+        "Qwen3ForCausalLM", qk_norm=True, qkv_bias="attention_bias", o_bias="attention_bias", windows=BY_LAYER
+    ),
+    # Not in transformers: for models trained here, every difference is a key of its own.
+    "specdec": Architecture(
+        "SpecdecForCausalLM",
+        qk_norm="qk_norm",
+        qkv_bias="qkv_bias",
+        o_bias="o_bias",
+        mlp_bias="mlp_bias",
+        sinks="attention_sinks",
+        soft_cap="attn_logit_softcapping",
+        scale="attention_multiplier",
+        windows=LISTED,
+    ),
+}
+"""By `model_type`."""
+
+
+def find_architecture(model_type: str) -> Architecture:
+    """The entry of `model_type`; ValueError names those there are."""
+    if model_type not in ARCHITECTURES:
+        raise ValueError(f"model_type '{model_type}' is not supported, expected one of {sorted(ARCHITECTURES)}")
+    return ARCHITECTURES[model_type]

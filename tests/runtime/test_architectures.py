@@ -1,0 +1,117 @@
+"""Every entry of the registry: what its config keys mean, against transformers, and what is written back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from algorithms.runtime.models.config import DecoderConfig
+from algorithms.runtime.models.decoder import Decoder
+from algorithms.runtime.models.dense_mixer import DenseMixer
+from algorithms.runtime.models.registry import ARCHITECTURES
+from tests.runtime.tiny_folders import randomise, small_config
+
+TOLERANCE = 1e-4
+LENGTH = 21
+SLIDING = {"use_sliding_window": True, "sliding_window": 5}
+ALTERNATING = ["sliding_attention", "full_attention"] * 2
+MODELS: dict[str, tuple[dict[str, Any], tuple[int | None, ...]]] = {
+    "llama": ({}, ()),
+    "llama biases": ({"attention_bias": True, "mlp_bias": True}, ()),
+    "mistral": ({"sliding_window": 6}, (6,) * 4),
+    "mistral no window": ({"sliding_window": None}, ()),
+    "qwen2": ({}, ()),
+    "qwen2 window behind layer 2": ({**SLIDING, "max_window_layers": 2}, (None, None, 5, 5)),
+    "qwen2 window behind the last layer": ({**SLIDING, "max_window_layers": 28}, ()),
+    "qwen2 layer types": ({**SLIDING, "layer_types": ALTERNATING}, (5, None, 5, None)),
+    "qwen3": ({"attention_bias": True}, ()),
+    "qwen3 layer types": ({**SLIDING, "layer_types": ALTERNATING}, (5, None, 5, None)),
+}
+
+
+def theirs(model_type: str, **keys: Any) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+    }
+    config = AutoConfig.for_model(model_type, **{**shape, **keys})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    randomise(model, seed=2)
+    return model
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+@torch.no_grad()
+def test_architectures_agree_with_transformers(name: str) -> None:
+    keys, windows = MODELS[name]
+    model = theirs(name.split()[0], **keys)
+    config = DecoderConfig.from_hf(model.config.to_dict())
+    assert config.sliding_windows == windows
+    ours = Decoder(config)
+    ours.load_state_dict(model.state_dict())
+    tokens = torch.randint(0, 61, (2, LENGTH), generator=torch.Generator().manual_seed(4))
+    hidden, _ = ours(tokens, DenseMixer(config, LENGTH, "cpu"))
+    expected = model(tokens).logits
+    assert expected.std() > 0.5 and (ours.logits(hidden) - expected).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_configs_are_written_as_transformers_reads_them(name: str) -> None:
+    from transformers import AutoConfig
+
+    keys, _ = MODELS[name]
+    config = DecoderConfig.from_hf(theirs(name.split()[0], **keys).config.to_dict())
+    written = config.to_hf()
+    read = AutoConfig.for_model(**written)
+    assert DecoderConfig.from_hf(written) == config
+    assert DecoderConfig.from_hf(read.to_dict()) == config
+    assert read.architectures == [ARCHITECTURES[config.architecture].hf_class]
+
+
+def test_every_option_has_a_key_in_the_architecture_of_this_toolkit() -> None:
+    config = small_config(
+        "specdec",
+        sliding_windows=(None, 3, None, 7),
+        soft_cap=20.0,
+        scale=0.2,
+        sinks=True,
+        qk_norm=True,
+        qkv_bias=True,
+        mlp_bias=True,
+    )
+    assert DecoderConfig.from_hf(config.to_hf()) == config
+
+
+@pytest.mark.parametrize(
+    ("architecture", "change", "message"),
+    [
+        ("llama", {"qk_norm": True}, "LlamaForCausalLM cannot have qk_norm=True"),
+        ("llama", {"qkv_bias": True}, "cannot have o_bias=False: expected o_bias=True"),
+        ("qwen2", {"qkv_bias": False}, "Qwen2ForCausalLM cannot have qkv_bias=False"),
+        ("qwen3", {"sinks": True, "qk_norm": True}, "Qwen3ForCausalLM cannot have sinks=True"),
+        ("mistral", {"soft_cap": 30.0}, "MistralForCausalLM cannot have soft_cap=30.0"),
+        ("mistral", {"sliding_windows": (None, 4, 4, 4)}, "the same in every layer"),
+        ("llama", {"sliding_windows": (4,) * 4}, "has none"),
+        ("qwen2", {"qkv_bias": True, "sliding_windows": (4, 4, 8, 8)}, "expected one window size"),
+    ],
+)
+def test_shapes_that_an_architecture_cannot_have_are_not_written(
+    architecture: str, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        small_config(architecture, **change).to_hf()
+
+
+def test_unknown_architectures_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="model_type 'mamba' is not supported, expected one of .*'mistral', 'qwen2'"):
+        small_config("mamba")
