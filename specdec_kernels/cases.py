@@ -1,7 +1,10 @@
-"""What a family's case table is made of.
+"""What the `cases.py` of a family is made of.
 
-A case is a named input of one public function. Parity tests run every case, the compile gate compiles the cases marked
-`gate` (the shapes that are shipped), and the unit benchmark times the cases marked `bench`.
+CASES       named inputs of the public functions. Parity tests run every case, the compile gate compiles the cases
+            marked `gate` (the shapes that are shipped), and the unit benchmark times the cases marked `bench`. Cases
+            tagged `large` need a GPU; those tagged `huge` are for the benchmark alone.
+WORK        optional: per function, what a call must move and compute, for GB/s and TFLOP/s.
+COMPARISON  optional: how results are compared with the reference, where the defaults do not fit.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -55,6 +59,40 @@ class Case:
     gate: bool = False
     bench: bool = False
     tags: tuple[str, ...] = field(default=())
+
+
+Work = Callable[[dict[str, Any]], tuple[int, int]]
+"""(bytes moved, floating-point operations) that a call with these inputs cannot avoid."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How the kernels of a family are compared with its reference.
+
+    float64: the reference takes float64, and its results in float64 are the truth for kernel and reference alike.
+    compiled_roundings: of the largest value, by which a compiled kernel may err beyond twice the error of the
+        reference in its own precision; in the interpreter it is always `INTERPRETED_ROUNDINGS`.
+    draws: functions that compare one uniform with a sum over the vocabulary, so that at a real vocabulary a few rows
+        may draw another token than the reference.
+    by_request: arguments with one entry per request. Where the reference needs too much memory, the benchmark compares
+        a few requests only.
+    reference_bytes: memory that the reference needs per request, of the inputs of a case; None: nothing worth counting.
+    """
+
+    float64: bool = False
+    compiled_roundings: int = 4
+    draws: tuple[str, ...] = ()
+    by_request: tuple[str, ...] = ()
+    reference_bytes: Callable[[dict[str, Any]], int] | None = None
+
+
+INTERPRETED_ROUNDINGS = 4
+
+
+def comparison_of(family: str) -> Comparison:
+    """The `COMPARISON` of a family, or the defaults."""
+    found: Comparison = getattr(import_module(f"specdec_kernels.{family}.cases"), "COMPARISON", Comparison())
+    return found
 
 
 def case_of(

@@ -1,12 +1,13 @@
-"""Whether a kernel does what its reference says, before it gets a time.
+"""Whether a kernel computes what its reference defines; only then is it timed.
 
-The reference of a shape that fills a GPU may need more memory than there is. Attention is then compared on
-the first and last requests that fit, and arguments too large to be copied are not compared with what the
-reference leaves in them; `scope` says so in the row. What cannot be compared at all gets no time.
+The reference of a shape that fills a GPU may need more memory than there is. The first and last requests that fit are
+then compared, and changed arguments are not; `scope` says so in the row. What cannot be compared at all is not timed.
 
-A draw compares one uniform with a sum over the vocabulary, float32 in the kernel and float64 in the reference. At
-150,000 tokens a few draws in a thousand fall between the two sums, so a few rows of drawn tokens may differ, and
-`scope` says how many did. Which tokens they are is held to the law by the tests, on vocabularies where all can be.
+A draw compares one uniform with a sum over the vocabulary, float32 in the kernel and float64 in the reference. With a
+vocabulary of 150,000 tokens a few draws in a thousand fall between the two sums, so a few rows of drawn tokens may
+differ, and `scope` says how many did. The tests compare the distribution of drawn tokens, on small vocabularies.
+
+The `COMPARISON` of a family says for which of its functions this holds.
 """
 
 from __future__ import annotations
@@ -18,16 +19,14 @@ from typing import Any
 
 import torch
 
-from experiments.bench.timing import tensors_in
+from experiments.bench.timing import bytes_in, tensors_in
+from specdec_kernels.cases import Comparison
 
 # Half types round once, at the end; float32 results sum thousands of rounded products in another order.
 _FLOAT32_ROUNDINGS = 64
 _HALF_ROUNDINGS = 4
 _REFERENCE_LIMIT_BYTES = 12 << 30
-_DRAWING = ("pick_tokens", "accept", "accept_targets")
 _BORDER_SHARE = 0.03  # of the rows, and one row in any case
-# Arguments of attention with one entry a request; the pool is shared by all of them.
-_BY_REQUEST = ("q", "q_latent", "q_rope", "page_table", "lengths", "mask", "q_lens", "depths", "row_depths")
 
 
 @dataclass(frozen=True)
@@ -39,14 +38,15 @@ class Parity:
     reference_fits: bool
 
 
-def check(function: Callable[..., Any], inputs: dict[str, Any]) -> Parity:
+def check(function: Callable[..., Any], inputs: dict[str, Any], comparison: Comparison) -> Parity:
     """Compare both implementations of `function` on `inputs`, which stay as they are."""
-    requests = _requests_that_fit(inputs)
+    requests = _requests_that_fit(inputs, comparison)
     if requests is not None:
-        scope = f"requests {requests} of {inputs['lengths'].shape[0]}: the reference of all needs too much memory"
-        return Parity(_on_requests(function, inputs, requests), scope, reference_fits=False)
+        batch = len(inputs[comparison.by_request[0]])
+        scope = f"requests {requests} of {batch}: the reference of all needs too much memory"
+        return Parity(_on_requests(function, inputs, requests, comparison), scope, reference_fits=False)
     problem, scope = disagreement(function, inputs), "all results and changed arguments"
-    if problem is not None and _draws(function, inputs):
+    if problem is not None and function.__name__ in comparison.draws and _draws(inputs):
         differing, rows = _rows_that_differ(function, inputs)
         if differing <= max(1, _BORDER_SHARE * rows):
             problem, scope = None, f"{scope}; {differing} of {rows} rows drew another token"
@@ -62,9 +62,9 @@ def disagreement(function: Callable[..., Any], inputs: dict[str, Any]) -> str | 
     return difference(*sides)
 
 
-def _draws(function: Callable[..., Any], inputs: dict[str, Any]) -> bool:
+def _draws(inputs: dict[str, Any]) -> bool:
     temperature = inputs.get("temperature")
-    return function.__name__ in _DRAWING and temperature is not None and bool((temperature > 0).any())
+    return temperature is not None and bool((temperature > 0).any())
 
 
 def _rows_that_differ(function: Callable[..., Any], inputs: dict[str, Any]) -> tuple[int, int]:
@@ -107,29 +107,27 @@ def _gap(kernel: torch.Tensor, reference: torch.Tensor) -> str | None:
     return None if bool(gap <= bound) else f"differs by {float(gap):.3g}, over {float(bound):.3g}"
 
 
-def _requests_that_fit(inputs: dict[str, Any]) -> list[int] | None:
-    """Requests to compare where all are too many for the reference's scores and gathered keys, else None."""
-    q = inputs.get("q", inputs.get("q_latent"))
-    if q is None or q.ndim != 4 or "page_table" not in inputs:
+def _requests_that_fit(inputs: dict[str, Any], comparison: Comparison) -> list[int] | None:
+    """Requests to compare where the reference of all of them, or a copy of the inputs, is too large; else None."""
+    if comparison.reference_bytes is None or not all(name in inputs for name in comparison.by_request[:2]):
         return None
-    pool = inputs["kv"] if "kv" in inputs else inputs["cache"]
-    batch, num_nodes, heads = q.shape[:3]
-    keys = int(inputs["lengths"].max()) + num_nodes if batch else 0
-    # Scores twice in float32; gathered keys and values in their own type and in float32.
-    entry = pool[0, 0, 0].numel() if pool.ndim == 5 else pool[0, 0].numel()
-    one = keys * (2 * 4 * num_nodes * heads + 2 * entry * (4 + pool.element_size()))
-    if batch * one <= _REFERENCE_LIMIT_BYTES and pool.numel() * pool.element_size() <= _REFERENCE_LIMIT_BYTES:
+    batch, one = len(inputs[comparison.by_request[0]]), comparison.reference_bytes(inputs)
+    if batch * one <= _REFERENCE_LIMIT_BYTES and bytes_in(inputs) <= _REFERENCE_LIMIT_BYTES:
         return None
     count = max(1, min(batch, 2, _REFERENCE_LIMIT_BYTES // one))
     return [0, batch - 1][:count] if batch > 1 else [0]
 
 
-def _on_requests(function: Callable[..., Any], inputs: dict[str, Any], requests: list[int]) -> str | None:
+def _on_requests(
+    function: Callable[..., Any], inputs: dict[str, Any], requests: list[int], comparison: Comparison
+) -> str | None:
     """Run the kernel on all requests and compare those named with a run of the reference on them alone."""
     kernel_side = [tensor[requests] for tensor in tensors_in(function(**inputs, impl="triton"))]
     chosen = {
-        name: value[requests].contiguous() if name in _BY_REQUEST and isinstance(value, torch.Tensor) else value
+        name: value[requests].contiguous()
+        if name in comparison.by_request and isinstance(value, torch.Tensor)
+        else value
         for name, value in inputs.items()
+        if name != "plan"
     }
-    chosen.pop("plan", None)
     return difference(kernel_side, list(tensors_in(function(**chosen, impl="reference"))))

@@ -14,7 +14,7 @@ from experiments.bench.ceilings import Ceilings
 from experiments.bench.selection import maker
 from experiments.bench.timing import Timing, cold_copies, tensors_in, time_calls, time_function
 from experiments.bench.work import work_of
-from specdec_kernels.cases import Case
+from specdec_kernels.cases import Case, comparison_of
 
 OK, DISAGREES, FAILED, NOT_RUN = "ok", "disagrees", "failed", "not run"
 
@@ -55,7 +55,7 @@ def _first_line(failure: Exception) -> str:
 def _measured(family: str, case: Case, bench: Bench) -> dict[str, Any]:
     function = getattr(import_module(f"specdec_kernels.{family}"), case.function)
     inputs = case.build(maker(bench.device, bench.dtype, bench.seed))
-    found = parity.check(function, inputs)
+    found = parity.check(function, inputs, comparison_of(family))
     row: dict[str, Any] = dict(shape=_shape(inputs), compared=found.scope)
     if found.problem is not None:
         return row | dict(status=DISAGREES, problem=found.problem)

@@ -3,12 +3,12 @@ unit benchmark alone, which compares them with the reference on some of their re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from specdec_kernels.attention.inputs import attention_inputs, plan_inputs
-from specdec_kernels.cases import Case
+from specdec_kernels.cases import Case, Comparison, Work
 
 _PARITY_TOKENS = 1 << 19  # beyond it inputs are drawn on the GPU: a pool takes minutes on a CPU
 _CHAINS = {1: "decode", 4: "chain4", 16: "chain16", 64: "chain64"}
@@ -30,7 +30,20 @@ def work(inputs: dict[str, Any]) -> tuple[int, int]:
     return kv_bytes + 2 * q.numel() * q.element_size(), 4 * pairs * heads * head_dim
 
 
-WORK: dict[str, Callable[[dict[str, Any]], tuple[int, int]]] = {"paged_attention": work}
+def _reference_bytes(inputs: dict[str, Any]) -> int:
+    """Per request: scores twice in float32, gathered keys and values in their own type and in float32."""
+    q, kv = inputs["q"], inputs["kv"]
+    num_nodes, heads = q.shape[1:3]
+    keys = int(inputs["lengths"].max()) + num_nodes if len(q) else 0
+    return keys * (2 * 4 * num_nodes * heads + 2 * kv[0, 0, 0].numel() * (4 + kv.element_size()))
+
+
+WORK: dict[str, Work] = {"paged_attention": work}
+COMPARISON = Comparison(
+    float64=True,
+    by_request=("q", "page_table", "lengths", "mask", "q_lens", "depths", "row_depths"),
+    reference_bytes=_reference_bytes,
+)
 
 
 def _case(name: str, catches: str, mode: str, num_nodes: int, lengths: Sequence[int], **shape: Any) -> Case:

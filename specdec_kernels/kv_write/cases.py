@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
-from specdec_kernels.cases import Maker, case_of
+from specdec_kernels.cases import Comparison, Maker, Work, case_of
 from specdec_kernels.kv_write.rope import rope_table
 
 _MAX_POS = 64
@@ -134,7 +133,8 @@ def _materialize_work(inputs: dict[str, Any]) -> tuple[int, int]:
     return elements * (inputs["k"].element_size() + inputs["kv"].element_size()), 8 * elements
 
 
-WORK: dict[str, Callable[[dict[str, Any]], tuple[int, int]]] = {
+COMPARISON = Comparison(float64=True)
+WORK: dict[str, Work] = {
     "write_kv": _write_work,
     "materialize_kv": _materialize_work,
 }

@@ -6,13 +6,13 @@ read shows in any case. Cases tagged `large` are for a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from specdec_kernels.cases import Case, Maker
+from specdec_kernels.cases import Case, Comparison, Maker, Work
 from specdec_kernels.tree import build_tree
 from specdec_kernels.tree.cases import random_parents
 
@@ -94,7 +94,21 @@ def work(inputs: dict[str, Any]) -> tuple[int, int]:
     return moved * cache.element_size(), 2 * pairs * heads * (width + latent)
 
 
-WORK: dict[str, Callable[[dict[str, Any]], tuple[int, int]]] = {"mla_attention": work}
+def _reference_bytes(inputs: dict[str, Any]) -> int:
+    """Per request: scores twice in float32, gathered rows as keys and values, in their own type and in float32."""
+    q_latent, cache = inputs["q_latent"], inputs["cache"]
+    num_nodes, heads = q_latent.shape[1:3]
+    keys = int(inputs["lengths"].max()) + num_nodes if len(q_latent) else 0
+    return keys * (2 * 4 * num_nodes * heads + 2 * cache[0, 0].numel() * (4 + cache.element_size()))
+
+
+WORK: dict[str, Work] = {"mla_attention": work}
+COMPARISON = Comparison(
+    float64=True,
+    compiled_roundings=8,  # 576 products per score, summed in pieces whose order is the compiler's
+    by_request=("q_latent", "q_rope", "page_table", "lengths", "mask", "q_lens"),
+    reference_bytes=_reference_bytes,
+)
 
 
 def _case(name: str, catches: str, mode: str, num_nodes: int, lengths: Sequence[int], **shape: Any) -> Case:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from specdec_kernels.cases import Case, Maker
+from specdec_kernels.cases import Case, Comparison, Maker
 from specdec_kernels.tree.cases import random_parents
 from specdec_kernels.tree.reference import build_tree
 
@@ -373,6 +373,7 @@ def _tokens_counted(inputs: dict[str, Any]) -> tuple[int, int]:
     return tokens * (8 + 2 * 4), tokens
 
 
+COMPARISON = Comparison(draws=("pick_tokens",))
 WORK = {
     "pick_tokens": _logits_once,
     "filtered_probs": _law_written,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from specdec_kernels.cases import Case, Maker
+from specdec_kernels.cases import Case, Comparison, Maker
 from specdec_kernels.sampling.cases import row_filters, sampling_keys
 from specdec_kernels.sampling.reference import filtered_probs
 from specdec_kernels.tree.cases import random_parents
@@ -318,4 +318,5 @@ def _links_read(inputs: dict[str, Any]) -> tuple[int, int]:
     return nodes * (8 + 8 + 4 + 4), nodes
 
 
+COMPARISON = Comparison(draws=("accept",))
 WORK = {"accept": _target_read, "accept_targets": _links_read}

@@ -28,8 +28,8 @@ from experiments.bench.work import work_of
 from experiments.kernel_bench import KernelBenchConfig
 from experiments.report.plots import logarithmic
 from specdec_kernels import FAMILIES, paged_attention
-from specdec_kernels.attention.cases import attention_inputs
-from specdec_kernels.cases import Case, Maker
+from specdec_kernels.attention.cases import COMPARISON, attention_inputs
+from specdec_kernels.cases import Case, Comparison, Maker
 
 CPU = torch.device("cpu")
 
@@ -197,7 +197,7 @@ def test_a_reference_that_does_not_fit_compares_some_requests(monkeypatch: pytes
     """The first and last request are compared, and a fault in one of them is seen."""
     inputs = attention_inputs(Maker.seeded(), "tree", 4, (5, 40, 11), return_lse=True)
     monkeypatch.setattr(parity, "_REFERENCE_LIMIT_BYTES", 60_000)
-    found = parity.check(paged_attention, inputs)
+    found = parity.check(paged_attention, inputs, COMPARISON)
     assert found.problem is None and not found.reference_fits and found.scope.startswith("requests [0, 2] of 3")
 
     def faulty(impl: str, **arguments: Any) -> Any:
@@ -206,7 +206,7 @@ def test_a_reference_that_does_not_fit_compares_some_requests(monkeypatch: pytes
             out[2] += 1e-3
         return out, lse
 
-    assert parity.check(faulty, inputs).problem is not None
+    assert parity.check(faulty, inputs, COMPARISON).problem is not None
 
 
 def test_a_draw_on_a_border_is_named_and_more_is_refused() -> None:
@@ -217,12 +217,12 @@ def test_a_draw_on_a_border_is_named_and_more_is_refused() -> None:
         tokens[:wrong] += impl == "triton"
         return tokens, torch.ones(40, dtype=torch.bool)
 
-    warm = torch.ones(40)
-    found = parity.check(pick_tokens, dict(wrong=1, temperature=warm))
+    draws, warm = Comparison(draws=("pick_tokens",)), torch.ones(40)
+    found = parity.check(pick_tokens, dict(wrong=1, temperature=warm), draws)
     assert found.problem is None and found.scope.endswith("1 of 40 rows drew another token")
-    assert parity.check(pick_tokens, dict(wrong=2, temperature=warm)).problem is not None
+    assert parity.check(pick_tokens, dict(wrong=2, temperature=warm), draws).problem is not None
     for cold in (None, torch.zeros(40)):
-        assert parity.check(pick_tokens, dict(wrong=1, temperature=cold)).problem is not None
+        assert parity.check(pick_tokens, dict(wrong=1, temperature=cold), draws).problem is not None
 
 
 @pytest.mark.parametrize("mode", ["chain", "block", "tree"])
@@ -372,7 +372,7 @@ def test_a_misspelt_key_fails_while_composing() -> None:
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(family="trees"), "family must be one of all, none, tree"),
+        (dict(family="trees"), "family must be one of all, none, .*tree"),
         (dict(peers="sdpa+abacus"), "peers must be one of all, none, .*sdpa"),
         (dict(budget_s=0.0), "budget_s must be at least 1"),
         (dict(repeats=0), "repeats must be at least 1"),

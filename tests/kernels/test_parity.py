@@ -1,9 +1,12 @@
-"""Every case of every family: the kernel does what the reference says.
+"""Every case of every family: the kernel computes what the reference defines.
 
-Integers must agree exactly. Floats may err twice as much as the reference itself does in the kernel's
-precision, both measured against a float64 run of the reference, plus a few roundings of the largest value:
-the kernel sums in another order, not with less care. Outputs start as poison, and in the interpreter every
-load and store is checked. On a GPU the same cases run compiled, in float32 and in bfloat16.
+Integers must agree exactly. Floats may err twice as much as the reference itself does in the kernel's precision, both
+measured against a float64 run of the reference, plus a few roundings of the largest value, because the kernel sums in
+another order. Where a reference takes no float64, its own result stands for the truth; `COMPARISON` of a family says
+which. Outputs start as NaN or a sentinel, and in the interpreter every load and store is checked. On a GPU the same
+cases run compiled, in float32 and in bfloat16.
+
+One family alone: `python -m pytest -q tests/kernels/test_parity.py -k kv_write`.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import pytest
 import torch
 
 from specdec_kernels import FAMILIES
-from specdec_kernels.cases import Case, Maker
+from specdec_kernels.cases import INTERPRETED_ROUNDINGS, Case, Maker, comparison_of
 from tests.kernels.guard import guarded, poisoned
 
 ON_GPU = torch.cuda.is_available()
@@ -61,7 +64,7 @@ def rebuilt(value: Any, floats: torch.dtype | None) -> Any:
 
 
 def outcome(function: Any, inputs: dict[str, Any], impl: str) -> dict[str, torch.Tensor]:
-    """Everything the call gives back or may have changed: its result and all tensor arguments."""
+    """Everything that the call returns or may have changed: its result and all tensor arguments."""
     result = function(**inputs, impl=impl)
     return dict(flatten("result", result)) | dict(flatten("argument", inputs))
 
@@ -75,14 +78,6 @@ def identical(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Equal entry by entry, NaN equal to NaN."""
     left, right = wide(left), wide(right)
     return bool(((left == right) | (left.isnan() & right.isnan())).all())
-
-
-def roundings(family: str) -> int:
-    """Roundings of the largest value that a kernel may err beyond twice the eager error.
-
-    Compiled latent attention sums 576 products a score, in pieces whose order is the compiler's.
-    """
-    return 8 if ON_GPU and family == "mla" else 4
 
 
 def assert_as_accurate(
@@ -107,7 +102,9 @@ def assert_as_accurate(
 def test_kernel_is_the_reference(family: str, case: Case, dtype: torch.dtype) -> None:
     function = getattr(import_module(f"specdec_kernels.{family}"), case.function)
     inputs = case.build(Maker.seeded(DEVICE, dtype))
-    exact = rebuilt(inputs, torch.float64) if _takes_float64(family) else None
+    comparison = comparison_of(family)
+    roundings = comparison.compiled_roundings if ON_GPU else INTERPRETED_ROUNDINGS
+    exact = rebuilt(inputs, torch.float64) if comparison.float64 else None
     eager = outcome(function, rebuilt(inputs, None), "reference")
     truth = outcome(function, exact, "reference") if exact is not None else eager
     with ExitStack() as stack:
@@ -120,22 +117,17 @@ def test_kernel_is_the_reference(family: str, case: Case, dtype: torch.dtype) ->
         expected = eager[name]
         assert actual.dtype == expected.dtype and actual.shape == expected.shape, name
         if actual.is_floating_point() and not identical(actual, expected):
-            assert_as_accurate(name, actual, expected, truth[name], roundings(family))
+            assert_as_accurate(name, actual, expected, truth[name], roundings)
         elif not actual.is_floating_point():
             assert torch.equal(actual, expected), f"{name}:\n{actual}\nexpected\n{expected}"
 
 
 @pytest.fixture(autouse=True)
 def memory_for_the_next() -> Iterator[None]:
-    """The large cases of a GPU need most of its memory, one at a time."""
+    """The large cases need most of the memory of a GPU, one at a time."""
     yield
     if ON_GPU:
         torch.cuda.empty_cache()
-
-
-def _takes_float64(family: str) -> bool:
-    """Families whose results are floats accept float64, so that their reference can serve as the truth."""
-    return family in ("attention", "kv_write", "mla")
 
 
 def has_kernel(public: Any) -> bool:

@@ -1,16 +1,14 @@
-"""All mutants, family by family."""
+"""All mutants: the `MUTANTS` of every module in this folder."""
 
 from __future__ import annotations
 
-from tests.mutants import acceptance, attention, compat, kv_index, kv_write, mla, ngram, tree
+from importlib import import_module
+from pathlib import Path
 
-MUTANTS = (
-    *tree.MUTANTS,
-    *kv_index.MUTANTS,
-    *attention.MUTANTS,
-    *mla.MUTANTS,
-    *kv_write.MUTANTS,
-    *ngram.MUTANTS,
-    *acceptance.MUTANTS,
-    *compat.MUTANTS,
+_OTHERS = ("__main__", "mutant", "runner", "table", "test_mutants")
+MUTANTS = tuple(
+    mutant
+    for path in sorted(Path(__file__).parent.glob("*.py"))
+    if path.stem not in _OTHERS
+    for mutant in import_module(f"tests.mutants.{path.stem}").MUTANTS
 )
