@@ -10,7 +10,7 @@ python run.py --cfg job
 from __future__ import annotations
 
 from experiments.app.cli import main
-from experiments.tasks import run_task
+from experiments.tasks.run import run_task
 
 if __name__ == "__main__":
     main(run_task)

@@ -23,8 +23,9 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from experiments.app.compose import build_config, dotted_keys, option_keys, register
 from experiments.app.errors import UserError
-from experiments.app.schema import CONFIG_FOLDER, build_config, dotted_keys, option_keys, register
+from experiments.app.schema import CONFIG_FOLDER
 from experiments.app.suggest import unknown_key_message, unknown_option_message
 
 FULL_ERROR = "HYDRA_FULL_ERROR"

@@ -1,8 +1,8 @@
-"""Several processes, one a device, that share a target: started by torchrun, joined here.
+"""Several processes that share one target, one process per device. torchrun starts them, `join` connects them:
 
     torchrun --nproc-per-node=2 run.py runtime.tensor_parallel=2
 
-Every process runs the whole experiment on the same requests; process 0 alone is_main_process and leaves files.
+Every process runs the whole experiment on the same requests. Only process 0 prints and leaves files.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from experiments.app.errors import UserError
+from experiments.app.hardware import Hardware
 
 if TYPE_CHECKING:
     from algorithms.runtime.models.loading import Target
-    from experiments.app.plan import Hardware
 
 
 def rank() -> int:
@@ -30,16 +30,16 @@ def is_main_process() -> bool:
 
 
 def output_folder(asked: Path) -> Path:
-    """Where this process may write: the run folder, or a place that nobody looks at."""
+    """Where this process may write: the run folder, or a temporary folder in every process but the main one."""
     return asked if is_main_process() else Path(tempfile.mkdtemp(prefix="specdec_rank_"))
 
 
 def join(tensor_parallel: int, device: str) -> None:
-    """Meet the other processes of a tensor-parallel run. Raises UserError where there are not as many as asked for."""
+    """Connect the processes of a tensor-parallel run. Raises UserError unless `tensor_parallel` processes run."""
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != tensor_parallel:
         raise UserError(
-            f"runtime.tensor_parallel={tensor_parallel} needs as many processes, got {started}\n"
+            f"runtime.tensor_parallel={tensor_parallel} needs {tensor_parallel} processes, got {started}\n"
             f"start it with torchrun --nproc-per-node={tensor_parallel} run.py "
             f"runtime.tensor_parallel={tensor_parallel} …"
         )
@@ -54,8 +54,8 @@ def join(tensor_parallel: int, device: str) -> None:
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
 
 
-def load_shared(path: str, hardware: Hardware, tensor_parallel: int) -> Target:
-    """The target, or this process's slice of it. Raises ModelError and ValueError where it cannot be."""
+def load_shared(path: str | Path, hardware: Hardware, tensor_parallel: int) -> Target:
+    """The target, or this process's slice of it. Raises ModelError or ValueError where it cannot be loaded."""
     import torch
 
     from algorithms.runtime.models.loading import Target, load_target

@@ -1,202 +1,186 @@
-"""From a checked configuration to engines and requests; what a user can get wrong shows here, before a run."""
+"""From a checked configuration to a plan: everything that can be settled or refused before weights load."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from experiments.app.distributed import join, load_shared
 from experiments.app.errors import UserError, user_errors
-from experiments.app.schema import GenerateConfig, RuntimeConfig
-from experiments.data.prompts import PromptSet, datasets, load_prompts
-from experiments.report import metrics as figures
+from experiments.app.hardware import Hardware, resolve_hardware
+from experiments.app.schema import ModelConfig, RunConfig
+from experiments.data.prompts import PromptSet, load_prompts
 
 if TYPE_CHECKING:
-    from algorithms.runtime.algorithm import Algorithm
-    from algorithms.runtime.backends import Backend
-    from algorithms.runtime.engine import Engine
-    from algorithms.runtime.models.loading import Target
+    from algorithms.runtime.models.loading import Target, TargetFolder
     from algorithms.runtime.models.tokenizer import Tokenizer
-    from algorithms.runtime.request import Completion, Request
+    from algorithms.runtime.request import Request
 
-INTERPRET = "TRITON_INTERPRET"
 SEED_STRIDE = 1_000_003
-"""Keeps the streams of two run seeds apart for every request of one run."""
+"""Distance between the request seeds of two run seeds, so that no two requests of a small sweep share a stream."""
 
 
 @dataclass(frozen=True)
-class Hardware:
-    """`impl` is what the engine is asked for, `label` what the records call it."""
+class Workload:
+    """One prompt set and its requests, one per prompt."""
 
-    device: str
-    dtype: str
-    impl: str
-    label: str
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What both sides of a comparison share."""
-
-    hardware: Hardware
-    tokenizer: Tokenizer
-    target: Target
     prompts: PromptSet
-    requests: list[Request]
-    max_length: int
+    requests: tuple[Request, ...]
 
-    def with_prompts(self, config: GenerateConfig, prompts: PromptSet) -> Setup:
-        """The same target on other prompts."""
-        with user_errors(ValueError):
-            requests = make_requests(config, prompts, self.tokenizer)
-        return replace(
-            self, prompts=prompts, requests=requests, max_length=config.runtime.max_length or longest(requests)
-        )
+    @property
+    def name(self) -> str:
+        return self.prompts.name
 
-    def accuracy(self, completions: Sequence[Completion]) -> float | None:
-        """Share of right answers; None where the prompts have none. `completions` may repeat the prompts in turn."""
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest request, prompt and answer."""
+        return max(request.max_length for request in self.requests)
+
+    @property
+    def judge(self) -> Callable[[int, str], bool] | None:
+        """(index, text) to right or wrong, None for a set without answers. Indices past the last prompt start over."""
         prompts, score = self.prompts.prompts, self.prompts.score
-
-        def judge(index: int, text: str) -> bool:
-            assert score is not None
-            return score(prompts[index % len(prompts)], text)
-
-        return figures.accuracy(completions, judge if score else None)
+        return None if score is None else lambda index, text: score(prompts[index % len(prompts)], text)
 
 
-def longest(requests: Sequence[Request]) -> int:
-    """Tokens of the longest request, prompt and answer."""
-    return max(request.max_length for request in requests)
+@dataclass(frozen=True)
+class Plan:
+    """What a task works from. Every part of it has been checked against the others."""
 
+    config: RunConfig
+    hardware: Hardware
+    target: TargetFolder
+    tokenizer: Tokenizer
+    methods: Mapping[str, Any]
+    """Label to algorithm configuration."""
+    backends: tuple[Any, ...]
+    """Configurations of the attention backends that the task uses."""
+    workloads: tuple[Workload, ...]
 
-def resolve_hardware(runtime: RuntimeConfig) -> Hardware:
-    """Settle `auto`; without a GPU, switch Triton's interpreter on, which must precede Triton's import."""
-    import torch
+    @property
+    def graph(self) -> str:
+        """How much of a step is captured."""
+        return self.hardware.graph_level(self.config.runtime.graph, self.config.backend.capturable)
 
-    has_gpu = torch.cuda.is_available()
-    if runtime.device == "cuda" and not has_gpu:
-        raise UserError(
-            "runtime.device=cuda: no CUDA device is visible\n"
-            f"torch {torch.__version__} sees {torch.cuda.device_count()} devices\n"
-            "use runtime.device=cpu (kernels run in Triton's interpreter), or install a CUDA build of torch"
+    def varied(self, backend: Any = None, **runtime: Any) -> Plan:
+        """The same plan with another backend, or with other values of `runtime`."""
+        config = replace(
+            self.config, backend=backend or self.config.backend, runtime=replace(self.config.runtime, **runtime)
         )
-    device = "cuda" if has_gpu and runtime.device != "cpu" else "cpu"
-    dtype = runtime.dtype if runtime.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
-    if runtime.impl == "reference":
-        return Hardware(device, dtype, "reference", "reference")
-    if importlib.util.find_spec("triton") is None:
-        raise UserError("Triton is not installed\npip install triton, or use runtime.impl=reference")
-    if device == "cpu":
-        if dtype == "bfloat16":
-            raise UserError(
-                "runtime.dtype=bfloat16 without a GPU: Triton's interpreter computes bfloat16 wrongly\n"
-                "use runtime.dtype=float32, or runtime.impl=reference"
-            )
-        os.environ[INTERPRET] = "1"
-    return Hardware(device, dtype, "triton", "triton-interpreter" if os.environ.get(INTERPRET) == "1" else "triton")
+        return replace(self, config=config)
+
+    def load_target(self) -> Target:
+        """Read the target's weights. Raises UserError where they do not fit the model."""
+        with user_errors(ValueError, OSError):
+            return load_shared(self.target.path, self.hardware, self.config.runtime.tensor_parallel)
 
 
-def prepare(config: GenerateConfig) -> Setup:
-    """Prompts, tokenizer, target and requests. Raises `UserError` for whatever does not fit."""
-    with user_errors(ValueError, OSError):
-        prompts = load_prompts(config.data)
-    hardware = resolve_hardware(config.runtime)
-    check_combination(config, hardware)
-    join(config.runtime.tensor_parallel, hardware.device)
+def resolve(config: RunConfig) -> Plan:
+    """Settle and check everything that `config` asks for; no weights are read.
+
+    Raises UserError, in this order: a drafter that is missing or ambiguous, the hardware, the target folder, settings
+    and drafters of the algorithms, the backends and what of them can be captured, prompts, processes, tokenizer.
+    """
+    from algorithms.registry import available
+    from algorithms.runtime.models.loading import read_target
     from algorithms.runtime.models.tokenizer import Tokenizer
 
+    task = config.task
     with user_errors(ValueError, OSError):
-        tokenizer = Tokenizer.load(config.model.path)
-        requests = make_requests(config, prompts, tokenizer)
-        target = load_shared(config.model.path, hardware, config.runtime.tensor_parallel)
-    max_length = config.runtime.max_length or longest(requests)
-    return Setup(hardware, tokenizer, target, prompts, requests, max_length)
-
-
-def load_prompt_set(name: str, limit: int | None) -> PromptSet:
-    """A prompt set by its name alone, such as `data=NAME data.limit=LIMIT` would load it."""
-    settings = datasets().get(name)
-    if settings is None:
-        raise ValueError(f"task.data: expected among {', '.join(datasets())}, got {name!r}")
-    return load_prompts(settings() if limit is None else settings(limit=limit))
-
-
-def check_combination(config: GenerateConfig, hardware: Hardware) -> None:
-    """Refuse what cannot work together, before any weight is read."""
-    level = graph_level(config, hardware)
-    _check_graph(config, hardware, level, f"runtime.graph={level}", "use runtime.graph=none")
+        methods, backends, sets = task.methods_of(config), task.backends_of(config), task.data_of(config)
+    _check_drafters_named(config.model, methods)
+    hardware = resolve_hardware(config.runtime)
     with user_errors(ValueError, OSError):
-        _check_attention(config, hardware)
+        target = read_target(config.model.path)
+        for algo in methods.values():
+            available()[algo.name].check(algo, target, config.model.drafter_of(algo.name))
+    for backend in backends:
+        _check_backend(config, backend, hardware, target, methods)
+    with user_errors(ValueError, OSError):
+        prompts = [load_prompts(data) for data in sets]
+    join(config.runtime.tensor_parallel, hardware.device)
+    with user_errors(ValueError, OSError):
+        tokenizer = Tokenizer.load(target.path)
+        workloads = tuple(Workload(chosen, make_requests(config, chosen, tokenizer)) for chosen in prompts)
+    return Plan(config, hardware, target, tokenizer, methods, tuple(backends), workloads)
 
 
-def _check_graph(config: GenerateConfig, hardware: Hardware, level: str, setting: str, instead: str) -> None:
-    """Refuse a level of capture that the device or the backend cannot have; `setting` asked for it."""
-    from algorithms.runtime.backends import check_backend
-
-    if level != "none" and hardware.device != "cuda":
-        raise UserError(f"{setting} captures CUDA graphs, and this run is on the CPU\n{instead}")
-    with user_errors(ValueError):
-        check_backend(config.backend, hardware.impl, level, instead)
-
-
-def _check_attention(config: GenerateConfig, hardware: Hardware) -> None:
-    """Ask the backend whether it can serve the target at all; the drafts' own shape is asked once they are known."""
-    import torch
-
-    from algorithms.runtime.backends import backends, check_calls
-    from algorithms.runtime.models.loading import read_target
-
-    shape = read_target(config.model.path).config
-    backend = backends()[config.backend.name](config.backend, hardware.impl)
-    modes, device = {"prefill": "chain", "decode": "chain"}, torch.device(hardware.device)
-    check_calls(backend, shape, modes, config.runtime.page_size, getattr(torch, hardware.dtype), device)
-
-
-def graph_level(config: GenerateConfig, hardware: Hardware) -> str:
-    """How much of a step is captured; `auto` is all of it wherever that can be."""
-    if config.runtime.graph != "auto":
-        return config.runtime.graph
-    return "step" if hardware.device == "cuda" and config.backend.capturable else "none"
-
-
-def check_drafters(config: GenerateConfig, algos: Collection[Any]) -> None:
-    """Refuse what an algorithm cannot have: a drafter that is not named or serves several, a level of capture."""
+def _check_drafters_named(model: ModelConfig, methods: Mapping[str, Any]) -> None:
+    """Refuse an algorithm whose drafter is not named, and one drafter that is meant for several algorithms."""
     from algorithms.registry import available
 
-    drafting = [name for name in dict.fromkeys(algo.name for algo in algos) if available()[name].needs_draft_model]
-    if config.model.draft_path is not None and len(drafting) > 1:
+    names = dict.fromkeys(algo.name for algo in methods.values())
+    drafting = [name for name in names if available()[name].needs_draft_model]
+    if model.draft_path is not None and len(drafting) > 1:
         raise UserError(
             f"model.draft_path is the drafter of one algorithm, and this task runs {', '.join(drafting)}\n"
             f"give model.drafts.{drafting[0]} and so on instead, or one of them as task.only"
         )
     for name in drafting:
-        if config.model.drafter_of(name) is None:
+        if model.drafter_of(name) is None:
             raise UserError(
-                f"algo={name} needs a drafter, and model={config.model.name} names none for it\n"
+                f"algo={name} needs a drafter, and model={model.name} names none for it\n"
                 f"give its folder or hub name as model.draft_path or model.drafts.{name}"
             )
-    from algorithms.runtime.models.loading import read_target
 
-    hardware = resolve_hardware(config.runtime)
-    with user_errors(ValueError, OSError):
-        target = read_target(config.model.path)
-    for algo in algos:
-        with user_errors(ValueError, OSError):
-            available()[algo.name].check(algo, target, config.model.drafter_of(algo.name))
+
+def _check_backend(
+    config: RunConfig, chosen: Any, hardware: Hardware, target: TargetFolder, methods: Mapping[str, Any]
+) -> None:
+    """Refuse a backend that cannot run here, be captured as asked, or serve the target.
+
+    A drafter's own attention shape is checked later, when the engine knows it.
+    """
+    import torch
+
+    from algorithms.runtime.backends import backends, check_calls
+
+    levels = [hardware.graph_level(g, chosen.capturable) for g in config.task.graphs_of(config, hardware.can_capture)]
+    asked = [(level, f"runtime.graph={level}", "use runtime.graph=none") for level in levels]
+    with user_errors(ValueError):
+        backend = backends()[chosen.name](chosen, hardware.impl)
+        for level, setting, instead in [*asked, *_own_levels(methods)]:
+            check_capture(level, setting, instead, hardware, backend)
+        dtype, device = getattr(torch, hardware.dtype), torch.device(hardware.device)
+        modes = {"prefill": "chain", "decode": "chain"}
+        check_calls(backend, target.config, modes, config.runtime.page_size, dtype, device)
+
+
+def _own_levels(methods: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """(level, setting, instead) of every algorithm that fixes its own level of capture."""
+    from algorithms.registry import available
+
+    for algo in methods.values():
         if own := available()[algo.name].graph_of(algo):
-            instead = f"leave {own.setting} out of algo={algo.name}"
-            _check_graph(config, hardware, own.level, own.setting, instead)
+            yield own.level, own.setting, f"leave {own.setting} out of algo={algo.name}"
 
 
-def make_requests(config: GenerateConfig, prompts: PromptSet, tokenizer: Tokenizer) -> list[Request]:
-    """One request a prompt. Its seed depends on the run's seed and its number alone, not on batching."""
+def check_capture(level: str, setting: str, instead: str, hardware: Hardware, backend: Any) -> None:
+    """Refuse a level of capture that the device or the backend cannot have.
+
+    `setting` is what asked for the level, and `instead` is what the user can do about it. Raises UserError.
+    """
+    from algorithms.runtime.backends import backends
+
+    if level == "none":
+        return
+    if not hardware.can_capture:
+        raise UserError(f"{setting} captures CUDA graphs, and this run is on the CPU\n{instead}")
+    if not backend.capturable:
+        able = ", ".join(name for name, kind in backends().items() if kind.Config().capturable)
+        raise UserError(
+            f"backend={backend.name} reads lengths back in every step and cannot be captured: {instead}, "
+            f"or one of backend={able}"
+        )
+
+
+def make_requests(config: RunConfig, prompts: PromptSet, tokenizer: Tokenizer) -> tuple[Request, ...]:
+    """One request per prompt. Its seed depends on the run's seed and on its number, not on the batch."""
     from algorithms.runtime.request import Request
 
     sampling = config.sampling
-    return [
+    return tuple(
         Request(
             id=index,
             prompt_ids=tuple(prompt.encode(tokenizer)),
@@ -208,41 +192,4 @@ def make_requests(config: GenerateConfig, prompts: PromptSet, tokenizer: Tokeniz
             eos_token_ids=tokenizer.eos_ids,
         )
         for index, prompt in enumerate(prompts.prompts)
-    ]
-
-
-def make_engine(config: GenerateConfig, setup: Setup, algo: Any) -> tuple[Engine, Algorithm, Backend]:
-    """An engine for the algorithm that `algo` configures, that algorithm, and its attention backend."""
-    from algorithms.registry import available
-    from algorithms.runtime.backends import backends
-    from algorithms.runtime.engine import Engine, EngineSettings
-
-    runtime, impl = config.runtime, setup.hardware.impl
-    settings = EngineSettings(
-        page_size=runtime.page_size,
-        max_batch=runtime.max_batch,
-        num_pages=runtime.num_pages,
-        max_length=setup.max_length,
-        impl=impl,
-        graph=graph_level(config, setup.hardware),
-        overlap=runtime.overlap,
     )
-    try:
-        with user_errors(ValueError, OSError):
-            backend = backends()[config.backend.name](config.backend, impl)
-            algorithm = available()[algo.name](algo, setup.target, config.model.drafter_of(algo.name))
-            return Engine(setup.target, algorithm, backend, settings, setup.tokenizer.decode), algorithm, backend
-    except (RuntimeError, MemoryError) as error:
-        if not _out_of_memory(error):
-            raise
-        told = (str(error) or "out of memory").splitlines()[0]
-        raise UserError(f"{told}\nlower runtime.num_pages, runtime.max_batch or sampling.max_new_tokens") from error
-
-
-def _out_of_memory(error: Exception) -> bool:
-    """Whether an allocation failed; on the CPU the error has no type of its own."""
-    import torch
-
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return any(text in str(error) for text in ("DefaultCPUAllocator", "Storage size calculation overflowed"))

@@ -1,4 +1,4 @@
-"""Where a result comes from: revision, versions, machine."""
+"""Where a result comes from: model, settings, machine, revision, versions."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import subprocess
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from experiments.app.schema import REPO_ROOT, GenerateConfig
-
-if TYPE_CHECKING:
-    from experiments.app.plan import Hardware
+from experiments.app.hardware import Hardware
+from experiments.app.schema import REPO_ROOT, RunConfig
 
 PACKAGES = ("torch", "triton", "transformers", "numpy", "hydra-core")
 
@@ -34,7 +32,7 @@ def git_revision() -> str | None:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python and of what decides results."""
+    """Versions of Python and of the packages that a result depends on."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -45,7 +43,7 @@ def versions() -> dict[str, str | None]:
 
 
 def machine(device: str) -> str:
-    """One line: what the run ran on."""
+    """One line that names the GPU, or the processor and its cores."""
     if device == "cuda":
         import torch
 
@@ -53,15 +51,10 @@ def machine(device: str) -> str:
     return f"{_cpu_name()}, {os.cpu_count()} cores"
 
 
-def model_name(config: GenerateConfig) -> str:
-    """What to call the target."""
-    return config.model.name if config.model.name != "local" else Path(config.model.path).name
-
-
-def run_conditions(config: GenerateConfig, hardware: Hardware) -> dict[str, Any]:
-    """What all rows of one run have in common."""
+def run_conditions(config: RunConfig, hardware: Hardware) -> dict[str, Any]:
+    """What all rows of one run share: the provenance record that every task writes."""
     return {
-        "model": model_name(config),
+        "model": config.model.label,
         "backend": config.backend.name,
         "device": hardware.device,
         "dtype": hardware.dtype,

@@ -1,22 +1,18 @@
-"""The schema of a generation run: every key a user can type, its type, its default and its range.
+"""The schema of a run: every key a user can type outside of the groups `task`, `algo`, `backend` and `data`.
 
-Hydra composes YAML files over these dataclasses, so a misspelt key fails while composing. Values are
-checked in `__post_init__` when `build_config` turns the composed tree into objects, before anything heavy is
-imported: this module and everything it imports stay free of torch.
+Hydra composes YAML files over these dataclasses, so a misspelt key fails while composing. `__post_init__` checks the
+values when `compose.build_config` turns the composed tree into objects. This module imports no torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import MISSING
 
 from algorithms.runtime.sampling_params import SamplingParams
-from experiments.app.errors import UserError
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 CONFIG_FOLDER = REPO_ROOT / "configs"
@@ -55,17 +51,23 @@ class ModelConfig:
     drafts: dict[str, str] = field(default_factory=dict)
 
     def drafter_of(self, algo: str) -> str | None:
-        """Where the drafter of `algo` is, if anywhere."""
+        """Folder or hub name of the drafter of `algo`; None where there is none."""
         return self.draft_path or self.drafts.get(algo)
+
+    @property
+    def label(self) -> str:
+        """What to call the target: its name, or its folder for `model=local`."""
+        return self.name if self.name != "local" else Path(self.path).name
 
 
 @dataclass
 class RuntimeConfig:
-    """`impl` auto: compiled kernels on a GPU, the same kernels in Triton's interpreter without one.
+    """Device, sizes and capture of a run.
 
-    `graph`: how much of a step is captured in CUDA graphs; auto is all of it on a GPU. `overlap`: steps the host
-    reads behind the device. `tensor_parallel`: processes that share the target, see `experiments.app.distributed`.
-    `num_pages` and `max_length` null: as many as `max_batch` requests of the longest prompt need.
+    `impl` auto runs compiled kernels on a GPU, and the same kernels in Triton's interpreter without one. `graph` is how
+    much of a step is captured in CUDA graphs; auto captures all of it on a GPU. `overlap` is how many steps later than
+    the device the host reads results. `tensor_parallel` is the number of processes that share the target.
+    `num_pages` and `max_length` null take what `max_batch` requests of the longest prompt need.
     """
 
     device: str = "auto"
@@ -102,7 +104,7 @@ class RuntimeConfig:
 
 @dataclass
 class TrackerConfig:
-    """Where the summary goes besides the run folder. `mode` offline keeps it inside that folder."""
+    """Where the summary goes beside the run folder. `mode` offline keeps it inside that folder."""
 
     name: str = "none"
     mode: str = "disabled"
@@ -125,10 +127,11 @@ class PathsConfig:
 
 
 @dataclass
-class GenerateConfig:
-    """One run: decode `data` with `algo` and, when `baseline`, autoregressively too, to compare both.
+class RunConfig:
+    """One run of a task.
 
-    `samples` completions are printed at the end. What algo, backend and data hold depends on the option.
+    `baseline` asks for autoregressive decoding beside `algo`; `samples` completions are printed at the end. The keys of
+    task, algo, backend and data depend on the option.
     """
 
     name: str = MISSING
@@ -150,105 +153,3 @@ class GenerateConfig:
             raise ValueError(f"runtime.num_pages cannot be given to task={self.task.name}: {self.task.OWN_PAGES}")
         if not self.name or any(c in self.name for c in "/\\\0") or self.name.startswith("."):
             raise ValueError(f"name becomes a folder under outputs/: expected a plain name, got {self.name!r}")
-
-
-def run_name(task: str, algo: str, backend: str, model: str) -> str:
-    """What a run is called unless it is told: by what it measures."""
-    measured = {"generate": [algo, backend], "compare": ["compare", backend], "losslessness": ["losslessness"]}
-    return "_".join([*measured.get(task, [task, algo, backend]), model])
-
-
-def option_schemas() -> dict[str, dict[str, type]]:
-    """Dataclasses of the groups whose keys depend on the option: group to option to schema."""
-    from algorithms.registry import available
-    from algorithms.runtime.backends import backends
-    from experiments.data.prompts import datasets
-    from experiments.tasks import TASKS
-
-    return {
-        "task": TASKS,
-        "algo": {name: algorithm.Config for name, algorithm in available().items()},
-        "backend": {name: cast(Any, backend).Config for name, backend in backends().items()},
-        "data": datasets(),
-    }
-
-
-def option_keys() -> dict[str, str]:
-    """Dotted key to `group=option` that has it, for the groups of `option_schemas`."""
-    keys: dict[str, str] = {}
-    for group, options in option_schemas().items():
-        for option, schema in options.items():
-            for item in fields(schema):
-                keys.setdefault(f"{group}.{item.name}", f"{group}={option}")
-    return keys
-
-
-def register() -> None:
-    """Put every schema in Hydra's config store, under the group `schema`, which the YAML files extend."""
-    OmegaConf.register_new_resolver("repo", lambda path: str(REPO_ROOT / path), replace=True)
-    OmegaConf.register_new_resolver("run_name", run_name, replace=True)
-    store = ConfigStore.instance()
-    fixed = {
-        "generate": GenerateConfig,
-        "model": ModelConfig,
-        "sampling": SamplingParams,
-        "runtime": RuntimeConfig,
-        "tracker": TrackerConfig,
-        "paths": PathsConfig,
-    }
-    for name, schema in fixed.items():
-        store.store(group="schema", name=name, node=schema)
-    for group, options in option_schemas().items():
-        for name, schema in options.items():
-            store.store(group=f"schema/{group}", name=name, node=schema)
-
-
-def unknown_keys(cfg: DictConfig, prefix: str = "") -> list[str]:
-    """Dotted keys of `cfg` that its schema does not have; `+key=` puts them past Hydra's own check."""
-    schema = OmegaConf.get_type(cfg)
-    if not is_dataclass(schema):
-        return []  # a mapping takes any key of its type
-    known = {f.name for f in fields(schema)}
-    found = []
-    for key in list[Any](cfg):
-        name = f"{prefix}{key}"
-        if key not in known:
-            found.append(name)
-            continue
-        node = cfg._get_node(key)
-        if isinstance(node, DictConfig) and not node._is_none() and not node._is_missing():
-            found += unknown_keys(node, f"{name}.")
-    return found
-
-
-def dotted_keys(cfg: DictConfig, prefix: str = "") -> list[str]:
-    """Every key of `cfg` as it is typed on the command line, groups first."""
-    names = [f"{prefix}{key}" for key in list[Any](cfg)]
-    for key in list[Any](cfg):  # a key may be a number, and is not found by its text then
-        node = cfg._get_node(key)
-        if isinstance(node, DictConfig) and not node._is_none() and not node._is_missing():
-            names += dotted_keys(node, f"{prefix}{key}.")
-    return names
-
-
-def build_config(cfg: DictConfig) -> Any:
-    """The composed tree as checked dataclasses. Raises `UserError` naming the key and what it may be."""
-    from experiments.app.suggest import unknown_key_message
-
-    if unknown := unknown_keys(cfg):
-        known = [key for key in dotted_keys(cfg) if not any(f"{key}.".startswith(f"{bad}.") for bad in unknown)]
-        elsewhere = option_keys() if OmegaConf.get_type(cfg) is GenerateConfig else {}
-        raise UserError("\n".join(unknown_key_message(key, known, elsewhere) for key in unknown))
-    if missing := sorted(OmegaConf.missing_keys(cfg)):
-        raise UserError("\n".join(f"{key} has no value: give it as {key}=…" for key in missing))
-    try:
-        return OmegaConf.to_object(cfg)
-    except OmegaConfBaseException as error:
-        raise UserError(str(error.__cause__ or error).splitlines()[0]) from error
-    except ValueError as error:
-        raise UserError(str(error)) from error
-
-
-def to_plain(cfg: DictConfig | ListConfig) -> Any:
-    """The resolved configuration as plain dicts and lists."""
-    return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)

@@ -12,8 +12,8 @@ from typing import Protocol
 
 from omegaconf import MISSING
 
+from experiments.data.prompt_files import DataError, Record, read_records
 from experiments.data.public import PUBLIC_SETS, read_public
-from experiments.data.records import DataError, Record, read_records
 
 __all__ = ["DataConfig", "DataError", "Prompt", "PromptSet", "datasets", "load_prompts"]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 
-from experiments.data.records import DataError, Record, read_records
+from experiments.data.prompt_files import DataError, Record, read_records
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 BOXED = "\\boxed{"

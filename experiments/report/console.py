@@ -1,12 +1,12 @@
-"""What a run shows in the terminal: live progress, then a table, acceptance, the time ledger and samples."""
+"""What a run shows in the terminal beside its table: live progress, acceptance, the time of a step, samples."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.panel import Panel
@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from experiments.app.distributed import is_main_process
+from experiments.report.tables import Row, figure
 
 if TYPE_CHECKING:
     from algorithms.runtime.engine import StepReport
@@ -30,7 +31,7 @@ OnStep = Callable[["StepReport"], None]
 BAR_WIDTH = 40
 PLAIN_INTERVAL_S = 15.0
 PIPE_WIDTH = 110
-PHASE_COLOURS = {
+PHASE_STYLES = {
     "draft": "cyan",
     "verify": "blue",
     "accept": "magenta",
@@ -38,29 +39,24 @@ PHASE_COLOURS = {
     "host": "yellow",
     "graph": "blue",
 }
-NOT_A_GPU = {
-    "triton-interpreter": "Times are of Triton's interpreter on the CPU and say nothing about a GPU; tokens, "
-    "acceptance and identity do not depend on it.",
-    "reference": "Times are of plain torch on the CPU and say nothing about a GPU.",
-}
 
 
 def plain_console() -> Console:
-    """The terminal, or a wide page where the output is none; silence in a process that does not speak."""
+    """The terminal, or lines of `PIPE_WIDTH` where the output is a file or a pipe. Only the main process prints."""
     if not is_main_process():
         return Console(file=open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - lives as long as the process
     return Console(width=None if os.isatty(1) else PIPE_WIDTH)
 
 
 def rates(report: StepReport) -> str:
-    """Live figures of a run."""
+    """Tokens per second and per step so far."""
     per_s = report.emitted_tokens / report.elapsed_s if report.elapsed_s else 0.0
     return f"{per_s:7.1f} tokens/s  {report.tokens_per_step:5.2f} tokens/step"
 
 
 @contextmanager
 def step_progress(console: Console, title: str, total: int) -> Iterator[OnStep]:
-    """A bar over finished requests; where the output is no terminal, a line now and then."""
+    """A bar over finished requests. Where the output is no terminal, a line every `PLAIN_INTERVAL_S` seconds."""
     if not console.is_terminal:
         yield _plain_progress(console, title)
         return
@@ -90,63 +86,6 @@ def _plain_progress(console: Console, title: str) -> OnStep:
     return on_step
 
 
-def figure(value: float | None, digits: int = 1, suffix: str = "") -> str:
-    """A number for a table, a dash where there is none."""
-    return "–" if value is None else f"{value:,.{digits}f}{suffix}"
-
-
-def show(console: Console, summary: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
-    """Everything after a run; `samples` are request records."""
-    console.print(method_table(summary))
-    if summary["acceptance_at"]:
-        console.print(acceptance_chart(summary["acceptance_at"]))
-    console.print(ledger_chart(summary))
-    if summary["prediction"]:
-        console.print(prediction_line(summary), highlight=False)
-    for sample in samples:
-        console.print(sample_panel(sample))
-    if summary["device"] == "cpu":
-        console.print(Text(NOT_A_GPU[summary["impl"]], style="yellow"))
-
-
-def method_table(summary: Mapping[str, Any]) -> Table:
-    """The algorithm beside its baseline."""
-    table = Table(title=f"{summary['model']} · {summary['task']['name']} · {summary['num_requests']} requests")
-    table.add_column("method")
-    for column in ("tokens/s", "ms/step", "tokens/step", "speedup", "lossless", "accuracy"):
-        table.add_column(column, justify="right")
-    baseline = summary["baseline"]
-    if baseline:
-        _method_row(table, "autoregressive", baseline, "1.00×", "reference", baseline["accuracy"])
-    checked, identical = summary["lossless"]["checked"], summary["lossless"]["identical"]
-    style = "green" if identical == checked else "bold red"
-    proof = f"[{style}]{identical}/{checked}[/]" if checked else "–"
-    speedup = figure(summary["speedup"], 2, "×")
-    _method_row(
-        table,
-        f"{summary['algo']} · {summary['backend']}",
-        summary,
-        speedup,
-        proof,
-        summary["task"]["accuracy"],
-    )
-    return table
-
-
-def _method_row(
-    table: Table, name: str, method: Mapping[str, Any], speedup: str, proof: str, accuracy: float | None
-) -> None:
-    table.add_row(
-        name,
-        figure(method["decode_tokens_per_s"]),
-        figure(method["step_ms"]["median"], 2),
-        figure(method["tokens_per_step"], 2),
-        speedup,
-        proof,
-        "–" if accuracy is None else f"{accuracy:.0%}",
-    )
-
-
 def bar(share: float, width: int = BAR_WIDTH) -> str:
     """A bar of `share` of `width` characters, to an eighth of a character."""
     eighths = round(max(0.0, min(1.0, share)) * width * 8)
@@ -154,7 +93,7 @@ def bar(share: float, width: int = BAR_WIDTH) -> str:
 
 
 def acceptance_chart(rates_at: Sequence[float | None]) -> Table:
-    """Acceptance of each draft position, given that the step reached it."""
+    """Acceptance of each draft position, among the steps that reached it."""
     chart = Table.grid(padding=(0, 1))
     chart.add_row("", Text("acceptance by draft position", style="bold"))
     for position, rate in enumerate(rates_at, start=1):
@@ -163,37 +102,37 @@ def acceptance_chart(rates_at: Sequence[float | None]) -> Table:
     return chart
 
 
-def ledger_chart(summary: Mapping[str, Any]) -> Table:
-    """Milliseconds of a step by phase."""
-    ledger, steps = summary["ledger_ms"], max(1, summary["num_steps"])
+def ledger_chart(row: Row) -> Table:
+    """Milliseconds per step by phase."""
+    ledger, steps = row["ledger_ms"], max(1, row["num_steps"])
     total = sum(ledger.values()) or 1.0
     chart = Table.grid(padding=(0, 1))
     chart.add_row("", Text("time of a step", style="bold"))
     for phase, spent in ledger.items():
-        filled = Text(bar(spent / total), style=PHASE_COLOURS[phase])
+        filled = Text(bar(spent / total), style=PHASE_STYLES[phase])
         chart.add_row(f"{phase:>7}", filled, f"{spent / steps:9.2f} ms {spent / total:6.1%}")
     return chart
 
 
-def prediction_line(summary: Mapping[str, Any]) -> str:
-    """Predicted speedup, and what lies between it and the measured one."""
-    found = summary["prediction"]
+def prediction_line(row: Row) -> str:
+    """The predicted decode speedup, and the factors between it and the measured one."""
+    found = row["prediction"]
     return (
-        f"speedup: {figure(found['predicted'], 2, '×')} predicted "
-        f"({figure(summary['tokens_per_step'], 2)} tokens/step, a step takes "
-        f"{figure(found['step_time_ratio'], 2, '×')} the baseline's), "
-        f"{figure(summary['speedup'], 2, '×')} measured (rows a step {figure(found['occupancy'], 2, '×')}, "
+        f"decode speedup: {figure(found['predicted'], 2, '×')} predicted "
+        f"({figure(row['tokens_per_step'], 2)} tokens/step, a step takes "
+        f"{figure(found['step_time_ratio'], 2, '×')} the baseline's time), "
+        f"{figure(row['speedup_decode'], 2, '×')} measured (rows per step {figure(found['occupancy'], 2, '×')}, "
         f"kept tokens {figure(found['kept'], 2, '×')} the baseline's)"
     )
 
 
 def printable(text: str) -> str:
-    """`text` without characters that would command the terminal instead of being shown."""
+    """`text` with a dot for every control character, which a terminal would obey instead of showing it."""
     return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)
 
 
-def sample_panel(record: Mapping[str, Any], tail: int = 300) -> Panel:
-    """One prompt's end and what was written to it."""
+def sample_panel(record: Row, tail: int = 300) -> Panel:
+    """The end of one prompt and the text that followed. `record` is a line of requests.jsonl."""
     prompt = record["prompt"] if len(record["prompt"]) <= tail else "…" + record["prompt"][-tail:]
     prompt, text = printable(prompt), printable(record["text"])
     steps = max(1, len(record["accepted_counts"]))

@@ -1,11 +1,13 @@
-"""What a run amounts to, as plain numbers: the content of summary.json, defined here and nowhere else.
+"""The figures of one decoding, as plain numbers. docs/reading_a_report.md explains them to readers.
 
 Over all steps of all requests, with `a` the accepted drafts of a step (the bonus token excluded):
 
-    tokens_per_step      mean(a + 1), pooled; what the last step drew beyond the stop counts (num_truncated)
-    acceptance_at[i]     #(a > i) / #(a >= i): steps whose i-th draft was accepted over those that reached it
-    decode_tokens_per_s  output tokens / time of the steps; end_to_end also counts prefill and scheduling
-    speedup              decode_tokens_per_s over the baseline's, of the same engine, requests and clock
+    tokens_per_step      mean(a + 1), pooled; tokens that the last step drew past the stop count (num_truncated)
+    acceptance_at[i]     #(a > i) / #(a >= i): steps whose i-th draft was accepted over steps that reached it
+    decode_tokens_per_s  output tokens / time of the steps (the decode clock)
+    wall_tokens_per_s    output tokens / time of the whole call, with prefill and scheduling (the wall clock)
+    speedup_decode       decode_tokens_per_s over the baseline's, of the same engine, requests and clock
+    speedup_wall         wall_tokens_per_s over the baseline's
 """
 
 from __future__ import annotations
@@ -20,9 +22,12 @@ if TYPE_CHECKING:
     from algorithms.runtime.engine import Generation
     from algorithms.runtime.request import Completion
 
-PHASES = ("draft", "verify", "accept", "commit", "host")
-WHOLE_STEP = "graph"
 LOW_ACCEPTANCE = 0.05
+NOT_A_GPU = {
+    "triton-interpreter": "Times are of Triton's interpreter on the CPU and say nothing about a GPU; tokens, "
+    "acceptance and identity do not depend on it.",
+    "reference": "Times are of plain torch on the CPU and say nothing about a GPU.",
+}
 
 
 def quantiles(values: Sequence[float], **points: float) -> dict[str, float | None]:
@@ -43,7 +48,7 @@ def acceptance_at(histogram: Sequence[int]) -> list[float | None]:
 
 
 def ratio(numerator: float, denominator: float) -> float | None:
-    """`numerator / denominator`, None where that means nothing."""
+    """`numerator / denominator`, None for a denominator of 0."""
     return numerator / denominator if denominator else None
 
 
@@ -62,57 +67,55 @@ def summarize_method(generation: Generation, max_depth: int) -> dict[str, Any]:
         "num_accepted_histogram": histogram,
         "acceptance_at": acceptance_at(histogram),
         "decode_tokens_per_s": ratio(output_tokens * 1e3, generation.decode_ms),
-        "end_to_end_tokens_per_s": ratio(output_tokens * 1e3, generation.wall_ms),
+        "wall_tokens_per_s": ratio(output_tokens * 1e3, generation.wall_ms),
         "ttft_ms": quantiles([c.ttft_ms for c in completions], p50=0.5, p90=0.9),
         "step_ms": quantiles(generation.step_ms, median=0.5, p20=0.2, p80=0.8),
         "prefill_ms": generation.prefill_ms,
         "decode_ms": generation.decode_ms,
         "wall_ms": generation.wall_ms,
-        "ledger_ms": ledger(generation.ledger_ms),
+        "ledger_ms": dict(generation.ledger_ms),
         "launch_ms": generation.launch_ms,
         "row_steps": len(accepted),
         "finish_reasons": dict(Counter(completion.finish_reason for completion in completions)),
     }
 
 
-def ledger(ledger_ms: Mapping[str, float]) -> dict[str, float]:
-    """Milliseconds by phase; `graph` only where one graph was the whole step."""
-    phases = {phase: ledger_ms.get(phase, 0.0) for phase in PHASES}
-    return phases | ({WHOLE_STEP: ledger_ms[WHOLE_STEP]} if ledger_ms.get(WHOLE_STEP) else {})
+def against_baseline(row: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[str, Any]:
+    """Speedups of `row` over `baseline` on both clocks, and what predicts the decode speedup."""
+    return {
+        f"speedup_{clock}": ratio(row[f"{clock}_tokens_per_s"] or 0.0, baseline[f"{clock}_tokens_per_s"] or 0.0)
+        for clock in ("decode", "wall")
+    } | {"prediction": predict_speedup(row, baseline)}
 
 
 def predict_speedup(method: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[str, float | None]:
-    """What tokens per step and step times promise, and the two factors that lie between that and what was measured.
+    """The decode speedup that tokens per step and step times promise, and the factors between it and the measured one.
 
-    predicted = tokens_per_step / (t_step / t_autoregressive), with mean step times. Exactly,
+    predicted = tokens_per_step / step_time_ratio, where the ratio is of mean step times. Exactly,
 
-        speedup = predicted * occupancy * kept,   occupancy = (rows a step) / (the baseline's rows a step)
-                                                  kept = output tokens / tokens emitted, over the baseline's
-
-    so a batch whose last requests run almost alone, or tokens drawn past a stop, show by name.
+        speedup_decode = predicted * occupancy * kept
+        occupancy      = rows per step over the baseline's; below 1 where the last requests run almost alone
+        kept           = output tokens / emitted tokens, over the baseline's; below 1 where drafts pass the stop
     """
 
-    def step_ms(side: Mapping[str, Any]) -> float:
-        return side["decode_ms"] / max(1, side["num_steps"])
-
-    def rows(side: Mapping[str, Any]) -> float:
-        return side["row_steps"] / max(1, side["num_steps"])
+    def per_step(side: Mapping[str, Any], key: str) -> float:
+        return side[key] / max(1, side["num_steps"])
 
     def kept(side: Mapping[str, Any]) -> float:
         return side["output_tokens"] / max(1, side["output_tokens"] + side["num_truncated"])
 
     tokens = ratio(method["tokens_per_step"] or 0.0, baseline["tokens_per_step"] or 0.0)
-    slower = ratio(step_ms(method), step_ms(baseline))
+    slower = ratio(per_step(method, "decode_ms"), per_step(baseline, "decode_ms"))
     return {
         "predicted": ratio(tokens, slower) if tokens and slower else None,
         "step_time_ratio": slower,
-        "occupancy": ratio(rows(method), rows(baseline)),
+        "occupancy": ratio(per_step(method, "row_steps"), per_step(baseline, "row_steps")),
         "kept": ratio(kept(method), kept(baseline)),
     }
 
 
 def lossless(completions: Sequence[Completion], baseline: Sequence[Completion] | None) -> dict[str, Any]:
-    """How many requests have exactly the tokens of the baseline, and where the first that has not departs."""
+    """How many requests have exactly the tokens of the baseline, and where the first that differs does so."""
     if baseline is None:
         return {"checked": 0, "identical": 0, "first_difference": None}
     pairs = list(zip(completions, baseline, strict=True))
@@ -122,7 +125,7 @@ def lossless(completions: Sequence[Completion], baseline: Sequence[Completion] |
 
 
 def first_difference(ours: Completion, plain: Completion) -> dict[str, Any]:
-    """Where two token sequences part; a token is None where its sequence has ended."""
+    """The first position at which two token sequences differ; a token is None where its sequence has ended."""
     pairs = zip(ours.token_ids, plain.token_ids, strict=False)
     shorter = min(len(ours.token_ids), len(plain.token_ids))
     at = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
@@ -134,31 +137,26 @@ def first_difference(ours: Completion, plain: Completion) -> dict[str, Any]:
 
 
 def accuracy(completions: Sequence[Completion], score: Callable[[int, str], bool] | None) -> float | None:
-    """Share of right answers; `score(index, text)` judges one, None where the prompt set has no answers."""
+    """Share of right answers; `score(index, text)` judges one answer and is None for a prompt set without answers."""
     if score is None or not completions:
         return None
     return sum(score(i, completion.text) for i, completion in enumerate(completions)) / len(completions)
 
 
-def acceptance_warnings(rates: Sequence[float | None]) -> list[str]:
-    """What the acceptance of the first draft says of the drafter."""
-    first = rates[0] if rates else None
-    if first is None or first >= LOW_ACCEPTANCE:
-        return []
-    return [
-        f"only {first:.1%} of first drafts were accepted: the drafter is probably wired wrongly, or was "
-        "trained for another target"
-    ]
-
-
-def warnings(summary: dict[str, Any]) -> list[str]:
-    """What a reader of the figures should be told."""
-    found = acceptance_warnings(summary["acceptance_at"])
-    checked, identical = summary["lossless"]["checked"], summary["lossless"]["identical"]
+def warnings(row: Mapping[str, Any], dtype: str) -> list[str]:
+    """What a reader of a row must know: a drafter that is never right, tokens that differ from the baseline's."""
+    found = []
+    first = row["acceptance_at"][0] if row.get("acceptance_at") else None
+    if first is not None and first < LOW_ACCEPTANCE:
+        found.append(
+            f"only {first:.1%} of first drafts were accepted: the drafter is probably wired wrongly, or was "
+            "trained for another target"
+        )
+    checked, identical = (row["lossless"][key] if "lossless" in row else 0 for key in ("checked", "identical"))
     if identical < checked:
         reason = (
             "low precision rounds one row and many rows differently; runtime.dtype=float32 is exact"
-            if summary["dtype"] != "float32"
+            if dtype != "float32"
             else "in float32 this means a near tie of two logits or a fault"
         )
         found.append(f"{checked - identical} of {checked} requests differ from autoregressive decoding: {reason}")

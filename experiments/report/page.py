@@ -1,4 +1,4 @@
-"""The frame of a report: one HTML file without script or network."""
+"""The page of a run: one HTML file without scripts and without network, so that it can be kept, mailed and opened."""
 
 from __future__ import annotations
 
@@ -8,11 +8,45 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from experiments.report.metrics import NOT_A_GPU
+from experiments.report.plots import bars, legend, lines, phase_legend, stacked
+from experiments.report.tables import DASH, Column, Row, at, figure, html_table
+
 STYLE_FILE = Path(__file__).with_name("page.css")
+Card = tuple[str, str, str | None]
+"""Figure, caption and tone (`good`, `bad` or None)."""
+
+
+def render(
+    title: str,
+    columns: Sequence[Column],
+    rows: Sequence[Row],
+    conditions: Mapping[str, Any],
+    config: Mapping[str, Any],
+    notes: Sequence[str] = (),
+    headline: Sequence[Card] = (),
+    sections: Sequence[str] = (),
+) -> str:
+    """The page of any task: headline figures, notes, the table, the task's own sections, configuration, provenance.
+
+    `sections` are HTML. Everything else is text and is escaped.
+    """
+    clock = [NOT_A_GPU[conditions["impl"]]] if conditions["device"] == "cpu" else []
+    facts = {"revision": conditions["revision"] or "not a repository", "machine": conditions["machine"]}
+    pretty = json.dumps(config, indent=2, ensure_ascii=False)
+    parts = [
+        cards(headline),
+        *(f"<p class=note>{escape(text)}</p>" for text in [*clock, *notes]),
+        section("Results", html_table(columns, rows)),
+        *sections,
+        section("Configuration", f"<pre>{escape(pretty)}</pre>"),
+        section("Provenance", _facts(facts | conditions["versions"])),
+    ]
+    return page(title, _lead(conditions), parts)
 
 
 def page(title: str, lead: str, parts: Sequence[str]) -> str:
-    """`parts` are HTML; title and lead are text."""
+    """The frame. `parts` are HTML; title and lead are text."""
     body = "\n".join([f"<h1>{escape(title)}</h1>", f"<p class=lead>{escape(lead)}</p>", *filter(None, parts)])
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -22,21 +56,108 @@ def page(title: str, lead: str, parts: Sequence[str]) -> str:
 
 
 def section(title: str, content: str) -> str:
-    """A card over the whole width."""
-    return f'<section class="card wide"><h2>{escape(title)}</h2>{content}</section>'
+    """A card over the whole width; nothing where there is no content."""
+    return f'<section class="card wide"><h2>{escape(title)}</h2>{content}</section>' if content else ""
 
 
-def note(text: str) -> str:
-    """A line that a reader must not miss."""
-    return f"<p class=note>{escape(text)}</p>"
-
-
-def configuration(config: Mapping[str, Any]) -> str:
-    return section("Configuration", f"<pre>{escape(json.dumps(config, indent=2, ensure_ascii=False))}</pre>")
-
-
-def provenance_table(facts: Mapping[str, Any]) -> str:
-    rows = "".join(
-        f"<tr><td>{escape(str(name))}</td><td>{escape(str(value))}</td></tr>" for name, value in facts.items()
+def cards(headline: Sequence[Card]) -> str:
+    """The figures that a reader sees first."""
+    shown = "".join(
+        f'<div class=card><b class="{tone or ""}">{escape(value)}</b><span>{escape(caption)}</span></div>'
+        for value, caption, tone in headline
     )
-    return section("Provenance", f"<table>{rows}</table>")
+    return f"<div class=cards>{shown}</div>" if shown else ""
+
+
+def _lead(conditions: Mapping[str, Any]) -> str:
+    sampling = conditions["sampling"]
+    greedy = sampling["temperature"] == 0
+    facts = [
+        f"up to {sampling['max_new_tokens']} tokens per request",
+        "greedy" if greedy else f"temperature {sampling['temperature']:g}, seed {sampling['seed']}",
+        f"batch {conditions['max_batch']}, page size {conditions['page_size']}",
+        f"{conditions['device']} {conditions['dtype']}, {conditions['impl']}",
+        conditions["machine"],
+    ]
+    return "; ".join(facts)
+
+
+def _facts(facts: Mapping[str, Any]) -> str:
+    rows = (f"<tr><td>{escape(str(name))}</td><td>{escape(str(value))}</td></tr>" for name, value in facts.items())
+    return f"<table>{''.join(rows)}</table>"
+
+
+def step_times(rows: Sequence[Row]) -> str:
+    """Milliseconds per step by phase, one stacked bar per method."""
+    shown = [
+        (row["method"], {phase: ms / max(1, row["num_steps"]) for phase, ms in row["ledger_ms"].items()})
+        for row in rows
+    ]
+    return stacked(shown, "ms") + phase_legend(shown)
+
+
+def acceptance_lines(rows: Sequence[Row]) -> str:
+    """Acceptance over draft positions, one line per method that drafts."""
+    series = [
+        (row["method"], [(i + 1.0, rate) for i, rate in enumerate(row["acceptance_at"]) if rate is not None])
+        for row in rows
+        if row["acceptance_at"]
+    ]
+    chart = lines(series, "acceptance by draft position", ("draft position", "acceptance"), top=1.0)
+    return chart + legend([name for name, _ in series])
+
+
+def acceptance_bars(row: Row) -> str:
+    """Acceptance of each draft position, and how many steps accepted how many drafts."""
+    if not row["acceptance_at"]:
+        return ""
+    rates = [
+        (str(i + 1), rate or 0.0, DASH if rate is None else f"{100 * rate:,.0f} %")
+        for i, rate in enumerate(row["acceptance_at"])
+    ]
+    histogram = row["num_accepted_histogram"]
+    steps, most = sum(histogram) or 1, max(histogram) or 1
+    counts = [(str(k), count / most, f"{count} ({count / steps:.0%})") for k, count in enumerate(histogram)]
+    left = "<h2>Acceptance by draft position</h2>" + bars(rates, "share of steps that reached the position")
+    right = "<h2>Accepted drafts per step</h2>" + bars(counts, "steps that accepted exactly this many drafts")
+    return f"<div class=pair><section class=card>{left}</section><section class=card>{right}</section></div>"
+
+
+def request_details(request: Mapping[str, Any]) -> str:
+    """One request that unfolds: its figures, prompt, text and accepted drafts."""
+    counts = request["accepted_counts"]
+    facts = [f"{len(request['token_ids'])} tokens", f"{len(counts)} steps", request["finish_reason"]]
+    facts += [f"{request['total_ms']:,.0f} ms"]
+    marks = [
+        _mark(request["identical"], "identical", "differs"),
+        _mark(request["correct"], "right", f"wrong, expected {request['answer']}"),
+    ]
+    first = " ".join(request["prompt"].split())
+    return (
+        f"<details><summary><span>{request['id']}</span><span class=what>{escape(first[:140])}</span>"
+        f"<span class=facts>{escape(' · '.join(facts))} {' '.join(filter(None, marks))}</span></summary>"
+        f"<pre class=prompt>{escape(request['prompt'])}</pre><pre>{escape(request['text'])}</pre>"
+        f"<div class=key>accepted drafts by step: {escape(' '.join(map(str, counts)))}</div></details>"
+    )
+
+
+def _mark(verdict: bool | None, good: str, bad: str) -> str:
+    if verdict is None:
+        return ""
+    return f'<span class="{"good" if verdict else "bad"}">{escape(good if verdict else bad)}</span>'
+
+
+def method_cards(row: Row) -> list[Card]:
+    """The headline figures of one method on one prompt set."""
+    proof, accuracy = row["lossless"], row["accuracy"]
+    found: list[Card] = [
+        (figure(row["tokens_per_step"], 2), "tokens per step", None),
+        (figure(at(row, "speedup_decode"), 2, "×"), "decode speedup over autoregressive", None),
+        (figure(row["decode_tokens_per_s"]), "tokens/s of the decode clock", None),
+    ]
+    if proof["checked"]:
+        tone = "good" if proof["identical"] == proof["checked"] else "bad"
+        found.append((f"{proof['identical']}/{proof['checked']}", "identical to autoregressive", tone))
+    if accuracy is not None:
+        found.append((f"{accuracy:.0%}", f"right answers, {row['data']}", None))
+    return found

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 
 PHASE_COLOURS = {
@@ -18,7 +19,7 @@ WIDTH, ROW, LABEL, VALUE = 480, 22, 34, 84
 
 
 def bars(rows: Sequence[tuple[str, float, str]], title: str) -> str:
-    """Horizontal bars: (label, share in [0, 1], value as text) a row."""
+    """Horizontal bars. A row is (label, share in [0, 1], value as text)."""
     span = WIDTH - LABEL - VALUE
     body = []
     for index, (label, share, value) in enumerate(rows):
@@ -34,7 +35,7 @@ def bars(rows: Sequence[tuple[str, float, str]], title: str) -> str:
 
 
 def stacked(rows: Sequence[tuple[str, Mapping[str, float]]], unit: str) -> str:
-    """One stacked bar a row, all to one scale, so that lengths compare."""
+    """One stacked bar per row, all to one scale, so that lengths compare."""
     longest = max((sum(parts.values()) for _, parts in rows), default=0.0) or 1.0
     width, height, body = 960, 56, []
     for index, (name, parts) in enumerate(rows):
@@ -55,8 +56,35 @@ def _svg(body: str, height: int, title: str, width: int = WIDTH) -> str:
 
 
 Series = tuple[str, Sequence[tuple[float, float, str]]]
+"""A name and its points: x, y and a hint that the pointer shows."""
 COLOURS = ("#3557d6", "#d9541c", "#1c8a4f", "#a445c9", "#18a0b8", "#d99a1c", "#8a5a3c", "#c2306b", "#6b7a1c", "#5b6475")
-PLOT_WIDTH, PLOT_HEIGHT, MARGIN_LEFT, MARGIN_BOTTOM = 960, 420, 70, 46
+PLOT_WIDTH, PLOT_HEIGHT = 960, 420
+LEFT, RIGHT, TOP, BOTTOM = 70, PLOT_WIDTH - 20, 20, PLOT_HEIGHT - 46
+"""Edges of the area inside the axes."""
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """Maps values to a share in [0, 1], and says where its marks are."""
+
+    name: str
+    low: float
+    high: float
+    marks: Sequence[tuple[float, str]]
+    logarithmic: bool = False
+
+    def share(self, value: float) -> float:
+        """Where `value` lies between the ends of the axis."""
+        scale = math.log10 if self.logarithmic else float
+        return (scale(value) - scale(self.low)) / (scale(self.high) - scale(self.low))
+
+    @classmethod
+    def of_decades(cls, name: str, values: Sequence[float]) -> _Axis:
+        """A logarithmic axis with a mark at each power of ten."""
+        low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+        high = max(high, low + 1)
+        marks = [(10.0**p, f"{10**p:,}" if 0 <= p <= 6 else f"1e{p}") for p in range(low, high + 1)]
+        return cls(name, 10.0**low, 10.0**high, marks, logarithmic=True)
 
 
 def logarithmic(
@@ -66,34 +94,20 @@ def logarithmic(
     joined: bool = True,
     limits: Sequence[Series] = (),
 ) -> str:
-    """Points (x, y, what it is) on two logarithmic axes, one colour a series, its line drawn when `joined`.
+    """A chart with two logarithmic axes, one colour per series; `joined` draws its line.
 
-    `limits` are lines without points, such as a roof. What is not positive has no place and is left out.
+    `limits` are lines without points, such as a roof. Points that are not positive are left out.
     """
-    kept = [(name, [point for point in points if min(point[:2]) > 0]) for name, points in series]
-    kept = [(name, points) for name, points in kept if points]
-    roofs = [(name, [point for point in points if min(point[:2]) > 0]) for name, points in limits]
+    kept, roofs = (
+        [(name, [p for p in points if min(p[:2]) > 0]) for name, points in group] for group in (series, limits)
+    )
+    kept = [(name, sorted(points)) for name, points in kept if points]
     everything = [point for _, points in [*kept, *roofs] for point in points]
     if not everything:
         return ""
-    place = _Axes([x for x, *_ in everything], [y for _, y, _ in everything])
-    body = [place.grid(*axes)]
-    for name, points in roofs:
-        path = " ".join(f"{place.x(x):.1f},{place.y(y):.1f}" for x, y, _ in points)
-        x, y, _ = points[-1]
-        body.append(f'<polyline points="{path}" fill="none" stroke="#8a93a3" stroke-dasharray="6 4"/>')
-        body.append(f'<text x="{place.x(x):.1f}" y="{place.y(y) - 6:.1f}" text-anchor="end">{escape(name)}</text>')
-    for index, (_, points) in enumerate(kept):
-        colour = COLOURS[index % len(COLOURS)]
-        spots = [(place.x(x), place.y(y), hint) for x, y, hint in sorted(points)]
-        if joined:
-            path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in spots)
-            body.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
-        body += [
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"><title>{escape(hint)}</title></circle>'
-            for x, y, hint in spots
-        ]
-    return _svg("".join(body), PLOT_HEIGHT, title, PLOT_WIDTH)
+    x = _Axis.of_decades(axes[0], [x for x, _, _ in everything])
+    y = _Axis.of_decades(axes[1], [y for _, y, _ in everything])
+    return _chart(kept, title, x, y, grid_x=True, joined=joined, limits=roofs)
 
 
 def lines(
@@ -102,43 +116,74 @@ def lines(
     axes: tuple[str, str],
     top: float | None = None,
 ) -> str:
-    """Points (x, y) on two linear axes from zero, one colour and one line a series; `top` fixes the height."""
+    """A chart of points (x, y) on two linear axes from zero, one line per series; `top` fixes the height."""
     everything = [point for _, points in series for point in points]
     if not everything:
         return ""
     right, height = max(x for x, _ in everything) or 1.0, top or _round_up(max(y for _, y in everything))
     # Positions and batch sizes are whole numbers, so their marks are too.
-    stride = max(1, math.ceil(right / 8))
-    span_x, span_y = PLOT_WIDTH - MARGIN_LEFT - 20, PLOT_HEIGHT - MARGIN_BOTTOM - 20
+    whole = range(0, math.floor(right) + 1, max(1, math.ceil(right / 8)))
+    x_axis = _Axis(axes[0], 0.0, right, [(mark, f"{mark:,}") for mark in whole])
+    y_axis = _Axis(axes[1], 0.0, height, [(height * q / 4, f"{height * q / 4:,.4g}") for q in range(5)])
+    hinted = [(name, [(x, y, f"{name}: {y:,.4g} at {x:,.4g}") for x, y in sorted(pts)]) for name, pts in series]
+    return _chart(hinted, title, x_axis, y_axis)
 
-    def place(x: float, y: float) -> tuple[float, float]:
-        return MARGIN_LEFT + x / right * span_x, 20 + (1 - y / height) * span_y
 
-    body, bottom = [], PLOT_HEIGHT - MARGIN_BOTTOM
-    for mark in range(0, math.floor(right) + 1, stride):
-        x, _ = place(mark, 0)
-        body.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{mark:,}</text>')
-    for quarter in range(5):
-        _, y = place(0, height * quarter / 4)
-        body.append(f'<line x1="{MARGIN_LEFT}" x2="{PLOT_WIDTH - 20}" y1="{y:.1f}" y2="{y:.1f}" stroke="#8884"/>')
-        body.append(f'<text x="{MARGIN_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{height * quarter / 4:,.4g}</text>')
-    for index, (name, points) in enumerate(series):
-        colour, spots = COLOURS[index % len(COLOURS)], [(*place(x, y), x, y) for x, y in sorted(points)]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _, _ in spots)
-        body.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
-        body += [
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}">'
-            f"<title>{escape(name)}: {value:,.4g} at {at:,.4g}</title></circle>"
-            for x, y, at, value in spots
+def _chart(
+    series: Sequence[Series],
+    title: str,
+    x_axis: _Axis,
+    y_axis: _Axis,
+    grid_x: bool = False,
+    joined: bool = True,
+    limits: Sequence[Series] = (),
+) -> str:
+    def place(points: Sequence[tuple[float, float, str]]) -> list[tuple[float, float, str]]:
+        return [
+            (LEFT + x_axis.share(x) * (RIGHT - LEFT), BOTTOM - y_axis.share(y) * (BOTTOM - TOP), hint)
+            for x, y, hint in points
         ]
-    middle = (MARGIN_LEFT + PLOT_WIDTH - 20) // 2
-    body.append(f'<text x="{middle}" y="{PLOT_HEIGHT - 8}" text-anchor="middle" class="soft">{escape(axes[0])}</text>')
-    body.append(f'<text x="{MARGIN_LEFT}" y="12" class="soft">{escape(axes[1])}</text>')
+
+    def path(spots: Sequence[tuple[float, float, str]], style: str) -> str:
+        return f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y, _ in spots)}" fill="none" {style}/>'
+
+    body = [_grid(x_axis, y_axis, grid_x)]
+    for name, points in limits:
+        spots = place(points)
+        x, y, _ = spots[-1]
+        body.append(path(spots, 'stroke="#8a93a3" stroke-dasharray="6 4"'))
+        body.append(f'<text x="{x:.1f}" y="{y - 6:.1f}" text-anchor="end">{escape(name)}</text>')
+    for index, (_, points) in enumerate(series):
+        colour, spots = COLOURS[index % len(COLOURS)], place(points)
+        if joined:
+            body.append(path(spots, f'stroke="{colour}" stroke-width="1.5"'))
+        body += [
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"><title>{escape(hint)}</title></circle>'
+            for x, y, hint in spots
+        ]
     return _svg("".join(body), PLOT_HEIGHT, title, PLOT_WIDTH)
 
 
+def _grid(x_axis: _Axis, y_axis: _Axis, grid_x: bool) -> str:
+    """Marks and names of both axes, with a line at each mark of y and, with `grid_x`, of x."""
+    parts = []
+    for value, label in x_axis.marks:
+        x = LEFT + x_axis.share(value) * (RIGHT - LEFT)
+        if grid_x:
+            parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{BOTTOM}" stroke="#8884"/>')
+        parts.append(f'<text x="{x:.1f}" y="{BOTTOM + 16}" text-anchor="middle">{label}</text>')
+    for value, label in y_axis.marks:
+        y = BOTTOM - y_axis.share(value) * (BOTTOM - TOP)
+        parts.append(f'<line x1="{LEFT}" x2="{RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#8884"/>')
+        parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
+    name = f'<text x="{(LEFT + RIGHT) // 2}" y="{PLOT_HEIGHT - 8}" text-anchor="middle" class="soft">'
+    parts.append(f"{name}{escape(x_axis.name)}</text>")
+    parts.append(f'<text x="{LEFT}" y="12" class="soft">{escape(y_axis.name)}</text>')
+    return "".join(parts)
+
+
 def _round_up(value: float) -> float:
-    """The next number whose quarters are easily read."""
+    """The next number whose quarters are easy to read."""
     if value <= 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(value))
@@ -148,61 +193,14 @@ def _round_up(value: float) -> float:
 def phase_legend(rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
     """The key of `stacked`: the phases that its rows have."""
     shown = {phase for _, parts in rows for phase in parts}
-    marks = (
-        f'<span><i style="background:{colour}"></i>{phase}</span>'
-        for phase, colour in PHASE_COLOURS.items()
-        if phase in shown
-    )
-    return f"<div class=key>{''.join(marks)}</div>"
+    return _key({phase: colour for phase, colour in PHASE_COLOURS.items() if phase in shown}.items())
 
 
 def legend(names: Sequence[str]) -> str:
     """The key of a chart of several series, in the order of their colours."""
-    marks = (
-        f'<span><i style="background:{COLOURS[index % len(COLOURS)]}"></i>{escape(name)}</span>'
-        for index, name in enumerate(names)
-    )
+    return _key((name, COLOURS[index % len(COLOURS)]) for index, name in enumerate(names))
+
+
+def _key(entries: Iterable[tuple[str, str]]) -> str:
+    marks = (f'<span><i style="background:{colour}"></i>{escape(name)}</span>' for name, colour in entries)
     return f"<div class=key>{''.join(marks)}</div>"
-
-
-class _Axes:
-    """Two logarithmic axes around the data, with a grid line at each power of ten."""
-
-    def __init__(self, xs: Sequence[float], ys: Sequence[float]) -> None:
-        self._x, self._y = _decades(xs), _decades(ys)
-
-    def x(self, value: float) -> float:
-        return MARGIN_LEFT + _share(value, self._x) * (PLOT_WIDTH - MARGIN_LEFT - 20)
-
-    def y(self, value: float) -> float:
-        return PLOT_HEIGHT - MARGIN_BOTTOM - _share(value, self._y) * (PLOT_HEIGHT - MARGIN_BOTTOM - 20)
-
-    def grid(self, x_name: str, y_name: str) -> str:
-        right, bottom, parts = PLOT_WIDTH - 20, PLOT_HEIGHT - MARGIN_BOTTOM, []
-        for power in range(self._x[0], self._x[1] + 1):
-            at = self.x(10.0**power)
-            parts.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="20" y2="{bottom}" stroke="#8884"/>')
-            parts.append(f'<text x="{at:.1f}" y="{bottom + 16}" text-anchor="middle">{_tick(power)}</text>')
-        for power in range(self._y[0], self._y[1] + 1):
-            at = self.y(10.0**power)
-            parts.append(f'<line x1="{MARGIN_LEFT}" x2="{right}" y1="{at:.1f}" y2="{at:.1f}" stroke="#8884"/>')
-            parts.append(f'<text x="{MARGIN_LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">{_tick(power)}</text>')
-        middle = (MARGIN_LEFT + right) // 2
-        parts.append(
-            f'<text x="{middle}" y="{PLOT_HEIGHT - 8}" text-anchor="middle" class="soft">{escape(x_name)}</text>'
-        )
-        parts.append(f'<text x="{MARGIN_LEFT}" y="12" class="soft">{escape(y_name)}</text>')
-        return "".join(parts)
-
-
-def _decades(values: Sequence[float]) -> tuple[int, int]:
-    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
-    return low, max(high, low + 1)
-
-
-def _share(value: float, decades: tuple[int, int]) -> float:
-    return (math.log10(value) - decades[0]) / (decades[1] - decades[0])
-
-
-def _tick(power: int) -> str:
-    return f"{10**power:,}" if 0 <= power <= 6 else f"1e{power}"

@@ -1,17 +1,20 @@
 """The folder of a run. Every file appears whole or not at all, and summary.json only for a run that is done.
 
-status.json      running, then done, failed or interrupted
-config.yaml      the resolved configuration
-requests.jsonl   one object a request: prompt, text, token ids, accepted counts, times
-report.html      the same to look at, in one file
-summary.json     the figures, see experiments/report/metrics.py
+status.json                running, then done, failed or interrupted
+config.yaml                the resolved configuration
+TASK.md, .csv, .jsonl      the table of results
+requests.jsonl             task=generate: one object per request, with texts, token ids, accepted counts and times
+report.html                everything in one page
+summary.json               conditions and rows of the run
+
+docs/reading_a_report.md explains the contents.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
@@ -19,13 +22,7 @@ from typing import Any
 
 from experiments.app.errors import UserError, user_errors
 
-STATUS, CONFIG, REQUESTS, REPORT, SUMMARY = (
-    "status.json",
-    "config.yaml",
-    "requests.jsonl",
-    "report.html",
-    "summary.json",
-)
+STATUS, CONFIG, REPORT, SUMMARY = "status.json", "config.yaml", "report.html", "summary.json"
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -42,8 +39,13 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def to_json(value: Any, indent: int | None = 2) -> str:
-    """Strict JSON: NaN and infinity are refused, a figure that means nothing is null."""
+    """Strict JSON: NaN and infinity raise ValueError; a figure without meaning is None, hence null."""
     return json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)
+
+
+def json_lines(values: Iterable[Any]) -> str:
+    """One JSON object per line."""
+    return "".join(to_json(value, indent=None) + "\n" for value in values)
 
 
 def _now() -> str:
@@ -51,7 +53,7 @@ def _now() -> str:
 
 
 class RunFolder:
-    """A claimed folder; `path` is the one asked for, or that with a number where a run has it already."""
+    """A folder that one run owns: the path asked for, or that path with a number where another run owns it."""
 
     def __init__(self, path: Path) -> None:
         self.path = _claim(path)
@@ -59,16 +61,22 @@ class RunFolder:
         self._write_status()
 
     def write(self, name: str, text: str) -> None:
-        """One file, whole."""
+        """Write one file, whole."""
         write_whole(self.path / name, text)
 
+    def write_results(self, files: Mapping[str, str], summary: Mapping[str, Any]) -> None:
+        """Everything a finished run leaves. The summary comes last, so it never stands alone."""
+        for name, text in files.items():
+            self.write(name, text)
+        self.write(SUMMARY, to_json(summary) + "\n")
+
     def finish(self, status: str, error: str | None = None) -> None:
-        """Say how it ended."""
+        """Record how the run ended."""
         self._status |= {"status": status, "ended": _now()} | ({"error": error} if error else {})
         self._write_status()
 
     def discard(self) -> None:
-        """Take the folder back: a run that its input forbids leaves nothing."""
+        """Remove the folder: a run that was refused leaves nothing."""
         for name in (STATUS, CONFIG):
             (self.path / name).unlink(missing_ok=True)
         self.path.rmdir()
@@ -78,7 +86,7 @@ class RunFolder:
 
 
 def _claim(path: Path) -> Path:
-    """Make the folder ours: exclusive creation of the status file settles a race between two runs."""
+    """Own a folder: the status file is created exclusively, which settles a race between two runs."""
     for attempt in range(1, 1000):
         candidate = path if attempt == 1 else path.with_name(f"{path.name}-{attempt}")
         candidate.mkdir(parents=True, exist_ok=True)
@@ -87,12 +95,12 @@ def _claim(path: Path) -> Path:
         except FileExistsError:
             continue
         return candidate
-    raise FileExistsError(f"{path}: a thousand runs have this name and second")
+    raise FileExistsError(f"{path}: 999 runs started with this name in this second; give another name")
 
 
 @contextmanager
 def open_run_folder(path: Path) -> Iterator[RunFolder]:
-    """Claim `path` for the block; status.json says how it ended, except that a `UserError` leaves nothing."""
+    """Own `path` during the block. status.json then says how the block ended; a `UserError` removes the folder."""
     with user_errors(OSError):
         folder = RunFolder(path)
     try:
@@ -107,12 +115,3 @@ def open_run_folder(path: Path) -> Iterator[RunFolder]:
         folder.finish("failed", f"{type(error).__name__}: {error}")
         raise
     folder.finish("done")
-
-
-def write_results(
-    folder: RunFolder, requests: Sequence[Mapping[str, Any]], report: str, summary: Mapping[str, Any]
-) -> None:
-    """Everything a finished run leaves; the summary comes last, so it never stands alone."""
-    folder.write(REQUESTS, "".join(to_json(request, indent=None) + "\n" for request in requests))
-    folder.write(REPORT, report)
-    folder.write(SUMMARY, to_json(summary) + "\n")

@@ -1,4 +1,4 @@
-"""A table of results in the forms that people want: terminal, Markdown, CSV, JSON lines."""
+"""A table of results in four forms: terminal, Markdown, CSV and HTML. Its columns are declared once."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from rich.console import JustifyMethod
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from experiments.report.run_folder import RunFolder, to_json
+from experiments.report.run_folder import to_json
 
 Row = Mapping[str, Any]
+DASH = "–"
 
 
 @dataclass(frozen=True)
@@ -24,21 +26,91 @@ class Column:
     title: str
     show: Callable[[Row], str]
     numeric: bool = True
+    tone: Callable[[Row], str | None] = lambda row: None
+    """Whether a cell is `good`, `bad` or neither (None)."""
+    narrow: bool = True
+    """Whether the terminal shows the column too; pages and files show all."""
+
+
+def figure(value: float | None, digits: int = 1, suffix: str = "") -> str:
+    """A number for a table, a dash where there is none."""
+    return DASH if value is None else f"{value:,.{digits}f}{suffix}"
+
+
+def at(row: Row, path: str) -> Any:
+    """The value under `path`, such as `step_ms/median`; None where a part of the path is missing."""
+    found: Any = row
+    for key in path.split("/"):
+        found = None if found is None else found.get(key)
+    return found
+
+
+def text(title: str, path: str) -> Column:
+    """A column of words."""
+    return Column(title, lambda row: str(at(row, path)), numeric=False)
+
+
+def number(title: str, path: str, digits: int = 1, suffix: str = "", scale: float = 1) -> Column:
+    """A column of `scale` times the figures under `path`."""
+
+    def show(row: Row) -> str:
+        value = at(row, path)
+        return figure(None if value is None else scale * value, digits, suffix)
+
+    return Column(title, show)
+
+
+def quantile_pair(title: str, path: str, digits: int) -> Column:
+    """A column of `p50 / p90`."""
+    return Column(title, lambda row: " / ".join(figure(at(row, f"{path}/{name}"), digits) for name in ("p50", "p90")))
+
+
+def _lossless(row: Row) -> str:
+    proof = row["lossless"]
+    if row["algo"] == "autoregressive":
+        return "reference"
+    if proof["checked"]:
+        return f"{proof['identical']}/{proof['checked']}"
+    return DASH if row["rule"] == "target_only" else "by distribution"
+
+
+def _lossless_tone(row: Row) -> str | None:
+    proof = row["lossless"]
+    return None if not proof["checked"] else "good" if proof["identical"] == proof["checked"] else "bad"
+
+
+METHOD = text("method", "method")
+DECODE_RATE = number("decode tokens/s", "decode_tokens_per_s")
+WALL_RATE = number("wall tokens/s", "wall_tokens_per_s")
+DECODE_SPEEDUP = number("decode speedup", "speedup_decode", 2, "×")
+WALL_SPEEDUP = number("wall speedup", "speedup_wall", 2, "×")
+TOKENS_PER_STEP = number("tokens/step", "tokens_per_step", 2)
+STEP_MS = number("ms/step", "step_ms/median", 2)
+STEP_MS_RANGE = Column(
+    "ms/step 20–80 %", lambda row: "–".join(figure(at(row, f"step_ms/{q}"), 2) for q in ("p20", "p80")), narrow=False
+)
+FIRST_TOKEN_MS = quantile_pair("first token ms p50 / p90", "ttft_ms", 1)
+LOSSLESS = Column("lossless", _lossless, tone=_lossless_tone)
+ACCURACY = number("accuracy", "accuracy", 0, "%", scale=100)
 
 
 def console_table(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> RichTable:
-    table = RichTable(title=title)
+    """The table for a terminal."""
+    table = RichTable(title=Text(title))
+    columns = [column for column in columns if column.narrow]
     for column in columns:
-        table.add_column(
-            column.title, justify="right" if column.numeric else "left", overflow="fold", no_wrap=not column.numeric
-        )
+        side: JustifyMethod = "right" if column.numeric else "left"
+        table.add_column(column.title, justify=side, overflow="fold", no_wrap=not column.numeric)
+    styles = {"good": "green", "bad": "bold red", None: ""}
     for row in rows:
         # As text: a label may look like markup.
-        table.add_row(*(Text(column.show(row)) for column in columns))
+        table.add_row(*(Text(column.show(row), style=styles[column.tone(row)]) for column in columns))
     return table
 
 
 def markdown(columns: Sequence[Column], rows: Sequence[Row]) -> str:
+    """The table in Markdown."""
+
     def line(cells: Sequence[str]) -> str:
         return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
@@ -48,43 +120,37 @@ def markdown(columns: Sequence[Column], rows: Sequence[Row]) -> str:
 
 
 def html_table(columns: Sequence[Column], rows: Sequence[Row]) -> str:
-    def cell(tag: str, column: Column, text: str) -> str:
-        return f"<{tag}{'' if column.numeric else ' class=text'}>{escape(text)}</{tag}>"
+    """The table in HTML."""
+
+    def cell(tag: str, column: Column, content: str, tone: str | None = None) -> str:
+        classes = " ".join(filter(None, ["" if column.numeric else "text", tone]))
+        return f'<{tag} class="{classes}">{escape(content)}</{tag}>' if classes else f"<{tag}>{escape(content)}</{tag}>"
 
     head = "".join(cell("th", column, column.title) for column in columns)
     body = "".join(
-        "<tr>" + "".join(cell("td", column, column.show(row)) for column in columns) + "</tr>" for row in rows
+        "<tr>" + "".join(cell("td", column, column.show(row), column.tone(row)) for column in columns) + "</tr>"
+        for row in rows
     )
     return f"<div class=scroll><table><tr>{head}</tr>{body}</table></div>"
 
 
 def csv_text(rows: Sequence[Row]) -> str:
     """Every figure of every row, nested ones as `lossless/checked`; lists as JSON."""
-    flat = [_flat(row) for row in rows]
-    every = list(dict.fromkeys(name for row in flat for name in row))
+    cells = [flatten(row) for row in rows]
+    every = list(dict.fromkeys(name for row in cells for name in row))
     # What is a mapping in one row and missing in another has columns of its own already.
     names = [name for name in every if not any(other.startswith(f"{name}/") for other in every)]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
+    lines = io.StringIO()
+    writer = csv.DictWriter(lines, names, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
-    writer.writerows(flat)
-    return text.getvalue()
+    for row in cells:
+        writer.writerow({k: to_json(v, indent=None) if isinstance(v, (list, tuple)) else v for k, v in row.items()})
+    return lines.getvalue()
 
 
-def write_tables(
-    folder: RunFolder, name: str, columns: Sequence[Column], rows: Sequence[Row], common: Mapping[str, Any]
-) -> None:
-    """`name`.md, .csv and .jsonl; a line of the last also carries `common`, where its row has no such key."""
-    folder.write(f"{name}.md", markdown(columns, rows))
-    folder.write(f"{name}.csv", csv_text(rows))
-    folder.write(f"{name}.jsonl", "".join(to_json({**common, **row}, indent=None) + "\n" for row in rows))
-
-
-def _flat(row: Row, prefix: str = "") -> dict[str, Any]:
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested figures under names such as `ledger_ms/draft`."""
     flat: dict[str, Any] = {}
-    for key, value in row.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}/")
-        else:
-            flat[f"{prefix}{key}"] = to_json(value, indent=None) if isinstance(value, (list, tuple)) else value
+    for key, value in values.items():
+        flat |= flatten(value, f"{prefix}{key}/") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return flat

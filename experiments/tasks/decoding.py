@@ -1,20 +1,24 @@
-"""All requests through one algorithm: the part that every task shares."""
+"""All requests through one algorithm, and the figures of it: the part that every task shares."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from experiments.app.errors import user_errors
-from experiments.app.plan import Setup, make_engine
-from experiments.app.schema import GenerateConfig
+from experiments.app.errors import UserError, user_errors
+from experiments.app.plan import Plan, Workload
+from experiments.report import metrics
 from experiments.report.console import step_progress
 
 if TYPE_CHECKING:
-    from algorithms.runtime.engine import Generation
+    from algorithms.runtime.algorithm import Algorithm
+    from algorithms.runtime.backends import Backend
+    from algorithms.runtime.engine import Engine, Generation
+    from algorithms.runtime.models.loading import Target
     from algorithms.runtime.request import Request
 
 AUTOREGRESSIVE = "autoregressive"
@@ -22,17 +26,20 @@ AUTOREGRESSIVE = "autoregressive"
 
 @dataclass(frozen=True)
 class Decoded:
-    """One decoding of all requests and what it was done with."""
+    """One decoding of `requests` and what did it."""
 
+    algo: str
+    requests: Sequence[Request]
     generation: Generation
     max_depth: int
     rule: str
-    served: dict[str, str]
+    attention: dict[str, str]
     """Phase of the attention to what computed it."""
 
-    def comparable(self, requests: Sequence[Request]) -> bool:
-        """Whether the tokens must be those of autoregressive decoding, and not only of the same law."""
-        return self.rule == "target_only" or all(request.sampling.temperature == 0 for request in requests)
+    @property
+    def comparable(self) -> bool:
+        """Whether the tokens must be those of autoregressive decoding, and not only of the same distribution."""
+        return self.rule == "target_only" or all(request.sampling.temperature == 0 for request in self.requests)
 
 
 def baseline_config() -> Any:
@@ -43,34 +50,37 @@ def baseline_config() -> Any:
 
 
 def decode(
-    config: GenerateConfig,
-    setup: Setup,
+    plan: Plan,
+    target: Target,
     algo: Any,
+    workload: Workload,
+    requests: Sequence[Request],
     console: Console,
-    requests: Sequence[Request] | None = None,
     label: str | None = None,
 ) -> Decoded:
-    """Decode `requests` (default: the run's) with `algo`, behind a short decoding that no clock sees."""
+    """Decode `requests` with `algo`, after a warm-up that no clock sees. Raises UserError where that cannot be.
+
+    The cache is sized for the longest request of `workload`.
+    """
     from algorithms.runtime.engine import EngineError
 
-    asked = list(setup.requests if requests is None else requests)
-    engine, algorithm, backend = make_engine(config, setup, algo)
+    engine, algorithm, backend = make_engine(plan, target, algo, workload.max_length)
     with user_errors(EngineError):
-        # Compilation and first imports are no part of a step: they are paid here, before the clock runs.
-        for count, tokens in warm_up_sizes(setup.hardware.label == "triton", config.runtime.max_batch):
+        # Compilation and first imports are no part of a step, so they happen here, before the clock runs.
+        for count, tokens in warm_up_sizes(plan.hardware.label == "triton", plan.config.runtime.max_batch):
             engine.generate(
-                [r.with_sampling(max_new_tokens=min(tokens, r.sampling.max_new_tokens)) for r in asked[:count]]
+                [r.with_sampling(max_new_tokens=min(tokens, r.sampling.max_new_tokens)) for r in requests[:count]]
             )
         engine.forget()
-        with step_progress(console, label or algo.name, len(asked)) as on_step:
-            generation = engine.generate(asked, on_step)
-    return Decoded(generation, algorithm.max_depth, algorithm.rule, dict(backend.served))
+        with step_progress(console, label or algo.name, len(requests)) as on_step:
+            generation = engine.generate(requests, on_step)
+    return Decoded(algo.name, requests, generation, algorithm.max_depth, algorithm.rule, dict(backend.served))
 
 
 def warm_up_sizes(compiled: bool, max_batch: int) -> list[tuple[int, int]]:
     """(requests, new tokens) of the decodings before the clock runs.
 
-    Kernels are compiled for powers of two of a batch, and prompts enter a running batch in any number; so every size is
+    Kernels are compiled for powers of two of a batch, and prompts enter a running batch in any number. So every size is
     prefilled once, and then several batches pass through.
     """
     from algorithms.runtime.cuda_graph import buckets
@@ -78,3 +88,61 @@ def warm_up_sizes(compiled: bool, max_batch: int) -> list[tuple[int, int]]:
     if not compiled:
         return [(1, 2)]
     return [(size, 2) for size in buckets(max_batch)] + [(4 * max_batch, 32)]
+
+
+def make_engine(plan: Plan, target: Target, algo: Any, longest: int) -> tuple[Engine, Algorithm, Backend]:
+    """An engine for the algorithm that `algo` configures, that algorithm, and its attention backend.
+
+    `longest` is the length of the longest request in tokens, prompt and answer.
+    """
+    from algorithms.registry import available
+    from algorithms.runtime.backends import backends
+    from algorithms.runtime.engine import Engine, EngineSettings
+
+    config, runtime, impl = plan.config, plan.config.runtime, plan.hardware.impl
+    settings = EngineSettings(
+        page_size=runtime.page_size,
+        max_batch=runtime.max_batch,
+        num_pages=runtime.num_pages,
+        max_length=runtime.max_length or longest,
+        impl=impl,
+        graph=plan.graph,
+        overlap=runtime.overlap,
+    )
+    with _memory_errors(), user_errors(ValueError, OSError):
+        # A backend records what served each phase, so every decoding has one of its own.
+        backend = backends()[config.backend.name](config.backend, impl)
+        algorithm = available()[algo.name](algo, target, config.model.drafter_of(algo.name))
+        return Engine(target, algorithm, backend, settings, plan.tokenizer.decode), algorithm, backend
+
+
+@contextmanager
+def _memory_errors() -> Iterator[None]:
+    """Turn a failed allocation into a UserError; on the CPU that error has no type of its own."""
+    import torch
+
+    cpu_messages = ("DefaultCPUAllocator", "Storage size calculation overflowed")
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        typed = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        if not typed and not any(text in str(error) for text in cpu_messages):
+            raise
+        reason = (str(error) or "out of memory").splitlines()[0]
+        raise UserError(f"{reason}\nlower runtime.num_pages, runtime.max_batch or sampling.max_new_tokens") from error
+
+
+def method_row(
+    label: str, decoded: Decoded, workload: Workload, baseline: tuple[dict[str, Any], Decoded] | None
+) -> dict[str, Any]:
+    """The figures of one method on one prompt set; `baseline` is the row and decoding that it is held against."""
+    generation = decoded.generation
+    row: dict[str, Any] = {"data": workload.name, "method": label, "algo": decoded.algo, "rule": decoded.rule}
+    row |= {"graphs": asdict(generation.graphs), "attention": decoded.attention}
+    row |= metrics.summarize_method(generation, decoded.max_depth)
+    row["accuracy"] = metrics.accuracy(generation.completions, workload.judge)
+    plain = baseline[1].generation.completions if baseline and decoded.comparable else None
+    row["lossless"] = metrics.lossless(generation.completions, plain)
+    own = 1.0 if decoded.algo == AUTOREGRESSIVE else None
+    row |= {"speedup_decode": own, "speedup_wall": own, "prediction": None}
+    return row | (metrics.against_baseline(row, baseline[0]) if baseline else {})

@@ -246,10 +246,12 @@ TINY_METHODS: dict[str, tuple[str | None, dict[str, Any]]] = {
 def tiny_world(tokens: int = 40) -> World:
     """The shipped target with the shipped drafters, on word problems and beginnings of functions."""
     from algorithms.runtime.models.tokenizer import Tokenizer
-    from experiments.app.plan import load_prompt_set
+    from experiments.app.task_schema import prompt_set
+    from experiments.data.prompts import load_prompts
 
     target, tokenizer = load_target(TINY / "target", "cpu", torch.float32), Tokenizer.load(TINY / "target")
-    prompts = [p.encode(tokenizer)[-48:] for name in ("arithmetic", "code") for p in load_prompt_set(name, 20).prompts]
+    sets = [prompt_set(name, 20) for name in ("arithmetic", "code")]
+    prompts = [p.encode(tokenizer)[-48:] for s in sets for p in load_prompts(s).prompts]
     vocab = target.config.vocab_size
     params = [SamplingParams(max_new_tokens=tokens, seed=seed) for seed in range(len(prompts))]
     asked = [varied(Request(i, tuple(ids), params[i]), vocab) for i, ids in enumerate(prompts)]

@@ -10,10 +10,11 @@ import hydra
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
+from experiments.app.compose import build_config, register
 from experiments.app.errors import UserError
-from experiments.app.schema import CONFIG_FOLDER, REPO_ROOT, build_config, register
+from experiments.app.schema import CONFIG_FOLDER, REPO_ROOT
 from experiments.app.suggest import nearest, unknown_key_message, unknown_option_message
-from experiments.tasks.schemas import ignored_overrides
+from experiments.app.task_schema import ignored_overrides
 
 NEEDED = {
     "model=local": ["model.path=somewhere"],

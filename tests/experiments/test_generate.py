@@ -20,7 +20,7 @@ import torch
 
 from experiments.app import cli
 from experiments.app.schema import REPO_ROOT
-from experiments.tasks import run_task
+from experiments.tasks.run import run_task
 from tests.runtime.tiny_folders import edit_json, small_dflash_config, write_dflash, write_target
 
 
@@ -34,30 +34,25 @@ class Done:
 
 
 Run = Callable[..., Done]
-REQUIRED = [
+CONDITIONS = ["name", "task", "backend", "model", "device", "dtype", "impl", "sampling", "revision", "versions", "rows"]
+FIGURES = [
+    "data",
+    "method",
     "algo",
-    "backend",
-    "model",
-    "device",
-    "dtype",
-    "impl",
     "num_requests",
     "output_tokens",
     "tokens_per_step",
     "num_accepted_histogram",
     "acceptance_at",
     "decode_tokens_per_s",
-    "end_to_end_tokens_per_s",
+    "wall_tokens_per_s",
+    "speedup_decode",
+    "speedup_wall",
     "ttft_ms",
     "step_ms",
     "ledger_ms",
-    "baseline",
-    "speedup",
     "lossless",
-    "task",
-    "git_revision",
-    "versions",
-    "seed",
+    "accuracy",
 ]
 
 
@@ -123,6 +118,9 @@ def test_a_run_leaves_a_complete_and_consistent_record(run: Run, tmp_path: Path)
     folder = only_folder(tmp_path)
     assert {p.name for p in folder.iterdir()} == {
         "config.yaml",
+        "generate.csv",
+        "generate.jsonl",
+        "generate.md",
         "report.html",
         "requests.jsonl",
         "status.json",
@@ -130,11 +128,14 @@ def test_a_run_leaves_a_complete_and_consistent_record(run: Run, tmp_path: Path)
     }
     assert read(folder, "status.json")["status"] == "done"
     summary, requests = read(folder, "summary.json"), requests_of(folder)
-    assert [key for key in REQUIRED if key not in summary] == []
-    assert summary["lossless"] == {"checked": 3, "identical": 3, "first_difference": None}
+    assert [key for key in CONDITIONS if key not in summary] == []
+    plain, ours = summary["rows"]
+    assert [key for key in FIGURES for row in (plain, ours) if key not in row] == []
+    assert (plain["method"], ours["method"]) == ("autoregressive", "dflash")
+    assert ours["lossless"] == {"checked": 3, "identical": 3, "first_difference": None}
     assert summary["impl"] == "reference" and summary["dtype"] == "float32"
-    assert set(summary["ledger_ms"]) == {"draft", "verify", "accept", "commit", "host"}
-    assert summary["output_tokens"] == sum(len(request["token_ids"]) for request in requests)
+    assert set(ours["ledger_ms"]) == {"draft", "verify", "accept", "commit", "host"}
+    assert ours["output_tokens"] == sum(len(request["token_ids"]) for request in requests)
     for request in requests:
         emitted = sum(count + 1 for count in request["accepted_counts"])
         assert len(request["token_ids"]) == emitted - request["num_truncated"] <= 6
@@ -150,10 +151,10 @@ def test_sampled_output_is_identical_too_and_a_seed_repeats_it(run: Run, tmp_pat
     assert run("sampling=sample", "sampling.seed=6", "baseline=false").returncode == 0
     folders = sorted((tmp_path / "outputs" / "test").iterdir(), key=lambda path: path.stat().st_mtime_ns)
     tokens = [[request["token_ids"] for request in requests_of(folder)] for folder in folders]
-    assert read(folders[0], "summary.json")["lossless"]["identical"] == 3
+    assert read(folders[0], "summary.json")["rows"][-1]["lossless"]["identical"] == 3
     assert tokens[0] == tokens[1] != tokens[2]
-    second = read(folders[1], "summary.json")
-    assert second["baseline"] is None and second["speedup"] is None and second["lossless"]["checked"] == 0
+    (second,) = read(folders[1], "summary.json")["rows"]
+    assert second["speedup_decode"] is None and second["speedup_wall"] is None and second["lossless"]["checked"] == 0
 
 
 def test_a_sweep_gives_every_job_a_folder(run: Run, tmp_path: Path) -> None:
@@ -167,8 +168,8 @@ def test_a_sweep_gives_every_job_a_folder(run: Run, tmp_path: Path) -> None:
 def test_autoregressive_alone_needs_no_drafter(run: Run, tmp_path: Path) -> None:
     done = run("algo=autoregressive", draft=tmp_path / "nowhere")
     assert done.returncode == 0, done.stderr
-    summary = read(only_folder(tmp_path), "summary.json")
-    assert summary["tokens_per_step"] == 1.0 and summary["acceptance_at"] == [] and summary["baseline"] is None
+    (row,) = read(only_folder(tmp_path), "summary.json")["rows"]
+    assert row["tokens_per_step"] == 1.0 and row["acceptance_at"] == [] and row["speedup_decode"] == 1.0
 
 
 def test_the_program_itself_runs_kernels_in_the_interpreter(models: Path, tmp_path: Path) -> None:
@@ -185,7 +186,7 @@ def test_the_program_itself_runs_kernels_in_the_interpreter(models: Path, tmp_pa
     )
     assert done.returncode == 0, done.stderr
     summary = read(only_folder(tmp_path), "summary.json")
-    assert summary["impl"] == "triton-interpreter" and summary["lossless"]["identical"] == 1
+    assert summary["impl"] == "triton-interpreter" and summary["rows"][-1]["lossless"]["identical"] == 1
     assert "interpreter" in done.stdout
 
 

@@ -69,14 +69,14 @@ def test_truncated_tokens_count_for_acceptance_but_not_as_output() -> None:
     assert (method["output_tokens"], method["num_truncated"]) == (5, 3)
     assert method["tokens_per_step"] == pytest.approx(4)
     assert method["decode_tokens_per_s"] == pytest.approx(5 / 0.2)
-    assert method["end_to_end_tokens_per_s"] == pytest.approx(5 / 0.25)
+    assert method["wall_tokens_per_s"] == pytest.approx(5 / 0.25)
 
 
 def test_times_are_quantiles_of_what_was_measured() -> None:
     method = figures.summarize_method(generation(*(completion(i, [1]) for i in range(11))), DEPTH)
     assert method["ttft_ms"] == {"p50": pytest.approx(60.0), "p90": pytest.approx(100.0)}
     assert method["step_ms"]["median"] == pytest.approx(50.0)
-    assert list(method["ledger_ms"]) == list(figures.PHASES) and sum(method["ledger_ms"].values()) == 15.0
+    assert method["ledger_ms"] == {"draft": 1.0, "verify": 2.0, "accept": 3.0, "commit": 4.0, "host": 5.0}
 
 
 def test_identity_needs_every_token() -> None:
@@ -101,16 +101,24 @@ def test_accuracy_judges_each_text_with_its_own_prompt() -> None:
     assert figures.accuracy(done, None) is None
 
 
-def summary(acceptance: list[float | None], identical: int, dtype: str = "float32") -> dict[str, object]:
-    return {"acceptance_at": acceptance, "lossless": {"checked": 4, "identical": identical}, "dtype": dtype}
+def row(acceptance: list[float | None], identical: int) -> dict[str, object]:
+    return {"acceptance_at": acceptance, "lossless": {"checked": 4, "identical": identical}}
 
 
 def test_low_acceptance_and_differences_are_called_out() -> None:
-    assert figures.warnings(summary([0.9], 4)) == []
-    assert figures.warnings(summary([], 4)) == []
-    (low,) = figures.warnings(summary([0.04], 4))
+    assert figures.warnings(row([0.9], 4), "float32") == []
+    assert figures.warnings(row([], 4), "float32") == []
+    (low,) = figures.warnings(row([0.04], 4), "float32")
     assert "drafter" in low
-    (exact,) = figures.warnings(summary([0.9], 3))
+    (exact,) = figures.warnings(row([0.9], 3), "float32")
     assert exact.startswith("1 of 4") and "float32" in exact
-    (rounded,) = figures.warnings(summary([0.9], 3, "bfloat16"))
+    (rounded,) = figures.warnings(row([0.9], 3), "bfloat16")
     assert "runtime.dtype=float32" in rounded
+
+
+def test_each_speedup_is_of_the_clock_in_its_name() -> None:
+    slow = figures.summarize_method(generation(completion(0, [0, 0])), DEPTH)
+    fast = {**slow, "decode_tokens_per_s": 3 * slow["decode_tokens_per_s"], "wall_tokens_per_s": 25.0}
+    found = figures.against_baseline(fast, slow)
+    assert found["speedup_decode"] == pytest.approx(3)
+    assert found["speedup_wall"] == pytest.approx(25.0 / (2 / 0.25))

@@ -10,9 +10,11 @@ from typing import Any
 import hydra
 import pytest
 
+from experiments.app.compose import build_config, register
 from experiments.app.errors import UserError
-from experiments.app.plan import Hardware, _check_graph, check_drafters
-from experiments.app.schema import CONFIG_FOLDER, build_config, register
+from experiments.app.hardware import Hardware
+from experiments.app.plan import Plan, check_capture, resolve
+from experiments.app.schema import CONFIG_FOLDER
 from tests.runtime.tiny_folders import edit_json
 
 CPU = ("runtime.device=cpu", "runtime.impl=reference")
@@ -33,9 +35,8 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("algorithms.runtime.models.loading.weights._read_tensors", read)
 
 
-def check(*overrides: str) -> None:
-    config = build_config(hydra.compose("config", overrides=[*CPU, *overrides]))
-    check_drafters(config, [config.algo])
+def check(*overrides: str) -> Plan:
+    return resolve(build_config(hydra.compose("config", overrides=[*CPU, *overrides])))
 
 
 def refusal(*overrides: str) -> str:
@@ -55,10 +56,11 @@ def test_a_level_of_its_own_is_refused_where_nothing_can_be_captured() -> None:
 def test_a_backend_that_cannot_be_captured_is_told_with_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     from algorithms.runtime.backends.torch_sdpa import TorchBackend
 
-    monkeypatch.setattr(TorchBackend, "capturable", False)
-    config = build_config(hydra.compose("config", overrides=["backend=torch"]))
+    backend = TorchBackend(TorchBackend.Config(), "reference")
+    monkeypatch.setattr(backend, "capturable", False, raising=False)
+    hardware = Hardware("cuda", "bfloat16", "triton", "triton")
     with pytest.raises(UserError) as caught:
-        _check_graph(config, Hardware("cuda", "bfloat16", "triton", "triton"), "step", "algo.captured=true", "leave it")
+        check_capture("step", "algo.captured=true", "leave it", hardware, backend)
     assert "backend=torch" in str(caught.value) and "leave it, or one of backend=fa4" in str(caught.value)
 
 
@@ -102,10 +104,54 @@ def test_topk_above_the_draft_vocabulary(tmp_path: Path) -> None:
     assert "algo.topk: the drafter knows 5 tokens, got 6" in said
 
 
-def test_every_method_of_a_task_is_asked() -> None:
-    from algorithms.dflash import DFlash
-    from algorithms.ngram import NGram
-
-    config = build_config(hydra.compose("config", overrides=[*CPU]))
+def test_every_method_of_a_task_is_checked() -> None:
     with pytest.raises(UserError, match="got 200"):
-        check_drafters(config, [NGram.Config(), DFlash.Config(), DFlash.Config(block_size=200)])
+        check("task=compare", "task.only=[ngram,dflash,wide]", "+task.methods.wide={name:dflash,block_size:200}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "methods", "backends", "sets"),
+    [
+        (["algo=ngram"], ["ngram"], ["fa4"], ["arithmetic"]),
+        (["task=compare", "task.only=[ngram,dflash]", "data=jsonl", "data.path=nowhere"], ["ngram", "dflash"], ["fa4"],
+         ["arithmetic", "code"]),
+        (["task=losslessness", "task.only=[dflash]", "backend=torch"], ["dflash"], ["fa4", "torch", "hybrid"],
+         ["arithmetic"]),
+    ],
+)  # fmt: skip
+def test_a_plan_holds_what_its_task_uses(
+    overrides: list[str], methods: list[str], backends: list[str], sets: list[str]
+) -> None:
+    plan = check(*overrides)
+    assert list(plan.methods) == methods
+    assert [backend.name for backend in plan.backends] == backends
+    assert [workload.name for workload in plan.workloads] == sets
+    for workload in plan.workloads:
+        assert [request.id for request in workload.requests] == list(range(len(workload.prompts.prompts)))
+        assert workload.max_length == max(request.max_length for request in workload.requests)
+
+
+def test_folders_are_read_once_and_backends_are_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from algorithms.runtime.backends.triton import FA4Backend
+    from algorithms.runtime.models import loading
+    from experiments.app import plan as plans
+
+    calls: list[str] = []
+
+    def counted(name: str, function: Any) -> Any:
+        return lambda *arguments, **named: (calls.append(name), function(*arguments, **named))[1]
+
+    monkeypatch.setattr(loading, "read_target", counted("target", loading.read_target))
+    monkeypatch.setattr(plans, "resolve_hardware", counted("hardware", plans.resolve_hardware))
+    monkeypatch.setattr(plans, "load_prompts", counted("prompts", plans.load_prompts))
+    monkeypatch.setattr(FA4Backend, "__init__", counted("backend", FA4Backend.__init__))
+    check("algo=eagle3")
+    assert sorted(calls) == ["backend", "hardware", "prompts", "target"]
+
+
+def test_a_varied_plan_leaves_the_first_as_it_is() -> None:
+    plan = check("algo=ngram")
+    varied = plan.varied(max_batch=7, page_size=1)
+    assert (varied.config.runtime.max_batch, varied.config.runtime.page_size) == (7, 1)
+    assert (plan.config.runtime.max_batch, plan.config.runtime.page_size) == (4, 16)
+    assert varied.workloads is plan.workloads

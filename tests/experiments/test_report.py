@@ -5,18 +5,25 @@ from __future__ import annotations
 import io
 import re
 from html.parser import HTMLParser
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from experiments.report.console import bar, printable, show
-from experiments.report.plots import LABEL, VALUE, WIDTH, bars, stacked
-from experiments.report.run_page import render
+from experiments.report.console import bar, printable
+from experiments.report.page import render
+from experiments.report.plots import LABEL, VALUE, WIDTH, bars, logarithmic, stacked
+from experiments.report.tables import console_table
+from experiments.tasks.generate import Generate
 
 VOID = {"meta"}
 ATTACK = "<script>alert('x')</script>&amp;"
 METHOD: dict[str, Any] = {
+    "data": "arithmetic",
+    "method": "dflash",
+    "algo": "dflash",
+    "rule": "target_only",
     "num_requests": 2,
     "output_tokens": 30,
     "num_steps": 10,
@@ -24,36 +31,62 @@ METHOD: dict[str, Any] = {
     "num_accepted_histogram": [1, 2, 3, 4],
     "acceptance_at": [0.9, 0.5, None],
     "decode_tokens_per_s": 1234.5,
-    "end_to_end_tokens_per_s": 1000.0,
+    "wall_tokens_per_s": 1000.0,
     "ttft_ms": {"p50": 5.0, "p90": 9.0},
     "step_ms": {"median": 2.0, "p20": 1.0, "p80": 3.0},
     "ledger_ms": {"draft": 5.0, "verify": 10.0, "accept": 1.0, "commit": 2.0, "host": 2.0},
+    "prediction": None,
+    "speedup_decode": 2.5,
+    "speedup_wall": 2.0,
+    "lossless": {"checked": 2, "identical": 2, "first_difference": None},
+    "accuracy": 0.5,
+}
+BASELINE: dict[str, Any] = {
+    **METHOD,
+    "method": "autoregressive",
+    "algo": "autoregressive",
+    "tokens_per_step": 1.0,
+    "accuracy": 1.0,
+    "lossless": {"checked": 0, "identical": 0, "first_difference": None},
 }
 
 
-def summary(**changes: Any) -> dict[str, Any]:
+def conditions(**changes: Any) -> dict[str, Any]:
     return {
-        "algo": "dflash",
-        "backend": "fa4",
         "model": ATTACK,
+        "backend": "fa4",
         "device": "cpu",
         "dtype": "float32",
         "impl": "triton-interpreter",
         "machine": "a machine",
-        **METHOD,
-        "baseline": {**METHOD, "tokens_per_step": 1.0, "accuracy": 1.0},
-        "prediction": None,
-        "speedup": 2.5,
-        "lossless": {"checked": 2, "identical": 2, "first_difference": None},
-        "task": {"name": "arithmetic", "accuracy": 0.5},
-        "sampling": {"temperature": 0.7, "max_new_tokens": 64},
+        "sampling": {"temperature": 0.7, "max_new_tokens": 64, "seed": 3},
         "page_size": 16,
         "max_batch": 4,
-        "seed": 3,
-        "git_revision": None,
+        "revision": None,
         "versions": {"torch": "2"},
         **changes,
     }
+
+
+def generated(records: list[dict[str, Any]], console: Console | None = None) -> Generate:
+    """The task behind a page, without a run."""
+    plan = SimpleNamespace(hardware=SimpleNamespace(dtype="float32"), config=SimpleNamespace(samples=2))
+    task = Generate(plan, None, console)  # type: ignore[arg-type]
+    task.records = records
+    return task
+
+
+def page_of(
+    rows: list[dict[str, Any]],
+    records: list[dict[str, Any]],
+    config: dict[str, Any],
+    title: str = ATTACK,
+    **changes: Any,
+) -> str:
+    task = generated(records)
+    where = conditions(**changes)
+    notes, headline, sections = task.warnings(rows), task.headline(rows), task.sections(rows)
+    return render(title, Generate.columns, rows, where, config, notes, headline, sections)
 
 
 def request(index: int, **changes: Any) -> dict[str, Any]:
@@ -96,7 +129,7 @@ class Balance(HTMLParser):
 
 
 def test_report_is_well_formed_and_runs_nothing_of_a_prompt() -> None:
-    page = render(summary(), REQUESTS, {"data": {"text": ATTACK}})
+    page = page_of([BASELINE, METHOD], REQUESTS, {"data": {"text": ATTACK}})
     balance = Balance()
     balance.feed(page)
     assert balance.scripts == 0
@@ -105,12 +138,12 @@ def test_report_is_well_formed_and_runs_nothing_of_a_prompt() -> None:
 
 
 def test_report_needs_no_network() -> None:
-    page = render(summary(), REQUESTS, {})
+    page = page_of([BASELINE, METHOD], REQUESTS, {})
     assert not re.search(r"https?://|src=|href=|@import|url\(", page)
 
 
 def test_report_holds_the_figures_and_every_text() -> None:
-    page = render(summary(), REQUESTS, {"sampling": {"seed": 3}})
+    page = page_of([BASELINE, METHOD], REQUESTS, {"sampling": {"seed": 3}})
     for shown in (
         "3.00",
         "2.50×",
@@ -125,25 +158,27 @@ def test_report_holds_the_figures_and_every_text() -> None:
     ):
         assert shown in page, shown
     assert "say nothing about a GPU" in page
-    assert "say nothing about a GPU" not in render(summary(device="cuda", impl="triton"), REQUESTS, {})
+    assert "say nothing about a GPU" not in page_of([METHOD], REQUESTS, {}, device="cuda", impl="triton")
 
 
 def test_report_without_a_baseline_or_drafts() -> None:
-    bare = summary(
-        baseline=None,
-        speedup=None,
-        acceptance_at=[],
-        num_accepted_histogram=[10],
-        lossless={"checked": 0, "identical": 0, "first_difference": None},
-        task={"name": "code", "accuracy": None},
-    )
-    page = render(bare, [request(0, correct=None, identical=None)], {})
+    bare = METHOD | {
+        "speedup_decode": None,
+        "speedup_wall": None,
+        "acceptance_at": [],
+        "num_accepted_histogram": [10],
+        "lossless": {"checked": 0, "identical": 0, "first_difference": None},
+        "data": "code",
+        "accuracy": None,
+    }
+    page = page_of([bare], [request(0, correct=None, identical=None)], {})
     assert "identical to autoregressive" not in page and "Acceptance" not in page
 
 
 def test_a_difference_is_shown_as_a_fault() -> None:
-    page = render(summary(lossless={"checked": 2, "identical": 1, "first_difference": {}}), REQUESTS, {})
-    assert 'class="bad">1/2' in page and "1 of 2 requests differ" in page
+    differing = METHOD | {"lossless": {"checked": 2, "identical": 1, "first_difference": {}}}
+    page = page_of([BASELINE, differing], REQUESTS, {})
+    assert '<b class="bad">1/2' in page and '<td class="bad">1/2' in page and "1 of 2 requests differ" in page
 
 
 def test_bars_stay_inside_their_track() -> None:
@@ -159,6 +194,15 @@ def test_ledgers_share_one_scale() -> None:
     assert widths == [240.0, 240.0, 720.0]
 
 
+def test_logarithmic_axes_end_at_powers_of_ten_and_leave_out_what_has_no_logarithm() -> None:
+    points = [(2.0, 30.0, "a"), (0.0, 5.0, "b"), (500.0, 4000.0, "c")]
+    svg = logarithmic([("s", points)], "t", ("x", "y"), limits=[("roof", [(1.0, 10.0, ""), (100.0, 1000.0, "")])])
+    assert re.findall(r'text-anchor="middle">([\d,]+)<', svg) == ["1", "10", "100", "1,000"]
+    assert re.findall(r'text-anchor="end">([\d,]+)<', svg) == ["10", "100", "1,000", "10,000"]
+    assert svg.count("<circle") == 2 and svg.count("<polyline") == 2 and ">roof</text>" in svg
+    assert logarithmic([("s", [(0.0, 1.0, "")])], "t", ("x", "y")) == ""
+
+
 @pytest.mark.parametrize(("share", "cells"), [(0.0, 0), (0.5, 4), (1.0, 8), (2.0, 8), (-1.0, 0)])
 def test_terminal_bars_have_the_length_of_their_share(share: float, cells: int) -> None:
     assert bar(share, width=8) == "█" * cells
@@ -170,7 +214,9 @@ def test_terminal_bars_resolve_an_eighth() -> None:
 
 def test_terminal_shows_table_charts_and_sample_but_no_commands() -> None:
     console = Console(file=io.StringIO(), width=120)
-    show(console, summary(), [request(0, text="\x1b[2Jhidden [bold]not markup[/]")])
+    task = generated([request(0, text="\x1b[2Jhidden [bold]not markup[/]")], console)
+    console.print(console_table("t", Generate.columns, [BASELINE, METHOD]))
+    task.show([BASELINE, METHOD])
     text = console.file.getvalue()  # type: ignore[attr-defined]
     for shown in (
         "autoregressive",
@@ -184,5 +230,4 @@ def test_terminal_shows_table_charts_and_sample_but_no_commands() -> None:
     ):
         assert shown in text, shown
     assert "\x1b" not in text and "[bold]not markup[/]" in text
-    assert "interpreter" in text
     assert printable("a\x07\nb") == "a·\nb"

@@ -10,7 +10,7 @@ import pytest
 
 from experiments.app.errors import UserError
 from experiments.report import run_folder as records
-from experiments.report.run_folder import RunFolder, open_run_folder, to_json, write_results, write_whole
+from experiments.report.run_folder import RunFolder, json_lines, open_run_folder, to_json, write_whole
 
 
 def status(folder: Path) -> str:
@@ -33,7 +33,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_rest(tmp_path: Path, monkeypa
 
 def test_figures_that_are_not_numbers_are_refused() -> None:
     with pytest.raises(ValueError, match="JSON compliant"):
-        to_json({"speedup": float("nan")})
+        to_json({"speedup_wall": float("nan")})
 
 
 def test_runs_of_one_second_get_folders_of_their_own(tmp_path: Path) -> None:
@@ -44,11 +44,11 @@ def test_runs_of_one_second_get_folders_of_their_own(tmp_path: Path) -> None:
 def test_a_finished_run_says_done_and_has_everything(tmp_path: Path) -> None:
     with open_run_folder(tmp_path / "run") as folder:
         assert status(folder.path) == "running"
-        write_results(folder, [{"id": 0}, {"id": 1}], "<p>", {"speedup": None})
+        folder.write_results({"requests.jsonl": json_lines([{"id": 0}, {"id": 1}])}, {"speedup_decode": None})
     assert status(folder.path) == "done"
     lines = (folder.path / "requests.jsonl").read_text().splitlines()
     assert [json.loads(line)["id"] for line in lines] == [0, 1]
-    assert json.loads((folder.path / "summary.json").read_text()) == {"speedup": None}
+    assert json.loads((folder.path / "summary.json").read_text()) == {"speedup_decode": None}
 
 
 @pytest.mark.parametrize(("error", "expected"), [(KeyboardInterrupt(), "interrupted"), (RuntimeError("bug"), "failed")])
@@ -65,7 +65,7 @@ def test_the_summary_is_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyP
     whole = records.write_whole
     monkeypatch.setattr(records, "write_whole", lambda path, text: (written.append(path.name), whole(path, text)))
     with open_run_folder(tmp_path / "run") as folder:
-        write_results(folder, [], "", {})
+        folder.write_results({"requests.jsonl": "", "report.html": ""}, {})
     assert written.index("summary.json") > max(written.index("requests.jsonl"), written.index("report.html"))
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,12 +25,19 @@ from rich.console import Console
 
 from algorithms.runtime.request import Completion
 from experiments.app import cli
+from experiments.app.hardware import Hardware
+from experiments.app.task_schema import CompareTask, GraphAblationTask, LosslessnessTask, ThroughputTask
 from experiments.report import metrics as figures
+from experiments.report.page import render
 from experiments.report.plots import lines
 from experiments.report.tables import Column, console_table, csv_text, markdown
-from experiments.tasks import compare, graph_ablation, losslessness, run_task, throughput
-from experiments.tasks.schemas import CompareTask, GraphAblationTask, LosslessnessTask, ThroughputTask
-from experiments.tasks.throughput import inter_token_ms, repeated
+from experiments.tasks import base, distribution
+from experiments.tasks.base import Task
+from experiments.tasks.compare import Compare
+from experiments.tasks.graph_ablation import GraphAblation, level_note
+from experiments.tasks.losslessness import Losslessness
+from experiments.tasks.run import run_task
+from experiments.tasks.throughput import Throughput, inter_token_ms, repeated
 from tests.runtime.tiny_folders import small_config, small_dflash_config, write_dflash, write_target
 
 
@@ -52,6 +60,12 @@ class Done:
 
 
 Run = Callable[..., Done]
+
+
+def without_a_run(kind: type[Task], dtype: str = "float32") -> Any:
+    """A task that shows rows and measures none."""
+    hardware = Hardware("cpu", dtype, "reference", "reference")
+    return kind(SimpleNamespace(hardware=hardware), None, None)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +141,7 @@ def test_compare_tells_the_same_everywhere(compared: Done) -> None:
         assert line.startswith(f"| {row['data']} | {row['method']} |") and f" {row['tokens_per_step']:.2f} " in line
 
 
-def test_what_was_given_in_vain_is_told(compared: Done) -> None:
+def test_settings_that_a_task_does_not_use_are_named(compared: Done) -> None:
     assert "warning: task=compare does not use data.limit=2\n" in compared.stdout
 
 
@@ -140,13 +154,14 @@ def test_compare_is_lossless_and_its_figures_agree(compared: Done) -> None:
         assert sum(row["num_accepted_histogram"]) == row["row_steps"]
         assert (row["accuracy"] is None) == (row["data"] == "code")
         if row is plain:
-            assert row["tokens_per_step"] == 1.0 and row["speedup"] is None and row["lossless"]["checked"] == 0
+            assert row["tokens_per_step"] == row["speedup_decode"] == 1.0 and row["lossless"]["checked"] == 0
             continue
         assert row["lossless"] == {"checked": 2, "identical": 2, "first_difference": None}
         assert row["output_tokens"] == plain["output_tokens"]
         found = row["prediction"]
-        assert row["speedup"] == pytest.approx(row["decode_tokens_per_s"] / plain["decode_tokens_per_s"])
-        assert row["speedup"] == pytest.approx(found["predicted"] * found["occupancy"] * found["kept"])
+        assert row["speedup_decode"] == pytest.approx(row["decode_tokens_per_s"] / plain["decode_tokens_per_s"])
+        assert row["speedup_wall"] == pytest.approx(row["wall_tokens_per_s"] / plain["wall_tokens_per_s"])
+        assert row["speedup_decode"] == pytest.approx(found["predicted"] * found["occupancy"] * found["kept"])
 
 
 class Text(HTMLParser):
@@ -168,7 +183,17 @@ def test_compare_report_shows_every_method_and_runs_nothing(compared: Done) -> N
     label = "a<script>alert(1)</script>[red]|&amp;"
     rows = [row | {"method": label} if row["method"] == "ngram" else row for row in compared.rows]
     conditions = json.loads(compared.read("summary.json"))
-    for page in (compared.read("report.html"), compare.render(label, rows, conditions, {"task": {label: 1}})):
+    task = without_a_run(Compare)
+    attacked = render(
+        label,
+        Compare.columns,
+        rows,
+        conditions,
+        {"task": {label: 1}},
+        task.warnings(rows),
+        sections=task.sections(rows),
+    )
+    for page in (compared.read("report.html"), attacked):
         text = Text()
         text.feed(page)
         assert "script" not in text.tags and text.tags.count("h2") == 7
@@ -179,9 +204,9 @@ def test_compare_report_shows_every_method_and_runs_nothing(compared: Done) -> N
         assert not re.search(r"https?://|src=|href=|@import|url\(", page)
     assert text.seen.count(label) > 6
     console = Console(file=io.StringIO(), width=200)
-    console.print(console_table("t", compare.COLUMNS, rows))
+    console.print(console_table("t", Compare.columns, rows))
     assert label in console.file.getvalue()  # type: ignore[attr-defined]
-    assert markdown(compare.COLUMNS, rows).count("[red]\\|") == 2
+    assert markdown(Compare.columns, rows).count("[red]\\|") == 2
 
 
 def test_only_methods_that_run_need_a_drafter(run: Run) -> None:
@@ -201,13 +226,13 @@ def test_throughput_measures_both_sides_at_every_level(run: Run) -> None:
     ]
     assert [row["num_requests"] for row in rows] == [2, 2, 6, 6]
     for plain, ours in (rows[:2], rows[2:]):
-        assert plain["speedup"] == 1.0 and plain["tokens_per_step"] == 1.0
-        assert ours["speedup"] == pytest.approx(ours["tokens_per_s"] / plain["tokens_per_s"])
+        assert plain["speedup_wall"] == 1.0 and plain["tokens_per_step"] == 1.0
+        assert ours["speedup_wall"] == pytest.approx(ours["wall_tokens_per_s"] / plain["wall_tokens_per_s"])
         assert ours["accuracy"] == plain["accuracy"] is not None
     for row in rows:
         for name in ("ttft_ms", "inter_token_ms"):
             assert 0 < row[name]["p50"] <= row[name]["p90"]
-        assert row["tokens_per_s"] < row["decode_tokens_per_s"]
+        assert row["wall_tokens_per_s"] < row["decode_tokens_per_s"]
     page = done.read("report.html")
     assert page.count("<polyline") == 2 and page.count("<circle") == 4 and "requests at a time" in page
     assert len(done.read("throughput.md").splitlines()) == 6
@@ -234,13 +259,14 @@ def test_throughput_warns_of_prompts_asked_twice_and_of_a_drafter_that_is_never_
 
 
 def test_warnings_of_throughput_and_of_graphs() -> None:
+    throughput, graph_ablation = without_a_run(Throughput), without_a_run(GraphAblation)
     row = {"method": "m", "concurrency": 4, "num_requests": 8, "distinct_prompts": 8, "acceptance_at": [0.05]}
-    assert throughput.row_warnings([row, row | {"acceptance_at": []}]) == []
-    (low,) = throughput.row_warnings([row | {"acceptance_at": [0.049]}])
+    assert throughput.warnings([row, row | {"acceptance_at": []}]) == []
+    (low,) = throughput.warnings([row | {"acceptance_at": [0.049]}])
     assert low.startswith("m ×4: only 4.9% of first drafts were accepted")
-    (twice,) = throughput.row_warnings([row | {"distinct_prompts": 7}, row])
+    (twice,) = throughput.warnings([row | {"distinct_prompts": 7}, row])
     assert "×4: 8 requests, 7 prompts" in twice and "ngram" in twice
-    (level,) = graph_ablation.row_warnings([{"level": "none", "acceptance_at": [0.01]}, {"level": "step"}])
+    (level,) = graph_ablation.warnings([{"level": "none", "acceptance_at": [0.01]}, {"level": "step"}])
     assert level.startswith("none: only 1.0% of first drafts")
 
 
@@ -265,7 +291,7 @@ LOSSLESS = (
     "task.backends=[fa4,hybrid]",
     "task.page_sizes=[4]",
     "task.batches=[1,2]",
-    "task.law_draws=200",
+    "task.distribution_draws=200",
 )
 
 
@@ -285,9 +311,9 @@ def test_losslessness_checks_every_pair(run: Run, short: list[str]) -> None:
     for row in rows:
         assert row["identical"] == row["checked"] > 0 and row["first_difference"] is None
         assert row["tokens"] >= 30 or row["rule"] != "target_only" or row["method"] == "autoregressive"
-        assert (row["law"] is not None) == (row["rule"] == "rejection")
-        if row["law"]:
-            assert row["law"]["p"] > 1e-6 and row["law"]["cells"] >= 3
+        assert (row["distribution"] is not None) == (row["rule"] == "rejection")
+        if row["distribution"]:
+            assert row["distribution"]["p"] > 1e-6 and row["distribution"]["cells"] >= 3
         assert (row["low_precision"] is None) == (row["method"] == "autoregressive")
         if row["low_precision"] and row["low_precision"]["first"]:
             assert row["low_precision"]["gap"] is None or row["low_precision"]["gap"] < 2
@@ -297,15 +323,15 @@ def test_losslessness_checks_every_pair(run: Run, short: list[str]) -> None:
 
 
 def test_a_request_that_differs_fails_the_job(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    decode = losslessness.decode
+    decode = base.decode
 
-    def spoiled(config: Any, setup: Any, algo: Any, *rest: Any) -> Any:
-        decoded = decode(config, setup, algo, *rest)
+    def spoiled(plan: Any, target: Any, algo: Any, *rest: Any) -> Any:
+        decoded = decode(plan, target, algo, *rest)
         if algo.name == "ngram":
             decoded.generation.completions[1].token_ids[2] += 1
         return decoded
 
-    monkeypatch.setattr(losslessness, "decode", spoiled)
+    monkeypatch.setattr(base, "decode", spoiled)
     done = run(*LOSSLESS, "task.only=[ngram]", "task.backends=[torch]", "task.batches=[2]", "task.low_precision=null")
     assert done.returncode == 2
     assert "not lossless" in done.stderr and "ngram on torch: 1 of 2 requests differ" in done.stderr
@@ -314,28 +340,27 @@ def test_a_request_that_differs_fails_the_job(run: Run, monkeypatch: pytest.Monk
     assert (row["first_difference"]["request"], row["first_difference"]["position"]) == (1, 2)
 
 
-def test_a_drawn_law_that_is_wrong_fails_the_job() -> None:
-    row = {"method": "m", "backend": "b", "identical": 1, "checked": 2, "law": {"p": 1e-9}}
-    assert len(losslessness.found_failures([row], "float32")) == 2
-    assert losslessness.found_failures([row], "bfloat16") == [
-        "m on b: the drawn tokens do not follow the target's law (p = 1e-09)"
-    ]
-    assert losslessness.found_failures([row | {"identical": 2, "law": {"p": 1e-5}}], "float32") == []
+def test_a_drawn_distribution_that_is_wrong_fails_the_job() -> None:
+    row = {"method": "m", "backend": "b", "identical": 1, "checked": 2, "distribution": {"p": 1e-9}}
+    exact, low = without_a_run(Losslessness), without_a_run(Losslessness, "bfloat16")
+    assert len(exact.failures([row])) == 2
+    assert low.failures([row]) == ["m on b: the drawn tokens do not follow the target's distribution (p = 1e-09)"]
+    assert exact.failures([row | {"identical": 2, "distribution": {"p": 1e-5}}]) == []
 
 
 def test_chi_square_sees_what_does_not_fit() -> None:
-    law = {(0, 0): 0.5, (0, 1): 0.3, (1, 0): 0.2}
-    assert losslessness.chi_square_p({(0, 0): 50, (0, 1): 30, (1, 0): 20}, law) == pytest.approx(1.0)
-    assert losslessness.chi_square_p({(0, 0): 20, (0, 1): 30, (1, 0): 50}, law) < 1e-12
-    assert losslessness.chi_square_p({(0, 0): 99, (7, 7): 1}, law) == 0.0
+    exact = {(0, 0): 0.5, (0, 1): 0.3, (1, 0): 0.2}
+    assert distribution.chi_square_p({(0, 0): 50, (0, 1): 30, (1, 0): 20}, exact) == pytest.approx(1.0)
+    assert distribution.chi_square_p({(0, 0): 20, (0, 1): 30, (1, 0): 50}, exact) < 1e-12
+    assert distribution.chi_square_p({(0, 0): 99, (7, 7): 1}, exact) == 0.0
     rare = {(0, 0): 0.5, (0, 1): 0.4995, (1, 0): 0.0005}  # expects half a draw of 1000
-    assert losslessness.chi_square_p({(0, 0): 500, (0, 1): 500}, rare) > 0.9
-    assert losslessness.chi_square_p({(0, 0): 500, (0, 1): 499, (1, 0): 1}, rare) > 0.5
-    assert losslessness.chi_square_p({(0, 0): 495, (0, 1): 490, (1, 0): 15}, rare) < 1e-12, "a surplus that is rare"
-    assert losslessness.chi_square_p({(0, 0): 700, (0, 1): 300}, rare) < 1e-12
-    assert losslessness.at_least_p(2, 0.5) == pytest.approx(1 - 1.5 * math.exp(-0.5))
+    assert distribution.chi_square_p({(0, 0): 500, (0, 1): 500}, rare) > 0.9
+    assert distribution.chi_square_p({(0, 0): 500, (0, 1): 499, (1, 0): 1}, rare) > 0.5
+    assert distribution.chi_square_p({(0, 0): 495, (0, 1): 490, (1, 0): 15}, rare) < 1e-12, "a surplus that is rare"
+    assert distribution.chi_square_p({(0, 0): 700, (0, 1): 300}, rare) < 1e-12
+    assert distribution.at_least_p(2, 0.5) == pytest.approx(1 - 1.5 * math.exp(-0.5))
     # Against SciPy: statistic 25/50 + 16/30 + 1/20 with two degrees of freedom.
-    assert losslessness.chi_square_p({(0, 0): 55, (0, 1): 26, (1, 0): 19}, law) == pytest.approx(0.58175, abs=1e-4)
+    assert distribution.chi_square_p({(0, 0): 55, (0, 1): 26, (1, 0): 19}, exact) == pytest.approx(0.58175, abs=1e-4)
 
 
 def test_graph_ablation_says_what_it_could_not_measure(run: Run) -> None:
@@ -350,14 +375,9 @@ def test_graph_ablation_says_what_it_could_not_measure(run: Run) -> None:
 
 
 def test_graph_ablation_tells_an_algorithm_with_a_level_of_its_own() -> None:
-    class Config:
-        class algo:
-            name = "naive_eagle"
-
-    note = graph_ablation._note
-    assert note(Config, "none", "step", 0) == "algo=naive_eagle ran with graph=step"  # type: ignore[arg-type]
-    assert note(Config, "step", "step", 0) == "same tokens"  # type: ignore[arg-type]
-    assert note(Config, "step", "step", 3) == "3 requests differ"  # type: ignore[arg-type]
+    assert level_note("naive_eagle", "none", "step", 0) == "algo=naive_eagle ran with graph=step"
+    assert level_note("naive_eagle", "step", "step", 0) == "same tokens"
+    assert level_note("naive_eagle", "step", "step", 3) == "3 requests differ"
 
 
 @pytest.mark.parametrize(
@@ -408,17 +428,24 @@ def test_defaults_of_the_tasks_without_methods_are_sound() -> None:
 
 def a_row(**changes: Any) -> dict[str, Any]:
     proof = {"checked": 2, "identical": 2, "first_difference": None}
-    return {"data": "d", "method": "m", "graph": "none", "acceptance_at": [0.5], "lossless": proof, **changes}
+    return {
+        "data": "d",
+        "method": "m",
+        "graphs": {"level": "none"},
+        "acceptance_at": [0.5],
+        "lossless": proof,
+        **changes,
+    }
 
 
 def test_warnings_of_a_comparison() -> None:
-    exact = {"dtype": "float32"}
-    assert compare.row_warnings([a_row(), a_row(acceptance_at=[0.05])], exact) == []
-    (low,) = compare.row_warnings([a_row(acceptance_at=[0.049])], exact)
+    compare = without_a_run(Compare)
+    assert compare.warnings([a_row(), a_row(acceptance_at=[0.05])]) == []
+    (low,) = compare.warnings([a_row(acceptance_at=[0.049])])
     assert low.startswith("d, m: only 4.9% of first drafts were accepted")
-    (unfair,) = compare.row_warnings([a_row(), a_row(graph="step")], exact)
+    (unfair,) = compare.warnings([a_row(), a_row(graphs={"level": "step"})])
     assert unfair == "methods differ in runtime.graph (none, step): set it for all of them"
-    (differs,) = compare.row_warnings([a_row(lossless={"checked": 2, "identical": 1})], exact)
+    (differs,) = compare.warnings([a_row(lossless={"checked": 2, "identical": 1})])
     assert "1 of 2 requests differ" in differs
 
 

@@ -10,18 +10,25 @@ from typing import Any
 import pytest
 
 from experiments.app.schema import TrackerConfig
-from experiments.report.tracking import flatten, track
+from experiments.report.tables import flatten
+from experiments.report.tracking import scalars, track
 
-SUMMARY: dict[str, Any] = {
+ROW: dict[str, Any] = {
     "algo": "dflash",
-    "backend": "fa4",
-    "model": "tiny",
-    "speedup": 2.5,
-    "baseline": {"decode_tokens_per_s": 10.0},
+    "speedup_decode": 2.5,
     "acceptance_at": [0.9, 0.8, None],
     "num_accepted_histogram": [1, 2, 3, 0],
     "ledger_ms": {"draft": 1.0, "verify": 2.0},
     "lossless": {"checked": 3, "identical": 3, "first_difference": None},
+}
+BASELINE = {"algo": "autoregressive", "decode_tokens_per_s": 10.0}
+SUMMARY: dict[str, Any] = {
+    "name": "run",
+    "task": "generate",
+    "backend": "fa4",
+    "model": "tiny",
+    "sampling": {"temperature": 0.5},
+    "rows": [BASELINE, ROW],
 }
 CONFIG = {"algo": {"name": "dflash"}, "sampling": {"seed": 3}}
 
@@ -66,10 +73,17 @@ def wandb_config(**changes: Any) -> TrackerConfig:
 def test_summary_config_and_tables_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = Recorder()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    assert track(wandb_config(tags=["mine"]), tmp_path, "run", CONFIG, SUMMARY) is None
+    assert track(wandb_config(tags=["mine"]), tmp_path, CONFIG, SUMMARY, ROW) == []
     assert wandb.started["config"] == CONFIG and wandb.started["mode"] == "offline"
-    assert wandb.started["tags"] == ["mine", "dflash", "fa4", "tiny"]
-    assert wandb.summary["ledger_ms/verify"] == 2.0 and wandb.summary["speedup"] == 2.5
+    assert wandb.started["tags"] == ["mine", "generate", "fa4", "tiny", "dflash"]
+    assert wandb.started["name"] == "run" and wandb.started["job_type"] == "generate"
+    assert wandb.summary["ledger_ms/verify"] == 2.0 and wandb.summary["speedup_decode"] == 2.5
+    assert wandb.summary["sampling/temperature"] == 0.5
+    table = wandb.logged["rows"][1]
+    assert [dict(zip(table["columns"], line, strict=True))["algo"] for line in table["data"]] == [
+        "autoregressive",
+        "dflash",
+    ]
     assert wandb.logged["acceptance_at"][1]["data"] == [[1, 0.9], [2, 0.8]]
     counts, edges = wandb.logged["num_accepted"][1]["np_histogram"]
     assert counts == [1, 2, 3, 0] and edges == [-0.5, 0.5, 1.5, 2.5, 3.5]
@@ -79,27 +93,28 @@ def test_summary_config_and_tables_arrive(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("fails", ["init", "log"])
 def test_a_failure_becomes_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
     monkeypatch.setitem(sys.modules, "wandb", Recorder(fails))
-    warning = track(wandb_config(), tmp_path, "run", CONFIG, SUMMARY)
-    assert warning is not None and "\n" not in warning and "run folder is complete" in warning
+    (warning,) = track(wandb_config(), tmp_path, CONFIG, SUMMARY, ROW)
+    assert "\n" not in warning and "run folder is complete" in warning
 
 
 def test_a_missing_package_becomes_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    assert track(wandb_config(), tmp_path, "run", CONFIG, SUMMARY) is not None
+    assert len(track(wandb_config(), tmp_path, CONFIG, SUMMARY, ROW)) == 1
 
 
 @pytest.mark.parametrize("config", [TrackerConfig(), wandb_config(mode="disabled")])
 def test_no_tracker_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: TrackerConfig) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    assert track(config, tmp_path, "run", CONFIG, SUMMARY) is None
+    assert track(config, tmp_path, CONFIG, SUMMARY, ROW) == []
 
 
 def test_offline_runs_stay_in_the_run_folder_and_say_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert track(wandb_config(), tmp_path, "run", CONFIG, SUMMARY) is None
+    assert track(wandb_config(), tmp_path, CONFIG, SUMMARY, ROW) == []
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
     assert capfd.readouterr() == ("", "")
 
 
 def test_flat_names_keep_their_path() -> None:
-    flat = flatten({"a": {"b": {"c": 1}}, "list": [1], "none": None, "text": "x"})
-    assert flat == {"a/b/c": 1, "text": "x"}
+    values = {"a": {"b": {"c": 1}}, "list": [1], "none": None, "text": "x"}
+    assert flatten(values) == {"a/b/c": 1, "list": [1], "none": None, "text": "x"}
+    assert scalars(values) == {"a/b/c": 1, "text": "x"}

@@ -151,8 +151,9 @@ def test_sides_of_a_hybrid_have_settings_of_their_own(standins: None, monkeypatc
 def test_settings_of_a_side_are_typed_under_its_name() -> None:
     import hydra
 
+    from experiments.app.compose import build_config, register
     from experiments.app.errors import UserError
-    from experiments.app.schema import CONFIG_FOLDER, build_config, register
+    from experiments.app.schema import CONFIG_FOLDER
 
     register()
     with hydra.initialize_config_dir(config_dir=str(CONFIG_FOLDER), version_base="1.3"):

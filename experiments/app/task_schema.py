@@ -1,4 +1,4 @@
-"""What each task can be asked, checked before anything heavy is imported."""
+"""The settings of each task, checked before anything heavy is imported, and what a task needs of a run."""
 
 from __future__ import annotations
 
@@ -9,17 +9,39 @@ from typing import Any, ClassVar
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from algorithms.registry import available
+from algorithms.runtime.backends import backends
+from experiments.app.schema import GRAPH_LEVELS, RunConfig, expect_at_least, expect_choice
 from experiments.app.suggest import nearest
+from experiments.data.prompts import datasets
+
+HYBRID = {"prefill": "torch", "decode": "fa4", "verify": "prefill"}
+"""Settings of `hybrid` where task.backends names it, chosen so that it uses two different backends."""
 
 
 @dataclass
 class TaskConfig:
-    """What every task declares of itself: keys of a run that it has no use for, and why it cannot be given the number
-    of pages, if it cannot."""
+    """What every task declares: the keys of a run that it ignores, and why it takes no number of pages, if so."""
 
     NAME: ClassVar[str]
     IGNORED: ClassVar[tuple[str, ...]] = ()
     OWN_PAGES: ClassVar[str | None] = None
+
+    def methods_of(self, config: RunConfig) -> dict[str, Any]:
+        """Label to configuration of the algorithms that the task runs."""
+        return {config.algo.name: config.algo}
+
+    def backends_of(self, config: RunConfig) -> list[Any]:
+        """Configurations of the attention backends that the task uses."""
+        return [config.backend]
+
+    def data_of(self, config: RunConfig) -> list[Any]:
+        """Configurations of the prompt sets that the task decodes."""
+        return [config.data]
+
+    def graphs_of(self, config: RunConfig, can_capture: bool) -> list[str]:
+        """The levels of capture that the task asks for on a device that can capture or cannot."""
+        return [config.runtime.graph]
 
 
 @dataclass
@@ -39,7 +61,7 @@ class CompareTask(TaskConfig):
     name: str = "compare"
     methods: dict[str, Any] = field(default_factory=dict)
     only: list[str] = field(default_factory=list)
-    """Labels of the methods to run; all of them where empty."""
+    """Labels of the methods to run; empty runs all of them."""
     data: list[str] = field(default_factory=lambda: ["arithmetic", "code"])
     limit: int | None = None
     """Prompts of each set; null takes the set's own default."""
@@ -47,7 +69,13 @@ class CompareTask(TaskConfig):
     def __post_init__(self) -> None:
         chosen_methods(self)
         _expect_some("task.data", self.data)
-        _expect_at_least("task.limit", [self.limit], 1)
+        expect_at_least("task.limit", self.limit, 1)
+
+    def methods_of(self, config: RunConfig) -> dict[str, Any]:
+        return chosen_methods(self)
+
+    def data_of(self, config: RunConfig) -> list[Any]:
+        return [prompt_set(name, self.limit) for name in self.data]
 
 
 @dataclass
@@ -60,17 +88,16 @@ class ThroughputTask(TaskConfig):
     name: str = "throughput"
     concurrency: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32])
     requests: int = 2
-    """Requests of a level for each of its places; prompts are taken in turn."""
+    """Requests of a level per unit of concurrency; prompts are taken in turn."""
 
     def __post_init__(self) -> None:
-        _expect_some("task.concurrency", self.concurrency)
-        _expect_at_least("task.concurrency", self.concurrency, 1)
-        _expect_at_least("task.requests", [self.requests], 1)
+        _expect_some("task.concurrency", self.concurrency, least=1)
+        expect_at_least("task.requests", self.requests, 1)
 
 
 @dataclass
 class LosslessnessTask(TaskConfig):
-    """Whether each method on each backend writes what the target alone writes, and draws from its law."""
+    """Whether each method on each backend writes what the target alone writes, or draws from its distribution."""
 
     NAME: ClassVar[str] = "losslessness"
     IGNORED: ClassVar[tuple[str, ...]] = (
@@ -80,31 +107,45 @@ class LosslessnessTask(TaskConfig):
     name: str = "losslessness"
     methods: dict[str, Any] = field(default_factory=dict)
     only: list[str] = field(default_factory=list)
-    """Labels of the methods to run; all of them where empty."""
+    """Labels of the methods to run; empty runs all of them."""
     backends: list[str] = field(default_factory=lambda: ["fa4", "torch"])
     page_sizes: list[int] = field(default_factory=lambda: [1, 16])
     batches: list[int] = field(default_factory=lambda: [1, 3])
     low_precision: str | None = "bfloat16"
-    """Also decode in this dtype and say where it first departs, by which gap of logits; null skips it."""
-    law_draws: int = 400
-    """Draws of the first two tokens that are held against the target's law; 0 skips it."""
+    """Decode in this dtype too, and report the first difference and the gap of its logits; null skips it."""
+    distribution_draws: int = 400
+    """Draws of the first two tokens that are tested against the target's distribution; 0 skips the test."""
     temperature: float = 0.8
     min_tokens: int = 0
-    """Go on over the prompts, sampled with other seeds each time, until so many tokens were compared for each method;
-    rules that draw their drafts are compared where they are greedy, once."""
+    """Repeat the prompts, sampled with other seeds each time, until this many tokens were compared for each method.
+    Rules that draw their drafts are compared once, in greedy decoding."""
 
     def __post_init__(self) -> None:
         chosen_methods(self)
-        for name in ("backends", "page_sizes", "batches"):
-            _expect_some(f"task.{name}", getattr(self, name))
-        _expect_at_least("task.page_sizes", self.page_sizes, 1)
-        _expect_at_least("task.batches", self.batches, 1)
-        _expect_at_least("task.law_draws", [self.law_draws], 0)
-        _expect_at_least("task.min_tokens", [self.min_tokens], 0)
+        _expect_some("task.backends", self.backends)
+        _expect_some("task.page_sizes", self.page_sizes, least=1)
+        _expect_some("task.batches", self.batches, least=1)
+        expect_at_least("task.distribution_draws", self.distribution_draws, 0)
+        expect_at_least("task.min_tokens", self.min_tokens, 0)
         if self.low_precision not in (None, "bfloat16", "float16"):
             raise ValueError(f"task.low_precision must be bfloat16, float16 or null, got {self.low_precision!r}")
         if not 0 < self.temperature < float("inf"):
             raise ValueError(f"task.temperature must be above 0 and finite, got {self.temperature}")
+
+    def methods_of(self, config: RunConfig) -> dict[str, Any]:
+        return chosen_methods(self)
+
+    def backends_of(self, config: RunConfig) -> list[Any]:
+        """The named backends; the run's own backend keeps the run's settings."""
+        found: dict[str, Any] = backends()
+        for name in self.backends:
+            if name not in found:
+                raise ValueError(f"task.backends must be among {', '.join(found)}, got {name!r}")
+        own = config.backend
+        return [
+            own if name == own.name else found[name].Config(**(HYBRID if name == "hybrid" else {}))
+            for name in self.backends
+        ]
 
 
 @dataclass
@@ -117,35 +158,49 @@ class GraphAblationTask(TaskConfig):
     levels: list[str] = field(default_factory=lambda: ["none", "draft", "verify", "step"])
 
     def __post_init__(self) -> None:
-        from experiments.app.schema import GRAPH_LEVELS, expect_choice
-
         _expect_some("task.levels", self.levels)
         for level in self.levels:
             expect_choice("task.levels", level, GRAPH_LEVELS)
 
+    def graphs_of(self, config: RunConfig, can_capture: bool) -> list[str]:
+        return self.levels if can_capture else ["none"]
+
+
+TASKS: dict[str, type[TaskConfig]] = {
+    task.NAME: task for task in (GenerateTask, CompareTask, ThroughputTask, LosslessnessTask, GraphAblationTask)
+}
+
 
 def ignored_overrides(task: TaskConfig, overrides: Sequence[str]) -> list[str]:
-    """Those of the command line's `overrides` that `task` has no use for."""
+    """Those of the command line's `overrides` that `task` does not use."""
     keys = [(override, override.split("=")[0].split("@")[0].lstrip("+~")) for override in overrides]
     return [text for text, key in keys if any(f"{key}.".startswith(f"{name}.") for name in task.IGNORED)]
 
 
+def prompt_set(name: str, limit: int | None) -> Any:
+    """The configuration `data=NAME data.limit=LIMIT`. Raises ValueError for an unknown name."""
+    settings = datasets().get(name)
+    if settings is None:
+        raise ValueError(f"task.data: expected among {', '.join(datasets())}, got {name!r}")
+    return settings() if limit is None else settings(limit=limit)
+
+
 def chosen_methods(task: CompareTask | LosslessnessTask) -> dict[str, Any]:
-    """Label to configuration of the methods a task runs. Raises ValueError for a label that is not there, and for a
-    method that names no algorithm or a setting its algorithm does not have."""
+    """Label to configuration of the methods a task runs.
+
+    Raises ValueError for an unknown label, an unknown algorithm and a setting that the algorithm does not have.
+    """
     if not task.methods:
         raise ValueError("task.methods is empty: give at least one, such as +task.methods.mine.name=dflash")
     methods = {label: method_config(f"task.methods.{label}", settings) for label, settings in task.methods.items()}
-    strangers = [label for label in task.only if label not in methods]
-    if strangers:
-        raise ValueError(f"task.only must be among {', '.join(methods)}, got {strangers[0]!r}")
+    unknown = [label for label in task.only if label not in methods]
+    if unknown:
+        raise ValueError(f"task.only must be among {', '.join(methods)}, got {unknown[0]!r}")
     return {label: method for label, method in methods.items() if label in task.only or not task.only}
 
 
 def method_config(key: str, settings: Any) -> Any:
-    """The algorithm's own configuration from a mapping with `name`; ValueError names what does not fit."""
-    from algorithms.registry import available
-
+    """The algorithm's own configuration from a mapping with `name`. Raises ValueError naming what does not fit."""
     found = available()
     if not isinstance(settings, Mapping) or "name" not in settings:
         raise ValueError(f"{key}: expected a mapping with name=ALGORITHM, got {settings!r}")
@@ -168,12 +223,10 @@ def method_config(key: str, settings: Any) -> Any:
         raise ValueError(f"{key}: {error}") from error
 
 
-def _expect_some(name: str, values: Any) -> None:
+def _expect_some(name: str, values: Sequence[Any], least: float | None = None) -> None:
+    """Raise ValueError unless there are `values`, each of at least `least`."""
     if not values:
         raise ValueError(f"{name} must not be empty")
-
-
-def _expect_at_least(name: str, values: Any, least: int) -> None:
-    wrong = [value for value in values if value is not None and value < least]
-    if wrong:
-        raise ValueError(f"{name} must be at least {least}, got {wrong[0]}")
+    if least is not None:
+        for value in values:
+            expect_at_least(name, value, least)

@@ -1,0 +1,63 @@
+"""The device, the dtype and the implementation of a run, settled once."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+
+from experiments.app.errors import UserError
+from experiments.app.schema import RuntimeConfig
+
+INTERPRET = "TRITON_INTERPRET"
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a run computes on. `impl` is what the engine is asked for, `label` is what the records call it."""
+
+    device: str
+    dtype: str
+    impl: str
+    label: str
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether CUDA graphs exist on this device."""
+        return self.device == "cuda"
+
+    def graph_level(self, asked: str, capturable: bool) -> str:
+        """The level of capture that `asked` stands for; `auto` is `step` wherever the backend is `capturable`."""
+        if asked != "auto":
+            return asked
+        return "step" if self.can_capture and capturable else "none"
+
+
+def resolve_hardware(runtime: RuntimeConfig) -> Hardware:
+    """Settle every `auto` of `runtime`. Raises UserError where the machine lacks what is asked for.
+
+    Without a GPU this switches Triton's interpreter on, which must happen before Triton is imported.
+    """
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    if runtime.device == "cuda" and not has_gpu:
+        raise UserError(
+            "runtime.device=cuda: no CUDA device is visible\n"
+            f"torch {torch.__version__} sees {torch.cuda.device_count()} devices\n"
+            "use runtime.device=cpu (kernels run in Triton's interpreter), or install a CUDA build of torch"
+        )
+    device = "cuda" if has_gpu and runtime.device != "cpu" else "cpu"
+    dtype = runtime.dtype if runtime.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
+    if runtime.impl == "reference":
+        return Hardware(device, dtype, "reference", "reference")
+    if importlib.util.find_spec("triton") is None:
+        raise UserError("Triton is not installed\npip install triton, or use runtime.impl=reference")
+    if device == "cpu":
+        if dtype == "bfloat16":
+            raise UserError(
+                "runtime.dtype=bfloat16 without a GPU: Triton's interpreter computes bfloat16 wrongly\n"
+                "use runtime.dtype=float32, or runtime.impl=reference"
+            )
+        os.environ[INTERPRET] = "1"
+    return Hardware(device, dtype, "triton", "triton-interpreter" if os.environ.get(INTERPRET) == "1" else "triton")

@@ -1,0 +1,113 @@
+"""What a task is: a question that is answered by rows of figures, and how the rows are shown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from rich.console import Console
+
+from experiments.app.plan import Plan, Workload
+from experiments.report import metrics
+from experiments.report.page import Card
+from experiments.report.run_folder import json_lines
+from experiments.report.tables import Column, Row, csv_text, markdown
+from experiments.tasks.decoding import AUTOREGRESSIVE, Decoded, baseline_config, decode, method_row
+
+if TYPE_CHECKING:
+    from algorithms.runtime.models.loading import Target
+    from algorithms.runtime.request import Request
+
+
+class Task:
+    """Base of all tasks. A subclass names itself, its columns and its objective, and measures."""
+
+    name: ClassVar[str]
+    columns: ClassVar[Sequence[Column]]
+    objective: ClassVar[str]
+    """Key of the row figure that a sweep maximises."""
+
+    def __init__(self, plan: Plan, target: Target, console: Console) -> None:
+        self.plan, self.target, self.console = plan, target, console
+
+    def measure(self) -> list[Row]:
+        """The rows of the table, as plain numbers and text."""
+        raise NotImplementedError
+
+    @property
+    def title(self) -> str:
+        """What the run measures, in one line."""
+        plan = self.plan
+        methods = next(iter(plan.methods)) if len(plan.methods) == 1 else f"{len(plan.methods)} methods"
+        backends = ", ".join(backend.name for backend in plan.backends)
+        sets = ", ".join(f"{data.name} ({len(data.requests)} prompts)" for data in plan.workloads)
+        return f"{methods} · {backends} · {plan.config.model.label} · {sets}"
+
+    def label(self, row: Row) -> str:
+        """What a warning calls `row`."""
+        return str(row["method"])
+
+    def warnings(self, rows: Sequence[Row]) -> list[str]:
+        """What a reader of the table must know."""
+        dtype = self.plan.hardware.dtype
+        return [f"{self.label(row)}: {text}" for row in rows for text in metrics.warnings(row, dtype)]
+
+    def best(self, rows: Sequence[Row]) -> Row:
+        """The row with the largest objective; of equal rows the last."""
+        return max(reversed(rows), key=lambda row: row.get(self.objective) or 0.0)
+
+    def value(self, rows: Sequence[Row]) -> float:
+        """The figure that a sweep maximises."""
+        return float(self.best(rows).get(self.objective) or 0.0)
+
+    def headline(self, rows: Sequence[Row]) -> list[Card]:
+        """Figures at the top of the page."""
+        return []
+
+    def sections(self, rows: Sequence[Row]) -> list[str]:
+        """HTML that follows the table on the page."""
+        return []
+
+    def show(self, rows: Sequence[Row]) -> None:
+        """Print what follows the table in the terminal."""
+
+    def files(self, rows: Sequence[Row], conditions: Mapping[str, Any]) -> dict[str, str]:
+        """Files of results: the table as Markdown, CSV and JSON lines, which also carry `conditions`."""
+        return {
+            f"{self.name}.md": markdown(self.columns, rows),
+            f"{self.name}.csv": csv_text(rows),
+            f"{self.name}.jsonl": json_lines({**conditions, **row} for row in rows),
+        }
+
+    def decode(
+        self,
+        algo: Any,
+        workload: Workload,
+        requests: Sequence[Request] | None = None,
+        label: str | None = None,
+        plan: Plan | None = None,
+        target: Target | None = None,
+    ) -> Decoded:
+        """Decode `requests` (default: all of `workload`) with `algo`; `plan` and `target` replace the task's own."""
+        asked = workload.requests if requests is None else requests
+        return decode(plan or self.plan, target or self.target, algo, workload, asked, self.console, label)
+
+    def decode_methods(
+        self,
+        workload: Workload,
+        requests: Sequence[Request] | None = None,
+        note: str = "",
+        plan: Plan | None = None,
+        baseline: bool = True,
+    ) -> list[tuple[dict[str, Any], Decoded]]:
+        """Every method of the plan on the same requests, each with its row, behind autoregressive decoding.
+
+        Speedups, identity and predictions are against that baseline; without it they are None.
+        """
+        algos = ({AUTOREGRESSIVE: baseline_config()} if baseline else {}) | dict(self.plan.methods)
+        found: list[tuple[dict[str, Any], Decoded]] = []
+        for label, algo in algos.items():
+            decoded = self.decode(algo, workload, requests, f"{label}{note}", plan)
+            row = method_row(label, decoded, workload, found[0] if baseline and found else None)
+            found.append((row, decoded))
+        return found

@@ -1,0 +1,73 @@
+"""One run: plan, measure, write the run folder, show the results. The same for every task.
+
+The command line imports this module, so torch and the tasks are imported only when a run begins.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from experiments.app.schema import RunConfig
+from experiments.app.task_schema import ignored_overrides
+
+if TYPE_CHECKING:
+    from experiments.tasks.base import Task
+
+
+def task_named(name: str) -> type[Task]:
+    """The task that `task=NAME` runs."""
+    from experiments.tasks.compare import Compare
+    from experiments.tasks.generate import Generate
+    from experiments.tasks.graph_ablation import GraphAblation
+    from experiments.tasks.losslessness import Losslessness
+    from experiments.tasks.throughput import Throughput
+
+    tasks: tuple[type[Task], ...] = (Generate, Compare, Throughput, Losslessness, GraphAblation)
+    return {task.name: task for task in tasks}[name]
+
+
+def run_task(config: RunConfig, composed: DictConfig) -> float:
+    """Run the configured task. Returns the figure that a sweep maximises."""
+    from experiments.app.distributed import output_folder
+    from experiments.app.plan import resolve
+    from experiments.app.provenance import run_conditions
+    from experiments.report.console import plain_console
+    from experiments.report.metrics import NOT_A_GPU
+    from experiments.report.page import render
+    from experiments.report.run_folder import CONFIG, REPORT, open_run_folder
+    from experiments.report.tables import console_table
+    from experiments.report.tracking import track
+
+    console = plain_console()
+
+    def tell(text: str, style: str = "") -> None:
+        console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+    if ignored := ignored_overrides(config.task, HydraConfig.get().overrides.task):
+        tell(f"warning: task={config.task.name} does not use {', '.join(ignored)}", "yellow")
+    plan = resolve(config)
+    task = task_named(config.task.name)(plan, plan.load_target(), console)
+    hardware, resolved = plan.hardware, cast(dict[str, Any], OmegaConf.to_container(composed, resolve=True))
+    tell(f"{task.title} · {hardware.device} {hardware.dtype} · {hardware.label}")
+    with open_run_folder(output_folder(Path(HydraConfig.get().runtime.output_dir))) as folder:
+        folder.write(CONFIG, OmegaConf.to_yaml(composed, resolve=True))
+        rows = task.measure()
+        conditions = run_conditions(config, hardware)
+        notes = task.warnings(rows)
+        page = render(
+            task.title, task.columns, rows, conditions, resolved, notes, task.headline(rows), task.sections(rows)
+        )
+        summary = {"name": config.name, "task": task.name, **conditions, "rows": rows}
+        folder.write_results({**task.files(rows, conditions), REPORT: page}, summary)
+    console.print(console_table(task.title, task.columns, rows))
+    task.show(rows)
+    if hardware.device == "cpu":
+        tell(NOT_A_GPU[hardware.label], "yellow")
+    for warning in [*notes, *track(config.tracker, folder.path, resolved, summary, task.best(rows))]:
+        console.print(f"[bold yellow]warning:[/] {warning}", highlight=False)
+    tell(f"report: {folder.path / REPORT}")
+    return task.value(rows)
