@@ -1,11 +1,10 @@
 """Memory checks for kernels in Triton's interpreter, and allocations that show what was never written.
 
-The interpreter follows any pointer: a wrong load is silent, a wrong store overwrites a neighbour, and a far
-one kills the process. Inside `guarded()` every lane of every load and store must lie inside one of the
-launch's tensor arguments (inside the view, not merely its storage), no store may write one address from two
-lanes, and no two programs of a launch may write the same address. The hooks are the interpreter's two raw
-entry points, whose signatures are the same in the Triton versions supported. Inside `poisoned()` fresh
-allocations are NaN, or -7777 for integers.
+The interpreter does not check pointers: a wrong load goes unnoticed, and a wrong store overwrites other memory. Inside
+`guarded()` every lane of every load and store must lie inside one of the tensor arguments of the launch (inside the
+view, not only its storage), no store may write one address from two lanes, and no two programs of a launch may write
+the same address. The hooks are two internal functions of the interpreter whose signatures are the same in all supported
+versions of Triton. Inside `poisoned()` new allocations are filled with NaN, or with -7777 for integers.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ INTEGER_POISON = -7777
 
 
 class MemoryFault(AssertionError):
-    """A load or store that a GPU would not forgive."""
+    """A load or store outside of every argument, or two writes to one address."""
 
 
 class _CheckedMemory:
-    """Stands in for the interpreter's memory module; everything but load and store passes through."""
+    """Replaces the interpreter's memory module; all other attributes are those of the real one."""
 
     def __init__(self, real: Any) -> None:
         self._real = real
@@ -85,7 +84,7 @@ class _CheckedMemory:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """First and past-the-last byte that the view reaches."""
+    """Address of the first byte of the view, and the address behind its last."""
     start = tensor.data_ptr()
     if tensor.numel() == 0:
         return start, start
@@ -99,7 +98,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Check every launch of the interpreter."""
+    """Check every load and store of every launch in the interpreter. Raises MemoryFault."""
     real, enter = interpreter._interpreter, interpreter.GridExecutor._init_args_hst
     memory = _CheckedMemory(real)
 
@@ -116,7 +115,7 @@ def guarded() -> Iterator[None]:
 
 
 def poison(tensor: torch.Tensor) -> torch.Tensor:
-    """Fill with what no kernel would write: NaN, -7777 (in types without it a large odd value), or True for bool."""
+    """Fill with NaN, with -7777 (in integer types that cannot hold it, a large value), or with True for bool."""
     if tensor.is_floating_point():
         return tensor.fill_(float("nan"))
     if tensor.dtype == torch.bool:
@@ -127,7 +126,7 @@ def poison(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Let torch.empty, torch.empty_like and Tensor.new_empty return poison."""
+    """Let torch.empty, torch.empty_like and Tensor.new_empty return tensors filled by `poison`."""
     saved = (torch.empty, torch.empty_like, torch.Tensor.new_empty)
     empty, empty_like, new_empty = saved
     torch.empty = lambda *a, **k: poison(empty(*a, **k))  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""The guard catches the faults it is there for; without this, a green parity run would mean nothing."""
+"""The guard reports each kind of fault that it checks for, and accepts a correct kernel."""
 
 from __future__ import annotations
 

@@ -9,7 +9,14 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec_kernels import pick_tokens
+from specdec_kernels import (
+    ACCEPT_STREAM,
+    BONUS_STREAM,
+    DRAFT_STREAM,
+    RECOVER_STREAM,
+    TARGET_STREAM,
+    pick_tokens,
+)
 from specdec_kernels.sampling import device
 from specdec_kernels.sampling.reference import philox_uniform
 
@@ -112,3 +119,9 @@ def call(**changes: Any) -> None:
 def test_wrong_input_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(**changes)
+
+
+def test_streams_of_random_numbers_are_disjoint() -> None:
+    """Two uses that share a stream would be correlated wherever their keys meet, which few distributions show."""
+    streams = [TARGET_STREAM, DRAFT_STREAM, ACCEPT_STREAM, RECOVER_STREAM, BONUS_STREAM]
+    assert len(set(streams)) == len(streams)

@@ -282,3 +282,26 @@ def test_wrong_input_is_refused(changes: dict[str, Any], message: str) -> None:
     inputs = next(case for case in CASES if case.name == "accept_sampled").build(Maker.seeded("cpu"))
     with pytest.raises(ValueError, match=message):
         accept(**inputs | changes, impl="reference")
+
+
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_a_uniform_of_zero_accepts_nothing_impossible(rule: str, impl: str) -> None:
+    """u = 0 happens once in 2^24 draws; a draft that the target rules out must still be rejected."""
+    logits = torch.zeros(1, 2, 4, device=DEVICE)
+    logits[0, 0, 2] = float("-inf")
+    lengths = torch.tensor([5], device=DEVICE)
+    tokens = torch.tensor([[0, 2]], device=DEVICE)
+    accepted = accept(
+        rule,
+        tokens,
+        build_chain(lengths, 2, impl="reference"),
+        logits,
+        lengths,
+        1,
+        temperature=torch.ones(1, device=DEVICE),
+        uniforms=torch.zeros(1, 3, device=DEVICE),
+        draft_probs=torch.full((1, 1, 4), 0.25, device=DEVICE),
+        impl=impl,
+    )
+    assert accepted.num_accepted.tolist() == [0] and accepted.bonus.item() != 2

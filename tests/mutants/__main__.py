@@ -1,9 +1,9 @@
-"""Puts bugs into copies of the tree, one at a time, and shows which test sees each.
+"""Puts known bugs into copies of the tree, one at a time, and shows which test fails for each.
 
     python -m tests.mutants [--only 'tree_*'] [--jobs 2]
 
-A suite that no bug can fail proves nothing. Exit code 1 where a mutant survives its tests, no longer fits the
-code, or one of the tests fails without it.
+Exit code 1 where the tests of a mutant pass, where its replacement no longer fits the code, or where one of the tests
+fails without it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ def _timed(mutant: Mutant) -> tuple[Outcome, float]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print a line a mutant and the count; 0 when all are caught."""
-    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description="Check that the tests see bugs.")
+    """Print one line per mutant and the counts; 0 when all are caught."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.mutants", description="Check that the tests fail for known bugs."
+    )
     parser.add_argument("--only", default="*", help="pattern of mutant names")
     parser.add_argument("--jobs", type=int, default=1)
     options = parser.parse_args(arguments)
@@ -36,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     load_heavy_modules()
     if problems := baseline(sorted({test for mutant in chosen for test in mutant.tests})):
-        print("these fail without any mutant, so catching one would mean nothing:", *problems, sep="\n  ")
+        print("these tests fail without any mutant:", *problems, sep="\n  ")
         return 1
     counts = dict.fromkeys((CAUGHT, SURVIVED, BROKEN), 0)
     with ThreadPoolExecutor(options.jobs) as pool:

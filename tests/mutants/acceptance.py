@@ -21,7 +21,6 @@ _WHOLE = ("tests/kernels/test_verify_laws.py::test_joint_law[rejection-agreeing-
 _BLOCK = ("tests/kernels/test_verify_laws.py::test_joint_law[block-agreeing-plain]",)
 _DRAWN = ("tests/algorithms/test_drafters.py::test_drawn_chains_have_the_targets_law[rejection]",)
 _EXACT = ("tests/kernels/test_verify_laws.py::test_exact_law_of_two_tokens[rejection-reference-plain]",)
-_FINDINGS = "tests/kernels/test_mutant_findings.py"
 _case = partial(parity, "verify")
 _pick = partial(parity, "sampling")
 
@@ -57,7 +56,7 @@ ELEVEN = (
         _TYPES,
         "RECOVER_STREAM = 3 ",
         "RECOVER_STREAM = 1 ",
-        (f"{_FINDINGS}::test_streams_of_random_numbers_are_disjoint",),
+        ("tests/kernels/test_sampling.py::test_streams_of_random_numbers_are_disjoint",),
         "historical: one stream for the draft and for the token in its place (vLLM #47386)",
     ),
     Mutant(
@@ -126,7 +125,7 @@ OTHERS = (
         _KERNEL,
         "_leading(here & in_reach & (coin * q < p), node, NODES)",
         "_leading(here & in_reach & (coin * q <= p), node, NODES)",
-        (f"{_FINDINGS}::test_a_coin_of_zero_accepts_nothing_impossible",),
+        ("tests/kernels/test_verify.py::test_a_uniform_of_zero_accepts_nothing_impossible",),
         "a coin of exactly zero accepts a draft that the target rules out",
     ),
     Mutant(

@@ -10,7 +10,6 @@ _KERNEL = "specdec_kernels/attention/kernel.py"
 _DEVICE = "specdec_kernels/attention/device.py"
 _MERGE = "specdec_kernels/attention/merge.py"
 _PLAN = "specdec_kernels/attention/plan.py"
-_FINDINGS = "tests/kernels/test_mutant_findings.py"
 _case = partial(parity, "attention")
 
 MUTANTS = (
@@ -75,7 +74,7 @@ MUTANTS = (
         _KERNEL,
         "offsets = (pages.to(tl.int64) * PAGE + positions % PAGE)[:, None] * (H_KV * D) + dims[None, :]",
         "offsets = (pages * PAGE + positions % PAGE)[:, None] * (H_KV * D) + dims[None, :]",
-        (f"{_FINDINGS}::test_attention_reads_beyond_32_bit_offsets",),
+        ("tests/kernels/test_large_offsets.py::test_attention_reads_beyond_32_bit_offsets",),
         "an element offset in a large pool wraps around 2^31",
     ),
     Mutant(
@@ -123,7 +122,7 @@ MUTANTS = (
         _MERGE,
         "        acc = acc * decay[:, None]\n        total = total * decay\n",
         "        total = total * decay\n",
-        (f"{_FINDINGS}::test_merge_rescales_between_chunks",),
+        ("tests/kernels/test_small_tiles.py::test_merge_rescales_between_chunks",),
         "the scale of splits merged earlier is not corrected when the maximum rises",
     ),
     Mutant(

@@ -10,7 +10,6 @@ _PAGES = "specdec_kernels/kv_index/page_kernel.py"
 _PATHS = "specdec_kernels/kv_index/path_kernel.py"
 _RAGGED = "specdec_kernels/kv_index/ragged_kernel.py"
 _DRAFT = "specdec_kernels/kv_index/draft_kernel.py"
-_FINDINGS = "tests/kernels/test_mutant_findings.py"
 _case = partial(parity, "kv_index")
 
 MUTANTS = (
@@ -35,7 +34,7 @@ MUTANTS = (
         _PAGES,
         "page.to(tl.int64) * PAGE_SIZE + place % PAGE_SIZE",
         "(page * PAGE_SIZE).to(tl.int64) + place % PAGE_SIZE",
-        (f"{_FINDINGS}::test_slots_beyond_32_bits",),
+        ("tests/kernels/test_large_offsets.py::test_slots_beyond_32_bits",),
         "the slot of a page in a large pool wraps around 2^31",
     ),
     Mutant(
@@ -55,7 +54,7 @@ MUTANTS = (
         "at = (source.to(tl.int32)[:, None] * ROW).to(tl.int64)\n"
         "    values = tl.load(kv_ptr + at + within, mask=live, other=0.0)\n"
         "    tl.store(kv_ptr + target[:, None] * ROW + within, values, mask=live)\n\n\n@triton.jit\ndef _slot_pair",
-        (f"{_FINDINGS}::test_a_path_moves_beyond_32_bit_offsets",),
+        ("tests/kernels/test_large_offsets.py::test_a_path_moves_beyond_32_bit_offsets",),
         "an element offset in a large pool wraps around 2^31",
     ),
     Mutant(
@@ -84,7 +83,7 @@ MUTANTS = (
         _RAGGED,
         "        before += tl.sum(count, 0)",
         "        before = tl.sum(count, 0)",
-        (f"{_FINDINGS}::test_running_sums_carry_over_many_blocks",),
+        ("tests/kernels/test_small_tiles.py::test_running_sums_carry_over_many_blocks",),
         "sums of the third block of requests forget the first",
     ),
     Mutant(

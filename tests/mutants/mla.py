@@ -39,7 +39,7 @@ MUTANTS = (
         _KERNEL,
         'acc_b = tl.dot(weights, latent_b, acc_b * decay[:, None], input_precision="ieee")',
         'acc_b = tl.dot(weights, latent_b, acc_b, input_precision="ieee")',
-        ("tests/kernels/test_mutant_findings.py::test_a_latent_in_two_blocks_over_several_tiles",),
+        ("tests/kernels/test_small_tiles.py::test_a_latent_in_two_blocks_over_several_tiles",),
         "the second accumulator is not rescaled when the maximum rises",
     ),
 )

@@ -1,4 +1,4 @@
-"""What a mutant is: one plausible bug, as an exact replacement in one file, and the tests that must see it."""
+"""A mutant: one plausible bug, as an exact replacement in one file, and the tests that must fail because of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# What a test of kernels and algorithms needs beside the tests themselves.
+# What the tests of kernels and algorithms need.
 COPIED = ("specdec_kernels", "algorithms", "experiments", "tools", "configs", "tests", "pyproject.toml", "run.py")
 LINKED = ("assets",)
 
@@ -27,7 +27,7 @@ class Mutant:
     bug: str
 
     def changed(self, root: Path = ROOT) -> str:
-        """The file with the bug in it. Raises ValueError where the replacement no longer fits."""
+        """The text of the file with the bug in it. Raises ValueError where `old` does not occur exactly once."""
         source = (root / self.path).read_text(encoding="utf-8")
         found = source.count(self.old)
         if found != 1:
@@ -45,7 +45,7 @@ def parity(family: str, *cases: str) -> tuple[str, ...]:
 
 
 def copy_tree(target: Path) -> None:
-    """What the tests need, in a folder of its own: the working tree is never touched."""
+    """Copy what the tests need into `target`, so that the working tree stays as it is."""
     ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
     for name in COPIED:
         source = ROOT / name

@@ -30,7 +30,7 @@ class Outcome:
 
 
 class _Recorder:
-    """Notes what pytest reports: the first failure, the tests that passed, whether anything failed to load."""
+    """Records what pytest reports: failures, the number of tests that passed, and modules that do not load."""
 
     def __init__(self) -> None:
         self.failed: list[tuple[str, str]] = []
@@ -38,7 +38,7 @@ class _Recorder:
         self.unloadable: list[str] = []
 
     def pytest_configure(self) -> None:
-        """A falsifying example need not be the smallest: shrinking one can take minutes."""
+        """Hypothesis need not shrink a falsifying example, which can take minutes."""
         from hypothesis import Phase, settings
 
         settings.register_profile("mutants", settings.get_profile("ci"), phases=(Phase.explicit, Phase.generate))
@@ -57,7 +57,7 @@ class _Recorder:
 
 
 def load_heavy_modules() -> None:
-    """Imports that every child shares; none of them may import our packages."""
+    """Imports that all child processes share; none of them may import our packages."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # mutants are judged in the interpreter, on every machine alike
     os.environ["TRITON_INTERPRET"] = "1"
     sys.dont_write_bytecode = True
@@ -66,7 +66,7 @@ def load_heavy_modules() -> None:
 
 
 def run_mutant(mutant: Mutant) -> Outcome:
-    """Judge one mutant. An endless loop is caught too."""
+    """Run the tests of one mutant. A test that does not end counts as failed."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         copy = Path(folder)
         copy_tree(copy)
@@ -88,7 +88,7 @@ def run_mutant(mutant: Mutant) -> Outcome:
 
 
 def baseline(tests: Sequence[str]) -> list[str]:
-    """What already fails without a mutant: nothing may, or being caught would mean nothing."""
+    """The tests that fail without a mutant."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         copy_tree(Path(folder))
         found = _in_child(Path(folder), tests, stop_at_first=False, limit_s=BASELINE_TIMEOUT_S)
@@ -124,7 +124,7 @@ def _in_child(
 
 
 def _child(copy: Path, tests: tuple[str, ...], stop_at_first: bool, sending: Connection) -> None:
-    """Forget our own packages, stand in the copy, run pytest, report."""
+    """Import our packages from the copy, run pytest there, and send the report."""
     import pytest
 
     for name in [name for name in sys.modules if name.split(".")[0] in OUR_PACKAGES]:
