@@ -35,3 +35,9 @@ def expect_contiguous(**tensors: torch.Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}")
+
+
+def expect_at_least(name: str, value: int, least: int) -> None:
+    """Raise ValueError if `value` is below `least`."""
+    if value < least:
+        raise ValueError(f"{name}: expected at least {least}, got {value}")

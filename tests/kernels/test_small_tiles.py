@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import specdec_kernels.mla.kernel as mla_kernel
-from specdec_kernels import paged_attention, row_offsets
+from specdec_kernels import paged_attention
 from specdec_kernels.attention import merge
 from specdec_kernels.attention.inputs import attention_inputs
 from specdec_kernels.cases import Maker
+from specdec_kernels.compat.sglang.index import row_offsets
 from specdec_kernels.kv_index import configs
 from specdec_kernels.mla import mla_attention
 from specdec_kernels.mla.cases import mla_inputs

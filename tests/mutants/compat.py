@@ -7,6 +7,7 @@ from functools import partial
 from tests.mutants.mutant import Mutant, parity
 
 _KERNEL = "specdec_kernels/compat/sglang/kernel.py"
+_DRAFTS = "specdec_kernels/compat/sglang/index/kernel_drafts.py"
 _TREES = "specdec_kernels/compat/sglang/index/kernel_trees.py"
 _case = partial(parity, "compat.sglang")
 _index_case = partial(parity, "compat.sglang.index")
@@ -23,10 +24,12 @@ MUTANTS = (
     Mutant(
         "sgl_rejected_mass_forgotten",
         _KERNEL,
-        "coin = tl.where(hit, tl.load(coins_ptr + request * NODES + child, mask=hit, other=1.0), coin)",
-        "coin = tl.load(coins_ptr + request * NODES + child, mask=live & (child >= 0) & (child < NODES), other=1.0)",
+        "uniform = tl.where(hit, tl.load(uniforms_ptr + request * NODES + child, mask=hit, other=1.0), uniform)",
+        "uniform = tl.load(\n"
+        "            uniforms_ptr + request * NODES + child, mask=live & (child >= 0) & (child < NODES), other=1.0\n"
+        "        )",
         _case("sgl_sampling_small"),
-        "each sibling gets a coin of its own",
+        "each sibling gets a uniform number of its own",
     ),
     Mutant(
         "export_without_the_prefix",
@@ -35,5 +38,21 @@ MUTANTS = (
         "start = request_start + row % NODES * NODES",
         _index_case("full_odd"),
         "rows of the full mask are laid out without their prefix columns",
+    ),
+    Mutant(
+        "branch_shares_a_page",
+        _DRAFTS,
+        "pages = (length % PAGE_SIZE + STEPS + PAGE_SIZE - 1) // PAGE_SIZE",
+        "pages = (STEPS + PAGE_SIZE - 1) // PAGE_SIZE + length * 0",
+        _index_case("draft_b64"),
+        "historical: branches of a drafter overlap where the prefix ends inside a page (SGLang #15360)",
+    ),
+    Mutant(
+        "window_without_the_sink",
+        _DRAFTS,
+        "early = tl.where(column < sink, column, column + length - prefix)",
+        "early = column + length - prefix",
+        _index_case("indices_window"),
+        "a window drops the first tokens that a sink must keep",
     ),
 )

@@ -1,17 +1,16 @@
 """SGLang's speculative-decoding functions over the kernels of this package.
 
-Names, argument order, shapes, dtypes and outputs written in place are those of sgl-kernel 0.3.21 and of the
-Triton kernels of SGLang's speculative workers, so that code and tests written against those can be pointed
-here, on CUDA tensors or on CPU tensors. SGLang launches its Triton kernels as `name[grid](...)`; here they
-are plain functions with the kernel's positional arguments that derive the grid themselves, and the form with
-a grid works too. Sizes that SGLang passes for its compiler (powers of two, strides) are checked where they
-mean something and ignored where they do not.
+Names, argument order, shapes, dtypes and outputs written in place are those of sgl-kernel 0.3.21 and of the Triton
+kernels of SGLang's speculative workers, so that code and tests written against those can be pointed here, on CUDA
+tensors or on CPU tensors. SGLang launches its Triton kernels as `name[grid](...)`. Here they are plain functions with
+the kernel's positional arguments that derive the grid themselves; the form with a grid works too. Sizes that SGLang
+passes for its compiler (powers of two, strides) are checked where they mean something and ignored elsewhere.
 
 Results are the same wherever SGLang's are defined. They differ, on purpose, in these places:
 
-* A coin of exactly 0 accepts nothing: the test is coin < mass, not <=, so that a token of probability 0 is
-  never emitted.
-* A sibling with the token of a rejected sibling has no mass left, so padding or duplicates draw nothing.
+* A uniform number of exactly 0 accepts nothing: the test is u < mass, not <=, so that a token of probability 0 is never
+  emitted.
+* A sibling with the token of a rejected sibling has no mass left, so padding and duplicates draw nothing.
 * A residual without mass falls back to the target's largest token, not to the last id of the vocabulary.
 * Rows are bounded: nothing is read or written outside the tensors, whatever links, ids or lengths say, and
   links that form a cycle end after N visits.
@@ -21,6 +20,15 @@ Results are the same wherever SGLang's are defined. They differ, on purpose, in 
 
 from __future__ import annotations
 
+from specdec_kernels.compat.sglang.api import (
+    build_tree_kernel_efficient,
+    reconstruct_indices_from_tree_mask,
+    segment_packbits,
+    top_k_renorm_prob,
+    top_p_renorm_prob,
+    tree_speculative_sampling_target_only,
+    verify_tree_greedy,
+)
 from specdec_kernels.compat.sglang.cache_locations import (
     align_evict_mask_to_page_size,
     assign_draft_cache_locs,
@@ -34,15 +42,6 @@ from specdec_kernels.compat.sglang.cache_locations import (
     generate_draft_decode_kv_indices,
     get_src_tgt_cache_loc,
     get_target_cache_loc,
-)
-from specdec_kernels.compat.sglang.speculative import (
-    build_tree_kernel_efficient,
-    reconstruct_indices_from_tree_mask,
-    segment_packbits,
-    top_k_renorm_prob,
-    top_p_renorm_prob,
-    tree_speculative_sampling_target_only,
-    verify_tree_greedy,
 )
 from specdec_kernels.compat.sglang.types import TreeMaskMode
 

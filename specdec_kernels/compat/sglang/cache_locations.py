@@ -1,15 +1,18 @@
-"""SGLang's KV-index kernels as functions, over the kv_index family.
+"""SGLang's KV-index kernels as functions, over `index`.
 
-`grid` is the grid of a call written `name[grid](...)`; its first size (of `generate_draft_decode_kv_indices`
-its second) is the number of requests where the tensors are longer than the batch.
+`grid` is the grid of a call written `name[grid](...)`. Where the tensors are longer than the batch, its first size (the
+second of `generate_draft_decode_kv_indices`) is the number of requests. Tables are int32 [rows, row length], and an
+argument `pool_len`, `row_stride` or `..._stride` is that row length. Outputs are written in place. The other sizes are
+for SGLang's compiler (`bs_upper`, `iter_upper`, `num_tokens_upper`, `num_verify_tokens_upper`, `size_upper`,
+`BLOCK_SIZE`) and are not used.
 """
 
 from __future__ import annotations
 
 import torch
 
-from specdec_kernels import kv_index
-from specdec_kernels.checks import expect_shape
+from specdec_kernels.checks import expect_at_least, expect_shape
+from specdec_kernels.compat.sglang import index
 from specdec_kernels.compat.sglang.types import Launcher
 
 Grid = tuple[int, ...]
@@ -35,12 +38,10 @@ def create_extend_after_decode_spec_info(
         accept_lens: [bs] int32, accepted tokens with the bonus. A request of 0 keeps its `new_verified_id`.
         positions: [>= sum(accept_lens)] int64, written in place.
         new_verified_id: [bs] int32, written in place.
-        bs_upper: not used.
     """
-    seq_lens, accept_lens, new_verified_id = _of_batch(grid, 0, seq_lens, accept_lens, new_verified_id)
-    offsets, _ = kv_index.accepted_positions(
-        seq_lens - accept_lens, accept_lens, positions.shape[0], out=positions, impl=impl
-    )
+    seq_lens, accept_lens, new_verified_id = _of_batch(grid, seq_lens, accept_lens, new_verified_id)
+    start, capacity = seq_lens - accept_lens, positions.shape[0]
+    offsets, _ = index.read_table(None, None, start, accept_lens, capacity, out=positions, impl=impl)
     if verified_id.shape[0] == 0:
         return
     last = (offsets[1:] - 1).clamp(0, verified_id.shape[0] - 1)
@@ -68,12 +69,10 @@ def assign_req_to_token_pool(
         req_to_token: [rows, pool_len] int32, written in place.
         start_offset, end_offset: [bs], first and past-the-last position.
         out_cache_loc: [sum(end - start)], slots of all requests one behind the other.
-        pool_len: row length of `req_to_token`.
-        bs_upper: not used.
     """
     table = _table(req_to_token, pool_len)
-    rows, start, end = _of_batch(grid, 0, req_pool_indices, start_offset, end_offset)
-    kv_index.write_table(table, rows, start, end - start, out_cache_loc, impl=impl)
+    rows, start, end = _of_batch(grid, req_pool_indices, start_offset, end_offset)
+    index.write_table(table, rows, start, end - start, out_cache_loc, impl=impl)
 
 
 @Launcher
@@ -92,9 +91,9 @@ def assign_extend_cache_locs(
     """Read each request's slots at positions start to end - 1 into `out_cache_loc`, in place; see
     `assign_req_to_token_pool`, whose inverse it is."""
     table = _table(req_to_token, pool_len)
-    rows, start, end = _of_batch(grid, 0, req_pool_indices, start_offset, end_offset)
+    rows, start, end = _of_batch(grid, req_pool_indices, start_offset, end_offset)
     capacity = out_cache_loc.shape[0]
-    kv_index.read_table(table, rows, start, end - start, capacity, fill=0, out=out_cache_loc, impl=impl)
+    index.read_table(table, rows, start, end - start, capacity, fill=0, out=out_cache_loc, impl=impl)
 
 
 @Launcher
@@ -132,24 +131,22 @@ def assign_draft_cache_locs(
             tail is to be copied to the other branches.
         last_page_lens_cumsum: not used, it follows from `seq_lens`.
         duplicate_cache_len: 0 leaves out the copy lists.
-        pool_len: row length of `req_to_token`.
         topk, speculative_num_steps, page_size: sizes of the draft.
-        bs_upper, iter_upper: not used.
     """
     table = _table(req_to_token, pool_len)
-    rows, lengths = _of_batch(grid, 0, req_pool_indices, seq_lens)
+    rows, lengths = _of_batch(grid, req_pool_indices, seq_lens)
     drafts = topk * speculative_num_steps
     if page_size == 1 or topk == 1:
-        kv_index.write_table(table, rows, lengths, torch.full_like(lengths, drafts), out_cache_loc, impl=impl)
+        index.write_table(table, rows, lengths, torch.full_like(lengths, drafts), out_cache_loc, impl=impl)
         return
-    (extend,) = _of_batch(grid, 0, extend_lens)
-    kv_index.write_table(table, rows, lengths, extend, out_cache_loc, impl=impl)
-    found = kv_index.draft_slots(table, rows, lengths, topk, speculative_num_steps, page_size, impl=impl)
+    (extend,) = _of_batch(grid, extend_lens)
+    index.write_table(table, rows, lengths, extend, out_cache_loc, impl=impl)
+    found = index.draft_slots(table, rows, lengths, topk, speculative_num_steps, page_size, impl=impl)
     if duplicate_cache_len > 0:
         for copies, out in ((found.source, source_cache_loc), (found.target, target_cache_loc)):
             if out is None:
                 raise ValueError(f"source_cache_loc, target_cache_loc: expected tensors of {duplicate_cache_len}")
-            kv_index.compact(copies.flatten(), out=out, impl=impl)
+            index.compact(copies.flatten(), out=out, impl=impl)
     batch = rows.shape[0]
     dense = found.slots.view(speculative_num_steps, batch, topk).permute(1, 2, 0)
     out_cache_loc[: batch * drafts].view(batch, topk, speculative_num_steps).copy_(dense)
@@ -186,11 +183,9 @@ def generate_draft_decode_kv_indices(
         kv_indices: [steps, width] (or flat with rows of `kv_indices_stride`), written in place.
         kv_indptr: [steps, >= bs * topk + 1] (or flat with rows of `kv_indptr_stride`), written in place.
         positions: [bs * topk], only its size is used: it gives topk.
-        pool_len: row length of `req_to_token`.
-        page_size: tokens a page.
+        page_size: tokens per page.
         num_steps: steps, by default the rows of `kv_indices`, or the grid's first size.
         window_size, sink_size: recent and first prefix positions kept; both 0 keeps all.
-        bs_upper, iter_upper, num_tokens_upper: not used.
     """
     batch = grid[1] if grid else req_pool_indices.shape[0]
     indices, indptr = _rows(kv_indices, kv_indices_stride), _rows(kv_indptr, kv_indptr_stride)
@@ -199,10 +194,10 @@ def generate_draft_decode_kv_indices(
     if batch == 0:
         return
     windowed = window_size > 0 or sink_size > 0
-    kv_index.draft_kv_indices(
+    index.draft_kv_indices(
         _table(req_to_token, pool_len), req_pool_indices[:batch], paged_kernel_lens[:batch], topk, steps,
         page_size, indices.shape[1], window=window_size if windowed else None, sink=sink_size,
-        out=kv_index.StepIndices(indptr[:steps], indices[:steps]), impl=impl,
+        out=index.SequenceIndices(indptr[:steps], indices[:steps]), impl=impl,
     )  # fmt: skip
 
 
@@ -220,7 +215,7 @@ def create_draft_kv_indices(
     grid: Grid | None = None,
     impl: str = "auto",
 ) -> None:
-    """Verification of `expand_factor` tokens a request as independent decode sequences; any factor >= 2.
+    """Verification of `expand_factor` tokens per request as independent decode sequences; any factor >= 2.
 
     Args:
         kv_indptr: [>= factor * bs + 1], written in place.
@@ -228,16 +223,13 @@ def create_draft_kv_indices(
         req_pool_indices: [bs], row of each request.
         req_to_token: [rows, row_stride] int32.
         seq_lens: [bs], lengths with all the tokens that are verified.
-        expand_factor: tokens a request.
-        row_stride: row length of `req_to_token`.
-        num_tokens_upper: not used.
+        expand_factor: tokens per request.
     """
-    if expand_factor < 2:
-        raise ValueError(f"expand_factor: expected at least 2, got {expand_factor}")
-    rows, lengths = _of_batch(grid, 0, req_pool_indices, seq_lens)
-    kv_index.verify_decode_indices(
+    expect_at_least("expand_factor", expand_factor, 2)
+    rows, lengths = _of_batch(grid, req_pool_indices, seq_lens)
+    index.verify_decode_indices(
         _table(req_to_token, row_stride), rows, lengths - expand_factor, expand_factor, kv_indices.shape[0],
-        out=kv_index.SequenceIndices(kv_indptr, kv_indices), impl=impl,
+        out=index.SequenceIndices(kv_indptr, kv_indices), impl=impl,
     )  # fmt: skip
 
 
@@ -257,13 +249,12 @@ def align_evict_mask_to_page_size(
     Args:
         seq_lens: [bs], committed lengths before this step.
         evict_mask: [bs * num_draft_tokens] bool, True frees a slot; written in place.
-        page_size: tokens a page.
-        num_draft_tokens: nodes a request.
-        BLOCK_SIZE: not used.
+        page_size: tokens per page.
+        num_draft_tokens: nodes per request.
     """
-    (lengths,) = _of_batch(grid, 0, seq_lens)
+    (lengths,) = _of_batch(grid, seq_lens)
     flags = evict_mask[: lengths.shape[0] * num_draft_tokens].view(lengths.shape[0], num_draft_tokens)
-    flags.copy_(kv_index.align_eviction(flags, lengths, page_size, impl=impl))
+    flags.copy_(index.align_eviction(flags, lengths, page_size, impl=impl))
 
 
 @Launcher
@@ -288,10 +279,9 @@ def get_target_cache_loc(
         accept_length: [bs] int32, accepted drafts.
         to_free_num_slots: [bs].
         out_cache_loc: [bs * num_verify_tokens] int64, slots by node.
-        num_verify_tokens: nodes a request.
-        num_verify_tokens_upper, bs_upper: not used.
+        num_verify_tokens: nodes per request.
     """
-    accepted, freed = _of_batch(grid, 0, accept_length, to_free_num_slots)
+    accepted, freed = _of_batch(grid, accept_length, to_free_num_slots)
     batch = accepted.shape[0]
     slots = out_cache_loc[: batch * num_verify_tokens].view(batch, num_verify_tokens)
     rows = torch.arange(batch, device=slots.device)
@@ -299,7 +289,7 @@ def get_target_cache_loc(
         (torch.zeros_like(rows), accepted + 1, tgt_cache_loc),
         ((num_verify_tokens - freed).to(rows.dtype), freed, to_free_slots),
     ):
-        kv_index.read_table(slots, rows, start, counts, out.shape[0], out=out, impl=impl)
+        index.read_table(slots, rows, start, counts, out.shape[0], out=out, impl=impl)
 
 
 def get_src_tgt_cache_loc(
@@ -319,13 +309,13 @@ def get_src_tgt_cache_loc(
         out_cache_loc: [bs * draft_token_num] int64, slots by node.
         accept_index: [sum(accept_length + 1)], flat node ids of the accepted tokens.
         accept_length: [bs] int32, accepted drafts.
-        draft_token_num: nodes a request.
-        page_size: tokens a page; only whole pages are freed.
+        draft_token_num: nodes per request.
+        page_size: tokens per page; only whole pages are freed.
 
     Returns:
         Source slots, target slots (zeros, for `get_target_cache_loc` to write) and freed slots of each request.
     """
-    source, _ = kv_index.compact(accept_index, out_cache_loc, impl=impl)
+    source, _ = index.compact(accept_index, out_cache_loc, impl=impl)
     extended = seq_lens + draft_token_num
     pages = torch.div(seq_lens + accept_length + page_size, page_size, rounding_mode="floor")
     return source, torch.zeros_like(source), extended - torch.minimum(pages * page_size, extended)
@@ -350,10 +340,11 @@ def filter_finished_cache_loc_kernel(
         tgt_cache_loc: [sum(accept_length + 1)] int64.
         accept_length: [bs] int32, accepted drafts.
         accept_length_filter: [bs] int32, accept_length + 1, or 0 for a request that has finished.
-        bs_upper, num_verify_tokens_upper: not used.
     """
-    accepted, kept = _of_batch(grid, 0, accept_length, accept_length_filter)
-    kv_index.filter_rows(tgt_cache_loc, accepted + 1, kept, out=out_cache_loc, impl=impl)
+    accepted, kept = _of_batch(grid, accept_length, accept_length_filter)
+    start = index.row_offsets(accepted + 1, impl=impl)[:-1]
+    rows, capacity = torch.zeros_like(kept), out_cache_loc.shape[0]
+    index.read_table(tgt_cache_loc[None], rows, start, kept, capacity, fill=0, out=out_cache_loc, impl=impl)
 
 
 @Launcher
@@ -378,11 +369,10 @@ def create_flashinfer_kv_indices_triton(
         kv_indptr: [>= bs + 1] int32.
         kv_start_idx: [bs] first position, or None for 0.
         kv_indices_ptr: [>= kv_indptr[bs]] int32 or int64, written in place.
-        req_to_token_ptr_stride: row length of the table.
     """
-    rows, counts = _of_batch(grid, 0, req_pool_indices_ptr, page_kernel_lens_ptr)
+    rows, counts = _of_batch(grid, req_pool_indices_ptr, page_kernel_lens_ptr)
     start = torch.zeros_like(counts) if kv_start_idx is None else kv_start_idx[: rows.shape[0]]
-    kv_index.read_table(
+    index.read_table(
         _table(req_to_token_ptr, req_to_token_ptr_stride), rows, start, counts, kv_indices_ptr.shape[0],
         fill=0, offsets=kv_indptr[: rows.shape[0] + 1].int(), out=kv_indices_ptr, impl=impl,
     )  # fmt: skip
@@ -404,14 +394,13 @@ def fill_accepted_out_cache_loc(
         accept_index: [bs * S] int32 flat node ids, -1 where there is none.
         out_cache_loc: [bs * N] int64, slots by node.
         accepted_out_cache_loc: [bs * S] int64, written in place; entries behind the accepted ones stay.
-        size_upper: not used.
     """
-    kv_index.compact(accept_index.flatten(), out_cache_loc, out=accepted_out_cache_loc, impl=impl)
+    index.compact(accept_index.flatten(), out_cache_loc, out=accepted_out_cache_loc, impl=impl)
 
 
-def _of_batch(grid: Grid | None, axis: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _of_batch(grid: Grid | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The tensors' entries of the requests in the grid, all of them without a grid."""
-    return tuple(tensor[: grid[axis]] for tensor in tensors) if grid else tensors
+    return tuple(tensor[: grid[0]] for tensor in tensors) if grid else tensors
 
 
 def _table(req_to_token: torch.Tensor, pool_len: int | None) -> torch.Tensor:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from specdec_kernels.cases import Case, Maker
+from specdec_kernels.cases import Maker, case_of
+from specdec_kernels.compat.sglang.index.cases import pool_rows, token_table
 from specdec_kernels.compat.sglang.types import TreeMaskMode
-from specdec_kernels.kv_index.ragged_cases import pool_rows, token_table
 
 _OLD = 77  # what an output holds before the call
 
@@ -124,7 +124,7 @@ def _greedy(make: Maker, batch: int, nodes: int, path: int, vocab: int = 3, cycl
 
 
 def coarse_probs(make: Maker, batch: int, nodes: int, vocab: int) -> torch.Tensor:
-    """Laws in multiples of 1/64, whose sums are exact in any order."""
+    """Distributions in multiples of 1/64, whose sums are exact in any order."""
     draws = make.integers(0, vocab, batch, nodes, 64)
     counts = torch.zeros(batch, nodes, vocab, device=make.device)
     return counts.scatter_add_(2, draws, torch.ones_like(draws, dtype=torch.float32)) / 64
@@ -133,21 +133,21 @@ def coarse_probs(make: Maker, batch: int, nodes: int, vocab: int) -> torch.Tenso
 def _sampling(
     make: Maker, batch: int, nodes: int, path: int, vocab: int, single: float = 1.0, acc: float = 1.0, odd: bool = False
 ) -> dict[str, Any]:
-    """`odd`: coins of 0, rows without mass, tokens outside the vocabulary."""
+    """`odd`: uniforms of 0, rows without mass, tokens outside the vocabulary."""
     target = coarse_probs(make, batch, nodes, vocab)
     candidates = make.integers(0, min(vocab, 6), batch, nodes)
-    coins = make.integers(0, 128, batch, nodes).float() / 128
+    uniforms = make.integers(0, 128, batch, nodes).float() / 128
     final = make.integers(0, 128, batch).float() / 128
     if odd:
         target[::2, 1:] = 0
         target[1::3, 0, 2] = float("nan")
         candidates[:, 2::3] = vocab + 3
-        coins[:, ::2] = 0
+        uniforms[:, ::2] = 0
         final[::2] = 0
     return walk_outputs(make, batch, nodes, path) | dict(
         candidates=candidates,
         **random_links(make, batch, nodes),
-        uniform_samples=coins,
+        uniform_samples=uniforms,
         uniform_samples_for_final_sampling=final,
         target_probs=target,
         draft_probs=torch.zeros_like(target),
@@ -341,47 +341,36 @@ def _accepted_slots(make: Maker, size: int, nodes: int) -> dict[str, Any]:
     )
 
 
-def _case(
-    function: str,
-    build: Any,
-    name: str,
-    catches: str,
-    gate: bool = False,
-    bench: bool = False,
-    large: bool = False,
-    **shape: Any,
-) -> Case:
-    return Case(name, function, partial(build, **shape), catches, gate, bench, ("large",) if large else ())
-
-
-_build = partial(_case, "build_tree_kernel_efficient", build_inputs)
-_greedy_case = partial(_case, "verify_tree_greedy", _greedy)
-_sampling_case = partial(_case, "tree_speculative_sampling_target_only", _sampling)
-_packbits_case = partial(_case, "segment_packbits", _packbits)
-_draft_case = partial(_case, "assign_draft_cache_locs", _draft_locs)
-_decode_case = partial(_case, "generate_draft_decode_kv_indices", _decode_indices)
+_build = partial(case_of, "build_tree_kernel_efficient", build_inputs)
+_greedy_case = partial(case_of, "verify_tree_greedy", _greedy)
+_sampling_case = partial(case_of, "tree_speculative_sampling_target_only", _sampling)
+_packbits_case = partial(case_of, "segment_packbits", _packbits)
+_draft_case = partial(case_of, "assign_draft_cache_locs", _draft_locs)
+_decode_case = partial(case_of, "generate_draft_decode_kv_indices", _decode_indices)
 _FULL, _QUERY, _PACKED = TreeMaskMode
 
 CASES = (
-    _build("sgl_build_full", "ragged offsets of the full mask", batch=3, nodes=7, mode=_FULL, gate=True),
-    _build("sgl_build_query", "cells by row and column", batch=3, nodes=9, mode=_QUERY, gate=True),
-    _build("sgl_build_packed", "bits of a row", batch=3, nodes=8, mode=_PACKED, gate=True),
+    _build("sgl_build_full", "ragged offsets of the full mask", gate=True, batch=3, nodes=7, mode=_FULL),
+    _build("sgl_build_query", "cells by row and column", gate=True, batch=3, nodes=9, mode=_QUERY),
+    _build("sgl_build_packed", "bits of a row", gate=True, batch=3, nodes=8, mode=_PACKED),
     _build("sgl_build_packed_32", "the sign bit of a packed row", batch=2, nodes=32, mode=_PACKED, topk=6),
     _build("sgl_build_chain", "an empty parent list", batch=2, nodes=4, mode=_QUERY, topk=4, depth=1),
     _build("sgl_build_root", "a tree of the root alone", batch=2, nodes=1, mode=_FULL),
     _build(
-        "sgl_build_b64", "the step's shape", batch=64, nodes=32, mode=_QUERY, topk=8, gate=True, bench=True, large=True
+        "sgl_build_b64", "the step's shape", gate=True, bench=True, tags=("large",), batch=64, nodes=32, mode=_QUERY,
+        topk=8,
     ),
-    _case("reconstruct_indices_from_tree_mask", _reconstruct, "sgl_mask", "siblings by parent", batch=3, nodes=9),
+    case_of("reconstruct_indices_from_tree_mask", _reconstruct, "sgl_mask", "siblings by parent", batch=3, nodes=9),
     _greedy_case("sgl_greedy_empty", "B = 0", batch=0, nodes=3, path=2),
-    _greedy_case("sgl_greedy_deep", "the walk's order", batch=9, nodes=12, path=6, gate=True),
+    _greedy_case("sgl_greedy_deep", "the walk's order", gate=True, batch=9, nodes=12, path=6),
     _greedy_case("sgl_greedy_short", "a path past its width", batch=9, nodes=12, path=2, vocab=2),
     _greedy_case("sgl_greedy_root", "a tree of the root alone", batch=3, nodes=1, path=1),
     _greedy_case("sgl_greedy_cycle", "links that never end", batch=4, nodes=6, path=4, vocab=1, cycle=True),
     _greedy_case(
-        "sgl_greedy_b64", "the step's shape", batch=64, nodes=32, path=6, vocab=3, gate=True, bench=True, large=True
+        "sgl_greedy_b64", "the step's shape", gate=True, bench=True, tags=("large",), batch=64, nodes=32, path=6,
+        vocab=3,
     ),
-    _sampling_case("sgl_sampling_small", "coins and residuals", batch=6, nodes=7, path=4, vocab=9, gate=True),
+    _sampling_case("sgl_sampling_small", "uniforms and residuals", gate=True, batch=6, nodes=7, path=4, vocab=9),
     _sampling_case("sgl_sampling_tiles", "the carry between tiles", batch=2, nodes=3, path=3, vocab=1300),
     _sampling_case("sgl_sampling_short", "the whole target after a full path", batch=6, nodes=7, path=2, vocab=5),
     _sampling_case("sgl_sampling_lossy", "thresholds", batch=6, nodes=7, path=4, vocab=9, single=0.25, acc=0.5),
@@ -389,30 +378,37 @@ CASES = (
         "sgl_sampling_zero", "every first child taken", batch=4, nodes=7, path=4, vocab=9, single=0.0, acc=0.0
     ),
     _sampling_case("sgl_sampling_odd", "no mass, NaN, tokens outside", batch=7, nodes=6, path=4, vocab=9, odd=True),
-    _sampling_case("sgl_sampling_gate", "registers", batch=2, nodes=4, path=3, vocab=151936, gate=True, large=True),
     _sampling_case(
-        "sgl_sampling_152k", "the step's shape", batch=8, nodes=16, path=6, vocab=151936, bench=True, large=True
+        "sgl_sampling_gate", "registers", gate=True, tags=("large",), batch=2, nodes=4, path=3, vocab=151936
+    ),
+    _sampling_case(
+        "sgl_sampling_152k", "the step's shape", bench=True, tags=("large",), batch=8, nodes=16, path=6, vocab=151936
     ),
     _packbits_case("sgl_pack_none", "no segments", sizes=()),
-    _packbits_case("sgl_pack", "segments that end within a byte", sizes=(0, 3, 8, 17, 0, 1), gate=True),
-    _case("top_k_renorm_prob", _renorm, "sgl_top_k", "ties", which="top_k", rows=3, vocab=11, value=[1, 3, 40]),
-    _case("top_p_renorm_prob", _renorm, "sgl_top_p", "the threshold", which="top_p", rows=3, vocab=11, value=0.5),
-    _case("create_extend_after_decode_spec_info", _spec_info, "sgl_spec_info", "offsets of the bonus", batch=5),
-    _case("assign_req_to_token_pool", _assign, "sgl_assign", "rows and starts", batch=5),
-    _case("assign_extend_cache_locs", _assign, "sgl_extend", "rows and starts", batch=5, read=True),
+    _packbits_case("sgl_pack", "segments that end within a byte", gate=True, sizes=(0, 3, 8, 17, 0, 1)),
+    case_of("top_k_renorm_prob", _renorm, "sgl_top_k", "ties", which="top_k", rows=3, vocab=11, value=[1, 3, 40]),
+    case_of("top_p_renorm_prob", _renorm, "sgl_top_p", "the threshold", which="top_p", rows=3, vocab=11, value=0.5),
+    case_of("create_extend_after_decode_spec_info", _spec_info, "sgl_spec_info", "offsets of the bonus", batch=5),
+    case_of("assign_req_to_token_pool", _assign, "sgl_assign", "rows and starts", batch=5),
+    case_of("assign_extend_cache_locs", _assign, "sgl_extend", "rows and starts", batch=5, read=True),
     _draft_case("sgl_draft_page_1", "unpaged drafts", batch=4, topk=3, steps=2, page_size=1),
     _draft_case("sgl_draft_chain", "one branch", batch=4, topk=1, steps=3, page_size=4),
     _draft_case("sgl_draft_paged", "copy lists, result over its input", batch=5, topk=3, steps=5, page_size=4),
     _decode_case("sgl_decode_page_1", "unpaged branches", batch=4, topk=3, steps=2, page_size=1),
     _decode_case("sgl_decode_paged", "paged branches", batch=4, topk=2, steps=3, page_size=4),
     _decode_case("sgl_decode_window", "window", batch=4, topk=2, steps=3, page_size=4, window=2, sink=1),
-    _case("create_draft_kv_indices", _pair_indices, "sgl_pair", "two sequences a request", batch=4),
-    _case("create_draft_kv_indices", _pair_indices, "sgl_factor_4", "any factor", batch=3, factor=4),
-    _case("align_evict_mask_to_page_size", _evict, "sgl_evict", "page edges", batch=7, nodes=5, page_size=4),
-    _case("get_target_cache_loc", _target_locs, "sgl_target", "first and last slots", batch=5, nodes=6, page_size=4),
-    _case("get_src_tgt_cache_loc", _source_locs, "sgl_source", "whole pages freed", batch=5, nodes=6, page_size=4),
-    _case("filter_finished_cache_loc_kernel", _filter, "sgl_filter", "finished rows", batch=7),
-    _case("create_flashinfer_kv_indices_triton", _flashinfer, "sgl_flashinfer", "offsets", batch=5, starts=True),
-    _case("create_flashinfer_kv_indices_triton", _flashinfer, "sgl_flashinfer_0", "no starts", batch=5, starts=False),
-    _case("fill_accepted_out_cache_loc", _accepted_slots, "sgl_accepted", "order", size=24, nodes=16),
-)
+    case_of("create_draft_kv_indices", _pair_indices, "sgl_pair", "two sequences a request", batch=4),
+    case_of("create_draft_kv_indices", _pair_indices, "sgl_factor_4", "any factor", batch=3, factor=4),
+    case_of("align_evict_mask_to_page_size", _evict, "sgl_evict", "page edges", batch=7, nodes=5, page_size=4),
+    case_of("get_target_cache_loc", _target_locs, "sgl_target", "first and last slots", batch=5, nodes=6, page_size=4),
+    case_of(
+        "get_target_cache_loc", _target_locs, "sgl_target_b64", "the step's shape", bench=True, batch=64, nodes=32,
+        page_size=16,
+    ),
+    case_of("get_src_tgt_cache_loc", _source_locs, "sgl_source", "whole pages freed", batch=5, nodes=6, page_size=4),
+    case_of("filter_finished_cache_loc_kernel", _filter, "sgl_filter", "finished rows", batch=7),
+    case_of("filter_finished_cache_loc_kernel", _filter, "sgl_filter_b64", "the step's shape", bench=True, batch=64),
+    case_of("create_flashinfer_kv_indices_triton", _flashinfer, "sgl_flashinfer", "offsets", batch=5, starts=True),
+    case_of("create_flashinfer_kv_indices_triton", _flashinfer, "sgl_flashinfer_0", "no starts", batch=5, starts=False),
+    case_of("fill_accepted_out_cache_loc", _accepted_slots, "sgl_accepted", "order", size=24, nodes=16),
+)  # fmt: skip

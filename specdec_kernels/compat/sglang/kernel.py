@@ -1,42 +1,23 @@
 """Kernels of the SGLang functions that the families have no counterpart of.
 
-The walks take a lane a request: a step visits one node, so a request is done after at most N - 1 steps, and
-the warp stops with its last request. Sampling keeps SGLang's bookkeeping (rejected mass in `draft_probs`),
-then reads one row a request twice: for the mass of every tile of the vocabulary, and again for the one tile
-in which the running mass passes the coin.
+The walks take one lane per request. A step visits one node, so a request is done after at most N - 1 steps, and the
+warp stops with its last request. Sampling keeps SGLang's bookkeeping (rejected mass in `draft_probs`). Then it reads
+one row per request twice: for the mass of every tile of the vocabulary, and again for the one tile in which the running
+mass passes the uniform number.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
+from specdec_kernels.compat.sglang.configs import config_of
+from specdec_kernels.compat.sglang.index.kernel_trees import sees
 from specdec_kernels.compat.sglang.types import TreeMaskMode
-from specdec_kernels.kv_index.ragged_kernel import owning_row
-from specdec_kernels.launch import current_chip, launch
-
-
-@dataclass(frozen=True)
-class SglangConfig:
-    flat_block: int  # lanes of a program over a flat output
-    walk_requests: int  # requests of a program that walks trees
-    max_tile: int  # of the vocabulary
-    num_warps: int
-    walk_warps: int
-
-
-_GPU = SglangConfig(flat_block=1024, walk_requests=32, max_tile=4096, num_warps=4, walk_warps=1)
-# The interpreter pays by the program, not by the lane.
-_CONFIGS = {
-    "sm80": _GPU,
-    "sm90": _GPU,
-    "sm100": _GPU,
-    "gfx942": _GPU,
-    "interpreter": SglangConfig(flat_block=1 << 16, walk_requests=1 << 10, max_tile=512, num_warps=1, walk_warps=1),
-}
+from specdec_kernels.kv_index.configs import lanes
+from specdec_kernels.kv_index.kernel import owning_row
+from specdec_kernels.launch import launch
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -82,8 +63,7 @@ def _deliver_cells(
     """Bits of the masks as cells, behind the prefix cells of each row where there are offsets."""
     live = place < batch * NODES * NODES
     node, column = place // NODES, place % NODES
-    word = tl.load(mask_ptr + node * WORDS + column // 64, mask=live, other=0)
-    seen = ((word >> (column % 64)) & 1) != 0
+    seen = sees(mask_ptr, node, column, live, NODES, WORDS) != 0
     target = place
     if offsets_ptr is not None:
         request = node // NODES
@@ -180,7 +160,7 @@ def _sample_walk_kernel(
     index_ptr,  # [B, NODES] int
     next_token_ptr,  # [B, NODES] int
     next_sibling_ptr,  # [B, NODES] int
-    coins_ptr,  # [B, NODES] float32
+    uniforms_ptr,  # [B, NODES] float32
     target_ptr,  # [B, NODES, VOCAB] float32
     draft_ptr,  # [B, NODES, VOCAB] float32, changed
     node_ptr,  # [B] int32: last accepted node
@@ -199,8 +179,8 @@ def _sample_walk_kernel(
     last, child = _start_walk(index_ptr, next_token_ptr, accept_index_ptr, request, live, NODES, PATH)
     accepted, node = request * 0, request * 0
     visits = NODES - 1
-    coin = tl.load(coins_ptr + request * NODES, mask=live, other=1.0)
-    mass = coin * 0.0
+    uniform = tl.load(uniforms_ptr + request * NODES, mask=live, other=1.0)
+    mass = uniform * 0.0
     active = live & (child >= 0) & (child < NODES) & (accepted < PATH - 1)
     while (visits > 0) & (tl.max(active.to(tl.int32), 0) > 0):
         token = tl.load(candidates_ptr + request * NODES + child, mask=active, other=-1).to(tl.int64)
@@ -211,7 +191,7 @@ def _sample_walk_kernel(
         before = tl.load(draft_ptr + place, mask=known, other=0.0)
         added = tl.where(before > 0, 0.0, probability)
         mass += added
-        hit = known & ((coin < tl.div_rn(mass, mass * 0 + threshold_acc)) | (added >= threshold_single))
+        hit = known & ((uniform < tl.div_rn(mass, mass * 0 + threshold_acc)) | (added >= threshold_single))
         tl.store(draft_ptr + place, probability, mask=known & (hit == 0) & ((before > 0) == 0))
         # A duplicate sibling reads this entry again, and a lane may be held by more than one thread.
         tl.debug_barrier()
@@ -221,7 +201,7 @@ def _sample_walk_kernel(
         )  # fmt: skip
         accepted += hit.to(tl.int64)
         node = tl.where(hit, child, node)
-        coin = tl.where(hit, tl.load(coins_ptr + request * NODES + child, mask=hit, other=1.0), coin)
+        uniform = tl.where(hit, tl.load(uniforms_ptr + request * NODES + child, mask=hit, other=1.0), uniform)
         mass = tl.where(hit, 0.0, mass)
         child = _onward(next_token_ptr, next_sibling_ptr, request, active, hit, child, NODES)
         active = live & (child >= 0) & (child < NODES) & (accepted < PATH - 1)
@@ -280,7 +260,7 @@ def _first_beyond(running, weight, goal, index, END: tl.constexpr):
 @triton.jit(do_not_specialize=["flat_nodes"])
 def _final_token_kernel(
     predicts_ptr,  # [flat_nodes] int
-    final_coins_ptr,  # [B] float32
+    final_uniforms_ptr,  # [B] float32
     target_ptr,  # [B, NODES, VOCAB] float32
     draft_ptr,  # [B, NODES, VOCAB] float32
     node_ptr,  # [B] int32
@@ -302,7 +282,7 @@ def _final_token_kernel(
     place = request * TILES + tile
     mass = tl.load(tile_mass_ptr + place, mask=tile < TILES, other=0.0)
     running = tl.cumsum(mass, 0)
-    goal = tl.load(final_coins_ptr + request) * tl.max(running, 0)
+    goal = tl.load(final_uniforms_ptr + request) * tl.max(running, 0)
     winner = tl.maximum(_first_beyond(running, mass, goal, tile, BLOCK_T), 0)
     before = tl.max(tl.where(tile < winner, running, 0.0), 0)
 
@@ -333,7 +313,7 @@ def _packbits_kernel(
 ):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = place < size
-    segment = owning_row(output_indptr_ptr, place, segments, live, 1, 0)
+    segment = owning_row(output_indptr_ptr, place, segments, live)
     owned = live & (segment < segments)
     column = place - tl.load(output_indptr_ptr + segment, mask=owned, other=0)
     first = tl.load(input_indptr_ptr + segment, mask=owned, other=0) + 8 * column
@@ -359,8 +339,8 @@ def deliver_tree(
     batch, nodes = first_child.shape
     packed = mode is TreeMaskMode.QLEN_ONLY_BITPACKING
     total = batch * nodes * (1 if packed or tree_mask is None else nodes)
-    config = _CONFIGS[current_chip(lengths)]
-    block = _lanes(total, config.flat_block)
+    config = config_of(lengths)
+    block = lanes(total, config.flat_block)
     launch(
         _deliver_tree_kernel, (triton.cdiv(total, block),), first_child, next_sibling, positions, mask,
         lengths, offsets, tree_mask, *outputs, batch, num_warps=config.num_warps, NODES=nodes,
@@ -380,8 +360,8 @@ def verify_tree_greedy(
 ) -> None:
     """See `specdec_kernels.compat.sglang.verify_tree_greedy`."""
     batch, nodes = candidates.shape
-    config = _CONFIGS[current_chip(candidates)]
-    block = _lanes(batch, config.walk_requests)
+    config = config_of(candidates)
+    block = lanes(batch, config.walk_requests)
     launch(
         _verify_greedy_kernel, (triton.cdiv(batch, block),), predicts, accept_index, accept_token_num,
         candidates, retrive_index, next_token, next_sibling, target_predict, batch, predicts.shape[0],
@@ -397,8 +377,8 @@ def tree_speculative_sampling_target_only(
     retrive_index: torch.Tensor,
     next_token: torch.Tensor,
     next_sibling: torch.Tensor,
-    coins: torch.Tensor,
-    final_coins: torch.Tensor,
+    uniforms: torch.Tensor,
+    final_uniforms: torch.Tensor,
     target_probs: torch.Tensor,
     draft_probs: torch.Tensor,
     threshold_single: float,
@@ -406,8 +386,8 @@ def tree_speculative_sampling_target_only(
 ) -> None:
     """See `specdec_kernels.compat.sglang.tree_speculative_sampling_target_only`."""
     batch, nodes, vocab = target_probs.shape
-    config = _CONFIGS[current_chip(candidates)]
-    block, block_v = _lanes(batch, config.walk_requests), _lanes(vocab, config.max_tile)
+    config = config_of(candidates)
+    block, block_v = lanes(batch, config.walk_requests), lanes(vocab, config.max_tile)
     tiles = triton.cdiv(vocab, block_v)
 
     def scratch(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -419,7 +399,7 @@ def tree_speculative_sampling_target_only(
     sizes = dict(NODES=nodes, PATH=accept_index.shape[1], VOCAB=vocab)
     launch(
         _sample_walk_kernel, (triton.cdiv(batch, block),), predicts, accept_index, accept_token_num,
-        candidates, retrive_index, next_token, next_sibling, coins, target_probs, draft_probs, node, last,
+        candidates, retrive_index, next_token, next_sibling, uniforms, target_probs, draft_probs, node, last,
         batch, predicts.shape[0], float(threshold_single), float(threshold_acc),
         num_warps=config.walk_warps, BLOCK=block, **sizes,
     )  # fmt: skip
@@ -428,22 +408,17 @@ def tree_speculative_sampling_target_only(
         arg, num_warps=config.num_warps, TILES=tiles, BLOCK_V=block_v, **sizes,
     )  # fmt: skip
     launch(
-        _final_token_kernel, (batch,), predicts, final_coins, target_probs, draft_probs, node, last,
+        _final_token_kernel, (batch,), predicts, final_uniforms, target_probs, draft_probs, node, last,
         accept_token_num, mass, top, arg, predicts.shape[0], num_warps=config.num_warps, TILES=tiles,
-        BLOCK_V=block_v, BLOCK_T=_lanes(tiles, 1 << 30), **sizes,
+        BLOCK_V=block_v, BLOCK_T=lanes(tiles), **sizes,
     )  # fmt: skip
 
 
 def segment_packbits(x: torch.Tensor, input_indptr: torch.Tensor, output_indptr: torch.Tensor, y: torch.Tensor) -> None:
     """See `specdec_kernels.compat.sglang.segment_packbits`."""
-    config = _CONFIGS[current_chip(x)]
-    block = _lanes(y.shape[0], config.flat_block)
+    config = config_of(x)
+    block = lanes(y.shape[0], config.flat_block)
     launch(
         _packbits_kernel, (triton.cdiv(y.shape[0], block),), x, input_indptr, output_indptr, y,
         input_indptr.shape[0] - 1, y.shape[0], x.shape[0], num_warps=config.num_warps, BLOCK=block,
     )  # fmt: skip
-
-
-def _lanes(count: int, most: int) -> int:
-    """Power of two that covers `count` up to `most`; two at least, which every Triton compiler takes."""
-    return max(2, min(triton.next_power_of_2(max(count, 1)), most))

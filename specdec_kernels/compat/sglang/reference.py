@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from specdec_kernels.compat.sglang.index.reference import mask_cells
 from specdec_kernels.compat.sglang.types import TreeMaskMode
-
-WORD_BITS = 64
+from specdec_kernels.tree.types import WORD_BITS
 
 
 def deliver_tree(
@@ -37,8 +37,6 @@ def deliver_tree(
         wrapped = torch.where(low >= 1 << (bits - 1), low - (1 << bits), low) if bits < WORD_BITS else low
         flat.view(signed)[: batch * nodes] = wrapped.to(signed)
         return
-    node = torch.arange(nodes, device=lengths.device)
-    seen = (mask[:, :, node // WORD_BITS] >> (node % WORD_BITS)) & 1
     place = torch.arange(batch * nodes * nodes, device=lengths.device)
     if offsets is not None:
         request, cell = place // (nodes * nodes), place % (nodes * nodes)
@@ -46,7 +44,7 @@ def deliver_tree(
         length = lengths.clamp(min=0)[request]
         place = offsets[request].long() * nodes + request * nodes * nodes
         place = place + row * (length + nodes) + length + column
-    flat[place] = seen.reshape(-1).bool()
+    flat[place] = mask_cells(mask).flatten()
 
 
 def verify_tree_greedy(
@@ -77,8 +75,8 @@ def tree_speculative_sampling_target_only(
     retrive_index: torch.Tensor,
     next_token: torch.Tensor,
     next_sibling: torch.Tensor,
-    coins: torch.Tensor,
-    final_coins: torch.Tensor,
+    uniforms: torch.Tensor,
+    final_uniforms: torch.Tensor,
     target_probs: torch.Tensor,
     draft_probs: torch.Tensor,
     threshold_single: float,
@@ -90,7 +88,7 @@ def tree_speculative_sampling_target_only(
         return
     request = torch.arange(batch, device=candidates.device)
     walk = _Walk(accept_index, retrive_index, next_token, next_sibling, predicts.shape[0])
-    mass = coins.new_zeros(batch)
+    mass = uniforms.new_zeros(batch)
     for _ in range(nodes - 1):
         token = _at(candidates, walk.child)
         known = walk.active & (token >= 0) & (token < vocab)
@@ -99,8 +97,8 @@ def tree_speculative_sampling_target_only(
         before = torch.where(known, draft_probs[place], 0)
         added = torch.where(before > 0, 0, probability)
         mass = mass + added
-        coin = coins[request, walk.node]
-        hit = known & ((coin < mass / threshold_acc) | (added >= threshold_single))
+        uniform = uniforms[request, walk.node]
+        hit = known & ((uniform < mass / threshold_acc) | (added >= threshold_single))
         miss = known & ~hit & (before <= 0)
         # An entry that rejects nothing puts back what is there; every request has its own rows.
         draft_probs[place] = torch.where(miss, probability, draft_probs[place])
@@ -109,15 +107,15 @@ def tree_speculative_sampling_target_only(
     target = _positive(target_probs[request, walk.node])
     full = walk.accepted == accept_index.shape[1] - 1
     rejected = torch.where(full[:, None], 0, _positive(draft_probs[request, walk.node]))
-    _put(predicts, walk.last, _draw(target, rejected, final_coins), walk.last == walk.last)
+    _put(predicts, walk.last, _draw(target, rejected, final_uniforms), walk.last == walk.last)
     accept_token_num.copy_(walk.accepted)
 
 
-def _draw(target: torch.Tensor, rejected: torch.Tensor, coin: torch.Tensor) -> torch.Tensor:
-    """First token whose running residual exceeds coin * total, see the public function."""
+def _draw(target: torch.Tensor, rejected: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """First token whose running residual exceeds uniform * total, see the public function."""
     residual = (target - rejected).clamp(min=0)
     running = residual.cumsum(1)
-    goal = coin * running[:, -1]
+    goal = uniform * running[:, -1]
     vocab = target.shape[1]
     token = torch.arange(vocab, device=target.device)
     first = torch.where((running > goal[:, None]) & (residual > 0), token, vocab).amin(1)
@@ -143,7 +141,7 @@ def segment_packbits(x: torch.Tensor, input_indptr: torch.Tensor, output_indptr:
 
 
 class _Walk:
-    """A walk of all requests at once down their trees, one visited node a step."""
+    """A walk of all requests at once down their trees, one visited node per step."""
 
     def __init__(
         self,

@@ -7,7 +7,42 @@ nothing is read back from the device.
 
 from __future__ import annotations
 
-from specdec_kernels.compat.sglang.index.api import export_mask, parents_from_candidates
-from specdec_kernels.compat.sglang.index.types import ExportedMask
+from specdec_kernels.compat.sglang.index.api import (
+    align_eviction,
+    compact,
+    draft_kv_indices,
+    draft_slots,
+    export_mask,
+    move_slots,
+    parents_from_candidates,
+    read_table,
+    row_offsets,
+    verify_decode_indices,
+    write_table,
+)
+from specdec_kernels.compat.sglang.index.types import (
+    Compacted,
+    DraftSlots,
+    ExportedMask,
+    RaggedValues,
+    SequenceIndices,
+)
 
-__all__ = ["ExportedMask", "export_mask", "parents_from_candidates"]
+__all__ = [
+    "Compacted",
+    "DraftSlots",
+    "ExportedMask",
+    "RaggedValues",
+    "SequenceIndices",
+    "align_eviction",
+    "compact",
+    "draft_kv_indices",
+    "draft_slots",
+    "export_mask",
+    "move_slots",
+    "parents_from_candidates",
+    "read_table",
+    "row_offsets",
+    "verify_decode_indices",
+    "write_table",
+]

@@ -18,13 +18,15 @@ import triton.language as tl
 from specdec_kernels.compat.sglang.index.configs import IndexConfig, config_of
 from specdec_kernels.compat.sglang.index.reference import low_bits, packed_dtype
 from specdec_kernels.compat.sglang.index.types import ExportedMask
+from specdec_kernels.kv_index.configs import lanes
+from specdec_kernels.kv_index.kernel import running_sums
 from specdec_kernels.launch import launch
 from specdec_kernels.tree.types import UNUSED_PARENT, WORD_BITS, mask_words
 
 _WORD_BITS = tl.constexpr(WORD_BITS)
 _UNUSED_PARENT = tl.constexpr(UNUSED_PARENT)
 _BYTE_BITS = 8
-_SCAN_LANES = 1024
+_MASK_CELLS = 1024  # cells of a row that a program writes at once
 
 
 @triton.jit(do_not_specialize=["batch", "rows", "topk"])
@@ -59,25 +61,6 @@ def _candidate_parents_kernel(
     parent = tl.where((candidate >= 0) & (history_row == 0), 0, parent)
     parent = tl.where(node == 0, -1, parent)
     tl.store(parents_ptr + request.to(tl.int64) * NODES + node, parent, mask=live)
-
-
-@triton.jit(do_not_specialize=["batch"])
-def _request_starts_kernel(
-    lengths_ptr,  # [B] int64
-    offsets_ptr,  # [B + 1] int64
-    batch,
-    NODES: tl.constexpr,
-    UNIT: tl.constexpr,  # cells of an element
-    BLOCK_B: tl.constexpr,
-):
-    before = tl.program_id(0).to(tl.int64) * 0
-    tl.store(offsets_ptr, before)
-    for start in range(0, batch, BLOCK_B):
-        request = start + tl.arange(0, BLOCK_B)
-        length = tl.maximum(tl.load(lengths_ptr + request, mask=request < batch, other=0), 0)
-        size = tl.where(request < batch, ((length + NODES) * NODES + UNIT - 1) // UNIT, 0)
-        tl.store(offsets_ptr + 1 + request, before + tl.cumsum(size, 0), mask=request < batch)
-        before += tl.sum(size, 0)
 
 
 @triton.jit
@@ -201,7 +184,7 @@ def parents_from_candidates(selected: torch.Tensor, parent_list: torch.Tensor, t
     batch, drafts = selected.shape
     parents = torch.empty(batch, drafts + 1, dtype=torch.int32, device=selected.device)
     config = config_of(selected)
-    block_n = min(max(2, triton.next_power_of_2(drafts + 1)), config.pair_nodes)
+    block_n = lanes(drafts + 1, config.pair_nodes)
     block_b = min(triton.next_power_of_2(max(batch, 1)), config.pair_requests)
     grid = (triton.cdiv(batch, block_b), triton.cdiv(drafts + 1, block_n))
     launch(
@@ -224,14 +207,14 @@ def export_mask(mask: torch.Tensor, lengths: torch.Tensor, form: str, capacity: 
     cells = torch.empty(capacity, dtype=torch.uint8, device=mask.device)
     offsets = torch.empty(batch + 1, dtype=torch.int64, device=mask.device)
     unit = _BYTE_BITS if form == "flashinfer" else 1
-    launch(_request_starts_kernel, (1,), lengths, offsets, batch, NODES=num_nodes, UNIT=unit, BLOCK_B=_SCAN_LANES)
+    running_sums(lengths, offsets, scale=num_nodes, add=num_nodes * num_nodes, unit=unit)
     if form == "full":
         _launch_cells(config, mask, lengths, offsets, cells)
         return ExportedMask(cells.view(torch.bool), offsets)
     launch(
         _bytes_kernel, (batch + config.tail_programs, config.mask_splits), mask, lengths, offsets, cells, batch,
         cells.numel(), NODES=num_nodes, WORDS=mask_words(num_nodes), SPLITS=config.mask_splits,
-        BLOCK_C=config.mask_cells, num_warps=config.num_warps,
+        BLOCK_C=_MASK_CELLS, num_warps=config.num_warps,
     )  # fmt: skip
     return ExportedMask(cells, offsets)
 
@@ -246,9 +229,9 @@ def _launch_cells(
     """A byte a cell; without `lengths` there is no prefix, rows follow each other and nothing is left over."""
     batch, num_nodes = mask.shape[:2]
     rows = batch * num_nodes
-    block_c = config.mask_cells if lengths is not None else max(2, triton.next_power_of_2(num_nodes))
+    block_c = _MASK_CELLS if lengths is not None else lanes(num_nodes)
     splits = config.mask_splits if lengths is not None else 1
-    block_r = max(2, min(triton.next_power_of_2(max(rows, 1)), config.mask_rows))
+    block_r = lanes(rows, config.mask_rows)
     row_programs = triton.cdiv(rows, block_r)
     tail_programs = config.tail_programs if lengths is not None else 0
     launch(
@@ -265,7 +248,7 @@ def _packed(mask: torch.Tensor) -> torch.Tensor:
     values = torch.empty(batch, num_nodes, dtype.itemsize, dtype=torch.uint8, device=mask.device)
     rows = batch * num_nodes
     launch(
-        _pack_kernel, (triton.cdiv(rows, _SCAN_LANES),), mask, values, rows,
-        BYTES=dtype.itemsize, LOW_BITS=low_bits(num_nodes), BLOCK_R=_SCAN_LANES,
+        _pack_kernel, (triton.cdiv(rows, _MASK_CELLS),), mask, values, rows,
+        BYTES=dtype.itemsize, LOW_BITS=low_bits(num_nodes), BLOCK_R=_MASK_CELLS,
     )  # fmt: skip
     return values.view(dtype)[:, :, 0]

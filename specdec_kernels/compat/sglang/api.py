@@ -1,7 +1,8 @@
 """The functions of sgl-kernel's `speculative` and `sampling` modules that speculative decoding uses.
 
-Shapes: bs requests, n nodes a request with the root, S = width of `accept_index`, V vocabulary. A flat node id
-is b * n + i. Every function writes its results into tensors of the caller.
+Shapes: bs requests, n nodes per request with the root, S = width of `accept_index`, V vocabulary. A flat node id is
+b * n + i. Every function writes its results into tensors of the caller and raises ValueError for a wrong shape, dtype,
+stride or device.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from typing import Any
 import torch
 
 from specdec_kernels.checks import expect_contiguous, expect_dtype, expect_same_device, expect_shape
-from specdec_kernels.compat.sglang import reference
-from specdec_kernels.compat.sglang.index import parents_from_candidates
+from specdec_kernels.compat.sglang.index import parents_from_candidates, row_offsets
 from specdec_kernels.compat.sglang.types import TreeMaskMode
-from specdec_kernels.launch import use_triton
+from specdec_kernels.launch import dispatch
+from specdec_kernels.sampling import top_k_renorm, top_p_renorm
+from specdec_kernels.tree import build_tree, links_from_mask
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -54,13 +56,7 @@ def build_tree_kernel_efficient(
 
     An entry whose parent was not selected is linked to nothing, counts as one step below the root in
     `positions`, and sees itself and the root.
-
-    Raises:
-        ValueError: wrong shape, dtype, strides or devices, or an unknown mode.
     """
-    from specdec_kernels.kv_index import row_offsets
-    from specdec_kernels.tree import build_tree
-
     batch = selected_index.shape[0]
     expect_shape("selected_index", selected_index, (None, draft_token_num - 1))
     lengths = _lengths(verified_seq_len, batch)
@@ -70,7 +66,7 @@ def build_tree_kernel_efficient(
     links = build_tree(parents, lengths, orphans_see_root=True, impl=impl)
     offsets = row_offsets(lengths, impl=impl) if mode is TreeMaskMode.FULL_MASK else None
     outputs = _tree_outputs(batch, draft_token_num, positions, retrive_index, retrive_next_token, retrive_next_sibling)
-    _deliver(links, lengths, offsets, tree_mask, outputs, mode, impl)
+    dispatch("deliver_tree", __package__, impl, lengths)(links, lengths, offsets, tree_mask, outputs, mode)
 
 
 def reconstruct_indices_from_tree_mask(
@@ -92,12 +88,7 @@ def reconstruct_indices_from_tree_mask(
         verified_seq_len: [bs] int64 committed lengths.
         positions, retrive_index, retrive_next_token, retrive_next_sibling: as in `build_tree_kernel_efficient`.
         batch_size, draft_token_num: bs and n.
-
-    Raises:
-        ValueError: wrong shape, dtype, strides or devices.
     """
-    from specdec_kernels.tree import links_from_mask
-
     cells = batch_size * draft_token_num * draft_token_num
     if tree_mask.numel() != cells or tree_mask.dtype != torch.bool:
         raise ValueError(f"tree_mask: expected {cells} bool cells, got {tree_mask.numel()} of {tree_mask.dtype}")
@@ -107,7 +98,7 @@ def reconstruct_indices_from_tree_mask(
     outputs = _tree_outputs(
         batch_size, draft_token_num, positions, retrive_index, retrive_next_token, retrive_next_sibling
     )
-    _deliver(links, lengths, None, None, outputs, None, impl)
+    dispatch("deliver_tree", __package__, impl, lengths)(links, lengths, None, None, outputs, None)
 
 
 def verify_tree_greedy(
@@ -131,9 +122,6 @@ def verify_tree_greedy(
         candidates: [bs, n] int64 tokens of the nodes.
         retrive_index, retrive_next_token, retrive_next_sibling: [bs, n] int64.
         target_predict: [bs, n] int64, the target's token after each node.
-
-    Raises:
-        ValueError: wrong shape, dtype, strides or devices.
     """
     tree = dict(retrive_index=retrive_index, next_token=retrive_next_token, next_sibling=retrive_next_sibling)
     _check_walk(predicts, accept_index, accept_token_num, candidates, **tree)
@@ -142,11 +130,7 @@ def verify_tree_greedy(
     expect_contiguous(target_predict=target_predict)
     expect_same_device(candidates=candidates, target_predict=target_predict)
     arguments = (predicts, accept_index, accept_token_num, candidates, *tree.values(), target_predict)
-    if use_triton(impl, candidates):
-        import specdec_kernels.compat.sglang.kernel as kernel
-
-        return kernel.verify_tree_greedy(*arguments)
-    return reference.verify_tree_greedy(*arguments)
+    dispatch("verify_tree_greedy", __package__, impl, candidates)(*arguments)
 
 
 def tree_speculative_sampling_target_only(
@@ -169,13 +153,13 @@ def tree_speculative_sampling_target_only(
 ) -> None:
     """Sampled acceptance of a tree that is a deterministic function of the context.
 
-    At a node with coin u the children are visited in sibling order, a sum runs over the probabilities of their
-    tokens, and the first child with u < sum / threshold_acc, or of probability >= threshold_single, is
-    accepted; then its coin decides at its own children. Where none is accepted, the token after the last
-    accepted node is drawn from the target with the rejected tokens taken out, or from the whole target after a
-    path of S - 1 drafts: the first token whose running mass exceeds (final coin) * (total mass). With both
-    thresholds 1 the emitted tokens follow the target's law exactly; smaller thresholds trade that for longer
-    paths.
+    Let u be the uniform number of a node. Its children are visited in sibling order while a sum runs over the
+    probabilities of their tokens. The first child with u < sum / threshold_acc, or of probability >=
+    threshold_single, is accepted, and its own uniform number decides at its own children. Where no child is accepted,
+    the token after the last accepted node is drawn from the target without the rejected tokens; after a path of S - 1
+    drafts it is drawn from the whole target. It is the first token whose running mass exceeds (final uniform number)
+    * (total mass). With both thresholds 1 the emitted tokens follow the target's distribution exactly; smaller
+    thresholds give longer paths at the price of that.
 
     Args:
         predicts: [>= bs * n] int32, written in place at the visited nodes: the token committed after each.
@@ -183,40 +167,33 @@ def tree_speculative_sampling_target_only(
         accept_token_num: [bs] int32, written in place: accepted drafts.
         candidates: [bs, n] int64 tokens of the nodes; a token outside the vocabulary is never accepted.
         retrive_index, retrive_next_token, retrive_next_sibling: [bs, n] int64.
-        uniform_samples: [bs, n] float32 coins in [0, 1); coin i decides among the children of node i.
+        uniform_samples: [bs, n] float32 in [0, 1); entry i decides among the children of node i.
         uniform_samples_for_final_sampling: [bs] float32 in [0, 1).
-        target_probs: [bs, n, V] float32, law after each node; negative entries and NaN count as 0.
+        target_probs: [bs, n, V] float32, distribution after each node; negative entries and NaN count as 0.
         draft_probs: [bs, n, V] float32 zeros, changed: the probability of every rejected token at its parent.
         threshold_single, threshold_acc: in (0, 1]; `threshold_acc` below 1e-9 counts as 1e-9.
         deterministic: accepted for the signature; sums always run in one fixed order.
-
-    Raises:
-        ValueError: wrong shape, dtype, strides or devices.
     """
     tree = dict(retrive_index=retrive_index, next_token=retrive_next_token, next_sibling=retrive_next_sibling)
     _check_walk(predicts, accept_index, accept_token_num, candidates, **tree)
     batch, nodes = candidates.shape
-    coins, final = uniform_samples, uniform_samples_for_final_sampling
-    laws = dict(target_probs=target_probs, draft_probs=draft_probs)
-    for name, law in laws.items():
-        expect_shape(name, law, (batch, nodes, target_probs.shape[-1]))
-    expect_shape("uniform_samples", coins, (batch, nodes))
+    uniforms, final = uniform_samples, uniform_samples_for_final_sampling
+    distributions = dict(target_probs=target_probs, draft_probs=draft_probs)
+    for name, probs in distributions.items():
+        expect_shape(name, probs, (batch, nodes, target_probs.shape[-1]))
+    expect_shape("uniform_samples", uniforms, (batch, nodes))
     expect_shape("uniform_samples_for_final_sampling", final, (batch,))
-    for name, tensor in dict(laws, uniform_samples=coins, uniform_samples_for_final_sampling=final).items():
+    for name, tensor in dict(distributions, uniform_samples=uniforms, uniform_samples_for_final_sampling=final).items():
         expect_dtype(name, tensor, torch.float32)
         expect_contiguous(**{name: tensor})
         expect_same_device(candidates=candidates, **{name: tensor})
     if target_probs.shape[-1] < 1:
         raise ValueError(f"target_probs: expected a vocabulary, got shape {list(target_probs.shape)}")
     arguments: tuple[Any, ...] = (
-        predicts, accept_index, accept_token_num, candidates, *tree.values(), coins, final, target_probs,
+        predicts, accept_index, accept_token_num, candidates, *tree.values(), uniforms, final, target_probs,
         draft_probs, threshold_single, max(threshold_acc, 1e-9),
     )  # fmt: skip
-    if use_triton(impl, candidates):
-        import specdec_kernels.compat.sglang.kernel as kernel
-
-        return kernel.tree_speculative_sampling_target_only(*arguments)
-    return reference.tree_speculative_sampling_target_only(*arguments)
+    dispatch("tree_speculative_sampling_target_only", __package__, impl, candidates)(*arguments)
 
 
 def segment_packbits(
@@ -236,9 +213,6 @@ def segment_packbits(
         output_indptr: [bs + 1] int32, running sum of ceil(segment / 8).
         y: [>= output_indptr[bs]] uint8, written in place; bytes behind the last segment stay.
         batch_size: bs.
-
-    Raises:
-        ValueError: wrong shape, dtype, strides or devices.
     """
     expect_shape("x", x, (None,))
     expect_dtype("x", x, torch.bool, torch.uint8)
@@ -249,40 +223,22 @@ def segment_packbits(
         expect_dtype(name, indptr, torch.int32)
     expect_contiguous(x=x, y=y, input_indptr=input_indptr, output_indptr=output_indptr)
     expect_same_device(x=x, y=y, input_indptr=input_indptr, output_indptr=output_indptr)
-    if use_triton(impl, x):
-        import specdec_kernels.compat.sglang.kernel as kernel
-
-        return kernel.segment_packbits(x, input_indptr, output_indptr, y)
-    return reference.segment_packbits(x, input_indptr, output_indptr, y)
+    dispatch("segment_packbits", __package__, impl, x)(x, input_indptr, output_indptr, y)
 
 
 def top_k_renorm_prob(probs: torch.Tensor, top_k: torch.Tensor | int, *, impl: str = "auto") -> torch.Tensor:
-    """Keep probabilities that are at least the k-th largest (ties kept) and renormalise.
+    """Keep probabilities [rows, V] that are at least the k-th largest (ties kept) and renormalise to float32.
 
-    Args:
-        probs: [rows, V].
-        top_k: one for all rows, or [rows].
-
-    Returns:
-        [rows, V] float32.
+    `top_k` is one for all rows, or [rows].
     """
-    from specdec_kernels.sampling import top_k_renorm
-
     return top_k_renorm(probs.float(), _per_row(top_k, probs, torch.int32), impl=impl)
 
 
 def top_p_renorm_prob(probs: torch.Tensor, top_p: torch.Tensor | float, *, impl: str = "auto") -> torch.Tensor:
-    """Keep the largest probabilities whose sum reaches p (ties at the threshold kept) and renormalise.
+    """Keep the largest probabilities [rows, V] whose sum reaches p (ties kept) and renormalise to float32.
 
-    Args:
-        probs: [rows, V].
-        top_p: one for all rows, or [rows].
-
-    Returns:
-        [rows, V] float32.
+    `top_p` is one for all rows, or [rows].
     """
-    from specdec_kernels.sampling import top_p_renorm
-
     return top_p_renorm(probs.float(), _per_row(top_p, probs, torch.float32), impl=impl)
 
 
@@ -322,22 +278,6 @@ def _tree_outputs(batch: int, nodes: int, positions: torch.Tensor, *links: torch
         expect_contiguous(**{name: tensor})
         expect_same_device(positions=positions, **{name: tensor})
     return (positions, *links)
-
-
-def _deliver(
-    links: tuple[torch.Tensor, ...],
-    lengths: torch.Tensor,
-    offsets: torch.Tensor | None,
-    tree_mask: torch.Tensor | None,
-    outputs: tuple[torch.Tensor, ...],
-    mode: TreeMaskMode | None,
-    impl: str,
-) -> None:
-    if use_triton(impl, lengths):
-        import specdec_kernels.compat.sglang.kernel as kernel
-
-        return kernel.deliver_tree(links, lengths, offsets, tree_mask, outputs, mode)
-    return reference.deliver_tree(links, lengths, offsets, tree_mask, outputs, mode)
 
 
 def _check_walk(

@@ -1,4 +1,4 @@
-"""Definition of the page-table arithmetic in plain torch."""
+"""Definition of the index functions in plain torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def token_slots(
 ) -> torch.Tensor:
     """See `specdec_kernels.kv_index.token_slots`."""
     column = torch.arange(width, device=page_table.device)
-    return torch.where(column < counts[:, None], position_slots(page_table, start[:, None] + column, page_size), -1)
+    return torch.where(column < counts[:, None], _position_slots(page_table, start[:, None] + column, page_size), -1)
 
 
 def flashinfer_indices(
@@ -45,7 +45,30 @@ def flash_attention_table(page_table: torch.Tensor, lengths: torch.Tensor, page_
     return FlashAttentionIndices(torch.where(column * page_size < held[:, None], page_table, 0), held.int())
 
 
-def position_slots(page_table: torch.Tensor, positions: torch.Tensor, page_size: int) -> torch.Tensor:
+def move_accepted(kv: torch.Tensor, page_table: torch.Tensor, lengths: torch.Tensor, nodes: torch.Tensor) -> None:
+    """See `specdec_kernels.kv_index.move_accepted`."""
+    column = torch.arange(nodes.shape[1], device=nodes.device)
+    source = _position_slots(page_table, lengths[:, None] + nodes.clamp(min=0), kv.shape[3])
+    target = _position_slots(page_table, lengths[:, None] + column, kv.shape[3])
+    move_slots(kv, torch.where(nodes >= 0, source, -1).flatten(), target.flatten())
+
+
+def move_slots(kv: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy keys and values of all layers from source to target slots [M]; a pair with a slot outside moves nothing."""
+    layers, _, pages, page_size, heads, dim = kv.shape
+    num_slots = pages * page_size
+    if num_slots == 0 or source.numel() == 0:
+        return
+    moves = (source >= 0) & (source < num_slots) & (target >= 0) & (target < num_slots) & (source != target)
+    # Fixed shapes: an entry that moves nothing rewrites slot 0 with what slot 0 is to hold in the end anyway.
+    into_zero = moves & (target == 0)
+    source = torch.where(moves, source, torch.where(into_zero, source, 0).sum())
+    target = torch.where(moves, target, 0)
+    slots = kv.view(layers, 2, num_slots, heads, dim)
+    slots[:, :, target] = slots[:, :, source]
+
+
+def _position_slots(page_table: torch.Tensor, positions: torch.Tensor, page_size: int) -> torch.Tensor:
     """[B, K] positions -> [B, K] int64 slots, -1 outside the table or on a page that is not there."""
     batch, row_pages = page_table.shape
     if row_pages == 0:

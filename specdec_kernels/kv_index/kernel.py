@@ -1,0 +1,295 @@
+"""Page-table arithmetic and the move of accepted paths on the device.
+
+Ragged results are filled by output place: one program sums the sizes of all rows, then every lane finds the row of its
+place by bisection. So stores are dense, every place is written, and no row waits for another.
+
+A move reads all its sources for a slice of the features before it writes any of them. Source and target may be the
+same slot for different lanes, so a barrier stands between. Different programs own different features (and, of
+different requests, different pages): no program reads what another writes.
+"""
+
+# mypy: ignore-errors
+# Device code: parameters are pointers and constexprs that Python's types do not describe.
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from specdec_kernels.kv_index.configs import config_of, lanes
+from specdec_kernels.kv_index.types import FlashAttentionIndices, FlashInferIndices
+from specdec_kernels.launch import launch
+
+INT64_MAX = 2**63 - 1
+
+
+@triton.jit(do_not_specialize=["entries", "capacity", "limit", "stride"])
+def _running_sums_kernel(
+    counts_ptr,  # [entries / REPEAT] int
+    sums_ptr,  # [programs, >= entries + 1] int
+    entries,
+    capacity,
+    limit,
+    stride,
+    REPEAT: tl.constexpr,
+    SCALE: tl.constexpr,
+    ADD: tl.constexpr,
+    GROWTH: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    step = tl.program_id(0).to(tl.int64)
+    sums_ptr += step * stride
+    lane = tl.arange(0, BLOCK)
+    tl.store(sums_ptr + lane, (lane * 0).to(sums_ptr.dtype.element_ty), mask=lane < 1)
+    before = step * 0
+    for first in range(0, entries, BLOCK):
+        entry = first + lane
+        count = tl.load(counts_ptr + entry // REPEAT, mask=entry < entries, other=0).to(tl.int64)
+        count = tl.minimum(tl.maximum(count, 0), limit)
+        size = (count * SCALE + ADD + step + GROWTH * (entry % REPEAT) + UNIT - 1) // UNIT
+        ends = tl.minimum(before + tl.cumsum(size, 0), capacity)
+        tl.store(sums_ptr + 1 + entry, ends.to(sums_ptr.dtype.element_ty), mask=entry < entries)
+        before += tl.sum(size, 0)
+
+
+@triton.jit
+def owning_row(sums_ptr, place, rows, live):
+    """Row of each place: the first with sums[row + 1] > place, `rows` where there is none."""
+    # Invariant: rows below `low` end at or before the place, rows from `high` on end behind it.
+    low = (place * 0).to(tl.int32)
+    high = low + rows
+    span = rows
+    while span > 0:
+        middle = (low + high) // 2
+        open_ = live & (low < high)
+        past = open_ & (tl.load(sums_ptr + middle + 1, mask=open_, other=0) <= place)
+        high = tl.where(past | (low >= high), high, middle)
+        low = tl.where(past, middle + 1, low)
+        span = span // 2
+    return low
+
+
+@triton.jit
+def _page_slot(table_ptr, request, position, live, ROW_PAGES: tl.constexpr, PAGE_SIZE: tl.constexpr):
+    """Pool slot of each position, -1 where not `live`, outside the table or on a page that is not held."""
+    inside = live & (position >= 0) & (position < ROW_PAGES * PAGE_SIZE)
+    place = tl.where(inside, position, 0)
+    page = tl.load(table_ptr + request.to(tl.int64) * ROW_PAGES + place // PAGE_SIZE, mask=inside, other=-1)
+    return tl.where(page >= 0, page.to(tl.int64) * PAGE_SIZE + place % PAGE_SIZE, -1)
+
+
+@triton.jit
+def _held(lengths_ptr, request, live, ROW_PAGES: tl.constexpr, PAGE_SIZE: tl.constexpr):
+    """Tokens of a request that its row of the table has room for."""
+    length = tl.load(lengths_ptr + request, mask=live, other=0)
+    return tl.minimum(tl.maximum(length, 0), ROW_PAGES * PAGE_SIZE)
+
+
+@triton.jit(do_not_specialize=["total", "width"])
+def _token_slots_kernel(
+    table_ptr,  # [B, ROW_PAGES] int32
+    start_ptr,  # [B] int64
+    counts_ptr,  # [B] int32
+    slots_ptr,  # [B, width] int64
+    total,  # B * width
+    width,  # of a prefill it is the longest prompt: not a reason to compile again
+    ROW_PAGES: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    in_out = place < total
+    request, column = place // width, place % width
+    wanted = in_out & (column < tl.load(counts_ptr + request, mask=in_out, other=0))
+    position = tl.load(start_ptr + request, mask=in_out, other=0) + column
+    tl.store(slots_ptr + place, _page_slot(table_ptr, request, position, wanted, ROW_PAGES, PAGE_SIZE), mask=in_out)
+
+
+@triton.jit(do_not_specialize=["batch", "capacity"])
+def _flat_pages_kernel(
+    table_ptr,  # [B, ROW_PAGES] int32
+    lengths_ptr,  # [B] int64
+    indptr_ptr,  # [B + 1] int32
+    indices_ptr,  # [capacity] int32
+    last_page_len_ptr,  # [B] int32
+    batch,
+    capacity,
+    ROW_PAGES: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    held = _held(lengths_ptr, place, place < batch, ROW_PAGES, PAGE_SIZE)
+    last_page_len = tl.where(held > 0, (tl.maximum(held, 1) - 1) % PAGE_SIZE + 1, 0)
+    tl.store(last_page_len_ptr + place, last_page_len.to(tl.int32), mask=place < batch)
+    in_out = place < capacity
+    row = owning_row(indptr_ptr, place, batch, in_out)
+    found = in_out & (row < batch)
+    column = place - tl.load(indptr_ptr + row, mask=found, other=0)
+    page = tl.load(table_ptr + row.to(tl.int64) * ROW_PAGES + column, mask=found, other=0)
+    tl.store(indices_ptr + place, page, mask=in_out)
+
+
+@triton.jit(do_not_specialize=["total"])
+def _attention_table_kernel(
+    table_ptr,  # [B, ROW_PAGES] int32
+    lengths_ptr,  # [B] int64
+    out_table_ptr,  # [B, ROW_PAGES] int32
+    seqused_ptr,  # [B] int32
+    total,  # B * max(ROW_PAGES, 1)
+    ROW_PAGES: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    in_out = place < total
+    # A table without columns still has lengths to write: it is swept as if it had one.
+    request, column = place // max(ROW_PAGES, 1), place % max(ROW_PAGES, 1)
+    held = _held(lengths_ptr, request, in_out, ROW_PAGES, PAGE_SIZE)
+    used = in_out & (column * PAGE_SIZE < held)
+    page = tl.load(table_ptr + place, mask=used, other=0)
+    tl.store(out_table_ptr + place, page, mask=in_out & (column < ROW_PAGES))
+    tl.store(seqused_ptr + request, held.to(tl.int32), mask=in_out & (column == 0))
+
+
+@triton.jit
+def feature_offsets(first, planes, plane_stride, ROW: tl.constexpr, BLOCK_F: tl.constexpr):
+    """Offsets of a slice of the features within the pool, relative to a slot's row, and which exist."""
+    feature = first + tl.arange(0, BLOCK_F)
+    within = (feature // ROW).to(tl.int64) * plane_stride + feature % ROW
+    return within[None, :], (feature < planes * ROW)[None, :]
+
+
+@triton.jit
+def move_rows(kv_ptr, source, target, moves, first, planes, plane_stride, ROW: tl.constexpr, BLOCK_F: tl.constexpr):
+    """Copy a slice of the features from source to target slots [M] where `moves`, all reads before all writes."""
+    within, exists = feature_offsets(first, planes, plane_stride, ROW, BLOCK_F)
+    live = moves[:, None] & exists
+    values = tl.load(kv_ptr + source[:, None] * ROW + within, mask=live, other=0.0)
+    tl.debug_barrier()
+    tl.store(kv_ptr + target[:, None] * ROW + within, values, mask=live)
+
+
+@triton.jit(do_not_specialize=["batch"])
+def _move_kernel(
+    kv_ptr,  # [PLANES, pages * PAGE_SIZE, ROW]: a plane is (layer, key or value), a row all heads
+    table_ptr,  # [B, ROW_PAGES] int32
+    lengths_ptr,  # [B] int64
+    nodes_ptr,  # [B, PATH] int32
+    batch,
+    plane_stride,
+    PATH: tl.constexpr,
+    PLANES: tl.constexpr,
+    ROW: tl.constexpr,
+    ROW_PAGES: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
+    entry = tl.arange(0, BLOCK_B * BLOCK_J)
+    request, step = tl.program_id(0) * BLOCK_B + entry // BLOCK_J, entry % BLOCK_J
+    on_path = (request < batch) & (step < PATH)
+    node = tl.load(nodes_ptr + request.to(tl.int64) * PATH + step, mask=on_path, other=-1)
+    length = tl.load(lengths_ptr + request, mask=on_path, other=0)
+    moves = on_path & (node >= 0) & (node != step)
+    source = _page_slot(table_ptr, request, length + node, moves, ROW_PAGES, PAGE_SIZE)
+    target = _page_slot(table_ptr, request, length + step, moves, ROW_PAGES, PAGE_SIZE)
+    moves = moves & (source >= 0) & (target >= 0)
+    move_rows(kv_ptr, source, target, moves, tl.program_id(1) * BLOCK_F, PLANES, plane_stride, ROW, BLOCK_F)
+
+
+def running_sums(
+    counts: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    capacity: int = INT64_MAX,
+    limit: int = INT64_MAX,
+    repeat: int = 1,
+    scale: int = 1,
+    add: int = 0,
+    growth: int = 0,
+    unit: int = 1,
+) -> torch.Tensor:
+    """Exclusive sums of row sizes with the total behind them, into `out` [E + 1] or, per step, [steps, >= E + 1].
+
+    Each count stands for `repeat` rows one behind the other. Row r of a count c has in step s the size
+    ceil((min(max(c, 0), limit) * scale + add + s + growth * r) / unit). No sum is larger than `capacity`.
+    """
+    entries, config = counts.shape[0] * repeat, config_of(counts)
+    steps, stride = (out.shape[0], out.stride(0)) if out.dim() == 2 else (1, 0)
+    launch(
+        _running_sums_kernel, (steps,), counts, out, entries, capacity, limit, stride, num_warps=config.num_warps,
+        REPEAT=repeat, SCALE=scale, ADD=add, GROWTH=growth, UNIT=unit, BLOCK=lanes(entries, config.scan_block),
+    )  # fmt: skip
+    return out
+
+
+def token_slots(
+    page_table: torch.Tensor, start: torch.Tensor, counts: torch.Tensor, width: int, page_size: int
+) -> torch.Tensor:
+    """See `specdec_kernels.kv_index.token_slots`."""
+    batch, row_pages = page_table.shape
+    slots = torch.empty(batch, width, dtype=torch.int64, device=page_table.device)
+    total, config = batch * width, config_of(page_table)
+    block = lanes(total, config.flat_block)
+    launch(
+        _token_slots_kernel, (triton.cdiv(total, block),), page_table, start, counts, slots, total, width,
+        num_warps=config.num_warps, ROW_PAGES=row_pages, PAGE_SIZE=page_size, BLOCK=block,
+    )  # fmt: skip
+    return slots
+
+
+def flashinfer_indices(
+    page_table: torch.Tensor, lengths: torch.Tensor, page_size: int, capacity: int | None = None
+) -> FlashInferIndices:
+    """See `specdec_kernels.kv_index.flashinfer_indices`."""
+    batch, row_pages = page_table.shape
+    capacity = batch * row_pages if capacity is None else capacity
+    out = FlashInferIndices(
+        *(torch.empty(n, dtype=torch.int32, device=page_table.device) for n in (batch + 1, capacity, batch))
+    )
+    running_sums(lengths, out.indptr, capacity=capacity, limit=row_pages * page_size, unit=page_size)
+    total, config = max(capacity, batch), config_of(page_table)
+    block = lanes(total, config.flat_block)
+    launch(
+        _flat_pages_kernel, (triton.cdiv(total, block),), page_table, lengths, *out, batch, capacity,
+        num_warps=config.num_warps, ROW_PAGES=row_pages, PAGE_SIZE=page_size, BLOCK=block,
+    )  # fmt: skip
+    return out
+
+
+def flash_attention_table(page_table: torch.Tensor, lengths: torch.Tensor, page_size: int) -> FlashAttentionIndices:
+    """See `specdec_kernels.kv_index.flash_attention_table`."""
+    batch, row_pages = page_table.shape
+    out = FlashAttentionIndices(
+        torch.empty_like(page_table), torch.empty(batch, dtype=torch.int32, device=page_table.device)
+    )
+    total, config = batch * max(row_pages, 1), config_of(page_table)
+    block = lanes(total, config.flat_block)
+    launch(
+        _attention_table_kernel, (triton.cdiv(total, block),), page_table, lengths, *out, total,
+        num_warps=config.num_warps, ROW_PAGES=row_pages, PAGE_SIZE=page_size, BLOCK=block,
+    )  # fmt: skip
+    return out
+
+
+def move_accepted(kv: torch.Tensor, page_table: torch.Tensor, lengths: torch.Tensor, nodes: torch.Tensor) -> None:
+    """See `specdec_kernels.kv_index.move_accepted`."""
+    layers, _, pages, page_size, heads, dim = kv.shape
+    batch, path = nodes.shape
+    planes, row = layers * 2, heads * dim
+    if kv.numel() == 0 or nodes.numel() == 0:
+        return
+    config = config_of(kv)
+    block_j = lanes(path)
+    block_b = min(triton.next_power_of_2(batch), config.move_requests)
+    block_f = lanes(planes * row, max(16, config.move_budget // (block_b * block_j)))
+    launch(
+        _move_kernel, (triton.cdiv(batch, block_b), triton.cdiv(planes * row, block_f)), kv, page_table,
+        lengths, nodes, batch, pages * page_size * row, num_warps=config.num_warps, PATH=path, PLANES=planes,
+        ROW=row, ROW_PAGES=page_table.shape[1], PAGE_SIZE=page_size, BLOCK_B=block_b, BLOCK_J=block_j,
+        BLOCK_F=block_f,
+    )  # fmt: skip
