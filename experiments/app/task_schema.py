@@ -53,26 +53,48 @@ class GenerateTask(TaskConfig):
 
 
 @dataclass
-class CompareTask(TaskConfig):
-    """Several methods over several prompt sets. `methods` maps a label to an algorithm and its settings."""
+class MethodsTask(TaskConfig):
+    """A task over several methods. `methods` maps a label to an algorithm and its settings."""
+
+    methods: dict[str, Any] = field(default_factory=dict)
+    only: list[str] = field(default_factory=list)
+    """Labels of the methods to run; empty runs all of them."""
+
+    def __post_init__(self) -> None:
+        self.chosen_methods()
+
+    def chosen_methods(self) -> dict[str, Any]:
+        """Label to configuration of the methods to run.
+
+        Raises ValueError for an unknown label, an unknown algorithm and a setting that the algorithm does not have.
+        """
+        if not self.methods:
+            raise ValueError("task.methods is empty: give at least one, such as +task.methods.mine.name=dflash")
+        found = {label: method_config(f"task.methods.{label}", settings) for label, settings in self.methods.items()}
+        for label in self.only:
+            if label not in found:
+                raise ValueError(f"task.only must be among {', '.join(found)}, got {label!r}")
+        return {label: method for label, method in found.items() if label in self.only or not self.only}
+
+    def methods_of(self, config: RunConfig) -> dict[str, Any]:
+        return self.chosen_methods()
+
+
+@dataclass
+class CompareTask(MethodsTask):
+    """Several methods over several prompt sets."""
 
     NAME: ClassVar[str] = "compare"
     IGNORED: ClassVar[tuple[str, ...]] = ("algo", "data", "baseline", "samples")
     name: str = "compare"
-    methods: dict[str, Any] = field(default_factory=dict)
-    only: list[str] = field(default_factory=list)
-    """Labels of the methods to run; empty runs all of them."""
     data: list[str] = field(default_factory=lambda: ["arithmetic", "code"])
     limit: int | None = None
     """Prompts of each set; null takes the set's own default."""
 
     def __post_init__(self) -> None:
-        chosen_methods(self)
+        super().__post_init__()
         _expect_some("task.data", self.data)
         expect_at_least("task.limit", self.limit, 1)
-
-    def methods_of(self, config: RunConfig) -> dict[str, Any]:
-        return chosen_methods(self)
 
     def data_of(self, config: RunConfig) -> list[Any]:
         return [prompt_set(name, self.limit) for name in self.data]
@@ -96,7 +118,7 @@ class ThroughputTask(TaskConfig):
 
 
 @dataclass
-class LosslessnessTask(TaskConfig):
+class LosslessnessTask(MethodsTask):
     """Whether each method on each backend writes what the target alone writes, or draws from its distribution."""
 
     NAME: ClassVar[str] = "losslessness"
@@ -105,9 +127,6 @@ class LosslessnessTask(TaskConfig):
     )  # fmt: skip
     OWN_PAGES: ClassVar[str | None] = "each of task.page_sizes and task.batches has as many pages as it needs"
     name: str = "losslessness"
-    methods: dict[str, Any] = field(default_factory=dict)
-    only: list[str] = field(default_factory=list)
-    """Labels of the methods to run; empty runs all of them."""
     backends: list[str] = field(default_factory=lambda: ["fa4", "torch"])
     page_sizes: list[int] = field(default_factory=lambda: [1, 16])
     batches: list[int] = field(default_factory=lambda: [1, 3])
@@ -121,7 +140,7 @@ class LosslessnessTask(TaskConfig):
     Rules that draw their drafts are compared once, in greedy decoding."""
 
     def __post_init__(self) -> None:
-        chosen_methods(self)
+        super().__post_init__()
         _expect_some("task.backends", self.backends)
         _expect_some("task.page_sizes", self.page_sizes, least=1)
         _expect_some("task.batches", self.batches, least=1)
@@ -132,20 +151,13 @@ class LosslessnessTask(TaskConfig):
         if not 0 < self.temperature < float("inf"):
             raise ValueError(f"task.temperature must be above 0 and finite, got {self.temperature}")
 
-    def methods_of(self, config: RunConfig) -> dict[str, Any]:
-        return chosen_methods(self)
-
     def backends_of(self, config: RunConfig) -> list[Any]:
         """The named backends; the run's own backend keeps the run's settings."""
         found: dict[str, Any] = backends()
         for name in self.backends:
-            if name not in found:
-                raise ValueError(f"task.backends must be among {', '.join(found)}, got {name!r}")
-        own = config.backend
-        return [
-            own if name == own.name else found[name].Config(**(HYBRID if name == "hybrid" else {}))
-            for name in self.backends
-        ]
+            expect_choice("task.backends", name, tuple(found))
+        own, settings = config.backend, {"hybrid": HYBRID}
+        return [own if name == own.name else found[name].Config(**settings.get(name, {})) for name in self.backends]
 
 
 @dataclass
@@ -183,20 +195,6 @@ def prompt_set(name: str, limit: int | None) -> Any:
     if settings is None:
         raise ValueError(f"task.data: expected among {', '.join(datasets())}, got {name!r}")
     return settings() if limit is None else settings(limit=limit)
-
-
-def chosen_methods(task: CompareTask | LosslessnessTask) -> dict[str, Any]:
-    """Label to configuration of the methods a task runs.
-
-    Raises ValueError for an unknown label, an unknown algorithm and a setting that the algorithm does not have.
-    """
-    if not task.methods:
-        raise ValueError("task.methods is empty: give at least one, such as +task.methods.mine.name=dflash")
-    methods = {label: method_config(f"task.methods.{label}", settings) for label, settings in task.methods.items()}
-    unknown = [label for label in task.only if label not in methods]
-    if unknown:
-        raise ValueError(f"task.only must be among {', '.join(methods)}, got {unknown[0]!r}")
-    return {label: method for label, method in methods.items() if label in task.only or not task.only}
 
 
 def method_config(key: str, settings: Any) -> Any:

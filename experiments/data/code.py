@@ -1,7 +1,7 @@
 """Python source that every Python installation already has: the standard library.
 
-Nothing is copied into the repository; files are found at run time. A fixed tuple of pure-Python modules is kept out of
-training, and the code prompts are beginnings of functions from exactly those modules.
+Nothing is copied into the repository: files are found at run time. The pure-Python modules of `HELDOUT_MODULES` are
+kept out of training, and the code prompts are beginnings of functions from exactly these modules.
 """
 
 from __future__ import annotations
@@ -14,29 +14,18 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+# fmt: off
 HELDOUT_MODULES = (
-    "argparse",
-    "bisect",
-    "calendar",
-    "colorsys",
-    "configparser",
-    "csv",
-    "difflib",
-    "filecmp",
-    "fnmatch",
-    "fractions",
-    "graphlib",
-    "heapq",
-    "shlex",
-    "statistics",
-    "textwrap",
+    "argparse", "bisect", "calendar", "colorsys", "configparser", "csv", "difflib", "filecmp", "fnmatch", "fractions",
+    "graphlib", "heapq", "shlex", "statistics", "textwrap",
 )
+# fmt: on
 DEFAULT_COUNT = 64
 MAX_PROMPT_LINES = 8
 MIN_PROMPT_LINES = 3
 MIN_REMAINING_LINES = 4
 MAX_PROMPT_CHARS = 600
-# Tests repeat themselves, `encodings` and `pydoc_data` are tables, the rest is not the standard library.
+# Tests repeat themselves, `encodings` and `pydoc_data` are tables, and the others are not the standard library.
 EXCLUDED_FOLDERS = frozenset(
     {"__pycache__", "dist-packages", "encodings", "idle_test", "lib2to3", "lib-dynload", "pydoc_data"}
     | {"site-packages", "test", "tests"}
@@ -59,8 +48,7 @@ def stdlib_folder() -> Path:
 
 def heldout_files() -> list[Path]:
     """Source files of the held-out modules that this interpreter ships."""
-    candidates = [stdlib_folder() / f"{module}.py" for module in HELDOUT_MODULES]
-    return [path for path in candidates if path.is_file()]
+    return [path for module in HELDOUT_MODULES if (path := stdlib_folder() / f"{module}.py").is_file()]
 
 
 def training_files() -> list[Path]:
@@ -88,11 +76,9 @@ def _beginning(module: str, lines: list[str], node: ast.FunctionDef) -> Function
     total = (node.end_lineno or node.lineno) - node.lineno + 1
     header = node.body[0].lineno - node.lineno
     keep = min(MAX_PROMPT_LINES, max(MIN_PROMPT_LINES, header + total // 3))
-    if total - keep < MIN_REMAINING_LINES or header >= keep:
-        return None
     chosen = lines[node.lineno - 1 : node.lineno - 1 + keep]
     prompt = textwrap.dedent("\n".join(chosen)) + "\n"
-    if len(prompt) > MAX_PROMPT_CHARS:
+    if total - keep < MIN_REMAINING_LINES or header >= keep or len(prompt) > MAX_PROMPT_CHARS:
         return None
     return FunctionBeginning(module, node.name, prompt)
 
@@ -105,8 +91,7 @@ def beginnings_of(path: Path) -> Iterator[FunctionBeginning]:
     lines = source.splitlines()
     nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
     for node in sorted(nodes, key=lambda node: node.lineno):
-        beginning = _beginning(path.stem, lines, node)
-        if beginning is not None:
+        if beginning := _beginning(path.stem, lines, node):
             yield beginning
 
 
@@ -118,10 +103,7 @@ def _heldout_beginnings() -> tuple[FunctionBeginning, ...]:
 
 
 def function_beginnings(count: int = DEFAULT_COUNT) -> list[FunctionBeginning]:
-    """`count` prompts from the held-out modules, taken in turn from each module.
-
-    Raises ValueError where the standard library found has fewer.
-    """
+    """`count` prompts, one from each held-out module in turn. Raises ValueError where the modules have fewer."""
     available = _heldout_beginnings()
     if count > len(available):
         raise ValueError(f"data=code has {len(available)} function beginnings in {stdlib_folder()}, got count={count}")

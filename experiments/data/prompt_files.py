@@ -1,6 +1,4 @@
-"""Reading prompt files: JSON lines or one JSON list, plain or gzipped, with errors that name the file and the
-line.
-"""
+"""Reads prompt files: JSON lines or one JSON list, plain or gzipped. Errors name the file and the line."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ class DataError(ValueError):
 
 @dataclass(frozen=True)
 class Record:
-    """One JSON object and where it stands, as `file:line`."""
+    """One JSON object and its place, as `file:line`."""
 
     fields: dict[str, Any]
     where: str
@@ -44,10 +42,10 @@ def _shown(value: object) -> str:
 
 
 def read_records(path: str | Path, key: str = "data.path") -> list[Record]:
-    """All records of a `.jsonl` or `.json` file (optionally `.gz`); blank lines are skipped.
+    """All records of a `.jsonl` or `.json` file, also with `.gz`; blank lines are skipped.
 
-    `key` is the configuration key that the errors point to. Raises DataError for a missing, unreadable or
-    empty file and for a malformed line.
+    Errors point to the configuration key `key`. Raises DataError for a file that is missing, unreadable or empty, and
+    for a malformed line.
     """
     file = Path(path).expanduser()
     text = _read_text(file, key)

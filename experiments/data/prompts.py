@@ -1,13 +1,13 @@
 """Prompt sets by name, as the configuration group `data` offers them.
 
-A set is a configuration dataclass whose `load` makes the prompts. This module is read while the command line
-is being checked, so it imports no torch, and the generators only when a set is loaded.
+A set is a configuration dataclass whose `load` makes the prompts. The command line imports this module before anything
+is checked, so it imports no torch, and imports the generators only when a set is loaded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass, replace
 from typing import Protocol
 
 from omegaconf import MISSING
@@ -43,19 +43,23 @@ class Prompt:
         """Token ids of the prompt, up to where the model is to continue."""
         return tokenizer.encode(self.text) if self.raw else tokenizer.encode_chat(self.turns or (self.text,))
 
+    @classmethod
+    def of_turns(cls, turns: tuple[str, ...], answer: str | None) -> Prompt:
+        """The user turns of a conversation, shown as one text."""
+        return cls("\n\n".join(turns), turns=turns, answer=answer)
+
 
 Score = Callable[[Prompt, str], bool]
 
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Prompts in order; `score(prompt, generated text)` says whether an answer is right, None where none is
-    known.
-    """
+    """Prompts in order."""
 
     name: str
     prompts: tuple[Prompt, ...]
     score: Score | None = None
+    """(prompt, generated text) to right or wrong; None where no answers are known."""
 
 
 @dataclass
@@ -70,9 +74,7 @@ class DataConfig:
             raise ValueError(f"data.limit must be at least 1, or null for all prompts, got {self.limit}")
 
     def load(self) -> PromptSet:
-        """All prompts of the set, or at least the first `limit`; DataError where its source cannot be
-        used.
-        """
+        """All prompts of the set, or at least the first `limit`. Raises DataError where its source cannot be used."""
         raise NotImplementedError
 
 
@@ -108,9 +110,7 @@ class CodeData(DataConfig):
 
 @dataclass
 class JsonlData(DataConfig):
-    """A file with one `{"prompt": "..."}` or `{"turns": ["...", ...]}` a line; `raw` skips the chat
-    template.
-    """
+    """A file with one `{"prompt": "..."}` or `{"turns": ["...", ...]}` per line; `raw` skips the chat template."""
 
     name: str = "jsonl"
     path: str = MISSING
@@ -144,59 +144,26 @@ class TextData(DataConfig):
 
 @dataclass
 class PublicData(DataConfig):
-    """A public set from the local file `path` in its published fields, or from the hub where `path` is
-    None.
-    """
+    """A public set in its published fields: from the local file `path`, or from the hub where `path` is None."""
 
     path: str | None = None
 
     def load(self) -> PromptSet:
         source = PUBLIC_SETS[self.name]
-        prompts = []
-        for record in read_public(self.name, self.path):
-            turns = source.turns(record)
-            prompts.append(Prompt("\n\n".join(turns), turns=turns, answer=source.answer(record)))
+        records = read_public(self.name, self.path)
+        prompts = tuple(Prompt.of_turns(source.turns(record), source.answer(record)) for record in records)
+        if source.correct is None:
+            return PromptSet(self.name, prompts)
         correct = source.correct
-        if correct is None:
-            return PromptSet(self.name, tuple(prompts))
-        return PromptSet(self.name, tuple(prompts), lambda prompt, text: correct(prompt.answer or "", text))
+        return PromptSet(self.name, prompts, lambda prompt, text: correct(prompt.answer or "", text))
 
 
-@dataclass
-class Gsm8kData(PublicData):
-    name: str = "gsm8k"
-
-
-@dataclass
-class Math500Data(PublicData):
-    name: str = "math500"
-
-
-@dataclass
-class HumanEvalData(PublicData):
-    name: str = "humaneval"
-
-
-@dataclass
-class MbppData(PublicData):
-    name: str = "mbpp"
-
-
-@dataclass
-class MtBenchData(PublicData):
-    name: str = "mt_bench"
-
-
-SETS = (
+SETS: tuple[type[DataConfig], ...] = (
     ArithmeticData,
     CodeData,
     JsonlData,
     TextData,
-    Gsm8kData,
-    Math500Data,
-    HumanEvalData,
-    MbppData,
-    MtBenchData,
+    *(make_dataclass(f"{name}_data", [("name", str, name)], bases=(PublicData,)) for name in PUBLIC_SETS),
 )
 
 
@@ -206,11 +173,9 @@ def datasets() -> dict[str, type[DataConfig]]:
 
 
 def load_prompts(config: DataConfig) -> PromptSet:
-    """The prompts that `config` asks for, at most `config.limit`. Raises DataError naming what cannot be
-    used.
-    """
+    """The prompts that `config` asks for, at most `config.limit`. Raises DataError naming what cannot be used."""
     loaded = config.load()
-    return PromptSet(loaded.name, loaded.prompts[: config.limit], loaded.score)
+    return replace(loaded, prompts=loaded.prompts[: config.limit])
 
 
 def _file_prompt(record: Record, raw: bool) -> Prompt:
@@ -226,5 +191,4 @@ def _file_prompt(record: Record, raw: bool) -> Prompt:
         return Prompt(record.text("prompt"), raw=raw, answer=answer)
     if raw:
         raise DataError(f"{record.where}: 'turns' need the chat template; leave data.raw=false, or use key 'prompt'")
-    turns = record.texts("turns")
-    return Prompt("\n\n".join(turns), turns=turns, answer=answer)
+    return Prompt.of_turns(record.texts("turns"), answer)

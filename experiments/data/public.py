@@ -1,8 +1,8 @@
 """The usual public evaluation sets, from a local file in their published fields or by name from the hub.
 
-The instructions around a problem are this project's own; acceptance lengths depend on them, so compare runs
-that share them. Answers are scored by the last number (gsm8k) or the last boxed expression (math500); the
-other sets are for speed and acceptance only. Nothing is downloaded unless no file is given.
+The instructions around a problem are this project's own. Acceptance depends on them, so compare only runs that share
+them. Answers are scored by the last number (gsm8k) or the last boxed expression (math500); the other sets measure speed
+and acceptance only. Nothing is downloaded where a file is given.
 """
 
 from __future__ import annotations
@@ -18,18 +18,12 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 BOXED = "\\boxed{"
 STEP_BY_STEP = "Work through the problem step by step and end with a line that holds only the final number."
 STEP_BY_STEP_BOXED = "Work through the problem step by step and write the final answer as \\boxed{answer}."
+# fmt: off
 MATH_SPELLINGS = (
-    ("dfrac", "frac"),
-    ("tfrac", "frac"),
-    ("\\left", ""),
-    ("\\right", ""),
-    ("\\!", ""),
-    ("\\,", ""),
-    ("\\$", ""),
-    ("$", ""),
-    ("^{\\circ}", ""),
-    ("^\\circ", ""),
+    ("dfrac", "frac"), ("tfrac", "frac"), ("\\left", ""), ("\\right", ""), ("\\!", ""), ("\\,", ""), ("\\$", ""),
+    ("$", ""), ("^{\\circ}", ""), ("^\\circ", ""),
 )
+# fmt: on
 
 
 @dataclass(frozen=True)

@@ -7,25 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from experiments.report import tables
 from experiments.report.page import acceptance_lines, section, step_times
-from experiments.report.tables import (
-    ACCURACY,
-    DASH,
-    DECODE_SPEEDUP,
-    LOSSLESS,
-    METHOD,
-    STEP_MS,
-    TOKENS_PER_STEP,
-    Column,
-    Row,
-    number,
-    text,
-)
+from experiments.report.tables import Row
 from experiments.tasks.base import Task
 
 
 def _acceptance(row: Row) -> str:
-    return " ".join(DASH if rate is None else f"{100 * rate:.0f}" for rate in row["acceptance_at"][:6]) or DASH
+    rates = [None if rate is None else 100 * rate for rate in row["acceptance_at"][:6]]
+    return " ".join(tables.figure(rate, 0) for rate in rates or [None])
 
 
 class Compare(Task):
@@ -34,15 +24,15 @@ class Compare(Task):
     name = "compare"
     objective = "tokens_per_step"
     columns = (
-        text("data", "data"),
-        METHOD,
-        DECODE_SPEEDUP,
-        number("predicted", "prediction/predicted", 2, "×"),
-        TOKENS_PER_STEP,
-        Column("acceptance@1…6 %", _acceptance),
-        STEP_MS,
-        LOSSLESS,
-        ACCURACY,
+        tables.text("data", "data"),
+        tables.METHOD,
+        tables.DECODE_SPEEDUP,
+        tables.number("predicted", "prediction/predicted", 2, "×"),
+        tables.TOKENS_PER_STEP,
+        tables.Column("acceptance@1…6 %", _acceptance),
+        tables.STEP_MS,
+        tables.LOSSLESS,
+        tables.ACCURACY,
     )
 
     def measure(self) -> list[Row]:

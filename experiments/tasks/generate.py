@@ -12,21 +12,10 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from experiments.report import console as terminal
+from experiments.report import tables
 from experiments.report.page import Card, acceptance_bars, method_cards, request_details, section, step_times
 from experiments.report.run_folder import json_lines
-from experiments.report.tables import (
-    ACCURACY,
-    DECODE_RATE,
-    DECODE_SPEEDUP,
-    FIRST_TOKEN_MS,
-    LOSSLESS,
-    METHOD,
-    STEP_MS,
-    STEP_MS_RANGE,
-    TOKENS_PER_STEP,
-    WALL_RATE,
-    Row,
-)
+from experiments.report.tables import Row
 from experiments.tasks.base import Task
 from experiments.tasks.decoding import AUTOREGRESSIVE
 
@@ -37,16 +26,16 @@ class Generate(Task):
     name = "generate"
     objective = "tokens_per_step"
     columns = (
-        METHOD,
-        DECODE_RATE,
-        replace(WALL_RATE, narrow=False),
-        STEP_MS,
-        STEP_MS_RANGE,
-        TOKENS_PER_STEP,
-        replace(FIRST_TOKEN_MS, narrow=False),
-        DECODE_SPEEDUP,
-        LOSSLESS,
-        ACCURACY,
+        tables.METHOD,
+        tables.DECODE_RATE,
+        replace(tables.WALL_RATE, narrow=False),
+        tables.STEP_MS,
+        tables.STEP_MS_RANGE,
+        tables.TOKENS_PER_STEP,
+        replace(tables.FIRST_TOKEN_MS, narrow=False),
+        tables.DECODE_SPEEDUP,
+        tables.LOSSLESS,
+        tables.ACCURACY,
     )
     records: Sequence[dict[str, Any]] = ()
     """The lines of requests.jsonl, known once the run is measured."""

@@ -13,20 +13,10 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from experiments.report import metrics
+from experiments.report import metrics, tables
 from experiments.report.page import section
 from experiments.report.plots import legend, lines
-from experiments.report.tables import (
-    ACCURACY,
-    FIRST_TOKEN_MS,
-    METHOD,
-    TOKENS_PER_STEP,
-    WALL_RATE,
-    WALL_SPEEDUP,
-    Row,
-    number,
-    quantile_pair,
-)
+from experiments.report.tables import Row
 from experiments.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -39,14 +29,14 @@ class Throughput(Task):
     name = "throughput"
     objective = "wall_tokens_per_s"
     columns = (
-        number("concurrency", "concurrency", 0),
-        METHOD,
-        WALL_RATE,
-        WALL_SPEEDUP,
-        FIRST_TOKEN_MS,
-        quantile_pair("between tokens ms p50 / p90", "inter_token_ms", 2),
-        TOKENS_PER_STEP,
-        ACCURACY,
+        tables.number("concurrency", "concurrency", 0),
+        tables.METHOD,
+        tables.WALL_RATE,
+        tables.WALL_SPEEDUP,
+        tables.FIRST_TOKEN_MS,
+        tables.quantile_pair("between tokens ms p50 / p90", "inter_token_ms", 2),
+        tables.TOKENS_PER_STEP,
+        tables.ACCURACY,
     )
 
     def measure(self) -> list[Row]:
