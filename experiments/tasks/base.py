@@ -7,12 +7,21 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.console import Console
 
+from experiments.app.errors import user_errors
 from experiments.app.plan import Plan, Workload
 from experiments.report import metrics
+from experiments.report.console import step_progress
 from experiments.report.page import Card
 from experiments.report.run_folder import json_lines
 from experiments.report.tables import Column, Row, csv_text, markdown
-from experiments.tasks.decoding import AUTOREGRESSIVE, Decoded, baseline_config, decode, method_row
+from experiments.tasks.decoding import (
+    AUTOREGRESSIVE,
+    Decoded,
+    baseline_config,
+    make_engine,
+    method_row,
+    warm_up_sizes,
+)
 
 if TYPE_CHECKING:
     from algorithms.runtime.models.loading import Target
@@ -88,9 +97,24 @@ class Task:
         plan: Plan | None = None,
         target: Target | None = None,
     ) -> Decoded:
-        """Decode `requests` (default: all of `workload`) with `algo`; `plan` and `target` replace the task's own."""
-        asked = workload.requests if requests is None else requests
-        return decode(plan or self.plan, target or self.target, algo, workload, asked, self.console, label)
+        """Decode `requests` (default: all of `workload`) with `algo`, after a warm-up that no clock sees.
+
+        `plan` and `target` replace the task's own. The cache is sized for the longest request of `workload`. Raises
+        UserError where the requests cannot be served.
+        """
+        from algorithms.runtime.engine import EngineError
+
+        plan, asked = plan or self.plan, workload.requests if requests is None else requests
+        engine, algorithm, backend = make_engine(plan, target or self.target, algo, workload.max_length)
+        with user_errors(EngineError):
+            # Compilation and first imports are no part of a step, so they happen here, before the clock runs.
+            for count, tokens in warm_up_sizes(plan.hardware.label == "triton", plan.config.runtime.max_batch):
+                few = asked[:count]
+                engine.generate([r.with_sampling(max_new_tokens=min(tokens, r.sampling.max_new_tokens)) for r in few])
+            engine.forget()
+            with step_progress(self.console, label or algo.name, len(asked)) as on_step:
+                generation = engine.generate(asked, on_step)
+        return Decoded(algo.name, asked, generation, algorithm.max_depth, algorithm.rule, dict(backend.served))
 
     def decode_methods(
         self,

@@ -1,4 +1,4 @@
-"""All requests through one algorithm, and the figures of it: the part that every task shares."""
+"""What every task shares: an engine for one algorithm, and the figures of what it decoded."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from experiments.app.errors import UserError, user_errors
 from experiments.app.plan import Plan, Workload
 from experiments.report import metrics
-from experiments.report.console import step_progress
 
 if TYPE_CHECKING:
     from algorithms.runtime.algorithm import Algorithm
@@ -47,34 +44,6 @@ def baseline_config() -> Any:
     from algorithms.registry import available
 
     return available()[AUTOREGRESSIVE].Config()
-
-
-def decode(
-    plan: Plan,
-    target: Target,
-    algo: Any,
-    workload: Workload,
-    requests: Sequence[Request],
-    console: Console,
-    label: str | None = None,
-) -> Decoded:
-    """Decode `requests` with `algo`, after a warm-up that no clock sees. Raises UserError where that cannot be.
-
-    The cache is sized for the longest request of `workload`.
-    """
-    from algorithms.runtime.engine import EngineError
-
-    engine, algorithm, backend = make_engine(plan, target, algo, workload.max_length)
-    with user_errors(EngineError):
-        # Compilation and first imports are no part of a step, so they happen here, before the clock runs.
-        for count, tokens in warm_up_sizes(plan.hardware.label == "triton", plan.config.runtime.max_batch):
-            engine.generate(
-                [r.with_sampling(max_new_tokens=min(tokens, r.sampling.max_new_tokens)) for r in requests[:count]]
-            )
-        engine.forget()
-        with step_progress(console, label or algo.name, len(requests)) as on_step:
-            generation = engine.generate(requests, on_step)
-    return Decoded(algo.name, requests, generation, algorithm.max_depth, algorithm.rule, dict(backend.served))
 
 
 def warm_up_sizes(compiled: bool, max_batch: int) -> list[tuple[int, int]]:

@@ -105,9 +105,9 @@ class Losslessness(Task):
     @cached_property
     def low_precision_target(self) -> Target:
         """The target in `task.low_precision`."""
-        return self.low_precision_plan(self.plan).load_target()
+        return self.in_low_precision(self.plan).load_target()
 
-    def low_precision_plan(self, plan: Plan) -> Plan:
+    def in_low_precision(self, plan: Plan) -> Plan:
         """`plan` in `task.low_precision`."""
         return replace(plan, hardware=replace(plan.hardware, dtype=plan.config.task.low_precision))
 
@@ -124,9 +124,12 @@ class BackendChecks:
     def baseline_row(self) -> Row:
         """Invariance of autoregressive decoding to batch size and place in the batch."""
         by_id = {c.request_id: c.token_ids for c in self._baseline(0)}
-        baseline, page = baseline_config(), self._settings.page_sizes[-1]
-        asked = [(self._requests(0)[::order], batch) for batch in self._settings.batches for order in (1, -1)]
-        done = [c for requests, batch in asked for c in self._completions(baseline, requests, page, batch)]
+        done: list[Completion] = []
+        for batch in self._settings.batches:
+            for order in (1, -1):
+                asked = self._requests(0)[::order]
+                decoded = self._decode(baseline_config(), asked, self._settings.page_sizes[-1], batch)
+                done += decoded.generation.completions
         return {
             **self._row(AUTOREGRESSIVE, AUTOREGRESSIVE, "target_only"),
             "checked": len(done),
@@ -181,22 +184,27 @@ class BackendChecks:
             for r in self._workload.requests
         ]
 
-    def _decode(self, algo: Any, asked: Sequence[Request], page_size: int, batch: int) -> Decoded:
+    def _decode(self, algo: Any, asked: Sequence[Request], page_size: int, batch: int, low: bool = False) -> Decoded:
+        """Decode with these sizes, in the low precision with `low`."""
         plan = self._plan.varied(page_size=page_size, max_batch=batch, num_pages=None)
-        return self._task.decode(algo, self._workload, asked, self._label(algo, page_size, batch), plan)
-
-    def _completions(self, algo: Any, asked: Sequence[Request], page_size: int, batch: int) -> Sequence[Completion]:
-        return self._decode(algo, asked, page_size, batch).generation.completions
-
-    def _label(self, algo: Any, page_size: int, batch: int) -> str:
-        return f"{self._plan.config.backend.name} {algo.name} page {page_size} batch {batch}"
+        label = f"{plan.config.backend.name} {algo.name} page {page_size} batch {batch}"
+        target = None
+        if low:
+            plan, target = self._task.in_low_precision(plan), self._task.low_precision_target
+        return self._task.decode(algo, self._workload, asked, label, plan, target)
 
     def _baseline(self, turn: int) -> Sequence[Completion]:
         """What autoregressive decoding writes in `turn`."""
         if turn not in self._baselines:
-            sizes = self._sizes[turn % len(self._sizes)]
-            self._baselines[turn] = self._completions(baseline_config(), self._requests(turn), *sizes)
+            decoded = self._decode(baseline_config(), self._requests(turn), *self._sizes[turn % len(self._sizes)])
+            self._baselines[turn] = decoded.generation.completions
         return self._baselines[turn]
+
+    @cached_property
+    def _low_baseline(self) -> Decoded:
+        """Greedy autoregressive decoding in the low precision."""
+        asked = [r.with_sampling(temperature=0.0) for r in self._workload.requests]
+        return self._decode(baseline_config(), asked, *self._sizes[-1], low=True)
 
     def _low_precision(self, algo: Any) -> dict[str, Any] | None:
         """Greedy decoding in the low precision: requests that differ, and the gap of logits at the first difference.
@@ -205,40 +213,26 @@ class BackendChecks:
         """
         if self._plan.hardware.label == "triton-interpreter":
             return None
-        asked = [r.with_sampling(temperature=0.0) for r in self._workload.requests]
-        ours, plain = self._low_completions(algo, asked), self._low_baseline
+        asked, plain = self._low_baseline.requests, self._low_baseline.generation.completions
+        ours = self._decode(algo, asked, *self._sizes[-1], low=True).generation.completions
         proof = metrics.lossless(ours, plain)
         first, gap = proof["first_difference"], None
         if first and first["token"] is not None and first["baseline_token"] is not None:
             index = [completion.request_id for completion in plain].index(first["request"])
-            text = [*asked[index].prompt_ids, *plain[index].token_ids[: first["position"]]]
-            logits = next_logits(self._task.low_precision_target, text)
+            tokens = [*asked[index].prompt_ids, *plain[index].token_ids[: first["position"]]]
+            logits = next_logits(self._task.low_precision_target, tokens)
             gap = float((logits[first["baseline_token"]] - logits[first["token"]]).abs())
         return {"checked": proof["checked"], "identical": proof["identical"], "first": first, "gap": gap}
-
-    @cached_property
-    def _low_baseline(self) -> Sequence[Completion]:
-        asked = [r.with_sampling(temperature=0.0) for r in self._workload.requests]
-        return self._low_completions(baseline_config(), asked)
-
-    def _low_completions(self, algo: Any, asked: Sequence[Request]) -> Sequence[Completion]:
-        page, batch = self._sizes[-1]
-        plan = self._task.low_precision_plan(self._plan.varied(page_size=page, max_batch=batch, num_pages=None))
-        target, label = self._task.low_precision_target, self._label(algo, page, batch)
-        return self._task.decode(algo, self._workload, asked, label, plan, target).generation.completions
 
     def _distribution(self, algo: Any) -> dict[str, Any]:
         """The first two tokens of many seeds, drawn with no other parameters than temperature and top-k."""
         request = min(self._workload.requests, key=lambda r: len(r.prompt_ids))
-        draws = self._settings.distribution_draws
-        temperature, expected = testable_distribution(self._task.target, request, self._settings.temperature, draws)
+        draws, wanted = self._settings.distribution_draws, self._settings.temperature
+        temperature, expected = testable_distribution(self._task.target, request, wanted, draws)
         sampling = SamplingParams(max_new_tokens=2, temperature=temperature, top_k=TOP_K)
         bare = Request(0, request.prompt_ids, sampling, request.eos_token_ids)
         asked = [replace(bare.with_sampling(seed=i), id=i) for i in range(draws)]
-        drawn = self._completions(algo, asked, self._settings.page_sizes[-1], max(*self._settings.batches, 32))
-        return {
-            "p": chi_square_p(Counter(tuple(completion.token_ids) for completion in drawn), expected),
-            "cells": filled_cells(expected.values(), draws),
-            "draws": draws,
-            "temperature": temperature,
-        }
+        decoded = self._decode(algo, asked, self._settings.page_sizes[-1], max(*self._settings.batches, 32))
+        counts = Counter(tuple(completion.token_ids) for completion in decoded.generation.completions)
+        cells = filled_cells(expected.values(), draws)
+        return {"p": chi_square_p(counts, expected), "cells": cells, "draws": draws, "temperature": temperature}

@@ -31,7 +31,7 @@ from experiments.report import metrics as figures
 from experiments.report.page import render
 from experiments.report.plots import lines
 from experiments.report.tables import Column, console_table, csv_text, markdown
-from experiments.tasks import base, distribution
+from experiments.tasks import distribution
 from experiments.tasks.base import Task
 from experiments.tasks.compare import Compare
 from experiments.tasks.graph_ablation import GraphAblation, level_note
@@ -323,15 +323,15 @@ def test_losslessness_checks_every_pair(run: Run, short: list[str]) -> None:
 
 
 def test_a_request_that_differs_fails_the_job(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    decode = base.decode
+    decode = Task.decode
 
-    def spoiled(plan: Any, target: Any, algo: Any, *rest: Any) -> Any:
-        decoded = decode(plan, target, algo, *rest)
+    def spoiled(self: Task, algo: Any, *rest: Any) -> Any:
+        decoded = decode(self, algo, *rest)
         if algo.name == "ngram":
             decoded.generation.completions[1].token_ids[2] += 1
         return decoded
 
-    monkeypatch.setattr(base, "decode", spoiled)
+    monkeypatch.setattr(Task, "decode", spoiled)
     done = run(*LOSSLESS, "task.only=[ngram]", "task.backends=[torch]", "task.batches=[2]", "task.low_precision=null")
     assert done.returncode == 2
     assert "not lossless" in done.stderr and "ngram on torch: 1 of 2 requests differ" in done.stderr
