@@ -2,12 +2,11 @@
 
     python -m experiments.kernel_bench family=attention shapes=quick peers=sdpa
 
-Goes through the cases marked `bench` of each family's case table. `family` and `peers` are `all`, `none` or
-names joined by `+`; `shapes` is `full`, `quick` or a pattern of case names. A kernel that disagrees with its
-reference gets no time. The run folder outputs/kernel_bench/<time>/ holds results.jsonl, a row a case with all
-that a number depends on, and report.html with the table, the roofline and the time over context length.
-Without a GPU one small case a family runs in Triton's interpreter, which shows that the path works and
-measures nothing about a GPU.
+Measures the cases marked `bench` of each family. `family` and `peers` are `all`, `none` or names joined by `+`;
+`shapes` is `full`, `quick` or a pattern of case names. A kernel that disagrees with its reference is not timed. The run
+folder outputs/kernel_bench/<time>/ holds results.jsonl, one row per case with all that a number depends on, and
+report.html with the table, the roofline and the time over context length. Without a GPU one small case per family runs
+in Triton's interpreter, which shows that the path works and measures nothing about a GPU.
 """
 
 from __future__ import annotations

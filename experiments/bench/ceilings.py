@@ -1,6 +1,6 @@
-"""What this device can do at most: bytes a second of a large copy, operations a second of a large matrix product.
+"""Ceilings of the device: bytes per second of a large copy, operations per second of a large matrix product.
 
-Data-sheet rates are not reached by anything; a kernel is compared with what was measured in the same run.
+No program reaches the rates of a data sheet, so a kernel is compared with rates that were measured in the same run.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Other implementations of the same attention, timed beside ours where they are installed.
 
-A peer is imported when it is asked for, never before; one that is not installed, or cannot do a call, is
-named with the reason. Each result is compared with our kernel's before it gets a time. torch's own attention
-reads no pages: it is given keys and values that were gathered beforehand, at no cost in its time, which
-favours it. FlashInfer and FlashAttention-4 are called through `specdec_kernels.wrappers`, planned beforehand;
-what their wrappers add around the package's kernel is in the time.
+A peer is imported only when a run asks for it. One that is not installed, or cannot do a call, is named with the
+reason. Each result is compared with our kernel's before the peer is timed. torch's own attention reads no pages: it
+receives keys and values that were gathered beforehand, outside of its time, which favours it. FlashInfer and
+FlashAttention-4 are called through `specdec_kernels.wrappers` and planned beforehand; what the wrappers add around the
+kernel of the package is part of the time.
 """
 
 from __future__ import annotations

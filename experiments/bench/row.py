@@ -1,4 +1,4 @@
-"""One row of the benchmark: is the kernel right, how long does it take, how does that compare."""
+"""One row of the benchmark: whether the kernel agrees with its reference, its time, and what that is compared with."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def measure(family: str, case: Case, bench: Bench) -> dict[str, Any]:
         return row | _measured(family, case, bench)
     except torch.OutOfMemoryError as failure:
         return row | dict(status=FAILED, problem=f"out of memory: {_first_line(failure)}")
-    except Exception as failure:  # the next case may still be measured; the run ends with an error all the same
+    except Exception as failure:  # the next case may still be measured; the run ends with an error
         return row | dict(status=FAILED, problem=f"{type(failure).__name__}: {_first_line(failure)}")
 
 
@@ -106,7 +106,7 @@ def _work(
     timing: Timing,
     ceilings: Ceilings | None,
 ) -> dict[str, Any]:
-    """What was moved and computed, how fast, and how near to the ceiling that bounds it."""
+    """Bytes and operations of the call, their rates, and the share of the ceiling that bounds them."""
     work = work_of(family, function, inputs, kernel(**inputs))
     seconds = timing.median_ms / 1e3
     row: dict[str, Any] = dict(moved_bytes=work.moved_bytes, flop=work.flop, work_counted=work.counted)
@@ -124,7 +124,7 @@ def _against_reference(
     found: parity.Parity,
     bench: Bench,
 ) -> dict[str, Any]:
-    """Calls of the reference by the clock of our calls: plain torch need not be capturable in a graph."""
+    """The reference, timed as calls like ours are, because a graph cannot capture all of plain torch."""
     if not found.reference_fits:
         return dict(reference="not timed: needs too much memory")
     try:
@@ -143,7 +143,7 @@ def _against_peer(
     timing: Timing,
     bench: Bench,
 ) -> dict[str, Any]:
-    """The peer's time by the clock of ours and over as many inputs, or why there is none."""
+    """The time of the peer, by the same clock and over as many inputs as ours, or why there is none."""
     try:
         first = peers.prepare(name, function, copies[0])
         ours = next(tensors_in(kernel(**copies[0])))

@@ -17,7 +17,7 @@ _QUICK_PER_FUNCTION = 4
 
 @dataclass(frozen=True)
 class DeviceMaker(Maker):
-    """Draws large floats on the device: a key-value pool of 34 GB takes minutes on a CPU."""
+    """Draws floats on the device, because a CPU takes minutes for a large key-value pool."""
 
     device_generator: torch.Generator
 
@@ -49,7 +49,7 @@ def chosen_cases(families: Sequence[str], shapes: str, on_gpu: bool) -> list[tup
     """(family, case) in table order.
 
     `full` is every case marked `bench`, `quick` up to four of each function spread over them, anything else a
-    pattern of case names (`*` and `?`). Without a GPU both sets shrink to one small case a family.
+    pattern of case names (`*` and `?`). Without a GPU both sets shrink to one small case per family.
 
     Raises:
         ValueError: a pattern that no case of `families` matches.
@@ -81,7 +81,7 @@ def _matching(tables: dict[str, tuple[Case, ...]], pattern: str, on_gpu: bool) -
 
 
 def _smallest(cases: Sequence[Case]) -> list[Case]:
-    """One case that the interpreter finishes in seconds, a timed one where there is such."""
+    """One case that the interpreter finishes in seconds; one that is timed, where there is such a case."""
     small = [case for case in cases if "large" not in case.tags and (case.bench or case.gate)]
     return sorted(small, key=lambda case: not case.bench)[:1]
 

@@ -1,11 +1,11 @@
-"""The only timer: one function at a time here, phases of a step in `PhaseClock`.
+"""Time of one function; the phases of a step are timed by `PhaseClock`.
 
-On a GPU a call is timed in two ways, and a ratio is only ever taken between two times of one kind.
-`time_function` captures calls in a CUDA graph and times its replays by events, so that the number is device
-time without Python or launch overhead; the calls go round copies of the inputs that together exceed the L2
-cache, so that each finds it cold (`Timing.cache` says when tiny inputs could not). `time_calls` times calls
-as a program makes them, launches included. Elsewhere both use `time.perf_counter`. All warm up first, are
-bounded in time, and report the median with the 20 % and 80 % quantiles.
+On a GPU a call is timed in two ways, and a ratio is only taken between two times of one kind. `time_function` captures
+calls in a CUDA graph and times its replays by events, so that the number is device time without Python or launch
+overhead. The calls take copies of the inputs in turn that together exceed the L2 cache, so that each finds it cold
+(`Timing.cache` says where tiny inputs could not). `time_calls` times calls as a program makes them, launches included.
+Elsewhere both use `time.perf_counter`. All warm up first, are bounded in time, and report the median with the 20 % and
+80 % quantiles.
 """
 
 from __future__ import annotations
@@ -21,16 +21,6 @@ from typing import Any
 import torch
 
 from experiments.app.provenance import git_revision, machine, versions
-
-__all__ = [
-    "Timing",
-    "bytes_in",
-    "cold_copies",
-    "provenance",
-    "tensors_in",
-    "time_calls",
-    "time_function",
-]
 
 _MAX_COPIES = 256
 _FEWEST_REPEATS = 3
@@ -51,8 +41,7 @@ class Timing:
 
 
 def provenance(device: str) -> dict[str, Any]:
-    """What a number depends on besides the code's arguments: machine, versions, revision (`-dirty` if
-    changed)."""
+    """What a number depends on beside the arguments: machine, versions, revision (`-dirty` with changes)."""
     return dict(machine=machine(device), platform=platform.platform(), versions=versions(), git_revision=git_revision())
 
 
@@ -94,7 +83,7 @@ def time_function(
     repeats: int = 20,
     budget_ms: float = DEFAULT_BUDGET_MS,
 ) -> Timing:
-    """Device time of `function(**a)`, going round `arguments`, in a graph on a GPU and by the clock elsewhere.
+    """Device time of `function(**a)`, taking `arguments` in turn, in a graph on a GPU and by the clock elsewhere.
 
     Up to `repeats` measurements, fewer (at least 3) where they would take longer than `budget_ms`. On a GPU
     the function must not read back from the device.
@@ -166,7 +155,7 @@ def _replay_ms(
     repeats: int,
     budget_ms: float,
 ) -> list[float]:
-    """Milliseconds a call of each replay of a graph that holds one call for every set of arguments."""
+    """Milliseconds per call of each replay of a graph that holds one call for every set of arguments."""
     torch.cuda.synchronize()  # the copies of the inputs are made on another stream
     aside = torch.cuda.Stream()
     with torch.cuda.stream(aside):

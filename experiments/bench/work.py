@@ -1,8 +1,8 @@
 """Bytes and operations that a call cannot avoid.
 
-A family says in its `WORK` table what its functions must move and compute. Without an entry each tensor
-argument counts as read once and each result as written once, which is too much where a function touches only
-part of a pool; `counted` in the row tells the two apart.
+A family says in the `WORK` of its `cases.py` what its functions must move and compute. Without an entry each tensor
+argument counts as read once and each result as written once, which is too much where a function touches only part of a
+pool; `work_counted` in the row says which of the two was counted.
 """
 
 from __future__ import annotations
