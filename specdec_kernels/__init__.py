@@ -22,11 +22,14 @@ FAMILIES = tuple(
 
 if TYPE_CHECKING:
     # One line per family, for type checkers and editors. `compat` repeats foreign signatures and keeps its own names.
+    from specdec_kernels.activation import *
     from specdec_kernels.attention import *
     from specdec_kernels.kv_index import *
     from specdec_kernels.kv_write import *
     from specdec_kernels.mla import *
     from specdec_kernels.ngram import *
+    from specdec_kernels.norm import *
+    from specdec_kernels.projection import *
     from specdec_kernels.sampling import *
     from specdec_kernels.tree import *
     from specdec_kernels.verify import *

@@ -1,0 +1,43 @@
+"""Named inputs of the gated activation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from specdec_kernels.cases import Case, Comparison, Maker
+
+
+def gated_inputs(make: Maker, *shape: int, scale: float = 1.0) -> dict[str, Any]:
+    """`shape` is the shape of the result."""
+    return dict(gate_up=make.normal(*shape[:-1], 2 * shape[-1], scale=scale))
+
+
+def _work(inputs: dict[str, Any]) -> tuple[int, int]:
+    """(bytes moved, floating-point operations): two elements read and one written for each result."""
+    elements = inputs["gate_up"].numel() // 2
+    return 3 * elements * inputs["gate_up"].element_size(), 5 * elements
+
+
+COMPARISON = Comparison(float64=True)
+
+WORK: dict[str, Callable[[dict[str, Any]], tuple[int, int]]] = {"silu_mul": _work}
+
+
+def _case(name: str, catches: str, *shape: int, gate: bool = False, bench: bool = False, **options: Any) -> Case:
+    tags = ("large",) if bench else ()
+    return Case(name, "silu_mul", lambda make: gated_inputs(make, *shape, **options), catches, gate, bench, tags)
+
+
+CASES = (
+    _case("silu_empty", "launch on an empty grid", 0, 64),
+    _case("silu_one", "a row of one element", 1, 1),
+    _case("silu_odd", "the second half of an odd width", 7, 63),
+    _case("silu_batched", "leading dimensions", 2, 3, 128),
+    _case("silu_small", "several blocks of a width off the block", 3, 1536),
+    _case("silu_saturated", "an exponential that overflows", 3, 100, scale=200.0),
+    _case("silu_shipped", "registers and vector width", 1, 12288, gate=True),
+    _case("silu_1x12288", "decode of one request", 1, 12288, bench=True),
+    _case("silu_16x12288", "verify of one request", 16, 12288, bench=True),
+    _case("silu_128x12288", "verify of eight requests", 128, 12288, bench=True),
+)

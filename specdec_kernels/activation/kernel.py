@@ -1,0 +1,52 @@
+"""SiLU times up as one Triton kernel: a program takes a block of columns of one row. Bound by memory."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from specdec_kernels.activation.configs import NUM_WARPS, block_of
+from specdec_kernels.launch import current_chip, launch
+from specdec_kernels.overlap import let_next_kernel_start, overlapped, wait_for_kernel_ahead
+
+
+@triton.jit
+def gated(gate, up, DTYPE: tl.constexpr):
+    """silu(gate) * up of float32 tiles, rounded to DTYPE after each of the two operations."""
+    silu = gate / (1.0 + tl.exp(-gate))
+    return (silu.to(DTYPE).to(tl.float32) * up).to(DTYPE)
+
+
+@triton.jit
+def _silu_mul_kernel(
+    gate_up_ptr,  # [rows, 2 * width]
+    out_ptr,  # [rows, width]
+    width,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    wait_for_kernel_ahead(OVERLAP)
+    let_next_kernel_start(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    gate = tl.load(gate_up_ptr + 2 * row * width + column, mask=inside, other=0.0)
+    up = tl.load(gate_up_ptr + (2 * row + 1) * width + column, mask=inside, other=0.0)
+    product = gated(gate.to(tl.float32), up.to(tl.float32), gate.dtype)
+    tl.store(out_ptr + row * width + column, product, mask=inside)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    width, chip = gate_up.shape[-1] // 2, current_chip(gate_up)
+    out = gate_up.new_empty(*gate_up.shape[:-1], width)
+    block = block_of(chip)
+    launch(
+        _silu_mul_kernel,
+        (out.numel() // width, -(-width // block)),
+        *(gate_up, out, width),
+        num_warps=NUM_WARPS,
+        BLOCK=block,
+        **overlapped(chip),
+    )
+    return out

@@ -1,0 +1,6 @@
+"""RMS norms of a decoder: alone, behind a residual addition, behind the embedding."""
+
+from specdec_kernels.norm.api import add_rms_norm, embed_rms_norm, rms_norm
+from specdec_kernels.norm.types import Normed
+
+__all__ = ["Normed", "add_rms_norm", "embed_rms_norm", "rms_norm"]

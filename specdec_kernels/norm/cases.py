@@ -1,0 +1,102 @@
+"""Named inputs of the norms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from specdec_kernels.cases import Case, Comparison, Maker
+
+_EPS = 1e-6
+_8B = 4096
+_SMALL = 576  # SmolLM2-135M
+
+
+def norm_inputs(make: Maker, *shape: int, scale: float = 1.0, eps: float = _EPS) -> dict[str, Any]:
+    return dict(x=make.normal(*shape, scale=scale), weight=make.normal(shape[-1]), eps=eps)
+
+
+def add_inputs(make: Maker, *shape: int, scale: float = 1.0) -> dict[str, Any]:
+    return norm_inputs(make, *shape) | dict(residual=make.normal(*shape, scale=scale))
+
+
+def embed_inputs(make: Maker, *shape: int, vocab: int = 50, width: int = 64, outside: bool = False) -> dict[str, Any]:
+    """`outside`: some tokens lie just before or behind the table."""
+    tokens = make.integers(0, vocab, *shape)
+    if outside:
+        tokens.view(-1)[::3] = -1
+        tokens.view(-1)[1::3] = vocab
+    return dict(tokens=tokens, table=make.normal(vocab, width), weight=make.normal(width), eps=_EPS)
+
+
+def _row_work(arrays: int) -> Callable[[dict[str, Any]], tuple[int, int]]:
+    """(bytes moved, floating-point operations) where so many [rows, D] arrays are read or written."""
+    return lambda inputs: (arrays * inputs["x"].numel() * inputs["x"].element_size(), 4 * inputs["x"].numel())
+
+
+def _embed_work(inputs: dict[str, Any]) -> tuple[int, int]:
+    elements = inputs["tokens"].numel() * inputs["table"].shape[1]
+    return 3 * elements * inputs["table"].element_size(), 4 * elements
+
+
+COMPARISON = Comparison(float64=True)
+
+WORK: dict[str, Callable[[dict[str, Any]], tuple[int, int]]] = {
+    "rms_norm": _row_work(2),
+    "add_rms_norm": _row_work(4),
+    "embed_rms_norm": _embed_work,
+}
+
+
+def _norm(name: str, catches: str, *shape: int, gate: bool = False, bench: bool = False, **options: Any) -> Case:
+    tags = ("large",) if bench else ()
+    return Case(name, "rms_norm", lambda make: norm_inputs(make, *shape, **options), catches, gate, bench, tags)
+
+
+def _add(name: str, catches: str, *shape: int, gate: bool = False, bench: bool = False, **options: Any) -> Case:
+    tags = ("large",) if bench else ()
+    return Case(name, "add_rms_norm", lambda make: add_inputs(make, *shape, **options), catches, gate, bench, tags)
+
+
+def _embed(
+    name: str, catches: str, *shape: int, gate: bool = False, tags: tuple[str, ...] = (), **options: Any
+) -> Case:
+    bench = "large" in tags
+    return Case(name, "embed_rms_norm", partial(_embed_of, shape, options), catches, gate, bench, tags)
+
+
+def _embed_of(shape: tuple[int, ...], options: dict[str, Any], make: Maker) -> dict[str, Any]:
+    return embed_inputs(make, *shape, **options)
+
+
+CASES = (
+    _norm("norm_empty", "launch on an empty grid", 0, 64),
+    _norm("norm_one", "a row of one element", 1, 1),
+    _norm("norm_odd", "lanes past the width", 7, 63),
+    _norm("norm_batched", "leading dimensions", 2, 3, _SMALL),
+    _norm("norm_wide", "a row of several vectors a thread", 2, 5120),
+    _norm("norm_large_values", "squares summed in a narrow type", 3, 1536, scale=300.0),
+    _norm("norm_eps", "eps left out", 3, 64, scale=1e-3, eps=1e-2),
+    _norm("norm_zero", "a division by zero", 2, 64, scale=0.0),
+    _norm("norm_shipped", "registers and vector width", 2, _8B, gate=True),
+    _norm("norm_small_shipped", "registers of a width off the block", 2, _SMALL, gate=True),
+    _norm("norm_widest_shipped", "registers of the widest row", 1, 16384, gate=True),
+    _norm("norm_128x4096", "verify of eight requests", 128, _8B, bench=True),
+    _add("add_empty", "launch on an empty grid", 0, 64),
+    _add("add_one_row", "one program", 1, _SMALL),
+    _add("add_odd", "lanes past the width", 7, 1535),
+    _add("add_batched", "leading dimensions", 2, 3, 128),
+    _add("add_large_residual", "a sum that is not rounded before the norm", 5, 576, scale=1000.0),
+    _add("add_shipped", "registers and vector width", 2, _8B, gate=True),
+    _add("add_1x4096", "decode of one request", 1, _8B, bench=True),
+    _add("add_16x4096", "verify of one request", 16, _8B, bench=True),
+    _add("add_128x4096", "verify of eight requests", 128, _8B, bench=True),
+    _add("add_8x576", "decode of eight requests of a small model", 8, _SMALL, bench=True),
+    _embed("embed_empty", "launch on an empty grid", 0),
+    _embed("embed_odd", "row to token", 7, width=63),
+    _embed("embed_batched", "leading dimensions", 2, 3),
+    _embed("embed_outside", "a token outside the table read out of bounds", 2, 9, outside=True),
+    _embed("embed_shipped", "registers", 2, vocab=32, width=_8B, gate=True),
+    _embed("embed_16x4096", "verify of one request", 16, vocab=151936, width=_8B, tags=("large",)),
+)

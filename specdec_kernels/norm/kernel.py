@@ -1,0 +1,114 @@
+"""The three norms as one Triton kernel: a program a row, which is read and written once.
+
+    row = x | x + residual | table[token];   out = weight * round(row / sqrt(mean(row^2) + eps))
+
+with the roundings of the definition in `reference`. Bound by memory, and for the few rows of a decoding step by
+the launch, which `overlap` hides.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from specdec_kernels.launch import current_chip, launch
+from specdec_kernels.norm.configs import num_warps
+from specdec_kernels.norm.types import Normed
+from specdec_kernels.overlap import let_next_kernel_start, overlapped, wait_for_kernel_ahead
+
+
+@triton.jit(do_not_specialize=["vocab", "num_parts", "rows"])
+def _norm_kernel(
+    x_ptr,  # [rows, D]; the embedding table [V, D] if there are tokens; [num_parts, rows, D] float32 if PARTS
+    residual_ptr,  # [rows, D] or None
+    tokens_ptr,  # [rows] int64 or None
+    weight_ptr,  # [D]
+    out_ptr,  # [rows, D]
+    sum_ptr,  # [rows, D], the row that was normed, or None
+    eps,
+    vocab,
+    num_parts,
+    rows,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    dims = tl.arange(0, BLOCK_D)
+    inside = dims < D
+    weight = tl.load(weight_ptr + dims, mask=inside, other=0.0)
+    wait_for_kernel_ahead(OVERLAP)
+    let_next_kernel_start(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    if PARTS:
+        total = tl.load(x_ptr + row * D + dims, mask=inside, other=0.0)
+        for part in tl.range(1, num_parts):
+            total += tl.load(x_ptr + (part * rows + row) * D + dims, mask=inside, other=0.0)
+        x = total.to(out_ptr.dtype.element_ty)
+    elif tokens_ptr is None:
+        x = tl.load(x_ptr + row * D + dims, mask=inside, other=0.0)
+    else:
+        token = tl.load(tokens_ptr + row)
+        known = (token >= 0) & (token < vocab)
+        x = tl.load(x_ptr + tl.where(known, token, 0) * D + dims, mask=inside & known, other=0.0)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + row * D + dims, mask=inside, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+    if sum_ptr is not None:
+        tl.store(sum_ptr + row * D + dims, x, mask=inside)
+    wide = x.to(tl.float32)
+    mean = tl.sum(wide * wide, 0) / D
+    scaled = (wide * (1.0 / tl.sqrt_rn(mean + eps))).to(x.dtype)
+    normed = weight.to(tl.float32) * scaled.to(tl.float32)
+    tl.store(out_ptr + row * D + dims, normed.to(x.dtype), mask=inside)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    out = torch.empty_like(x)
+    _launch(x, None, None, weight, out, None, eps)
+    return out
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> Normed:
+    normed, total = torch.empty_like(x), torch.empty_like(x)
+    _launch(x, residual, None, weight, normed, total, eps)
+    return Normed(normed, total)
+
+
+def add_rms_norm_of_parts(parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> Normed:
+    """`add_rms_norm` of x = the sum of `parts` [P, ..., D] float32 in their order, rounded to the residual's dtype."""
+    normed, total = torch.empty_like(residual), torch.empty_like(residual)
+    _launch(parts, residual, None, weight, normed, total, eps, num_parts=parts.shape[0])
+    return Normed(normed, total)
+
+
+def embed_rms_norm(tokens: torch.Tensor, table: torch.Tensor, weight: torch.Tensor, eps: float) -> Normed:
+    normed, rows = (table.new_empty(*tokens.shape, table.shape[1]) for _ in range(2))
+    _launch(table, None, tokens, weight, normed, rows, eps)
+    return Normed(normed, rows)
+
+
+def _launch(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    tokens: torch.Tensor | None,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    total: torch.Tensor | None,
+    eps: float,
+    num_parts: int = 0,
+) -> None:
+    width, chip = x.shape[-1], current_chip(x)
+    rows, block = out.numel() // width, triton.next_power_of_2(width)
+    launch(
+        _norm_kernel,
+        (rows,),
+        *(x, residual, tokens, weight, out, total, float(eps)),
+        *(x.shape[0] if tokens is not None else 0, num_parts, rows),
+        num_warps=num_warps(chip, block),
+        D=width,
+        BLOCK_D=block,
+        PARTS=num_parts > 0,
+        **overlapped(chip),
+    )

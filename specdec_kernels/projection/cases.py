@@ -1,0 +1,190 @@
+"""Named inputs of the products of few rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from specdec_kernels.cases import Case, Comparison, Maker
+
+_LARGE = ("large",)
+
+
+def linear_inputs(
+    make: Maker, rows: int | tuple[int, ...], outer: int, inner: int, bias: bool = False, **options: Any
+) -> dict[str, Any]:
+    """A weight of the size that keeps the variance of x."""
+    leading = rows if isinstance(rows, tuple) else (rows,)
+    inputs = dict(x=make.normal(*leading, inner), weight=make.normal(outer, inner, scale=inner**-0.5))
+    return inputs | (dict(bias=make.normal(outer)) if bias else {}) | options
+
+
+def normed_inputs(make: Maker, rows: int | tuple[int, ...], outer: int, inner: int, **options: Any) -> dict[str, Any]:
+    inputs = linear_inputs(make, rows, outer, inner, **options)
+    residual = make.normal(*inputs["x"].shape[:-1], outer)
+    return inputs | dict(residual=residual, norm_weight=make.normal(outer), eps=1e-6)
+
+
+def argmax_inputs(make: Maker, rows: int | tuple[int, ...], outer: int, inner: int) -> dict[str, Any]:
+    """Small integers, whose products and sums are exact in every dtype: equal logits are equal bits."""
+    leading = rows if isinstance(rows, tuple) else (rows,)
+    x, weight = make.integers(-1, 2, *leading, inner), make.integers(-1, 2, outer, inner)
+    x[..., 128:] = 0  # logits stay below 256, the last integer of bfloat16 without a gap
+    return dict(x=x.to(make.dtype), weight=weight.to(make.dtype))
+
+
+def _work(inputs: dict[str, Any]) -> tuple[int, int]:
+    """(bytes moved, floating-point operations): the weight and x read once, the product written once."""
+    x, weight = inputs["x"], inputs["weight"]
+    rows = x.numel() // x.shape[-1]
+    elements = x.numel() + weight.numel() + rows * weight.shape[0]
+    return elements * x.element_size(), 2 * rows * weight.numel()
+
+
+def _gated_work(inputs: dict[str, Any]) -> tuple[int, int]:
+    x, weight = inputs["x"], inputs["weight"]
+    rows = x.numel() // x.shape[-1]
+    return (x.numel() + weight.numel() + rows * weight.shape[0] // 2) * x.element_size(), 2 * rows * weight.numel()
+
+
+def _normed_work(inputs: dict[str, Any]) -> tuple[int, int]:
+    moved, flop = _work(inputs)
+    return moved + 2 * inputs["residual"].numel() * inputs["residual"].element_size(), flop
+
+
+def _argmax_work(inputs: dict[str, Any]) -> tuple[int, int]:
+    x, weight = inputs["x"], inputs["weight"]
+    rows = x.numel() // x.shape[-1]
+    return (x.numel() + weight.numel()) * x.element_size() + 8 * rows, 2 * rows * weight.numel()
+
+
+COMPARISON = Comparison(float64=True)
+
+WORK: dict[str, Callable[[dict[str, Any]], tuple[int, int]]] = {
+    "linear": _work,
+    "linear_silu_mul": _gated_work,
+    "linear_add_rms_norm": _normed_work,
+    "linear_argmax": _argmax_work,
+}
+
+# Weights of the shapes that are timed: [outer, inner] of Qwen3-8B's packed projections, then of SmolLM2-135M's.
+WEIGHTS = {
+    "8b_qkv": (6144, 4096),
+    "8b_o": (4096, 4096),
+    "8b_gate_up": (24576, 4096),
+    "8b_down": (4096, 12288),
+    "8b_head": (151936, 4096),
+    "135m_qkv": (960, 576),
+    "135m_o": (576, 576),
+    "135m_gate_up": (3072, 576),
+    "135m_down": (576, 1536),
+    "135m_head": (49152, 576),
+}
+
+
+_INPUTS: dict[str, Callable[..., dict[str, Any]]] = dict(linear_argmax=argmax_inputs, linear_add_rms_norm=normed_inputs)
+
+
+def _case(
+    name: str,
+    catches: str,
+    rows: int | tuple[int, ...],
+    outer: int,
+    inner: int,
+    *,
+    function: str = "linear",
+    gate: bool = False,
+    bench: bool = False,
+    tags: tuple[str, ...] = (),
+    **options: Any,
+) -> Case:
+    make_inputs = _INPUTS.get(function, linear_inputs)
+    return Case(
+        name, function, lambda make: make_inputs(make, rows, outer, inner, **options), catches, gate, bench, tags
+    )
+
+
+def _gated(name: str, catches: str, rows: int | tuple[int, ...], outer: int, inner: int, **options: Any) -> Case:
+    return _case(name, catches, rows, outer, inner, function="linear_silu_mul", **options)
+
+
+def _normed(name: str, catches: str, rows: int | tuple[int, ...], outer: int, inner: int, **options: Any) -> Case:
+    return _case(name, catches, rows, outer, inner, function="linear_add_rms_norm", **options)
+
+
+def _argmax(name: str, catches: str, rows: int | tuple[int, ...], outer: int, inner: int, **options: Any) -> Case:
+    return _case(name, catches, rows, outer, inner, function="linear_argmax", **options)
+
+
+def _timed(weight: str, rows: int) -> Case:
+    by_weight = dict(gate_up="linear_silu_mul", o="linear_add_rms_norm", down="linear_add_rms_norm")
+    function = by_weight.get(weight.split("_", 1)[1], "linear")
+    return _case(
+        f"{weight}_{rows}", "the time of a step", rows, *WEIGHTS[weight], function=function, bench=True, tags=_LARGE
+    )
+
+
+CASES = (
+    _case("linear_no_rows", "launch on an empty grid", 0, 32, 16),
+    _case("linear_one", "a product of one number", 1, 1, 1),
+    _case("linear_odd", "lanes past the rows, the columns and the inner dimension", 7, 45, 33),
+    _case("linear_batched", "leading dimensions", (2, 3), 32, 64),
+    _case("linear_bias", "the bias left out, or added by every split", 5, 70, 600, bias=True),
+    _case("linear_small_qkv", "several column tiles off the tile", 3, 960, 576),
+    _case("linear_small_down", "partial sums of three splits", 2, 576, 1536),
+    _case("linear_uneven", "a split shorter than the others", 3, 40, 1100),
+    _case("linear_17_rows", "a second block of rows", 17, 48, 64),
+    _case("linear_64_rows", "the last number of rows that the kernel takes by itself", 64, 48, 600),
+    _case("linear_65_rows", "rows that go to torch", 65, 48, 64),
+    _case("linear_129_rows", "rows past those of one program", 129, 48, 600, batch_invariant=True),
+    _case("linear_1_shipped", "registers, shared memory and tensor cores of few tiles", 1, 4096, 4096, gate=True),
+    *(
+        _case(
+            f"linear_{rows}_shipped",
+            "the same for more rows",
+            rows,
+            4096,
+            4096,
+            gate=True,
+            tags=_LARGE,
+            batch_invariant=True,
+        )
+        for rows in (32, 64, 128)
+    ),  # fmt: skip
+    *(
+        _case(
+            f"linear_{rows}_wide_shipped",
+            "the same of many tiles",
+            rows,
+            49152,
+            576,
+            gate=True,
+            tags=_LARGE,
+            batch_invariant=True,
+        )
+        for rows in (1, 64, 128)
+    ),  # fmt: skip
+    _case("linear_bias_shipped", "the variant with a bias", 16, 960, 576, gate=True, bias=True),
+    _gated("gated_no_rows", "launch on an empty grid", 0, 32, 16),
+    _gated("gated_odd", "gate and up mixed at an odd width", 7, 90, 33),
+    _gated("gated_batched", "leading dimensions", (2, 3), 64, 32),
+    _gated("gated_small", "several tiles, several splits", 3, 3072, 576),
+    _gated("gated_65_rows", "rows that go to torch and the activation kernel", 65, 48, 64),
+    _gated("gated_1_shipped", "registers of the split tile", 1, 24576, 4096, gate=True, tags=_LARGE),
+    _gated("gated_128_shipped", "the same at 128 rows", 128, 24576, 4096, gate=True, tags=_LARGE, batch_invariant=True),
+    _normed("normed_no_rows", "launch on an empty grid", 0, 32, 16),
+    _normed("normed_one_split", "the product itself taken for partial sums", 3, 45, 33),
+    _normed("normed_splits", "partial sums of other rows or in another order", (2, 3), 70, 1100),
+    _normed("normed_65_rows", "rows that go to torch and the norm kernel", 65, 48, 64),
+    _normed("normed_shipped", "registers of the norm of partial sums", 1, 4096, 4096, gate=True, tags=_LARGE),
+    _argmax("argmax_no_rows", "launch on an empty grid", 0, 32, 16),
+    _argmax("argmax_one", "one column", 1, 1, 16),
+    _argmax("argmax_ties", "the highest of equal columns", 7, 700, 4),
+    _argmax("argmax_batched", "leading dimensions, several tiles", (2, 9), 1100, 130),
+    _argmax("argmax_65_rows", "rows that go to torch", 65, 48, 64),
+    _argmax("argmax_1_shipped", "registers of the reduction", 1, 49152, 576, gate=True, tags=_LARGE),
+    _argmax("argmax_64_shipped", "the same at 64 rows", 64, 151936, 64, gate=True, tags=_LARGE),
+    _argmax("8b_head_argmax_1", "greedy decode of one request", 1, *WEIGHTS["8b_head"], bench=True, tags=_LARGE),
+    _argmax("8b_head_argmax_16", "greedy verify of one request", 16, *WEIGHTS["8b_head"], bench=True, tags=_LARGE),
+    *(_timed(weight, rows) for weight in WEIGHTS for rows in (1, 16, 64)),
+)

@@ -1,0 +1,71 @@
+"""Static launch table of the products of few rows: no autotuning on a step's path.
+
+The cut of the inner dimension is chosen by the chip and the shape of the weight alone. The tile follows the number
+of rows, which changes no sum: the tensor core adds along the inner dimension in the same order in all tiles of the
+table. So a row has the same bits whatever the number of rows.
+
+A weight whose column tiles fill the chip several times runs small tiles, several programs a processor. Another runs
+one program a processor with many loads in flight, and its inner dimension is cut where tiles are fewer than
+processors. The measurements behind the table are in experiments/LOG.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FAST_ROWS = 64  # more rows go to torch's matmul, which is then the faster one
+_MOST_ROWS = 128  # of one program
+_INTERPRETER_ROWS = 16
+_PROCESSORS = {"sm80": 108, "sm90": 132, "sm100": 148, "gfx942": 304}
+_SHARED_BYTES = {"sm80": 160 << 10, "sm90": 220 << 10, "sm100": 220 << 10, "gfx942": 64 << 10}
+_COLUMNS = 64  # the M side of the tensor core
+_FLOAT32_SPLIT = 256  # inner elements that are added one by one in float32, which has no tensor core
+
+
+@dataclass(frozen=True)
+class LinearConfig:
+    """columns: weight rows of one program. block_k: inner elements a step. splits: programs that share a column
+    tile, each with its part of the inner dimension. rows: rows of x a program takes at once."""
+
+    columns: int
+    block_k: int
+    splits: int
+    num_warps: int
+    num_stages: int
+    rows: int
+
+    def split_length(self, inner: int) -> int:
+        """Inner elements of a program: whole steps, or all."""
+        steps = -(-inner // self.block_k)
+        return min(inner, -(-steps // self.splits) * self.block_k)
+
+
+def linear_config(chip: str, outer: int, inner: int, rows: int, element_bytes: int) -> LinearConfig:
+    """The row of the table for a weight [outer, inner] and `rows` rows of x."""
+    if chip == "interpreter":
+        # Every program multiplies matrices of one shape, so that a row has the bits of one routine.
+        return LinearConfig(512, 256, _splits(inner, -(-inner // 512), 256), 1, 1, _INTERPRETER_ROWS)
+    block = min(_MOST_ROWS, max(16, 1 << max(0, rows - 1).bit_length()))
+    if element_bytes == 4:
+        return LinearConfig(32, 16, _splits(inner, inner // _FLOAT32_SPLIT, 16), 8 if block == 128 else 4, 3, block)
+    tiles = -(-outer // _COLUMNS)
+    cut = _splits(inner, round(_PROCESSORS[chip] / tiles), _CUT_STEP)
+    table = _FEW_TILES if tiles * cut <= 2 * _PROCESSORS[chip] else _MANY_TILES
+    columns, block_k, warps, stages = table[block]
+    if chip != "sm90" and block == _MOST_ROWS:
+        warps = 8
+    fitting = _SHARED_BYTES[chip] // ((columns + block) * block_k * element_bytes)
+    return LinearConfig(columns, block_k, cut, warps, max(2, min(stages, fitting)), block)
+
+
+def _splits(inner: int, wanted: int, step: int) -> int:
+    """Splits of whole steps, none of them empty, near the number wanted."""
+    steps = -(-inner // step)
+    length = -(-steps // max(1, min(wanted, steps)))
+    return -(-steps // length)
+
+
+_CUT_STEP = 128  # a multiple of every block_k of the table, so that the cut is the same for every tile
+# Rows of a program: (columns, block_k, num_warps, num_stages).
+_FEW_TILES = {16: (64, 128, 4, 6), 32: (64, 128, 4, 4), 64: (64, 128, 4, 4), 128: (64, 128, 4, 4)}
+_MANY_TILES = {16: (64, 128, 4, 3), 32: (64, 128, 4, 3), 64: (64, 64, 4, 4), 128: (64, 64, 4, 3)}

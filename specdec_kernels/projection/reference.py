@@ -1,0 +1,41 @@
+"""The definition of the products in plain torch; also what more rows than the kernel takes go to."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from specdec_kernels.activation.reference import silu_mul
+from specdec_kernels.norm.reference import add_rms_norm
+from specdec_kernels.norm.types import Normed
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, batch_invariant: bool = False
+) -> torch.Tensor:
+    """x weight^T + bias. torch promises no bits, so `batch_invariant` changes nothing here."""
+    return F.linear(x, weight, bias)
+
+
+def linear_silu_mul(x: torch.Tensor, weight: torch.Tensor, *, batch_invariant: bool = False) -> torch.Tensor:
+    """silu(x gate^T) * (x up^T)."""
+    return silu_mul(F.linear(x, weight))
+
+
+def linear_add_rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    *,
+    batch_invariant: bool = False,
+) -> Normed:
+    """The norm of x weight^T + residual, and that sum."""
+    return add_rms_norm(F.linear(x, weight), residual, norm_weight, eps)
+
+
+def linear_argmax(x: torch.Tensor, weight: torch.Tensor, *, batch_invariant: bool = False) -> torch.Tensor:
+    """Lowest column of the largest logit; torch's argmax names any of several."""
+    logits = F.linear(x, weight)
+    return (logits == logits.amax(-1, keepdim=True)).to(torch.uint8).argmax(-1)

@@ -1,0 +1,141 @@
+"""Products of few rows: bits that do not depend on the number of rows, and what the parity cases cannot show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from specdec_kernels.cases import Maker
+from specdec_kernels.launch import CHIPS
+from specdec_kernels.norm import add_rms_norm
+from specdec_kernels.projection import kernel, linear, linear_add_rms_norm, linear_argmax, linear_silu_mul
+from specdec_kernels.projection.cases import WEIGHTS, argmax_inputs, linear_inputs, normed_inputs
+from specdec_kernels.projection.configs import FAST_ROWS, linear_config
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+ROWS = (1, 7, 16, 32, 64, 128)
+SHAPES = [pytest.param(96, 1100, id="several splits"), pytest.param(576, 64, id="several tiles")]
+
+
+@pytest.mark.parametrize("outer, inner", SHAPES)
+@pytest.mark.parametrize("function", [linear, linear_silu_mul])
+def test_a_row_has_the_same_bits_among_others(function: Any, outer: int, inner: int) -> None:
+    """Also where the others are no numbers."""
+    inputs = linear_inputs(Maker.seeded(DEVICE, DTYPE), 128, outer, inner)
+    x, weight = inputs["x"], inputs["weight"]
+    options: dict[str, Any] = dict(batch_invariant=True, impl="triton")
+    whole = function(x, weight, **options)
+    for rows in ROWS:
+        assert torch.equal(function(x[:rows], weight, **options), whole[:rows]), f"{rows} rows"
+    x[1:] = float("nan")
+    assert torch.equal(function(x[:9], weight, **options)[0], whole[0])
+
+
+def test_a_normed_row_has_the_same_bits_among_others() -> None:
+    inputs = normed_inputs(Maker.seeded(DEVICE, DTYPE), 128, 96, 1100)
+    options: dict[str, Any] = dict(batch_invariant=True, impl="triton")
+    whole = linear_add_rms_norm(**inputs, **options)
+    for rows in ROWS:
+        part = inputs | {name: inputs[name][:rows] for name in ("x", "residual")}
+        for left, right in zip(linear_add_rms_norm(**part, **options), whole, strict=True):
+            assert torch.equal(left, right[:rows]), f"{rows} rows"
+
+
+@pytest.mark.parametrize("inner", [64, 1100])
+def test_the_fused_norm_has_the_bits_of_the_separate_one(inner: int) -> None:
+    """Partial sums are added in the same order by the norm and by the last program of a tile."""
+    inputs = normed_inputs(Maker.seeded(DEVICE, DTYPE), 5, 96, inner)
+    product = linear(inputs["x"], inputs["weight"], impl="triton")
+    apart = add_rms_norm(product, inputs["residual"], inputs["norm_weight"], inputs["eps"], impl="triton")
+    fused = linear_add_rms_norm(**inputs, impl="triton")
+    assert torch.equal(fused.normed, apart.normed) and torch.equal(fused.residual, apart.residual)
+
+
+def test_counters_are_zero_after_a_launch() -> None:
+    """Three launches in a row would otherwise find no last program, or the wrong one."""
+    inputs = linear_inputs(Maker.seeded(DEVICE, DTYPE), 3, 700, 1100)
+    first = linear(**inputs, impl="triton")
+    for _ in range(3):
+        assert torch.equal(linear(**inputs, impl="triton"), first)
+    assert not kernel._tickets(inputs["x"].device, 1).any()
+
+
+@pytest.mark.gpu
+def test_a_replayed_graph_gives_the_same_bits() -> None:
+    inputs = linear_inputs(Maker.seeded("cuda", torch.bfloat16), 16, 4096, 12288)
+    expected = linear(**inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = linear(**inputs)
+    for _ in range(20):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, expected)
+
+
+def test_half_precision_is_rounded_once() -> None:
+    """float16 products of integers whose sum is no float16: one rounding, after the bias."""
+    x = torch.ones(2, 300, dtype=torch.float16, device=DEVICE)
+    weight = torch.full((5, 300), 7.0, dtype=torch.float16, device=DEVICE)  # 2100: above 2048 every second integer
+    bias = torch.full((5,), 1.0, dtype=torch.float16, device=DEVICE)
+    assert (linear(x, weight, bias, impl="triton") == torch.tensor(2101.0).half()).all()
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("bytes_", [2, 4])
+def test_the_cut_does_not_depend_on_the_rows(chip: str, bytes_: int) -> None:
+    for outer, inner in [*WEIGHTS.values(), (1, 1), (45, 33), (1000, 129)]:
+        configs = [linear_config(chip, outer, inner, rows, bytes_) for rows in (1, *ROWS, 200)]
+        cuts = {(config.splits, config.split_length(inner)) for config in configs}
+        assert len(cuts) == 1, f"{outer} x {inner}: {cuts}"
+        splits, length = cuts.pop()
+        assert (splits - 1) * length < inner <= splits * length, f"{outer} x {inner}: an empty split, or one too few"
+
+
+def test_the_first_of_equal_columns_wins_across_tiles() -> None:
+    """Columns of one value, in tiles of their own; and rows whose logits are all negative or all infinite."""
+    inputs = argmax_inputs(Maker.seeded(DEVICE, DTYPE), 4, 1600, 16)
+    inputs["weight"][:] = -1
+    inputs["weight"][[700, 1599]] = 1
+    inputs["x"][:] = 1
+    inputs["x"][1] = -1
+    inputs["x"][2] = 0
+    inputs["x"][3] = float("inf")
+    inputs["weight"][0] = 0.5
+    expected = torch.tensor([700, 1, 0, 0], device=DEVICE)
+    assert torch.equal(linear_argmax(**inputs, impl="triton"), expected)
+
+
+def test_many_rows_go_to_torch() -> None:
+    inputs = linear_inputs(Maker.seeded(DEVICE, DTYPE), FAST_ROWS + 1, 48, 64)
+    assert torch.equal(linear(**inputs, impl="triton"), linear(**inputs, impl="reference"))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(x=torch.zeros(3, 0)), "x: expected a last dimension of at least 1"),
+        (dict(x=torch.zeros(3, 65)), r"weight: expected shape \[\*, 65\], got \[48, 64\]"),
+        (dict(weight=torch.zeros(0, 64)), "weight: expected at least one row"),
+        (dict(weight=torch.zeros(48, 64).half()), "weight: expected dtype torch.float32, got torch.float16"),
+        (dict(weight=torch.zeros(64, 48).T), "weight: expected a contiguous tensor"),
+        (dict(bias=torch.zeros(47)), r"bias: expected shape \[48\], got \[47\]"),
+        (dict(x=torch.zeros(3, 64, dtype=torch.int32)), "x: expected dtype"),
+    ],
+)
+def test_bad_input_is_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        linear(**(linear_inputs(Maker.seeded("cpu"), 3, 48, 64) | change))
+
+
+def test_bad_fused_input_is_named() -> None:
+    inputs = normed_inputs(Maker.seeded("cpu"), 3, 47, 64)
+    with pytest.raises(ValueError, match="weight: expected an even number of rows, got 47"):
+        linear_silu_mul(inputs["x"], inputs["weight"])
+    with pytest.raises(ValueError, match=r"residual: expected shape \[3, 47\], got \[2, 47\]"):
+        linear_add_rms_norm(**(inputs | dict(residual=torch.zeros(2, 47))))
+    with pytest.raises(ValueError, match=r"norm_weight: expected shape \[47\], got \[48\]"):
+        linear_add_rms_norm(**(inputs | dict(norm_weight=torch.zeros(48))))
