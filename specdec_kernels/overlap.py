@@ -7,6 +7,7 @@ written; only weights may be read earlier. Every kernel waits, also one that nee
 the end of a kernel then means that all kernels before it have ended.
 """
 
+# mypy: ignore-errors
 from __future__ import annotations
 
 from typing import Any
