@@ -1,4 +1,4 @@
-"""The baseline: a tree that is the root alone, so every step verifies nothing and emits one token."""
+"""The baseline: a tree of node 0 alone, so every step verifies no draft and emits one token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Resources
 
 
 class Autoregressive(Algorithm):
-    """Plain decoding of the target on the engine, attention and clock of every other algorithm."""
+    """Plain decoding with the target, on the same engine, attention and clock as every other algorithm."""
 
     name = "autoregressive"
 

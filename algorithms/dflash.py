@@ -3,9 +3,10 @@
 observe   After prefill and after every verify, the target's hidden states at a few layers are fused into one context
           vector per committed token, and the keys and values of every draft layer are computed from it and stored
           in the drafter's own pages ("materialised"). The drafter never runs over the text.
-propose   [root, mask, …, mask] at positions L … L + B - 1 attends to [context; block]. The target's LM head at the
-          masks gives one distribution a position. Their likeliest tokens are a chain of B - 1 drafts; with `topk` above
-          1 the likeliest paths under the product of these marginals are a tree of `num_nodes` (best-first, as DDTree).
+propose   [last token, mask, …, mask] at positions L … L + B - 1 attends to [context; block]. The target's LM head at
+          the masks gives one distribution per position. Their likeliest tokens are a chain of B - 1 drafts. With `topk`
+          above 1 the likeliest paths under the product of these marginals are a tree of `num_nodes` (best first, as in
+          DDTree).
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import specdec_kernels as kernels
-from algorithms import runtime
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Observation, Resources
 from algorithms.runtime.tree_shape import DEFAULT_TREE_NODES, MAX_NODES, MAX_TOPK, expect_size
 
@@ -34,11 +34,11 @@ class DFlash(Algorithm):
     class Config:
         name: str = "dflash"
         block_size: int | None = None
-        """Tokens of a block, the root included; None takes the size the drafter was trained with."""
+        """Tokens of a block, the last committed one included; None takes the size the drafter was trained with."""
         topk: int = 1
         """Tokens of each position that may enter the tree; 1 drafts a chain."""
         num_nodes: int | None = None
-        """Nodes of the tree, the root included; None takes 32. A chain has block_size nodes."""
+        """Nodes of the tree, node 0 included; None takes 32. A chain has block_size nodes."""
         window: int | None = None
         """Positions the drafter's context reaches back; None is all of it."""
 
@@ -52,12 +52,16 @@ class DFlash(Algorithm):
 
     @classmethod
     def check(cls, config: Any, target: TargetShape, draft_path: str | None) -> None:
-        _, drafter = runtime.read_dflash(cls.drafter_folder(draft_path), target)
+        from algorithms.runtime.models.loading import read_dflash
+
+        _, drafter = read_dflash(cls.drafter_folder(draft_path), target)
         _block_of(config, drafter.block_size)
 
     def __init__(self, config: Config, target: Target, draft_path: str | None) -> None:
+        from algorithms.runtime.models.loading import load_dflash
+
         weight = target.model.model.norm.weight
-        self._drafter = runtime.load_dflash(self.drafter_folder(draft_path), target, weight.device, weight.dtype)
+        self._drafter = load_dflash(self.drafter_folder(draft_path), target, weight.device, weight.dtype)
         self._target, self._topk, self._window = target.model, config.topk, config.window
         self._block = _block_of(config, self._drafter.config.block_size)
         self.chain = self._topk == 1 or self._block == 1
@@ -67,8 +71,10 @@ class DFlash(Algorithm):
         self.capture = self._drafter.config.target_layer_ids
 
     def attach(self, resources: Resources) -> None:
+        from algorithms.runtime.cache import KVCache
+
         self._resources = resources
-        self._cache = runtime.KVCache.allocate(self._drafter.config.decoder, resources)
+        self._cache = KVCache.allocate(self._drafter.config.decoder, resources)
         self._stacked = self._drafter.stack_kv()
 
     def propose(self, batch: Batch) -> DraftTree:
@@ -92,22 +98,24 @@ class DFlash(Algorithm):
         return DraftTree(chosen.tokens, kernels.build_tree(chosen.parents, batch.lengths, impl=impl))
 
     def _marginals(self, batch: Batch, positions: Tensor) -> Tensor:
-        """Logits [B, block - 1, V] of the positions behind the root; `positions [B, block]`."""
+        """Logits [B, block - 1, V] of the positions behind the last token; `positions [B, block]`."""
         tokens = batch.last_tokens.new_full(positions.shape, self._drafter.config.mask_token_id)
         tokens[:, 0] = batch.last_tokens
         hidden = self._drafter(self._target.embed(tokens), self._mixer(batch, positions))
         return self._target.logits(hidden[:, 1:])
 
     def _mixer(self, batch: Batch, positions: Tensor) -> Any:
-        """One plan for each kind of draft layer: all of the block or its past, all of the context or a window."""
+        """One plan for each kind of draft layer, by the part of the block and of the context that it sees."""
+        from algorithms.runtime.paged_attention import LayeredMixer, PagedMixer
+
         kinds = [self._layer_kind(layer) for layer in range(self._drafter.config.decoder.num_layers)]
         plans = {
-            (mode, window): runtime.PagedMixer.over(
+            (mode, window): PagedMixer.over(
                 batch, positions, self._cache, self._resources, mode=mode, phase="draft", window=window
             )
             for mode, window in dict.fromkeys(kinds)
         }
-        return runtime.LayeredMixer([plans[kind] for kind in kinds])
+        return LayeredMixer([plans[kind] for kind in kinds])
 
     def _layer_kind(self, layer: int) -> tuple[str, int | None]:
         config = self._drafter.config
@@ -132,7 +140,7 @@ class DFlash(Algorithm):
 
 
 def _block_of(config: DFlash.Config, trained: int) -> int:
-    """Tokens of a block; ValueError where the drafter was trained on smaller ones, or the window cuts into it."""
+    """Tokens of a block; ValueError if the drafter was trained on smaller ones, or if the window is smaller."""
     block = config.block_size or trained
     if block > trained:
         raise ValueError(f"algo.block_size: expected at most {trained}, as trained, got {block}")

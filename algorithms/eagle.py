@@ -1,10 +1,10 @@
 """EAGLE-2 (arXiv 2401.15077, 2406.16858): draft the target's next features with one layer, and tokens from those.
 
-observe   Where the target has been, slot p of the head's cache is filled from (the target's feature of p, the token of
-          p + 1), for the prompt and after every verify ("draft extend"). The output behind the last committed position
-          is kept: it is the feature from which the root's successor is guessed.
-propose   The kept feature gives the first candidates; each level feeds (a candidate, the head's output before it) back
-          into the head. A dynamic tree of steps, topk and num_nodes, or a chain with topk 1.
+observe   For the prompt and after every verify, slot p of the head's cache is filled from the target's feature of p and
+          the token of p + 1 ("draft extend"). The head's output at the last committed position is kept: it is the
+          feature from which the first draft is guessed.
+propose   The kept feature gives the first candidates. Each level feeds a candidate and the head's output before it back
+          into the head. The draft is a dynamic tree of steps, topk and num_nodes, or a chain with topk 1.
 
 The draft is a deterministic function of the context, so the target's own choice alone decides what is accepted, greedy
 or sampled.
@@ -15,7 +15,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from algorithms import runtime
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Observation, Resources
 from algorithms.runtime.tree_shape import TreeShape
 
@@ -35,11 +34,11 @@ class Eagle(Algorithm):
     class Config:
         name: str = "eagle"
         steps: int = 3
-        """Tokens drafted one behind the other, at most."""
+        """Most tokens drafted one behind the other."""
         topk: int = 1
         """Children that a token offers; 1 drafts a chain."""
         num_nodes: int | None = None
-        """Nodes verified, the root included; None takes steps + 1 for a chain, else at most 32."""
+        """Nodes verified, node 0 included; None takes steps + 1 for a chain, else at most 32."""
 
         def __post_init__(self) -> None:
             TreeShape.of(self.steps, self.topk, self.num_nodes)
@@ -62,22 +61,32 @@ class Eagle(Algorithm):
     @staticmethod
     def load(draft_path: str, target: Target, device: Any, dtype: Any) -> Any:
         """The head from its folder."""
-        return runtime.load_eagle(draft_path, target, device, dtype)
+        from algorithms.runtime.models.loading import load_eagle
+
+        return load_eagle(draft_path, target, device, dtype)
 
     @staticmethod
     def read(draft_path: str, target: TargetShape) -> Any:
         """Folder, config and tensor headers of the head."""
-        return runtime.read_eagle(draft_path, target)
+        from algorithms.runtime.models.loading import read_eagle
+
+        return read_eagle(draft_path, target)
 
     def attach(self, resources: Resources) -> None:
+        from algorithms.runtime.batch import RowStore
+        from algorithms.runtime.cache import KVCache
+        from algorithms.runtime.tree_drafting import TreeDrafter
+
         self._resources = resources
-        self._cache = runtime.KVCache.allocate(self._drafter.config.decoder, resources)
-        self._expansion = runtime.TreeDrafter(self._shape, self._cache, resources, to_target=self._drafter.to_target)
-        self._kept = runtime.RowStore(self._drafter.config.decoder.hidden_size, resources)
+        self._cache = KVCache.allocate(self._drafter.config.decoder, resources)
+        self._tree = TreeDrafter(self._shape, self._cache, resources, to_target=self._drafter.to_target)
+        self._kept = RowStore(self._drafter.config.decoder.hidden_size, resources)
 
     def observe(self, seen: Observation) -> None:
+        from algorithms.runtime.paged_attention import PagedMixer
+
         feature = self._drafter.fuse(seen.features, seen.hidden)
-        mixer = runtime.PagedMixer.following(seen, self._cache, self._resources)
+        mixer = PagedMixer.following(seen, self._cache, self._resources)
         self._kept.keep_last(seen, self._drafter(seen.next_tokens, feature, mixer))
 
     def propose(self, batch: Batch) -> DraftTree:
@@ -90,7 +99,7 @@ class Eagle(Algorithm):
             feature = self._drafter(tokens, parent, mixer)
             return self._drafter.logits(feature)
 
-        return self._expansion.grow(batch, self._drafter.logits(before[:, 0]), run)
+        return self._tree.grow(batch, self._drafter.logits(before[:, 0]), run)
 
     def move_row(self, source: int, target: int) -> None:
         self._kept.move(source, target)

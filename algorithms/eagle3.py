@@ -1,7 +1,7 @@
-"""EAGLE-3 (arXiv 2503.01840): EAGLE whose head reads a fusion of low, middle and high features of the target, and whose
-own vocabulary is reduced to the most frequent tokens.
+"""EAGLE-3 (arXiv 2503.01840): EAGLE with fused features and a reduced vocabulary.
 
-The loop is EAGLE's; the head brings the fusion, feeds back its own stream, and maps its tokens to the target's.
+The head reads a fusion of low, middle and high features of the target, and knows only the most frequent tokens. The
+loop is EAGLE's; the head brings the fusion, feeds back its own output, and maps its tokens to the target's.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from algorithms import runtime
 from algorithms.eagle import Eagle
 
 if TYPE_CHECKING:
@@ -27,8 +26,12 @@ class Eagle3(Eagle):
 
     @staticmethod
     def load(draft_path: str, target: Target, device: Any, dtype: Any) -> Any:
-        return runtime.load_eagle3(draft_path, target, device, dtype)
+        from algorithms.runtime.models.loading import load_eagle3
+
+        return load_eagle3(draft_path, target, device, dtype)
 
     @staticmethod
     def read(draft_path: str, target: TargetShape) -> Any:
-        return runtime.read_eagle3(draft_path, target)
+        from algorithms.runtime.models.loading import read_eagle3
+
+        return read_eagle3(draft_path, target)

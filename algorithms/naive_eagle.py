@@ -1,10 +1,8 @@
 """Naive EAGLE: target verify, acceptance and draft extend as one unit, with a single draft step by default.
 
-With one step the head runs only while it extends over what was accepted: its output there is the next draft, so a
-step is one target forward and one head forward, and nothing in between has to leave the device. The whole step is
-captured in one CUDA graph where the run captures at all; `captured: false` is the same code run eagerly. Any number of
-steps, any tree and any page size work the same way, and sampling parameters are read from device memory at every
-replay.
+With one step the head runs only when it extends over what was accepted. Its output there is the next draft, so a step
+is one target forward and one head forward. The whole step is captured in one CUDA graph where the run captures at all;
+`captured: false` runs the same code eagerly. Any number of steps, any tree and any page size work the same way.
 
 The idea is that of SGLang's PR 6995; the acceptance is this project's own, which is exact.
 """
@@ -14,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from algorithms import runtime
 from algorithms.eagle import Eagle
 from algorithms.runtime.algorithm import OwnLevel
 
@@ -47,8 +44,12 @@ class NaiveEagle(Eagle):
 
     @staticmethod
     def load(draft_path: str, target: Target, device: Any, dtype: Any) -> Any:
-        return runtime.load_eagle_head(draft_path, target, device, dtype)
+        from algorithms.runtime.models.loading import load_eagle_head
+
+        return load_eagle_head(draft_path, target, device, dtype)
 
     @staticmethod
     def read(draft_path: str, target: TargetShape) -> Any:
-        return runtime.read_eagle_head(draft_path, target)
+        from algorithms.runtime.models.loading import read_eagle_head
+
+        return read_eagle_head(draft_path, target)

@@ -1,9 +1,9 @@
-"""Drafting by looking up: what followed the last tokens before will follow them again.
+"""Drafting by lookup: what followed the last tokens before is likely to follow them again.
 
-observe   Every committed token, of prompts and of answers, is counted into a device-resident trie of n-grams that all
-          requests of a run share. A text file may be counted in beforehand.
-propose   The suffixes of the text up to the root, the longest first, are looked up, and what followed them is merged
-          into one tree: `bfs` prefers what followed last, `prob` what followed most often.
+observe   Every committed token, of prompts and of answers, is counted into a trie of n-grams on the device, which all
+          requests of a run share. A text file may be counted in first.
+propose   The suffixes of the committed text are looked up, the longest first. What followed them is merged into one
+          tree: `bfs` prefers what followed last, `prob` what followed most often.
 
 There is no drafter to load. The tree is a deterministic function of what was committed, so the target's own choice
 decides (`target_only`). Rules of the trie and of the trees: `specdec_kernels.ngram`.
@@ -35,19 +35,19 @@ class NGram(Algorithm):
     class Config:
         name: str = "ngram"
         num_nodes: int = 16
-        """Nodes verified, the root included."""
+        """Nodes verified, node 0 included."""
         window: int = 8
         """Longest suffix that is looked up, in tokens."""
         depth: int = 16
         """Longest n-gram stored, in tokens: a suffix and its continuation together."""
         min_breadth: int = 1
-        """Continuations taken of a node behind a suffix as long as the window (mode bfs)."""
+        """Continuations of a node that are taken behind a suffix as long as the window (mode bfs)."""
         max_breadth: int = 8
-        """Most continuations taken of a node."""
+        """Most continuations of a node that are taken."""
         mode: str = "bfs"
         """bfs: breadth first by recency; prob: best first by frequency."""
         capacity: int = 1 << 18
-        """N-grams the store holds; what was not used for longest makes room. About 140 bytes each."""
+        """N-grams that the store holds; the least recently used make room. About 140 bytes each."""
         corpus: str | None = None
         """Text file that is counted in before the first request."""
 
@@ -124,7 +124,7 @@ def _encode_file(path: str, target: Target) -> list[int]:
 
 
 def _read_text(path: str) -> str:
-    """The content of a text file; ValueError where it cannot be read as one."""
+    """The content of a text file; ValueError if it is no text file in UTF-8."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

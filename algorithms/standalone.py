@@ -1,12 +1,13 @@
 """Speculative decoding with a small language model (arXiv 2211.17192, 2302.01318).
 
-observe   The draft model reads the prompt. After a step its cache already holds the accepted part of a chain; behind
-          an accepted tree it reads the accepted tokens once more, because its cache holds them scattered.
-propose   The draft model writes `steps` tokens behind the root: a chain, or a tree as EAGLE-2 grows it.
+observe   The draft model reads the prompt. After a step its cache already holds the accepted part of a chain. The
+          accepted part of a tree is scattered in its cache, so it reads those tokens once more.
+propose   The draft model writes `steps` tokens behind the last one: a chain, or a tree as in EAGLE-2.
 
 A greedy chain and every tree is a deterministic function of the context, so the target's own choice decides
-(`target_only`). A chain may instead be drawn from the draft model with the request's own sampling parameters and be
-verified by `rejection` or `block`, which emit the target's law as well and accept more when both models are unsure.
+(`target_only`). A chain may instead be drawn from the draft model under the request's own sampling parameters and be
+verified by `rejection` or `block`. These emit the target's distribution as well, and accept more when both models are
+unsure.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from algorithms import runtime
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Observation, Resources
 from algorithms.runtime.tree_shape import TreeShape
 
@@ -36,11 +36,11 @@ class Standalone(Algorithm):
     class Config:
         name: str = "standalone"
         steps: int = 4
-        """Tokens drafted one behind the other, at most (K)."""
+        """Most tokens drafted one behind the other (K)."""
         topk: int = 1
         """Children that a token offers; 1 drafts a chain."""
         num_nodes: int | None = None
-        """Nodes verified, the root included; None takes steps + 1 for a chain, else at most 32."""
+        """Nodes verified, node 0 included; None takes steps + 1 for a chain, else at most 32."""
         rule: str = "target_only"
         """target_only, rejection or block; the last two draw a chain from the draft model."""
 
@@ -53,11 +53,15 @@ class Standalone(Algorithm):
 
     @classmethod
     def check(cls, config: Any, target: TargetShape, draft_path: str | None) -> None:
-        runtime.read_draft(cls.drafter_folder(draft_path), target)
+        from algorithms.runtime.models.loading import read_draft
+
+        read_draft(cls.drafter_folder(draft_path), target)
 
     def __init__(self, config: Config, target: Target, draft_path: str | None) -> None:
+        from algorithms.runtime.models.loading import load_draft
+
         weight = target.model.model.norm.weight
-        self._draft = runtime.load_draft(self.drafter_folder(draft_path), target, weight.device, weight.dtype)
+        self._draft = load_draft(self.drafter_folder(draft_path), target, weight.device, weight.dtype)
         self._shape = TreeShape.of(config.steps, config.topk, config.num_nodes)
         self.rule = config.rule
         self.chain, self.max_depth = self._shape.chain, self._shape.max_depth
@@ -66,21 +70,25 @@ class Standalone(Algorithm):
         self.draft_slots = self._shape.draft_slots(1) + self.chain
 
     def attach(self, resources: Resources) -> None:
+        from algorithms.runtime.cache import KVCache
+        from algorithms.runtime.tree_drafting import TreeDrafter
+
         self._resources = resources
-        self._cache = runtime.KVCache.allocate(self._draft.config, resources)
-        self._expansion = runtime.TreeDrafter(self._shape, self._cache, resources, base=1)
+        self._cache = KVCache.allocate(self._draft.config, resources)
+        self._tree = TreeDrafter(self._shape, self._cache, resources, base=1)
 
     def observe(self, seen: Observation) -> None:
+        from algorithms.runtime.paged_attention import PagedMixer
+
         if seen.is_prefill or not self.chain:
-            self._draft.model(seen.tokens, runtime.PagedMixer.following(seen, self._cache, self._resources))
+            self._draft.model(seen.tokens, PagedMixer.following(seen, self._cache, self._resources))
 
     def propose(self, batch: Batch) -> DraftTree:
-        logits = self._run(batch.last_tokens[:, None], None, self._expansion.chain_mixer(batch, 0))[:, 0]
-        grow = self._expansion.grow if self.rule == "target_only" else self._expansion.draw
-        draft = grow(batch, logits, self._run)
+        logits = self._run(batch.last_tokens[:, None], None, self._tree.chain_mixer(batch, 0))[:, 0]
+        draft = self._tree.grow(batch, logits, self._run, drawn=self.rule != "target_only")
         if self.chain:
-            # Stores the last draft, in case all are accepted; what would follow it is not asked.
-            self._draft.model(draft.tokens[:, -1:], self._expansion.chain_mixer(batch, self.max_depth))
+            # Stores the last draft, which may be accepted; its logits are not needed.
+            self._draft.model(draft.tokens[:, -1:], self._tree.chain_mixer(batch, self.max_depth))
         return draft
 
     def _run(self, tokens: Tensor, parents: Tensor | None, mixer: Any) -> Tensor:

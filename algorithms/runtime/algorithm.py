@@ -2,9 +2,10 @@
 
     state -> propose -> DraftTree -> target forward over N nodes -> accept -> commit -> observe -> state
 
-A chain is a tree of width one and autoregressive decoding is a tree of the root alone, so the engine has one loop and
-two runs differ in nothing but the drafter. This file imports no torch: algorithm files are read for their
-configuration.
+A chain is a tree of width one, and autoregressive decoding is a tree of node 0 alone. So the engine has one loop, and
+two runs differ in nothing but the drafter. `docs/add_an_algorithm.md` explains the contract with an example.
+
+This file imports no torch, because algorithm files are read for their configuration before it is needed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
     from algorithms.runtime.backends import Backend
     from algorithms.runtime.models.loading import Target, TargetShape
-    from algorithms.runtime.state import SamplingState
     from specdec_kernels import TreeLinks
 
 
@@ -32,7 +32,7 @@ class Resources:
     num_pages: int
     page_size: int
     context: int
-    """Positions a request may reach, drafts beyond its end included."""
+    """Positions that a request may reach, drafts beyond its end included."""
     max_batch: int
     impl: str
 
@@ -44,6 +44,16 @@ class OwnLevel(NamedTuple):
     setting: str
 
 
+class SamplingTensors(NamedTuple):
+    """Sampling parameters of each row, [B] each; neutral values switch a filter off."""
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    seeds: torch.Tensor
+
+
 @dataclass(frozen=True)
 class Batch:
     """The running requests as device tensors, one row each. Under a captured graph some rows are padding."""
@@ -51,14 +61,14 @@ class Batch:
     lengths: torch.Tensor
     """[B] int64: committed tokens whose KV is in the cache (L)."""
     last_tokens: torch.Tensor
-    """[B] int64: the last committed token, at position L, not yet in the cache."""
+    """[B] int64: the last committed token, at position L, not yet in the cache. It is node 0 of every tree."""
     page_table: torch.Tensor
     """[B, max_pages] int32."""
     history: torch.Tensor
     """[B, context + 1] int64: tokens by position, of which 0 … L are committed; the last column is scratch."""
     active: torch.Tensor
     """[B] int32: 1, or 0 for a padding row, which must touch no cache and no store."""
-    sampling: SamplingState
+    sampling: SamplingTensors
     rows: slice
     """Rows of the engine's state that these are: where a drafter keeps what it remembers of a request."""
     max_length: int
@@ -67,12 +77,12 @@ class Batch:
 
 @dataclass(frozen=True)
 class DraftTree:
-    """What is to be verified: `tokens [B, N]` int64 with the root at node 0, and how the nodes hang together."""
+    """What is to be verified: `tokens [B, N]` int64 with the last committed token at node 0, and the tree's links."""
 
     tokens: torch.Tensor
     links: TreeLinks
     draft_probs: torch.Tensor | None = None
-    """[B, N - 1, V] float32: the law each drafted node was drawn from, for the rules `rejection` and `block`."""
+    """[B, N - 1, V] float32: what each drafted node was drawn from, for the rules `rejection` and `block`."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +95,7 @@ class Observation:
     tokens: torch.Tensor
     """[B, n] int64: the tokens at these positions."""
     next_tokens: torch.Tensor
-    """[B, n] int64: the token that follows each; behind the last of a row stands its new root."""
+    """[B, n] int64: the token that follows each; behind the last one of a row stands its new last token."""
     features: list[torch.Tensor]
     """One [B, n, hidden] per captured target layer."""
     hidden: torch.Tensor
@@ -97,7 +107,7 @@ class Observation:
     counts: torch.Tensor
     """[B] int32; 0 for a padding row."""
     history: torch.Tensor
-    """[B, context + 1] int64: as in `Batch`, these tokens and the new root included."""
+    """[B, context + 1] int64: as in `Batch`, these tokens and the new last token included."""
     page_table: torch.Tensor
     """[B, max_pages] int32."""
     rows: slice
@@ -108,24 +118,25 @@ class Observation:
 
 
 class Algorithm:
-    """Base of all algorithms. A subclass names itself, its configuration, the size of its trees, and drafts.
+    """Base of all algorithms. A subclass names itself, its configuration and the size of its trees, and drafts.
 
-    `propose` and `observe` run on the device without reading anything back, and on the same tensors every step: then
+    `propose` and `observe` run on the device without reading anything back, and on the same tensors in every step, so
     they can be captured in a CUDA graph.
     """
 
     name: ClassVar[str]
     Config: ClassVar[type]
+    """A dataclass with a field `name` whose default is the algorithm's name; its fields are the settings `algo.…`."""
     needs_draft_model: ClassVar[bool] = False
 
     capture: tuple[int, ...] = ()
     """Target layers whose output `observe` receives."""
     num_nodes: int = 1
-    """N: nodes verified a step, the root included."""
+    """N: nodes verified per step, node 0 included."""
     max_depth: int = 0
     """D: most drafts that one step can accept."""
     chain: bool = True
-    """Whether node i hangs on node i - 1: nothing moves at commit, and attention needs no bit mask."""
+    """Whether the parent of node i is node i - 1: nothing moves at commit, and attention needs no bit mask."""
     rule: str = "target_only"
     """Acceptance rule, see `specdec_kernels.accept`."""
     graph: str | None = None
@@ -140,30 +151,30 @@ class Algorithm:
 
     @classmethod
     def check(cls, config: Any, target: TargetShape, draft_path: str | None) -> None:
-        """Refuse (ValueError) what `__init__` would, as far as folders tell without any weight being read."""
+        """Raise the ValueError that `__init__` would raise, as far as folders tell without reading any weight."""
 
     @classmethod
     def drafter_folder(cls, draft_path: str | None) -> str:
-        """`draft_path`, which an algorithm that drafts with a model must be given."""
+        """`draft_path`; ValueError if it is None, for an algorithm that drafts with a model."""
         if draft_path is None:
             raise ValueError(f"algo={cls.name} needs a drafter: set model.draft_path to a folder or hub name")
         return draft_path
 
     def __init__(self, config: Any, target: Target, draft_path: str | None) -> None:
-        """Load what is needed, or refuse; `draft_path` is a folder or hub name."""
+        """Load what is needed, or raise ValueError; `draft_path` is a folder or hub name."""
 
     def attach(self, resources: Resources) -> None:
         """Allocate caches for one run; called once, before any `propose`."""
 
     def propose(self, batch: Batch) -> DraftTree:
-        """Draft a tree behind every root."""
+        """Draft a tree behind the last token of each row."""
         raise NotImplementedError
 
     def observe(self, seen: Observation) -> None:
         """Learn from committed tokens: after prefill, and after every step."""
 
     def forget(self) -> None:
-        """Drop what former requests taught about text. Tensors keep their addresses: steps may be captured."""
+        """Drop what former requests taught about text. Tensors keep their addresses, because steps may be captured."""
 
     def move_row(self, source: int, target: int) -> None:
         """The request of state row `source` now lives in row `target`."""

@@ -1,9 +1,8 @@
 """Where the time of a step goes: named phases, summed.
 
-On a GPU a phase is bracketed by two CUDA events, so that measuring adds no synchronisation to a step;
-finished events are collected as later phases begin, the rest when the ledger is read. A phase then lasts from
-the end of the work queued before it to the end of its own work, waiting for the host included. Elsewhere the
-clock is `time.perf_counter`.
+On a GPU two CUDA events bracket a phase, so measuring adds no synchronisation to a step. Finished events are collected
+when later phases begin, and the rest when the ledger is read. A phase then lasts from the end of the work queued before
+it to the end of its own work, including the wait for the host. Elsewhere the clock is `time.perf_counter`.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ import torch
 
 
 class PhaseClock:
-    """Sums the time of named phases on one device. Phases may not be nested, or their time would count
-    twice."""
+    """Sums the time of named phases on one device. Phases may not be nested: their time would count twice."""
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = torch.device(device)

@@ -1,8 +1,8 @@
 """How much of a step is captured in CUDA graphs: `none`, `draft`, `verify` (draft and verify), `step` (all of it).
 
 Batch sizes are rounded up to a bucket, and each bucket is captured once, before the clock runs, with every row
-inactive: warm-up then touches no request. Lengths, pages and sampling parameters live in device memory, so a replay
-sees the requests as they are. All levels run the same code; `none` runs it as it is, for exactly the rows in use.
+inactive, so that warm-up touches no request. Lengths, pages and sampling parameters live in device memory, so a replay
+sees the requests as they are. All levels run the same code; `none` runs it uncaptured, for exactly the rows in use.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from algorithms.runtime.clock import PhaseClock
-from algorithms.runtime.step import PHASES, SamplingNeeds, Step, StepParts
+from algorithms.runtime.sampling_params import SamplingNeeds
+from algorithms.runtime.step import PHASES, Step, StepParts
 
 LEVELS = ("none", "draft", "verify", "step")
 _CAPTURED: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -33,7 +34,7 @@ _WARMUP_RUNS = 2
 
 @dataclass(frozen=True)
 class GraphReport:
-    """What capturing took: graphs, milliseconds of warm-up and capture, bytes of device memory they keep."""
+    """What capturing took: graphs, milliseconds of warm-up and capture, and bytes of device memory that they keep."""
 
     level: str
     buckets: tuple[int, ...]

@@ -1,38 +1,42 @@
 """What serves requests: one target, one algorithm, one attention backend, and the cache and state they share.
 
-A request's prompt except its last token is prefilled; the last prompt token is the first root. So the first step is
-like every other, and there is no second place where tokens are sampled. Pages for a request's whole life are reserved
-when it is admitted, so a running request can never be stopped by a full pool; requests that do not fit yet wait. The
-loop itself is `session`.
+Of a prompt, all but the last token is prefilled; the last token is the first one that a step starts from. So the first
+step is like every other, and tokens are sampled in one place. The `Scheduler` decides which request runs where; the
+engine does to the tensors what it decides, and launches the steps.
+
+On a GPU the tokens of a step are read while the next one runs, so the host never waits for the step it has just
+launched. A request that has ended is then stepped once more, without effect, in pages that are reserved for that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+
+import torch
 
 from algorithms.runtime.algorithm import Algorithm, Resources
 from algorithms.runtime.backends import Backend, check_calls
-from algorithms.runtime.cache import KVCache, PageAllocator
+from algorithms.runtime.batch import BatchState
+from algorithms.runtime.cache import KVCache
 from algorithms.runtime.clock import PhaseClock
 from algorithms.runtime.cuda_graph import Capture, GraphReport, StepRunner
 from algorithms.runtime.models.loading import Target
-from algorithms.runtime.request import Completion, Request
-from algorithms.runtime.session import EngineError, Session, StepReport
-from algorithms.runtime.state import BatchState
-from algorithms.runtime.step import SamplingNeeds, StepParts
-
-__all__ = ["Engine", "EngineError", "EngineSettings", "Generation", "StepReport"]
-
-Decode = Callable[[Sequence[int]], str]
+from algorithms.runtime.readback import Readback, StepResult
+from algorithms.runtime.request import Completion, EngineError, Request
+from algorithms.runtime.sampling_params import SamplingNeeds
+from algorithms.runtime.scheduler import Decode, RowMove, Running, Scheduler
+from algorithms.runtime.step import PHASES, StepParts, prefill
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Sizes of a run. `max_length` bounds prompt + new tokens of a request, in tokens; None takes the target's context.
+    """Sizes of a run. `max_length` bounds prompt and new tokens of a request together; None takes the target's context.
 
     `num_pages` None reserves enough for `max_batch` requests of that length. `graph` says how much of a step is
-    captured, see `graphs`. `overlap` is how many steps the host reads behind the device: None takes 1 on a GPU and
+    captured, see `cuda_graph`. `overlap` is how many steps the host reads behind the device: None takes 1 on a GPU and
     0 elsewhere.
     """
 
@@ -46,11 +50,22 @@ class EngineSettings:
 
 
 @dataclass(frozen=True)
+class StepReport:
+    """How far a run is after a step; `tokens_per_step` is pooled over requests and steps so far."""
+
+    num_finished: int
+    num_requests: int
+    emitted_tokens: int
+    tokens_per_step: float
+    elapsed_s: float
+
+
+@dataclass(frozen=True)
 class Generation:
     """All completions in the order of the requests, and where the time went.
 
     `ledger_ms` sums the phases draft, verify, accept, commit (or `graph`, where one graph is the whole step) and host
-    over all steps; prefill is outside of it. On a GPU the phases are device time and `host` is what the decode time
+    over all steps; prefill is outside of it. On a GPU the phases are device time, and `host` is what the decode time
     has beyond it. `launch_ms` is the host's own time to launch the steps.
     """
 
@@ -77,19 +92,22 @@ class Engine:
         decode: Decode,
         capture: Capture | None = None,
     ) -> None:
-        """`capture` replaces CUDA graphs, for tests of captured steps where there is no GPU."""
-        weight = target.model.model.norm.weight
-        longest = target.config.max_position_embeddings
-        self._limit = min(settings.max_length or longest, longest)
-        self.algorithm, self.target, self.decode = algorithm, target.model, decode
-        self.overlap = settings.overlap if settings.overlap is not None else int(weight.is_cuda)
+        """`capture` replaces CUDA graphs, for tests of captured steps where there is no GPU.
+
+        Raises EngineError or ValueError if the backend cannot do what target, algorithm and settings ask for.
+        """
+        weight, config = target.model.model.norm.weight, target.config
+        level = algorithm.graph or settings.graph
+        _check_backend(backend, target, algorithm, settings, level)
+        self._limit = min(settings.max_length or config.max_position_embeddings, config.max_position_embeddings)
+        self._overlap = settings.overlap if settings.overlap is not None else int(weight.is_cuda)
         # The last step of a request drafts past its end, and so do steps launched before its end was read.
         slots = max(algorithm.num_nodes, algorithm.draft_slots)
-        self._overshoot = slots + self.overlap * (algorithm.max_depth + 1)
-        context = self._limit + self._overshoot
+        overshoot = slots + self._overlap * (algorithm.max_depth + 1)
+        context = self._limit + overshoot
         max_pages = -(-context // settings.page_size)
         num_pages = settings.num_pages or max_pages * settings.max_batch
-        self.resources = Resources(
+        resources = Resources(
             target=target,
             backend=backend,
             device=weight.device,
@@ -100,32 +118,26 @@ class Engine:
             max_batch=settings.max_batch,
             impl=settings.impl,
         )
-        verify = "decode" if algorithm.num_nodes == 1 else "verify"
-        modes = {"prefill": "chain", verify: "chain" if algorithm.chain else "tree"}
-        level = algorithm.graph or settings.graph
-        if level != "none" and not backend.capturable:
-            raise EngineError(
-                f"backend={backend.name} reads lengths back in every step and cannot be captured, got graph={level}"
-            )
-        check_calls(backend, target.config, modes, settings.page_size, weight.dtype, weight.device)
-        self.allocator = PageAllocator(num_pages)
-        self.cache = KVCache.allocate(target.config, self.resources)
-        self.state = BatchState(settings.max_batch, max_pages, context, target.config.vocab_size, weight.device)
-        algorithm.attach(self.resources)
-        parts = StepParts(algorithm, self.cache, self.state, self.resources)
-        self.runner = StepRunner(parts, level, PhaseClock(weight.device), capture)
+        self.scheduler = Scheduler(settings.max_batch, num_pages, settings.page_size, overshoot, decode)
+        cache = KVCache.allocate(config, resources)
+        state = BatchState(settings.max_batch, max_pages, context, config.vocab_size, weight.device)
+        algorithm.attach(resources)
+        self.parts = StepParts(algorithm, cache, state, resources)
+        self.runner = StepRunner(self.parts, level, PhaseClock(weight.device), capture)
+        self._session_is_open = False
 
     def generate(self, requests: Sequence[Request], on_step: Callable[[StepReport], None] | None = None) -> Generation:
         """Serve `requests` to the end.
 
-        Raises EngineError before anything runs if a request has no prompt, is longer than the context or can never fit
-        into the pool. However it ends, all pages are free again.
+        Raises EngineError before anything runs if a request does not fit the vocabulary, the context or the pool.
+        However it ends, all pages are free again.
         """
         for request in requests:
             self.check(request)
-        if len({request.id for request in requests}) < len(requests):
+        place = {request.id: index for index, request in enumerate(requests)}
+        if len(place) < len(requests):
             raise EngineError("requests of one call must have different ids")
-        with self.session(SamplingNeeds.of(requests)) as session:
+        with self.session(SamplingNeeds.of(request.sampling for request in requests)) as session:
             for request in requests:
                 session.submit(request)
             done: list[Completion] = []
@@ -133,30 +145,40 @@ class Engine:
                 done += session.step()
                 if on_step is not None:
                     on_step(session.report())
-            place = {request.id: index for index, request in enumerate(requests)}
-            return Generation(
-                completions=sorted(done, key=lambda completion: place[completion.request_id]),
-                num_steps=len(session.step_ms),
-                prefill_ms=session.prefill_ms,
-                decode_ms=sum(session.step_ms),
-                wall_ms=session.wall_ms,
-                launch_ms=session.launch_ms,
-                step_ms=session.step_ms,
-                ledger_ms=session.ledger_ms(),
-                graphs=self.runner.report,
-            )
+            return session.generation(sorted(done, key=lambda completion: place[completion.request_id]))
+
+    @contextmanager
+    def session(self, needs: SamplingNeeds) -> Iterator[Session]:
+        """A stretch of serving that takes requests as it runs; one at a time. Afterwards all pages are free again.
+
+        `needs` bounds what requests may ask of the sampler: a captured step does no more than it was captured for.
+        """
+        if self._session_is_open:
+            raise EngineError("this engine has an open session already: close it first")
+        state, device = self.parts.state, self.parts.resources.device
+        if needs.penalised:
+            state.need_penalties()
+        with torch.inference_mode():
+            self.runner.prepare(needs)
+        self._session_is_open = True
+        readback: Readback[list[Running]] = Readback(
+            self._overlap, state.max_batch, self.parts.algorithm.max_depth, device
+        )
+        try:
+            yield Session(self.parts, self.runner, self.scheduler, readback, needs, self.check)
+        finally:
+            self.scheduler.clear()
+            state.clear(slice(None))
+            self._session_is_open = False
 
     def forget(self) -> None:
         """Make the next requests the first ones, for an algorithm that learns from what it serves."""
-        self.algorithm.forget()
-
-    def session(self, needs: SamplingNeeds) -> Session:
-        """A stretch of serving that takes requests as it runs; one at a time."""
-        return Session(self, needs)
+        self.parts.algorithm.forget()
 
     def check(self, request: Request) -> None:
+        """Raise EngineError if the request can never be served here."""
         name, new_tokens = f"request {request.id}", request.sampling.max_new_tokens
-        if (problem := request.problem(self.resources.target.config.vocab_size)) is not None:
+        if (problem := request.problem(self.parts.resources.target.config.vocab_size)) is not None:
             raise EngineError(f"{name}: {problem}")
         if request.max_length > self._limit:
             raise EngineError(
@@ -164,11 +186,157 @@ class Engine:
                 f"is longer than the context of {self._limit} tokens; shorten the prompt or lower "
                 "sampling.max_new_tokens"
             )
-        if self.pages_for(request) > self.allocator.num_pages:
-            raise EngineError(
-                f"{name}: needs {self.pages_for(request)} pages of {self.resources.page_size} tokens, the KV pool "
-                f"has {self.allocator.num_pages}; raise runtime.num_pages or lower sampling.max_new_tokens"
-            )
+        self.scheduler.check(request)
 
-    def pages_for(self, request: Request) -> int:
-        return -(-(request.max_length + self._overshoot) // self.resources.page_size)
+
+def _check_backend(
+    backend: Backend, target: Target, algorithm: Algorithm, settings: EngineSettings, level: str
+) -> None:
+    if level != "none" and not backend.capturable:
+        raise EngineError(
+            f"backend={backend.name} reads lengths back in every step and cannot be captured, got graph={level}"
+        )
+    weight, verify = target.model.model.norm.weight, "decode" if algorithm.num_nodes == 1 else "verify"
+    modes = {"prefill": "chain", verify: "chain" if algorithm.chain else "tree"}
+    check_calls(backend, target.config, modes, settings.page_size, weight.dtype, weight.device)
+
+
+class Session:
+    """The decoding loop: requests come in, are prefilled, stepped, and handed out when they end."""
+
+    def __init__(
+        self,
+        parts: StepParts,
+        runner: StepRunner,
+        scheduler: Scheduler,
+        readback: Readback[list[Running]],
+        needs: SamplingNeeds,
+        check: Callable[[Request], None],
+    ) -> None:
+        self._parts, self._algorithm, self._state = parts, parts.algorithm, parts.state
+        self._runner, self._scheduler, self._readback = runner, scheduler, readback
+        self._needs, self._check = needs, check
+        self._num_submitted = self._num_finished = self._row_steps = self._emitted = 0
+        self._step_ms: list[float] = []
+        self._prefill_ms = self._launch_ms = 0.0
+        runner.clock.reset()
+        self._began_ms = _now_ms()
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing left to do."""
+        return self._scheduler.idle
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises EngineError if it can never be served here, or one of its id is being served."""
+        self._check(request)
+        if not self._needs.covers(SamplingNeeds.of([request.sampling])):
+            raise EngineError(f"request {request.id}: it samples in a way that this session was not opened for")
+        self._scheduler.submit(request)
+        self._num_submitted += 1
+
+    def abort(self, request_id: int) -> Completion | None:
+        """End a request where it stands; returns what it has so far, or None if it is not here (any more)."""
+        aborted = self._scheduler.abort(request_id, _now_ms())
+        if aborted is None:
+            return None
+        completion, move = aborted
+        self._num_finished += 1
+        if move is not None:
+            self._move_rows(move)
+        return completion
+
+    @torch.inference_mode()
+    def step(self) -> list[Completion]:
+        """Admit what fits, launch a step, and take in the results that are due; returns the requests that ended."""
+        self._admit()
+        began_ms, rows = _now_ms(), self._scheduler.rows
+        ended: list[Completion] = []
+        if not rows:
+            return ended
+        ahead = self._readback.num_pending * (self._algorithm.max_depth + 1)
+        longest = max(running.length for running in rows) + ahead
+        table = self._runner.launch(len(rows), longest, self._needs)
+        self._readback.push(table, list(rows))
+        self._launch_ms += _now_ms() - began_ms
+        for result, launched in self._readback.due():
+            ended += self._collect(result, launched)
+        if not rows:
+            # What is still in flight was launched for requests that have ended.
+            self._readback.drop()
+        self._step_ms.append(_now_ms() - began_ms)
+        return ended
+
+    def report(self) -> StepReport:
+        """How far the session is."""
+        return StepReport(
+            num_finished=self._num_finished,
+            num_requests=self._num_submitted,
+            emitted_tokens=self._emitted,
+            tokens_per_step=self._emitted / max(1, self._row_steps),
+            elapsed_s=(_now_ms() - self._began_ms) / 1e3,
+        )
+
+    def generation(self, completions: list[Completion]) -> Generation:
+        """`completions` with the times of the session so far."""
+        wall_ms, decode_ms, ledger = _now_ms() - self._began_ms, sum(self._step_ms), self._runner.clock.ledger_ms()
+        phases = {name: ledger.get(name, 0.0) for name in PHASES} | ledger
+        return Generation(
+            completions=completions,
+            num_steps=len(self._step_ms),
+            prefill_ms=self._prefill_ms,
+            decode_ms=decode_ms,
+            wall_ms=wall_ms,
+            launch_ms=self._launch_ms,
+            step_ms=self._step_ms,
+            ledger_ms=phases | {"host": max(0.0, decode_ms - sum(phases.values()))},
+            graphs=self._runner.report,
+        )
+
+    def _admit(self) -> None:
+        """Move waiting requests into free rows as long as pages last, and prefill them together."""
+        began_ms = _now_ms()
+        admitted = self._scheduler.admit(began_ms)
+        if not admitted:
+            return
+        for running in admitted:
+            self._state.fill(running.row, running.request, running.pages)
+        batch = self._state.batch(admitted[0].row, admitted[-1].row + 1, max_length=0)
+        # At least one column, so that a drafter hears of a prompt of one token too.
+        prefill(self._parts, batch, width=max(1, *(running.length for running in admitted)))
+        if self._parts.resources.device.type == "cuda":
+            torch.cuda.synchronize(self._parts.resources.device)
+        self._prefill_ms += _now_ms() - began_ms
+
+    def _collect(self, result: StepResult, launched: list[Running]) -> list[Completion]:
+        """Hand the tokens of a step to the requests it was launched for, from the last row to the first."""
+        ended: list[Completion] = []
+        for place in reversed(range(len(launched))):
+            running = launched[place]
+            if running.completion.finish_reason:
+                continue
+            tokens, logprobs, valid = result.of(place)
+            if not valid:
+                raise EngineError(
+                    f"request {running.request.id}: the target gave no finite logit near position {running.length}; "
+                    "its weights are broken or the dtype overflows"
+                )
+            self._row_steps += 1
+            self._emitted += len(tokens)
+            move = self._scheduler.advance(running, tokens, logprobs, _now_ms())
+            if move is not None:
+                self._num_finished += 1
+                self._move_rows(move)
+                ended.append(running.completion)
+        return ended
+
+    def _move_rows(self, move: RowMove) -> None:
+        """Do to the tensors what the scheduler did to its rows."""
+        if move.source != move.target:
+            self._state.move(*move)
+            self._algorithm.move_row(*move)
+        self._state.clear(move.source)
+
+
+def _now_ms() -> float:
+    return time.perf_counter() * 1e3

@@ -1,4 +1,4 @@
-"""Results of steps on their way to the host, read a fixed number of steps after the step that wrote them.
+"""Results of steps on their way to the host. Each is read a fixed number of steps after the step that wrote it.
 
 Reading waits for that step alone, through an event, while the next one already runs.
 """
@@ -56,7 +56,7 @@ class Readback(Generic[Tag]):
         self._pending.append((place, event, tag))
 
     def due(self) -> Iterator[tuple[StepResult, Tag]]:
-        """Results that are no longer to be kept waiting, oldest first."""
+        """Results that are due, oldest first."""
         while len(self._pending) > self._behind:
             place, event, tag = self._pending.popleft()
             if event is not None:

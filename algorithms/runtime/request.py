@@ -8,6 +8,10 @@ from typing import Any
 from algorithms.runtime.sampling_params import SamplingParams
 
 
+class EngineError(ValueError):
+    """A request that cannot be served, or a target that gave no finite logit."""
+
+
 @dataclass(frozen=True)
 class Request:
     """One prompt and how it is to be continued. A stop token is kept in the output, a stop string is cut off."""

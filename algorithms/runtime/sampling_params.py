@@ -7,6 +7,7 @@ before anything heavy is imported.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 _LARGEST_INT32 = 2**31 - 1
@@ -76,3 +77,26 @@ class SamplingParams:
         """Whether the target's logits are changed before anything else."""
         neutral = self.repetition_penalty == 1 and self.presence_penalty == 0 and self.frequency_penalty == 0
         return not neutral or bool(self.logit_bias)
+
+
+@dataclass(frozen=True)
+class SamplingNeeds:
+    """What requests ask of the sampler. A step does no more than the needs that it was made for."""
+
+    sampled: bool = False
+    filtered: bool = False
+    penalised: bool = False
+
+    @classmethod
+    def of(cls, params: Iterable[SamplingParams]) -> SamplingNeeds:
+        """What serves all of `params`."""
+        asked = list(params)
+        return cls(
+            sampled=any(p.temperature > 0 for p in asked),
+            filtered=any(p.filtered for p in asked),
+            penalised=any(p.penalised for p in asked),
+        )
+
+    def covers(self, other: SamplingNeeds) -> bool:
+        """Whether a step made for these needs serves `other`."""
+        return all(mine or not theirs for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True))

@@ -1,49 +1,27 @@
-"""One step on the device: draft, verify, accept, commit. Nothing is read back, and every tensor it starts from keeps
-its address, so any part of it can be captured in a CUDA graph.
+"""What runs on the device: the prefill of prompts, and the step with its phases draft, verify, accept and commit.
 
-A step over more rows than are in use passes over the padding: inactive rows have no columns to store, their accepted
-path is empty, and their lengths stay.
+A step reads nothing back, and every tensor that it starts from keeps its address, so any part of it can be captured in
+a CUDA graph. A step over more rows than are in use passes over the padding: inactive rows have no columns to store,
+their accepted path is empty, and their lengths stay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Observation, Resources
+from algorithms.runtime.batch import BatchState
 from algorithms.runtime.cache import KVCache
 from algorithms.runtime.paged_attention import PagedMixer
-from algorithms.runtime.request import Request
-from algorithms.runtime.state import BatchState
+from algorithms.runtime.sampling_params import SamplingNeeds
 from algorithms.runtime.tensor_parallel import agree_on_acceptance, agree_on_draft
 from specdec_kernels import Accepted, accept, apply_penalties, count_tokens, move_accepted
 
 PHASES = ("draft", "verify", "accept", "commit")
-
-
-@dataclass(frozen=True)
-class SamplingNeeds:
-    """What the requests of a run ask of the sampler; a step does no more than this."""
-
-    sampled: bool = False
-    filtered: bool = False
-    penalised: bool = False
-
-    @classmethod
-    def of(cls, requests: Iterable[Request]) -> SamplingNeeds:
-        asked = list(requests)
-        return cls(
-            sampled=any(r.sampling.temperature > 0 for r in asked),
-            filtered=any(r.sampling.filtered for r in asked),
-            penalised=any(r.sampling.penalised for r in asked),
-        )
-
-    def covers(self, other: SamplingNeeds) -> bool:
-        """Whether a step made for these needs serves `other`."""
-        return all(mine or not theirs for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True))
+"""Phases of a step, in order; each is a method of `Step`."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +34,44 @@ class StepParts:
     resources: Resources
 
 
+def prefill(parts: StepParts, batch: Batch, width: int) -> None:
+    """Run the target over all but the last token of new prompts, the longest of which has `width` such tokens, and
+    show the result to the drafter. `batch` holds the rows of these requests."""
+    counts, start = batch.lengths.to(torch.int32), torch.zeros_like(batch.lengths)
+    columns = torch.arange(width + 1, device=start.device)
+    # Behind a shorter prompt the row may hold what a former request left there.
+    text = torch.where(columns <= counts[:, None], batch.history[:, : width + 1], 0)
+    tokens, positions = text[:, :-1].contiguous(), columns[:-1].repeat(len(text), 1)
+    mixer = PagedMixer.over(
+        replace(batch, lengths=start),
+        positions,
+        parts.cache,
+        parts.resources,
+        mode="chain",
+        counts=counts,
+        phase="prefill",
+    )
+    hidden, features = parts.resources.target.model(tokens, mixer, parts.algorithm.capture)
+    parts.algorithm.observe(
+        Observation(
+            tokens=tokens,
+            next_tokens=text[:, 1:].contiguous(),
+            features=features,
+            hidden=hidden,
+            start=start,
+            positions=positions,
+            counts=counts,
+            history=batch.history,
+            page_table=batch.page_table,
+            rows=batch.rows,
+            max_length=0,
+            is_prefill=True,
+        )
+    )
+
+
 class Step:
-    """The four phases over one batch, each leaving its result for the next. Run them in the order of `PHASES`."""
+    """The phases over one batch, each leaving its result for the next. Run them in the order of `PHASES`."""
 
     tree: DraftTree
     hidden: Tensor
@@ -71,7 +85,14 @@ class Step:
         self._parts, self._batch, self._needs = parts, batch, needs
 
     def draft(self) -> None:
-        self.tree = agree_on_draft(self._parts.algorithm.propose(self._batch))
+        algorithm, expected = self._parts.algorithm, (len(self._batch.lengths), self._parts.algorithm.num_nodes)
+        tree = algorithm.propose(self._batch)
+        if tree.tokens.shape != expected:
+            raise ValueError(
+                f"algo={algorithm.name}: propose gave tokens of shape {list(tree.tokens.shape)}, expected [rows, "
+                f"num_nodes] = {list(expected)}"
+            )
+        self.tree = agree_on_draft(tree)
 
     def verify(self) -> None:
         algorithm, target = self._parts.algorithm, self._parts.resources.target.model
@@ -127,7 +148,7 @@ class Step:
         )
 
     def commit(self) -> None:
-        """Bring the accepted path to the front of cache, tokens and features, tell the drafter, and advance."""
+        """Bring the accepted path to the front of cache, tokens and features, show it to the drafter, and advance."""
         batch, accepted = self._batch, self.accepted
         assert accepted.logprobs is not None
         emitted = (accepted.num_accepted + 1) * batch.active
@@ -176,7 +197,7 @@ class Step:
         )
 
     def _write_history(self, emitted: Tensor) -> None:
-        """Put the emitted tokens behind the root; what was not emitted goes to the scratch column."""
+        """Put the emitted tokens behind the last one; what was not emitted goes to the scratch column."""
         batch, tokens = self._batch, self.accepted.tokens
         column = torch.arange(tokens.shape[1], device=tokens.device)
         place = batch.lengths[:, None] + 1 + column

@@ -1,8 +1,8 @@
 """Keeps the processes of a tensor-parallel run in step.
 
-Every rank runs the same loop over the same requests. Its logits come from the same all-reduced sums, but nothing
-promises equal bits on every device, and one token that differs would tear the caches apart. So rank 0 decides: its
-draft and its acceptance are broadcast, and the other ranks take them over.
+Every rank runs the same loop over the same requests. Its logits come from the same all-reduced sums, but equal bits on
+every device are not guaranteed, and after one different token the caches would no longer match. So rank 0 decides: its
+draft and its acceptance are broadcast, and the other ranks use them.
 """
 
 from __future__ import annotations

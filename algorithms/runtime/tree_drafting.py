@@ -1,12 +1,12 @@
-"""Growing a draft with a model that writes one token after another: a chain, or a tree level by level.
+"""Drafting with a model that writes one token after another: a chain, or a tree level by level.
 
-Trees follow EAGLE-2 (arXiv 2406.16858). Every level runs `topk` frontier tokens; each offers its `topk` likeliest
-children; the likeliest of them by the product of probabilities along the path are the next frontier; at the end the
-best `num_nodes - 1` of all children ever offered are kept.
+Trees follow EAGLE-2 (arXiv 2406.16858). Every level runs `topk` frontier tokens. Each of them offers its `topk`
+likeliest children. The best of these, by the product of probabilities along the path, are the next frontier. At the end
+the best `num_nodes - 1` of all children ever offered are kept.
 
-The drafter's cache follows the project's rule that trees and pages do not meet. Frontier token j of level i is stored
-`base + (i - 1) * topk + j` slots behind L, whatever it hangs on, and a bit mask over these slots says what it sees:
-itself, its ancestors, and a stored root (`base` 1) where the drafter runs the root itself.
+The drafter's cache does not follow the shape of the tree. Frontier token j of level i is stored
+`base + (i - 1) * topk + j` slots behind L, whatever its parent, and a bit mask over these slots says what it sees:
+itself, its ancestors, and node 0 (`base` 1) if the drafter has run and stored it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ _WORD_BITS = 64
 
 @dataclass(frozen=True)
 class TreeDrafter:
-    """What stays the same from step to step; `to_target` maps a drafter's ids to the target's."""
+    """Drafts trees of one shape. `base` counts the slots before the first level; `to_target` maps the drafter's ids to
+    the target's."""
 
     shape: TreeShape
     cache: KVCache
@@ -52,46 +53,50 @@ class TreeDrafter:
         """Slots behind L that the drafter writes."""
         return self.shape.draft_slots(self.base)
 
-    def grow(self, batch: Batch, logits: Tensor, run: RunLevel) -> DraftTree:
-        """Draft from `logits [B, V]` behind the root."""
-        return self._chain(batch, logits, run) if self.shape.chain else self._tree(batch, logits, run)
+    def grow(self, batch: Batch, logits: Tensor, run: RunLevel, drawn: bool = False) -> DraftTree:
+        """Draft from `logits [B, V]` behind the last token: the likeliest tokens, as a chain or a tree.
 
-    def _chain(self, batch: Batch, logits: Tensor, run: RunLevel) -> DraftTree:
+        `drawn` draws a chain under each request's sampling parameters instead, and records its distributions.
+        """
+        return self._chain(batch, logits, run, drawn) if self.shape.chain else self._tree(batch, logits, run)
+
+    def _chain(self, batch: Batch, logits: Tensor, run: RunLevel, drawn: bool) -> DraftTree:
         impl, depth = self.resources.impl, self.shape.max_depth
-        tokens, alone = [batch.last_tokens], torch.zeros_like(batch.last_tokens)[:, None]
+        tokens, probs, no_parents = [batch.last_tokens], [], torch.zeros_like(batch.last_tokens)[:, None]
         for level in range(1, depth + 1):
-            tokens.append(self.to_target(pick_tokens(logits, impl=impl).tokens))
+            if drawn:
+                probs.append(self._distribution(batch, logits))
+                drafted = self._draw(batch, logits, level)
+            else:
+                drafted = pick_tokens(logits, impl=impl).tokens
+            tokens.append(self.to_target(drafted))
             if level < depth:
-                logits = run(tokens[-1][:, None], alone, self.chain_mixer(batch, level)).squeeze(1)
-        return DraftTree(torch.stack(tokens, 1), build_chain(batch.lengths, depth + 1, impl=impl))
-
-    def draw(self, batch: Batch, logits: Tensor, run: RunLevel) -> DraftTree:
-        """A chain drawn from the draft model under each request's sampling parameters, and the laws it came from."""
-        impl, depth, sampling = self.resources.impl, self.shape.max_depth, batch.sampling
-        tokens, laws, alone = [batch.last_tokens], [], torch.zeros_like(batch.last_tokens)[:, None]
-        for level in range(1, depth + 1):
-            filters = sampling.top_k, sampling.top_p, sampling.min_p
-            laws.append(filtered_probs(logits, sampling.temperature, *filters, impl=impl))
-            picked = pick_tokens(
-                logits,
-                sampling.temperature,
-                sampling.seeds,
-                # No key may come up again in the next step: block verification would couple the two.
-                batch.lengths * (depth + 1) + level,
-                top_k=sampling.top_k,
-                top_p=sampling.top_p,
-                min_p=sampling.min_p,
-                stream=DRAFT_STREAM,
-                impl=impl,
-            )
-            tokens.append(picked.tokens)
-            if level < depth:
-                logits = run(tokens[-1][:, None], alone, self.chain_mixer(batch, level)).squeeze(1)
+                logits = run(tokens[-1][:, None], no_parents, self.chain_mixer(batch, level)).squeeze(1)
         links = build_chain(batch.lengths, depth + 1, impl=impl)
-        return DraftTree(torch.stack(tokens, 1), links, torch.stack(laws, 1))
+        return DraftTree(torch.stack(tokens, 1), links, torch.stack(probs, 1) if drawn else None)
+
+    def _distribution(self, batch: Batch, logits: Tensor) -> Tensor:
+        """[B, V] float32: what `_draw` draws from."""
+        filters = batch.sampling.top_k, batch.sampling.top_p, batch.sampling.min_p
+        return filtered_probs(logits, batch.sampling.temperature, *filters, impl=self.resources.impl)
+
+    def _draw(self, batch: Batch, logits: Tensor, level: int) -> Tensor:
+        sampling = batch.sampling
+        return pick_tokens(
+            logits,
+            sampling.temperature,
+            sampling.seeds,
+            # No key may come up again in the next step: block verification would couple the two.
+            batch.lengths * (self.shape.max_depth + 1) + level,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            stream=DRAFT_STREAM,
+            impl=self.resources.impl,
+        ).tokens
 
     def chain_mixer(self, batch: Batch, level: int) -> PagedMixer:
-        """A mixer for the one token of `level` of a chain; level 0 is a stored root."""
+        """A mixer for the one token of `level` of a chain; level 0 is node 0, where the drafter stores it."""
         stored = replace(batch, lengths=batch.lengths + (self.base + level - 1), max_length=batch.max_length + level)
         return PagedMixer.over(stored, stored.lengths[:, None], self.cache, self.resources, "chain", phase="draft")
 
@@ -103,7 +108,7 @@ class TreeDrafter:
         all_scores, all_tokens = [scores], [tokens]
         all_parents = [torch.full((rows, topk), -1, dtype=torch.int32, device=logits.device)]
         parents = torch.zeros_like(tokens)
-        seen = self._root_mask(rows, topk, logits.device)
+        seen = self._mask_of_node_0(rows, topk, logits.device)
         for level in range(1, shape.steps):
             seen = self._with_itself(seen.gather(1, parents[..., None].expand_as(seen)), level)
             wide = run(tokens, parents, self._tree_mixer(batch, level, seen))
@@ -141,8 +146,8 @@ class TreeDrafter:
             tree_width=self.draft_slots,
         )
 
-    def _root_mask(self, rows: int, topk: int, device: torch.device) -> Tensor:
-        """[B, T, W] words in which only a stored root is seen."""
+    def _mask_of_node_0(self, rows: int, topk: int, device: torch.device) -> Tensor:
+        """[B, T, W] words in which only a stored node 0 is seen."""
         words = torch.zeros((rows, topk, -(-self.draft_slots // _WORD_BITS)), dtype=torch.int64, device=device)
         words[..., 0] = self.base
         return words

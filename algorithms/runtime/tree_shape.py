@@ -1,4 +1,4 @@
-"""How large a draft tree is; checked before anything is loaded, so without torch."""
+"""The size of a draft tree. It is checked before anything is loaded, so this file imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_TOPK = 64
 
 
 def expect_size(name: str, value: int | None, least: int, most: int | None = None, nullable: bool = False) -> None:
-    """Raise ValueError unless `algo.name` is from `least` to `most` (None: any above), or None where that may be."""
+    """Raise ValueError unless `algo.name` is from `least` to `most` (None: any above), or None if `nullable`."""
     if value is None and nullable:
         return
     if value is None or value < least or (most is not None and value > most):
@@ -20,7 +20,7 @@ def expect_size(name: str, value: int | None, least: int, most: int | None = Non
 
 @dataclass(frozen=True)
 class TreeShape:
-    """`steps` levels (K), `topk` children a token (T), `num_nodes` verified with the root (N)."""
+    """`steps` levels (K), `topk` children per token (T), and `num_nodes` that are verified, node 0 included (N)."""
 
     steps: int
     topk: int
@@ -39,7 +39,7 @@ class TreeShape:
         most = min(1 + self.num_candidates, MAX_NODES)
         if not 2 <= self.num_nodes <= most:
             raise ValueError(
-                f"algo.num_nodes: {self.steps} steps with topk {self.topk} draft 2 to {most} nodes, the root "
+                f"algo.num_nodes: {self.steps} steps with topk {self.topk} draft 2 to {most} nodes, node 0 "
                 f"included, got {self.num_nodes}"
             )
 
@@ -48,8 +48,8 @@ class TreeShape:
         return self.topk + (self.steps - 1) * self.topk**2
 
     def draft_slots(self, stored: int) -> int:
-        """Slots that a drafter with a cache writes behind L: `stored` (1 with the root, else 0), and every token that
-        it runs."""
+        """Slots that a drafter with a cache writes behind L: `stored` (1 with node 0, else 0) and one per token that it
+        runs."""
         return stored + (self.steps - 1) * self.topk
 
     @property

@@ -24,12 +24,11 @@ import torch
 
 from algorithms.registry import available
 from algorithms.runtime.algorithm import Algorithm
-from algorithms.runtime.engine import Engine
+from algorithms.runtime.engine import Session
 from algorithms.runtime.models.loading import Target, load_target
 from algorithms.runtime.request import Completion, Request
-from algorithms.runtime.sampling_params import SamplingParams
-from algorithms.runtime.session import ABORTED, Session
-from algorithms.runtime.step import SamplingNeeds
+from algorithms.runtime.sampling_params import SamplingNeeds, SamplingParams
+from algorithms.runtime.scheduler import ABORTED
 from experiments.app.schema import REPO_ROOT
 from tests.algorithms.toy import Setup, autoregressive, changed, engine_of, spell
 
@@ -65,8 +64,9 @@ class Soak:
         self._world, self._random = world, random.Random(f"{maker} {seed}")
         algorithm = world.makers[maker]()
         roomy = replace(setup, max_length=world.longest, num_pages=None)
-        pages = Engine.pages_for(engine_of(algorithm, roomy, world.target), _largest(world))
+        pages = engine_of(algorithm, roomy, world.target).scheduler.pages_for(_largest(world))
         self._engine = engine_of(algorithm, replace(roomy, num_pages=2 * pages), world.target)
+        self._scheduler, self._state = self._engine.scheduler, self._engine.parts.state
         self._depth, self._early = algorithm.max_depth, setup.overlap == 0
         self._live: dict[int, tuple[Request, list[int]]] = {}
         self._next_id = 0
@@ -87,8 +87,8 @@ class Soak:
             self.counts["sessions"] += 1
             self.counts["broken off"] += len(self._live)
             self._live.clear()
-            assert sorted(self._engine.allocator._free) == list(range(self._engine.allocator.num_pages))
-            assert not self._engine.state.active.any()
+            assert sorted(self._free_pages()) == list(range(self._scheduler.num_pages))
+            assert not self._state.active.any()
 
     def _traffic(self, session: Session) -> None:
         while len(self._live) < 7 and self._random.random() < 0.45:
@@ -102,7 +102,7 @@ class Soak:
             assert completion is not None and completion.finish_reason == ABORTED
             assert session.abort(victim) is None
             self._check_aborted(completion)
-            self._check_pages(session)
+            self._check_pages()
 
     def _draw(self) -> tuple[Request, list[int]]:
         """A known request with an end of its own, and what it is to write."""
@@ -120,11 +120,10 @@ class Soak:
         return drawn, list(written[:ends])
 
     def _step(self, session: Session) -> None:
-        allocator = self._engine.allocator
-        before = set(allocator._free)
+        before = set(self._free_pages())
         self._mark(before)
         ended, taken = self._stepped(session)
-        waiting = bool(session._waiting) and len(session._rows) < self._engine.state.max_batch
+        waiting = self._scheduler.num_waiting > 0 and len(self._scheduler.rows) < self._state.max_batch
         self.counts["steps"] += 1
         self.counts["steps with an exhausted pool"] += waiting
         untouched = before - taken
@@ -132,12 +131,12 @@ class Soak:
         self._marked &= untouched
         for completion in ended:
             self._check_ended(completion)
-        self._check_pages(session)
-        self._check_rows(session)
+        self._check_pages()
+        self._check_rows()
 
     def _stepped(self, session: Session) -> tuple[list[Completion], set[int]]:
         """One step, and the pages it handed out: a short request may have given its own back already."""
-        allocator, taken = self._engine.allocator, set[int]()
+        allocator, taken = self._scheduler._allocator, set[int]()
         allocate = allocator.allocate
 
         def watched(count: int) -> list[int]:
@@ -151,24 +150,25 @@ class Soak:
     def _mark(self, free: set[int]) -> None:
         fresh = sorted(free - self._marked)
         if fresh:
-            self._engine.cache.kv[:, :, fresh] = CANARY
+            self._engine.parts.cache.kv[:, :, fresh] = CANARY
             self._marked |= set(fresh)
 
     def _check_canaries(self, pages: set[int]) -> None:
         if pages:
-            held = self._engine.cache.kv[:, :, sorted(pages)]
+            held = self._engine.parts.cache.kv[:, :, sorted(pages)]
             assert bool((held == CANARY).all()), "a free page was written"
 
-    def _check_pages(self, session: Session) -> None:
-        free = list(self._engine.allocator._free)
-        owned = [page for running in session._rows for page in running.pages]
-        assert len(set(owned)) == len(owned), "a page has two owners"
-        assert sorted(free + owned) == list(range(self._engine.allocator.num_pages)), (
-            "a page is lost, or free and owned"
-        )
+    def _free_pages(self) -> list[int]:
+        return list(self._scheduler._allocator._free)
 
-    def _check_rows(self, session: Session) -> None:
-        state, rows = self._engine.state, session._rows
+    def _check_pages(self) -> None:
+        free = self._free_pages()
+        owned = [page for running in self._scheduler.rows for page in running.pages]
+        assert len(set(owned)) == len(owned), "a page has two owners"
+        assert sorted(free + owned) == list(range(self._scheduler.num_pages)), "a page is lost, or free and owned"
+
+    def _check_rows(self) -> None:
+        state, rows = self._state, self._scheduler.rows
         assert [running.row for running in rows] == list(range(len(rows)))
         assert state.active.tolist() == [1] * len(rows) + [0] * (state.max_batch - len(rows))
         lengths, history, last_tokens = state.lengths.tolist(), state.history.tolist(), state.last_tokens.tolist()

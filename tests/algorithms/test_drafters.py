@@ -243,7 +243,7 @@ def dense_block(drafter: torch.nn.Module, text: list[int], causal: bool) -> list
     ("config", "message"),
     [
         (lambda: Eagle.Config(steps=0), "algo.steps: expected at least 1, got 0"),
-        (lambda: Eagle.Config(steps=2, topk=3, num_nodes=14), "draft 2 to 13 nodes, the root included, got 14"),
+        (lambda: Eagle.Config(steps=2, topk=3, num_nodes=14), "draft 2 to 13 nodes, node 0 included, got 14"),
         (lambda: Eagle3.Config(topk=65), "algo.topk: expected 1 to 64, got 65"),
         (lambda: Standalone.Config(rule="greedy"), "algo.rule must be one of target_only, rejection, block"),
         (lambda: Standalone.Config(rule="block", topk=2), "verifies chains: expected algo.topk=1, got 2"),

@@ -7,8 +7,6 @@ import pytest
 from algorithms.dflash import DFlash
 from algorithms.registry import algorithms_in, available
 from algorithms.runtime.engine import EngineError, StepReport
-from algorithms.runtime.request import Completion
-from algorithms.runtime.stopping import extend, final_text
 from tests.algorithms.toy import (
     VOCAB,
     Scripted,
@@ -40,7 +38,7 @@ def test_a_request_larger_than_the_pool_is_refused_before_anything_runs() -> Non
     engine = engine_of(autoregressive(TARGET), Setup(num_pages=2), TARGET)
     with pytest.raises(EngineError, match=r"request 3: needs 4 pages of 16 tokens, the KV pool has 2.*num_pages"):
         engine.generate([changed(r, max_new_tokens=24) for r in requests(4)[:1] + requests(4)[3:]])
-    assert engine.allocator.num_free == 2
+    assert engine.scheduler.num_free_pages == 2
 
 
 @pytest.mark.parametrize(
@@ -66,7 +64,7 @@ def test_an_interrupted_run_gives_its_pages_back() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         engine.generate(requests(5), interrupt)
-    assert engine.allocator.num_free == engine.allocator.num_pages
+    assert engine.scheduler.num_free_pages == engine.scheduler.num_pages
     assert [c.token_ids for c in engine.generate(requests(2)).completions] == answers(requests(2), Setup(), TARGET)
 
 
@@ -101,17 +99,6 @@ def test_stop_string_across_tokens_inside_a_block(cut: int) -> None:
         assert (got.token_ids, got.text, got.finish_reason) == (expected.token_ids, expected.text, "stop_string")
         assert string not in got.text
         assert spell(got.token_ids).endswith(string)
-
-
-def test_extend_counts_what_lies_past_the_end() -> None:
-    request = changed(requests(1)[0], max_new_tokens=4, stop_token_ids=frozenset({9}))
-    completion = Completion(0)
-    extend(request, completion, [1, 2], [0.0, 0.0], spell)
-    assert (completion.finish_reason, completion.num_truncated) == ("", 0)
-    extend(request, completion, [9, 3, 3], [0.0] * 3, spell)
-    assert (completion.token_ids, completion.finish_reason, completion.num_truncated) == ([1, 2, 9], "stop_token", 2)
-    assert completion.accepted_counts == [1, 2]
-    assert final_text(request, completion, spell) == spell([1, 2])
 
 
 def test_every_shipped_algorithm_is_found() -> None:

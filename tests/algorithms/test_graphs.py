@@ -15,7 +15,7 @@ from algorithms import dflash
 from algorithms.ngram import NGram
 from algorithms.runtime.algorithm import Resources
 from algorithms.runtime.cuda_graph import LEVELS, StepRunner, buckets
-from algorithms.runtime.step import SamplingNeeds
+from algorithms.runtime.sampling_params import SamplingNeeds
 from algorithms.standalone import Standalone
 from specdec_kernels.ngram import kernel as ngram_kernel
 from specdec_kernels.tree import kernel as tree_kernel
@@ -209,7 +209,7 @@ def test_reads_of_the_host_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_levels_need_a_gpu_and_a_known_name() -> None:
     engine = engine_of(autoregressive(TARGET), Setup(), TARGET)
-    parts, clock = engine.runner._parts, engine.runner.clock
+    parts, clock = engine.parts, engine.runner.clock
     with pytest.raises(ValueError, match="none, draft, verify, step, got 'all'"):
         StepRunner(parts, "all", clock)
     if not torch.cuda.is_available():

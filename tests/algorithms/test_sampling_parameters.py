@@ -13,8 +13,7 @@ from torch import Tensor
 from algorithms.runtime.engine import EngineError
 from algorithms.runtime.models.dense_mixer import DenseMixer
 from algorithms.runtime.request import Completion, Request
-from algorithms.runtime.sampling_params import SamplingParams
-from algorithms.runtime.step import SamplingNeeds
+from algorithms.runtime.sampling_params import SamplingNeeds, SamplingParams
 from algorithms.standalone import Standalone
 from specdec_kernels import pick_tokens
 from tests.algorithms.drafters import ALL_MAKERS, TARGET, blurred_target, hinted, load_random_drafters
@@ -203,6 +202,10 @@ def test_a_session_serves_no_more_than_it_was_opened_for() -> None:
                 session.submit(request)
         with pytest.raises(EngineError, match="request 1: .* already here"):
             session.submit(asked()[1])
+        with pytest.raises(EngineError, match="an open session already"), engine.session(SamplingNeeds()):
+            pass
+    with engine.session(SamplingNeeds()) as session:
+        assert session.idle
 
 
 @pytest.mark.parametrize(
@@ -233,4 +236,4 @@ def test_a_biased_token_outside_the_vocabulary_is_refused() -> None:
     engine = engine_of(autoregressive(TARGET), Setup(), TARGET)
     with pytest.raises(EngineError, match=f"request 0: .*token ids below the vocabulary of {VOCAB}, got \\[{VOCAB}\\]"):
         engine.generate([changed(requests(1)[0], logit_bias={VOCAB: 1.0})])
-    assert engine.allocator.num_free == engine.allocator.num_pages
+    assert engine.scheduler.num_free_pages == engine.scheduler.num_pages

@@ -132,7 +132,7 @@ def run(algorithm: Algorithm, asked: Sequence[Request], setup: Setup, target: Ta
     """Serve `asked`, and hold what must be true of every run."""
     engine = engine_of(algorithm, setup, target)
     generation = engine.generate(asked)
-    assert engine.allocator.num_free == engine.allocator.num_pages
+    assert engine.scheduler.num_free_pages == engine.scheduler.num_pages
     assert [c.request_id for c in generation.completions] == [r.id for r in asked]
     for completion in generation.completions:
         emitted = sum(accepted + 1 for accepted in completion.accepted_counts)

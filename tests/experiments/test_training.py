@@ -18,10 +18,10 @@ from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 from tokenizers import Tokenizer
 
-from algorithms.runtime import load_dflash, load_draft, load_eagle, load_eagle3, load_target
 from algorithms.runtime.models.decoder import Decoder
 from algorithms.runtime.models.dense_mixer import DenseMixer
 from algorithms.runtime.models.drafters.dflash import DFlashDrafter
+from algorithms.runtime.models.loading import load_dflash, load_draft, load_eagle, load_eagle3, load_target
 from experiments import train_dflash, train_draft, train_eagle, train_eagle3
 from experiments import train_target as target_program
 from experiments.data import code

@@ -46,8 +46,8 @@ ELEVEN = (
     Mutant(
         "draft_law_recorded_unfiltered",
         _DRAFTER,
-        "laws.append(filtered_probs(logits, sampling.temperature, *filters, impl=impl))",
-        "laws.append(filtered_probs(logits, sampling.temperature, None, None, None, impl=impl))",
+        "filtered_probs(logits, batch.sampling.temperature, *filters, impl=self.resources.impl)",
+        "filtered_probs(logits, batch.sampling.temperature, None, None, None, impl=self.resources.impl)",
         _DRAWN,
         "historical: drafts are drawn under top-k, their law is recorded without (transformers #47932)",
     ),
@@ -86,8 +86,8 @@ ELEVEN = (
     Mutant(
         "temperature_on_the_target_alone",
         _DRAFTER,
-        "laws.append(filtered_probs(logits, sampling.temperature, *filters, impl=impl))",
-        "laws.append(filtered_probs(logits, (sampling.temperature > 0).float(), *filters, impl=impl))",
+        "filtered_probs(logits, batch.sampling.temperature, *filters, impl=self.resources.impl)",
+        "filtered_probs(logits, (batch.sampling.temperature > 0).float(), *filters, impl=self.resources.impl)",
         _DRAWN,
         "historical: the draft's law is recorded at temperature 1",
     ),

@@ -16,11 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from algorithms.runtime import load_draft, load_eagle, load_eagle3, load_target
 from algorithms.runtime.models.config import DecoderConfig
 from algorithms.runtime.models.config.eagle import Eagle3Config, EagleConfig, default_aux_layer_ids
 from algorithms.runtime.models.drafters.eagle import Eagle3Drafter, EagleDrafter
-from algorithms.runtime.models.loading import ModelError, Target
+from algorithms.runtime.models.loading import ModelError, Target, load_draft, load_eagle, load_eagle3, load_target
 from tests.runtime.test_models_parity import Cache, rms_norm, rotate
 from tests.runtime.tiny_folders import (
     edit_json,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from algorithms.runtime.cache import OutOfPages, PageAllocator
+from algorithms.runtime.scheduler import OutOfPages, PageAllocator
 
 
 class Allocator(RuleBasedStateMachine):

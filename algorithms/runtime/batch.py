@@ -1,0 +1,132 @@
+"""The running batch on the device: tensors of fixed address and shape, one row per request.
+
+The rows in use are always 0 … n - 1, so a step runs on views of the first n rows. Rows past n are inactive, and a step
+that is captured for more rows than are in use passes over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from algorithms.runtime.algorithm import Batch, Observation, Resources, SamplingTensors
+from algorithms.runtime.request import Request
+
+
+class PenaltyState:
+    """What penalties and logit bias need of each row; allocated when the first request asks for any of them."""
+
+    def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
+        def full(value: float) -> Tensor:
+            return torch.full((rows,), value, dtype=torch.float32, device=device)
+
+        self.repetition, self.presence, self.frequency = full(1.0), full(0.0), full(0.0)
+        self.output_counts = torch.zeros((rows, vocab), dtype=torch.int32, device=device)
+        self.prompt_seen = torch.zeros((rows, vocab), dtype=torch.bool, device=device)
+        self.bias = torch.zeros((rows, vocab), dtype=torch.float32, device=device)
+
+    def fill(self, row: int, request: Request) -> None:
+        sampling = request.sampling
+        self.repetition[row] = sampling.repetition_penalty
+        self.presence[row] = sampling.presence_penalty
+        self.frequency[row] = sampling.frequency_penalty
+        for tensor in (self.output_counts, self.prompt_seen, self.bias):
+            tensor[row] = 0
+        self.prompt_seen[row, torch.tensor(request.prompt_ids, device=self.bias.device)] = True
+        for token, bias in sampling.logit_bias.items():
+            self.bias[row, token] = bias
+
+
+class BatchState:
+    """Tensors for up to `max_batch` requests of up to `max_pages` pages and `context` positions; see `Batch`."""
+
+    def __init__(self, max_batch: int, max_pages: int, context: int, vocab: int, device: torch.device) -> None:
+        def full(value: float, dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.full((max_batch, *shape), value, dtype=dtype, device=device)
+
+        self.max_batch, self._device, self._vocab = max_batch, device, vocab
+        self.lengths, self.last_tokens = full(0, torch.int64), full(0, torch.int64)
+        self.active = full(0, torch.int32)
+        self.page_table = full(0, torch.int32, max_pages)
+        # One column more than positions: a commit writes there what it has no place for.
+        self.history = full(0, torch.int64, context + 1)
+        self.sampling = SamplingTensors(
+            temperature=full(0.0, torch.float32),
+            top_k=full(0, torch.int32),
+            top_p=full(1.0, torch.float32),
+            min_p=full(0.0, torch.float32),
+            seeds=full(0, torch.int64),
+        )
+        self.penalties: PenaltyState | None = None
+
+    def need_penalties(self) -> None:
+        """Make room for penalties, unless there is room already."""
+        if self.penalties is None:
+            self.penalties = PenaltyState(self.max_batch, self._vocab, self._device)
+
+    def fill(self, row: int, request: Request, pages: Sequence[int]) -> None:
+        """Put a request into `row`; its last prompt token becomes the last token of the row."""
+        prompt = torch.tensor(request.prompt_ids, dtype=torch.int64)
+        self.lengths[row], self.last_tokens[row], self.active[row] = len(prompt) - 1, request.prompt_ids[-1], 1
+        self.history[row, : len(prompt)] = prompt.to(self._device)
+        # Entries past the request's pages are page 0: never read, but a valid address.
+        self.page_table[row] = 0
+        self.page_table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32).to(self._device)
+        tensors, params = self.sampling, request.sampling
+        tensors.temperature[row], tensors.seeds[row] = params.temperature, params.seed
+        tensors.top_k[row], tensors.top_p[row], tensors.min_p[row] = params.top_k, params.top_p, params.min_p
+        if self.penalties is not None:
+            self.penalties.fill(row, request)
+
+    def move(self, source: int, target: int) -> None:
+        """Copy row `source` over row `target`. Both are active."""
+        tensors = [self.lengths, self.last_tokens, self.page_table, self.history, *self.sampling]
+        for tensor in tensors + (list(vars(self.penalties).values()) if self.penalties else []):
+            tensor[target] = tensor[source]
+
+    def clear(self, rows: int | slice) -> None:
+        """Make `rows` padding."""
+        self.active[rows] = 0
+        self.lengths[rows] = 0
+
+    def batch(self, start: int, stop: int, max_length: int) -> Batch:
+        """Rows start … stop - 1 as views."""
+        rows = slice(start, stop)
+        return Batch(
+            lengths=self.lengths[rows],
+            last_tokens=self.last_tokens[rows],
+            page_table=self.page_table[rows],
+            history=self.history[rows],
+            active=self.active[rows],
+            sampling=SamplingTensors(*(tensor[rows] for tensor in self.sampling)),
+            rows=rows,
+            max_length=max_length,
+        )
+
+
+class RowStore:
+    """What a drafter remembers of each running request between two steps: one vector per row, [max_batch, size]."""
+
+    def __init__(self, size: int, resources: Resources) -> None:
+        self._rows = torch.zeros((resources.max_batch, size), dtype=resources.dtype, device=resources.device)
+
+    def rows(self, rows: slice) -> Tensor:
+        """[B, size]: the vectors of these rows."""
+        return self._rows[rows]
+
+    def keep_last(self, seen: Observation, values: Tensor) -> None:
+        """Keep the entry of `values [B, n, size]` at each row's last observed position.
+
+        A padding row keeps what it has. A prompt of one token, of which nothing is observed, starts from zeros.
+        """
+        counts = seen.counts.long()
+        index = (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, values.shape[-1])
+        last = values.gather(1, index).squeeze(1)
+        kept = torch.zeros_like(last) if seen.is_prefill else self._rows[seen.rows]
+        self._rows[seen.rows] = torch.where((counts > 0)[:, None], last, kept)
+
+    def move(self, source: int, target: int) -> None:
+        """Copy the vector of row `source` to row `target`."""
+        self._rows[target] = self._rows[source]

@@ -1,0 +1,224 @@
+"""Which request runs in which row and on which pages, and when it ends. No tensors and no clock.
+
+Requests wait in a queue, first in, first out. A request is admitted when a row is free and the pages for its whole life
+are: a running request can then never be stopped by a full pool. The rows in use are always 0 … n - 1: when a request
+leaves, the last row takes its place, and the caller moves its tensors as `RowMove` says.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from algorithms.runtime.request import Completion, EngineError, Request
+
+ABORTED = "aborted"
+Decode = Callable[[Sequence[int]], str]
+
+
+class OutOfPages(RuntimeError):
+    """The allocator has fewer free pages than were asked for; nothing was taken."""
+
+
+class PageAllocator:
+    """Hands out page numbers 0 … num_pages - 1. Raises ValueError unless `num_pages` is at least 1."""
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 1:
+            raise ValueError(f"num_pages: expected at least 1, got {num_pages}")
+        self.num_pages = num_pages
+        self._free = list(reversed(range(num_pages)))
+        self._owned = [False] * num_pages
+
+    @property
+    def num_free(self) -> int:
+        """Pages that nobody owns."""
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` pages, or raise OutOfPages and take none."""
+        if count < 0:
+            raise ValueError(f"count: expected at least 0, got {count}")
+        if count > len(self._free):
+            raise OutOfPages(f"asked for {count} pages, {len(self._free)} of {self.num_pages} are free")
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
+            self._owned[page] = True
+        return pages
+
+    def release(self, pages: list[int]) -> None:
+        """Give pages back. A page that is not owned raises ValueError before anything is released."""
+        if len(set(pages)) != len(pages):
+            raise ValueError(f"pages released twice in one call: {pages}")
+        unowned = [page for page in pages if not (0 <= page < self.num_pages and self._owned[page])]
+        if unowned:
+            raise ValueError(f"pages not owned by anyone: {unowned}")
+        for page in pages:
+            self._owned[page] = False
+        self._free.extend(pages)
+
+
+@dataclass
+class Running:
+    """A request in the batch. `admitted_ms` is the caller's clock, in milliseconds."""
+
+    request: Request
+    completion: Completion
+    pages: list[int]
+    row: int
+    admitted_ms: float
+
+    @property
+    def length(self) -> int:
+        """Committed tokens behind the last one, which is not in the cache yet (L)."""
+        return len(self.request.prompt_ids) + len(self.completion.token_ids) - 1
+
+
+class RowMove(NamedTuple):
+    """A request has left. What row `source` holds now belongs in row `target`, and row `source` is free; the two are
+    equal where the last row itself was left."""
+
+    source: int
+    target: int
+
+
+class Scheduler:
+    """Queue, rows and pages of one engine.
+
+    `overshoot` counts the positions behind a request's end that steps still write, and that its pages must hold.
+    `decode` gives the text of token ids, for stop strings.
+    """
+
+    def __init__(self, max_batch: int, num_pages: int, page_size: int, overshoot: int, decode: Decode) -> None:
+        self._max_batch, self._page_size, self._overshoot, self._decode = max_batch, page_size, overshoot, decode
+        self._allocator = PageAllocator(num_pages)
+        self._waiting: deque[Request] = deque()
+        self._rows: list[Running] = []
+        self._ids: set[int] = set()
+
+    @property
+    def rows(self) -> Sequence[Running]:
+        """The running requests; entry i is in row i."""
+        return self._rows
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request waits or runs."""
+        return not self._waiting and not self._rows
+
+    @property
+    def num_pages(self) -> int:
+        return self._allocator.num_pages
+
+    @property
+    def num_free_pages(self) -> int:
+        return self._allocator.num_free
+
+    def pages_for(self, request: Request) -> int:
+        """Pages that hold the request to its end."""
+        return -(-(request.max_length + self._overshoot) // self._page_size)
+
+    def check(self, request: Request) -> None:
+        """Raise EngineError if the pool could never hold the request."""
+        if self.pages_for(request) > self.num_pages:
+            raise EngineError(
+                f"request {request.id}: needs {self.pages_for(request)} pages of {self._page_size} tokens, the KV pool "
+                f"has {self.num_pages}; raise runtime.num_pages or lower sampling.max_new_tokens"
+            )
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises EngineError if it can never run here, or if one of its id waits or runs."""
+        self.check(request)
+        if request.id in self._ids:
+            raise EngineError(f"request {request.id}: a request of this id is already here")
+        self._ids.add(request.id)
+        self._waiting.append(request)
+
+    def admit(self, now_ms: float) -> list[Running]:
+        """Move waiting requests into rows, in their order, until rows or pages run out; returns the new ones."""
+        first = len(self._rows)
+        while self._waiting and len(self._rows) < self._max_batch:
+            request = self._waiting[0]
+            if self.pages_for(request) > self._allocator.num_free:
+                break
+            self._waiting.popleft()
+            pages = self._allocator.allocate(self.pages_for(request))
+            self._rows.append(Running(request, Completion(request.id), pages, len(self._rows), now_ms))
+        return self._rows[first:]
+
+    def advance(
+        self, running: Running, emitted: Sequence[int], logprobs: Sequence[float], now_ms: float
+    ) -> RowMove | None:
+        """Append the tokens of one step, up to the first that ends the request; the move if one does.
+
+        `finish_reason` stays empty while the request goes on. `num_truncated` counts the emitted tokens past the end.
+        """
+        request, completion = running.request, running.completion
+        elapsed_ms = now_ms - running.admitted_ms
+        if not completion.token_ids:
+            completion.ttft_ms = elapsed_ms
+        completion.emitted_at_ms.append(elapsed_ms)
+        completion.accepted_counts.append(len(emitted) - 1)
+        for index, (token, logprob) in enumerate(zip(emitted, logprobs, strict=True)):
+            completion.token_ids.append(token)
+            completion.logprobs.append(logprob)
+            completion.finish_reason = self._finish_reason(request, completion.token_ids)
+            if completion.finish_reason:
+                completion.num_truncated = len(emitted) - 1 - index
+                return self._retire(running, now_ms)
+        return None
+
+    def abort(self, request_id: int, now_ms: float) -> tuple[Completion, RowMove | None] | None:
+        """End a request where it stands: what it has so far, and the move if it was running. None if it is not here."""
+        for request in self._waiting:
+            if request.id == request_id:
+                self._waiting.remove(request)
+                self._ids.remove(request_id)
+                return Completion(request_id, finish_reason=ABORTED), None
+        for running in self._rows:
+            if running.request.id == request_id:
+                running.completion.finish_reason = ABORTED
+                return running.completion, self._retire(running, now_ms)
+        return None
+
+    def clear(self) -> None:
+        """Drop all requests; every page is free again."""
+        for running in self._rows:
+            self._allocator.release(running.pages)
+        self._rows.clear()
+        self._waiting.clear()
+        self._ids.clear()
+
+    def _finish_reason(self, request: Request, token_ids: Sequence[int]) -> str:
+        if request.ends_at(token_ids[-1]):
+            return "stop_token"
+        if request.sampling.stop_strings and _first_stop(request, self._decode(token_ids)) is not None:
+            return "stop_string"
+        return "length" if len(token_ids) >= request.sampling.max_new_tokens else ""
+
+    def _retire(self, running: Running, now_ms: float) -> RowMove:
+        """Give row and pages back, and complete the answer: its text has no stop token and no stop string."""
+        completion, ids = running.completion, running.completion.token_ids
+        text = self._decode(ids[:-1] if completion.finish_reason == "stop_token" else ids)
+        completion.text = text[: _first_stop(running.request, text)]
+        completion.total_ms = now_ms - running.admitted_ms
+        last = self._rows.pop()
+        move = RowMove(last.row, running.row)
+        if last is not running:
+            self._rows[running.row] = last
+            last.row = running.row
+        self._allocator.release(running.pages)
+        self._ids.remove(running.request.id)
+        return move
+
+
+def _first_stop(request: Request, text: str) -> int | None:
+    """Where the first stop string begins in `text`, if any does."""
+    found = [at for at in (text.find(stop) for stop in request.sampling.stop_strings) if at >= 0]
+    return min(found, default=None)
