@@ -34,8 +34,3 @@ _CONFIGS = {
 def config_of(tensor: torch.Tensor) -> IndexConfig:
     """Row of the chip that `tensor` is on."""
     return _CONFIGS[current_chip(tensor)]
-
-
-def lanes(count: int, most: int = 1 << 30) -> int:
-    """Power of two that covers `count` up to `most`; at least two, because Triton 3.6 compiles no block of one."""
-    return max(2, min(1 << max(0, count - 1).bit_length(), most))

@@ -8,18 +8,15 @@ same slot for different lanes, so a barrier stands between. Different programs o
 different requests, different pages): no program reads what another writes.
 """
 
-# mypy: ignore-errors
-# Device code: parameters are pointers and constexprs that Python's types do not describe.
-
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
 
-from specdec_kernels.kv_index.configs import config_of, lanes
+from specdec_kernels.kv_index.configs import config_of
 from specdec_kernels.kv_index.types import FlashAttentionIndices, FlashInferIndices
-from specdec_kernels.launch import launch
+from specdec_kernels.launch import lanes, launch
 
 INT64_MAX = 2**63 - 1
 

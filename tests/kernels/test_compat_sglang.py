@@ -258,14 +258,14 @@ def sample_walk(inputs: dict[str, list], b: int, path: int, single: float, acc: 
     nodes, vocab = len(inputs["candidates"][b]), len(inputs["target_probs"][b][0])
     node, accepted, predicts, rejected = 0, [0], {}, {}
     while len(accepted) < path:
-        coin, mass, law = inputs["uniform_samples"][b][node], 0.0, inputs["target_probs"][b][node]
+        uniform, mass, probs = inputs["uniform_samples"][b][node], 0.0, inputs["target_probs"][b][node]
         child = inputs["retrive_next_token"][b][node]
         while child != -1:
             token = inputs["candidates"][b][child]
             known = 0 <= token < vocab
-            share = law[token] if known and (node, token) not in rejected else 0.0
+            share = probs[token] if known and (node, token) not in rejected else 0.0
             mass += share
-            if known and (coin < mass / max(acc, 1e-9) or share >= single):
+            if known and (uniform < mass / max(acc, 1e-9) or share >= single):
                 break
             if known and share > 0:
                 rejected[node, token] = share
@@ -275,16 +275,16 @@ def sample_walk(inputs: dict[str, list], b: int, path: int, single: float, acc: 
         predicts[b * nodes + node] = token
         accepted.append(child)
         node = child
-    law = inputs["target_probs"][b][node]
+    probs = inputs["target_probs"][b][node]
     full = len(accepted) == path
-    rest = [0.0 if not full and (node, v) in rejected else law[v] for v in range(vocab)]
+    rest = [0.0 if not full and (node, v) in rejected else probs[v] for v in range(vocab)]
     goal, running, drawn = inputs["uniform_samples_for_final_sampling"][b] * sum(rest), 0.0, None
     for v in range(vocab):
         running += rest[v]
         if rest[v] > 0 and running > goal:
             drawn = v
             break
-    predicts[b * nodes + node] = law.index(max(law)) if drawn is None else drawn
+    predicts[b * nodes + node] = probs.index(max(probs)) if drawn is None else drawn
     return accepted, dict(predicts=predicts, rejected=rejected)
 
 
@@ -321,16 +321,16 @@ def test_sampled_walks(nodes: int, path: int, vocab: int, thresholds: tuple[floa
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(
-    "coin, final, accepted, token", [(0.15, 0.0, 1, 1), (0.45, 0.0, 1, 2), (0.95, 0.5, 0, 3), (0.95, 0.05, 0, 0)]
+    "uniform, final, accepted, token", [(0.15, 0.0, 1, 1), (0.45, 0.0, 1, 2), (0.95, 0.5, 0, 3), (0.95, 0.05, 0, 0)]
 )
-def test_worked_sampling(coin: float, final: float, accepted: int, token: int, impl: str) -> None:
-    """Law .1 .2 .3 .4 at the root, children 1 and 2: .15 takes the first, .45 the second, .95 neither."""
+def test_worked_sampling(uniform: float, final: float, accepted: int, token: int, impl: str) -> None:
+    """Probabilities .1 .2 .3 .4 at the root, children 1 and 2: .15 takes the first, .45 the second, .95 neither."""
     inputs = walk_outputs(MAKE, 1, 3, 2) | dict(
         candidates=ints([[0, 1, 2]]),
         retrive_index=ints([[0, 1, 2]]),
         retrive_next_token=ints([[1, -1, -1]]),
         retrive_next_sibling=ints([[-1, 2, -1]]),
-        uniform_samples=torch.full((1, 3), coin, device=DEVICE),
+        uniform_samples=torch.full((1, 3), uniform, device=DEVICE),
         uniform_samples_for_final_sampling=torch.tensor([final], device=DEVICE),
         target_probs=torch.tensor([0.1, 0.2, 0.3, 0.4], device=DEVICE).repeat(1, 3, 1),
         draft_probs=torch.zeros(1, 3, 4, device=DEVICE),
@@ -342,27 +342,27 @@ def test_worked_sampling(coin: float, final: float, accepted: int, token: int, i
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_sampling_follows_the_target_exactly(impl: str) -> None:
-    """All pairs of coins of grids that divide every sum: the first token has the target's law to the last
+    """All pairs of uniforms of grids that divide every sum: the first token has the target's distribution to the last
     pair, although two of the three children carry one token and one leads to a banned one."""
-    law = torch.tensor([2, 4, 4, 6, 0]) / 16
-    coins, finals = 16, 4
-    batch = coins * finals
-    coin = (torch.arange(batch) // finals + 0.5) / coins
+    probs = torch.tensor([2, 4, 4, 6, 0]) / 16
+    uniforms, finals = 16, 4
+    batch = uniforms * finals
+    uniform = (torch.arange(batch) // finals + 0.5) / uniforms
     final = (torch.arange(batch) % finals + 0.5) / finals
     inputs = walk_outputs(MAKE, batch, 5, 2) | dict(
         candidates=ints([[0, 1, 1, 2, 4]]).repeat(batch, 1),
         retrive_index=torch.arange(batch * 5, device=DEVICE).view(batch, 5),
         retrive_next_token=ints([[1, -1, -1, -1, -1]]).repeat(batch, 1),
         retrive_next_sibling=ints([[-1, 2, 3, 4, -1]]).repeat(batch, 1),
-        uniform_samples=coin[:, None].repeat(1, 5).to(DEVICE),
+        uniform_samples=uniform[:, None].repeat(1, 5).to(DEVICE),
         uniform_samples_for_final_sampling=final.to(DEVICE),
-        target_probs=law.repeat(batch, 5, 1).to(DEVICE),
+        target_probs=probs.repeat(batch, 5, 1).to(DEVICE),
         draft_probs=torch.zeros(batch, 5, 5, device=DEVICE),
     )
     sglang.tree_speculative_sampling_target_only(**inputs, impl=impl)
     first = inputs["predicts"].view(batch, 5)[:, 0]
     counts = first.long().bincount(minlength=5).tolist()
-    assert counts == [int(share * batch) for share in law.tolist()]
+    assert counts == [int(share * batch) for share in probs.tolist()]
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -441,7 +441,7 @@ def test_arguments_stand_where_sglang_puts_them(name: str) -> None:
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_a_coin_of_zero_accepts_no_banned_token(impl: str) -> None:
+def test_a_uniform_of_zero_accepts_no_banned_token(impl: str) -> None:
     inputs = walk_outputs(MAKE, 1, 2, 2) | dict(
         candidates=ints([[0, 1]]),
         retrive_index=ints([[0, 1]]),
@@ -457,7 +457,7 @@ def test_a_coin_of_zero_accepts_no_banned_token(impl: str) -> None:
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_renormalised_laws(impl: str) -> None:
+def test_renormalised_distributions(impl: str) -> None:
     probs = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.4, 0.4, 0.1, 0.1]], device=DEVICE)
     top_two = sglang.top_k_renorm_prob(probs, 2, impl=impl)
     torch.testing.assert_close(top_two.cpu(), torch.tensor([[0, 0, 3 / 7, 4 / 7], [0.5, 0.5, 0, 0]]))

@@ -1,8 +1,8 @@
 """The functions of sgl-kernel's `speculative` and `sampling` modules that speculative decoding uses.
 
 Shapes: bs requests, n nodes per request with the root, S = width of `accept_index`, V vocabulary. A flat node id is
-b * n + i. Every function writes its results into tensors of the caller and raises ValueError for a wrong shape, dtype,
-stride or device.
+b * n + i. All but the two renormalisations write their results into tensors of the caller. All raise ValueError for a
+wrong shape, dtype, stride or device.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def build_tree_kernel_efficient(
         retrive_index, retrive_next_token, retrive_next_sibling: [bs, n] int64, written in place: flat ids, and
             the first child and next sibling of each node or -1.
         topk: branches of the draft.
-        depth: draft steps; not used, the parents tell.
+        depth: draft steps; not used, because the parents determine it.
         draft_token_num: n, at most 256.
         tree_mask_mode: see `tree_mask`.
 
-    An entry whose parent was not selected is linked to nothing, counts as one step below the root in
-    `positions`, and sees itself and the root.
+    An entry whose parent was not selected is linked to no node, counts as one step below the root in `positions`, and
+    sees itself and the root.
     """
     batch = selected_index.shape[0]
     expect_shape("selected_index", selected_index, (None, draft_token_num - 1))

@@ -88,8 +88,8 @@ def assign_extend_cache_locs(
     grid: Grid | None = None,
     impl: str = "auto",
 ) -> None:
-    """Read each request's slots at positions start to end - 1 into `out_cache_loc`, in place; see
-    `assign_req_to_token_pool`, whose inverse it is."""
+    """Read each request's slots at positions start to end - 1 into `out_cache_loc`; the inverse of
+    `assign_req_to_token_pool`."""
     table = _table(req_to_token, pool_len)
     rows, start, end = _of_batch(grid, req_pool_indices, start_offset, end_offset)
     capacity = out_cache_loc.shape[0]
@@ -123,13 +123,12 @@ def assign_draft_cache_locs(
     Args:
         req_pool_indices, seq_lens: [bs].
         req_to_token: [rows, pool_len] int32, written in place from position seq_len on.
-        extend_lens: [bs], slots of each request with page_size > 1 and topk > 1; else not used.
-        num_new_pages_per_topk: not used, it follows from `seq_lens`.
-        out_cache_loc: all allocated slots one request behind the other. With page_size > 1 and topk > 1 its
+        extend_lens: [bs], slots per request; used with page_size > 1 and topk > 1 only.
+        num_new_pages_per_topk, last_page_lens_cumsum: not used, because they follow from `seq_lens`.
+        out_cache_loc: all allocated slots, one request behind the other. With page_size > 1 and topk > 1 its
             first bs * topk * steps entries become the slots of [request, branch, step].
         source_cache_loc, target_cache_loc: [duplicate_cache_len] int64, written in place: slots whose prefix
             tail is to be copied to the other branches.
-        last_page_lens_cumsum: not used, it follows from `seq_lens`.
         duplicate_cache_len: 0 leaves out the copy lists.
         topk, speculative_num_steps, page_size: sizes of the draft.
     """
@@ -182,7 +181,7 @@ def generate_draft_decode_kv_indices(
         paged_kernel_lens: [bs], committed lengths.
         kv_indices: [steps, width] (or flat with rows of `kv_indices_stride`), written in place.
         kv_indptr: [steps, >= bs * topk + 1] (or flat with rows of `kv_indptr_stride`), written in place.
-        positions: [bs * topk], only its size is used: it gives topk.
+        positions: [bs * topk]; only its size is used, which gives topk.
         page_size: tokens per page.
         num_steps: steps, by default the rows of `kv_indices`, or the grid's first size.
         window_size, sink_size: recent and first prefix positions kept; both 0 keeps all.

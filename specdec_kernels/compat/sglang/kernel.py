@@ -15,9 +15,8 @@ import triton.language as tl
 from specdec_kernels.compat.sglang.configs import config_of
 from specdec_kernels.compat.sglang.index.kernel_trees import sees
 from specdec_kernels.compat.sglang.types import TreeMaskMode
-from specdec_kernels.kv_index.configs import lanes
 from specdec_kernels.kv_index.kernel import owning_row
-from specdec_kernels.launch import launch
+from specdec_kernels.launch import lanes, launch
 
 
 @triton.jit(do_not_specialize=["batch"])

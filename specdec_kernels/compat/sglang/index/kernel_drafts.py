@@ -7,7 +7,6 @@ time follows the tokens that there are.
 """
 
 # mypy: ignore-errors
-# Device code: parameters are pointers and constexprs that Python's types do not describe.
 
 from __future__ import annotations
 
@@ -19,9 +18,8 @@ from specdec_kernels.compat.sglang.index.configs import config_of
 from specdec_kernels.compat.sglang.index.kernel_tables import places_to_visit, table_entry
 from specdec_kernels.compat.sglang.index.reference import INT32_MAX
 from specdec_kernels.compat.sglang.index.types import DraftSlots, SequenceIndices
-from specdec_kernels.kv_index.configs import lanes
 from specdec_kernels.kv_index.kernel import owning_row, running_sums
-from specdec_kernels.launch import launch
+from specdec_kernels.launch import lanes, launch
 
 
 @triton.jit

@@ -5,7 +5,6 @@ that every source is read before any target is written.
 """
 
 # mypy: ignore-errors
-# Device code: parameters are pointers and constexprs that Python's types do not describe.
 
 from __future__ import annotations
 
@@ -14,9 +13,8 @@ import triton
 import triton.language as tl
 
 from specdec_kernels.compat.sglang.index.configs import config_of
-from specdec_kernels.kv_index.configs import lanes
 from specdec_kernels.kv_index.kernel import feature_offsets, move_rows
-from specdec_kernels.launch import launch
+from specdec_kernels.launch import lanes, launch
 
 _STAGING_BYTES = 64 << 20
 

@@ -1,7 +1,6 @@
 """Ragged rows on the device: reads and writes of token tables by output place, and compaction in one program."""
 
 # mypy: ignore-errors
-# Device code: parameters are pointers and constexprs that Python's types do not describe.
 
 from __future__ import annotations
 
@@ -12,9 +11,8 @@ import triton.language as tl
 from specdec_kernels.compat.sglang.index.configs import config_of
 from specdec_kernels.compat.sglang.index.reference import INT32_MAX
 from specdec_kernels.compat.sglang.index.types import Compacted, RaggedValues
-from specdec_kernels.kv_index.configs import lanes
 from specdec_kernels.kv_index.kernel import owning_row, running_sums
-from specdec_kernels.launch import launch
+from specdec_kernels.launch import lanes, launch
 
 
 @triton.jit

@@ -7,7 +7,6 @@ int64: N * sum(L) passes 2^31 at long contexts.
 """
 
 # mypy: ignore-errors
-# Device code: parameters are pointers and constexprs that Python's types do not describe.
 
 from __future__ import annotations
 
@@ -18,9 +17,8 @@ import triton.language as tl
 from specdec_kernels.compat.sglang.index.configs import IndexConfig, config_of
 from specdec_kernels.compat.sglang.index.reference import low_bits, packed_dtype
 from specdec_kernels.compat.sglang.index.types import ExportedMask
-from specdec_kernels.kv_index.configs import lanes
 from specdec_kernels.kv_index.kernel import running_sums
-from specdec_kernels.launch import launch
+from specdec_kernels.launch import lanes, launch
 from specdec_kernels.tree.types import UNUSED_PARENT, WORD_BITS, mask_words
 
 _WORD_BITS = tl.constexpr(WORD_BITS)
