@@ -151,7 +151,9 @@ def _refused_override(key: str, error: Exception, config_name: str) -> str:
 
 def _unknown_key(key: str, text: str, config_name: str) -> str:
     """Compose with no more than the options that were chosen to learn which keys there are."""
-    groups = sorted(p.name for p in CONFIG_FOLDER.iterdir() if p.is_dir()) if config_name == MAIN_CONFIG else []
+    groups = ["drafter"]  # of experiments.train
+    if config_name == MAIN_CONFIG:
+        groups = sorted(p.name for p in CONFIG_FOLDER.iterdir() if p.is_dir())
     cfg = _composed(config_name, chosen_options(sys.argv[1:], groups))
     if cfg is None:
         return text

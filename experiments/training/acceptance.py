@@ -1,8 +1,8 @@
 """Tokens per step and acceptance by position, from what a drafter would draft behind every token of known text.
 
-Under greedy decoding the text is the same whatever is drafted, so one dense pass tells for every position r how many
-of the drafts behind a root at r the target would accept. Decoding then visits r = start - 1 (the last prompt token),
-r + accepted(r) + 1, ... The drafts behind a text's end are not counted, though an engine may accept them.
+Under greedy decoding the text does not depend on the drafts. So one dense pass gives for every position r how many of
+the drafts behind r the target would accept, and decoding visits r = start - 1 (the last prompt token),
+r + accepted(r) + 1, and so on. Drafts behind the end of a text are not counted, though an engine may accept them.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class Tally:
         self.reached, self.accepted = [0] * self.draft_len, [0] * self.draft_len
 
     def add(self, leading: list[int], start: int, length: int) -> None:
-        """One text: `leading[r]` drafts right behind a root at r, of a continuation at `start` … `length` - 1."""
-        root = start - 1
-        while root < length - 1:
-            accepted = min(leading[root], self.draft_len, length - 1 - root)
-            for position in range(min(accepted + 1, self.draft_len, length - 1 - root)):
+        """One text: `leading[r]` right drafts behind position r, of a continuation at `start` … `length` - 1."""
+        last = start - 1
+        while last < length - 1:
+            accepted = min(leading[last], self.draft_len, length - 1 - last)
+            for position in range(min(accepted + 1, self.draft_len, length - 1 - last)):
                 self.reached[position] += 1
                 self.accepted[position] += position < accepted
             self.steps += 1
-            root += accepted + 1
+            last += accepted + 1
         self.tokens += length - start
 
     @property
@@ -44,7 +44,7 @@ class Tally:
 
     @property
     def acceptance_at(self) -> list[float]:
-        """Share of steps whose i-th draft was accepted, of those that reached it."""
+        """Of the steps that reached the i-th draft, the share that accepted it."""
         pairs = zip(self.accepted, self.reached, strict=True)
         return [accepted / reached for accepted, reached in pairs if reached]
 

@@ -1,4 +1,4 @@
-"""Responses as padded tensors on the device: a batch is a few gathers, with nothing read back and no loop over rows."""
+"""Responses as padded tensors on the device: a batch is a few gathers, without a loop over rows or a readback."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The loop both training programs run: schedule, optimizers, checkpoints, log, progress.
+"""The training loop: schedule, optimizers, checkpoints, log, progress.
 
-A run is bounded by steps, by minutes, or by both; the learning rate follows whichever fraction is further, warming up,
-staying, and falling linearly to zero over the last part (WSD). Batches are pure functions of the step, so a checkpoint
-holds weights, optimizer state, step and elapsed time, and resuming continues the same run.
+A run is bounded by steps, by minutes, or by both. The learning rate follows the larger of the two fractions: it warms
+up, stays, and falls linearly to zero over the last part (WSD). Batches are pure functions of the step, so a checkpoint
+needs weights, optimizer state, step and elapsed time only, and resuming continues the same run.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from experiments.app.schema import LARGEST_INT32, expect_at_least, expect_betwee
 
 CHECKPOINT = "checkpoint.pt"
 LOG = "training.jsonl"
-# A process that was suspended, or a laptop that slept, has not spent its training time.
+# Time in which the process or the machine was suspended does not count as training time.
 LONGEST_STEP_S = 60.0
 
 
 @dataclass
 class TrainSettings:
-    """What both programs accept under `train`."""
+    """What every objective accepts under `train`."""
 
     max_minutes: float | None = 45.0
     max_steps: int | None = None

@@ -1,8 +1,8 @@
-"""The drafters' training text: what the target itself writes, greedily, after training-split prompts.
+"""The drafters' training text: what the target writes greedily after training-split prompts.
 
-A drafter is judged by agreement with its target, so the labels are the target's own tokens, right or wrong. Code
-prompts are function beginnings and random windows from the modules the target was trained on, never from held-out ones.
-All drafters learn from the same text: it is written once per target and settings, and kept.
+A drafter must agree with its target, so the labels are the target's own tokens, right or wrong. Code prompts are
+function beginnings and random windows from the modules that the target was trained on, never from held-out modules.
+All drafters learn from the same text. It is written once per target and settings, and kept.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from algorithms.runtime.models.loading import Target
 from experiments.data.arithmetic import heldout_problems, problems
 from experiments.data.code import beginnings_of, function_beginnings, heldout_files, training_files
 from experiments.training.corpus import encode_files
-from experiments.training.generate import greedy
+from experiments.training.dense_generation import greedy
 from experiments.training.tokenizer import END, chat_prompt, token_id
 
 KINDS = ("arithmetic", "code")

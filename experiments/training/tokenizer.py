@@ -55,7 +55,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
-    """Write `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja` as transformers reads them."""
+    """Write the tokenizer, its config, the chat template and `generation_config.json` as transformers reads them."""
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -67,5 +67,8 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    end = token_id(tokenizer, END)
+    generation = {"eos_token_id": end, "pad_token_id": end, "do_sample": False}
+    for name, content in (("tokenizer_config.json", config), ("generation_config.json", generation)):
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)

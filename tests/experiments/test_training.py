@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from collections.abc import Callable
@@ -22,20 +21,31 @@ from algorithms.runtime.models.decoder import Decoder
 from algorithms.runtime.models.dense_mixer import DenseMixer
 from algorithms.runtime.models.drafters.dflash import DFlashDrafter
 from algorithms.runtime.models.loading import load_dflash, load_draft, load_eagle, load_eagle3, load_target
-from experiments import train_dflash, train_draft, train_eagle, train_eagle3
-from experiments import train_target as target_program
+from experiments import train as program
 from experiments.data import code
 from experiments.training import corpus as corpus_module
 from experiments.training import responses as responses_module
 from experiments.training.acceptance import Tally, leading_hits
 from experiments.training.batches import ResponseSet, TrainingBatch, shifted
-from experiments.training.blocks import IGNORED, BlockDrafter, block_labels, draw_anchors, position_weights
-from experiments.training.chain import ChainObjective
-from experiments.training.drafting import BatchSettings, DrafterObjective, DrafterRunConfig, run
-from experiments.training.generate import greedy
+from experiments.training.dense_generation import greedy
 from experiments.training.loop import Trainer, TrainSettings, schedule
-from experiments.training.mixer import compile_layers, restore_layers
-from experiments.training.program import run_program
+from experiments.training.objectives import SCHEMAS
+from experiments.training.objectives import target as target_module
+from experiments.training.objectives.dflash import (
+    IGNORED,
+    BlockDrafter,
+    BlockSettings,
+    DFlashSettings,
+    block_labels,
+    dflash_config,
+    draw_anchors,
+    position_weights,
+)
+from experiments.training.objectives.draft import DraftSettings
+from experiments.training.objectives.drafter import BatchSettings, DrafterObjective, DrafterTraining
+from experiments.training.objectives.eagle import ChainObjective, ChainSettings
+from experiments.training.objectives.eagle3 import Eagle3Settings
+from experiments.training.objectives.target import compile_layers, restore_layers
 from experiments.training.responses import Continuation, ResponseSettings, ResponseSource
 from experiments.training.tokenizer import ASSISTANT, END, MASK, SPECIAL_TOKENS, USER, train_tokenizer
 
@@ -57,73 +67,46 @@ def _settings(**changes: object) -> TrainSettings:
     return TrainSettings(**{"log_every_steps": 1, "eval_every_steps": 3} | fields)  # type: ignore[arg-type]
 
 
-def _target_config(folder: Path, **changes: object) -> target_program.TrainTargetConfig:
-    shape = target_program.ModelSettings(
+def _target_config(folder: Path, **changes: object) -> target_module.TargetTraining:
+    shape = target_module.ModelSettings(
         vocab_size=400, hidden_size=32, intermediate_size=48, num_layers=4, num_heads=2, num_kv_heads=1, head_dim=16
     )
-    batch = target_program.BatchSettings(
+    batch = target_module.RowSettings(
         arithmetic_rows=1, drill_rows=1, arithmetic_length=384, code_rows=2, code_length=32
     )
-    return target_program.TrainTargetConfig(str(folder), True, shape, batch, _settings(**changes))
+    return target_module.TargetTraining(str(folder), True, _settings(**changes), shape, batch)
 
 
-PROGRAMS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "dflash": (
-        train_dflash,
-        train_dflash.TrainDFlashConfig,
-        {
-            "drafter": train_dflash.DrafterSettings(num_layers=2, block_size=4, target_layer_ids=[1, 2]),
-            "blocks": train_dflash.BlockSettings(anchors=3),
-        },
-    ),
-    "draft": (
-        train_draft,
-        train_draft.TrainDraftConfig,
-        {"drafter": train_draft.DraftSettings(8, 16, 1, 1, 1)},
-    ),
-    "eagle": (
-        train_eagle,
-        train_eagle.TrainEagleConfig,
-        {"chain": train_eagle.ChainSettings(steps=3, feature_weight=0.5)},
-    ),
-    "eagle3": (
-        train_eagle3,
-        train_eagle3.TrainEagle3Config,
-        {
-            "drafter": train_eagle3.Eagle3Settings(draft_vocab_size=60, target_layer_ids=[0, 1, 3]),
-            "chain": train_eagle3.ChainSettings(steps=3),
-        },
-    ),
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "dflash": {
+        "drafter": DFlashSettings(num_layers=2, block_size=4, target_layer_ids=[1, 2]),
+        "blocks": BlockSettings(anchors=3),
+    },
+    "draft": {"drafter": DraftSettings(8, 16, 1, 1, 1)},
+    "eagle": {"chain": ChainSettings(steps=3, feature_weight=0.5)},
+    "eagle3": {
+        "drafter": Eagle3Settings(draft_vocab_size=60, target_layer_ids=[0, 1, 3]),
+        "chain": ChainSettings(steps=3),
+    },
 }
 
 
-def _drafter_config(name: str, target: Path, folder: Path, **changes: object) -> DrafterRunConfig:
-    _, schema, shape = PROGRAMS[name]
-    return schema(
+def _drafter_config(name: str, target: Path, folder: Path, **changes: object) -> DrafterTraining:
+    return SCHEMAS[name](  # type: ignore[return-value]
         target=str(target),
         out_dir=str(folder),
         responses=ResponseSettings(6, 3, 3, 12, 12, 3, folder=str(target.parent / "responses")),
         batch=BatchSettings(2, 2, 0.5, 4),
         train=_settings(**changes),
-        **shape,
+        **DRAFTERS[name],
     )
 
 
-def _train(name: str, config: DrafterRunConfig) -> dict[str, Any]:
-    module = PROGRAMS[name][0]
-    return run(config, lambda target, tokenizer, source: module.build(config, target, tokenizer, source))
-
-
 def _objective(name: str, shipped_shape: Path, folder: Path) -> DrafterObjective:
-    config = _drafter_config(name, shipped_shape, folder)
     folder.mkdir(exist_ok=True)
-    target = load_target(shipped_shape, "cpu", torch.float32)
-    target.model.requires_grad_(False)
-    tokenizer = Tokenizer.from_file(str(shipped_shape / "tokenizer.json"))
-    source = ResponseSource(target, tokenizer, config.responses)
     torch.manual_seed(1)
-    objective = PROGRAMS[name][0].build(config, target, tokenizer, source)
-    _wake(objective.drafter)
+    objective = _drafter_config(name, shipped_shape, folder).build()
+    _wake(objective.model)
     return objective
 
 
@@ -147,13 +130,13 @@ def shipped_shape(tmp_path_factory: pytest.TempPathFactory) -> Path:
         few = [code.stdlib_folder() / f"{name}.py" for name in ("abc", "contextlib", "queue", "copy")]
         patch.setattr(corpus_module, "training_files", lambda: few)
         patch.setattr(corpus_module, "TOKENIZER_SAMPLE_PROBLEMS", 100)
-        patch.setattr(target_program, "heldout_problems", lambda: target_program_problems()[:3])
-        patch.setattr(target_program, "MAX_ANSWER_TOKENS", 8)
-        target_program.train_target(_target_config(folder))
+        patch.setattr(target_module, "heldout_problems", lambda: all_heldout_problems()[:3])
+        patch.setattr(target_module, "MAX_ANSWER_TOKENS", 8)
+        program.train(_target_config(folder))
     return folder
 
 
-target_program_problems = target_program.heldout_problems
+all_heldout_problems = target_module.heldout_problems
 
 
 def test_loss_falls_and_the_log_has_held_out_losses(shipped_shape: Path) -> None:
@@ -169,10 +152,10 @@ def test_interrupted_and_resumed_equals_uninterrupted(shipped_shape: Path, tmp_p
     tokenizer = Tokenizer.from_file(str(shipped_shape / "tokenizer.json"))
     for stop_after in (2, None):
         torch.manual_seed(config.train.seed)
-        model = Decoder(target_program.decoder_config(config.model, 0))
+        model = Decoder(target_module.decoder_config(config.model, 0))
         model.reset_parameters()
         corpus = corpus_module.Corpus(tokenizer, config.train.seed)
-        objective = target_program.TargetObjective(model, corpus, config.batch, "cpu")
+        objective = target_module.TargetObjective(model, corpus, config.batch, "cpu")
         trainer = Trainer(model, config.train, tmp_path, objective.loss, objective.held_out)
         assert trainer.resume() == (stop_after is None)
         trainer.run(stop_after)
@@ -209,20 +192,20 @@ def test_digits_are_tokens_of_their_own() -> None:
 
 
 def _few_evaluation_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    problems, beginnings = target_program_problems()[:2], code.function_beginnings(2)
+    problems, beginnings = all_heldout_problems()[:2], code.function_beginnings(2)
     monkeypatch.setattr(responses_module, "heldout_problems", lambda: problems)
     monkeypatch.setattr(responses_module, "function_beginnings", lambda: beginnings)
 
 
-@pytest.mark.parametrize("name", list(PROGRAMS))
+@pytest.mark.parametrize("name", list(DRAFTERS))
 def test_drafter_trains_resumes_and_exports(
     shipped_shape: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     _few_evaluation_prompts(monkeypatch)
-    summary = _train(name, _drafter_config(name, shipped_shape, whole))
+    summary = program.train(_drafter_config(name, shipped_shape, whole))
     monkeypatch.setattr(Trainer, "run", _run_in_two_parts(Trainer.run))
-    _train(name, _drafter_config(name, shipped_shape, parts))
+    program.train(_drafter_config(name, shipped_shape, parts))
     assert _losses(whole) == _losses(parts)
     rows = [json.loads(line) for line in (whole / "training.jsonl").read_text().splitlines()]
     assert {"heldout_arithmetic", "tokens_per_step_code"} <= rows[-1].keys()
@@ -279,8 +262,8 @@ def _run_in_two_parts(run):  # type: ignore[no-untyped-def]
 
 def _drafting(shipped_shape: Path) -> BlockDrafter:
     target = load_target(shipped_shape, "cpu", torch.float32).model
-    settings = train_dflash.DrafterSettings(num_layers=2, block_size=4, target_layer_ids=[1, 2])
-    drafter = DFlashDrafter(train_dflash.dflash_config(settings, target.config, 3))
+    settings = DFlashSettings(num_layers=2, block_size=4, target_layer_ids=[1, 2])
+    drafter = DFlashDrafter(dflash_config(settings, target.config, 3))
     torch.manual_seed(1)
     drafter.reset_parameters()
     _wake(drafter)
@@ -373,7 +356,7 @@ def _states_by_hand(objective: ChainObjective, tokens: torch.Tensor, root: int) 
 
     The drafts are the text's own tokens, as far as it goes.
     """
-    drafter, target = objective.drafter, objective.target
+    drafter, target = objective.model, objective.target
     hidden, features = target(tokens[:, : root + 1], objective.mixer, drafter.capture)
     scaled = [feature / scale for feature, scale in zip(features, objective.scales, strict=True)]
     history = drafter.fuse(scaled, hidden)[:, :root]
@@ -387,7 +370,7 @@ def _states_by_hand(objective: ChainObjective, tokens: torch.Tensor, root: int) 
 
 def _text_of_its_own(objective: ChainObjective, prompt: list[int], length: int) -> torch.Tensor:
     """`prompt` continued by the head's first drafts, so that some drafts are right; one token near the end is not."""
-    drafter, row = objective.drafter, torch.tensor([prompt])
+    drafter, row = objective.model, torch.tensor([prompt])
     for _ in range(length):
         state = _states_by_hand(objective, row, row.shape[1] - 1)[0][:, -1]
         row = torch.cat([row, drafter.to_target(drafter.logits(state).argmax(-1))[:, None]], dim=1)
@@ -400,7 +383,7 @@ def _text_of_its_own(objective: ChainObjective, prompt: list[int], length: int) 
 def test_unrolled_chains_are_decoding_steps(shipped_shape: Path, tmp_path: Path, name: str) -> None:
     objective = _objective(name, shipped_shape, tmp_path)
     assert isinstance(objective, ChainObjective)
-    drafter, prompt = objective.drafter, list(range(10, 22))
+    drafter, prompt = objective.model, list(range(10, 22))
     row = _text_of_its_own(objective, prompt, 8)
     hidden, features = objective.target(row, objective.mixer, drafter.capture)
     unrolled = objective.unroll(row, hidden, features)
@@ -425,13 +408,13 @@ def test_folding_the_feature_scales_changes_nothing(shipped_shape: Path, tmp_pat
     objective.scales = [3.0, 0.5, 7.0]
     batch = _batch([(list(range(10, 30)), 8)])
     before = objective.batch_loss(batch, np.random.default_rng(0))
-    weight = objective.drafter.fc.weight.clone()
+    weight = objective.model.fc.weight.clone()
     objective.finish()
-    assert objective.scales == [1.0, 1.0, 1.0] and not torch.equal(weight, objective.drafter.fc.weight)
+    assert objective.scales == [1.0, 1.0, 1.0] and not torch.equal(weight, objective.model.fc.weight)
     torch.testing.assert_close(objective.batch_loss(batch, np.random.default_rng(0)), before)
 
 
-@pytest.mark.parametrize("name", list(PROGRAMS))
+@pytest.mark.parametrize("name", list(DRAFTERS))
 @torch.no_grad()
 def test_loss_looks_at_continuations_only(shipped_shape: Path, tmp_path: Path, name: str) -> None:
     """Tokens behind the end of a row are padding, whatever they are."""
@@ -449,7 +432,7 @@ def test_loss_looks_at_continuations_only(shipped_shape: Path, tmp_path: Path, n
 def test_draft_vocabulary_is_what_occurs_most(shipped_shape: Path, tmp_path: Path) -> None:
     objective = _objective("eagle3", shipped_shape, tmp_path)
     shares = sum(objective.training[kind].token_shares(400) for kind in objective.training)
-    drafter = objective.drafter
+    drafter = objective.model
     ids = drafter.to_target(torch.arange(60))
     assert ids.tolist() == sorted(set(ids.tolist())) and int(drafter.t2d.sum()) == 60
     left_out = np.delete(shares, ids.numpy())
@@ -458,9 +441,9 @@ def test_draft_vocabulary_is_what_occurs_most(shipped_shape: Path, tmp_path: Pat
 
 def test_oversized_draft_is_refused(shipped_shape: Path, tmp_path: Path) -> None:
     config = _drafter_config("draft", shipped_shape, tmp_path)
-    config.drafter = train_draft.DraftSettings(32, 48, 4, 2, 1)  # type: ignore[attr-defined]
+    config.drafter = DraftSettings(32, 48, 4, 2, 1)  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="at most a sixth"):
-        _train("draft", config)
+        program.train(config)
 
 
 @torch.no_grad()
@@ -518,19 +501,20 @@ def test_settings_out_of_range_are_refused(tmp_path: Path, changes: dict[str, ob
         Trainer(model, _settings(**changes), tmp_path, lambda step: (torch.zeros(()), 1), dict)
 
 
-@pytest.mark.parametrize("name", ["train_target", *(f"train_{drafter}" for drafter in PROGRAMS)])
+@pytest.mark.parametrize("name", list(SCHEMAS))
 def test_configs_compose_and_refuse_misspelt_keys(name: str) -> None:
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        config = compose(name, ["train.max_steps=3"])
+        config = compose("train", [f"drafter={name}", "train.max_steps=3"])
         assert config.train.max_steps == 3
         assert not OmegaConf.missing_keys(config)
+        assert isinstance(OmegaConf.to_object(config), SCHEMAS[name])
         defaults = asdict(TrainSettings())
         assert set(config.train) == set(defaults)
         with pytest.raises(ConfigCompositionException):
-            compose(name, ["train.max_stepz=3"])
+            compose("train", [f"drafter={name}", "train.max_stepz=3"])
 
 
-@pytest.mark.parametrize("name", ["train_target", "train_dflash", "train_draft", "train_eagle", "train_eagle3"])
+@pytest.mark.parametrize("name", list(SCHEMAS))
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
@@ -544,24 +528,40 @@ def test_configs_compose_and_refuse_misspelt_keys(name: str) -> None:
 def test_a_mistake_gets_one_screen(
     name: str, override: str, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    _refused([f"drafter={name}", override], expected, tmp_path, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("arguments", [[], ["drafter=eagel"]])
+def test_a_missing_or_misspelt_drafter_gets_the_names(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    _refused(arguments, ["drafter", *SCHEMAS], tmp_path, monkeypatch, capsys)
+
+
+def _refused(
+    arguments: list[str], expected: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(folder)
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", override])
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
     with pytest.raises(SystemExit) as ended:
-        importlib.import_module(f"experiments.{name}").main()
+        program.main()
     told = capsys.readouterr().err
     assert ended.value.code == 2 and told.startswith("error: ") and len(told.splitlines()) < 12
     for text in expected:
         assert text in told, told
-    assert "algo" not in told and list(tmp_path.iterdir()) == []
+    assert "algo" not in told and list(folder.iterdir()) == []
 
 
 def test_a_program_prints_its_summary_and_tells_what_cannot_be_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["train_eagle.py", f"out_dir={tmp_path / 'out'}", "train.max_steps=3"])
-    run_program("train_eagle", lambda settings: {"steps": settings.train.max_steps})
-    assert capsys.readouterr().out == "steps: 3\n"
+    arguments = ["drafter=eagle", f"out_dir={tmp_path / 'out'}", "train.max_steps=3"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments, "target=nowhere"])
     with pytest.raises(SystemExit, match="2"):
-        run_program("train_eagle", lambda settings: load_target(Path("nowhere"), "cpu", torch.float32))  # type: ignore
+        program.main()
     assert "nowhere" in capsys.readouterr().err
+    monkeypatch.setattr(program, "train", lambda settings: {"steps": settings.train.max_steps})
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    program.main()
+    assert capsys.readouterr().out == "steps: 3\n"

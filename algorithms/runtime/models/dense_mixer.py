@@ -48,6 +48,12 @@ def dense_attention(
     return torch.einsum("bhts,bhsd->bthd", shares, v)
 
 
+def visible_keys(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
+    """`[..., T, S]` bool: whether the query at position `queries [..., T]` sees the key at `keys [S]`."""
+    distance = queries[..., :, None] - keys
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+
+
 class DenseMixer:
     """Causal self-attention over rows `[B, T]` whose positions are 0 … T-1."""
 
@@ -60,8 +66,6 @@ class DenseMixer:
         config, positions = self.config, self.positions[: q.shape[1]]
         q = apply_rope(head_norm(q, weights.q_norm, config.rms_norm_eps), self.table, positions)
         k = apply_rope(head_norm(k, weights.k_norm, config.rms_norm_eps), self.table, positions)
-        visible, window = None, config.window(layer)
-        if window is not None:
-            distance = positions[:, None] - positions
-            visible = (distance >= 0) & (distance < window)
+        window = config.window(layer)
+        visible = None if window is None else visible_keys(positions, positions, window)
         return dense_attention(q, k, v, visible, config, weights.sinks)

@@ -1,7 +1,7 @@
 """Batched greedy generation with a dense cache, for making training data and measuring a freshly trained model.
 
-The engine of the runtime serves users; this one serves training: many prompts at once in one dense tensor, rows that
-finish are dropped, no pages and no kernels.
+Unlike the runtime's engine it holds many prompts in one dense tensor, drops rows that finish, and needs no pages and no
+kernels.
 """
 
 from __future__ import annotations
@@ -9,24 +9,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 from algorithms.runtime.models.config import DecoderConfig
 from algorithms.runtime.models.decoder import Decoder, MixerWeights
-from algorithms.runtime.models.dense_mixer import head_norm
+from algorithms.runtime.models.dense_mixer import dense_attention, head_norm, visible_keys
 from algorithms.runtime.models.rope import apply_rope, rope_table
 
 
 class DenseCache:
-    """Keys and values `[layers, B, H_kv, capacity, D]` and the mixer that reads and extends them."""
+    """Keys and values `[layers, B, capacity, H_kv, D]` and the mixer that reads and extends them."""
 
     def __init__(
         self, config: DecoderConfig, batch: int, capacity: int, device: torch.device | str, dtype: torch.dtype
     ) -> None:
-        self.eps = config.rms_norm_eps
+        self.config = config
         self.table = rope_table(config, capacity, device)
-        shape = (config.num_layers, batch, config.num_kv_heads, capacity, config.head_dim)
+        shape = (config.num_layers, batch, capacity, config.num_kv_heads, config.head_dim)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys)
         self.positions = torch.zeros(batch, 1, dtype=torch.int64, device=device)
@@ -36,19 +36,16 @@ class DenseCache:
         self.keys, self.values = self.keys[:, rows], self.values[:, rows]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, weights: MixerWeights) -> Tensor:
-        positions = self.positions
-        q = apply_rope(head_norm(q, weights.q_norm, self.eps), self.table, positions).transpose(1, 2)
-        k = apply_rope(head_norm(k, weights.k_norm, self.eps), self.table, positions)
+        positions, eps = self.positions, self.config.rms_norm_eps
+        q = apply_rope(head_norm(q, weights.q_norm, eps), self.table, positions)
+        k = apply_rope(head_norm(k, weights.k_norm, eps), self.table, positions)
         rows = torch.arange(q.shape[0], device=q.device)[:, None]
         keys, values = self.keys[layer], self.values[layer]
-        keys[rows, :, positions] = k.to(keys.dtype)
-        values[rows, :, positions] = v.to(values.dtype)
+        keys[rows, positions], values[rows, positions] = k.to(keys.dtype), v.to(values.dtype)
         used = int(positions.max()) + 1
-        visible = torch.arange(used, device=q.device) <= positions[:, None, :, None]
-        out = F.scaled_dot_product_attention(
-            q, keys[:, :, :used].to(q.dtype), values[:, :, :used].to(q.dtype), visible, enable_gqa=True
-        )
-        return out.transpose(1, 2)
+        visible = visible_keys(positions, torch.arange(used, device=q.device), self.config.window(layer))
+        keys, values = keys[:, :used].to(q.dtype), values[:, :used].to(q.dtype)
+        return dense_attention(q, keys, values, rearrange(visible, "b t s -> b 1 t s"), self.config, weights.sinks)
 
 
 @torch.no_grad()

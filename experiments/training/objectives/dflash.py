@@ -1,31 +1,83 @@
-"""Block drafting on dense rows: the training objective of DFlash and the simulation of its acceptance.
+"""DFlash drafters: blocks of masks behind random anchors of the target's text.
 
 For a sequence x and an anchor position a the drafter sees the target's features of positions < a and a block of B
-tokens at positions a … a+B-1: the anchor x_a, then masks. Row k of the block predicts x_{a+k}. This is the situation of
-decoding exactly: the anchor is the bonus token, verified but not yet in the cache, so it has no features.
+tokens at positions a … a+B-1: the anchor x_a, then masks. Row k of the block predicts x_{a+k}. Decoding has the same
+situation: the anchor is the last token, which is verified and not yet in the cache, so it has no features.
 Loss (arXiv 2602.06036): sum_k w_k CE_k / sum_k w_k with w_k = exp(-(k-1)/gamma), k = 1 … B-1, where the label exists.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from einops import rearrange, repeat
+from tokenizers import Tokenizer
 from torch import Tensor
 
-from algorithms.runtime.models.config import DFlashConfig
+from algorithms.runtime.models.config import DecoderConfig, DFlashConfig
 from algorithms.runtime.models.decoder import Decoder, MixerWeights
-from algorithms.runtime.models.dense_mixer import DenseMixer, head_norm
+from algorithms.runtime.models.dense_mixer import DenseMixer, dense_attention, head_norm
 from algorithms.runtime.models.drafters.dflash import DFlashDrafter
+from algorithms.runtime.models.loading import Target
 from algorithms.runtime.models.rope import apply_rope, rope_table
 from experiments.training.acceptance import leading_hits
 from experiments.training.batches import TrainingBatch
-from experiments.training.drafting import DrafterObjective, DrafterRunConfig
+from experiments.training.objectives.drafter import BatchSettings, DrafterObjective, DrafterTraining, draft_decoder
 from experiments.training.responses import ResponseSource
+from experiments.training.tokenizer import MASK, token_id
 
 IGNORED = -100
+
+
+@dataclass
+class DFlashSettings:
+    """Shape of the drafter; the rest is the target's."""
+
+    num_layers: int = 3
+    block_size: int = 16
+    target_layer_ids: list[int] = field(default_factory=lambda: [1, 2, 3, 4])
+
+
+@dataclass
+class BlockSettings:
+    """Anchors of a sequence in one step, and the decay of the position weights."""
+
+    anchors: int = 20
+    gamma: float = 7.0
+
+
+@dataclass
+class DFlashTraining(DrafterTraining):
+    """Schema of `drafter=dflash`."""
+
+    out_dir: str = "outputs/train_dflash"
+    # Measuring drafts from every position of a sequence at once, so few sequences already give many blocks.
+    batch: BatchSettings = field(default_factory=lambda: BatchSettings(evaluation_sequences=2))
+    drafter: DFlashSettings = field(default_factory=DFlashSettings)
+    blocks: BlockSettings = field(default_factory=BlockSettings)
+
+    def objective(self, target: Target, tokenizer: Tokenizer, source: ResponseSource) -> BlockObjective:
+        drafter = DFlashDrafter(dflash_config(self.drafter, target.config, token_id(tokenizer, MASK)))
+        drafter.reset_parameters()
+        drafter.to(self.train.device)
+        drafting = BlockDrafter(target.model, drafter, target.config.max_position_embeddings, self.train.device)
+        return BlockObjective(drafting, source, self)
+
+
+def dflash_config(settings: DFlashSettings, target: DecoderConfig, mask_token_id: int) -> DFlashConfig:
+    """Draft layers shaped like the target's, all with full attention."""
+    return DFlashConfig(
+        decoder=draft_decoder(target, num_layers=settings.num_layers),
+        block_size=settings.block_size,
+        target_layer_ids=tuple(settings.target_layer_ids),
+        mask_token_id=mask_token_id,
+        num_target_layers=target.num_layers,
+        causal_layers=(False,) * settings.num_layers,
+    )
 
 
 class BlockMixer:
@@ -38,33 +90,31 @@ class BlockMixer:
     def __init__(self, config: DFlashConfig, keys: Tensor, values: Tensor, anchors: Tensor, table: Tensor) -> None:
         if config.decoder.sliding_windows:
             raise ValueError("training supports draft layers with full attention, got sliding windows")
-        self.eps = config.decoder.rms_norm_eps
-        self.keys, self.values, self.table = keys, values, table
+        self.config, self.keys, self.values, self.table = config.decoder, keys, values, table
         size, device = config.block_size, keys.device
-        self.positions = (anchors[:, :, None] + torch.arange(size, device=device)).flatten(1)
+        self.positions = rearrange(anchors[..., None] + torch.arange(size, device=device), "b a k -> b (a k)")
         self.context_positions = torch.arange(keys.shape[1], device=device)
         before = self.context_positions < anchors[:, :, None]
-        same = torch.eye(anchors.shape[1], dtype=torch.bool, device=device).expand(anchors.shape[0], -1, -1)
-        mask = torch.cat([before, same.repeat_interleave(size, dim=2)], dim=2)
-        self.mask = mask.repeat_interleave(size, dim=1)[:, None]
+        same = torch.eye(anchors.shape[1], dtype=torch.bool, device=device)
+        own = repeat(same, "a other -> b a (other k)", b=len(anchors), k=size)
+        self.visible = repeat(torch.cat([before, own], dim=2), "b a s -> b 1 (a k) s", k=size)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, weights: MixerWeights) -> Tensor:
-        q = apply_rope(head_norm(q, weights.q_norm, self.eps), self.table, self.positions)
-        block = apply_rope(head_norm(k, weights.k_norm, self.eps), self.table, self.positions)
-        context = head_norm(self.keys[:, :, layer], weights.k_norm, self.eps)
+        eps = self.config.rms_norm_eps
+        q = apply_rope(head_norm(q, weights.q_norm, eps), self.table, self.positions)
+        block = apply_rope(head_norm(k, weights.k_norm, eps), self.table, self.positions)
+        context = head_norm(self.keys[:, :, layer], weights.k_norm, eps)
         context = apply_rope(context, self.table, self.context_positions)
-        keys = torch.cat([context, block], dim=1).transpose(1, 2)
-        values = torch.cat([self.values[:, :, layer].to(v.dtype), v], dim=1).transpose(1, 2)
-        group = q.shape[2] // k.shape[2]
-        keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-        return F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, self.mask).transpose(1, 2)
+        keys = torch.cat([context, block], dim=1)
+        values = torch.cat([self.values[:, :, layer].to(v.dtype), v], dim=1)
+        return dense_attention(q, keys, values, self.visible, self.config)
 
 
 def draw_anchors(batch: TrainingBatch, count: int, rng: np.random.Generator) -> Tensor:
-    """`[B, count]` int64: last_tokens of decoding steps, from the last prompt token to the last but one of the row."""
-    shares = torch.from_numpy(rng.random((len(batch.tokens), count))).to(batch.tokens.device)
-    first, last_tokens = batch.starts - 1, batch.lengths - batch.starts
-    return first[:, None] + (shares * last_tokens[:, None]).long()
+    """`[B, count]` int64: last tokens of decoding steps, from the last prompt token to the last but one of the row."""
+    uniforms = torch.from_numpy(rng.random((len(batch.tokens), count))).to(batch.tokens.device)
+    first, choices = batch.starts - 1, batch.lengths - batch.starts
+    return first[:, None] + (uniforms * choices[:, None]).long()
 
 
 def block_labels(tokens: Tensor, lengths: Tensor, anchors: Tensor, block_size: int) -> Tensor:
@@ -98,8 +148,8 @@ class BlockDrafter:
         blocks = tokens.new_full((*anchors.shape, size), self.config.mask_token_id)
         blocks[:, :, 0] = tokens.gather(1, anchors)
         mixer = BlockMixer(self.config, keys, values, anchors, self.table)
-        out = self.drafter(self.target.embed(blocks.flatten(1)), mixer)
-        return out.unflatten(1, (-1, size))[:, :, 1:]
+        out = self.drafter(self.target.embed(rearrange(blocks, "b a k -> b (a k)")), mixer)
+        return rearrange(out, "b (a k) hidden -> b a k hidden", k=size)[:, :, 1:]
 
     def loss(self, batch: TrainingBatch, anchors: Tensor, gamma: float) -> Tensor:
         """Weighted mean loss of the blocks at `anchors [B, A]`."""
@@ -111,7 +161,7 @@ class BlockDrafter:
 
     @torch.no_grad()
     def leading(self, batch: TrainingBatch) -> Tensor:
-        """`[B, T]` int64: drafts the target accepts behind a root at each position of the continuation."""
+        """`[B, T]` int64: drafts the target accepts behind each position of the continuation."""
         width = int((batch.lengths - batch.starts).max())
         anchors = batch.starts[:, None] - 1 + torch.arange(width, device=batch.tokens.device)
         anchors = torch.minimum(anchors, batch.lengths[:, None] - 1)
@@ -125,18 +175,16 @@ class BlockObjective(DrafterObjective):
 
     title = "DFlash drafter"
 
-    def __init__(
-        self, drafting: BlockDrafter, source: ResponseSource, config: DrafterRunConfig, anchors: int, gamma: float
-    ) -> None:
+    def __init__(self, drafting: BlockDrafter, source: ResponseSource, config: DFlashTraining) -> None:
         super().__init__(drafting.drafter, source, config)
-        self.drafting, self.anchors, self.gamma = drafting, anchors, gamma
+        self.drafting, self.settings = drafting, config.blocks
         self.draft_lens = (drafting.config.block_size - 1,)
 
     def hf_config(self) -> dict[str, Any]:
         return self.drafting.config.to_hf()
 
     def batch_loss(self, batch: TrainingBatch, rng: np.random.Generator) -> Tensor:
-        return self.drafting.loss(batch, draw_anchors(batch, self.anchors, rng), self.gamma)
+        return self.drafting.loss(batch, draw_anchors(batch, self.settings.anchors, rng), self.settings.gamma)
 
     def leading(self, batch: TrainingBatch) -> Tensor:
         return self.drafting.leading(batch)

@@ -1,0 +1,61 @@
+"""Trains a model of the tiny family: a drafter for a target, or the target itself.
+
+    python -m experiments.train drafter=dflash target=assets/tiny/target train.max_minutes=40 out_dir=outputs/dflash
+    python -m experiments.train drafter=target train.max_minutes=45 out_dir=outputs/target
+
+`drafter` is dflash, draft (a standalone draft model), eagle, eagle3 or target. `experiments/training/objectives` has
+one file for each: its settings, its loss and what it reports. Drafters learn from what the target writes: the target
+first answers training-split prompts greedily, once for all drafters, and the text is kept in `responses.folder`. A run
+uses a CPU or a GPU, resumes from its checkpoint, and writes a Hugging Face folder with the loss curve.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig
+
+from experiments.app import cli
+from experiments.app.errors import user_errors
+from experiments.training.export import export
+from experiments.training.loop import Trainer
+from experiments.training.objectives import SCHEMAS
+from experiments.training.objectives.base import TrainingConfig
+
+for _name, _schema in SCHEMAS.items():
+    ConfigStore.instance().store(group="drafter", name=_name, node=_schema, package="_global_")
+
+
+def train(config: TrainingConfig) -> dict[str, Any]:
+    """Train, export and measure; returns the summary that is written beside the weights."""
+    folder = Path(config.out_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(config.train.threads)
+    torch.set_flush_denormal(True)
+    torch.manual_seed(config.train.seed)
+    objective = config.build()
+    trainer = Trainer(objective.model, config.train, folder, objective.loss, objective.held_out)
+    if config.resume:
+        trainer.resume()
+    trainer.run()
+    return export(trainer, objective)
+
+
+def run(config: Any, composed: DictConfig) -> None:
+    """Train by `config` and print the summary; settings or folders that cannot be used become user errors."""
+    with user_errors(ValueError):
+        summary = train(config)
+    for key, value in summary.items():
+        print(f"{key}: {value}")
+
+
+def main() -> None:
+    """Command line entry."""
+    cli.main(run, "train")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""The standalone draft model: a small decoder that imitates what the target writes.
+
+With p the target's next-token distribution and q the draft's, loss = KL(p, q) + c CE(q, x) for the token x that the
+target wrote: the first term is what sampled acceptance depends on, the second what greedy acceptance depends on. The
+draft has at most a sixth of the target's parameters, and its folder loads like the target's.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from algorithms.runtime.models.config import DecoderConfig
+from algorithms.runtime.models.decoder import Decoder
+from algorithms.runtime.models.dense_mixer import DenseMixer
+from algorithms.runtime.models.loading import Target
+from experiments.training.acceptance import leading_hits
+from experiments.training.batches import TrainingBatch, shifted
+from experiments.training.objectives.drafter import DrafterObjective, DrafterTraining, draft_decoder
+from experiments.training.responses import ResponseSource
+
+COMPANIONS = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+LARGEST_SHARE = 1 / 6
+
+
+@dataclass
+class DraftSettings:
+    """Shape of the draft; vocabulary, positions and head size are the target's."""
+
+    hidden_size: int = 128
+    intermediate_size: int = 256
+    num_layers: int = 4
+    num_heads: int = 2
+    num_kv_heads: int = 1
+
+
+@dataclass
+class DistillSettings:
+    """`token_weight` is c of the loss; `draft_len` the drafts that tokens per step are reported for."""
+
+    token_weight: float = 0.5
+    draft_len: int = 4
+
+
+@dataclass
+class DraftTraining(DrafterTraining):
+    """Schema of `drafter=draft`."""
+
+    out_dir: str = "outputs/train_draft"
+    drafter: DraftSettings = field(default_factory=DraftSettings)
+    distill: DistillSettings = field(default_factory=DistillSettings)
+
+    def objective(self, target: Target, tokenizer: Tokenizer, source: ResponseSource) -> DistillObjective:
+        """A fresh draft and its objective; ValueError where the draft is too large to be worth drafting with."""
+        draft = Decoder(draft_config(self.drafter, target.config))
+        own, theirs = (sum(parameter.numel() for parameter in model.parameters()) for model in (draft, target.model))
+        if own > LARGEST_SHARE * theirs:
+            raise ValueError(f"drafter: expected at most a sixth of the target's {theirs:,} parameters, got {own:,}")
+        draft.reset_parameters()
+        draft.to(self.train.device)
+        for name in COMPANIONS:
+            if (target.path / name).is_file():
+                shutil.copyfile(target.path / name, Path(self.out_dir) / name)
+        return DistillObjective(target.model, draft, source, self)
+
+
+def draft_config(settings: DraftSettings, target: DecoderConfig) -> DecoderConfig:
+    """The small decoder of `settings` with the target's vocabulary."""
+    return draft_decoder(target, **vars(settings), tie_word_embeddings=True)
+
+
+class DistillObjective(DrafterObjective):
+    """A small decoder beside its target, on the same rows."""
+
+    title = "standalone draft"
+    model: Decoder
+
+    def __init__(self, target: Decoder, draft: Decoder, source: ResponseSource, config: DraftTraining) -> None:
+        super().__init__(draft, source, config)
+        self.target, self.settings = target, config.distill
+        self.draft_lens = (config.distill.draft_len,)
+        length = target.config.max_position_embeddings
+        self.mixers = {model: DenseMixer(model.config, length, self.device) for model in (target, draft)}
+
+    def _logits(self, model: Decoder, tokens: Tensor) -> Tensor:
+        return model.logits(model(tokens, self.mixers[model])[0])
+
+    def hf_config(self) -> dict[str, Any]:
+        return self.model.config.to_hf()
+
+    def batch_loss(self, batch: TrainingBatch, rng: np.random.Generator) -> Tensor:
+        with torch.no_grad():
+            target = self._logits(self.target, batch.tokens).float().log_softmax(-1)
+        draft = self._logits(self.model, batch.tokens).float().log_softmax(-1)
+        divergence = F.kl_div(draft, target, reduction="none", log_target=True).sum(-1)
+        cross_entropy = -draft.gather(-1, shifted(batch.tokens, 1)[..., None]).squeeze(-1)
+        counted = batch.continues(1)
+        return ((divergence + self.settings.token_weight * cross_entropy) * counted).sum() / counted.sum()
+
+    def leading(self, batch: TrainingBatch) -> Tensor:
+        drafted = self._logits(self.model, batch.tokens).argmax(-1)
+        hits = (drafted == shifted(batch.tokens, 1)) & batch.continues(1)
+        return leading_hits(torch.stack([shifted(hits, step) for step in range(self.settings.draft_len)], dim=-1))
