@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from einops import einsum, rearrange, repeat
+from einops import rearrange, repeat
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from algorithms.runtime.models.config import DecoderConfig, EagleConfig
 from algorithms.runtime.models.decoder import Decoder, MixerWeights
-from algorithms.runtime.models.dense_mixer import DenseMixer, dense_attention, head_norm
+from algorithms.runtime.models.dense_mixer import DenseMixer, head_norm
 from algorithms.runtime.models.drafters.eagle import Eagle3Drafter, EagleDrafter
 from algorithms.runtime.models.loading import Target
 from algorithms.runtime.models.rope import apply_rope, rope_table
@@ -96,24 +96,25 @@ class ChainMixer:
         positions = torch.arange(q.shape[1], device=q.device) + len(self.keys)
         q = apply_rope(head_norm(q, weights.q_norm, self.config.rms_norm_eps), self.table, positions)
         k = apply_rope(head_norm(k, weights.k_norm, self.config.rms_norm_eps), self.table, positions)
-        if not self.keys:
-            out = dense_attention(q, k, v, None, self.config)
-        group = q.shape[2] // k.shape[2]
+        q, group = rearrange(q, "b t h d -> b h t d"), q.shape[2] // k.shape[2]
         self.keys.append(repeat(k, "b t h d -> b (h group) t d", group=group))
         self.values.append(repeat(v, "b t h d -> b (h group) t d", group=group))
-        return out if len(self.keys) == 1 else self._over_text_and_chain(q * q.shape[-1] ** -0.5)
+        if len(self.keys) == 1:
+            out = F.scaled_dot_product_attention(q, self.keys[0], self.values[0], is_causal=True)
+        else:
+            out = self._over_text_and_chain(q * q.shape[-1] ** -0.5)
+        return rearrange(out, "b h t d -> b t h d")
 
     def _over_text_and_chain(self, q: Tensor) -> Tensor:
-        q = rearrange(q, "b t h d -> b h t d")
         length = q.shape[2]
         future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-        text = einsum(q, self.keys[0], "b h t d, b h s d -> b h t s").masked_fill(future, float("-inf"))
+        text = (q @ rearrange(self.keys[0], "b h s d -> b h d s")).masked_fill(future, float("-inf"))
         own = [(q * key).sum(-1, keepdim=True) for key in self.keys[1:]]
         shares = torch.cat([text, *own], dim=-1).softmax(-1, dtype=torch.float32).to(q.dtype)
         out = shares[..., :length] @ self.values[0]
         for index, value in enumerate(self.values[1:]):
             out = out + shares[..., length + index, None] * value
-        return rearrange(out, "b h t d -> b t h d")
+        return out
 
 
 class ChainObjective(DrafterObjective):
