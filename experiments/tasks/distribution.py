@@ -26,7 +26,7 @@ def next_logits(target: Target, tokens: Sequence[int]) -> torch.Tensor:
     """[V] float32 logits of the token after `tokens`, from a forward without a cache."""
     import torch
 
-    from experiments.training.mixer import DenseMixer
+    from algorithms.runtime.models.dense_mixer import DenseMixer
 
     model = target.model
     device = model.model.norm.weight.device
