@@ -105,19 +105,13 @@ class DFlash(Algorithm):
         return self._target.logits(hidden[:, 1:])
 
     def _mixer(self, batch: Batch, positions: Tensor) -> Any:
-        """One plan for each kind of draft layer, by the part of the block and of the context that it sees."""
-        from algorithms.runtime.paged_attention import LayeredMixer, PagedMixer
+        from algorithms.runtime.paged_attention import PagedMixer
 
         kinds = [self._layer_kind(layer) for layer in range(self._drafter.config.decoder.num_layers)]
-        plans = {
-            (mode, window): PagedMixer.over(
-                batch, positions, self._cache, self._resources, mode=mode, phase="draft", window=window
-            )
-            for mode, window in dict.fromkeys(kinds)
-        }
-        return LayeredMixer([plans[kind] for kind in kinds])
+        return PagedMixer.over(batch, positions, self._cache, self._resources, phase="draft", kinds=kinds)
 
     def _layer_kind(self, layer: int) -> tuple[str, int | None]:
+        """(mode, window): all of the block or its past, all of the context or a window."""
         config = self._drafter.config
         windows = [window for window in (config.decoder.window(layer), self._window) if window is not None]
         return "chain" if config.causal_layers[layer] else "block", min(windows, default=None)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 if TYPE_CHECKING:
     import torch
 
-    from algorithms.runtime.backends import Backend
+    from algorithms.runtime.backends.protocol import Backend
     from algorithms.runtime.models.loading import Target, TargetShape
     from specdec_kernels import TreeLinks
 

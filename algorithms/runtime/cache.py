@@ -23,8 +23,8 @@ class KVCache:
     """[layers, 2, pages, page_size, H_kv, D]."""
     rope: torch.Tensor
     """[context, D] float32."""
-    eps: float
-    """Epsilon of the RMSNorm of queries and keys."""
+    config: DecoderConfig
+    """Of the model: the scale, soft cap and windows of its attention, the epsilon of its norms."""
 
     @classmethod
     def allocate(cls, config: DecoderConfig, resources: Resources) -> KVCache:
@@ -36,8 +36,13 @@ class KVCache:
             device=resources.device,
             dtype=resources.dtype,
         )
-        return cls(kv, rope_table(config, resources.context, resources.device), config.rms_norm_eps)
+        return cls(kv, rope_table(config, resources.context, resources.device), config)
 
     @property
     def page_size(self) -> int:
         return self.kv.shape[3]
+
+    @property
+    def eps(self) -> float:
+        """Of the RMSNorm of queries and keys."""
+        return self.config.rms_norm_eps

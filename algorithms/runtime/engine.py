@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import torch
 
 from algorithms.runtime.algorithm import Algorithm, Resources
-from algorithms.runtime.backends import Backend, check_calls
+from algorithms.runtime.backends.protocol import Backend
+from algorithms.runtime.backends.registry import check_calls
 from algorithms.runtime.batch import BatchState
 from algorithms.runtime.cache import KVCache
 from algorithms.runtime.clock import PhaseClock

@@ -1,21 +1,22 @@
 """The mixer of inference: store keys and values in pages, then attend through the page table.
 
-It is what joins a model that knows no caches, the fused `write_kv` kernel and an attention backend. One mixer serves
-one forward over `[B, N]` tokens that stand at slots L … L + N - 1 of their requests.
+It joins a model that knows no caches, the fused `write_kv` kernel and an attention backend. One mixer serves one
+forward over `[B, N]` tokens that stand at slots L … L + N - 1 of their requests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from algorithms.runtime.algorithm import Batch, Observation, Resources
-from algorithms.runtime.backends import AttentionPlan, Backend
+from algorithms.runtime.backends.protocol import Backend
 from algorithms.runtime.cache import KVCache
 from algorithms.runtime.models.decoder import MixerWeights
-from specdec_kernels import token_slots, write_kv
+from specdec_kernels import AttentionMetadata, AttentionShape, token_slots, write_kv
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class PagedMixer:
     slots: Tensor
     positions: Tensor
     backend: Backend
-    plan: AttentionPlan
+    plans: tuple[Any, ...]
+    """The backend's plan for each layer; layers of one mode and window share it."""
     impl: str
 
     @classmethod
@@ -36,68 +38,78 @@ class PagedMixer:
         positions: Tensor,
         cache: KVCache,
         resources: Resources,
-        mode: str,
+        mode: str = "chain",
+        *,
         mask: Tensor | None = None,
         counts: Tensor | None = None,
         phase: str = "verify",
         first_slot: int = 0,
         tree_width: int | None = None,
-        window: int | None = None,
+        depths: Tensor | None = None,
+        row_depths: Tensor | None = None,
+        kinds: Sequence[tuple[str, int | None]] | None = None,
     ) -> PagedMixer:
         """Plan a forward of `positions [B, N]` at slots L + first_slot … L + first_slot + N - 1.
 
-        `mode` and `mask` mean what they mean to `paged_attention`; `phase` is prefill, verify or draft. Of row b only
-        the first `counts[b]` columns are real (all, if None; none of a padding row): the others store nothing and come
-        out as zeros. `tree_width` is for a drafter that runs a few nodes of a tree at a time: the slots behind L that
-        `mask` describes, N if None.
+        `mode`, `mask`, `tree_width`, `depths` and `row_depths` mean what they mean to `AttentionMetadata`; depths are
+        used by layers with a window. `phase` is prefill, verify or draft. Of row b only the first `counts[b]` columns
+        are real (all, if None; none of a padding row): the others store nothing and come out as zeros. `tree_width` is
+        for a drafter that runs a few nodes of a tree at a time. `kinds` gives the (mode, window) of each layer where
+        they are not `mode` and the window of the model's config.
         """
         width = positions.shape[1]
         if counts is None:
             counts = batch.active * width
-        slots = token_slots(
-            batch.page_table, batch.lengths + first_slot, counts, width, cache.page_size, impl=resources.impl
-        )
-        plan = AttentionPlan(
+        metadata = AttentionMetadata(
             page_table=batch.page_table,
             lengths=batch.lengths,
             mode=mode,
             mask=mask,
             q_lens=counts,
-            num_queries=width,
-            page_size=cache.page_size,
-            max_length=batch.max_length + (tree_width or width),
-            phase=phase,
             tree_width=tree_width,
-            window=window,
+            max_length=batch.max_length + (tree_width or width),
+            depths=depths,
+            row_depths=row_depths,
         )
-        return cls._planned(plan, slots, positions, cache, resources)
+        return cls._planned(metadata, positions, first_slot, cache, resources, phase, kinds)
 
     @classmethod
     def following(cls, seen: Observation, cache: KVCache, resources: Resources) -> PagedMixer:
         """Plan a drafter's forward over the text just observed."""
-        width = seen.positions.shape[1]
-        slots = token_slots(seen.page_table, seen.start, seen.counts, width, cache.page_size, impl=resources.impl)
-        plan = AttentionPlan(
+        metadata = AttentionMetadata(
             page_table=seen.page_table,
             lengths=seen.start,
             mode="chain",
-            mask=None,
             q_lens=seen.counts,
-            num_queries=width,
-            page_size=cache.page_size,
-            max_length=seen.max_length + width,
-            phase="prefill" if seen.is_prefill else "draft",
+            max_length=seen.max_length + seen.positions.shape[1],
         )
-        return cls._planned(plan, slots, seen.positions, cache, resources)
+        phase = "prefill" if seen.is_prefill else "draft"
+        return cls._planned(metadata, seen.positions, 0, cache, resources, phase)
 
     @classmethod
     def _planned(
-        cls, plan: AttentionPlan, slots: Tensor, positions: Tensor, cache: KVCache, resources: Resources
+        cls,
+        metadata: AttentionMetadata,
+        positions: Tensor,
+        first_slot: int,
+        cache: KVCache,
+        resources: Resources,
+        phase: str,
+        kinds: Sequence[tuple[str, int | None]] | None = None,
     ) -> PagedMixer:
-        backend = resources.backend
+        backend, config, width, impl = resources.backend, cache.config, positions.shape[1], resources.impl
+        assert metadata.q_lens is not None
+        starts = metadata.lengths + first_slot
+        slots = token_slots(metadata.page_table, starts, metadata.q_lens, width, cache.page_size, impl=impl)
+        dtype = cache.kv.dtype
+        shape = AttentionShape(
+            width, config.num_heads, config.num_kv_heads, config.head_dim, cache.page_size, dtype, dtype
+        )
+        kinds = kinds or [(metadata.mode, config.window(layer)) for layer in range(config.num_layers)]
+        plans = {kind: backend.plan(_of_layer(metadata, cache, *kind), shape, phase) for kind in dict.fromkeys(kinds)}
         # Positions may be one row seen by all requests; the kernels want them written out.
         flat = positions.flatten().contiguous()
-        return cls(cache, slots.flatten(), flat, backend, backend.plan(plan), resources.impl)
+        return cls(cache, slots.flatten(), flat, backend, tuple(plans[kind] for kind in kinds), impl)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, weights: MixerWeights) -> Tensor:
         kv = self.cache.kv[layer]
@@ -114,14 +126,18 @@ class PagedMixer:
             eps=self.cache.eps,
             impl=self.impl,
         )
-        return self.backend.run(self.plan, rotated.view_as(q), kv)
+        sinks = None if weights.sinks is None else weights.sinks.float()
+        return self.backend.run(self.plans[layer], rotated.view_as(q), kv, sinks)
 
 
-class LayeredMixer:
-    """A mixer of its own for each layer, where layers attend in different ways."""
-
-    def __init__(self, mixers: Sequence[PagedMixer]) -> None:
-        self._mixers = mixers
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, weights: MixerWeights) -> Tensor:
-        return self._mixers[layer](layer, q, k, v, weights)
+def _of_layer(metadata: AttentionMetadata, cache: KVCache, mode: str, window: int | None) -> AttentionMetadata:
+    """The metadata of layers with this mode and window; scale and soft cap are those of the cache's model."""
+    by_depth = mode == "tree" and window is not None
+    return metadata._replace(
+        mode=mode,
+        window=window,
+        depths=metadata.depths if by_depth else None,
+        row_depths=metadata.row_depths if by_depth else None,
+        soft_cap=cache.config.soft_cap,
+        scale=cache.config.scale,
+    )

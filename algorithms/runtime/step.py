@@ -104,6 +104,7 @@ class Step:
             self._parts.resources,
             mode="chain" if algorithm.chain else "tree",
             mask=None if algorithm.chain else links.mask,
+            depths=None if algorithm.chain else links.depth,
             phase="verify" if algorithm.num_nodes > 1 else "decode",
         )
         self.hidden, self.features = target(self.tree.tokens, mixer, algorithm.capture)

@@ -134,6 +134,7 @@ class TreeDrafter:
     def _tree_mixer(self, batch: Batch, level: int, seen: Tensor) -> PagedMixer:
         first, topk = self.base + (level - 1) * self.shape.topk, self.shape.topk
         positions = (batch.lengths + (self.base + level - 1))[:, None].expand(-1, topk)
+        depths, row_depths = self._depths(len(positions), level, positions.device)
         return PagedMixer.over(
             batch,
             positions,
@@ -144,7 +145,17 @@ class TreeDrafter:
             phase="draft",
             first_slot=first,
             tree_width=self.draft_slots,
+            depths=depths,
+            row_depths=row_depths,
         )
+
+    def _depths(self, rows: int, level: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+        """Depths [B, draft slots] of the slots and [B, T] of the tokens of `level`, for a drafter with windows."""
+        if not any(self.cache.config.sliding_windows):
+            return None, None
+        topk, slots = self.shape.topk, torch.arange(self.draft_slots, device=device, dtype=torch.int32)
+        by_slot = torch.where(slots < self.base, slots, self.base + (slots - self.base) // topk)
+        return by_slot.repeat(rows, 1), by_slot.new_full((rows, topk), self.base + level - 1)
 
     def _mask_of_node_0(self, rows: int, topk: int, device: torch.device) -> Tensor:
         """[B, T, W] words in which only a stored node 0 is seen."""

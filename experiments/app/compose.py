@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from algorithms.registry import available
-from algorithms.runtime.backends import backends
+from algorithms.runtime.backends.registry import backends
 from algorithms.runtime.sampling_params import SamplingParams
 from experiments.app.errors import UserError
 from experiments.app.schema import (

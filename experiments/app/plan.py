@@ -134,7 +134,7 @@ def _check_backend(
     """
     import torch
 
-    from algorithms.runtime.backends import backends, check_calls
+    from algorithms.runtime.backends.registry import backends, check_calls
 
     levels = [hardware.graph_level(g, chosen.capturable) for g in config.task.graphs_of(config, hardware.can_capture)]
     asked = [(level, f"runtime.graph={level}", "use runtime.graph=none") for level in levels]
@@ -161,7 +161,7 @@ def check_capture(level: str, setting: str, instead: str, hardware: Hardware, ba
 
     `setting` is what asked for the level, and `instead` is what the user can do about it. Raises UserError.
     """
-    from algorithms.runtime.backends import backends
+    from algorithms.runtime.backends.registry import backends
 
     if level == "none":
         return

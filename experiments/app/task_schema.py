@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from algorithms.registry import available
-from algorithms.runtime.backends import backends
+from algorithms.runtime.backends.registry import backends
 from experiments.app.schema import GRAPH_LEVELS, RunConfig, expect_at_least, expect_choice
 from experiments.app.suggest import nearest
 from experiments.data.prompts import datasets

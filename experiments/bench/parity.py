@@ -118,16 +118,19 @@ def _requests_that_fit(inputs: dict[str, Any], comparison: Comparison) -> list[i
     return [0, batch - 1][:count] if batch > 1 else [0]
 
 
+def _of_requests(value: Any, requests: list[int]) -> Any:
+    """A tensor's or metadata's entries for some requests."""
+    return value[requests].contiguous() if isinstance(value, torch.Tensor) else value.of_requests(requests)
+
+
 def _on_requests(
     function: Callable[..., Any], inputs: dict[str, Any], requests: list[int], comparison: Comparison
 ) -> str | None:
     """Run the kernel on all requests and compare those named with a run of the reference on them alone."""
     kernel_side = [tensor[requests] for tensor in tensors_in(function(**inputs, impl="triton"))]
     chosen = {
-        name: value[requests].contiguous()
-        if name in comparison.by_request and isinstance(value, torch.Tensor)
-        else value
+        name: _of_requests(value, requests) if name in comparison.by_request else value
         for name, value in inputs.items()
-        if name != "plan"
+        if name != "work_list"
     }
     return difference(kernel_side, list(tensors_in(function(**chosen, impl="reference"))))

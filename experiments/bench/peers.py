@@ -3,14 +3,13 @@
 A peer is imported only when a run asks for it. One that is not installed, or cannot do a call, is named with the
 reason. Each result is compared with our kernel's before the peer is timed. torch's own attention reads no pages: it
 receives keys and values that were gathered beforehand, outside of its time, which favours it. FlashInfer and
-FlashAttention-4 are called through `specdec_kernels.wrappers` and planned beforehand; what the wrappers add around the
+FlashAttention-4 are called through the runtime's backends and planned beforehand; what the backends add around the
 kernel of the package is part of the time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 from importlib.util import find_spec
 from inspect import signature
@@ -18,14 +17,11 @@ from typing import Any
 
 import torch
 
-from specdec_kernels.wrappers import (
-    AttentionCall,
-    AttentionWrapper,
-    FlashAttention4,
-    FlashInferAttention,
-    Unsupported,
-)
-from specdec_kernels.wrappers.visibility import visible_keys
+from algorithms.runtime.backends.flash_attention_4 import FlashAttention4
+from algorithms.runtime.backends.flashinfer import FlashInferBackend
+from algorithms.runtime.backends.protocol import BackendError
+from specdec_kernels.attention import AttentionMetadata, AttentionShape
+from specdec_kernels.attention.reference import visible_keys
 
 Call = Callable[[], torch.Tensor]
 FUNCTIONS = ("paged_attention",)
@@ -48,13 +44,14 @@ def prepare(name: str, function: str, inputs: dict[str, Any]) -> Call:
 
 def _dense(inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values [B, H_kv, S, D] by position, zero where nothing is stored."""
-    kv, lengths, num_nodes = inputs["kv"], inputs["lengths"], inputs["q"].shape[1]
+    kv, metadata, num_nodes = inputs["kv"], inputs["metadata"], inputs["q"].shape[1]
+    lengths = metadata.lengths
     longest = int(lengths.max()) + num_nodes
     needed = 2 * len(lengths) * longest * kv.shape[3] * kv.shape[4] * kv.element_size()
     if kv.is_cuda and 2.5 * needed > torch.cuda.mem_get_info(kv.device)[0]:
         raise Unavailable(f"gathered keys and values of {needed / 2**30:.0f} GiB do not fit")
     columns = -(-longest // kv.shape[2])
-    table = inputs["page_table"][:, :columns].long().clamp(0, kv.shape[1] - 1)
+    table = metadata.page_table[:, :columns].long().clamp(0, kv.shape[1] - 1)
     stored = torch.arange(longest, device=kv.device) < (lengths + num_nodes)[:, None]
     sides = []
     for plane in kv:
@@ -65,15 +62,16 @@ def _dense(inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _expect_plain(inputs: dict[str, Any]) -> None:
     """Refuse what only a paged kernel of this project takes."""
-    for name in ("window", "sinks", "soft_cap", "k_scale", "v_scale", "q_lens", "tree_width", "plan"):
-        if inputs.get(name) is not None:
+    told = inputs["metadata"]._asdict() | inputs
+    for name in ("window", "sinks", "soft_cap", "k_scale", "v_scale", "q_lens", "tree_width", "work_list"):
+        if told.get(name) is not None:
             raise Unavailable(f"not compared with {name}")
     if inputs["kv"].dtype != inputs["q"].dtype:
         raise Unavailable(f"not compared with keys of {inputs['kv'].dtype}")
 
 
 def _scale(inputs: dict[str, Any]) -> float:
-    given = inputs.get("scale")
+    given = inputs["metadata"].scale
     return inputs["q"].shape[-1] ** -0.5 if given is None else float(given)
 
 
@@ -85,18 +83,15 @@ def _sdpa(inputs: dict[str, Any]) -> Call:
     keys, values = _dense(inputs)
     query = inputs["q"].transpose(1, 2).contiguous()
     num_nodes, longest = query.shape[2], keys.shape[2]
-    alike = bool((inputs["lengths"] == inputs["lengths"][0]).all())
+    metadata: AttentionMetadata = inputs["metadata"]
+    alike = bool((metadata.lengths == metadata.lengths[0]).all())
     mask: Any
-    if alike and (num_nodes == 1 or inputs["mode"] == "block"):
+    if alike and (num_nodes == 1 or metadata.mode == "block"):
         mask = None
-    elif alike and inputs["mode"] == "chain":
+    elif alike and metadata.mode == "chain":
         mask = causal_lower_right(num_nodes, longest)
     else:
-        call = _call(inputs)
-        seen = visible_keys(
-            call.lengths, call.used_rows(), num_nodes, longest, call.mode, mask=call.mask, tree_width=call.tree_width
-        )
-        mask = seen[:, None]
+        mask = visible_keys(metadata, num_nodes, longest)[:, None]
     options = dict(attn_mask=mask, scale=_scale(inputs), enable_gqa=query.shape[1] != keys.shape[1])
     return lambda: torch.nn.functional.scaled_dot_product_attention(query, keys, values, **options).transpose(1, 2)
 
@@ -108,9 +103,10 @@ def _varlen(inputs: dict[str, Any]) -> Call:
     from torch.nn.attention.varlen import varlen_attn
 
     _expect_plain(inputs)
-    q, lengths = inputs["q"], inputs["lengths"]
+    q, metadata = inputs["q"], inputs["metadata"]
+    lengths = metadata.lengths
     batch, num_nodes, heads, head_dim = q.shape
-    if inputs["mode"] == "tree":
+    if metadata.mode == "tree":
         raise Unavailable("takes no tree mask")
     if not q.is_cuda:
         raise Unavailable("runs on a GPU only")
@@ -125,45 +121,33 @@ def _varlen(inputs: dict[str, Any]) -> Call:
     flat = q.reshape(batch * num_nodes, heads, head_dim)
     # Options came one by one: torch 2.10 had `is_causal` alone.
     known = signature(varlen_attn).parameters
-    causal = inputs["mode"] == "chain"
+    causal = metadata.mode == "chain"
     given = dict(scale=_scale(inputs), enable_gqa=True, window_size=(-1, 0 if causal else -1), is_causal=causal)
     options: dict[str, Any] = {name: value for name, value in given.items() if name in known}
     attend: Any = varlen_attn
     return lambda: attend(flat, *packed, q_ends, k_ends, num_nodes, longest, **options).view(q.shape)
 
 
-def _call(inputs: dict[str, Any]) -> AttentionCall:
-    """The case as the wrappers of other packages take it."""
-    q, kv = inputs["q"], inputs["kv"]
+def _through(backend: Callable[[], Any], inputs: dict[str, Any]) -> Call:
+    """A package through a backend of its own, planned once: plans share what lies inside a backend."""
     if inputs.get("k_scale") is not None or inputs.get("v_scale") is not None:
         raise Unavailable("not compared with scales of keys and values")
-    given = {field.name: inputs[field.name] for field in fields(AttentionCall) if inputs.get(field.name) is not None}
-    shapes = dict(
-        num_queries=q.shape[1],
-        num_heads=q.shape[2],
-        num_kv_heads=kv.shape[3],
-        head_dim=q.shape[3],
-        page_size=kv.shape[2],
-        max_length=inputs["page_table"].shape[1] * kv.shape[2],
-        dtype=q.dtype,
-        kv_dtype=kv.dtype,
-    )
-    return AttentionCall(**(shapes | given))
-
-
-def _wrapped(package: type[AttentionWrapper], inputs: dict[str, Any]) -> Call:
-    """A package through its wrapper, planned once. A wrapper of its own: plans share what lies inside one."""
-    wrapper = package()
+    q, kv = inputs["q"], inputs["kv"]
     try:
-        planned = wrapper.plan(_call(inputs))
-    except Unsupported as reason:
+        built = backend()
+        planned = built.plan(inputs["metadata"], AttentionShape.of(q, kv), "verify")
+    except BackendError as reason:
         raise Unavailable(str(reason)) from reason
-    return lambda: wrapper.run(planned, inputs["q"], inputs["kv"])[0]
+    return lambda: built.run(planned, q, kv, inputs.get("sinks"))
+
+
+def _flashinfer() -> FlashInferBackend:
+    return FlashInferBackend(FlashInferBackend.Config(), "auto")
 
 
 PEERS: dict[str, Callable[[dict[str, Any]], Call]] = {
     "sdpa": _sdpa,
     "varlen": _varlen,
-    "flashinfer": partial(_wrapped, FlashInferAttention),
-    "flash_attention_4": partial(_wrapped, FlashAttention4),
+    "flashinfer": partial(_through, _flashinfer),
+    "flash_attention_4": partial(_through, FlashAttention4),
 }

@@ -88,6 +88,8 @@ def _times(timing: Timing, prefix: str = "") -> dict[str, Any]:
 def _shape(inputs: dict[str, Any]) -> dict[str, Any]:
     """Shapes of the tensors, the longest committed length, and the plain options."""
     found: dict[str, Any] = {}
+    metadata = inputs.get("metadata")
+    inputs = inputs if metadata is None else inputs | metadata._asdict()
     for name, value in inputs.items():
         if isinstance(value, torch.Tensor):
             found[name] = list(value.shape)

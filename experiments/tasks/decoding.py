@@ -13,7 +13,7 @@ from experiments.report import metrics
 
 if TYPE_CHECKING:
     from algorithms.runtime.algorithm import Algorithm
-    from algorithms.runtime.backends import Backend
+    from algorithms.runtime.backends.protocol import Backend
     from algorithms.runtime.engine import Engine, Generation
     from algorithms.runtime.models.loading import Target
     from algorithms.runtime.request import Request
@@ -65,7 +65,7 @@ def make_engine(plan: Plan, target: Target, algo: Any, longest: int) -> tuple[En
     `longest` is the length of the longest request in tokens, prompt and answer.
     """
     from algorithms.registry import available
-    from algorithms.runtime.backends import backends
+    from algorithms.runtime.backends.registry import backends
     from algorithms.runtime.engine import Engine, EngineSettings
 
     config, runtime, impl = plan.config, plan.config.runtime, plan.hardware.impl

@@ -7,24 +7,24 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from specdec_kernels.attention.inputs import attention_inputs, plan_inputs
+from specdec_kernels.attention.cases_inputs import attention_inputs, plan_inputs
 from specdec_kernels.cases import Case, Comparison, Work
 
 _PARITY_TOKENS = 1 << 19  # beyond it inputs are drawn on the GPU: a pool takes minutes on a CPU
 _CHAINS = {1: "decode", 4: "chain4", 16: "chain16", 64: "chain64"}
-# Holds on every chip for 64 packed rows, so that one plan fits the call on each.
+# Holds on every chip for 64 packed rows, so that one work list fits the call on each.
 _PINNED = dict(block_m=64, split_tokens=512)
 
 
 def work(inputs: dict[str, Any]) -> tuple[int, int]:
     """(bytes moved, floating-point operations) that the call cannot avoid: each key and value that a row sees
     once, q and out once."""
-    q, kv, lengths = inputs["q"], inputs["kv"], inputs["lengths"]
+    q, kv, metadata = inputs["q"], inputs["kv"], inputs["metadata"]
     batch, num_nodes, heads, head_dim = q.shape
-    window = inputs.get("window")
+    lengths, window = metadata.lengths, metadata.window
     prefix = int((lengths if window is None else lengths.clamp(max=window)).sum())
-    slots = inputs.get("tree_width") or num_nodes
-    in_draft = num_nodes * (num_nodes + 1) // 2 if inputs["mode"] == "chain" else num_nodes * slots
+    slots = metadata.tree_width or num_nodes
+    in_draft = num_nodes * (num_nodes + 1) // 2 if metadata.mode == "chain" else num_nodes * slots
     pairs = num_nodes * prefix + batch * in_draft
     kv_bytes = 2 * (prefix + batch * slots) * kv.shape[3] * head_dim * kv.element_size()
     return kv_bytes + 2 * q.numel() * q.element_size(), 4 * pairs * heads * head_dim
@@ -34,21 +34,23 @@ def _reference_bytes(inputs: dict[str, Any]) -> int:
     """Per request: scores twice in float32, gathered keys and values in their own type and in float32."""
     q, kv = inputs["q"], inputs["kv"]
     num_nodes, heads = q.shape[1:3]
-    keys = int(inputs["lengths"].max()) + num_nodes if len(q) else 0
+    keys = int(inputs["metadata"].lengths.max()) + num_nodes if len(q) else 0
     return keys * (2 * 4 * num_nodes * heads + 2 * kv[0, 0, 0].numel() * (4 + kv.element_size()))
 
 
-WORK: dict[str, Work] = {"paged_attention": work}
+WORK: dict[str, Work] = {"paged_attention": work, "paged_attention_with_lse": work}
 COMPARISON = Comparison(
     float64=True,
-    by_request=("q", "page_table", "lengths", "mask", "q_lens", "depths", "row_depths"),
+    by_request=("q", "metadata"),
     reference_bytes=_reference_bytes,
 )
 
 
-def _case(name: str, catches: str, mode: str, num_nodes: int, lengths: Sequence[int], **shape: Any) -> Case:
+def _case(
+    name: str, catches: str, mode: str, num_nodes: int, lengths: Sequence[int], with_lse: bool = False, **shape: Any
+) -> Case:
     build = partial(attention_inputs, mode=mode, num_nodes=num_nodes, lengths=lengths, **shape)
-    return Case(name, "paged_attention", build, catches)
+    return Case(name, "paged_attention_with_lse" if with_lse else "paged_attention", build, catches)
 
 
 def _gated(name: str, catches: str, mode: str, num_nodes: int, **shape: Any) -> Case:
@@ -74,27 +76,27 @@ def _plan(name: str, catches: str, num_nodes: int, lengths: Sequence[int], gate:
 
 _MODES = (
     _case("empty_batch", "launch on an empty grid", "chain", 3, ()),
-    _case("decode_one_head", "tiles padded from one row", "chain", 1, (5,), heads=(1, 1), return_lse=True),
-    _case("decode_first_token", "a request without a prefix", "chain", 1, (0,), return_lse=True),
-    _case("chain_odd", "rows off the tile; lse per row", "chain", 5, (3, 18), return_lse=True),
-    _case("block_odd", "the last row's view given to all", "block", 5, (3, 18), return_lse=True),
-    _case("tree_odd", "bits read as nodes of another row", "tree", 5, (3, 18), return_lse=True),
+    _case("decode_one_head", "tiles padded from one row", "chain", 1, (5,), heads=(1, 1), with_lse=True),
+    _case("decode_first_token", "a request without a prefix", "chain", 1, (0,), with_lse=True),
+    _case("chain_odd", "rows off the tile; lse per row", "chain", 5, (3, 18), with_lse=True),
+    _case("block_odd", "the last row's view given to all", "block", 5, (3, 18), with_lse=True),
+    _case("tree_odd", "bits read as nodes of another row", "tree", 5, (3, 18), with_lse=True),
     _case("no_prefix", "the draft taken for prefix", "tree", 7, (0, 0)),
     _case("draft_fills_page", "one page too many at an exact edge", "chain", 5, (27, 11)),
     _case("prefix_fills_page", "the draft begins on a fresh page", "block", 5, (32, 16)),
-    _case("unequal_lengths", "one request's length used for another", "chain", 4, (70, 0, 3, 33), return_lse=True),
-    _case("q_lens", "rows past q_lens not zeroed", "chain", 6, (20, 40, 9), q_lens=(2, 6, 0), return_lse=True),
-    _case("q_lens_block", "a block row sees slots past q_lens", "block", 6, (20, 40), q_lens=(3, 1), return_lse=True),
-    _case("prefill", "tiles above the diagonal", "chain", 90, (0, 0), q_lens=(90, 41), return_lse=True),
+    _case("unequal_lengths", "one request's length used for another", "chain", 4, (70, 0, 3, 33), with_lse=True),
+    _case("q_lens", "rows past q_lens not zeroed", "chain", 6, (20, 40, 9), q_lens=(2, 6, 0), with_lse=True),
+    _case("q_lens_block", "a block row sees slots past q_lens", "block", 6, (20, 40), q_lens=(3, 1), with_lse=True),
+    _case("prefill", "tiles above the diagonal", "chain", 90, (0, 0), q_lens=(90, 41), with_lse=True),
     _case("prefill_continued", "a chunk after a prefix", "chain", 33, (47, 16)),
     _case("long_table", "entries past the last page read", "chain", 3, (5,), capacity=1000, max_length=640),
-    _case("cut", "keys past max_length", "tree", 4, (30, 12), max_length=20, return_lse=True),
+    _case("cut", "keys past max_length", "tree", 4, (30, 12), max_length=20, with_lse=True),
     _case("own_scale", "scale ignored", "chain", 3, (12,), scale=0.7),
 )
 _SPLITS = (
-    _case("splits_chain", "splits past the end; merge weights", "chain", 6, (50, 3), split_tokens=16, return_lse=True),
+    _case("splits_chain", "splits past the end; merge weights", "chain", 6, (50, 3), split_tokens=16, with_lse=True),
     _case("splits_tree", "draft across two splits, some without a visible key", "tree", 20, (55, 27), split_tokens=16),
-    _case("splits_block", "split length off the tile", "block", 6, (61, 4), split_tokens=24, return_lse=True),
+    _case("splits_block", "split length off the tile", "block", 6, (61, 4), split_tokens=24, with_lse=True),
     _case("splits_many_rows", "the causal end of a row tile inside a split", "chain", 70, (10,), split_tokens=32),
     _case(
         "splits_grow",
@@ -104,7 +106,7 @@ _SPLITS = (
         (70, 200, 9),
         split_tokens=16,
         tuning=dict(max_splits=4),
-        return_lse=True,
+        with_lse=True,
     ),
     _case(
         "q_lens_split",
@@ -123,20 +125,20 @@ _SHAPES = (
     _case("gqa_3", "a group that does not divide the tile", "tree", 7, (40, 7), heads=(6, 2)),
     _case("tree_64", "the word's sign bit", "tree", 64, (21,), heads=(2, 1)),
     _case("tree_65", "first bit of the second word", "tree", 65, (21, 0), heads=(2, 1)),
-    _case("tree_200", "four words, the last partial", "tree", 200, (30,), heads=(1, 1), return_lse=True),
+    _case("tree_200", "four words, the last partial", "tree", 200, (30,), heads=(1, 1), with_lse=True),
     _case("page_1", "per-token pages", "tree", 6, (20, 3), page_size=1),
     _case("page_64", "page wider than the draft", "chain", 6, (60, 130), page_size=64),
     _case("page_256", "page wider than a split", "tree", 6, (250, 300), page_size=256, split_tokens=96),
     _case("page_odd", "page size not a power of two", "chain", 6, (20, 31), page_size=6, split_tokens=16),
     _case("head_dim_64", "head dimension of small models", "chain", 16, (100,), heads=(4, 2), head_dim=64),
-    _case("head_dim_96", "padding read from the next head", "tree", 9, (40, 3), head_dim=96, return_lse=True),
+    _case("head_dim_96", "padding read from the next head", "tree", 9, (40, 3), head_dim=96, with_lse=True),
     _case("head_dim_96_split", "padding written to the next row", "chain", 3, (40,), head_dim=96, split_tokens=16),
     _case("head_dim_256", "the widest head", "block", 4, (20,), heads=(2, 1), head_dim=256),
     _case("head_dim_80", "a head that fills five lanes of sixteen", "chain", 4, (20,), heads=(2, 1), head_dim=80),
 )
 _WINDOWS = (
-    _case("window_chain", "the window counts from the first row", "chain", 5, (40, 3), window=8, return_lse=True),
-    _case("window_one", "a row that sees itself alone", "chain", 4, (20,), window=1, return_lse=True),
+    _case("window_chain", "the window counts from the first row", "chain", 5, (40, 3), window=8, with_lse=True),
+    _case("window_one", "a row that sees itself alone", "chain", 4, (20,), window=1, with_lse=True),
     _case("window_wide", "a window wider than the request", "chain", 4, (20, 0), window=100),
     _case("window_block", "keys ahead of a row are within any window", "block", 6, (30, 2), window=4),
     _case("window_off_tile", "loop starts a tile late", "chain", 9, (70, 33), window=21, tuning=dict(block_n=16)),
@@ -148,9 +150,9 @@ _WINDOWS = (
         (30, 2),
         window=9,
         tuning=dict(block_n=16),
-        return_lse=True,
+        with_lse=True,
     ),
-    _case("window_in_tree", "an ancestor beyond the window", "tree", 20, (30, 0), window=3, reach=2, return_lse=True),
+    _case("window_in_tree", "an ancestor beyond the window", "tree", 20, (30, 0), window=3, reach=2, with_lse=True),
     _case(
         "window_split",
         "splits counted from position zero",
@@ -159,7 +161,7 @@ _WINDOWS = (
         (150, 61, 3),
         window=37,
         split_tokens=16,
-        return_lse=True,
+        with_lse=True,
     ),
     _case("window_split_tree", "the first split of a tree", "tree", 18, (90, 11), window=20, split_tokens=16),
     _case("window_prefill", "tiles below the window", "chain", 80, (9, 0), q_lens=(80, 33), window=11),
@@ -175,7 +177,7 @@ _WINDOWS = (
     ),
 )
 _SCORES = (
-    _case("sinks", "sink of another head", "chain", 5, (20, 3), sinks=True, return_lse=True),
+    _case("sinks", "sink of another head", "chain", 5, (20, 3), sinks=True, with_lse=True),
     _case(
         "sinks_split",
         "sink added once a split",
@@ -185,15 +187,15 @@ _SCORES = (
         q_lens=(4, 0, 6),
         sinks=True,
         split_tokens=16,
-        return_lse=True,
+        with_lse=True,
     ),
     _case("sinks_blind", "a row that sees nothing but its sink", "tree", 7, (0, 0), sinks=True, blind=True),
-    _case("blind", "a row that sees nothing", "tree", 7, (0, 20), blind=True, window=2, return_lse=True),
+    _case("blind", "a row that sees nothing", "tree", 7, (0, 20), blind=True, window=2, with_lse=True),
     _case("sinks_window", "gpt-oss layers", "chain", 6, (50, 3), sinks=True, window=12, split_tokens=16),
-    _case("soft_cap", "cap after the base change", "chain", 5, (20, 3), soft_cap=0.8, return_lse=True),
+    _case("soft_cap", "cap after the base change", "chain", 5, (20, 3), soft_cap=0.8, with_lse=True),
     _case("soft_cap_split", "cap undone by the merge", "tree", 9, (60, 3), soft_cap=5.0, scale=0.9, split_tokens=16),
-    _case("scales", "scales of pools that are not fp8", "chain", 3, (20,), k_scale=0.7, v_scale=3.0, return_lse=True),
-    _case("fp8", "codes of e4m3 decoded wrongly", "chain", 5, (33, 3), fp8=True, return_lse=True),
+    _case("scales", "scales of pools that are not fp8", "chain", 3, (20,), k_scale=0.7, v_scale=3.0, with_lse=True),
+    _case("fp8", "codes of e4m3 decoded wrongly", "chain", 5, (33, 3), fp8=True, with_lse=True),
     _case("fp8_scales", "scale of another head", "tree", 5, (20,), heads=(8, 4), fp8=True, head_scales=True),
     _case(
         "fp8_split",
@@ -205,7 +207,7 @@ _SCORES = (
         head_scales=True,
         split_tokens=16,
         sinks=True,
-        return_lse=True,
+        with_lse=True,
     ),
     _case("fp8_soft_cap", "scale outside the cap", "chain", 3, (20,), fp8=True, k_scale=2.0, soft_cap=1.5, window=9),
     _case(
@@ -219,13 +221,13 @@ _SCORES = (
         (90, 3),
         scale=6.0,
         tuning=dict(lazy_rescale=True, block_n=16),
-        return_lse=True,
+        with_lse=True,
     ),
 )
 _TREE_WIDTHS = (
-    _case("wide_tree", "rows taken for slots", "tree", 5, (20, 0), tree_width=30, return_lse=True),
+    _case("wide_tree", "rows taken for slots", "tree", 5, (20, 0), tree_width=30, with_lse=True),
     _case("wide_tree_words", "words of N instead of M", "tree", 3, (40,), tree_width=130, heads=(2, 1)),
-    _case("wide_tree_q_lens", "slots cut at q_lens", "tree", 5, (20, 9), tree_width=21, q_lens=(2, 0), return_lse=True),
+    _case("wide_tree_q_lens", "slots cut at q_lens", "tree", 5, (20, 9), tree_width=21, q_lens=(2, 0), with_lse=True),
     _case("wide_tree_split", "splits counted without the slots", "tree", 2, (9, 30), tree_width=40, split_tokens=16),
     _case("wide_tree_window", "depth of a slot for a row", "tree", 6, (30, 2), tree_width=25, window=5, reach=3),
     _case("narrow_tree", "more rows than slots", "tree", 6, (11,), tree_width=3, q_lens=(3,)),
@@ -242,7 +244,7 @@ _PLANNED = (
         split_tokens=16,
         planned=True,
         sinks=True,
-        return_lse=True,
+        with_lse=True,
     ),
     _case("planned_unsplit", "rows of unused tiles not zeroed", "chain", 9, (20, 3), q_lens=(3, 0), planned=True),
     _case("planned_tiles", "tiles of one split", "chain", 40, (30, 3), planned=True, tuning=dict(block_m=32)),
@@ -260,7 +262,7 @@ _PLANNED = (
     _case(
         "planned_wide", "slots left out of the plan", "tree", 3, (28, 0), tree_width=30, split_tokens=16, planned=True
     ),
-    _case("planned_fp8", "plan of the two-byte table", "chain", 3, (40, 9), split_tokens=16, planned=True, fp8=True),
+    _case("planned_fp8", "list of the two-byte table", "chain", 3, (40, 9), split_tokens=16, planned=True, fp8=True),
 )
 _PLANS = (
     _plan("plan_none", "no request", 3, ()),

@@ -16,7 +16,7 @@ the software pipeline half of its KV buffers. Tiles that every row of the progra
 by a uniform branch; the loop starts at the first tile that a row's sliding window reaches and ends at the last
 key that the program's last row sees.
 
-Without a plan the grid has a program for every item that `max_length` allows. With one, a fixed grid walks the
+Without a work list the grid has a program for every item that `max_length` allows. With one, a fixed grid walks the
 items that there are.
 
 Sources: online softmax of FlashAttention (arXiv 2205.14135), split keys of Flash-Decoding, packed rows of
@@ -51,8 +51,8 @@ from specdec_kernels.attention.device import (
     visible,
     widen,
 )
-from specdec_kernels.attention.merge import merge, overlapped
-from specdec_kernels.attention.types import AttentionPlan, PlanShape
+from specdec_kernels.attention.kernel_merge import merge, overlapped
+from specdec_kernels.attention.types import AttentionMetadata, LayerScales, WorkList, WorkShape
 from specdec_kernels.launch import current_chip, launch
 
 _LOG2_E = tl.constexpr(LOG2_E)
@@ -308,60 +308,63 @@ def _attention_kernel(
 def paged_attention(
     q: torch.Tensor,
     kv: torch.Tensor,
-    page_table: torch.Tensor,
-    lengths: torch.Tensor,
-    *,
-    mode: str,
-    mask: torch.Tensor | None,
-    q_lens: torch.Tensor | None,
-    depths: torch.Tensor | None,
-    row_depths: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    k_scale: float | torch.Tensor,
-    v_scale: float | torch.Tensor,
-    scale: float,
-    soft_cap: float | None,
-    return_lse: bool,
-    shape: PlanShape,
+    metadata: AttentionMetadata,
+    scales: LayerScales,
+    work: WorkShape,
     config: AttentionConfig,
-    plan: AttentionPlan | None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    work_list: WorkList | None,
+) -> torch.Tensor:
     """See `specdec_kernels.attention.paged_attention`, which has checked the arguments."""
+    return _attention(q, kv, metadata, scales, work, config, work_list, None)
+
+
+def paged_attention_with_lse(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    metadata: AttentionMetadata,
+    scales: LayerScales,
+    work: WorkShape,
+    config: AttentionConfig,
+    work_list: WorkList | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `specdec_kernels.attention.paged_attention_with_lse`, which has checked the arguments."""
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    return _attention(q, kv, metadata, scales, work, config, work_list, lse), lse
+
+
+def _attention(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    metadata: AttentionMetadata,
+    scales: LayerScales,
+    work: WorkShape,
+    config: AttentionConfig,
+    work_list: WorkList | None,
+    lse: torch.Tensor | None,
+) -> torch.Tensor:
+    """Launch the kernel and, where keys are split, the merge; writes `lse` if it is given."""
     if q.dtype == torch.float64:
         raise ValueError("q: the kernel takes float32, float16 and bfloat16, got float64; use impl='reference'")
     heads, head_dim = q.shape[2:]
     _, num_pages, page_size, kv_heads, _ = kv.shape
     out = torch.empty_like(q)
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32) if return_lse else None
-    partial = shape.num_splits > 1
-    parts = (shape.batch * shape.num_splits, *q.shape[1:3])
-    # Rounded as the result itself is: float32 would double the bytes written and read, for 16 rows a tenth of all.
-    part = q.new_empty((*parts, head_dim)) if partial else out
-    part_lse = q.new_empty(parts, dtype=torch.float32) if partial else lse
-    tiles = -(-shape.num_nodes * shape.group // shape.block_m)
-    programs = shape.batch * shape.num_splits * tiles * kv_heads
+    split = work.num_splits > 1
+    parts = (work.batch * work.num_splits, *q.shape[1:3])
+    # Rounded as the result itself is: float32 would double the bytes that partial results write and read.
+    part = q.new_empty((*parts, head_dim)) if split else out
+    part_lse = q.new_empty(parts, dtype=torch.float32) if split else lse
+    programs = work.batch * work.num_splits * work.row_tiles * kv_heads
     fp8 = config.fp8_code(kv.dtype)
-    stored_scale = FP8_BITS_SCALE if fp8 == 2 else 1.0
-    score_scale = scale * stored_scale * (k_scale if isinstance(k_scale, float) else 1.0)
+    windowed = metadata.window is not None
     launch(
         _attention_kernel,
-        (programs if plan is None else min(programs, config.resident_programs),),
-        *(q, _as_argument(kv), page_table, lengths, q_lens, mask),
-        *((depths, row_depths) if shape.window is not None else (None, None)),
-        *(sinks, _per_head(k_scale), _per_head(v_scale)),
-        *((None, None, None) if plan is None else (plan.items, plan.offsets, plan.num_items)),
-        *(part, part_lse, shape.num_nodes, num_pages, shape.num_splits, shape.num_slots),
-        *(
-            shape.split_tokens,
-            shape.first_splits,
-            shape.max_splits,
-            shape.max_length,
-            shape.window,
-            page_table.stride(0),
-        ),
-        score_scale * LOG2_E if soft_cap is None else score_scale / soft_cap,
-        stored_scale * (v_scale if isinstance(v_scale, float) else 1.0),
-        None if soft_cap is None else soft_cap * LOG2_E,
+        (programs if work_list is None else min(programs, config.resident_programs),),
+        *(q, _as_argument(kv), metadata.page_table, metadata.lengths, metadata.q_lens, metadata.mask),
+        *((metadata.depths, metadata.row_depths) if windowed else (None, None)),
+        *(scales.sinks, _per_head(scales.k_scale), _per_head(scales.v_scale)),
+        *((None, None, None) if work_list is None else work_list[:3]),
+        *(part, part_lse, work.num_nodes, num_pages, work.num_splits, *work.cut, metadata.page_table.stride(0)),
+        *_factors(metadata, scales, fp8),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         D=head_dim,
@@ -369,10 +372,10 @@ def paged_attention(
         H_KV=kv_heads,
         GROUP=heads // kv_heads,
         PAGE=page_size,
-        MODE=MODE_CODES[mode],
-        WORDS=0 if mask is None else mask.shape[2],
-        ALL_SLOTS=shape.all_slots,
-        SPLIT=partial,
+        MODE=MODE_CODES[metadata.mode],
+        WORDS=0 if metadata.mask is None else metadata.mask.shape[2],
+        ALL_SLOTS=work.all_slots,
+        SPLIT=split,
         FP8=fp8,
         POLYNOMIAL=config.polynomial_exp2,
         LAZY=config.lazy_rescale,
@@ -381,9 +384,20 @@ def paged_attention(
         OVERLAP=config.overlap,
         **overlapped(config.overlap),
     )
-    if partial:
-        merge(part, part_lse, lengths, q_lens, sinks, out, lse, shape, plan)
-    return (out, lse) if lse is not None else out
+    if split:
+        merge(part, part_lse, metadata, scales.sinks, out, lse, work, work_list)
+    return out
+
+
+def _factors(metadata: AttentionMetadata, scales: LayerScales, fp8: int) -> tuple[float, float, float | None]:
+    """score_scale, value_scale and soft_cap of the kernel."""
+    assert metadata.scale is not None
+    stored = FP8_BITS_SCALE if fp8 == 2 else 1.0
+    score_scale = metadata.scale * stored * (scales.k_scale if isinstance(scales.k_scale, float) else 1.0)
+    value_scale = stored * (scales.v_scale if isinstance(scales.v_scale, float) else 1.0)
+    if metadata.soft_cap is None:
+        return score_scale * LOG2_E, value_scale, None
+    return score_scale / metadata.soft_cap, value_scale, metadata.soft_cap * LOG2_E
 
 
 def _as_argument(kv: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Definition of paged attention in plain torch, and the attention of the CPU backend.
+"""Definition of paged attention in plain torch.
 
 With s[i, t] = scale * k_scale * q_i . k_t over the keys t that row i sees, capped to c tanh(s / c) where there
 is a soft cap c:
@@ -14,57 +14,55 @@ from __future__ import annotations
 
 import torch
 
-from specdec_kernels.attention.types import AttentionPlan, PlanShape
+from specdec_kernels.attention.configs import AttentionConfig
+from specdec_kernels.attention.types import AttentionMetadata, LayerScales, WorkList, WorkShape
 
 
 def paged_attention(
     q: torch.Tensor,
     kv: torch.Tensor,
-    page_table: torch.Tensor,
-    lengths: torch.Tensor,
-    *,
-    mode: str,
-    mask: torch.Tensor | None,
-    q_lens: torch.Tensor | None,
-    depths: torch.Tensor | None,
-    row_depths: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    k_scale: float | torch.Tensor,
-    v_scale: float | torch.Tensor,
-    scale: float,
-    soft_cap: float | None,
-    return_lse: bool,
-    shape: PlanShape,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    metadata: AttentionMetadata,
+    scales: LayerScales,
+    work: WorkShape,
+    config: AttentionConfig,
+    work_list: WorkList | None,
+) -> torch.Tensor:
     """See `specdec_kernels.attention.paged_attention`, which has checked the arguments."""
+    return paged_attention_with_lse(q, kv, metadata, scales, work, config, work_list)[0]
+
+
+def paged_attention_with_lse(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    metadata: AttentionMetadata,
+    scales: LayerScales,
+    work: WorkShape,
+    config: AttentionConfig,
+    work_list: WorkList | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `specdec_kernels.attention.paged_attention_with_lse`; how the work is divided has no meaning here."""
     batch, num_nodes, heads, head_dim = q.shape
     kv_heads = kv.shape[3]
+    assert metadata.scale is not None
     maths = torch.float64 if q.dtype == torch.float64 else torch.float32
-    used = _used_rows(lengths, q_lens, num_nodes)
-    slots = torch.full_like(used, shape.num_slots) if shape.all_slots else used
-    keys, values = _gather(kv, page_table, shape.max_length, maths)
-    keys, values = keys * _by_head(k_scale), values * _by_head(v_scale)
-    stored = torch.arange(keys.shape[1], device=q.device) < (lengths + slots)[:, None]
-    values = values.masked_fill(~stored[:, :, None, None], 0.0)
+    stored = stored_keys(metadata, num_nodes, work.max_length)[:, :, None, None]
+    keys, values = (gather_pages(half, metadata.page_table, work.max_length).to(maths) for half in kv)
+    keys, values = keys * _by_head(scales.k_scale), (values * _by_head(scales.v_scale)).masked_fill(~stored, 0.0)
 
     grouped = q.to(maths).reshape(batch, num_nodes, kv_heads, heads // kv_heads, head_dim)
-    scores = torch.einsum("bnhgd,bthd->bhgnt", grouped * scale, keys)
-    if soft_cap is not None:
-        scores = soft_cap * torch.tanh(scores / soft_cap)
-    row_used = torch.arange(num_nodes, device=q.device) < used[:, None]
-    seen = _seen(lengths, slots, num_nodes, keys.shape[1], mode, mask) & row_used[:, :, None]
-    if shape.window is not None:
-        seen &= _in_window(lengths, slots, num_nodes, keys.shape[1], shape.window, depths, row_depths)
+    scores = torch.einsum("bnhgd,bthd->bhgnt", grouped * metadata.scale, keys)
+    if metadata.soft_cap is not None:
+        scores = metadata.soft_cap * torch.tanh(scores / metadata.soft_cap)
+    seen = visible_keys(metadata, num_nodes, work.max_length)
     scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
 
     lse = torch.logsumexp(scores, dim=-1)
-    if sinks is not None:
-        with_sink = torch.logaddexp(lse, sinks.to(maths).view(kv_heads, -1, 1))
+    if scales.sinks is not None:
+        row_used = torch.arange(num_nodes, device=q.device) < metadata.used_rows(num_nodes)[:, None]
+        with_sink = torch.logaddexp(lse, scales.sinks.to(maths).view(kv_heads, -1, 1))
         lse = torch.where(row_used[:, None, None], with_sink, lse)
     weights = torch.exp(scores - torch.where(lse.isinf(), 0.0, lse)[..., None])
     out = torch.einsum("bhgnt,bthd->bnhgd", weights, values).reshape(q.shape).to(q.dtype)
-    if not return_lse:
-        return out
     return out, lse.permute(0, 3, 1, 2).reshape(batch, num_nodes, heads).contiguous()
 
 
@@ -73,106 +71,95 @@ def _by_head(scale: float | torch.Tensor) -> float | torch.Tensor:
     return scale if isinstance(scale, float) else scale[:, None]
 
 
-def _used_rows(lengths: torch.Tensor, q_lens: torch.Tensor | None, num_nodes: int) -> torch.Tensor:
-    """[B] int64 query rows in use."""
-    if q_lens is None:
-        return torch.full_like(lengths, num_nodes)
-    return q_lens.to(torch.int64).clamp(0, num_nodes)
-
-
-def _gather(
-    kv: torch.Tensor, page_table: torch.Tensor, max_length: int, maths: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [B, S, H_kv, D] by position; entries of unused table slots are whatever page they
-    name."""
-    pages, page_size = kv.shape[1:3]
-    columns = -(-max_length // page_size)
+def gather_pages(pool: torch.Tensor, page_table: torch.Tensor, num_keys: int) -> torch.Tensor:
+    """pool [pages, page_size, ...] by position, [B, num_keys, ...]; entries of unused table slots are whatever page
+    they name."""
+    pages, page_size = pool.shape[:2]
+    columns = -(-num_keys // page_size)
     table = page_table[:, :columns].to(torch.int64).clamp(0, pages - 1)
-    by_position = kv[:, table].flatten(2, 3)[:, :, :max_length].to(maths)
-    return by_position[0], by_position[1]
+    return pool[table].flatten(1, 2)[:, :num_keys]
 
 
-def _seen(
-    lengths: torch.Tensor, slots: torch.Tensor, num_nodes: int, width: int, mode: str, mask: torch.Tensor | None
-) -> torch.Tensor:
-    """[B, N, S] bool: which positions each query row sees by its mode."""
-    slot = torch.arange(width, device=lengths.device) - lengths[:, None, None]
-    in_draft = (slot >= 0) & (slot < slots[:, None, None])
-    if mode == "chain":
-        seen = slot <= torch.arange(num_nodes, device=lengths.device)[:, None]
-    elif mode == "block":
-        seen = torch.ones_like(slot, dtype=torch.bool)
+def stored_keys(metadata: AttentionMetadata, num_nodes: int, num_keys: int) -> torch.Tensor:
+    """[B, num_keys] bool: whether a key of the prefix or the draft stands at position t."""
+    used = metadata.used_rows(num_nodes)
+    slots = used if metadata.tree_width is None else metadata.tree_width
+    return torch.arange(num_keys, device=used.device) < (metadata.lengths + slots)[:, None]
+
+
+def visible_keys(metadata: AttentionMetadata, num_nodes: int, num_keys: int) -> torch.Tensor:
+    """[B, num_nodes, num_keys] bool: whether query row i sees the key at position t. Rows that are not in use see
+    nothing. Reads nothing back."""
+    lengths, used = metadata.lengths, metadata.used_rows(num_nodes)
+    row = torch.arange(num_nodes, device=lengths.device)[:, None]
+    slot = torch.arange(num_keys, device=lengths.device) - lengths[:, None, None]
+    if metadata.mode == "chain":
+        among_draft = slot <= row
+    elif metadata.mode == "block":
+        among_draft = torch.ones_like(slot, dtype=torch.bool)
     else:
-        assert mask is not None
-        clamped = slot.clamp(0, mask.shape[2] * 64 - 1).expand(-1, num_nodes, -1)
-        seen = (mask.gather(2, clamped // 64) >> (clamped % 64)) & 1 != 0
-    return (slot < 0) | (in_draft & seen)
+        assert metadata.mask is not None
+        bit = slot.clamp(0, metadata.mask.shape[2] * 64 - 1).expand(-1, num_nodes, -1)
+        among_draft = (metadata.mask.gather(2, bit // 64) >> (bit % 64)) & 1 != 0
+    seen = (slot < 0) | (among_draft & stored_keys(metadata, num_nodes, num_keys)[:, None])
+    if metadata.window is not None:
+        seen = seen & (_distance(metadata, row, slot) < metadata.window)
+    return seen & (row < used[:, None, None])
 
 
-def _in_window(
-    lengths: torch.Tensor,
-    slots: torch.Tensor,
-    num_nodes: int,
-    width: int,
-    window: int,
-    depths: torch.Tensor | None,
-    row_depths: torch.Tensor | None,
-) -> torch.Tensor:
-    """[B, N, S] bool: position of the row - position of the key < window, where a draft slot of a tree stands
-    at its depth."""
-    key = torch.arange(width, device=lengths.device).expand(len(lengths), -1)
-    if depths is None or row_depths is None:
-        row = lengths[:, None] + torch.arange(num_nodes, device=lengths.device)
-    else:
-        slot = key - lengths[:, None]
-        in_draft = (slot >= 0) & (slot < slots[:, None])
-        by_depth = depths.to(torch.int64).gather(1, slot.clamp(0, depths.shape[1] - 1))
-        key = torch.where(in_draft, lengths[:, None] + by_depth, key)
-        row = lengths[:, None] + row_depths
-    return row[:, :, None] - key[:, None] < window
+def _distance(metadata: AttentionMetadata, row: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+    """[B, N, S]: position of the row - position of the key, where a draft slot of a tree stands at its depth.
+    row [N, 1], slot [B, 1, S]; positions count from L."""
+    depths, row_depths = metadata.depths, metadata.row_depths
+    row_place, key_place = row[None], slot
+    if depths is not None:
+        row_place = (depths if row_depths is None else row_depths)[:, :, None]
+        drafted = (slot >= 0) & (slot < depths.shape[1])
+        by_depth = depths.to(torch.int64)[:, None].gather(2, slot.clamp(0, depths.shape[1] - 1))
+        key_place = torch.where(drafted, by_depth, slot)
+    return row_place - key_place
 
 
-def plan_attention(lengths: torch.Tensor, q_lens: torch.Tensor | None, shape: PlanShape) -> AttentionPlan:
+def plan_attention(metadata: AttentionMetadata, work: WorkShape) -> WorkList:
     """See `specdec_kernels.attention.plan_attention`, which has checked the arguments."""
-    used = _used_rows(lengths, q_lens, shape.num_nodes)
-    all_tiles = -(-shape.num_nodes * shape.group // shape.block_m)
-    if shape.num_splits > 1:
-        splits = _num_splits(lengths, used, shape)
-        tiles = (used * shape.group + shape.block_m - 1) // shape.block_m
+    lengths, used = metadata.lengths, metadata.used_rows(work.num_nodes)
+    if work.num_splits > 1:
+        splits = _num_splits(lengths, used, work)
+        tiles = (used * work.group + work.block_m - 1) // work.block_m
     else:
         splits = torch.ones_like(used)
-        tiles = torch.full_like(used, all_tiles)
+        tiles = torch.full_like(used, work.row_tiles)
     items = splits * tiles
     starts = items.cumsum(0) - items
-    index = torch.arange(shape.batch * shape.num_splits * all_tiles, device=lengths.device)
+    index = torch.arange(work.batch * work.num_splits * work.row_tiles, device=lengths.device)
     live = index < items.sum()
-    request = torch.searchsorted((starts + items).contiguous(), index, right=True).clamp(max=max(0, shape.batch - 1))
+    request = torch.searchsorted((starts + items).contiguous(), index, right=True).clamp(max=max(0, work.batch - 1))
     rows = torch.zeros(len(index), 3, dtype=torch.int64, device=lengths.device)
-    if shape.batch:
+    if work.batch:
         within = index - starts[request]
         width = tiles[request].clamp(min=1)
         rows = torch.stack([request, width - 1 - within % width, within // width], dim=1)
     offsets = torch.nn.functional.pad(splits.cumsum(0), (1, 0))
-    return AttentionPlan(
+    return WorkList(
         torch.where(live[:, None], rows, 0).to(torch.int32),
         offsets.to(torch.int32),
         items.sum()[None].to(torch.int32),
-        shape,
+        work,
     )
 
 
-def _num_splits(lengths: torch.Tensor, used: torch.Tensor, shape: PlanShape) -> torch.Tensor:
+def _num_splits(lengths: torch.Tensor, used: torch.Tensor, work: WorkShape) -> torch.Tensor:
     """[B] splits of each request: their length doubles until `max_splits` cover the keys a row may see."""
-    slots = torch.full_like(used, shape.num_slots) if shape.all_slots else used
-    end = torch.where(used > 0, (lengths + slots).clamp(max=shape.max_length), 0)
-    lowest = torch.zeros_like(end) if shape.window is None else (lengths - shape.window + 1).clamp(min=0)
+    slots = torch.full_like(used, work.num_slots) if work.all_slots else used
+    end = torch.where(used > 0, (lengths + slots).clamp(max=work.max_length), 0)
+    lowest = torch.zeros_like(end) if work.window is None else (lengths - work.window + 1).clamp(min=0)
     span = (end - lowest).clamp(min=1)
     doublings = torch.zeros_like(end)
     for count in range(32):
         # The last split may be a quarter longer. From first_splits on, lengths double with a fourfold span.
-        spread = (4 * shape.first_splits + 1) * shape.split_tokens * 4**count // 4
-        crowded = (4 * shape.max_splits + 1) * shape.split_tokens * 2**count // 4
+        spread = (4 * work.first_splits + 1) * work.split_tokens * 4**count // 4
+        crowded = (4 * work.max_splits + 1) * work.split_tokens * 2**count // 4
         doublings = torch.where((span > min(spread, crowded)) & (doublings == count), count + 1, doublings)
-    tokens = shape.split_tokens * 2**doublings
+    tokens = work.split_tokens * 2**doublings
     first = lowest // tokens
     return ((end - first * tokens - tokens // 4).maximum(end.clamp(max=1)) + tokens - 1) // tokens

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from specdec_kernels.attention import paged_attention, plan_attention
+from specdec_kernels.attention.api import paged_attention, paged_attention_with_lse, plan_attention
 from specdec_kernels.attention.configs import node_counts_of_the_table
-from specdec_kernels.attention.validate import MODES
+from specdec_kernels.attention.types import MODES, AttentionMetadata, AttentionShape
 
 
 def warmup(
@@ -37,7 +37,7 @@ def warmup(
     head_scales: bool = False,
     ragged: Iterable[bool] = (False, True),
     planned: Iterable[bool] = (False, True),
-    return_lse: bool = False,
+    with_lse: bool = False,
     impl: str = "auto",
 ) -> int:
     """Call `paged_attention` once for every combination that compiles differently; returns the number of calls.
@@ -47,39 +47,41 @@ def warmup(
         max_length: bound that the calls will have, or any that gives as many splits: one, up to four, or more.
         modes, node_counts: modes and N; default one N for every row of the table, prefill included. A tree of
             more mask words than these have needs its own entry.
-        tree_width, window, sinks, soft_cap, head_scales, return_lse: as the calls have them.
-        ragged: without, with `q_lens`. planned: without, with a plan.
+        tree_width, window, sinks, soft_cap, head_scales, with_lse: as the calls have them.
+        ragged: without, with `q_lens`. planned: without, with a work list.
     """
     counts = node_counts_of_the_table(heads // kv_heads) if node_counts is None else tuple(node_counts)
+    kv = torch.zeros(2, 1, page_size, kv_heads, head_dim, device=device).to(kv_dtype or dtype)
+    metadata = AttentionMetadata(
+        # One page stands for all: what is computed does not matter.
+        page_table=torch.zeros(1, -(-max_length // page_size), dtype=torch.int32, device=device),
+        lengths=torch.zeros(1, dtype=torch.int64, device=device),
+        mode="chain",
+        max_length=max_length,
+        window=window,
+        soft_cap=soft_cap,
+    )
+    options: dict[str, Any] = dict(sinks=torch.zeros(heads, device=device)) if sinks else {}
+    if head_scales:
+        options |= {name: torch.ones(kv_heads, device=device) for name in ("k_scale", "v_scale")}
+    function = paged_attention_with_lse if with_lse else paged_attention
     calls = 0
-    for mode, num_nodes, with_q_lens, with_plan in product(modes, counts, ragged, planned):
-        width = tree_width if mode == "tree" else None
-        slots = num_nodes if width is None else width
-        arguments: dict[str, Any] = dict(
-            q=torch.zeros(1, num_nodes, heads, head_dim, dtype=dtype, device=device),
-            # One page stands for all: what is computed does not matter.
-            kv=torch.zeros(2, 1, page_size, kv_heads, head_dim, device=device).to(kv_dtype or dtype),
-            page_table=torch.zeros(1, -(-max_length // page_size), dtype=torch.int32, device=device),
-            lengths=torch.zeros(1, dtype=torch.int64, device=device),
-        )
-        shape: dict[str, Any] = dict(mode=mode, tree_width=width, window=window, max_length=max_length)
-        if with_q_lens:
-            shape["q_lens"] = torch.ones(1, dtype=torch.int32, device=device)
-        if with_plan:
-            sizes: dict[str, Any] = dict(num_nodes=num_nodes, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
-            stored = arguments["kv"].element_size()
-            plan = plan_attention(arguments["lengths"], **sizes, **shape, kv_bytes=stored, impl=impl)
-            arguments["plan"] = plan
+    for mode, num_nodes, with_q_lens, with_list in product(modes, counts, ragged, planned):
+        q = torch.zeros(1, num_nodes, heads, head_dim, dtype=dtype, device=device)
+        q_lens = torch.ones(1, dtype=torch.int32, device=device) if with_q_lens else None
+        told = metadata._replace(mode=mode, q_lens=q_lens)
         if mode == "tree":
-            arguments["mask"] = torch.zeros(1, num_nodes, -(-slots // 64), dtype=torch.int64, device=device)
-        if mode == "tree" and window is not None:
-            arguments["depths"] = torch.zeros(1, slots, dtype=torch.int32, device=device)
-            arguments["row_depths"] = torch.zeros(1, num_nodes, dtype=torch.int32, device=device)
-        if sinks:
-            arguments["sinks"] = torch.zeros(heads, device=device)
-        if head_scales:
-            arguments |= {name: torch.ones(kv_heads, device=device) for name in ("k_scale", "v_scale")}
-        arguments |= dict(soft_cap=soft_cap, return_lse=return_lse, impl=impl)
-        paged_attention(**arguments, **shape)
+            told = told._replace(tree_width=tree_width, **_tree(q, tree_width or num_nodes, window is not None))
+        work_list = plan_attention(told, AttentionShape.of(q, kv), impl=impl) if with_list else None
+        function(q, kv, told, work_list=work_list, impl=impl, **options)
         calls += 1
     return calls
+
+
+def _tree(q: torch.Tensor, slots: int, windowed: bool) -> dict[str, Any]:
+    """Mask and, with a window, depths of a tree of `slots` slots."""
+    tree = dict(mask=torch.zeros(1, q.shape[1], -(-slots // 64), dtype=torch.int64, device=q.device))
+    if windowed:
+        sizes = dict(depths=slots, row_depths=q.shape[1])
+        tree |= {name: torch.zeros(1, size, dtype=torch.int32, device=q.device) for name, size in sizes.items()}
+    return tree

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from specdec_kernels.attention.types import AttentionMetadata
 from specdec_kernels.cases import Case, Comparison, Maker, Work
 from specdec_kernels.tree import build_tree
 from specdec_kernels.tree.cases import random_parents
@@ -32,9 +33,10 @@ def mla_inputs(
     capacity: int | None = None,
     tree_width: int | None = None,
     query_scale: float = 1.0,
+    max_length: int | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Arguments of `mla_attention`: `lengths` committed tokens a request and a random tree for `mode="tree"`.
+    """Arguments of `mla_attention`: `lengths` committed tokens of each request and a random tree for `mode="tree"`.
 
     With `tree_width` the rows are the last `num_nodes` nodes of a tree of that many, as in a drafter's expansion step.
     """
@@ -47,17 +49,21 @@ def mla_inputs(
         width = num_nodes if tree_width is None else tree_width
         tree = build_tree(random_parents(make, len(lengths), width), committed, impl="reference")
         mask = tree.mask[:, width - num_nodes :].contiguous()
+    metadata = AttentionMetadata(
+        page_table=page_table,
+        lengths=committed,
+        mode=mode,
+        mask=mask,
+        q_lens=None if q_lens is None else make.tensor(used, torch.int32),
+        tree_width=tree_width,
+        scale=(latent + rope) ** -0.5,
+        max_length=max_length,
+    )
     return dict(
         q_latent=make.normal(len(lengths), num_nodes, heads, latent, scale=query_scale),
         q_rope=make.normal(len(lengths), num_nodes, heads, rope, scale=query_scale),
         cache=cache,
-        page_table=page_table,
-        lengths=committed,
-        mode=mode,
-        scale=(latent + rope) ** -0.5,
-        mask=mask,
-        q_lens=None if q_lens is None else make.tensor(used, torch.int32),
-        tree_width=tree_width,
+        metadata=metadata,
         **options,
     )
 
@@ -84,12 +90,12 @@ def _pool(
 
 def work(inputs: dict[str, Any]) -> tuple[int, int]:
     """(bytes, floating-point operations) that the call cannot avoid: each cached row, query and result once."""
-    q_latent, cache, lengths = inputs["q_latent"], inputs["cache"], inputs["lengths"]
+    q_latent, cache, metadata = inputs["q_latent"], inputs["cache"], inputs["metadata"]
     batch, num_nodes, heads, latent = q_latent.shape
     width = cache.shape[2]
-    keys = int(lengths.sum()) + batch * num_nodes
-    in_draft = num_nodes * (num_nodes + 1) // 2 if inputs["mode"] == "chain" else num_nodes**2
-    pairs = num_nodes * int(lengths.sum()) + batch * in_draft
+    keys = int(metadata.lengths.sum()) + batch * num_nodes
+    in_draft = num_nodes * (num_nodes + 1) // 2 if metadata.mode == "chain" else num_nodes**2
+    pairs = num_nodes * int(metadata.lengths.sum()) + batch * in_draft
     moved = keys * width + batch * num_nodes * heads * (width + latent)
     return moved * cache.element_size(), 2 * pairs * heads * (width + latent)
 
@@ -98,22 +104,24 @@ def _reference_bytes(inputs: dict[str, Any]) -> int:
     """Per request: scores twice in float32, gathered rows as keys and values, in their own type and in float32."""
     q_latent, cache = inputs["q_latent"], inputs["cache"]
     num_nodes, heads = q_latent.shape[1:3]
-    keys = int(inputs["lengths"].max()) + num_nodes if len(q_latent) else 0
+    keys = int(inputs["metadata"].lengths.max()) + num_nodes if len(q_latent) else 0
     return keys * (2 * 4 * num_nodes * heads + 2 * cache[0, 0].numel() * (4 + cache.element_size()))
 
 
-WORK: dict[str, Work] = {"mla_attention": work}
+WORK: dict[str, Work] = {"mla_attention": work, "mla_attention_with_lse": work}
 COMPARISON = Comparison(
     float64=True,
     compiled_roundings=8,  # 576 products per score, summed in pieces whose order is the compiler's
-    by_request=("q_latent", "q_rope", "page_table", "lengths", "mask", "q_lens"),
+    by_request=("q_latent", "q_rope", "metadata"),
     reference_bytes=_reference_bytes,
 )
 
 
-def _case(name: str, catches: str, mode: str, num_nodes: int, lengths: Sequence[int], **shape: Any) -> Case:
+def _case(
+    name: str, catches: str, mode: str, num_nodes: int, lengths: Sequence[int], with_lse: bool = False, **shape: Any
+) -> Case:
     build = partial(mla_inputs, mode=mode, num_nodes=num_nodes, lengths=lengths, **shape)
-    return Case(name, "mla_attention", build, catches)
+    return Case(name, "mla_attention_with_lse" if with_lse else "mla_attention", build, catches)
 
 
 def _gated(name: str, catches: str, mode: str, num_nodes: int, **shape: Any) -> Case:
@@ -138,14 +146,14 @@ def _timed(name: str, mode: str, num_nodes: int, batch: int, context: int, page_
 
 CASES = (
     _case("empty_batch", "launch on an empty grid", "chain", 3, ()),
-    _case("decode_one_head", "a tile padded from one row", "chain", 1, (5,), heads=1, return_lse=True),
-    _case("decode_first_token", "a request without a prefix", "chain", 1, (0,), return_lse=True),
-    _case("chain_odd", "rows off the tile; lse per row", "chain", 5, (3, 18), heads=3, return_lse=True),
-    _case("block_odd", "the last row's view given to all", "block", 5, (3, 18), return_lse=True),
-    _case("tree_odd", "mask bits by depth instead of by node", "tree", 7, (3, 18), return_lse=True),
+    _case("decode_one_head", "a tile padded from one row", "chain", 1, (5,), heads=1, with_lse=True),
+    _case("decode_first_token", "a request without a prefix", "chain", 1, (0,), with_lse=True),
+    _case("chain_odd", "rows off the tile; lse per row", "chain", 5, (3, 18), heads=3, with_lse=True),
+    _case("block_odd", "the last row's view given to all", "block", 5, (3, 18), with_lse=True),
+    _case("tree_odd", "mask bits by depth instead of by node", "tree", 7, (3, 18), with_lse=True),
     _case("draft_fills_page", "one page too many at an exact edge", "chain", 5, (27, 11)),
-    _case("unequal_lengths", "one request's length used for another", "chain", 4, (70, 0, 3), return_lse=True),
-    _case("splits", "splits past the end; merge weights", "chain", 6, (50, 3), split_tokens=16, return_lse=True),
+    _case("unequal_lengths", "one request's length used for another", "chain", 4, (70, 0, 3), with_lse=True),
+    _case("splits", "splits past the end; merge weights", "chain", 6, (50, 3), split_tokens=16, with_lse=True),
     _case("free_edge", "the last key of a tile taken for seen by all", "chain", 3, (14, 30), split_tokens=16),
     _case("splits_tree", "splits without a visible key", "tree", 20, (55, 27), split_tokens=24),
     _case(
@@ -156,9 +164,9 @@ CASES = (
         (60, 5, 0),
         q_lens=(4, 0, 6),
         split_tokens=16,
-        return_lse=True,
+        with_lse=True,
     ),
-    _case("q_lens_block", "a row sees slots past q_lens", "block", 6, (20, 40), q_lens=(3, 1), return_lse=True),
+    _case("q_lens_block", "a row sees slots past q_lens", "block", 6, (20, 40), q_lens=(3, 1), with_lse=True),
     _case("tree_65", "first bit of the second word", "tree", 65, (21, 0), heads=2),
     _case(
         "tree_width",
@@ -168,14 +176,14 @@ CASES = (
         (9, 30),
         tree_width=70,
         q_lens=(4, 2),
-        return_lse=True,
+        with_lse=True,
     ),
     _case("page_1", "per-token pages", "tree", 6, (20, 3), page_size=1),
     _case("page_odd", "page size not a power of two", "chain", 6, (20, 31), page_size=6, split_tokens=16),
-    _case("latent_odd", "the padded rest of the latent", "chain", 3, (20,), latent=48, rope=48, return_lse=True),
+    _case("latent_odd", "the padded rest of the latent", "chain", 3, (20,), latent=48, rope=48, with_lse=True),
     _case("latent_odd_split", "the rest lost in the merge", "chain", 3, (40,), latent=80, split_tokens=16),
     _case("latent_512", "the shipped size", "tree", 5, (40,), heads=8, latent=512, rope=64),
-    _case("cut", "keys past max_length", "tree", 4, (30, 12), max_length=20, return_lse=True),
+    _case("cut", "keys past max_length", "tree", 4, (30, 12), max_length=20, with_lse=True),
     _gated("shipped_decode", "registers of the tile", "chain", 1),
     _gated("shipped_block_4", "registers without a mask", "block", 4),
     _gated("shipped_tree_16", "registers of the bit mask", "tree", 16),

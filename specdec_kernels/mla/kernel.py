@@ -35,6 +35,7 @@ from specdec_kernels.attention.device import (
     used_rows,
     visible,
 )
+from specdec_kernels.attention.types import AttentionMetadata
 from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.mla.configs import blocks, merge_config, mla_config
 
@@ -244,46 +245,62 @@ def mla_attention(
     q_latent: torch.Tensor,
     q_rope: torch.Tensor,
     cache: torch.Tensor,
-    page_table: torch.Tensor,
-    lengths: torch.Tensor,
-    *,
-    mode: str,
-    scale: float,
-    mask: torch.Tensor | None,
-    q_lens: torch.Tensor | None,
-    max_length: int,
+    metadata: AttentionMetadata,
     split_tokens: int | None,
-    tree_width: int | None,
-    return_lse: bool,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """See `specdec_kernels.mla.mla_attention`, which has checked the arguments."""
+    return _attention(q_latent, q_rope, cache, metadata, split_tokens, None)
+
+
+def mla_attention_with_lse(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    cache: torch.Tensor,
+    metadata: AttentionMetadata,
+    split_tokens: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `specdec_kernels.mla.mla_attention_with_lse`, which has checked the arguments."""
+    lse = q_latent.new_empty(q_latent.shape[:3], dtype=torch.float32)
+    return _attention(q_latent, q_rope, cache, metadata, split_tokens, lse), lse
+
+
+def _attention(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    cache: torch.Tensor,
+    metadata: AttentionMetadata,
+    split_tokens: int | None,
+    lse: torch.Tensor | None,
+) -> torch.Tensor:
+    """Launch the kernel and, where keys are split, the merge; writes `lse` if it is given."""
     if q_latent.dtype == torch.float64:
         raise ValueError("q_latent: the kernel takes float32, float16 and bfloat16, got float64; use impl='reference'")
     batch, num_nodes, heads, latent = q_latent.shape
+    max_length, mask = metadata.max_length, metadata.mask
+    assert max_length is not None and metadata.scale is not None
     rows, itemsize = num_nodes * heads, cache.element_size()
     config = mla_config(current_chip(q_latent), latent, rows, max_length, split_tokens, itemsize)
     splits = max(1, -(-max_length // config.split_tokens))
     out = torch.empty_like(q_latent)
-    lse = q_latent.new_empty(q_latent.shape[:3], dtype=torch.float32) if return_lse else None
     partial = splits > 1
     part = q_latent.new_empty((*q_latent.shape[:3], splits, latent), dtype=torch.float32) if partial else out
     part_lse = q_latent.new_empty((*q_latent.shape[:3], splits), dtype=torch.float32) if partial else lse
-    cut = (splits, config.split_tokens, tree_width or num_nodes, max_length)
+    cut = (splits, config.split_tokens, metadata.tree_width or num_nodes, max_length)
     block_a, block_b = blocks(latent)
     launch(
         _mla_kernel,
         (batch * splits * -(-rows // config.block_m),),
-        *(q_latent, q_rope, cache, page_table, lengths, q_lens, mask, part, part_lse),
-        *(num_nodes, *cut, page_table.stride(0), scale * LOG2_E),
+        *(q_latent, q_rope, cache, metadata.page_table, metadata.lengths, metadata.q_lens, mask, part, part_lse),
+        *(num_nodes, *cut, metadata.page_table.stride(0), metadata.scale * LOG2_E),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         HEADS=heads,
         LATENT=latent,
         ROPE=q_rope.shape[3],
         PAGE=cache.shape[1],
-        MODE=MODE_CODES[mode],
+        MODE=MODE_CODES[metadata.mode],
         WORDS=0 if mask is None else mask.shape[2],
-        ALL_SLOTS=tree_width is not None,
+        ALL_SLOTS=metadata.tree_width is not None,
         SPLIT=partial,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
@@ -292,19 +309,17 @@ def mla_attention(
         BLOCK_R=triton.next_power_of_2(q_rope.shape[3]),
     )
     if partial:
-        _merge(part, part_lse, lengths, q_lens, out, lse, cut, tree_width is not None)
-    return (out, lse) if lse is not None else out
+        _merge(part, part_lse, metadata, out, lse, cut)
+    return out
 
 
 def _merge(
     part: torch.Tensor,
     part_lse: torch.Tensor | None,
-    lengths: torch.Tensor,
-    q_lens: torch.Tensor | None,
+    metadata: AttentionMetadata,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     cut: tuple[int, int, int, int],
-    all_slots: bool,
 ) -> None:
     batch, num_nodes, heads, latent = out.shape
     num_rows = batch * num_nodes * heads
@@ -312,13 +327,13 @@ def _merge(
     launch(
         _mla_merge_kernel,
         (-(-num_rows // config.rows),),
-        *(part, part_lse, lengths, q_lens, out, lse),
+        *(part, part_lse, metadata.lengths, metadata.q_lens, out, lse),
         *(num_rows, num_nodes, *cut),
         num_warps=config.num_warps,
         num_stages=2,
         HEADS=heads,
         LATENT=latent,
-        ALL_SLOTS=all_slots,
+        ALL_SLOTS=metadata.tree_width is not None,
         ROWS=config.rows,
         ALL_SPLITS=config.all_splits,
         BLOCK_S=config.block_s,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from algorithms.naive_eagle import NaiveEagle
-from algorithms.runtime.backends.torch_sdpa import TorchBackend
+from algorithms.runtime.backends.torch import TorchBackend
 from algorithms.runtime.cuda_graph import LEVELS
 from algorithms.runtime.engine import Engine, EngineError, EngineSettings
 from tests.algorithms.drafters import TARGET, load_random_drafters

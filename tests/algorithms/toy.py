@@ -12,7 +12,7 @@ import torch
 import specdec_kernels as kernels
 from algorithms.autoregressive import Autoregressive
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Resources
-from algorithms.runtime.backends import backends
+from algorithms.runtime.backends.registry import backends
 from algorithms.runtime.engine import Engine, EngineSettings, Generation
 from algorithms.runtime.models.config import DecoderConfig, DFlashConfig
 from algorithms.runtime.models.decoder import Decoder

@@ -27,8 +27,9 @@ from experiments.bench.timing import bytes_in, cold_copies, provenance, tensors_
 from experiments.bench.work import work_of
 from experiments.kernel_bench import KernelBenchConfig
 from experiments.report.plots import logarithmic
-from specdec_kernels import FAMILIES, paged_attention
-from specdec_kernels.attention.cases import COMPARISON, attention_inputs
+from specdec_kernels import FAMILIES, paged_attention, paged_attention_with_lse
+from specdec_kernels.attention.cases import COMPARISON
+from specdec_kernels.attention.cases_inputs import attention_inputs, changed
 from specdec_kernels.cases import Case, Comparison, Maker
 
 CPU = torch.device("cpu")
@@ -195,13 +196,13 @@ def test_the_larger_of_two_floors_is_the_ceiling() -> None:
 
 def test_a_reference_that_does_not_fit_compares_some_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first and last request are compared, and a fault in one of them is seen."""
-    inputs = attention_inputs(Maker.seeded(), "tree", 4, (5, 40, 11), return_lse=True)
+    inputs = attention_inputs(Maker.seeded(), "tree", 4, (5, 40, 11))
     monkeypatch.setattr(parity, "_REFERENCE_LIMIT_BYTES", 60_000)
-    found = parity.check(paged_attention, inputs, COMPARISON)
+    found = parity.check(paged_attention_with_lse, inputs, COMPARISON)
     assert found.problem is None and not found.reference_fits and found.scope.startswith("requests [0, 2] of 3")
 
     def faulty(impl: str, **arguments: Any) -> Any:
-        out, lse = paged_attention(**arguments, impl="reference")
+        out, lse = paged_attention_with_lse(**arguments, impl="reference")
         if impl == "triton":
             out[2] += 1e-3
         return out, lse
@@ -243,7 +244,7 @@ def test_what_a_peer_cannot_do_is_named() -> None:
         with pytest.raises(peers.Unavailable, match=f"{package}: .*(NVIDIA GPU|not installed)"):
             peers.prepare(package, "paged_attention", inputs)
     with pytest.raises(peers.Unavailable, match="not compared with q_lens"):
-        peers.prepare("sdpa", "paged_attention", inputs | dict(q_lens=torch.tensor([3], dtype=torch.int32)))
+        peers.prepare("sdpa", "paged_attention", changed(inputs, q_lens=torch.tensor([3], dtype=torch.int32)))
 
 
 def bench_on_cpu(**changes: Any) -> bench_row.Bench:

@@ -54,7 +54,7 @@ def test_a_level_of_its_own_is_refused_where_nothing_can_be_captured() -> None:
 
 
 def test_a_backend_that_cannot_be_captured_is_told_with_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
-    from algorithms.runtime.backends.torch_sdpa import TorchBackend
+    from algorithms.runtime.backends.torch import TorchBackend
 
     backend = TorchBackend(TorchBackend.Config(), "reference")
     monkeypatch.setattr(backend, "capturable", False, raising=False)
@@ -132,7 +132,7 @@ def test_a_plan_holds_what_its_task_uses(
 
 
 def test_folders_are_read_once_and_backends_are_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from algorithms.runtime.backends.triton import FA4Backend
+    from algorithms.runtime.backends.triton import TritonBackend
     from algorithms.runtime.models import loading
     from experiments.app import plan as plans
 
@@ -144,7 +144,7 @@ def test_folders_are_read_once_and_backends_are_built_once(monkeypatch: pytest.M
     monkeypatch.setattr(loading, "read_target", counted("target", loading.read_target))
     monkeypatch.setattr(plans, "resolve_hardware", counted("hardware", plans.resolve_hardware))
     monkeypatch.setattr(plans, "load_prompts", counted("prompts", plans.load_prompts))
-    monkeypatch.setattr(FA4Backend, "__init__", counted("backend", FA4Backend.__init__))
+    monkeypatch.setattr(TritonBackend, "__init__", counted("backend", TritonBackend.__init__))
     check("algo=eagle3")
     assert sorted(calls) == ["backend", "hardware", "prompts", "target"]
 

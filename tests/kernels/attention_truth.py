@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from specdec_kernels.attention.inputs import attention_inputs
+from specdec_kernels.attention import AttentionMetadata
+from specdec_kernels.attention.cases_inputs import attention_inputs
 from specdec_kernels.cases import Maker
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -23,35 +24,34 @@ def agree(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual.double().cpu(), expected.double().cpu(), **TOLERANCE)
 
 
-def _sees(arguments: dict[str, Any], request: int, row: int, slot: int) -> bool:
+def _sees(metadata: AttentionMetadata, request: int, row: int, slot: int) -> bool:
     """Whether a row sees a draft slot by its mode, read off the definition one pair at a time."""
-    if arguments["mode"] == "chain":
+    if metadata.mode == "chain":
         return slot <= row
-    if arguments["mode"] == "block":
+    if metadata.mode == "block":
         return True
-    word = int(arguments["mask"][request, row, slot // 64]) % (1 << 64)
+    assert metadata.mask is not None
+    word = int(metadata.mask[request, row, slot // 64]) % (1 << 64)
     return bool(word >> (slot % 64) & 1)
 
 
-def _position(arguments: dict[str, Any], request: int, index: int, table: str) -> int:
-    """Position of a draft slot (`depths`) or query row (`row_depths`) for the window."""
-    depths = arguments.get(table, arguments.get("depths"))
-    return int(arguments["lengths"][request]) + (index if depths is None else int(depths[request, index]))
+def _position(metadata: AttentionMetadata, request: int, index: int, depths: torch.Tensor | None) -> int:
+    """Position of a draft slot or query row for the window, by its depth where there are depths."""
+    return int(metadata.lengths[request]) + (index if depths is None else int(depths[request, index]))
 
 
-def listed_keys(arguments: dict[str, Any], request: int, row: int) -> list[int]:
+def listed_keys(metadata: AttentionMetadata, num_nodes: int, request: int, row: int) -> list[int]:
     """Slots that a row sees, one by one."""
-    length = int(arguments["lengths"][request])
-    num_nodes = arguments["q"].shape[1]
-    used = num_nodes if arguments["q_lens"] is None else int(arguments["q_lens"][request])
-    slots = arguments.get("tree_width") or used
-    keys = [t for t in range(length + slots) if t < length or _sees(arguments, request, row, t - length)]
-    window = arguments.get("window")
-    if window is None:
+    length = int(metadata.lengths[request])
+    used = num_nodes if metadata.q_lens is None else int(metadata.q_lens[request])
+    slots = metadata.tree_width or used
+    keys = [t for t in range(length + slots) if t < length or _sees(metadata, request, row, t - length)]
+    if metadata.window is None:
         return keys
-    stands = _position(arguments, request, row, "row_depths")
-    where = [t if t < length else _position(arguments, request, t - length, "depths") for t in keys]
-    return [t for t, position in zip(keys, where, strict=True) if stands - position < window]
+    own = metadata.depths if metadata.row_depths is None else metadata.row_depths
+    stands = _position(metadata, request, row, own)
+    where = [t if t < length else _position(metadata, request, t - length, metadata.depths) for t in keys]
+    return [t for t, position in zip(keys, where, strict=True) if stands - position < metadata.window]
 
 
 def _by_head(scale: Any, kv_heads: int) -> torch.Tensor:
@@ -66,15 +66,16 @@ def dense(arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     batch, num_nodes, heads, head_dim = q.shape
     group, page_size = heads // kv.shape[3], kv.shape[2]
     k_scale, v_scale = (_by_head(arguments.get(name, 1.0), kv.shape[3]) for name in ("k_scale", "v_scale"))
-    scale = arguments.get("scale", head_dim**-0.5)
-    soft_cap, sinks = arguments.get("soft_cap"), arguments.get("sinks")
+    metadata: AttentionMetadata = arguments["metadata"]
+    scale = head_dim**-0.5 if metadata.scale is None else metadata.scale
+    soft_cap, sinks = metadata.soft_cap, arguments.get("sinks")
     out = torch.zeros_like(q)
     lse = torch.full((batch, num_nodes, heads), -math.inf, dtype=torch.float64)
     for request in range(batch):
-        used = num_nodes if arguments["q_lens"] is None else int(arguments["q_lens"][request])
-        pages = arguments["page_table"][request].tolist()
+        used = num_nodes if metadata.q_lens is None else int(metadata.q_lens[request])
+        pages = metadata.page_table[request].tolist()
         for row in range(used):
-            keys = listed_keys(arguments, request, row)
+            keys = listed_keys(metadata, num_nodes, request, row)
             chosen = torch.zeros(2, 0, kv.shape[3], head_dim, dtype=torch.float64)
             if keys:
                 chosen = torch.stack([kv[:, pages[t // page_size], t % page_size] for t in keys], dim=1)

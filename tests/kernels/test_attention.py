@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec_kernels.attention import paged_attention
+from specdec_kernels.attention import paged_attention, paged_attention_with_lse
+from specdec_kernels.attention.cases_inputs import attention_inputs, changed
 from specdec_kernels.attention.configs import UNSPLIT, attention_config
-from specdec_kernels.attention.inputs import attention_inputs
 from specdec_kernels.cases import Maker
 from specdec_kernels.launch import CHIPS
 from specdec_kernels.tree import build_chain
@@ -27,7 +27,7 @@ IMPLS = ("triton", "reference")
 @pytest.mark.parametrize("mode", ["chain", "block", "tree"])
 def test_dense_truth(mode: str, impl: str) -> None:
     arguments = inputs(mode, 9, (0, 37), q_lens=(9, 6), page_size=4, split_tokens=16)
-    out, lse = paged_attention(**arguments, return_lse=True, impl=impl)
+    out, lse = paged_attention_with_lse(**arguments, impl=impl)
     expected_out, expected_lse = dense(arguments)
     agree(out, expected_out)
     agree(lse, expected_lse)
@@ -46,7 +46,7 @@ def test_any_lengths_and_pages(
     lengths: list[int], num_nodes: int, page_size: int, split_tokens: int | None, mode: str, seed: int
 ) -> None:
     arguments = inputs(mode, num_nodes, tuple(lengths), seed, heads=(2, 1), page_size=page_size)
-    out, lse = paged_attention(**arguments, split_tokens=split_tokens, return_lse=True, impl="triton")
+    out, lse = paged_attention_with_lse(**arguments, split_tokens=split_tokens, impl="triton")
     expected_out, expected_lse = dense(arguments)
     agree(out, expected_out)
     agree(lse, expected_lse)
@@ -55,9 +55,9 @@ def test_any_lengths_and_pages(
 @pytest.mark.parametrize("num_nodes", [5, 70])
 def test_a_chain_is_a_tree_of_width_one(num_nodes: int) -> None:
     arguments = inputs("chain", num_nodes, (19, 0), heads=(2, 1))
-    mask = build_chain(arguments["lengths"], num_nodes).mask
+    mask = build_chain(arguments["metadata"].lengths, num_nodes).mask
     chain = paged_attention(**arguments, impl="triton")
-    tree = paged_attention(**(arguments | dict(mode="tree", mask=mask)), impl="triton")
+    tree = paged_attention(**changed(arguments, mode="tree", mask=mask), impl="triton")
     assert torch.equal(chain, tree)
 
 
@@ -65,12 +65,13 @@ def test_a_leaf_alone_is_a_decode_after_its_path() -> None:
     """Mask bits are nodes, not depths: a leaf sees exactly its own branch."""
     arguments = inputs("tree", 4, (10,), heads=(2, 1), page_size=1)
     branch = (0, 2, 3)  # 0 - 1 and 0 - 2 - 3
-    arguments["mask"] = torch.tensor([[[0b1], [0b11], [0b101], [0b1101]]], device=DEVICE)
+    arguments = changed(arguments, mask=torch.tensor([[[0b1], [0b11], [0b101], [0b1101]]], device=DEVICE))
+    metadata = arguments["metadata"]
     leaf = paged_attention(**arguments, impl="triton")[:, 3:]
-    table = arguments["page_table"].clone()
-    table[:, 10:13] = arguments["page_table"][:, [10 + node for node in branch]]
-    alone = dict(q=arguments["q"][:, 3:].contiguous(), page_table=table, lengths=arguments["lengths"] + 2)
-    agree(leaf, paged_attention(**(arguments | alone | dict(mode="chain", mask=None)), impl="triton"))
+    table = metadata.page_table.clone()
+    table[:, 10:13] = metadata.page_table[:, [10 + node for node in branch]]
+    alone = dict(q=arguments["q"][:, 3:].contiguous(), page_table=table, lengths=metadata.lengths + 2)
+    agree(leaf, paged_attention(**changed(arguments, **alone, mode="chain", mask=None), impl="triton"))
 
 
 def test_the_number_of_splits_does_not_matter() -> None:
@@ -85,7 +86,7 @@ def test_results_do_not_depend_on_the_batch() -> None:
     arguments = inputs("chain", 4, (100, 7, 33), heads=(2, 1), split_tokens=32)
     together = paged_attention(**arguments, impl="triton")
     for row in range(3):
-        single = {name: arguments[name][row : row + 1] for name in ("q", "page_table", "lengths")}
+        single = dict(q=arguments["q"][row : row + 1], metadata=arguments["metadata"].of_requests([row]))
         assert torch.equal(paged_attention(**(arguments | single), impl="triton")[0], together[row])
 
 
@@ -94,9 +95,9 @@ def test_pages_may_lie_anywhere() -> None:
     order = torch.randperm(arguments["kv"].shape[1], generator=torch.Generator().manual_seed(1)).to(DEVICE)
     moved_kv = torch.empty_like(arguments["kv"])
     moved_kv[:, order] = arguments["kv"]
-    known = arguments["page_table"] < len(order)
-    moved = torch.where(known, order[arguments["page_table"].clamp(max=len(order) - 1).long()], 1 << 30)
-    elsewhere = arguments | dict(kv=moved_kv, page_table=moved.int())
+    table = arguments["metadata"].page_table
+    moved = torch.where(table < len(order), order[table.clamp(max=len(order) - 1).long()], 1 << 30)
+    elsewhere = changed(arguments, kv=moved_kv, page_table=moved.int())
     assert torch.equal(paged_attention(**arguments, impl="triton"), paged_attention(**elsewhere, impl="triton"))
 
 
@@ -104,8 +105,8 @@ def test_prefill_is_token_by_token() -> None:
     arguments = inputs("chain", 24, (9,), heads=(2, 1))
     prefill = paged_attention(**arguments, impl="triton")
     for step in range(0, 24, 5):
-        one = dict(q=arguments["q"][:, step : step + 1].contiguous(), lengths=arguments["lengths"] + step)
-        agree(paged_attention(**(arguments | one), impl="triton"), prefill[:, step : step + 1])
+        one = dict(q=arguments["q"][:, step : step + 1].contiguous(), lengths=arguments["metadata"].lengths + step)
+        agree(paged_attention(**changed(arguments, **one), impl="triton"), prefill[:, step : step + 1])
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -114,7 +115,7 @@ def test_garbage_that_no_row_may_see_does_not_leak(mode: str, impl: str) -> None
     """Unused slots and foreign pages are NaN in these inputs; another garbage must give the same bits."""
     arguments = inputs(mode, 6, (21, 40, 0), heads=(2, 1), q_lens=(4, 6, 0), split_tokens=16)
     assert arguments["kv"].isnan().any()
-    out, lse = paged_attention(**arguments, return_lse=True, impl=impl)
+    out, lse = paged_attention_with_lse(**arguments, impl=impl)
     assert not out.isnan().any() and not lse.isnan().any()
     other = paged_attention(**(arguments | dict(kv=arguments["kv"].nan_to_num(1e30))), impl=impl)
     assert torch.equal(out, other)
@@ -175,7 +176,7 @@ def test_half_precision_is_as_good_as_eager(length: int, split_tokens: int) -> N
     ],
 )
 def test_bad_input_is_named(change: dict[str, Any], message: str) -> None:
-    arguments = attention_inputs(Maker.seeded("cpu"), "chain", 3, (4, 9)) | change
+    arguments = changed(attention_inputs(Maker.seeded("cpu"), "chain", 3, (4, 9)), **change)
     with pytest.raises(ValueError, match=message):
         paged_attention(**arguments)
 

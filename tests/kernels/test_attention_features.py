@@ -1,4 +1,4 @@
-"""Windows, sinks, caps, fp8 pools and wide trees of paged attention, and the laws between them."""
+"""Windows, sinks, caps, fp8 pools and wide trees of paged attention, and how they relate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec_kernels.attention import paged_attention
+from specdec_kernels.attention import paged_attention, paged_attention_with_lse
+from specdec_kernels.attention.cases_inputs import changed
 from specdec_kernels.tree import build_chain
 from tests.kernels.attention_truth import DEVICE, agree, dense, inputs
 
@@ -17,7 +18,11 @@ COMPILED = DEVICE != "cpu"
 
 
 def run(arguments: dict[str, Any], **options: Any) -> torch.Tensor:
-    return paged_attention(**(arguments | options), impl="triton")
+    return paged_attention(**changed(arguments, **options), impl="triton")
+
+
+def run_with_lse(arguments: dict[str, Any], **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return paged_attention_with_lse(**changed(arguments, **options), impl="triton")
 
 
 @settings(max_examples=14)
@@ -65,7 +70,7 @@ def test_any_combination(
         reach=2,
     )
     tuning = None if split_tokens else dict(block_n=block_n)
-    out, lse = run(arguments, split_tokens=split_tokens, tuning=tuning, return_lse=True)
+    out, lse = run_with_lse(arguments, split_tokens=split_tokens, tuning=tuning)
     expected_out, expected_lse = dense(arguments)
     agree(out, expected_out)
     agree(lse, expected_lse)
@@ -75,21 +80,25 @@ def test_the_window_of_a_tree_goes_by_depth() -> None:
     """Two branches of two: with a window of three the deeper node of each sees its branch and one key of the
     prefix; slots would give the second branch none."""
     arguments = inputs("tree", 5, (6,), heads=(1, 1), window=4)
-    arguments["mask"] = torch.tensor([[[0b1], [0b11], [0b111], [0b1001], [0b11001]]], device=DEVICE)
-    arguments["depths"] = torch.tensor([[0, 1, 2, 1, 2]], dtype=torch.int32, device=DEVICE)
+    arguments = changed(
+        arguments,
+        mask=torch.tensor([[[0b1], [0b11], [0b111], [0b1001], [0b11001]]], device=DEVICE),
+        depths=torch.tensor([[0, 1, 2, 1, 2]], dtype=torch.int32, device=DEVICE),
+    )
+    first_page = arguments["metadata"].page_table[0, 0]
     arguments["q"][:, 4] = arguments["q"][:, 2]
-    seen = run(arguments, return_lse=True)[1]
-    arguments["kv"][0, arguments["page_table"][0, 0], 5] += 1.0  # the last key of the prefix
-    changed = run(arguments, return_lse=True)[1]
-    assert (seen != changed)[0, [0, 1, 2, 3, 4]].all()
-    arguments["kv"][0, arguments["page_table"][0, 0], 4] += 1.0  # three below the first level, four below the second
-    again = run(arguments, return_lse=True)[1]
-    assert (changed != again)[0, :, 0].tolist() == [True, True, False, True, False]
+    seen = run_with_lse(arguments)[1]
+    arguments["kv"][0, first_page, 5] += 1.0  # the last key of the prefix
+    moved = run_with_lse(arguments)[1]
+    assert (seen != moved)[0, [0, 1, 2, 3, 4]].all()
+    arguments["kv"][0, first_page, 4] += 1.0  # three below the first level, four below the second
+    again = run_with_lse(arguments)[1]
+    assert (moved != again)[0, :, 0].tolist() == [True, True, False, True, False]
 
 
 def test_a_chain_is_a_tree_of_width_one_under_a_window() -> None:
     arguments = inputs("chain", 9, (40, 2), heads=(2, 1), window=7)
-    links = build_chain(arguments["lengths"], 9)
+    links = build_chain(arguments["metadata"].lengths, 9)
     chain = run(arguments, tuning=dict(block_n=16))
     tree = run(arguments, mode="tree", mask=links.mask, depths=links.depth, tuning=dict(block_n=16))
     assert torch.equal(chain, tree)
@@ -98,29 +107,28 @@ def test_a_chain_is_a_tree_of_width_one_under_a_window() -> None:
 @pytest.mark.parametrize("mode", ["chain", "tree"])
 def test_a_window_that_holds_everything_is_no_window(mode: str) -> None:
     arguments = inputs(mode, 6, (50, 3), heads=(2, 1), window=1000, split_tokens=16)
-    plain = {name: value for name, value in arguments.items() if name not in ("window", "depths")}
-    assert torch.equal(run(arguments), run(plain))
+    assert torch.equal(run(arguments), run(arguments, window=None, depths=None))
 
 
 def test_rows_of_a_wide_tree_are_rows_of_the_whole_tree() -> None:
     """An expansion step computes some nodes of the tree as the verification of all of them would."""
     whole = inputs("tree", 40, (33, 5), heads=(2, 1), reach=3)
     picked = torch.tensor([[39, 0, 17], [20, 21, 3]], device=DEVICE)
-    rows = picked[:, :, None]
+    rows, mask = picked[:, :, None], whole["metadata"].mask
     some = dict(
         q=whole["q"].gather(1, rows[..., None].expand(-1, -1, *whole["q"].shape[2:])),
-        mask=whole["mask"].gather(1, rows.expand(-1, -1, whole["mask"].shape[2])),
+        mask=mask.gather(1, rows.expand(-1, -1, mask.shape[2])),
     )
     out = run(whole)
     expected = out.gather(1, rows[..., None].expand(-1, -1, *out.shape[2:]))
-    agree(run(whole | some, tree_width=40), expected)
+    agree(run(whole, **some, tree_width=40), expected)
 
 
 def test_a_sink_only_scales_the_output() -> None:
     arguments = inputs("chain", 4, (30, 0), heads=(4, 2), split_tokens=16)
-    out, lse = run(arguments, return_lse=True)
+    out, lse = run_with_lse(arguments)
     sinks = torch.randn(4, generator=torch.Generator().manual_seed(3)).to(DEVICE)
-    scaled, with_sink = run(arguments, return_lse=True, sinks=sinks)
+    scaled, with_sink = run_with_lse(arguments, sinks=sinks)
     agree(with_sink, torch.logaddexp(lse, sinks))
     agree(scaled, out * torch.exp(lse - with_sink)[..., None])
     nothing = torch.full((4,), float("-inf"), device=DEVICE)
@@ -132,8 +140,8 @@ def test_one_split_is_written_as_the_merge_would(sinks: bool) -> None:
     """A larger host bound sends a short request through the merge, which must not show."""
     arguments = inputs("chain", 4, (11,), heads=(4, 2), capacity=200, sinks=sinks)
     for shape in (dict(), dict(window=5)):
-        short = run(arguments, split_tokens=16, max_length=16, return_lse=True, **shape)
-        long = run(arguments, split_tokens=16, max_length=200, return_lse=True, **shape)
+        short = run_with_lse(arguments, split_tokens=16, max_length=16, **shape)
+        long = run_with_lse(arguments, split_tokens=16, max_length=200, **shape)
         for left, right in zip(short, long, strict=True):
             # A sink joins the sum in another place, and a compiler may fuse that sum differently.
             error = 1e-6 if sinks and COMPILED else 0.0
@@ -145,13 +153,14 @@ def test_every_code_of_fp8_is_read_exactly() -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     codes[codes.view(torch.float8_e4m3fn).isnan()] = 0
     arguments = inputs("tree", 256, (1,), heads=(1, 1), head_dim=256, page_size=1, tree_width=1)
-    arguments |= dict(
+    arguments = changed(
+        arguments,
         q=torch.eye(256, device=DEVICE)[None, :, None],
         kv=codes.view(torch.float8_e4m3fn).expand(2, 2, 1, 1, 256).contiguous().to(DEVICE),
         page_table=torch.zeros(1, 2, dtype=torch.int32, device=DEVICE),
         mask=torch.zeros(1, 256, 1, dtype=torch.int64, device=DEVICE),
     )
-    out, lse = run(arguments, scale=1.0, return_lse=True)
+    out, lse = run_with_lse(arguments, scale=1.0)
     values = codes.view(torch.float8_e4m3fn).float().to(DEVICE)
     # A compiled division by a sum of one may round once.
     error = 2e-7 if COMPILED else 0.0
@@ -164,8 +173,8 @@ def test_every_code_of_fp8_is_read_exactly() -> None:
 def test_switches_of_the_softmax_change_no_more_than_their_error(mode: str, switch: str) -> None:
     """The polynomial errs by 7.5e-5 of a weight; lazy rescaling only by rounding, also where scores jump."""
     arguments = inputs(mode, 7, (120, 0), heads=(2, 1), blind=True, scale=5.0)
-    expected, expected_lse = dense(arguments | dict(scale=5.0))
-    out, lse = run(arguments, tuning={switch: True, "block_n": 16}, return_lse=True)
+    expected, expected_lse = dense(changed(arguments, scale=5.0))
+    out, lse = run_with_lse(arguments, tuning={switch: True, "block_n": 16})
     error = 2e-4 if switch == "polynomial_exp2" else 3e-6
     torch.testing.assert_close(out.double().cpu(), expected, rtol=0, atol=error * expected.abs().max().item())
     torch.testing.assert_close(lse.double().cpu(), expected_lse, rtol=1e-5, atol=error)

@@ -9,20 +9,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec_kernels.attention import paged_attention, plan_attention
+from specdec_kernels.attention import (
+    AttentionMetadata,
+    AttentionShape,
+    paged_attention,
+    paged_attention_with_lse,
+    plan_attention,
+    warmup,
+)
 from specdec_kernels.attention.cases import CASES
-from specdec_kernels.attention.inputs import plan_arguments
-from specdec_kernels.attention.warmup import warmup
+from specdec_kernels.attention.cases_inputs import changed, plan_arguments
 from specdec_kernels.cases import Maker
 from specdec_kernels.launch import Launch, record_launches
 from tests.kernels.attention_truth import DEVICE, inputs
 
 
-def planned(arguments: dict[str, Any], **options: Any) -> Any:
-    arguments = arguments | options
-    names = ("return_lse",)
-    plan = plan_attention(**plan_arguments({k: v for k, v in arguments.items() if k not in names}), impl="triton")
-    return paged_attention(**arguments, plan=plan, impl="triton")
+def planned(arguments: dict[str, Any], function: Any = paged_attention) -> Any:
+    work_list = plan_attention(**plan_arguments(arguments), impl="triton")
+    return function(**arguments, work_list=work_list, impl="triton")
 
 
 @settings(max_examples=6)
@@ -34,7 +38,7 @@ def planned(arguments: dict[str, Any], **options: Any) -> Any:
     resident=st.sampled_from([1, 5, 1000]),
     seed=st.integers(0, 1000),
 )
-def test_a_plan_changes_no_bit(
+def test_a_work_list_changes_no_bit(
     requests: list[tuple[int, int]],
     mode: str,
     window: int | None,
@@ -44,25 +48,27 @@ def test_a_plan_changes_no_bit(
 ) -> None:
     lengths, q_lens = zip(*requests, strict=True)
     arguments = inputs(mode, 6, lengths, seed, heads=(2, 1), q_lens=q_lens, window=window, sinks=True)
-    options = dict(split_tokens=split_tokens, return_lse=True, tuning=dict(resident_programs=resident))
-    plain = paged_attention(**arguments, **options, impl="triton")
-    for left, right in zip(plain, planned(arguments, **options), strict=True):
+    arguments |= dict(split_tokens=split_tokens, tuning=dict(resident_programs=resident))
+    plain = paged_attention_with_lse(**arguments, impl="triton")
+    for left, right in zip(plain, planned(arguments, paged_attention_with_lse), strict=True):
         assert torch.equal(left, right)
 
 
 @pytest.mark.parametrize("plan", [False, True])
 @pytest.mark.parametrize("mode", ["chain", "tree"])
 def test_the_order_of_the_batch_does_not_matter(mode: str, plan: bool) -> None:
-    """Bit for bit, and so does the company a request has."""
+    """Bit for bit. The other requests of the batch do not matter either."""
     arguments = inputs(mode, 4, (80, 7, 0, 40), heads=(2, 1), split_tokens=32, q_lens=(4, 3, 0, 2), window=50)
     call = planned if plan else lambda a: paged_attention(**a, impl="triton")
     together = call(arguments)
     order = torch.tensor([2, 0, 3, 1], device=DEVICE)
-    names = [name for name, value in arguments.items() if isinstance(value, torch.Tensor) and name != "kv"]
-    assert torch.equal(call(arguments | {name: arguments[name][order] for name in names}), together[order])
+
+    def only(requests: torch.Tensor) -> dict[str, Any]:
+        return arguments | dict(q=arguments["q"][requests], metadata=arguments["metadata"].of_requests(requests))
+
+    assert torch.equal(call(only(order)), together[order])
     for row in range(4):
-        alone = {name: arguments[name][row : row + 1].contiguous() for name in names}
-        assert torch.equal(call(arguments | alone)[0], together[row])
+        assert torch.equal(call(only(torch.tensor([row], device=DEVICE)))[0], together[row])
 
 
 @settings(max_examples=25)
@@ -73,24 +79,24 @@ def test_the_order_of_the_batch_does_not_matter(mode: str, plan: bool) -> None:
     split_tokens=st.sampled_from([16, 64]),
     max_splits=st.sampled_from([2, 5, 32]),
 )
-def test_a_plan_covers_the_keys_once(
+def test_a_work_list_covers_the_keys_once(
     requests: list[tuple[int, int]], window: int | None, slots: int | None, split_tokens: int, max_splits: int
 ) -> None:
-    """Splits of a request are as many as the keys that its rows see need, and few enough; tiles cover its
-    rows."""
+    """The splits of a request cover the keys that its rows see, and are few enough; tiles cover its rows."""
     lengths, q_lens = zip(*requests, strict=True)
     tuning = dict(block_m=32, block_n=16, max_splits=max_splits)
-    plan = plan_attention(
-        torch.tensor(lengths, device=DEVICE),
-        num_nodes=70,
-        heads=4,
-        kv_heads=2,
-        head_dim=64,
-        max_length=3100,
-        q_lens=torch.tensor(q_lens, dtype=torch.int32, device=DEVICE),
+    metadata = AttentionMetadata(
+        page_table=torch.zeros(len(lengths), 194, dtype=torch.int32, device=DEVICE),
+        lengths=torch.tensor(lengths, device=DEVICE),
         mode="tree",
+        q_lens=torch.tensor(q_lens, dtype=torch.int32, device=DEVICE),
         tree_width=slots,
+        max_length=3100,
         window=window,
+    )
+    plan = plan_attention(
+        metadata,
+        AttentionShape(70, 4, 2, 64, 16, torch.bfloat16, torch.bfloat16),
         split_tokens=split_tokens,
         tuning=tuning,
         impl="reference",
@@ -115,13 +121,14 @@ def test_a_plan_covers_the_keys_once(
             assert not own and not splits
 
 
-def test_a_plan_of_another_shape_is_refused() -> None:
+def test_a_work_list_of_another_shape_is_refused() -> None:
     arguments = inputs("chain", 3, (40, 2), split_tokens=16)
-    plan = plan_attention(**plan_arguments(arguments), impl="triton")
-    with pytest.raises(ValueError, match="window 9 in the call, None in the plan"):
-        paged_attention(**arguments, window=9, plan=plan, impl="triton")
+    work_list = plan_attention(**plan_arguments(arguments), impl="triton")
+    with pytest.raises(ValueError, match="window 9 in the call, None in the list"):
+        paged_attention(**changed(arguments, window=9), work_list=work_list, impl="triton")
+    shape = AttentionShape.of(arguments["q"], arguments["kv"])._replace(heads=3)
     with pytest.raises(ValueError, match="heads: expected a multiple of kv_heads 2, got 3"):
-        plan_attention(**(plan_arguments(arguments) | dict(heads=3)))
+        plan_attention(arguments["metadata"], shape)
 
 
 def _compiled(launches: list[Launch]) -> set[Any]:

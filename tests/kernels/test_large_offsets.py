@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec_kernels import move_accepted, paged_attention, token_slots
+from specdec_kernels import AttentionMetadata, move_accepted, paged_attention, token_slots
 from tests.kernels.guard import guarded
 
 if torch.cuda.is_available():
@@ -54,7 +54,8 @@ def test_attention_reads_beyond_32_bit_offsets(tmp_path: Path) -> None:
     kv[:, -1] = torch.randn(2, page_size, heads, head_dim, generator=generator).half()
     q = torch.randn(1, 2, heads, head_dim, generator=generator).half()
     length = torch.tensor([9])
-    near = paged_attention(q, kv[:, -1:].clone(), torch.tensor([[0]], dtype=torch.int32), length, mode="chain")
+    metadata = AttentionMetadata(torch.tensor([[0]], dtype=torch.int32), length, "chain")
+    near = paged_attention(q, kv[:, -1:].clone(), metadata)
     with guarded():
-        far = paged_attention(q, kv, torch.tensor([[pages - 1]], dtype=torch.int32), length, mode="chain")
+        far = paged_attention(q, kv, metadata._replace(page_table=torch.tensor([[pages - 1]], dtype=torch.int32)))
     assert torch.equal(far, near)

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specdec_kernels.attention.cases_inputs import changed
 from specdec_kernels.cases import Maker
 from specdec_kernels.launch import CHIPS
-from specdec_kernels.mla import mla_attention
+from specdec_kernels.mla import mla_attention, mla_attention_with_lse
 from specdec_kernels.mla.cases import mla_inputs
 from specdec_kernels.mla.configs import blocks, mla_config
 from specdec_kernels.tree import build_chain
@@ -41,10 +42,11 @@ def test_it_is_latent_attention_absorbed(impl: str) -> None:
     )
     plain = torch.randn(2, 4, heads, nope, generator=generator).to(DEVICE)
     arguments["q_latent"] = torch.einsum("bnhd,hdl->bnhl", plain, up_key).contiguous()
-    arguments["scale"] = (nope + rope) ** -0.5
+    scale = (nope + rope) ** -0.5
+    arguments = changed(arguments, scale=scale)
     out = torch.einsum("bnhl,hvl->bnhv", mla_attention(**arguments, impl=impl), up_value)
     for request, length in enumerate((9, 0)):
-        pages = arguments["page_table"][request].tolist()
+        pages = arguments["metadata"].page_table[request].tolist()
         rows = torch.stack([arguments["cache"][pages[t // 4], t % 4] for t in range(length + 4)])
         keys = torch.einsum("tl,hdl->thd", rows[:, :latent], up_key)
         values = torch.einsum("tl,hvl->thv", rows[:, :latent], up_value)
@@ -52,7 +54,7 @@ def test_it_is_latent_attention_absorbed(impl: str) -> None:
             seen = length + node + 1
             scores = torch.einsum("hd,thd->ht", plain[request, node], keys[:seen])
             scores += arguments["q_rope"][request, node] @ rows[:seen, latent:].T
-            expected = torch.einsum("ht,thv->hv", (scores * arguments["scale"]).softmax(-1), values[:seen])
+            expected = torch.einsum("ht,thv->hv", (scores * scale).softmax(-1), values[:seen])
             agree(out[request, node], expected)
 
 
@@ -67,15 +69,15 @@ def test_it_is_latent_attention_absorbed(impl: str) -> None:
 def test_splits_change_nothing(
     lengths: list[int], num_nodes: int, split_tokens: int | None, page_size: int, seed: int
 ) -> None:
-    arguments = inputs("tree", num_nodes, tuple(lengths), seed, page_size=page_size, return_lse=True)
-    whole = mla_attention(**arguments, impl="reference")
-    agree(mla_attention(**arguments, split_tokens=split_tokens, impl="triton"), whole)
+    arguments = inputs("tree", num_nodes, tuple(lengths), seed, page_size=page_size)
+    whole = mla_attention_with_lse(**arguments, impl="reference")
+    agree(mla_attention_with_lse(**arguments, split_tokens=split_tokens, impl="triton"), whole)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_a_chain_is_a_tree(impl: str) -> None:
     chain = inputs("chain", 5, (30, 7))
-    tree = dict(chain, mode="tree", mask=build_chain(chain["lengths"], 5, impl="reference").mask)
+    tree = changed(chain, mode="tree", mask=build_chain(chain["metadata"].lengths, 5, impl="reference").mask)
     agree(mla_attention(**tree, impl=impl), mla_attention(**chain, impl=impl))
 
 
@@ -83,8 +85,9 @@ def test_a_chain_is_a_tree(impl: str) -> None:
 def test_rows_of_a_tree_one_level_at_a_time(impl: str) -> None:
     """A drafter's step: the last nodes of a tree, given the mask of the whole."""
     whole = inputs("tree", 7, (11, 0))
-    part = {name: whole[name][:, 4:].contiguous() for name in ("q_latent", "q_rope", "mask")}
-    level = mla_attention(**(whole | part | dict(tree_width=7)), impl=impl)
+    part = {name: whole[name][:, 4:].contiguous() for name in ("q_latent", "q_rope")}
+    mask = whole["metadata"].mask[:, 4:].contiguous()
+    level = mla_attention(**changed(whole, **part, mask=mask, tree_width=7), impl=impl)
     agree(level, mla_attention(**whole, impl=impl)[:, 4:])
 
 
@@ -93,8 +96,8 @@ def test_the_batch_does_not_matter() -> None:
     together = inputs("chain", 3, (40, 5, 19), split_tokens=16)
     out = mla_attention(**together, impl="triton")
     for order in ([2, 0, 1], [1], [0]):
-        names = ("q_latent", "q_rope", "page_table", "lengths")
-        chosen = {name: together[name][order].contiguous() for name in names}
+        chosen = {name: together[name][order].contiguous() for name in ("q_latent", "q_rope")}
+        chosen["metadata"] = together["metadata"].of_requests(order)
         assert torch.equal(mla_attention(**(together | chosen), impl="triton"), out[order])
 
 
@@ -119,7 +122,7 @@ def test_blocks_cover_the_latent(latent: int) -> None:
     [
         (dict(mode="causal"), "mode must be one of chain, block, tree, got 'causal'"),
         (dict(mode="tree"), "mask: expected with mode 'tree' only, got mode 'tree' and NoneType"),
-        (dict(tree_width=4), "tree_width: expected at least 1 with mode 'tree' only, got 4 with 'chain'"),
+        (dict(tree_width=4), "tree_width: expected with mode 'tree' only, got mode 'chain' and 4"),
         (dict(q_rope=torch.zeros(2, 3, 4, 24)), "q_rope: expected a last dimension that is a multiple of 16, got 24"),
         (dict(q_rope=torch.zeros(2, 3, 5, 16)), r"q_rope: expected shape \[2, 3, 4, \*\], got \[2, 3, 5, 16\]"),
         (dict(cache=torch.zeros(9, 16, 40)), r"cache: expected shape \[\*, \*, 48\], got \[9, 16, 40\]"),
@@ -128,9 +131,11 @@ def test_blocks_cover_the_latent(latent: int) -> None:
         (dict(q_lens=torch.zeros(3, dtype=torch.int32)), r"q_lens: expected shape \[2\], got \[3\]"),
         (dict(max_length=0), "max_length: expected at least 1, got 0"),
         (dict(split_tokens=0), "split_tokens: expected at least 1, got 0"),
+        (dict(scale=None), "scale: expected a positive number, got None"),
+        (dict(window=3), "expected no window or soft_cap .* with latent attention, got window"),
     ],
 )
 def test_bad_input_is_named(change: dict[str, Any], message: str) -> None:
     arguments = mla_inputs(Maker.seeded("cpu"), "chain", 3, (5, 20))
     with pytest.raises(ValueError, match=message):
-        mla_attention(**(arguments | change), impl="reference")
+        mla_attention(**changed(arguments, **change), impl="reference")

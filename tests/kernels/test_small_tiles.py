@@ -13,8 +13,8 @@ import torch
 
 import specdec_kernels.mla.kernel as mla_kernel
 from specdec_kernels import paged_attention
-from specdec_kernels.attention import merge
-from specdec_kernels.attention.inputs import attention_inputs
+from specdec_kernels.attention import kernel_merge
+from specdec_kernels.attention.cases_inputs import attention_inputs, changed
 from specdec_kernels.cases import Maker
 from specdec_kernels.compat.sglang.index import row_offsets
 from specdec_kernels.kv_index import configs
@@ -34,7 +34,7 @@ def test_running_sums_carry_over_many_blocks(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_latent_in_two_blocks_over_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums are rescaled between tiles."""
-    inputs = mla_inputs(Maker.seeded(), "chain", 3, (75, 40), latent=48, rope=16) | dict(scale=1.0)
+    inputs = changed(mla_inputs(Maker.seeded(), "chain", 3, (75, 40), latent=48, rope=16), scale=1.0)
     expected = mla_attention(**inputs, impl="reference")
     real = mla_kernel.mla_config
     monkeypatch.setattr(mla_kernel, "mla_config", lambda *args: replace(real(*args), block_n=16))
@@ -45,6 +45,6 @@ def test_merge_rescales_between_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Splits are merged some at a time."""
     inputs = attention_inputs(Maker.seeded(), "chain", 3, (150, 40), split_tokens=16, scale=2.0)
     expected = paged_attention(**inputs, impl="reference")
-    real = merge.merge_config
-    monkeypatch.setattr(merge, "merge_config", lambda *args: replace(real(*args), unroll=2))
+    real = kernel_merge.merge_config
+    monkeypatch.setattr(kernel_merge, "merge_config", lambda *args: replace(real(*args), unroll=2))
     torch.testing.assert_close(paged_attention(**inputs, impl="triton"), expected, rtol=1e-4, atol=1e-5)

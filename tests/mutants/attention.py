@@ -8,8 +8,8 @@ from tests.mutants.mutant import Mutant, parity
 
 _KERNEL = "specdec_kernels/attention/kernel.py"
 _DEVICE = "specdec_kernels/attention/device.py"
-_MERGE = "specdec_kernels/attention/merge.py"
-_PLAN = "specdec_kernels/attention/plan.py"
+_MERGE = "specdec_kernels/attention/kernel_merge.py"
+_PLAN = "specdec_kernels/attention/kernel_plan.py"
 _case = partial(parity, "attention")
 
 MUTANTS = (

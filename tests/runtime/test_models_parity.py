@@ -22,7 +22,7 @@ from algorithms.runtime.models.decoder import Mixer, MixerWeights
 from algorithms.runtime.models.loading import load_dflash, load_target
 from algorithms.runtime.models.rope import rope_table
 from specdec_kernels import YarnScaling
-from specdec_kernels.attention import paged_attention
+from specdec_kernels.attention import AttentionMetadata, paged_attention
 from specdec_kernels.kv_index import token_slots
 from specdec_kernels.kv_write import materialize_kv, write_kv
 from tests.runtime.tiny_folders import (
@@ -133,15 +133,8 @@ class Cache:
                 eps=self.eps,
                 impl=self.impl,
             )
-            return paged_attention(
-                rotated.view_as(q),
-                self.kv[layer],
-                self.page_table,
-                lengths,
-                mode=mode,
-                q_lens=counts,
-                impl=self.impl,
-            )
+            metadata = AttentionMetadata(self.page_table, lengths, mode, q_lens=counts)
+            return paged_attention(rotated.view_as(q), self.kv[layer], metadata, impl=self.impl)
 
         return mix
 

@@ -1,29 +1,40 @@
 """`backend=hybrid`: one backend for prompts, one for decoding, and a choice of the two for verifying and drafting.
 
-After SGLang's `speculative_attention_mode`: prompts go to the prefill backend, forwards of one token a request to the
+After SGLang's `speculative_attention_mode`: prompts go to the prefill backend, forwards of one token per request to the
 decode backend, trees and blocks of drafts to the one that `verify` names, everything a drafter runs to the one that
 `draft` names. Each backend's own settings stand under its name, as in `backend.fa4.dispatch`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from algorithms.runtime.backends import AttentionPlan, Backend, backends
 from algorithms.runtime.backends.flashinfer import FlashInferBackend
-from algorithms.runtime.backends.torch_sdpa import TorchBackend
-from algorithms.runtime.backends.triton import FA4Backend
-from specdec_kernels.wrappers import Needs
+from algorithms.runtime.backends.protocol import Backend
+from algorithms.runtime.backends.torch import TorchBackend
+from algorithms.runtime.backends.triton import TritonBackend
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
+    from specdec_kernels import AttentionMetadata, AttentionShape
+
+SINGLE: dict[str, Any] = {kind.name: kind for kind in (TritonBackend, FlashInferBackend, TorchBackend)}
+"""Backends that a side can be, by name."""
 SIDES = ("prefill", "decode")
 
 
+class HybridPlan(NamedTuple):
+    """The side that serves a forward, and its plan."""
+
+    side: Backend
+    planned: Any
+
+
 class HybridBackend:
-    """Routes a plan by its phase; both sides read and write one KV pool, so they may be mixed at will."""
+    """Routes a forward by its phase. Both sides read one KV pool, so any two can be combined."""
 
     name = "hybrid"
 
@@ -33,17 +44,17 @@ class HybridBackend:
         prefill: str = "fa4"
         """Backend that serves prompts."""
         decode: str = "fa4"
-        """Backend that serves one token a request."""
+        """Backend that serves one token per request."""
         verify: str = "decode"
         """Which of the two verifies drafts: `prefill` or `decode`."""
         draft: str = "decode"
         """Which of the two serves the drafter: `prefill` or `decode`."""
-        fa4: FA4Backend.Config = field(default_factory=FA4Backend.Config)
+        fa4: TritonBackend.Config = field(default_factory=TritonBackend.Config)
         flashinfer: FlashInferBackend.Config = field(default_factory=FlashInferBackend.Config)
         torch: TorchBackend.Config = field(default_factory=TorchBackend.Config)
 
         def __post_init__(self) -> None:
-            valid = [name for name in backends() if name != "hybrid"]
+            valid = list(SINGLE)
             for key in SIDES:
                 if getattr(self, key) not in valid:
                     raise ValueError(f"backend.{key} must be one of {', '.join(valid)}, got {getattr(self, key)!r}")
@@ -73,7 +84,7 @@ class HybridBackend:
             return all(self.settings_of(name).capturable for name in named)
 
     def __init__(self, config: Config, impl: str) -> None:
-        kinds = {name: backends()[name] for name in (config.prefill, config.decode)}
+        kinds = {name: SINGLE[name] for name in (config.prefill, config.decode)}
         built: dict[str, Backend] = {name: kind(config.settings_of(name), impl) for name, kind in kinds.items()}
         self.capturable = config.capturable
         self._config = config
@@ -84,16 +95,17 @@ class HybridBackend:
         """Phase -> what computed it."""
         return {phase: name for side in self._sides.values() for phase, name in side.served.items()}
 
-    def refusal(self, needs: Needs, phase: str) -> str | None:
+    def refuse(
+        self, shape: AttentionShape, mode: str, window: int | None, device: torch.device, phase: str
+    ) -> str | None:
         side = self._sides[self._config.side_of(phase)]
-        reason = side.refusal(needs, phase)
+        reason = side.refuse(shape, mode, window, device, phase)
         return None if reason is None else f"{side.name} for {phase}: {reason}"
 
-    def plan(self, plan: AttentionPlan) -> AttentionPlan:
-        phase = "decode" if plan.phase == "verify" and plan.num_queries == 1 else plan.phase
+    def plan(self, metadata: AttentionMetadata, shape: AttentionShape, phase: str) -> HybridPlan:
+        phase = "decode" if phase == "verify" and shape.num_nodes == 1 else phase
         side = self._sides[self._config.side_of(phase)]
-        return replace(plan, prepared=(side, side.plan(replace(plan, phase=phase))))
+        return HybridPlan(side, side.plan(metadata, shape, phase))
 
-    def run(self, plan: AttentionPlan, q: Tensor, kv: Tensor) -> Tensor:
-        side, planned = plan.prepared
-        return side.run(planned, q, kv)
+    def run(self, plan: HybridPlan, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
+        return plan.side.run(plan.planned, q, kv, sinks)

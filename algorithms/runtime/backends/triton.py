@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import specdec_kernels as kernels
-from algorithms.runtime.backends import AttentionPlan, BackendError
-from algorithms.runtime.backends.package import Wrapped, layer_shape
-from specdec_kernels.wrappers import FlashAttention4, Needs
+from algorithms.runtime.backends.flash_attention_4 import FlashAttention4, FlashAttentionPlan
+from algorithms.runtime.backends.protocol import BackendError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+    from specdec_kernels import AttentionMetadata, AttentionShape, WorkList
 
 DISPATCH = ("triton", "auto", "flash_attention_4")
 
 
-class FA4Backend:
+class TritonPlan(NamedTuple):
+    """A call of `paged_attention` without its queries and keys."""
+
+    metadata: AttentionMetadata
+    work_list: WorkList | None
+
+
+class TritonBackend:
     """Online softmax in base 2, packed GQA rows, split-KV; see `specdec_kernels.attention`."""
 
     name = "fa4"
@@ -27,12 +36,12 @@ class FA4Backend:
         split_tokens: int | None = None
         """KV tokens a split covers; None takes the static table's value for the chip."""
         dispatch: str = "triton"
-        """`triton`: the project's kernel for every call. `flash_attention_4`: the package for every call, which is
-        refused where it is missing or cannot do it. `auto`: the package for prompts where it is installed and able,
-        else Triton. The package has no split keys on Hopper, so verifying drafts stays with Triton."""
+        """`triton`: the project's kernel for every call. `flash_attention_4`: the package for every call; a call is
+        refused where the package is missing or cannot do it. `auto`: the package for prompts where it is installed and
+        able, else Triton. The package has no split keys on Hopper, so verifying drafts stays with Triton."""
         work_list: bool | None = None
-        """Whether a fixed grid walks a list of work made on the device once a step, which a captured graph with a wide
-        `max_length` needs; None: on a GPU. The interpreter does without: there it is one more kernel a forward."""
+        """Whether a fixed grid walks a list of work made on the device once per forward, which a captured graph with a
+        wide `max_length` needs; None: on a GPU. The interpreter does without: there it is one more kernel."""
 
         def __post_init__(self) -> None:
             if self.split_tokens is not None and self.split_tokens < 16:
@@ -48,73 +57,45 @@ class FA4Backend:
         self.capturable = config.capturable
         self.served: dict[str, str] = {}
         self._config, self._impl = config, impl
-        self._package = Wrapped(FlashAttention4(impl)) if config.dispatch != "triton" else None
-        if config.dispatch == "flash_attention_4" and (reason := FlashAttention4.available()):
+        self._package = FlashAttention4(impl)
+        if config.dispatch == "flash_attention_4" and (reason := FlashAttention4.unavailable()):
             raise BackendError(f"backend.dispatch=flash_attention_4: {reason}; use backend.dispatch=triton")
 
-    def refusal(self, needs: Needs, phase: str) -> str | None:
+    def refuse(
+        self, shape: AttentionShape, mode: str, window: int | None, device: torch.device, phase: str
+    ) -> str | None:
         """Triton serves every call; the package refuses some."""
-        if self._package is None or self._config.dispatch == "auto":
+        if self._config.dispatch != "flash_attention_4":
             return None
-        return self._package.refusal(needs)
+        return self._package.refuse(shape, mode, window, device, phase)
 
-    def plan(self, plan: AttentionPlan) -> AttentionPlan:
-        return replace(plan, prepared={})
+    def plan(self, metadata: AttentionMetadata, shape: AttentionShape, phase: str) -> TritonPlan | FlashAttentionPlan:
+        note, dispatch = "", self._config.dispatch
+        if dispatch == "flash_attention_4" or (dispatch == "auto" and phase == "prefill"):
+            reason = self._package.refuse(shape, metadata.mode, metadata.window, metadata.lengths.device, phase)
+            if reason is None or dispatch != "auto":
+                self.served[phase] = f"fa4: {self._package.name}"
+                return self._package.plan(metadata, shape, phase)
+            note = f" ({self._package.name} not used: {reason})"
+        self.served[phase] = f"fa4: {'triton' if self._impl != 'reference' else 'reference'}{note}"
+        listed = self._config.work_list
+        work_list = None
+        if metadata.lengths.is_cuda if listed is None else listed:
+            split_tokens = self._config.split_tokens
+            work_list = kernels.plan_attention(metadata, shape, split_tokens=split_tokens, impl=self._impl)
+        return TritonPlan(metadata, work_list)
 
-    def run(self, plan: AttentionPlan, q: Tensor, kv: Tensor) -> Tensor:
-        note = ""
-        if self._package is not None and self._config.dispatch == "flash_attention_4":
-            return self._through(self._package, plan, q, kv)
-        if self._package is not None and plan.phase == "prefill":
-            reason = self._package.refusal_of(plan, q, kv)
-            if reason is None:
-                return self._through(self._package, plan, q, kv)
-            note = f" ({self._package.label} not used: {reason})"
-        self.served[plan.phase] = f"fa4: {'triton' if self._impl != 'reference' else 'reference'}{note}"
+    def run(
+        self, plan: TritonPlan | FlashAttentionPlan, q: Tensor, kv: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        if isinstance(plan, FlashAttentionPlan):
+            return self._package.run(plan, q, kv, sinks)
         return kernels.paged_attention(
             q,
             kv,
-            plan.page_table,
-            plan.lengths,
-            mode=plan.mode,
-            mask=plan.mask,
-            q_lens=plan.q_lens,
-            max_length=plan.max_length,
+            plan.metadata,
+            sinks=sinks,
+            work_list=plan.work_list,
             split_tokens=self._config.split_tokens,
-            plan=self._work_list(plan, q, kv),
             impl=self._impl,
-            **_options(plan),
         )
-
-    def _through(self, package: Wrapped, plan: AttentionPlan, q: Tensor, kv: Tensor) -> Tensor:
-        self.served[plan.phase] = f"fa4: {package.label}"
-        return package.run(plan, q, kv)
-
-    def _work_list(self, plan: AttentionPlan, q: Tensor, kv: Tensor) -> kernels.AttentionPlan | None:
-        """Made at the first layer, when the heads are known, and kept for the layers that look the same."""
-        if not (q.is_cuda if self._config.work_list is None else self._config.work_list):
-            return None
-        shape = layer_shape(q, kv)
-        if shape not in plan.prepared:
-            plan.prepared[shape] = kernels.plan_attention(
-                plan.lengths,
-                num_nodes=q.shape[1],
-                heads=q.shape[2],
-                kv_heads=kv.shape[3],
-                head_dim=q.shape[3],
-                max_length=min(plan.max_length, plan.page_table.shape[1] * plan.page_size),
-                kv_bytes=kv.element_size(),
-                q_lens=plan.q_lens,
-                mode=plan.mode,
-                tree_width=plan.tree_width,
-                window=plan.window,
-                split_tokens=self._config.split_tokens,
-                impl=self._impl,
-            )
-        return plan.prepared[shape]
-
-
-def _options(plan: AttentionPlan) -> dict[str, Any]:
-    """The arguments that most calls leave out."""
-    names = ("tree_width", "window", "depths", "row_depths", "soft_cap", "sinks", "scale")
-    return {name: getattr(plan, name) for name in names if getattr(plan, name) is not None}

@@ -1,7 +1,7 @@
 """Stand-ins for FlashInfer and FlashAttention-4 that check how they are called and compute what they promise.
 
 Each has the parameter names of the real function, recorded with the version they were read from, refuses arguments of
-another name, dtype, shape or device, and does dense attention in float64 from nothing but those arguments. So a wrapper
+another name, dtype, shape or device, and does dense attention in float64 from nothing but those arguments. So a backend
 that passes wrong indices, lengths, masks or alignments gives wrong results here as it would on a GPU.
 """
 
@@ -170,8 +170,8 @@ def module(name: str, **contents: Any) -> ModuleType:
 
 
 def install(monkeypatch: Any) -> None:
-    """Put both stand-ins where the wrappers import the packages, on a CPU that passes for a Hopper GPU."""
-    from specdec_kernels.wrappers import contract
+    """Put both stand-ins where the backends import the packages, on a CPU that passes for a Hopper GPU."""
+    from algorithms.runtime.backends import packages
 
     FakePrefillWrapper.made = []
     flashinfer = module("flashinfer", BatchPrefillWithPagedKVCacheWrapper=FakePrefillWrapper)
@@ -179,5 +179,5 @@ def install(monkeypatch: Any) -> None:
     modules = {"flashinfer": flashinfer, "flash_attn": module("flash_attn", cute=cute), "flash_attn.cute": cute}
     for name, made in modules.items():
         monkeypatch.setitem(__import__("sys").modules, name, made)
-    monkeypatch.setattr(contract, "no_device", lambda: None)
-    monkeypatch.setattr(contract, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(packages, "no_device", lambda: None)
+    monkeypatch.setattr(packages, "capability", lambda device: (9, 0))

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from specdec_kernels.attention.device import key_end, split_layout, used_rows
-from specdec_kernels.attention.types import AttentionPlan, PlanShape
+from specdec_kernels.attention.types import AttentionMetadata, WorkList, WorkShape
 from specdec_kernels.launch import launch
 
 _ITEMS = 256  # entries written at once
@@ -97,25 +97,23 @@ def _plan_kernel(
             tl.store(entry + field, lanes * 0, mask=first + lanes < capacity)
 
 
-def plan_attention(lengths: torch.Tensor, q_lens: torch.Tensor | None, shape: PlanShape) -> AttentionPlan:
+def plan_attention(metadata: AttentionMetadata, work: WorkShape) -> WorkList:
     """See `specdec_kernels.attention.plan_attention`, which has checked the arguments."""
-    tiles = -(-shape.num_nodes * shape.group // shape.block_m)
-    capacity = shape.batch * shape.num_splits * tiles
+    lengths = metadata.lengths
+    capacity = work.batch * work.num_splits * work.row_tiles
     items = lengths.new_empty((capacity, 3), dtype=torch.int32)
-    offsets = lengths.new_empty((shape.batch + 1,), dtype=torch.int32)
+    offsets = lengths.new_empty((work.batch + 1,), dtype=torch.int32)
     num_items = lengths.new_empty((1,), dtype=torch.int32)
     launch(
         _plan_kernel,
-        (max(1, shape.batch),),
-        *(lengths, q_lens, items, offsets, num_items),
-        *(shape.batch, capacity, shape.num_nodes, shape.num_slots),
-        *(shape.split_tokens, shape.first_splits, shape.max_splits, shape.max_length, shape.window),
+        (max(1, work.batch),),
+        *(lengths, metadata.q_lens, items, offsets, num_items, work.batch, capacity, work.num_nodes, *work.cut),
         num_warps=4,
-        GROUP=shape.group,
-        BLOCK_M=shape.block_m,
-        ALL_SLOTS=shape.all_slots,
-        SPLIT=shape.num_splits > 1,
-        BLOCK_B=max(2, triton.next_power_of_2(shape.batch)),
+        GROUP=work.group,
+        BLOCK_M=work.block_m,
+        ALL_SLOTS=work.all_slots,
+        SPLIT=work.num_splits > 1,
+        BLOCK_B=max(2, triton.next_power_of_2(work.batch)),
         ITEMS=_ITEMS,
     )
-    return AttentionPlan(items, offsets, num_items, shape)
+    return WorkList(items, offsets, num_items, work)

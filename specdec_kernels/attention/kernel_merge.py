@@ -29,7 +29,7 @@ from specdec_kernels.attention.device import (
     split_layout,
     used_rows,
 )
-from specdec_kernels.attention.types import AttentionPlan, PlanShape
+from specdec_kernels.attention.types import AttentionMetadata, WorkList, WorkShape
 from specdec_kernels.launch import current_chip, launch
 
 _LOG2_E = tl.constexpr(LOG2_E)
@@ -50,7 +50,7 @@ _LOG2_E = tl.constexpr(LOG2_E)
 def _merge_kernel(
     part_ptr,  # [partial results, N, H, D] in the type of out
     part_lse_ptr,  # [partial results, N, H] float32, base 2
-    offsets_ptr,  # [B + 1] int32 of a plan or None: `num_splits` a request
+    offsets_ptr,  # [B + 1] int32 of a work list; None: `num_splits` per request
     lengths_ptr,  # [B] int64
     q_lens_ptr,  # [B] int32 or None
     sinks_ptr,  # [H] float32 or None
@@ -138,29 +138,27 @@ def overlapped(overlap: bool) -> dict[str, Any]:
 def merge(
     part: torch.Tensor,
     part_lse: torch.Tensor | None,
-    lengths: torch.Tensor,
-    q_lens: torch.Tensor | None,
+    metadata: AttentionMetadata,
     sinks: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor | None,
-    shape: PlanShape,
-    plan: AttentionPlan | None,
+    work: WorkShape,
+    work_list: WorkList | None,
 ) -> None:
-    """Write `out` [B, N, H, D] and `lse` [B, N, H] from the partial results of `shape.num_splits` splits."""
+    """Write `out` [B, N, H, D] and `lse` [B, N, H] from the partial results of `work.num_splits` splits."""
     batch, num_nodes, heads, head_dim = out.shape
-    config = merge_config(current_chip(out), num_nodes * heads, shape.num_splits)
+    config = merge_config(current_chip(out), num_nodes * heads, work.num_splits)
     launch(
         _merge_kernel,
         (batch * -(-num_nodes * heads // config.rows),),
-        *(part, part_lse, plan.offsets if plan is not None else None, lengths, q_lens, sinks, out, lse),
-        *(num_nodes, shape.num_splits, shape.num_slots),
-        *(shape.split_tokens, shape.first_splits, shape.max_splits, shape.max_length, shape.window),
+        *(part, part_lse, None if work_list is None else work_list.offsets, metadata.lengths, metadata.q_lens),
+        *(sinks, out, lse, num_nodes, work.num_splits, *work.cut),
         num_warps=config.num_warps,
         num_stages=2,
         D=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim),
         HEADS=heads,
-        ALL_SLOTS=shape.all_slots,
+        ALL_SLOTS=work.all_slots,
         ROWS=config.rows,
         UNROLL=config.unroll,
         OVERLAP=config.overlap,

@@ -1,6 +1,6 @@
-"""FlashInfer and FlashAttention-4 behind their wrappers: results, refusals, and the signatures they rely on.
+"""FlashInfer and FlashAttention-4 as attention backends: results, refusals, and the signatures they rely on.
 
-Without a GPU the packages are stand-ins (`tests/kernels/fakes.py`) that check every argument and compute from them in
+Without a GPU the packages are stand-ins (`fake_packages.py`) that check every argument and compute from them in
 float64. On a GPU with a package installed the same comparisons run against the package.
 """
 
@@ -9,28 +9,29 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from specdec_kernels.attention import paged_attention
-from specdec_kernels.attention.cases import attention_inputs
+from algorithms.runtime.backends.flash_attention_4 import FlashAttention4
+from algorithms.runtime.backends.flashinfer import FlashInferBackend
+from algorithms.runtime.backends.protocol import BackendError
+from algorithms.runtime.backends.states import add_sinks, merge_states
+from specdec_kernels.attention import AttentionShape, paged_attention_with_lse
+from specdec_kernels.attention.cases_inputs import attention_inputs, changed
+from specdec_kernels.attention.reference import visible_keys
 from specdec_kernels.cases import Maker
-from specdec_kernels.wrappers import AttentionCall, FlashAttention4, FlashInferAttention, Needs, Unsupported
-from specdec_kernels.wrappers.states import add_sinks, merge_states
-from specdec_kernels.wrappers.visibility import visible_keys
-from tests.kernels import fakes
+from tests.runtime import fake_packages
 
-KINDS = (FlashInferAttention, FlashAttention4)
+KINDS = (FlashInferBackend, FlashAttention4)
 # Two roundings of outputs of order 1: the parts of a tree and their sum.
 TOLERANCE = {torch.float16: dict(rtol=4e-3, atol=4e-3), torch.bfloat16: dict(rtol=3e-2, atol=3e-2)}
 
 
 @pytest.fixture
 def standins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    fakes.install(monkeypatch)
+    fake_packages.install(monkeypatch)
     yield
 
 
@@ -44,39 +45,29 @@ def inputs(
     return made
 
 
-def call_of(arguments: dict[str, Any], **changes: Any) -> AttentionCall:
-    q, kv = arguments["q"], arguments["kv"]
-    call = AttentionCall(
-        page_table=arguments["page_table"],
-        lengths=arguments["lengths"],
-        mode=arguments["mode"],
-        num_queries=q.shape[1],
-        num_heads=q.shape[2],
-        num_kv_heads=kv.shape[3],
-        head_dim=q.shape[3],
-        page_size=kv.shape[2],
-        max_length=arguments["page_table"].shape[1] * kv.shape[2],
-        dtype=q.dtype,
-        mask=arguments["mask"],
-        q_lens=arguments["q_lens"],
-    )
-    return replace(call, **changes)
+def build(kind: Any, impl: str = "reference") -> Any:
+    return kind(impl) if kind is FlashAttention4 else kind(kind.Config(), impl)
+
+
+def plan(backend: Any, arguments: dict[str, Any]) -> Any:
+    shape = AttentionShape.of(arguments["q"], arguments["kv"])
+    return backend.plan(arguments["metadata"], shape, "verify")
+
+
+def through(backend: Any, arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    q, kv, sinks = arguments["q"], arguments["kv"], arguments.get("sinks")
+    return backend.run_with_lse(plan(backend, arguments), q, kv, sinks)
 
 
 def expected(arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    exact = {key: value for key, value in arguments.items()}
-    exact["q"], exact["kv"] = arguments["q"].double(), arguments["kv"].double()
-    return paged_attention(**exact, return_lse=True, impl="reference")
+    exact = arguments | dict(q=arguments["q"].double(), kv=arguments["kv"].double())
+    return paged_attention_with_lse(**exact, impl="reference")
 
 
 def agree(actual: tuple[torch.Tensor, torch.Tensor], truth: tuple[torch.Tensor, torch.Tensor]) -> None:
     out, lse = actual
     torch.testing.assert_close(out.double(), truth[0].double(), **TOLERANCE[out.dtype])
     torch.testing.assert_close(lse.double(), truth[1].double(), rtol=2e-3, atol=2e-3)
-
-
-def impl() -> str:
-    return "auto" if torch.cuda.is_available() else "reference"
 
 
 SHAPES = {
@@ -101,9 +92,7 @@ SHAPES = {
 def test_results(standins: None, kind: Any, shape: str) -> None:
     mode, nodes, lengths, options = SHAPES[shape]
     arguments = inputs(mode, nodes, lengths, **options)
-    wrapper = kind(impl="reference")
-    planned = wrapper.plan(call_of(arguments))
-    agree(wrapper.run(planned, arguments["q"], arguments["kv"]), expected(arguments))
+    agree(through(build(kind), arguments), expected(arguments))
 
 
 @pytest.mark.gpu
@@ -111,19 +100,17 @@ def test_results(standins: None, kind: Any, shape: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_results_of_the_package(kind: Any, shape: str, dtype: torch.dtype) -> None:
-    if reason := kind.available():
+    if reason := kind.unavailable():
         pytest.skip(reason)
     mode, nodes, lengths, options = SHAPES[shape]
     arguments = inputs(mode, nodes, lengths, Maker.seeded("cuda", dtype), **options)
-    wrapper = kind()
-    planned = wrapper.plan(call_of(arguments))
-    agree(wrapper.run(planned, arguments["q"], arguments["kv"]), expected(arguments))
+    agree(through(build(kind, "auto"), arguments), expected(arguments))
 
 
 def dense(arguments: dict[str, Any], seen: torch.Tensor, cap: float | None, sinks: torch.Tensor | None) -> Any:
     """Attention over a dense visibility, written here once more."""
     q, kv = arguments["q"].double(), arguments["kv"].double()
-    pages = arguments["page_table"].long().clamp(0, kv.shape[1] - 1)
+    pages = arguments["metadata"].page_table.long().clamp(0, kv.shape[1] - 1)
     keys, values = (half[pages].flatten(1, 2)[:, : seen.shape[2]] for half in kv)
     group = q.shape[2] // kv.shape[3]
     scores = torch.einsum("bnhd,bshd->bnhs", q, keys.repeat_interleave(group, 2)) * q.shape[3] ** -0.5
@@ -142,27 +129,20 @@ def dense(arguments: dict[str, Any], seen: torch.Tensor, cap: float | None, sink
 def test_window_soft_cap_and_sinks(standins: None, kind: Any, mode: str, window: int | None) -> None:
     arguments = inputs(mode, 6, (30, 0, 9))
     sinks = torch.tensor([0.5, -1.0, 3.0, 0.0])
-    used = torch.full((3,), 6, dtype=torch.int32)
-    width = int(arguments["lengths"].max()) + 6
-    seen = visible_keys(arguments["lengths"], used, 6, width, mode, window=window)
-    wrapper = kind(impl="reference")
-    planned = wrapper.plan(call_of(arguments, window=window, soft_cap=2.0, sinks=sinks))
-    agree(wrapper.run(planned, arguments["q"], arguments["kv"]), dense(arguments, seen, 2.0, sinks))
+    call = changed(arguments, window=window, soft_cap=2.0, sinks=sinks)
+    agree(through(build(kind), call), dense(arguments, visible_keys(call["metadata"], 6, 36), 2.0, sinks))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", ["chain", "block"])
 def test_window_soft_cap_and_sinks_of_the_package(kind: Any, mode: str) -> None:
-    if reason := kind.available():
+    if reason := kind.unavailable():
         pytest.skip(reason)
     arguments = inputs(mode, 6, (30, 0, 9), Maker.seeded("cuda", torch.bfloat16))
     sinks = torch.tensor([0.5, -1.0, 3.0, 0.0], device="cuda")
-    used = torch.full((3,), 6, dtype=torch.int32, device="cuda")
-    seen = visible_keys(arguments["lengths"], used, 6, 36, mode, window=5)
-    wrapper = kind()
-    planned = wrapper.plan(call_of(arguments, window=5, soft_cap=2.0, sinks=sinks))
-    agree(wrapper.run(planned, arguments["q"], arguments["kv"]), dense(arguments, seen, 2.0, sinks))
+    call = changed(arguments, window=5, soft_cap=2.0, sinks=sinks)
+    agree(through(build(kind, "auto"), call), dense(arguments, visible_keys(call["metadata"], 6, 36), 2.0, sinks))
 
 
 def test_flashinfer_window_over_a_tree_goes_by_depth(standins: None) -> None:
@@ -170,16 +150,14 @@ def test_flashinfer_window_over_a_tree_goes_by_depth(standins: None) -> None:
     arguments = inputs("tree", 5, (7,), page_size=4)
     depths = torch.tensor([[0, 1, 1, 2, 2]], dtype=torch.int32)
     words = torch.tensor([[0b00001, 0b00011, 0b00101, 0b01011, 0b10101]])
-    arguments["mask"] = words[..., None].contiguous()
-    wrapper = FlashInferAttention(impl="reference")
-    planned = wrapper.plan(call_of(arguments, window=2, depths=depths))
+    call = changed(arguments, mask=words[..., None].contiguous(), window=2, depths=depths)
     distance = torch.tensor(
         # positions 0 … 6 of the prefix, then depths of the slots
         [[7 + own - key for key in [*range(7), 7, 8, 8, 9, 9]] for own in (0, 1, 1, 2, 2)]
     )
     ancestors = torch.tensor([[bool(int(words[0, row]) >> slot & 1) for slot in range(5)] for row in range(5)])
     seen = torch.cat([torch.ones(5, 7, dtype=torch.bool), ancestors], 1) & (distance < 2)
-    agree(wrapper.run(planned, arguments["q"], arguments["kv"]), dense(arguments, seen[None], None, None))
+    agree(through(build(FlashInferBackend), call), dense(arguments, seen[None], None, None))
 
 
 @pytest.mark.parametrize("rows", [2, 5])
@@ -187,21 +165,19 @@ def test_flashinfer_rows_anywhere_in_a_tree(standins: None, rows: int) -> None:
     """A drafter's level: its rows are the last slots of a tree of five that the mask describes."""
     whole = inputs("tree", 5, (7, 0), page_size=4)
     truth = expected(whole)
-    level = dict(whole, q=whole["q"][:, 5 - rows :].contiguous(), mask=whole["mask"][:, 5 - rows :].contiguous())
-    wrapper = FlashInferAttention(impl="reference")
-    planned = wrapper.plan(call_of(level, tree_width=5))
-    out, lse = wrapper.run(planned, level["q"], level["kv"])
-    agree((out, lse), (truth[0][:, 5 - rows :], truth[1][:, 5 - rows :]))
+    q, mask = (x[:, 5 - rows :].contiguous() for x in (whole["q"], whole["metadata"].mask))
+    level = changed(whole, q=q, mask=mask, tree_width=5)
+    agree(through(build(FlashInferBackend), level), (truth[0][:, 5 - rows :], truth[1][:, 5 - rows :]))
 
 
 def test_flashinfer_plans_interleave(standins: None) -> None:
     """A plan that another overwrote is made again; masked and unmasked calls do not share an object."""
     chain, tree = inputs("chain", 3, (12,)), inputs("tree", 4, (9,))
-    wrapper = FlashInferAttention(impl="reference")
-    first, second, third = (wrapper.plan(call_of(a)) for a in (chain, tree, dict(chain, lengths=chain["lengths"] - 2)))
+    backend, shorter = build(FlashInferBackend), changed(chain, lengths=chain["metadata"].lengths - 2)
+    first, second, third = (plan(backend, arguments) for arguments in (chain, tree, shorter))
     for arguments, planned in ((chain, first), (tree, second), (chain, first)):
-        agree(wrapper.run(planned, arguments["q"], arguments["kv"]), expected(arguments))
-    unmasked, masked = fakes.FakePrefillWrapper.made
+        agree(backend.run_with_lse(planned, arguments["q"], arguments["kv"]), expected(arguments))
+    unmasked, masked = fake_packages.FakePrefillWrapper.made
     assert (unmasked.backend, masked.backend) == ("fa3", "fa2")
     assert (unmasked.plans, masked.plans) == (3, 1)
     assert third is not first
@@ -210,51 +186,51 @@ def test_flashinfer_plans_interleave(standins: None) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_request_with_rows(standins: None, kind: Any) -> None:
     arguments = inputs("chain", 3, (12, 5), q_lens=(0, 0))
-    wrapper = kind(impl="reference")
-    out, lse = wrapper.run(wrapper.plan(call_of(arguments)), arguments["q"], arguments["kv"])
+    out, lse = through(build(kind), arguments)
     assert not out.any() and bool((lse == float("-inf")).all())
 
 
 def test_flashinfer_cuts_no_request(standins: None) -> None:
     """Its rows are aligned at the last key, so keys left out would move every row."""
     arguments = inputs("chain", 3, (12, 5))
-    with pytest.raises(ValueError, match="expected at most 14 keys a request, draft included, got 15"):
-        FlashInferAttention(impl="reference").plan(call_of(arguments, max_length=14))
+    with pytest.raises(ValueError, match="expected at most 14 keys per request, draft included, got 15"):
+        plan(build(FlashInferBackend), changed(arguments, max_length=14))
 
 
-@pytest.mark.parametrize("kind, package", [(FlashInferAttention, "flashinfer"), (FlashAttention4, "flash_attn.cute")])
-def test_a_package_that_is_not_there_is_named(kind: Any, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    fakes.install(monkeypatch)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_package_that_is_not_there_is_named(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_packages.install(monkeypatch)
     for name in ("flashinfer", "flash_attn.cute", "flash_attn"):
         monkeypatch.setitem(__import__("sys").modules, name, None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "is not installed" in kind.available()
-    with pytest.raises(Unsupported, match="is not installed"):
-        kind(impl="reference").plan(call_of(inputs("chain", 1, (3,))))
+    assert "is not installed" in kind.unavailable()
+    with pytest.raises(BackendError, match="is not installed"):
+        plan(build(kind), inputs("chain", 1, (3,)))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU says")
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_gpu_is_a_reason(kind: Any) -> None:
-    assert kind.available() == "it needs an NVIDIA GPU, torch sees none"
+    assert kind.unavailable() == "it needs an NVIDIA GPU, torch sees none"
 
 
-HALF = Needs("chain", 8, 2, 128, 16, torch.bfloat16, torch.device("cpu"))
+HALF = AttentionShape(1, 8, 2, 128, 16, torch.bfloat16, torch.bfloat16)
+CPU = torch.device("cpu")
 REFUSED = {
-    "float32": (KINDS, dict(dtype=torch.float32), "float16 and bfloat16"),
-    "fp8": (KINDS, dict(kv_dtype=torch.float8_e4m3fn), "dtype of the queries"),
-    "head_dim_96": ((FlashInferAttention,), dict(head_dim=96), "head dimensions 64, 128, 256, got 96"),
-    "head_dim_320": ((FlashAttention4,), dict(head_dim=320), "up to 256 as head dimension, got 320"),
-    "tree_window": ((FlashAttention4,), dict(mode="tree", window=64), "by depth"),
+    "float32": (KINDS, dict(dtype=torch.float32), None, "float16 and bfloat16"),
+    "fp8": (KINDS, dict(kv_dtype=torch.float8_e4m3fn), None, "dtype of the queries"),
+    "head_dim_96": ((FlashInferBackend,), dict(head_dim=96), None, "head dimensions 64, 128, 256, got 96"),
+    "head_dim_320": ((FlashAttention4,), dict(head_dim=320), None, "up to 256 as head dimension, got 320"),
+    "tree_window": ((FlashAttention4,), {}, 64, "by depth"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals_come_before_anything_runs(standins: None, name: str) -> None:
-    kinds, change, reason = REFUSED[name]
+    kinds, change, window, reason = REFUSED[name]
     for kind in kinds:
-        assert kind(impl="reference").refusal(HALF) is None
-        assert reason in kind(impl="reference").refusal(replace(HALF, **change))
+        assert build(kind).refuse(HALF, "chain", None, CPU, "verify") is None
+        assert reason in build(kind).refuse(HALF._replace(**change), "tree", window, CPU, "verify")
 
 
 @pytest.mark.parametrize(
@@ -263,17 +239,10 @@ def test_refusals_come_before_anything_runs(standins: None, name: str) -> None:
 def test_flash_attention_reads_pages_on_two_generations(
     standins: None, monkeypatch: pytest.MonkeyPatch, chip: tuple[int, int] | None, served: bool
 ) -> None:
-    monkeypatch.setattr("specdec_kernels.wrappers.contract.capability", lambda device: chip)
-    assert (FlashAttention4().refusal(HALF) is None) == served
-    monkeypatch.setattr("specdec_kernels.wrappers.contract.capability", lambda device: (10, 0))
-    assert "up to 128" in FlashAttention4().refusal(replace(HALF, head_dim=256))
-
-
-def test_bad_options() -> None:
-    with pytest.raises(ValueError, match="kernel must be one of auto, fa2, fa3, got 'fa9'"):
-        FlashInferAttention(kernel="fa9")
-    with pytest.raises(ValueError, match="workspace_bytes: expected at least 1048576, got 5"):
-        FlashInferAttention(workspace_bytes=5)
+    monkeypatch.setattr("algorithms.runtime.backends.packages.capability", lambda device: chip)
+    assert (FlashAttention4().refuse(HALF, "chain", None, CPU) is None) == served
+    monkeypatch.setattr("algorithms.runtime.backends.packages.capability", lambda device: (10, 0))
+    assert "up to 128" in FlashAttention4().refuse(HALF._replace(head_dim=256), "chain", None, CPU)
 
 
 def test_merged_parts_are_the_whole() -> None:
@@ -309,10 +278,10 @@ def real_signature(module: str, path: str) -> list[str]:
 @pytest.mark.parametrize(
     "module, path, recorded",
     [
-        ("flashinfer", "BatchPrefillWithPagedKVCacheWrapper.__init__", fakes.FLASHINFER_INIT),
-        ("flashinfer", "BatchPrefillWithPagedKVCacheWrapper.plan", fakes.FLASHINFER_PLAN),
-        ("flashinfer", "BatchPrefillWithPagedKVCacheWrapper.run", fakes.FLASHINFER_RUN),
-        ("flash_attn.cute", "flash_attn_varlen_func", fakes.FLASH_ATTENTION_VARLEN),
+        ("flashinfer", "BatchPrefillWithPagedKVCacheWrapper.__init__", fake_packages.FLASHINFER_INIT),
+        ("flashinfer", "BatchPrefillWithPagedKVCacheWrapper.plan", fake_packages.FLASHINFER_PLAN),
+        ("flashinfer", "BatchPrefillWithPagedKVCacheWrapper.run", fake_packages.FLASHINFER_RUN),
+        ("flash_attn.cute", "flash_attn_varlen_func", fake_packages.FLASH_ATTENTION_VARLEN),
     ],
 )
 def test_recorded_signatures_are_the_packages_own(module: str, path: str, recorded: list[str]) -> None:

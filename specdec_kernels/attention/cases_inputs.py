@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from specdec_kernels.attention import plan_attention
+from specdec_kernels.attention.api import plan_attention
+from specdec_kernels.attention.types import AttentionMetadata, AttentionShape
 from specdec_kernels.cases import Maker
 
 _NO_PAGE = 1 << 30
@@ -56,62 +57,68 @@ def attention_inputs(
 ) -> dict[str, Any]:
     """Arguments of `paged_attention`.
 
-    lengths: committed tokens a request. heads: (H, H_kv). capacity: tokens of a page-table row (default: the
+    lengths: committed tokens of each request. heads: (H, H_kv). capacity: tokens of a page-table row (default: the
     longest request). reach: see `random_tree`. With `tree_width` the rows are random nodes of the tree.
-    blind: every third row of a tree sees no slot. fp8, head_scales: an e4m3 pool, random scales a KV head.
-    planned: with the plan of the call.
+    blind: every third row of a tree sees no slot. fp8, head_scales: an e4m3 pool, random scales per KV head.
+    planned: with the work list of the call. options: further fields of the metadata, or arguments of the call.
     """
     num_slots = num_nodes if tree_width is None else tree_width
     used = list(q_lens) if q_lens is not None else [num_nodes] * len(lengths)
     slots = used if tree_width is None else [num_slots] * len(lengths)
     kv, page_table = _pool(make, lengths, slots, num_slots, heads[1], head_dim, page_size, capacity)
-    arguments: dict[str, Any] = dict(
-        q=make.normal(len(lengths), num_nodes, heads[0], head_dim),
-        kv=kv.to(torch.float8_e4m3fn) if fp8 else kv,
+    metadata = AttentionMetadata(
         page_table=page_table,
         lengths=make.tensor(list(lengths), torch.int64),
         mode=mode,
-        mask=None,
         q_lens=None if q_lens is None else make.tensor(used, torch.int32),
-        **options,
     )
+    queries = make.normal(len(lengths), num_nodes, heads[0], head_dim)
+    call = dict(q=queries, kv=kv.to(torch.float8_e4m3fn) if fp8 else kv, metadata=metadata)
     if mode == "tree":
-        arguments |= _tree(make, len(lengths), num_nodes, tree_width, reach, blind, options.get("window"))
+        options |= _tree(make, len(lengths), num_nodes, tree_width, reach, blind, options.get("window"))
     if sinks:
-        arguments["sinks"] = _scale_tensor(make, heads[0], 2.0)
+        options["sinks"] = _scale_tensor(make, heads[0], 2.0)
     if head_scales:
-        arguments |= {name: _scale_tensor(make, heads[1], 0.5).exp() for name in ("k_scale", "v_scale")}
+        options |= {name: _scale_tensor(make, heads[1], 0.5).exp() for name in ("k_scale", "v_scale")}
+    arguments = changed(call, **options)
     if planned:
-        arguments["plan"] = plan_attention(**plan_arguments(arguments), impl="reference")
+        arguments["work_list"] = plan_attention(**plan_arguments(arguments), impl="reference")
     return arguments
+
+
+def changed(arguments: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """Arguments of a call with some replaced: fields of its metadata, or the call's own."""
+    fields = {name: value for name, value in changes.items() if name in AttentionMetadata._fields}
+    own = {name: value for name, value in changes.items() if name not in fields}
+    return arguments | dict(metadata=arguments["metadata"]._replace(**fields)) | own
 
 
 def plan_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     """Arguments of `plan_attention` for a call of `paged_attention`."""
-    q, kv = arguments["q"], arguments["kv"]
-    same = ("lengths", "q_lens", "mode", "tree_width", "window", "split_tokens", "tuning")
-    capacity = arguments["page_table"].shape[1] * kv.shape[2]
-    return dict(
-        num_nodes=q.shape[1],
-        heads=q.shape[2],
-        kv_heads=kv.shape[3],
-        head_dim=q.shape[3],
-        kv_bytes=kv.element_size(),
-        max_length=min(arguments.get("max_length", capacity), capacity),
-        **{name: arguments[name] for name in same if name in arguments},
-    )
+    named = {name: arguments[name] for name in ("metadata", "split_tokens", "tuning") if name in arguments}
+    return named | dict(shape=AttentionShape.of(arguments["q"], arguments["kv"]))
 
 
 def plan_inputs(
-    make: Maker, num_nodes: int, lengths: Sequence[int], q_lens: Sequence[int] | None = None, **options: Any
+    make: Maker,
+    num_nodes: int,
+    lengths: Sequence[int],
+    max_length: int,
+    q_lens: Sequence[int] | None = None,
+    split_tokens: int | None = None,
+    tuning: dict[str, int] | None = None,
+    **fields: Any,
 ) -> dict[str, Any]:
-    """Arguments of `plan_attention` for 4 query heads a KV head of dimension 128."""
-    return dict(
+    """Arguments of `plan_attention` for 4 query heads per KV head of dimension 128; `fields` are the metadata's."""
+    metadata = AttentionMetadata(
+        page_table=torch.zeros(len(lengths), -(-max_length // 16), dtype=torch.int32, device=make.device),
         lengths=make.tensor(list(lengths), torch.int64),
-        num_nodes=num_nodes,
         q_lens=None if q_lens is None else make.tensor(list(q_lens), torch.int32),
-        **(dict(heads=8, kv_heads=2, head_dim=128) | options),
+        max_length=max_length,
+        **({"mode": "chain"} | fields),
     )
+    shape = AttentionShape(num_nodes, 8, 2, 128, 16, torch.bfloat16, torch.bfloat16)
+    return dict(metadata=metadata, shape=shape, split_tokens=split_tokens, tuning=tuning)
 
 
 def _scale_tensor(make: Maker, size: int, spread: float) -> torch.Tensor:

@@ -1,0 +1,48 @@
+"""The contract of attention backends: `plan` once per forward, `run` once per layer, `refuse` before either."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from specdec_kernels import AttentionMetadata, AttentionShape
+
+PHASES = ("prefill", "decode", "verify", "draft")
+"""What a forward is for: prompts, one token per request, drafted tokens of the target; everything of a drafter."""
+
+
+class BackendError(ValueError):
+    """A backend that cannot run here, or cannot serve a call; the message says why."""
+
+
+class Backend(Protocol):
+    """Computes attention of new tokens over [committed prefix; new tokens], whose KV is already stored.
+
+    A class has a `Config` dataclass with the property `capturable` and is built as `cls(config, impl)`; the
+    constructor raises `BackendError` where the backend cannot run. An instance serves one stream of calls.
+    """
+
+    name: str
+    capturable: bool
+    """Whether `plan` and `run` can be captured in a CUDA graph: they read nothing back."""
+    served: dict[str, str]
+    """Phase -> what computed it in this run, for the records."""
+
+    def refuse(
+        self, shape: AttentionShape, mode: str, window: int | None, device: torch.device, phase: str
+    ) -> str | None:
+        """Why calls of this kind cannot be served, or None. Asked before weights load and before anything runs."""
+        ...
+
+    def plan(self, metadata: AttentionMetadata, shape: AttentionShape, phase: str) -> Any:
+        """Prepare what all layers of a forward share; raises `BackendError` with the reason of `refuse`. The result
+        does not change. `phase` is one of `PHASES`."""
+        ...
+
+    def run(self, plan: Any, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """One layer: q [B, N, H, D], kv [2, pages, page_size, H_kv, D], sinks [H] float32; returns [B, N, H, D]. Rows
+        past `q_lens` are zeros."""
+        ...

@@ -1,0 +1,32 @@
+"""Backends by name, and the checks that precede a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from algorithms.runtime.backends.hybrid import SINGLE, HybridBackend
+from algorithms.runtime.backends.protocol import Backend, BackendError
+
+if TYPE_CHECKING:
+    from algorithms.runtime.models.config import DecoderConfig
+
+
+def backends() -> dict[str, Any]:
+    """Every backend class by the name that a configuration gives it."""
+    return dict(sorted({**SINGLE, HybridBackend.name: HybridBackend}.items()))
+
+
+def check_calls(
+    backend: Backend, config: DecoderConfig, modes: Mapping[str, str], page_size: int, dtype: Any, device: Any
+) -> None:
+    """Raise `BackendError` where `backend` cannot serve a layer of the model in a phase; `modes` maps phase to mode."""
+    from specdec_kernels import AttentionShape
+
+    shape = AttentionShape(1, config.num_heads, config.num_kv_heads, config.head_dim, page_size, dtype, dtype)
+    for phase, mode in modes.items():
+        for window in dict.fromkeys(config.sliding_windows or (None,)):
+            if (reason := backend.refuse(shape, mode, window, device, phase)) is not None:
+                raise BackendError(
+                    f"backend={backend.name} cannot serve {phase} here: {reason}; use backend=fa4 or torch"
+                )

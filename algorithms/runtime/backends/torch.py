@@ -1,0 +1,94 @@
+"""`backend=torch`: gathered keys and values through torch.
+
+An independent second opinion on the Triton kernel: it gathers whole rows of the page table once per forward and leaves
+the arithmetic to torch. Soft caps and sinks, which `scaled_dot_product_attention` does not know, are written out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from specdec_kernels import AttentionMetadata, AttentionShape
+
+
+class TorchPlan(NamedTuple):
+    """Where the keys of each request are stored, and who sees them."""
+
+    metadata: AttentionMetadata
+    slots: Tensor
+    """[B, S] int64: where position s of request b is stored; any slot past the end."""
+    visible: Tensor
+    """[B, 1, N, S] bool."""
+
+
+class TorchBackend:
+    """Dense gather and `F.scaled_dot_product_attention` with a boolean mask."""
+
+    name = "torch"
+    capturable = True
+
+    @dataclass
+    class Config:
+        name: str = "torch"
+
+        @property
+        def capturable(self) -> bool:
+            return True
+
+    def __init__(self, config: Config, impl: str) -> None:
+        """`impl` is for kernels; this backend has none."""
+        self.served: dict[str, str] = {}
+
+    def refuse(
+        self, shape: AttentionShape, mode: str, window: int | None, device: torch.device, phase: str
+    ) -> str | None:
+        """It serves every call."""
+        return None
+
+    def plan(self, metadata: AttentionMetadata, shape: AttentionShape, phase: str) -> TorchPlan:
+        import torch
+
+        from specdec_kernels.attention.reference import visible_keys
+
+        self.served[phase] = self.name
+        table, page_size = metadata.page_table.long(), shape.page_size
+        width = metadata.max_length or table.shape[1] * page_size
+        position = torch.arange(width, device=table.device)
+        pages = table[:, (position // page_size).clamp(max=table.shape[1] - 1)].clamp(min=0)
+        visible = visible_keys(metadata, shape.num_nodes, width)[:, None]
+        return TorchPlan(metadata, pages * page_size + position % page_size, visible)
+
+    def run(self, plan: TorchPlan, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
+        import torch.nn.functional as F
+
+        keys, values = (half.flatten(0, 1)[plan.slots].transpose(1, 2) for half in kv)
+        if plan.metadata.soft_cap is not None or sinks is not None:
+            out = _written_out(plan, q.transpose(1, 2), keys, values, sinks)
+        else:
+            scale = plan.metadata.scale
+            out = F.scaled_dot_product_attention(
+                q.transpose(1, 2), keys, values, attn_mask=plan.visible, scale=scale, enable_gqa=True
+            )
+        # A query that sees nothing (a padded row) comes out as NaN.
+        return out.transpose(1, 2).masked_fill(~plan.visible.any(-1).transpose(1, 2)[..., None], 0.0)
+
+
+def _written_out(plan: TorchPlan, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
+    """softmax over [cap * tanh(scale q k / cap), sink] times the values, in float32; q [B, H, N, D]."""
+    import torch
+
+    group, cap, scale = q.shape[1] // keys.shape[1], plan.metadata.soft_cap, plan.metadata.scale
+    keys, values = (half.float().repeat_interleave(group, 1) for half in (keys, values))
+    scores = q.float() @ keys.transpose(2, 3) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
+    scores = scores.masked_fill(~plan.visible, float("-inf"))
+    if sinks is not None:
+        column = sinks.float()[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    return (scores.softmax(-1)[..., : keys.shape[2]] @ values).to(q.dtype)
