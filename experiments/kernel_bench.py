@@ -34,7 +34,7 @@ from experiments.bench.ceilings import measure_ceilings
 from experiments.bench.peers import PEERS
 from experiments.bench.row import FAILED, NOT_RUN, OK, Bench, measure
 from experiments.bench.selection import chosen_cases, named
-from experiments.bench.timing import provenance
+from experiments.bench.timing import Limits, provenance
 from specdec_kernels import FAMILIES
 from specdec_kernels.cases import Case
 
@@ -97,9 +97,7 @@ def run(config: KernelBenchConfig, folder: Path, console: Console) -> bool:
         ceilings=ceilings,
         peers=named("peers", config.peers, tuple(PEERS)) if device.type == "cuda" else (),
         seed=config.seed,
-        warmup=config.warmup,
-        repeats=config.repeats,
-        budget_ms=config.budget_ms,
+        limits=Limits(config.warmup, config.repeats, config.budget_ms),
     )
     folder.mkdir(parents=True, exist_ok=True)
     rows = []

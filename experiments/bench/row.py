@@ -12,7 +12,7 @@ import torch
 from experiments.bench import parity, peers
 from experiments.bench.ceilings import Ceilings
 from experiments.bench.selection import maker
-from experiments.bench.timing import Timing, cold_copies, tensors_in, time_calls, time_function
+from experiments.bench.timing import Limits, Timing, cold_copies, tensors_in, time_calls, time_function
 from experiments.bench.work import work_of
 from specdec_kernels.cases import Case, comparison_of
 
@@ -28,13 +28,7 @@ class Bench:
     ceilings: Ceilings | None
     peers: tuple[str, ...]
     seed: int
-    warmup: int
-    repeats: int
-    budget_ms: float
-
-    @property
-    def limits(self) -> dict[str, Any]:
-        return dict(warmup=self.warmup, repeats=self.repeats, budget_ms=self.budget_ms)
+    limits: Limits
 
 
 def measure(family: str, case: Case, bench: Bench) -> dict[str, Any]:
@@ -62,11 +56,11 @@ def _measured(family: str, case: Case, bench: Bench) -> dict[str, Any]:
     row["status"] = OK
     copies = cold_copies(inputs, bench.device)
     kernel = _impl(function, "triton")
-    timing = time_function(kernel, copies, bench.device, **bench.limits)
+    timing = time_function(kernel, copies, bench.device, bench.limits)
     row |= _times(timing) | dict(clock=timing.clock, cache=timing.cache)
     if bench.device.type != "cuda":
         return row
-    called = time_calls(kernel, copies, bench.device, **bench.limits)
+    called = time_calls(kernel, copies, bench.device, bench.limits)
     row |= _times(called, "call_")
     row |= _work(family, case.function, inputs, kernel, timing, bench.ceilings)
     row |= _against_reference(function, copies, called, found, bench)
@@ -130,7 +124,7 @@ def _against_reference(
     if not found.reference_fits:
         return dict(reference="not timed: needs too much memory")
     try:
-        timing = time_calls(_impl(function, "reference"), copies, bench.device, **bench.limits)
+        timing = time_calls(_impl(function, "reference"), copies, bench.device, bench.limits)
     except torch.OutOfMemoryError:
         return dict(reference="not timed: out of memory")
     ratio = timing.median_ms / called.median_ms
@@ -153,7 +147,7 @@ def _against_peer(
         if problem is not None:
             return dict(status=DISAGREES, problem=problem)
         calls = [first, *(peers.prepare(name, function, copy) for copy in copies[1:])]
-        theirs = time_function(lambda call: call(), [dict(call=call) for call in calls], bench.device, **bench.limits)
+        theirs = time_function(lambda call: call(), [dict(call=call) for call in calls], bench.device, bench.limits)
     except (peers.Unavailable, ImportError) as reason:
         return dict(status=NOT_RUN, problem=_first_line(reason))
     except Exception as failure:  # a peer's failure says nothing about our kernel

@@ -24,7 +24,26 @@ from experiments.app.provenance import git_revision, machine, versions
 
 _MAX_COPIES = 256
 _FEWEST_REPEATS = 3
-DEFAULT_BUDGET_MS = 200.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How often a function is called: `warmup` calls that do not count, then up to `repeats` measurements, fewer (at
+    least 3) where they would take longer than `budget_ms`. Raises ValueError where nothing would be measured."""
+
+    warmup: int = 3
+    repeats: int = 20
+    budget_ms: float = 200.0
+
+    def __post_init__(self) -> None:
+        if self.warmup < 0 or self.repeats < 1:
+            raise ValueError(f"expected warmup >= 0 and repeats >= 1, got {self.warmup} and {self.repeats}")
+
+    def within_budget(self, one_ms: float) -> tuple[int, int]:
+        """Warm-up calls and repeats of a function that takes `one_ms`."""
+        affordable = int(self.budget_ms / max(one_ms, 1e-3))
+        repeats = max(min(_FEWEST_REPEATS, self.repeats), min(self.repeats, affordable))
+        return min(self.warmup, affordable), repeats
 
 
 @dataclass(frozen=True)
@@ -75,48 +94,28 @@ def cold_copies(inputs: dict[str, Any], device: torch.device) -> list[dict[str, 
 
 
 def time_function(
-    function: Callable[..., Any],
-    arguments: Sequence[dict[str, Any]],
-    device: torch.device,
-    *,
-    warmup: int = 3,
-    repeats: int = 20,
-    budget_ms: float = DEFAULT_BUDGET_MS,
+    function: Callable[..., Any], arguments: Sequence[dict[str, Any]], device: torch.device, limits: Limits
 ) -> Timing:
     """Device time of `function(**a)`, taking `arguments` in turn, in a graph on a GPU and by the clock elsewhere.
 
-    Up to `repeats` measurements, fewer (at least 3) where they would take longer than `budget_ms`. On a GPU
-    the function must not read back from the device.
-
-    Raises:
-        ValueError: no arguments, or nothing to measure.
+    On a GPU the function must not read back from the device. Raises ValueError where there are no arguments.
     """
-    _expect_something(arguments, warmup, repeats)
+    _expect_some(arguments)
     if device.type != "cuda":
-        return _time_by_clock(function, arguments, warmup, repeats)
-    samples = _replay_ms(function, arguments, warmup, repeats, budget_ms)
+        return _time_by_clock(function, arguments, limits)
+    samples = _replay_ms(function, arguments, limits)
     return _summary(samples, "cuda graph replay", _cache_state(arguments, device))
 
 
 def time_calls(
-    function: Callable[..., Any],
-    arguments: Sequence[dict[str, Any]],
-    device: torch.device,
-    *,
-    warmup: int = 3,
-    repeats: int = 20,
-    budget_ms: float = DEFAULT_BUDGET_MS,
+    function: Callable[..., Any], arguments: Sequence[dict[str, Any]], device: torch.device, limits: Limits
 ) -> Timing:
     """As `time_function`, but of calls as they are made from Python: launches are part of the time."""
-    _expect_something(arguments, warmup, repeats)
+    _expect_some(arguments)
     if device.type != "cuda":
-        return _time_by_clock(function, arguments, warmup, repeats)
+        return _time_by_clock(function, arguments, limits)
     function(**arguments[0])
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    function(**arguments[0])
-    torch.cuda.synchronize()
-    warmup, repeats = _within(budget_ms, (time.perf_counter() - start) * 1e3, warmup, repeats)
+    warmup, repeats = limits.within_budget(_synchronized_ms(lambda: function(**arguments[0])))
     samples = []
     for index in range(warmup + repeats):
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -128,33 +127,31 @@ def time_calls(
     return _summary(samples[warmup:], "cuda events around a call", _cache_state(arguments, device))
 
 
-def _expect_something(arguments: Sequence[dict[str, Any]], warmup: int, repeats: int) -> None:
+def _expect_some(arguments: Sequence[dict[str, Any]]) -> None:
     if not arguments:
         raise ValueError("arguments: expected at least one set, got none")
-    if warmup < 0 or repeats < 1:
-        raise ValueError(f"expected warmup >= 0 and repeats >= 1, got {warmup} and {repeats}")
 
 
-def _time_by_clock(
-    function: Callable[..., Any], arguments: Sequence[dict[str, Any]], warmup: int, repeats: int
-) -> Timing:
-    for index in range(warmup):
-        function(**arguments[index % len(arguments)])
+def _time_by_clock(function: Callable[..., Any], arguments: Sequence[dict[str, Any]], limits: Limits) -> Timing:
     samples = []
-    for index in range(repeats):
+    for index in range(-limits.warmup, limits.repeats):
+        chosen = arguments[index % len(arguments)]
         start = time.perf_counter()
-        function(**arguments[index % len(arguments)])
+        function(**chosen)
         samples.append((time.perf_counter() - start) * 1e3)
-    return _summary(samples, "perf_counter", "not controlled")
+    return _summary(samples[limits.warmup :], "perf_counter", "not controlled")
 
 
-def _replay_ms(
-    function: Callable[..., Any],
-    arguments: Sequence[dict[str, Any]],
-    warmup: int,
-    repeats: int,
-    budget_ms: float,
-) -> list[float]:
+def _synchronized_ms(call: Callable[[], object]) -> float:
+    """Milliseconds of one call by the clock of the host, between two synchronisations."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e3
+
+
+def _replay_ms(function: Callable[..., Any], arguments: Sequence[dict[str, Any]], limits: Limits) -> list[float]:
     """Milliseconds per call of each replay of a graph that holds one call for every set of arguments."""
     torch.cuda.synchronize()  # the copies of the inputs are made on another stream
     aside = torch.cuda.Stream()
@@ -165,11 +162,7 @@ def _replay_ms(
     with torch.cuda.graph(graph):
         kept = [function(**each) for each in arguments]
     graph.replay()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    graph.replay()
-    torch.cuda.synchronize()
-    warmup, repeats = _within(budget_ms, (time.perf_counter() - start) * 1e3, warmup, repeats)
+    warmup, repeats = limits.within_budget(_synchronized_ms(graph.replay))
     for _ in range(warmup):
         graph.replay()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
@@ -180,12 +173,6 @@ def _replay_ms(
     torch.cuda.synchronize()
     del kept
     return [a.elapsed_time(b) / len(arguments) for a, b in zip(events, events[1:], strict=False)]
-
-
-def _within(budget_ms: float, one_ms: float, warmup: int, repeats: int) -> tuple[int, int]:
-    """Warm-up and repeats that take about `budget_ms` at `one_ms` each, at least `_FEWEST_REPEATS` repeats."""
-    affordable = int(budget_ms / max(one_ms, 1e-3))
-    return min(warmup, affordable), max(min(_FEWEST_REPEATS, repeats), min(repeats, affordable))
 
 
 def _l2_bytes(device: torch.device) -> int:

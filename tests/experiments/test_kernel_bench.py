@@ -23,7 +23,7 @@ from experiments.bench import parity, peers, show
 from experiments.bench import row as bench_row
 from experiments.bench.ceilings import Ceilings
 from experiments.bench.selection import DeviceMaker, chosen_cases, named
-from experiments.bench.timing import bytes_in, cold_copies, provenance, tensors_in, time_calls, time_function
+from experiments.bench.timing import Limits, bytes_in, cold_copies, provenance, tensors_in, time_calls, time_function
 from experiments.bench.work import work_of
 from experiments.kernel_bench import KernelBenchConfig
 from experiments.report.plots import logarithmic
@@ -42,7 +42,7 @@ def test_the_median_is_of_the_repeats_after_the_warm_up() -> None:
         calls.append(len(calls))
         time.sleep(pause_s * (50 if len(calls) <= 2 else 1))
 
-    timing = time_function(work, [dict(pause_s=0.002)], CPU, warmup=2, repeats=5)
+    timing = time_function(work, [dict(pause_s=0.002)], CPU, Limits(warmup=2, repeats=5))
     assert len(calls) == 7 and timing.repeats == 5 and timing.clock == "perf_counter"
     assert 2 <= timing.low_ms <= timing.median_ms <= timing.high_ms
     assert timing.low_ms < 100, "the slow warm-up calls were counted"
@@ -50,16 +50,16 @@ def test_the_median_is_of_the_repeats_after_the_warm_up() -> None:
 
 def test_arguments_take_turns() -> None:
     seen = []
-    time_function(lambda index: seen.append(index), [dict(index=i) for i in range(3)], CPU, warmup=0, repeats=6)
+    time_function(lambda index: seen.append(index), [dict(index=i) for i in range(3)], CPU, Limits(warmup=0, repeats=6))
     assert seen == [0, 1, 2, 0, 1, 2]
 
 
 @pytest.mark.parametrize("options", [dict(repeats=0), dict(warmup=-1)])
 def test_a_measurement_of_nothing_is_refused(options: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="expected"):
-        time_function(lambda: None, [{}], CPU, **options)
+        Limits(**options)
     with pytest.raises(ValueError, match="got none"):
-        time_function(lambda: None, [], CPU)
+        time_function(lambda: None, [], CPU, Limits())
 
 
 def test_phases_add_up_and_keep_their_order() -> None:
@@ -249,14 +249,14 @@ def test_what_a_peer_cannot_do_is_named() -> None:
 
 def bench_on_cpu(**changes: Any) -> bench_row.Bench:
     settings = dict(device=CPU, dtype=torch.float32, ceilings=Ceilings(1e12, 1e14), peers=("sdpa", "varlen"))
-    return bench_row.Bench(**(settings | dict(seed=0, warmup=0, repeats=2, budget_ms=50.0) | changes))  # type: ignore[arg-type]
+    return bench_row.Bench(**(settings | dict(seed=0, limits=Limits(0, 2, 50.0)) | changes))  # type: ignore[arg-type]
 
 
 def test_a_row_compares_with_ceiling_reference_and_peers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The whole row of a GPU, with the clock of a CPU in its place."""
     bench = bench_on_cpu()
     inputs = attention_inputs(Maker.seeded(), "chain", 4, (20, 9))
-    timing = time_function(lambda **_: time.sleep(0.002), [inputs], CPU, repeats=2)
+    timing = time_function(lambda **_: time.sleep(0.002), [inputs], CPU, Limits(repeats=2))
     kernel = bench_row._impl(paged_attention, "reference")
     work = bench_row._work("attention", "paged_attention", inputs, kernel, timing, bench.ceilings)
     assert work["bound"] == "memory" and work["floor_us"] == pytest.approx(work["moved_bytes"] / 1e6)
@@ -277,7 +277,7 @@ def test_a_row_compares_with_ceiling_reference_and_peers(monkeypatch: pytest.Mon
 
 def test_a_peer_that_disagrees_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = attention_inputs(Maker.seeded(), "chain", 4, (20, 9))
-    timing = time_function(lambda **_: None, [inputs], CPU, repeats=1)
+    timing = time_function(lambda **_: None, [inputs], CPU, Limits(repeats=1))
     wrong = bench_row._impl(lambda impl, **arguments: paged_attention(**arguments, impl=impl) * 1.01, "reference")
     found = bench_row._against_peer("sdpa", "paged_attention", [inputs], wrong, timing, bench_on_cpu())
     assert found["status"] == "disagrees" and "median_us" not in found
@@ -311,12 +311,10 @@ def test_cases_beyond_the_time_of_a_run_are_named(tmp_path: Path, monkeypatch: p
 
 
 def test_time_is_bounded() -> None:
-    from experiments.bench.timing import _within
-
-    assert _within(100.0, 1.0, 3, 20) == (3, 20)
-    assert _within(100.0, 10.0, 3, 20) == (3, 10)
-    assert _within(100.0, 1000.0, 3, 20) == (0, 3)
-    assert _within(100.0, 1000.0, 3, 1) == (0, 1)
+    assert Limits(3, 20, 100.0).within_budget(1.0) == (3, 20)
+    assert Limits(3, 20, 100.0).within_budget(10.0) == (3, 10)
+    assert Limits(3, 20, 100.0).within_budget(1000.0) == (0, 3)
+    assert Limits(3, 1, 100.0).within_budget(1000.0) == (0, 1)
 
 
 @pytest.mark.gpu
@@ -324,8 +322,8 @@ def test_replay_and_call_times_of_a_gpu() -> None:
     x = torch.randn(1 << 20, device="cuda")
     copies = cold_copies(dict(x=x), x.device)
     assert sum(map(bytes_in, copies)) > torch.cuda.get_device_properties(0).L2_cache_size
-    replayed = time_function(lambda x: x * 2, copies, x.device)
-    called = time_calls(lambda x: x * 2, copies, x.device)
+    replayed = time_function(lambda x: x * 2, copies, x.device, Limits())
+    called = time_calls(lambda x: x * 2, copies, x.device, Limits())
     assert replayed.cache.startswith("cold") and 0 < replayed.median_ms < called.median_ms
 
 
