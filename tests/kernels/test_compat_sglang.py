@@ -1,7 +1,7 @@
 """SGLang's functions against their formulas in plain Python, on worked examples and on random input.
 
-The oracles below follow what the functions are documented to compute, entry by entry; none of them shares code
-with the package. Outputs are handed over with contents, because SGLang writes into tensors of its own.
+The oracles below compute the documented result entry by entry; none of them shares code with the package. Outputs have
+contents before the call, because SGLang writes into tensors of its own.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def test_worked_trees_of_four_branches(impl: str) -> None:
 @pytest.mark.parametrize("mode", list(TreeMaskMode))
 @pytest.mark.parametrize("topk, depth, nodes", [(4, 4, 8), (2, 3, 6), (3, 1, 3), (2, 5, 1)])
 def test_trees_of_random_choices(topk: int, depth: int, nodes: int, mode: TreeMaskMode, impl: str) -> None:
-    """Choices that no score ordered: orphans and their children are among them."""
+    """Random choices, with orphans and their children among them."""
     inputs = build_inputs(Maker.seeded(DEVICE, seed=topk), batch=5, nodes=nodes, mode=mode, topk=topk, depth=depth)
     before = inputs["tree_mask"].tolist()
     lengths = inputs["verified_seq_len"].tolist()
@@ -342,8 +342,8 @@ def test_worked_sampling(uniform: float, final: float, accepted: int, token: int
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_sampling_follows_the_target_exactly(impl: str) -> None:
-    """All pairs of uniforms of grids that divide every sum: the first token has the target's distribution to the last
-    pair, although two of the three children carry one token and one leads to a banned one."""
+    """Over all pairs of uniforms from grids that divide every sum, the first token has exactly the target's
+    distribution, although two of the three children carry the same token and one carries a banned token."""
     probs = torch.tensor([2, 4, 4, 6, 0]) / 16
     uniforms, finals = 16, 4
     batch = uniforms * finals
@@ -368,7 +368,7 @@ def test_sampling_follows_the_target_exactly(impl: str) -> None:
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("path, token", [(2, 0), (3, 2)])
 def test_a_full_path_ends_with_the_whole_target(path: int, token: int, impl: str) -> None:
-    """Mass noted at the last node counts only where its children could have been visited."""
+    """Rejected mass at the last node counts only where its children could have been visited."""
     noted = torch.zeros(1, 2, 3, device=DEVICE)
     noted[0, 1, 0] = 1.0
     inputs = walk_outputs(MAKE, 1, 2, path) | dict(

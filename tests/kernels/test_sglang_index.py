@@ -292,8 +292,8 @@ def test_positions_are_read_without_a_table(impl: str, data: st.DataObject, span
 @pytest.mark.parametrize("impl", IMPLS)
 @given(tables=token_tables(), data=st.data())
 def test_what_is_written_is_read(impl: str, tables: tuple[list[list[int]], list[int]], data: st.DataObject) -> None:
-    """Writing changes the named entries alone, a read of the same spans gives the values back, and a span that
-    leaves the row is cut and not continued in the next one."""
+    """A write changes the named entries alone, and a read of the same spans returns the values. A span that leaves its
+    row is cut and does not continue in the next row."""
     table, rows = tables
     width = len(table[0])
     counts = [data.draw(st.integers(0, 6)) for _ in rows]
@@ -363,8 +363,8 @@ DRAFTS = dict(
 @pytest.mark.parametrize("impl", IMPLS)
 @given(**DRAFTS)
 def test_draft_slots(impl: str, lengths: list[int], topk: int, steps: int, page: int) -> None:
-    """Every branch writes slots of its own, on pages of its own where pages are shared by nobody; the tail
-    copies go to the positions right before a branch's drafts."""
+    """Every branch writes its own slots, with paged drafts on its own pages; the copies of the prefix tail go to the
+    positions right before the drafts of a branch."""
     table = [[100 * b + p for p in range(90)] for b in range(len(lengths))]
     rows = as_ints(list(range(len(lengths))))
     pool = tabled(table).reshape(len(lengths), 90 if table else 0)
@@ -439,7 +439,7 @@ def test_verify_decode_indices(
 @pytest.mark.parametrize("impl", IMPLS)
 @given(data=st.data(), order=st.permutations(range(4)))
 def test_a_permuted_batch_is_permuted(impl: str, data: st.DataObject, order: list[int]) -> None:
-    """What a request gets does not depend on its place in the batch."""
+    """The indices of a request do not depend on its place in the batch."""
     lengths = [data.draw(st.integers(0, 9)) for _ in range(4)]
     pool = tabled([[100 * b + p for p in range(60)] for b in range(4)])
 
@@ -474,7 +474,7 @@ def test_only_whole_pages_are_evicted(impl: str, page: int, rows: list[tuple[int
 @pytest.mark.parametrize("impl", IMPLS)
 @given(data=st.data(), size=st.sampled_from([0, 1, 5, 17, 90]))
 def test_moves_of_a_list_are_simultaneous(impl: str, data: st.DataObject, size: int) -> None:
-    """Any list, chains and cycles among it: each target holds what its source held before the call."""
+    """For any list, with chains and cycles, each target holds what its source held before the call."""
     pages, page = 25, 4
     target = data.draw(st.permutations(range(pages * page)))[:size]
     source = [data.draw(st.integers(-1, pages * page)) for _ in target]
@@ -490,7 +490,7 @@ def test_moves_of_a_list_are_simultaneous(impl: str, data: st.DataObject, size: 
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_tails_are_copied_before_branches_draft(impl: str) -> None:
-    """draft_slots and move_slots together: every branch sees the prefix tail on its own first page."""
+    """With draft_slots and move_slots together every branch sees the prefix tail on its own first page."""
     pool = torch.arange(2 * 20.0, device=DEVICE).view(1, 2, 5, 4, 1, 1)
     table = torch.arange(20, dtype=torch.int32, device=DEVICE).view(1, 20)
     found = draft_slots(table, as_ints([0]), as_ints([6]), 3, 2, 4, impl=impl)

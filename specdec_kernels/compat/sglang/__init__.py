@@ -4,7 +4,8 @@ Names, argument order, shapes, dtypes and outputs written in place are those of 
 kernels of SGLang's speculative workers, so that code and tests written against those can be pointed here, on CUDA
 tensors or on CPU tensors. SGLang launches its Triton kernels as `name[grid](...)`. Here they are plain functions with
 the kernel's positional arguments that derive the grid themselves; the form with a grid works too. Sizes that SGLang
-passes for its compiler (powers of two, strides) are checked where they mean something and ignored elsewhere.
+passes for its compiler (powers of two, strides) are checked where they mean something and ignored elsewhere. The
+arithmetic of slots and indices behind them is the family `compat.sglang.index`.
 
 Results are the same wherever SGLang's are defined. They differ, on purpose, in these places:
 
@@ -12,10 +13,10 @@ Results are the same wherever SGLang's are defined. They differ, on purpose, in 
   emitted.
 * A sibling with the token of a rejected sibling has no mass left, so padding and duplicates draw nothing.
 * A residual without mass falls back to the target's largest token, not to the last id of the vocabulary.
-* Rows are bounded: nothing is read or written outside the tensors, whatever links, ids or lengths say, and
-  links that form a cycle end after N visits.
-* `kv_indptr` has its entry 0 written. Draft slots are put together in a buffer of their own, so that no
-  request's result overwrites what another still has to read.
+* Nothing is read or written outside the tensors, whatever the links, ids and lengths are. A walk along links that form
+  a cycle ends after N visits.
+* Entry 0 of `kv_indptr` is written. Draft slots are collected in a separate buffer, so that no request's result
+  overwrites what another request still has to read.
 """
 
 from __future__ import annotations
