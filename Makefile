@@ -11,7 +11,7 @@ PIP  := $(BIN)/python -m pip --disable-pip-version-check
 SPEC := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help run test gate mutants audit soak lint types clean
+.PHONY: help run test gate mutants docs audit soak lint types clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1	/' | expand -t 14
@@ -27,6 +27,9 @@ gate: $(VENV)/.installed-dev  ## compile every kernel for sm_80, sm_90, sm_100 a
 
 mutants: $(VENV)/.installed-dev  ## put known bugs into copies of the tree; each must fail a test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants --jobs $(JOBS) $(ARGS)
+
+docs: $(VENV)/.installed-dev  ## write docs/kernels.md from the docstrings of the kernels
+	$(BIN)/python -m tools.api_reference $(ARGS)
 
 audit: $(VENV)/.installed  ## identity of every algorithm in float32 over more than 100,000 tokens
 	OMP_NUM_THREADS=1 $(BIN)/python run.py experiment=audit tracker=none $(ARGS)

@@ -76,7 +76,7 @@ class Comparison:
         may draw another token than the reference.
     by_request: arguments with one entry per request. Where the reference needs too much memory, the benchmark compares
         a few requests only.
-    reference_bytes: memory that the reference needs per request, of the inputs of a case; None: nothing worth counting.
+    reference_bytes: memory that the reference needs per request, from the inputs of a case; None: too little to count.
     """
 
     float64: bool = False

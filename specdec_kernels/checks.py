@@ -1,4 +1,4 @@
-"""Argument checks of the public functions: every message names the argument, what was expected and what came."""
+"""Argument checks of the public functions: every message names the argument, the expected and the actual value."""
 
 from __future__ import annotations
 

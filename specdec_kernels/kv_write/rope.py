@@ -96,7 +96,7 @@ def _yarn(frequencies: torch.Tensor, rotary_dim: int, theta: float, scaling: Yar
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotary_dim - 1)
-    # A ramp of no width is a step; it must not divide by zero.
+    # A ramp of width zero becomes a step instead of a division by zero.
     width = (high - low) or 1e-3
     pair = torch.arange(rotary_dim // 2, dtype=torch.float32, device=frequencies.device)
     stretch = ((pair - low) / width).clamp(0.0, 1.0)

@@ -198,7 +198,7 @@ def _offer(nodes, scores, node, score, live, LISTED: tl.constexpr):
 
 @triton.jit
 def _store_sorted(list_ptr, nodes, scores):
-    """Write each node of a row at its rank; lists never shrink, so what lies behind the last is -1 already."""
+    """Write each node of a row at its rank; lists never shrink, so the entries behind the last are -1 already."""
     rank = tl.sum((scores[:, None, :] > scores[:, :, None]).to(tl.int32), 2)
     tl.store(list_ptr + rank, nodes, mask=nodes >= 0)
 

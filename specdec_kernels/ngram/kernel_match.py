@@ -122,12 +122,12 @@ def _walk(
 
 @triton.jit
 def _merge(
-    token, parent, root, NODES: tl.constexpr, WINDOW: tl.constexpr, ANCHORS: tl.constexpr, ENTRIES: tl.constexpr
+    token, parent, last_token, NODES: tl.constexpr, WINDOW: tl.constexpr, ANCHORS: tl.constexpr, ENTRIES: tl.constexpr
 ):
     """One tree of all walks: tokens and parents [ENTRIES]."""
     lane = tl.arange(0, ANCHORS)[:, None]
     entry = tl.arange(0, ENTRIES)
-    tree_token = tl.where(entry == 0, root, root * 0)
+    tree_token = tl.where(entry == 0, last_token, last_token * 0)
     tree_parent = tl.where(entry == 0, -1, -2)
     count = 1
     anchor = 0
@@ -191,8 +191,8 @@ def match_kernel(
     token, parent = _walk(
         ints_ptr, list_ptr, anchor, size, NODES, WINDOW, LEAST, MOST, BY_COUNT, CAPACITY, LISTED, ENTRIES
     )
-    root = tl.load(history_ptr + row * row_stride + length, mask=inside, other=0)
-    tree_token, tree_parent = _merge(token, parent, root, NODES, WINDOW, ANCHORS, ENTRIES)
+    last_token = tl.load(history_ptr + row * row_stride + length, mask=inside, other=0)
+    tree_token, tree_parent = _merge(token, parent, last_token, NODES, WINDOW, ANCHORS, ENTRIES)
     node = tl.arange(0, ENTRIES)
     tl.store(tokens_ptr + row * NODES + node, tree_token, mask=node < NODES)
     tl.store(parents_ptr + row * NODES + node, tree_parent, mask=node < NODES)

@@ -173,7 +173,7 @@ class NgramStore:
 def insertion_pieces(capacity: int, max_depth: int, rows: int, width: int) -> list[tuple[slice, int, int]]:
     """(rows, first column, columns) of the pieces in which `width` tokens of each row are inserted.
 
-    A piece brings at most `columns * max_depth` new n-grams a row, and must not need more than half of the store, the
+    A piece brings at most `columns * max_depth` new n-grams per row, and must not need more than half of the store, the
     half that eviction can always free. One piece where that holds, else row after row in runs of columns.
     """
     half = capacity // 2

@@ -218,12 +218,12 @@ def test_a_draw_on_a_border_is_named_and_more_is_refused() -> None:
         tokens[:wrong] += impl == "triton"
         return tokens, torch.ones(40, dtype=torch.bool)
 
-    draws, warm = Comparison(draws=("pick_tokens",)), torch.ones(40)
-    found = parity.check(pick_tokens, dict(wrong=1, temperature=warm), draws)
+    draws, sampled = Comparison(draws=("pick_tokens",)), torch.ones(40)
+    found = parity.check(pick_tokens, dict(wrong=1, temperature=sampled), draws)
     assert found.problem is None and found.scope.endswith("1 of 40 rows drew another token")
-    assert parity.check(pick_tokens, dict(wrong=2, temperature=warm), draws).problem is not None
-    for cold in (None, torch.zeros(40)):
-        assert parity.check(pick_tokens, dict(wrong=1, temperature=cold), draws).problem is not None
+    assert parity.check(pick_tokens, dict(wrong=2, temperature=sampled), draws).problem is not None
+    for greedy in (None, torch.zeros(40)):
+        assert parity.check(pick_tokens, dict(wrong=1, temperature=greedy), draws).problem is not None
 
 
 @pytest.mark.parametrize("mode", ["chain", "block", "tree"])

@@ -172,7 +172,7 @@ def test_a_scaled_pool_gives_the_keys_back(kind: str, impl: str) -> None:
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_counts_are_slots_of_minus_one(impl: str) -> None:
-    """A valid prefix a request stores what slots of -1 behind it would."""
+    """The valid prefix of each request is stored as if the slots behind it were -1."""
     inputs = materialize_inputs(Maker.seeded(DEVICE), tokens=12, counts=3)
     inputs["counts"] = torch.tensor([0, 3, 9], dtype=torch.int32, device=DEVICE)
     kept = torch.tensor([0] * 4 + [1, 1, 1, 0] + [1] * 4, dtype=torch.bool, device=DEVICE)
