@@ -19,7 +19,15 @@ _INTERPRETER_ROWS = 16
 _PROCESSORS = {"sm80": 108, "sm90": 132, "sm100": 148, "gfx942": 304}
 _SHARED_BYTES = {"sm80": 160 << 10, "sm90": 220 << 10, "sm100": 220 << 10, "gfx942": 64 << 10}
 _COLUMNS = 64  # the M side of the tensor core
-_FLOAT32_SPLIT = 256  # inner elements that are added one by one in float32, which has no tensor core
+_SHORTEST_SPLIT = 512
+_FLOAT32_SPLIT = 128  # inner elements that are added one by one in float32, which has no tensor core
+
+_CUT_STEP = 128  # a multiple of every block_k of the table, so that the cut is the same for every tile
+# Rows of a program: (columns, block_k, num_warps, num_stages).
+_FEW_TILES = {16: (64, 128, 4, 6), 32: (64, 128, 4, 4), 64: (64, 128, 4, 4), 128: (64, 128, 4, 4)}
+_MANY_TILES = {16: (64, 128, 4, 3), 32: (64, 128, 4, 3), 64: (64, 64, 4, 4), 128: (64, 64, 4, 3)}
+# For an inner dimension that is not a multiple of _CUT_STEP, such as 576: steps without a mask.
+_ODD_INNER = (64, 64, 4, 6)
 
 
 @dataclass(frozen=True)
@@ -49,9 +57,9 @@ def linear_config(chip: str, outer: int, inner: int, rows: int, element_bytes: i
     if element_bytes == 4:
         return LinearConfig(32, 16, _splits(inner, inner // _FLOAT32_SPLIT, 16), 8 if block == 128 else 4, 3, block)
     tiles = -(-outer // _COLUMNS)
-    cut = _splits(inner, round(_PROCESSORS[chip] / tiles), _CUT_STEP)
+    cut = _splits(inner, min(round(_PROCESSORS[chip] / tiles), inner // _SHORTEST_SPLIT), _CUT_STEP)
     table = _FEW_TILES if tiles * cut <= 2 * _PROCESSORS[chip] else _MANY_TILES
-    columns, block_k, warps, stages = table[block]
+    columns, block_k, warps, stages = table[block] if inner % _CUT_STEP == 0 else _ODD_INNER
     if chip != "sm90" and block == _MOST_ROWS:
         warps = 8
     fitting = _SHARED_BYTES[chip] // ((columns + block) * block_k * element_bytes)
@@ -63,9 +71,3 @@ def _splits(inner: int, wanted: int, step: int) -> int:
     steps = -(-inner // step)
     length = -(-steps // max(1, min(wanted, steps)))
     return -(-steps // length)
-
-
-_CUT_STEP = 128  # a multiple of every block_k of the table, so that the cut is the same for every tile
-# Rows of a program: (columns, block_k, num_warps, num_stages).
-_FEW_TILES = {16: (64, 128, 4, 6), 32: (64, 128, 4, 4), 64: (64, 128, 4, 4), 128: (64, 128, 4, 4)}
-_MANY_TILES = {16: (64, 128, 4, 3), 32: (64, 128, 4, 3), 64: (64, 64, 4, 4), 128: (64, 64, 4, 3)}
