@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+PACKAGES = ("specdec_kernels", "algorithms", "experiments")
 KERNEL_IMPORTS = {"specdec_kernels", "torch", "triton"} | set(sys.stdlib_module_names)
 
 
@@ -56,9 +57,58 @@ def test_the_runtime_imports_no_algorithm() -> None:
     assert offenders("algorithms/runtime", above) == []
 
 
-@pytest.mark.parametrize("folder", ["specdec_kernels", "algorithms", "experiments"])
+@pytest.mark.parametrize("folder", PACKAGES)
 def test_no_package_imports_the_developers_tools(folder: str) -> None:
     assert offenders(folder, lambda name: name.split(".")[0] == "tools") == []
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Module to the modules of the three packages that it imports, inside functions and for types included."""
+    paths = {path for folder in PACKAGES for path in files(folder)}
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
+
+    def module_of(name: str) -> str:
+        while name and name not in names:
+            name = name.rpartition(".")[0]
+        return name
+
+    return {name: {module_of(target) for target in imported(path)} - {name, ""} for name, path in names.items()}
+
+
+def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that reach each other."""
+    reached: dict[str, set[str]] = {}
+    for start in graph:
+        seen, todo = set[str](), [start]
+        while todo:
+            fresh = graph[todo.pop()] - seen
+            seen |= fresh
+            todo += fresh
+        reached[start] = seen
+    groups = {frozenset(other for other in reached[name] if name in reached[other]) for name in graph}
+    return sorted(sorted(group) for group in groups if group)
+
+
+def test_no_modules_import_each_other() -> None:
+    """Not in a circle either, and not inside functions: a circle hides which of two modules stands on the other."""
+    assert cycles(import_graph()) == []
+
+
+def test_circles_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    sources = {
+        "specdec_kernels/__init__.py": "",
+        "specdec_kernels/a.py": "import specdec_kernels.b",
+        "specdec_kernels/b.py": "def f():\n    from . import c",
+        "specdec_kernels/c.py": "if TYPE_CHECKING:\n    from specdec_kernels.a import A",
+        "algorithms/d.py": "from specdec_kernels.a import x",
+        "experiments/e.py": "import algorithms.d",
+    }
+    for name, source in sources.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(source)
+    circle = ["specdec_kernels.a", "specdec_kernels.b", "specdec_kernels.c"]
+    assert cycles(import_graph()) == [circle]
 
 
 def test_the_walk_sees_imports_inside_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

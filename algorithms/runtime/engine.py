@@ -99,6 +99,7 @@ class Engine:
         """
         weight, config = target.model.model.norm.weight, target.config
         level = algorithm.graph or settings.graph
+        _check_tree(algorithm)
         _check_backend(backend, target, algorithm, settings, level)
         self._limit = min(settings.max_length or config.max_position_embeddings, config.max_position_embeddings)
         self._overlap = settings.overlap if settings.overlap is not None else int(weight.is_cuda)
@@ -188,6 +189,17 @@ class Engine:
                 "sampling.max_new_tokens"
             )
         self.scheduler.check(request)
+
+
+def _check_tree(algorithm: Algorithm) -> None:
+    """Raise EngineError if no tree has the size that the algorithm names."""
+    nodes, depth = algorithm.num_nodes, algorithm.max_depth
+    least, kind = (nodes - 1, "chain") if algorithm.chain else (min(1, nodes - 1), "tree")
+    if not least <= depth < nodes:
+        expected = str(least) if least == nodes - 1 else f"{least} to {nodes - 1}"
+        raise EngineError(
+            f"algo={algorithm.name}: max_depth: expected {expected} for a {kind} of {nodes} nodes, got {depth}"
+        )
 
 
 def _check_backend(

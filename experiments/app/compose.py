@@ -12,8 +12,9 @@ from omegaconf.errors import OmegaConfBaseException
 from algorithms.registry import available
 from algorithms.runtime.backends.registry import backends
 from algorithms.runtime.sampling_params import SamplingParams
-from experiments.app.errors import UserError
+from experiments.app.errors import UserError, user_errors
 from experiments.app.schema import (
+    CONFIG_FOLDER,
     REPO_ROOT,
     ModelConfig,
     PathsConfig,
@@ -53,7 +54,11 @@ def option_keys() -> dict[str, str]:
 
 
 def register() -> None:
-    """Put every schema in Hydra's config store, under the group `schema`, which the YAML files extend."""
+    """Put every schema in Hydra's config store, under the group `schema`, which the YAML files extend.
+
+    An algorithm without a YAML file, such as a plugin, becomes an option by its schema alone. Raises `UserError` for a
+    plugin that cannot be used.
+    """
     OmegaConf.register_new_resolver("repo", lambda path: str(REPO_ROOT / path), replace=True)
     OmegaConf.register_new_resolver("run_name", run_name, replace=True)
     store = ConfigStore.instance()
@@ -67,9 +72,14 @@ def register() -> None:
     }
     for name, schema in fixed.items():
         store.store(group="schema", name=name, node=schema)
-    for group, options in option_schemas().items():
+    with user_errors(ValueError):
+        groups = option_schemas()
+    for group, options in groups.items():
         for name, schema in options.items():
             store.store(group=f"schema/{group}", name=name, node=schema)
+    for name, schema in groups["algo"].items():
+        if not (CONFIG_FOLDER / "algo" / f"{name}.yaml").is_file():
+            store.store(group="algo", name=name, node=schema)
 
 
 def unknown_keys(cfg: DictConfig, prefix: str = "") -> list[str]:

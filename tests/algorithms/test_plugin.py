@@ -1,39 +1,241 @@
-"""Adding an algorithm: one file and its config go through engine, tree verification, report and records."""
+"""An algorithm from outside: the drafter of docs/add_an_algorithm.md, taken from the page, and every message on it."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from algorithms.registry import PACKAGES_VARIABLE
+import pytest
+import torch
+
+from algorithms.ngram import NGram
+from algorithms.registry import GROUP, PACKAGES_VARIABLE, available
+from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree
+from tests.algorithms.toy import Setup, answers, changed, random_target, requests, run
 
 ROOT = Path(__file__).resolve().parents[2]
-PLUGIN = ROOT / "tests/plugin"
+PAGE = (ROOT / "docs/add_an_algorithm.md").read_text(encoding="utf-8")
+TARGET = random_target()
 
 
-def run_cli(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, PACKAGES_VARIABLE: "tests.plugin", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(ROOT / "run.py"), "--config-dir", str(PLUGIN / "configs"), *arguments]
-    return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+def block(title: str, language: str) -> str:
+    """The code block of the page behind the file name `title`."""
+    return re.search(rf"^`{re.escape(title)}`.*?^```{language}\n(.*?)^```", PAGE, re.M | re.S)[1]  # type: ignore[index]
 
 
-def test_one_file_is_an_algorithm(tmp_path: Path) -> None:
-    assert len((PLUGIN / "bigram.py").read_text().splitlines()) <= 60
-    settings = ("algo=bigram", "data=code", "data.limit=2", "tracker=none", "runtime.impl=reference")
-    done = run_cli(tmp_path, *settings, "sampling.max_new_tokens=40")
+SOURCE = block("suffix_drafter.py", "python")
+ENTRY_POINT = re.search(r'^suffix = "(.*)"$', block("pyproject.toml", "toml"), re.M)[1]  # type: ignore[index]
+
+
+@pytest.fixture(scope="module")
+def kind(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The class of the page."""
+    path = tmp_path_factory.mktemp("page") / "suffix_drafter.py"
+    path.write_text(SOURCE)
+    spec = importlib.util.spec_from_file_location("suffix_drafter", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["suffix_drafter"] = module
+    spec.loader.exec_module(module)
+    return module.Suffix
+
+
+def test_the_example_is_short() -> None:
+    assert len(SOURCE.splitlines()) < 60
+    assert f'[project.entry-points."{GROUP}"]' in PAGE
+
+
+@pytest.mark.parametrize("level", ["none", "step"])
+def test_the_example_is_lossless(kind: Any, level: str) -> None:
+    """Greedy and sampled, in batches that requests enter and leave, captured or not; and drafts are accepted."""
+    asked = [changed(r, temperature=(0.0, 0.8)[r.id % 2]) for r in requests(6, 24)]
+    drafter = kind(kind.Config(draft_len=4), TARGET, None)
+    got = run(drafter, asked, Setup(max_batch=4, graph=level), TARGET).completions
+    assert [c.token_ids for c in got] == answers(asked, Setup(), TARGET)
+    assert sum(sum(c.accepted_counts) for c in got) > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ([1, 2, 3, 4, 1, 2], [3, 4, 1, 2]),
+        ([5, 1, 2, 9, 1, 2, 7, 1, 2], [7, 1, 2, 7]),
+        ([8, 1, 2, 3, 9, 1, 2, 4, 8, 1, 2], [3, 9, 1, 2]),
+        ([6], [0, 0, 0, 0]),
+    ],
+    ids=["followers", "the latest", "the longest", "no text"],
+)
+def test_what_the_example_drafts(kind: Any, text: list[int], expected: list[int]) -> None:
+    drafter = kind(kind.Config(draft_len=4, window=4), None, None)
+    drafter._impl = "reference"
+    history = torch.tensor([text + [0] * (12 - len(text))])
+    length = torch.tensor([len(text) - 1])
+    batch: Any = replace(_EMPTY, lengths=length, last_tokens=history[:, length[0]], history=history)
+    assert drafter.propose(batch).tokens.tolist() == [[text[-1], *expected]]
+
+
+_EMPTY: Any = Batch(*[None] * 8)  # type: ignore[list-item]
+
+
+def install(folder: Path, entry_point: str = ENTRY_POINT, name: str = "suffix") -> Path:
+    """What `pip install` leaves of the page's package: a module and its metadata."""
+    info = folder / "suffix_drafter-0.1.dist-info"
+    info.mkdir(parents=True)
+    (folder / "suffix_drafter.py").write_text(SOURCE)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: suffix-drafter\nVersion: 0.1\n")
+    (info / "entry_points.txt").write_text(f"[{GROUP}]\n{name} = {entry_point}\n")
+    return folder
+
+
+def command(folder: Path, site: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """run.py from `folder`, with `site` among the places that Python imports from."""
+    return subprocess.run(
+        [sys.executable, str(ROOT / "run.py"), *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(site), **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+@pytest.mark.parametrize("installed", [True, False], ids=["installed", "named"])
+def test_it_is_an_option_in_every_folder(tmp_path: Path, installed: bool) -> None:
+    """Engine, report and records take it like a shipped one, without any YAML."""
+    site, folder = tmp_path / "site", tmp_path / "elsewhere"
+    folder.mkdir()
+    if installed:
+        install(site)
+    else:
+        site.mkdir()
+        (site / "suffix_drafter.py").write_text(SOURCE)
+    named = {} if installed else {PACKAGES_VARIABLE: "suffix_drafter"}
+    settings = (
+        "algo=suffix",
+        "algo.draft_len=5",
+        "data=code",
+        "data.limit=2",
+        "tracker=none",
+        "runtime.impl=reference",
+    )
+    done = command(folder, site, *settings, "sampling.max_new_tokens=40", **named)
     assert done.returncode == 0, done.stderr
-    (summary_file,) = tmp_path.glob("outputs/**/summary.json")
-    summary = json.loads(summary_file.read_text())
-    row = summary["rows"][-1]
-    assert row["algo"] == "bigram"
+    (summary_file,) = folder.glob("outputs/**/summary.json")
+    row = json.loads(summary_file.read_text())["rows"][-1]
+    assert row["algo"] == "suffix"
     assert row["lossless"] == {"checked": 2, "identical": 2, "first_difference": None}
     assert row["tokens_per_step"] > 1.1
-    assert "bigram" in (summary_file.parent / "report.html").read_text()
+    assert "suffix" in (summary_file.parent / "report.html").read_text()
 
 
-def test_its_settings_are_checked(tmp_path: Path) -> None:
-    done = run_cli(tmp_path, "algo=bigram", "algo.widht=2")
-    assert done.returncode == 2 and "algo.width" in done.stderr
+def shown(message: str) -> None:
+    """The page says what is said."""
+    quoted = [text for text in re.findall(r"^\|[^|]*\| `(.*)` \|$", PAGE, re.M) if text in message]
+    assert quoted, f"the page has no part of: {message}"
+
+
+@pytest.mark.parametrize(
+    "arguments", [("algo=suffix", "algo.draftlen=2"), ("algo=suffix", "algo.draft_len=0")], ids=lambda a: a[1]
+)
+def test_its_settings_are_checked(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    done = command(tmp_path, install(tmp_path / "site"), *arguments)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    shown(done.stderr)
+
+
+def test_an_unknown_algorithm_is_refused_with_the_installed_ones(tmp_path: Path) -> None:
+    done = command(tmp_path, install(tmp_path / "site"), "algo=sufix")
+    assert done.returncode == 2 and "did you mean: algo=suffix" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("entry_point", "name"), [("suffix_drafter:Sufix", "suffix"), ("suffix_drafter:Suffix", "sufix")]
+)
+def test_entry_points_are_checked(tmp_path: Path, entry_point: str, name: str) -> None:
+    done = command(tmp_path, install(tmp_path / "site", entry_point, name), "algo=suffix")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    shown(done.stderr)
+
+
+def test_names_in_the_environment_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PACKAGES_VARIABLE, "sufix_drafter")
+    with pytest.raises(ValueError) as caught:
+        available()
+    shown(str(caught.value))
+    monkeypatch.setenv(PACKAGES_VARIABLE, "json")
+    with pytest.raises(ValueError, match="SPECDEC_ALGORITHMS=json: expected a subclass of Algorithm in it, found none"):
+        available()
+
+
+class Taken(NGram):
+    """Another algorithm by the name of a shipped one."""
+
+
+@dataclass
+class Nameless:
+    draft_len: int = 3
+
+
+@pytest.mark.parametrize("mistake", ["no name", "no dataclass", "taken", "no class"])
+def test_classes_are_checked(monkeypatch: pytest.MonkeyPatch, kind: Any, mistake: str) -> None:
+    changes: dict[str, Callable[[], Any]] = {
+        "no name": lambda: type("Suffix", (kind,), {"Config": Nameless}),
+        "no dataclass": lambda: type("Suffix", (kind,), {"Config": object}),
+        "taken": lambda: Taken,
+        "no class": lambda: "suffix",
+    }
+    offered = changes[mistake]()
+
+    class Entry:
+        name = getattr(offered, "name", "suffix")
+        value = "suffix_drafter:Suffix"
+
+        def load(self) -> Any:
+            return offered
+
+    monkeypatch.setattr("algorithms.registry.entry_points", lambda group: [Entry()])
+    with pytest.raises(ValueError) as caught:
+        available()
+    if mistake == "no class":
+        assert "expected a subclass of algorithms.runtime.algorithm.Algorithm, got 'suffix'" in str(caught.value)
+    else:
+        shown(str(caught.value))
+
+
+def _shorter(draft: DraftTree) -> DraftTree:
+    return replace(draft, tokens=draft.tokens[:, :-1])
+
+
+def _narrow(draft: DraftTree) -> DraftTree:
+    return replace(draft, tokens=draft.tokens.int())
+
+
+@pytest.mark.parametrize(
+    ("attributes", "change"),
+    [({"max_depth": 0}, None), ({}, _shorter), ({}, _narrow), ({"rule": "rejection"}, None)],
+    ids=["no depth", "too few tokens", "int32", "no draft_probs"],
+)
+def test_mistakes_of_the_drafter(
+    kind: Any, attributes: dict[str, Any], change: Callable[[DraftTree], DraftTree] | None
+) -> None:
+    drafter: Algorithm = kind(kind.Config(), TARGET, None)
+    for key, value in attributes.items():
+        setattr(drafter, key, value)
+    if change is not None:
+        propose = drafter.propose
+        drafter.propose = lambda batch: change(propose(batch))  # type: ignore[method-assign]
+    with pytest.raises(ValueError) as caught:
+        run(drafter, requests(1), Setup(), TARGET)
+    shown(str(caught.value))
+
+
+def test_every_message_of_the_page_is_tested_above() -> None:
+    assert len(re.findall(r"^\|[^|]*\| `(.*)` \|$", PAGE.split("## What a mistake")[1], re.M)) == 11

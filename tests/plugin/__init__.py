@@ -1,1 +1,0 @@
-"""An algorithm that lives outside of the repository's own package: one file and its config."""
