@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -41,3 +41,20 @@ def expect_at_least(name: str, value: int, least: int) -> None:
     """Raise ValueError if `value` is below `least`."""
     if value < least:
         raise ValueError(f"{name}: expected at least {least}, got {value}")
+
+
+Expected = tuple[torch.Tensor | None, Sequence[int | None], torch.dtype]
+"""A tensor (None is skipped) with the shape and the dtype that it must have."""
+
+
+def expect_tensors(others: Mapping[str, torch.Tensor | None] | None = None, /, **expected: Expected) -> None:
+    """Raise ValueError unless each tensor has its shape and dtype, is contiguous, and all are on one device.
+
+    Of `others` only the device is checked.
+    """
+    for name, (tensor, shape, dtype) in expected.items():
+        if tensor is not None:
+            expect_shape(name, tensor, shape)
+            expect_dtype(name, tensor, dtype)
+            expect_contiguous(**{name: tensor})
+    expect_same_device(**(others or {}), **{name: tensor for name, (tensor, _, _) in expected.items()})

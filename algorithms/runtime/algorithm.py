@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from algorithms.runtime.backends.protocol import Backend
     from algorithms.runtime.models.loading import Target, TargetShape
-    from specdec_kernels import TreeLinks
+    from specdec_kernels import SamplingTensors, TreeLinks
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,6 @@ class OwnLevel(NamedTuple):
 
     level: str
     setting: str
-
-
-class SamplingTensors(NamedTuple):
-    """Sampling parameters of each row, [B] each; neutral values switch a filter off."""
-
-    temperature: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
-    seeds: torch.Tensor
 
 
 @dataclass(frozen=True)

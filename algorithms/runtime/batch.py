@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from algorithms.runtime.algorithm import Batch, Observation, Resources, SamplingTensors
+from algorithms.runtime.algorithm import Batch, Observation, Resources
 from algorithms.runtime.request import Request
+from specdec_kernels import SamplingTensors
 
 
 class PenaltyState:
@@ -52,13 +53,9 @@ class BatchState:
         self.page_table = full(0, torch.int32, max_pages)
         # One column more than positions: a commit writes there what it has no place for.
         self.history = full(0, torch.int64, context + 1)
-        self.sampling = SamplingTensors(
-            temperature=full(0.0, torch.float32),
-            top_k=full(0, torch.int32),
-            top_p=full(1.0, torch.float32),
-            min_p=full(0.0, torch.float32),
-            seeds=full(0, torch.int64),
-        )
+        # In the order of `SamplingTensors`: greedy, no filter.
+        neutral = ((0.0, torch.float32), (0, torch.int32), (1.0, torch.float32), (0.0, torch.float32), (0, torch.int64))
+        self._sampling = [full(value, dtype) for value, dtype in neutral]
         self.penalties: PenaltyState | None = None
 
     def need_penalties(self) -> None:
@@ -74,15 +71,16 @@ class BatchState:
         # Entries past the request's pages are page 0: never read, but a valid address.
         self.page_table[row] = 0
         self.page_table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32).to(self._device)
-        tensors, params = self.sampling, request.sampling
-        tensors.temperature[row], tensors.seeds[row] = params.temperature, params.seed
-        tensors.top_k[row], tensors.top_p[row], tensors.min_p[row] = params.top_k, params.top_p, params.min_p
+        params = request.sampling
+        values = (params.temperature, params.top_k, params.top_p, params.min_p, params.seed)
+        for tensor, value in zip(self._sampling, values, strict=True):
+            tensor[row] = value
         if self.penalties is not None:
             self.penalties.fill(row, request)
 
     def move(self, source: int, target: int) -> None:
         """Copy row `source` over row `target`. Both are active."""
-        tensors = [self.lengths, self.last_tokens, self.page_table, self.history, *self.sampling]
+        tensors = [self.lengths, self.last_tokens, self.page_table, self.history, *self._sampling]
         for tensor in tensors + (list(vars(self.penalties).values()) if self.penalties else []):
             tensor[target] = tensor[source]
 
@@ -100,7 +98,7 @@ class BatchState:
             page_table=self.page_table[rows],
             history=self.history[rows],
             active=self.active[rows],
-            sampling=SamplingTensors(*(tensor[rows] for tensor in self.sampling)),
+            sampling=SamplingTensors(*(tensor[rows] for tensor in self._sampling)),
             rows=rows,
             max_length=max_length,
         )

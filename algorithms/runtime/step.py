@@ -18,7 +18,7 @@ from algorithms.runtime.cache import KVCache
 from algorithms.runtime.paged_attention import PagedMixer
 from algorithms.runtime.sampling_params import SamplingNeeds
 from algorithms.runtime.tensor_parallel import agree_on_acceptance, agree_on_draft
-from specdec_kernels import Accepted, accept, apply_penalties, count_tokens, move_accepted
+from specdec_kernels import Accepted, SamplingTensors, accept, apply_penalties, count_tokens, move_accepted
 
 PHASES = ("draft", "verify", "accept", "commit")
 """Phases of a step, in order; each is a method of `Step`."""
@@ -112,7 +112,11 @@ class Step:
 
     def accept(self) -> None:
         batch, algorithm, needs = self._batch, self._parts.algorithm, self._needs
-        sampling, impl = batch.sampling, self._parts.resources.impl
+        impl, sampling = self._parts.resources.impl, SamplingTensors()
+        if needs.filtered:
+            sampling = batch.sampling
+        elif needs.sampled:
+            sampling = SamplingTensors(batch.sampling.temperature, seeds=batch.sampling.seeds)
         if needs.penalised:
             self._penalise()
         accepted = accept(
@@ -122,11 +126,7 @@ class Step:
             self.logits,
             batch.lengths,
             algorithm.max_depth,
-            temperature=sampling.temperature if needs.sampled else None,
-            seeds=sampling.seeds if needs.sampled else None,
-            top_k=sampling.top_k if needs.filtered else None,
-            top_p=sampling.top_p if needs.filtered else None,
-            min_p=sampling.min_p if needs.filtered else None,
+            sampling,
             draft_probs=self.tree.draft_probs,
             impl=impl,
         )

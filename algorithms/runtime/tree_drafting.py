@@ -65,35 +65,17 @@ class TreeDrafter:
         tokens, probs, no_parents = [batch.last_tokens], [], torch.zeros_like(batch.last_tokens)[:, None]
         for level in range(1, depth + 1):
             if drawn:
-                probs.append(self._distribution(batch, logits))
-                drafted = self._draw(batch, logits, level)
+                probs.append(filtered_probs(logits, batch.sampling, impl=impl))
+                # No key may come up again in the next step: block verification would couple the two.
+                positions = batch.lengths * (depth + 1) + level
+                picked = pick_tokens(logits, batch.sampling, positions, stream=DRAFT_STREAM, impl=impl)
             else:
-                drafted = pick_tokens(logits, impl=impl).tokens
-            tokens.append(self.to_target(drafted))
+                picked = pick_tokens(logits, impl=impl)
+            tokens.append(self.to_target(picked.tokens))
             if level < depth:
                 logits = run(tokens[-1][:, None], no_parents, self.chain_mixer(batch, level)).squeeze(1)
         links = build_chain(batch.lengths, depth + 1, impl=impl)
         return DraftTree(torch.stack(tokens, 1), links, torch.stack(probs, 1) if drawn else None)
-
-    def _distribution(self, batch: Batch, logits: Tensor) -> Tensor:
-        """[B, V] float32: what `_draw` draws from."""
-        filters = batch.sampling.top_k, batch.sampling.top_p, batch.sampling.min_p
-        return filtered_probs(logits, batch.sampling.temperature, *filters, impl=self.resources.impl)
-
-    def _draw(self, batch: Batch, logits: Tensor, level: int) -> Tensor:
-        sampling = batch.sampling
-        return pick_tokens(
-            logits,
-            sampling.temperature,
-            sampling.seeds,
-            # No key may come up again in the next step: block verification would couple the two.
-            batch.lengths * (self.shape.max_depth + 1) + level,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            stream=DRAFT_STREAM,
-            impl=self.resources.impl,
-        ).tokens
 
     def chain_mixer(self, batch: Batch, level: int) -> PagedMixer:
         """A mixer for the one token of `level` of a chain; level 0 is node 0, where the drafter stores it."""

@@ -63,7 +63,7 @@ def disagreement(function: Callable[..., Any], inputs: dict[str, Any]) -> str | 
 
 
 def _draws(inputs: dict[str, Any]) -> bool:
-    temperature = inputs.get("temperature")
+    temperature = getattr(inputs.get("sampling"), "temperature", None)
     return temperature is not None and bool((temperature > 0).any())
 
 

@@ -7,17 +7,36 @@ from typing import Any
 
 import torch
 
-from specdec_kernels.cases import Case, Comparison, Maker
+from specdec_kernels.cases import Comparison, Maker, case_of
+from specdec_kernels.sampling.types import SamplingTensors
 from specdec_kernels.tree.cases import random_parents
 from specdec_kernels.tree.reference import build_tree
 
+_FILTERS = ("top_k", "top_p", "min_p")
 
-def sampling_keys(make: Maker, requests: int) -> dict[str, torch.Tensor]:
+
+def random_sampling(make: Maker, requests: int) -> SamplingTensors:
     """Temperatures (every third request greedy) and seeds over the whole int64 range."""
     temperature = torch.rand(requests, generator=make.generator) * 1.5 + 0.1
     temperature[::3] = 0.0
     seeds = make.integers(-(1 << 62), 1 << 62, requests) * 2 + 1
-    return dict(temperature=temperature.to(make.device), seeds=seeds)
+    return SamplingTensors(temperature=temperature.to(make.device), seeds=seeds)
+
+
+def with_filters(make: Maker, sampling: SamplingTensors, requests: int) -> SamplingTensors:
+    """Every filter on in some rows and off in others, alone and together."""
+    row = torch.arange(requests)
+    top_k = torch.randint(1, 60, (requests,), generator=make.generator).int()
+    top_p = torch.rand(requests, generator=make.generator) * 0.9 + 0.05
+    min_p = torch.rand(requests, generator=make.generator) * 0.2
+    top_k[row % 4 == 1] = 0
+    top_p[row % 4 == 2] = 1.0
+    min_p[row % 3 > 0] = 0.0
+    return sampling._replace(top_k=top_k.to(make.device), top_p=top_p.to(make.device), min_p=min_p.to(make.device))
+
+
+def _at_one(make: Maker, rows: int, **filters: torch.Tensor) -> SamplingTensors:
+    return SamplingTensors(temperature=torch.ones(rows, device=make.device), **filters)
 
 
 def _draw(make: Maker, rows: int, vocab: int, scale: float = 2.0, padded: int = 0) -> dict[str, Any]:
@@ -25,7 +44,19 @@ def _draw(make: Maker, rows: int, vocab: int, scale: float = 2.0, padded: int = 
     if padded:
         logits[:, vocab:] = 1e4
         logits = logits[:, :vocab]
-    return dict(logits=logits, positions=make.integers(0, 1 << 40, rows), **sampling_keys(make, rows))
+    return dict(logits=logits, positions=make.integers(0, 1 << 40, rows), sampling=random_sampling(make, rows))
+
+
+def _filtered(make: Maker, **sizes: Any) -> dict[str, Any]:
+    inputs = _draw(make, **sizes)
+    return inputs | dict(sampling=with_filters(make, inputs["sampling"], sizes["rows"]), return_logprobs=True)
+
+
+def _filtered_alone(make: Maker, only: str, **sizes: Any) -> dict[str, Any]:
+    """One filter, the others off."""
+    inputs = _draw(make, **sizes)
+    every = with_filters(make, inputs["sampling"], sizes["rows"])
+    return inputs | dict(sampling=every._replace(**{other: None for other in _FILTERS if other != only}))
 
 
 def _greedy(make: Maker, rows: int, vocab: int) -> dict[str, Any]:
@@ -36,8 +67,8 @@ def _ties(make: Maker, rows: int, vocab: int) -> dict[str, Any]:
     return dict(logits=make.integers(0, 3, rows, vocab).to(make.dtype))
 
 
-def _hostile(make: Maker, vocab: int) -> dict[str, Any]:
-    """One trouble a row, each as a greedy and as a drawn row, between two ordinary rows."""
+def _hostile(make: Maker, vocab: int, filtered: bool = False) -> dict[str, Any]:
+    """One kind of bad row after the other, each as a greedy and as a drawn row, between two ordinary rows."""
     inf, nan = float("inf"), float("nan")
     logits = make.normal(16, vocab)
     logits[2:4] = nan
@@ -49,12 +80,11 @@ def _hostile(make: Maker, vocab: int) -> dict[str, Any]:
     logits[12:14] *= 1e30
     logits[14:16, : vocab // 2] = -inf
     temperature = torch.tensor([0.0, 0.8]).repeat(8).to(make.device)
-    return dict(
-        logits=logits,
-        temperature=temperature,
-        seeds=make.integers(0, 1 << 40, 16),
-        positions=make.integers(0, 1 << 40, 16),
-    )
+    sampling = SamplingTensors(temperature=temperature, seeds=make.integers(0, 1 << 40, 16))
+    inputs = dict(logits=logits, positions=make.integers(0, 1 << 40, 16))
+    if filtered:
+        sampling = with_filters(make, sampling, 16)
+    return inputs | dict(sampling=sampling, return_logprobs=filtered)
 
 
 def _edges(make: Maker, vocab: int) -> dict[str, Any]:
@@ -65,47 +95,26 @@ def _edges(make: Maker, vocab: int) -> dict[str, Any]:
     below_one = 1.0 - 2.0**-24
     uniforms = make.tensor([0.0, below_one, 2.0**-24, 0.5, 0.0, below_one, 0.0, below_one], torch.float32)
     temperature = make.tensor([1.0, 1.0, 1.0, 1.0, 1e-40, 1e-40, 1e4, 1e4], torch.float32)
-    return dict(logits=logits, temperature=temperature, uniforms=uniforms)
-
-
-def row_filters(make: Maker, requests: int) -> dict[str, torch.Tensor]:
-    """Every filter on in some rows and off in others, alone and together."""
-    row = torch.arange(requests)
-    top_k = torch.randint(1, 60, (requests,), generator=make.generator).int()
-    top_p = torch.rand(requests, generator=make.generator) * 0.9 + 0.05
-    min_p = torch.rand(requests, generator=make.generator) * 0.2
-    top_k[row % 4 == 1] = 0
-    top_p[row % 4 == 2] = 1.0
-    min_p[row % 3 > 0] = 0.0
-    return dict(top_k=top_k.to(make.device), top_p=top_p.to(make.device), min_p=min_p.to(make.device))
-
-
-def _filtered(make: Maker, rows: int, vocab: int, scale: float = 2.0, padded: int = 0) -> dict[str, Any]:
-    return _draw(make, rows, vocab, scale, padded) | row_filters(make, rows) | dict(return_logprobs=True)
-
-
-def _filtered_alone(make: Maker, rows: int, vocab: int, name: str) -> dict[str, Any]:
-    return _draw(make, rows, vocab) | {name: row_filters(make, rows)[name]}
-
-
-def _filtered_hostile(make: Maker, vocab: int) -> dict[str, Any]:
-    return _hostile(make, vocab) | row_filters(make, 16) | dict(return_logprobs=True)
+    return dict(logits=logits, sampling=SamplingTensors(temperature=temperature), uniforms=uniforms)
 
 
 def _filtered_ties(make: Maker, rows: int, vocab: int) -> dict[str, Any]:
     """Few distinct logits: the thresholds fall among equals, and more groups share a maximum than there are slots."""
-    inputs = _ties(make, rows, vocab) | sampling_keys(make, rows) | row_filters(make, rows)
-    return inputs | dict(positions=make.integers(0, 99, rows))
+    inputs = _ties(make, rows, vocab)
+    sampling = with_filters(make, random_sampling(make, rows), rows)
+    return inputs | dict(sampling=sampling, positions=make.integers(0, 99, rows))
 
 
 def _filter_limits(make: Maker, vocab: int) -> dict[str, Any]:
     """Filters at and beyond the ends of their ranges."""
-    inputs = _draw(make, 8, vocab) | dict(temperature=make.tensor([1.0] * 8, torch.float32))
-    return inputs | dict(
+    inputs = _draw(make, 8, vocab)
+    limits = _at_one(
+        make, 8, seeds=inputs["sampling"].seeds,
         top_k=make.tensor([1, vocab, vocab + 5, -3, 0, 0, 0, vocab - 1], torch.int32),
         top_p=make.tensor([1.0, 0.0, -1.0, 1.5, float("nan"), 1e-6, 1 - 1e-6, 1.0], torch.float32),
         min_p=make.tensor([0.0, 0.0, 0.0, 1.0, 2.0, -1.0, 0.0, float("nan")], torch.float32),
-    )
+    )  # fmt: skip
+    return inputs | dict(sampling=limits)
 
 
 def _spread(make: Maker, rows: int, vocab: int) -> dict[str, Any]:
@@ -113,34 +122,32 @@ def _spread(make: Maker, rows: int, vocab: int) -> dict[str, Any]:
     maximum, in steps that a threshold can fall between."""
     logits = torch.linspace(0, 0.5, vocab)[torch.randperm(vocab, generator=make.generator)].repeat(rows, 1)
     logits[:, 3::64] = torch.arange(len(logits[0, 3::64])) / 8 + 4.5
-    one = torch.ones(rows, device=make.device)
     top_p = torch.linspace(0.5, 0.99, rows).to(make.device)
-    return dict(logits=logits.to(make.device, make.dtype), temperature=one, top_p=top_p)
+    return dict(logits=logits.to(make.device, make.dtype), sampling=_at_one(make, rows, top_p=top_p))
 
 
 def _misled(make: Maker, rows: int, vocab: int, stride: int) -> dict[str, Any]:
     """Every `stride`-th group of 64, from which the threshold is guessed, is unlike the others: above or below them."""
     logits = make.normal(rows, vocab)
     away = torch.linspace(-4.0, 4.0, rows)[:, None] * (torch.arange(vocab) // 64 % stride == 0)
-    one = torch.ones(rows, device=make.device)
     top_p = torch.tensor([0.3, 0.6, 0.9, 0.97]).repeat(rows)[:rows].to(make.device)
-    return dict(logits=(logits.float() + away.to(make.device)).to(make.dtype), temperature=one, top_p=top_p)
+    logits = (logits.float() + away.to(make.device)).to(make.dtype)
+    return dict(logits=logits, sampling=_at_one(make, rows, top_p=top_p))
 
 
-def _law(make: Maker, rows: int, vocab: int, scale: float = 2.0, greedy: bool = False) -> dict[str, Any]:
-    if greedy:
-        return dict(logits=make.normal(rows, vocab, scale=scale))
-    temperature = sampling_keys(make, rows)["temperature"]
-    return dict(logits=make.normal(rows, vocab, scale=scale), temperature=temperature, **row_filters(make, rows))
+def _probs(make: Maker, rows: int, vocab: int, scale: float = 2.0) -> dict[str, Any]:
+    sampling = random_sampling(make, rows)._replace(seeds=None)
+    logits = make.normal(rows, vocab, scale=scale)
+    return dict(logits=logits, sampling=with_filters(make, sampling, rows))
 
 
-def _renorm(make: Maker, rows: int, vocab: int, name: str, hostile: bool = False) -> dict[str, Any]:
+def _renorm(make: Maker, rows: int, vocab: int, only: str, hostile: bool = False) -> dict[str, Any]:
     probs = torch.softmax(make.normal(rows, vocab, scale=3.0).float(), -1)
     if hostile:
         probs[0], probs[1] = float("nan"), 0.0
         probs[2, ::2] = -0.5
         probs[3] = 1.0 / vocab
-    return dict(probs=probs, **{name: row_filters(make, rows)[name]})
+    return dict(probs=probs, **{only: getattr(with_filters(make, SamplingTensors(), rows), only)})
 
 
 def _penalties(
@@ -168,7 +175,7 @@ def _penalties(
 
 
 def _counts(make: Maker, batch: int, width: int, vocab: int) -> dict[str, Any]:
-    """Many equal tokens, some outside the vocabulary, any number of them said."""
+    """Many equal tokens, some outside the vocabulary, any number of them counted."""
     return dict(
         counts=make.integers(0, 100, batch, vocab, dtype=torch.int32),
         tokens=make.integers(-1, vocab + 1, batch, width),
@@ -176,173 +183,70 @@ def _counts(make: Maker, batch: int, width: int, vocab: int) -> dict[str, Any]:
     )
 
 
+_pick = partial(case_of, "pick_tokens", _draw)
+_pick_filtered = partial(case_of, "pick_tokens", _filtered)
+_written = partial(case_of, "filtered_probs", _probs)
+_penalised = partial(case_of, "apply_penalties", _penalties)
+_LARGE = ("large",)
+_SHIPPED: dict[str, Any] = dict(catches="the shipped vocabulary", vocab=151936)
+
 CASES = (
-    Case("pick_empty", "pick_tokens", partial(_draw, rows=0, vocab=9), "launch on an empty grid"),
-    Case("pick_vocab_1", "pick_tokens", partial(_draw, rows=3, vocab=1), "no scan to speak of", gate=True),
-    Case("pick_vocab_2", "pick_tokens", partial(_draw, rows=5, vocab=2), "off by one in the scan"),
-    Case(
-        "pick_vocab_100",
-        "pick_tokens",
-        partial(_draw, rows=33, vocab=100),
-        "lanes past the vocabulary",
-        gate=True,
+    _pick("pick_empty", catches="launch on an empty grid", rows=0, vocab=9),
+    _pick("pick_vocab_1", catches="a scan of one entry", gate=True, rows=3, vocab=1),
+    _pick("pick_vocab_2", catches="off by one in the scan", rows=5, vocab=2),
+    _pick("pick_vocab_100", catches="lanes past the vocabulary", gate=True, rows=33, vocab=100),
+    _pick("pick_tile_edge", catches="an empty second tile", gate=True, rows=6, vocab=2048),
+    _pick("pick_tile_plus_one", catches="a tile of one token", rows=6, vocab=2049),
+    _pick("pick_vocab_8193", catches="tiles not a power of two", gate=True, rows=7, vocab=8193),
+    _pick("pick_flat", catches="mass spread over all tiles", rows=9, vocab=4100, scale=0.01),
+    _pick("pick_padded", catches="a padded vocabulary's tail", rows=5, vocab=100, padded=28),
+    case_of("pick_tokens", _greedy, "pick_greedy", "no sampling arguments", gate=True, rows=7, vocab=8193),
+    case_of("pick_tokens", _ties, "pick_ties", "the lowest id among equals", rows=40, vocab=2049),
+    case_of("pick_tokens", _hostile, "pick_hostile", "NaN and infinities", vocab=100),
+    case_of("pick_tokens", _hostile, "pick_hostile_tiles", "a tile without a usable logit", vocab=4100),
+    case_of("pick_tokens", _edges, "pick_edges", "banned tokens at u = 0 and u = 1", vocab=100),
+    case_of("pick_tokens", _edges, "pick_edges_tiles", "a last tile without mass", vocab=2051),
+    _pick_filtered("pick_filtered", catches="order of the filters", gate=True, rows=25, vocab=100),
+    case_of("pick_tokens", _filtered_alone, "pick_top_k", "k off by one", rows=9, vocab=100, only="top_k"),
+    case_of("pick_tokens", _filtered_alone, "pick_top_p", "p off by one token", rows=9, vocab=100, only="top_p"),
+    case_of("pick_tokens", _filtered_alone, "pick_min_p", "temperature twice", rows=9, vocab=100, only="min_p"),
+    _pick_filtered("pick_filtered_1", catches="a distribution of one token", gate=True, rows=3, vocab=1),
+    _pick_filtered("pick_filtered_slots", catches="groups chosen", gate=True, rows=9, vocab=2049),
+    _pick_filtered("pick_filtered_flat", catches="threshold below slots", rows=6, vocab=2049, scale=0.1),
+    case_of("filtered_probs", _spread, "probs_spread", "slots that are nearly enough", rows=12, vocab=1200),
+    case_of("filtered_probs", _misled, "probs_misled", "guesses far off the threshold", rows=12, vocab=2049, stride=4),
+    _pick_filtered("pick_filtered_padded", catches="tail of the last group", rows=5, vocab=600, padded=40),
+    case_of("pick_tokens", _filtered_ties, "pick_filtered_ties", "ties at a threshold", rows=12, vocab=1025),
+    case_of("pick_tokens", _hostile, "pick_filtered_hostile", "NaN under a filter", vocab=700, filtered=True),
+    case_of("pick_tokens", _filter_limits, "pick_filter_limits", "filters that are off", vocab=100),
+    _written("probs_small", catches="greedy rows are one-hot", gate=True, rows=13, vocab=37),
+    case_of("filtered_probs", _greedy, "probs_greedy", "no temperature", rows=3, vocab=37),
+    _written("probs_tiles", catches="a distribution over several tiles", rows=6, vocab=4100),
+    case_of("top_k_renorm", _renorm, "top_k_renorm", "k of probabilities", gate=True, rows=9, vocab=700, only="top_k"),
+    case_of("top_p_renorm", _renorm, "top_p_renorm", "p of probabilities", gate=True, rows=9, vocab=700, only="top_p"),
+    case_of(
+        "top_p_renorm", _renorm, "top_p_renorm_hostile", "negative and NaN probabilities, equal ones",
+        rows=6, vocab=100, only="top_p", hostile=True,
     ),
-    Case("pick_tile_edge", "pick_tokens", partial(_draw, rows=6, vocab=2048), "an empty second tile", gate=True),
-    Case("pick_tile_plus_one", "pick_tokens", partial(_draw, rows=6, vocab=2049), "a tile of one token"),
-    Case(
-        "pick_vocab_8193",
-        "pick_tokens",
-        partial(_draw, rows=7, vocab=8193),
-        "tiles not a power of two",
-        gate=True,
+    _penalised("penalties_empty", catches="empty grid", batch=0, num_nodes=3, vocab=9),
+    _penalised("penalties_chain", catches="path counts", gate=True, batch=5, num_nodes=6, vocab=40),
+    _penalised(
+        "penalties_plain", catches="requests without penalties, no bias, no prompt, a padded vocabulary", gate=True,
+        batch=4, num_nodes=5, vocab=33, extras=False, padded=7,
     ),
-    Case(
-        "pick_flat",
-        "pick_tokens",
-        partial(_draw, rows=9, vocab=4100, scale=0.01),
-        "mass spread over all tiles",
-    ),
-    Case(
-        "pick_padded",
-        "pick_tokens",
-        partial(_draw, rows=5, vocab=100, padded=28),
-        "a padded vocabulary's tail",
-    ),
-    Case("pick_greedy", "pick_tokens", partial(_greedy, rows=7, vocab=8193), "no sampling arguments", gate=True),
-    Case("pick_ties", "pick_tokens", partial(_ties, rows=40, vocab=2049), "the lowest id among equals"),
-    Case("pick_hostile", "pick_tokens", partial(_hostile, vocab=100), "NaN and infinities"),
-    Case("pick_hostile_tiles", "pick_tokens", partial(_hostile, vocab=4100), "a tile without a usable logit"),
-    Case("pick_edges", "pick_tokens", partial(_edges, vocab=100), "banned tokens at u = 0 and u = 1"),
-    Case("pick_edges_tiles", "pick_tokens", partial(_edges, vocab=2051), "a last tile without mass"),
-    Case("pick_filtered", "pick_tokens", partial(_filtered, rows=25, vocab=100), "order of the filters", gate=True),
-    Case("pick_top_k", "pick_tokens", partial(_filtered_alone, rows=9, vocab=100, name="top_k"), "k off by one"),
-    Case("pick_top_p", "pick_tokens", partial(_filtered_alone, rows=9, vocab=100, name="top_p"), "p off by one token"),
-    Case("pick_min_p", "pick_tokens", partial(_filtered_alone, rows=9, vocab=100, name="min_p"), "temperature twice"),
-    Case("pick_filtered_1", "pick_tokens", partial(_filtered, rows=3, vocab=1), "a law of one token", gate=True),
-    Case("pick_filtered_slots", "pick_tokens", partial(_filtered, rows=9, vocab=2049), "groups chosen", gate=True),
-    Case(
-        "pick_filtered_flat", "pick_tokens", partial(_filtered, rows=6, vocab=2049, scale=0.1), "threshold below slots"
-    ),
-    Case("probs_spread", "filtered_probs", partial(_spread, rows=12, vocab=1200), "slots that are nearly enough"),
-    Case(
-        "probs_misled",
-        "filtered_probs",
-        partial(_misled, rows=12, vocab=2049, stride=4),
-        "guesses far off the threshold",
-    ),
-    Case(
-        "pick_filtered_padded",
-        "pick_tokens",
-        partial(_filtered, rows=5, vocab=600, padded=40),
-        "tail of the last group",
-    ),
-    Case("pick_filtered_ties", "pick_tokens", partial(_filtered_ties, rows=12, vocab=1025), "ties at a threshold"),
-    Case("pick_filtered_hostile", "pick_tokens", partial(_filtered_hostile, vocab=700), "NaN under a filter"),
-    Case("pick_filter_limits", "pick_tokens", partial(_filter_limits, vocab=100), "filters that are off"),
-    Case("probs_small", "filtered_probs", partial(_law, rows=13, vocab=37), "greedy rows are one-hot", gate=True),
-    Case("probs_greedy", "filtered_probs", partial(_law, rows=3, vocab=37, greedy=True), "no temperature"),
-    Case("probs_tiles", "filtered_probs", partial(_law, rows=6, vocab=4100), "law over several tiles"),
-    Case(
-        "top_k_renorm",
-        "top_k_renorm",
-        partial(_renorm, rows=9, vocab=700, name="top_k"),
-        "k of probabilities",
-        gate=True,
-    ),
-    Case(
-        "top_p_renorm",
-        "top_p_renorm",
-        partial(_renorm, rows=9, vocab=700, name="top_p"),
-        "p of probabilities",
-        gate=True,
-    ),
-    Case(
-        "top_p_renorm_hostile",
-        "top_p_renorm",
-        partial(_renorm, rows=6, vocab=100, name="top_p", hostile=True),
-        "negative and NaN probabilities, equal ones",
-    ),
-    Case("penalties_empty", "apply_penalties", partial(_penalties, batch=0, num_nodes=3, vocab=9), "empty grid"),
-    Case(
-        "penalties_chain",
-        "apply_penalties",
-        partial(_penalties, batch=5, num_nodes=6, vocab=40),
-        "path counts",
-        gate=True,
-    ),
-    Case(
-        "penalties_plain",
-        "apply_penalties",
-        partial(_penalties, batch=4, num_nodes=5, vocab=33, extras=False, padded=7),
-        "requests without penalties, no bias, no prompt, a padded vocabulary",
-        gate=True,
-    ),
-    Case(
-        "penalties_words",
-        "apply_penalties",
-        partial(_penalties, batch=1, num_nodes=66, vocab=20),
-        "the second mask word",
-    ),
-    Case(
-        "count_tokens", "count_tokens", partial(_counts, batch=7, width=9, vocab=5), "equal tokens lose one", gate=True
-    ),
-    Case("count_one", "count_tokens", partial(_counts, batch=3, width=1, vocab=100), "a single token"),
-    Case(
-        "pick_qwen",
-        "pick_tokens",
-        partial(_draw, rows=16, vocab=151936),
-        "the shipped vocabulary",
-        gate=True,
-        bench=True,
-        tags=("large",),
-    ),
-    *(
-        Case(
-            f"{name}_b8x16_{kind}",
-            function,
-            partial(build, rows=128, vocab=151936, scale=scale),
-            "the shipped vocabulary",
-            gate=kind == "peaked",
-            bench=True,
-            tags=("large",),
-        )
-        for name, function, build in (("pick_filtered", "pick_tokens", _filtered), ("probs", "filtered_probs", _law))
-        for kind, scale in (("peaked", 4.0), ("flat", 1.0))
-    ),
-    Case(
-        "top_p_renorm_qwen",
-        "top_p_renorm",
-        partial(_renorm, rows=16, vocab=151936, name="top_p"),
-        "the shipped vocabulary",
-        bench=True,
-        tags=("large",),
-    ),
-    Case(
-        "top_k_renorm_qwen",
-        "top_k_renorm",
-        partial(_renorm, rows=16, vocab=151936, name="top_k"),
-        "the shipped vocabulary",
-        bench=True,
-        tags=("large",),
-    ),
-    Case(
-        "penalties_qwen",
-        "apply_penalties",
-        partial(_penalties, batch=8, num_nodes=16, vocab=151936),
-        "the shipped vocabulary",
-        gate=True,
-        bench=True,
-        tags=("large",),
-    ),
-    Case(
-        "count_tokens_b64",
-        "count_tokens",
-        partial(_counts, batch=64, width=16, vocab=151936),
-        "the shipped vocabulary",
-        bench=True,
-        tags=("large",),
-    ),
-)
+    _penalised("penalties_words", catches="the second mask word", batch=1, num_nodes=66, vocab=20),
+    case_of("count_tokens", _counts, "count_tokens", "equal tokens lose one", gate=True, batch=7, width=9, vocab=5),
+    case_of("count_tokens", _counts, "count_one", "a single token", batch=3, width=1, vocab=100),
+    _pick("pick_qwen", gate=True, bench=True, tags=_LARGE, rows=16, **_SHIPPED),
+    _pick_filtered("pick_filtered_b8x16_peaked", gate=True, bench=True, tags=_LARGE, rows=128, scale=4.0, **_SHIPPED),
+    _pick_filtered("pick_filtered_b8x16_flat", bench=True, tags=_LARGE, rows=128, scale=1.0, **_SHIPPED),
+    _written("probs_b8x16_peaked", gate=True, bench=True, tags=_LARGE, rows=128, scale=4.0, **_SHIPPED),
+    _written("probs_b8x16_flat", bench=True, tags=_LARGE, rows=128, scale=1.0, **_SHIPPED),
+    case_of("top_p_renorm", _renorm, "top_p_renorm_qwen", bench=True, tags=_LARGE, rows=16, only="top_p", **_SHIPPED),
+    case_of("top_k_renorm", _renorm, "top_k_renorm_qwen", bench=True, tags=_LARGE, rows=16, only="top_k", **_SHIPPED),
+    _penalised("penalties_qwen", gate=True, bench=True, tags=_LARGE, batch=8, num_nodes=16, **_SHIPPED),
+    case_of("count_tokens", _counts, "count_tokens_b64", bench=True, tags=_LARGE, batch=64, width=16, **_SHIPPED),
+)  # fmt: skip
 
 
 def _logits_once(inputs: dict[str, Any]) -> tuple[int, int]:
@@ -351,7 +255,7 @@ def _logits_once(inputs: dict[str, Any]) -> tuple[int, int]:
     return logits.numel() * logits.element_size(), 3 * logits.numel()
 
 
-def _law_written(inputs: dict[str, Any]) -> tuple[int, int]:
+def _probs_are_written(inputs: dict[str, Any]) -> tuple[int, int]:
     read, flop = _logits_once(inputs)
     return read + 4 * inputs["logits"].numel(), flop
 
@@ -376,7 +280,7 @@ def _tokens_counted(inputs: dict[str, Any]) -> tuple[int, int]:
 COMPARISON = Comparison(draws=("pick_tokens",))
 WORK = {
     "pick_tokens": _logits_once,
-    "filtered_probs": _law_written,
+    "filtered_probs": _probs_are_written,
     "top_k_renorm": _probs_written,
     "top_p_renorm": _probs_written,
     "apply_penalties": _penalties_moved,

@@ -1,4 +1,4 @@
-"""Device functions that selection, the renormalised laws and acceptance are composed of.
+"""Device functions that selection, the filtered distributions and acceptance are composed of.
 
 A row of logits (or of probabilities, `PROBS`) is seen as groups of WIDTH neighbouring tokens. Weights are
 w = exp((l - max l) / T), or the probability itself; float32 whatever the type of the row. Filters are
@@ -48,9 +48,9 @@ def finite(top):
 
 
 @triton.jit
-def exponent_scale(warmth):
+def exponent_scale(temperature):
     """log2(e) / T, at T = 1 for greedy rows."""
-    return 1.0 / tl.maximum(tl.where(warmth > 0, warmth, 1.0), _MIN_TEMPERATURE) * LOG2E
+    return 1.0 / tl.maximum(tl.where(temperature > 0, temperature, 1.0), _MIN_TEMPERATURE) * LOG2E
 
 
 @triton.jit
@@ -120,15 +120,15 @@ def row_uniform(seeds_ptr, positions_ptr, uniforms_ptr, row, request, in_row, ST
 def kth_key(key, wanted, low, high):
     """[R]: the largest key in [low, high) that `wanted` [R] entries of `key` [R, E] reach.
 
-    `low` is taken as reached and `high` as not; both are int64 so that their sum cannot overflow. A row that asks
-    nothing comes with high = low + 1.
+    `low` is taken as reached and `high` as not; both are int64 so that their sum cannot overflow. A row with
+    high = low + 1 is not searched.
     """
     while tl.max(high - low, 0) > 1:
         middle = (low + high) >> 1
         reached = tl.sum((key >= middle.to(tl.int32)[:, None]).to(tl.int32), 1) >= wanted
-        open_ = high - low > 1
-        low = tl.where(open_ & reached, middle, low)
-        high = tl.where(open_ & (reached == 0), middle, high)
+        searching = high - low > 1
+        low = tl.where(searching & reached, middle, low)
+        high = tl.where(searching & (reached == 0), middle, high)
     return low
 
 
@@ -136,14 +136,14 @@ def kth_key(key, wanted, low, high):
 def mass_key(key, weight, goal, low, high):
     """[R]: the smallest key in (low, high] above which less weight than `goal` [R] stands.
 
-    `high` is taken as such a key and `low` as none. A row that asks nothing comes with low = high - 1.
+    `high` is taken as such a key and `low` as none. A row with low = high - 1 is not searched.
     """
     while tl.max(high - low, 0) > 1:
         middle = (low + high) >> 1
         above = tl.sum(tl.where(key > middle.to(tl.int32)[:, None], weight, 0.0), 1)
-        open_ = high - low > 1
-        high = tl.where(open_ & (above < goal), middle, high)
-        low = tl.where(open_ & (above >= goal), middle, low)
+        searching = high - low > 1
+        high = tl.where(searching & (above < goal), middle, high)
+        low = tl.where(searching & (above >= goal), middle, low)
     return high
 
 
@@ -151,8 +151,8 @@ def mass_key(key, weight, goal, low, high):
 def first_beyond(running, weight, goal, index, END: tl.constexpr):
     """First index of positive weight whose running sum exceeds the goal, else the last such index, else -1.
 
-    Running sums of a parallel scan may differ in the last bit from one lane to the next, so what has no weight is
-    passed over by name, not by trusting equal sums.
+    Running sums of a parallel scan may differ in the last bit from one lane to the next, so entries without weight are
+    masked out: equal sums cannot be relied on.
     """
     first = tl.min(tl.where((running > goal[:, None]) & (weight > 0), index, END), 1)
     last = tl.max(tl.where(weight > 0, index, -1), 1)
@@ -183,11 +183,18 @@ def draw_in_group(
 
 
 @triton.jit
+def log_value(values_ptr, row, token, row_stride, live, PROBS: tl.constexpr):
+    """The logit at `token`, or the logarithm of the probability there."""
+    value = load_values(values_ptr, row, token, row_stride, live)
+    return tl.log(tl.maximum(value, 0.0)) if PROBS else value
+
+
+@triton.jit
 def first_largest(
     values_ptr, row, in_row, group_max, group, top, row_stride,
     VOCAB: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Lowest token of the row's largest value, from the groups' maxima and one group read again."""
+    """Lowest token of the row's largest value, from the groups' maxima and a second read of one group."""
     winner = tl.min(tl.where(group_max == top[:, None], group, GROUPS), 1)
     column = winner[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     value = load_values(values_ptr, row[:, None], column, row_stride, in_row[:, None] & (column < VOCAB))
@@ -198,11 +205,10 @@ def first_largest(
 def streamed_count(
     values_ptr, row, asks, row_stride, middle, VOCAB: tl.constexpr, SHIFT: tl.constexpr, BLOCK_V: tl.constexpr
 ):  # fmt: skip
-    """[R]: entries of the whole row whose key is at least `middle`; rows that do not ask are not read."""
+    """[R]: entries of the whole row whose key is at least `middle`; rows outside `asks` are not read."""
     lane = tl.arange(0, BLOCK_V)[None, :]
-    found = tl.zeros(
-        (row.shape[0], BLOCK_V), tl.int32
-    )  # added up once: a sum a step would wait for all warps each time
+    # Summed over lanes once, at the end: a sum in every step would make all warps wait each time.
+    found = tl.zeros((row.shape[0], BLOCK_V), tl.int32)
     for start in range(0, VOCAB, BLOCK_V):
         live = asks[:, None] & (start + lane < VOCAB)
         value = load_values(values_ptr, row[:, None], start + lane, row_stride, live)
@@ -233,11 +239,11 @@ def streamed_kth_key(
 ):  # fmt: skip
     """`kth_key` over the whole row."""
     while tl.max(high - low, 0) > 1:
-        open_ = high - low > 1
+        searching = high - low > 1
         middle = (low + high) >> 1
-        found = streamed_count(values_ptr, row, open_, row_stride, middle.to(tl.int32), VOCAB, SHIFT, BLOCK_V)
-        low = tl.where(open_ & (found >= wanted), middle, low)
-        high = tl.where(open_ & (found < wanted), middle, high)
+        found = streamed_count(values_ptr, row, searching, row_stride, middle.to(tl.int32), VOCAB, SHIFT, BLOCK_V)
+        low = tl.where(searching & (found >= wanted), middle, low)
+        high = tl.where(searching & (found < wanted), middle, high)
     return low
 
 
@@ -248,11 +254,11 @@ def streamed_mass_key(
 ):  # fmt: skip
     """`mass_key` over the whole row."""
     while tl.max(high - low, 0) > 1:
-        open_ = high - low > 1
+        searching = high - low > 1
         middle = (low + high) >> 1
         above = streamed_mass(
-            values_ptr, row, open_, row_stride, middle.to(tl.int32), top, scale, VOCAB, SHIFT, PROBS, BLOCK_V
+            values_ptr, row, searching, row_stride, middle.to(tl.int32), top, scale, VOCAB, SHIFT, PROBS, BLOCK_V
         )  # fmt: skip
-        high = tl.where(open_ & (above < goal), middle, high)
-        low = tl.where(open_ & (above >= goal), middle, low)
+        high = tl.where(searching & (above < goal), middle, high)
+        low = tl.where(searching & (above >= goal), middle, low)
     return high

@@ -1,18 +1,17 @@
 """Token selection over a split vocabulary: statistics of every group of tokens, then one look at what matters.
 
-First kernel, over all groups of all rows at once: m = max l, s = sum exp((l - m) / T). Second kernel, a program a row:
-M = max m and the masses s exp((m - M) / T); their running sum gives the group that the uniform falls in, and that
-group alone is read again.
+The first kernel visits all groups of all rows at once: m = max l, s = sum exp((l - m) / T). The second kernel runs one
+program per row: M = max m and the masses s exp((m - M) / T). Their running sum gives the group that the uniform falls
+in, and that group alone is read again.
 
 With filters the second kernel first finds the row's threshold. The SLOTS groups of the largest maxima hold every token
-above the next maximum C, so if the threshold is not below C these groups are enough: they are read into registers and
-the threshold is found there by bisection (top-k up to SLOTS always ends here, and top-p unless the law is flat).
-The rows that this leaves open are settled by `nucleus`.
+above the next maximum C. If the threshold is not below C, these groups are enough: they are read into registers and
+the threshold is found there by bisection (top-k up to SLOTS always ends here, and top-p unless the distribution is
+flat). All other rows are deferred to `kernel_nucleus`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -21,46 +20,10 @@ import triton.language as tl
 
 from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.sampling import device as d
-from specdec_kernels.sampling import nucleus
-from specdec_kernels.sampling.types import TARGET_STREAM, Filters, Picked
+from specdec_kernels.sampling import kernel_nucleus as nucleus
+from specdec_kernels.sampling.configs import SELECTION
+from specdec_kernels.sampling.types import TARGET_STREAM, Picked, SamplingTensors
 
-
-@dataclass(frozen=True)
-class SamplingConfig:
-    """Widths depend on the vocabulary alone, so that a row's result does not depend on its batch.
-
-    Microseconds for 128 rows of 151,936 bfloat16 logits, H200, Triton 3.6, cold L2, graph replay; one read of the
-    logits takes 10.8. Argmax 14.3; drawn with log-probabilities 25.5. Filtered draws at temperature 0.8 of normal
-    logits: top-k 50 35; top-p 0.9 41.9 where every row ends in the slots, 98 at standard deviation 4 (about half of
-    the rows stay open), 157 at 2 and 151 at 1 (all do; by halving in memory alone 370). `nucleus` costs
-    2.1 + 2.1 + 2.9 + 1.2 of that where no row is open. The statistics are bound by instructions, about 22 an entry
-    where both temperatures are summed: accepting 8 x 16 drawn rows takes 28.4, 2.6 reads of the logits.
-
-    Chunk, room in it and programs of a row for the same flat and mixed (8 requests of all filters) rows: 4096, 128, 10
-    gives 155 and 97; 8192, 256, 19 gives 155 and 97, and 47 instead of 42 where no row is open; 4096, 128, 37 gives
-    201 and 109; 4096, 128, 5 gives 161 and 109.
-    """
-
-    width: int  # tokens of a group
-    slots: int  # groups that a program holds in registers
-    strips: int  # groups of one program of the first kernel
-    max_rows: int  # rows of one program of the second kernel
-    stats_warps: int
-    select_warps: int
-    chunk: int  # tokens of one program of the kernels over open rows
-    keep: int  # values of a chunk that may be left open
-
-
-_GPU = SamplingConfig(
-    width=64, slots=128, strips=128, max_rows=1, stats_warps=8, select_warps=16, chunk=4096, keep=128
-)  # fmt: skip
-# Sixteen wavefronts of 64 lanes would leave 128 registers a lane, which spills.
-_AMD = replace(_GPU, select_warps=8)
-# The interpreter pays by the program, not by the lane; few slots, so that its cases reach the path over memory.
-_INTERPRETER = SamplingConfig(
-    width=64, slots=8, strips=1 << 14, max_rows=1 << 15, stats_warps=1, select_warps=1, chunk=1024, keep=64
-)
-_CONFIGS = {"sm80": _GPU, "sm90": _GPU, "sm100": _GPU, "gfx942": _AMD, "interpreter": _INTERPRETER}
 # A scan shorter than the eight 16-bit logits of one vector load does not compile on Triton 3.6.
 _MIN_SCAN = 8
 _KEY_SHIFT = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
@@ -69,14 +32,14 @@ _KEY_SHIFT = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 class Selected(NamedTuple):
     """What `select` found out about each row.
 
-    The law's rows are, [R] each: top; floor; total, with w(v) = exp((v - top) / T) for v >= floor and total = sum w;
-    and the log sum exp of the row at temperature 1, unfiltered.
+    The rows of `distribution`, [R] each: top; floor; total, with w(v) = exp((v - top) / T) for v >= floor and
+    total = sum w; and the log sum exp of the row at temperature 1, unfiltered.
     """
 
     tokens: torch.Tensor  # [R] int64
     valid: torch.Tensor  # [R] bool
     logprobs: torch.Tensor | None  # [R] float32
-    law: torch.Tensor | None  # [4, R] float32
+    distribution: torch.Tensor | None  # [4, R] float32
 
 
 @triton.jit
@@ -117,14 +80,14 @@ def _stats_kernel(
     place = row.to(tl.int64) * GROUPS + group
     plane = rows.to(tl.int64) * GROUPS
     if SAMPLE or NORMALISE:
-        warmth = tl.full(row.shape, 1.0, tl.float32)
+        temperature = tl.full(row.shape, 1.0, tl.float32)
         if SAMPLE:
-            warmth = tl.load(temperature_ptr + row // PER_REQUEST, mask=live, other=1.0)
-        scale = d.exponent_scale(warmth)
-        twice = tl.max(tl.where((warmth > 0) & (warmth != 1), 1, 0), 0) > 0
+            temperature = tl.load(temperature_ptr + row // PER_REQUEST, mask=live, other=1.0)
+        scale = d.exponent_scale(temperature)
+        twice = tl.max(tl.where((temperature > 0) & (temperature != 1), 1, 0), 0) > 0
         top = tl.max(value, 1)
         mass, plain = _masses(value, top, scale, twice, PROBS, SAMPLE and NORMALISE)
-        # A NaN or an infinity makes its group's sum or maximum none; to look at every entry would cost a tenth of all.
+        # A NaN or an infinity shows in its group's sum or maximum; replacing it in every entry would be slower.
         if tl.max(tl.where((mass < float("inf")) & (top == top), 0, 1), 0) > 0:
             value = d.load_values(values_ptr, row[:, None], column, row_stride, in_row)
             top = tl.max(value, 1)
@@ -207,28 +170,96 @@ def _floor_in_slots(
 
 
 @triton.jit
-def _leave_open(
-    values_ptr, state_ptr, marks_ptr, row, in_row, far, rows, row_stride, complete, reached, wanted, share, lowest,
-    everything, top, scale,
+def _defer(
+    values_ptr, state_ptr, pivots_ptr, row, in_row, deferred, rows, row_stride, complete, reached, wanted, share,
+    lowest, everything, top, scale,
     VOCAB: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr,
     PROBS: tl.constexpr,
 ):  # fmt: skip
-    """Tell `nucleus` what to do for each row, and where to look for the thresholds of the rows that are `far`."""
-    searched = far & (wanted == 0) & (share < 1)
+    """Tell `kernel_nucleus` what to do for each row, and where the thresholds of the deferred rows should lie."""
+    searched = deferred & (wanted == 0) & (share < 1)
     mode = tl.where(searched, nucleus.SEARCH, tl.where(wanted > 0, nucleus.COUNT, nucleus.FIXED))
-    mode = tl.where(far, mode, nucleus.SETTLED)
+    mode = tl.where(deferred, mode, nucleus.DONE)
     ceiling = tl.where(reached < share * everything, d.key_value(complete.to(tl.int32), SHIFT), top)
     goal = share * everything
     nucleus.store_state(state_ptr, row, in_row, rows, mode, goal, ceiling, lowest, everything, top, reached)
     if tl.max(searched.to(tl.int32), 0) > 0:
-        nucleus.store_marks(
-            values_ptr, marks_ptr, row, searched, rows, row_stride, complete, reached, goal, everything, top, scale,
+        nucleus.store_pivots(
+            values_ptr, pivots_ptr, row, searched, rows, row_stride, complete, reached, goal, everything, top, scale,
             VOCAB, GROUPS, SLOTS, WIDTH, SHIFT, PROBS,
         )  # fmt: skip
 
 
+@triton.jit
+def _filter(
+    values_ptr, top_k_ptr, top_p_ptr, min_p_ptr, ids_ptr, state_ptr, pivots_ptr, row, request, in_row, drawn, group_max,
+    group, rows, row_stride, top, scale, total,
+    VOCAB: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr,
+    PROBS: tl.constexpr,
+):  # fmt: skip
+    """Threshold, kept total and kept mass of each slot, and the rows of which the slots tell all; filtered rows of
+    which they do not are deferred, and count as unfiltered here."""
+    wanted, share = d.count_and_share(top_k_ptr, top_p_ptr, request, in_row, VOCAB)
+    lowest = _lowest(min_p_ptr, request, in_row, top, scale, PROBS)
+    filtered = drawn & ((wanted > 0) | (share < 1) | (lowest > float("-inf")))
+    value, key, complete = _gather(
+        values_ptr, ids_ptr, row, in_row, group_max, group, row_stride, VOCAB, GROUPS, SLOTS, WIDTH, SHIFT
+    )
+    floor, known, slot_mass, reached = _floor_in_slots(
+        value, key, complete, wanted, share, lowest, total, top, scale, GROUPS <= SLOTS, SLOTS, WIDTH, SHIFT, PROBS
+    )
+    near = filtered & known
+    if GROUPS <= SLOTS:
+        total = tl.sum(slot_mass, 1)
+    else:
+        _defer(
+            values_ptr, state_ptr, pivots_ptr, row, in_row, filtered & (known == 0), rows, row_stride, complete,
+            reached, wanted, share, lowest, total, top, scale, VOCAB, GROUPS, SLOTS, WIDTH, SHIFT, PROBS,
+        )  # fmt: skip
+        total = tl.where(near, tl.sum(slot_mass, 1), total)
+        floor = tl.where(near, floor, float("-inf"))
+    return floor, total, slot_mass, near
+
+
+@triton.jit
+def _draw(
+    values_ptr, ids_ptr, row, in_row, mass, slot_mass, near, group, uniform, top, scale, floor, row_stride,
+    FILTER: tl.constexpr, VOCAB: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr,
+    PROBS: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    """Token at which the running weight passes the uniform's share of the total; -1 for none."""
+    if FILTER and GROUPS <= SLOTS:
+        chosen, goal = d.find(slot_mass, uniform, tl.arange(0, SLOTS)[None, :], SLOTS)
+    else:
+        chosen, goal = d.find(mass, uniform, group, BLOCK_G)
+        if FILTER:
+            slot, left = d.find(slot_mass, uniform, tl.arange(0, SLOTS)[None, :], SLOTS)
+            held = tl.load(ids_ptr + row.to(tl.int64) * SLOTS + slot, mask=near, other=0)
+            chosen, goal = tl.where(near, held, chosen), tl.where(near, left, goal)
+    return d.draw_in_group(values_ptr, row, in_row, chosen, goal, top, scale, floor, row_stride, VOCAB, WIDTH, PROBS)
+
+
+@triton.jit
+def _store_logprobs(
+    values_ptr, plain_ptr, normaliser_ptr, logprobs_ptr, row, in_row, in_groups, token, valid, group_max, top,
+    row_stride, PROBS: tl.constexpr,
+):  # fmt: skip
+    """Store what is asked for of the log sum exp at temperature 1 and of the token's log-probability; return the
+    former."""
+    plain = tl.load(plain_ptr, mask=in_groups, other=0.0)
+    if not PROBS:
+        plain = plain * d.weigh(group_max, top[:, None], d.LOG2E, False)
+    normaliser = tl.log(tl.sum(plain, 1)) + (0.0 if PROBS else d.finite(top))
+    if normaliser_ptr is not None:
+        tl.store(normaliser_ptr + row, normaliser, mask=in_row)
+    if logprobs_ptr is not None:
+        logprob = d.log_value(values_ptr, row, token, row_stride, in_row, PROBS) - normaliser
+        tl.store(logprobs_ptr + row, tl.where(valid, logprob, float("-inf")), mask=in_row)
+    return normaliser
+
+
 @triton.jit(do_not_specialize=["rows"])
-def _select_kernel(
+def _select_kernel(  # 19 run-time arguments: most are optional inputs and outputs, and those that are None cost nothing
     values_ptr,  # [R, VOCAB], row stride row_stride
     temperature_ptr,  # [R / PER_REQUEST] float32, or None without SAMPLE
     top_k_ptr,  # [R / PER_REQUEST] int32, or None
@@ -239,13 +270,13 @@ def _select_kernel(
     uniforms_ptr,  # [R] float32, or None
     stats_ptr,  # [2 or 3, R, GROUPS] float32
     ids_ptr,  # [R, SLOTS] int32, or None where the row fits the slots or is not filtered
-    state_ptr,  # [8, R] float32, or None where no row is left open
-    marks_ptr,  # [8, R] float32, or None
+    state_ptr,  # [8, R] float32, or None where no row can be deferred
+    pivots_ptr,  # [8, R] float32, or None
     normaliser_ptr,  # [R] float32, or None
     tokens_ptr,  # [R] int64
     valid_ptr,  # [R] bool
     logprobs_ptr,  # [R] float32, or None
-    law_ptr,  # [4, R] float32 (see Selected), or None
+    distribution_ptr,  # [4, R] float32 (see Selected), or None
     rows,
     row_stride,
     PER_REQUEST: tl.constexpr,
@@ -276,116 +307,85 @@ def _select_kernel(
     token = d.first_largest(values_ptr, row, in_row, group_max, group, top, row_stride, VOCAB, GROUPS, WIDTH)
 
     if SAMPLE:
-        warmth = tl.load(temperature_ptr + request, mask=in_row, other=0.0)
-        scale = d.exponent_scale(warmth)
+        temperature = tl.load(temperature_ptr + request, mask=in_row, other=0.0)
+        scale = d.exponent_scale(temperature)
         floor = tl.full((BLOCK_R,), float("-inf"), tl.float32)
         mass = tl.load(stats_ptr + plane + place, mask=in_groups, other=0.0)
         if not PROBS:
             mass = mass * d.weigh(group_max, top[:, None], scale[:, None], False)
         total = tl.sum(mass, 1)
+        slot_mass, near = mass, in_row
         if FILTER:
-            wanted, share = d.count_and_share(top_k_ptr, top_p_ptr, request, in_row, VOCAB)
-            lowest = _lowest(min_p_ptr, request, in_row, top, scale, PROBS)
-            filtered = in_row & valid & (warmth > 0) & ((wanted > 0) | (share < 1) | (lowest > float("-inf")))
-            value, key, complete = _gather(
-                values_ptr, ids_ptr, row, in_row, group_max, group, row_stride, VOCAB, GROUPS, SLOTS, WIDTH, SHIFT
-            )
-            floor, known, slot_mass, reached = _floor_in_slots(
-                value, key, complete, wanted, share, lowest, total, top, scale, GROUPS <= SLOTS, SLOTS, WIDTH, SHIFT,
-                PROBS,
+            floor, total, slot_mass, near = _filter(
+                values_ptr, top_k_ptr, top_p_ptr, min_p_ptr, ids_ptr, state_ptr, pivots_ptr, row, request, in_row,
+                in_row & valid & (temperature > 0), group_max, group, rows, row_stride, top, scale, total, VOCAB,
+                GROUPS, SLOTS, WIDTH, SHIFT, PROBS,
             )  # fmt: skip
-            if GROUPS <= SLOTS:
-                total = tl.sum(slot_mass, 1)
-            else:
-                far = filtered & (known == 0)
-                _leave_open(
-                    values_ptr, state_ptr, marks_ptr, row, in_row, far, rows, row_stride, complete, reached, wanted,
-                    share, lowest, total, top, scale, VOCAB, GROUPS, SLOTS, WIDTH, SHIFT, PROBS,
-                )  # fmt: skip
-                total = tl.where(filtered & known, tl.sum(slot_mass, 1), total)
-                floor = tl.where(filtered & known, floor, float("-inf"))
         if DRAW:
             uniform = d.row_uniform(seeds_ptr, positions_ptr, uniforms_ptr, row, request, in_row, STREAM)
-            if FILTER and GROUPS <= SLOTS:
-                chosen, goal = d.find(slot_mass, uniform, tl.arange(0, SLOTS)[None, :], SLOTS)
-            else:
-                chosen, goal = d.find(mass, uniform, group, BLOCK_G)
-                if FILTER:
-                    slot, left = d.find(slot_mass, uniform, tl.arange(0, SLOTS)[None, :], SLOTS)
-                    near = filtered & known
-                    held = tl.load(ids_ptr + row.to(tl.int64) * SLOTS + slot, mask=near, other=0)
-                    chosen, goal = tl.where(near, held, chosen), tl.where(near, left, goal)
-            drawn = d.draw_in_group(
-                values_ptr, row, in_row, chosen, goal, top, scale, floor, row_stride, VOCAB, WIDTH, PROBS
-            )
-            token = tl.where((warmth > 0) & (drawn >= 0), drawn, token)
+            drawn = _draw(
+                values_ptr, ids_ptr, row, in_row, mass, slot_mass, near, group, uniform, top, scale, floor, row_stride,
+                FILTER, VOCAB, GROUPS, SLOTS, WIDTH, PROBS, BLOCK_G,
+            )  # fmt: skip
+            token = tl.where((temperature > 0) & (drawn >= 0), drawn, token)
 
     token = tl.where(valid, token, 0)
     tl.store(tokens_ptr + row, token.to(tl.int64), mask=in_row)
     tl.store(valid_ptr + row, valid, mask=in_row)
     if NORMALISE:
-        if SAMPLE:
-            plain = tl.load(stats_ptr + 2 * plane + place, mask=in_groups, other=0.0)
-        else:
-            plain = tl.load(stats_ptr + plane + place, mask=in_groups, other=0.0)
-        if not PROBS:
-            plain = plain * d.weigh(group_max, top[:, None], d.LOG2E, False)
-        normaliser = tl.log(tl.sum(plain, 1)) + (0.0 if PROBS else d.finite(top))
-        if normaliser_ptr is not None:
-            tl.store(normaliser_ptr + row, normaliser, mask=in_row)
-        if logprobs_ptr is not None:
-            value_at = d.load_values(values_ptr, row, token, row_stride, in_row)
-            value_at = tl.log(tl.maximum(value_at, 0.0)) if PROBS else value_at
-            logprob = tl.where(valid, value_at - normaliser, float("-inf"))
-            tl.store(logprobs_ptr + row, logprob, mask=in_row)
-    if law_ptr is not None:
-        tl.store(law_ptr + row, d.finite(top), mask=in_row)
-        tl.store(law_ptr + rows + row, floor, mask=in_row)
-        tl.store(law_ptr + 2 * rows + row, total, mask=in_row)
+        plain_ptr = stats_ptr + (2 * plane if SAMPLE else plane) + place
+        normaliser = _store_logprobs(
+            values_ptr, plain_ptr, normaliser_ptr, logprobs_ptr, row, in_row, in_groups, token, valid, group_max, top,
+            row_stride, PROBS,
+        )  # fmt: skip
+    if distribution_ptr is not None:
+        tl.store(distribution_ptr + row, d.finite(top), mask=in_row)
+        tl.store(distribution_ptr + rows + row, floor, mask=in_row)
+        tl.store(distribution_ptr + 2 * rows + row, total, mask=in_row)
         if NORMALISE:
-            tl.store(law_ptr + 3 * rows + row, normaliser, mask=in_row)
+            tl.store(distribution_ptr + 3 * rows + row, normaliser, mask=in_row)
 
 
 def select(
     values: torch.Tensor,
-    temperature: torch.Tensor | None,
-    seeds: torch.Tensor | None,
+    sampling: SamplingTensors,
     positions: torch.Tensor | None,
     uniforms: torch.Tensor | None,
-    filters: Filters,
     *,
     per_request: int = 1,
     stream: int = TARGET_STREAM,
     probabilities: bool = False,
     draw: bool = True,
     want_logprobs: bool = False,
-    want_law: bool = False,
+    want_distribution: bool = False,
     normalise: bool = False,
 ) -> Selected:
     """Token of every row, and what else is asked for. Row r belongs to request r // per_request.
 
-    `want_law` needs a temperature; its last row is written only with `want_logprobs` or `normalise`.
+    `want_distribution` needs a temperature; its last row is written only with `want_logprobs` or `normalise`.
     """
     rows, vocab = values.shape
-    config = _CONFIGS[current_chip(values)]
+    config = SELECTION[current_chip(values)]
     width = min(max(triton.next_power_of_2(vocab), _MIN_SCAN), config.width)
     groups = triton.cdiv(vocab, width)
     block_g = max(triton.next_power_of_2(groups), _MIN_SCAN)
     slots = min(config.slots, block_g)
+    temperature = sampling.temperature
     sample, normalise = temperature is not None, normalise or want_logprobs
-    filtered = sample and not filters.off
+    filtered = sample and sampling.filtered
+    may_defer = filtered and groups > slots
 
     def out(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device=values.device)
 
     stats = out(1 + sample + normalise, rows, groups)
-    open_ = filtered and groups > slots
-    ids = out(rows, slots, dtype=torch.int32) if open_ else None
-    state, marks = (out(nucleus.STATES, rows), out(nucleus.NUM_MARKS, rows)) if open_ else (None, None)
-    tokens, valid = out(rows, dtype=torch.int64), out(rows, dtype=torch.bool)
-    logprobs = out(rows) if want_logprobs else None
-    law = out(4, rows) if want_law else None
-    normaliser = out(rows) if open_ and want_logprobs else None
+    ids = out(rows, slots, dtype=torch.int32) if may_defer else None
+    state, pivots = (out(nucleus.STATES, rows), out(nucleus.NUM_PIVOTS, rows)) if may_defer else (None, None)
+    normaliser = out(rows) if may_defer and want_logprobs else None
+    found = Selected(
+        out(rows, dtype=torch.int64), out(rows, dtype=torch.bool), out(rows) if want_logprobs else None,
+        out(4, rows) if want_distribution else None,
+    )  # fmt: skip
     shared = dict(
         PER_REQUEST=per_request, VOCAB=vocab, GROUPS=groups, SAMPLE=sample, NORMALISE=normalise, PROBS=probabilities,
         WIDTH=width,
@@ -396,34 +396,30 @@ def select(
         _stats_kernel, (triton.cdiv(rows, block_r), triton.cdiv(groups, block_s)), values, temperature, stats, rows,
         values.stride(0), num_warps=config.stats_warps, BLOCK_R=block_r, BLOCK_S=block_s, **shared,
     )  # fmt: skip
-    if not sample or uniforms is not None or not draw:
-        seeds = positions = None
-    sources = (seeds, positions, uniforms if sample and draw else None)
+    keyed = sample and draw and uniforms is None
+    sources = (sampling.seeds, positions, None) if keyed else (None, None, uniforms if sample and draw else None)
     shift = _KEY_SHIFT[values.dtype]
     fitting = max(1, (1 << 20) // (max(slots * width, block_g) if filtered else block_g))
     block_r = min(triton.next_power_of_2(max(rows, 1)), config.max_rows, fitting)
     launch(
-        _select_kernel, (triton.cdiv(rows, block_r),), values, temperature, *(filters if filtered else Filters()),
-        *sources, stats, ids, state, marks, normaliser, tokens, valid, logprobs, law, rows,
-        values.stride(0), num_warps=config.select_warps if filtered else config.stats_warps, DRAW=draw,
+        _select_kernel, (triton.cdiv(rows, block_r),), values, temperature,
+        *(sampling.filters if filtered else (None, None, None)), *sources, stats, ids, state, pivots, normaliser,
+        *found, rows, values.stride(0), num_warps=config.select_warps if filtered else config.stats_warps, DRAW=draw,
         FILTER=filtered, STREAM=stream, SHIFT=shift, BLOCK_R=block_r, BLOCK_G=block_g, SLOTS=slots, **shared,
     )  # fmt: skip
-    if open_:
-        assert temperature is not None and state is not None and marks is not None
-        nucleus.settle(
-            values, temperature, filters.top_k, filters.top_p, sources, state, marks, normaliser, tokens, logprobs, law,
-            min_p=filters.min_p is not None, draw=draw, per_request=per_request, probabilities=probabilities,
-            stream=stream, shift=shift, chunk=config.chunk, keep=config.keep, max_rows=config.max_rows,
-            num_warps=config.select_warps,
+    if may_defer:
+        nucleus.resolve(
+            values, sampling, sources, state, pivots, normaliser, found.tokens, found.logprobs, found.distribution,
+            config, draw=draw, per_request=per_request, probabilities=probabilities, stream=stream, shift=shift,
         )  # fmt: skip
-    return Selected(tokens, valid, logprobs, law)
+    return found
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _law_kernel(
+def _probs_kernel(
     values_ptr,  # [R, VOCAB], row stride row_stride
     temperature_ptr,  # [R] float32
-    law_ptr,  # [4, R] float32, see Selected
+    distribution_ptr,  # [4, R] float32, see Selected
     tokens_ptr,  # [R] int64, the argmax
     valid_ptr,  # [R] bool
     probs_ptr,  # [R, VOCAB] float32
@@ -438,65 +434,47 @@ def _law_kernel(
     column = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
     in_row = row < rows
     live = in_row[:, None] & (column < VOCAB)
-    warmth = tl.load(temperature_ptr + row, mask=in_row, other=0.0)
-    top = tl.load(law_ptr + row, mask=in_row, other=0.0)
-    floor = tl.load(law_ptr + rows + row, mask=in_row, other=0.0)
-    total = tl.load(law_ptr + 2 * rows + row, mask=in_row, other=1.0)
+    temperature = tl.load(temperature_ptr + row, mask=in_row, other=0.0)
+    top = tl.load(distribution_ptr + row, mask=in_row, other=0.0)
+    floor = tl.load(distribution_ptr + rows + row, mask=in_row, other=0.0)
+    total = tl.load(distribution_ptr + 2 * rows + row, mask=in_row, other=1.0)
     token = tl.load(tokens_ptr + row, mask=in_row, other=0)
     valid = tl.load(valid_ptr + row, mask=in_row, other=0) != 0
     value = d.load_values(values_ptr, row[:, None], column, row_stride, live)
-    weight = d.weigh(value, top[:, None], d.exponent_scale(warmth)[:, None], PROBS)
+    weight = d.weigh(value, top[:, None], d.exponent_scale(temperature)[:, None], PROBS)
     prob = tl.where(value >= floor[:, None], weight / total[:, None], 0.0)
     if not PROBS:
-        prob = tl.where((warmth > 0)[:, None], prob, (column == token[:, None]).to(tl.float32))
+        prob = tl.where((temperature > 0)[:, None], prob, (column == token[:, None]).to(tl.float32))
     prob = tl.where(valid[:, None], prob, 0.0)
     tl.store(probs_ptr + row.to(tl.int64)[:, None] * VOCAB + column, prob, mask=live)
 
 
-def filtered_probs(
-    logits: torch.Tensor,
-    temperature: torch.Tensor | None = None,
-    top_k: torch.Tensor | None = None,
-    top_p: torch.Tensor | None = None,
-    min_p: torch.Tensor | None = None,
-    probabilities: bool = False,
-) -> torch.Tensor:
-    """See `specdec_kernels.sampling.filtered_probs`."""
+def filtered_probs(logits: torch.Tensor, sampling: SamplingTensors, probabilities: bool = False) -> torch.Tensor:
+    """See `specdec_kernels.sampling.filtered_probs`; with `probabilities` the rows hold probabilities, not logits."""
     rows, vocab = logits.shape
-    if temperature is None:
-        temperature = torch.full((rows,), float(probabilities), device=logits.device)
-    found = select(
-        logits, temperature, None, None, None, Filters(top_k, top_p, min_p),
-        probabilities=probabilities, draw=False, want_law=True,
-    )  # fmt: skip
-    assert found.law is not None
+    if sampling.temperature is None:
+        sampling = sampling._replace(temperature=torch.full((rows,), float(probabilities), device=logits.device))
+    found = select(logits, sampling, None, None, probabilities=probabilities, draw=False, want_distribution=True)
     probs = torch.empty(rows, vocab, dtype=torch.float32, device=logits.device)
     block_v = min(max(triton.next_power_of_2(vocab), 2), 4096)
     block_r = 1 if current_chip(logits) != "interpreter" else triton.next_power_of_2(max(rows, 1))
     launch(
-        _law_kernel, (triton.cdiv(rows, block_r), triton.cdiv(vocab, block_v)), logits, temperature, found.law,
-        found.tokens, found.valid, probs, rows, logits.stride(0), num_warps=4, VOCAB=vocab, PROBS=probabilities,
-        BLOCK_R=block_r, BLOCK_V=block_v,
+        _probs_kernel, (triton.cdiv(rows, block_r), triton.cdiv(vocab, block_v)), logits, sampling.temperature,
+        found.distribution, found.tokens, found.valid, probs, rows, logits.stride(0), num_warps=4, VOCAB=vocab,
+        PROBS=probabilities, BLOCK_R=block_r, BLOCK_V=block_v,
     )  # fmt: skip
     return probs
 
 
 def pick_tokens(
     logits: torch.Tensor,
-    temperature: torch.Tensor | None = None,
-    seeds: torch.Tensor | None = None,
+    sampling: SamplingTensors,
     positions: torch.Tensor | None = None,
     uniforms: torch.Tensor | None = None,
     *,
-    top_k: torch.Tensor | None = None,
-    top_p: torch.Tensor | None = None,
-    min_p: torch.Tensor | None = None,
     return_logprobs: bool = False,
     stream: int = TARGET_STREAM,
 ) -> Picked:
     """See `specdec_kernels.sampling.pick_tokens`."""
-    filters = Filters(top_k, top_p, min_p)
-    found = select(
-        logits, temperature, seeds, positions, uniforms, filters, stream=stream, want_logprobs=return_logprobs
-    )
+    found = select(logits, sampling, positions, uniforms, stream=stream, want_logprobs=return_logprobs)
     return Picked(found.tokens, found.valid, found.logprobs)

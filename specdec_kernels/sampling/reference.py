@@ -1,4 +1,4 @@
-"""Definition of token selection, of the filters and of the random stream in plain torch, computed in float64."""
+"""Definition of token selection, filters, penalties and the random stream in plain torch, computed in float64."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from typing import NamedTuple
 
 import torch
 
-from specdec_kernels.sampling.types import TARGET_STREAM, Filters, Picked
+from specdec_kernels.sampling.types import TARGET_STREAM, Picked, SamplingTensors
 
 _ROUNDS = 10
 _MULTIPLIER_A, _MULTIPLIER_B = 0xD2511F53, 0xCD9E8D57
 _KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
 _LOW32 = 0xFFFFFFFF
 _FLOAT32_MAX = torch.finfo(torch.float32).max
-# Below this a float32 temperature would be flushed to zero on some chips; the law at it is already one-hot.
+# Below this a float32 temperature would be flushed to zero on some chips; the distribution at it is already one-hot.
 MIN_TEMPERATURE = 1e-30
 
 
-class Law(NamedTuple):
-    """The law that a row is drawn from, up to its normalisation."""
+class RowDistribution(NamedTuple):
+    """What a row is drawn from, up to its normalisation."""
 
     weights: torch.Tensor  # [R, V] float64, 0 where filtered
     values: torch.Tensor  # [R, V] float64: usable logits (or probabilities), -inf elsewhere
@@ -28,62 +28,53 @@ class Law(NamedTuple):
 
 def pick_tokens(
     logits: torch.Tensor,
-    temperature: torch.Tensor | None = None,
-    seeds: torch.Tensor | None = None,
+    sampling: SamplingTensors,
     positions: torch.Tensor | None = None,
     uniforms: torch.Tensor | None = None,
     *,
-    top_k: torch.Tensor | None = None,
-    top_p: torch.Tensor | None = None,
-    min_p: torch.Tensor | None = None,
     return_logprobs: bool = False,
     stream: int = TARGET_STREAM,
     probabilities: bool = False,
 ) -> Picked:
-    """See `specdec_kernels.sampling.pick_tokens`; with `probabilities` the rows hold a law instead of logits."""
-    if temperature is not None and uniforms is None:
-        assert seeds is not None and positions is not None
-        uniforms = philox_uniform(seeds, positions, stream)
-    law = row_law(logits, temperature, Filters(top_k, top_p, min_p), probabilities)
-    tokens = law.greedy
-    if temperature is not None:
-        assert uniforms is not None
-        tokens = torch.where(temperature > 0, inverse_cdf(law.weights, uniforms), tokens)
-    tokens = torch.where(law.valid, tokens, 0)
+    """See `specdec_kernels.sampling.pick_tokens`; with `probabilities` the rows hold probabilities, not logits."""
+    rows = row_distribution(logits, sampling, probabilities)
+    tokens = rows.greedy
+    if sampling.temperature is not None:
+        if uniforms is None:
+            assert sampling.seeds is not None and positions is not None
+            uniforms = philox_uniform(sampling.seeds, positions, stream)
+        tokens = torch.where(sampling.temperature > 0, inverse_cdf(rows.weights, uniforms), tokens)
+    tokens = torch.where(rows.valid, tokens, 0)
     logprobs = token_logprobs(logits, tokens, probabilities) if return_logprobs else None
-    return Picked(tokens, law.valid, logprobs)
+    return Picked(tokens, rows.valid, logprobs)
 
 
-def row_law(
-    logits: torch.Tensor,
-    temperature: torch.Tensor | None,
-    filters: Filters,
-    probabilities: bool = False,
-) -> Law:
-    """Weights [R, V] of the law at `temperature` [R] (None or 0: as at 1) under `filters` of R entries each."""
+def row_distribution(logits: torch.Tensor, sampling: SamplingTensors, probabilities: bool = False) -> RowDistribution:
+    """Weights [R, V] at the temperature (none or 0: as at 1) and under the filters of `sampling` [R]."""
     values = _usable(logits)
     top = values.amax(-1) if logits.shape[-1] else values.new_zeros(len(values))
     valid = top > (0 if probabilities else -torch.inf)
     greedy = (values == top[:, None]).int().argmax(-1)
-    ones = torch.ones_like(top)
-    warmth = ones if temperature is None else torch.where(temperature > 0, temperature.double(), ones)
-    warmth = warmth.clamp(min=MIN_TEMPERATURE)[:, None]
+    divisor = torch.ones_like(top)
+    if sampling.temperature is not None:
+        divisor = torch.where(sampling.temperature > 0, sampling.temperature.double(), divisor)
+    divisor = divisor.clamp(min=MIN_TEMPERATURE)[:, None]
     if probabilities:
         weights = values.clamp(min=0)
     else:
-        weights = torch.exp((values - torch.where(valid, top, 0.0)[:, None]) / warmth)
+        weights = torch.exp((values - torch.where(valid, top, 0.0)[:, None]) / divisor)
     floor = torch.full_like(top, -torch.inf)
-    if filters.top_k is not None:
-        floor = torch.maximum(floor, _top_k_floor(values, filters.top_k))
-    if filters.top_p is not None:
+    if sampling.top_k is not None:
+        floor = torch.maximum(floor, _top_k_floor(values, sampling.top_k))
+    if sampling.top_p is not None:
         kept = torch.where(values >= floor[:, None], weights, 0.0)
-        floor = torch.maximum(floor, _top_p_floor(values, kept, filters.top_p.double()))
-    if filters.min_p is not None:
-        share = filters.min_p.double().nan_to_num(0.0).clamp(0, 1)
-        lowest = top * share if probabilities else top + warmth[:, 0] * share.log()
+        floor = torch.maximum(floor, _top_p_floor(values, kept, sampling.top_p.double()))
+    if sampling.min_p is not None:
+        share = sampling.min_p.double().nan_to_num(0.0).clamp(0, 1)
+        lowest = top * share if probabilities else top + divisor[:, 0] * share.log()
         floor = torch.maximum(floor, lowest)
     weights = torch.where(values >= floor[:, None], weights, 0.0)
-    return Law(weights, values, greedy, valid)
+    return RowDistribution(weights, values, greedy, valid)
 
 
 def _usable(logits: torch.Tensor) -> torch.Tensor:
@@ -120,30 +111,23 @@ def inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, probabilities: bool = False) -> torch.Tensor:
-    """[R] float32: log of softmax(logits) (or of the normalised row) at `tokens` [R]; -inf in rows without a law."""
+    """[R] float32: log of softmax(logits), or of the normalised row, at `tokens` [R]; -inf in rows not valid."""
     values = _usable(logits)
     logs = values.clamp(min=0).log() if probabilities else values
     chosen = logs.gather(-1, tokens[:, None])[:, 0] - logs.logsumexp(-1)
     return torch.nan_to_num(chosen, nan=-torch.inf, neginf=-torch.inf).float()
 
 
-def filtered_probs(
-    logits: torch.Tensor,
-    temperature: torch.Tensor | None = None,
-    top_k: torch.Tensor | None = None,
-    top_p: torch.Tensor | None = None,
-    min_p: torch.Tensor | None = None,
-    probabilities: bool = False,
-) -> torch.Tensor:
-    """See `specdec_kernels.sampling.filtered_probs`."""
-    law = row_law(logits, temperature, Filters(top_k, top_p, min_p), probabilities)
-    weights = law.weights
+def filtered_probs(logits: torch.Tensor, sampling: SamplingTensors, probabilities: bool = False) -> torch.Tensor:
+    """See `specdec_kernels.sampling.filtered_probs`; with `probabilities` the rows hold probabilities, not logits."""
+    rows = row_distribution(logits, sampling, probabilities)
+    weights, temperature = rows.weights, sampling.temperature
     if not probabilities:
-        point = torch.zeros_like(weights).scatter_(-1, law.greedy[:, None], 1.0)
-        drawn = torch.zeros_like(law.valid) if temperature is None else temperature > 0
+        point = torch.zeros_like(weights).scatter_(-1, rows.greedy[:, None], 1.0)
+        drawn = torch.zeros_like(rows.valid) if temperature is None else temperature > 0
         weights = torch.where(drawn[:, None], weights, point)
     normalised = weights / weights.sum(-1, keepdim=True)
-    return torch.where(law.valid[:, None], normalised, 0.0).float()
+    return torch.where(rows.valid[:, None], normalised, 0.0).float()
 
 
 def philox_uniform(
@@ -151,8 +135,8 @@ def philox_uniform(
 ) -> torch.Tensor:
     """Uniforms in [0, 1) with 24 bits, keyed by (seed, position, stream, slot).
 
-    Philox 4x32-10 (Salmon et al., SC 2011) with key = the seed's low and high word and counter = (position's
-    low word, its high word, stream, slot); the first output word gives u = (word >> 8) / 2^24.
+    The key is the seed's low and high word, the counter (position's low word, its high word, stream, slot); the first
+    output word gives u = (word >> 8) / 2^24.
 
     Args:
         seeds: [...] int64, any value.
@@ -184,3 +168,39 @@ def _multiply_wide(word: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch
     high = (by_high + (by_low >> 16)) >> 16
     low = (by_low + ((by_high & 0xFFFF) << 16)) & _LOW32
     return high, low
+
+
+def apply_penalties(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    mask: torch.Tensor,
+    output_counts: torch.Tensor,
+    prompt_seen: torch.Tensor | None,
+    repetition: torch.Tensor,
+    presence: torch.Tensor,
+    frequency: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> None:
+    """See `specdec_kernels.sampling.apply_penalties`."""
+    batch, num_nodes, vocab = logits.shape
+    node = torch.arange(num_nodes, device=logits.device)
+    on_path = ((mask[:, :, node // 64] >> (node % 64)) & 1).bool() & (node > 0)
+    known = (tokens >= 0) & (tokens < vocab)
+    drafted = torch.nn.functional.one_hot(tokens.clamp(0, vocab - 1), vocab) * known[..., None]
+    counts = output_counts[:, None] + torch.einsum("bij,bjv->biv", on_path.double(), drafted.double())
+    seen = counts > 0 if prompt_seen is None else (counts > 0) | prompt_seen[:, None]
+    value = logits.double()
+    factor = repetition.double()[:, None, None]
+    value = torch.where(seen, torch.where(value > 0, value / factor, value * factor), value)
+    value = value - frequency.double()[:, None, None] * counts - presence.double()[:, None, None] * (counts > 0)
+    if bias is not None:
+        value = value + bias.double()[:, None]
+    logits.copy_(value)
+
+
+def count_tokens(counts: torch.Tensor, tokens: torch.Tensor, num: torch.Tensor) -> None:
+    """See `specdec_kernels.sampling.count_tokens`."""
+    vocab = counts.shape[1]
+    column = torch.arange(tokens.shape[1], device=tokens.device)
+    counted = (column < num[:, None]) & (tokens >= 0) & (tokens < vocab)
+    counts.scatter_add_(1, tokens.clamp(0, vocab - 1), counted.to(counts.dtype))

@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 
-from specdec_kernels.cases import Case, Comparison, Maker
-from specdec_kernels.sampling.cases import row_filters, sampling_keys
+from specdec_kernels.cases import Comparison, Maker, case_of
+from specdec_kernels.sampling.cases import random_sampling, with_filters
 from specdec_kernels.sampling.reference import filtered_probs
+from specdec_kernels.sampling.types import SamplingTensors
 from specdec_kernels.tree.cases import random_parents
 from specdec_kernels.tree.reference import build_chain, build_tree
 from specdec_kernels.verify.types import CHAIN_RULES
+
+_INF = float("inf")
 
 
 def _accept(
@@ -36,8 +39,10 @@ def _accept(
     drawn = make.integers(0, vocab, batch, num_nodes)
     agrees = (torch.rand(batch, num_nodes, generator=make.generator) < agreeing).to(make.device)
     tokens = torch.where(agrees, wanted, drawn)
-    keys = sampling_keys(make, batch) if rule == "target_only" else {}
-    return dict(rule=rule, tokens=tokens, tree=tree, logits=logits, lengths=lengths, max_depth=max_depth, **keys)
+    sampling = random_sampling(make, batch) if rule == "target_only" else SamplingTensors()
+    return dict(
+        rule=rule, tokens=tokens, tree=tree, logits=logits, lengths=lengths, max_depth=max_depth, sampling=sampling
+    )
 
 
 def _duplicates(make: Maker) -> dict[str, Any]:
@@ -62,7 +67,7 @@ def _unusable(make: Maker) -> dict[str, Any]:
 
 
 def _from_probs(make: Maker, rule: str, **sizes: int) -> dict[str, Any]:
-    """Target laws instead of logits; a row of zeros and entries that are no probabilities among them."""
+    """Target probabilities instead of logits; a row of zeros and entries that are no probabilities among them."""
     inputs = _accept(make, rule=rule, chain=True, **sizes)
     probs = torch.softmax(inputs.pop("logits").float(), -1) * 0.5
     probs[0, 1:2, 0] = float("nan")
@@ -83,37 +88,36 @@ def _drawn(
     probs: bool = False,
     padded: int = 0,
 ) -> dict[str, Any]:
-    """A chain drawn from a draft law whose logits lie `distance` from the target's; infinity for a disjoint law."""
+    """A chain drawn from a distribution whose logits lie `distance` from the target's; at infinity the two are
+    disjoint."""
     lengths = make.integers(0, 1000, batch)
     logits = make.normal(batch, num_nodes, vocab + padded, scale=2.0)[..., :vocab]
     near = logits[:, :-1].float()
-    if distance == float("inf"):
+    if distance == _INF:
         drafted = torch.where(near > 0, float("-inf"), -near)
     else:
         drafted = near + make.normal(batch, num_nodes - 1, vocab, scale=distance).float()
     ones = torch.ones(batch * (num_nodes - 1), device=make.device)
-    keys = sampling_keys(make, batch)
-    own = ones * 0.8 if filtered else ones
-    filters: dict[str, Any] = dict(top_k=(own * 20).int(), top_p=own) if filtered else {}
-    draft_probs = filtered_probs(drafted.flatten(0, 1), ones, **filters)
+    sampling, drawn_with = random_sampling(make, batch), SamplingTensors(temperature=ones)
+    if filtered:
+        drawn_with = drawn_with._replace(top_k=(ones * 0.8 * 20).int(), top_p=ones * 0.8)
+    draft_probs = filtered_probs(drafted.flatten(0, 1), drawn_with)
     drawn = torch.multinomial(draft_probs.cpu(), 1, generator=make.generator) if len(ones) else draft_probs.long()
     tokens = make.integers(0, vocab, batch, num_nodes)
     tokens[:, 1:] = drawn.view(batch, num_nodes - 1).to(make.device)
-    inputs = dict(
-        rule=rule, tokens=tokens, tree=build_chain(lengths, num_nodes), logits=logits, lengths=lengths,
-        max_depth=max_depth, draft_probs=draft_probs.view(batch, num_nodes - 1, vocab), **keys,
-    )  # fmt: skip
     if filtered:
-        inputs |= row_filters(make, batch)
-    if probs:
-        inputs |= dict(logits=None, probs=torch.softmax(logits.float(), -1))
-    return inputs
+        sampling = with_filters(make, sampling, batch)
+    return dict(
+        rule=rule, tokens=tokens, tree=build_chain(lengths, num_nodes), logits=None if probs else logits,
+        lengths=lengths, max_depth=max_depth, draft_probs=draft_probs.view(batch, num_nodes - 1, vocab),
+        sampling=sampling, probs=torch.softmax(logits.float(), -1) if probs else None,
+    )  # fmt: skip
 
 
 def _troubled(make: Maker, rule: str) -> dict[str, Any]:
-    """Rows of NaN, a cut chain, drafts outside the vocabulary and of probability 0 or NaN, coins of exactly 0."""
+    """Rows of NaN, a cut chain, drafts outside the vocabulary and of probability 0 or NaN, uniforms of exactly 0."""
     inputs = _drawn(make, rule, batch=9, num_nodes=5, vocab=12, max_depth=3)
-    inputs["temperature"] = make.tensor([0.9] * 8 + [0.0], torch.float32)
+    inputs["sampling"] = inputs["sampling"]._replace(temperature=make.tensor([0.9] * 8 + [0.0], torch.float32))
     inputs["logits"][0, 0] = float("nan")
     inputs["logits"][1, 2] = float("nan")
     inputs["tree"].first_child[2, 1] = -1
@@ -136,173 +140,84 @@ def _targets(make: Maker, batch: int, num_nodes: int, max_depth: int, chain: boo
 
 
 def _filtered(make: Maker, **sizes: Any) -> dict[str, Any]:
-    return _accept(make, rule="target_only", **sizes) | row_filters(make, sizes["batch"])
+    inputs = _accept(make, rule="target_only", **sizes)
+    return inputs | dict(sampling=with_filters(make, inputs["sampling"], sizes["batch"]))
 
 
 def _without_logprobs(make: Maker) -> dict[str, Any]:
     return _accept(make, 3, 4, 50, 3, rule="target_only") | dict(return_logprobs=False)
 
 
-_SAMPLED = partial(_accept, rule="target_only")
+_greedy = partial(case_of, "accept", _accept)
+_sampled = partial(case_of, "accept", _accept, rule="target_only")
+_known = partial(case_of, "accept_targets", _targets)
+_LARGE = ("large",)
+_SHIPPED: dict[str, Any] = dict(catches="the shipped vocabulary", num_nodes=16, vocab=151936, max_depth=15, chain=True)
 
 CASES = (
-    Case("accept_empty", "accept", partial(_accept, batch=0, num_nodes=4, vocab=9, max_depth=3), "empty grid"),
-    Case(
-        "accept_root_only",
-        "accept",
-        partial(_SAMPLED, batch=3, num_nodes=1, vocab=9, max_depth=0),
-        "no drafts",
-        gate=True,
+    _greedy("accept_empty", catches="empty grid", batch=0, num_nodes=4, vocab=9, max_depth=3),
+    _sampled("accept_root_only", catches="no drafts", gate=True, batch=3, num_nodes=1, vocab=9, max_depth=0),
+    _greedy("accept_depth_0", catches="limit ignored", batch=2, num_nodes=5, vocab=9, max_depth=0),
+    _greedy("accept_cut", catches="limit", batch=4, num_nodes=9, vocab=5, max_depth=2, chain=True),
+    _greedy(
+        "accept_saturated", catches="bonus row of a fully accepted chain", gate=True,
+        batch=3, num_nodes=16, vocab=33, max_depth=15, chain=True, agreeing=1.0,
     ),
-    Case(
-        "accept_depth_0",
-        "accept",
-        partial(_accept, batch=2, num_nodes=5, vocab=9, max_depth=0),
-        "limit ignored",
+    _greedy("accept_tree", catches="siblings", gate=True, batch=5, num_nodes=13, vocab=7, max_depth=6),
+    _sampled("accept_tree_65", catches="long walks", batch=2, num_nodes=65, vocab=11, max_depth=9),
+    _sampled("accept_sampled", catches="keys", gate=True, batch=7, num_nodes=6, vocab=100, max_depth=5),
+    _sampled("accept_tiles", catches="split vocabulary", batch=2, num_nodes=5, vocab=2049, max_depth=4),
+    case_of("accept", _duplicates, "accept_duplicates", "equal siblings, padding counted as sibling"),
+    case_of("accept", _unusable, "accept_unusable", "a NaN row continues the path"),
+    case_of("accept", _filtered, "accept_filtered", "filters", gate=True, batch=6, num_nodes=5, vocab=100, max_depth=4),
+    case_of("accept", _without_logprobs, "accept_no_logprobs", "logprobs written without being asked for"),
+    case_of(
+        "accept", _from_probs, "accept_probs", "probabilities taken for logits", gate=True,
+        rule="target_only", batch=5, num_nodes=4, vocab=30, max_depth=3,
     ),
-    Case(
-        "accept_cut",
-        "accept",
-        partial(_accept, batch=4, num_nodes=9, vocab=5, max_depth=2, chain=True),
-        "limit",
-    ),
-    Case(
-        "accept_saturated",
-        "accept",
-        partial(_accept, batch=3, num_nodes=16, vocab=33, max_depth=15, chain=True, agreeing=1.0),
-        "bonus row of a fully accepted chain",
-        gate=True,
-    ),
-    Case(
-        "accept_tree",
-        "accept",
-        partial(_accept, batch=5, num_nodes=13, vocab=7, max_depth=6),
-        "siblings",
-        gate=True,
-    ),
-    Case(
-        "accept_tree_65",
-        "accept",
-        partial(_SAMPLED, batch=2, num_nodes=65, vocab=11, max_depth=9),
-        "long walks",
-    ),
-    Case(
-        "accept_sampled",
-        "accept",
-        partial(_SAMPLED, batch=7, num_nodes=6, vocab=100, max_depth=5),
-        "keys",
-        gate=True,
-    ),
-    Case(
-        "accept_tiles",
-        "accept",
-        partial(_SAMPLED, batch=2, num_nodes=5, vocab=2049, max_depth=4),
-        "split vocabulary",
-    ),
-    Case("accept_duplicates", "accept", _duplicates, "equal siblings, padding counted as sibling"),
-    Case("accept_unusable", "accept", _unusable, "a NaN row continues the path"),
-    Case(
-        "accept_filtered",
-        "accept",
-        partial(_filtered, batch=6, num_nodes=5, vocab=100, max_depth=4),
-        "filters",
-        gate=True,
-    ),
-    Case("accept_no_logprobs", "accept", _without_logprobs, "logprobs written without being asked for"),
-    Case(
-        "accept_probs",
-        "accept",
-        partial(_from_probs, rule="target_only", batch=5, num_nodes=4, vocab=30, max_depth=3),
-        "probabilities taken for logits",
-        gate=True,
-    ),
-    Case(
-        "accept_probs_greedy",
-        "accept",
-        partial(_from_probs, rule="greedy", batch=5, num_nodes=4, vocab=30, max_depth=3),
-        "argmax of probabilities",
+    case_of(
+        "accept", _from_probs, "accept_probs_greedy", "argmax of probabilities",
+        rule="greedy", batch=5, num_nodes=4, vocab=30, max_depth=3,
     ),
     *(
-        Case(f"{rule}_{name}", "accept", partial(_drawn, rule=rule, **sizes), catches, gate=name in gated)
+        case_of("accept", _drawn, f"{rule}_{name}", catches, gate=gate, rule=rule, **sizes)
         for rule in CHAIN_RULES
-        for gated in (("root_only", "near", "filtered", "probs"),)
-        for name, catches, sizes in (
-            ("empty", "an empty grid", dict(batch=0, num_nodes=3, vocab=9, max_depth=2)),
-            ("root_only", "no drafts", dict(batch=3, num_nodes=1, vocab=9, max_depth=0)),
-            ("near", "bonus row", dict(batch=9, num_nodes=5, vocab=40, max_depth=4, distance=0.2)),
-            ("far", "residual row", dict(batch=9, num_nodes=5, vocab=40, max_depth=4, distance=3.0)),
-            ("same", "p = q, an empty residual", dict(batch=7, num_nodes=4, vocab=40, max_depth=3, distance=0.0)),
-            ("disjoint", "nothing to accept", dict(batch=7, num_nodes=4, vocab=40, max_depth=3, distance=float("inf"))),
-            ("cut", "draft behind the limit", dict(batch=7, num_nodes=6, vocab=9, max_depth=2, distance=0.2)),
-            ("filtered", "p unfiltered", dict(batch=7, num_nodes=4, vocab=100, max_depth=3, filtered=True)),
-            ("probs", "p from logits", dict(batch=7, num_nodes=4, vocab=100, max_depth=3, probs=True)),
-            ("tiles", "several groups", dict(batch=3, num_nodes=3, vocab=700, max_depth=2, padded=9, filtered=True)),
+        for name, catches, gate, sizes in (
+            ("empty", "an empty grid", False, dict(batch=0, num_nodes=3, vocab=9, max_depth=2)),
+            ("root_only", "no drafts", True, dict(batch=3, num_nodes=1, vocab=9, max_depth=0)),
+            ("near", "bonus row", True, dict(batch=9, num_nodes=5, vocab=40, max_depth=4, distance=0.2)),
+            ("far", "residual row", False, dict(batch=9, num_nodes=5, vocab=40, max_depth=4, distance=3.0)),
+            ("same", "an empty residual", False, dict(batch=7, num_nodes=4, vocab=40, max_depth=3, distance=0.0)),
+            ("disjoint", "no common token", False, dict(batch=7, num_nodes=4, vocab=40, max_depth=3, distance=_INF)),
+            ("cut", "draft behind the limit", False, dict(batch=7, num_nodes=6, vocab=9, max_depth=2, distance=0.2)),
+            ("filtered", "p unfiltered", True, dict(batch=7, num_nodes=4, vocab=100, max_depth=3, filtered=True)),
+            ("probs", "p from logits", True, dict(batch=7, num_nodes=4, vocab=100, max_depth=3, probs=True)),
+            ("tiles", "groups", False, dict(batch=3, num_nodes=3, vocab=700, max_depth=2, padded=9, filtered=True)),
         )
     ),
-    *(Case(f"{rule}_troubled", "accept", partial(_troubled, rule=rule), "rows without a law") for rule in CHAIN_RULES),
-    Case("targets_tree", "accept_targets", partial(_targets, batch=5, num_nodes=13, max_depth=6), "missing targets"),
-    Case(
-        "targets_root", "accept_targets", partial(_targets, batch=4, num_nodes=1, max_depth=0), "no drafts", gate=True
+    *(case_of("accept", _troubled, f"{rule}_troubled", "unusable rows", rule=rule) for rule in CHAIN_RULES),
+    _known("targets_tree", catches="missing targets", batch=5, num_nodes=13, max_depth=6),
+    _known("targets_root", catches="no drafts", gate=True, batch=4, num_nodes=1, max_depth=0),
+    _sampled("accept_qwen", gate=True, bench=True, tags=_LARGE, batch=1, **_SHIPPED),
+    _known(
+        "targets_b64_chain16", catches="the shipped sizes", gate=True, bench=True, tags=_LARGE,
+        batch=64, num_nodes=16, max_depth=15, chain=True,
     ),
-    Case(
-        "accept_qwen",
-        "accept",
-        partial(_SAMPLED, batch=1, num_nodes=16, vocab=151936, max_depth=15, chain=True),
-        "the shipped vocabulary",
-        gate=True,
-        bench=True,
-        tags=("large",),
+    _known(
+        "targets_b64_tree64", catches="the shipped sizes", gate=True, bench=True, tags=_LARGE,
+        batch=64, num_nodes=64, max_depth=8,
     ),
+    _greedy("accept_greedy_b8", bench=True, tags=_LARGE, batch=8, **_SHIPPED),
+    _sampled("accept_sampled_b8", bench=True, tags=_LARGE, batch=8, **_SHIPPED),
+    case_of("accept", _filtered, "accept_filtered_b8", gate=True, bench=True, tags=_LARGE, batch=8, **_SHIPPED),
     *(
-        Case(
-            f"targets_b64_{name}",
-            "accept_targets",
-            partial(_targets, batch=64, num_nodes=nodes, max_depth=depth, chain=name == "chain16"),
-            "the shipped sizes",
-            gate=True,
-            bench=True,
-            tags=("large",),
-        )
-        for name, nodes, depth in (("chain16", 16, 15), ("tree64", 64, 8))
-    ),
-    Case(
-        "accept_greedy_b8",
-        "accept",
-        partial(_accept, batch=8, num_nodes=16, vocab=151936, max_depth=15, chain=True),
-        "the shipped vocabulary",
-        bench=True,
-        tags=("large",),
-    ),
-    Case(
-        "accept_sampled_b8",
-        "accept",
-        partial(_SAMPLED, batch=8, num_nodes=16, vocab=151936, max_depth=15, chain=True),
-        "the shipped vocabulary",
-        bench=True,
-        tags=("large",),
-    ),
-    Case(
-        "accept_filtered_b8",
-        "accept",
-        partial(_filtered, batch=8, num_nodes=16, vocab=151936, max_depth=15, chain=True),
-        "the shipped vocabulary",
-        gate=True,
-        bench=True,
-        tags=("large",),
-    ),
-    *(
-        Case(
-            f"{rule}_b8",
-            "accept",
-            partial(_drawn, rule=rule, batch=8, num_nodes=8, vocab=151936, max_depth=7, filtered=True),
-            "the shipped vocabulary",
-            gate=True,
-            bench=True,
-            tags=("large",),
+        case_of(
+            "accept", _drawn, f"{rule}_b8", "the shipped vocabulary", gate=True, bench=True, tags=_LARGE,
+            rule=rule, batch=8, num_nodes=8, vocab=151936, max_depth=7, filtered=True,
         )
         for rule in CHAIN_RULES
     ),
-)
+)  # fmt: skip
 
 
 def _target_read(inputs: dict[str, Any]) -> tuple[int, int]:

@@ -1,54 +1,37 @@
 """Acceptance on the device: token selection of every node, then a walk down the tree.
 
-The target token of every node is chosen by the sampling family (its rows are independent, so the whole device
-works). The walk is a chain of dependent loads and uses one lane a request: each step looks at one node, which
+The target token of every node is chosen by the sampling family, over the whole device, because its rows are
+independent. The walk is a chain of dependent loads and uses one lane per request. Each step looks at one node, which
 either joins the path or gives way to its next sibling, so a walk has at most N - 1 steps even where links are
-malformed. The path is kept in registers and stored once: two stores to one address by different threads of a
-program would not be ordered.
+malformed. The path is kept in registers and stored once: two stores to one address by different threads of a program
+would not be ordered.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
 from specdec_kernels.launch import current_chip, launch
-from specdec_kernels.sampling import kernel as sampling
-from specdec_kernels.sampling.types import Filters
+from specdec_kernels.sampling.kernel import select
+from specdec_kernels.sampling.types import SamplingTensors
 from specdec_kernels.tree.types import TreeLinks
-from specdec_kernels.verify import rejection
+from specdec_kernels.verify.configs import ACCEPTANCE
+from specdec_kernels.verify.device import empty_outcome, store_outcome
+from specdec_kernels.verify.kernel_rejection import accept_chain
 from specdec_kernels.verify.types import CHAIN_RULES, Accepted
 
 
-@dataclass(frozen=True)
-class WalkConfig:
-    max_requests: int
-    num_warps: int
-
-
-# One request a program: requests stop at different depths and would wait for each other.
-_GPU = WalkConfig(max_requests=1, num_warps=1)
-_CONFIGS = {
-    "sm80": _GPU,
-    "sm90": _GPU,
-    "sm100": _GPU,
-    "gfx942": _GPU,
-    "interpreter": WalkConfig(max_requests=1 << 15, num_warps=1),
-}
-
-
 @triton.jit
-def _open(candidate, usable, count, in_batch, NODES: tl.constexpr, DEPTH: tl.constexpr):
+def _looking(candidate, usable, count, in_batch, NODES: tl.constexpr, DEPTH: tl.constexpr):
     """Whether there is a node to look at."""
     return in_batch & usable & (count < DEPTH) & (candidate >= 0) & (candidate < NODES)
 
 
 @triton.jit
 def _usable(usable_ptr, target, place, mask):
-    """Whether the node's row had a law to take the target from."""
+    """Whether the node's row had a usable entry to take the target from."""
     if usable_ptr is None:
         usable = target >= 0
     else:
@@ -89,7 +72,7 @@ def _walk_kernel(
     target = tl.load(targets_ptr + row, mask=in_batch, other=0)
     usable = _usable(usable_ptr, target, row, in_batch)
     candidate = tl.load(first_child_ptr + row, mask=in_batch, other=-1)
-    looking = _open(candidate, usable, count, in_batch, NODES, DEPTH)
+    looking = _looking(candidate, usable, count, in_batch, NODES, DEPTH)
     if NODES > 1:  # else the loop folds to code that Triton 3.6 cannot lay out
         step = 1
         while (tl.max(looking.to(tl.int32), 0) > 0) & (step < NODES):
@@ -104,23 +87,19 @@ def _walk_kernel(
             target = tl.where(hit, tl.load(targets_ptr + place, mask=hit, other=0), target)
             usable = tl.where(hit, _usable(usable_ptr, target, place, hit), usable)
             candidate = tl.where(hit, child, sibling)
-            looking = _open(candidate, usable, count, in_batch, NODES, DEPTH)
+            looking = _looking(candidate, usable, count, in_batch, NODES, DEPTH)
             step += 1
 
     target = tl.where(usable, target, 0)
     emitted = tl.where(column == count[:, None], target[:, None], emitted)
-    length = tl.load(lengths_ptr + request, mask=in_batch, other=0)
-    out = request.to(tl.int64)[:, None] * (DEPTH + 1) + column
-    in_out = in_batch[:, None] & (column <= DEPTH)
-    tl.store(out_tokens_ptr + out, emitted, mask=in_out)
-    tl.store(out_nodes_ptr + out, path, mask=in_out)
-    tl.store(out_count_ptr + request, count, mask=in_batch)
-    tl.store(out_bonus_ptr + request, target, mask=in_batch)
-    tl.store(out_lengths_ptr + request, length + count + 1, mask=in_batch)
-    tl.store(out_valid_ptr + request, usable, mask=in_batch)
+    store_outcome(
+        out_tokens_ptr, out_count_ptr, out_nodes_ptr, out_bonus_ptr, out_lengths_ptr, out_valid_ptr, lengths_ptr,
+        request, in_batch, column, emitted, path, count, target, usable, DEPTH,
+    )  # fmt: skip
     if logprobs_ptr is not None:
+        in_out = in_batch[:, None] & (column <= DEPTH)
         logprob = tl.load(logprobs_ptr + row[:, None] + path, mask=in_out & (path >= 0), other=0.0)
-        tl.store(out_logprobs_ptr + out, logprob, mask=in_out)
+        tl.store(out_logprobs_ptr + request.to(tl.int64)[:, None] * (DEPTH + 1) + column, logprob, mask=in_out)
 
 
 def accept(
@@ -130,23 +109,21 @@ def accept(
     values: torch.Tensor,
     lengths: torch.Tensor,
     max_depth: int,
+    sampling: SamplingTensors,
     *,
-    temperature: torch.Tensor | None,
-    seeds: torch.Tensor | None,
     uniforms: torch.Tensor | None,
-    filters: Filters,
     draft_probs: torch.Tensor | None,
     probabilities: bool,
     return_logprobs: bool,
 ) -> Accepted:
-    """See `specdec_kernels.verify.accept`; `values` are logits, or with `probabilities` target laws."""
-    if rule in CHAIN_RULES and temperature is not None:
-        return rejection.accept(
-            rule, tokens, tree, values, lengths, max_depth, temperature=temperature, seeds=seeds, uniforms=uniforms,
-            filters=filters, draft_probs=draft_probs, probabilities=probabilities, return_logprobs=return_logprobs,
+    """See `specdec_kernels.verify.accept`; `values` are logits, or with `probabilities` target probabilities."""
+    if rule in CHAIN_RULES and sampling.temperature is not None:
+        return accept_chain(
+            rule, tokens, tree, values, lengths, max_depth, sampling, uniforms=uniforms, draft_probs=draft_probs,
+            probabilities=probabilities, return_logprobs=return_logprobs,
         )  # fmt: skip
-    found = sampling.select(
-        values.flatten(0, 1), temperature, seeds, tree.positions, uniforms, filters, per_request=tokens.shape[1],
+    found = select(
+        values.flatten(0, 1), sampling, tree.positions, uniforms, per_request=tokens.shape[1],
         probabilities=probabilities, want_logprobs=return_logprobs,
     )  # fmt: skip
     return _walk(tokens, tree, found.tokens, found.valid, found.logprobs, lengths, max_depth)
@@ -170,12 +147,12 @@ def _walk(
 ) -> Accepted:
     """Follow `targets` ([B * N] or [B, N]) down the trees."""
     batch, num_nodes = tokens.shape
-    accepted = rejection.outcome(batch, max_depth, tokens.device, with_logprobs=logprobs is not None)
-    config = _CONFIGS[current_chip(tokens)]
+    accepted = empty_outcome(batch, max_depth, tokens.device, with_logprobs=logprobs is not None)
+    config = ACCEPTANCE[current_chip(tokens)]
     block_b = min(triton.next_power_of_2(max(batch, 1)), config.max_requests)
     launch(
         _walk_kernel, (triton.cdiv(batch, block_b),), tokens, tree.first_child, tree.next_sibling, targets, usable,
-        logprobs, lengths, *accepted, batch, num_warps=config.num_warps, NODES=num_nodes, DEPTH=max_depth,
-        BLOCK_B=block_b, BLOCK_D=max(triton.next_power_of_2(max_depth + 1), 2),
+        logprobs, lengths, *accepted, batch, num_warps=1, NODES=num_nodes, DEPTH=max_depth, BLOCK_B=block_b,
+        BLOCK_D=max(triton.next_power_of_2(max_depth + 1), 2),
     )  # fmt: skip
     return accepted

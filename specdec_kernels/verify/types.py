@@ -11,7 +11,7 @@ CHAIN_RULES = ("rejection", "block")  # need the draft's own probabilities
 
 
 class Accepted(NamedTuple):
-    """Outcome of verifying one draft tree a request; D is the most drafts that can be accepted."""
+    """Outcome of verifying one draft tree per request; D is the most drafts that can be accepted."""
 
     tokens: torch.Tensor  # [B, D + 1] int64: accepted drafts, then the bonus token, -1 behind
     num_accepted: torch.Tensor  # [B] int32: accepted drafts, the bonus excluded

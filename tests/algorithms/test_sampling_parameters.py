@@ -15,7 +15,7 @@ from algorithms.runtime.models.dense_mixer import DenseMixer
 from algorithms.runtime.request import Completion, Request
 from algorithms.runtime.sampling_params import SamplingNeeds, SamplingParams
 from algorithms.standalone import Standalone
-from specdec_kernels import pick_tokens
+from specdec_kernels import SamplingTensors, pick_tokens
 from tests.algorithms.drafters import ALL_MAKERS, TARGET, blurred_target, hinted, load_random_drafters
 from tests.algorithms.toy import (
     CONFIG,
@@ -77,12 +77,14 @@ def plainly(request: Request, blind_to: int = 0) -> tuple[list[int], list[float]
         logits = penalised(following(text), request, output[: len(output) - blind_to] if blind_to else output)
         picked = pick_tokens(
             logits.float()[None],
-            torch.tensor([request.sampling.temperature]),
-            torch.tensor([request.sampling.seed]),
+            SamplingTensors(
+                temperature=torch.tensor([request.sampling.temperature]),
+                top_k=torch.tensor([request.sampling.top_k], dtype=torch.int32),
+                top_p=torch.tensor([request.sampling.top_p]),
+                min_p=torch.tensor([request.sampling.min_p]),
+                seeds=torch.tensor([request.sampling.seed]),
+            ),
             torch.tensor([len(text) - 1]),
-            top_k=torch.tensor([request.sampling.top_k], dtype=torch.int32),
-            top_p=torch.tensor([request.sampling.top_p]),
-            min_p=torch.tensor([request.sampling.min_p]),
             impl="reference",
         )
         output.append(int(picked.tokens))

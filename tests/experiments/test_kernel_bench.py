@@ -27,7 +27,7 @@ from experiments.bench.timing import Limits, bytes_in, cold_copies, provenance, 
 from experiments.bench.work import work_of
 from experiments.kernel_bench import KernelBenchConfig
 from experiments.report.plots import logarithmic
-from specdec_kernels import FAMILIES, paged_attention, paged_attention_with_lse
+from specdec_kernels import FAMILIES, SamplingTensors, paged_attention, paged_attention_with_lse
 from specdec_kernels.attention.cases import COMPARISON
 from specdec_kernels.attention.cases_inputs import attention_inputs, changed
 from specdec_kernels.cases import Case, Comparison, Maker
@@ -213,17 +213,18 @@ def test_a_reference_that_does_not_fit_compares_some_requests(monkeypatch: pytes
 def test_a_draw_on_a_border_is_named_and_more_is_refused() -> None:
     """One row of forty may draw another token; two may not, and without a temperature not even one."""
 
-    def pick_tokens(wrong: int, temperature: torch.Tensor | None, impl: str) -> Any:
+    def pick_tokens(wrong: int, sampling: SamplingTensors, impl: str) -> Any:
         tokens = torch.arange(40)
         tokens[:wrong] += impl == "triton"
         return tokens, torch.ones(40, dtype=torch.bool)
 
-    draws, sampled = Comparison(draws=("pick_tokens",)), torch.ones(40)
-    found = parity.check(pick_tokens, dict(wrong=1, temperature=sampled), draws)
+    draws, drawn = Comparison(draws=("pick_tokens",)), SamplingTensors(temperature=torch.ones(40))
+    found = parity.check(pick_tokens, dict(wrong=1, sampling=drawn), draws)
     assert found.problem is None and found.scope.endswith("1 of 40 rows drew another token")
-    assert parity.check(pick_tokens, dict(wrong=2, temperature=sampled), draws).problem is not None
-    for greedy in (None, torch.zeros(40)):
-        assert parity.check(pick_tokens, dict(wrong=1, temperature=greedy), draws).problem is not None
+    assert parity.check(pick_tokens, dict(wrong=2, sampling=drawn), draws).problem is not None
+    for temperature in (None, torch.zeros(40)):
+        greedy = SamplingTensors(temperature=temperature)
+        assert parity.check(pick_tokens, dict(wrong=1, sampling=greedy), draws).problem is not None
 
 
 @pytest.mark.parametrize("mode", ["chain", "block", "tree"])

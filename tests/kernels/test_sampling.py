@@ -15,6 +15,7 @@ from specdec_kernels import (
     DRAFT_STREAM,
     RECOVER_STREAM,
     TARGET_STREAM,
+    SamplingTensors,
     pick_tokens,
 )
 from specdec_kernels.sampling import device
@@ -44,6 +45,12 @@ def test_kernel_and_reference_share_one_random_stream(stream: int) -> None:
     assert torch.equal(out, philox_uniform(seeds, positions, stream))
 
 
+def test_streams_of_random_numbers_are_disjoint() -> None:
+    """Two uses that share a stream would be correlated wherever their keys meet, which few distributions show."""
+    streams = [TARGET_STREAM, DRAFT_STREAM, ACCEPT_STREAM, RECOVER_STREAM, BONUS_STREAM]
+    assert len(set(streams)) == len(streams)
+
+
 def test_known_answer() -> None:
     """First word of Philox 4x32-10 for key 0 and counter 0, from the generator's published test vectors."""
     zero = torch.zeros(1, dtype=torch.int64)
@@ -66,15 +73,14 @@ def test_uniforms_fill_the_unit_interval_and_streams_differ() -> None:
 def test_a_row_does_not_depend_on_its_batch(impl: str) -> None:
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(9, 2049, generator=generator).to(DEVICE)
-    keys = dict(
-        temperature=torch.tensor([0.0, 0.5, 1.5] * 3).to(DEVICE),
-        seeds=torch.arange(9).to(DEVICE),
-        positions=torch.arange(9).to(DEVICE) * 7,
-    )
-    whole = pick_tokens(logits, **keys, impl=impl).tokens
-    alone = [
-        pick_tokens(logits[r : r + 1], **{k: v[r : r + 1] for k, v in keys.items()}, impl=impl).tokens for r in range(9)
-    ]
+    sampling = SamplingTensors(torch.tensor([0.0, 0.5, 1.5] * 3).to(DEVICE), seeds=torch.arange(9).to(DEVICE))
+    positions = torch.arange(9).to(DEVICE) * 7
+
+    def picked(rows: slice) -> torch.Tensor:
+        chosen = SamplingTensors(*(None if tensor is None else tensor[rows] for tensor in sampling))
+        return pick_tokens(logits[rows], chosen, positions[rows], impl=impl).tokens
+
+    whole, alone = picked(slice(None)), [picked(slice(row, row + 1)) for row in range(9)]
     assert torch.equal(whole, torch.cat(alone))
 
 
@@ -84,7 +90,7 @@ def test_rows_without_a_usable_logit_are_marked(impl: str) -> None:
     logits = torch.tensor([[nan] * 3, [-inf] * 3, [nan, -inf, 2.0], [1.0, inf, inf], [1.0, nan, 1.0]]).to(DEVICE)
     ones = torch.ones(5, device=DEVICE)
     for temperature in (None, ones):
-        picked = pick_tokens(logits, temperature, uniforms=ones * 0.25, impl=impl)
+        picked = pick_tokens(logits, SamplingTensors(temperature), uniforms=ones * 0.25, impl=impl)
         assert picked.valid.tolist() == [False, False, True, True, True]
         assert picked.tokens.tolist() == [0, 0, 2, 1, 0]
 
@@ -95,13 +101,9 @@ def test_a_token_of_probability_zero_is_never_drawn(impl: str) -> None:
     logits = torch.full((4, 2100), float("-inf"), device=DEVICE)
     logits[:, 5], logits[:, 2060] = 0.0, -1.0
     uniforms = torch.tensor([0.0, 2.0**-24, 0.999, 1 - 2.0**-24], device=DEVICE)
-    drawn = pick_tokens(logits, torch.ones(4, device=DEVICE), uniforms=uniforms, impl=impl).tokens
+    sampling = SamplingTensors(torch.ones(4, device=DEVICE))
+    drawn = pick_tokens(logits, sampling, uniforms=uniforms, impl=impl).tokens
     assert drawn.tolist() == [5, 5, 2060, 2060]
-
-
-def call(**changes: Any) -> None:
-    given = dict(logits=torch.zeros(2, 5), temperature=torch.ones(2), seeds=torch.arange(2), positions=torch.arange(2))
-    pick_tokens(**(given | changes))
 
 
 @pytest.mark.parametrize(
@@ -114,14 +116,16 @@ def call(**changes: Any) -> None:
         ({"seeds": torch.zeros(2)}, "seeds: expected dtype torch.int64"),
         ({"seeds": None}, "expected seeds and positions, or uniforms"),
         ({"positions": torch.arange(4)[::2]}, "positions: expected a contiguous tensor"),
+        ({"top_k": torch.ones(2, dtype=torch.int64)}, "top_k: expected dtype torch.int32"),
+        ({"top_p": torch.ones(3)}, r"top_p: expected shape \[2\], got \[3\]"),
+        ({"min_p": torch.ones(4)[::2]}, "min_p: expected a contiguous tensor"),
+        ({"stream": -1}, "stream: expected at least 0"),
     ],
 )
 def test_wrong_input_is_refused(changes: dict[str, Any], message: str) -> None:
+    given = dict(logits=torch.zeros(2, 5), positions=torch.arange(2)) | changes
+    sampling = dict(temperature=torch.ones(2), seeds=torch.arange(2)) | changes
+    own = {name: given[name] for name in ("logits", "positions", "stream") if name in given}
+    fields = {name: sampling[name] for name in SamplingTensors._fields if name in sampling}
     with pytest.raises(ValueError, match=message):
-        call(**changes)
-
-
-def test_streams_of_random_numbers_are_disjoint() -> None:
-    """Two uses that share a stream would be correlated wherever their keys meet, which few distributions show."""
-    streams = [TARGET_STREAM, DRAFT_STREAM, ACCEPT_STREAM, RECOVER_STREAM, BONUS_STREAM]
-    assert len(set(streams)) == len(streams)
+        pick_tokens(**own, sampling=SamplingTensors(**fields))

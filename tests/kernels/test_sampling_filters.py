@@ -1,9 +1,8 @@
-"""Filters against sorting in Python, written laws against the draws, penalties against sequential decoding."""
+"""Filters against sorting in Python, written distributions against the draws, penalties against sequential decoding."""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec_kernels import (
+    SamplingTensors,
     apply_penalties,
     build_chain,
     build_tree,
@@ -22,14 +22,14 @@ from specdec_kernels import (
 )
 from specdec_kernels.cases import Maker
 from specdec_kernels.sampling.cases import CASES
-from tests.kernels.laws import Filter
+from tests.kernels.distributions import Filter
 from tests.kernels.test_tree import parent_arrays
 
 IMPLS = ["reference", "triton"]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-# Quarter steps make ties frequent; no p below makes a border fall on a sum of these laws but for rounding.
-laws_of_quarters = st.lists(st.integers(-8, 8).map(lambda quarter: quarter / 4), min_size=1, max_size=9)
+# Quarter steps make ties frequent; no p below makes a border fall on a sum of these distributions but for rounding.
+rows_of_quarters = st.lists(st.integers(-8, 8).map(lambda quarter: quarter / 4), min_size=1, max_size=9)
 filters = st.builds(
     Filter,
     top_k=st.integers(0, 10),
@@ -38,50 +38,54 @@ filters = st.builds(
 )
 
 
+def chosen_at(chosen: Filter, rows: int, temperature: float = 1.0) -> SamplingTensors:
+    tensors = {name: tensor.to(DEVICE) for name, tensor in chosen.arguments(rows).items()}
+    return SamplingTensors(torch.full((rows,), temperature, device=DEVICE), **tensors)
+
+
 def with_ties(chosen: Filter, probs: list[float]) -> list[float]:
-    """`Filter` of `laws`, plus what equals the smallest probability that it keeps."""
+    """`Filter` of the distribution, plus what equals the smallest probability that it keeps."""
     kept = [p for p, left in zip(probs, chosen(probs), strict=True) if left > 0]
     if not (chosen.top_p < 1 and chosen.top_k):
-        law = [p if p >= min(kept) * (1 - 1e-9) else 0.0 for p in probs]
-        return [p / sum(law) for p in law]
+        left = [p if p >= min(kept) * (1 - 1e-9) else 0.0 for p in probs]
+        return [p / sum(left) for p in left]
     by_count = with_ties(Filter(top_k=chosen.top_k), probs)
     by_mass = with_ties(Filter(top_p=chosen.top_p), by_count)
     limit = chosen.min_p * max(by_mass)
-    law = [p if p >= limit else 0.0 for p in by_mass]
-    return [p / sum(law) for p in law]
+    left = [p if p >= limit else 0.0 for p in by_mass]
+    return [p / sum(left) for p in left]
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 @settings(max_examples=30)
-@given(rows=st.lists(laws_of_quarters, min_size=1, max_size=4), chosen=filters, warmth=st.sampled_from([0.5, 1.0, 1.6]))
-def test_any_filter(impl: str, rows: list[list[float]], chosen: Filter, warmth: float) -> None:
+@given(
+    rows=st.lists(rows_of_quarters, min_size=1, max_size=4),
+    chosen=filters,
+    temperature=st.sampled_from([0.5, 1.0, 1.6]),
+)
+def test_any_filter(impl: str, rows: list[list[float]], chosen: Filter, temperature: float) -> None:
     vocab = max(map(len, rows))
     logits = torch.tensor([row + [float("-inf")] * (vocab - len(row)) for row in rows], device=DEVICE)
-    count = len(rows)
-    given_ = {name: tensor.to(DEVICE) for name, tensor in chosen.arguments(count).items()}
-    probs = filtered_probs(logits, torch.full((count,), warmth, device=DEVICE), **given_, impl=impl).cpu()
-    plain = torch.softmax(logits.cpu().double() / warmth, -1).tolist()
-    expected = torch.tensor([with_ties(chosen, law) for law in plain], dtype=torch.float64)
+    probs = filtered_probs(logits, chosen_at(chosen, len(rows), temperature), impl=impl).cpu()
+    plain = torch.softmax(logits.cpu().double() / temperature, -1).tolist()
+    expected = torch.tensor([with_ties(chosen, row) for row in plain], dtype=torch.float64)
     assert torch.equal(probs > 0, expected > 0)
     assert (probs - expected).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("name", ["pick_filtered", "pick_filtered_slots", "pick_filtered_ties"])
-def test_a_draw_follows_the_written_law(name: str, impl: str) -> None:
-    """At u the drawn token is the one in which the running sum of the written law passes u."""
+def test_a_draw_follows_the_written_distribution(name: str, impl: str) -> None:
+    """At u the drawn token is the one in which the running sum of the written probabilities passes u."""
     inputs = next(case for case in CASES if case.name == name).build(Maker.seeded(DEVICE))
-    for key in ("seeds", "positions", "return_logprobs"):
-        inputs.pop(key, None)
-    rows = len(inputs["logits"])
-    uniforms = torch.rand(rows, generator=torch.Generator().manual_seed(3)).to(DEVICE)
-    tokens = pick_tokens(**inputs, uniforms=uniforms, impl=impl).tokens
-    law = filtered_probs(**inputs, impl=impl).double()
-    running = law.cumsum(-1)
-    at = running.gather(1, tokens[:, None])[:, 0]
-    before = at - law.gather(1, tokens[:, None])[:, 0]
+    logits, sampling = inputs["logits"], inputs["sampling"]
+    uniforms = torch.rand(len(logits), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    tokens = pick_tokens(logits, sampling, uniforms=uniforms, impl=impl).tokens
+    probs = filtered_probs(logits, sampling, impl=impl).double()
+    at = probs.cumsum(-1).gather(1, tokens[:, None])[:, 0]
+    before = at - probs.gather(1, tokens[:, None])[:, 0]
     assert (before <= uniforms + 1e-5).all() and (at >= uniforms - 1e-5).all()
-    assert (law.gather(1, tokens[:, None]) > 0).all()
+    assert (probs.gather(1, tokens[:, None]) > 0).all()
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -92,9 +96,8 @@ def test_filtered_tokens_are_never_drawn(vocab: int, impl: str) -> None:
     rows = 512
     uniforms = torch.cat([torch.arange(rows - 1) / (rows - 1), torch.tensor([1 - 2.0**-24])]).float().to(DEVICE)
     for chosen in (Filter(top_k=1), Filter(top_k=5), Filter(top_p=0.4), Filter(min_p=0.3), Filter(7, 0.8, 0.05)):
-        settings_ = {name: tensor.to(DEVICE) for name, tensor in chosen.arguments(rows).items()}
-        one = torch.ones(rows, device=DEVICE)
-        tokens = pick_tokens(logits.expand(rows, vocab), one, uniforms=uniforms, **settings_, impl=impl).tokens
+        drawing = chosen_at(chosen, rows)
+        tokens = pick_tokens(logits.expand(rows, vocab), drawing, uniforms=uniforms, impl=impl).tokens
         kept = torch.tensor(chosen(torch.softmax(logits[0].double(), -1).tolist())) > 0
         assert set(tokens.tolist()) == set(kept.nonzero()[:, 0].tolist())
 
@@ -102,12 +105,12 @@ def test_filtered_tokens_are_never_drawn(vocab: int, impl: str) -> None:
 @pytest.mark.parametrize("impl", IMPLS)
 def test_a_filtered_row_does_not_depend_on_its_batch(impl: str) -> None:
     inputs = next(case for case in CASES if case.name == "pick_filtered_slots").build(Maker.seeded(DEVICE))
-    inputs.pop("return_logprobs")
-    whole = pick_tokens(**inputs, impl=impl).tokens
-    alone = [
-        pick_tokens(**{name: value[r : r + 1] for name, value in inputs.items()}, impl=impl).tokens
-        for r in (1, 4, len(whole) - 1)
-    ]
+    logits, sampling, positions = inputs["logits"], inputs["sampling"], inputs["positions"]
+    whole = pick_tokens(logits, sampling, positions, impl=impl).tokens
+    alone = []
+    for row in (1, 4, len(whole) - 1):
+        own = SamplingTensors(*(tensor[row : row + 1] for tensor in sampling))
+        alone.append(pick_tokens(logits[row : row + 1], own, positions[row : row + 1], impl=impl).tokens)
     assert torch.equal(whole[[1, 4, -1]], torch.cat(alone))
 
 
@@ -117,10 +120,11 @@ def test_renormalising_is_filtering_logarithms(impl: str) -> None:
     one = torch.ones(6, device=DEVICE)
     top_k = torch.tensor([1, 2, 50, 299, 0, 300], dtype=torch.int32, device=DEVICE)
     top_p = torch.tensor([0.0, 0.1, 0.5, 0.93, 1.0, 0.999], device=DEVICE)
-    for mine, theirs in (
-        (top_k_renorm(probs, top_k, impl=impl), filtered_probs(probs.log(), one, top_k=top_k, impl="reference")),
-        (top_p_renorm(probs, top_p, impl=impl), filtered_probs(probs.log(), one, top_p=top_p, impl="reference")),
+    for mine, filters in (
+        (top_k_renorm(probs, top_k, impl=impl), SamplingTensors(one, top_k=top_k)),
+        (top_p_renorm(probs, top_p, impl=impl), SamplingTensors(one, top_p=top_p)),
     ):
+        theirs = filtered_probs(probs.log(), filters, impl="reference")
         assert torch.equal(mine > 0, theirs > 0)
         assert (mine - theirs).abs().max() < 1e-6
 
@@ -192,20 +196,6 @@ def test_counts(impl: str, said: list[int], num: int) -> None:
     count_tokens(counts, tokens, torch.tensor([num, 0], dtype=torch.int32, device=DEVICE), impl=impl)
     expected = Counter(token for token in said[: max(num, 0)] if 0 <= token < 4)
     assert counts.tolist() == [[7 + expected[v] for v in range(4)], [7] * 4]
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"top_k": torch.ones(2, dtype=torch.int64)}, "top_k: expected dtype torch.int32"),
-        ({"top_p": torch.ones(3)}, r"top_p: expected shape \[2\], got \[3\]"),
-        ({"min_p": torch.ones(4)[::2]}, "min_p: expected a contiguous tensor"),
-        ({"stream": -1}, "stream: expected at least 0"),
-    ],
-)
-def test_wrong_filters_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        pick_tokens(torch.zeros(2, 5), torch.ones(2), uniforms=torch.zeros(2), **changes)
 
 
 def test_wrong_penalties_are_refused() -> None:

@@ -9,7 +9,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec_kernels import Accepted, TreeLinks, accept, accept_targets, build_chain, build_tree, pick_tokens
+from specdec_kernels import (
+    Accepted,
+    SamplingTensors,
+    TreeLinks,
+    accept,
+    accept_targets,
+    build_chain,
+    build_tree,
+    pick_tokens,
+)
 from specdec_kernels.cases import Maker
 from specdec_kernels.verify.cases import CASES
 from tests.kernels.test_tree import parent_arrays
@@ -41,25 +50,11 @@ def test_any_tree(impl: str, rows: list[list[int]], max_depth: int, seed: int) -
     tree = build_tree(parents, lengths, impl="reference")
     tokens, logits = make.integers(0, VOCAB, batch, nodes), make.normal(batch, nodes, VOCAB)
     temperature = torch.where(torch.arange(batch) % 2 == 0, 0.0, 0.9).to(DEVICE)
-    seeds = make.integers(0, 1 << 40, batch)
+    sampling = SamplingTensors(temperature, seeds=make.integers(0, 1 << 40, batch))
     targets = pick_tokens(
-        logits.flatten(0, 1),
-        temperature.repeat_interleave(nodes),
-        seeds.repeat_interleave(nodes),
-        tree.positions.flatten(),
-        impl="reference",
+        logits.flatten(0, 1), sampling.repeated(nodes), tree.positions.flatten(), impl="reference"
     ).tokens.view(batch, nodes)
-    result = accept(
-        "target_only",
-        tokens,
-        tree,
-        logits,
-        lengths,
-        max_depth,
-        temperature=temperature,
-        seeds=seeds,
-        impl=impl,
-    )
+    result = accept("target_only", tokens, tree, logits, lengths, max_depth, sampling, impl=impl)
     for b in range(batch):
         path = walk_in_python(rows[b], tokens[b].tolist(), targets[b].tolist(), max_depth)
         behind = [-1] * (max_depth + 1 - len(path))
@@ -86,10 +81,10 @@ def test_permuted_requests_give_permuted_results(name: str, impl: str) -> None:
     inputs = case_inputs(name)
     order = torch.randperm(len(inputs["tokens"]), generator=torch.Generator().manual_seed(2)).to(DEVICE)
     shuffled = dict(inputs)
-    per_request = {"tokens", "logits", "lengths", "temperature", "seeds", "draft_probs", "top_k", "top_p", "min_p"}
-    for key in per_request & set(inputs):
+    for key in {"tokens", "logits", "lengths", "draft_probs"} & {key for key in inputs if inputs[key] is not None}:
         shuffled[key] = inputs[key][order].contiguous()
-    shuffled["tree"] = TreeLinks(*(field[order].contiguous() for field in inputs["tree"]))
+    for key, kind in (("tree", TreeLinks), ("sampling", SamplingTensors)):
+        shuffled[key] = kind(*(None if field is None else field[order].contiguous() for field in inputs[key]))
     whole, moved = accept(**inputs, impl=impl), accept(**shuffled, impl=impl)
     assert same(Accepted(*(field[order] for field in whole)), moved)
 
@@ -135,14 +130,15 @@ def test_rows_at_temperature_0_are_greedy_under_every_rule(rule: str, impl: str)
     greedy = accept(rule="greedy", **{name: inputs[name] for name in names}, impl=impl)
     if rule in ("greedy", "target_only"):
         inputs.pop("draft_probs")
-    inputs["temperature"] = None if rule == "greedy" else torch.zeros_like(inputs["temperature"])
+    zero = torch.zeros_like(inputs["sampling"].temperature)
+    inputs["sampling"] = inputs["sampling"]._replace(temperature=None if rule == "greedy" else zero)
     assert same(accept(**inputs, impl=impl), greedy)
 
 
 def one_draft(
     rule: str, impl: str, target: list[float], draft: list[float], drafted: int, uniforms: list[float]
 ) -> Accepted:
-    """A chain of one draft over given laws; the bonus row is the target's too."""
+    """A chain of one draft over given distributions; the bonus row is the target's too."""
     lengths = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     return accept(
         rule,
@@ -173,7 +169,7 @@ def one_draft(
         ([0.1, 0.4, 0.5], [0.6, 0.3, 0.1], 0, [0.9, 0.19, 0.0], [1, -1]),
         ([0.1, 0.4, 0.5], [0.6, 0.3, 0.1], 0, [0.9, 0.21, 0.0], [2, -1]),
     ],
-    ids=["kept", "replaced", "coin_0", "not_in_either", "nan", "same", "empty_residual", "residual_1", "residual_2"],
+    ids=["kept", "replaced", "uniform_0", "not_in_either", "nan", "same", "empty_residual", "residual_1", "residual_2"],
 )
 def test_one_draft_by_hand(
     rule: str,
@@ -184,13 +180,28 @@ def test_one_draft_by_hand(
     uniforms: list[float],
     tokens: list[int],
 ) -> None:
-    """The coin is compared strictly, an empty residual gives way to the target, NaN counts as 0."""
+    """The uniform is compared strictly, an empty residual gives way to the target, NaN counts as 0."""
     result = one_draft(rule, impl, target, draft, drafted, uniforms)
     assert result.tokens.tolist() == [tokens]
     assert result.num_accepted.tolist() == [int(tokens[1] >= 0)]
     assert result.valid.all()
     logs = torch.tensor(target)[torch.tensor([t for t in tokens if t >= 0])].log()
     assert torch.allclose(result.logprobs[0, : len(logs)].cpu(), logs, atol=1e-6)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_a_uniform_of_zero_accepts_nothing_impossible(rule: str, impl: str) -> None:
+    """u = 0 happens once in 2^24 draws; a draft that the target rules out must still be rejected."""
+    logits = torch.zeros(1, 2, 4, device=DEVICE)
+    logits[0, 0, 2] = float("-inf")
+    lengths, tokens = torch.tensor([5], device=DEVICE), torch.tensor([[0, 2]], device=DEVICE)
+    result = accept(
+        rule, tokens, build_chain(lengths, 2, impl="reference"), logits, lengths, 1,
+        SamplingTensors(torch.ones(1, device=DEVICE)), uniforms=torch.zeros(1, 3, device=DEVICE),
+        draft_probs=torch.full((1, 1, 4), 0.25, device=DEVICE), impl=impl,
+    )  # fmt: skip
+    assert result.num_accepted.tolist() == [0] and result.bonus.item() != 2
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -262,46 +273,26 @@ def test_malformed_links_end_the_walk(impl: str) -> None:
         ({"rule": "lossy"}, "rule: expected one of greedy, target_only, rejection, block, got 'lossy'"),
         ({"rule": "greedy"}, "rule 'greedy' draws nothing"),
         ({"max_depth": -1}, "max_depth: expected at least 0"),
-        ({"seeds": None}, "expected seeds and positions, or uniforms"),
+        ({"sampling": SamplingTensors(torch.ones(7))}, "expected seeds and positions, or uniforms"),
         ({"lengths": torch.zeros(3, dtype=torch.int64)}, r"lengths: expected shape \[7\]"),
         ({"tokens": torch.zeros(7, 6, dtype=torch.int32)}, "tokens: expected dtype torch.int64"),
         ({"logits": torch.zeros(7, 5, 9)}, r"logits: expected shape \[7, 6, \*\]"),
         ({"logits": torch.zeros(6, 7, 9).transpose(0, 1)}, r"expected \[B, N\] to merge"),
         ({"uniforms": torch.zeros(7)}, r"uniforms: expected shape \[7, 6\]"),
         ({"rule": "block"}, "rule 'block': expected draft_probs, got None"),
-        ({"draft_probs": torch.zeros(7, 5, 100)}, "rule 'target_only' ignores the draft's law"),
+        ({"draft_probs": torch.zeros(7, 5, 100)}, "rule 'target_only' ignores the draft's distribution"),
         ({"rule": "rejection", "draft_probs": torch.zeros(7, 6, 100)}, r"draft_probs: expected shape \[7, 5, 100\]"),
         ({"rule": "block", "draft_probs": torch.zeros(7, 5, 100), "uniforms": torch.zeros(7, 6)}, r"\[7, 7\], got"),
         ({"probs": torch.zeros(7, 6, 100)}, "either logits or probs, got both"),
         ({"logits": None}, "either logits or probs, got neither"),
-        ({"logits": None, "probs": torch.ones(7, 6, 9), "top_p": torch.ones(7)}, "no top_k, top_p or min_p"),
-        ({"top_k": torch.ones(7)}, "top_k: expected dtype torch.int32"),
+        (
+            {"logits": None, "probs": torch.ones(7, 6, 9), "sampling": SamplingTensors(top_p=torch.ones(7))},
+            "no top_k, top_p or min_p",
+        ),
+        ({"sampling": SamplingTensors(top_k=torch.ones(7))}, "top_k: expected dtype torch.int32"),
     ],
 )
 def test_wrong_input_is_refused(changes: dict[str, Any], message: str) -> None:
     inputs = next(case for case in CASES if case.name == "accept_sampled").build(Maker.seeded("cpu"))
     with pytest.raises(ValueError, match=message):
         accept(**inputs | changes, impl="reference")
-
-
-@pytest.mark.parametrize("impl", ["triton", "reference"])
-@pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_a_uniform_of_zero_accepts_nothing_impossible(rule: str, impl: str) -> None:
-    """u = 0 happens once in 2^24 draws; a draft that the target rules out must still be rejected."""
-    logits = torch.zeros(1, 2, 4, device=DEVICE)
-    logits[0, 0, 2] = float("-inf")
-    lengths = torch.tensor([5], device=DEVICE)
-    tokens = torch.tensor([[0, 2]], device=DEVICE)
-    accepted = accept(
-        rule,
-        tokens,
-        build_chain(lengths, 2, impl="reference"),
-        logits,
-        lengths,
-        1,
-        temperature=torch.ones(1, device=DEVICE),
-        uniforms=torch.zeros(1, 3, device=DEVICE),
-        draft_probs=torch.full((1, 1, 4), 0.25, device=DEVICE),
-        impl=impl,
-    )
-    assert accepted.num_accepted.tolist() == [0] and accepted.bonus.item() != 2

@@ -1,6 +1,7 @@
 """Bugs in drawing and accepting tokens. Eleven of them shipped somewhere or stand for a class that did; most tests of
-speculative sampling in use miss several, because their laws do not depend on the context. They are put into the
-definition or into the drafter, where parity of kernel and reference cannot help: only a law can tell.
+speculative sampling in use miss several, because their distributions do not depend on the context. They are put into
+the definition or into the drafter, where parity of kernel and reference cannot help: only a test of the distribution
+can tell.
 """
 
 from __future__ import annotations
@@ -9,18 +10,21 @@ from functools import partial
 
 from tests.mutants.mutant import Mutant, parity
 
-_RULES = "specdec_kernels/verify/rejection_reference.py"
-_KERNEL = "specdec_kernels/verify/rejection.py"
+_RULES = "specdec_kernels/verify/reference.py"
+_KERNEL = "specdec_kernels/verify/kernel_rejection.py"
+_OUTCOME = "specdec_kernels/verify/device.py"
 _WALK = "specdec_kernels/verify/kernel.py"
 _SAMPLING = "specdec_kernels/sampling/reference.py"
 _DEVICE = "specdec_kernels/sampling/device.py"
 _TYPES = "specdec_kernels/sampling/types.py"
 _DRAFTER = "algorithms/runtime/tree_drafting.py"
-_MISSES = ("tests/kernels/test_verify_laws.py::test_joint_law[rejection-opposed-plain]",)
-_WHOLE = ("tests/kernels/test_verify_laws.py::test_joint_law[rejection-agreeing-plain]",)
-_BLOCK = ("tests/kernels/test_verify_laws.py::test_joint_law[block-agreeing-plain]",)
+_MISSES = ("tests/kernels/test_rejection_distribution.py::test_joint_distribution[rejection-opposed-plain]",)
+_WHOLE = ("tests/kernels/test_rejection_distribution.py::test_joint_distribution[rejection-agreeing-plain]",)
+_BLOCK = ("tests/kernels/test_rejection_distribution.py::test_joint_distribution[block-agreeing-plain]",)
 _DRAWN = ("tests/algorithms/test_drafters.py::test_drawn_chains_have_the_targets_law[rejection]",)
-_EXACT = ("tests/kernels/test_verify_laws.py::test_exact_law_of_two_tokens[rejection-reference-plain]",)
+_EXACT = (
+    "tests/kernels/test_rejection_distribution.py::test_exact_distribution_of_two_tokens[rejection-reference-plain]",
+)
 _case = partial(parity, "verify")
 _pick = partial(parity, "sampling")
 
@@ -28,15 +32,15 @@ ELEVEN = (
     Mutant(
         "residual_is_the_target",
         _RULES,
-        "taken_off = torch.where(whole[:, None], 0.0, draft[rows, tau])",
-        "taken_off = torch.zeros_like(draft[rows, tau])",
+        "subtracted = torch.where(whole[:, None], 0.0, draft[rows, tau])",
+        "subtracted = torch.zeros_like(draft[rows, tau])",
         _MISSES,
         "historical: a rejected draft is replaced by a draw from the target itself",
     ),
     Mutant(
         "residual_without_the_rejected_token",
         _RULES,
-        "residual = (scale[:, None] * target[rows, tau] - taken_off).clamp(min=0)",
+        "residual = (scale[:, None] * target[rows, tau] - subtracted).clamp(min=0)",
         "rejected = tokens[rows, (tau + 1).clamp(max=num_nodes - 1)].clamp(0, vocab - 1)[:, None]\n"
         "    residual = target[rows, tau].scatter(1, rejected, 0.0)\n"
         "    residual = torch.where(whole[:, None], target[rows, tau], residual)",
@@ -44,12 +48,13 @@ ELEVEN = (
         "historical: only the rejected token is taken off the target",
     ),
     Mutant(
-        "draft_law_recorded_unfiltered",
+        "draft_recorded_unfiltered",
         _DRAFTER,
-        "filtered_probs(logits, batch.sampling.temperature, *filters, impl=self.resources.impl)",
-        "filtered_probs(logits, batch.sampling.temperature, None, None, None, impl=self.resources.impl)",
+        "probs.append(filtered_probs(logits, batch.sampling, impl=impl))",
+        "unfiltered = batch.sampling._replace(top_k=None, top_p=None, min_p=None)\n"
+        "                probs.append(filtered_probs(logits, unfiltered, impl=impl))",
         _DRAWN,
-        "historical: drafts are drawn under top-k, their law is recorded without (transformers #47932)",
+        "historical: drafts are drawn under top-k, their distribution is recorded without (transformers #47932)",
     ),
     Mutant(
         "draft_and_recovery_share_noise",
@@ -60,7 +65,7 @@ ELEVEN = (
         "historical: one stream for the draft and for the token in its place (vLLM #47386)",
     ),
     Mutant(
-        "coin_reused_for_recovery",
+        "uniform_reused_for_recovery",
         _TYPES,
         "RECOVER_STREAM = 3 ",
         "RECOVER_STREAM = 2 ",
@@ -68,65 +73,66 @@ ELEVEN = (
         "historical: the uniform that rejected a draft also picks its replacement",
     ),
     Mutant(
-        "draft_law_in_bfloat16",
+        "draft_in_bfloat16",
         _RULES,
         "draft = torch.nan_to_num(draft_probs.double()).clamp(min=0)",
         "draft = torch.nan_to_num(draft_probs.bfloat16().double()).clamp(min=0)",
         _EXACT,
-        "historical: the draft's law is rounded to bfloat16, too little for any sampling test (DeepSpec #31)",
+        "historical: the draft's distribution is rounded to bfloat16, too little for any sampling test (DeepSpec #31)",
     ),
     Mutant(
         "greedy_at_a_temperature",
         _RULES,
-        "tau = torch.where(temperature > 0, tau, _leading(matches))",
-        "tau = _leading(matches)",
+        "tau = torch.where(drawn_rows, tau, _leading((drafted == greedy[:, :-1]) & in_reach))",
+        "tau = _leading((drafted == greedy[:, :-1]) & in_reach)",
         _WHOLE,
         "historical: drafts are judged by the argmax although the request samples (SGLang #31214)",
     ),
     Mutant(
         "temperature_on_the_target_alone",
         _DRAFTER,
-        "filtered_probs(logits, batch.sampling.temperature, *filters, impl=self.resources.impl)",
-        "filtered_probs(logits, (batch.sampling.temperature > 0).float(), *filters, impl=self.resources.impl)",
+        "probs.append(filtered_probs(logits, batch.sampling, impl=impl))",
+        "at_one = batch.sampling._replace(temperature=(batch.sampling.temperature > 0).float())\n"
+        "                probs.append(filtered_probs(logits, at_one, impl=impl))",
         _DRAWN,
-        "historical: the draft's law is recorded at temperature 1",
+        "historical: the draft's distribution is recorded at temperature 1",
     ),
     Mutant(
         "bonus_of_the_row_before",
         _RULES,
-        "residual = (scale[:, None] * target[rows, tau] - taken_off).clamp(min=0)",
+        "residual = (scale[:, None] * target[rows, tau] - subtracted).clamp(min=0)",
         "stale = (tau - whole.long()).clamp(min=0)\n"
-        "    residual = (scale[:, None] * target[rows, stale] - taken_off).clamp(min=0)",
+        "    residual = (scale[:, None] * target[rows, stale] - subtracted).clamp(min=0)",
         _WHOLE,
         "historical: the bonus is drawn from the row of the last draft's parent",
     ),
     Mutant(
         "residual_of_the_row_before",
         _RULES,
-        "residual = (scale[:, None] * target[rows, tau] - taken_off).clamp(min=0)",
+        "residual = (scale[:, None] * target[rows, tau] - subtracted).clamp(min=0)",
         "stale = (tau - (~whole).long()).clamp(min=0)\n"
-        "    residual = (scale[:, None] * target[rows, stale] - taken_off).clamp(min=0)",
+        "    residual = (scale[:, None] * target[rows, stale] - subtracted).clamp(min=0)",
         _MISSES,
-        "historical: the residual takes the target's law of the row before",
+        "historical: the residual takes the target's distribution of the row before",
     ),
     Mutant(
         "impossible_token_now_and_then",
         _RULES,
-        "bonus = torch.where(temperature > 0, drawn, greedy[rows, tau])",
+        "bonus = torch.where(drawn_rows, drawn, greedy[rows, tau])",
         "drawn = torch.where(recover < 1e-3, vocab - 1, drawn)\n"
-        "    bonus = torch.where(temperature > 0, drawn, greedy[rows, tau])",
+        "    bonus = torch.where(drawn_rows, drawn, greedy[rows, tau])",
         _MISSES,
         "historical: once in a thousand a token of probability zero (vLLM GHSA-8wr5-jm2h-8r4f)",
     ),
 )
 OTHERS = (
     Mutant(
-        "coin_may_equal",
+        "uniform_may_equal",
         _KERNEL,
-        "_leading(here & in_reach & (coin * q < p), node, NODES)",
-        "_leading(here & in_reach & (coin * q <= p), node, NODES)",
+        "_leading(here & in_reach & (uniform * q < p), node, NODES)",
+        "_leading(here & in_reach & (uniform * q <= p), node, NODES)",
         ("tests/kernels/test_verify.py::test_a_uniform_of_zero_accepts_nothing_impossible",),
-        "a coin of exactly zero accepts a draft that the target rules out",
+        "a uniform of exactly zero accepts a draft that the target rules out",
     ),
     Mutant(
         "residual_not_subtracted",
@@ -170,7 +176,7 @@ OTHERS = (
     ),
     Mutant(
         "length_without_the_bonus",
-        _WALK,
+        _OUTCOME,
         "tl.store(out_lengths_ptr + request, length + count + 1, mask=in_batch)",
         "tl.store(out_lengths_ptr + request, length + count, mask=in_batch)",
         _case("accept_tree"),
@@ -201,7 +207,7 @@ OTHERS = (
         "positions that differ by 2^32 share their random numbers",
     ),
     Mutant(
-        "top_p_of_the_whole_law",
+        "top_p_of_the_whole_distribution",
         _SAMPLING,
         "kept = torch.where(values >= floor[:, None], weights, 0.0)",
         "kept = weights",
@@ -211,8 +217,8 @@ OTHERS = (
     Mutant(
         "top_k_drops_ties",
         _SAMPLING,
-        "weights = torch.where(values >= floor[:, None], weights, 0.0)\n    return Law",
-        "weights = torch.where(values > floor[:, None], weights, 0.0)\n    return Law",
+        "weights = torch.where(values >= floor[:, None], weights, 0.0)\n    return Row",
+        "weights = torch.where(values > floor[:, None], weights, 0.0)\n    return Row",
         ("tests/kernels/test_sampling_filters.py::test_any_filter",),
         "the value at the threshold is not kept",
     ),

@@ -1,27 +1,38 @@
-"""A toy language model with a known joint law, decoded speculatively through an acceptance function.
+"""A toy language model with a known joint distribution, decoded speculatively through an acceptance function.
 
-The target is a Markov chain: the law of a token depends on the one before it, so a row taken from the wrong
-node or a coin used twice shows in the joint law of several tokens, although it may leave every marginal
-right. Two designs: `agreeing` drafts likely tokens, so that whole blocks are accepted and the bonus row
-matters; `opposed` drafts unlikely ones and bans a token, so that the law given a miss and the support matter.
-Drafts are a deterministic function of the context (`decode`) or drawn from a law of the drafter's own
+The target is a Markov chain: the distribution of a token depends on the one before it, so a row taken from the wrong
+node or a uniform used twice shows in the joint distribution of several tokens, although it may leave every marginal
+right. Two designs: `agreeing` drafts likely tokens, so that whole blocks are accepted and the bonus row matters;
+`opposed` drafts unlikely ones and bans a token, so that the distribution given a miss and the support matter. Drafts
+are a deterministic function of the context (`decode`) or drawn from a distribution of the drafter's own
 (`decode_drawn`). Filters are applied here by sorting Python lists, which no kernel does.
+
+Each design is also run on acceptance functions with a known fault, and must refuse them: a test of a distribution that
+has never failed proves nothing. The faults that suit every rule stand here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from scipy.stats import chi2
 
-from specdec_kernels import Accepted, build_tree, filtered_probs, pick_tokens
-from specdec_kernels.sampling import DRAFT_STREAM
+from specdec_kernels import (
+    DRAFT_STREAM,
+    Accepted,
+    SamplingTensors,
+    accept,
+    build_tree,
+    filtered_probs,
+    pick_tokens,
+)
 
 AcceptFunction = Callable[..., Accepted]
 ALPHA = 1e-6
-EMITTED = 4  # tokens whose joint law is tested
+EMITTED = 4  # tokens whose joint distribution is tested
 # Parents of the nodes of two draft shapes. The last node is padding: unused, with token and row of its own.
 SHAPES = {"chain": [-1, 0, 1, 2, -1], "tree": [-1, 0, 0, 1, 1, 2, 2, -1]}
 DEPTH = 3
@@ -42,7 +53,7 @@ class Filter:
         return {name: torch.full((rows,), getattr(self, name), dtype=kind) for name, kind in kinds.items()}
 
     def __call__(self, probs: list[float]) -> list[float]:
-        """The law after top-k, top-p and min-p, token by token in falling order."""
+        """The distribution after top-k, top-p and min-p, token by token in falling order."""
         order = sorted(range(len(probs)), key=lambda v: -probs[v])
         kept = order[: self.top_k or len(order)]
         total, before, nucleus = sum(probs[v] for v in kept), 0.0, []
@@ -66,7 +77,7 @@ class Design:
     logits: torch.Tensor  # [V, V] float32, row = context
     children: torch.Tensor  # [V, 2] int64, drafted continuations of each context, best first
     banned: int | None
-    draft_logits: torch.Tensor  # [V, V] float32, law of a drafter that draws
+    draft_logits: torch.Tensor  # [V, V] float32, of a drafter that draws
 
     @property
     def vocab(self) -> int:
@@ -74,7 +85,7 @@ class Design:
 
 
 def make_design(name: str) -> Design:
-    """`agreeing` (V = 5), `opposed` (V = 6, the last token banned), and two more laws to draw drafts from:
+    """`agreeing` (V = 5), `opposed` (V = 6, the last token banned), and two more distributions to draw drafts from:
     `identical` to the target's and `disjoint` from it."""
     generator = torch.Generator().manual_seed(11)
     if name in ("agreeing", "identical"):
@@ -125,9 +136,9 @@ def decode(
         tokens, parents = draft(design, shape, context, lengths)
         tree = build_tree(parents, lengths, impl=impl)
         logits = design.logits[tokens]
-        logits[:, padding] = torch.arange(design.vocab).float() * 2.0 - 9.0  # a row nobody may read
-        keys = dict(temperature=temperature[rows], seeds=rows + first_seed, **chosen.arguments(len(rows)))
-        return accept("target_only", tokens, tree, logits, lengths, DEPTH, **keys, impl=impl)
+        logits[:, padding] = torch.arange(design.vocab).float() * 2.0 - 9.0  # a row that must not be read
+        sampling = SamplingTensors(temperature[rows], seeds=rows + first_seed, **chosen.arguments(len(rows)))
+        return accept("target_only", tokens, tree, logits, lengths, DEPTH, sampling=sampling, impl=impl)
 
     return _emitted(step, len(temperature))
 
@@ -141,35 +152,40 @@ def decode_drawn(
     chosen: Filter = OFF,
     draft_temperature: float = 0.9,
 ) -> torch.Tensor:
-    """As `decode`, with a chain whose drafts are drawn from the design's draft law under the same filters."""
+    """As `decode`, with a chain whose drafts are drawn from the design's draft distribution under the same filters."""
     vocab = design.vocab
-    warm = torch.full((vocab,), draft_temperature)
-    recorded = filtered_probs(design.draft_logits, warm, **chosen.arguments(vocab), impl="reference")
+
+    def drafting(rows: int, seeds: torch.Tensor | None = None) -> SamplingTensors:
+        return SamplingTensors(torch.full((rows,), draft_temperature), seeds=seeds, **chosen.arguments(rows))
+
+    recorded = filtered_probs(design.draft_logits, drafting(vocab), impl="reference")
 
     def step(rows: torch.Tensor, context: torch.Tensor, lengths: torch.Tensor) -> Accepted:
         tokens = torch.full((len(rows), DEPTH + 2), 1)
         tokens[:, 0] = context
         for depth in range(1, DEPTH + 1):
             tokens[:, depth] = pick_tokens(
-                design.draft_logits[tokens[:, depth - 1]], warm[:1].expand(len(rows)).contiguous(), rows,
-                lengths * (DEPTH + 1) + depth, **chosen.arguments(len(rows)), stream=DRAFT_STREAM, impl="reference",
+                design.draft_logits[tokens[:, depth - 1]], drafting(len(rows), rows), lengths * (DEPTH + 1) + depth,
+                stream=DRAFT_STREAM, impl="reference",
             ).tokens  # fmt: skip
-        laws = recorded[tokens[:, :-1]]
-        laws[:, DEPTH] = 1.0 / vocab  # of the padding node
+        draft_probs = recorded[tokens[:, :-1]]
+        draft_probs[:, DEPTH] = 1.0 / vocab  # of the padding node
         parents = torch.tensor(SHAPES["chain"], dtype=torch.int32).repeat(len(rows), 1)
         tree = build_tree(parents, lengths, impl=impl)
         logits = design.logits[tokens]
         logits[:, DEPTH + 1] = torch.arange(vocab).float() * 2.0 - 9.0
-        keys = dict(temperature=temperature[rows], seeds=rows, **chosen.arguments(len(rows)))
-        return accept(rule, tokens, tree, logits, lengths, DEPTH + 1, draft_probs=laws, **keys, impl=impl)
+        sampling = SamplingTensors(temperature[rows], seeds=rows, **chosen.arguments(len(rows)))
+        return accept(
+            rule, tokens, tree, logits, lengths, DEPTH + 1, sampling=sampling, draft_probs=draft_probs, impl=impl
+        )
 
     return _emitted(step, len(temperature))
 
 
 def _emitted(take_step: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Accepted], requests: int) -> torch.Tensor:
-    """[requests, EMITTED] tokens of steps over (request ids, root tokens, lengths), from token 0 at position 3 on."""
+    """[requests, EMITTED] tokens of steps over (request ids, last tokens, lengths), from token 0 at position 3 on."""
     out = torch.full((requests, EMITTED), -1)
-    rows = torch.arange(requests)  # requests that still want tokens
+    rows = torch.arange(requests)  # requests that still need tokens
     context, written = torch.zeros_like(rows), torch.zeros_like(rows)
     lengths = torch.full_like(rows, 3)
     while len(rows):
@@ -178,30 +194,30 @@ def _emitted(take_step: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Acc
             fits = (token >= 0) & (written < EMITTED)
             out[rows[fits], written[fits]] = token[fits]
             written = written + fits
-        hungry = written < EMITTED
-        rows, written, context = rows[hungry], written[hungry], step.bonus[hungry]
-        lengths = step.new_lengths[hungry]
+        left = written < EMITTED
+        rows, written, context = rows[left], written[left], step.bonus[left]
+        lengths = step.new_lengths[left]
     return out
 
 
-def joint_law(design: Design, temperature: float, chosen: Filter = OFF) -> torch.Tensor:
+def joint_distribution(design: Design, temperature: float, chosen: Filter = OFF) -> torch.Tensor:
     """[V] * EMITTED float64: probability of each sequence after token 0."""
     steps = torch.softmax(design.logits.double() / temperature, -1)
     steps = torch.tensor([chosen(row) for row in steps.tolist()], dtype=torch.float64)
-    law = steps[0]
+    joint = steps[0]
     for _ in range(EMITTED - 1):
-        law = law[..., None] * steps
-    return law
+        joint = joint[..., None] * steps
+    return joint
 
 
-def assert_law(tokens: torch.Tensor, design: Design, temperature: float, chosen: Filter = OFF) -> None:
+def assert_distribution(tokens: torch.Tensor, design: Design, temperature: float, chosen: Filter = OFF) -> None:
     """Fail on an impossible token, and on a Pearson statistic that chance exceeds once in a million."""
     assert int(tokens.min()) >= 0 and int(tokens.max()) < design.vocab, "a token outside the vocabulary"
     if design.banned is not None:
         assert not (tokens == design.banned).any(), "a banned token was emitted"
     weights = design.vocab ** torch.arange(EMITTED - 1, -1, -1)
     observed = torch.bincount((tokens * weights).sum(-1), minlength=design.vocab**EMITTED).double()
-    expected = joint_law(design, temperature, chosen).flatten() * len(tokens)
+    expected = joint_distribution(design, temperature, chosen).flatten() * len(tokens)
     assert not observed[expected == 0].any(), "a filtered or banned token was emitted"
     common = expected >= 5
     if expected[~common].sum() >= 5:
@@ -218,3 +234,36 @@ def replaced_bonus(accepted: Accepted, bonus: torch.Tensor) -> Accepted:
     """The same outcome with another bonus token."""
     tokens = accepted.tokens.scatter(1, accepted.num_accepted[:, None].long(), bonus[:, None])
     return accepted._replace(tokens=tokens, bonus=bonus)
+
+
+def greedy_continuation(design: Design) -> torch.Tensor:
+    """[EMITTED] tokens that follow token 0 at temperature 0."""
+    tokens = [0]
+    for _ in range(EMITTED):
+        tokens.append(int(design.logits[tokens[-1]].argmax()))
+    return torch.tensor(tokens[1:])
+
+
+def sampling_fault(name: str, change: Callable[[SamplingTensors], SamplingTensors]) -> AcceptFunction:
+    """Acceptance under sampling tensors that `change` has altered."""
+
+    def fault(*call: Any, sampling: SamplingTensors, **keys: Any) -> Accepted:
+        return accept(*call, sampling=change(sampling), **keys)
+
+    fault.__name__ = name
+    return fault
+
+
+temperature_ignored = sampling_fault(
+    "temperature_ignored", lambda sampling: sampling._replace(temperature=torch.ones_like(sampling.temperature))
+)
+greedy_at_a_temperature = sampling_fault(
+    "greedy_at_a_temperature", lambda sampling: sampling._replace(temperature=torch.zeros_like(sampling.temperature))
+)
+
+
+def banned_now_and_then(*call: Any, sampling: SamplingTensors, **keys: Any) -> Accepted:
+    """The last token of the vocabulary comes out once in a thousand."""
+    right = accept(*call, sampling=sampling, **keys)
+    last = torch.full_like(right.bonus, call[3].shape[-1] - 1)
+    return replaced_bonus(right, torch.where(sampling.seeds % 1000 == 0, last, right.bonus))

@@ -1,20 +1,20 @@
-"""Thresholds and draws of the rows whose kept tokens do not fit the slots of a selection program.
+# mypy: ignore-errors
+"""Thresholds and draws of deferred rows: those whose kept tokens do not fit the slots of a selection program.
 
-Four launches over such rows alone; rows that are settled are not read.
+All other rows are not read here. Four launches:
 
-1. marks, twice: the weight above each of four thresholds around a sampled guess, chunk by chunk over the whole
-   device. Their sums enclose the row's threshold between two neighbouring marks. Only rows that this leaves with many
-   values between the marks, or with a threshold outside all of them, get four more.
-2. open: the weight above the upper mark, and the values between the marks, written down in the order of the row.
-3. settle, a program a row: the threshold by bisection over the open values in registers, the kept weight of every
-   chunk, and the draw: the uniform names a chunk, and that chunk alone is read again.
+1. pivots, twice: the weight above each of four trial thresholds (pivots) around a sampled guess, chunk by chunk over
+   the whole device. Their sums enclose the row's threshold between two neighbouring pivots. Only rows that this leaves
+   with many values between the pivots, or with a threshold outside all of them, get four more.
+2. candidates: the weight above the upper pivot, and the values between the pivots, written down in the order of the
+   row.
+3. resolve, one program per row: the threshold by bisection over the candidates in registers, the kept weight of every
+   chunk, and the draw: the uniform selects a chunk, and that chunk alone is read again.
 
-So a row is read three or four times in all, counting the statistics, however flat it is. A chunk with more open
-values than there is room for, and a top-k beyond the slots, are settled by bisection over the row in memory instead.
+So a row is read three or four times in all, counting the statistics, however flat it is. A chunk with more candidates
+than there is room for, and a top-k beyond the slots, are settled by bisection over the row in memory instead.
 Nothing is added up in an order that depends on timing.
 """
-
-# mypy: ignore-errors
 
 from __future__ import annotations
 
@@ -24,22 +24,24 @@ import triton.language as tl
 
 from specdec_kernels.launch import launch
 from specdec_kernels.sampling import device as d
+from specdec_kernels.sampling.configs import SelectionConfig
+from specdec_kernels.sampling.types import SamplingTensors
 
 # What is left to do for a row.
-SETTLED = tl.constexpr(0)
-SEARCH = tl.constexpr(1)  # top-p: marks are known
+DONE = tl.constexpr(0)
+SEARCH = tl.constexpr(1)  # top-p: the first pivots are known
 FIXED = tl.constexpr(2)  # min-p alone: the threshold is known, its weight is not
-COUNT = tl.constexpr(3)  # top-k beyond the slots: nothing is known
-MARKS = tl.constexpr(4)  # of each of two rounds
-NUM_MARKS, STATES = 8, 8
-# Programs of a row: few, because most rows of most batches ask for nothing, and a program that ends at once costs too.
+COUNT = tl.constexpr(3)  # top-k beyond the slots: the threshold has to be found in the whole row
+PIVOTS = tl.constexpr(4)  # of each of two rounds
+NUM_PIVOTS, STATES = 8, 8
+# Programs per row: few, because most rows of most batches are not deferred, and a program that ends at once costs too.
 _SPLIT = 10
 _MIN_SCAN = 8
 
 
 @triton.jit
 def store_state(state_ptr, row, in_row, rows, mode, goal, ceiling, lowest, everything, top, reached):
-    """What the launches after selection need of a row, [8, R] float32; the last is whether it had a second round."""
+    """What the launches after selection need of a row, [8, R] float32; the last is whether it has a second round."""
     tl.store(state_ptr + row, mode.to(tl.float32), mask=in_row)
     tl.store(state_ptr + rows + row, goal, mask=in_row)
     tl.store(state_ptr + 2 * rows + row, ceiling, mask=in_row)
@@ -50,15 +52,15 @@ def store_state(state_ptr, row, in_row, rows, mode, goal, ceiling, lowest, every
 
 
 @triton.jit
-def store_marks(
-    values_ptr, marks_ptr, row, asks, rows, row_stride, complete, reached, goal, everything, top, scale,
+def store_pivots(
+    values_ptr, pivots_ptr, row, asks, rows, row_stride, complete, reached, goal, everything, top, scale,
     VOCAB: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr,
     PROBS: tl.constexpr,
 ):  # fmt: skip
-    """The first four marks [4, R] in rising order around the value where the threshold of top-p should lie.
+    """The first four pivots [4, R] in rising order around the value where the threshold of top-p should lie.
 
-    The weight `reached` at or above the key `complete` is known; what lies below is judged by a sample of SLOTS groups
-    spread over the row, which also tells the guess's standard deviation and the density of weight around it.
+    The weight `reached` at or above the key `complete` is known. What lies below is estimated from a sample of SLOTS
+    groups spread over the row, which also gives the guess's standard deviation and the density of weight around it.
     """
     COARSE: tl.constexpr = 12 if SHIFT < 12 else SHIFT
     member = tl.arange(0, SLOTS * WIDTH)[None, :]
@@ -81,19 +83,19 @@ def store_marks(
     density = tl.sum(tl.where(near, weight, 0.0), 1) * 2.0  # a natural unit of the logarithm
     spread = tl.sqrt(tl.sum(off * off, 1))
     spread = tl.minimum(tl.maximum(tl.where(density > 0, spread / tl.where(density > 0, density, 1.0), 2.0), 1e-4), 2.0)
-    mark = tl.arange(0, MARKS)[None, :]
-    step = tl.where((mark == 1) | (mark == 2), 0.6, 3.0)
-    step = tl.where(mark < 2, -step, step) * spread[:, None] * d.LOG2E
+    pivot = tl.arange(0, PIVOTS)[None, :]
+    step = tl.where((pivot == 1) | (pivot == 2), 0.6, 3.0)
+    step = tl.where(pivot < 2, -step, step) * spread[:, None] * d.LOG2E
     place = center[:, None] * tl.exp2(step) if PROBS else center[:, None] + step / scale[:, None]
-    tl.store(marks_ptr + mark * rows + row[:, None], tl.minimum(place, limit[:, None]), mask=asks[:, None])
+    tl.store(pivots_ptr + pivot * rows + row[:, None], tl.minimum(place, limit[:, None]), mask=asks[:, None])
 
 
 @triton.jit
 def _enclose(
-    state_ptr, marks_ptr, parts_ptr, row, asks, rows, CHUNKS: tl.constexpr, BLOCK_C: tl.constexpr, ROUNDS: tl.constexpr
+    state_ptr, pivots_ptr, parts_ptr, row, asks, rows, CHUNKS: tl.constexpr, BLOCK_C: tl.constexpr, ROUNDS: tl.constexpr
 ):  # fmt: skip
     """The values low and high between which the threshold lies, low < threshold <= high, and the weight between them,
-    from the weights above the marks."""
+    from the weights above the pivots."""
     goal = tl.load(state_ptr + rows + row, mask=asks, other=0.0)
     high = tl.load(state_ptr + 2 * rows + row, mask=asks, other=0.0)
     over_low = tl.load(state_ptr + 4 * rows + row, mask=asks, other=0.0)
@@ -101,12 +103,12 @@ def _enclose(
     low = tl.full(row.shape, float("-inf"), tl.float32)
     asked = asks
     chunk = tl.arange(0, BLOCK_C)[None, :]
-    for mark in tl.static_range(ROUNDS * MARKS):
-        if mark == MARKS:
+    for pivot in tl.static_range(ROUNDS * PIVOTS):
+        if pivot == PIVOTS:
             asked = asks & (tl.load(state_ptr + 7 * rows + row, mask=asks, other=0.0) > 0)
-        place = (mark * rows + row)[:, None] * CHUNKS + chunk
+        place = (pivot * rows + row)[:, None] * CHUNKS + chunk
         above = tl.sum(tl.load(parts_ptr + place, mask=asked[:, None] & (chunk < CHUNKS), other=0.0), 1)
-        value = tl.load(marks_ptr + mark * rows + row, mask=asked, other=0.0)
+        value = tl.load(pivots_ptr + pivot * rows + row, mask=asked, other=0.0)
         rises = asked & (above >= goal) & (value > low)
         falls = asked & (above < goal) & (value < high)
         low, over_low = tl.where(rises, value, low), tl.where(rises, above, over_low)
@@ -121,53 +123,53 @@ def _weighed_chunk(
 ):  # fmt: skip
     """Values [R, BLOCK_V] of a chunk, NaN among them, and the weights of all others."""
     column = chunk * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
-    warmth = tl.load(temperature_ptr + row // PER_REQUEST, mask=asks, other=1.0)
+    temperature = tl.load(temperature_ptr + row // PER_REQUEST, mask=asks, other=1.0)
     top = tl.load(state_ptr + 5 * rows + row, mask=asks, other=0.0)
     value = d.load_entries(values_ptr, row[:, None], column, row_stride, asks[:, None] & (column < VOCAB))
-    # No usable value is above the top, so this replaces an infinity; comparisons leave NaN out.
+    # No usable value is above the top, so this replaces an infinity; NaN fails every comparison.
     capped = tl.minimum(value, top[:, None])
-    return value, d.weigh(capped, top[:, None], d.exponent_scale(warmth)[:, None], PROBS)
+    return value, d.weigh(capped, top[:, None], d.exponent_scale(temperature)[:, None], PROBS)
 
 
 @triton.jit
-def _store_second_marks(
-    temperature_ptr, state_ptr, marks_ptr, parts_ptr, edges_ptr, row, asks, rows,
+def _store_second_pivots(
+    temperature_ptr, state_ptr, pivots_ptr, parts_ptr, edges_ptr, row, asks, rows,
     PER_REQUEST: tl.constexpr, CHUNKS: tl.constexpr, ROOM: tl.constexpr, PROBS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Marks between the edges that the first round left, of the rows with about more than ROOM values between them.
 
-    Every program of a row computes them for itself and leaves them in its own place of `edges_ptr`: a register that
-    came of a sum would be spread over the chunk's layout at great cost, a load is not. The first one publishes them.
+    Every program of a row computes them for itself and stores them in its own place of `edges_ptr`: to spread the
+    result of a sum over the chunk's layout would be expensive, to load it is not. The first program publishes them.
     """
-    low, high, between = _enclose(state_ptr, marks_ptr, parts_ptr, row, asks, rows, CHUNKS, BLOCK_C, 1)
-    least = tl.load(marks_ptr + row, mask=asks, other=0.0)
-    most = tl.load(marks_ptr + (MARKS - 1) * rows + row, mask=asks, other=0.0)
+    low, high, between = _enclose(state_ptr, pivots_ptr, parts_ptr, row, asks, rows, CHUNKS, BLOCK_C, 1)
+    least = tl.load(pivots_ptr + row, mask=asks, other=0.0)
+    most = tl.load(pivots_ptr + (PIVOTS - 1) * rows + row, mask=asks, other=0.0)
     top = tl.load(state_ptr + 5 * rows + row, mask=asks, other=0.0)
-    warmth = tl.load(temperature_ptr + row // PER_REQUEST, mask=asks, other=1.0)
+    temperature = tl.load(temperature_ptr + row // PER_REQUEST, mask=asks, other=1.0)
     below, beyond = low < least, low >= most
-    each = d.weigh(tl.where(below, high, (low + high) * 0.5), top, d.exponent_scale(warmth), PROBS)
+    each = d.weigh(tl.where(below, high, (low + high) * 0.5), top, d.exponent_scale(temperature), PROBS)
     wide = asks & (high > low) & (below | (between > each * ROOM))
     first = tl.program_id(1) == 0
     tl.store(state_ptr + 7 * rows + row, wide.to(tl.float32), mask=asks & first)
-    place = edges_ptr + (row * tl.num_programs(1) + tl.program_id(1)) * (MARKS + 1)
+    place = edges_ptr + (row * tl.num_programs(1) + tl.program_id(1)) * (PIVOTS + 1)
     tl.store(place, wide.to(tl.float32), mask=asks)
-    for mark in tl.static_range(MARKS):
+    for pivot in tl.static_range(PIVOTS):
         # Where the guess missed, ever longer steps away from it; four steps of 3 reach 40 times the first.
-        away = (most - least) * (0.2 * 3.0**mark)
-        value = tl.where(below, least - away, low + (high - low) * ((mark + 1) / (MARKS + 1)))
+        away = (most - least) * (0.2 * 3.0**pivot)
+        value = tl.where(below, least - away, low + (high - low) * ((pivot + 1) / (PIVOTS + 1)))
         value = tl.minimum(tl.where(beyond, most + away, value), high)
-        tl.store(place + mark + 1, value, mask=asks)
-        tl.store(marks_ptr + (MARKS + mark) * rows + row, value, mask=wide & first)
+        tl.store(place + pivot + 1, value, mask=asks)
+        tl.store(pivots_ptr + (PIVOTS + pivot) * rows + row, value, mask=wide & first)
     tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _marks_kernel(
+def _pivots_kernel(
     values_ptr,  # [R, VOCAB], row stride row_stride
     temperature_ptr,  # [R / PER_REQUEST] float32
     state_ptr,  # [8, R] float32
-    marks_ptr,  # [8, R] float32; the last four are written by the second round
-    parts_ptr,  # [8, R, CHUNKS] float32: weight above each mark
+    pivots_ptr,  # [8, R] float32; the last four are written by the second round
+    parts_ptr,  # [8, R, CHUNKS] float32: weight above each pivot
     edges_ptr,  # [R, programs of a row, 5] float32: scratch of the second round
     rows,
     row_stride,
@@ -185,13 +187,13 @@ def _marks_kernel(
     task = tl.load(state_ptr + row, mask=row < rows, other=0.0)
     asks = (row < rows) & (task == SEARCH)
     if tl.max(asks.to(tl.int32), 0) > 0:
-        base, step = marks_ptr + row, rows
+        base, step = pivots_ptr + row, rows
         if SECOND:
-            _store_second_marks(
-                temperature_ptr, state_ptr, marks_ptr, parts_ptr, edges_ptr, row, asks, rows, PER_REQUEST, CHUNKS, ROOM,
-                PROBS, BLOCK_C,
+            _store_second_pivots(
+                temperature_ptr, state_ptr, pivots_ptr, parts_ptr, edges_ptr, row, asks, rows, PER_REQUEST, CHUNKS,
+                ROOM, PROBS, BLOCK_C,
             )  # fmt: skip
-            mine = edges_ptr + (row * tl.num_programs(1) + tl.program_id(1)) * (MARKS + 1)
+            mine = edges_ptr + (row * tl.num_programs(1) + tl.program_id(1)) * (PIVOTS + 1)
             asks &= tl.load(mine, mask=asks, other=0.0) > 0
             base, step = mine + 1, 1
         if tl.max(asks.to(tl.int32), 0) > 0:
@@ -200,21 +202,21 @@ def _marks_kernel(
                     values_ptr, temperature_ptr, state_ptr, row, asks, chunk, rows, row_stride, PER_REQUEST, VOCAB,
                     PROBS, BLOCK_V,
                 )  # fmt: skip
-                for mark in tl.static_range(MARKS):
-                    limit = tl.load(base + mark * step, mask=asks, other=0.0)
+                for pivot in tl.static_range(PIVOTS):
+                    limit = tl.load(base + pivot * step, mask=asks, other=0.0)
                     above = tl.sum(tl.where(value > limit[:, None], weight, 0.0), 1)
-                    plane = (MARKS + mark if SECOND else mark) * rows
+                    plane = (PIVOTS + pivot if SECOND else pivot) * rows
                     tl.store(parts_ptr + (plane + row) * CHUNKS + chunk, above, mask=asks)
 
 
 @triton.jit
 def _store_edges(
-    state_ptr, marks_ptr, parts_ptr, edges_ptr, row, asks, rows, CHUNKS: tl.constexpr, BLOCK_C: tl.constexpr
+    state_ptr, pivots_ptr, parts_ptr, edges_ptr, row, asks, rows, CHUNKS: tl.constexpr, BLOCK_C: tl.constexpr
 ):  # fmt: skip
-    """Low and high of each row to this program's place in `edges_ptr`; where min-p cuts above, or nothing is searched
-    for, both are the greatest value that the threshold leaves out."""
+    """Store low and high of each row in this program's place in `edges_ptr`; where min-p cuts above, or nothing is
+    searched for, both are the greatest value that the threshold leaves out."""
     mode = tl.load(state_ptr + row, mask=asks, other=0.0)
-    low, high, _ = _enclose(state_ptr, marks_ptr, parts_ptr, row, asks & (mode == SEARCH), rows, CHUNKS, BLOCK_C, 2)
+    low, high, _ = _enclose(state_ptr, pivots_ptr, parts_ptr, row, asks & (mode == SEARCH), rows, CHUNKS, BLOCK_C, 2)
     lowest = tl.load(state_ptr + 3 * rows + row, mask=asks, other=0.0)
     fixed = (mode == FIXED) | (lowest > high)
     left_out = d.next_below(lowest)
@@ -225,16 +227,16 @@ def _store_edges(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _open_kernel(
+def _candidates_kernel(
     values_ptr,  # [R, VOCAB], row stride row_stride
     temperature_ptr,  # [R / PER_REQUEST] float32
     state_ptr,  # [8, R] float32
-    marks_ptr,  # [8, R] float32
+    pivots_ptr,  # [8, R] float32
     parts_ptr,  # [8, R, CHUNKS] float32
     edges_ptr,  # [R, programs of a row, 2] float32: low and high, the same in every program
-    mass_ptr,  # [R, CHUNKS] float32: weight above the bracket
-    counts_ptr,  # [R, CHUNKS] int32: values inside the bracket
-    open_ptr,  # [R, CHUNKS, KEEP] float32: the first of these values
+    mass_ptr,  # [R, CHUNKS] float32: weight above high
+    counts_ptr,  # [R, CHUNKS] int32: values above low and not above high
+    candidates_ptr,  # [R, CHUNKS, KEEP] float32: the first of these values
     rows,
     row_stride,
     PER_REQUEST: tl.constexpr,
@@ -250,7 +252,7 @@ def _open_kernel(
     task = tl.load(state_ptr + row, mask=row < rows, other=0.0)
     asks = (row < rows) & ((task == SEARCH) | (task == FIXED))
     if tl.max(asks.to(tl.int32), 0) > 0:
-        _store_edges(state_ptr, marks_ptr, parts_ptr, edges_ptr, row, asks, rows, CHUNKS, BLOCK_C)
+        _store_edges(state_ptr, pivots_ptr, parts_ptr, edges_ptr, row, asks, rows, CHUNKS, BLOCK_C)
         edges = edges_ptr + (row * tl.num_programs(1) + tl.program_id(1)) * 2
         for chunk in range(tl.program_id(1), CHUNKS, tl.num_programs(1)):
             value, weight = _weighed_chunk(
@@ -266,7 +268,7 @@ def _open_kernel(
             running = tl.cumsum(inside.to(tl.int32), 1)
             tl.store(counts_ptr + place, tl.max(running, 1), mask=asks)
             slot = place.to(tl.int64)[:, None] * KEEP + running - 1
-            tl.store(open_ptr + slot, value, mask=inside & (running <= KEEP))
+            tl.store(candidates_ptr + slot, value, mask=inside & (running <= KEEP))
 
 
 @triton.jit
@@ -299,7 +301,7 @@ def _store_kept_mass(
     values_ptr, mass_ptr, row, asks, row_stride, floor, top, scale,
     VOCAB: tl.constexpr, CHUNKS: tl.constexpr, PROBS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Weights of the chunks that the threshold leaves, of the rows that ask."""
+    """Store the weight that the threshold leaves in each chunk, for the rows in `asks`."""
     for chunk in range(0, CHUNKS):
         column = chunk * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
         value = d.load_values(values_ptr, row[:, None], column, row_stride, asks[:, None] & (column < VOCAB))
@@ -309,8 +311,35 @@ def _store_kept_mass(
     tl.debug_barrier()
 
 
+@triton.jit
+def _search_candidates(
+    counts_ptr, candidates_ptr, row, fits, top, scale, left, low_key, high_key, found, far, lowest,
+    CHUNKS: tl.constexpr, KEEP: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Threshold of each row, and the weight [R, BLOCK_C] that it leaves of the candidates of the rows that `fits`.
+
+    `left` is the weight that these rows still lack; the key of the rows that are `far` is `found` already.
+    """
+    member = tl.arange(0, BLOCK_C * KEEP)[None, :]
+    live = fits[:, None] & (member < CHUNKS * KEEP)
+    live &= member % KEEP < tl.load(counts_ptr + row[:, None] * CHUNKS + member // KEEP, mask=live, other=0)
+    base = candidates_ptr + row.to(tl.int64)[:, None] * (CHUNKS * KEEP)
+    value = tl.load(base + member, mask=live, other=float("-inf"))
+    value = tl.minimum(value, d.FLOAT32_MAX)
+    weight = tl.where(live, d.weigh(value, top[:, None], scale[:, None], PROBS), 0.0)
+    key = d.sort_key(value, SHIFT)
+    searched = d.mass_key(key, weight, left, low_key, tl.where(fits, high_key, low_key + 1))
+    found = tl.where(fits, searched, found)
+    floor = tl.where(far | fits, d.key_value(found.to(tl.int32), SHIFT), float("-inf"))
+    floor = tl.maximum(floor, lowest)
+    # The value from its key again: keeping both through the search would spill.
+    kept = tl.where(d.key_value(key, SHIFT) >= floor[:, None], weight, 0.0)
+    return floor, tl.sum(tl.reshape(kept, (BLOCK_R, BLOCK_C, KEEP)), 2)
+
+
 @triton.jit(do_not_specialize=["rows"])
-def _settle_kernel(
+def _resolve_kernel(  # 18 run-time arguments: it takes over the optional inputs and outputs of selection
     values_ptr,  # [R, VOCAB], row stride row_stride
     temperature_ptr,  # [R / PER_REQUEST] float32
     top_k_ptr,  # [R / PER_REQUEST] int32, or None
@@ -322,11 +351,11 @@ def _settle_kernel(
     edges_ptr,  # [R, SPLIT, 2] float32
     mass_ptr,  # [R, CHUNKS] float32
     counts_ptr,  # [R, CHUNKS] int32
-    open_ptr,  # [R, CHUNKS, KEEP] float32
+    candidates_ptr,  # [R, CHUNKS, KEEP] float32
     normaliser_ptr,  # [R] float32, or None without logprobs_ptr
     tokens_ptr,  # [R] int64
     logprobs_ptr,  # [R] float32, or None
-    law_ptr,  # [4, R] float32, or None
+    distribution_ptr,  # [4, R] float32, or None
     rows,
     row_stride,
     PER_REQUEST: tl.constexpr,
@@ -344,7 +373,7 @@ def _settle_kernel(
 ):
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     task = tl.load(state_ptr + row, mask=row < rows, other=0.0)
-    asks = (row < rows) & (task != SETTLED)
+    asks = (row < rows) & (task != DONE)
     if tl.max(asks.to(tl.int32), 0) > 0:
         request = row // PER_REQUEST
         lowest = tl.load(state_ptr + 3 * rows + row, mask=asks, other=0.0)
@@ -371,29 +400,18 @@ def _settle_kernel(
             cut = tl.maximum(d.key_value(found.to(tl.int32), SHIFT), lowest)
             _store_kept_mass(values_ptr, mass_ptr, row, far, row_stride, cut, top, scale, VOCAB, CHUNKS, PROBS, BLOCK_V)
         mass = tl.load(mass_ptr + place, mask=asks[:, None] & in_chunks, other=0.0)
-
-        member = tl.arange(0, BLOCK_C * KEEP)[None, :]
-        live = fits[:, None] & (member < CHUNKS * KEEP)
-        live &= member % KEEP < tl.load(counts_ptr + row[:, None] * CHUNKS + member // KEEP, mask=live, other=0)
-        base = open_ptr + row.to(tl.int64)[:, None] * (CHUNKS * KEEP)
-        value = tl.load(base + member, mask=live, other=float("-inf"))
-        value = tl.minimum(value, d.FLOAT32_MAX)
-        weight = tl.where(live, d.weigh(value, top[:, None], scale[:, None], PROBS), 0.0)
-        key = d.sort_key(value, SHIFT)
         left = share * everything - tl.sum(mass, 1)
-        searched = d.mass_key(key, weight, left, low_key, tl.where(fits, high_key, low_key + 1))
-        found = tl.where(fits, searched, found)
-        floor = tl.where(far | fits, d.key_value(found.to(tl.int32), SHIFT), float("-inf"))
-        floor = tl.maximum(floor, lowest)
-        # The value from its key again: keeping both through the search would spill.
-        kept = tl.where(d.key_value(key, SHIFT) >= floor[:, None], weight, 0.0)
-        mass += tl.sum(tl.reshape(kept, (BLOCK_R, BLOCK_C, KEEP)), 2)
-        if law_ptr is not None:
-            tl.store(law_ptr + rows + row, floor, mask=asks)
-            tl.store(law_ptr + 2 * rows + row, tl.sum(mass, 1), mask=asks)
+        floor, of_candidates = _search_candidates(
+            counts_ptr, candidates_ptr, row, fits, top, scale, left, low_key, high_key, found, far, lowest, CHUNKS,
+            KEEP, SHIFT, PROBS, BLOCK_R, BLOCK_C,
+        )  # fmt: skip
+        mass += of_candidates
+        if distribution_ptr is not None:
+            tl.store(distribution_ptr + rows + row, floor, mask=asks)
+            tl.store(distribution_ptr + 2 * rows + row, tl.sum(mass, 1), mask=asks)
         if DRAW:
             uniform = d.row_uniform(seeds_ptr, positions_ptr, uniforms_ptr, row, request, asks, STREAM)
-            # In float64, because a token of a flat law is not much heavier than a rounding of the total.
+            # In float64, because a token of a flat distribution is not much heavier than a rounding of the total.
             chosen, goal = d.find(mass.to(tl.float64), uniform.to(tl.float64), chunk, BLOCK_C)
             goal = goal.to(tl.float32)
             token = d.draw_in_group(
@@ -402,73 +420,66 @@ def _settle_kernel(
             drawn = asks & (token >= 0)
             tl.store(tokens_ptr + row, token.to(tl.int64), mask=drawn)
             if logprobs_ptr is not None:
-                value_at = d.load_values(values_ptr, row, token, row_stride, drawn)
-                value_at = tl.log(tl.maximum(value_at, 0.0)) if PROBS else value_at
+                value = d.log_value(values_ptr, row, token, row_stride, drawn, PROBS)
                 normaliser = tl.load(normaliser_ptr + row, mask=drawn, other=0.0)
-                tl.store(logprobs_ptr + row, value_at - normaliser, mask=drawn)
+                tl.store(logprobs_ptr + row, value - normaliser, mask=drawn)
 
 
-def settle(
+def resolve(
     values: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
+    sampling: SamplingTensors,
     sources: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
     state: torch.Tensor,
-    marks: torch.Tensor,
+    pivots: torch.Tensor,
     normaliser: torch.Tensor | None,
     tokens: torch.Tensor,
     logprobs: torch.Tensor | None,
-    law: torch.Tensor | None,
+    distribution: torch.Tensor | None,
+    config: SelectionConfig,
     *,
-    min_p: bool,
     draw: bool,
     per_request: int,
     probabilities: bool,
     stream: int,
     shift: int,
-    chunk: int,
-    keep: int,
-    max_rows: int,
-    num_warps: int,
 ) -> None:
-    """Finish the rows that selection left open in `state` [8, R]: tokens, log-probabilities and laws are theirs.
+    """Finish the rows that selection deferred in `state` [8, R]: write their tokens, log-probabilities, distributions.
 
-    `sources` are seeds, positions and uniforms; `min_p` says whether there is such a filter.
+    `sources` are seeds, positions and uniforms.
     """
     rows, vocab = values.shape
+    temperature, chunk, keep = sampling.temperature, config.chunk, config.keep
     chunks = triton.cdiv(vocab, chunk)
-    searching = top_p is not None
 
     def out(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device=values.device)
 
     split = min(_SPLIT, chunks)
-    parts, mass, open_ = out(NUM_MARKS, rows, chunks), out(rows, chunks), out(rows, chunks, keep)
+    parts, mass, candidates = out(NUM_PIVOTS, rows, chunks), out(rows, chunks), out(rows, chunks, keep)
     edges, counts = out(rows, split, 2), out(rows, chunks, dtype=torch.int32)
     block_c = max(triton.next_power_of_2(chunks), _MIN_SCAN)
     widest = max(chunk, block_c * keep)
-    block_r = min(triton.next_power_of_2(max(rows, 1)), max_rows, max(1, (1 << 20) // widest))
+    block_r = min(triton.next_power_of_2(max(rows, 1)), config.max_rows, max(1, (1 << 20) // widest))
     grid = (triton.cdiv(rows, block_r), split)
-    stride, stream_warps = values.stride(0), min(num_warps, 8)
+    stride, stream_warps = values.stride(0), min(config.select_warps, 8)
     sizes = dict(
         PER_REQUEST=per_request, VOCAB=vocab, CHUNKS=chunks, PROBS=probabilities, BLOCK_R=block_r, BLOCK_C=block_c,
         BLOCK_V=chunk,
     )  # fmt: skip
-    if searching:
-        scratch = out(rows, split, NUM_MARKS // 2 + 1)
+    if sampling.top_p is not None:
+        scratch = out(rows, split, NUM_PIVOTS // 2 + 1)
         for second in (False, True):
             launch(
-                _marks_kernel, grid, values, temperature, state, marks, parts, scratch, rows, stride,
+                _pivots_kernel, grid, values, temperature, state, pivots, parts, scratch, rows, stride,
                 num_warps=stream_warps, ROOM=keep * chunks // 2, SECOND=second, **sizes,
             )  # fmt: skip
-    if searching or min_p:
+    if sampling.top_p is not None or sampling.min_p is not None:
         launch(
-            _open_kernel, grid, values, temperature, state, marks, parts, edges, mass, counts, open_, rows, stride,
-            num_warps=stream_warps, KEEP=keep, **sizes,
+            _candidates_kernel, grid, values, temperature, state, pivots, parts, edges, mass, counts, candidates, rows,
+            stride, num_warps=stream_warps, KEEP=keep, **sizes,
         )  # fmt: skip
     launch(
-        _settle_kernel, grid[:1], values, temperature, top_k, top_p, *sources, state, edges, mass, counts, open_,
-        normaliser, tokens, logprobs, law, rows, stride, num_warps=num_warps, KEEP=keep, SPLIT=split, DRAW=draw,
-        STREAM=stream, SHIFT=shift, **sizes,
+        _resolve_kernel, grid[:1], values, temperature, sampling.top_k, sampling.top_p, *sources, state, edges, mass,
+        counts, candidates, normaliser, tokens, logprobs, distribution, rows, stride, num_warps=config.select_warps,
+        KEEP=keep, SPLIT=split, DRAW=draw, STREAM=stream, SHIFT=shift, **sizes,
     )  # fmt: skip

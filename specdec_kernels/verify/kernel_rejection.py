@@ -1,20 +1,18 @@
-"""Kernels of the rules that need the draft's own law, `rejection` and `block`; formulas in `rejection_reference`.
+# mypy: ignore-errors
+"""Kernels of the rules that need the draft's own distribution, `rejection` and `block`; formulas in `reference`.
 
-After the sampling family has left each row's law as (top, floor, total), nothing of the size of the vocabulary is
-written:
+The sampling family first leaves each row's distribution as (top, floor, total); nothing of the size of the vocabulary
+is written:
 
-1. judge, a program a request: p and q at the drafted tokens, coins, P_s; under `rejection` this already tells tau.
+1. judge, one program per request: p and q at the drafted tokens, the uniforms, P_s; under `rejection` also tau.
 2. residual, over groups of tokens: the sums of max(P_s p_s - q_s, 0) and of p_s. Under `rejection` only at row tau,
    under `block` at all rows, because its h needs them.
 3. row sums (`block` only): Z of every row.
-4. finish, a program a request: tau under `block`, the group that the uniform falls in, that group again, the outcome.
+4. finish, one program per request: tau under `block`, the group that the uniform falls in, that group again, the
+   outcome.
 """
 
-# mypy: ignore-errors
-
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -22,52 +20,35 @@ import triton.language as tl
 
 from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.sampling import device as d
-from specdec_kernels.sampling import kernel as sampling
-from specdec_kernels.sampling.types import ACCEPT_STREAM, BONUS_STREAM, RECOVER_STREAM, Filters
+from specdec_kernels.sampling.kernel import select
+from specdec_kernels.sampling.types import ACCEPT_STREAM, BONUS_STREAM, RECOVER_STREAM, SamplingTensors
 from specdec_kernels.tree.types import TreeLinks
+from specdec_kernels.verify.configs import ACCEPTANCE, AcceptanceConfig
+from specdec_kernels.verify.device import empty_outcome, store_outcome
 from specdec_kernels.verify.types import Accepted
 
 _ACCEPT = tl.constexpr(ACCEPT_STREAM)
 _RECOVER = tl.constexpr(RECOVER_STREAM)
 _BONUS = tl.constexpr(BONUS_STREAM)
-
-
-@dataclass(frozen=True)
-class RejectionConfig:
-    width: int  # tokens of a group
-    strips: int  # groups of one program
-    max_requests: int  # requests, or rows, of one program
-    strip_warps: int
-    request_warps: int
-
-
-_GPU = RejectionConfig(width=64, strips=64, max_requests=1, strip_warps=8, request_warps=4)
-_CONFIGS = {
-    "sm80": _GPU,
-    "sm90": _GPU,
-    "sm100": _GPU,
-    "gfx942": _GPU,
-    "interpreter": RejectionConfig(64, 1 << 14, 1 << 15, 1, 1),
-}
 _MIN_SCAN = 8
 
 
 @triton.jit
 def _target_prob(
-    values_ptr, law_ptr, warmth, row, column, rows, row_stride, live, PROBS: tl.constexpr
+    values_ptr, distribution_ptr, temperature, row, column, rows, row_stride, live, PROBS: tl.constexpr
 ):  # fmt: skip
-    """p of `column` in `row`; 0 where not `live`. `row`, `warmth` and `column` broadcast against each other."""
-    top = tl.load(law_ptr + row, mask=live, other=0.0)
-    floor = tl.load(law_ptr + rows + row, mask=live, other=0.0)
-    total = tl.load(law_ptr + 2 * rows + row, mask=live, other=1.0)
+    """p of `column` in `row`; 0 where not `live`. `row`, `temperature` and `column` broadcast against each other."""
+    top = tl.load(distribution_ptr + row, mask=live, other=0.0)
+    floor = tl.load(distribution_ptr + rows + row, mask=live, other=0.0)
+    total = tl.load(distribution_ptr + 2 * rows + row, mask=live, other=1.0)
     value = d.load_values(values_ptr, row, column, row_stride, live)
-    weight = d.weigh(value, top, d.exponent_scale(warmth), PROBS)
+    weight = d.weigh(value, top, d.exponent_scale(temperature), PROBS)
     return tl.where((value >= floor) & (total > 0), weight / total, 0.0)
 
 
 @triton.jit
 def _draft_prob(draft_ptr, row, column, live, VOCAB: tl.constexpr):
-    """q of `column` in `row` of the draft laws; NaN and negative entries are 0."""
+    """q of `column` in `row` of the draft's distributions; NaN and negative entries are 0."""
     prob = tl.load(draft_ptr + row.to(tl.int64) * VOCAB + column, mask=live, other=0.0)
     return tl.where(prob > 0, prob, 0.0)
 
@@ -84,15 +65,14 @@ def _judge_kernel(
     first_child_ptr,  # [B, N] int32
     values_ptr,  # [B * N, VOCAB], row stride row_stride
     draft_ptr,  # [B, N - 1, VOCAB] float32
-    law_ptr,  # [4, B * N] float32
+    distribution_ptr,  # [4, B * N] float32
     greedy_ptr,  # [B * N] int64
     valid_ptr,  # [B * N] bool
     temperature_ptr,  # [B] float32
     seeds_ptr,  # [B] int64, or None
     positions_ptr,  # [B, N] int64, or None
     uniforms_ptr,  # [B, N + 1] float32, or None
-    kept_ptr,  # [B, N] float32: P_s
-    coins_ptr,  # [B, N] float32, or None without BLOCK_RULE
+    judged_ptr,  # [1 or, with BLOCK_RULE, 3; B, N] float32: P_s, uniforms, (written by the row sums) Z
     state_ptr,  # [2, B] int32: drafts in reach, tau (under BLOCK_RULE only of greedy requests)
     batch,
     row_stride,
@@ -109,22 +89,22 @@ def _judge_kernel(
     node = tl.arange(0, BLOCK_N)[None, :]
     here = in_batch[:, None] & (node >= 1) & (node < NODES)
     row = request[:, None] * NODES + node - 1  # the row that judges the node
-    warmth = tl.load(temperature_ptr + request, mask=in_batch, other=0.0)[:, None]
+    temperature = tl.load(temperature_ptr + request, mask=in_batch, other=0.0)[:, None]
     token = tl.load(tokens_ptr + row.to(tl.int64) + 1, mask=here, other=-1)
     child = tl.load(first_child_ptr + row, mask=here, other=-1)
     usable = tl.load(valid_ptr + row, mask=here, other=0) != 0
     reach = _leading(here & (child == node) & usable & (node <= DEPTH), node, NODES)
     in_reach = node <= reach[:, None]
     known = here & in_reach & (token >= 0) & (token < VOCAB)
-    p = _target_prob(values_ptr, law_ptr, warmth, row, token, batch * NODES, row_stride, known, PROBS)
+    p = _target_prob(values_ptr, distribution_ptr, temperature, row, token, batch * NODES, row_stride, known, PROBS)
     q = _draft_prob(draft_ptr, request[:, None] * (NODES - 1) + node - 1, token, known, VOCAB)
     p = tl.where(known, p, 0.0)
     if uniforms_ptr is not None:
-        coin = tl.load(uniforms_ptr + request[:, None] * (NODES + 1) + node - 1, mask=here, other=1.0)
+        uniform = tl.load(uniforms_ptr + request[:, None] * (NODES + 1) + node - 1, mask=here, other=1.0)
     else:
         seed = tl.load(seeds_ptr + request, mask=in_batch, other=0)[:, None] + tl.zeros_like(token)
         root = tl.load(positions_ptr + request.to(tl.int64) * NODES, mask=in_batch, other=0)[:, None]
-        coin = d.philox_uniform(seed, root + tl.zeros_like(token), _ACCEPT, node - 1)
+        uniform = d.philox_uniform(seed, root + tl.zeros_like(token), _ACCEPT, node - 1)
 
     argmax = tl.load(greedy_ptr + row, mask=here, other=-1)
     greedy_tau = _leading(here & in_reach & (token == argmax), node, NODES)
@@ -136,13 +116,13 @@ def _judge_kernel(
         for step in range(1, NODES):
             running = tl.minimum(running * tl.sum(tl.where(node == step, ratio, 0.0), 1), 1.0)
             kept = tl.where(node == step, running[:, None], kept)
-        tl.store(coins_ptr + row + 1, coin, mask=here)
+        tl.store(judged_ptr + batch * NODES + row + 1, uniform, mask=here)
     else:
         tau = tl.where(
-            warmth > 0, _leading(here & in_reach & (coin * q < p), node, NODES)[:, None], greedy_tau[:, None]
+            temperature > 0, _leading(here & in_reach & (uniform * q < p), node, NODES)[:, None], greedy_tau[:, None]
         )
         tau = tl.max(tau, 1)
-    tl.store(kept_ptr + row + 1, kept, mask=in_batch[:, None] & (node < NODES))
+    tl.store(judged_ptr + row + 1, kept, mask=in_batch[:, None] & (node < NODES))
     tl.store(state_ptr + request, reach, mask=in_batch)
     tl.store(state_ptr + batch + request, tau, mask=in_batch)
 
@@ -151,9 +131,9 @@ def _judge_kernel(
 def _residual_kernel(
     values_ptr,  # [B * N, VOCAB], row stride row_stride
     draft_ptr,  # [B, N - 1, VOCAB] float32
-    law_ptr,  # [4, B * N] float32
+    distribution_ptr,  # [4, B * N] float32
     temperature_ptr,  # [B] float32
-    kept_ptr,  # [B, N] float32
+    judged_ptr,  # [1 or 3, B, N] float32
     state_ptr,  # [2, B] int32
     sums_ptr,  # [2, B * ROWS, GROUPS] float32: residual, target
     strips,  # B * ROWS * GROUPS
@@ -175,13 +155,15 @@ def _residual_kernel(
     step = entry - request * ROWS
     if ROWS == 1:
         step = tl.load(state_ptr + batch + request, mask=in_strips, other=0)
-    warmth = tl.load(temperature_ptr + request, mask=in_strips, other=0.0)
-    active = in_strips & (step <= reach) & (warmth > 0)
+    temperature = tl.load(temperature_ptr + request, mask=in_strips, other=0.0)
+    active = in_strips & (step <= reach) & (temperature > 0)
     row = request * NODES + step
-    kept = tl.where(step < reach, tl.load(kept_ptr + row, mask=active, other=1.0), 1.0)
+    kept = tl.where(step < reach, tl.load(judged_ptr + row, mask=active, other=1.0), 1.0)
     column = (strip - entry * GROUPS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     live = active[:, None] & (column < VOCAB)
-    p = _target_prob(values_ptr, law_ptr, warmth[:, None], row[:, None], column, batch * NODES, row_stride, live, PROBS)
+    p = _target_prob(
+        values_ptr, distribution_ptr, temperature[:, None], row[:, None], column, batch * NODES, row_stride, live, PROBS
+    )
     p = tl.where(live, p, 0.0)
     judged = live & (step < reach)[:, None]
     q = _draft_prob(draft_ptr, (row - request)[:, None], column, judged, VOCAB)
@@ -208,18 +190,18 @@ def _row_sums_kernel(
 
 
 @triton.jit
-def _block_length(kept_ptr, coins_ptr, left_ptr, request, in_batch, reach, NODES: tl.constexpr, BLOCK_N: tl.constexpr):
-    """tau: the last node whose coin is below its h."""
+def _block_length(judged_ptr, request, in_batch, reach, batch, NODES: tl.constexpr, BLOCK_N: tl.constexpr):
+    """tau: the last node whose uniform is below its h."""
     node = tl.arange(0, BLOCK_N)[None, :]
     live = in_batch[:, None] & (node >= 1) & (node <= reach[:, None])
     place = request[:, None] * NODES + node
-    kept = tl.load(kept_ptr + place, mask=live, other=0.0)
-    left = tl.load(left_ptr + place, mask=live, other=0.0)
-    coin = tl.load(coins_ptr + place, mask=live, other=1.0)
+    kept = tl.load(judged_ptr + place, mask=live, other=0.0)
+    left = tl.load(judged_ptr + 2 * batch * NODES + place, mask=live, other=0.0)
+    uniform = tl.load(judged_ptr + batch * NODES + place, mask=live, other=1.0)
     below = left + 1.0 - kept
     h = tl.where(below > 0, left / tl.where(below > 0, below, 1.0), 1.0)
     h = tl.where(node == reach[:, None], kept, h)
-    return tl.max(tl.where(live & (coin < h), node, 0), 1)
+    return tl.max(tl.where(live & (uniform < h), node, 0), 1)
 
 
 @triton.jit
@@ -240,12 +222,13 @@ def _finishing_uniform(
 
 @triton.jit
 def _drawn_token(
-    values_ptr, draft_ptr, law_ptr, sums_ptr, warmth, kept, request, entry, row, entries, batch, row_stride, judged,
-    active, uniform,
+    values_ptr, draft_ptr, distribution_ptr, sums_ptr, temperature, kept, request, entry, row, entries, batch,
+    row_stride, judged, active, uniform,
     VOCAB: tl.constexpr, GROUPS: tl.constexpr, PROBS: tl.constexpr, BLOCK_G: tl.constexpr, WIDTH: tl.constexpr,
     NODES: tl.constexpr,
 ):  # fmt: skip
-    """Token drawn from the residual of `row`, or from the target's law where the residual is empty; -1 for neither."""
+    """Token drawn from the residual of `row`, or from the target's distribution where the residual is empty; -1 where
+    both are."""
     group = tl.arange(0, BLOCK_G)[None, :]
     place = entry.to(tl.int64)[:, None] * GROUPS + group
     live = active[:, None] & (group < GROUPS)
@@ -256,7 +239,9 @@ def _drawn_token(
     chosen, goal = d.find(mass, uniform, group, BLOCK_G)
     column = chosen[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     live = active[:, None] & (column < VOCAB)
-    p = _target_prob(values_ptr, law_ptr, warmth[:, None], row[:, None], column, batch * NODES, row_stride, live, PROBS)
+    p = _target_prob(
+        values_ptr, distribution_ptr, temperature[:, None], row[:, None], column, batch * NODES, row_stride, live, PROBS
+    )
     p = tl.where(live, p, 0.0)
     taking = live & (judged & (empty == 0))[:, None]
     q = _draft_prob(draft_ptr, (row - request)[:, None], column, taking, VOCAB)
@@ -265,20 +250,18 @@ def _drawn_token(
 
 
 @triton.jit(do_not_specialize=["batch"])
-def _finish_kernel(
+def _finish_kernel(  # 23 run-time arguments: what the other kernels left, and the seven fields of `Accepted`
     tokens_ptr,  # [B, N] int64
     values_ptr,  # [B * N, VOCAB], row stride row_stride
     draft_ptr,  # [B, N - 1, VOCAB] float32
-    law_ptr,  # [4, B * N] float32
+    distribution_ptr,  # [4, B * N] float32
     greedy_ptr,  # [B * N] int64
     valid_ptr,  # [B * N] bool
     temperature_ptr,  # [B] float32
     seeds_ptr,  # [B] int64, or None
     positions_ptr,  # [B, N] int64, or None
     uniforms_ptr,  # [B, N + 1] float32, or None
-    kept_ptr,  # [B, N] float32
-    coins_ptr,  # [B, N] float32, or None without BLOCK_RULE
-    left_ptr,  # [B, N] float32, or None without BLOCK_RULE
+    judged_ptr,  # [1 or 3, B, N] float32
     state_ptr,  # [2, B] int32
     sums_ptr,  # [2, B * ROWS, GROUPS] float32
     lengths_ptr,  # [B] int64
@@ -306,93 +289,70 @@ def _finish_kernel(
 ):
     request = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
     in_batch = request < batch
-    warmth = tl.load(temperature_ptr + request, mask=in_batch, other=0.0)
+    temperature = tl.load(temperature_ptr + request, mask=in_batch, other=0.0)
     reach = tl.load(state_ptr + request, mask=in_batch, other=0)
     tau = tl.load(state_ptr + batch + request, mask=in_batch, other=0)
     if BLOCK_RULE:
-        longest = _block_length(kept_ptr, coins_ptr, left_ptr, request, in_batch, reach, NODES, BLOCK_N)
-        tau = tl.where(warmth > 0, longest, tau)
+        longest = _block_length(judged_ptr, request, in_batch, reach, batch, NODES, BLOCK_N)
+        tau = tl.where(temperature > 0, longest, tau)
     row = request * NODES + tau
     usable = tl.load(valid_ptr + row, mask=in_batch, other=0) != 0
     whole = tau == reach
-    kept = tl.where(whole, 1.0, tl.load(kept_ptr + row, mask=in_batch, other=1.0))
+    kept = tl.where(whole, 1.0, tl.load(judged_ptr + row, mask=in_batch, other=1.0))
     uniform = _finishing_uniform(seeds_ptr, positions_ptr, uniforms_ptr, request, in_batch, whole, NODES)
     entry = request if ROWS == 1 else row
     drawn = _drawn_token(
-        values_ptr, draft_ptr, law_ptr, sums_ptr, warmth, kept, request, entry, row, batch * ROWS, batch, row_stride,
-        whole == 0, in_batch & usable & (warmth > 0), uniform, VOCAB, GROUPS, PROBS, BLOCK_G, WIDTH, NODES,
+        values_ptr, draft_ptr, distribution_ptr, sums_ptr, temperature, kept, request, entry, row, batch * ROWS, batch,
+        row_stride, whole == 0, in_batch & usable & (temperature > 0), uniform, VOCAB, GROUPS, PROBS, BLOCK_G, WIDTH,
+        NODES,
     )  # fmt: skip
     bonus = tl.load(greedy_ptr + row, mask=in_batch, other=0)
-    bonus = tl.where((warmth > 0) & (drawn >= 0), drawn.to(tl.int64), bonus)
+    bonus = tl.where((temperature > 0) & (drawn >= 0), drawn.to(tl.int64), bonus)
     bonus = tl.where(usable, bonus, 0)
 
     column = tl.arange(0, BLOCK_D)[None, :]
-    in_out = in_batch[:, None] & (column <= DEPTH)
-    on_path = in_out & (column <= tau[:, None])
+    path = tl.where(column <= tau[:, None], column, -1)
     source = request.to(tl.int64)[:, None] * NODES + column
-    emitted = tl.load(tokens_ptr + source + 1, mask=on_path & (column < tau[:, None]), other=-1)
+    before_end = in_batch[:, None] & (column <= DEPTH) & (column < tau[:, None])
+    emitted = tl.load(tokens_ptr + source + 1, mask=before_end, other=-1)
     emitted = tl.where(column == tau[:, None], bonus[:, None], emitted)
-    out = request.to(tl.int64)[:, None] * (DEPTH + 1) + column
-    tl.store(out_tokens_ptr + out, emitted, mask=in_out)
-    tl.store(out_nodes_ptr + out, tl.where(column <= tau[:, None], column, -1), mask=in_out)
-    tl.store(out_count_ptr + request, tau, mask=in_batch)
-    tl.store(out_bonus_ptr + request, bonus, mask=in_batch)
-    length = tl.load(lengths_ptr + request, mask=in_batch, other=0)
-    tl.store(out_lengths_ptr + request, length + tau + 1, mask=in_batch)
-    tl.store(out_valid_ptr + request, usable, mask=in_batch)
+    store_outcome(
+        out_tokens_ptr, out_count_ptr, out_nodes_ptr, out_bonus_ptr, out_lengths_ptr, out_valid_ptr, lengths_ptr,
+        request, in_batch, column, emitted, path, tau, bonus, usable, DEPTH,
+    )  # fmt: skip
     if out_logprobs_ptr is not None:
-        normaliser = tl.load(law_ptr + 3 * batch * NODES + source, mask=on_path, other=0.0)
-        value = d.load_values(values_ptr, source, emitted, row_stride, on_path)
-        value = tl.log(tl.maximum(value, 0.0)) if PROBS else value
-        sure = usable[:, None] | (column < tau[:, None])
-        logprob = tl.where(sure, value - normaliser, float("-inf"))
+        in_out = in_batch[:, None] & (column <= DEPTH)
+        on_path = in_out & (column <= tau[:, None])
+        normaliser = tl.load(distribution_ptr + 3 * batch * NODES + source, mask=on_path, other=0.0)
+        value = d.log_value(values_ptr, source, emitted, row_stride, on_path, PROBS)
+        logprob = tl.where(usable[:, None] | (column < tau[:, None]), value - normaliser, float("-inf"))
+        out = request.to(tl.int64)[:, None] * (DEPTH + 1) + column
         tl.store(out_logprobs_ptr + out, tl.where(on_path, logprob, 0.0), mask=in_out)
 
 
-def outcome(batch: int, max_depth: int, device: torch.device, *, with_logprobs: bool) -> Accepted:
-    """Unwritten outputs of acceptance."""
-
-    def out(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(*shape, dtype=dtype, device=device)
-
-    return Accepted(
-        tokens=out(batch, max_depth + 1, dtype=torch.int64),
-        num_accepted=out(batch, dtype=torch.int32),
-        nodes=out(batch, max_depth + 1, dtype=torch.int32),
-        bonus=out(batch, dtype=torch.int64),
-        new_lengths=out(batch, dtype=torch.int64),
-        valid=out(batch, dtype=torch.bool),
-        logprobs=out(batch, max_depth + 1, dtype=torch.float32) if with_logprobs else None,
-    )
-
-
-def accept(
+def accept_chain(
     rule: str,
     tokens: torch.Tensor,
     tree: TreeLinks,
     values: torch.Tensor,
     lengths: torch.Tensor,
     max_depth: int,
+    sampling: SamplingTensors,
     *,
-    temperature: torch.Tensor,
-    seeds: torch.Tensor | None,
     uniforms: torch.Tensor | None,
-    filters: Filters,
     draft_probs: torch.Tensor,
     probabilities: bool,
     return_logprobs: bool,
 ) -> Accepted:
-    """See `specdec_kernels.verify.accept`."""
+    """`accept` under `rejection` or `block`, for rows with a temperature."""
     batch, num_nodes, vocab = values.shape
-    config, block_rule = _CONFIGS[current_chip(values)], rule == "block"
+    config, block_rule = ACCEPTANCE[current_chip(values)], rule == "block"
     flat = values.flatten(0, 1)
-    found = sampling.select(
-        flat, temperature, None, None, None, filters, per_request=num_nodes, probabilities=probabilities, draw=False,
-        want_law=True, normalise=return_logprobs,
+    found = select(
+        flat, sampling, None, None, per_request=num_nodes, probabilities=probabilities, draw=False,
+        want_distribution=True, normalise=return_logprobs,
     )  # fmt: skip
-    positions = tree.positions
-    if uniforms is not None:
-        seeds = positions = None
+    sources = (sampling.seeds, tree.positions, None) if uniforms is None else (None, None, uniforms)
 
     def out(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device=tokens.device)
@@ -401,44 +361,44 @@ def accept(
     width = min(max(triton.next_power_of_2(vocab), _MIN_SCAN), config.width)
     groups = triton.cdiv(vocab, width)
     block_g = max(triton.next_power_of_2(groups), _MIN_SCAN)
-    kept, state, sums = out(batch, num_nodes), out(2, batch, dtype=torch.int32), out(2, batch * rows, groups)
-    coins, left = (out(batch, num_nodes), out(batch, num_nodes)) if block_rule else (None, None)
-    accepted = outcome(batch, max_depth, tokens.device, with_logprobs=return_logprobs)
-    sizes = dict(NODES=num_nodes, VOCAB=vocab, PROBS=probabilities)
-    stride = flat.stride(0)
-
-    def blocks(count: int, each: int) -> tuple[int, int]:
-        """Rows of a program, and programs, where a row is `each` lanes wide."""
-        fitting = max(1, (1 << 20) // each)
-        size = min(triton.next_power_of_2(max(count, 1)), config.max_requests, fitting)
-        return size, triton.cdiv(count, size)
-
     block_n = max(triton.next_power_of_2(num_nodes), 2)
-    block_b, programs = blocks(batch, block_n)
+    judged = out(3 if block_rule else 1, batch, num_nodes)
+    state, sums = out(2, batch, dtype=torch.int32), out(2, batch * rows, groups)
+    accepted = empty_outcome(batch, max_depth, tokens.device, with_logprobs=return_logprobs)
+    rows_of_both = (flat, draft_probs, found.distribution)
+    selected = (found.tokens, found.valid, sampling.temperature)
+    sizes = dict(NODES=num_nodes, VOCAB=vocab, PROBS=probabilities)
+    ends, warps = (batch, flat.stride(0)), config.request_warps
+
+    block_b, programs = _blocks(batch, block_n, config)
     launch(
-        _judge_kernel, (programs,), tokens, tree.first_child, flat, draft_probs, found.law, found.tokens, found.valid,
-        temperature, seeds, positions, uniforms, kept, coins, state, batch, stride, num_warps=config.request_warps,
-        DEPTH=max_depth, BLOCK_RULE=block_rule, BLOCK_B=block_b, BLOCK_N=block_n, **sizes,
+        _judge_kernel, (programs,), tokens, tree.first_child, *rows_of_both, *selected, *sources, judged, state, *ends,
+        num_warps=warps, DEPTH=max_depth, BLOCK_RULE=block_rule, BLOCK_B=block_b, BLOCK_N=block_n, **sizes,
     )  # fmt: skip
+    sizes |= dict(ROWS=rows, GROUPS=groups, WIDTH=width)
     strips = batch * rows * groups
     block_s = min(config.strips, max(triton.next_power_of_2(max(strips, 1)), 2))
     launch(
-        _residual_kernel, (triton.cdiv(strips, block_s),), flat, draft_probs, found.law, temperature, kept, state, sums,
-        strips, batch, stride, num_warps=config.strip_warps, ROWS=rows, GROUPS=groups, BLOCK_S=block_s, WIDTH=width,
-        **sizes,
+        _residual_kernel, (triton.cdiv(strips, block_s),), *rows_of_both, sampling.temperature, judged, state, sums,
+        strips, *ends, num_warps=config.strip_warps, BLOCK_S=block_s, **sizes,
     )  # fmt: skip
     if block_rule:
-        block_r, programs = blocks(batch * rows, block_g)
+        block_r, programs = _blocks(batch * rows, block_g, config)
         launch(
-            _row_sums_kernel, (programs,), sums, left, batch * rows, num_warps=config.request_warps, GROUPS=groups,
+            _row_sums_kernel, (programs,), sums, judged[2], batch * rows, num_warps=warps, GROUPS=groups,
             BLOCK_R=block_r, BLOCK_G=block_g,
         )  # fmt: skip
-    block_b, programs = blocks(batch, block_g)
+    block_b, programs = _blocks(batch, block_g, config)
     launch(
-        _finish_kernel, (programs,), tokens, flat, draft_probs, found.law, found.tokens, found.valid, temperature,
-        seeds, positions, uniforms, kept, coins, left, state, sums, lengths, *accepted, batch, stride,
-        num_warps=config.request_warps, ROWS=rows, DEPTH=max_depth, GROUPS=groups, BLOCK_RULE=block_rule,
-        BLOCK_B=block_b, BLOCK_N=block_n, BLOCK_D=max(triton.next_power_of_2(max_depth + 1), 2), BLOCK_G=block_g,
-        WIDTH=width, **sizes,
+        _finish_kernel, (programs,), tokens, *rows_of_both, *selected, *sources, judged, state, sums, lengths,
+        *accepted, *ends, num_warps=warps, DEPTH=max_depth, BLOCK_RULE=block_rule, BLOCK_B=block_b, BLOCK_N=block_n,
+        BLOCK_D=max(triton.next_power_of_2(max_depth + 1), 2), BLOCK_G=block_g, **sizes,
     )  # fmt: skip
     return accepted
+
+
+def _blocks(count: int, lanes: int, config: AcceptanceConfig) -> tuple[int, int]:
+    """Rows of a program, and programs, for `count` rows of `lanes` lanes each."""
+    fitting = max(1, (1 << 20) // lanes)
+    size = min(triton.next_power_of_2(max(count, 1)), config.max_requests, fitting)
+    return size, triton.cdiv(count, size)

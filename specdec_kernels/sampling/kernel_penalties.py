@@ -1,11 +1,10 @@
-"""Penalties applied in place, and the counts that they rest on.
+# mypy: ignore-errors
+"""Penalties applied in place, and the counts that they use.
 
 A program holds a tile of the vocabulary of one node's row (in the interpreter: of several). The tokens of the node's
 path are read from the draft, one after the other, and compared with the tile's columns, so that no count per node is
 ever written. Rows without a penalty are neither read nor written.
 """
-
-# mypy: ignore-errors
 
 from __future__ import annotations
 
@@ -14,9 +13,7 @@ import triton
 import triton.language as tl
 
 from specdec_kernels.launch import current_chip, launch
-
-_TILE = {"interpreter": 8192}
-_GPU_TILE = 2048
+from specdec_kernels.sampling.configs import PENALTY_TILE
 
 
 @triton.jit
@@ -120,7 +117,7 @@ def apply_penalties(
     """See `specdec_kernels.sampling.apply_penalties`."""
     batch, num_nodes, vocab = logits.shape
     flat, rows, chip = logits.flatten(0, 1), batch * num_nodes, current_chip(logits)
-    block_v = min(max(triton.next_power_of_2(vocab), 2), _TILE.get(chip, _GPU_TILE))
+    block_v = min(max(triton.next_power_of_2(vocab), 2), PENALTY_TILE[chip])
     block_r = triton.next_power_of_2(max(rows, 1)) if chip == "interpreter" else 1
     launch(
         _penalties_kernel, (triton.cdiv(rows, block_r), triton.cdiv(vocab, block_v)), flat, tokens, mask,

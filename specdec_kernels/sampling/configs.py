@@ -1,0 +1,34 @@
+"""Sizes of the selection and penalty kernels per chip."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class SelectionConfig:
+    """Widths depend on the vocabulary alone, so that a row's result does not depend on its batch."""
+
+    width: int = 64  # tokens of a group
+    slots: int = 128  # groups that a program holds in registers
+    strips: int = 128  # groups of one program of the first kernel
+    max_rows: int = 1  # rows of one program of the second kernel
+    stats_warps: int = 8
+    select_warps: int = 16
+    chunk: int = 4096  # tokens of one program of the kernels over deferred rows
+    keep: int = 128  # candidates of a chunk that there is room for
+
+
+_GPU = SelectionConfig()
+SELECTION = {
+    "sm80": _GPU,
+    "sm90": _GPU,
+    "sm100": _GPU,
+    # Sixteen wavefronts of 64 lanes would leave 128 registers per lane, which spills.
+    "gfx942": replace(_GPU, select_warps=8),
+    # The interpreter's time goes with programs, not lanes; few slots, so that its cases reach the deferred rows.
+    "interpreter": SelectionConfig(
+        slots=8, strips=1 << 14, max_rows=1 << 15, stats_warps=1, select_warps=1, chunk=1024, keep=64
+    ),
+}
+PENALTY_TILE = {"sm80": 2048, "sm90": 2048, "sm100": 2048, "gfx942": 2048, "interpreter": 8192}

@@ -1,0 +1,21 @@
+"""Sizes of the acceptance kernels per chip."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specdec_kernels.launch import CHIPS
+
+
+@dataclass(frozen=True)
+class AcceptanceConfig:
+    max_requests: int = 1  # requests, or rows, of one program: those that stop early would wait for the others
+    width: int = 64  # tokens of a group
+    strips: int = 64  # groups of one program of the residual kernel
+    strip_warps: int = 8
+    request_warps: int = 4  # of the programs that own requests; the walk uses one lane per request and one warp
+
+
+ACCEPTANCE = dict.fromkeys(CHIPS, AcceptanceConfig()) | {
+    "interpreter": AcceptanceConfig(max_requests=1 << 15, strips=1 << 14, strip_warps=1, request_warps=1)
+}

@@ -1,0 +1,44 @@
+# mypy: ignore-errors
+"""The outcome of acceptance, which the walk down a tree and the rejection rules store alike."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from specdec_kernels.verify.types import Accepted
+
+
+@triton.jit
+def store_outcome(
+    out_tokens_ptr, out_count_ptr, out_nodes_ptr, out_bonus_ptr, out_lengths_ptr, out_valid_ptr, lengths_ptr, request,
+    in_batch, column, emitted, path, count, bonus, usable, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Store all fields of `Accepted` but the log-probabilities, for requests [B] and columns [1, BLOCK_D]."""
+    out = request.to(tl.int64)[:, None] * (DEPTH + 1) + column
+    in_out = in_batch[:, None] & (column <= DEPTH)
+    length = tl.load(lengths_ptr + request, mask=in_batch, other=0)
+    tl.store(out_tokens_ptr + out, emitted, mask=in_out)
+    tl.store(out_nodes_ptr + out, path, mask=in_out)
+    tl.store(out_count_ptr + request, count, mask=in_batch)
+    tl.store(out_bonus_ptr + request, bonus, mask=in_batch)
+    tl.store(out_lengths_ptr + request, length + count + 1, mask=in_batch)
+    tl.store(out_valid_ptr + request, usable, mask=in_batch)
+
+
+def empty_outcome(batch: int, max_depth: int, device: torch.device, with_logprobs: bool) -> Accepted:
+    """Unwritten outputs of acceptance."""
+
+    def out(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device=device)
+
+    return Accepted(
+        tokens=out(batch, max_depth + 1, dtype=torch.int64),
+        num_accepted=out(batch, dtype=torch.int32),
+        nodes=out(batch, max_depth + 1, dtype=torch.int32),
+        bonus=out(batch, dtype=torch.int64),
+        new_lengths=out(batch, dtype=torch.int64),
+        valid=out(batch, dtype=torch.bool),
+        logprobs=out(batch, max_depth + 1, dtype=torch.float32) if with_logprobs else None,
+    )
