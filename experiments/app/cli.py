@@ -1,7 +1,7 @@
-"""The command line: Hydra composes, a task runs, and whatever goes wrong is told in one screen.
+"""The command line: Hydra composes the configuration, a task runs, and an error fits on one screen.
 
-Exit codes: 0 done, 1 a fault of the program (with its traceback), 2 something the user can mend, 130
-interrupted or terminated. `HYDRA_FULL_ERROR=1` shows the traceback of every error.
+Exit codes: 0 done, 1 a fault of the program (with its traceback), 2 something the user can fix, 130 interrupted or
+terminated. `HYDRA_FULL_ERROR=1` shows the traceback of every error.
 """
 
 from __future__ import annotations
@@ -77,19 +77,19 @@ def main(task: Task, config_name: str = MAIN_CONFIG) -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """End a job that is told to go as one that is interrupted: its folder says so."""
+    """Treat SIGTERM as an interrupt, so that the run folder records it."""
     raise KeyboardInterrupt
 
 
 def _remove_empty(folder: Path) -> None:
-    """Take back the folders Hydra made for a job that wrote nothing."""
+    """Remove the folders that Hydra made for a job that wrote nothing."""
     for path in (folder, *folder.parents):
         if path == Path.cwd():
             return
         try:
             path.rmdir()
         except FileNotFoundError:
-            continue  # the run took it back itself
+            continue  # the run has removed it already
         except OSError:
             return
 
@@ -101,12 +101,12 @@ def report(message: str) -> None:
 
 
 def explain(error: Exception, config_name: str) -> str:
-    """What went wrong while composing, and the nearest thing that would have worked."""
+    """What went wrong while composing, and the nearest setting that would have worked."""
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, OSError) and not isinstance(error, HydraException):
         where = "paths.outputs" if config_name == MAIN_CONFIG else "out_dir or hydra.run.dir"
-        return f"the folder of the run cannot be made: {error}\ngive one that can be written as {where}"
+        return f"the run folder cannot be created: {error}\ngive a folder that can be written as {where}"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options is not None:
         group, _, option = error.missing_cfg_file.rpartition("/")
         return unknown_option_message(group, option, [o for o in error.options if o != "schema"])
@@ -126,20 +126,20 @@ def _composition_error(text: str, cause: BaseException | None) -> str:
         name = re.search(r"argument '([^'=]+)=", text)
         key = name.group(1) if name else "key"
         return (
-            f"{lines[0]}\nto run once for each value add -m\n"
-            f"for text that holds a comma quote it twice: '{key}=\"a, b\"'\nfor a list write '{key}=[a,b]'"
+            f"{lines[0]}\nto run once for each value, add -m\n"
+            f"to give text with a comma, quote it twice: '{key}=\"a, b\"'\nto give a list, write '{key}=[a,b]'"
         )
     numbered = re.search(r"merging override (\+*)([\w.]+)\.(\d+)=(.*)", lines[0])
     if numbered and "(str) is incompatible with (int)" in "".join(lines):
         plus, key, number, value = numbered.groups()
         return f"{lines[0]}\na key that is a number goes into braces: '{plus or '+'}{key}={{{number}:{value}}}'"
     if re.search("LexerNoViableAlt|no viable alternative|mismatched input|token recognition|extraneous input", text):
-        lines.append("text with spaces, commas or brackets is quoted twice: 'data.text=\"one, two (three)\"'")
+        lines.append("quote text with spaces, commas or brackets twice: 'data.text=\"one, two (three)\"'")
     return "\n".join(line for line in dict.fromkeys(lines) if line.strip())
 
 
 def _refused_override(key: str, error: Exception, config_name: str) -> str:
-    """A key that is not there; one inside a mapping, which takes any, can be added."""
+    """The message for a key that does not exist; a key of a mapping can be added."""
     text, cause = str(error), str(error.__cause__)
     inner = re.search(r"full_key: (\S+)", cause)
     addition = re.search(r"use (\+\S.*)", text)
@@ -150,7 +150,7 @@ def _refused_override(key: str, error: Exception, config_name: str) -> str:
 
 
 def _unknown_key(key: str, text: str, config_name: str) -> str:
-    """Compose with no more than the options that were chosen to learn which keys there are."""
+    """The message for a key that is not among those of the chosen options, which are composed to learn them."""
     groups = ["drafter"]  # of experiments.train
     if config_name == MAIN_CONFIG:
         groups = sorted(p.name for p in CONFIG_FOLDER.iterdir() if p.is_dir())
@@ -163,13 +163,13 @@ def _unknown_key(key: str, text: str, config_name: str) -> str:
 
 
 def chosen_options(arguments: Sequence[str], groups: Sequence[str]) -> list[str]:
-    """The arguments that choose an option of a group; of several, in a sweep, the first."""
+    """The arguments that choose an option of a group; of several options in a sweep, the first."""
     found = (re.fullmatch(r"\+*([\w/]+)=([\w/.-]+)(,.*)?", argument) for argument in arguments)
     return [f"{match[1]}={match[2]}" for match in found if match and match[1] in groups]
 
 
 def _composed(config_name: str, overrides: list[str]) -> DictConfig | None:
-    """The configuration with `overrides`, without them where they do not compose, or None."""
+    """The configuration with `overrides`; without them where they do not compose; None where neither composes."""
     for tried in [overrides, []] if overrides else [[]]:
         GlobalHydra.instance().clear()
         try:

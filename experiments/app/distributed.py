@@ -16,7 +16,7 @@ from experiments.app.errors import UserError
 from experiments.app.hardware import Hardware
 
 if TYPE_CHECKING:
-    from algorithms.runtime.models.loading import Target
+    from algorithms.runtime.models.loading import Target, TargetFolder
 
 
 def rank() -> int:
@@ -54,7 +54,7 @@ def join(tensor_parallel: int, device: str) -> None:
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
 
 
-def load_shared(path: str | Path, hardware: Hardware, tensor_parallel: int) -> Target:
+def load_shared(folder: TargetFolder, hardware: Hardware, tensor_parallel: int) -> Target:
     """The target, or this process's slice of it. Raises ModelError or ValueError where it cannot be loaded."""
     import torch
 
@@ -63,7 +63,7 @@ def load_shared(path: str | Path, hardware: Hardware, tensor_parallel: int) -> T
 
     dtype = getattr(torch, hardware.dtype)
     if tensor_parallel == 1:
-        return load_target(path, hardware.device, dtype)
-    whole = load_target(path, "cpu", dtype)
+        return load_target(folder, hardware.device, dtype)
+    whole = load_target(folder, "cpu", dtype)
     model = shard(whole.model, rank(), tensor_parallel).to(hardware.device)
     return Target(model, model.config, whole.path)

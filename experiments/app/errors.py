@@ -1,4 +1,4 @@
-"""Errors that are the user's to fix: shown as one screen of text with the fix, without a traceback."""
+"""Errors that the user can fix. They are shown as one screen of text with the fix, without a traceback."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from contextlib import contextmanager
 
 
 class UserError(Exception):
-    """What is wrong and how to mend it, in a few lines. `reported` is set once the user has read it."""
-
-    reported = False
+    """What is wrong and how to fix it, in a few lines."""
 
 
 @contextmanager

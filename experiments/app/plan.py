@@ -73,7 +73,7 @@ class Plan:
     def load_target(self) -> Target:
         """Read the target's weights. Raises UserError where they do not fit the model."""
         with user_errors(ValueError, OSError):
-            return load_shared(self.target.path, self.hardware, self.config.runtime.tensor_parallel)
+            return load_shared(self.target, self.hardware, self.config.runtime.tensor_parallel)
 
 
 def resolve(config: RunConfig) -> Plan:

@@ -52,7 +52,16 @@ def machine(device: str) -> str:
 
 
 def run_conditions(config: RunConfig, hardware: Hardware) -> dict[str, Any]:
-    """What all rows of one run share: the provenance record that every task writes."""
+    """What all rows of one run share: the provenance record that every task writes.
+
+    A setting that the task varies by itself is None.
+    """
+    varied = config.task.IGNORED
+    sampling = asdict(config.sampling) | ({"temperature": None} if "sampling.temperature" in varied else {})
+    sizes = {
+        key: None if f"runtime.{key}" in varied else getattr(config.runtime, key)
+        for key in ("page_size", "max_batch", "graph")
+    }
     return {
         "model": config.model.label,
         "backend": config.backend.name,
@@ -60,10 +69,8 @@ def run_conditions(config: RunConfig, hardware: Hardware) -> dict[str, Any]:
         "dtype": hardware.dtype,
         "impl": hardware.label,
         "machine": machine(hardware.device),
-        "sampling": asdict(config.sampling),
-        "page_size": config.runtime.page_size,
-        "max_batch": config.runtime.max_batch,
-        "graph": config.runtime.graph,
+        "sampling": sampling,
+        **sizes,
         "revision": git_revision(),
         "versions": versions(),
     }

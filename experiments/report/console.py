@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from experiments.app.distributed import is_main_process
+from experiments.report.plots import PHASE_COLOURS
 from experiments.report.tables import Row, figure
 
 if TYPE_CHECKING:
@@ -31,14 +32,6 @@ OnStep = Callable[["StepReport"], None]
 BAR_WIDTH = 40
 PLAIN_INTERVAL_S = 15.0
 PIPE_WIDTH = 110
-PHASE_STYLES = {
-    "draft": "cyan",
-    "verify": "blue",
-    "accept": "magenta",
-    "commit": "green",
-    "host": "yellow",
-    "graph": "blue",
-}
 
 
 def plain_console() -> Console:
@@ -109,7 +102,7 @@ def ledger_chart(row: Row) -> Table:
     chart = Table.grid(padding=(0, 1))
     chart.add_row("", Text("time of a step", style="bold"))
     for phase, spent in ledger.items():
-        filled = Text(bar(spent / total), style=PHASE_STYLES[phase])
+        filled = Text(bar(spent / total), style=PHASE_COLOURS[phase])
         chart.add_row(f"{phase:>7}", filled, f"{spent / steps:9.2f} ms {spent / total:6.1%}")
     return chart
 

@@ -71,14 +71,13 @@ def cards(headline: Sequence[Card]) -> str:
 
 def _lead(conditions: Mapping[str, Any]) -> str:
     sampling = conditions["sampling"]
-    greedy = sampling["temperature"] == 0
-    facts = [
-        f"up to {sampling['max_new_tokens']} tokens per request",
-        "greedy" if greedy else f"temperature {sampling['temperature']:g}, seed {sampling['seed']}",
-        f"batch {conditions['max_batch']}, page size {conditions['page_size']}",
-        f"{conditions['device']} {conditions['dtype']}, {conditions['impl']}",
-        conditions["machine"],
-    ]
+    temperature, batch, page_size = sampling["temperature"], conditions["max_batch"], conditions["page_size"]
+    facts = [f"up to {sampling['max_new_tokens']} tokens per request"]
+    if temperature is not None:
+        facts.append("greedy" if temperature == 0 else f"temperature {temperature:g}, seed {sampling['seed']}")
+    facts += [f"batch {batch}"] if batch is not None else []
+    facts += [f"page size {page_size}"] if page_size is not None else []
+    facts += [f"{conditions['device']} {conditions['dtype']}, {conditions['impl']}", conditions["machine"]]
     return "; ".join(facts)
 
 

@@ -61,8 +61,8 @@ def number(title: str, path: str, digits: int = 1, suffix: str = "", scale: floa
 
 
 def quantile_pair(title: str, path: str, digits: int) -> Column:
-    """A column of `p50 / p90`."""
-    return Column(title, lambda row: " / ".join(figure(at(row, f"{path}/{name}"), digits) for name in ("p50", "p90")))
+    """A column of `p50/p90`."""
+    return Column(title, lambda row: "/".join(figure(at(row, f"{path}/{name}"), digits) for name in ("p50", "p90")))
 
 
 def _lossless(row: Row) -> str:
@@ -89,7 +89,7 @@ STEP_MS = number("ms/step", "step_ms/median", 2)
 STEP_MS_RANGE = Column(
     "ms/step 20–80 %", lambda row: "–".join(figure(at(row, f"step_ms/{q}"), 2) for q in ("p20", "p80")), narrow=False
 )
-FIRST_TOKEN_MS = quantile_pair("first token ms p50 / p90", "ttft_ms", 1)
+FIRST_TOKEN_MS = quantile_pair("first token ms p50/p90", "ttft_ms", 1)
 LOSSLESS = Column("lossless", _lossless, tone=_lossless_tone)
 ACCURACY = number("accuracy", "accuracy", 0, "%", scale=100)
 

@@ -49,7 +49,8 @@ class Task:
         plan = self.plan
         methods = next(iter(plan.methods)) if len(plan.methods) == 1 else f"{len(plan.methods)} methods"
         backends = ", ".join(backend.name for backend in plan.backends)
-        sets = ", ".join(f"{data.name} ({len(data.requests)} prompts)" for data in plan.workloads)
+        counts = [(data.name, len(data.requests)) for data in plan.workloads]
+        sets = ", ".join(f"{name} ({count} {'prompt' if count == 1 else 'prompts'})" for name, count in counts)
         return f"{methods} · {backends} · {plan.config.model.label} · {sets}"
 
     def label(self, row: Row) -> str:

@@ -66,7 +66,7 @@ class Losslessness(Task):
         Column("tokens", lambda row: f"{row['tokens']:,}"),
         Column("low precision", _low),
         Column("first flip", _first_flip),
-        Column("distribution p", _distribution),
+        Column("chi-square p", _distribution),
     )
 
     def measure(self) -> list[Row]:

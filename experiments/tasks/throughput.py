@@ -34,7 +34,7 @@ class Throughput(Task):
         tables.WALL_RATE,
         tables.WALL_SPEEDUP,
         tables.FIRST_TOKEN_MS,
-        tables.quantile_pair("between tokens ms p50 / p90", "inter_token_ms", 2),
+        tables.quantile_pair("between tokens ms p50/p90", "inter_token_ms", 2),
         tables.TOKENS_PER_STEP,
         tables.ACCURACY,
     )

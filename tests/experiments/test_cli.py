@@ -61,7 +61,7 @@ MISTAKES = {
     "folder that cannot be made": (["paths.outputs=/proc/x"], ["/proc/x", "paths.outputs"]),
     "out of range": (["sampling.max_new_tokens=0"], ["sampling.max_new_tokens", "at least 1"]),
     "comma without -m": (["data.limit=1,2"], ["data.limit", "add -m"]),
-    "text not quoted": (["data=prompt", "data.text=one (two"], ["quoted twice"]),
+    "text not quoted": (["data=prompt", "data.text=one (two"], ["quote text with spaces, commas or brackets twice"]),
     "required key": (["model=local"], ["model.path has no value", "model.path=…"]),
     "deleted group": (["~algo"], ["algo has no value"]),
     "missing prompt file": (["data=jsonl", "data.path=nowhere.jsonl"], ["nowhere.jsonl", "no such file"]),

@@ -145,7 +145,10 @@ def test_folders_are_read_once_and_backends_are_built_once(monkeypatch: pytest.M
     monkeypatch.setattr(plans, "resolve_hardware", counted("hardware", plans.resolve_hardware))
     monkeypatch.setattr(plans, "load_prompts", counted("prompts", plans.load_prompts))
     monkeypatch.setattr(TritonBackend, "__init__", counted("backend", TritonBackend.__init__))
-    check("algo=eagle3")
+    monkeypatch.setattr(loading.target, "read_target", loading.read_target)
+    plan = check("algo=eagle3")
+    with pytest.raises(AssertionError, match="weights were read"):
+        plan.load_target()
     assert sorted(calls) == ["backend", "hardware", "prompts", "target"]
 
 

@@ -50,9 +50,9 @@ class Target:
     path: Path
 
 
-def load_target(path: str | Path, device: torch.device | str, dtype: torch.dtype) -> Target:
+def load_target(path: str | Path | TargetFolder, device: torch.device | str, dtype: torch.dtype) -> Target:
     """Load a language model's folder or hub name for inference; ModelError where it cannot serve."""
-    found = read_target(path)
+    found = path if isinstance(path, TargetFolder) else read_target(path)
     with torch.device("meta"):
         model = Decoder(found.config)
     ignored = {"lm_head.weight"} if found.config.tie_word_embeddings else set()
