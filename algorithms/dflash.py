@@ -117,9 +117,10 @@ class DFlash(Algorithm):
         return "chain" if config.causal_layers[layer] else "block", min(windows, default=None)
 
     def observe(self, seen: Observation) -> None:
-        impl, width = self._resources.impl, seen.tokens.shape[1]
+        impl, batch, width = self._resources.impl, seen.batch, seen.tokens.shape[1]
         keys, values = self._drafter.context_kv(self._drafter.context(seen.features), self._stacked)
-        slots = kernels.token_slots(seen.page_table, seen.start, seen.counts, width, self._cache.page_size, impl=impl)
+        page_size = self._cache.page_size
+        slots = kernels.token_slots(batch.page_table, batch.lengths, seen.counts, width, page_size, impl=impl)
         kernels.materialize_kv(
             keys.flatten(0, 1),
             values.flatten(0, 1),

@@ -112,8 +112,8 @@ class NGram(Algorithm):
         return DraftTree(draft.tokens, kernels.build_tree(draft.parents, batch.lengths, impl=self._impl))
 
     def observe(self, seen: Observation) -> None:
-        width = seen.tokens.shape[1]
-        kernels.ngram_insert(self._store, seen.history, seen.start, seen.counts, width, impl=self._impl)
+        batch, width = seen.batch, seen.tokens.shape[1]
+        kernels.ngram_insert(self._store, batch.history, batch.lengths, seen.counts, width, impl=self._impl)
 
 
 def _encode_file(path: str, target: Target) -> list[int]:

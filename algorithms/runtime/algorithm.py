@@ -79,9 +79,11 @@ class DraftTree:
 class Observation:
     """What the target has just computed for committed tokens, in text order.
 
-    Row b covers positions `start[b] … start[b] + counts[b] - 1`; columns past `counts[b]` are meaningless.
+    Row b covers positions L … L + counts[b] - 1; columns past `counts[b]` are meaningless.
     """
 
+    batch: Batch
+    """The rows. `lengths` is L before these tokens; `history` holds them and the new last token already."""
     tokens: torch.Tensor
     """[B, n] int64: the tokens at these positions."""
     next_tokens: torch.Tensor
@@ -90,20 +92,10 @@ class Observation:
     """One [B, n, hidden] per captured target layer."""
     hidden: torch.Tensor
     """[B, n, hidden]: the target's last hidden states, after the final norm."""
-    start: torch.Tensor
-    """[B] int64."""
     positions: torch.Tensor
-    """[B, n] int64: start + column."""
+    """[B, n] int64: L + column."""
     counts: torch.Tensor
     """[B] int32; 0 for a padding row."""
-    history: torch.Tensor
-    """[B, context + 1] int64: as in `Batch`, these tokens and the new last token included."""
-    page_table: torch.Tensor
-    """[B, max_pages] int32."""
-    rows: slice
-    """Rows of the engine's state."""
-    max_length: int
-    """Host bound on `start` over the batch."""
     is_prefill: bool = False
 
 

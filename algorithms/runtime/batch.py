@@ -122,8 +122,8 @@ class RowStore:
         counts = seen.counts.long()
         index = (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, values.shape[-1])
         last = values.gather(1, index).squeeze(1)
-        kept = torch.zeros_like(last) if seen.is_prefill else self._rows[seen.rows]
-        self._rows[seen.rows] = torch.where((counts > 0)[:, None], last, kept)
+        kept = torch.zeros_like(last) if seen.is_prefill else self._rows[seen.batch.rows]
+        self._rows[seen.batch.rows] = torch.where((counts > 0)[:, None], last, kept)
 
     def move(self, source: int, target: int) -> None:
         """Copy the vector of row `source` to row `target`."""

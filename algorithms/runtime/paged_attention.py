@@ -57,7 +57,7 @@ class PagedMixer:
         for a drafter that runs a few nodes of a tree at a time. `kinds` gives the (mode, window) of each layer where
         they are not `mode` and the window of the model's config.
         """
-        width = positions.shape[1]
+        width, config, impl = positions.shape[1], cache.config, resources.impl
         if counts is None:
             counts = batch.active * width
         metadata = AttentionMetadata(
@@ -71,45 +71,23 @@ class PagedMixer:
             depths=depths,
             row_depths=row_depths,
         )
-        return cls._planned(metadata, positions, first_slot, cache, resources, phase, kinds)
+        starts, page_size, dtype = batch.lengths + first_slot, cache.page_size, cache.kv.dtype
+        slots = token_slots(batch.page_table, starts, counts, width, page_size, impl=impl)
+        shape = AttentionShape(width, config.num_heads, config.num_kv_heads, config.head_dim, page_size, dtype, dtype)
+        kinds = kinds or [(mode, config.window(layer)) for layer in range(config.num_layers)]
+        plans = {
+            kind: resources.backend.plan(_of_layer(metadata, cache, *kind), shape, phase)
+            for kind in dict.fromkeys(kinds)
+        }
+        # Positions may be one row seen by all requests; the kernels want them written out.
+        flat = positions.flatten().contiguous()
+        return cls(cache, slots.flatten(), flat, resources.backend, tuple(plans[kind] for kind in kinds), impl)
 
     @classmethod
     def following(cls, seen: Observation, cache: KVCache, resources: Resources) -> PagedMixer:
         """Plan a drafter's forward over the text just observed."""
-        metadata = AttentionMetadata(
-            page_table=seen.page_table,
-            lengths=seen.start,
-            mode="chain",
-            q_lens=seen.counts,
-            max_length=seen.max_length + seen.positions.shape[1],
-        )
         phase = "prefill" if seen.is_prefill else "draft"
-        return cls._planned(metadata, seen.positions, 0, cache, resources, phase)
-
-    @classmethod
-    def _planned(
-        cls,
-        metadata: AttentionMetadata,
-        positions: Tensor,
-        first_slot: int,
-        cache: KVCache,
-        resources: Resources,
-        phase: str,
-        kinds: Sequence[tuple[str, int | None]] | None = None,
-    ) -> PagedMixer:
-        backend, config, width, impl = resources.backend, cache.config, positions.shape[1], resources.impl
-        assert metadata.q_lens is not None
-        starts = metadata.lengths + first_slot
-        slots = token_slots(metadata.page_table, starts, metadata.q_lens, width, cache.page_size, impl=impl)
-        dtype = cache.kv.dtype
-        shape = AttentionShape(
-            width, config.num_heads, config.num_kv_heads, config.head_dim, cache.page_size, dtype, dtype
-        )
-        kinds = kinds or [(metadata.mode, config.window(layer)) for layer in range(config.num_layers)]
-        plans = {kind: backend.plan(_of_layer(metadata, cache, *kind), shape, phase) for kind in dict.fromkeys(kinds)}
-        # Positions may be one row seen by all requests; the kernels want them written out.
-        flat = positions.flatten().contiguous()
-        return cls(cache, slots.flatten(), flat, backend, tuple(plans[kind] for kind in kinds), impl)
+        return cls.over(seen.batch, seen.positions, cache, resources, counts=seen.counts, phase=phase)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, weights: MixerWeights) -> Tensor:
         kv = self.cache.kv[layer]

@@ -35,38 +35,20 @@ class StepParts:
 
 
 def prefill(parts: StepParts, batch: Batch, width: int) -> None:
-    """Run the target over all but the last token of new prompts, the longest of which has `width` such tokens, and
-    show the result to the drafter. `batch` holds the rows of these requests."""
-    counts, start = batch.lengths.to(torch.int32), torch.zeros_like(batch.lengths)
-    columns = torch.arange(width + 1, device=start.device)
+    """Run the target over all but the last token of new prompts, and show the result to the drafter.
+
+    `batch` holds the rows of these prompts; the longest has `width` tokens before its last one.
+    """
+    counts, batch = batch.lengths.to(torch.int32), replace(batch, lengths=torch.zeros_like(batch.lengths))
+    columns = torch.arange(width + 1, device=counts.device)
     # Behind a shorter prompt the row may hold what a former request left there.
     text = torch.where(columns <= counts[:, None], batch.history[:, : width + 1], 0)
     tokens, positions = text[:, :-1].contiguous(), columns[:-1].repeat(len(text), 1)
-    mixer = PagedMixer.over(
-        replace(batch, lengths=start),
-        positions,
-        parts.cache,
-        parts.resources,
-        mode="chain",
-        counts=counts,
-        phase="prefill",
-    )
+    mixer = PagedMixer.over(batch, positions, parts.cache, parts.resources, counts=counts, phase="prefill")
     hidden, features = parts.resources.target.model(tokens, mixer, parts.algorithm.capture)
+    next_tokens = text[:, 1:].contiguous()
     parts.algorithm.observe(
-        Observation(
-            tokens=tokens,
-            next_tokens=text[:, 1:].contiguous(),
-            features=features,
-            hidden=hidden,
-            start=start,
-            positions=positions,
-            counts=counts,
-            history=batch.history,
-            page_table=batch.page_table,
-            rows=batch.rows,
-            max_length=0,
-            is_prefill=True,
-        )
+        Observation(batch, tokens, next_tokens, features, hidden, positions, counts, is_prefill=True)
     )
 
 
@@ -184,17 +166,13 @@ class Step:
             tokens = tokens.gather(1, path)
             hidden, *features = (x.gather(1, path[..., None].expand(-1, -1, x.shape[-1])) for x in (hidden, *features))
         return Observation(
+            batch=replace(batch, lengths=start),
             tokens=tokens,
             next_tokens=accepted.tokens[:, :width].clamp(min=0),
             features=features,
             hidden=hidden,
-            start=start,
             positions=start[:, None] + torch.arange(width, device=start.device),
             counts=emitted,
-            history=batch.history,
-            page_table=batch.page_table,
-            rows=batch.rows,
-            max_length=batch.max_length,
         )
 
     def _write_history(self, emitted: Tensor) -> None:

@@ -141,7 +141,7 @@ def test_observed_features_are_those_of_the_text(decoys: bool) -> None:
 
         def observe(self, seen: Observation) -> None:
             joined = torch.cat(seen.features, -1)
-            for row, pages in enumerate(seen.page_table.tolist()):
+            for row, pages in enumerate(seen.batch.page_table.tolist()):
                 for column in range(int(seen.counts[row])):
                     key = (pages[0], int(seen.positions[row, column]))
                     assert key not in self.seen, f"position {key} observed twice"
