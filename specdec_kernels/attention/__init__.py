@@ -1,9 +1,9 @@
 """Paged attention over a committed prefix plus a draft block: decode, chain, block and tree verification, and
 prefill.
 
-The keys of a request are its committed tokens at positions [0, L) followed by its draft slots at positions
-L + j, whatever the shape of the draft: who sees whom inside the draft is a mode or a bit mask, never a
-layout. So any page size works for any tree, and the mask is only as large as the draft.
+The keys of a request are its committed tokens at positions [0, L), followed by its draft slots at positions L + j for
+any shape of the draft. A mode or a bit mask says which slots a row sees; the layout of the keys stays the same. So any
+page size works for any tree, and the mask is only as large as the draft.
 
 `AttentionMetadata` says what the layers of a forward share. `plan_attention` makes their work list once, on the
 device. `warmup` compiles ahead what a model will need.

@@ -1,7 +1,7 @@
 """Arguments of paged attention made from a few numbers, for the case table and the tests.
 
-Every pool slot that no row may see is NaN, and every table entry past a request's last page names no page, so
-a stray read shows in any case.
+Every pool slot that no row may see is NaN, and every table entry past a request's last page names no page. So every
+case shows a stray read.
 """
 
 from __future__ import annotations
@@ -65,7 +65,10 @@ def attention_inputs(
     num_slots = num_nodes if tree_width is None else tree_width
     used = list(q_lens) if q_lens is not None else [num_nodes] * len(lengths)
     slots = used if tree_width is None else [num_slots] * len(lengths)
-    kv, page_table = _pool(make, lengths, slots, num_slots, heads[1], head_dim, page_size, capacity)
+    held = [-(-(length + num_slots) // page_size) for length in lengths]
+    filled = [length + count for length, count in zip(lengths, slots, strict=True)]
+    page_table, stored = shuffled_pages(make, held, filled, page_size, capacity)
+    kv = _pool(make, stored, heads[1], head_dim)
     metadata = AttentionMetadata(
         page_table=page_table,
         lengths=make.tensor(list(lengths), torch.int64),
@@ -152,31 +155,28 @@ def _tree(
     return tree
 
 
-def _pool(
-    make: Maker,
-    lengths: Sequence[int],
-    slots: Sequence[int],
-    num_slots: int,
-    kv_heads: int,
-    head_dim: int,
-    page_size: int,
-    capacity: int | None,
+def shuffled_pages(
+    make: Maker, held: Sequence[int], filled: Sequence[int], page_size: int, capacity: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values with NaN wherever nothing is stored, and a page table over shuffled pages."""
-    held = [-(-(length + num_slots) // page_size) for length in lengths]
+    """Page table [B, P] int32 in which request b owns `held[b]` shuffled pages, and which slots [pages, page_size] are
+    stored: the first `filled[b]` of each request. `capacity`: tokens of a row (default: the longest request)."""
     columns = max([1, *held]) if capacity is None else -(-capacity // page_size)
-    pages = sum(held) + 2
-    order = torch.randperm(pages, generator=make.generator)
-    stored = torch.zeros(pages, page_size, dtype=torch.bool)
-    table = torch.full((len(lengths), columns), _NO_PAGE, dtype=torch.int32)
+    order = torch.randperm(sum(held) + 2, generator=make.generator)
+    stored = torch.zeros(len(order), page_size, dtype=torch.bool)
+    table = torch.full((len(held), columns), _NO_PAGE, dtype=torch.int32)
     taken = 0
-    for row, (length, count, own) in enumerate(zip(lengths, slots, held, strict=True)):
+    for row, (own, count) in enumerate(zip(held, filled, strict=True)):
         mine = order[taken : taken + own]
         table[row, :own] = mine
-        stored[mine] = (torch.arange(own * page_size) < length + count).view(own, page_size)
+        stored[mine] = (torch.arange(own * page_size) < count).view(own, page_size)
         taken += own
-    # A long pool repeats its first pages: drawing gigabytes on the CPU would take longer than any test.
+    return table.to(make.device), stored.to(make.device)
+
+
+def _pool(make: Maker, stored: torch.Tensor, kv_heads: int, head_dim: int) -> torch.Tensor:
+    """Keys and values with NaN wherever nothing is stored."""
+    pages, page_size = stored.shape
+    # A long pool repeats its first pages, because drawing gigabytes on the CPU takes too long.
     kv = make.normal(2, min(pages, max(_DISTINCT_PAGES, 8192 // page_size)), page_size, kv_heads, head_dim)
     kv = kv[:, torch.arange(pages, device=kv.device) % kv.shape[1]]
-    kv.masked_fill_(~stored.to(kv.device)[None, :, :, None, None], float("nan"))
-    return kv, table.to(make.device)
+    return kv.masked_fill_(~stored[None, :, :, None, None], float("nan"))

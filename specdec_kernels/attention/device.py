@@ -1,4 +1,4 @@
-"""Device functions of paged attention: which keys a program walks, who sees them, and the running softmax."""
+"""Device functions of paged attention: which keys a program walks, which rows see them, and the running softmax."""
 
 # ruff: noqa: SIM108
 from __future__ import annotations
@@ -15,12 +15,12 @@ MODE_CODES = {"chain": 0, "block": 1, "tree": 2}
 FP8_NONE = tl.constexpr(0)
 FP8_NATIVE = tl.constexpr(1)
 FP8_BITS = tl.constexpr(2)
-# Keys and values read through FP8_BITS come out this much too small.
+# Keys and values that FP8_BITS reads are too small by this factor.
 FP8_BITS_SCALE = 256.0
 LOG2_E = math.log2(math.e)
 LN_2 = tl.constexpr(math.log(2.0))
 _LOG2_E = tl.constexpr(LOG2_E)
-# Lazy rescaling lets weights grow to 2^8 before the sums are rescaled: far from the end of float16.
+# Lazy rescaling lets weights grow to 2^8 before the sums are rescaled; float16 reaches much further.
 _LAZY_LIMIT = tl.constexpr(8.0)
 
 
@@ -47,10 +47,10 @@ def key_end(length, used, num_slots, max_length, ALL_SLOTS: tl.constexpr):
 def split_layout(length, end, split_tokens, first_splits, max_splits, window):
     """(keys a split, index of the first split, number of splits) of a request, scalars or tensors.
 
-    Splits lie at multiples of their length, which is `split_tokens` up to `first_splits` of them, doubles with
-    each fourfold of the keys that a row may see, and then so that `max_splits` suffice. The last split takes up
-    to a quarter of a split more. All that depends on the request alone, so a result does not depend on the
-    batch.
+    Splits lie at multiples of their length. The length is `split_tokens` for up to `first_splits` splits. From there
+    on it doubles with each fourfold of the keys that a row may see, and further where `max_splits` would not
+    suffice. The last split takes up to a quarter of a split more. All of this depends on the request alone, so a
+    result does not depend on the batch.
     """
     lowest = end * 0
     if window is not None:
@@ -58,7 +58,7 @@ def split_layout(length, end, split_tokens, first_splits, max_splits, window):
     span = tl.maximum(end - lowest, 1)
     reach = split_tokens * first_splits + split_tokens // 4
     furthest = split_tokens * max_splits + split_tokens // 4
-    # ceil(log2) of how often the reach must be laid end to end: the exponent of a float32, -127 for zero.
+    # ceil(log2(span / reach)), read from the exponent of a float32, which is -127 for zero.
     root = (((span - 1) // reach).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126
     cap = (((span - 1) // furthest).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126
     tokens = split_tokens << tl.maximum(tl.maximum((root + 1) // 2, cap), 0)
@@ -68,8 +68,8 @@ def split_layout(length, end, split_tokens, first_splits, max_splits, window):
 
 @triton.jit
 def tile_key_range(length, used, end, first_node, last_node, MODE: tl.constexpr):
-    """(position past the last key any row of the tile sees, position past the keys that are seen by every row
-    as far as the mode goes)."""
+    """(position past the last key that any row of the tile sees, position past the keys that the mode lets every row
+    see)."""
     if MODE == CHAIN:
         tile_end = tl.minimum(end, length + last_node + 1)
         free_end = length + first_node + 1
@@ -85,8 +85,8 @@ def tile_key_range(length, used, end, first_node, last_node, MODE: tl.constexpr)
 
 @triton.jit
 def row_positions(row_depths_ptr, length, nodes, used, MODE: tl.constexpr):
-    """[BLOCK_M] position of each query row for the sliding window: by depth in a tree. Rows past `used` repeat
-    the first position, which lets the range of the others stand."""
+    """[BLOCK_M] position of each query row for the sliding window, by depth in a tree. Rows past `used` take a
+    position within the range of the others."""
     if MODE == TREE:
         depth = tl.load(row_depths_ptr + nodes, mask=nodes < used, other=-1)
         deepest = tl.max(depth, 0)
@@ -117,8 +117,8 @@ def visible(
     MODE: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """[BLOCK_M or 1, BLOCK_N]: which positions below `end` each row sees by its mode; rows past `used` may see
-    anything."""
+    """[BLOCK_M or 1, BLOCK_N]: which positions below `end` each row sees by its mode. The result is undefined for
+    rows past `used`."""
     if MODE == CHAIN:
         return positions[None, :] <= tl.minimum(length + nodes, end - 1)[:, None]
     elif MODE == BLOCK:
@@ -127,7 +127,7 @@ def visible(
         slot = positions - length
         row_words = mask_ptr + nodes.to(tl.int64) * WORDS
         seen = ((slot < 0) & (positions < end))[None, :]
-        # One word of a row at a time: a gather per element would hold a 64-bit register for each.
+        # One word of a row at a time, because a gather per element needs a 64-bit register for each.
         for word in tl.static_range(WORDS):
             bits = tl.load(row_words + word, mask=nodes < used, other=0)[:, None]
             here = (slot >= word * 64) & (slot < (word + 1) * 64) & (positions < end)
@@ -146,8 +146,8 @@ def page_ids(table_ptr, positions, end, PAGE: tl.constexpr):
 def widen(stored, like, FP8: tl.constexpr):
     """Keys or values in the type of `like`; FP8 pools come as bytes.
 
-    FP8_BITS moves the bits of e4m3 into a float16 of 1 / 256 the value, exact for every finite code, for chips
-    and interpreters without the type.
+    FP8_BITS is for chips and interpreters without the type. It moves the bits of e4m3 into a float16 of 1 / 256 the
+    value, which is exact for every finite code.
     """
     if FP8 == FP8_NATIVE:
         return stored.to(tl.float8e4nv, bitcast=True).to(like.dtype)
@@ -161,8 +161,8 @@ def widen(stored, like, FP8: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """Hyperbolic tangent from exp2 (the interpreter has no libdevice), by its series where 1 - 2 / (e^2x + 1)
-    cancels."""
+    """Hyperbolic tangent from exp2, because the interpreter has no libdevice. It uses the series where
+    1 - 2 / (e^2x + 1) cancels."""
     square = x * x
     series = x * (1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835)))))
     return tl.where(tl.abs(x) < 0.25, series, 1.0 - 2.0 / (tl.exp2(x * (2.0 * _LOG2_E)) + 1.0))

@@ -1,20 +1,20 @@
 """One Triton kernel for decode, chain, block and tree verification, and prefill over a paged KV cache.
 
-Why one: reading the prefix dominates all of them, so they differ only in the few tiles that overlap the
-draft.
+Reading the prefix takes most of the time of all of them, and they differ only in the few tiles that overlap the draft.
+So one kernel serves all.
 
     item      (request, split of the keys, tile of packed query rows), and a KV head of it for each program.
               KV head fastest: programs that run together read the interleaved heads of the same pages
-    row       node * G + g: the G query heads of a KV head share a tile, so K and V are read once for all
+    row       node * G + g: the G query heads of a KV head share a tile, so K and V are read once for them
     maths     t = scale * log2(e) * q . k;  m' = max(m, t);  a = 2^(m - m');  p = 2^(t - m')
               l = a l + sum p;  acc = a acc + p v;  at the end out = acc / l, lse = m + log2(l)
-    split     each split leaves out in the type of q and lse in float32, and a second kernel merges them; where
-              a request can only have one, the program writes the output itself, by the same arithmetic
+    split     each split stores out in the type of q and lse in float32, and a second kernel merges them; where
+              a request can only have one split, the program writes the output itself, by the same arithmetic
 
-Page numbers are loaded one tile ahead and carried through the loop: a page-table load inside it would cost
-the software pipeline half of its KV buffers. Tiles that every row of the program sees entirely skip the mask
-by a uniform branch; the loop starts at the first tile that a row's sliding window reaches and ends at the last
-key that the program's last row sees.
+Page numbers are loaded one tile ahead and carried through the loop, because a page-table load inside the loop would
+take half of the KV buffers from the software pipeline. A uniform branch skips the mask for tiles that every row of the
+program sees entirely. The loop starts at the first tile that a row's sliding window reaches and ends at the last key
+that the program's last row sees.
 
 Without a work list the grid has a program for every item that `max_length` allows. With one, a fixed grid walks the
 items that there are.
@@ -131,7 +131,7 @@ def _attend(
     SHAPE: tl.constexpr, MODE: tl.constexpr, WORDS: tl.constexpr, ALL_SLOTS: tl.constexpr, SPLIT: tl.constexpr,
     FP8: tl.constexpr, POLYNOMIAL: tl.constexpr, LAZY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
-    """One item and KV head; the tuples are as `_attention_kernel` packs them."""
+    """Attention of one item and KV head. The tuples are those of `_attention_kernel`."""
     D: tl.constexpr = SHAPE[0]
     BLOCK_D: tl.constexpr = SHAPE[1]
     H_KV: tl.constexpr = SHAPE[2]
@@ -218,7 +218,7 @@ def _attend(
     )  # fmt: skip
 
 
-# Plain arguments although there are many: a tuple would be specialised as a whole, for every batch and length anew.
+# More than 16 run-time arguments: a tuple in their place would be specialised anew for every batch and length.
 @triton.jit(do_not_specialize=_RUN_TIME_SIZES)
 def _attention_kernel(
     q_ptr,  # [B, N, H, D]

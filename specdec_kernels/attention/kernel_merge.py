@@ -2,9 +2,9 @@
 
     out = sum_s 2^(lse_s - lse) out_s        2^lse = 2^sink + sum_s 2^lse_s
 
-A separate kernel, because a row's last split is not known to any program of the first. On chips that can, it
-is launched while the first still runs and waits on the device. What it reads before it waits was there before
-the first began, which waits itself.
+This is a kernel of its own, because no program of the attention kernel knows which split of a row ends last. Chips with
+programmatic launches start it while the attention kernel still runs, and it waits on the device. What it reads before
+it waits was stored before the attention kernel began.
 """
 
 # mypy: ignore-errors
@@ -95,8 +95,8 @@ def _merge_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     for first in tl.range(0, live, UNROLL):
-        # A tile a split instead of one tile of all: sums over splits stay inside a thread. All are asked for
-        # before any weight is known, since weights change their layout behind barriers that loads do not pass.
+        # A tile per split instead of one tile of all: sums over splits stay inside a thread. All tiles are loaded
+        # before any weight is computed, because weights change their layout behind barriers that loads do not pass.
         parts = ()
         for step in tl.static_range(UNROLL):
             here = (part_rows + step * all_rows)[:, None] * D + dims[None, :]
@@ -130,8 +130,8 @@ def _merge_kernel(
 
 
 def overlapped(overlap: bool) -> dict[str, Any]:
-    """What lets a launch begin before the kernel ahead of it has ended: no argument of the kernel, and known to the
-    compilers of some chips only."""
+    """The launch option that lets a kernel begin before the one ahead of it has ended. The compilers of some chips do
+    not know it, so it is absent where it is off."""
     return dict(launch_pdl=True) if overlap else {}
 
 

@@ -1,12 +1,12 @@
-"""The work list of a step, built on the device: no length is read back, and all layers use it.
+"""The work list of a forward, built on the device: no length is read back, and all layers use it.
 
     item    (request, tile of query rows, split of the keys); a request without rows has none
     order   requests, then splits, then tiles with the last first: tiles of one split run together and read
             its keys from the cache, and the last tile of a causal prefill has the most keys
 
-A persistent grid walks the list, so a captured graph whose `max_length` is the whole context launches no more
-programs than the chip holds, and unequal lengths leave none idle. Each program sums the counts of the requests
-before its own, which replaces a scan over programs.
+A persistent grid walks the list. So a captured graph whose `max_length` is the whole context launches no more
+programs than the chip holds, and requests of unequal lengths leave no program idle. Each program sums the counts of
+the requests before its own, which replaces a scan over programs.
 """
 
 # mypy: ignore-errors

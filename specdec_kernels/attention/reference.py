@@ -5,9 +5,8 @@ is a soft cap c:
 
     lse_i = log(exp(sink) + sum_t exp(s[i, t]))        out_i = v_scale sum_t exp(s[i, t] - lse_i) v_t
 
-A row that sees no key has out 0, and lse -inf or its sink. Half types are computed in float32, float64 in
-float64, so that the same code serves as the truth of the parity tests. The work list of `plan_attention` is
-defined here too, item by item.
+A row that sees no key has out 0, and lse -inf or its sink. Half types are computed in float32 and float64 in float64,
+so the same code serves as the truth of the parity tests. The work list of `plan_attention` is defined here too.
 """
 
 from __future__ import annotations

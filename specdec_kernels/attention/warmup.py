@@ -1,8 +1,8 @@
 """Compile ahead what paged attention will launch, so that no step of a run and no graph capture compiles.
 
-A kernel is compiled per shape class (head dimension, heads, page size, mode, mask words, types, which optional
-arguments are there) and per row of the static table; batch, lengths, number of nodes within a row, table width
-and scales are run-time arguments.
+A kernel is compiled per row of the static table and per shape class: head dimension, heads, page size, mode, mask
+words, types, and which optional arguments are given. Batch, lengths, number of nodes within a row, table width and
+scales are run-time arguments.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def warmup(
 
     Args:
         heads, kv_heads, head_dim, dtype, kv_dtype, page_size: of the model and its pool; kv_dtype default dtype.
-        max_length: bound that the calls will have, or any that gives as many splits: one, up to four, or more.
+        max_length: bound that the calls will have, or any other that gives as many splits: one, up to four, or more.
         modes, node_counts: modes and N; default one N for every row of the table, prefill included. A tree of
             more mask words than these have needs its own entry.
         tree_width, window, sinks, soft_cap, head_scales, with_lse: as the calls have them.

@@ -1,7 +1,7 @@
 """Named inputs of latent attention.
 
-Every pool slot that no row may see is NaN, and every table entry past a request's last page names no page, so a stray
-read shows in any case. Cases tagged `large` are for a GPU.
+Every pool slot that no row may see is NaN, and every table entry past a request's last page names no page. So every
+case shows a stray read. Cases tagged `large` are for a GPU.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 
+from specdec_kernels.attention.cases_inputs import shuffled_pages
 from specdec_kernels.attention.types import AttentionMetadata
 from specdec_kernels.cases import Case, Comparison, Maker, Work
 from specdec_kernels.tree import build_tree
 from specdec_kernels.tree.cases import random_parents
-
-_NO_PAGE = 1 << 30
 
 
 def mla_inputs(
@@ -42,7 +41,10 @@ def mla_inputs(
     """
     used = list(q_lens) if q_lens is not None else [num_nodes] * len(lengths)
     drafted = used if tree_width is None else [tree_width] * len(lengths)
-    cache, page_table = _pool(make, lengths, drafted, latent + rope, page_size, capacity)
+    filled = [length + draft for length, draft in zip(lengths, drafted, strict=True)]
+    held = [-(-count // page_size) for count in filled]
+    page_table, stored = shuffled_pages(make, held, filled, page_size, capacity)
+    cache = make.normal(*stored.shape, latent + rope).masked_fill_(~stored[:, :, None], float("nan"))
     committed = make.tensor(list(lengths), torch.int64)
     mask = None
     if mode == "tree":
@@ -66,26 +68,6 @@ def mla_inputs(
         metadata=metadata,
         **options,
     )
-
-
-def _pool(
-    make: Maker, lengths: Sequence[int], drafted: Sequence[int], width: int, page_size: int, capacity: int | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A latent cache with NaN wherever nothing is stored, and a page table over shuffled pages."""
-    held = [-(-(length + draft) // page_size) for length, draft in zip(lengths, drafted, strict=True)]
-    columns = max([1, *held]) if capacity is None else -(-capacity // page_size)
-    order = torch.randperm(sum(held) + 2, generator=make.generator)
-    cache = make.normal(sum(held) + 2, page_size, width)
-    stored = torch.zeros(sum(held) + 2, page_size, dtype=torch.bool)
-    table = torch.full((len(lengths), columns), _NO_PAGE, dtype=torch.int32)
-    taken = 0
-    for row, (length, draft, pages) in enumerate(zip(lengths, drafted, held, strict=True)):
-        mine = order[taken : taken + pages]
-        table[row, :pages] = mine
-        stored[mine] = (torch.arange(pages * page_size) < length + draft).view(pages, page_size)
-        taken += pages
-    cache.masked_fill_(~stored.to(cache.device)[:, :, None], float("nan"))
-    return cache, table.to(make.device)
 
 
 def work(inputs: dict[str, Any]) -> tuple[int, int]:
@@ -127,8 +109,8 @@ def _case(
 def _gated(name: str, catches: str, mode: str, num_nodes: int, **shape: Any) -> Case:
     """A shipped shape: its table is wide enough for several splits, its request is short.
 
-    Queries are small, or a float32 score, a sum of 576 terms, would owe more to its order than the bound of the parity
-    test gives to order.
+    Queries are small, because a float32 score is a sum of 576 terms and the order of a sum of large terms would change
+    it by more than the parity test allows.
     """
     shape = {"heads": 128, "latent": 512, "rope": 64, "capacity": 4096, "query_scale": 0.125, **shape}
     build = partial(mla_inputs, mode=mode, num_nodes=num_nodes, lengths=(37,), **shape)

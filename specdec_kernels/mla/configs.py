@@ -1,13 +1,12 @@
-"""Static launch table of latent attention: no autotuning on a step's path.
+"""Static launch table of latent attention. Nothing is tuned while a step runs.
 
 The key is the chip, the latent size and whether the rows are few. H query heads share one cached head, so N * H rows
-are many even for decoding: the tile is limited by registers (the float32 accumulator has block_m * latent entries)
-and, on sm100, by tensor memory, of which a 64-row tile would take 528 of 512 columns. Nothing spills inside a loop.
-The row of sm90 was measured on an H200 (8 requests of 8192 tokens, 128 heads): 104 us for one query row and 377 us
-for four, against 114 and 441 with 32 keys a step, 163 and 593 with 32 rows, 174 and 669 with 16. The other chips' rows
-are those that compile; they were not measured.
+are many even for decoding. Registers limit the tile: the float32 accumulator has block_m * latent entries. On sm100
+tensor memory limits it too, of which a 64-row tile would take 528 of 512 columns. Nothing spills inside a loop. The
+row of sm90 was chosen by measuring on an H200 (`experiments/LOG.md`). The rows of the other chips compile and were not
+measured.
 
-`split_tokens` is a length, not a count: partial results of a row then do not depend on the batch.
+`split_tokens` is a length, not a count, so partial results of a row do not depend on the batch.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _WIDEST = 256
 
 @dataclass(frozen=True)
 class MlaConfig:
-    """Tile of one program: `block_m` query rows, `block_n` keys a step, `split_tokens` keys in all."""
+    """Tile of one program: `block_m` query rows, `block_n` keys per iteration, `split_tokens` keys in all."""
 
     block_m: int
     block_n: int
@@ -33,7 +32,7 @@ class MlaConfig:
 
 @dataclass(frozen=True)
 class MergeConfig:
-    """Tile of one merge program: `rows` output rows, `block_s` of their `all_splits` partial results a step."""
+    """Tile of one merge program: `rows` output rows, `block_s` of their `all_splits` partial results per iteration."""
 
     rows: int
     all_splits: int
@@ -44,13 +43,13 @@ class MergeConfig:
 def mla_config(
     chip: str, latent: int, rows: int, max_length: int, split_tokens: int | None = None, itemsize: int = 2
 ) -> MlaConfig:
-    """Row of the table for `rows` query rows of one request over at most `max_length` keys, `itemsize` bytes an
-    entry.
+    """Row of the table for `rows` query rows of one request over at most `max_length` keys of `itemsize` bytes
+    per entry.
 
     `split_tokens` replaces the table's split length, rounded up to a tile; shorter splits make the tile shorter.
     """
     if chip == "interpreter":
-        # A program costs the same whatever its tile, so a tile takes everything that is there.
+        # A program costs the same for any tile, so one tile takes all rows or keys.
         block_m = min(_INTERPRETER_MAX_ROWS, max(_LEAST, _power_of_two(rows)))
         config = MlaConfig(block_m, min(512, max(_LEAST, _power_of_two(max_length))), 1, 1, 4096)
     elif itemsize > 2:

@@ -2,10 +2,10 @@
 
     program   (request, split of the keys, tile of query rows), tile fastest: programs that run together read the same
               keys, which are then in L2
-    row       node * H + head: all heads share the one cached head, so a tile is dense whatever N is
+    row       node * H + head: all heads share the one cached head, so a tile is full for any N
     maths     t = scale * log2(e) * (q_latent . latent + q_rope . rope);  m' = max(m, t);  a = 2^(m - m')
               p = 2^(t - m');  l = a l + sum p;  acc = a acc + p latent
-    split     each split of `split_tokens` keys leaves (out, lse) in float32; a second kernel merges
+    split     each split of `split_tokens` keys stores (out, lse) in float32; a second kernel merges
               out = sum_s 2^(lse_s - lse) out_s with 2^lse = sum_s 2^lse_s; a single split writes its own output
 
 Page numbers are loaded one tile ahead, as in `specdec_kernels.attention`. A tile of latents is loaded once and used

@@ -7,9 +7,9 @@
                    ever evaluated over the prefix, as the package's `mask_mod` would do
     sinks          folded in by log-sum-exp, which serves both routes
 
-What it cannot do here: float32 or fp8 (fp8 exists on compute capability 10 only), page tables on other chips than
-9.x and 10.x, a window over a tree (it goes by depth, the package counts slots), and splitting keys on 9.x, which is
-why decode and verify of few requests are slow there: `num_splits` must be 1, the automatic choice asserts.
+What it cannot do here: float32 and fp8 (fp8 exists on compute capability 10 only), page tables on other chips than
+9.x and 10.x, and a window over a tree, which goes by depth while the package counts slots. It splits no keys on 9.x,
+where the automatic choice of `num_splits` asserts, so decode and verify of few requests are slow there.
 
 Written against flash-attn-4 4.0.0b36 (`flash_attn/cute/interface.py`).
 """
@@ -68,13 +68,12 @@ class FlashAttention4:
         if reason := packages.half_precision_only(shape):
             return reason
         if mode == "tree" and window is not None:
-            return "a window over a tree goes by depth, it counts slots"
+            return "a window over a tree goes by depth, and it counts slots"
         most = 256 if chip[0] == 9 else 128
         if 8 <= shape.head_dim <= most and shape.head_dim % 8 == 0:
             return None
-        return f"on compute capability {chip[0]}.x it takes multiples of 8 up to {most} as head dimension, " + (
-            f"got {shape.head_dim}"
-        )
+        allowed = f"multiples of 8 up to {most} as head dimension"
+        return f"on compute capability {chip[0]}.x it takes {allowed}, got {shape.head_dim}"
 
     def plan(self, metadata: AttentionMetadata, shape: AttentionShape, phase: str = "") -> FlashAttentionPlan:
         """See `Backend`. Reads nothing back."""

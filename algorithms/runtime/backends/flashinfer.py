@@ -5,9 +5,9 @@
                    `fa3` takes no mask. A window over a tree goes by depth and is part of the mask
     sinks          folded in by log-sum-exp: the generic paged kernels accept an argument of that name and ignore it
 
-`plan` reads lengths back to the host, as FlashInfer's own planner does, so neither can be captured in a CUDA graph;
-unused rows are then simply left out. A plan lives in the FlashInfer object, which the next plan overwrites: `run`
-plans again where another call came between.
+`plan` reads lengths back to the host, as FlashInfer's own planner does, so it cannot be captured in a CUDA graph. Rows
+that are not in use are left out. A FlashInfer object keeps only its last plan, so `run` plans again after another
+forward has used the object.
 
 Written against flashinfer-python 0.7.2.post1 (`flashinfer/prefill.py`); the packed form of the mask is not used because
 its offsets are taken for bits there.

@@ -1,4 +1,4 @@
-"""Attention over parts of the keys, put together by log-sum-exp.
+"""Attention over parts of the keys, merged by log-sum-exp.
 
     lse = log(e^lse_a + e^lse_b)        (natural logarithms)
     out = e^(lse_a - lse) out_a + e^(lse_b - lse) out_b
@@ -16,7 +16,7 @@ def merge_states(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over the union of two disjoint sets of keys: out [..., D] in out_a's dtype, lse [...] float32.
 
-    A part without a visible key has lse -inf, and its out does not count, NaN included.
+    A part without a visible key has lse -inf; its out is ignored, also where it is NaN.
     """
     lse = torch.logaddexp(lse_a, lse_b)
     anchor = torch.where(lse == float("-inf"), 0.0, lse)
@@ -28,6 +28,6 @@ def merge_states(
 
 
 def add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Let every row of out [..., H, D], lse [..., H] also attend to a sink of logit sinks[h] without a value."""
+    """Add to every row of out [..., H, D], lse [..., H] a sink of logit sinks[h] without a value."""
     grown = torch.logaddexp(lse, sinks.float())
     return (out.float() * torch.exp(lse - grown)[..., None]).to(out.dtype), grown
