@@ -21,7 +21,7 @@ from algorithms.runtime.tree_shape import DEFAULT_TREE_NODES, MAX_NODES, MAX_TOP
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from algorithms.runtime.models.loading import Target, TargetShape
+    from algorithms.runtime.models.loading import Target, TargetFolder
 
 
 class DFlash(Algorithm):
@@ -51,7 +51,7 @@ class DFlash(Algorithm):
                 raise ValueError("algo.num_nodes is the size of a tree: expected algo.topk above 1, got 1")
 
     @classmethod
-    def check(cls, config: Any, target: TargetShape, draft_path: str | None) -> None:
+    def check(cls, config: Any, target: TargetFolder, draft_path: str | None) -> None:
         from algorithms.runtime.models.loading import read_dflash
 
         _, drafter = read_dflash(cls.drafter_folder(draft_path), target)

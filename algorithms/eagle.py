@@ -13,7 +13,7 @@ or sampled.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Observation, Resources
 from algorithms.runtime.tree_shape import TreeShape
@@ -21,7 +21,7 @@ from algorithms.runtime.tree_shape import TreeShape
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from algorithms.runtime.models.loading import Target, TargetShape
+    from algorithms.runtime.models.loading import Target, TargetFolder
 
 
 class Eagle(Algorithm):
@@ -29,6 +29,8 @@ class Eagle(Algorithm):
 
     name = "eagle"
     needs_draft_model = True
+    kind: ClassVar[str | None] = "EAGLE"
+    """The kind of head that the folder must hold; None takes any."""
 
     @dataclass
     class Config:
@@ -44,33 +46,23 @@ class Eagle(Algorithm):
             TreeShape.of(self.steps, self.topk, self.num_nodes)
 
     @classmethod
-    def check(cls, config: Any, target: TargetShape, draft_path: str | None) -> None:
-        _, head, _ = cls.read(cls.drafter_folder(draft_path), target)
+    def check(cls, config: Any, target: TargetFolder, draft_path: str | None) -> None:
+        from algorithms.runtime.models.loading import read_eagle
+
+        _, head, _ = read_eagle(cls.drafter_folder(draft_path), target, cls.kind)
         _check_topk(config, head.draft_vocab_size)
 
     def __init__(self, config: Any, target: Target, draft_path: str | None) -> None:
-        weight = target.model.model.norm.weight
-        self._drafter = self.load(self.drafter_folder(draft_path), target, weight.device, weight.dtype)
+        from algorithms.runtime.models.loading import load_eagle
+
+        weight, folder = target.model.model.norm.weight, self.drafter_folder(draft_path)
+        self._drafter = load_eagle(folder, target, weight.device, weight.dtype, self.kind)
         self._shape = TreeShape.of(config.steps, config.topk, config.num_nodes)
         _check_topk(config, self._drafter.draft_vocab_size)
         self.capture = self._drafter.capture
         self.chain, self.max_depth = self._shape.chain, self._shape.max_depth
         self.num_nodes = self.max_depth + 1 if self.chain else self._shape.num_nodes
         self.draft_slots = self._shape.draft_slots(0)
-
-    @staticmethod
-    def load(draft_path: str, target: Target, device: Any, dtype: Any) -> Any:
-        """The head from its folder."""
-        from algorithms.runtime.models.loading import load_eagle
-
-        return load_eagle(draft_path, target, device, dtype)
-
-    @staticmethod
-    def read(draft_path: str, target: TargetShape) -> Any:
-        """Folder, config and tensor headers of the head."""
-        from algorithms.runtime.models.loading import read_eagle
-
-        return read_eagle(draft_path, target)
 
     def attach(self, resources: Resources) -> None:
         from algorithms.runtime.batch import RowStore

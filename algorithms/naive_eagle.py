@@ -16,13 +16,14 @@ from algorithms.eagle import Eagle
 from algorithms.runtime.algorithm import OwnLevel
 
 if TYPE_CHECKING:
-    from algorithms.runtime.models.loading import Target, TargetShape
+    from algorithms.runtime.models.loading import Target
 
 
 class NaiveEagle(Eagle):
     """EAGLE or EAGLE-3 head, whichever the folder holds, in one graph."""
 
     name = "naive_eagle"
+    kind = None
 
     @dataclass
     class Config(Eagle.Config):
@@ -41,15 +42,3 @@ class NaiveEagle(Eagle):
         if config.captured is None:
             return None
         return OwnLevel("step" if config.captured else "none", f"algo.captured={str(config.captured).lower()}")
-
-    @staticmethod
-    def load(draft_path: str, target: Target, device: Any, dtype: Any) -> Any:
-        from algorithms.runtime.models.loading import load_eagle_head
-
-        return load_eagle_head(draft_path, target, device, dtype)
-
-    @staticmethod
-    def read(draft_path: str, target: TargetShape) -> Any:
-        from algorithms.runtime.models.loading import read_eagle_head
-
-        return read_eagle_head(draft_path, target)

@@ -20,7 +20,7 @@ from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Observatio
 from algorithms.runtime.tree_shape import expect_size
 
 if TYPE_CHECKING:
-    from algorithms.runtime.models.loading import Target, TargetShape
+    from algorithms.runtime.models.loading import Target, TargetFolder
 
 MODES = ("bfs", "prob")
 
@@ -62,7 +62,7 @@ class NGram(Algorithm):
                 raise ValueError(f"algo.mode must be one of {', '.join(MODES)}, got {self.mode!r}")
 
     @classmethod
-    def check(cls, config: Any, target: TargetShape, draft_path: str | None) -> None:
+    def check(cls, config: Any, target: TargetFolder, draft_path: str | None) -> None:
         if config.corpus is not None:
             _read_text(config.corpus)
 

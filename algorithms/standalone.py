@@ -21,7 +21,7 @@ from algorithms.runtime.tree_shape import TreeShape
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from algorithms.runtime.models.loading import Target, TargetShape
+    from algorithms.runtime.models.loading import Target, TargetFolder
 
 RULES = ("target_only", "rejection", "block")
 
@@ -52,7 +52,7 @@ class Standalone(Algorithm):
                 raise ValueError(f"algo.rule={self.rule} verifies chains: expected algo.topk=1, got {self.topk}")
 
     @classmethod
-    def check(cls, config: Any, target: TargetShape, draft_path: str | None) -> None:
+    def check(cls, config: Any, target: TargetFolder, draft_path: str | None) -> None:
         from algorithms.runtime.models.loading import read_draft
 
         read_draft(cls.drafter_folder(draft_path), target)

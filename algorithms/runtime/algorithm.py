@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from algorithms.runtime.backends.protocol import Backend
-    from algorithms.runtime.models.loading import Target, TargetShape
+    from algorithms.runtime.models.loading import Target, TargetFolder
     from specdec_kernels import SamplingTensors, TreeLinks
 
 
@@ -132,7 +132,7 @@ class Algorithm:
         return None
 
     @classmethod
-    def check(cls, config: Any, target: TargetShape, draft_path: str | None) -> None:
+    def check(cls, config: Any, target: TargetFolder, draft_path: str | None) -> None:
         """Raise the ValueError that `__init__` would raise, as far as folders tell without reading any weight."""
 
     @classmethod

@@ -43,7 +43,7 @@ def eagle3_head(seed: int = 4, vocab: int = 37) -> Eagle3Drafter:
 
 def draft_model(seed: int = 5, layers: int = 2) -> Target:
     config = replace(CONFIG, num_layers=layers)
-    return Target(randomise(Decoder(config), seed), config, TARGET.path)
+    return Target(config, TARGET.path, randomise(Decoder(config), seed))
 
 
 def blurred_target() -> Target:
@@ -57,9 +57,8 @@ def blurred_target() -> Target:
 
 def load_random_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Random drafters in place of folders."""
-    monkeypatch.setattr(f"{LOADING}.load_eagle", lambda *_: eagle_head())
-    monkeypatch.setattr(f"{LOADING}.load_eagle3", lambda *_: eagle3_head())
-    monkeypatch.setattr(f"{LOADING}.load_eagle_head", lambda *_: eagle3_head())
+    heads = {"EAGLE": eagle_head, "EAGLE-3": eagle3_head, None: eagle3_head}
+    monkeypatch.setattr(f"{LOADING}.load_eagle", lambda *arguments: heads[arguments[-1]]())
     monkeypatch.setattr(f"{LOADING}.load_draft", lambda *_: draft_model())
     monkeypatch.setattr(f"{LOADING}.load_dflash", lambda *_: random_drafter())
 

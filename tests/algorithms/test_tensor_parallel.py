@@ -36,7 +36,7 @@ def eagle3_over(target: Target, texts: list[list[int]], **shape: int) -> Algorit
     head = eagle3_head()
     head.bind(target.model)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("algorithms.runtime.models.loading.load_eagle3", lambda *_: head)
+        patch.setattr("algorithms.runtime.models.loading.load_eagle", lambda *_: head)
         return hinted(Eagle3(Eagle3.Config(**shape), target, "random"), texts)
 
 
@@ -46,7 +46,7 @@ def _rank(rank: int, store: str, texts: list[list[int]], written: str) -> None:
     whole = random_target()
     with torch.no_grad():
         model = shard(whole.model, rank, WORLD)
-    target = Target(model, model.config, whole.path)
+    target = Target(model.config, whole.path, model)
     outputs = []
     for algorithm in (
         autoregressive(target),

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from algorithms.runtime.models.decoder import Decoder
 from algorithms.runtime.models.dense_mixer import DenseMixer
 from algorithms.runtime.models.drafters.dflash import DFlashDrafter
-from algorithms.runtime.models.loading import load_dflash, load_draft, load_eagle, load_eagle3, load_target
+from algorithms.runtime.models.loading import load_dflash, load_draft, load_eagle, load_target
 from experiments import train as program
 from experiments.data import code
 from experiments.training import corpus as corpus_module
@@ -216,7 +216,7 @@ def test_drafter_trains_resumes_and_exports(
         "dflash": load_dflash,
         "draft": load_draft,
         "eagle": load_eagle,
-        "eagle3": load_eagle3,
+        "eagle3": load_eagle,
     }
     loaders[name](whole, target, "cpu", torch.float32)
     assert (whole / "training.svg").read_text().startswith("<?xml")

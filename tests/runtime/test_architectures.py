@@ -81,7 +81,7 @@ def test_configs_are_written_as_transformers_reads_them(name: str) -> None:
 def test_every_option_has_a_key_in_the_architecture_of_this_toolkit() -> None:
     config = small_config(
         "specdec",
-        sliding_windows=(None, 3, None, 7),
+        sliding_windows=(None, 3, None, 3),
         soft_cap=20.0,
         scale=0.2,
         sinks=True,
@@ -96,13 +96,13 @@ def test_every_option_has_a_key_in_the_architecture_of_this_toolkit() -> None:
     ("architecture", "change", "message"),
     [
         ("llama", {"qk_norm": True}, "LlamaForCausalLM cannot have qk_norm=True"),
-        ("llama", {"qkv_bias": True}, "cannot have o_bias=False: expected o_bias=True"),
+        ("llama", {"qkv_bias": True}, "cannot have qkv_bias=True: expected False"),
         ("qwen2", {"qkv_bias": False}, "Qwen2ForCausalLM cannot have qkv_bias=False"),
         ("qwen3", {"sinks": True, "qk_norm": True}, "Qwen3ForCausalLM cannot have sinks=True"),
         ("mistral", {"soft_cap": 30.0}, "MistralForCausalLM cannot have soft_cap=30.0"),
-        ("mistral", {"sliding_windows": (None, 4, 4, 4)}, "the same in every layer"),
-        ("llama", {"sliding_windows": (4,) * 4}, "has none"),
-        ("qwen2", {"qkv_bias": True, "sliding_windows": (4, 4, 8, 8)}, "expected one window size"),
+        ("mistral", {"sliding_windows": (None, 4, 4, 4)}, "sliding_window|layer_types"),
+        ("llama", {"sliding_windows": (4,) * 4}, "sliding-window attention is not supported"),
+        ("qwen2", {"qkv_bias": True, "sliding_windows": (4, 4, 8, 8)}, r"cannot have sliding_windows=\(4, 4, 8, 8\)"),
     ],
 )
 def test_shapes_that_an_architecture_cannot_have_are_not_written(

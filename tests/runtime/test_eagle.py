@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from algorithms.runtime.models import loading
 from algorithms.runtime.models.config import DecoderConfig
 from algorithms.runtime.models.config.eagle import Eagle3Config, EagleConfig, default_aux_layer_ids
 from algorithms.runtime.models.drafters.eagle import Eagle3Drafter, EagleDrafter
-from algorithms.runtime.models.loading import ModelError, Target, load_draft, load_eagle, load_eagle3, load_target
+from algorithms.runtime.models.loading import ModelError, Target, load_draft, load_target
 from tests.runtime.test_models_parity import Cache, rms_norm, rotate
 from tests.runtime.tiny_folders import (
     edit_json,
@@ -38,6 +40,8 @@ DRAFT_VOCAB = 40
 WEIGHTS = "model.safetensors"
 
 Weights = dict[str, Tensor]
+load_eagle = partial(loading.load_eagle, kind="EAGLE")
+load_eagle3 = partial(loading.load_eagle, kind="EAGLE-3")
 
 
 def head_config(**changes: Any) -> DecoderConfig:

@@ -9,20 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
 Windows = tuple[int | None, ...]
 """The sliding window of each layer, None for full attention; empty where no layer has one."""
 
 
-class WindowRule(NamedTuple):
-    """How a `config.json` says which layers have a sliding window."""
-
-    read: Callable[[Mapping[str, Any], int], Windows]
-    """From the config and the number of layers; ValueError for what this architecture cannot do."""
-    write: Callable[[Windows], dict[str, Any]]
-    """The keys that `read` turns into these windows; ValueError where there are none."""
+WindowRule = Callable[[Mapping[str, Any], int], Windows]
+"""From a `config.json` and the number of layers; ValueError for windows that the architecture cannot have."""
 
 
 def read_layer_types(layer_types: Sequence[str], window: int | None, num_layers: int) -> Windows:
@@ -43,68 +38,36 @@ def write_layer_types(windows: Windows, num_layers: int) -> dict[str, Any]:
     """The keys `layer_types` and `sliding_window`; inverse of `read_layer_types`."""
     return {
         "layer_types": [FULL if window is None else SLIDING for window in windows or (None,) * num_layers],
-        "sliding_window": _one_window(windows),
+        "sliding_window": max((window for window in windows if window is not None), default=None),
     }
 
 
-def _one_window(windows: Windows) -> int | None:
-    sizes = {window for window in windows if window is not None}
-    if len(sizes) > 1:
-        raise ValueError(f"sliding_windows: expected one window size to write to config.json, got {sorted(sizes)}")
-    return next(iter(sizes), None)
-
-
-def _refuse_windows(config: Mapping[str, Any], num_layers: int) -> Windows:
+def no_windows(config: Mapping[str, Any], num_layers: int) -> Windows:
+    """Full attention in all layers."""
     if config.get("use_sliding_window") or SLIDING in (config.get("layer_types") or ()):
         raise ValueError(f"sliding-window attention is not supported for model_type '{config.get('model_type')}'")
     return ()
 
 
-def _write_no_windows(windows: Windows) -> dict[str, Any]:
-    if windows:
-        raise ValueError(f"sliding_windows: this architecture has none, got {list(windows)}")
-    return {}
-
-
-def _read_uniform(config: Mapping[str, Any], num_layers: int) -> Windows:
+def uniform_window(config: Mapping[str, Any], num_layers: int) -> Windows:
+    """`sliding_window` holds for all layers."""
     if len(set(config.get("layer_types") or ())) > 1:
         raise ValueError("layer_types of several kinds are not supported for model_type 'mistral'")
     window = config.get("sliding_window", 4096)  # what transformers takes where the key is absent
     return () if window is None else (int(window),) * num_layers
 
 
-def _write_uniform(windows: Windows) -> dict[str, Any]:
-    if None in windows:
-        raise ValueError(f"sliding_windows: this architecture has the same in every layer, got {list(windows)}")
-    return {"sliding_window": _one_window(windows)}
-
-
-def _read_by_layer(config: Mapping[str, Any], num_layers: int) -> Windows:
+def window_by_layer(config: Mapping[str, Any], num_layers: int) -> Windows:
+    """`use_sliding_window`, `sliding_window`, and `layer_types` or `max_window_layers`."""
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
     layer_types = config.get("layer_types")
-    if window is None and SLIDING in (layer_types or ()):
-        raise ValueError(f"layer_types with {SLIDING} are not supported without use_sliding_window")
     if layer_types is None:
         first = num_layers if window is None else int(config.get("max_window_layers", 28))
         layer_types = [SLIDING if layer >= first else FULL for layer in range(num_layers)]
+    elif window is None and SLIDING in layer_types:
+        raise ValueError(f"layer_types with {SLIDING} are not supported without use_sliding_window")
     return read_layer_types(layer_types, window, num_layers)
 
-
-def _write_by_layer(windows: Windows) -> dict[str, Any]:
-    return {"use_sliding_window": True, **write_layer_types(windows, len(windows))} if windows else {}
-
-
-def _read_list(config: Mapping[str, Any], num_layers: int) -> Windows:
-    return tuple(config.get("sliding_windows") or ())
-
-
-NO_WINDOWS = WindowRule(_refuse_windows, _write_no_windows)
-UNIFORM = WindowRule(_read_uniform, _write_uniform)
-"""`sliding_window` holds for all layers."""
-BY_LAYER = WindowRule(_read_by_layer, _write_by_layer)
-"""`use_sliding_window`, `sliding_window`, and `layer_types` or `max_window_layers`."""
-LISTED = WindowRule(_read_list, lambda windows: {"sliding_windows": list(windows)})
-"""`sliding_windows` names the window of each layer."""
 
 _FLAGS = ("qk_norm", "qkv_bias", "o_bias", "mlp_bias", "sinks")
 _NUMBERS = ("soft_cap", "scale")
@@ -123,36 +86,41 @@ class Architecture:
     sinks: bool | str = False
     soft_cap: str | None = None
     scale: str | None = None
-    windows: WindowRule = NO_WINDOWS
+    windows: WindowRule = no_windows
 
     def read(self, config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
         """Fields of `DecoderConfig` from a `config.json` mapping."""
-        found: dict[str, Any] = {"sliding_windows": self.windows.read(config, num_layers)}
+        found: dict[str, Any] = {"sliding_windows": self.windows(config, num_layers)}
         for name in _FLAGS:
             rule = getattr(self, name)
-            found[name] = bool(config.get(rule)) if isinstance(rule, str) else rule
+            found[name] = bool(config.get(rule)) if self._is_key(name) else rule
         for name in _NUMBERS:
             value = config.get(getattr(self, name) or "")
             found[name] = None if value is None else float(value)
         return found
 
-    def write(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def write(self, fields: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
         """Keys of `config.json` for fields of `DecoderConfig`; ValueError for what the architecture cannot be."""
-        written = self.windows.write(fields["sliding_windows"])
-        for name in (*_FLAGS, *_NUMBERS):
-            rule, value = getattr(self, name), fields[name]
-            held = written.setdefault(rule, value) if isinstance(rule, str) else rule
-            if held != value:
-                raise ValueError(f"{self.hf_class} cannot have {name}={value}: expected {name}={held}")
+        windows = fields["sliding_windows"]
+        written: dict[str, Any] = {"sliding_window": None}
+        if windows:
+            written = {"use_sliding_window": True, **write_layer_types(windows, num_layers)}
+        written |= {getattr(self, name): fields[name] for name in (*_FLAGS, *_NUMBERS) if self._is_key(name)}
+        for name, held in self.read(written, num_layers).items():
+            if held != fields[name]:
+                raise ValueError(f"{self.hf_class} cannot have {name}={fields[name]}: expected {held}")
         return written
+
+    def _is_key(self, name: str) -> bool:
+        return isinstance(getattr(self, name), str)
 
 
 ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"),
-    "mistral": Architecture("MistralForCausalLM", windows=UNIFORM),
-    "qwen2": Architecture("Qwen2ForCausalLM", qkv_bias=True, windows=BY_LAYER),
+    "mistral": Architecture("MistralForCausalLM", windows=uniform_window),
+    "qwen2": Architecture("Qwen2ForCausalLM", qkv_bias=True, windows=window_by_layer),
     "qwen3": Architecture(
-        "Qwen3ForCausalLM", qk_norm=True, qkv_bias="attention_bias", o_bias="attention_bias", windows=BY_LAYER
+        "Qwen3ForCausalLM", qk_norm=True, qkv_bias="attention_bias", o_bias="attention_bias", windows=window_by_layer
     ),
     # Not in transformers: for models trained here, every difference is a key of its own.
     "specdec": Architecture(
@@ -164,7 +132,7 @@ ARCHITECTURES = {
         sinks="attention_sinks",
         soft_cap="attn_logit_softcapping",
         scale="attention_multiplier",
-        windows=LISTED,
+        windows=window_by_layer,
     ),
 }
 """By `model_type`."""

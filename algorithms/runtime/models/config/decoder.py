@@ -114,6 +114,6 @@ class DecoderConfig:
             "tie_word_embeddings": self.tie_word_embeddings,
             "eos_token_id": write_eos(self.eos_token_ids),
             "dtype": "bfloat16",
-            **entry.write(vars(self)),
+            **entry.write(vars(self), self.num_layers),
             **write_rope(self.rope_theta, self.rope_scaling),
         }

@@ -55,20 +55,6 @@ class SharedTarget(nn.Module):
         return self.target.embed(tokens) if self.embed_tokens is None else self.embed_tokens(tokens)
 
 
-class FirstEagleLayer(nn.Module):
-    """A decoder layer without a norm in front of its attention."""
-
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        self.self_attn = Attention(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = SwiGLU(config)
-
-    def forward(self, layer: int, x: Tensor, mixer: Mixer) -> Tensor:
-        x = x + self.self_attn(layer, x, mixer)
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
 class EagleDrafter(SharedTarget):
     """The head of EAGLE-1 and EAGLE-2."""
 
@@ -80,8 +66,9 @@ class EagleDrafter(SharedTarget):
         self.config = config
         hidden = config.decoder.hidden_size
         self.fc = nn.Linear(2 * hidden, hidden, bias=config.fc_bias)
-        self.layers = nn.ModuleList([FirstEagleLayer(config.decoder)])
-        self.layers.extend(DecoderLayer(config.decoder) for _ in range(1, config.decoder.num_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(config.decoder, index > 0) for index in range(config.decoder.num_layers)
+        )
 
     @property
     def draft_vocab_size(self) -> int:

@@ -2,18 +2,10 @@
 
 from algorithms.runtime.models.folder import ModelError, resolve_folder
 from algorithms.runtime.models.loading.dflash import load_dflash, read_dflash
-from algorithms.runtime.models.loading.eagle import (
-    load_eagle,
-    load_eagle3,
-    load_eagle_head,
-    read_eagle,
-    read_eagle3,
-    read_eagle_head,
-)
+from algorithms.runtime.models.loading.eagle import load_eagle, read_eagle
 from algorithms.runtime.models.loading.target import (
     Target,
     TargetFolder,
-    TargetShape,
     load_draft,
     load_target,
     read_draft,
@@ -24,18 +16,13 @@ __all__ = [
     "ModelError",
     "Target",
     "TargetFolder",
-    "TargetShape",
     "load_dflash",
     "load_draft",
     "load_eagle",
-    "load_eagle3",
-    "load_eagle_head",
     "load_target",
     "read_dflash",
     "read_draft",
     "read_eagle",
-    "read_eagle3",
-    "read_eagle_head",
     "read_target",
     "resolve_folder",
 ]

@@ -12,7 +12,7 @@ from algorithms.runtime.models.folder import ModelError, resolve_folder
 from algorithms.runtime.models.loading.target import (
     CONFIG_FILE,
     Target,
-    TargetShape,
+    TargetFolder,
     check_fit,
     check_tokenizer,
     parse_config,
@@ -41,7 +41,7 @@ def load_dflash(path: str | Path, target: Target, device: torch.device | str, dt
     return drafter
 
 
-def read_dflash(path: str | Path, target: TargetShape) -> tuple[Path, DFlashConfig]:
+def read_dflash(path: str | Path, target: TargetFolder) -> tuple[Path, DFlashConfig]:
     """Folder and config of a DFlash drafter that fits `target`; no weights are read."""
     folder = resolve_folder(path)
     raw = read_config(folder)

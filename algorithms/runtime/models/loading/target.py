@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,31 +23,19 @@ OTHER_DRAFTER = "use the drafter that was trained for this target, or the target
 Config = TypeVar("Config", DecoderConfig, DFlashConfig, EagleConfig, Eagle3Config)
 
 
-class TargetShape(Protocol):
-    """What a drafter must fit: a target whose weights need not be loaded."""
-
-    @property
-    def config(self) -> DecoderConfig: ...
-
-    @property
-    def path(self) -> Path: ...
-
-
 @dataclass(frozen=True)
 class TargetFolder:
-    """A folder whose config and tensor names are those of a language model; no weights are read."""
+    """A folder whose config and tensor names are those of a language model: what a drafter must fit."""
 
     config: DecoderConfig
     path: Path
 
 
 @dataclass(frozen=True)
-class Target:
-    """A loaded target model and the folder it came from."""
+class Target(TargetFolder):
+    """A target with its weights loaded."""
 
     model: Decoder
-    config: DecoderConfig
-    path: Path
 
 
 def load_target(path: str | Path | TargetFolder, device: torch.device | str, dtype: torch.dtype) -> Target:
@@ -57,7 +45,7 @@ def load_target(path: str | Path | TargetFolder, device: torch.device | str, dty
         model = Decoder(found.config)
     ignored = {"lm_head.weight"} if found.config.tie_word_embeddings else set()
     load_weights(model, found.path, device, dtype, ignored=ignored)
-    return Target(model, found.config, found.path)
+    return Target(found.config, found.path, model)
 
 
 def read_target(path: str | Path) -> TargetFolder:
@@ -78,7 +66,7 @@ def load_draft(path: str | Path, target: Target, device: torch.device | str, dty
     return load_target(read_draft(path, target).path, device, dtype)
 
 
-def read_draft(path: str | Path, target: TargetShape) -> TargetFolder:
+def read_draft(path: str | Path, target: TargetFolder) -> TargetFolder:
     """The folder of a language model with the vocabulary of `target`; no weights are read."""
     draft = read_target(path)
     check_fit(draft.path, target, vocab_size=(target.config.vocab_size, draft.config.vocab_size))
@@ -112,7 +100,7 @@ def parse_config(folder: Path, raw: Mapping[str, Any], from_hf: Callable[[Mappin
         ) from error
 
 
-def check_fit(folder: Path, target: TargetShape, **sizes: tuple[int, int]) -> None:
+def check_fit(folder: Path, target: TargetFolder, **sizes: tuple[int, int]) -> None:
     """Compare `(target's, drafter's)` sizes: a drafter that does not fit may run and accept next to nothing."""
     for key, (expected, actual) in sizes.items():
         if expected != actual:
