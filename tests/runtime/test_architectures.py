@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 from algorithms.runtime.models.config import DecoderConfig
 from algorithms.runtime.models.decoder import Decoder
 from algorithms.runtime.models.dense_mixer import DenseMixer
+from algorithms.runtime.models.loading import load_target
 from algorithms.runtime.models.registry import ARCHITECTURES
-from tests.runtime.tiny_folders import randomise, small_config
+from tests.algorithms.toy import Setup, answers, requests
+from tests.runtime.tiny_folders import randomise, small_config, write_target
 
 TOLERANCE = 1e-4
 LENGTH = 21
@@ -41,7 +44,7 @@ def theirs(model_type: str, **keys: Any) -> Any:
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 8,
+        "head_dim": 16,
         "max_position_embeddings": 64,
     }
     config = AutoConfig.for_model(model_type, **{**shape, **keys})
@@ -66,6 +69,22 @@ def test_architectures_agree_with_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(MODELS))
+@torch.no_grad()
+def test_the_engine_writes_what_transformers_writes(name: str, tmp_path: Path) -> None:
+    """Token for token from a saved folder, with text several windows long on pages smaller than a window."""
+    keys, _ = MODELS[name]
+    model = theirs(name.split()[0], **keys)
+    model.save_pretrained(tmp_path)
+    target = load_target(tmp_path, "cpu", torch.float32)
+    asked = [request for request in requests(4, max_new_tokens=16) if len(request.prompt_ids) > 2]
+    for request, written in zip(asked, answers(asked, Setup(page_size=4), target), strict=True):
+        text = list(request.prompt_ids)
+        for _ in range(16):
+            text.append(int(model(torch.tensor([text])).logits[0, -1].argmax()))
+        assert written == text[-16:]
+
+
+@pytest.mark.parametrize("name", list(MODELS))
 def test_configs_are_written_as_transformers_reads_them(name: str) -> None:
     from transformers import AutoConfig
 
@@ -78,7 +97,7 @@ def test_configs_are_written_as_transformers_reads_them(name: str) -> None:
     assert read.architectures == [ARCHITECTURES[config.architecture].hf_class]
 
 
-def test_every_option_has_a_key_in_the_architecture_of_this_toolkit() -> None:
+def test_every_option_has_a_key_in_the_architecture_of_this_toolkit(tmp_path: Path) -> None:
     config = small_config(
         "specdec",
         sliding_windows=(None, 3, None, 3),
@@ -89,7 +108,12 @@ def test_every_option_has_a_key_in_the_architecture_of_this_toolkit() -> None:
         qkv_bias=True,
         mlp_bias=True,
     )
-    assert DecoderConfig.from_hf(config.to_hf()) == config
+    written = write_target(tmp_path, config)
+    target = load_target(tmp_path, "cpu", torch.float32)
+    assert target.config == config
+    for name, tensor in written.state_dict().items():
+        assert torch.equal(target.model.state_dict()[name], tensor), name
+    assert "model.layers.3.self_attn.sinks" in target.model.state_dict()
 
 
 @pytest.mark.parametrize(

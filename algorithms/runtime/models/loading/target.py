@@ -53,7 +53,7 @@ def read_target(path: str | Path) -> TargetFolder:
     folder = resolve_folder(path)
     raw = read_config(folder)
     config = parse_config(folder, raw, DecoderConfig.from_hf)
-    _check_target_keys(folder, raw, config)
+    _check_target_keys(folder, raw)
     _check_language_model(folder, raw)
     return TargetFolder(config, folder)
 
@@ -140,12 +140,11 @@ def refuse_extensions(folder: Path, kind: str, entries: Mapping[str, Any], unsup
         )
 
 
-def _check_target_keys(folder: Path, raw: Mapping[str, Any], config: DecoderConfig) -> None:
+def _check_target_keys(folder: Path, raw: Mapping[str, Any]) -> None:
     """Refuse keys that change the computation and have no tensor that would show it."""
     # transformers 5 writes it beside the other rope parameters.
     partial = {**raw, **(raw.get("rope_parameters") or {})}.get("partial_rotary_factor", 1.0)
     asked = {
-        "sliding-window attention": bool(config.sliding_windows),
         f"partial_rotary_factor={partial}": partial != 1.0,
         "quantization_config": bool(raw.get("quantization_config")),
     }
