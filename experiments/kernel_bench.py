@@ -93,7 +93,7 @@ def run(config: KernelBenchConfig, folder: Path, console: Console) -> bool:
     context = provenance(device.type) | dict(device=device.type, config=asdict(config), ceilings=found)
     bench = Bench(
         device=device,
-        dtype=_DTYPES[_dtype_name(config.dtype, device)],
+        dtype=_DTYPES[config.dtype if config.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"],
         ceilings=ceilings,
         peers=named("peers", config.peers, tuple(PEERS)) if device.type == "cuda" else (),
         seed=config.seed,
@@ -108,10 +108,6 @@ def run(config: KernelBenchConfig, folder: Path, console: Console) -> bool:
             file.flush()
     _present(rows, bench, context["machine"], folder, console)
     return all(row["status"] in (OK, NOT_RUN) for row in rows)
-
-
-def _dtype_name(name: str, device: torch.device) -> str:
-    return name if name != "auto" else "bfloat16" if device.type == "cuda" else "float32"
 
 
 def _rows(cases: list[tuple[str, Case]], bench: Bench, budget_s: float | None) -> Iterator[dict[str, Any]]:

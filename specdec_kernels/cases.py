@@ -61,7 +61,7 @@ class Case:
     tags: tuple[str, ...] = field(default=())
 
 
-Work = Callable[[dict[str, Any]], tuple[int, int]]
+WorkModel = Callable[[dict[str, Any]], tuple[int, int]]
 """(bytes moved, floating-point operations) that a call with these inputs cannot avoid."""
 
 

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 
+from experiments.bench.timing import back_to_back_ms
+
 _COPY_BYTES = 2 << 30
 _MATMUL_SIZE = 8192
-_REPEATS = 10
+_WARMUP, _REPEATS = 3, 11
 
 
 @dataclass(frozen=True)
@@ -49,13 +52,4 @@ def _matmul_s(device: torch.device) -> float:
 
 
 def _median_s(call: Callable[[], object]) -> float:
-    for _ in range(3):
-        call()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(_REPEATS + 1)]
-    events[0].record()
-    for event in events[1:]:
-        call()
-        event.record()
-    torch.cuda.synchronize()
-    times = sorted(a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False))
-    return times[len(times) // 2] / 1e3
+    return median(back_to_back_ms(call, _WARMUP, _REPEATS)) / 1e3

@@ -13,7 +13,7 @@ from experiments.bench import parity, peers
 from experiments.bench.ceilings import Ceilings
 from experiments.bench.selection import maker
 from experiments.bench.timing import Limits, Timing, cold_copies, tensors_in, time_calls, time_function
-from experiments.bench.work import work_of
+from experiments.bench.work import Work, work_of
 from specdec_kernels.cases import Case, comparison_of
 
 OK, DISAGREES, FAILED, NOT_RUN = "ok", "disagrees", "failed", "not run"
@@ -62,7 +62,7 @@ def _measured(family: str, case: Case, bench: Bench) -> dict[str, Any]:
         return row
     called = time_calls(kernel, copies, bench.device, bench.limits)
     row |= _times(called, "call_")
-    row |= _work(family, case.function, inputs, kernel, timing, bench.ceilings)
+    row |= _rates(work_of(family, case.function, inputs, kernel(**inputs)), timing, bench.ceilings)
     row |= _against_reference(function, copies, called, found, bench)
     row["peers"] = {name: _against_peer(name, case.function, copies, kernel, timing, bench) for name in bench.peers}
     return row
@@ -94,19 +94,10 @@ def _shape(inputs: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _work(
-    family: str,
-    function: str,
-    inputs: dict[str, Any],
-    kernel: Callable[..., Any],
-    timing: Timing,
-    ceilings: Ceilings | None,
-) -> dict[str, Any]:
+def _rates(work: Work, timing: Timing, ceilings: Ceilings | None) -> dict[str, Any]:
     """Bytes and operations of the call, their rates, and the share of the ceiling that bounds them."""
-    work = work_of(family, function, inputs, kernel(**inputs))
     seconds = timing.median_ms / 1e3
-    row: dict[str, Any] = dict(moved_bytes=work.moved_bytes, flop=work.flop, work_counted=work.counted)
-    row |= dict(bytes_per_s=work.moved_bytes / seconds, flop_per_s=work.flop / seconds)
+    row = work._asdict() | dict(bytes_per_s=work.moved_bytes / seconds, flop_per_s=work.flop / seconds)
     if ceilings is not None:
         floor_us, bound = ceilings.floor_us(work.moved_bytes, work.flop)
         row |= dict(floor_us=floor_us, bound=bound, ceiling_pct=100 * floor_us / (timing.median_ms * 1e3))

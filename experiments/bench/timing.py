@@ -163,16 +163,22 @@ def _replay_ms(function: Callable[..., Any], arguments: Sequence[dict[str, Any]]
         kept = [function(**each) for each in arguments]
     graph.replay()
     warmup, repeats = limits.within_budget(_synchronized_ms(graph.replay))
+    times = back_to_back_ms(graph.replay, warmup, repeats)
+    del kept
+    return [each / len(arguments) for each in times]
+
+
+def back_to_back_ms(call: Callable[[], object], warmup: int, repeats: int) -> list[float]:
+    """Milliseconds of each of `repeats` calls on a GPU without a pause between them, by events."""
     for _ in range(warmup):
-        graph.replay()
+        call()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     events[0].record()
     for event in events[1:]:
-        graph.replay()
+        call()
         event.record()
     torch.cuda.synchronize()
-    del kept
-    return [a.elapsed_time(b) / len(arguments) for a, b in zip(events, events[1:], strict=False)]
+    return [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
 
 
 def _l2_bytes(device: torch.device) -> int:

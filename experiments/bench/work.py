@@ -16,7 +16,7 @@ from experiments.bench.timing import bytes_in
 class Work(NamedTuple):
     moved_bytes: int
     flop: int
-    counted: str
+    work_counted: str
 
 
 def work_of(family: str, function: str, inputs: dict[str, Any], result: Any) -> Work:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from specdec_kernels.attention.cases_inputs import attention_inputs, plan_inputs
-from specdec_kernels.cases import Case, Comparison, Work
+from specdec_kernels.cases import Case, Comparison, WorkModel
 
 _PARITY_TOKENS = 1 << 19  # larger pools are for the benchmark alone, as the reference of all requests does not fit
 _CHAINS = {1: "decode", 4: "chain4", 16: "chain16", 64: "chain64"}
@@ -38,7 +38,7 @@ def _reference_bytes(inputs: dict[str, Any]) -> int:
     return keys * (2 * 4 * num_nodes * heads + 2 * kv[0, 0, 0].numel() * (4 + kv.element_size()))
 
 
-WORK: dict[str, Work] = {"paged_attention": work, "paged_attention_with_lse": work}
+WORK: dict[str, WorkModel] = {"paged_attention": work, "paged_attention_with_lse": work}
 COMPARISON = Comparison(
     float64=True,
     by_request=("q", "metadata"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from specdec_kernels.cases import Comparison, Maker, Work, case_of
+from specdec_kernels.cases import Comparison, Maker, WorkModel, case_of
 from specdec_kernels.kv_write.rope import rope_table
 
 _MAX_POS = 64
@@ -134,7 +134,7 @@ def _materialize_work(inputs: dict[str, Any]) -> tuple[int, int]:
 
 
 COMPARISON = Comparison(float64=True)
-WORK: dict[str, Work] = {
+WORK: dict[str, WorkModel] = {
     "write_kv": _write_work,
     "materialize_kv": _materialize_work,
 }

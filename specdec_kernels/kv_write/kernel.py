@@ -111,28 +111,47 @@ def _weighted(part, scale, weight, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _turn_and_store(
-    in_ptr,  # [TOKENS, HEADS] pointers to heads
-    out_ptr,  # [TOKENS, HEADS] pointers to where they go
-    seen,  # [TOKENS, HEADS] heads that are read
-    mine,  # [TOKENS, HEADS] heads that are written
-    norm_ptr,  # pointer to [D] weights or None
+def _head_scale(scale, head, BY_HEAD: tl.constexpr, HEADS: tl.constexpr):
+    """`scale` for each head [1, HEADS, 1] where it points to [HEADS] float32, else the number or None that it is."""
+    if BY_HEAD:
+        found = tl.load(scale + head, mask=head < HEADS, other=1.0).to(tl.float32)[None, :, None]
+    else:
+        found = scale
+    return found
+
+
+@triton.jit
+def _turn_heads(
+    in_ptr,  # [*, D] heads
+    out_ptr,  # [*, D] heads
+    in_row,  # [TOKENS] first head of each token at in_ptr
+    out_row,  # [TOKENS] first head of each token at out_ptr
+    here,  # [TOKENS] tokens that are read, before their slots are known
+    kept,  # [TOKENS] tokens that are written
+    head,  # [HEADS]
+    norm_ptr,  # [D] weights, or None
     rope_ptr,  # [max_pos, 2 * HALF] float32
     position,  # [TOKENS] int64
     max_pos,
     eps,
-    scale,  # of the pool, or None
+    scale,
+    BY_HEAD: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
     D: tl.constexpr,
     HALF: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Norm and rotate a tile of queries or keys."""
+    """Move the queries or keys of a tile to their place, normalised and rotated; `scale` as in `_head_scale`."""
+    exists = (head < NUM_HEADS)[None, :]
+    from_ptr = in_ptr + (in_row[:, None] + head[None, :]) * D
+    to_ptr = out_ptr + (out_row[:, None] + head[None, :]) * D
+    seen, mine = here[:, None] & exists, kept[:, None] & exists
     REST: tl.constexpr = D - 2 * HALF
-    first, second = _load_pairs(in_ptr, seen, HALF, HALF_BLOCK, INTERLEAVED)
+    first, second = _load_pairs(from_ptr, seen, HALF, HALF_BLOCK, INTERLEAVED)
     if REST > 0:
-        rest = _load_part(in_ptr, seen, 2 * HALF, REST, REST_BLOCK)
+        rest = _load_part(from_ptr, seen, 2 * HALF, REST, REST_BLOCK)
     if norm_ptr is not None:
         total = tl.sum(first * first, 2) + tl.sum(second * second, 2)
         if REST > 0:
@@ -149,55 +168,11 @@ def _turn_and_store(
     row = rope_ptr + tl.where(known, position, 0)[:, None] * (2 * HALF)
     cos = _load_part(row, known[:, None], 0, HALF, HALF_BLOCK)
     sin = _load_part(row, known[:, None], HALF, HALF, HALF_BLOCK)
-    _store_pairs(
-        out_ptr, mine, first * cos - second * sin, second * cos + first * sin, scale, HALF, HALF_BLOCK,
-        INTERLEAVED,
-    )  # fmt: skip
+    turned, other = first * cos - second * sin, second * cos + first * sin
+    head_scale = _head_scale(scale, head, BY_HEAD, NUM_HEADS)
+    _store_pairs(to_ptr, mine, turned, other, head_scale, HALF, HALF_BLOCK, INTERLEAVED)
     if REST > 0:
-        _store_part(out_ptr, mine, rest, scale, 2 * HALF, REST, REST_BLOCK)
-
-
-@triton.jit
-def _head_scale(scale, head, BY_HEAD: tl.constexpr, HEADS: tl.constexpr):
-    """`scale` for each head [1, HEADS, 1] where it points to [HEADS] float32, else the number or None that it is."""
-    if BY_HEAD:
-        found = tl.load(scale + head, mask=head < HEADS, other=1.0).to(tl.float32)[None, :, None]
-    else:
-        found = scale
-    return found
-
-
-@triton.jit
-def _turn_heads(
-    in_ptr,
-    out_ptr,
-    in_row,  # [TOKENS] first head of each token at in_ptr
-    out_row,  # [TOKENS] first head of each token at out_ptr
-    here,  # [TOKENS] tokens that are read, before their slots are known
-    kept,  # [TOKENS] tokens that are written
-    head,  # [HEADS]
-    norm_ptr,
-    rope_ptr,
-    position,
-    max_pos,
-    eps,
-    scale,
-    BY_HEAD: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
-    REST_BLOCK: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
-    """Move the queries or keys of a tile to their place, normalised and rotated."""
-    exists = (head < NUM_HEADS)[None, :]
-    from_ptr = in_ptr + (in_row[:, None] + head[None, :]) * D
-    to_ptr = out_ptr + (out_row[:, None] + head[None, :]) * D
-    _turn_and_store(
-        from_ptr, to_ptr, here[:, None] & exists, kept[:, None] & exists, norm_ptr, rope_ptr, position, max_pos,
-        eps, _head_scale(scale, head, BY_HEAD, NUM_HEADS), D, HALF, HALF_BLOCK, REST_BLOCK, INTERLEAVED,
-    )  # fmt: skip
+        _store_part(to_ptr, mine, rest, head_scale, 2 * HALF, REST, REST_BLOCK)
 
 
 @triton.jit

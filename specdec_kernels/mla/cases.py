@@ -14,7 +14,7 @@ import torch
 
 from specdec_kernels.attention.cases_inputs import shuffled_pages
 from specdec_kernels.attention.types import AttentionMetadata
-from specdec_kernels.cases import Case, Comparison, Maker, Work
+from specdec_kernels.cases import Case, Comparison, Maker, WorkModel
 from specdec_kernels.tree import build_tree
 from specdec_kernels.tree.cases import random_parents
 
@@ -90,7 +90,7 @@ def _reference_bytes(inputs: dict[str, Any]) -> int:
     return keys * (2 * 4 * num_nodes * heads + 2 * cache[0, 0].numel() * (4 + cache.element_size()))
 
 
-WORK: dict[str, Work] = {"mla_attention": work, "mla_attention_with_lse": work}
+WORK: dict[str, WorkModel] = {"mla_attention": work, "mla_attention_with_lse": work}
 COMPARISON = Comparison(
     float64=True,
     compiled_roundings=8,  # 576 products per score, summed in pieces whose order is the compiler's

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from specdec_kernels.launch import lanes
+
 ROOT = -1
 EMPTY = -1
 MAX_TOKEN = (1 << 31) - 1
@@ -82,7 +84,7 @@ class NgramStore:
             raise ValueError(f"max_breadth: expected 1 to 32, got {max_breadth}")
         if not 2 * max_depth <= capacity <= 1 << 24:
             raise ValueError(f"capacity: expected 2 * max_depth = {2 * max_depth} to {1 << 24}, got {capacity}")
-        cells, width = _power_of_two(2 * capacity), max(2, _power_of_two(max_breadth))
+        cells, width = lanes(2 * capacity), lanes(max_breadth)
         ints = torch.full((7, capacity), -1, dtype=torch.int32, device=device)
         ints[COUNT] = 0
         ints[FREE] = torch.arange(capacity, dtype=torch.int32, device=device)
@@ -190,7 +192,3 @@ def insertion_pieces(capacity: int, max_depth: int, rows: int, width: int) -> li
 def breadth_at(depth: int, window: int, min_breadth: int, max_breadth: int) -> int:
     """Children that breadth-first matching takes of a node at `depth`: fewer the longer the n-gram, at least one."""
     return max(1, max(0, min_breadth * window + (window - depth) * (max_breadth - min_breadth)) // window)
-
-
-def _power_of_two(least: int) -> int:
-    return 1 << max(0, least - 1).bit_length()

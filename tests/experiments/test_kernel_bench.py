@@ -182,7 +182,7 @@ def test_work_is_counted_by_the_family_or_as_every_tensor_once() -> None:
     inputs = attention_inputs(Maker.seeded(), "chain", 3, (5, 40))
     counted = work_of("attention", "paged_attention", inputs, None)
     keys = 5 + 40 + 2 * 3
-    assert counted.counted == "family"
+    assert counted.work_counted == "family"
     assert counted.moved_bytes == 2 * keys * 2 * 16 * 4 + 2 * inputs["q"].numel() * 4
     default = work_of("attention", "unheard_of", dict(x=torch.zeros(8)), torch.zeros(4, dtype=torch.int64))
     assert default == (64, 0, "every tensor once")
@@ -259,7 +259,7 @@ def test_a_row_compares_with_ceiling_reference_and_peers(monkeypatch: pytest.Mon
     inputs = attention_inputs(Maker.seeded(), "chain", 4, (20, 9))
     timing = time_function(lambda **_: time.sleep(0.002), [inputs], CPU, Limits(repeats=2))
     kernel = bench_row._impl(paged_attention, "reference")
-    work = bench_row._work("attention", "paged_attention", inputs, kernel, timing, bench.ceilings)
+    work = bench_row._rates(work_of("attention", "paged_attention", inputs, kernel(**inputs)), timing, bench.ceilings)
     assert work["bound"] == "memory" and work["floor_us"] == pytest.approx(work["moved_bytes"] / 1e6)
     assert work["ceiling_pct"] == pytest.approx(100 * work["floor_us"] / (timing.median_ms * 1e3))
     found = parity.Parity(None, "all", reference_fits=True)

@@ -21,8 +21,8 @@ MUTANTS = (
     Mutant(
         "rope_turned_back",
         _KERNEL,
-        "out_ptr, mine, first * cos - second * sin, second * cos + first * sin, scale, HALF, HALF_BLOCK,",
-        "out_ptr, mine, first * cos + second * sin, second * cos - first * sin, scale, HALF, HALF_BLOCK,",
+        "turned, other = first * cos - second * sin, second * cos + first * sin",
+        "turned, other = first * cos + second * sin, second * cos - first * sin",
         ("tests/kernels/test_kv_write.py::test_same_as_transformers",),
         "the rotation has the wrong sign; scores alone cannot tell when q and k share the fault",
     ),
