@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from specdec_kernels.cases import Case, Maker
-from specdec_kernels.tree.links import build_tree
+from specdec_kernels.cases import Maker, case_of
+from specdec_kernels.tree.reference import build_tree
 
 _VOCAB = 151936
 
@@ -29,8 +29,8 @@ def random_parents(make: Maker, batch: int, num_nodes: int, unused: bool = False
 
 def random_probs(make: Maker, *shape: int, sharpness: float = 3.0) -> torch.Tensor:
     """float32 rows of the last dimension: the head of a distribution, in falling order."""
-    law = (torch.randn(*shape, generator=make.generator) * sharpness).softmax(-1)
-    return law.sort(-1, descending=True).values.to(make.device)
+    probs = (torch.randn(*shape, generator=make.generator) * sharpness).softmax(-1)
+    return probs.sort(-1, descending=True).values.to(make.device)
 
 
 def _tree(make: Maker, batch: int, num_nodes: int, unused: bool = False, **options: Any) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def _chain(make: Maker, batch: int, num_nodes: int) -> dict[str, Any]:
 def _mask(make: Maker, batch: int, num_nodes: int, longest: int = 40, **options: Any) -> dict[str, Any]:
     """Words of random trees over requests of up to `longest` committed tokens."""
     lengths = make.integers(0, longest + 1, batch)
-    mask = build_tree(random_parents(make, batch, num_nodes), lengths, impl="reference").mask
+    mask = build_tree(random_parents(make, batch, num_nodes), lengths).mask
     return dict(mask=mask, lengths=lengths, **options)
 
 
@@ -64,9 +64,9 @@ def _noise_mask(make: Maker, batch: int, num_nodes: int, **options: Any) -> dict
     return dict(mask=words & (words >> 1), lengths=make.integers(0, 40, batch), **options)
 
 
-def _logits(make: Maker, rows: int, vocab: int, k: int, warm: bool = False, scale: float = 4.0) -> dict[str, Any]:
+def _logits(make: Maker, rows: int, vocab: int, k: int, tempered: bool = False, scale: float = 4.0) -> dict[str, Any]:
     logits = make.normal(rows, vocab, scale=scale)
-    temperature = make.tensor([[0.0, 0.5, 1.0, 3.0][r % 4] for r in range(rows)], torch.float32) if warm else None
+    temperature = make.tensor([[0.0, 0.5, 1.0, 3.0][r % 4] for r in range(rows)], torch.float32) if tempered else None
     return dict(logits=logits, k=k, temperature=temperature)
 
 
@@ -98,10 +98,10 @@ def _expand(make: Maker, batch: int, parents: int, children: int, width: int) ->
 
 
 def _expand_ties(make: Maker) -> dict[str, Any]:
-    """Laws of few values, so that most products are equal, in a view of wider rows."""
-    law = make.tensor([0.5, 0.25, 0.25, 0.0, 9.0, 9.0], torch.float32).repeat(3, 5, 1)
+    """Distributions of few values, so that most products are equal, in a view of wider rows."""
+    probs = make.tensor([0.5, 0.25, 0.25, 0.0, 9.0, 9.0], torch.float32).repeat(3, 5, 1)
     scores = make.tensor([[1.0, 0.5, 0.5, 0.0]] * 3, torch.float32)
-    return dict(scores=scores, probs=law[:, :4, :4], width=7)
+    return dict(scores=scores, probs=probs[:, :4, :4], width=7)
 
 
 def _expand_hostile(make: Maker) -> dict[str, Any]:
@@ -189,99 +189,71 @@ _DEEP = [-1] + list(range(69))
 _MALFORMED = [5, 1, -2, 0, 3, 3, 9, -(1 << 31), (1 << 31) - 1, 4]
 
 
-def _case(
-    name: str,
-    function: str,
-    build: Callable[..., dict[str, Any]],
-    catches: str,
-    use: str = "",
-    **shape: Any,
-) -> Case:
-    """`use`: any of the words gate, bench and large."""
-    uses = use.split()
-    tags = tuple(word for word in uses if word == "large")
-    return Case(name, function, partial(build, **shape), catches, "gate" in uses, "bench" in uses, tags)
-
-
-_tree_case = partial(_case, function="build_tree", build=_tree)
-_chain_case = partial(_case, function="build_chain", build=_chain)
+_tree_case = partial(case_of, "build_tree", _tree)
+_chain_case = partial(case_of, "build_chain", _chain)
+_mask_case = partial(case_of, "links_from_mask", _mask)
+_topk_case = partial(case_of, "draft_topk", _logits)
+_expand_case = partial(case_of, "expand_tree", _expand)
+_rerank_case = partial(case_of, "rerank_tree", _rerank)
+_first_case = partial(case_of, "best_first_tree", _marginals)
+_LARGE = ("large",)
 
 CASES = (
-    _tree_case("tree_empty_batch", catches="launch on an empty grid", batch=0, num_nodes=5),
-    _tree_case("tree_root_only", catches="a tree without drafts", use="gate", batch=3, num_nodes=1),
-    _tree_case("tree_odd", catches="masks of sizes off the block", use="gate", batch=3, num_nodes=7),
-    _tree_case("tree_unused", catches="padding becomes a sibling", batch=4, num_nodes=9, unused=True),
+    _tree_case("tree_empty_batch", "launch on an empty grid", batch=0, num_nodes=5),
+    _tree_case("tree_root_only", "a tree without drafts", gate=True, batch=3, num_nodes=1),
+    _tree_case("tree_odd", "masks of sizes off the block", gate=True, batch=3, num_nodes=7),
+    _tree_case("tree_unused", "padding becomes a sibling", batch=4, num_nodes=9, unused=True),
     _tree_case(
-        "tree_orphans_see_root",
-        catches="an orphan without position",
-        use="gate",
-        batch=4,
-        num_nodes=9,
-        unused=True,
-        orphans_see_root=True,
+        "tree_orphans_see_root", "an orphan without position", gate=True,
+        batch=4, num_nodes=9, unused=True, orphans_see_root=True,
     ),
-    _case("tree_star", "build_tree", _shaped, "sibling order", parents=_STAR),
-    _case("tree_deep", "build_tree", _shaped, "ancestor walk cut short", parents=_DEEP),
-    _case("tree_malformed", "build_tree", _shaped, "a parent outside [0, node) is followed", parents=_MALFORMED),
-    _tree_case("tree_64", catches="the word's sign bit", use="gate bench", batch=64, num_nodes=64),
-    _tree_case("tree_65", catches="first bit of the second word", batch=2, num_nodes=65),
-    _tree_case("tree_130", catches="words not a power of two", use="gate", batch=2, num_nodes=130),
-    _tree_case("tree_256", catches="the largest tree", use="bench", batch=1, num_nodes=256),
-    _tree_case("tree_wide_batch", catches="several blocks of requests", batch=300, num_nodes=6),
-    _chain_case("chain_empty_batch", catches="launch on an empty grid", batch=0, num_nodes=4),
-    _chain_case("chain_root_only", catches="last node's child", batch=2, num_nodes=1),
-    _chain_case("chain_16", catches="positions", use="gate bench", batch=64, num_nodes=16),
-    _chain_case("chain_64", catches="shift by the word size", batch=2, num_nodes=64),
-    _chain_case("chain_130", catches="full words before the last", use="gate", batch=2, num_nodes=130),
-    _case("mask_empty_batch", "links_from_mask", _mask, "launch on an empty grid", batch=0, num_nodes=3),
-    _case("mask_64", "links_from_mask", _mask, "the sign bit as a parent", "gate bench", batch=64, num_nodes=64),
-    _case("mask_130", "links_from_mask", _mask, "a parent in an earlier word", "gate", batch=2, num_nodes=130),
-    _case("mask_noise", "links_from_mask", _noise_mask, "rows that no tree has", batch=3, num_nodes=70),
-    _case("mask_bool", "links_from_mask", _bool_mask, "a row that is not closed", "gate", batch=3, num_nodes=21),
-    _case("mask_bool_one", "links_from_mask", _bool_mask, "a block wider than the row", batch=2, num_nodes=1),
-    _case("topk_empty", "draft_topk", _logits, "launch on an empty grid", rows=0, vocab=9, k=2),
-    _case("topk_all", "draft_topk", _logits, "exhausted tiles", rows=2, vocab=10, k=10),
-    _case("topk_one_tile", "draft_topk", _logits, "a row of one tile", "gate", rows=3, vocab=100, k=1),
-    _case("topk_odd", "draft_topk", _logits, "a last tile of one entry", rows=3, vocab=8193, k=8, warm=True),
-    _case("topk_warm", "draft_topk", _logits, "a temperature of zero", rows=4, vocab=1500, k=5, warm=True),
-    _case("topk_flat", "draft_topk", _logits, "sum of many tiles", rows=2, vocab=5000, k=4, scale=0.01),
-    _case("topk_equal", "draft_topk", _equal_logits, "the lowest id among equals", rows=3, vocab=1100, k=64),
-    _case("topk_hostile", "draft_topk", _hostile_logits, "NaN and infinities", vocab=700, k=9),
-    _case("topk_qwen", "draft_topk", _logits, "the shipped vocabulary", "gate bench large", rows=32, vocab=_VOCAB, k=8),
-    _case("topk_widest", "draft_topk", _logits, "the widest vocabulary", "large", rows=4, vocab=248320, k=64),
-    _case("expand_empty", "expand_tree", _expand, "empty grid", batch=0, parents=2, children=2, width=2),
-    _case("expand_one", "expand_tree", _expand, "one candidate", batch=2, parents=1, children=1, width=1),
-    _case("expand_odd", "expand_tree", _expand, "lanes past the end", batch=3, parents=3, children=5, width=15),
-    _case("expand_8", "expand_tree", _expand, "shipped shape", "gate bench", batch=8, parents=8, children=8, width=8),
-    _case("expand_64", "expand_tree", _expand, "widest", "gate", batch=1, parents=64, children=64, width=64),
-    _case("expand_ties", "expand_tree", _expand_ties, "ties, and rows of a wider tensor"),
-    _case("expand_hostile", "expand_tree", _expand_hostile, "NaN and infinities in the order"),
-    _case("rerank_empty", "rerank_tree", _rerank, "launch on an empty grid", batch=0, candidates=4, num_nodes=3),
-    _case("rerank_root_only", "rerank_tree", _rerank, "nothing to keep", batch=2, candidates=1, num_nodes=1),
-    _case("rerank_few", "rerank_tree", _rerank, "more nodes than candidates", batch=2, candidates=5, num_nodes=9),
-    _case(
-        "rerank_ties", "rerank_tree", _rerank, "a tie at the threshold", batch=4, candidates=40, num_nodes=12, levels=2
-    ),
-    _case(
-        "rerank_hostile",
-        "rerank_tree",
-        _rerank,
-        "NaN, late parents",
-        batch=4,
-        candidates=30,
-        num_nodes=12,
-        closed=False,
-    ),
-    _case("rerank_64", "rerank_tree", _rerank, "shipped shape", "gate bench", batch=8, candidates=328, num_nodes=64),
-    _case("rerank_4096", "rerank_tree", _rerank, "widest", "gate large", batch=2, candidates=4096, num_nodes=256),
-    _case("first_empty", "best_first_tree", _marginals, "empty grid", batch=0, depths=2, ranks=2, num_nodes=3),
-    _case("first_root_only", "best_first_tree", _marginals, "no loop", batch=2, depths=1, ranks=1, num_nodes=1),
-    _case("first_few", "best_first_tree", _marginals, "no offer left", batch=2, depths=2, ranks=2, num_nodes=9),
-    _case("first_hostile", "best_first_tree", _marginals_hostile, "zeros, NaN and ties"),
-    _case(
-        "first_64", "best_first_tree", _marginals, "shipped", "gate bench", batch=8, depths=15, ranks=8, num_nodes=64
-    ),
-    _case(
-        "first_256", "best_first_tree", _marginals, "widest", "gate large", batch=1, depths=32, ranks=64, num_nodes=256
-    ),
-)
+    case_of("build_tree", _shaped, "tree_star", "sibling order", parents=_STAR),
+    case_of("build_tree", _shaped, "tree_deep", "ancestor walk cut short", parents=_DEEP),
+    case_of("build_tree", _shaped, "tree_malformed", "a parent outside [0, node) is followed", parents=_MALFORMED),
+    _tree_case("tree_64", "the word's sign bit", gate=True, bench=True, batch=64, num_nodes=64),
+    _tree_case("tree_65", "first bit of the second word", batch=2, num_nodes=65),
+    _tree_case("tree_130", "words not a power of two", gate=True, batch=2, num_nodes=130),
+    _tree_case("tree_256", "the largest tree", bench=True, batch=1, num_nodes=256),
+    _tree_case("tree_wide_batch", "several blocks of requests", batch=300, num_nodes=6),
+    _chain_case("chain_empty_batch", "launch on an empty grid", batch=0, num_nodes=4),
+    _chain_case("chain_root_only", "last node's child", batch=2, num_nodes=1),
+    _chain_case("chain_16", "positions", gate=True, bench=True, batch=64, num_nodes=16),
+    _chain_case("chain_64", "shift by the word size", batch=2, num_nodes=64),
+    _chain_case("chain_130", "full words before the last", gate=True, batch=2, num_nodes=130),
+    _mask_case("mask_empty_batch", "launch on an empty grid", batch=0, num_nodes=3),
+    _mask_case("mask_64", "the sign bit as a parent", gate=True, bench=True, batch=64, num_nodes=64),
+    _mask_case("mask_130", "a parent in an earlier word", gate=True, batch=2, num_nodes=130),
+    case_of("links_from_mask", _noise_mask, "mask_noise", "rows that no tree has", batch=3, num_nodes=70),
+    case_of("links_from_mask", _bool_mask, "mask_bool", "a row that is not closed", gate=True, batch=3, num_nodes=21),
+    case_of("links_from_mask", _bool_mask, "mask_bool_one", "a block wider than the row", batch=2, num_nodes=1),
+    _topk_case("topk_empty", "launch on an empty grid", rows=0, vocab=9, k=2),
+    _topk_case("topk_all", "exhausted tiles", rows=2, vocab=10, k=10),
+    _topk_case("topk_one_tile", "a row of one tile", gate=True, rows=3, vocab=100, k=1),
+    _topk_case("topk_odd", "a last tile of one entry", rows=3, vocab=8193, k=8, tempered=True),
+    _topk_case("topk_temperature", "a temperature of zero", rows=4, vocab=1500, k=5, tempered=True),
+    _topk_case("topk_flat", "sum of many tiles", rows=2, vocab=5000, k=4, scale=0.01),
+    case_of("draft_topk", _equal_logits, "topk_equal", "the lowest id among equals", rows=3, vocab=1100, k=64),
+    case_of("draft_topk", _hostile_logits, "topk_hostile", "NaN and infinities", vocab=700, k=9),
+    _topk_case("topk_qwen", "the shipped vocabulary", gate=True, bench=True, tags=_LARGE, rows=32, vocab=_VOCAB, k=8),
+    _topk_case("topk_widest", "the widest vocabulary", tags=_LARGE, rows=4, vocab=248320, k=64),
+    _expand_case("expand_empty", "empty grid", batch=0, parents=2, children=2, width=2),
+    _expand_case("expand_one", "one candidate", batch=2, parents=1, children=1, width=1),
+    _expand_case("expand_odd", "lanes past the end", batch=3, parents=3, children=5, width=15),
+    _expand_case("expand_8", "shipped shape", gate=True, bench=True, batch=8, parents=8, children=8, width=8),
+    _expand_case("expand_64", "widest", gate=True, batch=1, parents=64, children=64, width=64),
+    case_of("expand_tree", _expand_ties, "expand_ties", "ties, and rows of a wider tensor"),
+    case_of("expand_tree", _expand_hostile, "expand_hostile", "NaN and infinities in the order"),
+    _rerank_case("rerank_empty", "launch on an empty grid", batch=0, candidates=4, num_nodes=3),
+    _rerank_case("rerank_root_only", "nothing to keep", batch=2, candidates=1, num_nodes=1),
+    _rerank_case("rerank_few", "more nodes than candidates", batch=2, candidates=5, num_nodes=9),
+    _rerank_case("rerank_ties", "a tie at the threshold", batch=4, candidates=40, num_nodes=12, levels=2),
+    _rerank_case("rerank_hostile", "NaN, late parents", batch=4, candidates=30, num_nodes=12, closed=False),
+    _rerank_case("rerank_64", "shipped shape", gate=True, bench=True, batch=8, candidates=328, num_nodes=64),
+    _rerank_case("rerank_4096", "widest", gate=True, tags=_LARGE, batch=2, candidates=4096, num_nodes=256),
+    _first_case("first_empty", "empty grid", batch=0, depths=2, ranks=2, num_nodes=3),
+    _first_case("first_root_only", "no loop", batch=2, depths=1, ranks=1, num_nodes=1),
+    _first_case("first_few", "no offer left", batch=2, depths=2, ranks=2, num_nodes=9),
+    case_of("best_first_tree", _marginals_hostile, "first_hostile", "zeros, NaN and ties"),
+    _first_case("first_64", "shipped", gate=True, bench=True, batch=8, depths=15, ranks=8, num_nodes=64),
+    _first_case("first_256", "widest", gate=True, tags=_LARGE, batch=1, depths=32, ranks=64, num_nodes=256),
+)  # fmt: skip

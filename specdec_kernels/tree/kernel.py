@@ -1,47 +1,24 @@
 """Draft-tree links on the device: every lane is one node and walks its own ancestors.
 
-The parent array is small (at most a few KB a request) and stays in the first-level cache, so a walk of
-pointer loads costs less than a matrix closure, and its number of steps is the depth of the tree, at most N.
-First children and next siblings are minima over node indices: first_child[i] = min{j : parent[j] = i} and
-next_sibling[i] = min{j > i : parent[j] = parent[i]}, found by comparing a block of nodes with every block of
-nodes.
+The parent array is small (at most a few KB per request) and stays in the first-level cache, so a walk of pointer loads
+costs less than a matrix closure, and its number of steps is the depth of the tree, at most N. First children and next
+siblings are minima over node indices: first_child[i] = min{j : parent[j] = i} and next_sibling[i] =
+min{j > i : parent[j] = parent[i]}. They are found by comparing a block of nodes with every block of nodes.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
 from specdec_kernels.launch import current_chip, launch
+from specdec_kernels.tree.configs import CONFIGS
 from specdec_kernels.tree.types import WORD_BITS, TreeLinks, mask_words
 
 _WORD_BITS = tl.constexpr(WORD_BITS)
 _EXPONENT_PLACE = tl.constexpr(52)  # of a float64
 _EXPONENT_BIAS = tl.constexpr(1023)
-
-
-@dataclass(frozen=True)
-class TreeConfig:
-    """`pair_budget` bounds the node pairs a program compares at once, `max_nodes` the nodes it owns."""
-
-    max_nodes: int
-    max_requests: int
-    pair_budget: int
-    num_warps: int
-
-
-_GPU = TreeConfig(max_nodes=64, max_requests=1, pair_budget=64 * 64, num_warps=4)
-# The interpreter pays by the program, not by the lane.
-_CONFIGS = {
-    "sm80": _GPU,
-    "sm90": _GPU,
-    "sm100": _GPU,
-    "gfx942": _GPU,
-    "interpreter": TreeConfig(max_nodes=256, max_requests=1 << 15, pair_budget=1 << 20, num_warps=1),
-}
 
 
 @triton.jit
@@ -56,6 +33,24 @@ def _word_bit(node, word):
     """The bit of `node` [...] in word number `word` [W], as int64 [..., W]; node >= 0."""
     one = tl.full((1,), 1, tl.int64)
     return tl.where(word == (node // _WORD_BITS), one << (node % _WORD_BITS).to(tl.int64), 0)
+
+
+@triton.jit
+def _store_links(
+    lengths_ptr, first_child_ptr, next_sibling_ptr, depth_ptr, positions_ptr, mask_ptr, batch, request, node, word,
+    first_child, next_sibling, depth, bits,
+    NODES: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """Store all fields of `TreeLinks`; a link of NODES or more is none."""
+    live = (request < batch) & (node < NODES)
+    row = request.to(tl.int64) * NODES
+    length = tl.load(lengths_ptr + request, mask=request < batch, other=0)
+    tl.store(first_child_ptr + row + node, tl.where(first_child < NODES, first_child, -1), mask=live)
+    tl.store(next_sibling_ptr + row + node, tl.where(next_sibling < NODES, next_sibling, -1), mask=live)
+    tl.store(depth_ptr + row + node, depth, mask=live)
+    tl.store(positions_ptr + row + node, length + depth, mask=live)
+    mask_row = ((row + node) * WORDS)[:, :, None]
+    tl.store(mask_ptr + mask_row + word, bits, mask=live[:, :, None] & (word < WORDS))
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -107,13 +102,10 @@ def _tree_kernel(
         first_child = tl.minimum(first_child, tl.min(tl.where(is_child, other_index, NODES), 2))
         next_sibling = tl.minimum(next_sibling, tl.min(tl.where(is_sibling, other_index, NODES), 2))
 
-    length = tl.load(lengths_ptr + request, mask=request < batch, other=0)
-    tl.store(first_child_ptr + row + node, tl.where(first_child < NODES, first_child, -1), mask=live)
-    tl.store(next_sibling_ptr + row + node, tl.where(next_sibling < NODES, next_sibling, -1), mask=live)
-    tl.store(depth_ptr + row + node, depth, mask=live)
-    tl.store(positions_ptr + row + node, length + depth, mask=live)
-    mask_row = ((row + node) * WORDS)[:, :, None]
-    tl.store(mask_ptr + mask_row + word, bits, mask=live[:, :, None] & (word < WORDS))
+    _store_links(
+        lengths_ptr, first_child_ptr, next_sibling_ptr, depth_ptr, positions_ptr, mask_ptr, batch, request, node, word,
+        first_child, next_sibling, depth, bits, NODES, WORDS,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -134,8 +126,6 @@ def _chain_kernel(
     request = (tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B))[:, None]
     node = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     word = tl.arange(0, BLOCK_W)[None, None, :]
-    live = (request < batch) & (node < NODES)
-    row = request.to(tl.int64) * NODES
     depth = node + tl.zeros((BLOCK_B, BLOCK_N), tl.int32)
 
     seen_in_word = depth[:, :, None] + 1 - word * _WORD_BITS
@@ -143,13 +133,10 @@ def _chain_kernel(
     low_ones = (one << tl.minimum(tl.maximum(seen_in_word, 0), _WORD_BITS - 1).to(tl.int64)) - 1
     bits = tl.where(seen_in_word >= _WORD_BITS, -one, low_ones)
 
-    length = tl.load(lengths_ptr + request, mask=request < batch, other=0)
-    tl.store(first_child_ptr + row + node, tl.where(depth + 1 < NODES, depth + 1, -1), mask=live)
-    tl.store(next_sibling_ptr + row + node, depth * 0 - 1, mask=live)
-    tl.store(depth_ptr + row + node, depth, mask=live)
-    tl.store(positions_ptr + row + node, length + depth, mask=live)
-    mask_row = ((row + node) * WORDS)[:, :, None]
-    tl.store(mask_ptr + mask_row + word, bits, mask=live[:, :, None] & (word < WORDS))
+    _store_links(
+        lengths_ptr, first_child_ptr, next_sibling_ptr, depth_ptr, positions_ptr, mask_ptr, batch, request, node, word,
+        depth + 1, depth * 0 + NODES, depth, bits, NODES, WORDS,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -245,11 +232,11 @@ def _word_blocks(num_nodes: int) -> dict[str, int]:
 
 def _plan(requests: torch.Tensor, num_nodes: int) -> tuple[tuple[int, int], int, dict[str, int]]:
     """Grid, warps and compile-time arguments that all kernels share; `requests` has a row for each."""
-    config = _CONFIGS[current_chip(requests)]
+    config = CONFIGS[current_chip(requests)]
     batch = requests.shape[0]
     # Triton 3.6 cannot compile blocks of one element.
     block_n = min(max(2, triton.next_power_of_2(num_nodes)), config.max_nodes)
     fitting = max(1, config.pair_budget // (block_n * block_n))
     block_b = min(triton.next_power_of_2(max(batch, 1)), config.max_requests, fitting)
     blocks = dict(NODES=num_nodes, BLOCK_B=block_b, BLOCK_N=block_n)
-    return (triton.cdiv(batch, block_b), triton.cdiv(num_nodes, block_n)), config.num_warps, blocks
+    return (triton.cdiv(batch, block_b), triton.cdiv(num_nodes, block_n)), config.links_warps, blocks

@@ -66,12 +66,12 @@ def draft_topk(logits: torch.Tensor, k: int, temperature: torch.Tensor | None = 
     usable = torch.nan_to_num(logits.float(), nan=-torch.inf, neginf=-torch.inf).double()
     values, tokens = (part[:, :k] for part in usable.sort(dim=-1, descending=True, stable=True))
     top = torch.nan_to_num(values[:, :1], neginf=0.0)
-    warmth = torch.ones_like(top) if temperature is None else temperature.double()[:, None]
-    divisor = torch.where(warmth > 0, warmth, 1.0)
+    own = torch.ones_like(top) if temperature is None else temperature.double()[:, None]
+    divisor = torch.where(own > 0, own, 1.0)
     total = ((usable - top) / divisor).exp().sum(-1, keepdim=True)
     probs = torch.where(total > 0, ((values - top) / divisor).exp() / total, 0.0)
     first = (torch.arange(k, device=logits.device) == 0) & (values > -torch.inf)
-    return DraftTopk(torch.where(warmth > 0, probs, first.double()).float(), tokens.contiguous())
+    return DraftTopk(torch.where(own > 0, probs, first.double()).float(), tokens.contiguous())
 
 
 def expand_tree(scores: torch.Tensor, probs: torch.Tensor, width: int) -> Expansion:

@@ -1,4 +1,4 @@
-"""What the tree functions return; its own module, so that reference and kernels can both name it."""
+"""What the tree functions return, and their limits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TreeLinks(NamedTuple):
 class Selection(NamedTuple):
     """A batch of draft trees as `build_tree` takes them, and where each node came from."""
 
-    tokens: torch.Tensor  # [B, N] int64, column 0 is the root's token, 0 in unused nodes
+    tokens: torch.Tensor  # [B, N] int64, column 0 is the last committed token, 0 in unused nodes
     parents: torch.Tensor  # [B, N] int32, -1 for the root, -2 for nodes outside the tree
     candidates: torch.Tensor  # [B, N] int32, candidate id of the node, -1 for the root and unused nodes
 

@@ -7,8 +7,8 @@ from functools import partial
 from tests.mutants.mutant import Mutant, parity
 
 _KERNEL = "specdec_kernels/tree/kernel.py"
-_SELECTION = "specdec_kernels/tree/selection_kernel.py"
-_TOPK = "specdec_kernels/tree/topk_kernel.py"
+_SELECTION = "specdec_kernels/tree/kernel_selection.py"
+_TOPK = "specdec_kernels/tree/kernel_topk.py"
 _case = partial(parity, "tree")
 
 MUTANTS = (
@@ -47,30 +47,16 @@ MUTANTS = (
     Mutant(
         "position_is_the_slot",
         _KERNEL,
-        "    tl.store(positions_ptr + row + node, length + depth, mask=live)\n"
-        "    mask_row = ((row + node) * WORDS)[:, :, None]\n"
-        "    tl.store(mask_ptr + mask_row + word, bits, mask=live[:, :, None] & (word < WORDS))\n\n\n"
-        '@triton.jit(do_not_specialize=["batch"])\ndef _chain_kernel',
-        "    tl.store(positions_ptr + row + node, length + node, mask=live)\n"
-        "    mask_row = ((row + node) * WORDS)[:, :, None]\n"
-        "    tl.store(mask_ptr + mask_row + word, bits, mask=live[:, :, None] & (word < WORDS))\n\n\n"
-        '@triton.jit(do_not_specialize=["batch"])\ndef _chain_kernel',
+        "tl.store(positions_ptr + row + node, length + depth, mask=live)",
+        "tl.store(positions_ptr + row + node, length + node, mask=live)",
         _case("tree_odd"),
         "siblings are rotated as if one followed the other",
     ),
     Mutant(
         "length_in_32_bits",
         _KERNEL,
-        "tl.store(depth_ptr + row + node, depth, mask=live)\n"
-        "    tl.store(positions_ptr + row + node, length + depth, mask=live)\n"
-        "    mask_row = ((row + node) * WORDS)[:, :, None]\n"
-        "    tl.store(mask_ptr + mask_row + word, bits, mask=live[:, :, None] & (word < WORDS))\n\n\n"
-        '@triton.jit(do_not_specialize=["batch"])\ndef _chain_kernel',
-        "tl.store(depth_ptr + row + node, depth, mask=live)\n"
-        "    tl.store(positions_ptr + row + node, length.to(tl.int32) + depth, mask=live)\n"
-        "    mask_row = ((row + node) * WORDS)[:, :, None]\n"
-        "    tl.store(mask_ptr + mask_row + word, bits, mask=live[:, :, None] & (word < WORDS))\n\n\n"
-        '@triton.jit(do_not_specialize=["batch"])\ndef _chain_kernel',
+        "tl.store(positions_ptr + row + node, length + depth, mask=live)",
+        "tl.store(positions_ptr + row + node, length.to(tl.int32) + depth, mask=live)",
         _case("tree_odd"),
         "positions are computed in 32 bits",
     ),
@@ -109,7 +95,7 @@ MUTANTS = (
     Mutant(
         "topk_of_one_tile",
         _TOPK,
-        "        next_image = tl.where(tile == winner, heir, next_image)\n",
+        "        next_image = tl.where(tile == winner, second, next_image)\n",
         "        next_image = tl.where(tile == winner, NO_SCORE, next_image)\n",
         _case("topk_all"),
         "each tile gives one token, although it may hold several of the best",

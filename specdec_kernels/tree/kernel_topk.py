@@ -1,49 +1,29 @@
 # mypy: ignore-errors
 """The k largest logits of a row over a split vocabulary, without a sort.
 
-First kernel, once over the logits: of every tile of 512 its largest logit m_t, the first id that has it, and
-s_t = sum exp((l - m_t) / T). Second kernel, a program a row: the best tile's maximum is the next token; that tile
-alone is read again (it is in the cache) for its largest entry after the taken one in the order (logit falling, id
-rising). Lanes past the vocabulary are -inf of the highest ids, the last in that order, and k <= V never comes to
-them. So k tokens cost k tiles. Tiles of about the square root of the vocabulary balance the search over tiles
-with the search inside one. Z = sum_t s_t exp((m_t - max m) / T) makes the logits probabilities.
+The first kernel reads the logits once. It finds of every tile of 512 the largest logit m_t, the first id that has it,
+and s_t = sum exp((l - m_t) / T). The second kernel runs one program per row. The best tile's maximum is the next token;
+that tile alone is read again (it is in the cache) for its largest entry after the taken one in the order (logit
+falling, id rising). Lanes past the vocabulary are -inf of the highest ids, the last in that order, and k <= V never
+reaches them. So k tokens cost k tiles. Tiles of about the square root of the vocabulary balance the search over tiles
+with the search inside one. Z = sum_t s_t exp((m_t - max m) / T) turns logits into probabilities.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
 from specdec_kernels.launch import current_chip, launch
-from specdec_kernels.tree.selection_kernel import NO_SCORE, ordered, unordered
+from specdec_kernels.tree.configs import CONFIGS
+from specdec_kernels.tree.kernel_selection import NO_SCORE, ordered, unordered
 from specdec_kernels.tree.types import DraftTopk
 
 _TILE = 512
 _MIN_LANES = 32  # a whole warp, whose integer maximum is one instruction
 _FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 _NO_TOKEN = tl.constexpr((1 << 31) - 1)
-
-
-@dataclass(frozen=True)
-class TopkConfig:
-    """`tiles` that a program of the first kernel reads."""
-
-    tiles: int
-    num_warps: int
-
-
-_GPU = TopkConfig(tiles=8, num_warps=8)
-# The interpreter pays by the program, not by the lane.
-_CONFIGS = {
-    "sm80": _GPU,
-    "sm90": _GPU,
-    "sm100": _GPU,
-    "gfx942": _GPU,
-    "interpreter": TopkConfig(tiles=512, num_warps=1),
-}
 
 
 @triton.jit
@@ -57,8 +37,8 @@ def _load_logits(logits_ptr, row_offset, column, VOCAB: tl.constexpr):
 def _divisor(temperature_ptr, row):
     """The row's temperature, 1 where there is none or it is not positive."""
     if temperature_ptr is not None:
-        warmth = tl.load(temperature_ptr + row)
-        divisor = tl.where(warmth > 0, warmth, 1.0)
+        temperature = tl.load(temperature_ptr + row)
+        divisor = tl.where(temperature > 0, temperature, 1.0)
     else:
         divisor = 1.0
     return divisor
@@ -137,19 +117,19 @@ def _topk_merge_kernel(
         other = ordered(_load_logits(logits_ptr, row * row_stride, column, VOCAB))
         after = (other < image) | ((other == image) & (column > token))
         other = tl.where(after, other, NO_SCORE)
-        heir = tl.max(other, 0)
-        heir_token = tl.min(tl.where(other == heir, column, _NO_TOKEN), 0)
-        next_image = tl.where(tile == winner, heir, next_image)
-        next_token = tl.where(tile == winner, heir_token, next_token)
+        second = tl.max(other, 0)
+        second_token = tl.min(tl.where(other == second, column, _NO_TOKEN), 0)
+        next_image = tl.where(tile == winner, second, next_image)
+        next_token = tl.where(tile == winner, second_token, next_token)
 
 
 def draft_topk(logits: torch.Tensor, k: int, temperature: torch.Tensor | None = None) -> DraftTopk:
     """See `specdec_kernels.tree.draft_topk`."""
     rows, vocab = logits.shape
-    config = _CONFIGS[current_chip(logits)]
+    config = CONFIGS[current_chip(logits)]
     tiles = triton.cdiv(vocab, _TILE)
     all_tiles = max(_MIN_LANES, triton.next_power_of_2(tiles))
-    block_t = min(all_tiles, config.tiles)
+    block_t = min(all_tiles, config.topk_tiles)
 
     def by_tile(dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(rows, tiles, dtype=dtype, device=logits.device)
@@ -162,7 +142,7 @@ def draft_topk(logits: torch.Tensor, k: int, temperature: torch.Tensor | None = 
     sizes = dict(VOCAB=vocab, TILES=tiles, TILE=_TILE)
     launch(
         _topk_tiles_kernel, (rows, triton.cdiv(tiles, block_t)), logits, temperature, *stats, logits.stride(0),
-        BLOCK_T=block_t, num_warps=config.num_warps, **sizes,
+        BLOCK_T=block_t, num_warps=config.topk_warps, **sizes,
     )  # fmt: skip
     launch(
         _topk_merge_kernel, (rows,), logits, temperature, *stats, *result, logits.stride(0),

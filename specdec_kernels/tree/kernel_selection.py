@@ -1,11 +1,11 @@
 # mypy: ignore-errors
-"""Which candidates become nodes: one program a request, candidates in its lanes.
+"""Which candidates become nodes: one program per request, candidates in its lanes.
 
-Scores are compared as integers of the same order (`ordered`), because the largest integer of a warp is one
-instruction. `expand_tree` takes the largest candidate T times. `rerank_tree` needs a set in candidate order, so
-it finds the smallest kept score bit by bit, 32 counts whatever N is, and a running sum gives every kept candidate
-its node. `best_first_tree` holds one offer a node, the value of its next unused child: the best offer becomes a
-node, its parent moves on to the next rank and the node makes an offer of its own.
+Scores are compared as integers of the same order (`ordered`), because the largest integer of a warp is found by one
+instruction. `expand_tree` takes the largest candidate T times. `rerank_tree` needs a set in candidate order, so it
+finds the smallest kept score bit by bit, with 32 counts whatever N is, and a running sum gives every kept candidate its
+node. `best_first_tree` keeps one offer per node, the value of its next unused child: the best offer becomes a node, its
+parent proceeds to the next rank, and the new node makes an offer of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MANTISSA_AND_EXPONENT = tl.constexpr(0x7FFFFFFF)
 # Below the image of every float, -inf included.
 NO_SCORE = tl.constexpr(-(1 << 31))
 _MINUS_INFINITY = tl.constexpr(-(1 << 31) + 0x7FFFFF)  # the image of -inf
-_LANES_A_WARP = 512  # of one warp; more warps must meet at a barrier in every reduction
+_LANES_PER_WARP = 512  # more warps must meet at a barrier in every reduction
 _MIN_LANES = 32  # a whole warp, whose integer maximum is one instruction
 
 
@@ -90,7 +90,7 @@ def _rerank_kernel(
     path_scores_ptr,  # [B, CANDIDATES] float32
     tokens_ptr,  # [B, CANDIDATES] int64
     parents_ptr,  # [B, CANDIDATES] int32
-    roots_ptr,  # [B] int64
+    last_tokens_ptr,  # [B] int64
     out_tokens_ptr,  # [B, NODES] int64
     out_parents_ptr,  # [B, NODES] int32
     out_candidates_ptr,  # [B, NODES] int32
@@ -126,8 +126,8 @@ def _rerank_kernel(
 
     other = tl.arange(0, BLOCK_N)
     rest = (other < NODES) & ((other == 0) | (other > wanted))
-    root = tl.load(roots_ptr + request)
-    tl.store(out_tokens_ptr + out + other, tl.where(other == 0, root, 0), mask=rest)
+    last_token = tl.load(last_tokens_ptr + request)
+    tl.store(out_tokens_ptr + out + other, tl.where(other == 0, last_token, 0), mask=rest)
     tl.store(out_parents_ptr + out + other, tl.where(other == 0, -1, _UNUSED_PARENT), mask=rest)
     tl.store(out_candidates_ptr + out + other, other * 0 - 1, mask=rest)
 
@@ -143,7 +143,7 @@ def _offer(value, prob):
 def _best_first_kernel(
     probs_ptr,  # [B, DEPTHS, CHILDREN] float32
     tokens_ptr,  # [B, DEPTHS, CHILDREN] int64
-    roots_ptr,  # [B] int64
+    last_tokens_ptr,  # [B] int64
     out_tokens_ptr,  # [B, NODES] int64
     out_parents_ptr,  # [B, NODES] int32
     out_candidates_ptr,  # [B, NODES] int32
@@ -154,7 +154,7 @@ def _best_first_kernel(
 ):
     request = tl.program_id(0).to(tl.int64)
     row, out = request * (DEPTHS * CHILDREN), request * NODES
-    tl.store(out_tokens_ptr + out, tl.load(roots_ptr + request))
+    tl.store(out_tokens_ptr + out, tl.load(last_tokens_ptr + request))
     tl.store(out_parents_ptr + out, -1)
     tl.store(out_candidates_ptr + out, -1)
 
@@ -236,4 +236,4 @@ def _lanes(count: int) -> int:
 
 
 def _warps(lanes: int) -> int:
-    return max(1, min(8, lanes // _LANES_A_WARP))
+    return max(1, min(8, lanes // _LANES_PER_WARP))

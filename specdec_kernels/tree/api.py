@@ -1,0 +1,248 @@
+"""Links, positions and masks of draft trees, and which candidates of a drafter become their nodes."""
+
+from __future__ import annotations
+
+import torch
+
+from specdec_kernels.checks import expect_dtype, expect_shape, expect_tensors
+from specdec_kernels.launch import dispatch
+from specdec_kernels.tree.types import MAX_NODES, DraftTopk, Expansion, Selection, TreeLinks, mask_words
+
+MAX_CHILDREN = 64
+MAX_DEPTH = 32
+MAX_CANDIDATES = 4096
+
+
+def build_tree(
+    parents: torch.Tensor, lengths: torch.Tensor, orphans_see_root: bool = False, impl: str = "auto"
+) -> TreeLinks:
+    """Links, depths, positions and ancestor masks of a batch of trees.
+
+    Node 0 is the root whatever its entry says. A node i > 0 is linked under `parents[b, i]` when that lies in
+    [0, i); otherwise the node is unused: nothing links to it, its depth is 0 and it sees only itself. So no
+    array of integers can make a cycle, and a node under an unused one is not reachable from the root either.
+    Children appear in the sibling list in the order of their index. Two children may carry one token.
+
+    Args:
+        parents: [B, N] int32, contiguous, 1 <= N <= 256; parents come before children.
+        lengths: [B] int64, committed tokens of each request.
+        orphans_see_root: an unused node counts as one step below the root in depth, positions and mask, though
+            nothing links to it. That is SGLang's contract for entries whose parent was not selected.
+        impl: `auto`, `triton` or `reference`.
+
+    Returns:
+        TreeLinks: first_child, next_sibling, depth [B, N] int32, positions [B, N] int64, mask [B, N,
+            ceil(N/64)] int64.
+
+    Raises:
+        ValueError: wrong shape, dtype, strides or devices, or an unknown `impl`.
+        RuntimeError: `impl="triton"` where no kernel can run.
+    """
+    expect_tensors(parents=(parents, (None, None), torch.int32), lengths=(lengths, parents.shape[:1], torch.int64))
+    expect_nodes("parents", parents.shape[1])
+    return dispatch("build_tree", __package__, impl, parents)(parents, lengths, orphans_see_root)
+
+
+def build_chain(lengths: torch.Tensor, num_nodes: int, impl: str = "auto") -> TreeLinks:
+    """Links of chains of `num_nodes` nodes: node i hangs on node i - 1 and sees nodes 0 to i.
+
+    Args:
+        lengths: [B] int64, committed tokens of each request.
+        num_nodes: N >= 1, nodes of each chain with the root.
+        impl: `auto`, `triton` or `reference`.
+
+    Returns:
+        TreeLinks, equal to `build_tree` of the parents -1, 0, 1, ..., N - 2.
+
+    Raises:
+        ValueError: wrong shape, dtype or strides, `num_nodes` below 1, or an unknown `impl`.
+        RuntimeError: `impl="triton"` where no kernel can run.
+    """
+    expect_tensors(lengths=(lengths, (None,), torch.int64))
+    if num_nodes < 1:
+        raise ValueError(f"num_nodes: expected at least 1 (the root), got {num_nodes}")
+    return dispatch("build_chain", __package__, impl, lengths)(lengths, num_nodes)
+
+
+def links_from_mask(mask: torch.Tensor, lengths: torch.Tensor, impl: str = "auto") -> TreeLinks:
+    """Links, depths and positions of the trees that ancestor masks describe.
+
+    The parent of node i is the last node before i that row i sees; a node i > 0 that sees none is unused. The rest of
+    a row is ignored: its own bit, bits of later nodes and of nodes beyond N have no meaning, and the returned mask
+    replaces a row that is not its parent's row plus itself by that. So `links_from_mask(build_tree(p, L).mask, L) ==
+    build_tree(p, L)`. The order needs only ancestors before descendants. SGLang's `reconstruct_indices_from_tree_mask`
+    computes the same from well-formed masks.
+
+    Args:
+        mask: [B, N, ceil(N/64)] int64 words (bit j of row i: node i sees node j) or [B, N, N] bool,
+            contiguous, 1 <= N <= 256.
+        lengths: [B] int64, committed tokens of each request.
+        impl: `auto`, `triton` or `reference`.
+
+    Returns:
+        TreeLinks as of `build_tree`.
+
+    Raises:
+        ValueError: wrong shape, dtype, strides or devices, or an unknown `impl`.
+        RuntimeError: `impl="triton"` where no kernel can run.
+    """
+    expect_dtype("mask", mask, torch.int64, torch.bool)
+    expect_shape("mask", mask, (None, None, None))
+    num_nodes = mask.shape[1]
+    expect_nodes("mask", num_nodes)
+    columns = mask_words(num_nodes) if mask.dtype == torch.int64 else num_nodes
+    expect_tensors(mask=(mask, (None, num_nodes, columns), mask.dtype), lengths=(lengths, mask.shape[:1], torch.int64))
+    return dispatch("links_from_mask", __package__, impl, mask)(mask, lengths)
+
+
+def draft_topk(logits: torch.Tensor, k: int, temperature: torch.Tensor | None = None, impl: str = "auto") -> DraftTopk:
+    """The k largest logits of each row as probabilities, in falling order, without sorting the vocabulary.
+
+    p = exp((l - max l) / T) / sum_i exp((l_i - max l) / T) over the whole row; among equals the lowest id comes
+    first. NaN counts as -inf and +inf as the largest float32. Where fewer than k entries are above -inf the
+    rest is filled by further ids of probability 0. A temperature of 0 gives the first entry probability 1.
+
+    Args:
+        logits: [R, V] float32, float16 or bfloat16, V >= k; the last dimension has stride 1, rows may be strided.
+        k: 1 to 64.
+        temperature: [R] float32 or None for 1.
+        impl: `auto`, `triton` or `reference`.
+
+    Returns:
+        DraftTopk: probs [R, k] float32, tokens [R, k] int64, all different within a row.
+
+    Raises:
+        ValueError: wrong shape, dtype, strides or devices, k out of range, or an unknown `impl`.
+        RuntimeError: `impl="triton"` where no kernel can run.
+    """
+    expect_shape("logits", logits, (None, None))
+    expect_dtype("logits", logits, torch.float32, torch.float16, torch.bfloat16)
+    _expect_unit_stride("logits", logits)
+    _expect_within("k", k, 1, min(MAX_CHILDREN, logits.shape[1]))
+    expect_tensors({"logits": logits}, temperature=(temperature, logits.shape[:1], torch.float32))
+    return dispatch("draft_topk", __package__, impl, logits, kernel="kernel_topk")(logits, k, temperature)
+
+
+def expand_tree(scores: torch.Tensor, probs: torch.Tensor, width: int, impl: str = "auto") -> Expansion:
+    """One drafting step of EAGLE-2 (arXiv 2406.16858): the best children of all frontier nodes.
+
+    A child's score is its parent's times its own probability; the `width` largest are kept in falling order,
+    among equals the lowest flat index parent * C + child first. A NaN product counts, and is returned, as -inf.
+
+    Args:
+        scores: [B, P] float32, contiguous, of the frontier nodes.
+        probs: [B, P, C] float32 of their children; the last dimension has stride 1, the others any (marginals that
+            do not depend on the parent may be expanded over P). P * C <= 4096.
+        width: T, 1 to min(64, P * C).
+        impl: `auto`, `triton` or `reference`.
+
+    Returns:
+        Expansion: scores [B, T] float32, index [B, T] int32, path_scores [B, P, C] float32.
+
+    Raises:
+        ValueError: wrong shape, dtype, strides or devices, `width` out of range, or an unknown `impl`.
+        RuntimeError: `impl="triton"` where no kernel can run.
+    """
+    expect_shape("probs", probs, (*scores.shape, None))
+    expect_dtype("probs", probs, torch.float32)
+    expect_tensors({"probs": probs}, scores=(scores, (None, None), torch.float32))
+    _expect_unit_stride("probs", probs)
+    _expect_within("P * C of probs", probs.shape[1] * probs.shape[2], 1, MAX_CANDIDATES)
+    _expect_within("width", width, 1, min(MAX_CHILDREN, probs.shape[1] * probs.shape[2]))
+    return dispatch("expand_tree", __package__, impl, scores, kernel="kernel_selection")(scores, probs, width)
+
+
+def rerank_tree(
+    path_scores: torch.Tensor,
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    last_tokens: torch.Tensor,
+    num_nodes: int,
+    impl: str = "auto",
+) -> Selection:
+    """The tree of the best candidates (EAGLE-2, arXiv 2406.16858): the N - 1 largest path scores in candidate order.
+
+    Among equal scores the lowest candidate id is kept, so a child never displaces its own parent. Scores of NaN
+    and -inf are no candidates. A node whose parent was not selected, or is not before it, keeps its place and
+    gets parent -2: it is never linked. Nodes without a candidate get token 0, parent -2,
+    candidate -1.
+
+    Args:
+        path_scores: [B, M] float32, contiguous, 1 <= M <= 4096.
+        tokens: [B, M] int64, contiguous.
+        parents: [B, M] int32, contiguous: candidate id of the parent, -1 for the root; parents before children.
+        last_tokens: [B] int64, token of each root: the last committed one.
+        num_nodes: N, nodes with the root, 1 to 256.
+        impl: `auto`, `triton` or `reference`.
+
+    Returns:
+        Selection: tokens [B, N] int64, parents [B, N] int32, candidates [B, N] int32.
+
+    Raises:
+        ValueError: wrong shape, dtype, strides or devices, sizes out of range, or an unknown `impl`.
+        RuntimeError: `impl="triton"` where no kernel can run.
+    """
+    shape = path_scores.shape
+    expect_tensors(
+        path_scores=(path_scores, (None, None), torch.float32),
+        tokens=(tokens, shape, torch.int64),
+        parents=(parents, shape, torch.int32),
+        last_tokens=(last_tokens, shape[:1], torch.int64),
+    )
+    _expect_within("M of path_scores", shape[1], 1, MAX_CANDIDATES)
+    expect_nodes("num_nodes", num_nodes)
+    rerank = dispatch("rerank_tree", __package__, impl, path_scores, kernel="kernel_selection")
+    return rerank(path_scores, tokens, parents, last_tokens, num_nodes)
+
+
+def best_first_tree(
+    probs: torch.Tensor, tokens: torch.Tensor, last_tokens: torch.Tensor, num_nodes: int, impl: str = "auto"
+) -> Selection:
+    """The likeliest tree under independent marginals of every depth, grown best first (DDTree).
+
+    A node's value is its parent's times the probability of its rank at its depth, in float32 along the path. The
+    tree grows by the largest value among the next unused rank of every node in it; among equals the earliest
+    parent wins. With ranks in falling order these are the N - 1 largest products of all paths, parents first. An
+    entry that is not positive (zero, negative, NaN) ends its depth's list, one above 1 counts as 1, and a product
+    below the smallest normal float32 is no candidate. Nodes without a candidate get token 0, parent -2.
+
+    Args:
+        probs: [B, D, C] float32, contiguous, in falling order over C; 1 <= D <= 32, 1 <= C <= 64.
+        tokens: [B, D, C] int64, contiguous, the token of each rank.
+        last_tokens: [B] int64, token of each root.
+        num_nodes: N, nodes with the root, 1 to 256.
+        impl: `auto`, `triton` or `reference`.
+
+    Returns:
+        Selection: tokens [B, N] int64, parents [B, N] int32, candidates [B, N] int32 (depth index * C + rank).
+
+    Raises:
+        ValueError: wrong shape, dtype, strides or devices, sizes out of range, or an unknown `impl`.
+        RuntimeError: `impl="triton"` where no kernel can run.
+    """
+    expect_tensors(
+        probs=(probs, (None, None, None), torch.float32),
+        tokens=(tokens, probs.shape, torch.int64),
+        last_tokens=(last_tokens, probs.shape[:1], torch.int64),
+    )
+    _expect_within("D of probs", probs.shape[1], 1, MAX_DEPTH)
+    _expect_within("C of probs", probs.shape[2], 1, MAX_CHILDREN)
+    expect_nodes("num_nodes", num_nodes)
+    grow = dispatch("best_first_tree", __package__, impl, probs, kernel="kernel_selection")
+    return grow(probs, tokens, last_tokens, num_nodes)
+
+
+def expect_nodes(name: str, num_nodes: int) -> None:
+    """Raise ValueError unless a tree may have this many nodes."""
+    if not 1 <= num_nodes <= MAX_NODES:
+        raise ValueError(f"{name}: expected 1 (at least one node, the root) to {MAX_NODES} nodes, got {num_nodes}")
+
+
+def _expect_within(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise ValueError(f"{name}: expected {low} to {high}, got {value}")
+
+
+def _expect_unit_stride(name: str, tensor: torch.Tensor) -> None:
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(f"{name}: expected stride 1 in the last dimension, got strides {tensor.stride()}")

@@ -1,0 +1,25 @@
+"""Sizes of the tree kernels per chip."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specdec_kernels.launch import CHIPS
+
+
+@dataclass(frozen=True)
+class TreeConfig:
+    max_nodes: int = 64  # nodes that a program of the link kernels owns
+    max_requests: int = 1  # requests of such a program
+    pair_budget: int = 64 * 64  # node pairs that it compares at once
+    links_warps: int = 4
+    topk_tiles: int = 8  # tiles of the vocabulary that a program of the first top-k kernel reads
+    topk_warps: int = 8
+
+
+# The interpreter's time goes with programs, not lanes.
+CONFIGS = dict.fromkeys(CHIPS, TreeConfig()) | {
+    "interpreter": TreeConfig(
+        max_nodes=256, max_requests=1 << 15, pair_budget=1 << 20, links_warps=1, topk_tiles=512, topk_warps=1
+    )
+}
