@@ -1,0 +1,168 @@
+"""Commit in two kernels: one program per request for its state, and one copy of rows for all gathered tensors.
+
+Everything a request needs stands in one short row, so one program holds it whole. A program writes the state of its own
+request and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from specdec_kernels.commit.configs import BLOCK_ROWS, BLOCK_WIDTH, DEFAULT_ROWS, DEFAULT_WIDTH, NUM_WARPS
+from specdec_kernels.commit.types import Committed
+from specdec_kernels.launch import current_chip, lanes, launch
+
+
+@triton.jit
+def _write_table(table_ptr, logprobs_ptr, request, column, in_row, token, accepted, valid, PATH: tl.constexpr):
+    """One row of the table that the host reads, see `Committed`."""
+    row = table_ptr + request * (2 * PATH + 2)
+    tl.store(row + column, token, mask=in_row)
+    if logprobs_ptr is not None:
+        logprob = tl.load(logprobs_ptr + request * PATH + column, mask=in_row, other=0.0)
+        tl.store(row + PATH + column, logprob.to(tl.int32, bitcast=True).to(tl.int64), mask=in_row)
+    else:
+        tl.store(row + PATH + column, column * 0, mask=in_row)
+    tl.store(row + 2 * PATH, accepted.to(tl.int64))
+    tl.store(row + 2 * PATH + 1, valid.to(tl.int64))
+
+
+# More than 16 run-time arguments: the state of a request and all that a step says about it pass through one launch.
+@triton.jit(do_not_specialize=["capacity"])
+def _commit_kernel(
+    draft_tokens_ptr,  # [B, NODES] int64
+    tokens_ptr,  # [B, PATH] int64
+    num_accepted_ptr,  # [B] int32
+    nodes_ptr,  # [B, PATH] int32
+    valid_ptr,  # [B] bool
+    logprobs_ptr,  # [B, PATH] float32 or None
+    active_ptr,  # [B] int32
+    lengths_ptr,  # [B] int64, read and written
+    last_tokens_ptr,  # [B] int64, written
+    history_ptr,  # [B, capacity] int64, written
+    start_ptr,  # [B] int64
+    counts_ptr,  # [B] int32
+    positions_ptr,  # [B, PATH] int64
+    path_ptr,  # [B, PATH] int32
+    path_tokens_ptr,  # [B, PATH] int64
+    next_tokens_ptr,  # [B, PATH] int64
+    table_ptr,  # [B, 2 * PATH + 2] int64
+    capacity,
+    NODES: tl.constexpr,
+    PATH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK).to(tl.int64)
+    in_row = column < PATH
+    own = request * PATH + column
+    accepted = tl.load(num_accepted_ptr + request)
+    active = tl.load(active_ptr + request)
+    length = tl.load(lengths_ptr + request)
+    count = (accepted + 1) * active
+    token = tl.load(tokens_ptr + own, mask=in_row, other=-1)
+    node = tl.load(nodes_ptr + own, mask=in_row, other=-1)
+    on_path = in_row & (column < count)
+    node = tl.where(on_path, node, -1)
+    drafted = tl.load(draft_tokens_ptr + request * NODES + tl.maximum(node, 0), mask=in_row, other=0)
+
+    tl.store(start_ptr + request, length)
+    tl.store(counts_ptr + request, count)
+    tl.store(positions_ptr + own, length + column, mask=in_row)
+    tl.store(path_ptr + own, node, mask=in_row)
+    tl.store(path_tokens_ptr + own, drafted, mask=in_row)
+    tl.store(next_tokens_ptr + own, tl.maximum(token, 0), mask=in_row)
+    _write_table(
+        table_ptr, logprobs_ptr, request, column, in_row, token, accepted, tl.load(valid_ptr + request), PATH
+    )
+
+    place = length + 1 + column
+    tl.store(history_ptr + request * capacity + place, token, mask=on_path & (place < capacity))
+    tl.store(lengths_ptr + request, length + count)
+    bonus = tl.sum(tl.where(column == accepted, token, 0), 0)
+    tl.store(last_tokens_ptr + request, bonus, mask=active > 0)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _gather_kernel(
+    values_ptr,  # [B, NODES, WIDTH]
+    nodes_ptr,  # [B, PATH] int32
+    out_ptr,  # [B, PATH, WIDTH]
+    rows,  # B * PATH
+    NODES: tl.constexpr,
+    PATH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    feature = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
+    node = tl.load(nodes_ptr + row, mask=row < rows, other=0)
+    source = row // PATH * NODES + tl.where((node >= 0) & (node < NODES), node, 0)
+    live = (row < rows)[:, None] & (feature < WIDTH)[None, :]
+    value = tl.load(values_ptr + source[:, None] * WIDTH + feature[None, :], mask=live, other=0.0)
+    tl.store(out_ptr + row[:, None] * WIDTH + feature[None, :], value, mask=live)
+
+
+def commit_step(
+    draft_tokens: torch.Tensor,
+    tokens: torch.Tensor,
+    num_accepted: torch.Tensor,
+    nodes: torch.Tensor,
+    valid: torch.Tensor,
+    logprobs: torch.Tensor | None,
+    active: torch.Tensor,
+    lengths: torch.Tensor,
+    last_tokens: torch.Tensor,
+    history: torch.Tensor,
+) -> Committed:
+    """See `specdec_kernels.commit.commit_step`, which has checked the arguments."""
+    batch, path = tokens.shape
+    committed = Committed(
+        start=torch.empty_like(lengths),
+        counts=torch.empty_like(num_accepted),
+        positions=torch.empty_like(tokens),
+        nodes=torch.empty_like(nodes),
+        tokens=torch.empty_like(tokens),
+        next_tokens=torch.empty_like(tokens),
+        table=tokens.new_empty((batch, 2 * path + 2)),
+    )
+    launch(
+        _commit_kernel,
+        (batch,),
+        *(draft_tokens, tokens, num_accepted, nodes, valid, logprobs, active, lengths, last_tokens, history),
+        *committed,
+        history.shape[1],
+        num_warps=1 if path <= 64 else NUM_WARPS,
+        NODES=draft_tokens.shape[1],
+        PATH=path,
+        BLOCK=lanes(path),
+    )
+    return committed
+
+
+def gather_path(values: Sequence[torch.Tensor], nodes: torch.Tensor) -> list[torch.Tensor]:
+    """See `specdec_kernels.commit.gather_path`, which has checked the arguments."""
+    batch, path = nodes.shape
+    num_nodes, width = values[0].shape[1:]
+    chip = current_chip(nodes)
+    rows = min(lanes(batch * path), BLOCK_ROWS.get(chip, DEFAULT_ROWS))
+    block = min(lanes(width), BLOCK_WIDTH.get(chip, DEFAULT_WIDTH))
+    gathered = [value.new_empty((batch, path, width)) for value in values]
+    for value, out in zip(values, gathered, strict=True):
+        launch(
+            _gather_kernel,
+            (-(-batch * path // rows), -(-width // block)),
+            *(value, nodes, out, batch * path),
+            num_warps=NUM_WARPS,
+            NODES=num_nodes,
+            PATH=path,
+            WIDTH=width,
+            ROWS=rows,
+            BLOCK_W=block,
+        )
+    return gathered

@@ -1,0 +1,51 @@
+"""The definition of the commit in plain torch. No function reads a value back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from specdec_kernels.commit.types import Committed
+
+
+def commit_step(
+    draft_tokens: torch.Tensor,
+    tokens: torch.Tensor,
+    num_accepted: torch.Tensor,
+    nodes: torch.Tensor,
+    valid: torch.Tensor,
+    logprobs: torch.Tensor | None,
+    active: torch.Tensor,
+    lengths: torch.Tensor,
+    last_tokens: torch.Tensor,
+    history: torch.Tensor,
+) -> Committed:
+    """See `specdec_kernels.commit.commit_step`."""
+    start, counts = lengths.clone(), (num_accepted + 1) * active
+    column = torch.arange(tokens.shape[1], device=tokens.device)
+    on_path = column < counts[:, None]
+    path = torch.where(on_path, nodes, -1)
+    bits = torch.zeros_like(tokens) if logprobs is None else logprobs.view(torch.int32).to(torch.int64)
+    committed = Committed(
+        start=start,
+        counts=counts,
+        positions=start[:, None] + column,
+        nodes=path,
+        tokens=draft_tokens.gather(1, path.clamp(min=0).long()),
+        next_tokens=tokens.clamp(min=0),
+        table=torch.cat([tokens, bits, num_accepted[:, None], valid[:, None]], dim=1),
+    )
+    place = torch.arange(history.shape[1], device=history.device) - start[:, None] - 1
+    emitted = (place >= 0) & (place < counts[:, None])
+    history.copy_(torch.where(emitted, tokens.gather(1, place.clamp(0, tokens.shape[1] - 1)), history))
+    bonus = tokens.gather(1, num_accepted[:, None].long()).squeeze(1)
+    last_tokens.copy_(torch.where(active > 0, bonus, last_tokens))
+    lengths.add_(counts)
+    return committed
+
+
+def gather_path(values: Sequence[torch.Tensor], nodes: torch.Tensor) -> list[torch.Tensor]:
+    """See `specdec_kernels.commit.gather_path`."""
+    inside = torch.where((nodes >= 0) & (nodes < values[0].shape[1]), nodes, 0).long()
+    return [value.gather(1, inside[..., None].expand(-1, -1, value.shape[-1])) for value in values]

@@ -1,0 +1,19 @@
+"""What a commit returns."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Committed(NamedTuple):
+    """The committed path of each request in text order; P = D + 1 columns, of which the first `counts[b]` are real."""
+
+    start: torch.Tensor  # [B] int64: committed length before the step
+    counts: torch.Tensor  # [B] int32: committed tokens, 0 for a padding row
+    positions: torch.Tensor  # [B, P] int64: start + column
+    nodes: torch.Tensor  # [B, P] int32: nodes of the path, -1 behind it and in padding rows
+    tokens: torch.Tensor  # [B, P] int64: tokens at these positions, from the former last token on
+    next_tokens: torch.Tensor  # [B, P] int64: the token that follows each
+    table: torch.Tensor  # [B, 2 P + 2] int64: emitted tokens, log-probabilities as float32 bits, num_accepted, valid

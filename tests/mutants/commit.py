@@ -1,0 +1,45 @@
+"""Bugs in the commit of a speculative step."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from tests.mutants.mutant import Mutant, parity
+
+_KERNEL = "specdec_kernels/commit/kernel.py"
+_case = partial(parity, "commit")
+
+MUTANTS = (
+    Mutant(
+        "history_overwrites_the_last_token",
+        _KERNEL,
+        "place = length + 1 + column",
+        "place = length + column",
+        _case("commit_chain"),
+        "emitted tokens begin at the place of the last token instead of behind it",
+    ),
+    Mutant(
+        "padding_row_gets_a_last_token",
+        _KERNEL,
+        "tl.store(last_tokens_ptr + request, bonus, mask=active > 0)",
+        "tl.store(last_tokens_ptr + request, bonus)",
+        _case("commit_padding"),
+        "a row without a request changes its state",
+    ),
+    Mutant(
+        "bonus_token_of_the_last_column",
+        _KERNEL,
+        "tl.where(column == accepted, token, 0)",
+        "tl.where(column == PATH - 1, token, 0)",
+        _case("commit_tree"),
+        "the bonus token stands behind the accepted drafts, not in the last column",
+    ),
+    Mutant(
+        "gathered_from_the_next_request",
+        _KERNEL,
+        "source = row // PATH * NODES",
+        "source = (row + 1) // PATH * NODES",
+        _case("gather_small"),
+        "the last row of a path is taken from another request",
+    ),
+)
