@@ -55,7 +55,7 @@ class Batch:
     page_table: torch.Tensor
     """[B, max_pages] int32."""
     history: torch.Tensor
-    """[B, context + 1] int64: tokens by position, of which 0 … L are committed; the last column is scratch."""
+    """[B, context] int64: tokens by position, of which 0 … L are committed."""
     active: torch.Tensor
     """[B] int32: 1, or 0 for a padding row, which must touch no cache and no store."""
     sampling: SamplingTensors

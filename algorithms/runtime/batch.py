@@ -51,8 +51,7 @@ class BatchState:
         self.lengths, self.last_tokens = full(0, torch.int64), full(0, torch.int64)
         self.active = full(0, torch.int32)
         self.page_table = full(0, torch.int32, max_pages)
-        # One column more than positions: a commit writes there what it has no place for.
-        self.history = full(0, torch.int64, context + 1)
+        self.history = full(0, torch.int64, context)
         # In the order of `SamplingTensors`: greedy, no filter.
         neutral = ((0.0, torch.float32), (0, torch.int32), (1.0, torch.float32), (0.0, torch.float32), (0, torch.int64))
         self._sampling = [full(value, dtype) for value, dtype in neutral]

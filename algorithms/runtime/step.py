@@ -18,7 +18,17 @@ from algorithms.runtime.cache import KVCache
 from algorithms.runtime.paged_attention import PagedMixer
 from algorithms.runtime.sampling_params import SamplingNeeds
 from algorithms.runtime.tensor_parallel import agree_on_acceptance, agree_on_draft
-from specdec_kernels import Accepted, SamplingTensors, accept, apply_penalties, count_tokens, move_accepted
+from specdec_kernels import (
+    Accepted,
+    Committed,
+    SamplingTensors,
+    accept,
+    apply_penalties,
+    commit_step,
+    count_tokens,
+    gather_path,
+    move_accepted,
+)
 
 PHASES = ("draft", "verify", "accept", "commit")
 """Phases of a step, in order; each is a method of `Step`."""
@@ -131,54 +141,46 @@ class Step:
         )
 
     def commit(self) -> None:
-        """Bring the accepted path to the front of cache, tokens and features, show it to the drafter, and advance."""
-        batch, accepted = self._batch, self.accepted
-        assert accepted.logprobs is not None
-        emitted = (accepted.num_accepted + 1) * batch.active
-        seen = self._observation(emitted)
-        self._write_history(emitted)
-        if self._needs.penalised:
-            penalties = self._parts.state.penalties
-            assert penalties is not None
-            count_tokens(penalties.output_counts[batch.rows], accepted.tokens, emitted, impl=self._parts.resources.impl)
-        self._parts.algorithm.observe(seen)
-        batch.lengths.add_(emitted)
-        batch.last_tokens.copy_(torch.where(batch.active > 0, accepted.bonus, batch.last_tokens))
-        self.table = torch.cat(
-            [
-                accepted.tokens,
-                accepted.logprobs.view(torch.int32).to(torch.int64),
-                accepted.num_accepted[:, None],
-                accepted.valid[:, None],
-            ],
-            dim=1,
-        )
-
-    def _observation(self, emitted: Tensor) -> Observation:
+        """Enter the accepted path into the state, bring it to the front of the cache, and show it to the drafter."""
         batch, accepted, parts = self._batch, self.accepted, self._parts
-        tokens, hidden, features = self.tree.tokens, self.hidden, self.features
-        width, start = tokens.shape[1], batch.lengths.clone()
-        if not parts.algorithm.chain:
-            # A chain is in text order already.
-            nodes = torch.where(batch.active[:, None] > 0, accepted.nodes, -1)
-            move_accepted(parts.cache.kv, batch.page_table, start, nodes, impl=parts.resources.impl)
-            path, width = accepted.nodes.clamp(min=0).long(), accepted.nodes.shape[1]
-            tokens = tokens.gather(1, path)
-            hidden, *features = (x.gather(1, path[..., None].expand(-1, -1, x.shape[-1])) for x in (hidden, *features))
-        return Observation(
-            batch=replace(batch, lengths=start),
-            tokens=tokens,
-            next_tokens=accepted.tokens[:, :width].clamp(min=0),
-            features=features,
-            hidden=hidden,
-            positions=start[:, None] + torch.arange(width, device=start.device),
-            counts=emitted,
+        impl = parts.resources.impl
+        committed = commit_step(
+            self.tree.tokens,
+            accepted.tokens,
+            accepted.num_accepted,
+            accepted.nodes,
+            accepted.valid,
+            accepted.logprobs,
+            active=batch.active,
+            lengths=batch.lengths,
+            last_tokens=batch.last_tokens,
+            history=batch.history,
+            impl=impl,
         )
+        hidden, *features = self._on_path(committed)
+        if self._needs.penalised:
+            penalties = parts.state.penalties
+            assert penalties is not None
+            count_tokens(penalties.output_counts[batch.rows], accepted.tokens, committed.counts, impl=impl)
+        parts.algorithm.observe(
+            Observation(
+                batch=replace(batch, lengths=committed.start),
+                tokens=committed.tokens,
+                next_tokens=committed.next_tokens,
+                features=features,
+                hidden=hidden,
+                positions=committed.positions,
+                counts=committed.counts,
+            )
+        )
+        self.table = committed.table
 
-    def _write_history(self, emitted: Tensor) -> None:
-        """Put the emitted tokens behind the last one; what was not emitted goes to the scratch column."""
-        batch, tokens = self._batch, self.accepted.tokens
-        column = torch.arange(tokens.shape[1], device=tokens.device)
-        place = batch.lengths[:, None] + 1 + column
-        scratch = batch.history.shape[1] - 1
-        batch.history.scatter_(1, torch.where(column < emitted[:, None], place, scratch), tokens)
+    def _on_path(self, committed: Committed) -> list[Tensor]:
+        """Hidden states and features in text order; of a tree, keys and values move with them."""
+        parts, values = self._parts, [self.hidden, *self.features]
+        if parts.algorithm.chain:
+            # A chain is in text order already.
+            return [value[:, : committed.tokens.shape[1]] for value in values]
+        impl = parts.resources.impl
+        move_accepted(parts.cache.kv, self._batch.page_table, committed.start, committed.nodes, impl=impl)
+        return gather_path(values, committed.nodes, impl=impl)
