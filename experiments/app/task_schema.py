@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-from omegaconf import OmegaConf
+from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from algorithms.registry import available
@@ -23,9 +23,9 @@ HYBRID = {"prefill": "torch", "decode": "fa4", "verify": "prefill"}
 class TaskConfig:
     """What every task declares: the keys of a run that it ignores, and why it takes no number of pages, if so."""
 
-    NAME: ClassVar[str]
     IGNORED: ClassVar[tuple[str, ...]] = ()
     OWN_PAGES: ClassVar[str | None] = None
+    name: str = MISSING
 
     def methods_of(self, config: RunConfig) -> dict[str, Any]:
         """Label to configuration of the algorithms that the task runs."""
@@ -48,7 +48,6 @@ class TaskConfig:
 class GenerateTask(TaskConfig):
     """One algorithm over one prompt set, beside autoregressive decoding."""
 
-    NAME: ClassVar[str] = "generate"
     name: str = "generate"
 
 
@@ -72,8 +71,7 @@ class MethodsTask(TaskConfig):
             raise ValueError("task.methods is empty: give at least one, such as +task.methods.mine.name=dflash")
         found = {label: method_config(f"task.methods.{label}", settings) for label, settings in self.methods.items()}
         for label in self.only:
-            if label not in found:
-                raise ValueError(f"task.only must be among {', '.join(found)}, got {label!r}")
+            expect_choice("task.only", label, tuple(found))
         return {label: method for label, method in found.items() if label in self.only or not self.only}
 
     def methods_of(self, config: RunConfig) -> dict[str, Any]:
@@ -84,7 +82,6 @@ class MethodsTask(TaskConfig):
 class CompareTask(MethodsTask):
     """Several methods over several prompt sets."""
 
-    NAME: ClassVar[str] = "compare"
     IGNORED: ClassVar[tuple[str, ...]] = ("algo", "data", "baseline", "samples")
     name: str = "compare"
     data: list[str] = field(default_factory=lambda: ["arithmetic", "code"])
@@ -104,7 +101,6 @@ class CompareTask(MethodsTask):
 class ThroughputTask(TaskConfig):
     """The run's algorithm and the baseline at several concurrencies."""
 
-    NAME: ClassVar[str] = "throughput"
     IGNORED: ClassVar[tuple[str, ...]] = ("baseline", "samples", "runtime.max_batch")
     OWN_PAGES: ClassVar[str | None] = "each level of task.concurrency has as many pages as it needs"
     name: str = "throughput"
@@ -121,7 +117,6 @@ class ThroughputTask(TaskConfig):
 class LosslessnessTask(MethodsTask):
     """Whether each method on each backend writes what the target alone writes, or draws from its distribution."""
 
-    NAME: ClassVar[str] = "losslessness"
     IGNORED: ClassVar[tuple[str, ...]] = (
         "algo", "baseline", "samples", "runtime.max_batch", "runtime.page_size", "sampling.temperature",
     )  # fmt: skip
@@ -146,8 +141,8 @@ class LosslessnessTask(MethodsTask):
         _expect_some("task.batches", self.batches, least=1)
         expect_at_least("task.distribution_draws", self.distribution_draws, 0)
         expect_at_least("task.min_tokens", self.min_tokens, 0)
-        if self.low_precision not in (None, "bfloat16", "float16"):
-            raise ValueError(f"task.low_precision must be bfloat16, float16 or null, got {self.low_precision!r}")
+        if self.low_precision is not None:
+            expect_choice("task.low_precision", self.low_precision, ("bfloat16", "float16", "null"))
         if not 0 < self.temperature < float("inf"):
             raise ValueError(f"task.temperature must be above 0 and finite, got {self.temperature}")
 
@@ -164,7 +159,6 @@ class LosslessnessTask(MethodsTask):
 class GraphAblationTask(TaskConfig):
     """The same run with nothing, the draft, draft and verify, and the whole step captured in CUDA graphs."""
 
-    NAME: ClassVar[str] = "graph_ablation"
     IGNORED: ClassVar[tuple[str, ...]] = ("baseline", "samples", "runtime.graph")
     name: str = "graph_ablation"
     levels: list[str] = field(default_factory=lambda: ["none", "draft", "verify", "step"])
@@ -179,7 +173,7 @@ class GraphAblationTask(TaskConfig):
 
 
 TASKS: dict[str, type[TaskConfig]] = {
-    task.NAME: task for task in (GenerateTask, CompareTask, ThroughputTask, LosslessnessTask, GraphAblationTask)
+    task.name: task for task in (GenerateTask, CompareTask, ThroughputTask, LosslessnessTask, GraphAblationTask)
 }
 
 
@@ -191,9 +185,8 @@ def ignored_overrides(task: TaskConfig, overrides: Sequence[str]) -> list[str]:
 
 def prompt_set(name: str, limit: int | None) -> Any:
     """The configuration `data=NAME data.limit=LIMIT`. Raises ValueError for an unknown name."""
-    settings = datasets().get(name)
-    if settings is None:
-        raise ValueError(f"task.data: expected among {', '.join(datasets())}, got {name!r}")
+    expect_choice("task.data", name, tuple(datasets()))
+    settings = datasets()[name]
     return settings() if limit is None else settings(limit=limit)
 
 
@@ -203,8 +196,7 @@ def method_config(key: str, settings: Any) -> Any:
     if not isinstance(settings, Mapping) or "name" not in settings:
         raise ValueError(f"{key}: expected a mapping with name=ALGORITHM, got {settings!r}")
     name = str(settings["name"])
-    if name not in found:
-        raise ValueError(f"{key}.name must be one of {', '.join(sorted(found))}, got {name!r}")
+    expect_choice(f"{key}.name", name, tuple(sorted(found)))
     schema = found[name].Config
     known = [item.name for item in fields(schema)]
     unknown = [str(setting) for setting in settings if setting not in known]

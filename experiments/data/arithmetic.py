@@ -9,9 +9,10 @@ seeds.
 from __future__ import annotations
 
 import hashlib
+import operator
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 HELDOUT_SEED = 20_260_601
@@ -37,12 +38,7 @@ PLACES = (
 )
 # fmt: on
 
-OPERATORS: Mapping[str, Callable[[int, int], int]] = {
-    "+": lambda a, b: a + b,
-    "-": lambda a, b: a - b,
-    "*": lambda a, b: a * b,
-    "/": lambda a, b: a // b,
-}
+OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
 
 
 @dataclass(frozen=True)
@@ -68,8 +64,8 @@ class Step:
     def parse(cls, line: str) -> Step:
         """A step from `m = b * c: The {boxes} hold {eq} {things}.`"""
         equation, _, sentence = line.partition(": ")
-        result, _, left, operator, right = equation.split()
-        return cls(result, left, operator, right, sentence)
+        result, _, left, symbol, right = equation.split()
+        return cls(result, left, symbol, right, sentence)
 
 
 @dataclass(frozen=True)
