@@ -36,7 +36,7 @@ for by name is never replaced by the other.
 
 def page() -> str:
     """The whole page as Markdown."""
-    packages = [*(f"specdec_kernels.{family}" for family in FAMILIES), "specdec_kernels.wrappers"]
+    packages = [f"specdec_kernels.{family}" for family in FAMILIES]
     contents = "\n".join(f"- [`{name}`](#{_anchor(name)}): {_first_sentence(name)}" for name in packages)
     text = "\n".join([_INTRODUCTION, contents, *(_package(name) for name in packages)])
     return re.sub(r"\n{3,}", "\n\n", text).rstrip("\n") + "\n"

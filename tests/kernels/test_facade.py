@@ -21,7 +21,7 @@ def public_names(family: str) -> list[str]:
 
 def test_every_folder_with_code_is_a_family() -> None:
     folders = {path.parent for path in Path(specdec_kernels.__file__).parent.glob("*/*.py")}
-    assert {folder.name for folder in folders} - {"compat", "wrappers"} == set(CORE)
+    assert {folder.name for folder in folders} - {"compat"} == set(CORE)
 
 
 def test_type_checkers_see_every_family() -> None:
