@@ -60,8 +60,7 @@ class Eagle(Algorithm):
         self._shape = TreeShape.of(config.steps, config.topk, config.num_nodes)
         _check_topk(config, self._drafter.draft_vocab_size)
         self.capture = self._drafter.capture
-        self.chain, self.max_depth = self._shape.chain, self._shape.max_depth
-        self.num_nodes = self.max_depth + 1 if self.chain else self._shape.num_nodes
+        self.chain, self.max_depth, self.num_nodes = self._shape.chain, self._shape.max_depth, self._shape.num_nodes
         self.draft_slots = self._shape.draft_slots(0)
 
     def attach(self, resources: Resources) -> None:

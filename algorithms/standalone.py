@@ -64,8 +64,7 @@ class Standalone(Algorithm):
         self._draft = load_draft(self.drafter_folder(draft_path), target, weight.device, weight.dtype)
         self._shape = TreeShape.of(config.steps, config.topk, config.num_nodes)
         self.rule = config.rule
-        self.chain, self.max_depth = self._shape.chain, self._shape.max_depth
-        self.num_nodes = self.max_depth + 1 if self.chain else self._shape.num_nodes
+        self.chain, self.max_depth, self.num_nodes = self._shape.chain, self._shape.max_depth, self._shape.num_nodes
         # A chain also stores its last draft.
         self.draft_slots = self._shape.draft_slots(1) + self.chain
 

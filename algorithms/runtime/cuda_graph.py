@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,13 +20,14 @@ from algorithms.runtime.clock import PhaseClock
 from algorithms.runtime.sampling_params import SamplingNeeds
 from algorithms.runtime.step import PHASES, Step, StepParts
 
-LEVELS = ("none", "draft", "verify", "step")
 _CAPTURED: dict[str, tuple[tuple[str, ...], ...]] = {
     "none": (),
     "draft": (("draft",),),
     "verify": (("draft",), ("verify",)),
     "step": (PHASES,),
 }
+"""Level to the groups of phases that are one graph each; they are the first phases of a step."""
+LEVELS = tuple(_CAPTURED)
 WHOLE_STEP = "graph"
 """Name of the phase under which the clock books a step that is one graph."""
 _WARMUP_RUNS = 2
@@ -77,11 +78,11 @@ class CudaCapture:
         return graph
 
 
-@dataclass(frozen=True)
-class _Bucket:
+class _Launch(NamedTuple):
+    """A step and how it is run: pieces of work in order, each with the phase that the clock books it under."""
+
     step: Step
-    graphs: dict[str, Captured]
-    """By the first phase of the captured group."""
+    pieces: list[tuple[str, Callable[[], None]]]
 
 
 class StepRunner:
@@ -95,63 +96,52 @@ class StepRunner:
                 f"runtime.graph={level} captures CUDA graphs and needs a CUDA device, got {parts.resources.device}; "
                 "use runtime.graph=none"
             )
-        self._parts, self._level, self.clock = parts, level, clock
-        self._groups = {group[0]: group for group in _CAPTURED[level]}
+        self._parts, self._groups, self.clock = parts, _CAPTURED[level], clock
         self._capture = capture or (CudaCapture() if level != "none" else None)
-        self._buckets: dict[tuple[int, SamplingNeeds], _Bucket] = {}
+        self._captured: dict[tuple[int, SamplingNeeds], _Launch] = {}
         self.report = GraphReport(level, buckets(parts.state.max_batch) if self._groups else ())
 
     def prepare(self, needs: SamplingNeeds) -> None:
         """Capture every bucket for `needs`, unless done. No request may be running."""
-        missing = [size for size in reversed(self.report.buckets) if (size, needs) not in self._buckets]
+        missing = [size for size in reversed(self.report.buckets) if (size, needs) not in self._captured]
         if not missing:
             return
         began, before = time.perf_counter(), self._memory()
+        # A replay serves requests of any length, so the bound is all that the page table can hold.
+        longest = self._parts.state.page_table.shape[1] * self._parts.resources.page_size
         for size in missing:
-            self._buckets[size, needs] = self._captured(size, needs)
-        self.report = GraphReport(
-            self._level,
-            self.report.buckets,
-            sum(len(bucket.graphs) for bucket in self._buckets.values()),
-            self.report.warmup_ms + (time.perf_counter() - began) * 1e3,
-            self.report.memory_bytes + self._memory() - before,
+            self._captured[size, needs] = self._prepared(size, longest, needs)
+        self.report = replace(
+            self.report,
+            num_graphs=len(self._groups) * len(self._captured),
+            warmup_ms=self.report.warmup_ms + (time.perf_counter() - began) * 1e3,
+            memory_bytes=self.report.memory_bytes + self._memory() - before,
         )
 
     def launch(self, num_rows: int, max_length: int, needs: SamplingNeeds) -> Tensor:
         """Start a step over rows 0 … num_rows - 1 and return its table, still being written, for those rows."""
-        if not self._groups:
-            bucket = _Bucket(self._step(num_rows, max_length, needs), {})
-        else:
+        if self._groups:
             size = next(size for size in self.report.buckets if size >= num_rows)
-            bucket = self._buckets[size, needs]
-        covered: tuple[str, ...] = ()
-        for phase in PHASES:
-            if phase in bucket.graphs:
-                covered = self._groups[phase]
-                with self.clock.phase(phase if len(covered) == 1 else WHOLE_STEP):
-                    bucket.graphs[phase].replay()
-            elif phase not in covered:
-                with self.clock.phase(phase):
-                    getattr(bucket.step, phase)()
-        return bucket.step.table[:num_rows]
+            step, pieces = self._captured[size, needs]
+        else:
+            step, pieces = self._prepared(num_rows, max_length, needs)
+        for phase, work in pieces:
+            with self.clock.phase(phase):
+                work()
+        return step.table[:num_rows]
 
-    def _step(self, num_rows: int, max_length: int, needs: SamplingNeeds) -> Step:
-        return Step(self._parts, self._parts.state.batch(0, num_rows, max_length), needs)
-
-    def _captured(self, size: int, needs: SamplingNeeds) -> _Bucket:
-        assert self._capture is not None
-        # A replay serves requests of any length, so the bound is all that the page table can hold.
-        resources = self._parts.resources
-        longest = self._parts.state.page_table.shape[1] * resources.page_size
-        step = self._step(size, longest, needs)
-        graphs: dict[str, Captured] = {}
-        for phase in PHASES:
-            group = self._groups.get(phase)
-            if group is not None:
-                graphs[phase] = self._capture(partial(_run, step, group))
-                # Capturing computes nothing, and what follows needs results to start from.
-                graphs[phase].replay()
-        return _Bucket(step, graphs)
+    def _prepared(self, size: int, max_length: int, needs: SamplingNeeds) -> _Launch:
+        """A step over the first `size` rows, with its graphs captured."""
+        step = Step(self._parts, self._parts.state.batch(0, size, max_length), needs)
+        pieces: list[tuple[str, Callable[[], None]]] = []
+        for group in self._groups:
+            assert self._capture is not None
+            graph = self._capture(partial(_run, step, group))
+            # Capturing computes nothing, and the next phases need results to start from.
+            graph.replay()
+            pieces.append((group[0] if len(group) == 1 else WHOLE_STEP, graph.replay))
+        captured = sum(map(len, self._groups))
+        return _Launch(step, pieces + [(phase, getattr(step, phase)) for phase in PHASES[captured:]])
 
     def _memory(self) -> int:
         device = self._parts.resources.device

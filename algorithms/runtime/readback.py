@@ -42,6 +42,7 @@ class Readback(Generic[Tag]):
 
     @property
     def num_pending(self) -> int:
+        """Results in flight."""
         return len(self._pending)
 
     def push(self, table: Tensor, tag: Tag) -> None:

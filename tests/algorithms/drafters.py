@@ -1,4 +1,4 @@
-"""Every algorithm over random models, and a way to have as much accepted of its drafts as a test wants."""
+"""Every algorithm with random models, and a way to make its drafts right."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def hinted(algorithm: Algorithm, texts: Sequence[Sequence[int]]) -> Algorithm:
 
 
 def _last_path(first_child: Sequence[int], next_sibling: Sequence[int]) -> list[int]:
-    """Nodes from a child of the root to a leaf, the last child each time."""
+    """Nodes from a child of node 0 to a leaf, the last child each time."""
     path, node = [], first_child[0]
     while node >= 0:
         while next_sibling[node] >= 0:

@@ -1,12 +1,12 @@
-"""A long run of one engine under everything that can happen to it, with what must be true checked after every step.
+"""A long run of one engine under random traffic, with its invariants checked after every step.
 
     python -m tests.algorithms.soak --steps 20000 --model tiny
 
 Requests arrive and are aborted at random, end inside blocks by stop tokens and lengths, and share a pool that holds
-less than a full batch. Sessions are drained or broken off. After every step: each page is free or owned once, nothing
-is written to a free page (they hold a canary), the device's lengths, last_tokens and texts are the host's, and for each
-request emitted = sum(accepted + 1) - truncated. Every finished request has the tokens that the target alone writes,
-and an aborted one a beginning of them.
+less than a full batch. Sessions are served to their end or closed before it. After every step: each page is free or
+owned once, nothing is written to a free page (they hold a canary), the device's lengths, last tokens and texts are the
+host's, and for each request emitted = sum(accepted + 1) - truncated. Every finished request has the tokens that the
+target alone writes, and an aborted one a beginning of them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ EVERYTHING = SamplingNeeds(sampled=True, filtered=True, penalised=True)
 
 @dataclass(frozen=True)
 class World:
-    """A target, requests with what it writes to them on its own, and algorithms to serve them."""
+    """A target, requests with its own answers to them, and algorithms that serve them."""
 
     target: Target
     known: Sequence[tuple[Request, Sequence[int]]]
@@ -105,7 +105,7 @@ class Soak:
             self._check_pages()
 
     def _draw(self) -> tuple[Request, list[int]]:
-        """A known request with an end of its own, and what it is to write."""
+        """A known request with a random end, and the answer that it must get."""
         request, written = self._random.choice(self._world.known)
         chance, length = self._random.random(), self._random.randint(1, request.sampling.max_new_tokens)
         stop: dict[str, Any] = {}
@@ -267,7 +267,7 @@ def tiny_world(tokens: int = 40) -> World:
 
 
 def plan(makers: Sequence[str], steps: int) -> list[tuple[str, Setup, int]]:
-    """Every method, with page size, backend, capture and read-behind changing from one to the next."""
+    """Every method, with page size, backend, capture and overlap changing from one to the next."""
     share = -(-steps // len(makers))
     setups = [
         Setup(
@@ -296,7 +296,7 @@ def main() -> None:
         soak.run(steps)
         total += soak.counts
         done = ", ".join(f"{count:,} {name}" for name, count in soak.counts.items())
-        where = f"{setup.backend}, page size {setup.page_size}, graph {setup.graph}, read {setup.overlap} behind"
+        where = f"{setup.backend}, page size {setup.page_size}, graph {setup.graph}, overlap {setup.overlap}"
         print(f"{maker} ({where}): {done}; {time.monotonic() - began:.0f} s", flush=True)
     print("all of them:", ", ".join(f"{count:,} {name}" for name, count in total.items()), flush=True)
 

@@ -1,4 +1,4 @@
-"""Drafters with a model of their own: exact output whatever they draft, and drafts that are what the model says."""
+"""Drafters with a model: their output is exact whatever they draft, and they draft what the model says."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def test_kernels_in_the_engine(loaded: None, maker: str) -> None:
 
 @pytest.mark.parametrize("maker", [name for name in MAKERS if name != "naive_eagle"])
 def test_captured_steps(loaded: None, maker: str) -> None:
-    """Padding rows touch neither caches nor what a drafter remembers; late reading steps ended requests once more."""
+    """Padding rows change neither caches nor row stores, also where ended requests are stepped once more."""
     setup = Setup(max_batch=3, graph="step", overlap=1, page_size=4)
     assert [c.token_ids for c in run(MAKERS[maker](), mixed(), setup, TARGET).completions] == mixed_answers()
 
 
 class Watched:
-    """Keeps every draft beside the text it was made for."""
+    """Records every draft with the text that it was made for."""
 
     def __init__(self, algorithm: Algorithm) -> None:
         self.drafts: list[tuple[list[int], list[int], list[int]]] = []
@@ -158,8 +158,8 @@ def test_drawn_chains(loaded: None, rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_drawn_chains_have_the_targets_law(monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
-    """The joint law of the first two tokens, over many seeds, with a draft model that is often wrong."""
+def test_drawn_chains_follow_the_targets_distribution(monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
+    """The joint distribution of the first two tokens, over many seeds, with a draft model that is often wrong."""
     temperature, seeds, likely = 0.6, 2000, 8
     monkeypatch.setattr(f"{LOADING}.load_draft", lambda *_: blurred_target())
     algorithm = Standalone(Standalone.Config(steps=2, rule=rule), TARGET, "random")
@@ -170,17 +170,17 @@ def test_drawn_chains_have_the_targets_law(monkeypatch: pytest.MonkeyPatch, rule
     for completion in got:
         pair = tuple(completion.token_ids)
         counts[pair] = counts.get(pair, 0) + 1
-    law = two_token_law(prompt, temperature, likely)
-    assert set(counts) <= set(law), "a token outside of the top 8"
+    exact = two_token_distribution(prompt, temperature, likely)
+    assert set(counts) <= set(exact), "a token outside of the top 8"
     # Pearson's chi-square; cells that expect fewer than five draws are pooled.
-    cells = sorted(((p * seeds, counts.get(pair, 0)) for pair, p in law.items()), reverse=True)
+    cells = sorted(((p * seeds, counts.get(pair, 0)) for pair, p in exact.items()), reverse=True)
     large, small = [c for c in cells if c[0] >= 5], [c for c in cells if c[0] < 5]
     pooled = large + ([(sum(e for e, _ in small), sum(o for _, o in small))] if small else [])
     assert chisquare([o for _, o in pooled], [e for e, _ in pooled], sum_check=False).pvalue > 1e-6
     assert 0.1 < sum(c.accepted_counts[0] > 0 for c in got) / seeds < 0.95
 
 
-def two_token_law(prompt: tuple[int, ...], temperature: float, top_k: int) -> dict[tuple[int, ...], float]:
+def two_token_distribution(prompt: tuple[int, ...], temperature: float, top_k: int) -> dict[tuple[int, ...], float]:
     def following(text: list[int]) -> dict[int, float]:
         hidden, _ = dense_features(text, ())
         top = (TARGET.model.logits(hidden[0, -1]) / temperature).topk(top_k)
@@ -257,7 +257,7 @@ def test_bad_settings(config: Callable[[], object], message: str) -> None:
 
 
 def test_the_drafters_cache_has_room_for_what_it_stores() -> None:
-    """Slots behind L: of a chain its drafts but the last, of a tree all levels but the last; the root where it runs."""
+    """Slots behind L: of a chain its drafts but the last, of a tree all levels but the last; node 0 where it runs."""
     shapes = [TreeShape.of(1, 1, None), TreeShape.of(4, 1, None), TreeShape.of(4, 3, 12)]
     assert [shape.draft_slots(0) for shape in shapes] == [0, 3, 9]
     assert [shape.draft_slots(1) for shape in shapes] == [1, 4, 10]

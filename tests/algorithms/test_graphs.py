@@ -1,4 +1,4 @@
-"""Captured steps, padding rows and late reading change nothing but the time; and a step reads nothing back."""
+"""Captured steps, padding rows and late reading change only the time, and a step reads nothing back."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_late_reading_gives_the_same_tokens(overlap: int, decoys: bool) -> None:
 
 
 def test_late_reading_counts_as_early_reading_does(drafter: dflash.DFlash) -> None:
-    """A step that was launched for nothing appears in no figure of its request."""
+    """A step that was launched after the end of a request is not counted for it."""
     early, late = (run(drafter, ASKED, Setup(overlap=n), TARGET).completions for n in (0, 1))
     for a, b in zip(early, late, strict=True):
         assert (a.accepted_counts, a.num_truncated, a.finish_reason) == (
@@ -108,7 +108,7 @@ def _indices(name: str, args: tuple) -> list:
 
 
 class HostReads:
-    """Counts what the host learns of tensors by name while `watching`; the interpreter's own reads are not a step's."""
+    """Counts the host's reads of tensors while `watching`, without those of the interpreter itself."""
 
     METHODS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
 
@@ -191,7 +191,7 @@ def test_a_step_reads_nothing_back(maker: str, backend: str, monkeypatch: pytest
 
 
 def test_reads_are_seen() -> None:
-    """The counter above notices what it is there for."""
+    """The counter above sees reads."""
     with Reads() as reads:
         x = torch.arange(4)
         x[x > 2].sum().item()

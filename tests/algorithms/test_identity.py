@@ -68,7 +68,7 @@ def test_log_probabilities_are_those_of_the_target_alone(monkeypatch: pytest.Mon
 
 
 def test_forgetting_makes_the_next_run_the_first() -> None:
-    """A store of n-grams knows the answers the second time, unless it is told to forget; captured steps go on."""
+    """A store of n-grams knows the answers the second time, unless it forgets them; captured steps go on."""
     asked = requests(5, TOKENS)
 
     def counts(engine: Engine) -> list[list[int]]:

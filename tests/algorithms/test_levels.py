@@ -1,4 +1,4 @@
-"""Who decides how much of a step is captured: the run, unless the algorithm insists; and what cannot be is refused."""
+"""The run decides how much of a step is captured, unless the algorithm insists; what is impossible is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""N-gram drafting: lossless wherever it runs, and worth it where a text repeats itself."""
+"""N-gram drafting is lossless in every setting, and saves steps where a text repeats itself."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ngram(**changes: Any) -> NGram:
 
 
 def twice(asked: list[Request]) -> list[Request]:
-    """The same requests again, under numbers of their own."""
+    """The requests, and the same requests again with other ids."""
     return asked + [changed(request, id=request.id + len(asked)) for request in asked]
 
 
@@ -43,7 +43,7 @@ def written(temperature: float = 0.0) -> list[list[int]]:
     [("fa4", 1, 3, "bfs"), ("fa4", 16, 3, "prob"), ("torch", 1, 3, "prob"), ("torch", 16, 1, "bfs")],
 )
 def test_lossless(backend: str, page_size: int, max_batch: int, mode: str, temperature: float) -> None:
-    """All requests twice over one store: the second time most drafts are right, and still nothing changes."""
+    """All requests twice with one store: the second time most drafts are right, and the output is the same."""
     asked = requests(5, temperature=temperature)
     setup = Setup(backend=backend, page_size=page_size, max_batch=max_batch)
     got = run(ngram(mode=mode), twice(asked), setup, TARGET)
@@ -64,7 +64,7 @@ def test_stops_inside_a_block(end: int) -> None:
 
 @pytest.mark.parametrize("graph", ["draft", "step"])
 def test_captured_steps_count_nothing_twice(graph: str) -> None:
-    """Warm-up and padding rows leave no trace in the store: same tokens, same acceptance, same contents."""
+    """Warm-up and padding rows do not change the store: same tokens, same acceptance, same contents."""
     runs = []
     for level in ("none", graph):
         algorithm = ngram()
@@ -91,7 +91,7 @@ def test_kernels_in_the_engine() -> None:
 
 
 def test_every_token_of_a_text_is_indexed_once() -> None:
-    """After a run the store has counted each committed token of each request: prompts whole, answers up to the root."""
+    """After a run the store has counted each committed token: whole prompts, and answers up to the last token."""
     asked = requests(3)
     algorithm = ngram()
     got = run(algorithm, asked, Setup(max_batch=3), TARGET)
@@ -133,7 +133,7 @@ def code_answers(count: int, max_new_tokens: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("mode", ["bfs", "prob"])
 def test_code_that_repeats_is_drafted_well(mode: str) -> None:
-    """The shipped target on beginnings of functions, asked for twice: at least 1.5 tokens a step from the start."""
+    """The shipped target on beginnings of functions, asked for twice: at least 1.5 tokens per step from the start."""
     _, target = tiny()
     asked = code_requests(4, 40)
     algorithm = NGram(NGram.Config(mode=mode, capacity=1 << 16), target, None)

@@ -1,4 +1,4 @@
-"""Sampling parameters of each request, through whole decodings, against a loop that knows neither drafts nor caches."""
+"""Sampling parameters of each request: whole decodings against a loop without drafts and caches."""
 
 from __future__ import annotations
 
@@ -115,15 +115,15 @@ def test_all_parameters_side_by_side(monkeypatch: pytest.MonkeyPatch, maker: str
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 @pytest.mark.parametrize("setup", [Setup(page_size=4), Setup(page_size=4, graph="step", overlap=1)])
 def test_log_probabilities_of_drawn_chains(monkeypatch: pytest.MonkeyPatch, rule: str, setup: Setup) -> None:
-    """Drafts drawn from a law of their own: what is emitted is reported with the target's probability all the same."""
+    """Drafts come from another distribution; emitted tokens are still reported with the target's probability."""
     monkeypatch.setattr("algorithms.runtime.models.loading.load_draft", lambda *_: blurred_target())
     algorithm = Standalone(Standalone.Config(steps=3, rule=rule), TARGET, "random")
     accepted: list[int] = []
     for request, completion in zip(asked(), run(algorithm, asked(), setup, TARGET).completions, strict=True):
         tokens = completion.token_ids
         texts = [[*request.prompt_ids, *tokens[:at]] for at in range(len(tokens))]
-        laws = [penalised(following(t), request, tokens[:at]).log_softmax(-1) for at, t in enumerate(texts)]
-        expected = [float(law[token]) for law, token in zip(laws, tokens, strict=True)]
+        rows = [penalised(following(t), request, tokens[:at]).log_softmax(-1) for at, t in enumerate(texts)]
+        expected = [float(row[token]) for row, token in zip(rows, tokens, strict=True)]
         assert completion.logprobs == pytest.approx(expected, abs=1e-4)
         accepted += completion.accepted_counts
     assert {0, 3} <= set(accepted), "rejected drafts and a bonus behind a whole chain are both needed"
@@ -147,13 +147,13 @@ def test_kernels_in_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("blind_to", [1, 2])
 def test_what_was_accepted_in_the_same_block_counts(blind_to: int) -> None:
-    """The texts above tell penalties that know the block's own tokens from penalties that do not."""
+    """On the texts above, penalties that miss the block's own tokens give other tokens."""
     penalties = [request for request in asked() if request.sampling.penalised and not request.sampling.logit_bias]
     assert any(plainly(request, blind_to)[0] != plainly(request)[0] for request in penalties)
 
 
 def test_every_parameter_changes_something() -> None:
-    """No request of the mixed batch would be served rightly with its parameters left out."""
+    """Every request of the mixed batch would get other tokens without its parameters."""
     for request, (tokens, _) in zip(asked(), expected(), strict=True):
         kept = {name: getattr(request.sampling, name) for name in ("max_new_tokens", "temperature", "seed")}
         bare = Request(request.id, request.prompt_ids, SamplingParams(**kept))

@@ -129,7 +129,7 @@ class Replayed:
 
 
 def run(algorithm: Algorithm, asked: Sequence[Request], setup: Setup, target: Target) -> Generation:
-    """Serve `asked`, and hold what must be true of every run."""
+    """Serve `asked`, and check what is true of every run."""
     engine = engine_of(algorithm, setup, target)
     generation = engine.generate(asked)
     assert engine.scheduler.num_free_pages == engine.scheduler.num_pages
@@ -151,10 +151,10 @@ def answers(asked: Sequence[Request], setup: Setup, target: Target) -> list[list
 
 
 class Scripted(Algorithm):
-    """Drafts a known text, wrong at chosen places: acceptance of every length can be made to order.
+    """Drafts a known text, wrong at chosen places, so that a test can choose how much is accepted.
 
-    `correct(position, depth)` says whether the draft at `depth` behind a root at `position` is the scripted token. With
-    `decoys` every depth has a wrong sibling before the right one, so the accepted path is scattered over the nodes.
+    `correct(position, depth)` says whether the draft at `depth` behind a last token at `position` is the scripted one.
+    With `decoys` every depth has a wrong sibling before the right one, which scatters the accepted path over the nodes.
     """
 
     name = "scripted"
@@ -176,7 +176,7 @@ class Scripted(Algorithm):
 
     def propose(self, batch: Batch) -> DraftTree:
         rows = zip(batch.lengths.tolist(), batch.last_tokens.tolist(), batch.history.tolist(), strict=True)
-        tokens = [self._nodes(length, root, self._text_of(history[: length + 1])) for length, root, history in rows]
+        tokens = [self._nodes(length, last, self._text_of(history[: length + 1])) for length, last, history in rows]
         parents = [-1] + [max(0, d * self._width) for d in range(self.max_depth) for _ in range(self._width)]
         tree = torch.tensor([parents] * len(tokens), dtype=torch.int32)
         links = kernels.build_tree(tree, batch.lengths, impl=self._impl)
@@ -186,8 +186,8 @@ class Scripted(Algorithm):
         """The script that begins like this; nothing for a request that has ended and is stepped once more."""
         return next((t for t in self._texts if list(t[: len(committed)]) == committed), ())
 
-    def _nodes(self, length: int, root: int, text: Sequence[int]) -> list[int]:
-        nodes = [root]
+    def _nodes(self, length: int, last: int, text: Sequence[int]) -> list[int]:
+        nodes = [last]
         for depth in range(1, self.max_depth + 1):
             place = length + depth
             right = text[place] if place < len(text) else 0

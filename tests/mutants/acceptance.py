@@ -21,7 +21,7 @@ _DRAFTER = "algorithms/runtime/tree_drafting.py"
 _MISSES = ("tests/kernels/test_rejection_distribution.py::test_joint_distribution[rejection-opposed-plain]",)
 _WHOLE = ("tests/kernels/test_rejection_distribution.py::test_joint_distribution[rejection-agreeing-plain]",)
 _BLOCK = ("tests/kernels/test_rejection_distribution.py::test_joint_distribution[block-agreeing-plain]",)
-_DRAWN = ("tests/algorithms/test_drafters.py::test_drawn_chains_have_the_targets_law[rejection]",)
+_DRAWN = ("tests/algorithms/test_drafters.py::test_drawn_chains_follow_the_targets_distribution[rejection]",)
 _EXACT = (
     "tests/kernels/test_rejection_distribution.py::test_exact_distribution_of_two_tokens[rejection-reference-plain]",
 )
