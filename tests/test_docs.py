@@ -1,0 +1,54 @@
+"""The pages in docs/ name what exists."""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MAX_README_LINES = 200
+MAX_STEPS_OF_A_REQUEST = 10
+
+
+def steps_of_a_request() -> list[str]:
+    """Dotted names in the table of `docs/architecture.md`."""
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    return re.findall(r"^\| \d+ \| `([\w.]+)` \|", text, re.M)
+
+
+def resolved(name: str) -> object:
+    """The object that a dotted name names."""
+    parts = name.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        try:
+            value: object = import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[end:]:
+            value = getattr(value, part)
+        return value
+    raise ModuleNotFoundError(name)
+
+
+def test_the_way_of_a_request_has_at_most_ten_functions() -> None:
+    assert 1 < len(steps_of_a_request()) <= MAX_STEPS_OF_A_REQUEST
+
+
+@pytest.mark.parametrize("name", steps_of_a_request())
+def test_the_way_of_a_request_names_functions(name: str) -> None:
+    assert callable(resolved(name))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_files_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)", text)
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= MAX_README_LINES
