@@ -19,7 +19,7 @@ import torch
 
 from algorithms.runtime.backends.flash_attention_4 import FlashAttention4
 from algorithms.runtime.backends.flashinfer import FlashInferBackend
-from algorithms.runtime.backends.protocol import BackendError
+from algorithms.runtime.backends.protocol import Backend, BackendError
 from specdec_kernels.attention import AttentionMetadata, AttentionShape
 from specdec_kernels.attention.reference import visible_keys
 
@@ -128,7 +128,7 @@ def _varlen(inputs: dict[str, Any]) -> Call:
     return lambda: attend(flat, *packed, q_ends, k_ends, num_nodes, longest, **options).view(q.shape)
 
 
-def _through(backend: Callable[[], Any], inputs: dict[str, Any]) -> Call:
+def _through(backend: Callable[[], Backend], inputs: dict[str, Any]) -> Call:
     """A package through a backend of its own, planned once: plans share what lies inside a backend."""
     if inputs.get("k_scale") is not None or inputs.get("v_scale") is not None:
         raise Unavailable("not compared with scales of keys and values")

@@ -180,7 +180,7 @@ _SCORES = (
     _case("sinks", "sink of another head", "chain", 5, (20, 3), sinks=True, with_lse=True),
     _case(
         "sinks_split",
-        "sink added once a split",
+        "sink added once per split",
         "tree",
         6,
         (60, 5, 0),

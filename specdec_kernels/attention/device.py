@@ -45,7 +45,7 @@ def key_end(length, used, num_slots, max_length, ALL_SLOTS: tl.constexpr):
 
 @triton.jit
 def split_layout(length, end, split_tokens, first_splits, max_splits, window):
-    """(keys a split, index of the first split, number of splits) of a request, scalars or tensors.
+    """(keys per split, index of the first split, number of splits) of a request, scalars or tensors.
 
     Splits lie at multiples of their length. The length is `split_tokens` for up to `first_splits` splits. From there
     on it doubles with each fourfold of the keys that a row may see, and further where `max_splits` would not
@@ -59,9 +59,9 @@ def split_layout(length, end, split_tokens, first_splits, max_splits, window):
     reach = split_tokens * first_splits + split_tokens // 4
     furthest = split_tokens * max_splits + split_tokens // 4
     # ceil(log2(span / reach)), read from the exponent of a float32, which is -127 for zero.
-    root = (((span - 1) // reach).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126
+    doublings = (((span - 1) // reach).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126
     cap = (((span - 1) // furthest).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126
-    tokens = split_tokens << tl.maximum(tl.maximum((root + 1) // 2, cap), 0)
+    tokens = split_tokens << tl.maximum(tl.maximum((doublings + 1) // 2, cap), 0)
     first = lowest // tokens
     return tokens, first, (tl.maximum(end - first * tokens - tokens // 4, tl.minimum(end, 1)) + tokens - 1) // tokens
 

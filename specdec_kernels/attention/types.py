@@ -1,4 +1,4 @@
-"""What a call of paged attention is told besides its queries and keys, and the work list of a step."""
+"""What a call of paged attention receives besides its queries and keys, and the work list of a forward."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_the_number_of_splits_does_not_matter() -> None:
 
 
 def test_results_do_not_depend_on_the_batch() -> None:
-    """Bit for bit: splits have a fixed length, so a request alone is computed as in company."""
+    """Bit for bit: splits have a fixed length, so the other requests do not change how a request is computed."""
     arguments = inputs("chain", 4, (100, 7, 33), heads=(2, 1), split_tokens=32)
     together = paged_attention(**arguments, impl="triton")
     for row in range(3):

@@ -66,47 +66,47 @@ def plain(name: str) -> Any:
 @pytest.mark.parametrize("backend", [name for name in PLAIN if name != "torch"])
 def test_all_backends_compute_the_same(standins: None, backend: str, name: str) -> None:
     phase, where, shape = FORWARDS[name]
-    plan, q, kv = forward(*where, **shape)
-    expected = through(build("torch"), plan, q, kv)
-    torch.testing.assert_close(through(plain(backend), plan, q, kv, phase), expected, rtol=4e-3, atol=4e-3)
+    metadata, q, kv = forward(*where, **shape)
+    expected = through(build("torch"), metadata, q, kv)
+    torch.testing.assert_close(through(plain(backend), metadata, q, kv, phase), expected, rtol=4e-3, atol=4e-3)
 
 
 @pytest.mark.parametrize("options", [dict(window=3), dict(soft_cap=1.5), dict(sinks=True), dict(scale=0.3)])
 @pytest.mark.parametrize("mode", ["chain", "block"])
 @pytest.mark.parametrize("backend", ["fa4", "flashinfer", "package"])
 def test_options_mean_the_same(standins: None, backend: str, mode: str, options: dict[str, Any]) -> None:
-    plan, q, kv = forward(mode, 5, (17, 0))
+    metadata, q, kv = forward(mode, 5, (17, 0))
     sinks = torch.tensor([0.3, -2.0, 4.0, 1.0]) if "sinks" in options else None
-    without = through(build("torch"), plan, q, kv)
-    plan = plan if "sinks" in options else plan._replace(**options)
-    expected = through(build("torch"), plan, q, kv, sinks=sinks)
+    without = through(build("torch"), metadata, q, kv)
+    metadata = metadata if "sinks" in options else metadata._replace(**options)
+    expected = through(build("torch"), metadata, q, kv, sinks=sinks)
     assert not torch.allclose(expected, without, rtol=1e-2, atol=1e-2)
-    torch.testing.assert_close(through(plain(backend), plan, q, kv, sinks=sinks), expected, rtol=4e-3, atol=4e-3)
+    torch.testing.assert_close(through(plain(backend), metadata, q, kv, sinks=sinks), expected, rtol=4e-3, atol=4e-3)
 
 
 def test_a_level_of_a_tree(standins: None) -> None:
     """The last rows of a tree, whose mask describes all of it: the same rows as of the whole."""
-    plan, q, kv = forward("tree", 6, (17, 0))
-    whole = through(build("torch"), plan, q, kv)[:, 4:]
-    assert plan.mask is not None
-    level = plan._replace(mask=plan.mask[:, 4:].contiguous(), tree_width=6)
+    metadata, q, kv = forward("tree", 6, (17, 0))
+    whole = through(build("torch"), metadata, q, kv)[:, 4:]
+    assert metadata.mask is not None
+    level = metadata._replace(mask=metadata.mask[:, 4:].contiguous(), tree_width=6)
     for name in ("torch", "flashinfer"):
         out = through(build(name), level, q[:, 4:].contiguous(), kv)
         torch.testing.assert_close(out, whole, rtol=4e-3, atol=4e-3)
 
 
 def test_a_window_over_a_tree_goes_by_depth(standins: None) -> None:
-    """A star: all nodes are at depth 1 behind the root, so a window of 2 shows each of them the root."""
-    plan, q, kv = forward("tree", 5, (17,))
+    """A star: all nodes are at depth 1 behind node 0, so a window of 2 shows node 0 to each of them."""
+    metadata, q, kv = forward("tree", 5, (17,))
     words = torch.tensor([[1, 0b00011, 0b00101, 0b01001, 0b10001]])[..., None].contiguous()
     depths = torch.tensor([[0, 1, 1, 1, 1]], dtype=torch.int32)
-    star = plan._replace(mask=words, window=2, depths=depths)
+    star = metadata._replace(mask=words, window=2, depths=depths)
     out = through(build("torch"), star, q, kv)
     torch.testing.assert_close(through(build("flashinfer"), star, q, kv), out, rtol=4e-3, atol=4e-3)
     for node in range(1, 5):
-        alone = plan._replace(mode="chain", mask=None, window=2)
+        alone = metadata._replace(mode="chain", mask=None, window=2)
         swapped = kv.clone()
-        slot = plan.page_table[0, (17 + torch.tensor([1, node])) // kv.shape[2]].long()
+        slot = metadata.page_table[0, (17 + torch.tensor([1, node])) // kv.shape[2]].long()
         place = (17 + torch.tensor([1, node])) % kv.shape[2]
         swapped[:, slot[0], place[0]] = kv[:, slot[1], place[1]]
         expected = through(build("torch"), alone, q[:, [0, node]].contiguous(), swapped)[:, 1]
@@ -120,9 +120,9 @@ def test_hybrid_routes_by_phase(standins: None, prefill: str, decode: str) -> No
         hybrid = build("hybrid", prefill=prefill, decode=decode, verify=verify, draft=draft)
         sides = dict(prefill=prefill, decode=decode)
         for phase, side in dict(prefill="prefill", decode="decode", verify=verify, draft=draft).items():
-            plan, q, kv = forward("tree", 5, (17, 3))
-            out = through(hybrid, plan, q, kv, phase)
-            torch.testing.assert_close(out, through(build("torch"), plan, q, kv), rtol=4e-3, atol=4e-3)
+            metadata, q, kv = forward("tree", 5, (17, 3))
+            out = through(hybrid, metadata, q, kv, phase)
+            torch.testing.assert_close(out, through(build("torch"), metadata, q, kv), rtol=4e-3, atol=4e-3)
             assert hybrid.served[phase].startswith(sides[side]), (phase, hybrid.served)
         assert set(hybrid.served) == set(PHASES)
 
@@ -172,8 +172,8 @@ def test_settings_of_a_side_are_typed_under_its_name() -> None:
 
 def test_one_token_a_request_is_decoding() -> None:
     hybrid = build("hybrid", prefill="torch", decode="fa4", verify="prefill")
-    plan, q, kv = forward("chain", 1, (17, 3))
-    through(hybrid, plan, q, kv, "verify")
+    metadata, q, kv = forward("chain", 1, (17, 3))
+    through(hybrid, metadata, q, kv, "verify")
     assert hybrid.served == {"decode": "fa4: reference"}
 
 
@@ -193,20 +193,20 @@ def test_a_work_list_changes_nothing(name: str) -> None:
 
 def test_auto_sends_prompts_to_the_package_and_says_so(standins: None) -> None:
     backend = build("fa4", dispatch="auto")
-    plan, q, kv = forward("chain", 5, (17, 0))
+    metadata, q, kv = forward("chain", 5, (17, 0))
     for phase in ("prefill", "verify"):
-        through(backend, plan, q, kv, phase)
+        through(backend, metadata, q, kv, phase)
     assert backend.served == {"prefill": "fa4: flash_attention_4", "verify": "fa4: reference"}
-    through(backend, plan, q.float(), kv.float(), "prefill")
+    through(backend, metadata, q.float(), kv.float(), "prefill")
     assert backend.served["prefill"] == (
         "fa4: reference (flash_attention_4 not used: it takes float16 and bfloat16, the queries are torch.float32)"
     )
 
 
 def test_the_package_by_name_is_never_replaced(standins: None) -> None:
-    plan, q, kv = forward("chain", 5, (17, 0))
+    metadata, q, kv = forward("chain", 5, (17, 0))
     with pytest.raises(BackendError, match="flash_attention_4: it takes float16 and bfloat16"):
-        through(build("fa4", dispatch="flash_attention_4"), plan, q.float(), kv.float())
+        through(build("fa4", dispatch="flash_attention_4"), metadata, q.float(), kv.float())
 
 
 def test_refusals_name_the_side_and_the_reason(standins: None) -> None:

@@ -240,9 +240,9 @@ def test_flash_attention_reads_pages_on_two_generations(
     standins: None, monkeypatch: pytest.MonkeyPatch, chip: tuple[int, int] | None, served: bool
 ) -> None:
     monkeypatch.setattr("algorithms.runtime.backends.packages.capability", lambda device: chip)
-    assert (FlashAttention4().refuse(HALF, "chain", None, CPU) is None) == served
+    assert (FlashAttention4().refuse(HALF, "chain", None, CPU, "verify") is None) == served
     monkeypatch.setattr("algorithms.runtime.backends.packages.capability", lambda device: (10, 0))
-    assert "up to 128" in FlashAttention4().refuse(HALF._replace(head_dim=256), "chain", None, CPU)
+    assert "up to 128" in FlashAttention4().refuse(HALF._replace(head_dim=256), "chain", None, CPU, "verify")
 
 
 def test_merged_parts_are_the_whole() -> None:

@@ -46,9 +46,11 @@ class FlashAttention4:
     """See `Backend`. Configurations reach it through `backend.dispatch` of `fa4`."""
 
     name = "flash_attention_4"
+    capturable = False
 
     def __init__(self, impl: str = "auto") -> None:
         """`impl` is for the project's own kernels: index arrays, and the draft part of a tree."""
+        self.served: dict[str, str] = {}
         self._impl = impl
 
     @staticmethod
@@ -57,7 +59,7 @@ class FlashAttention4:
         return packages.no_device() or packages.missing("flash_attn.cute", PACKAGE)
 
     def refuse(
-        self, shape: AttentionShape, mode: str, window: int | None, device: torch.device, phase: str = ""
+        self, shape: AttentionShape, mode: str, window: int | None, device: torch.device, phase: str
     ) -> str | None:
         """See `Backend`."""
         if reason := self.unavailable():
@@ -75,12 +77,13 @@ class FlashAttention4:
         allowed = f"multiples of 8 up to {most} as head dimension"
         return f"on compute capability {chip[0]}.x it takes {allowed}, got {shape.head_dim}"
 
-    def plan(self, metadata: AttentionMetadata, shape: AttentionShape, phase: str = "") -> FlashAttentionPlan:
+    def plan(self, metadata: AttentionMetadata, shape: AttentionShape, phase: str) -> FlashAttentionPlan:
         """See `Backend`. Reads nothing back."""
         import torch
 
-        if reason := self.refuse(shape, metadata.mode, metadata.window, metadata.lengths.device):
+        if reason := self.refuse(shape, metadata.mode, metadata.window, metadata.lengths.device, phase):
             raise BackendError(f"flash_attention_4: {reason}")
+        self.served[phase] = self.name
         tree, used = metadata.mode == "tree", metadata.used_rows(shape.num_nodes).to(torch.int32)
         keys = metadata.lengths if tree else metadata.lengths + used
         table, page_size = metadata.page_table.contiguous(), shape.page_size
@@ -128,7 +131,7 @@ class FlashAttention4:
         return out.masked_fill(unused[..., None, None], 0.0), lse.masked_fill(unused[..., None], float("-inf"))
 
     def _draft(self, metadata: AttentionMetadata, shape: AttentionShape) -> AttentionMetadata:
-        """The draft slots as requests of their own: no prefix, one token a page, so they may begin anywhere."""
+        """The draft slots as requests of their own: no prefix and one token per page, so they may begin anywhere."""
         import torch
 
         width = metadata.tree_width or shape.num_nodes

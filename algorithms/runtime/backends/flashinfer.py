@@ -82,7 +82,7 @@ class FlashInferBackend:
         return packages.no_device() or packages.missing("flashinfer", PACKAGE)
 
     def refuse(
-        self, shape: AttentionShape, mode: str, window: int | None, device: torch.device, phase: str = ""
+        self, shape: AttentionShape, mode: str, window: int | None, device: torch.device, phase: str
     ) -> str | None:
         chip = packages.capability(device)
         if chip is None or chip < (8, 0):
@@ -93,11 +93,11 @@ class FlashInferBackend:
             return f"it takes head dimensions {', '.join(map(str, _HEAD_DIMS))}, got {shape.head_dim}"
         return None
 
-    def plan(self, metadata: AttentionMetadata, shape: AttentionShape, phase: str = "") -> FlashInferPlan:
+    def plan(self, metadata: AttentionMetadata, shape: AttentionShape, phase: str) -> FlashInferPlan:
         """Reads lengths back. A request longer than its pages or `max_length` raises ValueError."""
         import torch
 
-        if reason := self.refuse(shape, metadata.mode, metadata.window, metadata.lengths.device):
+        if reason := self.refuse(shape, metadata.mode, metadata.window, metadata.lengths.device, phase):
             raise BackendError(f"flashinfer: {reason}")
         self.served[phase] = self.name
         used, drafted = metadata.used_rows(shape.num_nodes), metadata.used_slots(shape.num_nodes)
