@@ -19,7 +19,6 @@ from tokenizers import Tokenizer
 
 from algorithms.runtime.models.decoder import Decoder
 from algorithms.runtime.models.dense_mixer import DenseMixer
-from algorithms.runtime.models.drafters.dflash import DFlashDrafter
 from algorithms.runtime.models.loading import load_dflash, load_draft, load_eagle, load_target
 from experiments import train as program
 from experiments.data import code
@@ -33,11 +32,10 @@ from experiments.training.objectives import SCHEMAS
 from experiments.training.objectives import target as target_module
 from experiments.training.objectives.dflash import (
     IGNORED,
-    BlockDrafter,
+    BlockObjective,
     BlockSettings,
     DFlashSettings,
     block_labels,
-    dflash_config,
     draw_anchors,
     position_weights,
 )
@@ -260,19 +258,10 @@ def _run_in_two_parts(run):  # type: ignore[no-untyped-def]
     return interrupted
 
 
-def _drafting(shipped_shape: Path) -> BlockDrafter:
-    target = load_target(shipped_shape, "cpu", torch.float32).model
-    settings = DFlashSettings(num_layers=2, block_size=4, target_layer_ids=[1, 2])
-    drafter = DFlashDrafter(dflash_config(settings, target.config, 3))
-    torch.manual_seed(1)
-    drafter.reset_parameters()
-    _wake(drafter)
-    return BlockDrafter(target, drafter, 64, "cpu")
-
-
 @torch.no_grad()
-def test_a_block_sees_features_before_its_anchor_and_itself_only(shipped_shape: Path) -> None:
-    drafting = _drafting(shipped_shape)
+def test_a_block_sees_features_before_its_anchor_and_itself_only(shipped_shape: Path, tmp_path: Path) -> None:
+    drafting = _objective("dflash", shipped_shape, tmp_path)
+    assert isinstance(drafting, BlockObjective)
     tokens = torch.randint(4, 400, (1, 20), generator=torch.Generator().manual_seed(2))
     anchors = torch.tensor([[6, 11]])
     before = drafting.hidden(tokens, anchors)
@@ -300,7 +289,7 @@ def _batch(rows: list[tuple[list[int], int]]) -> TrainingBatch:
     return responses.rows(np.arange(len(rows)))
 
 
-def test_anchors_are_the_roots_of_decoding_steps() -> None:
+def test_anchors_are_the_last_tokens_of_decoding_steps() -> None:
     """From the last prompt token, where decoding starts, to the last token that has one behind it."""
     batch = _batch([(list(range(12)), 7), (list(range(5)), 4)])
     anchors = draw_anchors(batch, 300, np.random.default_rng(0))
@@ -351,19 +340,19 @@ def test_hits_before_the_first_miss() -> None:
     assert leading_hits(hits).tolist() == [2, 0, 4]
 
 
-def _states_by_hand(objective: ChainObjective, tokens: torch.Tensor, root: int) -> list[torch.Tensor]:
-    """What the head returns behind a root, draft after draft, each from the whole history anew: no cache, no unrolling.
+def _states_by_hand(objective: ChainObjective, tokens: torch.Tensor, last: int) -> list[torch.Tensor]:
+    """What the head returns behind the token at `last`: each draft from the whole history anew, without cache and unrolling.
 
     The drafts are the text's own tokens, as far as it goes.
     """
     drafter, target = objective.model, objective.target
-    hidden, features = target(tokens[:, : root + 1], objective.mixer, drafter.capture)
+    hidden, features = target(tokens[:, : last + 1], objective.mixer, drafter.capture)
     scaled = [feature / scale for feature, scale in zip(features, objective.scales, strict=True)]
-    history = drafter.fuse(scaled, hidden)[:, :root]
+    history = drafter.fuse(scaled, hidden)[:, :last]
     states = []
-    for step in range(min(objective.chain.steps, tokens.shape[1] - root)):
+    for step in range(min(objective.chain.steps, tokens.shape[1] - last)):
         mixer = DenseMixer(drafter.config.decoder, tokens.shape[1] + 8, "cpu")
-        states.append(drafter(tokens[:, 1 : root + 1 + step], history, mixer)[:, -1:])
+        states.append(drafter(tokens[:, 1 : last + 1 + step], history, mixer)[:, -1:])
         history = torch.cat([history, states[-1]], dim=1)
     return states
 
@@ -389,15 +378,15 @@ def test_unrolled_chains_are_decoding_steps(shipped_shape: Path, tmp_path: Path,
     unrolled = objective.unroll(row, hidden, features)
     found = objective.leading(_batch([(row[0].tolist(), len(prompt))]))[0]
     accepted = []
-    for root in range(len(prompt) - 1, row.shape[1] - 1):
-        states = _states_by_hand(objective, row, root)
+    for last in range(len(prompt) - 1, row.shape[1] - 1):
+        states = _states_by_hand(objective, row, last)
         for step, state in enumerate(states):
-            torch.testing.assert_close(unrolled[step][:, root - 1], state[:, 0], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(unrolled[step][:, last - 1], state[:, 0], atol=1e-4, rtol=1e-4)
         drafts = [int(drafter.to_target(drafter.logits(state).argmax(-1))) for state in states]
-        text = row[0, root + 1 :].tolist()
+        text = row[0, last + 1 :].tolist()
         hits = [draft == token for draft, token in zip(drafts, text, strict=False)]
         accepted.append(int(leading_hits(torch.tensor(hits))))
-        assert int(found[root]) == accepted[-1]
+        assert int(found[last]) == accepted[-1]
     assert max(accepted) >= 1 and min(accepted) == 0
 
 

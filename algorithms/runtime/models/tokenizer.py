@@ -1,9 +1,7 @@
-"""The tokenizer of a model folder: text to ids, user turns through the chat template, ids to text, stop
-tokens.
+"""The tokenizer of a model folder: text to ids, user turns through the chat template, ids to text, stop tokens.
 
-`tokenizer.json` is read with the `tokenizers` library directly: it holds the whole pipeline, special tokens
-included, and this spares most of the import time of transformers, whose template renderer is imported on
-first use. No torch here.
+The `tokenizers` library reads `tokenizer.json`, which holds the whole pipeline with its special tokens. So
+transformers, which takes long to import, is imported only where a chat template is rendered. No torch is imported here.
 """
 
 from __future__ import annotations
@@ -63,14 +61,13 @@ class Tokenizer:
         return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, with what the tokenizer itself puts around it (a leading BOS in Llama's case)."""
+        """Ids of `text`, with the special tokens that the tokenizer adds, such as the leading BOS of Llama."""
         return self._backend.encode(text).ids
 
     def encode_chat(self, turns: Sequence[str]) -> list[int]:
-        """Ids of a conversation of user `turns` up to where the assistant is to write.
+        """Ids of a conversation of user `turns`, up to where the assistant writes.
 
-        Raises ValueError for no turns, ModelError where the folder has no chat template or the template
-        refuses.
+        Raises ValueError for no turns, ModelError where the folder has no chat template or the template fails.
         """
         if not turns:
             raise ValueError("turns: expected at least one user turn, got none")
@@ -78,7 +75,7 @@ class Tokenizer:
         return self._backend.encode(self._render(turns), add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`, special tokens left out."""
+        """Text of `ids` without special tokens."""
         return self._backend.decode(list(ids), skip_special_tokens=True)
 
     def _render(self, turns: Sequence[str]) -> str:
@@ -101,7 +98,7 @@ class Tokenizer:
                 "the chat template does not accept these turns",
                 where=self.path,
                 actual=f"{len(turns)} user turns; {error}",
-                fix="give one turn a prompt, or use raw prompts (data.raw=true)",
+                fix="give one turn per prompt, or use raw prompts (data.raw=true)",
             ) from error
         texts, _generation_spans = cast(tuple[list[str], Any], rendered)
         return texts[0]
@@ -135,9 +132,7 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _eos_ids(folder: Path, backend: tokenizers.Tokenizer, special: dict[str, str]) -> frozenset[int]:
-    """From the first that says: generation_config.json, as in transformers, then config.json, then the
-    tokenizer.
-    """
+    """From generation_config.json as in transformers, else from config.json, else from the tokenizer."""
     for name in ("generation_config.json", "config.json"):
         declared = read_optional_json(folder / name).get("eos_token_id")
         if declared is not None:

@@ -64,8 +64,7 @@ class DFlashTraining(DrafterTraining):
         drafter = DFlashDrafter(dflash_config(self.drafter, target.config, token_id(tokenizer, MASK)))
         drafter.reset_parameters()
         drafter.to(self.train.device)
-        drafting = BlockDrafter(target.model, drafter, target.config.max_position_embeddings, self.train.device)
-        return BlockObjective(drafting, source, self)
+        return BlockObjective(target.model, drafter, source, self)
 
 
 def dflash_config(settings: DFlashSettings, target: DecoderConfig, mask_token_id: int) -> DFlashConfig:
@@ -130,61 +129,48 @@ def position_weights(block_size: int, gamma: float, device: torch.device | str |
     return torch.exp(-torch.arange(block_size - 1, device=device) / gamma)
 
 
-class BlockDrafter:
-    """A drafter with its frozen target: from token rows and anchors to hidden states of the drafted positions."""
+class BlockObjective(DrafterObjective):
+    """Blocks at random anchors of the continuations, behind a frozen target."""
 
-    def __init__(self, target: Decoder, drafter: DFlashDrafter, max_length: int, device: str) -> None:
-        self.target, self.drafter, self.device = target, drafter, device
-        self.config = drafter.config
-        self.causal = DenseMixer(target.config, max_length, device)
-        self.table = rope_table(self.config.decoder, max_length + self.config.block_size, device)
+    title = "DFlash drafter"
+    model: DFlashDrafter
+
+    def __init__(self, target: Decoder, drafter: DFlashDrafter, source: ResponseSource, config: DFlashTraining) -> None:
+        super().__init__(drafter, source, config)
+        self.target, self.shape, self.blocks = target, drafter.config, config.blocks
+        self.draft_lens = (self.shape.block_size - 1,)
+        length = target.config.max_position_embeddings
+        self.causal = DenseMixer(target.config, length, self.device)
+        self.table = rope_table(self.shape.decoder, length + self.shape.block_size, self.device)
+
+    def hf_config(self) -> dict[str, Any]:
+        return self.shape.to_hf()
 
     def hidden(self, tokens: Tensor, anchors: Tensor) -> Tensor:
         """`tokens [B, T]`, `anchors [B, A]` to final hidden states `[B, A, block_size - 1, hidden]`."""
         with torch.no_grad():
-            _, features = self.target(tokens, self.causal, self.config.target_layer_ids)
-        keys, values = self.drafter.context_kv(self.drafter.context(features))
-        size = self.config.block_size
-        blocks = tokens.new_full((*anchors.shape, size), self.config.mask_token_id)
+            _, features = self.target(tokens, self.causal, self.shape.target_layer_ids)
+        keys, values = self.model.context_kv(self.model.context(features))
+        size = self.shape.block_size
+        blocks = tokens.new_full((*anchors.shape, size), self.shape.mask_token_id)
         blocks[:, :, 0] = tokens.gather(1, anchors)
-        mixer = BlockMixer(self.config, keys, values, anchors, self.table)
-        out = self.drafter(self.target.embed(rearrange(blocks, "b a k -> b (a k)")), mixer)
+        mixer = BlockMixer(self.shape, keys, values, anchors, self.table)
+        out = self.model(self.target.embed(rearrange(blocks, "b a k -> b (a k)")), mixer)
         return rearrange(out, "b (a k) hidden -> b a k hidden", k=size)[:, :, 1:]
 
-    def loss(self, batch: TrainingBatch, anchors: Tensor, gamma: float) -> Tensor:
-        """Weighted mean loss of the blocks at `anchors [B, A]`."""
-        labels = block_labels(batch.tokens, batch.lengths, anchors, self.config.block_size)
-        weights = position_weights(self.config.block_size, gamma, self.device) * (labels != IGNORED)
+    def batch_loss(self, batch: TrainingBatch, rng: np.random.Generator) -> Tensor:
+        anchors = draw_anchors(batch, self.blocks.anchors, rng)
+        labels = block_labels(batch.tokens, batch.lengths, anchors, self.shape.block_size)
+        weights = position_weights(self.shape.block_size, self.blocks.gamma, self.device) * (labels != IGNORED)
         logits = self.target.logits(self.hidden(batch.tokens, anchors)).float()
         losses = F.cross_entropy(logits.flatten(0, 2), labels.flatten(), reduction="none", ignore_index=IGNORED)
         return (losses * weights.flatten()).sum() / weights.sum()
 
     @torch.no_grad()
     def leading(self, batch: TrainingBatch) -> Tensor:
-        """`[B, T]` int64: drafts the target accepts behind each position of the continuation."""
         width = int((batch.lengths - batch.starts).max())
         anchors = batch.starts[:, None] - 1 + torch.arange(width, device=batch.tokens.device)
         anchors = torch.minimum(anchors, batch.lengths[:, None] - 1)
-        labels = block_labels(batch.tokens, batch.lengths, anchors, self.config.block_size)
+        labels = block_labels(batch.tokens, batch.lengths, anchors, self.shape.block_size)
         drafted = self.target.logits(self.hidden(batch.tokens, anchors)).argmax(-1)
         return torch.zeros_like(batch.tokens).scatter(1, anchors, leading_hits(drafted == labels))
-
-
-class BlockObjective(DrafterObjective):
-    """Blocks at random anchors of the continuations."""
-
-    title = "DFlash drafter"
-
-    def __init__(self, drafting: BlockDrafter, source: ResponseSource, config: DFlashTraining) -> None:
-        super().__init__(drafting.drafter, source, config)
-        self.drafting, self.settings = drafting, config.blocks
-        self.draft_lens = (drafting.config.block_size - 1,)
-
-    def hf_config(self) -> dict[str, Any]:
-        return self.drafting.config.to_hf()
-
-    def batch_loss(self, batch: TrainingBatch, rng: np.random.Generator) -> Tensor:
-        return self.drafting.loss(batch, draw_anchors(batch, self.settings.anchors, rng), self.settings.gamma)
-
-    def leading(self, batch: TrainingBatch) -> Tensor:
-        return self.drafting.leading(batch)

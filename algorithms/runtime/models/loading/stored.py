@@ -93,7 +93,7 @@ def _shard_file(folder: Path, shard: str) -> Path:
     path = folder / shard
     if path.suffix != ".safetensors":
         raise ModelError(
-            "a shard that is no safetensors file is refused",
+            "a shard must be a safetensors file",
             where=folder / INDEX_FILE,
             actual=shard,
             fix="convert the checkpoint to safetensors",
@@ -108,6 +108,7 @@ def _shard_file(folder: Path, shard: str) -> Path:
 
 
 def unreadable(path: Path, error: Exception) -> ModelError:
+    """The error for a file that `safe_open` cannot read."""
     return ModelError(
         "the weights file is truncated or corrupt",
         where=path,
@@ -157,7 +158,7 @@ def unpickled(path: Path) -> dict[str, Tensor]:
         ) from error
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
         raise ModelError(
-            "the pickled weights are no state dict",
+            "the pickled weights are not a state dict",
             where=path,
             expected="tensors by name",
             actual=type(content).__name__,

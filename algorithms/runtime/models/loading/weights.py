@@ -62,7 +62,7 @@ def _check_names(folder: Path, wanted: set[str], stored: set[str]) -> None:
                 f"the weights {what} the model that config.json describes",
                 where=folder,
                 expected=f"{len(wanted)} tensors",
-                actual=f"{len(stored)} tensors; {len(names)} amiss: {shown}"
+                actual=f"{len(stored)} tensors; {len(names)} of them: {shown}"
                 + (", ..." if len(names) > NAMES_SHOWN else ""),
                 fix="check that config.json and weights belong together and the architecture is supported",
             )
