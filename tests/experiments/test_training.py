@@ -341,7 +341,7 @@ def test_hits_before_the_first_miss() -> None:
 
 
 def _states_by_hand(objective: ChainObjective, tokens: torch.Tensor, last: int) -> list[torch.Tensor]:
-    """What the head returns behind the token at `last`: each draft from the whole history anew, without cache and unrolling.
+    """What the head returns behind the token at `last`, each draft from the whole history: no cache, no unrolling.
 
     The drafts are the text's own tokens, as far as it goes.
     """

@@ -49,9 +49,9 @@ class RowSettings:
     """Rows of each kind in one step; every `long_code_every`-th step has half as many code rows of twice the length.
 
     Attention over long rows is the most expensive part of a step on a CPU, and a few of them suffice to learn far
-    positions.
-    From step `focus_from_step` on, questions carry no loss and the answers' mean loss has the share `focus_weight`: the
-    numbers and names of a question cannot be predicted, and their gradients drown those of the answers.
+    positions. From step `focus_from_step` on, questions carry no loss and the answers' mean loss has the share
+    `focus_weight`: the numbers and names of a question cannot be predicted, and their gradients outweigh those of the
+    answers.
     """
 
     arithmetic_rows: int = 6
