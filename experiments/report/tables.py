@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from textwrap import wrap
 from typing import Any
 
 from rich.console import JustifyMethod
@@ -100,7 +101,10 @@ def console_table(title: str, columns: Sequence[Column], rows: Sequence[Row]) ->
     columns = [column for column in columns if column.narrow]
     for column in columns:
         side: JustifyMethod = "right" if column.numeric else "left"
-        table.add_column(column.title, justify=side, overflow="fold", no_wrap=not column.numeric)
+        # A heading is as wide as its cells, or as its longest word.
+        widest = max(map(len, [*column.title.split(), *map(column.show, rows)]), default=1)
+        heading = "\n".join(wrap(column.title, widest))
+        table.add_column(heading, justify=side, overflow="fold", no_wrap=not column.numeric)
     styles = {"good": "green", "bad": "bold red", None: ""}
     for row in rows:
         # As text: a label may look like markup.

@@ -29,7 +29,7 @@ class Compare(Task):
         tables.DECODE_SPEEDUP,
         tables.number("predicted", "prediction/predicted", 2, "×"),
         tables.TOKENS_PER_STEP,
-        tables.Column("acceptance@1…6 %", _acceptance),
+        tables.Column("acceptance % at 1…6", _acceptance),
         tables.STEP_MS,
         tables.LOSSLESS,
         tables.ACCURACY,
