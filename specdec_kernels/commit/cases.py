@@ -66,12 +66,12 @@ CASES = (
     _commits("commit_no_logprobs", "log-probabilities that nobody asked for", batch=3, num_nodes=5, max_depth=4,
              logprobs=False, gate=True),
     _commits("commit_wide", "more nodes than a warp has lanes", batch=2, num_nodes=256, max_depth=255, capacity=600),
-    _commits("commit_64x16", "", batch=64, num_nodes=16, max_depth=15, capacity=40_960, gate=True, bench=True,
-             tags=("large",)),
+    _commits("commit_64x16", "a step of 64 requests", batch=64, num_nodes=16, max_depth=15, capacity=40_960,
+             gate=True, bench=True, tags=("large",)),
     _gathers("gather_small", "nodes outside of the tree", batch=3, num_nodes=5, path=4, width=7),
     _gathers("gather_features", "several tensors of odd width", batch=2, num_nodes=9, path=3, width=72, tensors=3),
-    _gathers("gather_8x32x4096", "", batch=8, num_nodes=32, path=7, width=4096, tensors=4, gate=True, bench=True,
-             tags=("large",)),
+    _gathers("gather_8x32x4096", "features of eight requests", batch=8, num_nodes=32, path=7, width=4096, tensors=4,
+             gate=True, bench=True, tags=("large",)),
 )  # fmt: skip
 
 
