@@ -74,6 +74,7 @@ class DFlash(Algorithm):
         from algorithms.runtime.cache import KVCache
 
         self._resources = resources
+        resources.choose_forward(self._drafter)
         self._cache = KVCache.allocate(self._drafter.config.decoder, resources)
         self._stacked = self._drafter.stack_kv()
 

@@ -69,6 +69,7 @@ class Eagle(Algorithm):
         from algorithms.runtime.tree_drafting import TreeDrafter
 
         self._resources = resources
+        resources.choose_forward(self._drafter)
         self._cache = KVCache.allocate(self._drafter.config.decoder, resources)
         self._tree = TreeDrafter(self._shape, self._cache, resources, to_target=self._drafter.to_target)
         self._kept = RowStore(self._drafter.config.decoder.hidden_size, resources)

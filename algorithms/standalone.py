@@ -73,6 +73,7 @@ class Standalone(Algorithm):
         from algorithms.runtime.tree_drafting import TreeDrafter
 
         self._resources = resources
+        resources.choose_forward(self._draft.model)
         self._cache = KVCache.allocate(self._draft.config, resources)
         self._tree = TreeDrafter(self._shape, self._cache, resources, base=1)
 

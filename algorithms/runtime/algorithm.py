@@ -35,6 +35,14 @@ class Resources:
     """Positions that a request may reach, drafts beyond its end included."""
     max_batch: int
     impl: str
+    fused: bool = False
+    """Whether models run fused kernels, or torch's operations one by one."""
+
+    def choose_forward(self, model: torch.nn.Module) -> None:
+        """Let `model`, a target or a drafter, run the forward of this run."""
+        from algorithms.runtime.models.fusion import set_forward
+
+        set_forward(model, self.impl if self.fused else None)
 
 
 class OwnLevel(NamedTuple):

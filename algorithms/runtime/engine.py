@@ -38,7 +38,7 @@ class EngineSettings:
 
     `num_pages` None reserves enough for `max_batch` requests of that length. `graph` says how much of a step is
     captured, see `cuda_graph`. `overlap` is how many steps the host reads behind the device: None takes 1 on a GPU and
-    0 elsewhere.
+    0 elsewhere. `fused` runs the models by fused kernels, see `models.fusion`.
     """
 
     page_size: int = 16
@@ -48,6 +48,7 @@ class EngineSettings:
     impl: str = "auto"
     graph: str = "none"
     overlap: int | None = None
+    fused: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ class Engine:
             context=context,
             max_batch=settings.max_batch,
             impl=settings.impl,
+            fused=settings.fused,
         )
         self.scheduler = Scheduler(settings.max_batch, num_pages, settings.page_size, overshoot, decode)
         cache = KVCache.allocate(config, resources)
@@ -158,6 +160,8 @@ class Engine:
         if self._session_is_open:
             raise EngineError("this engine has an open session already: close it first")
         state, device = self.parts.state, self.parts.resources.device
+        # Engines may share a target, each with its own forward.
+        self.parts.resources.choose_forward(self.parts.resources.target.model)
         if needs.penalised:
             state.need_penalties()
         with torch.inference_mode():

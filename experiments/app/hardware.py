@@ -14,12 +14,14 @@ INTERPRET = "TRITON_INTERPRET"
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a run computes on. `impl` is what the engine is asked for, `label` is what the records call it."""
+    """What a run computes on. `impl` is what the engine is asked for, `label` is what the records call it. `forward`
+    is fused or torch."""
 
     device: str
     dtype: str
     impl: str
     label: str
+    forward: str = "torch"
 
     @property
     def can_capture(self) -> bool:
@@ -49,8 +51,12 @@ def resolve_hardware(runtime: RuntimeConfig) -> Hardware:
         )
     device = "cuda" if has_gpu and runtime.device != "cpu" else "cpu"
     dtype = runtime.dtype if runtime.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
+    forward = runtime.forward
+    if forward == "auto":
+        # In float32 there is no tensor core to be fed well, and torch's forward is what identity is proved with.
+        forward = "fused" if device == "cuda" and dtype != "float32" and runtime.impl != "reference" else "torch"
     if runtime.impl == "reference":
-        return Hardware(device, dtype, "reference", "reference")
+        return Hardware(device, dtype, "reference", "reference", forward)
     if importlib.util.find_spec("triton") is None:
         raise UserError("Triton is not installed\npip install triton, or use runtime.impl=reference")
     if device == "cpu":
@@ -60,4 +66,5 @@ def resolve_hardware(runtime: RuntimeConfig) -> Hardware:
                 "use runtime.dtype=float32, or runtime.impl=reference"
             )
         os.environ[INTERPRET] = "1"
-    return Hardware(device, dtype, "triton", "triton-interpreter" if os.environ.get(INTERPRET) == "1" else "triton")
+    label = "triton-interpreter" if os.environ.get(INTERPRET) == "1" else "triton"
+    return Hardware(device, dtype, "triton", label, forward)

@@ -68,6 +68,7 @@ def run_conditions(config: RunConfig, hardware: Hardware) -> dict[str, Any]:
         "device": hardware.device,
         "dtype": hardware.dtype,
         "impl": hardware.label,
+        "forward": hardware.forward,
         "machine": machine(hardware.device),
         "sampling": sampling,
         **sizes,

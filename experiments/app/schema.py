@@ -64,7 +64,9 @@ class ModelConfig:
 class RuntimeConfig:
     """Device, sizes and capture of a run.
 
-    `impl` auto runs compiled kernels on a GPU, and the same kernels in Triton's interpreter without one. `graph` is how
+    `impl` auto runs compiled kernels on a GPU, and the same kernels in Triton's interpreter without one. `forward` is
+    how the models around attention are computed: by fused kernels, or by torch's operations one by one; auto is fused
+    in half precision on a GPU. `graph` is how
     much of a step is captured in CUDA graphs; auto captures all of it on a GPU. `overlap` is how many steps later than
     the device the host reads results. `tensor_parallel` is the number of processes that share the target.
     `num_pages` and `max_length` null take what `max_batch` requests of the longest prompt need.
@@ -73,6 +75,7 @@ class RuntimeConfig:
     device: str = "auto"
     dtype: str = "auto"
     impl: str = "auto"
+    forward: str = "auto"
     page_size: int = 16
     max_batch: int = 8
     num_pages: int | None = None
@@ -85,6 +88,7 @@ class RuntimeConfig:
         expect_choice("runtime.device", self.device, ("auto", "cpu", "cuda"))
         expect_choice("runtime.dtype", self.dtype, ("auto", "float32", "float16", "bfloat16"))
         expect_choice("runtime.impl", self.impl, ("auto", "triton", "reference"))
+        expect_choice("runtime.forward", self.forward, ("auto", "fused", "torch"))
         expect_choice("runtime.graph", self.graph, ("auto", *GRAPH_LEVELS))
         expect_at_least("runtime.tensor_parallel", self.tensor_parallel, 1)
         expect_at_least("runtime.page_size", self.page_size, 1)

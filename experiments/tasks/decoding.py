@@ -77,6 +77,7 @@ def make_engine(plan: Plan, target: Target, algo: Any, longest: int) -> tuple[En
         impl=impl,
         graph=plan.graph,
         overlap=runtime.overlap,
+        fused=plan.hardware.forward == "fused",
     )
     with _memory_errors(), user_errors(ValueError, OSError):
         # A backend records what served each phase, so every decoding has one of its own.

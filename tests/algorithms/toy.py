@@ -99,6 +99,7 @@ class Setup:
     max_length: int = 64
     graph: str = "none"
     overlap: int | None = None
+    fused: bool = False
 
 
 BACKEND_OPTIONS: dict[str, dict[str, str]] = {"hybrid": {"prefill": "torch", "decode": "fa4", "verify": "prefill"}}
@@ -116,6 +117,7 @@ def engine_of(algorithm: Algorithm, setup: Setup, target: Target) -> Engine:
         impl=setup.impl,
         graph=setup.graph,
         overlap=setup.overlap,
+        fused=setup.fused,
     )
     capture = Replayed if setup.graph != "none" and not torch.cuda.is_available() else None
     return Engine(target, algorithm, kind(config, setup.impl), settings, spell, capture)

@@ -118,4 +118,28 @@ MUTANTS = (
         (f"{_TESTS}::test_the_cut_does_not_depend_on_the_rows",),
         "historical: a split chosen by the batch changes the bits of a row (cuBLAS at 16, 32 and 256 rows)",
     ),
+    Mutant(
+        "captured_layer_is_normed",
+        "algorithms/runtime/models/decoder.py",
+        "outputs[index] = start.residual",
+        "outputs[index] = start.normed",
+        ("tests/runtime/test_fusion.py::test_both_forwards_agree[qwen3-reference]",),
+        "drafters read the norm of the next layer instead of the residual stream",
+    ),
+    Mutant(
+        "layer_ends_in_its_own_norm",
+        "algorithms/runtime/models/decoder.py",
+        "for layer in layers[1:]), norm]",
+        "for layer in layers[:-1]), norm]",
+        ("tests/runtime/test_fusion.py::test_both_forwards_agree[qwen3-reference]",),
+        "the norm at the end of a layer has the weights of the layer itself",
+    ),
+    Mutant(
+        "packed_in_another_order",
+        "algorithms/runtime/models/decoder.py",
+        "self._packed = self._packed or packed((self.gate_proj, self.up_proj))",
+        "self._packed = self._packed or packed((self.up_proj, self.gate_proj))",
+        ("tests/runtime/test_fusion.py::test_both_forwards_agree[qwen3-reference]",),
+        "up lies where the kernel reads the gate",
+    ),
 )

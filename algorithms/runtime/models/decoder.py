@@ -9,7 +9,7 @@ checkpoints.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,17 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from algorithms.runtime.models.config.decoder import DecoderConfig
+from algorithms.runtime.models.fusion import Fusable, Packed, packed, project
+from specdec_kernels import (
+    Normed,
+    add_rms_norm,
+    embed_rms_norm,
+    linear,
+    linear_add_rms_norm,
+    linear_silu_mul,
+    rms_norm,
+    silu_mul,
+)
 
 INIT_STD = 0.02
 
@@ -43,7 +54,7 @@ class Mixer(Protocol):
         ...
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Fusable):
     """x / rms(x) * weight; computed in float32, rounded to the dtype of x before the weight as Hugging Face does."""
 
     def __init__(self, size: int, eps: float) -> None:
@@ -52,13 +63,26 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.impl is not None:
+            return rms_norm(x.contiguous(), self.weight, self.eps, impl=self.impl)
         wide = x.float()
         inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * (wide * inverse).to(x.dtype)
 
+    def behind(self, projection: nn.Module, x: Tensor, residual: Tensor) -> Normed:
+        """The norm of residual + projection(x), and that sum; the fused forward's end of a sublayer."""
+        assert self.impl is not None
+        x = x.contiguous()
+        if isinstance(projection, nn.Linear) and projection.bias is None:
+            return linear_add_rms_norm(x, projection.weight, residual, self.weight, self.eps, impl=self.impl)
+        return add_rms_norm(project(projection, x, self.impl), residual, self.weight, self.eps, impl=self.impl)
 
-class Attention(nn.Module):
-    """Projections around a mixer, grouped-query heads, optional per-head RMSNorm of queries and keys."""
+
+class Attention(Fusable):
+    """Projections around a mixer, grouped-query heads, optional per-head RMSNorm of queries and keys.
+
+    The forward ends before `o_proj`, which the layer runs together with its residual addition.
+    """
 
     def __init__(self, config: DecoderConfig, in_features: int | None = None) -> None:
         """`in_features`: width of what queries, keys and values are projected from, the hidden size if None."""
@@ -73,19 +97,31 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.sinks = nn.Parameter(torch.zeros(config.num_heads)) if config.sinks else None
+        self._packed: Packed | None = None
+
+    def pack(self) -> None:
+        self._packed = self._packed or packed((self.q_proj, self.k_proj, self.v_proj))
 
     def forward(self, layer: int, x: Tensor, mixer: Mixer) -> Tensor:
-        q, k, v = (
-            rearrange(projection(x), "... (h d) -> ... h d", d=self.head_dim)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        """What the output projection reads, `[..., T, H * D]`."""
+        q, k, v = self._projected(x)
         q_norm = None if self.q_norm is None else self.q_norm.weight
         k_norm = None if self.k_norm is None else self.k_norm.weight
         out = mixer(layer, q, k, v, MixerWeights(q_norm, k_norm, self.sinks))
-        return self.o_proj(rearrange(out, "... h d -> ... (h d)"))
+        return rearrange(out, "... h d -> ... (h d)")
+
+    def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values, each [..., heads, D]; views of one tensor in the fused forward."""
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        if self.impl is None:
+            return tuple(rearrange(each(x), "... (h d) -> ... h d", d=self.head_dim) for each in projections)
+        assert self._packed is not None
+        rows = linear(x.contiguous(), *self._packed, impl=self.impl)
+        heads = [each.weight.shape[0] // self.head_dim for each in projections]
+        return rearrange(rows, "... (h d) -> ... h d", d=self.head_dim).split(heads, dim=-2)
 
 
-class SwiGLU(nn.Module):
+class SwiGLU(Fusable):
     """down(silu(gate(x)) * up(x))."""
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -94,12 +130,42 @@ class SwiGLU(nn.Module):
         self.gate_proj = nn.Linear(hidden, inner, bias=bias)
         self.up_proj = nn.Linear(hidden, inner, bias=bias)
         self.down_proj = nn.Linear(inner, hidden, bias=bias)
+        self._packed: Packed | None = None
+
+    def pack(self) -> None:
+        self._packed = self._packed or packed((self.gate_proj, self.up_proj))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return project(self.down_proj, self.inner(x), self.impl)
+
+    def inner(self, x: Tensor) -> Tensor:
+        """silu(gate(x)) * up(x), which the down projection reads."""
+        if self.impl is None:
+            return F.silu(self.gate_proj(x)) * self.up_proj(x)
+        assert self._packed is not None
+        if self._packed.bias is None:
+            return linear_silu_mul(x.contiguous(), self._packed.weight, impl=self.impl)
+        return silu_mul(linear(x.contiguous(), *self._packed, impl=self.impl), impl=self.impl)
 
 
-class DecoderLayer(nn.Module):
+class Block(nn.Module):
+    """What every layer has behind its attention: the projection, a norm, the MLP, and two residual additions."""
+
+    self_attn: Attention
+    post_attention_layernorm: RMSNorm
+    mlp: SwiGLU
+
+    def behind_attention(self, mixed: Tensor, stream: Tensor) -> Tensor:
+        """The residual stream behind the layer, from what its attention gave and the stream before it."""
+        norm, projection = self.post_attention_layernorm, self.self_attn.o_proj
+        if norm.impl is None:
+            stream = stream + projection(mixed)
+            return stream + self.mlp(norm(stream))
+        normed, stream = norm.behind(projection, mixed, stream)
+        return stream + self.mlp(normed)
+
+
+class DecoderLayer(Block):
     """Pre-norm residual block; the first layer of an EAGLE head has no `input_norm`."""
 
     def __init__(self, config: DecoderConfig, input_norm: bool = True) -> None:
@@ -110,8 +176,45 @@ class DecoderLayer(nn.Module):
         self.mlp = SwiGLU(config)
 
     def forward(self, layer: int, x: Tensor, mixer: Mixer) -> Tensor:
-        x = x + self.self_attn(layer, self.input_layernorm(x), mixer)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        return self.behind_attention(self.self_attn(layer, self.input_layernorm(x), mixer), x)
+
+    def fused(self, layer: int, start: Normed, mixer: Mixer, following: RMSNorm) -> Normed:
+        """The layer between two norms: `start` is normed by its own, the result by the `following` one."""
+        mixed = self.self_attn(layer, start.normed, mixer)
+        normed, residual = self.post_attention_layernorm.behind(self.self_attn.o_proj, mixed, start.residual)
+        return following.behind(self.mlp.down_proj, self.mlp.inner(normed), residual)
+
+
+def run_layers(
+    layers: Sequence[DecoderLayer], norm: RMSNorm, x: Tensor, mixer: Mixer, capture: Sequence[int] = ()
+) -> tuple[Tensor, list[Tensor]]:
+    """`x [..., T, hidden]` through the layers and the final norm.
+
+    Returns the normed hidden states `[..., T, hidden]` and, for each layer id in `capture` in that order, the residual
+    stream after that layer `[..., T, hidden]`.
+    """
+    outputs: dict[int, Tensor] = {}
+    if norm.impl is not None:
+        return run_fused(layers, norm, Normed(layers[0].input_layernorm(x), x), mixer, capture)
+    for index, layer in enumerate(layers):
+        x = layer(index, x, mixer)
+        if index in capture:
+            outputs[index] = x
+    return norm(x), [outputs[index] for index in capture]
+
+
+def run_fused(
+    layers: Sequence[DecoderLayer], norm: RMSNorm, start: Normed, mixer: Mixer, capture: Sequence[int]
+) -> tuple[Tensor, list[Tensor]]:
+    """`run_layers` by fused kernels: `start` is normed by the first layer's norm, and every layer ends in the norm of
+    the next."""
+    outputs: dict[int, Tensor] = {}
+    following = [*(cast(RMSNorm, layer.input_layernorm) for layer in layers[1:]), norm]
+    for index, layer in enumerate(layers):
+        start = layer.fused(index, start, mixer, following[index])
+        if index in capture:
+            outputs[index] = start.residual
+    return start.normed, [outputs[index] for index in capture]
 
 
 @torch.no_grad()
@@ -139,7 +242,7 @@ class DecoderBody(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
-class Decoder(nn.Module):
+class Decoder(Fusable):
     """A causal language model without a cache."""
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -167,15 +270,17 @@ class Decoder(nn.Module):
         Returns the final-normed hidden states `[..., T, hidden]` and, for each layer id in `capture` in that order, the
         residual stream after that layer `[..., T, hidden]`.
         """
-        x = self.embed(tokens)
-        outputs: dict[int, Tensor] = {}
-        for index, layer in enumerate(self.model.layers):
-            x = layer(index, x, mixer)
-            if index in capture:
-                outputs[index] = x
-        return self.model.norm(x), [outputs[index] for index in capture]
+        layers, norm = cast(Sequence[DecoderLayer], self.model.layers), self.model.norm
+        if self.impl is None:
+            return run_layers(layers, norm, self.embed(tokens), mixer, capture)
+        first = cast(RMSNorm, layers[0].input_layernorm)
+        table = self.model.embed_tokens.weight
+        start = embed_rms_norm(tokens.contiguous(), table, first.weight, first.eps, impl=self.impl)
+        return run_fused(layers, norm, start, mixer, capture)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`hidden [..., T, hidden]` to `[..., T, V]` in the dtype of the weights."""
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        if self.impl is not None:
+            return linear(hidden.contiguous(), head.weight, impl=self.impl)
         return F.linear(hidden, head.weight)

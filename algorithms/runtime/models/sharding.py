@@ -17,9 +17,11 @@ from torch import Tensor, nn
 
 from algorithms.runtime.models.config.decoder import DecoderConfig
 from algorithms.runtime.models.decoder import Attention, Decoder, DecoderLayer, SwiGLU
+from algorithms.runtime.models.fusion import Fusable
+from specdec_kernels import linear
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(Fusable):
     """y = sum over ranks of x_r W_r^T, + bias: this rank holds the input columns x_r."""
 
     def __init__(self, whole: nn.Linear, columns: slice) -> None:
@@ -28,7 +30,7 @@ class RowParallelLinear(nn.Module):
         self.bias = whole.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self.weight)
+        y = F.linear(x, self.weight) if self.impl is None else linear(x, self.weight, impl=self.impl)
         dist.all_reduce(y)
         return y if self.bias is None else y + self.bias
 

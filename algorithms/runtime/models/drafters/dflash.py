@@ -8,6 +8,7 @@ matrices, so one matmul gives the keys and values of all layers. The tokens of t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -16,7 +17,9 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from algorithms.runtime.models.config.dflash import DFlashConfig
-from algorithms.runtime.models.decoder import DecoderLayer, Mixer, RMSNorm, reset_layers
+from algorithms.runtime.models.decoder import DecoderLayer, Mixer, RMSNorm, reset_layers, run_layers
+from algorithms.runtime.models.fusion import Fusable, project
+from specdec_kernels import linear
 
 
 class StackedKV(NamedTuple):
@@ -29,7 +32,7 @@ class StackedKV(NamedTuple):
     """[num_layers, D]."""
 
 
-class DFlashDrafter(nn.Module):
+class DFlashDrafter(Fusable):
     """Draft layers over materialised target features."""
 
     def __init__(self, config: DFlashConfig) -> None:
@@ -51,7 +54,7 @@ class DFlashDrafter(nn.Module):
         expected = len(self.config.target_layer_ids)
         if len(features) != expected:
             raise ValueError(f"DFlash reads {expected} target layers, got features of {len(features)}")
-        return self.hidden_norm(self.fc(torch.cat(features, dim=-1)))
+        return self.hidden_norm(project(self.fc, torch.cat(features, dim=-1), self.impl))
 
     def stack_kv(self) -> StackedKV:
         """Stack the weights that `context_kv` multiplies with; for inference, once after loading."""
@@ -70,13 +73,14 @@ class DFlashDrafter(nn.Module):
         """
         decoder = self.config.decoder
         weight, bias, _ = stacked or self.stack_kv()
-        flat = F.linear(context, weight, bias)
+        if self.impl is None:
+            flat = F.linear(context, weight, bias)
+        else:
+            flat = linear(context.contiguous(), weight, bias, impl=self.impl)
         sizes = {"l": decoder.num_layers, "two": 2, "d": decoder.head_dim}
         keys, values = rearrange(flat, "... (l two h d) -> two ... l h d", **sizes)
         return keys, values
 
     def forward(self, hidden: Tensor, mixer: Mixer) -> Tensor:
         """Block embeddings `[..., T, hidden]` through the draft layers and the final norm; same shape."""
-        for index, layer in enumerate(self.layers):
-            hidden = layer(index, hidden, mixer)
-        return self.norm(hidden)
+        return run_layers(cast(Sequence[DecoderLayer], self.layers), self.norm, hidden, mixer)[0]

@@ -18,15 +18,24 @@ Parameter names are those of the published checkpoints. Both classes have one in
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from algorithms.runtime.models.config.decoder import DecoderConfig
 from algorithms.runtime.models.config.eagle import NUM_FEATURES, Eagle3Config, EagleConfig
-from algorithms.runtime.models.decoder import Attention, Decoder, DecoderLayer, Mixer, RMSNorm, SwiGLU, reset_layers
+from algorithms.runtime.models.decoder import (
+    Attention,
+    Block,
+    Decoder,
+    DecoderLayer,
+    Mixer,
+    RMSNorm,
+    SwiGLU,
+    reset_layers,
+)
+from algorithms.runtime.models.fusion import Fusable, project
 
 
-class SharedTarget(nn.Module):
+class SharedTarget(Fusable):
     """A head that uses the target's embedding and LM head where it has none of its own.
 
     The target is not a submodule: it is not saved, trained or moved with the head.
@@ -88,7 +97,7 @@ class EagleDrafter(SharedTarget):
 
     def forward(self, tokens: Tensor, feature: Tensor, mixer: Mixer) -> Tensor:
         """`tokens [..., T]` int64 of positions p + 1, `feature [..., T, hidden]` of p, to the features of p + 1."""
-        x = self.fc(torch.cat([self.embed(tokens).to(feature.dtype), feature], dim=-1))
+        x = project(self.fc, torch.cat([self.embed(tokens).to(feature.dtype), feature], dim=-1), self.impl)
         for index, layer in enumerate(self.layers):
             x = layer(index, x, mixer)
         return x
@@ -102,7 +111,7 @@ class EagleDrafter(SharedTarget):
         return ids
 
 
-class Eagle3Layer(nn.Module):
+class Eagle3Layer(Block):
     """A decoder layer whose attention reads the normed token embedding beside the normed stream."""
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -116,8 +125,7 @@ class Eagle3Layer(nn.Module):
 
     def forward(self, embedding: Tensor, feature: Tensor, mixer: Mixer) -> Tensor:
         both = torch.cat([self.input_layernorm(embedding), self.hidden_norm(feature)], dim=-1)
-        x = feature + self.self_attn(0, both, mixer)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        return self.behind_attention(self.self_attn(0, both, mixer), feature)
 
 
 class Eagle3Drafter(SharedTarget):
@@ -166,7 +174,7 @@ class Eagle3Drafter(SharedTarget):
         """`features`, one `[..., T, target_hidden]` per captured layer, to `[..., T, hidden]`."""
         if len(features) != NUM_FEATURES:
             raise ValueError(f"EAGLE-3 reads {NUM_FEATURES} target layers, got features of {len(features)}")
-        return self.fc(torch.cat(features, dim=-1))
+        return project(self.fc, torch.cat(features, dim=-1), self.impl)
 
     def forward(self, tokens: Tensor, feature: Tensor, mixer: Mixer) -> Tensor:
         """`tokens [..., T]` int64 of positions p + 1, `feature [..., T, hidden]` of p, to the features of p + 1."""
@@ -175,7 +183,7 @@ class Eagle3Drafter(SharedTarget):
     def logits(self, hidden: Tensor) -> Tensor:
         """`hidden [..., hidden]`, as `forward` returns it, to `[..., draft_vocab_size]`."""
         normed = self.norm(hidden)
-        return self.target.logits(normed) if self.lm_head is None else F.linear(normed, self.lm_head.weight)
+        return self.target.logits(normed) if self.lm_head is None else project(self.lm_head, normed, self.impl)
 
     def to_target(self, ids: Tensor) -> Tensor:
         """Draft ids, indices into `logits`, to the target's ids."""

@@ -1,0 +1,68 @@
+"""The two forwards of a model: torch's operations one by one, and fused kernels.
+
+A `Fusable` module runs torch's operations until `set_forward` names an implementation of the kernels. Training, and the
+float32 runs that prove identity, use torch; inference in half precision on a GPU uses the kernels. Roundings are the
+same in both, and sums differ in their order alone.
+
+For the kernels, matrices that read the same rows are packed into one. The parameters become views of it, so names,
+state dicts and torch's forward stay as they are, and memory is used once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from specdec_kernels import linear
+
+
+class Packed(NamedTuple):
+    """Weights [rows of all, in] of several projections, one below the other, and their biases, if any."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+class Fusable(nn.Module):
+    """A module with two forwards. `impl` is that of the kernels, or None for torch's operations."""
+
+    impl: str | None = None
+
+    def pack(self) -> None:
+        """Prepare the weights for the kernels; called again, it does nothing."""
+
+
+def set_forward(model: nn.Module, impl: str | None) -> None:
+    """Let `model` run fused kernels of the implementation `impl`, or torch's operations if None."""
+    for module in model.modules():
+        if isinstance(module, Fusable):
+            module.impl = impl
+            if impl is not None:
+                module.pack()
+
+
+@torch.no_grad()
+def packed(projections: Sequence[nn.Linear]) -> Packed:
+    """One matrix of all `projections`, whose parameters become views of it."""
+    sizes = [projection.weight.shape[0] for projection in projections]
+    weights: list[Tensor] = [projection.weight for projection in projections]
+    weight = torch.cat(weights)
+    for projection, part in zip(projections, weight.split(sizes), strict=True):
+        projection.weight = nn.Parameter(part, requires_grad=False)
+    biases = [projection.bias for projection in projections if projection.bias is not None]
+    if not biases:
+        return Packed(weight, None)
+    bias = torch.cat(biases)
+    for projection, part in zip(projections, bias.split(sizes), strict=True):
+        projection.bias = nn.Parameter(part, requires_grad=False)
+    return Packed(weight, bias)
+
+
+def project(projection: nn.Module, x: Tensor, impl: str | None) -> Tensor:
+    """`projection(x)`; by the kernel if it is a plain linear layer and `impl` is given."""
+    if impl is None or not isinstance(projection, nn.Linear):
+        return projection(x)
+    return linear(x.contiguous(), projection.weight, projection.bias, impl=impl)

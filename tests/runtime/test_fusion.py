@@ -1,0 +1,131 @@
+"""The fused forward is torch's forward: same roundings, same captured layers, same texts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from algorithms.runtime.models.decoder import Decoder
+from algorithms.runtime.models.dense_mixer import DenseMixer
+from algorithms.runtime.models.fusion import packed, set_forward
+from experiments.app.hardware import resolve_hardware
+from experiments.app.schema import RuntimeConfig
+from tests.algorithms.drafters import ALL_MAKERS, TARGET, hinted, load_random_drafters
+from tests.algorithms.toy import CONFIG, Setup, answers, autoregressive, random_drafter, requests, run, scripts
+from tests.runtime.tiny_folders import randomise, small_config
+
+TOKENS = torch.tensor([[5, 9, 2, 7, 1]])
+KINDS: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "llama": {},
+    "qwen2": dict(qkv_bias=True),
+    "mistral": {},
+    "biases": dict(architecture="llama", qkv_bias=True, o_bias=True, mlp_bias=True),
+    "tied": dict(architecture="qwen3", tie_word_embeddings=True),
+}
+
+
+def model_of(kind: str) -> Decoder:
+    model = Decoder(small_config(**dict(dict(architecture=kind), **KINDS[kind]))).requires_grad_(False)
+    randomise(model, 0)
+    return model
+
+
+def outputs(model: Decoder, impl: str | None) -> list[Tensor]:
+    """Logits, final hidden states and two captured layers."""
+    set_forward(model, impl)
+    hidden, features = model(TOKENS, DenseMixer(model.config, TOKENS.shape[1], "cpu"), capture=(2, 0))
+    return [model.logits(hidden), hidden, *features]
+
+
+@pytest.mark.parametrize(
+    "kind, impl", [*((kind, "reference") for kind in KINDS), ("qwen3", "triton"), ("biases", "triton")]
+)
+def test_both_forwards_agree(kind: str, impl: str) -> None:
+    """Sums of at most 64 float32 products in another order, through four layers; packed matrices alone reorder them.
+    Afterwards torch's forward runs on views of the packed matrices."""
+    model = model_of(kind)
+    expected = outputs(model, None)
+    for again in (outputs(model, impl), outputs(model, None)):
+        for left, right in zip(again, expected, strict=True):
+            torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5 * right.abs().max().item())
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_a_dflash_drafter_agrees(impl: str) -> None:
+    drafter = random_drafter()
+    features = [torch.randn(1, 5, CONFIG.hidden_size, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    block = torch.randn(1, 4, CONFIG.hidden_size, generator=torch.Generator().manual_seed(9))
+
+    def computed() -> list[Tensor]:
+        context = drafter.context(features)
+        return [context, *drafter.context_kv(context), drafter(block, DenseMixer(drafter.config.decoder, 4, "cpu"))]
+
+    expected = computed()
+    set_forward(drafter, impl)
+    for left, right in zip(computed(), expected, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-4 * right.abs().max().item())
+
+
+def test_parameters_become_views_of_one_matrix() -> None:
+    """Names and values stay, nothing is stored twice, and packing again changes nothing."""
+    model = model_of("biases")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for _ in range(2):
+        set_forward(model, "reference")
+        after = model.state_dict()
+        assert list(after) == list(before) and all(torch.equal(after[name], before[name]) for name in before)
+    attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
+    for projections in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
+        for name in ("weight", "bias"):
+            owners = {getattr(projection, name).untyped_storage().data_ptr() for projection in projections}
+            assert len(owners) == 1
+
+
+def test_packing_keeps_the_order_of_the_projections() -> None:
+    both = [nn.Linear(3, 2, bias=False), nn.Linear(3, 4, bias=False)]
+    expected = torch.cat([projection.weight for projection in both])
+    assert torch.equal(packed(both).weight, expected) and packed(both).bias is None
+
+
+@pytest.mark.parametrize("maker", ALL_MAKERS)
+def test_every_algorithm_writes_the_targets_own_text(monkeypatch: pytest.MonkeyPatch, maker: str) -> None:
+    """Token for token in float32: target and drafter fused, against the target alone by torch's forward."""
+    load_random_drafters(monkeypatch)
+    asked = requests(4, 12)
+    alone = answers(asked, Setup(backend="torch"), TARGET)
+    fused = Setup(page_size=4, fused=True)
+    got = run(hinted(ALL_MAKERS[maker](), scripts(asked, alone)), asked, fused, TARGET).completions
+    assert [completion.token_ids for completion in got] == alone
+    assert run(autoregressive(TARGET), asked, Setup(), TARGET).completions, "the shared target runs torch's forward"
+    assert TARGET.model.impl is None
+
+
+@pytest.mark.parametrize("maker", ["autoregressive", "dflash_chain", "eagle3_tree"])
+def test_the_kernels_write_the_targets_own_text(monkeypatch: pytest.MonkeyPatch, maker: str) -> None:
+    load_random_drafters(monkeypatch)
+    asked = requests(1, 4)
+    alone = answers(asked, Setup(backend="torch"), TARGET)
+    setup = Setup(impl="triton", fused=True, max_batch=1)
+    got = run(hinted(ALL_MAKERS[maker](), scripts(asked, alone)), asked, setup, TARGET).completions
+    assert [completion.token_ids for completion in got] == alone
+
+
+@pytest.mark.parametrize(
+    "asked, expected",
+    [({}, "torch"), (dict(forward="fused"), "fused"), (dict(forward="fused", impl="reference"), "fused")],
+)
+def test_the_forward_of_a_run_without_a_gpu(asked: dict[str, str], expected: str) -> None:
+    assert resolve_hardware(RuntimeConfig(device="cpu", **asked)).forward == expected
+
+
+@pytest.mark.parametrize(
+    "dtype, impl, expected",
+    [("bfloat16", "auto", "fused"), ("float32", "auto", "torch"), ("bfloat16", "reference", "torch")],
+)
+def test_the_forward_of_a_run_on_a_gpu(monkeypatch: pytest.MonkeyPatch, dtype: str, impl: str, expected: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert resolve_hardware(RuntimeConfig(dtype=dtype, impl=impl)).forward == expected
