@@ -52,7 +52,7 @@ def packed(projections: Sequence[nn.Linear]) -> Packed:
     weight = torch.cat(weights)
     for projection, part in zip(projections, weight.split(sizes), strict=True):
         projection.weight = nn.Parameter(part, requires_grad=False)
-    biases = [projection.bias for projection in projections if projection.bias is not None]
+    biases: list[Tensor] = [projection.bias for projection in projections if projection.bias is not None]
     if not biases:
         return Packed(weight, None)
     bias = torch.cat(biases)
