@@ -17,7 +17,20 @@ from specdec_kernels.sampling.reference import MIN_TEMPERATURE
 _MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
 FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 LOG2E = tl.constexpr(1.4426950408889634)
-_LOWEST_KEY = tl.constexpr(-(1 << 31))  # below the key of every float
+# A scan shorter than the eight 16-bit logits of one vector load does not compile on Triton 3.6.
+MIN_SCAN = 8
+
+
+def grouping(vocab: int, width: int) -> tuple[int, int, int]:
+    """Tokens of a group, at most `width`; groups of a row; and lanes that hold one entry per group."""
+    width = min(max(triton.next_power_of_2(vocab), MIN_SCAN), width)
+    groups = triton.cdiv(vocab, width)
+    return width, groups, max(triton.next_power_of_2(groups), MIN_SCAN)
+
+
+def rows_per_program(rows: int, most: int, lanes: int) -> int:
+    """How many rows of `lanes` lanes each one program takes: a power of two, at most `most`."""
+    return min(triton.next_power_of_2(max(rows, 1)), most, max(1, (1 << 20) // lanes))
 
 
 @triton.jit

@@ -12,6 +12,7 @@ flat). All other rows are deferred to `kernel_nucleus`.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -24,8 +25,6 @@ from specdec_kernels.sampling import kernel_nucleus as nucleus
 from specdec_kernels.sampling.configs import SELECTION
 from specdec_kernels.sampling.types import TARGET_STREAM, Picked, SamplingTensors
 
-# A scan shorter than the eight 16-bit logits of one vector load does not compile on Triton 3.6.
-_MIN_SCAN = 8
 _KEY_SHIFT = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 
 
@@ -366,18 +365,12 @@ def select(
     """
     rows, vocab = values.shape
     config = SELECTION[current_chip(values)]
-    width = min(max(triton.next_power_of_2(vocab), _MIN_SCAN), config.width)
-    groups = triton.cdiv(vocab, width)
-    block_g = max(triton.next_power_of_2(groups), _MIN_SCAN)
+    width, groups, block_g = d.grouping(vocab, config.width)
     slots = min(config.slots, block_g)
-    temperature = sampling.temperature
-    sample, normalise = temperature is not None, normalise or want_logprobs
+    sample, normalise = sampling.temperature is not None, normalise or want_logprobs
     filtered = sample and sampling.filtered
     may_defer = filtered and groups > slots
-
-    def out(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(*shape, dtype=dtype, device=values.device)
-
+    out = partial(torch.empty, dtype=torch.float32, device=values.device)
     stats = out(1 + sample + normalise, rows, groups)
     ids = out(rows, slots, dtype=torch.int32) if may_defer else None
     state, pivots = (out(nucleus.STATES, rows), out(nucleus.NUM_PIVOTS, rows)) if may_defer else (None, None)
@@ -393,16 +386,15 @@ def select(
     block_s = min(config.strips, block_g)
     block_r = min(config.strips // block_s, config.max_rows, triton.next_power_of_2(max(rows, 1)))
     launch(
-        _stats_kernel, (triton.cdiv(rows, block_r), triton.cdiv(groups, block_s)), values, temperature, stats, rows,
-        values.stride(0), num_warps=config.stats_warps, BLOCK_R=block_r, BLOCK_S=block_s, **shared,
+        _stats_kernel, (triton.cdiv(rows, block_r), triton.cdiv(groups, block_s)), values, sampling.temperature, stats,
+        rows, values.stride(0), num_warps=config.stats_warps, BLOCK_R=block_r, BLOCK_S=block_s, **shared,
     )  # fmt: skip
     keyed = sample and draw and uniforms is None
     sources = (sampling.seeds, positions, None) if keyed else (None, None, uniforms if sample and draw else None)
     shift = _KEY_SHIFT[values.dtype]
-    fitting = max(1, (1 << 20) // (max(slots * width, block_g) if filtered else block_g))
-    block_r = min(triton.next_power_of_2(max(rows, 1)), config.max_rows, fitting)
+    block_r = d.rows_per_program(rows, config.max_rows, max(slots * width, block_g) if filtered else block_g)
     launch(
-        _select_kernel, (triton.cdiv(rows, block_r),), values, temperature,
+        _select_kernel, (triton.cdiv(rows, block_r),), values, sampling.temperature,
         *(sampling.filters if filtered else (None, None, None)), *sources, stats, ids, state, pivots, normaliser,
         *found, rows, values.stride(0), num_warps=config.select_warps if filtered else config.stats_warps, DRAW=draw,
         FILTER=filtered, STREAM=stream, SHIFT=shift, BLOCK_R=block_r, BLOCK_G=block_g, SLOTS=slots, **shared,

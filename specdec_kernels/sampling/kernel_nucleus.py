@@ -18,6 +18,8 @@ Nothing is added up in an order that depends on timing.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -36,7 +38,6 @@ PIVOTS = tl.constexpr(4)  # of each of two rounds
 NUM_PIVOTS, STATES = 8, 8
 # Programs per row: few, because most rows of most batches are not deferred, and a program that ends at once costs too.
 _SPLIT = 10
-_MIN_SCAN = 8
 
 
 @triton.jit
@@ -450,16 +451,12 @@ def resolve(
     rows, vocab = values.shape
     temperature, chunk, keep = sampling.temperature, config.chunk, config.keep
     chunks = triton.cdiv(vocab, chunk)
-
-    def out(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(*shape, dtype=dtype, device=values.device)
-
+    out = partial(torch.empty, dtype=torch.float32, device=values.device)
     split = min(_SPLIT, chunks)
     parts, mass, candidates = out(NUM_PIVOTS, rows, chunks), out(rows, chunks), out(rows, chunks, keep)
     edges, counts = out(rows, split, 2), out(rows, chunks, dtype=torch.int32)
-    block_c = max(triton.next_power_of_2(chunks), _MIN_SCAN)
-    widest = max(chunk, block_c * keep)
-    block_r = min(triton.next_power_of_2(max(rows, 1)), config.max_rows, max(1, (1 << 20) // widest))
+    block_c = max(triton.next_power_of_2(chunks), d.MIN_SCAN)
+    block_r = d.rows_per_program(rows, config.max_rows, max(chunk, block_c * keep))
     grid = (triton.cdiv(rows, block_r), split)
     stride, stream_warps = values.stride(0), min(config.select_warps, 8)
     sizes = dict(

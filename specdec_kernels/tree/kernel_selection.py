@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """Which candidates become nodes: one program per request, candidates in its lanes.
 
-Scores are compared as integers of the same order (`ordered`), because the largest integer of a warp is found by one
+Scores are compared as integers of the same order (`sort_key`), because the largest integer of a warp is found by one
 instruction. `expand_tree` takes the largest candidate T times. `rerank_tree` needs a set in candidate order, so it
 finds the smallest kept score bit by bit, with 32 counts whatever N is, and a running sum gives every kept candidate its
 node. `best_first_tree` keeps one offer per node, the value of its next unused child: the best offer becomes a node, its
@@ -15,30 +15,17 @@ import triton
 import triton.language as tl
 
 from specdec_kernels.launch import launch
+from specdec_kernels.sampling.device import key_value, sort_key
 from specdec_kernels.tree.reference import SMALLEST_PRODUCT
 from specdec_kernels.tree.types import UNUSED_PARENT, Expansion, Selection
 
 _UNUSED_PARENT = tl.constexpr(UNUSED_PARENT)
 _SMALLEST_PRODUCT = tl.constexpr(SMALLEST_PRODUCT)
-_MANTISSA_AND_EXPONENT = tl.constexpr(0x7FFFFFFF)
-# Below the image of every float, -inf included.
+# Below the key of every float, -inf included.
 NO_SCORE = tl.constexpr(-(1 << 31))
-_MINUS_INFINITY = tl.constexpr(-(1 << 31) + 0x7FFFFF)  # the image of -inf
+_MINUS_INFINITY = tl.constexpr(-(1 << 31) + 0x7FFFFF)  # the key of -inf
 _LANES_PER_WARP = 512  # more warps must meet at a barrier in every reduction
 _MIN_LANES = 32  # a whole warp, whose integer maximum is one instruction
-
-
-@triton.jit
-def ordered(value):
-    """float32 -> int32 that compares the same way; 0 and -0 are one number, NaN is not defined."""
-    bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ _MANTISSA_AND_EXPONENT, bits)
-
-
-@triton.jit
-def unordered(image):
-    """The float32 that `ordered` made `image` of."""
-    return tl.where(image < 0, image ^ _MANTISSA_AND_EXPONENT, image).to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["request_stride", "parent_stride"])
@@ -65,11 +52,11 @@ def _expand_kernel(
     path_score = tl.where(path_score == path_score, path_score, float("-inf"))
     tl.store(path_scores_ptr + request * (PARENTS * CHILDREN) + candidate, path_score, mask=live)
 
-    image = tl.where(live, ordered(path_score), NO_SCORE)
+    image = tl.where(live, sort_key(path_score, 0), NO_SCORE)
     for rank in range(WIDTH):
         best = tl.max(image, 0)
         winner = tl.min(tl.where(image == best, candidate, BLOCK_M), 0)
-        tl.store(best_ptr + request * WIDTH + rank, unordered(best))
+        tl.store(best_ptr + request * WIDTH + rank, key_value(best, 0))
         tl.store(index_ptr + request * WIDTH + rank, winner)
         image = tl.where(candidate == winner, NO_SCORE, image)
 
@@ -104,7 +91,7 @@ def _rerank_kernel(
     live = candidate < CANDIDATES
     row = request * CANDIDATES
     score = tl.load(path_scores_ptr + row + candidate, mask=live, other=float("-inf"))
-    image = ordered(tl.where(score == score, score, float("-inf")))
+    image = sort_key(tl.where(score == score, score, float("-inf")), 0)
     image = tl.where(image > _MINUS_INFINITY, image, NO_SCORE)
 
     wanted = tl.minimum(tl.sum((image > NO_SCORE).to(tl.int32), 0), NODES - 1)

@@ -16,13 +16,13 @@ import triton
 import triton.language as tl
 
 from specdec_kernels.launch import current_chip, launch
+from specdec_kernels.sampling.device import key_value, sort_key, usable
 from specdec_kernels.tree.configs import CONFIGS
-from specdec_kernels.tree.kernel_selection import NO_SCORE, ordered, unordered
+from specdec_kernels.tree.kernel_selection import NO_SCORE
 from specdec_kernels.tree.types import DraftTopk
 
 _TILE = 512
 _MIN_LANES = 32  # a whole warp, whose integer maximum is one instruction
-_FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 _NO_TOKEN = tl.constexpr((1 << 31) - 1)
 
 
@@ -30,7 +30,7 @@ _NO_TOKEN = tl.constexpr((1 << 31) - 1)
 def _load_logits(logits_ptr, row_offset, column, VOCAB: tl.constexpr):
     """Logits as float32 with NaN as -inf and +inf as the largest float32; -inf past the vocabulary."""
     logit = tl.load(logits_ptr + row_offset + column, mask=column < VOCAB, other=float("-inf")).to(tl.float32)
-    return tl.minimum(tl.where(logit == logit, logit, float("-inf")), _FLOAT32_MAX)
+    return usable(logit)
 
 
 @triton.jit
@@ -99,12 +99,12 @@ def _topk_merge_kernel(
     total = tl.sum(tile_sum * tl.exp((tile_max - shift) / divisor), 0)
     total = tl.where(total > 0, total, 1.0)
 
-    next_image = tl.where(live, ordered(tile_max), NO_SCORE)
+    next_image = tl.where(live, sort_key(tile_max, 0), NO_SCORE)
     one_hot = 1.0
     for rank in range(COUNT):
         image = tl.max(next_image, 0)
         token = tl.min(tl.where(next_image == image, next_token, _NO_TOKEN), 0)
-        logit = unordered(image)
+        logit = key_value(image, 0)
         prob = tl.exp((logit - shift) / divisor) / total
         if temperature_ptr is not None:
             prob = tl.where(tl.load(temperature_ptr + row) > 0, prob, one_hot)
@@ -114,7 +114,7 @@ def _topk_merge_kernel(
 
         winner = token // TILE
         column = winner * TILE + tl.arange(0, TILE)
-        other = ordered(_load_logits(logits_ptr, row * row_stride, column, VOCAB))
+        other = sort_key(_load_logits(logits_ptr, row * row_stride, column, VOCAB), 0)
         after = (other < image) | ((other == image) & (column > token))
         other = tl.where(after, other, NO_SCORE)
         second = tl.max(other, 0)

@@ -14,6 +14,8 @@ is written:
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -23,14 +25,13 @@ from specdec_kernels.sampling import device as d
 from specdec_kernels.sampling.kernel import select
 from specdec_kernels.sampling.types import ACCEPT_STREAM, BONUS_STREAM, RECOVER_STREAM, SamplingTensors
 from specdec_kernels.tree.types import TreeLinks
-from specdec_kernels.verify.configs import ACCEPTANCE, AcceptanceConfig
+from specdec_kernels.verify.configs import ACCEPTANCE
 from specdec_kernels.verify.device import empty_outcome, store_outcome
 from specdec_kernels.verify.types import Accepted
 
 _ACCEPT = tl.constexpr(ACCEPT_STREAM)
 _RECOVER = tl.constexpr(RECOVER_STREAM)
 _BONUS = tl.constexpr(BONUS_STREAM)
-_MIN_SCAN = 8
 
 
 @triton.jit
@@ -353,14 +354,9 @@ def accept_chain(
         want_distribution=True, normalise=return_logprobs,
     )  # fmt: skip
     sources = (sampling.seeds, tree.positions, None) if uniforms is None else (None, None, uniforms)
-
-    def out(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(*shape, dtype=dtype, device=tokens.device)
-
+    out = partial(torch.empty, dtype=torch.float32, device=tokens.device)
     rows = num_nodes if block_rule else 1
-    width = min(max(triton.next_power_of_2(vocab), _MIN_SCAN), config.width)
-    groups = triton.cdiv(vocab, width)
-    block_g = max(triton.next_power_of_2(groups), _MIN_SCAN)
+    width, groups, block_g = d.grouping(vocab, config.width)
     block_n = max(triton.next_power_of_2(num_nodes), 2)
     judged = out(3 if block_rule else 1, batch, num_nodes)
     state, sums = out(2, batch, dtype=torch.int32), out(2, batch * rows, groups)
@@ -369,11 +365,11 @@ def accept_chain(
     selected = (found.tokens, found.valid, sampling.temperature)
     sizes = dict(NODES=num_nodes, VOCAB=vocab, PROBS=probabilities)
     ends, warps = (batch, flat.stride(0)), config.request_warps
-
-    block_b, programs = _blocks(batch, block_n, config)
+    block_b = d.rows_per_program(batch, config.max_requests, block_n)
     launch(
-        _judge_kernel, (programs,), tokens, tree.first_child, *rows_of_both, *selected, *sources, judged, state, *ends,
-        num_warps=warps, DEPTH=max_depth, BLOCK_RULE=block_rule, BLOCK_B=block_b, BLOCK_N=block_n, **sizes,
+        _judge_kernel, (triton.cdiv(batch, block_b),), tokens, tree.first_child, *rows_of_both, *selected, *sources,
+        judged, state, *ends, num_warps=warps, DEPTH=max_depth, BLOCK_RULE=block_rule, BLOCK_B=block_b,
+        BLOCK_N=block_n, **sizes,
     )  # fmt: skip
     sizes |= dict(ROWS=rows, GROUPS=groups, WIDTH=width)
     strips = batch * rows * groups
@@ -383,22 +379,15 @@ def accept_chain(
         strips, *ends, num_warps=config.strip_warps, BLOCK_S=block_s, **sizes,
     )  # fmt: skip
     if block_rule:
-        block_r, programs = _blocks(batch * rows, block_g, config)
+        block_r = d.rows_per_program(batch * rows, config.max_requests, block_g)
         launch(
-            _row_sums_kernel, (programs,), sums, judged[2], batch * rows, num_warps=warps, GROUPS=groups,
-            BLOCK_R=block_r, BLOCK_G=block_g,
+            _row_sums_kernel, (triton.cdiv(batch * rows, block_r),), sums, judged[2], batch * rows, num_warps=warps,
+            GROUPS=groups, BLOCK_R=block_r, BLOCK_G=block_g,
         )  # fmt: skip
-    block_b, programs = _blocks(batch, block_g, config)
+    block_b = d.rows_per_program(batch, config.max_requests, block_g)
     launch(
-        _finish_kernel, (programs,), tokens, *rows_of_both, *selected, *sources, judged, state, sums, lengths,
-        *accepted, *ends, num_warps=warps, DEPTH=max_depth, BLOCK_RULE=block_rule, BLOCK_B=block_b, BLOCK_N=block_n,
-        BLOCK_D=max(triton.next_power_of_2(max_depth + 1), 2), BLOCK_G=block_g, **sizes,
+        _finish_kernel, (triton.cdiv(batch, block_b),), tokens, *rows_of_both, *selected, *sources, judged, state, sums,
+        lengths, *accepted, *ends, num_warps=warps, DEPTH=max_depth, BLOCK_RULE=block_rule, BLOCK_B=block_b,
+        BLOCK_N=block_n, BLOCK_D=max(triton.next_power_of_2(max_depth + 1), 2), BLOCK_G=block_g, **sizes,
     )  # fmt: skip
     return accepted
-
-
-def _blocks(count: int, lanes: int, config: AcceptanceConfig) -> tuple[int, int]:
-    """Rows of a program, and programs, for `count` rows of `lanes` lanes each."""
-    fitting = max(1, (1 << 20) // lanes)
-    size = min(triton.next_power_of_2(max(count, 1)), config.max_requests, fitting)
-    return size, triton.cdiv(count, size)
