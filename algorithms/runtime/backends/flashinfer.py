@@ -130,12 +130,15 @@ class FlashInferBackend:
         out = torch.zeros_like(flat)
         lse = flat.new_full(flat.shape[:2], float("-inf"), dtype=torch.float32)
         if plan.arguments is not None:
-            rows = slice(None) if plan.rows is None else plan.rows
-            part, base_2 = self._activate(plan).run(flat[rows], (kv[0], kv[1]), return_lse=True)
+            queries = flat if plan.rows is None else flat[plan.rows]
+            part, base_2 = self._activate(plan).run(queries, (kv[0], kv[1]), return_lse=True)
             part_lse = base_2 * _LN_2
             if sinks is not None:
                 part, part_lse = add_sinks(part, part_lse, sinks)
-            out[rows], lse[rows] = part, part_lse
+            if plan.rows is None:
+                out, lse = part, part_lse
+            else:
+                out[plan.rows], lse[plan.rows] = part, part_lse
         return out.view(q.shape), lse.view(q.shape[:3])
 
     def _arguments(
