@@ -166,10 +166,9 @@ class Engine:
             state.need_penalties()
         with torch.inference_mode():
             self.runner.prepare(needs)
+        depth = self.parts.algorithm.max_depth
+        readback: Readback[list[Running]] = Readback(self._overlap, state.max_batch, depth, device)
         self._session_is_open = True
-        readback: Readback[list[Running]] = Readback(
-            self._overlap, state.max_batch, self.parts.algorithm.max_depth, device
-        )
         try:
             yield Session(self.parts, self.runner, self.scheduler, readback, needs, self.check)
         finally:

@@ -77,6 +77,7 @@ class Step:
         self._parts, self._batch, self._needs = parts, batch, needs
 
     def draft(self) -> None:
+        """Ask the drafter for a tree. Raises ValueError if it has another size than the algorithm says."""
         algorithm, expected = self._parts.algorithm, (len(self._batch.lengths), self._parts.algorithm.num_nodes)
         tree = algorithm.propose(self._batch)
         if tree.tokens.shape != expected:
@@ -87,22 +88,23 @@ class Step:
         self.tree = agree_on_draft(tree)
 
     def verify(self) -> None:
-        algorithm, target = self._parts.algorithm, self._parts.resources.target.model
-        links = self.tree.links
+        """Run the target over all nodes."""
+        algorithm, links, resources = self._parts.algorithm, self.tree.links, self._parts.resources
         mixer = PagedMixer.over(
             self._batch,
             links.positions,
             self._parts.cache,
-            self._parts.resources,
+            resources,
             mode="chain" if algorithm.chain else "tree",
             mask=None if algorithm.chain else links.mask,
             depths=None if algorithm.chain else links.depth,
             phase="verify" if algorithm.num_nodes > 1 else "decode",
         )
-        self.hidden, self.features = target(self.tree.tokens, mixer, algorithm.capture)
-        self.logits = target.logits(self.hidden)
+        self.hidden, self.features = resources.target.model(self.tree.tokens, mixer, algorithm.capture)
+        self.logits = resources.target.model.logits(self.hidden)
 
     def accept(self) -> None:
+        """Decide which drafts the target would have written itself, and choose the bonus token."""
         batch, algorithm, needs = self._batch, self._parts.algorithm, self._needs
         impl, sampling = self._parts.resources.impl, SamplingTensors()
         if needs.filtered:
