@@ -32,7 +32,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     def read(*_: Any, **__: Any) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr("algorithms.runtime.models.loading.weights._read_tensors", read)
+    monkeypatch.setattr("algorithms.runtime.models.loading.weights._read", read)
 
 
 def check(*overrides: str) -> Plan:

@@ -236,7 +236,7 @@ def test_nothing_is_read_before_all_headers_fit(target_folder: Path, monkeypatch
     def forbidden(*_: Any) -> torch.Tensor:
         raise AssertionError("a tensor was read")
 
-    monkeypatch.setattr(weights, "_cast", forbidden)
+    monkeypatch.setattr(weights, "_read", forbidden)
     change_weights(target_folder, model__norm__weight=torch.zeros(31))
     refusal(lambda: load(target_folder), "model.norm.weight")
 

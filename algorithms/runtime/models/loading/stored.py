@@ -7,7 +7,9 @@ containers and nothing else.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,12 +34,13 @@ PICKLED_DTYPES = {
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor lies and what its header says."""
+    """Where a tensor is and what its header says; `read` reads it."""
 
     file: Path
     name: str
     shape: tuple[int, ...]
     dtype: str
+    read: Callable[[], Tensor]
 
 
 def stored_tensors(folder: Path, optional_prefix: str = "", pickles: bool = False) -> dict[str, Stored]:
@@ -120,11 +123,12 @@ def unreadable(path: Path, error: Exception) -> ModelError:
 
 def _read_header(path: Path) -> dict[str, Stored]:
     try:
-        with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-            return {
-                name: Stored(path, name, tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()
-            }
+        file = safe_open(path, framework="pt")
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        return {
+            name: Stored(path, name, tuple(part.get_shape()), part.get_dtype(), partial(file.get_tensor, name))
+            for name, part in slices.items()
+        }
     except (SafetensorError, OSError) as error:
         raise unreadable(path, error) from error
 
@@ -144,7 +148,7 @@ def _without_prefix(stored: dict[str, Stored], prefix: str) -> dict[str, Stored]
     return result
 
 
-def unpickled(path: Path) -> dict[str, Tensor]:
+def _unpickled(path: Path) -> dict[str, Tensor]:
     """The tensors of a `torch.save` file, left on disk until they are read."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -169,6 +173,6 @@ def unpickled(path: Path) -> dict[str, Tensor]:
 
 def _pickled_header(path: Path) -> dict[str, Stored]:
     return {
-        name: Stored(path, name, tuple(value.shape), PICKLED_DTYPES.get(value.dtype, str(value.dtype)))
-        for name, value in unpickled(path).items()
+        name: Stored(path, name, tuple(value.shape), PICKLED_DTYPES.get(value.dtype, str(value.dtype)), value.detach)
+        for name, value in _unpickled(path).items()
     }

@@ -10,11 +10,11 @@ from collections.abc import Container
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from algorithms.runtime.models.folder import COPY_AGAIN, PICKLED_WEIGHTS, ModelError
-from algorithms.runtime.models.loading.stored import Stored, stored_tensors, unpickled, unreadable
+from algorithms.runtime.models.folder import COPY_AGAIN, ModelError
+from algorithms.runtime.models.loading.stored import Stored, stored_tensors, unreadable
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 # What a buffer of token ids or of marks may be stored as.
@@ -50,7 +50,7 @@ def load_weights(
     for name, tensor in wanted.items():
         _check_header(stored[name], tuple(tensor.shape), tensor.dtype)
     dtypes = {name: dtype if t.is_floating_point() else t.dtype for name, t in wanted.items()}
-    module.load_state_dict(_read_tensors(stored, device, dtypes), assign=True)
+    module.load_state_dict({name: _read(stored[name], device, dtypes[name]) for name in wanted}, assign=True)
     module.requires_grad_(False).eval()
 
 
@@ -88,32 +88,15 @@ def _check_header(stored: Stored, shape: tuple[int, ...], dtype: torch.dtype) ->
         )
 
 
-def _read_tensors(
-    stored: dict[str, Stored], device: torch.device | str, dtypes: dict[str, torch.dtype]
-) -> dict[str, Tensor]:
-    by_file: dict[Path, dict[str, Stored]] = {}
-    for name, tensor in stored.items():
-        by_file.setdefault(tensor.file, {})[name] = tensor
-    state: dict[str, Tensor] = {}
-    for path, members in by_file.items():
-        if path.name == PICKLED_WEIGHTS:
-            content = unpickled(path)
-            state |= {name: _cast(content[t.name], t, device, dtypes[name]) for name, t in members.items()}
-            continue
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name, tensor in members.items():
-                    state[name] = _cast(file.get_tensor(tensor.name), tensor, device, dtypes[name])
-        except (SafetensorError, OSError) as error:
-            raise unreadable(path, error) from error
-    return state
-
-
 def _all_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(torch.stack(tensor.aminmax())).all())
 
 
-def _cast(value: Tensor, stored: Stored, device: torch.device | str, dtype: torch.dtype) -> Tensor:
+def _read(stored: Stored, device: torch.device | str, dtype: torch.dtype) -> Tensor:
+    try:
+        value = stored.read()
+    except (SafetensorError, OSError) as error:
+        raise unreadable(stored.file, error) from error
     # A copy even where nothing changes: the value may be a view of the file, which others may overwrite.
     result = value.to(device=device, dtype=dtype, copy=True)
     if not dtype.is_floating_point or _all_finite(result):
