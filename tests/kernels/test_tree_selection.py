@@ -98,12 +98,12 @@ def test_best_first_is_the_best_of_all_paths(impl: str) -> None:
     tokens = torch.zeros(2, depths, ranks, dtype=torch.int64, device=DEVICE)
     chosen = best_first_tree(probs.to(DEVICE), tokens, tokens[:, 0, 0].contiguous(), num_nodes, impl=impl)
     for b in range(2):
-        law = probs[b].tolist()
+        of_depth = probs[b].tolist()
         paths = [p for n in range(1, depths + 1) for p in itertools.product(range(ranks), repeat=n)]
-        values = sorted((math.prod(law[d][r] for d, r in enumerate(p)) for p in paths), reverse=True)
+        values = sorted((math.prod(of_depth[d][r] for d, r in enumerate(p)) for p in paths), reverse=True)
         value = [1.0]
         for parent, candidate in zip(chosen.parents[b, 1:].tolist(), chosen.candidates[b, 1:].tolist(), strict=True):
-            value.append(value[parent] * law[candidate // ranks][candidate % ranks])
+            value.append(value[parent] * of_depth[candidate // ranks][candidate % ranks])
         assert value[1:] == pytest.approx(values[: num_nodes - 1], rel=1e-6)
 
 
@@ -138,12 +138,12 @@ def test_expansion_sorts(impl: str, inputs: tuple[list[list[float]], list[list[l
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_expansion_of_one_law_for_all_parents(impl: str) -> None:
+def test_expansion_of_one_distribution_for_all_parents(impl: str) -> None:
     """Marginals that do not depend on the parent are broadcast, not copied."""
-    law = random_probs(Maker.seeded(), 3, 1, 5).to(DEVICE)
+    probs = random_probs(Maker.seeded(), 3, 1, 5).to(DEVICE)
     scores = random_probs(Maker.seeded(), 3, 4).to(DEVICE)
-    spread = expand_tree(scores, law.expand(3, 4, 5), 8, impl=impl)
-    copied = expand_tree(scores, law.repeat(1, 4, 1), 8, impl=impl)
+    spread = expand_tree(scores, probs.expand(3, 4, 5), 8, impl=impl)
+    copied = expand_tree(scores, probs.repeat(1, 4, 1), 8, impl=impl)
     assert all(torch.equal(s, c) for s, c in zip(spread, copied, strict=True))
 
 
@@ -227,12 +227,12 @@ LOGIT = st.one_of(st.integers(-3, 3).map(float), st.sampled_from([-INF, 20.0, -4
 )
 def test_topk_sorts(impl: str, rows: list[list[float]], temperature: float | None, data: st.DataObject) -> None:
     k = data.draw(st.integers(1, len(rows[0])))
-    warmth = None if temperature is None else floats([temperature] * len(rows))
-    probs, tokens = draft_topk(floats(rows), k, warmth, impl=impl)
+    by_row = None if temperature is None else floats([temperature] * len(rows))
+    probs, tokens = draft_topk(floats(rows), k, by_row, impl=impl)
     for b, row in enumerate(rows):
-        law, order = likeliest(row, k, 1.0 if temperature is None else temperature)
+        expected, order = likeliest(row, k, 1.0 if temperature is None else temperature)
         assert tokens[b].tolist() == order
-        assert probs[b].tolist() == pytest.approx(law, rel=1e-5, abs=1e-30)
+        assert probs[b].tolist() == pytest.approx(expected, rel=1e-5, abs=1e-30)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
