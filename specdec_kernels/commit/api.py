@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from specdec_kernels.checks import expect_contiguous, expect_dtype, expect_same_device, expect_shape
+from specdec_kernels.checks import expect_shape, expect_tensors
 from specdec_kernels.commit.types import Committed
 from specdec_kernels.launch import dispatch
 
@@ -32,16 +32,13 @@ def commit_step(
     their state.
 
     Args:
-        draft_tokens: [B, N] int64, contiguous: tokens of the draft tree, node 0 is the last token.
-        tokens: [B, D + 1] int64, contiguous: accepted drafts, then the bonus token, -1 behind.
-        num_accepted: [B] int32: accepted drafts, the bonus token excluded, 0 to D.
-        nodes: [B, D + 1] int32, contiguous: the accepted path from node 0 on, -1 behind.
-        valid: [B] bool, passed on to the table.
-        logprobs: [B, D + 1] float32, contiguous, passed on to the table; None leaves zeros there.
+        draft_tokens: [B, N] int64: tokens of the draft tree, node 0 is the last token. All tensors are contiguous.
+        tokens, num_accepted, nodes, valid, logprobs: the fields of `Accepted`. Of the last two the table alone has use;
+            `logprobs` None leaves zeros there.
         active: [B] int32: 1, or 0 for a padding row.
         lengths: [B] int64, committed tokens; written in place.
         last_tokens: [B] int64, the token at position `lengths[b]`; written in place.
-        history: [B, C] int64, contiguous rows, tokens by position; written in place. Positions from C on are dropped.
+        history: [B, C] int64, tokens by position; written in place. Positions from C on are dropped.
         impl: `auto`, `triton` or `reference`.
 
     Returns:
@@ -55,25 +52,18 @@ def commit_step(
     batch = draft_tokens.shape[0]
     expect_shape("tokens", tokens, (batch, None))
     path = tokens.shape[1]
-    for name, tensor, shape, dtype in (
-        ("draft_tokens", draft_tokens, (batch, None), torch.int64),
-        ("tokens", tokens, (batch, path), torch.int64),
-        ("num_accepted", num_accepted, (batch,), torch.int32),
-        ("nodes", nodes, (batch, path), torch.int32),
-        ("valid", valid, (batch,), torch.bool),
-        ("active", active, (batch,), torch.int32),
-        ("lengths", lengths, (batch,), torch.int64),
-        ("last_tokens", last_tokens, (batch,), torch.int64),
-        ("history", history, (batch, None), torch.int64),
-        *([] if logprobs is None else [("logprobs", logprobs, (batch, path), torch.float32)]),
-    ):
-        expect_shape(name, tensor, shape)
-        expect_dtype(name, tensor, dtype)
-        expect_contiguous(**{name: tensor})
-    expect_same_device(
-        draft_tokens=draft_tokens, tokens=tokens, num_accepted=num_accepted, nodes=nodes, valid=valid,
-        logprobs=logprobs, active=active, lengths=lengths, last_tokens=last_tokens, history=history,
-    )  # fmt: skip
+    expect_tensors(
+        draft_tokens=(draft_tokens, (batch, None), torch.int64),
+        tokens=(tokens, (batch, path), torch.int64),
+        num_accepted=(num_accepted, (batch,), torch.int32),
+        nodes=(nodes, (batch, path), torch.int32),
+        valid=(valid, (batch,), torch.bool),
+        logprobs=(logprobs, (batch, path), torch.float32),
+        active=(active, (batch,), torch.int32),
+        lengths=(lengths, (batch,), torch.int64),
+        last_tokens=(last_tokens, (batch,), torch.int64),
+        history=(history, (batch, None), torch.int64),
+    )
     implementation = dispatch("commit_step", __package__, impl, tokens)
     return implementation(
         draft_tokens, tokens, num_accepted, nodes, valid, logprobs, active, lengths, last_tokens, history
@@ -97,12 +87,10 @@ def gather_path(values: Sequence[torch.Tensor], nodes: torch.Tensor, *, impl: st
     """
     if not values:
         return []
-    expect_shape("nodes", nodes, (values[0].shape[0], None))
-    expect_dtype("nodes", nodes, torch.int32)
-    expect_contiguous(nodes=nodes)
-    for index, value in enumerate(values):
-        expect_shape(f"values[{index}]", value, (nodes.shape[0], *values[0].shape[1:]))
-        expect_dtype(f"values[{index}]", value, values[0].dtype)
-        expect_contiguous(**{f"values[{index}]": value})
-        expect_same_device(nodes=nodes, **{f"values[{index}]": value})
+    expect_shape("values[0]", values[0], (None, None, None))
+    batch, num_nodes, width = values[0].shape
+    expect_tensors(
+        nodes=(nodes, (batch, None), torch.int32),
+        **{f"values[{i}]": (value, (batch, num_nodes, width), values[0].dtype) for i, value in enumerate(values)},
+    )
     return dispatch("gather_path", __package__, impl, values[0])(values, nodes)

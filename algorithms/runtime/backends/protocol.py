@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from specdec_kernels import AttentionMetadata, AttentionShape
 
-PHASES = ("prefill", "decode", "verify", "draft")
+FORWARD_PHASES = ("prefill", "decode", "verify", "draft")
 """What a forward is for: prompts, one token per request, drafted tokens of the target; everything of a drafter."""
 
 
@@ -39,7 +39,7 @@ class Backend(Protocol):
 
     def plan(self, metadata: AttentionMetadata, shape: AttentionShape, phase: str) -> Any:
         """Prepare what all layers of a forward share; raises `BackendError` with the reason of `refuse`. The result
-        does not change. `phase` is one of `PHASES`."""
+        does not change. `phase` is one of `FORWARD_PHASES`."""
         ...
 
     def run(self, plan: Any, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
