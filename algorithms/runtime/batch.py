@@ -15,6 +15,9 @@ from algorithms.runtime.algorithm import Batch, Observation, Resources
 from algorithms.runtime.request import Request
 from specdec_kernels import SamplingTensors
 
+_NEUTRAL = ((0.0, torch.float32), (0, torch.int32), (1.0, torch.float32), (0.0, torch.float32), (0, torch.int64))
+"""Sampling parameters of padding, in the order of `SamplingTensors`: greedy, no filter."""
+
 
 class PenaltyState:
     """What penalties and logit bias need of each row; allocated when the first request asks for any of them."""
@@ -52,9 +55,7 @@ class BatchState:
         self.active = full(0, torch.int32)
         self.page_table = full(0, torch.int32, max_pages)
         self.history = full(0, torch.int64, context)
-        # In the order of `SamplingTensors`: greedy, no filter.
-        neutral = ((0.0, torch.float32), (0, torch.int32), (1.0, torch.float32), (0.0, torch.float32), (0, torch.int64))
-        self._sampling = [full(value, dtype) for value, dtype in neutral]
+        self._sampling = [full(value, dtype) for value, dtype in _NEUTRAL]
         self.penalties: PenaltyState | None = None
 
     def need_penalties(self) -> None:
@@ -84,9 +85,11 @@ class BatchState:
             tensor[target] = tensor[source]
 
     def clear(self, rows: int | slice) -> None:
-        """Make `rows` padding."""
+        """Make `rows` padding, which is greedy: a step draws and filters nothing for it."""
         self.active[rows] = 0
         self.lengths[rows] = 0
+        for tensor, (value, _) in zip(self._sampling, _NEUTRAL, strict=True):
+            tensor[rows] = value
 
     def batch(self, start: int, stop: int, max_length: int) -> Batch:
         """Rows start … stop - 1 as views."""

@@ -57,8 +57,9 @@ class Completion:
 
     `accepted_counts` holds the accepted drafts of each step; the last step may have emitted `num_truncated` tokens past
     the end, so `len(token_ids) == sum(a + 1 for a in accepted_counts) - num_truncated`. `logprobs` are the target's
-    log-probabilities of `token_ids` (temperature 1, after penalties, before filters). Times run from the moment the
-    request entered the batch, without waiting in the queue; `emitted_at_ms` has one entry per step.
+    log-probabilities of `token_ids` (temperature 1, after penalties, before filters); the list is empty unless
+    `sampling.logprobs` asked for them. Times run from the moment the request entered the batch, without waiting in the
+    queue; `emitted_at_ms` has one entry per step.
     """
 
     request_id: int

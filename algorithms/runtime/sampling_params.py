@@ -45,6 +45,8 @@ class SamplingParams:
     """Generate past the model's own end-of-text tokens."""
     stop_strings: tuple[str, ...] = ()
     """Generation ends when the output holds one of these; the text is cut before it."""
+    logprobs: bool = False
+    """Also report the target's log-probability of every token; steps that nobody asks for them skip their sums."""
 
     def __post_init__(self) -> None:
         self.stop_strings = tuple(self.stop_strings)
@@ -86,6 +88,7 @@ class SamplingNeeds:
     sampled: bool = False
     filtered: bool = False
     penalised: bool = False
+    logprobs: bool = False
 
     @classmethod
     def of(cls, params: Iterable[SamplingParams]) -> SamplingNeeds:
@@ -95,6 +98,7 @@ class SamplingNeeds:
             sampled=any(p.temperature > 0 for p in asked),
             filtered=any(p.filtered for p in asked),
             penalised=any(p.penalised for p in asked),
+            logprobs=any(p.logprobs for p in asked),
         )
 
     def covers(self, other: SamplingNeeds) -> bool:

@@ -167,7 +167,8 @@ class Scheduler:
         completion.accepted_counts.append(len(emitted) - 1)
         for index, (token, logprob) in enumerate(zip(emitted, logprobs, strict=True)):
             completion.token_ids.append(token)
-            completion.logprobs.append(logprob)
+            if request.sampling.logprobs:
+                completion.logprobs.append(logprob)
             completion.finish_reason = self._finish_reason(request, completion.token_ids)
             if completion.finish_reason:
                 completion.num_truncated = len(emitted) - 1 - index

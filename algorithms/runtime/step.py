@@ -71,7 +71,8 @@ class Step:
     logits: Tensor
     accepted: Accepted
     table: Tensor
-    """[B, 2 (D + 1) + 2] int64: emitted tokens, their log-probabilities as float32 bits, num_accepted, valid."""
+    """[B, 2 (D + 1) + 2] int64: emitted tokens, their log-probabilities as float32 bits (0 where no request asks
+    for them), num_accepted, valid."""
 
     def __init__(self, parts: StepParts, batch: Batch, needs: SamplingNeeds) -> None:
         self._parts, self._batch, self._needs = parts, batch, needs
@@ -122,6 +123,7 @@ class Step:
             algorithm.max_depth,
             sampling,
             draft_probs=self.tree.draft_probs,
+            return_logprobs=needs.logprobs,
             impl=impl,
         )
         self.accepted = agree_on_acceptance(accepted)

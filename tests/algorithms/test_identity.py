@@ -60,9 +60,11 @@ def test_output_is_the_targets_own(
 def test_log_probabilities_are_those_of_the_target_alone(monkeypatch: pytest.MonkeyPatch, maker: str) -> None:
     """For every emitted token, accepted or bonus; not those of the drafter, and not after filters."""
     load_random_drafters(monkeypatch)
-    asked, alone, texts = reference()
+    asked, _, texts = reference()
+    asked = [changed(request, logprobs=True) for request in asked]
     got = run(hinted(ALL_MAKERS[maker](), texts), asked, Setup(page_size=4), TARGET).completions
-    for ours, plain in zip(got, alone, strict=True):
+    for ours, plain in zip(got, _alone(asked), strict=True):
+        assert len(ours.logprobs) == len(ours.token_ids)
         assert ours.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
         assert all(value < 0 for value in ours.logprobs)
 

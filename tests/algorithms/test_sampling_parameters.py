@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+import specdec_kernels as kernels
 from algorithms.runtime.engine import EngineError
 from algorithms.runtime.models.dense_mixer import DenseMixer
 from algorithms.runtime.request import Completion, Request
 from algorithms.runtime.sampling_params import SamplingNeeds, SamplingParams
 from algorithms.standalone import Standalone
-from specdec_kernels import SamplingTensors, pick_tokens
+from specdec_kernels import Accepted, SamplingTensors, pick_tokens
 from tests.algorithms.drafters import ALL_MAKERS, TARGET, blurred_target, hinted, load_random_drafters
 from tests.algorithms.toy import (
     CONFIG,
@@ -47,6 +48,10 @@ MAKERS = ("autoregressive", "standalone_chain", "standalone_tree", "eagle3_tree"
 
 def asked() -> list[Request]:
     return [changed(r, **PARAMETERS[r.id % len(PARAMETERS)]) for r in requests(len(PARAMETERS), TOKENS)]
+
+
+def with_logprobs() -> list[Request]:
+    return [changed(request, logprobs=True) for request in asked()]
 
 
 def following(text: list[int]) -> Tensor:
@@ -99,7 +104,7 @@ def expected() -> list[tuple[list[int], list[float]]]:
 
 def served(maker: str, setup: Setup) -> list[Completion]:
     texts = scripts(asked(), [tokens for tokens, _ in expected()])
-    return run(hinted(ALL_MAKERS[maker](), texts), asked(), setup, TARGET).completions
+    return run(hinted(ALL_MAKERS[maker](), texts), with_logprobs(), setup, TARGET).completions
 
 
 @pytest.mark.parametrize("maker", MAKERS)
@@ -119,7 +124,7 @@ def test_log_probabilities_of_drawn_chains(monkeypatch: pytest.MonkeyPatch, rule
     monkeypatch.setattr("algorithms.runtime.models.loading.load_draft", lambda *_: blurred_target())
     algorithm = Standalone(Standalone.Config(steps=3, rule=rule), TARGET, "random")
     accepted: list[int] = []
-    for request, completion in zip(asked(), run(algorithm, asked(), setup, TARGET).completions, strict=True):
+    for request, completion in zip(asked(), run(algorithm, with_logprobs(), setup, TARGET).completions, strict=True):
         tokens = completion.token_ids
         texts = [[*request.prompt_ids, *tokens[:at]] for at in range(len(tokens))]
         rows = [penalised(following(t), request, tokens[:at]).log_softmax(-1) for at, t in enumerate(texts)]
@@ -127,6 +132,40 @@ def test_log_probabilities_of_drawn_chains(monkeypatch: pytest.MonkeyPatch, rule
         assert completion.logprobs == pytest.approx(expected, abs=1e-4)
         accepted += completion.accepted_counts
     assert {0, 3} <= set(accepted), "rejected drafts and a bonus behind a whole chain are both needed"
+
+
+def test_log_probabilities_are_computed_where_one_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that does not ask has none, whoever shares its steps; steps that nobody asks of do not compute them."""
+    computed: list[bool] = []
+
+    def accept(*args: Any, return_logprobs: bool, **options: Any) -> Accepted:
+        computed.append(return_logprobs)
+        return kernels.accept(*args, return_logprobs=return_logprobs, **options)
+
+    monkeypatch.setattr("algorithms.runtime.step.accept", accept)
+    plain = run(autoregressive(TARGET), asked()[:3], Setup(), TARGET).completions
+    assert not any(computed) and [c.logprobs for c in plain] == [[], [], []]
+    computed.clear()
+    mixed = [changed(request, logprobs=request.id == 1) for request in asked()[:3]]
+    got = run(autoregressive(TARGET), mixed, Setup(), TARGET).completions
+    assert all(computed) and [len(c.logprobs) for c in got] == [0, TOKENS, 0]
+    assert [c.token_ids for c in got] == [c.token_ids for c in plain]
+
+
+def test_padding_is_greedy() -> None:
+    """A row that a sampled request has left asks for no draw and no filter."""
+    engine = engine_of(autoregressive(TARGET), Setup(), TARGET)
+    neutral = [tensor.tolist() for tensor in engine.parts.state.batch(0, 3, 0).sampling]
+    sampled = [changed(r, temperature=0.9, top_k=5, top_p=0.8, min_p=0.1) for r in requests(3, TOKENS)]
+    with engine.session(SamplingNeeds.of(r.sampling for r in sampled)) as session:
+        for request, length in zip(sampled, (9, 3, 14), strict=True):
+            session.submit(changed(request, max_new_tokens=length))
+        while not session.idle:
+            session.step()
+            used = len(engine.scheduler.rows)
+            rows = [tensor.tolist() for tensor in engine.parts.state.batch(0, 3, 0).sampling]
+            assert [row[used:] for row in rows] == [row[used:] for row in neutral]
+            assert all(value > 0 for value in rows[0][:used])
 
 
 def test_captured_steps_read_parameters_anew(monkeypatch: pytest.MonkeyPatch) -> None:
