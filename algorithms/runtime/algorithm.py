@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from algorithms.runtime.backends.protocol import Backend
+    from algorithms.runtime.models.fusion import FusableModel
     from algorithms.runtime.models.loading import Target, TargetFolder
     from specdec_kernels import SamplingTensors, TreeLinks
 
@@ -38,11 +39,9 @@ class Resources:
     fused: bool = False
     """Whether models run fused kernels, or torch's operations one by one."""
 
-    def choose_forward(self, model: torch.nn.Module) -> None:
+    def choose_forward(self, model: FusableModel) -> None:
         """Let `model`, a target or a drafter, run the forward of this run."""
-        from algorithms.runtime.models.fusion import set_forward
-
-        set_forward(model, self.impl if self.fused else None)
+        model.set_forward(self.impl if self.fused else None)
 
 
 class OwnLevel(NamedTuple):

@@ -14,6 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FAST_ROWS = 64  # more rows go to torch's matmul, which is then the faster one
+ROWS_OF_THE_TABLE = (16, 32, 64, FAST_ROWS + 1)
+"""Numbers of rows that together compile every kernel of a forward, the last those of more rows."""
 _MOST_ROWS = 128  # of one program
 _INTERPRETER_ROWS = 16
 _PROCESSORS = {"sm80": 108, "sm90": 132, "sm100": 148, "gfx942": 304}

@@ -7,14 +7,25 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from algorithms.runtime.models.decoder import Decoder
 from algorithms.runtime.models.dense_mixer import DenseMixer
-from algorithms.runtime.models.fusion import packed, set_forward
+from algorithms.runtime.models.fusion import FusableModel, packed
 from experiments.app.hardware import resolve_hardware
 from experiments.app.schema import RuntimeConfig
-from tests.algorithms.drafters import ALL_MAKERS, TARGET, hinted, load_random_drafters
-from tests.algorithms.toy import CONFIG, Setup, answers, autoregressive, random_drafter, requests, run, scripts
+from tests.algorithms.drafters import ALL_MAKERS, TARGET, eagle3_head, eagle_head, hinted, load_random_drafters
+from tests.algorithms.toy import (
+    CONFIG,
+    Setup,
+    answers,
+    autoregressive,
+    random_drafter,
+    random_target,
+    requests,
+    run,
+    scripts,
+)
 from tests.runtime.tiny_folders import randomise, small_config
 
 TOKENS = torch.tensor([[5, 9, 2, 7, 1]])
@@ -36,7 +47,7 @@ def model_of(kind: str) -> Decoder:
 
 def outputs(model: Decoder, impl: str | None) -> list[Tensor]:
     """Logits, final hidden states and two captured layers."""
-    set_forward(model, impl)
+    model.set_forward(impl)
     hidden, features = model(TOKENS, DenseMixer(model.config, TOKENS.shape[1], "cpu"), capture=(2, 0))
     return [model.logits(hidden), hidden, *features]
 
@@ -65,7 +76,7 @@ def test_a_dflash_drafter_agrees(impl: str) -> None:
         return [context, *drafter.context_kv(context), drafter(block, DenseMixer(drafter.config.decoder, 4, "cpu"))]
 
     expected = computed()
-    set_forward(drafter, impl)
+    drafter.set_forward(impl)
     for left, right in zip(computed(), expected, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-4 * right.abs().max().item())
 
@@ -75,7 +86,7 @@ def test_parameters_become_views_of_one_matrix() -> None:
     model = model_of("biases")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     for _ in range(2):
-        set_forward(model, "reference")
+        model.set_forward("reference")
         after = model.state_dict()
         assert list(after) == list(before) and all(torch.equal(after[name], before[name]) for name in before)
     attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
@@ -89,6 +100,36 @@ def test_packing_keeps_the_order_of_the_projections() -> None:
     both = [nn.Linear(3, 2, bias=False), nn.Linear(3, 4, bias=False)]
     expected = torch.cat([projection.weight for projection in both])
     assert torch.equal(packed(both).weight, expected) and packed(both).bias is None
+
+
+class Reads(TorchFunctionMode):
+    """Notes the storage of every tensor that an operation is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: set[int] = set()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.storages |= {_storage(arg) for arg in args if type(arg) in (Tensor, nn.Parameter)}
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [random_target().model, random_drafter(), eagle_head(), eagle3_head()],
+    ids=lambda model: type(model).__name__,
+)
+def test_a_rehearsal_multiplies_with_every_matrix(model: FusableModel) -> None:
+    """On a GPU it compiles what runs later: a module left out would compile in the middle of a run."""
+    model.set_forward("reference")
+    with torch.inference_mode(), Reads() as reads:
+        model.rehearse(3)
+    missed = [name for name, p in model.named_parameters() if p.ndim == 2 and _storage(p) not in reads.storages]
+    assert not missed
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize("maker", ALL_MAKERS)

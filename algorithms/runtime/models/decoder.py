@@ -17,7 +17,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from algorithms.runtime.models.config.decoder import DecoderConfig
-from algorithms.runtime.models.fusion import Fusable, Packed, packed, project
+from algorithms.runtime.models.fusion import Fusable, FusableModel, Packed, packed, project, queries_only
 from specdec_kernels import (
     Normed,
     add_rms_norm,
@@ -242,7 +242,7 @@ class DecoderBody(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
-class Decoder(Fusable):
+class Decoder(FusableModel):
     """A causal language model without a cache."""
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -277,6 +277,10 @@ class Decoder(Fusable):
         table = self.model.embed_tokens.weight
         start = embed_rms_norm(tokens.contiguous(), table, first.weight, first.eps, impl=self.impl)
         return run_fused(layers, norm, start, mixer, capture)
+
+    def rehearse(self, rows: int) -> None:
+        tokens = torch.zeros(1, rows, dtype=torch.int64, device=self.model.norm.weight.device)
+        self.logits(self(tokens, queries_only)[0])
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`hidden [..., T, hidden]` to `[..., T, V]` in the dtype of the weights."""

@@ -1,8 +1,8 @@
 """The two forwards of a model: torch's operations one by one, and fused kernels.
 
-A `Fusable` module runs torch's operations until `set_forward` names an implementation of the kernels. Training, and the
-float32 runs that prove identity, use torch; inference in half precision on a GPU uses the kernels. Roundings are the
-same in both, and sums differ in their order alone.
+A `Fusable` module runs torch's operations until `set_forward` of its model names an implementation of the kernels.
+Training, and the float32 runs that prove identity, use torch; inference in half precision on a GPU uses the kernels.
+Roundings are the same in both, and sums differ in their order alone.
 
 For the kernels, matrices that read the same rows are packed into one. The parameters become views of it, so names,
 state dicts and torch's forward stay as they are, and memory is used once.
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec_kernels import linear
+from specdec_kernels.projection.configs import ROWS_OF_THE_TABLE
 
 
 class Packed(NamedTuple):
@@ -35,13 +36,36 @@ class Fusable(nn.Module):
         """Prepare the weights for the kernels; called again, it does nothing."""
 
 
-def set_forward(model: nn.Module, impl: str | None) -> None:
-    """Let `model` run fused kernels of the implementation `impl`, or torch's operations if None."""
-    for module in model.modules():
-        if isinstance(module, Fusable):
-            module.impl = impl
-            if impl is not None:
-                module.pack()
+class FusableModel(Fusable):
+    """A whole model with two forwards."""
+
+    _rehearsed: str | None = None
+
+    def rehearse(self, rows: int) -> None:
+        """Run every kernel of the fused forward over `rows` rows, whatever they hold, so that it is compiled."""
+        raise NotImplementedError
+
+    def set_forward(self, impl: str | None) -> None:
+        """Run fused kernels of the implementation `impl`, or torch's operations if None.
+
+        On a GPU this compiles the kernels for every number of rows, at the first call.
+        """
+        for module in self.modules():
+            if isinstance(module, Fusable):
+                module.impl = impl
+                if impl is not None:
+                    module.pack()
+        if impl is None or impl == self._rehearsed or not next(self.parameters()).is_cuda:
+            return
+        with torch.inference_mode():
+            for rows in ROWS_OF_THE_TABLE:
+                self.rehearse(rows)
+        self._rehearsed = impl
+
+
+def queries_only(layer: int, q: Tensor, k: Tensor, v: Tensor, weights: object) -> Tensor:
+    """A mixer for rehearsals, which mixes nothing."""
+    return q
 
 
 @torch.no_grad()

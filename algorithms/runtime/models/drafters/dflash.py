@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from algorithms.runtime.models.config.dflash import DFlashConfig
 from algorithms.runtime.models.decoder import DecoderLayer, Mixer, RMSNorm, reset_layers, run_layers
-from algorithms.runtime.models.fusion import Fusable, project
+from algorithms.runtime.models.fusion import FusableModel, project, queries_only
 from specdec_kernels import linear
 
 
@@ -32,7 +32,7 @@ class StackedKV(NamedTuple):
     """[num_layers, D]."""
 
 
-class DFlashDrafter(Fusable):
+class DFlashDrafter(FusableModel):
     """Draft layers over materialised target features."""
 
     def __init__(self, config: DFlashConfig) -> None:
@@ -84,3 +84,8 @@ class DFlashDrafter(Fusable):
     def forward(self, hidden: Tensor, mixer: Mixer) -> Tensor:
         """Block embeddings `[..., T, hidden]` through the draft layers and the final norm; same shape."""
         return run_layers(cast(Sequence[DecoderLayer], self.layers), self.norm, hidden, mixer)[0]
+
+    def rehearse(self, rows: int) -> None:
+        hidden = self.norm.weight.new_zeros(1, rows, self.config.decoder.hidden_size)
+        self.context_kv(self.context([hidden] * len(self.config.target_layer_ids)))
+        self(hidden, queries_only)

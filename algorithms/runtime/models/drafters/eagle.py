@@ -32,16 +32,18 @@ from algorithms.runtime.models.decoder import (
     SwiGLU,
     reset_layers,
 )
-from algorithms.runtime.models.fusion import Fusable, project
+from algorithms.runtime.models.fusion import FusableModel, project, queries_only
 
 
-class SharedTarget(Fusable):
+class SharedTarget(FusableModel):
     """A head that uses the target's embedding and LM head where it has none of its own.
 
     The target is not a submodule: it is not saved, trained or moved with the head.
     """
 
     embed_tokens: nn.Embedding | None
+    capture: tuple[int, ...] = ()
+    """Target layers whose features `fuse` reads."""
 
     def __init__(self, config: DecoderConfig, own_embedding: bool) -> None:
         super().__init__()
@@ -63,12 +65,25 @@ class SharedTarget(Fusable):
         """`tokens [..., T]` int64, ids of the target, to `[..., T, hidden]`."""
         return self.target.embed(tokens) if self.embed_tokens is None else self.embed_tokens(tokens)
 
+    def fuse(self, features: list[Tensor], hidden: Tensor) -> Tensor:
+        """What `forward` takes as the feature of positions that the target has computed, `[..., T, hidden]`, from its
+        captured layers and its final hidden states."""
+        raise NotImplementedError
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`hidden [..., hidden]`, as `forward` returns it, to `[..., draft_vocab_size]`."""
+        raise NotImplementedError
+
+    def rehearse(self, rows: int) -> None:
+        weight = next(self.parameters())
+        hidden = weight.new_zeros(1, rows, self.target.config.hidden_size)
+        tokens = torch.zeros(1, rows, dtype=torch.int64, device=weight.device)
+        feature = self.fuse([hidden] * len(self.capture), hidden)
+        self.logits(self(tokens, feature, queries_only))
+
 
 class EagleDrafter(SharedTarget):
     """The head of EAGLE-1 and EAGLE-2."""
-
-    capture: tuple[int, ...] = ()
-    """Target layers whose features `fuse` reads: none, it reads the final hidden states."""
 
     def __init__(self, config: EagleConfig, own_embedding: bool = False) -> None:
         super().__init__(config.decoder, own_embedding)
@@ -92,7 +107,7 @@ class EagleDrafter(SharedTarget):
             nn.init.zeros_(self.fc.bias)
 
     def fuse(self, features: list[Tensor], hidden: Tensor) -> Tensor:
-        """What `forward` takes as the feature of positions the target has computed: `hidden [..., T, hidden]`."""
+        """The final hidden states themselves."""
         return hidden
 
     def forward(self, tokens: Tensor, feature: Tensor, mixer: Mixer) -> Tensor:
@@ -139,7 +154,7 @@ class Eagle3Drafter(SharedTarget):
     ) -> None:
         super().__init__(config.decoder, own_embedding)
         self.config = config
-        self.capture: tuple[int, ...] = config.layer_ids(num_target_layers)
+        self.capture = config.layer_ids(num_target_layers)
         decoder = config.decoder
         self.fc = nn.Linear(NUM_FEATURES * config.target_hidden_size, decoder.hidden_size, bias=False)
         self.midlayer = Eagle3Layer(decoder)
