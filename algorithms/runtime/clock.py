@@ -3,17 +3,53 @@
 On a GPU two CUDA events bracket a phase, so measuring adds no synchronisation to a step. Finished events are collected
 when later phases begin, and the rest when the ledger is read. A phase then lasts from the end of the work queued before
 it to the end of its own work, including the wait for the host. Elsewhere the clock is `time.perf_counter`.
+
+Phases that are parts of one CUDA graph have no events of their own. They pass borders of `Stamps` instead, which sum
+the device's clock on the device.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+
+class Stamps:
+    """Phases of captured work, which times itself: it begins, and then ends one phase after the other.
+
+    What is outside of begin and end, such as the launch of the graph, counts for no phase.
+    """
+
+    def __init__(self, names: Sequence[str], device: torch.device) -> None:
+        self._place = {name: place for place, name in enumerate(names, start=1)}
+        self._times = torch.zeros(1 + len(names), dtype=torch.int64, device=device)
+
+    def begin(self) -> None:
+        """The first phase begins here."""
+        self._pass_border(0)
+
+    def end(self, name: str) -> None:
+        """Phase `name` ends here, and the next one begins."""
+        self._pass_border(self._place[name])
+
+    def reset(self) -> None:
+        """Forget everything counted so far."""
+        self._times.zero_()
+
+    def ledger_ms(self) -> dict[str, float]:
+        """Milliseconds by phase; waits for the device."""
+        counted = self._times.tolist()
+        return {name: counted[place] / 1e6 for name, place in self._place.items()}
+
+    def _pass_border(self, place: int) -> None:
+        from specdec_kernels.clock import pass_border
+
+        pass_border(self._times, place)
 
 
 class PhaseClock:
@@ -22,12 +58,20 @@ class PhaseClock:
     def __init__(self, device: torch.device | str) -> None:
         self._device = torch.device(device)
         self._inside: str | None = None
+        self._stamps: list[Stamps] = []
         self.reset()
 
     def reset(self) -> None:
         """Forget everything counted so far."""
         self._total_ms: dict[str, float] = defaultdict(float)
         self._pending: deque[tuple[str, Any, Any]] = deque()
+        for stamps in self._stamps:
+            stamps.reset()
+
+    def stamps(self, names: Sequence[str]) -> Stamps:
+        """Stamps for the phases `names` of captured work; this clock counts them too."""
+        self._stamps.append(Stamps(names, self._device))
+        return self._stamps[-1]
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -46,7 +90,11 @@ class PhaseClock:
         if self._pending:
             torch.cuda.synchronize(self._device)
             self._collect()
-        return dict(self._total_ms)
+        ledger = dict(self._total_ms)
+        for stamps in self._stamps:
+            for name, spent_ms in stamps.ledger_ms().items():
+                ledger[name] = ledger.get(name, 0.0) + spent_ms
+        return ledger
 
     def _host_phase(self, name: str) -> Iterator[None]:
         start = time.perf_counter()

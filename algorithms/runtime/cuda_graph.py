@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -16,7 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from algorithms.runtime.clock import PhaseClock
+from algorithms.runtime.clock import PhaseClock, Stamps
 from algorithms.runtime.sampling_params import SamplingNeeds
 from algorithms.runtime.step import PHASES, Step, StepParts
 
@@ -28,8 +29,6 @@ _CAPTURED: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 """Level to the groups of phases that are one graph each; they are the first phases of a step."""
 LEVELS = tuple(_CAPTURED)
-WHOLE_STEP = "graph"
-"""Name of the phase under which the clock books a step that is one graph."""
 _WARMUP_RUNS = 2
 
 
@@ -79,10 +78,10 @@ class CudaCapture:
 
 
 class _Launch(NamedTuple):
-    """A step and how it is run: pieces of work in order, each with the phase that the clock books it under."""
+    """A step and how it is run: pieces of work in order, each with its phase; a piece without one stamps its phases."""
 
     step: Step
-    pieces: list[tuple[str, Callable[[], None]]]
+    pieces: list[tuple[str | None, Callable[[], None]]]
 
 
 class StepRunner:
@@ -98,6 +97,7 @@ class StepRunner:
             )
         self._parts, self._groups, self.clock = parts, _CAPTURED[level], clock
         self._capture = capture or (CudaCapture() if level != "none" else None)
+        self._stamps = clock.stamps(PHASES) if PHASES in self._groups else None
         self._captured: dict[tuple[int, SamplingNeeds], _Launch] = {}
         self.report = GraphReport(level, buckets(parts.state.max_batch) if self._groups else ())
 
@@ -126,20 +126,20 @@ class StepRunner:
         else:
             step, pieces = self._prepared(num_rows, max_length, needs)
         for phase, work in pieces:
-            with self.clock.phase(phase):
+            with self.clock.phase(phase) if phase else nullcontext():
                 work()
         return step.table[:num_rows]
 
     def _prepared(self, size: int, max_length: int, needs: SamplingNeeds) -> _Launch:
         """A step over the first `size` rows, with its graphs captured."""
         step = Step(self._parts, self._parts.state.batch(0, size, max_length), needs)
-        pieces: list[tuple[str, Callable[[], None]]] = []
+        pieces: list[tuple[str | None, Callable[[], None]]] = []
         for group in self._groups:
             assert self._capture is not None
-            graph = self._capture(partial(_run, step, group))
+            graph = self._capture(partial(_run, step, group, self._stamps))
             # Capturing computes nothing, and the next phases need results to start from.
             graph.replay()
-            pieces.append((group[0] if len(group) == 1 else WHOLE_STEP, graph.replay))
+            pieces.append((None if self._stamps else group[0], graph.replay))
         captured = sum(map(len, self._groups))
         return _Launch(step, pieces + [(phase, getattr(step, phase)) for phase in PHASES[captured:]])
 
@@ -148,6 +148,11 @@ class StepRunner:
         return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
 
-def _run(step: Step, phases: tuple[str, ...]) -> None:
+def _run(step: Step, phases: tuple[str, ...], stamps: Stamps | None) -> None:
+    """The phases, stamped where `stamps` are given."""
+    if stamps is not None:
+        stamps.begin()
     for phase in phases:
         getattr(step, phase)()
+        if stamps is not None:
+            stamps.end(phase)

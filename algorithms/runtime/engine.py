@@ -66,9 +66,9 @@ class StepReport:
 class Generation:
     """All completions in the order of the requests, and where the time went.
 
-    `ledger_ms` sums the phases draft, verify, accept, commit (or `graph`, where one graph is the whole step) and host
-    over all steps; prefill is outside of it. On a GPU the phases are device time, and `host` is what the decode time
-    has beyond it. `launch_ms` is the host's own time to launch the steps.
+    `ledger_ms` sums the phases draft, verify, accept, commit and host over all steps, at every level of capture;
+    prefill is outside of it. On a GPU the phases are device time, and `host` is what the decode time has beyond it.
+    `launch_ms` is the host's own time to launch the steps.
     """
 
     completions: list[Completion]

@@ -13,7 +13,6 @@ PHASE_COLOURS = {
     "accept": "#a445c9",
     "commit": "#1c8a4f",
     "host": "#d99a1c",
-    "graph": "#5b6475",
 }
 WIDTH, ROW, LABEL, VALUE = 480, 22, 34, 84
 

@@ -1,7 +1,7 @@
 """What capturing more of a step gains: the same run at each level, with the host's and the device's time per step.
 
-`launch` is the host's time to start a step. `device` is the time between the device events around its phases. Captured
-or not, the tokens must be the same.
+`launch` is the host's time to start a step. `device` is the time of its phases. Captured or not, the tokens must be the
+same.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,6 +17,7 @@ from algorithms.ngram import NGram
 from algorithms.runtime.algorithm import Resources
 from algorithms.runtime.cuda_graph import LEVELS, StepRunner, buckets
 from algorithms.runtime.sampling_params import SamplingNeeds
+from algorithms.runtime.step import PHASES
 from algorithms.standalone import Standalone
 from specdec_kernels.ngram import kernel as ngram_kernel
 from specdec_kernels.tree import kernel as tree_kernel
@@ -215,6 +217,20 @@ def test_levels_need_a_gpu_and_a_known_name() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="needs a CUDA device, got cpu; use runtime.graph=none"):
             StepRunner(parts, "step", clock)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_ledger_has_every_phase_at_every_level(drafter: dflash.DFlash, level: str) -> None:
+    """Catches phases of a captured step that are booked under another name, not at all, or from the warm-up."""
+    engine = engine_of(drafter, Setup(graph=level), TARGET)
+    began = time.perf_counter()
+    generation = engine.generate(ASKED)
+    ledger = generation.ledger_ms
+    assert list(ledger) == [*PHASES, "host"]
+    assert all(ledger[phase] > 0 for phase in PHASES)
+    assert ledger["verify"] > ledger["accept"]
+    assert sum(ledger.values()) == pytest.approx(generation.decode_ms, rel=0.02)
+    assert generation.decode_ms < (time.perf_counter() - began) * 1e3
 
 
 def test_capture_is_reported() -> None:
