@@ -28,7 +28,8 @@ from tests.algorithms.toy import (
 )
 from tests.runtime.tiny_folders import randomise, small_config
 
-TOKENS = torch.tensor([[5, 9, 2, 7, 1]])
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOKENS = torch.tensor([[5, 9, 2, 7, 1]], device=DEVICE)
 KINDS: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "llama": {},
@@ -42,13 +43,13 @@ KINDS: dict[str, dict[str, Any]] = {
 def model_of(kind: str) -> Decoder:
     model = Decoder(small_config(**dict(dict(architecture=kind), **KINDS[kind]))).requires_grad_(False)
     randomise(model, 0)
-    return model
+    return model.to(DEVICE)
 
 
 def outputs(model: Decoder, impl: str | None) -> list[Tensor]:
     """Logits, final hidden states and two captured layers."""
     model.set_forward(impl)
-    hidden, features = model(TOKENS, DenseMixer(model.config, TOKENS.shape[1], "cpu"), capture=(2, 0))
+    hidden, features = model(TOKENS, DenseMixer(model.config, TOKENS.shape[1], DEVICE), capture=(2, 0))
     return [model.logits(hidden), hidden, *features]
 
 
@@ -67,13 +68,13 @@ def test_both_forwards_agree(kind: str, impl: str) -> None:
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 def test_a_dflash_drafter_agrees(impl: str) -> None:
-    drafter = random_drafter()
-    features = [torch.randn(1, 5, CONFIG.hidden_size, generator=torch.Generator().manual_seed(i)) for i in range(2)]
-    block = torch.randn(1, 4, CONFIG.hidden_size, generator=torch.Generator().manual_seed(9))
+    drafter, generator = random_drafter().to(DEVICE), torch.Generator().manual_seed(0)
+    features = [torch.randn(1, 5, CONFIG.hidden_size, generator=generator).to(DEVICE) for _ in range(2)]
+    block = torch.randn(1, 4, CONFIG.hidden_size, generator=generator).to(DEVICE)
 
     def computed() -> list[Tensor]:
         context = drafter.context(features)
-        return [context, *drafter.context_kv(context), drafter(block, DenseMixer(drafter.config.decoder, 4, "cpu"))]
+        return [context, *drafter.context_kv(context), drafter(block, DenseMixer(drafter.config.decoder, 4, DEVICE))]
 
     expected = computed()
     drafter.set_forward(impl)
@@ -145,6 +146,7 @@ def test_every_algorithm_writes_the_targets_own_text(monkeypatch: pytest.MonkeyP
     assert TARGET.model.impl is None
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="the toy target is on the CPU, where the kernels need the interpreter")
 @pytest.mark.parametrize("maker", ["autoregressive", "dflash_chain", "eagle3_tree"])
 def test_the_kernels_write_the_targets_own_text(monkeypatch: pytest.MonkeyPatch, maker: str) -> None:
     load_random_drafters(monkeypatch)
