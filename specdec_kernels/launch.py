@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -95,14 +95,29 @@ def lanes(count: int, most: int = 1 << 30) -> int:
 def launch(
     kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, num_stages: int = 2, **constexprs: Any
 ) -> None:
-    """Run `kernel` on `grid`; an empty grid launches nothing. Fusion is explicit because it changes bits and speed."""
+    """Run `kernel` on `grid`, on the GPU that holds its tensors; an empty grid launches nothing.
+
+    Fusion is explicit because it changes bits and speed.
+    """
     if min(grid) == 0:
         return
     if _recorder is not None:
         _recorder[1].append(Launch(kernel, args, constexprs, num_warps, num_stages))
         return
     options = dict(num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
-    kernel[grid](*args, **constexprs, **options)
+    with _on_device_of(args):
+        kernel[grid](*args, **constexprs, **options)
+
+
+def _on_device_of(args: tuple[Any, ...]) -> AbstractContextManager[Any]:
+    """Makes the GPU of the first tensor the current one; does nothing where it is that already, or on the CPU.
+
+    Triton launches on the current GPU and its current stream, wherever the tensors lie.
+    """
+    tensor = next((value for value in args if isinstance(value, torch.Tensor)), None)
+    if tensor is None or not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(tensor.get_device())
 
 
 @contextmanager

@@ -6,7 +6,8 @@ the best `num_nodes - 1` of all children ever offered are kept.
 
 The drafter's cache does not follow the shape of the tree. Frontier token j of level i is stored
 `base + (i - 1) * topk + j` slots behind L, whatever its parent, and a bit mask over these slots says what it sees:
-itself, its ancestors, and node 0 (`base` 1) if the drafter has run and stored it.
+itself, its ancestors, and node 0 (`base` 1) if the drafter has run and stored it. A level reads only the slots that
+exist by then: in the others a former request may have left anything, even NaN.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class TreeDrafter:
 
     def _tree_mixer(self, batch: Batch, level: int, seen: Tensor) -> PagedMixer:
         first, topk = self.base + (level - 1) * self.shape.topk, self.shape.topk
-        positions = (batch.lengths + (self.base + level - 1))[:, None].expand(-1, topk)
+        positions, written = (batch.lengths + (self.base + level - 1))[:, None].expand(-1, topk), first + topk
         depths, row_depths = self._depths(len(positions), level, positions.device)
         return PagedMixer.over(
             batch,
@@ -123,19 +124,20 @@ class TreeDrafter:
             self.cache,
             self.resources,
             mode="tree",
-            mask=seen,
+            mask=seen[..., : -(-written // _WORD_BITS)].contiguous(),
             phase="draft",
             first_slot=first,
-            tree_width=self.draft_slots,
+            tree_width=written,
             depths=depths,
             row_depths=row_depths,
         )
 
     def _depths(self, rows: int, level: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-        """Depths [B, draft slots] of the slots and [B, T] of the tokens of `level`, for a drafter with windows."""
+        """Depths [B, M] of the slots written up to `level` and [B, T] of its tokens, for a drafter with windows."""
         if not any(self.cache.config.sliding_windows):
             return None, None
-        topk, slots = self.shape.topk, torch.arange(self.draft_slots, device=device, dtype=torch.int32)
+        topk = self.shape.topk
+        slots = torch.arange(self.base + level * topk, device=device, dtype=torch.int32)
         by_slot = torch.where(slots < self.base, slots, self.base + (slots - self.base) // topk)
         return by_slot.repeat(rows, 1), by_slot.new_full((rows, topk), self.base + level - 1)
 

@@ -24,6 +24,8 @@ class TorchPlan(NamedTuple):
     """[B, S] int64: where position s of request b is stored; any slot past the end."""
     visible: Tensor
     """[B, 1, N, S] bool."""
+    unwritten: Tensor
+    """[B, S, 1, 1] bool: no token of the request stands there, so the pool may hold anything, even NaN."""
 
 
 class TorchBackend:
@@ -53,7 +55,7 @@ class TorchBackend:
     def plan(self, metadata: AttentionMetadata, shape: AttentionShape, phase: str) -> TorchPlan:
         import torch
 
-        from specdec_kernels.attention.reference import visible_keys
+        from specdec_kernels.attention.reference import stored_keys, visible_keys
 
         self.served[phase] = self.name
         table, page_size = metadata.page_table.long(), shape.page_size
@@ -61,12 +63,14 @@ class TorchBackend:
         position = torch.arange(width, device=table.device)
         pages = table[:, (position // page_size).clamp(max=table.shape[1] - 1)].clamp(min=0)
         visible = visible_keys(metadata, shape.num_nodes, width)[:, None]
-        return TorchPlan(metadata, pages * page_size + position % page_size, visible)
+        unwritten = ~stored_keys(metadata, shape.num_nodes, width)[..., None, None]
+        return TorchPlan(metadata, pages * page_size + position % page_size, visible, unwritten)
 
     def run(self, plan: TorchPlan, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
         import torch.nn.functional as F
 
-        keys, values = (half.flatten(0, 1)[plan.slots].transpose(1, 2) for half in kv)
+        stored = (half.flatten(0, 1)[plan.slots].masked_fill(plan.unwritten, 0.0) for half in kv)
+        keys, values = (half.transpose(1, 2) for half in stored)
         if plan.metadata.soft_cap is not None or sinks is not None:
             out = _written_out(plan, q.transpose(1, 2), keys, values, sinks)
         else:
