@@ -1,7 +1,8 @@
 """The command line: Hydra composes the configuration, a task runs, and an error fits on one screen.
 
-Exit codes: 0 done, 1 a fault of the program (with its traceback), 2 something the user can fix, 130 interrupted or
-terminated. `HYDRA_FULL_ERROR=1` shows the traceback of every error.
+Exit codes: 0 done, 1 a fault of the program (with its traceback), 2 something the user can fix, 3 done but not
+lossless, 130 interrupted or terminated. Of several jobs the largest counts. `HYDRA_FULL_ERROR=1` shows the traceback of
+every error.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from experiments.app.suggest import unknown_key_message, unknown_option_message
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 MAIN_CONFIG = "config"
+RED, PLAIN = "\033[31m", "\033[0m"
 Task = Callable[[Any, DictConfig], Any]
 
 
@@ -68,12 +70,12 @@ def main(task: Task, config_name: str = MAIN_CONFIG) -> None:
             traceback.print_exc()
         else:
             report(explain(error, config_name))
-        sys.exit(2)
+        sys.exit(getattr(error, "exit_code", UserError.exit_code))
     finally:
         signal.signal(signal.SIGTERM, before)
         os.environ.pop(FULL_ERROR) if asked is None else os.environ.update({FULL_ERROR: asked})
     if failures:
-        sys.exit(2)
+        sys.exit(max(error.exit_code for error in failures))
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -95,9 +97,10 @@ def _remove_empty(folder: Path) -> None:
 
 
 def report(message: str) -> None:
-    """Print `message` as an error."""
+    """Print `message` as an error, in red where a terminal shows it."""
     head, *rest = message.strip().splitlines() or ["unknown error"]
-    print("\n".join([f"error: {head}", *(f"  {line}" for line in rest)]), file=sys.stderr)
+    text = "\n".join([f"error: {head}", *(f"  {line}" for line in rest)])
+    print(f"{RED}{text}{PLAIN}" if sys.stderr.isatty() and "NO_COLOR" not in os.environ else text, file=sys.stderr)
 
 
 def explain(error: Exception, config_name: str) -> str:

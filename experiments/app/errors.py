@@ -9,6 +9,14 @@ from contextlib import contextmanager
 class UserError(Exception):
     """What is wrong and how to fix it, in a few lines."""
 
+    exit_code = 2
+
+
+class NotLossless(UserError):
+    """A run that is done, and whose texts are not what they must be."""
+
+    exit_code = 3
+
 
 @contextmanager
 def user_errors(*kinds: type[Exception]) -> Iterator[None]:

@@ -129,6 +129,6 @@ def sample_panel(record: Row, tail: int = 300) -> Panel:
     prompt = record["prompt"] if len(record["prompt"]) <= tail else "…" + record["prompt"][-tail:]
     prompt, text = printable(prompt), printable(record["text"])
     steps = max(1, len(record["accepted_counts"]))
-    verdict = {True: " · right", False: " · wrong", None: ""}[record["correct"]]
+    verdict = f" · {record['verdict']}" if record["verdict"] else ""
     title = f"request {record['id']} · {len(record['token_ids'])} tokens in {steps} steps{verdict}"
     return Panel(Text.assemble((prompt, "dim"), "\n\n", text), title=title, title_align="left")

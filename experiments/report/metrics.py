@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from algorithms.runtime.engine import Generation
     from algorithms.runtime.request import Completion
 
+Score = Callable[[int, str], bool]
+Look = Callable[[int, Mapping[str, Any]], Mapping[str, Any]]
 LOW_ACCEPTANCE = 0.05
 NOT_A_GPU = {
     "triton-interpreter": "Times are of Triton's interpreter on the CPU and say nothing about a GPU; tokens, "
@@ -114,14 +116,26 @@ def predict_speedup(method: Mapping[str, Any], baseline: Mapping[str, Any]) -> d
     }
 
 
-def lossless(completions: Sequence[Completion], baseline: Sequence[Completion] | None) -> dict[str, Any]:
-    """How many requests have exactly the tokens of the baseline, and where the first that differs does so."""
+def lossless(
+    completions: Sequence[Completion], baseline: Sequence[Completion] | None, look: Look | None = None
+) -> dict[str, Any]:
+    """How many requests have exactly the tokens of the baseline, and where the first that differs does so.
+
+    `look(index, difference)` adds the logits at a difference and says whether it is a near tie. The difference that is
+    reported is the first one that is no near tie, if there is one.
+    """
     if baseline is None:
-        return {"checked": 0, "identical": 0, "first_difference": None}
+        return {"checked": 0, "identical": 0, "near_ties": 0, "first_difference": None}
     pairs = list(zip(completions, baseline, strict=True))
-    different = [(ours, plain) for ours, plain in pairs if ours.token_ids != plain.token_ids]
-    first = first_difference(*different[0]) if different else None
-    return {"checked": len(pairs), "identical": len(pairs) - len(different), "first_difference": first}
+    found = [(i, first_difference(*pair)) for i, pair in enumerate(pairs) if pair[0].token_ids != pair[1].token_ids]
+    seen = [difference | (look(i, difference) if look else {}) for i, difference in found]
+    faults = [difference for difference in seen if not difference.get("near_tie")]
+    return {
+        "checked": len(pairs),
+        "identical": len(pairs) - len(seen),
+        "near_ties": len(seen) - len(faults),
+        "first_difference": next(iter([*faults, *seen]), None),
+    }
 
 
 def first_difference(ours: Completion, plain: Completion) -> dict[str, Any]:
@@ -136,15 +150,66 @@ def first_difference(ours: Completion, plain: Completion) -> dict[str, Any]:
     return {"request": ours.request_id, "position": at, "token": token(ours), "baseline_token": token(plain)}
 
 
-def accuracy(completions: Sequence[Completion], score: Callable[[int, str], bool] | None) -> float | None:
-    """Share of right answers; `score(index, text)` judges one answer and is None for a prompt set without answers."""
-    if score is None or not completions:
+def answer_verdict(completion: Completion, index: int, score: Score | None) -> str | None:
+    """right, wrong or cut: a text that reached its length limit before the answer. None for a set without answers."""
+    if score is None:
         return None
-    return sum(score(i, completion.text) for i, completion in enumerate(completions)) / len(completions)
+    if score(index, completion.text):
+        return "right"
+    return "cut" if completion.finish_reason == "length" else "wrong"
+
+
+def accuracy(completions: Sequence[Completion], score: Score | None) -> dict[str, Any]:
+    """Numbers of right, wrong and cut answers, and `accuracy`: the share of right ones among the right and wrong.
+
+    `score(index, text)` judges one answer and is None for a prompt set without answers; then all figures are None.
+    """
+    if score is None:
+        return {"accuracy": None, "answers": None}
+    counts = Counter(answer_verdict(completion, i, score) for i, completion in enumerate(completions))
+    answers = {verdict: counts[verdict] for verdict in ("right", "wrong", "cut")}
+    return {"accuracy": ratio(answers["right"], answers["right"] + answers["wrong"]), "answers": answers}
+
+
+def num_faults(proof: Mapping[str, Any]) -> int:
+    """Requests that differ from the baseline at no near tie. `proof` is what `lossless` gives."""
+    return int(proof["checked"] - proof["identical"] - proof.get("near_ties", 0))
+
+
+def describe_difference(found: Mapping[str, Any] | None, dtype: str) -> str:
+    """Where two texts part: both tokens, their logits and the gap. Empty where nothing is known."""
+    if not found:
+        return ""
+
+    def token(prefix: str) -> str:
+        number, logit = found[f"{prefix}token"], found.get(f"{prefix}logit")
+        return "the end of the text" if number is None else f"token {number}" + _logit(logit)
+
+    text = f"request {found['request']}, position {found['position']}: {token('')}, the baseline has "
+    text += token("baseline_")
+    if (gap := found.get("gap")) is not None:
+        text += f", gap {gap:.2g}, a near tie in {dtype} is at most {found['bound']:.1g}"
+    return text
+
+
+def _logit(logit: float | None) -> str:
+    return "" if logit is None else f" (logit {logit:.6g})"
+
+
+def failures(row: Mapping[str, Any], dtype: str) -> list[str]:
+    """Why the texts of a row are wrong: in float32 they must be those of autoregressive decoding, near ties aside."""
+    proof = row.get("lossless")
+    if not proof or dtype != "float32" or not num_faults(proof):
+        return []
+    differ = f"{num_faults(proof)} of {proof['checked']} requests differ from autoregressive decoding in float32"
+    return ["; ".join(filter(None, [differ, describe_difference(proof["first_difference"], dtype)]))]
 
 
 def warnings(row: Mapping[str, Any], dtype: str) -> list[str]:
-    """What a reader of a row must know: a drafter that is never right, tokens that differ from the baseline's."""
+    """What a reader of a row must know: a drafter that is never right, tokens that differ from the baseline's.
+
+    What `failures` tells is not told again.
+    """
     found = []
     first = row["acceptance_at"][0] if row.get("acceptance_at") else None
     if first is not None and first < LOW_ACCEPTANCE:
@@ -152,12 +217,22 @@ def warnings(row: Mapping[str, Any], dtype: str) -> list[str]:
             f"only {first:.1%} of first drafts were accepted: the drafter is probably wired wrongly, or was "
             "trained for another target"
         )
-    checked, identical = (row["lossless"][key] if "lossless" in row else 0 for key in ("checked", "identical"))
-    if identical < checked:
-        reason = (
-            "low precision rounds one row and many rows differently; runtime.dtype=float32 is exact"
-            if dtype != "float32"
-            else "in float32 this means a near tie of two logits or a fault"
+    answers = row.get("answers")
+    if answers and answers["cut"]:
+        total = sum(answers.values())
+        found.append(
+            f"{answers['cut']} of {total} answers were cut by sampling.max_new_tokens and do not count in accuracy"
         )
-        found.append(f"{checked - identical} of {checked} requests differ from autoregressive decoding: {reason}")
+    proof = row.get("lossless") or {"checked": 0, "identical": 0}
+    near, differing = proof.get("near_ties", 0), proof["checked"] - proof["identical"]
+    exact, first = dtype == "float32", proof.get("first_difference")
+    if exact:
+        differing = near  # the others are failures
+        first = None if num_faults(proof) else first
+    if differing:
+        text = f"{differing} of {proof['checked']} requests differ from autoregressive decoding, {near} at a near tie"
+        if not exact:
+            text += "; low precision rounds one row and many rows differently, runtime.dtype=float32 is exact"
+        where = describe_difference(first, dtype)
+        found.append(f"{text}; first: {where}" if where else text)
     return found

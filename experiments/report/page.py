@@ -10,7 +10,7 @@ from typing import Any
 
 from experiments.report.metrics import NOT_A_GPU
 from experiments.report.plots import bars, legend, lines, phase_legend, stacked
-from experiments.report.tables import DASH, Column, Row, at, figure, html_table
+from experiments.report.tables import DASH, Column, Row, at, figure, html_table, lossless_tone
 
 STYLE_FILE = Path(__file__).with_name("page.css")
 Card = tuple[str, str, str | None]
@@ -26,8 +26,10 @@ def render(
     notes: Sequence[str] = (),
     headline: Sequence[Card] = (),
     sections: Sequence[str] = (),
+    failures: Sequence[str] = (),
 ) -> str:
-    """The page of any task: headline figures, notes, the table, the task's own sections, configuration, provenance.
+    """The page of any task: headline figures, failures and notes, the table, the task's own sections, configuration,
+    provenance.
 
     `sections` are HTML. Everything else is text and is escaped.
     """
@@ -36,6 +38,7 @@ def render(
     pretty = json.dumps(config, indent=2, ensure_ascii=False)
     parts = [
         cards(headline),
+        *(f'<p class="note bad">{escape(f"not lossless: {text}")}</p>' for text in failures),
         *(f"<p class=note>{escape(text)}</p>" for text in [*clock, *notes]),
         section("Results", html_table(columns, rows)),
         *sections,
@@ -129,7 +132,7 @@ def request_details(request: Mapping[str, Any]) -> str:
     facts += [f"{request['total_ms']:,.0f} ms"]
     marks = [
         _mark(request["identical"], "identical", "differs"),
-        _mark(request["correct"], "right", f"wrong, expected {request['answer']}"),
+        _answer_mark(request),
     ]
     first = " ".join(request["prompt"].split())
     return (
@@ -138,6 +141,13 @@ def request_details(request: Mapping[str, Any]) -> str:
         f"<pre class=prompt>{escape(request['prompt'])}</pre><pre>{escape(request['text'])}</pre>"
         f"<div class=key>accepted drafts by step: {escape(' '.join(map(str, counts)))}</div></details>"
     )
+
+
+def _answer_mark(request: Mapping[str, Any]) -> str:
+    verdict, expected = request["verdict"], f"expected {request['answer']}"
+    if verdict == "cut":
+        return f"<span>{escape(f'cut by the length limit, {expected}')}</span>"
+    return _mark(None if verdict is None else verdict == "right", "right", f"wrong, {expected}")
 
 
 def _mark(verdict: bool | None, good: str, bad: str) -> str:
@@ -155,8 +165,7 @@ def method_cards(row: Row) -> list[Card]:
         (figure(row["decode_tokens_per_s"]), "tokens/s of the decode clock", None),
     ]
     if proof["checked"]:
-        tone = "good" if proof["identical"] == proof["checked"] else "bad"
-        found.append((f"{proof['identical']}/{proof['checked']}", "identical to autoregressive", tone))
+        found.append((f"{proof['identical']}/{proof['checked']}", "identical to autoregressive", lossless_tone(row)))
     if accuracy is not None:
         found.append((f"{accuracy:.0%}", f"right answers, {row['data']}", None))
     return found

@@ -14,6 +14,7 @@ from rich.console import JustifyMethod
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from experiments.report.metrics import num_faults
 from experiments.report.run_folder import to_json
 
 Row = Mapping[str, Any]
@@ -75,9 +76,19 @@ def _lossless(row: Row) -> str:
     return DASH if row["rule"] == "target_only" else "by distribution"
 
 
-def _lossless_tone(row: Row) -> str | None:
+def lossless_tone(row: Row) -> str | None:
+    """Good where all requests are identical, bad where one differs at no near tie."""
     proof = row["lossless"]
-    return None if not proof["checked"] else "good" if proof["identical"] == proof["checked"] else "bad"
+    if not proof["checked"]:
+        return None
+    if proof["identical"] == proof["checked"]:
+        return "good"
+    return "bad" if num_faults(proof) else None
+
+
+def _accuracy(row: Row) -> str:
+    answers, shown = row.get("answers"), number("", "accuracy", 0, "%", scale=100).show(row)
+    return f"{shown} ({answers['cut']} cut)" if answers and answers["cut"] else shown
 
 
 METHOD = text("method", "method")
@@ -91,8 +102,8 @@ STEP_MS_RANGE = Column(
     "ms/step 20–80 %", lambda row: "–".join(figure(at(row, f"step_ms/{q}"), 2) for q in ("p20", "p80")), narrow=False
 )
 FIRST_TOKEN_MS = quantile_pair("first token ms p50/p90", "ttft_ms", 1)
-LOSSLESS = Column("lossless", _lossless, tone=_lossless_tone)
-ACCURACY = number("accuracy", "accuracy", 0, "%", scale=100)
+LOSSLESS = Column("lossless", _lossless, tone=lossless_tone)
+ACCURACY = Column("accuracy", _accuracy)
 
 
 def console_table(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> RichTable:

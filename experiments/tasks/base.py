@@ -62,6 +62,11 @@ class Task:
         dtype = self.plan.hardware.dtype
         return [f"{self.label(row)}: {text}" for row in rows for text in metrics.warnings(row, dtype)]
 
+    def failures(self, rows: Sequence[Row]) -> list[str]:
+        """Why the texts are wrong. A run with failures is done, and ends with exit code 3."""
+        dtype = self.plan.hardware.dtype
+        return [f"{self.label(row)}: {text}" for row in rows for text in metrics.failures(row, dtype)]
+
     def best(self, rows: Sequence[Row]) -> Row:
         """The row with the largest objective; of equal rows the last."""
         return max(reversed(rows), key=lambda row: row.get(self.objective) or 0.0)
@@ -133,6 +138,6 @@ class Task:
         found: list[tuple[dict[str, Any], Decoded]] = []
         for label, algo in algos.items():
             decoded = self.decode(algo, workload, requests, f"{label}{note}", plan)
-            row = method_row(label, decoded, workload, found[0] if baseline and found else None)
+            row = method_row(label, decoded, workload, found[0] if baseline and found else None, self.target)
             found.append((row, decoded))
         return found

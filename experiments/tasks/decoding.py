@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from experiments.app.errors import UserError, user_errors
 from experiments.app.plan import Plan, Workload
 from experiments.report import metrics
+from experiments.tasks.near_tie import look_at
 
 if TYPE_CHECKING:
     from algorithms.runtime.algorithm import Algorithm
@@ -103,16 +104,20 @@ def _memory_errors() -> Iterator[None]:
 
 
 def method_row(
-    label: str, decoded: Decoded, workload: Workload, baseline: tuple[dict[str, Any], Decoded] | None
+    label: str, decoded: Decoded, workload: Workload, baseline: tuple[dict[str, Any], Decoded] | None, target: Target
 ) -> dict[str, Any]:
-    """The figures of one method on one prompt set; `baseline` is the row and decoding that it is held against."""
+    """The figures of one method on one prompt set; `baseline` is the row and decoding that it is held against.
+
+    `target` is asked for the logits where the two texts of a request differ.
+    """
     generation = decoded.generation
     row: dict[str, Any] = {"data": workload.name, "method": label, "algo": decoded.algo, "rule": decoded.rule}
     row |= {"graphs": asdict(generation.graphs), "attention": decoded.attention}
     row |= metrics.summarize_method(generation, decoded.max_depth)
-    row["accuracy"] = metrics.accuracy(generation.completions, workload.judge)
+    row |= metrics.accuracy(generation.completions, workload.judge)
     plain = baseline[1].generation.completions if baseline and decoded.comparable else None
-    row["lossless"] = metrics.lossless(generation.completions, plain)
+    look = None if plain is None else look_at(target, decoded.requests, plain)
+    row["lossless"] = metrics.lossless(generation.completions, plain, look)
     own = 1.0 if decoded.algo == AUTOREGRESSIVE else None
     row |= {"speedup_decode": own, "speedup_wall": own, "prediction": None}
     return row | (metrics.against_baseline(row, baseline[0]) if baseline else {})

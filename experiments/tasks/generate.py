@@ -13,6 +13,7 @@ from typing import Any
 
 from experiments.report import console as terminal
 from experiments.report import tables
+from experiments.report.metrics import answer_verdict
 from experiments.report.page import Card, acceptance_bars, method_cards, request_details, section, step_times
 from experiments.report.run_folder import json_lines
 from experiments.report.tables import Row
@@ -55,7 +56,7 @@ class Generate(Task):
                 "seed": request.sampling.seed,
                 **{key: value for key, value in asdict(completion).items() if key != "request_id"},
                 "answer": prompt.answer,
-                "correct": judge(request.id, completion.text) if judge else None,
+                "verdict": answer_verdict(completion, request.id, judge),
                 "identical": None if reference is None else completion.token_ids == reference.token_ids,
                 "baseline_token_ids": None if reference is None else reference.token_ids,
             }

@@ -6,6 +6,7 @@ same.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from experiments.report import metrics
@@ -50,6 +51,7 @@ class GraphAblation(Task):
             rows.append(
                 {
                     "level": level,
+                    "differing": differing,
                     "note": level_note(algo.name, level, generation.graphs.level, differing),
                     "launch_ms_per_step": generation.launch_ms / steps,
                     "device_ms_per_step": sum(ms for phase, ms in ledger.items() if phase != "host") / steps,
@@ -61,6 +63,14 @@ class GraphAblation(Task):
 
     def label(self, row: Row) -> str:
         return str(row["level"])
+
+    def failures(self, rows: Sequence[Row]) -> list[str]:
+        exact = self.plan.hardware.dtype == "float32"
+        return [
+            f"graph={self.label(row)}: {row['differing']} requests differ from those of graph={self.label(rows[0])}"
+            for row in rows
+            if exact and row.get("differing")
+        ]
 
 
 def level_note(algo: str, asked: str, used: str, differing: int) -> str:

@@ -31,8 +31,12 @@ def task_named(name: str) -> type[Task]:
 
 
 def run_task(config: RunConfig, composed: DictConfig) -> float:
-    """Run the configured task. Returns the figure that a sweep maximises."""
+    """Run the configured task. Returns the figure that a sweep maximises.
+
+    Raises NotLossless, after everything is written and shown, where texts are not what they must be.
+    """
     from experiments.app.distributed import output_folder
+    from experiments.app.errors import NotLossless
     from experiments.app.plan import resolve
     from experiments.app.provenance import run_conditions
     from experiments.report.console import plain_console
@@ -57,17 +61,18 @@ def run_task(config: RunConfig, composed: DictConfig) -> float:
         folder.write(CONFIG, OmegaConf.to_yaml(composed, resolve=True))
         rows = task.measure()
         conditions = run_conditions(config, hardware)
-        notes = task.warnings(rows)
-        page = render(
-            task.title, task.columns, rows, conditions, resolved, notes, task.headline(rows), task.sections(rows)
-        )
-        summary = {"name": config.name, "task": task.name, **conditions, "rows": rows}
+        notes, failures = task.warnings(rows), task.failures(rows)
+        shown = notes, task.headline(rows), task.sections(rows), failures
+        page = render(task.title, task.columns, rows, conditions, resolved, *shown)
+        summary = {"name": config.name, "task": task.name, **conditions, "failures": failures, "rows": rows}
         folder.write_results({**task.files(rows, conditions), REPORT: page}, summary)
     console.print(console_table(task.title, task.columns, rows))
     task.show(rows)
     if hardware.device == "cpu":
         tell(NOT_A_GPU[hardware.label], "yellow")
     for warning in [*notes, *track(config.tracker, folder.path, resolved, summary, task.best(rows))]:
-        console.print(f"[bold yellow]warning:[/] {warning}", highlight=False)
+        tell(f"warning: {warning}", "yellow")
     tell(f"report: {folder.path / REPORT}")
+    if failures:
+        raise NotLossless("\n".join(["not lossless", *failures]))
     return task.value(rows)

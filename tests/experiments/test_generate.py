@@ -132,7 +132,7 @@ def test_a_run_leaves_a_complete_and_consistent_record(run: Run, tmp_path: Path)
     plain, ours = summary["rows"]
     assert [key for key in FIGURES for row in (plain, ours) if key not in row] == []
     assert (plain["method"], ours["method"]) == ("autoregressive", "dflash")
-    assert ours["lossless"] == {"checked": 3, "identical": 3, "first_difference": None}
+    assert ours["lossless"] == {"checked": 3, "identical": 3, "near_ties": 0, "first_difference": None}
     assert summary["impl"] == "reference" and summary["dtype"] == "float32"
     assert set(ours["ledger_ms"]) == {"draft", "verify", "accept", "commit", "host"}
     assert ours["output_tokens"] == sum(len(request["token_ids"]) for request in requests)

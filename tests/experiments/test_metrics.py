@@ -92,17 +92,42 @@ def test_identity_needs_every_token() -> None:
     cut = figures.lossless(ours[2:], plain[2:])["first_difference"]
     assert cut == {"request": 2, "position": 2, "token": None, "baseline_token": 9}
     assert figures.lossless(plain, plain)["first_difference"] is None
-    assert figures.lossless(ours, None) == {"checked": 0, "identical": 0, "first_difference": None}
+    assert figures.lossless(ours, None) == {"checked": 0, "identical": 0, "near_ties": 0, "first_difference": None}
 
 
 def test_accuracy_judges_each_text_with_its_own_prompt() -> None:
-    done = [completion(0, [0], text="12"), completion(1, [0], text="13")]
-    assert figures.accuracy(done, lambda index, text: text == ("12", "14")[index]) == 0.5
-    assert figures.accuracy(done, None) is None
+    done = [completion(i, [0], text=text, finish_reason="stop_token") for i, text in enumerate(("12", "13"))]
+    found = figures.accuracy(done, lambda index, text: text == ("12", "14")[index])
+    assert found == {"accuracy": 0.5, "answers": {"right": 1, "wrong": 1, "cut": 0}}
+    assert figures.accuracy(done, None) == {"accuracy": None, "answers": None}
 
 
-def row(acceptance: list[float | None], identical: int) -> dict[str, object]:
-    return {"acceptance_at": acceptance, "lossless": {"checked": 4, "identical": identical}}
+def test_a_text_that_was_cut_before_its_answer_is_not_wrong() -> None:
+    ends = [("12", "length"), ("1", "length"), ("13", "stop_token")]
+    done = [completion(i, [0], text=text, finish_reason=reason) for i, (text, reason) in enumerate(ends)]
+    found = figures.accuracy(done, lambda index, text: text == "12")
+    assert found == {"accuracy": 0.5, "answers": {"right": 1, "wrong": 1, "cut": 1}}
+    (told,) = figures.warnings({"answers": found["answers"]}, "float32")
+    assert told.startswith("1 of 3 answers were cut by sampling.max_new_tokens")
+    only_cut = figures.accuracy(done[1:2], lambda index, text: False)
+    assert only_cut == {"accuracy": None, "answers": {"right": 0, "wrong": 0, "cut": 1}}
+
+
+def row(acceptance: list[float | None], identical: int, near_ties: int = 0) -> dict[str, object]:
+    first = {"request": 2, "position": 7, "token": 5, "baseline_token": 9, "logit": 1.25, "baseline_logit": 1.5}
+    first |= {"gap": 0.25, "bound": 0.5 if near_ties else 1e-4, "near_tie": bool(near_ties)}
+    proof = {"checked": 4, "identical": identical, "near_ties": near_ties, "first_difference": None}
+    return {"acceptance_at": acceptance, "lossless": proof | ({"first_difference": first} if identical < 4 else {})}
+
+
+def test_the_difference_that_is_told_is_no_near_tie_if_one_is_none() -> None:
+    plain = [completion(i, [2], token_ids=[7, 8, 9]) for i in range(3)]
+    ours = [completion(i, [2], token_ids=[7, 8 - i, 9]) for i in range(3)]
+    proof = figures.lossless(ours, plain, lambda index, found: {"near_tie": index == 1})
+    assert (proof["checked"], proof["identical"], proof["near_ties"]) == (3, 1, 1)
+    assert proof["first_difference"]["request"] == 2 and figures.num_faults(proof) == 1
+    proof = figures.lossless(ours, plain, lambda index, found: {"near_tie": True})
+    assert proof["near_ties"] == 2 and proof["first_difference"]["request"] == 1
 
 
 def test_low_acceptance_and_differences_are_called_out() -> None:
@@ -110,10 +135,24 @@ def test_low_acceptance_and_differences_are_called_out() -> None:
     assert figures.warnings(row([], 4), "float32") == []
     (low,) = figures.warnings(row([0.04], 4), "float32")
     assert "drafter" in low
-    (exact,) = figures.warnings(row([0.9], 3), "float32")
-    assert exact.startswith("1 of 4") and "float32" in exact
+    assert figures.warnings(row([0.9], 3), "float32") == []
+    assert figures.failures(row([0.9], 4), "float32") == figures.failures(row([0.9], 3), "bfloat16") == []
+    (exact,) = figures.failures(row([0.9], 3), "float32")
+    assert exact == (
+        "1 of 4 requests differ from autoregressive decoding in float32; request 2, position 7: token 5 (logit 1.25), "
+        "the baseline has token 9 (logit 1.5), gap 0.25, a near tie in float32 is at most 0.0001"
+    )
     (rounded,) = figures.warnings(row([0.9], 3), "bfloat16")
-    assert "runtime.dtype=float32" in rounded
+    assert "runtime.dtype=float32" in rounded and "0 at a near tie" in rounded and "gap 0.25" in rounded
+
+
+def test_near_ties_are_counted_and_no_failure() -> None:
+    assert figures.failures(row([0.9], 3, near_ties=1), "float32") == []
+    (told,) = figures.warnings(row([0.9], 3, near_ties=1), "float32")
+    assert told.startswith("1 of 4 requests differ from autoregressive decoding, 1 at a near tie; first: request 2")
+    both = row([0.9], 2, near_ties=1)
+    assert figures.failures(both, "float32")[0].startswith("1 of 4")
+    assert figures.warnings(both, "float32")[0].startswith("1 of 4 requests differ")
 
 
 def test_each_speedup_is_of_the_clock_in_its_name() -> None:

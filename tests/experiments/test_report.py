@@ -38,7 +38,7 @@ METHOD: dict[str, Any] = {
     "prediction": None,
     "speedup_decode": 2.5,
     "speedup_wall": 2.0,
-    "lossless": {"checked": 2, "identical": 2, "first_difference": None},
+    "lossless": {"checked": 2, "identical": 2, "near_ties": 0, "first_difference": None},
     "accuracy": 0.5,
 }
 BASELINE: dict[str, Any] = {
@@ -47,7 +47,7 @@ BASELINE: dict[str, Any] = {
     "algo": "autoregressive",
     "tokens_per_step": 1.0,
     "accuracy": 1.0,
-    "lossless": {"checked": 0, "identical": 0, "first_difference": None},
+    "lossless": {"checked": 0, "identical": 0, "near_ties": 0, "first_difference": None},
 }
 
 
@@ -86,7 +86,7 @@ def page_of(
     task = generated(records)
     where = conditions(**changes)
     notes, headline, sections = task.warnings(rows), task.headline(rows), task.sections(rows)
-    return render(title, Generate.columns, rows, where, config, notes, headline, sections)
+    return render(title, Generate.columns, rows, where, config, notes, headline, sections, task.failures(rows))
 
 
 def request(index: int, **changes: Any) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def request(index: int, **changes: Any) -> dict[str, Any]:
         "finish_reason": "stop_token",
         "total_ms": 12.0,
         "answer": "7",
-        "correct": index == 0,
+        "verdict": ("right", "wrong", "cut")[index],
         "identical": True,
         **changes,
     }
@@ -167,12 +167,19 @@ def test_report_without_a_baseline_or_drafts() -> None:
         "speedup_wall": None,
         "acceptance_at": [],
         "num_accepted_histogram": [10],
-        "lossless": {"checked": 0, "identical": 0, "first_difference": None},
+        "lossless": {"checked": 0, "identical": 0, "near_ties": 0, "first_difference": None},
         "data": "code",
         "accuracy": None,
     }
-    page = page_of([bare], [request(0, correct=None, identical=None)], {})
+    page = page_of([bare], [request(0, verdict=None, identical=None)], {})
     assert "identical to autoregressive" not in page and "Acceptance" not in page
+
+
+def test_a_cut_answer_is_no_wrong_one() -> None:
+    page = page_of([BASELINE, METHOD], [request(0), request(2)], {})
+    assert "cut by the length limit, expected 7" in page and "wrong, expected" not in page
+    row = METHOD | {"answers": {"right": 1, "wrong": 1, "cut": 3}}
+    assert "50% (3 cut)" in page_of([BASELINE, row], REQUESTS, {})
 
 
 def test_a_difference_is_shown_as_a_fault() -> None:

@@ -31,13 +31,15 @@ from experiments.report import metrics as figures
 from experiments.report.page import render
 from experiments.report.plots import lines
 from experiments.report.tables import METHOD, Column, console_table, csv_text, markdown, number
-from experiments.tasks import distribution
+from experiments.tasks import distribution, near_tie
 from experiments.tasks.base import Task
 from experiments.tasks.compare import Compare
 from experiments.tasks.graph_ablation import GraphAblation, level_note
 from experiments.tasks.losslessness import Losslessness
 from experiments.tasks.run import run_task
 from experiments.tasks.throughput import Throughput, inter_token_ms, repeated
+from tests.algorithms.toy import random_target
+from tests.algorithms.toy import requests as toy_requests
 from tests.runtime.tiny_folders import small_config, small_dflash_config, write_dflash, write_target
 
 
@@ -60,6 +62,7 @@ class Done:
 
 
 Run = Callable[..., Done]
+TOY = random_target()
 
 
 def without_a_run(kind: type[Task], dtype: str = "float32") -> Any:
@@ -152,11 +155,11 @@ def test_compare_is_lossless_and_its_figures_agree(compared: Done) -> None:
         emitted = row["output_tokens"] + row["num_truncated"]
         assert row["tokens_per_step"] == pytest.approx(emitted / row["row_steps"])
         assert sum(row["num_accepted_histogram"]) == row["row_steps"]
-        assert (row["accuracy"] is None) == (row["data"] == "code")
+        assert (row["answers"] is None) == (row["data"] == "code")
         if row is plain:
             assert row["tokens_per_step"] == row["speedup_decode"] == 1.0 and row["lossless"]["checked"] == 0
             continue
-        assert row["lossless"] == {"checked": 2, "identical": 2, "first_difference": None}
+        assert row["lossless"] == {"checked": 2, "identical": 2, "near_ties": 0, "first_difference": None}
         assert row["output_tokens"] == plain["output_tokens"]
         found = row["prediction"]
         assert row["speedup_decode"] == pytest.approx(row["decode_tokens_per_s"] / plain["decode_tokens_per_s"])
@@ -228,7 +231,7 @@ def test_throughput_measures_both_sides_at_every_level(run: Run) -> None:
     for plain, ours in (rows[:2], rows[2:]):
         assert plain["speedup_wall"] == 1.0 and plain["tokens_per_step"] == 1.0
         assert ours["speedup_wall"] == pytest.approx(ours["wall_tokens_per_s"] / plain["wall_tokens_per_s"])
-        assert ours["accuracy"] == plain["accuracy"] is not None
+        assert ours["answers"] == plain["answers"] is not None
     for row in rows:
         for name in ("ttft_ms", "inter_token_ms"):
             assert 0 < row[name]["p50"] <= row[name]["p90"]
@@ -333,11 +336,66 @@ def test_a_request_that_differs_fails_the_job(run: Run, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Task, "decode", spoiled)
     done = run(*LOSSLESS, "task.only=[ngram]", "task.backends=[torch]", "task.batches=[2]", "task.low_precision=null")
-    assert done.returncode == 2
+    assert done.returncode == 3
     assert "not lossless" in done.stderr and "ngram on torch: 1 of 2 requests differ" in done.stderr
     (row,) = [row for row in done.rows if row["method"] == "ngram"]
     assert (row["identical"], row["checked"]) == (1, 2)
     assert (row["first_difference"]["request"], row["first_difference"]["position"]) == (1, 2)
+
+
+@pytest.mark.parametrize("near", [False, True])
+def test_a_text_that_differs_in_float32_ends_with_exit_code_3(
+    run: Run, monkeypatch: pytest.MonkeyPatch, near: bool
+) -> None:
+    """The exit code, the terminal, the page and the summary agree; only a measured near tie is excused."""
+    decode = Task.decode
+
+    def spoiled(self: Task, algo: Any, *rest: Any) -> Any:
+        decoded = decode(self, algo, *rest)
+        if algo.name == "ngram":
+            ids = decoded.generation.completions[1].token_ids
+            ids[2] = (ids[2] + 1) % 7
+        return decoded
+
+    monkeypatch.setattr(Task, "decode", spoiled)
+    if near:
+        monkeypatch.setitem(near_tie.ROUNDINGS, "float32", 10**9)
+    done = run("algo=ngram", "data=code", "sampling.repetition_penalty=1.1")
+    row = done.rows[-1]
+    first = row["lossless"]["first_difference"]
+    assert (first["request"], first["position"], first["near_tie"]) == (1, 2, near)
+    assert first["gap"] == pytest.approx(abs(first["logit"] - first["baseline_logit"]))
+    assert first["baseline_logit"] > first["logit"], "greedy decoding takes the largest logit"
+    assert row["lossless"]["near_ties"] == near and (first["gap"] <= first["bound"]) == near
+    said = f"request 1, position 2: token {first['token']} (logit "
+    page, summary = done.read("report.html"), json.loads(done.read("summary.json"))
+    assert json.loads(done.read("status.json"))["status"] == "done"
+    assert said in page and ('class="note bad"' in page) == (not near)
+    if near:
+        assert done.returncode == 0 and summary["failures"] == [] and "1 at a near tie" in done.stdout
+    else:
+        assert done.returncode == 3 and "error: not lossless" in done.stderr and said in done.stderr
+        assert "near tie;" not in done.stdout and len(summary["failures"]) == 1
+
+
+def test_a_wrong_token_after_the_end_of_a_text_is_a_fault() -> None:
+    look = near_tie.look_at(TOY, toy_requests(1), [Completion(0, token_ids=[1])])
+    found = look(0, {"position": 1, "token": 3, "baseline_token": None})
+    assert found == {"logit": None, "baseline_logit": None, "gap": None, "bound": None, "near_tie": False}
+
+
+def test_drawn_tokens_have_no_near_ties(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(near_tie.ROUNDINGS, "float32", 10**9)
+    for temperature in (0.0, 0.8):
+        look = near_tie.look_at(TOY, toy_requests(1, temperature=temperature), [Completion(0, token_ids=[1, 2])])
+        assert look(0, {"position": 1, "token": 3, "baseline_token": 2})["near_tie"] == (temperature == 0)
+
+
+def test_graphs_that_change_tokens_fail_the_job() -> None:
+    rows = [{"level": "none", "differing": 0}, {"level": "step", "differing": 2}]
+    expected = ["graph=step: 2 requests differ from those of graph=none"]
+    assert without_a_run(GraphAblation).failures(rows) == expected
+    assert without_a_run(GraphAblation, "bfloat16").failures(rows) == []
 
 
 def test_a_drawn_distribution_that_is_wrong_fails_the_job() -> None:
@@ -427,7 +485,7 @@ def test_defaults_of_the_tasks_without_methods_are_sound() -> None:
 
 
 def a_row(**changes: Any) -> dict[str, Any]:
-    proof = {"checked": 2, "identical": 2, "first_difference": None}
+    proof = {"checked": 2, "identical": 2, "near_ties": 0, "first_difference": None}
     return {
         "data": "d",
         "method": "m",
@@ -445,8 +503,16 @@ def test_warnings_of_a_comparison() -> None:
     assert low.startswith("d, m: only 4.9% of first drafts were accepted")
     (unfair,) = compare.warnings([a_row(), a_row(graphs={"level": "step"})])
     assert unfair == "methods differ in runtime.graph (none, step): set it for all of them"
-    (differs,) = compare.warnings([a_row(lossless={"checked": 2, "identical": 1})])
-    assert "1 of 2 requests differ" in differs
+    proof = {"checked": 2, "identical": 1, "near_ties": 0, "first_difference": None}
+    assert compare.warnings([a_row(lossless=proof)]) == []
+    assert compare.failures([a_row(), a_row(lossless=proof)]) == [
+        "d, m: 1 of 2 requests differ from autoregressive decoding in float32"
+    ]
+    low = without_a_run(Compare, "bfloat16")
+    assert (
+        low.failures([a_row(lossless=proof)]) == []
+        and "1 of 2 requests differ" in low.warnings([a_row(lossless=proof)])[0]
+    )
 
 
 def test_a_drafter_that_is_never_right_is_warned_about(compared: Done) -> None:

@@ -19,7 +19,7 @@ ROW: dict[str, Any] = {
     "acceptance_at": [0.9, 0.8, None],
     "num_accepted_histogram": [1, 2, 3, 0],
     "ledger_ms": {"draft": 1.0, "verify": 2.0},
-    "lossless": {"checked": 3, "identical": 3, "first_difference": None},
+    "lossless": {"checked": 3, "identical": 3, "near_ties": 0, "first_difference": None},
 }
 BASELINE = {"algo": "autoregressive", "decode_tokens_per_s": 10.0}
 SUMMARY: dict[str, Any] = {
