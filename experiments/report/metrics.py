@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from algorithms.runtime.request import Completion
 
 Score = Callable[[int, str], bool]
-Look = Callable[[int, Mapping[str, Any]], Mapping[str, Any]]
+Look = Callable[[int, Mapping[str, Any]], dict[str, Any]]
 LOW_ACCEPTANCE = 0.05
 NOT_A_GPU = {
     "triton-interpreter": "Times are of Triton's interpreter on the CPU and say nothing about a GPU; tokens, "
