@@ -58,8 +58,9 @@ def _rank(rank: int, store: str, texts: list[list[int]], written: str) -> None:
     ):
         generation = run(algorithm, ASKED, Setup(max_batch=2), target)
         outputs.append([(c.token_ids, c.accepted_counts) for c in generation.completions])
-    generation = run(autoregressive(target), ASKED, Setup(max_batch=2, fused=True), target)
-    outputs.append([(c.token_ids, c.accepted_counts) for c in generation.completions])
+    for algorithm in (eagle3_over(target, texts, steps=3), autoregressive(target)):
+        generation = run(algorithm, ASKED, Setup(max_batch=2, fused=True), target)
+        outputs.append([(c.token_ids, c.accepted_counts) for c in generation.completions])
     torch.save(outputs, f"{written}/{rank}.pt")
     dist.destroy_process_group()
 

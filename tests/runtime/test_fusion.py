@@ -11,9 +11,10 @@ from torch.overrides import TorchFunctionMode
 
 from algorithms.runtime.models.decoder import Decoder
 from algorithms.runtime.models.dense_mixer import DenseMixer
-from algorithms.runtime.models.fusion import FusableModel, packed
+from algorithms.runtime.models.fusion import FusableModel, packed, queries_only
 from experiments.app.hardware import resolve_hardware
 from experiments.app.schema import RuntimeConfig
+from specdec_kernels.launch import record_launches
 from tests.algorithms.drafters import ALL_MAKERS, TARGET, eagle3_head, eagle_head, hinted, load_random_drafters
 from tests.algorithms.toy import (
     CONFIG,
@@ -80,6 +81,18 @@ def test_a_dflash_drafter_agrees(impl: str) -> None:
     drafter.set_forward(impl)
     for left, right in zip(computed(), expected, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-4 * right.abs().max().item())
+
+
+def test_a_layer_is_six_launches_around_its_mixer() -> None:
+    """QKV; o; add and norm; gate, up and SiLU; down; add and norm. Before the layers the embedding with the first norm,
+    behind them the head."""
+    model = Decoder(small_config()).requires_grad_(False)
+    for impl in ("reference", "triton"):
+        model.set_forward(impl)
+        with record_launches("sm90") as launches:
+            model.logits(model(TOKENS.cpu(), queries_only)[0])
+        expected = 6 * model.config.num_layers + 2 if impl == "triton" else 0
+        assert len(launches) == expected, [launched.kernel.__name__ for launched in launches]
 
 
 def test_parameters_become_views_of_one_matrix() -> None:
