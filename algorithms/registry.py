@@ -69,8 +69,8 @@ def _add(found: dict[str, type[Algorithm]], kind: Any, name: str, origin: str) -
     config = getattr(kind, "Config", None)
     defaults = {item.name: item.default for item in fields(config)} if is_dataclass(config) else {}
     if defaults.get("name") != name:
-        raise ValueError(
-            f"{origin}: expected {kind.__name__}.Config to be a dataclass with the field name: str = {name!r}"
-        )
+        got = f"{getattr(config, '__qualname__', repr(config))} with name = {defaults.get('name')!r}"
+        expected = f"{kind.__name__}.Config to be a dataclass with the field name: str = {name!r}"
+        raise ValueError(f"{origin}: expected {expected}, got {got}")
     if found.setdefault(name, kind) is not kind:
         raise ValueError(f"{origin}: {found[name].__module__} has an algorithm of the name {name!r} already")

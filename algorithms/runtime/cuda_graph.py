@@ -99,6 +99,7 @@ class StepRunner:
         self._capture = capture or (CudaCapture() if level != "none" else None)
         self._stamps = clock.stamps(PHASES) if PHASES in self._groups else None
         self._captured: dict[tuple[int, SamplingNeeds], _Launch] = {}
+        self._launched = False
         self.report = GraphReport(level, buckets(parts.state.max_batch) if self._groups else ())
 
     def prepare(self, needs: SamplingNeeds) -> None:
@@ -109,6 +110,8 @@ class StepRunner:
         began, before = time.perf_counter(), self._memory()
         # A replay serves requests of any length, so the bound is all that the page table can hold.
         longest = self._parts.state.page_table.shape[1] * self._parts.resources.page_size
+        if not self._captured:
+            self._step(missing[0], longest, needs, checked=True).draft()
         for size in missing:
             self._captured[size, needs] = self._prepared(size, longest, needs)
         self.report = replace(
@@ -119,20 +122,30 @@ class StepRunner:
         )
 
     def launch(self, num_rows: int, max_length: int, needs: SamplingNeeds) -> Tensor:
-        """Start a step over rows 0 … num_rows - 1 and return its table, still being written, for those rows."""
+        """Start a step over rows 0 … num_rows - 1 and return its table, still being written, for those rows.
+
+        The first draft for requests is checked; where it is captured, it is drafted once more for that.
+        """
+        first, self._launched = not self._launched, True
+        if first and self._groups:
+            self._step(num_rows, max_length, needs, checked=True).draft()
         if self._groups:
             size = next(size for size in self.report.buckets if size >= num_rows)
             step, pieces = self._captured[size, needs]
         else:
-            step, pieces = self._prepared(num_rows, max_length, needs)
+            step, pieces = self._prepared(num_rows, max_length, needs, checked=first)
         for phase, work in pieces:
             with self.clock.phase(phase) if phase else nullcontext():
                 work()
         return step.table[:num_rows]
 
-    def _prepared(self, size: int, max_length: int, needs: SamplingNeeds) -> _Launch:
+    def _step(self, size: int, max_length: int, needs: SamplingNeeds, checked: bool) -> Step:
+        """A step over the first `size` rows."""
+        return Step(self._parts, self._parts.state.batch(0, size, max_length), needs, checked)
+
+    def _prepared(self, size: int, max_length: int, needs: SamplingNeeds, checked: bool = False) -> _Launch:
         """A step over the first `size` rows, with its graphs captured."""
-        step = Step(self._parts, self._parts.state.batch(0, size, max_length), needs)
+        step = self._step(size, max_length, needs, checked)
         pieces: list[tuple[str | None, Callable[[], None]]] = []
         for group in self._groups:
             assert self._capture is not None

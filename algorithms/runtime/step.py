@@ -15,6 +15,7 @@ from torch import Tensor
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Observation, Resources
 from algorithms.runtime.batch import BatchState
 from algorithms.runtime.cache import KVCache
+from algorithms.runtime.draft_check import check_draft
 from algorithms.runtime.paged_attention import PagedMixer
 from algorithms.runtime.sampling_params import SamplingNeeds
 from algorithms.runtime.tensor_parallel import agree_on_acceptance, agree_on_draft
@@ -74,18 +75,15 @@ class Step:
     """[B, 2 (D + 1) + 2] int64: emitted tokens, their log-probabilities as float32 bits (0 where no request asks
     for them), num_accepted, valid."""
 
-    def __init__(self, parts: StepParts, batch: Batch, needs: SamplingNeeds) -> None:
-        self._parts, self._batch, self._needs = parts, batch, needs
+    def __init__(self, parts: StepParts, batch: Batch, needs: SamplingNeeds, checked: bool = False) -> None:
+        """`checked` looks at the draft, which reads it back: such a step cannot be captured."""
+        self._parts, self._batch, self._needs, self._checked = parts, batch, needs, checked
 
     def draft(self) -> None:
-        """Ask the drafter for a tree. Raises ValueError if it has another size than the algorithm says."""
-        algorithm, expected = self._parts.algorithm, (len(self._batch.lengths), self._parts.algorithm.num_nodes)
-        tree = algorithm.propose(self._batch)
-        if tree.tokens.shape != expected:
-            raise ValueError(
-                f"algo={algorithm.name}: propose gave tokens of shape {list(tree.tokens.shape)}, expected [rows, "
-                f"num_nodes] = {list(expected)}"
-            )
+        """Ask the drafter for a tree. Raises EngineError if the step is checked and the tree is not as declared."""
+        tree = self._parts.algorithm.propose(self._batch)
+        if self._checked:
+            check_draft(self._parts.algorithm, self._batch, tree, self._parts.resources.target.config.vocab_size)
         self.tree = agree_on_draft(tree)
 
     def verify(self) -> None:

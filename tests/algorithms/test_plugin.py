@@ -19,6 +19,7 @@ import torch
 from algorithms.ngram import NGram
 from algorithms.registry import GROUP, PACKAGES_VARIABLE, available
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree
+from specdec_kernels import build_chain, build_tree
 from tests.algorithms.toy import Setup, answers, changed, random_target, requests, run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -184,11 +185,12 @@ class Nameless:
     draft_len: int = 3
 
 
-@pytest.mark.parametrize("mistake", ["no name", "no dataclass", "taken", "no class"])
+@pytest.mark.parametrize("mistake", ["no name", "no dataclass", "foreign", "taken", "no class"])
 def test_classes_are_checked(monkeypatch: pytest.MonkeyPatch, kind: Any, mistake: str) -> None:
     changes: dict[str, Callable[[], Any]] = {
         "no name": lambda: type("Suffix", (kind,), {"Config": Nameless}),
         "no dataclass": lambda: type("Suffix", (kind,), {"Config": object}),
+        "foreign": lambda: type("Suffix", (kind,), {"Config": NGram.Config}),
         "taken": lambda: Taken,
         "no class": lambda: "suffix",
     }
@@ -214,18 +216,61 @@ def _shorter(draft: DraftTree) -> DraftTree:
     return replace(draft, tokens=draft.tokens[:, :-1])
 
 
+def _committed(draft: DraftTree) -> torch.Tensor:
+    return draft.links.positions[:, 0]
+
+
+def _branching(draft: DraftTree) -> DraftTree:
+    parents = torch.tensor([[-1, 0, 0, 1, 1, 2, 2]], dtype=torch.int32).repeat(len(draft.tokens), 1)
+    return replace(draft, links=build_tree(parents, _committed(draft)))
+
+
+def _padded(draft: DraftTree) -> DraftTree:
+    return replace(draft, tokens=torch.nn.functional.pad(draft.tokens, (0, 3)))
+
+
 def _narrow(draft: DraftTree) -> DraftTree:
     return replace(draft, tokens=draft.tokens.int())
 
 
 @pytest.mark.parametrize(
     ("attributes", "change"),
-    [({"max_depth": 0}, None), ({}, _shorter), ({}, _narrow), ({"rule": "rejection"}, None)],
-    ids=["no depth", "too few tokens", "int32", "no draft_probs"],
+    [
+        ({"max_depth": 0}, None),
+        ({}, _shorter),
+        ({}, _narrow),
+        ({"rule": "rejection"}, None),
+        ({}, lambda draft: tuple(vars(draft).values())),
+        ({}, lambda draft: replace(draft, tokens=(draft.tokens + 1) % 61)),
+        ({}, lambda draft: replace(draft, tokens=draft.tokens.index_fill(1, torch.tensor([1]), 61))),
+        ({}, _branching),
+        ({"chain": False, "max_depth": 3}, _padded),
+        ({"chain": False, "max_depth": 0}, None),
+        ({}, lambda draft: replace(draft, links=build_chain(_committed(draft), 6))),
+        ({}, lambda draft: replace(draft, links=build_chain(_committed(draft) + 1, 7))),
+        ({"rule": "block"}, lambda draft: replace(draft, draft_probs=torch.ones(len(draft.tokens), 7, 61))),
+    ],
+    ids=[
+        "no depth",
+        "too few tokens",
+        "int32",
+        "no draft_probs",
+        "no tree",
+        "another node 0",
+        "outside the vocabulary",
+        "chain = False forgotten",
+        "too deep",
+        "no depth of a tree",
+        "links of fewer nodes",
+        "another length",
+        "wrong draft_probs",
+    ],
 )
+@pytest.mark.parametrize("level", ["none", "step"])
 def test_mistakes_of_the_drafter(
-    kind: Any, attributes: dict[str, Any], change: Callable[[DraftTree], DraftTree] | None
+    kind: Any, level: str, attributes: dict[str, Any], change: Callable[[DraftTree], Any] | None
 ) -> None:
+    """Each is told in one sentence, captured or not."""
     drafter: Algorithm = kind(kind.Config(), TARGET, None)
     for key, value in attributes.items():
         setattr(drafter, key, value)
@@ -233,9 +278,19 @@ def test_mistakes_of_the_drafter(
         propose = drafter.propose
         drafter.propose = lambda batch: change(propose(batch))  # type: ignore[method-assign]
     with pytest.raises(ValueError) as caught:
-        run(drafter, requests(1), Setup(), TARGET)
+        run(drafter, requests(1), Setup(max_batch=1, graph=level), TARGET)
     shown(str(caught.value))
+    assert str(caught.value).startswith("algo=suffix: ") and "\n" not in str(caught.value)
 
 
 def test_every_message_of_the_page_is_tested_above() -> None:
-    assert len(re.findall(r"^\|[^|]*\| `(.*)` \|$", PAGE.split("## What a mistake")[1], re.M)) == 11
+    assert len(re.findall(r"^\|[^|]*\| `(.*)` \|$", PAGE.split("## What a mistake")[1], re.M)) == 21
+
+
+def test_a_draft_is_checked_once(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr("algorithms.runtime.step.check_draft", lambda a, batch, *_: seen.append(bool(batch.active[0])))
+    for level, expected in {"none": [True], "step": [False, True]}.items():
+        seen.clear()
+        run(kind(kind.Config(), TARGET, None), requests(3), Setup(max_batch=2, graph=level), TARGET)
+        assert seen == expected
