@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from specdec_kernels.attention.configs import AttentionConfig, attention_config
+from specdec_kernels.attention.configs import AttentionConfig, attention_config, bounded_splits
 from specdec_kernels.attention.types import (
     MODES,
     AttentionMetadata,
@@ -155,10 +155,12 @@ def _divide(
     group, num_slots = shape.heads // shape.kv_heads, metadata.tree_width or shape.num_nodes
     chip, rows, kv_bytes = current_chip(metadata.lengths), shape.num_nodes * group, shape.kv_dtype.itemsize
     config = attention_config(chip, shape.head_dim, rows, max_length, split_tokens, kv_bytes, tuning)
+    itemsize = shape.dtype.itemsize
+    bound = bounded_splits(config.max_splits, shape.num_nodes * shape.heads, shape.head_dim, itemsize)
     tokens, window = config.split_tokens, metadata.window
     # One more split where a window begins inside one; the last split takes a quarter of a split more.
     reach = max_length if window is None else min(max_length, window - 1 + num_slots + tokens)
-    most = config.max_splits if window is None else config.max_splits + 1
+    most = bound if window is None or bound == 1 else bound + 1
     num_splits = min(most, -(-(reach - tokens // 4) // tokens))
     work = WorkShape(
         batch=len(metadata.lengths),
@@ -171,7 +173,7 @@ def _divide(
         block_m=config.block_m,
         split_tokens=tokens,
         first_splits=config.first_splits,
-        max_splits=config.max_splits,
+        max_splits=bound,
         num_splits=max(1, num_splits),
     )
     return work, config

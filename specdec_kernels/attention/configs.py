@@ -8,7 +8,8 @@ and two from 128 rows on. Every row of the table compiles without spills.
 Split lengths are in tokens and grow only with a request's own length (see `device.split_layout`). So results do not
 depend on the batch, and no request has more than `MAX_SPLITS` partial results. Longer splits write fewer partial
 results, shorter ones fill the chip from one request. A split of more rows writes more, so its length begins to grow
-earlier.
+earlier. The partial results of a request take at most `PARTIAL_BYTES`, or those of one split: calls of many rows have
+fewer and longer splits.
 
 Polynomial exp2 and lazy rescaling are off by default. On an H200 they were no faster: the exponential unit is no
 bottleneck there, and lazy rescaling needs a vote over the tile. `experiments/LOG.md` has the measurements of sm90.
@@ -26,6 +27,7 @@ UNSPLIT = 1 << 30
 FIRST_SPLITS = 4
 _FIRST_SPLITS_OF_16_ROWS = 8
 MAX_SPLITS = 32
+PARTIAL_BYTES = 8 << 20
 _ROW_BUCKETS = (16, 32, 64, 128)
 _MAX_SPLIT_TILES = 4
 _INTERPRETER_MAX_ROWS = 1024
@@ -113,6 +115,12 @@ def node_counts_of_the_table(group: int) -> tuple[int, ...]:
     KV head."""
     prefill = _MAX_SPLIT_TILES * _ROW_BUCKETS[-1] // group + 1
     return tuple(sorted({max(1, bucket // group) for bucket in _ROW_BUCKETS} | {prefill}))
+
+
+def bounded_splits(max_splits: int, rows: int, head_dim: int, itemsize: int) -> int:
+    """`max_splits`, or as many splits as `PARTIAL_BYTES` hold: outputs of `rows` = N * H rows and their float32
+    log-sum-exps."""
+    return max(1, min(max_splits, PARTIAL_BYTES // (max(1, rows) * (head_dim * itemsize + 4))))
 
 
 def merge_config(chip: str, rows: int, num_splits: int) -> MergeConfig:

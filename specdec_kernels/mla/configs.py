@@ -6,13 +6,17 @@ tensor memory limits it too, of which a 64-row tile would take 528 of 512 column
 row of sm90 was chosen by measuring on an H200 (`experiments/LOG.md`). The rows of the other chips compile and were not
 measured.
 
-`split_tokens` is a length, not a count, so partial results of a row do not depend on the batch.
+`split_tokens` is a length, not a count, so partial results of a row do not depend on the batch. A request of more
+splits than `max_splits` has longer ones, each a power of two times `split_tokens`. So the partial results of a request
+take at most `PARTIAL_BYTES`, or those of one split.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+MAX_SPLITS = 64
+PARTIAL_BYTES = 32 << 20
 _SPLIT_TOKENS = 512
 _INTERPRETER_MAX_ROWS = 1024
 _LEAST = 16  # lanes that a matrix instruction takes
@@ -62,6 +66,11 @@ def mla_config(
         return config
     block_n = min(config.block_n, max(_LEAST, _power_of_two(split_tokens)))
     return replace(config, block_n=block_n, split_tokens=-(-split_tokens // block_n) * block_n)
+
+
+def max_splits(rows: int, latent: int) -> int:
+    """Most splits of a request with `rows` query rows; float32 results and log-sum-exps stay within the bound."""
+    return max(1, min(MAX_SPLITS, PARTIAL_BYTES // (4 * max(1, rows) * (latent + 1))))
 
 
 def merge_config(chip: str, num_splits: int) -> MergeConfig:

@@ -5,8 +5,9 @@
     row       node * H + head: all heads share the one cached head, so a tile is full for any N
     maths     t = scale * log2(e) * (q_latent . latent + q_rope . rope);  m' = max(m, t);  a = 2^(m - m')
               p = 2^(t - m');  l = a l + sum p;  acc = a acc + p latent
-    split     each split of `split_tokens` keys stores (out, lse) in float32; a second kernel merges
-              out = sum_s 2^(lse_s - lse) out_s with 2^lse = sum_s 2^lse_s; a single split writes its own output
+    split     each split of `split_tokens` keys, or more (see `_split_length`), stores (out, lse) in float32; a second
+              kernel merges out = sum_s 2^(lse_s - lse) out_s with 2^lse = sum_s 2^lse_s; a single split writes its
+              own output
 
 Page numbers are loaded one tile ahead, as in `specdec_kernels.attention`. A tile of latents is loaded once and used
 twice, as keys and as values. A latent size that is no power of two is cut into its largest power of two and a padded
@@ -37,7 +38,15 @@ from specdec_kernels.attention.device import (
 )
 from specdec_kernels.attention.types import AttentionMetadata
 from specdec_kernels.launch import current_chip, launch
-from specdec_kernels.mla.configs import blocks, merge_config, mla_config
+from specdec_kernels.mla.configs import blocks, max_splits, merge_config, mla_config
+
+
+@triton.jit
+def _split_length(last_key, split_tokens, num_splits):
+    """Keys per split of a request, scalar or tensor: `split_tokens`, doubled until `num_splits` of them suffice."""
+    beyond = tl.maximum(last_key - 1, 0) // (split_tokens * num_splits)
+    # The bits of `beyond`, read from the exponent of a float32, which is -127 for zero.
+    return split_tokens << tl.maximum((beyond.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126, 0)
 
 
 @triton.jit
@@ -125,7 +134,8 @@ def _mla_kernel(
     length = tl.load(lengths_ptr + request).to(tl.int32)
     used = used_rows(q_lens_ptr, request, num_nodes)
     last_key = key_end(length, used, num_slots, max_length, ALL_SLOTS)
-    split_start = split * split_tokens
+    split_length = _split_length(last_key, split_tokens, num_splits)
+    split_start = split * split_length
     if SPLIT:
         if split_start >= last_key:  # the merge does not read such a split
             return
@@ -135,7 +145,7 @@ def _mla_kernel(
     tile_end, free_end = tile_key_range(
         length, used, last_key, tile * BLOCK_M // HEADS, (tile * BLOCK_M + BLOCK_M - 1) // HEADS, MODE
     )
-    end = tl.minimum(tile_end, split_start + split_tokens)
+    end = tl.minimum(tile_end, split_start + split_length)
     first_row = request * num_nodes * HEADS
     live = nodes < used
     q_latent_ptr += first_row * LATENT
@@ -215,7 +225,9 @@ def _mla_merge_kernel(
     request = rows // HEADS // num_nodes
     used = used_rows(q_lens_ptr, request, num_nodes, valid)
     length = tl.load(lengths_ptr + request, mask=valid, other=0).to(tl.int32)
-    live = (key_end(length, used, num_slots, max_length, ALL_SLOTS) + split_tokens - 1) // split_tokens
+    last_key = key_end(length, used, num_slots, max_length, ALL_SLOTS)
+    split_length = _split_length(last_key, split_tokens, num_splits)
+    live = (last_key + split_length - 1) // split_length
     live = tl.where(valid & (rows // HEADS % num_nodes < used), live, 0)
 
     splits = tl.arange(0, ALL_SPLITS)
@@ -280,7 +292,7 @@ def _attention(
     assert max_length is not None and metadata.scale is not None
     rows, itemsize = num_nodes * heads, cache.element_size()
     config = mla_config(current_chip(q_latent), latent, rows, max_length, split_tokens, itemsize)
-    splits = max(1, -(-max_length // config.split_tokens))
+    splits = max(1, min(max_splits(rows, latent), -(-max_length // config.split_tokens)))
     out = torch.empty_like(q_latent)
     partial = splits > 1
     part = q_latent.new_empty((*q_latent.shape[:3], splits, latent), dtype=torch.float32) if partial else out

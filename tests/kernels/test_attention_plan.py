@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from specdec_kernels.attention import (
     AttentionMetadata,
     AttentionShape,
+    configs,
     paged_attention,
     paged_attention_with_lse,
     plan_attention,
@@ -119,6 +120,40 @@ def test_a_work_list_covers_the_keys_once(
             )
         else:
             assert not own and not splits
+
+
+@pytest.mark.parametrize("plan", [False, True])
+def test_splits_at_the_bound_of_memory(monkeypatch: pytest.MonkeyPatch, plan: bool) -> None:
+    """Where partial results of a request would take more than the bound, its splits grow; others keep their bits."""
+    arguments = inputs("tree", 4, (150, 7, 90), heads=(2, 1), split_tokens=16)
+    call = planned if plan else lambda a: paged_attention(**a, impl="triton")
+    free, heads, head_dim = call(arguments), arguments["q"].shape[2], arguments["q"].shape[3]
+    monkeypatch.setattr(configs, "PARTIAL_BYTES", 3 * 4 * heads * (head_dim * 4 + 4))
+    bounded = call(arguments)
+    torch.testing.assert_close(bounded, paged_attention(**arguments, impl="reference"), rtol=3e-6, atol=3e-6)
+    assert torch.equal(bounded[1], free[1]) and not torch.equal(bounded[0], free[0])
+
+
+@pytest.mark.parametrize("num_nodes, splits", [(1, 32), (16, 32), (64, 15), (128, 7), (256, 1)])
+def test_partial_results_are_bounded(num_nodes: int, splits: int) -> None:
+    """8 MiB per request, however long it is; with a work list as without."""
+    batch, length, heads, head_dim = 3, 1 << 17, 32, 128
+    make = dict(device="meta", dtype=torch.bfloat16)
+    metadata = AttentionMetadata(
+        torch.empty(batch, length // 16, dtype=torch.int32, device="meta"),
+        torch.empty(batch, dtype=torch.int64, device="meta"),
+        "chain",
+    )
+    q, kv = torch.empty(batch, num_nodes, heads, head_dim, **make), torch.empty(2, 9, 16, 8, head_dim, **make)
+    with record_launches("sm90") as launches:
+        work_list = plan_attention(metadata, AttentionShape.of(q, kv))
+        paged_attention(q, kv, metadata, work_list=work_list)
+    if splits == 1:
+        assert len(launches) == 2
+        return
+    partial, lse = launches[2].args[:2]
+    assert partial.shape == (batch * splits, num_nodes, heads, head_dim)
+    assert partial.numel() * 2 + lse.numel() * 4 <= batch * configs.PARTIAL_BYTES
 
 
 def test_a_work_list_of_another_shape_is_refused() -> None:

@@ -9,10 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specdec_kernels.attention import AttentionMetadata
 from specdec_kernels.attention.cases_inputs import changed
 from specdec_kernels.cases import Maker
-from specdec_kernels.launch import CHIPS
-from specdec_kernels.mla import mla_attention, mla_attention_with_lse
+from specdec_kernels.launch import CHIPS, record_launches
+from specdec_kernels.mla import configs, mla_attention, mla_attention_with_lse
 from specdec_kernels.mla.cases import mla_inputs
 from specdec_kernels.mla.configs import blocks, mla_config
 from specdec_kernels.tree import build_chain
@@ -99,6 +100,45 @@ def test_the_batch_does_not_matter() -> None:
         chosen = {name: together[name][order].contiguous() for name in ("q_latent", "q_rope")}
         chosen["metadata"] = together["metadata"].of_requests(order)
         assert torch.equal(mla_attention(**(together | chosen), impl="triton"), out[order])
+
+
+def test_splits_at_the_bound_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a request would have more splits than the bound allows, they grow; its numbers still depend on it alone."""
+    together = inputs("chain", 3, (70, 5, 33, 31), split_tokens=16)
+    free = mla_attention(**together, impl="triton")
+    monkeypatch.setattr(configs, "MAX_SPLITS", 2)
+    bounded = mla_attention_with_lse(**together, impl="triton")
+    agree(bounded, mla_attention_with_lse(**together, impl="reference"))
+    assert torch.equal(bounded[0][1], free[1]), "a request under the bound keeps its bits"
+    for request in range(4):
+        alone = {name: together[name][[request]].contiguous() for name in ("q_latent", "q_rope")}
+        alone["metadata"] = together["metadata"].of_requests([request])
+        assert torch.equal(mla_attention(**(together | alone), impl="triton")[0], bounded[0][request])
+
+
+@pytest.mark.parametrize(
+    "num_nodes, length, splits", [(1, 4096, 8), (4, 1 << 17, 31), (8, 160_000, 15), (512, 9999, 1)]
+)
+def test_partial_results_are_bounded(num_nodes: int, length: int, splits: int) -> None:
+    """32 MiB per request of 128 heads and 512 latent columns, however long it is."""
+    batch, pages = 2, -(-length // 64)
+    make = dict(device="meta", dtype=torch.bfloat16)
+    metadata = AttentionMetadata(
+        torch.empty(batch, pages, dtype=torch.int32, device="meta"),
+        torch.empty(batch, dtype=torch.int64, device="meta"),
+        "chain",
+        max_length=length,
+        scale=0.1,
+    )
+    latent, rope = torch.empty(batch, num_nodes, 128, 512, **make), torch.empty(batch, num_nodes, 128, 64, **make)
+    with record_launches("sm90") as launches:
+        mla_attention(latent, rope, torch.empty(pages, 64, 576, **make), metadata)
+    if splits == 1:
+        assert len(launches) == 1
+        return
+    partial, lse = launches[1].args[:2]
+    assert partial.shape == (batch, num_nodes, 128, splits, 512)
+    assert partial.numel() * 4 + lse.numel() * 4 <= batch * configs.PARTIAL_BYTES
 
 
 def test_every_chip_has_a_row_for_every_shape() -> None:

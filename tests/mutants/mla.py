@@ -21,10 +21,18 @@ MUTANTS = (
     Mutant(
         "mla_dropped_split",
         _KERNEL,
-        "live = (key_end(length, used, num_slots, max_length, ALL_SLOTS) + split_tokens - 1) // split_tokens",
-        "live = key_end(length, used, num_slots, max_length, ALL_SLOTS) // split_tokens",
+        "live = (last_key + split_length - 1) // split_length",
+        "live = last_key // split_length",
         _case("splits"),
         "the last, partial split never reaches the merge",
+    ),
+    Mutant(
+        "mla_splits_end_at_the_bound",
+        _KERNEL,
+        "return split_tokens << tl.maximum(",
+        "return split_tokens << tl.minimum(",
+        ("tests/kernels/test_mla.py::test_splits_at_the_bound_of_memory",),
+        "keys past the last of a bounded number of splits are left out",
     ),
     Mutant(
         "mla_row_of_the_other_head",
