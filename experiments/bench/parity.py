@@ -3,9 +3,9 @@
 The reference of a shape that fills a GPU may need more memory than there is. The first and last requests that fit are
 then compared, and changed arguments are not; `scope` says so in the row. What cannot be compared at all is not timed.
 
-A draw compares one uniform with a sum over the vocabulary, float32 in the kernel and float64 in the reference. With a
-vocabulary of 150,000 tokens a few draws in a thousand fall between the two sums, so a few rows of drawn tokens may
-differ, and `scope` says how many did. The tests compare the distribution of drawn tokens, on small vocabularies.
+A draw compares one uniform with a sum over the vocabulary, of float32 weights in the kernel and of float64 weights in
+the reference. With a vocabulary of 150,000 tokens a few draws in a thousand fall between the two sums, so a few rows of
+drawn tokens may differ, and `scope` says how many did. The tests compare the distributions.
 
 The `COMPARISON` of a family says for which of its functions this holds.
 """

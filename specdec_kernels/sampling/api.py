@@ -6,9 +6,9 @@ Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC
 the position of the row. A token therefore depends neither on the batch it was drawn in nor on whether it was drawn
 alone or while verifying a block. No step sorts the vocabulary or waits for the host.
 
-Random stream: (seed, position, stream, slot) -> word -> u = (word >> 8) / 2^24 in [0, 1). `position` is the position of
-the row's input token; the drawn token will stand one further. The streams of `types` keep the target's draws, the
-drafter's and those of the rejection rules apart.
+Random stream: (seed, position, stream, slot) -> k < 2^52 -> u = (k + 1/2) / 2^52, float64, never 0 and never 1.
+`position` is the position of the row's input token; the drawn token will stand one further. The streams of `types` keep
+the target's draws, the drafter's and those of the rejection rules apart.
 
 Filters act on the distribution at its temperature, in this order, and each keeps ties:
     top-k   keeps what is at least the k-th largest value;
@@ -55,7 +55,7 @@ def pick_tokens(
         sampling: R entries. A row draws where its temperature is above 0, and takes its argmax (lowest id among equals)
             elsewhere.
         positions: [R] int64; needed with `sampling.seeds` to draw, unless `uniforms` is given.
-        uniforms: [R] float32 in [0, 1), replaces the generator (tests of the exact distribution).
+        uniforms: [R] float64 in [0, 1), replaces the generator (tests of the exact distribution).
         return_logprobs: also return log softmax(logits) (temperature 1, unfiltered) at the token, -inf where not valid.
         stream: the use of randomness that the draws belong to; a drafter gives DRAFT_STREAM.
         impl: `auto`, `triton` or `reference`.
@@ -72,7 +72,7 @@ def pick_tokens(
     rows = logits.shape[:1]
     expect_tensors(
         {"logits": logits}, **sampling.expected(rows[0]), positions=(positions, rows, torch.int64),
-        uniforms=(uniforms, rows, torch.float32),
+        uniforms=(uniforms, rows, torch.float64),
     )  # fmt: skip
     expect_randomness(sampling, positions, uniforms)
     if stream < 0:

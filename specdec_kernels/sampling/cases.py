@@ -92,8 +92,8 @@ def _edges(make: Maker, vocab: int) -> dict[str, Any]:
     logits = make.normal(8, vocab)
     logits[:, :3] = float("-inf")
     logits[:, vocab - 3 :] = float("-inf")
-    below_one = 1.0 - 2.0**-24
-    uniforms = make.tensor([0.0, below_one, 2.0**-24, 0.5, 0.0, below_one, 0.0, below_one], torch.float32)
+    below_one = 1.0 - 2.0**-53
+    uniforms = make.tensor([0.0, below_one, 2.0**-53, 0.5, 0.0, below_one, 0.0, below_one], torch.float64)
     temperature = make.tensor([1.0, 1.0, 1.0, 1.0, 1e-40, 1e-40, 1e4, 1e4], torch.float32)
     return dict(logits=logits, sampling=SamplingTensors(temperature=temperature), uniforms=uniforms)
 

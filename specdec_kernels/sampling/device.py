@@ -4,6 +4,9 @@ A row of logits (or of probabilities, `PROBS`) is seen as groups of WIDTH neighb
 w = exp((l - max l) / T), or the probability itself; float32 whatever the type of the row. Filters are
 thresholds on the value. They are found by bisection over sort keys: an int32 that orders as the float does,
 shifted by the bits that the row's type leaves zero, so that 16-bit logits need at most 16 halvings.
+
+A draw counts weights in whole units of 2^-60 of their total, in int64. The running sums are therefore exact, rise from
+entry to entry in every order of addition, and resolve every value of a uniform.
 """
 
 from __future__ import annotations
@@ -17,6 +20,9 @@ from specdec_kernels.sampling.reference import MIN_TEMPERATURE
 _MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
 FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 LOG2E = tl.constexpr(1.4426950408889634)
+_UNITS = tl.constexpr(2.0**60)  # units of a total that a draw counts in
+_MOST_INVERSE = tl.constexpr(2.0**126)  # so that the inverse of a subnormal total stays finite
+_ULP = tl.constexpr(2.0**-53)
 # A scan shorter than the eight 16-bit logits of one vector load does not compile on Triton 3.6.
 MIN_SCAN = 8
 
@@ -74,12 +80,13 @@ def weigh(value, top, scale, PROBS: tl.constexpr):
 
 @triton.jit
 def philox_uniform(seed, position, STREAM: tl.constexpr, slot=0):
-    """Uniform in [0, 1) with 24 bits keyed by (seed, position, stream, slot), see `reference.philox_uniform`."""
+    """Uniform in (0, 1), float64, keyed by (seed, position, stream, slot), see `reference.philox_uniform`."""
     low = position.to(tl.uint32)
     high = (position >> 32).to(tl.uint32)
     zero = low * 0
-    word, _, _, _ = tl.philox(seed, low, high, zero + STREAM, zero + slot)
-    return (word >> 8).to(tl.float32) * (1.0 / 16777216.0)
+    word, second, _, _ = tl.philox(seed, low, high, zero + STREAM, zero + slot)
+    odd = (word.to(tl.int64) << 21) | ((second >> 12).to(tl.int64) << 1) | 1
+    return odd.to(tl.float64) * _ULP
 
 
 @triton.jit
@@ -119,7 +126,7 @@ def count_and_share(top_k_ptr, top_p_ptr, request, live, VOCAB: tl.constexpr):
 
 @triton.jit
 def row_uniform(seeds_ptr, positions_ptr, uniforms_ptr, row, request, in_row, STREAM: tl.constexpr):
-    """The row's uniform: injected where given, else from the generator."""
+    """The row's uniform, float64: injected where given, else from the generator."""
     if uniforms_ptr is not None:
         uniform = tl.load(uniforms_ptr + row, mask=in_row, other=0.0)
     else:
@@ -161,38 +168,38 @@ def mass_key(key, weight, goal, low, high):
 
 
 @triton.jit
-def first_beyond(running, weight, goal, index, END: tl.constexpr):
-    """First index of positive weight whose running sum exceeds the goal, else the last such index, else -1.
+def find(weight, uniform):
+    """Entry (-1 where there is no weight) at which the running sum of `weight` [R, E] passes uniform * its total, and
+    how far into the entry's own weight that is: float64 in (0, 1).
 
-    Running sums of a parallel scan may differ in the last bit from one lane to the next, so entries without weight are
-    masked out: equal sums cannot be relied on.
+    The goal stays below the total, so the last entry with weight takes what rounding leaves. An entry without weight
+    adds no unit and is never found.
     """
-    first = tl.min(tl.where((running > goal[:, None]) & (weight > 0), index, END), 1)
-    last = tl.max(tl.where(weight > 0, index, -1), 1)
-    return tl.where(first < END, first, last)
-
-
-@triton.jit
-def find(weight, uniform, index, END: tl.constexpr):
-    """Place (0 where there is no weight) at which the running sum of `weight` [R, E] passes uniform * its total, and
-    how much of the goal is left when the place begins."""
-    running = tl.cumsum(weight, 1)
-    goal = uniform * tl.max(running, 1)
-    place = tl.maximum(first_beyond(running, weight, goal, index, END), 0)
-    return place, goal - tl.max(tl.where(index < place[:, None], running, 0.0), 1)
+    total = tl.sum(weight, 1)
+    inverse = tl.where(total > 0, tl.minimum(1.0 / total, _MOST_INVERSE), 0.0)
+    running = tl.cumsum((weight * inverse[:, None] * _UNITS).to(tl.int64), 1)
+    whole = tl.max(running, 1)
+    goal = tl.minimum((uniform * whole.to(tl.float64)).to(tl.int64), whole - 1)
+    passed = running <= goal[:, None]
+    place = tl.sum(passed.to(tl.int32), 1)
+    begin = tl.max(tl.where(passed, running, 0), 1)
+    end = tl.min(tl.where(passed, whole[:, None], running), 1)
+    within = ((goal - begin).to(tl.float64) + 0.5) / tl.maximum(end - begin, 1).to(tl.float64)
+    return tl.where(whole > 0, place, -1), within
 
 
 @triton.jit
 def draw_in_group(
-    values_ptr, row, in_row, group, goal, top, scale, floor, row_stride,
+    values_ptr, row, in_row, group, within, top, scale, floor, row_stride,
     VOCAB: tl.constexpr, WIDTH: tl.constexpr, PROBS: tl.constexpr,
 ):  # fmt: skip
-    """Token of the group, read again, at which the running weight of values >= floor passes the goal; -1 for none."""
-    column = group[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    """Token of the group, read again, at the share `within` of the weight of its values >= floor; -1 for none."""
+    start = tl.maximum(group, 0) * WIDTH
+    column = start[:, None] + tl.arange(0, WIDTH)[None, :]
     value = load_values(values_ptr, row[:, None], column, row_stride, in_row[:, None] & (column < VOCAB))
     weight = weigh(value, top[:, None], scale[:, None], PROBS)
-    weight = tl.where(value >= floor[:, None], weight, 0.0)
-    return first_beyond(tl.cumsum(weight, 1), weight, goal, column, VOCAB)
+    place, _ = find(tl.where(value >= floor[:, None], weight, 0.0), within)
+    return tl.where(place >= 0, start + place, -1)
 
 
 @triton.jit

@@ -222,20 +222,20 @@ def _filter(
 
 @triton.jit
 def _draw(
-    values_ptr, ids_ptr, row, in_row, mass, slot_mass, near, group, uniform, top, scale, floor, row_stride,
+    values_ptr, ids_ptr, row, in_row, mass, slot_mass, near, uniform, top, scale, floor, row_stride,
     FILTER: tl.constexpr, VOCAB: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr,
-    PROBS: tl.constexpr, BLOCK_G: tl.constexpr,
+    PROBS: tl.constexpr,
 ):  # fmt: skip
     """Token at which the running weight passes the uniform's share of the total; -1 for none."""
     if FILTER and GROUPS <= SLOTS:
-        chosen, goal = d.find(slot_mass, uniform, tl.arange(0, SLOTS)[None, :], SLOTS)
+        chosen, within = d.find(slot_mass, uniform)
     else:
-        chosen, goal = d.find(mass, uniform, group, BLOCK_G)
+        chosen, within = d.find(mass, uniform)
         if FILTER:
-            slot, left = d.find(slot_mass, uniform, tl.arange(0, SLOTS)[None, :], SLOTS)
-            held = tl.load(ids_ptr + row.to(tl.int64) * SLOTS + slot, mask=near, other=0)
-            chosen, goal = tl.where(near, held, chosen), tl.where(near, left, goal)
-    return d.draw_in_group(values_ptr, row, in_row, chosen, goal, top, scale, floor, row_stride, VOCAB, WIDTH, PROBS)
+            slot, in_slot = d.find(slot_mass, uniform)
+            held = tl.load(ids_ptr + row.to(tl.int64) * SLOTS + slot, mask=near & (slot >= 0), other=0)
+            chosen, within = tl.where(near, held, chosen), tl.where(near, in_slot, within)
+    return d.draw_in_group(values_ptr, row, in_row, chosen, within, top, scale, floor, row_stride, VOCAB, WIDTH, PROBS)
 
 
 @triton.jit
@@ -266,7 +266,7 @@ def _select_kernel(  # 19 run-time arguments: most are optional inputs and outpu
     min_p_ptr,  # [R / PER_REQUEST] float32, or None
     seeds_ptr,  # [R / PER_REQUEST] int64, or None
     positions_ptr,  # [R] int64, or None
-    uniforms_ptr,  # [R] float32, or None
+    uniforms_ptr,  # [R] float64, or None
     stats_ptr,  # [2 or 3, R, GROUPS] float32
     ids_ptr,  # [R, SLOTS] int32, or None where the row fits the slots or is not filtered
     state_ptr,  # [8, R] float32, or None where no row can be deferred
@@ -323,8 +323,8 @@ def _select_kernel(  # 19 run-time arguments: most are optional inputs and outpu
         if DRAW:
             uniform = d.row_uniform(seeds_ptr, positions_ptr, uniforms_ptr, row, request, in_row, STREAM)
             drawn = _draw(
-                values_ptr, ids_ptr, row, in_row, mass, slot_mass, near, group, uniform, top, scale, floor, row_stride,
-                FILTER, VOCAB, GROUPS, SLOTS, WIDTH, PROBS, BLOCK_G,
+                values_ptr, ids_ptr, row, in_row, mass, slot_mass, near, uniform, top, scale, floor, row_stride, FILTER,
+                VOCAB, GROUPS, SLOTS, WIDTH, PROBS,
             )  # fmt: skip
             token = tl.where((temperature > 0) & (drawn >= 0), drawn, token)
 

@@ -347,7 +347,7 @@ def _resolve_kernel(  # 18 run-time arguments: it takes over the optional inputs
     top_p_ptr,  # [R / PER_REQUEST] float32, or None
     seeds_ptr,  # [R / PER_REQUEST] int64, or None
     positions_ptr,  # [R] int64, or None
-    uniforms_ptr,  # [R] float32, or None
+    uniforms_ptr,  # [R] float64, or None
     state_ptr,  # [8, R] float32
     edges_ptr,  # [R, SPLIT, 2] float32
     mass_ptr,  # [R, CHUNKS] float32
@@ -412,11 +412,9 @@ def _resolve_kernel(  # 18 run-time arguments: it takes over the optional inputs
             tl.store(distribution_ptr + 2 * rows + row, tl.sum(mass, 1), mask=asks)
         if DRAW:
             uniform = d.row_uniform(seeds_ptr, positions_ptr, uniforms_ptr, row, request, asks, STREAM)
-            # In float64, because a token of a flat distribution is not much heavier than a rounding of the total.
-            chosen, goal = d.find(mass.to(tl.float64), uniform.to(tl.float64), chunk, BLOCK_C)
-            goal = goal.to(tl.float32)
+            chosen, within = d.find(mass, uniform)
             token = d.draw_in_group(
-                values_ptr, row, asks, chosen, goal, top, scale, floor, row_stride, VOCAB, BLOCK_V, PROBS
+                values_ptr, row, asks, chosen, within, top, scale, floor, row_stride, VOCAB, BLOCK_V, PROBS
             )
             drawn = asks & (token >= 0)
             tl.store(tokens_ptr + row, token.to(tl.int64), mask=drawn)

@@ -105,7 +105,7 @@ def inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """First token whose cumulative weight exceeds u * total; tokens of weight zero are passed over."""
     # A row without a usable logit has no positive weight; its token is replaced by the caller.
     cumulative = weights.cumsum(-1)
-    beyond = (cumulative > uniforms.double()[:, None] * cumulative[:, -1:]) & (weights > 0)
+    beyond = (cumulative > uniforms[:, None] * cumulative[:, -1:]) & (weights > 0)
     last_positive = weights.shape[1] - 1 - (weights > 0).flip(-1).int().argmax(-1)
     return torch.where(beyond.any(-1), beyond.int().argmax(-1), last_positive)
 
@@ -133,10 +133,10 @@ def filtered_probs(logits: torch.Tensor, sampling: SamplingTensors, probabilitie
 def philox_uniform(
     seeds: torch.Tensor, positions: torch.Tensor, stream: int = TARGET_STREAM, slots: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Uniforms in [0, 1) with 24 bits, keyed by (seed, position, stream, slot).
+    """Uniforms in (0, 1), keyed by (seed, position, stream, slot).
 
-    The key is the seed's low and high word, the counter (position's low word, its high word, stream, slot); the first
-    output word gives u = (word >> 8) / 2^24.
+    The key is the seed's low and high word, the counter (position's low word, its high word, stream, slot). The first
+    output word and the upper 20 bits of the second are k < 2^52, and u = (k + 1/2) / 2^52, exact in float64.
 
     Args:
         seeds: [...] int64, any value.
@@ -145,7 +145,7 @@ def philox_uniform(
         slots: [...] int64 in [0, 2^32), number of the draw where one position needs several; None is 0.
 
     Returns:
-        [...] float32.
+        [...] float64.
     """
     words = [
         positions & _LOW32,
@@ -159,7 +159,7 @@ def philox_uniform(
         high_b, low_b = _multiply_wide(words[2], _MULTIPLIER_B)
         words = [high_b ^ words[1] ^ keys[0], low_b, high_a ^ words[3] ^ keys[1], low_a]
         keys = [(keys[0] + _KEY_A) & _LOW32, (keys[1] + _KEY_B) & _LOW32]
-    return (words[0] >> 8).float() * 2.0**-24
+    return ((words[0] << 21) | (words[1] >> 12 << 1) | 1).double() * 2.0**-53
 
 
 def _multiply_wide(word: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:

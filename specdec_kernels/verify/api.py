@@ -63,7 +63,7 @@ def accept(
         max_depth: D >= 0, the greatest number of drafts to accept.
         sampling: B entries. Rows at temperature 0 take the argmax; `greedy` takes no temperature. With `probs` there
             are no filters, the temperature only tells which rows are greedy, and None means that none is.
-        uniforms: replaces the generator (tests of the exact distribution), float32 in [0, 1). `target_only`: [B, N],
+        uniforms: replaces the generator (tests of the exact distribution), float64 in [0, 1). `target_only`: [B, N],
             one per node. `rejection` and `block`: [B, N + 1], those that judge the nodes 1..N-1, then the one of the
             token in place of a rejected draft, then that of the bonus behind a wholly accepted chain.
         probs: [B, N, V] float32 target probabilities instead of logits, laid out as these; rows need not sum to 1, NaN
@@ -99,7 +99,7 @@ def accept(
     expect_tensors(
         {**tree._asdict(), "tokens": tokens, "lengths": lengths, "logits": logits, "probs": probs},
         **sampling.expected(batch),
-        uniforms=(uniforms, (batch, num_nodes + 1 if rule in CHAIN_RULES else num_nodes), torch.float32),
+        uniforms=(uniforms, (batch, num_nodes + 1 if rule in CHAIN_RULES else num_nodes), torch.float64),
         draft_probs=(draft_probs, (batch, num_nodes - 1, values.shape[-1]), torch.float32),
     )
     expect_randomness(sampling, tree.positions, uniforms)

@@ -126,7 +126,7 @@ def _troubled(make: Maker, rule: str) -> dict[str, Any]:
     inputs["draft_probs"][5, :, :] = 0.0
     inputs["logits"][6, 1, inputs["tokens"][6, 2]] = float("-inf")
     inputs["draft_probs"][7] = torch.softmax(inputs["logits"][7, :-1].float() / 0.9, -1)
-    uniforms = torch.rand(9, 6, generator=make.generator)
+    uniforms = torch.rand(9, 6, dtype=torch.float64, generator=make.generator)
     uniforms[5:8, :4] = 0.0
     return inputs | dict(uniforms=uniforms.to(make.device))
 

@@ -60,6 +60,20 @@ def _leading(flags, node, END: tl.constexpr):
     return tl.min(tl.where((node >= 1) & (node < END) & (flags == 0), node, END), 1) - 1
 
 
+@triton.jit
+def _judging_uniforms(seeds_ptr, positions_ptr, uniforms_ptr, request, in_batch, node, NODES: tl.constexpr):
+    """[B, BLOCK_N] float64: the uniforms that judge the nodes."""
+    here = in_batch[:, None] & (node >= 1) & (node < NODES)
+    if uniforms_ptr is not None:
+        uniform = tl.load(uniforms_ptr + request[:, None] * (NODES + 1) + node - 1, mask=here, other=1.0)
+    else:
+        zero = tl.zeros(here.shape, tl.int64)
+        seed = tl.load(seeds_ptr + request, mask=in_batch, other=0)
+        root = tl.load(positions_ptr + request.to(tl.int64) * NODES, mask=in_batch, other=0)
+        uniform = d.philox_uniform(seed[:, None] + zero, root[:, None] + zero, _ACCEPT, node - 1)
+    return uniform
+
+
 @triton.jit(do_not_specialize=["batch"])
 def _judge_kernel(
     tokens_ptr,  # [B, N] int64
@@ -72,8 +86,8 @@ def _judge_kernel(
     temperature_ptr,  # [B] float32
     seeds_ptr,  # [B] int64, or None
     positions_ptr,  # [B, N] int64, or None
-    uniforms_ptr,  # [B, N + 1] float32, or None
-    judged_ptr,  # [1 or, with BLOCK_RULE, 3; B, N] float32: P_s, uniforms, (written by the row sums) Z
+    uniforms_ptr,  # [B, N + 1] float64, or None
+    judged_ptr,  # [1 or, with BLOCK_RULE, 2; B, N] float32: P_s, (written by the row sums) Z
     state_ptr,  # [2, B] int32: drafts in reach, tau (under BLOCK_RULE only of greedy requests)
     batch,
     row_stride,
@@ -100,12 +114,6 @@ def _judge_kernel(
     p = _target_prob(values_ptr, distribution_ptr, temperature, row, token, batch * NODES, row_stride, known, PROBS)
     q = _draft_prob(draft_ptr, request[:, None] * (NODES - 1) + node - 1, token, known, VOCAB)
     p = tl.where(known, p, 0.0)
-    if uniforms_ptr is not None:
-        uniform = tl.load(uniforms_ptr + request[:, None] * (NODES + 1) + node - 1, mask=here, other=1.0)
-    else:
-        seed = tl.load(seeds_ptr + request, mask=in_batch, other=0)[:, None] + tl.zeros_like(token)
-        root = tl.load(positions_ptr + request.to(tl.int64) * NODES, mask=in_batch, other=0)[:, None]
-        uniform = d.philox_uniform(seed, root + tl.zeros_like(token), _ACCEPT, node - 1)
 
     argmax = tl.load(greedy_ptr + row, mask=here, other=-1)
     greedy_tau = _leading(here & in_reach & (token == argmax), node, NODES)
@@ -117,8 +125,8 @@ def _judge_kernel(
         for step in range(1, NODES):
             running = tl.minimum(running * tl.sum(tl.where(node == step, ratio, 0.0), 1), 1.0)
             kept = tl.where(node == step, running[:, None], kept)
-        tl.store(judged_ptr + batch * NODES + row + 1, uniform, mask=here)
     else:
+        uniform = _judging_uniforms(seeds_ptr, positions_ptr, uniforms_ptr, request, in_batch, node, NODES)
         tau = tl.where(
             temperature > 0, _leading(here & in_reach & (uniform * q < p), node, NODES)[:, None], greedy_tau[:, None]
         )
@@ -134,7 +142,7 @@ def _residual_kernel(
     draft_ptr,  # [B, N - 1, VOCAB] float32
     distribution_ptr,  # [4, B * N] float32
     temperature_ptr,  # [B] float32
-    judged_ptr,  # [1 or 3, B, N] float32
+    judged_ptr,  # [1 or 2, B, N] float32
     state_ptr,  # [2, B] int32
     sums_ptr,  # [2, B * ROWS, GROUPS] float32: residual, target
     strips,  # B * ROWS * GROUPS
@@ -191,14 +199,18 @@ def _row_sums_kernel(
 
 
 @triton.jit
-def _block_length(judged_ptr, request, in_batch, reach, batch, NODES: tl.constexpr, BLOCK_N: tl.constexpr):
+def _block_length(
+    seeds_ptr, positions_ptr, uniforms_ptr, judged_ptr, request, in_batch, reach, batch,
+    NODES: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """tau: the last node whose uniform is below its h."""
     node = tl.arange(0, BLOCK_N)[None, :]
     live = in_batch[:, None] & (node >= 1) & (node <= reach[:, None])
     place = request[:, None] * NODES + node
     kept = tl.load(judged_ptr + place, mask=live, other=0.0)
-    left = tl.load(judged_ptr + 2 * batch * NODES + place, mask=live, other=0.0)
-    uniform = tl.load(judged_ptr + batch * NODES + place, mask=live, other=1.0)
+    left = tl.load(judged_ptr + batch * NODES + place, mask=live, other=0.0)
+    uniform = _judging_uniforms(seeds_ptr, positions_ptr, uniforms_ptr, request, in_batch, node, NODES)
+    kept, left = kept.to(tl.float64), left.to(tl.float64)
     below = left + 1.0 - kept
     h = tl.where(below > 0, left / tl.where(below > 0, below, 1.0), 1.0)
     h = tl.where(node == reach[:, None], kept, h)
@@ -209,7 +221,7 @@ def _block_length(judged_ptr, request, in_batch, reach, batch, NODES: tl.constex
 def _finishing_uniform(
     seeds_ptr, positions_ptr, uniforms_ptr, request, in_batch, whole, NODES: tl.constexpr
 ):  # fmt: skip
-    """Uniform of the bonus behind a whole chain, else of the token in place of the rejected draft."""
+    """[B] float64: uniform of the bonus behind a whole chain, else of the token in place of the rejected draft."""
     if uniforms_ptr is not None:
         place = request * (NODES + 1) + NODES - 1 + whole.to(tl.int32)
         uniform = tl.load(uniforms_ptr + place, mask=in_batch, other=0.0)
@@ -237,8 +249,9 @@ def _drawn_token(
     target = tl.load(sums_ptr + entries.to(tl.int64) * GROUPS + place, mask=live, other=0.0)
     empty = tl.max(residual, 1) <= 0
     mass = tl.where(empty[:, None], target, residual)
-    chosen, goal = d.find(mass, uniform, group, BLOCK_G)
-    column = chosen[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    chosen, within = d.find(mass, uniform)
+    start = tl.maximum(chosen, 0) * WIDTH
+    column = start[:, None] + tl.arange(0, WIDTH)[None, :]
     live = active[:, None] & (column < VOCAB)
     p = _target_prob(
         values_ptr, distribution_ptr, temperature[:, None], row[:, None], column, batch * NODES, row_stride, live, PROBS
@@ -246,8 +259,8 @@ def _drawn_token(
     p = tl.where(live, p, 0.0)
     taking = live & (judged & (empty == 0))[:, None]
     q = _draft_prob(draft_ptr, (row - request)[:, None], column, taking, VOCAB)
-    weight = tl.maximum(tl.where(empty, 1.0, kept)[:, None] * p - q, 0.0)
-    return d.first_beyond(tl.cumsum(weight, 1), weight, goal, column, VOCAB)
+    place, _ = d.find(tl.maximum(tl.where(empty, 1.0, kept)[:, None] * p - q, 0.0), within)
+    return tl.where(place >= 0, start + place, -1)
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -261,8 +274,8 @@ def _finish_kernel(  # 23 run-time arguments: what the other kernels left, and t
     temperature_ptr,  # [B] float32
     seeds_ptr,  # [B] int64, or None
     positions_ptr,  # [B, N] int64, or None
-    uniforms_ptr,  # [B, N + 1] float32, or None
-    judged_ptr,  # [1 or 3, B, N] float32
+    uniforms_ptr,  # [B, N + 1] float64, or None
+    judged_ptr,  # [1 or 2, B, N] float32
     state_ptr,  # [2, B] int32
     sums_ptr,  # [2, B * ROWS, GROUPS] float32
     lengths_ptr,  # [B] int64
@@ -294,7 +307,9 @@ def _finish_kernel(  # 23 run-time arguments: what the other kernels left, and t
     reach = tl.load(state_ptr + request, mask=in_batch, other=0)
     tau = tl.load(state_ptr + batch + request, mask=in_batch, other=0)
     if BLOCK_RULE:
-        longest = _block_length(judged_ptr, request, in_batch, reach, batch, NODES, BLOCK_N)
+        longest = _block_length(
+            seeds_ptr, positions_ptr, uniforms_ptr, judged_ptr, request, in_batch, reach, batch, NODES, BLOCK_N
+        )  # fmt: skip
         tau = tl.where(temperature > 0, longest, tau)
     row = request * NODES + tau
     usable = tl.load(valid_ptr + row, mask=in_batch, other=0) != 0
@@ -358,7 +373,7 @@ def accept_chain(
     rows = num_nodes if block_rule else 1
     width, groups, block_g = d.grouping(vocab, config.width)
     block_n = max(triton.next_power_of_2(num_nodes), 2)
-    judged = out(3 if block_rule else 1, batch, num_nodes)
+    judged = out(2 if block_rule else 1, batch, num_nodes)
     state, sums = out(2, batch, dtype=torch.int32), out(2, batch * rows, groups)
     accepted = empty_outcome(batch, max_depth, tokens.device, with_logprobs=return_logprobs)
     rows_of_both = (flat, draft_probs, found.distribution)
@@ -381,7 +396,7 @@ def accept_chain(
     if block_rule:
         block_r = d.rows_per_program(batch * rows, config.max_requests, block_g)
         launch(
-            _row_sums_kernel, (triton.cdiv(batch * rows, block_r),), sums, judged[2], batch * rows, num_warps=warps,
+            _row_sums_kernel, (triton.cdiv(batch * rows, block_r),), sums, judged[1], batch * rows, num_warps=warps,
             GROUPS=groups, BLOCK_R=block_r, BLOCK_G=block_g,
         )  # fmt: skip
     block_b = d.rows_per_program(batch, config.max_requests, block_g)

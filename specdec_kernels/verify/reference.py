@@ -162,7 +162,7 @@ def _judged_chain(
     scale = torch.where(whole, 1.0, kept[rows, tau])
     residual = (scale[:, None] * target[rows, tau] - subtracted).clamp(min=0)
     residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, target[rows, tau])
-    drawn = inverse_cdf(residual, torch.where(whole, bonus_uniform, recover).float())
+    drawn = inverse_cdf(residual, torch.where(whole, bonus_uniform, recover))
     bonus = torch.where(drawn_rows, drawn, greedy[rows, tau])
     column = torch.arange(max_depth + 1, device=tokens.device)
     path = torch.where(column <= tau[:, None], column, -1)
@@ -186,14 +186,13 @@ def _uniforms(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The uniforms that judge the drafts [B, N - 1], of the token that recovers [B], and of the bonus [B]."""
     if uniforms is not None:
-        exact = uniforms.double()
-        return exact[:, : num_nodes - 1], exact[:, num_nodes - 1], exact[:, num_nodes]
+        return uniforms[:, : num_nodes - 1], uniforms[:, num_nodes - 1], uniforms[:, num_nodes]
     assert seeds is not None
     root = tree.positions[:, 0]
     slots = torch.arange(num_nodes - 1, device=root.device).expand(len(root), -1)
     judging = philox_uniform(seeds[:, None].expand_as(slots), root[:, None].expand_as(slots), ACCEPT_STREAM, slots)
     recover = philox_uniform(seeds, root, RECOVER_STREAM)
-    return judging.double(), recover.double(), philox_uniform(seeds, root, BONUS_STREAM).double()
+    return judging, recover, philox_uniform(seeds, root, BONUS_STREAM)
 
 
 def _leading(flags: torch.Tensor) -> torch.Tensor:

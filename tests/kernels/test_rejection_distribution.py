@@ -151,7 +151,7 @@ def recorded_unfiltered(*call: Any, draft_probs: torch.Tensor, **keys: Any) -> A
 
 def random_uniforms(tokens: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
     generator = torch.Generator().manual_seed(int(sampling.seeds[0]))
-    return torch.rand(len(tokens), tokens.shape[1] + 1, generator=generator)
+    return torch.rand(len(tokens), tokens.shape[1] + 1, dtype=torch.float64, generator=generator)
 
 
 def judging_uniform_recovers(*call: Any, sampling: SamplingTensors, **keys: Any) -> Accepted:
@@ -204,7 +204,7 @@ def test_the_distribution_refuses_a_fault(rule: str, fault: AcceptFunction, desi
 
 GRID = {"reference": 1 << 13, "triton": 1 << 9}
 VOCAB = 4
-NEVER = 1 - 2.0**-24
+NEVER = 1 - 2.0**-53
 
 
 def grid_bound(impl: str) -> float:
@@ -221,7 +221,7 @@ def two_token_distribution(
     `draft`. A step that emits one token goes on with the target's own distribution, which the next step is to show.
     """
     size = GRID[impl]
-    grid = ((torch.arange(size) + 0.5) / size).float()
+    grid = (torch.arange(size) + 0.5).double() / size
     own = torch.softmax(target.double(), -1)
     own = torch.tensor([chosen(row) for row in own.tolist()], dtype=torch.float64)
     pairs = torch.cartesian_prod(torch.arange(VOCAB), torch.arange(VOCAB))
@@ -230,7 +230,7 @@ def two_token_distribution(
     tree = build_chain(lengths, 3, impl="reference")
 
     def run(first: Any, second: Any, recover: Any) -> Accepted:
-        columns = [torch.as_tensor(c, dtype=torch.float32).expand(size) for c in (first, second, recover, 0.5)]
+        columns = [torch.as_tensor(c, dtype=torch.float64).expand(size) for c in (first, second, recover, 0.5)]
         return accept(
             rule, tokens, tree, target[tokens], lengths, 2,
             SamplingTensors(torch.ones(len(tokens)), **chosen.arguments(len(tokens))),

@@ -40,7 +40,7 @@ def test_kernel_and_reference_share_one_random_stream(stream: int) -> None:
         grid.flatten().to(DEVICE)
         for grid in torch.meshgrid(torch.tensor(EXTREMES), torch.tensor(EXTREMES), indexing="ij")
     )
-    out = torch.empty(len(seeds), device=DEVICE)
+    out = torch.empty(len(seeds), dtype=torch.float64, device=DEVICE)
     _uniforms_kernel[(1,)](seeds, positions, out, len(seeds), 128, stream)
     assert torch.equal(out, philox_uniform(seeds, positions, stream))
 
@@ -52,9 +52,10 @@ def test_streams_of_random_numbers_are_disjoint() -> None:
 
 
 def test_known_answer() -> None:
-    """First word of Philox 4x32-10 for key 0 and counter 0, from the generator's published test vectors."""
+    """First words of Philox 4x32-10 for key 0 and counter 0, from the generator's published test vectors: the upper
+    52 bits, and half a step."""
     zero = torch.zeros(1, dtype=torch.int64)
-    assert philox_uniform(zero, zero).item() == (0x6627E8D5 >> 8) / 2**24
+    assert philox_uniform(zero, zero).item() == (0x6627E8D5E169C58D >> 12) / 2**52 + 2.0**-53
 
 
 def test_uniforms_fill_the_unit_interval_and_streams_differ() -> None:
@@ -62,7 +63,9 @@ def test_uniforms_fill_the_unit_interval_and_streams_differ() -> None:
     streams = [philox_uniform(torch.full_like(positions, 4), positions, stream) for stream in range(5)]
     streams += [philox_uniform(torch.full_like(positions, 4), positions, 2, torch.full_like(positions, 1))]
     for uniforms in streams:
-        assert uniforms.min() >= 0 and uniforms.max() < 1
+        assert uniforms.min() > 0 and uniforms.max() < 1
+        assert (uniforms * 2**53 % 2 == 1).all()  # midpoints: neither 0 nor 1 has one
+        assert len(uniforms.unique()) == len(uniforms)
         counts = torch.histc(uniforms, 64, 0, 1)
         assert ((counts - counts.mean()) ** 2 / counts.mean()).sum() < 140  # 63 degrees of freedom, one in a million
     correlation = torch.corrcoef(torch.stack(streams))
@@ -90,7 +93,7 @@ def test_rows_without_a_usable_logit_are_marked(impl: str) -> None:
     logits = torch.tensor([[nan] * 3, [-inf] * 3, [nan, -inf, 2.0], [1.0, inf, inf], [1.0, nan, 1.0]]).to(DEVICE)
     ones = torch.ones(5, device=DEVICE)
     for temperature in (None, ones):
-        picked = pick_tokens(logits, SamplingTensors(temperature), uniforms=ones * 0.25, impl=impl)
+        picked = pick_tokens(logits, SamplingTensors(temperature), uniforms=ones.double() * 0.25, impl=impl)
         assert picked.valid.tolist() == [False, False, True, True, True]
         assert picked.tokens.tolist() == [0, 0, 2, 1, 0]
 
@@ -100,7 +103,7 @@ def test_a_token_of_probability_zero_is_never_drawn(impl: str) -> None:
     """A padded vocabulary, banned first and last tokens, and uniforms at both ends."""
     logits = torch.full((4, 2100), float("-inf"), device=DEVICE)
     logits[:, 5], logits[:, 2060] = 0.0, -1.0
-    uniforms = torch.tensor([0.0, 2.0**-24, 0.999, 1 - 2.0**-24], device=DEVICE)
+    uniforms = torch.tensor([0.0, 2.0**-53, 0.999, 1 - 2.0**-53], dtype=torch.float64, device=DEVICE)
     sampling = SamplingTensors(torch.ones(4, device=DEVICE))
     drawn = pick_tokens(logits, sampling, uniforms=uniforms, impl=impl).tokens
     assert drawn.tolist() == [5, 5, 2060, 2060]

@@ -79,7 +79,8 @@ def test_a_draw_follows_the_written_distribution(name: str, impl: str) -> None:
     """At u the drawn token is the one in which the running sum of the written probabilities passes u."""
     inputs = next(case for case in CASES if case.name == name).build(Maker.seeded(DEVICE))
     logits, sampling = inputs["logits"], inputs["sampling"]
-    uniforms = torch.rand(len(logits), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    generator = torch.Generator().manual_seed(3)
+    uniforms = torch.rand(len(logits), dtype=torch.float64, generator=generator).to(DEVICE)
     tokens = pick_tokens(logits, sampling, uniforms=uniforms, impl=impl).tokens
     probs = filtered_probs(logits, sampling, impl=impl).double()
     at = probs.cumsum(-1).gather(1, tokens[:, None])[:, 0]
@@ -94,7 +95,7 @@ def test_filtered_tokens_are_never_drawn(vocab: int, impl: str) -> None:
     """Every uniform of a grid, both ends included, on rows whose filters keep one to a few tokens."""
     logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(8)).to(DEVICE) * 3
     rows = 512
-    uniforms = torch.cat([torch.arange(rows - 1) / (rows - 1), torch.tensor([1 - 2.0**-24])]).float().to(DEVICE)
+    uniforms = torch.linspace(0, 1, rows, dtype=torch.float64).clamp(max=1 - 2.0**-53).to(DEVICE)
     for chosen in (Filter(top_k=1), Filter(top_k=5), Filter(top_p=0.4), Filter(min_p=0.3), Filter(7, 0.8, 0.05)):
         drawing = chosen_at(chosen, rows)
         tokens = pick_tokens(logits.expand(rows, vocab), drawing, uniforms=uniforms, impl=impl).tokens

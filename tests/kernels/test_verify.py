@@ -149,7 +149,7 @@ def one_draft(
         1,
         probs=torch.tensor([[target, target]], device=DEVICE),
         draft_probs=torch.tensor([[draft]], device=DEVICE),
-        uniforms=torch.tensor([uniforms], device=DEVICE),
+        uniforms=torch.tensor([uniforms], dtype=torch.float64, device=DEVICE),
         impl=impl,
     )
 
@@ -191,14 +191,37 @@ def test_one_draft_by_hand(
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize(
+    "target, uniforms, tokens",
+    [
+        ([0.25, 0.75], [0.25 - 2.0**-53, 0.5, 0.5], [0, 1]),
+        ([0.25, 0.75], [0.25, 0.5, 0.5], [1, -1]),
+        ([2.0**-52, 1.0], [2.0**-53, 0.5, 0.5], [0, 1]),
+        ([1e-38, 1.0], [2.0**-53, 0.5, 0.5], [1, -1]),
+        ([0.0, 0.5, 0.5], [0.5, 0.5 - 2.0**-53, 0.5], [1, -1]),
+        ([0.0, 0.5, 0.5], [0.5, 0.5, 0.5], [2, -1]),
+        ([1.0, 2.0**-30], [0.5, 0.5, 1 - 2.0**-53], [0, 1]),
+    ],
+    ids=["below", "at", "smallest", "impossible", "first_half", "second_half", "bonus"],
+)
+def test_uniforms_are_compared_with_53_bits(
+    rule: str, impl: str, target: list[float], uniforms: list[float], tokens: list[int]
+) -> None:
+    """The uniforms that judge, that recover and of the bonus; the smallest that is generated is no license."""
+    draft = [1.0] + [0.0] * (len(target) - 1)
+    assert one_draft(rule, impl, target, draft, 0, uniforms).tokens.tolist() == [tokens]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_a_uniform_of_zero_accepts_nothing_impossible(rule: str, impl: str) -> None:
-    """u = 0 happens once in 2^24 draws; a draft that the target rules out must still be rejected."""
+    """No generated uniform is 0, but one may be given; a draft that the target rules out must still be rejected."""
     logits = torch.zeros(1, 2, 4, device=DEVICE)
     logits[0, 0, 2] = float("-inf")
     lengths, tokens = torch.tensor([5], device=DEVICE), torch.tensor([[0, 2]], device=DEVICE)
     result = accept(
         rule, tokens, build_chain(lengths, 2, impl="reference"), logits, lengths, 1,
-        SamplingTensors(torch.ones(1, device=DEVICE)), uniforms=torch.zeros(1, 3, device=DEVICE),
+        SamplingTensors(torch.ones(1, device=DEVICE)), uniforms=torch.zeros(1, 3, dtype=torch.float64, device=DEVICE),
         draft_probs=torch.full((1, 1, 4), 0.25, device=DEVICE), impl=impl,
     )  # fmt: skip
     assert result.num_accepted.tolist() == [0] and result.bonus.item() != 2

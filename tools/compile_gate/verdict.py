@@ -39,10 +39,6 @@ ALLOWED_SPILLS: dict[tuple[str, str], AllowedSpill] = {
     ("_mla_kernel", "sm90"): AllowedSpill(
         8, "one register or two, stored before the loop and read after it; smaller tiles are slower"
     ),
-    ("_finish_kernel", "sm90"): AllowedSpill(
-        8, "one register, at a vocabulary of two groups only: the compiler aims at 32"
-    ),
-    ("_select_kernel", "sm100"): AllowedSpill(8, "one register, at a vocabulary of two groups only"),
 }
 
 
