@@ -167,7 +167,7 @@ OTHERS = (
         "historical: the goal has 24 bits, so unlikely tokens behind likely ones cannot be drawn",
     ),
     Mutant(
-        "group_not_rescaled",
+        "rest_of_the_goal_in_float32",
         _DEVICE,
         "within = ((goal - begin).to(tl.float64) + 0.5) / tl.maximum(end - begin, 1).to(tl.float64)",
         "within = ((goal - begin).to(tl.float32) / tl.maximum(end - begin, 1).to(tl.float32)).to(tl.float64)",
