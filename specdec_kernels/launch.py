@@ -132,3 +132,26 @@ def record_launches(chip: str) -> Iterator[list[Launch]]:
         yield launches
     finally:
         _recorder = None
+
+
+@contextmanager
+def record_compilations() -> Iterator[list[str]]:
+    """Collect the names of kernels that Triton compiles inside, or loads from its cache on disk: either one stalls the
+    launch that needs it. The interpreter compiles nothing."""
+    names: list[str] = []
+    try:
+        from triton import knobs
+    except ImportError:  # no Triton, no compiler
+        yield names
+        return
+    before = knobs.runtime.jit_post_compile_hook
+
+    def compiled(*args: Any, **told: Any) -> Any:
+        names.append(told["fn"].name)
+        return before(*args, **told) if before else None
+
+    knobs.runtime.jit_post_compile_hook = compiled
+    try:
+        yield names
+    finally:
+        knobs.runtime.jit_post_compile_hook = before

@@ -3,6 +3,7 @@
 Batch sizes are rounded up to a bucket, and each bucket is captured once, before the clock runs, with every row
 inactive, so that warm-up touches no request. Lengths, pages and sampling parameters live in device memory, so a replay
 sees the requests as they are. All levels run the same code; `none` runs it uncaptured, for exactly the rows in use.
+Its kernels are compiled before the clock runs too: by steps without requests.
 """
 
 from __future__ import annotations
@@ -100,10 +101,14 @@ class StepRunner:
         self._stamps = clock.stamps(PHASES) if PHASES in self._groups else None
         self._captured: dict[tuple[int, SamplingNeeds], _Launch] = {}
         self._launched = False
+        self._compiled: set[SamplingNeeds] = set()
         self.report = GraphReport(level, buckets(parts.state.max_batch) if self._groups else ())
 
     def prepare(self, needs: SamplingNeeds) -> None:
-        """Capture every bucket for `needs`, unless done. No request may be running."""
+        """Capture every bucket for `needs`, or compile what steps launch, unless done. No request may be running."""
+        resources = self._parts.resources
+        if not self._groups and resources.device.type == "cuda" and resources.backend.capturable:
+            self.compile(needs)
         missing = [size for size in reversed(self.report.buckets) if (size, needs) not in self._captured]
         if not missing:
             return
@@ -139,6 +144,20 @@ class StepRunner:
                 work()
         return step.table[:num_rows]
 
+    def compile(self, needs: SamplingNeeds) -> None:
+        """Run uncaptured steps without requests, unless done: one for every kernel that steps for `needs` may launch.
+
+        Tiles are chosen by powers of two of the rows. How keys are split changes at four times a length or more.
+        """
+        if needs in self._compiled:
+            return
+        self._compiled.add(needs)
+        state = self._parts.state
+        longest = state.page_table.shape[1] * self._parts.resources.page_size
+        for size in reversed(buckets(state.max_batch)):
+            for bound in (*buckets(longest)[:-1:2], longest):
+                _run(self._step(size, bound, needs, checked=False), PHASES, None)
+
     def _step(self, size: int, max_length: int, needs: SamplingNeeds, checked: bool) -> Step:
         """A step over the first `size` rows."""
         return Step(self._parts, self._parts.state.batch(0, size, max_length), needs, checked)
@@ -153,8 +172,11 @@ class StepRunner:
             # Capturing computes nothing, and the next phases need results to start from.
             graph.replay()
             pieces.append((None if self._stamps else group[0], graph.replay))
-        captured = sum(map(len, self._groups))
-        return _Launch(step, pieces + [(phase, getattr(step, phase)) for phase in PHASES[captured:]])
+        rest = PHASES[sum(map(len, self._groups)) :]
+        if self._groups:
+            # The other phases compile what they launch.
+            _run(step, rest, None)
+        return _Launch(step, pieces + [(phase, getattr(step, phase)) for phase in rest])
 
     def _memory(self) -> int:
         device = self._parts.resources.device

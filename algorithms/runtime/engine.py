@@ -130,8 +130,13 @@ class Engine:
         self.runner = StepRunner(self.parts, level, PhaseClock(weight.device), capture)
         self._session_is_open = False
 
-    def generate(self, requests: Sequence[Request], on_step: Callable[[StepReport], None] | None = None) -> Generation:
-        """Serve `requests` to the end.
+    def generate(
+        self,
+        requests: Sequence[Request],
+        on_step: Callable[[StepReport], None] | None = None,
+        needs: SamplingNeeds | None = None,
+    ) -> Generation:
+        """Serve `requests` to the end, by steps made for `needs`; None: for what these requests ask.
 
         Raises EngineError before anything runs if a request does not fit the vocabulary, the context or the pool.
         However it ends, all pages are free again.
@@ -141,7 +146,7 @@ class Engine:
         place = {request.id: index for index, request in enumerate(requests)}
         if len(place) < len(requests):
             raise EngineError("requests of one call must have different ids")
-        with self.session(SamplingNeeds.of(request.sampling for request in requests)) as session:
+        with self.session(needs or SamplingNeeds.of(request.sampling for request in requests)) as session:
             for request in requests:
                 session.submit(request)
             done: list[Completion] = []

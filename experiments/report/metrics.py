@@ -82,6 +82,11 @@ def summarize_method(generation: Generation, max_depth: int) -> dict[str, Any]:
     }
 
 
+def compilations(names: Sequence[str]) -> dict[str, Any]:
+    """How many kernels were compiled while the clock ran, and which; `names` has one entry per compilation."""
+    return {"compiled": len(names), "compiled_kernels": sorted(set(names))}
+
+
 def against_baseline(row: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[str, Any]:
     """Speedups of `row` over `baseline` on both clocks, and what predicts the decode speedup."""
     return {
@@ -206,7 +211,8 @@ def failures(row: Mapping[str, Any], dtype: str) -> list[str]:
 
 
 def warnings(row: Mapping[str, Any], dtype: str) -> list[str]:
-    """What a reader of a row must know: a drafter that is never right, tokens that differ from the baseline's.
+    """What a reader of a row must know: a drafter that is never right, tokens that differ from the baseline's, kernels
+    that the warm-up missed.
 
     What `failures` tells is not told again.
     """
@@ -235,4 +241,7 @@ def warnings(row: Mapping[str, Any], dtype: str) -> list[str]:
             text += "; low precision rounds one row and many rows differently, runtime.dtype=float32 is exact"
         where = describe_difference(first, dtype)
         found.append(f"{text}; first: {where}" if where else text)
+    if compiled := row.get("compiled"):
+        kernels = ", ".join(row["compiled_kernels"])
+        found.append(f"{compiled} kernels were compiled after the warm-up, and the times include that: {kernels}")
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from textwrap import wrap
 from typing import Any
@@ -104,6 +104,9 @@ STEP_MS_RANGE = Column(
 FIRST_TOKEN_MS = quantile_pair("first token ms p50/p90", "ttft_ms", 1)
 LOSSLESS = Column("lossless", _lossless, tone=lossless_tone)
 ACCURACY = Column("accuracy", _accuracy)
+COMPILED = replace(
+    number("compiled", "compiled", 0), tone=lambda row: "bad" if row.get("compiled") else None, narrow=False
+)
 
 
 def console_table(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> RichTable:

@@ -109,18 +109,25 @@ class Task:
         UserError where the requests cannot be served.
         """
         from algorithms.runtime.engine import EngineError
+        from algorithms.runtime.sampling_params import SamplingNeeds
+        from specdec_kernels.launch import record_compilations
 
         plan, asked = plan or self.plan, workload.requests if requests is None else requests
         engine, algorithm, backend = make_engine(plan, target or self.target, algo, workload.max_length)
         with user_errors(EngineError):
             # Compilation and first imports are no part of a step, so they happen here, before the clock runs.
+            # A few requests may ask for less than all of them, whose steps run other kernels.
+            needs = SamplingNeeds.of(request.sampling for request in asked)
             for count, tokens in warm_up_sizes(plan.hardware.label == "triton", plan.config.runtime.max_batch):
                 few = asked[:count]
-                engine.generate([r.with_sampling(max_new_tokens=min(tokens, r.sampling.max_new_tokens)) for r in few])
+                brief = [r.with_sampling(max_new_tokens=min(tokens, r.sampling.max_new_tokens)) for r in few]
+                engine.generate(brief, needs=needs)
             engine.forget()
-            with step_progress(self.console, label or algo.name, len(asked)) as on_step:
+            progress = step_progress(self.console, label or algo.name, len(asked))
+            with progress as on_step, record_compilations() as compiled:
                 generation = engine.generate(asked, on_step)
-        return Decoded(algo.name, asked, generation, algorithm.max_depth, algorithm.rule, dict(backend.served))
+        depth, served = algorithm.max_depth, dict(backend.served)
+        return Decoded(algo.name, asked, generation, depth, algorithm.rule, served, compiled)
 
     def decode_methods(
         self,

@@ -33,6 +33,8 @@ class Decoded:
     rule: str
     attention: dict[str, str]
     """Phase of the attention to what computed it."""
+    compiled: Sequence[str]
+    """Kernels that were compiled after the warm-up, one name per compilation."""
 
     @property
     def comparable(self) -> bool:
@@ -115,6 +117,7 @@ def method_row(
     row |= {"graphs": asdict(generation.graphs), "attention": decoded.attention}
     row |= metrics.summarize_method(generation, decoded.max_depth)
     row |= metrics.accuracy(generation.completions, workload.judge)
+    row |= metrics.compilations(decoded.compiled)
     plain = baseline[1].generation.completions if baseline and decoded.comparable else None
     look = None if plain is None else look_at(target, decoded.requests, plain)
     row["lossless"] = metrics.lossless(generation.completions, plain, look)

@@ -37,6 +37,7 @@ class Generate(Task):
         tables.DECODE_SPEEDUP,
         tables.LOSSLESS,
         tables.ACCURACY,
+        tables.COMPILED,
     )
     records: Sequence[dict[str, Any]] = ()
     """The lines of requests.jsonl, known once the run is measured."""

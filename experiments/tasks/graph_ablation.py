@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from experiments.report import metrics
-from experiments.report.tables import DECODE_RATE, Row, number, text
+from experiments.report.tables import COMPILED, DECODE_RATE, Row, number, text
 from experiments.tasks.base import Task
 
 NEEDS_GPU = "needs a CUDA device"
@@ -29,6 +29,7 @@ class GraphAblation(Task):
         number("graphs", "graphs/num_graphs", 0),
         number("capture ms", "graphs/warmup_ms", 0),
         number("memory", "graphs/memory_bytes", 0, " MiB", scale=2**-20),
+        COMPILED,
         text("", "note"),
     )
 
@@ -56,6 +57,7 @@ class GraphAblation(Task):
                     "launch_ms_per_step": generation.launch_ms / steps,
                     "device_ms_per_step": sum(ms for phase, ms in ledger.items() if phase != "host") / steps,
                     **figures,
+                    **metrics.compilations(decoded.compiled),
                     "graphs": asdict(generation.graphs),
                 }
             )

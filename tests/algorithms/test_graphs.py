@@ -17,7 +17,7 @@ from algorithms.ngram import NGram
 from algorithms.runtime.algorithm import Resources
 from algorithms.runtime.cuda_graph import LEVELS, StepRunner, buckets
 from algorithms.runtime.sampling_params import SamplingNeeds
-from algorithms.runtime.step import PHASES
+from algorithms.runtime.step import PHASES, Step
 from algorithms.standalone import Standalone
 from specdec_kernels.ngram import kernel as ngram_kernel
 from specdec_kernels.tree import kernel as tree_kernel
@@ -232,6 +232,28 @@ def test_the_ledger_has_every_phase_at_every_level(drafter: dflash.DFlash, level
     assert ledger["verify"] > ledger["accept"]
     assert sum(ledger.values()) == pytest.approx(generation.decode_ms, rel=0.02)
     assert generation.decode_ms < (time.perf_counter() - began) * 1e3
+
+
+@pytest.mark.parametrize("maker", ["autoregressive", "eagle3_tree", "ngram"])
+def test_steps_that_only_compile_leave_no_trace(maker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run for every size before the requests do, and change neither tokens nor what a drafter knows."""
+    load_random_drafters(monkeypatch)
+    engines = [engine_of(ALL_MAKERS[maker](), Setup(max_batch=3), TARGET) for _ in range(2)]
+    sizes: list[tuple[int, int]] = []
+    draft = Step.draft
+
+    def counted(self: Step) -> None:
+        sizes.append((len(self._batch.lengths), self._batch.max_length))
+        draft(self)
+
+    with monkeypatch.context() as patch, torch.inference_mode():
+        patch.setattr(Step, "draft", counted)
+        for _ in range(2):
+            engines[0].runner.compile(SamplingNeeds.of(r.sampling for r in ASKED))
+    longest = max(bound for _, bound in sizes)
+    assert sizes == [(size, bound) for size in (3, 2, 1) for bound in (1, 4, 16, 64, longest)]
+    ours, plain = ([(c.token_ids, c.accepted_counts) for c in e.generate(ASKED).completions] for e in engines)
+    assert ours == plain
 
 
 def test_capture_is_reported() -> None:

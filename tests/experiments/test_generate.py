@@ -53,6 +53,7 @@ FIGURES = [
     "ledger_ms",
     "lossless",
     "accuracy",
+    "compiled",
 ]
 
 

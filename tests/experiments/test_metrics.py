@@ -155,6 +155,14 @@ def test_near_ties_are_counted_and_no_failure() -> None:
     assert figures.warnings(both, "float32")[0].startswith("1 of 4 requests differ")
 
 
+def test_compilations_under_the_clock_are_called_out() -> None:
+    compiled = figures.compilations(["_b_kernel", "_a_kernel", "_b_kernel"])
+    assert compiled == {"compiled": 3, "compiled_kernels": ["_a_kernel", "_b_kernel"]}
+    (late,) = figures.warnings(row([0.9], 4) | compiled, "float32")
+    assert late.startswith("3 kernels were compiled") and late.endswith("_a_kernel, _b_kernel")
+    assert figures.warnings(row([0.9], 4) | figures.compilations([]), "float32") == []
+
+
 def test_each_speedup_is_of_the_clock_in_its_name() -> None:
     slow = figures.summarize_method(generation(completion(0, [0, 0])), DEPTH)
     fast = {**slow, "decode_tokens_per_s": 3 * slow["decode_tokens_per_s"], "wall_tokens_per_s": 25.0}
