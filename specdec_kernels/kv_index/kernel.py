@@ -231,10 +231,10 @@ def token_slots(
     batch, row_pages = page_table.shape
     slots = torch.empty(batch, width, dtype=torch.int64, device=page_table.device)
     total, config = batch * width, config_of(page_table)
-    block = lanes(total, config.flat_block)
+    # One block for every width: prompts differ in length, and each block would be compiled.
     launch(
-        _token_slots_kernel, (triton.cdiv(total, block),), page_table, start, counts, slots, total, width,
-        num_warps=config.num_warps, ROW_PAGES=row_pages, PAGE_SIZE=page_size, BLOCK=block,
+        _token_slots_kernel, (triton.cdiv(total, config.flat_block),), page_table, start, counts, slots, total, width,
+        num_warps=config.num_warps, ROW_PAGES=row_pages, PAGE_SIZE=page_size, BLOCK=config.flat_block,
     )  # fmt: skip
     return slots
 
