@@ -156,7 +156,7 @@ class StepRunner:
         longest = state.page_table.shape[1] * self._parts.resources.page_size
         for size in reversed(buckets(state.max_batch)):
             for bound in (*buckets(longest)[:-1:2], longest):
-                _run(self._step(size, bound, needs, checked=False), PHASES, None)
+                _run(self._step(size, bound, needs, checked=True), PHASES, None)
 
     def _step(self, size: int, max_length: int, needs: SamplingNeeds, checked: bool) -> Step:
         """A step over the first `size` rows."""
