@@ -112,8 +112,13 @@ class NGram(Algorithm):
         return DraftTree(draft.tokens, kernels.build_tree(draft.parents, batch.lengths, impl=self._impl))
 
     def observe(self, seen: Observation) -> None:
-        batch, width = seen.batch, seen.tokens.shape[1]
-        kernels.ngram_insert(self._store, batch.history, batch.lengths, seen.counts, width, impl=self._impl)
+        batch, width, prompts = seen.batch, seen.tokens.shape[1], seen.prompts
+        text, start, counts = batch.history, batch.lengths, seen.counts
+        if prompts is not None:
+            # An n-gram may reach over rows of the observation, so each prompt is inserted as one text.
+            text, start, counts = text[prompts.last // width], prompts.start, prompts.counts
+            width = prompts.width
+        kernels.ngram_insert(self._store, text, start, counts, width, impl=self._impl)
 
 
 def _encode_file(path: str, target: Target) -> list[int]:

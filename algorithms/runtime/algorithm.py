@@ -66,8 +66,9 @@ class Batch:
     active: torch.Tensor
     """[B] int32: 1, or 0 for a padding row, which must touch no cache and no store."""
     sampling: SamplingTensors
-    rows: slice
-    """Rows of the engine's state that these are: where a drafter keeps what it remembers of a request."""
+    rows: slice | torch.Tensor
+    """Rows of the engine's state that these are, a slice in every step: where a drafter keeps what it remembers of a
+    request. In prefill it is [B] int64, and several rows may belong to one request."""
     max_length: int
     """Host bound on L over the batch."""
 
@@ -82,11 +83,28 @@ class DraftTree:
     """[B, N - 1, V] float32: what each drafted node was drawn from, for the rules `rejection` and `block`."""
 
 
+class Prompts(NamedTuple):
+    """The prompts whose tokens a prefill observes, one entry each. A prompt may fill several rows of the observation,
+    one behind the other, and none if it has a single token."""
+
+    rows: torch.Tensor
+    """[P] int64: the row of the engine's state."""
+    start: torch.Tensor
+    """[P] int64: the first position that is observed. It is 0 for a new request, and only for that."""
+    counts: torch.Tensor
+    """[P] int32: how many positions are observed; 0 for a prompt of one token."""
+    last: torch.Tensor
+    """[P] int64: where the last of them stands, b * n + column for column of row b."""
+    width: int
+    """Host bound on `counts`."""
+
+
 @dataclass(frozen=True)
 class Observation:
     """What the target has just computed for committed tokens, in text order.
 
-    Row b covers positions L … L + counts[b] - 1; columns past `counts[b]` are meaningless.
+    Row b covers positions L … L + counts[b] - 1; columns past `counts[b]` are meaningless. After a step a row is a
+    request. In prefill a row is a tile of a prompt, and `prompts` says which rows belong together.
     """
 
     batch: Batch
@@ -103,7 +121,13 @@ class Observation:
     """[B, n] int64: L + column."""
     counts: torch.Tensor
     """[B] int32; 0 for a padding row."""
-    is_prefill: bool = False
+    prompts: Prompts | None = None
+    """In prefill only."""
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether this is a part of prompts."""
+        return self.prompts is not None
 
 
 class Algorithm:
@@ -160,7 +184,7 @@ class Algorithm:
         raise NotImplementedError
 
     def observe(self, seen: Observation) -> None:
-        """Learn from committed tokens: after prefill, and after every step."""
+        """Learn from committed tokens: after each chunk of prompts, and after every step."""
 
     def forget(self) -> None:
         """Drop what former requests taught about text. Tensors keep their addresses, because steps may be captured."""

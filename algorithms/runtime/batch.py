@@ -17,6 +17,21 @@ from specdec_kernels import SamplingTensors
 
 _NEUTRAL = ((0.0, torch.float32), (0, torch.int32), (1.0, torch.float32), (0.0, torch.float32), (0, torch.int64))
 """Sampling parameters of padding, in the order of `SamplingTensors`: greedy, no filter."""
+_ALIGNED = 16
+
+
+def upload(columns: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
+    """Lists as int64 tensors on `device`, by one copy that the host does not wait for."""
+    # Every list begins at a multiple of 128 bytes, so that kernels see one alignment.
+    starts = [0]
+    for column in columns:
+        starts.append(starts[-1] + -(-len(column) // _ALIGNED) * _ALIGNED)
+    packed = [0] * starts[-1]
+    for start, column in zip(starts, columns, strict=False):
+        packed[start : start + len(column)] = column
+    host = torch.tensor(packed, dtype=torch.int64, pin_memory=device.type == "cuda")
+    values = host.to(device, non_blocking=True)
+    return [values[start : start + len(column)] for start, column in zip(starts, columns, strict=False)]
 
 
 class PenaltyState:
@@ -31,14 +46,15 @@ class PenaltyState:
         self.prompt_seen = torch.zeros((rows, vocab), dtype=torch.bool, device=device)
         self.bias = torch.zeros((rows, vocab), dtype=torch.float32, device=device)
 
-    def fill(self, row: int, request: Request) -> None:
+    def fill(self, row: int, request: Request, prompt: Tensor) -> None:
+        """Put a request with the tokens `prompt` into `row`."""
         sampling = request.sampling
         self.repetition[row] = sampling.repetition_penalty
         self.presence[row] = sampling.presence_penalty
         self.frequency[row] = sampling.frequency_penalty
         for tensor in (self.output_counts, self.prompt_seen, self.bias):
             tensor[row] = 0
-        self.prompt_seen[row, torch.tensor(request.prompt_ids, device=self.bias.device)] = True
+        self.prompt_seen[row].index_fill_(0, prompt, True)
         for token, bias in sampling.logit_bias.items():
             self.bias[row, token] = bias
 
@@ -64,22 +80,26 @@ class BatchState:
             self.penalties = PenaltyState(self.max_batch, self._vocab, self._device)
 
     def fill(self, row: int, request: Request, pages: Sequence[int]) -> None:
-        """Put a request into `row`; its last prompt token becomes the last token of the row."""
-        prompt = torch.tensor(request.prompt_ids, dtype=torch.int64)
-        self.lengths[row], self.last_tokens[row], self.active[row] = len(prompt) - 1, request.prompt_ids[-1], 1
-        self.history[row, : len(prompt)] = prompt.to(self._device)
+        """Put a request into `row`; its last prompt token becomes the last token of the row, which stays padding."""
         # Entries past the request's pages are page 0: never read, but a valid address.
-        self.page_table[row] = 0
-        self.page_table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32).to(self._device)
+        table = [*pages, *[0] * (self.page_table.shape[1] - len(pages))]
+        prompt, table_row = upload([request.prompt_ids, table], self._device)
+        self.last_tokens[row] = request.prompt_ids[-1]
+        self.history[row, : len(prompt)] = prompt
+        self.page_table[row] = table_row
         params = request.sampling
         values = (params.temperature, params.top_k, params.top_p, params.min_p, params.seed)
         for tensor, value in zip(self._sampling, values, strict=True):
             tensor[row] = value
         if self.penalties is not None:
-            self.penalties.fill(row, request)
+            self.penalties.fill(row, request, prompt)
+
+    def activate(self, row: int, length: int) -> None:
+        """Let steps run on `row`, whose prompt is in the cache but for its last token, at position `length`."""
+        self.lengths[row], self.active[row] = length, 1
 
     def move(self, source: int, target: int) -> None:
-        """Copy row `source` over row `target`. Both are active."""
+        """Copy row `source` over row `target`; whether `target` is padding stays as it is."""
         tensors = [self.lengths, self.last_tokens, self.page_table, self.history, *self._sampling]
         for tensor in tensors + (list(vars(self.penalties).values()) if self.penalties else []):
             tensor[target] = tensor[source]
@@ -105,6 +125,19 @@ class BatchState:
             max_length=max_length,
         )
 
+    def tiles(self, rows: Tensor, lengths: Tensor, counts: Tensor, max_length: int) -> Batch:
+        """Tiles of prompts as a batch: tile i is `counts[i]` tokens of row `rows[i]` from position `lengths[i]` on."""
+        return Batch(
+            lengths=lengths,
+            last_tokens=self.last_tokens[rows],
+            page_table=self.page_table[rows],
+            history=self.history[rows],
+            active=(counts > 0).to(torch.int32),
+            sampling=SamplingTensors(*(tensor[rows] for tensor in self._sampling)),
+            rows=rows,
+            max_length=max_length,
+        )
+
 
 class RowStore:
     """What a drafter remembers of each running request between two steps: one vector per row, [max_batch, size]."""
@@ -112,20 +145,23 @@ class RowStore:
     def __init__(self, size: int, resources: Resources) -> None:
         self._rows = torch.zeros((resources.max_batch, size), dtype=resources.dtype, device=resources.device)
 
-    def rows(self, rows: slice) -> Tensor:
+    def rows(self, rows: slice | Tensor) -> Tensor:
         """[B, size]: the vectors of these rows."""
         return self._rows[rows]
 
     def keep_last(self, seen: Observation, values: Tensor) -> None:
-        """Keep the entry of `values [B, n, size]` at each row's last observed position.
+        """Keep the entry of `values [B, n, size]` at each request's last observed position.
 
         A padding row keeps what it has. A prompt of one token, of which nothing is observed, starts from zeros.
         """
+        if (prompts := seen.prompts) is not None:
+            last = values.flatten(0, 1)[prompts.last]
+            self._rows[prompts.rows] = torch.where((prompts.counts > 0)[:, None], last, 0.0)
+            return
         counts = seen.counts.long()
         index = (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, values.shape[-1])
         last = values.gather(1, index).squeeze(1)
-        kept = torch.zeros_like(last) if seen.is_prefill else self._rows[seen.batch.rows]
-        self._rows[seen.batch.rows] = torch.where((counts > 0)[:, None], last, kept)
+        self._rows[seen.batch.rows] = torch.where((counts > 0)[:, None], last, self._rows[seen.batch.rows])
 
     def move(self, source: int, target: int) -> None:
         """Copy the vector of row `source` to row `target`."""

@@ -1,8 +1,9 @@
 """What serves requests: one target, one algorithm, one attention backend, and the cache and state they share.
 
 Of a prompt, all but the last token is prefilled; the last token is the first one that a step starts from. So the first
-step is like every other, and tokens are sampled in one place. The `Scheduler` decides which request runs where; the
-engine does to the tensors what it decides, and launches the steps.
+step is like every other, and tokens are sampled in one place. The `Scheduler` decides which request runs where and what
+is prefilled; the engine does to the tensors what it decides, and launches the steps. Before each step it prefills one
+chunk at most, so a running request never waits for the whole of a long prompt.
 
 On a GPU the tokens of a step are read while the next one runs, so the host never waits for the step it has just
 launched. A request that has ended is then stepped once more, without effect, in pages that are reserved for that.
@@ -25,11 +26,12 @@ from algorithms.runtime.cache import KVCache
 from algorithms.runtime.clock import PhaseClock
 from algorithms.runtime.cuda_graph import Capture, GraphReport, StepRunner
 from algorithms.runtime.models.loading import Target
+from algorithms.runtime.prefill import Prefiller
 from algorithms.runtime.readback import Readback, StepResult
 from algorithms.runtime.request import Completion, EngineError, Request
 from algorithms.runtime.sampling_params import SamplingNeeds
-from algorithms.runtime.scheduler import Decode, RowMove, Running, Scheduler
-from algorithms.runtime.step import PHASES, StepParts, prefill
+from algorithms.runtime.scheduler import Decode, Piece, RowMove, Running, Scheduler
+from algorithms.runtime.step import PHASES, StepParts
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ class EngineSettings:
 
     `num_pages` None reserves enough for `max_batch` requests of that length. `graph` says how much of a step is
     captured, see `cuda_graph`. `overlap` is how many steps the host reads behind the device: None takes 1 on a GPU and
-    0 elsewhere. `fused` runs the models by fused kernels, see `models.fusion`.
+    0 elsewhere. `fused` runs the models by fused kernels, see `models.fusion`. Before a step at most `prefill_chunk`
+    tokens are prefilled, in tiles of `prefill_tile`, or of the chunk where that is smaller.
     """
 
     page_size: int = 16
@@ -49,6 +52,8 @@ class EngineSettings:
     graph: str = "none"
     overlap: int | None = None
     fused: bool = False
+    prefill_chunk: int = 2048
+    prefill_tile: int = 64
 
 
 @dataclass(frozen=True)
@@ -67,8 +72,10 @@ class Generation:
     """All completions in the order of the requests, and where the time went.
 
     `ledger_ms` sums the phases draft, verify, accept, commit and host over all steps, at every level of capture;
-    prefill is outside of it. On a GPU the phases are device time, and `host` is what the decode time has beyond it.
-    `launch_ms` is the host's own time to launch the steps.
+    prefill is outside of it. On a GPU the phases and `prefill_ms` are device time. `decode_ms` is the time of all steps
+    without `prefill_ms`, and `host` is what it has beyond the phases. `step_ms` holds the host's time of each step; on
+    a GPU that includes the wait for a chunk of a prompt which the device runs first. `launch_ms` is the host's own time
+    to launch the steps.
     """
 
     completions: list[Completion]
@@ -122,11 +129,18 @@ class Engine:
             impl=settings.impl,
             fused=settings.fused,
         )
-        self.scheduler = Scheduler(settings.max_batch, num_pages, settings.page_size, overshoot, decode)
+        tile = min(settings.prefill_tile, settings.prefill_chunk)
+        if tile < 1:
+            raise EngineError(f"prefill_chunk and prefill_tile: expected at least 1, got {tile}")
+        num_tiles = settings.prefill_chunk // tile
+        self.scheduler = Scheduler(
+            settings.max_batch, num_pages, settings.page_size, overshoot, decode, tile, num_tiles
+        )
         cache = KVCache.allocate(config, resources)
         state = BatchState(settings.max_batch, max_pages, context, config.vocab_size, weight.device)
         algorithm.attach(resources)
         self.parts = StepParts(algorithm, cache, state, resources)
+        self.prefiller = Prefiller(self.parts, tile, num_tiles)
         self.runner = StepRunner(self.parts, level, PhaseClock(weight.device), capture)
         self._session_is_open = False
 
@@ -170,12 +184,13 @@ class Engine:
         if needs.penalised:
             state.need_penalties()
         with torch.inference_mode():
+            self.prefiller.prepare()
             self.runner.prepare(needs)
         depth = self.parts.algorithm.max_depth
         readback: Readback[list[Running]] = Readback(self._overlap, state.max_batch, depth, device)
         self._session_is_open = True
         try:
-            yield Session(self.parts, self.runner, self.scheduler, readback, needs, self.check)
+            yield Session(self.prefiller, self.parts, self.runner, self.scheduler, readback, needs, self.check)
         finally:
             self.scheduler.clear()
             state.clear(slice(None))
@@ -227,6 +242,7 @@ class Session:
 
     def __init__(
         self,
+        prefiller: Prefiller,
         parts: StepParts,
         runner: StepRunner,
         scheduler: Scheduler,
@@ -235,11 +251,12 @@ class Session:
         check: Callable[[Request], None],
     ) -> None:
         self._parts, self._algorithm, self._state = parts, parts.algorithm, parts.state
-        self._runner, self._scheduler, self._readback = runner, scheduler, readback
+        self._prefiller, self._runner, self._scheduler, self._readback = prefiller, runner, scheduler, readback
+        self._prefill_clock = PhaseClock(parts.resources.device)
         self._needs, self._check = needs, check
         self._num_submitted = self._num_finished = self._row_steps = self._emitted = 0
         self._step_ms: list[float] = []
-        self._prefill_ms = self._launch_ms = 0.0
+        self._loop_ms = self._launch_ms = 0.0
         runner.clock.reset()
         self._began_ms = _now_ms()
 
@@ -269,12 +286,18 @@ class Session:
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
-        """Admit what fits, launch a step, and take in the results that are due; returns the requests that ended."""
-        self._admit()
+        """Prefill a chunk, launch a step, and take in the results that are due; returns the requests that ended."""
+        pieces = self._admit()
+        began_ms = _now_ms()
+        self._prefill(pieces)
+        ended = self._step() if self._scheduler.rows else []
+        self._loop_ms += _now_ms() - began_ms
+        return ended
+
+    def _step(self) -> list[Completion]:
+        """A step over the rows in use; returns the requests that ended."""
         began_ms, rows = _now_ms(), self._scheduler.rows
         ended: list[Completion] = []
-        if not rows:
-            return ended
         ahead = self._readback.num_pending * (self._algorithm.max_depth + 1)
         longest = max(running.length for running in rows) + ahead
         table = self._runner.launch(len(rows), longest, self._needs)
@@ -300,12 +323,14 @@ class Session:
 
     def generation(self, completions: list[Completion]) -> Generation:
         """`completions` with the times of the session so far."""
-        wall_ms, decode_ms, ledger = _now_ms() - self._began_ms, sum(self._step_ms), self._runner.clock.ledger_ms()
+        wall_ms, ledger = _now_ms() - self._began_ms, self._runner.clock.ledger_ms()
+        prefill_ms = sum(self._prefill_clock.ledger_ms().values())
+        decode_ms = max(0.0, self._loop_ms - prefill_ms)
         phases = {name: ledger.get(name, 0.0) for name in PHASES} | ledger
         return Generation(
             completions=completions,
             num_steps=len(self._step_ms),
-            prefill_ms=self._prefill_ms,
+            prefill_ms=prefill_ms,
             decode_ms=decode_ms,
             wall_ms=wall_ms,
             launch_ms=self._launch_ms,
@@ -314,20 +339,25 @@ class Session:
             graphs=self._runner.report,
         )
 
-    def _admit(self) -> None:
-        """Move waiting requests into free rows as long as pages last, and prefill them together."""
-        began_ms = _now_ms()
-        admitted = self._scheduler.admit(began_ms)
-        if not admitted:
+    def _admit(self) -> list[Piece]:
+        """What this step prefills; new requests are in their rows."""
+        pieces, move = self._scheduler.admit(_now_ms())
+        if move is not None:
+            self._move_rows(move)
+        for running, start, _ in pieces:
+            if start == 0:
+                self._state.fill(running.row, running.request, running.pages)
+        return pieces
+
+    def _prefill(self, pieces: list[Piece]) -> None:
+        """Prefill a chunk; requests whose prompts are complete take part in steps from now on."""
+        if not pieces:
             return
-        for running in admitted:
-            self._state.fill(running.row, running.request, running.pages)
-        batch = self._state.batch(admitted[0].row, admitted[-1].row + 1, max_length=0)
-        # At least one column, so that a drafter hears of a prompt of one token too.
-        prefill(self._parts, batch, width=max(1, *(running.length for running in admitted)))
-        if self._parts.resources.device.type == "cuda":
-            torch.cuda.synchronize(self._parts.resources.device)
-        self._prefill_ms += _now_ms() - began_ms
+        with self._prefill_clock.phase("prefill"):
+            self._prefiller.run(pieces)
+        for piece in pieces:
+            if piece.is_last:
+                self._state.activate(piece.running.row, piece.running.length)
 
     def _collect(self, result: StepResult, launched: list[Running]) -> list[Completion]:
         """Hand the tokens of a step to the requests it was launched for, from the last row to the first."""

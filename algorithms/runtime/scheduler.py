@@ -1,8 +1,12 @@
 """Which request runs in which row and on which pages, and when it ends. No tensors and no clock.
 
 Requests wait in a queue, first in, first out. A request is admitted when a row is free and the pages for its whole life
-are: a running request can then never be stopped by a full pool. The rows in use are always 0 … n - 1: when a request
-leaves, the last row takes its place, and the caller moves its tensors as `RowMove` says.
+are: a running request can then never be stopped by a full pool.
+
+All but the last token of a prompt is prefilled, in chunks of so many tiles per step. Prompts enter a chunk in the order
+of the queue, so at most one of them is begun and unfinished after a step. It waits in the last row of the state, and
+nobody overtakes it. A request whose prompt is complete runs: the rows of running requests are always 0 … n - 1. When
+one leaves, the last of them takes its place, and the caller moves its tensors as `RowMove` says.
 """
 
 from __future__ import annotations
@@ -62,13 +66,20 @@ class PageAllocator:
 
 @dataclass
 class Running:
-    """A request in the batch. `admitted_ms` is the caller's clock, in milliseconds."""
+    """A request in the batch. `admitted_ms` is the caller's clock, in milliseconds; `num_prefilled` counts the prompt
+    tokens that steps have been told to prefill."""
 
     request: Request
     completion: Completion
     pages: list[int]
     row: int
     admitted_ms: float
+    num_prefilled: int = 0
+
+    @property
+    def num_unfilled(self) -> int:
+        """Prompt tokens that are still to be prefilled; the last one never is."""
+        return len(self.request.prompt_ids) - 1 - self.num_prefilled
 
     @property
     def length(self) -> int:
@@ -77,22 +88,56 @@ class Running:
 
 
 class RowMove(NamedTuple):
-    """A request has left. What row `source` holds now belongs in row `target`, and row `source` is free; the two are
-    equal where the last row itself was left."""
+    """What row `source` holds now belongs in row `target`, and row `source` is padding. The two are equal where the
+    request in that row has left."""
 
     source: int
     target: int
+
+
+class Piece(NamedTuple):
+    """What one step prefills of a prompt: `num_tokens` tokens from position `start` on. `start` is 0 for a request that
+    has just been admitted, and only for that. A prompt of one token has a piece without tokens."""
+
+    running: Running
+    start: int
+    num_tokens: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the request runs from this step on."""
+        return self.start + self.num_tokens == len(self.running.request.prompt_ids) - 1
+
+
+class Admission(NamedTuple):
+    """What a step prefills, in the order of the queue, and where the request moves whose prompt was begun before and
+    is now completed. The move comes first: `Running.row` holds already."""
+
+    pieces: list[Piece]
+    move: RowMove | None
 
 
 class Scheduler:
     """Queue, rows and pages of one engine.
 
     `overshoot` counts the positions behind a request's end that steps still write, and that its pages must hold.
-    `decode` gives the text of token ids, for stop strings.
+    `decode` gives the text of token ids, for stop strings. A step prefills up to `num_tiles` tiles of `tile` tokens; a
+    tile holds tokens of one prompt.
     """
 
-    def __init__(self, max_batch: int, num_pages: int, page_size: int, overshoot: int, decode: Decode) -> None:
+    def __init__(
+        self,
+        max_batch: int,
+        num_pages: int,
+        page_size: int,
+        overshoot: int,
+        decode: Decode,
+        tile: int = 64,
+        num_tiles: int = 32,
+    ) -> None:
         self._max_batch, self._page_size, self._overshoot, self._decode = max_batch, page_size, overshoot, decode
+        self._tile, self._num_tiles = tile, num_tiles
+        self._begun: Running | None = None
         self._allocator = PageAllocator(num_pages)
         self._waiting: deque[Request] = deque()
         self._rows: list[Running] = []
@@ -104,13 +149,23 @@ class Scheduler:
         return self._rows
 
     @property
+    def begun(self) -> Running | None:
+        """The request whose prompt is prefilled in part."""
+        return self._begun
+
+    @property
+    def admitted(self) -> list[Running]:
+        """The requests that hold pages."""
+        return [*self._rows, self._begun] if self._begun is not None else list(self._rows)
+
+    @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
     @property
     def idle(self) -> bool:
-        """Whether no request waits or runs."""
-        return not self._waiting and not self._rows
+        """Whether no request waits, is prefilled or runs."""
+        return not self._waiting and not self._rows and self._begun is None
 
     @property
     def num_pages(self) -> int:
@@ -140,17 +195,44 @@ class Scheduler:
         self._ids.add(request.id)
         self._waiting.append(request)
 
-    def admit(self, now_ms: float) -> list[Running]:
-        """Move waiting requests into rows, in their order, until rows or pages run out; returns the new ones."""
-        first = len(self._rows)
-        while self._waiting and len(self._rows) < self._max_batch:
+    def admit(self, now_ms: float) -> Admission:
+        """What the next step prefills: the prompt that is begun, then waiting ones in their order, until rows, pages or
+        tiles run out."""
+        pieces: list[Piece] = []
+        move, tiles = None, self._num_tiles
+        if (begun := self._begun) is not None:
+            self._begun, source = None, begun.row
+            pieces.append(self._next_piece(begun, tiles))
+            tiles -= self._tiles_of(pieces[-1].num_tokens)
+            if pieces[-1].is_last:
+                move = RowMove(source, begun.row)
+        while self._begun is None and self._waiting and len(self._rows) < self._max_batch:
             request = self._waiting[0]
-            if self.pages_for(request) > self._allocator.num_free:
+            no_tile = tiles == 0 and len(request.prompt_ids) > 1
+            if no_tile or self.pages_for(request) > self._allocator.num_free:
                 break
             self._waiting.popleft()
             pages = self._allocator.allocate(self.pages_for(request))
-            self._rows.append(Running(request, Completion(request.id), pages, len(self._rows), now_ms))
-        return self._rows[first:]
+            running = Running(request, Completion(request.id), pages, 0, now_ms)
+            pieces.append(self._next_piece(running, tiles))
+            tiles -= self._tiles_of(pieces[-1].num_tokens)
+        return Admission(pieces, move)
+
+    def _tiles_of(self, count: int) -> int:
+        return -(-count // self._tile)
+
+    def _next_piece(self, running: Running, tiles: int) -> Piece:
+        """As much of a prompt as `tiles` hold; the request gets the next row if that is all, else the last of the
+        state."""
+        piece = Piece(running, running.num_prefilled, min(running.num_unfilled, tiles * self._tile))
+        running.num_prefilled += piece.num_tokens
+        if piece.is_last:
+            running.row = len(self._rows)
+            self._rows.append(running)
+        else:
+            # Requests in rows and this one are at most `max_batch`, so none runs in the last row.
+            running.row, self._begun = self._max_batch - 1, running
+        return piece
 
     def advance(
         self, running: Running, emitted: Sequence[int], logprobs: Sequence[float], now_ms: float
@@ -176,13 +258,13 @@ class Scheduler:
         return None
 
     def abort(self, request_id: int, now_ms: float) -> tuple[Completion, RowMove | None] | None:
-        """End a request where it stands: what it has so far, and the move if it was running. None if it is not here."""
+        """End a request where it stands: what it has so far, and the move if it had a row. None if it is not here."""
         for request in self._waiting:
             if request.id == request_id:
                 self._waiting.remove(request)
                 self._ids.remove(request_id)
                 return Completion(request_id, finish_reason=ABORTED), None
-        for running in self._rows:
+        for running in self.admitted:
             if running.request.id == request_id:
                 running.completion.finish_reason = ABORTED
                 return running.completion, self._retire(running, now_ms)
@@ -190,9 +272,10 @@ class Scheduler:
 
     def clear(self) -> None:
         """Drop all requests; every page is free again."""
-        for running in self._rows:
+        for running in self.admitted:
             self._allocator.release(running.pages)
         self._rows.clear()
+        self._begun = None
         self._waiting.clear()
         self._ids.clear()
 
@@ -209,13 +292,16 @@ class Scheduler:
         text = self._decode(ids[:-1] if completion.finish_reason == "stop_token" else ids)
         completion.text = text[: _first_stop(running.request, text)]
         completion.total_ms = now_ms - running.admitted_ms
+        self._allocator.release(running.pages)
+        self._ids.remove(running.request.id)
+        if running is self._begun:
+            self._begun = None
+            return RowMove(running.row, running.row)
         last = self._rows.pop()
         move = RowMove(last.row, running.row)
         if last is not running:
             self._rows[running.row] = last
             last.row = running.row
-        self._allocator.release(running.pages)
-        self._ids.remove(running.request.id)
         return move
 
 

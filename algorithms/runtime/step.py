@@ -1,4 +1,4 @@
-"""What runs on the device: the prefill of prompts, and the step with its phases draft, verify, accept and commit.
+"""The speculative step with its phases draft, verify, accept and commit.
 
 A step reads nothing back, and every tensor that it starts from keeps its address, so any part of it can be captured in
 a CUDA graph. A step over more rows than are in use passes over the padding: inactive rows have no columns to store,
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Observation, Resources
@@ -43,24 +42,6 @@ class StepParts:
     cache: KVCache
     state: BatchState
     resources: Resources
-
-
-def prefill(parts: StepParts, batch: Batch, width: int) -> None:
-    """Run the target over all but the last token of new prompts, and show the result to the drafter.
-
-    `batch` holds the rows of these prompts; the longest has `width` tokens before its last one.
-    """
-    counts, batch = batch.lengths.to(torch.int32), replace(batch, lengths=torch.zeros_like(batch.lengths))
-    columns = torch.arange(width + 1, device=counts.device)
-    # Behind a shorter prompt the row may hold what a former request left there.
-    text = torch.where(columns <= counts[:, None], batch.history[:, : width + 1], 0)
-    tokens, positions = text[:, :-1].contiguous(), columns[:-1].repeat(len(text), 1)
-    mixer = PagedMixer.over(batch, positions, parts.cache, parts.resources, counts=counts, phase="prefill")
-    hidden, features = parts.resources.target.model(tokens, mixer, parts.algorithm.capture)
-    next_tokens = text[:, 1:].contiguous()
-    parts.algorithm.observe(
-        Observation(batch, tokens, next_tokens, features, hidden, positions, counts, is_prefill=True)
-    )
 
 
 class Step:

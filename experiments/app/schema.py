@@ -66,9 +66,9 @@ class RuntimeConfig:
 
     `impl` auto runs compiled kernels on a GPU, and the same kernels in Triton's interpreter without one. `forward` is
     how the models around attention are computed: by fused kernels, or by torch's operations one by one; auto is fused
-    in half precision on a GPU. `graph` is how
-    much of a step is captured in CUDA graphs; auto captures all of it on a GPU. `overlap` is how many steps later than
-    the device the host reads results. `tensor_parallel` is the number of processes that share the target.
+    in half precision on a GPU. `graph` is how much of a step is captured in CUDA graphs; auto captures all of it on a
+    GPU. `overlap` is how many steps later than the device the host reads results. `tensor_parallel` is the number of
+    processes that share the target. `prefill_chunk` bounds the prompt tokens that are prefilled between two steps.
     `num_pages` and `max_length` null take what `max_batch` requests of the longest prompt need.
     """
 
@@ -83,6 +83,7 @@ class RuntimeConfig:
     graph: str = "auto"
     overlap: int | None = None
     tensor_parallel: int = 1
+    prefill_chunk: int = 2048
 
     def __post_init__(self) -> None:
         expect_choice("runtime.device", self.device, ("auto", "cpu", "cuda"))
@@ -92,6 +93,7 @@ class RuntimeConfig:
         expect_choice("runtime.graph", self.graph, ("auto", *GRAPH_LEVELS))
         expect_at_least("runtime.tensor_parallel", self.tensor_parallel, 1)
         expect_at_least("runtime.page_size", self.page_size, 1)
+        expect_at_least("runtime.prefill_chunk", self.prefill_chunk, 1)
         expect_at_least("runtime.max_batch", self.max_batch, 1)
         if self.num_pages is not None:
             expect_between("runtime.num_pages", self.num_pages, 1, LARGEST_INT32)

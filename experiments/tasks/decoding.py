@@ -80,6 +80,7 @@ def make_engine(plan: Plan, target: Target, algo: Any, longest: int) -> tuple[En
         impl=impl,
         graph=plan.graph,
         overlap=runtime.overlap,
+        prefill_chunk=runtime.prefill_chunk,
         fused=plan.hardware.forward == "fused",
     )
     with _memory_errors(), user_errors(ValueError, OSError):

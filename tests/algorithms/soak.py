@@ -164,7 +164,7 @@ class Soak:
 
     def _check_pages(self) -> None:
         free = self._free_pages()
-        owned = [page for running in self._scheduler.rows for page in running.pages]
+        owned = [page for running in self._scheduler.admitted for page in running.pages]
         assert len(set(owned)) == len(owned), "a page has two owners"
         assert sorted(free + owned) == list(range(self._scheduler.num_pages)), "a page is lost, or free and owned"
 
@@ -278,6 +278,8 @@ def plan(makers: Sequence[str], steps: int) -> list[tuple[str, Setup, int]]:
             max_batch=(4, 3)[index % 2],
             overlap=(index + index // 4) % 2,
             graph=("none", "step", "none", "none", "step")[index % 5],
+            prefill_chunk=(8, 2048)[index % 2],
+            prefill_tile=4,
         )
         for index in range(len(makers))
     ]

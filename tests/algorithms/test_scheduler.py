@@ -1,4 +1,5 @@
-"""The scheduler under random traffic: no page is lost or shared, rows stay dense, and requests run in their order."""
+"""The scheduler under random traffic: no page is lost or shared, rows stay dense, requests run in their order, and each
+prompt is prefilled once, in order and in chunks."""
 
 from __future__ import annotations
 
@@ -23,14 +24,23 @@ def request(number: int, prompt: int = 5, new_tokens: int = 4, **sampling: objec
 class Traffic(RuleBasedStateMachine):
     """Submits, admits, advances and aborts in any order, and keeps its own list of what must be so."""
 
-    @initialize(max_batch=st.integers(1, 5), num_pages=st.integers(4, 24), page_size=st.sampled_from([1, 3, 8]))
-    def start(self, max_batch: int, num_pages: int, page_size: int) -> None:
-        self.scheduler = Scheduler(max_batch, num_pages, page_size, OVERSHOOT, spell)
-        self.max_batch, self.num_pages = max_batch, num_pages
+    @initialize(
+        max_batch=st.integers(1, 5),
+        num_pages=st.integers(4, 24),
+        page_size=st.sampled_from([1, 3, 8]),
+        tile=st.integers(1, 6),
+        num_tiles=st.integers(1, 4),
+    )
+    def start(self, max_batch: int, num_pages: int, page_size: int, tile: int, num_tiles: int) -> None:
+        self.scheduler = Scheduler(max_batch, num_pages, page_size, OVERSHOOT, spell, tile, num_tiles)
+        self.max_batch, self.num_pages, self.tile, self.num_tiles = max_batch, num_pages, tile, num_tiles
         self.waiting: list[int] = []
         self.admitted: list[int] = []
         self.rows: list[int] = []
         """Ids by row, moved as the scheduler says: what an engine's tensors would hold."""
+        self.begun: list[int] = []
+        """The id of the request whose prompt is prefilled in part, if there is one."""
+        self.prefilled: dict[int, int] = {}
         self.next_id = 0
         self.now_ms = 0.0
 
@@ -50,15 +60,30 @@ class Traffic(RuleBasedStateMachine):
     @rule()
     def admit(self) -> None:
         self.now_ms += 1
-        fresh = self.scheduler.admit(self.now_ms)
-        ids = [running.request.id for running in fresh]
-        assert ids == self.waiting[: len(ids)], "a request overtook another"
-        self.waiting = self.waiting[len(ids) :]
-        assert [running.row for running in fresh] == list(range(len(self.rows), len(self.rows) + len(ids)))
-        assert all(len(running.pages) == self.scheduler.pages_for(running.request) for running in fresh)
-        self.rows += ids
-        self.admitted += ids
-        if not self.rows:
+        pieces, move = self.scheduler.admit(self.now_ms)
+        ids, before, begun = [piece.running.request.id for piece in pieces], list(self.rows), self.begun
+        fresh = ids[len(begun) :]
+        assert ids == begun + self.waiting[: len(fresh)], "a request overtook another"
+        self.waiting = self.waiting[len(fresh) :]
+        self.admitted += fresh
+        self.begun = []
+        assert sum(-(-piece.num_tokens // self.tile) for piece in pieces) <= self.num_tiles, "more than a chunk"
+        for running, start, count in pieces:
+            asked = running.request
+            assert len(running.pages) == self.scheduler.pages_for(asked)
+            assert start == self.prefilled.get(asked.id, 0), "a token is prefilled twice, late or never"
+            assert count > 0 or len(asked.prompt_ids) == 1
+            self.prefilled[asked.id] = start + count
+            if start + count == len(asked.prompt_ids) - 1:
+                assert running.row == len(self.rows) and not self.begun
+                self.rows.append(asked.id)
+            else:
+                assert running.row == self.max_batch - 1 and not self.begun
+                self.begun = [asked.id]
+        assert self.rows[: len(before)] == before, "a running request was displaced"
+        completed = bool(begun) and self.begun != begun
+        assert move == (RowMove(self.max_batch - 1, len(before)) if completed else None)
+        if not self.rows and not self.begun:
             assert not self.waiting, "the pool is empty, and still nothing was admitted"
 
     @precondition(lambda self: self.rows)
@@ -78,15 +103,18 @@ class Traffic(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         victim = data.draw(st.integers(0, self.next_id))
-        running = next((r for r in self.scheduler.rows if r.request.id == victim), None)
+        running = next((r for r in self.scheduler.admitted if r.request.id == victim), None)
         got = self.scheduler.abort(victim, self.now_ms)
-        assert (got is not None) == (victim in self.waiting + self.rows)
+        assert (got is not None) == (victim in self.waiting + self.rows + self.begun)
         if got is not None:
             completion, move = got
             assert (completion.request_id, completion.finish_reason) == (victim, ABORTED)
             assert (move is None) == (running is None)
             if running is None:
                 self.waiting.remove(victim)
+            if victim in self.begun:
+                assert move == RowMove(self.max_batch - 1, self.max_batch - 1)
+                self.begun, move = [], None
             self.follow(move, running)
             assert self.scheduler.abort(victim, self.now_ms) is None
 
@@ -100,20 +128,28 @@ class Traffic(RuleBasedStateMachine):
     @rule()
     def clear(self) -> None:
         self.scheduler.clear()
-        self.rows, self.waiting = [], []
+        self.rows, self.waiting, self.begun = [], [], []
         assert self.scheduler.idle and self.scheduler.num_free_pages == self.num_pages
 
     @invariant()
     def rows_are_dense(self) -> None:
         rows = self.scheduler.rows
         assert [running.request.id for running in rows] == self.rows
-        assert [running.row for running in rows] == list(range(len(rows))) and len(rows) <= self.max_batch
+        assert [running.row for running in rows] == list(range(len(rows)))
+        assert len(rows) + len(self.begun) <= self.max_batch
         assert self.scheduler.num_waiting == len(self.waiting)
-        assert self.scheduler.idle == (not self.rows and not self.waiting)
+        assert self.scheduler.idle == (not self.rows and not self.waiting and not self.begun)
+        begun = self.scheduler.begun
+        assert self.begun == ([] if begun is None else [begun.request.id])
+
+    @invariant()
+    def running_requests_have_all_of_their_prompts(self) -> None:
+        for running in self.scheduler.rows:
+            assert self.prefilled[running.request.id] == len(running.request.prompt_ids) - 1
 
     @invariant()
     def every_page_is_free_or_owned_once(self) -> None:
-        owned = [page for running in self.scheduler.rows for page in running.pages]
+        owned = [page for running in self.scheduler.admitted for page in running.pages]
         assert len(set(owned)) == len(owned)
         assert self.scheduler.num_free_pages + len(owned) == self.num_pages
 
@@ -130,8 +166,9 @@ class Traffic(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Whatever happened, what is left is served to the end."""
         while not self.scheduler.idle:
+            before = sum(self.prefilled.values())
             self.admit()
-            assert self.rows, "a request starves"
+            assert self.rows or sum(self.prefilled.values()) > before, "a request starves"
             while self.scheduler.rows:
                 running = self.scheduler.rows[0]
                 self.follow(self.scheduler.advance(running, [1], [0.0], self.now_ms), running)
@@ -144,8 +181,8 @@ TestTraffic = Traffic.TestCase
 def one(asked: Request) -> tuple[Scheduler, Running]:
     scheduler = Scheduler(1, 8, 4, OVERSHOOT, spell)
     scheduler.submit(asked)
-    (running,) = scheduler.admit(10.0)
-    return scheduler, running
+    (piece,), _ = scheduler.admit(10.0)
+    return scheduler, piece.running
 
 
 def test_what_lies_past_the_end_is_counted() -> None:

@@ -99,6 +99,8 @@ class Setup:
     max_length: int = 64
     graph: str = "none"
     overlap: int | None = None
+    prefill_chunk: int = 2048
+    prefill_tile: int = 16
     fused: bool = False
 
 
@@ -117,6 +119,8 @@ def engine_of(algorithm: Algorithm, setup: Setup, target: Target) -> Engine:
         impl=setup.impl,
         graph=setup.graph,
         overlap=setup.overlap,
+        prefill_chunk=setup.prefill_chunk,
+        prefill_tile=setup.prefill_tile,
         fused=setup.fused,
     )
     capture = Replayed if setup.graph != "none" and not torch.cuda.is_available() else None

@@ -23,6 +23,7 @@ class TritonPlan(NamedTuple):
 
     metadata: AttentionMetadata
     work_list: WorkList | None
+    split_tokens: int | None
 
 
 class TritonBackend:
@@ -79,15 +80,17 @@ class TritonBackend:
             note = f" ({self._package.name} not used: {reason})"
         self.served[phase] = f"fa4: {'triton' if self._impl != 'reference' else 'reference'}{note}"
         listed = self._config.work_list
-        work_list = None
-        if metadata.lengths.is_cuda if listed is None else listed:
-            split_tokens = self._config.split_tokens
-            work_list = kernels.plan_attention(metadata, shape, split_tokens=split_tokens, impl=self._impl)
-        return TritonPlan(metadata, work_list)
+        work_list, split_tokens = None, self._config.split_tokens
+        if split_tokens is None and phase == "prefill":
+            # The tiles of a chunk fill the chip, and partial results of all their rows would take much memory.
+            from specdec_kernels.attention.configs import UNSPLIT
 
-    def run(
-        self, plan: TritonPlan | FlashAttentionPlan, q: Tensor, kv: Tensor, sinks: Tensor | None = None
-    ) -> Tensor:
+            split_tokens = UNSPLIT
+        if metadata.lengths.is_cuda if listed is None else listed:
+            work_list = kernels.plan_attention(metadata, shape, split_tokens=split_tokens, impl=self._impl)
+        return TritonPlan(metadata, work_list, split_tokens)
+
+    def run(self, plan: TritonPlan | FlashAttentionPlan, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
         if isinstance(plan, FlashAttentionPlan):
             return self._package.run(plan, q, kv, sinks)
         return kernels.paged_attention(
@@ -96,6 +99,6 @@ class TritonBackend:
             plan.metadata,
             sinks=sinks,
             work_list=plan.work_list,
-            split_tokens=self._config.split_tokens,
+            split_tokens=plan.split_tokens,
             impl=self._impl,
         )

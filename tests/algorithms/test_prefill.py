@@ -1,0 +1,193 @@
+"""Prompts in chunks and tiles: the same tokens and drafts as in one piece, and no request waits for a whole prompt."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from algorithms.ngram import NGram
+from algorithms.runtime.algorithm import Batch, DraftTree
+from algorithms.runtime.batch import BatchState, upload
+from algorithms.runtime.engine import EngineError
+from algorithms.runtime.prefill import Prefiller, tile_counts
+from algorithms.runtime.sampling_params import SamplingNeeds
+from algorithms.runtime.scheduler import ABORTED, Piece
+from tests.algorithms.drafters import ALL_MAKERS, TARGET, hinted, load_random_drafters
+from tests.algorithms.test_graphs import FILTERED, STEPPED, HostReads
+from tests.algorithms.test_identity import reference
+from tests.algorithms.toy import Setup, answers, autoregressive, changed, engine_of, requests, run
+
+# Prompts of `requests` have 5, 2, 17, 30, 9, 16, 1 and 33 tokens, of which all but the last are prefilled.
+CUTS = {
+    "a tile a step": dict(prefill_chunk=4, prefill_tile=4, page_size=1),
+    "tiles of one chunk": dict(prefill_chunk=13, prefill_tile=4, page_size=16),
+    "one token a step": dict(prefill_chunk=1, page_size=16),
+    "all at once": dict(prefill_tile=64, page_size=1),
+}
+# What a full store forgets depends on how much is inserted at once.
+MAKERS = ALL_MAKERS | {"ngram": lambda: NGram(NGram.Config(num_nodes=9, capacity=1 << 14), TARGET, None)}
+
+
+@pytest.mark.parametrize("cut", list(CUTS)[:3])
+@pytest.mark.parametrize("maker", ALL_MAKERS)
+def test_output_is_the_targets_own(monkeypatch: pytest.MonkeyPatch, maker: str, cut: str) -> None:
+    """Prompts of one token, of one tile and a token more, and longer than a chunk, arrive while others decode."""
+    load_random_drafters(monkeypatch)
+    asked, alone, texts = reference()
+    got = run(hinted(ALL_MAKERS[maker](), texts), asked, Setup(**CUTS[cut]), TARGET).completions
+    for ours, plain in zip(got, alone, strict=True):
+        assert (ours.token_ids, ours.text, ours.finish_reason) == (plain.token_ids, plain.text, plain.finish_reason)
+
+
+def drafted(maker: str, setup: Setup) -> dict[tuple[int, ...], list[int]]:
+    """What the algorithm drafts behind each text, with the requests served one after another."""
+    algorithm, drafts = MAKERS[maker](), {}
+    propose = algorithm.propose
+
+    def watched(batch: Batch) -> DraftTree:
+        draft = propose(batch)
+        for length, text, nodes in zip(batch.lengths, batch.history, draft.tokens, strict=True):
+            drafts[tuple(text[: int(length) + 1].tolist())] = nodes.tolist()
+        return draft
+
+    algorithm.propose = watched  # type: ignore[method-assign]
+    run(algorithm, requests(8, 5), setup, TARGET)
+    return drafts
+
+
+@pytest.mark.parametrize("maker", [name for name in MAKERS if name != "autoregressive"])
+def test_drafts_do_not_depend_on_the_cut(monkeypatch: pytest.MonkeyPatch, maker: str) -> None:
+    """Catches features, keys and n-grams that are lost, doubled or out of place at the border of a tile."""
+    load_random_drafters(monkeypatch)
+    whole = drafted(maker, Setup(max_batch=1, prefill_tile=64))
+    assert len(whole) > 25
+    for cut in ("a tile a step", "tiles of one chunk"):
+        assert drafted(maker, Setup(max_batch=1, **CUTS[cut])) == whole
+
+
+def test_each_ngram_of_a_prompt_is_counted_once() -> None:
+    """The store holds what one insertion of each whole prompt would have left."""
+    stores = []
+    for cut in CUTS.values():
+        algorithm = NGram(NGram.Config(num_nodes=5, depth=4, window=3, capacity=1 << 12), TARGET, None)
+        run(algorithm, requests(8, 1), Setup(max_batch=1, **cut), TARGET)
+        stores.append(algorithm._store.contents())
+    for contents in stores[1:]:
+        for name in ("grams", "counts", "lists", "stamps"):
+            assert torch.equal(contents[name], stores[0][name]), name
+    assert int(stores[0]["counts"][stores[0]["grams"][:, 1] == -1].sum()) >= sum(len(r.prompt_ids) for r in requests(8))
+
+
+@pytest.mark.parametrize("graph", ["none", "step"])
+def test_a_running_request_waits_for_one_chunk_at_most(monkeypatch: pytest.MonkeyPatch, graph: str) -> None:
+    """Every call steps the running request and prefills a chunk of the long prompt, each token once and in order."""
+    seen: dict[int, list[int]] = defaultdict(list)
+    per_step: list[int] = []
+    original = Prefiller.run
+
+    def watched(self: Prefiller, pieces: Sequence[Piece]) -> None:
+        per_step.append(sum(piece.num_tokens for piece in pieces))
+        for running, start, count in pieces:
+            seen[running.request.id] += range(start, start + count)
+        original(self, pieces)
+
+    monkeypatch.setattr(Prefiller, "run", watched)
+    short, long, last = (requests(8)[i] for i in (1, 7, 4))
+    engine = engine_of(autoregressive(TARGET), Setup(prefill_chunk=6, prefill_tile=3, graph=graph), TARGET)
+    done = []
+    with engine.session(SamplingNeeds()) as session:
+        session.submit(short)
+        done += session.step()
+        session.submit(long)
+        session.submit(last)
+        for number in range(2, 7):
+            done += session.step()
+            assert engine.scheduler.begun is not None and engine.scheduler.begun.request is long
+            assert session.report().emitted_tokens == number
+        while not session.idle:
+            done += session.step()
+    assert max(per_step) == 6
+    assert dict(seen) == {r.id: list(range(len(r.prompt_ids) - 1)) for r in (short, long, last)}
+    expected = answers([short, long, last], Setup(), TARGET)
+    assert [
+        c.token_ids for c in sorted(done, key=lambda c: (short.id, long.id, last.id).index(c.request_id))
+    ] == expected
+
+
+def test_a_request_ends_during_its_prefill() -> None:
+    """Its pages are free again, its row is padding, and the next prompt takes its place."""
+    engine = engine_of(autoregressive(TARGET), Setup(prefill_chunk=4, prefill_tile=4, graph="step"), TARGET)
+    short, long, other = (requests(8)[i] for i in (1, 7, 3))
+    done = []
+    with engine.session(SamplingNeeds()) as session:
+        for request in (short, long, other):
+            session.submit(request)
+        for _ in range(3):
+            done += session.step()
+        free = engine.scheduler.num_free_pages
+        ended = session.abort(long.id)
+        assert ended is not None and (ended.finish_reason, ended.token_ids) == (ABORTED, [])
+        assert engine.scheduler.num_free_pages == free + engine.scheduler.pages_for(long)
+        assert engine.parts.state.active.tolist() == [1, 0, 0] and session.abort(long.id) is None
+        while not session.idle:
+            done += session.step()
+    assert [c.token_ids for c in done] == answers([short, other], Setup(), TARGET)
+    assert engine.scheduler.num_free_pages == engine.scheduler.num_pages
+
+
+@pytest.mark.parametrize("backend", ["fa4", "torch"])
+@pytest.mark.parametrize("maker", STEPPED)
+def test_a_prefill_reads_nothing_back(maker: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the forward over a chunk nor the entry of a request into the state."""
+    load_random_drafters(monkeypatch)
+    host = HostReads(monkeypatch)
+    for kind, name in ((Prefiller, "run"), (BatchState, "fill"), (BatchState, "activate")):
+        method = getattr(kind, name)
+
+        def watched(self: Any, *args: Any, _method: Any = method) -> Any:
+            with host.watch():
+                return _method(self, *args)
+
+        monkeypatch.setattr(kind, name, watched)
+    asked = [changed(r, max_new_tokens=1, **FILTERED) for r in requests(3)]
+    run(STEPPED[maker](), asked, Setup(backend=backend, max_batch=2, prefill_chunk=8, prefill_tile=4), TARGET)
+    assert (host.reads.seen, host.seen) == ([], [])
+
+
+@pytest.mark.parametrize("maker", ALL_MAKERS)
+def test_warm_up_touches_nothing(monkeypatch: pytest.MonkeyPatch, maker: str) -> None:
+    """Every size of forward runs without a token; the engine then serves as one that was never warmed up."""
+    load_random_drafters(monkeypatch)
+    algorithm = ALL_MAKERS[maker]()
+    engine = engine_of(algorithm, Setup(prefill_chunk=20, prefill_tile=4), TARGET)
+    engine.generate(requests(3, 4))
+    kept = [engine.parts.cache.kv, engine.parts.state.history, engine.parts.state.lengths]
+    kept += [store._rows for store in [getattr(algorithm, "_kept", None)] if store is not None]
+    kept += [cache.kv for cache in [getattr(algorithm, "_cache", None)] if cache is not None]
+    kept += list(store.tensors()) if (store := getattr(algorithm, "_store", None)) is not None else []
+    before = [tensor.clone() for tensor in kept]
+    with torch.inference_mode():
+        engine.prefiller.warm_up()
+    assert all(torch.equal(one, two) for one, two in zip(kept, before, strict=True))
+
+
+def test_sizes_of_a_forward() -> None:
+    assert tile_counts(1) == (1,)
+    assert tile_counts(5) == (1, 2, 3, 4, 5)
+    assert tile_counts(32) == (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+
+
+def test_lists_are_uploaded_side_by_side() -> None:
+    lists: list[list[int]] = [[3, -1], [], list(range(17)), [7]]
+    tensors = upload(lists, torch.device("cpu"))
+    assert [tensor.tolist() for tensor in tensors] == lists
+    assert all(tensor.dtype == torch.int64 and tensor.storage_offset() % 16 == 0 for tensor in tensors)
+
+
+def test_a_chunk_holds_a_token() -> None:
+    with pytest.raises(EngineError, match="prefill_chunk and prefill_tile: expected at least 1, got 0"):
+        engine_of(autoregressive(TARGET), Setup(prefill_chunk=0), TARGET)
