@@ -111,7 +111,7 @@ class Piece(NamedTuple):
 
 class Admission(NamedTuple):
     """What a step prefills, in the order of the queue, and where the request moves whose prompt was begun before and
-    is now completed. The move comes first: `Running.row` holds already."""
+    is now completed, if it does. The move comes first: `Running.row` holds already."""
 
     pieces: list[Piece]
     move: RowMove | None
@@ -204,7 +204,7 @@ class Scheduler:
             self._begun, source = None, begun.row
             pieces.append(self._next_piece(begun, tiles))
             tiles -= self._tiles_of(pieces[-1].num_tokens)
-            if pieces[-1].is_last:
+            if pieces[-1].is_last and source != begun.row:
                 move = RowMove(source, begun.row)
         while self._begun is None and self._waiting and len(self._rows) < self._max_batch:
             request = self._waiting[0]
