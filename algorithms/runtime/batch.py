@@ -49,18 +49,21 @@ class PenaltyState:
     def fill(self, row: int, request: Request, prompt: Tensor) -> None:
         """Put a request with the tokens `prompt` into `row`."""
         sampling = request.sampling
-        self.repetition[row] = sampling.repetition_penalty
-        self.presence[row] = sampling.presence_penalty
-        self.frequency[row] = sampling.frequency_penalty
+        self.repetition[row].fill_(sampling.repetition_penalty)
+        self.presence[row].fill_(sampling.presence_penalty)
+        self.frequency[row].fill_(sampling.frequency_penalty)
         for tensor in (self.output_counts, self.prompt_seen, self.bias):
-            tensor[row] = 0
+            tensor[row].zero_()
         self.prompt_seen[row].index_fill_(0, prompt, True)
         for token, bias in sampling.logit_bias.items():
-            self.bias[row, token] = bias
+            self.bias[row, token].fill_(bias)
 
 
 class BatchState:
-    """Tensors for up to `max_batch` requests of up to `max_pages` pages and `context` positions; see `Batch`."""
+    """Tensors for up to `max_batch` requests of up to `max_pages` pages and `context` positions; see `Batch`.
+
+    Numbers enter by `fill_`: on a GPU, `tensor[row] = number` is a copy that the host waits for.
+    """
 
     def __init__(self, max_batch: int, max_pages: int, context: int, vocab: int, device: torch.device) -> None:
         def full(value: float, dtype: torch.dtype, *shape: int) -> Tensor:
@@ -84,19 +87,20 @@ class BatchState:
         # Entries past the request's pages are page 0: never read, but a valid address.
         table = [*pages, *[0] * (self.page_table.shape[1] - len(pages))]
         prompt, table_row = upload([request.prompt_ids, table], self._device)
-        self.last_tokens[row] = request.prompt_ids[-1]
+        self.last_tokens[row].fill_(request.prompt_ids[-1])
         self.history[row, : len(prompt)] = prompt
         self.page_table[row] = table_row
         params = request.sampling
         values = (params.temperature, params.top_k, params.top_p, params.min_p, params.seed)
         for tensor, value in zip(self._sampling, values, strict=True):
-            tensor[row] = value
+            tensor[row].fill_(value)
         if self.penalties is not None:
             self.penalties.fill(row, request, prompt)
 
     def activate(self, row: int, length: int) -> None:
         """Let steps run on `row`, whose prompt is in the cache but for its last token, at position `length`."""
-        self.lengths[row], self.active[row] = length, 1
+        self.lengths[row].fill_(length)
+        self.active[row].fill_(1)
 
     def move(self, source: int, target: int) -> None:
         """Copy row `source` over row `target`; whether `target` is padding stays as it is."""
@@ -106,10 +110,10 @@ class BatchState:
 
     def clear(self, rows: int | slice) -> None:
         """Make `rows` padding, which is greedy: a step draws and filters nothing for it."""
-        self.active[rows] = 0
-        self.lengths[rows] = 0
+        self.active[rows].zero_()
+        self.lengths[rows].zero_()
         for tensor, (value, _) in zip(self._sampling, _NEUTRAL, strict=True):
-            tensor[rows] = value
+            tensor[rows].fill_(value)
 
     def batch(self, start: int, stop: int, max_length: int) -> Batch:
         """Rows start … stop - 1 as views."""

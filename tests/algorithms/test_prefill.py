@@ -142,10 +142,20 @@ def test_a_request_ends_during_its_prefill() -> None:
 @pytest.mark.parametrize("backend", ["fa4", "torch"])
 @pytest.mark.parametrize("maker", STEPPED)
 def test_a_prefill_reads_nothing_back(maker: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the forward over a chunk nor the entry of a request into the state."""
+    """Neither the forward over a chunk nor the entry of a request into the state and its way out. The host also waits
+    where a number is assigned to an element of a tensor on a GPU."""
     load_random_drafters(monkeypatch)
     host = HostReads(monkeypatch)
-    for kind, name in ((Prefiller, "run"), (BatchState, "fill"), (BatchState, "activate")):
+    assign = torch.Tensor.__setitem__
+
+    def assigned(self: torch.Tensor, index: Any, value: Any) -> None:
+        if host.watching and not isinstance(value, torch.Tensor):
+            host.seen.append("__setitem__")
+        assign(self, index, value)
+
+    monkeypatch.setattr(torch.Tensor, "__setitem__", assigned)
+    ways = [(BatchState, name) for name in ("fill", "activate", "move", "clear")]
+    for kind, name in ((Prefiller, "run"), *ways):
         method = getattr(kind, name)
 
         def watched(self: Any, *args: Any, _method: Any = method) -> Any:
