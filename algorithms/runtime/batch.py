@@ -46,9 +46,9 @@ class PenaltyState:
         self.prompt_seen = torch.zeros((rows, vocab), dtype=torch.bool, device=device)
         self.bias = torch.zeros((rows, vocab), dtype=torch.float32, device=device)
 
-    def fill(self, row: int, request: Request, prompt: Tensor) -> None:
-        """Put a request with the tokens `prompt` into `row`."""
-        sampling = request.sampling
+    def fill(self, row: int, request: Request) -> None:
+        """Put a request into `row`."""
+        sampling, (prompt,) = request.sampling, upload([request.prompt_ids], self.bias.device)
         self.repetition[row].fill_(sampling.repetition_penalty)
         self.presence[row].fill_(sampling.presence_penalty)
         self.frequency[row].fill_(sampling.frequency_penalty)
@@ -95,7 +95,7 @@ class BatchState:
         for tensor, value in zip(self._sampling, values, strict=True):
             tensor[row].fill_(value)
         if self.penalties is not None:
-            self.penalties.fill(row, request, prompt)
+            self.penalties.fill(row, request)
 
     def activate(self, row: int, length: int) -> None:
         """Let steps run on `row`, whose prompt is in the cache but for its last token, at position `length`."""

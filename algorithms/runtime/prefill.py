@@ -33,7 +33,7 @@ class Prefiller:
     def __init__(self, parts: StepParts, tile: int, num_tiles: int) -> None:
         self._parts, self._tile, self._sizes = parts, tile, tile_counts(num_tiles)
         self._columns = torch.arange(tile + 1, device=parts.resources.device)
-        self._is_warm = parts.resources.device.type != "cuda"
+        self._is_warm = parts.resources.device.type != "cuda" or not parts.resources.backend.capturable
 
     def prepare(self) -> None:
         """Run every size of forward once on a GPU, where kernels are compiled."""
