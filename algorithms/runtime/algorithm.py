@@ -10,7 +10,7 @@ This file imports no torch, because algorithm files are read for their configura
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ class Resources:
     impl: str
     fused: bool = False
     """Whether models run fused kernels, or torch's operations one by one."""
+    caches: list[Any] = field(default_factory=list)
+    """Every `KVCache` of the run, the target's and the drafter's."""
 
     def choose_forward(self, model: FusableModel) -> None:
         """Let `model`, a target or a drafter, run the forward of this run."""

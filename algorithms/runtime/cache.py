@@ -36,7 +36,9 @@ class KVCache:
             device=resources.device,
             dtype=resources.dtype,
         )
-        return cls(kv, rope_table(config, resources.context, resources.device), config)
+        cache = cls(kv, rope_table(config, resources.context, resources.device), config)
+        resources.caches.append(cache)
+        return cache
 
     @property
     def page_size(self) -> int:

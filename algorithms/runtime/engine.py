@@ -367,19 +367,27 @@ class Session:
             if running.completion.finish_reason:
                 continue
             tokens, logprobs, valid = result.of(place)
-            if not valid:
-                raise EngineError(
-                    f"request {running.request.id}: the target gave no finite logit near position {running.length}; "
-                    "its weights are broken or the dtype overflows"
-                )
-            self._row_steps += 1
-            self._emitted += len(tokens)
-            move = self._scheduler.advance(running, tokens, logprobs, _now_ms())
+            if valid:
+                self._row_steps += 1
+                self._emitted += len(tokens)
+                move = self._scheduler.advance(running, tokens, logprobs, _now_ms())
+            else:
+                move = self._fail(running)
             if move is not None:
                 self._num_finished += 1
                 self._move_rows(move)
                 ended.append(running.completion)
         return ended
+
+    def _fail(self, running: Running) -> RowMove:
+        """End a request without a finite logit. What it stored is overwritten, behind the steps still in flight."""
+        for cache in self._parts.resources.caches:
+            cache.kv[:, :, running.pages] = 0
+        message = (
+            f"request {running.request.id}: the target gave no finite logit near position {running.length}; its "
+            "weights are broken or the dtype overflows"
+        )
+        return self._scheduler.fail(running, message, _now_ms())
 
     def _move_rows(self, move: RowMove) -> None:
         """Do to the tensors what the scheduler did to its rows."""

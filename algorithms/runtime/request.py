@@ -9,7 +9,7 @@ from algorithms.runtime.sampling_params import SamplingParams
 
 
 class EngineError(ValueError):
-    """A request that cannot be served, or a target that gave no finite logit."""
+    """A request that cannot be served."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,9 @@ class Completion:
     logprobs: list[float] = field(default_factory=list)
     text: str = ""
     finish_reason: str = ""
+    """stop_token, stop_string, length, aborted, or `error` where the target gave no finite logit."""
+    error: str = ""
+    """Why the request failed; empty unless `finish_reason` is `error`."""
     accepted_counts: list[int] = field(default_factory=list)
     num_truncated: int = 0
     emitted_at_ms: list[float] = field(default_factory=list)

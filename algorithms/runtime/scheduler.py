@@ -19,6 +19,7 @@ from typing import NamedTuple
 from algorithms.runtime.request import Completion, EngineError, Request
 
 ABORTED = "aborted"
+FAILED = "error"
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -269,6 +270,11 @@ class Scheduler:
                 running.completion.finish_reason = ABORTED
                 return running.completion, self._retire(running, now_ms)
         return None
+
+    def fail(self, running: Running, message: str, now_ms: float) -> RowMove:
+        """End a request that cannot go on: it keeps what it has, with finish reason `error` and the message."""
+        running.completion.finish_reason, running.completion.error = FAILED, message
+        return self._retire(running, now_ms)
 
     def clear(self) -> None:
         """Drop all requests; every page is free again."""

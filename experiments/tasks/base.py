@@ -126,6 +126,9 @@ class Task:
             progress = step_progress(self.console, label or algo.name, len(asked))
             with progress as on_step, record_compilations() as compiled:
                 generation = engine.generate(asked, on_step)
+            failed = [completion.error for completion in generation.completions if completion.error]
+            if failed and len(failed) == len(asked):
+                raise EngineError(f"all {len(asked)} requests failed; the first: {failed[0]}")
         depth, served = algorithm.max_depth, dict(backend.served)
         return Decoded(algo.name, asked, generation, depth, algorithm.rule, served, compiled)
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from functools import cache
 
 import pytest
 
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree
 from algorithms.runtime.cache import KVCache
+from algorithms.runtime.models.loading import Target
 from tests.algorithms.drafters import ALL_MAKERS, TARGET, load_random_drafters
-from tests.algorithms.toy import Setup, answers, changed, requests, run
+from tests.algorithms.toy import VOCAB, Setup, answers, changed, engine_of, requests, run
 
 
 @pytest.fixture
@@ -77,3 +80,30 @@ def test_kernels_read_nothing_before_it_is_written(loaded: None, monkeypatch: py
     clean = served(maker, few, setup)
     fill_with_nan(monkeypatch)
     assert served(maker, few, setup) == clean
+
+
+def breaks_at(target: Target, poison: int) -> Target:
+    """The same target with NaN for the token `poison`: a request that reads it has no finite logit from there on."""
+    broken = copy.deepcopy(target)
+    broken.model.model.embed_tokens.weight.data[poison] = float("nan")
+    return broken
+
+
+@pytest.mark.parametrize("setup", [Setup(page_size=4), Setup(graph="step", overlap=1)], ids=["eager", "captured"])
+@pytest.mark.parametrize("maker", ["autoregressive", "ngram", "standalone_chain", "dflash_chain"])
+def test_a_request_without_finite_logits_ends_alone(loaded: None, maker: str, setup: Setup) -> None:
+    """The others go on, also those that take its pages and its row."""
+    few = requests(4, max_new_tokens=4)
+    wanted, drafts = served(maker, few, setup)
+    met = {token for tokens, _ in drafts for row in tokens for token in row} | {t for ids in wanted for t in ids}
+    # A token that no other request reads, writes or drafts.
+    poison = next(token for token in range(VOCAB) if token not in met and not any(token in r.prompt_ids for r in few))
+    few[1] = replace(few[1], prompt_ids=(*few[1].prompt_ids, poison, 3))
+    engine = engine_of(ALL_MAKERS[maker](), setup, breaks_at(TARGET, poison))
+    done = engine.generate(few).completions
+    assert (done[1].finish_reason, done[1].token_ids) == ("error", [])
+    assert "request 1: the target gave no finite logit" in done[1].error
+    for place in (0, 2, 3):
+        assert (done[place].token_ids, done[place].error) == (wanted[place], "")
+    assert engine.scheduler.num_free_pages == engine.scheduler.num_pages
+    assert all(cache.kv.isfinite().all() for cache in engine.parts.resources.caches)
