@@ -149,8 +149,10 @@ class Engine:
         requests: Sequence[Request],
         on_step: Callable[[StepReport], None] | None = None,
         needs: SamplingNeeds | None = None,
+        on_end: Callable[[Completion], None] | None = None,
     ) -> Generation:
-        """Serve `requests` to the end, by steps made for `needs`; None: for what these requests ask.
+        """Serve `requests` to the end, by steps made for `needs`; None: for what these requests ask. `on_end` is
+        called with each completion as its request ends.
 
         Raises EngineError before anything runs if a request does not fit the vocabulary, the context or the pool.
         However it ends, all pages are free again.
@@ -165,7 +167,10 @@ class Engine:
                 session.submit(request)
             done: list[Completion] = []
             while not session.idle:
-                done += session.step()
+                ended = session.step()
+                done += ended
+                for completion in ended if on_end else ():
+                    on_end(completion)  # type: ignore[misc]
                 if on_step is not None:
                     on_step(session.report())
             return session.generation(sorted(done, key=lambda completion: place[completion.request_id]))

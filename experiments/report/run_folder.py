@@ -1,9 +1,10 @@
-"""The folder of a run. Every file appears whole or not at all, and summary.json only for a run that is done.
+"""The folder of a run. Every file but requests.jsonl appears whole or not at all, summary.json only when a run is done.
 
-status.json                running, then done, failed or interrupted
+status.json                running, then done, failed or interrupted; a heartbeat and the number of requests that ended
 config.yaml                the resolved configuration
 TASK.md, .csv, .jsonl      the table of results
-requests.jsonl             task=generate: one object per request, with texts, token ids, accepted counts and times
+requests.jsonl             one object per request, with text, token ids, accepted counts and times; it grows as requests
+                           end, and task=generate replaces it by one that holds both sides of the comparison
 report.html                everything in one page
 summary.json               conditions and rows of the run
 
@@ -12,17 +13,22 @@ docs/reading_a_report.md explains the contents.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from experiments.app.errors import UserError, user_errors
 
 STATUS, CONFIG, REPORT, SUMMARY = "status.json", "config.yaml", "report.html", "summary.json"
+REQUESTS = "requests.jsonl"
+HEARTBEAT_S = 10.0
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -57,8 +63,25 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = _claim(path)
-        self._status: dict[str, Any] = {"status": "running", "pid": os.getpid(), "started": _now()}
-        self._write_status()
+        self._status: dict[str, Any] = {"status": "running", "pid": os.getpid(), "started": _now(), "requests": 0}
+        self._requests: TextIO | None = None
+        self._ended = threading.Event()
+        self.write(STATUS, to_json(self._status))
+        self._heart = threading.Thread(target=self._beat, daemon=True)
+        self._heart.start()
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have ended and are on disk."""
+        return int(self._status["requests"])
+
+    def record(self, request: Mapping[str, Any]) -> None:
+        """Append a request that has ended to requests.jsonl, so that nothing which ends the run can lose it."""
+        if self._requests is None:
+            self._requests = open(self.path / REQUESTS, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
+        self._requests.write(to_json(request, indent=None) + "\n")
+        self._requests.flush()
+        self._status["requests"] += 1
 
     def write(self, name: str, text: str) -> None:
         """Write one file, whole."""
@@ -72,17 +95,39 @@ class RunFolder:
 
     def finish(self, status: str, error: str | None = None) -> None:
         """Record how the run ended."""
+        self._stop()
         self._status |= {"status": status, "ended": _now()} | ({"error": error} if error else {})
         self._write_status()
 
     def discard(self) -> None:
         """Remove the folder: a run that was refused leaves nothing."""
+        self._stop()
         for name in (STATUS, CONFIG):
             (self.path / name).unlink(missing_ok=True)
         self.path.rmdir()
 
+    def _stop(self) -> None:
+        """End the heartbeat and close requests.jsonl."""
+        self._ended.set()
+        self._heart.join()
+        if self._requests is not None:
+            with suppress(OSError):  # what was flushed is on disk
+                self._requests.close()
+
+    def _beat(self) -> None:
+        while not self._ended.wait(HEARTBEAT_S):
+            self._status["heartbeat"] = _now()
+            self._write_status()
+
     def _write_status(self) -> None:
-        self.write(STATUS, to_json(self._status))
+        """Write status.json. On a full disk the new text goes into the place that the old one has."""
+        text = to_json(dict(self._status))
+        try:
+            self.write(STATUS, text)
+        except OSError:
+            with suppress(OSError), open(self.path / STATUS, "r+", encoding="utf-8") as file:
+                file.write(text)
+                file.truncate()
 
 
 def _claim(path: Path) -> Path:
@@ -100,7 +145,10 @@ def _claim(path: Path) -> Path:
 
 @contextmanager
 def open_run_folder(path: Path) -> Iterator[RunFolder]:
-    """Own `path` during the block. status.json then says how the block ended; a `UserError` removes the folder."""
+    """Own `path` during the block. status.json then says how the block ended.
+
+    A `UserError` removes the folder, unless requests have ended. A full disk becomes a `UserError`.
+    """
     with user_errors(OSError):
         folder = RunFolder(path)
     try:
@@ -108,10 +156,16 @@ def open_run_folder(path: Path) -> Iterator[RunFolder]:
     except KeyboardInterrupt:
         folder.finish("interrupted")
         raise
-    except UserError:
-        folder.discard()
+    except UserError as error:
+        if folder.num_requests:
+            folder.finish("failed", str(error))
+        else:
+            folder.discard()
         raise
     except BaseException as error:
         folder.finish("failed", f"{type(error).__name__}: {error}")
+        if isinstance(error, OSError) and error.errno in NO_SPACE:
+            kept = f"{folder.num_requests} requests that had ended are in {folder.path / REQUESTS}"
+            raise UserError(f"the disk is full: {error}\n{kept}\nmake room, or give another paths.outputs") from error
         raise
     folder.finish("done")

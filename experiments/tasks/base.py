@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.console import Console
@@ -12,7 +14,7 @@ from experiments.app.plan import Plan, Workload
 from experiments.report import metrics
 from experiments.report.console import step_progress
 from experiments.report.page import Card
-from experiments.report.run_folder import json_lines
+from experiments.report.run_folder import RunFolder, json_lines
 from experiments.report.tables import Column, Row, csv_text, markdown
 from experiments.tasks.decoding import (
     AUTOREGRESSIVE,
@@ -25,7 +27,7 @@ from experiments.tasks.decoding import (
 
 if TYPE_CHECKING:
     from algorithms.runtime.models.loading import Target
-    from algorithms.runtime.request import Request
+    from algorithms.runtime.request import Completion, Request
 
 
 class Task:
@@ -35,6 +37,9 @@ class Task:
     columns: ClassVar[Sequence[Column]]
     objective: ClassVar[str]
     """Key of the row figure that a sweep maximises."""
+
+    folder: RunFolder | None = None
+    """Where requests are recorded as they end."""
 
     def __init__(self, plan: Plan, target: Target, console: Console) -> None:
         self.plan, self.target, self.console = plan, target, console
@@ -123,14 +128,21 @@ class Task:
                 brief = [r.with_sampling(max_new_tokens=min(tokens, r.sampling.max_new_tokens)) for r in few]
                 engine.generate(brief, needs=needs)
             engine.forget()
+            record = partial(self._record, workload.name, label or algo.name)
             progress = step_progress(self.console, label or algo.name, len(asked))
             with progress as on_step, record_compilations() as compiled:
-                generation = engine.generate(asked, on_step)
+                generation = engine.generate(asked, on_step, on_end=record)
             failed = [completion.error for completion in generation.completions if completion.error]
             if failed and len(failed) == len(asked):
                 raise EngineError(f"all {len(asked)} requests failed; the first: {failed[0]}")
         depth, served = algorithm.max_depth, dict(backend.served)
         return Decoded(algo.name, asked, generation, depth, algorithm.rule, served, compiled)
+
+    def _record(self, data: str, method: str, completion: Completion) -> None:
+        """Put a request that has ended on disk."""
+        if self.folder is not None:
+            figures = asdict(completion)
+            self.folder.record({"data": data, "method": method, "id": figures.pop("request_id"), **figures})
 
     def decode_methods(
         self,

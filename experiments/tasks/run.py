@@ -59,6 +59,7 @@ def run_task(config: RunConfig, composed: DictConfig) -> float:
     tell(f"{task.title} · {hardware.device} {hardware.dtype} · {hardware.label}")
     with open_run_folder(output_folder(Path(HydraConfig.get().runtime.output_dir))) as folder:
         folder.write(CONFIG, OmegaConf.to_yaml(composed, resolve=True))
+        task.folder = folder
         rows = task.measure()
         conditions = run_conditions(config, hardware)
         notes, failures = task.warnings(rows), task.failures(rows)

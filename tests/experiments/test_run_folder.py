@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from experiments.app.errors import UserError
+from experiments.app.schema import REPO_ROOT
 from experiments.report import run_folder as records
 from experiments.report.run_folder import RunFolder, json_lines, open_run_folder, to_json, write_whole
 
@@ -67,6 +72,71 @@ def test_the_summary_is_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with open_run_folder(tmp_path / "run") as folder:
         folder.write_results({"requests.jsonl": "", "report.html": ""}, {})
     assert written.index("summary.json") > max(written.index("requests.jsonl"), written.index("report.html"))
+
+
+def recorded(folder: Path) -> list[int]:
+    return [json.loads(line)["id"] for line in (folder / "requests.jsonl").read_text().splitlines()]
+
+
+def test_requests_are_on_disk_as_they_end(tmp_path: Path) -> None:
+    with open_run_folder(tmp_path / "run") as folder:
+        for i in range(3):
+            folder.record({"id": i})
+            assert recorded(folder.path) == list(range(i + 1))
+    assert json.loads((tmp_path / "run/status.json").read_text())["requests"] == 3
+
+
+def test_a_refusal_after_requests_have_ended_keeps_them(tmp_path: Path) -> None:
+    with pytest.raises(UserError), open_run_folder(tmp_path / "run") as folder:
+        folder.record({"id": 0})
+        raise UserError("no finite logit")
+    assert status(tmp_path / "run") == "failed" and recorded(tmp_path / "run") == [0]
+
+
+def test_a_full_disk_keeps_what_ended_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """New files cannot be written any more; the status goes into the place of the old one."""
+
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(UserError, match="the disk is full") as caught, open_run_folder(tmp_path / "run") as folder:
+        folder.record({"id": 0})
+        monkeypatch.setattr(records, "write_whole", full)
+        folder.write("report.html", "x")
+    assert "1 requests that had ended are in" in str(caught.value)
+    assert status(tmp_path / "run") == "failed" and recorded(tmp_path / "run") == [0]
+
+
+def test_a_heartbeat_tells_that_the_run_is_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "HEARTBEAT_S", 0.01)
+    with open_run_folder(tmp_path / "run") as folder:
+        folder.record({"id": 0})
+        for _ in range(500):
+            found = json.loads((folder.path / "status.json").read_text())
+            if "heartbeat" in found:
+                break
+            time.sleep(0.01)
+        assert found["status"] == "running" and found["requests"] == 1 and found["heartbeat"] >= found["started"]
+    assert status(tmp_path / "run") == "done" and not any(p.suffix == ".tmp" for p in (tmp_path / "run").iterdir())
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from experiments.report.run_folder import open_run_folder
+
+with open_run_folder(Path("run")) as folder:
+    folder.record({{"id": 0}})
+    folder.record({{"id": 1}})
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_run_keeps_what_ended(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED.format(root=str(REPO_ROOT))], cwd=tmp_path, timeout=100)
+    assert done.returncode == -9
+    assert recorded(tmp_path / "run") == [0, 1] and status(tmp_path / "run") == "running"
 
 
 def test_input_that_forbids_a_run_leaves_nothing(tmp_path: Path) -> None:

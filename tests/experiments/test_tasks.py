@@ -126,7 +126,8 @@ def compared(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Done:
 def test_compare_tells_the_same_everywhere(compared: Done) -> None:
     assert compared.folder is not None
     assert {p.name for p in compared.folder.iterdir()} == {
-        "config.yaml", "status.json", "summary.json", "report.html", "compare.md", "compare.csv", "compare.jsonl",
+        "config.yaml", "status.json", "summary.json", "report.html", "requests.jsonl", "compare.md", "compare.csv",
+        "compare.jsonl",
     }  # fmt: skip
     rows = compared.rows
     methods = ["autoregressive", "standalone", "ngram", "dflash", "dflash_tree"]
