@@ -188,9 +188,8 @@ def _mla_kernel(
 
     total = tl.where(live, total, 0.0)
     inverse = inverse_or_zero(total)[:, None]
-    lse = log2_sum(top, total)
     first_row, to_rows, written = _write_lse(
-        lse_ptr, lse, first_row, rows, nodes, live, split, num_splits, num_nodes, SPLIT
+        lse_ptr, log2_sum(top, total), first_row, rows, nodes, live, split, num_splits, num_nodes, SPLIT
     )
     out_ptr += first_row * LATENT
     _store_columns(out_ptr, to_rows, LATENT, 0, BLOCK_A, BLOCK_A, acc_a * inverse, written)
