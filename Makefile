@@ -11,13 +11,16 @@ PIP  := $(BIN)/python -m pip --disable-pip-version-check
 SPEC := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help run test gate mutants docs audit soak lint types clean
+.PHONY: help run smollm2 test gate mutants docs audit soak lint types clean
 
 help:  ## this list
-	@grep -E '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1	/' | expand -t 14
+	@grep -E '^[a-z0-9-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1	/' | expand -t 14
 
 run: $(VENV)/.installed  ## install, then decode with DFlash and prove the output lossless
 	$(BIN)/python run.py algo=dflash backend=fa4 $(ARGS)
+
+smollm2: $(VENV)/.installed  ## download SmolLM2-135M-Instruct (93 MB) and convert it to models/smollm2-135m-instruct
+	$(BIN)/python -m experiments.models.smollm2 $(ARGS)
 
 test: $(VENV)/.installed-dev  ## install with the dev extra, then the test suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)

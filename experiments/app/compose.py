@@ -62,9 +62,15 @@ def register() -> None:
     OmegaConf.register_new_resolver("repo", lambda path: str(REPO_ROOT / path), replace=True)
     OmegaConf.register_new_resolver("run_name", run_name, replace=True)
     store = ConfigStore.instance()
-    fixed = {
+    with user_errors(ValueError):
+        groups = option_schemas()
+        # Hydra overrides the keys that are there: `model.drafts.eagle3=…` needs no `+` where the key is.
+        drafters: dict[str, str | None] = {
+            name: None for name, algorithm in available().items() if algorithm.needs_draft_model
+        }
+    fixed: dict[str, Any] = {
         "run": RunConfig,
-        "model": ModelConfig,
+        "model": ModelConfig(drafts=drafters),
         "sampling": SamplingParams,
         "runtime": RuntimeConfig,
         "tracker": TrackerConfig,
@@ -72,8 +78,6 @@ def register() -> None:
     }
     for name, schema in fixed.items():
         store.store(group="schema", name=name, node=schema)
-    with user_errors(ValueError):
-        groups = option_schemas()
     for group, options in groups.items():
         for name, schema in options.items():
             store.store(group=f"schema/{group}", name=name, node=schema)

@@ -59,6 +59,12 @@ class Plan:
     workloads: tuple[Workload, ...]
 
     @property
+    def model_label(self) -> str:
+        """What to call the target: its name, and what became of its weights, where its folder says so."""
+        label = self.config.model.label
+        return f"{label} ({self.target.origin})" if self.target.origin else label
+
+    @property
     def graph(self) -> str:
         """How much of a step is captured."""
         return self.hardware.graph_level(self.config.runtime.graph, self.config.backend.capturable)
@@ -79,8 +85,9 @@ class Plan:
 def resolve(config: RunConfig) -> Plan:
     """Settle and check everything that `config` asks for; no weights are read.
 
-    Raises UserError, in this order: a drafter that is missing or ambiguous, the hardware, the target folder, settings
-    and drafters of the algorithms, the backends and what of them can be captured, prompts, processes, tokenizer.
+    Raises UserError, in this order: a target that has to be fetched first, a drafter that is missing or ambiguous, the
+    hardware, the target folder, settings and drafters of the algorithms, the backends and what of them can be captured,
+    prompts, processes, tokenizer.
     """
     from algorithms.registry import available
     from algorithms.runtime.models.loading import read_target
@@ -89,6 +96,7 @@ def resolve(config: RunConfig) -> Plan:
     task = config.task
     with user_errors(ValueError, OSError):
         methods, backends, sets = task.methods_of(config), task.backends_of(config), task.data_of(config)
+    _check_target_there(config.model)
     _check_drafters_named(config.model, methods)
     hardware = resolve_hardware(config.runtime)
     with user_errors(ValueError, OSError):
@@ -106,9 +114,18 @@ def resolve(config: RunConfig) -> Plan:
     return Plan(config, hardware, target, tokenizer, methods, tuple(backends), workloads)
 
 
+def _check_target_there(model: ModelConfig) -> None:
+    """Say how to get a target that is not there, where its option knows."""
+    from algorithms.runtime.models.folder import is_absent
+
+    if model.obtain is not None and is_absent(model.path):
+        raise UserError(f"model={model.name}: there is no folder {model.path}\n{model.obtain}")
+
+
 def _check_drafters_named(model: ModelConfig, methods: Mapping[str, Any]) -> None:
-    """Refuse an algorithm whose drafter is not named, and one drafter that is meant for several algorithms."""
+    """Refuse an algorithm whose drafter is not named or not there, and one drafter for several algorithms."""
     from algorithms.registry import available
+    from algorithms.runtime.models.folder import is_absent
 
     names = dict.fromkeys(algo.name for algo in methods.values())
     drafting = [name for name in names if available()[name].needs_draft_model]
@@ -122,6 +139,11 @@ def _check_drafters_named(model: ModelConfig, methods: Mapping[str, Any]) -> Non
             raise UserError(
                 f"algo={name} needs a drafter, and model={model.name} names none for it\n"
                 f"give its folder or hub name as model.draft_path or model.drafts.{name}"
+            )
+        if model.draft_path is None and is_absent(str(model.drafts[name])):
+            raise UserError(
+                f"algo={name}: the drafter of model={model.name} is not there: {model.drafts[name]}\n"
+                f"train one with python -m experiments.train, or give another as model.drafts.{name}"
             )
 
 

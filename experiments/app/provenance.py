@@ -51,10 +51,10 @@ def machine(device: str) -> str:
     return f"{_cpu_name()}, {os.cpu_count()} cores"
 
 
-def run_conditions(config: RunConfig, hardware: Hardware) -> dict[str, Any]:
+def run_conditions(config: RunConfig, hardware: Hardware, model: str) -> dict[str, Any]:
     """What all rows of one run share: the provenance record that every task writes.
 
-    A setting that the task varies by itself is None.
+    `model` is what the target is called. A setting that the task varies by itself is None.
     """
     varied = config.task.IGNORED
     sampling = asdict(config.sampling) | ({"temperature": None} if "sampling.temperature" in varied else {})
@@ -63,7 +63,7 @@ def run_conditions(config: RunConfig, hardware: Hardware) -> dict[str, Any]:
         for key in ("page_size", "max_batch", "graph")
     }
     return {
-        "model": config.model.label,
+        "model": model,
         "backend": config.backend.name,
         "device": hardware.device,
         "dtype": hardware.dtype,

@@ -42,13 +42,15 @@ def expect_between(name: str, value: float, low: float, high: float, above: bool
 class ModelConfig:
     """Folders in the Hugging Face layout, or hub names such as `org/model`.
 
-    `drafts` names the drafter of each algorithm; `draft_path` replaces it for the algorithm of this run.
+    `drafts` names the drafter of each algorithm; `draft_path` replaces it for the algorithm of this run. `obtain` says
+    how to get the target, and is shown where its folder is absent.
     """
 
     name: str = MISSING
     path: str = MISSING
     draft_path: str | None = None
-    drafts: dict[str, str] = field(default_factory=dict)
+    drafts: dict[str, str | None] = field(default_factory=dict)
+    obtain: str | None = None
 
     def drafter_of(self, algo: str) -> str | None:
         """Folder or hub name of the drafter of `algo`; None where there is none."""

@@ -56,7 +56,7 @@ class Task:
         backends = ", ".join(backend.name for backend in plan.backends)
         counts = [(data.name, len(data.requests)) for data in plan.workloads]
         sets = ", ".join(f"{name} ({count} {'prompt' if count == 1 else 'prompts'})" for name, count in counts)
-        return f"{methods} · {backends} · {plan.config.model.label} · {sets}"
+        return f"{methods} · {backends} · {plan.model_label} · {sets}"
 
     def label(self, row: Row) -> str:
         """What a warning calls `row`."""

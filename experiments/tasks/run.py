@@ -61,7 +61,7 @@ def run_task(config: RunConfig, composed: DictConfig) -> float:
         folder.write(CONFIG, OmegaConf.to_yaml(composed, resolve=True))
         task.folder = folder
         rows = task.measure()
-        conditions = run_conditions(config, hardware)
+        conditions = run_conditions(config, hardware, plan.model_label)
         notes, failures = task.warnings(rows), task.failures(rows)
         shown = notes, task.headline(rows), task.sections(rows), failures
         page = render(task.title, task.columns, rows, conditions, resolved, *shown)

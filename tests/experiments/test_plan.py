@@ -97,6 +97,18 @@ def test_shipped_drafters_pass(algo: str) -> None:
     check(f"algo={algo}")
 
 
+def test_a_target_that_has_to_be_fetched_says_how(tmp_path: Path) -> None:
+    said = refusal("model=smollm2", "algo=ngram", f"model.path={tmp_path / 'absent'}")
+    assert "make smollm2" in said and "HuggingFaceTB/SmolLM2-135M-Instruct" in said and "absent" in said
+
+
+def test_a_drafter_is_named_without_a_plus() -> None:
+    named = f"model.drafts.eagle3={TINY / 'eagle3'}"
+    check("model=local", f"model.path={TINY / 'target'}", "algo=eagle3", named)
+    said = refusal("algo=eagle3", "model.drafts.eagle3=nowhere/else/head")
+    assert "the drafter of model=tiny is not there: nowhere/else/head" in said and "model.drafts.eagle3" in said
+
+
 def test_topk_above_the_draft_vocabulary(tmp_path: Path) -> None:
     folder = shutil.copytree(TINY / "eagle3", tmp_path / "head")
     edit_json(folder / "config.json", draft_vocab_size=5)

@@ -85,8 +85,8 @@ def called(home: Path, models: Path, *arguments: str) -> Done:
     fixed = [
         "model=local",
         f"model.path={models / 'target'}",
-        f"+model.drafts.dflash={models / 'dflash'}",
-        f"+model.drafts.standalone={models / 'draft'}",
+        f"model.drafts.dflash={models / 'dflash'}",
+        f"model.drafts.standalone={models / 'draft'}",
         "runtime.device=cpu",
         "runtime.impl=reference",
         "tracker=none",

@@ -28,12 +28,22 @@ class ModelError(ValueError):
         super().__init__("\n".join([what, *shown]))
 
 
+def is_absent(path_or_hub_name: str | Path) -> bool:
+    """Whether there is neither such a file or folder, nor a hub name of this form.
+
+    A name whose first part is a local folder counts as a misspelt path.
+    """
+    name = str(path_or_hub_name)
+    if Path(name).expanduser().exists():
+        return False
+    return not HUB_NAME.fullmatch(name) or Path(name.split("/")[0]).is_dir()
+
+
 def resolve_folder(path_or_hub_name: str | Path, pickles: bool = False) -> Path:
     """The folder of a model: an existing folder, or a hub name `organisation/name`, downloaded once and cached.
 
-    Only safetensors, JSON and Jinja files are downloaded, and `pytorch_model.bin` where `pickles` asks for it. A name
-    whose first part is a local folder counts as a misspelt path and is not looked up. Raises ModelError that names the
-    path.
+    Only safetensors, JSON and Jinja files are downloaded, and `pytorch_model.bin` where `pickles` asks for it. Raises
+    ModelError that names the path.
     """
     name = str(path_or_hub_name)
     path = Path(name).expanduser()
@@ -47,7 +57,7 @@ def resolve_folder(path_or_hub_name: str | Path, pickles: bool = False) -> Path:
             actual="a file" + (" (pickle, never loaded)" if path.suffix in PICKLE_SUFFIXES else ""),
             fix="give the folder that holds the model's files",
         )
-    if not HUB_NAME.fullmatch(name) or Path(name.split("/")[0]).is_dir():
+    if is_absent(name):
         raise ModelError(
             "model folder not found",
             where=path.absolute(),

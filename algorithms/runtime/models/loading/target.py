@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +29,8 @@ class TargetFolder:
 
     config: DecoderConfig
     path: Path
+    origin: str | None = field(default=None, kw_only=True)
+    """What became of the published weights, such as `dequantised Q4_1`: `weights_origin` in `config.json`."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ def load_target(path: str | Path | TargetFolder, device: torch.device | str, dty
         model = Decoder(found.config)
     ignored = {"lm_head.weight"} if found.config.tie_word_embeddings else set()
     load_weights(model, found.path, device, dtype, ignored=ignored)
-    return Target(found.config, found.path, model)
+    return Target(found.config, found.path, model, origin=found.origin)
 
 
 def read_target(path: str | Path) -> TargetFolder:
@@ -55,7 +57,7 @@ def read_target(path: str | Path) -> TargetFolder:
     config = parse_config(folder, raw, DecoderConfig.from_hf)
     _check_target_keys(folder, raw)
     _check_language_model(folder, raw)
-    return TargetFolder(config, folder)
+    return TargetFolder(config, folder, origin=raw.get("weights_origin"))
 
 
 def load_draft(path: str | Path, target: Target, device: torch.device | str, dtype: torch.dtype) -> Target:

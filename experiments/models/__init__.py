@@ -1,0 +1,1 @@
+"""Fetching and converting real models."""
