@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import specdec_kernels as kernels
-from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Observation, Resources
+from algorithms.runtime.algorithm import Algorithm, AttentionCalls, Batch, DraftTree, Observation, Resources
 from algorithms.runtime.tree_shape import DEFAULT_TREE_NODES, MAX_NODES, MAX_TOPK, expect_size
 
 if TYPE_CHECKING:
@@ -51,11 +51,12 @@ class DFlash(Algorithm):
                 raise ValueError("algo.num_nodes is the size of a tree: expected algo.topk above 1, got 1")
 
     @classmethod
-    def check(cls, config: Any, target: TargetFolder, draft_path: str | None) -> None:
+    def check(cls, config: Any, target: TargetFolder, draft_path: str | None) -> AttentionCalls:
         from algorithms.runtime.models.loading import read_dflash
 
         _, drafter = read_dflash(cls.drafter_folder(draft_path), target)
         _block_of(config, drafter.block_size)
+        return AttentionCalls(drafter.decoder, {"draft": "chain" if all(drafter.causal_layers) else "block"})
 
     def __init__(self, config: Config, target: Target, draft_path: str | None) -> None:
         from algorithms.runtime.models.loading import load_dflash
@@ -103,7 +104,7 @@ class DFlash(Algorithm):
         tokens = batch.last_tokens.new_full(positions.shape, self._drafter.config.mask_token_id)
         tokens[:, 0] = batch.last_tokens
         hidden = self._drafter(self._target.embed(tokens), self._mixer(batch, positions))
-        return self._target.logits(hidden[:, 1:])
+        return self._drafter.cap(self._target.logits(hidden[:, 1:]))
 
     def _mixer(self, batch: Batch, positions: Tensor) -> Any:
         from algorithms.runtime.paged_attention import PagedMixer
@@ -119,7 +120,7 @@ class DFlash(Algorithm):
 
     def observe(self, seen: Observation) -> None:
         impl, batch, width = self._resources.impl, seen.batch, seen.tokens.shape[1]
-        keys, values = self._drafter.context_kv(self._drafter.context(seen.features), self._stacked)
+        keys, values = self._drafter.context_kv(self._drafter.context(seen.features, seen.hidden), self._stacked)
         page_size = self._cache.page_size
         slots = kernels.token_slots(batch.page_table, batch.lengths, seen.counts, width, page_size, impl=impl)
         kernels.materialize_kv(

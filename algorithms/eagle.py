@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Observation, Resources
+from algorithms.runtime.algorithm import Algorithm, AttentionCalls, Batch, DraftTree, Observation, Resources
 from algorithms.runtime.tree_shape import TreeShape
 
 if TYPE_CHECKING:
@@ -46,11 +46,12 @@ class Eagle(Algorithm):
             TreeShape.of(self.steps, self.topk, self.num_nodes)
 
     @classmethod
-    def check(cls, config: Any, target: TargetFolder, draft_path: str | None) -> None:
+    def check(cls, config: Any, target: TargetFolder, draft_path: str | None) -> AttentionCalls:
         from algorithms.runtime.models.loading import read_eagle
 
         _, head, _ = read_eagle(cls.drafter_folder(draft_path), target, cls.kind)
         _check_topk(config, head.draft_vocab_size)
+        return AttentionCalls(head.decoder, {"prefill": "chain", "draft": "chain" if config.topk == 1 else "tree"})
 
     def __init__(self, config: Any, target: Target, draft_path: str | None) -> None:
         from algorithms.runtime.models.loading import load_eagle

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Observation, Resources
+from algorithms.runtime.algorithm import Algorithm, AttentionCalls, Batch, DraftTree, Observation, Resources
 from algorithms.runtime.tree_shape import TreeShape
 
 if TYPE_CHECKING:
@@ -52,10 +52,11 @@ class Standalone(Algorithm):
                 raise ValueError(f"algo.rule={self.rule} verifies chains: expected algo.topk=1, got {self.topk}")
 
     @classmethod
-    def check(cls, config: Any, target: TargetFolder, draft_path: str | None) -> None:
+    def check(cls, config: Any, target: TargetFolder, draft_path: str | None) -> AttentionCalls:
         from algorithms.runtime.models.loading import read_draft
 
-        read_draft(cls.drafter_folder(draft_path), target)
+        draft = read_draft(cls.drafter_folder(draft_path), target)
+        return AttentionCalls(draft.config, {"prefill": "chain", "draft": "chain" if config.topk == 1 else "tree"})
 
     def __init__(self, config: Config, target: Target, draft_path: str | None) -> None:
         from algorithms.runtime.models.loading import load_draft

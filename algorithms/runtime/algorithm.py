@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from algorithms.runtime.backends.protocol import Backend
+    from algorithms.runtime.models.config import DecoderConfig
     from algorithms.runtime.models.fusion import FusableModel
     from algorithms.runtime.models.loading import Target, TargetFolder
     from specdec_kernels import SamplingTensors, TreeLinks
@@ -132,6 +133,14 @@ class Observation:
         return self.prompts is not None
 
 
+class AttentionCalls(NamedTuple):
+    """The attention of a model over the paged cache: the shape of its layers, and the mode of each phase that it runs
+    in."""
+
+    config: DecoderConfig
+    modes: dict[str, str]
+
+
 class Algorithm:
     """Base of all algorithms. A subclass names itself, its configuration and the size of its trees, and drafts.
 
@@ -165,8 +174,12 @@ class Algorithm:
         return None
 
     @classmethod
-    def check(cls, config: Any, target: TargetFolder, draft_path: str | None) -> None:
-        """Raise the ValueError that `__init__` would raise, as far as folders tell without reading any weight."""
+    def check(cls, config: Any, target: TargetFolder, draft_path: str | None) -> AttentionCalls | None:
+        """Raise the ValueError that `__init__` would raise, as far as folders tell without reading any weight.
+
+        Returns what the attention backend must serve for the drafter, None where it has no cache.
+        """
+        return None
 
     @classmethod
     def drafter_folder(cls, draft_path: str | None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from experiments.app.schema import ModelConfig, RunConfig
 from experiments.data.prompts import PromptSet, load_prompts
 
 if TYPE_CHECKING:
+    from algorithms.runtime.algorithm import AttentionCalls
     from algorithms.runtime.models.loading import Target, TargetFolder
     from algorithms.runtime.models.tokenizer import Tokenizer
     from algorithms.runtime.request import Request
@@ -101,10 +102,12 @@ def resolve(config: RunConfig) -> Plan:
     hardware = resolve_hardware(config.runtime)
     with user_errors(ValueError, OSError):
         target = read_target(config.model.path)
-        for algo in methods.values():
-            available()[algo.name].check(algo, target, config.model.drafter_of(algo.name))
+        drafters = [
+            (f"algo={algo.name}", available()[algo.name].check(algo, target, config.model.drafter_of(algo.name)))
+            for algo in methods.values()
+        ]
     for backend in backends:
-        _check_backend(config, backend, hardware, target, methods)
+        _check_backend(config, backend, hardware, target, methods, drafters)
     with user_errors(ValueError, OSError):
         prompts = [load_prompts(data) for data in sets]
     join(config.runtime.tensor_parallel, hardware.device)
@@ -148,14 +151,18 @@ def _check_drafters_named(model: ModelConfig, methods: Mapping[str, Any]) -> Non
 
 
 def _check_backend(
-    config: RunConfig, chosen: Any, hardware: Hardware, target: TargetFolder, methods: Mapping[str, Any]
+    config: RunConfig,
+    chosen: Any,
+    hardware: Hardware,
+    target: TargetFolder,
+    methods: Mapping[str, Any],
+    drafters: Sequence[tuple[str, AttentionCalls | None]],
 ) -> None:
-    """Refuse a backend that cannot run here, be captured as asked, or serve the target.
-
-    A drafter's own attention shape is checked later, when the engine knows it.
-    """
+    """Refuse a backend that cannot run here, be captured as asked, or serve the target or one of the `drafters`, each
+    with the setting that asks for it."""
     import torch
 
+    from algorithms.runtime.algorithm import AttentionCalls
     from algorithms.runtime.backends.registry import backends, check_calls
 
     levels = [hardware.graph_level(g, chosen.capturable) for g in config.task.graphs_of(config, hardware.can_capture)]
@@ -165,8 +172,10 @@ def _check_backend(
         for level, setting, instead in [*asked, *_own_levels(methods)]:
             check_capture(level, setting, instead, hardware, backend)
         dtype, device = getattr(torch, hardware.dtype), torch.device(hardware.device)
-        modes = {"prefill": "chain", "decode": "chain"}
-        check_calls(backend, target.config, modes, config.runtime.page_size, dtype, device)
+        target_calls = AttentionCalls(target.config, {"prefill": "chain", "decode": "chain"})
+        for asker, calls in ((f"model={config.model.name}", target_calls), *drafters):
+            if calls is not None:
+                check_calls(backend, calls.config, calls.modes, config.runtime.page_size, dtype, device, asker)
 
 
 def _own_levels(methods: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

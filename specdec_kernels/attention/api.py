@@ -20,8 +20,6 @@ from specdec_kernels.checks import expect_contiguous, expect_dtype, expect_same_
 from specdec_kernels.launch import current_chip, dispatch
 
 _WORD_BITS = 64
-_MAX_HEAD_DIM = 256
-_MAX_PAGE_SIZE = 256
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -230,10 +228,8 @@ def _check_pool(q: torch.Tensor, kv: torch.Tensor, metadata: AttentionMetadata) 
     expect_dtype("kv", kv, q.dtype, torch.float8_e4m3fn)
     if kv.shape[3] == 0 or heads % kv.shape[3]:
         raise ValueError(f"q: expected heads in a multiple of kv's {kv.shape[3]}, got {heads}")
-    if head_dim % 16 or not 16 <= head_dim <= _MAX_HEAD_DIM:
-        raise ValueError(f"q: expected a head dimension in multiples of 16 up to {_MAX_HEAD_DIM}, got {head_dim}")
-    if not 1 <= kv.shape[2] <= _MAX_PAGE_SIZE:
-        raise ValueError(f"kv: expected pages of 1 to {_MAX_PAGE_SIZE} tokens, got {kv.shape[2]}")
+    if (problem := AttentionShape.of(q, kv).problem) is not None:
+        raise ValueError(f"q, kv: {problem}")
     expect_same_device(q=q, kv=kv, lengths=metadata.lengths)
     expect_contiguous(q=q, kv=kv)
 

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 
 MODES = ("chain", "block", "tree")
+MAX_HEAD_DIM = 256
+MAX_PAGE_SIZE = 256
 
 
 class AttentionMetadata(NamedTuple):
@@ -78,6 +80,15 @@ class AttentionShape(NamedTuple):
     page_size: int
     dtype: torch.dtype
     kv_dtype: torch.dtype
+
+    @property
+    def problem(self) -> str | None:
+        """Why `paged_attention` cannot serve calls of this shape, or None."""
+        if self.head_dim % 16 or not 16 <= self.head_dim <= MAX_HEAD_DIM:
+            return f"expected a head dimension in multiples of 16 up to {MAX_HEAD_DIM}, got {self.head_dim}"
+        if not 1 <= self.page_size <= MAX_PAGE_SIZE:
+            return f"expected pages of 1 to {MAX_PAGE_SIZE} tokens, got {self.page_size}"
+        return None
 
     @classmethod
     def of(cls, q: torch.Tensor, kv: torch.Tensor) -> AttentionShape:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from specdec_kernels.checks import expect_contiguous, expect_dtype, expect_same_device, expect_shape
+from specdec_kernels.kv_write.types import head_dim_problem
 from specdec_kernels.launch import dispatch
 
 _MODEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -137,8 +138,8 @@ def _check_store(
 ) -> None:
     """What both functions expect of the arguments that say what is stored where."""
     head_dim = kv.shape[-1]
-    if head_dim % 8 or not 16 <= head_dim <= 512:
-        raise ValueError(f"kv: expected a head dimension that is a multiple of 8 from 16 to 512, got {head_dim}")
+    if (problem := head_dim_problem(head_dim)) is not None:
+        raise ValueError(f"kv: {problem}")
     expect_dtype("kv", kv, *_MODEL_DTYPES, torch.float8_e4m3fn)
     expect_dtype("k", k, *(_MODEL_DTYPES if kv.dtype == torch.float8_e4m3fn else (kv.dtype,)))
     expect_dtype("v", v, k.dtype)

@@ -1,4 +1,5 @@
-"""The rules by which long-context checkpoints change the frequencies of rotary embeddings; see `rope_table`."""
+"""Which heads can be stored, and the rules by which long-context checkpoints change the frequencies of rotary
+embeddings; see `rope_table`."""
 
 from __future__ import annotations
 
@@ -34,3 +35,10 @@ class YarnScaling:
 
 
 RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+
+
+def head_dim_problem(head_dim: int) -> str | None:
+    """Why heads of `head_dim` elements cannot be stored, or None."""
+    if head_dim % 8 or not 16 <= head_dim <= 512:
+        return f"expected a head dimension that is a multiple of 8 from 16 to 512, got {head_dim}"
+    return None

@@ -190,22 +190,35 @@ def two_token_distribution(prompt: tuple[int, ...], temperature: float, top_k: i
     return {(a, b): p * q for a, p in first.items() for b, q in following([*prompt, a]).items()}
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_dflash_layers_that_slide(monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
-    """Sliding and causal draft layers, against the block computed without any cache."""
+@pytest.mark.parametrize(
+    ("layers", "causal", "window", "seen"),
+    [
+        ((1, 2), False, None, (128, 6)),
+        ((1, 2), True, None, (128, 6)),
+        ((1, 2), False, 5, (5, 5)),
+        ((1, 2), False, 9, (9, 6)),
+        ((3, 0), False, None, (128, 6)),
+    ],
+    ids=["sliding", "causal", "a narrower window of the run", "a wider window of the run", "the target's last layer"],
+)
+def test_dflash_drafts_what_its_layers_say(
+    monkeypatch: pytest.MonkeyPatch, layers: tuple[int, int], causal: bool, window: int | None, seen: tuple[int, int]
+) -> None:
+    """Layers with windows of their own, one of them causal, and what is read of the target, against the block computed
+    without any cache. `seen` is how far back each layer sees."""
     drafter = random_drafter(block_size=4)
     decoder = replace(drafter.config.decoder, sliding_windows=(None, 6))
-    drafter.config = replace(drafter.config, decoder=decoder, causal_layers=(False, causal))
+    drafter.config = replace(drafter.config, decoder=decoder, causal_layers=(False, causal), target_layer_ids=layers)
     monkeypatch.setattr(f"{LOADING}.load_dflash", lambda *_: drafter)
-    algorithm = DFlash(DFlash.Config(), TARGET, "random")
+    algorithm = DFlash(DFlash.Config(window=window), TARGET, "random")
     watched = Watched(algorithm)
     run(algorithm, requests(4, max_new_tokens=9), Setup(max_batch=2, page_size=4), TARGET)
     assert len(watched.drafts) > 10
     for text, nodes, _ in watched.drafts:
-        assert nodes[1:] == dense_block(drafter, text, causal)
+        assert nodes[1:] == dense_block(drafter, text, causal, seen)
 
 
-def dense_block(drafter: torch.nn.Module, text: list[int], causal: bool) -> list[int]:
+def dense_block(drafter: torch.nn.Module, text: list[int], causal: bool, seen: tuple[int, int]) -> list[int]:
     """The block behind `text` with attention spelled out: context keys from features, block keys from the block."""
     from algorithms.runtime.models.dense_mixer import head_norm
     from algorithms.runtime.models.rope import apply_rope, rope_table
@@ -214,8 +227,11 @@ def dense_block(drafter: torch.nn.Module, text: list[int], causal: bool) -> list
     table, eps = rope_table(CONFIG, 128, "cpu"), CONFIG.rms_norm_eps
     context = None
     if committed:
-        _, features = dense_features(text[:-1], config.target_layer_ids)
-        context = drafter.context_kv(drafter.context(features))
+        last, features = dense_features(text[:-1], config.target_layer_ids)
+        read = {3: last}
+        features = [read.get(index, f) for index, f in zip(config.target_layer_ids, features, strict=True)]
+        fused = drafter.hidden_norm(drafter.fc(torch.cat(features, -1)))
+        context = drafter.context_kv(fused)
     positions = torch.arange(committed + config.block_size)
 
     class Spelled:
@@ -228,15 +244,30 @@ def dense_block(drafter: torch.nn.Module, text: list[int], causal: bool) -> list
             k, v = (x.repeat_interleave(2, 2) for x in (k, v))
             scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
             distance = positions[committed:, None] - positions
-            hidden = torch.zeros_like(distance, dtype=torch.bool)
-            if layer == 1:
-                hidden = (distance >= 6) | (causal & (distance < 0))
+            hidden = (distance >= seen[layer]) | ((causal and layer == 1) & (distance < 0))
             return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
 
     block = torch.full((1, config.block_size), config.mask_token_id)
     block[0, 0] = text[-1]
     hidden = drafter(TARGET.model.embed(block), Spelled())
     return TARGET.model.logits(hidden[:, 1:]).argmax(-1)[0].tolist()
+
+
+def test_dflash_caps_its_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cap changes the products of probabilities, and so the tree; what is written stays."""
+    drafts = {}
+    for cap in (None, 2.0):
+        drafter = random_drafter(block_size=5)
+        drafter.config = replace(drafter.config, logit_soft_cap=cap)
+        monkeypatch.setattr(f"{LOADING}.load_dflash", lambda *_, drafter=drafter: drafter)
+        algorithm = DFlash(DFlash.Config(topk=3, num_nodes=8), TARGET, "random")
+        watched, asked = Watched(algorithm), requests(2, max_new_tokens=4)
+        wanted = answers(asked, Setup(), TARGET)
+        assert [c.token_ids for c in run(algorithm, asked, Setup(), TARGET).completions] == wanted
+        drafts[cap] = watched.drafts
+    assert drafts[None] != drafts[2.0]
+    logits = torch.tensor([-300.0, 0.0, 1.0, 300.0])
+    torch.testing.assert_close(drafter.cap(logits), 2 * torch.tanh(logits / 2))
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,36 @@ def test_a_drafter_is_named_without_a_plus() -> None:
     assert "the drafter of model=tiny is not there: nowhere/else/head" in said and "model.drafts.eagle3" in said
 
 
+@pytest.mark.parametrize(
+    ("size", "backend", "expected"),
+    [
+        (24, "fa4", ["multiples of 16 up to 256, got 24", "use backend=torch"]),
+        (264, "fa4", ["multiples of 16 up to 256, got 264"]),
+        (100, "torch", ["no KV cache can hold its keys", "multiple of 8 from 16 to 512, got 100"]),
+        (24, "torch", []),
+    ],
+)
+def test_head_dimensions_are_checked_before_weights_load(
+    tmp_path: Path, size: int, backend: str, expected: list[str]
+) -> None:
+    """Of the target and of every drafter with a cache."""
+    for name, overrides in (
+        ("target", ["algo=autoregressive", "model.path={}"]),
+        ("eagle", ["algo=eagle", "algo.topk=2", "model.draft_path={}"]),
+        ("dflash", ["algo=dflash", "model.draft_path={}"]),
+        ("draft", ["algo=standalone", "model.draft_path={}"]),
+    ):
+        folder = shutil.copytree(TINY / name, tmp_path / name)
+        edit_json(folder / "config.json", head_dim=size)
+        asked = (f"backend={backend}", *(text.format(folder) for text in overrides))
+        if expected:
+            said = refusal(*asked)
+            assert overrides[0] in said or name == "target", said
+            assert all(text in said for text in expected), said
+        else:
+            check(*asked)
+
+
 def test_topk_above_the_draft_vocabulary(tmp_path: Path) -> None:
     folder = shutil.copytree(TINY / "eagle3", tmp_path / "head")
     edit_json(folder / "config.json", draft_vocab_size=5)

@@ -187,15 +187,18 @@ def test_eagle_agrees_with_its_definition(tmp_path: Path, target: Target, own_em
     assert torch.equal(drafter.to_target(ids), ids) and drafter.draft_vocab_size == 272
 
 
-def test_eagle3_agrees_with_its_definition(tmp_path: Path, target: Target) -> None:
-    weights = write_eagle3(tmp_path / "head", eagle3_config())
+@pytest.mark.parametrize("norm_output", [True, False])
+def test_eagle3_agrees_with_its_definition(tmp_path: Path, target: Target, norm_output: bool) -> None:
+    weights = write_eagle3(tmp_path / "head", eagle3_config(norm_output=norm_output))
     drafter = load_eagle3(tmp_path / "head", target, "cpu", torch.float32)
     generator = torch.Generator().manual_seed(5)
     features = [torch.randn(LENGTH, 32, generator=generator) for _ in range(3)]
     fused = torch.cat(features, -1).double() @ weights["fc.weight"].double().T
     torch.testing.assert_close(drafter.fuse(features, features[0]).double(), fused, atol=1e-4, rtol=1e-4)
     states = check_chain(drafter, weights, target.model.model.embed_tokens.weight, eagle3_definition, fused.float())
-    normed = rms_norm(states, weights["norm.weight"].double(), drafter.config.decoder.rms_norm_eps)
+    normed = states
+    if norm_output:
+        normed = rms_norm(states, weights["norm.weight"].double(), drafter.config.decoder.rms_norm_eps)
     wanted = normed @ weights["lm_head.weight"].double().T
     torch.testing.assert_close(drafter.logits(states.float()).double(), wanted, atol=1e-3, rtol=1e-4)
     assert wanted.shape[-1] == DRAFT_VOCAB
@@ -348,12 +351,19 @@ def test_unfit_eagle3_weights(tmp_path: Path, target: Target, edits: dict[str, A
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3]}}, ("must name 3 layers", "[1, 3]")),
         ({"draft_vocab_size": 400}, ("draft_vocab_size", "272", "400")),
         ({"norm_before_residual": True}, ("not supported", "norm_before_residual=True")),
+        ({"final_logit_softcapping": 30.0}, ("not supported", "final_logit_softcapping=30.0")),
     ],
 )
 def test_unfit_eagle3_config(tmp_path: Path, target: Target, changes: dict[str, Any], parts: tuple[str, ...]) -> None:
     write_eagle3(tmp_path / "head", eagle3_config())
     edit_json(tmp_path / "head" / "config.json", **changes)
     refused(lambda: load_eagle3(tmp_path / "head", target, "cpu", torch.float32), *parts)
+
+
+def test_eagle_predicts_all_tokens(tmp_path: Path, target: Target) -> None:
+    write_eagle(tmp_path / "head", EagleConfig(head_config()))
+    edit_json(tmp_path / "head" / "config.json", draft_vocab_size=40)
+    refused(lambda: load_eagle(tmp_path / "head", target, "cpu", torch.float32), "draft_vocab_size", "272", "40")
 
 
 def test_default_layers_of_a_shallow_target(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_a_dflash_drafter_agrees(impl: str) -> None:
     block = torch.randn(1, 4, CONFIG.hidden_size, generator=generator).to(DEVICE)
 
     def computed() -> list[Tensor]:
-        context = drafter.context(features)
+        context = drafter.context(features, features[0])
         return [context, *drafter.context_kv(context), drafter(block, DenseMixer(drafter.config.decoder, 4, DEVICE))]
 
     expected = computed()

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from algorithms.runtime.models import folder as folder_module
+from algorithms.runtime.models.config import DecoderConfig, DFlashConfig
 from algorithms.runtime.models.loading import ModelError, Target, load_dflash, load_target, resolve_folder
 from tests.runtime.tiny_folders import (
     edit_json,
@@ -136,6 +137,7 @@ def test_unusable_config_values(target_folder: Path, change: dict[str, Any]) -> 
     ("change", "part"),
     [
         ({"model_type": "llama", "use_sliding_window": True, "sliding_window": 64}, "sliding-window"),
+        ({"model_type": "llama", "layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "sliding-window"),
         ({"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "use_sliding_window"),
         ({"layer_types": ["full_attention"] * 3 + ["chunked_attention"]}, "chunked_attention"),
         ({"model_type": "mistral", "layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types"),
@@ -148,6 +150,22 @@ def test_unusable_config_values(target_folder: Path, change: dict[str, Any]) -> 
 def test_features_that_would_be_left_out_in_silence(target_folder: Path, change: dict[str, Any], part: str) -> None:
     edit_json(target_folder / "config.json", **change)
     refusal(lambda: load(target_folder), "not supported", part)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_type": "llama", "sliding_window": None},
+        {"model_type": "llama", "sliding_window": 64, "layer_types": ["full_attention"] * 4},
+        {"sliding_window": 64, "max_window_layers": 4},
+        {"sliding_window": None, "layer_types": ["full_attention"] * 4},
+    ],
+)
+def test_a_window_that_no_layer_has_is_no_reason_to_refuse(target_folder: Path, change: dict[str, Any]) -> None:
+    raw = json.loads((target_folder / "config.json").read_text())
+    raw.pop("layer_types", None)
+    config = DecoderConfig.from_hf({**raw, "use_sliding_window": True, **change})
+    assert config.sliding_windows == ()
 
 
 def test_folder_without_weights(target_folder: Path) -> None:
@@ -318,6 +336,12 @@ def test_drafter_of_another_target(
         ({"mask_token_id": 3, "target_layer_ids": [1, 2, 3]}, ("'fc.weight'", "[32, 96]", "[32, 64]")),
         ({"target_layer_ids": [1, 2]}, ("not a DFlash drafter", "mask_token_id")),
         ({"mask_token_id": 3, "selector_rank": 64}, ("not supported", "selector_rank=64")),
+        ({"mask_token_id": 3, "shift_label": True}, ("not supported", "shift_label=True")),
+        ({"mask_token_id": 3, "logit_scale": 0.5}, ("not supported", "logit_scale=0.5")),
+        ({"mask_token_id": 3, "draft_vocab_size": 100}, ("do not fit", "draft_vocab_size", "272", "100")),
+        ({"mask_token_id": 3, "use_swa": True}, ("positive sliding_window",)),
+        ({"mask_token_id": 3, "causal": True, "is_causal": False}, ("causal and is_causal", "True, False")),
+        ({"mask_token_id": 3, "final_logit_softcapping": -1.0}, ("final_logit_softcapping must be positive",)),
     ],
     ids=[
         "layer beyond the target",
@@ -325,6 +349,12 @@ def test_drafter_of_another_target(
         "one layer more",
         "no mask",
         "later family",
+        "labels of the next token",
+        "scaled logits",
+        "a part of the vocabulary",
+        "sliding without a window",
+        "causal and not",
+        "negative cap",
     ],
 )
 def test_unusable_dflash_config(
@@ -333,6 +363,42 @@ def test_unusable_dflash_config(
     edit_json(drafter_folder / "config.json", dflash_config=nested)
     target = load(target_folder)
     refusal(lambda: load_dflash(drafter_folder, target, "cpu", torch.float32), *parts)
+
+
+SLIDING = ["full_attention", "sliding_attention"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "windows", "causal"),
+    [
+        ({}, (), (False, False)),
+        ({"causal": True}, (), (True, True)),
+        ({"use_swa": True, "swa_window_size": 9}, (9, 9), (False, False)),
+        ({"use_swa": True, "swa_window_size": 9, "is_causal": True}, (9, 9), (True, True)),
+        ({"layer_types": SLIDING, "sliding_window": 7}, (None, 7), (False, True)),
+        ({"layer_types": SLIDING, "sliding_window": 7, "causal": False}, (None, 7), (False, False)),
+        ({"layer_types": SLIDING, "use_swa": True, "swa_window_size": 9}, (None, 9), (False, True)),
+        ({"layer_types": SLIDING, "sliding_window": 7, "swa_window_size": 9}, (None, 9), (False, True)),
+        ({"use_swa": False, "swa_window_size": 9, "shift_label": False, "logit_scale": 1.0}, (), (False, False)),
+        ({"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 7}, (), (False, False)),
+    ],
+)
+def test_dflash_keys_about_attention(keys: dict[str, Any], windows: tuple[int, ...], causal: tuple[bool, ...]) -> None:
+    """What other engines write into `dflash_config` decides, and survives being written again."""
+    written = small_dflash_config(small_config()).to_hf()
+    nested = {key: value for key, value in keys.items() if key not in ("layer_types", "sliding_window")}
+    merged = {**written, **keys, "dflash_config": {**written["dflash_config"], **nested}}
+    read = DFlashConfig.from_hf(merged)
+    assert (read.decoder.sliding_windows, read.causal_layers) == (windows, causal)
+    assert DFlashConfig.from_hf(read.to_hf()) == read
+
+
+def test_dflash_layers_and_cap_by_their_other_names() -> None:
+    written = small_dflash_config(small_config()).to_hf()
+    nested = {"mask_token_id": 3, "layer_ids": [0, 3], "final_logit_softcapping": 30.0}
+    read = DFlashConfig.from_hf({**written, "dflash_config": nested})
+    assert (read.target_layer_ids, read.logit_soft_cap) == ((0, 3), 30.0)
+    assert DFlashConfig.from_hf(read.to_hf()) == read
 
 
 def test_target_given_as_drafter(target_folder: Path) -> None:

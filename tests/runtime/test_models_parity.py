@@ -83,6 +83,7 @@ TARGETS: dict[str, dict[str, Any]] = {
     },
     "llama tied, mlp bias": {"num_key_value_heads": 4, "mlp_bias": True, "tie_word_embeddings": True},
     "qwen2 without windows": {"num_key_value_heads": 2, "tie_word_embeddings": True},
+    "llama dynamic rope": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}},
     "mistral without windows": {"num_key_value_heads": 1, "sliding_window": None},
 }
 
@@ -254,7 +255,7 @@ def test_the_length_before_stretching_may_be_left_out() -> None:
 
 def test_other_rope_types_are_refused() -> None:
     written = small_config("llama").to_hf()
-    with pytest.raises(ValueError, match="'longrope' is not supported, expected one of default, linear, llama3, yarn"):
+    with pytest.raises(ValueError, match="'longrope' is not supported, expected one of default, dynamic, linear"):
         DecoderConfig.from_hf({**written, "rope_parameters": {"rope_type": "longrope", "factor": 2.0}})
 
 
@@ -325,7 +326,7 @@ def check_against_definition(target_folder: Path, folder: Path, page_size: int, 
         width = int(added.max())
         columns = (materialised[:, None] + torch.arange(width)).clamp(max=shape[1] - 1)
         new = [feature[torch.arange(2)[:, None], columns] for feature in features]
-        keys, values = drafter.context_kv(drafter.context(new), stacked)
+        keys, values = drafter.context_kv(drafter.context(new, new[0]), stacked)
         materialize_kv(
             keys.flatten(0, 1),
             values.flatten(0, 1),

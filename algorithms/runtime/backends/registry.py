@@ -18,15 +18,26 @@ def backends() -> dict[str, Any]:
 
 
 def check_calls(
-    backend: Backend, config: DecoderConfig, modes: Mapping[str, str], page_size: int, dtype: Any, device: Any
+    backend: Backend,
+    config: DecoderConfig,
+    modes: Mapping[str, str],
+    page_size: int,
+    dtype: Any,
+    device: Any,
+    asker: str = "the target",
 ) -> None:
-    """Raise `BackendError` where `backend` cannot serve a layer of the model in a phase; `modes` maps phase to mode."""
+    """Raise `BackendError` where `backend` cannot serve a layer of a model in a phase, or where no cache can hold its
+    heads. `modes` maps phase to mode; `asker` names the model in the message."""
     from specdec_kernels import AttentionShape
+    from specdec_kernels.kv_write.types import head_dim_problem
 
+    if (problem := head_dim_problem(config.head_dim)) is not None:
+        raise BackendError(f"{asker}: no KV cache can hold its keys: {problem}")
     shape = AttentionShape(1, config.num_heads, config.num_kv_heads, config.head_dim, page_size, dtype, dtype)
     for phase, mode in modes.items():
         for window in dict.fromkeys(config.sliding_windows or (None,)):
             if (reason := backend.refuse(shape, mode, window, device, phase)) is not None:
+                others = " or ".join(name for name in ("fa4", "torch") if name != backend.name)
                 raise BackendError(
-                    f"backend={backend.name} cannot serve {phase} here: {reason}; use backend=fa4 or torch"
+                    f"backend={backend.name} cannot serve {phase} of {asker} here: {reason}; use backend={others}"
                 )

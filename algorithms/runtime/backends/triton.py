@@ -65,9 +65,9 @@ class TritonBackend:
     def refuse(
         self, shape: AttentionShape, mode: str, window: int | None, device: torch.device, phase: str
     ) -> str | None:
-        """Triton serves every call; the package refuses some."""
+        """Triton takes the shapes of `paged_attention`; the package refuses more."""
         if self._config.dispatch != "flash_attention_4":
-            return None
+            return shape.problem
         return self._package.refuse(shape, mode, window, device, phase)
 
     def plan(self, metadata: AttentionMetadata, shape: AttentionShape, phase: str) -> TritonPlan | FlashAttentionPlan:

@@ -43,8 +43,10 @@ def write_layer_types(windows: Windows, num_layers: int) -> dict[str, Any]:
 
 
 def no_windows(config: Mapping[str, Any], num_layers: int) -> Windows:
-    """Full attention in all layers."""
-    if config.get("use_sliding_window") or SLIDING in (config.get("layer_types") or ()):
+    """Full attention in all layers. `use_sliding_window` alone makes no layer slide."""
+    layer_types, window = config.get("layer_types"), config.get("sliding_window")
+    unclear = layer_types is None and bool(config.get("use_sliding_window")) and window is not None
+    if unclear or SLIDING in (layer_types or ()):
         raise ValueError(f"sliding-window attention is not supported for model_type '{config.get('model_type')}'")
     return ()
 

@@ -149,8 +149,8 @@ class BlockObjective(DrafterObjective):
     def hidden(self, tokens: Tensor, anchors: Tensor) -> Tensor:
         """`tokens [B, T]`, `anchors [B, A]` to final hidden states `[B, A, block_size - 1, hidden]`."""
         with torch.no_grad():
-            _, features = self.target(tokens, self.causal, self.shape.target_layer_ids)
-        keys, values = self.model.context_kv(self.model.context(features))
+            last, features = self.target(tokens, self.causal, self.shape.target_layer_ids)
+        keys, values = self.model.context_kv(self.model.context(features, last))
         size = self.shape.block_size
         blocks = tokens.new_full((*anchors.shape, size), self.shape.mask_token_id)
         blocks[:, :, 0] = tokens.gather(1, anchors)

@@ -1,4 +1,10 @@
-"""Shape of a DFlash drafter; the keys are those of the published z-lab checkpoints (arXiv 2602.06036)."""
+"""Shape of a DFlash drafter; the keys are those of the published z-lab checkpoints (arXiv 2602.06036).
+
+Checkpoints of others say about attention what z-lab's `layer_types` say, in keys of `dflash_config`. They are read as
+vLLM reads them (`qwen3_dflash.py`): `use_swa` gives every layer a window where `layer_types` name none,
+`swa_window_size` is that window, sliding layers of `layer_types` are causal, and `causal` (or `is_causal`) decides for
+all layers.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +14,7 @@ from typing import Any
 
 from algorithms.runtime.models.config.decoder import DecoderConfig
 from algorithms.runtime.models.config.keys import required
-from algorithms.runtime.models.registry import FULL, SLIDING, read_layer_types, write_layer_types
+from algorithms.runtime.models.registry import FULL, SLIDING, Windows, read_layer_types, write_layer_types
 
 DEFAULT_BLOCK_SIZE = 16
 
@@ -30,15 +36,22 @@ class DFlashConfig:
     decoder: DecoderConfig
     block_size: int
     target_layer_ids: tuple[int, ...]
-    """Target layers whose output (the residual stream after that layer) is read."""
+    """Target layers whose output is read: the residual stream after that layer, for the last one behind the final
+    norm."""
     mask_token_id: int
     num_target_layers: int
     causal_layers: tuple[bool, ...]
     """Whether each layer is causal inside the block."""
+    logit_soft_cap: float | None = None
+    """Logits s of drafts become logit_soft_cap * tanh(s / logit_soft_cap)."""
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
             raise ValueError(f"block_size must be >= 1, got {self.block_size}")
+        if len(self.causal_layers) != self.decoder.num_layers:
+            raise ValueError(f"causal_layers: expected {self.decoder.num_layers} entries, got {self.causal_layers}")
+        if self.logit_soft_cap is not None and not self.logit_soft_cap > 0:
+            raise ValueError(f"final_logit_softcapping must be positive, got {self.logit_soft_cap}")
         outside = [i for i in self.target_layer_ids if not 0 <= i < self.num_target_layers]
         if outside or not self.target_layer_ids:
             raise ValueError(
@@ -56,28 +69,49 @@ class DFlashConfig:
         # `layer_types` alone decides about windows here, whatever `use_sliding_window` says.
         decoder = DecoderConfig.from_hf({**config, "layer_types": None, "use_sliding_window": False})
         num_target_layers = int(required(merged, "num_target_layers"))
-        ids = merged.get("target_layer_ids")
+        ids = merged.get("target_layer_ids", merged.get("layer_ids"))
         if ids is None:
             ids = default_target_layer_ids(num_target_layers, decoder.num_layers)
-        layer_types = config.get("layer_types") or [FULL] * decoder.num_layers
-        windows = read_layer_types(layer_types, config.get("sliding_window"), decoder.num_layers)
-        causal = merged.get("is_causal")
+        windows, causal = _read_attention(merged, decoder.num_layers)
+        cap = merged.get("final_logit_softcapping")
         return cls(
             decoder=replace(decoder, sliding_windows=windows),
             block_size=int(merged.get("block_size", DEFAULT_BLOCK_SIZE)),
             target_layer_ids=tuple(int(i) for i in ids),
             mask_token_id=int(required(merged, "mask_token_id")),
             num_target_layers=num_target_layers,
-            causal_layers=tuple(kind == SLIDING if causal is None else bool(causal) for kind in layer_types),
+            causal_layers=causal,
+            logit_soft_cap=None if cap is None else float(cap),
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """The `config.json` mapping with the keys of the published checkpoints."""
+        """The `config.json` mapping with the keys of the published checkpoints; ValueError where they cannot say which
+        layers are causal."""
+        own: dict[str, Any] = {"mask_token_id": self.mask_token_id, "target_layer_ids": list(self.target_layer_ids)}
+        if self.causal_layers != tuple(map(bool, self.decoder.sliding_windows or (None,) * self.decoder.num_layers)):
+            if len(set(self.causal_layers)) > 1:
+                raise ValueError(f"causal_layers: expected all or none, or those that slide, got {self.causal_layers}")
+            own["causal"] = self.causal_layers[0]
+        if self.logit_soft_cap is not None:
+            own["final_logit_softcapping"] = self.logit_soft_cap
         return {
             **replace(self.decoder, sliding_windows=()).to_hf(),
             "architectures": ["DFlashDraftModel"],
             "block_size": self.block_size,
             "num_target_layers": self.num_target_layers,
-            "dflash_config": {"mask_token_id": self.mask_token_id, "target_layer_ids": list(self.target_layer_ids)},
+            "dflash_config": own,
             **write_layer_types(self.decoder.sliding_windows, self.decoder.num_layers),
         }
+
+
+def _read_attention(merged: Mapping[str, Any], num_layers: int) -> tuple[Windows, tuple[bool, ...]]:
+    """Windows of the layers, and which of them are causal inside the block."""
+    layer_types = merged.get("layer_types") or [FULL] * num_layers
+    causal = {merged[key] for key in ("causal", "is_causal") if merged.get(key) is not None}
+    if len(causal) > 1:
+        raise ValueError(f"causal and is_causal: expected one value, got {merged['causal']}, {merged['is_causal']}")
+    by_layer = tuple(bool(next(iter(causal))) if causal else kind == SLIDING for kind in layer_types)
+    if merged.get("use_swa") and SLIDING not in layer_types:
+        layer_types = [SLIDING] * num_layers
+    window = merged.get("swa_window_size") or merged.get("sliding_window")
+    return read_layer_types(layer_types, window, num_layers), by_layer

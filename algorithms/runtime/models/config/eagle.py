@@ -2,7 +2,7 @@
 
 Both kinds are published as a Llama or Qwen3 config of the draft layer. EAGLE (arXiv 2401.15077) adds at most `bias`:
 whether `fc` has a bias, true where the key is absent. EAGLE-3 (arXiv 2503.01840) adds `draft_vocab_size`,
-`target_hidden_size` and the captured target layers.
+`target_hidden_size`, the captured target layers, and in SpecForge `norm_output`.
 
 A layer id always means the output of that layer, as in `Decoder.forward(capture)` and in the key
 `eagle_aux_hidden_state_layer_ids`. SafeAILab's code and SGLang read the inputs of layers 2, n/2 and n - 3 of a target
@@ -61,6 +61,8 @@ class Eagle3Config:
     draft_vocab_size: int
     target_hidden_size: int
     aux_layer_ids: tuple[int, ...] | None
+    norm_output: bool = True
+    """Whether the head's own norm stands before its LM head."""
 
     def __post_init__(self) -> None:
         if self.decoder.num_layers != 1:
@@ -92,12 +94,14 @@ class Eagle3Config:
         """
         decoder = DecoderConfig.from_hf(config)
         decoder = replace(decoder, num_layers=1, sliding_windows=decoder.sliding_windows[:1])
-        ids = (config.get("eagle_config") or {}).get(LAYER_IDS_KEY, config.get(LAYER_IDS_KEY))
+        merged = {**config, **(config.get("eagle_config") or {})}
+        ids = merged.get(LAYER_IDS_KEY)
         return cls(
             decoder=decoder,
             draft_vocab_size=int(config.get("draft_vocab_size") or decoder.vocab_size),
             target_hidden_size=int(config.get("target_hidden_size") or decoder.hidden_size),
             aux_layer_ids=None if ids is None else tuple(int(index) for index in ids),
+            norm_output=bool(merged.get("norm_output", True)),
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -107,6 +111,7 @@ class Eagle3Config:
             "architectures": ["LlamaForCausalLMEagle3"],
             "draft_vocab_size": self.draft_vocab_size,
             "target_hidden_size": self.target_hidden_size,
+            "norm_output": self.norm_output,
         }
         if self.aux_layer_ids is not None:
             result["eagle_config"] = {LAYER_IDS_KEY: list(self.aux_layer_ids), "use_aux_hidden_state": True}

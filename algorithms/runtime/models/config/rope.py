@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 DEFAULT_THETA = 10_000.0
 """What transformers takes where a config has none, as those of Llama 2 and its drafters do."""
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "yarn")
 _YARN_OPTIONS = {"beta_fast": float, "beta_slow": float, "attention_factor": float, "mscale": float,
                  "mscale_all_dim": float, "truncate": bool}  # fmt: skip
 
@@ -35,7 +35,8 @@ def read_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     kind = merged.get("rope_type", merged.get("type", "default"))
     if kind not in ROPE_TYPES:
         raise ValueError(f"model config: rope type '{kind}' is not supported, expected one of {', '.join(ROPE_TYPES)}")
-    if kind == "default":
+    if kind in ("default", "dynamic"):
+        # Dynamic NTK scaling begins behind `max_position_embeddings`, where the engine's longest requests end.
         return theta, None
     # As transformers does where the length before stretching is not given.
     original = config.get("original_max_position_embeddings") or config.get("max_position_embeddings")

@@ -1,9 +1,11 @@
 """The DFlash drafter (arXiv 2602.06036): a few decoder layers that fill a block of masks in one pass.
 
 The drafter does not embed the committed text. It reads the target's hidden states at a few layers, concatenated along
-the width: context = hidden_norm(fc(features)). Each draft layer projects the same context with its own key and value
-matrices, so one matmul gives the keys and values of all layers. The tokens of the block then attend to
-[context; block]. Embedding and LM head are the target's. Parameter names are those of the published checkpoints.
+the width: context = hidden_norm(fc(features)). Of the target's last layer it reads what stands behind the final norm,
+as the code of z-lab does (transformers' `hidden_states` end with it). Each draft layer projects the same context with
+its own key and value matrices, so one matmul gives the keys and values of all layers. The tokens of the block then
+attend to [context; block]. Embedding and LM head are the target's. Parameter names are those of the published
+checkpoints.
 """
 
 from __future__ import annotations
@@ -49,11 +51,14 @@ class DFlashDrafter(FusableModel):
         reset_layers(self.layers)
         nn.init.normal_(self.fc.weight, std=self.fc.in_features**-0.5)
 
-    def context(self, features: list[Tensor]) -> Tensor:
-        """Target features, one `[..., T, hidden]` per target layer id, to context `[..., T, hidden]`."""
-        expected = len(self.config.target_layer_ids)
+    def context(self, features: list[Tensor], hidden: Tensor) -> Tensor:
+        """What the target computed to context `[..., T, hidden]`: `features`, one `[..., T, hidden]` per target layer
+        id, and its final hidden states, behind the norm."""
+        expected, last = len(self.config.target_layer_ids), self.config.num_target_layers - 1
         if len(features) != expected:
             raise ValueError(f"DFlash reads {expected} target layers, got features of {len(features)}")
+        ids = self.config.target_layer_ids
+        features = [hidden if index == last else feature for index, feature in zip(ids, features, strict=True)]
         return self.hidden_norm(project(self.fc, torch.cat(features, dim=-1), self.impl))
 
     def stack_kv(self) -> StackedKV:
@@ -85,7 +90,12 @@ class DFlashDrafter(FusableModel):
         """Block embeddings `[..., T, hidden]` through the draft layers and the final norm; same shape."""
         return run_layers(cast(Sequence[DecoderLayer], self.layers), self.norm, hidden, mixer)[0]
 
+    def cap(self, logits: Tensor) -> Tensor:
+        """The logits of drafts from those of the target's LM head: cap * tanh(logits / cap), where there is a cap."""
+        cap = self.config.logit_soft_cap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
     def rehearse(self, rows: int) -> None:
         hidden = self.norm.weight.new_zeros(1, rows, self.config.decoder.hidden_size)
-        self.context_kv(self.context([hidden] * len(self.config.target_layer_ids)))
+        self.context_kv(self.context([hidden] * len(self.config.target_layer_ids), hidden))
         self(hidden, queries_only)

@@ -197,7 +197,7 @@ class Eagle3Drafter(SharedTarget):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`hidden [..., hidden]`, as `forward` returns it, to `[..., draft_vocab_size]`."""
-        normed = self.norm(hidden)
+        normed = self.norm(hidden) if self.config.norm_output else hidden
         return self.target.logits(normed) if self.lm_head is None else project(self.lm_head, normed, self.impl)
 
     def to_target(self, ids: Tensor) -> Tensor:

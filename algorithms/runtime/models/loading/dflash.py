@@ -23,12 +23,17 @@ from algorithms.runtime.models.loading.weights import load_weights
 
 # Extensions of later DFlash families that change the computation.
 UNSUPPORTED = (
+    "add_swa_attention_sink_bias",
     "attention_sink_bias",
     "attention_value_scale",
     "conv_kernel_size",
+    "logit_scale",
+    "markov_rank",
     "output_multiplier",
     "projector_type",
     "selector_rank",
+    "shift_label",
+    "use_confidence_head",
 )
 
 
@@ -62,6 +67,7 @@ def read_dflash(path: str | Path, target: TargetFolder) -> tuple[Path, DFlashCon
         hidden_size=(target.config.hidden_size, config.decoder.hidden_size),
         vocab_size=(target.config.vocab_size, config.decoder.vocab_size),
         num_target_layers=(target.config.num_layers, config.num_target_layers),
+        draft_vocab_size=(target.config.vocab_size, int(entries.get("draft_vocab_size") or target.config.vocab_size)),
     )
     check_tokenizer(folder, target.path)
     return folder, config

@@ -32,8 +32,9 @@ from algorithms.runtime.models.loading.weights import load_weights
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 TENSORS = {"EAGLE": "fc.weight and layers.*, no hidden_norm.weight", "EAGLE-3": "fc.weight and midlayer.*"}
 """The kinds of heads, and the tensors that tell them apart."""
-# Norms in other places, which have no tensors of their own.
-UNSUPPORTED_EAGLE3 = ("norm_before_residual", "norm_before_fc", "fc_norm")
+# Keys that change the logits of either kind, and norms in other places.
+UNSUPPORTED_EAGLE = ("final_logit_softcapping", "logit_scale")
+UNSUPPORTED_EAGLE3 = (*UNSUPPORTED_EAGLE, "norm_before_residual", "norm_before_fc", "fc_norm")
 
 
 def load_eagle(
@@ -70,12 +71,14 @@ def read_eagle(
         config = parse_config(folder, raw, Eagle3Config.from_hf)
         _check_eagle3_fit(folder, target, config, stored)
     else:
+        refuse_extensions(folder, "EAGLE", raw, UNSUPPORTED_EAGLE)
         config = parse_config(folder, raw, EagleConfig.from_hf)
         check_fit(
             folder,
             target,
             hidden_size=(target.config.hidden_size, config.decoder.hidden_size),
             vocab_size=(target.config.vocab_size, config.decoder.vocab_size),
+            draft_vocab_size=(target.config.vocab_size, int(raw.get("draft_vocab_size") or target.config.vocab_size)),
         )
     check_tokenizer(folder, target.path)
     return folder, config, stored

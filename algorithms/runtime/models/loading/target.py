@@ -18,6 +18,8 @@ from algorithms.runtime.models.registry import ARCHITECTURES
 from algorithms.runtime.models.tokenizer import TOKENIZER_FILE, Tokenizer
 
 CONFIG_FILE = "config.json"
+NEUTRAL = {"logit_scale": 1.0, "output_multiplier": 1.0}
+"""Keys that change nothing at this value."""
 OTHER_DRAFTER = "use the drafter that was trained for this target, or the target it was trained for"
 
 Config = TypeVar("Config", DecoderConfig, DFlashConfig, EagleConfig, Eagle3Config)
@@ -131,8 +133,8 @@ def check_tokenizer(folder: Path, target_folder: Path) -> None:
 
 
 def refuse_extensions(folder: Path, kind: str, entries: Mapping[str, Any], unsupported: tuple[str, ...]) -> None:
-    """ModelError where `entries` sets one of the `unsupported` keys."""
-    found = [f"{key}={entries[key]}" for key in unsupported if entries.get(key)]
+    """ModelError where `entries` sets one of the `unsupported` keys to something that changes the computation."""
+    found = [f"{key}={entries[key]}" for key in unsupported if entries.get(key) and entries[key] != NEUTRAL.get(key)]
     if found:
         raise ModelError(
             f"the drafter uses extensions of {kind} that are not supported",
