@@ -146,17 +146,55 @@ def page_ids(table_ptr, positions, end, PAGE: tl.constexpr):
 def widen(stored, like, FP8: tl.constexpr):
     """Keys or values in the type of `like`; FP8 pools come as bytes.
 
-    FP8_BITS is for chips and interpreters without the type. It moves the bits of e4m3 into a float16 of 1 / 256 the
-    value, which is exact for every finite code.
+    FP8_NATIVE is for chips with packed arithmetic in bfloat16. FP8_BITS is for chips and interpreters without the type.
+    It moves the bits of e4m3 into a float16 of 1 / 256 the value, which is exact for every finite code.
     """
     if FP8 == FP8_NATIVE:
-        return stored.to(tl.float8e4nv, bitcast=True).to(like.dtype)
+        if like.dtype == tl.bfloat16:
+            return _e4m3_to_bfloat16(stored)
+        else:
+            return stored.to(tl.float8e4nv, bitcast=True).to(like.dtype)
     elif FP8 == FP8_BITS:
         code = stored.to(tl.uint8, bitcast=True).to(tl.uint16)
         bits = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
         return bits.to(tl.float16, bitcast=True).to(like.dtype)
     else:
         return stored
+
+
+@triton.jit
+def _e4m3_to_bfloat16(codes):
+    """Finite e4m3 codes as bfloat16, exactly. The conversion that the compiler emits goes element by element.
+
+    The bits of a code, moved into a bfloat16, are 2^-120 of the value, for both exponents have a bias of their own;
+    the product with 2^120 of two numbers at once puts that right, for codes without a leading bit too.
+    """
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 pair, sign, size, scale, zero;
+            mov.b32 scale, 0x7b807b80;
+            mov.b32 zero, 0x80008000;
+            prmt.b32 pair, 0, $2, 0x5040;
+            and.b32 sign, pair, 0x80008000;
+            shr.u32 size, pair, 4;
+            and.b32 size, size, 0x07f007f0;
+            or.b32 pair, sign, size;
+            fma.rn.bf16x2 $0, pair, scale, zero;
+            prmt.b32 pair, 0, $2, 0x7060;
+            and.b32 sign, pair, 0x80008000;
+            shr.u32 size, pair, 4;
+            and.b32 size, size, 0x07f007f0;
+            or.b32 pair, sign, size;
+            fma.rn.bf16x2 $1, pair, scale, zero;
+        }
+        """,
+        "=r,=r,r",
+        [codes],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=4,
+    )
 
 
 @triton.jit
