@@ -31,6 +31,8 @@ class Resources:
     backend: Backend
     device: torch.device
     dtype: torch.dtype
+    kv_dtype: torch.dtype
+    """Of stored keys and values: `dtype`, or float8_e4m3fn."""
     num_pages: int
     page_size: int
     context: int

@@ -6,13 +6,55 @@ pools of their own shape but share page numbers, so one page table and one alloc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from algorithms.runtime.algorithm import Resources
 from algorithms.runtime.models.config import DecoderConfig
 from algorithms.runtime.models.rope import rope_table
+
+
+class KVScales(NamedTuple):
+    """Factors of stored keys and values, each [layers, H_kv] float32: value = factor * stored."""
+
+    k_scale: torch.Tensor
+    v_scale: torch.Tensor
+
+    def of_layer(self, layer: int) -> KVScales:
+        """The factors of one layer, each [H_kv]."""
+        return KVScales(self.k_scale[layer], self.v_scale[layer])
+
+
+def load_kv_scales(path: str | Path, config: DecoderConfig) -> KVScales:
+    """Factors for a model of this shape, from a safetensors file with `k_scale` and `v_scale`.
+
+    Raises ValueError where the file is missing, lacks a tensor, or holds factors of another shape or not above zero.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"runtime.kv_scales: expected a file, found none at {path}; task=kv_scales writes one")
+    try:
+        stored = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"runtime.kv_scales: expected a safetensors file, got {path}: {error}") from error
+    expected = (config.num_layers, config.num_kv_heads)
+    for name in KVScales._fields:
+        if name not in stored:
+            raise ValueError(f"runtime.kv_scales: expected {' and '.join(KVScales._fields)} in {path}, got no {name}")
+        found = stored[name].float()
+        if tuple(found.shape) != expected:
+            raise ValueError(
+                f"runtime.kv_scales: expected {name} of [layers, KV heads] {list(expected)}, "
+                f"got {list(found.shape)} in {path}"
+            )
+        if not bool((found.isfinite() & (found > 0)).all()):
+            raise ValueError(f"runtime.kv_scales: expected finite factors above zero, {name} of {path} has others")
+    return KVScales(*(stored[name].float().contiguous() for name in KVScales._fields))
 
 
 @dataclass(frozen=True)
@@ -25,20 +67,30 @@ class KVCache:
     """[context, D] float32."""
     config: DecoderConfig
     """Of the model: the scale, soft cap and windows of its attention, the epsilon of its norms."""
+    scales: KVScales | None = None
+    """What a float8 pool is divided by; None: nothing."""
 
     @classmethod
-    def allocate(cls, config: DecoderConfig, resources: Resources) -> KVCache:
-        """A pool for a model of this shape, on the run's pages, device and dtype."""
+    def allocate(cls, config: DecoderConfig, resources: Resources, scales: KVScales | None = None) -> KVCache:
+        """A pool for a model of this shape, on the run's pages and device, in its dtype of stored keys and values."""
         pages = (resources.num_pages, resources.page_size)
         # Zeros, not empty: a masked-out slot still enters a matmul with weight 0, and 0 * NaN is NaN.
         kv = torch.zeros(
             (config.num_layers, 2, *pages, config.num_kv_heads, config.head_dim),
             device=resources.device,
-            dtype=resources.dtype,
+            dtype=resources.kv_dtype,
         )
-        cache = cls(kv, rope_table(config, resources.context, resources.device), config)
+        if scales is not None:
+            scales = KVScales(*(scale.to(resources.device) for scale in scales))
+        cache = cls(kv, rope_table(config, resources.context, resources.device), config, scales)
         resources.caches.append(cache)
         return cache
+
+    def zero(self, pages: Sequence[int]) -> None:
+        """Make keys and values of `pages` zeros in every layer."""
+        # Zero is the byte 0 in float8, of which torch fills no selection.
+        stored = self.kv.view(torch.uint8) if self.kv.dtype == torch.float8_e4m3fn else self.kv
+        stored[:, :, pages] = 0
 
     @property
     def page_size(self) -> int:

@@ -22,7 +22,7 @@ from algorithms.runtime.algorithm import Algorithm, Resources
 from algorithms.runtime.backends.protocol import Backend
 from algorithms.runtime.backends.registry import check_calls
 from algorithms.runtime.batch import BatchState
-from algorithms.runtime.cache import KVCache
+from algorithms.runtime.cache import KVCache, KVScales
 from algorithms.runtime.clock import PhaseClock
 from algorithms.runtime.cuda_graph import Capture, GraphReport, StepRunner
 from algorithms.runtime.models.loading import Target
@@ -41,7 +41,8 @@ class EngineSettings:
     `num_pages` None reserves enough for `max_batch` requests of that length. `graph` says how much of a step is
     captured, see `cuda_graph`. `overlap` is how many steps the host reads behind the device: None takes 1 on a GPU and
     0 elsewhere. `fused` runs the models by fused kernels, see `models.fusion`. Before a step at most `prefill_chunk`
-    tokens are prefilled, in tiles of `prefill_tile`, or of the chunk where that is smaller.
+    tokens are prefilled, in tiles of `prefill_tile`, or of the chunk where that is smaller. `kv_dtype` is that of
+    stored keys and values, None the one of the weights; `kv_scales` are the factors of the target's.
     """
 
     page_size: int = 16
@@ -54,6 +55,8 @@ class EngineSettings:
     fused: bool = False
     prefill_chunk: int = 2048
     prefill_tile: int = 64
+    kv_dtype: torch.dtype | None = None
+    kv_scales: KVScales | None = None
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,7 @@ class Engine:
             backend=backend,
             device=weight.device,
             dtype=weight.dtype,
+            kv_dtype=settings.kv_dtype or weight.dtype,
             num_pages=num_pages,
             page_size=settings.page_size,
             context=context,
@@ -136,7 +140,7 @@ class Engine:
         self.scheduler = Scheduler(
             settings.max_batch, num_pages, settings.page_size, overshoot, decode, tile, num_tiles
         )
-        cache = KVCache.allocate(config, resources)
+        cache = KVCache.allocate(config, resources, settings.kv_scales)
         state = BatchState(settings.max_batch, max_pages, context, config.vocab_size, weight.device)
         algorithm.attach(resources)
         self.parts = StepParts(algorithm, cache, state, resources)
@@ -239,7 +243,8 @@ def _check_backend(
         )
     weight, verify = target.model.model.norm.weight, "decode" if algorithm.num_nodes == 1 else "verify"
     modes = {"prefill": "chain", verify: "chain" if algorithm.chain else "tree"}
-    check_calls(backend, target.config, modes, settings.page_size, weight.dtype, weight.device)
+    dtype, device, kv_dtype = weight.dtype, weight.device, settings.kv_dtype
+    check_calls(backend, target.config, modes, settings.page_size, dtype, device, kv_dtype=kv_dtype)
 
 
 class Session:
@@ -387,7 +392,7 @@ class Session:
     def _fail(self, running: Running) -> RowMove:
         """End a request without a finite logit. What it stored is overwritten, behind the steps still in flight."""
         for cache in self._parts.resources.caches:
-            cache.kv[:, :, running.pages] = 0
+            cache.zero(running.pages)
         message = (
             f"request {running.request.id}: the target gave no finite logit near position {running.length}; its "
             "weights are broken or the dtype overflows"

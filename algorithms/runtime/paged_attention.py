@@ -71,9 +71,10 @@ class PagedMixer:
             depths=depths,
             row_depths=row_depths,
         )
-        starts, page_size, dtype = batch.lengths + first_slot, cache.page_size, cache.kv.dtype
+        starts, page_size = batch.lengths + first_slot, cache.page_size
         slots = token_slots(batch.page_table, starts, counts, width, page_size, impl=impl)
-        shape = AttentionShape(width, config.num_heads, config.num_kv_heads, config.head_dim, page_size, dtype, dtype)
+        sizes = (width, config.num_heads, config.num_kv_heads, config.head_dim, page_size)
+        shape = AttentionShape(*sizes, resources.dtype, cache.kv.dtype)
         kinds = kinds or [(mode, config.window(layer)) for layer in range(config.num_layers)]
         plans = {
             kind: resources.backend.plan(_of_layer(metadata, cache, *kind), shape, phase)
@@ -91,6 +92,7 @@ class PagedMixer:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, weights: MixerWeights) -> Tensor:
         kv = self.cache.kv[layer]
+        scales = None if self.cache.scales is None else self.cache.scales.of_layer(layer)
         rotated = write_kv(
             q.flatten(0, 1),
             k.flatten(0, 1),
@@ -102,10 +104,12 @@ class PagedMixer:
             q_norm=weights.q_norm,
             k_norm=weights.k_norm,
             eps=self.cache.eps,
+            k_scale=scales and scales.k_scale,
+            v_scale=scales and scales.v_scale,
             impl=self.impl,
         )
         sinks = None if weights.sinks is None else weights.sinks.float()
-        return self.backend.run(self.plans[layer], rotated.view_as(q), kv, sinks)
+        return self.backend.run(self.plans[layer], rotated.view_as(q), kv, sinks, scales)
 
 
 def _of_layer(metadata: AttentionMetadata, cache: KVCache, mode: str, window: int | None) -> AttentionMetadata:

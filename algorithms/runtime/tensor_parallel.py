@@ -20,6 +20,11 @@ def parallel() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
+def own_share(tensor: Tensor, dim: int) -> Tensor:
+    """This rank's part of `tensor`, which the ranks share out evenly along `dim`."""
+    return tensor.chunk(dist.get_world_size(), dim)[dist.get_rank()] if parallel() else tensor
+
+
 def agree_on_draft(draft: DraftTree) -> DraftTree:
     """Rank 0's draft, on every rank."""
     if not parallel():

@@ -13,7 +13,10 @@ from experiments.app.schema import ModelConfig, RunConfig
 from experiments.data.prompts import PromptSet, load_prompts
 
 if TYPE_CHECKING:
+    import torch
+
     from algorithms.runtime.algorithm import AttentionCalls
+    from algorithms.runtime.cache import KVScales
     from algorithms.runtime.models.loading import Target, TargetFolder
     from algorithms.runtime.models.tokenizer import Tokenizer
     from algorithms.runtime.request import Request
@@ -70,6 +73,21 @@ class Plan:
         """How much of a step is captured."""
         return self.hardware.graph_level(self.config.runtime.graph, self.config.backend.capturable)
 
+    @property
+    def kv_dtype(self) -> torch.dtype | None:
+        """Of stored keys and values; None: that of the weights."""
+        return kv_dtype_of(self.config)
+
+    def kv_scales(self) -> KVScales | None:
+        """This process's share of the factors of stored keys and values, which were checked before."""
+        from algorithms.runtime.cache import KVScales, load_kv_scales
+        from algorithms.runtime.tensor_parallel import own_share
+
+        path = self.config.runtime.kv_scales
+        if self.kv_dtype is None or path is None:
+            return None
+        return KVScales(*(own_share(scale, 1) for scale in load_kv_scales(path, self.target.config)))
+
     def varied(self, backend: Any = None, **runtime: Any) -> Plan:
         """The same plan with another backend, or with other values of `runtime`."""
         config = replace(
@@ -106,6 +124,7 @@ def resolve(config: RunConfig) -> Plan:
             (f"algo={algo.name}", available()[algo.name].check(algo, target, config.model.drafter_of(algo.name)))
             for algo in methods.values()
         ]
+    _check_kv_scales(config, target)
     for backend in backends:
         _check_backend(config, backend, hardware, target, methods, drafters)
     with user_errors(ValueError, OSError):
@@ -172,10 +191,28 @@ def _check_backend(
         for level, setting, instead in [*asked, *_own_levels(methods)]:
             check_capture(level, setting, instead, hardware, backend)
         dtype, device = getattr(torch, hardware.dtype), torch.device(hardware.device)
+        page_size, kv_dtype = config.runtime.page_size, kv_dtype_of(config)
         target_calls = AttentionCalls(target.config, {"prefill": "chain", "decode": "chain"})
         for asker, calls in ((f"model={config.model.name}", target_calls), *drafters):
             if calls is not None:
-                check_calls(backend, calls.config, calls.modes, config.runtime.page_size, dtype, device, asker)
+                check_calls(backend, calls.config, calls.modes, page_size, dtype, device, asker, kv_dtype)
+
+
+def kv_dtype_of(config: RunConfig) -> torch.dtype | None:
+    """The dtype of stored keys and values that `config` asks for; None: that of the weights."""
+    import torch
+
+    unused = "runtime.kv_dtype" in config.task.IGNORED
+    return None if unused or config.runtime.kv_dtype == "auto" else torch.float8_e4m3fn
+
+
+def _check_kv_scales(config: RunConfig, target: TargetFolder) -> None:
+    """Refuse factors of stored keys and values that do not fit the target."""
+    from algorithms.runtime.cache import load_kv_scales
+
+    if kv_dtype_of(config) is not None and config.runtime.kv_scales is not None:
+        with user_errors(ValueError, OSError):
+            load_kv_scales(config.runtime.kv_scales, target.config)
 
 
 def _own_levels(methods: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

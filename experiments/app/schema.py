@@ -71,6 +71,8 @@ class RuntimeConfig:
     in half precision on a GPU. `graph` is how much of a step is captured in CUDA graphs; auto captures all of it on a
     GPU. `overlap` is how many steps later than the device the host reads results. `tensor_parallel` is the number of
     processes that share the target. `prefill_chunk` bounds the prompt tokens that are prefilled between two steps.
+    `kv_dtype` is how keys and values are stored: as the weights are, or in float8 e4m3, divided by the factors that the
+    file `kv_scales` has for each layer and head (`task=kv_scales` writes one), or by 1.
     `num_pages` and `max_length` null take what `max_batch` requests of the longest prompt need.
     """
 
@@ -86,6 +88,8 @@ class RuntimeConfig:
     overlap: int | None = None
     tensor_parallel: int = 1
     prefill_chunk: int = 2048
+    kv_dtype: str = "auto"
+    kv_scales: str | None = None
 
     def __post_init__(self) -> None:
         expect_choice("runtime.device", self.device, ("auto", "cpu", "cuda"))
@@ -93,6 +97,9 @@ class RuntimeConfig:
         expect_choice("runtime.impl", self.impl, ("auto", "triton", "reference"))
         expect_choice("runtime.forward", self.forward, ("auto", "fused", "torch"))
         expect_choice("runtime.graph", self.graph, ("auto", *GRAPH_LEVELS))
+        expect_choice("runtime.kv_dtype", self.kv_dtype, ("auto", "fp8_e4m3"))
+        if self.kv_scales is not None and self.kv_dtype == "auto":
+            raise ValueError("runtime.kv_scales is for runtime.kv_dtype=fp8_e4m3, got runtime.kv_dtype=auto")
         expect_at_least("runtime.tensor_parallel", self.tensor_parallel, 1)
         expect_at_least("runtime.page_size", self.page_size, 1)
         expect_at_least("runtime.prefill_chunk", self.prefill_chunk, 1)

@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from algorithms.registry import available
 from algorithms.runtime.backends.registry import backends
-from experiments.app.schema import GRAPH_LEVELS, RunConfig, expect_at_least, expect_choice
+from experiments.app.schema import GRAPH_LEVELS, RunConfig, expect_at_least, expect_between, expect_choice
 from experiments.app.suggest import nearest
 from experiments.data.prompts import datasets
 
@@ -172,8 +172,25 @@ class GraphAblationTask(TaskConfig):
         return self.levels if can_capture else ["none"]
 
 
+@dataclass
+class KVScalesTask(TaskConfig):
+    """Factors for a KV cache in float8, from the target's keys and values for the run's prompts."""
+
+    IGNORED: ClassVar[tuple[str, ...]] = ("algo", "baseline", "samples", "runtime.kv_dtype", "runtime.kv_scales")
+    name: str = "kv_scales"
+    margin: float = 1.0
+    """Factor of the largest magnitude that is seen: above 1 leaves room for text that is not among the prompts."""
+
+    def __post_init__(self) -> None:
+        expect_between("task.margin", self.margin, 1.0, 16.0)
+
+    def methods_of(self, config: RunConfig) -> dict[str, Any]:
+        return {"autoregressive": available()["autoregressive"].Config()}
+
+
 TASKS: dict[str, type[TaskConfig]] = {
-    task.name: task for task in (GenerateTask, CompareTask, ThroughputTask, LosslessnessTask, GraphAblationTask)
+    task.name: task
+    for task in (GenerateTask, CompareTask, ThroughputTask, LosslessnessTask, GraphAblationTask, KVScalesTask)
 }
 
 

@@ -6,6 +6,7 @@ TASK.md, .csv, .jsonl      the table of results
 requests.jsonl             one object per request, with text, token ids, accepted counts and times; it grows as requests
                            end, and task=generate replaces it by one that holds both sides of the comparison
 report.html                everything in one page
+kv_scales.safetensors      factors for a float8 cache, from task=kv_scales
 summary.json               conditions and rows of the run
 
 docs/reading_a_report.md explains the contents.
@@ -27,16 +28,17 @@ from experiments.app.errors import UserError, user_errors
 
 STATUS, CONFIG, REPORT, SUMMARY = "status.json", "config.yaml", "report.html", "summary.json"
 REQUESTS = "requests.jsonl"
+KV_SCALES = "kv_scales.safetensors"
 HEARTBEAT_S = 10.0
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, content: str | bytes) -> None:
     """Write `path` so that a reader, or a crash, sees the old content or all of the new."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(temporary, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -86,6 +88,10 @@ class RunFolder:
     def write(self, name: str, text: str) -> None:
         """Write one file, whole."""
         write_whole(self.path / name, text)
+
+    def write_bytes(self, name: str, content: bytes) -> None:
+        """Write one file that is not text, whole."""
+        write_whole(self.path / name, content)
 
     def write_results(self, files: Mapping[str, str], summary: Mapping[str, Any]) -> None:
         """Everything a finished run leaves. The summary comes last, so it never stands alone."""

@@ -82,6 +82,8 @@ def make_engine(plan: Plan, target: Target, algo: Any, longest: int) -> tuple[En
         overlap=runtime.overlap,
         prefill_chunk=runtime.prefill_chunk,
         fused=plan.hardware.forward == "fused",
+        kv_dtype=plan.kv_dtype,
+        kv_scales=plan.kv_scales(),
     )
     with _memory_errors(), user_errors(ValueError, OSError):
         # A backend records what served each phase, so every decoding has one of its own.

@@ -23,10 +23,11 @@ def task_named(name: str) -> type[Task]:
     from experiments.tasks.compare import Compare
     from experiments.tasks.generate import Generate
     from experiments.tasks.graph_ablation import GraphAblation
+    from experiments.tasks.kv_scales import KVScalesTask
     from experiments.tasks.losslessness import Losslessness
     from experiments.tasks.throughput import Throughput
 
-    tasks: tuple[type[Task], ...] = (Generate, Compare, Throughput, Losslessness, GraphAblation)
+    tasks: tuple[type[Task], ...] = (Generate, Compare, Throughput, Losslessness, GraphAblation, KVScalesTask)
     return {task.name: task for task in tasks}[name]
 
 

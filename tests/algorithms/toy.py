@@ -13,6 +13,7 @@ import specdec_kernels as kernels
 from algorithms.autoregressive import Autoregressive
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Resources
 from algorithms.runtime.backends.registry import backends
+from algorithms.runtime.cache import KVScales
 from algorithms.runtime.engine import Engine, EngineSettings, Generation
 from algorithms.runtime.models.config import DecoderConfig, DFlashConfig
 from algorithms.runtime.models.decoder import Decoder
@@ -102,6 +103,8 @@ class Setup:
     prefill_chunk: int = 2048
     prefill_tile: int = 16
     fused: bool = False
+    kv_dtype: torch.dtype | None = None
+    kv_scales: KVScales | None = None
 
 
 BACKEND_OPTIONS: dict[str, dict[str, str]] = {"hybrid": {"prefill": "torch", "decode": "fa4", "verify": "prefill"}}
@@ -122,6 +125,8 @@ def engine_of(algorithm: Algorithm, setup: Setup, target: Target) -> Engine:
         prefill_chunk=setup.prefill_chunk,
         prefill_tile=setup.prefill_tile,
         fused=setup.fused,
+        kv_dtype=setup.kv_dtype,
+        kv_scales=setup.kv_scales,
     )
     capture = Replayed if setup.graph != "none" and not torch.cuda.is_available() else None
     return Engine(target, algorithm, kind(config, setup.impl), settings, spell, capture)

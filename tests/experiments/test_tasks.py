@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from safetensors.torch import load_file
 
 from algorithms.runtime.request import Completion
 from experiments.app import cli
@@ -558,3 +559,21 @@ def test_warm_up_prefills_every_size_that_is_compiled() -> None:
 
     assert warm_up_sizes(False, 8) == [(1, 2)]
     assert warm_up_sizes(True, 6) == [(1, 2), (2, 2), (4, 2), (6, 2), (24, 32)]
+
+
+def test_factors_of_the_cache_are_measured_and_used(run: Run) -> None:
+    """`task=kv_scales` writes factors, and a run with them writes the same as autoregressive decoding with them."""
+    measured = run("task=kv_scales", "task.margin=1.25")
+    assert measured.folder is not None, measured.stderr
+    factors = measured.folder / "kv_scales.safetensors"
+    stored = load_file(factors)
+    for layer, row in enumerate(measured.rows):
+        assert row["largest_key"] * 1.25 / 448 == pytest.approx(row["k_scale"], rel=1e-6)
+        assert float(stored["v_scale"][layer].max()) == pytest.approx(row["v_scale"], rel=1e-6)
+    used = run("algo=dflash", "runtime.kv_dtype=fp8_e4m3", f"runtime.kv_scales={factors}")
+    assert used.returncode == 0, used.stderr
+    assert used.rows[-1]["lossless"]["identical"] == 2
+    other = run("algo=dflash", "runtime.kv_dtype=fp8_e4m3", "runtime.kv_scales=none.safetensors")
+    assert other.returncode == 2 and "found none at none.safetensors; task=kv_scales writes one" in other.stderr
+    alone = run("algo=dflash", f"runtime.kv_scales={factors}")
+    assert alone.returncode == 2 and "runtime.kv_scales is for runtime.kv_dtype=fp8_e4m3" in alone.stderr

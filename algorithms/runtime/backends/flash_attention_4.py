@@ -104,7 +104,14 @@ class FlashAttention4:
         )
         return FlashAttentionPlan(metadata, arguments, self._draft(metadata, shape) if tree else None)
 
-    def run(self, plan: FlashAttentionPlan, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def run(
+        self,
+        plan: FlashAttentionPlan,
+        q: Tensor,
+        kv: Tensor,
+        sinks: Tensor | None = None,
+        scales: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
         """See `Backend`."""
         return self.run_with_lse(plan, q, kv, sinks)[0]
 

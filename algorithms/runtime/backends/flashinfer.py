@@ -115,7 +115,14 @@ class FlashInferBackend:
             self._activate(planned)
         return planned
 
-    def run(self, plan: FlashInferPlan, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def run(
+        self,
+        plan: FlashInferPlan,
+        q: Tensor,
+        kv: Tensor,
+        sinks: Tensor | None = None,
+        scales: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
         return self.run_with_lse(plan, q, kv, sinks)[0]
 
     def run_with_lse(

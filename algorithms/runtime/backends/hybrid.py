@@ -107,5 +107,12 @@ class HybridBackend:
         side = self._sides[self._config.side_of(phase)]
         return HybridPlan(side, side.plan(metadata, shape, phase))
 
-    def run(self, plan: HybridPlan, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
-        return plan.side.run(plan.planned, q, kv, sinks)
+    def run(
+        self,
+        plan: HybridPlan,
+        q: Tensor,
+        kv: Tensor,
+        sinks: Tensor | None = None,
+        scales: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        return plan.side.run(plan.planned, q, kv, sinks, scales)

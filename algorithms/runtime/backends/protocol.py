@@ -42,7 +42,14 @@ class Backend(Protocol):
         does not change. `phase` is one of `FORWARD_PHASES`."""
         ...
 
-    def run(self, plan: Any, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def run(
+        self,
+        plan: Any,
+        q: Tensor,
+        kv: Tensor,
+        sinks: Tensor | None = None,
+        scales: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
         """One layer: q [B, N, H, D], kv [2, pages, page_size, H_kv, D], sinks [H] float32; returns [B, N, H, D]. Rows
-        past `q_lens` are zeros."""
+        past `q_lens` are zeros. `scales` are factors of the stored keys and values, [H_kv] float32 each, None: 1."""
         ...

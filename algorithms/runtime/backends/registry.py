@@ -25,15 +25,18 @@ def check_calls(
     dtype: Any,
     device: Any,
     asker: str = "the target",
+    kv_dtype: Any = None,
 ) -> None:
     """Raise `BackendError` where `backend` cannot serve a layer of a model in a phase, or where no cache can hold its
-    heads. `modes` maps phase to mode; `asker` names the model in the message."""
+    heads. `modes` maps phase to mode; `asker` names the model in the message. `kv_dtype` is that of stored keys and
+    values, None the one of the queries."""
     from specdec_kernels import AttentionShape
     from specdec_kernels.kv_write.types import head_dim_problem
 
     if (problem := head_dim_problem(config.head_dim)) is not None:
         raise BackendError(f"{asker}: no KV cache can hold its keys: {problem}")
-    shape = AttentionShape(1, config.num_heads, config.num_kv_heads, config.head_dim, page_size, dtype, dtype)
+    sizes = (1, config.num_heads, config.num_kv_heads, config.head_dim, page_size)
+    shape = AttentionShape(*sizes, dtype, kv_dtype or dtype)
     for phase, mode in modes.items():
         for window in dict.fromkeys(config.sliding_windows or (None,)):
             if (reason := backend.refuse(shape, mode, window, device, phase)) is not None:

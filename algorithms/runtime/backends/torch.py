@@ -66,11 +66,19 @@ class TorchBackend:
         unwritten = ~stored_keys(metadata, shape.num_nodes, width)[..., None, None]
         return TorchPlan(metadata, pages * page_size + position % page_size, visible, unwritten)
 
-    def run(self, plan: TorchPlan, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def run(
+        self,
+        plan: TorchPlan,
+        q: Tensor,
+        kv: Tensor,
+        sinks: Tensor | None = None,
+        scales: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
         import torch.nn.functional as F
 
-        stored = (half.flatten(0, 1)[plan.slots].masked_fill(plan.unwritten, 0.0) for half in kv)
-        keys, values = (half.transpose(1, 2) for half in stored)
+        factors = scales or (None, None)
+        halves = (_gathered(half, plan.slots, q.dtype, factor) for half, factor in zip(kv, factors, strict=True))
+        keys, values = (half.masked_fill(plan.unwritten, 0.0).transpose(1, 2) for half in halves)
         if plan.metadata.soft_cap is not None or sinks is not None:
             out = _written_out(plan, q.transpose(1, 2), keys, values, sinks)
         else:
@@ -80,6 +88,17 @@ class TorchBackend:
             )
         # A query that sees nothing (a padded row) comes out as NaN.
         return out.transpose(1, 2).masked_fill(~plan.visible.any(-1).transpose(1, 2)[..., None], 0.0)
+
+
+def _gathered(half: Tensor, slots: Tensor, dtype: torch.dtype, factor: Tensor | None) -> Tensor:
+    """The keys or values [B, S, H_kv, D] at `slots`, times `factor [H_kv]`. torch gathers no float8, but its bytes."""
+    import torch
+
+    flat = half.flatten(0, 1)
+    if flat.dtype == dtype:
+        return flat[slots]
+    found = flat.view(torch.uint8)[slots].view(flat.dtype).to(dtype)
+    return found if factor is None else found * factor[:, None].to(dtype)
 
 
 def _written_out(plan: TorchPlan, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:

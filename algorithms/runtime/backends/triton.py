@@ -90,14 +90,24 @@ class TritonBackend:
             work_list = kernels.plan_attention(metadata, shape, split_tokens=split_tokens, impl=self._impl)
         return TritonPlan(metadata, work_list, split_tokens)
 
-    def run(self, plan: TritonPlan | FlashAttentionPlan, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def run(
+        self,
+        plan: TritonPlan | FlashAttentionPlan,
+        q: Tensor,
+        kv: Tensor,
+        sinks: Tensor | None = None,
+        scales: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
         if isinstance(plan, FlashAttentionPlan):
             return self._package.run(plan, q, kv, sinks)
+        k_scale, v_scale = scales or (1.0, 1.0)
         return kernels.paged_attention(
             q,
             kv,
             plan.metadata,
             sinks=sinks,
+            k_scale=k_scale,
+            v_scale=v_scale,
             work_list=plan.work_list,
             split_tokens=plan.split_tokens,
             impl=self._impl,
