@@ -89,15 +89,15 @@ class DraftTree:
 
 
 class Prompts(NamedTuple):
-    """The prompts whose tokens a prefill observes, one entry each. A prompt may fill several rows of the observation,
-    one behind the other, and none if it has a single token."""
+    """The prompts whose tokens a prefill observes, one entry each, and entries of padding behind them. A prompt may
+    fill several rows of the observation, one behind the other."""
 
     rows: torch.Tensor
-    """[P] int64: the row of the engine's state."""
+    """[P] int64: the row of the engine's state, or for padding `max_batch`, the spare row behind them."""
     start: torch.Tensor
     """[P] int64: the first position that is observed. It is 0 for a new request, and only for that."""
     counts: torch.Tensor
-    """[P] int32: how many positions are observed; 0 for a prompt of one token."""
+    """[P] int32: how many positions are observed; 0 for a prompt of one token, and for padding."""
     last: torch.Tensor
     """[P] int64: where the last of them stands, b * n + column for column of row b."""
     width: int
@@ -147,7 +147,7 @@ class Algorithm:
     """Base of all algorithms. A subclass names itself, its configuration and the size of its trees, and drafts.
 
     `propose` and `observe` run on the device without reading anything back, and on the same tensors in every step, so
-    they can be captured in a CUDA graph.
+    they can be captured in a CUDA graph. So can the observation of prompts.
     """
 
     name: ClassVar[str]

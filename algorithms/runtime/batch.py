@@ -1,37 +1,46 @@
 """The running batch on the device: tensors of fixed address and shape, one row per request.
 
 The rows in use are always 0 … n - 1, so a step runs on views of the first n rows. Rows past n are inactive, and a step
-that is captured for more rows than are in use passes over them.
+that is captured for more rows than are in use passes over them. Behind the rows of requests there is one more, the
+spare row, which takes what padding writes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from algorithms.runtime.algorithm import Batch, Observation, Resources
 from algorithms.runtime.request import Request
+from algorithms.runtime.sampling_params import SamplingParams
+from algorithms.runtime.staging import Arrays, Fields
 from specdec_kernels import SamplingTensors
 
-_NEUTRAL = ((0.0, torch.float32), (0, torch.int32), (1.0, torch.float32), (0.0, torch.float32), (0, torch.int64))
-"""Sampling parameters of padding, in the order of `SamplingTensors`: greedy, no filter."""
-_ALIGNED = 16
+_ALIGNED = 32
+"""Rows are a multiple of this many, so that kernels see one alignment of every tensor."""
+LENGTH, LAST_TOKEN, SEED = range(3)
+"""Rows of the int64 numbers of requests."""
+ACTIVE, TOP_K, TEMPERATURE, TOP_P, MIN_P = range(5)
+"""Rows of the 32-bit numbers; the last three are float32 bits."""
+_FIRST_FLOAT = TEMPERATURE
+_NEUTRAL = SamplingParams()
+"""Sampling parameters of padding: greedy, no filter."""
 
 
-def upload(columns: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
-    """Lists as int64 tensors on `device`, by one copy that the host does not wait for."""
-    # Every list begins at a multiple of 128 bytes, so that kernels see one alignment.
-    starts = [0]
-    for column in columns:
-        starts.append(starts[-1] + -(-len(column) // _ALIGNED) * _ALIGNED)
-    packed = [0] * starts[-1]
-    for start, column in zip(starts, columns, strict=False):
-        packed[start : start + len(column)] = column
-    host = torch.tensor(packed, dtype=torch.int64, pin_memory=device.type == "cuda")
-    values = host.to(device, non_blocking=True)
-    return [values[start : start + len(column)] for start, column in zip(starts, columns, strict=False)]
+def write_numbers(arrays: Arrays, column: int, sampling: SamplingParams, length: int, last: int, active: bool) -> None:
+    """Put the numbers of one request in `column` of what `number_fields` names."""
+    longs, words = arrays["longs"], arrays["words"]
+    longs[:, column] = length, last, sampling.seed
+    words[:_FIRST_FLOAT, column] = active, sampling.top_k
+    words[_FIRST_FLOAT:].view(np.float32)[:, column] = sampling.temperature, sampling.top_p, sampling.min_p
+
+
+def number_fields(count: int) -> Fields:
+    """What `BatchState.enter` takes of `count` requests, besides pages and text."""
+    return {"longs": ((3, count), torch.int64), "words": ((5, count), torch.int32)}
 
 
 class PenaltyState:
@@ -47,8 +56,10 @@ class PenaltyState:
         self.bias = torch.zeros((rows, vocab), dtype=torch.float32, device=device)
 
     def fill(self, row: int, request: Request) -> None:
-        """Put a request into `row`."""
-        sampling, (prompt,) = request.sampling, upload([request.prompt_ids], self.bias.device)
+        """Put a request into `row`. Numbers enter by `fill_`: `tensor[row] = number` is a copy that the host waits
+        for."""
+        sampling, device = request.sampling, self.bias.device
+        prompt = torch.tensor(request.prompt_ids, pin_memory=device.type == "cuda").to(device, non_blocking=True)
         self.repetition[row].fill_(sampling.repetition_penalty)
         self.presence[row].fill_(sampling.presence_penalty)
         self.frequency[row].fill_(sampling.frequency_penalty)
@@ -62,19 +73,24 @@ class PenaltyState:
 class BatchState:
     """Tensors for up to `max_batch` requests of up to `max_pages` pages and `context` positions; see `Batch`.
 
-    Numbers enter by `fill_`: on a GPU, `tensor[row] = number` is a copy that the host waits for.
+    Numbers of one width lie in one tensor, so that a request enters, moves and leaves in a few operations.
     """
 
     def __init__(self, max_batch: int, max_pages: int, context: int, vocab: int, device: torch.device) -> None:
-        def full(value: float, dtype: torch.dtype, *shape: int) -> Tensor:
-            return torch.full((max_batch, *shape), value, dtype=dtype, device=device)
-
-        self.max_batch, self._device, self._vocab = max_batch, device, vocab
-        self.lengths, self.last_tokens = full(0, torch.int64), full(0, torch.int64)
-        self.active = full(0, torch.int32)
-        self.page_table = full(0, torch.int32, max_pages)
-        self.history = full(0, torch.int64, context)
-        self._sampling = [full(value, dtype) for value, dtype in _NEUTRAL]
+        rows = -(-(max_batch + 1) // _ALIGNED) * _ALIGNED
+        self.max_batch, self.spare_row, self._device, self._vocab = max_batch, max_batch, device, vocab
+        self._longs = torch.zeros((3, rows), dtype=torch.int64, device=device)
+        self._words = torch.zeros((5, rows), dtype=torch.int32, device=device)
+        self._pages = torch.zeros((max_batch + 1, max_pages), dtype=torch.int32, device=device)
+        self._texts = torch.zeros((max_batch + 1, context), dtype=torch.int64, device=device)
+        self._padding = torch.zeros_like(self._words)
+        host = np.zeros((5, 1), np.int32)
+        write_numbers({"longs": np.zeros((3, 1), np.int64), "words": host}, 0, _NEUTRAL, 0, 0, False)
+        self._padding.copy_(torch.from_numpy(host))
+        self._words.copy_(self._padding)
+        self.page_table, self.history = self._pages[:max_batch], self._texts[:max_batch]
+        self.lengths, self.last_tokens = self._longs[LENGTH, :max_batch], self._longs[LAST_TOKEN, :max_batch]
+        self.active = self._words[ACTIVE, :max_batch]
         self.penalties: PenaltyState | None = None
 
     def need_penalties(self) -> None:
@@ -82,38 +98,40 @@ class BatchState:
         if self.penalties is None:
             self.penalties = PenaltyState(self.max_batch, self._vocab, self._device)
 
-    def fill(self, row: int, request: Request, pages: Sequence[int]) -> None:
-        """Put a request into `row`; its last prompt token becomes the last token of the row, which stays padding."""
-        # Entries past the request's pages are page 0: never read, but a valid address.
-        table = [*pages, *[0] * (self.page_table.shape[1] - len(pages))]
-        prompt, table_row = upload([request.prompt_ids, table], self._device)
-        self.last_tokens[row].fill_(request.prompt_ids[-1])
-        self.history[row, : len(prompt)] = prompt
-        self.page_table[row] = table_row
-        params = request.sampling
-        values = (params.temperature, params.top_k, params.top_p, params.min_p, params.seed)
-        for tensor, value in zip(self._sampling, values, strict=True):
-            tensor[row].fill_(value)
-        if self.penalties is not None:
-            self.penalties.fill(row, request)
+    def fill_penalties(self, row: int, request: Request) -> None:
+        """Put what penalties need of a request into `row`; there is room for it."""
+        assert self.penalties is not None
+        self.penalties.fill(row, request)
 
-    def activate(self, row: int, length: int) -> None:
-        """Let steps run on `row`, whose prompt is in the cache but for its last token, at position `length`."""
-        self.lengths[row].fill_(length)
-        self.active[row].fill_(1)
+    def enter(self, rows: Tensor, values: Mapping[str, Tensor]) -> None:
+        """Put the numbers and pages of requests into `rows` [P] int64, entries of padding into the spare row.
+
+        `values` holds what `number_fields(P)` names, and `pages` [P, max_pages] int32: the entries past the pages of a
+        request are any pages.
+        """
+        self._longs.index_copy_(1, rows, values["longs"])
+        self._words.index_copy_(1, rows, values["words"])
+        self._pages.index_copy_(0, rows, values["pages"])
+
+    def write_text(self, rows: Tensor, positions: Tensor, tokens: Tensor, counts: Tensor) -> None:
+        """Put the first `counts` [S] int32 columns of `tokens` [S, n] int64 at `positions` [S, n] int64 of `rows` [S]
+        int64."""
+        inside = torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]
+        self._texts[torch.where(inside, rows[:, None], self.spare_row), positions] = tokens
 
     def move(self, source: int, target: int) -> None:
         """Copy row `source` over row `target`; whether `target` is padding stays as it is."""
-        tensors = [self.lengths, self.last_tokens, self.page_table, self.history, *self._sampling]
-        for tensor in tensors + (list(vars(self.penalties).values()) if self.penalties else []):
+        self._longs[:, target] = self._longs[:, source]
+        self._words[ACTIVE + 1 :, target] = self._words[ACTIVE + 1 :, source]
+        self._pages[target] = self._pages[source]
+        self._texts[target] = self._texts[source]
+        for tensor in vars(self.penalties).values() if self.penalties else ():
             tensor[target] = tensor[source]
 
     def clear(self, rows: int | slice) -> None:
         """Make `rows` padding, which is greedy: a step draws and filters nothing for it."""
-        self.active[rows].zero_()
-        self.lengths[rows].zero_()
-        for tensor, (value, _) in zip(self._sampling, _NEUTRAL, strict=True):
-            tensor[rows].fill_(value)
+        self._words[:, rows] = self._padding[:, rows]
+        self._longs[:, rows].zero_()
 
     def batch(self, start: int, stop: int, max_length: int) -> Batch:
         """Rows start … stop - 1 as views."""
@@ -124,30 +142,38 @@ class BatchState:
             page_table=self.page_table[rows],
             history=self.history[rows],
             active=self.active[rows],
-            sampling=SamplingTensors(*(tensor[rows] for tensor in self._sampling)),
+            sampling=_sampling(self._longs[:, rows], self._words[:, rows]),
             rows=rows,
             max_length=max_length,
         )
 
     def tiles(self, rows: Tensor, lengths: Tensor, counts: Tensor, max_length: int) -> Batch:
         """Tiles of prompts as a batch: tile i is `counts[i]` tokens of row `rows[i]` from position `lengths[i]` on."""
+        longs, words = self._longs[:, rows], self._words[:, rows]
         return Batch(
             lengths=lengths,
-            last_tokens=self.last_tokens[rows],
-            page_table=self.page_table[rows],
-            history=self.history[rows],
+            last_tokens=longs[LAST_TOKEN],
+            page_table=self._pages[rows],
+            history=self._texts[rows],
             active=(counts > 0).to(torch.int32),
-            sampling=SamplingTensors(*(tensor[rows] for tensor in self._sampling)),
+            sampling=_sampling(longs, words),
             rows=rows,
             max_length=max_length,
         )
 
 
+def _sampling(longs: Tensor, words: Tensor) -> SamplingTensors:
+    """Sampling parameters of the columns of the numbers."""
+    temperature, top_p, min_p = words[_FIRST_FLOAT:].view(torch.float32).unbind(0)
+    return SamplingTensors(temperature, words[TOP_K], top_p, min_p, longs[SEED])
+
+
 class RowStore:
-    """What a drafter remembers of each running request between two steps: one vector per row, [max_batch, size]."""
+    """What a drafter remembers of each running request between two steps: one vector per row, [max_batch + 1, size];
+    the last one is the spare row."""
 
     def __init__(self, size: int, resources: Resources) -> None:
-        self._rows = torch.zeros((resources.max_batch, size), dtype=resources.dtype, device=resources.device)
+        self._rows = torch.zeros((resources.max_batch + 1, size), dtype=resources.dtype, device=resources.device)
 
     def rows(self, rows: slice | Tensor) -> Tensor:
         """[B, size]: the vectors of these rows."""

@@ -1,4 +1,5 @@
-"""How much of a step is captured in CUDA graphs: `none`, `draft`, `verify` (draft and verify), `step` (all of it).
+"""How much of a step is captured in CUDA graphs: `none`, `draft`, `verify` (draft and verify), `step` (all of it, and
+the chunks of prompts between steps, see `prefill`).
 
 Batch sizes are rounded up to a bucket, and each bucket is captured once, before the clock runs, with every row
 inactive, so that warm-up touches no request. Lengths, pages and sampling parameters live in device memory, so a replay
@@ -35,10 +36,12 @@ _WARMUP_RUNS = 2
 
 @dataclass(frozen=True)
 class GraphReport:
-    """What capturing took: graphs, milliseconds of warm-up and capture, and bytes of device memory that they keep."""
+    """What is captured: steps of so many rows, and chunks of so many tiles. And what it took: graphs, milliseconds of
+    warm-up and capture, and bytes of device memory that the graphs keep."""
 
     level: str
     buckets: tuple[int, ...]
+    prefill_tiles: tuple[int, ...] = ()
     num_graphs: int = 0
     warmup_ms: float = 0.0
     memory_bytes: int = 0
@@ -78,6 +81,28 @@ class CudaCapture:
         return graph
 
 
+class Recorder:
+    """Captures the work of one engine, and counts what that takes."""
+
+    def __init__(self, capture: Capture, device: torch.device) -> None:
+        self._capture, self._device = capture, device
+        self.num_graphs, self.warmup_ms, self.memory_bytes = 0, 0.0, 0
+
+    def __call__(self, work: Callable[[], None]) -> Captured:
+        began = time.perf_counter()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # capturing does so too, and what is free is nobody's
+        before = self._memory()
+        captured = self._capture(work)
+        self.num_graphs += 1
+        self.warmup_ms += (time.perf_counter() - began) * 1e3
+        self.memory_bytes += self._memory() - before
+        return captured
+
+    def _memory(self) -> int:
+        return torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else 0
+
+
 class _Launch(NamedTuple):
     """A step and how it is run: pieces of work in order, each with its phase; a piece without one stamps its phases."""
 
@@ -96,35 +121,39 @@ class StepRunner:
                 f"runtime.graph={level} captures CUDA graphs and needs a CUDA device, got {parts.resources.device}; "
                 "use runtime.graph=none"
             )
-        self._parts, self._groups, self.clock = parts, _CAPTURED[level], clock
-        self._capture = capture or (CudaCapture() if level != "none" else None)
+        self._parts, self.level, self._groups, self.clock = parts, level, _CAPTURED[level], clock
+        self.recorder: Recorder | None = None
+        """Captures what this engine runs; None where nothing is captured."""
+        if self._groups:
+            self.recorder = Recorder(capture or CudaCapture(), parts.resources.device)
         self._stamps = clock.stamps(PHASES) if PHASES in self._groups else None
         self._captured: dict[tuple[int, SamplingNeeds], _Launch] = {}
         self._launched = False
         self._compiled: set[SamplingNeeds] = set()
-        self.report = GraphReport(level, buckets(parts.state.max_batch) if self._groups else ())
+        self._buckets = buckets(parts.state.max_batch) if self._groups else ()
+
+    def report(self, prefill_tiles: tuple[int, ...] = ()) -> GraphReport:
+        """What has been captured so far, with chunks of `prefill_tiles` if they are too."""
+        report = GraphReport(self.level, self._buckets)
+        if self.recorder is None:
+            return report
+        counts = {name: getattr(self.recorder, name) for name in ("num_graphs", "warmup_ms", "memory_bytes")}
+        return replace(report, prefill_tiles=prefill_tiles, **counts)
 
     def prepare(self, needs: SamplingNeeds) -> None:
         """Capture every bucket for `needs`, or compile what steps launch, unless done. No request may be running."""
         resources = self._parts.resources
         if not self._groups and resources.device.type == "cuda" and resources.backend.capturable:
             self.compile(needs)
-        missing = [size for size in reversed(self.report.buckets) if (size, needs) not in self._captured]
+        missing = [size for size in reversed(self._buckets) if (size, needs) not in self._captured]
         if not missing:
             return
-        began, before = time.perf_counter(), self._memory()
         # A replay serves requests of any length, so the bound is all that the page table can hold.
         longest = self._parts.state.page_table.shape[1] * self._parts.resources.page_size
         if not self._captured:
             self._step(missing[0], longest, needs, checked=True).draft()
         for size in missing:
             self._captured[size, needs] = self._prepared(size, longest, needs)
-        self.report = replace(
-            self.report,
-            num_graphs=len(self._groups) * len(self._captured),
-            warmup_ms=self.report.warmup_ms + (time.perf_counter() - began) * 1e3,
-            memory_bytes=self.report.memory_bytes + self._memory() - before,
-        )
 
     def launch(self, num_rows: int, max_length: int, needs: SamplingNeeds) -> Tensor:
         """Start a step over rows 0 … num_rows - 1 and return its table, still being written, for those rows.
@@ -135,7 +164,7 @@ class StepRunner:
         if first and self._groups:
             self._step(num_rows, max_length, needs, checked=True).draft()
         if self._groups:
-            size = next(size for size in self.report.buckets if size >= num_rows)
+            size = next(size for size in self._buckets if size >= num_rows)
             step, pieces = self._captured[size, needs]
         else:
             step, pieces = self._prepared(num_rows, max_length, needs, checked=first)
@@ -167,8 +196,8 @@ class StepRunner:
         step = self._step(size, max_length, needs, checked)
         pieces: list[tuple[str | None, Callable[[], None]]] = []
         for group in self._groups:
-            assert self._capture is not None
-            graph = self._capture(partial(_run, step, group, self._stamps))
+            assert self.recorder is not None
+            graph = self.recorder(partial(_run, step, group, self._stamps))
             # Capturing computes nothing, and the next phases need results to start from.
             graph.replay()
             pieces.append((None if self._stamps else group[0], graph.replay))
@@ -177,10 +206,6 @@ class StepRunner:
             # The other phases compile what they launch.
             _run(step, rest, None)
         return _Launch(step, pieces + [(phase, getattr(step, phase)) for phase in rest])
-
-    def _memory(self) -> int:
-        device = self._parts.resources.device
-        return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
 
 def _run(step: Step, phases: tuple[str, ...], stamps: Stamps | None) -> None:

@@ -5,8 +5,9 @@ step is like every other, and tokens are sampled in one place. The `Scheduler` d
 is prefilled; the engine does to the tensors what it decides, and launches the steps. Before each step it prefills one
 chunk at most, so a running request never waits for the whole of a long prompt.
 
-On a GPU the tokens of a step are read while the next one runs, so the host never waits for the step it has just
-launched. A request that has ended is then stepped once more, without effect, in pages that are reserved for that.
+On a GPU the tokens of a step are read while the next one runs, so the device does not wait for the host. A request that
+has ended is then stepped once more, without effect, in pages that are reserved for that. Where requests take few steps
+and others wait for their rows, that costs more than it gains: then a step is read before the next one is launched.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from algorithms.runtime.prefill import Prefiller
 from algorithms.runtime.readback import Readback, StepResult
 from algorithms.runtime.request import Completion, EngineError, Request
 from algorithms.runtime.sampling_params import SamplingNeeds
-from algorithms.runtime.scheduler import Decode, Piece, RowMove, Running, Scheduler
+from algorithms.runtime.scheduler import Decode, Piece, RowMove, Running, Scheduler, tiles_of
 from algorithms.runtime.step import PHASES, StepParts
 
 
@@ -136,7 +137,8 @@ class Engine:
         tile = min(settings.prefill_tile, settings.prefill_chunk)
         if tile < 1:
             raise EngineError(f"prefill_chunk and prefill_tile: expected at least 1, got {tile}")
-        num_tiles = settings.prefill_chunk // tile
+        # No chunk is larger than all rows together.
+        num_tiles = min(settings.prefill_chunk // tile, settings.max_batch * tiles_of(self._limit, tile))
         self.scheduler = Scheduler(
             settings.max_batch, num_pages, settings.page_size, overshoot, decode, tile, num_tiles
         )
@@ -144,8 +146,9 @@ class Engine:
         state = BatchState(settings.max_batch, max_pages, context, config.vocab_size, weight.device)
         algorithm.attach(resources)
         self.parts = StepParts(algorithm, cache, state, resources)
-        self.prefiller = Prefiller(self.parts, tile, num_tiles)
         self.runner = StepRunner(self.parts, level, PhaseClock(weight.device), capture)
+        captures_prompts = level == "step" and backend.captures_prompts
+        self.prefiller = Prefiller(self.parts, tile, num_tiles, self.runner.recorder if captures_prompts else None)
         self._session_is_open = False
 
     def generate(
@@ -297,28 +300,45 @@ class Session:
     @torch.inference_mode()
     def step(self) -> list[Completion]:
         """Prefill a chunk, launch a step, and take in the results that are due; returns the requests that ended."""
+        began_ms = _now_ms()
+        ended = self._take_in(all_of_them=self._reads_first())
+        read_ms = _now_ms() - began_ms
         pieces = self._admit()
         began_ms = _now_ms()
         self._prefill(pieces)
-        ended = self._step() if self._scheduler.rows else []
-        self._loop_ms += _now_ms() - began_ms
+        if self._scheduler.rows:
+            self._launch()
+            ended += self._take_in()
+            self._step_ms.append(read_ms + _now_ms() - began_ms)
+        self._loop_ms += read_ms + _now_ms() - began_ms
         return ended
 
-    def _step(self) -> list[Completion]:
-        """A step over the rows in use; returns the requests that ended."""
+    def _reads_first(self) -> bool:
+        """Whether the steps in flight are to be read before the next one is launched.
+
+        To launch ahead wastes a step for each request that ends, if another waits for its row. To read first lets the
+        device wait while the host works. The smaller share of the time is the better one to lose.
+        """
+        working_ms = self._loop_ms - self._readback.waited_ms
+        return self._scheduler.num_waiting > 0 and self._num_finished * self._loop_ms > self._row_steps * working_ms
+
+    def _launch(self) -> None:
+        """A step over the rows in use."""
         began_ms, rows = _now_ms(), self._scheduler.rows
-        ended: list[Completion] = []
         ahead = self._readback.num_pending * (self._algorithm.max_depth + 1)
         longest = max(running.length for running in rows) + ahead
         table = self._runner.launch(len(rows), longest, self._needs)
         self._readback.push(table, list(rows))
         self._launch_ms += _now_ms() - began_ms
-        for result, launched in self._readback.due():
+
+    def _take_in(self, all_of_them: bool = False) -> list[Completion]:
+        """Read the steps that are due, or all in flight; returns the requests that ended."""
+        ended: list[Completion] = []
+        for result, launched in self._readback.due(all_of_them):
             ended += self._collect(result, launched)
-        if not rows:
+        if not self._scheduler.rows:
             # What is still in flight was launched for requests that have ended.
             self._readback.drop()
-        self._step_ms.append(_now_ms() - began_ms)
         return ended
 
     def report(self) -> StepReport:
@@ -346,28 +366,24 @@ class Session:
             launch_ms=self._launch_ms,
             step_ms=self._step_ms,
             ledger_ms=phases | {"host": max(0.0, decode_ms - sum(phases.values()))},
-            graphs=self._runner.report,
+            graphs=self._runner.report(self._prefiller.captured_sizes),
         )
 
     def _admit(self) -> list[Piece]:
-        """What this step prefills; new requests are in their rows."""
+        """What this step prefills."""
         pieces, move = self._scheduler.admit(_now_ms())
         if move is not None:
             self._move_rows(move)
-        for running, start, _ in pieces:
+        for running, start, _ in pieces if self._needs.penalised else ():
             if start == 0:
-                self._state.fill(running.row, running.request, running.pages)
+                self._state.fill_penalties(running.row, running.request)
         return pieces
 
     def _prefill(self, pieces: list[Piece]) -> None:
         """Prefill a chunk; requests whose prompts are complete take part in steps from now on."""
-        if not pieces:
-            return
-        with self._prefill_clock.phase("prefill"):
-            self._prefiller.run(pieces)
-        for piece in pieces:
-            if piece.is_last:
-                self._state.activate(piece.running.row, piece.running.length)
+        if pieces:
+            with self._prefill_clock.phase("prefill"):
+                self._prefiller.run(pieces)
 
     def _collect(self, result: StepResult, launched: list[Running]) -> list[Completion]:
         """Hand the tokens of a step to the requests it was launched for, from the last row to the first."""

@@ -5,11 +5,13 @@ Reading waits for that step alone, through an event, while the next one already 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,27 +20,38 @@ Tag = TypeVar("Tag")
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step's table on the host, see `Step.table`."""
+    """One step's table on the host, see `Step.table`: a list per request."""
 
-    rows: list[list[int]]
+    tokens: list[list[int]]
     logprobs: list[list[float]]
+    ends: list[list[int]]
+
+    @classmethod
+    def of_table(cls, table: np.ndarray[Any, Any]) -> StepResult:
+        """Of `table [rows, 2 (D + 1) + 2]` int64."""
+        emit = table.shape[1] // 2 - 1
+        logprobs = table[:, emit : 2 * emit].astype(np.int32).view(np.float32)
+        return cls(table[:, :emit].tolist(), logprobs.tolist(), table[:, 2 * emit :].tolist())
 
     def of(self, row: int) -> tuple[list[int], list[float], bool]:
         """Emitted tokens, their log-probabilities, and whether the target gave a usable logit."""
-        *_, num_accepted, valid = self.rows[row]
+        num_accepted, valid = self.ends[row]
         emitted = num_accepted + 1
-        return self.rows[row][:emitted], self.logprobs[row][:emitted], bool(valid)
+        return self.tokens[row][:emitted], self.logprobs[row][:emitted], bool(valid)
 
 
 class Readback(Generic[Tag]):
     """First in, first out; `behind` results stay in flight. Buffers are reused, so a result is read once."""
 
     def __init__(self, behind: int, max_batch: int, max_depth: int, device: torch.device) -> None:
-        self._behind, self._emit, self._cuda = behind, max_depth + 1, device.type == "cuda"
-        shape = (behind + 1, max_batch, 2 * self._emit + 2)
-        self._buffers = torch.empty(shape, dtype=torch.int64, pin_memory=self._cuda)
+        cuda, shape = device.type == "cuda", (max_batch, 2 * (max_depth + 1) + 2)
+        self._behind = behind
+        self._buffers = [torch.empty(shape, dtype=torch.int64, pin_memory=cuda) for _ in range(behind + 1)]
+        self._events = [torch.cuda.Event() for _ in self._buffers] if cuda else []
         self._next = 0
-        self._pending: deque[tuple[Tensor, Any, Tag]] = deque()
+        self._pending: deque[tuple[int, int, Tag]] = deque()
+        self.waited_ms = 0.0
+        """Time that the host has waited for steps."""
 
     @property
     def num_pending(self) -> int:
@@ -47,24 +60,22 @@ class Readback(Generic[Tag]):
 
     def push(self, table: Tensor, tag: Tag) -> None:
         """Start copying `table [rows, 2 (D + 1) + 2]` to the host."""
-        place = self._buffers[self._next, : table.shape[0]]
-        self._next = (self._next + 1) % len(self._buffers)
-        place.copy_(table, non_blocking=True)
-        event = None
-        if self._cuda:
-            event = torch.cuda.Event()
-            event.record()
-        self._pending.append((place, event, tag))
+        place, rows = self._next, len(table)
+        self._next = (place + 1) % len(self._buffers)
+        self._buffers[place][:rows].copy_(table, non_blocking=True)
+        if self._events:
+            self._events[place].record()
+        self._pending.append((place, rows, tag))
 
-    def due(self) -> Iterator[tuple[StepResult, Tag]]:
-        """Results that are due, oldest first."""
-        while len(self._pending) > self._behind:
-            place, event, tag = self._pending.popleft()
-            if event is not None:
-                event.synchronize()
-            bits = place[:, self._emit : 2 * self._emit].to(torch.int32)
-            rows = torch.cat([place[:, : self._emit], place[:, 2 * self._emit :]], 1).tolist()
-            yield StepResult(rows, bits.view(torch.float32).tolist()), tag
+    def due(self, all_of_them: bool = False) -> Iterator[tuple[StepResult, Tag]]:
+        """Results that are due, oldest first; or whatever is in flight."""
+        while len(self._pending) > (0 if all_of_them else self._behind):
+            place, rows, tag = self._pending.popleft()
+            began = time.perf_counter()
+            if self._events:
+                self._events[place].synchronize()
+            self.waited_ms += (time.perf_counter() - began) * 1e3
+            yield StepResult.of_table(self._buffers[place][:rows].numpy()), tag
 
     def drop(self) -> None:
         """Forget what is in flight."""

@@ -98,7 +98,7 @@ class RowMove(NamedTuple):
 
 class Piece(NamedTuple):
     """What one step prefills of a prompt: `num_tokens` tokens from position `start` on. `start` is 0 for a request that
-    has just been admitted, and only for that. A prompt of one token has a piece without tokens."""
+    has just been admitted, and only for that. A prompt of one token has a piece without tokens, which takes a tile."""
 
     running: Running
     start: int
@@ -108,6 +108,11 @@ class Piece(NamedTuple):
     def is_last(self) -> bool:
         """Whether the request runs from this step on."""
         return self.start + self.num_tokens == len(self.running.request.prompt_ids) - 1
+
+
+def tiles_of(num_tokens: int, tile: int) -> int:
+    """Tiles that a piece of `num_tokens` fills; one at least, so that a chunk has no more prompts than tiles."""
+    return max(1, -(-num_tokens // tile))
 
 
 class Admission(NamedTuple):
@@ -204,23 +209,19 @@ class Scheduler:
         if (begun := self._begun) is not None:
             self._begun, source = None, begun.row
             pieces.append(self._next_piece(begun, tiles))
-            tiles -= self._tiles_of(pieces[-1].num_tokens)
+            tiles -= tiles_of(pieces[-1].num_tokens, self._tile)
             if pieces[-1].is_last and source != begun.row:
                 move = RowMove(source, begun.row)
-        while self._begun is None and self._waiting and len(self._rows) < self._max_batch:
+        while tiles > 0 and self._begun is None and self._waiting and len(self._rows) < self._max_batch:
             request = self._waiting[0]
-            no_tile = tiles == 0 and len(request.prompt_ids) > 1
-            if no_tile or self.pages_for(request) > self._allocator.num_free:
+            if self.pages_for(request) > self._allocator.num_free:
                 break
             self._waiting.popleft()
             pages = self._allocator.allocate(self.pages_for(request))
             running = Running(request, Completion(request.id), pages, 0, now_ms)
             pieces.append(self._next_piece(running, tiles))
-            tiles -= self._tiles_of(pieces[-1].num_tokens)
+            tiles -= tiles_of(pieces[-1].num_tokens, self._tile)
         return Admission(pieces, move)
-
-    def _tiles_of(self, count: int) -> int:
-        return -(-count // self._tile)
 
     def _next_piece(self, running: Running, tiles: int) -> Piece:
         """As much of a prompt as `tiles` hold; the request gets the next row if that is all, else the last of the
@@ -248,15 +249,12 @@ class Scheduler:
             completion.ttft_ms = elapsed_ms
         completion.emitted_at_ms.append(elapsed_ms)
         completion.accepted_counts.append(len(emitted) - 1)
-        for index, (token, logprob) in enumerate(zip(emitted, logprobs, strict=True)):
-            completion.token_ids.append(token)
-            if request.sampling.logprobs:
-                completion.logprobs.append(logprob)
-            completion.finish_reason = self._finish_reason(request, completion.token_ids)
-            if completion.finish_reason:
-                completion.num_truncated = len(emitted) - 1 - index
-                return self._retire(running, now_ms)
-        return None
+        kept, completion.finish_reason = self._end_of(request, completion.token_ids, emitted)
+        completion.token_ids += emitted[:kept]
+        if request.sampling.logprobs:
+            completion.logprobs += logprobs[:kept]
+        completion.num_truncated = len(emitted) - kept
+        return self._retire(running, now_ms) if completion.finish_reason else None
 
     def abort(self, request_id: int, now_ms: float) -> tuple[Completion, RowMove | None] | None:
         """End a request where it stands: what it has so far, and the move if it had a row. None if it is not here."""
@@ -285,12 +283,18 @@ class Scheduler:
         self._waiting.clear()
         self._ids.clear()
 
-    def _finish_reason(self, request: Request, token_ids: Sequence[int]) -> str:
-        if request.ends_at(token_ids[-1]):
-            return "stop_token"
-        if request.sampling.stop_strings and _first_stop(request, self._decode(token_ids)) is not None:
-            return "stop_string"
-        return "length" if len(token_ids) >= request.sampling.max_new_tokens else ""
+    def _end_of(self, request: Request, written: Sequence[int], emitted: Sequence[int]) -> tuple[int, str]:
+        """How many of the `emitted` tokens belong to the answer behind `written`, and why it ends with them; the reason
+        is empty if it goes on."""
+        left = request.sampling.max_new_tokens - len(written)
+        for index, token in enumerate(emitted[:left], start=1):
+            if request.ends_at(token):
+                return index, "stop_token"
+            if request.sampling.stop_strings:
+                text = self._decode([*written, *emitted[:index]])
+                if _first_stop(request, text) is not None:
+                    return index, "stop_string"
+        return (left, "length") if left <= len(emitted) else (len(emitted), "")
 
     def _retire(self, running: Running, now_ms: float) -> RowMove:
         """Give row and pages back, and complete the answer: its text has no stop token and no stop string."""

@@ -23,7 +23,7 @@ def level_used(captured: bool | None, asked: str) -> str:
     config = TorchBackend.Config()
     settings = EngineSettings(max_length=64, impl="reference", graph=asked)
     engine = Engine(TARGET, algorithm, TorchBackend(config, "reference"), settings, spell, Replayed)
-    return engine.runner.report.level
+    return engine.runner.level
 
 
 @pytest.mark.parametrize("asked", LEVELS)

@@ -11,7 +11,7 @@ import torch
 
 from algorithms.ngram import NGram
 from algorithms.runtime.algorithm import Batch, DraftTree
-from algorithms.runtime.batch import BatchState, upload
+from algorithms.runtime.batch import BatchState
 from algorithms.runtime.engine import EngineError
 from algorithms.runtime.prefill import Prefiller, tile_counts
 from algorithms.runtime.sampling_params import SamplingNeeds
@@ -154,7 +154,7 @@ def test_a_prefill_reads_nothing_back(maker: str, backend: str, monkeypatch: pyt
         assign(self, index, value)
 
     monkeypatch.setattr(torch.Tensor, "__setitem__", assigned)
-    ways = [(BatchState, name) for name in ("fill", "activate", "move", "clear")]
+    ways = [(BatchState, name) for name in ("move", "clear")]
     for kind, name in ((Prefiller, "run"), *ways):
         method = getattr(kind, name)
 
@@ -175,27 +175,27 @@ def test_warm_up_touches_nothing(monkeypatch: pytest.MonkeyPatch, maker: str) ->
     algorithm = ALL_MAKERS[maker]()
     engine = engine_of(algorithm, Setup(prefill_chunk=20, prefill_tile=4), TARGET)
     engine.generate(requests(3, 4))
-    kept = [engine.parts.cache.kv, engine.parts.state.history, engine.parts.state.lengths]
-    kept += [store._rows for store in [getattr(algorithm, "_kept", None)] if store is not None]
-    kept += [cache.kv for cache in [getattr(algorithm, "_cache", None)] if cache is not None]
-    kept += list(store.tensors()) if (store := getattr(algorithm, "_store", None)) is not None else []
-    before = [tensor.clone() for tensor in kept]
+
+    def kept() -> list[torch.Tensor]:
+        state = engine.parts.state
+        tensors = [state.history, state.lengths, state.page_table]
+        tensors += [cache.kv for cache in engine.parts.resources.caches]
+        if (rows := getattr(algorithm, "_kept", None)) is not None:
+            tensors.append(rows.rows(slice(0, state.max_batch)))
+        if (store := getattr(algorithm, "_store", None)) is not None:
+            tensors += [tensor for name, tensor in store.contents().items() if name != "totals"]
+        return [tensor.clone() for tensor in tensors]
+
+    before = kept()
     with torch.inference_mode():
         engine.prefiller.warm_up()
-    assert all(torch.equal(one, two) for one, two in zip(kept, before, strict=True))
+    assert all(torch.equal(one, two) for one, two in zip(kept(), before, strict=True))
 
 
 def test_sizes_of_a_forward() -> None:
     assert tile_counts(1) == (1,)
     assert tile_counts(5) == (1, 2, 3, 4, 5)
     assert tile_counts(32) == (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-
-
-def test_lists_are_uploaded_side_by_side() -> None:
-    lists: list[list[int]] = [[3, -1], [], list(range(17)), [7]]
-    tensors = upload(lists, torch.device("cpu"))
-    assert [tensor.tolist() for tensor in tensors] == lists
-    assert all(tensor.dtype == torch.int64 and tensor.storage_offset() % 16 == 0 for tensor in tensors)
 
 
 def test_a_chunk_holds_a_token() -> None:

@@ -50,6 +50,7 @@ class FlashInferBackend:
 
     name = "flashinfer"
     capturable = False
+    captures_prompts = False
 
     @dataclass
     class Config:

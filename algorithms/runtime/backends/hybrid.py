@@ -79,7 +79,7 @@ class HybridBackend:
 
         @property
         def capturable(self) -> bool:
-            """Prompts are never captured."""
+            """Prompts need not be captured."""
             named = {getattr(self, self.side_of(phase)) for phase in ("decode", "verify", "draft")}
             return all(self.settings_of(name).capturable for name in named)
 
@@ -89,6 +89,7 @@ class HybridBackend:
         self.capturable = config.capturable
         self._config = config
         self._sides = {side: built[getattr(config, side)] for side in SIDES}
+        self.captures_prompts = self._sides["prefill"].captures_prompts
 
     @property
     def served(self) -> dict[str, str]:

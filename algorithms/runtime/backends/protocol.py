@@ -28,6 +28,8 @@ class Backend(Protocol):
     name: str
     capturable: bool
     """Whether `plan` and `run` can be captured in a CUDA graph: they read nothing back."""
+    captures_prompts: bool
+    """Whether that holds for prompts too."""
     served: dict[str, str]
     """Phase -> what computed it in this run, for the records."""
 

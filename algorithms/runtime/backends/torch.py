@@ -33,6 +33,7 @@ class TorchBackend:
 
     name = "torch"
     capturable = True
+    captures_prompts = True
 
     @dataclass
     class Config:

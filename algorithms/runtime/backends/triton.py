@@ -56,6 +56,7 @@ class TritonBackend:
 
     def __init__(self, config: Config, impl: str) -> None:
         self.capturable = config.capturable
+        self.captures_prompts = config.dispatch == "triton"
         self.served: dict[str, str] = {}
         self._config, self._impl = config, impl
         self._package = FlashAttention4(impl)
