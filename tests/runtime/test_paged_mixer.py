@@ -50,6 +50,7 @@ def resources_of(target: Target, backend: str = "fa4", impl: str = "reference") 
         backend=kind(kind.Config(), impl),
         device=torch.device("cpu"),
         dtype=torch.float32,
+        kv_dtype=torch.float32,
         num_pages=20,
         page_size=4,
         context=40,
