@@ -44,20 +44,25 @@ def available() -> dict[str, type[Algorithm]]:
         origin = f"entry point {entry.name} = {entry.value} in the group {GROUP}"
         try:
             kind = entry.load()
-        except (ImportError, AttributeError) as error:
-            raise ValueError(f"{origin}: cannot be loaded: {error}") from error
+        except Exception as error:  # a package of somebody else may raise anything
+            raise ValueError(f"{origin}: cannot be loaded: {_reason(error)}") from error
         _add(found, kind, entry.name, origin)
     for package in filter(None, map(str.strip, os.environ.get(PACKAGES_VARIABLE, "").split(","))):
         origin = f"{PACKAGES_VARIABLE}={package}"
         try:
             offered = algorithms_in(package)
-        except ImportError as error:
-            raise ValueError(f"{origin}: cannot be imported: {error}") from error
+        except Exception as error:
+            raise ValueError(f"{origin}: cannot be imported: {_reason(error)}") from error
         if not offered:
             raise ValueError(f"{origin}: expected a subclass of Algorithm in it, found none")
         for name, kind in offered.items():
             _add(found, kind, name, origin)
     return found
+
+
+def _reason(error: Exception) -> str:
+    """What `error` says; with its kind, unless something was not found."""
+    return str(error) if isinstance(error, (ImportError, AttributeError)) else f"{type(error).__name__}: {error}"
 
 
 def _add(found: dict[str, type[Algorithm]], kind: Any, name: str, origin: str) -> None:

@@ -71,7 +71,7 @@ def register() -> None:
     fixed: dict[str, Any] = {
         "run": RunConfig,
         "model": ModelConfig(drafts=drafters),
-        "sampling": SamplingParams,
+        "sampling": _open(SamplingParams, "logit_bias"),
         "runtime": RuntimeConfig,
         "tracker": TrackerConfig,
         "paths": PathsConfig,
@@ -84,6 +84,13 @@ def register() -> None:
     for name, schema in groups["algo"].items():
         if not (CONFIG_FOLDER / "algo" / f"{name}.yaml").is_file():
             store.store(group="algo", name=name, node=schema)
+
+
+def _open(schema: type, key: str) -> DictConfig:
+    """`schema` whose mapping `key` takes new entries from the command line without a `+`."""
+    node = OmegaConf.structured(schema)
+    OmegaConf.set_struct(node._get_node(key), False)
+    return cast(DictConfig, node)
 
 
 def unknown_keys(cfg: DictConfig, prefix: str = "") -> list[str]:

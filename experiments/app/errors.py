@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -25,3 +26,8 @@ def user_errors(*kinds: type[Exception]) -> Iterator[None]:
         yield
     except kinds as error:
         raise UserError(str(error)) from error
+
+
+def disk_is_full(error: OSError) -> bool:
+    """Whether `error` says that nothing more can be written: no space, no quota, or a bound on the size of a file."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,9 @@ from experiments.app.distributed import join, load_shared
 from experiments.app.errors import UserError, user_errors
 from experiments.app.hardware import Hardware, resolve_hardware
 from experiments.app.schema import ModelConfig, RunConfig
-from experiments.data.prompts import PromptSet, load_prompts
+from experiments.app.suggest import unknown_option_message
+from experiments.app.workload import Workload, make_workload
+from experiments.data.prompts import load_prompts
 
 if TYPE_CHECKING:
     import torch
@@ -19,33 +21,6 @@ if TYPE_CHECKING:
     from algorithms.runtime.cache import KVScales
     from algorithms.runtime.models.loading import Target, TargetFolder
     from algorithms.runtime.models.tokenizer import Tokenizer
-    from algorithms.runtime.request import Request
-
-SEED_STRIDE = 1_000_003
-"""Distance between the request seeds of two run seeds, so that no two requests of a small sweep share a stream."""
-
-
-@dataclass(frozen=True)
-class Workload:
-    """One prompt set and its requests, one per prompt."""
-
-    prompts: PromptSet
-    requests: tuple[Request, ...]
-
-    @property
-    def name(self) -> str:
-        return self.prompts.name
-
-    @property
-    def max_length(self) -> int:
-        """Tokens of the longest request, prompt and answer."""
-        return max(request.max_length for request in self.requests)
-
-    @property
-    def judge(self) -> Callable[[int, str], bool] | None:
-        """(index, text) to right or wrong, None for a set without answers. Indices past the last prompt start over."""
-        prompts, score = self.prompts.prompts, self.prompts.score
-        return None if score is None else lambda index, text: score(prompts[index % len(prompts)], text)
 
 
 @dataclass(frozen=True)
@@ -132,7 +107,10 @@ def resolve(config: RunConfig) -> Plan:
     join(config.runtime.tensor_parallel, hardware.device)
     with user_errors(ValueError, OSError):
         tokenizer = Tokenizer.load(target.path)
-        workloads = tuple(Workload(chosen, make_requests(config, chosen, tokenizer)) for chosen in prompts)
+        workloads = tuple(
+            make_workload(config, data, chosen, tokenizer, target.config)
+            for data, chosen in zip(sets, prompts, strict=True)
+        )
     return Plan(config, hardware, target, tokenizer, methods, tuple(backends), workloads)
 
 
@@ -145,10 +123,14 @@ def _check_target_there(model: ModelConfig) -> None:
 
 
 def _check_drafters_named(model: ModelConfig, methods: Mapping[str, Any]) -> None:
-    """Refuse an algorithm whose drafter is not named or not there, and one drafter for several algorithms."""
+    """Refuse a drafter that is not named or not there, that no algorithm takes, or that several would take."""
     from algorithms.registry import available
     from algorithms.runtime.models.folder import is_absent
 
+    for name in model.drafts:
+        if name not in available():
+            said = unknown_option_message("algo", name, sorted(available()))
+            raise UserError(f"model.drafts.{name} names the drafter of no algorithm: {said}")
     names = dict.fromkeys(algo.name for algo in methods.values())
     drafting = [name for name in names if available()[name].needs_draft_model]
     if model.draft_path is not None and len(drafting) > 1:
@@ -241,23 +223,3 @@ def check_capture(level: str, setting: str, instead: str, hardware: Hardware, ba
             f"backend={backend.name} reads lengths back in every step and cannot be captured: {instead}, "
             f"or one of backend={able}"
         )
-
-
-def make_requests(config: RunConfig, prompts: PromptSet, tokenizer: Tokenizer) -> tuple[Request, ...]:
-    """One request per prompt. Its seed depends on the run's seed and on its number, not on the batch."""
-    from algorithms.runtime.request import Request
-
-    sampling = config.sampling
-    return tuple(
-        Request(
-            id=index,
-            prompt_ids=tuple(prompt.encode(tokenizer)),
-            sampling=replace(
-                sampling,
-                seed=sampling.seed * SEED_STRIDE + index,
-                stop_strings=(*prompt.stop_strings, *sampling.stop_strings),
-            ),
-            eos_token_ids=tokenizer.eos_ids,
-        )
-        for index, prompt in enumerate(prompts.prompts)
-    )

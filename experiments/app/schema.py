@@ -17,6 +17,10 @@ from algorithms.runtime.sampling_params import SamplingParams
 REPO_ROOT = Path(__file__).resolve().parents[2]
 CONFIG_FOLDER = REPO_ROOT / "configs"
 LARGEST_INT32 = 2**31 - 1
+SEED_STRIDE = 1_000_003
+"""Distance between the request seeds of two run seeds, so that no two requests of a small sweep share a stream."""
+LARGEST_SEED = (2**63 - 1) // SEED_STRIDE - 1
+"""Largest seed of a run: the seeds of its requests fit into 64 bits."""
 GRAPH_LEVELS = ("none", "draft", "verify", "step")
 
 
@@ -164,6 +168,9 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         expect_at_least("samples", self.samples, 0)
+        expect_between("sampling.seed", self.sampling.seed, 0, LARGEST_SEED)
+        if not self.paths.outputs.strip():
+            raise ValueError("paths.outputs: expected a folder, got none")
         if self.runtime.num_pages is not None and self.task.OWN_PAGES:
             raise ValueError(f"runtime.num_pages cannot be given to task={self.task.name}: {self.task.OWN_PAGES}")
         if not self.name or any(c in self.name for c in "/\\\0") or self.name.startswith("."):

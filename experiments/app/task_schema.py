@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from omegaconf import MISSING, OmegaConf
@@ -87,6 +87,8 @@ class CompareTask(MethodsTask):
     data: list[str] = field(default_factory=lambda: ["arithmetic", "code"])
     limit: int | None = None
     """Prompts of each set; null takes the set's own default."""
+    skip_long: bool = False
+    """Leave out prompts that are too long for the model, instead of refusing the run."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -94,7 +96,7 @@ class CompareTask(MethodsTask):
         expect_at_least("task.limit", self.limit, 1)
 
     def data_of(self, config: RunConfig) -> list[Any]:
-        return [prompt_set(name, self.limit) for name in self.data]
+        return [prompt_set(name, self.limit, self.skip_long) for name in self.data]
 
 
 @dataclass
@@ -200,11 +202,11 @@ def ignored_overrides(task: TaskConfig, overrides: Sequence[str]) -> list[str]:
     return [text for text, key in keys if any(f"{key}.".startswith(f"{name}.") for name in task.IGNORED)]
 
 
-def prompt_set(name: str, limit: int | None) -> Any:
-    """The configuration `data=NAME data.limit=LIMIT`. Raises ValueError for an unknown name."""
+def prompt_set(name: str, limit: int | None, skip_long: bool) -> Any:
+    """The configuration of `data=NAME` with these settings. Raises ValueError for an unknown name."""
     expect_choice("task.data", name, tuple(datasets()))
-    settings = datasets()[name]
-    return settings() if limit is None else settings(limit=limit)
+    settings = datasets()[name](skip_long=skip_long)
+    return settings if limit is None else replace(settings, limit=limit)
 
 
 def method_config(key: str, settings: Any) -> Any:

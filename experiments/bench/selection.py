@@ -52,8 +52,10 @@ def chosen_cases(families: Sequence[str], shapes: str, on_gpu: bool) -> list[tup
     pattern of case names (`*` and `?`). Without a GPU both sets shrink to one small case per family.
 
     Raises:
-        ValueError: a pattern that no case of `families` matches.
+        ValueError: no family, or a pattern that no case of `families` matches.
     """
+    if not families:
+        raise ValueError("family=none leaves nothing to measure: expected all, or families joined by +")
     tables: dict[str, tuple[Case, ...]] = {
         family: import_module(f"specdec_kernels.{family}.cases").CASES for family in families
     }

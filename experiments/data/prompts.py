@@ -38,6 +38,8 @@ class Prompt:
     """Encode `text` as it stands, without the chat template."""
     answer: str | None = None
     stop_strings: tuple[str, ...] = ()
+    where: str = ""
+    """Place in a file, as `file:line`."""
 
     def encode(self, tokenizer: Encoder) -> list[int]:
         """Token ids of the prompt, up to where the model is to continue."""
@@ -64,10 +66,12 @@ class PromptSet:
 
 @dataclass
 class DataConfig:
-    """Common to all sets: `limit` keeps the first prompts, None all of them."""
+    """Common to all sets: `limit` keeps the first prompts, None all of them. `skip_long` leaves out those that are too
+    long for the model, instead of refusing the run."""
 
     name: str = MISSING
     limit: int | None = None
+    skip_long: bool = False
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
@@ -122,7 +126,8 @@ class JsonlData(DataConfig):
             raise ValueError("data.path: expected a .jsonl file, got none")
 
     def load(self) -> PromptSet:
-        return PromptSet(self.name, tuple(_file_prompt(record, self.raw) for record in read_records(self.path)))
+        records = read_records(self.path)
+        return PromptSet(self.name, tuple(replace(_file_prompt(r, self.raw), where=r.where) for r in records))
 
 
 @dataclass

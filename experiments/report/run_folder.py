@@ -14,7 +14,6 @@ docs/reading_a_report.md explains the contents.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import threading
@@ -24,13 +23,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TextIO
 
-from experiments.app.errors import UserError, user_errors
+from experiments.app.errors import UserError, disk_is_full, user_errors
 
 STATUS, CONFIG, REPORT, SUMMARY = "status.json", "config.yaml", "report.html", "summary.json"
 REQUESTS = "requests.jsonl"
 KV_SCALES = "kv_scales.safetensors"
 HEARTBEAT_S = 10.0
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -170,7 +168,7 @@ def open_run_folder(path: Path) -> Iterator[RunFolder]:
         raise
     except BaseException as error:
         folder.finish("failed", f"{type(error).__name__}: {error}")
-        if isinstance(error, OSError) and error.errno in NO_SPACE:
+        if isinstance(error, OSError) and disk_is_full(error):
             kept = f"{folder.num_requests} requests that had ended are in {folder.path / REQUESTS}"
             raise UserError(f"the disk is full: {error}\n{kept}\nmake room, or give another paths.outputs") from error
         raise

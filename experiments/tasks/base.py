@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from rich.console import Console
 
 from experiments.app.errors import user_errors
-from experiments.app.plan import Plan, Workload
+from experiments.app.plan import Plan
+from experiments.app.workload import Workload
 from experiments.report import metrics
 from experiments.report.console import step_progress
 from experiments.report.page import Card
@@ -64,8 +65,8 @@ class Task:
 
     def warnings(self, rows: Sequence[Row]) -> list[str]:
         """What a reader of the table must know."""
-        dtype = self.plan.hardware.dtype
-        return [f"{self.label(row)}: {text}" for row in rows for text in metrics.warnings(row, dtype)]
+        dtype, notes = self.plan.hardware.dtype, [note for workload in self.plan.workloads for note in workload.notes]
+        return notes + [f"{self.label(row)}: {text}" for row in rows for text in metrics.warnings(row, dtype)]
 
     def failures(self, rows: Sequence[Row]) -> list[str]:
         """Why the texts are wrong. A run with failures is done, and ends with exit code 3."""
@@ -120,6 +121,8 @@ class Task:
         plan, asked = plan or self.plan, workload.requests if requests is None else requests
         engine, algorithm, backend = make_engine(plan, target or self.target, algo, workload.max_length)
         with user_errors(EngineError):
+            for request in asked:
+                engine.check(request)
             # Compilation and first imports are no part of a step, so they happen here, before the clock runs.
             # A few requests may ask for less than all of them, whose steps run other kernels.
             needs = SamplingNeeds.of(request.sampling for request in asked)

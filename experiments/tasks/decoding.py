@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from experiments.app.errors import UserError, user_errors
-from experiments.app.plan import Plan, Workload
+from experiments.app.plan import Plan
+from experiments.app.workload import Workload
 from experiments.report import metrics
 from experiments.tasks.near_tie import look_at
 

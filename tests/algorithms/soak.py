@@ -252,7 +252,7 @@ def tiny_world(tokens: int = 40) -> World:
     from experiments.data.prompts import load_prompts
 
     target, tokenizer = load_target(TINY / "target", "cpu", torch.float32), Tokenizer.load(TINY / "target")
-    sets = [prompt_set(name, 20) for name in ("arithmetic", "code")]
+    sets = [prompt_set(name, 20, skip_long=False) for name in ("arithmetic", "code")]
     prompts = [p.encode(tokenizer)[-48:] for s in sets for p in load_prompts(s).prompts]
     vocab = target.config.vocab_size
     params = [SamplingParams(max_new_tokens=tokens, seed=seed) for seed in range(len(prompts))]

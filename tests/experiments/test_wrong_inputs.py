@@ -1,0 +1,371 @@
+"""Every wrong input gets one screen that names it and what to type instead: no traceback, exit code 2, nothing left.
+
+The program runs in this process, and reading weights is an error: what is wrong is found before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from experiments import kernel_bench
+from experiments.app import cli
+from experiments.app.schema import REPO_ROOT
+from experiments.tasks.run import run_task
+
+SCREEN_LINES, SCREEN_WIDTH = 12, 400
+TINY = REPO_ROOT / "assets" / "tiny"
+CPU = ("runtime.device=cpu", "runtime.impl=reference")
+FILES = {
+    "empty.jsonl": "",
+    "good.jsonl": '{"prompt": "hi"}\n',
+    "broken.jsonl": '{"prompt": "hi"}\n{"prompt": \n',
+    "no_key.jsonl": '{"text": "hi"}\n',
+    "both.jsonl": '{"prompt": "hi", "turns": ["hi"]}\n',
+    "numbers.jsonl": '{"prompt": 5}\n',
+    "turns.jsonl": '{"turns": []}\n',
+    "blank.jsonl": '{"prompt": "  "}\n',
+    "list.json": "[1, 2]",
+    "answer.jsonl": '{"prompt": "hi", "answer": [1]}\n',
+    "long.jsonl": json.dumps({"prompt": "hi"}) + "\n" + json.dumps({"prompt": "word " * 700}) + "\n",
+    "not_gzip.jsonl.gz": "plain text",
+}
+PLUGINS = {
+    "broken_plugin.py": "raise RuntimeError('no licence')\n",
+    "empty_plugin.py": "",
+    "good_plugin.py": (
+        "from dataclasses import dataclass\nfrom algorithms.runtime.algorithm import Algorithm\n\n"
+        "class Suffix(Algorithm):\n    name = 'suffix'\n\n    @dataclass\n    class Config:\n"
+        "        name: str = 'suffix'\n        draft_len: int = 6\n        window: int = 4\n"
+    ),
+    "old_plugin.py": (
+        "from algorithms.runtime.algorithm import Algorithm\n\n"
+        "class Old(Algorithm):\n    name = 'old'\n    Config = dict\n"
+    ),
+}
+
+
+class Wrong(NamedTuple):
+    """What is typed, and what the message must hold."""
+
+    typed: str
+    holds: tuple[str, ...]
+
+
+def wrong(typed: str, *holds: str) -> Wrong:
+    return Wrong(typed, holds)
+
+
+WORDS = [
+    wrong("algo = dflash", "'algo = dflash'", "no spaces around '='", "write algo=dflash"),
+    wrong("algo= dflash", "write algo=dflash"),
+    wrong("algo =dflash", "write algo=dflash"),
+    wrong("=dflash", "no spaces around '='"),
+    wrong("dflash", "'dflash' is no setting", "expected key=value"),
+    wrong("data=code extra -m", "'extra' is no setting"),
+    wrong("-x", "unrecognized arguments: -x", "--help"),
+    wrong("data=code --multi-run", "unrecognized arguments: --multi-run"),
+    wrong("--cfg", "--cfg/-c: expected one argument"),
+    wrong("-m --cfg job", "give one of --run, --multirun, --cfg"),
+    wrong("--cfg everything", "invalid choice: 'everything'", "job"),
+    wrong("data=prompt|data.text=one (two", "quote text with spaces, commas or brackets twice"),
+    wrong("data.limit=1,2", "data.limit", "to run once for each value, add -m"),
+    wrong("sampling.stop_strings=[a", "quote text"),
+]
+KEYS = [
+    wrong("agorithm=dflash", "unknown key 'agorithm'", "did you mean: algo=…"),
+    wrong("algorithm=dflash", "did you mean: algo=…"),
+    wrong("dataset=code", "did you mean: data=…"),
+    wrong("batch_size=8", "did you mean: runtime.max_batch=…"),
+    wrong("max_tokens=8", "did you mean: sampling.max_new_tokens=…"),
+    wrong("backnd=fa4", "unknown key 'backnd'", "did you mean: backend=…"),
+    wrong("temperature=1", "did you mean: sampling.temperature=…"),
+    wrong("text=hello", "data.text=… (with data=prompt)"),
+    wrong("nosuch=1", "unknown key 'nosuch'", "keys of a run: name, baseline"),
+    wrong("data.limt=3", "unknown key 'data.limt'", "data.limit=…"),
+    wrong("+sampling.temprature=1", "unknown key 'sampling.temprature'", "sampling.temperature=…"),
+    wrong("runtime.pagesize=16", "runtime.page_size=…"),
+    wrong("modle.path=x", "unknown key 'modle'", "model=…"),
+    wrong("+extra.key=1", "unknown key 'extra'"),
+    wrong("algo=eagle algo.step=3", "unknown key 'algo.step'", "algo.steps=…", "keys of algo: algo.name"),
+    wrong("algo=ngram algo.topk=3", "algo.topk=… (with algo=dflash)", "algo.num_nodes"),
+    wrong("algo=dflash algo.rule=block", "algo.rule=… (with algo=standalone)"),
+    wrong("task.concurrency=[1]", "task.concurrency=… (with task=throughput)"),
+    wrong("task=compare task.concurency=[1]", "unknown key 'task.concurency'", "keys of task: task.name"),
+    wrong("task=compare task.methods={x:{name:ngram}}", "task.methods.x", "'+task.methods={x:{name:ngram}}'"),
+    wrong("-m algo=dflash,ngram algo.topk=1,2", "algo=ngram has no key 'algo.topk'", "algo=dflash has it",
+          "keys of algo=ngram: algo.name, algo.num_nodes"),
+    wrong("algo=ngram,dflash algo.depth=4 -m", "algo=dflash has no key 'algo.depth'", "algo=ngram has it"),
+    wrong("-m algo=ngram,eagle algo.num_node=3", "unknown key 'algo.num_node'", "algo.num_nodes=…"),
+    wrong("~algo", "algo has no value", "algo=…"),
+    wrong("~nosuch", "unknown key 'nosuch'"),
+    wrong("sampling.logit_bias.5=1.0", "into braces: 'sampling.logit_bias={5:1.0}'"),
+    wrong("sampling.logit_bias={a:1.0}", "sampling.logit_bias", "Key a (str) is incompatible with (int)"),
+]  # fmt: skip
+OPTIONS = [
+    wrong("algo=dflsh", "unknown algo 'dflsh'", "did you mean: algo=dflash", "autoregressive"),
+    wrong("backend=fa5", "unknown backend 'fa5'", "backend=fa4"),
+    wrong("data=arithmetics", "unknown data 'arithmetics'", "data=arithmetic"),
+    wrong("model=tinny", "unknown model 'tinny'", "model=tiny"),
+    wrong("task=genrate", "unknown task 'genrate'", "task=generate"),
+    wrong("sampling=greeedy", "unknown sampling 'greeedy'", "sampling=greedy"),
+    wrong("tracker=wandbb", "unknown tracker 'wandbb'", "tracker=wandb"),
+    wrong("experiment=dflash_fa", "unknown experiment 'dflash_fa'", "experiment=dflash_fa4"),
+    wrong("debug=small", "unknown debug 'small'", "debug can be: tiny"),
+    wrong("-m algo=dflash,ngarm", "unknown algo 'ngarm'", "algo=ngram"),
+]
+VALUES = [
+    wrong("sampling.temperature=hot", "sampling.temperature", "Float"),
+    wrong("sampling.temperature=-1", "sampling.temperature", "got -1.0"),
+    wrong("sampling.temperature=nan", "sampling.temperature: expected a finite number", "got nan"),
+    wrong("sampling.temperature=inf", "sampling.temperature: expected a finite number", "got inf"),
+    wrong("sampling.top_p=0", "sampling.top_p: expected above 0 and at most 1"),
+    wrong("sampling.top_p=1.5", "sampling.top_p", "got 1.5"),
+    wrong("sampling.top_k=-1", "sampling.top_k: expected 0 (off)"),
+    wrong("sampling.min_p=2", "sampling.min_p: expected 0 (off) to 1, got 2.0"),
+    wrong("sampling.repetition_penalty=0", "sampling.repetition_penalty", "above 0"),
+    wrong("sampling.presence_penalty=nan", "sampling.presence_penalty", "finite"),
+    wrong("sampling.max_new_tokens=0", "sampling.max_new_tokens: expected at least 1, got 0"),
+    wrong("sampling.max_new_tokens=1.5", "sampling.max_new_tokens", "Integer"),
+    wrong(f"sampling.seed={2**70}", "sampling.seed", f"got {2**70}"),
+    wrong(f"sampling.seed={2**62}", "sampling.seed", f"got {2**62}"),
+    wrong("sampling.seed=-1", "sampling.seed", "got -1"),
+    wrong("sampling.logit_bias={5:nan}", "sampling.logit_bias: expected finite numbers"),
+    wrong("sampling.logit_bias={99999:1.0}", "prompt 1 of 2: sampling.logit_bias", "vocabulary of 2048", "[99999]"),
+    wrong("sampling.logit_bias={-1:1.0}", "sampling.logit_bias", "[-1]"),
+    wrong("sampling.stop_strings=['']", "sampling.stop_strings", "no empty string"),
+    wrong("sampling.logprobs=maybe", "sampling.logprobs", "'maybe' is not a valid bool"),
+    wrong("runtime.page_size=0", "runtime.page_size must be at least 1, got 0"),
+    wrong("runtime.max_batch=0", "runtime.max_batch must be at least 1, got 0"),
+    wrong("runtime.prefill_chunk=0", "runtime.prefill_chunk must be at least 1"),
+    wrong("runtime.num_pages=0", "runtime.num_pages must be at least 1"),
+    wrong(f"runtime.num_pages={2**40}", "runtime.num_pages", f"at most {2**31 - 1}"),
+    wrong("runtime.max_length=1", "runtime.max_length must be at least 2, got 1"),
+    wrong("runtime.overlap=-1", "runtime.overlap must be at least 0"),
+    wrong("runtime.device=gpu", "runtime.device must be one of auto, cpu, cuda, got 'gpu'"),
+    wrong("runtime.dtype=fp16", "runtime.dtype must be one of auto, float32, float16, bfloat16, got 'fp16'"),
+    wrong("runtime.impl=torch", "runtime.impl must be one of auto, triton, reference"),
+    wrong("runtime.forward=fast", "runtime.forward must be one of auto, fused, torch"),
+    wrong("runtime.graph=full", "runtime.graph must be one of auto, none, draft, verify, step"),
+    wrong("runtime.graph=step", "runtime.graph=step captures CUDA graphs", "got cpu"),
+    wrong("runtime.impl=auto runtime.dtype=bfloat16", "interpreter computes bfloat16 wrongly", "runtime.dtype=float32"),
+    wrong("runtime.tensor_parallel=2", "needs 2 processes, got 1", "torchrun --nproc-per-node=2"),
+    wrong("samples=-1", "samples must be at least 0, got -1"),
+    wrong("baseline=perhaps", "baseline", "'perhaps' is not a valid bool"),
+    wrong("name=a/b", "name becomes a folder under outputs/", "'a/b'"),
+    wrong("name=", "expected a plain name, got ''"),
+    wrong("name=.hidden", "expected a plain name, got '.hidden'"),
+    wrong("paths.outputs=", "paths.outputs: expected a folder, got none"),
+    wrong("paths.outputs=/proc/x", "the run folder cannot be created", "/proc/x", "paths.outputs"),
+    wrong("tracker=wandb tracker.mode=maybe", "tracker.mode must be one of online, offline, disabled, got 'maybe'"),
+    wrong("tracker.name=mlflow", "tracker.name must be one of wandb, none"),
+]
+METHODS = [
+    wrong("algo.block_size=0", "algo.block_size"),
+    wrong("algo.block_size=200", "algo.block_size", "got 200"),
+    wrong("algo.window=2", "algo.window", "got 2"),
+    wrong("algo=eagle algo.steps=0", "algo.steps"),
+    wrong("algo=eagle algo.topk=0", "algo.topk"),
+    wrong("algo=ngram algo.num_nodes=1", "algo.num_nodes"),
+    wrong("algo=ngram algo.window=40", "algo.window"),
+    wrong("algo=ngram algo.mode=best", "algo.mode must be one of bfs, prob, got 'best'"),
+    wrong("algo=ngram algo.corpus=nowhere.txt", "algo.corpus: expected a text file", "nowhere.txt"),
+    wrong("algo=standalone algo.rule=lossy", "algo.rule", "'lossy'"),
+    wrong("algo=naive_eagle algo.captured=true", "algo.captured=true captures CUDA graphs"),
+    wrong("task=compare task.only=[nope]", "task.only must be one of standalone", "'nope'"),
+    wrong("task=compare task.data=[nope]", "task.data must be one of arithmetic, code", "'nope'"),
+    wrong("task=compare task.data=[]", "task.data must not be empty"),
+    wrong("task=compare task.limit=0", "task.limit must be at least 1"),
+    wrong("task=compare +task.methods.mine={name:nope}", "task.methods.mine.name must be one of", "'nope'"),
+    wrong("task=compare +task.methods.mine={steps:3}", "task.methods.mine: expected a mapping with name=ALGORITHM"),
+    wrong("task=compare +task.methods.mine={name:ngram,depht:3}", "no setting 'depht' (did you mean depth?)"),
+    wrong("task=throughput task.concurrency=[]", "task.concurrency must not be empty"),
+    wrong("task=throughput task.concurrency=[0]", "task.concurrency must be at least 1, got 0"),
+    wrong("task=throughput runtime.num_pages=5", "runtime.num_pages cannot be given to task=throughput"),
+    wrong("task=losslessness task.low_precision=int8", "task.low_precision must be one of bfloat16"),
+    wrong("task=losslessness task.temperature=0", "task.temperature must be above 0"),
+    wrong("task=losslessness task.backends=[fa5]", "task.backends must be one of", "'fa5'"),
+    wrong("task=graph_ablation task.levels=[all]", "task.levels must be one of none, draft"),
+]
+MODELS = [
+    wrong("model=local", "model.path has no value", "model.path=…"),
+    wrong("model=local model.path=nowhere/at/all algo=ngram", "model folder not found", "nowhere/at/all"),
+    wrong(f"model.path={TINY / 'eagle'} algo=ngram", "this is not a language model"),
+    wrong("model=local model.path=x", "algo=dflash needs a drafter", "model.draft_path or model.drafts.dflash"),
+    wrong("model.draft_path=nowhere", "model folder not found", "nowhere", "model.draft_path"),
+    wrong(f"model.draft_path={TINY / 'eagle'}", "this is not a DFlash drafter"),
+    wrong("model.drafts.eagel3=x", "unknown key 'model.drafts.eagel3'", "did you mean: model.drafts.eagle3=…"),
+    wrong("+model.drafts.eagel3=x", "model.drafts.eagel3", "did you mean: algo=eagle3"),
+    wrong("model.drafts.dflash=nowhere", "the drafter of model=tiny is not there: nowhere", "model.drafts.dflash"),
+    wrong("task=compare model.draft_path=x", "model.draft_path is the drafter of one algorithm", "task.only"),
+    wrong("backend=flashinfer", "backend=flashinfer", "needs an NVIDIA GPU"),
+    wrong("backend=hybrid backend.prefill=fa5", "backend.prefill", "'fa5'"),
+]
+PROMPTS = [
+    wrong("data.limit=0", "data.limit must be at least 1", "got 0"),
+    wrong("data.limit=two", "data.limit", "'two'", "Integer"),
+    wrong("data=jsonl", "data.path has no value"),
+    wrong("data=jsonl data.path=nowhere.jsonl", "nowhere.jsonl: no such file"),
+    wrong("data=jsonl data.path=.", "is a folder, expected a file"),
+    wrong("data=jsonl data.path=empty.jsonl", "empty.jsonl: the file holds no prompts"),
+    wrong("data=jsonl data.path=broken.jsonl", "broken.jsonl:2: not valid JSON"),
+    wrong("data=jsonl data.path=no_key.jsonl", "no_key.jsonl:1", "'prompt'", "got 'text'"),
+    wrong("data=jsonl data.path=both.jsonl", "both.jsonl:1: expected either key 'prompt' or key 'turns'"),
+    wrong("data=jsonl data.path=numbers.jsonl", "numbers.jsonl:1: key 'prompt': expected a non-empty string, got 5"),
+    wrong("data=jsonl data.path=turns.jsonl", "turns.jsonl:1: key 'turns'", "got []"),
+    wrong("data=jsonl data.path=blank.jsonl", "blank.jsonl:1: key 'prompt'"),
+    wrong("data=jsonl data.path=list.json", "list.json: item 1: expected a JSON object"),
+    wrong("data=jsonl data.path=answer.jsonl", "answer.jsonl:1: key 'answer'", "got [1]"),
+    wrong("data=jsonl data.path=not_gzip.jsonl.gz", "not_gzip.jsonl.gz: cannot be read"),
+    wrong("data=jsonl data.path=long.jsonl", "prompt 2 of 2 (long.jsonl:2) is too long: 1,4", "+ 96 new tokens",
+          "the model's context is 1,024", "data.skip_long=true"),
+    wrong("sampling.max_new_tokens=2000 data.skip_long=true", "prompt 1 of 2 is too long", "2 of 2 prompts"),
+    wrong("runtime.max_length=100", "prompt 1 of 2 is too long", "+ 96 new tokens", "runtime.max_length is 100"),
+    wrong("task=compare sampling.max_new_tokens=960", "data=code: prompt", "task.skip_long=true"),
+    wrong("data=prompt", "data.text has no value"),
+    wrong("data=prompt data.text=", "data.text: expected the text of the prompt, got none"),
+]  # fmt: skip
+TABLE = {entry.typed: entry for entry in WORDS + KEYS + OPTIONS + VALUES + METHODS + MODELS + PROMPTS}
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with files, in which no weight can be read."""
+    for name, text in {**FILES, **PLUGINS}.items():
+        (tmp_path / name).write_text(text)
+
+    def read(*_: Any, **__: Any) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr("algorithms.runtime.models.loading.weights._read", read)
+    # Hydra composes everything once more to learn hydra.mode, which nobody sets here.
+    monkeypatch.setattr("hydra._internal.hydra.Hydra.get_mode", lambda *_, **__: None)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delenv(cli.FULL_ERROR, raising=False)
+    return tmp_path
+
+
+def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What the program says to these words, which it must refuse."""
+    monkeypatch.setattr(sys, "argv", ["run.py", *words])
+    with pytest.raises(SystemExit) as caught:
+        cli.main(run_task)
+    said = capsys.readouterr().err
+    assert caught.value.code == 2, said
+    assert said.startswith("error: ") and "Traceback" not in said
+    lines = said.splitlines()
+    assert len(lines) <= SCREEN_LINES and max(map(len, lines)) <= SCREEN_WIDTH
+    return said
+
+
+def typed_words(typed: str) -> list[str]:
+    """Words as a shell splits them; `|` stands before a word with spaces. A CPU without kernels, unless asked for."""
+    *plain, last = typed.split("|")
+    words = [*" ".join(plain).split(), last] if plain else last.split()
+    given = {word.split("=")[0] for word in words}
+    return words + [word for word in CPU if word.split("=")[0] not in given]
+
+
+def test_the_table_is_long() -> None:
+    assert len(TABLE) >= 109
+
+
+@pytest.mark.parametrize("typed", TABLE)
+def test_a_wrong_input_is_named_with_what_helps(
+    typed: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refusal(monkeypatch, capsys, *typed_words(typed))
+    for text in TABLE[typed].holds:
+        assert text in said, said
+    left = [path.name for path in place.glob("outputs/**/*") if path.is_file()]
+    assert left in ([], ["multirun.yaml"]), left
+
+
+@pytest.mark.parametrize(
+    ("modules", "typed", "holds"),
+    [
+        ("nope", "algo=dflash", ["SPECDEC_ALGORITHMS=nope: cannot be imported: No module named 'nope'"]),
+        ("broken_plugin", "algo=dflash", ["broken_plugin: cannot be imported: RuntimeError: no licence"]),
+        ("empty_plugin", "algo=dflash", ["empty_plugin: expected a subclass of Algorithm in it, found none"]),
+        ("old_plugin", "algo=old", ["old_plugin: expected Old.Config to be a dataclass"]),
+        ("good_plugin", "algo=sufix", ["unknown algo 'sufix'", "did you mean: algo=suffix"]),
+        ("good_plugin", "algo=suffix algo.topk=2", ["keys of algo: algo.name, algo.draft_len, algo.window\n"]),
+    ],
+)
+def test_a_wrong_plugin_is_named(
+    modules: str,
+    typed: str,
+    holds: list[str],
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("SPECDEC_ALGORITHMS", modules)
+    said = refusal(monkeypatch, capsys, *typed.split())
+    for text in holds:
+        assert text in said, said
+
+
+def test_a_slip_in_a_key_of_a_plugin_shows_no_other_algorithm(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SPECDEC_ALGORITHMS", "good_plugin")
+    said = refusal(monkeypatch, capsys, "algo=suffix", "algo.drft_len=2")
+    assert "did you mean: algo.draft_len=…\n" in said and "keys of algo: algo.name, algo.draft_len, algo.window" in said
+    assert "with algo=" not in said
+
+
+@pytest.mark.parametrize(
+    ("typed", "holds"),
+    [
+        ("famly=tree", "did you mean: family=…"),
+        ("family=none", "family=none leaves nothing to measure"),
+        ("family=trees", "family must be one of all, none, "),
+        ("family=tree shapes=nope", "no case of tree is called 'nope'"),
+        ("repeats=0", "repeats must be at least 1"),
+        ("device=cuda", "torch sees no CUDA device"),
+        ("peers=cublas", "peers must be one of all, none"),
+    ],
+)
+def test_the_kernel_benchmark_refuses_in_words(
+    typed: str, holds: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["kernel_bench", *typed.split()])
+    with pytest.raises(SystemExit) as caught:
+        kernel_bench.main()
+    said = capsys.readouterr().err
+    assert caught.value.code == 2 and holds in said and "Traceback" not in said, said
+
+
+def test_options_may_stand_behind_settings(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(sys, "argv", ["run.py", "backend=fa4,torch", "tracker=none", "-m"])
+    cli.main(lambda config, composed: seen.append(config.backend.name))
+    assert seen == ["fa4", "torch"]
+
+
+def test_entries_of_a_mapping_need_no_plus(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    settings = ["sampling.logit_bias={5:1.5,7:-2}", "model.drafts.eagle3=x"]
+    monkeypatch.setattr(sys, "argv", ["run.py", "tracker=none", *settings])
+    cli.main(lambda config, composed: seen.append((config.sampling.logit_bias, config.model.drafts["eagle3"])))
+    assert seen == [({5: 1.5, 7: -2.0}, "x")]
+
+
+def test_a_full_disk_is_told_in_words(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(config: Any, composed: Any) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(sys, "argv", ["run.py", "tracker=none"])
+    with pytest.raises(SystemExit) as caught:
+        cli.main(full)
+    said = capsys.readouterr().err
+    assert caught.value.code == 2 and "the disk is full" in said and "paths.outputs" in said and "Traceback" not in said
