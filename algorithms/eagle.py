@@ -72,7 +72,7 @@ class Eagle(Algorithm):
         self._resources = resources
         resources.choose_forward(self._drafter)
         self._cache = KVCache.allocate(self._drafter.config.decoder, resources)
-        self._tree = TreeDrafter(self._shape, self._cache, resources, to_target=self._drafter.to_target)
+        self._tree = TreeDrafter(self._shape, self._cache, resources, vocabulary=self._drafter.vocabulary)
         self._kept = RowStore(self._drafter.config.decoder.hidden_size, resources)
 
     def observe(self, seen: Observation) -> None:
@@ -86,13 +86,15 @@ class Eagle(Algorithm):
         before = self._kept.rows(batch.rows)[:, None]
         feature = before
 
-        def run(tokens: Tensor, parents: Tensor, mixer: Any) -> Tensor:
+        def run(tokens: Tensor, parents: Tensor | None, mixer: Any) -> Tensor:
             nonlocal feature
-            parent = feature.gather(1, parents[..., None].expand(-1, -1, feature.shape[-1]))
-            feature = self._drafter(tokens, parent, mixer)
+            if parents is not None:
+                feature = feature.gather(1, parents[..., None].expand(-1, -1, feature.shape[-1]))
+            feature = self._drafter(tokens, feature, mixer)
             return self._drafter.logits(feature)
 
-        return self._tree.grow(batch, self._drafter.logits(before[:, 0]), run)
+        logits = self._drafter.logits(before[:, 0])
+        return self._tree.chain(batch, logits, run) if self.chain else self._tree.tree(batch, logits, run)
 
     def move_row(self, source: int, target: int) -> None:
         self._kept.move(source, target)

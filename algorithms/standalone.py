@@ -85,11 +85,17 @@ class Standalone(Algorithm):
             self._draft.model(seen.tokens, PagedMixer.following(seen, self._cache, self._resources))
 
     def propose(self, batch: Batch) -> DraftTree:
-        logits = self._run(batch.last_tokens[:, None], None, self._tree.chain_mixer(batch, 0))[:, 0]
-        draft = self._tree.grow(batch, logits, self._run, drawn=self.rule != "target_only")
-        if self.chain:
-            # Stores the last draft, which may be accepted; its logits are not needed.
-            self._draft.model(draft.tokens[:, -1:], self._tree.chain_mixer(batch, self.max_depth))
+        from algorithms.runtime.paged_attention import PagedMixer
+
+        root = batch.last_tokens[:, None]
+        if not self.chain:
+            mixer = PagedMixer.over(batch, batch.lengths[:, None], self._cache, self._resources, phase="draft")
+            return self._tree.tree(batch, self._run(root, None, mixer)[:, 0], self._run)
+        mixers = self._tree.chain_mixers(batch)
+        logits = self._run(root, None, mixers[0])[:, 0]
+        draft = self._tree.chain(batch, logits, self._run, mixers, drawn=self.rule != "target_only")
+        # Stores the last draft, which may be accepted; its logits are not needed.
+        self._draft.model(draft.tokens[:, -1:], mixers[self.max_depth])
         return draft
 
     def _run(self, tokens: Tensor, parents: Tensor | None, mixer: Any) -> Tensor:

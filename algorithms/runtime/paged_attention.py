@@ -13,10 +13,13 @@ from typing import Any
 from torch import Tensor
 
 from algorithms.runtime.algorithm import Batch, Observation, Resources
-from algorithms.runtime.backends.protocol import Backend
+from algorithms.runtime.backends.protocol import Backend, Levels
 from algorithms.runtime.cache import KVCache
 from algorithms.runtime.models.decoder import MixerWeights
-from specdec_kernels import AttentionMetadata, AttentionShape, token_slots, write_kv
+from specdec_kernels import AttentionMetadata, AttentionShape, level_slots, token_slots, write_kv
+
+Kind = tuple[str, int | None]
+"""(mode, window) of a layer's attention."""
 
 
 @dataclass(frozen=True)
@@ -43,39 +46,30 @@ class PagedMixer:
         mask: Tensor | None = None,
         counts: Tensor | None = None,
         phase: str = "verify",
-        first_slot: int = 0,
-        tree_width: int | None = None,
         depths: Tensor | None = None,
-        row_depths: Tensor | None = None,
-        kinds: Sequence[tuple[str, int | None]] | None = None,
+        kinds: Sequence[Kind] | None = None,
     ) -> PagedMixer:
-        """Plan a forward of `positions [B, N]` at slots L + first_slot … L + first_slot + N - 1.
+        """Plan a forward of `positions [B, N]` at slots L … L + N - 1.
 
-        `mode`, `mask`, `tree_width`, `depths` and `row_depths` mean what they mean to `AttentionMetadata`; depths are
-        used by layers with a window. `phase` is prefill, verify or draft. Of row b only the first `counts[b]` columns
-        are real (all, if None; none of a padding row): the others store nothing and come out as zeros. `tree_width` is
-        for a drafter that runs a few nodes of a tree at a time. `kinds` gives the (mode, window) of each layer where
-        they are not `mode` and the window of the model's config.
+        `mode`, `mask` and `depths` mean what they mean to `AttentionMetadata`; depths are used by layers with a
+        window. `phase` is prefill, verify or draft. Of row b only the first `counts[b]` columns are real (all, if None;
+        none of a padding row): the others store nothing and come out as zeros. `kinds` gives the (mode, window) of each
+        layer where they are not `mode` and the window of the model's config.
         """
-        width, config, impl = positions.shape[1], cache.config, resources.impl
+        width, impl = positions.shape[1], resources.impl
         if counts is None:
-            counts = batch.active * width
+            counts = batch.active if width == 1 else batch.active * width
         metadata = AttentionMetadata(
             page_table=batch.page_table,
             lengths=batch.lengths,
             mode=mode,
             mask=mask,
             q_lens=counts,
-            tree_width=tree_width,
-            max_length=batch.max_length + (tree_width or width),
+            max_length=batch.max_length + width,
             depths=depths,
-            row_depths=row_depths,
         )
-        starts, page_size = batch.lengths + first_slot, cache.page_size
-        slots = token_slots(batch.page_table, starts, counts, width, page_size, impl=impl)
-        sizes = (width, config.num_heads, config.num_kv_heads, config.head_dim, page_size)
-        shape = AttentionShape(*sizes, resources.dtype, cache.kv.dtype)
-        kinds = kinds or [(mode, config.window(layer)) for layer in range(config.num_layers)]
+        slots = token_slots(batch.page_table, batch.lengths, counts, width, cache.page_size, impl=impl)
+        shape, kinds = _attention_shape(cache, width, resources), kinds or _kinds_of(cache, mode)
         plans = {
             kind: resources.backend.plan(_of_layer(metadata, cache, *kind), shape, phase)
             for kind in dict.fromkeys(kinds)
@@ -110,6 +104,80 @@ class PagedMixer:
         )
         sinks = None if weights.sinks is None else weights.sinks.float()
         return self.backend.run(self.plans[layer], rotated.view_as(q), kv, sinks, scales)
+
+
+class PagedLevels:
+    """The mixers of the forwards in which a drafter writes one level of its draft after another, planned at once.
+
+    Forward i runs `width` tokens per request at position L + `first` + i. They are stored at slots L + `first` +
+    i * width and following.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        cache: KVCache,
+        resources: Resources,
+        count: int,
+        width: int = 1,
+        first: int = 0,
+        masks: Sequence[Tensor] | None = None,
+        depths: Sequence[tuple[Tensor, Tensor]] | None = None,
+    ) -> None:
+        """`masks[i] [B, width, W]` says which of the slots written by then a token of forward i sees, and may be filled
+        later than here; None: the tokens are a chain, and `width` is 1. `depths[i]` are those of these slots and of the
+        tokens, for a drafter with windows."""
+        self._cache, self._resources = cache, resources
+        places = level_slots(
+            batch.page_table, batch.lengths, batch.active, count, width, cache.page_size, first=first,
+            impl=resources.impl,
+        )  # fmt: skip
+        self._slots, self._positions = places.slots.flatten(1), places.positions.flatten(1)
+        self._shape, mode = _attention_shape(cache, width, resources), "chain" if masks is None else "tree"
+        self._kinds, longest = _kinds_of(cache, mode), batch.max_length + first + count * width
+        shared = AttentionMetadata(batch.page_table, batch.lengths, mode, q_lens=places.counts, max_length=longest)
+        if masks is None:
+            # The tokens before stand in front of a token of a chain, whose position is the length by then.
+            calls = [shared._replace(lengths=positions) for positions in self._positions]
+        else:
+            calls = [
+                shared._replace(mask=mask, tree_width=first + (level + 1) * width) for level, mask in enumerate(masks)
+            ]
+        if depths is not None:
+            calls = [
+                call._replace(depths=by_slot, row_depths=by_row)
+                for call, (by_slot, by_row) in zip(calls, depths, strict=True)
+            ]
+        steps = dict(length_step=1) if masks is None else dict(width_step=width)
+        self._levels = {
+            kind: Levels([_of_layer(call, cache, *kind) for call in calls], **steps)
+            for kind in dict.fromkeys(self._kinds)
+        }
+        self._plans = {
+            kind: resources.backend.plan_levels(levels, self._shape, "draft") for kind, levels in self._levels.items()
+        }
+
+    def __getitem__(self, level: int) -> PagedMixer:
+        """The mixer of forward `level`, whose mask is filled by now."""
+        backend = self._resources.backend
+        plans = {
+            kind: backend.plan(levels.calls[level], self._shape, "draft") if planned is None else planned[level]
+            for (kind, planned), levels in zip(self._plans.items(), self._levels.values(), strict=True)
+        }
+        by_layer = tuple(plans[kind] for kind in self._kinds)
+        slots, positions = self._slots[level], self._positions[level]
+        return PagedMixer(self._cache, slots, positions, backend, by_layer, self._resources.impl)
+
+
+def _attention_shape(cache: KVCache, width: int, resources: Resources) -> AttentionShape:
+    config = cache.config
+    sizes = (width, config.num_heads, config.num_kv_heads, config.head_dim, cache.page_size)
+    return AttentionShape(*sizes, resources.dtype, cache.kv.dtype)
+
+
+def _kinds_of(cache: KVCache, mode: str) -> list[Kind]:
+    """(mode, window) of each layer of the cache's model."""
+    return [(mode, cache.config.window(layer)) for layer in range(cache.config.num_layers)]
 
 
 def _of_layer(metadata: AttentionMetadata, cache: KVCache, mode: str, window: int | None) -> AttentionMetadata:

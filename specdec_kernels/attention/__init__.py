@@ -6,10 +6,10 @@ any shape of the draft. A mode or a bit mask says which slots a row sees; the la
 page size works for any tree, and the mask is only as large as the draft.
 
 `AttentionMetadata` says what the layers of a forward share. `plan_attention` makes their work list once, on the
-device. `warmup` compiles ahead what a model will need.
+device, `plan_levels` those of several calls. `warmup` compiles ahead what a model will need.
 """
 
-from specdec_kernels.attention.api import paged_attention, paged_attention_with_lse, plan_attention
+from specdec_kernels.attention.api import paged_attention, paged_attention_with_lse, plan_attention, plan_levels
 from specdec_kernels.attention.types import MODES, AttentionMetadata, AttentionShape, WorkList
 from specdec_kernels.attention.warmup import warmup
 
@@ -21,5 +21,6 @@ __all__ = [
     "paged_attention",
     "paged_attention_with_lse",
     "plan_attention",
+    "plan_levels",
     "warmup",
 ]

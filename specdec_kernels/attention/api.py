@@ -105,13 +105,65 @@ def plan_attention(
     Raises:
         ValueError: a shape, dtype or option does not fit; the message names expected and actual.
     """
+    _check_plan(metadata, shape)
+    work, _ = _divide(metadata, shape, split_tokens, tuning)
+    return dispatch("plan_attention", __package__, impl, metadata.lengths, kernel="kernel_plan")(metadata, work)
+
+
+def plan_levels(
+    metadata: AttentionMetadata,
+    shape: AttentionShape,
+    num_levels: int,
+    *,
+    length_step: int = 0,
+    width_step: int = 0,
+    split_tokens: int | None = None,
+    tuning: Mapping[str, Any] | None = None,
+    impl: str = "auto",
+) -> tuple[WorkList, ...]:
+    """The work lists of calls that a drafter makes one after another, in one launch.
+
+    Args:
+        metadata: of the first call. Call l has lengths + l * `length_step`, tree_width + l * `width_step`, and the rest
+            unchanged.
+        shape: `AttentionShape.of(q, kv)` of every call.
+        num_levels: number of calls, at least 1.
+        length_step: at least 0.
+        width_step: at least 0; 0 without a tree_width.
+        split_tokens, tuning: as the calls have them.
+
+    Returns:
+        A WorkList for each call, as `plan_attention` makes it.
+
+    Raises:
+        ValueError: a shape, dtype or option does not fit; the message names expected and actual.
+    """
+    _check_plan(metadata, shape)
+    expect_at_least_one(num_levels=num_levels)
+    if min(length_step, width_step) < 0 or (width_step and metadata.tree_width is None):
+        raise ValueError(
+            "length_step, width_step: expected at least 0, and width_step with a tree_width only, got "
+            f"{length_step} and {width_step} with tree_width {metadata.tree_width}"
+        )
+    width = metadata.tree_width
+    widths = [None if width is None else width + level * width_step for level in range(num_levels)]
+    works = [_divide(metadata._replace(tree_width=each), shape, split_tokens, tuning)[0] for each in widths]
+    plan = dispatch("plan_levels", __package__, impl, metadata.lengths, kernel="kernel_plan")
+    if len({work.num_splits > 1 for work in works}) == 1:
+        return plan(metadata, works, length_step, width_step)
+    # A short window may let the first levels do without splits; they are planned by another variant of the kernel.
+    lengths = [metadata.lengths + level * length_step for level in range(num_levels)]
+    return tuple(
+        plan(metadata._replace(lengths=each), (work,), 0, 0)[0] for each, work in zip(lengths, works, strict=True)
+    )
+
+
+def _check_plan(metadata: AttentionMetadata, shape: AttentionShape) -> None:
     check_mode(metadata)
     expect_at_least_one(num_nodes=shape.num_nodes, kv_heads=shape.kv_heads, head_dim=shape.head_dim)
     check_lengths(metadata)
     if shape.heads < 1 or shape.heads % shape.kv_heads:
         raise ValueError(f"heads: expected a multiple of kv_heads {shape.kv_heads}, got {shape.heads}")
-    work, _ = _divide(metadata, shape, split_tokens, tuning)
-    return dispatch("plan_attention", __package__, impl, metadata.lengths, kernel="kernel_plan")(metadata, work)
 
 
 def _checked(

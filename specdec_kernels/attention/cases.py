@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from specdec_kernels.attention.cases_inputs import attention_inputs, plan_inputs
-from specdec_kernels.cases import Case, Comparison, WorkModel
+from specdec_kernels.cases import Case, Comparison, Maker, WorkModel
 
 _PARITY_TOKENS = 1 << 19  # larger pools are for the benchmark alone, as the reference of all requests does not fit
 _CHAINS = {1: "decode", 4: "chain4", 16: "chain16", 64: "chain64"}
@@ -72,6 +72,15 @@ def _timed(name: str, mode: str, num_nodes: int, batch: int, context: int, **sha
 def _plan(name: str, catches: str, num_nodes: int, lengths: Sequence[int], gate: bool = False, **shape: Any) -> Case:
     build = partial(plan_inputs, num_nodes=num_nodes, lengths=lengths, **({"max_length": 300} | shape))
     return Case(name, "plan_attention", build, catches, gate=gate)
+
+
+def _levels(name: str, catches: str, num_nodes: int, lengths: Sequence[int], gate: bool = False, **shape: Any) -> Case:
+    steps = {key: shape.pop(key) for key in ("num_levels", "length_step", "width_step") if key in shape}
+
+    def build(make: Maker) -> dict[str, Any]:
+        return plan_inputs(make, num_nodes, lengths, **({"max_length": 300} | shape)) | steps
+
+    return Case(name, "plan_levels", build, catches, gate=gate)
 
 
 _MODES = (
@@ -274,6 +283,44 @@ _PLANS = (
     _plan("plan_wide", "slots beyond the rows", 4, (250, 9), mode="tree", tree_width=40, split_tokens=16),
     _plan("plan_grow", "share of partial results", 2, (290, 100), split_tokens=16, tuning=dict(max_splits=3)),
     _plan("plan_many", "lanes past the batch", 2, [13 * row % 257 for row in range(20)], split_tokens=32),
+    _levels("levels_one", "no step", 3, (17, 40), num_levels=1, split_tokens=16),
+    _levels("levels_chain", "lengths of the first level", 1, (60, 0, 15), num_levels=4, length_step=1, split_tokens=16),
+    _levels(
+        "levels_tree",
+        "slots of the first level",
+        3,
+        (62, 290),
+        num_levels=4,
+        width_step=3,
+        mode="tree",
+        tree_width=4,
+        q_lens=(3, 0),
+        split_tokens=16,
+    ),
+    _levels(
+        "levels_window",
+        "levels with and without splits",
+        2,
+        (40, 9),
+        num_levels=4,
+        width_step=8,
+        mode="tree",
+        tree_width=2,
+        window=3,
+        split_tokens=16,
+    ),
+    _levels(
+        "levels_shipped",
+        "resources",
+        10,
+        [8000] * 8,
+        gate=True,
+        num_levels=5,
+        width_step=10,
+        mode="tree",
+        tree_width=10,
+        max_length=8192,
+    ),
     _plan("plan_shipped", "resources", 16, [8000] * 8, gate=True, max_length=8192),
     Case(
         "plan_b64",

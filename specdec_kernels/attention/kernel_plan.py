@@ -13,6 +13,8 @@ the requests before its own, which replaces a scan over programs.
 # ruff: noqa: SIM108
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -22,6 +24,8 @@ from specdec_kernels.attention.types import AttentionMetadata, WorkList, WorkSha
 from specdec_kernels.launch import launch
 
 _ITEMS = 256  # entries written at once
+# Lists of all levels begin at a multiple of 16 bytes, so that attention is compiled for one alignment.
+_ALIGNED = tl.constexpr(4)
 
 
 @triton.jit(
@@ -35,14 +39,16 @@ _ITEMS = 256  # entries written at once
         "max_splits",
         "max_length",
         "window",
+        "length_step",
+        "width_step",
     ]
 )
 def _plan_kernel(
     lengths_ptr,  # [B] int64
     q_lens_ptr,  # [B] int32 or None
-    items_ptr,  # [capacity, 3] int32
-    offsets_ptr,  # [B + 1] int32
-    num_items_ptr,  # [1] int32
+    items_ptr,  # [levels, capacity, 3] int32
+    offsets_ptr,  # [levels, >= B + 1] int32
+    num_items_ptr,  # [levels, >= 1] int32
     batch,
     capacity,
     num_nodes,
@@ -52,6 +58,8 @@ def _plan_kernel(
     max_splits,
     max_length,
     window,
+    length_step,
+    width_step,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     ALL_SLOTS: tl.constexpr,
@@ -59,10 +67,14 @@ def _plan_kernel(
     BLOCK_B: tl.constexpr,
     ITEMS: tl.constexpr,
 ):
-    own = tl.program_id(0)
+    own, level = tl.program_id(0), tl.program_id(1)
+    num_slots += level * width_step
+    items_ptr += level.to(tl.int64) * capacity * 3
+    offsets_ptr += level * (batch // _ALIGNED + 1) * _ALIGNED
+    num_items_ptr += level * _ALIGNED
     requests = tl.arange(0, BLOCK_B)
     there = requests < batch
-    length = tl.load(lengths_ptr + requests, mask=there, other=0).to(tl.int32)
+    length = tl.load(lengths_ptr + requests, mask=there, other=0).to(tl.int32) + level * length_step
     used = tl.where(there, used_rows(q_lens_ptr, requests, num_nodes, there), 0)
     if SPLIT:
         end = key_end(length, used, num_slots, max_length, ALL_SLOTS)
@@ -99,15 +111,26 @@ def _plan_kernel(
 
 def plan_attention(metadata: AttentionMetadata, work: WorkShape) -> WorkList:
     """See `specdec_kernels.attention.plan_attention`, which has checked the arguments."""
-    lengths = metadata.lengths
-    capacity = work.batch * work.num_splits * work.row_tiles
-    items = lengths.new_empty((capacity, 3), dtype=torch.int32)
-    offsets = lengths.new_empty((work.batch + 1,), dtype=torch.int32)
-    num_items = lengths.new_empty((1,), dtype=torch.int32)
+    return plan_levels(metadata, (work,), 0, 0)[0]
+
+
+def plan_levels(
+    metadata: AttentionMetadata, works: Sequence[WorkShape], length_step: int, width_step: int
+) -> tuple[WorkList, ...]:
+    """See `specdec_kernels.attention.plan_levels`; `works` are alike but for `num_slots` and `num_splits`, either all
+    with several splits or none."""
+    lengths, work, levels = metadata.lengths, works[0], len(works)
+    aligned = _ALIGNED.value
+    capacities = [each.batch * each.num_splits * each.row_tiles for each in works]
+    capacity = triton.cdiv(max(capacities), aligned) * aligned
+    items = lengths.new_empty((levels, capacity, 3), dtype=torch.int32)
+    offsets = lengths.new_empty((levels, (work.batch // aligned + 1) * aligned), dtype=torch.int32)
+    num_items = lengths.new_empty((levels, aligned), dtype=torch.int32)
     launch(
         _plan_kernel,
-        (max(1, work.batch),),
+        (max(1, work.batch), levels),
         *(lengths, metadata.q_lens, items, offsets, num_items, work.batch, capacity, work.num_nodes, *work.cut),
+        *(length_step, width_step),
         num_warps=4,
         GROUP=work.group,
         BLOCK_M=work.block_m,
@@ -116,4 +139,7 @@ def plan_attention(metadata: AttentionMetadata, work: WorkShape) -> WorkList:
         BLOCK_B=max(2, triton.next_power_of_2(work.batch)),
         ITEMS=_ITEMS,
     )
-    return WorkList(items, offsets, num_items, work)
+    return tuple(
+        WorkList(items[level, :used], offsets[level, : each.batch + 1], num_items[level, :1], each)
+        for level, (used, each) in enumerate(zip(capacities, works, strict=True))
+    )

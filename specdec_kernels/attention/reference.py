@@ -11,6 +11,8 @@ so the same code serves as the truth of the parity tests. The work list of `plan
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from specdec_kernels.attention.configs import AttentionConfig
@@ -144,6 +146,16 @@ def plan_attention(metadata: AttentionMetadata, work: WorkShape) -> WorkList:
         offsets.to(torch.int32),
         items.sum()[None].to(torch.int32),
         work,
+    )
+
+
+def plan_levels(
+    metadata: AttentionMetadata, works: Sequence[WorkShape], length_step: int, width_step: int
+) -> tuple[WorkList, ...]:
+    """See `specdec_kernels.attention.plan_levels`, which has checked the arguments; `works` hold the widths."""
+    return tuple(
+        plan_attention(metadata._replace(lengths=metadata.lengths + level * length_step), work)
+        for level, work in enumerate(works)
     )
 
 

@@ -6,14 +6,22 @@ page * page_size + offset (PagedAttention, arXiv 2309.06180).
 
 from __future__ import annotations
 
-from specdec_kernels.kv_index.api import flash_attention_table, flashinfer_indices, move_accepted, token_slots
-from specdec_kernels.kv_index.types import FlashAttentionIndices, FlashInferIndices
+from specdec_kernels.kv_index.api import (
+    flash_attention_table,
+    flashinfer_indices,
+    level_slots,
+    move_accepted,
+    token_slots,
+)
+from specdec_kernels.kv_index.types import FlashAttentionIndices, FlashInferIndices, LevelSlots
 
 __all__ = [
     "FlashAttentionIndices",
     "FlashInferIndices",
+    "LevelSlots",
     "flash_attention_table",
     "flashinfer_indices",
+    "level_slots",
     "move_accepted",
     "token_slots",
 ]

@@ -14,8 +14,9 @@ from specdec_kernels.checks import (
     expect_dtype,
     expect_same_device,
     expect_shape,
+    expect_tensors,
 )
-from specdec_kernels.kv_index.types import FlashAttentionIndices, FlashInferIndices
+from specdec_kernels.kv_index.types import FlashAttentionIndices, FlashInferIndices, LevelSlots
 from specdec_kernels.launch import dispatch
 
 
@@ -47,6 +48,44 @@ def token_slots(
     expect_same_device(page_table=page_table, counts=counts)
     expect_at_least("width", width, 0)
     return dispatch("token_slots", __package__, impl, page_table)(page_table, start, counts, width, page_size)
+
+
+def level_slots(
+    page_table: torch.Tensor,
+    lengths: torch.Tensor,
+    active: torch.Tensor,
+    levels: int,
+    width: int,
+    page_size: int,
+    *,
+    first: int = 0,
+    impl: str = "auto",
+) -> LevelSlots:
+    """Positions and pool slots of all levels of a draft of `width` tokens a level.
+
+    The tokens of level l stand at position L + `first` + l, and are stored where the positions L + `first` + l * width
+    and following are.
+
+    Args:
+        page_table: [B, P] int32 page ids, negative where no page is held.
+        lengths: [B] int64, committed tokens L.
+        active: [B] int32: 1, or 0 for a padding row.
+        levels: at least 0.
+        width: at least 1.
+        page_size: tokens per page, >= 1.
+        first: at least 0.
+        impl: see the module.
+
+    Returns:
+        LevelSlots. Slots are -1 also beyond the table and on a page that is not held.
+    """
+    _check_table(page_table, page_size, lengths=lengths)
+    expect_tensors({"page_table": page_table}, active=(active, (page_table.shape[0],), torch.int32))
+    expect_at_least("levels", levels, 0)
+    expect_at_least("width", width, 1)
+    expect_at_least("first", first, 0)
+    build = dispatch("level_slots", __package__, impl, page_table)
+    return build(page_table, lengths, active, levels, width, page_size, first)
 
 
 def flashinfer_indices(

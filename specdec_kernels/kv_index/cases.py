@@ -28,6 +28,20 @@ def _slots(make: Maker, batch: int, row_pages: int, page_size: int, width: int, 
     )
 
 
+def _levels(
+    make: Maker, batch: int, levels: int, width: int, page_size: int = 4, row_pages: int = 5, first: int = 0
+) -> dict[str, Any]:
+    return dict(
+        page_table=_table(make, batch, row_pages, 0.8),
+        lengths=make.integers(0, row_pages * page_size, batch),
+        active=make.integers(0, 2, batch, dtype=torch.int32),
+        levels=levels,
+        width=width,
+        page_size=page_size,
+        first=first,
+    )
+
+
 def _lengths(make: Maker, batch: int, row_pages: int, page_size: int, **extra: Any) -> dict[str, Any]:
     """Lengths 0, one page, one page and a token, full and too long, then random ones."""
     end = row_pages * page_size
@@ -65,6 +79,7 @@ def _overlap(make: Maker) -> dict[str, Any]:
 
 
 _slots_case = partial(case_of, "token_slots", _slots)
+_levels_case = partial(case_of, "level_slots", _levels)
 _flashinfer = partial(case_of, "flashinfer_indices", _lengths)
 _table_case = partial(case_of, "flash_attention_table", _lengths)
 _move_case = partial(case_of, "move_accepted", _move)
@@ -79,6 +94,11 @@ CASES = (
         page_size=16, width=17,
     ),
     _slots_case("slots_unheld", "a negative page becomes a slot", batch=6, row_pages=6, page_size=3, width=9, held=0.5),
+    _levels_case("levels_empty", "empty grid", batch=0, levels=3, width=2),
+    _levels_case("levels_none", "no level", batch=3, levels=0, width=2),
+    _levels_case("levels_chain", "a level of one token", batch=5, levels=4, width=1, page_size=1, row_pages=9),
+    _levels_case("levels_tree", "positions by slot", gate=True, bench=True, batch=8, levels=5, width=10, first=1,
+                 page_size=16, row_pages=8),
     _flashinfer("flashinfer_empty", "B = 0", batch=0, row_pages=3, page_size=4),
     _flashinfer("flashinfer_one", "only empty rows", batch=1, row_pages=3, page_size=4),
     _flashinfer("flashinfer_no_pages", "P = 0", batch=3, row_pages=0, page_size=4),

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from specdec_kernels.kv_index.configs import config_of
-from specdec_kernels.kv_index.types import FlashAttentionIndices, FlashInferIndices
+from specdec_kernels.kv_index.types import FlashAttentionIndices, FlashInferIndices, LevelSlots
 from specdec_kernels.launch import lanes, launch
 
 INT64_MAX = 2**63 - 1
@@ -102,6 +102,35 @@ def _token_slots_kernel(
     wanted = in_out & (column < tl.load(counts_ptr + request, mask=in_out, other=0))
     position = tl.load(start_ptr + request, mask=in_out, other=0) + column
     tl.store(slots_ptr + place, _page_slot(table_ptr, request, position, wanted, ROW_PAGES, PAGE_SIZE), mask=in_out)
+
+
+@triton.jit(do_not_specialize=["batch", "total", "first"])
+def _level_slots_kernel(
+    table_ptr,  # [B, ROW_PAGES] int32
+    lengths_ptr,  # [B] int64
+    active_ptr,  # [B] int32
+    slots_ptr,  # [levels, B, WIDTH] int64, a level at every multiple of 16 bytes
+    positions_ptr,  # [levels, B, WIDTH] int64, likewise
+    counts_ptr,  # [B] int32
+    batch,
+    total,  # levels * B * WIDTH
+    first,
+    WIDTH: tl.constexpr,
+    ROW_PAGES: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    in_out = place < total
+    row, column = place // WIDTH, place % WIDTH
+    level, request = row // batch, row % batch
+    active = tl.load(active_ptr + request, mask=in_out, other=0)
+    start = tl.load(lengths_ptr + request, mask=in_out, other=0) + first
+    slot = _page_slot(table_ptr, request, start + level * WIDTH + column, in_out & (active > 0), ROW_PAGES, PAGE_SIZE)
+    out = place + level * (batch * WIDTH % 2)
+    tl.store(slots_ptr + out, slot, mask=in_out)
+    tl.store(positions_ptr + out, start + level, mask=in_out)
+    tl.store(counts_ptr + request, active * WIDTH, mask=in_out & (level == 0) & (column == 0))
 
 
 @triton.jit(do_not_specialize=["batch", "capacity"])
@@ -237,6 +266,35 @@ def token_slots(
         num_warps=config.num_warps, ROW_PAGES=row_pages, PAGE_SIZE=page_size, BLOCK=config.flat_block,
     )  # fmt: skip
     return slots
+
+
+def level_slots(
+    page_table: torch.Tensor,
+    lengths: torch.Tensor,
+    active: torch.Tensor,
+    levels: int,
+    width: int,
+    page_size: int,
+    first: int,
+) -> LevelSlots:
+    """See `specdec_kernels.kv_index.level_slots`."""
+    batch, row_pages = page_table.shape
+    if levels == 0:
+        nothing = lengths.new_empty(0, batch, width)
+        return LevelSlots(nothing, nothing.clone(), active * width)
+    # Each level is used by itself: all begin at a multiple of 16 bytes, so that kernels are compiled for one alignment.
+    size = batch * width
+    slots, positions = (
+        lengths.new_empty(levels, size + size % 2)[:, :size].unflatten(1, (batch, width)) for _ in range(2)
+    )
+    found = LevelSlots(slots, positions, torch.empty_like(active))
+    total, config = levels * size, config_of(page_table)
+    launch(
+        _level_slots_kernel, (triton.cdiv(total, config.flat_block),), page_table, lengths, active, *found, batch,
+        total, first, num_warps=config.num_warps, WIDTH=width, ROW_PAGES=row_pages, PAGE_SIZE=page_size,
+        BLOCK=config.flat_block,
+    )  # fmt: skip
+    return found
 
 
 def flashinfer_indices(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from specdec_kernels.kv_index.types import FlashAttentionIndices, FlashInferIndices
+from specdec_kernels.kv_index.types import FlashAttentionIndices, FlashInferIndices, LevelSlots
 
 
 def token_slots(
@@ -13,6 +13,24 @@ def token_slots(
     """See `specdec_kernels.kv_index.token_slots`."""
     column = torch.arange(width, device=page_table.device)
     return torch.where(column < counts[:, None], _position_slots(page_table, start[:, None] + column, page_size), -1)
+
+
+def level_slots(
+    page_table: torch.Tensor,
+    lengths: torch.Tensor,
+    active: torch.Tensor,
+    levels: int,
+    width: int,
+    page_size: int,
+    first: int,
+) -> LevelSlots:
+    """See `specdec_kernels.kv_index.level_slots`."""
+    starts = [lengths + first + level * width for level in range(levels)]
+    counts = active * width
+    slots = [token_slots(page_table, start, counts, width, page_size) for start in starts]
+    level = torch.arange(levels, device=lengths.device)[:, None, None]
+    positions = (lengths + first)[None, :, None] + level.expand(-1, -1, width)
+    return LevelSlots(torch.stack(slots) if slots else positions.clone(), positions.contiguous(), counts)
 
 
 def flashinfer_indices(

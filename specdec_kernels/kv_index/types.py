@@ -7,6 +7,14 @@ from typing import NamedTuple
 import torch
 
 
+class LevelSlots(NamedTuple):
+    """Where the tokens of all levels of a draft stand and are stored."""
+
+    slots: torch.Tensor  # [levels, B, width] int64, -1 of padding rows and where no page is held
+    positions: torch.Tensor  # [levels, B, width] int64
+    counts: torch.Tensor  # [B] int32: tokens of a level, 0 of a padding row
+
+
 class FlashInferIndices(NamedTuple):
     """Paged-KV arrays in FlashInfer's layout."""
 

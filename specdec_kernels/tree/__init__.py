@@ -16,11 +16,12 @@ from specdec_kernels.tree.api import (
     links_from_mask,
     rerank_tree,
 )
-from specdec_kernels.tree.types import DraftTopk, Expansion, Selection, TreeLinks
+from specdec_kernels.tree.types import Candidates, DraftTopk, Frontier, Selection, TreeLinks
 
 __all__ = [
+    "Candidates",
     "DraftTopk",
-    "Expansion",
+    "Frontier",
     "Selection",
     "TreeLinks",
     "best_first_tree",

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from specdec_kernels.checks import expect_dtype, expect_shape, expect_tensors
+from specdec_kernels.checks import expect_at_least, expect_dtype, expect_shape, expect_tensors
 from specdec_kernels.launch import dispatch
-from specdec_kernels.tree.types import MAX_NODES, DraftTopk, Expansion, Selection, TreeLinks, mask_words
+from specdec_kernels.tree.types import (
+    MAX_NODES,
+    Candidates,
+    DraftTopk,
+    Frontier,
+    Selection,
+    TreeLinks,
+    mask_words,
+)
 
 MAX_CHILDREN = 64
 MAX_DEPTH = 32
@@ -123,33 +131,89 @@ def draft_topk(logits: torch.Tensor, k: int, temperature: torch.Tensor | None = 
     return dispatch("draft_topk", __package__, impl, logits, kernel="kernel_topk")(logits, k, temperature)
 
 
-def expand_tree(scores: torch.Tensor, probs: torch.Tensor, width: int, impl: str = "auto") -> Expansion:
-    """One drafting step of EAGLE-2 (arXiv 2406.16858): the best children of all frontier nodes.
+def expand_tree(
+    frontier: Frontier | None,
+    probs: torch.Tensor,
+    tokens: torch.Tensor,
+    candidates: Candidates,
+    first: int,
+    width: int,
+    mask: torch.Tensor | None = None,
+    *,
+    slot: int = 0,
+    root_is_stored: bool = False,
+    vocabulary: torch.Tensor | None = None,
+    impl: str = "auto",
+) -> Frontier | None:
+    """One drafting step of EAGLE-2 (arXiv 2406.16858): the children of all frontier nodes, and the best of them.
 
-    A child's score is its parent's times its own probability; the `width` largest are kept in falling order,
-    among equals the lowest flat index parent * C + child first. A NaN product counts, and is returned, as -inf.
+    Child c of frontier node p becomes candidate `first` + p * C + c. Its score is its parent's times its own
+    probability, a NaN product counts as -inf. The `width` largest scores are the next frontier, among equals the
+    lowest candidate first. Node t of it is stored in slot `slot` + t of the drafter's cache, and sees that slot and
+    what its parent sees.
 
     Args:
-        scores: [B, P] float32, contiguous, of the frontier nodes.
-        probs: [B, P, C] float32 of their children; the last dimension has stride 1, the others any (marginals that
-            do not depend on the parent may be expanded over P). P * C <= 4096.
-        width: T, 1 to min(64, P * C).
+        frontier: P nodes, or None for the root alone, whose score is 1.
+        probs: [B, P, C] float32, contiguous; P is 1 for the root, P * C <= 4096.
+        tokens: [B, P, C] int64, contiguous: ids of the children.
+        candidates: M candidates, contiguous; entries `first` to `first` + P * C - 1 are written.
+        first: 0 to M - P * C.
+        width: T, 0 to min(64, P * C). With 0, after the last level, there is no next frontier.
+        mask: [B, T, W] int64, contiguous, written: the next frontier's mask, with 64 W >= `slot` + T and at least
+            the words of the frontier's; None with `width` 0.
+        slot: slot of the next frontier's first node, at least 0.
+        root_is_stored: slot 0 is the root, which all nodes see.
+        vocabulary: [V] int64: what is added to id i of `tokens`, 0 <= i < V, to give the target's id; None adds
+            nothing.
         impl: `auto`, `triton` or `reference`.
 
     Returns:
-        Expansion: scores [B, T] float32, index [B, T] int32, path_scores [B, P, C] float32.
+        Frontier of T nodes with `mask`, or None if T is 0.
 
     Raises:
-        ValueError: wrong shape, dtype, strides or devices, `width` out of range, or an unknown `impl`.
+        ValueError: wrong shape, dtype, strides or devices, sizes out of range, or an unknown `impl`.
         RuntimeError: `impl="triton"` where no kernel can run.
     """
-    expect_shape("probs", probs, (*scores.shape, None))
-    expect_dtype("probs", probs, torch.float32)
-    expect_tensors({"probs": probs}, scores=(scores, (None, None), torch.float32))
-    _expect_unit_stride("probs", probs)
-    _expect_within("P * C of probs", probs.shape[1] * probs.shape[2], 1, MAX_CANDIDATES)
-    _expect_within("width", width, 1, min(MAX_CHILDREN, probs.shape[1] * probs.shape[2]))
-    return dispatch("expand_tree", __package__, impl, scores, kernel="kernel_selection")(scores, probs, width)
+    expect_tensors(probs=(probs, (None, None, None), torch.float32))
+    batch, parents, children = probs.shape
+    offered = candidates.path_scores.shape[-1]
+    expect_tensors(
+        {"probs": probs},
+        tokens=(tokens, probs.shape, torch.int64),
+        path_scores=(candidates.path_scores, (batch, None), torch.float32),
+        candidate_tokens=(candidates.tokens, (batch, offered), torch.int64),
+        candidate_parents=(candidates.parents, (batch, offered), torch.int32),
+        vocabulary=(vocabulary, (None,), torch.int64),
+        mask=(mask, (batch, width, None), torch.int64),
+    )
+    _expect_within("P * C of probs", parents * children, 1, MAX_CANDIDATES)
+    _expect_within("first", first, 0, offered - parents * children)
+    _expect_within("width", width, 0, min(MAX_CHILDREN, parents * children))
+    _check_frontier(frontier, batch, parents)
+    if (mask is None) != (width == 0):
+        raise ValueError(f"mask: expected with a width above 0 only, got width {width} and {type(mask).__name__}")
+    if mask is not None:
+        least = max(mask_words(slot + width), 0 if frontier is None else frontier.mask.shape[2])
+        _expect_within("W of mask", mask.shape[2], least, max(least, mask.shape[2]))
+        expect_at_least("slot", slot, 0)
+    expand = dispatch("expand_tree", __package__, impl, probs, kernel="kernel_selection")
+    return expand(
+        frontier, probs, tokens, candidates, first, width, mask, slot=slot, root_is_stored=root_is_stored,
+        vocabulary=vocabulary,
+    )  # fmt: skip
+
+
+def _check_frontier(frontier: Frontier | None, batch: int, parents: int) -> None:
+    if frontier is None:
+        if parents != 1:
+            raise ValueError(f"probs: expected one parent without a frontier, got {parents}")
+        return
+    rows = (batch, parents)
+    expect_tensors(
+        scores=(frontier.scores, rows, torch.float32),
+        frontier_candidates=(frontier.candidates, rows, torch.int32),
+        frontier_mask=(frontier.mask, (*rows, None), torch.int64),
+    )
 
 
 def rerank_tree(

@@ -10,6 +10,7 @@ import torch
 
 from specdec_kernels.cases import Maker, case_of
 from specdec_kernels.tree.reference import build_tree
+from specdec_kernels.tree.types import Candidates, Frontier
 
 _VOCAB = 151936
 
@@ -89,26 +90,65 @@ def _hostile_logits(make: Maker, vocab: int, k: int) -> dict[str, Any]:
     return dict(logits=logits[:, :vocab], k=k)
 
 
-def _expand(make: Maker, batch: int, parents: int, children: int, width: int) -> dict[str, Any]:
+def expansion(
+    make: Maker,
+    probs: torch.Tensor,
+    scores: torch.Tensor | None,
+    width: int,
+    first: int = 0,
+    slot: int = 0,
+    reduced: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """A level behind `first` candidates: a frontier with random masks over the slots before `slot`, or the root."""
+    batch, parents, children = probs.shape
+    words, before, vocab = -(-(slot + max(width, 1)) // 64), -(-max(slot, 1) // 64), 50
+    frontier = None
+    if scores is not None:
+        seen = make.integers(-(1 << 62), 1 << 62, batch, parents, before)
+        ids = make.integers(0, max(first, 1), batch, parents, dtype=torch.int32)
+        none = torch.zeros_like(ids, dtype=torch.int64)
+        frontier = Frontier(scores, ids, none, none, seen)
+    offered = (batch, first + parents * children + 3)
     return dict(
-        scores=random_probs(make, batch, parents),
-        probs=random_probs(make, batch, parents, children),
+        frontier=frontier,
+        probs=probs,
+        tokens=make.integers(0, vocab, batch, parents, children),
+        candidates=Candidates(
+            torch.full(offered, -7.0, device=make.device),
+            make.integers(0, vocab, *offered),
+            make.integers(-1, 9, *offered, dtype=torch.int32),
+        ),
+        first=first,
         width=width,
+        mask=make.integers(-9, 9, batch, width, words) if width else None,
+        slot=slot,
+        vocabulary=make.integers(0, 1 << 40, vocab) if reduced else None,
+        **options,
     )
 
 
+def _expand(make: Maker, batch: int, parents: int, children: int, width: int, **options: Any) -> dict[str, Any]:
+    return expansion(
+        make, random_probs(make, batch, parents, children), random_probs(make, batch, parents), width, **options
+    )
+
+
+def _expand_root(make: Maker, batch: int, children: int, width: int, **options: Any) -> dict[str, Any]:
+    return expansion(make, random_probs(make, batch, 1, children), None, width, **options)
+
+
 def _expand_ties(make: Maker) -> dict[str, Any]:
-    """Distributions of few values, so that most products are equal, in a view of wider rows."""
-    probs = make.tensor([0.5, 0.25, 0.25, 0.0, 9.0, 9.0], torch.float32).repeat(3, 5, 1)
-    scores = make.tensor([[1.0, 0.5, 0.5, 0.0]] * 3, torch.float32)
-    return dict(scores=scores, probs=probs[:, :4, :4], width=7)
+    """Distributions of few values, so that most products are equal."""
+    probs = make.tensor([0.5, 0.25, 0.25, 0.0], torch.float32).repeat(3, 4, 1)
+    return expansion(make, probs, make.tensor([[1.0, 0.5, 0.5, 0.0]] * 3, torch.float32), 7, first=4)
 
 
 def _expand_hostile(make: Maker) -> dict[str, Any]:
     nan, inf = float("nan"), float("inf")
     scores = make.tensor([[nan, 0.5, -inf], [0.0, inf, -1.0]], torch.float32)
     probs = make.tensor([[[0.5, nan], [0.9, nan], [0.0, 1.0]], [[-1.0, 0.1], [0.0, 0.2], [nan, 0.5]]], torch.float32)
-    return dict(scores=scores, probs=probs, width=6)
+    return expansion(make, probs, scores, 6)
 
 
 def _rerank(
@@ -179,7 +219,7 @@ WORK: dict[str, Callable[[dict[str, Any]], tuple[int, int]]] = {
     "build_chain": lambda i: (_bytes_of("lengths")(i) + _links_bytes(len(i["lengths"]), i["num_nodes"]), 0),
     "links_from_mask": lambda i: (_bytes_of("mask", "lengths")(i) + _links_bytes(*i["mask"].shape[:2]), 0),
     "draft_topk": lambda i: (_bytes_of("logits")(i) + len(i["logits"]) * i["k"] * 12, 3 * i["logits"].numel()),
-    "expand_tree": lambda i: (2 * _bytes_of("scores", "probs")(i), i["probs"].numel()),
+    "expand_tree": lambda i: (_bytes_of("probs", "tokens")(i) + 16 * i["probs"].numel(), i["probs"].numel()),
     "rerank_tree": lambda i: (_bytes_of("path_scores", "parents")(i) + len(i["last_tokens"]) * i["num_nodes"] * 24, 0),
     "best_first_tree": lambda i: (_bytes_of("probs")(i) + len(i["last_tokens"]) * i["num_nodes"] * 24, 0),
 }
@@ -238,10 +278,19 @@ CASES = (
     _topk_case("topk_widest", "the widest vocabulary", tags=_LARGE, rows=4, vocab=248320, k=64),
     _expand_case("expand_empty", "empty grid", batch=0, parents=2, children=2, width=2),
     _expand_case("expand_one", "one candidate", batch=2, parents=1, children=1, width=1),
-    _expand_case("expand_odd", "lanes past the end", batch=3, parents=3, children=5, width=15),
-    _expand_case("expand_8", "shipped shape", gate=True, bench=True, batch=8, parents=8, children=8, width=8),
-    _expand_case("expand_64", "widest", gate=True, batch=1, parents=64, children=64, width=64),
-    case_of("expand_tree", _expand_ties, "expand_ties", "ties, and rows of a wider tensor"),
+    _expand_case("expand_odd", "lanes past the end", batch=3, parents=3, children=5, width=15, first=9, slot=2),
+    _expand_case("expand_last", "a frontier behind the last level", batch=3, parents=3, children=5, width=0, first=4),
+    _expand_case("expand_words", "the second word", gate=True, batch=2, parents=5, children=4, width=9, slot=60),
+    _expand_case(
+        "expand_8", "shipped shape", gate=True, bench=True, batch=8, parents=8, children=8, width=8, first=72, slot=9,
+        reduced=True,
+    ),
+    _expand_case("expand_64", "widest", gate=True, batch=1, parents=64, children=64, width=64, first=64, slot=64),
+    case_of("expand_tree", _expand_root, "expand_root", "the root's own bit", batch=3, children=5, width=4, slot=1,
+            root_is_stored=True),
+    case_of("expand_tree", _expand_root, "expand_root_8", "shipped shape", gate=True, batch=8, children=8, width=8,
+            reduced=True),
+    case_of("expand_tree", _expand_ties, "expand_ties", "ties"),
     case_of("expand_tree", _expand_hostile, "expand_hostile", "NaN and infinities in the order"),
     _rerank_case("rerank_empty", "launch on an empty grid", batch=0, candidates=4, num_nodes=3),
     _rerank_case("rerank_root_only", "nothing to keep", batch=2, candidates=1, num_nodes=1),

@@ -13,13 +13,21 @@ class TreeConfig:
     max_requests: int = 1  # requests of such a program
     pair_budget: int = 64 * 64  # node pairs that it compares at once
     links_warps: int = 4
-    topk_tiles: int = 8  # tiles of the vocabulary that a program of the first top-k kernel reads
-    topk_warps: int = 8
+    topk_tile: int = 128  # tokens of a tile of the first top-k kernel
+    topk_tiles: int = 32  # tiles that one of its programs reads
+    topk_warps: int = 4
+    merge_warps: int = 4
 
 
 # The interpreter's time goes with programs, not lanes.
 CONFIGS = dict.fromkeys(CHIPS, TreeConfig()) | {
     "interpreter": TreeConfig(
-        max_nodes=256, max_requests=1 << 15, pair_budget=1 << 20, links_warps=1, topk_tiles=512, topk_warps=1
+        max_nodes=256,
+        max_requests=1 << 15,
+        pair_budget=1 << 20,
+        links_warps=1,
+        topk_tiles=512,
+        topk_warps=1,
+        merge_warps=1,
     )
 }

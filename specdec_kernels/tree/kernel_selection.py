@@ -2,10 +2,11 @@
 """Which candidates become nodes: one program per request, candidates in its lanes.
 
 Scores are compared as integers of the same order (`sort_key`), because the largest integer of a warp is found by one
-instruction. `expand_tree` takes the largest candidate T times. `rerank_tree` needs a set in candidate order, so it
-finds the smallest kept score bit by bit, with 32 counts whatever N is, and a running sum gives every kept candidate its
-node. `best_first_tree` keeps one offer per node, the value of its next unused child: the best offer becomes a node, its
-parent proceeds to the next rank, and the new node makes an offer of its own.
+instruction. `expand_tree` takes the largest candidate T times, and writes all that the next level needs. `rerank_tree`
+needs a set in candidate order, so it finds the smallest kept score bit by bit, with 32 counts whatever N is, and a
+running sum gives every kept candidate its node. `best_first_tree` keeps one offer per node, the value of its next
+unused child: the best offer becomes a node, its parent proceeds to the next rank, and the new node makes an offer of
+its own.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec_kernels.launch import launch
+from specdec_kernels.launch import current_chip, lanes, launch
+from specdec_kernels.overlap import let_next_kernel_start, overlapped, wait_for_kernel_ahead
 from specdec_kernels.sampling.device import key_value, sort_key
 from specdec_kernels.tree.reference import SMALLEST_PRODUCT
-from specdec_kernels.tree.types import UNUSED_PARENT, Expansion, Selection
+from specdec_kernels.tree.types import UNUSED_PARENT, WORD_BITS, Candidates, Frontier, Selection
 
 _UNUSED_PARENT = tl.constexpr(UNUSED_PARENT)
+_WORD_BITS = tl.constexpr(WORD_BITS)
 _SMALLEST_PRODUCT = tl.constexpr(SMALLEST_PRODUCT)
 # Below the key of every float, -inf included.
 NO_SCORE = tl.constexpr(-(1 << 31))
@@ -28,37 +31,108 @@ _LANES_PER_WARP = 512  # more warps must meet at a barrier in every reduction
 _MIN_LANES = 32  # a whole warp, whose integer maximum is one instruction
 
 
-@triton.jit(do_not_specialize=["request_stride", "parent_stride"])
+@triton.jit
+def _store_mask(
+    seen_ptr,  # [B, PARENTS, SEEN] int64 of the frontier before, or None
+    mask_ptr,  # [B, WIDTH, WORDS] int64
+    request,
+    node,
+    parent,
+    live,
+    slot,
+    PARENTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SEEN: tl.constexpr,
+    WORDS: tl.constexpr,
+    ROOT: tl.constexpr,
+):
+    """What each node of the next frontier sees: what its parent sees, and its own slot."""
+    own = slot + node
+    one = tl.full(node.shape, 1, tl.int64)
+    for word in tl.static_range(WORDS):
+        bits = tl.where(own // _WORD_BITS == word, one << (own % _WORD_BITS).to(tl.int64), 0)
+        if seen_ptr is not None:
+            if word < SEEN:
+                row = (request * PARENTS + parent) * SEEN
+                bits |= tl.load(seen_ptr + row + word, mask=live, other=0)
+        elif word == 0 and ROOT:
+            bits |= one
+        tl.store(mask_ptr + (request * WIDTH + node) * WORDS + word, bits, mask=live)
+
+
+@triton.jit(do_not_specialize=["first", "slot"])
 def _expand_kernel(
-    scores_ptr,  # [B, P] float32
-    probs_ptr,  # [B, P, CHILDREN] float32, strides request_stride, parent_stride, 1
-    best_ptr,  # [B, WIDTH] float32
-    index_ptr,  # [B, WIDTH] int32
-    path_scores_ptr,  # [B, P, CHILDREN] float32
-    request_stride,
-    parent_stride,
+    probs_ptr,  # [B, PARENTS, CHILDREN] float32
+    tokens_ptr,  # [B, PARENTS, CHILDREN] int64
+    vocabulary_ptr,  # [V] int64, or None
+    scores_ptr,  # [B, PARENTS] float32 of the frontier, or None for the root
+    ids_ptr,  # [B, PARENTS] int32, or None for the root
+    seen_ptr,  # [B, PARENTS, SEEN] int64, or None for the root
+    path_scores_ptr,  # [B, CANDIDATES] float32
+    all_tokens_ptr,  # [B, CANDIDATES] int64
+    all_parents_ptr,  # [B, CANDIDATES] int32
+    next_scores_ptr,  # [B, WIDTH] float32; this and the next four None after the last level
+    next_ids_ptr,  # [B, WIDTH] int32
+    next_tokens_ptr,  # [B, WIDTH] int64
+    next_parents_ptr,  # [B, WIDTH] int64
+    mask_ptr,  # [B, WIDTH, WORDS] int64
+    first,
+    slot,
     PARENTS: tl.constexpr,
     CHILDREN: tl.constexpr,
+    CANDIDATES: tl.constexpr,
     WIDTH: tl.constexpr,
+    SEEN: tl.constexpr,
+    WORDS: tl.constexpr,
+    ROOT: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
-    candidate = tl.arange(0, BLOCK_M)
-    live = candidate < PARENTS * CHILDREN
-    parent = candidate // CHILDREN
-    score = tl.load(scores_ptr + request * PARENTS + parent, mask=live, other=0.0)
-    place = request * request_stride + parent.to(tl.int64) * parent_stride + candidate % CHILDREN
-    path_score = score * tl.load(probs_ptr + place, mask=live, other=0.0)
+    child = tl.arange(0, BLOCK_M)
+    live = child < PARENTS * CHILDREN
+    row, out = request * (PARENTS * CHILDREN), request * CANDIDATES + first
+    wait_for_kernel_ahead(OVERLAP)
+    let_next_kernel_start(OVERLAP)
+    path_score = tl.load(probs_ptr + row + child, mask=live, other=0.0)
+    above = child * 0 - 1
+    if scores_ptr is not None:
+        parent = request * PARENTS + child // CHILDREN
+        path_score = tl.load(scores_ptr + parent, mask=live, other=0.0) * path_score
+        above = tl.load(ids_ptr + parent, mask=live, other=-1)
     path_score = tl.where(path_score == path_score, path_score, float("-inf"))
-    tl.store(path_scores_ptr + request * (PARENTS * CHILDREN) + candidate, path_score, mask=live)
+    tl.store(path_scores_ptr + out + child, path_score, mask=live)
+    tl.store(all_parents_ptr + out + child, above, mask=live)
+    token = _target_token(tokens_ptr + row + child, vocabulary_ptr, live)
+    tl.store(all_tokens_ptr + out + child, token, mask=live)
 
-    image = tl.where(live, sort_key(path_score, 0), NO_SCORE)
-    for rank in range(WIDTH):
-        best = tl.max(image, 0)
-        winner = tl.min(tl.where(image == best, candidate, BLOCK_M), 0)
-        tl.store(best_ptr + request * WIDTH + rank, key_value(best, 0))
-        tl.store(index_ptr + request * WIDTH + rank, winner)
-        image = tl.where(candidate == winner, NO_SCORE, image)
+    if WIDTH > 0:
+        image = tl.where(live, sort_key(path_score, 0), NO_SCORE)
+        node = tl.arange(0, BLOCK_T)
+        index, key = node * 0, node * 0
+        for rank in range(WIDTH):
+            best = tl.max(image, 0)
+            winner = tl.min(tl.where(image == best, child, BLOCK_M), 0)
+            index, key = tl.where(node == rank, winner, index), tl.where(node == rank, best, key)
+            image = tl.where(child == winner, NO_SCORE, image)
+        kept, at = node < WIDTH, request * WIDTH + node
+        tl.store(next_scores_ptr + at, key_value(key, 0), mask=kept)
+        tl.store(next_ids_ptr + at, first + index, mask=kept)
+        tl.store(next_tokens_ptr + at, _target_token(tokens_ptr + row + index, vocabulary_ptr, kept), mask=kept)
+        tl.store(next_parents_ptr + at, (index // CHILDREN).to(tl.int64), mask=kept)
+        _store_mask(
+            seen_ptr, mask_ptr, request, node, index // CHILDREN, kept, slot, PARENTS, WIDTH, SEEN, WORDS, ROOT
+        )  # fmt: skip
+
+
+@triton.jit
+def _target_token(token_ptr, vocabulary_ptr, live):
+    """The target's id of the drafter's token at `token_ptr`."""
+    token = tl.load(token_ptr, mask=live, other=0)
+    if vocabulary_ptr is not None:
+        token += tl.load(vocabulary_ptr + token, mask=live, other=0)
+    return token
 
 
 @triton.jit
@@ -170,20 +244,35 @@ def _best_first_kernel(
         offer = tl.where(moved, _offer(value, prob), offer)
 
 
-def expand_tree(scores: torch.Tensor, probs: torch.Tensor, width: int) -> Expansion:
+def expand_tree(
+    frontier: Frontier | None,
+    probs: torch.Tensor,
+    tokens: torch.Tensor,
+    candidates: Candidates,
+    first: int,
+    width: int,
+    mask: torch.Tensor | None,
+    *,
+    slot: int,
+    root_is_stored: bool,
+    vocabulary: torch.Tensor | None,
+) -> Frontier | None:
     """See `specdec_kernels.tree.expand_tree`."""
     batch, parents, children = probs.shape
-    result = Expansion(
-        scores.new_empty(batch, width),
-        scores.new_empty(batch, width, dtype=torch.int32),
-        scores.new_empty(batch, parents, children),
-    )
+    before = (None, None, None) if frontier is None else (frontier.scores, frontier.candidates, frontier.mask)
+    following = None
+    if mask is not None:
+        ids = [probs.new_empty(batch, width, dtype=dtype) for dtype in (torch.int32, torch.int64, torch.int64)]
+        following = Frontier(probs.new_empty(batch, width), *ids, mask)
     block_m = _lanes(parents * children)
     launch(
-        _expand_kernel, (batch,), scores, probs, *result, probs.stride(0), probs.stride(1),
-        PARENTS=parents, CHILDREN=children, WIDTH=width, BLOCK_M=block_m, num_warps=_warps(block_m),
+        _expand_kernel, (batch,), probs, tokens, vocabulary, *before, *candidates, *(following or [None] * 5),
+        first, slot, PARENTS=parents, CHILDREN=children, CANDIDATES=candidates.path_scores.shape[1], WIDTH=width,
+        SEEN=0 if frontier is None else frontier.mask.shape[2], WORDS=0 if mask is None else mask.shape[2],
+        ROOT=root_is_stored, BLOCK_M=block_m, BLOCK_T=lanes(width), num_warps=_warps(block_m),
+        **overlapped(current_chip(probs)),
     )  # fmt: skip
-    return result
+    return following
 
 
 def rerank_tree(

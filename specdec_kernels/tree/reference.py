@@ -7,8 +7,9 @@ import torch
 from specdec_kernels.tree.types import (
     UNUSED_PARENT,
     WORD_BITS,
+    Candidates,
     DraftTopk,
-    Expansion,
+    Frontier,
     Selection,
     TreeLinks,
 )
@@ -74,12 +75,45 @@ def draft_topk(logits: torch.Tensor, k: int, temperature: torch.Tensor | None = 
     return DraftTopk(torch.where(own > 0, probs, first.double()).float(), tokens.contiguous())
 
 
-def expand_tree(scores: torch.Tensor, probs: torch.Tensor, width: int) -> Expansion:
+def expand_tree(
+    frontier: Frontier | None,
+    probs: torch.Tensor,
+    tokens: torch.Tensor,
+    candidates: Candidates,
+    first: int,
+    width: int,
+    mask: torch.Tensor | None,
+    *,
+    slot: int,
+    root_is_stored: bool,
+    vocabulary: torch.Tensor | None,
+) -> Frontier | None:
     """See `specdec_kernels.tree.expand_tree`."""
+    batch, parents, children = probs.shape
+    scores = probs.new_ones(batch, 1) if frontier is None else frontier.scores
     path_scores = scores[:, :, None] * probs
-    path_scores = torch.where(path_scores.isnan(), -torch.inf, path_scores)
-    best, index = path_scores.flatten(1).sort(dim=-1, descending=True, stable=True)
-    return Expansion(best[:, :width].contiguous(), index[:, :width].int(), path_scores)
+    path_scores = torch.where(path_scores.isnan(), -torch.inf, path_scores).flatten(1)
+    ids = tokens if vocabulary is None else tokens + vocabulary[tokens]
+    above = torch.full_like(candidates.parents[:, :1], -1) if frontier is None else frontier.candidates
+    places = slice(first, first + parents * children)
+    candidates.path_scores[:, places] = path_scores
+    candidates.tokens[:, places] = ids.flatten(1)
+    candidates.parents[:, places] = above.repeat_interleave(children, 1)
+    if mask is None:
+        return None
+    best, index = (part[:, :width] for part in path_scores.sort(dim=-1, descending=True, stable=True))
+    parent = index // children
+    mask.zero_()
+    if frontier is None:
+        mask[..., 0] = int(root_is_stored)
+    else:
+        words = frontier.mask.shape[2]
+        mask[..., :words] = frontier.mask.gather(1, parent[..., None].expand(-1, -1, words))
+    own = slot + torch.arange(width, device=probs.device)
+    word = torch.arange(mask.shape[2], device=probs.device)
+    bit = torch.ones_like(own) << own % WORD_BITS
+    mask |= torch.where(word == (own // WORD_BITS)[:, None], bit[:, None], 0)
+    return Frontier(best.contiguous(), (first + index).int(), ids.flatten(1).gather(1, index), parent, mask)
 
 
 def rerank_tree(

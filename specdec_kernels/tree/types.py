@@ -30,12 +30,22 @@ class Selection(NamedTuple):
     candidates: torch.Tensor  # [B, N] int32, candidate id of the node, -1 for the root and unused nodes
 
 
-class Expansion(NamedTuple):
-    """The most likely children of one drafting step."""
+class Candidates(NamedTuple):
+    """Everything that a drafter has offered so far, filled level by level; M is all that it will offer."""
+
+    path_scores: torch.Tensor  # [B, M] float32
+    tokens: torch.Tensor  # [B, M] int64
+    parents: torch.Tensor  # [B, M] int32, candidate id of the parent, -1 for the root
+
+
+class Frontier(NamedTuple):
+    """The candidates of one level that are run next, the best first."""
 
     scores: torch.Tensor  # [B, T] float32, falling
-    index: torch.Tensor  # type: ignore[assignment]  # [B, T] int32, parent * C + child
-    path_scores: torch.Tensor  # [B, P, C] float32, of all children
+    candidates: torch.Tensor  # [B, T] int32, candidate ids
+    tokens: torch.Tensor  # [B, T] int64
+    parents: torch.Tensor  # [B, T] int64, column of the parent in the frontier before; 0 under the root
+    mask: torch.Tensor  # [B, T, W] int64, bit j: slot j is seen
 
 
 class DraftTopk(NamedTuple):

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec_kernels import best_first_tree, build_tree, draft_topk, expand_tree, rerank_tree
+from specdec_kernels import Candidates, Frontier, best_first_tree, build_tree, draft_topk, expand_tree, rerank_tree
 from specdec_kernels.cases import Maker
 from specdec_kernels.tree.cases import random_probs
 
@@ -123,28 +123,70 @@ def expansions(draw: st.DrawFn) -> tuple[list[list[float]], list[list[list[float
     return scores, probs, draw(st.integers(1, parents * children))
 
 
+def empty_candidates(batch: int, count: int) -> Candidates:
+    return Candidates(
+        torch.zeros(batch, count, device=DEVICE),
+        integers([[0] * count] * batch),
+        integers([[0] * count] * batch, torch.int32),
+    )
+
+
+def frontier_of(scores: list[list[float]], ids: list[list[int]], seen: list[list[int]]) -> Frontier:
+    none = torch.zeros_like(integers(ids))
+    return Frontier(floats(scores), integers(ids, torch.int32), none, none, integers(seen)[..., None])
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 @given(inputs=expansions())
 def test_expansion_sorts(impl: str, inputs: tuple[list[list[float]], list[list[list[float]]], int]) -> None:
     scores, probs, width = inputs
-    grown = expand_tree(floats(scores), floats(probs), width, impl=impl)
+    parents, children, first, slot = len(scores[0]), len(probs[0][0]), 3, 5
+    count = parents * children
+    frontier = frontier_of(
+        scores, [[10 + p for p in range(parents)]] * len(scores), [[1 << p for p in range(parents)]] * len(scores)
+    )
+    tokens, offset = torch.arange(count, device=DEVICE).reshape(1, parents, children), integers([7] * count)
+    candidates = empty_candidates(len(scores), first + count + 1)
+    mask = integers([[[-1]] * width] * len(scores))
+    grown = expand_tree(
+        frontier, floats(probs), tokens.repeat(len(scores), 1, 1), candidates, first, width, mask, slot=slot,
+        vocabulary=offset, impl=impl,
+    )  # fmt: skip
+    assert grown is not None and grown.mask is mask
     for b, above in enumerate(scores):
         flat = [product(s, p) for s, row in zip(above, probs[b], strict=True) for p in row]
         flat = [-INF if math.isnan(value) else value for value in flat]
         order = sorted(range(len(flat)), key=lambda i: (-flat[i], i))[:width]
-        assert grown.path_scores[b].flatten().tolist() == flat
-        assert grown.index[b].tolist() == order
+        assert candidates.path_scores[b].tolist() == [0.0] * first + flat + [0.0]
+        assert candidates.tokens[b].tolist() == [0] * first + [7 + i for i in range(count)] + [0]
+        assert candidates.parents[b].tolist() == [0] * first + [10 + i // children for i in range(count)] + [0]
         assert grown.scores[b].tolist() == [flat[i] for i in order]
+        assert grown.candidates[b].tolist() == [first + i for i in order]
+        assert grown.tokens[b].tolist() == [7 + i for i in order]
+        assert grown.parents[b].tolist() == [i // children for i in order]
+        assert mask[b, :, 0].tolist() == [1 << i // children | 1 << slot + t for t, i in enumerate(order)]
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_expansion_of_one_distribution_for_all_parents(impl: str) -> None:
-    """Marginals that do not depend on the parent are broadcast, not copied."""
-    probs = random_probs(Maker.seeded(), 3, 1, 5).to(DEVICE)
-    scores = random_probs(Maker.seeded(), 3, 4).to(DEVICE)
-    spread = expand_tree(scores, probs.expand(3, 4, 5), 8, impl=impl)
-    copied = expand_tree(scores, probs.repeat(1, 4, 1), 8, impl=impl)
-    assert all(torch.equal(s, c) for s, c in zip(spread, copied, strict=True))
+@pytest.mark.parametrize("stored", [False, True])
+def test_the_first_level_hangs_on_the_root(impl: str, stored: bool) -> None:
+    candidates, mask = empty_candidates(1, 3), integers([[[0]] * 2])
+    probs, tokens = floats([[[0.2, 0.5, 0.3]]]), integers([[[4, 5, 6]]])
+    grown = expand_tree(None, probs, tokens, candidates, 0, 2, mask, slot=1, root_is_stored=stored, impl=impl)
+    assert grown is not None and grown.tokens.tolist() == [[5, 6]] and grown.parents.tolist() == [[0, 0]]
+    assert candidates.parents.tolist() == [[-1, -1, -1]] and candidates.tokens.tolist() == [[4, 5, 6]]
+    assert mask.tolist() == [[[2 | stored], [4 | stored]]]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_masks_grow_by_words(impl: str) -> None:
+    """Slots 62 to 65: the frontier has one word, the next one two, the second without what the first had."""
+    candidates, mask = empty_candidates(1, 4), integers([[[-1, -1]] * 4])
+    frontier = frontier_of([[0.9, 0.1]], [[-1, -1]], [[-(1 << 63), 3]])
+    probs, tokens = floats([[[0.9, 0.8], [0.9, 0.8]]]), integers([[[1, 2], [3, 4]]])
+    expand_tree(frontier, probs, tokens, candidates, 0, 4, mask, slot=62, impl=impl)
+    sign = -(1 << 63)
+    assert mask.tolist() == [[[sign | 1 << 62, 0], [sign, 0], [3, 1], [3, 2]]]
 
 
 def best_candidates(
@@ -190,14 +232,17 @@ def test_reranking_keeps_the_best(impl: str, inputs: tuple[list[list[float]], li
 @pytest.mark.parametrize("impl", IMPLS)
 def test_two_steps_of_two(impl: str) -> None:
     """Two drafting steps of width 2, then the best three of six candidates."""
-    first, second = floats([[0.6, 0.3]]), floats([[[0.5, 0.2], [0.9, 0.05]]])
-    grown = expand_tree(first, second, 2, impl=impl)
-    assert grown.index.tolist() == [[0, 2]]
-    assert torch.allclose(grown.path_scores, floats([[[0.3, 0.12], [0.27, 0.015]]]))
-    scores = torch.cat([first, grown.path_scores.flatten(1)], 1)
-    parents = integers([[-1, -1, 0, 0, 1, 1]], torch.int32)
-    tokens = integers([[10, 11, 12, 13, 14, 15]])
-    chosen = rerank_tree(scores, tokens, parents, integers([9]), 4, impl=impl)
+    candidates = empty_candidates(1, 6)
+    levels = ([[[0.6, 0.3]]], [[10, 11]]), ([[[0.5, 0.2], [0.9, 0.05]]], [[[12, 13], [14, 15]]])
+    grown = None
+    for level, (probs, tokens) in enumerate(levels):
+        mask = integers([[[0], [0]]]) if level == 0 else None
+        ids = integers(tokens).reshape(floats(probs).shape)
+        grown = expand_tree(grown, floats(probs), ids, candidates, 2 * level, 2 if level == 0 else 0, mask, impl=impl)
+    assert grown is None
+    assert torch.allclose(candidates.path_scores, floats([[0.6, 0.3, 0.3, 0.12, 0.27, 0.015]]))
+    assert candidates.parents.tolist() == [[-1, -1, 0, 0, 1, 1]]
+    chosen = rerank_tree(*candidates, integers([9]), 4, impl=impl)
     assert chosen.candidates.tolist() == [[-1, 0, 1, 2]]
     assert chosen.tokens.tolist() == [[9, 10, 11, 12]]
     assert chosen.parents.tolist() == [[-1, 0, 0, 1]]
@@ -236,10 +281,10 @@ def test_topk_sorts(impl: str, rows: list[list[float]], temperature: float | Non
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("vocab", [511, 512, 513, 1025, 4097])
+@pytest.mark.parametrize("vocab", [127, 128, 129, 1025, 4097])
 def test_topk_at_tile_edges(impl: str, vocab: int) -> None:
     """The largest entries lie on both sides of each tile border, the last one at the end of the vocabulary."""
-    marks = sorted({i for edge in (0, 512, 1024, 4096) for i in (edge - 1, edge) if 0 <= i < vocab} | {vocab - 1})
+    marks = sorted({i for edge in (0, 128, 1024, 4096) for i in (edge - 1, edge) if 0 <= i < vocab} | {vocab - 1})
     logits = torch.zeros(1, vocab, device=DEVICE)
     logits[0, marks] = 3.0
     tokens = draft_topk(logits, len(marks) + 2, impl=impl).tokens[0].tolist()
@@ -256,10 +301,21 @@ def test_requests_do_not_touch_each_other(impl: str) -> None:
     flat, ids = probs.flatten(1), tokens.flatten(1)
 
     def all_results(rows: torch.Tensor) -> list[torch.Tensor]:
-        grown = expand_tree(probs[rows, 0].contiguous(), probs[rows].transpose(1, 2).contiguous(), 5, impl=impl)
+        candidates, mask = empty_candidates(5, 12), integers([[[0]] * 5] * 5)
+        grown = expand_tree(
+            frontier_of(probs[rows, 0, :3].tolist(), [[0] * 3] * 5, [[0] * 3] * 5),
+            probs[rows],
+            tokens[rows],
+            candidates,
+            0,
+            5,
+            mask,
+            impl=impl,
+        )
+        assert grown is not None
         best = best_first_tree(probs[rows], tokens[rows], last_tokens[rows], 9, impl=impl)
         kept = rerank_tree(flat[rows], ids[rows], parents[rows], last_tokens[rows], 7, impl=impl)
-        return [*grown, *best, *kept, *draft_topk(flat[rows], 3, impl=impl)]
+        return [*candidates, *grown, *best, *kept, *draft_topk(flat[rows], 3, impl=impl)]
 
     whole = all_results(torch.arange(5, device=DEVICE))
     assert all(torch.equal(w[order], s) for w, s in zip(whole, all_results(order), strict=True))
@@ -268,10 +324,24 @@ def test_requests_do_not_touch_each_other(impl: str) -> None:
 def test_wrong_input_is_refused() -> None:
     scores, probs = torch.zeros(2, 3), torch.zeros(2, 3, 4)
     ids, last_tokens = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"probs: expected shape \[2, 3, \*\], got \[2, 4, 3\]"):
-        expand_tree(scores, probs.transpose(1, 2), 2)
-    with pytest.raises(ValueError, match="width: expected 1 to 12, got 13"):
-        expand_tree(scores, probs, 13)
+    candidates, mask = (
+        Candidates(torch.zeros(2, 20), torch.zeros(2, 20, dtype=torch.int64), torch.zeros(2, 20).int()),
+        None,
+    )
+    tokens = torch.zeros(2, 3, 4, dtype=torch.int64)
+    frontier = Frontier(scores, torch.zeros(2, 3).int(), ids, ids, torch.zeros(2, 3, 2, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"tokens: expected shape \[2, 3, 4\], got \[2, 3\]"):
+        expand_tree(frontier, probs, ids, candidates, 0, 0)
+    with pytest.raises(ValueError, match="width: expected 0 to 12, got 13"):
+        expand_tree(frontier, probs, tokens, candidates, 0, 13, torch.zeros(2, 13, 2, dtype=torch.int64))
+    with pytest.raises(ValueError, match="first: expected 0 to 8, got 9"):
+        expand_tree(frontier, probs, tokens, candidates, 9, 0)
+    with pytest.raises(ValueError, match="probs: expected one parent without a frontier, got 3"):
+        expand_tree(None, probs, tokens, candidates, 0, 0)
+    with pytest.raises(ValueError, match="mask: expected with a width above 0 only, got width 4 and NoneType"):
+        expand_tree(frontier, probs, tokens, candidates, 0, 4, mask)
+    with pytest.raises(ValueError, match="W of mask: expected 2 to 2, got 1"):
+        expand_tree(frontier, probs, tokens, candidates, 0, 4, torch.zeros(2, 4, 1, dtype=torch.int64))
     with pytest.raises(ValueError, match="parents: expected dtype torch.int32, got torch.int64"):
         rerank_tree(scores, ids, ids, last_tokens, 3)
     with pytest.raises(ValueError, match="num_nodes: expected 1 .* to 256 nodes, got 257"):

@@ -17,9 +17,9 @@ MUTANTS = (
     ),
     Mutant(
         "levels_read_slots_of_later_levels",
-        "algorithms/runtime/tree_drafting.py",
-        "tree_width=written,",
-        "tree_width=written + topk * (level + 1 < self.shape.steps),",
+        "algorithms/runtime/paged_attention.py",
+        "tree_width=first + (level + 1) * width)",
+        "tree_width=first + min(level + 2, count) * width)",
         (_FAULTS + "test_nothing_is_read_before_it_is_written[fa4-standalone_tree]",),
         "historical: a level reads the slots that the next one writes, and NaN in them reaches every output",
     ),

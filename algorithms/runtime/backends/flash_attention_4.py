@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import specdec_kernels as kernels
 from algorithms.runtime.backends import packages
-from algorithms.runtime.backends.protocol import BackendError
+from algorithms.runtime.backends.protocol import BackendError, Levels
 
 if TYPE_CHECKING:
     import torch
@@ -104,6 +104,9 @@ class FlashAttention4:
             return_lse=True,
         )
         return FlashAttentionPlan(metadata, arguments, self._draft(metadata, shape) if tree else None)
+
+    def plan_levels(self, levels: Levels, shape: AttentionShape, phase: str) -> None:
+        """A plan is small."""
 
     def run(
         self,

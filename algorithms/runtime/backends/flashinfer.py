@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import specdec_kernels as kernels
 from algorithms.runtime.backends import packages
-from algorithms.runtime.backends.protocol import BackendError
+from algorithms.runtime.backends.protocol import BackendError, Levels
 
 if TYPE_CHECKING:
     import torch
@@ -115,6 +115,9 @@ class FlashInferBackend:
         if live:
             self._activate(planned)
         return planned
+
+    def plan_levels(self, levels: Levels, shape: AttentionShape, phase: str) -> None:
+        """A plan reads the mask, and one is active at a time."""
 
     def run(
         self,

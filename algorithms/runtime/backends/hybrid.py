@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from algorithms.runtime.backends.flashinfer import FlashInferBackend
-from algorithms.runtime.backends.protocol import Backend
+from algorithms.runtime.backends.protocol import Backend, Levels
 from algorithms.runtime.backends.torch import TorchBackend
 from algorithms.runtime.backends.triton import TritonBackend
 
@@ -107,6 +107,11 @@ class HybridBackend:
         phase = "decode" if phase == "verify" and shape.num_nodes == 1 else phase
         side = self._sides[self._config.side_of(phase)]
         return HybridPlan(side, side.plan(metadata, shape, phase))
+
+    def plan_levels(self, levels: Levels, shape: AttentionShape, phase: str) -> list[HybridPlan] | None:
+        side = self._sides[self._config.side_of(phase)]
+        planned = side.plan_levels(levels, shape, phase)
+        return None if planned is None else [HybridPlan(side, each) for each in planned]
 
     def run(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -12,6 +14,18 @@ if TYPE_CHECKING:
 
 FORWARD_PHASES = ("prefill", "decode", "verify", "draft")
 """What a forward is for: prompts, one token per request, drafted tokens of the target; everything of a drafter."""
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Forwards that a drafter makes one after another: alike but for lengths, tree_width, mask and depths."""
+
+    calls: Sequence[AttentionMetadata]
+    """The masks are filled when a forward is made, not when it is planned."""
+    length_step: int = 0
+    """By how much the lengths grow from one to the next."""
+    width_step: int = 0
+    """By how much tree_width grows from one to the next."""
 
 
 class BackendError(ValueError):
@@ -42,6 +56,11 @@ class Backend(Protocol):
     def plan(self, metadata: AttentionMetadata, shape: AttentionShape, phase: str) -> Any:
         """Prepare what all layers of a forward share; raises `BackendError` with the reason of `refuse`. The result
         does not change. `phase` is one of `FORWARD_PHASES`."""
+        ...
+
+    def plan_levels(self, levels: Levels, shape: AttentionShape, phase: str) -> Sequence[Any] | None:
+        """Plans of all `levels` at once, or None where a plan needs more than is known before the first of them: each
+        is then planned on its own."""
         ...
 
     def run(

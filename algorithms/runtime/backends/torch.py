@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from algorithms.runtime.backends.protocol import Levels
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -66,6 +68,9 @@ class TorchBackend:
         visible = visible_keys(metadata, shape.num_nodes, width)[:, None]
         unwritten = ~stored_keys(metadata, shape.num_nodes, width)[..., None, None]
         return TorchPlan(metadata, pages * page_size + position % page_size, visible, unwritten)
+
+    def plan_levels(self, levels: Levels, shape: AttentionShape, phase: str) -> None:
+        """A plan reads the mask."""
 
     def run(
         self,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import specdec_kernels as kernels
 from algorithms.runtime.backends.flash_attention_4 import FlashAttention4, FlashAttentionPlan
-from algorithms.runtime.backends.protocol import BackendError
+from algorithms.runtime.backends.protocol import BackendError, Levels
 
 if TYPE_CHECKING:
     import torch
@@ -79,17 +79,38 @@ class TritonBackend:
                 self.served[phase] = f"fa4: {self._package.name}"
                 return self._package.plan(metadata, shape, phase)
             note = f" ({self._package.name} not used: {reason})"
-        self.served[phase] = f"fa4: {'triton' if self._impl != 'reference' else 'reference'}{note}"
-        listed = self._config.work_list
+        self.served[phase] = self._own_name + note
         work_list, split_tokens = None, self._config.split_tokens
         if split_tokens is None and phase == "prefill":
             # The tiles of a chunk fill the chip, and partial results of all their rows would take much memory.
             from specdec_kernels.attention.configs import UNSPLIT
 
             split_tokens = UNSPLIT
-        if metadata.lengths.is_cuda if listed is None else listed:
+        if self._lists(metadata):
             work_list = kernels.plan_attention(metadata, shape, split_tokens=split_tokens, impl=self._impl)
         return TritonPlan(metadata, work_list, split_tokens)
+
+    def plan_levels(self, levels: Levels, shape: AttentionShape, phase: str) -> list[TritonPlan] | None:
+        if self._config.dispatch == "flash_attention_4" or not levels.calls:
+            return None
+        self.served[phase] = self._own_name
+        calls, split_tokens = levels.calls, self._config.split_tokens
+        if not self._lists(calls[0]):
+            return [TritonPlan(call, None, split_tokens) for call in calls]
+        lists = kernels.plan_levels(
+            calls[0], shape, len(calls), length_step=levels.length_step, width_step=levels.width_step,
+            split_tokens=split_tokens, impl=self._impl,
+        )  # fmt: skip
+        return [TritonPlan(call, each, split_tokens) for call, each in zip(calls, lists, strict=True)]
+
+    @property
+    def _own_name(self) -> str:
+        """What computes calls that the package does not serve."""
+        return f"fa4: {'triton' if self._impl != 'reference' else 'reference'}"
+
+    def _lists(self, metadata: AttentionMetadata) -> bool:
+        """Whether calls have a work list."""
+        return metadata.lengths.is_cuda if self._config.work_list is None else self._config.work_list
 
     def run(
         self,

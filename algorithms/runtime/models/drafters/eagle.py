@@ -74,6 +74,16 @@ class SharedTarget(FusableModel):
         """`hidden [..., hidden]`, as `forward` returns it, to `[..., draft_vocab_size]`."""
         raise NotImplementedError
 
+    @property
+    def vocabulary(self) -> Tensor | None:
+        """[draft_vocab_size] int64: what is added to a draft id, an index into `logits`, to give the target's; None
+        adds nothing."""
+        return None
+
+    def to_target(self, ids: Tensor) -> Tensor:
+        """Draft ids to the target's ids."""
+        return ids if self.vocabulary is None else ids + self.vocabulary[ids]
+
     def rehearse(self, rows: int) -> None:
         weight = next(self.parameters())
         hidden = weight.new_zeros(1, rows, self.target.config.hidden_size)
@@ -121,9 +131,6 @@ class EagleDrafter(SharedTarget):
         """`hidden [..., hidden]`, as `forward` returns it, to `[..., draft_vocab_size]`."""
         return self.target.logits(hidden)
 
-    def to_target(self, ids: Tensor) -> Tensor:
-        """Draft ids, indices into `logits`, to the target's ids: the same."""
-        return ids
 
 
 class Eagle3Layer(Block):
@@ -200,6 +207,6 @@ class Eagle3Drafter(SharedTarget):
         normed = self.norm(hidden) if self.config.norm_output else hidden
         return self.target.logits(normed) if self.lm_head is None else project(self.lm_head, normed, self.impl)
 
-    def to_target(self, ids: Tensor) -> Tensor:
-        """Draft ids, indices into `logits`, to the target's ids."""
-        return ids + self.d2t[ids] if self.config.reduced else ids
+    @property
+    def vocabulary(self) -> Tensor | None:
+        return self.d2t if self.config.reduced else None

@@ -1,0 +1,95 @@
+"""How many launches a step of the tiny model is, counted without a GPU.
+
+A launch is a kernel of this project, which `record_launches` collects as the chip would launch it, or an operation of
+torch that runs on the device. Views and the allocation of tensors run nothing there. Each dispatched operation counts
+once, the torch operation that a kernel of this project stands in for included.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from algorithms.autoregressive import Autoregressive
+from algorithms.dflash import DFlash
+from algorithms.eagle3 import Eagle3
+from algorithms.runtime.algorithm import Algorithm
+from algorithms.runtime.backends.triton import TritonBackend
+from algorithms.runtime.engine import Engine, EngineSettings
+from algorithms.runtime.models.loading import load_target
+from algorithms.runtime.sampling_params import SamplingNeeds
+from algorithms.runtime.step import PHASES, Step
+from specdec_kernels.launch import record_launches
+
+TINY = "assets/tiny"
+TARGET = load_target(f"{TINY}/target", "cpu", torch.bfloat16)
+_ALLOCATIONS = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
+_HOST = ("_local_scalar_dense", "is_same_size")
+
+
+class DeviceOperations(TorchDispatchMode):
+    """Counts operations of torch that would launch a kernel. New memory is zeroed, because recorded launches leave it
+    unwritten and later operations use it as indices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        result = func(*args, **(kwargs or {}))
+        if name in _ALLOCATIONS:
+            return result.zero_()
+        aliased = any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns)
+        if not aliased and name not in _HOST:
+            self.names[name] += 1
+        return result
+
+
+def launches_of(algorithm: Algorithm, needs: SamplingNeeds) -> dict[str, Counter[str]]:
+    """What each phase of a step of one request launches, by name."""
+    backend = TritonBackend(TritonBackend.Config(work_list=True), "triton")
+    settings = EngineSettings(max_batch=1, fused=True, impl="triton")
+    engine = Engine(TARGET, algorithm, backend, settings, decode=lambda ids: "")
+    engine.parts.resources.choose_forward(TARGET.model)
+    engine.parts.state.activate(0, 45)
+    step = Step(engine.parts, engine.parts.state.batch(0, 1, TARGET.config.max_position_embeddings), needs)
+    counted = {}
+    for phase in PHASES:
+        with torch.inference_mode(), record_launches("sm90") as launches, DeviceOperations() as operations:
+            getattr(step, phase)()
+        counted[phase] = Counter(launched.kernel.__name__ for launched in launches) + operations.names
+    return counted
+
+
+def eagle3(**options: int) -> Algorithm:
+    return Eagle3(Eagle3.Config(**options), TARGET, f"{TINY}/eagle3")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "most"),
+    [
+        (lambda: Autoregressive(Autoregressive.Config(), TARGET, None), 80),
+        (lambda: eagle3(steps=6, topk=10, num_nodes=32), 250),
+        (lambda: eagle3(steps=3), 150),
+        (lambda: DFlash(DFlash.Config(), TARGET, f"{TINY}/dflash"), 120),
+    ],
+    ids=["autoregressive", "eagle3_6_10_32", "eagle3_chain_3", "dflash"],
+)
+def test_launches_of_a_step(algorithm: Callable[[], Algorithm], most: int) -> None:
+    """The fused forward, greedy. With the merge of split keys, because the context is the whole one."""
+    counted = launches_of(algorithm(), SamplingNeeds())
+    assert sum(sum(names.values()) for names in counted.values()) <= most, counted
+
+
+def test_levels_are_planned_at_once() -> None:
+    """Slots and plans of all levels of a tree or a chain are one launch each."""
+    for algorithm in (eagle3(steps=6, topk=10, num_nodes=32), eagle3(steps=4)):
+        drafted = launches_of(algorithm, SamplingNeeds())["draft"]
+        assert drafted["_level_slots_kernel"] == drafted["_plan_kernel"] == 1, drafted
+        assert drafted["_token_slots_kernel"] == 0 and drafted["_attention_kernel"] > 1, drafted
