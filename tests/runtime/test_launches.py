@@ -57,7 +57,7 @@ def launches_of(algorithm: Algorithm, needs: SamplingNeeds) -> dict[str, Counter
     settings = EngineSettings(max_batch=1, fused=True, impl="triton")
     engine = Engine(TARGET, algorithm, backend, settings, decode=lambda ids: "")
     engine.parts.resources.choose_forward(TARGET.model)
-    engine.parts.state.activate(0, 45)
+    engine.parts.state.active.fill_(1)
     step = Step(engine.parts, engine.parts.state.batch(0, 1, TARGET.config.max_position_embeddings), needs)
     counted = {}
     for phase in PHASES:
