@@ -101,9 +101,8 @@ class DFlash(Algorithm):
 
     def _marginals(self, batch: Batch, positions: Tensor) -> Tensor:
         """Logits [B, block - 1, V] of the positions behind the last token; `positions [B, block]`."""
-        tokens = batch.last_tokens.new_full(positions.shape, self._drafter.config.mask_token_id)
-        tokens[:, 0] = batch.last_tokens
-        hidden = self._drafter(self._target.embed(tokens), self._mixer(batch, positions))
+        block = self._drafter.embed_block(self._target, batch.last_tokens, self._block)
+        hidden = self._drafter(block, self._mixer(batch, positions))
         return self._drafter.cap(self._target.logits(hidden[:, 1:]))
 
     def _mixer(self, batch: Batch, positions: Tensor) -> Any:

@@ -40,7 +40,7 @@ from torch import Tensor
 from experiments.app import cli
 from experiments.app.errors import user_errors
 from experiments.app.schema import REPO_ROOT, expect_choice
-from experiments.training.export import write_json
+from experiments.training.model_folder import write_json
 
 Tensors = Iterator[tuple[str, Tensor]]
 

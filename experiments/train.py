@@ -1,12 +1,14 @@
-"""Trains a model of the tiny family: a drafter for a target, or the target itself.
+"""Trains a drafter for any target folder, or the target of the tiny family.
 
-    python -m experiments.train drafter=dflash target=assets/tiny/target train.max_minutes=40 out_dir=outputs/dflash
-    python -m experiments.train drafter=target train.max_minutes=45 out_dir=outputs/target
+    python -m experiments.train drafter=eagle3 model=smollm2 train.minutes=40 out_dir=outputs/eagle3
+    python -m experiments.train drafter=dflash model=local model.path=FOLDER_OR_HUB_NAME text=chat
+    torchrun --nproc-per-node=2 -m experiments.train drafter=dflash model=smollm2
+    python -m experiments.train drafter=target train.minutes=45 out_dir=outputs/target
 
 `drafter` is dflash, draft (a standalone draft model), eagle, eagle3 or target. `experiments/training/objectives` has
-one file for each: its settings, its loss and what it reports. Drafters learn from what the target writes: the target
-first answers training-split prompts greedily, once for all drafters, and the text is kept in `responses.folder`. A run
-uses a CPU or a GPU, resumes from its checkpoint, and writes a Hugging Face folder with the loss curve.
+one file for each: its settings, its loss and what it reports. Drafters learn from what the target writes: `text` says
+to which prompts, and `text.folder` keeps it, once for all drafters. A run uses a CPU, a GPU or several, ends by the
+clock (`train.minutes`), resumes from its checkpoint, and writes a Hugging Face folder with the loss curve.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from experiments.training.export import export
 from experiments.training.loop import Trainer
 from experiments.training.objectives import SCHEMAS
 from experiments.training.objectives.base import TrainingConfig
+from experiments.training.parallel import Replicas
 
 for _name, _schema in SCHEMAS.items():
     ConfigStore.instance().store(group="drafter", name=_name, node=_schema, package="_global_")
@@ -36,12 +39,15 @@ def train(config: TrainingConfig) -> dict[str, Any]:
     torch.set_num_threads(config.train.threads)
     torch.set_flush_denormal(True)
     torch.manual_seed(config.train.seed)
-    objective = config.build()
-    trainer = Trainer(objective.model, config.train, folder, objective.loss, objective.held_out)
+    replicas = Replicas.join(config.train.device)
+    objective = config.build(replicas)
+    trainer = Trainer(
+        objective.model, config.train, folder, objective.loss, objective.held_out, objective.score, replicas
+    )
     if config.resume:
         trainer.resume()
     trainer.run()
-    return export(trainer, objective)
+    return export(trainer, objective) if replicas.is_first else {}
 
 
 def run(config: Any, composed: DictConfig) -> None:

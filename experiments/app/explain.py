@@ -81,7 +81,7 @@ def _unknown_key(key: str, text: str, config_name: str) -> str:
 
     In a sweep over options of its group, the key may be one that only some of them have.
     """
-    groups = ["drafter"] if config_name == "train" else []
+    groups = ["drafter", "model", "text"] if config_name == "train" else []
     if config_name == MAIN_CONFIG:
         groups = sorted(p.name for p in CONFIG_FOLDER.iterdir() if p.is_dir())
     chosen, key = chosen_options(sys.argv[1:], groups), key.split("@")[0].lstrip("+~")

@@ -1,18 +1,20 @@
-"""Responses as padded tensors on the device: a batch is a few gathers, without a loop over rows or a readback."""
+"""Text as flat tensors on the device: a batch is a few gathers, without a loop over rows or a readback."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.training.responses import Continuation
+from experiments.training.text.shards import Text
 
 WIDTH_MULTIPLE = 32
 """Batches are as wide as their longest row, rounded up, so that few shapes occur."""
+
+SAMPLED_ROWS = 32
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,11 @@ class TrainingBatch:
     """[B] int64."""
     num_tokens: int
     """Tokens of all continuations."""
+
+    @property
+    def within(self) -> Tensor:
+        """[B, T] bool: whether a position belongs to its row's text."""
+        return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.lengths[:, None]
 
     def continues(self, offset: int) -> Tensor:
         """[B, T] bool: whether position t + offset of a row belongs to its continuation."""
@@ -43,46 +50,72 @@ def shifted(values: Tensor, by: int) -> Tensor:
 
 
 class ResponseSet:
-    """Continuations of one kind, padded and on the device."""
+    """Rows of text on the device, in batches of about as many tokens each.
 
-    def __init__(self, sequences: Sequence[Continuation], device: torch.device | str) -> None:
-        if not sequences:
-            raise ValueError("responses: expected at least one, got none")
-        self.lengths = np.asarray([len(s.tokens) for s in sequences])
-        self.starts = np.asarray([s.start for s in sequences])
-        padded = np.zeros((len(sequences), int(self.lengths.max())), dtype=np.int64)
-        for row, sequence in zip(padded, sequences, strict=True):
-            row[: len(sequence.tokens)] = sequence.tokens
-        self.device = device
-        self._tokens = torch.from_numpy(padded).to(device)
+    Rows of a batch have about the same length. Over an epoch every row occurs once, in another batch and order than in
+    the epoch before; which, is a function of the seed.
+    """
+
+    def __init__(self, text: Text, device: torch.device | str, batch_tokens: int) -> None:
+        if not len(text):
+            raise ValueError("text: expected at least one continuation, got none")
+        self.lengths, self.starts, self.device = text.lengths, text.starts, device
+        self._widths = -(-self.lengths // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+        self._tokens = torch.from_numpy(text.tokens.astype(np.int32)).to(device)
+        self._offsets = np.cumsum(self.lengths) - self.lengths
+        self._cuts = _cuts(np.sort(self._widths), batch_tokens)
+        self._epoch: tuple[tuple[int, int], list[np.ndarray]] | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def draw(self, rng: np.random.Generator, count: int) -> TrainingBatch:
-        """`count` rows at random, with replacement."""
-        return self.rows(rng.integers(len(self), size=count))
+    @property
+    def num_batches(self) -> int:
+        """Batches of an epoch."""
+        return len(self._cuts)
 
-    def chunks(self, size: int) -> Iterator[TrainingBatch]:
-        """All rows in order, `size` at a time."""
-        for first in range(0, len(self), size):
-            yield self.rows(np.arange(first, min(first + size, len(self))))
+    def batch(self, seed: int, number: int) -> TrainingBatch:
+        """Batch `number` of an endless run over shuffled epochs, a pure function of its arguments."""
+        epoch, place = divmod(number, self.num_batches)
+        if self._epoch is None or self._epoch[0] != (seed, epoch):
+            rng = np.random.default_rng([seed, epoch])
+            rows = np.lexsort((rng.random(len(self)), self._widths))
+            chosen = [rows[first:last] for first, last in self._cuts]
+            self._epoch = (seed, epoch), [chosen[index] for index in rng.permutation(len(chosen))]
+        return self.rows(self._epoch[1][place])
+
+    def sample(self) -> TrainingBatch:
+        """A few rows, the same at every call."""
+        return self.rows(np.linspace(0, len(self) - 1, min(SAMPLED_ROWS, len(self))).astype(np.int64))
+
+    def in_order(self) -> Iterator[TrainingBatch]:
+        """All rows once, short ones first."""
+        rows = np.argsort(self._widths, kind="stable")
+        for first, last in self._cuts:
+            yield self.rows(rows[first:last])
 
     def rows(self, indices: np.ndarray) -> TrainingBatch:
         """The rows `indices [B]`."""
-        lengths, starts = self.lengths[indices], self.starts[indices]
-        width = -(-int(lengths.max()) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
-        tokens = self._tokens[torch.from_numpy(indices).to(self.device), :width]
-        return TrainingBatch(
-            tokens,
-            torch.from_numpy(lengths).to(self.device),
-            torch.from_numpy(starts).to(self.device),
-            int((lengths - starts).sum()),
-        )
+        table = torch.from_numpy(np.stack([self._offsets[indices], self.lengths[indices], self.starts[indices]]))
+        offsets, lengths, starts = table.to(self.device)
+        places = torch.arange(int(self._widths[indices].max()), device=self.device)
+        inside = places < lengths[:, None]
+        tokens = self._tokens[torch.where(inside, offsets[:, None] + places, 0)].long()
+        count = int((self.lengths[indices] - self.starts[indices]).sum())
+        return TrainingBatch(torch.where(inside, tokens, 0), lengths, starts, count)
 
-    def token_shares(self, vocab_size: int) -> np.ndarray:
-        """[V] float64: how often each token occurs in the continuations, as a share."""
-        positions = np.arange(self._tokens.shape[1])
-        mine = (positions >= self.starts[:, None]) & (positions < self.lengths[:, None])
-        counts = np.bincount(self._tokens.cpu().numpy()[mine], minlength=vocab_size)
-        return counts / counts.sum()
+    def token_counts(self, vocab_size: int) -> np.ndarray:
+        """[V] int64: how often each token occurs in the continuations."""
+        tokens = self._tokens.cpu().numpy()
+        ends = np.repeat(self._offsets + self.starts, self.lengths)
+        return np.bincount(tokens[np.arange(len(tokens)) >= ends], minlength=vocab_size)
+
+
+def _cuts(widths: np.ndarray, batch_tokens: int) -> list[tuple[int, int]]:
+    """Ranges of rows whose number times the largest of their rising `widths [R]` is at most `batch_tokens`, or of 1."""
+    found, first = [], 0
+    for row, width in enumerate(widths.tolist()):
+        if row > first and (row - first + 1) * width > batch_tokens:
+            found.append((first, row))
+            first = row
+    return [*found, (first, len(widths))]

@@ -1,8 +1,9 @@
 """The training loop: schedule, optimizers, checkpoints, log, progress.
 
-A run is bounded by steps, by minutes, or by both. The learning rate follows the larger of the two fractions: it warms
-up, stays, and falls linearly to zero over the last part (WSD). Batches are pure functions of the step, so a checkpoint
-needs weights, optimizer state, step and elapsed time only, and resuming continues the same run.
+A run is bounded by steps, by minutes of the clock, or by both. The learning rate follows the larger of the two
+fractions: it warms up, stays, and falls linearly to zero over the last part (WSD). Batches are pure functions of the
+step, so a checkpoint needs weights, optimizer state, step and elapsed time only, and resuming continues the same run.
+At the end the model is the best one that was evaluated.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 from experiments.app.schema import LARGEST_INT32, expect_at_least, expect_between
+from experiments.training.parallel import Replicas, local_device
+from experiments.training.progress import Show, progress
 
 CHECKPOINT = "checkpoint.pt"
+BEST = "best.pt"
 LOG = "training.jsonl"
 # Time in which the process or the machine was suspended does not count as training time.
 LONGEST_STEP_S = 60.0
@@ -30,12 +33,16 @@ LONGEST_STEP_S = 60.0
 
 @dataclass
 class TrainSettings:
-    """What every objective accepts under `train`."""
+    """What every objective accepts under `train`.
 
-    max_minutes: float | None = 45.0
-    max_steps: int | None = None
+    `device` auto is a GPU where there is one. `autocast` computes in bfloat16 on float32 weights. Held-out figures are
+    taken every `eval_every_steps` steps, and every `eval_every_minutes` where that is given.
+    """
+
+    minutes: float | None = 45.0
+    steps: int | None = None
     seed: int = 0
-    device: str = "cpu"
+    device: str = "auto"
     threads: int = 2
     autocast: bool = True
     compile: bool = False
@@ -48,12 +55,13 @@ class TrainSettings:
     grad_clip: float = 1.0
     log_every_steps: int = 20
     eval_every_steps: int = 200
+    eval_every_minutes: float | None = None
     checkpoint_every_minutes: float = 4.0
 
     def __post_init__(self) -> None:
-        if self.max_minutes is None and self.max_steps is None:
-            raise ValueError("train.max_minutes or train.max_steps must be set")
-        for key in ("log_every_steps", "eval_every_steps", "threads", "max_steps"):
+        if self.minutes is None and self.steps is None:
+            raise ValueError("train.minutes or train.steps must be set")
+        for key in ("log_every_steps", "eval_every_steps", "threads", "steps"):
             expect_at_least(f"train.{key}", getattr(self, key), 1)
         for key in ("weight_decay", "checkpoint_every_minutes"):
             expect_at_least(f"train.{key}", getattr(self, key), 0)
@@ -62,24 +70,42 @@ class TrainSettings:
         for key in ("warmup_fraction", "final_lr_fraction"):
             expect_between(f"train.{key}", getattr(self, key), 0, 1)
         expect_between("train.decay_fraction", self.decay_fraction, 0, 1, above=True)
-        if self.max_minutes is not None:
-            expect_between("train.max_minutes", self.max_minutes, 0, math.inf, above=True)
+        for key in ("minutes", "eval_every_minutes"):
+            if getattr(self, key) is not None:
+                expect_between(f"train.{key}", getattr(self, key), 0, math.inf, above=True)
         expect_between("train.seed", self.seed, 0, LARGEST_INT32)
-        self._expect_device()
+        self._settle_device()
 
-    def _expect_device(self) -> None:
+    def _settle_device(self) -> None:
+        if self.device == "auto":
+            self.device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
             kind = torch.device(self.device).type
         except RuntimeError as error:
-            raise ValueError(f"train.device: expected cpu or cuda, got {self.device!r}") from error
+            raise ValueError(f"train.device: expected auto, cpu or cuda, got {self.device!r}") from error
         if kind == "cuda" and not torch.cuda.is_available():
             raise ValueError("train.device=cuda, but torch sees no CUDA device; use train.device=cpu")
+        self.device = local_device(self.device)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether a GPU computes."""
+        return self.device.startswith("cuda")
+
+    @property
+    def frozen_dtype(self) -> torch.dtype:
+        """What weights are kept in that are not trained."""
+        return torch.bfloat16 if self.autocast and self.on_gpu else torch.float32
+
+    def precision(self) -> torch.autocast:
+        """The context in which losses are computed."""
+        return torch.autocast(self.device.split(":")[0], torch.bfloat16, enabled=self.autocast)
 
 
 def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Matrices of linear layers, and everything else (embeddings, LM heads, norms, biases)."""
+    """Matrices of linear layers, and everything else (embeddings, heads over a vocabulary, norms, biases)."""
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    matrices = {id(module.weight) for name, module in linear.items() if not name.endswith("lm_head")}
+    matrices = {id(m.weight) for name, m in linear.items() if not name.endswith(("lm_head", "markov_w2"))}
     trained = [p for p in model.parameters() if p.requires_grad]
     return [p for p in trained if id(p) in matrices], [p for p in trained if id(p) not in matrices]
 
@@ -94,7 +120,7 @@ def build_optimizers(model: nn.Module, settings: TrainSettings) -> list[torch.op
             weight_decay=settings.weight_decay,
             adjust_lr_fn="match_rms_adamw",
         ),
-        torch.optim.AdamW(others, lr=settings.other_lr, betas=(0.9, 0.98), weight_decay=0.0),
+        torch.optim.AdamW(others, lr=settings.other_lr, betas=(0.9, 0.98), weight_decay=0.0, fused=settings.on_gpu),
     ]
 
 
@@ -107,9 +133,10 @@ def schedule(progress: float, settings: TrainSettings) -> float:
 
 
 class Trainer:
-    """Runs `loss_of(step)` until the budget is spent.
+    """Runs `loss_of(number)` over batch numbers 0, 1, … until the budget is spent.
 
-    `loss_of` returns the loss to minimise and the number of tokens it looked at; `evaluate` returns held-out figures.
+    `loss_of` returns the loss to minimise and the number of tokens it looked at; `evaluate` returns held-out figures,
+    and `score` makes one of them, the lower the better, or None where the last model is to be kept.
     """
 
     def __init__(
@@ -119,39 +146,50 @@ class Trainer:
         folder: Path,
         loss_of: Callable[[int], tuple[Tensor, int]],
         evaluate: Callable[[], Mapping[str, float]],
+        score: Callable[[Mapping[str, float]], float | None] = lambda figures: None,
+        replicas: Replicas | None = None,
     ) -> None:
         self.model, self.settings, self.folder = model, settings, folder
-        self.loss_of, self.evaluate = loss_of, evaluate
+        self.loss_of, self.evaluate, self.score = loss_of, evaluate, score
+        self.replicas = replicas or Replicas()
+        self.replicas.share(model)
         self.optimizers = build_optimizers(model, settings)
         self.base_lrs = [group["lr"] for o in self.optimizers for group in o.param_groups]
-        self.step, self.tokens, self.elapsed_s = 0, 0, 0.0
+        self.step, self.tokens, self.elapsed_s, self._clock_s = 0, 0, 0.0, 0.0
+        self.best: tuple[float, int] | None = None
+        """Score and step of the best model, which lies in the folder."""
         self.rows: list[dict[str, Any]] = []
 
     def progress(self) -> float:
         """Spent share of the budget, 0..1."""
         shares = [0.0]
-        if self.settings.max_steps is not None:
-            shares.append(self.step / self.settings.max_steps)
-        if self.settings.max_minutes is not None:
-            shares.append(self.elapsed_s / (60 * self.settings.max_minutes))
+        if self.settings.steps is not None:
+            shares.append(self.step / self.settings.steps)
+        if self.settings.minutes is not None:
+            shares.append(self.elapsed_s / (60 * self.settings.minutes))
         return min(1.0, max(shares))
 
     def save(self) -> None:
         """Write the checkpoint in one move, so that an interruption leaves the previous one."""
-        state = {
-            "model": self.model.state_dict(),
-            "optimizers": [o.state_dict() for o in self.optimizers],
-            "step": self.step,
-            "tokens": self.tokens,
-            "elapsed_s": self.elapsed_s,
-            "rows": self.rows,
-        }
-        partial = self.folder / (CHECKPOINT + ".tmp")
+        if self.replicas.is_first:
+            state = {
+                "model": self.model.state_dict(),
+                "optimizers": [o.state_dict() for o in self.optimizers],
+                "step": self.step,
+                "tokens": self.tokens,
+                "elapsed_s": self.elapsed_s,
+                "best": self.best,
+                "rows": self.rows,
+            }
+            self._store(state, CHECKPOINT)
+
+    def _store(self, state: dict[str, Any], name: str) -> None:
+        partial = self.folder / (name + ".tmp")
         torch.save(state, partial)
-        os.replace(partial, self.folder / CHECKPOINT)
+        os.replace(partial, self.folder / name)
 
     def resume(self) -> bool:
-        """Continue from the checkpoint of the folder if there is one."""
+        """Continue from the checkpoint if there is one."""
         path = self.folder / CHECKPOINT
         if not path.is_file():
             return False
@@ -160,30 +198,46 @@ class Trainer:
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.step, self.tokens, self.elapsed_s = state["step"], state["tokens"], state["elapsed_s"]
-        self.rows = state["rows"]
+        self.best, self.rows, self._clock_s = state["best"], state["rows"], state["elapsed_s"]
         return True
+
+    def restore_best(self) -> int:
+        """Make the model the best one that was evaluated; returns its step."""
+        if self.best is None:
+            return self.step
+        self.model.load_state_dict(
+            torch.load(self.folder / BEST, map_location=self.settings.device, weights_only=True)["model"]
+        )
+        return self.best[1]
 
     def _update(self) -> tuple[Tensor, int]:
         factor = schedule(self.progress(), self.settings)
         groups = [group for o in self.optimizers for group in o.param_groups]
         for group, base in zip(groups, self.base_lrs, strict=True):
             group["lr"] = base * factor
-        device_type = self.settings.device.split(":")[0]
-        with torch.autocast(device_type, torch.bfloat16, enabled=self.settings.autocast):
-            loss, tokens = self.loss_of(self.step)
+        with self.settings.precision():
+            loss, tokens = self.loss_of(self.step * self.replicas.world + self.replicas.rank)
         loss.backward()
+        # Every process must read the same clock, or their schedules and ends would differ.
+        self.elapsed_s = self.replicas.average(self.model.parameters(), self._clock_s)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.grad_clip)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        return loss.detach(), tokens
+        return loss.detach(), tokens * self.replicas.world
 
     def _write_log(self) -> None:
-        text = "".join(json.dumps(row) + "\n" for row in self.rows)
-        (self.folder / LOG).write_text(text)
+        if self.replicas.is_first:
+            text = "".join(json.dumps(row) + "\n" for row in self.rows)
+            (self.folder / LOG).write_text(text)
 
     def _record(self, losses: list[float], evaluated: Mapping[str, float]) -> None:
         mean = sum(losses) / len(losses)
+        if not math.isfinite(mean):
+            raise ValueError(
+                f"the loss of steps {self.step - len(losses) + 1} to {self.step} is not finite; lower train.matrix_lr "
+                f"and train.other_lr, and continue from {self.folder / CHECKPOINT}"
+            )
         row: dict[str, Any] = {"step": self.step, "tokens": self.tokens, "loss": round(mean, 5)}
         row |= {key: round(value, 5) for key, value in evaluated.items()}
         row["elapsed_s"] = round(self.elapsed_s, 1)
@@ -191,27 +245,31 @@ class Trainer:
         self._write_log()
 
     def _held_out(self) -> dict[str, float]:
-        device_type = self.settings.device.split(":")[0]
+        if not self.replicas.is_first:
+            return {}
         self.model.eval()
-        with torch.no_grad(), torch.autocast(device_type, torch.bfloat16, enabled=self.settings.autocast):
+        with torch.no_grad(), self.settings.precision():
             figures = dict(self.evaluate())
         self.model.train()
+        score = self.score(figures)
+        if score is not None and (self.best is None or score < self.best[0]):
+            self.best = score, self.step
+            self._store({"model": self.model.state_dict()}, BEST)
         return figures
 
     def run(self, stop_after_steps: int | None = None) -> None:
         """Train to the end of the budget, or for `stop_after_steps` more steps, then write a checkpoint."""
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
         last_step = None if stop_after_steps is None else self.step + stop_after_steps
-        with Progress(*columns) as bar:
-            task = bar.add_task("training", total=1.0)
-            self._loop(last_step, lambda text: bar.update(task, completed=self.progress(), description=text))
+        with progress("training", quiet=not self.replicas.is_first) as show:
+            self._loop(last_step, show)
         self.save()
 
-    def _loop(self, last_step: int | None, show: Callable[[str], None]) -> None:
+    def _loop(self, last_step: int | None, show: Show) -> None:
         settings = self.settings
         # Losses stay on the device between two rows of the log: reading one waits for its step.
         losses: list[Tensor] = []
-        clock = saved_at = time.perf_counter()
+        clock = saved_at = evaluated_at = time.perf_counter()
+        minutes = math.inf if settings.eval_every_minutes is None else settings.eval_every_minutes
         held_out: Mapping[str, float] = {}
         while self.progress() < 1.0 and self.step != last_step:
             loss, tokens = self._update()
@@ -221,18 +279,19 @@ class Trainer:
             if due:
                 losses = [loss.cpu() for loss in losses]
             now = time.perf_counter()
-            self.elapsed_s, clock = self.elapsed_s + min(now - clock, LONGEST_STEP_S), now
+            self._clock_s, clock = self._clock_s + min(now - clock, LONGEST_STEP_S), now
             finished = self.progress() >= 1.0
             evaluated: Mapping[str, float] = {}
-            if finished or self.step % settings.eval_every_steps == 0:
+            if finished or self.step % settings.eval_every_steps == 0 or now - evaluated_at > 60 * minutes:
                 evaluated = held_out = self._held_out()
-            if finished or due:
+                evaluated_at = time.perf_counter()
+            if finished or due or evaluated:
                 self._record([float(loss) for loss in losses], evaluated)
                 losses = []
-                clock = time.perf_counter()
                 tokens_per_s = self.tokens / max(self.elapsed_s, 1e-9)
                 figures = "  ".join(f"{key} {value:.3f}" for key, value in held_out.items())
-                show(f"step {self.step}  {tokens_per_s:,.0f} tokens/s  loss {self.rows[-1]['loss']:.3f}  {figures}")
+                text = f"step {self.step}  {tokens_per_s:,.0f} tokens/s  loss {self.rows[-1]['loss']:.3f}  {figures}"
+                show(self.progress(), text)
             if now - saved_at > 60 * settings.checkpoint_every_minutes:
                 self.save()
                 saved_at = now

@@ -332,7 +332,7 @@ def test_drafter_of_another_target(
     ("nested", "parts"),
     [
         ({"mask_token_id": 3, "target_layer_ids": [1, 4]}, ("target_layer_ids", "0..3", "[1, 4]")),
-        ({"mask_token_id": 272, "target_layer_ids": [1, 2]}, ("mask_token_id", "272")),
+        ({"mask_token_id": 273, "target_layer_ids": [1, 2]}, ("mask_token_id", "273")),
         ({"mask_token_id": 3, "target_layer_ids": [1, 2, 3]}, ("'fc.weight'", "[32, 96]", "[32, 64]")),
         ({"target_layer_ids": [1, 2]}, ("not a DFlash drafter", "mask_token_id")),
         ({"mask_token_id": 3, "selector_rank": 64}, ("not supported", "selector_rank=64")),

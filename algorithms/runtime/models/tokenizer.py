@@ -60,9 +60,20 @@ class Tokenizer:
         pairs = sorted((index, token) for token, index in vocabulary.items())
         return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of `text`, with the special tokens that the tokenizer adds, such as the leading BOS of Llama."""
-        return self._backend.encode(text).ids
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """Key of the tokenizer's config to token, such as `mask_token`."""
+        return dict(self._special_tokens)
+
+    def special_ids(self) -> dict[str, int]:
+        """Every token that the vocabulary marks as special, with its id."""
+        added = self._backend.get_added_tokens_decoder()
+        return {token.content: index for index, token in added.items() if token.special}
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        """Ids of `text`, with the special tokens that the tokenizer adds, such as the leading BOS of Llama, unless
+        `add_special` is False. Special tokens that the text spells out are read as such in any case."""
+        return self._backend.encode(text, add_special_tokens=add_special).ids
 
     def encode_chat(self, turns: Sequence[str]) -> list[int]:
         """Ids of a conversation of user `turns`, up to where the assistant writes.
@@ -72,13 +83,14 @@ class Tokenizer:
         if not turns:
             raise ValueError("turns: expected at least one user turn, got none")
         # The template writes the special tokens itself.
-        return self._backend.encode(self._render(turns), add_special_tokens=False).ids
+        return self.encode(self.render(turns), add_special=False)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids` without special tokens."""
         return self._backend.decode(list(ids), skip_special_tokens=True)
 
-    def _render(self, turns: Sequence[str]) -> str:
+    def render(self, turns: Sequence[str]) -> str:
+        """The chat template's text of user `turns`, up to where the assistant writes. Raises as `encode_chat` does."""
         if self._chat_template is None:
             raise ModelError(
                 "the model has no chat template",

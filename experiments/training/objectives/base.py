@@ -5,11 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from omegaconf import MISSING
 from torch import Tensor, nn
 
+from experiments.app.schema import ModelConfig, PathsConfig
 from experiments.training.loop import TrainSettings
+from experiments.training.parallel import Replicas
+from experiments.training.served import EvaluationSettings
+from experiments.training.text.settings import TextSettings
 
 
 class Objective(ABC):
@@ -19,34 +25,42 @@ class Objective(ABC):
     model: nn.Module
 
     @abstractmethod
-    def loss(self, step: int) -> tuple[Tensor, int]:
-        """Loss of the step's batch, and its tokens; a pure function of the weights, the seed and `step`."""
+    def loss(self, number: int) -> tuple[Tensor, int]:
+        """Loss of batch `number`, and its tokens; a pure function of the weights, the seed and `number`."""
 
     @abstractmethod
     def held_out(self) -> Mapping[str, float]:
         """Figures on held-out text."""
 
+    def score(self, figures: Mapping[str, float]) -> float | None:
+        """What the best model has least of; None keeps the last model."""
+        return None
+
     @abstractmethod
     def hf_config(self) -> dict[str, Any]:
         """The `config.json` of the trained model."""
 
-    @abstractmethod
-    def measure(self) -> dict[str, Any]:
-        """What the summary reports of the exported model, on the evaluation prompts."""
+    def weights(self) -> dict[str, Tensor]:
+        """Name to tensor, as the exported folder is to hold them."""
+        return self.model.state_dict()
 
-    def finish(self) -> None:
-        """Remove what only training needs; called once, before rounding and export."""
-        return
+    @abstractmethod
+    def measure(self, folder: Path) -> dict[str, Any]:
+        """What the summary reports of the exported model, which is in `folder`."""
 
 
 @dataclass
 class TrainingConfig:
-    """What every objective accepts."""
+    """What every objective accepts. The target and its text matter to drafters alone."""
 
     out_dir: str = "outputs/train"
     resume: bool = True
+    model: ModelConfig = MISSING
+    text: TextSettings = field(default_factory=TextSettings)
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     train: TrainSettings = field(default_factory=TrainSettings)
+    paths: PathsConfig = field(default_factory=PathsConfig)
 
-    def build(self) -> Objective:
+    def build(self, replicas: Replicas) -> Objective:
         """A fresh model and its objective; the files beside the weights are written to `out_dir`."""
         raise NotImplementedError

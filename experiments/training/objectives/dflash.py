@@ -3,11 +3,14 @@
 For a sequence x and an anchor position a the drafter sees the target's features of positions < a and a block of B
 tokens at positions a … a+B-1: the anchor x_a, then masks. Row k of the block predicts x_{a+k}. Decoding has the same
 situation: the anchor is the last token, which is verified and not yet in the cache, so it has no features.
-Loss (arXiv 2602.06036): sum_k w_k CE_k / sum_k w_k with w_k = exp(-(k-1)/gamma), k = 1 … B-1, where the label exists.
+Loss (arXiv 2602.06036): cross entropies weighted by position, see `experiments/training/losses.py`. A Markov head reads
+x_{a+k-1}, the token that decoding has drafted there if row k counts at all.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,39 +18,70 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from einops import rearrange, repeat
-from tokenizers import Tokenizer
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from algorithms.dflash import DFlash
 from algorithms.runtime.models.config import DecoderConfig, DFlashConfig
-from algorithms.runtime.models.decoder import Decoder, MixerWeights
+from algorithms.runtime.models.config.dflash import default_target_layer_ids
+from algorithms.runtime.models.decoder import MixerWeights
 from algorithms.runtime.models.dense_mixer import DenseMixer, dense_attention, head_norm
 from algorithms.runtime.models.drafters.dflash import DFlashDrafter
-from algorithms.runtime.models.loading import Target
 from algorithms.runtime.models.rope import apply_rope, rope_table
+from experiments.app.schema import expect_at_least, expect_between, expect_choice
 from experiments.training.acceptance import leading_hits
 from experiments.training.batches import TrainingBatch
-from experiments.training.objectives.drafter import BatchSettings, DrafterObjective, DrafterTraining, draft_decoder
-from experiments.training.responses import ResponseSource
-from experiments.training.tokenizer import MASK, token_id
+from experiments.training.features import FeatureScales
+from experiments.training.losses import IGNORED, WEIGHTINGS, confidence_weights, decay_weights, weighted_mean
+from experiments.training.objectives.drafter import DrafterObjective, DrafterTraining, Setting, draft_decoder
+from experiments.training.text.markup import mask_token
 
-IGNORED = -100
+PUBLISHED_LAYERS = 5
+ANCHORS_AT_ONCE = 32
+"""Blocks of a row that held-out figures draft in one pass: all of them see each other's columns, masked out."""
 
 
 @dataclass
 class DFlashSettings:
-    """Shape of the drafter; the rest is the target's."""
+    """Shape of the drafter; the rest is the target's.
 
-    num_layers: int = 3
+    None takes what the published drafters have: five layers, or half as many as a target of fewer than ten; features
+    of as many evenly spaced target layers; and a mask token as `text/markup.py` finds it. `own_mask` trains an
+    embedding for the mask instead. `markov_rank` above 0 adds a Markov head of this rank.
+    """
+
+    num_layers: int | None = None
     block_size: int = 16
-    target_layer_ids: list[int] = field(default_factory=lambda: [1, 2, 3, 4])
+    target_layer_ids: list[int] | None = None
+    mask_token_id: int | None = None
+    own_mask: bool = False
+    markov_rank: int = 0
+
+    def __post_init__(self) -> None:
+        expect_at_least("drafter.num_layers", self.num_layers, 1)
+        expect_at_least("drafter.block_size", self.block_size, 2)
+        expect_at_least("drafter.markov_rank", self.markov_rank, 0)
+        if self.own_mask and self.mask_token_id is not None:
+            raise ValueError("drafter.own_mask trains a mask of its own: expected no drafter.mask_token_id")
 
 
 @dataclass
 class BlockSettings:
-    """Anchors of a sequence in one step, and the decay of the position weights."""
+    """`anchors` is the number of blocks in a step, spread evenly over its rows. `weights` is decay, with `gamma`, or
+    confidence, with `alpha`. The LM head's logits are computed for `at_once` blocks at a time, to bound memory."""
 
-    anchors: int = 20
+    anchors: int = 320
+    weights: str = "decay"
     gamma: float = 7.0
+    alpha: float = 0.5
+    at_once: int = 2048
+
+    def __post_init__(self) -> None:
+        expect_at_least("blocks.anchors", self.anchors, 1)
+        expect_at_least("blocks.at_once", self.at_once, 1)
+        expect_choice("blocks.weights", self.weights, WEIGHTINGS)
+        expect_between("blocks.gamma", self.gamma, 0, math.inf, above=True)
+        expect_between("blocks.alpha", self.alpha, 0, 1)
 
 
 @dataclass
@@ -55,27 +89,35 @@ class DFlashTraining(DrafterTraining):
     """Schema of `drafter=dflash`."""
 
     out_dir: str = "outputs/train_dflash"
-    # Measuring drafts from every position of a sequence at once, so few sequences already give many blocks.
-    batch: BatchSettings = field(default_factory=lambda: BatchSettings(evaluation_sequences=2))
     drafter: DFlashSettings = field(default_factory=DFlashSettings)
     blocks: BlockSettings = field(default_factory=BlockSettings)
 
-    def objective(self, target: Target, tokenizer: Tokenizer, source: ResponseSource) -> BlockObjective:
-        drafter = DFlashDrafter(dflash_config(self.drafter, target.config, token_id(tokenizer, MASK)))
+    def objective(self, setting: Setting) -> BlockObjective:
+        target = setting.target.config
+        mask = self.drafter.mask_token_id
+        if mask is None:
+            own = self.drafter.own_mask
+            mask = target.vocab_size if own else mask_token(setting.tokenizer, target.vocab_size)
+        drafter = DFlashDrafter(dflash_config(self.drafter, target, mask))
         drafter.reset_parameters()
         drafter.to(self.train.device)
-        return BlockObjective(target.model, drafter, source, self)
+        # The target's head reads what the target's final norm gives.
+        drafter.norm.load_state_dict(setting.target.model.model.norm.state_dict())
+        return BlockObjective(drafter, setting, self.blocks)
 
 
 def dflash_config(settings: DFlashSettings, target: DecoderConfig, mask_token_id: int) -> DFlashConfig:
     """Draft layers shaped like the target's, all with full attention."""
+    layers = settings.num_layers or min(PUBLISHED_LAYERS, max(1, target.num_layers // 2))
+    ids = settings.target_layer_ids or default_target_layer_ids(target.num_layers, layers)
     return DFlashConfig(
-        decoder=draft_decoder(target, num_layers=settings.num_layers),
+        decoder=draft_decoder(target, num_layers=layers),
         block_size=settings.block_size,
-        target_layer_ids=tuple(settings.target_layer_ids),
+        target_layer_ids=tuple(sorted(ids)),
         mask_token_id=mask_token_id,
         num_target_layers=target.num_layers,
-        causal_layers=(False,) * settings.num_layers,
+        causal_layers=(False,) * layers,
+        markov_rank=settings.markov_rank,
     )
 
 
@@ -110,10 +152,12 @@ class BlockMixer:
 
 
 def draw_anchors(batch: TrainingBatch, count: int, rng: np.random.Generator) -> Tensor:
-    """`[B, count]` int64: last tokens of decoding steps, from the last prompt token to the last but one of the row."""
-    uniforms = torch.from_numpy(rng.random((len(batch.tokens), count))).to(batch.tokens.device)
+    """`[B, count]` int64, rising: last tokens of decoding steps, from the last prompt token to the last but one of the
+    row. One lies in each of `count` equal parts, so they differ where a row has as many."""
+    places = (np.arange(count) + rng.random((len(batch.tokens), count))) / count
+    uniforms = torch.from_numpy(places).to(batch.tokens.device)
     first, choices = batch.starts - 1, batch.lengths - batch.starts
-    return first[:, None] + (uniforms * choices[:, None]).long()
+    return first[:, None] + (uniforms * choices[:, None]).long().clamp(max=(choices - 1)[:, None])
 
 
 def block_labels(tokens: Tensor, lengths: Tensor, anchors: Tensor, block_size: int) -> Tensor:
@@ -124,53 +168,103 @@ def block_labels(tokens: Tensor, lengths: Tensor, anchors: Tensor, block_size: i
     return torch.where(inside, tokens[rows, positions.clamp(max=tokens.shape[1] - 1)], IGNORED)
 
 
-def position_weights(block_size: int, gamma: float, device: torch.device | str | None = None) -> Tensor:
-    """exp(-(k-1)/gamma) for k = 1 … block_size-1."""
-    return torch.exp(-torch.arange(block_size - 1, device=device) / gamma)
-
-
 class BlockObjective(DrafterObjective):
     """Blocks at random anchors of the continuations, behind a frozen target."""
 
     title = "DFlash drafter"
     model: DFlashDrafter
 
-    def __init__(self, target: Decoder, drafter: DFlashDrafter, source: ResponseSource, config: DFlashTraining) -> None:
-        super().__init__(drafter, source, config)
-        self.target, self.shape, self.blocks = target, drafter.config, config.blocks
-        self.draft_lens = (self.shape.block_size - 1,)
-        length = target.config.max_position_embeddings
-        self.causal = DenseMixer(target.config, length, self.device)
+    def __init__(self, drafter: DFlashDrafter, setting: Setting, blocks: BlockSettings) -> None:
+        super().__init__(drafter, setting)
+        self.target, self.shape, self.blocks = setting.target.model, drafter.config, blocks
+        self.draft_len = self.shape.block_size - 1
+        length = self.target.config.max_position_embeddings
+        self.causal = DenseMixer(self.target.config, length, self.device)
         self.table = rope_table(self.shape.decoder, length + self.shape.block_size, self.device)
+        sample = self.training.sample()
+        self.scales = FeatureScales.measured(self._features(sample.tokens), sample.within)
 
     def hf_config(self) -> dict[str, Any]:
         return self.shape.to_hf()
 
-    def hidden(self, tokens: Tensor, anchors: Tensor) -> Tensor:
+    def methods(self) -> dict[str, Any]:
+        found = {f"block_{self.shape.block_size}": DFlash.Config()}
+        if not self.shape.markov_rank:
+            found["tree_32"] = DFlash.Config(topk=8, num_nodes=32)
+        return found
+
+    def context(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of every draft layer for `tokens [B, T]`, `[B, T, layers, H_kv, D]` each."""
+        scaled = self.scales(self._features(tokens))
+        # Of the last layer the drafter reads the final hidden states, which `_features` has put there.
+        return self.model.context_kv(self.model.context(scaled, scaled[-1]))
+
+    @torch.no_grad()
+    def _features(self, tokens: Tensor) -> list[Tensor]:
+        """What the drafter reads of the target at each of its layers, `[B, T, hidden]` each."""
+        ids = self.shape.target_layer_ids
+        hidden, features = self.target(tokens, self.causal, ids)
+        return [*features[:-1], hidden] if ids[-1] == self.shape.num_target_layers - 1 else features
+
+    def weights(self) -> dict[str, Tensor]:
+        weights = dict(self.model.state_dict())
+        return {**weights, "fc.weight": self.scales.folded(weights["fc.weight"])}
+
+    def hidden(self, tokens: Tensor, anchors: Tensor, context: tuple[Tensor, Tensor]) -> Tensor:
         """`tokens [B, T]`, `anchors [B, A]` to final hidden states `[B, A, block_size - 1, hidden]`."""
-        with torch.no_grad():
-            last, features = self.target(tokens, self.causal, self.shape.target_layer_ids)
-        keys, values = self.model.context_kv(self.model.context(features, last))
         size = self.shape.block_size
-        blocks = tokens.new_full((*anchors.shape, size), self.shape.mask_token_id)
-        blocks[:, :, 0] = tokens.gather(1, anchors)
-        mixer = BlockMixer(self.shape, keys, values, anchors, self.table)
-        out = self.model(self.target.embed(rearrange(blocks, "b a k -> b (a k)")), mixer)
+        mixer = BlockMixer(self.shape, *context, anchors, self.table)
+        blocks = self.model.embed_block(self.target, tokens.gather(1, anchors), size)
+        out = self.model(rearrange(blocks, "b a k hidden -> b (a k) hidden"), mixer)
         return rearrange(out, "b (a k) hidden -> b a k hidden", k=size)[:, :, 1:]
 
+    def logits(self, hidden: Tensor, anchors: Tensor, labels: Tensor) -> Tensor:
+        """`hidden [..., K, hidden]` of blocks behind the tokens `anchors [...]` to `[..., K, V]`, every draft behind
+        right ones: those of `labels [..., K]`."""
+        logits = self.target.logits(hidden)
+        if self.model.markov_head is None:
+            return logits
+        before = torch.cat([anchors[..., None], labels[..., :-1].clamp(min=0)], dim=-1)
+        return logits + self.model.markov_head(before)
+
+    def _cross_entropies(self, hidden: Tensor, anchors: Tensor, labels: Tensor) -> Tensor:
+        """[N, K] float32; 0 where there is no label."""
+        logits = self.logits(hidden, anchors, labels).float()
+        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORED)
+        return losses.view_as(labels)
+
+    def cross_entropies(self, hidden: Tensor, anchors: Tensor, labels: Tensor) -> Tensor:
+        """`hidden [N, K, hidden]`, tokens `anchors [N]` and `labels [N, K]` to `[N, K]`, part by part. The logits of
+        several parts are computed again for the gradient, so that one part's are in memory."""
+        parts = list(zip(*(x.split(self.blocks.at_once) for x in (hidden, anchors, labels)), strict=True))
+        if len(parts) == 1:
+            return self._cross_entropies(*parts[0])
+        return torch.cat([checkpoint(self._cross_entropies, *part, use_reentrant=False) for part in parts])
+
     def batch_loss(self, batch: TrainingBatch, rng: np.random.Generator) -> Tensor:
-        anchors = draw_anchors(batch, self.blocks.anchors, rng)
-        labels = block_labels(batch.tokens, batch.lengths, anchors, self.shape.block_size)
-        weights = position_weights(self.shape.block_size, self.blocks.gamma, self.device) * (labels != IGNORED)
-        logits = self.target.logits(self.hidden(batch.tokens, anchors)).float()
-        losses = F.cross_entropy(logits.flatten(0, 2), labels.flatten(), reduction="none", ignore_index=IGNORED)
-        return (losses * weights.flatten()).sum() / weights.sum()
+        rows = len(batch.tokens)
+        anchors = draw_anchors(batch, -(-self.blocks.anchors // rows), rng)
+        labels = block_labels(batch.tokens, batch.lengths, anchors, self.shape.block_size).flatten(0, 1)
+        hidden = self.hidden(batch.tokens, anchors, self.context(batch.tokens)).flatten(0, 1)
+        losses = self.cross_entropies(hidden, batch.tokens.gather(1, anchors).flatten(), labels)
+        labelled = labels != IGNORED
+        if self.blocks.weights == "confidence":
+            return weighted_mean(losses, confidence_weights(losses, labelled, self.blocks.alpha))
+        return weighted_mean(losses, decay_weights(self.shape.block_size, self.blocks.gamma, self.device) * labelled)
 
     @torch.no_grad()
     def leading(self, batch: TrainingBatch) -> Tensor:
+        context, found = self.context(batch.tokens), torch.zeros_like(batch.tokens)
+        for anchors in self._all_anchors(batch):
+            labels = block_labels(batch.tokens, batch.lengths, anchors, self.shape.block_size)
+            hidden = self.hidden(batch.tokens, anchors, context)
+            drafted = self.logits(hidden, batch.tokens.gather(1, anchors), labels).argmax(-1)
+            found.scatter_(1, anchors, leading_hits(drafted == labels))
+        return found
+
+    def _all_anchors(self, batch: TrainingBatch) -> Iterator[Tensor]:
+        """`[B, A]` int64, some at a time: from the last prompt token of each row to its end."""
         width = int((batch.lengths - batch.starts).max())
-        anchors = batch.starts[:, None] - 1 + torch.arange(width, device=batch.tokens.device)
-        anchors = torch.minimum(anchors, batch.lengths[:, None] - 1)
-        labels = block_labels(batch.tokens, batch.lengths, anchors, self.shape.block_size)
-        drafted = self.target.logits(self.hidden(batch.tokens, anchors)).argmax(-1)
-        return torch.zeros_like(batch.tokens).scatter(1, anchors, leading_hits(drafted == labels))
+        for first in range(0, width, ANCHORS_AT_ONCE):
+            steps = torch.arange(first, min(first + ANCHORS_AT_ONCE, width), device=self.device)
+            yield torch.minimum(batch.starts[:, None] - 1 + steps, batch.lengths[:, None] - 1)

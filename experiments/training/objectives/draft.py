@@ -15,17 +15,15 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from algorithms.runtime.models.config import DecoderConfig
 from algorithms.runtime.models.decoder import Decoder
 from algorithms.runtime.models.dense_mixer import DenseMixer
-from algorithms.runtime.models.loading import Target
+from algorithms.standalone import Standalone
 from experiments.training.acceptance import leading_hits
 from experiments.training.batches import TrainingBatch, shifted
-from experiments.training.objectives.drafter import DrafterObjective, DrafterTraining, draft_decoder
-from experiments.training.responses import ResponseSource
+from experiments.training.objectives.drafter import DrafterObjective, DrafterTraining, Setting, draft_decoder
 
 COMPANIONS = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 LARGEST_SHARE = 1 / 6
@@ -58,8 +56,9 @@ class DraftTraining(DrafterTraining):
     drafter: DraftSettings = field(default_factory=DraftSettings)
     distill: DistillSettings = field(default_factory=DistillSettings)
 
-    def objective(self, target: Target, tokenizer: Tokenizer, source: ResponseSource) -> DistillObjective:
+    def objective(self, setting: Setting) -> DistillObjective:
         """A fresh draft and its objective; ValueError where the draft is too large to be worth drafting with."""
+        target = setting.target
         draft = Decoder(draft_config(self.drafter, target.config))
         own, theirs = (sum(parameter.numel() for parameter in model.parameters()) for model in (draft, target.model))
         if own > LARGEST_SHARE * theirs:
@@ -69,7 +68,7 @@ class DraftTraining(DrafterTraining):
         for name in COMPANIONS:
             if (target.path / name).is_file():
                 shutil.copyfile(target.path / name, Path(self.out_dir) / name)
-        return DistillObjective(target.model, draft, source, self)
+        return DistillObjective(draft, setting, self.distill)
 
 
 def draft_config(settings: DraftSettings, target: DecoderConfig) -> DecoderConfig:
@@ -83,18 +82,20 @@ class DistillObjective(DrafterObjective):
     title = "standalone draft"
     model: Decoder
 
-    def __init__(self, target: Decoder, draft: Decoder, source: ResponseSource, config: DraftTraining) -> None:
-        super().__init__(draft, source, config)
-        self.target, self.settings = target, config.distill
-        self.draft_lens = (config.distill.draft_len,)
-        length = target.config.max_position_embeddings
-        self.mixers = {model: DenseMixer(model.config, length, self.device) for model in (target, draft)}
+    def __init__(self, draft: Decoder, setting: Setting, settings: DistillSettings) -> None:
+        super().__init__(draft, setting)
+        self.target, self.settings, self.draft_len = setting.target.model, settings, settings.draft_len
+        length = self.target.config.max_position_embeddings
+        self.mixers = {model: DenseMixer(model.config, length, self.device) for model in (self.target, draft)}
 
     def _logits(self, model: Decoder, tokens: Tensor) -> Tensor:
         return model.logits(model(tokens, self.mixers[model])[0])
 
     def hf_config(self) -> dict[str, Any]:
         return self.model.config.to_hf()
+
+    def methods(self) -> dict[str, Any]:
+        return {f"chain_{self.draft_len}": Standalone.Config(steps=self.draft_len)}
 
     def batch_loss(self, batch: TrainingBatch, rng: np.random.Generator) -> Tensor:
         with torch.no_grad():
@@ -108,4 +109,4 @@ class DistillObjective(DrafterObjective):
     def leading(self, batch: TrainingBatch) -> Tensor:
         drafted = self._logits(self.model, batch.tokens).argmax(-1)
         hits = (drafted == shifted(batch.tokens, 1)) & batch.continues(1)
-        return leading_hits(torch.stack([shifted(hits, step) for step in range(self.settings.draft_len)], dim=-1))
+        return leading_hits(torch.stack([shifted(hits, step) for step in range(self.draft_len)], dim=-1))

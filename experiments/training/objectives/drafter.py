@@ -1,8 +1,9 @@
-"""What all drafters share in training: text, batches, held-out figures and acceptance on the evaluation prompts."""
+"""What all drafters share in training: text, batches, held-out figures and acceptance in the engine."""
 
 from __future__ import annotations
 
 import shutil
+import time
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -11,50 +12,71 @@ from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from algorithms.runtime.models.config import DecoderConfig
 from algorithms.runtime.models.loading import Target, load_target
+from algorithms.runtime.models.tokenizer import TOKENIZER_FILE, Tokenizer
+from experiments.app.schema import expect_at_least
 from experiments.training.acceptance import Tally, add_batch
 from experiments.training.batches import ResponseSet, TrainingBatch
 from experiments.training.loop import TrainSettings
+from experiments.training.model_folder import export_weights
 from experiments.training.objectives.base import Objective, TrainingConfig
-from experiments.training.responses import KINDS, ResponseSettings, ResponseSource
+from experiments.training.parallel import Replicas, mean_of
+from experiments.training.served import ServedEvaluation, summary
+from experiments.training.text.source import TextSource
 
-TOKENIZER_FILE = "tokenizer.json"
+SERVED = "served"
 
 
 @dataclass
 class BatchSettings:
-    """A step sees sequences of one kind: code with probability `code_share`, else arithmetic."""
+    """Tokens of a step, prompts and padding included, and of a step of the held-out figures."""
 
-    arithmetic_sequences: int = 16
-    code_sequences: int = 8
-    code_share: float = 0.5
-    evaluation_sequences: int = 16
+    tokens: int = 4096
+    evaluation_tokens: int = 2048
+
+    def __post_init__(self) -> None:
+        for key in ("tokens", "evaluation_tokens"):
+            expect_at_least(f"batch.{key}", getattr(self, key), 1)
 
 
 @dataclass
 class DrafterTraining(TrainingConfig):
     """What all drafters accept."""
 
-    target: str = "assets/tiny/target"
-    responses: ResponseSettings = field(default_factory=ResponseSettings)
     batch: BatchSettings = field(default_factory=BatchSettings)
-    train: TrainSettings = field(default_factory=lambda: TrainSettings(max_minutes=40.0))
+    train: TrainSettings = field(default_factory=lambda: TrainSettings(minutes=40.0))
 
-    def build(self) -> DrafterObjective:
-        """Load the target, copy its tokenizer and build the drafter's objective."""
-        target = load_target(self.target, self.train.device, torch.float32)
+    def build(self, replicas: Replicas) -> DrafterObjective:
+        """Load the target, let it write, and build the drafter's objective; the target's tokenizer is copied."""
+        target = load_target(self.model.path, self.train.device, self.train.frozen_dtype)
         target.model.requires_grad_(False)
-        tokenizer = Tokenizer.from_file(str(target.path / TOKENIZER_FILE))
-        shutil.copyfile(target.path / TOKENIZER_FILE, Path(self.out_dir) / TOKENIZER_FILE)
-        return self.objective(target, tokenizer, ResponseSource(target, tokenizer, self.responses))
+        setting = Setting(target, Tokenizer.load(target.path), self, replicas)
+        if replicas.is_first:
+            shutil.copyfile(target.path / TOKENIZER_FILE, Path(self.out_dir) / TOKENIZER_FILE)
+        return self.objective(setting)
 
-    def objective(self, target: Target, tokenizer: Tokenizer, source: ResponseSource) -> DrafterObjective:
-        """A fresh drafter for `target` and its objective."""
+    def objective(self, setting: Setting) -> DrafterObjective:
+        """A fresh drafter and its objective."""
         raise NotImplementedError
+
+
+class Setting:
+    """What a drafter is trained with: the target, its tokenizer, the settings, and the text on the device."""
+
+    def __init__(self, target: Target, tokenizer: Tokenizer, config: DrafterTraining, replicas: Replicas) -> None:
+        self.target, self.tokenizer, self.config, self.device = target, tokenizer, config, config.train.device
+        self.evaluation = ServedEvaluation(target, tokenizer, config.evaluation)
+        source = TextSource(target, config.text)
+        text, held_out = source.training(Path(config.out_dir), replicas), source.validation()
+        source.close()
+        self.num_answer_tokens = text.num_answer_tokens
+        self.training = ResponseSet(text, self.device, config.batch.tokens)
+        self.validation = {
+            kind: ResponseSet(text, self.device, config.batch.evaluation_tokens) for kind, text in held_out.items()
+        }
 
 
 def draft_decoder(target: DecoderConfig, **changes: Any) -> DecoderConfig:
@@ -65,13 +87,17 @@ def draft_decoder(target: DecoderConfig, **changes: Any) -> DecoderConfig:
 class DrafterObjective(Objective):
     """A drafter, its loss on a batch, and what it would draft for known text."""
 
-    draft_lens: tuple[int, ...]
-    """Draft lengths that tokens per step are reported for; held-out figures are for the first."""
+    draft_len: int
+    """Length of the drafts that held-out tokens per step are simulated for."""
 
-    def __init__(self, drafter: nn.Module, source: ResponseSource, config: DrafterTraining) -> None:
-        self.model, self.source, self.config, self.device = drafter, source, config, config.train.device
-        self.training = {kind: ResponseSet(source.training(kind), self.device) for kind in KINDS}
-        self.validation = {kind: ResponseSet(source.validation(kind), self.device) for kind in KINDS}
+    def __init__(self, drafter: nn.Module, setting: Setting) -> None:
+        self.model, self.setting, self.config, self.device = drafter, setting, setting.config, setting.device
+        self.training, self.validation = setting.training, setting.validation
+        self._served_at = time.monotonic()
+
+    @abstractmethod
+    def methods(self) -> dict[str, Any]:
+        """Label to configuration of the algorithms that the drafter is judged by, the first one during training too."""
 
     @abstractmethod
     def batch_loss(self, batch: TrainingBatch, rng: np.random.Generator) -> Tensor:
@@ -79,41 +105,50 @@ class DrafterObjective(Objective):
 
     @abstractmethod
     def leading(self, batch: TrainingBatch) -> Tensor:
-        """`[B, T]` int64: how many tokens of the longest draft behind each position the target accepts."""
+        """`[B, T]` int64: how many tokens of the draft behind each position the target accepts."""
 
-    def loss(self, step: int) -> tuple[Tensor, int]:
-        rng, settings = np.random.default_rng([self.config.train.seed, step]), self.config.batch
-        if rng.random() < settings.code_share:
-            batch = self.training["code"].draw(rng, settings.code_sequences)
-        else:
-            batch = self.training["arithmetic"].draw(rng, settings.arithmetic_sequences)
-        return self.batch_loss(batch, rng), batch.num_tokens
+    def loss(self, number: int) -> tuple[Tensor, int]:
+        seed = self.config.train.seed
+        batch = self.training.batch(seed, number)
+        return self.batch_loss(batch, np.random.default_rng([seed, number])), batch.num_tokens
 
     def held_out(self) -> Mapping[str, float]:
-        """Loss and tokens per step on validation text of each kind."""
+        """Loss and simulated tokens per step on held-out text of each kind; now and then, tokens per step served."""
         figures = {}
         for kind, responses in self.validation.items():
-            rng, size = np.random.default_rng(0), self.config.batch.evaluation_sequences
-            losses = [self.batch_loss(batch, rng) for batch in responses.chunks(size)]
-            figures[f"heldout_{kind}"] = float(torch.stack(losses).mean())
-            figures[f"tokens_per_step_{kind}"] = self.tallies(responses)[0].tokens_per_step
+            rng = np.random.default_rng(0)
+            figures[f"heldout_{kind}"] = mean_of(self.batch_loss(batch, rng) for batch in responses.in_order())
+            figures[f"tokens_per_step_{kind}"] = self.tally(responses).tokens_per_step
+        every = self.config.evaluation.every_minutes
+        if every is not None and time.monotonic() - self._served_at >= 60 * every:
+            figures |= self._served_now()
+            self._served_at = time.monotonic()
         return figures
 
-    @torch.no_grad()
-    def tallies(self, responses: ResponseSet) -> list[Tally]:
-        """One tally per draft length."""
-        tallies = [Tally(draft_len) for draft_len in self.draft_lens]
-        for batch in responses.chunks(self.config.batch.evaluation_sequences):
-            leading = self.leading(batch)
-            for tally in tallies:
-                add_batch(tally, leading, batch.starts, batch.lengths)
-        return tallies
+    def score(self, figures: Mapping[str, float]) -> float | None:
+        """The negative mean of simulated tokens per step: what drafters are for."""
+        found = [value for key, value in figures.items() if key.startswith("tokens_per_step_")]
+        return -sum(found) / len(found) if found else None
 
-    def measure(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"tokens_per_step": {}, "acceptance_at": {}}
-        for kind in KINDS:
-            tallies = self.tallies(ResponseSet(self.source.evaluation(kind), self.device))
-            found["tokens_per_step"][kind] = {f"draft_len_{t.draft_len}": round(t.tokens_per_step, 3) for t in tallies}
-            longest = max(tallies, key=lambda tally: tally.draft_len)
-            found["acceptance_at"][kind] = [round(share, 3) for share in longest.acceptance_at]
-        return found
+    def _served_now(self) -> dict[str, float]:
+        """Tokens per step in the engine, by the weights of this moment."""
+        folder = Path(self.config.out_dir) / SERVED
+        folder.mkdir(exist_ok=True)
+        export_weights(self.weights(), self.hf_config(), folder)
+        label, algo = next(iter(self.methods().items()))
+        with torch.autocast(self.device.split(":")[0], enabled=False):
+            measured = self.setting.evaluation.measure(algo, folder, label)
+        return {f"served_{name}": figures["tokens_per_step"] for name, figures in measured.items()}
+
+    @torch.no_grad()
+    def tally(self, responses: ResponseSet) -> Tally:
+        """Decoding steps over known text, simulated."""
+        tally = Tally(self.draft_len)
+        for batch in responses.in_order():
+            add_batch(tally, self.leading(batch), batch.starts, batch.lengths)
+        return tally
+
+    def measure(self, folder: Path) -> dict[str, Any]:
+        evaluation = self.setting.evaluation
+        measured = {label: evaluation.measure(algo, folder, label) for label, algo in self.methods().items()}
+        return {**summary(measured), "text_tokens": self.setting.num_answer_tokens}

@@ -20,19 +20,19 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from einops import rearrange, repeat
-from tokenizers import Tokenizer
 from torch import Tensor
 
+from algorithms.eagle import Eagle
 from algorithms.runtime.models.config import DecoderConfig, EagleConfig
-from algorithms.runtime.models.decoder import Decoder, MixerWeights
+from algorithms.runtime.models.decoder import MixerWeights
 from algorithms.runtime.models.dense_mixer import DenseMixer, head_norm
 from algorithms.runtime.models.drafters.eagle import Eagle3Drafter, EagleDrafter
-from algorithms.runtime.models.loading import Target
 from algorithms.runtime.models.rope import apply_rope, rope_table
+from experiments.app.schema import expect_at_least
 from experiments.training.acceptance import leading_hits
 from experiments.training.batches import TrainingBatch, shifted
-from experiments.training.objectives.drafter import DrafterObjective, DrafterTraining, draft_decoder
-from experiments.training.responses import ResponseSource
+from experiments.training.features import FeatureScales
+from experiments.training.objectives.drafter import DrafterObjective, DrafterTraining, Setting, draft_decoder
 
 STEP_DISCOUNT = 0.8
 
@@ -43,6 +43,10 @@ class ChainSettings:
 
     steps: int = 6
     feature_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        expect_at_least("chain.steps", self.steps, 1)
+        expect_at_least("chain.feature_weight", self.feature_weight, 0)
 
 
 @dataclass
@@ -60,12 +64,12 @@ class EagleTraining(DrafterTraining):
     drafter: HeadSettings = field(default_factory=HeadSettings)
     chain: ChainSettings = field(default_factory=lambda: ChainSettings(steps=6, feature_weight=0.5))
 
-    def objective(self, target: Target, tokenizer: Tokenizer, source: ResponseSource) -> ChainObjective:
-        drafter = EagleDrafter(EagleConfig(head_config(self.drafter, target.config)))
-        drafter.bind(target.model)
+    def objective(self, setting: Setting) -> ChainObjective:
+        drafter = EagleDrafter(EagleConfig(head_config(self.drafter, setting.target.config)))
+        drafter.bind(setting.target.model)
         drafter.reset_parameters()
         drafter.to(self.train.device)
-        return ChainObjective("EAGLE head", target.model, drafter, source, self, self.chain)
+        return ChainObjective("EAGLE head", drafter, setting, self.chain, Eagle.Config)
 
 
 def head_config(settings: HeadSettings, target: DecoderConfig) -> DecoderConfig:
@@ -118,52 +122,49 @@ class ChainMixer:
 
 
 class ChainObjective(DrafterObjective):
-    """Unrolled training of an EAGLE or EAGLE-3 head bound to `target`."""
+    """Unrolled training of an EAGLE or EAGLE-3 head bound to its target."""
 
     model: EagleDrafter | Eagle3Drafter
 
     def __init__(
         self,
         title: str,
-        target: Decoder,
         drafter: EagleDrafter | Eagle3Drafter,
-        source: ResponseSource,
-        config: DrafterTraining,
+        setting: Setting,
         chain: ChainSettings,
+        algorithm: type[Eagle.Config],
     ) -> None:
-        super().__init__(drafter, source, config)
-        self.title, self.target, self.chain = title, target, chain
-        self.draft_lens = tuple(sorted({min(3, chain.steps), chain.steps}))
-        length = target.config.max_position_embeddings
-        self.mixer = DenseMixer(target.config, length, self.device)
+        super().__init__(drafter, setting)
+        self.title, self.target, self.chain, self._algorithm = title, setting.target.model, chain, algorithm
+        self.draft_len = chain.steps
+        length = self.target.config.max_position_embeddings
+        self.mixer = DenseMixer(self.target.config, length, self.device)
         self.table = rope_table(drafter.config.decoder, length + chain.steps, self.device)
-        self.vocabulary = drafter.to_target(torch.arange(drafter.draft_vocab_size, device=self.device))
-        self.scales = self._feature_scales()
+        vocabulary = drafter.to_target(torch.arange(drafter.draft_vocab_size, device=self.device))
+        self.known = torch.zeros(self.target.config.vocab_size, dtype=torch.bool, device=self.device)
+        self.known[vocabulary] = True
+        head = self.target.lm_head or self.target.model.embed_tokens
+        self.head_rows = head.weight.detach()[vocabulary]
+        """[draft vocabulary, hidden]: what of the target's LM head the loss needs."""
+        sample = self.training.sample()
+        self.scales = FeatureScales.measured(self._read_target(sample.tokens)[1], sample.within)
 
-    @torch.no_grad()
-    def _feature_scales(self) -> list[float]:
-        """Root mean squares of the captured features; training divides the features by them.
-
-        The residual stream of a deep layer is tens of times larger than what a fresh layer adds to it.
-        """
-        arithmetic = self.training["arithmetic"]
-        batch = arithmetic.rows(np.arange(min(16, len(arithmetic))))
-        return [float(feature.square().mean().sqrt()) for feature in self._read_target(batch.tokens)[1]]
-
-    def finish(self) -> None:
-        """Divide the weights instead of the features."""
-        width = self.target.config.hidden_size
-        with torch.no_grad():
-            for index, scale in enumerate(self.scales):
-                self.model.fc.weight[:, index * width : (index + 1) * width] /= scale
-        self.scales = [1.0] * len(self.scales)
+    def weights(self) -> dict[str, Tensor]:
+        weights = dict(self.model.state_dict())
+        return {**weights, "fc.weight": self.scales.folded(weights["fc.weight"])}
 
     def hf_config(self) -> dict[str, Any]:
         return self.model.config.to_hf()
 
+    def methods(self) -> dict[str, Any]:
+        """A chain and a tree as long as what was unrolled, and the short chain that engines serve by default."""
+        steps, children = self.chain.steps, min(10, self.model.draft_vocab_size)
+        found = {f"chain_{length}": self._algorithm(steps=length) for length in dict.fromkeys((min(3, steps), steps))}
+        return {**found, f"tree_{steps}_{children}_32": self._algorithm(steps=steps, topk=children, num_nodes=32)}
+
     def unroll(self, tokens: Tensor, hidden: Tensor, features: list[Tensor]) -> list[Tensor]:
         """What each step returns, `[B, T, hidden]`, for the target's final `hidden` and captured `features`."""
-        state = self.model.fuse([f / s for f, s in zip(features, self.scales, strict=True)], hidden)
+        state = self.model.fuse(self.scales(features), hidden)
         mixer, states = ChainMixer(self.model.config.decoder, self.table), []
         for step in range(self.chain.steps):
             state = self.model(shifted(tokens, 1 + step), state, mixer)
@@ -177,20 +178,27 @@ class ChainObjective(DrafterObjective):
     def batch_loss(self, batch: TrainingBatch, rng: np.random.Generator) -> Tensor:
         hidden, features = self._read_target(batch.tokens)
         with torch.no_grad():
-            target_probs = self.target.logits(hidden)[..., self.vocabulary].float().softmax(-1)
-            known = torch.isin(batch.tokens, self.vocabulary)
-        losses = hidden.new_zeros(())
-        weights = hidden.new_zeros(())
-        for step, state in enumerate(self.unroll(batch.tokens, hidden, features)):
-            counted = (batch.continues(2 + step) & shifted(known, 2 + step)) * STEP_DISCOUNT**step
-            log_probs = self.model.logits(state).float().log_softmax(-1)
-            loss = -(shifted(target_probs, 1 + step) * log_probs).sum(-1)
-            if self.chain.feature_weight:
-                distance = F.smooth_l1_loss(state.float(), shifted(hidden, 1 + step).float(), reduction="none")
-                loss = loss + self.chain.feature_weight * distance.mean(-1)
-            losses = losses + (loss * counted).sum()
-            weights = weights + counted.sum()
-        return losses / weights.clamp(min=1)
+            target_probs = F.linear(hidden, self.head_rows).float().softmax(-1)
+        known, width = self.known[batch.tokens], batch.tokens.shape[1]
+        losses = torch.zeros((), device=self.device)
+        weights = torch.zeros((), device=self.device)
+        for step, state in enumerate(self.unroll(batch.tokens, hidden, features)[: width - 2]):
+            # Chain i guesses token i + 2 + step, from what the target says at i + 1 + step.
+            state, ahead = state[:, : width - 1 - step], slice(1 + step, width)
+            counted = (batch.continues(2 + step) & shifted(known, 2 + step))[:, : state.shape[1]]
+            loss = self._divergence(state, target_probs[:, ahead], hidden[:, ahead])
+            losses = losses + STEP_DISCOUNT**step * (loss * counted).sum()
+            weights = weights + STEP_DISCOUNT**step * counted.sum()
+        return losses / weights.clamp(min=torch.finfo(weights.dtype).tiny)
+
+    def _divergence(self, state: Tensor, probs: Tensor, hidden: Tensor) -> Tensor:
+        """Loss `[B, n]` of head states `[B, n, hidden]` against the target's distributions and hidden states."""
+        log_probs = self.model.logits(state).float().log_softmax(-1)
+        loss = -(probs * log_probs).sum(-1)
+        if not self.chain.feature_weight:
+            return loss
+        distance = F.smooth_l1_loss(state.float(), hidden.float(), reduction="none")
+        return loss + self.chain.feature_weight * distance.mean(-1)
 
     def leading(self, batch: TrainingBatch) -> Tensor:
         hits = []

@@ -6,24 +6,35 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
+from algorithms.eagle3 import Eagle3
 from algorithms.runtime.models.config import Eagle3Config
+from algorithms.runtime.models.config.eagle import NUM_FEATURES, default_aux_layer_ids
 from algorithms.runtime.models.drafters.eagle import Eagle3Drafter
-from algorithms.runtime.models.loading import Target
+from experiments.app.schema import expect_at_least
 from experiments.training.batches import ResponseSet
-from experiments.training.objectives.drafter import DrafterTraining
+from experiments.training.objectives.drafter import DrafterTraining, Setting
 from experiments.training.objectives.eagle import ChainObjective, ChainSettings, HeadSettings, head_config
-from experiments.training.responses import KINDS, ResponseSource
+
+PUBLISHED_VOCABULARY = 32_000
+SMALLEST_PUBLISHED_TARGET = 7
+"""Layers from which on the published rule names three different ones."""
 
 
 @dataclass
 class Eagle3Settings(HeadSettings):
-    """Shape of the head. The published default of the layers needs a deeper target than the tiny one."""
+    """Shape of the head.
 
-    draft_vocab_size: int = 1536
-    target_layer_ids: list[int] = field(default_factory=lambda: [1, 3, 4])
+    None takes what the published heads have: 32,000 draft tokens, or a quarter of a vocabulary that is not much
+    larger; and features of a low, a middle and a high layer of the target.
+    """
+
+    draft_vocab_size: int | None = None
+    target_layer_ids: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        expect_at_least("drafter.draft_vocab_size", self.draft_vocab_size, 1)
 
 
 @dataclass
@@ -34,24 +45,37 @@ class Eagle3Training(DrafterTraining):
     drafter: Eagle3Settings = field(default_factory=Eagle3Settings)
     chain: ChainSettings = field(default_factory=ChainSettings)
 
-    def objective(self, target: Target, tokenizer: Tokenizer, source: ResponseSource) -> ChainObjective:
+    def objective(self, setting: Setting) -> ChainObjective:
+        target = setting.target.config
         shape = Eagle3Config(
-            decoder=head_config(self.drafter, target.config),
-            draft_vocab_size=self.drafter.draft_vocab_size,
-            target_hidden_size=target.config.hidden_size,
-            aux_layer_ids=tuple(self.drafter.target_layer_ids),
+            decoder=head_config(self.drafter, target),
+            draft_vocab_size=self.drafter.draft_vocab_size or draft_vocabulary(target.vocab_size),
+            target_hidden_size=target.hidden_size,
+            aux_layer_ids=tuple(self.drafter.target_layer_ids or feature_layers(target.num_layers)),
         )
-        drafter = Eagle3Drafter(shape, target.config.num_layers)
+        drafter = Eagle3Drafter(shape, target.num_layers)
         drafter.to(self.train.device)
-        drafter.bind(target.model)
+        drafter.bind(setting.target.model)
         if shape.reduced:
-            ids = most_frequent(source, target.config.vocab_size, shape.draft_vocab_size)
+            ids = most_frequent(setting.training, target.vocab_size, shape.draft_vocab_size)
             drafter.set_vocabulary(ids.to(self.train.device))
         drafter.reset_parameters()
-        return ChainObjective("EAGLE-3 head", target.model, drafter, source, self, self.chain)
+        return ChainObjective("EAGLE-3 head", drafter, setting, self.chain, Eagle3.Config)
 
 
-def most_frequent(source: ResponseSource, vocab_size: int, count: int) -> Tensor:
-    """`[count]` int64, rising: the tokens that occur most in the responses, both kinds weighing the same."""
-    shares = sum(ResponseSet(source.training(kind), "cpu").token_shares(vocab_size) for kind in KINDS)
-    return torch.from_numpy(np.sort(np.argsort(-np.asarray(shares), kind="stable")[:count]))
+def draft_vocabulary(vocab_size: int) -> int:
+    """Draft tokens of a head for a target of `vocab_size` tokens."""
+    return PUBLISHED_VOCABULARY if vocab_size >= 3 * PUBLISHED_VOCABULARY else max(1, vocab_size // 4)
+
+
+def feature_layers(num_target_layers: int) -> tuple[int, ...]:
+    """The published layers, or evenly spaced ones of a target too shallow for them."""
+    if num_target_layers >= SMALLEST_PUBLISHED_TARGET:
+        return default_aux_layer_ids(num_target_layers)
+    return tuple(round(i * (num_target_layers - 1) / (NUM_FEATURES - 1)) for i in range(NUM_FEATURES))
+
+
+def most_frequent(responses: ResponseSet, vocab_size: int, count: int) -> Tensor:
+    """`[count]` int64, rising: the tokens that occur most in the answers."""
+    counts = responses.token_counts(vocab_size)
+    return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:count]))

@@ -19,18 +19,24 @@ from torch import Tensor, nn
 from algorithms.runtime.models.config import DecoderConfig
 from algorithms.runtime.models.decoder import Decoder, DecoderLayer
 from algorithms.runtime.models.dense_mixer import DenseMixer
+from algorithms.runtime.models.loading import Target, load_target
+from algorithms.runtime.models.tokenizer import Tokenizer as ChatTokenizer
+from algorithms.runtime.request import Request
+from algorithms.runtime.sampling_params import SamplingParams
 from experiments.data.arithmetic import Problem, heldout_problems, parse_answer
 from experiments.training.corpus import IGNORED, Corpus, Rows, join, tokenizer_sample
-from experiments.training.dense_generation import greedy
 from experiments.training.objectives.base import Objective, TrainingConfig
-from experiments.training.tokenizer import ASSISTANT, END, USER, chat_prompt, save_tokenizer, token_id, train_tokenizer
+from experiments.training.parallel import Replicas
+from experiments.training.text.writer import Writer
+from experiments.training.tokenizer import ASSISTANT, USER, save_tokenizer, token_id, train_tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
 MAX_ANSWER_TOKENS = 120
+ANSWERS_AT_ONCE = 64
 
 
 @dataclass
-class ModelSettings:
+class ShapeSettings:
     """Shape of the target."""
 
     vocab_size: int = 2048
@@ -69,13 +75,15 @@ class TargetTraining(TrainingConfig):
     """Schema of `drafter=target`."""
 
     out_dir: str = "outputs/train_target"
-    model: ModelSettings = field(default_factory=ModelSettings)
+    shape: ShapeSettings = field(default_factory=ShapeSettings)
     batch: RowSettings = field(default_factory=RowSettings)
 
-    def build(self) -> TargetObjective:
+    def build(self, replicas: Replicas) -> TargetObjective:
+        if replicas.world > 1:
+            raise ValueError(f"drafter=target is trained by one process, got {replicas.world}")
         tokenizer = self._tokenizer()
         corpus = Corpus(tokenizer, self.train.seed)
-        model = Decoder(decoder_config(self.model, corpus.end))
+        model = Decoder(decoder_config(self.shape, corpus.end))
         model.reset_parameters()
         model.to(self.train.device)
         if self.train.compile:
@@ -87,12 +95,12 @@ class TargetTraining(TrainingConfig):
         folder = Path(self.out_dir)
         if self.resume and (folder / TOKENIZER_FILE).is_file():
             return Tokenizer.from_file(str(folder / TOKENIZER_FILE))
-        tokenizer = train_tokenizer(tokenizer_sample(self.train.seed), self.model.vocab_size)
-        save_tokenizer(tokenizer, folder, self.model.max_position_embeddings)
+        tokenizer = train_tokenizer(tokenizer_sample(self.train.seed), self.shape.vocab_size)
+        save_tokenizer(tokenizer, folder, self.shape.max_position_embeddings)
         return tokenizer
 
 
-def decoder_config(settings: ModelSettings, eos: int) -> DecoderConfig:
+def decoder_config(settings: ShapeSettings, eos: int) -> DecoderConfig:
     """The Qwen3 shape of `settings`."""
     return DecoderConfig(
         architecture="qwen3",
@@ -136,19 +144,19 @@ class TargetObjective(Objective):
         logits = self.model.logits(hidden[labels != IGNORED]).float()
         return F.cross_entropy(logits, labels[labels != IGNORED], reduction="sum")
 
-    def loss(self, step: int) -> tuple[Tensor, int]:
+    def loss(self, number: int) -> tuple[Tensor, int]:
         batch = self.batch
         rows, length = batch.code_rows, batch.code_length
-        if step % batch.long_code_every == batch.long_code_every - 1:
+        if number % batch.long_code_every == batch.long_code_every - 1:
             rows, length = max(1, rows // 2), 2 * length
         arithmetic = join(
-            self.corpus.arithmetic_rows(step, batch.arithmetic_rows, batch.arithmetic_length),
-            self.corpus.drill_rows(step, batch.drill_rows, batch.arithmetic_length),
+            self.corpus.arithmetic_rows(number, batch.arithmetic_rows, batch.arithmetic_length),
+            self.corpus.drill_rows(number, batch.drill_rows, batch.arithmetic_length),
         )
-        focus = step >= batch.focus_from_step
+        focus = number >= batch.focus_from_step
         if focus:
             arithmetic = self._focused(arithmetic)
-        code = self.corpus.code_rows(step, rows, length)
+        code = self.corpus.code_rows(number, rows, length)
         counts = [int((rows.labels != IGNORED).sum()) for rows in (arithmetic, code)]
         share = batch.focus_weight if focus else counts[0] / sum(counts)
         loss = share * self._sum(arithmetic) / counts[0] + (1 - share) * self._sum(code) / counts[1]
@@ -158,21 +166,22 @@ class TargetObjective(Objective):
         """Loss per token on held-out problems (none of the evaluation set's) and held-out modules."""
         return {key: float(self._sum(rows)) / int((rows.labels != IGNORED).sum()) for key, rows in self.heldout.items()}
 
-    def finish(self) -> None:
-        restore_layers(self.model)
-
     def hf_config(self) -> dict[str, Any]:
         return self.model.config.to_hf()
 
-    def measure(self) -> dict[str, Any]:
-        accuracy = arithmetic_accuracy(self.model, self.corpus.tokenizer, heldout_problems())
-        return {"heldout_arithmetic_accuracy": accuracy}
+    def measure(self, folder: Path) -> dict[str, Any]:
+        target = load_target(folder, self.device, torch.float32)
+        return {"heldout_arithmetic_accuracy": arithmetic_accuracy(target, heldout_problems())}
 
 
-def arithmetic_accuracy(model: Decoder, tokenizer: Tokenizer, problems: list[Problem]) -> float:
+def arithmetic_accuracy(target: Target, problems: list[Problem]) -> float:
     """Share of `problems` whose greedy answer is right."""
-    prompts = [tokenizer.encode(chat_prompt(problem.question)).ids for problem in problems]
-    answers = greedy(model, prompts, MAX_ANSWER_TOKENS, token_id(tokenizer, END))
+    tokenizer = ChatTokenizer.load(target.path)
+    prompts = [tokenizer.encode_chat([problem.question]) for problem in problems]
+    sampling = SamplingParams(max_new_tokens=MAX_ANSWER_TOKENS)
+    requests = [Request(i, tuple(ids), sampling, tokenizer.eos_ids) for i, ids in enumerate(prompts)]
+    writer = Writer(target, tokenizer, ANSWERS_AT_ONCE, max(request.max_length for request in requests))
+    answers = writer.write(requests, "target answers")
     right = [parse_answer(tokenizer.decode(a)) == p.answer for a, p in zip(answers, problems, strict=True)]
     return sum(right) / len(right)
 
@@ -181,18 +190,12 @@ def compile_layers(model: Decoder) -> None:
     """Give all layers one compiled forward.
 
     `DenseMixer` uses the layer index for the window only, so the first layer with the same window stands for all of
-    them, which spares a compilation per layer. Call `restore_layers` before the model meets another mixer.
+    them, which spares a compilation per layer.
     """
     compiled = torch.compile(DecoderLayer.forward, dynamic=False)
     windows = [model.config.window(index) for index in range(model.config.num_layers)]
     for layer, window in zip(model.model.layers, windows, strict=True):
         layer.forward = partial(_with_constant_index, compiled, layer, windows.index(window))  # type: ignore
-
-
-def restore_layers(model: Decoder) -> None:
-    """Undo `compile_layers`."""
-    for layer in model.model.layers:
-        layer.__dict__.pop("forward", None)
 
 
 def _with_constant_index(

@@ -17,6 +17,8 @@ from algorithms.runtime.models.config.keys import required
 from algorithms.runtime.models.registry import FULL, SLIDING, Windows, read_layer_types, write_layer_types
 
 DEFAULT_BLOCK_SIZE = 16
+VANILLA = "vanilla"
+"""The Markov head that reads the token before alone, by the name of DSpark's configs."""
 
 
 def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
@@ -39,11 +41,14 @@ class DFlashConfig:
     """Target layers whose output is read: the residual stream after that layer, for the last one behind the final
     norm."""
     mask_token_id: int
+    """The target's token that stands for a draft; `vocab_size`, one behind the last, is a row that the drafter owns."""
     num_target_layers: int
     causal_layers: tuple[bool, ...]
     """Whether each layer is causal inside the block."""
     logit_soft_cap: float | None = None
     """Logits s of drafts become logit_soft_cap * tanh(s / logit_soft_cap)."""
+    markov_rank: int = 0
+    """Rank of the head that corrects a draft by the token before it; 0 is none."""
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
@@ -57,10 +62,17 @@ class DFlashConfig:
             raise ValueError(
                 f"target_layer_ids must lie in 0..{self.num_target_layers - 1}, got {list(self.target_layer_ids)}"
             )
-        if not 0 <= self.mask_token_id < self.decoder.vocab_size:
+        if not 0 <= self.mask_token_id <= self.decoder.vocab_size:
             raise ValueError(
-                f"mask_token_id must be below vocab_size={self.decoder.vocab_size}, got {self.mask_token_id}"
+                f"mask_token_id must be at most vocab_size={self.decoder.vocab_size}, got {self.mask_token_id}"
             )
+        if self.markov_rank < 0:
+            raise ValueError(f"markov_rank must be >= 0, got {self.markov_rank}")
+
+    @property
+    def owns_mask(self) -> bool:
+        """Whether the mask's embedding is the drafter's own."""
+        return self.mask_token_id == self.decoder.vocab_size
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> DFlashConfig:
@@ -82,6 +94,7 @@ class DFlashConfig:
             num_target_layers=num_target_layers,
             causal_layers=causal,
             logit_soft_cap=None if cap is None else float(cap),
+            markov_rank=int(merged.get("markov_rank") or 0),
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -100,6 +113,7 @@ class DFlashConfig:
             "block_size": self.block_size,
             "num_target_layers": self.num_target_layers,
             "dflash_config": own,
+            **({"markov_rank": self.markov_rank, "markov_head_type": VANILLA} if self.markov_rank else {}),
             **write_layer_types(self.decoder.sliding_windows, self.decoder.num_layers),
         }
 

@@ -6,6 +6,10 @@ as the code of z-lab does (transformers' `hidden_states` end with it). Each draf
 its own key and value matrices, so one matmul gives the keys and values of all layers. The tokens of the block then
 attend to [context; block]. Embedding and LM head are the target's. Parameter names are those of the published
 checkpoints.
+
+With a Markov head (DSpark, github.com/deepseek-ai/DeepSpec) the logits of the k-th draft are those of the block plus
+w2 w1[t], a matrix of low rank read at the token t before it. The block fills all positions at once and cannot know
+which token the position before took; this head tells it.
 """
 
 from __future__ import annotations
@@ -19,7 +23,15 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from algorithms.runtime.models.config.dflash import DFlashConfig
-from algorithms.runtime.models.decoder import DecoderLayer, Mixer, RMSNorm, reset_layers, run_layers
+from algorithms.runtime.models.decoder import (
+    INIT_STD,
+    Decoder,
+    DecoderLayer,
+    Mixer,
+    RMSNorm,
+    reset_layers,
+    run_layers,
+)
 from algorithms.runtime.models.fusion import FusableModel, project, queries_only
 from specdec_kernels import linear
 
@@ -34,6 +46,24 @@ class StackedKV(NamedTuple):
     """[num_layers, D]."""
 
 
+class MarkovHead(nn.Module):
+    """What the token before adds to a draft's logits: w2 w1[token], of rank `rank`."""
+
+    def __init__(self, vocab_size: int, rank: int) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
+
+    def forward(self, before: Tensor) -> Tensor:
+        """`before [...]` int64 to [..., V]."""
+        return self.markov_w2(self.markov_w1(before))
+
+    def reset_parameters(self) -> None:
+        """Training starts from the block alone."""
+        nn.init.normal_(self.markov_w1.weight, std=INIT_STD)
+        nn.init.zeros_(self.markov_w2.weight)
+
+
 class DFlashDrafter(FusableModel):
     """Draft layers over materialised target features."""
 
@@ -45,11 +75,29 @@ class DFlashDrafter(FusableModel):
         self.fc = nn.Linear(len(config.target_layer_ids) * hidden, hidden, bias=False)
         self.hidden_norm = RMSNorm(hidden, eps)
         self.norm = RMSNorm(hidden, eps)
+        self.mask_embedding = nn.Parameter(torch.zeros(hidden)) if config.owns_mask else None
+        rank, vocab_size = config.markov_rank, config.decoder.vocab_size
+        self.markov_head = MarkovHead(vocab_size, rank) if rank else None
 
     def reset_parameters(self) -> None:
         """Initialise for training from scratch with torch's global generator."""
         reset_layers(self.layers)
         nn.init.normal_(self.fc.weight, std=self.fc.in_features**-0.5)
+        if self.mask_embedding is not None:
+            nn.init.normal_(self.mask_embedding, std=INIT_STD)
+        if self.markov_head is not None:
+            self.markov_head.reset_parameters()
+
+    def embed_block(self, target: Decoder, last_tokens: Tensor, size: int) -> Tensor:
+        """The input of blocks of `size` tokens behind `last_tokens [...]` int64: each token's embedding in `target`,
+        then masks; `[..., size, hidden]`."""
+        if self.mask_embedding is None:
+            tokens = last_tokens.new_full((*last_tokens.shape, size), self.config.mask_token_id)
+            tokens[..., 0] = last_tokens
+            return target.embed(tokens)
+        first = target.embed(last_tokens)[..., None, :]
+        masks = self.mask_embedding.to(first.dtype).expand(*last_tokens.shape, size - 1, -1)
+        return torch.cat([first, masks], dim=-2)
 
     def context(self, features: list[Tensor], hidden: Tensor) -> Tensor:
         """What the target computed to context `[..., T, hidden]`: `features`, one `[..., T, hidden]` per target layer

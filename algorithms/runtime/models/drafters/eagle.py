@@ -132,7 +132,6 @@ class EagleDrafter(SharedTarget):
         return self.target.logits(hidden)
 
 
-
 class Eagle3Layer(Block):
     """A decoder layer whose attention reads the normed token embedding beside the normed stream."""
 
@@ -177,7 +176,7 @@ class Eagle3Drafter(SharedTarget):
         return self.config.draft_vocab_size
 
     def reset_parameters(self) -> None:
-        """Initialise for training from scratch; the LM head starts as the bound target's rows of its tokens."""
+        """Initialise for training from scratch; the LM head and the norm that it reads start as the bound target's."""
         reset_layers(nn.ModuleList([self.midlayer]))
         nn.init.normal_(self.fc.weight, std=self.fc.in_features**-0.5)
         if self.lm_head is not None:
@@ -185,6 +184,7 @@ class Eagle3Drafter(SharedTarget):
             ids = torch.arange(self.draft_vocab_size, device=self.lm_head.weight.device)
             with torch.no_grad():
                 self.lm_head.weight.copy_(head.weight[self.to_target(ids)])
+                self.norm.weight.copy_(self.target.model.norm.weight)
 
     def set_vocabulary(self, target_ids: Tensor) -> None:
         """Let the draft vocabulary be `target_ids [draft_vocab_size]` int64, rising."""

@@ -1,0 +1,81 @@
+"""Settings of the training text. The options of the group `text` are files over these dataclasses."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from experiments.app.schema import LARGEST_INT32, expect_at_least, expect_between, expect_choice
+
+SOURCES = ("target", "file", "arithmetic", "functions", "windows")
+PLACE = "{prompt}"
+
+
+@dataclass
+class KindSettings:
+    """One kind of text: where its prompts come from, how they are put to the target, and how it answers.
+
+    `source` is one of
+
+    * `target`: the target writes user turns itself, sampled at `prompt_temperature` behind the chat template's user
+      prefix and one of the `openings` (as in Magpie, arXiv 2406.08464). No data set is needed;
+    * `file`: the prompts of `path`, a .jsonl file as for `data=jsonl` or a .txt file with empty lines between prompts;
+    * `arithmetic`: word problems of `experiments/data/arithmetic.py`;
+    * `functions`, `windows`: beginnings of functions, and random pieces, of the standard library's source.
+
+    A prompt replaces `{prompt}` in `template` and becomes a user turn, unless `raw` continues it as it stands.
+    `count` is the number of prompts at most, `prompt_tokens` and `answer_tokens` bound their lengths. Answers are
+    greedy, and a `sampled_share` of them is drawn at temperature 1.
+    """
+
+    source: str = "target"
+    count: int = 1024
+    path: str | None = None
+    openings: list[str] = field(default_factory=lambda: [""])
+    prompt_temperature: float = 1.0
+    template: str = PLACE
+    raw: bool = False
+    prompt_tokens: int = 192
+    answer_tokens: int = 256
+    sampled_share: float = 0.0
+
+    def __post_init__(self) -> None:
+        expect_choice("text.kinds.*.source", self.source, SOURCES)
+        if (self.path is not None) != (self.source == "file"):
+            raise ValueError(f"text.kinds.*.path belongs to source=file, got source={self.source}, path={self.path}")
+        if not self.openings:
+            raise ValueError("text.kinds.*.openings: expected at least one, [''] for none, got []")
+        if self.template.count(PLACE) != 1:
+            raise ValueError(f"text.kinds.*.template: expected {PLACE} once, got {self.template!r}")
+        if self.raw and (self.source == "target" or self.template != PLACE):
+            raise ValueError("text.kinds.*.raw skips the chat template: expected a source of raw text, and no template")
+        for key in ("count", "prompt_tokens", "answer_tokens"):
+            expect_at_least(f"text.kinds.*.{key}", getattr(self, key), 1)
+        expect_between("text.kinds.*.sampled_share", self.sampled_share, 0, 1)
+        expect_between("text.kinds.*.prompt_temperature", self.prompt_temperature, 0, math.inf, above=True)
+
+
+@dataclass
+class TextSettings:
+    """All kinds of text, and how they are written.
+
+    Answers go to files of `shard` prompts in `folder`. Files that exist are used again, and missing ones are written:
+    by this program alone, or by all that run at the same time. `batch` is the number of requests in the engine.
+    After `minutes` no further file is begun, and training takes what there is. `validation` prompts of each kind are
+    kept for held-out figures.
+    """
+
+    kinds: dict[str, KindSettings] = field(default_factory=dict)
+    folder: str = "outputs/text"
+    seed: int = 0
+    validation: int = 48
+    shard: int = 1024
+    batch: int = 256
+    minutes: float | None = None
+
+    def __post_init__(self) -> None:
+        for key in ("validation", "shard", "batch"):
+            expect_at_least(f"text.{key}", getattr(self, key), 1)
+        expect_between("text.seed", self.seed, 0, LARGEST_INT32)
+        if self.minutes is not None:
+            expect_between("text.minutes", self.minutes, 0, math.inf, above=True)

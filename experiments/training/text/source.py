@@ -1,0 +1,176 @@
+"""The drafters' training text: what the target writes behind prompts of every kind.
+
+A drafter must agree with its target, so the labels are the target's own tokens, right or wrong. All drafters of a
+target learn from the same text. It is written once per target and settings, in shards, and kept: an interrupted run
+goes on with the first shard that is missing, and a larger `count` appends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from algorithms.runtime.models.loading import Target
+from algorithms.runtime.models.tokenizer import Tokenizer
+from algorithms.runtime.request import Request
+from algorithms.runtime.sampling_params import SamplingParams
+from experiments.training.parallel import Replicas
+from experiments.training.text.markup import stop_ids
+from experiments.training.text.prompts import TRAINING, VALIDATION, Prompts, open_prompts, seed_of
+from experiments.training.text.settings import KindSettings, TextSettings
+from experiments.training.text.shards import Continuation, ShardFolder, Text
+from experiments.training.text.writer import Writer
+
+USED = "text.json"
+FINGERPRINT_BYTES = 1 << 20
+
+
+class TextSource:
+    """The target's text of every kind, for training and for held-out figures.
+
+    Raises ValueError or ModelError, before anything is written, where the folder's markup or the settings do not serve.
+    """
+
+    def __init__(self, target: Target, settings: TextSettings) -> None:
+        if not settings.kinds:
+            raise ValueError("text.kinds: expected at least one kind of text, got none; choose text=chat or text=tiny")
+        self.target, self.settings = target, settings
+        self.tokenizer = Tokenizer.load(target.path)
+        self.vocab_size = target.config.vocab_size
+        self._stop = stop_ids(self.tokenizer)
+        self._writer: Writer | None = None
+        self._began = time.monotonic()
+        weights = weights_fingerprint(target.path)
+        self._folders = {name: ShardFolder(self._path(name, kind, weights)) for name, kind in settings.kinds.items()}
+        self._prompts: dict[str, Prompts] = {
+            name: open_prompts(kind, self.tokenizer, settings.seed, settings.validation, self._write)
+            for name, kind in settings.kinds.items()
+        }
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt and answer together."""
+        room = max(k.prompt_tokens + k.answer_tokens for k in self.settings.kinds.values())
+        return min(room + self._markup_tokens, self.target.config.max_position_embeddings)
+
+    @property
+    def _markup_tokens(self) -> int:
+        templated = [k for k in self.settings.kinds.values() if not k.raw]
+        opened = [len(self.tokenizer.encode(text)) for k in templated for text in (*k.openings, k.template)]
+        return len(self.tokenizer.encode_chat(["x"])) + max(opened, default=0) if templated else 0
+
+    def training(self, out_dir: Path, replicas: Replicas) -> Text:
+        """Training text of all kinds, from files of earlier runs as far as there are any.
+
+        `out_dir` keeps the names of the shards, so that a resumed run learns from the same text.
+        """
+        listed = out_dir / USED
+        wanted = [tuple(name) for name in json.loads(listed.read_text())] if listed.is_file() else self._shards()
+        late: list[tuple[str, str]] = []
+        for kind, name in wanted:
+            if not self._folders[kind].holds(name) and not self._provide(kind, name, wait=False):
+                late.append((kind, name))
+        for kind, name in late:
+            if not self._is_over:
+                self._provide(kind, name, wait=True)
+        replicas.wait()
+        used = [(kind, name) for kind, name in wanted if self._folders[kind].holds(name)]
+        texts = [self._folders[kind].read(name) for kind, name in used]
+        if not sum(map(len, texts)):
+            raise ValueError("text: no shard has been written in text.minutes, or no prompt could be used")
+        if replicas.is_first:
+            listed.write_text(json.dumps(used))
+        return Text.join(texts)
+
+    def validation(self) -> dict[str, Text]:
+        """Held-out text of each kind: none of its prompts is a training prompt or one of an evaluation set."""
+        found = {}
+        for kind, folder in self._folders.items():
+            self._provide(kind, VALIDATION, wait=True)
+            found[kind] = folder.read(VALIDATION)
+        return {kind: text for kind, text in found.items() if len(text)}
+
+    def close(self) -> None:
+        """Give the engine's memory back."""
+        self._writer = None
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    @property
+    def _is_over(self) -> bool:
+        minutes = self.settings.minutes
+        return minutes is not None and time.monotonic() - self._began > 60 * minutes
+
+    def _shards(self) -> list[tuple[str, str]]:
+        """(kind, shard) in an order in which any beginning holds the kinds in their proportions."""
+        placed = []
+        for kind, settings in self.settings.kinds.items():
+            for first in range(0, settings.count, self.settings.shard):
+                end = min(first + self.settings.shard, settings.count)
+                placed.append(((first + end) / settings.count, kind, f"{first:08d}-{end:08d}"))
+        return [(kind, name) for _, kind, name in sorted(placed)]
+
+    def _provide(self, kind: str, name: str, wait: bool) -> bool:
+        """Write a shard if it is missing and time is left; whether it is there afterwards."""
+        folder, settings = self._folders[kind], self.settings.kinds[kind]
+        if name == VALIDATION:
+            split, first, end = VALIDATION, 0, self.settings.validation
+        else:
+            split, (first, end) = TRAINING, map(int, name.split("-"))
+        with folder.claim(name, wait) as mine:
+            if mine and (split == VALIDATION or not self._is_over):
+                prompts = self._prompts[kind].take(split, first, end - first)
+                folder.write(name, Text.of(self._answered(prompts, settings, f"{kind} {name}"), self.vocab_size))
+        return folder.holds(name)
+
+    def _answered(self, prompts: list[list[int]], kind: KindSettings, label: str) -> list[Continuation]:
+        base, limit = seed_of(self.settings.seed, label), self.target.config.max_position_embeddings
+        sampled = round(kind.sampled_share * len(prompts))
+        prompts = [prompt for prompt in prompts if 1 <= len(prompt) <= limit - kind.answer_tokens]
+        requests = [
+            Request(
+                id=number,
+                prompt_ids=tuple(prompt),
+                sampling=SamplingParams(
+                    max_new_tokens=kind.answer_tokens, temperature=float(number < sampled), seed=base + number
+                ),
+                eos_token_ids=self._stop,
+            )
+            for number, prompt in enumerate(prompts)
+        ]
+        answers = self._write(requests, f"target writes {label}") if requests else []
+        return [Continuation(p + a, len(p)) for p, a in zip(prompts, answers, strict=True) if a]
+
+    def _write(self, requests: Sequence[Request], label: str) -> list[list[int]]:
+        fitting = [request for request in requests if request.max_length <= self.longest]
+        if self._writer is None:
+            self._writer = Writer(self.target, self.tokenizer, self.settings.batch, self.longest)
+        answers = dict(zip([r.id for r in fitting], self._writer.write(fitting, label), strict=True)) if fitting else {}
+        return [answers.get(request.id, []) for request in requests]
+
+    def _path(self, name: str, kind: KindSettings, weights: str) -> Path:
+        """A folder of its own for every target and every setting that changes a shard."""
+        settings = {key: value for key, value in asdict(kind).items() if key != "count"}
+        if kind.path is not None:
+            settings["path"] = hashlib.sha256(Path(kind.path).read_bytes()).hexdigest()
+        run = (self.settings.seed, self.settings.shard, self.settings.validation)
+        digest = hashlib.sha256(f"{sorted(settings.items())} {run} {weights}".encode()).hexdigest()
+        return Path(self.settings.folder) / f"{name}-{digest[:16]}"
+
+
+def weights_fingerprint(folder: Path) -> str:
+    """SHA-256 over the sizes, first and last megabytes of all weight files: tells models apart without reading them."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}".encode() + file.read(FINGERPRINT_BYTES))
+            file.seek(max(0, size - FINGERPRINT_BYTES))
+            digest.update(file.read())
+    return digest.hexdigest()
