@@ -18,6 +18,8 @@ from algorithms.naive_eagle import NaiveEagle
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree
 from algorithms.runtime.models.dense_mixer import DenseMixer
 from algorithms.runtime.models.drafters.eagle import Eagle3Drafter, EagleDrafter
+from algorithms.runtime.paged_attention import PagedMixer
+from algorithms.runtime.tree_drafting import RunLevel, TreeDrafter
 from algorithms.runtime.tree_shape import TreeShape
 from algorithms.standalone import Standalone
 from tests.algorithms.drafters import (
@@ -30,7 +32,7 @@ from tests.algorithms.drafters import (
     eagle_head,
     load_random_drafters,
 )
-from tests.algorithms.toy import CONFIG, Setup, answers, changed, random_drafter, requests, run
+from tests.algorithms.toy import CONFIG, Setup, answers, changed, engine_of, random_drafter, requests, run
 
 
 @pytest.fixture
@@ -121,6 +123,56 @@ def test_tree_contains_the_chain(loaded: None) -> None:
         chain = dense_eagle_chain(eagle3_head(), text, 1)
         assert nodes[depths.index(1)] == chain[0]
         assert max(depths) <= 4
+
+
+class SpiedTree:
+    """A `TreeDrafter` that keeps what every level of its first tree was given and gave."""
+
+    def __init__(self, drafter: TreeDrafter) -> None:
+        self._drafter = drafter
+        self.levels: list[tuple[list[int], list[int], Tensor]] = []
+        self.text: list[int] = []
+
+    def tree(self, batch: Batch, logits: Tensor, run_level: RunLevel) -> DraftTree:
+        first = not self.text
+        if first:
+            self.text = batch.history[0, : int(batch.lengths[0]) + 1].tolist()
+
+        def spied(tokens: Tensor, parents: Tensor | None, mixer: PagedMixer) -> Tensor:
+            result = run_level(tokens, parents, mixer)
+            if first:
+                above = [0] * tokens.shape[1] if parents is None else parents[0].tolist()
+                self.levels.append((tokens[0].tolist(), above, result[0].clone()))
+            return result
+
+        return self._drafter.tree(batch, logits, spied)
+
+
+def test_tokens_of_wide_trees_see_their_paths_alone(loaded: None) -> None:
+    """The logits of every token of the last level, stored at slot 64 and above, are those of its path as a chain."""
+    algorithm = Eagle3(Eagle3.Config(steps=6, topk=16, num_nodes=40), TARGET, "random")
+    engine = engine_of(algorithm, Setup(max_batch=1, page_size=8, max_length=32), TARGET)
+    spy = algorithm._tree = SpiedTree(algorithm._tree)  # type: ignore[assignment]
+    engine.generate(requests(1, max_new_tokens=1))
+    assert len(spy.levels) == 5
+    head, (tokens, _, logits) = eagle3_head(), spy.levels[-1]
+    for column in range(len(tokens)):
+        path, at = [], column
+        for level, above, _ in reversed(spy.levels):
+            path, at = [level[at], *path], above[at]
+        found = dense_path_logits(head, spy.text, path)
+        torch.testing.assert_close(logits[column], found, atol=1e-4, rtol=1e-4)
+
+
+def dense_path_logits(head: Eagle3Drafter, text: list[int], path: list[int]) -> Tensor:
+    """[V]: the head's logits behind `text` and `path`, without any cache."""
+    hidden, features = dense_features(text, head.capture)
+    feature, tokens = head.fuse(features, hidden)[:, :-1], list(text[1:])
+    for token in [None, *path]:
+        tokens += [] if token is None else [token]
+        out = head(torch.tensor([tokens]), feature, DenseMixer(CONFIG, len(tokens), "cpu"))
+        feature = torch.cat([feature, out[:, -1:]], 1)
+    return head.logits(out[0, -1])
 
 
 def test_standalone_drafts_what_its_model_says(loaded: None) -> None:

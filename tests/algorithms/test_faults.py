@@ -7,12 +7,17 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+import torch
+from torch import Tensor
 
+from algorithms.runtime import step, tree_drafting
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree
 from algorithms.runtime.cache import KVCache
 from algorithms.runtime.models.loading import Target
+from algorithms.standalone import Standalone
+from specdec_kernels import Accepted, Picked, SamplingTensors, TreeLinks
 from tests.algorithms.drafters import ALL_MAKERS, TARGET, load_random_drafters
-from tests.algorithms.toy import VOCAB, Setup, answers, changed, engine_of, requests, run
+from tests.algorithms.toy import VOCAB, Scripted, Setup, answers, changed, engine_of, requests, run, scripts
 
 
 @pytest.fixture
@@ -107,3 +112,58 @@ def test_a_request_without_finite_logits_ends_alone(loaded: None, maker: str, se
         assert (done[place].token_ids, done[place].error) == (wanted[place], "")
     assert engine.scheduler.num_free_pages == engine.scheduler.num_pages
     assert all(cache.kv.isfinite().all() for cache in engine.parts.resources.caches)
+
+
+def test_a_padding_row_moves_nothing(loaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever acceptance says about it: its pages may be those of a request that has moved to another row."""
+    accept = step.accept
+
+    def generous(rule: str, tokens: Tensor, links: TreeLinks, *rest: object, **options: object) -> Accepted:
+        accepted = accept(rule, tokens, links, *rest, **options)  # type: ignore[arg-type]
+        padding = padded.pop() == 0
+        nodes = torch.arange(accepted.nodes.shape[1], dtype=torch.int32) * 2
+        return accepted._replace(
+            num_accepted=torch.where(padding, 2, accepted.num_accepted).int(),
+            nodes=torch.where(padding[:, None], nodes, accepted.nodes),
+            tokens=torch.where(padding[:, None], 1, accepted.tokens),
+        )
+
+    few = requests(7, max_new_tokens=9)
+    few = [changed(request, max_new_tokens=3 + request.id) for request in few]
+    wanted = answers(few, Setup(max_batch=1), TARGET)
+    algorithm = Scripted(scripts(few, wanted), depth=3, decoys=True)
+    padded: list[Tensor] = []
+    propose = algorithm.propose
+
+    def watched(batch: Batch) -> DraftTree:
+        padded[:] = [batch.active.clone()]
+        return propose(batch)
+
+    monkeypatch.setattr(algorithm, "propose", watched)
+    monkeypatch.setattr(step, "accept", generous)
+    setup = Setup(max_batch=4, graph="step", overlap=1, page_size=4)
+    assert [c.token_ids for c in run(algorithm, few, setup, TARGET).completions] == wanted
+
+
+@pytest.mark.parametrize("maker", ["eagle_chain", "eagle3_tree", "standalone_chain", "dflash_chain"])
+def test_a_row_forgets_the_request_before(loaded: None, maker: str) -> None:
+    """A prompt of one token is observed nowhere: its first draft is the one that it gets in a fresh row."""
+    long, short = (replace(request, id=number) for number, request in enumerate(requests(7, max_new_tokens=4)[5:7]))
+    assert len(short.prompt_ids) == 1
+    _, alone = served(maker, [short], Setup(max_batch=1))
+    _, behind = served(maker, [long, short], Setup(max_batch=1))
+    assert behind[-len(alone) :] == alone
+
+
+def test_drawn_drafts_never_use_a_key_twice(loaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One uniform for two drafts would couple them, also where they belong to different steps."""
+    pick, keys = tree_drafting.pick_tokens, []
+
+    def watched(logits: Tensor, sampling: SamplingTensors, positions: Tensor, **options: object) -> Picked:
+        keys.extend(zip(sampling.seeds.tolist(), positions.tolist(), strict=True))
+        return pick(logits, sampling, positions, **options)
+
+    monkeypatch.setattr(tree_drafting, "pick_tokens", watched)
+    few = [changed(request, temperature=0.7) for request in requests(3, max_new_tokens=12)]
+    run(Standalone(Standalone.Config(steps=4, rule="rejection"), TARGET, "random"), few, Setup(max_batch=3), TARGET)
+    assert len(keys) > 60 and len(set(keys)) == len(keys)

@@ -204,6 +204,7 @@ def test_what_lies_past_the_end_is_counted() -> None:
         ({"stop_strings": ("23",)}, [1, 2, 3], "stop_string", "1"),
         ({"stop_strings": ("23", "12")}, [1, 2], "stop_string", ""),
         ({"stop_strings": ("7",)}, [1, 2, 3, 4], "length", "1234"),
+        ({"stop_strings": ("1234",)}, [1, 2, 3, 4], "stop_string", ""),
     ],
 )
 def test_endings(sampling: dict, tokens: list[int], reason: str, text: str) -> None:
@@ -212,3 +213,17 @@ def test_endings(sampling: dict, tokens: list[int], reason: str, text: str) -> N
     scheduler.advance(running, [1, 2, 3, 4, 5], [0.0] * 5, 11.0)
     completion: Completion = running.completion
     assert (completion.token_ids, completion.finish_reason, completion.text) == (tokens, reason, text)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 7])
+def test_stop_strings_may_span_any_number_of_tokens_and_steps(width: int) -> None:
+    """A stop string of seven tokens, committed one, two, three or seven at a time; the text before it is whole."""
+    tokens = [3, 1, 4, 1, 5, 1, 2, 3, 4, 5, 6, 7, 8]
+    scheduler, running = one(request(0, new_tokens=13, stop_strings=(spell([1, 2, 3, 4, 5, 6, 7]),)))
+    for start in range(0, len(tokens), width):
+        step = tokens[start : start + width]
+        if scheduler.advance(running, step, [0.0] * len(step), 1.0) is not None:
+            break
+    completion = running.completion
+    assert (completion.finish_reason, completion.text) == ("stop_string", spell([3, 1, 4, 1, 5]))
+    assert completion.token_ids == tokens[:12]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import pytest
@@ -87,6 +88,18 @@ def test_a_draw_follows_the_written_distribution(name: str, impl: str) -> None:
     before = at - probs.gather(1, tokens[:, None])[:, 0]
     assert (before <= uniforms + 1e-5).all() and (at >= uniforms - 1e-5).all()
     assert (probs.gather(1, tokens[:, None]) > 0).all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_min_p_is_measured_at_the_temperature(impl: str, temperature: float) -> None:
+    """Token i has e^(-i / 4T) of the best one's probability: the bound falls between tokens, elsewhere at every T."""
+    count = 24
+    logits = -torch.arange(count, dtype=torch.float32)[None].to(DEVICE) / 4
+    probs = filtered_probs(logits, chosen_at(Filter(min_p=0.3), 1, temperature), impl=impl)
+    kept = [i for i in range(count) if math.exp(-i / 4 / temperature) >= 0.3]
+    assert probs[0].nonzero()[:, 0].tolist() == kept
+    assert len(kept) == {0.5: 3, 1.0: 5, 2.0: 10}[temperature]
 
 
 @pytest.mark.parametrize("impl", IMPLS)
