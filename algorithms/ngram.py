@@ -91,10 +91,11 @@ class NGram(Algorithm):
 
         device = self._device
         if self._corpus:
-            text = torch.tensor([self._corpus], device=device)
-            start = torch.zeros(1, dtype=torch.int64, device=device)
-            count = torch.full((1,), text.shape[1], dtype=torch.int32, device=device)
-            kernels.ngram_insert(self._store, text, start, count, text.shape[1], impl=self._impl)
+            text, width = torch.tensor([self._corpus], device=device), self._store.insertion_limit
+            count = torch.full((1,), width, dtype=torch.int32, device=device)
+            for first in range(0, len(self._corpus), width):
+                start = torch.full((1,), first, dtype=torch.int64, device=device)
+                kernels.ngram_insert(self._store, text, start, count, width, impl=self._impl)
 
     def propose(self, batch: Batch) -> DraftTree:
         config = self._config

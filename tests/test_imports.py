@@ -35,10 +35,7 @@ def files(folder: str) -> list[Path]:
 
 def offenders(folder: str, wrong) -> list[str]:
     return [
-        f"{path.relative_to(ROOT)} imports {name}"
-        for path in files(folder)
-        for name in imported(path)
-        if wrong(name)
+        f"{path.relative_to(ROOT)} imports {name}" for path in files(folder) for name in imported(path) if wrong(name)
     ]
 
 
@@ -133,9 +130,7 @@ def test_importing_the_package_does_not_import_triton() -> None:
         "assert 'triton' not in sys.modules, 'Triton imported without a kernel'\n"
         "assert set(s.__all__) <= set(dir(s))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=240
-    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
 
 

@@ -7,17 +7,12 @@ draft and its acceptance are broadcast, and the other ranks use them.
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from algorithms.runtime.algorithm import DraftTree
+from algorithms.runtime.collectives import from_rank_0, parallel
 from specdec_kernels import Accepted, TreeLinks
-
-
-def parallel() -> bool:
-    """Whether this process is one of several that share a target."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def own_share(tensor: Tensor, dim: int) -> Tensor:
@@ -26,22 +21,18 @@ def own_share(tensor: Tensor, dim: int) -> Tensor:
 
 
 def agree_on_draft(draft: DraftTree) -> DraftTree:
-    """Rank 0's draft, on every rank."""
-    if not parallel():
+    """Rank 0's draft, on every rank. A draft of node 0 alone is what all ranks have agreed on before."""
+    if not parallel() or draft.tokens.shape[1] == 1:
         return draft
-    probs = None if draft.draft_probs is None else _from_rank_0(draft.draft_probs)
-    return DraftTree(_from_rank_0(draft.tokens), TreeLinks(*map(_from_rank_0, draft.links)), probs)
+    probs = [] if draft.draft_probs is None else [draft.draft_probs]
+    tokens, *rest = from_rank_0([draft.tokens, *draft.links, *probs])
+    links = TreeLinks(*rest[: len(draft.links)])
+    return DraftTree(tokens, links, rest[-1] if probs else None)
 
 
 def agree_on_acceptance(accepted: Accepted) -> Accepted:
     """Rank 0's acceptance, on every rank."""
     if not parallel():
         return accepted
-    return Accepted(*(None if tensor is None else _from_rank_0(tensor) for tensor in accepted))  # type: ignore[arg-type]
-
-
-def _from_rank_0(tensor: Tensor) -> Tensor:
-    own = tensor.contiguous()
-    # Not every transport knows bool.
-    dist.broadcast(own.view(torch.uint8) if own.dtype == torch.bool else own, 0)
-    return own
+    agreed = iter(from_rank_0([tensor for tensor in accepted if tensor is not None]))
+    return Accepted(*(None if tensor is None else next(agreed) for tensor in accepted))  # type: ignore[arg-type]

@@ -20,9 +20,12 @@ program came first.
 
 Capacity: an insertion of T tokens that might not fit (live nodes + T * D > capacity) first evicts. Every node has the
 number of the last insertion whose windows went through it; for a parent it is never lower than for its children. The
-nodes used by the latest insertions are kept, as many insertions as fit half of the capacity. An insertion that could
-need more than the other half is carried out in pieces (`types.insertion_pieces`), each with its own eviction, so the
-store never overflows. A window whose beginning has been evicted is not continued.
+nodes used by the latest insertions are kept, as many insertions as fit half of the capacity; insertions more than 2,047
+ago are kept or dropped together where their ages share the first 11 bits. An insertion enters at most as many tokens as
+the other half is sure to hold (`NgramStore.insertion_limit`), the last ones of each row, so the store never overflows.
+A window whose beginning is not in the store is not continued.
+
+An insertion is seven launches at every size.
 """
 
 from specdec_kernels.ngram.api import ngram_insert, ngram_match

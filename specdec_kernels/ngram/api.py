@@ -6,7 +6,7 @@ import torch
 
 from specdec_kernels.checks import expect_contiguous, expect_dtype, expect_same_device, expect_shape
 from specdec_kernels.launch import dispatch
-from specdec_kernels.ngram.types import NgramDraft, NgramStore, insertion_pieces
+from specdec_kernels.ngram.types import NgramDraft, NgramStore
 
 MODES = ("bfs", "prob")
 
@@ -24,6 +24,9 @@ def ngram_insert(
     Tokens before `start[b]` are the beginnings of these n-grams. They are not counted again: earlier calls have
     inserted them, and an n-gram whose beginning the store does not hold is left out. A token outside [0, 2^31)
     belongs to no n-gram. Positions outside the history, and columns past `width`, are ignored.
+
+    Of more than `store.insertion_limit` tokens only the last ones of each row are entered: as many of every row as fit,
+    and one more of the first rows that have more.
 
     Args:
         store: changed in place.
@@ -49,9 +52,7 @@ def ngram_insert(
         raise ValueError(f"width: expected at least 0, got {width}")
     if width == 0 or batch == 0:
         return
-    insert = dispatch("ngram_insert", __package__, impl, history)
-    for rows, first, columns in insertion_pieces(store.capacity, store.max_depth, batch, width):
-        insert(store, history[rows], start[rows] + first, counts[rows] - first, columns)
+    dispatch("ngram_insert", __package__, impl, history)(store, history, start, counts, width)
 
 
 def ngram_match(

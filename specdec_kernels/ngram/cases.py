@@ -116,7 +116,8 @@ CASES = (
     _insert("insert_crowded_lists", "the worst child kept", before=[12, 0], new=[8, 20], alphabet=9, breadth=2),
     _insert("insert_hostile", "tokens and starts that are none", before=[4, 4, 4], new=[3, 3, 3], hostile=True),
     _insert("insert_evicting", "a parent evicted before its child", before=[20, 0], new=[2, 9], capacity=96),
-    _insert("insert_pieces", "more new n-grams than the store holds", before=[3, 2], new=[9, 11], capacity=40),
+    _insert("insert_too_many", "more new n-grams than the store holds", before=[3, 2, 4], new=[9, 11, 1], capacity=40),
     _insert("insert_shipped", "registers", gate=True, before=[20] * 2, new=[9, 3], width=16, depth=16, breadth=8),
     _insert("insert_b64", "a step of 64 requests", before=[150] * 64, new=[3] * 64, width=16, breadth=8, **_STEP),
+    _insert("insert_b256", "256 requests at once", before=[90] * 256, new=[33] * 256, width=33, breadth=8, **_STEP),
 )

@@ -6,8 +6,8 @@ import torch
 import triton
 
 from specdec_kernels.launch import current_chip, lanes, launch
-from specdec_kernels.ngram.configs import CONFIGS, match_warps
-from specdec_kernels.ngram.kernel_evict import make_room_kernel
+from specdec_kernels.ngram.configs import CONFIGS, NgramConfig, match_warps
+from specdec_kernels.ngram.kernel_evict import count_ages_kernel, drop_nodes_kernel, enter_nodes_kernel, plan_kernel
 from specdec_kernels.ngram.kernel_insert import find_beginnings_kernel, insert_kernel, list_children_kernel
 from specdec_kernels.ngram.kernel_match import match_kernel
 from specdec_kernels.ngram.types import NgramDraft, NgramStore
@@ -16,39 +16,38 @@ from specdec_kernels.ngram.types import NgramDraft, NgramStore
 def ngram_insert(
     store: NgramStore, history: torch.Tensor, start: torch.Tensor, counts: torch.Tensor, width: int
 ) -> None:
-    """One piece of `specdec_kernels.ngram_insert`."""
+    """See `specdec_kernels.ngram_insert`, which has checked the arguments."""
     config = CONFIGS[current_chip(history)]
-    rows, context = history.shape
-    depth = store.max_depth
-    shape = dict(CAPACITY=store.capacity, DEPTH=depth, BITS=_bits(store))
-    sizes = (rows, history.stride(0), width, context)
-    stamps = torch.empty_like(start)
-    beginnings = torch.empty(rows, depth - 1, dtype=torch.int32, device=history.device)
+    (rows, context), depth = history.shape, store.max_depth
+    begin, kept, stamps = torch.empty_like(start), torch.empty_like(counts), torch.empty_like(start)
     launch(
-        make_room_kernel,
+        plan_kernel,
         (1,),
-        *(start, counts, stamps, *store.tensors(), rows, width, context),
+        *(start, counts, begin, kept, stamps, store.counters, rows, width, context),
         num_warps=8,
-        **shape,
-        LISTED=store.list_width,
+        CAPACITY=store.capacity,
+        DEPTH=depth,
+        MOST=store.insertion_limit,
         BLOCK=config.sweep,
     )
+    _make_room(store, config)
+    beginnings = torch.empty(rows, depth - 1, dtype=torch.int32, device=history.device)
+    entered, sizes = (history, begin, kept), (rows, history.stride(0))
+    shape = dict(CAPACITY=store.capacity, DEPTH=depth, BITS=_bits(store), BLOCK=config.windows)
     launch(
         find_beginnings_kernel,
         (triton.cdiv(rows * (depth - 1), config.windows),),
-        *(history, start, counts, beginnings, store.keys, store.nodes, store.times, store.counters, *sizes),
+        *(*entered, beginnings, store.keys, store.nodes, store.times, store.counters, *sizes),
         num_warps=1,
         **shape,
-        BLOCK=config.windows,
     )
     launch(
         insert_kernel,
         (triton.cdiv(rows * (depth - 1 + width), config.windows),),
-        *(history, start, counts, stamps, beginnings),
-        *(store.keys, store.nodes, store.ints, store.times, store.counters, *sizes),
+        *(*entered, stamps, beginnings),
+        *(store.keys, store.nodes, store.ints, store.times, store.counters, *sizes, width),
         num_warps=1,
         **shape,
-        BLOCK=config.windows,
     )
     launch(
         list_children_kernel,
@@ -59,6 +58,24 @@ def ngram_insert(
         LISTED=store.list_width,
         PARENTS=max(2, config.pairs // store.list_width**2),
     )
+
+
+def _make_room(store: NgramStore, config: NgramConfig) -> None:
+    """Evict, if the plan of the insertion says that the store is full."""
+    keys, nodes, ints, times, lists, counters, ages = store.tensors()
+    grid = (min(triton.cdiv(store.capacity, config.sweep), config.sweep_programs),)
+    shape = dict(CAPACITY=store.capacity, BLOCK=config.sweep)
+    launch(count_ages_kernel, grid, times, ages, counters, num_warps=8, **shape)
+    table = dict(shape, BITS=_bits(store))
+    launch(
+        drop_nodes_kernel,
+        grid,
+        *(keys, nodes, ints, times, lists, counters, ages),
+        num_warps=8,
+        LISTED=store.list_width,
+        **table,
+    )
+    launch(enter_nodes_kernel, grid, keys, nodes, ints, counters, ages, num_warps=8, **table)
 
 
 def ngram_match(
@@ -79,7 +96,7 @@ def ngram_match(
     launch(
         match_kernel,
         (rows,),
-        *(history, lengths, tokens, parents, *store.tensors()[:-1], history.stride(0), context),
+        *(history, lengths, tokens, parents, *store.tensors()[:-2], history.stride(0), context),
         num_warps=match_warps(anchors, entries),
         NODES=num_nodes,
         WINDOW=window,

@@ -26,13 +26,6 @@ from specdec_kernels.ngram.kernel_lookup import child_key, find_suffix, first_ce
 
 
 @triton.jit
-def usable_count(start, count, width, context):
-    """New tokens of a row that lie in the history and in the width of the call, int64."""
-    count = tl.minimum(tl.minimum(count.to(tl.int64), width), context - start)
-    return tl.where(start >= 0, tl.maximum(count, 0), 0)
-
-
-@triton.jit
 def append_child(ints_ptr, counters_ptr, parent, child, mask, CAPACITY: tl.constexpr):
     """Add `child` to the chain of `parent`; the first child on a chain puts the parent on the list of work."""
     after = tl.atomic_xchg(ints_ptr + layout.HEAD * CAPACITY + parent, child, mask=mask, sem="relaxed")
@@ -84,20 +77,18 @@ def find_or_create(
     return node
 
 
-@triton.jit(do_not_specialize=["rows", "row_stride", "width", "context"])
+@triton.jit(do_not_specialize=["rows", "row_stride"])
 def find_beginnings_kernel(
     history_ptr,  # [B, context] int64
-    start_ptr,  # [B] int64
-    counts_ptr,  # [B] int32
+    start_ptr,  # [B] int64: of the tokens that are entered
+    counts_ptr,  # [B] int32: how many are
     beginnings_ptr,  # [B, DEPTH - 1] int32, out: entry n - 1 is the node of the n tokens before the new ones
     keys_ptr,  # [2^BITS] int64
     nodes_ptr,  # [2^BITS] int32
     times_ptr,  # [2, CAPACITY] int64
-    counters_ptr,  # [6] int64
+    counters_ptr,  # [8] int64
     rows,
     row_stride,
-    width,
-    context,
     CAPACITY: tl.constexpr,
     DEPTH: tl.constexpr,
     BITS: tl.constexpr,
@@ -106,8 +97,7 @@ def find_beginnings_kernel(
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = lane // (DEPTH - 1)
     start = tl.load(start_ptr + row, mask=row < rows, other=0)
-    count = tl.load(counts_ptr + row, mask=row < rows, other=0)
-    live = usable_count(start, count, width, context) > 0
+    live = tl.load(counts_ptr + row, mask=row < rows, other=0) > 0
     text_ptr = history_ptr + row.to(tl.int64) * row_stride
     epoch = tl.load(counters_ptr + layout.EPOCH)
     size = lane % (DEPTH - 1) + 1
@@ -115,22 +105,21 @@ def find_beginnings_kernel(
     tl.store(beginnings_ptr + lane, node, mask=row < rows)
 
 
-@triton.jit(do_not_specialize=["rows", "row_stride", "width", "context"])
+@triton.jit(do_not_specialize=["rows", "row_stride", "width"])
 def insert_kernel(
     history_ptr,  # [B, context] int64
-    start_ptr,  # [B] int64
-    counts_ptr,  # [B] int32
+    start_ptr,  # [B] int64: of the tokens that are entered
+    counts_ptr,  # [B] int32: how many are, at most `width`
     stamps_ptr,  # [B] int64: of each row's first new token
     beginnings_ptr,  # [B, DEPTH - 1] int32
     keys_ptr,  # [2^BITS] int64
     nodes_ptr,  # [2^BITS] int32
     ints_ptr,  # [7, CAPACITY] int32
     times_ptr,  # [2, CAPACITY] int64
-    counters_ptr,  # [6] int64
+    counters_ptr,  # [8] int64
     rows,
     row_stride,
     width,
-    context,
     CAPACITY: tl.constexpr,
     DEPTH: tl.constexpr,
     BITS: tl.constexpr,
@@ -140,9 +129,7 @@ def insert_kernel(
     row = lane // (DEPTH - 1 + width)
     window = lane % (DEPTH - 1 + width)
     start = tl.load(start_ptr + row, mask=row < rows, other=0)
-    count = tl.load(counts_ptr + row, mask=row < rows, other=0)
-    count = usable_count(start, count, width, context)
-    end = start + count
+    end = start + tl.load(counts_ptr + row, mask=row < rows, other=0)
     stamp = tl.load(stamps_ptr + row, mask=row < rows, other=0) - start
     text_ptr = history_ptr + row.to(tl.int64) * row_stride
     epoch, base, cut = (
@@ -208,7 +195,7 @@ def list_children_kernel(
     ints_ptr,  # [7, CAPACITY] int32
     times_ptr,  # [2, CAPACITY] int64
     lists_ptr,  # [2, CAPACITY, LISTED] int32
-    counters_ptr,  # [6] int64
+    counters_ptr,  # [8] int64
     CAPACITY: tl.constexpr,
     LISTED: tl.constexpr,
     PARENTS: tl.constexpr,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import heapq
 import itertools
-from collections import deque
+from collections import Counter, deque
 
 import torch
 
@@ -34,7 +34,10 @@ from specdec_kernels.ngram.types import (
     USED,
     NgramDraft,
     NgramStore,
+    age_bin,
     breadth_at,
+    entered_counts,
+    youngest_of,
 )
 
 _WORD = (1 << 64) - 1
@@ -44,7 +47,7 @@ class Trie:
     """The store's tensors as a trie of numbered nodes; the root is -1."""
 
     def __init__(self, store: NgramStore) -> None:
-        self.keys, self.nodes, self.ints, self.times, self.lists, self.counters = (
+        self.keys, self.nodes, self.ints, self.times, self.lists, self.counters, _ = (
             tensor.numpy() for tensor in store.tensors()
         )
         self.capacity, self.depth, self.breadth = store.capacity, store.max_depth, store.max_breadth
@@ -105,11 +108,14 @@ class Trie:
             self._evict(int(self.counters[CUT]))
 
     def _oldest_kept(self) -> int:
-        """The first insertion from which on the nodes used last fit half of the capacity."""
-        cut = int(self.counters[EPOCH])
-        while cut > 0 and (self.times[USED] >= cut - 1).sum() <= self.capacity // 2:
-            cut -= 1
-        return cut
+        """The first insertion from which on the nodes used last fit half of the capacity, at the end of a bin."""
+        epoch, used = int(self.counters[EPOCH]), self.times[USED]
+        numbers = Counter(age_bin(epoch - last) for last in used[used >= 0].tolist())
+        kept, fitting = 0, 0
+        while kept + numbers[fitting] <= self.capacity // 2:
+            kept += numbers[fitting]
+            fitting += 1
+        return epoch - youngest_of(fitting) + 1
 
     def _evict(self, cut: int) -> None:
         keep = self.times[USED] >= cut
@@ -171,11 +177,13 @@ class Tree:
 def ngram_insert(
     store: NgramStore, history: torch.Tensor, start: torch.Tensor, counts: torch.Tensor, width: int
 ) -> None:
-    """One piece of `specdec_kernels.ngram_insert`."""
+    """See `specdec_kernels.ngram_insert`, which has checked the arguments."""
     host = store.to("cpu")
     trie, context = Trie(host), history.shape[1]
     begin = start.tolist()
-    count = [max(0, min(c, width, context - s)) if s >= 0 else 0 for c, s in zip(counts.tolist(), begin, strict=True)]
+    usable = [max(0, min(c, width, context - s)) if s >= 0 else 0 for c, s in zip(counts.tolist(), begin, strict=True)]
+    count = entered_counts(usable, store.insertion_limit)
+    begin = [s + whole - c for s, whole, c in zip(begin, usable, count, strict=True)]
     trie.make_room(sum(count))
     epoch, stamp = int(trie.counters[EPOCH]), int(trie.counters[BASE])
     texts = [row[max(0, s - trie.depth) : s + c].tolist() for row, s, c in zip(history, begin, count, strict=True)]

@@ -10,7 +10,7 @@ holds does not: see `specdec_kernels.ngram`. Two stores are therefore compared b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,11 @@ HASH_SECOND = 0xD6E8FEB86659FD93
 INT_ROWS = PARENT, TOKEN, COUNT, HEAD, NEXT, FREE, WORK = tuple(range(7))
 TIME_ROWS = STAMP, USED = tuple(range(2))
 LIST_PLANES = RECENT, FREQUENT = tuple(range(2))
-COUNTERS = LIVE, EPOCH, CLOCK, BASE, CUT, NUM_WORK = tuple(range(6))
+COUNTERS = LIVE, EPOCH, CLOCK, BASE, CUT, NUM_WORK, FULL, NUM_FREED = tuple(range(8))
+
+# Eviction counts nodes by the age of their last use, in bins of so many significant bits.
+AGE_BITS, MAX_AGE_BITS = 11, 41
+NUM_BINS = (MAX_AGE_BITS - AGE_BITS + 2) << (AGE_BITS - 1)
 
 
 class NgramDraft(NamedTuple):
@@ -52,8 +56,10 @@ class NgramStore:
     times: [2, capacity] int64: stamp of the last occurrence, and number of the last insertion that used the node.
     lists: [2, capacity, list_width] int32: a node's children by falling stamp, and by falling count (ties: lower token
         first), as many as there are, then -1.
-    counters: [6] int64: live nodes, insertions, tokens, and for the running insertion its first stamp, the oldest
-        insertion that survives it (0: nothing is evicted), length of the list of parents.
+    counters: [8] int64: live nodes, insertions, tokens, and for the running insertion its first stamp, the oldest
+        insertion that survives it (0: nothing is evicted), length of the list of parents, whether the store is full
+        (1), nodes freed.
+    ages: [NUM_BINS] int32: nodes by age while nodes are evicted, else zeros.
     """
 
     def __init__(
@@ -64,11 +70,12 @@ class NgramStore:
         times: torch.Tensor,
         lists: torch.Tensor,
         counters: torch.Tensor,
+        ages: torch.Tensor,
         max_depth: int,
         max_breadth: int,
     ) -> None:
         self.keys, self.nodes, self.ints = keys, nodes, ints
-        self.times, self.lists, self.counters = times, lists, counters
+        self.times, self.lists, self.counters, self.ages = times, lists, counters, ages
         self.max_depth, self.max_breadth = max_depth, max_breadth
 
     @classmethod
@@ -94,7 +101,8 @@ class NgramStore:
             ints,
             torch.full((2, capacity), -1, dtype=torch.int64, device=device),
             torch.full((2, capacity, width), -1, dtype=torch.int32, device=device),
-            torch.zeros(6, dtype=torch.int64, device=device),
+            torch.zeros(len(COUNTERS), dtype=torch.int64, device=device),
+            torch.zeros(NUM_BINS, dtype=torch.int32, device=device),
             max_depth,
             max_breadth,
         )
@@ -102,6 +110,11 @@ class NgramStore:
     @property
     def capacity(self) -> int:
         return self.ints.shape[1]
+
+    @property
+    def insertion_limit(self) -> int:
+        """Most tokens that one insertion enters: their n-grams fit the half of the store that eviction can free."""
+        return self.capacity // 2 // self.max_depth
 
     @property
     def list_width(self) -> int:
@@ -112,12 +125,12 @@ class NgramStore:
         return self.keys.device
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return (self.keys, self.nodes, self.ints, self.times, self.lists, self.counters)
+        return (self.keys, self.nodes, self.ints, self.times, self.lists, self.counters, self.ages)
 
     def to(self, device: torch.device | str) -> NgramStore:
         """The store on `device`: a copy, or the same tensors where they are there already."""
-        keys, nodes, ints, times, lists, counters = (tensor.to(device) for tensor in self.tensors())
-        return NgramStore(keys, nodes, ints, times, lists, counters, self.max_depth, self.max_breadth)
+        keys, nodes, ints, times, lists, counters, ages = (tensor.to(device) for tensor in self.tensors())
+        return NgramStore(keys, nodes, ints, times, lists, counters, ages, self.max_depth, self.max_breadth)
 
     def contents(self) -> dict[str, torch.Tensor]:
         """What the store holds, independent of node numbers and of the layout of the hash table.
@@ -172,21 +185,34 @@ class NgramStore:
         return iter((*self.tensors(), self.max_depth, self.max_breadth))
 
 
-def insertion_pieces(capacity: int, max_depth: int, rows: int, width: int) -> list[tuple[slice, int, int]]:
-    """(rows, first column, columns) of the pieces in which `width` tokens of each row are inserted.
+def entered_counts(counts: Sequence[int], limit: int) -> list[int]:
+    """How many tokens of each row one insertion of at most `limit` tokens enters: rows share it evenly, and the first
+    of those that have more take what is left over."""
+    if sum(counts) <= limit:
+        return list(counts)
+    low, high = 0, max(counts)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if sum(min(count, middle) for count in counts) <= limit else (low, middle - 1)
+    more = limit - sum(min(count, low) for count in counts)
+    entered = []
+    for count in counts:
+        one_more = count > low and more > 0
+        more -= one_more
+        entered.append(min(count, low + one_more))
+    return entered
 
-    A piece brings at most `columns * max_depth` new n-grams per row, and must not need more than half of the store, the
-    half that eviction can always free. One piece where that holds, else row after row in runs of columns.
-    """
-    half = capacity // 2
-    if rows * width * max_depth <= half:
-        return [(slice(0, rows), 0, width)]
-    columns = min(width, half // max_depth)
-    return [
-        (slice(row, row + 1), first, min(columns, width - first))
-        for row in range(rows)
-        for first in range(0, width, columns)
-    ]
+
+def age_bin(age: int) -> int:
+    """Ages below 2^11 have bins of their own; older ones share one where their first 11 bits are equal."""
+    shift = max(0, min(age.bit_length(), MAX_AGE_BITS) - AGE_BITS)
+    return min((shift << (AGE_BITS - 1)) + (age >> shift), NUM_BINS - 1)
+
+
+def youngest_of(age_bin: int) -> int:
+    """The lowest age of a bin."""
+    shift = max(0, (age_bin >> (AGE_BITS - 1)) - 1)
+    return (age_bin - (shift << (AGE_BITS - 1))) << shift
 
 
 def breadth_at(depth: int, window: int, min_breadth: int, max_breadth: int) -> int:

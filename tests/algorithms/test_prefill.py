@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from algorithms.ngram import NGram
 from algorithms.runtime.algorithm import Batch, DraftTree
 from algorithms.runtime.batch import BatchState
-from algorithms.runtime.engine import EngineError
+from algorithms.runtime.engine import EngineError, Session
 from algorithms.runtime.prefill import Prefiller, tile_counts
 from algorithms.runtime.sampling_params import SamplingNeeds
 from algorithms.runtime.scheduler import ABORTED, Piece
+from algorithms.runtime.staging import NUM_BUFFERS, Staging
 from tests.algorithms.drafters import ALL_MAKERS, TARGET, hinted, load_random_drafters
 from tests.algorithms.test_graphs import FILTERED, STEPPED, HostReads
 from tests.algorithms.test_identity import reference
@@ -35,10 +38,12 @@ MAKERS = ALL_MAKERS | {"ngram": lambda: NGram(NGram.Config(num_nodes=9, capacity
 @pytest.mark.parametrize("cut", list(CUTS)[:3])
 @pytest.mark.parametrize("maker", ALL_MAKERS)
 def test_output_is_the_targets_own(monkeypatch: pytest.MonkeyPatch, maker: str, cut: str) -> None:
-    """Prompts of one token, of one tile and a token more, and longer than a chunk, arrive while others decode."""
+    """Prompts of one token, of one tile and a token more, and longer than a chunk, arrive while others decode. Chunks
+    of several tiles run as they are captured: at one of a few sizes, and bounded by the whole page table."""
     load_random_drafters(monkeypatch)
     asked, alone, texts = reference()
-    got = run(hinted(ALL_MAKERS[maker](), texts), asked, Setup(**CUTS[cut]), TARGET).completions
+    setup = Setup(**CUTS[cut], graph="step" if cut == "tiles of one chunk" else "none")
+    got = run(hinted(ALL_MAKERS[maker](), texts), asked, setup, TARGET).completions
     for ours, plain in zip(got, alone, strict=True):
         assert (ours.token_ids, ours.text, ours.finish_reason) == (plain.token_ids, plain.text, plain.finish_reason)
 
@@ -190,6 +195,108 @@ def test_warm_up_touches_nothing(monkeypatch: pytest.MonkeyPatch, maker: str) ->
     with torch.inference_mode():
         engine.prefiller.warm_up()
     assert all(torch.equal(one, two) for one, two in zip(kept(), before, strict=True))
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations of torch that would run on the device: all but views and new memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        viewed = any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns)
+        if not viewed and "empty" not in func.__name__:
+            self.seen[func.__name__.split(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Unseen:
+    """Stands for a CUDA graph, whose operations are not launched one by one."""
+
+    replays: Counter[str] = Counter()
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+
+    def replay(self) -> None:
+        Unseen.replays[self._work.func.__name__] += 1  # type: ignore[attr-defined]
+        with _disable_current_modes():
+            self._work()
+
+
+def test_the_host_launches_a_few_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that enter together cost one copy and one graph, however many they are, and a step one graph and the
+    copy of its results. A request that leaves costs its move to the end and what makes its row padding."""
+    monkeypatch.setattr("tests.algorithms.toy.Replayed", Unseen)
+    load_random_drafters(monkeypatch)
+    algorithm = ALL_MAKERS["eagle3_chain"]()
+    engine = engine_of(algorithm, Setup(max_batch=4, prefill_tile=16, graph="step", overlap=0), TARGET)
+    first, *others = requests(4, 24)
+    with engine.session(SamplingNeeds()) as session:
+        session.submit(changed(first, max_new_tokens=12))
+        session.step()  # the first draft is checked, one operation after the other
+        for request in others:
+            session.submit(request)
+        Unseen.replays.clear()
+        with Operations() as entered:
+            session.step()
+        assert entered.seen == {"copy_": 2} and Unseen.replays == {"_forward": 1, "_run": 1}
+        done: list[Any] = []
+        while not done:
+            with Operations() as left:
+                done = session.step()
+        assert done[0].request_id == 0 and left.seen.total() <= 1 + 8, left.seen
+
+
+@pytest.mark.parametrize("maker", ["autoregressive", "eagle3_tree"])
+def test_reading_first_gives_the_same_tokens_in_fewer_steps(monkeypatch: pytest.MonkeyPatch, maker: str) -> None:
+    """No step is launched for a request that has ended while others wait for its row."""
+    load_random_drafters(monkeypatch)
+    asked = requests(8, 6)
+    steps = []
+    for first in (False, True):
+        monkeypatch.setattr(
+            Session, "_reads_first", lambda self, first=first: first and self._scheduler.num_waiting > 0
+        )
+        generation = run(ALL_MAKERS[maker](), asked, Setup(max_batch=1, overlap=1), TARGET)
+        assert [c.token_ids for c in generation.completions] == answers(asked, Setup(), TARGET)
+        steps.append(generation.num_steps)
+    assert steps[0] - steps[1] >= len(asked) - 2
+
+
+def test_when_a_step_is_read_first() -> None:
+    """Wasted steps are weighed against the time that the host works, and only where a request waits for a row."""
+    engine = engine_of(autoregressive(TARGET), Setup(max_batch=1, overlap=1), TARGET)
+    with engine.session(SamplingNeeds()) as session:
+        session._loop_ms, session._readback.waited_ms = 100.0, 90.0
+        session._num_finished, session._row_steps = 2, 10
+        assert not session._reads_first()
+        for request in requests(2):
+            session.submit(request)
+        assert session._reads_first()
+        session._row_steps = 50  # long answers: one step of 25 is wasted, the host works a tenth of the time
+        assert not session._reads_first()
+        session._row_steps, session._readback.waited_ms = 10, 50.0
+        assert not session._reads_first()
+
+
+def test_what_is_staged_arrives() -> None:
+    """Fields of any dtype and shape, side by side; a buffer that is on its way is not the one that is written."""
+    fields = {"a": ((3,), torch.int32), "none": ((0, 4), torch.int64), "b": ((2, 5), torch.int64)}
+    staging = Staging(fields, torch.device("cpu"))
+    written = []
+    for turn in range(NUM_BUFFERS + 1):
+        arrays = staging.arrays()
+        written.append(arrays["a"])
+        arrays["a"][:], arrays["b"][:] = turn, np.arange(10).reshape(2, 5) - turn
+        staging.send()
+        assert staging.tensors["a"].tolist() == [turn] * 3
+        assert torch.equal(staging.tensors["b"], torch.arange(10).view(2, 5) - turn)
+    assert len({id(array) for array in written}) == NUM_BUFFERS
+    for name, (shape, dtype) in fields.items():
+        tensor = staging.tensors[name]
+        assert (tensor.shape, tensor.dtype) == (shape, dtype) and tensor.storage_offset() * dtype.itemsize % 128 == 0
 
 
 def test_sizes_of_a_forward() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ import torch.multiprocessing as mp
 
 from algorithms.eagle3 import Eagle3
 from algorithms.runtime.algorithm import Algorithm
+from algorithms.runtime.collectives import from_rank_0, join_columns, sum_over_ranks
+from algorithms.runtime.models.decoder import Decoder
 from algorithms.runtime.models.loading import Target
-from algorithms.runtime.models.sharding import parallel_config, shard
+from algorithms.runtime.models.sharding import VocabParallelHead, parallel_config, shard
 from tests.algorithms.drafters import eagle3_head, hinted
 from tests.algorithms.toy import (
     CONFIG,
@@ -22,6 +25,7 @@ from tests.algorithms.toy import (
     autoregressive,
     changed,
     random_target,
+    randomise,
     requests,
     run,
     scripts,
@@ -75,6 +79,38 @@ def test_two_ranks_write_what_one_does(tmp_path: Path) -> None:
         assert [tokens for tokens, _ in output] == expected
     for output in first[1:-1]:
         assert max(count for _, counts in output for count in counts) >= 2
+
+
+def _collectives(rank: int, store: str, written: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    sent = [torch.arange(5) + rank, torch.full((3, 1), rank, dtype=torch.int32), torch.tensor([rank == 0, True, False])]
+    found = from_rank_0(sent)
+    assert all(tensor.data_ptr() % 16 == found[0].data_ptr() % 16 for tensor in found)
+    columns = join_columns(torch.arange(6.0).view(2, 3) + 10 * rank)
+    torch.save(
+        [*(tensor.clone() for tensor in found), columns, sum_over_ranks(torch.ones(2, 2) * (rank + 1))],
+        f"{written}/{rank}.pt",
+    )
+    dist.destroy_process_group()
+
+
+def test_ranks_exchange_sums_columns_and_decisions(tmp_path: Path) -> None:
+    mp.spawn(_collectives, (str(tmp_path / "store"), str(tmp_path)), nprocs=WORLD)
+    for rank in range(WORLD):
+        numbers, column, flags, columns, total = torch.load(tmp_path / f"{rank}.pt")
+        assert numbers.tolist() == [0, 1, 2, 3, 4] and numbers.dtype == torch.int64
+        assert column.tolist() == [[0], [0], [0]] and column.dtype == torch.int32
+        assert flags.tolist() == [True, True, False]
+        assert columns.tolist() == [[0, 1, 2, 10, 11, 12], [3, 4, 5, 13, 14, 15]]
+        assert total.tolist() == [[3, 3], [3, 3]]
+
+
+@pytest.mark.parametrize("vocab, shared", [(64, True), (63, False)])
+def test_a_rank_keeps_its_part_of_the_head(vocab: int, shared: bool) -> None:
+    config = replace(CONFIG, vocab_size=vocab, tie_word_embeddings=False)
+    model = shard(randomise(Decoder(config), 1), 1, WORLD)
+    assert isinstance(model.lm_head, VocabParallelHead) is shared
+    assert model.lm_head.weight.shape == (vocab // WORLD if shared else vocab, CONFIG.hidden_size)
 
 
 def test_heads_must_divide() -> None:

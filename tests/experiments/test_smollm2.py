@@ -221,7 +221,6 @@ TOKENS_COMPARED = 64
 SETUP = Setup(backend="torch", max_batch=2, max_length=160)
 
 
-
 @exists
 def test_the_model_writes_the_tokens_of_transformers() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer

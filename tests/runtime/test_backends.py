@@ -144,6 +144,14 @@ def test_sides_of_a_hybrid_have_settings_of_their_own(standins: None, monkeypatc
     package = kinds["fa4"].Config(dispatch="flash_attention_4")
     assert not kinds["hybrid"].Config(prefill="torch", decode="fa4", fa4=package).capturable
     assert kinds["hybrid"].Config(prefill="fa4", decode="torch", fa4=package).capturable
+    for config, able in (
+        (kinds["fa4"].Config(), True),
+        (kinds["fa4"].Config(dispatch="auto"), False),
+        (kinds["torch"].Config(), True),
+        (kinds["hybrid"].Config(prefill="torch", decode="fa4"), True),
+        (kinds["hybrid"].Config(fa4=kinds["fa4"].Config(dispatch="auto"), prefill="fa4", decode="torch"), False),
+    ):
+        assert kinds[config.name](config, "reference").captures_prompts == able
 
 
 def test_settings_of_a_side_are_typed_under_its_name() -> None:

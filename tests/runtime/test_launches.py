@@ -51,12 +51,18 @@ class DeviceOperations(TorchDispatchMode):
         return result
 
 
-def launches_of(algorithm: Algorithm, needs: SamplingNeeds) -> dict[str, Counter[str]]:
-    """What each phase of a step of one request launches, by name."""
+def engine_of(algorithm: Algorithm, prefill_chunk: int = 2048) -> Engine:
+    """An engine for one request, with the fused forward and the launches of a GPU."""
     backend = TritonBackend(TritonBackend.Config(work_list=True), "triton")
-    settings = EngineSettings(max_batch=1, fused=True, impl="triton")
+    settings = EngineSettings(max_batch=1, fused=True, impl="triton", prefill_chunk=prefill_chunk)
     engine = Engine(TARGET, algorithm, backend, settings, decode=lambda ids: "")
     engine.parts.resources.choose_forward(TARGET.model)
+    return engine
+
+
+def launches_of(algorithm: Algorithm, needs: SamplingNeeds) -> dict[str, Counter[str]]:
+    """What each phase of a step of one request launches, by name."""
+    engine = engine_of(algorithm)
     engine.parts.state.active.fill_(1)
     step = Step(engine.parts, engine.parts.state.batch(0, 1, TARGET.config.max_position_embeddings), needs)
     counted = {}
@@ -93,3 +99,23 @@ def test_levels_are_planned_at_once() -> None:
         drafted = launches_of(algorithm, SamplingNeeds())["draft"]
         assert drafted["_level_slots_kernel"] == drafted["_plan_kernel"] == 1, drafted
         assert drafted["_token_slots_kernel"] == 0 and drafted["_attention_kernel"] > 1, drafted
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "most"),
+    [
+        (lambda: Autoregressive(Autoregressive.Config(), TARGET, None), 75),
+        (lambda: eagle3(steps=3), 95),
+        (lambda: DFlash(DFlash.Config(), TARGET, f"{TINY}/dflash"), 80),
+    ],
+    ids=["autoregressive", "eagle3_chain_3", "dflash"],
+)
+def test_launches_of_a_chunk(algorithm: Callable[[], Algorithm], most: int) -> None:
+    """The entry of requests into the state, the target's forward and the drafter's observation, without a copy for each
+    request."""
+    engine = engine_of(algorithm(), prefill_chunk=64)
+    assert engine.prefiller.sizes == (1,)
+    with torch.inference_mode(), record_launches("sm90") as launches, DeviceOperations() as operations:
+        engine.prefiller.warm_up()
+    counted = Counter(launched.kernel.__name__ for launched in launches) + operations.names
+    assert counted.total() <= most, counted

@@ -107,17 +107,13 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor], shards: int = 1) 
     write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
 
 
-def write_tokenizer(
-    folder: Path, special_tokens: tuple[str, ...] = SPECIAL_TOKENS, template: bool = True
-) -> None:
+def write_tokenizer(folder: Path, special_tokens: tuple[str, ...] = SPECIAL_TOKENS, template: bool = True) -> None:
     """A tokenizer of single bytes after the special tokens: nothing to train, any text can be written."""
     symbols = [*special_tokens, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in special_tokens]
-    )
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special_tokens])
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": special_tokens[END_ID]}
     write_json(folder / "tokenizer_config.json", config)

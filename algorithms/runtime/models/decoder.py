@@ -242,6 +242,12 @@ class DecoderBody(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
+class SharedHead(Fusable):
+    """An LM head of which every process holds a part, and which gives all logits; see `sharding`."""
+
+    weight: nn.Parameter
+
+
 class Decoder(FusableModel):
     """A causal language model without a cache."""
 
@@ -249,7 +255,7 @@ class Decoder(FusableModel):
         super().__init__()
         self.config = config
         self.model = DecoderBody(config)
-        self.lm_head: nn.Linear | None = None
+        self.lm_head: nn.Linear | SharedHead | None = None
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
@@ -284,6 +290,8 @@ class Decoder(FusableModel):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`hidden [..., T, hidden]` to `[..., T, V]` in the dtype of the weights."""
+        if isinstance(self.lm_head, SharedHead):
+            return self.lm_head(hidden)
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
         if self.impl is not None:
             return linear(hidden.contiguous(), head.weight, impl=self.impl)

@@ -2,8 +2,9 @@
 
 Query, key, value, gate and up projections are split by their outputs, so a rank holds some of the heads and some of the
 MLP's columns. Output and down projections are split by their inputs, and a sum over ranks follows each of them: two
-all-reduces per layer. Embedding, norms and LM head are whole on every rank, so every rank has all logits. The KV cache
-of a rank holds the rank's own heads.
+all-reduces per layer. Of the LM head a rank computes the logits of its own part of the vocabulary, and the parts are
+joined on every rank; a vocabulary that cannot be shared out evenly stays whole. Embedding and norms are whole on every
+rank. The KV cache of a rank holds the rank's own heads.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from algorithms.runtime.collectives import join_columns, sum_over_ranks
 from algorithms.runtime.models.config.decoder import DecoderConfig
-from algorithms.runtime.models.decoder import Attention, Decoder, DecoderLayer, SwiGLU
+from algorithms.runtime.models.decoder import Attention, Decoder, DecoderLayer, SharedHead, SwiGLU
 from algorithms.runtime.models.fusion import Fusable
 from specdec_kernels import linear
 
@@ -31,8 +32,20 @@ class RowParallelLinear(Fusable):
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.linear(x, self.weight) if self.impl is None else linear(x, self.weight, impl=self.impl)
-        dist.all_reduce(y)
+        y = sum_over_ranks(y)
         return y if self.bias is None else y + self.bias
+
+
+class VocabParallelHead(SharedHead):
+    """Logits of the whole vocabulary, of which this rank computes the rows of `weight`."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        return join_columns(F.linear(x, self.weight) if self.impl is None else linear(x, self.weight, impl=self.impl))
 
 
 def parallel_config(config: DecoderConfig, world_size: int) -> DecoderConfig:
@@ -58,6 +71,7 @@ def shard(model: Decoder, rank: int, world_size: int) -> Decoder:
         assert isinstance(layer, DecoderLayer)
         _shard_attention(layer.self_attn, config, rank)
         _shard_mlp(layer.mlp, config, rank)
+    _shard_head(model, rank, world_size)
     model.config = config
     return model
 
@@ -79,6 +93,16 @@ def _shard_mlp(mlp: SwiGLU, config: DecoderConfig, rank: int) -> None:
     _keep_outputs(mlp.gate_proj, columns)
     _keep_outputs(mlp.up_proj, columns)
     mlp.add_module("down_proj", RowParallelLinear(mlp.down_proj, columns))
+
+
+def _shard_head(model: Decoder, rank: int, world_size: int) -> None:
+    vocab = model.config.vocab_size
+    if vocab % world_size:
+        return
+    rows = _part(rank, vocab // world_size)
+    # The head of tied embeddings is a view of them, since every rank looks up any token.
+    own = model.model.embed_tokens.weight[rows] if model.lm_head is None else model.lm_head.weight[rows].clone()
+    model.lm_head = VocabParallelHead(own)
 
 
 def _part(rank: int, size: int) -> slice:
