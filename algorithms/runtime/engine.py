@@ -392,11 +392,12 @@ class Session:
             running = launched[place]
             if running.completion.finish_reason:
                 continue
-            tokens, logprobs, valid = result.of(place)
-            if valid:
+            row = result.of(place)
+            if row.valid:
                 self._row_steps += 1
-                self._emitted += len(tokens)
-                move = self._scheduler.advance(running, tokens, logprobs, _now_ms())
+                self._emitted += len(row.tokens)
+                running.completion.note_draft(row.num_drafted, row.ran_out)
+                move = self._scheduler.advance(running, row.tokens, row.logprobs, _now_ms())
             else:
                 move = self._fail(running)
             if move is not None:

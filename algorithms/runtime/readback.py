@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -18,33 +18,47 @@ from torch import Tensor
 Tag = TypeVar("Tag")
 
 
+class RowResult(NamedTuple):
+    """What one step says about one request."""
+
+    tokens: list[int]
+    """Emitted: the accepted drafts and the bonus token."""
+    logprobs: list[float]
+    valid: bool
+    """Whether the target gave a usable logit."""
+    num_drafted: int
+    ran_out: bool
+    """Whether the accepted path ends where nothing was drafted."""
+
+
 @dataclass(frozen=True)
 class StepResult:
     """One step's table on the host, see `Step.table`: a list per request."""
 
     tokens: list[list[int]]
     logprobs: list[list[float]]
-    ends: list[list[int]]
+    figures: list[list[int]]
 
     @classmethod
     def of_table(cls, table: np.ndarray[Any, Any]) -> StepResult:
-        """Of `table [rows, 2 (D + 1) + 2]` int64."""
-        emit = table.shape[1] // 2 - 1
+        """Of `table [rows, 2 (D + 1) + 4]` int64."""
+        emit = table.shape[1] // 2 - 2
         logprobs = table[:, emit : 2 * emit].astype(np.int32).view(np.float32)
         return cls(table[:, :emit].tolist(), logprobs.tolist(), table[:, 2 * emit :].tolist())
 
-    def of(self, row: int) -> tuple[list[int], list[float], bool]:
-        """Emitted tokens, their log-probabilities, and whether the target gave a usable logit."""
-        num_accepted, valid = self.ends[row]
+    def of(self, row: int) -> RowResult:
+        """What the step says about the request in `row`."""
+        num_accepted, valid, num_drafted, ran_out = self.figures[row]
         emitted = num_accepted + 1
-        return self.tokens[row][:emitted], self.logprobs[row][:emitted], bool(valid)
+        tokens, logprobs = self.tokens[row][:emitted], self.logprobs[row][:emitted]
+        return RowResult(tokens, logprobs, bool(valid), num_drafted, bool(ran_out))
 
 
 class Readback(Generic[Tag]):
     """First in, first out; `behind` results stay in flight. Buffers are reused, so a result is read once."""
 
     def __init__(self, behind: int, max_batch: int, max_depth: int, device: torch.device) -> None:
-        cuda, shape = device.type == "cuda", (max_batch, 2 * (max_depth + 1) + 2)
+        cuda, shape = device.type == "cuda", (max_batch, 2 * (max_depth + 1) + 4)
         self._behind = behind
         self._buffers = [torch.empty(shape, dtype=torch.int64, pin_memory=cuda) for _ in range(behind + 1)]
         self._events = [torch.cuda.Event() for _ in self._buffers] if cuda else []
@@ -59,7 +73,7 @@ class Readback(Generic[Tag]):
         return len(self._pending)
 
     def push(self, table: Tensor, tag: Tag) -> None:
-        """Start copying `table [rows, 2 (D + 1) + 2]` to the host."""
+        """Start copying `table [rows, 2 (D + 1) + 4]` to the host."""
         place, rows = self._next, len(table)
         self._next = (place + 1) % len(self._buffers)
         self._buffers[place][:rows].copy_(table, non_blocking=True)

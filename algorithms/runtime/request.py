@@ -55,8 +55,10 @@ class Request:
 class Completion:
     """The answer to one request.
 
-    `accepted_counts` holds the accepted drafts of each step; the last step may have emitted `num_truncated` tokens past
-    the end, so `len(token_ids) == sum(a + 1 for a in accepted_counts) - num_truncated`. `logprobs` are the target's
+    `accepted_counts` holds the accepted drafts of each step, `drafted_counts` the drafted tokens, all of which were
+    verified, and `ran_out` whether the accepted path ended where nothing was drafted, so that no draft was rejected.
+    The last step may have emitted `num_truncated` tokens past the end, so
+    `len(token_ids) == sum(a + 1 for a in accepted_counts) - num_truncated`. `logprobs` are the target's
     log-probabilities of `token_ids` (temperature 1, after penalties, before filters); the list is empty unless
     `sampling.logprobs` asked for them. Times run from the moment the request entered the batch, without waiting in the
     queue; `emitted_at_ms` has one entry per step.
@@ -71,7 +73,14 @@ class Completion:
     error: str = ""
     """Why the request failed; empty unless `finish_reason` is `error`."""
     accepted_counts: list[int] = field(default_factory=list)
+    drafted_counts: list[int] = field(default_factory=list)
+    ran_out: list[bool] = field(default_factory=list)
     num_truncated: int = 0
     emitted_at_ms: list[float] = field(default_factory=list)
     ttft_ms: float = 0.0
     total_ms: float = 0.0
+
+    def note_draft(self, num_drafted: int, ran_out: bool) -> None:
+        """Add what a step drafted."""
+        self.drafted_counts.append(num_drafted)
+        self.ran_out.append(ran_out)

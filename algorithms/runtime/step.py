@@ -53,8 +53,8 @@ class Step:
     logits: Tensor
     accepted: Accepted
     table: Tensor
-    """[B, 2 (D + 1) + 2] int64: emitted tokens, their log-probabilities as float32 bits (0 where no request asks
-    for them), num_accepted, valid."""
+    """[B, 2 (D + 1) + 4] int64: emitted tokens, their log-probabilities as float32 bits (0 where no request asks
+    for them), then num_accepted, valid, num_drafted and ran_out, see `specdec_kernels.commit`."""
 
     def __init__(self, parts: StepParts, batch: Batch, needs: SamplingNeeds, checked: bool = False) -> None:
         """`checked` looks at the draft, which reads it back: such a step cannot be captured."""
@@ -129,6 +129,8 @@ class Step:
         impl = parts.resources.impl
         committed = commit_step(
             self.tree.tokens,
+            self.tree.links.first_child,
+            self.tree.links.next_sibling,
             accepted.tokens,
             accepted.num_accepted,
             accepted.nodes,

@@ -13,6 +13,8 @@ from specdec_kernels.launch import dispatch
 
 def commit_step(
     draft_tokens: torch.Tensor,
+    first_child: torch.Tensor,
+    next_sibling: torch.Tensor,
     tokens: torch.Tensor,
     num_accepted: torch.Tensor,
     nodes: torch.Tensor,
@@ -33,6 +35,7 @@ def commit_step(
 
     Args:
         draft_tokens: [B, N] int64: tokens of the draft tree, node 0 is the last token. All tensors are contiguous.
+        first_child, next_sibling: [B, N] int32: the fields of `TreeLinks`, which the table alone has use for.
         tokens, num_accepted, nodes, valid, logprobs: the fields of `Accepted`. Of the last two the table alone has use;
             `logprobs` None leaves zeros there.
         active: [B] int32: 1, or 0 for a padding row.
@@ -54,6 +57,8 @@ def commit_step(
     path = tokens.shape[1]
     expect_tensors(
         draft_tokens=(draft_tokens, (batch, None), torch.int64),
+        first_child=(first_child, tuple(draft_tokens.shape), torch.int32),
+        next_sibling=(next_sibling, tuple(draft_tokens.shape), torch.int32),
         tokens=(tokens, (batch, path), torch.int64),
         num_accepted=(num_accepted, (batch,), torch.int32),
         nodes=(nodes, (batch, path), torch.int32),
@@ -65,9 +70,8 @@ def commit_step(
         history=(history, (batch, None), torch.int64),
     )
     implementation = dispatch("commit_step", __package__, impl, tokens)
-    return implementation(
-        draft_tokens, tokens, num_accepted, nodes, valid, logprobs, active, lengths, last_tokens, history
-    )
+    drafted, accepted = (draft_tokens, first_child, next_sibling), (tokens, num_accepted, nodes, valid, logprobs)
+    return implementation(*drafted, *accepted, active, lengths, last_tokens, history)
 
 
 def gather_path(values: Sequence[torch.Tensor], nodes: torch.Tensor, *, impl: str = "auto") -> list[torch.Tensor]:

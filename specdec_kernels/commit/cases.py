@@ -20,7 +20,7 @@ def _commit(
     full: bool = False,
     logprobs: bool = True,
 ) -> dict[str, Any]:
-    """Random paths through random trees; `full` accepts all drafts, `padding` makes every third row inactive."""
+    """Random paths beside random links; `full` accepts all drafts, `padding` makes every third row inactive."""
     path = max_depth + 1
     num_accepted = make.integers(max_depth if full else 0, max_depth + 1, batch, dtype=torch.int32)
     column = torch.arange(path, device=make.device)
@@ -33,6 +33,8 @@ def _commit(
         active[::3], lengths[::3] = 0, 0
     return dict(
         draft_tokens=make.integers(0, 1000, batch, num_nodes),
+        first_child=make.integers(-num_nodes, num_nodes, batch, num_nodes, dtype=torch.int32).clamp(min=-1),
+        next_sibling=make.integers(-3, 3, batch, num_nodes, dtype=torch.int32).clamp(min=-1, max=num_nodes - 1),
         tokens=torch.where(on_path, make.integers(0, 1000, batch, path), -1),
         num_accepted=num_accepted,
         nodes=nodes,

@@ -18,9 +18,11 @@ from specdec_kernels.launch import current_chip, lanes, launch
 
 
 @triton.jit
-def _write_table(table_ptr, logprobs_ptr, request, column, in_row, token, accepted, valid, PATH: tl.constexpr):
+def _write_table(
+    table_ptr, logprobs_ptr, request, column, in_row, token, accepted, valid, drafted, ran_out, PATH: tl.constexpr
+):
     """One row of the table that the host reads, see `Committed`."""
-    row = table_ptr + request * (2 * PATH + 2)
+    row = table_ptr + request * (2 * PATH + 4)
     tl.store(row + column, token, mask=in_row)
     if logprobs_ptr is not None:
         logprob = tl.load(logprobs_ptr + request * PATH + column, mask=in_row, other=0.0)
@@ -29,12 +31,27 @@ def _write_table(table_ptr, logprobs_ptr, request, column, in_row, token, accept
         tl.store(row + PATH + column, column * 0, mask=in_row)
     tl.store(row + 2 * PATH, accepted.to(tl.int64))
     tl.store(row + 2 * PATH + 1, valid.to(tl.int64))
+    tl.store(row + 2 * PATH + 2, drafted.to(tl.int64))
+    tl.store(row + 2 * PATH + 3, ran_out.to(tl.int64))
+
+
+@triton.jit
+def _draft_figures(first_child_ptr, next_sibling_ptr, request, end, NODES: tl.constexpr, BLOCK_N: tl.constexpr):
+    """How many nodes are linked behind the root, and whether node `end` has no child. A linked node is the first child
+    of one node, or the next sibling of one."""
+    node = tl.arange(0, BLOCK_N).to(tl.int64)
+    child = tl.load(first_child_ptr + request * NODES + node, mask=node < NODES, other=-1)
+    sibling = tl.load(next_sibling_ptr + request * NODES + node, mask=node < NODES, other=-1)
+    drafted = tl.sum((child >= 0).to(tl.int32) + (sibling >= 0).to(tl.int32), 0)
+    return drafted, tl.sum(((node == end) & (child < 0)).to(tl.int32), 0)
 
 
 # More than 16 run-time arguments: the state of a request and all that a step says about it pass through one launch.
 @triton.jit(do_not_specialize=["capacity"])
 def _commit_kernel(
     draft_tokens_ptr,  # [B, NODES] int64
+    first_child_ptr,  # [B, NODES] int32
+    next_sibling_ptr,  # [B, NODES] int32
     tokens_ptr,  # [B, PATH] int64
     num_accepted_ptr,  # [B] int32
     nodes_ptr,  # [B, PATH] int32
@@ -50,11 +67,12 @@ def _commit_kernel(
     path_ptr,  # [B, PATH] int32
     path_tokens_ptr,  # [B, PATH] int64
     next_tokens_ptr,  # [B, PATH] int64
-    table_ptr,  # [B, 2 * PATH + 2] int64
+    table_ptr,  # [B, 2 * PATH + 4] int64
     capacity,
     NODES: tl.constexpr,
     PATH: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK).to(tl.int64)
@@ -66,6 +84,8 @@ def _commit_kernel(
     count = (accepted + 1) * active
     token = tl.load(tokens_ptr + own, mask=in_row, other=-1)
     node = tl.load(nodes_ptr + own, mask=in_row, other=-1)
+    end = tl.maximum(tl.sum(tl.where(column == accepted, node, 0), 0), 0)
+    num_drafted, ran_out = _draft_figures(first_child_ptr, next_sibling_ptr, request, end, NODES, BLOCK_N)
     on_path = in_row & (column < count)
     node = tl.where(on_path, node, -1)
     drafted = tl.load(draft_tokens_ptr + request * NODES + tl.maximum(node, 0), mask=in_row, other=0)
@@ -76,9 +96,8 @@ def _commit_kernel(
     tl.store(path_ptr + own, node, mask=in_row)
     tl.store(path_tokens_ptr + own, drafted, mask=in_row)
     tl.store(next_tokens_ptr + own, tl.maximum(token, 0), mask=in_row)
-    _write_table(
-        table_ptr, logprobs_ptr, request, column, in_row, token, accepted, tl.load(valid_ptr + request), PATH
-    )
+    valid = tl.load(valid_ptr + request)
+    _write_table(table_ptr, logprobs_ptr, request, column, in_row, token, accepted, valid, num_drafted, ran_out, PATH)
 
     place = length + 1 + column
     tl.store(history_ptr + request * capacity + place, token, mask=on_path & (place < capacity))
@@ -110,6 +129,8 @@ def _gather_kernel(
 
 def commit_step(
     draft_tokens: torch.Tensor,
+    first_child: torch.Tensor,
+    next_sibling: torch.Tensor,
     tokens: torch.Tensor,
     num_accepted: torch.Tensor,
     nodes: torch.Tensor,
@@ -129,18 +150,20 @@ def commit_step(
         nodes=torch.empty_like(nodes),
         tokens=torch.empty_like(tokens),
         next_tokens=torch.empty_like(tokens),
-        table=tokens.new_empty((batch, 2 * path + 2)),
+        table=tokens.new_empty((batch, 2 * path + 4)),
     )
     launch(
         _commit_kernel,
         (batch,),
-        *(draft_tokens, tokens, num_accepted, nodes, valid, logprobs, active, lengths, last_tokens, history),
+        *(draft_tokens, first_child, next_sibling, tokens, num_accepted, nodes, valid, logprobs),
+        *(active, lengths, last_tokens, history),
         *committed,
         history.shape[1],
         num_warps=1 if path <= 64 else NUM_WARPS,
         NODES=draft_tokens.shape[1],
         PATH=path,
         BLOCK=lanes(path),
+        BLOCK_N=lanes(draft_tokens.shape[1]),
     )
     return committed
 

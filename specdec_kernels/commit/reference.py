@@ -11,6 +11,8 @@ from specdec_kernels.commit.types import Committed
 
 def commit_step(
     draft_tokens: torch.Tensor,
+    first_child: torch.Tensor,
+    next_sibling: torch.Tensor,
     tokens: torch.Tensor,
     num_accepted: torch.Tensor,
     nodes: torch.Tensor,
@@ -27,6 +29,10 @@ def commit_step(
     on_path = column < counts[:, None]
     path = torch.where(on_path, nodes, -1)
     bits = torch.zeros_like(tokens) if logprobs is None else logprobs.view(torch.int32).to(torch.int64)
+    num_drafted = (first_child >= 0).sum(1) + (next_sibling >= 0).sum(1)
+    end = nodes.gather(1, num_accepted[:, None].long()).clamp(min=0)
+    ran_out = first_child.gather(1, end.long()).squeeze(1) < 0
+    figures = torch.stack([num_accepted.long(), valid.long(), num_drafted, ran_out.long()], dim=1)
     committed = Committed(
         start=start,
         counts=counts,
@@ -34,7 +40,7 @@ def commit_step(
         nodes=path,
         tokens=draft_tokens.gather(1, path.clamp(min=0).long()),
         next_tokens=tokens.clamp(min=0),
-        table=torch.cat([tokens, bits, num_accepted[:, None], valid[:, None]], dim=1),
+        table=torch.cat([tokens, bits, figures], dim=1),
     )
     place = torch.arange(history.shape[1], device=history.device) - start[:, None] - 1
     emitted = (place >= 0) & (place < counts[:, None])

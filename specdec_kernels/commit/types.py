@@ -6,6 +6,10 @@ from typing import NamedTuple
 
 import torch
 
+STEP_FIGURES = ("num_accepted", "valid", "num_drafted", "ran_out")
+"""The last columns of `Committed.table`. `num_drafted` counts the linked nodes behind the root. `ran_out` is 1 where
+the accepted path ends at a node without a child: nothing was drafted there that could have been rejected."""
+
 
 class Committed(NamedTuple):
     """The committed path of each request in text order; P = D + 1 columns, of which the first `counts[b]` are real."""
@@ -16,4 +20,4 @@ class Committed(NamedTuple):
     nodes: torch.Tensor  # [B, P] int32: nodes of the path, -1 behind it and in padding rows
     tokens: torch.Tensor  # [B, P] int64: tokens at these positions, from the former last token on
     next_tokens: torch.Tensor  # [B, P] int64: the token that follows each
-    table: torch.Tensor  # [B, 2 P + 2] int64: emitted tokens, log-probabilities as float32 bits, num_accepted, valid
+    table: torch.Tensor  # [B, 2 P + 4] int64: emitted tokens, log-probabilities as float32 bits, then `STEP_FIGURES`

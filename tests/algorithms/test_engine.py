@@ -116,3 +116,17 @@ def test_dflash_block_size_is_checked(monkeypatch: pytest.MonkeyPatch, block_siz
     monkeypatch.setattr("algorithms.runtime.models.loading.load_dflash", lambda *_: random_drafter())
     with pytest.raises(ValueError, match=message):
         DFlash(DFlash.Config(block_size=block_size), TARGET, "random")
+
+
+@pytest.mark.parametrize("decoys", [False, True])
+def test_a_rejected_draft_is_told_from_none(decoys: bool) -> None:
+    """Every third position gets wrong drafts; the others are accepted to the end, where nothing more was drafted."""
+    asked = requests(3)
+    texts = scripts(asked, answers(asked, Setup(), TARGET))
+    scripted = Scripted(texts, 3, lambda position, depth: position % 3 > 0, decoys=decoys)
+    for request, completion in zip(asked, run(scripted, asked, Setup(), TARGET).completions, strict=True):
+        position = len(request.prompt_ids) - 1
+        for accepted, ran_out in zip(completion.accepted_counts[:-1], completion.ran_out, strict=False):
+            assert (accepted, ran_out) == ((3, True) if position % 3 else (0, False))
+            position += accepted + 1
+        assert set(completion.drafted_counts) == {6 if decoys else 3}

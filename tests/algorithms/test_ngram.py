@@ -51,6 +51,8 @@ def test_lossless(backend: str, page_size: int, max_batch: int, mode: str, tempe
     accepted = [sum(c.accepted_counts) / len(c.accepted_counts) for c in got.completions]
     assert sum(accepted[5:]) > sum(accepted[:5])
     assert sum(accepted[5:]) / 5 > 1.5
+    without = [step for c in got.completions for step in zip(c.drafted_counts, c.ran_out, strict=True) if not step[0]]
+    assert without and all(ran_out for _, ran_out in without), "a store that knows no continuation drafts nothing"
 
 
 @pytest.mark.parametrize("end", [1, 2, 5, 11])

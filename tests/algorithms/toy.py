@@ -149,6 +149,9 @@ def run(algorithm: Algorithm, asked: Sequence[Request], setup: Setup, target: Ta
         emitted = sum(accepted + 1 for accepted in completion.accepted_counts)
         assert len(completion.token_ids) == emitted - completion.num_truncated
         assert max(completion.accepted_counts) <= algorithm.max_depth
+        drafts = zip(completion.accepted_counts, completion.drafted_counts, completion.ran_out, strict=True)
+        for accepted, drafted, ran_out in drafts:
+            assert accepted <= drafted < algorithm.num_nodes and (ran_out or accepted < drafted)
     return generation
 
 

@@ -35,6 +35,22 @@ MUTANTS = (
         "the bonus token stands behind the accepted drafts, not in the last column",
     ),
     Mutant(
+        "siblings_are_no_drafts",
+        _KERNEL,
+        "tl.sum((child >= 0).to(tl.int32) + (sibling >= 0).to(tl.int32), 0)",
+        "tl.sum((child >= 0).to(tl.int32), 0)",
+        _case("commit_tree"),
+        "nodes that are the next sibling of another one are not counted as drafted",
+    ),
+    Mutant(
+        "draft_ends_at_the_root",
+        _KERNEL,
+        "(node == end) & (child < 0)",
+        "(node == 0) & (child < 0)",
+        _case("commit_tree"),
+        "a draft is taken for missing by the root's children, not by those of the last accepted node",
+    ),
+    Mutant(
         "gathered_from_the_next_request",
         _KERNEL,
         "source = row // PATH * NODES",
