@@ -11,7 +11,9 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -34,38 +36,54 @@ Task = Callable[[Any, DictConfig], Any]
 
 
 def main(task: Task, config_name: str = MAIN_CONFIG) -> None:
-    """Compose `config_name` from the command line and call `task(checked, composed)` for every job."""
-    asked = os.environ.get(FULL_ERROR)
-    show_all = asked == "1"
+    """Compose `config_name` from the command line and call `task(checked, composed)`."""
     failures: list[UserError] = []
-    started = False
+    with exits_of_errors(config_name) as program:
 
-    def job(cfg: DictConfig) -> Any:
-        nonlocal started
-        started = True
-        try:
-            return task(build_config(cfg), cfg)
-        except UserError as error:
-            if show_all:
-                raise
-            failures.append(error)  # not raised: the other jobs of a sweep still run
-            report(str(error))
-        finally:
-            _remove_empty(Path(HydraConfig.get().runtime.output_dir))
+        def job(cfg: DictConfig) -> Any:
+            program.started = True
+            try:
+                return task(build_config(cfg), cfg)
+            except UserError as error:
+                if program.show_all:
+                    raise
+                failures.append(error)
+                report(str(error))
+            finally:
+                _remove_empty(Path(HydraConfig.get().runtime.output_dir))
 
+        hydra.main(version_base="1.3", config_path=str(CONFIG_FOLDER), config_name=config_name)(job)()
+    if failures:
+        sys.exit(max(error.exit_code for error in failures))
+
+
+@dataclass
+class Program:
+    """A program that runs: whether its job has begun, and whether every error shows its traceback."""
+
+    show_all: bool
+    started: bool = False
+
+
+@contextmanager
+def exits_of_errors(config_name: str) -> Iterator[Program]:
+    """Register the schemas, and end the process with one screen of text and an exit code where the block fails."""
+    asked = os.environ.get(FULL_ERROR)
+    program = Program(show_all=asked == "1")
     os.environ[FULL_ERROR] = "1"  # makes Hydra raise what it would otherwise print
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         sys.argv[1:] = arranged(sys.argv[1:])
         register()
-        hydra.main(version_base="1.3", config_path=str(CONFIG_FOLDER), config_name=config_name)(job)()
+        yield program
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     except (UserError, HydraException, OmegaConfBaseException, OSError) as error:
-        if isinstance(error, OSError) and not isinstance(error, HydraException) and started and not disk_is_full(error):
+        fault = isinstance(error, OSError) and not isinstance(error, HydraException)
+        if fault and program.started and not disk_is_full(error):
             raise
-        if show_all:
+        if program.show_all:
             traceback.print_exc()
         else:
             report(explain(error, config_name))
@@ -73,8 +91,6 @@ def main(task: Task, config_name: str = MAIN_CONFIG) -> None:
     finally:
         signal.signal(signal.SIGTERM, before)
         os.environ.pop(FULL_ERROR) if asked is None else os.environ.update({FULL_ERROR: asked})
-    if failures:
-        sys.exit(max(error.exit_code for error in failures))
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

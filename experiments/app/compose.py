@@ -13,6 +13,7 @@ from algorithms.registry import available
 from algorithms.runtime.backends.registry import backends
 from algorithms.runtime.sampling_params import SamplingParams
 from experiments.app.errors import UserError, user_errors
+from experiments.app.identity import row_id
 from experiments.app.schema import (
     CONFIG_FOLDER,
     REPO_ROOT,
@@ -53,14 +54,27 @@ def option_keys() -> dict[str, str]:
     return keys
 
 
+def run_folder(outputs: str, name: str, time: str, *, _root_: DictConfig) -> str:
+    """Where a run goes: a folder of its own, or its row's folder in the sweep that it is a row of."""
+    sweep = _root_.sweep.name
+    return f"{outputs}/{name}/{time}" if sweep is None else f"{outputs}/sweeps/{sweep}/{row_id(_root_)}"
+
+
+def register_resolvers() -> None:
+    """Make the functions known that YAML files call."""
+    OmegaConf.register_new_resolver("repo", lambda path: str(REPO_ROOT / path), replace=True)
+    OmegaConf.register_new_resolver("run_name", run_name, replace=True)
+    OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)
+    OmegaConf.register_new_resolver("row_id", lambda *, _root_: row_id(_root_), replace=True)
+
+
 def register() -> None:
     """Put every schema in Hydra's config store, under the group `schema`, which the YAML files extend.
 
     An algorithm without a YAML file, such as a plugin, becomes an option by its schema alone. Raises `UserError` for a
     plugin that cannot be used.
     """
-    OmegaConf.register_new_resolver("repo", lambda path: str(REPO_ROOT / path), replace=True)
-    OmegaConf.register_new_resolver("run_name", run_name, replace=True)
+    register_resolvers()
     store = ConfigStore.instance()
     with user_errors(ValueError):
         groups = option_schemas()

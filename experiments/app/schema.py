@@ -6,6 +6,7 @@ values when `compose.build_config` turns the composed tree into objects. This mo
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,36 @@ class PathsConfig:
 
 
 @dataclass
+class SweepConfig:
+    """A sweep that the run is a row of: `sweep=NAME` on the command line.
+
+    `force` runs rows again that are done; `list` shows the rows and runs nothing. `lenient` applies keys that only
+    some of the swept options have to these. `shard` i/n takes every n-th row from the i-th on. `share_target` keeps a
+    process alive over the rows of one target.
+    """
+
+    name: str | None = None
+    force: bool = False
+    list: bool = False
+    lenient: bool = False
+    shard: str | None = None
+    share_target: bool = False
+
+    def __post_init__(self) -> None:
+        if self.name is not None:
+            expect_plain_name("sweep", self.name, "outputs/sweeps/")
+        found = re.fullmatch(r"(\d+)/(\d+)", self.shard or "1/1")
+        if not found or not 1 <= int(found[1]) <= int(found[2]):
+            raise ValueError(f"shard must be i/n with i from 1 to n, such as 1/4, got {self.shard!r}")
+
+
+def expect_plain_name(key: str, name: str, place: str) -> None:
+    """Raise ValueError unless `name` can be a folder under `place`."""
+    if not name or any(c in name for c in "/\\\0") or name.startswith("."):
+        raise ValueError(f"{key} becomes a folder under {place}: expected a plain name, got {name!r}")
+
+
+@dataclass
 class RunConfig:
     """One run of a task.
 
@@ -165,6 +196,7 @@ class RunConfig:
     runtime: RuntimeConfig = MISSING
     tracker: TrackerConfig = MISSING
     paths: PathsConfig = MISSING
+    sweep: SweepConfig = field(default_factory=SweepConfig)
 
     def __post_init__(self) -> None:
         expect_at_least("samples", self.samples, 0)
@@ -173,5 +205,4 @@ class RunConfig:
             raise ValueError("paths.outputs: expected a folder, got none")
         if self.runtime.num_pages is not None and self.task.OWN_PAGES:
             raise ValueError(f"runtime.num_pages cannot be given to task={self.task.name}: {self.task.OWN_PAGES}")
-        if not self.name or any(c in self.name for c in "/\\\0") or self.name.startswith("."):
-            raise ValueError(f"name becomes a folder under outputs/: expected a plain name, got {self.name!r}")
+        expect_plain_name("name", self.name, "outputs/")

@@ -1,0 +1,71 @@
+"""The command line of a program whose runs can be swept.
+
+    python run.py sweep=trees algo=dflash                        one row
+    python run.py -m sweep=trees algo=dflash,eagle3 algo.topk=1,4   all rows that are not done
+    python run.py -m sweep=trees … sweep.list=true                what is done and what is not
+
+Exit codes are those of a run. Of a sweep: 1 where a row failed or was killed, 3 where one is not lossless, 2 where all
+rows were refused.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+
+from experiments.app import cli
+from experiments.app.explain import MAIN_CONFIG
+from experiments.report.console import plain_console
+from experiments.sweep import driver, show
+from experiments.sweep.row import Task, as_row, end_with_parent, this_program
+
+MULTIRUN = ("-m", "--multirun")
+SHORT = {"sweep": "sweep.name", "shard": "sweep.shard"}
+"""Keys that are typed shorter than they are called."""
+
+
+def main(task: Task, config_name: str = MAIN_CONFIG) -> None:
+    """Run the job or the sweep that the command line asks for; see `cli.main`."""
+    end_with_parent()
+    sys.argv[1:] = [_long(argument) for argument in sys.argv[1:]]
+    overrides = [argument for argument in sys.argv[1:] if argument not in MULTIRUN]
+    swept = len(overrides) < len(sys.argv) - 1 and not any(argument.startswith("-") for argument in overrides)
+    if not swept:
+        cli.main(as_row(task), config_name)
+        return
+    with cli.exits_of_errors(config_name):
+        code = _search(overrides, config_name) if _searches(overrides) else _sweep(overrides, config_name)
+    sys.exit(code)
+
+
+def _long(argument: str) -> str:
+    key, equals, value = argument.partition("=")
+    return f"{SHORT[key]}={value}" if equals and key in SHORT else argument
+
+
+def _sweep(overrides: Sequence[str], config_name: str) -> int:
+    """Run the rows of a grid that are not done, and show all of them. Returns the exit code."""
+    console = plain_console()
+    sweep = driver.resolve(overrides, config_name, this_program())
+    if sweep.settings.list:
+        show.listing(console, sweep)
+        return 0
+    todo = driver.begin(sweep, [*sys.argv])
+    show.start(console, sweep, todo)
+    if todo:
+        driver.launch(sweep, todo)
+    return show.ending(console, sweep)
+
+
+def _searches(overrides: Sequence[str]) -> bool:
+    """Whether a sweeper of Hydra chooses the jobs, one after the other."""
+    return any(re.fullmatch(r"hydra/sweeper=(?!basic$).+", text) for text in overrides)
+
+
+def _search(overrides: Sequence[str], config_name: str) -> int:
+    """Let the sweeper that was asked for choose the rows."""
+    (sweeper,) = [text.partition("=")[2] for text in overrides if text.startswith("hydra/sweeper=")]
+    driver.expect_plugin("hydra/sweeper", sweeper)
+    driver.run_hydra(["-m", *overrides], config_name)
+    return 0
