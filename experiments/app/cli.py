@@ -80,8 +80,8 @@ def exits_of_errors(config_name: str) -> Iterator[Program]:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     except (UserError, HydraException, OmegaConfBaseException, OSError) as error:
-        fault = isinstance(error, OSError) and not isinstance(error, HydraException)
-        if fault and program.started and not disk_is_full(error):
+        of_files = isinstance(error, OSError) and not isinstance(error, HydraException) and not disk_is_full(error)
+        if of_files and program.started:
             raise
         if program.show_all:
             traceback.print_exc()

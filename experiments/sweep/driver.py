@@ -26,8 +26,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from experiments.app.compose import build_config, option_schemas
 from experiments.app.errors import UserError, user_errors
-from experiments.app.identity import digest
 from experiments.app.explain import MAIN_CONFIG
+from experiments.app.identity import digest
 from experiments.app.schema import CONFIG_FOLDER, SweepConfig
 from experiments.sweep.folder import DONE, REFUSED, RUNNING, RowRecord, SweepFolder
 from experiments.sweep.grid import Grid, parse, shard_of, without_foreign_keys
