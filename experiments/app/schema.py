@@ -74,7 +74,7 @@ class RuntimeConfig:
     `impl` auto runs compiled kernels on a GPU, and the same kernels in Triton's interpreter without one. `forward` is
     how the models around attention are computed: by fused kernels, or by torch's operations one by one; auto is fused
     in half precision on a GPU. `graph` is how much of a step is captured in CUDA graphs; auto captures all of it on a
-    GPU. `overlap` is how many steps later than the device the host reads results. `tensor_parallel` is the number of
+    GPU. `overlap` is how many steps the host reads behind the device at most. `tensor_parallel` is the number of
     processes that share the target. `prefill_chunk` bounds the prompt tokens that are prefilled between two steps.
     `kv_dtype` is how keys and values are stored: as the weights are, or in float8 e4m3, divided by the factors that the
     file `kv_scales` has for each layer and head (`task=kv_scales` writes one), or by 1.

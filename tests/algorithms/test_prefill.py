@@ -299,6 +299,18 @@ def test_what_is_staged_arrives() -> None:
         assert (tensor.shape, tensor.dtype) == (shape, dtype) and tensor.storage_offset() * dtype.itemsize % 128 == 0
 
 
+def test_padding_holds_nothing_of_an_earlier_chunk() -> None:
+    engine = engine_of(autoregressive(TARGET), Setup(prefill_chunk=16, prefill_tile=4), TARGET)
+    engine.generate(requests(8, 2))
+    spare = engine.parts.state.spare_row
+    for size in engine.prefiller.sizes:
+        for _ in range(NUM_BUFFERS):
+            engine.prefiller._send(size, ())
+            sent = engine.prefiller._staging[size].tensors
+            assert not any(bool(sent[name].any()) for name in ("counts", "prompt_counts", "tokens", "prompt_last"))
+            assert bool((sent["rows"] == spare).all() and (sent["prompt_rows"] == spare).all())
+
+
 def test_sizes_of_a_forward() -> None:
     assert tile_counts(1) == (1,)
     assert tile_counts(5) == (1, 2, 3, 4, 5)

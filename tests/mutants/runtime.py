@@ -123,4 +123,20 @@ MUTANTS = (
         ("tests/runtime/test_eagle.py::test_eagle3_agrees_with_its_definition[False]",),
         "historical: a head without the norm before its LM head drafts other tokens",
     ),
+    Mutant(
+        "a_chunk_keeps_the_text_of_the_one_before",
+        "algorithms/runtime/prefill.py",
+        "            arrays[name].fill(0)\n",
+        "            arrays[name][:1].fill(0)\n",
+        ("tests/algorithms/test_prefill.py::test_padding_holds_nothing_of_an_earlier_chunk",),
+        "tiles of padding that hold what an earlier chunk sent",
+    ),
+    Mutant(
+        "last_token_of_a_prompt_in_its_first_tile",
+        "algorithms/runtime/prefill.py",
+        "first_tile * self._tile + max(0, count - 1)",
+        "first_tile * self._tile + min(self._tile, max(1, count)) - 1",
+        ("tests/algorithms/test_prefill.py::test_drafts_do_not_depend_on_the_cut[eagle3_chain]",),
+        "what a drafter keeps of a prompt is taken from its first tile",
+    ),
 )
