@@ -4,9 +4,9 @@ observe   After prefill and after every verify, the target's hidden states at a 
           vector per committed token, and the keys and values of every draft layer are computed from it and stored
           in the drafter's own pages ("materialised"). The drafter never runs over the text.
 propose   [last token, mask, …, mask] at positions L … L + B - 1 attends to [context; block]. The target's LM head at
-          the masks gives one distribution per position. Their likeliest tokens are a chain of B - 1 drafts. With `topk`
-          above 1 the likeliest paths under the product of these marginals are a tree of `num_nodes` (best first, as in
-          DDTree).
+          the masks gives one distribution per position. Their likeliest tokens are a chain of B - 1 drafts; a drafter
+          with a Markov head (DSpark) chooses each behind the draft before it. With `topk` above 1 the likeliest paths
+          under the product of these marginals are a tree of `num_nodes` (best first, as in DDTree).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from algorithms.runtime.tree_shape import DEFAULT_TREE_NODES, MAX_NODES, MAX_TOP
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from algorithms.runtime.models.config import DFlashConfig
     from algorithms.runtime.models.loading import Target, TargetFolder
 
 
@@ -55,7 +56,7 @@ class DFlash(Algorithm):
         from algorithms.runtime.models.loading import read_dflash
 
         _, drafter = read_dflash(cls.drafter_folder(draft_path), target)
-        _block_of(config, drafter.block_size)
+        _block_of(config, drafter)
         return AttentionCalls(drafter.decoder, {"draft": "chain" if all(drafter.causal_layers) else "block"})
 
     def __init__(self, config: Config, target: Target, draft_path: str | None) -> None:
@@ -64,7 +65,7 @@ class DFlash(Algorithm):
         weight = target.model.model.norm.weight
         self._drafter = load_dflash(self.drafter_folder(draft_path), target, weight.device, weight.dtype)
         self._target, self._topk, self._window = target.model, config.topk, config.window
-        self._block = _block_of(config, self._drafter.config.block_size)
+        self._block = _block_of(config, self._drafter.config)
         self.chain = self._topk == 1 or self._block == 1
         self.num_nodes = self._block if self.chain else config.num_nodes or DEFAULT_TREE_NODES
         self.max_depth = min(self._block, self.num_nodes) - 1
@@ -86,11 +87,7 @@ class DFlash(Algorithm):
             return DraftTree(batch.last_tokens[:, None], block)
         logits = self._marginals(batch, block.positions)
         if self.chain:
-            rows = logits.flatten(0, 1)
-            drafts = kernels.pick_tokens(rows, impl=impl).tokens.view(logits.shape[:2])
-            tokens = batch.last_tokens.new_empty(block.positions.shape)
-            tokens[:, 0], tokens[:, 1:] = batch.last_tokens, drafts
-            return DraftTree(tokens, block)
+            return DraftTree(self._likeliest(logits, batch.last_tokens), block)
         rows = logits[:, : self.max_depth].flatten(0, 1)
         probs, ids = kernels.draft_topk(rows, self._topk, impl=impl)
         shape = (len(batch.last_tokens), self.max_depth, self._topk)
@@ -98,6 +95,20 @@ class DFlash(Algorithm):
             probs.view(shape), ids.view(shape), last_tokens=batch.last_tokens, num_nodes=self.num_nodes, impl=impl
         )
         return DraftTree(chosen.tokens, kernels.build_tree(chosen.parents, batch.lengths, impl=impl))
+
+    def _likeliest(self, logits: Tensor, last_tokens: Tensor) -> Tensor:
+        """The block's tokens [B, block]: the last token, then the likeliest of each position; with a Markov head the
+        likeliest behind the draft before it."""
+        impl, head = self._resources.impl, self._drafter.markov_head
+        tokens = last_tokens.new_empty(len(last_tokens), self._block)
+        tokens[:, 0] = last_tokens
+        if head is None:
+            tokens[:, 1:] = kernels.pick_tokens(logits.flatten(0, 1), impl=impl).tokens.view(logits.shape[:2])
+            return tokens
+        for place in range(self._block - 1):
+            corrected = logits[:, place] + head(tokens[:, place])
+            tokens[:, place + 1] = kernels.pick_tokens(corrected, impl=impl).tokens
+        return tokens
 
     def _marginals(self, batch: Batch, positions: Tensor) -> Tensor:
         """Logits [B, block - 1, V] of the positions behind the last token; `positions [B, block]`."""
@@ -135,9 +146,13 @@ class DFlash(Algorithm):
         )
 
 
-def _block_of(config: DFlash.Config, trained: int) -> int:
-    """Tokens of a block; ValueError if the drafter was trained on smaller ones, or if the window is smaller."""
+def _block_of(config: DFlash.Config, drafter: DFlashConfig) -> int:
+    """Tokens of a block; ValueError if the drafter was trained on smaller ones, if the window is smaller, or if it is to
+    make trees of drafts that depend on each other."""
+    trained = drafter.block_size
     block = config.block_size or trained
+    if drafter.markov_rank and config.topk > 1:
+        raise ValueError(f"algo.topk: expected 1, a drafter with a Markov head drafts chains, got {config.topk}")
     if block > trained:
         raise ValueError(f"algo.block_size: expected at most {trained}, as trained, got {block}")
     if config.window is not None and config.window < block:

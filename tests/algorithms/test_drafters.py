@@ -32,7 +32,7 @@ from tests.algorithms.drafters import (
     eagle_head,
     load_random_drafters,
 )
-from tests.algorithms.toy import CONFIG, Setup, answers, changed, engine_of, random_drafter, requests, run
+from tests.algorithms.toy import CONFIG, VOCAB, Setup, answers, changed, engine_of, random_drafter, requests, run
 
 
 @pytest.fixture
@@ -299,10 +299,34 @@ def dense_block(drafter: torch.nn.Module, text: list[int], causal: bool, seen: t
             hidden = (distance >= seen[layer]) | ((causal and layer == 1) & (distance < 0))
             return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
 
-    block = torch.full((1, config.block_size), config.mask_token_id)
-    block[0, 0] = text[-1]
-    hidden = drafter(TARGET.model.embed(block), Spelled())
-    return TARGET.model.logits(hidden[:, 1:]).argmax(-1)[0].tolist()
+    table_of_inputs = TARGET.model.model.embed_tokens.weight
+    if config.owns_mask:
+        table_of_inputs = torch.cat([table_of_inputs, drafter.mask_embedding[None]])
+    hidden = drafter(table_of_inputs[[text[-1]] + [config.mask_token_id] * (config.block_size - 1)][None], Spelled())
+    drafts = [text[-1]]
+    for row in TARGET.model.logits(hidden[0, 1:]):
+        if config.markov_rank:
+            head = drafter.markov_head
+            row = row + head.markov_w2.weight @ head.markov_w1.weight[drafts[-1]]
+        drafts.append(int(row.argmax()))
+    return drafts[1:]
+
+
+@pytest.mark.parametrize("changes", [{"mask_token_id": VOCAB}, {"markov_rank": 5}], ids=["own mask", "markov head"])
+def test_dflash_drafts_by_parts_of_its_own(monkeypatch: pytest.MonkeyPatch, changes: dict[str, int]) -> None:
+    """A mask's embedding, and a head that reads the draft before, belong to the drafter."""
+    drafter = random_drafter(block_size=4, **changes)
+    monkeypatch.setattr(f"{LOADING}.load_dflash", lambda *_: drafter)
+    algorithm, asked = DFlash(DFlash.Config(), TARGET, "random"), requests(4, max_new_tokens=9)
+    watched = Watched(algorithm)
+    completions = run(algorithm, asked, Setup(max_batch=2, page_size=4), TARGET).completions
+    assert [c.token_ids for c in completions] == answers(asked, Setup(), TARGET)
+    assert len(watched.drafts) > 10
+    for text, nodes, _ in watched.drafts:
+        assert nodes[1:] == dense_block(drafter, text, False, (128, 128))
+    if "markov_rank" in changes:
+        with pytest.raises(ValueError, match=r"algo\.topk: expected 1, a drafter with a Markov head drafts chains"):
+            DFlash(DFlash.Config(topk=2), TARGET, "random")
 
 
 def test_dflash_caps_its_logits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,7 @@ def random_target(seed: int = 0) -> Target:
     return Target(model=randomise(Decoder(CONFIG), seed), config=CONFIG, path=Path("toy"))
 
 
-def random_drafter(block_size: int = 16, seed: int = 1) -> DFlashDrafter:
+def random_drafter(block_size: int = 16, seed: int = 1, **changes: Any) -> DFlashDrafter:
     layers = 2
     config = DFlashConfig(
         decoder=replace(CONFIG, num_layers=layers),
@@ -66,7 +66,7 @@ def random_drafter(block_size: int = 16, seed: int = 1) -> DFlashDrafter:
         num_target_layers=CONFIG.num_layers,
         causal_layers=(False,) * layers,
     )
-    return randomise(DFlashDrafter(config), seed)
+    return randomise(DFlashDrafter(replace(config, **changes)), seed)
 
 
 def requests(count: int, max_new_tokens: int = 24, **changes: Any) -> list[Request]:
