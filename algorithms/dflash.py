@@ -147,8 +147,8 @@ class DFlash(Algorithm):
 
 
 def _block_of(config: DFlash.Config, drafter: DFlashConfig) -> int:
-    """Tokens of a block; ValueError if the drafter was trained on smaller ones, if the window is smaller, or if it is to
-    make trees of drafts that depend on each other."""
+    """Tokens of a block; ValueError if the drafter was trained on smaller ones, if the window is smaller, or if drafts
+    that depend on each other are to make a tree."""
     trained = drafter.block_size
     block = config.block_size or trained
     if drafter.markov_rank and config.topk > 1:
