@@ -210,18 +210,6 @@ def log_value(values_ptr, row, token, row_stride, live, PROBS: tl.constexpr):
 
 
 @triton.jit
-def first_largest(
-    values_ptr, row, in_row, group_max, group, top, row_stride,
-    VOCAB: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Lowest token of the row's largest value, from the groups' maxima and a second read of one group."""
-    winner = tl.min(tl.where(group_max == top[:, None], group, GROUPS), 1)
-    column = winner[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    value = load_values(values_ptr, row[:, None], column, row_stride, in_row[:, None] & (column < VOCAB))
-    return tl.min(tl.where(value == top[:, None], column, VOCAB), 1)
-
-
-@triton.jit
 def streamed_count(
     values_ptr, row, asks, row_stride, middle, VOCAB: tl.constexpr, SHIFT: tl.constexpr, BLOCK_V: tl.constexpr
 ):  # fmt: skip

@@ -1,8 +1,9 @@
-"""Token selection over a split vocabulary: statistics of every group of tokens, then one look at what matters.
+"""Token selection over a split vocabulary: statistics of strips of tokens, then one look at what matters.
 
-The first kernel visits all groups of all rows at once: m = max l, s = sum exp((l - m) / T). The second kernel runs one
-program per row: M = max m and the masses s exp((m - M) / T). Their running sum gives the group that the uniform falls
-in, and that group alone is read again.
+The first kernel reads all rows once, a strip of up to `strip` groups a program: m = max l and its first token of the
+strip, s = sum exp((l - m) / T) of the strip and of each group. The second kernel runs one program per row: M = max m,
+and the masses s exp((m - M) / T) of the strips. Their running sum gives the strip that the uniform falls in, the sums
+of its groups give the group, and that group alone is read again.
 
 With filters the second kernel first finds the row's threshold. The SLOTS groups of the largest maxima hold every token
 above the next maximum C. If the threshold is not below C, these groups are enough: they are read into registers and
@@ -20,6 +21,7 @@ import triton
 import triton.language as tl
 
 from specdec_kernels.launch import current_chip, launch
+from specdec_kernels.overlap import let_next_kernel_start, overlapped, wait_for_kernel_ahead
 from specdec_kernels.sampling import device as d
 from specdec_kernels.sampling import kernel_nucleus as nucleus
 from specdec_kernels.sampling.configs import SELECTION
@@ -41,33 +43,71 @@ class Selected(NamedTuple):
     distribution: torch.Tensor | None  # [4, R] float32
 
 
+# A program of the first kernel takes one row on a GPU, whose numbers are scalars, and many rows in the interpreter.
 @triton.jit
-def _masses(value, top, scale, twice, PROBS: tl.constexpr, TWO: tl.constexpr):
-    """Sums of a group's weights at its temperature and, where `TWO` and `twice` ask for it, at temperature 1."""
-    mass = tl.sum(d.weigh(value, top[:, None], scale[:, None], PROBS), 1)
-    plain = mass
-    if TWO:
+def _row_max(of_groups, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr):
+    """Maximum of the groups [BLOCK_R * BLOCK_S] of each row."""
+    return tl.max(of_groups, 0) if BLOCK_R == 1 else tl.max(tl.reshape(of_groups, (BLOCK_R, BLOCK_S)), 1)
+
+
+@triton.jit
+def _row_sum(of_groups, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr):
+    return tl.sum(of_groups, 0) if BLOCK_R == 1 else tl.sum(tl.reshape(of_groups, (BLOCK_R, BLOCK_S)), 1)
+
+
+@triton.jit
+def _by_entry(of_rows, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr):
+    """A number of each row, to be used with the entries of all groups."""
+    if BLOCK_R == 1:
+        spread = of_rows
+    else:
+        spread = tl.reshape(tl.broadcast_to(of_rows[:, None], (BLOCK_R, BLOCK_S)), (BLOCK_R * BLOCK_S, 1))
+    return spread
+
+
+@triton.jit
+def _any_row(flag, BLOCK_R: tl.constexpr):
+    return flag if BLOCK_R == 1 else tl.max(flag.to(tl.int32), 0) > 0
+
+
+@triton.jit
+def _masses(
+    value, top, scale, twice, SAMPLE: tl.constexpr, NORMALISE: tl.constexpr, PROBS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Sums of the weights of each group and of each row's strip at its temperature, and of the strip at temperature 1,
+    where they are asked for; the last is another one than the second where `twice`."""
+    over = _by_entry(top, BLOCK_R, BLOCK_S)
+    mass = tl.sum(d.weigh(value, over, _by_entry(scale, BLOCK_R, BLOCK_S), PROBS), 1)
+    strip = _row_sum(mass, BLOCK_R, BLOCK_S)
+    plain = strip
+    if SAMPLE and NORMALISE:
         if twice:
-            plain = tl.sum(d.weigh(value, top[:, None], d.LOG2E, PROBS), 1)
-    return mass, plain
+            plain = _row_sum(tl.sum(d.weigh(value, over, d.LOG2E, PROBS), 1), BLOCK_R, BLOCK_S)
+    return mass, strip, plain
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _stats_kernel(
     values_ptr,  # [R, VOCAB], row stride row_stride
     temperature_ptr,  # [R / PER_REQUEST] float32, or None without SAMPLE
-    stats_ptr,  # [1 to 3, R, GROUPS] float32: maximum, sum at T (with SAMPLE), sum at 1 (with NORMALISE)
+    groups_ptr,  # [0 to 2, R, GROUPS] float32: maximum (with FILTER), sum at T over the strip's maximum (with SAMPLE)
+    strips_ptr,  # [1 to 3, R, STRIPS] float32: maximum, sum at T (with SAMPLE), sum at 1 (with NORMALISE)
+    first_ptr,  # [R, STRIPS] int32: first token that has the maximum, of rows that are not drawn
     rows,
     row_stride,
     PER_REQUEST: tl.constexpr,
     VOCAB: tl.constexpr,
     GROUPS: tl.constexpr,
+    STRIPS: tl.constexpr,
     SAMPLE: tl.constexpr,
+    FILTER: tl.constexpr,
     NORMALISE: tl.constexpr,
     PROBS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_S: tl.constexpr,
     WIDTH: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     pair = tl.arange(0, BLOCK_R * BLOCK_S)
     row = tl.program_id(0) * BLOCK_R + (pair * 0 if BLOCK_R == 1 else pair // BLOCK_S)
@@ -75,28 +115,46 @@ def _stats_kernel(
     live = (row < rows) & (group < GROUPS)
     column = group[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     in_row = live[:, None] & (column < VOCAB)
+    own = tl.program_id(0) if BLOCK_R == 1 else tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    wait_for_kernel_ahead(OVERLAP)
+    let_next_kernel_start(OVERLAP)
     value = d.load_entries(values_ptr, row[:, None], column, row_stride, in_row)
-    place = row.to(tl.int64) * GROUPS + group
-    plane = rows.to(tl.int64) * GROUPS
+    temperature = own.to(tl.float32) * 0.0
+    if SAMPLE:
+        temperature = tl.load(temperature_ptr + own // PER_REQUEST, mask=own < rows, other=1.0)
+    scale = d.exponent_scale(temperature)
+    twice = _any_row((temperature > 0) & (temperature != 1), BLOCK_R)
+    group_max = tl.max(value, 1)
+    top = _row_max(group_max, BLOCK_R, BLOCK_S)
+    fine = (top == top) & (top < float("inf"))
+    mass, strip, plain = group_max, top, top
     if SAMPLE or NORMALISE:
-        temperature = tl.full(row.shape, 1.0, tl.float32)
-        if SAMPLE:
-            temperature = tl.load(temperature_ptr + row // PER_REQUEST, mask=live, other=1.0)
-        scale = d.exponent_scale(temperature)
-        twice = tl.max(tl.where((temperature > 0) & (temperature != 1), 1, 0), 0) > 0
-        top = tl.max(value, 1)
-        mass, plain = _masses(value, top, scale, twice, PROBS, SAMPLE and NORMALISE)
-        # A NaN or an infinity shows in its group's sum or maximum; replacing it in every entry would be slower.
-        if tl.max(tl.where((mass < float("inf")) & (top == top), 0, 1), 0) > 0:
-            value = d.load_values(values_ptr, row[:, None], column, row_stride, in_row)
-            top = tl.max(value, 1)
-            mass, plain = _masses(value, top, scale, twice, PROBS, SAMPLE and NORMALISE)
-        tl.store(stats_ptr + plane + place, mass, mask=live)
-        if SAMPLE and NORMALISE:
-            tl.store(stats_ptr + 2 * plane + place, plain, mask=live)
-    else:
-        top = tl.max(d.usable(value), 1)
-    tl.store(stats_ptr + place, top, mask=live)
+        mass, strip, plain = _masses(value, top, scale, twice, SAMPLE, NORMALISE, PROBS, BLOCK_R, BLOCK_S)
+        fine &= strip < float("inf")
+    # A NaN or an infinity shows in the strip's sum or maximum; replacing it in every entry would be slower.
+    if _any_row(fine == 0, BLOCK_R):
+        value = d.usable(value)
+        group_max = tl.max(value, 1)
+        top = _row_max(group_max, BLOCK_R, BLOCK_S)
+        if SAMPLE or NORMALISE:
+            mass, strip, plain = _masses(value, top, scale, twice, SAMPLE, NORMALISE, PROBS, BLOCK_R, BLOCK_S)
+
+    place, plane = row.to(tl.int64) * GROUPS + group, rows.to(tl.int64) * GROUPS
+    if FILTER:
+        tl.store(groups_ptr + place, group_max, mask=live)
+    if SAMPLE:
+        tl.store(groups_ptr + (plane if FILTER else 0) + place, mass, mask=live)
+    place, plane = own.to(tl.int64) * STRIPS + tl.program_id(1), rows.to(tl.int64) * STRIPS
+    tl.store(strips_ptr + place, top, mask=own < rows)
+    if SAMPLE:
+        tl.store(strips_ptr + plane + place, strip, mask=own < rows)
+    if NORMALISE:
+        tl.store(strips_ptr + (2 * plane if SAMPLE else plane) + place, plain, mask=own < rows)
+    first = own * 0
+    if PROBS or _any_row((temperature > 0) == 0, BLOCK_R):
+        among = tl.where(value == _by_entry(top, BLOCK_R, BLOCK_S), -column, -VOCAB)
+        first = -_row_max(tl.max(among, 1), BLOCK_R, BLOCK_S)
+    tl.store(first_ptr + place, first, mask=own < rows)
 
 
 @triton.jit
@@ -191,16 +249,21 @@ def _defer(
 
 @triton.jit
 def _filter(
-    values_ptr, top_k_ptr, top_p_ptr, min_p_ptr, ids_ptr, state_ptr, pivots_ptr, row, request, in_row, drawn, group_max,
-    group, rows, row_stride, top, scale, total,
+    values_ptr, top_k_ptr, top_p_ptr, min_p_ptr, groups_ptr, ids_ptr, state_ptr, pivots_ptr, row, request, in_row, drawn,
+    rows, row_stride, top, scale, total,
     VOCAB: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr,
-    PROBS: tl.constexpr,
+    PROBS: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     """Threshold, kept total and kept mass of each slot, and the rows of which the slots tell all; filtered rows of
     which they do not are deferred, and count as unfiltered here."""
     wanted, share = d.count_and_share(top_k_ptr, top_p_ptr, request, in_row, VOCAB)
     lowest = _lowest(min_p_ptr, request, in_row, top, scale, PROBS)
     filtered = drawn & ((wanted > 0) | (share < 1) | (lowest > float("-inf")))
+    group = tl.arange(0, BLOCK_G)[None, :]
+    in_groups = in_row[:, None] & (group < GROUPS)
+    group_max = tl.load(
+        groups_ptr + row.to(tl.int64)[:, None] * GROUPS + group, mask=in_groups, other=float("-inf")
+    )  # fmt: skip
     value, key, complete = _gather(
         values_ptr, ids_ptr, row, in_row, group_max, group, row_stride, VOCAB, GROUPS, SLOTS, WIDTH, SHIFT
     )
@@ -221,33 +284,14 @@ def _filter(
 
 
 @triton.jit
-def _draw(
-    values_ptr, ids_ptr, row, in_row, mass, slot_mass, near, uniform, top, scale, floor, row_stride,
-    FILTER: tl.constexpr, VOCAB: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr,
+def _store_logprobs(
+    values_ptr, normaliser_ptr, logprobs_ptr, row, in_row, plain, token, valid, strip_max, top, row_stride,
     PROBS: tl.constexpr,
 ):  # fmt: skip
-    """Token at which the running weight passes the uniform's share of the total; -1 for none."""
-    if FILTER and GROUPS <= SLOTS:
-        chosen, within = d.find(slot_mass, uniform)
-    else:
-        chosen, within = d.find(mass, uniform)
-        if FILTER:
-            slot, in_slot = d.find(slot_mass, uniform)
-            held = tl.load(ids_ptr + row.to(tl.int64) * SLOTS + slot, mask=near & (slot >= 0), other=0)
-            chosen, within = tl.where(near, held, chosen), tl.where(near, in_slot, within)
-    return d.draw_in_group(values_ptr, row, in_row, chosen, within, top, scale, floor, row_stride, VOCAB, WIDTH, PROBS)
-
-
-@triton.jit
-def _store_logprobs(
-    values_ptr, plain_ptr, normaliser_ptr, logprobs_ptr, row, in_row, in_groups, token, valid, group_max, top,
-    row_stride, PROBS: tl.constexpr,
-):  # fmt: skip
     """Store what is asked for of the log sum exp at temperature 1 and of the token's log-probability; return the
-    former."""
-    plain = tl.load(plain_ptr, mask=in_groups, other=0.0)
+    former. `plain` are the sums of the strips."""
     if not PROBS:
-        plain = plain * d.weigh(group_max, top[:, None], d.LOG2E, False)
+        plain = plain * d.weigh(strip_max, top[:, None], d.LOG2E, False)
     normaliser = tl.log(tl.sum(plain, 1)) + (0.0 if PROBS else d.finite(top))
     if normaliser_ptr is not None:
         tl.store(normaliser_ptr + row, normaliser, mask=in_row)
@@ -257,8 +301,33 @@ def _store_logprobs(
     return normaliser
 
 
+@triton.jit
+def _strip_masses(
+    strips_ptr, place, in_strips, plane, strip_max, top, scale, PROBS: tl.constexpr
+):  # fmt: skip
+    """Weights of the strips of each row, relative to the row's largest value."""
+    mass = tl.load(strips_ptr + plane + place, mask=in_strips, other=0.0)
+    if not PROBS:
+        mass = mass * d.weigh(strip_max, top[:, None], scale[:, None], False)
+    return mass
+
+
+@triton.jit
+def _find_group(
+    masses_ptr, row, in_row, mass, uniform, GROUPS: tl.constexpr, BLOCK_S: tl.constexpr
+):  # fmt: skip
+    """Group (-1 for none) at which the running weight passes the uniform's share, and how far into it that is: the
+    strip by `mass` [R, strips], then the group by the sums of the strip's groups."""
+    strip, within = d.find(mass, uniform)
+    group = tl.maximum(strip, 0)[:, None] * BLOCK_S + tl.arange(0, BLOCK_S)[None, :]
+    live = in_row[:, None] & (group < GROUPS)
+    of_group = tl.load(masses_ptr + row.to(tl.int64)[:, None] * GROUPS + group, mask=live, other=0.0)
+    place, within = d.find(of_group, within)
+    return tl.where((strip >= 0) & (place >= 0), strip * BLOCK_S + place, -1), within
+
+
 @triton.jit(do_not_specialize=["rows"])
-def _select_kernel(  # 19 run-time arguments: most are optional inputs and outputs, and those that are None cost nothing
+def _select_kernel(  # 20 run-time arguments: most are optional inputs and outputs, and those that are None cost nothing
     values_ptr,  # [R, VOCAB], row stride row_stride
     temperature_ptr,  # [R / PER_REQUEST] float32, or None without SAMPLE
     top_k_ptr,  # [R / PER_REQUEST] int32, or None
@@ -267,7 +336,9 @@ def _select_kernel(  # 19 run-time arguments: most are optional inputs and outpu
     seeds_ptr,  # [R / PER_REQUEST] int64, or None
     positions_ptr,  # [R] int64, or None
     uniforms_ptr,  # [R] float64, or None
-    stats_ptr,  # [2 or 3, R, GROUPS] float32
+    groups_ptr,  # [0 to 2, R, GROUPS] float32, see `_stats_kernel`
+    strips_ptr,  # [1 to 3, R, STRIPS] float32
+    first_ptr,  # [R, STRIPS] int32
     ids_ptr,  # [R, SLOTS] int32, or None where the row fits the slots or is not filtered
     state_ptr,  # [8, R] float32, or None where no row can be deferred
     pivots_ptr,  # [8, R] float32, or None
@@ -281,6 +352,7 @@ def _select_kernel(  # 19 run-time arguments: most are optional inputs and outpu
     PER_REQUEST: tl.constexpr,
     VOCAB: tl.constexpr,
     GROUPS: tl.constexpr,
+    STRIPS: tl.constexpr,
     SAMPLE: tl.constexpr,
     DRAW: tl.constexpr,
     FILTER: tl.constexpr,
@@ -289,53 +361,64 @@ def _select_kernel(  # 19 run-time arguments: most are optional inputs and outpu
     STREAM: tl.constexpr,
     SHIFT: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     BLOCK_G: tl.constexpr,
     SLOTS: tl.constexpr,
     WIDTH: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     request = row // PER_REQUEST
     in_row = row < rows
-    group = tl.arange(0, BLOCK_G)[None, :]
-    place = row.to(tl.int64)[:, None] * GROUPS + group
-    in_groups = in_row[:, None] & (group < GROUPS)
-    plane = rows.to(tl.int64) * GROUPS
-    group_max = tl.load(stats_ptr + place, mask=in_groups, other=float("-inf"))
-    top = tl.max(group_max, 1)
+    strip = tl.arange(0, BLOCK_N)[None, :]
+    place = row.to(tl.int64)[:, None] * STRIPS + strip
+    in_strips = in_row[:, None] & (strip < STRIPS)
+    plane = rows.to(tl.int64) * STRIPS
+    masses_ptr = groups_ptr + (rows.to(tl.int64) * GROUPS if FILTER else 0)
+    wait_for_kernel_ahead(OVERLAP)
+    let_next_kernel_start(OVERLAP)
+    strip_max = tl.load(strips_ptr + place, mask=in_strips, other=float("-inf"))
+    top = tl.max(strip_max, 1)
     valid = top > 0 if PROBS else top > float("-inf")
-    token = d.first_largest(values_ptr, row, in_row, group_max, group, top, row_stride, VOCAB, GROUPS, WIDTH)
+    winner = tl.min(tl.where(strip_max == top[:, None], strip, STRIPS), 1)
+    token = tl.load(first_ptr + row.to(tl.int64) * STRIPS + winner, mask=in_row & valid, other=0)
 
     if SAMPLE:
         temperature = tl.load(temperature_ptr + request, mask=in_row, other=0.0)
         scale = d.exponent_scale(temperature)
         floor = tl.full((BLOCK_R,), float("-inf"), tl.float32)
-        mass = tl.load(stats_ptr + plane + place, mask=in_groups, other=0.0)
-        if not PROBS:
-            mass = mass * d.weigh(group_max, top[:, None], scale[:, None], False)
+        mass = _strip_masses(strips_ptr, place, in_strips, plane, strip_max, top, scale, PROBS)
         total = tl.sum(mass, 1)
-        slot_mass, near = mass, in_row
         if FILTER:
             floor, total, slot_mass, near = _filter(
-                values_ptr, top_k_ptr, top_p_ptr, min_p_ptr, ids_ptr, state_ptr, pivots_ptr, row, request, in_row,
-                in_row & valid & (temperature > 0), group_max, group, rows, row_stride, top, scale, total, VOCAB,
-                GROUPS, SLOTS, WIDTH, SHIFT, PROBS,
+                values_ptr, top_k_ptr, top_p_ptr, min_p_ptr, groups_ptr, ids_ptr, state_ptr, pivots_ptr, row, request,
+                in_row, in_row & valid & (temperature > 0), rows, row_stride, top, scale, total, VOCAB, GROUPS, SLOTS,
+                WIDTH, SHIFT, PROBS, BLOCK_G,
             )  # fmt: skip
         if DRAW:
             uniform = d.row_uniform(seeds_ptr, positions_ptr, uniforms_ptr, row, request, in_row, STREAM)
-            drawn = _draw(
-                values_ptr, ids_ptr, row, in_row, mass, slot_mass, near, uniform, top, scale, floor, row_stride, FILTER,
-                VOCAB, GROUPS, SLOTS, WIDTH, PROBS,
-            )  # fmt: skip
+            if FILTER and GROUPS <= SLOTS:
+                group, within = d.find(slot_mass, uniform)
+            else:
+                group, within = _find_group(masses_ptr, row, in_row, mass, uniform, GROUPS, BLOCK_S)
+                if FILTER:
+                    slot, in_slot = d.find(slot_mass, uniform)
+                    held = tl.load(ids_ptr + row.to(tl.int64) * SLOTS + slot, mask=near & (slot >= 0), other=0)
+                    group, within = tl.where(near, held, group), tl.where(near, in_slot, within)
+            drawn = d.draw_in_group(
+                values_ptr, row, in_row, group, within, top, scale, floor, row_stride, VOCAB, WIDTH, PROBS
+            )
             token = tl.where((temperature > 0) & (drawn >= 0), drawn, token)
 
     token = tl.where(valid, token, 0)
     tl.store(tokens_ptr + row, token.to(tl.int64), mask=in_row)
     tl.store(valid_ptr + row, valid, mask=in_row)
     if NORMALISE:
-        plain_ptr = stats_ptr + (2 * plane if SAMPLE else plane) + place
+        plain = tl.load(strips_ptr + (2 * plane if SAMPLE else plane) + place, mask=in_strips, other=0.0)
         normaliser = _store_logprobs(
-            values_ptr, plain_ptr, normaliser_ptr, logprobs_ptr, row, in_row, in_groups, token, valid, group_max, top,
-            row_stride, PROBS,
+            values_ptr, normaliser_ptr, logprobs_ptr, row, in_row, plain, token, valid, strip_max, top, row_stride,
+            PROBS,
         )  # fmt: skip
     if distribution_ptr is not None:
         tl.store(distribution_ptr + row, d.finite(top), mask=in_row)
@@ -364,14 +447,17 @@ def select(
     `want_distribution` needs a temperature; its last row is written only with `want_logprobs` or `normalise`.
     """
     rows, vocab = values.shape
-    config = SELECTION[current_chip(values)]
+    chip = current_chip(values)
+    config = SELECTION[chip]
     width, groups, block_g = d.grouping(vocab, config.width)
-    slots = min(config.slots, block_g)
+    slots, block_s = min(config.slots, block_g), min(config.strip, block_g)
+    strips = triton.cdiv(groups, block_s)
     sample, normalise = sampling.temperature is not None, normalise or want_logprobs
     filtered = sample and sampling.filtered
     may_defer = filtered and groups > slots
     out = partial(torch.empty, dtype=torch.float32, device=values.device)
-    stats = out(1 + sample + normalise, rows, groups)
+    stats = out(filtered + sample, rows, groups), out(1 + sample + normalise, rows, strips)
+    first = out(rows, strips, dtype=torch.int32)
     ids = out(rows, slots, dtype=torch.int32) if may_defer else None
     state, pivots = (out(nucleus.STATES, rows), out(nucleus.NUM_PIVOTS, rows)) if may_defer else (None, None)
     normaliser = out(rows) if may_defer and want_logprobs else None
@@ -380,14 +466,13 @@ def select(
         out(4, rows) if want_distribution else None,
     )  # fmt: skip
     shared = dict(
-        PER_REQUEST=per_request, VOCAB=vocab, GROUPS=groups, SAMPLE=sample, NORMALISE=normalise, PROBS=probabilities,
-        WIDTH=width,
+        PER_REQUEST=per_request, VOCAB=vocab, GROUPS=groups, STRIPS=strips, SAMPLE=sample, FILTER=filtered,
+        NORMALISE=normalise, PROBS=probabilities, BLOCK_S=block_s, WIDTH=width, **overlapped(chip),
     )  # fmt: skip
-    block_s = min(config.strips, block_g)
-    block_r = min(config.strips // block_s, config.max_rows, triton.next_power_of_2(max(rows, 1)))
+    block_r = min(config.max_groups // block_s, config.max_rows, triton.next_power_of_2(max(rows, 1)))
     launch(
-        _stats_kernel, (triton.cdiv(rows, block_r), triton.cdiv(groups, block_s)), values, sampling.temperature, stats,
-        rows, values.stride(0), num_warps=config.stats_warps, BLOCK_R=block_r, BLOCK_S=block_s, **shared,
+        _stats_kernel, (triton.cdiv(rows, block_r), strips), values, sampling.temperature, *stats, first, rows,
+        values.stride(0), num_warps=config.stats_warps, BLOCK_R=block_r, **shared,
     )  # fmt: skip
     keyed = sample and draw and uniforms is None
     sources = (sampling.seeds, positions, None) if keyed else (None, None, uniforms if sample and draw else None)
@@ -395,9 +480,10 @@ def select(
     block_r = d.rows_per_program(rows, config.max_rows, max(slots * width, block_g) if filtered else block_g)
     launch(
         _select_kernel, (triton.cdiv(rows, block_r),), values, sampling.temperature,
-        *(sampling.filters if filtered else (None, None, None)), *sources, stats, ids, state, pivots, normaliser,
-        *found, rows, values.stride(0), num_warps=config.select_warps if filtered else config.stats_warps, DRAW=draw,
-        FILTER=filtered, STREAM=stream, SHIFT=shift, BLOCK_R=block_r, BLOCK_G=block_g, SLOTS=slots, **shared,
+        *(sampling.filters if filtered else (None, None, None)), *sources, *stats, first, ids, state, pivots,
+        normaliser, *found, rows, values.stride(0), num_warps=config.select_warps if filtered else config.pick_warps,
+        DRAW=draw, STREAM=stream, SHIFT=shift, BLOCK_R=block_r, BLOCK_N=max(triton.next_power_of_2(strips), d.MIN_SCAN),
+        BLOCK_G=block_g, SLOTS=slots, **shared,
     )  # fmt: skip
     if may_defer:
         nucleus.resolve(

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The outcome of acceptance, which the walk down a tree and the rejection rules store alike."""
+"""What walks down a tree read and store: entries of rows in registers, and the outcome of acceptance."""
 
 from __future__ import annotations
 
@@ -8,6 +8,21 @@ import triton
 import triton.language as tl
 
 from specdec_kernels.verify.types import Accepted
+
+
+@triton.jit
+def entry(values, lane, index):
+    """values[b, index[b]] of int32 values [B, N] with lanes [1, N]. Within a warp a sum of 32-bit integers is one
+    instruction, and a load that depends on another load takes ten times as long."""
+    return tl.sum(tl.where(lane == index[:, None], values, 0), 1)
+
+
+@triton.jit
+def wide_entry(values, lane, index):
+    """`entry` of int64 values, by halves."""
+    low = entry(values.to(tl.int32), lane, index)
+    high = entry((values >> 32).to(tl.int32), lane, index)
+    return (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
 
 
 @triton.jit

@@ -1,10 +1,10 @@
 """Acceptance on the device: token selection of every node, then a walk down the tree.
 
 The target token of every node is chosen by the sampling family, over the whole device, because its rows are
-independent. The walk is a chain of dependent loads and uses one lane per request. Each step looks at one node, which
-either joins the path or gives way to its next sibling, so a walk has at most N - 1 steps even where links are
-malformed. The path is kept in registers and stored once: two stores to one address by different threads of a program
-would not be ordered.
+independent. The walk takes one warp per request, which loads the tree at once and follows it in registers. Each step
+looks at one node, which either joins the path or gives way to its next sibling, so a walk has at most N - 1 steps even
+where links are malformed. The path is kept in registers and stored once: two stores to one address by different threads
+of a program would not be ordered.
 """
 
 from __future__ import annotations
@@ -13,30 +13,21 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec_kernels.launch import current_chip, launch
+from specdec_kernels.launch import current_chip, lanes, launch
+from specdec_kernels.overlap import let_next_kernel_start, overlapped, wait_for_kernel_ahead
 from specdec_kernels.sampling.kernel import select
 from specdec_kernels.sampling.types import SamplingTensors
 from specdec_kernels.tree.types import TreeLinks
 from specdec_kernels.verify.configs import ACCEPTANCE
-from specdec_kernels.verify.device import empty_outcome, store_outcome
+from specdec_kernels.verify.device import empty_outcome, entry, store_outcome, wide_entry
 from specdec_kernels.verify.kernel_rejection import accept_chain
 from specdec_kernels.verify.types import CHAIN_RULES, Accepted
 
 
 @triton.jit
-def _looking(candidate, usable, count, in_batch, NODES: tl.constexpr, DEPTH: tl.constexpr):
-    """Whether there is a node to look at."""
-    return in_batch & usable & (count < DEPTH) & (candidate >= 0) & (candidate < NODES)
-
-
-@triton.jit
-def _usable(usable_ptr, target, place, mask):
-    """Whether the node's row had a usable entry to take the target from."""
-    if usable_ptr is None:
-        usable = target >= 0
-    else:
-        usable = tl.load(usable_ptr + place, mask=mask, other=0) != 0
-    return usable
+def _looking(candidate, target, count, in_batch, NODES: tl.constexpr, DEPTH: tl.constexpr):
+    """Whether there is a node to look at. A target below 0 is none, and ends the walk."""
+    return in_batch & (target >= 0) & (count < DEPTH) & (candidate >= 0) & (candidate < NODES)
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -59,37 +50,47 @@ def _walk_kernel(
     NODES: tl.constexpr,
     DEPTH: tl.constexpr,
     BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     request = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
     column = tl.arange(0, BLOCK_D)[None, :]
+    node = tl.arange(0, BLOCK_N)[None, :]
     in_batch = request < batch
     row = request.to(tl.int64) * NODES
+    place, live = row[:, None] + node, in_batch[:, None] & (node < NODES)
+    wait_for_kernel_ahead(OVERLAP)
+    let_next_kernel_start(OVERLAP)
+    tokens = tl.load(tokens_ptr + place, mask=live, other=-1)
+    children = tl.load(first_child_ptr + place, mask=live, other=-1)
+    siblings = tl.load(next_sibling_ptr + place, mask=live, other=-1)
+    targets = tl.load(targets_ptr + place, mask=live, other=-1)
+    if usable_ptr is not None:
+        targets = tl.where(tl.load(usable_ptr + place, mask=live, other=0) != 0, targets, -1)
 
     count = tl.zeros((BLOCK_B,), tl.int32)
     path = tl.where(column == 0, 0, -1) + tl.zeros((BLOCK_B, BLOCK_D), tl.int32)
     emitted = tl.full((BLOCK_B, BLOCK_D), -1, tl.int64)
-    target = tl.load(targets_ptr + row, mask=in_batch, other=0)
-    usable = _usable(usable_ptr, target, row, in_batch)
-    candidate = tl.load(first_child_ptr + row, mask=in_batch, other=-1)
-    looking = _looking(candidate, usable, count, in_batch, NODES, DEPTH)
+    root = request * 0
+    target = wide_entry(targets, node, root)
+    candidate = entry(children, node, root)
+    looking = _looking(candidate, target, count, in_batch, NODES, DEPTH)
     if NODES > 1:  # else the loop folds to code that Triton 3.6 cannot lay out
         step = 1
         while (tl.max(looking.to(tl.int32), 0) > 0) & (step < NODES):
-            place = row + candidate
-            drafted = tl.load(tokens_ptr + place, mask=looking, other=-1)
+            drafted = wide_entry(tokens, node, candidate)
             hit = looking & (drafted == target)
             emitted = tl.where(hit[:, None] & (column == count[:, None]), drafted[:, None], emitted)
             count += hit.to(tl.int32)
             path = tl.where(hit[:, None] & (column == count[:, None]), candidate[:, None], path)
-            child = tl.load(first_child_ptr + place, mask=hit, other=-1)
-            sibling = tl.load(next_sibling_ptr + place, mask=looking & (drafted != target), other=-1)
-            target = tl.where(hit, tl.load(targets_ptr + place, mask=hit, other=0), target)
-            usable = tl.where(hit, _usable(usable_ptr, target, place, hit), usable)
-            candidate = tl.where(hit, child, sibling)
-            looking = _looking(candidate, usable, count, in_batch, NODES, DEPTH)
+            target = tl.where(hit, wide_entry(targets, node, candidate), target)
+            onward = tl.where(hit, entry(children, node, candidate), entry(siblings, node, candidate))
+            candidate = tl.where(looking, onward, candidate)
+            looking = _looking(candidate, target, count, in_batch, NODES, DEPTH)
             step += 1
 
+    usable = target >= 0
     target = tl.where(usable, target, 0)
     emitted = tl.where(column == count[:, None], target[:, None], emitted)
     store_outcome(
@@ -149,10 +150,10 @@ def _walk(
     batch, num_nodes = tokens.shape
     accepted = empty_outcome(batch, max_depth, tokens.device, with_logprobs=logprobs is not None)
     config = ACCEPTANCE[current_chip(tokens)]
-    block_b = min(triton.next_power_of_2(max(batch, 1)), config.max_requests)
+    block_b, block_n = min(triton.next_power_of_2(max(batch, 1)), config.max_requests), lanes(num_nodes)
     launch(
         _walk_kernel, (triton.cdiv(batch, block_b),), tokens, tree.first_child, tree.next_sibling, targets, usable,
         logprobs, lengths, *accepted, batch, num_warps=1, NODES=num_nodes, DEPTH=max_depth, BLOCK_B=block_b,
-        BLOCK_D=max(triton.next_power_of_2(max_depth + 1), 2),
+        BLOCK_N=block_n, BLOCK_D=lanes(max_depth + 1), **overlapped(current_chip(tokens)),
     )  # fmt: skip
     return accepted

@@ -1,7 +1,8 @@
 """Kernels of the SGLang functions that the families have no counterpart of.
 
-The walks take one lane per request. A step visits one node, so a request is done after at most N - 1 steps, and the
-warp stops with its last request. Sampling keeps SGLang's bookkeeping (rejected mass in `draft_probs`). Then it reads
+A step of a walk visits one node, so a request is done after at most N - 1 steps. The greedy walk loads the tree at once
+and follows it in registers. The walk that samples takes one lane per request, and its warp stops with its last request.
+Sampling keeps SGLang's bookkeeping (rejected mass in `draft_probs`). Then it reads
 one row per request twice: for the mass of every tile of the vocabulary, and again for the one tile in which the running
 mass passes the uniform number.
 """
@@ -17,6 +18,7 @@ from specdec_kernels.compat.sglang.index.kernel_trees import sees
 from specdec_kernels.compat.sglang.types import TreeMaskMode
 from specdec_kernels.kv_index.kernel import owning_row
 from specdec_kernels.launch import lanes, launch
+from specdec_kernels.verify.device import entry, wide_entry
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -105,9 +107,9 @@ def _onward(next_token_ptr, next_sibling_ptr, request, active, hit, child, NODES
 
 
 @triton.jit
-def _target_token(target_ptr, last, live, flat_nodes):
-    inside = live & (last >= 0) & (last < flat_nodes)
-    return tl.load(target_ptr + last, mask=inside, other=-1).to(tl.int64)
+def _row(values_ptr, place, live):
+    """Entries of a row as int64, -1 where not `live`."""
+    return tl.load(values_ptr + place, mask=live, other=-1).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["batch", "flat_nodes"])
@@ -125,25 +127,38 @@ def _verify_greedy_kernel(
     NODES: tl.constexpr,
     PATH: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = request < batch
-    last, child = _start_walk(index_ptr, next_token_ptr, accept_index_ptr, request, live, NODES, PATH)
-    accepted = request * 0
+    node = tl.arange(0, BLOCK_N)[None, :]
+    place, in_row = request[:, None] * NODES + node, live[:, None] & (node < NODES)
+    tokens, flat = _row(candidates_ptr, place, in_row), _row(index_ptr, place, in_row)
+    children, siblings = _row(next_token_ptr, place, in_row), _row(next_sibling_ptr, place, in_row)
+    # Links outside the row are all alike: they end the walk.
+    children = tl.where((children >= 0) & (children < NODES), children, -1).to(tl.int32)
+    siblings = tl.where((siblings >= 0) & (siblings < NODES), siblings, -1).to(tl.int32)
+    targets = _row(target_ptr, flat, in_row & (flat >= 0) & (flat < batch * NODES))
+
+    accepted = (request * 0).to(tl.int32)
+    last, target = wide_entry(flat, node, accepted), wide_entry(targets, node, accepted)
+    child = entry(children, node, accepted)
+    path_ptr = accept_index_ptr + request * PATH
+    tl.store(path_ptr, last.to(accept_index_ptr.dtype.element_ty), mask=live)
     visits = NODES - 1
-    target = _target_token(target_ptr, last, live, batch * NODES)
-    active = live & (child >= 0) & (child < NODES) & (accepted < PATH - 1)
+    active = live & (child >= 0) & (accepted < PATH - 1)
     while (visits > 0) & (tl.max(active.to(tl.int32), 0) > 0):
-        token = tl.load(candidates_ptr + request * NODES + child, mask=active, other=-1).to(tl.int64)
+        token = wide_entry(tokens, node, child)
         hit = active & (token == target)
-        last = _take(
-            predicts_ptr, accept_index_ptr, index_ptr, request, hit, token, last, child, accepted, flat_nodes,
-            NODES, PATH,
-        )  # fmt: skip
-        accepted += hit.to(tl.int64)
-        target = tl.where(hit, _target_token(target_ptr, last, hit, batch * NODES), target)
-        child = _onward(next_token_ptr, next_sibling_ptr, request, active, hit, child, NODES)
-        active = live & (child >= 0) & (child < NODES) & (accepted < PATH - 1)
+        inside = hit & (last >= 0) & (last < flat_nodes)
+        tl.store(predicts_ptr + last, token.to(predicts_ptr.dtype.element_ty), mask=inside)
+        last = tl.where(hit, wide_entry(flat, node, child), last)
+        accepted += hit.to(tl.int32)
+        tl.store(path_ptr + accepted, last.to(accept_index_ptr.dtype.element_ty), mask=hit)
+        target = tl.where(hit, wide_entry(targets, node, child), target)
+        onward = tl.where(hit, entry(children, node, child), entry(siblings, node, child))
+        child = tl.where(active, onward, child)
+        active = live & (child >= 0) & (accepted < PATH - 1)
         visits -= 1
     inside = live & (last >= 0) & (last < flat_nodes)
     tl.store(predicts_ptr + last, target.to(predicts_ptr.dtype.element_ty), mask=inside)
@@ -359,12 +374,11 @@ def verify_tree_greedy(
 ) -> None:
     """See `specdec_kernels.compat.sglang.verify_tree_greedy`."""
     batch, nodes = candidates.shape
-    config = config_of(candidates)
-    block = lanes(batch, config.walk_requests)
+    block = lanes(batch, config_of(candidates).greedy_requests)
     launch(
         _verify_greedy_kernel, (triton.cdiv(batch, block),), predicts, accept_index, accept_token_num,
         candidates, retrive_index, next_token, next_sibling, target_predict, batch, predicts.shape[0],
-        num_warps=config.walk_warps, NODES=nodes, PATH=accept_index.shape[1], BLOCK=block,
+        num_warps=1, NODES=nodes, PATH=accept_index.shape[1], BLOCK=block, BLOCK_N=lanes(nodes),
     )  # fmt: skip
 
 
