@@ -144,12 +144,14 @@ def _filtered(make: Maker, **sizes: Any) -> dict[str, Any]:
     return inputs | dict(sampling=with_filters(make, inputs["sampling"], sizes["batch"]))
 
 
-def _without_logprobs(make: Maker) -> dict[str, Any]:
-    return _accept(make, 3, 4, 50, 3, rule="target_only") | dict(return_logprobs=False)
+def _without_logprobs(make: Maker, filtered: bool = False, **sizes: Any) -> dict[str, Any]:
+    """As the engine calls where no request asks for log-probabilities."""
+    return (_filtered if filtered else _accept)(make, **sizes) | dict(return_logprobs=False)
 
 
 _greedy = partial(case_of, "accept", _accept)
 _sampled = partial(case_of, "accept", _accept, rule="target_only")
+_plain = partial(case_of, "accept", _without_logprobs)
 _known = partial(case_of, "accept_targets", _targets)
 _LARGE = ("large",)
 _SHIPPED: dict[str, Any] = dict(catches="the shipped vocabulary", num_nodes=16, vocab=151936, max_depth=15, chain=True)
@@ -170,7 +172,10 @@ CASES = (
     case_of("accept", _duplicates, "accept_duplicates", "equal siblings, padding counted as sibling"),
     case_of("accept", _unusable, "accept_unusable", "a NaN row continues the path"),
     case_of("accept", _filtered, "accept_filtered", "filters", gate=True, batch=6, num_nodes=5, vocab=100, max_depth=4),
-    case_of("accept", _without_logprobs, "accept_no_logprobs", "logprobs written without being asked for"),
+    _plain(
+        "accept_no_logprobs", catches="logprobs written without being asked for", rule="target_only", batch=3,
+        num_nodes=4, vocab=50, max_depth=3,
+    ),
     case_of(
         "accept", _from_probs, "accept_probs", "probabilities taken for logits", gate=True,
         rule="target_only", batch=5, num_nodes=4, vocab=30, max_depth=3,
@@ -209,6 +214,9 @@ CASES = (
     ),
     _greedy("accept_greedy_b8", bench=True, tags=_LARGE, batch=8, **_SHIPPED),
     _sampled("accept_sampled_b8", bench=True, tags=_LARGE, batch=8, **_SHIPPED),
+    _plain("accept_greedy_plain_b8", gate=True, bench=True, tags=_LARGE, batch=8, **_SHIPPED),
+    _plain("accept_sampled_plain_b8", bench=True, tags=_LARGE, rule="target_only", batch=8, **_SHIPPED),
+    _plain("accept_filtered_plain_b8", bench=True, tags=_LARGE, filtered=True, batch=8, **_SHIPPED),
     case_of("accept", _filtered, "accept_filtered_b8", gate=True, bench=True, tags=_LARGE, batch=8, **_SHIPPED),
     *(
         case_of(

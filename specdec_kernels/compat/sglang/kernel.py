@@ -374,7 +374,7 @@ def verify_tree_greedy(
 ) -> None:
     """See `specdec_kernels.compat.sglang.verify_tree_greedy`."""
     batch, nodes = candidates.shape
-    block = lanes(batch, config_of(candidates).greedy_requests)
+    block = min(triton.next_power_of_2(max(batch, 1)), config_of(candidates).greedy_requests)
     launch(
         _verify_greedy_kernel, (triton.cdiv(batch, block),), predicts, accept_index, accept_token_num,
         candidates, retrive_index, next_token, next_sibling, target_predict, batch, predicts.shape[0],
