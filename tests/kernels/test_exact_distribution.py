@@ -17,6 +17,7 @@ import torch
 import triton
 
 from specdec_kernels import SamplingTensors, pick_tokens
+from specdec_kernels.sampling.configs import SELECTION
 from specdec_kernels.sampling.reference import row_distribution
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -25,6 +26,7 @@ BITS = 52
 REACHABLE = 2.0**-50
 BOUND = 1e-6
 WIDTH = 64  # tokens of a group
+STRIP = SELECTION["interpreter"].strip  # groups of a strip
 
 
 @dataclass(frozen=True)
@@ -93,29 +95,37 @@ def measured(shape: Shape, vocab: int, impl: str) -> torch.Tensor:
 class Replica:
     """The kernel's sums of an unfiltered row, or of one whose floor is known, in numpy.
 
-    Groups of WIDTH tokens have float32 masses. A draw goes by whole units of 2^-60 of the masses' total, and inside the
-    group by whole units of 2^-60 of the group.
+    Strips of STRIP groups of WIDTH tokens, and the groups, have float32 masses. A draw goes by whole units of 2^-60 of
+    the strips' total, inside the strip by whole units of 2^-60 of its groups' total, and inside the group by those of
+    the group.
     """
 
     def __init__(self, shape: Shape, vocab: int) -> None:
         groups = -(-vocab // WIDTH)
+        self.strip = min(STRIP, max(triton.next_power_of_2(groups), 8))
+        strips = -(-groups // self.strip)
+        groups = strips * self.strip
         values = np.full(groups * WIDTH, -np.inf, np.float32)
         values[:vocab] = shape.logits(vocab).numpy()
         kept = np.zeros(values.shape, bool)
         kept[:vocab] = shape.distribution(vocab).numpy() > 0
         values, kept = values.reshape(groups, WIDTH), kept.reshape(groups, WIDTH)
         scale = np.float32(1) / np.float32(shape.temperature) * np.float32(1.4426950408889634)
-        peaks = values.max(1)
+        peaks = values.reshape(strips, -1).max(1)
         top = peaks.max()
         weights = np.where(kept, np.exp2((values - top) * scale), np.float32(0))
         if shape.top_p is None:
-            masses = np.exp2((values - peaks[:, None]) * scale).sum(1) * np.exp2((peaks - top) * scale)
+            over = np.repeat(np.where(np.isfinite(peaks), peaks, 0), self.strip)[:, None]
+            of_groups = np.exp2((values - over) * scale).sum(1).reshape(strips, -1)
+            of_strips = of_groups.sum(1) * np.exp2((peaks - top) * scale)
         else:
-            masses = weights.sum(1)
-        padded = np.zeros((1, max(triton.next_power_of_2(groups), 8)), np.float32)
-        padded[0, :groups] = masses
+            of_groups = weights.sum(1).reshape(strips, -1)
+            of_strips = of_groups.sum(1)
+        padded = np.zeros((1, max(triton.next_power_of_2(strips), 8)), np.float32)
+        padded[0, :strips] = of_strips
         self.vocab = vocab
-        self.of_groups = self._units(padded)[0, :groups]
+        self.of_strips = self._units(padded)[0, :strips]
+        self.of_groups = self._units(of_groups).ravel()
         self.of_tokens = self._units(weights)
 
     @staticmethod
@@ -125,21 +135,29 @@ class Replica:
         return (weights * inverse * np.float32(2.0**60)).astype(np.int64)
 
     def distribution(self) -> torch.Tensor:
-        group = self.of_groups / self.of_groups.sum()
+        strip, groups = self.of_strips / self.of_strips.sum(), self.of_groups.reshape(len(self.of_strips), -1)
+        group = (strip[:, None] * groups / np.maximum(groups.sum(1, keepdims=True), 1)).ravel()
         inside = self.of_tokens / np.maximum(self.of_tokens.sum(1, keepdims=True), 1)
         return torch.from_numpy((group[:, None] * inside).ravel()[: self.vocab])
 
     def uniforms_of(self, tokens: torch.Tensor) -> torch.Tensor:
         """A uniform in the middle of those that draw each token."""
         group, lane = tokens.numpy() // WIDTH, tokens.numpy() % WIDTH
-        held = self.of_tokens[group]
-        before = np.where(np.arange(WIDTH) < lane[:, None], held, 0).sum(1)
-        inside = (before + held[np.arange(len(lane)), lane] / 2) / held.sum(1)
-        starts = self.of_groups.cumsum() - self.of_groups
-        goal = starts[group] + (self.of_groups[group] * inside).astype(np.int64)
-        # np.longdouble, because the quotient needs more bits than a float64 has.
-        steps = goal.astype(np.longdouble) / np.longdouble(self.of_groups.sum()) * np.longdouble(2.0**BITS)
+        strip, place = group // self.strip, group % self.strip
+        groups = self.of_groups.reshape(len(self.of_strips), -1)
+        # np.longdouble, because the quotients need more bits than a float64 has.
+        inside = self._share(self.of_tokens[group], lane, np.full(len(lane), 0.5, np.longdouble))
+        inside = self._share(groups[strip], place, inside)
+        strips = np.broadcast_to(self.of_strips, (len(lane), len(self.of_strips)))
+        steps = self._share(strips, strip, inside) * np.longdouble(2.0**BITS)
         return midpoints(torch.from_numpy(steps.astype(np.int64)))
+
+    @staticmethod
+    def _share(held: np.ndarray, place: np.ndarray, inside: np.ndarray) -> np.ndarray:
+        """Share of the units `held [R, E]` that lie before the point `inside` of entry `place` of each row."""
+        before = np.where(np.arange(held.shape[1]) < place[:, None], held, 0).sum(1)
+        own = held[np.arange(len(place)), place].astype(np.longdouble)
+        return (before + own * inside) / held.sum(1).astype(np.longdouble)
 
 
 def assert_exact(seen: torch.Tensor, expected: torch.Tensor, bound: float = BOUND) -> None:

@@ -201,16 +201,17 @@ OTHERS = (
     Mutant(
         "stale_bonus_row",
         _WALK,
-        "target = tl.where(hit, tl.load(targets_ptr + place, mask=hit, other=0), target)",
-        "target = tl.where(hit & (child >= 0), tl.load(targets_ptr + place, mask=hit, other=0), target)",
+        "target = tl.where(hit, wide_entry(targets, node, candidate), target)",
+        "leaf = entry(children, node, candidate) < 0\n"
+        "            target = tl.where(hit & (leaf == 0), wide_entry(targets, node, candidate), target)",
         _case("accept_saturated"),
         "the bonus behind the last accepted draft is the draft itself again",
     ),
     Mutant(
         "duplicate_sibling_taken_twice",
         _WALK,
-        "sibling = tl.load(next_sibling_ptr + place, mask=looking & (drafted != target), other=-1)",
-        "sibling = tl.load(next_sibling_ptr + place, mask=looking & (drafted == target), other=-1)",
+        "onward = tl.where(hit, entry(children, node, candidate), entry(siblings, node, candidate))",
+        "onward = tl.where(hit, entry(children, node, candidate), -1)",
         _case("accept_tree"),
         "the walk does not go on to the next sibling",
     ),
