@@ -249,8 +249,8 @@ def _defer(
 
 @triton.jit
 def _filter(
-    values_ptr, top_k_ptr, top_p_ptr, min_p_ptr, groups_ptr, ids_ptr, state_ptr, pivots_ptr, row, request, in_row, drawn,
-    rows, row_stride, top, scale, total,
+    values_ptr, top_k_ptr, top_p_ptr, min_p_ptr, groups_ptr, ids_ptr, state_ptr, pivots_ptr, row, request, in_row,
+    drawn, rows, row_stride, top, scale, total,
     VOCAB: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr,
     PROBS: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
@@ -261,9 +261,8 @@ def _filter(
     filtered = drawn & ((wanted > 0) | (share < 1) | (lowest > float("-inf")))
     group = tl.arange(0, BLOCK_G)[None, :]
     in_groups = in_row[:, None] & (group < GROUPS)
-    group_max = tl.load(
-        groups_ptr + row.to(tl.int64)[:, None] * GROUPS + group, mask=in_groups, other=float("-inf")
-    )  # fmt: skip
+    place = row.to(tl.int64)[:, None] * GROUPS + group
+    group_max = tl.load(groups_ptr + place, mask=in_groups, other=float("-inf"))
     value, key, complete = _gather(
         values_ptr, ids_ptr, row, in_row, group_max, group, row_stride, VOCAB, GROUPS, SLOTS, WIDTH, SHIFT
     )
@@ -302,9 +301,7 @@ def _store_logprobs(
 
 
 @triton.jit
-def _strip_masses(
-    strips_ptr, place, in_strips, plane, strip_max, top, scale, PROBS: tl.constexpr
-):  # fmt: skip
+def _strip_masses(strips_ptr, place, in_strips, plane, strip_max, top, scale, PROBS: tl.constexpr):
     """Weights of the strips of each row, relative to the row's largest value."""
     mass = tl.load(strips_ptr + plane + place, mask=in_strips, other=0.0)
     if not PROBS:
@@ -313,9 +310,7 @@ def _strip_masses(
 
 
 @triton.jit
-def _find_group(
-    masses_ptr, row, in_row, mass, uniform, GROUPS: tl.constexpr, BLOCK_S: tl.constexpr
-):  # fmt: skip
+def _find_group(masses_ptr, row, in_row, mass, uniform, GROUPS: tl.constexpr, BLOCK_S: tl.constexpr):
     """Group (-1 for none) at which the running weight passes the uniform's share, and how far into it that is: the
     strip by `mass` [R, strips], then the group by the sums of the strip's groups."""
     strip, within = d.find(mass, uniform)
