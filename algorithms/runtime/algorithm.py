@@ -41,12 +41,16 @@ class Resources:
     impl: str
     fused: bool = False
     """Whether models run fused kernels, or torch's operations one by one."""
+    deterministic: bool = False
+    """Whether the target gives a token the same bits whatever stands beside it."""
     caches: list[Any] = field(default_factory=list)
     """Every `KVCache` of the run, the target's and the drafter's."""
 
     def choose_forward(self, model: FusableModel) -> None:
-        """Let `model`, a target or a drafter, run the forward of this run."""
-        model.set_forward(self.impl if self.fused else None)
+        """Let `model`, a target or a drafter, run the forward of this run. A drafter need not be deterministic: what it
+        drafts is verified."""
+        same = self.deterministic and model is self.target.model
+        model.set_forward(self.impl if self.fused else None, batch_invariant=same)
 
 
 class OwnLevel(NamedTuple):

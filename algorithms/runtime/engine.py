@@ -43,7 +43,9 @@ class EngineSettings:
     captured, see `cuda_graph`. `overlap` is how many steps the host reads behind the device: None takes 1 on a GPU and
     0 elsewhere. `fused` runs the models by fused kernels, see `models.fusion`. Before a step at most `prefill_chunk`
     tokens are prefilled, in tiles of `prefill_tile`, or of the chunk where that is smaller. `kv_dtype` is that of
-    stored keys and values, None the one of the weights; `kv_scales` are the factors of the target's.
+    stored keys and values, None the one of the weights; `kv_scales` are the factors of the target's. With
+    `deterministic` the target gives a token the same bits whatever stands beside it; that needs `fused` and a backend
+    built for it.
     """
 
     page_size: int = 16
@@ -58,6 +60,7 @@ class EngineSettings:
     prefill_tile: int = 64
     kv_dtype: torch.dtype | None = None
     kv_scales: KVScales | None = None
+    deterministic: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,7 @@ class Engine:
             max_batch=settings.max_batch,
             impl=settings.impl,
             fused=settings.fused,
+            deterministic=settings.deterministic,
         )
         tile = min(settings.prefill_tile, settings.prefill_chunk)
         if tile < 1:
@@ -243,6 +247,11 @@ def _check_backend(
     if level != "none" and not backend.capturable:
         raise EngineError(
             f"backend={backend.name} reads lengths back in every step and cannot be captured, got graph={level}"
+        )
+    if settings.deterministic and not (settings.fused and backend.deterministic):
+        raise EngineError(
+            f"deterministic: expected fused kernels and a backend built for it, got fused={settings.fused} and "
+            f"backend={backend.name} with deterministic={backend.deterministic}"
         )
     weight, verify = target.model.model.norm.weight, "decode" if algorithm.num_nodes == 1 else "verify"
     modes = {"prefill": "chain", verify: "chain" if algorithm.chain else "tree"}

@@ -47,14 +47,15 @@ class PagedMixer:
         counts: Tensor | None = None,
         phase: str = "verify",
         depths: Tensor | None = None,
+        paths: Tensor | None = None,
         kinds: Sequence[Kind] | None = None,
     ) -> PagedMixer:
         """Plan a forward of `positions [B, N]` at slots L … L + N - 1.
 
-        `mode`, `mask` and `depths` mean what they mean to `AttentionMetadata`; depths are used by layers with a
-        window. `phase` is prefill, verify or draft. Of row b only the first `counts[b]` columns are real (all, if None;
-        none of a padding row): the others store nothing and come out as zeros. `kinds` gives the (mode, window) of each
-        layer where they are not `mode` and the window of the model's config.
+        `mode`, `mask`, `depths` and `paths` mean what they mean to `AttentionMetadata`; depths are used by layers with
+        a window. `phase` is prefill, verify or draft. Of row b only the first `counts[b]` columns are real (all, if
+        None; none of a padding row): the others store nothing and come out as zeros. `kinds` gives the (mode, window)
+        of each layer where they are not `mode` and the window of the model's config.
         """
         width, impl = positions.shape[1], resources.impl
         if counts is None:
@@ -67,6 +68,7 @@ class PagedMixer:
             q_lens=counts,
             max_length=batch.max_length + width,
             depths=depths,
+            paths=paths,
         )
         slots = token_slots(batch.page_table, batch.lengths, counts, width, cache.page_size, impl=impl)
         shape, kinds = _attention_shape(cache, width, resources), kinds or _kinds_of(cache, mode)

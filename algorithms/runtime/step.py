@@ -27,6 +27,7 @@ from specdec_kernels import (
     commit_step,
     count_tokens,
     gather_path,
+    mask_paths,
     move_accepted,
 )
 
@@ -70,6 +71,9 @@ class Step:
     def verify(self) -> None:
         """Run the target over all nodes."""
         algorithm, links, resources = self._parts.algorithm, self.tree.links, self._parts.resources
+        paths = None
+        if resources.deterministic and not algorithm.chain:
+            paths = mask_paths(links.mask, algorithm.max_depth + 1, impl=resources.impl)
         mixer = PagedMixer.over(
             self._batch,
             links.positions,
@@ -78,6 +82,7 @@ class Step:
             mode="chain" if algorithm.chain else "tree",
             mask=None if algorithm.chain else links.mask,
             depths=None if algorithm.chain else links.depth,
+            paths=paths,
             phase="verify" if algorithm.num_nodes > 1 else "decode",
         )
         self.hidden, self.features = resources.target.model(self.tree.tokens, mixer, algorithm.capture)

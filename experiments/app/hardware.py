@@ -54,7 +54,8 @@ def resolve_hardware(runtime: RuntimeConfig) -> Hardware:
     forward = runtime.forward
     if forward == "auto":
         # In float32 there is no tensor core to be fed well, and torch's forward is what identity is proved with.
-        forward = "fused" if device == "cuda" and dtype != "float32" and runtime.impl != "reference" else "torch"
+        half = device == "cuda" and dtype != "float32" and runtime.impl != "reference"
+        forward = "fused" if half or runtime.deterministic else "torch"
     if runtime.impl == "reference":
         return Hardware(device, dtype, "reference", "reference", forward)
     if importlib.util.find_spec("triton") is None:

@@ -63,6 +63,11 @@ class Plan:
             return None
         return KVScales(*(own_share(scale, 1) for scale in load_kv_scales(path, self.target.config)))
 
+    @property
+    def exact(self) -> bool:
+        """Whether texts must be those of autoregressive decoding, token for token."""
+        return self.hardware.dtype == "float32" or self.config.runtime.deterministic
+
     def varied(self, backend: Any = None, **runtime: Any) -> Plan:
         """The same plan with another backend, or with other values of `runtime`."""
         config = replace(
@@ -169,7 +174,7 @@ def _check_backend(
     levels = [hardware.graph_level(g, chosen.capturable) for g in config.task.graphs_of(config, hardware.can_capture)]
     asked = [(level, f"runtime.graph={level}", "use runtime.graph=none") for level in levels]
     with user_errors(ValueError):
-        backend = backends()[chosen.name](chosen, hardware.impl)
+        backend = backends()[chosen.name](chosen, hardware.impl, config.runtime.deterministic)
         for level, setting, instead in [*asked, *_own_levels(methods)]:
             check_capture(level, setting, instead, hardware, backend)
         dtype, device = getattr(torch, hardware.dtype), torch.device(hardware.device)

@@ -60,7 +60,7 @@ def run_conditions(config: RunConfig, hardware: Hardware, model: str) -> dict[st
     sampling = asdict(config.sampling) | ({"temperature": None} if "sampling.temperature" in varied else {})
     sizes = {
         key: None if f"runtime.{key}" in varied else getattr(config.runtime, key)
-        for key in ("page_size", "max_batch", "prefill_chunk", "graph", "kv_dtype", "kv_scales")
+        for key in ("page_size", "max_batch", "prefill_chunk", "graph", "kv_dtype", "kv_scales", "deterministic")
     }
     return {
         "model": model,

@@ -78,6 +78,8 @@ class RuntimeConfig:
     processes that share the target. `prefill_chunk` bounds the prompt tokens that are prefilled between two steps.
     `kv_dtype` is how keys and values are stored: as the weights are, or in float8 e4m3, divided by the factors that the
     file `kv_scales` has for each layer and head (`task=kv_scales` writes one), or by 1.
+    With `deterministic` the target gives every token the same bits whatever is computed beside it, so that speculation
+    changes no text in half precision either: it needs `backend=fa4` and the fused forward.
     `num_pages` and `max_length` null take what `max_batch` requests of the longest prompt need.
     """
 
@@ -95,6 +97,7 @@ class RuntimeConfig:
     prefill_chunk: int = 2048
     kv_dtype: str = "auto"
     kv_scales: str | None = None
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         expect_choice("runtime.device", self.device, ("auto", "cpu", "cuda"))
@@ -105,6 +108,9 @@ class RuntimeConfig:
         expect_choice("runtime.kv_dtype", self.kv_dtype, ("auto", "fp8_e4m3"))
         if self.kv_scales is not None and self.kv_dtype == "auto":
             raise ValueError("runtime.kv_scales is for runtime.kv_dtype=fp8_e4m3, got runtime.kv_dtype=auto")
+        for key, value in dict(forward=self.forward, impl=self.impl).items():
+            if self.deterministic and value in ("torch", "reference"):
+                raise ValueError(f"runtime.deterministic=true needs the fused kernels, got runtime.{key}={value}")
         expect_at_least("runtime.tensor_parallel", self.tensor_parallel, 1)
         expect_at_least("runtime.page_size", self.page_size, 1)
         expect_at_least("runtime.prefill_chunk", self.prefill_chunk, 1)

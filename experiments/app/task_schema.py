@@ -127,6 +127,8 @@ class LosslessnessTask(MethodsTask):
     backends: list[str] = field(default_factory=lambda: ["fa4", "torch"])
     page_sizes: list[int] = field(default_factory=lambda: [1, 16])
     batches: list[int] = field(default_factory=lambda: [1, 3])
+    graphs: list[str] = field(default_factory=list)
+    """Levels of capture; empty: that of the run. Without a GPU there is only none."""
     low_precision: str | None = "bfloat16"
     """Decode in this dtype too, and report the first difference and the gap of its logits; null skips it."""
     distribution_draws: int = 400
@@ -141,12 +143,17 @@ class LosslessnessTask(MethodsTask):
         _expect_some("task.backends", self.backends)
         _expect_some("task.page_sizes", self.page_sizes, least=1)
         _expect_some("task.batches", self.batches, least=1)
+        for level in self.graphs:
+            expect_choice("task.graphs", level, GRAPH_LEVELS)
         expect_at_least("task.distribution_draws", self.distribution_draws, 0)
         expect_at_least("task.min_tokens", self.min_tokens, 0)
         if self.low_precision is not None:
             expect_choice("task.low_precision", self.low_precision, ("bfloat16", "float16", "null"))
         if not 0 < self.temperature < float("inf"):
             raise ValueError(f"task.temperature must be above 0 and finite, got {self.temperature}")
+
+    def graphs_of(self, config: RunConfig, can_capture: bool) -> list[str]:
+        return (self.graphs if can_capture else ["none"]) if self.graphs else [config.runtime.graph]
 
     def backends_of(self, config: RunConfig) -> list[Any]:
         """The named backends; the run's own backend keeps the run's settings."""

@@ -202,16 +202,17 @@ def _logit(logit: float | None) -> str:
     return "" if logit is None else f" (logit {logit:.6g})"
 
 
-def failures(row: Mapping[str, Any], dtype: str) -> list[str]:
-    """Why the texts of a row are wrong: in float32 they must be those of autoregressive decoding, near ties aside."""
+def failures(row: Mapping[str, Any], dtype: str, exact: bool) -> list[str]:
+    """Why the texts of a row are wrong: where a run is `exact` they must be those of autoregressive decoding, near ties
+    aside."""
     proof = row.get("lossless")
-    if not proof or dtype != "float32" or not num_faults(proof):
+    if not proof or not exact or not num_faults(proof):
         return []
-    differ = f"{num_faults(proof)} of {proof['checked']} requests differ from autoregressive decoding in float32"
+    differ = f"{num_faults(proof)} of {proof['checked']} requests differ from autoregressive decoding in {dtype}"
     return ["; ".join(filter(None, [differ, describe_difference(proof["first_difference"], dtype)]))]
 
 
-def warnings(row: Mapping[str, Any], dtype: str) -> list[str]:
+def warnings(row: Mapping[str, Any], dtype: str, exact: bool) -> list[str]:
     """What a reader of a row must know: a drafter that is never right, tokens that differ from the baseline's, kernels
     that the warm-up missed.
 
@@ -232,14 +233,14 @@ def warnings(row: Mapping[str, Any], dtype: str) -> list[str]:
         )
     proof = row.get("lossless") or {"checked": 0, "identical": 0}
     near, differing = proof.get("near_ties", 0), proof["checked"] - proof["identical"]
-    exact, first = dtype == "float32", proof.get("first_difference")
+    first = proof.get("first_difference")
     if exact:
         differing = near  # the others are failures
         first = None if num_faults(proof) else first
     if differing:
         text = f"{differing} of {proof['checked']} requests differ from autoregressive decoding, {near} at a near tie"
         if not exact:
-            text += "; low precision rounds one row and many rows differently, runtime.dtype=float32 is exact"
+            text += "; low precision rounds one row and many rows differently, runtime.deterministic=true does not"
         where = describe_difference(first, dtype)
         found.append(f"{text}; first: {where}" if where else text)
     if compiled := row.get("compiled"):

@@ -65,13 +65,14 @@ class Task:
 
     def warnings(self, rows: Sequence[Row]) -> list[str]:
         """What a reader of the table must know."""
-        dtype, notes = self.plan.hardware.dtype, [note for workload in self.plan.workloads for note in workload.notes]
-        return notes + [f"{self.label(row)}: {text}" for row in rows for text in metrics.warnings(row, dtype)]
+        dtype, exact = self.plan.hardware.dtype, self.plan.exact
+        notes = [note for workload in self.plan.workloads for note in workload.notes]
+        return notes + [f"{self.label(row)}: {text}" for row in rows for text in metrics.warnings(row, dtype, exact)]
 
     def failures(self, rows: Sequence[Row]) -> list[str]:
         """Why the texts are wrong. A run with failures is done, and ends with exit code 3."""
-        dtype = self.plan.hardware.dtype
-        return [f"{self.label(row)}: {text}" for row in rows for text in metrics.failures(row, dtype)]
+        dtype, exact = self.plan.hardware.dtype, self.plan.exact
+        return [f"{self.label(row)}: {text}" for row in rows for text in metrics.failures(row, dtype, exact)]
 
     def best(self, rows: Sequence[Row]) -> Row:
         """The row with the largest objective; of equal rows the last."""
@@ -163,6 +164,8 @@ class Task:
         found: list[tuple[dict[str, Any], Decoded]] = []
         for label, algo in algos.items():
             decoded = self.decode(algo, workload, requests, f"{label}{note}", plan)
-            row = method_row(label, decoded, workload, found[0] if baseline and found else None, self.target)
+            against = found[0] if baseline and found else None
+            deterministic = self.plan.config.runtime.deterministic
+            row = method_row(label, decoded, workload, against, self.target, deterministic)
             found.append((row, decoded))
         return found

@@ -83,12 +83,13 @@ def make_engine(plan: Plan, target: Target, algo: Any, longest: int) -> tuple[En
         overlap=runtime.overlap,
         prefill_chunk=runtime.prefill_chunk,
         fused=plan.hardware.forward == "fused",
+        deterministic=runtime.deterministic,
         kv_dtype=plan.kv_dtype,
         kv_scales=plan.kv_scales(),
     )
     with _memory_errors(), user_errors(ValueError, OSError):
         # A backend records what served each phase, so every decoding has one of its own.
-        backend = backends()[config.backend.name](config.backend, impl)
+        backend = backends()[config.backend.name](config.backend, impl, runtime.deterministic)
         algorithm = available()[algo.name](algo, target, config.model.drafter_of(algo.name))
         return Engine(target, algorithm, backend, settings, plan.tokenizer.decode), algorithm, backend
 
@@ -110,7 +111,12 @@ def _memory_errors() -> Iterator[None]:
 
 
 def method_row(
-    label: str, decoded: Decoded, workload: Workload, baseline: tuple[dict[str, Any], Decoded] | None, target: Target
+    label: str,
+    decoded: Decoded,
+    workload: Workload,
+    baseline: tuple[dict[str, Any], Decoded] | None,
+    target: Target,
+    deterministic: bool = False,
 ) -> dict[str, Any]:
     """The figures of one method on one prompt set; `baseline` is the row and decoding that it is held against.
 
@@ -123,7 +129,7 @@ def method_row(
     row |= metrics.accuracy(generation.completions, workload.judge)
     row |= metrics.compilations(decoded.compiled)
     plain = baseline[1].generation.completions if baseline and decoded.comparable else None
-    look = None if plain is None else look_at(target, decoded.requests, plain)
+    look = None if plain is None else look_at(target, decoded.requests, plain, deterministic)
     row["lossless"] = metrics.lossless(generation.completions, plain, look)
     own = 1.0 if decoded.algo == AUTOREGRESSIVE else None
     row |= {"speedup_decode": own, "speedup_wall": own, "prediction": None}

@@ -67,7 +67,7 @@ class GraphAblation(Task):
         return str(row["level"])
 
     def failures(self, rows: Sequence[Row]) -> list[str]:
-        exact = self.plan.hardware.dtype == "float32"
+        exact = self.plan.exact
         return [
             f"graph={self.label(row)}: {row['differing']} requests differ from those of graph={self.label(rows[0])}"
             for row in rows

@@ -1,8 +1,11 @@
 """Does each method, on each backend, write exactly what the target alone writes? And what is left where it cannot?
 
-identity      in the run's dtype (float32 proves exactness): every request, page size and batch size, greedy and
-              sampled, token for token against autoregressive decoding on the same backend
-invariance    the baseline itself: the same tokens whatever the batch size, and whatever the place in the batch
+identity      in the run's dtype (float32 proves exactness, and so does a deterministic run in any dtype): every
+              request, page size, batch size and level of capture, greedy and sampled, token for token against
+              autoregressive decoding on the same backend; where the run is deterministic, against that of one request
+              at a time
+invariance    the baseline itself: the same tokens whatever the batch size, the level of capture, and the place in the
+              batch
 low           in bfloat16 rounding depends on the shape of a batch: requests that differ, the first position that does,
               and the gap between the logits of the two tokens there; a fault would show as a large gap
 distribution  rules that draw their drafts: see `distribution`
@@ -14,6 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from algorithms.runtime.request import Request
@@ -55,7 +59,8 @@ def _distribution(row: Row) -> str:
 
 
 class Losslessness(Task):
-    """Each method on each backend, the baseline of a backend first. A difference in float32 fails the run."""
+    """Each method on each backend, the baseline of a backend first. A difference in float32, or in a deterministic
+    run, fails it."""
 
     name = "losslessness"
     columns = (
@@ -89,11 +94,12 @@ class Losslessness(Task):
         return float(total["identical"] / total["checked"]) if total["checked"] else 1.0
 
     def failures(self, rows: Sequence[Row]) -> list[str]:
-        """Differences in float32, near ties aside, and distributions that chance would miss once in a million runs."""
+        """Differences where the run is exact, near ties aside, and distributions that chance would miss once in a
+        million runs."""
         failures = []
         for row in rows:
             dtype = self.plan.hardware.dtype
-            if dtype == "float32" and metrics.num_faults(row):
+            if self.plan.exact and metrics.num_faults(row):
                 differing = f"{metrics.num_faults(row)} of {row['checked']} requests differ"
                 where = metrics.describe_difference(row.get("first_difference"), dtype)
                 failures.append("; ".join(filter(None, [f"{self.label(row)}: {differing}", where])))
@@ -118,18 +124,19 @@ class BackendChecks:
     def __init__(self, task: Losslessness, plan: Plan) -> None:
         self._task, self._plan, self._settings = task, plan, plan.config.task
         (self._workload,) = plan.workloads
-        self._sizes = [(page, batch) for page in self._settings.page_sizes for batch in self._settings.batches]
+        self._graphs = self._settings.graphs_of(plan.config, plan.hardware.can_capture)
+        self._sizes = list(product(self._settings.page_sizes, self._settings.batches, self._graphs))
+        self._deterministic = plan.config.runtime.deterministic
         self._baselines: dict[int, Sequence[Completion]] = {}
 
     def baseline_row(self) -> Row:
-        """Invariance of autoregressive decoding to batch size and place in the batch."""
+        """Invariance of autoregressive decoding to batch size, level of capture and place in the batch."""
         by_id = {c.request_id: c.token_ids for c in self._baseline(0)}
         done: list[Completion] = []
-        for batch in self._settings.batches:
-            for order in (1, -1):
-                asked = self._requests(0)[::order]
-                decoded = self._decode(baseline_config(), asked, self._settings.page_sizes[-1], batch)
-                done += decoded.generation.completions
+        for batch, graph, order in product(self._settings.batches, self._graphs, (1, -1)):
+            asked = self._requests(0)[::order]
+            decoded = self._decode(baseline_config(), asked, self._settings.page_sizes[-1], batch, graph)
+            done += decoded.generation.completions
         return {
             **self._row(AUTOREGRESSIVE, AUTOREGRESSIVE, "target_only"),
             "checked": len(done),
@@ -152,7 +159,7 @@ class BackendChecks:
             ours_exact, plain_exact = (
                 [completions[i] for i in exact] for completions in (ours.generation.completions, self._baseline(turn))
             )
-            look = look_at(self._task.target, [asked[i] for i in exact], plain_exact)
+            look = look_at(self._task.target, [asked[i] for i in exact], plain_exact, self._deterministic)
             proof = metrics.lossless(ours_exact, plain_exact, look)
             identical, checked = identical + proof["identical"], checked + proof["checked"]
             near_ties += proof["near_ties"]
@@ -189,10 +196,12 @@ class BackendChecks:
             for r in self._workload.requests
         ]
 
-    def _decode(self, algo: Any, asked: Sequence[Request], page_size: int, batch: int, low: bool = False) -> Decoded:
+    def _decode(
+        self, algo: Any, asked: Sequence[Request], page_size: int, batch: int, graph: str, low: bool = False
+    ) -> Decoded:
         """Decode with these sizes, in the low precision with `low`."""
-        plan = self._plan.varied(page_size=page_size, max_batch=batch, num_pages=None)
-        label = f"{plan.config.backend.name} {algo.name} page {page_size} batch {batch}"
+        plan = self._plan.varied(page_size=page_size, max_batch=batch, graph=graph, num_pages=None)
+        label = f"{plan.config.backend.name} {algo.name} page {page_size} batch {batch} graph {graph}"
         target = None
         if low:
             plan, target = self._task.in_low_precision(plan), self._task.low_precision_target
@@ -201,7 +210,9 @@ class BackendChecks:
     def _baseline(self, turn: int) -> Sequence[Completion]:
         """What autoregressive decoding writes in `turn`."""
         if turn not in self._baselines:
-            decoded = self._decode(baseline_config(), self._requests(turn), *self._sizes[turn % len(self._sizes)])
+            page, batch, graph = self._sizes[turn % len(self._sizes)]
+            batch = 1 if self._deterministic else batch
+            decoded = self._decode(baseline_config(), self._requests(turn), page, batch, graph)
             self._baselines[turn] = decoded.generation.completions
         return self._baselines[turn]
 
@@ -232,7 +243,8 @@ class BackendChecks:
         sampling = SamplingParams(max_new_tokens=2, temperature=temperature, top_k=TOP_K)
         bare = Request(0, request.prompt_ids, sampling, request.eos_token_ids)
         asked = [replace(bare.with_sampling(seed=i), id=i) for i in range(draws)]
-        decoded = self._decode(algo, asked, self._settings.page_sizes[-1], max(*self._settings.batches, 32))
+        batch = max(*self._settings.batches, 32)
+        decoded = self._decode(algo, asked, self._settings.page_sizes[-1], batch, self._graphs[-1])
         counts = Counter(tuple(completion.token_ids) for completion in decoded.generation.completions)
         cells = filled_cells(expected.values(), draws)
         return {"p": chi_square_p(counts, expected), "cells": cells, "draws": draws, "temperature": temperature}

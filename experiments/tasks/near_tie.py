@@ -23,11 +23,14 @@ ROUNDINGS = {"float32": 64, "float16": 8, "bfloat16": 8}
 those of a long sum, and half precision only those of the values between two layers."""
 
 
-def look_at(target: Target, requests: Sequence[Request], baseline: Sequence[Completion]) -> Look:
+def look_at(
+    target: Target, requests: Sequence[Request], baseline: Sequence[Completion], deterministic: bool = False
+) -> Look:
     """A function that adds to a difference `logit`, `baseline_logit`, `gap`, `bound` and `near_tie`.
 
     The logits are those of a forward without a cache, with the penalties of the request. They are None where a text
-    has ended. Drawn tokens have no near ties: what decides between them is not the gap of their logits.
+    has ended. Drawn tokens have no near ties: what decides between them is not the gap of their logits. A target that
+    is `deterministic` has none either: both texts come from the same bits.
     """
 
     def look(index: int, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,7 +46,7 @@ def look_at(target: Target, requests: Sequence[Request], baseline: Sequence[Comp
         bound = steps * torch.finfo(dtype).eps * float(logits.abs().max())
         ours, plain = (float(penalised(logits, request, output)[token]) for token in tokens)
         gap = abs(ours - plain)
-        near = request.sampling.temperature == 0 and gap <= bound
+        near = not deterministic and request.sampling.temperature == 0 and gap <= bound
         return {"logit": ours, "baseline_logit": plain, "gap": gap, "bound": bound, "near_tie": near}
 
     return look

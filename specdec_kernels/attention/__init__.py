@@ -9,7 +9,13 @@ page size works for any tree, and the mask is only as large as the draft.
 device, `plan_levels` those of several calls. `warmup` compiles ahead what a model will need.
 """
 
-from specdec_kernels.attention.api import paged_attention, paged_attention_with_lse, plan_attention, plan_levels
+from specdec_kernels.attention.api import (
+    mask_paths,
+    paged_attention,
+    paged_attention_with_lse,
+    plan_attention,
+    plan_levels,
+)
 from specdec_kernels.attention.types import MODES, AttentionMetadata, AttentionShape, WorkList
 from specdec_kernels.attention.warmup import warmup
 
@@ -18,6 +24,7 @@ __all__ = [
     "AttentionMetadata",
     "AttentionShape",
     "WorkList",
+    "mask_paths",
     "paged_attention",
     "paged_attention_with_lse",
     "plan_attention",

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
-from specdec_kernels.attention.configs import AttentionConfig, attention_config, bounded_splits
+from specdec_kernels.attention import configs
+from specdec_kernels.attention.configs import AttentionConfig, attention_config, bounded_splits, fixed_borders
 from specdec_kernels.attention.types import (
     MODES,
     AttentionMetadata,
     AttentionShape,
+    Cut,
     LayerScales,
     WorkList,
     WorkShape,
@@ -34,6 +36,8 @@ def paged_attention(
     work_list: WorkList | None = None,
     split_tokens: int | None = None,
     tuning: Mapping[str, Any] | None = None,
+    batch_invariant: bool = False,
+    in_order: bool | None = None,
     impl: str = "auto",
 ) -> torch.Tensor:
     """Attention of N query rows per request over its paged keys and values.
@@ -53,6 +57,12 @@ def paged_attention(
         split_tokens: keys a program works on before partial results are merged, default from the static
             table; doubled for long requests, see `configs`.
         tuning: fields of `configs.AttentionConfig` that replace the static table's.
+        batch_invariant: cut the keys at fixed positions and use one tile for any number of rows, so that the bits of a
+            row depend on its query and on the keys that it sees, and on nothing else: not on the number of rows, and
+            not on whether a key is committed, in a chain or in a tree. A tree needs `metadata.paths`, whose order
+            takes the place of depth as the position of a key.
+        in_order: with `batch_invariant`, whether one program walks all splits of its rows, which needs no memory for
+            partial results and changes no bit; default where the rows or the partial results are many.
 
     Returns:
         out [B, N, H, D] in q's dtype. The result of a request depends on no other request of the batch, to the bit.
@@ -61,7 +71,8 @@ def paged_attention(
         ValueError: a shape, dtype, device, layout or option does not fit; the message names expected and
             actual.
     """
-    call = _checked(q, kv, metadata, LayerScales(sinks, k_scale, v_scale), work_list, split_tokens, tuning)
+    scales, cut = LayerScales(sinks, k_scale, v_scale), Cut(split_tokens, tuning, batch_invariant, in_order)
+    call = _checked(q, kv, metadata, scales, work_list, cut)
     return dispatch("paged_attention", __package__, impl, q)(*call)
 
 
@@ -76,11 +87,14 @@ def paged_attention_with_lse(
     work_list: WorkList | None = None,
     split_tokens: int | None = None,
     tuning: Mapping[str, Any] | None = None,
+    batch_invariant: bool = False,
+    in_order: bool | None = None,
     impl: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`paged_attention`, and the log-sum-exp (natural logarithm) of each row's scores, its sink included: (out,
     lse [B, N, H] float32, float64 for float64 input)."""
-    call = _checked(q, kv, metadata, LayerScales(sinks, k_scale, v_scale), work_list, split_tokens, tuning)
+    scales, cut = LayerScales(sinks, k_scale, v_scale), Cut(split_tokens, tuning, batch_invariant, in_order)
+    call = _checked(q, kv, metadata, scales, work_list, cut)
     return dispatch("paged_attention_with_lse", __package__, impl, q)(*call)
 
 
@@ -90,13 +104,15 @@ def plan_attention(
     *,
     split_tokens: int | None = None,
     tuning: Mapping[str, Any] | None = None,
+    batch_invariant: bool = False,
+    in_order: bool | None = None,
     impl: str = "auto",
 ) -> WorkList:
     """The work list for `paged_attention` calls with `metadata`, made on the device without reading a length back, so
     that it can be captured with them.
 
     Args:
-        metadata, split_tokens, tuning: as the calls have them.
+        metadata, split_tokens, tuning, batch_invariant, in_order: as the calls have them.
         shape: `AttentionShape.of(q, kv)` of the calls.
 
     Returns:
@@ -106,7 +122,7 @@ def plan_attention(
         ValueError: a shape, dtype or option does not fit; the message names expected and actual.
     """
     _check_plan(metadata, shape)
-    work, _ = _divide(metadata, shape, split_tokens, tuning)
+    work, _ = _divide(metadata, shape, Cut(split_tokens, tuning, batch_invariant, in_order))
     return dispatch("plan_attention", __package__, impl, metadata.lengths, kernel="kernel_plan")(metadata, work)
 
 
@@ -147,7 +163,8 @@ def plan_levels(
         )
     width = metadata.tree_width
     widths = [None if width is None else width + level * width_step for level in range(num_levels)]
-    works = [_divide(metadata._replace(tree_width=each), shape, split_tokens, tuning)[0] for each in widths]
+    cut = Cut(split_tokens, tuning)
+    works = [_divide(metadata._replace(tree_width=each), shape, cut)[0] for each in widths]
     plan = dispatch("plan_levels", __package__, impl, metadata.lengths, kernel="kernel_plan")
     if len({work.num_splits > 1 for work in works}) == 1:
         return plan(metadata, works, length_step, width_step)
@@ -166,25 +183,46 @@ def _check_plan(metadata: AttentionMetadata, shape: AttentionShape) -> None:
         raise ValueError(f"heads: expected a multiple of kv_heads {shape.kv_heads}, got {shape.heads}")
 
 
+def mask_paths(mask: torch.Tensor, most: int, *, impl: str = "auto") -> torch.Tensor:
+    """The slots that each row of a tree sees in rising order. Parents have lower slots than their children, so this is
+    the order of the text.
+
+    Args:
+        mask: [B, N, ceil(M / 64)] int64 words; bit j of row i: the row sees slot j. Contiguous.
+        most: P, most slots that a row sees: the depth of the tree + 1.
+
+    Returns:
+        [B, N, P] int32, -1 behind the last slot. Slots past the first P are left out.
+
+    Raises:
+        ValueError: a shape, dtype, layout or option does not fit; the message names expected and actual.
+    """
+    expect_shape("mask", mask, (None, None, None))
+    expect_dtype("mask", mask, torch.int64)
+    expect_contiguous(mask=mask)
+    expect_at_least_one(most=most, words=mask.shape[2])
+    return dispatch("mask_paths", __package__, impl, mask, kernel="kernel_paths")(mask, most)
+
+
 def _checked(
     q: torch.Tensor,
     kv: torch.Tensor,
     metadata: AttentionMetadata,
     scales: LayerScales,
     work_list: WorkList | None,
-    split_tokens: int | None,
-    tuning: Mapping[str, Any] | None,
+    cut: Cut,
 ) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata, LayerScales, WorkShape, AttentionConfig, WorkList | None]:
     """Arguments of both implementations, every default filled in; raises ValueError where one does not fit."""
     _check_pool(q, kv, metadata)
     check_draft(q, metadata)
     _check_depths(q, metadata)
+    _check_paths(q, metadata, cut)
     filled = metadata._replace(
         scale=q.shape[3] ** -0.5 if metadata.scale is None else metadata.scale,
         row_depths=metadata.depths if metadata.row_depths is None else metadata.row_depths,
     )
     _check_scales(q, kv.shape[3], filled, scales)
-    work, config = _divide(metadata, AttentionShape.of(q, kv), split_tokens, tuning)
+    work, config = _divide(metadata, AttentionShape.of(q, kv), cut)
     if work_list is not None and work_list.shape != work:
         differences = [
             f"{name} {ours} in the call, {theirs} in the list"
@@ -196,22 +234,15 @@ def _checked(
     return q, kv, filled, LayerScales(scales.sinks, k_scale, v_scale), work, config, work_list
 
 
-def _divide(
-    metadata: AttentionMetadata, shape: AttentionShape, split_tokens: int | None, tuning: Mapping[str, Any] | None
-) -> tuple[WorkShape, AttentionConfig]:
+def _divide(metadata: AttentionMetadata, shape: AttentionShape, cut: Cut) -> tuple[WorkShape, AttentionConfig]:
     """How the work of a call on the device of `metadata` is divided."""
     max_length = bounded_length(metadata, shape.page_size)
-    expect_at_least_one(split_tokens=split_tokens)
+    expect_at_least_one(split_tokens=cut.split_tokens)
     group, num_slots = shape.heads // shape.kv_heads, metadata.tree_width or shape.num_nodes
     chip, rows, kv_bytes = current_chip(metadata.lengths), shape.num_nodes * group, shape.kv_dtype.itemsize
-    config = attention_config(chip, shape.head_dim, rows, max_length, split_tokens, kv_bytes, tuning)
-    itemsize = shape.dtype.itemsize
-    bound = bounded_splits(config.max_splits, shape.num_nodes * shape.heads, shape.head_dim, itemsize)
-    tokens, window = config.split_tokens, metadata.window
-    # One more split where a window begins inside one; the last split takes a quarter of a split more.
-    reach = max_length if window is None else min(max_length, window - 1 + num_slots + tokens)
-    most = bound if window is None or bound == 1 else bound + 1
-    num_splits = min(most, -(-(reach - tokens // 4) // tokens))
+    config = attention_config(
+        chip, shape.head_dim, rows, max_length, cut.split_tokens, kv_bytes, cut.tuning, cut.batch_invariant
+    )
     work = WorkShape(
         batch=len(metadata.lengths),
         num_nodes=shape.num_nodes,
@@ -219,14 +250,48 @@ def _divide(
         num_slots=num_slots,
         all_slots=metadata.tree_width is not None,
         max_length=max_length,
-        window=window,
+        window=metadata.window,
         block_m=config.block_m,
-        split_tokens=tokens,
+        split_tokens=config.split_tokens,
         first_splits=config.first_splits,
-        max_splits=bound,
-        num_splits=max(1, num_splits),
+        max_splits=config.max_splits,
+        num_splits=1,
     )
-    return work, config
+    if cut.batch_invariant:
+        return _fixed_cut(work, metadata, shape, cut.in_order), config
+    return _cut_by_length(work, shape), config
+
+
+def _cut_by_length(work: WorkShape, shape: AttentionShape) -> WorkShape:
+    """`work` with splits that grow with a request's length."""
+    bound = bounded_splits(work.max_splits, shape.num_nodes * shape.heads, shape.head_dim, shape.dtype.itemsize)
+    tokens, window = work.split_tokens, work.window
+    # One more split where a window begins inside one; the last split takes a quarter of a split more.
+    reach = work.max_length if window is None else min(work.max_length, window - 1 + work.num_slots + tokens)
+    most = bound if window is None or bound == 1 else bound + 1
+    num_splits = min(most, -(-(reach - tokens // 4) // tokens))
+    return work._replace(max_splits=bound, num_splits=max(1, num_splits))
+
+
+def _fixed_cut(
+    work: WorkShape, metadata: AttentionMetadata, shape: AttentionShape, in_order: bool | None
+) -> WorkShape:
+    """`work` with splits at fixed positions."""
+    if work.first_splits % 2:
+        raise ValueError(f"tuning: expected an even number of first_splits, got {work.first_splits}")
+    if metadata.paths is not None:
+        work = work._replace(num_slots=metadata.paths.shape[2], all_slots=True)
+    num_splits = len(fixed_borders(work.max_length, work.split_tokens, work.first_splits))
+    if work.window is not None:
+        num_splits = min(num_splits, -(-(work.window - 1 + work.num_slots) // work.split_tokens) + 1)
+    if in_order is None:
+        row_bytes = 4 * shape.head_dim + 4
+        partial_bytes = work.batch * num_splits * shape.num_nodes * shape.heads * row_bytes
+        in_order = partial_bytes > configs.INVARIANT_PARTIAL_BYTES or configs.fills_the_chip(
+            shape.num_nodes * work.group, work.block_m
+        )
+    in_order = in_order and num_splits > 1
+    return work._replace(num_splits=1 if in_order else num_splits, fixed_cut=True, in_order=in_order)
 
 
 def bounded_length(metadata: AttentionMetadata, page_size: int) -> int:
@@ -320,6 +385,22 @@ def _check_depths(q: torch.Tensor, metadata: AttentionMetadata) -> None:
         expect_dtype("row_depths", row_depths, torch.int32)
     expect_same_device(q=q, depths=depths, row_depths=row_depths)
     expect_contiguous(depths=depths, row_depths=row_depths)
+
+
+def _check_paths(q: torch.Tensor, metadata: AttentionMetadata, cut: Cut) -> None:
+    """The slots of each row in the order of the text, which a batch-invariant call of a tree has."""
+    if cut.in_order is not None and not cut.batch_invariant:
+        raise ValueError(f"in_order: expected with batch_invariant only, got {cut.in_order}")
+    if metadata.paths is None:
+        if cut.batch_invariant and metadata.mode == "tree":
+            raise ValueError("metadata: expected paths for a batch-invariant call of a tree, got None; see mask_paths")
+        return
+    if not cut.batch_invariant or metadata.mode != "tree":
+        raise ValueError(f"paths: expected for a batch-invariant call of a tree only, got mode {metadata.mode!r}")
+    expect_shape("paths", metadata.paths, (*q.shape[:2], None))
+    expect_dtype("paths", metadata.paths, torch.int32)
+    expect_same_device(q=q, paths=metadata.paths)
+    expect_contiguous(paths=metadata.paths)
 
 
 def _check_scales(q: torch.Tensor, kv_heads: int, metadata: AttentionMetadata, scales: LayerScales) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from specdec_kernels.attention.cases_inputs import attention_inputs, plan_inputs
+from specdec_kernels.attention.cases_inputs import attention_inputs, paths_inputs, plan_inputs
 from specdec_kernels.cases import Case, Comparison, Maker, WorkModel
 
 _PARITY_TOKENS = 1 << 19  # larger pools are for the benchmark alone, as the reference of all requests does not fit
@@ -81,6 +81,11 @@ def _levels(name: str, catches: str, num_nodes: int, lengths: Sequence[int], gat
         return plan_inputs(make, num_nodes, lengths, **({"max_length": 300} | shape)) | steps
 
     return Case(name, "plan_levels", build, catches, gate=gate)
+
+
+def _paths(name: str, catches: str, batch: int, num_slots: int, most: int, gate: bool = False, **options: Any) -> Case:
+    build = partial(paths_inputs, batch=batch, num_slots=num_slots, most=most, **options)
+    return Case(name, "mask_paths", build, catches, gate=gate)
 
 
 _MODES = (
@@ -331,6 +336,37 @@ _PLANS = (
         tags=("large",),
     ),
 )
+# Splits of 16 keys up to 32, of 32 up to 128, of 64 behind.
+_FIXED: dict[str, Any] = dict(batch_invariant=True, split_tokens=16, tuning=dict(first_splits=2))
+_INVARIANT = (
+    _case("fixed_decode", "a border of splits", "chain", 1, (0, 15, 16, 31, 32, 129), with_lse=True, **_FIXED),
+    _case("fixed_chain", "splits that grow with the position", "chain", 6, (190, 3), with_lse=True, **_FIXED),
+    _case("fixed_block", "rows of one view", "block", 6, (61, 4), q_lens=(6, 3), sinks=True, **_FIXED),
+    _case("fixed_tree", "keys of another branch", "tree", 20, (55, 27), with_lse=True, **_FIXED),
+    _case("fixed_tree_words", "slots of the second word", "tree", 70, (21,), heads=(2, 1), **_FIXED),
+    _case("fixed_tree_q_lens", "turns of unused nodes", "tree", 6, (60, 5, 0), q_lens=(4, 0, 6), **_FIXED),
+    _case("fixed_tree_blind", "rows that see no slot", "tree", 7, (0, 20), blind=True, with_lse=True, **_FIXED),
+    _case("fixed_window", "the first split of a window", "chain", 7, (150, 4), window=25, **_FIXED),
+    _case("fixed_tree_window", "depth of a slot", "tree", 9, (140, 2), window=5, reach=3, sinks=True, **_FIXED),
+    _case("fixed_soft_cap", "cap in every split", "tree", 9, (60, 3), soft_cap=5.0, **_FIXED),
+    _case("fixed_in_order", "sums of the splits before", "chain", 40, (90, 3), in_order=True, with_lse=True, **_FIXED),
+    _case("fixed_in_order_tree", "turns in several splits", "tree", 9, (28,), in_order=True, window=40, **_FIXED),
+    _case("fixed_many_rows", "rows that fill the chip", "chain", 140, (30,), v_scale=0.5, sinks=True, **_FIXED),
+    _case("fixed_cut_off", "keys past max_length", "tree", 4, (30, 12), max_length=20, with_lse=True, **_FIXED),
+    _case("fixed_planned", "work of another cut", "tree", 5, (70, 0, 130), planned=True, **_FIXED),
+    _case("fixed_planned_order", "one item a tile", "chain", 40, (70, 3), planned=True, in_order=True, **_FIXED),
+    _case("fixed_fp8", "scales of a part", "tree", 5, (50, 3), fp8=True, head_scales=True, **_FIXED),
+    _plan("plan_fixed", "splits of the first request", 4, (250, 9, 0), **_FIXED),
+    _plan("plan_fixed_window", "splits below the window", 4, (290, 9, 40), window=30, **_FIXED),
+)
+_PATHS = (
+    _paths("paths_none", "launch on an empty grid", 0, 3, 3),
+    _paths("paths", "places of other bits", 3, 20, 20),
+    _paths("paths_words", "bits of the second and third word", 2, 150, 40),
+    _paths("paths_cut", "slots past the last place", 2, 20, 2),
+    _paths("paths_blind", "rows without a slot", 2, 9, 9, blind=True),
+    _paths("paths_shipped", "resources", 8, 64, 9, gate=True),
+)
 _SHIPPED = (
     _gated("shipped_decode", "registers of the 16-row tile", "chain", 1),
     _gated("shipped_chain_8", "registers of the 32-row tile", "chain", 8),
@@ -345,6 +381,21 @@ _SHIPPED = (
     _gated("shipped_soft_cap", "registers of the hyperbolic tangent", "chain", 16, soft_cap=30.0, window=512),
     _gated("shipped_wide_tree", "registers of an expansion step", "tree", 8, tree_width=64),
     _gated("shipped_page_1", "address registers of per-token pages", "chain", 16, page_size=1),
+    _gated("shipped_fixed_decode", "registers of the fixed cut", "chain", 1, batch_invariant=True),
+    _gated("shipped_fixed_tree", "registers of turns by node", "tree", 16, batch_invariant=True),
+    _gated("shipped_fixed_prefill", "registers of two sums", "chain", 160, batch_invariant=True),
+    _gated("shipped_fixed_64", "head dimension 64", "chain", 160, head_dim=64, batch_invariant=True),
+    _gated("shipped_fixed_256", "head dimension 256", "chain", 160, head_dim=256, batch_invariant=True),
+    _gated("shipped_fixed_fp8", "conversion of keys and values", "chain", 160, fp8=True, batch_invariant=True),
+    _gated(
+        "shipped_fixed_planned",
+        "registers of the persistent loop",
+        "chain",
+        160,
+        planned=True,
+        batch_invariant=True,
+        tuning=dict(block_m=64, block_n=64),
+    ),
     _gated("shipped_64_decode", "head dimension 64", "chain", 1, head_dim=64),
     _gated("shipped_64_chain_8", "head dimension 64", "chain", 8, head_dim=64),
     _gated("shipped_64_chain_16", "head dimension 64", "chain", 16, head_dim=64),
@@ -391,6 +442,8 @@ CASES = (
     *_SCORES,
     *_TREE_WIDTHS,
     *_PLANNED,
+    *_INVARIANT,
+    *_PATHS,
     *_SHIPPED,
     *_PLANS,
     *_TIMED,

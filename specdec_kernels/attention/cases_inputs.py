@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from specdec_kernels.attention.api import plan_attention
+from specdec_kernels.attention.api import mask_paths, plan_attention
 from specdec_kernels.attention.types import AttentionMetadata, AttentionShape
 from specdec_kernels.cases import Maker
 
@@ -79,6 +79,8 @@ def attention_inputs(
     call = dict(q=queries, kv=kv.to(torch.float8_e4m3fn) if fp8 else kv, metadata=metadata)
     if mode == "tree":
         options |= _tree(make, len(lengths), num_nodes, tree_width, reach, blind, options.get("window"))
+        if options.get("batch_invariant"):
+            options["paths"] = mask_paths(options["mask"], num_slots, impl="reference")
     if sinks:
         options["sinks"] = _scale_tensor(make, heads[0], 2.0)
     if head_scales:
@@ -98,7 +100,8 @@ def changed(arguments: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 def plan_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     """Arguments of `plan_attention` for a call of `paged_attention`."""
-    named = {name: arguments[name] for name in ("metadata", "split_tokens", "tuning") if name in arguments}
+    names = ("metadata", "split_tokens", "tuning", "batch_invariant", "in_order")
+    named = {name: arguments[name] for name in names if name in arguments}
     return named | dict(shape=AttentionShape.of(arguments["q"], arguments["kv"]))
 
 
@@ -110,6 +113,7 @@ def plan_inputs(
     q_lens: Sequence[int] | None = None,
     split_tokens: int | None = None,
     tuning: dict[str, int] | None = None,
+    batch_invariant: bool = False,
     **fields: Any,
 ) -> dict[str, Any]:
     """Arguments of `plan_attention` for 4 query heads per KV head of dimension 128; `fields` are the metadata's."""
@@ -121,7 +125,16 @@ def plan_inputs(
         **({"mode": "chain"} | fields),
     )
     shape = AttentionShape(num_nodes, 8, 2, 128, 16, torch.bfloat16, torch.bfloat16)
-    return dict(metadata=metadata, shape=shape, split_tokens=split_tokens, tuning=tuning)
+    call = dict(metadata=metadata, shape=shape, split_tokens=split_tokens, tuning=tuning)
+    return call | (dict(batch_invariant=True) if batch_invariant else {})
+
+
+def paths_inputs(make: Maker, batch: int, num_slots: int, most: int, blind: bool = False) -> dict[str, Any]:
+    """Arguments of `mask_paths` for random trees; with `blind` every third row sees no slot."""
+    _, mask = random_tree(make, batch, num_slots, reach=4)
+    if blind:
+        mask[:, ::3] = 0
+    return dict(mask=mask, most=most)
 
 
 def _scale_tensor(make: Maker, size: int, spread: float) -> torch.Tensor:

@@ -11,6 +11,11 @@ results, shorter ones fill the chip from one request. A split of more rows write
 earlier. The partial results of a request take at most `PARTIAL_BYTES`, or those of one split: calls of many rows have
 fewer and longer splits.
 
+A batch-invariant call may not choose by its rows. It has one tile for any number of rows, that of `INVARIANT_ROWS`,
+and splits at fixed positions: the reduction over a tile of keys, the instruction that multiplies it and the order in
+which tiles are added are then the same for a row wherever it is computed. Its partial results are float32. Where they
+would take more than `INVARIANT_PARTIAL_BYTES`, one program walks all splits of its rows, which changes no bit.
+
 Polynomial exp2 and lazy rescaling are off by default. On an H200 they were no faster: the exponential unit is no
 bottleneck there, and lazy rescaling needs a vote over the tile. `experiments/LOG.md` has the measurements of sm90.
 """
@@ -28,6 +33,10 @@ FIRST_SPLITS = 4
 _FIRST_SPLITS_OF_16_ROWS = 8
 MAX_SPLITS = 32
 PARTIAL_BYTES = 8 << 20
+INVARIANT_ROWS = 64
+INVARIANT_PARTIAL_BYTES = 1 << 30
+_INVARIANT_FIRST_SPLITS = 8
+_SPLIT_TOKENS = 256
 _ROW_BUCKETS = (16, 32, 64, 128)
 _MAX_SPLIT_TILES = 4
 _INTERPRETER_MAX_ROWS = 1024
@@ -85,14 +94,18 @@ def attention_config(
     split_tokens: int | None = None,
     kv_bytes: int = 2,
     tuning: Mapping[str, Any] | None = None,
+    batch_invariant: bool = False,
 ) -> AttentionConfig:
     """Row of the table for `rows` packed query rows of one (request, KV head) over at most `max_length` keys of
     `kv_bytes` bytes per element.
 
     `split_tokens` replaces the table's split length, `tuning` any field. A split shorter than a tile makes the tile
-    shorter; any other is rounded up to whole tiles. Raises ValueError for an unknown field of `tuning`.
+    shorter; any other is rounded up to whole tiles. With `batch_invariant` neither rows nor lengths choose anything.
+    Raises ValueError for an unknown field of `tuning`.
     """
-    if chip == "interpreter":
+    if batch_invariant:
+        config = _invariant_config(chip, head_dim, kv_bytes)
+    elif chip == "interpreter":
         # A program costs the same for any tile, so one tile takes all rows or keys.
         block_m = min(_INTERPRETER_MAX_ROWS, max(16, _power_of_two(rows)))
         config = AttentionConfig(block_m, min(512, max(16, _power_of_two(max_length))), 1, 1, 4096)
@@ -108,6 +121,17 @@ def attention_config(
             raise ValueError(f"tuning: expected fields among {names}, got {', '.join(unknown)}")
         config = replace(config, **tuning)
     return replace(config, split_tokens=-(-config.split_tokens // config.block_n) * config.block_n)
+
+
+def fixed_borders(max_length: int, split_tokens: int, first_splits: int) -> list[int]:
+    """First positions of the splits of up to `max_length` keys, where splits lie at fixed positions: `first_splits` of
+    `split_tokens` keys, and from there on, up to four times the position, splits of twice the length; and so on."""
+    begins, length, next_length_at = [0], split_tokens, split_tokens * first_splits
+    while begins[-1] + length < max_length:
+        begins.append(begins[-1] + length)
+        if begins[-1] == next_length_at:
+            length, next_length_at = 2 * length, 4 * next_length_at
+    return begins
 
 
 def node_counts_of_the_table(group: int) -> tuple[int, ...]:
@@ -155,9 +179,21 @@ def _table_config(chip: str, head_dim: int, rows: int, kv_bytes: int) -> Attenti
     )
 
 
+def _invariant_config(chip: str, head_dim: int, kv_bytes: int) -> AttentionConfig:
+    if chip == "interpreter":
+        return AttentionConfig(INVARIANT_ROWS, 64, 1, 1, _SPLIT_TOKENS, first_splits=_INVARIANT_FIRST_SPLITS)
+    config = _table_config(chip, head_dim, INVARIANT_ROWS, kv_bytes)
+    return replace(config, split_tokens=_SPLIT_TOKENS, first_splits=_INVARIANT_FIRST_SPLITS)
+
+
+def fills_the_chip(rows: int, block_m: int) -> bool:
+    """Whether a request has as many query rows as a prefill, which fill the chip without splitting keys."""
+    return rows > _MAX_SPLIT_TILES * block_m
+
+
 def _split_tokens(rows: int, block_m: int) -> int:
-    """Keys per program; queries as many as a prefill has fill the chip without splitting."""
-    return UNSPLIT if rows > _MAX_SPLIT_TILES * block_m else 256
+    """Keys per program."""
+    return UNSPLIT if fills_the_chip(rows, block_m) else _SPLIT_TOKENS
 
 
 def _head_dim_row(head_dim: int) -> int:

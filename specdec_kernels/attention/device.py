@@ -1,6 +1,6 @@
 """Device functions of paged attention: which keys a program walks, which rows see them, and the running softmax."""
 
-# ruff: noqa: SIM108
+# ruff: noqa: SIM108, SIM109
 from __future__ import annotations
 
 import math
@@ -11,7 +11,8 @@ import triton.language as tl
 CHAIN = tl.constexpr(0)
 BLOCK = tl.constexpr(1)
 TREE = tl.constexpr(2)
-MODE_CODES = {"chain": 0, "block": 1, "tree": 2}
+PATHS = tl.constexpr(3)
+MODE_CODES = {"chain": 0, "block": 1, "tree": 2, "paths": 3}
 FP8_NONE = tl.constexpr(0)
 FP8_NATIVE = tl.constexpr(1)
 FP8_BITS = tl.constexpr(2)
@@ -44,17 +45,50 @@ def key_end(length, used, num_slots, max_length, ALL_SLOTS: tl.constexpr):
 
 
 @triton.jit
-def split_layout(length, end, split_tokens, first_splits, max_splits, window):
+def _floor_log2(x):
+    """Of an integer from 1 to 2^24, read from the exponent of a float32."""
+    return (x.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+
+
+@triton.jit
+def fixed_split_of(position, split_tokens, first_splits):
+    """Index of the split that holds `position`, where splits lie at fixed positions: `first_splits` of `split_tokens`
+    keys, and from there on, up to four times the position, splits of twice the length; and so on."""
+    reach = split_tokens * first_splits
+    step = _floor_log2(tl.maximum(position // reach, 1)) // 2
+    before = first_splits + first_splits * 3 // 2 * ((1 << step) - 1)
+    long = before + (position - (reach << (2 * step))) // (split_tokens << (step + 1))
+    return tl.where(position < reach, position // split_tokens, long)
+
+
+@triton.jit
+def fixed_split_begin(index, split_tokens, first_splits):
+    """First position of split `index`, see `fixed_split_of`."""
+    behind = index - first_splits
+    step = _floor_log2(tl.maximum(behind, 0) // (first_splits * 3 // 2) + 1)
+    within = behind - first_splits * 3 // 2 * ((1 << step) - 1)
+    long = (split_tokens * first_splits << (2 * step)) + within * (split_tokens << (step + 1))
+    return tl.where(behind < 0, index * split_tokens, long)
+
+
+@triton.jit
+def split_layout(length, end, split_tokens, first_splits, max_splits, window, FIXED: tl.constexpr):
     """(keys per split, index of the first split, number of splits) of a request, scalars or tensors.
 
     Splits lie at multiples of their length. The length is `split_tokens` for up to `first_splits` splits. From there
     on it doubles with each fourfold of the keys that a row may see, and further where `max_splits` would not
     suffice. The last split takes up to a quarter of a split more. All of this depends on the request alone, so a
     result does not depend on the batch.
+
+    FIXED splits depend on nothing but positions, see `fixed_split_of`; their length, which varies, is given as 0.
     """
     lowest = end * 0
     if window is not None:
         lowest = tl.maximum(length - window + 1, 0)
+    if FIXED:
+        first = fixed_split_of(lowest, split_tokens, first_splits)
+        last = fixed_split_of(tl.maximum(end - 1, 0), split_tokens, first_splits)
+        return end * 0, first, tl.where(end > 0, last - first + 1, 0)
     span = tl.maximum(end - lowest, 1)
     reach = split_tokens * first_splits + split_tokens // 4
     furthest = split_tokens * max_splits + split_tokens // 4
@@ -87,7 +121,7 @@ def tile_key_range(length, used, end, first_node, last_node, MODE: tl.constexpr)
 def row_positions(row_depths_ptr, length, nodes, used, MODE: tl.constexpr):
     """[BLOCK_M] position of each query row for the sliding window, by depth in a tree. Rows past `used` take a
     position within the range of the others."""
-    if MODE == TREE:
+    if MODE == TREE or MODE == PATHS:
         depth = tl.load(row_depths_ptr + nodes, mask=nodes < used, other=-1)
         deepest = tl.max(depth, 0)
         return length + tl.where(depth < 0, deepest, depth)
@@ -140,6 +174,34 @@ def visible(
 def page_ids(table_ptr, positions, end, PAGE: tl.constexpr):
     """Page number of each position, 0 from `end` on."""
     return tl.load(table_ptr + positions // PAGE, mask=positions < end, other=0)
+
+
+@triton.jit
+def tile_of_step(step, begin, shared, own, first_node, BLOCK_N: tl.constexpr, MODE: tl.constexpr):
+    """(first position of a step's tile, node that the tile is for, -1 for all). With PATHS all rows share the first
+    `shared` tiles. Behind them each node has `own` tiles, one node behind the other."""
+    if MODE == PATHS:
+        turn = tl.maximum(step - shared, 0)
+        node = turn // tl.maximum(own, 1)
+        # The tiles of a node begin where those of the node before began.
+        start = begin + (step - node * own) * BLOCK_N
+        return start, tl.where(step < shared, -1, first_node + node)
+    else:
+        return begin + step * BLOCK_N, -1
+
+
+@triton.jit
+def path_places(paths_ptr, table_ptr, step, steps, node, positions, length, num_slots, stop, PAGE: tl.constexpr):
+    """Place in the pool, in tokens, of the key at each position of the text that ends in `node`; -1 where that text
+    has none below `stop`, and for a step past the last."""
+    depth = positions - length
+    there = (positions < stop) & (step < steps)
+    drafted = (depth >= 0) & there & (node >= 0)
+    slot = tl.load(paths_ptr + node * num_slots + depth, mask=drafted, other=-1)
+    there = there & ((depth < 0) | (slot >= 0))
+    held = tl.where(depth < 0, positions, length + slot)
+    page = tl.load(table_ptr + held // PAGE, mask=there, other=0)
+    return tl.where(there, page * PAGE + held % PAGE, -1)
 
 
 @triton.jit
@@ -239,20 +301,34 @@ def softmax_step(scores, factor, top, total, acc, POLYNOMIAL: tl.constexpr, LAZY
             acc = acc * decay[:, None]
             total = total * decay
             top = new_top
+        weights = power_of_two(tl.fma(scores, factor, -finite_or_zero(top)[:, None]), POLYNOMIAL)
+        total += tl.sum(weights, 1)
     else:
         new_top = tl.maximum(top, tile_top)
         decay = tl.exp2(top - finite_or_zero(new_top))
         acc = acc * decay[:, None]
-        total = total * decay
         top = new_top
-    weights = power_of_two(scores * factor - finite_or_zero(top)[:, None], POLYNOMIAL)
-    return weights, top, total + tl.sum(weights, 1), acc
+        weights = power_of_two(tl.fma(scores, factor, -finite_or_zero(top)[:, None]), POLYNOMIAL)
+        total = tl.fma(total, decay, tl.sum(weights, 1))
+    return weights, top, total, acc
 
 
 @triton.jit
 def log2_sum(top, total):
     """log2(2^top * total), -inf for an empty sum."""
     return tl.where(total > 0.0, top + tl.log2(tl.where(total > 0.0, total, 1.0)), float("-inf"))
+
+
+@triton.jit
+def fold_part(acc, top, total, part, lse):
+    """Add a partial result, rows [M, D] with their log-sum-exp `lse` [M], to the sums of `softmax_step`. Splits are
+    added one by one in the order of the text, wherever that happens; the products and sums are written as they are to
+    be fused, so that no compiler decides it."""
+    new_top = tl.maximum(top, lse)
+    decay = tl.exp2(top - finite_or_zero(new_top))
+    weight = tl.exp2(lse - finite_or_zero(new_top))
+    acc = tl.fma(part, weight[:, None], acc * decay[:, None])
+    return acc, new_top, tl.fma(total, decay, weight)
 
 
 @triton.jit

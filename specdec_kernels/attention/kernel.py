@@ -36,17 +36,22 @@ from specdec_kernels.attention.device import (
     LN_2,
     LOG2_E,
     MODE_CODES,
+    PATHS,
+    fixed_split_begin,
+    fold_part,
     fold_sink,
     inverse_or_zero,
     key_end,
     key_positions,
     log2_sum,
     page_ids,
+    path_places,
     row_positions,
     softmax_step,
     split_layout,
     tanh,
     tile_key_range,
+    tile_of_step,
     used_rows,
     visible,
     widen,
@@ -71,17 +76,24 @@ _RUN_TIME_SIZES = [
 
 
 @triton.jit
-def _split_range(lengths_ptr, q_lens_ptr, request, split, cut, SPLIT: tl.constexpr, ALL_SLOTS: tl.constexpr):
+def _split_range(
+    lengths_ptr, q_lens_ptr, request, split, cut, SPLIT: tl.constexpr, ALL_SLOTS: tl.constexpr, FIXED: tl.constexpr
+):
     """(first key, past the last key, number of splits) of a request's split; zeros and one where keys are not split."""
     num_nodes, num_slots, split_tokens, first_splits, max_splits, max_length, window = cut
     if SPLIT:
         length = tl.load(lengths_ptr + request).to(tl.int32)
         used = used_rows(q_lens_ptr, request, num_nodes)
         end = key_end(length, used, num_slots, max_length, ALL_SLOTS)
-        tokens, first, live = split_layout(length, end, split_tokens, first_splits, max_splits, window)
-        # The last split ends with the keys.
-        split_end = tl.where(split + 1 < live, (first + split + 1) * tokens, end)
-        return (first + split) * tokens, split_end, live
+        tokens, first, live = split_layout(length, end, split_tokens, first_splits, max_splits, window, FIXED)
+        if FIXED:
+            split_begin = fixed_split_begin(first + split, split_tokens, first_splits)
+            split_end = tl.minimum(fixed_split_begin(first + split + 1, split_tokens, first_splits), end)
+        else:
+            split_begin = (first + split) * tokens
+            # The last split ends with the keys.
+            split_end = tl.where(split + 1 < live, (first + split + 1) * tokens, end)
+        return split_begin, split_end, live
     else:
         return 0, 0, 1
 
@@ -97,39 +109,117 @@ def _rows_and_dims(rows_valid, dims, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _write_rows(
-    out_ptr, lse_ptr, sinks_ptr, out, lse, total, rows, nodes, dims, out_rows, part_rows, used, num_nodes, first_head,
+    out_ptr, lse_ptr, sinks_ptr, out, top, total, rows, nodes, dims, out_rows, part_rows, used, num_nodes, first_head,
     SHAPE: tl.constexpr, SPLIT: tl.constexpr,
 ):
-    """Store the tile's rows: a partial result with SPLIT, else the final one, its sink included."""
+    """Store the tile's rows: with SPLIT the partial result `out` with its log-sum-exp `top`, else the final result of
+    the sums `out` and `total`, the sink included."""
     D: tl.constexpr = SHAPE[0]
     BLOCK_D: tl.constexpr = SHAPE[1]
     GROUP: tl.constexpr = SHAPE[3]
     if SPLIT:
         out_rows += part_rows
         written = nodes < used
+        lse = top
     else:
         written = nodes < num_nodes
         if sinks_ptr is not None:
-            # As the merge has it for one split, to the bit.
             sink = tl.load(sinks_ptr + first_head + rows % GROUP) * _LOG2_E
             sink = tl.where(nodes < used, sink, float("-inf"))
-            out, top, total = fold_sink(out, lse, tl.where(total > 0.0, 1.0, 0.0), sink)
-            out = out * inverse_or_zero(total)[:, None]
-            lse = log2_sum(top, total)
+            out, top, total = fold_sink(out, top, total, sink)
+        out = out * inverse_or_zero(total)[:, None]
+        lse = log2_sum(top, total) * LN_2
     out_written = _rows_and_dims(written, dims, D, BLOCK_D)
     narrow = out.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + out_rows[:, None] * D + dims[None, :], narrow, mask=out_written)
     if lse_ptr is not None:
-        if not SPLIT:
-            lse = lse * LN_2
         tl.store(lse_ptr + out_rows, lse, mask=written)
 
 
 @triton.jit
+def _walk(
+    q, pool, mask_row, depths_row, row_position, score_scale, soft_cap, begin, stop, free_end, window, num_slots,
+    length, used, nodes, first_node, last_node,
+    SHAPE: tl.constexpr, MODE: tl.constexpr, WORDS: tl.constexpr, FP8: tl.constexpr,
+    POLYNOMIAL: tl.constexpr, LAZY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    """The sums of `softmax_step` over the keys from `begin` to `stop`: (top, total, acc) of the tile's rows.
+
+    pool: pointers to keys and values of the head, and to the request's row of the page table.
+    """
+    D: tl.constexpr = SHAPE[0]
+    BLOCK_D: tl.constexpr = SHAPE[1]
+    H_KV: tl.constexpr = SHAPE[2]
+    PAGE: tl.constexpr = SHAPE[4]
+    key_ptr, value_ptr, table_row = pool
+    if window is not None:
+        lowest = tl.min(row_position, 0) - window + 1
+        free_begin = tl.max(row_position, 0) - window + 1
+        begin += tl.maximum(lowest - begin, 0) // BLOCK_N * BLOCK_N
+    border, shared, own = begin, 0, 0
+    steps = (stop - begin + BLOCK_N - 1) // BLOCK_N
+    if MODE == PATHS:
+        border = tl.maximum(begin, tl.minimum(length // BLOCK_N * BLOCK_N, stop))
+        shared = (border - begin + BLOCK_N - 1) // BLOCK_N
+        own = tl.maximum(stop - border + BLOCK_N - 1, 0) // BLOCK_N
+        steps = shared + own * (tl.minimum(last_node + 1, used) - first_node)
+
+    dims = tl.arange(0, BLOCK_D)
+    columns = tl.arange(0, BLOCK_N)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.full([BLOCK_M], 0.0, tl.float32)
+    acc = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
+    start, node = tile_of_step(0, begin, shared, own, first_node, BLOCK_N, MODE)
+    if MODE == PATHS:
+        # Places of the keys instead of their pages, because a key's slot is not its position.
+        pages = path_places(mask_row, table_row, 0, steps, node, start + columns, length, num_slots, stop, PAGE)
+    else:
+        pages = page_ids(table_row, begin + columns, stop, PAGE)
+    for step in tl.range(0, steps):
+        start, node = tile_of_step(step, begin, shared, own, first_node, BLOCK_N, MODE)
+        positions = start + columns
+        if MODE == PATHS:
+            there = pages >= 0
+            offsets = pages.to(tl.int64)[:, None] * (H_KV * D) + dims[None, :]
+            ahead, ahead_node = tile_of_step(step + 1, begin, shared, own, first_node, BLOCK_N, MODE)
+            pages = path_places(
+                mask_row, table_row, step + 1, steps, ahead_node, ahead + columns, length, num_slots, stop, PAGE
+            )
+        else:
+            there = positions < stop
+            offsets = (pages.to(tl.int64) * PAGE + positions % PAGE)[:, None] * (H_KV * D) + dims[None, :]
+            pages = page_ids(table_row, positions + BLOCK_N, stop, PAGE)
+        stored = _rows_and_dims(there, dims, D, BLOCK_D)
+        keys = widen(tl.load(key_ptr + offsets, mask=stored, other=0.0), q, FP8)
+        scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
+        factor = score_scale
+        if soft_cap is not None:
+            scores = tanh(scores * score_scale)
+            factor = soft_cap
+        masked = start + BLOCK_N > free_end
+        if window is not None:
+            masked = masked | (start < free_begin)
+        if masked:
+            if MODE == PATHS:
+                seen = there[None, :] & ((node < 0) | (nodes == node))[:, None]
+            else:
+                seen = visible(mask_row, positions, stop, length, nodes, used, MODE, WORDS)
+            if window is not None:
+                key_position = key_positions(depths_row, positions, length, stop, MODE)
+                seen = seen & (row_position[:, None] - key_position[None, :] < window)
+            scores = tl.where(seen, scores, float("-inf"))
+        weights, top, total, acc = softmax_step(scores, factor, top, total, acc, POLYNOMIAL, LAZY)
+        values = widen(tl.load(value_ptr + offsets, mask=stored, other=0.0), q, FP8)
+        acc = tl.dot(weights.to(q.dtype), values, acc, input_precision="ieee")
+    return top, total, acc
+
+
+@triton.jit
 def _attend(
-    tensors, item, sizes, scales,
+    tensors, item, sizes, scales, cut,
     SHAPE: tl.constexpr, MODE: tl.constexpr, WORDS: tl.constexpr, ALL_SLOTS: tl.constexpr, SPLIT: tl.constexpr,
-    FP8: tl.constexpr, POLYNOMIAL: tl.constexpr, LAZY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    IN_ORDER: tl.constexpr, FP8: tl.constexpr, POLYNOMIAL: tl.constexpr, LAZY: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     """Attention of one item and KV head. The tuples are those of `_attention_kernel`."""
     D: tl.constexpr = SHAPE[0]
@@ -150,22 +240,19 @@ def _attend(
     first_node = tile * BLOCK_M // GROUP
     last_node = (tile * BLOCK_M + BLOCK_M - 1) // GROUP
     stop, free_end = tile_key_range(length, used, end, first_node, last_node, MODE)
-    begin = 0
-    if SPLIT:
-        begin = split_begin
-        stop = tl.minimum(stop, split_end)
     mask_row = mask_ptr
     if mask_ptr is not None:
-        mask_row = mask_ptr + request * num_nodes * WORDS
+        # Mask words of a row, or with PATHS the slots of its text.
+        mask_row = mask_ptr + request * num_nodes * (num_slots if MODE == PATHS else WORDS)
+    depths_row = depths_ptr
+    row_position = nodes
     if window is not None:
-        depths_row, row_depths_row = depths_ptr, row_depths_ptr
+        row_depths_row = row_depths_ptr
         if depths_ptr is not None:
             depths_row = depths_ptr + request * num_slots
+        if row_depths_ptr is not None:
             row_depths_row = row_depths_ptr + request * num_nodes
         row_position = row_positions(row_depths_row, length, nodes, used, MODE)
-        lowest = tl.min(row_position, 0) - window + 1
-        free_begin = tl.max(row_position, 0) - window + 1
-        begin += tl.maximum(lowest - begin, 0) // BLOCK_N * BLOCK_N
 
     dims = tl.arange(0, BLOCK_D)
     out_rows = (request * num_nodes + nodes) * (H_KV * GROUP) + kv_head * GROUP + rows % GROUP
@@ -176,44 +263,43 @@ def _attend(
     if v_scale_ptr is not None:
         value_scale *= tl.load(v_scale_ptr + kv_head)
 
-    table_row = table_ptr + request * table_stride
     key_ptr = kv_ptr + kv_head * D
-    value_ptr = key_ptr + num_pages.to(tl.int64) * (PAGE * H_KV * D)
-    columns = tl.arange(0, BLOCK_N)
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.full([BLOCK_M], 0.0, tl.float32)
-    acc = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
-    pages = page_ids(table_row, begin + columns, stop, PAGE)
-    for start in tl.range(begin, stop, BLOCK_N):
-        positions = start + columns
-        stored = _rows_and_dims(positions < stop, dims, D, BLOCK_D)
-        offsets = (pages.to(tl.int64) * PAGE + positions % PAGE)[:, None] * (H_KV * D) + dims[None, :]
-        pages = page_ids(table_row, positions + BLOCK_N, stop, PAGE)
-        keys = widen(tl.load(key_ptr + offsets, mask=stored, other=0.0), q, FP8)
-        scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
-        factor = score_scale
-        if soft_cap is not None:
-            scores = tanh(scores * score_scale)
-            factor = soft_cap
-        masked = start + BLOCK_N > free_end
-        if window is not None:
-            masked = masked | (start < free_begin)
-        if masked:
-            seen = visible(mask_row, positions, stop, length, nodes, used, MODE, WORDS)
-            if window is not None:
-                key_position = key_positions(depths_row, positions, length, stop, MODE)
-                seen = seen & (row_position[:, None] - key_position[None, :] < window)
-            scores = tl.where(seen, scores, float("-inf"))
-        weights, top, total, acc = softmax_step(scores, factor, top, total, acc, POLYNOMIAL, LAZY)
-        values = widen(tl.load(value_ptr + offsets, mask=stored, other=0.0), q, FP8)
-        acc = tl.dot(weights.to(q.dtype), values, acc, input_precision="ieee")
-
-    total = tl.where(nodes < used, total, 0.0)
-    out = acc * (value_scale * inverse_or_zero(total))[:, None]
-    lse = log2_sum(top, total)
+    pool = (key_ptr, key_ptr + num_pages.to(tl.int64) * (PAGE * H_KV * D), table_ptr + request * table_stride)
+    if IN_ORDER:
+        _, _, split_tokens, first_splits, max_splits, _, _ = cut
+        _, first, live = split_layout(length, stop, split_tokens, first_splits, max_splits, window, True)
+        out = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.full([BLOCK_M], 0.0, tl.float32)
+        for split in tl.range(first, first + live):
+            begin = fixed_split_begin(split, split_tokens, first_splits)
+            split_stop = tl.minimum(stop, fixed_split_begin(split + 1, split_tokens, first_splits))
+            part_top, part_total, acc = _walk(
+                q, pool, mask_row, depths_row, row_position, score_scale, soft_cap, begin, split_stop, free_end, window,
+                num_slots, length, used, nodes, first_node, last_node, SHAPE, MODE, WORDS, FP8, POLYNOMIAL, LAZY,
+                BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+            acc = acc * (value_scale * inverse_or_zero(part_total))[:, None]
+            out, top, total = fold_part(out, top, total, acc, log2_sum(part_top, part_total))
+        total = tl.where(nodes < used, total, 0.0)
+    else:
+        begin = 0
+        if SPLIT:
+            begin = split_begin
+            stop = tl.minimum(stop, split_end)
+        top, total, acc = _walk(
+            q, pool, mask_row, depths_row, row_position, score_scale, soft_cap, begin, stop, free_end, window,
+            num_slots, length, used, nodes, first_node, last_node, SHAPE, MODE, WORDS, FP8, POLYNOMIAL, LAZY,
+            BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+        total = tl.where(nodes < used, total, 0.0)
+        out = acc * (value_scale * inverse_or_zero(total))[:, None]
+        # One part of the whole: what the merge has after it, to the bit.
+        top = log2_sum(top, total)
+        total = tl.where(total > 0.0, 1.0, 0.0)
     part_rows = (part - request) * num_nodes * (H_KV * GROUP)
     _write_rows(
-        out_ptr, lse_ptr, sinks_ptr, out, lse, total, rows, nodes, dims, out_rows, part_rows, used, num_nodes,
+        out_ptr, lse_ptr, sinks_ptr, out, top, total, rows, nodes, dims, out_rows, part_rows, used, num_nodes,
         kv_head * GROUP, SHAPE, SPLIT,
     )  # fmt: skip
 
@@ -226,7 +312,7 @@ def _attention_kernel(
     table_ptr,  # [B, table_stride] int32
     lengths_ptr,  # [B] int64
     q_lens_ptr,  # [B] int32 or None
-    mask_ptr,  # [B, N, ceil(num_slots / 64)] int64 or None
+    mask_ptr,  # [B, N, ceil(num_slots / 64)] int64 or None; with PATHS [B, N, num_slots] int32
     depths_ptr,  # [B, num_slots] int32, tree with a window only
     row_depths_ptr,  # [B, N] int32, tree with a window only
     sinks_ptr,  # [H] float32 or None
@@ -259,6 +345,8 @@ def _attention_kernel(
     WORDS: tl.constexpr,
     ALL_SLOTS: tl.constexpr,
     SPLIT: tl.constexpr,
+    FIXED: tl.constexpr,
+    IN_ORDER: tl.constexpr,
     FP8: tl.constexpr,
     POLYNOMIAL: tl.constexpr,
     LAZY: tl.constexpr,
@@ -283,14 +371,14 @@ def _attention_kernel(
         tile = num_tiles - 1 - index % num_tiles
         split = index // num_tiles % num_splits
         request = (index // num_tiles // num_splits).to(tl.int64)
-        begin, end, live = _split_range(lengths_ptr, q_lens_ptr, request, split, cut, SPLIT, ALL_SLOTS)
+        begin, end, live = _split_range(lengths_ptr, q_lens_ptr, request, split, cut, SPLIT, ALL_SLOTS, FIXED)
         if SPLIT:
             # The merge reads only the splits that a request has.
             if split >= live:
                 return
         item = (request, tile, begin, end, request * num_splits + split, tl.program_id(0) % H_KV)
-        _attend(tensors, item, sizes, scales, SHAPE, MODE, WORDS, ALL_SLOTS, SPLIT, FP8, POLYNOMIAL, LAZY,
-                BLOCK_M, BLOCK_N)  # fmt: skip
+        _attend(tensors, item, sizes, scales, cut, SHAPE, MODE, WORDS, ALL_SLOTS, SPLIT, IN_ORDER, FP8,
+                POLYNOMIAL, LAZY, BLOCK_M, BLOCK_N)  # fmt: skip
     else:
         work_end = tl.load(num_items_ptr) * H_KV
         for work in tl.range(tl.program_id(0), work_end, tl.num_programs(0)):
@@ -299,10 +387,10 @@ def _attention_kernel(
             tile = tl.load(entry + 1)
             split = tl.load(entry + 2)
             part = (tl.load(offsets_ptr + request) + split).to(tl.int64)
-            begin, end, _ = _split_range(lengths_ptr, q_lens_ptr, request, split, cut, SPLIT, ALL_SLOTS)
+            begin, end, _ = _split_range(lengths_ptr, q_lens_ptr, request, split, cut, SPLIT, ALL_SLOTS, FIXED)
             item = (request, tile, begin, end, part, work % H_KV)
-            _attend(tensors, item, sizes, scales, SHAPE, MODE, WORDS, ALL_SLOTS, SPLIT, FP8, POLYNOMIAL, LAZY,
-                    BLOCK_M, BLOCK_N)  # fmt: skip
+            _attend(tensors, item, sizes, scales, cut, SHAPE, MODE, WORDS, ALL_SLOTS, SPLIT, IN_ORDER, FP8,
+                    POLYNOMIAL, LAZY, BLOCK_M, BLOCK_N)  # fmt: skip
 
 
 def paged_attention(
@@ -350,17 +438,20 @@ def _attention(
     out = torch.empty_like(q)
     split = work.num_splits > 1
     parts = (work.batch * work.num_splits, *q.shape[1:3])
-    # Rounded as the result itself is: float32 would double the bytes that partial results write and read.
-    part = q.new_empty((*parts, head_dim)) if split else out
+    # Rounded as the result itself is: float32 would double the bytes that partial results write and read. A fixed cut
+    # keeps them as the program has them that walks all splits itself.
+    part_dtype = torch.float32 if work.fixed_cut else q.dtype
+    part = q.new_empty((*parts, head_dim), dtype=part_dtype) if split else out
     part_lse = q.new_empty(parts, dtype=torch.float32) if split else lse
     programs = work.batch * work.num_splits * work.row_tiles * kv_heads
     fp8 = config.fp8_code(kv.dtype)
-    windowed = metadata.window is not None
+    windowed, along_paths = metadata.window is not None, work.fixed_cut and metadata.mode == "tree"
     launch(
         _attention_kernel,
         (programs if work_list is None else min(programs, config.resident_programs),),
-        *(q, _as_argument(kv), metadata.page_table, metadata.lengths, metadata.q_lens, metadata.mask),
-        *((metadata.depths, metadata.row_depths) if windowed else (None, None)),
+        *(q, _as_argument(kv), metadata.page_table, metadata.lengths, metadata.q_lens),
+        *((metadata.paths, None) if along_paths else (metadata.mask, metadata.depths if windowed else None)),
+        metadata.row_depths if windowed else None,
         *(scales.sinks, _per_head(scales.k_scale), _per_head(scales.v_scale)),
         *((None, None, None) if work_list is None else work_list[:3]),
         *(part, part_lse, work.num_nodes, num_pages, work.num_splits, *work.cut, metadata.page_table.stride(0)),
@@ -372,10 +463,12 @@ def _attention(
         H_KV=kv_heads,
         GROUP=heads // kv_heads,
         PAGE=page_size,
-        MODE=MODE_CODES[metadata.mode],
-        WORDS=0 if metadata.mask is None else metadata.mask.shape[2],
+        MODE=MODE_CODES["paths" if along_paths else metadata.mode],
+        WORDS=0 if metadata.mask is None or along_paths else metadata.mask.shape[2],
         ALL_SLOTS=work.all_slots,
         SPLIT=split,
+        FIXED=work.fixed_cut,
+        IN_ORDER=work.in_order,
         FP8=fp8,
         POLYNOMIAL=config.polynomial_exp2,
         LAZY=config.lazy_rescale,

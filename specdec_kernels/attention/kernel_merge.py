@@ -21,7 +21,7 @@ from specdec_kernels.attention.configs import merge_config
 from specdec_kernels.attention.device import (
     LN_2,
     LOG2_E,
-    finite_or_zero,
+    fold_part,
     fold_sink,
     inverse_or_zero,
     key_end,
@@ -48,7 +48,7 @@ _LOG2_E = tl.constexpr(LOG2_E)
     ]
 )
 def _merge_kernel(
-    part_ptr,  # [partial results, N, H, D] in the type of out
+    part_ptr,  # [partial results, N, H, D] in the type of out, float32 with FIXED
     part_lse_ptr,  # [partial results, N, H] float32, base 2
     offsets_ptr,  # [B + 1] int32 of a work list; None: `num_splits` per request
     lengths_ptr,  # [B] int64
@@ -68,6 +68,7 @@ def _merge_kernel(
     BLOCK_D: tl.constexpr,
     HEADS: tl.constexpr,
     ALL_SLOTS: tl.constexpr,
+    FIXED: tl.constexpr,
     ROWS: tl.constexpr,
     UNROLL: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -79,7 +80,7 @@ def _merge_kernel(
     used = used_rows(q_lens_ptr, request, num_nodes)
     length = tl.load(lengths_ptr + request).to(tl.int32)
     end = key_end(length, used, num_slots, max_length, ALL_SLOTS)
-    _, _, live = split_layout(length, end, split_tokens, first_splits, max_splits, window)
+    _, _, live = split_layout(length, end, split_tokens, first_splits, max_splits, window, FIXED)
     row_used = rows < used * HEADS
     if offsets_ptr is None:
         first_part = request * num_splits
@@ -98,24 +99,14 @@ def _merge_kernel(
         # A tile per split instead of one tile of all: sums over splits stay inside a thread. All tiles are loaded
         # before any weight is computed, because weights change their layout behind barriers that loads do not pass.
         parts = ()
+        lses = ()
         for step in tl.static_range(UNROLL):
             here = (part_rows + step * all_rows)[:, None] * D + dims[None, :]
             parts += (tl.load(part_ptr + here, mask=stored & (first + step < live), other=0.0),)
-        new_top = top
-        for step in tl.static_range(UNROLL):
             present = row_used & (first + step < live)
-            lse = tl.load(part_lse_ptr + part_rows + step * all_rows, mask=present, other=float("-inf"))
-            new_top = tl.maximum(new_top, lse)
-        decay = tl.exp2(top - finite_or_zero(new_top))
-        acc = acc * decay[:, None]
-        total = total * decay
+            lses += (tl.load(part_lse_ptr + part_rows + step * all_rows, mask=present, other=float("-inf")),)
         for step in tl.static_range(UNROLL):
-            present = row_used & (first + step < live)
-            lse = tl.load(part_lse_ptr + part_rows + step * all_rows, mask=present, other=float("-inf"))
-            weight = tl.exp2(lse - finite_or_zero(new_top))
-            acc += parts[step].to(tl.float32) * weight[:, None]
-            total += weight
-        top = new_top
+            acc, top, total = fold_part(acc, top, total, parts[step].to(tl.float32), lses[step])
         part_rows += UNROLL * all_rows
 
     valid = rows < all_rows
@@ -159,6 +150,7 @@ def merge(
         BLOCK_D=triton.next_power_of_2(head_dim),
         HEADS=heads,
         ALL_SLOTS=work.all_slots,
+        FIXED=work.fixed_cut,
         ROWS=config.rows,
         UNROLL=config.unroll,
         OVERLAP=config.overlap,

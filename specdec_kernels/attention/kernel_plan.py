@@ -64,6 +64,7 @@ def _plan_kernel(
     BLOCK_M: tl.constexpr,
     ALL_SLOTS: tl.constexpr,
     SPLIT: tl.constexpr,
+    FIXED: tl.constexpr,
     BLOCK_B: tl.constexpr,
     ITEMS: tl.constexpr,
 ):
@@ -78,7 +79,7 @@ def _plan_kernel(
     used = tl.where(there, used_rows(q_lens_ptr, requests, num_nodes, there), 0)
     if SPLIT:
         end = key_end(length, used, num_slots, max_length, ALL_SLOTS)
-        _, _, splits = split_layout(length, end, split_tokens, first_splits, max_splits, window)
+        _, _, splits = split_layout(length, end, split_tokens, first_splits, max_splits, window, FIXED)
         tiles = (used * GROUP + BLOCK_M - 1) // BLOCK_M
         splits = tl.where(used > 0, splits, 0)
     else:
@@ -136,6 +137,7 @@ def plan_levels(
         BLOCK_M=work.block_m,
         ALL_SLOTS=work.all_slots,
         SPLIT=work.num_splits > 1,
+        FIXED=work.fixed_cut,
         BLOCK_B=max(2, triton.next_power_of_2(work.batch)),
         ITEMS=_ITEMS,
     )

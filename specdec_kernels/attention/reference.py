@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from specdec_kernels.attention.configs import AttentionConfig
+from specdec_kernels.attention.configs import AttentionConfig, fixed_borders
 from specdec_kernels.attention.types import AttentionMetadata, LayerScales, WorkList, WorkShape
 
 
@@ -162,6 +162,8 @@ def plan_levels(
 def _num_splits(lengths: torch.Tensor, used: torch.Tensor, work: WorkShape) -> torch.Tensor:
     """[B] splits of each request: their length doubles until `max_splits` cover the keys a row may see."""
     slots = torch.full_like(used, work.num_slots) if work.all_slots else used
+    if work.fixed_cut:
+        return _fixed_splits(lengths, used, slots, work)
     end = torch.where(used > 0, (lengths + slots).clamp(max=work.max_length), 0)
     lowest = torch.zeros_like(end) if work.window is None else (lengths - work.window + 1).clamp(min=0)
     span = (end - lowest).clamp(min=1)
@@ -174,3 +176,24 @@ def _num_splits(lengths: torch.Tensor, used: torch.Tensor, work: WorkShape) -> t
     tokens = work.split_tokens * 2**doublings
     first = lowest // tokens
     return ((end - first * tokens - tokens // 4).maximum(end.clamp(max=1)) + tokens - 1) // tokens
+
+
+def _fixed_splits(lengths: torch.Tensor, used: torch.Tensor, slots: torch.Tensor, work: WorkShape) -> torch.Tensor:
+    """[B] splits of each request, where splits lie at fixed positions."""
+    borders = fixed_borders(work.max_length, work.split_tokens, work.first_splits)
+    begins = torch.tensor(borders, device=lengths.device)
+    end = torch.where(used > 0, (lengths + slots).clamp(max=work.max_length), 0)
+    lowest = torch.zeros_like(end) if work.window is None else (lengths - work.window + 1).clamp(min=0)
+    last = torch.searchsorted(begins, (end - 1).clamp(min=0), right=True)
+    first = torch.searchsorted(begins, lowest, right=True)
+    return torch.where(end > 0, last - first + 1, 0)
+
+
+def mask_paths(mask: torch.Tensor, most: int) -> torch.Tensor:
+    """See `specdec_kernels.attention.mask_paths`, which has checked the arguments."""
+    bit = torch.arange(mask.shape[2] * 64, device=mask.device)
+    seen = (mask[:, :, bit // 64] >> (bit % 64)) & 1 != 0
+    place = torch.where(seen, seen.cumsum(2) - 1, most).clamp(max=most)
+    paths = mask.new_full((*mask.shape[:2], most + 1), -1, dtype=torch.int32)
+    paths.scatter_(2, place, bit.to(torch.int32).expand(place.shape))
+    return paths[:, :, :most].contiguous()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +42,9 @@ class AttentionMetadata(NamedTuple):
     """[B, M] int32 depth of each draft slot, only with `mode="tree"` and a window."""
     row_depths: torch.Tensor | None = None
     """[B, N] int32 depth of each query row, default `depths`; needed where M is not N."""
+    paths: torch.Tensor | None = None
+    """[B, N, P] int32, only with `mode="tree"`: the slots that each row sees in the order of the text, -1 behind the
+    last; what `mask_paths` makes of the mask. A batch-invariant call of a tree needs it."""
     soft_cap: float | None = None
     """Scores s become soft_cap * tanh(s / soft_cap)."""
     scale: float | None = None
@@ -105,6 +109,15 @@ class LayerScales(NamedTuple):
     v_scale: float | torch.Tensor
 
 
+class Cut(NamedTuple):
+    """How a call asks for its keys to be cut, see `paged_attention`."""
+
+    split_tokens: int | None = None
+    tuning: Mapping[str, Any] | None = None
+    batch_invariant: bool = False
+    in_order: bool | None = None
+
+
 class WorkShape(NamedTuple):
     """How a call's work is divided, besides by the lengths. A call that divides its work otherwise refuses the list."""
 
@@ -120,6 +133,8 @@ class WorkShape(NamedTuple):
     first_splits: int
     max_splits: int
     num_splits: int
+    fixed_cut: bool = False
+    in_order: bool = False
 
     @property
     def row_tiles(self) -> int:

@@ -14,9 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FAST_ROWS = 64  # more rows go to torch's matmul, which is then the faster one
-ROWS_OF_THE_TABLE = (16, 32, 64, FAST_ROWS + 1)
-"""Numbers of rows that together compile every kernel of a forward, the last those of more rows."""
 _MOST_ROWS = 128  # of one program
+_INVARIANT_ROWS = (16, 32, 64, _MOST_ROWS, _MOST_ROWS + 1)
 _INTERPRETER_ROWS = 16
 _PROCESSORS = {"sm80": 108, "sm90": 132, "sm100": 148, "gfx942": 304}
 _SHARED_BYTES = {"sm80": 160 << 10, "sm90": 220 << 10, "sm100": 220 << 10, "gfx942": 64 << 10}
@@ -30,12 +29,16 @@ _FEW_TILES = {16: (64, 128, 4, 6), 32: (64, 128, 4, 4), 64: (64, 128, 4, 4), 128
 _MANY_TILES = {16: (64, 128, 4, 3), 32: (64, 128, 4, 3), 64: (64, 64, 4, 4), 128: (64, 64, 4, 3)}
 # For an inner dimension that is not a multiple of _CUT_STEP, such as 576: steps without a mask.
 _ODD_INNER = (64, 64, 4, 6)
+# More rows than one program takes are bound by arithmetic, and twice the columns halve what is loaded for it. Other
+# chips than this one may multiply tiles of twice the columns by another instruction.
+_BOUND_BY_ARITHMETIC = {"sm90": (128, 64, 8, 4)}
 
 
 @dataclass(frozen=True)
 class LinearConfig:
     """columns: weight rows of one program. block_k: inner elements a step. splits: programs that share a column
-    tile, each with its part of the inner dimension. rows: rows of x a program takes at once."""
+    tile, each with its part of the inner dimension. rows: rows of x a program takes at once. in_order: one program
+    takes all splits of a tile, one after the other."""
 
     columns: int
     block_k: int
@@ -43,6 +46,7 @@ class LinearConfig:
     num_warps: int
     num_stages: int
     rows: int
+    in_order: bool = False
 
     def split_length(self, inner: int) -> int:
         """Inner elements of a program: whole steps, or all."""
@@ -50,22 +54,31 @@ class LinearConfig:
         return min(inner, -(-steps // self.splits) * self.block_k)
 
 
+def rows_of_the_table(batch_invariant: bool) -> tuple[int, ...]:
+    """Numbers of rows that together compile every kernel of a forward, the last those of more rows."""
+    return _INVARIANT_ROWS if batch_invariant else (16, 32, 64, FAST_ROWS + 1)
+
+
 def linear_config(chip: str, outer: int, inner: int, rows: int, element_bytes: int) -> LinearConfig:
     """The row of the table for a weight [outer, inner] and `rows` rows of x."""
+    many = rows > _MOST_ROWS
     if chip == "interpreter":
         # Every program multiplies matrices of one shape, so that a row has the bits of one routine.
-        return LinearConfig(512, 256, _splits(inner, -(-inner // 512), 256), 1, 1, _INTERPRETER_ROWS)
+        return LinearConfig(512, 256, _splits(inner, -(-inner // 512), 256), 1, 1, _INTERPRETER_ROWS, many)
     block = min(_MOST_ROWS, max(16, 1 << max(0, rows - 1).bit_length()))
     if element_bytes == 4:
-        return LinearConfig(32, 16, _splits(inner, inner // _FLOAT32_SPLIT, 16), 8 if block == 128 else 4, 3, block)
+        cut, warps = _splits(inner, inner // _FLOAT32_SPLIT, 16), 8 if block == _MOST_ROWS else 4
+        return LinearConfig(32, 16, cut, warps, 3, block, many)
     tiles = -(-outer // _COLUMNS)
     cut = _splits(inner, min(round(_PROCESSORS[chip] / tiles), inner // _SHORTEST_SPLIT), _CUT_STEP)
     table = _FEW_TILES if tiles * cut <= 2 * _PROCESSORS[chip] else _MANY_TILES
     columns, block_k, warps, stages = table[block] if inner % _CUT_STEP == 0 else _ODD_INNER
     if chip != "sm90" and block == _MOST_ROWS:
         warps = 8
+    if many:
+        columns, block_k, warps, stages = _BOUND_BY_ARITHMETIC.get(chip, (columns, block_k, warps, stages))
     fitting = _SHARED_BYTES[chip] // ((columns + block) * block_k * element_bytes)
-    return LinearConfig(columns, block_k, cut, warps, max(2, min(stages, fitting)), block)
+    return LinearConfig(columns, block_k, cut, warps, max(2, min(stages, fitting)), block, many)
 
 
 def _splits(inner: int, wanted: int, step: int) -> int:

@@ -8,6 +8,8 @@ not fill the chip, the inner dimension is cut, and each program of a tile writes
 added in the order of the inner dimension, so that the result does not depend on which program ends when:
 
 - `linear_add_rms_norm` leaves them to the norm, which reads them all anyway.
+- Beyond the rows of one program there are programs enough, so one program takes all splits of its tile, one after
+  the other, and adds their sums as it goes.
 - Elsewhere the program that arrives last adds them. It is found by a ticket a tile: a counter that each program
   raises after its partial sum is written (release) and that tells the last one that all others are (acquire). The
   last program sets the counter back to 0 for the next launch, also for the next replay of a captured graph. This is
@@ -150,6 +152,7 @@ def _linear_kernel(
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     GATED: tl.constexpr,
+    IN_ORDER: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -160,8 +163,15 @@ def _linear_kernel(
     k_end = tl.minimum(K, k_first + split_length)
     wait_for_kernel_ahead(OVERLAP)
     acc = _partial_sum(x_ptr, weight_ptr, weight_row, row, rows, k_first, k_end, K, ROWS, COLUMNS, BLOCK_K, EVEN_K)
+    if IN_ORDER:
+        for later in tl.range(1, splits):
+            k_first = later * split_length
+            k_end = tl.minimum(K, k_first + split_length)
+            acc += _partial_sum(
+                x_ptr, weight_ptr, weight_row, row, rows, k_first, k_end, K, ROWS, COLUMNS, BLOCK_K, EVEN_K
+            )
     let_next_kernel_start(OVERLAP)
-    if ticket_ptr is None:  # the only split, or one of those that the next kernel adds
+    if ticket_ptr is None:  # all splits, or one of those that the next kernel adds
         out_ptr += split.to(tl.int64) * rows * OUTER
         _write(out_ptr, bias_ptr, acc, weight_row, row, tile, rows, OUTER, COLUMNS, ROWS, GATED)
     else:
@@ -281,7 +291,7 @@ def linear_add_rms_norm(
     if not _takes(x, batch_invariant):
         return norm.add_rms_norm(reference.linear(x, weight), residual, norm_weight, eps)
     config = config_of(x, weight)
-    if config.splits == 1:
+    if config.splits == 1 or config.in_order:
         return norm.add_rms_norm(linear(x, weight, batch_invariant=True), residual, norm_weight, eps)
     parts = torch.empty((config.splits, *residual.shape), dtype=torch.float32, device=x.device)
     launch_linear(x, weight, None, parts, False, config)
@@ -314,13 +324,13 @@ def launch_linear(
     columns, width = (config.columns // 2, outer // 2) if is_gated else (config.columns, outer)
     row_blocks, tiles = -(-rows // config.rows), -(-width // columns)
     part = ticket = None
-    if config.splits > 1 and out.ndim == x.ndim:
+    if config.splits > 1 and out.ndim == x.ndim and not config.in_order:
         part_shape = (row_blocks * tiles, config.splits, config.columns, config.rows)
         part = torch.empty(part_shape, dtype=torch.float32, device=x.device)
         ticket = _tickets(x.device, row_blocks * tiles)
     launch(
         _linear_kernel,
-        (row_blocks, tiles, config.splits),
+        (row_blocks, tiles, 1 if config.in_order else config.splits),
         *(x, weight, bias, out, part, ticket, rows, outer, inner, config.splits, config.split_length(inner)),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -329,6 +339,7 @@ def launch_linear(
         BLOCK_K=config.block_k,
         EVEN_K=inner % config.block_k == 0,
         GATED=is_gated,
+        IN_ORDER=config.in_order,
         **overlapped(current_chip(x)),
     )
 

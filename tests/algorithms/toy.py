@@ -103,6 +103,7 @@ class Setup:
     prefill_chunk: int = 2048
     prefill_tile: int = 16
     fused: bool = False
+    deterministic: bool = False
     kv_dtype: torch.dtype | None = None
     kv_scales: KVScales | None = None
 
@@ -125,11 +126,12 @@ def engine_of(algorithm: Algorithm, setup: Setup, target: Target) -> Engine:
         prefill_chunk=setup.prefill_chunk,
         prefill_tile=setup.prefill_tile,
         fused=setup.fused,
+        deterministic=setup.deterministic,
         kv_dtype=setup.kv_dtype,
         kv_scales=setup.kv_scales,
     )
     capture = Replayed if setup.graph != "none" and not torch.cuda.is_available() else None
-    return Engine(target, algorithm, kind(config, setup.impl), settings, spell, capture)
+    return Engine(target, algorithm, kind(config, setup.impl, setup.deterministic), settings, spell, capture)
 
 
 class Replayed:

@@ -107,7 +107,7 @@ def test_a_text_that_was_cut_before_its_answer_is_not_wrong() -> None:
     done = [completion(i, [0], text=text, finish_reason=reason) for i, (text, reason) in enumerate(ends)]
     found = figures.accuracy(done, lambda index, text: text == "12")
     assert found == {"accuracy": 0.5, "answers": {"right": 1, "wrong": 1, "cut": 1}}
-    (told,) = figures.warnings({"answers": found["answers"]}, "float32")
+    (told,) = figures.warnings({"answers": found["answers"]}, "float32", True)
     assert told.startswith("1 of 3 answers were cut by sampling.max_new_tokens")
     only_cut = figures.accuracy(done[1:2], lambda index, text: False)
     assert only_cut == {"accuracy": None, "answers": {"right": 0, "wrong": 0, "cut": 1}}
@@ -131,36 +131,38 @@ def test_the_difference_that_is_told_is_no_near_tie_if_one_is_none() -> None:
 
 
 def test_low_acceptance_and_differences_are_called_out() -> None:
-    assert figures.warnings(row([0.9], 4), "float32") == []
-    assert figures.warnings(row([], 4), "float32") == []
-    (low,) = figures.warnings(row([0.04], 4), "float32")
+    assert figures.warnings(row([0.9], 4), "float32", True) == []
+    assert figures.warnings(row([], 4), "float32", True) == []
+    (low,) = figures.warnings(row([0.04], 4), "float32", True)
     assert "drafter" in low
-    assert figures.warnings(row([0.9], 3), "float32") == []
-    assert figures.failures(row([0.9], 4), "float32") == figures.failures(row([0.9], 3), "bfloat16") == []
-    (exact,) = figures.failures(row([0.9], 3), "float32")
+    assert figures.warnings(row([0.9], 3), "float32", True) == []
+    assert figures.failures(row([0.9], 4), "float32", True) == figures.failures(row([0.9], 3), "bfloat16", False) == []
+    (exact,) = figures.failures(row([0.9], 3), "float32", True)
     assert exact == (
         "1 of 4 requests differ from autoregressive decoding in float32; request 2, position 7: token 5 (logit 1.25), "
         "the baseline has token 9 (logit 1.5), gap 0.25, a near tie in float32 is at most 0.0001"
     )
-    (rounded,) = figures.warnings(row([0.9], 3), "bfloat16")
-    assert "runtime.dtype=float32" in rounded and "0 at a near tie" in rounded and "gap 0.25" in rounded
+    (rounded,) = figures.warnings(row([0.9], 3), "bfloat16", False)
+    assert "runtime.deterministic=true" in rounded and "0 at a near tie" in rounded and "gap 0.25" in rounded
+    (wrong,) = figures.failures(row([0.9], 3), "bfloat16", True)
+    assert wrong.startswith("1 of 4 requests differ from autoregressive decoding in bfloat16; request 2")
 
 
 def test_near_ties_are_counted_and_no_failure() -> None:
-    assert figures.failures(row([0.9], 3, near_ties=1), "float32") == []
-    (told,) = figures.warnings(row([0.9], 3, near_ties=1), "float32")
+    assert figures.failures(row([0.9], 3, near_ties=1), "float32", True) == []
+    (told,) = figures.warnings(row([0.9], 3, near_ties=1), "float32", True)
     assert told.startswith("1 of 4 requests differ from autoregressive decoding, 1 at a near tie; first: request 2")
     both = row([0.9], 2, near_ties=1)
-    assert figures.failures(both, "float32")[0].startswith("1 of 4")
-    assert figures.warnings(both, "float32")[0].startswith("1 of 4 requests differ")
+    assert figures.failures(both, "float32", True)[0].startswith("1 of 4")
+    assert figures.warnings(both, "float32", True)[0].startswith("1 of 4 requests differ")
 
 
 def test_compilations_under_the_clock_are_called_out() -> None:
     compiled = figures.compilations(["_b_kernel", "_a_kernel", "_b_kernel"])
     assert compiled == {"compiled": 3, "compiled_kernels": ["_a_kernel", "_b_kernel"]}
-    (late,) = figures.warnings(row([0.9], 4) | compiled, "float32")
+    (late,) = figures.warnings(row([0.9], 4) | compiled, "float32", True)
     assert late.startswith("3 kernels were compiled") and late.endswith("_a_kernel, _b_kernel")
-    assert figures.warnings(row([0.9], 4) | figures.compilations([]), "float32") == []
+    assert figures.warnings(row([0.9], 4) | figures.compilations([]), "float32", True) == []
 
 
 def test_each_speedup_is_of_the_clock_in_its_name() -> None:

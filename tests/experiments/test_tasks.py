@@ -69,7 +69,7 @@ TOY = random_target()
 def without_a_run(kind: type[Task], dtype: str = "float32") -> Any:
     """A task that shows rows and measures none."""
     hardware = Hardware("cpu", dtype, "reference", "reference")
-    return kind(SimpleNamespace(hardware=hardware), None, None)  # type: ignore[arg-type]
+    return kind(SimpleNamespace(hardware=hardware, exact=dtype == "float32", workloads=()), None, None)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

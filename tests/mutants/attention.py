@@ -10,6 +10,7 @@ _KERNEL = "specdec_kernels/attention/kernel.py"
 _DEVICE = "specdec_kernels/attention/device.py"
 _MERGE = "specdec_kernels/attention/kernel_merge.py"
 _PLAN = "specdec_kernels/attention/kernel_plan.py"
+_INVARIANT = "tests/kernels/test_batch_invariance.py"
 _case = partial(parity, "attention")
 
 MUTANTS = (
@@ -48,7 +49,7 @@ MUTANTS = (
     Mutant(
         "mask_row_of_the_first_request",
         _KERNEL,
-        "mask_row = mask_ptr + request * num_nodes * WORDS",
+        "mask_row = mask_ptr + request * num_nodes * (num_slots if MODE == PATHS else WORDS)",
         "mask_row = mask_ptr + request * 0",
         _case("tree_odd"),
         "every request uses the tree of the first",
@@ -112,22 +113,22 @@ MUTANTS = (
     Mutant(
         "dropped_split",
         _MERGE,
-        "weight = tl.exp2(lse - finite_or_zero(new_top))",
-        "weight = tl.where(first + step + 1 < live, tl.exp2(lse - finite_or_zero(new_top)), 0.0)",
+        "parts[step].to(tl.float32), lses[step])",
+        'parts[step].to(tl.float32), tl.where(first + step + 1 < live, lses[step], float("-inf")))',
         _case("splits_grow"),
         "the merge leaves out the last split",
     ),
     Mutant(
         "merge_without_rescaling",
-        _MERGE,
-        "        acc = acc * decay[:, None]\n        total = total * decay\n",
-        "        total = total * decay\n",
+        _DEVICE,
+        "acc = tl.fma(part, weight[:, None], acc * decay[:, None])",
+        "acc = tl.fma(part, weight[:, None], acc)",
         ("tests/kernels/test_small_tiles.py::test_merge_rescales_between_chunks",),
         "the scale of splits merged earlier is not corrected when the maximum rises",
     ),
     Mutant(
         "merge_of_natural_and_base_2",
-        _MERGE,
+        _DEVICE,
         "weight = tl.exp2(lse - finite_or_zero(new_top))",
         "weight = tl.exp(lse - finite_or_zero(new_top))",
         _case("splits_chain"),
@@ -136,8 +137,8 @@ MUTANTS = (
     Mutant(
         "lse_in_base_2",
         _KERNEL,
-        "lse = lse * LN_2",
-        "lse = lse * 1.0",
+        "lse = log2_sum(top, total) * LN_2",
+        "lse = log2_sum(top, total)",
         _case("chain_odd"),
         "the log-sum-exp is returned in base 2",
     ),
@@ -152,8 +153,8 @@ MUTANTS = (
     Mutant(
         "unused_rows_not_zeroed",
         _KERNEL,
-        "total = tl.where(nodes < used, total, 0.0)",
-        "total = total + 0.0",
+        "        total = tl.where(nodes < used, total, 0.0)\n        out = acc",
+        "        out = acc",
         _case("q_lens"),
         "rows past q_lens carry numbers",
     ),
@@ -164,6 +165,22 @@ MUTANTS = (
         "end = tl.minimum(length + used, max_length)",
         _case("wide_tree"),
         "a drafter's expansion step sees only as many slots as it has rows",
+    ),
+    Mutant(
+        "branch_taken_for_the_text",
+        _DEVICE,
+        "held = tl.where(depth < 0, positions, length + slot)",
+        "held = positions",
+        (f"{_INVARIANT}::test_a_node_of_a_tree_has_the_bits_of_the_prompt[plain-False]",),
+        "a node of a tree sees the keys of the slots behind the prefix instead of those of its own text",
+    ),
+    Mutant(
+        "splits_of_the_walk_at_other_positions",
+        _KERNEL,
+        "split_stop = tl.minimum(stop, fixed_split_begin(split + 1, split_tokens, first_splits))",
+        "split_stop = stop",
+        (f"{_INVARIANT}::test_a_prompt_has_the_same_bits_in_one_piece_and_in_several[plain]",),
+        "historical: a prompt is not cut where decoding cuts it, and differs in its last bits",
     ),
     Mutant(
         "plan_of_the_next_request",

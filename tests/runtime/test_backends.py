@@ -133,7 +133,7 @@ def test_sides_of_a_hybrid_have_settings_of_their_own(standins: None, monkeypatc
     for name in ("fa4", "flashinfer"):
         init = kinds[name].__init__
 
-        def noted(self: Any, config: Any, impl: str, name: str = name, init: Any = init) -> None:
+        def noted(self: Any, config: Any, impl: str, deterministic: bool, name: str = name, init: Any = init) -> None:
             given[name] = config
             init(self, config, impl)
 

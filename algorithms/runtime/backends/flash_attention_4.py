@@ -47,6 +47,7 @@ class FlashAttention4:
 
     name = "flash_attention_4"
     capturable = False
+    deterministic = False
     captures_prompts = False
 
     def __init__(self, impl: str = "auto") -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import specdec_kernels as kernels
 from algorithms.runtime.backends import packages
-from algorithms.runtime.backends.protocol import BackendError, Levels
+from algorithms.runtime.backends.protocol import NO_BITS, BackendError, Levels
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +69,10 @@ class FlashInferBackend:
         def capturable(self) -> bool:
             return False
 
-    def __init__(self, config: Config, impl: str) -> None:
+    def __init__(self, config: Config, impl: str, deterministic: bool = False) -> None:
+        if deterministic:
+            raise BackendError(f"backend=flashinfer {NO_BITS}; use backend=fa4")
+        self.deterministic = False
         if reason := self.unavailable():
             raise BackendError(f"backend=flashinfer: {reason}; use backend=fa4 or backend=torch")
         self.served: dict[str, str] = {}

@@ -83,10 +83,12 @@ class HybridBackend:
             named = {getattr(self, self.side_of(phase)) for phase in ("decode", "verify", "draft")}
             return all(self.settings_of(name).capturable for name in named)
 
-    def __init__(self, config: Config, impl: str) -> None:
+    def __init__(self, config: Config, impl: str, deterministic: bool = False) -> None:
         kinds = {name: SINGLE[name] for name in (config.prefill, config.decode)}
-        built: dict[str, Backend] = {name: kind(config.settings_of(name), impl) for name, kind in kinds.items()}
-        self.capturable = config.capturable
+        built: dict[str, Backend] = {
+            name: kind(config.settings_of(name), impl, deterministic) for name, kind in kinds.items()
+        }
+        self.capturable, self.deterministic = config.capturable, deterministic
         self._config = config
         self._sides = {side: built[getattr(config, side)] for side in SIDES}
         self.captures_prompts = self._sides["prefill"].captures_prompts

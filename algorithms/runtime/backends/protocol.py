@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from specdec_kernels import AttentionMetadata, AttentionShape
 
+NO_BITS = "does not promise the same bits for a row among others, which runtime.deterministic=true asks for"
 FORWARD_PHASES = ("prefill", "decode", "verify", "draft")
 """What a forward is for: prompts, one token per request, drafted tokens of the target; everything of a drafter."""
 
@@ -35,8 +36,9 @@ class BackendError(ValueError):
 class Backend(Protocol):
     """Computes attention of new tokens over [committed prefix; new tokens], whose KV is already stored.
 
-    A class has a `Config` dataclass with the property `capturable` and is built as `cls(config, impl)`; the
-    constructor raises `BackendError` where the backend cannot run. An instance serves one stream of calls.
+    A class has a `Config` dataclass with the property `capturable` and is built as `cls(config, impl, deterministic)`;
+    the constructor raises `BackendError` where the backend cannot run, or cannot be `deterministic`: give a row the
+    same bits in every phase but `draft`, whatever is computed beside it. An instance serves one stream of calls.
     """
 
     name: str
@@ -44,6 +46,8 @@ class Backend(Protocol):
     """Whether `plan` and `run` can be captured in a CUDA graph: they read nothing back."""
     captures_prompts: bool
     """Whether that holds for prompts too."""
+    deterministic: bool
+    """Whether the constructor was asked for that."""
     served: dict[str, str]
     """Phase -> what computed it in this run, for the records."""
 

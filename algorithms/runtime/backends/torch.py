@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from algorithms.runtime.backends.protocol import Levels
+from algorithms.runtime.backends.protocol import NO_BITS, BackendError, Levels
 
 if TYPE_CHECKING:
     import torch
@@ -45,8 +45,11 @@ class TorchBackend:
         def capturable(self) -> bool:
             return True
 
-    def __init__(self, config: Config, impl: str) -> None:
+    def __init__(self, config: Config, impl: str, deterministic: bool = False) -> None:
         """`impl` is for kernels; this backend has none."""
+        if deterministic:
+            raise BackendError(f"backend=torch {NO_BITS}; use backend=fa4")
+        self.deterministic = False
         self.served: dict[str, str] = {}
 
     def refuse(

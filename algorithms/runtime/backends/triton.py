@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import specdec_kernels as kernels
 from algorithms.runtime.backends.flash_attention_4 import FlashAttention4, FlashAttentionPlan
-from algorithms.runtime.backends.protocol import BackendError, Levels
+from algorithms.runtime.backends.protocol import NO_BITS, BackendError, Levels
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +24,8 @@ class TritonPlan(NamedTuple):
 
     metadata: AttentionMetadata
     work_list: WorkList | None
-    split_tokens: int | None
+    cut: Mapping[str, Any]
+    """How the keys are cut: arguments of `plan_attention` and `paged_attention`."""
 
 
 class TritonBackend:
@@ -54,8 +56,14 @@ class TritonBackend:
         def capturable(self) -> bool:
             return self.dispatch != "flash_attention_4"
 
-    def __init__(self, config: Config, impl: str) -> None:
-        self.capturable = config.capturable
+    def __init__(self, config: Config, impl: str, deterministic: bool = False) -> None:
+        self.capturable, self.deterministic = config.capturable, deterministic
+        if deterministic and config.dispatch != "triton":
+            raise BackendError(
+                f"backend.dispatch={config.dispatch} {NO_BITS}; use backend.dispatch=triton"
+            )
+        if deterministic and impl == "reference":
+            raise BackendError(f"runtime.impl=reference {NO_BITS}; use runtime.impl=triton")
         self.captures_prompts = config.dispatch == "triton"
         self.served: dict[str, str] = {}
         self._config, self._impl = config, impl
@@ -80,28 +88,35 @@ class TritonBackend:
                 return self._package.plan(metadata, shape, phase)
             note = f" ({self._package.name} not used: {reason})"
         self.served[phase] = self._own_name + note
-        work_list, split_tokens = None, self._config.split_tokens
+        cut = self._cut(phase)
+        listed = self._lists(metadata)
+        work_list = kernels.plan_attention(metadata, shape, **cut, impl=self._impl) if listed else None
+        return TritonPlan(metadata, work_list, cut)
+
+    def _cut(self, phase: str) -> dict[str, Any]:
+        """How the keys of a forward are cut. The tiles of a chunk of prompts fill the chip without splits, and partial
+        results of all their rows would take much memory."""
+        split_tokens = self._config.split_tokens
+        if self.deterministic and phase != "draft":
+            return dict(split_tokens=split_tokens, batch_invariant=True, in_order=phase == "prefill" or None)
         if split_tokens is None and phase == "prefill":
-            # The tiles of a chunk fill the chip, and partial results of all their rows would take much memory.
             from specdec_kernels.attention.configs import UNSPLIT
 
             split_tokens = UNSPLIT
-        if self._lists(metadata):
-            work_list = kernels.plan_attention(metadata, shape, split_tokens=split_tokens, impl=self._impl)
-        return TritonPlan(metadata, work_list, split_tokens)
+        return dict(split_tokens=split_tokens)
 
     def plan_levels(self, levels: Levels, shape: AttentionShape, phase: str) -> list[TritonPlan] | None:
         if self._config.dispatch == "flash_attention_4" or not levels.calls:
             return None
         self.served[phase] = self._own_name
-        calls, split_tokens = levels.calls, self._config.split_tokens
+        calls, cut = levels.calls, self._cut("draft")
         if not self._lists(calls[0]):
-            return [TritonPlan(call, None, split_tokens) for call in calls]
+            return [TritonPlan(call, None, cut) for call in calls]
         lists = kernels.plan_levels(
             calls[0], shape, len(calls), length_step=levels.length_step, width_step=levels.width_step,
-            split_tokens=split_tokens, impl=self._impl,
+            **cut, impl=self._impl,
         )  # fmt: skip
-        return [TritonPlan(call, each, split_tokens) for call, each in zip(calls, lists, strict=True)]
+        return [TritonPlan(call, each, cut) for call, each in zip(calls, lists, strict=True)]
 
     @property
     def _own_name(self) -> str:
@@ -131,6 +146,6 @@ class TritonBackend:
             k_scale=k_scale,
             v_scale=v_scale,
             work_list=plan.work_list,
-            split_tokens=plan.split_tokens,
+            **plan.cut,
             impl=self._impl,
         )

@@ -74,8 +74,12 @@ class RMSNorm(Fusable):
         assert self.impl is not None
         x = x.contiguous()
         if isinstance(projection, nn.Linear) and projection.bias is None:
-            return linear_add_rms_norm(x, projection.weight, residual, self.weight, self.eps, impl=self.impl)
-        return add_rms_norm(project(projection, x, self.impl), residual, self.weight, self.eps, impl=self.impl)
+            weight, same = projection.weight, self.batch_invariant
+            return linear_add_rms_norm(
+                x, weight, residual, self.weight, self.eps, batch_invariant=same, impl=self.impl
+            )
+        projected = project(projection, x, self.impl, self.batch_invariant)
+        return add_rms_norm(projected, residual, self.weight, self.eps, impl=self.impl)
 
 
 class Attention(Fusable):
@@ -116,7 +120,7 @@ class Attention(Fusable):
         if self.impl is None:
             return tuple(rearrange(each(x), "... (h d) -> ... h d", d=self.head_dim) for each in projections)
         assert self._packed is not None
-        rows = linear(x.contiguous(), *self._packed, impl=self.impl)
+        rows = linear(x.contiguous(), *self._packed, batch_invariant=self.batch_invariant, impl=self.impl)
         heads = [each.weight.shape[0] // self.head_dim for each in projections]
         return rearrange(rows, "... (h d) -> ... h d", d=self.head_dim).split(heads, dim=-2)
 
@@ -136,16 +140,17 @@ class SwiGLU(Fusable):
         self._packed = self._packed or packed((self.gate_proj, self.up_proj))
 
     def forward(self, x: Tensor) -> Tensor:
-        return project(self.down_proj, self.inner(x), self.impl)
+        return project(self.down_proj, self.inner(x), self.impl, self.batch_invariant)
 
     def inner(self, x: Tensor) -> Tensor:
         """silu(gate(x)) * up(x), which the down projection reads."""
         if self.impl is None:
             return F.silu(self.gate_proj(x)) * self.up_proj(x)
         assert self._packed is not None
+        x, same = x.contiguous(), self.batch_invariant
         if self._packed.bias is None:
-            return linear_silu_mul(x.contiguous(), self._packed.weight, impl=self.impl)
-        return silu_mul(linear(x.contiguous(), *self._packed, impl=self.impl), impl=self.impl)
+            return linear_silu_mul(x, self._packed.weight, batch_invariant=same, impl=self.impl)
+        return silu_mul(linear(x, *self._packed, batch_invariant=same, impl=self.impl), impl=self.impl)
 
 
 class Block(nn.Module):
@@ -294,5 +299,5 @@ class Decoder(FusableModel):
             return self.lm_head(hidden)
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
         if self.impl is not None:
-            return linear(hidden.contiguous(), head.weight, impl=self.impl)
+            return linear(hidden.contiguous(), head.weight, batch_invariant=self.batch_invariant, impl=self.impl)
         return F.linear(hidden, head.weight)

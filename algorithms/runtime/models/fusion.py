@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec_kernels import linear
-from specdec_kernels.projection.configs import ROWS_OF_THE_TABLE
+from specdec_kernels.projection.configs import rows_of_the_table
 
 
 class Packed(NamedTuple):
@@ -28,9 +28,11 @@ class Packed(NamedTuple):
 
 
 class Fusable(nn.Module):
-    """A module with two forwards. `impl` is that of the kernels, or None for torch's operations."""
+    """A module with two forwards. `impl` is that of the kernels, or None for torch's operations. With `batch_invariant`
+    the bits of a row do not depend on the number of rows, see `specdec_kernels.projection`."""
 
     impl: str | None = None
+    batch_invariant: bool = False
 
     def pack(self) -> None:
         """Prepare the weights for the kernels; called again, it does nothing."""
@@ -39,28 +41,29 @@ class Fusable(nn.Module):
 class FusableModel(Fusable):
     """A whole model with two forwards."""
 
-    _rehearsed: str | None = None
+    _rehearsed: tuple[str, bool] | None = None
 
     def rehearse(self, rows: int) -> None:
         """Run every kernel of the fused forward over `rows` rows, whatever they hold, so that it is compiled."""
         raise NotImplementedError
 
-    def set_forward(self, impl: str | None) -> None:
-        """Run fused kernels of the implementation `impl`, or torch's operations if None.
+    def set_forward(self, impl: str | None, batch_invariant: bool = False) -> None:
+        """Run fused kernels of the implementation `impl`, or torch's operations if None, which are never
+        `batch_invariant`.
 
         On a GPU this compiles the kernels for every number of rows, at the first call.
         """
         for module in self.modules():
             if isinstance(module, Fusable):
-                module.impl = impl
+                module.impl, module.batch_invariant = impl, batch_invariant
                 if impl is not None:
                     module.pack()
-        if impl is None or impl == self._rehearsed or not next(self.parameters()).is_cuda:
+        if impl is None or (impl, batch_invariant) == self._rehearsed or not next(self.parameters()).is_cuda:
             return
         with torch.inference_mode():
-            for rows in ROWS_OF_THE_TABLE:
+            for rows in rows_of_the_table(batch_invariant):
                 self.rehearse(rows)
-        self._rehearsed = impl
+        self._rehearsed = (impl, batch_invariant)
 
 
 def queries_only(layer: int, q: Tensor, k: Tensor, v: Tensor, weights: object) -> Tensor:
@@ -85,8 +88,9 @@ def packed(projections: Sequence[nn.Linear]) -> Packed:
     return Packed(weight, bias)
 
 
-def project(projection: nn.Module, x: Tensor, impl: str | None) -> Tensor:
+def project(projection: nn.Module, x: Tensor, impl: str | None, batch_invariant: bool = False) -> Tensor:
     """`projection(x)`; by the kernel if it is a plain linear layer and `impl` is given."""
     if impl is None or not isinstance(projection, nn.Linear):
         return projection(x)
-    return linear(x.contiguous(), projection.weight, projection.bias, impl=impl)
+    weight, bias = projection.weight, projection.bias
+    return linear(x.contiguous(), weight, bias, batch_invariant=batch_invariant, impl=impl)

@@ -31,7 +31,10 @@ class RowParallelLinear(Fusable):
         self.bias = whole.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self.weight) if self.impl is None else linear(x, self.weight, impl=self.impl)
+        if self.impl is None:
+            y = F.linear(x, self.weight)
+        else:
+            y = linear(x, self.weight, batch_invariant=self.batch_invariant, impl=self.impl)
         y = sum_over_ranks(y)
         return y if self.bias is None else y + self.bias
 

@@ -1,0 +1,136 @@
+"""Bits of one text: the same for a row of attention wherever it is computed, and for a row of any other kernel of a
+forward whatever the number of rows."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from specdec_kernels.attention import AttentionMetadata, AttentionShape, mask_paths, paged_attention, plan_attention
+from specdec_kernels.attention.configs import fixed_borders
+from specdec_kernels.cases import Maker
+from tests.exact_products import add_products_in_order
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+PAGE, HEADS, KV_HEADS, HEAD_DIM = 8, 2, 1, 16
+LENGTH = 150
+# Splits of 16 keys up to 32, of 32 up to 128, of 64 behind.
+CUT: dict[str, Any] = dict(split_tokens=16, tuning=dict(first_splits=2), batch_invariant=True)
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window, sinks and cap": dict(window=45, sinks=True, soft_cap=3.0),
+}
+
+
+@pytest.fixture(autouse=True)
+def products_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    add_products_in_order(monkeypatch)
+
+
+class Text(NamedTuple):
+    """Queries [S, H, D], keys and values [2, S, H_kv, D] of one text, and what is true of every layer of a kind."""
+
+    queries: torch.Tensor
+    stored: torch.Tensor
+    fields: dict[str, Any]
+    sinks: torch.Tensor | None
+
+    @classmethod
+    def of(cls, kind: str, dtype: torch.dtype = DTYPE) -> Text:
+        make = Maker.seeded(DEVICE, dtype)
+        fields = dict(KINDS[kind])
+        sinks = torch.linspace(-1, 2, HEADS, device=DEVICE) if fields.pop("sinks", False) else None
+        queries, stored = make.normal(LENGTH, HEADS, HEAD_DIM), make.normal(2, LENGTH, KV_HEADS, HEAD_DIM)
+        return cls(queries, stored, fields, sinks)
+
+    def call(self, starts: list[int], q: torch.Tensor, drafts: torch.Tensor | None = None, **options: Any) -> Any:
+        """Attention of q [B, N, H, D] behind the first `starts` tokens of the text, one number a request. `drafts`
+        [B, 2, N, H_kv, D] stand behind them, by default what the text goes on with."""
+        batch, num_nodes = q.shape[:2]
+        columns = -(-(LENGTH + num_nodes) // PAGE)
+        kv = torch.zeros(2, batch * columns * PAGE, KV_HEADS, HEAD_DIM, dtype=q.dtype, device=DEVICE)
+        for row, start in enumerate(starts):
+            own = kv[:, row * columns * PAGE :]
+            end = start if drafts is not None else min(LENGTH, start + num_nodes)
+            own[:, :end] = self.stored[:, :end]
+            if drafts is not None:
+                own[:, start : start + num_nodes] = drafts[row]
+        pages = torch.arange(batch * columns, dtype=torch.int32, device=DEVICE).view(batch, columns)
+        known = {name: options.pop(name) for name in tuple(options) if name in AttentionMetadata._fields}
+        lengths = torch.tensor(starts, device=DEVICE)
+        metadata = AttentionMetadata(pages, lengths, **({"mode": "chain"} | self.fields | known))
+        kv = kv.view(2, batch * columns, PAGE, KV_HEADS, HEAD_DIM)
+        options = CUT | options
+        if options.pop("planned", False):
+            options["work_list"] = plan_attention(metadata, AttentionShape.of(q, kv), **options, impl="triton")
+        return paged_attention(q, kv, metadata, sinks=self.sinks, **options, impl="triton")
+
+    def whole(self) -> torch.Tensor:
+        """[S, H, D]: the prompt at once."""
+        return self.call([0], self.queries[None], in_order=True)[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_has_the_same_bits_in_one_piece_and_in_several(kind: str) -> None:
+    """By programs that walk all splits, and by a program for each split."""
+    text = Text.of(kind)
+    whole = text.whole()
+    assert torch.equal(text.call([0], text.queries[None], in_order=False)[0], whole)
+    for start, end in ((50, 71), (71, LENGTH)):
+        assert torch.equal(text.call([start], text.queries[None, start:end])[0], whole[start:end])
+
+
+@pytest.mark.parametrize("kind, planned", list(zip(KINDS, (False, True), strict=True)))
+def test_a_decoded_token_has_the_bits_of_the_prompt(kind: str, planned: bool) -> None:
+    """One token a request, and a chain of drafts across borders of tiles and splits."""
+    text = Text.of(kind)
+    whole = text.whole()
+    for num_nodes, starts in ((1, [0, 16, 31, 149]), (9, [12, 125])):
+        q = torch.stack([text.queries[start : start + num_nodes] for start in starts])
+        out = text.call(starts, q, planned=planned)
+        for row, start in zip(out, starts, strict=True):
+            assert torch.equal(row, whole[start : start + num_nodes]), f"{num_nodes} rows behind {start}"
+
+
+def tree_of(parents: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mask words [N, 1] and depths [N] of a tree."""
+    mask, depths = torch.zeros(len(parents), 1, dtype=torch.int64), torch.zeros(len(parents), dtype=torch.int32)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            mask[node], depths[node] = mask[parent], depths[parent] + 1
+        mask[node] |= 1 << node
+    return mask.to(DEVICE), depths.to(DEVICE)
+
+
+@pytest.mark.parametrize("kind, in_order", list(zip(KINDS, (False, True), strict=True)))
+def test_a_node_of_a_tree_has_the_bits_of_the_prompt(kind: str, in_order: bool) -> None:
+    """The text goes through nodes 0, 2, 5, 7 and 9 of a tree, and other drafts stand between them."""
+    text = Text.of(kind)
+    whole, path = text.whole(), [0, 2, 5, 7, 9]
+    mask, depths = tree_of([-1, 0, 0, 1, 2, 2, 3, 5, 5, 7, 0, 9])
+    num_nodes, starts = len(mask), [14, 126]
+    make = Maker.seeded(DEVICE, DTYPE, seed=1)
+    q = make.normal(len(starts), num_nodes, HEADS, HEAD_DIM)
+    drafts = make.normal(len(starts), 2, num_nodes, KV_HEADS, HEAD_DIM)
+    for row, start in enumerate(starts):
+        q[row, path] = text.queries[start : start + len(path)]
+        drafts[row][:, path] = text.stored[:, start : start + len(path)]
+    masks = mask.expand(len(starts), -1, -1).contiguous()
+    tree: dict[str, Any] = dict(mode="tree", mask=masks, paths=mask_paths(masks, 6, impl="triton"))
+    if "window" in text.fields:
+        tree["depths"] = depths.expand(len(starts), -1).contiguous()
+    out = text.call(starts, q, drafts, in_order=in_order, **tree)
+    for row, start in enumerate(starts):
+        assert torch.equal(out[row, path], whole[start : start + len(path)]), f"behind {start}"
+
+
+def test_splits_lie_at_the_same_positions_for_any_length() -> None:
+    longest = fixed_borders(1 << 20, 256, 8)
+    assert len(longest) == 8 + 12 + 24 + 48 + 96 + 64
+    for length in (1, 256, 257, 2048, 2049, 8192, 8193, 40000):
+        borders = fixed_borders(length, 256, 8)
+        assert borders == longest[: len(borders)] and borders[-1] < length
+        assert length <= longest[len(borders)]
