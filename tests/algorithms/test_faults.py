@@ -128,8 +128,7 @@ def test_a_padding_row_moves_nothing(loaded: None, monkeypatch: pytest.MonkeyPat
             tokens=torch.where(padding[:, None], 1, accepted.tokens),
         )
 
-    few = requests(7, max_new_tokens=9)
-    few = [changed(request, max_new_tokens=3 + request.id) for request in few]
+    few = [changed(request, max_new_tokens=3 + 3 * request.id) for request in requests(7)]
     wanted = answers(few, Setup(max_batch=1), TARGET)
     algorithm = Scripted(scripts(few, wanted), depth=3, decoys=True)
     padded: list[Tensor] = []
