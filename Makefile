@@ -11,7 +11,7 @@ PIP  := $(BIN)/python -m pip --disable-pip-version-check
 SPEC := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help run smollm2 test gate mutants docs audit soak lint types clean
+.PHONY: help run smollm2 test gate mutants docs audit soak fuzz lint types clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1	/' | expand -t 14
@@ -39,6 +39,9 @@ audit: $(VENV)/.installed  ## identity of every algorithm in float32 over more t
 
 soak: $(VENV)/.installed-dev  ## 20,000 steps of random traffic over the shipped models, everything checked after each
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.algorithms.soak $(ARGS)
+
+fuzz: $(VENV)/.installed-dev  ## 30 minutes of random requests, settings, aborts and injected faults; prints every seed
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.algorithms.fuzz --seconds 1800 $(ARGS)
 
 lint: $(VENV)/.installed-dev  ## ruff
 	$(BIN)/python -m ruff check .

@@ -24,11 +24,11 @@ import torch
 
 from algorithms.registry import available
 from algorithms.runtime.algorithm import Algorithm
-from algorithms.runtime.engine import Session
+from algorithms.runtime.engine import Engine, Session
 from algorithms.runtime.models.loading import Target, load_target
 from algorithms.runtime.request import Completion, Request
 from algorithms.runtime.sampling_params import SamplingNeeds, SamplingParams
-from algorithms.runtime.scheduler import ABORTED
+from algorithms.runtime.scheduler import ABORTED, Scheduler
 from experiments.app.schema import REPO_ROOT
 from tests.algorithms.toy import Setup, autoregressive, changed, engine_of, spell
 
@@ -102,7 +102,7 @@ class Soak:
             assert completion is not None and completion.finish_reason == ABORTED
             assert session.abort(victim) is None
             self._check_aborted(completion)
-            self._check_pages()
+            check_pages(self._scheduler)
 
     def _draw(self) -> tuple[Request, list[int]]:
         """A known request with a random end, and the answer that it must get."""
@@ -132,8 +132,10 @@ class Soak:
         self._marked &= untouched
         for completion in ended:
             self._check_ended(completion)
-        self._check_pages()
-        self._check_rows()
+        check_pages(self._scheduler)
+        check_rows(self._engine, self._early)
+        for running in self._scheduler.rows:
+            self._check_counts(running.completion)
 
     def _stepped(self, session: Session) -> tuple[list[Completion], set[int]]:
         """One step, and the pages it handed out: a short request may have given its own back already."""
@@ -162,35 +164,8 @@ class Soak:
     def _free_pages(self) -> list[int]:
         return list(self._scheduler._allocator._free)
 
-    def _check_pages(self) -> None:
-        free = self._free_pages()
-        owned = [page for running in self._scheduler.admitted for page in running.pages]
-        assert len(set(owned)) == len(owned), "a page has two owners"
-        assert sorted(free + owned) == list(range(self._scheduler.num_pages)), "a page is lost, or free and owned"
-
-    def _check_rows(self) -> None:
-        state, rows = self._state, self._scheduler.rows
-        assert [running.row for running in rows] == list(range(len(rows)))
-        assert state.active.tolist() == [1] * len(rows) + [0] * (state.max_batch - len(rows))
-        lengths, history, last_tokens = state.lengths.tolist(), state.history.tolist(), state.last_tokens.tolist()
-        for running in rows:
-            text = [*running.request.prompt_ids, *running.completion.token_ids]
-            assert running.length == len(text) - 1
-            assert history[running.row][: len(text)] == text
-            assert state.page_table[running.row, : len(running.pages)].tolist() == running.pages
-            assert not running.completion.finish_reason
-            self._check_counts(running.completion)
-            if self._early:
-                assert (lengths[running.row], last_tokens[running.row]) == (running.length, text[-1])
-            else:
-                assert lengths[running.row] >= running.length
-
     def _check_counts(self, completion: Completion) -> None:
-        emitted = sum(accepted + 1 for accepted in completion.accepted_counts)
-        assert len(completion.token_ids) == emitted - completion.num_truncated
-        assert len(completion.logprobs) == (len(completion.token_ids) if completion.request_id % 2 else 0)
-        assert all(0 <= accepted <= self._depth for accepted in completion.accepted_counts)
-        assert len(completion.emitted_at_ms) == len(completion.accepted_counts)
+        check_counts(completion, self._depth, logprobs=completion.request_id % 2 == 1)
 
     def _check_ended(self, completion: Completion) -> None:
         request, written = self._live.pop(completion.request_id)
@@ -206,6 +181,41 @@ class Soak:
         self._check_counts(completion)
         assert completion.token_ids == written[: len(completion.token_ids)]
         self.counts["aborted"] += 1
+
+
+def check_pages(scheduler: Scheduler) -> None:
+    """Every page is free or owned once."""
+    free = scheduler._allocator._free
+    owned = [page for running in scheduler.admitted for page in running.pages]
+    assert len(set(owned)) == len(owned), "a page has two owners"
+    assert sorted([*free, *owned]) == list(range(scheduler.num_pages)), "a page is lost, or free and owned"
+
+
+def check_rows(engine: Engine, early: bool) -> None:
+    """What the device holds of the running requests is what the host knows; `early`: no step is in flight."""
+    state, rows = engine.parts.state, engine.scheduler.rows
+    assert [running.row for running in rows] == list(range(len(rows)))
+    assert state.active.tolist() == [1] * len(rows) + [0] * (state.max_batch - len(rows))
+    lengths, history, last_tokens = state.lengths.tolist(), state.history.tolist(), state.last_tokens.tolist()
+    for running in rows:
+        text = [*running.request.prompt_ids, *running.completion.token_ids]
+        assert running.length == len(text) - 1
+        assert history[running.row][: len(text)] == text
+        assert state.page_table[running.row, : len(running.pages)].tolist() == running.pages
+        assert not running.completion.finish_reason
+        if early:
+            assert (lengths[running.row], last_tokens[running.row]) == (running.length, text[-1])
+        else:
+            assert lengths[running.row] >= running.length
+
+
+def check_counts(completion: Completion, depth: int, logprobs: bool) -> None:
+    """Tokens, accepted drafts and log-probabilities of an answer fit together."""
+    emitted = sum(accepted + 1 for accepted in completion.accepted_counts)
+    assert len(completion.token_ids) == emitted - completion.num_truncated
+    assert len(completion.logprobs) == (len(completion.token_ids) if logprobs else 0)
+    assert all(0 <= accepted <= depth for accepted in completion.accepted_counts)
+    assert len(completion.emitted_at_ms) == len(completion.accepted_counts)
 
 
 def _stops(request: Request, text: Sequence[int]) -> bool:
