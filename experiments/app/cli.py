@@ -29,6 +29,7 @@ from experiments.app.compose import build_config, register
 from experiments.app.errors import UserError, disk_is_full
 from experiments.app.explain import MAIN_CONFIG, explain
 from experiments.app.schema import CONFIG_FOLDER
+from experiments.app.threads import settle_threads
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 RED, PLAIN = "\033[31m", "\033[0m"
@@ -68,6 +69,7 @@ class Program:
 @contextmanager
 def exits_of_errors(config_name: str) -> Iterator[Program]:
     """Register the schemas, and end the process with one screen of text and an exit code where the block fails."""
+    settle_threads()
     asked = os.environ.get(FULL_ERROR)
     program = Program(show_all=asked == "1")
     os.environ[FULL_ERROR] = "1"  # makes Hydra raise what it would otherwise print

@@ -220,7 +220,7 @@ def warnings(row: Mapping[str, Any], dtype: str, exact: bool) -> list[str]:
     """
     found = []
     first = row["acceptance_at"][0] if row.get("acceptance_at") else None
-    if first is not None and first < LOW_ACCEPTANCE:
+    if row.get("drafts_with_model", True) and first is not None and first < LOW_ACCEPTANCE:
         found.append(
             f"only {first:.1%} of first drafts were accepted: the drafter is probably wired wrongly, or was "
             "trained for another target"

@@ -140,7 +140,8 @@ class Task:
             if failed and len(failed) == len(asked):
                 raise EngineError(f"all {len(asked)} requests failed; the first: {failed[0]}")
         depth, served = algorithm.max_depth, dict(backend.served)
-        return Decoded(algo.name, asked, generation, depth, algorithm.rule, served, compiled)
+        trained = algorithm.needs_draft_model
+        return Decoded(algo.name, asked, generation, depth, algorithm.rule, trained, served, compiled)
 
     def _record(self, data: str, method: str, completion: Completion) -> None:
         """Put a request that has ended on disk."""

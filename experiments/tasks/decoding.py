@@ -32,6 +32,7 @@ class Decoded:
     generation: Generation
     max_depth: int
     rule: str
+    drafts_with_model: bool
     attention: dict[str, str]
     """Phase of the attention to what computed it."""
     compiled: Sequence[str]
@@ -124,6 +125,7 @@ def method_row(
     """
     generation = decoded.generation
     row: dict[str, Any] = {"data": workload.name, "method": label, "algo": decoded.algo, "rule": decoded.rule}
+    row["drafts_with_model"] = decoded.drafts_with_model
     row |= {"graphs": asdict(generation.graphs), "attention": decoded.attention}
     row |= metrics.summarize_method(generation, decoded.max_depth)
     row |= metrics.accuracy(generation.completions, workload.judge)

@@ -52,6 +52,7 @@ class GraphAblation(Task):
             rows.append(
                 {
                     "level": level,
+                    "drafts_with_model": decoded.drafts_with_model,
                     "differing": differing,
                     "note": level_note(algo.name, level, generation.graphs.level, differing),
                     "launch_ms_per_step": generation.launch_ms / steps,
