@@ -213,8 +213,8 @@ def failures(row: Mapping[str, Any], dtype: str, exact: bool) -> list[str]:
 
 
 def warnings(row: Mapping[str, Any], dtype: str, exact: bool) -> list[str]:
-    """What a reader of a row must know: a drafter that is never right, tokens that differ from the baseline's, kernels
-    that the warm-up missed.
+    """What a reader of a row must know: a trained drafter that is never right, tokens that differ from the baseline's,
+    kernels that the warm-up missed.
 
     What `failures` tells is not told again.
     """
