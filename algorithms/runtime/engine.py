@@ -161,9 +161,11 @@ class Engine:
         on_step: Callable[[StepReport], None] | None = None,
         needs: SamplingNeeds | None = None,
         on_end: Callable[[Completion], None] | None = None,
+        follow: Callable[[Completion], Request | None] | None = None,
     ) -> Generation:
         """Serve `requests` to the end, by steps made for `needs`; None: for what these requests ask. `on_end` is
-        called with each completion as its request ends.
+        called with each completion as its request ends. `follow` may answer a completion with another request, such as
+        the next turn of a conversation; completions of these stand behind the others, in the order of their ids.
 
         Raises EngineError before anything runs if a request does not fit the vocabulary, the context or the pool.
         However it ends, all pages are free again.
@@ -180,11 +182,14 @@ class Engine:
             while not session.idle:
                 ended = session.step()
                 done += ended
-                for completion in ended if on_end else ():
-                    on_end(completion)  # type: ignore[misc]
+                for completion in ended:
+                    if on_end is not None:
+                        on_end(completion)
+                    if follow is not None and (request := follow(completion)) is not None:
+                        session.submit(request)
                 if on_step is not None:
                     on_step(session.report())
-            return session.generation(sorted(done, key=lambda completion: place[completion.request_id]))
+            return session.generation(sorted(done, key=lambda c: (place.get(c.request_id, len(place)), c.request_id)))
 
     @contextmanager
     def session(self, needs: SamplingNeeds) -> Iterator[Session]:

@@ -111,7 +111,7 @@ def resolve(config: RunConfig) -> Plan:
         prompts = [load_prompts(data) for data in sets]
     join(config.runtime.tensor_parallel, hardware.device)
     with user_errors(ValueError, OSError):
-        tokenizer = Tokenizer.load(target.path)
+        tokenizer = Tokenizer.load(target.path, config.model.thinking)
         workloads = tuple(
             make_workload(config, data, chosen, tokenizer, target.config)
             for data, chosen in zip(sets, prompts, strict=True)

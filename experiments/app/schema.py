@@ -48,7 +48,8 @@ class ModelConfig:
     """Folders in the Hugging Face layout, or hub names such as `org/model`.
 
     `drafts` names the drafter of each algorithm; `draft_path` replaces it for the algorithm of this run. `obtain` says
-    how to get the target, and is shown where its folder is absent.
+    how to get the target, and is shown where its folder is absent. `thinking` switches the reasoning of a model whose
+    chat template knows `enable_thinking`; null leaves it to the template.
     """
 
     name: str = MISSING
@@ -56,6 +57,7 @@ class ModelConfig:
     draft_path: str | None = None
     drafts: dict[str, str | None] = field(default_factory=dict)
     obtain: str | None = None
+    thinking: bool | None = None
 
     def drafter_of(self, algo: str) -> str | None:
         """Folder or hub name of the drafter of `algo`; None where there is none."""

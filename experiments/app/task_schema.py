@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 from omegaconf import MISSING, OmegaConf
@@ -13,7 +14,7 @@ from algorithms.registry import available
 from algorithms.runtime.backends.registry import backends
 from experiments.app.schema import GRAPH_LEVELS, RunConfig, expect_at_least, expect_between, expect_choice
 from experiments.app.suggest import nearest
-from experiments.data.prompts import datasets
+from experiments.data.prompts import JsonlData, datasets
 
 HYBRID = {"prefill": "torch", "decode": "fa4", "verify": "prefill"}
 """Settings of `hybrid` where task.backends names it, chosen so that it uses two different backends."""
@@ -85,6 +86,7 @@ class CompareTask(MethodsTask):
     IGNORED: ClassVar[tuple[str, ...]] = ("algo", "data", "baseline", "samples")
     name: str = "compare"
     data: list[str] = field(default_factory=lambda: ["arithmetic", "code"])
+    """Prompt sets by name, and prompt files by path."""
     limit: int | None = None
     """Prompts of each set; null takes the set's own default."""
     skip_long: bool = False
@@ -210,7 +212,9 @@ def ignored_overrides(task: TaskConfig, overrides: Sequence[str]) -> list[str]:
 
 
 def prompt_set(name: str, limit: int | None, skip_long: bool) -> Any:
-    """The configuration of `data=NAME` with these settings. Raises ValueError for an unknown name."""
+    """The configuration of `data=NAME`, or of the prompt file NAME, with these settings; ValueError for neither."""
+    if name not in datasets() and (Path(name).suffix or "/" in name):
+        return JsonlData(name=Path(name).name, path=name, limit=limit, skip_long=skip_long)
     expect_choice("task.data", name, tuple(datasets()))
     settings = datasets()[name](skip_long=skip_long)
     return settings if limit is None else replace(settings, limit=limit)

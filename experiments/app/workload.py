@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from experiments.app.conversation import longest_turn
 from experiments.app.errors import UserError
 from experiments.app.schema import SEED_STRIDE, RunConfig
 from experiments.data.prompts import Prompt, PromptSet
@@ -16,23 +17,31 @@ if TYPE_CHECKING:
     from algorithms.runtime.request import Request
 
 
+class Entry(NamedTuple):
+    """One prompt: its number, from 1, its first request, and the tokens that it can reach."""
+
+    number: int
+    prompt: Prompt
+    request: Request
+    length: int
+
+
 @dataclass(frozen=True)
 class Workload:
-    """One prompt set and its requests, one per prompt."""
+    """One prompt set and its requests, one per prompt: of a conversation, the first turn."""
 
     prompts: PromptSet
     requests: tuple[Request, ...]
+    max_length: int
+    """Tokens that the longest request can reach, prompt and answer, later turns of conversations included."""
+    markup: str
+    """How prompts become text: the chat template and its thinking mode."""
     notes: tuple[str, ...] = ()
     """What a reader must know of the choice of the prompts."""
 
     @property
     def name(self) -> str:
         return self.prompts.name
-
-    @property
-    def max_length(self) -> int:
-        """Tokens of the longest request, prompt and answer."""
-        return max(request.max_length for request in self.requests)
 
     @property
     def judge(self) -> Callable[[int, str], bool] | None:
@@ -70,44 +79,58 @@ def make_workload(
     """
     requests = make_requests(config, prompts, tokenizer)
     context = min(config.runtime.max_length or target.max_position_embeddings, target.max_position_embeddings)
-    numbered = list(enumerate(zip(prompts.prompts, requests, strict=True), start=1))
-    for number, (prompt, request) in numbered:
-        if problem := request.problem(target.vocab_size):
-            raise UserError(f"data={prompts.name}: {_place(prompt, number, len(numbered))}: {problem}")
-    long = [entry for entry in numbered if entry[1][1].max_length > context]
-    if not long:
-        return Workload(prompts, requests)
-    short = [entry for entry in numbered if entry not in long]
-    if not data.skip_long or not short:
+    entries = [
+        Entry(number, prompt, request, longest_turn(prompt, request, tokenizer))
+        for number, (prompt, request) in enumerate(zip(prompts.prompts, requests, strict=True), start=1)
+    ]
+    for entry in entries:
+        if problem := entry.request.problem(target.vocab_size):
+            raise UserError(f"data={prompts.name}: {_place(entry, len(entries))}: {problem}")
+    short = [entry for entry in entries if entry.length <= context]
+    long = [entry for entry in entries if entry.length > context]
+    if long and (not data.skip_long or not short):
         key = "task.skip_long" if "data" in config.task.IGNORED else "data.skip_long"
-        raise UserError(_too_long(prompts.name, long, len(numbered), context, config, key if short else None))
-    left_out = ", ".join(str(number) for number, _ in long[:10]) + (", …" if len(long) > 10 else "")
-    note = f"{len(long)} of {len(numbered)} prompts of {prompts.name} were left out, too long for {context:,} tokens"
-    kept = replace(prompts, prompts=tuple(prompt for _, (prompt, _) in short))
-    renumbered = tuple(replace(request, id=index) for index, (_, (_, request)) in enumerate(short))
-    return Workload(kept, renumbered, (f"{note}: {left_out}",))
+        raise UserError(_too_long(prompts.name, long, len(entries), context, config, key if short else None))
+    notes = (_left_out(prompts.name, long, len(entries), context),) if long else ()
+    kept = replace(prompts, prompts=tuple(entry.prompt for entry in short))
+    renumbered = tuple(replace(entry.request, id=index) for index, entry in enumerate(short))
+    return Workload(kept, renumbered, max(e.length for e in short), _markup(config, kept, tokenizer), notes)
 
 
-def _place(prompt: Prompt, number: int, count: int) -> str:
-    return f"prompt {number} of {count}" + (f" ({prompt.where})" if prompt.where else "")
+def _markup(config: RunConfig, prompts: PromptSet, tokenizer: Tokenizer) -> str:
+    """What to call the chat template and its thinking mode."""
+    if tokenizer.template is None or all(prompt.raw for prompt in prompts.prompts):
+        return "no template"
+    modes = {None: "as the template has it", True: "on", False: "off"}
+    return tokenizer.template + (f", thinking: {modes[config.model.thinking]}" if tokenizer.can_think else "")
+
+
+def _left_out(name: str, long: Sequence[Entry], count: int, context: int) -> str:
+    numbers = ", ".join(str(entry.number) for entry in long[:10]) + (", …" if len(long) > 10 else "")
+    return f"{len(long)} of {count} prompts of {name} were left out, too long for {context:,} tokens: {numbers}"
+
+
+def _place(entry: Entry, count: int) -> str:
+    return f"prompt {entry.number} of {count}" + (f" ({entry.prompt.where})" if entry.prompt.where else "")
 
 
 def _too_long(
     name: str,
-    long: Sequence[tuple[int, tuple[Prompt, Request]]],
+    long: Sequence[Entry],
     count: int,
     context: int,
     config: RunConfig,
     skip_key: str | None,
 ) -> str:
     """The message for prompts that do not fit; `skip_key` is the setting that would leave them out."""
-    number, (prompt, request) = long[0]
-    new, bound = request.sampling.max_new_tokens, "the model's context"
+    first = long[0]
+    new, bound = first.request.sampling.max_new_tokens, "the model's context"
     if config.runtime.max_length is not None and config.runtime.max_length == context:
         bound = "runtime.max_length"
+    answers = "new tokens" if first.prompt.num_turns == 1 else f"new tokens for each of {first.prompt.num_turns} turns"
     lines = [
-        f"data={name}: {_place(prompt, number, count)} is too long: {len(request.prompt_ids):,} tokens "
-        f"+ {new:,} new tokens (sampling.max_new_tokens) = {request.max_length:,}, {bound} is {context:,}"
+        f"data={name}: {_place(first, count)} is too long: {first.length - new * first.prompt.num_turns:,} tokens "
+        f"+ {new:,} {answers} (sampling.max_new_tokens) = {first.length:,}, {bound} is {context:,}"
     ]
     lines += [f"{len(long)} of {count} prompts are too long"] if len(long) > 1 else []
     lines.append(f"shorten {'them' if len(long) > 1 else 'it'}, or lower sampling.max_new_tokens")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, make_dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 from omegaconf import MISSING
@@ -15,7 +16,10 @@ from omegaconf import MISSING
 from experiments.data.prompt_files import DataError, Record, read_records
 from experiments.data.public import PUBLIC_SETS, read_public
 
-__all__ = ["DataConfig", "DataError", "Prompt", "PromptSet", "datasets", "load_prompts"]
+__all__ = ["DataConfig", "DataError", "JsonlData", "Prompt", "PromptSet", "datasets", "load_prompts"]
+
+SHIPPED = Path(__file__).parent
+"""Where the prompt files of this project are."""
 
 
 class Encoder(Protocol):
@@ -23,32 +27,45 @@ class Encoder(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
-    def encode_chat(self, turns: Sequence[str]) -> list[int]: ...
+    def encode_chat(self, turns: Sequence[str], replies: Sequence[str] = ()) -> list[int]: ...
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One request's input."""
+    """The input of one request, or of several in a row: the turns of a conversation."""
 
     text: str
     """What is shown, and what is encoded where there are no `turns`."""
     turns: tuple[str, ...] | None = None
-    """User turns of a conversation, in order, with no replies in between."""
+    """User turns of a conversation, in order. Each is asked when the one before has been answered."""
     raw: bool = False
     """Encode `text` as it stands, without the chat template."""
     answer: str | None = None
     stop_strings: tuple[str, ...] = ()
     where: str = ""
     """Place in a file, as `file:line`."""
+    category: str | None = None
+    """What kind of prompt this is, in sets that name kinds."""
 
-    def encode(self, tokenizer: Encoder) -> list[int]:
-        """Token ids of the prompt, up to where the model is to continue."""
-        return tokenizer.encode(self.text) if self.raw else tokenizer.encode_chat(self.turns or (self.text,))
+    @property
+    def num_turns(self) -> int:
+        """Requests that this prompt becomes."""
+        return len(self.turns) if self.turns else 1
+
+    def turn(self, number: int) -> str:
+        """The text of the turn `number`, from 0."""
+        return self.turns[number] if self.turns else self.text
+
+    def encode(self, tokenizer: Encoder, replies: Sequence[str] = ()) -> list[int]:
+        """Token ids of the turn behind `replies`, with all before it, up to where the model is to continue."""
+        if self.raw:
+            return tokenizer.encode(self.text)
+        return tokenizer.encode_chat((self.turns or (self.text,))[: len(replies) + 1], replies)
 
     @classmethod
-    def of_turns(cls, turns: tuple[str, ...], answer: str | None) -> Prompt:
-        """The user turns of a conversation, shown as one text."""
-        return cls("\n\n".join(turns), turns=turns, answer=answer)
+    def of_turns(cls, turns: tuple[str, ...], answer: str | None, category: str | None = None) -> Prompt:
+        """A conversation, shown as one text."""
+        return cls("\n\n".join(turns), turns=turns, answer=answer, category=category)
 
 
 Score = Callable[[Prompt, str], bool]
@@ -67,18 +84,22 @@ class PromptSet:
 @dataclass
 class DataConfig:
     """Common to all sets: `limit` keeps the first prompts, None all of them. `skip_long` leaves out those that are too
-    long for the model, instead of refusing the run."""
+    long for the model, instead of refusing the run. `category` keeps the prompts of one kind."""
 
     name: str = MISSING
     limit: int | None = None
     skip_long: bool = False
+    category: str | None = None
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"data.limit must be at least 1, or null for all prompts, got {self.limit}")
 
     def load(self) -> PromptSet:
-        """All prompts of the set, or at least the first `limit`. Raises DataError where its source cannot be used."""
+        """All prompts of the set, or at least the first `limit` where they have no category.
+
+        Raises DataError where the source cannot be used.
+        """
         raise NotImplementedError
 
 
@@ -114,7 +135,10 @@ class CodeData(DataConfig):
 
 @dataclass
 class JsonlData(DataConfig):
-    """A file with one `{"prompt": "..."}` or `{"turns": ["...", ...]}` per line; `raw` skips the chat template."""
+    """A file with one `{"prompt": "..."}` or `{"turns": ["...", ...]}` per line; `raw` skips the chat template.
+
+    Files of Spec-Bench and SPEED-Bench have `turns`. A key `category` names the kind of prompt.
+    """
 
     name: str = "jsonl"
     path: str = MISSING
@@ -126,8 +150,27 @@ class JsonlData(DataConfig):
             raise ValueError("data.path: expected a .jsonl file, got none")
 
     def load(self) -> PromptSet:
-        records = read_records(self.path)
-        return PromptSet(self.name, tuple(replace(_file_prompt(r, self.raw), where=r.where) for r in records))
+        return _of_file(self.name, self.path, self.raw)
+
+
+@dataclass
+class EditData(DataConfig):
+    """60 requests to repeat a text, a program or a table with a change: most of the answer stands in the prompt."""
+
+    name: str = "edit"
+
+    def load(self) -> PromptSet:
+        return _of_file(self.name, SHIPPED / "edit.jsonl")
+
+
+@dataclass
+class ChatData(DataConfig):
+    """80 conversations of two turns, ten in each of the eight categories of MT-Bench."""
+
+    name: str = "chat"
+
+    def load(self) -> PromptSet:
+        return _of_file(self.name, SHIPPED / "chat.jsonl")
 
 
 @dataclass
@@ -156,7 +199,9 @@ class PublicData(DataConfig):
     def load(self) -> PromptSet:
         source = PUBLIC_SETS[self.name]
         records = read_public(self.name, self.path)
-        prompts = tuple(Prompt.of_turns(source.turns(record), source.answer(record)) for record in records)
+        prompts = tuple(
+            Prompt.of_turns(source.turns(record), source.answer(record), _category(record)) for record in records
+        )
         if source.correct is None:
             return PromptSet(self.name, prompts)
         correct = source.correct
@@ -166,6 +211,8 @@ class PublicData(DataConfig):
 SETS: tuple[type[DataConfig], ...] = (
     ArithmeticData,
     CodeData,
+    EditData,
+    ChatData,
     JsonlData,
     TextData,
     *(make_dataclass(f"{name}_data", [("name", str, name)], bases=(PublicData,)) for name in PUBLIC_SETS),
@@ -180,7 +227,23 @@ def datasets() -> dict[str, type[DataConfig]]:
 def load_prompts(config: DataConfig) -> PromptSet:
     """The prompts that `config` asks for, at most `config.limit`. Raises DataError naming what cannot be used."""
     loaded = config.load()
-    return replace(loaded, prompts=loaded.prompts[: config.limit])
+    prompts = loaded.prompts
+    if config.category is not None:
+        prompts = tuple(prompt for prompt in prompts if prompt.category == config.category)
+        if not prompts:
+            known = ", ".join(dict.fromkeys(p.category for p in loaded.prompts if p.category)) or "none"
+            raise DataError(f"data.category: data={config.name} has {known}, got {config.category!r}")
+    return replace(loaded, prompts=prompts[: config.limit])
+
+
+def _of_file(name: str, path: str | Path, raw: bool = False) -> PromptSet:
+    records = read_records(path)
+    return PromptSet(name, tuple(replace(_file_prompt(record, raw), where=record.where) for record in records))
+
+
+def _category(record: Record) -> str | None:
+    value = record.fields.get("category")
+    return value if isinstance(value, str) else None
 
 
 def _file_prompt(record: Record, raw: bool) -> Prompt:
@@ -193,7 +256,7 @@ def _file_prompt(record: Record, raw: bool) -> Prompt:
         raise DataError(f"{record.where}: key 'answer': expected a string or a number, got {answer!r}")
     answer = None if answer is None else str(answer)
     if present == ["prompt"]:
-        return Prompt(record.text("prompt"), raw=raw, answer=answer)
+        return Prompt(record.text("prompt"), raw=raw, answer=answer, category=_category(record))
     if raw:
         raise DataError(f"{record.where}: 'turns' need the chat template; leave data.raw=false, or use key 'prompt'")
-    return Prompt.of_turns(record.texts("turns"), answer)
+    return Prompt.of_turns(record.texts("turns"), answer, _category(record))

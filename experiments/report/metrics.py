@@ -63,6 +63,7 @@ def summarize_method(generation: Generation, max_depth: int) -> dict[str, Any]:
     return {
         "num_requests": len(completions),
         "num_failed": sum(bool(completion.error) for completion in completions),
+        "num_cut": sum(completion.finish_reason == "length" for completion in completions),
         "output_tokens": output_tokens,
         "num_steps": generation.num_steps,
         "num_truncated": sum(completion.num_truncated for completion in completions),

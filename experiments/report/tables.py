@@ -104,6 +104,7 @@ STEP_MS_RANGE = Column(
 FIRST_TOKEN_MS = quantile_pair("first token ms p50/p90", "ttft_ms", 1)
 LOSSLESS = Column("lossless", _lossless, tone=lossless_tone)
 ACCURACY = Column("accuracy", _accuracy)
+CUT = replace(number("cut", "num_cut", 0), narrow=False)
 COMPILED = replace(
     number("compiled", "compiled", 0), tone=lambda row: "bad" if row.get("compiled") else None, narrow=False
 )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.console import Console
 
+from experiments.app.conversation import Conversations
 from experiments.app.errors import user_errors
 from experiments.app.plan import Plan
 from experiments.app.workload import Workload
@@ -109,11 +110,13 @@ class Task:
         label: str | None = None,
         plan: Plan | None = None,
         target: Target | None = None,
+        first_turns: bool = True,
     ) -> Decoded:
         """Decode `requests` (default: all of `workload`) with `algo`, after a warm-up that no clock sees.
 
-        `plan` and `target` replace the task's own. The cache is sized for the longest request of `workload`. Raises
-        UserError where the requests cannot be served.
+        `plan` and `target` replace the task's own. Without `first_turns`, the later turns of conversations follow;
+        requests are then numbered from 0. The cache is sized for the longest request of `workload`. Raises UserError
+        where the requests cannot be served.
         """
         from algorithms.runtime.engine import EngineError
         from algorithms.runtime.sampling_params import SamplingNeeds
@@ -133,15 +136,17 @@ class Task:
                 engine.generate(brief, needs=needs)
             engine.forget()
             record = partial(self._record, workload.name, label or algo.name)
-            progress = step_progress(self.console, label or algo.name, len(asked))
+            talks = None if first_turns else Conversations(workload.prompts.prompts, asked, plan.tokenizer)
+            progress = step_progress(self.console, label or algo.name, talks.num_requests if talks else len(asked))
             with progress as on_step, record_compilations() as compiled:
-                generation = engine.generate(asked, on_step, on_end=record)
+                generation = engine.generate(asked, on_step, on_end=record, follow=talks)
             failed = [completion.error for completion in generation.completions if completion.error]
             if failed and len(failed) == len(asked):
                 raise EngineError(f"all {len(asked)} requests failed; the first: {failed[0]}")
         depth, served = algorithm.max_depth, dict(backend.served)
         trained = algorithm.needs_draft_model
-        return Decoded(algo.name, asked, generation, depth, algorithm.rule, trained, served, compiled)
+        served_requests = talks.requests if talks else asked
+        return Decoded(algo.name, served_requests, generation, depth, algorithm.rule, trained, served, compiled)
 
     def _record(self, data: str, method: str, completion: Completion) -> None:
         """Put a request that has ended on disk."""
@@ -164,7 +169,7 @@ class Task:
         algos = ({AUTOREGRESSIVE: baseline_config()} if baseline else {}) | dict(self.plan.methods)
         found: list[tuple[dict[str, Any], Decoded]] = []
         for label, algo in algos.items():
-            decoded = self.decode(algo, workload, requests, f"{label}{note}", plan)
+            decoded = self.decode(algo, workload, requests, f"{label}{note}", plan, first_turns=False)
             against = found[0] if baseline and found else None
             deterministic = self.plan.config.runtime.deterministic
             row = method_row(label, decoded, workload, against, self.target, deterministic)

@@ -33,6 +33,7 @@ class Compare(Task):
         tables.STEP_MS,
         tables.LOSSLESS,
         tables.ACCURACY,
+        tables.CUT,
         tables.COMPILED,
     )
 

@@ -130,9 +130,25 @@ def method_row(
     row |= metrics.summarize_method(generation, decoded.max_depth)
     row |= metrics.accuracy(generation.completions, workload.judge)
     row |= metrics.compilations(decoded.compiled)
-    plain = baseline[1].generation.completions if baseline and decoded.comparable else None
-    look = None if plain is None else look_at(target, decoded.requests, plain, deterministic)
-    row["lossless"] = metrics.lossless(generation.completions, plain, look)
+    row["template"] = workload.markup
+    row["lossless"] = _lossless(decoded, baseline[1] if baseline and decoded.comparable else None, target, deterministic)
     own = 1.0 if decoded.algo == AUTOREGRESSIVE else None
     row |= {"speedup_decode": own, "speedup_wall": own, "prediction": None}
     return row | (metrics.against_baseline(row, baseline[0]) if baseline else {})
+
+
+def _lossless(decoded: Decoded, plain: Decoded | None, target: Target, deterministic: bool) -> dict[str, Any]:
+    """What `metrics.lossless` says of the requests that both were asked.
+
+    A later turn of a conversation whose first answers differ is another question.
+    """
+    if plain is None:
+        return metrics.lossless(decoded.generation.completions, None)
+    theirs = {r.id: (r, c) for r, c in zip(plain.requests, plain.generation.completions, strict=True)}
+    same = [
+        (request, ours, theirs[request.id][1])
+        for request, ours in zip(decoded.requests, decoded.generation.completions, strict=True)
+        if request.id in theirs and theirs[request.id][0].prompt_ids == request.prompt_ids
+    ]
+    asked, ours, baseline = ([entry[i] for entry in same] for i in range(3))
+    return metrics.lossless(ours, baseline, look_at(target, asked, baseline, deterministic))

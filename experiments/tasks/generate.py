@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from experiments.app.conversation import text_of
 from experiments.report import console as terminal
 from experiments.report import tables
 from experiments.report.metrics import answer_verdict
@@ -37,6 +38,7 @@ class Generate(Task):
         tables.DECODE_SPEEDUP,
         tables.LOSSLESS,
         tables.ACCURACY,
+        tables.CUT,
         tables.COMPILED,
     )
     records: Sequence[dict[str, Any]] = ()
@@ -46,24 +48,22 @@ class Generate(Task):
         (workload,) = self.plan.workloads
         config = self.plan.config
         decoded = self.decode_methods(workload, baseline=config.baseline and config.algo.name != AUTOREGRESSIVE)
-        plain = decoded[0][1].generation.completions if len(decoded) > 1 else [None] * len(workload.requests)
-        ours = decoded[-1][1].generation.completions
-        judge = workload.judge
+        plain = {c.request_id: c for c in decoded[0][1].generation.completions} if len(decoded) > 1 else {}
+        ours, prompts, judge = decoded[-1][1], workload.prompts.prompts, workload.judge
         self.records = [
             {
                 "id": request.id,
-                "prompt": prompt.text,
+                "prompt": text_of(prompts, request),
                 "num_prompt_tokens": len(request.prompt_ids),
                 "seed": request.sampling.seed,
                 **{key: value for key, value in asdict(completion).items() if key != "request_id"},
-                "answer": prompt.answer,
+                "answer": prompts[request.id % len(prompts)].answer,
                 "verdict": answer_verdict(completion, request.id, judge),
-                "identical": None if reference is None else completion.token_ids == reference.token_ids,
-                "baseline_token_ids": None if reference is None else reference.token_ids,
+                "identical": reference and completion.token_ids == reference.token_ids,
+                "baseline_token_ids": reference and reference.token_ids,
             }
-            for prompt, request, completion, reference in zip(
-                workload.prompts.prompts, workload.requests, ours, plain, strict=True
-            )
+            for request, completion in zip(ours.requests, ours.generation.completions, strict=True)
+            for reference in [plain.get(request.id)]
         ]
         return [row for row, _ in decoded]
 

@@ -37,6 +37,7 @@ class Throughput(Task):
         tables.quantile_pair("between tokens ms p50/p90", "inter_token_ms", 2),
         tables.TOKENS_PER_STEP,
         tables.ACCURACY,
+        tables.CUT,
         tables.COMPILED,
     )
 

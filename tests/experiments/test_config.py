@@ -14,7 +14,7 @@ from experiments.app.compose import build_config, register
 from experiments.app.errors import UserError
 from experiments.app.schema import CONFIG_FOLDER, REPO_ROOT
 from experiments.app.suggest import nearest, unknown_key_message, unknown_option_message
-from experiments.app.task_schema import ignored_overrides
+from experiments.app.task_schema import ignored_overrides, prompt_set
 
 NEEDED = {
     "model=local": ["model.path=somewhere"],
@@ -184,3 +184,12 @@ def test_messages_fit_one_screen() -> None:
 def test_the_resolved_configuration_is_plain(tmp_path: Any) -> None:
     text = OmegaConf.to_yaml(compose("name=mine"), resolve=True)
     assert "${" not in text and "name: mine" in text
+
+
+def test_a_task_takes_prompt_sets_by_name_and_files_by_path() -> None:
+    assert (prompt_set("chat", 3, False).name, prompt_set("chat", 3, False).limit) == ("chat", 3)
+    for path in ("folder/questions.jsonl", "questions.json.gz", "folder/questions"):
+        found = prompt_set(path, None, True)
+        assert (found.path, found.name, found.skip_long) == (path, Path(path).name, True)
+    with pytest.raises(ValueError, match="task.data must be one of .*chat"):
+        prompt_set("chta", None, False)

@@ -238,4 +238,4 @@ def test_a_prompt_from_a_file_is_decoded(run: Run, tmp_path: Path) -> None:
     prompts.write_text('{"prompt": "one"}\n{"turns": ["two", "three"]}\n')
     done = run("data=jsonl", f"data.path={prompts}", "data.limit=null", "baseline=false")
     assert done.returncode == 0, done.stderr
-    assert [request["prompt"] for request in requests_of(only_folder(tmp_path))] == ["one", "two\n\nthree"]
+    assert [request["prompt"] for request in requests_of(only_folder(tmp_path))] == ["one", "two", "three"]

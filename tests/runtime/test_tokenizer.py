@@ -39,10 +39,10 @@ def test_agrees_with_transformers(folder: Path) -> None:
         ids = ours.encode(text)
         assert ids == theirs(text)["input_ids"]
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
-    for turns in (["one"], ["one", "and <|end|> two"]):
-        messages = [{"role": "user", "content": turn} for turn in turns]
+    for said in (["one"], ["one", "a reply", "and <|end|> two"]):
+        messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
         rendered = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        assert ours.encode_chat(turns) == theirs(rendered, add_special_tokens=False)["input_ids"]
+        assert ours.encode_chat(said[::2], said[1::2]) == theirs(rendered, add_special_tokens=False)["input_ids"]
 
 
 def test_a_leading_token_is_added_once(folder: Path) -> None:
@@ -118,12 +118,23 @@ def test_no_template(tmp_path: Path) -> None:
 def test_template_that_refuses(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(ModelError, match="2 user turns; roles must alternate"):
-        Tokenizer.load(folder).encode_chat(["one", "two"])
+        Tokenizer.load(folder).encode_chat(["one", "two"], ["reply"])
 
 
 def test_no_turns(folder: Path) -> None:
     with pytest.raises(ValueError, match="at least one user turn"):
         Tokenizer.load(folder).encode_chat([])
+    with pytest.raises(ValueError, match="expected one to each of 1 earlier turns, got 0"):
+        Tokenizer.load(folder).encode_chat(["one", "two"])
+
+
+def test_thinking_is_switched_where_the_template_knows_it(folder: Path) -> None:
+    assert not Tokenizer.load(folder).can_think
+    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}{{ enable_thinking | default('own') }}")
+    told = {mode: Tokenizer.load(folder, mode) for mode in (None, True, False)}
+    assert told[None].can_think and told[None].template == told[True].template
+    for mode, word in ((None, "own"), (True, "True"), (False, "False")):
+        assert told[mode].encode_chat(["x"]) == told[mode].encode(f"x{word}")
 
 
 def test_missing_and_malformed_file(folder: Path) -> None:

@@ -32,21 +32,27 @@ class Tokenizer:
         eos_ids: frozenset[int],
         chat_template: str | None,
         special_tokens: dict[str, str],
+        thinking: bool | None = None,
     ) -> None:
         self._backend = backend
         self._chat_template = chat_template
         self._special_tokens = special_tokens
+        self._thinking = thinking
         self.path = path
         self.eos_ids = eos_ids
 
     @classmethod
-    def load(cls, path: str | Path) -> Tokenizer:
-        """Read the tokenizer of a model folder or hub name; ModelError names a missing or malformed file."""
+    def load(cls, path: str | Path, thinking: bool | None = None) -> Tokenizer:
+        """Read the tokenizer of a model folder or hub name; ModelError names a missing or malformed file.
+
+        `thinking` switches a template that knows `enable_thinking`; None leaves it to the template.
+        """
         folder = resolve_folder(path)
         backend = _read_backend(folder / TOKENIZER_FILE)
         config = read_optional_json(folder / TOKENIZER_CONFIG_FILE)
         special = _special_tokens(config)
-        return cls(backend, folder, _eos_ids(folder, backend, special), _chat_template(folder, config), special)
+        template = _chat_template(folder, config)
+        return cls(backend, folder, _eos_ids(folder, backend, special), template, special, thinking)
 
     @property
     def size(self) -> int:
@@ -75,22 +81,37 @@ class Tokenizer:
         `add_special` is False. Special tokens that the text spells out are read as such in any case."""
         return self._backend.encode(text, add_special_tokens=add_special).ids
 
-    def encode_chat(self, turns: Sequence[str]) -> list[int]:
-        """Ids of a conversation of user `turns`, up to where the assistant writes.
+    def encode_chat(self, turns: Sequence[str], replies: Sequence[str] = ()) -> list[int]:
+        """Ids of a conversation of user `turns`, up to where the assistant writes the answer to the last one.
 
-        Raises ValueError for no turns, ModelError where the folder has no chat template or the template fails.
+        `replies` are the answers to the turns before it. Raises ValueError for another number of replies or no turns,
+        ModelError where the folder has no chat template or the template fails.
         """
         if not turns:
             raise ValueError("turns: expected at least one user turn, got none")
+        if len(replies) != len(turns) - 1:
+            raise ValueError(f"replies: expected one to each of {len(turns) - 1} earlier turns, got {len(replies)}")
         # The template writes the special tokens itself.
-        return self.encode(self.render(turns), add_special=False)
+        return self.encode(self.render(turns, replies), add_special=False)
+
+    @property
+    def template(self) -> str | None:
+        """What to call the chat template: the first digits of its SHA-256; None where there is none."""
+        if self._chat_template is None:
+            return None
+        return f"chat template, sha256 {hashlib.sha256(self._chat_template.encode()).hexdigest()[:12]}"
+
+    @property
+    def can_think(self) -> bool:
+        """Whether the chat template knows `enable_thinking`, the switch of models that reason before they answer."""
+        return self._chat_template is not None and "enable_thinking" in self._chat_template
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids` without special tokens."""
         return self._backend.decode(list(ids), skip_special_tokens=True)
 
-    def render(self, turns: Sequence[str]) -> str:
-        """The chat template's text of user `turns`, up to where the assistant writes. Raises as `encode_chat` does."""
+    def render(self, turns: Sequence[str], replies: Sequence[str] = ()) -> str:
+        """The chat template's text of what `encode_chat` encodes; raises as it does."""
         if self._chat_template is None:
             raise ModelError(
                 "the model has no chat template",
@@ -101,8 +122,12 @@ class Tokenizer:
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        conversation = [{"role": "user", "content": turn} for turn in turns]
+        conversation = [{"role": "user", "content": turns[0]}]
+        for reply, turn in zip(replies, turns[1:], strict=True):
+            conversation += [{"role": "assistant", "content": reply}, {"role": "user", "content": turn}]
         variables: dict[str, Any] = {**self._special_tokens, "add_generation_prompt": True}
+        if self._thinking is not None:
+            variables["enable_thinking"] = self._thinking
         try:
             rendered = render_jinja_template([conversation], chat_template=self._chat_template, **variables)
         except (TemplateError, TypeError, ValueError) as error:

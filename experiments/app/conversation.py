@@ -1,0 +1,75 @@
+"""Conversations: the next turn is asked when the one before has been answered, and sees the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from experiments.data.prompts import Prompt
+
+if TYPE_CHECKING:
+    from algorithms.runtime.models.tokenizer import Tokenizer
+    from algorithms.runtime.request import Completion, Request
+
+SLACK_PER_TURN = 32
+"""Tokens by which an answer may grow when its text is encoded again, and the markup around it."""
+
+
+def longest_turn(prompt: Prompt, first: Request, tokenizer: Tokenizer) -> int:
+    """A bound on the tokens of the last turn of `prompt`, all answers included; `first` is its first turn."""
+    answered = prompt.num_turns - 1
+    if not answered:
+        return first.max_length
+    empty = len(prompt.encode(tokenizer, [""] * answered))
+    return empty + prompt.num_turns * first.sampling.max_new_tokens + answered * SLACK_PER_TURN
+
+
+def text_of(prompts: Sequence[Prompt], request: Request) -> str:
+    """What the user says in `request`, where each of `prompts` was asked once."""
+    turn, first = divmod(request.id, len(prompts))
+    return prompts[first].turn(turn) if prompts[first].num_turns > 1 else prompts[first].text
+
+
+class Conversations:
+    """Makes the later turns of `prompts` while `asked` is served: what `Engine.generate` calls with each completion.
+
+    Request i of `asked` is the first turn of prompt i, counted modulo the number of prompts. Turn t of it has the
+    number i + t * len(asked), and a seed of its own.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], asked: Sequence[Request], tokenizer: Tokenizer) -> None:
+        self._prompts, self._count, self._tokenizer = prompts, len(asked), tokenizer
+        self._asked = {request.id: request for request in asked}
+        self._replies: dict[int, list[str]] = {}
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that there will be in all."""
+        return sum(self._prompt(first).num_turns for first in range(self._count))
+
+    @property
+    def requests(self) -> list[Request]:
+        """All requests so far, by number."""
+        return [self._asked[number] for number in sorted(self._asked)]
+
+    def __call__(self, completion: Completion) -> Request | None:
+        """The turn that follows `completion`; None behind the last one, and where the request failed."""
+        number = completion.request_id
+        turn, first = divmod(number, self._count)
+        prompt = self._prompt(first)
+        if turn + 1 == prompt.num_turns or completion.error:
+            return None
+        replies = self._replies.setdefault(first, [])
+        replies.append(completion.text)
+        request = self._asked[number]
+        follow = replace(
+            request.with_sampling(seed=request.sampling.seed + len(self._prompts)),
+            id=number + self._count,
+            prompt_ids=tuple(prompt.encode(self._tokenizer, replies)),
+        )
+        self._asked[follow.id] = follow
+        return follow
+
+    def _prompt(self, first: int) -> Prompt:
+        return self._prompts[first % len(self._prompts)]
