@@ -185,8 +185,8 @@ class Engine:
                 for completion in ended:
                     if on_end is not None:
                         on_end(completion)
-                    if follow is not None and (request := follow(completion)) is not None:
-                        session.submit(request)
+                    if follow is not None and (next_request := follow(completion)) is not None:
+                        session.submit(next_request)
                 if on_step is not None:
                     on_step(session.report())
             return session.generation(sorted(done, key=lambda c: (place.get(c.request_id, len(place)), c.request_id)))

@@ -150,5 +150,6 @@ def _lossless(decoded: Decoded, plain: Decoded | None, target: Target, determini
         for request, ours in zip(decoded.requests, decoded.generation.completions, strict=True)
         if request.id in theirs and theirs[request.id][0].prompt_ids == request.prompt_ids
     ]
-    asked, ours, baseline = ([entry[i] for entry in same] for i in range(3))
-    return metrics.lossless(ours, baseline, look_at(target, asked, baseline, deterministic))
+    asked, baseline = [request for request, _, _ in same], [completion for _, _, completion in same]
+    look = look_at(target, asked, baseline, deterministic)
+    return metrics.lossless([completion for _, completion, _ in same], baseline, look)
