@@ -131,7 +131,8 @@ def method_row(
     row |= metrics.accuracy(generation.completions, workload.judge)
     row |= metrics.compilations(decoded.compiled)
     row["template"] = workload.markup
-    row["lossless"] = _lossless(decoded, baseline[1] if baseline and decoded.comparable else None, target, deterministic)
+    against = baseline[1] if baseline and decoded.comparable else None
+    row["lossless"] = _lossless(decoded, against, target, deterministic)
     own = 1.0 if decoded.algo == AUTOREGRESSIVE else None
     row |= {"speedup_decode": own, "speedup_wall": own, "prediction": None}
     return row | (metrics.against_baseline(row, baseline[0]) if baseline else {})
