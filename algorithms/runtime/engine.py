@@ -33,6 +33,7 @@ from algorithms.runtime.request import Completion, EngineError, Request
 from algorithms.runtime.sampling_params import SamplingNeeds
 from algorithms.runtime.scheduler import Decode, Piece, RowMove, Running, Scheduler, tiles_of
 from algorithms.runtime.step import PHASES, StepParts
+from algorithms.runtime.tensor_parallel import parallel
 
 
 @dataclass(frozen=True)
@@ -331,8 +332,11 @@ class Session:
         """Whether the steps in flight are to be read before the next one is launched.
 
         To launch ahead wastes a step for each request that ends, if another waits for its row. To read first lets the
-        device wait while the host works. The smaller share of the time is the better one to lose.
+        device wait while the host works. The smaller share of the time is the better one to lose. Processes that share
+        a target launch ahead: their clocks differ, and they must serve the same rows in every step.
         """
+        if parallel():
+            return False
         working_ms = self._loop_ms - self._readback.waited_ms
         return self._scheduler.num_waiting > 0 and self._num_finished * self._loop_ms > self._row_steps * working_ms
 

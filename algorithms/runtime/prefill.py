@@ -8,17 +8,16 @@ A chunk runs at one of a few sizes, and everything that differs between two chun
 one copy: text, places, pages and sampling parameters. So a chunk is one CUDA graph where whole steps are captured, and
 the same code elsewhere. It enters new requests into the state of the batch and lets complete ones take part in steps.
 
-Nothing is read back, and the host waits for nothing.
+Nothing is read back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from algorithms.runtime.algorithm import Observation, Prompts
 from algorithms.runtime.batch import number_fields, write_numbers
@@ -154,6 +153,8 @@ class Prefiller:
         tokens, next_tokens = values["tokens"][:, :-1].contiguous(), values["tokens"][:, 1:].contiguous()
         positions = spots[:, :-1].contiguous()
         mixer = PagedMixer.over(batch, positions, parts.cache, parts.resources, counts=counts, phase="prefill")
+        whose = (values["prompt_rows"], values["prompt_starts"], values["prompt_counts"], values["prompt_last"])
+        prompts = Prompts(*whose, width=size * self._tile)
         hidden, features = parts.resources.target.model(tokens, mixer, parts.algorithm.capture)
         parts.algorithm.observe(
             Observation(
@@ -164,12 +165,6 @@ class Prefiller:
                 hidden=hidden,
                 positions=positions,
                 counts=counts,
-                prompts=_prompts(values, size * self._tile),
+                prompts=prompts,
             )
         )
-
-
-def _prompts(values: Mapping[str, Tensor], width: int) -> Prompts:
-    return Prompts(
-        values["prompt_rows"], values["prompt_starts"], values["prompt_counts"], values["prompt_last"], width
-    )

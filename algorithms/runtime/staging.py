@@ -1,7 +1,7 @@
 """What the host tells the device: named arrays of fixed shape that travel together, in one copy.
 
 The device's tensors keep their addresses, so work on them can be captured in a CUDA graph. The host writes into pinned
-memory, and waits for no copy: there are several such buffers, and one is written again after its copy has ended.
+memory. There are several such buffers, so it waits for a copy only where it is that many ahead of the device.
 """
 
 from __future__ import annotations

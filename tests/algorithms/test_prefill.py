@@ -265,7 +265,7 @@ def test_reading_first_gives_the_same_tokens_in_fewer_steps(monkeypatch: pytest.
     assert steps[0] - steps[1] >= len(asked) - 2
 
 
-def test_when_a_step_is_read_first() -> None:
+def test_when_a_step_is_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wasted steps are weighed against the time that the host works, and only where a request waits for a row."""
     engine = engine_of(autoregressive(TARGET), Setup(max_batch=1, overlap=1), TARGET)
     with engine.session(SamplingNeeds()) as session:
@@ -275,6 +275,9 @@ def test_when_a_step_is_read_first() -> None:
         for request in requests(2):
             session.submit(request)
         assert session._reads_first()
+        with monkeypatch.context() as patch:
+            patch.setattr("algorithms.runtime.engine.parallel", lambda: True)
+            assert not session._reads_first()  # the ranks' clocks differ
         session._row_steps = 50  # long answers: one step of 25 is wasted, the host works a tenth of the time
         assert not session._reads_first()
         session._row_steps, session._readback.waited_ms = 10, 50.0
