@@ -101,6 +101,11 @@ class SamplingNeeds:
             logprobs=any(p.logprobs for p in asked),
         )
 
+    @property
+    def greedy(self) -> bool:
+        """Whether the largest logit of each row is all that is needed."""
+        return not (self.sampled or self.filtered or self.penalised or self.logprobs)
+
     def covers(self, other: SamplingNeeds) -> bool:
         """Whether a step made for these needs serves `other`."""
         return all(mine or not theirs for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True))

@@ -23,6 +23,7 @@ from specdec_kernels import (
     Committed,
     SamplingTensors,
     accept,
+    accept_targets,
     apply_penalties,
     commit_step,
     count_tokens,
@@ -51,7 +52,10 @@ class Step:
     tree: DraftTree
     hidden: Tensor
     features: list[Tensor]
+    targets: Tensor | None
+    """[B, N] int64: the target's token behind each node where that is all that is needed, -1 for none; else None."""
     logits: Tensor
+    """[B, N, V]; not written where `targets` are given."""
     accepted: Accepted
     table: Tensor
     """[B, 2 (D + 1) + 4] int64: emitted tokens, their log-probabilities as float32 bits (0 where no request asks
@@ -86,12 +90,21 @@ class Step:
             phase="verify" if algorithm.num_nodes > 1 else "decode",
         )
         self.hidden, self.features = resources.target.model(self.tree.tokens, mixer, algorithm.capture)
-        self.logits = resources.target.model.logits(self.hidden)
+        model = resources.target.model
+        self.targets = model.likeliest(self.hidden) if self._needs.greedy else None
+        if self.targets is None:
+            self.logits = model.logits(self.hidden)
 
     def accept(self) -> None:
         """Decide which drafts the target would have written itself, and choose the bonus token."""
         batch, algorithm, needs = self._batch, self._parts.algorithm, self._needs
         impl, sampling = self._parts.resources.impl, SamplingTensors()
+        if self.targets is not None:
+            # All rules are greedy without a temperature: the target's own token decides.
+            tokens, links, depth = self.tree.tokens, self.tree.links, algorithm.max_depth
+            accepted = accept_targets(tokens, links, self.targets, batch.lengths, depth, impl=impl)
+            self.accepted = agree_on_acceptance(accepted)
+            return
         if needs.filtered:
             sampling = batch.sampling
         elif needs.sampled:

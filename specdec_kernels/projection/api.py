@@ -123,8 +123,9 @@ def linear_argmax(
         batch_invariant: as in `linear`.
 
     Returns:
-        [...] int64. Logits are rounded to the dtype of x before they are compared; among equal logits the lowest
-        column wins.
+        [...] int64, -1 for a row without a logit above -inf. Logits are rounded to the dtype of x before they are
+        compared; among equal logits the lowest column wins. As in `pick_tokens` NaN counts as -inf, and +inf as the
+        largest float32.
 
     Raises:
         ValueError: a shape, dtype, device or layout does not fit; the message names expected and actual.

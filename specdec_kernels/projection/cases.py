@@ -33,6 +33,17 @@ def argmax_inputs(make: Maker, rows: int | tuple[int, ...], outer: int, inner: i
     return dict(x=x.to(make.dtype), weight=weight.to(make.dtype))
 
 
+def _unusable_inputs(make: Maker, rows: int, outer: int, inner: int) -> dict[str, Any]:
+    """A row of NaN, one of -inf, one whose columns from 3 on are +inf, and ordinary ones."""
+    inputs = argmax_inputs(make, rows, outer, inner)
+    x, weight = inputs["x"], inputs["weight"]
+    weight[:, :2] = 1.0
+    weight[:3, 0] = -1.0
+    x[0], x[1:3] = float("nan"), 0.0
+    x[1, 1], x[2, 0] = float("-inf"), float("inf")
+    return inputs
+
+
 def _work(inputs: dict[str, Any]) -> tuple[int, int]:
     """(bytes moved, floating-point operations): the weight and x read once, the product written once."""
     x, weight = inputs["x"], inputs["weight"]
@@ -181,6 +192,10 @@ CASES = (
     _argmax("argmax_one", "one column", 1, 1, 16),
     _argmax("argmax_ties", "the highest of equal columns", 7, 700, 4),
     _argmax("argmax_batched", "leading dimensions, several tiles", (2, 9), 1100, 130),
+    Case(
+        "argmax_unusable", "linear_argmax", lambda make: _unusable_inputs(make, 5, 700, 4),
+        "a column for a row without a usable logit",
+    ),
     _argmax("argmax_65_rows", "rows that go to torch", 65, 48, 64),
     _argmax("argmax_1_shipped", "registers of the reduction", 1, 49152, 576, gate=True, tags=_LARGE),
     _argmax("argmax_64_shipped", "the same at 64 rows", 64, 151936, 64, gate=True, tags=_LARGE),

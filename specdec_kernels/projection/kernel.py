@@ -30,6 +30,7 @@ from specdec_kernels.norm.types import Normed
 from specdec_kernels.overlap import let_next_kernel_start, overlapped, wait_for_kernel_ahead
 from specdec_kernels.projection import reference
 from specdec_kernels.projection.configs import FAST_ROWS, LinearConfig, linear_config
+from specdec_kernels.sampling.device import usable
 
 _FEWEST_TICKETS = 1 << 16
 
@@ -205,7 +206,7 @@ def _argmax_kernel(
     wait_for_kernel_ahead(OVERLAP)
     acc = _partial_sum(x_ptr, weight_ptr, weight_row, row, rows, 0, K, K, ROWS, COLUMNS, BLOCK_K, EVEN_K)
     let_next_kernel_start(OVERLAP)
-    logits = acc.to(x_ptr.dtype.element_ty).to(tl.float32)
+    logits = usable(acc.to(x_ptr.dtype.element_ty).to(tl.float32))
     best = tl.max(logits, 0)
     # Lanes past the last column repeat it, so they name a column that is there.
     lowest = tl.min(tl.where(logits == best[None, :], weight_row[:, None], OUTER - 1), 0)
@@ -229,8 +230,9 @@ def _argmax_of_tiles_kernel(
     let_next_kernel_start(OVERLAP)
     best = tl.load(best_ptr + row * tiles + tile, mask=tile < tiles, other=float("-inf"))
     column = tl.load(column_ptr + row * tiles + tile, mask=tile < tiles, other=2147483647)
-    lowest = tl.min(tl.where(best == tl.max(best, 0), column, 2147483647), 0)
-    tl.store(out_ptr + row, lowest.to(tl.int64))
+    top = tl.max(best, 0)
+    lowest = tl.min(tl.where(best == top, column, 2147483647), 0)
+    tl.store(out_ptr + row, tl.where(top > float("-inf"), lowest, -1).to(tl.int64))
 
 
 _tickets_of: dict[torch.device, torch.Tensor] = {}

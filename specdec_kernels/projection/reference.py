@@ -36,6 +36,9 @@ def linear_add_rms_norm(
 
 
 def linear_argmax(x: torch.Tensor, weight: torch.Tensor, *, batch_invariant: bool = False) -> torch.Tensor:
-    """Lowest column of the largest logit; torch's argmax names any of several."""
+    """Lowest column of the largest logit, -1 without one; torch's argmax names any of several."""
     logits = F.linear(x, weight)
-    return (logits == logits.amax(-1, keepdim=True)).to(torch.uint8).argmax(-1)
+    logits = torch.where(logits.isnan(), -torch.inf, logits)
+    best = logits.amax(-1, keepdim=True)
+    lowest = (logits == best).to(torch.uint8).argmax(-1)
+    return torch.where(best[..., 0] > -torch.inf, lowest, -1)

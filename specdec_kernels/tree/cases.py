@@ -273,6 +273,7 @@ CASES = (
     _topk_case("topk_temperature", "a temperature of zero", rows=4, vocab=1500, k=5, tempered=True),
     _topk_case("topk_flat", "sum of many tiles", rows=2, vocab=5000, k=4, scale=0.01),
     case_of("draft_topk", _equal_logits, "topk_equal", "the lowest id among equals", rows=3, vocab=1100, k=64),
+    case_of("draft_topk", _equal_logits, "topk_equal_tiles", "the lowest of equal tiles", rows=3, vocab=1100, k=3),
     case_of("draft_topk", _hostile_logits, "topk_hostile", "NaN and infinities", vocab=700, k=9),
     _topk_case("topk_qwen", "the shipped vocabulary", gate=True, bench=True, tags=_LARGE, rows=32, vocab=_VOCAB, k=8),
     _topk_case("topk_widest", "the widest vocabulary", tags=_LARGE, rows=4, vocab=248320, k=64),

@@ -94,7 +94,9 @@ def breaks_at(target: Target, poison: int) -> Target:
     return broken
 
 
-@pytest.mark.parametrize("setup", [Setup(page_size=4), Setup(graph="step", overlap=1)], ids=["eager", "captured"])
+@pytest.mark.parametrize(
+    "setup", [Setup(page_size=4), Setup(graph="step", overlap=1), Setup(fused=True)], ids=["eager", "captured", "fused"]
+)
 @pytest.mark.parametrize("maker", ["autoregressive", "ngram", "standalone_chain", "dflash_chain"])
 def test_a_request_without_finite_logits_ends_alone(loaded: None, maker: str, setup: Setup) -> None:
     """The others go on, also those that take its pages and its row."""

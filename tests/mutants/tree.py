@@ -105,7 +105,7 @@ MUTANTS = (
         _TOPK,
         "winner = tl.min(tl.where(image == best, tile, NO_TILE), 0)",
         "winner = tl.max(tl.where(image == best, tile, -1), 0)",
-        _case("topk_equal"),
+        _case("topk_equal_tiles"),
         "of tiles with one maximum the last is searched, so the lowest ids are missed",
     ),
     Mutant(

@@ -95,6 +95,20 @@ def test_a_layer_is_six_launches_around_its_mixer() -> None:
         assert len(launches) == expected, [launched.kernel.__name__ for launched in launches]
 
 
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_the_likeliest_token_needs_no_logits(impl: str) -> None:
+    """The lowest id of the largest logit; more rows than the kernel is for are left to the logits."""
+    model = model_of("qwen3")
+    hidden = torch.randn(2, 5, model.config.hidden_size, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    assert model.likeliest(hidden) is None
+    model.set_forward(impl)
+    found = model.likeliest(hidden)
+    assert found is not None and torch.equal(found, model.logits(hidden).argmax(-1))
+    assert model.likeliest(hidden.repeat(1, 13, 1)) is None
+    model.set_forward(impl, batch_invariant=True)
+    assert model.likeliest(hidden.repeat(1, 13, 1)) is not None
+
+
 def test_parameters_become_views_of_one_matrix() -> None:
     """Names and values stay, nothing is stored twice, and packing again changes nothing."""
     model = model_of("biases")

@@ -24,10 +24,12 @@ from specdec_kernels import (
     embed_rms_norm,
     linear,
     linear_add_rms_norm,
+    linear_argmax,
     linear_silu_mul,
     rms_norm,
     silu_mul,
 )
+from specdec_kernels.projection.configs import FAST_ROWS
 
 INIT_STD = 0.02
 
@@ -291,7 +293,18 @@ class Decoder(FusableModel):
 
     def rehearse(self, rows: int) -> None:
         tokens = torch.zeros(1, rows, dtype=torch.int64, device=self.model.norm.weight.device)
-        self.logits(self(tokens, queries_only)[0])
+        hidden = self(tokens, queries_only)[0]
+        self.likeliest(hidden)
+        self.logits(hidden)
+
+    def likeliest(self, hidden: Tensor) -> Tensor | None:
+        """The largest of `logits` at each row, without writing them: `[..., T]` int64, the lowest id among equals, -1
+        for a row without a finite one. None where the fused forward has no kernel for it."""
+        rows = hidden.numel() // hidden.shape[-1]
+        if self.impl is None or isinstance(self.lm_head, SharedHead) or not (rows <= FAST_ROWS or self.batch_invariant):
+            return None
+        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        return linear_argmax(hidden.contiguous(), head.weight, batch_invariant=self.batch_invariant, impl=self.impl)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`hidden [..., T, hidden]` to `[..., T, V]` in the dtype of the weights."""
