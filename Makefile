@@ -28,7 +28,7 @@ test: $(VENV)/.installed-dev  ## install with the dev extra, then the test suite
 gate: $(VENV)/.installed-dev  ## compile every kernel for sm_80, sm_90, sm_100 and gfx942, no GPU needed: the whole table
 	$(BIN)/python -m tools.compile_gate --workers $(JOBS) $(ARGS)
 
-mutants: $(VENV)/.installed-dev  ## put known bugs into copies of the tree; each must fail a test
+mutants: $(VENV)/.installed-dev  ## put known bugs, then 30 drawn ones, into copies of the tree; each must fail a test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants --jobs $(JOBS) $(ARGS)
 
 docs: $(VENV)/.installed-dev  ## write docs/kernels.md from the docstrings of the kernels

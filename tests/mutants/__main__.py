@@ -1,9 +1,11 @@
-"""Puts known bugs into copies of the tree, one at a time, and shows which test fails for each.
+"""Puts known bugs into copies of the tree, one at a time, and shows which test fails for each; then drawn ones.
 
     python -m tests.mutants [--only 'tree_*'] [--jobs 2]
+    python -m tests.mutants --only '' --drawn 300 --seed 7
 
-Exit code 1 where the tests of a mutant pass, where its replacement no longer fits the code, or where one of the tests
-fails without it.
+Exit code 1 where the tests of a known mutant pass, where its replacement no longer fits the code, or where one of the
+tests fails without it. Of the drawn ones the share that survives is reported: each is a test to write, or a change that
+means nothing.
 """
 
 from __future__ import annotations
@@ -11,12 +13,17 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 
+from tests.mutants.drawn import draw
 from tests.mutants.mutant import Mutant
 from tests.mutants.runner import BROKEN, CAUGHT, SURVIVED, Outcome, baseline, load_heavy_modules, run_mutant
 from tests.mutants.table import MUTANTS
+
+DRAWN = 30
 
 
 def _timed(mutant: Mutant) -> tuple[Outcome, float]:
@@ -24,31 +31,45 @@ def _timed(mutant: Mutant) -> tuple[Outcome, float]:
     return run_mutant(mutant), time.monotonic() - start
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Print one line per mutant and the counts; 0 when all are caught."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.mutants", description="Check that the tests fail for known bugs."
-    )
-    parser.add_argument("--only", default="*", help="pattern of mutant names")
-    parser.add_argument("--jobs", type=int, default=1)
-    options = parser.parse_args(arguments)
-    chosen = [mutant for mutant in MUTANTS if fnmatchcase(mutant.name, options.only)]
-    if not chosen:
-        print(f"no mutant is called {options.only!r}", file=sys.stderr)
-        return 1
-    load_heavy_modules()
-    if problems := baseline(sorted({test for mutant in chosen for test in mutant.tests})):
-        print("these tests fail without any mutant:", *problems, sep="\n  ")
-        return 1
-    counts = dict.fromkeys((CAUGHT, SURVIVED, BROKEN), 0)
-    with ThreadPoolExecutor(options.jobs) as pool:
-        for mutant, (outcome, seconds) in zip(chosen, pool.map(_timed, chosen), strict=True):
+def judge(mutants: Sequence[Mutant], jobs: int) -> Counter[str]:
+    """Run each of them, print a line for it, and count what became of them."""
+    counts = Counter(dict.fromkeys((CAUGHT, SURVIVED, BROKEN), 0))
+    with ThreadPoolExecutor(jobs) as pool:
+        for mutant, (outcome, seconds) in zip(mutants, pool.map(_timed, mutants), strict=True):
             counts[outcome.status] += 1
             print(f"{outcome.status:<9}{seconds:5.1f} s  {mutant.name:<36}{outcome.detail}", flush=True)
             if outcome.status != CAUGHT:
                 print(f"{'':17}{mutant.path}: {mutant.bug}")
-    print(", ".join(f"{count} {status}" for status, count in counts.items()))
-    return 0 if counts[CAUGHT] == len(chosen) else 1
+    print(", ".join(f"{count} {status}" for status, count in counts.items()), flush=True)
+    return counts
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print one line per mutant and the counts; 0 when all known ones are caught."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.mutants", description="Check that the tests fail for known bugs."
+    )
+    parser.add_argument("--only", help="pattern of the names of known mutants; with it, none is drawn by default")
+    parser.add_argument("--drawn", type=int, help=f"how many are drawn at random (default: {DRAWN})")
+    parser.add_argument("--seed", type=int, help="of the drawn ones (default: the time)")
+    parser.add_argument("--jobs", type=int, default=1)
+    options = parser.parse_args(arguments)
+    chosen = [mutant for mutant in MUTANTS if fnmatchcase(mutant.name, "*" if options.only is None else options.only)]
+    number = options.drawn if options.drawn is not None else DRAWN if options.only is None else 0
+    if not chosen and not number:
+        print(f"no mutant is called {options.only!r}", file=sys.stderr)
+        return 1
+    load_heavy_modules()
+    if chosen and (problems := baseline(sorted({test for mutant in chosen for test in mutant.tests}))):
+        print("these tests fail without any mutant:", *problems, sep="\n  ")
+        return 1
+    caught = judge(chosen, options.jobs)[CAUGHT] if chosen else 0
+    if number:
+        seed = int(time.time()) if options.seed is None else options.seed
+        print(f"{number} drawn mutants, --drawn {number} --seed {seed}", flush=True)
+        drawn = judge(draw(number, seed), options.jobs)
+        print(f"{drawn[SURVIVED] / max(1, drawn.total()):.1%} of the drawn mutants survive")
+    return 0 if caught == len(chosen) else 1
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import pytest
 
 from specdec_kernels import FAMILIES
 from tests.kernels.test_parity import CASES
+from tests.mutants.drawn import DrawnMutant, draw, mutated_files, sites_of
 from tests.mutants.mutant import ROOT, Mutant
 from tests.mutants.runner import BROKEN, CAUGHT, SURVIVED, run_mutant
 from tests.mutants.table import MUTANTS
@@ -61,3 +62,25 @@ def planted(**changes: str) -> Mutant:
 def test_the_runner_tells_them_apart(mutant: Mutant, status: str, detail: str) -> None:
     outcome = run_mutant(mutant)
     assert outcome.status == status and re.search(detail, outcome.detail), outcome
+
+
+def test_drawn_mutants_are_those_of_their_seed() -> None:
+    """All four kinds come up, every change parses, and its tests exist."""
+    drawn = draw(60, seed=5)
+    assert [mutant.site for mutant in drawn] == [mutant.site for mutant in draw(60, seed=5)]
+    assert drawn[0].site != draw(1, seed=6)[0].site
+    assert {mutant.site.kind for mutant in drawn} == {"comparison", "extreme", "names", "one"}
+    for mutant in drawn:
+        ast.parse(mutant.changed())
+        assert mutant.changed() != (ROOT / mutant.path).read_text()
+        files = [argument for argument in mutant.tests if argument.endswith(".py")]
+        assert files and all((ROOT / file).is_file() for file in files)
+
+
+def test_every_change_is_of_one_operator() -> None:
+    sites = {path: list(sites_of(path)) for path in mutated_files()}
+    assert sum(map(len, sites.values())) > 2000
+    assert all(any(path.parts[: len(part)] == part for path in sites) for part in (("algorithms", "runtime"),))
+    few = [site for found in sites.values() for site in found][::40]
+    for site in few:
+        ast.parse(DrawnMutant("", site.path, "", "", (), "", site).changed())

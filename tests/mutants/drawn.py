@@ -1,0 +1,204 @@
+"""Mutants that nobody chose: one operator of the kernels or of the runtime changed at random.
+
+A comparison takes or leaves its bound (`<` and `<=`) or turns round (`==` and `!=`), `+ 1` and `- 1` become `+ 0`
+and `- 0`, `min` and `max` change places, or two neighbouring names of a call do. The four kinds are equally likely.
+Sites that no test can see are left alone: types, messages, sizes of tiles, and what runs on a GPU or with another
+package only.
+"""
+
+from __future__ import annotations
+
+import ast
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.mutants.mutant import ROOT, Mutant
+
+_ALGORITHMS = "tests/algorithms/"
+_ENGINE = tuple(
+    f"{_ALGORITHMS}test_{name}.py"
+    for name in ("scheduler", "engine", "faults", "drafters", "prefill", "levels", "sampling_parameters", "fuzz",
+                 "ngram", "graphs", "kv_dtype")
+)  # fmt: skip
+_MODELS = tuple(
+    f"tests/runtime/test_{name}.py"
+    for name in ("loading", "eagle", "models_parity", "architectures", "dense_mixer", "fusion", "tokenizer")
+)
+_FAMILY_TESTS = {
+    "attention": ("test_attention", "test_attention_plan", "test_attention_features", "test_small_tiles"),
+    "compat.sglang": ("test_compat_sglang",),
+    "compat.sglang.index": ("test_sglang_index",),
+    "sampling": ("test_sampling", "test_sampling_filters"),
+    "tree": ("test_tree", "test_tree_selection"),
+    "verify": ("test_verify", "test_rejection_distribution"),
+}
+"""Test files of a family where they are not `test_FAMILY`."""
+_LEFT_OUT = (
+    "*/cases*.py", "*/configs.py", "*/__init__.py", "*/warmup.py", "*/types.py", "specdec_kernels/[a-z]*.py",
+    "algorithms/runtime/backends/flash*.py", "algorithms/runtime/tensor_parallel.py", "algorithms/runtime/clock.py",
+    "algorithms/runtime/collectives.py", "algorithms/runtime/models/sharding.py", "algorithms/registry.py",
+    "algorithms/runtime/backends/packages.py",
+)  # fmt: skip
+_TILES = ("warps", "stages", "specialize", "block", "BLOCK", "grid", "chunk", "impl")
+"""Parts of names that are given a value for speed alone, as keywords or by assignment."""
+_MEANINGLESS = {
+    ("specdec_kernels/sampling/reference.py", "(weights > 0)", ">="),  # the sum passes the goal at a weight above 0
+}
+"""Changes that were looked at and change nothing: file, the text that follows or holds the operator, the new one."""
+_SYMMETRIC = ("min", "max", "minimum", "maximum", "zip", "isinstance", "getattr", "print", "equal")
+_COMPARISONS: dict[type[ast.cmpop], str] = {
+    ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="
+}  # fmt: skip
+_WRITTEN = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!="}
+_PAIRS = {"min": "max", "max": "min", "minimum": "maximum", "maximum": "minimum"}
+
+
+@dataclass(frozen=True)
+class Site:
+    """Characters `start` … `end` of a file, and what they become."""
+
+    kind: str
+    path: str
+    line: int
+    start: int
+    end: int
+    new: str
+
+
+@dataclass(frozen=True)
+class DrawnMutant(Mutant):
+    """A mutant that knows its place instead of a text that occurs once."""
+
+    site: Site | None = None
+
+    def changed(self, root: Path = ROOT) -> str:
+        assert self.site is not None
+        source = (root / self.path).read_text(encoding="utf-8")
+        return source[: self.site.start] + self.site.new + source[self.site.end :]
+
+
+def mutated_files() -> list[Path]:
+    """The files that mutants are drawn from."""
+    found = [*(ROOT / "specdec_kernels").rglob("*.py"), *(ROOT / "algorithms").rglob("*.py")]
+    files = sorted(path.relative_to(ROOT) for path in found)
+    return [path for path in files if not any(path.match(pattern) for pattern in _LEFT_OUT)]
+
+
+def tests_of(path: Path) -> tuple[str, ...]:
+    """The pytest arguments that run what belongs to a file, the quickest first."""
+    if path.parts[0] == "specdec_kernels":
+        family = ".".join(path.parts[1:-1])
+        files = [f"tests/kernels/{name}.py" for name in _FAMILY_TESTS.get(family, (f"test_{family}",))]
+        files = [file for file in files if (ROOT / file).is_file()]
+        names = " or ".join(["[" + family + "-", *(Path(file).stem for file in files)])
+        return ("tests/kernels/test_parity.py", *files, "-k", names)
+    if "models" in path.parts:
+        return (*_MODELS, _ENGINE[3])
+    if "backends" in path.parts:
+        return ("tests/runtime/test_backends.py", "tests/runtime/test_paged_mixer.py", _ENGINE[1])
+    return _ENGINE
+
+
+def draw(number: int, seed: int) -> list[DrawnMutant]:
+    """`number` mutants, the same ones for the same seed and code."""
+    chosen, by_kind = random.Random(seed), dict[str, list[Site]]()
+    for path in mutated_files():
+        for site in sites_of(path):
+            if not _is_meaningless(site):
+                by_kind.setdefault(site.kind, []).append(site)
+    return [_mutant(chosen.choice(by_kind[chosen.choice(sorted(by_kind))])) for _ in range(number)]
+
+
+def _is_meaningless(site: Site) -> bool:
+    source = (ROOT / site.path).read_text(encoding="utf-8")
+    for path, text, new in _MEANINGLESS:
+        place = source.find(text, max(0, site.start - len(text)), site.end + len(text))
+        if (path, new) == (site.path, site.new) and place >= 0 and place <= site.start < place + len(text):
+            return True
+    return False
+
+
+def _mutant(site: Site) -> DrawnMutant:
+    source = (ROOT / site.path).read_text(encoding="utf-8")
+    before, after = source.rfind("\n", 0, site.start) + 1, source.find("\n", site.end)
+    old = source[before:after].strip()
+    new = (source[before : site.start] + site.new + source[site.end : after]).strip()
+    name = f"{Path(site.path).stem}:{site.line}"
+    return DrawnMutant(name, site.path, old, new, tests_of(Path(site.path)), f"{old}  ->  {new}", site)
+
+
+def sites_of(path: Path) -> Iterator[Site]:
+    """Every change of one operator in the functions of a file."""
+    source = (ROOT / path).read_text(encoding="utf-8")
+    lines = [0]
+    for line in source.splitlines(keepends=True):
+        lines.append(lines[-1] + len(line))
+
+    def at(line: int, column: int) -> int:
+        # Columns count bytes.
+        start = lines[line - 1]
+        return start + len(source[start : lines[line]].encode()[:column].decode())
+
+    def site(kind: str, start: int, end: int, node: ast.expr, new: str) -> Site:
+        return Site(kind, path.as_posix(), node.lineno, start, end, new)
+
+    for node in _expressions(ast.parse(source)):
+        if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _COMPARISONS:
+            right = node.comparators[0]
+            middle = at(node.left.end_lineno or 0, node.left.end_col_offset or 0), at(right.lineno, right.col_offset)
+            kind = type(node.ops[0])
+            place = source.find(_WRITTEN[kind], *middle)
+            yield site("comparison", place, place + len(_WRITTEN[kind]), node, _COMPARISONS[kind])
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Sub)) and _is_one(node.right):
+            place = at(node.right.lineno, node.right.col_offset)
+            yield site("one", place, place + 1, node.right, "0")
+        elif isinstance(node, ast.Call):
+            name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+            if name in _PAIRS and len(node.args) == 2:
+                place = at(node.func.end_lineno or 0, node.func.end_col_offset or 0) - len(name)
+                yield site("extreme", place, place + len(name), node, _PAIRS[name])
+            elif name not in _SYMMETRIC:
+                yield from _swaps(node, at, site, source)
+
+
+def _swaps(node: ast.Call, at, site, source: str) -> Iterator[Site]:  # type: ignore[no-untyped-def]
+    """Two neighbouring names of a call change places."""
+    for left, right in zip(node.args, node.args[1:], strict=False):
+        if isinstance(left, ast.Name) and isinstance(right, ast.Name) and left.id != right.id:
+            start, end = at(left.lineno, left.col_offset), at(right.end_lineno or 0, right.end_col_offset or 0)
+            between = source[start + len(left.id) : end - len(right.id)]
+            yield site("names", start, end, left, right.id + between + left.id)
+
+
+def _given(node: ast.AST) -> list[str]:
+    """Names that a keyword or an assignment gives a value to."""
+    if isinstance(node, ast.keyword):
+        return [node.arg or ""]
+    targets = [item for target in node.targets for item in ast.walk(target)] if isinstance(node, ast.Assign) else []
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+def _is_one(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value == 1 and not isinstance(node.value, bool)
+
+
+def _expressions(tree: ast.AST) -> Iterator[ast.expr]:
+    """Expressions inside functions that decide something: no annotations, defaults, messages, assertions or tiles."""
+    stack: list[tuple[ast.AST, bool]] = [(tree, False)]
+    while stack:
+        node, inside = stack.pop()
+        if isinstance(node, (ast.Assert, ast.Raise, ast.JoinedStr)):
+            continue
+        if isinstance(node, ast.If) and all(isinstance(child, ast.Raise) for child in node.body) and not node.orelse:
+            continue  # what is refused has tests of its own, and often a second guard behind it
+        if any(tile in name for name in _given(node) for tile in _TILES):
+            continue
+        if isinstance(node, (ast.FunctionDef, ast.Lambda)):
+            body: Sequence[ast.AST] = node.body if isinstance(node.body, list) else [node.body]
+            stack += [(child, True) for child in body]
+            continue
+        if inside and isinstance(node, ast.expr):
+            yield node
+        stack += [(child, inside) for child in ast.iter_child_nodes(node)]
