@@ -26,6 +26,7 @@ from algorithms.runtime.batch import BatchState
 from algorithms.runtime.cache import KVCache, KVScales
 from algorithms.runtime.clock import PhaseClock
 from algorithms.runtime.cuda_graph import Capture, GraphReport, StepRunner
+from algorithms.runtime.models.config import DecoderConfig
 from algorithms.runtime.models.loading import Target
 from algorithms.runtime.prefill import Prefiller
 from algorithms.runtime.readback import Readback, StepResult
@@ -35,6 +36,9 @@ from algorithms.runtime.scheduler import Decode, Piece, RowMove, Running, Schedu
 from algorithms.runtime.step import PHASES, StepParts
 from algorithms.runtime.tensor_parallel import parallel
 
+_MATRIX_ROWS = 64
+"""Rows that fill a tile of the matrix unit."""
+
 
 @dataclass(frozen=True)
 class EngineSettings:
@@ -43,10 +47,10 @@ class EngineSettings:
     `num_pages` None reserves enough for `max_batch` requests of that length. `graph` says how much of a step is
     captured, see `cuda_graph`. `overlap` is how many steps the host reads behind the device: None takes 1 on a GPU and
     0 elsewhere. `fused` runs the models by fused kernels, see `models.fusion`. Before a step at most `prefill_chunk`
-    tokens are prefilled, in tiles of `prefill_tile`, or of the chunk where that is smaller. `kv_dtype` is that of
-    stored keys and values, None the one of the weights; `kv_scales` are the factors of the target's. With
-    `deterministic` the target gives a token the same bits whatever stands beside it; that needs `fused` and a backend
-    built for it.
+    tokens are prefilled, in tiles of `prefill_tile` (None: of `default_tile`), or of the chunk where that is smaller.
+    `kv_dtype` is that of stored keys and values, None the one of the weights; `kv_scales` are the factors of the
+    target's. With `deterministic` the target gives a token the same bits whatever stands beside it; that needs `fused`
+    and a backend built for it.
     """
 
     page_size: int = 16
@@ -58,7 +62,7 @@ class EngineSettings:
     overlap: int | None = None
     fused: bool = False
     prefill_chunk: int = 2048
-    prefill_tile: int = 64
+    prefill_tile: int | None = None
     kv_dtype: torch.dtype | None = None
     kv_scales: KVScales | None = None
     deterministic: bool = False
@@ -139,7 +143,8 @@ class Engine:
             fused=settings.fused,
             deterministic=settings.deterministic,
         )
-        tile = min(settings.prefill_tile, settings.prefill_chunk)
+        asked = settings.prefill_tile
+        tile = min(default_tile(config) if asked is None else asked, settings.prefill_chunk)
         if tile < 1:
             raise EngineError(f"prefill_chunk and prefill_tile: expected at least 1, got {tile}")
         # No chunk is larger than all rows together.
@@ -234,6 +239,15 @@ class Engine:
                 "sampling.max_new_tokens"
             )
         self.scheduler.check(request)
+
+
+def default_tile(config: DecoderConfig) -> int:
+    """Tokens of a tile: as few as fill a tile of the matrix unit with the query heads of a KV head, from 16 to 64.
+
+    A narrow tile wastes less on short prompts, and a long prompt reads its keys once per tile.
+    """
+    group = config.num_heads // config.num_kv_heads
+    return min(64, max(16, 1 << (_MATRIX_ROWS // group - 1).bit_length()))
 
 
 def _check_tree(algorithm: Algorithm) -> None:
@@ -332,13 +346,15 @@ class Session:
         """Whether the steps in flight are to be read before the next one is launched.
 
         To launch ahead wastes a step for each request that ends, if another waits for its row. To read first lets the
-        device wait while the host works. The smaller share of the time is the better one to lose. Processes that share
-        a target launch ahead: their clocks differ, and they must serve the same rows in every step.
+        device wait while the host works. The smaller share of the time is the better one to lose. Behind a request that
+        runs alone, the next one would wait for the whole step, so that is always read first. Processes that share a
+        target launch ahead: their clocks differ, and they must serve the same rows in every step.
         """
-        if parallel():
+        if parallel() or self._scheduler.num_waiting == 0:
             return False
         working_ms = self._loop_ms - self._readback.waited_ms
-        return self._scheduler.num_waiting > 0 and self._num_finished * self._loop_ms > self._row_steps * working_ms
+        alone = len(self._scheduler.rows) == 1
+        return alone or self._num_finished * self._loop_ms > self._row_steps * working_ms
 
     def _launch(self) -> None:
         """A step over the rows in use."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from algorithms.ngram import NGram
 from algorithms.runtime.algorithm import Batch, DraftTree
 from algorithms.runtime.batch import BatchState
-from algorithms.runtime.engine import EngineError, Session
+from algorithms.runtime.engine import EngineError, Session, default_tile
 from algorithms.runtime.prefill import Prefiller, tile_counts
 from algorithms.runtime.sampling_params import SamplingNeeds
 from algorithms.runtime.scheduler import ABORTED, Piece
@@ -266,8 +267,9 @@ def test_reading_first_gives_the_same_tokens_in_fewer_steps(monkeypatch: pytest.
 
 
 def test_when_a_step_is_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wasted steps are weighed against the time that the host works, and only where a request waits for a row."""
-    engine = engine_of(autoregressive(TARGET), Setup(max_batch=1, overlap=1), TARGET)
+    """Wasted steps are weighed against the time that the host works, and only where a request waits for a row. A
+    request that runs alone is read first."""
+    engine = engine_of(autoregressive(TARGET), Setup(max_batch=2, overlap=1), TARGET)
     with engine.session(SamplingNeeds()) as session:
         session._loop_ms, session._readback.waited_ms = 100.0, 90.0
         session._num_finished, session._row_steps = 2, 10
@@ -282,6 +284,12 @@ def test_when_a_step_is_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not session._reads_first()
         session._row_steps, session._readback.waited_ms = 10, 50.0
         assert not session._reads_first()
+        session.submit(requests(3)[2])
+        session.step()
+        session._num_finished = 0
+        assert len(engine.scheduler.rows) == 2 and not session._reads_first()
+        session.abort(0)
+        assert session._reads_first()
 
 
 def test_what_is_staged_arrives() -> None:
@@ -318,6 +326,11 @@ def test_sizes_of_a_forward() -> None:
     assert tile_counts(1) == (1,)
     assert tile_counts(5) == (1, 2, 3, 4, 5)
     assert tile_counts(32) == (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+
+
+def test_tiles_are_as_narrow_as_the_matrix_unit_lets_them() -> None:
+    for heads, keys, tile in ((32, 8, 16), (9, 3, 32), (4, 2, 32), (8, 8, 64), (64, 1, 16)):
+        assert default_tile(dataclasses.replace(TARGET.config, num_heads=heads, num_kv_heads=keys)) == tile
 
 
 def test_a_chunk_holds_a_token() -> None:
