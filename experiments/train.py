@@ -40,6 +40,8 @@ def train(config: TrainingConfig) -> dict[str, Any]:
     torch.set_flush_denormal(True)
     torch.manual_seed(config.train.seed)
     replicas = Replicas.join(config.train.device)
+    if config.text_only:
+        return config.write_text(replicas)
     objective = config.build(replicas)
     trainer = Trainer(
         objective.model, config.train, folder, objective.loss, objective.held_out, objective.score, replicas

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +222,53 @@ def test_drafter_trains_resumes_and_exports(
     }
     loaders[name](whole, target, "cpu", torch.float32)
     assert (whole / "training.svg").read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize("parts", [{"own_mask": True}, {"markov_rank": 4}])
+def test_parts_of_a_drafters_own_are_trained_exported_and_served(
+    shipped_shape: Path, tmp_path: Path, parts: dict[str, Any]
+) -> None:
+    config = _drafter_config("dflash", shipped_shape, tmp_path, steps=2)
+    config.drafter = DFlashSettings(num_layers=2, block_size=4, **parts)  # type: ignore[attr-defined]
+    summary = program.train(config)
+    drafter = load_dflash(tmp_path, load_target(shipped_shape, "cpu", torch.float32), "cpu", torch.float32)
+    assert drafter.config.owns_mask == ("own_mask" in parts)
+    own = drafter.mask_embedding if drafter.markov_head is None else drafter.markov_head.markov_w2.weight
+    assert own is not None and own.abs().max() > 0
+    assert summary["tokens_per_step"]["arithmetic"]["block_4"] >= 1.0
+    assert ("tree_32" in summary["tokens_per_step"]["arithmetic"]) == ("own_mask" in parts)
+
+
+def test_text_only_ends_before_training(shipped_shape: Path, tmp_path: Path) -> None:
+    config = _drafter_config("dflash", shipped_shape, tmp_path / "out")
+    config.text_only = True
+    assert program.train(config)["continuations"] == 12
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["text.json"]
+    with pytest.raises(ValueError, match="text_only"):
+        program.train(replace(_target_config(tmp_path / "target"), text_only=True))
+
+
+def test_best_model_is_what_is_exported(tmp_path: Path) -> None:
+    model = torch.nn.Linear(1, 1)
+    figures = iter([{"miss": 3.0}, {"miss": 1.0}, {"miss": 2.0}])
+    seen: list[float] = []
+
+    def evaluate() -> dict[str, float]:
+        seen.append(float(model.weight))
+        return next(figures)
+
+    settings = _settings(steps=3, eval_every_steps=1)
+    parts = lambda number: (model(torch.ones(1)).sum(), 1), evaluate, lambda found: found["miss"]  # noqa: E731
+    trainer = Trainer(model, settings, tmp_path, *parts)
+    trainer.run()
+    assert trainer.restore_best() == 2 and float(model.weight) == seen[1] != seen[2]
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
+    model = torch.nn.Linear(1, 1)
+    trainer = Trainer(model, _settings(), tmp_path, lambda number: (model(torch.ones(1)).sum() * torch.nan, 1), dict)
+    with pytest.raises(ValueError, match="the loss of steps 1 to 1 is not finite"):
+        trainer.run()
 
 
 def test_exported_dflash_names_its_mask_and_layers(shipped_shape: Path, tmp_path: Path) -> None:

@@ -59,9 +59,7 @@ class TritonBackend:
     def __init__(self, config: Config, impl: str, deterministic: bool = False) -> None:
         self.capturable, self.deterministic = config.capturable, deterministic
         if deterministic and config.dispatch != "triton":
-            raise BackendError(
-                f"backend.dispatch={config.dispatch} {NO_BITS}; use backend.dispatch=triton"
-            )
+            raise BackendError(f"backend.dispatch={config.dispatch} {NO_BITS}; use backend.dispatch=triton")
         if deterministic and impl == "reference":
             raise BackendError(f"runtime.impl=reference {NO_BITS}; use runtime.impl=triton")
         self.captures_prompts = config.dispatch == "triton"

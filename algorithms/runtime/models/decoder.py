@@ -77,9 +77,7 @@ class RMSNorm(Fusable):
         x = x.contiguous()
         if isinstance(projection, nn.Linear) and projection.bias is None:
             weight, same = projection.weight, self.batch_invariant
-            return linear_add_rms_norm(
-                x, weight, residual, self.weight, self.eps, batch_invariant=same, impl=self.impl
-            )
+            return linear_add_rms_norm(x, weight, residual, self.weight, self.eps, batch_invariant=same, impl=self.impl)
         projected = project(projection, x, self.impl, self.batch_invariant)
         return add_rms_norm(projected, residual, self.weight, self.eps, impl=self.impl)
 

@@ -51,10 +51,12 @@ class Objective(ABC):
 
 @dataclass
 class TrainingConfig:
-    """What every objective accepts. The target and its text matter to drafters alone."""
+    """What every objective accepts. The target and its text matter to drafters alone; `text_only` ends when the text is
+    written, so that more programs can write it than train."""
 
     out_dir: str = "outputs/train"
     resume: bool = True
+    text_only: bool = False
     model: ModelConfig = MISSING
     text: TextSettings = field(default_factory=TextSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
@@ -64,3 +66,7 @@ class TrainingConfig:
     def build(self, replicas: Replicas) -> Objective:
         """A fresh model and its objective; the files beside the weights are written to `out_dir`."""
         raise NotImplementedError
+
+    def write_text(self, replicas: Replicas) -> dict[str, Any]:
+        """Have the text written; returns what there is of it."""
+        raise ValueError("text_only=true: expected a drafter, which learns from a target's text")

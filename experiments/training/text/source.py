@@ -76,9 +76,8 @@ class TextSource:
         for kind, name in wanted:
             if not self._folders[kind].holds(name) and not self._provide(kind, name, wait=False):
                 late.append((kind, name))
-        for kind, name in late:
-            if not self._is_over:
-                self._provide(kind, name, wait=True)
+        for kind, name in late:  # what other programs write now is waited for
+            self._provide(kind, name, wait=True)
         replicas.wait()
         used = [(kind, name) for kind, name in wanted if self._folders[kind].holds(name)]
         texts = [self._folders[kind].read(name) for kind, name in used]

@@ -94,7 +94,7 @@ class DFlashConfig:
             num_target_layers=num_target_layers,
             causal_layers=causal,
             logit_soft_cap=None if cap is None else float(cap),
-            markov_rank=int(merged.get("markov_rank") or 0),
+            markov_rank=_read_markov(merged),
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -116,6 +116,14 @@ class DFlashConfig:
             **({"markov_rank": self.markov_rank, "markov_head_type": VANILLA} if self.markov_rank else {}),
             **write_layer_types(self.decoder.sliding_windows, self.decoder.num_layers),
         }
+
+
+def _read_markov(merged: Mapping[str, Any]) -> int:
+    """Rank of the Markov head; ValueError where it reads more than the token before."""
+    rank, kind = int(merged.get("markov_rank") or 0), merged.get("markov_head_type", VANILLA)
+    if rank and kind != VANILLA:
+        raise ValueError(f"markov_head_type '{kind}' is not supported, expected '{VANILLA}'")
+    return rank
 
 
 def _read_attention(merged: Mapping[str, Any], num_layers: int) -> tuple[Windows, tuple[bool, ...]]:

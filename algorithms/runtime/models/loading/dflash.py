@@ -28,7 +28,6 @@ UNSUPPORTED = (
     "attention_value_scale",
     "conv_kernel_size",
     "logit_scale",
-    "markov_rank",
     "output_multiplier",
     "projector_type",
     "selector_rank",
