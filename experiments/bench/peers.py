@@ -1,34 +1,31 @@
-"""Other implementations of the same attention, timed beside ours where they are installed.
+"""Other implementations of the same work, timed beside ours where they are installed.
 
 A peer is imported only when a run asks for it. One that is not installed, or cannot do a call, is named with the
-reason. Each result is compared with our kernel's before the peer is timed. torch's own attention reads no pages: it
-receives keys and values that were gathered beforehand, outside of its time, which favours it. FlashInfer and
-FlashAttention-4 are called through the runtime's backends and planned beforehand; what the backends add around the
-kernel of the package is part of the time.
+reason. Each result is compared with our kernel's before the peer is timed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
-from inspect import signature
 from typing import Any
 
 import torch
 
-from algorithms.runtime.backends.flash_attention_4 import FlashAttention4
-from algorithms.runtime.backends.flashinfer import FlashInferBackend
-from algorithms.runtime.backends.protocol import Backend, BackendError
-from specdec_kernels.attention import AttentionMetadata, AttentionShape
-from specdec_kernels.attention.reference import visible_keys
+from experiments.bench import peer_operations
+from experiments.bench.libraries import Unavailable
+from experiments.bench.peer_attention import PAGED_ATTENTION
+from experiments.bench.timing import tensors_in
 
-Call = Callable[[], torch.Tensor]
-FUNCTIONS = ("paged_attention",)
+Call = Callable[[], torch.Tensor | None]
+Prepare = Callable[[dict[str, Any]], Call]
 
-
-class Unavailable(Exception):
-    """Why a peer cannot be compared on a case."""
+PEERS: dict[str, dict[str, Prepare]] = {name: {"paged_attention": build} for name, build in PAGED_ATTENTION.items()}
+"""What each peer can be compared on, by the name of our function."""
+PEERS["flashinfer"] |= {
+    name: partial(peer_operations.flashinfer, name) for name in ("top_k_renorm", "top_p_renorm")
+}  # fmt: skip
+PEERS["sgl_kernel"] = {name: partial(peer_operations.sgl_kernel, name) for name in peer_operations.WRITTEN}
 
 
 def prepare(name: str, function: str, inputs: dict[str, Any]) -> Call:
@@ -37,117 +34,13 @@ def prepare(name: str, function: str, inputs: dict[str, Any]) -> Call:
     Raises:
         Unavailable: not installed, or a call that it cannot do.
     """
-    if function not in FUNCTIONS:
+    if function not in PEERS[name]:
         raise Unavailable(f"has nothing like {function}")
-    return PEERS[name](inputs)
+    return PEERS[name][function](inputs)
 
 
-def _dense(inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [B, H_kv, S, D] by position, zero where nothing is stored."""
-    kv, metadata, num_nodes = inputs["kv"], inputs["metadata"], inputs["q"].shape[1]
-    lengths = metadata.lengths
-    longest = int(lengths.max()) + num_nodes
-    needed = 2 * len(lengths) * longest * kv.shape[3] * kv.shape[4] * kv.element_size()
-    if kv.is_cuda and 2.5 * needed > torch.cuda.mem_get_info(kv.device)[0]:
-        raise Unavailable(f"gathered keys and values of {needed / 2**30:.0f} GiB do not fit")
-    columns = -(-longest // kv.shape[2])
-    table = metadata.page_table[:, :columns].long().clamp(0, kv.shape[1] - 1)
-    stored = torch.arange(longest, device=kv.device) < (lengths + num_nodes)[:, None]
-    sides = []
-    for plane in kv:
-        side = plane[table].flatten(1, 2)[:, :longest]
-        sides.append(side.masked_fill_(~stored[:, :, None, None], 0.0).transpose(1, 2).contiguous())
-    return sides[0], sides[1]
-
-
-def _expect_plain(inputs: dict[str, Any]) -> None:
-    """Refuse what only a paged kernel of this project takes."""
-    told = inputs["metadata"]._asdict() | inputs
-    for name in ("window", "sinks", "soft_cap", "k_scale", "v_scale", "q_lens", "tree_width", "work_list"):
-        if told.get(name) is not None:
-            raise Unavailable(f"not compared with {name}")
-    if inputs["kv"].dtype != inputs["q"].dtype:
-        raise Unavailable(f"not compared with keys of {inputs['kv'].dtype}")
-
-
-def _scale(inputs: dict[str, Any]) -> float:
-    given = inputs["metadata"].scale
-    return inputs["q"].shape[-1] ** -0.5 if given is None else float(given)
-
-
-def _sdpa(inputs: dict[str, Any]) -> Call:
-    """torch's scaled_dot_product_attention, without a mask where the case needs none."""
-    from torch.nn.attention.bias import causal_lower_right
-
-    _expect_plain(inputs)
-    keys, values = _dense(inputs)
-    query = inputs["q"].transpose(1, 2).contiguous()
-    num_nodes, longest = query.shape[2], keys.shape[2]
-    metadata: AttentionMetadata = inputs["metadata"]
-    alike = bool((metadata.lengths == metadata.lengths[0]).all())
-    mask: Any
-    if alike and (num_nodes == 1 or metadata.mode == "block"):
-        mask = None
-    elif alike and metadata.mode == "chain":
-        mask = causal_lower_right(num_nodes, longest)
-    else:
-        mask = visible_keys(metadata, num_nodes, longest)[:, None]
-    options = dict(attn_mask=mask, scale=_scale(inputs), enable_gqa=query.shape[1] != keys.shape[1])
-    return lambda: torch.nn.functional.scaled_dot_product_attention(query, keys, values, **options).transpose(1, 2)
-
-
-def _varlen(inputs: dict[str, Any]) -> Call:
-    """torch's flash attention over requests of different lengths, packed one behind the other."""
-    if find_spec("torch.nn.attention.varlen") is None:
-        raise Unavailable("not in this torch")
-    from torch.nn.attention.varlen import varlen_attn
-
-    _expect_plain(inputs)
-    q, metadata = inputs["q"], inputs["metadata"]
-    lengths = metadata.lengths
-    batch, num_nodes, heads, head_dim = q.shape
-    if metadata.mode == "tree":
-        raise Unavailable("takes no tree mask")
-    if not q.is_cuda:
-        raise Unavailable("runs on a GPU only")
-    keys, values = _dense(inputs)
-    used = lengths + num_nodes
-    longest = int(used.max())
-    stored = torch.arange(longest, device=q.device) < used[:, None]
-    packed = [side.transpose(1, 2)[stored].contiguous() for side in (keys, values)]
-    del keys, values
-    q_ends = torch.arange(batch + 1, device=q.device, dtype=torch.int32) * num_nodes
-    k_ends = torch.nn.functional.pad(used.cumsum(0), (1, 0)).to(torch.int32)
-    flat = q.reshape(batch * num_nodes, heads, head_dim)
-    # Options came one by one: torch 2.10 had `is_causal` alone.
-    known = signature(varlen_attn).parameters
-    causal = metadata.mode == "chain"
-    given = dict(scale=_scale(inputs), enable_gqa=True, window_size=(-1, 0 if causal else -1), is_causal=causal)
-    options: dict[str, Any] = {name: value for name, value in given.items() if name in known}
-    attend: Any = varlen_attn
-    return lambda: attend(flat, *packed, q_ends, k_ends, num_nodes, longest, **options).view(q.shape)
-
-
-def _through(backend: Callable[[], Backend], inputs: dict[str, Any]) -> Call:
-    """A package through a backend of its own, planned once: plans share what lies inside a backend."""
-    if inputs.get("k_scale") is not None or inputs.get("v_scale") is not None:
-        raise Unavailable("not compared with scales of keys and values")
-    q, kv = inputs["q"], inputs["kv"]
-    try:
-        built = backend()
-        planned = built.plan(inputs["metadata"], AttentionShape.of(q, kv), "verify")
-    except BackendError as reason:
-        raise Unavailable(str(reason)) from reason
-    return lambda: built.run(planned, q, kv, inputs.get("sinks"))
-
-
-def _flashinfer() -> FlashInferBackend:
-    return FlashInferBackend(FlashInferBackend.Config(), "auto")
-
-
-PEERS: dict[str, Callable[[dict[str, Any]], Call]] = {
-    "sdpa": _sdpa,
-    "varlen": _varlen,
-    "flashinfer": partial(_through, _flashinfer),
-    "flash_attention_4": partial(_through, FlashAttention4),
-}
+def compared(function: str, inputs: dict[str, Any], returned: Any) -> list[torch.Tensor]:
+    """What is compared after a call with `inputs`: the first tensor returned, or the arguments written in its place."""
+    if function in peer_operations.WRITTEN:
+        return [inputs[name] for name in peer_operations.WRITTEN[function]]
+    return [next(tensors_in(returned))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from experiments.bench import parity, peers
 from experiments.bench.ceilings import Ceilings
 from experiments.bench.selection import maker
-from experiments.bench.timing import Limits, Timing, cold_copies, tensors_in, time_calls, time_function
+from experiments.bench.timing import Limits, Timing, cold_copies, time_calls, time_function
 from experiments.bench.work import Work, work_of
 from specdec_kernels.cases import Case, comparison_of
 
@@ -132,15 +133,16 @@ def _against_peer(
 ) -> dict[str, Any]:
     """The time of the peer, by the same clock and over as many inputs as ours, or why there is none."""
     try:
-        first = peers.prepare(name, function, copies[0])
-        ours = next(tensors_in(kernel(**copies[0])))
-        problem = parity.difference([first()], [ours])
-        if problem is not None:
+        # Some functions write into their arguments: each side gets its own.
+        ours, theirs = deepcopy(copies[0]), deepcopy(copies[0])
+        first = peers.prepare(name, function, theirs)
+        sides = [peers.compared(function, theirs, first()), peers.compared(function, ours, kernel(**ours))]
+        if (problem := parity.difference(*sides)) is not None:
             return dict(status=DISAGREES, problem=problem)
-        calls = [first, *(peers.prepare(name, function, copy) for copy in copies[1:])]
-        theirs = time_function(lambda call: call(), [dict(call=call) for call in calls], bench.device, bench.limits)
+        calls = [peers.prepare(name, function, copy) for copy in copies]
+        timed = time_function(lambda call: call(), [dict(call=call) for call in calls], bench.device, bench.limits)
     except (peers.Unavailable, ImportError) as reason:
         return dict(status=NOT_RUN, problem=_first_line(reason))
     except Exception as failure:  # a peer's failure says nothing about our kernel
         return dict(status=FAILED, problem=f"{type(failure).__name__}: {_first_line(failure)}")
-    return dict(status=OK, ratio=theirs.median_ms / timing.median_ms) | _times(theirs)
+    return dict(status=OK, ratio=timed.median_ms / timing.median_ms) | _times(timed)

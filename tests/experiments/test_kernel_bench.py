@@ -7,7 +7,9 @@ import json
 import subprocess
 import sys
 import time
+from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from rich.console import Console
 from algorithms.runtime.clock import PhaseClock
 from experiments import kernel_bench
 from experiments.app.schema import CONFIG_FOLDER, REPO_ROOT
-from experiments.bench import parity, peers, show
+from experiments.bench import libraries, parity, peer_operations, peers, show
 from experiments.bench import row as bench_row
 from experiments.bench.ceilings import Ceilings
 from experiments.bench.selection import DeviceMaker, chosen_cases, named
@@ -31,6 +33,8 @@ from specdec_kernels import FAMILIES, SamplingTensors, paged_attention, paged_at
 from specdec_kernels.attention.cases import COMPARISON
 from specdec_kernels.attention.cases_inputs import attention_inputs, changed
 from specdec_kernels.cases import Case, Comparison, Maker
+from specdec_kernels.compat import sglang
+from specdec_kernels.compat.sglang.cases import CASES as SGLANG_CASES
 
 CPU = torch.device("cpu")
 
@@ -246,6 +250,67 @@ def test_what_a_peer_cannot_do_is_named() -> None:
             peers.prepare(package, "paged_attention", inputs)
     with pytest.raises(peers.Unavailable, match="not compared with q_lens"):
         peers.prepare("sdpa", "paged_attention", changed(inputs, q_lens=torch.tensor([3], dtype=torch.int32)))
+
+
+def test_peers_that_are_not_there_say_so_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU; and with one, where neither the package nor the folder holds the library."""
+    calls = {
+        "sgl_kernel": "verify_tree_greedy",
+        "flash_attention_3": "paged_attention",
+        "flashinfer": "top_p_renorm",
+    }
+    inputs = attention_inputs(Maker.seeded(), "chain", 5, (7,))
+    for peer, function in calls.items():
+        with pytest.raises(peers.Unavailable, match="runs on a GPU only"):
+            peers.prepare(peer, function, inputs)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for peer, function in calls.items():
+        with pytest.raises(peers.Unavailable, match="is not installed") as absent:
+            peers.prepare(peer, function, inputs)
+        assert "\n" not in str(absent.value)
+
+
+def test_a_library_is_found_in_the_named_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Before the installed package; and one that is broken is named."""
+    (tmp_path / "sm90").mkdir()
+    (tmp_path / "sm90" / "common_ops.abi3.so").write_bytes(b"no library")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv(libraries.FOLDER_VARIABLE, str(tmp_path))
+    libraries._load.cache_clear()
+    with pytest.raises(peers.Unavailable, match="common_ops.abi3.so cannot be loaded: .*(too short|invalid)"):
+        libraries.load_library("sgl_kernel", "common_ops*.so")
+
+
+@pytest.mark.parametrize(
+    "function, case",
+    [
+        ("verify_tree_greedy", "sgl_greedy_short"),
+        ("tree_speculative_sampling_target_only", "sgl_sampling_small"),
+        ("build_tree_kernel_efficient", "sgl_build_chain"),
+    ],
+)
+def test_operations_that_write_into_arguments_are_compared(
+    monkeypatch: pytest.MonkeyPatch, function: str, case: str
+) -> None:
+    """A peer with sgl-kernel's signature, here our own definition; and one that writes something else."""
+    ours = getattr(sglang, function)
+    offset = 0
+
+    def operation(*arguments: Any) -> None:
+        ours(*arguments, impl="reference")
+        arguments[list(signature(ours).parameters).index(peer_operations.WRITTEN[function][1])].add_(offset)
+
+    stand_in = SimpleNamespace(default=operation)
+    monkeypatch.setattr(torch.ops, "sgl_kernel", SimpleNamespace(**{function: stand_in}), raising=False)
+    monkeypatch.setattr(peer_operations, "load_library", lambda package, pattern: None)
+    inputs = next(each for each in SGLANG_CASES if each.name == case).build(Maker.seeded())
+    timing = time_function(lambda **_: None, [inputs], CPU, Limits(repeats=1))
+    kernel = bench_row._impl(ours, "reference")
+    found = bench_row._against_peer("sgl_kernel", function, [inputs], kernel, timing, bench_on_cpu())
+    assert found["status"] == "ok" and found["ratio"] > 0, found
+    offset = 1
+    found = bench_row._against_peer("sgl_kernel", function, [inputs], kernel, timing, bench_on_cpu())
+    assert found["status"] == "disagrees"
 
 
 def bench_on_cpu(**changes: Any) -> bench_row.Bench:

@@ -1,0 +1,48 @@
+"""Other implementations of tree building, walks, tree sampling and renormalisation.
+
+sgl-kernel's operations have the signatures of `specdec_kernels.compat.sglang`. Its compiled library is enough
+(`sgl_kernel/**/common_ops*.so`). The renormalisations are FlashInfer's, which sgl-kernel uses as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from inspect import signature
+from typing import Any
+
+import torch
+
+from experiments.bench.libraries import Unavailable, load_library
+from specdec_kernels.compat import sglang
+
+Call = Callable[[], torch.Tensor | None]
+WRITTEN = {
+    "build_tree_kernel_efficient": (
+        "tree_mask", "positions", "retrive_index", "retrive_next_token", "retrive_next_sibling",
+    ),
+    "verify_tree_greedy": ("predicts", "accept_index", "accept_token_num"),
+    "tree_speculative_sampling_target_only": ("predicts", "accept_index", "accept_token_num"),
+}  # fmt: skip
+"""Arguments that hold the results of the functions that return none."""
+
+
+def sgl_kernel(function: str, inputs: dict[str, Any]) -> Call:
+    """sgl-kernel's operation of this name, on the same arguments in the same order."""
+    load_library("sgl_kernel", "common_ops*.so")
+    operation = getattr(torch.ops.sgl_kernel, function).default
+    parameters = signature(getattr(sglang, function)).parameters
+    arguments = [inputs.get(name, its.default) for name, its in parameters.items() if name != "impl"]
+    return lambda: operation(*arguments)
+
+
+def flashinfer(function: str, inputs: dict[str, Any]) -> Call:
+    """FlashInfer's renormalisation of probabilities."""
+    if not torch.cuda.is_available():
+        raise Unavailable("runs on a GPU only")
+    if find_spec("flashinfer") is None:
+        raise Unavailable("flashinfer-python is not installed")
+    renorm = getattr(import_module("flashinfer.sampling"), f"{function}_probs")
+    probs, limit = inputs["probs"], inputs[function.removesuffix("_renorm")]
+    return lambda: renorm(probs, limit)
