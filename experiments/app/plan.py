@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from algorithms.runtime.cache import KVScales
     from algorithms.runtime.models.loading import Target, TargetFolder
     from algorithms.runtime.models.tokenizer import Tokenizer
+
+SHARE_TARGET = "SPECDEC_SHARE_TARGET"
+"""Environment variable that is 1 in a process that runs one row of a sweep after the other."""
+_kept_targets: dict[tuple[str, str, str, int], Target] = {}
 
 
 @dataclass(frozen=True)
@@ -76,9 +81,20 @@ class Plan:
         return replace(self, config=config)
 
     def load_target(self) -> Target:
-        """Read the target's weights. Raises UserError where they do not fit the model."""
+        """Read the target's weights. Raises UserError where they do not fit the model.
+
+        A worker of a sweep keeps them for its next run.
+        """
+        processes = self.config.runtime.tensor_parallel
+        key = (str(self.target.path), self.hardware.device, self.hardware.dtype, processes)
+        if key in _kept_targets:
+            return _kept_targets[key]
         with user_errors(ValueError, OSError):
-            return load_shared(self.target, self.hardware, self.config.runtime.tensor_parallel)
+            target = load_shared(self.target, self.hardware, processes)
+        if os.environ.get(SHARE_TARGET) == "1":
+            _kept_targets.clear()
+            _kept_targets[key] = target
+        return target
 
 
 def resolve(config: RunConfig) -> Plan:

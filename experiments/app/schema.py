@@ -160,7 +160,8 @@ class SweepConfig:
 
     `force` runs rows again that are done; `list` shows the rows and runs nothing. `lenient` applies keys that only
     some of the swept options have to these. `shard` i/n takes every n-th row from the i-th on. `share_target` keeps a
-    process alive over the rows of one target.
+    process alive over the rows of one target. `share_baseline` decodes the target alone once for all rows that agree in
+    target, prompts, sampling and runtime.
     """
 
     name: str | None = None
@@ -169,6 +170,7 @@ class SweepConfig:
     lenient: bool = False
     shard: str | None = None
     share_target: bool = False
+    share_baseline: bool = True
 
     def __post_init__(self) -> None:
         if self.name is not None:

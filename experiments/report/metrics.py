@@ -6,6 +6,7 @@ Over all steps of all requests, with `a` the accepted drafts of a step (the bonu
     acceptance_at[i]     #(a > i) / #(a >= i): steps whose i-th draft was accepted over steps that reached it
     decode_tokens_per_s  output tokens / time of the steps (the decode clock)
     wall_tokens_per_s    output tokens / time of the whole call, with prefill and scheduling (the wall clock)
+    request_tokens_per_s output tokens of a request / its time in the batch; the median over requests
     speedup_decode       decode_tokens_per_s over the baseline's, of the same engine, requests and clock
     speedup_wall         wall_tokens_per_s over the baseline's
 """
@@ -60,6 +61,7 @@ def summarize_method(generation: Generation, max_depth: int) -> dict[str, Any]:
     accepted = [count for completion in completions for count in completion.accepted_counts]
     output_tokens = sum(len(completion.token_ids) for completion in completions)
     histogram = num_accepted_histogram(accepted, max_depth)
+    request_rates = [1e3 * len(c.token_ids) / c.total_ms for c in completions if c.total_ms]
     return {
         "num_requests": len(completions),
         "num_failed": sum(bool(completion.error) for completion in completions),
@@ -72,6 +74,7 @@ def summarize_method(generation: Generation, max_depth: int) -> dict[str, Any]:
         "acceptance_at": acceptance_at(histogram),
         "decode_tokens_per_s": ratio(output_tokens * 1e3, generation.decode_ms),
         "wall_tokens_per_s": ratio(output_tokens * 1e3, generation.wall_ms),
+        "request_tokens_per_s": quantiles(request_rates, median=0.5)["median"],
         "ttft_ms": quantiles([c.ttft_ms for c in completions], p50=0.5, p90=0.9),
         "step_ms": quantiles(generation.step_ms, median=0.5, p20=0.2, p80=0.8),
         "prefill_ms": generation.prefill_ms,

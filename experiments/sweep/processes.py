@@ -16,12 +16,11 @@ from dataclasses import dataclass, field
 
 from experiments.app.errors import UserError
 from experiments.app.identity import target_id
+from experiments.app.plan import SHARE_TARGET
 from experiments.sweep.folder import DONE, RowRecord, SweepFolder
 from experiments.sweep.row import arguments_of, environment, run_row, settle
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-SHARE_TARGET = "SPECDEC_SHARE_TARGET"
-"""Set in a worker whose rows share the loaded target."""
 
 
 @dataclass(frozen=True)

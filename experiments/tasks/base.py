@@ -18,6 +18,7 @@ from experiments.report.console import step_progress
 from experiments.report.page import Card
 from experiments.report.run_folder import RunFolder, json_lines
 from experiments.report.tables import Column, Row, csv_text, markdown
+from experiments.tasks.baselines import BaselineStore
 from experiments.tasks.decoding import (
     AUTOREGRESSIVE,
     Decoded,
@@ -42,6 +43,8 @@ class Task:
 
     folder: RunFolder | None = None
     """Where requests are recorded as they end."""
+    baselines: BaselineStore | None = None
+    """Decodings of the target alone that runs of a sweep share."""
 
     def __init__(self, plan: Plan, target: Target, console: Console) -> None:
         self.plan, self.target, self.console = plan, target, console
@@ -115,15 +118,34 @@ class Task:
         """Decode `requests` (default: all of `workload`) with `algo`, after a warm-up that no clock sees.
 
         `plan` and `target` replace the task's own. Without `first_turns`, the later turns of conversations follow;
-        requests are then numbered from 0. The cache is sized for the longest request of `workload`. Raises UserError
-        where the requests cannot be served.
+        requests are then numbered from 0. The cache is sized for the longest request of `workload`. In a sweep, rows
+        share what the target alone decodes. Raises UserError where the requests cannot be served.
         """
+        asked, used = workload.requests if requests is None else requests, plan or self.plan
+        decode = partial(self._decode, algo, workload, asked, label, used, target or self.target, first_turns)
+        if self.baselines is None or algo.name != AUTOREGRESSIVE:
+            return decode()
+        decoded, stored = self.baselines.shared(used, workload, asked, first_turns, decode)
+        for completion in decoded.generation.completions if stored else ():
+            self._record(workload.name, label or algo.name, completion)
+        return decoded
+
+    def _decode(
+        self,
+        algo: Any,
+        workload: Workload,
+        asked: Sequence[Request],
+        label: str | None,
+        plan: Plan,
+        target: Target,
+        first_turns: bool,
+    ) -> Decoded:
+        """As `decode`, in this process."""
         from algorithms.runtime.engine import EngineError
         from algorithms.runtime.sampling_params import SamplingNeeds
         from specdec_kernels.launch import record_compilations
 
-        plan, asked = plan or self.plan, workload.requests if requests is None else requests
-        engine, algorithm, backend = make_engine(plan, target or self.target, algo, workload.max_length)
+        engine, algorithm, backend = make_engine(plan, target, algo, workload.max_length)
         with user_errors(EngineError):
             for request in asked:
                 engine.check(request)

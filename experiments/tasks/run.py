@@ -46,6 +46,8 @@ def run_task(config: RunConfig, composed: DictConfig) -> float:
     from experiments.report.run_folder import CONFIG, REPORT, open_run_folder
     from experiments.report.tables import console_table
     from experiments.report.tracking import track
+    from experiments.tasks.baselines import FOLDER as BASELINES
+    from experiments.tasks.baselines import BaselineStore
 
     console = plain_console()
 
@@ -61,6 +63,8 @@ def run_task(config: RunConfig, composed: DictConfig) -> float:
     with open_run_folder(output_folder(Path(HydraConfig.get().runtime.output_dir))) as folder:
         folder.write(CONFIG, OmegaConf.to_yaml(composed, resolve=True))
         task.folder = folder
+        if config.sweep.name is not None and config.sweep.share_baseline:
+            task.baselines = BaselineStore(folder.path.parent / BASELINES)
         rows = task.measure()
         conditions = run_conditions(config, hardware, plan.model_label)
         notes, failures = task.warnings(rows), task.failures(rows)

@@ -1,0 +1,248 @@
+"""One table, and a page with figures, from the folders of one or several sweeps, finished or not.
+
+    python -m experiments.collect outputs/sweeps/trees
+    python -m experiments.collect outputs/sweeps/a outputs/sweeps/b metrics=speedup_wall,tokens_per_step x=algo.topk
+
+Settings: `metrics` figures of the table, the first of which is drawn and decides the best rows; `group` keys of which
+each value has a best row; `x`, `y` keys of the axes; `where` key=value pairs joined by `+` that rows must have;
+`mix=true` to compare rows of several machines or revisions; `out` the folder of table.csv, table.md, table.tex,
+table.jsonl and sweep.html (default: the first sweep's own).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experiments.app.cli import report
+from experiments.app.errors import UserError
+from experiments.app.suggest import unknown_key_message
+from experiments.report import page as pages
+from experiments.report.console import plain_console
+from experiments.report.metrics import NOT_A_GPU
+from experiments.report.run_folder import json_lines, write_whole
+from experiments.report.tables import DASH, Column, Row, console_table, html_table, markdown
+from experiments.sweep.folder import DONE, SweepFolder
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+FOUR_DIGITS = 10_000
+
+
+@dataclass
+class Settings:
+    """What the command line asks for."""
+
+    metrics: str = ""
+    group: str = ""
+    x: str = ""
+    y: str = ""
+    where: str = ""
+    mix: str = "false"
+    out: str = ""
+
+
+def parsed(arguments: Sequence[str]) -> tuple[list[SweepFolder], Settings]:
+    """Folders and settings of the command line. Raises UserError for what is neither."""
+    settings, folders = Settings(), []
+    known = [item.name for item in fields(Settings)]
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if equals and not Path(argument).exists():
+            if key not in known:
+                raise UserError(unknown_key_message(key, known, {}))
+            setattr(settings, key, value)
+        elif Path(argument).is_dir():
+            folders.append(SweepFolder(Path(argument)))
+        else:
+            raise UserError(f"{argument}: no such folder")
+    if not folders:
+        raise UserError("give the folder of a sweep, such as outputs/sweeps/trees")
+    if settings.mix not in ("true", "false"):
+        raise UserError(f"mix must be true or false, got {settings.mix!r}")
+    return folders, settings
+
+
+def columns_of(frame: pd.DataFrame, keys: Sequence[str], metrics: Sequence[str], best: set[Any]) -> list[Column]:
+    """The columns of the table: what was swept, the state where one is not done, figures with their intervals."""
+    found = [_column(key, frame) for key in keys]
+    if (frame["state"] != DONE).any():
+        found.append(Column("state", lambda row: row["state"], numeric=False, tone=_state_tone))
+    found += [_column(metric, frame, interval=True) for metric in metrics]
+    found.append(Column("best", lambda row: "best" if row["index"] in best else "", numeric=False, tone=_best_tone))
+    if "reason" in frame and frame["reason"].fillna("").str.len().any():
+        found.append(Column("reason", _reason, numeric=False, narrow=False))
+    return found
+
+
+def _column(name: str, frame: pd.DataFrame, interval: bool = False) -> Column:
+    from pandas.api.types import is_numeric_dtype
+
+    def show(row: Row) -> str:
+        return _cell(row.get(name)) + (_interval(row, name) if interval else "")
+
+    return Column(name, show, numeric=is_numeric_dtype(frame[name]))
+
+
+def _cell(value: Any) -> str:
+    if value is None or value != value:
+        return DASH
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= FOUR_DIGITS else f"{value:.4g}"
+    return str(value)
+
+
+def _interval(row: Row, name: str) -> str:
+    """The interval of a figure, where repeats of the run gave one."""
+    ends = [row.get(f"{name}_{end}") for end in ("low", "high")]
+    return "" if any(end is None or end != end for end in ends) else f" [{_cell(ends[0])}, {_cell(ends[1])}]"
+
+
+def _state_tone(row: Row) -> str | None:
+    return {DONE: "good", "failed": "bad", "killed": "bad"}.get(row["state"])
+
+
+def _best_tone(row: Row) -> str | None:
+    return "good"
+
+
+def _reason(row: Row) -> str:
+    reason = row.get("reason")
+    return reason.splitlines()[0] if isinstance(reason, str) and reason else ""
+
+
+def collect(folders: Sequence[SweepFolder], settings: Settings) -> None:
+    """Print the table, write its files and the page. Raises UserError for what cannot be compared or is not there."""
+    from experiments.sweep.frame import best_rows, chosen_metrics, read
+
+    frame, keys = read(folders, settings.mix == "true")
+    frame = _matching(frame, settings.where)
+    metrics = chosen_metrics(frame, [name for name in settings.metrics.split(",") if name])
+    group = [key for key in settings.group.split(",") if key] or keys[:1]
+    _expect_columns(frame, [*group, *filter(None, (settings.x, settings.y))])
+    best = set(best_rows(frame, group, metrics[0]).index) if metrics else set()
+    rows = [{**row, "index": index} for index, row in zip(frame.index, frame.to_dict("records"), strict=True)]
+    columns = columns_of(frame, keys, metrics, best)
+    title = ", ".join(folder.name for folder in folders)
+    out = Path(settings.out) if settings.out else folders[0].path
+    out.mkdir(parents=True, exist_ok=True)
+    for name, text in _files(frame, columns, rows, [*keys, "state", *metrics]).items():
+        write_whole(out / name, text)
+    drawn = _figures(frame, keys, metrics, settings)
+    write_whole(out / "sweep.html", _page(title, frame, columns, rows, drawn, metrics[:1], group))
+    console = plain_console()
+    console.print(console_table(f"sweep {title}", columns, rows))
+    for note in _notes(frame):
+        console.print(note, style="yellow", highlight=False, soft_wrap=True)
+    console.print(
+        f"wrote {out}/sweep.html, table.csv, table.md, table.tex, table.jsonl", highlight=False, soft_wrap=True
+    )
+
+
+def _matching(frame: pd.DataFrame, where: str) -> pd.DataFrame:
+    """The rows that have the values in `where`."""
+    for pair in filter(None, where.split("+")):
+        key, _, value = pair.partition("=")
+        _expect_columns(frame, [key])
+        frame = frame[frame[key].astype(str) == value]
+    if frame.empty:
+        raise UserError(f"where={where}: no row is left")
+    return frame
+
+
+def _expect_columns(frame: pd.DataFrame, names: Sequence[str]) -> None:
+    for name in names:
+        if name not in frame:
+            raise UserError(unknown_key_message(name, [str(column) for column in frame.columns], {}))
+
+
+def _files(frame: pd.DataFrame, columns: Sequence[Column], rows: Sequence[Row], shown: Sequence[str]) -> dict[str, str]:
+    """Names and contents of the table's files. CSV and JSON lines have every figure, Markdown and LaTeX the table's."""
+    plain = [{key: value for key, value in row.items() if key != "index" and value == value} for row in rows]
+    latex = frame[list(dict.fromkeys(shown))].style.format(_cell, escape="latex").format_index(escape="latex", axis=1)
+    return {
+        "table.csv": frame.to_csv(index=False),
+        "table.md": markdown(columns, rows),
+        "table.tex": latex.hide(axis="index").to_latex(hrules=True),
+        "table.jsonl": json_lines(plain),
+    }
+
+
+def _figures(
+    frame: pd.DataFrame, keys: Sequence[str], metrics: Sequence[str], settings: Settings
+) -> list[tuple[str, str]]:
+    """(title, SVG) of the figures that the rows allow."""
+    from experiments.sweep.figures import front, numeric, over, over_two, svg
+
+    done = frame[frame["state"] == DONE]
+    axes = numeric(done, keys)
+    x = settings.x or (axes[0] if axes else "")
+    y = settings.y or next((key for key in axes if key != x), "")
+    found = []
+    if x and metrics:
+        found.append((f"{metrics[0]} over {x}", over(done, keys, x, metrics[0])))
+    if x and y and metrics:
+        found.append((f"{metrics[0]} over {x} and {y}", over_two(done, keys, x, y, metrics[0])))
+    found.append(("Tokens/s of a request against tokens/s in all", front(done, keys)))
+    return [(title, svg(figure)) for title, figure in found if figure is not None]
+
+
+def _page(
+    title: str,
+    frame: pd.DataFrame,
+    columns: Sequence[Column],
+    rows: Sequence[Row],
+    drawn: Sequence[tuple[str, str]],
+    metric: Sequence[str],
+    group: Sequence[str],
+) -> str:
+    notes = [f"<p class=note>{escape(note)}</p>" for note in _notes(frame)]
+    best = [row for row in rows if columns_best(columns, row)]
+    parts = [
+        *notes,
+        pages.section(
+            f"Best {', '.join(metric)} for each {', '.join(group)}", html_table(columns, best) if best else ""
+        ),
+        *(pages.section(name, f"<figure>{text}</figure>") for name, text in drawn),
+        pages.section("Rows", html_table(columns, rows)),
+    ]
+    places = [
+        str(value) for name in ("machine", "revision") if name in frame for value in frame[name].dropna().unique()
+    ]
+    return pages.page(f"sweep {title}", "; ".join(places), parts)
+
+
+def columns_best(columns: Sequence[Column], row: Row) -> bool:
+    """Whether the table calls a row the best of its group."""
+    return any(column.title == "best" and column.show(row) for column in columns)
+
+
+def _notes(frame: pd.DataFrame) -> list[str]:
+    """What a reader of the table must know."""
+    counts = frame["state"].value_counts()
+    rest = ", ".join(f"{count} {state}" for state, count in counts.items() if state != DONE)
+    clocks = (
+        [NOT_A_GPU[impl] for impl in frame["impl"].dropna().unique() if impl in NOT_A_GPU] if "impl" in frame else []
+    )
+    return ([f"{len(frame)} rows, of which {rest}"] if rest else []) + clocks
+
+
+def main() -> None:
+    """Command line entry."""
+    try:
+        collect(*parsed(sys.argv[1:]))
+    except ModuleNotFoundError as error:
+        report(f"{error.name} is not installed\npip install -e '.[collect]'")
+        sys.exit(UserError.exit_code)
+    except UserError as error:
+        report(str(error))
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()
