@@ -86,7 +86,7 @@ def _column(name: str, frame: pd.DataFrame, interval: bool = False) -> Column:
     def show(row: Row) -> str:
         return _cell(row.get(name)) + (_interval(row, name) if interval else "")
 
-    return Column(name, show, numeric=is_numeric_dtype(frame[name]))
+    return Column(name.replace("_", " ") if interval else name, show, numeric=is_numeric_dtype(frame[name]))
 
 
 def _cell(value: Any) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
+import yaml
 
 from experiments.app.errors import UserError
 from experiments.app.identity import at
@@ -85,7 +86,7 @@ def _setting(record: RowRecord, key: str) -> Any:
         found = found.get("name", str(dict(found)))
     if found is None:
         typed = dict(text.lstrip("+~").split("=", 1) for text in record.overrides if "=" in text)
-        found = typed.get(key)
+        found = yaml.safe_load(typed[key]) if key in typed else None
     return str(found) if isinstance(found, (list, dict)) else found
 
 
