@@ -35,6 +35,7 @@ from experiments.sweep.row import environment, new_record, quoted, run_one
 
 EXTRAS = {
     "joblib": ("hydra_joblib_launcher", "joblib"),
+    "submitit_local": ("hydra_submitit_launcher", "slurm"),
     "slurm": ("hydra_submitit_launcher", "slurm"),
     "ray": ("hydra_ray_launcher", "ray"),
     "ray_cluster": ("hydra_ray_launcher", "ray"),

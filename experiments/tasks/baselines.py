@@ -89,8 +89,9 @@ def _load(path: Path) -> Decoded | None:
         return None
     figures = found.pop("generation")
     completions = [Completion(**completion) for completion in figures.pop("completions")]
-    graphs = figures.pop("graphs")
-    report = GraphReport(**{name: tuple(value) if isinstance(value, list) else value for name, value in graphs.items()})
+    graphs: dict[str, Any] = figures.pop("graphs")
+    tuples: dict[str, Any] = {name: tuple(value) for name, value in graphs.items() if isinstance(value, list)}
+    report = GraphReport(**graphs | tuples)
     generation = Generation(completions=completions, graphs=report, **figures)
     return Decoded(**found | {"requests": [_request(each) for each in found["requests"]], "generation": generation})
 

@@ -57,7 +57,7 @@ def run(config: Any, composed: Any) -> float:
         if ending == "refused":
             raise UserError(f"seed {config.seed} is not served")
         time.sleep(float(os.environ.get(WAIT, "0")))
-        folder.record({"id": 0, "pid": os.getpid()})
+        folder.record({"id": 0, "pid": os.getpid(), "gpus": os.environ.get("CUDA_VISIBLE_DEVICES")})
         if ending == "killed":
             os.kill(os.getpid(), 9)
         if ending == "failed":
