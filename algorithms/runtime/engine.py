@@ -144,7 +144,7 @@ class Engine:
             deterministic=settings.deterministic,
         )
         asked = settings.prefill_tile
-        tile = min(default_tile(config) if asked is None else asked, settings.prefill_chunk)
+        tile = min(default_tile(config, weight.device) if asked is None else asked, settings.prefill_chunk)
         if tile < 1:
             raise EngineError(f"prefill_chunk and prefill_tile: expected at least 1, got {tile}")
         # No chunk is larger than all rows together.
@@ -241,11 +241,15 @@ class Engine:
         self.scheduler.check(request)
 
 
-def default_tile(config: DecoderConfig) -> int:
-    """Tokens of a tile: as few as fill a tile of the matrix unit with the query heads of a KV head, from 16 to 64.
+def default_tile(config: DecoderConfig, device: torch.device) -> int:
+    """Tokens of a tile, from 16 to 64: on a GPU as few as fill a tile of the matrix unit with the query heads of a KV
+    head.
 
-    A narrow tile wastes less on short prompts, and a long prompt reads its keys once per tile.
+    A narrow tile wastes less on short prompts, and a long prompt reads its keys once per tile. Without a GPU every tile
+    costs about the same.
     """
+    if device.type != "cuda":
+        return 64
     group = config.num_heads // config.num_kv_heads
     return min(64, max(16, 1 << (_MATRIX_ROWS // group - 1).bit_length()))
 

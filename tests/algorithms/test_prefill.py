@@ -330,7 +330,9 @@ def test_sizes_of_a_forward() -> None:
 
 def test_tiles_are_as_narrow_as_the_matrix_unit_lets_them() -> None:
     for heads, keys, tile in ((32, 8, 16), (9, 3, 32), (4, 2, 32), (8, 8, 64), (64, 1, 16)):
-        assert default_tile(dataclasses.replace(TARGET.config, num_heads=heads, num_kv_heads=keys)) == tile
+        config = dataclasses.replace(TARGET.config, num_heads=heads, num_kv_heads=keys)
+        assert default_tile(config, torch.device("cuda")) == tile
+        assert default_tile(config, torch.device("cpu")) == 64
 
 
 def test_a_chunk_holds_a_token() -> None:

@@ -147,8 +147,8 @@ def test_sides_of_a_hybrid_have_settings_of_their_own(standins: None, monkeypatc
     for config, able in (
         (kinds["fa4"].Config(), True),
         (kinds["fa4"].Config(dispatch="auto"), False),
-        (kinds["torch"].Config(), True),
-        (kinds["hybrid"].Config(prefill="torch", decode="fa4"), True),
+        (kinds["torch"].Config(), False),
+        (kinds["hybrid"].Config(prefill="fa4", decode="torch"), True),
         (kinds["hybrid"].Config(fa4=kinds["fa4"].Config(dispatch="auto"), prefill="fa4", decode="torch"), False),
     ):
         assert kinds[config.name](config, "reference").captures_prompts == able

@@ -45,7 +45,7 @@ class Backend(Protocol):
     capturable: bool
     """Whether `plan` and `run` can be captured in a CUDA graph: they read nothing back."""
     captures_prompts: bool
-    """Whether that holds for prompts too."""
+    """Whether prompts are captured too."""
     deterministic: bool
     """Whether the constructor was asked for that."""
     served: dict[str, str]

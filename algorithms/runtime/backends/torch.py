@@ -35,7 +35,7 @@ class TorchBackend:
 
     name = "torch"
     capturable = True
-    captures_prompts = True
+    captures_prompts = False  # captured, every tile would gather keys up to the longest context
 
     @dataclass
     class Config:
