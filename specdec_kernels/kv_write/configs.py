@@ -1,4 +1,5 @@
-"""How many tokens and heads a program takes, by chip and number of tokens."""
+"""How many tokens and heads a program takes. The number of tokens does not matter: how a tile lies in the registers
+decides the order in which the squares of a head are added, and a token has the same bits among any others."""
 
 from __future__ import annotations
 
@@ -6,9 +7,7 @@ from specdec_kernels.launch import lanes
 
 NUM_WARPS = 4
 _INTERPRETER_ROWS = 2048
-_ROWS = 32
-_ROWS_OF_FEW_TOKENS = 16  # more programs where a decode step has few tokens
-_FEW_TOKENS = 256
+_ROWS = 16
 _MAX_HEADS = 8
 
 
@@ -18,5 +17,4 @@ def tile(chip: str, tokens: int, heads: int, kv_heads: int) -> dict[str, int]:
         block = lanes(max(heads, kv_heads))
         return dict(TOKENS=lanes(min(tokens, max(2, _INTERPRETER_ROWS // block))), HEADS=block)
     block = min(lanes(kv_heads), _MAX_HEADS)
-    rows = _ROWS_OF_FEW_TOKENS if tokens <= _FEW_TOKENS else _ROWS
-    return dict(TOKENS=max(2, rows // block), HEADS=block)
+    return dict(TOKENS=max(2, _ROWS // block), HEADS=block)

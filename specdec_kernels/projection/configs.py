@@ -75,10 +75,13 @@ def linear_config(chip: str, outer: int, inner: int, rows: int, element_bytes: i
     columns, block_k, warps, stages = table[block] if inner % _CUT_STEP == 0 else _ODD_INNER
     if chip != "sm90" and block == _MOST_ROWS:
         warps = 8
-    if many:
-        columns, block_k, warps, stages = _BOUND_BY_ARITHMETIC.get(chip, (columns, block_k, warps, stages))
+    if many and chip in _BOUND_BY_ARITHMETIC:
+        wide = _BOUND_BY_ARITHMETIC[chip]
+        # Fewer programs than processors: narrow tiles and a program for each split fill the chip.
+        many = -(-rows // block) * -(-outer // wide[0]) >= _PROCESSORS[chip]
+        columns, block_k, warps, stages = wide if many else (columns, block_k, warps, stages)
     fitting = _SHARED_BYTES[chip] // ((columns + block) * block_k * element_bytes)
-    return LinearConfig(columns, block_k, cut, warps, max(2, min(stages, fitting)), block, many)
+    return LinearConfig(columns, block_k, cut, warps, max(2, min(stages, fitting)), block, many and cut > 1)
 
 
 def _splits(inner: int, wanted: int, step: int) -> int:
