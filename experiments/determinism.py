@@ -2,8 +2,8 @@
 
     python -m experiments.determinism shapes=[tiny,qwen3_8b]
 
-A forward is what a step asks of the target: hidden states and logits of one token, of a chain or of a tree of drafts for
-each request, and a chunk of a prompt. Weights and stored keys are random, which changes no time. On a GPU a forward is
+A forward is what a step asks of the target: hidden states and logits of one token, a chain or a tree of drafts for each
+request, and a chunk of a prompt. Weights and stored keys are random, which changes no time. On a GPU a forward is
 replayed from a CUDA graph; without one it runs in Triton's interpreter, which shows that the path works. The run folder
 outputs/determinism/<time>/ receives results.jsonl, one row per forward.
 """

@@ -258,7 +258,10 @@ def _divide(metadata: AttentionMetadata, shape: AttentionShape, cut: Cut) -> tup
         num_splits=1,
     )
     if cut.batch_invariant:
-        return _fixed_cut(work, metadata, shape, cut.in_order), config
+        work = _fixed_cut(work, metadata, shape, cut.in_order)
+        if work.in_order and not cut.tuning:
+            config = configs.in_order_config(chip, config, shape.dtype.itemsize)
+        return work._replace(block_m=config.block_m), config
     return _cut_by_length(work, shape), config
 
 
@@ -280,7 +283,9 @@ def _fixed_cut(
     if work.first_splits % 2:
         raise ValueError(f"tuning: expected an even number of first_splits, got {work.first_splits}")
     if metadata.paths is not None:
-        work = work._replace(num_slots=metadata.paths.shape[2], all_slots=True)
+        if in_order:
+            raise ValueError("in_order: expected None or False for a tree, whose nodes have splits of their own")
+        work, in_order = work._replace(num_slots=metadata.paths.shape[2], all_slots=True), False
     num_splits = len(fixed_borders(work.max_length, work.split_tokens, work.first_splits))
     if work.window is not None:
         num_splits = min(num_splits, -(-(work.window - 1 + work.num_slots) // work.split_tokens) + 1)

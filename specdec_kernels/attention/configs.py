@@ -36,6 +36,7 @@ PARTIAL_BYTES = 8 << 20
 INVARIANT_ROWS = 64
 INVARIANT_PARTIAL_BYTES = 1 << 30
 _INVARIANT_FIRST_SPLITS = 8
+_ROWS_OF_A_WARP = 16
 _SPLIT_TOKENS = 256
 _ROW_BUCKETS = (16, 32, 64, 128)
 _MAX_SPLIT_TILES = 4
@@ -154,9 +155,22 @@ def merge_config(chip: str, rows: int, num_splits: int) -> MergeConfig:
         return MergeConfig(max(2, min(1024, _power_of_two(rows))), 1, 1, overlap=False)
     # A warp takes two rows of 128 two-byte numbers, 16 bytes per lane.
     rows, num_warps = (4, 2) if rows <= 64 else (8, 4)
-    # Eight splits at once spill on sm100.
-    unroll = 8 if chip == "sm90" and num_splits > 4 else 4
-    return MergeConfig(rows, unroll, num_warps, overlap=chip in _OVERLAP_CHIPS)
+    return MergeConfig(rows, merge_unroll(chip, num_splits), num_warps, overlap=chip in _OVERLAP_CHIPS)
+
+
+def merge_unroll(chip: str, num_splits: int) -> int:
+    """Partial results of a row that are loaded together; eight spill on sm100."""
+    if chip == "interpreter":
+        return 1
+    return 8 if chip == "sm90" and num_splits > 4 else 4
+
+
+def in_order_config(chip: str, config: AttentionConfig, itemsize: int) -> AttentionConfig:
+    """The row for programs that walk all splits: that of the other batch-invariant calls. On sm90 it has twice the rows
+    and warps. The bits are the same, because a warp still has 16 rows and adds all keys of a tile by itself."""
+    if chip != "sm90" or itemsize != 2 or config.block_m != _ROWS_OF_A_WARP * config.num_warps:
+        return config
+    return replace(config, block_m=2 * config.block_m, num_warps=2 * config.num_warps)
 
 
 def _table_config(chip: str, head_dim: int, rows: int, kv_bytes: int) -> AttentionConfig:

@@ -101,7 +101,7 @@ def split_layout(length, end, split_tokens, first_splits, max_splits, window, FI
 
 
 @triton.jit
-def tile_key_range(length, used, end, first_node, last_node, MODE: tl.constexpr):
+def tile_key_range(length, used, end, first_node, last_node, MODE: tl.constexpr, BLOCK_N: tl.constexpr):
     """(position past the last key that any row of the tile sees, position past the keys that the mode lets every row
     see)."""
     if MODE == CHAIN:
@@ -110,6 +110,10 @@ def tile_key_range(length, used, end, first_node, last_node, MODE: tl.constexpr)
     elif MODE == BLOCK:
         tile_end = end
         free_end = end
+    elif MODE == PATHS:
+        # Whole tiles of the prefix: what follows is another text for every node.
+        tile_end = tl.minimum(end, length // BLOCK_N * BLOCK_N)
+        free_end = tile_end
     else:
         tile_end = end
         free_end = length
@@ -155,7 +159,7 @@ def visible(
     rows past `used`."""
     if MODE == CHAIN:
         return positions[None, :] <= tl.minimum(length + nodes, end - 1)[:, None]
-    elif MODE == BLOCK:
+    elif MODE == BLOCK or MODE == PATHS:
         return (positions < end)[None, :]
     else:
         slot = positions - length
@@ -174,34 +178,6 @@ def visible(
 def page_ids(table_ptr, positions, end, PAGE: tl.constexpr):
     """Page number of each position, 0 from `end` on."""
     return tl.load(table_ptr + positions // PAGE, mask=positions < end, other=0)
-
-
-@triton.jit
-def tile_of_step(step, begin, shared, own, first_node, BLOCK_N: tl.constexpr, MODE: tl.constexpr):
-    """(first position of a step's tile, node that the tile is for, -1 for all). With PATHS all rows share the first
-    `shared` tiles. Behind them each node has `own` tiles, one node behind the other."""
-    if MODE == PATHS:
-        turn = tl.maximum(step - shared, 0)
-        node = turn // tl.maximum(own, 1)
-        # The tiles of a node begin where those of the node before began.
-        start = begin + (step - node * own) * BLOCK_N
-        return start, tl.where(step < shared, -1, first_node + node)
-    else:
-        return begin + step * BLOCK_N, -1
-
-
-@triton.jit
-def path_places(paths_ptr, table_ptr, step, steps, node, positions, length, num_slots, stop, PAGE: tl.constexpr):
-    """Place in the pool, in tokens, of the key at each position of the text that ends in `node`; -1 where that text
-    has none below `stop`, and for a step past the last."""
-    depth = positions - length
-    there = (positions < stop) & (step < steps)
-    drafted = (depth >= 0) & there & (node >= 0)
-    slot = tl.load(paths_ptr + node * num_slots + depth, mask=drafted, other=-1)
-    there = there & ((depth < 0) | (slot >= 0))
-    held = tl.where(depth < 0, positions, length + slot)
-    page = tl.load(table_ptr + held // PAGE, mask=there, other=0)
-    return tl.where(there, page * PAGE + held % PAGE, -1)
 
 
 @triton.jit
@@ -314,6 +290,29 @@ def softmax_step(scores, factor, top, total, acc, POLYNOMIAL: tl.constexpr, LAZY
 
 
 @triton.jit
+def tile_scores(q, key_ptr, offsets, stored, score_scale, soft_cap, FP8: tl.constexpr):
+    """(scores of a tile of stored keys, what they are multiplied by to be in base 2)."""
+    keys = widen(tl.load(key_ptr + offsets, mask=stored, other=0.0), q, FP8)
+    scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
+    factor = score_scale
+    if soft_cap is not None:
+        scores = tanh(scores * score_scale)
+        factor = soft_cap
+    return scores, factor
+
+
+@triton.jit
+def fold_scores(
+    q, scores, factor, value_ptr, offsets, stored, top, total, acc,
+    FP8: tl.constexpr, POLYNOMIAL: tl.constexpr, LAZY: tl.constexpr,
+):
+    """`softmax_step` over `tile_scores` and the tile's values."""
+    weights, top, total, acc = softmax_step(scores, factor, top, total, acc, POLYNOMIAL, LAZY)
+    values = widen(tl.load(value_ptr + offsets, mask=stored, other=0.0), q, FP8)
+    return top, total, tl.dot(weights.to(q.dtype), values, acc, input_precision="ieee")
+
+
+@triton.jit
 def log2_sum(top, total):
     """log2(2^top * total), -inf for an empty sum."""
     return tl.where(total > 0.0, top + tl.log2(tl.where(total > 0.0, total, 1.0)), float("-inf"))
@@ -329,6 +328,28 @@ def fold_part(acc, top, total, part, lse):
     weight = tl.exp2(lse - finite_or_zero(new_top))
     acc = tl.fma(part, weight[:, None], acc * decay[:, None])
     return acc, new_top, tl.fma(total, decay, weight)
+
+
+@triton.jit
+def fold_parts(
+    acc, top, total, part_ptr, part_lse_ptr, part_rows, row_stride, count, row_used, stored, dims,
+    D: tl.constexpr, UNROLL: tl.constexpr,
+):
+    """Add `count` partial results, one behind the other by `row_stride` rows from `part_rows` [M] on."""
+    for first in tl.range(0, count, UNROLL):
+        # A tile per split instead of one tile of all: sums over splits stay inside a thread. All tiles are loaded
+        # before any weight is computed, because weights change their layout behind barriers that loads do not pass.
+        parts = ()
+        lses = ()
+        for step in tl.static_range(UNROLL):
+            here = (part_rows + step * row_stride)[:, None] * D + dims[None, :]
+            parts += (tl.load(part_ptr + here, mask=stored & (first + step < count), other=0.0),)
+            present = row_used & (first + step < count)
+            lses += (tl.load(part_lse_ptr + part_rows + step * row_stride, mask=present, other=float("-inf")),)
+        for step in tl.static_range(UNROLL):
+            acc, top, total = fold_part(acc, top, total, parts[step].to(tl.float32), lses[step])
+        part_rows += UNROLL * row_stride
+    return acc, top, total
 
 
 @triton.jit

@@ -26,6 +26,8 @@ FlashAttention-3 (arXiv 2407.08608), polynomial exponential and lazy rescaling o
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -39,24 +41,22 @@ from specdec_kernels.attention.device import (
     PATHS,
     fixed_split_begin,
     fold_part,
+    fold_scores,
     fold_sink,
     inverse_or_zero,
     key_end,
     key_positions,
     log2_sum,
     page_ids,
-    path_places,
     row_positions,
-    softmax_step,
     split_layout,
-    tanh,
     tile_key_range,
-    tile_of_step,
+    tile_scores,
     used_rows,
     visible,
-    widen,
 )
 from specdec_kernels.attention.kernel_merge import merge, overlapped
+from specdec_kernels.attention.kernel_tree import TreeState, launch_tree
 from specdec_kernels.attention.types import AttentionMetadata, LayerScales, WorkList, WorkShape
 from specdec_kernels.launch import current_chip, launch
 
@@ -138,8 +138,8 @@ def _write_rows(
 
 @triton.jit
 def _walk(
-    q, pool, mask_row, depths_row, row_position, score_scale, soft_cap, begin, stop, free_end, window, num_slots,
-    length, used, nodes, first_node, last_node,
+    q, pool, mask_row, depths_row, row_position, score_scale, soft_cap, begin, stop, free_end, window, length, used,
+    nodes,
     SHAPE: tl.constexpr, MODE: tl.constexpr, WORDS: tl.constexpr, FP8: tl.constexpr,
     POLYNOMIAL: tl.constexpr, LAZY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
@@ -156,61 +156,31 @@ def _walk(
         lowest = tl.min(row_position, 0) - window + 1
         free_begin = tl.max(row_position, 0) - window + 1
         begin += tl.maximum(lowest - begin, 0) // BLOCK_N * BLOCK_N
-    border, shared, own = begin, 0, 0
-    steps = (stop - begin + BLOCK_N - 1) // BLOCK_N
-    if MODE == PATHS:
-        border = tl.maximum(begin, tl.minimum(length // BLOCK_N * BLOCK_N, stop))
-        shared = (border - begin + BLOCK_N - 1) // BLOCK_N
-        own = tl.maximum(stop - border + BLOCK_N - 1, 0) // BLOCK_N
-        steps = shared + own * (tl.minimum(last_node + 1, used) - first_node)
 
     dims = tl.arange(0, BLOCK_D)
     columns = tl.arange(0, BLOCK_N)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.full([BLOCK_M], 0.0, tl.float32)
     acc = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
-    start, node = tile_of_step(0, begin, shared, own, first_node, BLOCK_N, MODE)
-    if MODE == PATHS:
-        # Places of the keys instead of their pages, because a key's slot is not its position.
-        pages = path_places(mask_row, table_row, 0, steps, node, start + columns, length, num_slots, stop, PAGE)
-    else:
-        pages = page_ids(table_row, begin + columns, stop, PAGE)
-    for step in tl.range(0, steps):
-        start, node = tile_of_step(step, begin, shared, own, first_node, BLOCK_N, MODE)
+    pages = page_ids(table_row, begin + columns, stop, PAGE)
+    for start in tl.range(begin, stop, BLOCK_N):
         positions = start + columns
-        if MODE == PATHS:
-            there = pages >= 0
-            offsets = pages.to(tl.int64)[:, None] * (H_KV * D) + dims[None, :]
-            ahead, ahead_node = tile_of_step(step + 1, begin, shared, own, first_node, BLOCK_N, MODE)
-            pages = path_places(
-                mask_row, table_row, step + 1, steps, ahead_node, ahead + columns, length, num_slots, stop, PAGE
-            )
-        else:
-            there = positions < stop
-            offsets = (pages.to(tl.int64) * PAGE + positions % PAGE)[:, None] * (H_KV * D) + dims[None, :]
-            pages = page_ids(table_row, positions + BLOCK_N, stop, PAGE)
-        stored = _rows_and_dims(there, dims, D, BLOCK_D)
-        keys = widen(tl.load(key_ptr + offsets, mask=stored, other=0.0), q, FP8)
-        scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
-        factor = score_scale
-        if soft_cap is not None:
-            scores = tanh(scores * score_scale)
-            factor = soft_cap
+        stored = _rows_and_dims(positions < stop, dims, D, BLOCK_D)
+        offsets = (pages.to(tl.int64) * PAGE + positions % PAGE)[:, None] * (H_KV * D) + dims[None, :]
+        pages = page_ids(table_row, positions + BLOCK_N, stop, PAGE)
+        scores, factor = tile_scores(q, key_ptr, offsets, stored, score_scale, soft_cap, FP8)
         masked = start + BLOCK_N > free_end
         if window is not None:
             masked = masked | (start < free_begin)
         if masked:
-            if MODE == PATHS:
-                seen = there[None, :] & ((node < 0) | (nodes == node))[:, None]
-            else:
-                seen = visible(mask_row, positions, stop, length, nodes, used, MODE, WORDS)
+            seen = visible(mask_row, positions, stop, length, nodes, used, MODE, WORDS)
             if window is not None:
                 key_position = key_positions(depths_row, positions, length, stop, MODE)
                 seen = seen & (row_position[:, None] - key_position[None, :] < window)
             scores = tl.where(seen, scores, float("-inf"))
-        weights, top, total, acc = softmax_step(scores, factor, top, total, acc, POLYNOMIAL, LAZY)
-        values = widen(tl.load(value_ptr + offsets, mask=stored, other=0.0), q, FP8)
-        acc = tl.dot(weights.to(q.dtype), values, acc, input_precision="ieee")
+        top, total, acc = fold_scores(
+            q, scores, factor, value_ptr, offsets, stored, top, total, acc, FP8, POLYNOMIAL, LAZY
+        )
     return top, total, acc
 
 
@@ -228,7 +198,7 @@ def _attend(
     GROUP: tl.constexpr = SHAPE[3]
     PAGE: tl.constexpr = SHAPE[4]
     q_ptr, kv_ptr, table_ptr, lengths_ptr, q_lens_ptr, mask_ptr, depths_ptr, row_depths_ptr = tensors[:8]
-    sinks_ptr, k_scale_ptr, v_scale_ptr, out_ptr, lse_ptr = tensors[8:]
+    sinks_ptr, k_scale_ptr, v_scale_ptr, out_ptr, lse_ptr, state_ptr, sums_ptr = tensors[8:]
     request, tile, split_begin, split_end, part, kv_head = item
     num_nodes, num_pages, num_slots, max_length, window, table_stride = sizes
     score_scale, value_scale, soft_cap = scales
@@ -239,11 +209,10 @@ def _attend(
     nodes = rows // GROUP
     first_node = tile * BLOCK_M // GROUP
     last_node = (tile * BLOCK_M + BLOCK_M - 1) // GROUP
-    stop, free_end = tile_key_range(length, used, end, first_node, last_node, MODE)
+    stop, free_end = tile_key_range(length, used, end, first_node, last_node, MODE, BLOCK_N)
     mask_row = mask_ptr
     if mask_ptr is not None:
-        # Mask words of a row, or with PATHS the slots of its text.
-        mask_row = mask_ptr + request * num_nodes * (num_slots if MODE == PATHS else WORDS)
+        mask_row = mask_ptr + request * num_nodes * WORDS
     depths_row = depths_ptr
     row_position = nodes
     if window is not None:
@@ -276,10 +245,11 @@ def _attend(
             split_stop = tl.minimum(stop, fixed_split_begin(split + 1, split_tokens, first_splits))
             part_top, part_total, acc = _walk(
                 q, pool, mask_row, depths_row, row_position, score_scale, soft_cap, begin, split_stop, free_end, window,
-                num_slots, length, used, nodes, first_node, last_node, SHAPE, MODE, WORDS, FP8, POLYNOMIAL, LAZY,
-                BLOCK_M, BLOCK_N,
+                length, used, nodes, SHAPE, MODE, WORDS, FP8, POLYNOMIAL, LAZY, BLOCK_M, BLOCK_N,
             )  # fmt: skip
             acc = acc * (value_scale * inverse_or_zero(part_total))[:, None]
+            # Rounded as the partial result of another program is.
+            acc = acc.to(q.dtype).to(tl.float32)
             out, top, total = fold_part(out, top, total, acc, log2_sum(part_top, part_total))
         total = tl.where(nodes < used, total, 0.0)
     else:
@@ -289,9 +259,14 @@ def _attend(
             stop = tl.minimum(stop, split_end)
         top, total, acc = _walk(
             q, pool, mask_row, depths_row, row_position, score_scale, soft_cap, begin, stop, free_end, window,
-            num_slots, length, used, nodes, first_node, last_node, SHAPE, MODE, WORDS, FP8, POLYNOMIAL, LAZY,
-            BLOCK_M, BLOCK_N,
+            length, used, nodes, SHAPE, MODE, WORDS, FP8, POLYNOMIAL, LAZY, BLOCK_M, BLOCK_N,
         )  # fmt: skip
+        if MODE == PATHS:
+            if (begin <= stop) & (split_end > stop):
+                # The split goes on with the text of each node, see `kernel_tree`.
+                tl.store(state_ptr + out_rows[:, None] * D + dims[None, :], acc, mask=q_loaded)
+                tl.store(sums_ptr + out_rows * 2, top, mask=nodes < used)
+                tl.store(sums_ptr + out_rows * 2 + 1, total, mask=nodes < used)
         total = tl.where(nodes < used, total, 0.0)
         out = acc * (value_scale * inverse_or_zero(total))[:, None]
         # One part of the whole: what the merge has after it, to the bit.
@@ -312,7 +287,7 @@ def _attention_kernel(
     table_ptr,  # [B, table_stride] int32
     lengths_ptr,  # [B] int64
     q_lens_ptr,  # [B] int32 or None
-    mask_ptr,  # [B, N, ceil(num_slots / 64)] int64 or None; with PATHS [B, N, num_slots] int32
+    mask_ptr,  # [B, N, ceil(num_slots / 64)] int64 or None
     depths_ptr,  # [B, num_slots] int32, tree with a window only
     row_depths_ptr,  # [B, N] int32, tree with a window only
     sinks_ptr,  # [H] float32 or None
@@ -323,6 +298,8 @@ def _attention_kernel(
     num_items_ptr,  # [1] int32 of a work list or None
     out_ptr,  # [B, N, H, D], with SPLIT [partial results, N, H, D]
     lse_ptr,  # [B, N, H] float32 natural or None, with SPLIT [partial results, N, H] base 2
+    state_ptr,  # [B, N, H, D] float32 with PATHS
+    sums_ptr,  # [B, N, H, 2] float32 with PATHS
     num_nodes,
     num_pages,
     num_splits,
@@ -359,7 +336,7 @@ def _attention_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     tensors = (q_ptr, kv_ptr, table_ptr, lengths_ptr, q_lens_ptr, mask_ptr, depths_ptr, row_depths_ptr, sinks_ptr,
-               k_scale_ptr, v_scale_ptr, out_ptr, lse_ptr)  # fmt: skip
+               k_scale_ptr, v_scale_ptr, out_ptr, lse_ptr, state_ptr, sums_ptr)  # fmt: skip
     cut = (num_nodes, num_slots, split_tokens, first_splits, max_splits, max_length, window)
     sizes = (num_nodes, num_pages, num_slots, max_length, window, table_stride)
     scales = (score_scale, value_scale, soft_cap)
@@ -436,50 +413,64 @@ def _attention(
     heads, head_dim = q.shape[2:]
     _, num_pages, page_size, kv_heads, _ = kv.shape
     out = torch.empty_like(q)
-    split = work.num_splits > 1
+    along_paths = work.fixed_cut and metadata.mode == "tree"
+    split = work.num_splits > 1 or along_paths
     parts = (work.batch * work.num_splits, *q.shape[1:3])
-    # Rounded as the result itself is: float32 would double the bytes that partial results write and read. A fixed cut
-    # keeps them as the program has them that walks all splits itself.
-    part_dtype = torch.float32 if work.fixed_cut else q.dtype
-    part = q.new_empty((*parts, head_dim), dtype=part_dtype) if split else out
+    # Rounded as the result itself is: float32 would double the bytes that partial results write and read.
+    part = q.new_empty((*parts, head_dim)) if split else out
     part_lse = q.new_empty(parts, dtype=torch.float32) if split else lse
+    state = TreeState.empty(q) if along_paths else None
     programs = work.batch * work.num_splits * work.row_tiles * kv_heads
-    fp8 = config.fp8_code(kv.dtype)
-    windowed, along_paths = metadata.window is not None, work.fixed_cut and metadata.mode == "tree"
+    windowed = metadata.window is not None
     launch(
         _attention_kernel,
         (programs if work_list is None else min(programs, config.resident_programs),),
         *(q, _as_argument(kv), metadata.page_table, metadata.lengths, metadata.q_lens),
-        *((metadata.paths, None) if along_paths else (metadata.mask, metadata.depths if windowed else None)),
+        *((None, None) if along_paths else (metadata.mask, metadata.depths if windowed else None)),
         metadata.row_depths if windowed else None,
         *(scales.sinks, _per_head(scales.k_scale), _per_head(scales.v_scale)),
         *((None, None, None) if work_list is None else work_list[:3]),
-        *(part, part_lse, work.num_nodes, num_pages, work.num_splits, *work.cut, metadata.page_table.stride(0)),
-        *_factors(metadata, scales, fp8),
+        *(part, part_lse, *(state or (None, None))),
+        *(work.num_nodes, num_pages, work.num_splits, *work.cut, metadata.page_table.stride(0)),
+        *_factors(metadata, scales, config.fp8_code(kv.dtype)),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        D=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim),
         H_KV=kv_heads,
         GROUP=heads // kv_heads,
-        PAGE=page_size,
         MODE=MODE_CODES["paths" if along_paths else metadata.mode],
         WORDS=0 if metadata.mask is None or along_paths else metadata.mask.shape[2],
         ALL_SLOTS=work.all_slots,
         SPLIT=split,
         FIXED=work.fixed_cut,
         IN_ORDER=work.in_order,
-        FP8=fp8,
-        POLYNOMIAL=config.polynomial_exp2,
-        LAZY=config.lazy_rescale,
         BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
         OVERLAP=config.overlap,
+        **_tile_of(config, head_dim, page_size, kv.dtype),
         **overlapped(config.overlap),
     )
-    if split:
+    if state is not None:
+        launch_tree(
+            *(q, _as_argument(kv), metadata, part, part_lse, state, out, lse, work, work_list, config),
+            (scales.sinks, _per_head(scales.k_scale), _per_head(scales.v_scale)),
+            _factors(metadata, scales, config.fp8_code(kv.dtype)),
+            _tile_of(config, head_dim, page_size, kv.dtype),
+        )
+    elif split:
         merge(part, part_lse, metadata, scales.sinks, out, lse, work, work_list)
     return out
+
+
+def _tile_of(config: AttentionConfig, head_dim: int, page_size: int, kv_dtype: torch.dtype) -> dict[str, Any]:
+    """Compile-time arguments of both kernels that read keys."""
+    return dict(
+        D=head_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        PAGE=page_size,
+        FP8=config.fp8_code(kv_dtype),
+        POLYNOMIAL=config.polynomial_exp2,
+        LAZY=config.lazy_rescale,
+        BLOCK_N=config.block_n,
+    )
 
 
 def _factors(metadata: AttentionMetadata, scales: LayerScales, fp8: int) -> tuple[float, float, float | None]:

@@ -21,7 +21,7 @@ from specdec_kernels.attention.configs import merge_config
 from specdec_kernels.attention.device import (
     LN_2,
     LOG2_E,
-    fold_part,
+    fold_parts,
     fold_sink,
     inverse_or_zero,
     key_end,
@@ -95,19 +95,9 @@ def _merge_kernel(
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    for first in tl.range(0, live, UNROLL):
-        # A tile per split instead of one tile of all: sums over splits stay inside a thread. All tiles are loaded
-        # before any weight is computed, because weights change their layout behind barriers that loads do not pass.
-        parts = ()
-        lses = ()
-        for step in tl.static_range(UNROLL):
-            here = (part_rows + step * all_rows)[:, None] * D + dims[None, :]
-            parts += (tl.load(part_ptr + here, mask=stored & (first + step < live), other=0.0),)
-            present = row_used & (first + step < live)
-            lses += (tl.load(part_lse_ptr + part_rows + step * all_rows, mask=present, other=float("-inf")),)
-        for step in tl.static_range(UNROLL):
-            acc, top, total = fold_part(acc, top, total, parts[step].to(tl.float32), lses[step])
-        part_rows += UNROLL * all_rows
+    acc, top, total = fold_parts(
+        acc, top, total, part_ptr, part_lse_ptr, part_rows, all_rows, live, row_used, stored, dims, D, UNROLL
+    )
 
     valid = rows < all_rows
     if sinks_ptr is not None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 FAST_ROWS = 64  # more rows go to torch's matmul, which is then the faster one
 _MOST_ROWS = 128  # of one program
-_INVARIANT_ROWS = (16, 32, 64, _MOST_ROWS, _MOST_ROWS + 1)
+_INVARIANT_ROWS = (16, 32, 64, _MOST_ROWS, _MOST_ROWS + 1, 16 * _MOST_ROWS)
 _INTERPRETER_ROWS = 16
 _PROCESSORS = {"sm80": 108, "sm90": 132, "sm100": 148, "gfx942": 304}
 _SHARED_BYTES = {"sm80": 160 << 10, "sm90": 220 << 10, "sm100": 220 << 10, "gfx942": 64 << 10}

@@ -105,8 +105,8 @@ def tree_of(parents: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     return mask.to(DEVICE), depths.to(DEVICE)
 
 
-@pytest.mark.parametrize("kind, in_order", list(zip(KINDS, (False, True), strict=True)))
-def test_a_node_of_a_tree_has_the_bits_of_the_prompt(kind: str, in_order: bool) -> None:
+@pytest.mark.parametrize("kind, planned", list(zip(KINDS, (False, True), strict=True)))
+def test_a_node_of_a_tree_has_the_bits_of_the_prompt(kind: str, planned: bool) -> None:
     """The text goes through nodes 0, 2, 5, 7 and 9 of a tree, and other drafts stand between them."""
     text = Text.of(kind)
     whole, path = text.whole(), [0, 2, 5, 7, 9]
@@ -122,7 +122,7 @@ def test_a_node_of_a_tree_has_the_bits_of_the_prompt(kind: str, in_order: bool) 
     tree: dict[str, Any] = dict(mode="tree", mask=masks, paths=mask_paths(masks, 6, impl="triton"))
     if "window" in text.fields:
         tree["depths"] = depths.expand(len(starts), -1).contiguous()
-    out = text.call(starts, q, drafts, in_order=in_order, **tree)
+    out = text.call(starts, q, drafts, planned=planned, **tree)
     for row, start in enumerate(starts):
         assert torch.equal(out[row, path], whole[start : start + len(path)]), f"behind {start}"
 

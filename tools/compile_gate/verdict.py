@@ -42,7 +42,7 @@ ALLOWED_SPILLS: dict[tuple[str, str], AllowedSpill] = {
         8, "one register or two, stored before the loop and read after it; smaller tiles are slower"
     ),
     ("_attention_kernel", "sm80"): AllowedSpill(8, _TWO_SUMS, variant="FIXED=True"),
-    ("_attention_kernel", "sm90"): AllowedSpill(80, _TWO_SUMS, variant="FIXED=True"),
+    ("_attention_kernel", "sm90"): AllowedSpill(32, _TWO_SUMS, variant="FIXED=True"),
     ("_attention_kernel", "sm100"): AllowedSpill(216, _TWO_SUMS, variant="FIXED=True"),
 }
 
