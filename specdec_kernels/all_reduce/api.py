@@ -1,0 +1,59 @@
+"""Public function of the family: arguments are checked here, once for both implementations."""
+
+from __future__ import annotations
+
+import torch
+
+from specdec_kernels.all_reduce.types import SLOTS, Exchange
+from specdec_kernels.checks import expect_contiguous, expect_dtype, expect_same_device, expect_shape
+from specdec_kernels.launch import dispatch
+from specdec_kernels.norm.types import Normed
+
+
+def all_reduce_add_rms_norm(
+    parts: torch.Tensor,
+    exchange: Exchange,
+    slot: int,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    impl: str = "auto",
+) -> Normed:
+    """Sum the partial results of a row-parallel projection over all ranks, add the residual stream, and norm the sum.
+
+    Every rank calls this with the same shapes. A rank writes its own sum, tells the others, waits for theirs and reads
+    them: one exchange, in float32. The sums are added in the order of the ranks, so every rank has the same bits, and
+    they are rounded once, to the dtype of the residual.
+
+    Args:
+        parts: [P, ..., D] float32, contiguous: partial sums of this rank, added in their order.
+        exchange: memory of the ranks, see `Exchange`; `exchange.width` is D.
+        slot: 0 or 1, in turn from call to call, on every rank the same.
+        residual: [..., D] residual stream, at most `exchange.rows` rows, contiguous. It is not changed.
+        weight: [D], dtype of the residual. eps: added to the mean square.
+
+    Returns:
+        The norm of the sum, and the sum, rounded to the dtype of the residual: the new residual stream. Both [..., D].
+
+    Raises:
+        ValueError: a shape, dtype, device or layout does not fit; the message names expected and actual.
+    """
+    expect_shape("residual", residual, (*(None for _ in residual.shape[:-1]), exchange.width))
+    if not 0 <= slot < SLOTS:
+        raise ValueError(f"slot: expected 0 to {SLOTS - 1}, got {slot}")
+    if residual.numel() > exchange.rows * exchange.width:
+        raise ValueError(f"residual: expected at most {exchange.rows} rows, got {residual.numel() // exchange.width}")
+    expect_shape("parts", parts, (None, *residual.shape))
+    if parts.shape[0] == 0:
+        raise ValueError("parts: expected at least one, got none")
+    expect_shape("weight", weight, (exchange.width,))
+    expect_dtype("weight", weight, residual.dtype)
+    exact = (torch.float64,) if residual.dtype == torch.float64 else ()
+    for name, tensor in (("parts", parts), ("exchange.memory", exchange.memory)):
+        expect_dtype(name, tensor, torch.float32, *exact)
+    expect_dtype("exchange.flags", exchange.flags, torch.int32)
+    expect_same_device(parts=parts, residual=residual, weight=weight, memory=exchange.memory, flags=exchange.flags)
+    expect_contiguous(parts=parts, residual=residual, weight=weight)
+    function = dispatch("all_reduce_add_rms_norm", __package__, impl, residual)
+    return function(parts, exchange, slot, residual, weight, eps)

@@ -1,0 +1,59 @@
+"""Named inputs of the exchange: one tensor holds the memory of all ranks, and the other ranks have written already."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from specdec_kernels.all_reduce.types import SLOTS, Exchange, exchange_elements
+from specdec_kernels.cases import Case, Comparison, Maker
+
+_8B = 4096
+
+
+def exchange_inputs(
+    make: Maker, *shape: int, parts: int = 1, ranks: int = 2, rank: int = 0, slot: int = 0, rows: int = 8
+) -> dict[str, Any]:
+    """Rows `[*shape]` of `ranks` ranks, seen by `rank`; the flags of the others are up."""
+    width = shape[-1]
+    size = exchange_elements(ranks, rows, width)
+    memory = make.normal(ranks * size).float()
+    flags = torch.zeros(ranks * size, dtype=torch.int32, device=make.device)
+    first = rank * size + SLOTS * rows * width + slot * ranks * rows
+    own = flags[first : first + ranks * rows].view(ranks, rows)
+    used = torch.empty(shape[:-1]).numel()
+    own[:, :used] = 1
+    own[rank] = 0
+    offsets = make.tensor([other * size for other in range(ranks)], torch.int64)
+    exchange = Exchange(memory, flags, offsets, rank, rows, width)
+    return dict(
+        parts=make.normal(parts, *shape).float(),
+        exchange=exchange,
+        slot=slot,
+        residual=make.normal(*shape),
+        weight=make.normal(width),
+        eps=1e-6,
+    )
+
+
+COMPARISON = Comparison(float64=True)
+
+
+def _case(name: str, catches: str, *shape: int, gate: bool = False, **options: int) -> Case:
+    function = "all_reduce_add_rms_norm"
+    return Case(name, function, lambda make: exchange_inputs(make, *shape, **options), catches, gate)
+
+
+CASES = (
+    _case("exchange_empty", "launch on an empty grid", 0, 64),
+    _case("exchange_one_row", "the other rank's memory not read", 1, 64),
+    _case("exchange_odd", "lanes past the width", 5, 63),
+    _case("exchange_parts", "partial sums of this rank left out", 3, 96, parts=4),
+    _case("exchange_slot_1", "sums and flags of the other slot", 2, 64, slot=1),
+    _case("exchange_second_rank", "own sum added twice", 2, 64, rank=1, slot=1),
+    _case("exchange_four_ranks", "a rank left out; flags of another rank", 2, 3, 64, ranks=4, rank=2, parts=2),
+    _case("exchange_full", "the last row of the memory", 8, 32, rows=8),
+    _case("exchange_shipped", "registers and vector width", 2, _8B, parts=4, gate=True),
+    _case("exchange_eight_shipped", "registers with eight ranks", 1, _8B, ranks=8, rank=3, gate=True),
+)
