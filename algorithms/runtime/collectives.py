@@ -15,9 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from specdec_kernels import Exchange, exchange_elements
+
 _ONE_SHOT_BYTES = 1 << 20
 _ONE_SHOT_DTYPES = (torch.bfloat16, torch.float32)
 _ALIGNMENT = 16
+_EXCHANGE_ROWS = 64
 
 
 def parallel() -> bool:
@@ -35,6 +38,15 @@ def sum_over_ranks(x: Tensor) -> Tensor:
     x = x.contiguous()
     dist.all_reduce(x)
     return x
+
+
+def exchange_of(rows: Tensor) -> Exchange | None:
+    """Memory to exchange `rows [..., D]` with the other ranks inside a kernel; None where they are too many, or where
+    devices cannot read each other. Every rank calls this at once."""
+    width = rows.shape[-1]
+    if not rows.is_cuda or not 0 < rows.numel() <= _EXCHANGE_ROWS * width:
+        return None
+    return _exchange(rows.device, width)
 
 
 def join_columns(part: Tensor) -> Tensor:
@@ -64,15 +76,36 @@ def from_rank_0(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 @cache
+def _exchange(device: torch.device, width: int) -> Exchange | None:
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    found = _symmetric(device, 4 * exchange_elements(ranks, _EXCHANGE_ROWS, width))
+    if found is None:
+        return None
+    memory, addresses = found
+    memory.zero_()
+    offsets = torch.tensor([(address - addresses[rank]) // 4 for address in addresses], device=device)
+    torch.cuda.synchronize(device)
+    # No rank raises a flag in memory that another has not zeroed yet.
+    dist.barrier()
+    return Exchange(memory.view(torch.float32), memory.view(torch.int32), offsets, rank, _EXCHANGE_ROWS, width)
+
+
+@cache
 def _shared_memory(device: torch.device) -> Tensor | None:
-    """[bytes] uint8 that all ranks read, or None where devices cannot read each other. All ranks call this at once."""
+    """[bytes] uint8 that torch sums over, or None where devices cannot read each other. All ranks call this at once."""
+    found = _symmetric(device, _ONE_SHOT_BYTES)
+    return None if found is None else found[0]
+
+
+def _symmetric(device: torch.device, size: int) -> tuple[Tensor, list[int]] | None:
+    """[size] uint8 that every rank can read and write, and where this process sees that of each rank."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    # Sums here never use multicast; without this line it would be set up all the same.
+    # Nothing here uses multicast; without this line it would be set up all the same.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     try:
-        shared = symmetric_memory.empty(_ONE_SHOT_BYTES, dtype=torch.uint8, device=device)
-        symmetric_memory.rendezvous(shared, dist.group.WORLD)  # type: ignore[arg-type]
+        memory = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+        shared = symmetric_memory.rendezvous(memory, dist.group.WORLD)  # type: ignore[arg-type]
     except RuntimeError:
         return None
-    return shared
+    return memory, list(shared.buffer_ptrs)

@@ -13,20 +13,20 @@ _8B = 4096
 
 
 def exchange_inputs(
-    make: Maker, *shape: int, parts: int = 1, ranks: int = 2, rank: int = 0, slot: int = 0, rows: int = 8
+    make: Maker, *shape: int, parts: int = 1, ranks: int = 2, rank: int = 0, slot: int = 0, capacity: int = 8
 ) -> dict[str, Any]:
     """Rows `[*shape]` of `ranks` ranks, seen by `rank`; the flags of the others are up."""
     width = shape[-1]
-    size = exchange_elements(ranks, rows, width)
+    size = exchange_elements(ranks, capacity, width)
     memory = make.normal(ranks * size).float()
     flags = torch.zeros(ranks * size, dtype=torch.int32, device=make.device)
-    first = rank * size + SLOTS * rows * width + slot * ranks * rows
-    own = flags[first : first + ranks * rows].view(ranks, rows)
+    first = rank * size + SLOTS * capacity * width + slot * ranks * capacity
+    own = flags[first : first + ranks * capacity].view(ranks, capacity)
     used = torch.empty(shape[:-1]).numel()
     own[:, :used] = 1
     own[rank] = 0
     offsets = make.tensor([other * size for other in range(ranks)], torch.int64)
-    exchange = Exchange(memory, flags, offsets, rank, rows, width)
+    exchange = Exchange(memory, flags, offsets, rank, capacity, width)
     return dict(
         parts=make.normal(parts, *shape).float(),
         exchange=exchange,
@@ -53,7 +53,7 @@ CASES = (
     _case("exchange_slot_1", "sums and flags of the other slot", 2, 64, slot=1),
     _case("exchange_second_rank", "own sum added twice", 2, 64, rank=1, slot=1),
     _case("exchange_four_ranks", "a rank left out; flags of another rank", 2, 3, 64, ranks=4, rank=2, parts=2),
-    _case("exchange_full", "the last row of the memory", 8, 32, rows=8),
+    _case("exchange_full", "the last row of the memory", 8, 32),
     _case("exchange_shipped", "registers and vector width", 2, _8B, parts=4, gate=True),
     _case("exchange_eight_shipped", "registers with eight ranks", 1, _8B, ranks=8, rank=3, gate=True),
 )

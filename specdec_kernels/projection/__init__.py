@@ -1,5 +1,11 @@
 """Matrix products of a decoding step: few rows against a large weight."""
 
-from specdec_kernels.projection.api import linear, linear_add_rms_norm, linear_argmax, linear_silu_mul
+from specdec_kernels.projection.api import (
+    linear,
+    linear_add_rms_norm,
+    linear_all_reduce_add_rms_norm,
+    linear_argmax,
+    linear_silu_mul,
+)
 
-__all__ = ["linear", "linear_add_rms_norm", "linear_argmax", "linear_silu_mul"]
+__all__ = ["linear", "linear_add_rms_norm", "linear_all_reduce_add_rms_norm", "linear_argmax", "linear_silu_mul"]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import torch
 
+from specdec_kernels.all_reduce.types import Exchange
 from specdec_kernels.checks import expect_contiguous, expect_dtype, expect_same_device, expect_shape
 from specdec_kernels.launch import dispatch
 from specdec_kernels.norm.configs import MAX_WIDTH
@@ -99,17 +100,42 @@ def linear_add_rms_norm(
     Raises:
         ValueError: a shape, dtype, device or layout does not fit; the message names expected and actual.
     """
-    _check(x, weight, None)
-    expect_shape("residual", residual, (*x.shape[:-1], weight.shape[0]))
-    expect_shape("norm_weight", norm_weight, (weight.shape[0],))
-    for name, tensor in (("residual", residual), ("norm_weight", norm_weight)):
-        expect_dtype(name, tensor, x.dtype)
-    expect_same_device(x=x, residual=residual, norm_weight=norm_weight)
-    expect_contiguous(residual=residual, norm_weight=norm_weight)
-    if weight.shape[0] > MAX_WIDTH:
-        raise ValueError(f"weight: expected at most {MAX_WIDTH} rows to norm, got {weight.shape[0]}")
+    _check_normed(x, weight, residual, norm_weight)
     function = dispatch("linear_add_rms_norm", __package__, impl, x)
     return function(x, weight, residual, norm_weight, eps, batch_invariant=batch_invariant)
+
+
+def linear_all_reduce_add_rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    exchange: Exchange,
+    slot: int,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    *,
+    batch_invariant: bool = False,
+    impl: str = "auto",
+) -> Normed:
+    """`linear_add_rms_norm` of a projection whose inner dimension is shared out over ranks.
+
+    Every rank calls this with its own columns of x and of the weight. The products are summed over ranks in float32 and
+    rounded once; see `all_reduce_add_rms_norm`.
+
+    Args:
+        x: [..., K], contiguous, at most `exchange.rows` rows. weight: [D, K], dtype of x, contiguous.
+        exchange, slot: as in `all_reduce_add_rms_norm`.
+        residual, norm_weight, eps, batch_invariant: as in `linear_add_rms_norm`.
+
+    Returns:
+        The norm of the sum, and the sum: the new residual stream. Both [..., D].
+
+    Raises:
+        ValueError: a shape, dtype, device or layout does not fit; the message names expected and actual.
+    """
+    _check_normed(x, weight, residual, norm_weight)
+    function = dispatch("linear_all_reduce_add_rms_norm", __package__, impl, x)
+    return function(x, weight, exchange, slot, residual, norm_weight, eps, batch_invariant=batch_invariant)
 
 
 def linear_argmax(
@@ -132,6 +158,18 @@ def linear_argmax(
     """
     _check(x, weight, None)
     return dispatch("linear_argmax", __package__, impl, x)(x, weight, batch_invariant=batch_invariant)
+
+
+def _check_normed(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor) -> None:
+    _check(x, weight, None)
+    expect_shape("residual", residual, (*x.shape[:-1], weight.shape[0]))
+    expect_shape("norm_weight", norm_weight, (weight.shape[0],))
+    for name, tensor in (("residual", residual), ("norm_weight", norm_weight)):
+        expect_dtype(name, tensor, x.dtype)
+    expect_same_device(x=x, residual=residual, norm_weight=norm_weight)
+    expect_contiguous(residual=residual, norm_weight=norm_weight)
+    if weight.shape[0] > MAX_WIDTH:
+        raise ValueError(f"weight: expected at most {MAX_WIDTH} rows to norm, got {weight.shape[0]}")
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:

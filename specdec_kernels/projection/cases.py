@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from specdec_kernels.all_reduce.cases import exchange_inputs
 from specdec_kernels.cases import Case, Comparison, Maker
 
 _LARGE = ("large",)
@@ -75,6 +76,7 @@ WORK: dict[str, Callable[[dict[str, Any]], tuple[int, int]]] = {
     "linear": _work,
     "linear_silu_mul": _gated_work,
     "linear_add_rms_norm": _normed_work,
+    "linear_all_reduce_add_rms_norm": _normed_work,
     "linear_argmax": _argmax_work,
 }
 
@@ -93,7 +95,20 @@ WEIGHTS = {
 }
 
 
-_INPUTS: dict[str, Callable[..., dict[str, Any]]] = dict(linear_argmax=argmax_inputs, linear_add_rms_norm=normed_inputs)
+def exchanged_inputs(
+    make: Maker, rows: int | tuple[int, ...], outer: int, inner: int, **options: int
+) -> dict[str, Any]:
+    """A rank's part of a projection, where the other ranks have written theirs."""
+    inputs = normed_inputs(make, rows, outer, inner)
+    other = exchange_inputs(make, *inputs["residual"].shape, **options)
+    return inputs | dict(exchange=other["exchange"], slot=other["slot"])
+
+
+_INPUTS: dict[str, Callable[..., dict[str, Any]]] = dict(
+    linear_argmax=argmax_inputs,
+    linear_add_rms_norm=normed_inputs,
+    linear_all_reduce_add_rms_norm=exchanged_inputs,
+)
 
 
 def _case(
@@ -123,6 +138,11 @@ def _normed(name: str, catches: str, rows: int | tuple[int, ...], outer: int, in
     return _case(name, catches, rows, outer, inner, function="linear_add_rms_norm", **options)
 
 
+def _exchanged(name: str, catches: str, rows: int, outer: int, inner: int, **options: Any) -> Case:
+    function = "linear_all_reduce_add_rms_norm"
+    return _case(name, catches, rows, outer, inner, function=function, **options)
+
+
 def _argmax(name: str, catches: str, rows: int | tuple[int, ...], outer: int, inner: int, **options: Any) -> Case:
     return _case(name, catches, rows, outer, inner, function="linear_argmax", **options)
 
@@ -147,6 +167,9 @@ CASES = (
     _case("linear_17_rows", "a second block of rows", 17, 48, 64),
     _case("linear_64_rows", "the last number of rows that the kernel takes by itself", 64, 48, 600),
     _case("linear_65_rows", "rows that go to torch", 65, 48, 64),
+    _exchanged("exchanged_split", "partial sums left to the exchange", 3, 64, 1536, slot=1),
+    _exchanged("exchanged_whole", "a product without partial sums", 2, 48, 64, rank=1, ranks=3),
+    _exchanged("exchanged_65_rows", "rows that go to torch", 65, 48, 64, capacity=80),
     _case("linear_129_rows", "rows past those of one program", 129, 48, 600, batch_invariant=True),
     _case("linear_1_shipped", "registers, shared memory and tensor cores of few tiles", 1, 4096, 4096, gate=True),
     *(
@@ -193,7 +216,9 @@ CASES = (
     _argmax("argmax_ties", "the highest of equal columns", 7, 700, 4),
     _argmax("argmax_batched", "leading dimensions, several tiles", (2, 9), 1100, 130),
     Case(
-        "argmax_unusable", "linear_argmax", lambda make: _unusable_inputs(make, 5, 700, 4),
+        "argmax_unusable",
+        "linear_argmax",
+        lambda make: _unusable_inputs(make, 5, 700, 4),
         "a column for a row without a usable logit",
     ),
     _argmax("argmax_65_rows", "rows that go to torch", 65, 48, 64),

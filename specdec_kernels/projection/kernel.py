@@ -24,6 +24,8 @@ import triton.language as tl
 
 from specdec_kernels.activation import kernel as activation
 from specdec_kernels.activation.kernel import gated
+from specdec_kernels.all_reduce import kernel as all_reduce
+from specdec_kernels.all_reduce.types import Exchange
 from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.norm import kernel as norm
 from specdec_kernels.norm.types import Normed
@@ -298,6 +300,29 @@ def linear_add_rms_norm(
     parts = torch.empty((config.splits, *residual.shape), dtype=torch.float32, device=x.device)
     launch_linear(x, weight, None, parts, False, config)
     return norm.add_rms_norm_of_parts(parts, residual, norm_weight, eps)
+
+
+def linear_all_reduce_add_rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    exchange: Exchange,
+    slot: int,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    *,
+    batch_invariant: bool = False,
+) -> Normed:
+    if x.dtype == torch.float64:
+        return reference.linear_all_reduce_add_rms_norm(x, weight, exchange, slot, residual, norm_weight, eps)
+    if _takes(x, batch_invariant):
+        config = config_of(x, weight)
+        splits = 1 if config.in_order else config.splits
+        parts = torch.empty((splits, *residual.shape), dtype=torch.float32, device=x.device)
+        launch_linear(x, weight, None, parts, False, config)
+    else:
+        parts = reference.linear(x, weight).float()[None]
+    return all_reduce.all_reduce_add_rms_norm(parts, exchange, slot, residual, norm_weight, eps)
 
 
 def linear_argmax(x: torch.Tensor, weight: torch.Tensor, *, batch_invariant: bool = False) -> torch.Tensor:

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from specdec_kernels.activation.reference import silu_mul
+from specdec_kernels.all_reduce.reference import all_reduce_add_rms_norm
+from specdec_kernels.all_reduce.types import Exchange
 from specdec_kernels.norm.reference import add_rms_norm
 from specdec_kernels.norm.types import Normed
 
@@ -33,6 +35,23 @@ def linear_add_rms_norm(
 ) -> Normed:
     """The norm of x weight^T + residual, and that sum."""
     return add_rms_norm(F.linear(x, weight), residual, norm_weight, eps)
+
+
+def linear_all_reduce_add_rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    exchange: Exchange,
+    slot: int,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    *,
+    batch_invariant: bool = False,
+) -> Normed:
+    """The norm of residual + the sum over ranks of x weight^T, and that sum."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    product = F.linear(x.to(wide), weight.to(wide))
+    return all_reduce_add_rms_norm(product[None], exchange, slot, residual, norm_weight, eps)
 
 
 def linear_argmax(x: torch.Tensor, weight: torch.Tensor, *, batch_invariant: bool = False) -> torch.Tensor:

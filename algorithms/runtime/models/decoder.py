@@ -17,7 +17,15 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from algorithms.runtime.models.config.decoder import DecoderConfig
-from algorithms.runtime.models.fusion import Fusable, FusableModel, Packed, packed, project, queries_only
+from algorithms.runtime.models.fusion import (
+    Fusable,
+    FusableModel,
+    NormedProjection,
+    Packed,
+    packed,
+    project,
+    queries_only,
+)
 from specdec_kernels import (
     Normed,
     add_rms_norm,
@@ -75,6 +83,8 @@ class RMSNorm(Fusable):
         """The norm of residual + projection(x), and that sum; the fused forward's end of a sublayer."""
         assert self.impl is not None
         x = x.contiguous()
+        if isinstance(projection, NormedProjection):
+            return projection.add_rms_norm(x, residual, self.weight, self.eps)
         if isinstance(projection, nn.Linear) and projection.bias is None:
             weight, same = projection.weight, self.batch_invariant
             return linear_add_rms_norm(x, weight, residual, self.weight, self.eps, batch_invariant=same, impl=self.impl)

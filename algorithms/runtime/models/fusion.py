@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from specdec_kernels import linear
+from specdec_kernels import Normed, linear
 from specdec_kernels.projection.configs import rows_of_the_table
 
 
@@ -36,6 +36,14 @@ class Fusable(nn.Module):
 
     def pack(self) -> None:
         """Prepare the weights for the kernels; called again, it does nothing."""
+
+
+class NormedProjection(Fusable):
+    """A projection with a fused end of a sublayer of its own."""
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Normed:
+        """The norm of residual + the projection of x, and that sum."""
+        raise NotImplementedError
 
 
 class FusableModel(Fusable):

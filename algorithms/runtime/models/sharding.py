@@ -15,18 +15,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from algorithms.runtime.collectives import join_columns, sum_over_ranks
+from algorithms.runtime.collectives import exchange_of, join_columns, sum_over_ranks
 from algorithms.runtime.models.config.decoder import DecoderConfig
 from algorithms.runtime.models.decoder import Attention, Decoder, DecoderLayer, SharedHead, SwiGLU
-from algorithms.runtime.models.fusion import Fusable
-from specdec_kernels import linear
+from algorithms.runtime.models.fusion import NormedProjection
+from specdec_kernels import Normed, add_rms_norm, linear, linear_all_reduce_add_rms_norm
 
 
-class RowParallelLinear(Fusable):
-    """y = sum over ranks of x_r W_r^T, + bias: this rank holds the input columns x_r."""
+class RowParallelLinear(NormedProjection):
+    """y = sum over ranks of x_r W_r^T, + bias: this rank holds the columns x_r. `slot` is that of its exchanges."""
 
-    def __init__(self, whole: nn.Linear, columns: slice) -> None:
+    def __init__(self, whole: nn.Linear, columns: slice, slot: int) -> None:
         super().__init__()
+        self.slot = slot
         self.weight = nn.Parameter(whole.weight[:, columns].clone(), requires_grad=False)
         self.bias = whole.bias
 
@@ -38,6 +39,16 @@ class RowParallelLinear(Fusable):
         y = sum_over_ranks(y)
         return y if self.bias is None else y + self.bias
 
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Normed:
+        assert self.impl is not None
+        exchange = exchange_of(residual) if self.bias is None else None
+        if exchange is None:
+            return add_rms_norm(self(x), residual, weight, eps, impl=self.impl)
+        own, same = self.weight, self.batch_invariant
+        return linear_all_reduce_add_rms_norm(
+            x, own, exchange, self.slot, residual, weight, eps, batch_invariant=same, impl=self.impl
+        )
+
 
 class VocabParallelHead(SharedHead):
     """Logits of the whole vocabulary, of which this rank computes the rows of `weight`."""
@@ -48,7 +59,9 @@ class VocabParallelHead(SharedHead):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.contiguous()
-        return join_columns(F.linear(x, self.weight) if self.impl is None else linear(x, self.weight, impl=self.impl))
+        if self.impl is None:
+            return join_columns(F.linear(x, self.weight))
+        return join_columns(linear(x, self.weight, batch_invariant=self.batch_invariant, impl=self.impl))
 
 
 def parallel_config(config: DecoderConfig, world_size: int) -> DecoderConfig:
@@ -85,7 +98,7 @@ def _shard_attention(attention: Attention, config: DecoderConfig, rank: int) -> 
     _keep_outputs(attention.q_proj, queries)
     _keep_outputs(attention.k_proj, keys)
     _keep_outputs(attention.v_proj, keys)
-    attention.add_module("o_proj", RowParallelLinear(attention.o_proj, queries))
+    attention.add_module("o_proj", RowParallelLinear(attention.o_proj, queries, slot=0))
     if attention.sinks is not None:
         heads = _part(rank, config.num_heads)
         attention.sinks = nn.Parameter(attention.sinks[heads].clone(), requires_grad=False)
@@ -95,7 +108,7 @@ def _shard_mlp(mlp: SwiGLU, config: DecoderConfig, rank: int) -> None:
     columns = _part(rank, config.intermediate_size)
     _keep_outputs(mlp.gate_proj, columns)
     _keep_outputs(mlp.up_proj, columns)
-    mlp.add_module("down_proj", RowParallelLinear(mlp.down_proj, columns))
+    mlp.add_module("down_proj", RowParallelLinear(mlp.down_proj, columns, slot=1))
 
 
 def _shard_head(model: Decoder, rank: int, world_size: int) -> None:
