@@ -22,7 +22,7 @@ MAX_CANDIDATES = 4096
 
 
 def build_tree(
-    parents: torch.Tensor, lengths: torch.Tensor, orphans_see_root: bool = False, impl: str = "auto"
+    parents: torch.Tensor, lengths: torch.Tensor, longest_walk: int | None = None, impl: str = "auto"
 ) -> TreeLinks:
     """Links, depths, positions and ancestor masks of a batch of trees.
 
@@ -34,8 +34,10 @@ def build_tree(
     Args:
         parents: [B, N] int32, contiguous, 1 <= N <= 256; parents come before children.
         lengths: [B] int64, committed tokens of each request.
-        orphans_see_root: an unused node counts as one step below the root in depth, positions and mask, though
-            nothing links to it. That is SGLang's contract for entries whose parent was not selected.
+        longest_walk: None, or the rules of SGLang's tree builder. A parent may then stand anywhere in [0, N), also
+            behind its child or at the child itself. Every node sees the root and itself. Its depth is the number of
+            nodes on the walk from it to the root, the root left out; the walk ends where a node has no parent, and
+            after `longest_walk` nodes, at least 1.
         impl: `auto`, `triton` or `reference`.
 
     Returns:
@@ -48,7 +50,9 @@ def build_tree(
     """
     expect_tensors(parents=(parents, (None, None), torch.int32), lengths=(lengths, parents.shape[:1], torch.int64))
     expect_nodes("parents", parents.shape[1])
-    return dispatch("build_tree", __package__, impl, parents)(parents, lengths, orphans_see_root)
+    if longest_walk is not None and longest_walk < 1:
+        raise ValueError(f"longest_walk: expected at least 1, got {longest_walk}")
+    return dispatch("build_tree", __package__, impl, parents)(parents, lengths, longest_walk)
 
 
 def build_chain(lengths: torch.Tensor, num_nodes: int, impl: str = "auto") -> TreeLinks:

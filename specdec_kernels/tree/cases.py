@@ -39,6 +39,12 @@ def _tree(make: Maker, batch: int, num_nodes: int, unused: bool = False, **optio
     return dict(parents=parents, lengths=make.integers(0, 1 << 40, batch), **options)
 
 
+def _anywhere(make: Maker, batch: int, num_nodes: int, longest_walk: int) -> dict[str, Any]:
+    """Any node as a parent, also the node itself and nodes behind it, and some that are none."""
+    parents = make.integers(-2, num_nodes + 1, batch, num_nodes, dtype=torch.int32)
+    return dict(parents=parents, lengths=make.integers(0, 100, batch), longest_walk=longest_walk)
+
+
 def _shaped(make: Maker, parents: list[int]) -> dict[str, Any]:
     return dict(parents=make.tensor([parents], torch.int32), lengths=make.integers(0, 100, 1))
 
@@ -244,9 +250,10 @@ CASES = (
     _tree_case("tree_odd", "masks of sizes off the block", gate=True, batch=3, num_nodes=7),
     _tree_case("tree_unused", "padding becomes a sibling", batch=4, num_nodes=9, unused=True),
     _tree_case(
-        "tree_orphans_see_root", "an orphan without position", gate=True,
-        batch=4, num_nodes=9, unused=True, orphans_see_root=True,
+        "tree_orphans", "an orphan without position", gate=True, batch=4, num_nodes=9, unused=True, longest_walk=8,
     ),
+    case_of("build_tree", _anywhere, "tree_anywhere", "a walk in circles", batch=5, num_nodes=9, longest_walk=3),
+    case_of("build_tree", _anywhere, "tree_anywhere_70", "the second word", batch=2, num_nodes=70, longest_walk=40),
     case_of("build_tree", _shaped, "tree_star", "sibling order", parents=_STAR),
     case_of("build_tree", _shaped, "tree_deep", "ancestor walk cut short", parents=_DEEP),
     case_of("build_tree", _shaped, "tree_malformed", "a parent outside [0, node) is followed", parents=_MALFORMED),

@@ -22,10 +22,22 @@ _EXPONENT_BIAS = tl.constexpr(1023)
 
 
 @triton.jit
-def _load_parent(parents_ptr, row, node, live):
+def _load_parent(parents_ptr, row, node, live, NODES: tl.constexpr, ANYWHERE: tl.constexpr):
     """Parent of each node, -1 at the root, for unused nodes and for lanes that are not `live`."""
     parent = tl.load(parents_ptr + row + node, mask=live, other=-1)
-    return tl.where((parent >= 0) & (parent < node), parent, -1)
+    if ANYWHERE:
+        return tl.where((parent >= 0) & (parent < NODES) & (node > 0), parent, -1)
+    else:
+        return tl.where((parent >= 0) & (parent < node), parent, -1)
+
+
+@triton.jit
+def _climbs(ancestor, depth, longest_walk, ANYWHERE: tl.constexpr):
+    """Whether a walk goes on to `ancestor`; the root counts only where a walk may end without it."""
+    if ANYWHERE:
+        return (ancestor > 0) & (depth < longest_walk)
+    else:
+        return ancestor >= 0
 
 
 @triton.jit
@@ -53,7 +65,7 @@ def _store_links(
     tl.store(mask_ptr + mask_row + word, bits, mask=live[:, :, None] & (word < WORDS))
 
 
-@triton.jit(do_not_specialize=["batch"])
+@triton.jit(do_not_specialize=["batch", "longest_walk"])
 def _tree_kernel(
     parents_ptr,  # [B, N] int32
     lengths_ptr,  # [B] int64
@@ -63,9 +75,10 @@ def _tree_kernel(
     positions_ptr,  # [B, N] int64
     mask_ptr,  # [B, N, WORDS] int64
     batch,
+    longest_walk,
     NODES: tl.constexpr,
     WORDS: tl.constexpr,
-    ORPHANS_SEE_ROOT: tl.constexpr,
+    ANYWHERE: tl.constexpr,  # parents may stand behind their children, and walks end after `longest_walk` nodes
     BLOCK_B: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -75,27 +88,26 @@ def _tree_kernel(
     word = tl.arange(0, BLOCK_W)[None, None, :]
     live = (request < batch) & (node < NODES)
     row = request.to(tl.int64) * NODES
-    parent = _load_parent(parents_ptr, row, node, live)
+    parent = _load_parent(parents_ptr, row, node, live, NODES, ANYWHERE)
 
     depth = tl.zeros((BLOCK_B, BLOCK_N), tl.int32)
     bits = _word_bit((node + depth)[:, :, None], word)
+    if ANYWHERE:
+        bits |= _word_bit((depth * 0)[:, :, None], word)
+        depth += (node > 0).to(tl.int32)
     ancestor = parent
-    top = node + depth
-    while tl.max(tl.max(ancestor, 1), 0) >= 0:
-        climbing = ancestor >= 0
+    climbing = _climbs(ancestor, depth, longest_walk, ANYWHERE)
+    while tl.max(tl.max(climbing.to(tl.int32), 1), 0) > 0:
         depth += climbing.to(tl.int32)
         bits |= tl.where(climbing[:, :, None], _word_bit(tl.maximum(ancestor, 0)[:, :, None], word), 0)
-        top = tl.where(climbing, ancestor, top)
-        ancestor = _load_parent(parents_ptr, row, ancestor, climbing)
-    if ORPHANS_SEE_ROOT:
-        depth += (top > 0).to(tl.int32)
-        bits |= _word_bit((depth * 0)[:, :, None], word)
+        ancestor = _load_parent(parents_ptr, row, ancestor, climbing, NODES, ANYWHERE)
+        climbing = _climbs(ancestor, depth, longest_walk, ANYWHERE)
 
     first_child = tl.full((BLOCK_B, BLOCK_N), NODES, tl.int32)
     next_sibling = tl.full((BLOCK_B, BLOCK_N), NODES, tl.int32)
     for start in range(0, NODES, BLOCK_N):
         other = (start + tl.arange(0, BLOCK_N))[None, :]
-        other_parent = _load_parent(parents_ptr, row, other, (request < batch) & (other < NODES))
+        other_parent = _load_parent(parents_ptr, row, other, (request < batch) & (other < NODES), NODES, ANYWHERE)
         of_other, other_index = other_parent[:, None, :], other[:, None, :]
         is_child = of_other == node[:, :, None]
         is_sibling = (of_other == parent[:, :, None]) & (of_other >= 0) & (other_index > node[:, :, None])
@@ -182,14 +194,14 @@ def _mask_parents_kernel(
     tl.store(parents_ptr + row, parent, mask=live)
 
 
-def build_tree(parents: torch.Tensor, lengths: torch.Tensor, orphans_see_root: bool = False) -> TreeLinks:
+def build_tree(parents: torch.Tensor, lengths: torch.Tensor, longest_walk: int | None = None) -> TreeLinks:
     """See `specdec_kernels.tree.build_tree`."""
     batch, num_nodes = parents.shape
     links = _empty_links(lengths, num_nodes)
     grid, num_warps, blocks = _plan(lengths, num_nodes)
     launch(
-        _tree_kernel, grid, parents, lengths, *links, batch,
-        ORPHANS_SEE_ROOT=orphans_see_root, num_warps=num_warps, **blocks, **_word_blocks(num_nodes),
+        _tree_kernel, grid, parents, lengths, *links, batch, longest_walk or 0,
+        ANYWHERE=longest_walk is not None, num_warps=num_warps, **blocks, **_word_blocks(num_nodes),
     )  # fmt: skip
     return links
 

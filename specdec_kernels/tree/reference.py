@@ -18,22 +18,25 @@ from specdec_kernels.tree.types import (
 SMALLEST_PRODUCT = torch.finfo(torch.float32).tiny
 
 
-def build_tree(parents: torch.Tensor, lengths: torch.Tensor, orphans_see_root: bool = False) -> TreeLinks:
+def build_tree(parents: torch.Tensor, lengths: torch.Tensor, longest_walk: int | None = None) -> TreeLinks:
     """See `specdec_kernels.tree.build_tree`."""
     batch, num_nodes = parents.shape
     node = torch.arange(num_nodes, device=parents.device)
     parent = parents.long()
-    parent = torch.where((parent >= 0) & (parent < node), parent, -1)
+    below = node if longest_walk is None else num_nodes
+    parent = torch.where((parent >= 0) & (parent < below) & (node > 0), parent, -1)
 
     sees = torch.eye(num_nodes, dtype=torch.bool, device=parents.device).repeat(batch, 1, 1)
     depth = torch.zeros(batch, num_nodes, dtype=torch.int64, device=parents.device)
     ancestor = parent
-    for _ in range(num_nodes - 1):
-        depth += ancestor >= 0
-        sees |= ancestor[:, :, None] == node
-        ancestor = torch.where(ancestor >= 0, parent.gather(1, ancestor.clamp(min=0)), -1)
-    if orphans_see_root:
-        depth += ~sees[:, :, 0]
+    for _ in range(num_nodes - 1 if longest_walk is None else longest_walk - 1):
+        # The root counts where a walk may end without it.
+        climbs = ancestor >= (0 if longest_walk is None else 1)
+        depth += climbs
+        sees |= climbs[:, :, None] & (ancestor[:, :, None] == node)
+        ancestor = torch.where(climbs, parent.gather(1, ancestor.clamp(min=0)), -1)
+    if longest_walk is not None:
+        depth += node > 0
         sees[:, :, 0] = True
 
     is_child = parent[:, None, :] == node[:, None]

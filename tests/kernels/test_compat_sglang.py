@@ -43,7 +43,7 @@ def parents_of(selected: list[int], parent_list: list[int], topk: int) -> list[i
     found: list[int | None] = [None]
     for candidate in selected:
         row = candidate // topk
-        if row == 0:
+        if row <= 0:
             found.append(0)
         elif row < len(parent_list) and parent_list[row] in selected:
             found.append(selected.index(parent_list[row]) + 1)
@@ -52,22 +52,22 @@ def parents_of(selected: list[int], parent_list: list[int], topk: int) -> list[i
     return found
 
 
-def tree_in_python(parents: list[int | None], length: int) -> dict[str, list]:
-    """Links, positions and visible nodes; an orphan stands one step below the root and has no link to it."""
+def tree_in_python(parents: list[int | None], length: int, depth: int) -> dict[str, list]:
+    """Links, positions and visible nodes by the walk of SGLang's CPU builder; an orphan has no link to it."""
     nodes = range(len(parents))
     child, sibling = [-1] * len(parents), [-1] * len(parents)
     for node in reversed(nodes[1:]):
         if parents[node] is not None:
             sibling[node], child[parents[node]] = child[parents[node]], node
-    seen, depth = [], []
+    seen, walked = [], []
     for node in nodes:
         path, current = [], node
-        while current:
+        while current and len(path) < depth:
             path.append(current)
             current = parents[current] or 0
         seen.append({0, *path})
-        depth.append(len(path))
-    return dict(child=child, sibling=sibling, positions=[length + d for d in depth], seen=seen)
+        walked.append(len(path))
+    return dict(child=child, sibling=sibling, positions=[length + d for d in walked], seen=seen)
 
 
 def run_build(
@@ -114,6 +114,61 @@ def test_worked_trees_of_four_branches(impl: str) -> None:
     assert found["retrive_index"].tolist() == [list(range(8)), list(range(8, 16))]
 
 
+@st.composite
+def malformed(draw: st.DrawFn) -> dict[str, Any]:
+    """Candidates in any order, repeated, negative, of rows that do not exist, or their own parents."""
+    topk, depth, batch = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    drafts, rows = draw(st.integers(1, 9)), topk * (depth - 1) + 1
+    ids = st.integers(-2, topk * rows + 2)
+    many = lambda count: [draw(st.lists(ids, min_size=count, max_size=count)) for _ in range(batch)]  # noqa: E731
+    return dict(selected=many(drafts), parent_list=many(rows), topk=topk, depth=depth)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@given(tree=malformed())
+def test_malformed_trees_are_walked_as_sglang_walks_them(impl: str, tree: dict[str, Any]) -> None:
+    """A parent behind its child or equal to it, a missing parent, and a walk longer than `depth`."""
+    batch, nodes, topk = len(tree["selected"]), len(tree["selected"][0]) + 1, tree["topk"]
+    outputs = tree_outputs(MAKE, batch, nodes)
+    lengths, mask = [5 * b for b in range(batch)], torch.ones(batch * nodes * nodes, dtype=torch.bool, device=DEVICE)
+    sglang.build_tree_kernel_efficient(
+        ints(tree["parent_list"]), ints(tree["selected"]), ints(lengths), mask, *outputs.values(), topk, tree["depth"],
+        nodes, int(TreeMaskMode.QLEN_ONLY), impl=impl,
+    )  # fmt: skip
+    for b in range(batch):
+        parents = parents_of(tree["selected"][b], tree["parent_list"][b], topk)
+        expected = tree_in_python(parents, lengths[b], tree["depth"])
+        assert outputs["retrive_next_token"][b].tolist() == expected["child"]
+        assert outputs["retrive_next_sibling"][b].tolist() == expected["sibling"]
+        assert outputs["positions"].view(batch, nodes)[b].tolist() == expected["positions"]
+        cells = mask.view(batch, nodes, nodes)[b].tolist()
+        assert [{j for j in range(nodes) if row[j]} for row in cells] == expected["seen"]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_parent_behind_its_child(impl: str) -> None:
+    """Candidate 2 hangs on candidate 1, which stands behind it in the row."""
+    found = run_build([[-1, 1, 0]], [[2, 1, 0]], [5], 2, TreeMaskMode.QLEN_ONLY, impl)
+    assert found["positions"].tolist() == [5, 7, 6, 6]
+    assert found["retrive_next_token"].tolist() == [[2, -1, 1, -1]]
+    assert found["retrive_next_sibling"].tolist() == [[-1, -1, 3, -1]]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_longer_inputs_are_read_from_their_beginning(impl: str) -> None:
+    """As the original does: rows follow each other by the sizes of the draft, whatever the shape of the tensor."""
+    trees = []
+    for spare in (0, 3):
+        parents = torch.cat([ints([-1, 0, 1, -1, 1, 0]), ints([9] * 2 * spare)]).view(2, 3 + spare)
+        selected = torch.cat([ints([0, 1, 2, 1, 0, 2]), ints([7] * 2 * spare)]).view(2, 3 + spare)
+        outputs, mask = tree_outputs(MAKE, 2, 4), torch.zeros(32, dtype=torch.bool, device=DEVICE)
+        sglang.build_tree_kernel_efficient(
+            parents, selected, ints([5, 8]), mask, *outputs.values(), 2, 2, 4, 1, impl=impl
+        )
+        trees.append([mask.tolist(), *(value.tolist() for value in outputs.values())])
+    assert trees[0] == trees[1]
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("mode", list(TreeMaskMode))
 @pytest.mark.parametrize("topk, depth, nodes", [(4, 4, 8), (2, 3, 6), (3, 1, 3), (2, 5, 1)])
@@ -127,7 +182,7 @@ def test_trees_of_random_choices(topk: int, depth: int, nodes: int, mode: TreeMa
     expected = list(before)
     for b in range(5):
         parents = parents_of(inputs["selected_index"][b].tolist(), inputs["parent_list"][b].tolist(), topk)
-        tree = tree_in_python(parents, lengths[b])
+        tree = tree_in_python(parents, lengths[b], depth)
         assert inputs["retrive_next_token"][b].tolist() == tree["child"]
         assert inputs["retrive_next_sibling"][b].tolist() == tree["sibling"]
         assert inputs["positions"].view(5, nodes)[b].tolist() == tree["positions"]
@@ -691,6 +746,31 @@ def test_accepted_slots_are_compacted(impl: str) -> None:
     index = ints([2, -1, -1, 3, 5, -1], torch.int32)
     sglang.fill_accepted_out_cache_loc[(6,)](index, ints([9, 8, 7, 6, 5, 4]), out, 8, impl=impl)
     assert out.tolist() == [7, 6, 4, OLD, OLD, OLD]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_bonus_tokens(impl: str) -> None:
+    """The last accepted token of each request, of which the third has none; a longer buffer keeps its end."""
+    tokens, lens = ints([[5, 6, 7], [8, 9, 9], [1, 2, 3]]), ints([3, 1, 0], torch.int32)
+    bonus = old(4, torch.int32)
+    sglang.fill_bonus_tokens[(3,)](tokens, lens, bonus, 3, impl=impl)
+    assert bonus.tolist() == [7, 8, OLD, OLD]
+    index, predict = ints([[0, 2, 3], [4, -1, -1], [-1, -1, -1]], torch.int32), ints(range(50, 62), torch.int32)
+    bonus = old(3)
+    sglang.fill_bonus_tokens_from_predict(predict, index, lens, bonus, 3, impl=impl)
+    assert bonus.tolist() == [53, 54, OLD]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_pages_of_kept_slots_are_kept(impl: str) -> None:
+    """Slots 9 and 4 are kept, and with them 8 and 6 of their pages, in whatever order they stand."""
+    slots = ints([8, 20, 9, 4, 21, 6, 12, 13])
+    evict = torch.tensor([True, True, False, False, True, True, True, True], device=DEVICE)
+    sglang.align_evict_mask_to_page_size_simple_eagle[(1,)](slots, evict, 4, 8, 8, impl=impl)
+    assert evict.tolist() == [False, True, False, False, True, False, True, True]
+    both = torch.tensor([False, True, True, True], device=DEVICE)
+    sglang.align_evict_mask_to_page_size_simple_eagle(ints([0, 1, 0, 1]), both, 2, 2, impl=impl)
+    assert both.tolist() == [False, False, True, True], "requests are apart"
 
 
 def test_wrong_input_is_refused() -> None:

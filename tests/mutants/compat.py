@@ -55,4 +55,20 @@ MUTANTS = (
         _index_case("indices_window"),
         "a window drops the first tokens that a sink must keep",
     ),
+    Mutant(
+        "parents_stand_before_their_children",
+        _TREES,
+        "parent = tl.where(found < NODES, found, _UNUSED_PARENT)",
+        "parent = tl.where(found < node, found, _UNUSED_PARENT)",
+        ("tests/kernels/test_compat_sglang.py::test_a_parent_behind_its_child[triton]",),
+        "historical: an entry whose parent stands behind it loses its links and its depth",
+    ),
+    Mutant(
+        "walks_pass_their_end",
+        "specdec_kernels/tree/kernel.py",
+        "return (ancestor > 0) & (depth < longest_walk)",
+        "return (ancestor > 0) & (depth <= longest_walk)",
+        parity("tree", "tree_anywhere"),
+        "a walk in circles is one node longer than the draft has steps",
+    ),
 )

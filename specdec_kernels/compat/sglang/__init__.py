@@ -13,6 +13,11 @@ Results are the same wherever SGLang's are defined. They differ, on purpose, in 
   emitted.
 * A sibling with the token of a rejected sibling has no mass left, so padding and duplicates draw nothing.
 * A residual without mass falls back to the target's largest token, not to the last id of the vocabulary.
+* `build_tree_kernel_efficient` follows SGLang's CPU and Triton builders on malformed trees: its CUDA builder reads past
+  the tensors there, or does not end. A negative candidate is a child of the root, and one of a row that the parent list
+  does not have is an orphan; none of SGLang's builders says what these are. All links are written, so that the caller
+  need not fill them with -1 first.
+* A request that has accepted nothing keeps its bonus token; the original reads in front of its row.
 * Nothing is read or written outside the tensors, whatever the links, ids and lengths are. A walk along links that form
   a cycle ends after N visits.
 * Entry 0 of `kv_indptr` is written. Draft slots are collected in a separate buffer, so that no request's result
@@ -32,6 +37,7 @@ from specdec_kernels.compat.sglang.api import (
 )
 from specdec_kernels.compat.sglang.cache_locations import (
     align_evict_mask_to_page_size,
+    align_evict_mask_to_page_size_simple_eagle,
     assign_draft_cache_locs,
     assign_extend_cache_locs,
     assign_req_to_token_pool,
@@ -39,6 +45,8 @@ from specdec_kernels.compat.sglang.cache_locations import (
     create_extend_after_decode_spec_info,
     create_flashinfer_kv_indices_triton,
     fill_accepted_out_cache_loc,
+    fill_bonus_tokens,
+    fill_bonus_tokens_from_predict,
     filter_finished_cache_loc_kernel,
     generate_draft_decode_kv_indices,
     get_src_tgt_cache_loc,
@@ -49,6 +57,7 @@ from specdec_kernels.compat.sglang.types import TreeMaskMode
 __all__ = [
     "TreeMaskMode",
     "align_evict_mask_to_page_size",
+    "align_evict_mask_to_page_size_simple_eagle",
     "assign_draft_cache_locs",
     "assign_extend_cache_locs",
     "assign_req_to_token_pool",
@@ -57,6 +66,8 @@ __all__ = [
     "create_extend_after_decode_spec_info",
     "create_flashinfer_kv_indices_triton",
     "fill_accepted_out_cache_loc",
+    "fill_bonus_tokens",
+    "fill_bonus_tokens_from_predict",
     "filter_finished_cache_loc_kernel",
     "generate_draft_decode_kv_indices",
     "get_src_tgt_cache_loc",

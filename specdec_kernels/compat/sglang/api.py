@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from specdec_kernels.checks import expect_contiguous, expect_dtype, expect_same_device, expect_shape
+from specdec_kernels.checks import expect_at_least, expect_contiguous, expect_dtype, expect_same_device, expect_shape
 from specdec_kernels.compat.sglang.index import parents_from_candidates, row_offsets
 from specdec_kernels.compat.sglang.types import TreeMaskMode
 from specdec_kernels.launch import dispatch
@@ -40,8 +40,11 @@ def build_tree_kernel_efficient(
     """Links, positions and mask of the trees that EAGLE's re-ranking selected.
 
     Args:
-        parent_list: [bs, topk * (depth - 1) + 1] int64 (or [bs, 0] for depth 1), candidate ids of the rows.
-        selected_index: [bs, n - 1] int64 candidate ids, rising.
+        parent_list: [bs, topk * (depth - 1) + 1] int64 (or [bs, 0] for depth 1), candidate ids of the rows. Of a
+            longer one the first bs * (topk * (depth - 1) + 1) entries are read, row after row; of a shorter one the
+            rows as they are.
+        selected_index: [bs, n - 1] int64 candidate ids, in any order. Of a longer one the first bs * (n - 1) entries
+            are read, row after row.
         verified_seq_len: [bs] int64 committed lengths L.
         tree_mask: written in place. FULL_MASK (0): bool [>= n * sum(L) + bs * n * n], request after request, n
             rows of L + n cells of which the last n are written (the caller fills the prefix). QLEN_ONLY (1):
@@ -50,20 +53,26 @@ def build_tree_kernel_efficient(
         retrive_index, retrive_next_token, retrive_next_sibling: [bs, n] int64, written in place: flat ids, and
             the first child and next sibling of each node or -1.
         topk: branches of the draft.
-        depth: draft steps; not used, because the parents determine it.
+        depth: draft steps, at least 1. No walk to the root is longer.
         draft_token_num: n, at most 256.
         tree_mask_mode: see `tree_mask`.
 
-    An entry whose parent was not selected is linked to no node, counts as one step below the root in `positions`, and
-    sees itself and the root.
+    The parent of an entry is found wherever it stands in the row. An entry whose parent was not selected is linked to
+    no node. Positions and mask follow the walk from a node towards the root: it counts the nodes that it meets, ends
+    where a parent is missing, and after `depth` nodes. This is what SGLang's CPU and Triton builders do; its CUDA
+    builder agrees on trees whose parents are all selected, and leaves the tensors or does not end on others.
     """
-    batch = selected_index.shape[0]
-    expect_shape("selected_index", selected_index, (None, draft_token_num - 1))
+    expect_at_least("depth", depth, 1)
+    expect_shape("parent_list", parent_list, (None, None))
+    batch, rows = parent_list.shape[0], topk * (depth - 1) + 1
+    selected_index = _first_rows("selected_index", selected_index, batch, draft_token_num - 1)
+    if parent_list.shape[1] > rows:
+        parent_list = _first_rows("parent_list", parent_list, batch, rows)
     lengths = _lengths(verified_seq_len, batch)
     mode = TreeMaskMode(tree_mask_mode)
     _check_mask(tree_mask, mode, batch, draft_token_num)
     parents = parents_from_candidates(selected_index.contiguous(), parent_list.contiguous(), topk, impl=impl)
-    links = build_tree(parents, lengths, orphans_see_root=True, impl=impl)
+    links = build_tree(parents, lengths, depth, impl=impl)
     offsets = row_offsets(lengths, impl=impl) if mode is TreeMaskMode.FULL_MASK else None
     outputs = _tree_outputs(batch, draft_token_num, positions, retrive_index, retrive_next_token, retrive_next_sibling)
     dispatch("deliver_tree", __package__, impl, lengths)(links, lengths, offsets, tree_mask, outputs, mode)
@@ -246,6 +255,13 @@ def _per_row(value: torch.Tensor | float, probs: torch.Tensor, dtype: torch.dtyp
     if isinstance(value, torch.Tensor):
         return value.to(dtype)
     return torch.full((probs.shape[0],), value, dtype=dtype, device=probs.device)
+
+
+def _first_rows(name: str, tensor: torch.Tensor, batch: int, width: int) -> torch.Tensor:
+    """The first `batch * width` entries of `tensor` as [batch, width]."""
+    if tensor.numel() < batch * width:
+        raise ValueError(f"{name}: expected at least {batch} x {width} entries, got shape {list(tensor.shape)}")
+    return tensor.reshape(-1)[: batch * width].view(batch, width)
 
 
 def _lengths(verified_seq_len: torch.Tensor, batch: int) -> torch.Tensor:

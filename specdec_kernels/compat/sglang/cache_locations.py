@@ -257,6 +257,80 @@ def align_evict_mask_to_page_size(
 
 
 @Launcher
+def align_evict_mask_to_page_size_simple_eagle(
+    out_cache_loc: torch.Tensor,
+    evict_mask: torch.Tensor,
+    page_size: int,
+    num_draft_tokens: int,
+    BLOCK_SIZE: int = 0,
+    *,
+    grid: Grid | None = None,
+    impl: str = "auto",
+) -> None:
+    """Clear the evict flags of every page that holds a slot which is kept, whatever the order of the slots.
+
+    Args:
+        out_cache_loc: [bs * num_draft_tokens], slots by node.
+        evict_mask: [bs * num_draft_tokens] bool, True frees a slot; written in place.
+        page_size: tokens per page.
+        num_draft_tokens: nodes per request.
+    """
+    batch = grid[0] if grid else evict_mask.shape[0] // max(num_draft_tokens, 1)
+    flags = evict_mask[: batch * num_draft_tokens].view(batch, num_draft_tokens)
+    slots = out_cache_loc[: batch * num_draft_tokens].view(batch, num_draft_tokens)
+    pages = torch.div(slots, page_size, rounding_mode="floor")
+    kept = ((pages[:, :, None] == pages[:, None, :]) & ~flags[:, None, :]).any(2)
+    flags.copy_(flags & ~kept)
+
+
+@Launcher
+def fill_bonus_tokens(
+    accept_tokens: torch.Tensor,
+    accept_lens: torch.Tensor,
+    bonus_tokens: torch.Tensor,
+    accept_stride: int,
+    *,
+    grid: Grid | None = None,
+    impl: str = "auto",
+) -> None:
+    """Each request's bonus token, the last of its accepted ones. A request of 0 keeps its `bonus_tokens`.
+
+    Args:
+        accept_tokens: [bs, accept_stride] (or flat), accepted tokens of each request, then anything.
+        accept_lens: [bs], accepted tokens with the bonus.
+        bonus_tokens: [bs], written in place.
+        accept_stride: entries per request.
+    """
+    lens, bonus = _of_batch(grid, accept_lens, bonus_tokens)
+    rows = accept_tokens.reshape(-1)[: lens.shape[0] * accept_stride].view(lens.shape[0], accept_stride)
+    last = rows.gather(1, (lens.long() - 1).clamp(0, accept_stride - 1)[:, None])[:, 0]
+    bonus.copy_(torch.where(lens > 0, last.to(bonus.dtype), bonus))
+
+
+@Launcher
+def fill_bonus_tokens_from_predict(
+    predict: torch.Tensor,
+    accept_index: torch.Tensor,
+    accept_lens: torch.Tensor,
+    bonus_tokens: torch.Tensor,
+    accept_index_stride: int,
+    *,
+    grid: Grid | None = None,
+    impl: str = "auto",
+) -> None:
+    """`fill_bonus_tokens` from the predictions by node: the one at each request's last accepted node.
+
+    Args:
+        predict: [bs * n], the token after each node.
+        accept_index: [bs, accept_index_stride] (or flat), flat ids of the accepted nodes, then -1.
+        accept_lens, bonus_tokens: as in `fill_bonus_tokens`.
+        accept_index_stride: entries per request.
+    """
+    nodes = accept_index.reshape(-1).long().clamp(0, max(predict.shape[0] - 1, 0))
+    fill_bonus_tokens(predict[nodes], accept_lens, bonus_tokens, accept_index_stride, grid=grid, impl=impl)
+
+
+@Launcher
 def get_target_cache_loc(
     tgt_cache_loc: torch.Tensor,
     to_free_slots: torch.Tensor,

@@ -311,10 +311,10 @@ def parents_from_candidates(
     """Parent nodes of selected candidates, in the candidate numbering of SGLang's EAGLE worker.
 
     Entry i of `selected` becomes node i + 1. Its candidate id f lies in row r = f // topk of the drafting history.
-    The parent of row 0 is the root. The parent of row r > 0 is the candidate `parent_list[b, r]`, looked up among the
-    selected ones (the first of equal ids). An entry is an orphan, with parent -2, when f is negative, r lies beyond
-    the list, or the parent was not selected before it. With `build_tree(..., orphans_see_root=True)` the result is
-    that of `build_tree_kernel_efficient`.
+    The parent of row 0 is the root, and so is that of a negative id. The parent of row r > 0 is the candidate
+    `parent_list[b, r]`, looked up among all selected ones (the first of equal ids), wherever it stands. An entry is an
+    orphan, with parent -2, when r lies beyond the list or the parent was not selected. With
+    `build_tree(..., longest_walk=depth)` the result is that of `build_tree_kernel_efficient`.
 
     Args:
         selected: [B, N - 1] int64, contiguous, N <= 256.

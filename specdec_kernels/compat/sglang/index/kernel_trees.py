@@ -45,7 +45,7 @@ def _candidate_parents_kernel(
     entries = selected_ptr + request.to(tl.int64) * (NODES - 1) - 1
     candidate = tl.load(entries + node, mask=live & (node > 0), other=-1)
     history_row = candidate // topk
-    readable = (candidate >= 0) & (history_row > 0) & (history_row < rows)
+    readable = live & (node > 0) & (candidate >= topk) & (history_row < rows)
     place = request.to(tl.int64) * rows + history_row
     wanted = tl.load(parent_list_ptr + place, mask=readable, other=-1)
 
@@ -53,10 +53,11 @@ def _candidate_parents_kernel(
     for start in range(0, NODES, BLOCK_N):
         other = (start + tl.arange(0, BLOCK_N))[None, :]
         id_of = tl.load(entries + other, mask=(request < batch) & (other > 0) & (other < NODES), other=-1)
-        is_parent = (id_of[:, None, :] == wanted[:, :, None]) & (wanted >= 0)[:, :, None]
+        is_parent = (id_of[:, None, :] == wanted[:, :, None]) & readable[:, :, None] & (other > 0)[:, None, :]
+        is_parent &= (other < NODES)[:, None, :]
         found = tl.minimum(found, tl.min(tl.where(is_parent, other[:, None, :], NODES), 2))
-    parent = tl.where(found < node, found, _UNUSED_PARENT)
-    parent = tl.where((candidate >= 0) & (history_row == 0), 0, parent)
+    parent = tl.where(found < NODES, found, _UNUSED_PARENT)
+    parent = tl.where(candidate < topk, 0, parent)
     parent = tl.where(node == 0, -1, parent)
     tl.store(parents_ptr + request.to(tl.int64) * NODES + node, parent, mask=live)
 

@@ -176,13 +176,12 @@ def parents_from_candidates(selected: torch.Tensor, parent_list: torch.Tensor, t
     batch, drafts = selected.shape
     rows = parent_list.shape[1]
     row = selected.div(topk, rounding_mode="floor")
-    readable = (selected >= 0) & (row > 0) & (row < rows)
+    readable = (row > 0) & (row < rows)
     padded = torch.cat([parent_list, parent_list.new_full((batch, 1), -1)], 1)
     wanted = padded.gather(1, torch.where(readable, row, rows))
-    entry = torch.arange(drafts, device=selected.device)
-    found = (wanted[:, :, None] == selected[:, None, :]) & (wanted[:, :, None] >= 0) & (entry < entry[:, None])
+    found = (wanted[:, :, None] == selected[:, None, :]) & readable[:, :, None]
     parent = torch.where(found.any(-1), found.int().argmax(-1) + 1, UNUSED_PARENT) if drafts else selected
-    parent = torch.where((selected >= 0) & (row == 0), 0, parent)
+    parent = torch.where(row <= 0, 0, parent)
     return torch.cat([parent.new_full((batch, 1), -1), parent], 1).int()
 
 
