@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from specdec_kernels.norm import *
     from specdec_kernels.projection import *
     from specdec_kernels.sampling import *
+    from specdec_kernels.suffix import *
     from specdec_kernels.tree import *
     from specdec_kernels.verify import *
 else:

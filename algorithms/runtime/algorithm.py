@@ -90,6 +90,8 @@ class DraftTree:
     links: TreeLinks
     draft_probs: torch.Tensor | None = None
     """[B, N - 1, V] float32: what each drafted node was drawn from, for the rules `rejection` and `block`."""
+    strength: torch.Tensor | None = None
+    """[B] float32: accepted drafts that the drafter itself expects, for `algo=mixed`; None where it does not say."""
 
 
 class Prompts(NamedTuple):

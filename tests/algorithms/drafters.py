@@ -19,6 +19,7 @@ from algorithms.runtime.models.decoder import Decoder
 from algorithms.runtime.models.drafters.eagle import Eagle3Drafter, EagleDrafter
 from algorithms.runtime.models.loading import Target
 from algorithms.standalone import Standalone
+from algorithms.suffix import Suffix
 from tests.algorithms.toy import CONFIG, VOCAB, autoregressive, random_drafter, random_target, randomise
 
 TARGET = random_target()
@@ -78,6 +79,8 @@ ALL_MAKERS = MAKERS | {
     "autoregressive": lambda: autoregressive(TARGET),
     "dflash_chain": lambda: DFlash(DFlash.Config(block_size=6), TARGET, "random"),
     "ngram": lambda: NGram(NGram.Config(num_nodes=9, capacity=512), TARGET, None),
+    "suffix": lambda: Suffix(Suffix.Config(num_nodes=9, texts=3), TARGET, None),
+    "suffix_own": lambda: Suffix(Suffix.Config(num_nodes=7, shared=False), TARGET, None),
 }
 
 

@@ -19,7 +19,9 @@ from algorithms.runtime.cuda_graph import LEVELS, StepRunner, buckets
 from algorithms.runtime.sampling_params import SamplingNeeds
 from algorithms.runtime.step import PHASES, Step
 from algorithms.standalone import Standalone
+from algorithms.suffix import Suffix
 from specdec_kernels.ngram import kernel as ngram_kernel
+from specdec_kernels.suffix import kernel as suffix_kernel
 from specdec_kernels.tree import kernel as tree_kernel
 from tests.algorithms.drafters import ALL_MAKERS, load_random_drafters
 from tests.algorithms.toy import (
@@ -121,7 +123,7 @@ class HostReads:
         for name in self.METHODS:
             monkeypatch.setattr(torch.Tensor, name, self._counted(name, getattr(torch.Tensor, name)))
         # The interpreter runs a kernel on the host, so it reads all of its arguments.
-        for module in (ngram_kernel, tree_kernel):
+        for module in (ngram_kernel, suffix_kernel, tree_kernel):
             monkeypatch.setattr(module, "launch", self._unwatched(module.launch))
 
     @contextmanager
@@ -158,8 +160,17 @@ class KernelNGram(NGram):
         super().attach(replace(resources, impl="triton"))
 
 
+class KernelSuffix(Suffix):
+    """As for n-grams."""
+
+    def attach(self, resources: Resources) -> None:
+        super().attach(replace(resources, impl="triton"))
+
+
 STEPPED = ALL_MAKERS | {
     "ngram": lambda: KernelNGram(NGram.Config(num_nodes=9, capacity=512, depth=6, window=4), TARGET, None),
+    "suffix": lambda: KernelSuffix(Suffix.Config(num_nodes=9, texts=1, window=4), TARGET, None),
+    "suffix_own": lambda: KernelSuffix(Suffix.Config(num_nodes=5, shared=False, window=4), TARGET, None),
     "standalone_block": lambda: Standalone(Standalone.Config(steps=3, rule="block"), TARGET, "random"),
     "standalone_rejection": lambda: Standalone(Standalone.Config(steps=3, rule="rejection"), TARGET, "random"),
 }
