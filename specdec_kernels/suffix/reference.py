@@ -65,8 +65,8 @@ def suffix_match(
     least_share: int,
     shared: bool,
 ) -> SuffixDraft:
-    """See `specdec_kernels.suffix_match`, which has checked the arguments. `per_token`, the drafts of a path per token of
-    the longest match, and `least_share` count in 1 / 1024."""
+    """See `specdec_kernels.suffix_match`, which has checked the arguments. `per_token`, the drafts of a path per token
+    of the longest match, and `least_share` count in 1 / 1024."""
     batch = len(lengths)
     tokens = torch.zeros(batch, num_nodes, dtype=torch.int64)
     parents = torch.full((batch, num_nodes), -2, dtype=torch.int32)
