@@ -32,21 +32,21 @@ def block(title: str, language: str) -> str:
     return re.search(rf"^`{re.escape(title)}`.*?^```{language}\n(.*?)^```", PAGE, re.M | re.S)[1]  # type: ignore[index]
 
 
-SOURCE = block("suffix_drafter.py", "python")
-ENTRY_POINT = re.search(r'^suffix = "(.*)"$', block("pyproject.toml", "toml"), re.M)[1]  # type: ignore[index]
+SOURCE = block("echo_drafter.py", "python")
+ENTRY_POINT = re.search(r'^echo = "(.*)"$', block("pyproject.toml", "toml"), re.M)[1]  # type: ignore[index]
 
 
 @pytest.fixture(scope="module")
 def kind(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The class of the page."""
-    path = tmp_path_factory.mktemp("page") / "suffix_drafter.py"
+    path = tmp_path_factory.mktemp("page") / "echo_drafter.py"
     path.write_text(SOURCE)
-    spec = importlib.util.spec_from_file_location("suffix_drafter", path)
+    spec = importlib.util.spec_from_file_location("echo_drafter", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["suffix_drafter"] = module
+    sys.modules["echo_drafter"] = module
     spec.loader.exec_module(module)
-    return module.Suffix
+    return module.Echo
 
 
 def test_the_example_is_short() -> None:
@@ -86,12 +86,12 @@ def test_what_the_example_drafts(kind: Any, text: list[int], expected: list[int]
 _EMPTY: Any = Batch(*[None] * 8)  # type: ignore[list-item]
 
 
-def install(folder: Path, entry_point: str = ENTRY_POINT, name: str = "suffix") -> Path:
+def install(folder: Path, entry_point: str = ENTRY_POINT, name: str = "echo") -> Path:
     """What `pip install` leaves of the page's package: a module and its metadata."""
-    info = folder / "suffix_drafter-0.1.dist-info"
+    info = folder / "echo_drafter-0.1.dist-info"
     info.mkdir(parents=True)
-    (folder / "suffix_drafter.py").write_text(SOURCE)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: suffix-drafter\nVersion: 0.1\n")
+    (folder / "echo_drafter.py").write_text(SOURCE)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: echo-drafter\nVersion: 0.1\n")
     (info / "entry_points.txt").write_text(f"[{GROUP}]\n{name} = {entry_point}\n")
     return folder
 
@@ -117,10 +117,10 @@ def test_it_is_an_option_in_every_folder(tmp_path: Path, installed: bool) -> Non
         install(site)
     else:
         site.mkdir()
-        (site / "suffix_drafter.py").write_text(SOURCE)
-    named = {} if installed else {PACKAGES_VARIABLE: "suffix_drafter"}
+        (site / "echo_drafter.py").write_text(SOURCE)
+    named = {} if installed else {PACKAGES_VARIABLE: "echo_drafter"}
     settings = (
-        "algo=suffix",
+        "algo=echo",
         "algo.draft_len=5",
         "data=code",
         "data.limit=2",
@@ -131,10 +131,10 @@ def test_it_is_an_option_in_every_folder(tmp_path: Path, installed: bool) -> Non
     assert done.returncode == 0, done.stderr
     (summary_file,) = folder.glob("outputs/**/summary.json")
     row = json.loads(summary_file.read_text())["rows"][-1]
-    assert row["algo"] == "suffix"
+    assert row["algo"] == "echo"
     assert row["lossless"] == {"checked": 2, "identical": 2, "near_ties": 0, "first_difference": None}
     assert row["tokens_per_step"] > 1.1
-    assert "suffix" in (summary_file.parent / "report.html").read_text()
+    assert "echo" in (summary_file.parent / "report.html").read_text()
 
 
 def shown(message: str) -> None:
@@ -144,7 +144,7 @@ def shown(message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [("algo=suffix", "algo.draftlen=2"), ("algo=suffix", "algo.draft_len=0")], ids=lambda a: a[1]
+    "arguments", [("algo=echo", "algo.draftlen=2"), ("algo=echo", "algo.draft_len=0")], ids=lambda a: a[1]
 )
 def test_its_settings_are_checked(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     done = command(tmp_path, install(tmp_path / "site"), *arguments)
@@ -153,21 +153,21 @@ def test_its_settings_are_checked(tmp_path: Path, arguments: tuple[str, ...]) ->
 
 
 def test_an_unknown_algorithm_is_refused_with_the_installed_ones(tmp_path: Path) -> None:
-    done = command(tmp_path, install(tmp_path / "site"), "algo=sufix")
-    assert done.returncode == 2 and "did you mean: algo=suffix" in done.stderr
+    done = command(tmp_path, install(tmp_path / "site"), "algo=eco")
+    assert done.returncode == 2 and "did you mean: algo=echo" in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("entry_point", "name"), [("suffix_drafter:Sufix", "suffix"), ("suffix_drafter:Suffix", "sufix")]
+    ("entry_point", "name"), [("echo_drafter:Eco", "echo"), ("echo_drafter:Echo", "eco")]
 )
 def test_entry_points_are_checked(tmp_path: Path, entry_point: str, name: str) -> None:
-    done = command(tmp_path, install(tmp_path / "site", entry_point, name), "algo=suffix")
+    done = command(tmp_path, install(tmp_path / "site", entry_point, name), "algo=echo")
     assert done.returncode == 2 and "Traceback" not in done.stderr
     shown(done.stderr)
 
 
 def test_names_in_the_environment_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(PACKAGES_VARIABLE, "sufix_drafter")
+    monkeypatch.setenv(PACKAGES_VARIABLE, "eko_drafter")
     with pytest.raises(ValueError) as caught:
         available()
     shown(str(caught.value))
@@ -188,17 +188,17 @@ class Nameless:
 @pytest.mark.parametrize("mistake", ["no name", "no dataclass", "foreign", "taken", "no class"])
 def test_classes_are_checked(monkeypatch: pytest.MonkeyPatch, kind: Any, mistake: str) -> None:
     changes: dict[str, Callable[[], Any]] = {
-        "no name": lambda: type("Suffix", (kind,), {"Config": Nameless}),
-        "no dataclass": lambda: type("Suffix", (kind,), {"Config": object}),
-        "foreign": lambda: type("Suffix", (kind,), {"Config": NGram.Config}),
+        "no name": lambda: type("Echo", (kind,), {"Config": Nameless}),
+        "no dataclass": lambda: type("Echo", (kind,), {"Config": object}),
+        "foreign": lambda: type("Echo", (kind,), {"Config": NGram.Config}),
         "taken": lambda: Taken,
-        "no class": lambda: "suffix",
+        "no class": lambda: "echo",
     }
     offered = changes[mistake]()
 
     class Entry:
-        name = getattr(offered, "name", "suffix")
-        value = "suffix_drafter:Suffix"
+        name = getattr(offered, "name", "echo")
+        value = "echo_drafter:Echo"
 
         def load(self) -> Any:
             return offered
@@ -207,7 +207,7 @@ def test_classes_are_checked(monkeypatch: pytest.MonkeyPatch, kind: Any, mistake
     with pytest.raises(ValueError) as caught:
         available()
     if mistake == "no class":
-        assert "expected a subclass of algorithms.runtime.algorithm.Algorithm, got 'suffix'" in str(caught.value)
+        assert "expected a subclass of algorithms.runtime.algorithm.Algorithm, got 'echo'" in str(caught.value)
     else:
         shown(str(caught.value))
 
@@ -280,7 +280,7 @@ def test_mistakes_of_the_drafter(
     with pytest.raises(ValueError) as caught:
         run(drafter, requests(1), Setup(max_batch=1, graph=level), TARGET)
     shown(str(caught.value))
-    assert str(caught.value).startswith("algo=suffix: ") and "\n" not in str(caught.value)
+    assert str(caught.value).startswith("algo=echo: ") and "\n" not in str(caught.value)
 
 
 def test_every_message_of_the_page_is_tested_above() -> None:

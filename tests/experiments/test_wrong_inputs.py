@@ -40,8 +40,8 @@ PLUGINS = {
     "empty_plugin.py": "",
     "good_plugin.py": (
         "from dataclasses import dataclass\nfrom algorithms.runtime.algorithm import Algorithm\n\n"
-        "class Suffix(Algorithm):\n    name = 'suffix'\n\n    @dataclass\n    class Config:\n"
-        "        name: str = 'suffix'\n        draft_len: int = 6\n        window: int = 4\n"
+        "class Echo(Algorithm):\n    name = 'echo'\n\n    @dataclass\n    class Config:\n"
+        "        name: str = 'echo'\n        draft_len: int = 6\n        window: int = 4\n"
     ),
     "old_plugin.py": (
         "from algorithms.runtime.algorithm import Algorithm\n\n"
@@ -294,8 +294,8 @@ def test_a_wrong_input_is_named_with_what_helps(
         ("broken_plugin", "algo=dflash", ["broken_plugin: cannot be imported: RuntimeError: no licence"]),
         ("empty_plugin", "algo=dflash", ["empty_plugin: expected a subclass of Algorithm in it, found none"]),
         ("old_plugin", "algo=old", ["old_plugin: expected Old.Config to be a dataclass"]),
-        ("good_plugin", "algo=sufix", ["unknown algo 'sufix'", "did you mean: algo=suffix"]),
-        ("good_plugin", "algo=suffix algo.topk=2", ["keys of algo: algo.name, algo.draft_len, algo.window\n"]),
+        ("good_plugin", "algo=eco", ["unknown algo 'eco'", "did you mean: algo=echo"]),
+        ("good_plugin", "algo=echo algo.topk=2", ["keys of algo: algo.name, algo.draft_len, algo.window\n"]),
     ],
 )
 def test_a_wrong_plugin_is_named(
@@ -316,7 +316,7 @@ def test_a_slip_in_a_key_of_a_plugin_shows_no_other_algorithm(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SPECDEC_ALGORITHMS", "good_plugin")
-    said = refusal(monkeypatch, capsys, "algo=suffix", "algo.drft_len=2")
+    said = refusal(monkeypatch, capsys, "algo=echo", "algo.drft_len=2")
     assert "did you mean: algo.draft_len=…\n" in said and "keys of algo: algo.name, algo.draft_len, algo.window" in said
     assert "with algo=" not in said
 
