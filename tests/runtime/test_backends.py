@@ -144,6 +144,10 @@ def test_sides_of_a_hybrid_have_settings_of_their_own(standins: None, monkeypatc
     package = kinds["fa4"].Config(dispatch="flash_attention_4")
     assert not kinds["hybrid"].Config(prefill="torch", decode="fa4", fa4=package).capturable
     assert kinds["hybrid"].Config(prefill="fa4", decode="torch", fa4=package).capturable
+
+
+def test_who_captures_prompts() -> None:
+    kinds = backends()
     for config, able in (
         (kinds["fa4"].Config(), True),
         (kinds["fa4"].Config(dispatch="auto"), False),
