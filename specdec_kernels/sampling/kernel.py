@@ -369,8 +369,7 @@ def _select_kernel(  # 20 run-time arguments: most are optional inputs and outpu
     strip = tl.arange(0, BLOCK_N)[None, :]
     place = row.to(tl.int64)[:, None] * STRIPS + strip
     in_strips = in_row[:, None] & (strip < STRIPS)
-    plane = rows.to(tl.int64) * STRIPS
-    masses_ptr = groups_ptr + (rows.to(tl.int64) * GROUPS if FILTER else 0)
+    plane, masses_ptr = rows.to(tl.int64) * STRIPS, groups_ptr + (rows.to(tl.int64) * GROUPS if FILTER else 0)
     wait_for_kernel_ahead(OVERLAP)
     let_next_kernel_start(OVERLAP)
     strip_max = tl.load(strips_ptr + place, mask=in_strips, other=float("-inf"))

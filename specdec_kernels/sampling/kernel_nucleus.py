@@ -24,7 +24,8 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec_kernels.launch import launch
+from specdec_kernels.launch import current_chip, launch
+from specdec_kernels.overlap import let_next_kernel_start, overlapped, wait_for_kernel_ahead
 from specdec_kernels.sampling import device as d
 from specdec_kernels.sampling.configs import SelectionConfig
 from specdec_kernels.sampling.types import SamplingTensors
@@ -38,6 +39,7 @@ PIVOTS = tl.constexpr(4)  # of each of two rounds
 NUM_PIVOTS, STATES = 8, 8
 # Programs per row: few, because most rows of most batches are not deferred, and a program that ends at once costs too.
 _SPLIT = 10
+_PARTS = tl.constexpr(16)  # lanes that hold a number of each of them
 
 
 @triton.jit
@@ -93,7 +95,7 @@ def store_pivots(
 
 @triton.jit
 def _enclose(
-    state_ptr, pivots_ptr, parts_ptr, row, asks, rows, CHUNKS: tl.constexpr, BLOCK_C: tl.constexpr, ROUNDS: tl.constexpr
+    state_ptr, pivots_ptr, parts_ptr, row, asks, rows, SPLIT: tl.constexpr, ROUNDS: tl.constexpr
 ):  # fmt: skip
     """The values low and high between which the threshold lies, low < threshold <= high, and the weight between them,
     from the weights above the pivots."""
@@ -103,12 +105,12 @@ def _enclose(
     over_high = tl.load(state_ptr + 6 * rows + row, mask=asks, other=0.0)
     low = tl.full(row.shape, float("-inf"), tl.float32)
     asked = asks
-    chunk = tl.arange(0, BLOCK_C)[None, :]
+    part = tl.arange(0, _PARTS)[None, :]
     for pivot in tl.static_range(ROUNDS * PIVOTS):
         if pivot == PIVOTS:
             asked = asks & (tl.load(state_ptr + 7 * rows + row, mask=asks, other=0.0) > 0)
-        place = (pivot * rows + row)[:, None] * CHUNKS + chunk
-        above = tl.sum(tl.load(parts_ptr + place, mask=asked[:, None] & (chunk < CHUNKS), other=0.0), 1)
+        place = (pivot * rows + row)[:, None] * SPLIT + part
+        above = tl.sum(tl.load(parts_ptr + place, mask=asked[:, None] & (part < SPLIT), other=0.0), 1)
         value = tl.load(pivots_ptr + pivot * rows + row, mask=asked, other=0.0)
         rises = asked & (above >= goal) & (value > low)
         falls = asked & (above < goal) & (value < high)
@@ -135,14 +137,14 @@ def _weighed_chunk(
 @triton.jit
 def _store_second_pivots(
     temperature_ptr, state_ptr, pivots_ptr, parts_ptr, edges_ptr, row, asks, rows,
-    PER_REQUEST: tl.constexpr, CHUNKS: tl.constexpr, ROOM: tl.constexpr, PROBS: tl.constexpr, BLOCK_C: tl.constexpr,
+    PER_REQUEST: tl.constexpr, SPLIT: tl.constexpr, ROOM: tl.constexpr, PROBS: tl.constexpr,
 ):  # fmt: skip
     """Marks between the edges that the first round left, of the rows with about more than ROOM values between them.
 
     Every program of a row computes them for itself and stores them in its own place of `edges_ptr`: to spread the
     result of a sum over the chunk's layout would be expensive, to load it is not. The first program publishes them.
     """
-    low, high, between = _enclose(state_ptr, pivots_ptr, parts_ptr, row, asks, rows, CHUNKS, BLOCK_C, 1)
+    low, high, between = _enclose(state_ptr, pivots_ptr, parts_ptr, row, asks, rows, SPLIT, 1)
     least = tl.load(pivots_ptr + row, mask=asks, other=0.0)
     most = tl.load(pivots_ptr + (PIVOTS - 1) * rows + row, mask=asks, other=0.0)
     top = tl.load(state_ptr + 5 * rows + row, mask=asks, other=0.0)
@@ -164,60 +166,75 @@ def _store_second_pivots(
     tl.debug_barrier()
 
 
+@triton.jit
+def _above(value, weight, limit_ptr, asks):
+    """Weights of the values above each row's limit."""
+    limit = tl.load(limit_ptr, mask=asks, other=0.0)
+    return tl.where(value > limit[:, None], weight, 0.0)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _pivots_kernel(
     values_ptr,  # [R, VOCAB], row stride row_stride
     temperature_ptr,  # [R / PER_REQUEST] float32
     state_ptr,  # [8, R] float32
     pivots_ptr,  # [8, R] float32; the last four are written by the second round
-    parts_ptr,  # [8, R, CHUNKS] float32: weight above each pivot
+    parts_ptr,  # [8, R, SPLIT] float32: weight above each pivot in the chunks of each program
     edges_ptr,  # [R, programs of a row, 5] float32: scratch of the second round
     rows,
     row_stride,
     PER_REQUEST: tl.constexpr,
     VOCAB: tl.constexpr,
     CHUNKS: tl.constexpr,
+    SPLIT: tl.constexpr,
     ROOM: tl.constexpr,
     PROBS: tl.constexpr,
     SECOND: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    wait_for_kernel_ahead(OVERLAP)
+    let_next_kernel_start(OVERLAP)
     task = tl.load(state_ptr + row, mask=row < rows, other=0.0)
     asks = (row < rows) & (task == SEARCH)
     if tl.max(asks.to(tl.int32), 0) > 0:
         base, step = pivots_ptr + row, rows
         if SECOND:
             _store_second_pivots(
-                temperature_ptr, state_ptr, pivots_ptr, parts_ptr, edges_ptr, row, asks, rows, PER_REQUEST, CHUNKS,
-                ROOM, PROBS, BLOCK_C,
+                temperature_ptr, state_ptr, pivots_ptr, parts_ptr, edges_ptr, row, asks, rows, PER_REQUEST, SPLIT,
+                ROOM, PROBS,
             )  # fmt: skip
             mine = edges_ptr + (row * tl.num_programs(1) + tl.program_id(1)) * (PIVOTS + 1)
             asks &= tl.load(mine, mask=asks, other=0.0) > 0
             base, step = mine + 1, 1
         if tl.max(asks.to(tl.int32), 0) > 0:
+            # Summed over lanes once, at the end: a sum in every chunk would make all warps wait each time.
+            first = tl.zeros((BLOCK_R, BLOCK_V), tl.float32)
+            second, third, fourth = first, first, first
             for chunk in range(tl.program_id(1), CHUNKS, tl.num_programs(1)):
                 value, weight = _weighed_chunk(
                     values_ptr, temperature_ptr, state_ptr, row, asks, chunk, rows, row_stride, PER_REQUEST, VOCAB,
                     PROBS, BLOCK_V,
                 )  # fmt: skip
-                for pivot in tl.static_range(PIVOTS):
-                    limit = tl.load(base + pivot * step, mask=asks, other=0.0)
-                    above = tl.sum(tl.where(value > limit[:, None], weight, 0.0), 1)
-                    plane = (PIVOTS + pivot if SECOND else pivot) * rows
-                    tl.store(parts_ptr + (plane + row) * CHUNKS + chunk, above, mask=asks)
+                first += _above(value, weight, base, asks)
+                second += _above(value, weight, base + step, asks)
+                third += _above(value, weight, base + 2 * step, asks)
+                fourth += _above(value, weight, base + 3 * step, asks)
+            place = ((PIVOTS if SECOND else 0) * rows + row) * SPLIT + tl.program_id(1)
+            tl.store(parts_ptr + place, tl.sum(first, 1), mask=asks)
+            tl.store(parts_ptr + place + rows * SPLIT, tl.sum(second, 1), mask=asks)
+            tl.store(parts_ptr + place + 2 * rows * SPLIT, tl.sum(third, 1), mask=asks)
+            tl.store(parts_ptr + place + 3 * rows * SPLIT, tl.sum(fourth, 1), mask=asks)
 
 
 @triton.jit
-def _store_edges(
-    state_ptr, pivots_ptr, parts_ptr, edges_ptr, row, asks, rows, CHUNKS: tl.constexpr, BLOCK_C: tl.constexpr
-):  # fmt: skip
+def _store_edges(state_ptr, pivots_ptr, parts_ptr, edges_ptr, row, asks, rows, SPLIT: tl.constexpr):
     """Store low and high of each row in this program's place in `edges_ptr`; where min-p cuts above, or nothing is
     searched for, both are the greatest value that the threshold leaves out."""
     mode = tl.load(state_ptr + row, mask=asks, other=0.0)
-    low, high, _ = _enclose(state_ptr, pivots_ptr, parts_ptr, row, asks & (mode == SEARCH), rows, CHUNKS, BLOCK_C, 2)
+    low, high, _ = _enclose(state_ptr, pivots_ptr, parts_ptr, row, asks & (mode == SEARCH), rows, SPLIT, 2)
     lowest = tl.load(state_ptr + 3 * rows + row, mask=asks, other=0.0)
     fixed = (mode == FIXED) | (lowest > high)
     left_out = d.next_below(lowest)
@@ -233,7 +250,7 @@ def _candidates_kernel(
     temperature_ptr,  # [R / PER_REQUEST] float32
     state_ptr,  # [8, R] float32
     pivots_ptr,  # [8, R] float32
-    parts_ptr,  # [8, R, CHUNKS] float32
+    parts_ptr,  # [8, R, SPLIT] float32
     edges_ptr,  # [R, programs of a row, 2] float32: low and high, the same in every program
     mass_ptr,  # [R, CHUNKS] float32: weight above high
     counts_ptr,  # [R, CHUNKS] int32: values above low and not above high
@@ -243,17 +260,20 @@ def _candidates_kernel(
     PER_REQUEST: tl.constexpr,
     VOCAB: tl.constexpr,
     CHUNKS: tl.constexpr,
+    SPLIT: tl.constexpr,
     KEEP: tl.constexpr,
     PROBS: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    wait_for_kernel_ahead(OVERLAP)
+    let_next_kernel_start(OVERLAP)
     task = tl.load(state_ptr + row, mask=row < rows, other=0.0)
     asks = (row < rows) & ((task == SEARCH) | (task == FIXED))
     if tl.max(asks.to(tl.int32), 0) > 0:
-        _store_edges(state_ptr, pivots_ptr, parts_ptr, edges_ptr, row, asks, rows, CHUNKS, BLOCK_C)
+        _store_edges(state_ptr, pivots_ptr, parts_ptr, edges_ptr, row, asks, rows, SPLIT)
         edges = edges_ptr + (row * tl.num_programs(1) + tl.program_id(1)) * 2
         for chunk in range(tl.program_id(1), CHUNKS, tl.num_programs(1)):
             value, weight = _weighed_chunk(
@@ -371,8 +391,11 @@ def _resolve_kernel(  # 18 run-time arguments: it takes over the optional inputs
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    wait_for_kernel_ahead(OVERLAP)
+    let_next_kernel_start(OVERLAP)
     task = tl.load(state_ptr + row, mask=row < rows, other=0.0)
     asks = (row < rows) & (task != DONE)
     if tl.max(asks.to(tl.int32), 0) > 0:
@@ -451,15 +474,15 @@ def resolve(
     chunks = triton.cdiv(vocab, chunk)
     out = partial(torch.empty, dtype=torch.float32, device=values.device)
     split = min(_SPLIT, chunks)
-    parts, mass, candidates = out(NUM_PIVOTS, rows, chunks), out(rows, chunks), out(rows, chunks, keep)
+    parts, mass, candidates = out(NUM_PIVOTS, rows, split), out(rows, chunks), out(rows, chunks, keep)
     edges, counts = out(rows, split, 2), out(rows, chunks, dtype=torch.int32)
     block_c = max(triton.next_power_of_2(chunks), d.MIN_SCAN)
     block_r = d.rows_per_program(rows, config.max_rows, max(chunk, block_c * keep))
     grid = (triton.cdiv(rows, block_r), split)
     stride, stream_warps = values.stride(0), min(config.select_warps, 8)
     sizes = dict(
-        PER_REQUEST=per_request, VOCAB=vocab, CHUNKS=chunks, PROBS=probabilities, BLOCK_R=block_r, BLOCK_C=block_c,
-        BLOCK_V=chunk,
+        PER_REQUEST=per_request, VOCAB=vocab, CHUNKS=chunks, SPLIT=split, PROBS=probabilities, BLOCK_R=block_r,
+        BLOCK_V=chunk, **overlapped(current_chip(values)),
     )  # fmt: skip
     if sampling.top_p is not None:
         scratch = out(rows, split, NUM_PIVOTS // 2 + 1)
@@ -476,5 +499,5 @@ def resolve(
     launch(
         _resolve_kernel, grid[:1], values, temperature, sampling.top_k, sampling.top_p, *sources, state, edges, mass,
         counts, candidates, normaliser, tokens, logprobs, distribution, rows, stride, num_warps=config.select_warps,
-        KEEP=keep, SPLIT=split, DRAW=draw, STREAM=stream, SHIFT=shift, **sizes,
+        KEEP=keep, DRAW=draw, STREAM=stream, SHIFT=shift, BLOCK_C=block_c, **sizes,
     )  # fmt: skip
