@@ -17,7 +17,7 @@ from algorithms.runtime.algorithm import Batch, Observation, Resources
 from algorithms.runtime.request import Request
 from algorithms.runtime.sampling_params import SamplingParams
 from algorithms.runtime.staging import Arrays, Fields
-from specdec_kernels import SamplingTensors
+from specdec_kernels import SamplingTensors, keep_last
 
 _ALIGNED = 32
 """Rows are a multiple of this many, so that kernels see one alignment of every tensor."""
@@ -174,6 +174,7 @@ class RowStore:
 
     def __init__(self, size: int, resources: Resources) -> None:
         self._rows = torch.zeros((resources.max_batch + 1, size), dtype=resources.dtype, device=resources.device)
+        self._impl = resources.impl
 
     def rows(self, rows: slice | Tensor) -> Tensor:
         """[B, size]: the vectors of these rows."""
@@ -188,10 +189,7 @@ class RowStore:
             last = values.flatten(0, 1)[prompts.last]
             self._rows[prompts.rows] = torch.where((prompts.counts > 0)[:, None], last, 0.0)
             return
-        counts = seen.counts.long()
-        index = (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, values.shape[-1])
-        last = values.gather(1, index).squeeze(1)
-        self._rows[seen.batch.rows] = torch.where((counts > 0)[:, None], last, self._rows[seen.batch.rows])
+        keep_last(self._rows[seen.batch.rows], values.contiguous(), seen.counts, impl=self._impl)
 
     def move(self, source: int, target: int) -> None:
         """Copy the vector of row `source` to row `target`."""

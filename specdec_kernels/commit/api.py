@@ -98,3 +98,26 @@ def gather_path(values: Sequence[torch.Tensor], nodes: torch.Tensor, *, impl: st
         **{f"values[{i}]": (value, (batch, num_nodes, width), values[0].dtype) for i, value in enumerate(values)},
     )
     return dispatch("gather_path", __package__, impl, values[0])(values, nodes)
+
+
+def keep_last(store: torch.Tensor, values: torch.Tensor, counts: torch.Tensor, *, impl: str = "auto") -> None:
+    """Keep the entry of each request's last committed position, in one launch.
+
+    Args:
+        store: [B, W], contiguous; row b becomes `values[b, counts[b] - 1]` where `counts[b]` is above 0.
+        values: [B, P, W], contiguous, dtype of `store`.
+        counts: [B] int32, at most P.
+        impl: `auto`, `triton` or `reference`.
+
+    Raises:
+        ValueError: wrong shape, dtype, strides or devices.
+        RuntimeError: `impl="triton"` where no kernel can run.
+    """
+    expect_shape("store", store, (None, None))
+    batch, width = store.shape
+    expect_tensors(
+        store=(store, (batch, width), store.dtype),
+        values=(values, (batch, None, width), store.dtype),
+        counts=(counts, (batch,), torch.int32),
+    )
+    dispatch("keep_last", __package__, impl, values)(store, values, counts)

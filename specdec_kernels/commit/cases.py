@@ -54,6 +54,12 @@ def _gather(make: Maker, batch: int, num_nodes: int, path: int, width: int, tens
     return dict(values=[make.normal(batch, num_nodes, width) for _ in range(tensors)], nodes=nodes)
 
 
+def _keep(make: Maker, batch: int, path: int, width: int) -> dict[str, Any]:
+    counts = make.integers(0, path + 1, batch, dtype=torch.int32)
+    return dict(store=make.normal(batch, width), values=make.normal(batch, path, width), counts=counts)
+
+
+_keeps = partial(case_of, "keep_last", _keep)
 _commits = partial(case_of, "commit_step", _commit)
 _gathers = partial(case_of, "gather_path", _gather)
 
@@ -70,6 +76,8 @@ CASES = (
     _commits("commit_wide", "more nodes than a warp has lanes", batch=2, num_nodes=256, max_depth=255, capacity=600),
     _commits("commit_64x16", "a step of 64 requests", batch=64, num_nodes=16, max_depth=15, capacity=40_960,
              gate=True, bench=True, tags=("large",)),
+    _keeps("keep_small", "rows of which nothing is committed", batch=7, path=3, width=9),
+    _keeps("keep_8x7x4096", "the shipped size", batch=8, path=7, width=4096, gate=True, bench=True, tags=("large",)),
     _gathers("gather_small", "nodes outside of the tree", batch=3, num_nodes=5, path=4, width=7),
     _gathers("gather_features", "several tensors of odd width", batch=2, num_nodes=9, path=3, width=72, tensors=3),
     _gathers("gather_8x32x4096", "features of eight requests", batch=8, num_nodes=32, path=7, width=4096, tensors=4,

@@ -1,4 +1,4 @@
-"""Commit in two kernels: one program per request for its state, and one copy of rows for all gathered tensors.
+"""Commit: one program per request for its state, and copies of rows for what a drafter observes and keeps.
 
 Everything a request needs stands in one short row, so one program holds it whole. A program writes the state of its own
 request and nothing else.
@@ -127,6 +127,23 @@ def _gather_kernel(
     tl.store(out_ptr + row[:, None] * WIDTH + feature[None, :], value, mask=live)
 
 
+@triton.jit(do_not_specialize=["path"])
+def _keep_last_kernel(
+    store_ptr,  # [B, WIDTH]
+    values_ptr,  # [B, path, WIDTH]
+    counts_ptr,  # [B] int32
+    path,
+    WIDTH: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    feature = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
+    count = tl.load(counts_ptr + request)
+    live = (feature < WIDTH) & (count > 0)
+    value = tl.load(values_ptr + (request * path + count - 1) * WIDTH + feature, mask=live, other=0.0)
+    tl.store(store_ptr + request * WIDTH + feature, value, mask=live)
+
+
 def commit_step(
     draft_tokens: torch.Tensor,
     first_child: torch.Tensor,
@@ -189,3 +206,17 @@ def gather_path(values: Sequence[torch.Tensor], nodes: torch.Tensor) -> list[tor
             BLOCK_W=block,
         )
     return gathered
+
+
+def keep_last(store: torch.Tensor, values: torch.Tensor, counts: torch.Tensor) -> None:
+    """See `specdec_kernels.commit.keep_last`, which has checked the arguments."""
+    batch, width = store.shape
+    block = min(lanes(width), BLOCK_WIDTH.get(current_chip(store), DEFAULT_WIDTH))
+    launch(
+        _keep_last_kernel,
+        (batch, -(-width // block)),
+        *(store, values, counts, values.shape[1]),
+        num_warps=NUM_WARPS,
+        WIDTH=width,
+        BLOCK_W=block,
+    )

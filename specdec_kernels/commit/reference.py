@@ -55,3 +55,9 @@ def gather_path(values: Sequence[torch.Tensor], nodes: torch.Tensor) -> list[tor
     """See `specdec_kernels.commit.gather_path`."""
     inside = torch.where((nodes >= 0) & (nodes < values[0].shape[1]), nodes, 0).long()
     return [value.gather(1, inside[..., None].expand(-1, -1, value.shape[-1])) for value in values]
+
+
+def keep_last(store: torch.Tensor, values: torch.Tensor, counts: torch.Tensor) -> None:
+    """See `specdec_kernels.commit.keep_last`."""
+    index = (counts.long() - 1).clamp(min=0)[:, None, None].expand(-1, 1, values.shape[-1])
+    store.copy_(torch.where((counts > 0)[:, None], values.gather(1, index).squeeze(1), store))

@@ -11,6 +11,14 @@ _case = partial(parity, "commit")
 
 MUTANTS = (
     Mutant(
+        "kept_entry_of_a_row_without_tokens",
+        _KERNEL,
+        "live = (feature < WIDTH) & (count > 0)",
+        "live = feature < WIDTH",
+        _case("keep_small"),
+        "a row of which nothing is committed keeps the last entry of the row before it",
+    ),
+    Mutant(
         "history_overwrites_the_last_token",
         _KERNEL,
         "place = length + 1 + column",
