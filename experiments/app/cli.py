@@ -28,6 +28,7 @@ from experiments.app.arguments import arranged
 from experiments.app.compose import build_config, register
 from experiments.app.errors import UserError, disk_is_full
 from experiments.app.explain import MAIN_CONFIG, explain
+from experiments.app.resume import resumed_words
 from experiments.app.schema import CONFIG_FOLDER
 from experiments.app.threads import settle_threads
 
@@ -75,7 +76,7 @@ def exits_of_errors(config_name: str) -> Iterator[Program]:
     os.environ[FULL_ERROR] = "1"  # makes Hydra raise what it would otherwise print
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
-        sys.argv[1:] = arranged(sys.argv[1:])
+        sys.argv[1:] = resumed_words(arranged(sys.argv[1:]))
         register()
         yield program
     except KeyboardInterrupt:

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from experiments.app.schema import REPO_ROOT
 from experiments.app.task_schema import TASKS
 
-NEUTRAL = ("hydra", "name", "samples", "tracker", "paths", "sweep", "resume")
+NEUTRAL = ("hydra", "name", "samples", "tracker", "paths", "sweep", "resume", "resume_force")
 """Keys that change no figure."""
 TARGET_KEYS = ("model", "runtime/device", "runtime/dtype", "runtime/impl", "runtime/forward", "runtime/tensor_parallel")
 """What decides which weights a process holds, where, and how its kernels run."""

@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 from dataclasses import asdict
+from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,7 @@ def run_conditions(config: RunConfig, hardware: Hardware, model: str) -> dict[st
         "machine": machine(hardware.device),
         "sampling": sampling,
         **sizes,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "revision": git_revision(),
         "versions": versions(),
     }

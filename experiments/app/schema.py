@@ -190,13 +190,16 @@ def expect_plain_name(key: str, name: str, place: str) -> None:
 class RunConfig:
     """One run of a task.
 
-    `baseline` asks for autoregressive decoding beside `algo`; `samples` completions are printed at the end. The keys of
-    task, algo, backend and data depend on the option.
+    `baseline` asks for autoregressive decoding beside `algo`; `samples` completions are printed at the end. `resume` is
+    the folder of an interrupted run to go on with, with `resume_force` also where configuration or revision changed.
+    The keys of task, algo, backend and data depend on the option.
     """
 
     name: str = MISSING
     baseline: bool = True
     samples: int = 2
+    resume: str | None = None
+    resume_force: bool = False
     task: Any = MISSING
     algo: Any = MISSING
     backend: Any = MISSING
@@ -211,6 +214,12 @@ class RunConfig:
     def __post_init__(self) -> None:
         expect_at_least("samples", self.samples, 0)
         expect_between("sampling.seed", self.sampling.seed, 0, LARGEST_SEED)
+        if self.resume is not None and self.runtime.tensor_parallel > 1:
+            raise ValueError("resume: a run with runtime.tensor_parallel above 1 cannot be resumed: start it again")
+        if self.resume is not None and self.task.NOT_RESUMED:
+            raise ValueError(
+                f"resume: task={self.task.name} cannot be resumed: {self.task.NOT_RESUMED}; start it again"
+            )
         if not self.paths.outputs.strip():
             raise ValueError("paths.outputs: expected a folder, got none")
         if self.runtime.num_pages is not None and self.task.OWN_PAGES:

@@ -22,10 +22,12 @@ HYBRID = {"prefill": "torch", "decode": "fa4", "verify": "prefill"}
 
 @dataclass
 class TaskConfig:
-    """What every task declares: the keys of a run that it ignores, and why it takes no number of pages, if so."""
+    """What every task declares: the keys of a run that it ignores, and why it takes no number of pages, and cannot be
+    resumed, if so."""
 
     IGNORED: ClassVar[tuple[str, ...]] = ()
     OWN_PAGES: ClassVar[str | None] = None
+    NOT_RESUMED: ClassVar[str | None] = "it keeps no part of what it has measured"
     name: str = MISSING
 
     def methods_of(self, config: RunConfig) -> dict[str, Any]:
@@ -49,7 +51,13 @@ class TaskConfig:
 class GenerateTask(TaskConfig):
     """One algorithm over one prompt set, beside autoregressive decoding."""
 
+    NOT_RESUMED: ClassVar[str | None] = None
     name: str = "generate"
+    repeats: int | None = None
+    """Rounds of baseline and method in turn, for intervals; null takes 3 where a round is short, else 1."""
+
+    def __post_init__(self) -> None:
+        expect_at_least("task.repeats", self.repeats, 1)
 
 
 @dataclass
@@ -84,6 +92,7 @@ class CompareTask(MethodsTask):
     """Several methods over several prompt sets."""
 
     IGNORED: ClassVar[tuple[str, ...]] = ("algo", "data", "baseline", "samples")
+    NOT_RESUMED: ClassVar[str | None] = None
     name: str = "compare"
     data: list[str] = field(default_factory=lambda: ["arithmetic", "code"])
     """Prompt sets by name, and prompt files by path."""
@@ -91,11 +100,14 @@ class CompareTask(MethodsTask):
     """Prompts of each set; null takes the set's own default."""
     skip_long: bool = False
     """Leave out prompts that are too long for the model, instead of refusing the run."""
+    repeats: int | None = None
+    """Rounds of all methods in turn, as in `GenerateTask`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _expect_some("task.data", self.data)
         expect_at_least("task.limit", self.limit, 1)
+        expect_at_least("task.repeats", self.repeats, 1)
 
     def data_of(self, config: RunConfig) -> list[Any]:
         return [prompt_set(name, self.limit, self.skip_long) for name in self.data]
@@ -107,14 +119,18 @@ class ThroughputTask(TaskConfig):
 
     IGNORED: ClassVar[tuple[str, ...]] = ("baseline", "samples", "runtime.max_batch")
     OWN_PAGES: ClassVar[str | None] = "each level of task.concurrency has as many pages as it needs"
+    NOT_RESUMED: ClassVar[str | None] = None
     name: str = "throughput"
     concurrency: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32])
     requests: int = 2
     """Requests of a level per unit of concurrency; prompts are taken in turn."""
+    repeats: int | None = None
+    """Rounds of both sides at each level, as in `GenerateTask`."""
 
     def __post_init__(self) -> None:
         _expect_some("task.concurrency", self.concurrency, least=1)
         expect_at_least("task.requests", self.requests, 1)
+        expect_at_least("task.repeats", self.repeats, 1)
 
 
 @dataclass

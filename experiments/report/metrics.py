@@ -3,8 +3,11 @@
 Over all steps of all requests, with `a` the accepted drafts of a step (the bonus token excluded):
 
     tokens_per_step      mean(a + 1), pooled; tokens that the last step drew past the stop count (num_truncated)
-    acceptance_at[i]     #(a > i) / #(a >= i): steps whose i-th draft was accepted over steps that reached it
-    decode_tokens_per_s  output tokens / time of the steps (the decode clock)
+    acceptance           of the steps that reached position i: accepted #(a > i), rejected #(a = i, with a draft there),
+                         no_draft #(a = i, without one)
+    acceptance_at[i]     accepted / (accepted + rejected) at i: conditional on being reached and drafted
+    acceptance_rate      accepted drafts / drafted tokens, as vLLM defines it; all nodes of a tree count as drafted
+    decode_tokens_per_s  output tokens / time of the steps (the decode clock), all rounds together
     wall_tokens_per_s    output tokens / time of the whole call, with prefill and scheduling (the wall clock)
     request_tokens_per_s output tokens of a request / its time in the batch; the median over requests
     speedup_decode       decode_tokens_per_s over the baseline's, of the same engine, requests and clock
@@ -15,9 +18,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from experiments.report import repeats
 
 if TYPE_CHECKING:
     from algorithms.runtime.engine import Generation
@@ -44,10 +50,24 @@ def num_accepted_histogram(accepted_counts: Sequence[int], max_depth: int) -> li
     return [counts[k] for k in range(max_depth + 1)]
 
 
-def acceptance_at(histogram: Sequence[int]) -> list[float | None]:
-    """Entry i: steps whose i-th draft was accepted over steps that reached it; None where none did."""
-    reached = [sum(histogram[i:]) for i in range(len(histogram))]
-    return [reached[i + 1] / reached[i] if reached[i] else None for i in range(len(histogram) - 1)]
+def acceptance_by_position(steps: Sequence[tuple[int, bool]], max_depth: int) -> dict[str, list[int]]:
+    """`accepted`, `rejected` and `no_draft`: entry i counts the steps that reached draft i + 1, by what became of it.
+
+    A step is (accepted drafts, whether the accepted path ended where nothing was drafted).
+    """
+    ends = Counter(steps)
+    histogram = [ends[k, False] + ends[k, True] for k in range(max_depth + 1)]
+    return {
+        "accepted": [sum(histogram[i + 1 :]) for i in range(max_depth)],
+        "rejected": [ends[i, False] for i in range(max_depth)],
+        "no_draft": [ends[i, True] for i in range(max_depth)],
+    }
+
+
+def conditional_acceptance(counts: Mapping[str, Sequence[int]]) -> list[float | None]:
+    """Entry i: of the steps that reached draft i + 1 and had one, the share that accepted it; None where none did."""
+    pairs = zip(counts["accepted"], counts["rejected"], strict=True)
+    return [ratio(accepted, accepted + rejected) for accepted, rejected in pairs]
 
 
 def ratio(numerator: float, denominator: float) -> float | None:
@@ -55,35 +75,68 @@ def ratio(numerator: float, denominator: float) -> float | None:
     return numerator / denominator if denominator else None
 
 
-def summarize_method(generation: Generation, max_depth: int) -> dict[str, Any]:
-    """The figures of one decoding of all requests."""
+def summarize_method(
+    generation: Generation, max_depth: int, rounds: Sequence[Generation] | None = None
+) -> dict[str, Any]:
+    """The figures of one decoding of all requests; times are those of `rounds`, of this decoding alone if None."""
     completions = generation.completions
     accepted = [count for completion in completions for count in completion.accepted_counts]
+    drafted = sum(count for completion in completions for count in completion.drafted_counts)
+    ends = [step for c in completions for step in zip(c.accepted_counts, c.ran_out, strict=True)]
+    positions = acceptance_by_position(ends, max_depth)
     output_tokens = sum(len(completion.token_ids) for completion in completions)
-    histogram = num_accepted_histogram(accepted, max_depth)
-    request_rates = [1e3 * len(c.token_ids) / c.total_ms for c in completions if c.total_ms]
     return {
         "num_requests": len(completions),
         "num_failed": sum(bool(completion.error) for completion in completions),
         "num_cut": sum(completion.finish_reason == "length" for completion in completions),
         "output_tokens": output_tokens,
-        "num_steps": generation.num_steps,
         "num_truncated": sum(completion.num_truncated for completion in completions),
         "tokens_per_step": ratio(sum(accepted) + len(accepted), len(accepted)),
-        "num_accepted_histogram": histogram,
-        "acceptance_at": acceptance_at(histogram),
-        "decode_tokens_per_s": ratio(output_tokens * 1e3, generation.decode_ms),
-        "wall_tokens_per_s": ratio(output_tokens * 1e3, generation.wall_ms),
-        "request_tokens_per_s": quantiles(request_rates, median=0.5)["median"],
-        "ttft_ms": quantiles([c.ttft_ms for c in completions], p50=0.5, p90=0.9),
-        "step_ms": quantiles(generation.step_ms, median=0.5, p20=0.2, p80=0.8),
-        "prefill_ms": generation.prefill_ms,
-        "decode_ms": generation.decode_ms,
-        "wall_ms": generation.wall_ms,
-        "ledger_ms": dict(generation.ledger_ms),
-        "launch_ms": generation.launch_ms,
-        "row_steps": len(accepted),
+        "num_accepted_histogram": num_accepted_histogram(accepted, max_depth),
+        "acceptance": positions,
+        "acceptance_at": conditional_acceptance(positions),
+        "num_accepted": sum(accepted),
+        "num_drafted": drafted,
+        "acceptance_rate": ratio(sum(accepted), drafted),
+        **summarize_times([generation] if rounds is None else rounds),
         "finish_reasons": dict(Counter(completion.finish_reason for completion in completions)),
+    }
+
+
+def summarize_times(rounds: Sequence[Generation]) -> dict[str, Any]:
+    """The times of decodings of the same requests: rates are pooled, sums are means over the rounds."""
+
+    def mean(values: Sequence[float]) -> float:
+        return fmean(values) if values else 0.0
+
+    def rates(times: Sequence[float]) -> list[float]:
+        return [ratio(count * 1e3, ms) or 0.0 for count, ms in zip(tokens, times, strict=True)]
+
+    tokens = [sum(len(c.token_ids) for c in g.completions) for g in rounds]
+    decode, wall = [g.decode_ms for g in rounds], [g.wall_ms for g in rounds]
+    by_round = {"decode_tokens_per_s": rates(decode), "wall_tokens_per_s": rates(wall)}
+    pooled = {
+        "decode_tokens_per_s": ratio(sum(tokens) * 1e3, sum(decode)),
+        "wall_tokens_per_s": ratio(sum(tokens) * 1e3, sum(wall)),
+    }
+    phases = rounds[0].ledger_ms if rounds else {}
+    num_steps = rounds[0].num_steps if rounds else 0
+    steps = quantiles([ms for g in rounds for ms in g.step_ms], median=0.5, p20=0.2, p80=0.8)
+    request_rates = [1e3 * len(c.token_ids) / c.total_ms for g in rounds for c in g.completions if c.total_ms]
+    return {
+        **pooled,
+        **{f"{key}_interval": repeats.interval(pooled[key], by_round[key]) for key in pooled},
+        "rounds": by_round,
+        "request_tokens_per_s": quantiles(request_rates, median=0.5)["median"],
+        "num_steps": num_steps,
+        "row_steps": sum(len(c.accepted_counts) for c in rounds[0].completions) if rounds else 0,
+        "ttft_ms": quantiles([c.ttft_ms for g in rounds for c in g.completions], p50=0.5, p90=0.9),
+        "step_ms": {"mean": ratio(mean(decode), num_steps), **steps},
+        "prefill_ms": mean([g.prefill_ms for g in rounds]),
+        "decode_ms": mean(decode),
+        "wall_ms": mean(wall),
+        "ledger_ms": {phase: mean([g.ledger_ms[phase] for g in rounds]) for phase in phases},
+        "launch_ms": mean([g.launch_ms for g in rounds]),
     }
 
 
@@ -93,11 +146,13 @@ def compilations(names: Sequence[str]) -> dict[str, Any]:
 
 
 def against_baseline(row: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[str, Any]:
-    """Speedups of `row` over `baseline` on both clocks, and what predicts the decode speedup."""
-    return {
+    """Speedups of `row` over `baseline` on both clocks with their intervals, and what predicts the decode speedup."""
+    speedups = {
         f"speedup_{clock}": ratio(row[f"{clock}_tokens_per_s"] or 0.0, baseline[f"{clock}_tokens_per_s"] or 0.0)
-        for clock in ("decode", "wall")
-    } | {"prediction": predict_speedup(row, baseline)}
+        for clock in repeats.CLOCKS
+    }
+    intervals = repeats.speedup_intervals({**row, **speedups}, baseline)
+    return {**speedups, **intervals, "prediction": predict_speedup(row, baseline)}
 
 
 def predict_speedup(method: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[str, float | None]:
@@ -247,6 +302,11 @@ def warnings(row: Mapping[str, Any], dtype: str, exact: bool) -> list[str]:
             text += "; low precision rounds one row and many rows differently, runtime.deterministic=true does not"
         where = describe_difference(first, dtype)
         found.append(f"{text}; first: {where}" if where else text)
+    found += repeats.warnings(row)
+    if resumed := row.get("num_resumed"):
+        found.append(
+            f"{resumed} of {row['num_requests']} requests ended before the run was resumed; the times are without them"
+        )
     if compiled := row.get("compiled"):
         kernels = ", ".join(row["compiled_kernels"])
         found.append(f"{compiled} kernels were compiled after the warm-up, and the times include that: {kernels}")

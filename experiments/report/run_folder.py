@@ -4,7 +4,8 @@ status.json                running, then done, failed or interrupted; a heartbea
 config.yaml                the resolved configuration
 TASK.md, .csv, .jsonl      the table of results
 requests.jsonl             one object per request, with text, token ids, accepted counts and times; it grows as requests
-                           end, and task=generate replaces it by one that holds both sides of the comparison
+                           end, and is put in order at the end
+decodings.jsonl            one object per method, prompt set and round, with its times
 report.html                everything in one page
 kv_scales.safetensors      factors for a float8 cache, from task=kv_scales
 summary.json               conditions and rows of the run
@@ -14,19 +15,20 @@ docs/reading_a_report.md explains the contents.
 
 from __future__ import annotations
 
-import json
 import os
+import socket
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from experiments.app.errors import UserError, disk_is_full, user_errors
+from experiments.app.resume import CONFIG, STATUS, read_status
+from experiments.report.json_log import JsonLog, to_json
 
-STATUS, CONFIG, REPORT, SUMMARY = "status.json", "config.yaml", "report.html", "summary.json"
-REQUESTS = "requests.jsonl"
+REPORT, SUMMARY, REQUESTS, DECODINGS = "report.html", "summary.json", "requests.jsonl", "decodings.jsonl"
 KV_SCALES = "kv_scales.safetensors"
 HEARTBEAT_S = 10.0
 
@@ -44,11 +46,6 @@ def write_whole(path: Path, content: str | bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def to_json(value: Any, indent: int | None = 2) -> str:
-    """Strict JSON: NaN and infinity raise ValueError; a figure without meaning is None, hence null."""
-    return json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)
-
-
 def json_lines(values: Iterable[Any]) -> str:
     """One JSON object per line."""
     return "".join(to_json(value, indent=None) + "\n" for value in values)
@@ -61,10 +58,15 @@ def _now() -> str:
 class RunFolder:
     """A folder that one run owns: the path asked for, or that path with a number where another run owns it."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = _claim(path)
-        self._status: dict[str, Any] = {"status": "running", "pid": os.getpid(), "started": _now(), "requests": 0}
-        self._requests: TextIO | None = None
+    def __init__(self, path: Path, about: Mapping[str, Any] | None = None, resumed: bool = False) -> None:
+        """`about` is added to status.json. `resumed` goes on in `path` itself, with what an earlier run has left."""
+        self.path, self.resumed = path if resumed else _claim(path), resumed
+        self.requests, self.decodings = JsonLog(self.path / REQUESTS), JsonLog(self.path / DECODINGS)
+        earlier = read_status(path) if resumed else {}
+        started = {"started": earlier.get("started", _now())} | ({"resumed": _now()} if resumed else {})
+        who = {"pid": os.getpid(), "host": socket.gethostname()}
+        self._status: dict[str, Any] = {"status": "running", **who, **started, **(about or {}), "requests": 0}
+        self._status["requests"] = len(self.requests.entries)
         self._ended = threading.Event()
         self.write(STATUS, to_json(self._status))
         self._heart = threading.Thread(target=self._beat, daemon=True)
@@ -77,11 +79,13 @@ class RunFolder:
 
     def record(self, request: Mapping[str, Any]) -> None:
         """Append a request that has ended to requests.jsonl, so that nothing which ends the run can lose it."""
-        if self._requests is None:
-            self._requests = open(self.path / REQUESTS, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
-        self._requests.write(to_json(request, indent=None) + "\n")
-        self._requests.flush()
-        self._status["requests"] += 1
+        self.requests.append(request)
+        self._status["requests"] = len(self.requests.entries)
+
+    def replace_requests(self, requests: list[dict[str, Any]]) -> None:
+        """Let requests.jsonl hold these."""
+        self.write(REQUESTS, self.requests.replace(requests))
+        self._status["requests"] = len(requests)
 
     def write(self, name: str, text: str) -> None:
         """Write one file, whole."""
@@ -106,17 +110,18 @@ class RunFolder:
     def discard(self) -> None:
         """Remove the folder: a run that was refused leaves nothing."""
         self._stop()
+        for log in (self.requests, self.decodings):
+            log.path.unlink(missing_ok=True)
         for name in (STATUS, CONFIG):
             (self.path / name).unlink(missing_ok=True)
         self.path.rmdir()
 
     def _stop(self) -> None:
-        """End the heartbeat and close requests.jsonl."""
+        """End the heartbeat and close the logs."""
         self._ended.set()
         self._heart.join()
-        if self._requests is not None:
-            with suppress(OSError):  # what was flushed is on disk
-                self._requests.close()
+        self.requests.close()
+        self.decodings.close()
 
     def _beat(self) -> None:
         while not self._ended.wait(HEARTBEAT_S):
@@ -148,20 +153,21 @@ def _claim(path: Path) -> Path:
 
 
 @contextmanager
-def open_run_folder(path: Path) -> Iterator[RunFolder]:
-    """Own `path` during the block. status.json then says how the block ended.
+def open_run_folder(path: Path, about: Mapping[str, Any] | None = None, resumed: bool = False) -> Iterator[RunFolder]:
+    """Own `path` during the block. status.json then says how the block ended, and what `about` holds.
 
-    A `UserError` removes the folder, unless requests have ended. A full disk becomes a `UserError`.
+    A `resumed` folder is one that an earlier run has left. A `UserError` removes a folder in which no request has
+    ended. A full disk becomes a `UserError`.
     """
     with user_errors(OSError):
-        folder = RunFolder(path)
+        folder = RunFolder(path, about, resumed)
     try:
         yield folder
     except KeyboardInterrupt:
         folder.finish("interrupted")
         raise
     except UserError as error:
-        if folder.num_requests:
+        if folder.num_requests or folder.resumed:
             folder.finish("failed", str(error))
         else:
             folder.discard()
@@ -170,6 +176,6 @@ def open_run_folder(path: Path) -> Iterator[RunFolder]:
         folder.finish("failed", f"{type(error).__name__}: {error}")
         if isinstance(error, OSError) and disk_is_full(error):
             kept = f"{folder.num_requests} requests that had ended are in {folder.path / REQUESTS}"
-            raise UserError(f"the disk is full: {error}\n{kept}\nmake room, or give another paths.outputs") from error
+            raise UserError(f"the disk is full: {error}\n{kept}\nmake room, then resume={folder.path}") from error
         raise
     folder.finish("done")

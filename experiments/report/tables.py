@@ -91,13 +91,25 @@ def _accuracy(row: Row) -> str:
     return f"{shown} ({answers['cut']} cut)" if answers and answers["cut"] else shown
 
 
+def with_interval(title: str, path: str, digits: int, suffix: str = "") -> Column:
+    """A column of figures with the half-width of their 95 % interval, where rounds were repeated."""
+
+    def show(row: Row) -> str:
+        value, found = at(row, path), at(row, f"{path}_interval")
+        half = f" ± {figure(found[1] - value, digits)}" if found else ""
+        return figure(value, digits) + half + (suffix if value is not None else "")
+
+    return Column(title, show)
+
+
 METHOD = text("method", "method")
-DECODE_RATE = number("decode tokens/s", "decode_tokens_per_s")
-WALL_RATE = number("wall tokens/s", "wall_tokens_per_s")
-DECODE_SPEEDUP = number("decode speedup", "speedup_decode", 2, "×")
-WALL_SPEEDUP = number("wall speedup", "speedup_wall", 2, "×")
+DECODE_RATE = with_interval("decode tokens/s", "decode_tokens_per_s", 1)
+WALL_RATE = with_interval("wall tokens/s", "wall_tokens_per_s", 1)
+DECODE_SPEEDUP = with_interval("decode speedup", "speedup_decode", 2, "×")
+WALL_SPEEDUP = with_interval("wall speedup", "speedup_wall", 2, "×")
+ACCEPTANCE_RATE = number("accepted / drafted", "acceptance_rate", 1, "%", scale=100)
 TOKENS_PER_STEP = number("tokens/step", "tokens_per_step", 2)
-STEP_MS = number("ms/step", "step_ms/median", 2)
+STEP_MS = number("ms/step", "step_ms/mean", 2)
 STEP_MS_RANGE = Column(
     "ms/step 20–80 %", lambda row: "–".join(figure(at(row, f"step_ms/{q}"), 2) for q in ("p20", "p80")), narrow=False
 )

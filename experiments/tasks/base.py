@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,19 +18,27 @@ from experiments.report.console import step_progress
 from experiments.report.page import Card
 from experiments.report.run_folder import RunFolder, json_lines
 from experiments.report.tables import Column, Row, csv_text, markdown
+from experiments.tasks import earlier
 from experiments.tasks.baselines import BaselineStore
 from experiments.tasks.decoding import (
     AUTOREGRESSIVE,
     Decoded,
     baseline_config,
+    learns,
     make_engine,
     method_row,
     warm_up_sizes,
 )
 
 if TYPE_CHECKING:
+    from algorithms.runtime.engine import Engine, Generation
     from algorithms.runtime.models.loading import Target
     from algorithms.runtime.request import Completion, Request
+
+
+SHORT_RUN_ROUNDS = 3
+LONGEST_SHORT_ROUND_MS = 8_000.0
+"""Rounds of a run whose first round takes no longer than that, where `task.repeats` is not given."""
 
 
 class Task:
@@ -41,13 +49,17 @@ class Task:
     objective: ClassVar[str]
     """Key of the row figure that a sweep maximises."""
 
-    folder: RunFolder | None = None
-    """Where requests are recorded as they end."""
+    keeps_parts: ClassVar[bool] = True
+    """Whether a resumed run takes over requests of a decoding that was not finished."""
+
+    folder: RunFolder
+    """Where requests are recorded as they end; set before `measure` is called."""
     baselines: BaselineStore | None = None
     """Decodings of the target alone that runs of a sweep share."""
 
     def __init__(self, plan: Plan, target: Target, console: Console) -> None:
         self.plan, self.target, self.console = plan, target, console
+        self._order: list[tuple[str, str]] = []
 
     def measure(self) -> list[Row]:
         """The rows of the table, as plain numbers and text."""
@@ -114,20 +126,28 @@ class Task:
         plan: Plan | None = None,
         target: Target | None = None,
         first_turns: bool = True,
+        round_number: int = 0,
     ) -> Decoded:
         """Decode `requests` (default: all of `workload`) with `algo`, after a warm-up that no clock sees.
 
         `plan` and `target` replace the task's own. Without `first_turns`, the later turns of conversations follow;
-        requests are then numbered from 0. The cache is sized for the longest request of `workload`. In a sweep, rows
-        share what the target alone decodes. Raises UserError where the requests cannot be served.
+        requests are then numbered from 0. The cache is sized for the longest request of `workload`. What an earlier run
+        has left of this decoding is not decoded again, and in a sweep rows share what the target alone decodes. Raises
+        UserError where the requests cannot be served.
         """
         asked, used = workload.requests if requests is None else requests, plan or self.plan
-        decode = partial(self._decode, algo, workload, asked, label, used, target or self.target, first_turns)
+        key = earlier.Key(workload.name, label or algo.name, round_number)
+        talks = partial(Conversations, workload.prompts.prompts, asked, used.tokenizer)
+        follow: Callable[[], Conversations | None] = (lambda: None) if first_turns else talks
+        self._order.append(key[:2])
+        if self.folder.resumed and (done := earlier.restored(self.folder, key, asked, follow())):
+            return done
+        decode = partial(self._decode, algo, workload, asked, key, used, target or self.target, follow)
         if self.baselines is None or algo.name != AUTOREGRESSIVE:
             return decode()
         decoded, stored = self.baselines.shared(used, workload, asked, first_turns, decode)
-        for completion in decoded.generation.completions if stored else ():
-            self._record(workload.name, label or algo.name, completion)
+        if stored:
+            earlier.take_over(self.folder, key, decoded)
         return decoded
 
     def _decode(
@@ -135,17 +155,50 @@ class Task:
         algo: Any,
         workload: Workload,
         asked: Sequence[Request],
-        label: str | None,
+        key: earlier.Key,
         plan: Plan,
         target: Target,
-        first_turns: bool,
+        follow: Callable[[], Conversations | None],
     ) -> Decoded:
-        """As `decode`, in this process."""
+        """As `decode`, in this process; `follow` makes the later turns."""
+        engine, algorithm, backend = make_engine(plan, target, algo, workload.max_length)
+        ended, talks = self._left_over(key, learns(algorithm)), follow()
+        rest = earlier.still_to_do(asked, ended, talks)
+        if ended and not rest:  # the run broke off between the last request and its times
+            earlier.forget(self.folder, key)
+            ended, rest, talks = {}, list(asked), follow()
+        timed, compiled = self._generate(engine, plan, rest, key, talks, len(ended))
+        every = talks.requests if talks else asked
+        completions = ended | {completion.request_id: completion for completion in timed.completions}
+        decoded = Decoded(
+            algo=algo.name,
+            config=asdict(algo),
+            requests=every,
+            generation=replace(timed, completions=[completions[request.id] for request in every]),
+            timed=timed,
+            max_depth=algorithm.max_depth,
+            rule=algorithm.rule,
+            drafts_with_model=algorithm.needs_draft_model,
+            attention=dict(backend.served),
+            compiled=compiled,
+        )
+        earlier.keep(self.folder, key, decoded)
+        return decoded
+
+    def _generate(
+        self,
+        engine: Engine,
+        plan: Plan,
+        asked: Sequence[Request],
+        key: earlier.Key,
+        talks: Conversations | None,
+        num_ended: int,
+    ) -> tuple[Generation, list[str]]:
+        """Serve `asked` and what follows in `talks`; also the kernels that were compiled while the clock ran."""
         from algorithms.runtime.engine import EngineError
         from algorithms.runtime.sampling_params import SamplingNeeds
         from specdec_kernels.launch import record_compilations
 
-        engine, algorithm, backend = make_engine(plan, target, algo, workload.max_length)
         with user_errors(EngineError):
             for request in asked:
                 engine.check(request)
@@ -157,24 +210,34 @@ class Task:
                 brief = [r.with_sampling(max_new_tokens=min(tokens, r.sampling.max_new_tokens)) for r in few]
                 engine.generate(brief, needs=needs)
             engine.forget()
-            record = partial(self._record, workload.name, label or algo.name)
-            talks = None if first_turns else Conversations(workload.prompts.prompts, asked, plan.tokenizer)
-            progress = step_progress(self.console, label or algo.name, talks.num_requests if talks else len(asked))
+            title = key.method + (f", round {key.round + 1}" if key.round else "")
+            progress = step_progress(self.console, title, talks.num_requests - num_ended if talks else len(asked))
+            record = partial(earlier.record, self.folder, key)
             with progress as on_step, record_compilations() as compiled:
-                generation = engine.generate(asked, on_step, on_end=record, follow=talks)
-            failed = [completion.error for completion in generation.completions if completion.error]
+                timed = engine.generate(asked, on_step, on_end=record, follow=talks)
+            failed = [completion.error for completion in timed.completions if completion.error]
             if failed and len(failed) == len(asked):
                 raise EngineError(f"all {len(asked)} requests failed; the first: {failed[0]}")
-        depth, served = algorithm.max_depth, dict(backend.served)
-        trained = algorithm.needs_draft_model
-        served_requests = talks.requests if talks else asked
-        return Decoded(algo.name, served_requests, generation, depth, algorithm.rule, trained, served, compiled)
+        return timed, list(compiled)
 
-    def _record(self, data: str, method: str, completion: Completion) -> None:
-        """Put a request that has ended on disk."""
-        if self.folder is not None:
-            figures = asdict(completion)
-            self.folder.record({"data": data, "method": method, "id": figures.pop("request_id"), **figures})
+    def _left_over(self, key: earlier.Key, learns: bool) -> dict[int, Completion]:
+        """Requests that ended before the run was interrupted.
+
+        A decoding begins again where the drafts depend on what was served before, and where the task wants it whole.
+        """
+        if not self.folder.resumed or key.round:
+            return {}
+        found = earlier.finished(self.folder, key)
+        if found and (learns or not self.keeps_parts):
+            earlier.forget(self.folder, key)
+            return {}
+        return found
+
+    def requests_in_order(self) -> list[dict[str, Any]]:
+        """What requests.jsonl holds at the end: decodings in the order of the task, and the requests of each."""
+        place = {key: index for index, key in reversed(list(enumerate(self._order)))}
+        entries = self.folder.requests.entries
+        return sorted(entries, key=lambda entry: (place.get((entry["data"], entry["method"]), 0), entry["id"]))
 
     def decode_methods(
         self,
@@ -186,14 +249,30 @@ class Task:
     ) -> list[tuple[dict[str, Any], Decoded]]:
         """Every method of the plan on the same requests, each with its row, behind autoregressive decoding.
 
-        Speedups, identity and predictions are against that baseline; without it they are None.
+        Speedups, identity and predictions are against that baseline; without it they are None. All methods take turns,
+        round after round, so that a machine that gets slower or faster does so for each of them.
         """
         algos = ({AUTOREGRESSIVE: baseline_config()} if baseline else {}) | dict(self.plan.methods)
+        rounds: dict[str, list[Decoded]] = {label: [] for label in algos}
+        number = 0
+        while number < self._num_rounds(rounds):
+            for label, algo in algos.items():
+                name = f"{label}{note}"
+                done = self.decode(algo, workload, requests, name, plan, first_turns=False, round_number=number)
+                rounds[label].append(done)
+            number += 1
         found: list[tuple[dict[str, Any], Decoded]] = []
-        for label, algo in algos.items():
-            decoded = self.decode(algo, workload, requests, f"{label}{note}", plan, first_turns=False)
+        deterministic = self.plan.config.runtime.deterministic
+        for label, decoded in rounds.items():
             against = found[0] if baseline and found else None
-            deterministic = self.plan.config.runtime.deterministic
             row = method_row(label, decoded, workload, against, self.target, deterministic)
-            found.append((row, decoded))
+            found.append((row, decoded[0]))
         return found
+
+    def _num_rounds(self, rounds: Mapping[str, Sequence[Decoded]]) -> int:
+        """As many as `task.repeats` asks for; by itself several where there is a speedup and a round is short."""
+        if self.plan.config.task.repeats is not None:
+            return int(self.plan.config.task.repeats)
+        first = [decoded[0] for decoded in rounds.values() if decoded]
+        round_ms = sum(decoded.timed.wall_ms for decoded in first)
+        return SHORT_RUN_ROUNDS if len(first) > 1 and round_ms <= LONGEST_SHORT_ROUND_MS else 1

@@ -52,7 +52,8 @@ class BaselineStore:
             if (found := _load(path)) is not None:
                 return found, True
             decoded = decode()
-            write_whole(path, to_json(_plain(decoded), indent=None))
+            if len(decoded.timed.completions) == len(decoded.requests):  # a resumed run has times of a part only
+                write_whole(path, to_json(_plain(decoded), indent=None))
             return decoded, False
 
 
@@ -72,7 +73,7 @@ def _plain_request(request: Request) -> dict[str, Any]:
 
 def _plain(decoded: Decoded) -> dict[str, Any]:
     """A decoding as JSON takes it."""
-    found = {item.name: getattr(decoded, item.name) for item in fields(decoded)}
+    found = {item.name: getattr(decoded, item.name) for item in fields(decoded) if item.name != "timed"}
     requests = [_plain_request(request) for request in decoded.requests]
     return found | {"requests": requests, "generation": asdict(decoded.generation)}
 
@@ -93,7 +94,8 @@ def _load(path: Path) -> Decoded | None:
     tuples: dict[str, Any] = {name: tuple(value) for name, value in graphs.items() if isinstance(value, list)}
     report = GraphReport(**graphs | tuples)
     generation = Generation(completions=completions, graphs=report, **figures)
-    return Decoded(**found | {"requests": [_request(each) for each in found["requests"]], "generation": generation})
+    requests = [_request(each) for each in found.pop("requests")]
+    return Decoded(**found, requests=requests, generation=generation, timed=generation)
 
 
 def _request(plain: dict[str, Any]) -> Request:

@@ -6,6 +6,7 @@ The target alone decodes every prompt set once. Speedups, identity and accuracy 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from experiments.report import tables
 from experiments.report.page import acceptance_lines, section, step_times
@@ -30,6 +31,7 @@ class Compare(Task):
         tables.number("predicted", "prediction/predicted", 2, "×"),
         tables.TOKENS_PER_STEP,
         tables.Column("acceptance % at 1…6", _acceptance),
+        replace(tables.ACCEPTANCE_RATE, narrow=False),
         tables.STEP_MS,
         tables.LOSSLESS,
         tables.ACCURACY,

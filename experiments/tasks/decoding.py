@@ -28,8 +28,13 @@ class Decoded:
     """One decoding of `requests` and what did it."""
 
     algo: str
+    config: dict[str, Any]
+    """Every setting of the algorithm."""
     requests: Sequence[Request]
     generation: Generation
+    """All requests, those that ended before the run was resumed among them."""
+    timed: Generation
+    """The requests that its times are of."""
     max_depth: int
     rule: str
     drafts_with_model: bool
@@ -42,6 +47,13 @@ class Decoded:
     def comparable(self) -> bool:
         """Whether the tokens must be those of autoregressive decoding, and not only of the same distribution."""
         return self.rule == "target_only" or all(request.sampling.temperature == 0 for request in self.requests)
+
+
+def learns(algorithm: Algorithm) -> bool:
+    """Whether the drafts for a request depend on requests that were served before it."""
+    from algorithms.runtime.algorithm import Algorithm
+
+    return type(algorithm).forget is not Algorithm.forget
 
 
 def baseline_config() -> Any:
@@ -111,9 +123,15 @@ def _memory_errors() -> Iterator[None]:
         raise UserError(f"{reason}\nlower runtime.num_pages, runtime.max_batch or sampling.max_new_tokens") from error
 
 
+def timed_rounds(rounds: Sequence[Decoded]) -> list[Generation]:
+    """The decodings that times are taken from: whole ones, or else what there is."""
+    whole = [r.timed for r in rounds if len(r.timed.completions) == len(r.requests)]
+    return whole or [r.timed for r in rounds if r.timed.completions]
+
+
 def method_row(
     label: str,
-    decoded: Decoded,
+    rounds: Sequence[Decoded],
     workload: Workload,
     baseline: tuple[dict[str, Any], Decoded] | None,
     target: Target,
@@ -121,20 +139,25 @@ def method_row(
 ) -> dict[str, Any]:
     """The figures of one method on one prompt set; `baseline` is the row and decoding that it is held against.
 
-    `target` is asked for the logits where the two texts of a request differ.
+    Texts are those of the first of `rounds`. `target` is asked for the logits where the two texts of a request differ.
     """
+    decoded, timed = rounds[0], timed_rounds(rounds)
     generation = decoded.generation
     row: dict[str, Any] = {"data": workload.name, "method": label, "algo": decoded.algo, "rule": decoded.rule}
     row["drafts_with_model"] = decoded.drafts_with_model
-    row |= {"graphs": asdict(generation.graphs), "attention": decoded.attention}
-    row |= metrics.summarize_method(generation, decoded.max_depth)
+    row |= {"graphs": asdict(generation.graphs), "attention": decoded.attention, "settings": decoded.config}
+    row |= metrics.summarize_method(generation, decoded.max_depth, timed)
+    row["num_resumed"] = len(generation.completions) - (len(timed[0].completions) if timed else 0)
+    first = [completion.token_ids for completion in generation.completions]
+    row["differing_rounds"] = sum([c.token_ids for c in r.generation.completions] != first for r in rounds[1:])
     row |= metrics.accuracy(generation.completions, workload.judge)
-    row |= metrics.compilations(decoded.compiled)
+    row |= metrics.compilations([name for r in rounds for name in r.compiled])
     row["template"] = workload.markup
     against = baseline[1] if baseline and decoded.comparable else None
     row["lossless"] = _lossless(decoded, against, target, deterministic)
     own = 1.0 if decoded.algo == AUTOREGRESSIVE else None
     row |= {"speedup_decode": own, "speedup_wall": own, "prediction": None}
+    row |= {"speedup_decode_interval": None, "speedup_wall_interval": None}
     return row | (metrics.against_baseline(row, baseline[0]) if baseline else {})
 
 

@@ -34,6 +34,7 @@ class Generate(Task):
         tables.STEP_MS,
         tables.STEP_MS_RANGE,
         tables.TOKENS_PER_STEP,
+        replace(tables.ACCEPTANCE_RATE, narrow=False),
         replace(tables.FIRST_TOKEN_MS, narrow=False),
         tables.DECODE_SPEEDUP,
         tables.LOSSLESS,

@@ -8,6 +8,7 @@ receives `kv_scales.safetensors` for `runtime.kv_scales`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from safetensors.torch import save
@@ -15,8 +16,9 @@ from safetensors.torch import save
 from experiments.app.errors import user_errors
 from experiments.report.run_folder import KV_SCALES
 from experiments.report.tables import Row, number
+from experiments.tasks import earlier
 from experiments.tasks.base import Task
-from experiments.tasks.decoding import baseline_config, make_engine
+from experiments.tasks.decoding import AUTOREGRESSIVE, baseline_config, make_engine
 
 LARGEST_E4M3 = 448.0
 
@@ -40,8 +42,7 @@ class KVScalesTask(Task):
         # A head of zeros takes the smallest factor that divides without overflow.
         factors = (largest * self.plan.config.task.margin / LARGEST_E4M3).clamp(min=torch.finfo(torch.float32).tiny)
         k_scale, v_scale = (factors[:, half].contiguous() for half in (0, 1))
-        if self.folder is not None:
-            self.folder.write_bytes(KV_SCALES, save({"k_scale": k_scale, "v_scale": v_scale}))
+        self.folder.write_bytes(KV_SCALES, save({"k_scale": k_scale, "v_scale": v_scale}))
         return [
             {
                 "layer": layer,
@@ -64,9 +65,8 @@ class KVScalesTask(Task):
         return []
 
     def show(self, rows: Sequence[Row]) -> None:
-        if self.folder is not None:
-            found = self.folder.path / KV_SCALES
-            self.console.print(f"use it by runtime.kv_dtype=fp8_e4m3 runtime.kv_scales={found}", soft_wrap=True)
+        found = self.folder.path / KV_SCALES
+        self.console.print(f"use it by runtime.kv_dtype=fp8_e4m3 runtime.kv_scales={found}", soft_wrap=True)
 
     def _largest(self) -> tuple[torch.Tensor, int]:
         """Largest magnitudes [layers, 2, H_kv] float32 of keys and values, and the number of stored tokens."""
@@ -75,12 +75,13 @@ class KVScalesTask(Task):
         (workload,) = self.plan.workloads
         engine, _, _ = make_engine(self.plan, self.target, baseline_config(), workload.max_length)
         cache, batch = engine.parts.cache, self.plan.config.runtime.max_batch
-        found, num_tokens = None, 0
+        found, num_tokens, key = None, 0, earlier.Key(workload.name, AUTOREGRESSIVE)
         with user_errors(EngineError):
             # Pages are used again by later requests, so the cache is read after each batch.
             for start in range(0, len(workload.requests), batch):
                 asked = workload.requests[start : start + batch]
-                done = engine.generate(asked).completions
+                record = partial(earlier.record, self.folder, key)
+                done = engine.generate(asked, on_end=record).completions
                 num_tokens += sum(len(request.prompt_ids) for request in asked)
                 num_tokens += sum(len(completion.token_ids) for completion in done)
                 seen = cache.kv.abs().amax(dim=(2, 3, 5)).float().cpu()

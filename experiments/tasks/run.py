@@ -5,6 +5,9 @@ The command line imports this module, so torch and the tasks are imported only w
 
 from __future__ import annotations
 
+import os
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -31,6 +34,11 @@ def task_named(name: str) -> type[Task]:
     return {task.name: task for task in tasks}[name]
 
 
+def command(typed: Sequence[str]) -> str:
+    """The command line that asks for one run with the settings `typed`."""
+    return " ".join(["python run.py", *map(shlex.quote, typed)])
+
+
 def run_task(config: RunConfig, composed: DictConfig) -> float:
     """Run the configured task. Returns the figure that a sweep maximises.
 
@@ -39,7 +47,8 @@ def run_task(config: RunConfig, composed: DictConfig) -> float:
     from experiments.app.distributed import output_folder
     from experiments.app.errors import NotLossless
     from experiments.app.plan import resolve
-    from experiments.app.provenance import run_conditions
+    from experiments.app.provenance import git_revision, run_conditions
+    from experiments.app.resume import check_unchanged, own_words
     from experiments.report.console import plain_console
     from experiments.report.metrics import NOT_A_GPU
     from experiments.report.page import render
@@ -54,19 +63,26 @@ def run_task(config: RunConfig, composed: DictConfig) -> float:
     def tell(text: str, style: str = "") -> None:
         console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
-    if ignored := ignored_overrides(config.task, HydraConfig.get().overrides.task):
+    typed = own_words(HydraConfig.get().overrides.task)
+    if ignored := ignored_overrides(config.task, typed):
         tell(f"warning: task={config.task.name} does not use {', '.join(ignored)}", "yellow")
+    if config.resume is not None:
+        check_unchanged(Path(config.resume), composed, config.resume_force)
     plan = resolve(config)
     task = task_named(config.task.name)(plan, plan.load_target(), console)
     hardware, resolved = plan.hardware, cast(dict[str, Any], OmegaConf.to_container(composed, resolve=True))
     tell(f"{task.title} · {hardware.device} {hardware.dtype} · {hardware.label}")
-    with open_run_folder(output_folder(Path(HydraConfig.get().runtime.output_dir))) as folder:
-        folder.write(CONFIG, OmegaConf.to_yaml(composed, resolve=True))
+    about = {"overrides": typed, "cwd": os.getcwd(), "revision": git_revision()}
+    asked_folder = output_folder(Path(HydraConfig.get().runtime.output_dir))
+    with open_run_folder(asked_folder, about, resumed=config.resume is not None) as folder:
+        if config.resume is None:
+            folder.write(CONFIG, OmegaConf.to_yaml(composed, resolve=True))
         task.folder = folder
         if config.sweep.name is not None and config.sweep.share_baseline:
             task.baselines = BaselineStore(folder.path.parent / BASELINES)
         rows = task.measure()
-        conditions = run_conditions(config, hardware, plan.model_label)
+        folder.replace_requests(task.requests_in_order())
+        conditions = run_conditions(config, hardware, plan.model_label) | {"command": command(typed)}
         notes, failures = task.warnings(rows), task.failures(rows)
         shown = notes, task.headline(rows), task.sections(rows), failures
         page = render(task.title, task.columns, rows, conditions, resolved, *shown)

@@ -28,6 +28,7 @@ class Throughput(Task):
 
     name = "throughput"
     objective = "wall_tokens_per_s"
+    keeps_parts = False  # the rest of a level would run at another concurrency
     columns = (
         tables.number("concurrency", "concurrency", 0),
         tables.METHOD,

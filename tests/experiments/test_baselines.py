@@ -35,7 +35,8 @@ def decoded(text: str = "x") -> Decoded:
     completion = Completion(0, [4, 5], text=text, accepted_counts=[1], emitted_at_ms=[1.5], total_ms=2.0)
     graphs = GraphReport("none", (1, 2))
     generation = Generation([completion], 2, 1.0, 2.0, 3.0, 0.5, [0.1, 0.2], {"draft": 1.0}, graphs)
-    return Decoded("autoregressive", [REQUEST], generation, 0, "target_only", False, {"decode": "torch"}, [])
+    attention = {"decode": "torch"}
+    return Decoded("autoregressive", {}, [REQUEST], generation, generation, 0, "target_only", False, attention, [])
 
 
 def refuse() -> Decoded:

@@ -119,6 +119,7 @@ def test_a_run_leaves_a_complete_and_consistent_record(run: Run, tmp_path: Path)
     folder = only_folder(tmp_path)
     assert {p.name for p in folder.iterdir()} == {
         "config.yaml",
+        "decodings.jsonl",
         "generate.csv",
         "generate.jsonl",
         "generate.md",
@@ -204,7 +205,7 @@ def refused(done: Done, home: Path, *expected: str) -> None:
     ("arguments", "expected"),
     [
         (["runtime.num_pages=1"], ["KV pool", "runtime.num_pages"]),
-        (["sampling.max_new_tokens=4000"], ["context of 512", "sampling.max_new_tokens"]),
+        (["sampling.max_new_tokens=4000"], ["context is 512", "sampling.max_new_tokens"]),
         (["algo.block_size=200"], ["algo.block_size"]),
         (["model.draft_path=null"], ["model.draft_path"]),
     ],

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 
 from algorithms.runtime.cuda_graph import GraphReport
 from algorithms.runtime.engine import Generation
 from algorithms.runtime.request import Completion
 from experiments.report import metrics as figures
+from experiments.report import repeats
 
 DEPTH = 5
 counts_of_steps = st.lists(st.integers(0, DEPTH), min_size=1, max_size=40)
@@ -25,6 +28,8 @@ def completion(index: int, accepted: list[int], truncated: int = 0, **changes: o
         text=f"text {index}",
         finish_reason="length",
         accepted_counts=accepted,
+        drafted_counts=[DEPTH for _ in accepted],
+        ran_out=[count == DEPTH for count in accepted],
         num_truncated=truncated,
         ttft_ms=10.0 * (index + 1),
         total_ms=100.0,
@@ -38,19 +43,47 @@ def generation(*completions: Completion) -> Generation:
     return Generation(list(completions), 4, 40.0, 200.0, 250.0, 8.0, steps, ledger, GraphReport("none", ()))
 
 
+def positions_of(counts: list[int]) -> dict[str, list[int]]:
+    """Of steps that always draft to the full depth."""
+    return figures.acceptance_by_position([(count, count == DEPTH) for count in counts], DEPTH)
+
+
 @given(counts_of_steps)
 def test_acceptance_counts_steps_that_reached_the_position(counts: list[int]) -> None:
-    rates = figures.acceptance_at(figures.num_accepted_histogram(counts, DEPTH))
+    rates = figures.conditional_acceptance(positions_of(counts))
     for position in range(DEPTH):
         reached = [count for count in counts if count >= position]
         expected = Fraction(sum(c > position for c in reached), len(reached)) if reached else None
         assert rates[position] == (None if expected is None else pytest.approx(float(expected)))
 
 
+@given(st.lists(st.tuples(st.integers(0, DEPTH), st.booleans()), max_size=40))
+def test_a_missing_draft_is_no_rejected_one(steps: list[tuple[int, bool]]) -> None:
+    counts = figures.acceptance_by_position(steps, DEPTH)
+    rates = figures.conditional_acceptance(counts)
+    for i in range(DEPTH):
+        reached = [step for step in steps if step[0] >= i]
+        assert counts["accepted"][i] == sum(a > i for a, _ in reached)
+        assert counts["no_draft"][i] == sum(a == i and ran_out for a, ran_out in reached)
+        assert counts["accepted"][i] + counts["rejected"][i] + counts["no_draft"][i] == len(reached)
+        drafted = [a for a, ran_out in reached if a > i or not ran_out]
+        assert rates[i] == (pytest.approx(sum(a > i for a in drafted) / len(drafted)) if drafted else None)
+
+
+def test_accepted_over_drafted_counts_every_drafted_token() -> None:
+    done = completion(0, [3, 0, 1], drafted_counts=[4, 0, 4], ran_out=[False, True, False])
+    method = figures.summarize_method(generation(done), DEPTH)
+    assert (method["num_accepted"], method["num_drafted"], method["acceptance_rate"]) == (4, 8, 0.5)
+    assert method["acceptance"]["no_draft"] == [1, 0, 0, 0, 0] and method["acceptance_at"][0] == 1.0
+    assert (
+        figures.summarize_method(generation(completion(0, [0], drafted_counts=[0])), DEPTH)["acceptance_rate"] is None
+    )
+
+
 @given(counts_of_steps)
 def test_mean_accepted_is_the_sum_of_products_of_acceptance(counts: list[int]) -> None:
     """E[a] = sum over i of P(a > i), and P(a > i) is the product of the conditional rates up to i."""
-    rates = figures.acceptance_at(figures.num_accepted_histogram(counts, DEPTH))
+    rates = figures.conditional_acceptance(positions_of(counts))
     survive, expected = 1.0, 0.0
     for rate in rates:
         survive *= rate or 0.0
@@ -171,3 +204,44 @@ def test_each_speedup_is_of_the_clock_in_its_name() -> None:
     found = figures.against_baseline(fast, slow)
     assert found["speedup_decode"] == pytest.approx(3)
     assert found["speedup_wall"] == pytest.approx(25.0 / (2 / 0.25))
+
+
+def rounds_of(*decode_ms: float) -> list[Generation]:
+    return [replace(generation(completion(0, [4, 4])), decode_ms=ms) for ms in decode_ms]
+
+
+def test_rates_of_rounds_are_pooled_and_their_interval_is_students() -> None:
+    """All tokens over all time, and t(2) = 4.303 times the standard error around it."""
+    method = figures.summarize_method(generation(completion(0, [4, 4])), DEPTH, rounds_of(100.0, 200.0, 200.0))
+    rates = [100.0, 50.0, 50.0]
+    assert method["rounds"]["decode_tokens_per_s"] == rates
+    assert method["decode_tokens_per_s"] == pytest.approx(30 / 0.5)
+    assert method["decode_ms"] == pytest.approx(500 / 3) and method["step_ms"]["mean"] == pytest.approx(500 / 12)
+    half = 4.303 * stats.tstd(rates) / 3**0.5
+    assert method["decode_tokens_per_s_interval"] == [0.0, pytest.approx(60 + half)]
+    assert [stats.t.ppf(0.975, n) for n in range(1, 11)] == pytest.approx(repeats._T_95, abs=6e-4)
+    alone = figures.summarize_method(generation(completion(0, [4, 4])), DEPTH)
+    assert alone["decode_tokens_per_s_interval"] is None
+
+
+def test_speedups_of_rounds_are_taken_within_each_round() -> None:
+    """A machine that halves its speed between two rounds does so for both sides, and the interval is narrow."""
+    slow, fast = (
+        figures.summarize_method(generation(completion(0, [4, 4])), DEPTH, rounds_of(*times))
+        for times in ((200.0, 400.0, 400.0), (100.0, 200.0, 200.0))
+    )
+    found = figures.against_baseline(fast, slow)
+    assert found["speedup_decode"] == pytest.approx(2) and found["speedup_decode_interval"] == pytest.approx([2, 2])
+    predicted = found["prediction"]
+    assert found["speedup_decode"] == pytest.approx(predicted["predicted"] * predicted["occupancy"] * predicted["kept"])
+
+
+def test_times_that_cannot_be_trusted_are_called_out() -> None:
+    fine = {"rounds": {"decode_tokens_per_s": [100.0, 110.0]}, "speedup_decode": 2.9, "tokens_per_step": 3.0}
+    assert repeats.warnings(fine) == []
+    (spread,) = repeats.warnings(fine | {"rounds": {"decode_tokens_per_s": [100.0, 130.0, 100.0]}})
+    assert spread.startswith("3 rounds gave 100.0 to 130.0 decode tokens/s, a spread of 27%")
+    (above,) = repeats.warnings(fine | {"speedup_decode": 3.1})
+    assert above.startswith("a decode speedup of 3.10× is above its 3.00 tokens/step")
+    (texts,) = repeats.warnings(fine | {"differing_rounds": 1})
+    assert "1 rounds wrote other texts" in texts

@@ -70,7 +70,8 @@ def conditions(**changes: Any) -> dict[str, Any]:
 
 def generated(records: list[dict[str, Any]], console: Console | None = None) -> Generate:
     """The task behind a page, without a run."""
-    plan = SimpleNamespace(hardware=SimpleNamespace(dtype="float32"), config=SimpleNamespace(samples=2))
+    hardware, config = SimpleNamespace(dtype="float32"), SimpleNamespace(samples=2)
+    plan = SimpleNamespace(hardware=hardware, config=config, workloads=(), exact=True)
     task = Generate(plan, None, console)  # type: ignore[arg-type]
     task.records = records
     return task

@@ -128,7 +128,7 @@ def test_compare_tells_the_same_everywhere(compared: Done) -> None:
     assert compared.folder is not None
     assert {p.name for p in compared.folder.iterdir()} == {
         "config.yaml", "status.json", "summary.json", "report.html", "requests.jsonl", "compare.md", "compare.csv",
-        "compare.jsonl",
+        "compare.jsonl", "decodings.jsonl",
     }  # fmt: skip
     rows = compared.rows
     methods = ["autoregressive", "standalone", "ngram", "dflash", "dflash_tree"]
@@ -330,8 +330,8 @@ def test_losslessness_checks_every_pair(run: Run, short: list[str]) -> None:
 def test_a_request_that_differs_fails_the_job(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     decode = Task.decode
 
-    def spoiled(self: Task, algo: Any, *rest: Any) -> Any:
-        decoded = decode(self, algo, *rest)
+    def spoiled(self: Task, algo: Any, *rest: Any, **named: Any) -> Any:
+        decoded = decode(self, algo, *rest, **named)
         if algo.name == "ngram":
             decoded.generation.completions[1].token_ids[2] += 1
         return decoded
@@ -352,8 +352,8 @@ def test_a_text_that_differs_in_float32_ends_with_exit_code_3(
     """The exit code, the terminal, the page and the summary agree; only a measured near tie is excused."""
     decode = Task.decode
 
-    def spoiled(self: Task, algo: Any, *rest: Any) -> Any:
-        decoded = decode(self, algo, *rest)
+    def spoiled(self: Task, algo: Any, *rest: Any, **named: Any) -> Any:
+        decoded = decode(self, algo, *rest, **named)
         if algo.name == "ngram":
             ids = decoded.generation.completions[1].token_ids
             ids[2] = (ids[2] + 1) % 7

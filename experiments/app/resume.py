@@ -1,0 +1,107 @@
+"""Going on with a run that was interrupted: `run.py resume=FOLDER`.
+
+The folder says what was typed, from where and at which revision. The same words are composed again, and the result must
+be the configuration of the folder; then the run goes on with the requests that had not ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from experiments.app.errors import UserError
+from experiments.app.provenance import git_revision
+
+STATUS, CONFIG = "status.json", "config.yaml"
+RESUME, FORCE = "resume", "resume_force"
+ALIVE_S = 60.0
+"""A run on another machine whose heartbeat is younger than this is taken to go on."""
+
+
+def read_status(folder: Path) -> dict[str, Any]:
+    """status.json of a run folder. Raises UserError where there is none."""
+    try:
+        found = json.loads((folder / STATUS).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{RESUME}={folder}: expected the folder of a run, with {STATUS}: {error}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{RESUME}={folder}: {STATUS} holds no object")
+    return found
+
+
+def resumed_words(words: Sequence[str]) -> list[str]:
+    """`words` of a command line as they are, or those of the run that `resume=FOLDER` names.
+
+    Raises UserError if that is no interrupted run, or if another setting is given beside it.
+    """
+    named = [word.partition("=")[2] for word in words if word.lstrip("+").startswith(f"{RESUME}=")]
+    if not any(named) or named[-1] == "null":
+        return list(words)
+    folder = Path(named[-1].strip("'\"")).expanduser().absolute()
+    own = [word for word in words if word.lstrip("+").split("=")[0] in (RESUME, FORCE)]
+    others = [word for word in words if word not in own]
+    status = read_status(folder)
+    forced = any(word.lstrip("+") == f"{FORCE}=true" for word in own)
+    if changed := [word for word in others if not word.startswith("-")]:
+        raise UserError(f"{RESUME} takes the settings of the run: leave out {' '.join(changed)}, or start a new run")
+    if "overrides" not in status:
+        raise UserError(f"{RESUME}={folder}: {STATUS} does not say what was typed: expected overrides")
+    if status.get("status") == "done":
+        raise UserError(f"{RESUME}={folder}: this run is done")
+    if _goes_on(status):
+        raise UserError(f"{RESUME}={folder}: this run still goes on, as process {status.get('pid')}")
+    if status.get("cwd") != os.getcwd() and not forced:
+        raise UserError(f"{RESUME}={folder}: the run was started in {status.get('cwd')}: start this there")
+    where = [f"{RESUME}='{folder}'", f"hydra.run.dir='{folder}'", f"{FORCE}={str(forced).lower()}"]
+    return [*others, *status["overrides"], *where]
+
+
+def _goes_on(status: dict[str, Any]) -> bool:
+    """Whether the process of a run is alive, as far as can be known."""
+    if status.get("status") != "running":
+        return False
+    if status.get("host") == socket.gethostname():
+        try:
+            os.kill(int(status["pid"]), 0)
+        except (OSError, KeyError, ValueError):
+            return False
+        return int(status["pid"]) != os.getpid()
+    seen = datetime.fromisoformat(status.get("heartbeat", status["started"]))
+    return (datetime.now(timezone.utc) - seen).total_seconds() < ALIVE_S
+
+
+def own_words(overrides: Sequence[str]) -> list[str]:
+    """The settings of a run without those that resumed it."""
+    return [word for word in overrides if word.split("=")[0] not in (RESUME, FORCE)]
+
+
+def check_unchanged(folder: Path, composed: DictConfig, forced: bool) -> None:
+    """Raise UserError, unless `forced`, where configuration or revision are not those of the run in `folder`."""
+    now = {key: value for key, value in _flat(composed).items() if key not in (RESUME, FORCE)}
+    then = {key: value for key, value in _flat(OmegaConf.load(folder / CONFIG)).items() if key not in (RESUME, FORCE)}
+    changes = [
+        f"{key}: {then.get(key)} in the run, {now.get(key)} now"
+        for key in dict.fromkeys([*then, *now])
+        if then.get(key) != now.get(key)
+    ]
+    before, revision = read_status(folder).get("revision"), git_revision()
+    changes += [f"revision: {before} in the run, {revision} now"] if before != revision else []
+    if changes and not forced:
+        shown = "\n".join(changes[:8])
+        raise UserError(f"{RESUME}={folder}: what made the run has changed\n{shown}\n{FORCE}=true goes on all the same")
+
+
+def _flat(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted key to value of a configuration."""
+    tree: Any = OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return found

@@ -1,0 +1,62 @@
+"""A file of JSON lines that grows while a program runs, and that a later program can go on with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+
+def to_json(value: Any, indent: int | None = 2) -> str:
+    """Strict JSON: NaN and infinity raise ValueError; a figure without meaning is None, hence null."""
+    return json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)
+
+
+class JsonLog:
+    """Objects in the order in which they were added; each is on disk when `append` returns."""
+
+    def __init__(self, path: Path) -> None:
+        """Take in what `path` holds. A last line without its end, of a program that was killed, is cut off."""
+        self.path = path
+        self.entries: list[dict[str, Any]] = []
+        self._file: TextIO | None = None
+        if path.exists():
+            self._take_in()
+
+    def _take_in(self) -> None:
+        whole = 0
+        for line in self.path.read_bytes().splitlines(keepends=True):
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                break
+            if not line.endswith(b"\n"):
+                break
+            self.entries.append(entry)
+            whole += len(line)
+        with open(self.path, "r+b") as file:
+            file.truncate(whole)
+
+    def append(self, entry: Mapping[str, Any]) -> None:
+        """Add `entry` as one line."""
+        line = to_json(entry, indent=None) + "\n"
+        if self._file is None:
+            self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
+        self._file.write(line)
+        self._file.flush()
+        self.entries.append(dict(entry))
+
+    def replace(self, entries: Sequence[dict[str, Any]]) -> str:
+        """Hold `entries` from now on; returns the text that the file must be given."""
+        self.close()
+        self.entries = list(entries)
+        return "".join(to_json(entry, indent=None) + "\n" for entry in entries)
+
+    def close(self) -> None:
+        """Close the file; what was appended is on disk."""
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+            self._file = None

@@ -1,0 +1,67 @@
+"""How sure a figure is: the spread of several rounds, and the 95 % interval of their average.
+
+Rates are pooled, that is, all tokens over all time. The interval around a pooled rate, or around the ratio of two, has
+the half-width t * s / sqrt(n), with s the standard deviation over the n rounds and t from Student's distribution with
+n - 1 degrees of freedom. Rounds of baseline and method take turns, so the ratio is taken within each round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import sqrt
+from statistics import fmean, stdev
+from typing import Any
+
+LARGEST_SPREAD = 0.2
+CLOCKS = ("decode", "wall")
+_T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+"""Student's t of 97.5 % for 1 to 10 degrees of freedom; beyond, the last is a safe bound."""
+
+
+def half_width(values: Sequence[float]) -> float | None:
+    """Of the 95 % interval of the mean of `values`; None for fewer than two."""
+    if len(values) < 2:
+        return None
+    return _T_95[min(len(values) - 1, len(_T_95)) - 1] * stdev(values) / sqrt(len(values))
+
+
+def interval(centre: float | None, values: Sequence[float]) -> list[float] | None:
+    """[low, high] around `centre`, as wide as `values` say; low is at least 0."""
+    half = half_width(values)
+    return None if half is None or centre is None else [max(0.0, centre - half), centre + half]
+
+
+def spread(values: Sequence[float]) -> float:
+    """(largest - smallest) / mean; 0 for fewer than two."""
+    return (max(values) - min(values)) / fmean(values) if len(values) > 1 and fmean(values) else 0.0
+
+
+def speedup_intervals(row: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[str, list[float] | None]:
+    """`speedup_CLOCK_interval` of a row with speedups, from its rounds and those of the baseline in turn."""
+    found = {}
+    for clock in CLOCKS:
+        key = f"{clock}_tokens_per_s"
+        pairs = list(zip(row["rounds"][key], baseline["rounds"][key], strict=False))
+        ratios = [ours / theirs for ours, theirs in pairs if theirs]
+        found[f"speedup_{clock}_interval"] = interval(row[f"speedup_{clock}"], ratios)
+    return found
+
+
+def warnings(row: Mapping[str, Any]) -> list[str]:
+    """What makes the times of a row doubtful: rounds that differ, and a speedup that no drafter can give."""
+    found = []
+    rates = row.get("rounds", {}).get("decode_tokens_per_s", [])
+    if spread(rates) > LARGEST_SPREAD:
+        found.append(
+            f"{len(rates)} rounds gave {min(rates):,.1f} to {max(rates):,.1f} decode tokens/s, a spread of "
+            f"{spread(rates):.0%}: end other programs on the machine, or raise task.repeats"
+        )
+    speedup, tokens = row.get("speedup_decode"), row.get("tokens_per_step")
+    if speedup and tokens and speedup > max(tokens, 1.0):
+        found.append(
+            f"a decode speedup of {speedup:.2f}× is above its {tokens:.2f} tokens/step: a step of the method verifies "
+            "more and cannot be faster than one of the baseline, so the times are not reliable"
+        )
+    if differing := row.get("differing_rounds"):
+        found.append(f"{differing} rounds wrote other texts than the first")
+    return found

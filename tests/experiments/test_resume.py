@@ -1,0 +1,271 @@
+"""A run that was interrupted goes on to what an undisturbed run writes, times aside."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.app import cli
+from experiments.app.schema import REPO_ROOT
+from experiments.report.json_log import JsonLog
+from experiments.report.run_folder import RunFolder
+from experiments.tasks.run import run_task
+from tests.runtime.tiny_folders import small_config, small_dflash_config, write_dflash, write_target
+
+TIMES = ("emitted_at_ms", "ttft_ms", "total_ms")
+TEXTS = ("data", "method", "output_tokens", "tokens_per_step", "num_accepted_histogram", "acceptance", "lossless",
+         "answers", "num_drafted", "acceptance_rate", "finish_reasons")  # fmt: skip
+random_place = random.Random(20)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    target = write_target(folder / "target")
+    write_dflash(folder / "dflash", small_dflash_config(target.config))
+    write_target(folder / "draft", small_config(num_layers=2), seed=2)
+    return folder
+
+
+def words(models: Path, *more: str) -> list[str]:
+    return [
+        "model=local",
+        f"model.path={models / 'target'}",
+        f"model.drafts.dflash={models / 'dflash'}",
+        f"model.drafts.standalone={models / 'draft'}",
+        "runtime.device=cpu",
+        "runtime.impl=reference",
+        "tracker=none",
+        "data.limit=4",
+        "sampling.max_new_tokens=6",
+        "sampling.temperature=0.8",
+        "runtime.max_batch=2",
+        "task.repeats=1",
+        *more,
+    ]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(cli.FULL_ERROR, raising=False)
+    monkeypatch.setenv("SPECDEC_REVISION", "r1")
+    return tmp_path
+
+
+def run(*arguments: str) -> int:
+    """The program in this process; returns its exit code."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["run.py", *arguments])
+        try:
+            cli.main(run_task)
+        except SystemExit as end:
+            return int(end.code or 0)
+    return 0
+
+
+def interrupted(home: Path, after: int, *arguments: str) -> Path:
+    """The folder of a run that ends by an interrupt behind its `after`-th request, in the middle of a line."""
+    record = RunFolder.record
+
+    def last(self: RunFolder, request: Mapping[str, Any]) -> None:
+        record(self, request)
+        if len(self.requests.entries) == after:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunFolder, "record", last)
+        assert run("name=broken", *arguments) == 130
+    (folder,) = (home / "outputs" / "broken").iterdir()
+    assert json.loads((folder / "status.json").read_text())["status"] == "interrupted"
+    with open(folder / "requests.jsonl", "a") as file:
+        file.write('{"data": "torn')
+    return folder
+
+
+def requests(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "requests.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
+
+
+def texts(folder: Path) -> list[dict[str, Any]]:
+    """What the rows of a run say of its texts."""
+    rows = json.loads((folder / "summary.json").read_text())["rows"]
+    return [{key: row[key] for key in TEXTS if key in row} for row in rows]
+
+
+def same(first: Path, second: Path) -> None:
+    assert requests(first) == requests(second) != []
+    assert texts(first) == texts(second)
+
+
+TASKS = {
+    "generate": ["algo=dflash"],
+    "a drafter that learns": ["algo=ngram"],
+    "compare": ["task=compare", "task.limit=3", "task.only=[standalone,ngram,dflash]"],
+    "throughput": ["task=throughput", "algo=dflash", "task.concurrency=[1,2]", "task.requests=2"],
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_an_interrupted_run_goes_on_to_the_same_table(task: str, models: Path, home: Path) -> None:
+    arguments = words(models, *TASKS[task])
+    assert run("name=whole", *arguments) == 0
+    (whole,) = (home / "outputs" / "whole").iterdir()
+    total = sum(
+        1 for line in (whole / "decodings.jsonl").read_text().splitlines() for _ in json.loads(line)["timed_requests"]
+    )
+    folder = interrupted(home, random_place.randrange(1, total), *arguments)
+    assert run(f"resume={folder}") == 0
+    same(folder, whole)
+    status = json.loads((folder / "status.json").read_text())
+    assert status["status"] == "done" and "resumed" in status and status["requests"] == total
+    assert [p.name for p in folder.parent.iterdir()] == [folder.name]
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+import torch
+torch.set_num_threads(1)
+from experiments.app import cli
+from experiments.report.run_folder import RunFolder
+from experiments.tasks.run import run_task
+
+record = RunFolder.record
+
+def last(self, request):
+    record(self, request)
+    if len(self.requests.entries) == {after}:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+RunFolder.record = last
+sys.argv = ["run.py", *{arguments!r}]
+cli.main(run_task)
+"""
+
+
+def test_a_killed_run_goes_on_to_the_same_requests(models: Path, home: Path) -> None:
+    arguments = words(models, "algo=dflash")
+    script = KILLED.format(
+        root=str(REPO_ROOT), after=random_place.randrange(1, 8), arguments=["name=killed", *arguments]
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=home, timeout=250, capture_output=True)
+    assert done.returncode == -signal.SIGKILL
+    (folder,) = (home / "outputs" / "killed").iterdir()
+    assert json.loads((folder / "status.json").read_text())["status"] == "running"
+    assert run(f"resume={folder}") == 0
+    assert run("name=whole", *arguments) == 0
+    (whole,) = (home / "outputs" / "whole").iterdir()
+    same(folder, whole)
+
+
+def test_what_ended_is_not_decoded_again(models: Path, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = interrupted(home, 6, *words(models, "algo=dflash"))
+    before = [(entry["method"], entry["id"]) for entry in requests_kept(folder)]
+    seen: list[tuple[str, int]] = []
+    record = RunFolder.record
+
+    def noted(self: RunFolder, request: Mapping[str, Any]) -> None:
+        seen.append((request["method"], request["id"]))
+        record(self, request)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunFolder, "record", noted)
+        assert run(f"resume={folder}") == 0
+    assert len(before) == 6 and not set(before) & set(seen)
+    assert sorted(before + seen) == [(method, i) for method in ("autoregressive", "dflash") for i in range(4)]
+    assert "2 of 4 requests ended before the run was resumed" in " ".join(capsys.readouterr().out.split())
+
+
+def requests_kept(folder: Path) -> list[dict[str, Any]]:
+    return JsonLog(folder / "requests.jsonl").entries
+
+
+def test_later_turns_of_a_conversation_go_on(models: Path, home: Path) -> None:
+    (home / "talk.jsonl").write_text('{"turns": ["one", "and two"]}\n{"turns": ["three", "four", "five"]}\n')
+    arguments = words(models, "algo=dflash", "data=jsonl", "data.path=talk.jsonl")
+    assert run("name=whole", *arguments) == 0
+    (whole,) = (home / "outputs" / "whole").iterdir()
+    folder = interrupted(home, 7, *arguments)
+    assert run(f"resume={folder}") == 0
+    same(folder, whole)
+
+
+@pytest.fixture
+def broken(models: Path, home: Path) -> Path:
+    return interrupted(home, 2, *words(models, "algo=dflash"))
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    capsys.readouterr()
+    assert run(*arguments) == 2
+    return capsys.readouterr().err
+
+
+def edit_status(folder: Path, **changes: Any) -> None:
+    status = json.loads((folder / "status.json").read_text())
+    (folder / "status.json").write_text(json.dumps(status | changes))
+
+
+def test_what_cannot_be_resumed_is_refused(
+    broken: Path, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = (broken / "requests.jsonl").read_text()
+    assert "expected the folder of a run, with status.json" in refused(capsys, "resume=nowhere")
+    assert "leave out algo=ngram" in refused(capsys, f"resume={broken}", "algo=ngram")
+    edit_status(broken, status="done")
+    assert "this run is done" in refused(capsys, f"resume={broken}")
+    edit_status(broken, status="running", pid=os.getppid())
+    assert f"still goes on, as process {os.getppid()}" in refused(capsys, f"resume={broken}")
+    edit_status(broken, status="interrupted", cwd="/elsewhere")
+    assert "was started in /elsewhere" in refused(capsys, f"resume={broken}")
+    edit_status(broken, cwd=str(home), overrides=["task=losslessness", "tracker=none"])
+    assert "task=losslessness cannot be resumed" in refused(capsys, f"resume={broken}")
+    assert (broken / "requests.jsonl").read_text() == kept
+
+
+def test_a_changed_revision_or_configuration_is_refused_unless_forced(
+    broken: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SPECDEC_REVISION", "r2")
+    said = refused(capsys, f"resume={broken}")
+    assert "revision: r1 in the run, r2 now" in said and "resume_force=true goes on all the same" in said
+    config = (broken / "config.yaml").read_text()
+    (broken / "config.yaml").write_text(config.replace("page_size: 16", "page_size: 8"))
+    assert "runtime.page_size: 8 in the run, 16 now" in refused(capsys, f"resume={broken}")
+    assert run(f"resume={broken}", "resume_force=true") == 0
+
+
+def test_a_finished_round_is_not_measured_again(models: Path, home: Path) -> None:
+    arguments = [word for word in words(models, "algo=dflash") if word != "task.repeats=1"] + ["task.repeats=2"]
+    folder = interrupted(home, 8, *arguments)
+    (first,) = JsonLog(folder / "decodings.jsonl").entries
+    assert run(f"resume={folder}") == 0
+    entries = JsonLog(folder / "decodings.jsonl").entries
+    assert [(e["method"], e["round"]) for e in entries] == [
+        (m, r) for r in (0, 1) for m in ("autoregressive", "dflash")
+    ]
+    assert entries[0] == first
+    row = json.loads((folder / "summary.json").read_text())["rows"][0]
+    assert len(row["rounds"]["decode_tokens_per_s"]) == 2 and row["decode_tokens_per_s_interval"]
+
+
+def test_a_torn_last_line_is_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"id": 0}\n{"id": 1}\n{"id": 2')
+    log = JsonLog(path)
+    log.append({"id": 3})
+    log.close()
+    assert [entry["id"] for entry in JsonLog(path).entries] == [0, 1, 3]
+    path.write_text('{"id": 0}\n{"id": 1}')
+    assert [entry["id"] for entry in JsonLog(path).entries] == [0], "a line may be whole JSON and still lack its end"
