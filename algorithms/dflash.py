@@ -6,7 +6,8 @@ observe   After prefill and after every verify, the target's hidden states at a 
 propose   [last token, mask, …, mask] at positions L … L + B - 1 attends to [context; block]. The target's LM head at
           the masks gives one distribution per position. Their likeliest tokens are a chain of B - 1 drafts; a drafter
           with a Markov head (DSpark) chooses each behind the draft before it. With `topk` above 1 the likeliest paths
-          under the product of these marginals are a tree of `num_nodes` (best first, as in DDTree).
+          under the product of these marginals are a tree of `num_nodes` (best first, as in DDTree). With a Markov head
+          a child's probability depends on its parent, and the tree grows level by level (as in EAGLE-2).
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 import specdec_kernels as kernels
 from algorithms.runtime.algorithm import Algorithm, AttentionCalls, Batch, DraftTree, Observation, Resources
-from algorithms.runtime.tree_shape import DEFAULT_TREE_NODES, MAX_NODES, MAX_TOPK, expect_size
+from algorithms.runtime.tree_shape import DEFAULT_TREE_NODES, MAX_NODES, MAX_TOPK, TreeShape, expect_size
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from algorithms.runtime.models.config import DFlashConfig
+    from algorithms.runtime.models.drafters.dflash import MarkovHead
     from algorithms.runtime.models.loading import Target, TargetFolder
+    from specdec_kernels import Frontier
 
 
 class DFlash(Algorithm):
@@ -88,6 +91,8 @@ class DFlash(Algorithm):
         logits = self._marginals(batch, block.positions)
         if self.chain:
             return DraftTree(self._likeliest(logits, batch.last_tokens), block)
+        if (head := self._drafter.markov_head) is not None:
+            return self._behind_each_other(batch, logits, head)
         rows = logits[:, : self.max_depth].flatten(0, 1)
         probs, ids = kernels.draft_topk(rows, self._topk, impl=impl)
         shape = (len(batch.last_tokens), self.max_depth, self._topk)
@@ -109,6 +114,18 @@ class DFlash(Algorithm):
             corrected = logits[:, place] + head(tokens[:, place])
             tokens[:, place + 1] = kernels.pick_tokens(corrected, impl=impl).tokens
         return tokens
+
+    def _behind_each_other(self, batch: Batch, logits: Tensor, head: MarkovHead) -> DraftTree:
+        """The tree whose children `head` scores behind their parents, from `logits [B, block - 1, V]`."""
+        from algorithms.runtime.tree_drafting import grow_tree, level_masks
+
+        shape = TreeShape(self.max_depth, self._topk, self.num_nodes)
+
+        def run(level: int, frontier: Frontier) -> Tensor:
+            return logits[:, level + 1, None] + head(frontier.tokens)
+
+        first = logits[:, 0] + head(batch.last_tokens)
+        return grow_tree(batch, first, run, shape, level_masks(batch, shape), self._resources.impl)
 
     def _marginals(self, batch: Batch, positions: Tensor) -> Tensor:
         """Logits [B, block - 1, V] of the positions behind the last token; `positions [B, block]`."""
@@ -147,12 +164,13 @@ class DFlash(Algorithm):
 
 
 def _block_of(config: DFlash.Config, drafter: DFlashConfig) -> int:
-    """Tokens of a block; ValueError if the drafter was trained on smaller ones, if the window is smaller, or if drafts
-    that depend on each other are to make a tree."""
+    """Tokens of a block; ValueError if the drafter was trained on smaller ones, if the window is smaller, or if a tree
+    of drafts that depend on each other cannot have the size that is asked for."""
     trained = drafter.block_size
     block = config.block_size or trained
-    if drafter.markov_rank and config.topk > 1:
-        raise ValueError(f"algo.topk: expected 1, a drafter with a Markov head drafts chains, got {config.topk}")
+    if drafter.markov_rank and config.topk > 1 and block > 1:
+        nodes = config.num_nodes or DEFAULT_TREE_NODES
+        TreeShape(min(block, nodes) - 1, config.topk, nodes)
     if block > trained:
         raise ValueError(f"algo.block_size: expected at most {trained}, as trained, got {block}")
     if config.window is not None and config.window < block:

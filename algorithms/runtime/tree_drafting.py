@@ -25,6 +25,7 @@ from algorithms.runtime.tree_shape import TreeShape
 from specdec_kernels import (
     DRAFT_STREAM,
     Candidates,
+    Frontier,
     build_chain,
     build_tree,
     draft_topk,
@@ -87,41 +88,15 @@ class TreeDrafter:
 
     def tree(self, batch: Batch, logits: Tensor, run: RunLevel) -> DraftTree:
         """Draft the tree of the likeliest tokens from `logits [B, V]` behind the last token."""
-        impl, topk, shape, rows = self.resources.impl, self.shape.topk, self.shape, len(logits)
-        candidates = Candidates(
-            logits.new_empty(rows, shape.num_candidates, dtype=torch.float32),
-            batch.lengths.new_empty(rows, shape.num_candidates),
-            batch.active.new_empty(rows, shape.num_candidates),
-        )
-        masks = [batch.lengths.new_empty(rows, topk, mask_words(end)) for end in self._level_ends]
+        masks = level_masks(batch, self.shape, self.base)
         mixers = self._tree_mixers(batch, masks)
-        frontier, first = None, 0
-        for level in range(shape.steps):
-            probs, ids = (x.view(rows, -1, topk) for x in draft_topk(logits, topk, impl=impl))
-            is_last = level == shape.steps - 1
-            frontier = expand_tree(
-                frontier,
-                probs,
-                ids,
-                candidates,
-                first,
-                0 if is_last else topk,
-                None if is_last else masks[level],
-                slot=self.base + level * topk,
-                root_is_stored=self.base > 0,
-                vocabulary=self.vocabulary,
-                impl=impl,
-            )
-            first += ids[0].numel()
-            if frontier is not None:
-                logits = run(frontier.tokens, frontier.parents, mixers[level]).flatten(0, 1)
-        chosen = rerank_tree(*candidates, batch.last_tokens, shape.num_nodes, impl=impl)
-        return DraftTree(chosen.tokens, build_tree(chosen.parents, batch.lengths, impl=impl))
 
-    @property
-    def _level_ends(self) -> list[int]:
-        """Slots that are written once each level has run."""
-        return [self.base + (level + 1) * self.shape.topk for level in range(self.shape.steps - 1)]
+        def run_level(level: int, frontier: Frontier) -> Tensor:
+            return run(frontier.tokens, frontier.parents, mixers[level])
+
+        return grow_tree(
+            batch, logits, run_level, self.shape, masks, self.resources.impl, base=self.base, vocabulary=self.vocabulary
+        )
 
     def _tree_mixers(self, batch: Batch, masks: list[Tensor]) -> PagedLevels:
         depths = None
@@ -135,9 +110,60 @@ class TreeDrafter:
         """Depths [B, M] of the slots written once `level` has run, and [B, T] of its tokens, for a drafter with
         windows."""
         topk, rows = self.shape.topk, len(batch.lengths)
-        slots = torch.arange(self._level_ends[level], device=batch.lengths.device, dtype=torch.int32)
+        slots = torch.arange(self.base + (level + 1) * topk, device=batch.lengths.device, dtype=torch.int32)
         by_slot = torch.where(slots < self.base, slots, self.base + (slots - self.base) // topk)
         return by_slot.repeat(rows, 1), by_slot.new_full((rows, topk), self.base + level)
 
     def _to_target(self, ids: Tensor) -> Tensor:
         return ids if self.vocabulary is None else ids + self.vocabulary[ids]
+
+
+def level_masks(batch: Batch, shape: TreeShape, base: int = 0) -> list[Tensor]:
+    """Room for what each frontier sees, [B, T, W] int64 per level; `base` slots come before the first level."""
+    ends = [base + (level + 1) * shape.topk for level in range(shape.steps - 1)]
+    return [batch.lengths.new_empty(len(batch.lengths), shape.topk, mask_words(end)) for end in ends]
+
+
+def grow_tree(
+    batch: Batch,
+    logits: Tensor,
+    run: Callable[[int, Frontier], Tensor],
+    shape: TreeShape,
+    masks: list[Tensor],
+    impl: str,
+    *,
+    base: int = 0,
+    vocabulary: Tensor | None = None,
+) -> DraftTree:
+    """The tree of the likeliest tokens, level by level, from `logits [B, V]` behind the last token.
+
+    `run(level, frontier)` gives the logits [B, T, V] behind each frontier token; `masks` are `level_masks`.
+    """
+    topk, rows = shape.topk, len(logits)
+    candidates = Candidates(
+        logits.new_empty(rows, shape.num_candidates, dtype=torch.float32),
+        batch.lengths.new_empty(rows, shape.num_candidates),
+        batch.active.new_empty(rows, shape.num_candidates),
+    )
+    frontier, first = None, 0
+    for level in range(shape.steps):
+        probs, ids = (x.view(rows, -1, topk) for x in draft_topk(logits, topk, impl=impl))
+        is_last = level == shape.steps - 1
+        frontier = expand_tree(
+            frontier,
+            probs,
+            ids,
+            candidates,
+            first,
+            0 if is_last else topk,
+            None if is_last else masks[level],
+            slot=base + level * topk,
+            root_is_stored=base > 0,
+            vocabulary=vocabulary,
+            impl=impl,
+        )
+        first += ids[0].numel()
+        if frontier is not None:
+            logits = run(level, frontier).flatten(0, 1)
+    chosen = rerank_tree(*candidates, batch.last_tokens, shape.num_nodes, impl=impl)
+    return DraftTree(chosen.tokens, build_tree(chosen.parents, batch.lengths, impl=impl))

@@ -324,9 +324,61 @@ def test_dflash_drafts_by_parts_of_its_own(monkeypatch: pytest.MonkeyPatch, chan
     assert len(watched.drafts) > 10
     for text, nodes, _ in watched.drafts:
         assert nodes[1:] == dense_block(drafter, text, False, (128, 128))
-    if "markov_rank" in changes:
-        with pytest.raises(ValueError, match=r"algo\.topk: expected 1, a drafter with a Markov head drafts chains"):
-            DFlash(DFlash.Config(topk=2), TARGET, "random")
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_trees_of_dflash_score_a_child_behind_its_parent(monkeypatch: pytest.MonkeyPatch, impl: str) -> None:
+    """Every node's children are the likeliest tokens behind it, and the kept nodes have the largest products."""
+    drafter = random_drafter(block_size=4, markov_rank=5)
+    monkeypatch.setattr(f"{LOADING}.load_dflash", lambda *_: drafter)
+    algorithm, asked = DFlash(DFlash.Config(topk=3, num_nodes=9), TARGET, "random"), requests(3, max_new_tokens=4)
+    marginals: list[Tensor] = []
+    propose, compute = algorithm.propose, algorithm._marginals
+    trees: list[tuple[int, Tensor, DraftTree]] = []
+
+    def kept(*arguments: object) -> Tensor:
+        marginals.append(compute(*arguments))  # type: ignore[arg-type]
+        return marginals[-1]
+
+    def watched(batch: Batch) -> DraftTree:
+        draft = propose(batch)
+        trees.extend((row, marginals[-1][row], draft) for row in range(len(draft.tokens)))
+        return draft
+
+    monkeypatch.setattr(algorithm, "_marginals", kept)
+    monkeypatch.setattr(algorithm, "propose", watched)
+    completions = run(algorithm, asked, Setup(max_batch=2, page_size=4, impl=impl), TARGET).completions
+    assert [c.token_ids for c in completions] == answers(asked, Setup(), TARGET)
+    for row, logits, draft in trees:
+        wanted = level_by_level(drafter, logits, int(draft.tokens[row, 0]), topk=3, num_nodes=9)
+        assert paths(draft, row) == wanted and len(wanted) == 8
+
+
+def paths(draft: DraftTree, row: int) -> set[tuple[int, ...]]:
+    """Every node of a tree by the tokens that lead to it, the root's not among them."""
+    tokens, depths = draft.tokens[row].tolist(), draft.links.depth[row].tolist()
+    found = set()
+    for seen in draft.links.mask[row, 1:, 0].tolist():
+        path = sorted((depths[node], token) for node, token in enumerate(tokens) if seen >> node & 1)
+        found.add(tuple(token for _, token in path[1:]))
+    return found
+
+
+def level_by_level(
+    drafter: torch.nn.Module, logits: Tensor, last: int, topk: int, num_nodes: int
+) -> set[tuple[int, ...]]:
+    """EAGLE-2's tree over `logits [K, V]` corrected behind each parent, by sorting lists."""
+    head, frontier, offered = drafter.markov_head, [(1.0, (last,))], []
+    for row in logits:
+        level = []
+        for score, path in frontier:
+            corrected = row + head.markov_w2.weight @ head.markov_w1.weight[path[-1]]
+            best = corrected.softmax(0).topk(topk)
+            pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+            level += [(score * share, (*path, token)) for share, token in pairs]
+        offered += level
+        frontier = sorted(level, reverse=True)[:topk]
+    return {path[1:] for _, path in sorted(offered, reverse=True)[: num_nodes - 1]}
 
 
 def test_dflash_caps_its_logits(monkeypatch: pytest.MonkeyPatch) -> None:

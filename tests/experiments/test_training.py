@@ -235,8 +235,7 @@ def test_parts_of_a_drafters_own_are_trained_exported_and_served(
     assert drafter.config.owns_mask == ("own_mask" in parts)
     own = drafter.mask_embedding if drafter.markov_head is None else drafter.markov_head.markov_w2.weight
     assert own is not None and own.abs().max() > 0
-    assert summary["tokens_per_step"]["arithmetic"]["block_4"] >= 1.0
-    assert ("tree_32" in summary["tokens_per_step"]["arithmetic"]) == ("own_mask" in parts)
+    assert min(summary["tokens_per_step"]["arithmetic"].values()) >= 1.0
 
 
 def test_text_only_ends_before_training(shipped_shape: Path, tmp_path: Path) -> None:

@@ -188,10 +188,7 @@ class BlockObjective(DrafterObjective):
         return self.shape.to_hf()
 
     def methods(self) -> dict[str, Any]:
-        found = {f"block_{self.shape.block_size}": DFlash.Config()}
-        if not self.shape.markov_rank:
-            found["tree_32"] = DFlash.Config(topk=8, num_nodes=32)
-        return found
+        return {f"block_{self.shape.block_size}": DFlash.Config(), "tree_32": DFlash.Config(topk=8, num_nodes=32)}
 
     def context(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of every draft layer for `tokens [B, T]`, `[B, T, layers, H_kv, D]` each."""
