@@ -52,6 +52,7 @@ def _row_max(of_groups, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr):
 
 @triton.jit
 def _row_sum(of_groups, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr):
+    """Sum over the groups of each row."""
     return tl.sum(of_groups, 0) if BLOCK_R == 1 else tl.sum(tl.reshape(of_groups, (BLOCK_R, BLOCK_S)), 1)
 
 
@@ -67,6 +68,7 @@ def _by_entry(of_rows, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr):
 
 @triton.jit
 def _any_row(flag, BLOCK_R: tl.constexpr):
+    """Whether the flag of any row is set."""
     return flag if BLOCK_R == 1 else tl.max(flag.to(tl.int32), 0) > 0
 
 
