@@ -78,7 +78,7 @@ def insert_inputs(
     start = make.tensor(before, torch.int64)
     if hostile:
         history[0, before[0] + 1] = -1
-        history[1, before[1] + 1] = 1 << 31
+        history[1, before[1]], history[1, before[1] + 1] = (1 << 31) - 1, 1 << 31
         start[2] = -3
     counts = make.tensor(new, torch.int32)
     return dict(store=store, history=history, start=start, counts=counts, width=width or max(new, default=0))

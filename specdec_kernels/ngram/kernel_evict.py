@@ -141,7 +141,7 @@ def _ages_that_fit(ages_ptr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr):
         fits = sums <= CAPACITY // 2
         fitting += tl.sum(fits.to(tl.int32), 0)
         kept = tl.maximum(kept, tl.max(tl.where(fits, sums, 0), 0))
-        running = tl.minimum(running + tl.sum(number, 0), CAPACITY)
+        running += tl.sum(number, 0)
     return fitting, kept
 
 

@@ -17,7 +17,19 @@ from hypothesis import strategies as st
 
 from specdec_kernels import NgramDraft, NgramStore, build_tree, ngram_insert, ngram_match
 from specdec_kernels.ngram.configs import CONFIGS
-from specdec_kernels.ngram.types import CUT, EPOCH, NUM_BINS, age_bin, entered_counts, youngest_of
+from specdec_kernels.ngram.reference import Trie
+from specdec_kernels.ngram.types import (
+    CUT,
+    EPOCH,
+    FREE,
+    LIVE,
+    NUM_BINS,
+    PARENT,
+    TOKEN,
+    age_bin,
+    entered_counts,
+    youngest_of,
+)
 
 IMPLS = ["reference", "triton"]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -365,6 +377,41 @@ def test_padding_is_never_proposed(mode: str, impl: str) -> None:
     assert linked and all(draft.tokens[0, node] != 0 for node in linked if node > 0)
     assert (draft.parents[0] == -2).any()
     assert not any((draft.parents[0] == -2)[node] for node in linked if node > 0)
+
+
+def renumbered(store: NgramStore) -> NgramStore:
+    """The same contents with the live nodes numbered the other way round: what was made last is node 0."""
+    live = int(store.counters[LIVE])
+
+    def flip(numbers: torch.Tensor) -> torch.Tensor:
+        return torch.where((numbers >= 0) & (numbers < live), live - 1 - numbers, numbers)
+
+    place = flip(torch.arange(store.capacity, device=DEVICE))
+    ints = store.ints[:, place]
+    ints[PARENT], ints[FREE] = flip(ints[PARENT]), store.ints[FREE]
+    made = NgramStore.create(store.capacity, store.max_depth, store.max_breadth, "cpu")
+    times, lists = store.times[:, place], flip(store.lists[:, place])
+    parts = (made.keys, made.nodes, ints, times, lists, store.counters, store.ages)
+    for kept, value in zip(made.tensors(), parts, strict=True):
+        kept.copy_(value)
+    for node in range(live):
+        Trie(made)._enter(node)
+    return made.to(DEVICE)
+
+
+@pytest.mark.parametrize("mode", ["bfs", "prob"])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_node_0_may_be_a_child(mode: str, impl: str) -> None:
+    """The longest match was seen once; its only continuation is node 0. Shorter matches mostly went on otherwise."""
+    text = [[9, 2, 4, 5, 9, 2, 4, 5, 1, 2, 4, 1]]
+    store = filled(text, 4, 256)
+    other = renumbered(store)
+    before, after = store.contents(), other.contents()
+    assert all(torch.equal(before[name], value) for name, value in after.items())
+    assert int(other.ints[TOKEN, 0]) == 1 and int(other.ints[PARENT, 0]) >= 0
+    for each in (store, other):
+        draft = ngram_match(each, tensor(text), tensor([10]), 2, window=3, mode=mode, impl=impl)
+        assert draft.tokens.tolist() == [[4, 1]]
 
 
 def test_matching_changes_nothing() -> None:

@@ -69,4 +69,12 @@ MUTANTS = (
         ("tests/kernels/test_kv_write.py::test_e4m3_codes_are_the_nearest_even_ones",),
         "codes halfway between two numbers are rounded up instead of to even",
     ),
+    Mutant(
+        "yarn_ramp_past_the_last_pair",
+        "specdec_kernels/kv_write/rope.py",
+        "min(high, rotary_dim - 1)",
+        "min(high, rotary_dim)",
+        ("tests/runtime/test_models_parity.py::test_target_agrees_with_transformers",),
+        "the ramp of YaRN ends one pair later than in transformers where the base is small",
+    ),
 )

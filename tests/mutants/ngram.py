@@ -85,4 +85,12 @@ MUTANTS = (
         (f"{_TESTS}::test_4096_requests_fill_one_store[600-512]",),
         "the ages of one eviction are left for the next",
     ),
+    Mutant(
+        "node_0_is_no_child",
+        _MATCHING,
+        "        return tl.where(child >= 0, share, -1.0)",
+        "        return tl.where(child > 0, share, -1.0)",
+        (f"{_TESTS}::test_node_0_may_be_a_child[triton-prob]",),
+        "the continuation that happens to be node 0 is never drafted",
+    ),
 )

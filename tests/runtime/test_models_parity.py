@@ -83,6 +83,7 @@ TARGETS: dict[str, dict[str, Any]] = {
     },
     "llama tied, mlp bias": {"num_key_value_heads": 4, "mlp_bias": True, "tie_word_embeddings": True},
     "qwen2 without windows": {"num_key_value_heads": 2, "tie_word_embeddings": True},
+    "llama yarn rope whose ramp ends past the last pair": {"rope_parameters": YARN_ROPE | {"rope_theta": 1.7}},
     "llama dynamic rope": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}},
     "mistral without windows": {"num_key_value_heads": 1, "sliding_window": None},
 }
