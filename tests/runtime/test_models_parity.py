@@ -19,6 +19,7 @@ from torch import Tensor
 
 from algorithms.runtime.models.config import DecoderConfig
 from algorithms.runtime.models.decoder import Mixer, MixerWeights
+from algorithms.runtime.models.drafters.dflash import DFlashDrafter
 from algorithms.runtime.models.loading import load_dflash, load_target
 from algorithms.runtime.models.rope import rope_table
 from specdec_kernels import YarnScaling
@@ -214,6 +215,23 @@ def test_target_agrees_with_transformers(expected: Expected, page_size: int) -> 
 @pytest.mark.parametrize("expected", ["qwen3 two queries a head"], indirect=True)
 def test_target_agrees_with_transformers_on_the_kernels(expected: Expected) -> None:
     check_against_transformers(expected, page_size=16, impl="triton")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("expected", ["qwen3 two queries a head"], indirect=True)
+def test_dflash_reads_what_transformers_calls_hidden_states(expected: Expected) -> None:
+    """z-lab's code takes `hidden_states[layer + 1]`, which for the last layer stands behind the final norm."""
+    target, layers = load_target(expected.folder, "cpu", torch.float32), (3, 1)
+    shape = small_dflash_config(target.config, target_layer_ids=layers)
+    drafter = DFlashDrafter(shape).requires_grad_(False)
+    randomise(drafter, seed=2)
+    counts, start = torch.full((2,), LENGTH, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+    mixer = Cache.of(target.config, 16, "reference").mixer(start, counts, LENGTH)
+    hidden, features = target.model(expected.tokens, mixer, layers)
+    read = torch.cat([expected.hidden[layer + 1] for layer in layers], -1)
+    wanted = drafter.hidden_norm(drafter.fc(read))
+    torch.testing.assert_close(drafter.context(features, hidden), wanted, atol=LOGIT_TOLERANCE, rtol=1e-4)
+    assert (expected.hidden[4] - features[0]).abs().max() > 0.1, "the norm makes no difference"
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "llama"])
