@@ -29,6 +29,7 @@ class Suffix(Algorithm):
 
     name = "suffix"
     chain = False
+    tells_strength = True
 
     @dataclass
     class Config:

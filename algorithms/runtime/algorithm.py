@@ -159,7 +159,9 @@ class Algorithm:
     name: ClassVar[str]
     Config: ClassVar[type]
     """A dataclass with a field `name` whose default is the algorithm's name; its fields are the settings `algo.…`."""
-    needs_draft_model: ClassVar[bool] = False
+    needs_draft_model: bool = False
+    tells_strength: ClassVar[bool] = False
+    """Whether its drafts say how many of them it expects to be accepted."""
 
     capture: tuple[int, ...] = ()
     """Target layers whose output `observe` receives."""
@@ -180,6 +182,11 @@ class Algorithm:
     def graph_of(cls, config: Any) -> OwnLevel | None:
         """What `graph` will be; asked before anything loads."""
         return None
+
+    @classmethod
+    def drafter_for(cls, config: Any) -> str | None:
+        """Name under which `model.drafts` has the drafter; None for an algorithm that drafts without a model."""
+        return cls.name if cls.needs_draft_model else None
 
     @classmethod
     def check(cls, config: Any, target: TargetFolder, draft_path: str | None) -> AttentionCalls | None:

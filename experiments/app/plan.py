@@ -117,8 +117,9 @@ def resolve(config: RunConfig) -> Plan:
     with user_errors(ValueError, OSError):
         target = read_target(config.model.path)
         drafters = [
-            (f"algo={algo.name}", available()[algo.name].check(algo, target, config.model.drafter_of(algo.name)))
+            (f"algo={algo.name}", kind.check(algo, target, config.model.drafter_of(kind.drafter_for(algo))))
             for algo in methods.values()
+            for kind in [available()[algo.name]]
         ]
     _check_kv_scales(config, target)
     for backend in backends:
@@ -152,8 +153,9 @@ def _check_drafters_named(model: ModelConfig, methods: Mapping[str, Any]) -> Non
         if name not in available():
             said = unknown_option_message("algo", name, sorted(available()))
             raise UserError(f"model.drafts.{name} names the drafter of no algorithm: {said}")
-    names = dict.fromkeys(algo.name for algo in methods.values())
-    drafting = [name for name in names if available()[name].needs_draft_model]
+    with user_errors(ValueError):
+        names = dict.fromkeys(available()[algo.name].drafter_for(algo) for algo in methods.values())
+    drafting = [name for name in names if name is not None]
     if model.draft_path is not None and len(drafting) > 1:
         raise UserError(
             f"model.draft_path is the drafter of one algorithm, and this task runs {', '.join(drafting)}\n"

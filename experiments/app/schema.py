@@ -59,9 +59,9 @@ class ModelConfig:
     obtain: str | None = None
     thinking: bool | None = None
 
-    def drafter_of(self, algo: str) -> str | None:
-        """Folder or hub name of the drafter of `algo`; None where there is none."""
-        return self.draft_path or self.drafts.get(algo)
+    def drafter_of(self, algo: str | None) -> str | None:
+        """Folder or hub name of the drafter of `algo`; None where there is none, or none is needed."""
+        return None if algo is None else self.draft_path or self.drafts.get(algo)
 
     @property
     def label(self) -> str:

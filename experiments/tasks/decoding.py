@@ -103,7 +103,8 @@ def make_engine(plan: Plan, target: Target, algo: Any, longest: int) -> tuple[En
     with _memory_errors(), user_errors(ValueError, OSError):
         # A backend records what served each phase, so every decoding has one of its own.
         backend = backends()[config.backend.name](config.backend, impl, runtime.deterministic)
-        algorithm = available()[algo.name](algo, target, config.model.drafter_of(algo.name))
+        kind = available()[algo.name]
+        algorithm = kind(algo, target, config.model.drafter_of(kind.drafter_for(algo)))
         return Engine(target, algorithm, backend, settings, plan.tokenizer.decode), algorithm, backend
 
 

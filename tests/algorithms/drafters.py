@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from algorithms.dflash import DFlash
 from algorithms.eagle import Eagle
 from algorithms.eagle3 import Eagle3
+from algorithms.mixed import Mixed
 from algorithms.naive_eagle import NaiveEagle
 from algorithms.ngram import NGram
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree
@@ -64,6 +66,10 @@ def load_random_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{LOADING}.load_dflash", lambda *_: random_drafter())
 
 
+def mixed(first: dict[str, Any], second: dict[str, Any], mode: str = "merge") -> Algorithm:
+    return Mixed(Mixed.Config(first=first, second=second, mode=mode, threshold=2.0), TARGET, "random")
+
+
 MAKERS: dict[str, Callable[[], Algorithm]] = {
     "eagle_chain": lambda: Eagle(Eagle.Config(steps=3), TARGET, "random"),
     "eagle_tree": lambda: Eagle(Eagle.Config(steps=3, topk=3, num_nodes=12), TARGET, "random"),
@@ -80,6 +86,8 @@ ALL_MAKERS = MAKERS | {
     "dflash_chain": lambda: DFlash(DFlash.Config(block_size=6), TARGET, "random"),
     "ngram": lambda: NGram(NGram.Config(num_nodes=9, capacity=512), TARGET, None),
     "suffix": lambda: Suffix(Suffix.Config(num_nodes=9, texts=3), TARGET, None),
+    "mixed_merge": lambda: mixed({"name": "suffix", "num_nodes": 5, "texts": 2}, {"name": "dflash", "block_size": 5}),
+    "mixed_take": lambda: mixed({"name": "suffix", "num_nodes": 9}, {"name": "eagle3", "steps": 4}, "take"),
     "suffix_own": lambda: Suffix(Suffix.Config(num_nodes=7, shared=False), TARGET, None),
 }
 

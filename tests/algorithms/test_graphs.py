@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from algorithms import dflash
+from algorithms.mixed import Mixed
 from algorithms.ngram import NGram
 from algorithms.runtime.algorithm import Resources
 from algorithms.runtime.cuda_graph import LEVELS, StepRunner, buckets
@@ -167,7 +168,22 @@ class KernelSuffix(Suffix):
         super().attach(replace(resources, impl="triton"))
 
 
+class KernelMixed(Mixed):
+    """With the kernels of its first drafter, n-grams or suffixes."""
+
+    def attach(self, resources: Resources) -> None:
+        super().attach(resources)
+        self._parts[0].attach(replace(resources, impl="triton"))
+
+
+def kernel_mixed(mode: str) -> KernelMixed:
+    parts = {"first": {"name": "suffix", "num_nodes": 5, "window": 4, "texts": 1}, "second": {"name": "eagle3"}}
+    return KernelMixed(KernelMixed.Config(**parts, mode=mode), TARGET, "random")
+
+
 STEPPED = ALL_MAKERS | {
+    "mixed_merge": lambda: kernel_mixed("merge"),
+    "mixed_take": lambda: kernel_mixed("take"),
     "ngram": lambda: KernelNGram(NGram.Config(num_nodes=9, capacity=512, depth=6, window=4), TARGET, None),
     "suffix": lambda: KernelSuffix(Suffix.Config(num_nodes=9, texts=1, window=4), TARGET, None),
     "suffix_own": lambda: KernelSuffix(Suffix.Config(num_nodes=5, shared=False, window=4), TARGET, None),

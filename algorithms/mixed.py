@@ -1,0 +1,207 @@
+"""Two drafters in one step: their trees are merged, or the surer one drafts.
+
+merge   Both draft, and the tree is the union of theirs: what both draft is one node. It holds every path of either, so
+        no step accepts less than it would have with one of them alone. It has the nodes of both.
+take    Where the first drafter expects at least `threshold` accepted drafts (its `strength`), its tree is verified, and
+        that of the second elsewhere. The step has the nodes of the larger one.
+
+Both drafters observe every token, whoever drafted it. So each drafts what it would have drafted alone behind the same
+text, and if both drafts are functions of the context, so is theirs together. Both must be judged by the target's own
+choice (`target_only`): the distribution of drawn drafts is not known for a merged tree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import specdec_kernels as kernels
+from algorithms.registry import available
+from algorithms.runtime.algorithm import Algorithm, AttentionCalls, Batch, DraftTree, Observation, Resources
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from algorithms.runtime.models.loading import Target, TargetFolder
+
+MODES = ("merge", "take")
+MAX_NODES = 256
+# Odd multipliers of the hash of a path. Equal hashes of different paths would only make a wrong draft.
+HASH_TOKEN, HASH_DEPTH, HASH_MIX = 0x2545F4914F6CDD1D, 0x1B873593CC9E2D51, 0x369DEA0F31A53F85
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the two drafters: its class, its settings, and its folder where the settings name one."""
+
+    kind: type[Algorithm]
+    config: Any
+    draft_path: str | None
+
+    @property
+    def asks_for_folder(self) -> bool:
+        """Whether the folder of its drafter must come from the model's configuration."""
+        return self.kind.drafter_for(self.config) is not None and self.draft_path is None
+
+
+class Mixed(Algorithm):
+    """Two other algorithms in front of one verification."""
+
+    name = "mixed"
+    chain = False
+
+    @dataclass
+    class Config:
+        name: str = "mixed"
+        first: dict[str, Any] = field(default_factory=lambda: {"name": "suffix"})
+        """Name and settings of the first drafter; `draft_path` is its folder if not the model's own."""
+        second: dict[str, Any] = field(default_factory=lambda: {"name": "dflash"})
+        """Those of the second."""
+        mode: str = "merge"
+        """merge: both trees in one; take: the first where it is sure enough, else the second."""
+        threshold: float = 4.0
+        """With take: accepted drafts that the first must expect."""
+
+        def __post_init__(self) -> None:
+            if self.mode not in MODES:
+                raise ValueError(f"algo.mode must be one of {', '.join(MODES)}, got {self.mode!r}")
+            if not self.threshold > 0:
+                raise ValueError(f"algo.threshold: expected above 0, got {self.threshold}")
+
+    @classmethod
+    def drafter_for(cls, config: Any) -> str | None:
+        asking = [part.kind.name for part in _parts(config) if part.asks_for_folder]
+        if len(asking) > 1:
+            both = " and ".join(asking)
+            raise ValueError(f"algo=mixed: {both} both need a drafter: give one as algo.second.draft_path")
+        return asking[0] if asking else None
+
+    @classmethod
+    def check(cls, config: Any, target: TargetFolder, draft_path: str | None) -> AttentionCalls | None:
+        calls = [part.kind.check(part.config, target, part.draft_path or draft_path) for part in _parts(config)]
+        return next(filter(None, calls), None)
+
+    def __init__(self, config: Config, target: Target, draft_path: str | None) -> None:
+        self._mode, self._threshold = config.mode, config.threshold
+        self._parts = [part.kind(part.config, target, part.draft_path or draft_path) for part in _parts(config)]
+        first, second = self._parts
+        for part in self._parts:
+            if part.rule != "target_only" or part.graph is not None:
+                own = f"rule {part.rule}" if part.rule != "target_only" else f"a graph of its own ({part.graph})"
+                expected = "expected drafters with the rule target_only and no graph of their own"
+                raise ValueError(f"algo=mixed: {expected}, got algo={part.name} with {own}")
+        if config.mode == "take" and not first.tells_strength:
+            raise ValueError(f"algo.mode=take: expected a first drafter that tells its strength, got algo={first.name}")
+        sizes = [part.num_nodes for part in self._parts]
+        self.num_nodes = max(sizes) if config.mode == "take" else sum(sizes) - 1
+        if not 2 <= self.num_nodes <= MAX_NODES:
+            raise ValueError(f"algo=mixed: expected 2 to {MAX_NODES} nodes in all, got {self.num_nodes}")
+        self.max_depth = max(part.max_depth for part in self._parts)
+        self.draft_slots = max(max(part.draft_slots, part.num_nodes) for part in self._parts)
+        self.capture = tuple(sorted({*first.capture, *second.capture}))
+        self.needs_draft_model = any(part.needs_draft_model for part in self._parts)
+
+    def attach(self, resources: Resources) -> None:
+        self._impl = resources.impl
+        for part in self._parts:
+            part.attach(resources)
+
+    def propose(self, batch: Batch) -> DraftTree:
+        import torch
+
+        first, second = (part.propose(batch) for part in self._parts)
+        if self._mode == "merge":
+            tokens, parents = merge_trees(first, second)
+        else:
+            assert first.strength is not None
+            sure = (first.strength >= self._threshold)[:, None]
+            ours, theirs = (_padded(tree, self.num_nodes) for tree in (first, second))
+            tokens, parents = (torch.where(sure, a, b) for a, b in zip(ours, theirs, strict=True))
+        return DraftTree(tokens, kernels.build_tree(parents, batch.lengths, impl=self._impl))
+
+    def observe(self, seen: Observation) -> None:
+        for part in self._parts:
+            features = [seen.features[self.capture.index(layer)] for layer in part.capture]
+            part.observe(replace(seen, features=features))
+
+    def forget(self) -> None:
+        for part in self._parts:
+            part.forget()
+
+    def move_row(self, source: int, target: int) -> None:
+        for part in self._parts:
+            part.move_row(source, target)
+
+
+def _parts(config: Mixed.Config) -> list[Part]:
+    """The two drafters that `config` names. Raises ValueError that names the key."""
+    return [_part("first", config.first), _part("second", config.second)]
+
+
+def _part(key: str, settings: dict[str, Any]) -> Part:
+    kinds = {name: kind for name, kind in available().items() if name != Mixed.name}
+    name = settings.get("name")
+    if name not in kinds:
+        raise ValueError(f"algo.{key}.name: expected one of {', '.join(sorted(kinds))}, got {name!r}")
+    schema, own = kinds[name].Config, {k: v for k, v in settings.items() if k not in ("name", "draft_path")}
+    known = [item.name for item in fields(schema) if item.name != "name"]
+    if unknown := [k for k in own if k not in known]:
+        raise ValueError(f"algo.{key}: algo={name} has no setting {unknown[0]!r}; it has {', '.join(known)}")
+    try:
+        return Part(kinds[name], schema(**own), settings.get("draft_path"))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"algo.{key}: {error}") from error
+
+
+def merge_trees(first: DraftTree, second: DraftTree) -> tuple[Tensor, Tensor]:
+    """tokens [B, N] and parents [B, N] int32 of the union of two trees of Na and Nb nodes, with N = Na + Nb - 1.
+
+    The nodes of `first` keep their numbers. A node of `second` whose path from the root `first` has too is unused.
+    """
+    import torch
+
+    paths, own, used = (torch.cat([a, b[:, 1:]], 1) for a, b in zip(_paths(first), _paths(second), strict=True))
+    tokens = torch.cat([first.tokens, second.tokens[:, 1:]], 1)
+    node = torch.arange(tokens.shape[1], device=tokens.device)
+    same = (paths[:, :, None] == paths[:, None, :]) & used[:, None, :]
+    kept = used & ~(same & (node < node[:, None])).any(-1)
+    above = ((paths - own)[:, :, None] == paths[:, None, :]) & kept[:, None, :]
+    parents = torch.where(kept, above.int().argmax(-1), -2)
+    return tokens, torch.where(node == 0, -1, parents).int()
+
+
+def _paths(tree: DraftTree) -> tuple[Tensor, Tensor, Tensor]:
+    """[B, N] each: a hash of the tokens from the root to the node, the node's own part of this sum, and whether the
+    node is in the tree."""
+    links, tokens = tree.links, tree.tokens
+    own = (tokens + 1) * HASH_TOKEN + (links.depth.long() + 1) * HASH_DEPTH
+    own = (own ^ (own >> 29)) * HASH_MIX
+    own = own ^ (own >> 32)
+    return (_sees(tree) * own[:, None, :]).sum(-1), own, _used(tree)
+
+
+def _sees(tree: DraftTree) -> Tensor:
+    """[B, N, N] int64: 1 where node i sees node j: itself and its ancestors."""
+    import torch
+
+    node = torch.arange(tree.tokens.shape[1], device=tree.tokens.device)
+    return (tree.links.mask[:, :, node // 64] >> (node % 64)) & 1
+
+
+def _used(tree: DraftTree) -> Tensor:
+    """[B, N] bool: a node outside of the tree has depth 0 and is not the root."""
+    import torch
+
+    return (tree.links.depth > 0) | (torch.arange(tree.tokens.shape[1], device=tree.tokens.device) == 0)
+
+
+def _padded(tree: DraftTree, num_nodes: int) -> tuple[Tensor, Tensor]:
+    """tokens and parents int32, filled up to [B, num_nodes] with unused nodes."""
+    import torch
+    from torch.nn.functional import pad
+
+    size = tree.tokens.shape[1]
+    node = torch.arange(size, device=tree.tokens.device)
+    parent = torch.where((_sees(tree) > 0) & (node < node[:, None]), node, -1).amax(-1)
+    parents = torch.where(_used(tree), parent, -2).int()
+    return pad(tree.tokens, (0, num_nodes - size)), pad(parents, (0, num_nodes - size), value=-2)

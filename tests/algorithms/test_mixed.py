@@ -1,0 +1,108 @@
+"""The union of two draft trees, which of two drafters is taken, and what cannot be mixed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import specdec_kernels as kernels
+from algorithms.mixed import Mixed, _padded, merge_trees
+from algorithms.runtime.algorithm import DraftTree
+from tests.algorithms.drafters import TARGET, load_random_drafters, mixed
+
+LENGTHS = torch.tensor([7, 0, 12])
+ROOT = torch.tensor([3, 1, 4])
+
+
+def random_tree(nodes: int, seed: int) -> DraftTree:
+    """Trees over few tokens, so that two of them share paths; some nodes are unused, and siblings differ."""
+    random = torch.Generator().manual_seed(seed)
+    tokens, parents = torch.zeros(3, nodes, dtype=torch.int64), torch.full((3, nodes), -2, dtype=torch.int32)
+    tokens[:, 0], parents[:, 0] = ROOT, -1
+    for row in range(3):
+        known: set[tuple[int, int]] = set()
+        for node in range(1, nodes):
+            used = [n for n in range(node) if parents[row, n] != -2]
+            parent = used[int(torch.randint(len(used), (1,), generator=random))]
+            token = int(torch.randint(3, (1,), generator=random))
+            if (parent, token) not in known:
+                known.add((parent, token))
+                tokens[row, node], parents[row, node] = token, parent
+    return DraftTree(tokens, kernels.build_tree(parents, LENGTHS, impl="reference"))
+
+
+def paths(tokens: torch.Tensor, parents: torch.Tensor) -> list[list[tuple[int, ...]]]:
+    """Of each row, the tokens from the root to every used node."""
+    found = []
+    for row_tokens, row_parents in zip(tokens.tolist(), parents.tolist(), strict=True):
+        at: dict[int, tuple[int, ...]] = {0: ()}
+        for node, parent in enumerate(row_parents):
+            if node and parent != -2:
+                assert parent < node and parent in at
+                at[node] = (*at[parent], row_tokens[node])
+        found.append(list(at.values()))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_union_has_every_path_once(seed: int) -> None:
+    first, second = random_tree(4 + seed, seed), random_tree(17 - seed, 100 + seed)
+    tokens, parents = merge_trees(first, second)
+    assert tokens.shape[1] == 20 and (parents[:, : 4 + seed] == _padded(first, 4 + seed)[1]).all()
+    sides = [paths(*_padded(tree, tree.tokens.shape[1])) for tree in (first, second)]
+    for merged, ours, theirs in zip(paths(tokens, parents), *sides, strict=True):
+        assert len(merged) == len(set(merged)) and set(merged) == {*ours, *theirs}
+
+
+def test_a_chain_and_a_tree_are_merged() -> None:
+    chain = DraftTree(torch.cat([ROOT[:, None], torch.tensor([[1, 2, 0]] * 3)], 1), kernels.build_chain(LENGTHS, 4))
+    tree = random_tree(9, 5)
+    for merged, theirs in zip(paths(*merge_trees(chain, tree)), paths(*_padded(tree, 9)), strict=True):
+        assert set(merged) == {*theirs, (), (1,), (1, 2), (1, 2, 0)}
+
+
+def test_the_first_is_taken_where_it_is_sure_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_random_drafters(monkeypatch)
+    algorithm = mixed({"name": "suffix", "num_nodes": 9}, {"name": "eagle3", "steps": 4}, "take")
+    first, second = random_tree(9, 1), random_tree(5, 2)
+    ours = DraftTree(first.tokens, first.links, strength=torch.tensor([1.9, 2.0, 0.0]))
+    for part, tree in zip(algorithm._parts, (ours, second), strict=True):  # type: ignore[attr-defined]
+        monkeypatch.setattr(part, "propose", lambda batch, tree=tree: tree)
+    algorithm._impl = "reference"  # type: ignore[attr-defined]
+    batch: Any = type("Batch", (), {"lengths": LENGTHS})
+    got = algorithm.propose(batch)
+    assert got.tokens.shape == (3, 9)
+    for row, tree in enumerate((second, first, second)):
+        size = tree.tokens.shape[1]
+        assert (got.tokens[row, :size] == tree.tokens[row]).all()
+        assert (got.links.depth[row, :size] == tree.links.depth[row]).all() and not got.links.depth[row, size:].any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"first": {"name": "sufix"}}, "algo.first.name: expected one of .*suffix.*, got 'sufix'"),
+        ({"second": {"name": "mixed"}}, "algo.second.name: expected one of .*, got 'mixed'"),
+        ({"first": {"name": "suffix", "nodes": 3}}, "algo.first: algo=suffix has no setting 'nodes'; it has num_nodes"),
+        ({"first": {"name": "suffix", "window": 99}}, "algo.first: algo.window: expected 1 to 63, got 99"),
+        ({"first": {"name": "ngram"}, "mode": "take"}, "tells its strength, got algo=ngram"),
+        ({"first": {"name": "standalone", "rule": "block"}}, "got algo=standalone with rule block"),
+        ({"first": {"name": "naive_eagle", "captured": False}}, "got algo=naive_eagle with a graph of its own"),
+    ],
+)
+def test_what_cannot_be_mixed(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], expected: str) -> None:
+    load_random_drafters(monkeypatch)
+    with pytest.raises(ValueError, match=expected):
+        Mixed(Mixed.Config(**settings), TARGET, "random")
+
+
+def test_whose_drafter_is_asked_for() -> None:
+    two = {"first": {"name": "eagle3"}, "second": {"name": "dflash"}}
+    assert Mixed.drafter_for(Mixed.Config()) == "dflash"
+    assert Mixed.drafter_for(Mixed.Config(second={"name": "ngram"})) is None
+    with pytest.raises(ValueError, match="eagle3 and dflash both need a drafter: give one as algo.second.draft_path"):
+        Mixed.drafter_for(Mixed.Config(**two))
+    two["second"]["draft_path"] = "folder"
+    assert Mixed.drafter_for(Mixed.Config(**two)) == "eagle3"
