@@ -140,11 +140,13 @@ def _verify(
     return inputs
 
 
-def _evict(make: Maker, batch: int, nodes: int, page_size: int) -> dict[str, Any]:
+def _evict(make: Maker, batch: int, nodes: int, page_size: int, scattered: bool = False) -> dict[str, Any]:
     """Accepted prefixes of 0 to all nodes."""
     accepted = make.integers(0, nodes + 1, batch)
     return dict(
-        evict=torch.arange(nodes, device=make.device) >= accepted[:, None],
+        evict=make.integers(0, 2, batch, nodes).bool()
+        if scattered
+        else torch.arange(nodes, device=make.device) >= accepted[:, None],
         lengths=make.integers(0, 4 * page_size, batch),
         page_size=page_size,
     )
@@ -286,6 +288,7 @@ SLOT_CASES = (
     _evict_case("evict_no_nodes", "N = 0", batch=2, nodes=0, page_size=4),
     _evict_case("evict_page_1", "the accepted token itself evicted", batch=7, nodes=5, page_size=1),
     _evict_case("evict_odd", "page arithmetic below position 0", batch=9, nodes=7, page_size=3),
+    _evict_case("evict_scattered", "flags that are no suffix", batch=9, nodes=7, page_size=3, scattered=True),
     _evict_case("evict_b64", "registers", gate=True, bench=True, batch=64, nodes=16, page_size=16),
     _list_case("list_empty", "an empty list", size=0),
     _list_case("list_one", "a tile of one lane", size=1),
