@@ -290,7 +290,7 @@ def _fixed_cut(
     if work.window is not None:
         num_splits = min(num_splits, -(-(work.window - 1 + work.num_slots) // work.split_tokens) + 1)
     if in_order is None:
-        row_bytes = 4 * shape.head_dim + 4
+        row_bytes = shape.dtype.itemsize * shape.head_dim + 4
         partial_bytes = work.batch * num_splits * shape.num_nodes * shape.heads * row_bytes
         in_order = partial_bytes > configs.INVARIANT_PARTIAL_BYTES or configs.fills_the_chip(
             shape.num_nodes * work.group, work.block_m

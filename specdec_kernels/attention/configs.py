@@ -13,8 +13,9 @@ fewer and longer splits.
 
 A batch-invariant call may not choose by its rows. It has one tile for any number of rows, that of `INVARIANT_ROWS`,
 and splits at fixed positions: the reduction over a tile of keys, the instruction that multiplies it and the order in
-which tiles are added are then the same for a row wherever it is computed. Its partial results are float32. Where they
-would take more than `INVARIANT_PARTIAL_BYTES`, one program walks all splits of its rows, which changes no bit.
+which tiles are added are then the same for a row wherever it is computed. Where partial results would take more than
+`INVARIANT_PARTIAL_BYTES`, one program walks all splits of its rows and rounds their results alike, which changes no
+bit. The nodes of a tree always have partial results, because each ends its own text (see `kernel_tree`).
 
 Polynomial exp2 and lazy rescaling are off by default. On an H200 they were no faster: the exponential unit is no
 bottleneck there, and lazy rescaling needs a vote over the tile. `experiments/LOG.md` has the measurements of sm90.

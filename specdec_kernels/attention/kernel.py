@@ -8,6 +8,7 @@ So one kernel serves all.
     row       node * G + g: the G query heads of a KV head share a tile, so K and V are read once for them
     maths     t = scale * log2(e) * q . k;  m' = max(m, t);  a = 2^(m - m');  p = 2^(t - m')
               l = a l + sum p;  acc = a acc + p v;  at the end out = acc / l, lse = m + log2(l)
+    tree      with a fixed cut only the whole tiles of the prefix are computed here, see `kernel_tree`
     split     each split stores out in the type of q and lse in float32, and a second kernel merges them; where
               a request can only have one split, the program writes the output itself, by the same arithmetic
 

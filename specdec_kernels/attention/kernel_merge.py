@@ -48,7 +48,7 @@ _LOG2_E = tl.constexpr(LOG2_E)
     ]
 )
 def _merge_kernel(
-    part_ptr,  # [partial results, N, H, D] in the type of out, float32 with FIXED
+    part_ptr,  # [partial results, N, H, D] in the type of out
     part_lse_ptr,  # [partial results, N, H] float32, base 2
     offsets_ptr,  # [B + 1] int32 of a work list; None: `num_splits` per request
     lengths_ptr,  # [B] int64

@@ -8,9 +8,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from specdec_kernels.activation import silu_mul
 from specdec_kernels.attention import AttentionMetadata, AttentionShape, mask_paths, paged_attention, plan_attention
 from specdec_kernels.attention.configs import fixed_borders
 from specdec_kernels.cases import Maker
+from specdec_kernels.kv_write import write_kv
+from specdec_kernels.norm import add_rms_norm, embed_rms_norm, rms_norm
 from tests.exact_products import add_products_in_order
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -134,3 +137,47 @@ def test_splits_lie_at_the_same_positions_for_any_length() -> None:
         borders = fixed_borders(length, 256, 8)
         assert borders == longest[: len(borders)] and borders[-1] < length
         assert length <= longest[len(borders)]
+
+
+def turned(rows: int) -> tuple[torch.Tensor, ...]:
+    """Queries as `write_kv` returns them, and the keys and values that it stores, of the first `rows` tokens."""
+    make = Maker.seeded(DEVICE, DTYPE)
+    q, k, v = make.normal(300, 4, 64), make.normal(300, 2, 64), make.normal(300, 2, 64)
+    kv, rope = torch.zeros(2, 20, 16, 2, 64, dtype=DTYPE, device=DEVICE), make.normal(300, 64).float()
+    slots, norms = torch.arange(300, device=DEVICE), (make.normal(64), make.normal(64))
+    arguments = [tensor[:rows] for tensor in (q, k, v)]
+    out = write_kv(
+        *arguments, kv, slots[:rows], slots[:rows], rope, q_norm=norms[0], k_norm=norms[1], eps=1e-6, impl="triton"
+    )
+    return (out, *kv.flatten(1, 2)[:, :rows])
+
+
+def normed(rows: int) -> tuple[torch.Tensor, ...]:
+    """Norms of embeddings, of sums and of rows, and an activation, of the first `rows` rows."""
+    make = Maker.seeded(DEVICE, DTYPE)
+    table, weight, other = make.normal(300, 96), make.normal(96), make.normal(300, 96)
+    tokens = torch.arange(rows, device=DEVICE)
+    embedded = embed_rms_norm(tokens, table, weight, 1e-6, impl="triton")
+    added = add_rms_norm(embedded.normed, other[:rows], weight, 1e-6, impl="triton")
+    plain = rms_norm(other[:rows], weight, 1e-6, impl="triton")
+    return (*embedded, *added, plain, silu_mul(other[:rows], impl="triton"))
+
+
+@pytest.mark.parametrize("function", [turned, normed])
+def test_kernels_of_rows_give_a_row_the_same_bits_among_others(function: Any) -> None:
+    whole = function(300)
+    for rows in (1, 7, 33, 257):
+        for part, expected in zip(function(rows), whole, strict=True):
+            assert torch.equal(part, expected[:rows]), f"{rows} rows"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group, head_dim", [(4, 128), (4, 64), (1, 128), (8, 64)])
+def test_tiles_of_more_rows_have_the_same_bits(group: int, head_dim: int) -> None:
+    """A walk over all splits may take more rows at once than the programs of single splits: at the sizes of models."""
+    make, length = Maker.seeded(DEVICE, DTYPE), 700
+    q, kv = make.normal(1, length, 2 * group, head_dim), make.normal(2, 64, 16, 2, head_dim)
+    pages = torch.arange(64, dtype=torch.int32, device=DEVICE)[None]
+    metadata = AttentionMetadata(pages, torch.zeros(1, dtype=torch.int64, device=DEVICE), "chain")
+    outs = [paged_attention(q, kv, metadata, batch_invariant=True, in_order=order) for order in (True, False)]
+    assert torch.equal(*outs)

@@ -8,7 +8,7 @@ from tests.mutants.mutant import Mutant, parity
 
 _KERNEL = "specdec_kernels/attention/kernel.py"
 _DEVICE = "specdec_kernels/attention/device.py"
-_MERGE = "specdec_kernels/attention/kernel_merge.py"
+_TREE = "specdec_kernels/attention/kernel_tree.py"
 _PLAN = "specdec_kernels/attention/kernel_plan.py"
 _INVARIANT = "tests/kernels/test_batch_invariance.py"
 _case = partial(parity, "attention")
@@ -49,7 +49,7 @@ MUTANTS = (
     Mutant(
         "mask_row_of_the_first_request",
         _KERNEL,
-        "mask_row = mask_ptr + request * num_nodes * (num_slots if MODE == PATHS else WORDS)",
+        "mask_row = mask_ptr + request * num_nodes * WORDS",
         "mask_row = mask_ptr + request * 0",
         _case("tree_odd"),
         "every request uses the tree of the first",
@@ -112,9 +112,9 @@ MUTANTS = (
     ),
     Mutant(
         "dropped_split",
-        _MERGE,
+        _DEVICE,
         "parts[step].to(tl.float32), lses[step])",
-        'parts[step].to(tl.float32), tl.where(first + step + 1 < live, lses[step], float("-inf")))',
+        'parts[step].to(tl.float32), tl.where(first + step + 1 < count, lses[step], float("-inf")))',
         _case("splits_grow"),
         "the merge leaves out the last split",
     ),
@@ -168,11 +168,19 @@ MUTANTS = (
     ),
     Mutant(
         "branch_taken_for_the_text",
-        _DEVICE,
+        _TREE,
         "held = tl.where(depth < 0, positions, length + slot)",
         "held = positions",
         (f"{_INVARIANT}::test_a_node_of_a_tree_has_the_bits_of_the_prompt[plain-False]",),
         "a node of a tree sees the keys of the slots behind the prefix instead of those of its own text",
+    ),
+    Mutant(
+        "split_of_the_prefix_not_closed",
+        _TREE,
+        "(start + BLOCK_N == split_end) | (start + BLOCK_N >= end)",
+        "start + BLOCK_N >= end",
+        (f"{_INVARIANT}::test_a_node_of_a_tree_has_the_bits_of_the_prompt[plain-False]",),
+        "drafts behind a border of splits are added to the split before it",
     ),
     Mutant(
         "splits_of_the_walk_at_other_positions",

@@ -57,8 +57,8 @@ MUTANTS = (
     Mutant(
         "split_reads_past_its_end",
         _PROJECTION,
-        "    k_end = tl.minimum(K, k_first + split_length)",
-        "    k_end = K",
+        "k_first = split * split_length\n    k_end = tl.minimum(K, k_first + split_length)",
+        "k_first = split * split_length\n    k_end = K",
         _case("linear_small_down"),
         "inner elements of later splits are added twice",
     ),
@@ -117,6 +117,22 @@ MUTANTS = (
         "round(_PROCESSORS[chip] / tiles / block), inner",
         (f"{_TESTS}::test_the_cut_does_not_depend_on_the_rows",),
         "historical: a split chosen by the batch changes the bits of a row (cuBLAS at 16, 32 and 256 rows)",
+    ),
+    Mutant(
+        "splits_added_from_the_second",
+        _PROJECTION,
+        "for later in tl.range(1, splits):",
+        "for later in tl.range(2, splits):",
+        (f"{_TESTS}::test_a_normed_row_has_the_same_bits_among_others",),
+        "a program that takes all splits of its tile forgets one",
+    ),
+    Mutant(
+        "head_by_the_rows",
+        "algorithms/runtime/models/decoder.py",
+        "head.weight, batch_invariant=self.batch_invariant, impl",
+        "head.weight, impl",
+        ("tests/runtime/test_deterministic.py::test_a_token_has_the_same_bits_wherever_it_is_computed",),
+        "the logits of a long chunk come from another product than those of one token",
     ),
     Mutant(
         "captured_layer_is_normed",
