@@ -129,8 +129,8 @@ MUTANTS = (
     Mutant(
         "head_by_the_rows",
         "algorithms/runtime/models/decoder.py",
-        "head.weight, batch_invariant=self.batch_invariant, impl",
-        "head.weight, impl",
+        "return linear(hidden.contiguous(), head.weight, batch_invariant=self.batch_invariant, impl=self.impl)",
+        "return linear(hidden.contiguous(), head.weight, impl=self.impl)",
         ("tests/runtime/test_deterministic.py::test_a_token_has_the_same_bits_wherever_it_is_computed",),
         "the logits of a long chunk come from another product than those of one token",
     ),
