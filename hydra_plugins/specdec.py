@@ -45,10 +45,12 @@ class Processes(Launcher):
 
 def _returned(overrides: Sequence[str], result: Any) -> JobReturn:
     """What Hydra's sweepers read of a job: the figure to maximise."""
+    from experiments.sweep.row import objective
+
     if isinstance(result, BaseException):
         raise result
     value = JobReturn(overrides=list(overrides), status=JobStatus.COMPLETED)
-    value.return_value = result.value
+    value.return_value = objective(result)
     return value
 
 

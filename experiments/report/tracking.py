@@ -1,37 +1,113 @@
-"""Hands a finished run to a tracker. The run folder is the record: a tracker that fails costs one warning."""
+"""Hands a run to a tracker while it goes on and when it is done. The run folder is the record: a tracker that fails
+costs one warning.
+
+In a sweep the runs of wandb are a group with the name of the sweep, and the id of a run is that of its row: a row that
+is run again continues its run instead of making another. Under `wandb agent` wandb itself names run and group.
+"""
 
 from __future__ import annotations
 
+import os
+import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from experiments.app.distributed import is_main_process
 from experiments.app.schema import TrackerConfig
 from experiments.report.tables import Row, flatten
 
+if TYPE_CHECKING:
+    from algorithms.runtime.engine import StepReport
+
 LOGGED = (int, float, str, bool)
+LIVE_S = 2.0
+"""Seconds between two figures of a run that goes on."""
+AGENT = "WANDB_SWEEP_ID"
 
 
-def track(
-    tracker: TrackerConfig, folder: Path, config: Mapping[str, Any], summary: Mapping[str, Any], best: Row
-) -> list[str]:
-    """Log a run; returns a warning where that failed.
+@dataclass(frozen=True)
+class Identity:
+    """What a run is called. `sweep` and `row` are None for a run that is no row of a sweep."""
 
-    `config` is the resolved configuration and `summary` the content of summary.json, whose rows become a table. The
-    figures of `best`, one of its rows, are what the tracker compares between runs.
-    """
-    if tracker.name == "none" or tracker.mode == "disabled" or not is_main_process():
-        return []
+    name: str
+    sweep: str | None = None
+    row: str | None = None
+
+
+@dataclass
+class Tracker:
+    """A run of wandb, or nothing. No method raises; `problems` says what went wrong, once."""
+
+    run: Any = None
+    problems: list[str] = field(default_factory=list)
+    _last: float = 0.0
+
+    def live(self, label: str, report: StepReport) -> None:
+        """Log how fast the method `label` decodes at this moment, every `LIVE_S` seconds."""
+        if self.run is None or time.monotonic() - self._last < LIVE_S:
+            return
+        self._last = time.monotonic()
+        figures = {
+            "tokens_per_s": report.emitted_tokens / report.elapsed_s if report.elapsed_s else 0.0,
+            "tokens_per_step": report.tokens_per_step,
+            "finished_requests": report.num_finished,
+        }
+        with self._kept():
+            self.run.log({f"live/{label}/{name}": value for name, value in figures.items()})
+
+    def finish(self, summary: Mapping[str, Any], best: Row) -> list[str]:
+        """Log the content of summary.json, whose rows become a table; `best` is compared between runs.
+
+        Returns warnings.
+        """
+        if self.run is not None:
+            with self._kept():
+                kinds = [
+                    summary["task"],
+                    summary["backend"],
+                    summary["model"],
+                    *([best["algo"]] if "algo" in best else []),
+                ]
+                self.run.tags = tuple(dict.fromkeys([*(self.run.tags or ()), *kinds]))
+                self.run.summary.update(scalars({**summary, **best}))
+                self.run.log(_tables([scalars(row) for row in summary["rows"]], best))
+        return self.problems
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """Keep an exception of the tracker as a warning, and log nothing from then on."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                yield
+        except Exception as error:  # a tracker must not cost the results of a run, whatever goes wrong in it
+            self.run = None
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            self.problems.append(f"the tracker failed, the run folder is complete: {reason}")
+
+
+@contextmanager
+def tracking(
+    config: TrackerConfig, folder: Path, settings: Mapping[str, Any], identity: Identity, task: str
+) -> Iterator[Tracker]:
+    """A tracker for the run in `folder` with the resolved configuration `settings`; the run of wandb ends with it."""
+    tracker = Tracker()
+    if config.name != "none" and config.mode != "disabled" and is_main_process():
+        with tracker._kept():
+            tracker.run = _wandb_run(config, folder, settings, identity, task)
+    started = tracker.run
+    failed = True
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            _log_to_wandb(tracker, folder, config, summary, best)
-    except Exception as error:  # a tracker must not cost the results of a run, whatever goes wrong in it
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        return [f"the tracker failed, the run folder is complete: {reason}"]
-    return []
+        yield tracker
+        failed = False
+    finally:
+        if started is not None:
+            with suppress(Exception):
+                started.finish(exit_code=int(failed))
 
 
 def scalars(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -39,35 +115,35 @@ def scalars(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in flatten(values).items() if isinstance(value, LOGGED)}
 
 
-def _log_to_wandb(
-    tracker: TrackerConfig, folder: Path, config: Mapping[str, Any], summary: Mapping[str, Any], best: Row
-) -> None:
+def _wandb_run(config: TrackerConfig, folder: Path, settings: Mapping[str, Any], identity: Identity, task: str) -> Any:
     import wandb
 
-    tags = [summary["task"], summary["backend"], summary["model"], *([best["algo"]] if "algo" in best else [])]
-    settings = wandb.Settings(
+    quiet = wandb.Settings(
         silent=True, console="off", x_disable_stats=True, disable_git=True, disable_code=True, init_timeout=30
     )
-    with wandb.init(
-        project=tracker.project,
-        entity=tracker.entity,
-        group=tracker.group,
-        mode=cast(Any, tracker.mode),
-        name=summary["name"],
+    named: dict[str, Any] = {"group": config.group, "name": identity.name}
+    if identity.row is not None and AGENT not in os.environ:
+        own = {"id": f"{identity.sweep}-{identity.row}", "resume": "allow"}
+        named |= {"group": config.group or identity.sweep, **own}
+    return wandb.init(
+        project=config.project,
+        entity=config.entity,
+        mode=cast(Any, config.mode),
         dir=str(folder),
-        job_type=summary["task"],
-        tags=list(dict.fromkeys([*tracker.tags, *tags])),
-        config=dict(config),
-        settings=settings,
-    ) as run:
-        run.summary.update(scalars({**summary, **best}))
-        run.log(_tables(wandb, [scalars(row) for row in summary["rows"]], best))
+        job_type=task,
+        tags=config.tags,
+        config={name.replace("/", "."): value for name, value in flatten(settings).items()},
+        settings=quiet,
+        **named,
+    )
 
 
-def _tables(wandb: Any, rows: Sequence[Row], best: Row) -> dict[str, Any]:
+def _tables(rows: Sequence[Row], best: Row) -> dict[str, Any]:
+    import wandb
+
     columns: list[str | int] = list(dict.fromkeys(key for row in rows for key in row))
     data = [[row.get(str(column)) for column in columns] for row in rows]
-    found = {"rows": wandb.Table(columns=columns, data=data, allow_mixed_types=True)}
+    found: dict[str, Any] = {"rows": wandb.Table(columns=columns, data=data, allow_mixed_types=True)}
     if "ledger_ms" in best:
         histogram = list(best["num_accepted_histogram"])
         bins = [k - 0.5 for k in range(len(histogram) + 1)]

@@ -149,6 +149,13 @@ def _row(job: Sequence[str], composer: _Composer, program: list[str]) -> RowReco
     return new_record(composed, list(job), program)
 
 
+def folder_of(arguments: Sequence[str], config_name: str) -> Path:
+    """The folder of the sweep that `arguments` name."""
+    own = [text for text in arguments if text.startswith(("sweep.", "paths."))]
+    with hydra.initialize_config_dir(config_dir=str(CONFIG_FOLDER), version_base="1.3"):
+        return Path(_base(parse(own), config_name).hydra.sweep.dir)
+
+
 def begin(sweep: Sweep, command: Sequence[str]) -> list[RowRecord]:
     """Enter the rows into the folder of the sweep, and return those that are to run."""
     sweep.folder.begin(sweep.keys, [record.id for record in sweep.rows], command)

@@ -76,7 +76,7 @@ def _lines(folder: SweepFolder, record: RowRecord, keys: Sequence[str]) -> Itera
     methods = [row for row in rows if row.get("algo") != BASELINE] or rows
     for row in methods:
         figures = {name: value for name, value in flatten(row).items() if name not in values}
-        yield line | figures | _judged(row)
+        yield line | figures | _intervals(figures) | _judged(row)
 
 
 def _setting(record: RowRecord, key: str) -> Any:
@@ -88,6 +88,13 @@ def _setting(record: RowRecord, key: str) -> Any:
         typed = dict(text.lstrip("+~").split("=", 1) for text in record.overrides if "=" in text)
         found = yaml.safe_load(typed[key]) if key in typed else None
     return str(found) if isinstance(found, (list, dict)) else found
+
+
+def _intervals(figures: Mapping[str, Any]) -> dict[str, float]:
+    """`speedup_decode_interval` = [low, high] and others as `speedup_decode_low` and `speedup_decode_high`."""
+    found = {name.removesuffix("_interval"): ends for name, ends in figures.items() if name.endswith("_interval")}
+    pairs = {name: ends for name, ends in found.items() if isinstance(ends, list) and len(ends) == 2}
+    return {f"{name}_{end}": ends[i] for name, ends in pairs.items() for i, end in enumerate(("low", "high"))}
 
 
 def _judged(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,25 +10,36 @@ rows were refused.
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import sys
 from collections.abc import Sequence
 
 from experiments.app import cli
+from experiments.app.errors import UserError
 from experiments.app.explain import MAIN_CONFIG
 from experiments.report.console import plain_console
 from experiments.sweep import driver, show
-from experiments.sweep.row import Task, as_row, end_with_parent, this_program
+from experiments.sweep.row import PROGRAM, Task, as_row, end_with_parent, this_program
 
 MULTIRUN = ("-m", "--multirun")
 SHORT = {"sweep": "sweep.name", "shard": "sweep.shard"}
 """Keys that are typed shorter than they are called."""
+SEARCH = {
+    "hydra.sweeper.direction": "maximize",
+    "hydra.sweeper.n_jobs": "1",
+    "hydra.sweeper.max_failure_rate": "1.0",
+    "hydra.sweeper.sampler.seed": "0",
+}
+"""Settings of hydra/sweeper=optuna: a task's figure is maximised, and a refused combination ends no search."""
+RESULTS = "optimization_results.yaml"
 
 
 def main(task: Task, config_name: str = MAIN_CONFIG) -> None:
     """Run the job or the sweep that the command line asks for; see `cli.main`."""
     end_with_parent()
-    sys.argv[1:] = [_long(argument) for argument in sys.argv[1:]]
+    sys.argv[1:] = [long_name(argument) for argument in sys.argv[1:]]
     overrides = [argument for argument in sys.argv[1:] if argument not in MULTIRUN]
     swept = len(overrides) < len(sys.argv) - 1 and not any(argument.startswith("-") for argument in overrides)
     if not swept:
@@ -39,7 +50,8 @@ def main(task: Task, config_name: str = MAIN_CONFIG) -> None:
     sys.exit(code)
 
 
-def _long(argument: str) -> str:
+def long_name(argument: str) -> str:
+    """An argument with its key as the schema calls it."""
     key, equals, value = argument.partition("=")
     return f"{SHORT[key]}={value}" if equals and key in SHORT else argument
 
@@ -67,5 +79,14 @@ def _search(overrides: Sequence[str], config_name: str) -> int:
     """Let the sweeper that was asked for choose the rows."""
     (sweeper,) = [text.partition("=")[2] for text in overrides if text.startswith("hydra/sweeper=")]
     driver.expect_plugin("hydra/sweeper", sweeper)
-    driver.run_hydra(["-m", *overrides], config_name)
+    typed = {text.partition("=")[0] for text in overrides}
+    if "sweep.name" not in typed:
+        raise UserError("a search is a sweep with a name: add sweep=NAME")
+    preset = [f"{key}={value}" for key, value in SEARCH.items() if key not in typed]
+    os.environ[PROGRAM] = json.dumps(this_program())
+    driver.run_hydra(["-m", *preset, *overrides], config_name)
+    folder = driver.folder_of(overrides, config_name)
+    if (results := folder / RESULTS).exists():
+        print(results.read_text(encoding="utf-8"), end="")
+    print(f"python -m experiments.collect {folder}")
     return 0

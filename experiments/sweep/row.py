@@ -7,6 +7,7 @@ process is a plain run: `program` with `overrides`, which anyone can type again.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -26,6 +27,8 @@ from experiments.sweep.folder import DONE, FAILED, KILLED, REFUSED, RUNNING, Row
 
 PARENT = "SPECDEC_PARENT"
 """Process id of the parent that a row must not outlive."""
+PROGRAM = "SPECDEC_PROGRAM"
+"""The program of a search, for the processes of its launcher."""
 PR_SET_PDEATHSIG = 1
 TAIL_LINES = 3
 Task = Callable[[Any, DictConfig], Any]
@@ -121,7 +124,12 @@ def end_with_parent() -> None:
 
 def run_one(cfg: DictConfig) -> float | None:
     """What a launcher calls, in any process and on any machine: run one row and return the figure to maximise."""
-    return run_row(*located(cfg)).value
+    return objective(run_row(*located(cfg)))
+
+
+def objective(record: RowRecord) -> float | None:
+    """What a search maximises: the figure of the row, 0 where its texts are not what they must be, None without one."""
+    return 0.0 if record.exit_code == NotLossless.exit_code else record.value
 
 
 def located(cfg: DictConfig) -> tuple[SweepFolder, str, bool]:
@@ -130,7 +138,8 @@ def located(cfg: DictConfig) -> tuple[SweepFolder, str, bool]:
         return SweepFolder(Path(cfg.folder)), str(cfg.row), bool(cfg.force)
     composed = HydraConfig.get()
     folder = SweepFolder(Path(composed.sweep.dir))
-    record = new_record(cfg, list(composed.overrides.task), this_program())
+    program = json.loads(os.environ[PROGRAM]) if PROGRAM in os.environ else this_program()
+    record = new_record(cfg, list(composed.overrides.task), program)
     if folder.record(record.id) is None:
         folder.begin([], [record.id], sys.argv)
         folder.write(record)

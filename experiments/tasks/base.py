@@ -14,10 +14,11 @@ from experiments.app.errors import user_errors
 from experiments.app.plan import Plan
 from experiments.app.workload import Workload
 from experiments.report import metrics
-from experiments.report.console import step_progress
+from experiments.report.console import OnStep, step_progress
 from experiments.report.page import Card
 from experiments.report.run_folder import RunFolder, json_lines
 from experiments.report.tables import Column, Row, csv_text, markdown
+from experiments.report.tracking import Tracker
 from experiments.tasks import earlier
 from experiments.tasks.baselines import BaselineStore
 from experiments.tasks.decoding import (
@@ -31,7 +32,7 @@ from experiments.tasks.decoding import (
 )
 
 if TYPE_CHECKING:
-    from algorithms.runtime.engine import Engine, Generation
+    from algorithms.runtime.engine import Engine, Generation, StepReport
     from algorithms.runtime.models.loading import Target
     from algorithms.runtime.request import Completion, Request
 
@@ -54,6 +55,8 @@ class Task:
 
     folder: RunFolder
     """Where requests are recorded as they end; set before `measure` is called."""
+    tracker: Tracker | None = None
+    """What is told how fast the run is while it goes on."""
     baselines: BaselineStore | None = None
     """Decodings of the target alone that runs of a sweep share."""
 
@@ -214,7 +217,7 @@ class Task:
             progress = step_progress(self.console, title, talks.num_requests - num_ended if talks else len(asked))
             record = partial(earlier.record, self.folder, key)
             with progress as on_step, record_compilations() as compiled:
-                timed = engine.generate(asked, on_step, on_end=record, follow=talks)
+                timed = engine.generate(asked, self._watched(key.method, on_step), on_end=record, follow=talks)
             failed = [completion.error for completion in timed.completions if completion.error]
             if failed and len(failed) == len(asked):
                 raise EngineError(f"all {len(asked)} requests failed; the first: {failed[0]}")
@@ -238,6 +241,18 @@ class Task:
         place = {key: index for index, key in reversed(list(enumerate(self._order)))}
         entries = self.folder.requests.entries
         return sorted(entries, key=lambda entry: (place.get((entry["data"], entry["method"]), 0), entry["id"]))
+
+    def _watched(self, label: str, on_step: OnStep) -> OnStep:
+        """`on_step`, and the same to the tracker."""
+        tracker = self.tracker
+        if tracker is None:
+            return on_step
+
+        def both(report: StepReport) -> None:
+            on_step(report)
+            tracker.live(label, report)
+
+        return both
 
     def decode_methods(
         self,

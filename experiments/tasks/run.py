@@ -39,6 +39,12 @@ def command(typed: Sequence[str]) -> str:
     return " ".join(["python run.py", *map(shlex.quote, typed)])
 
 
+def own_name(overrides: Sequence[str]) -> str:
+    """A row's name among those of its sweep: what was typed for it."""
+    neutral = ("sweep.", "tracker", "paths.", "name=", "samples=")
+    return " ".join(text for text in overrides if not text.lstrip("+").startswith(neutral))
+
+
 def run_task(config: RunConfig, composed: DictConfig) -> float:
     """Run the configured task. Returns the figure that a sweep maximises.
 
@@ -54,7 +60,7 @@ def run_task(config: RunConfig, composed: DictConfig) -> float:
     from experiments.report.page import render
     from experiments.report.run_folder import CONFIG, REPORT, open_run_folder
     from experiments.report.tables import console_table
-    from experiments.report.tracking import track
+    from experiments.report.tracking import Identity, tracking
     from experiments.tasks.baselines import FOLDER as BASELINES
     from experiments.tasks.baselines import BaselineStore
 
@@ -73,11 +79,17 @@ def run_task(config: RunConfig, composed: DictConfig) -> float:
     hardware, resolved = plan.hardware, cast(dict[str, Any], OmegaConf.to_container(composed, resolve=True))
     tell(f"{task.title} · {hardware.device} {hardware.dtype} · {hardware.label}")
     about = {"overrides": typed, "cwd": os.getcwd(), "revision": git_revision()}
-    asked_folder = output_folder(Path(HydraConfig.get().runtime.output_dir))
-    with open_run_folder(asked_folder, about, resumed=config.resume is not None) as folder:
+    path = output_folder(Path(HydraConfig.get().runtime.output_dir))
+    identity = Identity(config.name)
+    if config.sweep.name is not None:
+        identity = Identity(own_name(typed) or config.name, config.sweep.name, path.name)
+    with (
+        open_run_folder(path, about, resumed=config.resume is not None) as folder,
+        tracking(config.tracker, folder.path, resolved, identity, task.name) as tracker,
+    ):
         if config.resume is None:
             folder.write(CONFIG, OmegaConf.to_yaml(composed, resolve=True))
-        task.folder = folder
+        task.folder, task.tracker = folder, tracker
         if config.sweep.name is not None and config.sweep.share_baseline:
             task.baselines = BaselineStore(folder.path.parent / BASELINES)
         rows = task.measure()
@@ -88,11 +100,12 @@ def run_task(config: RunConfig, composed: DictConfig) -> float:
         page = render(task.title, task.columns, rows, conditions, resolved, *shown)
         summary = {"name": config.name, "task": task.name, **conditions, "failures": failures, "rows": rows}
         folder.write_results({**task.files(rows, conditions), REPORT: page}, summary)
+        notes += tracker.finish(summary, task.best(rows))
     console.print(console_table(task.title, task.columns, rows))
     task.show(rows)
     if hardware.device == "cpu":
         tell(NOT_A_GPU[hardware.label], "yellow")
-    for warning in [*notes, *track(config.tracker, folder.path, resolved, summary, task.best(rows))]:
+    for warning in notes:
         tell(f"warning: {warning}", "yellow")
     tell(f"report: {folder.path / REPORT}")
     if failures:

@@ -29,7 +29,7 @@ def sweep_of(path: Path, limits: tuple[int, ...] = (1, 2, 4), machine: str = "to
         folder.write(RowRecord(name, [f"algo={algo}", f"data.limit={limit}"], [], config, DONE, wall_s=1.5))
         found = summary(algo, limit, limit == 4) | {"machine": machine, **more}
         found["rows"][1] |= {"lossless": {"checked": 2, "identical": 2}, "request_tokens_per_s": 30.0 / limit}
-        found["rows"][1] |= {"speedup_decode_low": 0.5 * limit, "speedup_decode_high": 2.0 * limit}
+        found["rows"][1] |= {"speedup_decode_interval": [0.5 * limit, 2.0 * limit]}
         folder.run_folder(name).mkdir()
         (folder.run_folder(name) / "summary.json").write_text(json.dumps(found))
     config = {"algo": {"name": "eagle3"}, "data": {"limit": 64}}

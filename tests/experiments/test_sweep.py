@@ -19,6 +19,7 @@ from experiments.app.schema import REPO_ROOT, SweepConfig
 from experiments.sweep import main as sweep_main
 from experiments.sweep.folder import DONE, FAILED, KILLED, OPEN, REFUSED, RUNNING, RowRecord, SweepFolder
 from experiments.sweep.grid import parse, shard_of
+from experiments.sweep.row import objective
 from tests.experiments import toy_sweep
 
 TOY = str(REPO_ROOT / "tests/experiments/toy_sweep.py")
@@ -205,3 +206,9 @@ def test_a_broken_summary_is_no_result(tmp_path: Path) -> None:
     sweep.run_folder("abc").mkdir()
     (sweep.run_folder("abc") / "summary.json").write_text('{"rows": [1, ')
     assert sweep.state("abc") == KILLED
+
+
+def test_a_search_maximises_among_lossless_rows() -> None:
+    assert objective(RowRecord("a", [], [], ended=DONE, exit_code=0, value=2.5)) == 2.5
+    assert objective(RowRecord("a", [], [], ended=DONE, exit_code=3, value=9.0)) == 0.0
+    assert objective(RowRecord("a", [], [], ended=REFUSED, exit_code=2)) is None

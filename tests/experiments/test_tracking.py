@@ -7,11 +7,15 @@ import types
 from pathlib import Path
 from typing import Any
 
+import hydra
 import pytest
+import yaml
 
-from experiments.app.schema import TrackerConfig
+from experiments.app.compose import build_config, register
+from experiments.app.schema import CONFIG_FOLDER, TrackerConfig
 from experiments.report.tables import flatten
-from experiments.report.tracking import scalars, track
+from experiments.report.tracking import Identity, scalars, tracking
+from experiments.sweep.main import long_name
 
 ROW: dict[str, Any] = {
     "algo": "dflash",
@@ -40,6 +44,8 @@ class Recorder(types.ModuleType):
         super().__init__("wandb")
         self.fails, self.logged, self.started = fails, {}, {}
         self.summary: dict[str, Any] = {}
+        self.tags: tuple[str, ...] = ()
+        self.ended: int | None = None
 
     def __getattr__(self, name: str) -> Any:
         if name == "Settings":
@@ -51,7 +57,7 @@ class Recorder(types.ModuleType):
     def init(self, **options: Any) -> Recorder:
         if self.fails == "init":
             raise RuntimeError("no route to host\nsecond line")
-        self.started = options
+        self.started, self.tags = options, tuple(options["tags"])
         return self
 
     def log(self, values: dict[str, Any]) -> None:
@@ -59,23 +65,29 @@ class Recorder(types.ModuleType):
             raise OSError("disk full")
         self.logged |= values
 
-    def __enter__(self) -> Recorder:
-        return self
+    def finish(self, exit_code: int) -> None:
+        self.ended = exit_code
 
-    def __exit__(self, *details: object) -> None:
-        return None
+
+PLAIN = Identity("run")
 
 
 def wandb_config(**changes: Any) -> TrackerConfig:
     return TrackerConfig(**{"name": "wandb", "mode": "offline", **changes})
 
 
+def tracked(config: TrackerConfig, folder: Path, identity: Identity = PLAIN) -> list[str]:
+    with tracking(config, folder, CONFIG, identity, "generate") as tracker:
+        return tracker.finish(SUMMARY, ROW)
+
+
 def test_summary_config_and_tables_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = Recorder()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    assert track(wandb_config(tags=["mine"]), tmp_path, CONFIG, SUMMARY, ROW) == []
-    assert wandb.started["config"] == CONFIG and wandb.started["mode"] == "offline"
-    assert wandb.started["tags"] == ["mine", "generate", "fa4", "tiny", "dflash"]
+    assert tracked(wandb_config(tags=["mine"]), tmp_path) == []
+    assert wandb.started["config"] == {"algo.name": "dflash", "sampling.seed": 3} and wandb.ended == 0
+    assert wandb.started["mode"] == "offline" and "id" not in wandb.started
+    assert wandb.tags == ("mine", "generate", "fa4", "tiny", "dflash")
     assert wandb.started["name"] == "run" and wandb.started["job_type"] == "generate"
     assert wandb.summary["ledger_ms/verify"] == 2.0 and wandb.summary["speedup_decode"] == 2.5
     assert wandb.summary["sampling/temperature"] == 0.5
@@ -90,26 +102,72 @@ def test_summary_config_and_tables_arrive(tmp_path: Path, monkeypatch: pytest.Mo
     assert wandb.logged["ledger_ms"][1]["data"] == [["draft", 1.0], ["verify", 2.0]]
 
 
+def test_a_row_of_a_sweep_continues_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb, identity = Recorder(), Identity("algo=dflash", "trees", "abc123")
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    tracked(wandb_config(), tmp_path, identity)
+    kept = {name: wandb.started[name] for name in ("group", "id", "resume", "name")}
+    assert kept == {"group": "trees", "id": "trees-abc123", "resume": "allow", "name": "algo=dflash"}
+    monkeypatch.setenv("WANDB_SWEEP_ID", "agent")
+    tracked(wandb_config(), tmp_path, identity)
+    assert "id" not in wandb.started, "wandb agent gives the id itself"
+
+
+def test_a_run_that_goes_on_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = Recorder()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    report: Any = types.SimpleNamespace(emitted_tokens=30, elapsed_s=2.0, tokens_per_step=3.0, num_finished=1)
+    with tracking(wandb_config(), tmp_path, CONFIG, Identity("run"), "generate") as tracker:
+        tracker.live("dflash", report)
+        first, wandb.logged = wandb.logged, {}
+        tracker.live("dflash", report)
+    assert first["live/dflash/tokens_per_s"] == 15.0 and first["live/dflash/tokens_per_step"] == 3.0
+    assert wandb.logged == {}, "not every step is a message"
+
+
+def test_a_run_that_fails_is_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = Recorder()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    with pytest.raises(ZeroDivisionError), tracking(wandb_config(), tmp_path, CONFIG, Identity("run"), "generate"):
+        raise ZeroDivisionError
+    assert wandb.ended == 1
+
+
 @pytest.mark.parametrize("fails", ["init", "log"])
 def test_a_failure_becomes_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
     monkeypatch.setitem(sys.modules, "wandb", Recorder(fails))
-    (warning,) = track(wandb_config(), tmp_path, CONFIG, SUMMARY, ROW)
+    (warning,) = tracked(wandb_config(), tmp_path)
     assert "\n" not in warning and "run folder is complete" in warning
 
 
 def test_a_missing_package_becomes_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    assert len(track(wandb_config(), tmp_path, CONFIG, SUMMARY, ROW)) == 1
+    assert len(tracked(wandb_config(), tmp_path)) == 1
+
+
+def test_the_sweep_of_wandb_agent_is_made_of_settings_that_exist() -> None:
+    from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
+
+    sweep = yaml.safe_load((CONFIG_FOLDER / "wandb_sweep.yaml").read_text())
+    assert sweep["command"] == ["${env}", "python", "${program}", "${args_no_hyphens}"] and sweep["program"] == "run.py"
+    values = {
+        name: {"value": each.get("value", each.get("values", [None])[-1])} for name, each in sweep["parameters"].items()
+    }
+    typed = create_sweep_command_args({"args": values})["args_no_hyphens"]
+    register()
+    with hydra.initialize_config_dir(config_dir=str(CONFIG_FOLDER), version_base="1.3"):
+        config = build_config(hydra.compose("config", [long_name(argument) for argument in typed]))
+    assert config.sweep.name == "agent" and config.tracker.mode == "online"
 
 
 @pytest.mark.parametrize("config", [TrackerConfig(), wandb_config(mode="disabled")])
 def test_no_tracker_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: TrackerConfig) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    assert track(config, tmp_path, CONFIG, SUMMARY, ROW) == []
+    assert tracked(config, tmp_path) == []
 
 
 def test_offline_runs_stay_in_the_run_folder_and_say_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert track(wandb_config(), tmp_path, CONFIG, SUMMARY, ROW) == []
+    assert tracked(wandb_config(), tmp_path) == []
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
     assert capfd.readouterr() == ("", "")
 
