@@ -1,6 +1,7 @@
 """Unit benchmark of the kernels: parity first, then time.
 
     python -m experiments.kernel_bench family=attention shapes=quick peers=sdpa
+    python -m experiments.kernel_bench -m sweep=tiles family=attention dtype=float16,bfloat16 +tuning.block_n=32,64
 
 Measures the cases marked `bench` of each family. `family` and `peers` are `all`, `none` or names joined by `+`;
 `shapes` is `full`, `quick` or a pattern of case names. A kernel that disagrees with its reference is not timed. The run
@@ -16,7 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,16 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from rich.console import Console
 
-from experiments.app import cli
 from experiments.app.errors import user_errors
-from experiments.app.schema import expect_at_least, expect_choice
+from experiments.app.schema import SweepConfig, expect_at_least, expect_choice
 from experiments.bench import show
 from experiments.bench.ceilings import measure_ceilings
 from experiments.bench.peers import PEERS
 from experiments.bench.row import FAILED, NOT_RUN, OK, Bench, measure
 from experiments.bench.selection import chosen_cases, named
 from experiments.bench.timing import Limits, provenance
+from experiments.report.run_folder import SUMMARY, to_json, write_whole
+from experiments.sweep.main import main as sweep_main
 from specdec_kernels import FAMILIES
 from specdec_kernels.cases import Case
 
@@ -46,7 +48,8 @@ NO_GPU = "no GPU: Triton's interpreter on a CPU, these times say nothing about t
 @dataclass
 class KernelBenchConfig:
     """Schema of `configs/kernel_bench.yaml`. `dtype` auto: bfloat16 on a GPU, else float32. `budget_ms` bounds
-    one measurement, `budget_s` the run: cases that it leaves out are named as not run."""
+    one measurement, `budget_s` the run: cases that it leaves out are named as not run. `tuning` replaces fields of
+    the launch table, for functions that take them."""
 
     family: str = "all"
     shapes: str = "full"
@@ -58,6 +61,8 @@ class KernelBenchConfig:
     budget_ms: float = 100.0
     budget_s: float | None = None
     seed: int = 0
+    tuning: dict[str, int] = field(default_factory=dict)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
 
     def __post_init__(self) -> None:
         named("family", self.family, FAMILIES)
@@ -98,6 +103,7 @@ def run(config: KernelBenchConfig, folder: Path, console: Console) -> bool:
         peers=named("peers", config.peers, tuple(PEERS)) if device.type == "cuda" else (),
         seed=config.seed,
         limits=Limits(config.warmup, config.repeats, config.budget_ms),
+        tuning=dict(config.tuning),
     )
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
@@ -107,7 +113,11 @@ def run(config: KernelBenchConfig, folder: Path, console: Console) -> bool:
             file.write(json.dumps(row | context) + "\n")
             file.flush()
     _present(rows, bench, context["machine"], folder, console)
-    return all(row["status"] in (OK, NOT_RUN) for row in rows)
+    agreed = all(row["status"] in (OK, NOT_RUN) for row in rows)
+    if agreed:
+        own = {"name": "kernel_bench", "task": "kernel_bench", "revision": context["git_revision"]}
+        write_whole(folder / SUMMARY, to_json({**own, **context, "rows": rows}) + "\n")
+    return agreed
 
 
 def _rows(cases: list[tuple[str, Case]], bench: Bench, budget_s: float | None) -> Iterator[dict[str, Any]]:
@@ -172,7 +182,7 @@ def job(config: KernelBenchConfig, composed: DictConfig) -> None:
 
 def main() -> None:
     """Command line entry."""
-    cli.main(job, "kernel_bench")
+    sweep_main(job, "kernel_bench")
 
 
 if __name__ == "__main__":

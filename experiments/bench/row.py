@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ class Bench:
     peers: tuple[str, ...]
     seed: int
     limits: Limits
+    tuning: Mapping[str, int] = field(default_factory=dict)
+    """Fields that replace those of the launch table."""
 
 
 def measure(family: str, case: Case, bench: Bench) -> dict[str, Any]:
@@ -50,6 +53,10 @@ def _first_line(failure: Exception) -> str:
 def _measured(family: str, case: Case, bench: Bench) -> dict[str, Any]:
     function = getattr(import_module(f"specdec_kernels.{family}"), case.function)
     inputs = case.build(maker(bench.device, bench.dtype, bench.seed))
+    if bench.tuning:
+        if "tuning" not in signature(function).parameters:
+            raise ValueError(f"{case.function} takes no tuning, got {', '.join(bench.tuning)}")
+        inputs["tuning"] = {**(inputs.get("tuning") or {}), **bench.tuning}
     found = parity.check(function, inputs, comparison_of(family))
     row: dict[str, Any] = dict(shape=_shape(inputs), compared=found.scope)
     if found.problem is not None:

@@ -151,7 +151,7 @@ def _tables(rows: Sequence[Row], best: Row) -> dict[str, Any]:
         ledger = [[phase, spent] for phase, spent in best["ledger_ms"].items()]
         found |= {
             "acceptance_at": wandb.Table(columns=["position", "acceptance"], data=positions),
-            "num_accepted": wandb.Histogram(np_histogram=(histogram, bins)),
+            "num_accepted": wandb.Histogram(np_histogram=cast(Any, (histogram, bins))),
             "ledger_ms": wandb.Table(columns=["phase", "ms"], data=ledger),
         }
     return found

@@ -6,6 +6,7 @@ autoregressive decoding are the baselines of the speedups beside them; they are 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -140,13 +141,15 @@ def chosen_metrics(frame: pd.DataFrame, asked: Sequence[str]) -> list[str]:
 
 
 def best_rows(frame: pd.DataFrame, group: Sequence[str], metric: str) -> pd.DataFrame:
-    """The row with the largest `metric` of each group; without a group, of all rows."""
-    measured = frame[pd.to_numeric(frame[metric], errors="coerce").notna()]
+    """The row with the best `metric` of each group, without a group of all rows: the largest figure, the least time."""
+    figures = pd.to_numeric(frame[metric], errors="coerce").dropna()
+    measured = frame.loc[figures.index]
     if measured.empty:
         return measured
+    figures = -figures if re.search(r"_(us|ms)\b", metric) else figures
     if not group:
-        return measured.loc[[measured[metric].astype(float).idxmax()]]
-    best = measured[metric].astype(float).groupby([measured[key].astype(str) for key in group]).idxmax()
+        return measured.loc[[figures.idxmax()]]
+    best = figures.groupby([measured[key].astype(str) for key in group]).idxmax()
     return measured.loc[best.sort_values()]
 
 

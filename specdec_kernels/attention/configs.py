@@ -29,6 +29,8 @@ from typing import Any
 
 import torch
 
+from specdec_kernels.tuning import tuned_fields
+
 UNSPLIT = 1 << 30
 FIRST_SPLITS = 4
 _FIRST_SPLITS_OF_16_ROWS = 8
@@ -102,8 +104,8 @@ def attention_config(
     `kv_bytes` bytes per element.
 
     `split_tokens` replaces the table's split length, `tuning` any field. A split shorter than a tile makes the tile
-    shorter; any other is rounded up to whole tiles. With `batch_invariant` neither rows nor lengths choose anything.
-    Raises ValueError for an unknown field of `tuning`.
+    shorter; any other is rounded up to whole tiles. `specdec_kernels.tuning` may replace fields on a card. With
+    `batch_invariant` neither rows nor lengths choose anything. Raises ValueError for an unknown field of `tuning`.
     """
     if batch_invariant:
         config = _invariant_config(chip, head_dim, kv_bytes)
@@ -112,7 +114,8 @@ def attention_config(
         block_m = min(_INTERPRETER_MAX_ROWS, max(16, _power_of_two(rows)))
         config = AttentionConfig(block_m, min(512, max(16, _power_of_two(max_length))), 1, 1, 4096)
     else:
-        config = _table_config(chip, head_dim, rows, kv_bytes)
+        key = (chip, _head_dim_row(head_dim), _row_bucket(rows), kv_bytes)
+        config = replace(_table_config(chip, head_dim, rows, kv_bytes), **tuned_fields("attention", key))
     if split_tokens is not None:
         block_n = min(config.block_n, max(16, _power_of_two(split_tokens)))
         config = replace(config, block_n=block_n, split_tokens=split_tokens)
@@ -175,7 +178,7 @@ def in_order_config(chip: str, config: AttentionConfig, itemsize: int) -> Attent
 
 
 def _table_config(chip: str, head_dim: int, rows: int, kv_bytes: int) -> AttentionConfig:
-    bucket = next((size for size in _ROW_BUCKETS if rows <= size), _ROW_BUCKETS[-1])
+    bucket = _row_bucket(rows)
     table = _FP8_TABLE if kv_bytes == 1 else _TABLE
     block_m, block_n, warps, stages, resident = table[chip, _head_dim_row(head_dim)][bucket]
     if kv_bytes == 4:
@@ -192,6 +195,10 @@ def _table_config(chip: str, head_dim: int, rows: int, kv_bytes: int) -> Attenti
         fp8_native=chip in _FP8_NATIVE_CHIPS,
         overlap=chip in _OVERLAP_CHIPS,
     )
+
+
+def _row_bucket(rows: int) -> int:
+    return next((size for size in _ROW_BUCKETS if rows <= size), _ROW_BUCKETS[-1])
 
 
 def _invariant_config(chip: str, head_dim: int, kv_bytes: int) -> AttentionConfig:

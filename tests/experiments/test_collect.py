@@ -108,6 +108,7 @@ def test_the_best_rows_and_the_front() -> None:
     frame = pd.DataFrame({"algo": ["a", "a", "b", "b"], "x": [1.0, 2.0, 3.0, None], "y": [5.0, 4.0, 4.5, 9.0]})
     assert list(best_rows(frame, ["algo"], "x").index) == [1, 2]
     assert list(best_rows(frame, [], "y").index) == [3]
+    assert list(best_rows(frame.rename(columns={"y": "median_us"}), [], "median_us").index) == [1], "the least time"
     assert list(pareto(frame, "x", "y").index) == [0, 2], "row 1 is beaten in both, row 3 has no x"
 
 

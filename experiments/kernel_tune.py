@@ -1,0 +1,114 @@
+"""Finds launch settings of a kernel family on the card at hand, and writes a table that the kernels load.
+
+    python -m experiments.kernel_tune family=attention out=tuning.json
+    SPECDEC_TUNING=tuning.json python run.py …
+
+Needs a GPU. The table holds the rows that beat the static table, with the times of both, card, versions and revision.
+As specdec_kernels/tuned/CARD.json it is used on every card of that name without SPECDEC_TUNING.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig
+from rich.console import Console
+
+from experiments.app import cli
+from experiments.app.errors import UserError, user_errors
+from experiments.app.schema import expect_at_least, expect_choice
+from experiments.bench.row import Bench
+from experiments.bench.selection import chosen_cases
+from experiments.bench.timing import Limits, provenance
+from experiments.bench.tune import CANDIDATES, free, groups, prepared, search
+from experiments.report.run_folder import to_json, write_whole
+from experiments.report.tables import Column, console_table, figure
+from specdec_kernels.tuning import VARIABLE
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass
+class KernelTuneConfig:
+    """Schema of `configs/kernel_tune.yaml`. `budget_s` bounds the run: rows of the table that it leaves out keep the
+    static settings. `shapes` as in kernel_bench."""
+
+    family: str = "attention"
+    shapes: str = "full"
+    dtype: str = "bfloat16"
+    repeats: int = 10
+    budget_ms: float = 30.0
+    budget_s: float | None = None
+    seed: int = 0
+    out: str = "tuning.json"
+
+    def __post_init__(self) -> None:
+        expect_choice("family", self.family, tuple(CANDIDATES))
+        expect_choice("dtype", self.dtype, tuple(DTYPES))
+        expect_at_least("repeats", self.repeats, 1)
+        expect_at_least("budget_ms", self.budget_ms, 1)
+        expect_at_least("budget_s", self.budget_s, 1)
+
+
+ConfigStore.instance().store(name="kernel_tune_schema", node=KernelTuneConfig)
+
+
+def tune(config: KernelTuneConfig, device: torch.device, card: str, console: Console) -> list[dict[str, Any]]:
+    """A row for each row of the static table that the cases ask for; `fields` is empty where nothing is faster."""
+    os.environ[VARIABLE] = ""  # the search starts from the static table
+    bench = Bench(device, DTYPES[config.dtype], None, (), config.seed, Limits(2, config.repeats, config.budget_ms))
+    cases = [case for _, case in chosen_cases((config.family,), config.shapes, device.type == "cuda")]
+    began, rows = time.monotonic(), []
+
+    def time_left() -> bool:
+        return config.budget_s is None or time.monotonic() - began < config.budget_s
+
+    where = provenance(device.type)
+    for key, members in groups(config.family, cases, bench).items():
+        if not time_left():
+            console.print(f"budget_s={config.budget_s:g} is used up: {key} keeps the static settings", style="yellow")
+            continue
+        found = search(config.family, [prepared(config.family, case, bench) for case in members], bench, time_left)
+        rows.append({"family": config.family, "card": card, "key": list(key), "dtype": config.dtype, **found, **where})
+        free()
+    return rows
+
+
+def show(rows: list[dict[str, Any]], console: Console) -> None:
+    """Each row of the static table with what was found for it."""
+    columns = [
+        Column("row of the table", lambda row: " ".join(map(str, row["key"])), numeric=False),
+        Column("cases", lambda row: str(len(row.get("table_us", ())))),
+        Column("tried", lambda row: str(row.get("tried", 0))),
+        Column("gain", lambda row: figure(100 * row["gain"], 1, " %") if "gain" in row else row["problem"]),
+        Column("fields", lambda row: " ".join(f"{k}={v}" for k, v in row["fields"].items()), numeric=False),
+    ]
+    console.print(console_table("tuned settings", columns, rows))
+
+
+def job(config: KernelTuneConfig, composed: DictConfig) -> None:
+    """The job."""
+    if not torch.cuda.is_available():
+        raise UserError("kernel_tune measures on a GPU, and torch sees none")
+    console, card = Console(width=None if os.isatty(1) else 140), torch.cuda.get_device_name()
+    with user_errors(ValueError):
+        rows = tune(config, torch.device("cuda"), card, console)
+    show(rows, console)
+    kept = [row for row in rows if row["fields"]]
+    write_whole(Path(config.out), to_json(kept) + "\n")
+    console.print(f"{len(kept)} of {len(rows)} rows beat the static table: {VARIABLE}={config.out}", highlight=False)
+
+
+def main() -> None:
+    """Command line entry."""
+    cli.main(job, "kernel_tune")
+
+
+if __name__ == "__main__":
+    main()
