@@ -34,7 +34,8 @@ def sum_over_ranks(x: Tensor) -> Tensor:
     one_shot = x.is_cuda and x.dtype in _ONE_SHOT_DTYPES and 0 < size <= _ONE_SHOT_BYTES and size % _ALIGNMENT == 0
     if one_shot and (shared := _shared_memory(x.device)) is not None:
         group = dist.group.WORLD.group_name  # type: ignore[union-attr]
-        return torch.ops.symm_mem.one_shot_all_reduce_copy(shared.view(x.dtype), x.contiguous(), "sum", group)
+        place = shared[:size].view(x.dtype).view(x.shape)
+        return torch.ops.symm_mem.one_shot_all_reduce_copy(place, x.contiguous(), "sum", group)
     x = x.contiguous()
     dist.all_reduce(x)
     return x
