@@ -10,29 +10,40 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
+
+LONGEST_WAIT = timedelta(hours=1)
+"""The others wait while process 0 evaluates, or while one of them writes its last text."""
 
 
 class Replicas:
-    """The processes of one run; without torchrun there is one."""
+    """The processes of one run; without torchrun there is one.
 
-    def __init__(self, rank: int = 0, world: int = 1) -> None:
-        self.rank, self.world = rank, world
+    They do not use torch's default process group: its members share a target, and the engine would split each request
+    over them (`algorithms/runtime/collectives.py`), while every process here serves requests of its own.
+    """
+
+    def __init__(self, rank: int = 0, world: int = 1, group: Any = None) -> None:
+        """`group` is a backend of torch.distributed, whose type stubs leave the collectives out."""
+        self.rank, self.world, self._group = rank, world, group
 
     @classmethod
     def join(cls, device: str) -> Replicas:
         """Connect the processes that torchrun started, if it did."""
-        world = int(os.environ.get("WORLD_SIZE", "1"))
-        if world == 1:
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return cls()
-        if device.startswith("cuda"):
-            torch.cuda.set_device(local_device(device))
-        if not dist.is_initialized():
-            dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
-        return cls(dist.get_rank(), world)
+        store, rank, world = next(dist.rendezvous("env://"))
+        if not device.startswith("cuda"):
+            return cls(rank, world, dist.ProcessGroupGloo(store, rank, world, LONGEST_WAIT))
+        torch.cuda.set_device(local_device(device))
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = LONGEST_WAIT
+        return cls(rank, world, dist.ProcessGroupNCCL(store, rank, world, options))
 
     @property
     def is_first(self) -> bool:
@@ -41,9 +52,11 @@ class Replicas:
 
     def share(self, model: nn.Module) -> None:
         """Give every process the weights and buffers of process 0."""
-        if self.world > 1:
+        if self._group is not None:
+            options = dist.BroadcastOptions()
+            options.rootRank = 0
             for tensor in model.state_dict().values():
-                dist.broadcast(tensor, 0)
+                self._group.broadcast([tensor], options).wait()
 
     @torch.no_grad()
     def average(self, parameters: Iterable[nn.Parameter], clock: float) -> float:
@@ -51,13 +64,13 @@ class Replicas:
 
         A parameter without a gradient counts as one whose gradient is zero.
         """
-        if self.world == 1:
+        if self._group is None:
             return clock
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
         mine = trained[0].new_tensor([clock if self.is_first else 0.0], dtype=torch.float32)
         together = torch.cat([*(piece.flatten().float() for piece in pieces), mine])
-        dist.all_reduce(together)
+        self._group.allreduce([together]).wait()
         *means, told = together.split([*(piece.numel() for piece in pieces), 1])
         for parameter, mean in zip(trained, means, strict=True):
             parameter.grad = (mean / self.world).view_as(parameter).to(parameter.dtype)
@@ -65,15 +78,10 @@ class Replicas:
 
     def wait(self) -> None:
         """Go on when every process is here."""
-        if self.world > 1:
-            dist.barrier()
+        if self._group is not None:
+            self._group.barrier().wait()
 
 
 def local_device(device: str) -> str:
     """The device of this process: torchrun's number where `device` names no number of its own."""
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if device == "cuda" else device
-
-
-def mean_of(values: Iterable[Tensor]) -> float:
-    """Mean of scalars that lie on a device, in one readback."""
-    return float(torch.stack(list(values)).mean())

@@ -9,9 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as processes
 from torch import Tensor, nn
 
+from algorithms.runtime import collectives
 from algorithms.runtime.models.loading import Target
 from experiments.training.batches import ResponseSet, TrainingBatch
 from experiments.training.losses import IGNORED, confidence_weights, decay_weights, weighted_mean
@@ -161,15 +163,15 @@ def test_distillation_loss() -> None:
 
 
 def _replica(rank: int, folder: str) -> None:
-    torch.distributed.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=2)
+    group = dist.ProcessGroupGloo(dist.FileStore(f"{folder}/meeting", 2), rank, 2)
     torch.manual_seed(rank)
-    model, replicas = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)), Replicas(rank, 2)
+    model, replicas = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)), Replicas(rank, 2, group)
     replicas.share(model)
     model[0](torch.full((1, 3), rank + 1.0)).sum().backward()  # the second layer has no gradient
     clock = replicas.average(model.parameters(), 10.0 + rank)
     replicas.wait()
+    assert not collectives.parallel(), "the engine of each process serves requests of its own"
     torch.save((clock, model.state_dict(), [p.grad for p in model.parameters()]), f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
 
 
 def test_processes_share_weights_clock_and_mean_gradients(tmp_path: Path) -> None:

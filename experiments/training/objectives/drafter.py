@@ -23,7 +23,7 @@ from experiments.training.batches import ResponseSet, TrainingBatch
 from experiments.training.loop import TrainSettings
 from experiments.training.model_folder import export_weights
 from experiments.training.objectives.base import Objective, TrainingConfig
-from experiments.training.parallel import Replicas, mean_of
+from experiments.training.parallel import Replicas
 from experiments.training.served import ServedEvaluation, summary
 from experiments.training.text.source import TextSource
 
@@ -125,7 +125,8 @@ class DrafterObjective(Objective):
         figures = {}
         for kind, responses in self.validation.items():
             rng = np.random.default_rng(0)
-            figures[f"heldout_{kind}"] = mean_of(self.batch_loss(batch, rng) for batch in responses.in_order())
+            losses = [self.batch_loss(batch, rng) for batch in responses.in_order()]
+            figures[f"heldout_{kind}"] = float(torch.stack(losses).mean())
             figures[f"tokens_per_step_{kind}"] = self.tally(responses).tokens_per_step
         every = self.config.evaluation.every_minutes
         if every is not None and time.monotonic() - self._served_at >= 60 * every:

@@ -78,7 +78,7 @@ class SampledPrompts:
 class ListedPrompts:
     """Prompts out of lists of texts, one for each split."""
 
-    def __init__(self, kind: KindSettings, tokenizer: Tokenizer, splits: Callable[[str], list[list[int]]]) -> None:
+    def __init__(self, kind: KindSettings, splits: Callable[[str], list[list[int]]]) -> None:
         self._kind, self._splits = kind, splits
 
     def take(self, split: str, first: int, count: int) -> list[list[int]]:
@@ -152,7 +152,7 @@ def open_prompts(kind: KindSettings, tokenizer: Tokenizer, seed: int, validation
             lists.update({TRAINING: training, VALIDATION: held_out})
         return lists[name]
 
-    return ListedPrompts(kind, tokenizer, splits)
+    return ListedPrompts(kind, splits)
 
 
 def _functions(kind: KindSettings, tokenizer: Tokenizer, validation: int) -> tuple[list[list[int]], list[list[int]]]:
