@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from experiments.app.distributed import is_main_process
+from experiments.report.page import position_counts
 from experiments.report.plots import PHASE_COLOURS
 from experiments.report.tables import Row, figure
 
@@ -85,13 +86,14 @@ def bar(share: float, width: int = BAR_WIDTH) -> str:
     return "█" * (eighths // 8) + ("", *"▏▎▍▌▋▊▉")[eighths % 8]
 
 
-def acceptance_chart(rates_at: Sequence[float | None]) -> Table:
-    """Acceptance of each draft position, among the steps that reached it."""
+def acceptance_chart(row: Row) -> Table:
+    """Acceptance of each draft position, among the steps that reached it and had a draft, with its counts."""
     chart = Table.grid(padding=(0, 1))
     chart.add_row("", Text("acceptance by draft position", style="bold"))
-    for position, rate in enumerate(rates_at, start=1):
+    for index, rate in enumerate(row["acceptance_at"]):
         if rate is not None:
-            chart.add_row(f"{position:>4}", Text(bar(rate), style="green"), f"{rate:6.1%}")
+            counts = position_counts(row, index)
+            chart.add_row(f"{index + 1:>4}", Text(bar(rate), style="green"), f"{rate:6.1%} {counts}")
     return chart
 
 

@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from experiments.report.metrics import NOT_A_GPU
 from experiments.report.plots import bars, legend, lines, phase_legend, stacked
 from experiments.report.tables import DASH, Column, Row, at, figure, html_table, lossless_tone
+from experiments.report.terms import glossary
 
 STYLE_FILE = Path(__file__).with_name("page.css")
 Card = tuple[str, str, str | None]
@@ -27,25 +29,30 @@ def render(
     headline: Sequence[Card] = (),
     sections: Sequence[str] = (),
     failures: Sequence[str] = (),
+    files: Sequence[str] = (),
 ) -> str:
-    """The page of any task: headline figures, failures and notes, the table, the task's own sections, configuration,
-    provenance.
+    """The page of any task: headline figures, failures and notes, the table, the task's own sections, settings,
+    provenance, links to `files` beside it, and what the words mean.
 
     `sections` are HTML. Everything else is text and is escaped.
     """
     clock = [NOT_A_GPU[conditions["impl"]]] if conditions["device"] == "cpu" else []
-    facts = {"revision": conditions["revision"] or "not a repository", "machine": conditions["machine"]}
-    pretty = json.dumps(config, indent=2, ensure_ascii=False)
+    facts = {"date": conditions.get("date"), "command": conditions.get("command")}
+    facts |= {"revision": conditions["revision"] or "not a repository", "machine": conditions["machine"]}
+    links = " · ".join(f'<a href="{escape(quote(name))}">{escape(name)}</a>' for name in files)
     parts = [
         cards(headline),
         *(f'<p class="note bad">{escape(f"not lossless: {text}")}</p>' for text in failures),
         *(f"<p class=note>{escape(text)}</p>" for text in [*clock, *notes]),
         section("Results", html_table(columns, rows)),
         *sections,
-        section("Configuration", f"<pre>{escape(pretty)}</pre>"),
+        section("Settings that were used", _facts(_settings(config))),
         section("Provenance", _facts(facts | conditions["versions"])),
+        section("Files", links),
+        section("What the words mean", _facts(glossary(column.title for column in columns))),
     ]
-    return page(title, _lead(conditions), parts)
+    when = " · ".join(filter(None, [conditions.get("date"), conditions.get("command")]))
+    return page(title, _lead(conditions), [f"<p class=lead><code>{escape(when)}</code></p>" if when else "", *parts])
 
 
 def page(title: str, lead: str, parts: Sequence[str]) -> str:
@@ -85,8 +92,29 @@ def _lead(conditions: Mapping[str, Any]) -> str:
 
 
 def _facts(facts: Mapping[str, Any]) -> str:
-    rows = (f"<tr><td>{escape(str(name))}</td><td>{escape(str(value))}</td></tr>" for name, value in facts.items())
+    rows = (
+        f"<tr><td>{escape(str(name))}</td><td class=wrap>{escape(str(value))}</td></tr>"
+        for name, value in facts.items()
+        if value is not None
+    )
     return f"<table>{''.join(rows)}</table>"
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, str]:
+    """One line for each group, and for each entry of a group of groups."""
+    lines: dict[str, str] = {}
+    for group, values in config.items():
+        entries = values if isinstance(values, Mapping) else {str(i): value for i, value in enumerate(values)}
+        nested = {key: value for key, value in entries.items() if isinstance(value, Mapping) and value}
+        plain = {key: value for key, value in entries.items() if key not in nested}
+        if plain:
+            lines[group] = _line(plain)
+        lines |= {f"{group} {key}": _line(value) for key, value in nested.items()}
+    return lines
+
+
+def _line(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items())
 
 
 def step_times(rows: Sequence[Row]) -> str:
@@ -114,15 +142,25 @@ def acceptance_bars(row: Row) -> str:
     if not row["acceptance_at"]:
         return ""
     rates = [
-        (str(i + 1), rate or 0.0, DASH if rate is None else f"{100 * rate:,.0f} %")
+        (str(i + 1), rate or 0.0, DASH if rate is None else f"{100 * rate:,.0f} %{position_counts(row, i)}")
         for i, rate in enumerate(row["acceptance_at"])
     ]
     histogram = row["num_accepted_histogram"]
     steps, most = sum(histogram) or 1, max(histogram) or 1
     counts = [(str(k), count / most, f"{count} ({count / steps:.0%})") for k, count in enumerate(histogram)]
-    left = "<h2>Acceptance by draft position</h2>" + bars(rates, "share of steps that reached the position")
+    left = "<h2>Acceptance by draft position</h2>" + bars(rates, "share of drafts at the position that were accepted")
     right = "<h2>Accepted drafts per step</h2>" + bars(counts, "steps that accepted exactly this many drafts")
     return f"<div class=pair><section class=card>{left}</section><section class=card>{right}</section></div>"
+
+
+def position_counts(row: Row, position: int) -> str:
+    """`  412/434, 3 without` : accepted over drafted at a position, and steps that reached it without a draft."""
+    counts = row.get("acceptance")
+    if not counts:
+        return ""
+    accepted, none = counts["accepted"][position], counts["no_draft"][position]
+    shown = f" {accepted}/{accepted + counts['rejected'][position]}"
+    return shown + (f", {none} without" if none else "")
 
 
 def request_details(request: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ PHASE_COLOURS = {
     "commit": "#1c8a4f",
     "host": "#d99a1c",
 }
-WIDTH, ROW, LABEL, VALUE = 480, 22, 34, 84
+WIDTH, ROW, LABEL, VALUE = 480, 22, 34, 150
 
 
 def bars(rows: Sequence[tuple[str, float, str]], title: str) -> str:

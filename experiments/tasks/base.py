@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.console import Console
 
+from algorithms.runtime.sampling_params import SamplingParams
 from experiments.app.conversation import Conversations
 from experiments.app.errors import user_errors
 from experiments.app.plan import Plan
@@ -111,6 +112,30 @@ class Task:
 
     def show(self, rows: Sequence[Row]) -> None:
         """Print what follows the table in the terminal."""
+
+    def settings(self) -> dict[str, Any]:
+        """The settings that the run used, with every setting of its algorithms, and none that it ignored."""
+        plan, config = self.plan, self.plan.config
+        ignored, neutral = config.task.IGNORED, asdict(SamplingParams())
+        sampling = {key: value for key, value in asdict(config.sampling).items() if value != neutral[key]}
+        sampling |= {"max_new_tokens": config.sampling.max_new_tokens, "temperature": config.sampling.temperature}
+        sampling |= {"seed": config.sampling.seed} if config.sampling.temperature > 0 else {}
+        drafters = {algo.name: config.model.drafter_of(algo.name) for algo in plan.methods.values()}
+        task = {key: value for key, value in asdict(config.task).items() if key not in ("methods", "only")}
+        groups = {"sampling": sampling, "runtime": asdict(config.runtime)}
+        used = {
+            name: {k: v for k, v in values.items() if f"{name}.{k}" not in ignored and v is not None}
+            for name, values in groups.items()
+        }
+        return {
+            "task": task,
+            "methods": {label: asdict(algo) for label, algo in plan.methods.items()},
+            "backends": [asdict(backend) for backend in plan.backends],
+            "model": {"name": config.model.name, "path": str(plan.target.path)},
+            "drafters": {name: path for name, path in drafters.items() if path is not None},
+            "data": [asdict(data) for data in config.task.data_of(config)],
+            **used,
+        }
 
     def files(self, rows: Sequence[Row], conditions: Mapping[str, Any]) -> dict[str, str]:
         """Files of results: the table as Markdown, CSV and JSON lines, which also carry `conditions`."""

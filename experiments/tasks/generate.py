@@ -84,7 +84,7 @@ class Generate(Task):
     def show(self, rows: Sequence[Row]) -> None:
         row = rows[-1]
         if row["acceptance_at"]:
-            self.console.print(terminal.acceptance_chart(row["acceptance_at"]))
+            self.console.print(terminal.acceptance_chart(row))
         self.console.print(terminal.ledger_chart(row))
         if row["prediction"]:
             self.console.print(terminal.prediction_line(row), highlight=False)

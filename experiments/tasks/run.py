@@ -58,7 +58,7 @@ def run_task(config: RunConfig, composed: DictConfig) -> float:
     from experiments.report.console import plain_console
     from experiments.report.metrics import NOT_A_GPU
     from experiments.report.page import render
-    from experiments.report.run_folder import CONFIG, REPORT, open_run_folder
+    from experiments.report.run_folder import CONFIG, DECODINGS, REPORT, REQUESTS, SUMMARY, open_run_folder
     from experiments.report.tables import console_table
     from experiments.report.tracking import Identity, tracking
     from experiments.tasks.baselines import FOLDER as BASELINES
@@ -97,9 +97,11 @@ def run_task(config: RunConfig, composed: DictConfig) -> float:
         conditions = run_conditions(config, hardware, plan.model_label) | {"command": command(typed)}
         notes, failures = task.warnings(rows), task.failures(rows)
         shown = notes, task.headline(rows), task.sections(rows), failures
-        page = render(task.title, task.columns, rows, conditions, resolved, *shown)
+        results = task.files(rows, conditions)
+        links = sorted({*results, REQUESTS, DECODINGS, CONFIG, SUMMARY})
+        page = render(task.title, task.columns, rows, conditions, task.settings(), *shown, files=links)
         summary = {"name": config.name, "task": task.name, **conditions, "failures": failures, "rows": rows}
-        folder.write_results({**task.files(rows, conditions), REPORT: page}, summary)
+        folder.write_results({**results, REPORT: page}, summary)
         notes += tracker.finish(summary, task.best(rows))
     console.print(console_table(task.title, task.columns, rows))
     task.show(rows)

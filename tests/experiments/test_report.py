@@ -12,10 +12,13 @@ import pytest
 from rich.console import Console
 
 from experiments.report.console import bar, printable
-from experiments.report.page import render
+from experiments.report.page import position_counts, render
 from experiments.report.plots import LABEL, VALUE, WIDTH, bars, logarithmic, stacked
 from experiments.report.tables import console_table
+from experiments.report.terms import COLUMNS
+from experiments.tasks.compare import Compare
 from experiments.tasks.generate import Generate
+from experiments.tasks.throughput import Throughput
 
 VOID = {"meta"}
 ATTACK = "<script>alert('x')</script>&amp;"
@@ -140,7 +143,7 @@ def test_report_is_well_formed_and_runs_nothing_of_a_prompt() -> None:
 
 def test_report_needs_no_network() -> None:
     page = page_of([BASELINE, METHOD], REQUESTS, {})
-    assert not re.search(r"https?://|src=|href=|@import|url\(", page)
+    assert not re.search(r"https?://|src=|href=\"?[/.]|@import|url\(", page)
 
 
 def test_report_holds_the_figures_and_every_text() -> None:
@@ -155,7 +158,7 @@ def test_report_holds_the_figures_and_every_text() -> None:
         "prompt 0",
         "answer 1",
         "90 %",
-        "&quot;seed&quot;: 3",
+        "seed=3",
     ):
         assert shown in page, shown
     assert "say nothing about a GPU" in page
@@ -239,3 +242,19 @@ def test_terminal_shows_table_charts_and_sample_but_no_commands() -> None:
         assert shown in text, shown
     assert "\x1b" not in text and "[bold]not markup[/]" in text
     assert printable("a\x07\nb") == "a·\nb"
+
+
+def test_every_heading_and_every_count_is_explained() -> None:
+    plain = {"method", "data", "concurrency"}
+    for task in (Generate, Compare, Throughput):
+        assert {column.title for column in task.columns} - plain <= set(COLUMNS), task.name
+    counts = {"accepted": [8, 6], "rejected": [2, 1], "no_draft": [0, 1]}
+    assert position_counts({"acceptance": counts}, 0) == " 8/10"
+    assert position_counts({"acceptance": counts}, 1) == " 6/7, 1 without"
+
+
+def test_a_page_links_to_the_files_beside_it_and_says_what_was_typed() -> None:
+    where = conditions(date="2026-01-01T00:00:00+00:00", command="python run.py algo=dflash")
+    page = render("t", Generate.columns, [BASELINE, METHOD], where, {"task": {"repeats": 2}}, files=["requests.jsonl"])
+    assert '<a href="requests.jsonl">requests.jsonl</a>' in page and "python run.py algo=dflash" in page
+    assert "repeats=2" in page and COLUMNS["tokens/step"] in page

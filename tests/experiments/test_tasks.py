@@ -201,12 +201,12 @@ def test_compare_report_shows_every_method_and_runs_nothing(compared: Done) -> N
     for page in (compared.read("report.html"), attacked):
         text = Text()
         text.feed(page)
-        assert "script" not in text.tags and text.tags.count("h2") == 7
+        assert "script" not in text.tags and text.tags.count("h2") in (8, 9)
         for shown in ("autoregressive", "dflash_tree", "2/2", "Acceptance by draft position, code", "plain torch"):
             assert shown in text.seen, shown
         for phase in ("draft", "verify", "accept", "commit", "host"):
             assert f"</i>{phase}</span>" in page
-        assert not re.search(r"https?://|src=|href=|@import|url\(", page)
+        assert not re.search(r"https?://|src=|href=\"?[/.]|@import|url\(", page)
     assert text.seen.count(label) > 6
     console = Console(file=io.StringIO(), width=200)
     console.print(console_table("t", Compare.columns, rows))
