@@ -142,9 +142,8 @@ def _mla_kernel(
 
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     nodes = rows // HEADS
-    tile_end, free_end = tile_key_range(
-        length, used, last_key, tile * BLOCK_M // HEADS, (tile * BLOCK_M + BLOCK_M - 1) // HEADS, MODE
-    )
+    first_node, last_node = tile * BLOCK_M // HEADS, (tile * BLOCK_M + BLOCK_M - 1) // HEADS
+    tile_end, free_end = tile_key_range(length, used, last_key, first_node, last_node, MODE, BLOCK_N)
     end = tl.minimum(tile_end, split_start + split_length)
     first_row = request * num_nodes * HEADS
     live = nodes < used
