@@ -11,7 +11,7 @@ PIP  := $(BIN)/python -m pip --disable-pip-version-check
 SPEC := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help run smollm2 test gate mutants docs audit soak fuzz lint types clean
+.PHONY: help run smollm2 test test-distributed gate mutants docs audit soak fuzz lint types clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1	/' | expand -t 14
@@ -24,6 +24,9 @@ smollm2: $(VENV)/.installed  ## download SmolLM2-135M-Instruct (93 MB) and conve
 
 test: $(VENV)/.installed-dev  ## install with the dev extra, then the test suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+test-distributed: $(VENV)-distributed/.installed  ## a sweep over two Ray nodes, one of which is lost, and a search by optuna
+	OMP_NUM_THREADS=1 $(VENV)-distributed/bin/python -m pytest -m distributed tests/distributed $(ARGS)
 
 gate: $(VENV)/.installed-dev  ## compile every kernel for sm_80, sm_90, sm_100 and gfx942, no GPU needed: the whole table
 	$(BIN)/python -m tools.compile_gate --workers $(JOBS) $(ARGS)
@@ -67,3 +70,9 @@ $(VENV)/.installed-dev: $(SPEC) | $(BIN)/python
 	@echo "installing into $(VENV) with the dev extra, which takes some minutes the first time"
 	$(PIP) install -qq -c constraints.txt -e '.[dev]'
 	@touch $(VENV)/.installed $@
+
+# An environment of its own: hydra-ray-launcher wants an older cloudpickle than constraints.txt has.
+$(VENV)-distributed/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-distributed
+	$(VENV)-distributed/bin/python -m pip --disable-pip-version-check install -qq -e '.[dev,ray,optuna]'
+	@touch $@
