@@ -105,8 +105,8 @@ MUTANTS = (
     Mutant(
         "argmax_takes_the_last_tile",
         _PROJECTION,
-        "lowest = tl.min(tl.where(best == tl.max(best, 0), column, 2147483647), 0)",
-        "lowest = tl.max(tl.where(best == tl.max(best, 0), column, 0), 0)",
+        "lowest = tl.min(tl.where(best == top, column, 2147483647), 0)",
+        "lowest = tl.max(tl.where(best == top, column, 0), 0)",
         (f"{_TESTS}::test_the_first_of_equal_columns_wins_across_tiles",),
         "among equal logits of two tiles the higher token wins, unlike in the acceptance kernels",
     ),
