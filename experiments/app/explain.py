@@ -94,10 +94,10 @@ def _unknown_key(key: str, text: str, config_name: str) -> str:
             return text
         keys[option] = [*dotted_keys(cfg), *groups]
     having = [option for option in keys if key in keys[option]]
-    if having:
+    if 0 < len(having) < len(keys):
         return _partly_known(key, group, {o: names for o, names in keys.items() if o not in having}, having)
     elsewhere = option_keys() if config_name == MAIN_CONFIG else {}
-    every = dict.fromkeys(name for names in keys.values() for name in names)
+    every = dict.fromkeys(name for names in keys.values() for name in names if name != key)
     return unknown_key_message(key, list(every), elsewhere)
 
 

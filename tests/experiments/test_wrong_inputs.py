@@ -15,6 +15,7 @@ import pytest
 
 from experiments import kernel_bench
 from experiments.app import cli
+from experiments.app.arguments import arranged
 from experiments.app.schema import REPO_ROOT
 from experiments.tasks.run import run_task
 
@@ -343,11 +344,16 @@ def test_the_kernel_benchmark_refuses_in_words(
     assert caught.value.code == 2 and holds in said and "Traceback" not in said, said
 
 
-def test_options_may_stand_behind_settings(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-    monkeypatch.setattr(sys, "argv", ["run.py", "backend=fa4,torch", "tracker=none", "-m"])
-    cli.main(lambda config, composed: seen.append(config.backend.name))
-    assert seen == ["fa4", "torch"]
+def test_options_may_stand_behind_settings() -> None:
+    typed = ["backend=fa4,torch", "-m", "~debug", "--cfg", "job", "+a.b=c d"]
+    assert arranged([word for word in typed if word != "-m"]) == [
+        "--cfg",
+        "job",
+        "backend=fa4,torch",
+        "~debug",
+        "+a.b=c d",
+    ]
+    assert arranged(["data=code", "-m", "algo=dflash,ngram"]) == ["-m", "data=code", "algo=dflash,ngram"]
 
 
 def test_entries_of_a_mapping_need_no_plus(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
