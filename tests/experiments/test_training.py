@@ -17,9 +17,11 @@ from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 from tokenizers import Tokenizer
 
-from algorithms.runtime.models.decoder import Decoder
-from algorithms.runtime.models.dense_mixer import DenseMixer
+from algorithms.runtime.models.config import DFlashConfig
+from algorithms.runtime.models.decoder import Decoder, MixerWeights
+from algorithms.runtime.models.dense_mixer import DenseMixer, dense_attention
 from algorithms.runtime.models.loading import load_dflash, load_draft, load_eagle, load_target
+from algorithms.runtime.models.rope import apply_rope, rope_table
 from experiments import train as program
 from experiments.app import compose as app_compose
 from experiments.app.schema import ModelConfig
@@ -33,6 +35,7 @@ from experiments.training.losses import IGNORED
 from experiments.training.objectives import SCHEMAS
 from experiments.training.objectives import target as target_module
 from experiments.training.objectives.dflash import (
+    BlockMixer,
     BlockObjective,
     BlockSettings,
     DFlashSettings,
@@ -315,6 +318,28 @@ def test_a_block_sees_features_before_its_anchor_and_itself_only(shipped_shape: 
     assert (hidden(context, anchors)[0, 0] - before[0, 0]).abs().max() > 1e-3
     alone = hidden(tokens, anchors[:, 1:])
     torch.testing.assert_close(alone[0, 0], before[0, 1], atol=1e-5, rtol=1e-5)
+
+
+def test_block_attention_is_masked_attention_over_context_and_block() -> None:
+    """Against one masked softmax over all columns; anchor 0 sees its own block alone."""
+    batch, length, size, heads, kv_heads, width = 2, 7, 3, 6, 2, 8
+    decoder = target_module.decoder_config(
+        target_module.ShapeSettings(num_layers=1, num_heads=heads, num_kv_heads=kv_heads, head_dim=width), 0
+    )
+    config = DFlashConfig(decoder, size, (1,), 0, 4, (False,))
+    anchors, generator = torch.tensor([[0, 4], [2, 7]]), torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, batch, length, 1, kv_heads, width, generator=generator)
+    q, k, v = (torch.randn(batch, 2 * size, n, width, generator=generator) for n in (heads, kv_heads, kv_heads))
+    table = rope_table(decoder, length + 2 * size, "cpu")
+    found = BlockMixer(config, keys, values, anchors, table)(0, q, k, v, MixerWeights())
+    positions = (anchors[..., None] + torch.arange(size)).flatten(1)
+    all_keys = torch.cat([apply_rope(keys[:, :, 0], table, torch.arange(length)), apply_rope(k, table, positions)], 1)
+    before = (torch.arange(length) < anchors[..., None]).repeat_interleave(size, 1)
+    own = torch.eye(2, dtype=torch.bool).repeat_interleave(size, 0).repeat_interleave(size, 1).expand(batch, -1, -1)
+    visible = torch.cat([before, own], -1)[:, None]
+    all_values = torch.cat([values[:, :, 0], v], 1)
+    expected = dense_attention(apply_rope(q, table, positions), all_keys, all_values, visible, decoder)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_labels_stop_at_the_end_of_each_sequence() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from einops import rearrange, repeat
+from einops import rearrange
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -25,7 +25,7 @@ from algorithms.dflash import DFlash
 from algorithms.runtime.models.config import DecoderConfig, DFlashConfig
 from algorithms.runtime.models.config.dflash import default_target_layer_ids
 from algorithms.runtime.models.decoder import MixerWeights
-from algorithms.runtime.models.dense_mixer import DenseMixer, dense_attention, head_norm
+from algorithms.runtime.models.dense_mixer import DenseMixer, head_norm
 from algorithms.runtime.models.drafters.dflash import DFlashDrafter
 from algorithms.runtime.models.rope import apply_rope, rope_table
 from experiments.app.schema import expect_at_least, expect_between, expect_choice
@@ -38,7 +38,7 @@ from experiments.training.text.markup import mask_token
 
 PUBLISHED_LAYERS = 5
 ANCHORS_AT_ONCE = 32
-"""Blocks of a row that held-out figures draft in one pass: all of them see each other's columns, masked out."""
+"""Blocks of a row that held-out figures draft in one pass, to bound memory."""
 
 
 @dataclass
@@ -125,30 +125,41 @@ class BlockMixer:
     """Attention of block tokens over [context; own block].
 
     `keys`, `values` `[B, T, layers, H_kv, D]` come from `DFlashDrafter.context_kv`; `anchors [B, A]` are the positions
-    of the blocks. Block tokens are laid out `[B, A * block_size]`.
+    of the blocks. Block tokens are laid out `[B, A * block_size]`. Scores of the context and of the block are computed
+    apart and share one softmax, so no block computes scores of another one's tokens.
     """
 
     def __init__(self, config: DFlashConfig, keys: Tensor, values: Tensor, anchors: Tensor, table: Tensor) -> None:
         if config.decoder.sliding_windows:
             raise ValueError("training supports draft layers with full attention, got sliding windows")
         self.config, self.keys, self.values, self.table = config.decoder, keys, values, table
-        size, device = config.block_size, keys.device
-        self.positions = rearrange(anchors[..., None] + torch.arange(size, device=device), "b a k -> b (a k)")
+        self.size, device = config.block_size, keys.device
+        self.positions = rearrange(anchors[..., None] + torch.arange(self.size, device=device), "b a k -> b (a k)")
         self.context_positions = torch.arange(keys.shape[1], device=device)
-        before = self.context_positions < anchors[:, :, None]
-        same = torch.eye(anchors.shape[1], dtype=torch.bool, device=device)
-        own = repeat(same, "a other -> b a (other k)", b=len(anchors), k=size)
-        self.visible = repeat(torch.cat([before, own], dim=2), "b a s -> b 1 (a k) s", k=size)
+        self.hidden = rearrange(self.context_positions >= anchors[:, :, None], "b a s -> b 1 1 a 1 s")
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, weights: MixerWeights) -> Tensor:
-        eps = self.config.rms_norm_eps
-        q = apply_rope(head_norm(q, weights.q_norm, eps), self.table, self.positions)
-        block = apply_rope(head_norm(k, weights.k_norm, eps), self.table, self.positions)
-        context = head_norm(self.keys[:, :, layer], weights.k_norm, eps)
-        context = apply_rope(context, self.table, self.context_positions)
-        keys = torch.cat([context, block], dim=1)
-        values = torch.cat([self.values[:, :, layer].to(v.dtype), v], dim=1)
-        return dense_attention(q, keys, values, self.visible, self.config)
+        eps, table = self.config.rms_norm_eps, self.table
+        q = apply_rope(head_norm(q, weights.q_norm, eps), table, self.positions)
+        block = apply_rope(head_norm(k, weights.k_norm, eps), table, self.positions)
+        context = apply_rope(head_norm(self.keys[:, :, layer], weights.k_norm, eps), table, self.context_positions)
+        return self._attended(q * q.shape[-1] ** -0.5, context, self.values[:, :, layer].to(v.dtype), block, v)
+
+    def _attended(self, q: Tensor, keys: Tensor, values: Tensor, block_keys: Tensor, block_values: Tensor) -> Tensor:
+        """`q [B, A * K, H, D]`, already scaled, over `keys`/`values` `[B, T, H_kv, D]` and `block_…` `[B, A * K, H_kv,
+        D]`; query head h reads KV head h // (H / H_kv)."""
+        sizes = {"k": self.size, "h": keys.shape[2]}
+        q = rearrange(q, "b (a k) (h g) d -> b h g a k d", **sizes)
+        own = [rearrange(x, "b (a k) h d -> b h 1 a k d", **sizes) for x in (block_keys, block_values)]
+        shape, length = q.shape, keys.shape[1]
+        rows = q.flatten(2, 4)
+        text = (rows @ rearrange(keys, "b s h d -> b h d s")).view(*shape[:-1], length)
+        text = text.masked_fill(self.hidden, float("-inf"))
+        scores = torch.cat([text, q @ own[0].transpose(-1, -2)], dim=-1)
+        shares = scores.softmax(-1, dtype=torch.float32).to(block_values.dtype)
+        out = shares[..., :length].flatten(2, 4) @ rearrange(values, "b s h d -> b h s d")
+        out = out.view(shape) + shares[..., length:] @ own[1]
+        return rearrange(out, "b h g a k d -> b (a k) (h g) d")
 
 
 def draw_anchors(batch: TrainingBatch, count: int, rng: np.random.Generator) -> Tensor:
