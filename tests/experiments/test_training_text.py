@@ -258,3 +258,9 @@ def test_settings_that_cannot_be(changes: dict[str, Any], message: str) -> None:
 def test_no_kinds_are_refused(target: Target, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"text\.kinds: expected at least one"):
         TextSource(target, TextSettings(folder=str(tmp_path)))
+
+
+def test_a_missing_file_is_named(target: Target, tmp_path: Path) -> None:
+    kinds = {"mine": KindSettings(source="file", path=str(tmp_path / "none.jsonl"))}
+    with pytest.raises(ValueError, match=r"text\.kinds\.mine\.path: expected a file, there is none at .*none\.jsonl"):
+        TextSource(target, TextSettings(kinds, str(tmp_path)))

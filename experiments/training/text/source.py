@@ -154,12 +154,15 @@ class TextSource:
         return [answers.get(request.id, []) for request in requests]
 
     def _path(self, name: str, kind: KindSettings, weights: str) -> Path:
-        """A folder of its own for every target and every setting that changes a shard."""
+        """A folder of its own for every target, markup and setting that changes a shard."""
         settings = {key: value for key, value in asdict(kind).items() if key != "count"}
         if kind.path is not None:
+            if not Path(kind.path).is_file():
+                raise ValueError(f"text.kinds.{name}.path: expected a file, there is none at {kind.path}")
             settings["path"] = hashlib.sha256(Path(kind.path).read_bytes()).hexdigest()
         run = (self.settings.seed, self.settings.shard, self.settings.validation)
-        digest = hashlib.sha256(f"{sorted(settings.items())} {run} {weights}".encode()).hexdigest()
+        markup = (self.tokenizer.fingerprint, self.tokenizer.template, sorted(self._stop))
+        digest = hashlib.sha256(f"{sorted(settings.items())} {run} {markup} {weights}".encode()).hexdigest()
         return Path(self.settings.folder) / f"{name}-{digest[:16]}"
 
 
