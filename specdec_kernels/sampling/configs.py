@@ -24,7 +24,8 @@ class SelectionConfig:
 _GPU = SelectionConfig()
 SELECTION = {
     "sm80": _GPU,
-    "sm90": _GPU,
+    # Short strips: more programs read at once.
+    "sm90": replace(_GPU, strip=32, max_groups=32, stats_warps=2),
     "sm100": _GPU,
     # Sixteen wavefronts of 64 lanes would leave 128 registers per lane, which spills.
     "gfx942": replace(_GPU, select_warps=8),
