@@ -40,9 +40,9 @@ def exchange_inputs(
 COMPARISON = Comparison(float64=True)
 
 
-def _case(name: str, catches: str, *shape: int, gate: bool = False, **options: int) -> Case:
+def _case(name: str, catches: str, *shape: int, gate: bool = False, bench: bool = False, **options: int) -> Case:
     function = "all_reduce_add_rms_norm"
-    return Case(name, function, lambda make: exchange_inputs(make, *shape, **options), catches, gate)
+    return Case(name, function, lambda make: exchange_inputs(make, *shape, **options), catches, gate, bench)
 
 
 CASES = (
@@ -54,6 +54,8 @@ CASES = (
     _case("exchange_second_rank", "own sum added twice", 2, 64, rank=1, slot=1),
     _case("exchange_four_ranks", "a rank left out; flags of another rank", 2, 3, 64, ranks=4, rank=2, parts=2),
     _case("exchange_full", "the last row of the memory", 8, 32),
+    # A second call on one device would wait for the others for ever, so the kernel is timed with one rank.
+    _case("exchange_alone_1x4096", "no other rank", 1, _8B, parts=4, ranks=1, bench=True),
     _case("exchange_shipped", "registers and vector width", 2, _8B, parts=4, gate=True),
     _case("exchange_eight_shipped", "registers with eight ranks", 1, _8B, ranks=8, rank=3, gate=True),
 )

@@ -37,7 +37,7 @@ def _exchange_flags(flags_ptr, offsets_ptr, first_flag, row, capacity, RANK: tl.
     tl.debug_barrier()  # no thread reads before the flags have come
 
 
-@triton.jit(do_not_specialize=["num_parts", "rows"])
+@triton.jit(do_not_specialize=["num_parts", "rows", "first_sum", "first_flag", "capacity"])
 def _all_reduce_kernel(
     parts_ptr,  # [num_parts, rows, D] float32
     memory_ptr,  # this rank's memory, float32

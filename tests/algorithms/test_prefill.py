@@ -20,6 +20,7 @@ from algorithms.runtime.prefill import Prefiller, tile_counts
 from algorithms.runtime.sampling_params import SamplingNeeds
 from algorithms.runtime.scheduler import ABORTED, Piece
 from algorithms.runtime.staging import NUM_BUFFERS, Staging
+from specdec_kernels import SuffixStore
 from tests.algorithms.drafters import ALL_MAKERS, TARGET, hinted, load_random_drafters
 from tests.algorithms.test_graphs import FILTERED, STEPPED, HostReads
 from tests.algorithms.test_identity import reference
@@ -189,7 +190,8 @@ def test_warm_up_touches_nothing(monkeypatch: pytest.MonkeyPatch, maker: str) ->
         if (rows := getattr(algorithm, "_kept", None)) is not None:
             tensors.append(rows.rows(slice(0, state.max_batch)))
         if (store := getattr(algorithm, "_store", None)) is not None:
-            tensors += [tensor for name, tensor in store.contents().items() if name != "totals"]
+            contents = store._asdict() if isinstance(store, SuffixStore) else store.contents()
+            tensors += [tensor for name, tensor in contents.items() if name != "totals"]
         return [tensor.clone() for tensor in tensors]
 
     before = kept()

@@ -144,9 +144,9 @@ def test_jsonl_prompts_and_turns(tmp_path: Path) -> None:
     )
     loaded = load_prompts(config("jsonl", path=str(path)))
     assert loaded.prompts == (
-        Prompt("one", answer="4"),
-        Prompt("two\n\nthree", turns=("two", "three")),
-        Prompt("naïve 🙂"),
+        Prompt("one", answer="4", where=f"{path}:1"),
+        Prompt("two\n\nthree", turns=("two", "three"), where=f"{path}:3"),
+        Prompt("naïve 🙂", where=f"{path}:5"),
     )
     assert loaded.score is None
     assert [p.text for p in load_prompts(config("jsonl", path=str(path), limit=1)).prompts] == ["one"]

@@ -223,7 +223,7 @@ def test_links_of_a_worked_mask(impl: str) -> None:
 @given(data=st.data(), nodes=st.integers(1, 9))
 def test_links_of_a_mask(impl: str, data: st.DataObject, nodes: int) -> None:
     parents = [None] + [data.draw(st.integers(0, i - 1)) for i in range(1, nodes)]
-    tree = tree_in_python(parents, 30)
+    tree = tree_in_python(parents, 30, nodes)
     mask = torch.tensor([[j in tree["seen"][i] for j in range(nodes)] for i in range(nodes)], device=DEVICE)
     outputs = tree_outputs(MAKE, 1, nodes)
     sglang.reconstruct_indices_from_tree_mask(mask.flatten(), ints([30]), *outputs.values(), 1, nodes, impl=impl)

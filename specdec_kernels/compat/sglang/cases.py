@@ -349,6 +349,36 @@ _draft_case = partial(case_of, "assign_draft_cache_locs", _draft_locs)
 _decode_case = partial(case_of, "generate_draft_decode_kv_indices", _decode_indices)
 _FULL, _QUERY, _PACKED = TreeMaskMode
 
+def _bonus(make: Maker, batch: int, stride: int) -> dict[str, Any]:
+    return dict(
+        accept_tokens=make.integers(0, 50, batch, stride),
+        accept_lens=make.tensor([row % (stride + 1) for row in range(batch)], torch.int32),
+        bonus_tokens=_old(make, batch),
+        accept_stride=stride,
+    )
+
+
+def _predicted(make: Maker, batch: int, nodes: int, stride: int) -> dict[str, Any]:
+    lens = [1 + row % stride for row in range(batch)]
+    index = [[row * nodes + i if i < lens[row] else -1 for i in range(stride)] for row in range(batch)]
+    return dict(
+        predict=make.integers(0, 50, batch * nodes),
+        accept_index=make.tensor(index, torch.int32),
+        accept_lens=make.tensor(lens, torch.int32),
+        bonus_tokens=_old(make, batch),
+        accept_index_stride=stride,
+    )
+
+
+def _evict_any(make: Maker, batch: int, nodes: int) -> dict[str, Any]:
+    return dict(
+        out_cache_loc=torch.randperm(batch * nodes, generator=make.generator).to(make.device),
+        evict_mask=make.integers(0, 2, batch * nodes).bool(),
+        page_size=2,
+        num_draft_tokens=nodes,
+    )
+
+
 CASES = (
     _build("sgl_build_full", "ragged offsets of the full mask", gate=True, batch=3, nodes=7, mode=_FULL),
     _build("sgl_build_query", "cells by row and column", gate=True, batch=3, nodes=9, mode=_QUERY),
@@ -410,5 +440,8 @@ CASES = (
     case_of("filter_finished_cache_loc_kernel", _filter, "sgl_filter_b64", "the step's shape", bench=True, batch=64),
     case_of("create_flashinfer_kv_indices_triton", _flashinfer, "sgl_flashinfer", "offsets", batch=5, starts=True),
     case_of("create_flashinfer_kv_indices_triton", _flashinfer, "sgl_flashinfer_0", "no starts", batch=5, starts=False),
+    case_of("fill_bonus_tokens", _bonus, "sgl_bonus", "a request without tokens", batch=5, stride=4),
+    case_of("fill_bonus_tokens_from_predict", _predicted, "sgl_predicted", "flat ids", batch=4, nodes=6, stride=4),
+    case_of("align_evict_mask_to_page_size_simple_eagle", _evict_any, "sgl_evict_any", "any order", batch=3, nodes=8),
     case_of("fill_accepted_out_cache_loc", _accepted_slots, "sgl_accepted", "order", size=24, nodes=16),
 )  # fmt: skip
