@@ -15,7 +15,7 @@ from torch import Tensor
 
 from algorithms.runtime.algorithm import Batch, Observation, Resources
 from algorithms.runtime.request import Request
-from algorithms.runtime.sampling_params import SamplingParams
+from algorithms.runtime.sampling_params import MAX_BAD_WORD, MAX_FORBIDDEN, SamplingNeeds, SamplingParams
 from algorithms.runtime.staging import Arrays, Fields
 from specdec_kernels import SamplingTensors, keep_last
 
@@ -70,6 +70,30 @@ class PenaltyState:
             self.bias[row, token].fill_(bias)
 
 
+class ForbiddenState:
+    """The token sequences that each row must not write, see `specdec_kernels.forbid_tokens`; allocated when the first
+    request has any."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.words = torch.full((rows, MAX_FORBIDDEN, MAX_BAD_WORD), -1, dtype=torch.int64, device=device)
+        self.until = torch.zeros((rows, MAX_FORBIDDEN), dtype=torch.int64, device=device)
+
+    def fill(self, row: int, request: Request) -> None:
+        """Put a request into `row`: its sequences end in the last column."""
+        pinned = self.words.is_cuda
+        words = torch.full(self.words.shape[1:], -1, dtype=torch.int64, pin_memory=pinned)
+        until = torch.zeros(self.until.shape[1:], dtype=torch.int64, pin_memory=pinned)
+        for place, (word, allowed) in enumerate(request.forbidden):
+            words[place, MAX_BAD_WORD - len(word) :] = torch.tensor(word)
+            until[place] = allowed
+        self.words[row].copy_(words, non_blocking=True)
+        self.until[row].copy_(until, non_blocking=True)
+
+    def clear(self, rows: int | slice) -> None:
+        """Let `rows` forbid nothing."""
+        self.words[rows].fill_(-1)
+
+
 class BatchState:
     """Tensors for up to `max_batch` requests of up to `max_pages` pages and `context` positions; see `Batch`.
 
@@ -92,16 +116,23 @@ class BatchState:
         self.lengths, self.last_tokens = self._longs[LENGTH, :max_batch], self._longs[LAST_TOKEN, :max_batch]
         self.active = self._words[ACTIVE, :max_batch]
         self.penalties: PenaltyState | None = None
+        self.forbidden: ForbiddenState | None = None
 
-    def need_penalties(self) -> None:
-        """Make room for penalties, unless there is room already."""
-        if self.penalties is None:
+    def make_room(self, needs: SamplingNeeds) -> None:
+        """Allocate what `needs` ask of each row, unless it is there already."""
+        if needs.penalised and self.penalties is None:
             self.penalties = PenaltyState(self.max_batch, self._vocab, self._device)
+        if needs.forbids and self.forbidden is None:
+            self.forbidden = ForbiddenState(self.max_batch, self._device)
 
-    def fill_penalties(self, row: int, request: Request) -> None:
-        """Put what penalties need of a request into `row`; there is room for it."""
-        assert self.penalties is not None
-        self.penalties.fill(row, request)
+    def fill(self, row: int, request: Request, needs: SamplingNeeds) -> None:
+        """Put what steps made for `needs` read of a request into `row`; there is room for it."""
+        if needs.penalised:
+            assert self.penalties is not None
+            self.penalties.fill(row, request)
+        if needs.forbids:
+            assert self.forbidden is not None
+            self.forbidden.fill(row, request)
 
     def enter(self, rows: Tensor, values: Mapping[str, Tensor]) -> None:
         """Put the numbers and pages of requests into `rows` [P] int64, entries of padding into the spare row.
@@ -125,13 +156,16 @@ class BatchState:
         self._words[ACTIVE + 1 :, target] = self._words[ACTIVE + 1 :, source]
         self._pages[target] = self._pages[source]
         self._texts[target] = self._texts[source]
-        for tensor in vars(self.penalties).values() if self.penalties else ():
-            tensor[target] = tensor[source]
+        for held in (self.penalties, self.forbidden):
+            for tensor in vars(held).values() if held else ():
+                tensor[target] = tensor[source]
 
     def clear(self, rows: int | slice) -> None:
         """Make `rows` padding, which is greedy: a step draws and filters nothing for it."""
         self._words[:, rows] = self._padding[:, rows]
         self._longs[:, rows].zero_()
+        if self.forbidden is not None:
+            self.forbidden.clear(rows)
 
     def batch(self, start: int, stop: int, max_length: int) -> Batch:
         """Rows start … stop - 1 as views."""

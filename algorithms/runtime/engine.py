@@ -208,8 +208,7 @@ class Engine:
         state, device = self.parts.state, self.parts.resources.device
         # Engines may share a target, each with its own forward.
         self.parts.resources.choose_forward(self.parts.resources.target.model)
-        if needs.penalised:
-            state.need_penalties()
+        state.make_room(needs)
         with torch.inference_mode():
             self.prefiller.prepare()
             self.runner.prepare(needs)
@@ -412,9 +411,9 @@ class Session:
         pieces, move = self._scheduler.admit(_now_ms())
         if move is not None:
             self._move_rows(move)
-        for running, start, _ in pieces if self._needs.penalised else ():
+        for running, start, _ in pieces:
             if start == 0:
-                self._state.fill_penalties(running.row, running.request)
+                self._state.fill(running.row, running.request, self._needs)
         return pieces
 
     def _prefill(self, pieces: list[Piece]) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from algorithms.runtime.sampling_params import SamplingParams
+from algorithms.runtime.sampling_params import MAX_FORBIDDEN, SamplingParams
+
+_NEVER_ENDS = 2**62
+"""A position behind every text."""
 
 
 class EngineError(ValueError):
@@ -29,6 +32,11 @@ class Request:
         """The same request with other sampling parameters."""
         return replace(self, sampling=replace(self.sampling, **changes))
 
+    def shortened(self, max_new_tokens: int) -> Request:
+        """The same request for at most so many new tokens."""
+        most = min(max_new_tokens, self.sampling.max_new_tokens)
+        return self.with_sampling(max_new_tokens=most, min_tokens=min(most, self.sampling.min_tokens))
+
     @property
     def max_length(self) -> int:
         """Tokens of prompt and answer together, at most."""
@@ -37,6 +45,15 @@ class Request:
     def ends_at(self, token: int) -> bool:
         """Whether `token` is a stop token of this request."""
         return token in self.stop_token_ids or (not self.sampling.ignore_eos and token in self.eos_token_ids)
+
+    @property
+    def forbidden(self) -> list[tuple[tuple[int, ...], int]]:
+        """Token sequences that are not written, each with the position in the text from which on it is allowed."""
+        sampling = self.sampling
+        ends = self.stop_token_ids if sampling.ignore_eos else self.stop_token_ids | self.eos_token_ids
+        allowed = len(self.prompt_ids) + sampling.min_tokens
+        held_back = [((token,), allowed) for token in sorted(ends)] if sampling.min_tokens else []
+        return [*held_back, *((word, _NEVER_ENDS) for word in sampling.bad_words)]
 
     def problem(self, vocab_size: int) -> str | None:
         """What a target with `vocab_size` tokens cannot serve in this request, or None."""
@@ -48,6 +65,21 @@ class Request:
         biased = sorted(token for token in self.sampling.logit_bias if not 0 <= token < vocab_size)
         if biased:
             return f"sampling.logit_bias: expected token ids below the vocabulary of {vocab_size}, got {biased[:5]}"
+        return self._problem_of_words(vocab_size)
+
+    def _problem_of_words(self, vocab_size: int) -> str | None:
+        words = self.sampling.bad_words
+        strings = [word for word in words if isinstance(word, str)]
+        if strings:
+            return f"sampling.bad_words: expected token ids where no tokenizer is at hand, got {strings[:5]}"
+        outside = [token for word in words for token in word if token >= vocab_size]
+        if outside:
+            return f"sampling.bad_words: expected token ids below the vocabulary of {vocab_size}, got {outside[:5]}"
+        if len(self.forbidden) > MAX_FORBIDDEN:
+            return (
+                f"sampling.bad_words and the stop tokens that sampling.min_tokens holds back: expected at most "
+                f"{MAX_FORBIDDEN} sequences, got {len(self.forbidden)}"
+            )
         return None
 
 

@@ -9,9 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 _LARGEST_INT32 = 2**31 - 1
 _LARGEST_INT64 = 2**63 - 1
+MAX_FORBIDDEN = 256
+"""Most token sequences that one request forbids: bad words, and with `min_tokens` its stop tokens."""
+MAX_BAD_WORD = 16
+"""Most tokens of a bad word."""
 
 
 @dataclass
@@ -39,6 +44,12 @@ class SamplingParams:
     """OpenAI's penalty on each occurrence in the output."""
     logit_bias: dict[int, float] = field(default_factory=dict)
     """Token id to what is added to its logit."""
+    bad_words: tuple[Any, ...] = ()
+    """Token sequences that are never written, also across the end of the prompt: tuples of token ids, or strings,
+    which the command line encodes alone and behind a space."""
+    min_tokens: int = 0
+    """Stop tokens and the model's end-of-text tokens cannot be chosen before so many new tokens; a stop string still
+    ends the request."""
     seed: int = 0
     """Keys the random numbers, together with the position in the text: batching does not change the tokens."""
     ignore_eos: bool = False
@@ -50,6 +61,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self.stop_strings = tuple(self.stop_strings)
+        if not isinstance(self.bad_words, str):
+            self.bad_words = tuple(word if isinstance(word, (str, int)) else tuple(word) for word in self.bad_words)
         finite = math.isfinite
         checks = (
             ("max_new_tokens", "at least 1", self.max_new_tokens >= 1),
@@ -62,6 +75,9 @@ class SamplingParams:
             ("presence_penalty", "a finite number", finite(self.presence_penalty)),
             ("frequency_penalty", "a finite number", finite(self.frequency_penalty)),
             ("logit_bias", "finite numbers", all(map(finite, self.logit_bias.values()))),
+            ("bad_words", f"strings, or lists of 1 to {MAX_BAD_WORD} token ids", _are_words(self.bad_words)),
+            ("min_tokens", f"0 to max_new_tokens = {self.max_new_tokens}",
+             0 <= self.min_tokens <= self.max_new_tokens),
             ("seed", f"0 to {_LARGEST_INT64}", 0 <= self.seed <= _LARGEST_INT64),
             ("stop_strings", "no empty string, which would stop every request at once", "" not in self.stop_strings),
         )  # fmt: skip
@@ -80,6 +96,25 @@ class SamplingParams:
         neutral = self.repetition_penalty == 1 and self.presence_penalty == 0 and self.frequency_penalty == 0
         return not neutral or bool(self.logit_bias)
 
+    @property
+    def forbids(self) -> bool:
+        """Whether some tokens cannot be chosen at some places."""
+        return self.min_tokens > 0 or bool(self.bad_words)
+
+
+def _are_words(words: Any) -> bool:
+    return isinstance(words, tuple) and all(map(_is_word, words))
+
+
+def _is_word(word: Any) -> bool:
+    if isinstance(word, str):
+        return bool(word)
+    return (
+        isinstance(word, tuple)
+        and 1 <= len(word) <= MAX_BAD_WORD
+        and all(type(token) is int and token >= 0 for token in word)
+    )
+
 
 @dataclass(frozen=True)
 class SamplingNeeds:
@@ -88,6 +123,7 @@ class SamplingNeeds:
     sampled: bool = False
     filtered: bool = False
     penalised: bool = False
+    forbids: bool = False
     logprobs: bool = False
 
     @classmethod
@@ -98,13 +134,14 @@ class SamplingNeeds:
             sampled=any(p.temperature > 0 for p in asked),
             filtered=any(p.filtered for p in asked),
             penalised=any(p.penalised for p in asked),
+            forbids=any(p.forbids for p in asked),
             logprobs=any(p.logprobs for p in asked),
         )
 
     @property
     def greedy(self) -> bool:
         """Whether the largest logit of each row is all that is needed."""
-        return not (self.sampled or self.filtered or self.penalised or self.logprobs)
+        return not (self.sampled or self.filtered or self.penalised or self.forbids or self.logprobs)
 
     def covers(self, other: SamplingNeeds) -> bool:
         """Whether a step made for these needs serves `other`."""

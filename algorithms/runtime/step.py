@@ -27,6 +27,7 @@ from specdec_kernels import (
     apply_penalties,
     commit_step,
     count_tokens,
+    forbid_tokens,
     gather_path,
     mask_paths,
     move_accepted,
@@ -111,6 +112,8 @@ class Step:
             sampling = SamplingTensors(batch.sampling.temperature, seeds=batch.sampling.seeds)
         if needs.penalised:
             self._penalise()
+        if needs.forbids:
+            self._forbid()
         accepted = accept(
             algorithm.rule,
             self.tree.tokens,
@@ -138,6 +141,21 @@ class Step:
             presence=penalties.presence[rows],
             frequency=penalties.frequency[rows],
             bias=penalties.bias[rows],
+            impl=self._parts.resources.impl,
+        )
+
+    def _forbid(self) -> None:
+        forbidden, batch, links = self._parts.state.forbidden, self._batch, self.tree.links
+        assert forbidden is not None
+        forbid_tokens(
+            self.logits,
+            self.tree.tokens,
+            links.mask,
+            links.positions,
+            batch.history,
+            batch.lengths,
+            forbidden.words[batch.rows],
+            forbidden.until[batch.rows],
             impl=self._parts.resources.impl,
         )
 

@@ -63,11 +63,24 @@ def make_requests(config: RunConfig, prompts: PromptSet, tokenizer: Tokenizer) -
                 sampling,
                 seed=sampling.seed * SEED_STRIDE + index,
                 stop_strings=(*prompt.stop_strings, *sampling.stop_strings),
+                bad_words=_encoded(sampling.bad_words, tokenizer),
             ),
             eos_token_ids=tokenizer.eos_ids,
         )
         for index, prompt in enumerate(prompts.prompts)
     )
+
+
+def _encoded(words: Sequence[str | tuple[int, ...]], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Bad words as token ids. A string is forbidden as the tokenizer writes it, alone and behind a space."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        if isinstance(word, str):
+            forms = (word, " " + word.lstrip())
+            found |= dict.fromkeys(tuple(tokenizer.encode(form, add_special=False)) for form in forms)
+        else:
+            found[word] = None
+    return tuple(found)
 
 
 def make_workload(

@@ -235,7 +235,7 @@ class Task:
             needs = SamplingNeeds.of(request.sampling for request in asked)
             for count, tokens in warm_up_sizes(plan.hardware.label == "triton", plan.config.runtime.max_batch):
                 few = asked[:count]
-                brief = [r.with_sampling(max_new_tokens=min(tokens, r.sampling.max_new_tokens)) for r in few]
+                brief = [r.shortened(tokens) for r in few]
                 engine.generate(brief, needs=needs)
             engine.forget()
             title = key.method + (f", round {key.round + 1}" if key.round else "")

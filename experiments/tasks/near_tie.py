@@ -53,14 +53,22 @@ def look_at(
 
 
 def penalised(logits: torch.Tensor, request: Request, output: Sequence[int]) -> torch.Tensor:
-    """[V] `logits` of the token behind `output`, with the penalties and biases that `request` asks for."""
+    """[V] `logits` of the token behind `output`, with the penalties and biases that `request` asks for; -inf at the
+    tokens that it forbids."""
+    text = (*request.prompt_ids, *output)
+    changed = _with_penalties(logits, request, output) if request.sampling.penalised else logits.clone()
+    for word, allowed in request.forbidden:
+        if len(text) < allowed and text[len(text) - len(word) + 1 :] == word[:-1]:
+            changed[word[-1]] = -float("inf")
+    return changed
+
+
+def _with_penalties(logits: torch.Tensor, request: Request, output: Sequence[int]) -> torch.Tensor:
     import torch
 
     from algorithms.runtime.batch import PenaltyState
     from specdec_kernels import apply_penalties
 
-    if not request.sampling.penalised:
-        return logits
     vocab, device = logits.shape[0], logits.device
     state = PenaltyState(1, vocab, device)
     state.fill(0, request)

@@ -224,6 +224,62 @@ def count_tokens(counts: torch.Tensor, tokens: torch.Tensor, num: torch.Tensor, 
     dispatch("count_tokens", __package__, impl, counts, kernel="kernel_penalties")(counts, tokens, num)
 
 
+def forbid_tokens(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    mask: torch.Tensor,
+    positions: torch.Tensor,
+    history: torch.Tensor,
+    lengths: torch.Tensor,
+    words: torch.Tensor,
+    until: torch.Tensor,
+    *,
+    impl: str = "auto",
+) -> None:
+    """Set to -inf, in place, the logits of tokens that would complete a forbidden sequence behind a node's path.
+
+    The text of a node is the committed text up to the root and the path from there to the node; its row chooses the
+    token at position p + 1, where p is the node's position. The last token of a sequence is forbidden in that row if
+    the text ends in the tokens before it and p + 1 < `until`. Before the text there is nothing that a token equals.
+
+    Args:
+        logits: [B, N, V] float32, float16 or bfloat16, vocabulary contiguous, [B, N] mergeable; changed.
+        tokens: [B, N] int64, contiguous; node 0 is the last committed token.
+        mask: [B, N, ceil(N / 64)] int64, contiguous: `TreeLinks.mask`.
+        positions: [B, N] int64, contiguous: `TreeLinks.positions`.
+        history: [B, C] int64, rows may be strided: the committed text.
+        lengths: [B] int64: the position of node 0; history is read before it.
+        words: [B, W, K] int64, contiguous: sequences that end in column K - 1, -1 in front of them; a sequence whose
+            last token is outside the vocabulary forbids nothing.
+        until: [B, W] int64, contiguous: the position from which on a sequence is allowed.
+        impl: `auto`, `triton` or `reference`.
+
+    Raises:
+        ValueError: wrong shape, dtype, strides or devices, unknown `impl`.
+        RuntimeError: `impl="triton"` where no kernel can run.
+    """
+    expect_rows("logits", logits, (None, None, None), *LOGITS)
+    batch, num_nodes = logits.shape[:2]
+    expect_shape("history", history, (batch, None))
+    expect_dtype("history", history, torch.int64)
+    expect_shape("words", words, (batch, None, None))
+    expect_tensors(
+        {"logits": logits, "history": history},
+        tokens=(tokens, (batch, num_nodes), torch.int64),
+        mask=(mask, (batch, num_nodes, -(-num_nodes // 64)), torch.int64),
+        positions=(positions, (batch, num_nodes), torch.int64),
+        lengths=(lengths, (batch,), torch.int64),
+        words=(words, (batch, None, None), torch.int64),
+        until=(until, tuple(words.shape[:2]), torch.int64),
+    )
+    if words.shape[-1] < 1:
+        raise ValueError(f"words: expected sequences of at least 1 token, got shape {list(words.shape)}")
+    if history.stride(1) != 1:
+        raise ValueError(f"history: expected stride 1 in the last dimension, got strides {history.stride()}")
+    forbid = dispatch("forbid_tokens", __package__, impl, logits, kernel="kernel_forbid")
+    forbid(logits, tokens, mask, positions, history, lengths, words, until)
+
+
 def expect_rows(name: str, values: torch.Tensor, shape: Sequence[int | None], *dtypes: torch.dtype) -> None:
     """Raise ValueError unless `values` [..., V] are rows that a kernel can walk: the vocabulary contiguous and not
     empty, the dimensions before it mergeable into one strided dimension."""

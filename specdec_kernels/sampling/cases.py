@@ -183,10 +183,33 @@ def _counts(make: Maker, batch: int, width: int, vocab: int) -> dict[str, Any]:
     )
 
 
+def _forbidden(
+    make: Maker, batch: int, num_nodes: int, vocab: int, count: int, width: int, padded: int = 0
+) -> dict[str, Any]:
+    """Texts of few distinct tokens, so that sequences of every length end in them; some begin before the text."""
+    lengths = make.integers(0, 9, batch)
+    tree = build_tree(random_parents(make, batch, num_nodes, unused=True), lengths)
+    words, column = make.integers(0, 2, batch, count, width), torch.arange(width, device=make.device)
+    words[..., -1] = make.integers(-1, vocab + 1, batch, count)
+    words[column < width - make.integers(1, width + 1, batch, count)[..., None]] = -1
+    until = make.integers(0, 20, batch, count)
+    return dict(
+        logits=make.normal(batch, num_nodes, vocab + padded, scale=3.0)[..., :vocab],
+        tokens=make.integers(0, 2, batch, num_nodes),
+        mask=tree.mask,
+        positions=tree.positions,
+        history=make.integers(0, 2, batch, 30)[:, :24],
+        lengths=lengths,
+        words=words,
+        until=until,
+    )
+
+
 _pick = partial(case_of, "pick_tokens", _draw)
 _pick_filtered = partial(case_of, "pick_tokens", _filtered)
 _written = partial(case_of, "filtered_probs", _probs)
 _penalised = partial(case_of, "apply_penalties", _penalties)
+_forbids = partial(case_of, "forbid_tokens", _forbidden)
 _LARGE = ("large",)
 _SHIPPED: dict[str, Any] = dict(catches="the shipped vocabulary", vocab=151936)
 
@@ -237,6 +260,15 @@ CASES = (
     _penalised("penalties_words", catches="the second mask word", batch=1, num_nodes=66, vocab=20),
     case_of("count_tokens", _counts, "count_tokens", "equal tokens lose one", gate=True, batch=7, width=9, vocab=5),
     case_of("count_tokens", _counts, "count_one", "a single token", batch=3, width=1, vocab=100),
+    _forbids("forbid_empty", catches="empty grid", batch=0, num_nodes=3, vocab=9, count=2, width=2),
+    _forbids("forbid_none", catches="no sequences", batch=2, num_nodes=3, vocab=9, count=0, width=2),
+    _forbids("forbid_tokens", catches="until off by one", gate=True, batch=5, num_nodes=4, vocab=9, count=3, width=1),
+    _forbids("forbid_words", catches="paths and text", gate=True, batch=6, num_nodes=9, vocab=40, count=30, width=5),
+    _forbids("forbid_padded", catches="a padded row", batch=3, num_nodes=5, vocab=9, count=7, width=3, padded=7),
+    _forbids("forbid_bits", catches="the second mask word", batch=1, num_nodes=66, vocab=20, count=40, width=4),
+    _forbids(
+        "forbid_qwen", gate=True, bench=True, tags=_LARGE, batch=8, num_nodes=16, count=256, width=16, **_SHIPPED
+    ),
     _pick("pick_qwen", gate=True, bench=True, tags=_LARGE, rows=16, **_SHIPPED),
     _pick_filtered("pick_filtered_b8x16_peaked", gate=True, bench=True, tags=_LARGE, rows=128, scale=4.0, **_SHIPPED),
     _pick_filtered("pick_filtered_b8x16_flat", bench=True, tags=_LARGE, rows=128, scale=1.0, **_SHIPPED),
@@ -272,6 +304,11 @@ def _penalties_moved(inputs: dict[str, Any]) -> tuple[int, int]:
     return 2 * read + held, flop
 
 
+def _words_read(inputs: dict[str, Any]) -> tuple[int, int]:
+    """The sequences once for each node."""
+    return 8 * inputs["words"].numel() * inputs["logits"].shape[1], inputs["words"].numel()
+
+
 def _tokens_counted(inputs: dict[str, Any]) -> tuple[int, int]:
     tokens = inputs["tokens"].numel()
     return tokens * (8 + 2 * 4), tokens
@@ -285,4 +322,5 @@ WORK = {
     "top_p_renorm": _probs_written,
     "apply_penalties": _penalties_moved,
     "count_tokens": _tokens_counted,
+    "forbid_tokens": _words_read,
 }

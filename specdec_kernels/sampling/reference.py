@@ -204,3 +204,32 @@ def count_tokens(counts: torch.Tensor, tokens: torch.Tensor, num: torch.Tensor) 
     column = torch.arange(tokens.shape[1], device=tokens.device)
     counted = (column < num[:, None]) & (tokens >= 0) & (tokens < vocab)
     counts.scatter_add_(1, tokens.clamp(0, vocab - 1), counted.to(counts.dtype))
+
+
+def forbid_tokens(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    mask: torch.Tensor,
+    positions: torch.Tensor,
+    history: torch.Tensor,
+    lengths: torch.Tensor,
+    words: torch.Tensor,
+    until: torch.Tensor,
+) -> None:
+    """See `specdec_kernels.sampling.forbid_tokens`."""
+    batch, num_nodes, vocab = logits.shape
+    node, before = torch.arange(num_nodes, device=logits.device), words.shape[2] - 1
+    on_path = ((mask[:, :, node // 64] >> (node % 64)) & 1).bool()
+    # [B, N, K - 1]: the positions whose tokens are compared with the columns of `words` before the last.
+    place = positions[:, :, None] - torch.arange(before - 1, -1, -1, device=logits.device)
+    drafted = on_path[:, :, None] & (positions[:, None, None] == place[..., None])
+    from_tree = (drafted * tokens[:, None, None]).sum(-1)
+    from_text = history.gather(1, place.clamp(0, max(history.shape[1] - 1, 0)).flatten(1)).view_as(place)
+    from_text = torch.where(place >= 0, from_text, -2)
+    text = torch.where(place >= lengths[:, None, None], from_tree, from_text)
+    wanted, last = words[:, None, :, :-1], words[:, None, :, -1].expand(-1, num_nodes, -1)
+    applies = ((wanted < 0) | (wanted == text[:, :, None])).all(-1) & (positions[..., None] + 1 < until[:, None])
+    applies &= (last >= 0) & (last < vocab)
+    forbidden = torch.zeros(batch, num_nodes, vocab + 1, dtype=torch.bool, device=logits.device)
+    forbidden.scatter_(2, torch.where(applies, last, vocab), True)
+    logits.masked_fill_(forbidden[..., :vocab], -torch.inf)

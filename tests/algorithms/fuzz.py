@@ -42,7 +42,7 @@ MAKERS: dict[str, Callable[[], Algorithm]] = ALL_MAKERS | {
     f"standalone_{rule}": lambda rule=rule: Standalone(Standalone.Config(steps=3, rule=rule), TARGET, "random")
     for rule in ("rejection", "block")
 }
-EVERYTHING = SamplingNeeds(sampled=True, filtered=True, penalised=True, logprobs=True)
+EVERYTHING = SamplingNeeds(sampled=True, filtered=True, penalised=True, forbids=True, logprobs=True)
 
 
 class AllocationFailed(torch.OutOfMemoryError):
@@ -71,8 +71,12 @@ def draw_sampling(draw: random.Random) -> SamplingParams:
         return draw.choice(others) if draw.random() < 0.25 else plain
 
     text = spell(draw.choices(range(VOCAB), k=draw.randint(1, 3)))
+    most = draw.randint(1, 20)
+    words = [tuple(draw.choices(range(VOCAB), k=draw.randint(1, 3))) for _ in range(9)]
     return SamplingParams(
-        max_new_tokens=draw.randint(1, 20),
+        max_new_tokens=most,
+        bad_words=sometimes((), tuple(words), tuple((token,) for token in range(1, VOCAB, 2))),
+        min_tokens=sometimes(0, most, (most + 1) // 2),
         temperature=draw.choice((0.0, 0.0, 0.7, 1.0, 3.0, 1e-4)),
         top_k=sometimes(0, 1, 5, VOCAB, 2**31 - 1),
         top_p=sometimes(1.0, 0.9, 0.3, 1e-6),

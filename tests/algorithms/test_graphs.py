@@ -198,13 +198,15 @@ FILTERED = {
     "presence_penalty": 0.1,
     "frequency_penalty": 0.1,
     "logit_bias": {3: 1.0},
+    "bad_words": ((5,), (7, 8)),
+    "min_tokens": 2,
 }
 
 
 @pytest.mark.parametrize("backend", ["fa4", "torch"])
 @pytest.mark.parametrize("maker", STEPPED)
 def test_a_step_reads_nothing_back(maker: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Greedy and sampled rows, with every penalty and filter on."""
+    """Greedy and sampled rows, with every penalty and filter on, and tokens forbidden."""
     load_random_drafters(monkeypatch)
     host = HostReads(monkeypatch)
     launch = StepRunner.launch

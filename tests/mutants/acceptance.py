@@ -25,6 +25,7 @@ _DRAWN = ("tests/algorithms/test_drafters.py::test_drawn_chains_follow_the_targe
 _EXACT = (
     "tests/kernels/test_rejection_distribution.py::test_exact_distribution_of_two_tokens[rejection-reference-plain]",
 )
+_FORBID = "specdec_kernels/sampling/kernel_forbid.py"
 _case = partial(parity, "verify")
 _pick = partial(parity, "sampling")
 
@@ -262,6 +263,22 @@ OTHERS = (
         "weights = torch.where(values > floor[:, None], weights, 0.0)\n    return Row",
         ("tests/kernels/test_sampling_filters.py::test_any_filter",),
         "the value at the threshold is not kept",
+    ),
+    Mutant(
+        "stop_tokens_held_back_too_long",
+        _FORBID,
+        "(position[:, None] + 1 < until)",
+        "(position[:, None] < until)",
+        _pick("forbid_tokens"),
+        "a stop token is forbidden one token past min_tokens",
+    ),
+    Mutant(
+        "bad_words_miss_the_drafts",
+        _FORBID,
+        "return tl.where(place < length, before, drafted)",
+        "return before",
+        _pick("forbid_words"),
+        "a bad word is written where its first tokens were drafted in the same block",
     ),
 )
 MUTANTS = (*ELEVEN, *OTHERS)
