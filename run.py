@@ -9,8 +9,10 @@ python run.py --cfg job
 
 from __future__ import annotations
 
+import os
+
 from experiments.sweep.main import main
 from experiments.tasks.run import run_task
 
 if __name__ == "__main__":
-    main(run_task)
+    main(run_task, [os.path.abspath(__file__)])

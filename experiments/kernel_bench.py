@@ -182,7 +182,7 @@ def job(config: KernelBenchConfig, composed: DictConfig) -> None:
 
 def main() -> None:
     """Command line entry."""
-    sweep_main(job, "kernel_bench")
+    sweep_main(job, ["-m", "experiments.kernel_bench"], "kernel_bench")
 
 
 if __name__ == "__main__":

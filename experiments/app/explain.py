@@ -12,7 +12,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Transformer
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from experiments.app.compose import dotted_keys, option_keys
@@ -32,6 +32,8 @@ def explain(error: Exception, config_name: str) -> str:
         if disk_is_full(error):
             return f"the disk is full: {error}\nmake room, or give another folder as {where}"
         return f"the run folder cannot be created: {error}\ngive a folder that can be written as {where}"
+    if (group := _foreign_group(str(error), config_name)) is not None:
+        return _unknown_key(group, str(error), config_name)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options is not None:
         group, _, option = error.missing_cfg_file.rpartition("/")
         return unknown_option_message(group, option, [o for o in error.options if o != "schema"])
@@ -43,6 +45,14 @@ def explain(error: Exception, config_name: str) -> str:
     if missing := re.search(r"Missing mandatory value: (\S+)", text):
         return f"{missing.group(1)} has no value: give it as {missing.group(1)}=…"
     return _composition_error(text, error.__cause__)
+
+
+def _foreign_group(text: str, config_name: str) -> str | None:
+    """The group of another program that was added with a `+`; None where that is not the error."""
+    found = re.search(r"Could not find '(\w+)/|^In '(\w+)/[^']*': ConfigKeyError", text)
+    group = (found.group(1) or found.group(2)) if found else None
+    foreign = config_name == MAIN_CONFIG and group not in ("hydra", *groups_of(config_name))
+    return group if foreign and (CONFIG_FOLDER / str(group)).is_dir() else None
 
 
 def _composition_error(text: str, cause: BaseException | None) -> str:
@@ -81,9 +91,7 @@ def _unknown_key(key: str, text: str, config_name: str) -> str:
 
     In a sweep over options of its group, the key may be one that only some of them have.
     """
-    groups = ["drafter", "model", "text"] if config_name == "train" else []
-    if config_name == MAIN_CONFIG:
-        groups = sorted(p.name for p in CONFIG_FOLDER.iterdir() if p.is_dir())
+    groups = groups_of(config_name)
     chosen, key = chosen_options(sys.argv[1:], groups), key.split("@")[0].lstrip("+~")
     group = key.split(".")[0]
     base = tuple(f"{name}={values[0]}" for name, values in chosen.items() if name != group)
@@ -109,6 +117,15 @@ def _partly_known(key: str, group: str, lacking: dict[str, list[str]], having: S
     for option, names in lacking.items():
         lines.append(f"keys of {group}={option}: {listing([n for n in names if n.startswith(f'{group}.')])}")
     return "\n".join(lines)
+
+
+@lru_cache
+def groups_of(config_name: str) -> list[str]:
+    """The groups that a program's configuration has an option of, in alphabetical order."""
+    path = CONFIG_FOLDER / f"{config_name}.yaml"
+    entries = OmegaConf.load(path).get("defaults", []) if path.is_file() else []
+    keys = [str(key) for entry in entries if isinstance(entry, DictConfig) for key in entry]
+    return sorted(key for key in keys if key.isidentifier())
 
 
 def chosen_options(arguments: Sequence[str], groups: Sequence[str]) -> dict[str, list[str]]:

@@ -72,7 +72,7 @@ def expect_plugin(group: str, option: str) -> None:
         raise UserError("hydra/launcher=slurm submits jobs with sbatch, which this machine does not have")
 
 
-def resolve(arguments: Sequence[str], config_name: str, program: list[str]) -> Sweep:
+def resolve(arguments: Sequence[str], config_name: str, program: Sequence[str]) -> Sweep:
     """What the command line asks for. Every combination is composed and checked, and nothing is run.
 
     Raises UserError or Hydra's errors for a key that no option has; a value that a check refuses makes a refused row.
@@ -138,13 +138,13 @@ class _Composer:
         return found
 
 
-def _row(job: Sequence[str], composer: _Composer, program: list[str]) -> RowRecord:
+def _row(job: Sequence[str], composer: _Composer, program: Sequence[str]) -> RowRecord:
     """The row that a job is; one that a check refuses has the reason."""
     composed = composer.compose(job)
     try:
         build_config(composed)
     except UserError as error:
-        refused = RowRecord(digest(sorted(job)), list(job), program)
+        refused = RowRecord(digest(sorted(job)), list(job), list(program))
         return replace(refused, ended=REFUSED, reason=str(error), exit_code=error.exit_code)
     return new_record(composed, list(job), program)
 
@@ -176,7 +176,7 @@ def launch(sweep: Sweep, todo: Sequence[RowRecord]) -> None:
         "folder": quoted(str(sweep.folder.path)),
         "force": str(sweep.settings.force).lower(),
         "share_target": str(sweep.settings.share_target).lower(),
-        "row": ",".join(record.id for record in todo),
+        "row": ",".join(quoted(record.id) for record in todo),
     }
     chosen = [f"hydra/launcher={sweep.launcher}", *sweep.launcher_settings]
     run_hydra(["-m", *chosen, *(f"{key}={value}" for key, value in own.items())], ROWS_CONFIG)

@@ -21,9 +21,10 @@ from experiments.app.errors import UserError
 from experiments.app.explain import MAIN_CONFIG
 from experiments.report.console import plain_console
 from experiments.sweep import driver, show
-from experiments.sweep.row import PROGRAM, Task, as_row, end_with_parent, this_program
+from experiments.sweep.row import PROGRAM, Task, as_row, end_with_parent
 
 MULTIRUN = ("-m", "--multirun")
+HELP = ("-h", "--help", "--hydra-help", "--version")
 SHORT = {"sweep": "sweep.name", "shard": "sweep.shard"}
 """Keys that are typed shorter than they are called."""
 SEARCH = {
@@ -36,17 +37,22 @@ SEARCH = {
 RESULTS = "optimization_results.yaml"
 
 
-def main(task: Task, config_name: str = MAIN_CONFIG) -> None:
-    """Run the job or the sweep that the command line asks for; see `cli.main`."""
+def main(task: Task, program: Sequence[str], config_name: str = MAIN_CONFIG) -> None:
+    """Run the job or the sweep that the command line asks for; see `cli.main`.
+
+    `program` is what Python runs to get here, `[path]` or `["-m", module]`: rows start it in processes of their own.
+    """
     end_with_parent()
     sys.argv[1:] = [long_name(argument) for argument in sys.argv[1:]]
     overrides = [argument for argument in sys.argv[1:] if argument not in MULTIRUN]
-    swept = len(overrides) < len(sys.argv) - 1 and not any(argument.startswith("-") for argument in overrides)
-    if not swept:
-        cli.main(as_row(task), config_name)
+    if len(overrides) == len(sys.argv) - 1 or any(argument in HELP for argument in overrides):
+        cli.main(as_row(task, program), config_name)
         return
     with cli.exits_of_errors(config_name):
-        code = _search(overrides, config_name) if _searches(overrides) else _sweep(overrides, config_name)
+        if options := [argument for argument in overrides if argument.startswith("-")]:
+            raise UserError(f"a sweep takes settings alone, got the option {options[0]}")
+        run = _search if _searches(overrides) else _sweep
+        code = run(overrides, program, config_name)
     sys.exit(code)
 
 
@@ -56,10 +62,10 @@ def long_name(argument: str) -> str:
     return f"{SHORT[key]}={value}" if equals and key in SHORT else argument
 
 
-def _sweep(overrides: Sequence[str], config_name: str) -> int:
+def _sweep(overrides: Sequence[str], program: Sequence[str], config_name: str) -> int:
     """Run the rows of a grid that are not done, and show all of them. Returns the exit code."""
     console = plain_console()
-    sweep = driver.resolve(overrides, config_name, this_program())
+    sweep = driver.resolve(overrides, config_name, program)
     if sweep.settings.list:
         show.listing(console, sweep)
         return 0
@@ -75,7 +81,7 @@ def _searches(overrides: Sequence[str]) -> bool:
     return any(re.fullmatch(r"hydra/sweeper=(?!basic$).+", text) for text in overrides)
 
 
-def _search(overrides: Sequence[str], config_name: str) -> int:
+def _search(overrides: Sequence[str], program: Sequence[str], config_name: str) -> int:
     """Let the sweeper that was asked for choose the rows."""
     (sweeper,) = [text.partition("=")[2] for text in overrides if text.startswith("hydra/sweeper=")]
     driver.expect_plugin("hydra/sweeper", sweeper)
@@ -83,7 +89,7 @@ def _search(overrides: Sequence[str], config_name: str) -> int:
     if "sweep.name" not in typed:
         raise UserError("a search is a sweep with a name: add sweep=NAME")
     preset = [f"{key}={value}" for key, value in SEARCH.items() if key not in typed]
-    os.environ[PROGRAM] = json.dumps(this_program())
+    os.environ[PROGRAM] = json.dumps(list(program))
     driver.run_hydra(["-m", *preset, *overrides], config_name)
     folder = driver.folder_of(overrides, config_name)
     if (results := folder / RESULTS).exists():

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ TAIL_LINES = 3
 Task = Callable[[Any, DictConfig], Any]
 
 
-def as_row(task: Task) -> Task:
+def as_row(task: Task, program: Sequence[str]) -> Task:
     """`task`, run as a row where `sweep.name` names a sweep: a done row is not run again, a broken one is."""
 
     def run(config: Any, composed: DictConfig) -> Any:
@@ -48,15 +48,15 @@ def as_row(task: Task) -> Task:
             if not config.sweep.force and folder.summary(row) is not None:
                 print(f"done before: {output}")
                 return getattr(folder.record(row), "value", None)
-            return _run_owned(task, config, composed, folder, row)
+            record = folder.record(row) or new_record(composed, list(HydraConfig.get().overrides.task), program)
+            return _run_owned(task, config, composed, folder, record)
 
     return run
 
 
-def _run_owned(task: Task, config: Any, composed: DictConfig, folder: SweepFolder, row: str) -> Any:
+def _run_owned(task: Task, config: Any, composed: DictConfig, folder: SweepFolder, record: RowRecord) -> Any:
     """Run `task` in the cleared folder of the row, and keep how it ended."""
-    folder.clear(row)
-    record = folder.record(row) or new_record(composed, list(HydraConfig.get().overrides.task), this_program())
+    folder.clear(record.id)
     record.ended, record.reason, record.exit_code, record.value = None, "", None, None
     folder.write(record)
     begun = time.monotonic()
@@ -83,16 +83,10 @@ def _run_owned(task: Task, config: Any, composed: DictConfig, folder: SweepFolde
     return record.value
 
 
-def new_record(cfg: DictConfig, overrides: list[str], program: list[str]) -> RowRecord:
+def new_record(cfg: DictConfig, overrides: list[str], program: Sequence[str]) -> RowRecord:
     """The record of a row that has not begun."""
     kept = [text for text in overrides if not text.startswith(("sweep.", "sweep=", "hydra."))]
-    return RowRecord(row_id(cfg), kept, program, what_matters(cfg))
-
-
-def this_program() -> list[str]:
-    """How Python was asked to run the program at hand."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return [os.path.abspath(sys.argv[0])] if spec is None else ["-m", spec.name.removesuffix(".__main__")]
+    return RowRecord(row_id(cfg), kept, list(program), what_matters(cfg))
 
 
 def quoted(text: str) -> str:
@@ -138,8 +132,7 @@ def located(cfg: DictConfig) -> tuple[SweepFolder, str, bool]:
         return SweepFolder(Path(cfg.folder)), str(cfg.row), bool(cfg.force)
     composed = HydraConfig.get()
     folder = SweepFolder(Path(composed.sweep.dir))
-    program = json.loads(os.environ[PROGRAM]) if PROGRAM in os.environ else this_program()
-    record = new_record(cfg, list(composed.overrides.task), program)
+    record = new_record(cfg, list(composed.overrides.task), json.loads(os.environ[PROGRAM]))
     if folder.record(record.id) is None:
         folder.begin([], [record.id], sys.argv)
         folder.write(record)
@@ -189,7 +182,7 @@ def _known(folder: SweepFolder, row: str) -> RowRecord:
 def settle(folder: SweepFolder, row: str, code: int) -> RowRecord:
     """The record of a row whose process ended with `code`. A process that could not tell is told of here."""
     record, state = _known(folder, row), folder.state(row)
-    if code != 0 and record.ended is None and state not in (DONE, RUNNING):
+    if record.ended is None and state not in (DONE, RUNNING):  # with exit code 0 too: it may not have been a run at all
         record.ended = REFUSED if code == UserError.exit_code else KILLED if code in (-9, -15, 130) else FAILED
         record.exit_code, record.reason = code, _last_words(folder.log(row), code)
         folder.write(record)

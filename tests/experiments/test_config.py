@@ -157,7 +157,7 @@ def test_bfloat16_in_the_interpreter_is_refused() -> None:
         ("+data.limt=3", "data.limt", "data.limit"),
         ("+runtime.pagesize=3", "runtime.pagesize", "runtime.page_size"),
         ("+limit=3", "limit", "data.limit"),
-        ("+text=hello", "text", r"data.text=… \(with data=prompt\)"),
+        ("+concurrency=[1]", "concurrency", r"task.concurrency=… \(with task=throughput\)"),
     ],
 )
 def test_keys_added_past_the_schema_are_refused(override: str, key: str, suggestion: str | None) -> None:

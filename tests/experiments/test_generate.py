@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 
 from experiments.app import cli
 from experiments.app.schema import REPO_ROOT
+from experiments.sweep.main import main
 from experiments.tasks.run import run_task
 from tests.runtime.tiny_folders import edit_json, small_dflash_config, write_dflash, write_target
 
@@ -92,7 +94,7 @@ def run(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: py
         monkeypatch.setattr(sys, "argv", ["run.py", *words(models, *arguments, **folders)])
         code = 0
         try:
-            cli.main(run_task)
+            main(run_task, [str(REPO_ROOT / "run.py")])
         except SystemExit as end:
             code = int(end.code or 0)
         return Done(code, *capfd.readouterr())
@@ -160,11 +162,14 @@ def test_sampled_output_is_identical_too_and_a_seed_repeats_it(run: Run, tmp_pat
 
 
 def test_a_sweep_gives_every_job_a_folder(run: Run, tmp_path: Path) -> None:
-    done = run("-m", "backend=fa4,torch", "baseline=false")
+    done = run("-m", "backend=fa4,torch", "baseline=false", "sweep.share_target=true")
     assert done.returncode == 0, done.stderr
-    (sweep,) = (tmp_path / "outputs" / "test").iterdir()
-    backends = [read(path.parent, "summary.json")["backend"] for path in sorted(sweep.glob("*/summary.json"))]
-    assert backends == ["fa4", "torch"]
+    (sweep,) = (tmp_path / "outputs" / "sweeps").iterdir()
+    assert datetime.strptime(sweep.name, "%Y-%m-%d_%H-%M-%S"), "without a name it is called by its start"
+    backends = [read(path.parent, "summary.json")["backend"] for path in sweep.glob("*/summary.json")]
+    assert sorted(backends) == ["fa4", "torch"]
+    other = run("-m", "--config-dir=elsewhere", "backend=fa4,torch")
+    assert other.returncode == 2 and "a sweep takes settings alone, got the option --config-dir" in other.stderr
 
 
 def test_autoregressive_alone_needs_no_drafter(run: Run, tmp_path: Path) -> None:

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from experiments.app.errors import UserError
 from experiments.app.schema import REPO_ROOT, SweepConfig
+from experiments.sweep import driver
 from experiments.sweep import main as sweep_main
 from experiments.sweep.folder import DONE, FAILED, KILLED, OPEN, REFUSED, RUNNING, RowRecord, SweepFolder
 from experiments.sweep.grid import parse, shard_of
@@ -43,7 +45,6 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
     """Start the toy's command line in this process, which has imported everything; rows have processes of their own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "160")
-    monkeypatch.setattr(sweep_main, "this_program", lambda: [TOY])
 
     def run(*arguments: str, config: str = toy_sweep.NAME, **variables: str) -> Ended:
         capfd.readouterr()
@@ -52,7 +53,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
             for name, value in variables.items():
                 patch.setenv(name, value)
             with pytest.raises(SystemExit) as caught:
-                sweep_main.main(toy_sweep.run, config)
+                sweep_main.main(toy_sweep.run, [TOY], config)
         told = capfd.readouterr()
         return Ended(caught.value.code, told.out, told.err)
 
@@ -180,6 +181,18 @@ def test_the_grid_is_the_product_in_the_order_of_the_command_line() -> None:
         ("algo=ngram", "algo.topk=1"),
         ("algo=ngram", "algo.topk=2"),
     )
+
+
+def test_the_name_of_a_row_stays_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hydra takes some hashes for numbers: 12e400 for infinity, 0012 for 12."""
+    given: list[str] = []
+    monkeypatch.setattr(driver, "run_hydra", lambda arguments, _: given.extend(arguments))
+    rows = tuple(RowRecord(name, [], []) for name in ("12e400", "0012", "abc"))
+    driver.launch(driver.Sweep(SweepFolder(tmp_path), SweepConfig(), rows, (), "basic", ()), rows)
+    (named,) = [argument for argument in given if argument.startswith("row=")]
+    parser = OverridesParser.create()
+    values = parser.parse_override(named).sweep_string_iterator()
+    assert [parser.parse_override(f"row={value}").value() for value in values] == ["12e400", "0012", "abc"]
 
 
 def test_what_cannot_be_swept_is_named() -> None:

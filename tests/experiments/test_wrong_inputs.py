@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from hydra.core.config_store import ConfigStore
 
 from experiments import kernel_bench
 from experiments.app import cli
@@ -87,6 +88,8 @@ KEYS = [
     wrong("backnd=fa4", "unknown key 'backnd'", "did you mean: backend=…"),
     wrong("temperature=1", "did you mean: sampling.temperature=…"),
     wrong("text=hello", "data.text=… (with data=prompt)"),
+    wrong("+text=hello", "unknown key 'text'", "data.text=… (with data=prompt)"),
+    wrong("+text=chat", "unknown key 'text'", "data.text=… (with data=prompt)"),
     wrong("nosuch=1", "unknown key 'nosuch'", "keys of a run: name, baseline"),
     wrong("data.limt=3", "unknown key 'data.limt'", "data.limit=…"),
     wrong("+sampling.temprature=1", "unknown key 'sampling.temprature'", "sampling.temperature=…"),
@@ -288,6 +291,20 @@ def test_a_wrong_input_is_named_with_what_helps(
     assert left in ([], ["multirun.yaml"]), left
 
 
+@pytest.fixture
+def plugins(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a plugin registers is forgotten behind the test; launchers would send it to processes that lack it."""
+    store = ConfigStore.instance()
+    monkeypatch.setattr(store, "repo", _copied(store.repo))
+    for name in PLUGINS:
+        monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
+
+
+def _copied(folder: dict[str, Any]) -> dict[str, Any]:
+    """A copy of the folders of a config store, with the same nodes in them."""
+    return {name: _copied(node) if isinstance(node, dict) else node for name, node in folder.items()}
+
+
 @pytest.mark.parametrize(
     ("modules", "typed", "holds"),
     [
@@ -303,7 +320,7 @@ def test_a_wrong_plugin_is_named(
     modules: str,
     typed: str,
     holds: list[str],
-    place: Path,
+    plugins: None,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -314,7 +331,7 @@ def test_a_wrong_plugin_is_named(
 
 
 def test_a_slip_in_a_key_of_a_plugin_shows_no_other_algorithm(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    plugins: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SPECDEC_ALGORITHMS", "good_plugin")
     said = refusal(monkeypatch, capsys, "algo=echo", "algo.drft_len=2")

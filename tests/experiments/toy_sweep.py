@@ -80,4 +80,4 @@ def summary(algo: str, limit: int, seed: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(run, NAME)
+    main(run, [os.path.abspath(__file__)], NAME)
