@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -123,7 +124,8 @@ def _partly_known(key: str, group: str, lacking: dict[str, list[str]], having: S
 def groups_of(config_name: str) -> list[str]:
     """The groups that a program's configuration has an option of, in alphabetical order."""
     path = CONFIG_FOLDER / f"{config_name}.yaml"
-    entries = OmegaConf.load(path).get("defaults", []) if path.is_file() else []
+    config: Any = OmegaConf.load(path) if path.is_file() else {}
+    entries = config.get("defaults", [])
     keys = [str(key) for entry in entries if isinstance(entry, DictConfig) for key in entry]
     return sorted(key for key in keys if key.isidentifier())
 
