@@ -16,6 +16,7 @@ import triton.language as tl
 from specdec_kernels.all_reduce.types import SLOTS, Exchange
 from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.norm.configs import num_warps
+from specdec_kernels.norm.kernel import normed_row
 from specdec_kernels.norm.types import Normed
 from specdec_kernels.overlap import let_next_kernel_start, overlapped, wait_for_kernel_ahead
 
@@ -83,11 +84,7 @@ def _all_reduce_kernel(
     residual = tl.load(residual_ptr + row * D + dims, mask=inside, other=0.0)
     x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
     tl.store(sum_ptr + row * D + dims, x, mask=inside)
-    wide = x.to(tl.float32)
-    mean = tl.sum(wide * wide, 0) / D
-    scaled = (wide * (1.0 / tl.sqrt_rn(mean + eps))).to(x.dtype)
-    normed = weight.to(tl.float32) * scaled.to(tl.float32)
-    tl.store(out_ptr + row * D + dims, normed.to(x.dtype), mask=inside)
+    tl.store(out_ptr + row * D + dims, normed_row(x, weight, eps, D), mask=inside)
 
 
 def all_reduce_add_rms_norm(

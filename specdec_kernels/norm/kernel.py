@@ -18,6 +18,15 @@ from specdec_kernels.norm.types import Normed
 from specdec_kernels.overlap import let_next_kernel_start, overlapped, wait_for_kernel_ahead
 
 
+@triton.jit
+def normed_row(x, weight, eps, D: tl.constexpr):
+    """The norm of a row x [BLOCK_D] of D elements, zeros behind them, with the roundings of the definition."""
+    wide = x.to(tl.float32)
+    mean = tl.sum(wide * wide, 0) / D
+    scaled = (wide * (1.0 / tl.sqrt_rn(mean + eps))).to(x.dtype)
+    return (weight.to(tl.float32) * scaled.to(tl.float32)).to(x.dtype)
+
+
 @triton.jit(do_not_specialize=["vocab", "num_parts", "rows"])
 def _norm_kernel(
     x_ptr,  # [rows, D]; the embedding table [V, D] if there are tokens; [num_parts, rows, D] float32 if PARTS
@@ -57,11 +66,7 @@ def _norm_kernel(
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
     if sum_ptr is not None:
         tl.store(sum_ptr + row * D + dims, x, mask=inside)
-    wide = x.to(tl.float32)
-    mean = tl.sum(wide * wide, 0) / D
-    scaled = (wide * (1.0 / tl.sqrt_rn(mean + eps))).to(x.dtype)
-    normed = weight.to(tl.float32) * scaled.to(tl.float32)
-    tl.store(out_ptr + row * D + dims, normed.to(x.dtype), mask=inside)
+    tl.store(out_ptr + row * D + dims, normed_row(x, weight, eps, D), mask=inside)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

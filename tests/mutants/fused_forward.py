@@ -18,7 +18,7 @@ MUTANTS = (
         "norm_divides_by_the_block",
         _NORM,
         "mean = tl.sum(wide * wide, 0) / D",
-        "mean = tl.sum(wide * wide, 0) / BLOCK_D",
+        "mean = tl.sum(wide * wide, 0) / wide.shape[0]",
         parity("norm", "norm_odd"),
         "the mean square of a width off the block counts the lanes past it",
     ),
