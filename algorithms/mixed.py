@@ -177,10 +177,10 @@ def _paths(tree: DraftTree) -> tuple[Tensor, Tensor, Tensor]:
     own = (tokens + 1) * HASH_TOKEN + (links.depth.long() + 1) * HASH_DEPTH
     own = (own ^ (own >> 29)) * HASH_MIX
     own = own ^ (own >> 32)
-    return (_sees(tree) * own[:, None, :]).sum(-1), own, _used(tree)
+    return (sees(tree) * own[:, None, :]).sum(-1), own, used(tree)
 
 
-def _sees(tree: DraftTree) -> Tensor:
+def sees(tree: DraftTree) -> Tensor:
     """[B, N, N] int64: 1 where node i sees node j: itself and its ancestors."""
     import torch
 
@@ -188,7 +188,7 @@ def _sees(tree: DraftTree) -> Tensor:
     return (tree.links.mask[:, :, node // 64] >> (node % 64)) & 1
 
 
-def _used(tree: DraftTree) -> Tensor:
+def used(tree: DraftTree) -> Tensor:
     """[B, N] bool: a node outside of the tree has depth 0 and is not the root."""
     import torch
 
@@ -202,6 +202,6 @@ def _padded(tree: DraftTree, num_nodes: int) -> tuple[Tensor, Tensor]:
 
     size = tree.tokens.shape[1]
     node = torch.arange(size, device=tree.tokens.device)
-    parent = torch.where((_sees(tree) > 0) & (node < node[:, None]), node, -1).amax(-1)
-    parents = torch.where(_used(tree), parent, -2).int()
+    parent = torch.where((sees(tree) > 0) & (node < node[:, None]), node, -1).amax(-1)
+    parents = torch.where(used(tree), parent, -2).int()
     return pad(tree.tokens, (0, num_nodes - size)), pad(parents, (0, num_nodes - size), value=-2)

@@ -215,9 +215,44 @@ class KVScalesTask(TaskConfig):
         return {"autoregressive": available()["autoregressive"].Config()}
 
 
+@dataclass
+class ReplayTask(MethodsTask):
+    """How many tokens a step of each method would write, from one recorded text for all of them."""
+
+    IGNORED: ClassVar[tuple[str, ...]] = ("algo", "baseline", "samples")
+    name: str = "replay"
+    trace: str | None = None
+    """Folder of an earlier run over the same prompts whose texts are taken; null decodes them autoregressively."""
+    unions: list[list[str]] = field(default_factory=list)
+    """Labels of methods whose trees are merged; each list is a row."""
+    lengths: list[int] = field(default_factory=list)
+    """Lengths to which chains are shortened; each is a row of every method that drafts a longer chain."""
+    cost: str | None = None
+    """Times of a step: a JSON file, or the folder of a run whose summary has them; null predicts no times."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for length in self.lengths:
+            expect_at_least("task.lengths", length, 1)
+        labels = tuple(self.chosen_methods())
+        for parts in self.unions:
+            if len(parts) < 2:
+                raise ValueError(f"task.unions: expected at least two labels of methods in each list, got {parts}")
+            for label in parts:
+                expect_choice("task.unions", label, labels)
+
+
 TASKS: dict[str, type[TaskConfig]] = {
     task.name: task
-    for task in (GenerateTask, CompareTask, ThroughputTask, LosslessnessTask, GraphAblationTask, KVScalesTask)
+    for task in (
+        GenerateTask,
+        CompareTask,
+        ThroughputTask,
+        LosslessnessTask,
+        GraphAblationTask,
+        KVScalesTask,
+        ReplayTask,
+    )
 }
 
 

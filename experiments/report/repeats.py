@@ -22,7 +22,12 @@ def half_width(values: Sequence[float]) -> float | None:
     """Of the 95 % interval of the mean of `values`; None for fewer than two."""
     if len(values) < 2:
         return None
-    return _T_95[min(len(values) - 1, len(_T_95)) - 1] * stdev(values) / sqrt(len(values))
+    return student_t(len(values) - 1) * stdev(values) / sqrt(len(values))
+
+
+def student_t(degrees: int) -> float:
+    """Student's t of 97.5 % for that many degrees of freedom, at least 1; a safe bound beyond 10."""
+    return _T_95[min(degrees, len(_T_95)) - 1]
 
 
 def interval(centre: float | None, values: Sequence[float]) -> list[float] | None:

@@ -8,6 +8,7 @@ requests.jsonl             one object per request, with text, token ids, accepte
 decodings.jsonl            one object per method, prompt set and round, with its times
 report.html                everything in one page
 kv_scales.safetensors      factors for a float8 cache, from task=kv_scales
+cost.json                  times of a step that task=replay predicts from
 summary.json               conditions and rows of the run
 
 docs/reading_a_report.md explains the contents.

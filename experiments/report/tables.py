@@ -91,6 +91,11 @@ def _accuracy(row: Row) -> str:
     return f"{shown} ({answers['cut']} cut)" if answers and answers["cut"] else shown
 
 
+def _acceptance_by_position(row: Row) -> str:
+    rates = [None if rate is None else 100 * rate for rate in row["acceptance_at"][:6]]
+    return " ".join(figure(rate, 0) for rate in rates or [None])
+
+
 def with_interval(title: str, path: str, digits: int, suffix: str = "") -> Column:
     """A column of figures with the half-width of their 95 % interval, where rounds were repeated."""
 
@@ -109,6 +114,7 @@ DECODE_SPEEDUP = with_interval("decode speedup", "speedup_decode", 2, "×")
 WALL_SPEEDUP = with_interval("wall speedup", "speedup_wall", 2, "×")
 ACCEPTANCE_RATE = number("accepted / drafted", "acceptance_rate", 1, "%", scale=100)
 TOKENS_PER_STEP = number("tokens/step", "tokens_per_step", 2)
+ACCEPTANCE_BY_POSITION = Column("acceptance % at 1…6", _acceptance_by_position)
 STEP_MS = number("ms/step", "step_ms/mean", 2)
 STEP_MS_RANGE = Column(
     "ms/step 20–80 %", lambda row: "–".join(figure(at(row, f"step_ms/{q}"), 2) for q in ("p20", "p80")), narrow=False

@@ -209,6 +209,7 @@ class Task:
             drafts_with_model=algorithm.needs_draft_model,
             attention=dict(backend.served),
             compiled=compiled,
+            num_nodes=algorithm.num_nodes,
         )
         earlier.keep(self.folder, key, decoded)
         return decoded

@@ -14,11 +14,6 @@ from experiments.report.tables import Row
 from experiments.tasks.base import Task
 
 
-def _acceptance(row: Row) -> str:
-    rates = [None if rate is None else 100 * rate for rate in row["acceptance_at"][:6]]
-    return " ".join(tables.figure(rate, 0) for rate in rates or [None])
-
-
 class Compare(Task):
     """Every method on every prompt set, each set with its baseline first."""
 
@@ -30,7 +25,7 @@ class Compare(Task):
         tables.DECODE_SPEEDUP,
         tables.number("predicted", "prediction/predicted", 2, "×"),
         tables.TOKENS_PER_STEP,
-        tables.Column("acceptance % at 1…6", _acceptance),
+        tables.ACCEPTANCE_BY_POSITION,
         replace(tables.ACCEPTANCE_RATE, narrow=False),
         tables.STEP_MS,
         tables.LOSSLESS,

@@ -42,6 +42,8 @@ class Decoded:
     """Phase of the attention to what computed it."""
     compiled: Sequence[str]
     """Kernels that were compiled after the warm-up, one name per compilation."""
+    num_nodes: int
+    """Nodes verified per step, node 0 included."""
 
     @property
     def comparable(self) -> bool:
@@ -81,7 +83,22 @@ def make_engine(plan: Plan, target: Target, algo: Any, longest: int) -> tuple[En
 
     `longest` is the length of the longest request in tokens, prompt and answer.
     """
+    algorithm = make_algorithm(plan, target, algo)
+    engine, backend = engine_of(plan, target, algorithm, longest)
+    return engine, algorithm, backend
+
+
+def make_algorithm(plan: Plan, target: Target, algo: Any) -> Algorithm:
+    """The algorithm that `algo` configures, with its drafter."""
     from algorithms.registry import available
+
+    kind = available()[algo.name]
+    with _memory_errors(), user_errors(ValueError, OSError):
+        return kind(algo, target, plan.config.model.drafter_of(kind.drafter_for(algo)))
+
+
+def engine_of(plan: Plan, target: Target, algorithm: Algorithm, longest: int) -> tuple[Engine, Backend]:
+    """An engine for `algorithm`, and its attention backend; `longest` as in `make_engine`."""
     from algorithms.runtime.backends.registry import backends
     from algorithms.runtime.engine import Engine, EngineSettings
 
@@ -103,9 +120,7 @@ def make_engine(plan: Plan, target: Target, algo: Any, longest: int) -> tuple[En
     with _memory_errors(), user_errors(ValueError, OSError):
         # A backend records what served each phase, so every decoding has one of its own.
         backend = backends()[config.backend.name](config.backend, impl, runtime.deterministic)
-        kind = available()[algo.name]
-        algorithm = kind(algo, target, config.model.drafter_of(kind.drafter_for(algo)))
-        return Engine(target, algorithm, backend, settings, plan.tokenizer.decode), algorithm, backend
+        return Engine(target, algorithm, backend, settings, plan.tokenizer.decode), backend
 
 
 @contextmanager
@@ -145,7 +160,7 @@ def method_row(
     decoded, timed = rounds[0], timed_rounds(rounds)
     generation = decoded.generation
     row: dict[str, Any] = {"data": workload.name, "method": label, "algo": decoded.algo, "rule": decoded.rule}
-    row["drafts_with_model"] = decoded.drafts_with_model
+    row |= {"drafts_with_model": decoded.drafts_with_model, "num_nodes": decoded.num_nodes}
     row |= {"graphs": asdict(generation.graphs), "attention": decoded.attention, "settings": decoded.config}
     row |= metrics.summarize_method(generation, decoded.max_depth, timed)
     row["num_resumed"] = len(generation.completions) - (len(timed[0].completions) if timed else 0)

@@ -28,9 +28,10 @@ def task_named(name: str) -> type[Task]:
     from experiments.tasks.graph_ablation import GraphAblation
     from experiments.tasks.kv_scales import KVScalesTask
     from experiments.tasks.losslessness import Losslessness
+    from experiments.tasks.replay import Replay
     from experiments.tasks.throughput import Throughput
 
-    tasks: tuple[type[Task], ...] = (Generate, Compare, Throughput, Losslessness, GraphAblation, KVScalesTask)
+    tasks: tuple[type[Task], ...] = (Generate, Compare, Throughput, Losslessness, GraphAblation, KVScalesTask, Replay)
     return {task.name: task for task in tasks}[name]
 
 

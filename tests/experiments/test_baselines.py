@@ -36,7 +36,7 @@ def decoded(text: str = "x") -> Decoded:
     graphs = GraphReport("none", (1, 2))
     generation = Generation([completion], 2, 1.0, 2.0, 3.0, 0.5, [0.1, 0.2], {"draft": 1.0}, graphs)
     attention = {"decode": "torch"}
-    return Decoded("autoregressive", {}, [REQUEST], generation, generation, 0, "target_only", False, attention, [])
+    return Decoded("autoregressive", {}, [REQUEST], generation, generation, 0, "target_only", False, attention, [], 1)
 
 
 def refuse() -> Decoded:

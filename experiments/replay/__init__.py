@@ -1,0 +1,1 @@
+"""Scores drafters on recorded text: what is drafted at each position, and the steps that follow from it."""
