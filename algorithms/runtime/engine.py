@@ -213,7 +213,7 @@ class Engine:
             self.prefiller.prepare()
             self.runner.prepare(needs)
         depth = self.parts.algorithm.max_depth
-        readback: Readback[list[Running]] = Readback(self._overlap, state.max_batch, depth, device)
+        readback: Readback[list[Running]] = Readback(self._overlap, state.max_batch, depth, device, needs.top_logprobs)
         self._session_is_open = True
         try:
             yield Session(self.prefiller, self.parts, self.runner, self.scheduler, readback, needs, self.check)
@@ -434,7 +434,7 @@ class Session:
                 self._row_steps += 1
                 self._emitted += len(row.tokens)
                 running.completion.note_draft(row.num_drafted, row.ran_out)
-                move = self._scheduler.advance(running, row.tokens, row.logprobs, _now_ms())
+                move = self._scheduler.advance(running, row.tokens, row.logprobs, _now_ms(), row.top)
             else:
                 move = self._fail(running)
             if move is not None:

@@ -29,6 +29,8 @@ class RowResult(NamedTuple):
     num_drafted: int
     ran_out: bool
     """Whether the accepted path ends where nothing was drafted."""
+    top: list[list[tuple[int, float]]]
+    """The likeliest tokens in the place of each, with their log-probabilities; empty where no step reports them."""
 
 
 @dataclass(frozen=True)
@@ -38,27 +40,44 @@ class StepResult:
     tokens: list[list[int]]
     logprobs: list[list[float]]
     figures: list[list[int]]
+    top_tokens: list[list[list[int]]]
+    top_logprobs: list[list[list[float]]]
 
     @classmethod
-    def of_table(cls, table: np.ndarray[Any, Any]) -> StepResult:
-        """Of `table [rows, 2 (D + 1) + 4]` int64."""
-        emit = table.shape[1] // 2 - 2
-        logprobs = table[:, emit : 2 * emit].astype(np.int32).view(np.float32)
-        return cls(table[:, :emit].tolist(), logprobs.tolist(), table[:, 2 * emit :].tolist())
+    def of_table(cls, table: np.ndarray[Any, Any], emit: int) -> StepResult:
+        """Of `table [rows, 2 (D + 1) + 4 + 2 (D + 1) n]` int64 with `emit` = D + 1."""
+        tokens, logprobs, figures, top = np.split(table, [emit, 2 * emit, 2 * emit + 4], axis=1)
+        top = top.reshape(len(table), 2, emit, -1) if top.shape[1] else np.zeros((len(table), 2, 0, 0), np.int64)
+        return cls(
+            tokens.tolist(),
+            _floats(logprobs).tolist(),
+            figures.tolist(),
+            top[:, 0].tolist(),
+            _floats(top[:, 1]).tolist(),
+        )
 
     def of(self, row: int) -> RowResult:
         """What the step says about the request in `row`."""
         num_accepted, valid, num_drafted, ran_out = self.figures[row]
         emitted = num_accepted + 1
         tokens, logprobs = self.tokens[row][:emitted], self.logprobs[row][:emitted]
-        return RowResult(tokens, logprobs, bool(valid), num_drafted, bool(ran_out))
+        both = zip(self.top_tokens[row][:emitted], self.top_logprobs[row][:emitted], strict=True)
+        top = [list(zip(ids, values, strict=True)) for ids, values in both]
+        return RowResult(tokens, logprobs, bool(valid), num_drafted, bool(ran_out), top)
+
+
+def _floats(bits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Float32 numbers whose bits stand in int64."""
+    return bits.astype(np.int32).view(np.float32)
 
 
 class Readback(Generic[Tag]):
     """First in, first out; `behind` results stay in flight. Buffers are reused, so a result is read once."""
 
-    def __init__(self, behind: int, max_batch: int, max_depth: int, device: torch.device) -> None:
-        cuda, shape = device.type == "cuda", (max_batch, 2 * (max_depth + 1) + 4)
+    def __init__(self, behind: int, max_batch: int, max_depth: int, device: torch.device, num_top: int = 0) -> None:
+        """`num_top` likeliest tokens of each emitted one are part of the tables."""
+        self._emit = max_depth + 1
+        cuda, shape = device.type == "cuda", (max_batch, 2 * self._emit * (1 + num_top) + 4)
         self._behind = behind
         self._buffers = [torch.empty(shape, dtype=torch.int64, pin_memory=cuda) for _ in range(behind + 1)]
         self._events = [torch.cuda.Event() for _ in self._buffers] if cuda else []
@@ -73,7 +92,7 @@ class Readback(Generic[Tag]):
         return len(self._pending)
 
     def push(self, table: Tensor, tag: Tag) -> None:
-        """Start copying `table [rows, 2 (D + 1) + 4]` to the host."""
+        """Start copying `table [rows, 2 (D + 1) (1 + num_top) + 4]` to the host."""
         place, rows = self._next, len(table)
         self._next = (place + 1) % len(self._buffers)
         self._buffers[place][:rows].copy_(table, non_blocking=True)
@@ -89,7 +108,7 @@ class Readback(Generic[Tag]):
             if self._events:
                 self._events[place].synchronize()
             self.waited_ms += (time.perf_counter() - began) * 1e3
-            yield StepResult.of_table(self._buffers[place][:rows].numpy()), tag
+            yield StepResult.of_table(self._buffers[place][:rows].numpy(), self._emit), tag
 
     def drop(self) -> None:
         """Forget what is in flight."""

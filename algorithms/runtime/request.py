@@ -65,6 +65,9 @@ class Request:
         biased = sorted(token for token in self.sampling.logit_bias if not 0 <= token < vocab_size)
         if biased:
             return f"sampling.logit_bias: expected token ids below the vocabulary of {vocab_size}, got {biased[:5]}"
+        if self.sampling.top_logprobs > vocab_size:
+            most = f"at most the vocabulary of {vocab_size}"
+            return f"sampling.top_logprobs: expected {most}, got {self.sampling.top_logprobs}"
         return self._problem_of_words(vocab_size)
 
     def _problem_of_words(self, vocab_size: int) -> str | None:
@@ -99,6 +102,9 @@ class Completion:
     request_id: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    """For each token the `sampling.top_logprobs` likeliest tokens in its place, likeliest first, as pairs of token id
+    and log-probability, which is that of `logprobs`. Tokens of no probability are left out."""
     text: str = ""
     finish_reason: str = ""
     """stop_token, stop_string, length, aborted, or `error` where the target gave no finite logit."""

@@ -17,6 +17,8 @@ MAX_FORBIDDEN = 256
 """Most token sequences that one request forbids: bad words, and with `min_tokens` its stop tokens."""
 MAX_BAD_WORD = 16
 """Most tokens of a bad word."""
+MAX_TOP_LOGPROBS = 64
+"""Most likeliest tokens that are reported in the place of a token."""
 
 
 @dataclass
@@ -58,6 +60,8 @@ class SamplingParams:
     """Generation ends when the output holds one of these; the text is cut before it."""
     logprobs: bool = False
     """Also report the target's log-probability of every token; steps that nobody asks for them skip their sums."""
+    top_logprobs: int = 0
+    """Also report so many of the likeliest tokens in the place of every token, with their log-probabilities."""
 
     def __post_init__(self) -> None:
         self.stop_strings = tuple(self.stop_strings)
@@ -78,6 +82,7 @@ class SamplingParams:
             ("bad_words", f"strings, or lists of 1 to {MAX_BAD_WORD} token ids", _are_words(self.bad_words)),
             ("min_tokens", f"0 to max_new_tokens = {self.max_new_tokens}",
              0 <= self.min_tokens <= self.max_new_tokens),
+            ("top_logprobs", f"0 (none) to {MAX_TOP_LOGPROBS}", 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS),
             ("seed", f"0 to {_LARGEST_INT64}", 0 <= self.seed <= _LARGEST_INT64),
             ("stop_strings", "no empty string, which would stop every request at once", "" not in self.stop_strings),
         )  # fmt: skip
@@ -125,6 +130,7 @@ class SamplingNeeds:
     penalised: bool = False
     forbids: bool = False
     logprobs: bool = False
+    top_logprobs: int = 0
 
     @classmethod
     def of(cls, params: Iterable[SamplingParams]) -> SamplingNeeds:
@@ -136,13 +142,14 @@ class SamplingNeeds:
             penalised=any(p.penalised for p in asked),
             forbids=any(p.forbids for p in asked),
             logprobs=any(p.logprobs for p in asked),
+            top_logprobs=max((p.top_logprobs for p in asked), default=0),
         )
 
     @property
     def greedy(self) -> bool:
         """Whether the largest logit of each row is all that is needed."""
-        return not (self.sampled or self.filtered or self.penalised or self.forbids or self.logprobs)
+        return not any(vars(self).values())
 
     def covers(self, other: SamplingNeeds) -> bool:
         """Whether a step made for these needs serves `other`."""
-        return all(mine or not theirs for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True))
+        return all(mine >= theirs for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True))

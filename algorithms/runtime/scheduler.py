@@ -11,6 +11,7 @@ one leaves, the last of them takes its place, and the caller moves its tensors a
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -237,7 +238,12 @@ class Scheduler:
         return piece
 
     def advance(
-        self, running: Running, emitted: Sequence[int], logprobs: Sequence[float], now_ms: float
+        self,
+        running: Running,
+        emitted: Sequence[int],
+        logprobs: Sequence[float],
+        now_ms: float,
+        top: Sequence[Sequence[tuple[int, float]]] = (),
     ) -> RowMove | None:
         """Append the tokens of one step, up to the first that ends the request; the move if one does.
 
@@ -253,6 +259,10 @@ class Scheduler:
         completion.token_ids += emitted[:kept]
         if request.sampling.logprobs:
             completion.logprobs += logprobs[:kept]
+        if most := request.sampling.top_logprobs:
+            completion.top_logprobs += [
+                [pair for pair in likeliest[:most] if pair[1] > -math.inf] for likeliest in top[:kept]
+            ]
         completion.num_truncated = len(emitted) - kept
         return self._retire(running, now_ms) if completion.finish_reason else None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Observation, Resources
@@ -27,6 +28,7 @@ from specdec_kernels import (
     apply_penalties,
     commit_step,
     count_tokens,
+    draft_topk,
     forbid_tokens,
     gather_path,
     mask_paths,
@@ -60,7 +62,8 @@ class Step:
     accepted: Accepted
     table: Tensor
     """[B, 2 (D + 1) + 4] int64: emitted tokens, their log-probabilities as float32 bits (0 where no request asks
-    for them), then num_accepted, valid, num_drafted and ran_out, see `specdec_kernels.commit`."""
+    for them), then num_accepted, valid, num_drafted and ran_out, see `specdec_kernels.commit`. Where n likeliest
+    tokens are asked for, 2 (D + 1) n more: their ids, and their log-probabilities as float32 bits."""
 
     def __init__(self, parts: StepParts, batch: Batch, needs: SamplingNeeds, checked: bool = False) -> None:
         """`checked` looks at the draft, which reads it back: such a step cannot be captured."""
@@ -195,6 +198,21 @@ class Step:
             )
         )
         self.table = committed.table
+        if self._needs.top_logprobs:
+            self.table = torch.cat([self.table, self._top_logprobs()], 1)
+
+    def _top_logprobs(self) -> Tensor:
+        """[B, 2 (D + 1) n] int64: the likeliest tokens behind each node of the accepted path, then the bits of their
+        log-probabilities. A logit's distance to the largest one is added to the log-probability of that, which cannot
+        underflow."""
+        (batch, nodes, _), count = self.logits.shape, self._needs.top_logprobs
+        flat = self.logits.flatten(0, 1)
+        probs, tokens = draft_topk(flat, count, impl=self._parts.resources.impl)
+        values = flat.gather(1, tokens).float()
+        logprobs = values - values[:, :1] + probs[:, :1].log()
+        both = torch.stack([tokens, logprobs.view(torch.int32).long()], 1).view(batch, nodes, 2, count)
+        path = self.accepted.nodes.clamp(min=0).long()[:, :, None, None].expand(-1, -1, 2, count)
+        return both.gather(1, path).transpose(1, 2).reshape(batch, -1)
 
     def _on_path(self, committed: Committed) -> list[Tensor]:
         """Hidden states and features in text order; of a tree, keys and values move with them."""

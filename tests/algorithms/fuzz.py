@@ -42,7 +42,7 @@ MAKERS: dict[str, Callable[[], Algorithm]] = ALL_MAKERS | {
     f"standalone_{rule}": lambda rule=rule: Standalone(Standalone.Config(steps=3, rule=rule), TARGET, "random")
     for rule in ("rejection", "block")
 }
-EVERYTHING = SamplingNeeds(sampled=True, filtered=True, penalised=True, forbids=True, logprobs=True)
+EVERYTHING = SamplingNeeds(sampled=True, filtered=True, penalised=True, forbids=True, logprobs=True, top_logprobs=3)
 
 
 class AllocationFailed(torch.OutOfMemoryError):
@@ -88,6 +88,7 @@ def draw_sampling(draw: random.Random) -> SamplingParams:
         seed=sometimes(draw.randrange(1000), 2**63 - 1),
         stop_strings=sometimes((), (text,), (text, spell([draw.randrange(VOCAB)]))),
         logprobs=draw.random() < 0.3,
+        top_logprobs=sometimes(0, 1, 3),
     )
 
 

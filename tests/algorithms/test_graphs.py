@@ -200,6 +200,7 @@ FILTERED = {
     "logit_bias": {3: 1.0},
     "bad_words": ((5,), (7, 8)),
     "min_tokens": 2,
+    "top_logprobs": 3,
 }
 
 

@@ -20,7 +20,7 @@ _ALGORITHMS = "tests/algorithms/"
 _ENGINE = tuple(
     f"{_ALGORITHMS}test_{name}.py"
     for name in ("scheduler", "engine", "faults", "drafters", "prefill", "levels", "sampling_parameters", "fuzz",
-                 "forbidden_tokens", "ngram", "graphs", "kv_dtype")
+                 "forbidden_tokens", "top_logprobs", "ngram", "graphs", "kv_dtype")
 )  # fmt: skip
 _MODELS = tuple(
     f"tests/runtime/test_{name}.py"
