@@ -10,8 +10,12 @@ token-identical to autoregressive sampling with equal seeds.
 
 A drafter that draws its tokens needs a rule that knows the distribution it drew from: `rejection` (arXiv 2211.17192)
 judges one token after the other, `block` (arXiv 2403.10444) the chain as a whole, which accepts no fewer tokens in
-expectation. Both are for chains; `reference` states their formulas. All rules are exact for the target's distribution
-under the same temperature and filters as `pick_tokens`.
+expectation. Both are for chains. For trees whose tokens are drawn, `multi_round` (SpecInfer, arXiv 2305.09781) takes
+siblings that were drawn independently, equal ones included, and `without_replacement` (recursive rejection sampling,
+arXiv 2402.14160) siblings that were drawn one after the other from the tokens that were left; it stays exact for
+independent draws, because it passes over equal ones; `multi_round` is not exact for draws without replacement.
+`reference` states the formulas. All rules are exact for the target's distribution under the same temperature and
+filters as `pick_tokens`.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from specdec_kernels.launch import dispatch
 from specdec_kernels.sampling.api import LOGITS, expect_randomness, expect_rows
 from specdec_kernels.sampling.types import SamplingTensors
 from specdec_kernels.tree import TreeLinks
-from specdec_kernels.verify.types import CHAIN_RULES, RULES, Accepted
+from specdec_kernels.verify.types import CHAIN_RULES, DRAWN_RULES, RULES, TREE_RULES, Accepted
 
 _GREEDY = SamplingTensors()
 
@@ -49,11 +53,17 @@ def accept(
     where there is none, after `max_depth` drafts, or at a row without a usable logit, it stops and the node's target
     token is the bonus. Unlinked nodes and duplicates behind the first are never reached. `rejection` and `block` judge
     the nodes 1, 2, ... as long as first_child[n - 1] = n; the chain ends at the first that is not, at `max_depth`, and
-    behind a row without a usable logit. Rows at temperature 0 are greedy under every rule.
+    behind a row without a usable logit. `multi_round` and `without_replacement` judge the children of a node in the
+    order of their links and go on from the first that is accepted. A child whose token had no draft probability (left)
+    is no draw: it is passed over, and so is a token that a rejected sibling carries under `without_replacement`.
+    Their links must lead to later nodes, as those of `build_tree` do; one that does not ends the walk. Rows at
+    temperature 0 are greedy under every rule.
 
     Args:
         rule: `greedy` (target token = argmax), `target_only` (target token = exact draw at the request's temperature),
-            `rejection` or `block` (the drafts were drawn from `draft_probs`).
+            `rejection` or `block` (a chain that was drawn from `draft_probs`), `multi_round` or `without_replacement`
+            (a tree that was drawn from `draft_probs`). The shape of a drawn tree may depend on the committed text, not
+            on the tokens drawn: a tree that is pruned by what was drawn no longer follows `draft_probs`.
         tokens: [B, N] int64, contiguous; node 0 is the last committed token.
         tree: TreeLinks of the same B and N. Its positions key the draws: those of `target_only` at the node's position,
             those of the other rules at the root's, with one slot per node for the uniforms that judge the drafts.
@@ -64,12 +74,14 @@ def accept(
         sampling: B entries. Rows at temperature 0 take the argmax; `greedy` takes no temperature. With `probs` there
             are no filters, the temperature only tells which rows are greedy, and None means that none is.
         uniforms: replaces the generator (tests of the exact distribution), float64 in [0, 1). `target_only`: [B, N],
-            one per node. `rejection` and `block`: [B, N + 1], those that judge the nodes 1..N-1, then the one of the
-            token in place of a rejected draft, then that of the bonus behind a wholly accepted chain.
+            one per node. The rules for drawn drafts: [B, N + 1], those that judge the nodes 1..N-1, then the one of
+            the token in place of rejected drafts, then that of the bonus where no draft was rejected.
         probs: [B, N, V] float32 target probabilities instead of logits, laid out as these; rows need not sum to 1, NaN
             and negative entries count as 0.
-        draft_probs: [B, N - 1, V] float32, contiguous: row n is the distribution that node n + 1 was drawn from. NaN
-            and negative entries count as 0. Needed by `rejection` and `block`, refused otherwise. A drafter must not
+        draft_probs: [B, N - 1, V] float32, contiguous: row n is the distribution that the children of node n were
+            drawn from (of a chain: node n + 1). NaN and negative entries count as 0; `multi_round` and
+            `without_replacement` normalise the rows, which under the latter are those before any removal. Needed by
+            the rules for drawn drafts, refused otherwise. A drafter must not
             draw twice with one key: under `block` drafts behind the accepted ones influence the outcome, so a key used
             again in the next step would couple the two steps. Drawing with position L * (D + 1) + depth in
             DRAFT_STREAM is safe.
@@ -99,7 +111,7 @@ def accept(
     expect_tensors(
         {**tree._asdict(), "tokens": tokens, "lengths": lengths, "logits": logits, "probs": probs},
         **sampling.expected(batch),
-        uniforms=(uniforms, (batch, num_nodes + 1 if rule in CHAIN_RULES else num_nodes), torch.float64),
+        uniforms=(uniforms, (batch, num_nodes + 1 if rule in DRAWN_RULES else num_nodes), torch.float64),
         draft_probs=(draft_probs, (batch, num_nodes - 1, values.shape[-1]), torch.float32),
     )
     expect_randomness(sampling, tree.positions, uniforms)
@@ -165,13 +177,14 @@ def _check_rule(
         raise ValueError(f"rule: expected one of {', '.join(RULES)}, got {rule!r}")
     if rule == "greedy" and (sampling.temperature is not None or uniforms is not None):
         raise ValueError("rule 'greedy' draws nothing: expected no temperature and no uniforms, use 'target_only'")
-    if rule in CHAIN_RULES and draft_probs is None:
+    if rule in DRAWN_RULES and draft_probs is None:
         raise ValueError(
             f"rule {rule!r}: expected draft_probs, got None; 'target_only' is for drafts that are not drawn"
         )
-    if rule not in CHAIN_RULES and draft_probs is not None:
+    if rule not in DRAWN_RULES and draft_probs is not None:
         raise ValueError(
-            f"rule {rule!r} ignores the draft's distribution: expected no draft_probs, use 'rejection' or 'block'"
+            f"rule {rule!r} ignores the draft's distribution: expected no draft_probs, use one of "
+            f"{', '.join(CHAIN_RULES)} for a chain and of {', '.join(TREE_RULES)} for a tree"
         )
     if from_probs and sampling.filtered:
         raise ValueError("probs are taken as they are: expected no top_k, top_p or min_p with them")

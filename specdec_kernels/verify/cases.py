@@ -13,7 +13,7 @@ from specdec_kernels.sampling.reference import filtered_probs
 from specdec_kernels.sampling.types import SamplingTensors
 from specdec_kernels.tree.cases import random_parents
 from specdec_kernels.tree.reference import build_chain, build_tree
-from specdec_kernels.verify.types import CHAIN_RULES
+from specdec_kernels.verify.types import CHAIN_RULES, TREE_RULES
 
 _INF = float("inf")
 
@@ -114,6 +114,45 @@ def _drawn(
     )  # fmt: skip
 
 
+_PARENTS = [-1, 0, 0, 0, 1, 1, 2, 2, 5, 5]
+
+
+def _drawn_tree(make: Maker, rule: str, batch: int, max_depth: int, unused: int = 2, **sizes: Any) -> dict[str, Any]:
+    """Siblings drawn together, from rows that depend on the parent's place; equal ones under `multi_round`.
+
+    The last `unused` nodes are in the tensor and not in the tree.
+    """
+    num_nodes = len(_PARENTS) + unused
+    inputs = _drawn(make, rule, batch, num_nodes, max_depth=max_depth, **sizes)
+    parents = make.tensor([_PARENTS + [-2] * unused] * batch, torch.int32)
+    for parent in sorted(set(_PARENTS[1:])):
+        children = [node for node, above in enumerate(_PARENTS) if above == parent]
+        drawn = torch.multinomial(
+            inputs["draft_probs"][:, parent].cpu(), len(children), rule == "multi_round", generator=make.generator
+        )
+        inputs["tokens"][:, children] = drawn.to(make.device)
+    return inputs | dict(tree=build_tree(parents, inputs["lengths"]))
+
+
+def _troubled_tree(make: Maker, rule: str) -> dict[str, Any]:
+    """Rows of NaN, drafts outside the vocabulary, of probability 0 and drawn twice, a greedy row, links that lead back,
+    a draft whose rows do not sum to 1."""
+    inputs = _drawn_tree(make, rule, batch=10, vocab=12, max_depth=3, distance=3.0)
+    inputs["sampling"] = inputs["sampling"]._replace(temperature=make.tensor([0.9] * 9 + [0.0], torch.float32))
+    inputs["logits"][0, 0] = float("nan")
+    inputs["logits"][1, 1:4] = float("nan")
+    inputs["tokens"][2, 1], inputs["tokens"][2, 2] = 12, -1
+    inputs["draft_probs"][3, 0] = float("nan")
+    inputs["draft_probs"][4] = 0.0
+    inputs["tokens"][5, 1:4] = inputs["tokens"][5, 1:2].clone()
+    inputs["logits"][5, 0, inputs["tokens"][5, 1]] = float("-inf")
+    inputs["tree"].next_sibling[6, 2] = 1
+    inputs["draft_probs"][7] *= 3.0
+    inputs["draft_probs"][8, 0, inputs["tokens"][8, 2]] = 0.0
+    inputs["tokens"][9, 3] = inputs["logits"][9, 0].float().argmax()
+    return inputs
+
+
 def _troubled(make: Maker, rule: str) -> dict[str, Any]:
     """Rows of NaN, a cut chain, drafts outside the vocabulary and of probability 0 or NaN, uniforms of exactly 0."""
     inputs = _drawn(make, rule, batch=9, num_nodes=5, vocab=12, max_depth=3)
@@ -201,6 +240,29 @@ CASES = (
         )
     ),
     *(case_of("accept", _troubled, f"{rule}_troubled", "unusable rows", rule=rule) for rule in CHAIN_RULES),
+    *(
+        case_of("accept", _drawn, f"{rule}_{name}", catches, gate=gate, rule=rule, **sizes)
+        for rule in TREE_RULES
+        for name, catches, gate, sizes in (
+            ("empty", "an empty grid", False, dict[str, Any](batch=0, num_nodes=3, vocab=9, max_depth=2)),
+            ("root_only", "no drafts", True, dict[str, Any](batch=3, num_nodes=1, vocab=9, max_depth=0)),
+            ("chain", "a chain judged as a tree", False, dict[str, Any](batch=9, num_nodes=5, vocab=40, max_depth=4)),
+        )
+    ),
+    *(
+        case_of("accept", _drawn_tree, f"{rule}_{name}", catches, gate=gate, rule=rule, **sizes)
+        for rule in TREE_RULES
+        for name, catches, gate, sizes in (
+            ("near", "bonus row", True, dict(batch=9, vocab=40, max_depth=3, distance=0.2)),
+            ("far", "residuals after several rejections", False, dict(batch=40, vocab=20, max_depth=3, distance=2.0)),
+            ("disjoint", "no common token", False, dict(batch=7, vocab=40, max_depth=3, distance=_INF)),
+            ("cut", "children behind the limit", False, dict(batch=9, vocab=9, max_depth=1, distance=1.0)),
+            ("filtered", "draws from few tokens", True, dict(batch=9, vocab=100, max_depth=3, filtered=True)),
+            ("probs", "p from logits", True, dict(batch=9, vocab=60, max_depth=3, probs=True)),
+            ("tiles", "passes", False, dict(batch=2, vocab=4500, max_depth=2, padded=9, distance=2.0)),
+        )
+    ),
+    *(case_of("accept", _troubled_tree, f"{rule}_troubled", "no draws", rule=rule) for rule in TREE_RULES),
     _known("targets_tree", catches="missing targets", batch=5, num_nodes=13, max_depth=6),
     _known("targets_root", catches="no drafts", gate=True, batch=4, num_nodes=1, max_depth=0),
     _sampled("accept_qwen", gate=True, bench=True, tags=_LARGE, batch=1, **_SHIPPED),
@@ -224,6 +286,13 @@ CASES = (
             rule=rule, batch=8, num_nodes=8, vocab=151936, max_depth=7, filtered=True,
         )
         for rule in CHAIN_RULES
+    ),
+    *(
+        case_of(
+            "accept", _drawn_tree, f"{rule}_b8", "the shipped vocabulary", gate=True, bench=True, tags=_LARGE,
+            rule=rule, batch=8, vocab=151936, max_depth=4, filtered=True,
+        )
+        for rule in TREE_RULES
     ),
 )  # fmt: skip
 

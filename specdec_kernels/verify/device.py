@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""What walks down a tree read and store: entries of rows in registers, and the outcome of acceptance."""
+"""What the acceptance kernels share: entries of rows in registers, probabilities of tokens, and the outcome."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from specdec_kernels.sampling import device as d
 from specdec_kernels.verify.types import Accepted
 
 
@@ -23,6 +24,26 @@ def wide_entry(values, lane, index):
     low = entry(values.to(tl.int32), lane, index)
     high = entry((values >> 32).to(tl.int32), lane, index)
     return (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
+def target_prob(
+    values_ptr, distribution_ptr, temperature, row, column, rows, row_stride, live, PROBS: tl.constexpr
+):  # fmt: skip
+    """p of `column` in `row`; 0 where not `live`. `row`, `temperature` and `column` broadcast against each other."""
+    top = tl.load(distribution_ptr + row, mask=live, other=0.0)
+    floor = tl.load(distribution_ptr + rows + row, mask=live, other=0.0)
+    total = tl.load(distribution_ptr + 2 * rows + row, mask=live, other=1.0)
+    value = d.load_values(values_ptr, row, column, row_stride, live)
+    weight = d.weigh(value, top, d.exponent_scale(temperature), PROBS)
+    return tl.where((value >= floor) & (total > 0), weight / total, 0.0)
+
+
+@triton.jit
+def draft_prob(draft_ptr, row, column, live, VOCAB: tl.constexpr):
+    """q of `column` in `row` of the draft's distributions; NaN and negative entries are 0."""
+    prob = tl.load(draft_ptr + row.to(tl.int64) * VOCAB + column, mask=live, other=0.0)
+    return tl.where(prob > 0, prob, 0.0)
 
 
 @triton.jit

@@ -20,8 +20,8 @@ from specdec_kernels.sampling.types import SamplingTensors
 from specdec_kernels.tree.types import TreeLinks
 from specdec_kernels.verify.configs import ACCEPTANCE
 from specdec_kernels.verify.device import empty_outcome, entry, store_outcome, wide_entry
-from specdec_kernels.verify.kernel_rejection import accept_chain
-from specdec_kernels.verify.types import CHAIN_RULES, Accepted
+from specdec_kernels.verify.kernel_rejection import accept_drawn
+from specdec_kernels.verify.types import DRAWN_RULES, Accepted
 
 
 @triton.jit
@@ -118,8 +118,8 @@ def accept(
     return_logprobs: bool,
 ) -> Accepted:
     """See `specdec_kernels.verify.accept`; `values` are logits, or with `probabilities` target probabilities."""
-    if rule in CHAIN_RULES and sampling.temperature is not None:
-        return accept_chain(
+    if rule in DRAWN_RULES and sampling.temperature is not None:
+        return accept_drawn(
             rule, tokens, tree, values, lengths, max_depth, sampling, uniforms=uniforms, draft_probs=draft_probs,
             probabilities=probabilities, return_logprobs=return_logprobs,
         )  # fmt: skip

@@ -1,11 +1,12 @@
 # mypy: ignore-errors
-"""Kernels of the rules that need the draft's own distribution, `rejection` and `block`; formulas in `reference`.
+"""Kernels of the rules that need the draft's own distribution; formulas in `reference`.
 
 The sampling family first leaves each row's distribution as (top, floor, total); nothing of the size of the vocabulary
 is written:
 
-1. judge, one program per request: p and q at the drafted tokens, the uniforms, P_s; under `rejection` also tau.
-2. residual, over groups of tokens: the sums of max(P_s p_s - q_s, 0) and of p_s. Under `rejection` only at row tau,
+1. judge, one program per request: p and q at the drafted tokens, the uniforms, P_s; under `rejection` also tau. The
+   rules for trees are judged by `kernel_tree`, with 1 / c of the path's last row for P_s, and that row for tau.
+2. residual, over groups of tokens: the sums of max(P_s p_s - q_s, 0) and of p_s. Only at row tau, but
    under `block` at all rows, because its h needs them.
 3. row sums (`block` only): Z of every row.
 4. finish, one program per request: tau under `block`, the group that the uniform falls in, that group again, the
@@ -26,32 +27,13 @@ from specdec_kernels.sampling.kernel import select
 from specdec_kernels.sampling.types import ACCEPT_STREAM, BONUS_STREAM, RECOVER_STREAM, SamplingTensors
 from specdec_kernels.tree.types import TreeLinks
 from specdec_kernels.verify.configs import ACCEPTANCE
-from specdec_kernels.verify.device import empty_outcome, store_outcome
-from specdec_kernels.verify.types import Accepted
+from specdec_kernels.verify.device import draft_prob, empty_outcome, store_outcome, target_prob
+from specdec_kernels.verify.kernel_tree import judge_tree
+from specdec_kernels.verify.types import TREE_RULES, Accepted
 
 _ACCEPT = tl.constexpr(ACCEPT_STREAM)
 _RECOVER = tl.constexpr(RECOVER_STREAM)
 _BONUS = tl.constexpr(BONUS_STREAM)
-
-
-@triton.jit
-def _target_prob(
-    values_ptr, distribution_ptr, temperature, row, column, rows, row_stride, live, PROBS: tl.constexpr
-):  # fmt: skip
-    """p of `column` in `row`; 0 where not `live`. `row`, `temperature` and `column` broadcast against each other."""
-    top = tl.load(distribution_ptr + row, mask=live, other=0.0)
-    floor = tl.load(distribution_ptr + rows + row, mask=live, other=0.0)
-    total = tl.load(distribution_ptr + 2 * rows + row, mask=live, other=1.0)
-    value = d.load_values(values_ptr, row, column, row_stride, live)
-    weight = d.weigh(value, top, d.exponent_scale(temperature), PROBS)
-    return tl.where((value >= floor) & (total > 0), weight / total, 0.0)
-
-
-@triton.jit
-def _draft_prob(draft_ptr, row, column, live, VOCAB: tl.constexpr):
-    """q of `column` in `row` of the draft's distributions; NaN and negative entries are 0."""
-    prob = tl.load(draft_ptr + row.to(tl.int64) * VOCAB + column, mask=live, other=0.0)
-    return tl.where(prob > 0, prob, 0.0)
 
 
 @triton.jit
@@ -111,8 +93,8 @@ def _judge_kernel(
     reach = _leading(here & (child == node) & usable & (node <= DEPTH), node, NODES)
     in_reach = node <= reach[:, None]
     known = here & in_reach & (token >= 0) & (token < VOCAB)
-    p = _target_prob(values_ptr, distribution_ptr, temperature, row, token, batch * NODES, row_stride, known, PROBS)
-    q = _draft_prob(draft_ptr, request[:, None] * (NODES - 1) + node - 1, token, known, VOCAB)
+    p = target_prob(values_ptr, distribution_ptr, temperature, row, token, batch * NODES, row_stride, known, PROBS)
+    q = draft_prob(draft_ptr, request[:, None] * (NODES - 1) + node - 1, token, known, VOCAB)
     p = tl.where(known, p, 0.0)
 
     argmax = tl.load(greedy_ptr + row, mask=here, other=-1)
@@ -170,12 +152,12 @@ def _residual_kernel(
     kept = tl.where(step < reach, tl.load(judged_ptr + row, mask=active, other=1.0), 1.0)
     column = (strip - entry * GROUPS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     live = active[:, None] & (column < VOCAB)
-    p = _target_prob(
+    p = target_prob(
         values_ptr, distribution_ptr, temperature[:, None], row[:, None], column, batch * NODES, row_stride, live, PROBS
     )
     p = tl.where(live, p, 0.0)
     judged = live & (step < reach)[:, None]
-    q = _draft_prob(draft_ptr, (row - request)[:, None], column, judged, VOCAB)
+    q = draft_prob(draft_ptr, (row - request)[:, None], column, judged, VOCAB)
     residual = tl.sum(tl.maximum(kept[:, None] * p - q, 0.0), 1)
     place = strip.to(tl.int64)
     tl.store(sums_ptr + place, residual, mask=in_strips)
@@ -253,18 +235,31 @@ def _drawn_token(
     start = tl.maximum(chosen, 0) * WIDTH
     column = start[:, None] + tl.arange(0, WIDTH)[None, :]
     live = active[:, None] & (column < VOCAB)
-    p = _target_prob(
+    p = target_prob(
         values_ptr, distribution_ptr, temperature[:, None], row[:, None], column, batch * NODES, row_stride, live, PROBS
     )
     p = tl.where(live, p, 0.0)
     taking = live & (judged & (empty == 0))[:, None]
-    q = _draft_prob(draft_ptr, (row - request)[:, None], column, taking, VOCAB)
+    q = draft_prob(draft_ptr, (row - request)[:, None], column, taking, VOCAB)
     place, _ = d.find(tl.maximum(tl.where(empty, 1.0, kept)[:, None] * p - q, 0.0), within)
     return tl.where(place >= 0, start + place, -1)
 
 
+@triton.jit
+def _nodes_kept(path_ptr, request, in_batch, column, tau, DEPTH: tl.constexpr):
+    """Nodes of the path [B, D + 1], -1 behind; the node after each; the number of drafts [B]."""
+    if path_ptr is None:
+        path, onward, count = tl.where(column <= tau[:, None], column, -1), column + 1, tau
+    else:
+        place = request.to(tl.int64)[:, None] * (DEPTH + 1) + column
+        path = tl.load(path_ptr + place, mask=in_batch[:, None] & (column <= DEPTH), other=-1)
+        onward = tl.load(path_ptr + place + 1, mask=in_batch[:, None] & (column < DEPTH), other=-1)
+        count = tl.sum((path >= 0).to(tl.int32), 1) - 1
+    return path, onward, count
+
+
 @triton.jit(do_not_specialize=["batch"])
-def _finish_kernel(  # 23 run-time arguments: what the other kernels left, and the seven fields of `Accepted`
+def _finish_kernel(  # 24 run-time arguments: what the other kernels left, and the seven fields of `Accepted`
     tokens_ptr,  # [B, N] int64
     values_ptr,  # [B * N, VOCAB], row stride row_stride
     draft_ptr,  # [B, N - 1, VOCAB] float32
@@ -278,6 +273,7 @@ def _finish_kernel(  # 23 run-time arguments: what the other kernels left, and t
     judged_ptr,  # [1 or 2, B, N] float32
     state_ptr,  # [2, B] int32
     sums_ptr,  # [2, B * ROWS, GROUPS] float32
+    path_ptr,  # [B, DEPTH + 1] int32, or None: the nodes 0..tau of a chain
     lengths_ptr,  # [B] int64
     out_tokens_ptr,  # [B, DEPTH + 1] int64
     out_count_ptr,  # [B] int32
@@ -327,26 +323,26 @@ def _finish_kernel(  # 23 run-time arguments: what the other kernels left, and t
     bonus = tl.where(usable, bonus, 0)
 
     column = tl.arange(0, BLOCK_D)[None, :]
-    path = tl.where(column <= tau[:, None], column, -1)
-    source = request.to(tl.int64)[:, None] * NODES + column
-    before_end = in_batch[:, None] & (column <= DEPTH) & (column < tau[:, None])
-    emitted = tl.load(tokens_ptr + source + 1, mask=before_end, other=-1)
-    emitted = tl.where(column == tau[:, None], bonus[:, None], emitted)
+    path, onward, count = _nodes_kept(path_ptr, request, in_batch, column, tau, DEPTH)
+    source = request.to(tl.int64)[:, None] * NODES + path
+    before_end = in_batch[:, None] & (column <= DEPTH) & (column < count[:, None])
+    emitted = tl.load(tokens_ptr + request.to(tl.int64)[:, None] * NODES + onward, mask=before_end, other=-1)
+    emitted = tl.where(column == count[:, None], bonus[:, None], emitted)
     store_outcome(
         out_tokens_ptr, out_count_ptr, out_nodes_ptr, out_bonus_ptr, out_lengths_ptr, out_valid_ptr, lengths_ptr,
-        request, in_batch, column, emitted, path, tau, bonus, usable, DEPTH,
+        request, in_batch, column, emitted, path, count, bonus, usable, DEPTH,
     )  # fmt: skip
     if out_logprobs_ptr is not None:
         in_out = in_batch[:, None] & (column <= DEPTH)
-        on_path = in_out & (column <= tau[:, None])
+        on_path = in_out & (column <= count[:, None])
         normaliser = tl.load(distribution_ptr + 3 * batch * NODES + source, mask=on_path, other=0.0)
         value = d.log_value(values_ptr, source, emitted, row_stride, on_path, PROBS)
-        logprob = tl.where(usable[:, None] | (column < tau[:, None]), value - normaliser, float("-inf"))
+        logprob = tl.where(usable[:, None] | (column < count[:, None]), value - normaliser, float("-inf"))
         out = request.to(tl.int64)[:, None] * (DEPTH + 1) + column
         tl.store(out_logprobs_ptr + out, tl.where(on_path, logprob, 0.0), mask=in_out)
 
 
-def accept_chain(
+def accept_drawn(
     rule: str,
     tokens: torch.Tensor,
     tree: TreeLinks,
@@ -360,7 +356,7 @@ def accept_chain(
     probabilities: bool,
     return_logprobs: bool,
 ) -> Accepted:
-    """`accept` under `rejection` or `block`, for rows with a temperature."""
+    """`accept` under the rules for drawn drafts, for rows with a temperature."""
     batch, num_nodes, vocab = values.shape
     config, block_rule = ACCEPTANCE[current_chip(values)], rule == "block"
     flat = values.flatten(0, 1)
@@ -380,12 +376,16 @@ def accept_chain(
     selected = (found.tokens, found.valid, sampling.temperature)
     sizes = dict(NODES=num_nodes, VOCAB=vocab, PROBS=probabilities)
     ends, warps = (batch, flat.stride(0)), config.request_warps
-    block_b = d.rows_per_program(batch, config.max_requests, block_n)
-    launch(
-        _judge_kernel, (triton.cdiv(batch, block_b),), tokens, tree.first_child, *rows_of_both, *selected, *sources,
-        judged, state, *ends, num_warps=warps, DEPTH=max_depth, BLOCK_RULE=block_rule, BLOCK_B=block_b,
-        BLOCK_N=block_n, **sizes,
-    )  # fmt: skip
+    path = None
+    if rule in TREE_RULES:
+        path = judge_tree(rule, tokens, tree, rows_of_both, selected, sources, judged, state, max_depth, probabilities)
+    else:
+        block_b = d.rows_per_program(batch, config.max_requests, block_n)
+        launch(
+            _judge_kernel, (triton.cdiv(batch, block_b),), tokens, tree.first_child, *rows_of_both, *selected,
+            *sources, judged, state, *ends, num_warps=warps, DEPTH=max_depth, BLOCK_RULE=block_rule, BLOCK_B=block_b,
+            BLOCK_N=block_n, **sizes,
+        )  # fmt: skip
     sizes |= dict(ROWS=rows, GROUPS=groups, WIDTH=width)
     strips = batch * rows * groups
     block_s = min(config.strips, max(triton.next_power_of_2(max(strips, 1)), 2))
@@ -402,7 +402,7 @@ def accept_chain(
     block_b = d.rows_per_program(batch, config.max_requests, block_g)
     launch(
         _finish_kernel, (triton.cdiv(batch, block_b),), tokens, *rows_of_both, *selected, *sources, judged, state, sums,
-        lengths, *accepted, *ends, num_warps=warps, DEPTH=max_depth, BLOCK_RULE=block_rule, BLOCK_B=block_b,
+        path, lengths, *accepted, *ends, num_warps=warps, DEPTH=max_depth, BLOCK_RULE=block_rule, BLOCK_B=block_b,
         BLOCK_N=block_n, BLOCK_D=max(triton.next_power_of_2(max_depth + 1), 2), BLOCK_G=block_g, **sizes,
     )  # fmt: skip
     return accepted

@@ -6,8 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-RULES = ("greedy", "target_only", "rejection", "block")
-CHAIN_RULES = ("rejection", "block")  # need the draft's own probabilities
+CHAIN_RULES = ("rejection", "block")  # for drawn chains
+TREE_RULES = ("multi_round", "without_replacement")  # for drawn trees
+DRAWN_RULES = CHAIN_RULES + TREE_RULES  # need the draft's own probabilities
+RULES = ("greedy", "target_only", *DRAWN_RULES)
 
 
 class Accepted(NamedTuple):

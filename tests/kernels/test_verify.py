@@ -20,6 +20,7 @@ from specdec_kernels import (
     pick_tokens,
 )
 from specdec_kernels.cases import Maker
+from specdec_kernels.verify import RULES
 from specdec_kernels.verify.cases import CASES
 from tests.kernels.test_tree import parent_arrays
 
@@ -123,7 +124,7 @@ def test_a_tree_is_judged_along_its_first_chain(rule: str, impl: str) -> None:
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("rule", ["greedy", "target_only", "rejection", "block"])
+@pytest.mark.parametrize("rule", RULES)
 def test_rows_at_temperature_0_are_greedy_under_every_rule(rule: str, impl: str) -> None:
     inputs = case_inputs("rejection_near") | {"rule": rule}
     names = ("tokens", "tree", "logits", "lengths", "max_depth")
@@ -230,7 +231,7 @@ def test_a_uniform_of_zero_accepts_nothing_impossible(rule: str, impl: str) -> N
 @pytest.mark.parametrize("impl", IMPLS)
 def test_logprobs_are_those_of_the_plain_softmax(impl: str) -> None:
     """Whatever the rule, temperature and filters: log softmax(logits) of what is emitted, 0 behind."""
-    for name in ("accept_filtered", "rejection_filtered", "block_far", "accept_tree"):
+    for name in ("accept_filtered", "rejection_filtered", "block_far", "accept_tree", "multi_round_far"):
         inputs = case_inputs(name)
         result = accept(**inputs, impl=impl)
         plain = torch.log_softmax(inputs["logits"].double(), -1)
@@ -293,7 +294,7 @@ def test_malformed_links_end_the_walk(impl: str) -> None:
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"rule": "lossy"}, "rule: expected one of greedy, target_only, rejection, block, got 'lossy'"),
+        ({"rule": "lossy"}, f"rule: expected one of {', '.join(RULES)}, got 'lossy'"),
         ({"rule": "greedy"}, "rule 'greedy' draws nothing"),
         ({"max_depth": -1}, "max_depth: expected at least 0"),
         ({"sampling": SamplingTensors(torch.ones(7))}, "expected seeds and positions, or uniforms"),
@@ -303,6 +304,7 @@ def test_malformed_links_end_the_walk(impl: str) -> None:
         ({"logits": torch.zeros(6, 7, 9).transpose(0, 1)}, r"expected \[B, N\] to merge"),
         ({"uniforms": torch.zeros(7)}, r"uniforms: expected shape \[7, 6\]"),
         ({"rule": "block"}, "rule 'block': expected draft_probs, got None"),
+        ({"rule": "multi_round"}, "rule 'multi_round': expected draft_probs, got None"),
         ({"draft_probs": torch.zeros(7, 5, 100)}, "rule 'target_only' ignores the draft's distribution"),
         ({"rule": "rejection", "draft_probs": torch.zeros(7, 6, 100)}, r"draft_probs: expected shape \[7, 5, 100\]"),
         ({"rule": "block", "draft_probs": torch.zeros(7, 5, 100), "uniforms": torch.zeros(7, 6)}, r"\[7, 7\], got"),

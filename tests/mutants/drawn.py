@@ -32,7 +32,7 @@ _FAMILY_TESTS = {
     "compat.sglang.index": ("test_sglang_index",),
     "sampling": ("test_sampling", "test_sampling_filters"),
     "tree": ("test_tree", "test_tree_selection"),
-    "verify": ("test_verify", "test_rejection_distribution"),
+    "verify": ("test_verify", "test_rejection_distribution", "test_tree_distribution"),
 }
 """Test files of a family where they are not `test_FAMILY`."""
 _LEFT_OUT = (

@@ -1,0 +1,314 @@
+"""The rules for drawn trees, judged by their exact distribution.
+
+A tree of fixed shape is drawn over a vocabulary of three tokens. Every draw is enumerated. Whether a child is accepted
+is a threshold on its own uniform, and the last token a series of thresholds on another; all of them are found by
+bisection, as `accept` answers, so that no formula of the rules is repeated here. The distribution of three tokens that
+follows must be that of the target. One batch holds all draws at several temperatures, 0 among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from specdec_kernels import Accepted, SamplingTensors, accept, build_tree
+from specdec_kernels.cases import Maker
+from specdec_kernels.verify.cases import CASES
+from tests.kernels.distributions import AcceptFunction
+
+if torch.cuda.is_available():
+    pytest.skip("these run on the CPU, where reference and interpreter can be compared", allow_module_level=True)
+
+RULES = ["multi_round", "without_replacement"]
+VOCAB = 3
+TEMPERATURES = (0.7, 1.6, 0.0)
+# Node 6 is padding outside the tree. Node 7 is a child that was not drawn, of a token without draft probability.
+PARENTS = [-1, 0, 0, 1, 1, 2, -2, 0]
+DRAWN = (1, 2, 3, 4, 5)
+NODES = len(PARENTS)
+NEVER = 1 - 2.0**-53
+BISECTIONS = 34
+ROUNDING = 2.0**-21  # of a threshold: the kernel's probabilities are float32, and a handful of them meet in each
+BOUND = {"reference": 1e-8, "triton": 1e-6}
+
+
+def models(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Target logits and draft distributions by context, both [V, V].
+
+    `spread`: every token may be drawn but the filler of the root. `narrow`: a context draws one token only, so that
+    there is nothing to draw without replacement after it; the target rules out a token that is drawn.
+    """
+    generator = torch.Generator().manual_seed(5)
+    target = torch.randn(VOCAB, VOCAB, generator=generator)
+    draft = torch.softmax(torch.randn(VOCAB, VOCAB, generator=generator) * 1.5, -1)
+    draft[0, 0] = 0.0
+    if name == "narrow":
+        draft[2] = torch.tensor([0.0, 1.0, 0.0])
+        target[1, 2] = float("-inf")
+    return target, draft
+
+
+def draws(rule: str, draft: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every tree [C, N] that may be drawn behind token 0, and its probability [C] float64."""
+    q = (draft.double() / draft.double().sum(-1, keepdim=True)).tolist()
+    found = []
+    for drawn in product(range(VOCAB), repeat=len(DRAWN)):
+        tokens, weight = [0] * NODES, 1.0
+        for node, token in zip(DRAWN, drawn, strict=True):
+            tokens[node] = token
+            left = list(q[tokens[PARENTS[node]]])
+            for sibling in range(1, node if rule == "without_replacement" else 0):
+                if PARENTS[sibling] == PARENTS[node]:
+                    left[tokens[sibling]] = 0.0
+            # Where nothing is left to draw, the drafter fills the place with the most likely token, which is taken.
+            filler = max(range(VOCAB), key=q[tokens[PARENTS[node]]].__getitem__)
+            weight *= left[token] / sum(left) if sum(left) > 0 else float(token == filler)
+        if weight > 0:
+            found.append((tokens, weight))
+    return torch.tensor([tokens for tokens, _ in found]), torch.tensor([w for _, w in found], dtype=torch.float64)
+
+
+def path_to(node: int) -> list[int]:
+    """Nodes from below the root to `node`."""
+    path = []
+    while node > 0:
+        path.insert(0, node)
+        node = PARENTS[node]
+    return path
+
+
+def children(node: int) -> list[int]:
+    return [child for child in range(1, NODES) if PARENTS[child] == node]
+
+
+LINKED = [0, *(node for node in range(1, NODES) if PARENTS[node] >= 0)]
+# Each scan moves one uniform: (the nodes whose uniforms are 0, the columns that move, the node or token asked for).
+NODE_SCANS = [(path_to(PARENTS[node]), [node - 1], node) for node in LINKED[1:]]
+END_SCANS = [(path_to(end), [NODES - 1, NODES], token) for end in LINKED for token in range(VOCAB - 1)]
+
+
+def answers(
+    rule: str, tokens: torch.Tensor, target: torch.Tensor, draft: torch.Tensor, judge: AcceptFunction, impl: str,
+    at: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """[scans, T, C] bool: whether the moving uniform `at` [scans, T, C] accepts the node, or gives no later token."""
+    scans, shape, rows = NODE_SCANS + END_SCANS, at.shape, at.numel()
+    uniforms = torch.full((*shape, NODES + 1), NEVER, dtype=torch.float64)
+    asked = torch.tensor([wanted for _, _, wanted in scans])[:, None, None]
+    for scan, (passed, columns, _) in enumerate(scans):
+        uniforms[scan, ..., [node - 1 for node in passed]] = 0.0
+        uniforms[scan, ..., columns] = at[scan, ..., None]
+    trees = tokens.expand(*shape, NODES).reshape(rows, NODES)
+    temperature = torch.tensor(TEMPERATURES)[None, :, None].expand(shape).reshape(rows)
+    lengths = torch.full((rows,), 7)
+    links = build_tree(torch.tensor(PARENTS, dtype=torch.int32).repeat(rows, 1), lengths, impl="reference")
+    accepted = judge(
+        rule, trees, links, target[trees], lengths, NODES, SamplingTensors(temperature), impl=impl,
+        uniforms=uniforms.view(rows, NODES + 1), draft_probs=draft[trees[:, :-1]], return_logprobs=False,
+    )  # fmt: skip
+    assert accepted.valid.all()
+    is_node = (torch.arange(len(scans)) < len(NODE_SCANS))[:, None, None]
+    passes = (accepted.nodes.view(*shape, -1) == asked[..., None]).any(-1)
+    return torch.where(is_node, passes, accepted.bonus.view(shape) <= asked)
+
+
+def bisected(ask: Callable[[torch.Tensor], torch.Tensor], draws: int) -> torch.Tensor:
+    """[scans, T, C] float64: the thresholds below which the answers are yes."""
+    low = torch.zeros(len(NODE_SCANS + END_SCANS), len(TEMPERATURES), draws, dtype=torch.float64)
+    high = torch.ones_like(low)
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        below = ask(middle)
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    return low
+
+
+def confirmed(ask: Callable[[torch.Tensor], torch.Tensor], found: torch.Tensor) -> torch.Tensor:
+    """`found` where the answers change within ROUNDING of it, else 2, which is no probability and spoils the result."""
+    low, high = (found - ROUNDING).clamp(min=0), (found + ROUNDING).clamp(max=NEVER)
+    changes = (ask(low) | (low == 0)) & (~ask(high) | (high == NEVER))
+    return torch.where(changes, found, 2.0)
+
+
+def thresholds(found: torch.Tensor) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+    """By node: the share of uniforms that accept it [T, C]; by last node: the distribution of the next token [T, C, V].
+
+    Both where the walk comes by; else they are meaningless and count with weight zero.
+    """
+    shares = {wanted: found[scan] for scan, (_, _, wanted) in enumerate(NODE_SCANS)}
+    running = found[len(NODE_SCANS) :].view(len(LINKED), VOCAB - 1, *found.shape[1:])
+    edges = torch.cat([torch.zeros_like(running[:, :1]), running, torch.ones_like(running[:, :1])], 1)
+    return shares, {end: edges[place].diff(dim=0).movedim(0, -1) for place, end in enumerate(LINKED)}
+
+
+def own_steps(target: torch.Tensor) -> torch.Tensor:
+    """[T, V, V] float64: the target's distribution after each context, one-hot at temperature 0."""
+    steps = [
+        torch.softmax(target.double() / t, -1) if t else torch.nn.functional.one_hot(target.argmax(-1), VOCAB).double()
+        for t in TEMPERATURES
+    ]
+    return torch.stack(steps)
+
+
+def three_tokens(
+    judge: AcceptFunction,
+    rule: str,
+    target: torch.Tensor,
+    draft: torch.Tensor,
+    impl: str = "reference",
+    drawn_for: str | None = None,
+) -> torch.Tensor:
+    """[T, V, V, V] float64: the distribution of what a step emits, continued by the target where it is shorter."""
+    tokens, weights = draws(drawn_for or rule, draft)
+    ask = partial(answers, rule, tokens, target, draft)
+    found = bisected(partial(ask, judge, "reference"), len(tokens))
+    if impl == "triton":
+        found = confirmed(partial(ask, judge, "triton"), found)
+    shares, ends = thresholds(found)
+    steps = own_steps(target)
+    joint = torch.zeros(len(TEMPERATURES), VOCAB, VOCAB, VOCAB, dtype=torch.float64)
+    for end in LINKED:
+        reached = weights.expand(len(TEMPERATURES), -1)
+        for node in path_to(end):
+            for earlier in children(PARENTS[node]):
+                if earlier < node:
+                    reached = reached * (1 - shares[earlier])
+            reached = reached * shares[node]
+        for child in children(end):
+            reached = reached * (1 - shares[child])
+        for index, path in enumerate(tokens[:, path_to(end)].tolist()):
+            for bonus in range(VOCAB):
+                emitted = (*path, bonus)
+                part = reached[:, index] * ends[end][:, index, bonus]
+                if len(emitted) == 3:
+                    joint[(slice(None), *emitted)] += part
+                elif len(emitted) == 2:
+                    joint[(slice(None), *emitted)] += part[:, None] * steps[:, bonus]
+                else:
+                    joint[:, bonus] += part[:, None, None] * steps[:, bonus, :, None] * steps
+    return joint
+
+
+def expected_joint(target: torch.Tensor) -> torch.Tensor:
+    steps = own_steps(target)
+    return steps[:, 0, :, None, None] * steps[:, :, :, None] * steps[:, None]
+
+
+def distance(seen: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """[T] total variation from the target's distribution."""
+    return 0.5 * (seen - expected_joint(target)).abs().sum((1, 2, 3))
+
+
+@pytest.mark.parametrize("impl, design", [("reference", "spread"), ("reference", "narrow"), ("triton", "narrow")])
+@pytest.mark.parametrize("rule", RULES)
+def test_exact_distribution_of_three_tokens(rule: str, impl: str, design: str) -> None:
+    target, draft = models(design)
+    seen = three_tokens(accept, rule, target, draft, impl)
+    assert (distance(seen, target) <= BOUND[impl]).all()
+    assert (seen[expected_joint(target) == 0] <= BOUND[impl]).all()
+
+
+def test_independent_draws_may_be_judged_without_replacement() -> None:
+    """Equal siblings are passed over, and independent draws that differ are draws without replacement."""
+    target, draft = models("spread")
+    seen = three_tokens(accept, "without_replacement", target, draft, drawn_for="multi_round")
+    assert (distance(seen, target) <= BOUND["reference"]).all()
+
+
+def test_draws_without_replacement_must_not_be_judged_as_independent() -> None:
+    target, draft = models("spread")
+    seen = three_tokens(accept, "multi_round", target, draft, drawn_for="without_replacement")
+    assert distance(seen, target).max() > 1e-3
+
+
+def rows_of_the_draft_moved(*call: Any, draft_probs: torch.Tensor, **keys: Any) -> Accepted:
+    return accept(*call, draft_probs=draft_probs.roll(1, 1).contiguous(), **keys)
+
+
+def recorded_flatter(*call: Any, draft_probs: torch.Tensor, **keys: Any) -> Accepted:
+    return accept(*call, draft_probs=draft_probs**0.9, **keys)
+
+
+def one_temperature_for_all(*call: Any, **keys: Any) -> Accepted:
+    *head, sampling = call
+    return accept(*head, sampling._replace(temperature=torch.ones_like(sampling.temperature)), **keys)
+
+
+FAULTS = [rows_of_the_draft_moved, recorded_flatter, one_temperature_for_all]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("rule", RULES)
+def test_the_distribution_refuses_a_fault(rule: str, fault: AcceptFunction) -> None:
+    target, draft = models("spread")
+    assert distance(three_tokens(fault, rule, target, draft), target).max() > 1e-3
+
+
+def case_inputs(name: str) -> dict[str, Any]:
+    return next(case for case in CASES if case.name == name).build(Maker.seeded("cpu"))
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+@pytest.mark.parametrize("rule", RULES)
+def test_on_a_chain_it_is_rejection(rule: str, impl: str) -> None:
+    """One child a node: the same uniforms keep the same drafts and draw the same token."""
+    inputs = case_inputs("rejection_near")
+    along, chain = (accept(**inputs | {"rule": name}, impl=impl) for name in (rule, "rejection"))
+    assert all(torch.equal(left, right) for left, right in zip(along, chain, strict=True))
+    assert (along.num_accepted > 0).any() and (along.num_accepted < 4).any()
+
+
+def siblings(
+    rule: str, impl: str, drafted: list[int], target: list[float], draft: list[float], uniforms: list[float]
+) -> Accepted:
+    """A root with the given children, over given distributions."""
+    nodes, lengths = len(drafted) + 1, torch.zeros(1, dtype=torch.int64)
+    parents = torch.tensor([[-1] + [0] * len(drafted)], dtype=torch.int32)
+    return accept(
+        rule, torch.tensor([[0, *drafted]]), build_tree(parents, lengths, impl="reference"), None, lengths, 2,
+        probs=torch.tensor([[target] * nodes]), draft_probs=torch.tensor([[draft] * (nodes - 1)]),
+        uniforms=torch.tensor([uniforms], dtype=torch.float64), impl=impl,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+@pytest.mark.parametrize(
+    "rule, drafted, uniforms, nodes, bonus",
+    [
+        # p = (0.1, 0.3, 0.6), q = (0.5, 0.25, 0.25): behind a rejected 0 the residual is (0, 1, 7) / 8.
+        ("multi_round", [0, 1], [0.21, 0.49, 0.0, 0.0], [0, 2, -1], 0),
+        ("multi_round", [0, 1], [0.21, 0.51, 0.0, 0.0], [0, -1, -1], 2),
+        ("without_replacement", [0, 1], [0.21, 0.24, 0.0, 0.0], [0, 2, -1], 0),
+        ("without_replacement", [0, 1], [0.21, 0.26, 0.0, 0.0], [0, -1, -1], 2),
+        # A token drawn twice is judged twice under one rule, and is no draw under the other.
+        ("multi_round", [0, 0], [0.21, 0.0, 0.05, 0.0], [0, -1, -1], 2),
+        ("without_replacement", [0, 0], [0.21, 0.0, 0.05, 0.0], [0, -1, -1], 1),
+        ("multi_round", [0, 7], [0.21, 0.0, 0.05, 0.0], [0, -1, -1], 1),
+    ],
+)
+def test_two_siblings_by_hand(
+    rule: str, impl: str, drafted: list[int], uniforms: list[float], nodes: list[int], bonus: int
+) -> None:
+    result = siblings(rule, impl, drafted, [0.1, 0.3, 0.6], [0.5, 0.25, 0.25], uniforms)
+    assert result.nodes.tolist() == [nodes] and result.bonus.tolist() == [bonus]
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_child_without_draft_probability_is_passed_over(rule: str, impl: str) -> None:
+    """It was not drawn, so that accepting it, or subtracting q for it, would bend the distribution."""
+    outcome = siblings(rule, impl, [2, 0], [0.2, 0.3, 0.5], [0.5, 0.5, 0.0], [0.0, 0.39, 0.0, 0.0])
+    assert outcome.nodes.tolist() == [[0, 2, -1]]
+
+
+def test_links_that_lead_back_end_the_walk() -> None:
+    inputs = case_inputs("multi_round_far")
+    broken = inputs["tree"]._replace(first_child=torch.zeros_like(inputs["tree"].first_child))
+    for impl in ("reference", "triton"):
+        outcome = accept(**inputs | {"tree": broken}, impl=impl)
+        assert (outcome.num_accepted == 0).all()
