@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
 
 from experiments import kernel_bench
 from experiments.app import cli
@@ -294,6 +295,7 @@ def test_a_wrong_input_is_named_with_what_helps(
 @pytest.fixture
 def plugins(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a plugin registers is forgotten behind the test; launchers would send it to processes that lack it."""
+    Plugins.instance()  # Hydra's own register once, when they are first asked for, and stay
     store = ConfigStore.instance()
     monkeypatch.setattr(store, "repo", _copied(store.repo))
     for name in PLUGINS:
