@@ -170,7 +170,7 @@ def test_a_prefill_reads_nothing_back(maker: str, backend: str, monkeypatch: pyt
                 return _method(self, *args)
 
         monkeypatch.setattr(kind, name, watched)
-    asked = [changed(r, max_new_tokens=1, **FILTERED) for r in requests(3)]
+    asked = [changed(r, **FILTERED | {"max_new_tokens": 1, "min_tokens": 1}) for r in requests(3)]
     run(STEPPED[maker](), asked, Setup(backend=backend, max_batch=2, prefill_chunk=8, prefill_tile=4), TARGET)
     assert (host.reads.seen, host.seen) == ([], [])
 

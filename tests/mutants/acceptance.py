@@ -76,8 +76,8 @@ ELEVEN = (
     Mutant(
         "draft_in_bfloat16",
         _RULES,
-        "draft = torch.nan_to_num(draft_probs.double()).clamp(min=0)",
-        "draft = torch.nan_to_num(draft_probs.bfloat16().double()).clamp(min=0)",
+        "of the bonus.\n    draft = torch.nan_to_num(draft_probs.double()).clamp(min=0)",
+        "of the bonus.\n    draft = torch.nan_to_num(draft_probs.bfloat16().double()).clamp(min=0)",
         _EXACT,
         "historical: the draft's distribution is rounded to bfloat16, too little for any sampling test (DeepSpec #31)",
     ),
