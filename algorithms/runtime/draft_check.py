@@ -15,8 +15,8 @@ from torch import Tensor
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree
 from algorithms.runtime.request import EngineError
 from specdec_kernels import TreeLinks
+from specdec_kernels.verify.types import DRAWN_RULES
 
-DRAWN_RULES = ("rejection", "block")
 _LINK_DTYPES = {
     "first_child": torch.int32,
     "next_sibling": torch.int32,

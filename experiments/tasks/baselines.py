@@ -20,7 +20,7 @@ from experiments.app.plan import Plan
 from experiments.app.provenance import git_revision, machine, versions
 from experiments.app.workload import Workload
 from experiments.report.run_folder import to_json, write_whole
-from experiments.tasks.decoding import Decoded
+from experiments.tasks.decoding import Decoded, generation_of
 
 if TYPE_CHECKING:
     from algorithms.runtime.request import Request
@@ -80,8 +80,6 @@ def _plain(decoded: Decoded) -> dict[str, Any]:
 
 def _load(path: Path) -> Decoded | None:
     """A stored decoding; None where there is none, or where it is broken."""
-    from algorithms.runtime.cuda_graph import GraphReport
-    from algorithms.runtime.engine import Generation
     from algorithms.runtime.request import Completion
 
     try:
@@ -89,11 +87,7 @@ def _load(path: Path) -> Decoded | None:
     except (OSError, ValueError):
         return None
     figures = found.pop("generation")
-    completions = [Completion(**completion) for completion in figures.pop("completions")]
-    graphs: dict[str, Any] = figures.pop("graphs")
-    tuples: dict[str, Any] = {name: tuple(value) for name, value in graphs.items() if isinstance(value, list)}
-    report = GraphReport(**graphs | tuples)
-    generation = Generation(completions=completions, graphs=report, **figures)
+    generation = generation_of(figures, [Completion(**completion) for completion in figures["completions"]])
     requests = [_request(each) for each in found.pop("requests")]
     return Decoded(**found, requests=requests, generation=generation, timed=generation)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,9 +18,18 @@ if TYPE_CHECKING:
     from algorithms.runtime.backends.protocol import Backend
     from algorithms.runtime.engine import Engine, Generation
     from algorithms.runtime.models.loading import Target
-    from algorithms.runtime.request import Request
+    from algorithms.runtime.request import Completion, Request
 
 AUTOREGRESSIVE = "autoregressive"
+
+
+def generation_of(figures: Mapping[str, Any], completions: Sequence[Completion]) -> Generation:
+    """The generation of `completions` whose other fields JSON gave back as `figures`."""
+    from algorithms.runtime.cuda_graph import GraphReport
+    from algorithms.runtime.engine import Generation
+
+    graphs: Any = {name: tuple(v) if isinstance(v, list) else v for name, v in figures["graphs"].items()}
+    return Generation(**{**figures, "graphs": GraphReport(**graphs), "completions": list(completions)})
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from experiments.app.conversation import Conversations
 from experiments.report.run_folder import RunFolder
-from experiments.tasks.decoding import Decoded
+from experiments.tasks.decoding import Decoded, generation_of
 
 if TYPE_CHECKING:
     from algorithms.runtime.request import Completion, Request
@@ -86,9 +86,6 @@ def still_to_do(
 
 def restored(folder: RunFolder, key: Key, asked: Sequence[Request], talks: Conversations | None) -> Decoded | None:
     """The decoding as it was finished before; None if it was not."""
-    from algorithms.runtime.cuda_graph import GraphReport
-    from algorithms.runtime.engine import Generation
-
     entry = next((entry for entry in folder.decodings.entries if key.fits(entry)), None)
     if entry is None:
         return None
@@ -96,11 +93,9 @@ def restored(folder: RunFolder, key: Key, asked: Sequence[Request], talks: Conve
     if still_to_do(asked, done, talks):
         return None
     requests = talks.requests if talks else asked
-    times = dict(entry["times"])
-    graphs: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in times.pop("graphs").items()}
     figures = {f.name: entry[f.name] for f in fields(Decoded) if f.name not in NOT_KEPT}
     completions = [done[request.id] for request in requests]
-    whole = Generation(**{**times, "graphs": GraphReport(**graphs), "completions": completions})
+    whole = generation_of(entry["times"], completions)
     timed = set(entry["timed_requests"])
     part = replace(whole, completions=[c for c in completions if c.request_id in timed])
     return Decoded(requests=requests, generation=whole, timed=part, **figures)
