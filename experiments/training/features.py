@@ -41,3 +41,7 @@ class FeatureScales:
     def folded(self, weight: Tensor) -> Tensor:
         """`weight [out, layers * width]`, which reads divided features, for features as they are."""
         return weight / torch.cat(self.scales) if self.scales else weight
+
+    def unfolded(self, weight: Tensor) -> Tensor:
+        """The inverse of `folded`, in float32 on the device of the scales."""
+        return weight.to(self.scales[0]) * torch.cat(self.scales) if self.scales else weight

@@ -11,6 +11,9 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Indented JSON with a final newline."""
@@ -22,12 +25,12 @@ def export_weights(weights: Mapping[str, Tensor], config: Mapping[str, Any], fol
 
     Weights are rounded to bfloat16. Integer and boolean buffers keep their dtype.
     """
-    write_json(folder / "config.json", config)
+    write_json(folder / CONFIG_FILE, config)
     tensors = {
         name: (tensor.bfloat16() if tensor.is_floating_point() else tensor).detach().cpu().contiguous()
         for name, tensor in weights.items()
     }
-    partial = folder / "model.safetensors.tmp"
+    partial = folder / (WEIGHTS_FILE + ".tmp")
     save_file(tensors, partial, metadata={"format": "pt"})
     partial.chmod(0o644)  # safetensors creates files that only the owner may read
-    os.replace(partial, folder / "model.safetensors")
+    os.replace(partial, folder / WEIGHTS_FILE)

@@ -32,6 +32,7 @@ from experiments.training.batches import ResponseSet, TrainingBatch, shifted
 from experiments.training.features import FeatureScales
 from experiments.training.loop import Trainer, TrainSettings, schedule
 from experiments.training.losses import IGNORED
+from experiments.training.model_folder import export_weights
 from experiments.training.objectives import SCHEMAS
 from experiments.training.objectives import target as target_module
 from experiments.training.objectives.dflash import (
@@ -477,6 +478,27 @@ def test_folding_the_feature_scales_changes_nothing(shipped_shape: Path, tmp_pat
     objective.model.load_state_dict(folded)
     objective.scales = FeatureScales([torch.ones(width)] * layers)
     torch.testing.assert_close(objective.batch_loss(batch, np.random.default_rng(0)), before)
+
+
+@pytest.mark.parametrize("name", list(DRAFTERS))
+@torch.no_grad()
+def test_training_starts_from_an_exported_drafter(shipped_shape: Path, tmp_path: Path, name: str) -> None:
+    first = _objective(name, shipped_shape, tmp_path)
+    if name in ("eagle3", "dflash"):
+        sizes = [scale * 3 for scale in first.scales.scales]
+        first.scales = FeatureScales(sizes)
+    weights = {key: w.bfloat16().to(w.dtype) for key, w in first.weights().items()}
+    export_weights(weights, first.hf_config(), tmp_path)
+    config = _drafter_config(name, shipped_shape, tmp_path / "second")
+    Path(config.out_dir).mkdir()
+    config.start_from = str(tmp_path)
+    second = config.build(Replicas())
+    for key, weight in second.weights().items():
+        torch.testing.assert_close(weight.float(), weights[key].float(), msg=key)
+    shape = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(shape | {"intermediate_size": 7}))
+    with pytest.raises(ValueError, match=r"start_from=.*: expected intermediate_size \d+, got 7"):
+        config.build(Replicas())
 
 
 @pytest.mark.parametrize("name", list(DRAFTERS))

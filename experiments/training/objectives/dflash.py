@@ -214,10 +214,6 @@ class BlockObjective(DrafterObjective):
         hidden, features = self.target(tokens, self.causal, ids)
         return [*features[:-1], hidden] if ids[-1] == self.shape.num_target_layers - 1 else features
 
-    def weights(self) -> dict[str, Tensor]:
-        weights = dict(self.model.state_dict())
-        return {**weights, "fc.weight": self.scales.folded(weights["fc.weight"])}
-
     def hidden(self, tokens: Tensor, anchors: Tensor, context: tuple[Tensor, Tensor]) -> Tensor:
         """`tokens [B, T]`, `anchors [B, A]` to final hidden states `[B, A, block_size - 1, hidden]`."""
         size = self.shape.block_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from abc import abstractmethod
@@ -12,22 +13,27 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from algorithms.runtime.models.config import DecoderConfig
+from algorithms.runtime.models.folder import resolve_folder
 from algorithms.runtime.models.loading import Target, load_target
 from algorithms.runtime.models.tokenizer import TOKENIZER_FILE, Tokenizer
 from experiments.app.schema import expect_at_least
 from experiments.training.acceptance import Tally, add_batch
 from experiments.training.batches import ResponseSet, TrainingBatch
+from experiments.training.features import FeatureScales
 from experiments.training.loop import TrainSettings
-from experiments.training.model_folder import export_weights
+from experiments.training.model_folder import CONFIG_FILE, WEIGHTS_FILE, export_weights
 from experiments.training.objectives.base import Objective, TrainingConfig
 from experiments.training.parallel import Replicas
 from experiments.training.served import ServedEvaluation, summary
 from experiments.training.text.source import TextSource
 
 SERVED = "served"
+FEATURE_WEIGHT = "fc.weight"
+"""The weight that reads captured features, in drafters that read any."""
 
 
 @dataclass
@@ -44,8 +50,10 @@ class BatchSettings:
 
 @dataclass
 class DrafterTraining(TrainingConfig):
-    """What all drafters accept."""
+    """What all drafters accept. `start_from` is the folder or hub name of a drafter of the same shape, whose weights
+    training starts from; None starts from scratch."""
 
+    start_from: str | None = None
     batch: BatchSettings = field(default_factory=BatchSettings)
     train: TrainSettings = field(default_factory=lambda: TrainSettings(minutes=40.0))
 
@@ -55,7 +63,10 @@ class DrafterTraining(TrainingConfig):
         setting = Setting(target, Tokenizer.load(target.path), self, replicas)
         if replicas.is_first:
             shutil.copyfile(target.path / TOKENIZER_FILE, Path(self.out_dir) / TOKENIZER_FILE)
-        return self.objective(setting)
+        objective = self.objective(setting)
+        if self.start_from is not None:
+            objective.start_from(resolve_folder(self.start_from))
+        return objective
 
     def write_text(self, replicas: Replicas) -> dict[str, Any]:
         text = TextSource(self._target(), self.text).training(Path(self.out_dir), replicas)
@@ -97,11 +108,33 @@ class DrafterObjective(Objective):
 
     draft_len: int
     """Length of the drafts that held-out tokens per step are simulated for."""
+    scales = FeatureScales(())
+    """What captured features are divided by while the drafter trains, if it reads any."""
 
     def __init__(self, drafter: nn.Module, setting: Setting) -> None:
         self.model, self.setting, self.config, self.device = drafter, setting, setting.config, setting.device
         self.training, self.validation = setting.training, setting.validation
         self._served_at = time.monotonic()
+
+    def weights(self) -> dict[str, Tensor]:
+        weights = dict(self.model.state_dict())
+        return {name: self.scales.folded(w) if name == FEATURE_WEIGHT else w for name, w in weights.items()}
+
+    def start_from(self, folder: Path) -> None:
+        """Take the weights of the drafter in `folder`, the inverse of `weights`.
+
+        Raises ValueError where it has another shape, reads other layers of the target, or lacks a weight.
+        """
+        ours, theirs = self.hf_config(), json.loads((folder / CONFIG_FILE).read_text())
+        differing = [f"{key} {ours[key]}, got {theirs[key]}" for key in ours if theirs.get(key, ours[key]) != ours[key]]
+        if differing:
+            raise ValueError(f"start_from={folder}: expected {'; '.join(differing)}")
+        weights = load_file(folder / WEIGHTS_FILE)
+        taken = {name: self.scales.unfolded(w) if name == FEATURE_WEIGHT else w for name, w in weights.items()}
+        try:
+            self.model.load_state_dict(taken)
+        except RuntimeError as error:
+            raise ValueError(f"start_from={folder}: {error}") from error
 
     @abstractmethod
     def methods(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ where c > 0 for EAGLE only: its head returns features, while the states of EAGLE
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -140,18 +141,21 @@ class ChainObjective(DrafterObjective):
         length = self.target.config.max_position_embeddings
         self.mixer = DenseMixer(self.target.config, length, self.device)
         self.table = rope_table(drafter.config.decoder, length + chain.steps, self.device)
-        vocabulary = drafter.to_target(torch.arange(drafter.draft_vocab_size, device=self.device))
-        self.known = torch.zeros(self.target.config.vocab_size, dtype=torch.bool, device=self.device)
-        self.known[vocabulary] = True
-        head = self.target.lm_head or self.target.model.embed_tokens
-        self.head_rows = head.weight.detach()[vocabulary]
-        """[draft vocabulary, hidden]: what of the target's LM head the loss needs."""
+        self._learn_vocabulary()
         sample = self.training.sample()
         self.scales = FeatureScales.measured(self._read_target(sample.tokens)[1], sample.within)
 
-    def weights(self) -> dict[str, Tensor]:
-        weights = dict(self.model.state_dict())
-        return {**weights, "fc.weight": self.scales.folded(weights["fc.weight"])}
+    def start_from(self, folder: Path) -> None:
+        super().start_from(folder)
+        self._learn_vocabulary()
+
+    def _learn_vocabulary(self) -> None:
+        """Which tokens the head drafts, and what of the target's LM head the loss needs for them."""
+        vocabulary = self.model.to_target(torch.arange(self.model.draft_vocab_size, device=self.device))
+        self.known = torch.zeros(self.target.config.vocab_size, dtype=torch.bool, device=self.device)
+        self.known[vocabulary] = True
+        head = self.target.lm_head or self.target.model.embed_tokens
+        self.head_rows = head.weight.detach()[vocabulary]  # [draft vocabulary, hidden]
 
     def hf_config(self) -> dict[str, Any]:
         return self.model.config.to_hf()
