@@ -26,6 +26,8 @@ from typing import Any
 from experiments.report.run_folder import STATUS, SUMMARY, to_json, write_whole
 
 DONE, RUNNING, REFUSED, FAILED, KILLED, OPEN = "done", "running", "refused", "failed", "killed", "open"
+UNFINISHED = ("running", "interrupted")
+"""What status.json says of a run whose process was killed or interrupted."""
 LOOKS, LOOK_S = 5, 0.1  # another process that looks at the state of a row holds its lock for a moment
 SWEEP, ROWS, LOGS, LOCKS = "sweep.json", "rows", "logs", "locks"
 
@@ -90,7 +92,7 @@ class SweepFolder:
             return DONE
         if self._is_locked(row):
             return RUNNING
-        if (_read(self.run_folder(row) / STATUS) or {}).get("status") in ("running", "interrupted"):
+        if (_read(self.run_folder(row) / STATUS) or {}).get("status") in UNFINISHED:
             return KILLED
         record = self.record(row)
         return OPEN if record is None or record.ended is None else KILLED if record.ended == DONE else record.ended

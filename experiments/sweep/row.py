@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from omegaconf import DictConfig
 
 from experiments.app.errors import NotLossless, UserError
 from experiments.app.identity import row_id, what_matters
+from experiments.app.resume import check_unchanged, read_status
 from experiments.app.schema import REPO_ROOT
-from experiments.sweep.folder import DONE, FAILED, KILLED, REFUSED, RUNNING, RowRecord, SweepFolder
+from experiments.sweep.folder import DONE, FAILED, KILLED, REFUSED, RUNNING, UNFINISHED, RowRecord, SweepFolder
 
 PARENT = "SPECDEC_PARENT"
 """Process id of the parent that a row must not outlive."""
@@ -55,8 +57,8 @@ def as_row(task: Task, program: Sequence[str]) -> Task:
 
 
 def _run_owned(task: Task, config: Any, composed: DictConfig, folder: SweepFolder, record: RowRecord) -> Any:
-    """Run `task` in the cleared folder of the row, and keep how it ended."""
-    folder.clear(record.id)
+    """Run `task` in the folder of the row, and keep how it ended."""
+    config = _gone_on_with(config, composed, folder, record.id)
     record.ended, record.reason, record.exit_code, record.value = None, "", None, None
     folder.write(record)
     begun = time.monotonic()
@@ -81,6 +83,20 @@ def _run_owned(task: Task, config: Any, composed: DictConfig, folder: SweepFolde
         raise
     ended(DONE, 0)
     return record.value
+
+
+def _gone_on_with(config: Any, composed: DictConfig, folder: SweepFolder, row: str) -> Any:
+    """`config`, set to resume the row that was killed before it ended. What cannot be resumed is cleared."""
+    left = folder.run_folder(row)
+    if hasattr(config, "resume") and not config.sweep.force:
+        try:
+            if read_status(left).get("status") in UNFINISHED:
+                check_unchanged(left, composed, forced=False)
+                return replace(config, resume=str(left))
+        except (UserError, ValueError, OSError):
+            pass  # another revision, a task that keeps no part, or a file that is not whole: the row begins anew
+    folder.clear(row)
+    return config
 
 
 def new_record(cfg: DictConfig, overrides: list[str], program: Sequence[str]) -> RowRecord:

@@ -8,7 +8,7 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from experiments.app import cli
 from experiments.app.schema import REPO_ROOT
 from experiments.report.json_log import JsonLog
 from experiments.report.run_folder import RunFolder
+from experiments.sweep.folder import SweepFolder
+from experiments.sweep.row import Task, as_row
 from experiments.tasks.run import run_task
 from tests.runtime.tiny_folders import small_config, small_dflash_config, write_dflash, write_target
 
@@ -62,19 +64,19 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(*arguments: str) -> int:
+def run(*arguments: str, task: Task = run_task) -> int:
     """The program in this process; returns its exit code."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["run.py", *arguments])
         try:
-            cli.main(run_task)
+            cli.main(task)
         except SystemExit as end:
             return int(end.code or 0)
     return 0
 
 
-def interrupted(home: Path, after: int, *arguments: str) -> Path:
-    """The folder of a run that ends by an interrupt behind its `after`-th request, in the middle of a line."""
+def interrupt_behind(after: int) -> Callable[[RunFolder, Mapping[str, Any]], None]:
+    """A `RunFolder.record` that is interrupted behind the `after`-th request."""
     record = RunFolder.record
 
     def last(self: RunFolder, request: Mapping[str, Any]) -> None:
@@ -82,8 +84,13 @@ def interrupted(home: Path, after: int, *arguments: str) -> Path:
         if len(self.requests.entries) == after:
             raise KeyboardInterrupt
 
+    return last
+
+
+def interrupted(home: Path, after: int, *arguments: str) -> Path:
+    """The folder of a run that ends by an interrupt behind its `after`-th request, in the middle of a line."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RunFolder, "record", last)
+        patch.setattr(RunFolder, "record", interrupt_behind(after))
         assert run("name=broken", *arguments) == 130
     (folder,) = (home / "outputs" / "broken").iterdir()
     assert json.loads((folder / "status.json").read_text())["status"] == "interrupted"
@@ -139,6 +146,8 @@ import torch
 torch.set_num_threads(1)
 from experiments.app import cli
 from experiments.report.run_folder import RunFolder
+from experiments.sweep.folder import SweepFolder
+from experiments.sweep.row import Task, as_row
 from experiments.tasks.run import run_task
 
 record = RunFolder.record
@@ -189,6 +198,24 @@ def test_what_ended_is_not_decoded_again(models: Path, home: Path, capsys: pytes
 
 def requests_kept(folder: Path) -> list[dict[str, Any]]:
     return JsonLog(folder / "requests.jsonl").entries
+
+
+@pytest.mark.parametrize("revision", ["r1", "r2"])
+def test_a_row_of_a_sweep_goes_on_unless_the_revision_changed(
+    revision: str, models: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = as_row(run_task, ["run.py"])
+    arguments = ["sweep.name=trees", *words(models, "algo=dflash")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunFolder, "record", interrupt_behind(6))
+        assert run(*arguments, task=row) == 130
+    sweep = SweepFolder(home / "outputs/sweeps/trees")
+    (record,) = sweep.records()
+    assert len(requests_kept(sweep.run_folder(record.id))) == 6 and sweep.state(record.id) == "killed"
+    monkeypatch.setenv("SPECDEC_REVISION", revision)
+    assert run(*arguments, task=row) == 0
+    rows = (sweep.summary(record.id) or {})["rows"]
+    assert rows[1]["num_resumed"] == (2 if revision == "r1" else 0)
 
 
 def test_later_turns_of_a_conversation_go_on(models: Path, home: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import random
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from experiments import collect
 from experiments.app.errors import UserError
 from experiments.app.schema import REPO_ROOT, SweepConfig
 from experiments.sweep import driver
@@ -100,11 +102,23 @@ def test_a_sweep_that_is_killed_twice_ends_with_the_rows_of_an_undisturbed_one(t
     assert states(sweep) == [DONE] * 12
     assert all(path.stat().st_mtime_ns == when for path, when in before.items()), "a done row ran again"
 
-    for shard in ("1/2", "2/2"):
-        done = start("-m", "sweep=whole", "sweep.share_target=true", f"shard={shard}", *TWELVE)
+    shards = [SweepFolder(tmp_path / "outputs/sweeps" / name) for name in ("first", "second")]
+    for number, shard in enumerate(shards, 1):
+        done = start("-m", f"sweep={shard.name}", "sweep.share_target=true", f"shard={number}/2", *TWELVE)
         assert done.code == 0 and "0 of 6 done before" in done.out
-    whole = figures(SweepFolder(tmp_path / "outputs/sweeps/whole"))
-    assert figures(sweep) == whole and len(whole) == 12
+    assert figures(sweep) == figures(shards[0]) | figures(shards[1])
+    assert table(tmp_path / "one", sweep) == table(tmp_path / "two", *shards), "two shards collect to another table"
+
+
+def table(out: Path, *sweeps: SweepFolder) -> list[dict[str, str]]:
+    """The rows that `experiments.collect` writes, in an order of their own, without where and when they ran."""
+    collect.collect(*collect.parsed([*(str(sweep.path) for sweep in sweeps), f"out={out}", "group=seed"]))
+    with (out / "table.csv").open() as file:
+        rows = [
+            {key: value for key, value in row.items() if key not in ("sweep", "wall_s")} for row in csv.DictReader(file)
+        ]
+    assert len(rows) == 12
+    return sorted(rows, key=lambda row: row["row"])
 
 
 def test_changed_values_only_add_rows_and_one_run_can_be_a_row(tmp_path: Path, start: Any) -> None:
