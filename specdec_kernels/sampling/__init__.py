@@ -1,4 +1,4 @@
-"""One token per row of logits, the distribution that it is drawn from, and penalties.
+"""One token per row of logits, the distribution that it is drawn from, penalties and forbidden tokens.
 
 `pick_tokens` takes the argmax or an exact draw from softmax(logits / temperature) under filters; see `api` for the
 definitions of the draw, of the random stream and of the filters.
@@ -9,6 +9,7 @@ from specdec_kernels.sampling.api import (
     count_tokens,
     filtered_probs,
     forbid_tokens,
+    mask_tokens,
     pick_tokens,
     top_k_renorm,
     top_p_renorm,
@@ -17,6 +18,7 @@ from specdec_kernels.sampling.types import (
     ACCEPT_STREAM,
     BONUS_STREAM,
     DRAFT_STREAM,
+    MASK_BITS,
     RECOVER_STREAM,
     TARGET_STREAM,
     Picked,
@@ -27,6 +29,7 @@ __all__ = [
     "ACCEPT_STREAM",
     "BONUS_STREAM",
     "DRAFT_STREAM",
+    "MASK_BITS",
     "RECOVER_STREAM",
     "TARGET_STREAM",
     "Picked",
@@ -35,6 +38,7 @@ __all__ = [
     "count_tokens",
     "filtered_probs",
     "forbid_tokens",
+    "mask_tokens",
     "pick_tokens",
     "top_k_renorm",
     "top_p_renorm",

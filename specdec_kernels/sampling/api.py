@@ -29,7 +29,7 @@ import torch
 
 from specdec_kernels.checks import expect_dtype, expect_shape, expect_tensors
 from specdec_kernels.launch import dispatch
-from specdec_kernels.sampling.types import TARGET_STREAM, Picked, SamplingTensors
+from specdec_kernels.sampling.types import MASK_BITS, TARGET_STREAM, Picked, SamplingTensors
 
 LOGITS = (torch.float32, torch.float16, torch.bfloat16)
 _GREEDY = SamplingTensors()
@@ -278,6 +278,33 @@ def forbid_tokens(
         raise ValueError(f"history: expected stride 1 in the last dimension, got strides {history.stride()}")
     forbid = dispatch("forbid_tokens", __package__, impl, logits, kernel="kernel_forbid")
     forbid(logits, tokens, mask, positions, history, lengths, words, until)
+
+
+def mask_tokens(logits: torch.Tensor, bits: torch.Tensor, constrained: torch.Tensor, *, impl: str = "auto") -> None:
+    """Set to -inf, in place, the logits of tokens whose bit is 0, for the requests that are constrained.
+
+    Token v of a node is allowed iff bit v % 32 of word v / 32 of its mask is set, which is the bitmask of xgrammar
+    (Dong et al., "XGrammar: Flexible and Efficient Structured Generation Engine for Large Language Models",
+    arXiv 2411.15100). Requests that are not constrained keep their logits, whatever their mask holds.
+
+    Args:
+        logits: [B, N, V] float32, float16 or bfloat16, vocabulary contiguous, [B, N] mergeable; changed.
+        bits: [B, N, ceil(V / 32)] int32, contiguous; bits behind the vocabulary have no meaning.
+        constrained: [B] int32, 0 where nothing is masked.
+        impl: `auto`, `triton` or `reference`.
+
+    Raises:
+        ValueError: wrong shape, dtype, strides or devices, unknown `impl`.
+        RuntimeError: `impl="triton"` where no kernel can run.
+    """
+    expect_rows("logits", logits, (None, None, None), *LOGITS)
+    batch, num_nodes, vocab = logits.shape
+    expect_tensors(
+        {"logits": logits},
+        bits=(bits, (batch, num_nodes, -(-vocab // MASK_BITS)), torch.int32),
+        constrained=(constrained, (batch,), torch.int32),
+    )
+    dispatch("mask_tokens", __package__, impl, logits, kernel="kernel_mask")(logits, bits, constrained)
 
 
 def expect_rows(name: str, values: torch.Tensor, shape: Sequence[int | None], *dtypes: torch.dtype) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from specdec_kernels.cases import Comparison, Maker, case_of
-from specdec_kernels.sampling.types import SamplingTensors
+from specdec_kernels.sampling.types import MASK_BITS, SamplingTensors
 from specdec_kernels.tree.cases import random_parents
 from specdec_kernels.tree.reference import build_tree
 
@@ -205,11 +205,28 @@ def _forbidden(
     )
 
 
+def _masked(make: Maker, batch: int, num_nodes: int, vocab: int, padded: int = 0) -> dict[str, Any]:
+    """Masks of every density: none allowed, one, half of them, all; every third request is not constrained."""
+    words = -(-vocab // MASK_BITS)
+    bits = make.integers(-(1 << 31), 1 << 31, batch, num_nodes, words)
+    kind = (torch.arange(num_nodes, device=make.device) + torch.arange(batch, device=make.device)[:, None]) % 5
+    one = torch.where(torch.arange(words, device=make.device) == words - 1, 1 << (vocab - 1) % MASK_BITS, 0)
+    bits = torch.where((kind == 1)[..., None], one, bits)
+    bits = torch.where((kind == 2)[..., None], 0, bits)
+    bits = torch.where((kind == 3)[..., None], -1, bits)
+    return dict(
+        logits=make.normal(batch, num_nodes, vocab + padded, scale=3.0)[..., :vocab],
+        bits=bits.to(torch.int32),
+        constrained=(torch.arange(batch, device=make.device) % 3 != 1).to(torch.int32),
+    )
+
+
 _pick = partial(case_of, "pick_tokens", _draw)
 _pick_filtered = partial(case_of, "pick_tokens", _filtered)
 _written = partial(case_of, "filtered_probs", _probs)
 _penalised = partial(case_of, "apply_penalties", _penalties)
 _forbids = partial(case_of, "forbid_tokens", _forbidden)
+_masks = partial(case_of, "mask_tokens", _masked)
 _LARGE = ("large",)
 _SHIPPED: dict[str, Any] = dict(catches="the shipped vocabulary", vocab=151936)
 
@@ -269,6 +286,12 @@ CASES = (
     _forbids(
         "forbid_qwen", gate=True, bench=True, tags=_LARGE, batch=8, num_nodes=16, count=256, width=16, **_SHIPPED
     ),
+    _masks("mask_empty", catches="empty grid", batch=0, num_nodes=3, vocab=9),
+    _masks("mask_word", catches="bit 31, which is the sign", gate=True, batch=4, num_nodes=3, vocab=32),
+    _masks("mask_odd", catches="the last word, in part", gate=True, batch=5, num_nodes=6, vocab=61),
+    _masks("mask_padded", catches="a padded row", batch=3, num_nodes=5, vocab=100, padded=7),
+    _masks("mask_tiles", catches="words of a second tile", gate=True, batch=2, num_nodes=3, vocab=8193),
+    _masks("mask_qwen", gate=True, bench=True, tags=_LARGE, batch=8, num_nodes=16, **_SHIPPED),
     _pick("pick_qwen", gate=True, bench=True, tags=_LARGE, rows=16, **_SHIPPED),
     _pick_filtered("pick_filtered_b8x16_peaked", gate=True, bench=True, tags=_LARGE, rows=128, scale=4.0, **_SHIPPED),
     _pick_filtered("pick_filtered_b8x16_flat", bench=True, tags=_LARGE, rows=128, scale=1.0, **_SHIPPED),
@@ -309,6 +332,13 @@ def _words_read(inputs: dict[str, Any]) -> tuple[int, int]:
     return 8 * inputs["words"].numel() * inputs["logits"].shape[1], inputs["words"].numel()
 
 
+def _masks_read(inputs: dict[str, Any]) -> tuple[int, int]:
+    """The masks there, and half of the constrained logits written."""
+    logits, asks = inputs["logits"], int(inputs["constrained"].sum())
+    share = asks / max(1, len(logits))
+    return int(share * (4 * inputs["bits"].numel() + logits.numel() * logits.element_size() / 2)), logits.numel()
+
+
 def _tokens_counted(inputs: dict[str, Any]) -> tuple[int, int]:
     tokens = inputs["tokens"].numel()
     return tokens * (8 + 2 * 4), tokens
@@ -323,4 +353,5 @@ WORK = {
     "apply_penalties": _penalties_moved,
     "count_tokens": _tokens_counted,
     "forbid_tokens": _words_read,
+    "mask_tokens": _masks_read,
 }

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from specdec_kernels.sampling.types import TARGET_STREAM, Picked, SamplingTensors
+from specdec_kernels.sampling.types import MASK_BITS, TARGET_STREAM, Picked, SamplingTensors
 
 _ROUNDS = 10
 _MULTIPLIER_A, _MULTIPLIER_B = 0xD2511F53, 0xCD9E8D57
@@ -233,3 +233,10 @@ def forbid_tokens(
     forbidden = torch.zeros(batch, num_nodes, vocab + 1, dtype=torch.bool, device=logits.device)
     forbidden.scatter_(2, torch.where(applies, last, vocab), True)
     logits.masked_fill_(forbidden[..., :vocab], -torch.inf)
+
+
+def mask_tokens(logits: torch.Tensor, bits: torch.Tensor, constrained: torch.Tensor) -> None:
+    """See `specdec_kernels.sampling.mask_tokens`."""
+    token = torch.arange(logits.shape[-1], device=logits.device)
+    allowed = ((bits[..., token // MASK_BITS] >> (token % MASK_BITS)) & 1) != 0
+    logits.masked_fill_(~allowed & (constrained != 0)[:, None, None], -torch.inf)

@@ -14,6 +14,7 @@ DRAFT_STREAM = 1  # a drafter's token
 ACCEPT_STREAM = 2  # the uniforms that the rejection rules compare with
 RECOVER_STREAM = 3  # the token in place of a rejected draft
 BONUS_STREAM = 4  # the token behind a wholly accepted block
+MASK_BITS = 32  # tokens of a word of the mask of `mask_tokens`
 
 
 class SamplingTensors(NamedTuple):

@@ -26,6 +26,7 @@ _EXACT = (
     "tests/kernels/test_rejection_distribution.py::test_exact_distribution_of_two_tokens[rejection-reference-plain]",
 )
 _FORBID = "specdec_kernels/sampling/kernel_forbid.py"
+_MASK = "specdec_kernels/sampling/kernel_mask.py"
 _case = partial(parity, "verify")
 _pick = partial(parity, "sampling")
 
@@ -279,6 +280,22 @@ OTHERS = (
         "return before",
         _pick("forbid_words"),
         "a bad word is written where its first tokens were drafted in the same block",
+    ),
+    Mutant(
+        "mask_by_bytes",
+        _MASK,
+        "(column % WORD_BITS)) & 1",
+        "(column % 8)) & 1",
+        _pick("mask_odd"),
+        "a token takes the bit of another one of its word",
+    ),
+    Mutant(
+        "mask_of_everybody",
+        _MASK,
+        "live = asks[:, None] & (column < VOCAB)",
+        "live = in_row[:, None] & (column < VOCAB)",
+        _pick("mask_odd"),
+        "a request without a grammar is masked because another one of its batch has one",
     ),
 )
 MUTANTS = (*ELEVEN, *OTHERS)
