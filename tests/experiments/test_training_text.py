@@ -179,6 +179,35 @@ def test_user_turns_of_the_target_itself(tokenizer: Tokenizer) -> None:
     assert seeds[:6] == seeds[6:12] and not set(seeds[:6]) & set(seeds[12:])
 
 
+def test_later_turns_stand_behind_the_whole_conversation(
+    target: Target, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script stands for the target: conversation 0 goes on, 1 is cut off in its answer, 2 in its second turn."""
+    user, end = tokenizer.encode("<|assistant|>"), tokenizer.encode("<|endoftext|>")
+    say = tokenizer.encode
+    script = [
+        [say("One?") + user, say("Two?") + user, say("Three?") + user],
+        [say("yes") + end, say("no"), say("well") + end],
+        [say("And now?") + user, say("And")],
+        [say("still yes") + end],
+    ]
+    asked: list[list[tuple[int, ...]]] = []
+
+    def write(_: TextSource, requests: Any, label: str) -> list[list[int]]:
+        asked.append([request.prompt_ids for request in requests])
+        return script[len(asked) - 1]
+
+    monkeypatch.setattr(TextSource, "_write", write)
+    kinds = {"chat": KindSettings(count=3, turns=2)}
+    text = TextSource(target, TextSettings(kinds, str(tmp_path), shard=3)).training(tmp_path, Replicas())
+    first = [tokenizer.encode_chat([words]) for words in ("One?", "Two?", "Three?")]
+    second = tokenizer.encode_chat(["One?", "And now?"], ["yes"])
+    answers = [*script[1], script[3][0]]
+    pairs = zip([*first, second], answers, strict=True)
+    assert text.sequences() == [Continuation(prompt + answer, len(prompt)) for prompt, answer in pairs]
+    assert asked[2] == [tuple(p + a + say("<|user|>")) for p, a in ((first[0], script[1][0]), (first[2], script[1][2]))]
+
+
 def _no_writing(*_: Any) -> list[list[int]]:
     raise AssertionError("a file needs no target")
 
@@ -221,6 +250,13 @@ def test_markup_that_cannot_be_written_by_the_target_is_refused(tmp_path: Path, 
         user_turn(tokenizer)
 
 
+def test_a_template_that_ends_answers_otherwise_has_no_later_turns(tmp_path: Path) -> None:
+    template = "{% for m in messages %}<|user|>{{ m['content'] }}<|assistant|>{% endfor %}"
+    tokenizer = _folder(tmp_path, eos_token="<|endoftext|>", chat_template=template)
+    with pytest.raises(ModelError, match="does not end an answer"):
+        open_prompts(KindSettings(turns=2), tokenizer, 0, 4, _no_writing)
+
+
 def test_a_folder_without_a_stop_token_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no token that ends an answer"):
         stop_ids(_folder(tmp_path))
@@ -245,6 +281,7 @@ def test_the_mask_is_a_token_that_means_nothing_else(tmp_path: Path) -> None:
         ({"path": "a.txt"}, "text.kinds.*.path belongs to source=file"),
         ({"template": "no place"}, "text.kinds.*.template: expected {prompt} once"),
         ({"raw": True}, "text.kinds.*.raw skips the chat template"),
+        ({"source": "arithmetic", "turns": 2}, "text.kinds.*.turns above 1 belongs to source=target"),
         ({"openings": []}, "text.kinds.*.openings: expected at least one"),
         ({"sampled_share": 1.5}, "text.kinds.*.sampled_share"),
     ],

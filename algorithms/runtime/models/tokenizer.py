@@ -106,6 +106,10 @@ class Tokenizer:
         """Whether the chat template knows `enable_thinking`, the switch of models that reason before they answer."""
         return self._chat_template is not None and "enable_thinking" in self._chat_template
 
+    def spell(self, token_id: int) -> str:
+        """The text of one token of the vocabulary, special ones included."""
+        return self._backend.decode([token_id], skip_special_tokens=False)
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids` without special tokens."""
         return self._backend.decode(list(ids), skip_special_tokens=True)

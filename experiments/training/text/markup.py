@@ -8,6 +8,7 @@ from algorithms.runtime.models.folder import ModelError
 from algorithms.runtime.models.tokenizer import Tokenizer
 
 PROBE = "Where do the words of a user stand?"
+REPLY = "The words of an answer stand here."
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,8 @@ class UserTurn:
     """What stands before the first user turn."""
     end: int
     """The special token that ends it."""
+    after: str
+    """What stands between that token and the answer."""
 
 
 def user_turn(tokenizer: Tokenizer) -> UserTurn:
@@ -37,7 +40,26 @@ def user_turn(tokenizer: Tokenizer) -> UserTurn:
             actual=repr(rendered),
             fix="give prompts from a file: text.kinds.NAME={source:file,path:prompts.jsonl}",
         )
-    return UserTurn(prefix, following[0])
+    return UserTurn(prefix, following[0], suffix.removeprefix(tokenizer.spell(following[0])))
+
+
+def next_turn(tokenizer: Tokenizer) -> str:
+    """What stands between the token that ends an answer and the words of the next user turn.
+
+    Raises ModelError where the chat template shows no such place.
+    """
+    rendered = tokenizer.render([PROBE, f"{PROBE} And then?"], [REPLY])
+    between = rendered.partition(REPLY)[2].partition(PROBE)[0]
+    ends = tokenizer.encode(between, add_special=False)[:1]
+    if not ends or ends[0] not in stop_ids(tokenizer):
+        raise ModelError(
+            "the chat template does not end an answer with a token that the folder names as its end",
+            where=tokenizer.path,
+            expected="the answer, a token of eos_token_id, the next user turn",
+            actual=repr(rendered),
+            fix="give conversations of one turn: text.kinds.NAME.turns=1",
+        )
+    return between.removeprefix(tokenizer.spell(ends[0]))
 
 
 def stop_ids(tokenizer: Tokenizer) -> frozenset[int]:

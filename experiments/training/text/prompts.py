@@ -18,7 +18,7 @@ from algorithms.runtime.sampling_params import SamplingParams
 from experiments.data.arithmetic import problem_stream
 from experiments.data.code import beginnings_of, function_beginnings, heldout_files, read_source, training_files
 from experiments.data.prompts import JsonlData, load_prompts
-from experiments.training.text.markup import stop_ids, user_turn
+from experiments.training.text.markup import next_turn, stop_ids, user_turn
 from experiments.training.text.settings import PLACE, KindSettings
 
 TRAINING, VALIDATION = "training", "validation"
@@ -46,30 +46,45 @@ class SampledPrompts:
     def __init__(self, kind: KindSettings, tokenizer: Tokenizer, seed: int, write: Write) -> None:
         self._kind, self._tokenizer, self._seed, self._write = kind, tokenizer, seed, write
         self._turn = user_turn(tokenizer)
+        self._between = tokenizer.encode(next_turn(tokenizer), add_special=False) if kind.turns > 1 else []
         self._openings = [tokenizer.encode(self._turn.prefix + text, add_special=False) for text in kind.openings]
 
     def take(self, split: str, first: int, count: int) -> list[list[int]]:
         kind = self._kind
         base = seed_of(self._seed, split, kind.openings)
-        requests = [
-            Request(
-                id=number,
-                prompt_ids=tuple(self._openings[number % len(self._openings)]),
-                sampling=SamplingParams(
-                    max_new_tokens=kind.prompt_tokens, temperature=kind.prompt_temperature, seed=base + number
-                ),
-                eos_token_ids=stop_ids(self._tokenizer),
-                stop_token_ids=frozenset([self._turn.end]),
-            )
-            for number in range(first, first + count)
-        ]
+        numbers = range(first, first + count)
+        requests = [self._asking(n, self._openings[n % len(self._openings)], base + n) for n in numbers]
         written = self._write(requests, "user turns")
         turns = [self._turn_of(request, ids) for request, ids in zip(requests, written, strict=True)]
         return [self._tokenizer.encode_chat([turn]) for turn in dict.fromkeys(turns) if turn]
 
+    def follow(self, answered: Sequence[list[int]], label: str) -> list[list[int]]:
+        """Token ids of conversations that ended with an answer, each with one more user turn, up to where its answer
+        begins. Turns that were cut off are left out."""
+        base, after = seed_of(self._seed, label), self._tokenizer.encode(self._turn.after, add_special=False)
+        requests = [self._asking(n, [*ids, *self._between], base + n) for n, ids in enumerate(answered)]
+        written = self._write(requests, "user turns") if requests else []
+        pairs = zip(requests, written, strict=True)
+        return [[*request.prompt_ids, *ids, *after] for request, ids in pairs if self._ended(ids) and len(ids) > 1]
+
+    def _asking(self, number: int, prompt: Sequence[int], seed: int) -> Request:
+        """A request to write what a user says behind `prompt`."""
+        kind = self._kind
+        return Request(
+            id=number,
+            prompt_ids=tuple(prompt),
+            sampling=SamplingParams(max_new_tokens=kind.prompt_tokens, temperature=kind.prompt_temperature, seed=seed),
+            eos_token_ids=stop_ids(self._tokenizer),
+            stop_token_ids=frozenset([self._turn.end]),
+        )
+
+    def _ended(self, written: list[int]) -> bool:
+        """Whether the turn was not cut off, and no other special token ended it."""
+        return bool(written) and written[-1] == self._turn.end
+
     def _turn_of(self, request: Request, written: list[int]) -> str:
-        """The user's words; none where the turn was cut off, or where another special token ended it."""
-        if not written or written[-1] != self._turn.end:
+        """The words of a first turn; none where it has not ended."""
+        if not self._ended(written):
             return ""
         opening = self._kind.openings[request.id % len(self._openings)]
         return (opening + self._tokenizer.decode(written[:-1])).strip()

@@ -24,7 +24,8 @@ class KindSettings:
     * `functions`, `windows`: beginnings of functions, and random pieces, of the standard library's source.
 
     A prompt replaces `{prompt}` in `template` and becomes a user turn, unless `raw` continues it as it stands.
-    `count` is the number of prompts at most, `prompt_tokens` and `answer_tokens` bound their lengths. Answers are
+    With `turns` above 1 the target goes on as the user behind its answer, and answers again. `count` is the number of
+    prompts at most, `prompt_tokens` and `answer_tokens` bound the length of a turn and of its answer. Answers are
     greedy, and a `sampled_share` of them is drawn at temperature 1.
     """
 
@@ -32,6 +33,7 @@ class KindSettings:
     count: int = 1024
     path: str | None = None
     openings: list[str] = field(default_factory=lambda: [""])
+    turns: int = 1
     prompt_temperature: float = 1.0
     template: str = PLACE
     raw: bool = False
@@ -49,7 +51,9 @@ class KindSettings:
             raise ValueError(f"text.kinds.*.template: expected {PLACE} once, got {self.template!r}")
         if self.raw and (self.source == "target" or self.template != PLACE):
             raise ValueError("text.kinds.*.raw skips the chat template: expected a source of raw text, and no template")
-        for key in ("count", "prompt_tokens", "answer_tokens"):
+        if self.turns > 1 and self.source != "target":
+            raise ValueError(f"text.kinds.*.turns above 1 belongs to source=target, got source={self.source}")
+        for key in ("count", "turns", "prompt_tokens", "answer_tokens"):
             expect_at_least(f"text.kinds.*.{key}", getattr(self, key), 1)
         expect_between("text.kinds.*.sampled_share", self.sampled_share, 0, 1)
         expect_between("text.kinds.*.prompt_temperature", self.prompt_temperature, 0, math.inf, above=True)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from algorithms.runtime.request import Request
 from algorithms.runtime.sampling_params import SamplingParams
 from experiments.training.parallel import Replicas
 from experiments.training.text.markup import stop_ids
-from experiments.training.text.prompts import TRAINING, VALIDATION, Prompts, open_prompts, seed_of
+from experiments.training.text.prompts import TRAINING, VALIDATION, Prompts, SampledPrompts, open_prompts, seed_of
 from experiments.training.text.settings import KindSettings, TextSettings
 from experiments.training.text.shards import Continuation, ShardFolder, Text
 from experiments.training.text.writer import Writer
@@ -54,14 +55,18 @@ class TextSource:
         }
 
     @property
+    def _kinds(self) -> Collection[KindSettings]:
+        return self.settings.kinds.values()
+
+    @cached_property
     def longest(self) -> int:
         """Tokens of the longest prompt and answer together."""
-        room = max(k.prompt_tokens + k.answer_tokens for k in self.settings.kinds.values())
-        return min(room + self._markup_tokens, self.target.config.max_position_embeddings)
+        room = max(k.turns * (k.prompt_tokens + k.answer_tokens + self._markup_tokens) for k in self._kinds)
+        return min(room, self.target.config.max_position_embeddings)
 
-    @property
+    @cached_property
     def _markup_tokens(self) -> int:
-        templated = [k for k in self.settings.kinds.values() if not k.raw]
+        templated = [k for k in self._kinds if not k.raw]
         opened = [len(self.tokenizer.encode(text)) for k in templated for text in (*k.openings, k.template)]
         return len(self.tokenizer.encode_chat(["x"])) + max(opened, default=0) if templated else 0
 
@@ -117,7 +122,7 @@ class TextSource:
 
     def _provide(self, kind: str, name: str, wait: bool) -> bool:
         """Write a shard if it is missing and time is left; whether it is there afterwards."""
-        folder, settings = self._folders[kind], self.settings.kinds[kind]
+        folder = self._folders[kind]
         if name == VALIDATION:
             split, first, end = VALIDATION, 0, self.settings.validation
         else:
@@ -125,8 +130,21 @@ class TextSource:
         with folder.claim(name, wait) as mine:
             if mine and (split == VALIDATION or not self._is_over):
                 prompts = self._prompts[kind].take(split, first, end - first)
-                folder.write(name, Text.of(self._answered(prompts, settings, f"{kind} {name}"), self.vocab_size))
+                folder.write(name, Text.of(self._conversed(kind, name, prompts), self.vocab_size))
         return folder.holds(name)
+
+    def _conversed(self, kind: str, name: str, prompts: list[list[int]]) -> list[Continuation]:
+        """Answers to `prompts` and to the turns that follow them, each behind all of its conversation."""
+        settings, source, label = self.settings.kinds[kind], self._prompts[kind], f"{kind} {name}"
+        answered = self._answered(prompts, settings, label)
+        found = list(answered)
+        for turn in range(2, settings.turns + 1):
+            assert isinstance(source, SampledPrompts)  # the settings allow turns of no other source
+            ended = [c.tokens for c in answered if c.tokens[-1] in self._stop]
+            label = f"{kind} {name}, turn {turn}"
+            answered = self._answered(source.follow(ended, label), settings, label)
+            found += answered
+        return found
 
     def _answered(self, prompts: list[list[int]], kind: KindSettings, label: str) -> list[Continuation]:
         base, limit = seed_of(self.settings.seed, label), self.target.config.max_position_embeddings
