@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import random
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,33 +25,50 @@ _ENGINE = tuple(
 )  # fmt: skip
 _MODELS = tuple(
     f"tests/runtime/test_{name}.py"
-    for name in ("loading", "eagle", "models_parity", "architectures", "dense_mixer", "fusion", "tokenizer")
-)
+    for name in ("loading", "eagle", "models_parity", "architectures", "dense_mixer", "fusion", "tokenizer",
+                 "deterministic")
+)  # fmt: skip
 _FAMILY_TESTS = {
-    "attention": ("test_attention", "test_attention_plan", "test_attention_features", "test_small_tiles"),
+    "": ("test_launch", "test_facade", "test_tuning", "test_clock"),
+    "attention": (
+        "test_attention", "test_attention_plan", "test_attention_features", "test_small_tiles", "test_batch_invariance"
+    ),
     "compat.sglang": ("test_compat_sglang",),
     "compat.sglang.index": ("test_sglang_index",),
-    "sampling": ("test_sampling", "test_sampling_filters"),
+    "projection": ("test_projection", "test_batch_invariance"),
+    "sampling": ("test_sampling", "test_sampling_filters", "test_exact_distribution"),
     "tree": ("test_tree", "test_tree_selection"),
-    "verify": ("test_verify", "test_rejection_distribution", "test_tree_distribution"),
-}
+    "verify": ("test_verify", "test_rejection_distribution", "test_target_only_distribution", "test_tree_distribution"),
+}  # fmt: skip
 """Test files of a family where they are not `test_FAMILY`."""
-_LEFT_OUT = (
-    "*/cases*.py", "*/configs.py", "*/__init__.py", "*/warmup.py", "*/types.py", "specdec_kernels/[a-z]*.py",
-    "algorithms/runtime/backends/flash*.py", "algorithms/runtime/tensor_parallel.py", "algorithms/runtime/clock.py",
-    "algorithms/runtime/collectives.py", "algorithms/runtime/models/sharding.py", "algorithms/registry.py",
-    "algorithms/runtime/backends/packages.py",
-)  # fmt: skip
-_TILES = ("warps", "stages", "specialize", "block", "BLOCK", "grid", "chunk", "impl")
-"""Parts of names that are given a value for speed alone, as keywords or by assignment."""
+_FILE_TESTS = {
+    "algorithms/mixed.py": ("tests/algorithms/test_mixed.py", *_ENGINE),
+    "algorithms/registry.py": ("tests/algorithms/test_plugin.py",),
+    "algorithms/runtime/backends/packages.py": ("tests/runtime/test_packages.py", "tests/runtime/test_backends.py"),
+    "algorithms/runtime/collectives.py": ("tests/algorithms/test_tensor_parallel.py",),
+    "algorithms/runtime/models/sharding.py": ("tests/algorithms/test_tensor_parallel.py",),
+    "algorithms/runtime/tensor_parallel.py": ("tests/algorithms/test_tensor_parallel.py",),
+}
+"""Test files of a file where they are not those of its folder."""
+_LEFT_OUT = {
+    "*/cases*.py": "inputs of the tests themselves",
+    "*/configs.py": "sizes of tiles, warps and stages for each chip: speed",
+    "*/warmup.py": "what is compiled before the first step: speed",
+    "*/__init__.py": "names",
+    "algorithms/runtime/backends/flash*.py": "runs with another package only",
+    "*/clock.py": "runs on a GPU only",
+}
+"""Files that no mutant is drawn from, with the reason."""
+_TILES = re.compile(r"(\w+_)?warps|block(_[a-z])?|BLOCK(_[A-Z])?")
+"""Names that are given a value for speed alone, as keywords or by assignment."""
 _MEANINGLESS = {
     ("specdec_kernels/sampling/reference.py", "(weights > 0)", ">="),  # the sum passes the goal at a weight above 0
     ("specdec_kernels/attention/api.py", "in_order and num_splits > 1", ">="),  # one split has one order
     ("specdec_kernels/ngram/kernel_match.py", "return first, first * 0 + 1, first * 0 + 1", "0"),  # not read by recency
 }
 """Changes that were looked at and change nothing: file, a text that holds the operator, the new one."""
-_GUESSES = ("store_pivots", "_enclose", "_store_second_pivots", "rows_per_program", "lanes")
-"""Functions whose results decide how fast something is, and nothing else."""
+_GUESSES = ("store_pivots", "rows_per_program")
+"""Functions whose results decide how fast something is and nothing else: where a search begins, a size of tiles."""
 _SYMMETRIC = ("min", "max", "minimum", "maximum", "zip", "isinstance", "getattr", "print", "equal")
 _COMPARISONS: dict[type[ast.cmpop], str] = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="
@@ -92,11 +110,13 @@ def mutated_files() -> list[Path]:
 
 def tests_of(path: Path) -> tuple[str, ...]:
     """The pytest arguments that run what belongs to a file, the quickest first."""
+    if path.as_posix() in _FILE_TESTS:
+        return _FILE_TESTS[path.as_posix()]
     if path.parts[0] == "specdec_kernels":
         family = ".".join(path.parts[1:-1])
         files = [f"tests/kernels/{name}.py" for name in _FAMILY_TESTS.get(family, (f"test_{family}",))]
         files = [file for file in files if (ROOT / file).is_file()]
-        names = " or ".join(["[" + family + "-", *(Path(file).stem for file in files)])
+        names = " or ".join([f"[{family}-" if family else "parity", *(Path(file).stem for file in files)])
         return ("tests/kernels/test_parity.py", *files, "-k", names)
     if "models" in path.parts:
         return (*_MODELS, _ENGINE[3])
@@ -204,7 +224,7 @@ def _expressions(tree: ast.AST) -> Iterator[ast.expr]:
             continue
         if isinstance(node, ast.If) and all(isinstance(child, ast.Raise) for child in node.body) and not node.orelse:
             continue  # what is refused has tests of its own, and often a second guard behind it
-        if any(tile in name for name in _given(node) for tile in _TILES):
+        if any(_TILES.fullmatch(name) for name in _given(node)):
             continue
         if _name_of(node) in _GUESSES:
             continue
