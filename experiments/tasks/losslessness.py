@@ -6,6 +6,8 @@ identity      in the run's dtype (float32 proves exactness, and so does a determ
               at a time
 invariance    the baseline itself: the same tokens whatever the batch size, the level of capture, and the place in the
               batch
+prefill       a deterministic run only: tokens and log-probabilities, bit for bit, whether prompts are prefilled whole or
+              in chunks, and whether the first half of an answer was decoded or is part of the prompt
 low           in bfloat16 rounding depends on the shape of a batch: requests that differ, the first position that does,
               and the gap between the logits of the two tokens there; a fault would show as a large gap
 distribution  rules that draw their drafts: see `distribution`
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 
 ALPHA = 1e-6
 """A distribution test with a smaller chance fails the run."""
+CHUNKS = (1, 24)
+"""Prompt tokens between two steps, beside the run's own number."""
 SEED_STEP = 7919
 """Distance between the seeds of two turns."""
 
@@ -79,6 +83,7 @@ class Losslessness(Task):
         for backend in self.plan.backends:
             checks = BackendChecks(self, self.plan.varied(backend=backend))
             rows.append(checks.baseline_row())
+            rows += [checks.prefill_row()] if self.plan.config.runtime.deterministic else []
             rows += [checks.method_row(label, algo) for label, algo in self.plan.methods.items()]
         return rows
 
@@ -118,6 +123,13 @@ class Losslessness(Task):
         return replace(plan, hardware=replace(plan.hardware, dtype=plan.config.task.low_precision))
 
 
+def _bare(request: Request, max_new_tokens: int) -> Request:
+    """The request with its log-probabilities, and with nothing that depends on where its prompt ends."""
+    asked = request.sampling
+    sampling = SamplingParams(max_new_tokens, temperature=asked.temperature, seed=asked.seed, logprobs=True)
+    return replace(request, sampling=sampling)
+
+
 class BackendChecks:
     """All checks on one backend. Baseline decodings are kept, since every method is compared with the same ones."""
 
@@ -144,6 +156,38 @@ class BackendChecks:
             "near_ties": 0,
             "tokens": sum(len(c.token_ids) for c in done),
         }
+
+    def prefill_row(self) -> Row:
+        """Prompts in chunks, and prompts that hold half of the answer, against whole prompts."""
+        asked = [_bare(request, request.sampling.max_new_tokens) for request in self._requests(0)]
+        whole = self._written(asked, self._plan.config.runtime.prefill_chunk, "prefill")
+        half = [len(tokens) // 2 for tokens, _ in whole]
+        longer = [
+            replace(_bare(r, r.sampling.max_new_tokens - n), prompt_ids=r.prompt_ids + tuple(tokens[:n]))
+            for r, n, (tokens, _) in zip(asked, half, whole, strict=True)
+        ]
+        rest = [(tokens[n:], logprobs[n:]) for n, (tokens, logprobs) in zip(half, whole, strict=True)]
+        found = self._written(longer, self._plan.config.runtime.prefill_chunk, "prefill of half the answer")
+        pairs = list(zip(found, rest, strict=True))
+        for chunk in CHUNKS:
+            pairs += zip(self._written(asked, chunk, f"prefill by {chunk}"), whole, strict=True)
+        return {
+            **self._row("prefill", AUTOREGRESSIVE, "target_only"),
+            "checked": len(pairs),
+            "identical": sum(ours == expected for ours, expected in pairs),
+            "near_ties": 0,
+            "tokens": sum(len(tokens) for (tokens, _), _ in pairs),
+        }
+
+    def _written(self, asked: Sequence[Request], chunk: int, label: str) -> list[tuple[list[int], list[float]]]:
+        """Tokens and their log-probabilities in the largest size, with prompts in chunks of `chunk` tokens."""
+        page_size, batch, graph = self._sizes[-1]
+        plan = self._plan.varied(
+            page_size=page_size, max_batch=batch, graph=graph, num_pages=None, prefill_chunk=chunk
+        )  # fmt: skip
+        label = f"{plan.config.backend.name} {label}"
+        decoded = self._task.decode(baseline_config(), self._workload, asked, label, plan)
+        return [(completion.token_ids, completion.logprobs) for completion in decoded.generation.completions]
 
     def method_row(self, label: str, algo: Any) -> Row:
         """Identity over all sizes, then low precision, then the distribution where identity is not promised."""
