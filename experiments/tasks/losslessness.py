@@ -6,8 +6,8 @@ identity      in the run's dtype (float32 proves exactness, and so does a determ
               at a time
 invariance    the baseline itself: the same tokens whatever the batch size, the level of capture, and the place in the
               batch
-prefill       a deterministic run only: tokens and log-probabilities, bit for bit, whether prompts are prefilled whole or
-              in chunks, and whether the first half of an answer was decoded or is part of the prompt
+prefill       a deterministic run only: tokens and log-probabilities, bit for bit, whether prompts are prefilled whole
+              or in chunks, and whether the first half of an answer was decoded or is part of the prompt
 low           in bfloat16 rounding depends on the shape of a batch: requests that differ, the first position that does,
               and the gap between the logits of the two tokens there; a fault would show as a large gap
 distribution  rules that draw their drafts: see `distribution`
@@ -182,9 +182,8 @@ class BackendChecks:
     def _written(self, asked: Sequence[Request], chunk: int, label: str) -> list[tuple[list[int], list[float]]]:
         """Tokens and their log-probabilities in the largest size, with prompts in chunks of `chunk` tokens."""
         page_size, batch, graph = self._sizes[-1]
-        plan = self._plan.varied(
-            page_size=page_size, max_batch=batch, graph=graph, num_pages=None, prefill_chunk=chunk
-        )  # fmt: skip
+        sizes: dict[str, Any] = dict(page_size=page_size, max_batch=batch, graph=graph, num_pages=None)
+        plan = self._plan.varied(**sizes, prefill_chunk=chunk)
         label = f"{plan.config.backend.name} {label}"
         decoded = self._task.decode(baseline_config(), self._workload, asked, label, plan)
         return [(completion.token_ids, completion.logprobs) for completion in decoded.generation.completions]

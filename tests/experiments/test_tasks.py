@@ -36,7 +36,7 @@ from experiments.tasks import distribution, near_tie
 from experiments.tasks.base import Task
 from experiments.tasks.compare import Compare
 from experiments.tasks.graph_ablation import GraphAblation, level_note
-from experiments.tasks.losslessness import Losslessness
+from experiments.tasks.losslessness import BackendChecks, Losslessness
 from experiments.tasks.run import run_task
 from experiments.tasks.throughput import Throughput, inter_token_ms, repeated
 from tests.algorithms.toy import random_target
@@ -325,6 +325,46 @@ def test_losslessness_checks_every_pair(run: Run, short: list[str]) -> None:
     assert len(done.read("losslessness.md").splitlines()) == 2 + len(rows)
     lines = [json.loads(line) for line in done.read("losslessness.jsonl").splitlines()]
     assert [line["backend"] for line in lines] == [row["backend"] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "identical"), [(None, 9), ("prefill by 24", 8), ("prefill of half the answer", 8)], ids=str
+)
+def test_the_prefill_row_compares_tokens_and_log_probabilities(wrong: str | None, identical: int) -> None:
+    """Three prompts in chunks of two sizes and with half of their answer; one log-probability is off by one bit."""
+    decoded, chunks = [], []
+
+    def decode(_: Any, __: Any, asked: Any, label: str, plan: Any) -> Any:
+        chunks.append(plan.config.runtime.prefill_chunk)
+        done = []
+        for request in asked:
+            first = len(request.prompt_ids)
+            last = first + request.sampling.max_new_tokens
+            done.append(Completion(request.id, list(range(first, last)), [-place / 7 for place in range(first, last)]))
+        if wrong and label.endswith(wrong):
+            done[1].logprobs[-1] = math.nextafter(done[1].logprobs[-1], 0)
+        decoded.append(asked)
+        return SimpleNamespace(generation=SimpleNamespace(completions=done))
+
+    runtime = SimpleNamespace(prefill_chunk=2048, deterministic=True)
+    config = SimpleNamespace(
+        task=LosslessnessTask(graphs=["step"], methods={"ngram": {"name": "ngram"}}),
+        runtime=runtime,
+        backend=SimpleNamespace(name="fa4"),
+    )
+    plan = SimpleNamespace(
+        config=config,
+        workloads=(SimpleNamespace(requests=toy_requests(3)),),
+        hardware=SimpleNamespace(can_capture=True),
+    )
+    plan.varied = lambda **given: SimpleNamespace(
+        config=SimpleNamespace(runtime=SimpleNamespace(**given), backend=config.backend)
+    )
+    row = BackendChecks(SimpleNamespace(decode=decode), plan).prefill_row()  # type: ignore[arg-type]
+    assert (row["identical"], row["checked"]) == (identical, 9)
+    assert chunks == [2048, 2048, 1, 24]
+    assert all(request.sampling.logprobs for asked in decoded for request in asked)
+    assert [len(long.prompt_ids) - len(r.prompt_ids) for r, long in zip(*decoded[:2], strict=True)] == [12, 12, 12]
 
 
 def test_a_request_that_differs_fails_the_job(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
