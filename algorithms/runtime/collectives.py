@@ -21,6 +21,7 @@ _ONE_SHOT_BYTES = 1 << 20
 _ONE_SHOT_DTYPES = (torch.bfloat16, torch.float32)
 _ALIGNMENT = 16
 _EXCHANGE_ROWS = 64
+_WORD_BYTES = 8
 
 
 def parallel() -> bool:
@@ -79,16 +80,16 @@ def from_rank_0(tensors: Sequence[Tensor]) -> list[Tensor]:
 @cache
 def _exchange(device: torch.device, width: int) -> Exchange | None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    found = _symmetric(device, 4 * exchange_elements(ranks, _EXCHANGE_ROWS, width))
+    found = _symmetric(device, _WORD_BYTES * exchange_elements(ranks, _EXCHANGE_ROWS, width))
     if found is None:
         return None
     memory, addresses = found
     memory.zero_()
-    offsets = torch.tensor([(address - addresses[rank]) // 4 for address in addresses], device=device)
+    offsets = torch.tensor([(address - addresses[rank]) // _WORD_BYTES for address in addresses], device=device)
     torch.cuda.synchronize(device)
-    # No rank raises a flag in memory that another has not zeroed yet.
+    # No rank sends to memory that another has not zeroed yet.
     dist.barrier()
-    return Exchange(memory.view(torch.float32), memory.view(torch.int32), offsets, rank, _EXCHANGE_ROWS, width)
+    return Exchange(memory.view(torch.int64), offsets, rank, _EXCHANGE_ROWS, width)
 
 
 @cache

@@ -1,7 +1,7 @@
 """Other implementations of tree building, walks, tree sampling and renormalisation.
 
 sgl-kernel's operations have the signatures of `specdec_kernels.compat.sglang`. Its compiled library is enough
-(`sgl_kernel/**/common_ops*.so`). The renormalisations are FlashInfer's, which sgl-kernel uses as well.
+(`sgl_kernel/**/common_ops*.so`). The renormalisations are FlashInfer's, and sgl-kernel has a compiled copy of them.
 """
 
 from __future__ import annotations
@@ -35,6 +35,20 @@ def sgl_kernel(function: str, inputs: dict[str, Any]) -> Call:
     parameters = signature(getattr(sglang, function)).parameters
     arguments = [inputs.get(name, its.default) for name, its in parameters.items() if name != "impl"]
     return lambda: operation(*arguments)
+
+
+def sgl_renorm(function: str, inputs: dict[str, Any]) -> Call:
+    """sgl-kernel's copy of FlashInfer's renormalisation."""
+    load_library("sgl_kernel", "common_ops*.so")
+    operation = getattr(torch.ops.sgl_kernel, f"{function}_probs").default
+    probs, limit = inputs["probs"], inputs[function.removesuffix("_renorm")]
+
+    def renorm() -> torch.Tensor:
+        out = torch.empty_like(probs)
+        operation(probs, out, limit, 0)
+        return out
+
+    return renorm
 
 
 def flashinfer(function: str, inputs: dict[str, Any]) -> Call:

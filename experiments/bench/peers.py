@@ -22,10 +22,10 @@ Prepare = Callable[[dict[str, Any]], Call]
 
 PEERS: dict[str, dict[str, Prepare]] = {name: {"paged_attention": build} for name, build in PAGED_ATTENTION.items()}
 """What each peer can be compared on, by the name of our function."""
-PEERS["flashinfer"] |= {
-    name: partial(peer_operations.flashinfer, name) for name in ("top_k_renorm", "top_p_renorm")
-}  # fmt: skip
+_RENORMS = ("top_k_renorm", "top_p_renorm")
+PEERS["flashinfer"] |= {name: partial(peer_operations.flashinfer, name) for name in _RENORMS}
 PEERS["sgl_kernel"] = {name: partial(peer_operations.sgl_kernel, name) for name in peer_operations.WRITTEN}
+PEERS["sgl_kernel"] |= {name: partial(peer_operations.sgl_renorm, name) for name in _RENORMS}
 
 
 def prepare(name: str, function: str, inputs: dict[str, Any]) -> Call:

@@ -22,8 +22,8 @@ def all_reduce_add_rms_norm(
 ) -> Normed:
     """Sum the partial results of a row-parallel projection over all ranks, add the residual stream, and norm the sum.
 
-    Every rank calls this with the same shapes. A rank writes its own sum, tells the others, waits for theirs and reads
-    them: one exchange, in float32. The sums are added in the order of the ranks, so every rank has the same bits, and
+    Every rank calls this with the same shapes. A rank sends its own sum to the others and waits for theirs: one
+    exchange, in float32. The sums are added in the order of the ranks, so every rank has the same bits, and
     they are rounded once, to the dtype of the residual.
 
     Args:
@@ -50,10 +50,9 @@ def all_reduce_add_rms_norm(
     expect_shape("weight", weight, (exchange.width,))
     expect_dtype("weight", weight, residual.dtype)
     exact = (torch.float64,) if residual.dtype == torch.float64 else ()
-    for name, tensor in (("parts", parts), ("exchange.memory", exchange.memory)):
-        expect_dtype(name, tensor, torch.float32, *exact)
-    expect_dtype("exchange.flags", exchange.flags, torch.int32)
-    expect_same_device(parts=parts, residual=residual, weight=weight, memory=exchange.memory, flags=exchange.flags)
+    expect_dtype("parts", parts, torch.float32, *exact)
+    expect_dtype("exchange.memory", exchange.memory, torch.int64)
+    expect_same_device(parts=parts, residual=residual, weight=weight, memory=exchange.memory)
     expect_contiguous(parts=parts, residual=residual, weight=weight)
     function = dispatch("all_reduce_add_rms_norm", __package__, impl, residual)
     return function(parts, exchange, slot, residual, weight, eps)

@@ -8,6 +8,8 @@ from specdec_kernels.all_reduce.types import SLOTS, Exchange
 from specdec_kernels.norm.reference import add_rms_norm
 from specdec_kernels.norm.types import Normed
 
+_LOW = (1 << 32) - 1
+
 
 def all_reduce_add_rms_norm(
     parts: torch.Tensor, exchange: Exchange, slot: int, residual: torch.Tensor, weight: torch.Tensor, eps: float
@@ -17,26 +19,28 @@ def all_reduce_add_rms_norm(
     own = parts[0]
     for part in parts[1:]:
         own = own + part
-    rows = own.numel() // width
-    sums, flags = _places(exchange, slot, rows)
-    sums[exchange.rank].copy_(own.view(rows, width))
+    own = own.view(-1, width)
+    received, counters = _places(exchange, exchange.rank, slot, len(own))
+    calls = counters + 1
+    counters.copy_(calls)
     for rank in range(len(exchange.offsets)):
         if rank != exchange.rank:
-            flags[rank][exchange.rank].fill_(1)
-            flags[exchange.rank][rank].fill_(0)
-    total = sums[0].clone()
-    for other in sums[1:]:
-        total += other
+            _places(exchange, rank, slot, len(own))[0][exchange.rank].copy_(packed(own, calls))
+    total = torch.zeros_like(own)
+    for rank, words in enumerate(received):
+        total += own if rank == exchange.rank else (words & _LOW).to(torch.int32).view(torch.float32)
     return add_rms_norm(total.to(residual.dtype).view_as(residual), residual, weight, eps)
 
 
-def _places(exchange: Exchange, slot: int, rows: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Of every rank the sums [rows, width] and the flags [ranks, rows] of a slot, as views."""
+def packed(rows: torch.Tensor, calls: torch.Tensor) -> torch.Tensor:
+    """Words [R, width] of the rows [R, width] sent in the calls [R]."""
+    return (calls[:, None] << 32) | (rows.float().view(torch.int32).long() & _LOW)
+
+
+def _places(exchange: Exchange, rank: int, slot: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a rank what it receives in a slot [ranks, rows, width], and the counters [rows], as views."""
     ranks, capacity, width = len(exchange.offsets), exchange.rows, exchange.width
-    sums, flags = [], []
-    for start in exchange.offsets.tolist():
-        first = start + slot * capacity * width
-        sums.append(exchange.memory[first : first + rows * width].view(rows, width))
-        first = start + SLOTS * capacity * width + slot * ranks * capacity
-        flags.append(exchange.flags[first : first + ranks * capacity].view(ranks, capacity)[:, :rows])
-    return sums, flags
+    start, size = int(exchange.offsets[rank]), ranks * capacity * width
+    words = exchange.memory[start + slot * size :][:size].view(ranks, capacity, width)[:, :rows]
+    counters = exchange.memory[start + SLOTS * size + slot * capacity :][:rows]
+    return words, counters

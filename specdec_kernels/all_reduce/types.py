@@ -11,23 +11,22 @@ SLOTS = 2
 
 
 def exchange_elements(ranks: int, rows: int, width: int) -> int:
-    """Elements of four bytes that a rank's memory has: rows of partial sums, and flags behind them."""
-    return SLOTS * rows * (width + ranks)
+    """Words of eight bytes in the memory of a rank."""
+    return SLOTS * rows * (ranks * width + 1)
 
 
 class Exchange(NamedTuple):
-    """Memory that every rank reads and writes. In each rank's memory stand
+    """Memory that every rank reads and writes, all 0 before the first call. In each rank's memory stand
 
-    - `[SLOTS, rows, width]` float32: the rank's own sums;
-    - `[SLOTS, ranks, rows]` int32 flags, all 0 before the first call: 1 from the time that another rank's row can be
-      read until this rank waits for it.
+    - `[SLOTS, ranks, rows, width]` words: what each rank has sent to this one;
+    - `[SLOTS, rows]` counters: the calls that this rank has made, row by row.
 
-    `memory` is this rank's, as float32, and `flags` the same memory as int32, both `[elements]`. `offsets` [ranks]
-    int64 leads from there to the memory of every rank, in elements. In tests one tensor holds the memory of all ranks.
+    A word holds a float32 in its low half and the number of the call in its high half. It is written as a whole, so the
+    number tells the reader that the float is there. `offsets` [ranks] int64 leads from `memory`, this rank's, to the
+    memory of every rank, in words. In tests one tensor holds the memory of all ranks.
     """
 
-    memory: torch.Tensor
-    flags: torch.Tensor
+    memory: torch.Tensor  # [words] int64
     offsets: torch.Tensor
     rank: int
     rows: int

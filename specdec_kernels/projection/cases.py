@@ -80,13 +80,18 @@ WORK: dict[str, Callable[[dict[str, Any]], tuple[int, int]]] = {
     "linear_argmax": _argmax_work,
 }
 
-# Weights of the shapes that are timed: [outer, inner] of Qwen3-8B's packed projections, then of SmolLM2-135M's.
+# Weights of the shapes that are timed: [outer, inner] of Qwen3-8B's packed projections, of
+# their halves on two devices, then of SmolLM2-135M's.
 WEIGHTS = {
     "8b_qkv": (6144, 4096),
     "8b_o": (4096, 4096),
     "8b_gate_up": (24576, 4096),
     "8b_down": (4096, 12288),
     "8b_head": (151936, 4096),
+    "half8b_qkv": (3072, 4096),
+    "half8b_o": (4096, 2048),
+    "half8b_gate_up": (12288, 4096),
+    "half8b_down": (4096, 6144),
     "135m_qkv": (960, 576),
     "135m_o": (576, 576),
     "135m_gate_up": (3072, 576),
@@ -98,8 +103,11 @@ WEIGHTS = {
 def exchanged_inputs(
     make: Maker, rows: int | tuple[int, ...], outer: int, inner: int, **options: int
 ) -> dict[str, Any]:
-    """A rank's part of a projection, where the other ranks have written theirs."""
+    """A rank's part of a projection, where the other ranks have sent theirs. Sums of small integers are exact, so what
+    this rank sends can be compared bit by bit."""
     inputs = normed_inputs(make, rows, outer, inner)
+    for name in ("x", "weight"):
+        inputs[name] = make.integers(-1, 2, *inputs[name].shape).to(make.dtype)
     other = exchange_inputs(make, *inputs["residual"].shape, **options)
     return inputs | dict(exchange=other["exchange"], slot=other["slot"])
 
@@ -167,6 +175,7 @@ CASES = (
     _case("linear_17_rows", "a second block of rows", 17, 48, 64),
     _case("linear_64_rows", "the last number of rows that the kernel takes by itself", 64, 48, 600),
     _case("linear_65_rows", "rows that go to torch", 65, 48, 64),
+    _case("linear_ahead", "weights asked for beyond a split", 2, 70, 1100, ahead=True),
     _exchanged("exchanged_split", "partial sums left to the exchange", 3, 64, 1536, slot=1),
     _exchanged("exchanged_whole", "a product without partial sums", 2, 48, 64, rank=1, ranks=3),
     _exchanged("exchanged_65_rows", "rows that go to torch", 65, 48, 64, capacity=80),
@@ -198,6 +207,7 @@ CASES = (
         )
         for rows in (1, 64, 128)
     ),  # fmt: skip
+    _case("linear_ahead_shipped", "asking for weights compiles", 1, 3072, 4096, gate=True, tags=_LARGE, ahead=True),
     _case("linear_bias_shipped", "the variant with a bias", 16, 960, 576, gate=True, bias=True),
     _gated("gated_no_rows", "launch on an empty grid", 0, 32, 16),
     _gated("gated_odd", "gate and up mixed at an odd width", 7, 90, 33),

@@ -11,7 +11,7 @@ processors. The measurements behind the table are in experiments/LOG.md.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 FAST_ROWS = 64  # more rows go to torch's matmul, which is then the faster one
 _MOST_ROWS = 128  # of one program
@@ -22,6 +22,9 @@ _SHARED_BYTES = {"sm80": 160 << 10, "sm90": 220 << 10, "sm100": 220 << 10, "gfx9
 _COLUMNS = 64  # the M side of the tensor core
 _SHORTEST_SPLIT = 512
 _FLOAT32_SPLIT = 128  # inner elements that are added one by one in float32, which has no tensor core
+
+_AHEAD_BYTES = 24 << 20  # of a whole weight
+_LINE_BYTES = 128
 
 _CUT_STEP = 128  # a multiple of every block_k of the table, so that the cut is the same for every tile
 # Rows of a program: (columns, block_k, num_warps, num_stages).
@@ -38,7 +41,8 @@ _BOUND_BY_ARITHMETIC = {"sm90": (128, 64, 8, 4)}
 class LinearConfig:
     """columns: weight rows of one program. block_k: inner elements a step. splits: programs that share a column
     tile, each with its part of the inner dimension. rows: rows of x a program takes at once. in_order: one program
-    takes all splits of a tile, one after the other."""
+    takes all splits of a tile, one after the other. ahead_bytes: of each weight row of a program, asked for before the
+    kernel ahead has ended."""
 
     columns: int
     block_k: int
@@ -47,6 +51,7 @@ class LinearConfig:
     num_stages: int
     rows: int
     in_order: bool = False
+    ahead_bytes: int = 0
 
     def split_length(self, inner: int) -> int:
         """Inner elements of a program: whole steps, or all."""
@@ -82,6 +87,13 @@ def linear_config(chip: str, outer: int, inner: int, rows: int, element_bytes: i
         columns, block_k, warps, stages = wide if many else (columns, block_k, warps, stages)
     fitting = _SHARED_BYTES[chip] // ((columns + block) * block_k * element_bytes)
     return LinearConfig(columns, block_k, cut, warps, max(2, min(stages, fitting)), block, many and cut > 1)
+
+
+def asking_ahead(config: LinearConfig, outer: int, inner: int, element_bytes: int) -> LinearConfig:
+    """`config` with as many bytes asked for ahead as arrive while the kernel ahead waits."""
+    length = config.split_length(inner) * element_bytes
+    share = _AHEAD_BYTES // (outer * config.splits) // _LINE_BYTES * _LINE_BYTES
+    return replace(config, ahead_bytes=min(share, length) if length % _LINE_BYTES == 0 else 0)
 
 
 def _splits(inner: int, wanted: int, step: int) -> int:

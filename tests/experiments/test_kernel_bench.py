@@ -18,6 +18,7 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
 from rich.console import Console
 
+import specdec_kernels
 from algorithms.runtime.clock import PhaseClock
 from experiments import kernel_bench
 from experiments.app.schema import CONFIG_FOLDER, REPO_ROOT
@@ -35,6 +36,7 @@ from specdec_kernels.attention.cases_inputs import attention_inputs, changed
 from specdec_kernels.cases import Case, Comparison, Maker
 from specdec_kernels.compat import sglang
 from specdec_kernels.compat.sglang.cases import CASES as SGLANG_CASES
+from specdec_kernels.sampling.cases import CASES as SAMPLING_CASES
 
 CPU = torch.device("cpu")
 
@@ -311,6 +313,24 @@ def test_operations_that_write_into_arguments_are_compared(
     offset = 1
     found = bench_row._against_peer("sgl_kernel", function, [inputs], kernel, timing, bench_on_cpu())
     assert found["status"] == "disagrees"
+
+
+@pytest.mark.parametrize("function", ["top_k_renorm", "top_p_renorm"])
+def test_renormalisations_are_compared(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
+    """A peer with sgl-kernel's signature, here our own definition."""
+    ours = getattr(specdec_kernels, function)
+
+    def operation(probs: torch.Tensor, out: torch.Tensor, limits: torch.Tensor, limit: float) -> None:
+        out.copy_(ours(probs, limits, impl="reference"))
+
+    stand_in = SimpleNamespace(**{f"{function}_probs": SimpleNamespace(default=operation)})
+    monkeypatch.setattr(torch.ops, "sgl_kernel", stand_in, raising=False)
+    monkeypatch.setattr(peer_operations, "load_library", lambda package, pattern: None)
+    inputs = next(each for each in SAMPLING_CASES if each.function == function).build(Maker.seeded())
+    timing = time_function(lambda **_: None, [inputs], CPU, Limits(repeats=1))
+    kernel = bench_row._impl(ours, "reference")
+    found = bench_row._against_peer("sgl_kernel", function, [inputs], kernel, timing, bench_on_cpu())
+    assert found["status"] == "ok" and found["ratio"] > 0, found
 
 
 def bench_on_cpu(**changes: Any) -> bench_row.Bench:

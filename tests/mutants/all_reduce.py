@@ -21,10 +21,18 @@ MUTANTS = (
     Mutant(
         "sums_of_the_other_slot",
         _KERNEL,
-        "parts.shape[0], rows, slot * exchange.rows * width, first_flag",
-        "parts.shape[0], rows, (1 - slot) * exchange.rows * width, first_flag",
+        "place = first_word + (RANK * capacity + row) * D + dims",
+        "place = (RANK * capacity + row) * D + dims",
         _case("exchange_slot_1"),
-        "sums are written to the slot of the next call and read from there, before the other ranks have read it",
+        "words are sent to the first slot in every call, which the other ranks may not have read yet",
+    ),
+    Mutant(
+        "sent_to_the_place_of_another_rank",
+        _KERNEL,
+        "place = first_word + (RANK * capacity + row) * D + dims",
+        "place = first_word + row * D + dims",
+        _case("exchange_second_rank", "exchange_four_ranks"),
+        "every rank sends to the place of rank 0",
     ),
     Mutant(
         "last_part_of_a_row_left_out",
