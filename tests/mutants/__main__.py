@@ -17,25 +17,37 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
+from functools import partial
 
 from tests.mutants.drawn import draw
 from tests.mutants.mutant import Mutant
-from tests.mutants.runner import BROKEN, CAUGHT, SURVIVED, Outcome, baseline, load_heavy_modules, run_mutant
+from tests.mutants.runner import (
+    BROKEN,
+    CAUGHT,
+    SURVIVED,
+    TIMEOUT_S,
+    Outcome,
+    baseline,
+    load_heavy_modules,
+    run_mutant,
+)
 from tests.mutants.table import MUTANTS
 
 DRAWN = 30
 
 
-def _timed(mutant: Mutant) -> tuple[Outcome, float]:
+def _timed(mutant: Mutant, limit_s: float) -> tuple[Outcome, float]:
     start = time.monotonic()
-    return run_mutant(mutant), time.monotonic() - start
+    return run_mutant(mutant, limit_s), time.monotonic() - start
 
 
-def judge(mutants: Sequence[Mutant], jobs: int) -> Counter[str]:
+def judge(mutants: Sequence[Mutant], jobs: int, limit_s: float) -> Counter[str]:
     """Run each of them, print a line for it, and count what became of them."""
     counts = Counter(dict.fromkeys((CAUGHT, SURVIVED, BROKEN), 0))
     with ThreadPoolExecutor(jobs) as pool:
-        for mutant, (outcome, seconds) in zip(mutants, pool.map(_timed, mutants), strict=True):
+        for mutant, (outcome, seconds) in zip(
+            mutants, pool.map(partial(_timed, limit_s=limit_s), mutants), strict=True
+        ):
             counts[outcome.status] += 1
             print(f"{outcome.status:<9}{seconds:5.1f} s  {mutant.name:<36}{outcome.detail}", flush=True)
             if outcome.status != CAUGHT:
@@ -53,6 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--drawn", type=int, help=f"how many are drawn at random (default: {DRAWN})")
     parser.add_argument("--seed", type=int, help="of the drawn ones (default: the time)")
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--limit", type=float, default=TIMEOUT_S, help="seconds for the tests of one mutant")
     options = parser.parse_args(arguments)
     chosen = [mutant for mutant in MUTANTS if fnmatchcase(mutant.name, "*" if options.only is None else options.only)]
     number = options.drawn if options.drawn is not None else DRAWN if options.only is None else 0
@@ -63,11 +76,11 @@ def main(arguments: list[str] | None = None) -> int:
     if chosen and (problems := baseline(sorted({test for mutant in chosen for test in mutant.tests}))):
         print("these tests fail without any mutant:", *problems, sep="\n  ")
         return 1
-    caught = judge(chosen, options.jobs)[CAUGHT] if chosen else 0
+    caught = judge(chosen, options.jobs, options.limit)[CAUGHT] if chosen else 0
     if number:
         seed = int(time.time()) if options.seed is None else options.seed
         print(f"{number} drawn mutants, --drawn {number} --seed {seed}", flush=True)
-        drawn = judge(draw(number, seed), options.jobs)
+        drawn = judge(draw(number, seed), options.jobs, options.limit)
         print(f"{drawn[SURVIVED] / max(1, drawn.total()):.1%} of the drawn mutants survive")
     return 0 if caught == len(chosen) else 1
 
