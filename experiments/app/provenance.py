@@ -14,6 +14,13 @@ from typing import Any
 from experiments.app.hardware import Hardware
 from experiments.app.schema import REPO_ROOT, RunConfig
 
+CLOCKS = {
+    "clocks.sm": "sm_mhz",
+    "clocks.mem": "memory_mhz",
+    "clocks.max.sm": "max_sm_mhz",
+    "power.limit": "power_limit_w",
+}
+"""What nvidia-smi calls a figure, and what a row does."""
 PACKAGES = ("torch", "triton", "transformers", "numpy", "hydra-core")
 
 
@@ -52,6 +59,19 @@ def machine(device: str) -> str:
     return f"{_cpu_name()}, {os.cpu_count()} cores"
 
 
+def gpu_clocks(device: str) -> dict[str, float] | None:
+    """Clocks of the GPU in MHz, as they are now and at most, and its power limit in watts; None where nothing tells."""
+    if device != "cuda":
+        return None
+    number = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    command = ["nvidia-smi", f"--id={number}", f"--query-gpu={','.join(CLOCKS)}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        return dict(zip(CLOCKS.values(), map(float, done.stdout.strip().split(",")), strict=True))
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+
+
 def run_conditions(config: RunConfig, hardware: Hardware, model: str) -> dict[str, Any]:
     """What all rows of one run share: the provenance record that every task writes.
 
@@ -71,6 +91,7 @@ def run_conditions(config: RunConfig, hardware: Hardware, model: str) -> dict[st
         "impl": hardware.label,
         "forward": hardware.forward,
         "machine": machine(hardware.device),
+        "clocks": gpu_clocks(hardware.device),
         "sampling": sampling,
         **sizes,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),

@@ -8,13 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import sqrt
 from typing import Any
 
-from experiments.report import metrics
-from experiments.report.repeats import student_t
-
-Z_95 = 1.959964
+from experiments.report import metrics, repeats
 
 
 @dataclass(frozen=True)
@@ -100,32 +96,12 @@ def summary(texts: Sequence[Sequence[Step]], max_depth: int) -> dict[str, Any]:
         "output_tokens": sum(tokens),
         "row_steps": len(steps),
         "tokens_per_step": metrics.ratio(sum(tokens), len(steps)),
-        "tokens_per_step_interval": ratio_interval(tokens, [len(text) for text in texts]),
+        "tokens_per_step_interval": repeats.ratio_interval(tokens, [len(text) for text in texts]),
         "num_accepted_histogram": metrics.num_accepted_histogram([step.accepted for step in steps], max_depth),
         "acceptance": positions,
         "acceptance_at": metrics.conditional_acceptance(positions),
-        "acceptance_at_interval": [wilson(accepted, accepted + rejected) for accepted, rejected in reached],
+        "acceptance_at_interval": [repeats.wilson(accepted, accepted + rejected) for accepted, rejected in reached],
     }
-
-
-def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> list[float] | None:
-    """Of sum(numerators) / sum(denominators), from the spread of the pairs; None for fewer than two."""
-    count, total = len(numerators), sum(denominators)
-    if count < 2 or not total:
-        return None
-    ratio = sum(numerators) / total
-    errors = [(a - ratio * b) ** 2 for a, b in zip(numerators, denominators, strict=True)]
-    half = student_t(count - 1) * sqrt(count / (count - 1) * sum(errors)) / total
-    return [max(0.0, ratio - half), ratio + half]
-
-
-def wilson(hits: int, trials: int) -> list[float] | None:
-    """Wilson's interval of a share; None without trials."""
-    if not trials:
-        return None
-    share, extra = hits / trials, Z_95**2 / trials
-    centre, half = share + extra / 2, Z_95 * sqrt(share * (1 - share) / trials + extra / (4 * trials))
-    return [max(0.0, (centre - half) / (1 + extra)), min(1.0, (centre + half) / (1 + extra))]
 
 
 def all_steps(

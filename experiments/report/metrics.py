@@ -6,6 +6,7 @@ Over all steps of all requests, with `a` the accepted drafts of a step (the bonu
     acceptance           of the steps that reached position i: accepted #(a > i), rejected #(a = i, with a draft there),
                          no_draft #(a = i, without one)
     acceptance_at[i]     accepted / (accepted + rejected) at i: conditional on being reached and drafted
+    ..._interval         of 95 %: tokens_per_step takes requests as independent, and acceptance_at steps (Wilson)
     acceptance_rate      accepted drafts / drafted tokens, as vLLM defines it; all nodes of a tree count as drafted
     decode_tokens_per_s  output tokens / time of the steps (the decode clock), all rounds together
     wall_tokens_per_s    output tokens / time of the whole call, with prefill and scheduling (the wall clock)
@@ -85,16 +86,20 @@ def summarize_method(
     ends = [step for c in completions for step in zip(c.accepted_counts, c.ran_out, strict=True)]
     positions = acceptance_by_position(ends, max_depth)
     output_tokens = sum(len(completion.token_ids) for completion in completions)
+    emitted = [sum(c.accepted_counts) + len(c.accepted_counts) for c in completions]
+    reached = zip(positions["accepted"], positions["rejected"], strict=True)
     return {
         "num_requests": len(completions),
         "num_failed": sum(bool(completion.error) for completion in completions),
         "num_cut": sum(completion.finish_reason == "length" for completion in completions),
         "output_tokens": output_tokens,
         "num_truncated": sum(completion.num_truncated for completion in completions),
-        "tokens_per_step": ratio(sum(accepted) + len(accepted), len(accepted)),
+        "tokens_per_step": ratio(sum(emitted), len(accepted)),
+        "tokens_per_step_interval": repeats.ratio_interval(emitted, [len(c.accepted_counts) for c in completions]),
         "num_accepted_histogram": num_accepted_histogram(accepted, max_depth),
         "acceptance": positions,
         "acceptance_at": conditional_acceptance(positions),
+        "acceptance_at_interval": [repeats.wilson(accepted, accepted + rejected) for accepted, rejected in reached],
         "num_accepted": sum(accepted),
         "num_drafted": drafted,
         "acceptance_rate": ratio(sum(accepted), drafted),

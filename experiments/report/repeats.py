@@ -14,6 +14,7 @@ from typing import Any
 
 LARGEST_SPREAD = 0.2
 CLOCKS = ("decode", "wall")
+Z_95 = 1.959964
 _T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """Student's t of 97.5 % for 1 to 10 degrees of freedom; beyond, the last is a safe bound."""
 
@@ -34,6 +35,26 @@ def interval(centre: float | None, values: Sequence[float]) -> list[float] | Non
     """[low, high] around `centre`, as wide as `values` say; low is at least 0."""
     half = half_width(values)
     return None if half is None or centre is None else [max(0.0, centre - half), centre + half]
+
+
+def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> list[float] | None:
+    """The 95 % interval of sum(numerators) / sum(denominators), from the spread of at least two pairs; else None."""
+    count, total = len(numerators), sum(denominators)
+    if count < 2 or not total:
+        return None
+    ratio = sum(numerators) / total
+    errors = [(a - ratio * b) ** 2 for a, b in zip(numerators, denominators, strict=True)]
+    half = student_t(count - 1) * sqrt(count / (count - 1) * sum(errors)) / total
+    return [max(0.0, ratio - half), ratio + half]
+
+
+def wilson(hits: int, trials: int) -> list[float] | None:
+    """Wilson's 95 % interval of a share; None without trials."""
+    if not trials:
+        return None
+    share, extra = hits / trials, Z_95**2 / trials
+    centre, half = share + extra / 2, Z_95 * sqrt(share * (1 - share) / trials + extra / (4 * trials))
+    return [max(0.0, (centre - half) / (1 + extra)), min(1.0, (centre + half) / (1 + extra))]
 
 
 def spread(values: Sequence[float]) -> float:

@@ -97,7 +97,7 @@ def _acceptance_by_position(row: Row) -> str:
 
 
 def with_interval(title: str, path: str, digits: int, suffix: str = "") -> Column:
-    """A column of figures with the half-width of their 95 % interval, where rounds were repeated."""
+    """A column of figures with the half-width of their 95 % interval, where there is one."""
 
     def show(row: Row) -> str:
         value, found = at(row, path), at(row, f"{path}_interval")
@@ -113,7 +113,7 @@ WALL_RATE = with_interval("wall tokens/s", "wall_tokens_per_s", 1)
 DECODE_SPEEDUP = with_interval("decode speedup", "speedup_decode", 2, "×")
 WALL_SPEEDUP = with_interval("wall speedup", "speedup_wall", 2, "×")
 ACCEPTANCE_RATE = number("accepted / drafted", "acceptance_rate", 1, "%", scale=100)
-TOKENS_PER_STEP = number("tokens/step", "tokens_per_step", 2)
+TOKENS_PER_STEP = with_interval("tokens/step", "tokens_per_step", 2)
 ACCEPTANCE_BY_POSITION = Column("acceptance % at 1…6", _acceptance_by_position)
 STEP_MS = number("ms/step", "step_ms/mean", 2)
 STEP_MS_RANGE = Column(

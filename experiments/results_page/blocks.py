@@ -1,0 +1,169 @@
+"""Fenced blocks of the results page, and what they become.
+
+A block is YAML. `rows` makes a table:
+
+    file: NAME.jsonl            or a list of names, in experiments/results
+    where: {KEY: VALUE}         rows with these values, or one of a list; a key may be a path, `sampling/temperature`
+    down: KEY                   what tells the lines apart; a list of keys makes one line per combination
+    names: {VALUE: TEXT}        what a value of `down` or `across` is called
+    order: [VALUE, …]           the lines, in this order; a value without a row is shown as not measured
+    head: TEXT                  heading of the first column
+    across: KEY                 one column per value of KEY; `columns: [VALUE, …]` orders them
+    cell: FORMAT                with `across`: what a cell shows of its row, a format string over the row's keys
+    cells: {HEADING: FORMAT}    without `across`: one column per entry
+
+`made` tells file, card, clocks, versions and revisions of the rows of `file`, narrowed by `where`. `curve` draws lines:
+`x` and `y` are keys, `down` tells the lines apart, and `title` and `axes: [x, y]` are their names.
+
+A cell that several rows claim is an error, so a file with repeated measurements needs a narrower `where`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from experiments.report.tables import DASH, Column, Row, markdown
+from experiments.results_page.rows import matching, read_all, value_at
+
+ROWS_LINK = "../experiments/results"
+
+
+@dataclass
+class Selection:
+    """Which rows a block shows."""
+
+    file: str | list[str]
+    where: dict[str, Any] = field(default_factory=dict)
+
+    def rows(self) -> list[Row]:
+        """The rows, at least one."""
+        found = matching(read_all(self.file), self.where)
+        if not found:
+            raise ValueError(f"{self.file}: no row has {self.where}")
+        return found
+
+
+@dataclass
+class Table(Selection):
+    """A block `rows`."""
+
+    down: str | list[str] = "method"
+    names: dict[Any, str] = field(default_factory=dict)
+    order: list[Any] = field(default_factory=list)
+    head: str = ""
+    across: str | None = None
+    columns: list[Any] = field(default_factory=list)
+    cell: str | None = None
+    cells: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if (self.across is None) != (self.cell is None) or (self.across is None) != bool(self.cells):
+            raise ValueError("a table has either across and cell, or cells")
+
+    def text(self) -> str:
+        """The table in Markdown."""
+        rows = self.rows()
+        lines = self.order or list(dict.fromkeys(self._line(row) for row in rows))
+        first = Column(self.head, lambda line: self._name(line["line"]), numeric=False)
+        if self.across is None:
+            grid = {heading: self._placed(rows, lambda row: True, cell) for heading, cell in self.cells.items()}
+        else:
+            across, cell = self.across, self.cell or ""
+            keys = self.columns or list(dict.fromkeys(value_at(row, across) for row in rows))
+            grid = {self._name(k): self._placed(rows, _has(across, k), cell) for k in keys}
+        columns = [first, *(_column(heading, cells) for heading, cells in grid.items())]
+        return markdown(columns, [{"line": tuple(x) if isinstance(x, list) else x} for x in lines])
+
+    def _line(self, row: Row) -> Any:
+        if isinstance(self.down, str):
+            return value_at(row, self.down)
+        return tuple(value_at(row, key) for key in self.down)
+
+    def _name(self, value: Any) -> str:
+        parts = value if isinstance(value, tuple) else (value,)
+        return ", ".join(self.names.get(part, str(part)) for part in parts)
+
+    def _placed(self, rows: Sequence[Row], chosen: Callable[[Row], bool], cell: str) -> dict[Any, str]:
+        """Line to what its cell shows."""
+        found: dict[Any, str] = {}
+        for row in filter(chosen, rows):
+            line = self._line(row)
+            if line in found:
+                raise ValueError(f"{self.file}: several rows for {self._name(line)}; expected one, narrow `where`")
+            found[line] = shown(cell, row)
+        return found
+
+
+@dataclass
+class Made(Selection):
+    """A block `made`."""
+
+    def text(self) -> str:
+        """One paragraph."""
+        rows = self.rows()
+        names = [self.file] if isinstance(self.file, str) else self.file
+        links = ", ".join(f"[{name}]({ROWS_LINK}/{name})" for name in names)
+        facts = [*_unique(rows, _card), *_unique(rows, _versions), f"revision {', '.join(_unique(rows, _revision))}"]
+        return f"Rows: {links}. {'; '.join(facts)}.\n"
+
+
+@dataclass
+class Curve(Selection):
+    """A block `curve`: a picture beside the page."""
+
+    x: str = ""
+    y: str = ""
+    down: str = "method"
+    names: dict[Any, str] = field(default_factory=dict)
+    order: list[Any] = field(default_factory=list)
+    title: str = ""
+    axes: list[str] = field(default_factory=list)
+    picture: str = ""
+
+    def series(self) -> list[tuple[str, list[tuple[float, float]]]]:
+        """Name and points of each line."""
+        rows = self.rows()
+        lines = self.order or list(dict.fromkeys(value_at(row, self.down) for row in rows))
+        found = []
+        for line in lines:
+            here = [row for row in rows if value_at(row, self.down) == line]
+            points = [(float(value_at(row, self.x)), float(value_at(row, self.y))) for row in here]
+            found.append((self.names.get(line, str(line)), points))
+        return [(name, points) for name, points in found if points]
+
+
+def shown(cell: str, row: Row) -> str:
+    """`cell` with the row's values; a dash where one of them is missing."""
+    try:
+        return cell.format_map(row)
+    except (KeyError, TypeError, IndexError):
+        return DASH
+
+
+def _has(key: str, value: Any) -> Callable[[Row], bool]:
+    return lambda row: value_at(row, key) == value
+
+
+def _column(heading: str, cells: Mapping[Any, str]) -> Column:
+    return Column(heading, lambda line: cells.get(line["line"], DASH))
+
+
+def _unique(rows: Sequence[Row], tell: Callable[[Row], str]) -> list[str]:
+    return list(dict.fromkeys(filter(None, map(tell, rows))))
+
+
+def _card(row: Row) -> str:
+    clocks = row.get("clocks")
+    beside = f" at {clocks['sm_mhz']:.0f} MHz (memory {clocks['memory_mhz']:.0f})" if clocks else ""
+    return f"{row.get('machine', '')}{beside}"
+
+
+def _versions(row: Row) -> str:
+    versions = row.get("versions") or {}
+    return ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton", "transformers") if versions.get(name))
+
+
+def _revision(row: Row) -> str:
+    return str(row["revision_text"])
