@@ -8,14 +8,24 @@ x is the bonus token, and its distribution given the miss is p outside S, renorm
 has exactly the target's distribution whenever the tree is a deterministic function of the context, and is
 token-identical to autoregressive sampling with equal seeds.
 
-A drafter that draws its tokens needs a rule that knows the distribution it drew from: `rejection` (arXiv 2211.17192)
-judges one token after the other, `block` (arXiv 2403.10444) the chain as a whole, which accepts no fewer tokens in
-expectation. Both are for chains. For trees whose tokens are drawn, `multi_round` (SpecInfer, arXiv 2305.09781) takes
-siblings that were drawn independently, equal ones included, and `without_replacement` (recursive rejection sampling,
-arXiv 2402.14160) siblings that were drawn one after the other from the tokens that were left; it stays exact for
-independent draws, because it passes over equal ones; `multi_round` is not exact for draws without replacement.
-`reference` states the formulas. All rules are exact for the target's distribution under the same temperature and
-filters as `pick_tokens`.
+A drafter that draws its tokens needs a rule that knows the distribution it drew from. All rules are exact for the
+target's distribution under the same temperature and filters as `pick_tokens`; `reference` and `reference_tree` state
+the formulas.
+
+    rule                 drafts                     source            what it promises
+    rejection            a chain                    arXiv 2211.17192  most accepted where tokens are judged one by one
+    block                a chain                    arXiv 2403.10444  most accepted tokens of all rules for one chain
+    multi_round          siblings drawn             arXiv 2305.09781  no fewer accepted than by one draft
+                         independently
+    k_seq                siblings drawn             arXiv 2310.15141  at a node, at least (1 - 1/e) of what any rule can
+                         independently                                accept
+    without_replacement  siblings drawn without     arXiv 2402.14160  no sibling is judged twice
+                         replacement
+    traversal            siblings drawn without     arXiv 2505.12398  block verification of every chain; a node may
+                         replacement                                  still be accepted when all below it are rejected
+
+`without_replacement` and `traversal` stay exact for independent draws, because they pass over equal siblings;
+`multi_round` and `k_seq` are not exact for draws without replacement.
 """
 
 from __future__ import annotations
@@ -44,6 +54,7 @@ def accept(
     uniforms: torch.Tensor | None = None,
     probs: torch.Tensor | None = None,
     draft_probs: torch.Tensor | None = None,
+    draft_rows: torch.Tensor | None = None,
     return_logprobs: bool = True,
     impl: str = "auto",
 ) -> Accepted:
@@ -53,17 +64,18 @@ def accept(
     where there is none, after `max_depth` drafts, or at a row without a usable logit, it stops and the node's target
     token is the bonus. Unlinked nodes and duplicates behind the first are never reached. `rejection` and `block` judge
     the nodes 1, 2, ... as long as first_child[n - 1] = n; the chain ends at the first that is not, at `max_depth`, and
-    behind a row without a usable logit. `multi_round` and `without_replacement` judge the children of a node in the
-    order of their links and go on from the first that is accepted. A child whose token had no draft probability (left)
-    is no draw: it is passed over, and so is a token that a rejected sibling carries under `without_replacement`.
-    Their links must lead to later nodes, as those of `build_tree` do; one that does not ends the walk. Rows at
-    temperature 0 are greedy under every rule.
+    behind a row without a usable logit. The rules for trees judge the children of a node in the order of their links
+    and go on from the first that is accepted; `traversal` judges a node behind all that hang on it. A child whose token
+    had no draft probability (left) is no draw: it is passed over, and so is a token that a rejected sibling carries
+    under `without_replacement` and `traversal`. The links of drawn trees must lead to later nodes, as those of
+    `build_tree` do; one that does not ends the walk. Rows at temperature 0 are greedy under every rule.
 
     Args:
         rule: `greedy` (target token = argmax), `target_only` (target token = exact draw at the request's temperature),
-            `rejection` or `block` (a chain that was drawn from `draft_probs`), `multi_round` or `without_replacement`
-            (a tree that was drawn from `draft_probs`). The shape of a drawn tree may depend on the committed text, not
-            on the tokens drawn: a tree that is pruned by what was drawn no longer follows `draft_probs`.
+            `rejection` or `block` (a chain that was drawn from `draft_probs`), `multi_round`, `k_seq`,
+            `without_replacement` or `traversal` (a tree that was drawn from `draft_probs`). The shape of a drawn tree
+            may depend on the committed text, not on the tokens drawn: a tree that is pruned by what was drawn no longer
+            follows `draft_probs`.
         tokens: [B, N] int64, contiguous; node 0 is the last committed token.
         tree: TreeLinks of the same B and N. Its positions key the draws: those of `target_only` at the node's position,
             those of the other rules at the root's, with one slot per node for the uniforms that judge the drafts.
@@ -78,13 +90,15 @@ def accept(
             the token in place of rejected drafts, then that of the bonus where no draft was rejected.
         probs: [B, N, V] float32 target probabilities instead of logits, laid out as these; rows need not sum to 1, NaN
             and negative entries count as 0.
-        draft_probs: [B, N - 1, V] float32, contiguous: row n is the distribution that the children of node n were
-            drawn from (of a chain: node n + 1). NaN and negative entries count as 0; `multi_round` and
-            `without_replacement` normalise the rows, which under the latter are those before any removal. Needed by
-            the rules for drawn drafts, refused otherwise. A drafter must not
-            draw twice with one key: under `block` drafts behind the accepted ones influence the outcome, so a key used
-            again in the next step would couple the two steps. Drawing with position L * (D + 1) + depth in
-            DRAFT_STREAM is safe.
+        draft_probs: [B, R, V] float32, contiguous: row n is the distribution that the children of node n were drawn
+            from (of a chain: node n + 1), R = N - 1; or as `draft_rows` says. NaN and negative entries count as 0; the
+            rules for trees normalise the rows, which are those before any removal. Needed by the rules for drawn
+            drafts, refused otherwise. A drafter must not draw twice with one key: under `block` and `traversal` drafts
+            behind the accepted ones influence the outcome, so a key used again in the next step would couple the two
+            steps. Drawing with position L * (D + 1) + depth in DRAFT_STREAM is safe, and so is position L with one slot
+            per node, as `draw_drafts` does.
+        draft_rows: [B, N] int32, contiguous, for the rules for trees: the row of `draft_probs` that the children of
+            each node were drawn from, outside 0 to R - 1 for a node without draws. One row may serve many nodes.
         return_logprobs: fill `logprobs` (a second sum of exponentials where the temperature is neither 0 nor 1).
         impl: `auto`, `triton` or `reference`.
 
@@ -101,6 +115,8 @@ def accept(
     values = _target_values(logits, probs)
     _check_links(tokens, tree, lengths, max_depth)
     _check_rule(rule, sampling, uniforms, logits is None, draft_probs)
+    if draft_rows is not None and rule not in TREE_RULES:
+        raise ValueError(f"rule {rule!r}: expected no draft_rows, which are for {', '.join(TREE_RULES)}")
     batch, num_nodes = tokens.shape
     if probs is None:
         expect_rows("logits", values, (batch, num_nodes, None), *LOGITS)
@@ -112,12 +128,17 @@ def accept(
         {**tree._asdict(), "tokens": tokens, "lengths": lengths, "logits": logits, "probs": probs},
         **sampling.expected(batch),
         uniforms=(uniforms, (batch, num_nodes + 1 if rule in DRAWN_RULES else num_nodes), torch.float64),
-        draft_probs=(draft_probs, (batch, num_nodes - 1, values.shape[-1]), torch.float32),
+        draft_probs=(
+            draft_probs,
+            (batch, num_nodes - 1 if draft_rows is None else None, values.shape[-1]),
+            torch.float32,
+        ),
+        draft_rows=(draft_rows, (batch, num_nodes), torch.int32),
     )
     expect_randomness(sampling, tree.positions, uniforms)
     return dispatch("accept", __package__, impl, values)(
         rule, tokens, tree, values, lengths, max_depth, sampling, uniforms=uniforms, draft_probs=draft_probs,
-        probabilities=probs is not None, return_logprobs=return_logprobs,
+        draft_rows=draft_rows, probabilities=probs is not None, return_logprobs=return_logprobs,
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from specdec_kernels.sampling.reference import filtered_probs
 from specdec_kernels.sampling.types import SamplingTensors
 from specdec_kernels.tree.cases import random_parents
 from specdec_kernels.tree.reference import build_chain, build_tree
-from specdec_kernels.verify.types import CHAIN_RULES, TREE_RULES
+from specdec_kernels.verify.types import CHAIN_RULES, TREE_RULES, WITHOUT_REPLACEMENT_RULES
 
 _INF = float("inf")
 
@@ -114,24 +115,41 @@ def _drawn(
     )  # fmt: skip
 
 
-_PARENTS = [-1, 0, 0, 0, 1, 1, 2, 2, 5, 5]
+_PARENTS = (-1, 0, 0, 0, 1, 1, 2, 2, 5, 5)
+# 32 nodes down to depth 7: the first children of the first nodes have most below them.
+_WIDE = (-1, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 3, 3, 4, 5, 5, 5, 6, 6, 9, 9, 15, 15, 15, 16, 18, 22, 22, 23, 27, 30)
 
 
-def _drawn_tree(make: Maker, rule: str, batch: int, max_depth: int, unused: int = 2, **sizes: Any) -> dict[str, Any]:
-    """Siblings drawn together, from rows that depend on the parent's place; equal ones under `multi_round`.
+def _drawn_tree(
+    make: Maker, rule: str, batch: int, max_depth: int, unused: int = 2, shape: Sequence[int] = _PARENTS, **sizes: Any
+) -> dict[str, Any]:
+    """Siblings drawn together, from rows that depend on the parent's place; independent draws may be equal.
 
     The last `unused` nodes are in the tensor and not in the tree.
     """
-    num_nodes = len(_PARENTS) + unused
+    num_nodes = len(shape) + unused
     inputs = _drawn(make, rule, batch, num_nodes, max_depth=max_depth, **sizes)
-    parents = make.tensor([_PARENTS + [-2] * unused] * batch, torch.int32)
-    for parent in sorted(set(_PARENTS[1:])):
-        children = [node for node, above in enumerate(_PARENTS) if above == parent]
-        drawn = torch.multinomial(
-            inputs["draft_probs"][:, parent].cpu(), len(children), rule == "multi_round", generator=make.generator
-        )
+    parents = make.tensor([[*shape] + [-2] * unused] * batch, torch.int32)
+    for parent in sorted(set(shape[1:])):
+        children = [node for node, above in enumerate(shape) if above == parent]
+        weights, again = inputs["draft_probs"][:, parent].cpu(), rule not in WITHOUT_REPLACEMENT_RULES
+        drawn = torch.multinomial(weights, len(children), again, generator=make.generator)
         inputs["tokens"][:, children] = drawn.to(make.device)
     return inputs | dict(tree=build_tree(parents, inputs["lengths"]))
+
+
+def _shared_rows(make: Maker, rule: str, batch: int, **sizes: Any) -> dict[str, Any]:
+    """A tree of two levels drawn from one row a level; nodes without draws name no row, in several ways."""
+    inputs = _drawn(make, rule, batch, 8, **sizes)
+    parents = make.tensor([[-1, 0, 0, 1, 1, 2, 2, 5]] * batch, torch.int32)
+    draft_probs = inputs["draft_probs"][:, :2].contiguous()
+    for children, row in (((1, 2), 0), ((3, 4), 1), ((5, 6), 1)):
+        weights, again = draft_probs[:, row].cpu(), rule not in WITHOUT_REPLACEMENT_RULES
+        drawn = torch.multinomial(weights, len(children), again, generator=make.generator)
+        inputs["tokens"][:, children] = drawn.to(make.device)
+    draft_rows = make.tensor([[0, 1, 1, -1, 2, -1, 1 << 30, -7]] * batch, torch.int32)
+    tree = build_tree(parents, inputs["lengths"])
+    return inputs | dict(draft_probs=draft_probs, draft_rows=draft_rows, tree=tree)
 
 
 def _troubled_tree(make: Maker, rule: str) -> dict[str, Any]:
@@ -263,6 +281,13 @@ CASES = (
         )
     ),
     *(case_of("accept", _troubled_tree, f"{rule}_troubled", "no draws", rule=rule) for rule in TREE_RULES),
+    *(
+        case_of(
+            "accept", _shared_rows, f"{rule}_shared_rows", "the row of another node", gate=True, rule=rule, batch=20,
+            vocab=30, max_depth=3, distance=1.5,
+        )
+        for rule in TREE_RULES
+    ),
     _known("targets_tree", catches="missing targets", batch=5, num_nodes=13, max_depth=6),
     _known("targets_root", catches="no drafts", gate=True, batch=4, num_nodes=1, max_depth=0),
     _sampled("accept_qwen", gate=True, bench=True, tags=_LARGE, batch=1, **_SHIPPED),
@@ -293,6 +318,25 @@ CASES = (
             rule=rule, batch=8, vocab=151936, max_depth=4, filtered=True,
         )
         for rule in TREE_RULES
+    ),
+    *(
+        case_of(
+            "accept", _drawn_tree, f"{rule}_b8_tree32", "the shipped tree", bench=True, tags=_LARGE, rule=rule,
+            batch=8, vocab=151936, max_depth=7, unused=0, shape=_WIDE, filtered=True,
+        )
+        for rule in TREE_RULES
+    ),
+    _plain(
+        "accept_greedy_b8_tree32", catches="the shipped tree", bench=True, tags=_LARGE, batch=8, num_nodes=32,
+        vocab=151936, max_depth=7,
+    ),
+    _plain(
+        "accept_sampled_b8_tree32", catches="the shipped tree", bench=True, tags=_LARGE, rule="target_only", batch=8,
+        num_nodes=32, vocab=151936, max_depth=7,
+    ),
+    case_of(
+        "accept", _drawn, "rejection_b8_chain32", "a long chain", bench=True, tags=_LARGE, rule="rejection", batch=8,
+        num_nodes=32, vocab=151936, max_depth=31, filtered=True,
     ),
 )  # fmt: skip
 

@@ -8,7 +8,10 @@ import triton
 import triton.language as tl
 
 from specdec_kernels.sampling import device as d
+from specdec_kernels.sampling.types import ACCEPT_STREAM
 from specdec_kernels.verify.types import Accepted
+
+_ACCEPT = tl.constexpr(ACCEPT_STREAM)
 
 
 @triton.jit
@@ -40,10 +43,33 @@ def target_prob(
 
 
 @triton.jit
+def draft_row(draft_rows_ptr, request, node, live, NODES: tl.constexpr, DRAFT_ROWS: tl.constexpr):
+    """Row of the draft's distributions that the children of `node` were drawn from; -1 where there are no draws."""
+    of_node = node
+    if draft_rows_ptr is not None:
+        of_node = tl.load(draft_rows_ptr + request.to(tl.int64) * NODES + node, mask=live, other=-1)
+    return tl.where(live & (of_node >= 0) & (of_node < DRAFT_ROWS), request * DRAFT_ROWS + of_node, -1)
+
+
+@triton.jit
 def draft_prob(draft_ptr, row, column, live, VOCAB: tl.constexpr):
-    """q of `column` in `row` of the draft's distributions; NaN and negative entries are 0."""
-    prob = tl.load(draft_ptr + row.to(tl.int64) * VOCAB + column, mask=live, other=0.0)
+    """q of `column` in `row` of the draft's distributions; NaN and negative entries are 0, and so is a row below 0."""
+    prob = tl.load(draft_ptr + row.to(tl.int64) * VOCAB + column, mask=live & (row >= 0), other=0.0)
     return tl.where(prob > 0, prob, 0.0)
+
+
+@triton.jit
+def judging_uniforms(seeds_ptr, positions_ptr, uniforms_ptr, request, in_batch, node, NODES: tl.constexpr):
+    """[B, BLOCK_N] float64: the uniforms that judge the nodes."""
+    here = in_batch[:, None] & (node >= 1) & (node < NODES)
+    if uniforms_ptr is not None:
+        uniform = tl.load(uniforms_ptr + request[:, None] * (NODES + 1) + node - 1, mask=here, other=1.0)
+    else:
+        zero = tl.zeros(here.shape, tl.int64)
+        seed = tl.load(seeds_ptr + request, mask=in_batch, other=0)
+        root = tl.load(positions_ptr + request.to(tl.int64) * NODES, mask=in_batch, other=0)
+        uniform = d.philox_uniform(seed[:, None] + zero, root[:, None] + zero, _ACCEPT, node - 1)
+    return uniform
 
 
 @triton.jit

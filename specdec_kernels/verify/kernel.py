@@ -114,6 +114,7 @@ def accept(
     *,
     uniforms: torch.Tensor | None,
     draft_probs: torch.Tensor | None,
+    draft_rows: torch.Tensor | None,
     probabilities: bool,
     return_logprobs: bool,
 ) -> Accepted:
@@ -121,7 +122,7 @@ def accept(
     if rule in DRAWN_RULES and sampling.temperature is not None:
         return accept_drawn(
             rule, tokens, tree, values, lengths, max_depth, sampling, uniforms=uniforms, draft_probs=draft_probs,
-            probabilities=probabilities, return_logprobs=return_logprobs,
+            draft_rows=draft_rows, probabilities=probabilities, return_logprobs=return_logprobs,
         )  # fmt: skip
     found = select(
         values.flatten(0, 1), sampling, tree.positions, uniforms, per_request=tokens.shape[1],

@@ -24,14 +24,20 @@ import triton.language as tl
 from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.sampling import device as d
 from specdec_kernels.sampling.kernel import select
-from specdec_kernels.sampling.types import ACCEPT_STREAM, BONUS_STREAM, RECOVER_STREAM, SamplingTensors
+from specdec_kernels.sampling.types import BONUS_STREAM, RECOVER_STREAM, SamplingTensors
 from specdec_kernels.tree.types import TreeLinks
 from specdec_kernels.verify.configs import ACCEPTANCE
-from specdec_kernels.verify.device import draft_prob, empty_outcome, store_outcome, target_prob
+from specdec_kernels.verify.device import (
+    draft_prob,
+    draft_row,
+    empty_outcome,
+    judging_uniforms,
+    store_outcome,
+    target_prob,
+)
 from specdec_kernels.verify.kernel_tree import judge_tree
 from specdec_kernels.verify.types import TREE_RULES, Accepted
 
-_ACCEPT = tl.constexpr(ACCEPT_STREAM)
 _RECOVER = tl.constexpr(RECOVER_STREAM)
 _BONUS = tl.constexpr(BONUS_STREAM)
 
@@ -40,20 +46,6 @@ _BONUS = tl.constexpr(BONUS_STREAM)
 def _leading(flags, node, END: tl.constexpr):
     """How many of the nodes 1, 2, ... are flagged before the first that is not; lanes behind END do not count."""
     return tl.min(tl.where((node >= 1) & (node < END) & (flags == 0), node, END), 1) - 1
-
-
-@triton.jit
-def _judging_uniforms(seeds_ptr, positions_ptr, uniforms_ptr, request, in_batch, node, NODES: tl.constexpr):
-    """[B, BLOCK_N] float64: the uniforms that judge the nodes."""
-    here = in_batch[:, None] & (node >= 1) & (node < NODES)
-    if uniforms_ptr is not None:
-        uniform = tl.load(uniforms_ptr + request[:, None] * (NODES + 1) + node - 1, mask=here, other=1.0)
-    else:
-        zero = tl.zeros(here.shape, tl.int64)
-        seed = tl.load(seeds_ptr + request, mask=in_batch, other=0)
-        root = tl.load(positions_ptr + request.to(tl.int64) * NODES, mask=in_batch, other=0)
-        uniform = d.philox_uniform(seed[:, None] + zero, root[:, None] + zero, _ACCEPT, node - 1)
-    return uniform
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -108,7 +100,7 @@ def _judge_kernel(
             running = tl.minimum(running * tl.sum(tl.where(node == step, ratio, 0.0), 1), 1.0)
             kept = tl.where(node == step, running[:, None], kept)
     else:
-        uniform = _judging_uniforms(seeds_ptr, positions_ptr, uniforms_ptr, request, in_batch, node, NODES)
+        uniform = judging_uniforms(seeds_ptr, positions_ptr, uniforms_ptr, request, in_batch, node, NODES)
         tau = tl.where(
             temperature > 0, _leading(here & in_reach & (uniform * q < p), node, NODES)[:, None], greedy_tau[:, None]
         )
@@ -121,7 +113,8 @@ def _judge_kernel(
 @triton.jit(do_not_specialize=["strips", "batch"])
 def _residual_kernel(
     values_ptr,  # [B * N, VOCAB], row stride row_stride
-    draft_ptr,  # [B, N - 1, VOCAB] float32
+    draft_ptr,  # [B, DRAFT_ROWS, VOCAB] float32
+    draft_rows_ptr,  # [B, N] int32, or None: node n has row n
     distribution_ptr,  # [4, B * N] float32
     temperature_ptr,  # [B] float32
     judged_ptr,  # [1 or 2, B, N] float32
@@ -131,6 +124,7 @@ def _residual_kernel(
     batch,
     row_stride,
     NODES: tl.constexpr,
+    DRAFT_ROWS: tl.constexpr,
     ROWS: tl.constexpr,  # NODES, or 1: row tau alone
     VOCAB: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -156,8 +150,8 @@ def _residual_kernel(
         values_ptr, distribution_ptr, temperature[:, None], row[:, None], column, batch * NODES, row_stride, live, PROBS
     )
     p = tl.where(live, p, 0.0)
-    judged = live & (step < reach)[:, None]
-    q = draft_prob(draft_ptr, (row - request)[:, None], column, judged, VOCAB)
+    of_draft = draft_row(draft_rows_ptr, request, step, active & (step < reach), NODES, DRAFT_ROWS)
+    q = draft_prob(draft_ptr, of_draft[:, None], column, live, VOCAB)
     residual = tl.sum(tl.maximum(kept[:, None] * p - q, 0.0), 1)
     place = strip.to(tl.int64)
     tl.store(sums_ptr + place, residual, mask=in_strips)
@@ -191,7 +185,7 @@ def _block_length(
     place = request[:, None] * NODES + node
     kept = tl.load(judged_ptr + place, mask=live, other=0.0)
     left = tl.load(judged_ptr + batch * NODES + place, mask=live, other=0.0)
-    uniform = _judging_uniforms(seeds_ptr, positions_ptr, uniforms_ptr, request, in_batch, node, NODES)
+    uniform = judging_uniforms(seeds_ptr, positions_ptr, uniforms_ptr, request, in_batch, node, NODES)
     kept, left = kept.to(tl.float64), left.to(tl.float64)
     below = left + 1.0 - kept
     h = tl.where(below > 0, left / tl.where(below > 0, below, 1.0), 1.0)
@@ -217,8 +211,8 @@ def _finishing_uniform(
 
 @triton.jit
 def _drawn_token(
-    values_ptr, draft_ptr, distribution_ptr, sums_ptr, temperature, kept, request, entry, row, entries, batch,
-    row_stride, judged, active, uniform,
+    values_ptr, draft_ptr, distribution_ptr, sums_ptr, temperature, kept, entry, row, of_draft, entries, batch,
+    row_stride, active, uniform,
     VOCAB: tl.constexpr, GROUPS: tl.constexpr, PROBS: tl.constexpr, BLOCK_G: tl.constexpr, WIDTH: tl.constexpr,
     NODES: tl.constexpr,
 ):  # fmt: skip
@@ -239,8 +233,7 @@ def _drawn_token(
         values_ptr, distribution_ptr, temperature[:, None], row[:, None], column, batch * NODES, row_stride, live, PROBS
     )
     p = tl.where(live, p, 0.0)
-    taking = live & (judged & (empty == 0))[:, None]
-    q = draft_prob(draft_ptr, (row - request)[:, None], column, taking, VOCAB)
+    q = draft_prob(draft_ptr, of_draft[:, None], column, live & (empty == 0)[:, None], VOCAB)
     place, _ = d.find(tl.maximum(tl.where(empty, 1.0, kept)[:, None] * p - q, 0.0), within)
     return tl.where(place >= 0, start + place, -1)
 
@@ -259,10 +252,11 @@ def _nodes_kept(path_ptr, request, in_batch, column, tau, DEPTH: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["batch"])
-def _finish_kernel(  # 24 run-time arguments: what the other kernels left, and the seven fields of `Accepted`
+def _finish_kernel(  # 25 run-time arguments: what the other kernels left, and the seven fields of `Accepted`
     tokens_ptr,  # [B, N] int64
     values_ptr,  # [B * N, VOCAB], row stride row_stride
-    draft_ptr,  # [B, N - 1, VOCAB] float32
+    draft_ptr,  # [B, DRAFT_ROWS, VOCAB] float32
+    draft_rows_ptr,  # [B, N] int32, or None
     distribution_ptr,  # [4, B * N] float32
     greedy_ptr,  # [B * N] int64
     valid_ptr,  # [B * N] bool
@@ -285,6 +279,7 @@ def _finish_kernel(  # 24 run-time arguments: what the other kernels left, and t
     batch,
     row_stride,
     NODES: tl.constexpr,
+    DRAFT_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
     VOCAB: tl.constexpr,
@@ -313,10 +308,10 @@ def _finish_kernel(  # 24 run-time arguments: what the other kernels left, and t
     kept = tl.where(whole, 1.0, tl.load(judged_ptr + row, mask=in_batch, other=1.0))
     uniform = _finishing_uniform(seeds_ptr, positions_ptr, uniforms_ptr, request, in_batch, whole, NODES)
     entry = request if ROWS == 1 else row
+    of_draft = draft_row(draft_rows_ptr, request, tau, in_batch & (whole == 0), NODES, DRAFT_ROWS)
     drawn = _drawn_token(
-        values_ptr, draft_ptr, distribution_ptr, sums_ptr, temperature, kept, request, entry, row, batch * ROWS, batch,
-        row_stride, whole == 0, in_batch & usable & (temperature > 0), uniform, VOCAB, GROUPS, PROBS, BLOCK_G, WIDTH,
-        NODES,
+        values_ptr, draft_ptr, distribution_ptr, sums_ptr, temperature, kept, entry, row, of_draft, batch * ROWS, batch,
+        row_stride, in_batch & usable & (temperature > 0), uniform, VOCAB, GROUPS, PROBS, BLOCK_G, WIDTH, NODES,
     )  # fmt: skip
     bonus = tl.load(greedy_ptr + row, mask=in_batch, other=0)
     bonus = tl.where((temperature > 0) & (drawn >= 0), drawn.to(tl.int64), bonus)
@@ -353,6 +348,7 @@ def accept_drawn(
     *,
     uniforms: torch.Tensor | None,
     draft_probs: torch.Tensor,
+    draft_rows: torch.Tensor | None,
     probabilities: bool,
     return_logprobs: bool,
 ) -> Accepted:
@@ -372,21 +368,22 @@ def accept_drawn(
     judged = out(2 if block_rule else 1, batch, num_nodes)
     state, sums = out(2, batch, dtype=torch.int32), out(2, batch * rows, groups)
     accepted = empty_outcome(batch, max_depth, tokens.device, with_logprobs=return_logprobs)
-    rows_of_both = (flat, draft_probs, found.distribution)
+    rows_of_both = (flat, draft_probs, draft_rows, found.distribution)
     selected = (found.tokens, found.valid, sampling.temperature)
     sizes = dict(NODES=num_nodes, VOCAB=vocab, PROBS=probabilities)
     ends, warps = (batch, flat.stride(0)), config.request_warps
     path = None
     if rule in TREE_RULES:
-        path = judge_tree(rule, tokens, tree, rows_of_both, selected, sources, judged, state, max_depth, probabilities)
+        sizes |= dict(DRAFT_ROWS=draft_probs.shape[1])
+        path = judge_tree(rule, tokens, tree, rows_of_both, selected, sources, judged, state, max_depth, sizes)
     else:
         block_b = d.rows_per_program(batch, config.max_requests, block_n)
         launch(
-            _judge_kernel, (triton.cdiv(batch, block_b),), tokens, tree.first_child, *rows_of_both, *selected,
-            *sources, judged, state, *ends, num_warps=warps, DEPTH=max_depth, BLOCK_RULE=block_rule, BLOCK_B=block_b,
-            BLOCK_N=block_n, **sizes,
+            _judge_kernel, (triton.cdiv(batch, block_b),), tokens, tree.first_child, flat, draft_probs,
+            found.distribution, *selected, *sources, judged, state, *ends, num_warps=warps, DEPTH=max_depth,
+            BLOCK_RULE=block_rule, BLOCK_B=block_b, BLOCK_N=block_n, **sizes,
         )  # fmt: skip
-    sizes |= dict(ROWS=rows, GROUPS=groups, WIDTH=width)
+    sizes |= dict(DRAFT_ROWS=draft_probs.shape[1], ROWS=rows, GROUPS=groups, WIDTH=width)
     strips = batch * rows * groups
     block_s = min(config.strips, max(triton.next_power_of_2(max(strips, 1)), 2))
     launch(

@@ -1,18 +1,24 @@
 # mypy: ignore-errors
-"""Kernels that judge drawn trees, `multi_round` and `without_replacement`; formulas in `reference`.
+"""Kernels that judge drawn trees; formulas in `reference_tree`.
 
 Nothing of the size of the vocabulary is written, because every residual at a node is max(p - c q, 0) with one number c:
-c_1 = 0, and a rejection at residual mass s and draft mass m adds s / m to c. (A difference of the form
-max(max(p - c q, 0) - d q, 0) is max(p - (c + d) q, 0). Under `without_replacement` m is what the rejected siblings have
-left of q; they keep their place in q, because a rejected token has no residual at its c, nor at any larger one.)
+c_1 = 0, and a rejection at residual mass s, draft mass m and weight w adds s / (w m) to c (w = 1 from the root down).
+(A difference of the form max(max(p - c q, 0) - d q, 0) is max(p - (c + d) q, 0). Without replacement m is what the
+rejected siblings have left of q. They keep their place in q: a token that can be rejected has w p < q, hence no
+residual at its c, nor at any larger one.) Under `k_seq` c is rho / m.
 
+From the root down:
 1. judge, one program per node, all nodes at once: the child that is accepted there, if the walk comes by, and 1 / c.
+From the leaves up (`traversal`), whether a node is reached does not depend on what is below it, so that:
+1. judge, a launch per level, one program per node: the weights of its children, then its own and 1 / c.
+Both:
 2. follow, one program per request: the path along the accepted children, and the row whose residual is drawn from.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -23,15 +29,27 @@ from specdec_kernels.sampling import device as d
 from specdec_kernels.sampling.types import ACCEPT_STREAM
 from specdec_kernels.tree.types import TreeLinks
 from specdec_kernels.verify.configs import ACCEPTANCE
-from specdec_kernels.verify.device import draft_prob, entry, target_prob
+from specdec_kernels.verify.device import draft_prob, draft_row, entry, judging_uniforms, target_prob
+from specdec_kernels.verify.types import BOTTOM_UP_RULES
 
 _ACCEPT = tl.constexpr(ACCEPT_STREAM)
+_RATE_STEPS = tl.constexpr(64)
+_RATE_ERROR = tl.constexpr(2.0**-44)  # of rho, and of the equation that it solves
 
 
 @triton.jit
 def _later(candidate, node, NODES: tl.constexpr):
     """Whether a link leads to a node behind `node`."""
     return (candidate > node) & (candidate < NODES)
+
+
+@triton.jit
+def _next_sibling(next_sibling_ptr, request, candidate, looking, NODES: tl.constexpr):
+    """The sibling behind each candidate, and whether there is one."""
+    place = request.to(tl.int64) * NODES + candidate
+    following = tl.load(next_sibling_ptr + place, mask=looking, other=-1)
+    leads = looking & _later(following, candidate, NODES)
+    return tl.where(leads, following, candidate), leads
 
 
 @triton.jit
@@ -47,19 +65,19 @@ def _judging_uniform(seeds_ptr, positions_ptr, uniforms_ptr, request, candidate,
 
 
 @triton.jit
-def _draft_mass(draft_ptr, draft_row, asks, VOCAB: tl.constexpr, BLOCK_V: tl.constexpr):
+def _draft_mass(draft_ptr, of_draft, asks, VOCAB: tl.constexpr, BLOCK_V: tl.constexpr):
     """[R] float64: sum of q."""
     lane = tl.arange(0, BLOCK_V)[None, :]
-    mass = tl.zeros((draft_row.shape[0], BLOCK_V), tl.float64)
+    mass = tl.zeros((of_draft.shape[0], BLOCK_V), tl.float64)
     for start in range(0, VOCAB, BLOCK_V):
         live = asks[:, None] & (start + lane < VOCAB)
-        mass += draft_prob(draft_ptr, draft_row[:, None], start + lane, live, VOCAB).to(tl.float64)
+        mass += draft_prob(draft_ptr, of_draft[:, None], start + lane, live, VOCAB).to(tl.float64)
     return tl.sum(mass, 1)
 
 
 @triton.jit
 def _residual_mass(
-    values_ptr, draft_ptr, distribution_ptr, temperature, row, draft_row, rate, rows, row_stride, asks,
+    values_ptr, draft_ptr, distribution_ptr, temperature, row, of_draft, rate, rows, row_stride, asks,
     VOCAB: tl.constexpr, PROBS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """[R] float64: sum of max(p - rate q, 0)."""
@@ -71,18 +89,99 @@ def _residual_mass(
         p = target_prob(
             values_ptr, distribution_ptr, temperature[:, None], row[:, None], column, rows, row_stride, live, PROBS
         )  # fmt: skip
-        q = draft_prob(draft_ptr, draft_row[:, None], column, live, VOCAB)
+        q = draft_prob(draft_ptr, of_draft[:, None], column, live, VOCAB)
         mass += tl.where(live, tl.maximum(p.to(tl.float64) - rate[:, None] * q.to(tl.float64), 0.0), 0.0)
     return tl.sum(mass, 1)
 
 
+@triton.jit
+def _probs_of(
+    tokens_ptr, values_ptr, draft_ptr, distribution_ptr, temperature, request, candidate, row, of_draft, rows,
+    row_stride, drawing, NODES: tl.constexpr, VOCAB: tl.constexpr, PROBS: tl.constexpr,
+):  # fmt: skip
+    """Token of each candidate, and its p and q in float64; both 0 where not `drawing`."""
+    token = tl.load(tokens_ptr + request.to(tl.int64) * NODES + candidate)
+    known = drawing & (token >= 0) & (token < VOCAB)
+    p = target_prob(values_ptr, distribution_ptr, temperature, row, token, rows, row_stride, known, PROBS)
+    q = draft_prob(draft_ptr, of_draft, token, known, VOCAB)
+    return token, tl.where(known, p, 0.0).to(tl.float64), tl.where(known, q, 0.0).to(tl.float64)
+
+
+@triton.jit
+def _num_draws(
+    tokens_ptr, next_sibling_ptr, draft_ptr, request, candidate, of_draft, looking,
+    NODES: tl.constexpr, VOCAB: tl.constexpr,
+):  # fmt: skip
+    """[R] int32: how many of the candidate and the siblings behind it were drawn."""
+    draws = candidate * 0
+    step = 1
+    while (tl.max(looking.to(tl.int32), 0) > 0) & (step < NODES):
+        token = tl.load(tokens_ptr + request.to(tl.int64) * NODES + candidate, mask=looking, other=-1)
+        known = looking & (token >= 0) & (token < VOCAB)
+        draws += (known & (draft_prob(draft_ptr, of_draft, token, known, VOCAB) > 0)).to(tl.int32)
+        candidate, looking = _next_sibling(next_sibling_ptr, request, candidate, looking, NODES)
+        step += 1
+    return draws
+
+
+@triton.jit
+def _surplus(mass, rho, draws):
+    """r - (1 - (1 - r) / rho)^k with r = sum max(p - rho q, 0): falls in rho and is 0 at the rho of `k_seq`."""
+    rejected = tl.maximum(1.0 - (1.0 - mass) / rho, 0.0)
+    power = tl.exp(draws.to(tl.float64) * tl.log(tl.where(rejected > 0, rejected, 1.0)))
+    return mass - tl.where(rejected > 0, power, 0.0)
+
+
+@triton.jit
+def _k_seq_rate(
+    values_ptr, draft_ptr, distribution_ptr, temperature, row, of_draft, draft_mass, draws, rows, row_stride, asks,
+    VOCAB: tl.constexpr, PROBS: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """[R] float64: rho / m, by the Illinois form of regula falsi."""
+    low = tl.zeros_like(draft_mass) + 1.0
+    high = tl.maximum(draws, 1).to(tl.float64)
+    inverse = 1.0 / tl.where(draft_mass > 0, draft_mass, 1.0)
+    mass = _residual_mass(
+        values_ptr, draft_ptr, distribution_ptr, temperature, row, of_draft, low * inverse, rows, row_stride, asks,
+        VOCAB, PROBS, BLOCK_V,
+    )  # fmt: skip
+    above, rho = _surplus(mass, low, draws), low
+    asks = asks & (draws > 1) & (above > _RATE_ERROR)
+    mass = _residual_mass(
+        values_ptr, draft_ptr, distribution_ptr, temperature, row, of_draft, high * inverse, rows, row_stride, asks,
+        VOCAB, PROBS, BLOCK_V,
+    )  # fmt: skip
+    below, rho = _surplus(mass, high, draws), tl.where(asks, high, rho)
+    asks = asks & (below < -_RATE_ERROR)
+    side, step = draws * 0, 0
+    while (tl.max(asks.to(tl.int32), 0) > 0) & (step < _RATE_STEPS):
+        gap = above - below
+        middle = tl.where(asks & (gap > 0), (high * above - low * below) / tl.where(gap > 0, gap, 1.0), high)
+        rho = tl.where(asks, middle, rho)
+        mass = _residual_mass(
+            values_ptr, draft_ptr, distribution_ptr, temperature, row, of_draft, rho * inverse, rows, row_stride, asks,
+            VOCAB, PROBS, BLOCK_V,
+        )  # fmt: skip
+        surplus = _surplus(mass, rho, draws)
+        over = surplus > 0
+        # An end that stays twice counts half, so that the other end moves as well.
+        below = tl.where(over, tl.where(side > 0, below * 0.5, below), surplus)
+        above = tl.where(over, surplus, tl.where(side < 0, above * 0.5, above))
+        low, high = tl.where(over, rho, low), tl.where(over, high, rho)
+        side = tl.where(over, 1, -1)
+        asks = asks & (tl.abs(surplus) > _RATE_ERROR) & (high - low > _RATE_ERROR)
+        step += 1
+    return rho * inverse
+
+
 @triton.jit(do_not_specialize=["batch"])
-def _judge_children_kernel(
+def _judge_children_kernel(  # 17 run-time arguments: two trees of links, two distributions, three sources of uniforms
     tokens_ptr,  # [B, N] int64
     first_child_ptr,  # [B, N] int32
     next_sibling_ptr,  # [B, N] int32
     values_ptr,  # [B * N, VOCAB], row stride row_stride
-    draft_ptr,  # [B, N - 1, VOCAB] float32
+    draft_ptr,  # [B, DRAFT_ROWS, VOCAB] float32
+    draft_rows_ptr,  # [B, N] int32, or None: node n has row n
     distribution_ptr,  # [4, B * N] float32
     greedy_ptr,  # [B * N] int64
     valid_ptr,  # [B * N] bool
@@ -95,8 +194,10 @@ def _judge_children_kernel(
     batch,
     row_stride,
     NODES: tl.constexpr,
+    DRAFT_ROWS: tl.constexpr,
     VOCAB: tl.constexpr,
     WITHOUT_REPLACEMENT: tl.constexpr,
+    K_SEQ: tl.constexpr,
     PROBS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -105,7 +206,7 @@ def _judge_children_kernel(
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     in_rows = row < batch * NODES
     request = row // NODES
-    node, draft_row = row - request * NODES, row - request  # the last node of a request has no children
+    node = row - request * NODES
     temperature = tl.load(temperature_ptr + request, mask=in_rows, other=0.0)
     usable = tl.load(valid_ptr + row, mask=in_rows, other=0) != 0
     argmax = tl.load(greedy_ptr + row, mask=in_rows, other=-1)
@@ -115,32 +216,44 @@ def _judge_children_kernel(
     rate = tl.zeros((BLOCK_R,), tl.float64)
     if NODES > 1:
         drawing = looking & (temperature > 0)
-        left, draft_left = rate + 1.0, _draft_mass(draft_ptr, draft_row, drawing, VOCAB, BLOCK_V)
+        of_draft = draft_row(draft_rows_ptr, request, node, drawing, NODES, DRAFT_ROWS)
+        left, draft_left = rate + 1.0, _draft_mass(draft_ptr, of_draft, drawing, VOCAB, BLOCK_V)
         lane = tl.arange(0, BLOCK_N)[None, :]
         place = request.to(tl.int64)[:, None] * NODES + lane
         of_request = tl.load(tokens_ptr + place, mask=drawing[:, None] & (lane < NODES), other=-1)
         missed = tl.zeros((BLOCK_R, BLOCK_N), tl.int32)
+        if K_SEQ:
+            draws = _num_draws(
+                tokens_ptr, next_sibling_ptr, draft_ptr, request, candidate, of_draft, drawing, NODES, VOCAB
+            )
+            k_seq_rate = _k_seq_rate(
+                values_ptr, draft_ptr, distribution_ptr, temperature, row, of_draft, draft_left, draws, batch * NODES,
+                row_stride, drawing & (draws > 0), VOCAB, PROBS, BLOCK_V,
+            )  # fmt: skip
         step = 1
         while (tl.max(looking.to(tl.int32), 0) > 0) & (step < NODES):
-            token = tl.load(tokens_ptr + request.to(tl.int64) * NODES + candidate, mask=looking, other=-1)
-            known = looking & drawing & (token >= 0) & (token < VOCAB)
+            here = tl.where(looking, candidate, 0)
+            token, p, q = _probs_of(
+                tokens_ptr, values_ptr, draft_ptr, distribution_ptr, temperature, tl.where(in_rows, request, 0), here,
+                row, of_draft, batch * NODES, row_stride, looking & drawing, NODES, VOCAB, PROBS,
+            )  # fmt: skip
+            judged = q > 0
             if WITHOUT_REPLACEMENT:
-                known &= tl.max(tl.where(of_request == token[:, None], missed, 0), 1) == 0
-            p = target_prob(
-                values_ptr, distribution_ptr, temperature, row, token, batch * NODES, row_stride, known, PROBS
-            )
-            p = tl.where(known, p, 0.0).to(tl.float64)
-            q = draft_prob(draft_ptr, draft_row, token, known, VOCAB).to(tl.float64)
-            draft_left = tl.maximum(draft_left, q)  # true but for rounding
+                judged &= tl.max(tl.where(of_request == token[:, None], missed, 0), 1) == 0
+            draft_left = tl.maximum(draft_left, tl.where(judged, q, 0.0))  # true but for rounding
             uniform = _judging_uniform(seeds_ptr, positions_ptr, uniforms_ptr, request, candidate, looking, NODES)
-            judged = known & (q > 0)
-            accepts = judged & (uniform * q * left < (p - rate * q) * draft_left)
+            if K_SEQ:
+                accepts = judged & (uniform * k_seq_rate * q < p)
+            else:
+                accepts = judged & (uniform * q * left < (p - rate * q) * draft_left)
             hit = tl.where(drawing, accepts, looking & (token == argmax))
             misses = judged & (accepts == 0)
-            if tl.max(misses.to(tl.int32), 0) > 0:
+            if K_SEQ:
+                rate = tl.where(misses, k_seq_rate, rate)
+            elif tl.max(misses.to(tl.int32), 0) > 0:
                 raised = tl.where(misses, rate + left / tl.where(misses, draft_left, 1.0), rate)
                 mass = _residual_mass(
-                    values_ptr, draft_ptr, distribution_ptr, temperature, row, draft_row, raised, batch * NODES,
+                    values_ptr, draft_ptr, distribution_ptr, temperature, row, of_draft, raised, batch * NODES,
                     row_stride, misses, VOCAB, PROBS, BLOCK_V,
                 )  # fmt: skip
                 rate = tl.where(mass > 0, raised, rate)
@@ -149,25 +262,135 @@ def _judge_children_kernel(
                     draft_left = tl.where(misses, draft_left - q, draft_left)
                     missed = tl.where(misses[:, None] & (lane == candidate[:, None]), 1, missed)
             chosen = tl.where(hit, candidate, chosen)
-            looking = looking & (hit == 0)
-            following = tl.load(next_sibling_ptr + request.to(tl.int64) * NODES + candidate, mask=looking, other=-1)
-            candidate = tl.where(looking, following, candidate)
-            looking = looking & _later(candidate, node, NODES)
+            candidate, looking = _next_sibling(next_sibling_ptr, request, candidate, looking & (hit == 0), NODES)
             step += 1
     tl.store(chosen_ptr + row, chosen, mask=in_rows)
     inverse = tl.where(rate > 0, 1.0 / tl.where(rate > 0, rate, 1.0), 0.0)
     tl.store(inverse_rate_ptr + row, inverse.to(tl.float32), mask=in_rows)
 
 
+@triton.jit(do_not_specialize=["batch", "level"])
+def _weigh_children_kernel(
+    tokens_ptr,  # [B, N] int64
+    first_child_ptr,  # [B, N] int32
+    next_sibling_ptr,  # [B, N] int32
+    values_ptr,  # [B * N, VOCAB], row stride row_stride
+    draft_ptr,  # [B, DRAFT_ROWS, VOCAB] float32
+    draft_rows_ptr,  # [B, N] int32, or None: node n has row n
+    distribution_ptr,  # [4, B * N] float32
+    greedy_ptr,  # [B * N] int64
+    valid_ptr,  # [B * N] bool
+    temperature_ptr,  # [B] float32
+    weights_ptr,  # [B, N] float64: w, of nodes deeper than the level not behind their children yet
+    links_ptr,  # [2, B, N] int32: depth of nodes that are judged, else 0, and their parent
+    inverse_rate_ptr,  # [B, N] float32: 1 / c behind the rejected children, 0 where none was judged
+    batch,
+    row_stride,
+    level,  # depth of the nodes whose children are weighed
+    NODES: tl.constexpr,
+    DRAFT_ROWS: tl.constexpr,
+    VOCAB: tl.constexpr,
+    PROBS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    request = row // NODES
+    node = row - request * NODES
+    depth = tl.load(links_ptr + row, mask=row < batch * NODES, other=-1)
+    # A parent stores the depth of its children, `level` + 1, while other programs read it.
+    here = (depth == level) & ((level > 0) | (node == 0))
+    if tl.max(here.to(tl.int32), 0) > 0:
+        temperature = tl.load(temperature_ptr + request, mask=here, other=0.0)
+        argmax = tl.load(greedy_ptr + row, mask=here, other=-1)
+        usable = tl.load(valid_ptr + row, mask=here, other=0) != 0
+        candidate = tl.load(first_child_ptr + row, mask=here & usable, other=-1)
+        weight = tl.where(node == 0, 1.0, tl.load(weights_ptr + row, mask=here & (node > 0), other=0.0))
+        looking = here & _later(candidate, node, NODES)
+        drawing = looking & (temperature > 0)
+        of_draft = draft_row(draft_rows_ptr, request, node, drawing, NODES, DRAFT_ROWS)
+        rate, left = weight * 0.0, weight * 0.0 + 1.0
+        draft_left = _draft_mass(draft_ptr, of_draft, drawing, VOCAB, BLOCK_V)
+        lane = tl.arange(0, BLOCK_N)[None, :]
+        place = request.to(tl.int64)[:, None] * NODES + lane
+        of_request = tl.load(tokens_ptr + place, mask=drawing[:, None] & (lane < NODES), other=-1)
+        missed = tl.zeros((BLOCK_R, BLOCK_N), tl.int32)
+        found = looking & (looking == 0)  # of a row at temperature 0: a child that carries the argmax
+        step = 1
+        while (tl.max(looking.to(tl.int32), 0) > 0) & (step < NODES):
+            token, p, q = _probs_of(
+                tokens_ptr, values_ptr, draft_ptr, distribution_ptr, temperature, tl.where(here, request, 0),
+                tl.where(looking, candidate, 0), row, of_draft, batch * NODES, row_stride, looking & drawing, NODES,
+                VOCAB, PROBS,
+            )  # fmt: skip
+            judged = (q > 0) & (tl.max(tl.where(of_request == token[:, None], missed, 0), 1) == 0)
+            draft_left = tl.maximum(draft_left, tl.where(judged, q, 0.0))  # true but for rounding
+            ratio = weight * (p - rate * q) * draft_left / (left * tl.where(judged, q, 1.0))
+            first = looking & (drawing == 0) & (found == 0) & (token == argmax)
+            share = tl.where(judged, tl.minimum(tl.maximum(ratio, 0.0), 1.0), tl.where(first, weight, 0.0))
+            at = request.to(tl.int64) * NODES + candidate
+            tl.store(weights_ptr + at, share, mask=judged | first)
+            tl.store(links_ptr + at, tl.zeros_like(node) + level + 1, mask=judged | first)
+            tl.store(links_ptr + batch.to(tl.int64) * NODES + at, node, mask=judged | first)
+            found |= first
+            misses = judged & (weight > 0)
+            if tl.max(misses.to(tl.int32), 0) > 0:
+                raised = tl.where(misses, rate + left / tl.where(misses, weight * draft_left, 1.0), rate)
+                mass = _residual_mass(
+                    values_ptr, draft_ptr, distribution_ptr, temperature, row, of_draft, raised, batch * NODES,
+                    row_stride, misses, VOCAB, PROBS, BLOCK_V,
+                )  # fmt: skip
+                part = weight * mass / left
+                below = part + 1.0 - weight
+                weight = tl.where(misses & (below > 0), part / tl.where(below > 0, below, 1.0), weight)
+                rate, left = tl.where(mass > 0, raised, rate), tl.where(mass > 0, mass, left)
+                draft_left = tl.where(judged, draft_left - q, draft_left)
+                missed = tl.where(judged[:, None] & (lane == candidate[:, None]), 1, missed)
+            candidate, looking = _next_sibling(next_sibling_ptr, request, candidate, looking, NODES)
+            step += 1
+        tl.store(weights_ptr + row, weight, mask=here)
+        inverse = tl.where(rate > 0, 1.0 / tl.where(rate > 0, rate, 1.0), 0.0)
+        tl.store(inverse_rate_ptr + row, inverse.to(tl.float32), mask=here)
+
+
+@triton.jit
+def _chosen_bottom_up(
+    weights_ptr, links_ptr, seeds_ptr, positions_ptr, uniforms_ptr, request, in_batch, node, batch,
+    NODES: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """[B, BLOCK_N] int32: the first child at or under which a node is accepted, -1 where there is none."""
+    row = request.to(tl.int64)[:, None] * NODES + node
+    live = in_batch[:, None] & (node < NODES)
+    linked = tl.load(links_ptr + row, mask=live, other=0) > 0
+    above = tl.load(links_ptr + batch.to(tl.int64) * NODES + row, mask=linked, other=-1)
+    weight = tl.load(weights_ptr + row, mask=linked, other=0.0)
+    uniform = judging_uniforms(seeds_ptr, positions_ptr, uniforms_ptr, request, in_batch, node, NODES)
+    accepts = (linked & (uniform < weight)).to(tl.int32)
+    chosen = tl.full((BLOCK_B, BLOCK_N), -1, tl.int32)
+    for behind in range(1, NODES):  # the first child overwrites the others
+        candidate = request * 0 + (NODES - behind)
+        takes = (entry(accepts, node, candidate) > 0) | (entry(chosen, node, candidate) >= 0)
+        up = entry(above, node, candidate)
+        chosen = tl.where(takes[:, None] & (node == up[:, None]), candidate[:, None], chosen)
+    return chosen
+
+
 @triton.jit(do_not_specialize=["batch"])
 def _follow_kernel(
-    chosen_ptr,  # [B, N] int32
+    chosen_ptr,  # [B, N] int32, or None with BOTTOM_UP
+    weights_ptr,  # [B, N] float64 with BOTTOM_UP, else None
+    links_ptr,  # [2, B, N] int32 with BOTTOM_UP, else None
+    seeds_ptr,  # [B] int64, or None
+    positions_ptr,  # [B, N] int64, or None
+    uniforms_ptr,  # [B, N + 1] float64, or None
     inverse_rate_ptr,  # [B, N] float32
     path_ptr,  # [B, DEPTH + 1] int32: nodes from the root on, -1 behind
     state_ptr,  # [2, B] int32: N where the residual of the last node is drawn from, else that node; that node
     batch,
     NODES: tl.constexpr,
     DEPTH: tl.constexpr,
+    BOTTOM_UP: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -175,9 +398,14 @@ def _follow_kernel(
     request = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
     in_batch = request < batch
     node, column = tl.arange(0, BLOCK_N)[None, :], tl.arange(0, BLOCK_D)[None, :]
-    live = in_batch[:, None] & (node < NODES)
-    row = request.to(tl.int64)[:, None] * NODES + node
-    chosen = tl.load(chosen_ptr + row, mask=live, other=-1)
+    if BOTTOM_UP:
+        chosen = _chosen_bottom_up(
+            weights_ptr, links_ptr, seeds_ptr, positions_ptr, uniforms_ptr, request, in_batch, node, batch, NODES,
+            BLOCK_B, BLOCK_N,
+        )  # fmt: skip
+    else:
+        row = request.to(tl.int64)[:, None] * NODES + node
+        chosen = tl.load(chosen_ptr + row, mask=in_batch[:, None] & (node < NODES), other=-1)
     end, count = request * 0, request * 0
     path = tl.where(column == 0, 0, -1) + tl.zeros((BLOCK_B, BLOCK_D), tl.int32)
     for _ in range(DEPTH):
@@ -186,9 +414,9 @@ def _follow_kernel(
         count += goes.to(tl.int32)
         path = tl.where(goes[:, None] & (column == count[:, None]), onward[:, None], path)
         end = tl.where(goes, onward, end)
-    inverse = tl.load(inverse_rate_ptr + request.to(tl.int64) * NODES + end, mask=in_batch, other=0.0)
-    rejected = (inverse > 0) & (count < DEPTH)
-    tl.store(state_ptr + request, tl.where(rejected, NODES, end), mask=in_batch)
+    judged = in_batch & (count < DEPTH)
+    inverse = tl.load(inverse_rate_ptr + request.to(tl.int64) * NODES + end, mask=judged, other=0.0)
+    tl.store(state_ptr + request, tl.where(inverse > 0, NODES, end), mask=in_batch)
     tl.store(state_ptr + batch + request, end, mask=in_batch)
     place = request.to(tl.int64)[:, None] * (DEPTH + 1) + column
     tl.store(path_ptr + place, path, mask=in_batch[:, None] & (column <= DEPTH))
@@ -198,30 +426,43 @@ def judge_tree(
     rule: str,
     tokens: torch.Tensor,
     tree: TreeLinks,
-    rows_of_both: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    rows_of_both: tuple[torch.Tensor | None, ...],
     selected: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
     sources: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
     judged: torch.Tensor,
     state: torch.Tensor,
     max_depth: int,
-    probabilities: bool,
+    sizes: dict[str, Any],
 ) -> torch.Tensor:
     """Fill `judged` [B, N] (1 / c) and `state` [2, B] as the residual kernel reads them; the path [B, D + 1] int32."""
     (batch, num_nodes), values = tokens.shape, rows_of_both[0]
     vocab, config = values.shape[-1], ACCEPTANCE[current_chip(tokens)]
     out = partial(torch.empty, dtype=torch.int32, device=tokens.device)
-    chosen, path = out(batch, num_nodes), out(batch, max_depth + 1)
+    path, links_of_tree = out(batch, max_depth + 1), (tokens, tree.first_child, tree.next_sibling)
     block_v, rows = min(max(triton.next_power_of_2(vocab), d.MIN_SCAN), config.pass_width), batch * num_nodes
     block_r = d.rows_per_program(rows, config.max_requests, block_v)
-    launch(
-        _judge_children_kernel, (triton.cdiv(rows, block_r),), tokens, tree.first_child, tree.next_sibling,
-        *rows_of_both, *selected, *sources, chosen, judged, batch, values.stride(0), num_warps=config.strip_warps,
-        NODES=num_nodes, VOCAB=vocab, WITHOUT_REPLACEMENT=rule == "without_replacement", PROBS=probabilities,
-        BLOCK_R=block_r, BLOCK_N=lanes(num_nodes), BLOCK_V=block_v,
-    )  # fmt: skip
+    grid, warps = (triton.cdiv(rows, block_r),), config.strip_warps
+    blocks = dict(BLOCK_R=block_r, BLOCK_N=lanes(num_nodes), BLOCK_V=block_v)
+    chosen, weights, links = None, None, None
+    if rule in BOTTOM_UP_RULES:
+        weights = out(batch, num_nodes, dtype=torch.float64)
+        links = torch.zeros(2, batch, num_nodes, dtype=torch.int32, device=tokens.device)
+        for level in range(max_depth):
+            launch(
+                _weigh_children_kernel, grid, *links_of_tree, *rows_of_both, *selected, weights, links, judged, batch,
+                values.stride(0), level, num_warps=warps, **blocks, **sizes,
+            )  # fmt: skip
+    else:
+        chosen = out(batch, num_nodes)
+        launch(
+            _judge_children_kernel, grid, *links_of_tree, *rows_of_both, *selected, *sources, chosen, judged, batch,
+            values.stride(0), num_warps=warps, WITHOUT_REPLACEMENT=rule == "without_replacement",
+            K_SEQ=rule == "k_seq", **blocks, **sizes,
+        )  # fmt: skip
     block_b = d.rows_per_program(batch, config.max_requests, lanes(num_nodes))
     launch(
-        _follow_kernel, (triton.cdiv(batch, block_b),), chosen, judged, path, state, batch, num_warps=1,
-        NODES=num_nodes, DEPTH=max_depth, BLOCK_B=block_b, BLOCK_N=lanes(num_nodes), BLOCK_D=lanes(max_depth + 1),
+        _follow_kernel, (triton.cdiv(batch, block_b),), chosen, weights, links, *sources, judged, path, state, batch,
+        num_warps=1, NODES=num_nodes, DEPTH=max_depth, BOTTOM_UP=chosen is None, BLOCK_B=block_b,
+        BLOCK_N=lanes(num_nodes), BLOCK_D=lanes(max_depth + 1),
     )  # fmt: skip
     return path

@@ -11,28 +11,18 @@ block (arXiv 2403.10444): P_0 = 1, P_s = min(P_{s-1} p_{s-1}(x_s) / q_{s-1}(x_s)
 With tau accepted drafts the next token is drawn from max(P_tau p_tau - q_tau, 0) (P = 1 under rejection), from p_tau
 where that is zero everywhere, and from p_G behind a wholly accepted chain.
 
-multi_round and without_replacement at a node whose children x_1, ..., x_k were drawn from q, with p_1 = p and q_1 = q:
-    x_i is accepted while u_i q_i(x_i) < p_i(x_i), and the walk goes on there; else p_{i+1} = norm(max(p_i - q_i, 0)),
-    p_{i+1} = p_i where that is zero everywhere, and the next sibling is judged.
-multi_round (SpecInfer, arXiv 2305.09781): q_{i+1} = q_i, the children are independent draws.
-without_replacement (arXiv 2402.14160): q_{i+1} = norm(q_i outside x_i), the children are draws without replacement.
-Where the walk ends the next token is drawn from p_{i+1} of the last child judged, from p at a node without children.
+The rules for drawn trees are in `reference_tree`.
 """
 
 from __future__ import annotations
 
 import torch
 
-from specdec_kernels.sampling.reference import (
-    inverse_cdf,
-    philox_uniform,
-    pick_tokens,
-    row_distribution,
-    token_logprobs,
-)
-from specdec_kernels.sampling.types import ACCEPT_STREAM, BONUS_STREAM, RECOVER_STREAM, SamplingTensors
+from specdec_kernels.sampling.reference import inverse_cdf, pick_tokens, token_logprobs
+from specdec_kernels.sampling.types import SamplingTensors
 from specdec_kernels.tree.types import TreeLinks
-from specdec_kernels.verify.types import CHAIN_RULES, TREE_RULES, Accepted
+from specdec_kernels.verify.reference_tree import accept_tree, draft_by_node, entry, judging_uniforms, target_rows
+from specdec_kernels.verify.types import CHAIN_RULES, DRAWN_RULES, Accepted
 
 
 def accept(
@@ -46,21 +36,17 @@ def accept(
     *,
     uniforms: torch.Tensor | None,
     draft_probs: torch.Tensor | None,
+    draft_rows: torch.Tensor | None,
     probabilities: bool,
     return_logprobs: bool,
 ) -> Accepted:
     """See `specdec_kernels.verify.accept`; `values` are logits, or with `probabilities` target probabilities."""
     batch, num_nodes = tokens.shape
-    if rule in CHAIN_RULES and sampling.temperature is not None:
+    if rule in DRAWN_RULES and sampling.temperature is not None:
         assert draft_probs is not None
-        path, bonus, valid = _judged_chain(
-            rule, tokens, tree, values, max_depth, sampling, uniforms, draft_probs, probabilities
-        )
-    elif rule in TREE_RULES and sampling.temperature is not None:
-        assert draft_probs is not None
-        path, bonus, valid = _judged_tree(
-            rule, tokens, tree, values, max_depth, sampling, uniforms, draft_probs, probabilities
-        )
+        judge = _judged_chain if rule in CHAIN_RULES else accept_tree
+        draft = draft_by_node(draft_probs, draft_rows, num_nodes)
+        path, bonus, valid = judge(rule, tokens, tree, values, max_depth, sampling, uniforms, draft, probabilities)
     else:
         picked = pick_tokens(
             values.flatten(0, 1),
@@ -114,21 +100,16 @@ def _walked(
     column = torch.arange(max_depth + 1, device=tokens.device)
     candidate = tree.first_child[:, 0].long()
     for _ in range(num_nodes - 1):
-        target, usable = _at(targets, end), _at(valid, end)
+        target, usable = entry(targets, end), entry(valid, end)
         looking = (candidate >= 0) & (candidate < num_nodes) & usable & (count < max_depth)
         looked_at = torch.where(looking, candidate, 0)
-        hit = looking & (_at(tokens, looked_at) == target)
+        hit = looking & (entry(tokens, looked_at) == target)
         count = count + hit
         path = torch.where(hit[:, None] & (column == count[:, None]), looked_at[:, None], path)
         end = torch.where(hit, looked_at, end)
-        following = torch.where(hit, _at(tree.first_child, end), _at(tree.next_sibling, looked_at)).long()
+        following = torch.where(hit, entry(tree.first_child, end), entry(tree.next_sibling, looked_at)).long()
         candidate = torch.where(looking, following, -1)
-    return path, _at(targets, end), _at(valid, end)
-
-
-def _at(values: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
-    """values[b, nodes[b]] of a [B, N] tensor."""
-    return values.gather(1, nodes[:, None])[:, 0]
+    return path, entry(targets, end), entry(valid, end)
 
 
 def _judged_chain(
@@ -139,16 +120,13 @@ def _judged_chain(
     max_depth: int,
     sampling: SamplingTensors,
     uniforms: torch.Tensor | None,
-    draft_probs: torch.Tensor,
+    draft: torch.Tensor,
     probabilities: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Path, bonus and validity [B] under `rejection` or `block`."""
+    """Path, bonus and validity [B] under `rejection` or `block`; of `draft` [B, N, V] the last row is zero."""
     batch, num_nodes, vocab = values.shape
-    target, greedy, valid = _target_rows(values, sampling, probabilities)
-    # A row of zeros behind the last draft: nothing is subtracted from the distribution of the bonus.
-    draft = torch.nan_to_num(draft_probs.double()).clamp(min=0)
-    draft = torch.cat([draft, torch.zeros_like(target[:, :1])], 1)
-    judging, recover, bonus_uniform = _uniforms(sampling.seeds, uniforms, tree, num_nodes)
+    target, greedy, valid = target_rows(values, sampling, probabilities)
+    judging, recover, bonus_uniform = judging_uniforms(sampling.seeds, uniforms, tree, num_nodes)
     node = torch.arange(1, num_nodes, device=tokens.device)
     reach = _leading((tree.first_child[:, :-1] == node) & valid[:, :-1] & (node <= max_depth))
 
@@ -179,91 +157,6 @@ def _judged_chain(
     column = torch.arange(max_depth + 1, device=tokens.device)
     path = torch.where(column <= tau[:, None], column, -1)
     return path, torch.where(valid[rows, tau], bonus, 0), valid[rows, tau]
-
-
-def _judged_tree(
-    rule: str,
-    tokens: torch.Tensor,
-    tree: TreeLinks,
-    values: torch.Tensor,
-    max_depth: int,
-    sampling: SamplingTensors,
-    uniforms: torch.Tensor | None,
-    draft_probs: torch.Tensor,
-    probabilities: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Path, bonus and validity [B] under `multi_round` or `without_replacement`: one child is judged in each step."""
-    assert sampling.temperature is not None
-    batch, num_nodes, vocab = values.shape
-    target, greedy, valid = _target_rows(values, sampling, probabilities)
-    draft = torch.nan_to_num(draft_probs.double()).clamp(min=0)
-    draft = torch.cat([draft, torch.zeros_like(target[:, :1])], 1)  # the last node has no children
-    judging, recover, bonus_uniform = _uniforms(sampling.seeds, uniforms, tree, num_nodes)
-    rows, column = torch.arange(batch, device=tokens.device), torch.arange(max_depth + 1, device=tokens.device)
-    drawn_rows = sampling.temperature > 0
-    end, count = torch.zeros_like(rows), torch.zeros_like(rows)
-    path = torch.where(column == 0, 0, -1).repeat(batch, 1)
-    candidate = tree.first_child[:, 0].long()
-    left, proposal = target[:, 0], _normalised(draft[:, 0])
-    rejected = torch.zeros_like(drawn_rows)
-    for _ in range(num_nodes - 1):
-        looking = (candidate > end) & (candidate < num_nodes) & (count < max_depth) & valid[rows, end]
-        node = torch.where(looking, candidate, 1)
-        token = _at(tokens, node)
-        at = token.clamp(0, vocab - 1)
-        q = torch.where((token >= 0) & (token < vocab), proposal[rows, at], 0.0)
-        judged = looking & drawn_rows & (q > 0)
-        accepts = judged & (_at(judging, node - 1) * q < left[rows, at])
-        misses = judged & ~accepts
-        hit = torch.where(drawn_rows, accepts, looking & (token == greedy[rows, end]))
-
-        residual = (left - proposal).clamp(min=0)
-        shrinks = misses & (residual.sum(-1) > 0)
-        left = torch.where(shrinks[:, None], _normalised(residual), left)
-        if rule == "without_replacement":
-            others = _normalised(proposal.scatter(1, at[:, None], 0.0))
-            proposal = torch.where(misses[:, None], others, proposal)
-        rejected = (rejected | misses) & ~hit
-        end, count = torch.where(hit, node, end), count + hit
-        path = torch.where(hit[:, None] & (column == count[:, None]), end[:, None], path)
-        left = torch.where(hit[:, None], target[rows, end], left)
-        proposal = torch.where(hit[:, None], _normalised(draft[rows, end]), proposal)
-        onward = torch.where(hit, _at(tree.first_child, end), _at(tree.next_sibling, node)).long()
-        candidate = torch.where(looking, onward, -1)
-    drawn = inverse_cdf(left, torch.where(rejected, recover, bonus_uniform))
-    bonus = torch.where(drawn_rows, drawn, greedy[rows, end])
-    return path, torch.where(valid[rows, end], bonus, 0), valid[rows, end]
-
-
-def _normalised(weights: torch.Tensor) -> torch.Tensor:
-    """Rows [B, V] divided by their sums; a row of zeros stays one."""
-    return torch.nan_to_num(weights / weights.sum(-1, keepdim=True))
-
-
-def _target_rows(
-    values: torch.Tensor, sampling: SamplingTensors, probabilities: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Distributions [B, N, V] float64, argmax [B, N] and validity [B, N] of the target's rows."""
-    batch, num_nodes, vocab = values.shape
-    found = row_distribution(values.flatten(0, 1), sampling.repeated(num_nodes), probabilities)
-    target = torch.nan_to_num(found.weights / found.weights.sum(-1, keepdim=True))
-    target = torch.where(found.valid[:, None], target, 0.0)
-    shape = (batch, num_nodes)
-    return target.view(*shape, vocab), found.greedy.view(shape), found.valid.view(shape)
-
-
-def _uniforms(
-    seeds: torch.Tensor | None, uniforms: torch.Tensor | None, tree: TreeLinks, num_nodes: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The uniforms that judge the drafts [B, N - 1], of the token that recovers [B], and of the bonus [B]."""
-    if uniforms is not None:
-        return uniforms[:, : num_nodes - 1], uniforms[:, num_nodes - 1], uniforms[:, num_nodes]
-    assert seeds is not None
-    root = tree.positions[:, 0]
-    slots = torch.arange(num_nodes - 1, device=root.device).expand(len(root), -1)
-    judging = philox_uniform(seeds[:, None].expand_as(slots), root[:, None].expand_as(slots), ACCEPT_STREAM, slots)
-    recover = philox_uniform(seeds, root, RECOVER_STREAM)
-    return judging, recover, philox_uniform(seeds, root, BONUS_STREAM)
 
 
 def _leading(flags: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,9 @@ from typing import NamedTuple
 import torch
 
 CHAIN_RULES = ("rejection", "block")  # for drawn chains
-TREE_RULES = ("multi_round", "without_replacement")  # for drawn trees
+TREE_RULES = ("multi_round", "without_replacement", "k_seq", "traversal")  # for drawn trees
+WITHOUT_REPLACEMENT_RULES = ("without_replacement", "traversal")  # a rejected token is no draw again
+BOTTOM_UP_RULES = ("traversal",)  # a node is judged behind its children
 DRAWN_RULES = CHAIN_RULES + TREE_RULES  # need the draft's own probabilities
 RULES = ("greedy", "target_only", *DRAWN_RULES)
 

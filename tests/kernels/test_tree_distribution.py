@@ -19,12 +19,15 @@ import torch
 from specdec_kernels import Accepted, SamplingTensors, accept, build_tree
 from specdec_kernels.cases import Maker
 from specdec_kernels.verify.cases import CASES
+from specdec_kernels.verify.reference_tree import draft_by_node, expected_accepted
+from specdec_kernels.verify.types import BOTTOM_UP_RULES, TREE_RULES, WITHOUT_REPLACEMENT_RULES
 from tests.kernels.distributions import AcceptFunction
 
 if torch.cuda.is_available():
     pytest.skip("these run on the CPU, where reference and interpreter can be compared", allow_module_level=True)
 
-RULES = ["multi_round", "without_replacement"]
+RULES = list(TREE_RULES)
+INDEPENDENT = [rule for rule in RULES if rule not in WITHOUT_REPLACEMENT_RULES]
 VOCAB = 3
 TEMPERATURES = (0.7, 1.6, 0.0)
 # Node 6 is padding outside the tree. Node 7 is a child that was not drawn, of a token without draft probability.
@@ -62,7 +65,7 @@ def draws(rule: str, draft: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         for node, token in zip(DRAWN, drawn, strict=True):
             tokens[node] = token
             left = list(q[tokens[PARENTS[node]]])
-            for sibling in range(1, node if rule == "without_replacement" else 0):
+            for sibling in range(1, node if rule in WITHOUT_REPLACEMENT_RULES else 0):
                 if PARENTS[sibling] == PARENTS[node]:
                     left[tokens[sibling]] = 0.0
             # Where nothing is left to draw, the drafter fills the place with the most likely token, which is taken.
@@ -86,10 +89,30 @@ def children(node: int) -> list[int]:
     return [child for child in range(1, NODES) if PARENTS[child] == node]
 
 
+def before(rule: str, node: int) -> list[int]:
+    """Nodes that must be rejected before `node` may be accepted: the earlier siblings of its path, or from the leaves
+    up all nodes that are judged earlier."""
+    if rule in BOTTOM_UP_RULES:
+        return FROM_BELOW[: FROM_BELOW.index(node)]
+    return [earlier for step in path_to(node) for earlier in children(PARENTS[step]) if earlier < step]
+
+
+def behind_children(node: int) -> list[int]:
+    """The node and all below it, children first."""
+    return [each for child in children(node) for each in behind_children(child)] + [node]
+
+
 LINKED = [0, *(node for node in range(1, NODES) if PARENTS[node] >= 0)]
-# Each scan moves one uniform: (the nodes whose uniforms are 0, the columns that move, the node or token asked for).
-NODE_SCANS = [(path_to(PARENTS[node]), [node - 1], node) for node in LINKED[1:]]
-END_SCANS = [(path_to(end), [NODES - 1, NODES], token) for end in LINKED for token in range(VOCAB - 1)]
+FROM_BELOW = behind_children(0)
+
+
+def scans(rule: str) -> list[tuple[list[int], list[int], int]]:
+    """Each moves one uniform: the nodes whose uniforms are 0, the columns that move, the node or token asked for. All
+    other uniforms reject: from the root down a path must be accepted first, from the leaves up it is not judged."""
+    down = rule not in BOTTOM_UP_RULES
+    of_nodes = [(path_to(PARENTS[node]) if down else [], [node - 1], node) for node in LINKED[1:]]
+    at_ends = [path_to(end) if down else [end] * (end > 0) for end in LINKED]
+    return of_nodes + [(passed, [NODES - 1, NODES], token) for passed in at_ends for token in range(VOCAB - 1)]
 
 
 def answers(
@@ -97,10 +120,10 @@ def answers(
     at: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """[scans, T, C] bool: whether the moving uniform `at` [scans, T, C] accepts the node, or gives no later token."""
-    scans, shape, rows = NODE_SCANS + END_SCANS, at.shape, at.numel()
+    moved, shape, rows = scans(rule), at.shape, at.numel()
     uniforms = torch.full((*shape, NODES + 1), NEVER, dtype=torch.float64)
-    asked = torch.tensor([wanted for _, _, wanted in scans])[:, None, None]
-    for scan, (passed, columns, _) in enumerate(scans):
+    asked = torch.tensor([wanted for _, _, wanted in moved])[:, None, None]
+    for scan, (passed, columns, _) in enumerate(moved):
         uniforms[scan, ..., [node - 1 for node in passed]] = 0.0
         uniforms[scan, ..., columns] = at[scan, ..., None]
     trees = tokens.expand(*shape, NODES).reshape(rows, NODES)
@@ -112,16 +135,16 @@ def answers(
         uniforms=uniforms.view(rows, NODES + 1), draft_probs=draft[trees[:, :-1]], return_logprobs=False,
     )  # fmt: skip
     assert accepted.valid.all()
-    is_node = (torch.arange(len(scans)) < len(NODE_SCANS))[:, None, None]
+    is_node = (torch.arange(len(moved)) < len(LINKED) - 1)[:, None, None]
     passes = (accepted.nodes.view(*shape, -1) == asked[..., None]).any(-1)
     return torch.where(is_node, passes, accepted.bonus.view(shape) <= asked)
 
 
-def bisected(ask: Callable[[torch.Tensor], torch.Tensor], draws: int) -> torch.Tensor:
+def bisected(ask: Callable[[torch.Tensor], torch.Tensor], draws: int, halvings: int = BISECTIONS) -> torch.Tensor:
     """[scans, T, C] float64: the thresholds below which the answers are yes."""
-    low = torch.zeros(len(NODE_SCANS + END_SCANS), len(TEMPERATURES), draws, dtype=torch.float64)
+    low = torch.zeros(len(scans(RULES[0])), len(TEMPERATURES), draws, dtype=torch.float64)
     high = torch.ones_like(low)
-    for _ in range(BISECTIONS):
+    for _ in range(halvings):
         middle = (low + high) / 2
         below = ask(middle)
         low, high = torch.where(below, middle, low), torch.where(below, high, middle)
@@ -140,8 +163,8 @@ def thresholds(found: torch.Tensor) -> tuple[dict[int, torch.Tensor], dict[int, 
 
     Both where the walk comes by; else they are meaningless and count with weight zero.
     """
-    shares = {wanted: found[scan] for scan, (_, _, wanted) in enumerate(NODE_SCANS)}
-    running = found[len(NODE_SCANS) :].view(len(LINKED), VOCAB - 1, *found.shape[1:])
+    shares = dict(zip(LINKED[1:], found, strict=False))
+    running = found[len(shares) :].view(len(LINKED), VOCAB - 1, *found.shape[1:])
     edges = torch.cat([torch.zeros_like(running[:, :1]), running, torch.ones_like(running[:, :1])], 1)
     return shares, {end: edges[place].diff(dim=0).movedim(0, -1) for place, end in enumerate(LINKED)}
 
@@ -155,6 +178,21 @@ def own_steps(target: torch.Tensor) -> torch.Tensor:
     return torch.stack(steps)
 
 
+def ended(rule: str, weights: torch.Tensor, shares: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """By last node: the probability of each draw, and that its path ends there, [T, C]."""
+    found = {}
+    for end in LINKED:
+        down = rule not in BOTTOM_UP_RULES
+        accepted = path_to(end) if down else [end] * (end > 0)
+        reached = weights.expand(len(TEMPERATURES), -1)
+        for node in accepted:
+            reached = reached * shares[node]
+        for node in before(rule, end) + (children(end) if down else []):
+            reached = reached * (1 - shares[node])
+        found[end] = reached
+    return found
+
+
 def three_tokens(
     judge: AcceptFunction,
     rule: str,
@@ -162,25 +200,18 @@ def three_tokens(
     draft: torch.Tensor,
     impl: str = "reference",
     drawn_for: str | None = None,
+    halvings: int = BISECTIONS,
 ) -> torch.Tensor:
     """[T, V, V, V] float64: the distribution of what a step emits, continued by the target where it is shorter."""
     tokens, weights = draws(drawn_for or rule, draft)
     ask = partial(answers, rule, tokens, target, draft)
-    found = bisected(partial(ask, judge, "reference"), len(tokens))
+    found = bisected(partial(ask, judge, "reference"), len(tokens), halvings)
     if impl == "triton":
         found = confirmed(partial(ask, judge, "triton"), found)
     shares, ends = thresholds(found)
     steps = own_steps(target)
     joint = torch.zeros(len(TEMPERATURES), VOCAB, VOCAB, VOCAB, dtype=torch.float64)
-    for end in LINKED:
-        reached = weights.expand(len(TEMPERATURES), -1)
-        for node in path_to(end):
-            for earlier in children(PARENTS[node]):
-                if earlier < node:
-                    reached = reached * (1 - shares[earlier])
-            reached = reached * shares[node]
-        for child in children(end):
-            reached = reached * (1 - shares[child])
+    for end, reached in ended(rule, weights, shares).items():
         for index, path in enumerate(tokens[:, path_to(end)].tolist()):
             for bonus in range(VOCAB):
                 emitted = (*path, bonus)
@@ -213,17 +244,53 @@ def test_exact_distribution_of_three_tokens(rule: str, impl: str, design: str) -
     assert (seen[expected_joint(target) == 0] <= BOUND[impl]).all()
 
 
-def test_independent_draws_may_be_judged_without_replacement() -> None:
+@pytest.mark.parametrize("rule", WITHOUT_REPLACEMENT_RULES)
+def test_independent_draws_may_be_judged_without_replacement(rule: str) -> None:
     """Equal siblings are passed over, and independent draws that differ are draws without replacement."""
     target, draft = models("spread")
-    seen = three_tokens(accept, "without_replacement", target, draft, drawn_for="multi_round")
+    seen = three_tokens(accept, rule, target, draft, drawn_for="multi_round")
     assert (distance(seen, target) <= BOUND["reference"]).all()
 
 
-def test_draws_without_replacement_must_not_be_judged_as_independent() -> None:
+@pytest.mark.parametrize("rule", INDEPENDENT)
+def test_draws_without_replacement_must_not_be_judged_as_independent(rule: str) -> None:
     target, draft = models("spread")
-    seen = three_tokens(accept, "multi_round", target, draft, drawn_for="without_replacement")
+    seen = three_tokens(accept, rule, target, draft, drawn_for="without_replacement", halvings=14)
     assert distance(seen, target).max() > 1e-3
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_expected_number_of_accepted_drafts(rule: str) -> None:
+    """The formula against the thresholds that bisection finds."""
+    target, draft = models("narrow")
+    tokens, weights = draws(rule, draft)
+    found = bisected(partial(answers, rule, tokens, target, draft, accept, "reference"), len(tokens))
+    by_end = ended(rule, weights, thresholds(found)[0])
+    wanted = sum(len(path_to(end)) * reached for end, reached in by_end.items())
+    links = build_tree(torch.tensor(PARENTS, dtype=torch.int32).repeat(len(tokens), 1), torch.zeros(len(tokens)).long())
+    by_node = draft_by_node(draft[tokens[:, :-1]], None, NODES)
+    for row, temperature in enumerate(TEMPERATURES):
+        sampling = SamplingTensors(torch.full((len(tokens),), temperature))
+        mean = expected_accepted(rule, tokens, links, target[tokens], NODES, sampling, by_node)
+        assert torch.allclose(weights * mean, wanted[row], rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("num_drafts", [1, 2, 3, 6])
+def test_k_seq_accepts_what_it_promises(num_drafts: int) -> None:
+    """At one node at least 1 - 1/e of the best rule's share, by the formula of that for independent drafts: one less
+    the largest q(H)^k - p(H) over sets H of tokens."""
+    target, draft = models("spread")
+    p, q = torch.softmax(target[1].double(), -1), draft[1].double() / draft[1].double().sum()
+    sets = torch.tensor(list(product([0.0, 1.0], repeat=VOCAB)), dtype=torch.float64)
+    best = 1 - ((sets @ q) ** num_drafts - sets @ p).max()
+    tokens = torch.tensor([(0, *drawn) for drawn in product(range(VOCAB), repeat=num_drafts)])
+    weights, lengths = q[tokens[:, 1:]].prod(1), torch.zeros(len(tokens), dtype=torch.int64)
+    parents = torch.tensor([-1] + [0] * num_drafts, dtype=torch.int32).repeat(len(tokens), 1)
+    by_node, logits = (rows[1].expand(len(tokens), num_drafts + 1, VOCAB) for rows in (draft.double(), target))
+    arguments = tokens, build_tree(parents, lengths), logits, 1, SamplingTensors(torch.ones(len(tokens))), by_node
+    share = {rule: (weights * expected_accepted(rule, *arguments)).sum() for rule in INDEPENDENT}
+    assert (1 - 1 / torch.e) * best <= share["k_seq"] <= best + 1e-9
+    assert share["multi_round"] <= best + 1e-9
 
 
 def rows_of_the_draft_moved(*call: Any, draft_probs: torch.Tensor, **keys: Any) -> Accepted:
@@ -246,7 +313,7 @@ FAULTS = [rows_of_the_draft_moved, recorded_flatter, one_temperature_for_all]
 @pytest.mark.parametrize("rule", RULES)
 def test_the_distribution_refuses_a_fault(rule: str, fault: AcceptFunction) -> None:
     target, draft = models("spread")
-    assert distance(three_tokens(fault, rule, target, draft), target).max() > 1e-3
+    assert distance(three_tokens(fault, rule, target, draft, halvings=14), target).max() > 1e-3
 
 
 def case_inputs(name: str) -> dict[str, Any]:
@@ -255,10 +322,11 @@ def case_inputs(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 @pytest.mark.parametrize("rule", RULES)
-def test_on_a_chain_it_is_rejection(rule: str, impl: str) -> None:
+def test_on_a_chain_it_is_a_rule_for_chains(rule: str, impl: str) -> None:
     """One child a node: the same uniforms keep the same drafts and draw the same token."""
     inputs = case_inputs("rejection_near")
-    along, chain = (accept(**inputs | {"rule": name}, impl=impl) for name in (rule, "rejection"))
+    of_chains = "block" if rule in BOTTOM_UP_RULES else "rejection"
+    along, chain = (accept(**inputs | {"rule": name}, impl=impl) for name in (rule, of_chains))
     assert all(torch.equal(left, right) for left, right in zip(along, chain, strict=True))
     assert (along.num_accepted > 0).any() and (along.num_accepted < 4).any()
 
@@ -288,6 +356,11 @@ def siblings(
         # A token drawn twice is judged twice under one rule, and is no draw under the other.
         ("multi_round", [0, 0], [0.21, 0.0, 0.05, 0.0], [0, -1, -1], 2),
         ("without_replacement", [0, 0], [0.21, 0.0, 0.05, 0.0], [0, -1, -1], 1),
+        ("traversal", [0, 1], [0.21, 0.24, 0.0, 0.0], [0, 2, -1], 0),
+        ("traversal", [0, 1], [0.21, 0.26, 0.0, 0.0], [0, -1, -1], 2),
+        # rho = 1.47967: token 1 is accepted below 0.3 / (rho / 4) = 0.81099, and only token 2 has p > rho q.
+        ("k_seq", [1, 0], [0.81098, 0.0, 0.0, 0.0], [0, 1, -1], 0),
+        ("k_seq", [1, 0], [0.81100, 0.99, 0.0, 0.0], [0, -1, -1], 2),
         ("multi_round", [0, 7], [0.21, 0.0, 0.05, 0.0], [0, -1, -1], 1),
     ],
 )

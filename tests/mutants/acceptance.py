@@ -11,6 +11,7 @@ from functools import partial
 from tests.mutants.mutant import Mutant, parity
 
 _RULES = "specdec_kernels/verify/reference.py"
+_TREES = "specdec_kernels/verify/reference_tree.py"
 _KERNEL = "specdec_kernels/verify/kernel_rejection.py"
 _OUTCOME = "specdec_kernels/verify/device.py"
 _WALK = "specdec_kernels/verify/kernel.py"
@@ -76,9 +77,9 @@ ELEVEN = (
     ),
     Mutant(
         "draft_in_bfloat16",
-        _RULES,
-        "of the bonus.\n    draft = torch.nan_to_num(draft_probs.double()).clamp(min=0)",
-        "of the bonus.\n    draft = torch.nan_to_num(draft_probs.bfloat16().double()).clamp(min=0)",
+        _TREES,
+        "draft = torch.nan_to_num(draft_probs.double()).clamp(min=0)",
+        "draft = torch.nan_to_num(draft_probs.bfloat16().double()).clamp(min=0)",
         _EXACT,
         "historical: the draft's distribution is rounded to bfloat16, too little for any sampling test (DeepSpec #31)",
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, parity
 
-_RULES = "specdec_kernels/verify/reference.py"
+_RULES = "specdec_kernels/verify/reference_tree.py"
 _KERNEL = "specdec_kernels/verify/kernel_tree.py"
 _LAW = "tests/kernels/test_tree_distribution.py::test_exact_distribution_of_three_tokens"
 
@@ -12,16 +12,16 @@ MUTANTS = (
     Mutant(
         "only_the_last_rejection_counts",
         _KERNEL,
-        "raised = tl.where(misses, rate + left /",
-        "raised = tl.where(misses, left /",
+        "raised = tl.where(misses, rate + left / tl.where(misses, draft_left, 1.0), rate)",
+        "raised = tl.where(misses, left / tl.where(misses, draft_left, 1.0), rate)",
         parity("verify", "multi_round_far"),
         "behind two rejected siblings only the second one's share of the draft is subtracted",
     ),
     Mutant(
         "repeated_sibling_is_judged",
         _KERNEL,
-        "missed, 0), 1) == 0",
-        "missed, 0), 1) >= 0",
+        "judged &= tl.max(tl.where(of_request == token[:, None], missed, 0), 1) == 0",
+        "judged &= tl.max(tl.where(of_request == token[:, None], missed, 0), 1) >= 0",
         ("tests/kernels/test_tree_distribution.py::test_two_siblings_by_hand",),
         "without replacement, a token that a rejected sibling carried counts as a draw",
     ),
@@ -36,24 +36,48 @@ MUTANTS = (
     Mutant(
         "residual_behind_the_depth_limit",
         _KERNEL,
-        "rejected = (inverse > 0) & (count < DEPTH)",
-        "rejected = inverse > 0",
+        "judged = in_batch & (count < DEPTH)",
+        "judged = in_batch & (count <= DEPTH)",
         parity("verify", "multi_round_cut"),
         "children that the depth limit forbids to judge still shape the last token",
     ),
     Mutant(
+        "weight_ignored_in_the_residual",
+        _KERNEL,
+        "left / tl.where(misses, weight * draft_left, 1.0)",
+        "left / tl.where(misses, draft_left, 1.0)",
+        parity("verify", "traversal_far"),
+        "from the leaves up, a node is rejected as if its parent had been accepted for sure",
+    ),
+    Mutant(
+        "last_child_is_followed",
+        _KERNEL,
+        "candidate = request * 0 + (NODES - behind)",
+        "candidate = request * 0 + behind",
+        parity("verify", "traversal_near"),
+        "from the leaves up, a later child wins over an earlier one, and grandchildren are not seen",
+    ),
+    Mutant(
+        "k_seq_without_its_factor",
+        _KERNEL,
+        "accepts = judged & (uniform * k_seq_rate * q < p)",
+        "accepts = judged & (uniform * q < p)",
+        parity("verify", "k_seq_far"),
+        "every draft is judged as if it were the only one",
+    ),
+    Mutant(
         "draft_not_renormalised",
         _RULES,
-        "others = _normalised(proposal.scatter(1, at[:, None], 0.0))",
-        "others = proposal.scatter(1, at[:, None], 0.0)",
+        "others = normalised(proposal[rows, up].scatter(1, at[:, None], 0.0))",
+        "others = proposal[rows, up].scatter(1, at[:, None], 0.0)",
         (f"{_LAW}[without_replacement-reference-spread]",),
         "without replacement, what is left of the draft does not sum to 1",
     ),
     Mutant(
         "residual_not_renormalised",
         _RULES,
-        "left = torch.where(shrinks[:, None], _normalised(residual), left)",
-        "left = torch.where(shrinks[:, None], residual, left)",
+        "left[rows, up] = torch.where(shrinks[:, None], normalised(residual), left[rows, up])",
+        "left[rows, up] = torch.where(shrinks[:, None], residual, left[rows, up])",
         (f"{_LAW}[multi_round-reference-spread]",),
         "the second sibling is compared with a residual that does not sum to 1",
     ),

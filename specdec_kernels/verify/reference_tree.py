@@ -1,0 +1,280 @@
+"""Definition of the rules for drawn trees in plain torch, in float64.
+
+At a node the children x_1, ..., x_k, in the order of their links, were drawn from q; p is the target's distribution
+there, p_1 = p and q_1 = q. A child without draft probability is no draw: it is passed over.
+
+From the root down, the walk goes on at the first child that is accepted:
+
+multi_round (SpecInfer, arXiv 2305.09781), for children drawn independently: x_i is accepted with probability
+    min(1, p_i(x_i) / q(x_i)); else p_{i+1} = norm(max(p_i - q, 0)), p_{i+1} = p_i where that is zero everywhere.
+without_replacement (recursive rejection sampling, arXiv 2402.14160), for children drawn without replacement: the same
+    with q_i in the place of q, q_{i+1} = norm(q_i outside x_i).
+k_seq (SpecTr, arXiv 2310.15141), for children drawn independently: each is accepted with probability
+    min(1, p(x_i) / (rho q(x_i))), where rho in [1, k] solves 1 - (1 - b)^k = rho b, b = sum_v min(q(v), p(v) / rho).
+    Where all are rejected the next token is drawn from norm(max(p - rho q, 0)).
+
+From the leaves up, a node is judged behind its children, and the first that is accepted ends the path:
+
+traversal (arXiv 2505.12398), for children drawn without replacement: the root has the weight w = 1. A child of a node
+    of weight w_i (w_1 = w) has the weight min(1, w_i p_i(x_i) / q_i(x_i)). Where neither it nor a node below it is
+    accepted, p_{i+1} = norm(r) and w_{i+1} = Z / (Z + 1 - w_i) with r = max(w_i p_i - q_i, 0) and Z = sum_v r(v), and
+    q_{i+1} as above. A node is accepted with probability w_{k+1}, so the root always is. On a chain this is block
+    verification.
+
+Where the path ends, the next token is drawn from p_{k+1}.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from specdec_kernels.sampling.reference import inverse_cdf, philox_uniform, row_distribution
+from specdec_kernels.sampling.types import ACCEPT_STREAM, BONUS_STREAM, RECOVER_STREAM, SamplingTensors
+from specdec_kernels.tree.types import TreeLinks
+from specdec_kernels.verify.types import BOTTOM_UP_RULES, WITHOUT_REPLACEMENT_RULES
+
+_HALVINGS = 60
+
+
+class JudgedTree(NamedTuple):
+    """What a rule says about every node before any uniform is drawn."""
+
+    above: torch.Tensor  # [B, N] int64: the parent of a node that can be judged, -1 for the others
+    shares: torch.Tensor  # [B, N] float64: the probability that the node is accepted when its turn comes
+    left: torch.Tensor  # [B, N, V] float64: what the next token is drawn from if the path ends at the node
+    rejects: torch.Tensor  # [B, N] bool: whether a child of the node was judged
+
+
+def accept_tree(
+    rule: str,
+    tokens: torch.Tensor,
+    tree: TreeLinks,
+    values: torch.Tensor,
+    max_depth: int,
+    sampling: SamplingTensors,
+    uniforms: torch.Tensor | None,
+    draft: torch.Tensor,
+    probabilities: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Path [B, D + 1], bonus and validity [B] under one of `TREE_RULES`; `draft` [B, N, V] as of `draft_by_node`."""
+    assert sampling.temperature is not None
+    target, greedy, valid = target_rows(values, sampling, probabilities)
+    drawn_rows, rows = sampling.temperature > 0, torch.arange(len(tokens), device=tokens.device)
+    judged = judge_tree(rule, tokens, tree, target, greedy, valid, drawn_rows, draft, max_depth)
+    judging, recover, bonus_uniform = judging_uniforms(sampling.seeds, uniforms, tree, tokens.shape[1])
+    path = _path(judged, judging, max_depth, rule in BOTTOM_UP_RULES)
+    end = path.gather(1, (path >= 0).sum(1, keepdim=True) - 1)[:, 0]
+    drawn = inverse_cdf(judged.left[rows, end], torch.where(judged.rejects[rows, end], recover, bonus_uniform))
+    bonus = torch.where(drawn_rows, drawn, greedy[rows, end])
+    return path, torch.where(valid[rows, end], bonus, 0), valid[rows, end]
+
+
+def expected_accepted(
+    rule: str,
+    tokens: torch.Tensor,
+    tree: TreeLinks,
+    logits: torch.Tensor,
+    max_depth: int,
+    sampling: SamplingTensors,
+    draft: torch.Tensor,
+) -> torch.Tensor:
+    """[B] float64: the mean number of accepted drafts over all uniforms, for the drafts in `tokens`.
+
+    Arguments as of `accept`, for one of `TREE_RULES` and with a temperature; `draft` [B, N, V] as of `draft_by_node`.
+    """
+    assert sampling.temperature is not None
+    target, greedy, valid = target_rows(logits, sampling, False)
+    judged = judge_tree(rule, tokens, tree, target, greedy, valid, sampling.temperature > 0, draft, max_depth)
+    above, shares = judged.above, judged.shares
+    bottom_up, depth = rule in BOTTOM_UP_RULES, torch.zeros_like(shares)
+    for node in range(1, tokens.shape[1]):
+        depth[:, node] = entry(depth, above[:, node].clamp(min=0)) + 1
+    # Children stand behind their parent, later siblings behind earlier ones: each node adds itself to its parent in
+    # front of what the siblings behind it have added.
+    mean = depth * shares if bottom_up else torch.zeros_like(shares)
+    missed = 1 - shares
+    for node in range(tokens.shape[1] - 1, 0, -1):
+        linked, up = above[:, node] >= 0, above[:, node].clamp(min=0)
+        if bottom_up:
+            joined = mean[:, node] + missed[:, node] * entry(mean, up)
+        else:
+            joined = shares[:, node] * (1 + mean[:, node]) + missed[:, node] * entry(mean, up)
+        if bottom_up:
+            _set_entry(missed, up, torch.where(linked, missed[:, node] * entry(missed, up), entry(missed, up)))
+        _set_entry(mean, up, torch.where(linked, joined, entry(mean, up)))
+    return mean[:, 0]
+
+
+def judge_tree(
+    rule: str,
+    tokens: torch.Tensor,
+    tree: TreeLinks,
+    target: torch.Tensor,
+    greedy: torch.Tensor,
+    valid: torch.Tensor,
+    drawn_rows: torch.Tensor,
+    draft: torch.Tensor,
+    max_depth: int,
+) -> JudgedTree:
+    """Judge every node, in the order of the nodes: parents before children, siblings in the order of their links."""
+    batch, num_nodes, vocab = target.shape
+    rows = torch.arange(batch, device=tokens.device)
+    above = _linked(tree, valid, max_depth)
+    left, proposal = target.clone(), normalised(draft)
+    weight = torch.zeros(batch, num_nodes, dtype=torch.float64, device=tokens.device)
+    weight[:, 0] = 1
+    shares, rejects = weight.clone(), torch.zeros_like(valid)
+    rho = _k_seq_rates(target, proposal, _num_draws(tokens, above, proposal)) if rule == "k_seq" else None
+    for node in range(1, num_nodes):
+        linked, up, token = above[:, node] >= 0, above[:, node].clamp(min=0), tokens[:, node]
+        at = token.clamp(0, vocab - 1)
+        p, q, of_parent = left[rows, up, at], proposal[rows, up, at], entry(weight, up)
+        judged = linked & drawn_rows & (token >= 0) & (token < vocab) & (q > 0)
+        ratio = p / torch.where(judged, q, 1.0) / (1.0 if rho is None else entry(rho, up))
+        # A row at temperature 0 has one right child, the first that carries the argmax.
+        first = linked & ~drawn_rows & (token == entry(greedy, up)) & ~entry(rejects, up)
+        share = torch.where(drawn_rows, torch.where(judged, (of_parent * ratio).clamp(max=1), 0.0), first * of_parent)
+        shares[:, node], weight[:, node] = share, share if rule in BOTTOM_UP_RULES else 1.0
+        _set_entry(rejects, up, entry(rejects, up) | judged | first)
+        if rule == "k_seq":
+            continue
+        residual = (of_parent[:, None] * left[rows, up] - proposal[rows, up]).clamp(min=0)
+        mass = residual.sum(-1)
+        shrinks = judged & (mass > 0)
+        left[rows, up] = torch.where(shrinks[:, None], normalised(residual), left[rows, up])
+        if rule in BOTTOM_UP_RULES:
+            below = mass + 1 - of_parent
+            lowered = torch.where(below > 0, mass / below.clamp(min=1e-300), of_parent)
+            _set_entry(weight, up, torch.where(judged, lowered, of_parent))
+        if rule in WITHOUT_REPLACEMENT_RULES:
+            others = normalised(proposal[rows, up].scatter(1, at[:, None], 0.0))
+            proposal[rows, up] = torch.where(judged[:, None], others, proposal[rows, up])
+    if rho is not None:
+        residual = (target - rho[..., None] * proposal).clamp(min=0)
+        shrinks = rejects & (residual.sum(-1) > 0)
+        left = torch.where(shrinks[..., None], normalised(residual), target)
+    return JudgedTree(above, weight if rule in BOTTOM_UP_RULES else shares, left, rejects)
+
+
+def _path(judged: JudgedTree, judging: torch.Tensor, max_depth: int, bottom_up: bool) -> torch.Tensor:
+    """[B, D + 1] int64: nodes from the root on, -1 behind; `judging` [B, N - 1] are the nodes' uniforms."""
+    batch, num_nodes = judged.above.shape
+    accepts = judging < judged.shares[:, 1:]
+    chosen = torch.full_like(judged.above, -1)
+    for node in range(num_nodes - 1, 0, -1):  # the first child overwrites the others
+        up = judged.above[:, node]
+        takes = (up >= 0) & (accepts[:, node - 1] | (bottom_up & (chosen[:, node] >= 0)))
+        _set_entry(chosen, up.clamp(min=0), torch.where(takes, node, entry(chosen, up.clamp(min=0))))
+    end = torch.zeros_like(chosen[:, 0])
+    path = [end]
+    for _ in range(max_depth):
+        onward = torch.where(path[-1] >= 0, entry(chosen, end), -1)
+        end = torch.where(onward >= 0, onward, end)
+        path.append(onward)
+    return torch.stack(path, 1)
+
+
+def _linked(tree: TreeLinks, valid: torch.Tensor, max_depth: int) -> torch.Tensor:
+    """[B, N] int64: the parent of every node that the links of the root lead to, -1 for the others.
+
+    Links lead to later nodes; one that does not leads nowhere. Neither the children of a row without a usable logit nor
+    those behind `max_depth` are judged.
+    """
+    batch, num_nodes = valid.shape
+    above = torch.full((batch, num_nodes), -1, dtype=torch.int64, device=valid.device)
+    depth, reached = torch.zeros_like(above), torch.zeros_like(valid)
+    reached[:, 0] = True
+    for node in range(num_nodes):
+        goes_down = reached[:, node] & valid[:, node] & (depth[:, node] < max_depth)
+        own = torch.full_like(above[:, node], node)
+        for link, parent, follows in (
+            (tree.first_child[:, node].long(), own, goes_down),
+            (tree.next_sibling[:, node].long(), above[:, node], reached[:, node] & (node > 0)),
+        ):
+            follows = follows & (link > node) & (link < num_nodes)
+            to = torch.where(follows, link, 0)
+            _set_entry(above, to, torch.where(follows, parent, entry(above, to)))
+            _set_entry(depth, to, torch.where(follows, entry(depth, parent.clamp(min=0)) + 1, entry(depth, to)))
+            _set_entry(reached, to, follows | entry(reached, to))
+    return above
+
+
+def _num_draws(tokens: torch.Tensor, above: torch.Tensor, proposal: torch.Tensor) -> torch.Tensor:
+    """[B, N] int64: how many children of each node were drawn."""
+    up, at = above.clamp(min=0), tokens.clamp(0, proposal.shape[-1] - 1)
+    rows = torch.arange(len(tokens), device=tokens.device)[:, None]
+    drawn = (above >= 0) & (tokens == at) & (proposal[rows, up, at] > 0)
+    return torch.zeros_like(above).scatter_add_(1, up, drawn.long())
+
+
+def _k_seq_rates(target: torch.Tensor, proposal: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+    """rho [B, N] of `k_seq` by bisection; 1 where there are fewer than two draws."""
+    ratio, order = torch.where(proposal > 0, target / proposal.clamp(min=1e-300), torch.inf).sort(-1, descending=True)
+    zero = torch.zeros_like(target[..., :1])
+    p, q = (torch.cat([zero, each.gather(-1, order).cumsum(-1)], -1) for each in (target, proposal))
+    low = torch.ones(draws.shape, dtype=torch.float64, device=target.device)
+    high = draws.clamp(min=1).double()
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        # Where p > rho q, which are the first entries, the residual p - rho q is left.
+        first = (ratio > middle[..., None]).sum(-1, keepdim=True)
+        left = p.gather(-1, first)[..., 0] - middle * q.gather(-1, first)[..., 0]
+        shared = (p[..., -1] - left) / middle
+        below = 1 - (1 - shared) ** draws > middle * shared
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    return high
+
+
+def draft_by_node(draft_probs: torch.Tensor, draft_rows: torch.Tensor | None, num_nodes: int) -> torch.Tensor:
+    """[B, N, V] float64: what the children of each node were drawn from, zeros for a node without draws."""
+    draft = torch.nan_to_num(draft_probs.double()).clamp(min=0)
+    spare = torch.zeros_like(draft[:, :1]) if draft.shape[1] else draft.new_zeros(len(draft), 1, draft.shape[2])
+    draft = torch.cat([draft, spare], 1)
+    if draft_rows is None:
+        return draft
+    last = draft.shape[1] - 1
+    rows = torch.where((draft_rows >= 0) & (draft_rows < last), draft_rows, last).long()
+    return draft[torch.arange(len(draft), device=draft.device)[:, None], rows]
+
+
+def normalised(weights: torch.Tensor) -> torch.Tensor:
+    """Rows [..., V] divided by their sums; a row of zeros stays one."""
+    return torch.nan_to_num(weights / weights.sum(-1, keepdim=True))
+
+
+def entry(values: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
+    """values[b, nodes[b]] of a [B, N] tensor."""
+    return values.gather(1, nodes[:, None])[:, 0]
+
+
+def _set_entry(values: torch.Tensor, nodes: torch.Tensor, new: torch.Tensor) -> None:
+    """values[b, nodes[b]] = new[b]."""
+    values.scatter_(1, nodes[:, None], new[:, None].to(values.dtype))
+
+
+def target_rows(
+    values: torch.Tensor, sampling: SamplingTensors, probabilities: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Distributions [B, N, V] float64, argmax [B, N] and validity [B, N] of the target's rows."""
+    batch, num_nodes, vocab = values.shape
+    found = row_distribution(values.flatten(0, 1), sampling.repeated(num_nodes), probabilities)
+    target = torch.nan_to_num(found.weights / found.weights.sum(-1, keepdim=True))
+    target = torch.where(found.valid[:, None], target, 0.0)
+    shape = (batch, num_nodes)
+    return target.view(*shape, vocab), found.greedy.view(shape), found.valid.view(shape)
+
+
+def judging_uniforms(
+    seeds: torch.Tensor | None, uniforms: torch.Tensor | None, tree: TreeLinks, num_nodes: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The uniforms that judge the drafts [B, N - 1], of the token that recovers [B], and of the bonus [B]."""
+    if uniforms is not None:
+        return uniforms[:, : num_nodes - 1], uniforms[:, num_nodes - 1], uniforms[:, num_nodes]
+    assert seeds is not None
+    root = tree.positions[:, 0]
+    slots = torch.arange(num_nodes - 1, device=root.device).expand(len(root), -1)
+    judging = philox_uniform(seeds[:, None].expand_as(slots), root[:, None].expand_as(slots), ACCEPT_STREAM, slots)
+    recover = philox_uniform(seeds, root, RECOVER_STREAM)
+    return judging, recover, philox_uniform(seeds, root, BONUS_STREAM)
