@@ -118,10 +118,18 @@ MUTANTS = (
     Mutant(
         "norm_output_is_ignored",
         "algorithms/runtime/models/drafters/eagle.py",
-        "self.norm(hidden) if self.config.norm_output else hidden",
+        "self.norm(hidden) if is_raw else hidden",
         "self.norm(hidden)",
-        ("tests/runtime/test_eagle.py::test_eagle3_agrees_with_its_definition[False]",),
+        ("tests/runtime/test_eagle.py::test_eagle3_agrees_with_its_definition[False-False]",),
         "historical: a head without the norm before its LM head drafts other tokens",
+    ),
+    Mutant(
+        "fc_norm_is_ignored",
+        "algorithms/runtime/models/drafters/eagle.py",
+        "features = [norm(feature) for norm, feature in zip(self.fc_norm, features, strict=True)]",
+        "features = list(features)",
+        ("tests/runtime/test_eagle.py::test_eagle3_agrees_with_its_definition[True-True]",),
+        "historical: vLLM created the norms of EAGLE-3.1 for one kind of head, and never applied them (its PR 43482)",
     ),
     Mutant(
         "a_chunk_keeps_the_text_of_the_one_before",

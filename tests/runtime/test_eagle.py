@@ -142,6 +142,12 @@ def eagle3_definition(weights: Weights, config: DecoderConfig, embedded: Tensor,
     return x + mlp(rms_norm(x, layer["post_attention_layernorm.weight"], eps), layer)
 
 
+def eagle3_1_definition(weights: Weights, config: DecoderConfig, embedded: Tensor, features: Tensor) -> Tensor:
+    """The stream behind the head's norm, which the next level reads."""
+    stream = eagle3_definition(weights, config, embedded, features)
+    return rms_norm(stream, weights["norm.weight"].double(), config.rms_norm_eps)
+
+
 Definition = Callable[[Weights, DecoderConfig, Tensor, Tensor], Tensor]
 
 
@@ -187,22 +193,42 @@ def test_eagle_agrees_with_its_definition(tmp_path: Path, target: Target, own_em
     assert torch.equal(drafter.to_target(ids), ids) and drafter.draft_vocab_size == 272
 
 
+@pytest.mark.parametrize("fc_norm", [False, True])
 @pytest.mark.parametrize("norm_output", [True, False])
-def test_eagle3_agrees_with_its_definition(tmp_path: Path, target: Target, norm_output: bool) -> None:
-    weights = write_eagle3(tmp_path / "head", eagle3_config(norm_output=norm_output))
+def test_eagle3_agrees_with_its_definition(tmp_path: Path, target: Target, norm_output: bool, fc_norm: bool) -> None:
+    """With `fc_norm`, EAGLE-3.1: three norms in front of `fc`, and `norm_output` means what the next level reads."""
+    weights = write_eagle3(tmp_path / "head", eagle3_config(norm_output=norm_output, fc_norm=fc_norm))
     drafter = load_eagle3(tmp_path / "head", target, "cpu", torch.float32)
-    generator = torch.Generator().manual_seed(5)
+    generator, eps = torch.Generator().manual_seed(5), drafter.config.decoder.rms_norm_eps
     features = [torch.randn(LENGTH, 32, generator=generator) for _ in range(3)]
-    fused = torch.cat(features, -1).double() @ weights["fc.weight"].double().T
+    read = [feature.double() for feature in features]
+    if fc_norm:
+        read = [rms_norm(feature, weights[f"fc_norm.{i}.weight"].double(), eps) for i, feature in enumerate(read)]
+    fused = torch.cat(read, -1) @ weights["fc.weight"].double().T
     torch.testing.assert_close(drafter.fuse(features, features[0]).double(), fused, atol=1e-4, rtol=1e-4)
-    states = check_chain(drafter, weights, target.model.model.embed_tokens.weight, eagle3_definition, fused.float())
+    definition = eagle3_1_definition if fc_norm and norm_output else eagle3_definition
+    embeddings = target.model.model.embed_tokens.weight
+    states = check_chain(drafter, weights, embeddings, definition, fused.float())
     normed = states
-    if norm_output:
-        normed = rms_norm(states, weights["norm.weight"].double(), drafter.config.decoder.rms_norm_eps)
+    if norm_output != fc_norm:  # both: the states are normed; neither: the LM head reads them as they are
+        normed = rms_norm(states, weights["norm.weight"].double(), eps)
     wanted = normed @ weights["lm_head.weight"].double().T
     torch.testing.assert_close(drafter.logits(states.float()).double(), wanted, atol=1e-3, rtol=1e-4)
     assert wanted.shape[-1] == DRAFT_VOCAB
     assert torch.equal(drafter.to_target(torch.arange(DRAFT_VOCAB)), vocabulary(272))
+
+
+def test_norm_output_means_what_the_kind_of_head_means() -> None:
+    """Absent, it is EAGLE-3's own order of norms with and without `fc_norm`; both are found in `eagle_config` too."""
+    published = {key: value for key, value in eagle3_config().to_hf().items() if key != "norm_output"}
+    for nested in (False, True):
+        flags = {"fc_norm": True}
+        config = Eagle3Config.from_hf(published | ({"eagle_config": flags} if nested else flags))
+        assert config.fc_norm and config.normed_logits and not config.normed_features
+    config = Eagle3Config.from_hf(published)
+    assert not config.fc_norm and config.normed_logits and not config.normed_features
+    both = eagle3_config(fc_norm=True)
+    assert Eagle3Config.from_hf(both.to_hf()) == both and both.normed_features
 
 
 def test_layer_ids_are_outputs() -> None:

@@ -2,7 +2,13 @@
 
 Both kinds are published as a Llama or Qwen3 config of the draft layer. EAGLE (arXiv 2401.15077) adds at most `bias`:
 whether `fc` has a bias, true where the key is absent. EAGLE-3 (arXiv 2503.01840) adds `draft_vocab_size`,
-`target_hidden_size`, the captured target layers, and in SpecForge `norm_output`.
+`target_hidden_size`, the captured target layers, and in SpecForge `norm_output`. EAGLE-3.1 (arXiv 2605.09992) adds
+`fc_norm`: each captured feature passes a norm of its own in front of `fc`.
+
+`norm_output` has two meanings. SpecForge before its pull request 879 wrote true for EAGLE-3 itself, and false for a
+head whose LM head reads the stream without a norm. EAGLE-3.1 writes true where the next level of a draft reads the
+normed stream too, and its LM head always does. A head with `fc_norm` is one of EAGLE-3.1; any other is read as
+SpecForge's.
 
 A layer id always means the output of that layer, as in `Decoder.forward(capture)` and in the key
 `eagle_aux_hidden_state_layer_ids`. SafeAILab's code and SGLang read the inputs of layers 2, n/2 and n - 3 of a target
@@ -62,7 +68,8 @@ class Eagle3Config:
     target_hidden_size: int
     aux_layer_ids: tuple[int, ...] | None
     norm_output: bool = True
-    """Whether the head's own norm stands before its LM head."""
+    fc_norm: bool = False
+    """Whether each captured feature is normed in front of `fc`, as in EAGLE-3.1."""
 
     def __post_init__(self) -> None:
         if self.decoder.num_layers != 1:
@@ -78,6 +85,16 @@ class Eagle3Config:
     def reduced(self) -> bool:
         """Whether the head predicts a part of the vocabulary only."""
         return self.draft_vocab_size < self.decoder.vocab_size
+
+    @property
+    def normed_features(self) -> bool:
+        """Whether the next level of a draft reads the normed stream."""
+        return self.fc_norm and self.norm_output
+
+    @property
+    def normed_logits(self) -> bool:
+        """Whether the LM head reads the normed stream."""
+        return self.fc_norm or self.norm_output
 
     def layer_ids(self, num_target_layers: int) -> tuple[int, ...]:
         """The captured layers of a target of `num_target_layers`; ValueError where it has no such layers."""
@@ -95,13 +112,14 @@ class Eagle3Config:
         decoder = DecoderConfig.from_hf(config)
         decoder = replace(decoder, num_layers=1, sliding_windows=decoder.sliding_windows[:1])
         merged = {**config, **(config.get("eagle_config") or {})}
-        ids = merged.get(LAYER_IDS_KEY)
+        ids, fc_norm = merged.get(LAYER_IDS_KEY), bool(merged.get("fc_norm", False))
         return cls(
             decoder=decoder,
             draft_vocab_size=int(config.get("draft_vocab_size") or decoder.vocab_size),
             target_hidden_size=int(config.get("target_hidden_size") or decoder.hidden_size),
             aux_layer_ids=None if ids is None else tuple(int(index) for index in ids),
-            norm_output=bool(merged.get("norm_output", True)),
+            norm_output=bool(merged.get("norm_output", not fc_norm)),
+            fc_norm=fc_norm,
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -113,6 +131,8 @@ class Eagle3Config:
             "target_hidden_size": self.target_hidden_size,
             "norm_output": self.norm_output,
         }
+        if self.fc_norm:
+            result["fc_norm"] = True
         if self.aux_layer_ids is not None:
             result["eagle_config"] = {LAYER_IDS_KEY: list(self.aux_layer_ids), "use_aux_hidden_state": True}
         return result

@@ -162,6 +162,8 @@ class Eagle3Drafter(SharedTarget):
         self.config = config
         self.capture = config.layer_ids(num_target_layers)
         decoder = config.decoder
+        norms = (RMSNorm(config.target_hidden_size, decoder.rms_norm_eps) for _ in range(NUM_FEATURES * config.fc_norm))
+        self.fc_norm = nn.ModuleList(norms)
         self.fc = nn.Linear(NUM_FEATURES * config.target_hidden_size, decoder.hidden_size, bias=False)
         self.midlayer = Eagle3Layer(decoder)
         self.norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps)
@@ -196,15 +198,19 @@ class Eagle3Drafter(SharedTarget):
         """`features`, one `[..., T, target_hidden]` per captured layer, to `[..., T, hidden]`."""
         if len(features) != NUM_FEATURES:
             raise ValueError(f"EAGLE-3 reads {NUM_FEATURES} target layers, got features of {len(features)}")
+        if self.config.fc_norm:
+            features = [norm(feature) for norm, feature in zip(self.fc_norm, features, strict=True)]
         return project(self.fc, torch.cat(features, dim=-1), self.impl)
 
     def forward(self, tokens: Tensor, feature: Tensor, mixer: Mixer) -> Tensor:
         """`tokens [..., T]` int64 of positions p + 1, `feature [..., T, hidden]` of p, to the features of p + 1."""
-        return self.midlayer(self.embed(tokens).to(feature.dtype), feature, mixer)
+        stream = self.midlayer(self.embed(tokens).to(feature.dtype), feature, mixer)
+        return self.norm(stream) if self.config.normed_features else stream
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`hidden [..., hidden]`, as `forward` returns it, to `[..., draft_vocab_size]`."""
-        normed = self.norm(hidden) if self.config.norm_output else hidden
+        is_raw = self.config.normed_logits and not self.config.normed_features
+        normed = self.norm(hidden) if is_raw else hidden
         return self.target.logits(normed) if self.lm_head is None else project(self.lm_head, normed, self.impl)
 
     @property

@@ -34,7 +34,7 @@ TENSORS = {"EAGLE": "fc.weight and layers.*, no hidden_norm.weight", "EAGLE-3": 
 """The kinds of heads, and the tensors that tell them apart."""
 # Keys that change the logits of either kind, and norms in other places.
 UNSUPPORTED_EAGLE = ("final_logit_softcapping", "logit_scale")
-UNSUPPORTED_EAGLE3 = (*UNSUPPORTED_EAGLE, "norm_before_residual", "norm_before_fc", "fc_norm")
+UNSUPPORTED_EAGLE3 = (*UNSUPPORTED_EAGLE, "norm_before_residual", "norm_before_fc")
 
 
 def load_eagle(
