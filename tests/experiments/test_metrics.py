@@ -245,3 +245,8 @@ def test_times_that_cannot_be_trusted_are_called_out() -> None:
     assert above.startswith("a decode speedup of 3.10× is above its 3.00 tokens/step")
     (texts,) = repeats.warnings(fine | {"differing_rounds": 1})
     assert "1 rounds wrote other texts" in texts
+
+
+def test_answers_that_the_length_limit_cut_are_counted() -> None:
+    ended = [replace(completion(i, [1]), finish_reason=reason) for i, reason in enumerate(("length", "stop_token"))]
+    assert figures.summarize_method(generation(*ended), DEPTH)["num_cut"] == 1

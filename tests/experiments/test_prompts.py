@@ -9,11 +9,15 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from experiments.data.prompts import DataConfig, DataError, Prompt, datasets, load_prompts
+from algorithms.runtime.models.tokenizer import Tokenizer
+from experiments.app.schema import REPO_ROOT
+from experiments.app.workload import _markup as markup
+from experiments.data.prompts import DataConfig, DataError, Prompt, PromptSet, datasets, load_prompts
 from experiments.data.public import last_boxed, last_number, same_boxed, same_number
 
 
@@ -379,3 +383,15 @@ def test_configuration_of_prompts_imports_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("thinking", "mode"), [(None, "as the template has it"), (True, "on"), (False, "off")])
+def test_rows_name_template_and_thinking_mode(thinking: bool | None, mode: str) -> None:
+    asked: Any = SimpleNamespace(model=SimpleNamespace(thinking=thinking))
+    folder = REPO_ROOT / "assets" / "tiny" / "target"
+    prompts = PromptSet("mine", (Prompt("text"),))
+    plain = Tokenizer.load(folder)
+    assert markup(asked, prompts, plain) == plain.template and str(plain.template).startswith("chat template, sha256")
+    thinker: Any = SimpleNamespace(template="chat template, sha256 0", can_think=True)
+    assert markup(asked, prompts, thinker) == f"chat template, sha256 0, thinking: {mode}"
+    assert markup(asked, PromptSet("mine", (Prompt("text", raw=True),)), thinker) == "no template"

@@ -1,0 +1,197 @@
+"""The same target and prompts in transformers' own `generate`: greedy, and assisted generation.
+
+    python -m experiments.peer_generate model=models/smollm2-135m-instruct data=edit,humaneval limit=8 out=rows.jsonl
+    python -m experiments.peer_generate model=FOLDER assistant=DRAFT_FOLDER
+
+Assisted generation is transformers' speculative decoding. `prompt_lookup` drafts what followed the last n-gram of the
+text, and `assistant` is a smaller model with the same tokenizer. Requests are served one at a time, because assisted
+generation serves one. A row says how many tokens a forward of the target wrote, tokens per second of the whole call,
+and whether the texts are those of greedy decoding.
+
+Settings: `model`, `assistant`, `data` (names of prompt sets, of which first turns are asked), `limit` prompts of each,
+`max_new_tokens`, `lookup` (tokens that prompt lookup drafts), `device`, `dtype`, `out` (rows are appended).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments.app.cli import report
+from experiments.app.errors import UserError, user_errors
+from experiments.app.suggest import unknown_key_message
+
+METHODS = ("greedy", "prompt_lookup", "assistant")
+
+
+@dataclass
+class Settings:
+    """What the command line asks for."""
+
+    model: str = "models/smollm2-135m-instruct"
+    assistant: str = ""
+    data: str = "edit,humaneval,chat"
+    limit: int = 8
+    max_new_tokens: int = 128
+    lookup: int = 10
+    device: str = "cuda"
+    dtype: str = "bfloat16"
+    out: str = "peer_generate.jsonl"
+
+
+def parsed(arguments: Sequence[str]) -> Settings:
+    """The settings of a command line of key=value. Raises UserError for any other key or value."""
+    settings = Settings()
+    kinds = {key: type(value) for key, value in vars(settings).items()}
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        if key not in kinds:
+            raise UserError(unknown_key_message(key, list(kinds), {}))
+        try:
+            setattr(settings, key, kinds[key](value))
+        except ValueError as error:
+            raise UserError(f"{key}: expected a whole number, got {value!r}") from error
+    return settings
+
+
+@dataclass
+class Written:
+    """What one call of `generate` wrote."""
+
+    tokens: list[int]
+    forwards: int
+    """Forwards of the target, the one over the prompt included."""
+    seconds: float
+
+
+class Peer:
+    """A target of transformers, and an assistant if there is one."""
+
+    def __init__(self, settings: Settings) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        self.settings, dtype = settings, getattr(torch, settings.dtype)
+
+        def load(folder: str) -> Any:
+            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+            return model.to(settings.device).eval()
+
+        self.model = load(settings.model)
+        self.assistant = load(settings.assistant) if settings.assistant else None
+        self._forwards = 0
+        self.model.register_forward_pre_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self._forwards += 1
+
+    def write(self, ids: Sequence[int], method: str) -> Written:
+        """The answer to the prompt `ids`, greedily."""
+        import torch
+
+        extra: dict[str, Any] = {}
+        if method == "prompt_lookup":
+            extra["prompt_lookup_num_tokens"] = self.settings.lookup
+        if method == "assistant":
+            extra["assistant_model"] = self.assistant
+        prompt = torch.tensor([list(ids)], device=self.settings.device)
+        self._forwards = 0
+        with torch.inference_mode(), self._clock() as seconds:
+            found = self.model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                do_sample=False,
+                max_new_tokens=self.settings.max_new_tokens,
+                **extra,
+            )
+        return Written(found[0, len(ids) :].tolist(), self._forwards, seconds[0])
+
+    @contextmanager
+    def _clock(self) -> Iterator[list[float]]:
+        import torch
+
+        measured: list[float] = []
+        begin = time.perf_counter()
+        yield measured
+        if self.settings.device == "cuda":
+            torch.cuda.synchronize()
+        measured.append(time.perf_counter() - begin)
+
+
+def rows_of(peer: Peer, name: str, prompts: Sequence[Sequence[int]]) -> Iterator[dict[str, Any]]:
+    """One row per method on the prompt set `name`."""
+    greedy: list[list[int]] = []
+    for method in METHODS:
+        if method == "assistant" and peer.assistant is None:
+            continue
+        peer.write(prompts[0], method)  # warm-up
+        written = [peer.write(ids, method) for ids in prompts]
+        texts = [each.tokens for each in written]
+        greedy = greedy or texts
+        num_tokens, seconds = sum(map(len, texts)), sum(each.seconds for each in written)
+        yield {
+            "engine": "transformers",
+            "data": name,
+            "method": method,
+            "num_requests": len(written),
+            "output_tokens": num_tokens,
+            "tokens_per_step": num_tokens / sum(each.forwards for each in written),
+            "wall_tokens_per_s": num_tokens / seconds,
+            "step_ms": 1e3 * seconds / sum(each.forwards for each in written),
+            "lossless": {
+                "checked": 0 if method == "greedy" else len(texts),
+                "identical": sum(a == b for a, b in zip(texts, greedy, strict=True)),
+            },
+        }
+
+
+def measure(settings: Settings) -> Iterator[dict[str, Any]]:
+    """All rows, with their conditions. Raises DataError for a prompt set that cannot be used."""
+    from algorithms.runtime.models.tokenizer import Tokenizer
+    from experiments.app.provenance import git_revision, gpu_clocks, machine, versions
+    from experiments.data.prompts import datasets, load_prompts
+
+    tokenizer, peer = Tokenizer.load(settings.model), Peer(settings)
+    conditions = {
+        "model": Path(settings.model).name,
+        "machine": machine(settings.device),
+        "device": settings.device,
+        "dtype": settings.dtype,
+        "max_new_tokens": settings.max_new_tokens,
+        "max_batch": 1,
+        "lookup": settings.lookup,
+        "revision": git_revision(),
+        "versions": versions(),
+    }
+    for name in settings.data.split(","):
+        prompts = [prompt.encode(tokenizer) for prompt in load_prompts(datasets()[name](limit=settings.limit)).prompts]
+        for row in rows_of(peer, name, prompts):
+            yield {**row, **conditions, "clocks": gpu_clocks(settings.device)}
+
+
+def main() -> None:
+    """Command line entry."""
+    try:
+        settings = parsed(sys.argv[1:])
+        with user_errors(ValueError), Path(settings.out).open("a", encoding="utf-8") as file:
+            for row in measure(settings):
+                file.write(json.dumps(row) + "\n")
+                file.flush()
+                print(
+                    f"{row['data']:10} {row['method']:14} {row['tokens_per_step']:.2f} tokens/step  "
+                    f"{row['wall_tokens_per_s']:,.1f} tokens/s  {row['step_ms']:.2f} ms/step",
+                    flush=True,
+                )
+    except UserError as error:
+        report(str(error))
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()
