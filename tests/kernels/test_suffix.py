@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -9,6 +11,13 @@ import specdec_kernels as kernels
 from specdec_kernels import SuffixStore
 
 IMPLS = ("reference", "triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def on_the_device_of_the_kernels() -> Iterator[None]:
+    with torch.device(DEVICE):
+        yield
 
 
 def ids(text: str) -> list[int]:
@@ -47,7 +56,7 @@ def texts_of(store: SuffixStore) -> list[str]:
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_what_followed_the_longest_match_is_drafted(impl: str) -> None:
-    store = SuffixStore.create(1, 2, 40, "cpu")
+    store = SuffixStore.create(1, 2, 40, DEVICE)
     text = "the cat sat. the dog ran. the cat"
     serve(store, 0, text, impl)
     assert drafted(store, 0, text, impl, num_nodes=5) == {" ", " s", " sa", " sat"}
@@ -55,7 +64,7 @@ def test_what_followed_the_longest_match_is_drafted(impl: str) -> None:
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_the_more_frequent_continuation_comes_first(impl: str) -> None:
-    store = SuffixStore.create(1, 2, 40, "cpu")
+    store = SuffixStore.create(1, 2, 40, DEVICE)
     text = "ab1 ab2 ab2 ab"
     serve(store, 0, text, impl)
     assert drafted(store, 0, text, impl, num_nodes=2) == {"2"}
@@ -66,14 +75,14 @@ def test_the_more_frequent_continuation_comes_first(impl: str) -> None:
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_short_matches_draft_short_paths(impl: str) -> None:
-    store = SuffixStore.create(1, 2, 40, "cpu")
+    store = SuffixStore.create(1, 2, 40, DEVICE)
     serve(store, 0, "xabcdefgh-x", impl)
     assert max(map(len, drafted(store, 0, "xabcdefgh-x", impl, num_nodes=8, factor=3.0))) == 3
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_texts_of_others_are_read_only_where_they_are_shared(impl: str) -> None:
-    store = SuffixStore.create(2, 1, 40, "cpu")
+    store = SuffixStore.create(2, 1, 40, DEVICE)
     serve(store, 0, "hello world", impl)
     serve(store, 1, "say hello", impl)
     assert " w" in drafted(store, 1, "say hello", impl)
@@ -83,7 +92,7 @@ def test_texts_of_others_are_read_only_where_they_are_shared(impl: str) -> None:
 @pytest.mark.parametrize("impl", IMPLS)
 def test_the_oldest_text_without_a_row_makes_room(impl: str) -> None:
     """Three slots, two rows: row 1 runs on while row 0 serves one request after the other."""
-    store = SuffixStore.create(2, 1, 20, "cpu")
+    store = SuffixStore.create(2, 1, 20, DEVICE)
     serve(store, 1, "running", impl)
     for text in ("first", "second", "third"):
         serve(store, 0, text, impl)
@@ -94,7 +103,7 @@ def test_the_oldest_text_without_a_row_makes_room(impl: str) -> None:
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_a_request_that_moves_takes_its_text_with_it(impl: str) -> None:
-    store = SuffixStore.create(2, 1, 20, "cpu")
+    store = SuffixStore.create(2, 1, 20, DEVICE)
     serve(store, 0, "one", impl)
     serve(store, 1, "two", impl)
     store.move_row(1, 0)
@@ -122,7 +131,7 @@ def test_a_request_that_moves_takes_its_text_with_it(impl: str) -> None:
     ],
 )
 def test_wrong_inputs(options: dict[str, object], expected: str) -> None:
-    store = SuffixStore.create(1, 1, 12, "cpu")
+    store = SuffixStore.create(1, 1, 12, DEVICE)
     zero = torch.zeros(1, dtype=torch.int64)
     history = torch.zeros(1, 12, dtype=torch.int64)
     given = {"history": history, "lengths": zero, "rows": zero, "num_nodes": 4, "window": 3}
@@ -135,4 +144,4 @@ def test_wrong_inputs(options: dict[str, object], expected: str) -> None:
 )
 def test_sizes_of_a_store(rows: int, texts: int, context: int) -> None:
     with pytest.raises(ValueError, match="expected 1 to"):
-        SuffixStore.create(rows, texts, context, "cpu")
+        SuffixStore.create(rows, texts, context, DEVICE)
