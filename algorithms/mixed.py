@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 MODES = ("merge", "take")
 MAX_NODES = 256
-# Odd multipliers of the hash of a path. Equal hashes of different paths would only make a wrong draft.
-HASH_TOKEN, HASH_DEPTH, HASH_MIX = 0x2545F4914F6CDD1D, 0x1B873593CC9E2D51, 0x369DEA0F31A53F85
 
 
 @dataclass(frozen=True)
@@ -109,6 +107,8 @@ class Mixed(Algorithm):
     def propose(self, batch: Batch) -> DraftTree:
         import torch
 
+        from algorithms.runtime.join_trees import merge_trees
+
         first, second = (part.propose(batch) for part in self._parts)
         if self._mode == "merge":
             tokens, parents = merge_trees(first, second)
@@ -122,7 +122,7 @@ class Mixed(Algorithm):
     def observe(self, seen: Observation) -> None:
         for part in self._parts:
             features = [seen.features[self.capture.index(layer)] for layer in part.capture]
-            part.observe(replace(seen, features=features))
+            part.observe(replace(seen, features=features, altered=True))
 
     def forget(self) -> None:
         for part in self._parts:
@@ -153,52 +153,12 @@ def _part(key: str, settings: dict[str, Any]) -> Part:
         raise ValueError(f"algo.{key}: {error}") from error
 
 
-def merge_trees(first: DraftTree, second: DraftTree) -> tuple[Tensor, Tensor]:
-    """tokens [B, N] and parents [B, N] int32 of the union of two trees of Na and Nb nodes, with N = Na + Nb - 1.
-
-    The nodes of `first` keep their numbers. A node of `second` whose path from the root `first` has too is unused.
-    """
-    import torch
-
-    paths, own, used = (torch.cat([a, b[:, 1:]], 1) for a, b in zip(_paths(first), _paths(second), strict=True))
-    tokens = torch.cat([first.tokens, second.tokens[:, 1:]], 1)
-    node = torch.arange(tokens.shape[1], device=tokens.device)
-    same = (paths[:, :, None] == paths[:, None, :]) & used[:, None, :]
-    kept = used & ~(same & (node < node[:, None])).any(-1)
-    above = ((paths - own)[:, :, None] == paths[:, None, :]) & kept[:, None, :]
-    parents = torch.where(kept, above.int().argmax(-1), -2)
-    return tokens, torch.where(node == 0, -1, parents).int()
-
-
-def _paths(tree: DraftTree) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, N] each: a hash of the tokens from the root to the node, the node's own part of this sum, and whether the
-    node is in the tree."""
-    links, tokens = tree.links, tree.tokens
-    own = (tokens + 1) * HASH_TOKEN + (links.depth.long() + 1) * HASH_DEPTH
-    own = (own ^ (own >> 29)) * HASH_MIX
-    own = own ^ (own >> 32)
-    return (sees(tree) * own[:, None, :]).sum(-1), own, used(tree)
-
-
-def sees(tree: DraftTree) -> Tensor:
-    """[B, N, N] int64: 1 where node i sees node j: itself and its ancestors."""
-    import torch
-
-    node = torch.arange(tree.tokens.shape[1], device=tree.tokens.device)
-    return (tree.links.mask[:, :, node // 64] >> (node % 64)) & 1
-
-
-def used(tree: DraftTree) -> Tensor:
-    """[B, N] bool: a node outside of the tree has depth 0 and is not the root."""
-    import torch
-
-    return (tree.links.depth > 0) | (torch.arange(tree.tokens.shape[1], device=tree.tokens.device) == 0)
-
-
 def _padded(tree: DraftTree, num_nodes: int) -> tuple[Tensor, Tensor]:
     """tokens and parents int32, filled up to [B, num_nodes] with unused nodes."""
     import torch
     from torch.nn.functional import pad
+
+    from algorithms.runtime.join_trees import sees, used
 
     size = tree.tokens.shape[1]
     node = torch.arange(size, device=tree.tokens.device)

@@ -81,7 +81,7 @@ class Standalone(Algorithm):
     def observe(self, seen: Observation) -> None:
         from algorithms.runtime.paged_attention import PagedMixer
 
-        if seen.is_prefill or not self.chain:
+        if seen.is_prefill or seen.altered or not self.chain:
             self._draft.model(seen.tokens, PagedMixer.following(seen, self._cache, self._resources))
 
     def propose(self, batch: Batch) -> DraftTree:

@@ -134,6 +134,9 @@ class Observation:
     """[B] int32; 0 for a padding row."""
     prompts: Prompts | None = None
     """In prefill only."""
+    altered: bool = False
+    """Whether other tokens than those that `propose` drafted may have been verified, so that what the drafter kept of
+    its drafts may not be theirs."""
 
     @property
     def is_prefill(self) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from algorithms.runtime.algorithm import Batch, Observation, Resources
+from algorithms.runtime.constraints import ConstraintState
 from algorithms.runtime.request import Request
 from algorithms.runtime.sampling_params import MAX_BAD_WORD, MAX_FORBIDDEN, SamplingNeeds, SamplingParams
 from algorithms.runtime.staging import Arrays, Fields
@@ -117,13 +118,17 @@ class BatchState:
         self.active = self._words[ACTIVE, :max_batch]
         self.penalties: PenaltyState | None = None
         self.forbidden: ForbiddenState | None = None
+        self.constraints: ConstraintState | None = None
 
-    def make_room(self, needs: SamplingNeeds) -> None:
-        """Allocate what `needs` ask of each row, unless it is there already."""
+    def make_room(self, needs: SamplingNeeds, num_nodes: int, max_depth: int) -> None:
+        """Allocate what `needs` ask of each row, and of each of the `num_nodes` nodes in `max_depth` levels of its
+        draft, unless it is there already."""
         if needs.penalised and self.penalties is None:
             self.penalties = PenaltyState(self.max_batch, self._vocab, self._device)
         if needs.forbids and self.forbidden is None:
             self.forbidden = ForbiddenState(self.max_batch, self._device)
+        if needs.constrained and self.constraints is None:
+            self.constraints = ConstraintState(self.max_batch, num_nodes, max_depth, self._vocab, self._device)
 
     def fill(self, row: int, request: Request, needs: SamplingNeeds) -> None:
         """Put what steps made for `needs` read of a request into `row`; there is room for it."""

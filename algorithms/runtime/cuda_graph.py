@@ -4,7 +4,8 @@ the chunks of prompts between steps, see `prefill`).
 Batch sizes are rounded up to a bucket, and each bucket is captured once, before the clock runs, with every row
 inactive, so that warm-up touches no request. Lengths, pages and sampling parameters live in device memory, so a replay
 sees the requests as they are. All levels run the same code; `none` runs it uncaptured, for exactly the rows in use.
-Its kernels are compiled before the clock runs too: by steps without requests.
+Its kernels are compiled before the clock runs too: by steps without requests. Where requests have grammars, each phase
+is a graph of its own, because the host has its turns between them, see `constraints`.
 """
 
 from __future__ import annotations
@@ -21,16 +22,11 @@ from torch import Tensor
 
 from algorithms.runtime.clock import PhaseClock, Stamps
 from algorithms.runtime.sampling_params import SamplingNeeds
-from algorithms.runtime.step import PHASES, Step, StepParts
+from algorithms.runtime.step import PHASES, Step, StepParts, phases_of
 
-_CAPTURED: dict[str, tuple[tuple[str, ...], ...]] = {
-    "none": (),
-    "draft": (("draft",),),
-    "verify": (("draft",), ("verify",)),
-    "step": (PHASES,),
-}
-"""Level to the groups of phases that are one graph each; they are the first phases of a step."""
-LEVELS = tuple(_CAPTURED)
+_LAST_CAPTURED = {"none": None, "draft": "draft", "verify": "verify", "step": "commit"}
+"""Level to the last phase that is captured, as all before it are."""
+LEVELS = tuple(_LAST_CAPTURED)
 _WARMUP_RUNS = 2
 
 
@@ -121,16 +117,16 @@ class StepRunner:
                 f"runtime.graph={level} captures CUDA graphs and needs a CUDA device, got {parts.resources.device}; "
                 "use runtime.graph=none"
             )
-        self._parts, self.level, self._groups, self.clock = parts, level, _CAPTURED[level], clock
+        self._parts, self.level, self.clock = parts, level, clock
         self.recorder: Recorder | None = None
         """Captures what this engine runs; None where nothing is captured."""
-        if self._groups:
+        if level != "none":
             self.recorder = Recorder(capture or CudaCapture(), parts.resources.device)
-        self._stamps = clock.stamps(PHASES) if PHASES in self._groups else None
+        self._stamps = clock.stamps(PHASES) if level == "step" else None
         self._captured: dict[tuple[int, SamplingNeeds], _Launch] = {}
         self._launched = False
         self._compiled: set[SamplingNeeds] = set()
-        self._buckets = buckets(parts.state.max_batch) if self._groups else ()
+        self._buckets = buckets(parts.state.max_batch) if self.recorder else ()
 
     def report(self, prefill_tiles: tuple[int, ...] = ()) -> GraphReport:
         """What has been captured so far, with chunks of `prefill_tiles` if they are too."""
@@ -143,7 +139,7 @@ class StepRunner:
     def prepare(self, needs: SamplingNeeds) -> None:
         """Capture every bucket for `needs`, or compile what steps launch, unless done. No request may be running."""
         resources = self._parts.resources
-        if not self._groups and resources.device.type == "cuda" and resources.backend.capturable:
+        if self.recorder is None and resources.device.type == "cuda" and resources.backend.capturable:
             self.compile(needs)
         missing = [size for size in reversed(self._buckets) if (size, needs) not in self._captured]
         if not missing:
@@ -161,9 +157,9 @@ class StepRunner:
         The first draft for requests is checked; where it is captured, it is drafted once more for that.
         """
         first, self._launched = not self._launched, True
-        if first and self._groups:
+        if first and self.recorder:
             self._step(num_rows, max_length, needs, checked=True).draft()
-        if self._groups:
+        if self.recorder:
             size = next(size for size in self._buckets if size >= num_rows)
             step, pieces = self._captured[size, needs]
         else:
@@ -185,7 +181,7 @@ class StepRunner:
         longest = state.page_table.shape[1] * self._parts.resources.page_size
         for size in reversed(buckets(state.max_batch)):
             for bound in (*buckets(longest)[:-1:2], longest):
-                _run(self._step(size, bound, needs, checked=True), PHASES, None)
+                _run(self._step(size, bound, needs, checked=True), phases_of(needs), None)
 
     def _step(self, size: int, max_length: int, needs: SamplingNeeds, checked: bool) -> Step:
         """A step over the first `size` rows."""
@@ -193,19 +189,45 @@ class StepRunner:
 
     def _prepared(self, size: int, max_length: int, needs: SamplingNeeds, checked: bool = False) -> _Launch:
         """A step over the first `size` rows, with its graphs captured."""
-        step = self._step(size, max_length, needs, checked)
+        step, phases = self._step(size, max_length, needs, checked), phases_of(needs)
+        groups, rest = _captured(self.level, phases), phases
         pieces: list[tuple[str | None, Callable[[], None]]] = []
-        for group in self._groups:
+        for group in groups:
             assert self.recorder is not None
-            graph = self.recorder(partial(_run, step, group, self._stamps))
+            stamps = self._stamps if group == PHASES else None
+            graph = self.recorder(partial(_run, step, group, stamps))
             # Capturing computes nothing, and the next phases need results to start from.
             graph.replay()
-            pieces.append((None if self._stamps else group[0], graph.replay))
-        rest = PHASES[sum(map(len, self._groups)) :]
-        if self._groups:
+            pieces.append((None if stamps else group[-1], graph.replay))
+            rest = rest[len(group) :]
+        if groups:
             # The other phases compile what they launch.
             _run(step, rest, None)
-        return _Launch(step, pieces + [(phase, getattr(step, phase)) for phase in rest])
+        pieces += [(phase, getattr(step, phase)) for phase in rest]
+        return _Launch(step, self._with_turns(step, pieces) if needs.constrained else pieces)
+
+    def _with_turns(
+        self, step: Step, pieces: list[tuple[str | None, Callable[[], None]]]
+    ) -> list[tuple[str | None, Callable[[], None]]]:
+        """`pieces`, one for each phase, with what the host does between them for grammars."""
+        constraints = self._parts.state.constraints
+        assert constraints is not None
+        turns = {"draft": constraints.offer, "graft": lambda: constraints.read(step.nodes), "verify": constraints.mask}
+        found: list[tuple[str | None, Callable[[], None]]] = []
+        for phase, work in pieces:
+            assert phase is not None
+            found.append(("draft" if phase == "graft" else phase, work))
+            if phase in turns:
+                found.append((None, turns[phase]))
+        return found
+
+
+def _captured(level: str, phases: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """The groups of `phases` that are one graph each at `level`; they are the first of a step."""
+    if level == "step" and phases == PHASES:
+        return [PHASES]
+    last = _LAST_CAPTURED[level]
+    return [(phase,) for phase in phases[: phases.index(last) + 1]] if last else []
 
 
 def _run(step: Step, phases: tuple[str, ...], stamps: Stamps | None) -> None:

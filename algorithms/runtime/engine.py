@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -26,6 +27,7 @@ from algorithms.runtime.batch import BatchState
 from algorithms.runtime.cache import KVCache, KVScales
 from algorithms.runtime.clock import PhaseClock
 from algorithms.runtime.cuda_graph import Capture, GraphReport, StepRunner
+from algorithms.runtime.grammar import GrammarError, Grammars, Matcher
 from algorithms.runtime.models.config import DecoderConfig
 from algorithms.runtime.models.loading import Target
 from algorithms.runtime.prefill import Prefiller
@@ -112,8 +114,10 @@ class Engine:
         settings: EngineSettings,
         decode: Decode,
         capture: Capture | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
-        """`capture` replaces CUDA graphs, for tests of captured steps where there is no GPU.
+        """`capture` replaces CUDA graphs, for tests of captured steps where there is no GPU. `grammars` compiles those
+        of requests; without it no request may have one.
 
         Raises EngineError or ValueError if the backend cannot do what target, algorithm and settings ask for.
         """
@@ -159,6 +163,7 @@ class Engine:
         self.runner = StepRunner(self.parts, level, PhaseClock(weight.device), capture)
         captures_prompts = level == "step" and backend.captures_prompts
         self.prefiller = Prefiller(self.parts, tile, num_tiles, self.runner.recorder if captures_prompts else None)
+        self._grammars = grammars
         self._session_is_open = False
 
     def generate(
@@ -208,15 +213,19 @@ class Engine:
         state, device = self.parts.state, self.parts.resources.device
         # Engines may share a target, each with its own forward.
         self.parts.resources.choose_forward(self.parts.resources.target.model)
-        state.make_room(needs)
+        algorithm = self.parts.algorithm
+        state.make_room(needs, algorithm.num_nodes, algorithm.max_depth)
         with torch.inference_mode():
             self.prefiller.prepare()
             self.runner.prepare(needs)
-        depth = self.parts.algorithm.max_depth
-        readback: Readback[list[Running]] = Readback(self._overlap, state.max_batch, depth, device, needs.top_logprobs)
+        readback: Readback[list[Running]] = Readback(
+            self._overlap, state.max_batch, algorithm.max_depth, device, needs.top_logprobs
+        )
         self._session_is_open = True
         try:
-            yield Session(self.prefiller, self.parts, self.runner, self.scheduler, readback, needs, self.check)
+            yield Session(
+                self.prefiller, self.parts, self.runner, self.scheduler, readback, needs, self.check, self._grammars
+            )
         finally:
             self.scheduler.clear()
             state.clear(slice(None))
@@ -237,6 +246,13 @@ class Engine:
                 f"is longer than the context of {self._limit} tokens; shorten the prompt or lower "
                 "sampling.max_new_tokens"
             )
+        if request.sampling.constrained:
+            if self._grammars is None:
+                raise EngineError(f"{name}: sampling.grammar: this engine was made without a compiler of grammars")
+            try:
+                self._grammars.matcher(request.sampling.grammar, request.ends)
+            except GrammarError as error:
+                raise EngineError(f"{name}: {error}") from error
         self.scheduler.check(request)
 
 
@@ -294,11 +310,13 @@ class Session:
         readback: Readback[list[Running]],
         needs: SamplingNeeds,
         check: Callable[[Request], None],
+        grammars: Grammars | None,
     ) -> None:
         self._parts, self._algorithm, self._state = parts, parts.algorithm, parts.state
         self._prefiller, self._runner, self._scheduler, self._readback = prefiller, runner, scheduler, readback
         self._prefill_clock = PhaseClock(parts.resources.device)
-        self._needs, self._check = needs, check
+        self._needs, self._check, self._grammars = needs, check, grammars
+        self._matchers: dict[int, Matcher] = {}
         self._num_submitted = self._num_finished = self._row_steps = self._emitted = 0
         self._step_ms: list[float] = []
         self._loop_ms = self._launch_ms = 0.0
@@ -325,6 +343,7 @@ class Session:
             return None
         completion, move = aborted
         self._num_finished += 1
+        self._matchers.pop(request_id, None)
         if move is not None:
             self._move_rows(move)
         return completion
@@ -364,9 +383,27 @@ class Session:
         began_ms, rows = _now_ms(), self._scheduler.rows
         ahead = self._readback.num_pending * (self._algorithm.max_depth + 1)
         longest = max(running.length for running in rows) + ahead
+        if self._state.constraints is not None and self._needs.constrained:
+            matchers = [self._matchers.get(running.request.id) for running in rows]
+            self._state.constraints.begin(matchers, partial(self._news, list(rows), matchers))
         table = self._runner.launch(len(rows), longest, self._needs)
         self._readback.push(table, list(rows))
         self._launch_ms += _now_ms() - began_ms
+
+    def _news(self, rows: Sequence[Running], matchers: Sequence[Matcher | None]) -> list[list[int]]:
+        """For each row what its request has written behind the tokens that its matcher has, as far as steps were
+        launched before the current one; waits for them."""
+        flying: dict[int, list[int]] = {}
+        for result, launched in self._readback.in_flight():
+            for place, running in enumerate(launched):
+                row = result.of(place)
+                flying.setdefault(id(running), []).extend(row.tokens if row.valid else [])
+        news: list[list[int]] = []
+        for running, matcher in zip(rows, matchers, strict=True):
+            known, seen = running.completion.token_ids, matcher.num_tokens if matcher else 0
+            ahead = flying.get(id(running), [])
+            news.append([*known[seen:], *ahead[max(0, seen - len(known)) :]])
+        return news
 
     def _take_in(self, all_of_them: bool = False) -> list[Completion]:
         """Read the steps that are due, or all in flight; returns the requests that ended."""
@@ -414,7 +451,21 @@ class Session:
         for running, start, _ in pieces:
             if start == 0:
                 self._state.fill(running.row, running.request, self._needs)
+                self._begin_text(running.request)
         return pieces
+
+    def _begin_text(self, request: Request) -> None:
+        """Put a request with a grammar at the beginning of its text."""
+        if request.sampling.constrained:
+            assert self._grammars is not None
+            self._matchers[request.id] = self._grammars.matcher(request.sampling.grammar, request.ends)
+
+    def _end_text(self, running: Running) -> None:
+        """Say whether the text of a request that has ended is a whole one of its grammar."""
+        if self._matchers.pop(running.request.id, None) is not None:
+            assert self._grammars is not None
+            request, written = running.request, running.completion.token_ids
+            running.completion.parsed = self._grammars.parses(request.sampling.grammar, request.ends, written)
 
     def _prefill(self, pieces: list[Piece]) -> None:
         """Prefill a chunk; requests whose prompts are complete take part in steps from now on."""
@@ -439,6 +490,7 @@ class Session:
                 move = self._fail(running)
             if move is not None:
                 self._num_finished += 1
+                self._end_text(running)
                 self._move_rows(move)
                 ended.append(running.completion)
         return ended
@@ -447,9 +499,11 @@ class Session:
         """End a request without a finite logit. What it stored is overwritten, behind the steps still in flight."""
         for cache in self._parts.resources.caches:
             cache.zero(running.pages)
+        sampling, reason = running.request.sampling, "its weights are broken or the dtype overflows"
+        if sampling.constrained or sampling.forbids:
+            reason = f"sampling.grammar and sampling.bad_words leave no token, or {reason}"
         message = (
-            f"request {running.request.id}: the target gave no finite logit near position {running.length}; its "
-            "weights are broken or the dtype overflows"
+            f"request {running.request.id}: the target gave no finite logit near position {running.length}; {reason}"
         )
         return self._scheduler.fail(running, message, _now_ms())
 

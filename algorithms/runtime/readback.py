@@ -100,15 +100,23 @@ class Readback(Generic[Tag]):
             self._events[place].record()
         self._pending.append((place, rows, tag))
 
+    def in_flight(self) -> Iterator[tuple[StepResult, Tag]]:
+        """What is in flight, oldest first, which stays there; waits for it."""
+        for place, rows, tag in self._pending:
+            yield self._read(place, rows), tag
+
+    def _read(self, place: int, rows: int) -> StepResult:
+        began = time.perf_counter()
+        if self._events:
+            self._events[place].synchronize()
+        self.waited_ms += (time.perf_counter() - began) * 1e3
+        return StepResult.of_table(self._buffers[place][:rows].numpy(), self._emit)
+
     def due(self, all_of_them: bool = False) -> Iterator[tuple[StepResult, Tag]]:
         """Results that are due, oldest first; or whatever is in flight."""
         while len(self._pending) > (0 if all_of_them else self._behind):
             place, rows, tag = self._pending.popleft()
-            began = time.perf_counter()
-            if self._events:
-                self._events[place].synchronize()
-            self.waited_ms += (time.perf_counter() - began) * 1e3
-            yield StepResult.of_table(self._buffers[place][:rows].numpy(), self._emit), tag
+            yield self._read(place, rows), tag
 
     def drop(self) -> None:
         """Forget what is in flight."""

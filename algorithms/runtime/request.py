@@ -42,17 +42,21 @@ class Request:
         """Tokens of prompt and answer together, at most."""
         return len(self.prompt_ids) + self.sampling.max_new_tokens
 
+    @property
+    def ends(self) -> frozenset[int]:
+        """The stop tokens of this request."""
+        return self.stop_token_ids if self.sampling.ignore_eos else self.stop_token_ids | self.eos_token_ids
+
     def ends_at(self, token: int) -> bool:
         """Whether `token` is a stop token of this request."""
-        return token in self.stop_token_ids or (not self.sampling.ignore_eos and token in self.eos_token_ids)
+        return token in self.ends
 
     @property
     def forbidden(self) -> list[tuple[tuple[int, ...], int]]:
         """Token sequences that are not written, each with the position in the text from which on it is allowed."""
         sampling = self.sampling
-        ends = self.stop_token_ids if sampling.ignore_eos else self.stop_token_ids | self.eos_token_ids
         allowed = len(self.prompt_ids) + sampling.min_tokens
-        held_back = [((token,), allowed) for token in sorted(ends)] if sampling.min_tokens else []
+        held_back = [((token,), allowed) for token in sorted(self.ends)] if sampling.min_tokens else []
         return [*held_back, *((word, _NEVER_ENDS) for word in sampling.bad_words)]
 
     def problem(self, vocab_size: int) -> str | None:
@@ -68,6 +72,8 @@ class Request:
         if self.sampling.top_logprobs > vocab_size:
             most = f"at most the vocabulary of {vocab_size}"
             return f"sampling.top_logprobs: expected {most}, got {self.sampling.top_logprobs}"
+        if self.sampling.constrained and not self.ends:
+            return "sampling.grammar: expected a stop token that ends the text, got a model that names none"
         return self._problem_of_words(vocab_size)
 
     def _problem_of_words(self, vocab_size: int) -> str | None:
@@ -108,6 +114,9 @@ class Completion:
     text: str = ""
     finish_reason: str = ""
     """stop_token, stop_string, length, aborted, or `error` where the target gave no finite logit."""
+    parsed: bool | None = None
+    """Whether the tokens are a whole text of the request's grammar, which a text that was cut seldom is; None without
+    a grammar."""
     error: str = ""
     """Why the request failed; empty unless `finish_reason` is `error`."""
     accepted_counts: list[int] = field(default_factory=list)

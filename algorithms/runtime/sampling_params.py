@@ -6,11 +6,14 @@ before anything heavy is imported.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+GRAMMARS = ("json_schema", "regex", "ebnf")
+"""Fields of `GrammarParams` that hold a grammar."""
 _LARGEST_INT32 = 2**31 - 1
 _LARGEST_INT64 = 2**63 - 1
 MAX_FORBIDDEN = 256
@@ -19,6 +22,46 @@ MAX_BAD_WORD = 16
 """Most tokens of a bad word."""
 MAX_TOP_LOGPROBS = 64
 """Most likeliest tokens that are reported in the place of a token."""
+
+
+@dataclass
+class GrammarParams:
+    """The grammar of what a request writes: one of `json_schema`, `regex` and `ebnf`, or none.
+
+    Raises ValueError if more than one is given, or something that is no text.
+    """
+
+    json_schema: Any = None
+    """JSON schema as text or mapping. Properties are written in its order."""
+    regex: str | None = None
+    """Regular expression that the whole text matches."""
+    ebnf: str | None = None
+    """Rules in the EBNF of llama.cpp (GBNF); the rule `root` is the whole text."""
+    any_whitespace: bool = False
+    """JSON with any space and line breaks between its tokens; else on one line, as Python's `json.dumps` writes it."""
+    draft_forced: bool = True
+    """Draft the text about which the grammar leaves no choice."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.json_schema, Mapping):
+            self.json_schema = json.dumps(self.json_schema)
+        given = {name: getattr(self, name) for name in GRAMMARS if getattr(self, name) is not None}
+        if len(given) > 1:
+            raise ValueError(f"sampling.grammar: expected one of {', '.join(GRAMMARS)}, got {' and '.join(given)}")
+        for name, text in given.items():
+            if not isinstance(text, str) or not text.strip():
+                expected = "text or a mapping" if name == "json_schema" else "text"
+                raise ValueError(f"sampling.grammar.{name}: expected {expected}, got {text!r}")
+
+    @property
+    def kind(self) -> str | None:
+        """The name of the field that is given."""
+        return next((name for name in GRAMMARS if getattr(self, name) is not None), None)
+
+    @property
+    def text(self) -> str:
+        """The grammar itself; empty if there is none."""
+        return getattr(self, self.kind) if self.kind else ""
 
 
 @dataclass
@@ -52,6 +95,8 @@ class SamplingParams:
     min_tokens: int = 0
     """Stop tokens and the model's end-of-text tokens cannot be chosen before so many new tokens; a stop string still
     ends the request."""
+    grammar: GrammarParams = field(default_factory=GrammarParams)
+    """What the text must be; a grammar that has ended allows stop tokens only."""
     seed: int = 0
     """Keys the random numbers, together with the position in the text: batching does not change the tokens."""
     ignore_eos: bool = False
@@ -65,6 +110,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self.stop_strings = tuple(self.stop_strings)
+        if isinstance(self.grammar, Mapping):
+            self.grammar = GrammarParams(**self.grammar)
         if not isinstance(self.bad_words, str):
             self.bad_words = tuple(word if isinstance(word, (str, int)) else tuple(word) for word in self.bad_words)
         finite = math.isfinite
@@ -89,6 +136,20 @@ class SamplingParams:
         for name, expected, fine in checks:
             if not fine:
                 raise ValueError(f"sampling.{name}: expected {expected}, got {getattr(self, name)!r}")
+        self._check_grammar()
+
+    def _check_grammar(self) -> None:
+        """Raise ValueError if the end of the text is left to something else than its grammar."""
+        if self.constrained and self.min_tokens:
+            raise ValueError(
+                f"sampling.min_tokens: expected 0 with sampling.grammar, got {self.min_tokens}; a grammar that has "
+                "ended allows stop tokens only, so let the grammar itself ask for a length"
+            )
+        if self.constrained and self.ignore_eos:
+            raise ValueError(
+                "sampling.ignore_eos: expected false with sampling.grammar, got true; a grammar that has ended allows "
+                "stop tokens only"
+            )
 
     @property
     def filtered(self) -> bool:
@@ -105,6 +166,11 @@ class SamplingParams:
     def forbids(self) -> bool:
         """Whether some tokens cannot be chosen at some places."""
         return self.min_tokens > 0 or bool(self.bad_words)
+
+    @property
+    def constrained(self) -> bool:
+        """Whether the text must be in a grammar."""
+        return self.grammar.kind is not None
 
 
 def _are_words(words: Any) -> bool:
@@ -129,6 +195,7 @@ class SamplingNeeds:
     filtered: bool = False
     penalised: bool = False
     forbids: bool = False
+    constrained: bool = False
     logprobs: bool = False
     top_logprobs: int = 0
 
@@ -141,6 +208,7 @@ class SamplingNeeds:
             filtered=any(p.filtered for p in asked),
             penalised=any(p.penalised for p in asked),
             forbids=any(p.forbids for p in asked),
+            constrained=any(p.constrained for p in asked),
             logprobs=any(p.logprobs for p in asked),
             top_logprobs=max((p.top_logprobs for p in asked), default=0),
         )

@@ -15,7 +15,9 @@ from torch import Tensor
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Observation, Resources
 from algorithms.runtime.batch import BatchState
 from algorithms.runtime.cache import KVCache
+from algorithms.runtime.constraints import ConstraintState
 from algorithms.runtime.draft_check import check_draft
+from algorithms.runtime.join_trees import graft_chain
 from algorithms.runtime.paged_attention import PagedMixer
 from algorithms.runtime.sampling_params import SamplingNeeds
 from algorithms.runtime.tensor_parallel import agree_on_acceptance, agree_on_draft
@@ -32,11 +34,20 @@ from specdec_kernels import (
     forbid_tokens,
     gather_path,
     mask_paths,
+    mask_tokens,
     move_accepted,
 )
+from specdec_kernels.verify.types import DRAWN_RULES
 
 PHASES = ("draft", "verify", "accept", "commit")
 """Phases of a step, in order; each is a method of `Step`."""
+CONSTRAINED = ("draft", "graft", "verify", "accept", "commit")
+"""Phases of a step for requests with grammars; `graft` counts as part of the draft."""
+
+
+def phases_of(needs: SamplingNeeds) -> tuple[str, ...]:
+    """The phases of a step made for `needs`."""
+    return CONSTRAINED if needs.constrained else PHASES
 
 
 @dataclass(frozen=True)
@@ -57,6 +68,8 @@ class Step:
     features: list[Tensor]
     targets: Tensor | None
     """[B, N] int64: the target's token behind each node where that is all that is needed, -1 for none; else None."""
+    nodes: Tensor
+    """[B, 3, N] int64: tokens, first children and next siblings of the draft, where grammars need them; else unset."""
     logits: Tensor
     """[B, N, V]; not written where `targets` are given."""
     accepted: Accepted
@@ -75,6 +88,24 @@ class Step:
         if self._checked:
             check_draft(self._parts.algorithm, self._batch, tree, self._parts.resources.target.config.vocab_size)
         self.tree = agree_on_draft(tree)
+
+    def graft(self) -> None:
+        """Put what grammars force into the draft, and lay it out for the host.
+
+        Drafts that were drawn stay as they are: the rules that judge them must know what each was drawn from.
+        """
+        algorithm, constraints = self._parts.algorithm, self._constraints
+        if algorithm.rule not in DRAWN_RULES and algorithm.num_nodes > 1:
+            forced, lengths = constraints.forced[self._batch.rows], self._batch.lengths
+            self.tree = graft_chain(self.tree, forced, lengths, algorithm.chain, self._parts.resources.impl)
+        links = self.tree.links
+        self.nodes = torch.stack([self.tree.tokens, links.first_child.long(), links.next_sibling.long()], 1)
+
+    @property
+    def _constraints(self) -> ConstraintState:
+        constraints = self._parts.state.constraints
+        assert constraints is not None
+        return constraints
 
     def verify(self) -> None:
         """Run the target over all nodes."""
@@ -117,6 +148,9 @@ class Step:
             self._penalise()
         if needs.forbids:
             self._forbid()
+        if needs.constrained:
+            masks, rows = self._constraints, batch.rows
+            mask_tokens(self.logits, masks.bits[rows], masks.constrained[rows], impl=impl)
         accepted = accept(
             algorithm.rule,
             self.tree.tokens,
@@ -195,6 +229,7 @@ class Step:
                 hidden=hidden,
                 positions=committed.positions,
                 counts=committed.counts,
+                altered=self._needs.constrained,
             )
         )
         self.table = committed.table

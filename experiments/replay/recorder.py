@@ -17,8 +17,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from algorithms.mixed import sees, used
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Observation, Resources
+from algorithms.runtime.join_trees import sees, used
 from specdec_kernels import build_chain
 
 UNKNOWN = -1

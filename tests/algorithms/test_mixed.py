@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import specdec_kernels as kernels
-from algorithms.mixed import Mixed, _padded, merge_trees
+from algorithms.mixed import Mixed, _padded
 from algorithms.runtime.algorithm import DraftTree
+from algorithms.runtime.join_trees import merge_trees
 from tests.algorithms.drafters import TARGET, load_random_drafters, mixed
 
 LENGTHS = torch.tensor([7, 0, 12])

@@ -15,6 +15,7 @@ from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Resources
 from algorithms.runtime.backends.registry import backends
 from algorithms.runtime.cache import KVScales
 from algorithms.runtime.engine import Engine, EngineSettings, Generation
+from algorithms.runtime.grammar import Grammars
 from algorithms.runtime.models.config import DecoderConfig, DFlashConfig
 from algorithms.runtime.models.decoder import Decoder
 from algorithms.runtime.models.drafters.dflash import DFlashDrafter
@@ -106,6 +107,7 @@ class Setup:
     deterministic: bool = False
     kv_dtype: torch.dtype | None = None
     kv_scales: KVScales | None = None
+    grammars: Grammars | None = None
 
 
 BACKEND_OPTIONS: dict[str, dict[str, str]] = {"hybrid": {"prefill": "torch", "decode": "fa4", "verify": "prefill"}}
@@ -131,7 +133,8 @@ def engine_of(algorithm: Algorithm, setup: Setup, target: Target) -> Engine:
         kv_scales=setup.kv_scales,
     )
     capture = Replayed if setup.graph != "none" and not torch.cuda.is_available() else None
-    return Engine(target, algorithm, kind(config, setup.impl, setup.deterministic), settings, spell, capture)
+    backend = kind(config, setup.impl, setup.deterministic)
+    return Engine(target, algorithm, backend, settings, spell, capture, setup.grammars)
 
 
 class Replayed:

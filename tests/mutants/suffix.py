@@ -46,7 +46,7 @@ MUTANTS = (
     ),
     Mutant(
         "shared_path_drafted_twice",
-        "algorithms/mixed.py",
+        "algorithms/runtime/join_trees.py",
         "kept = used & ~(same & (node < node[:, None])).any(-1)",
         "kept = used",
         ("tests/algorithms/test_mixed.py::test_the_union_has_every_path_once",),

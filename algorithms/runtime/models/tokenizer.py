@@ -55,6 +55,11 @@ class Tokenizer:
         return cls(backend, folder, _eos_ids(folder, backend, special), template, special, thinking)
 
     @property
+    def backend(self) -> tokenizers.Tokenizer:
+        """The tokenizer of the library."""
+        return self._backend
+
+    @property
     def size(self) -> int:
         """Tokens in the vocabulary, added ones included."""
         return self._backend.get_vocab_size(with_added_tokens=True)

@@ -1,0 +1,79 @@
+"""Grammars in a step: what the host and the device tell each other while it runs.
+
+    draft ─▶ graft ─▶ verify ─▶ accept ─▶ commit          the device
+         ╲   ╱   ╲             ╱
+         offer    read ─▶ mask                            the host
+
+While the drafter drafts, the host follows the tokens of the step before and offers the text that the grammar forces;
+`graft` puts it into the draft. While the target verifies, the host walks the tree and writes the mask of each node, and
+`accept` reads them. All of it goes through buffers of fixed address, so every phase can be captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from algorithms.runtime.grammar import Matcher
+from specdec_kernels import MASK_BITS
+
+News = Callable[[], list[list[int]]]
+"""For each row in use the tokens behind those that its matcher has; waits for the steps in flight."""
+
+
+class ConstraintState:
+    """Forced drafts and masks of up to `rows` requests whose trees have `num_nodes` nodes and `max_depth` levels."""
+
+    def __init__(self, rows: int, num_nodes: int, max_depth: int, vocab: int, device: torch.device) -> None:
+        cuda, words = device.type == "cuda", -(-vocab // MASK_BITS)
+        self._forced = torch.full((rows, max_depth), -1, dtype=torch.int64, pin_memory=cuda)
+        self._bits = torch.full((rows, num_nodes, words), -1, dtype=torch.int32, pin_memory=cuda)
+        self._constrained = torch.zeros(rows, dtype=torch.int32, pin_memory=cuda)
+        self._trees = torch.zeros((rows, 3, num_nodes), dtype=torch.int64, pin_memory=cuda)
+        self.forced, self.bits, self.constrained = (
+            held.to(device) for held in (self._forced, self._bits, self._constrained)
+        )
+        """[rows, D] int64, -1 behind the last; [rows, N, ceil(V / 32)] int32; [rows] int32."""
+        self._tree_is_here = torch.cuda.Event() if cuda else None
+        self._copies = torch.cuda.Stream(device) if cuda else None
+        self._matchers: Sequence[Matcher | None] = ()
+        self._news: News = list
+
+    def begin(self, matchers: Sequence[Matcher | None], news: News) -> None:
+        """The next step is over requests with these matchers, None for those without a grammar."""
+        self._matchers, self._news = matchers, news
+
+    def offer(self) -> None:
+        """Follow what the requests have written, and offer what they must write next."""
+        self._forced.fill_(-1)
+        for row, (matcher, tokens) in enumerate(zip(self._matchers, self._news(), strict=True)):
+            if matcher is None:
+                continue
+            matcher.follow(tokens)
+            forced = matcher.forced(self._forced.shape[1])
+            self._forced[row, : len(forced)] = torch.tensor(forced, dtype=torch.int64)
+        self.forced.copy_(self._forced, non_blocking=True)
+
+    def read(self, nodes: Tensor) -> None:
+        """Start reading the draft: `nodes` [B, 3, N] int64 are its tokens, first children and next siblings."""
+        self._trees[: len(nodes)].copy_(nodes, non_blocking=True)
+        if self._tree_is_here is not None:
+            self._tree_is_here.record()
+
+    def mask(self) -> None:
+        """Write the masks of the draft, and begin to copy them, beside what the device does."""
+        if self._tree_is_here is not None:
+            self._tree_is_here.synchronize()
+        for row, matcher in enumerate(self._matchers):
+            tokens, first_child, next_sibling = self._trees[row]
+            constrained = matcher is not None and matcher.fill(first_child, next_sibling, tokens, self._bits[row])
+            self._constrained[row] = int(constrained)
+        rows = slice(len(self._matchers))
+        with torch.cuda.stream(self._copies) if self._copies else nullcontext():
+            self.bits[rows].copy_(self._bits[rows], non_blocking=True)
+            self.constrained[rows].copy_(self._constrained[rows], non_blocking=True)
+        if self._copies is not None:
+            torch.cuda.current_stream(self.bits.device).wait_stream(self._copies)

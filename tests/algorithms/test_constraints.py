@@ -1,0 +1,245 @@
+"""Grammars: every algorithm writes what a loop without drafts and caches writes, and all of it parses."""
+
+from __future__ import annotations
+
+import json
+import re
+import string
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from algorithms.runtime.engine import EngineError
+from algorithms.runtime.grammar import Grammars
+from algorithms.runtime.request import Completion, Request
+from algorithms.runtime.sampling_params import GrammarParams, SamplingParams
+from algorithms.standalone import Standalone
+from specdec_kernels import SamplingTensors, pick_tokens
+from tests.algorithms.drafters import ALL_MAKERS, TARGET, blurred_target, hinted, load_random_drafters
+from tests.algorithms.test_sampling_parameters import following, penalised
+from tests.algorithms.toy import VOCAB, Setup, autoregressive, changed, engine_of, requests, run, scripts
+
+CHARACTERS = '{}[]":, -.' + string.digits + string.ascii_lowercase + string.ascii_uppercase[: 60 - 46]
+END = VOCAB - 1
+TOKENS = 40
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "n": {"type": "string", "pattern": "^[a-z]{2,4}$"},
+        "k": {"enum": ["kilo", "kit", "moth"]},
+        "on": {"type": "boolean"},
+    },
+    "required": ["n", "k", "on"],
+    "additionalProperties": False,
+}
+REGEX = "[a-d]{3,9}(-[0-9]{2,4}){1,3}"
+NESTED = 'root ::= "[" (item ("," item)?)? "]"\nitem ::= root | [a-c] [a-c]?'
+ASKED: tuple[dict[str, Any], ...] = (
+    {"grammar": {"json_schema": SCHEMA}},
+    {"grammar": {"regex": REGEX}, "temperature": 0.9},
+    {},
+    {"grammar": {"json_schema": SCHEMA}, "temperature": 0.8, "top_k": 7, "repetition_penalty": 1.2},
+    {"grammar": {"regex": REGEX, "draft_forced": False}, "logit_bias": {12: 2.0}},
+    {"grammar": {"ebnf": NESTED}, "temperature": 1.0, "bad_words": ((CHARACTERS.index("a"),),)},
+    {"temperature": 0.7},
+)
+
+
+@cache
+def grammars() -> Grammars:
+    tokens = [character.encode() for character in CHARACTERS] + [b""]
+    return Grammars(tokens, lambda text: [CHARACTERS.index(character) for character in text])
+
+
+def setup(**changes: Any) -> Setup:
+    return replace(Setup(page_size=4, max_length=96, grammars=grammars()), **changes)
+
+
+def read(ids: list[int]) -> str:
+    return "".join(CHARACTERS[token] for token in ids if token != END)
+
+
+@cache
+def asked() -> list[Request]:
+    return [changed(r, eos_token_ids=frozenset({END}), **ASKED[r.id]) for r in requests(len(ASKED), TOKENS)]
+
+
+def allowed(request: Request, output: list[int]) -> torch.Tensor:
+    """[V] bool, by the text so far and nothing else."""
+    if not request.sampling.constrained:
+        return torch.ones(VOCAB, dtype=torch.bool)
+    matcher = grammars().matcher(request.sampling.grammar, request.ends)
+    matcher.follow(output)
+    words = matcher.allowed()
+    return torch.tensor([bool(int(words[token // 32]) >> (token % 32) & 1) for token in range(VOCAB)])
+
+
+def plainly(request: Request) -> list[int]:
+    output: list[int] = []
+    while len(output) < request.sampling.max_new_tokens and END not in output:
+        text, sampling = [*request.prompt_ids, *output], request.sampling
+        logits = penalised(following(text), request, output).float()
+        logits[[word[-1] for word in sampling.bad_words]] = -torch.inf
+        logits[~allowed(request, output)] = -torch.inf
+        drawn = SamplingTensors(
+            temperature=torch.tensor([sampling.temperature]),
+            top_k=torch.tensor([sampling.top_k], dtype=torch.int32),
+            seeds=torch.tensor([sampling.seed]),
+        )
+        picked = pick_tokens(logits[None], drawn, torch.tensor([len(text) - 1]), impl="reference")
+        output.append(int(picked.tokens))
+    return output
+
+
+@cache
+def expected() -> list[list[int]]:
+    return [plainly(request) for request in asked()]
+
+
+def served(maker: str, how: Setup, some: slice = slice(None)) -> list[Completion]:
+    drafter = hinted(ALL_MAKERS[maker](), scripts(asked(), expected()))
+    return run(drafter, asked()[some], how, TARGET).completions
+
+
+def in_grammar(request: Request, text: str) -> bool:
+    """Whether `text` is in the grammar of `request`, by other means than the library's."""
+    grammar = request.sampling.grammar
+    if grammar.kind == "json_schema":
+        value = json.loads(text)
+        name, kind, on = value["n"], value["k"], value["on"]
+        assert list(value) == list(SCHEMA["properties"])
+        return bool(re.fullmatch("[a-z]{2,4}", name)) and kind in ("kilo", "kit", "moth") and isinstance(on, bool)
+    if grammar.kind == "regex":
+        return bool(re.fullmatch(REGEX, text))
+    while (shorter := re.sub(r"\[((X|[a-c][a-c]?)(,(X|[a-c][a-c]?))?)?\]", "X", text)) != text:
+        text = shorter
+    return text == "X"
+
+
+def test_what_is_written_parses() -> None:
+    ended = 0
+    for request, ids in zip(asked(), expected(), strict=True):
+        if request.sampling.constrained and ids[-1] == END:
+            assert in_grammar(request, read(ids))
+            ended += 1
+    assert ended >= 4
+
+
+@pytest.mark.parametrize("maker", ALL_MAKERS)
+def test_every_algorithm_writes_what_the_loop_writes(monkeypatch: pytest.MonkeyPatch, maker: str) -> None:
+    """Requests with and without grammars side by side, greedy and sampled, rows handed on."""
+    load_random_drafters(monkeypatch)
+    completions = served(maker, setup())
+    assert [c.token_ids for c in completions] == expected()
+    for request, completion in zip(asked(), completions, strict=True):
+        parsed = END in completion.token_ids if request.sampling.constrained else None
+        assert (completion.parsed, completion.error) == (parsed, "")
+
+
+@pytest.mark.parametrize(
+    ("maker", "level", "overlap"),
+    [
+        ("eagle3_tree", "step", 1),
+        ("dflash_chain", "step", 1),
+        ("autoregressive", "step", 0),
+        ("standalone_chain", "verify", 1),
+        ("ngram", "draft", 1),
+    ],
+)
+def test_captured_steps(monkeypatch: pytest.MonkeyPatch, maker: str, level: str, overlap: int) -> None:
+    load_random_drafters(monkeypatch)
+    completions = served(maker, setup(graph=level, overlap=overlap, prefill_chunk=8, prefill_tile=4))
+    assert [c.token_ids for c in completions] == expected()
+
+
+def test_kernels_in_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_random_drafters(monkeypatch)
+    (completion,) = served("dflash_tree", setup(impl="triton", max_batch=1), slice(1, 2))
+    assert completion.token_ids == expected()[1]
+
+
+@pytest.mark.parametrize("maker", ["standalone_chain", "standalone_tree", "mixed_merge", "eagle_chain"])
+def test_forced_tokens_are_drafts_that_cost_nothing(monkeypatch: pytest.MonkeyPatch, maker: str) -> None:
+    """Random drafters are hardly ever right; the keys and the commas of the object are accepted all the same."""
+    load_random_drafters(monkeypatch)
+    steps = []
+    for drafts in (True, False):
+        grammar = {"json_schema": SCHEMA, "draft_forced": drafts}
+        request = changed(asked()[0], grammar=GrammarParams(**grammar))
+        (completion,) = run(ALL_MAKERS[maker](), [request], setup(), TARGET).completions
+        assert completion.token_ids == expected()[0]
+        steps.append(len(completion.accepted_counts))
+    assert steps[0] <= 0.7 * steps[1]
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_drawn_drafts_write_what_the_grammar_allows(monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
+    """The drafter draws tokens outside of the grammar, to which the target gives no probability."""
+    monkeypatch.setattr("algorithms.runtime.models.loading.load_draft", lambda *_: blurred_target())
+    algorithm = Standalone(Standalone.Config(steps=3, rule=rule), TARGET, "random")
+    written = run(algorithm, [changed(r, temperature=1.0) for r in asked()], setup(), TARGET).completions
+    for request, completion in zip(asked(), written, strict=True):
+        assert not completion.error
+        if request.sampling.constrained and completion.finish_reason == "stop_token":
+            assert completion.parsed and in_grammar(request, read(completion.token_ids))
+    assert max(max(c.accepted_counts) for c in written) >= 2
+
+
+def test_a_text_that_is_cut_is_not_parsed() -> None:
+    request = changed(asked()[0], max_new_tokens=9)
+    (completion,) = run(autoregressive(TARGET), [request], setup(), TARGET).completions
+    assert (completion.finish_reason, completion.parsed) == ("length", False)
+
+
+def test_a_grammar_that_leaves_no_token_ends_its_request_alone() -> None:
+    """Bad words take away all that the grammar allows."""
+    few = ((CHARACTERS.index("a"),), (CHARACTERS.index("b"),))
+    stuck = changed(asked()[1], grammar=GrammarParams(regex="c[ab]"), bad_words=few)
+    done = run(autoregressive(TARGET), [asked()[0], stuck], setup(), TARGET).completions
+    assert done[0].token_ids == expected()[0]
+    assert (done[1].finish_reason, read(done[1].token_ids), done[1].parsed) == ("error", "c", False)
+    assert "sampling.grammar and sampling.bad_words leave no token" in done[1].error
+
+
+def test_sessions_without_grammars_do_nothing_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("masked")
+
+    monkeypatch.setattr("algorithms.runtime.step.mask_tokens", never)
+    engine = engine_of(autoregressive(TARGET), setup(), TARGET)
+    engine.generate([asked()[2]])
+    assert engine.parts.state.constraints is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"grammar": {"regex": "a", "ebnf": "b"}}, "grammar: expected one of .*, got regex and ebnf"),
+        ({"grammar": {"regex": ""}}, "grammar.regex: expected text, got ''"),
+        ({"grammar": {"json_schema": 3}}, "grammar.json_schema: expected text or a mapping, got 3"),
+        ({"grammar": {"regex": "a"}, "min_tokens": 2}, "min_tokens: expected 0 with sampling.grammar, got 2"),
+        ({"grammar": {"regex": "a"}, "ignore_eos": True}, "ignore_eos: expected false with sampling.grammar"),
+    ],
+)
+def test_bad_parameters(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=rf"sampling\.{message}"):
+        SamplingParams(**change)
+
+
+@pytest.mark.parametrize(
+    ("change", "compiler", "message"),
+    [
+        ({"grammar": GrammarParams(regex="a(b")}, True, "sampling.grammar.regex: it cannot be compiled: .*parenthesis"),
+        ({"grammar": GrammarParams(ebnf="root ::= x")}, True, "sampling.grammar.ebnf: .*not defined"),
+        ({"grammar": GrammarParams(json_schema='{"type": "so"}')}, True, "sampling.grammar.json_schema: .*so"),
+        ({"eos_token_ids": frozenset()}, True, "sampling.grammar: expected a stop token"),
+        ({}, False, "sampling.grammar: this engine was made without a compiler of grammars"),
+    ],
+)
+def test_grammars_that_cannot_be_served(change: dict[str, Any], compiler: bool, message: str) -> None:
+    engine = engine_of(autoregressive(TARGET), setup(grammars=grammars() if compiler else None), TARGET)
+    with pytest.raises(EngineError, match=f"request 0: {message}"):
+        engine.generate([changed(asked()[0], **change)])
