@@ -15,8 +15,9 @@ class SelectionConfig:
     max_groups: int = 128  # groups of all rows of such a program
     max_rows: int = 1  # rows of one program of the second kernel
     stats_warps: int = 8
-    pick_warps: int = 1  # of a row without filters
-    select_warps: int = 16
+    pick_warps: int = 1  # of a draw that reads a group
+    draw_warps: int = 4  # of a draw that may read a chunk
+    select_warps: int = 16  # of a row whose threshold is searched
     chunk: int = 4096  # tokens of one program of the kernels over deferred rows
     keep: int = 128  # candidates of a chunk that there is room for
 
@@ -31,7 +32,7 @@ SELECTION = {
     "gfx942": replace(_GPU, select_warps=8),
     # The interpreter's time goes with programs, not lanes; few slots, so that its cases reach the deferred rows.
     "interpreter": SelectionConfig(
-        slots=8, strip=16, max_groups=1 << 14, max_rows=1 << 15, stats_warps=1, select_warps=1, chunk=1024, keep=64
+        slots=8, strip=16, max_groups=1 << 14, max_rows=1 << 15, stats_warps=1, draw_warps=1, select_warps=1, chunk=1024, keep=64
     ),
 }
 PENALTY_TILE = {"sm80": 2048, "sm90": 2048, "sm100": 2048, "gfx942": 2048, "interpreter": 8192}

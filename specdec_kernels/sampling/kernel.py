@@ -1,14 +1,11 @@
 """Token selection over a split vocabulary: statistics of strips of tokens, then one look at what matters.
 
 The first kernel reads all rows once, a strip of up to `strip` groups a program: m = max l and its first token of the
-strip, s = sum exp((l - m) / T) of the strip and of each group. The second kernel runs one program per row: M = max m,
+strip, s = sum exp((l - m) / T) of the strip and of each group. The last kernel runs one program per row: M = max m,
 and the masses s exp((m - M) / T) of the strips. Their running sum gives the strip that the uniform falls in, the sums
 of its groups give the group, and that group alone is read again.
 
-With filters the second kernel first finds the row's threshold. The SLOTS groups of the largest maxima hold every token
-above the next maximum C. If the threshold is not below C, these groups are enough: they are read into registers and
-the threshold is found there by bisection (top-k up to SLOTS always ends here, and top-p unless the distribution is
-flat). All other rows are deferred to `kernel_nucleus`.
+With filters `kernel_filter` stands between the two: it finds each row's threshold, and what it keeps of the groups.
 """
 
 from __future__ import annotations
@@ -23,12 +20,10 @@ import triton.language as tl
 from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.overlap import let_next_kernel_start, overlapped, wait_for_kernel_ahead
 from specdec_kernels.sampling import device as d
-from specdec_kernels.sampling import kernel_nucleus as nucleus
 from specdec_kernels.sampling.configs import SELECTION
+from specdec_kernels.sampling.kernel_filter import Kept, keep, strip_masses
+from specdec_kernels.sampling.kernel_nucleus import NEAR, WHOLE
 from specdec_kernels.sampling.types import TARGET_STREAM, Picked, SamplingTensors
-
-_KEY_SHIFT = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
-
 
 class Selected(NamedTuple):
     """What `select` found out about each row.
@@ -160,155 +155,18 @@ def _stats_kernel(
 
 
 @triton.jit
-def _lowest(min_p_ptr, request, in_row, top, scale, PROBS: tl.constexpr):
-    """The value below which min-p cuts, -inf where it is off."""
-    lowest = tl.full(request.shape, float("-inf"), tl.float32)
-    if min_p_ptr is not None:
-        least = tl.load(min_p_ptr + request, mask=in_row, other=0.0)
-        least = tl.minimum(tl.where(least > 0, least, 0.0), 1.0)
-        lowest = top * least if PROBS else d.finite(top) + tl.log2(least) / scale
-        lowest = tl.where(least > 0, lowest, float("-inf"))
-    return lowest
-
-
-@triton.jit
-def _gather(
-    values_ptr, ids_ptr, row, in_row, group_max, group, row_stride,
-    VOCAB: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr,
-):  # fmt: skip
-    """Values [R, SLOTS * WIDTH] of the groups of the largest maxima in the order of their ids, and the key from which
-    on they are all of the row's values. The ids of the groups go to `ids_ptr` [R, SLOTS]."""
-    member = tl.arange(0, SLOTS * WIDTH)[None, :]
-    if GROUPS <= SLOTS:
-        column = member + tl.zeros_like(row)[:, None]
-        value = d.load_values(values_ptr, row[:, None], column, row_stride, in_row[:, None] & (column < VOCAB))
-        key = d.sort_key(value, SHIFT)
-        complete = tl.min(tl.where(value > float("-inf"), key, 0x7FFFFFFF), 1).to(tl.int64)
-    else:
-        key_max = d.sort_key(group_max, SHIFT)
-        low = tl.min(tl.where(group < GROUPS, key_max, 0x7FFFFFFF), 1).to(tl.int64) - 1
-        high = tl.max(key_max, 1).to(tl.int64) + 1
-        complete = d.kth_key(key_max, SLOTS + 1, low, high) + 1
-        chosen = in_row[:, None] & (key_max >= complete.to(tl.int32)[:, None]) & (group < GROUPS)
-        slot = tl.cumsum(chosen.to(tl.int32), 1) - 1
-        ids_row = row.to(tl.int64)[:, None] * SLOTS
-        tl.store(ids_ptr + ids_row + slot, group + tl.zeros_like(slot), mask=chosen)
-        tl.debug_barrier()
-        used = tl.max(slot, 1) + 1
-        filled = member // WIDTH < used[:, None]
-        held = tl.load(ids_ptr + ids_row + member // WIDTH, mask=filled & in_row[:, None], other=GROUPS)
-        column = held * WIDTH + member % WIDTH
-        value = d.load_values(values_ptr, row[:, None], column, row_stride, in_row[:, None] & (column < VOCAB))
-        key = d.sort_key(value, SHIFT)
-    return value, key, complete
-
-
-@triton.jit
-def _floor_in_slots(
-    value, key, complete, wanted, share, lowest, everything, top, scale,
-    WHOLE: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr,
-):  # fmt: skip
-    """Threshold from the gathered values, whether it is the row's, the kept weight of each slot, and the weight at or
-    above `complete`."""
-    weight = tl.where(key >= complete.to(tl.int32)[:, None], d.weigh(value, top[:, None], scale[:, None], PROBS), 0.0)
-    key_top = d.sort_key(top, SHIFT).to(tl.int64)
-    by_count, by_mass = wanted > 0, share < 1
-    held = tl.sum((key >= complete.to(tl.int32)[:, None]).to(tl.int32), 1)
-    known = (by_count == 0) | (held >= wanted) | WHOLE
-    lowest_key = d.kth_key(key, wanted, complete, tl.where(by_count & known, key_top + 1, complete + 1))
-    in_reach = tl.sum(tl.where(key >= lowest_key.to(tl.int32)[:, None], weight, 0.0), 1)
-    goal = share * tl.where(by_count | WHOLE, in_reach, everything)
-    known &= (by_mass == 0) | (in_reach >= goal)
-    lowest_key = d.mass_key(key, weight, goal, lowest_key - 1, tl.where(by_mass & known, key_top, lowest_key))
-    cut = tl.where(by_count | by_mass, d.key_value(lowest_key.to(tl.int32), SHIFT), float("-inf"))
-    floor = tl.maximum(cut, lowest)
-    known &= (floor >= d.key_value(complete.to(tl.int32), SHIFT)) | WHOLE
-    kept = tl.where(value >= floor[:, None], weight, 0.0)
-    slot_mass = tl.sum(tl.reshape(kept, (kept.shape[0], SLOTS, WIDTH)), 2)
-    return floor, known, slot_mass, tl.sum(weight, 1)
-
-
-@triton.jit
-def _defer(
-    values_ptr, state_ptr, pivots_ptr, row, in_row, deferred, rows, row_stride, complete, reached, wanted, share,
-    lowest, everything, top, scale,
-    VOCAB: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr,
-    PROBS: tl.constexpr,
-):  # fmt: skip
-    """Tell `kernel_nucleus` what to do for each row, and where the thresholds of the deferred rows should lie."""
-    searched = deferred & (wanted == 0) & (share < 1)
-    mode = tl.where(searched, nucleus.SEARCH, tl.where(wanted > 0, nucleus.COUNT, nucleus.FIXED))
-    mode = tl.where(deferred, mode, nucleus.DONE)
-    ceiling = tl.where(reached < share * everything, d.key_value(complete.to(tl.int32), SHIFT), top)
-    goal = share * everything
-    nucleus.store_state(state_ptr, row, in_row, rows, mode, goal, ceiling, lowest, everything, top, reached)
-    if tl.max(searched.to(tl.int32), 0) > 0:
-        nucleus.store_pivots(
-            values_ptr, pivots_ptr, row, searched, rows, row_stride, complete, reached, goal, everything, top, scale,
-            VOCAB, GROUPS, SLOTS, WIDTH, SHIFT, PROBS,
-        )  # fmt: skip
-
-
-@triton.jit
-def _filter(
-    values_ptr, top_k_ptr, top_p_ptr, min_p_ptr, groups_ptr, ids_ptr, state_ptr, pivots_ptr, row, request, in_row,
-    drawn, rows, row_stride, top, scale, total,
-    VOCAB: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr,
-    PROBS: tl.constexpr, BLOCK_G: tl.constexpr,
-):  # fmt: skip
-    """Threshold, kept total and kept mass of each slot, and the rows of which the slots tell all; filtered rows of
-    which they do not are deferred, and count as unfiltered here."""
-    wanted, share = d.count_and_share(top_k_ptr, top_p_ptr, request, in_row, VOCAB)
-    lowest = _lowest(min_p_ptr, request, in_row, top, scale, PROBS)
-    filtered = drawn & ((wanted > 0) | (share < 1) | (lowest > float("-inf")))
-    group = tl.arange(0, BLOCK_G)[None, :]
-    in_groups = in_row[:, None] & (group < GROUPS)
-    place = row.to(tl.int64)[:, None] * GROUPS + group
-    group_max = tl.load(groups_ptr + place, mask=in_groups, other=float("-inf"))
-    value, key, complete = _gather(
-        values_ptr, ids_ptr, row, in_row, group_max, group, row_stride, VOCAB, GROUPS, SLOTS, WIDTH, SHIFT
-    )
-    floor, known, slot_mass, reached = _floor_in_slots(
-        value, key, complete, wanted, share, lowest, total, top, scale, GROUPS <= SLOTS, SLOTS, WIDTH, SHIFT, PROBS
-    )
-    near = filtered & known
-    if GROUPS <= SLOTS:
-        total = tl.sum(slot_mass, 1)
-    else:
-        _defer(
-            values_ptr, state_ptr, pivots_ptr, row, in_row, filtered & (known == 0), rows, row_stride, complete,
-            reached, wanted, share, lowest, total, top, scale, VOCAB, GROUPS, SLOTS, WIDTH, SHIFT, PROBS,
-        )  # fmt: skip
-        total = tl.where(near, tl.sum(slot_mass, 1), total)
-        floor = tl.where(near, floor, float("-inf"))
-    return floor, total, slot_mass, near
-
-
-@triton.jit
 def _store_logprobs(
-    values_ptr, normaliser_ptr, logprobs_ptr, row, in_row, plain, token, valid, strip_max, top, row_stride,
-    PROBS: tl.constexpr,
-):  # fmt: skip
-    """Store what is asked for of the log sum exp at temperature 1 and of the token's log-probability; return the
-    former. `plain` are the sums of the strips."""
+    values_ptr, logprobs_ptr, row, in_row, plain, token, valid, strip_max, top, row_stride, PROBS: tl.constexpr
+):
+    """The log sum exp at temperature 1, from the sums `plain` of the strips; the token's log-probability is stored
+    where it is asked for."""
     if not PROBS:
         plain = plain * d.weigh(strip_max, top[:, None], d.LOG2E, False)
     normaliser = tl.log(tl.sum(plain, 1)) + (0.0 if PROBS else d.finite(top))
-    if normaliser_ptr is not None:
-        tl.store(normaliser_ptr + row, normaliser, mask=in_row)
     if logprobs_ptr is not None:
         logprob = d.log_value(values_ptr, row, token, row_stride, in_row, PROBS) - normaliser
         tl.store(logprobs_ptr + row, tl.where(valid, logprob, float("-inf")), mask=in_row)
     return normaliser
-
-
-@triton.jit
-def _strip_masses(strips_ptr, place, in_strips, plane, strip_max, top, scale, PROBS: tl.constexpr):
-    """Weights of the strips of each row, relative to the row's largest value."""
-    mass = tl.load(strips_ptr + plane + place, mask=in_strips, other=0.0)
-    if not PROBS:
-        mass = mass * d.weigh(strip_max, top[:, None], scale[:, None], False)
-    return mass
 
 
 @triton.jit
@@ -323,27 +181,73 @@ def _find_group(masses_ptr, row, in_row, mass, uniform, GROUPS: tl.constexpr, BL
     return tl.where((strip >= 0) & (place >= 0), strip * BLOCK_S + place, -1), within
 
 
+@triton.jit
+def _kept_in_chunk(
+    values_ptr, row, far, chunk, top, scale, floor, row_stride,
+    VOCAB: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, PROBS: tl.constexpr,
+):  # fmt: skip
+    """Weights [R, LANES] that the threshold leaves of the groups of a chunk, which is read again, for the rows that are
+    `far`."""
+    column = chunk[:, None] * CHUNK + tl.arange(0, LANES * WIDTH)[None, :]
+    live = far[:, None] & (column < VOCAB) & (column < (chunk[:, None] + 1) * CHUNK)
+    value = d.load_values(values_ptr, row[:, None], column, row_stride, live)
+    weight = d.weigh(value, top[:, None], scale[:, None], PROBS)
+    kept = tl.where(live & (value >= floor[:, None]), weight, 0.0)
+    return tl.sum(tl.reshape(kept, (kept.shape[0], LANES, WIDTH)), 2)
+
+
+@triton.jit
+def _find_kept_group(
+    values_ptr, masses_ptr, ids_ptr, slots_ptr, chunks_ptr, state_ptr, row, in_row, mass, uniform, top, scale, floor,
+    row_stride,
+    VOCAB: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
+    PROBS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """`_find_group` among the weights that filters leave: by the slots of rows of which these tell all, by the chunks
+    of rows that were deferred, and by strips where no filter cuts."""
+    LANES: tl.constexpr = CHUNK // WIDTH if CHUNK // WIDTH > BLOCK_S else BLOCK_S
+    CHUNKS: tl.constexpr = (VOCAB + CHUNK - 1) // CHUNK
+    task = tl.load(state_ptr + row, mask=in_row, other=0.0)
+    near, far = task == NEAR, task > WHOLE
+    base, lane = row.to(tl.int64)[:, None], tl.arange(0, BLOCK_N)[None, :]
+    of_slots = tl.load(slots_ptr + base * SLOTS + lane, mask=near[:, None] & (lane < SLOTS), other=0.0)
+    of_chunks = tl.load(chunks_ptr + base * CHUNKS + lane, mask=far[:, None] & (lane < CHUNKS), other=0.0)
+    mass = tl.where(near[:, None], of_slots, tl.where(far[:, None], of_chunks, mass))
+    first, within = d.find(mass, uniform)
+    held = tl.load(ids_ptr + row.to(tl.int64) * SLOTS + first, mask=near & (first >= 0), other=0)
+
+    start, inner = tl.maximum(first, 0), tl.arange(0, LANES)[None, :]
+    group = start[:, None] * BLOCK_S + inner
+    live = (in_row & (task == WHOLE))[:, None] & (inner < BLOCK_S) & (group < GROUPS)
+    of_group = tl.load(masses_ptr + base * GROUPS + group, mask=live, other=0.0)
+    if tl.max(far.to(tl.int32), 0) > 0:
+        of_group += _kept_in_chunk(
+            values_ptr, row, far, start, top, scale, floor, row_stride, VOCAB, WIDTH, CHUNK, LANES, PROBS
+        )
+    place, share = d.find(of_group, within)
+    place = tl.where(place >= 0, start * tl.where(far, CHUNK // WIDTH, BLOCK_S) + place, -1)
+    group = tl.where(first >= 0, tl.where(near, held, place), -1)
+    return group, tl.where(near, within, share)
+
+
 @triton.jit(do_not_specialize=["rows"])
-def _select_kernel(  # 20 run-time arguments: most are optional inputs and outputs, and those that are None cost nothing
+def _select_kernel(  # 18 run-time arguments: most are optional inputs and outputs, and those that are None cost nothing
     values_ptr,  # [R, VOCAB], row stride row_stride
     temperature_ptr,  # [R / PER_REQUEST] float32, or None without SAMPLE
-    top_k_ptr,  # [R / PER_REQUEST] int32, or None
-    top_p_ptr,  # [R / PER_REQUEST] float32, or None
-    min_p_ptr,  # [R / PER_REQUEST] float32, or None
     seeds_ptr,  # [R / PER_REQUEST] int64, or None
     positions_ptr,  # [R] int64, or None
     uniforms_ptr,  # [R] float64, or None
     groups_ptr,  # [0 to 2, R, GROUPS] float32, see `_stats_kernel`
     strips_ptr,  # [1 to 3, R, STRIPS] float32
     first_ptr,  # [R, STRIPS] int32
-    ids_ptr,  # [R, SLOTS] int32, or None where the row fits the slots or is not filtered
-    state_ptr,  # [8, R] float32, or None where no row can be deferred
-    pivots_ptr,  # [8, R] float32, or None
-    normaliser_ptr,  # [R] float32, or None
+    ids_ptr,  # [R, SLOTS] int32, or None, see `kernel_filter`
+    slots_ptr,  # [R, SLOTS] float32, or None
+    state_ptr,  # [8, R] float32, or None
+    chunks_ptr,  # [R, chunks] float32, or None, see `kernel_nucleus`
     tokens_ptr,  # [R] int64
     valid_ptr,  # [R] bool
     logprobs_ptr,  # [R] float32, or None
-    distribution_ptr,  # [4, R] float32 (see Selected), or None
+    distribution_ptr,  # [4, R] float32 (see Selected), or None; with FILTER the second and third are given
     rows,
     row_stride,
     PER_REQUEST: tl.constexpr,
@@ -356,13 +260,12 @@ def _select_kernel(  # 20 run-time arguments: most are optional inputs and outpu
     NORMALISE: tl.constexpr,
     PROBS: tl.constexpr,
     STREAM: tl.constexpr,
-    SHIFT: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    BLOCK_G: tl.constexpr,
     SLOTS: tl.constexpr,
     WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -384,24 +287,23 @@ def _select_kernel(  # 20 run-time arguments: most are optional inputs and outpu
         temperature = tl.load(temperature_ptr + request, mask=in_row, other=0.0)
         scale = d.exponent_scale(temperature)
         floor = tl.full((BLOCK_R,), float("-inf"), tl.float32)
-        mass = _strip_masses(strips_ptr, place, in_strips, plane, strip_max, top, scale, PROBS)
+        mass = strip_masses(strips_ptr, place, in_strips, plane, strip_max, top, scale, PROBS)
         total = tl.sum(mass, 1)
         if FILTER:
-            floor, total, slot_mass, near = _filter(
-                values_ptr, top_k_ptr, top_p_ptr, min_p_ptr, groups_ptr, ids_ptr, state_ptr, pivots_ptr, row, request,
-                in_row, in_row & valid & (temperature > 0), rows, row_stride, top, scale, total, VOCAB, GROUPS, SLOTS,
-                WIDTH, SHIFT, PROBS, BLOCK_G,
-            )  # fmt: skip
+            floor = tl.load(distribution_ptr + rows + row, mask=in_row, other=float("-inf"))
         if DRAW:
             uniform = d.row_uniform(seeds_ptr, positions_ptr, uniforms_ptr, row, request, in_row, STREAM)
-            if FILTER and GROUPS <= SLOTS:
-                group, within = d.find(slot_mass, uniform)
+            if FILTER and state_ptr is None:
+                slot = tl.arange(0, SLOTS)[None, :]
+                of_slots = tl.load(slots_ptr + row.to(tl.int64)[:, None] * SLOTS + slot, mask=in_row[:, None], other=0.0)
+                group, within = d.find(of_slots, uniform)
+            elif FILTER:
+                group, within = _find_kept_group(
+                    values_ptr, masses_ptr, ids_ptr, slots_ptr, chunks_ptr, state_ptr, row, in_row, mass, uniform, top,
+                    scale, floor, row_stride, VOCAB, GROUPS, SLOTS, WIDTH, CHUNK, PROBS, BLOCK_N, BLOCK_S,
+                )  # fmt: skip
             else:
                 group, within = _find_group(masses_ptr, row, in_row, mass, uniform, GROUPS, BLOCK_S)
-                if FILTER:
-                    slot, in_slot = d.find(slot_mass, uniform)
-                    held = tl.load(ids_ptr + row.to(tl.int64) * SLOTS + slot, mask=near & (slot >= 0), other=0)
-                    group, within = tl.where(near, held, group), tl.where(near, in_slot, within)
             drawn = d.draw_in_group(
                 values_ptr, row, in_row, group, within, top, scale, floor, row_stride, VOCAB, WIDTH, PROBS
             )
@@ -413,13 +315,13 @@ def _select_kernel(  # 20 run-time arguments: most are optional inputs and outpu
     if NORMALISE:
         plain = tl.load(strips_ptr + (2 * plane if SAMPLE else plane) + place, mask=in_strips, other=0.0)
         normaliser = _store_logprobs(
-            values_ptr, normaliser_ptr, logprobs_ptr, row, in_row, plain, token, valid, strip_max, top, row_stride,
-            PROBS,
-        )  # fmt: skip
+            values_ptr, logprobs_ptr, row, in_row, plain, token, valid, strip_max, top, row_stride, PROBS
+        )
     if distribution_ptr is not None:
         tl.store(distribution_ptr + row, d.finite(top), mask=in_row)
-        tl.store(distribution_ptr + rows + row, floor, mask=in_row)
-        tl.store(distribution_ptr + 2 * rows + row, total, mask=in_row)
+        if FILTER == 0:
+            tl.store(distribution_ptr + rows + row, floor, mask=in_row)
+            tl.store(distribution_ptr + 2 * rows + row, total, mask=in_row)
         if NORMALISE:
             tl.store(distribution_ptr + 3 * rows + row, normaliser, mask=in_row)
 
@@ -446,46 +348,42 @@ def select(
     chip = current_chip(values)
     config = SELECTION[chip]
     width, groups, block_g = d.grouping(vocab, config.width)
-    slots, block_s = min(config.slots, block_g), min(config.strip, block_g)
+    block_s = min(config.strip, block_g)
     strips = triton.cdiv(groups, block_s)
     sample, normalise = sampling.temperature is not None, normalise or want_logprobs
     filtered = sample and sampling.filtered
-    may_defer = filtered and groups > slots
     out = partial(torch.empty, dtype=torch.float32, device=values.device)
     stats = out(filtered + sample, rows, groups), out(1 + sample + normalise, rows, strips)
     first = out(rows, strips, dtype=torch.int32)
-    ids = out(rows, slots, dtype=torch.int32) if may_defer else None
-    state, pivots = (out(nucleus.STATES, rows), out(nucleus.NUM_PIVOTS, rows)) if may_defer else (None, None)
-    normaliser = out(rows) if may_defer and want_logprobs else None
     found = Selected(
         out(rows, dtype=torch.int64), out(rows, dtype=torch.bool), out(rows) if want_logprobs else None,
-        out(4, rows) if want_distribution else None,
+        out(4, rows) if want_distribution or filtered else None,
     )  # fmt: skip
     shared = dict(
-        PER_REQUEST=per_request, VOCAB=vocab, GROUPS=groups, STRIPS=strips, SAMPLE=sample, FILTER=filtered,
-        NORMALISE=normalise, PROBS=probabilities, BLOCK_S=block_s, WIDTH=width, **overlapped(chip),
+        PER_REQUEST=per_request, VOCAB=vocab, GROUPS=groups, STRIPS=strips, PROBS=probabilities, WIDTH=width,
+        **overlapped(chip),
     )  # fmt: skip
+    kinds = dict(SAMPLE=sample, FILTER=filtered, NORMALISE=normalise, BLOCK_S=block_s)
     block_r = min(config.max_groups // block_s, config.max_rows, triton.next_power_of_2(max(rows, 1)))
     launch(
         _stats_kernel, (triton.cdiv(rows, block_r), strips), values, sampling.temperature, *stats, first, rows,
-        values.stride(0), num_warps=config.stats_warps, BLOCK_R=block_r, **shared,
+        values.stride(0), num_warps=config.stats_warps, BLOCK_R=block_r, **kinds, **shared,
     )  # fmt: skip
+    kept, slots, block_n, lanes = Kept(None, None, None, None), 0, max(triton.next_power_of_2(strips), d.MIN_SCAN), 0
+    if filtered:
+        kept = keep(values, sampling, *stats, found.distribution, per_request=per_request, probabilities=probabilities)
+        slots = kept.slots.shape[1]
+    if kept.chunks is not None:
+        block_n = max(block_n, slots, triton.next_power_of_2(kept.chunks.shape[1]))
+        lanes = config.chunk
     keyed = sample and draw and uniforms is None
     sources = (sampling.seeds, positions, None) if keyed else (None, None, uniforms if sample and draw else None)
-    shift = _KEY_SHIFT[values.dtype]
-    block_r = d.rows_per_program(rows, config.max_rows, max(slots * width, block_g) if filtered else block_g)
+    block_r = d.rows_per_program(rows, config.max_rows, max(block_g, slots, lanes))
     launch(
-        _select_kernel, (triton.cdiv(rows, block_r),), values, sampling.temperature,
-        *(sampling.filters if filtered else (None, None, None)), *sources, *stats, first, ids, state, pivots,
-        normaliser, *found, rows, values.stride(0), num_warps=config.select_warps if filtered else config.pick_warps,
-        DRAW=draw, STREAM=stream, SHIFT=shift, BLOCK_R=block_r, BLOCK_N=max(triton.next_power_of_2(strips), d.MIN_SCAN),
-        BLOCK_G=block_g, SLOTS=slots, **shared,
+        _select_kernel, (triton.cdiv(rows, block_r),), values, sampling.temperature, *sources, *stats, first, *kept,
+        *found, rows, values.stride(0), num_warps=config.draw_warps if lanes else config.pick_warps, DRAW=draw,
+        STREAM=stream, BLOCK_R=block_r, BLOCK_N=block_n, SLOTS=slots, CHUNK=lanes, **kinds, **shared,
     )  # fmt: skip
-    if may_defer:
-        nucleus.resolve(
-            values, sampling, sources, state, pivots, normaliser, found.tokens, found.logprobs, found.distribution,
-            config, draw=draw, per_request=per_request, probabilities=probabilities, stream=stream, shift=shift,
-        )  # fmt: skip
     return found
 
 

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Thresholds and draws of deferred rows: those whose kept tokens do not fit the slots of a selection program.
+"""Thresholds of deferred rows: those whose kept tokens do not fit the slots of a program of `kernel_filter`.
 
 All other rows are not read here. Four launches:
 
@@ -8,8 +8,8 @@ All other rows are not read here. Four launches:
    with many values between the pivots, or with a threshold outside all of them, get four more.
 2. candidates: the weight above the upper pivot, and the values between the pivots, written down in the order of the
    row.
-3. resolve, one program per row: the threshold by bisection over the candidates in registers, the kept weight of every
-   chunk, and the draw: the uniform selects a chunk, and that chunk alone is read again.
+3. resolve, one program per row: the threshold by bisection over the candidates in registers, and the kept weight of
+   every chunk. A draw selects a chunk by them, and reads that chunk alone again.
 
 So a row is read three or four times in all, counting the statistics, however flat it is. A chunk with more candidates
 than there is room for, and a top-k beyond the slots, are settled by bisection over the row in memory instead.
@@ -30,8 +30,10 @@ from specdec_kernels.sampling import device as d
 from specdec_kernels.sampling.configs import SelectionConfig
 from specdec_kernels.sampling.types import SamplingTensors
 
-# What is left to do for a row.
-DONE = tl.constexpr(0)
+# What a row's draw goes by, and what is left to do before.
+NEAR = tl.constexpr(-1)  # by the slots
+WHOLE = tl.constexpr(0)  # by strips and groups: no filter cuts
+# By chunks, once the row is resolved:
 SEARCH = tl.constexpr(1)  # top-p: the first pivots are known
 FIXED = tl.constexpr(2)  # min-p alone: the threshold is known, its weight is not
 COUNT = tl.constexpr(3)  # top-k beyond the slots: the threshold has to be found in the whole row
@@ -360,23 +362,17 @@ def _search_candidates(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _resolve_kernel(  # 18 run-time arguments: it takes over the optional inputs and outputs of selection
+def _resolve_kernel(
     values_ptr,  # [R, VOCAB], row stride row_stride
     temperature_ptr,  # [R / PER_REQUEST] float32
     top_k_ptr,  # [R / PER_REQUEST] int32, or None
     top_p_ptr,  # [R / PER_REQUEST] float32, or None
-    seeds_ptr,  # [R / PER_REQUEST] int64, or None
-    positions_ptr,  # [R] int64, or None
-    uniforms_ptr,  # [R] float64, or None
     state_ptr,  # [8, R] float32
     edges_ptr,  # [R, SPLIT, 2] float32
-    mass_ptr,  # [R, CHUNKS] float32
+    mass_ptr,  # [R, CHUNKS] float32: weight above the candidates, then the weight that is kept
     counts_ptr,  # [R, CHUNKS] int32
     candidates_ptr,  # [R, CHUNKS, KEEP] float32
-    normaliser_ptr,  # [R] float32, or None without logprobs_ptr
-    tokens_ptr,  # [R] int64
-    logprobs_ptr,  # [R] float32, or None
-    distribution_ptr,  # [4, R] float32, or None
+    distribution_ptr,  # [4, R] float32: floor and total are written, the second and the third
     rows,
     row_stride,
     PER_REQUEST: tl.constexpr,
@@ -384,9 +380,7 @@ def _resolve_kernel(  # 18 run-time arguments: it takes over the optional inputs
     CHUNKS: tl.constexpr,
     KEEP: tl.constexpr,
     SPLIT: tl.constexpr,
-    DRAW: tl.constexpr,
     PROBS: tl.constexpr,
-    STREAM: tl.constexpr,
     SHIFT: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -397,7 +391,7 @@ def _resolve_kernel(  # 18 run-time arguments: it takes over the optional inputs
     wait_for_kernel_ahead(OVERLAP)
     let_next_kernel_start(OVERLAP)
     task = tl.load(state_ptr + row, mask=row < rows, other=0.0)
-    asks = (row < rows) & (task != DONE)
+    asks = (row < rows) & (task > WHOLE)
     if tl.max(asks.to(tl.int32), 0) > 0:
         request = row // PER_REQUEST
         lowest = tl.load(state_ptr + 3 * rows + row, mask=asks, other=0.0)
@@ -430,45 +424,25 @@ def _resolve_kernel(  # 18 run-time arguments: it takes over the optional inputs
             KEEP, SHIFT, PROBS, BLOCK_R, BLOCK_C,
         )  # fmt: skip
         mass += of_candidates
-        if distribution_ptr is not None:
-            tl.store(distribution_ptr + rows + row, floor, mask=asks)
-            tl.store(distribution_ptr + 2 * rows + row, tl.sum(mass, 1), mask=asks)
-        if DRAW:
-            uniform = d.row_uniform(seeds_ptr, positions_ptr, uniforms_ptr, row, request, asks, STREAM)
-            chosen, within = d.find(mass, uniform)
-            token = d.draw_in_group(
-                values_ptr, row, asks, chosen, within, top, scale, floor, row_stride, VOCAB, BLOCK_V, PROBS
-            )
-            drawn = asks & (token >= 0)
-            tl.store(tokens_ptr + row, token.to(tl.int64), mask=drawn)
-            if logprobs_ptr is not None:
-                value = d.log_value(values_ptr, row, token, row_stride, drawn, PROBS)
-                normaliser = tl.load(normaliser_ptr + row, mask=drawn, other=0.0)
-                tl.store(logprobs_ptr + row, value - normaliser, mask=drawn)
+        tl.store(mass_ptr + place, mass, mask=asks[:, None] & in_chunks)
+        tl.store(distribution_ptr + rows + row, floor, mask=asks)
+        tl.store(distribution_ptr + 2 * rows + row, tl.sum(mass, 1), mask=asks)
 
 
 def resolve(
     values: torch.Tensor,
     sampling: SamplingTensors,
-    sources: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
     state: torch.Tensor,
     pivots: torch.Tensor,
-    normaliser: torch.Tensor | None,
-    tokens: torch.Tensor,
-    logprobs: torch.Tensor | None,
-    distribution: torch.Tensor | None,
+    distribution: torch.Tensor,
     config: SelectionConfig,
     *,
-    draw: bool,
     per_request: int,
     probabilities: bool,
-    stream: int,
     shift: int,
-) -> None:
-    """Finish the rows that selection deferred in `state` [8, R]: write their tokens, log-probabilities, distributions.
-
-    `sources` are seeds, positions and uniforms.
-    """
+) -> torch.Tensor:
+    """Kept weight [R, chunks] of the rows that were deferred in `state` [8, R]; their floor and total go to
+    `distribution` [4, R]."""
     rows, vocab = values.shape
     temperature, chunk, keep = sampling.temperature, config.chunk, config.keep
     chunks = triton.cdiv(vocab, chunk)
@@ -497,7 +471,8 @@ def resolve(
             stride, num_warps=stream_warps, KEEP=keep, **sizes,
         )  # fmt: skip
     launch(
-        _resolve_kernel, grid[:1], values, temperature, sampling.top_k, sampling.top_p, *sources, state, edges, mass,
-        counts, candidates, normaliser, tokens, logprobs, distribution, rows, stride, num_warps=config.select_warps,
-        KEEP=keep, DRAW=draw, STREAM=stream, SHIFT=shift, BLOCK_C=block_c, **sizes,
+        _resolve_kernel, grid[:1], values, temperature, sampling.top_k, sampling.top_p, state, edges, mass,
+        counts, candidates, distribution, rows, stride, num_warps=config.select_warps, KEEP=keep, SHIFT=shift,
+        BLOCK_C=block_c, **sizes,
     )  # fmt: skip
+    return mass

@@ -101,7 +101,7 @@ MUTANTS = (
     ),
     Mutant(
         "min_p_before_temperature_in_the_kernel",
-        "specdec_kernels/sampling/kernel.py",
+        "specdec_kernels/sampling/kernel_filter.py",
         "tl.log2(least) / scale",
         "tl.log2(least) / 1.4426950408889634",
         ("tests/kernels/test_sampling_filters.py::test_min_p_is_measured_at_the_temperature[2.0-triton]",),

@@ -1,0 +1,263 @@
+# mypy: ignore-errors
+"""Thresholds of filtered rows, and the weight that they leave.
+
+One program per row. The SLOTS groups of the largest maxima hold every token above the next maximum C. If the threshold
+is not below C, these groups are enough: they are read into registers and the threshold is found there by bisection
+(top-k up to SLOTS always ends here, and top-p unless the distribution is flat). All other rows are deferred to
+`kernel_nucleus`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from specdec_kernels.launch import current_chip, launch
+from specdec_kernels.overlap import let_next_kernel_start, overlapped, wait_for_kernel_ahead
+from specdec_kernels.sampling import device as d
+from specdec_kernels.sampling import kernel_nucleus as nucleus
+from specdec_kernels.sampling.configs import SELECTION
+from specdec_kernels.sampling.types import SamplingTensors
+
+_KEY_SHIFT = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
+
+
+class Kept(NamedTuple):
+    """The weight that filters leave: of slots, of chunks, or of all groups, as the row's state says.
+
+    Without `ids` slot i is group i, all rows go by their slots, and there are no states and no chunks.
+    """
+
+    ids: torch.Tensor | None  # [R, SLOTS] int32: the group in each slot
+    slots: torch.Tensor | None  # [R, SLOTS] float32
+    state: torch.Tensor | None  # [8, R] float32, see `kernel_nucleus`
+    chunks: torch.Tensor | None  # [R, chunks] float32
+
+
+@triton.jit
+def strip_masses(strips_ptr, place, in_strips, plane, strip_max, top, scale, PROBS: tl.constexpr):
+    """Weights of the strips of each row, relative to the row's largest value."""
+    mass = tl.load(strips_ptr + plane + place, mask=in_strips, other=0.0)
+    if not PROBS:
+        mass = mass * d.weigh(strip_max, top[:, None], scale[:, None], False)
+    return mass
+
+
+@triton.jit
+def _lowest(min_p_ptr, request, in_row, top, scale, PROBS: tl.constexpr):
+    """The value below which min-p cuts, -inf where it is off."""
+    lowest = tl.full(request.shape, float("-inf"), tl.float32)
+    if min_p_ptr is not None:
+        least = tl.load(min_p_ptr + request, mask=in_row, other=0.0)
+        least = tl.minimum(tl.where(least > 0, least, 0.0), 1.0)
+        lowest = top * least if PROBS else d.finite(top) + tl.log2(least) / scale
+        lowest = tl.where(least > 0, lowest, float("-inf"))
+    return lowest
+
+
+@triton.jit
+def _gather(
+    values_ptr, ids_ptr, row, in_row, group_max, group, row_stride,
+    VOCAB: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Values [R, SLOTS * WIDTH] of the groups of the largest maxima in the order of their ids, and the key from which
+    on they are all of the row's values. The ids of the groups go to `ids_ptr` [R, SLOTS]."""
+    member = tl.arange(0, SLOTS * WIDTH)[None, :]
+    if GROUPS <= SLOTS:
+        column = member + tl.zeros_like(row)[:, None]
+        value = d.load_values(values_ptr, row[:, None], column, row_stride, in_row[:, None] & (column < VOCAB))
+        key = d.sort_key(value, SHIFT)
+        complete = tl.min(tl.where(value > float("-inf"), key, 0x7FFFFFFF), 1).to(tl.int64)
+    else:
+        key_max = d.sort_key(group_max, SHIFT)
+        low = tl.min(tl.where(group < GROUPS, key_max, 0x7FFFFFFF), 1).to(tl.int64) - 1
+        high = tl.max(key_max, 1).to(tl.int64) + 1
+        complete = d.kth_key(key_max, SLOTS + 1, low, high) + 1
+        chosen = in_row[:, None] & (key_max >= complete.to(tl.int32)[:, None]) & (group < GROUPS)
+        slot = tl.cumsum(chosen.to(tl.int32), 1) - 1
+        ids_row = row.to(tl.int64)[:, None] * SLOTS
+        tl.store(ids_ptr + ids_row + slot, group + tl.zeros_like(slot), mask=chosen)
+        tl.debug_barrier()
+        used = tl.max(slot, 1) + 1
+        filled = member // WIDTH < used[:, None]
+        held = tl.load(ids_ptr + ids_row + member // WIDTH, mask=filled & in_row[:, None], other=GROUPS)
+        column = held * WIDTH + member % WIDTH
+        value = d.load_values(values_ptr, row[:, None], column, row_stride, in_row[:, None] & (column < VOCAB))
+        key = d.sort_key(value, SHIFT)
+    return value, key, complete
+
+
+@triton.jit
+def _floor_in_slots(
+    value, key, complete, wanted, share, lowest, everything, top, scale,
+    WHOLE: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr,
+):  # fmt: skip
+    """Threshold from the gathered values, whether it is the row's, the kept weight of each slot, and the weight at or
+    above `complete`."""
+    weight = tl.where(key >= complete.to(tl.int32)[:, None], d.weigh(value, top[:, None], scale[:, None], PROBS), 0.0)
+    key_top = d.sort_key(top, SHIFT).to(tl.int64)
+    by_count, by_mass = wanted > 0, share < 1
+    held = tl.sum((key >= complete.to(tl.int32)[:, None]).to(tl.int32), 1)
+    known = (by_count == 0) | (held >= wanted) | WHOLE
+    lowest_key = d.kth_key(key, wanted, complete, tl.where(by_count & known, key_top + 1, complete + 1))
+    in_reach = tl.sum(tl.where(key >= lowest_key.to(tl.int32)[:, None], weight, 0.0), 1)
+    goal = share * tl.where(by_count | WHOLE, in_reach, everything)
+    known &= (by_mass == 0) | (in_reach >= goal)
+    lowest_key = d.mass_key(key, weight, goal, lowest_key - 1, tl.where(by_mass & known, key_top, lowest_key))
+    cut = tl.where(by_count | by_mass, d.key_value(lowest_key.to(tl.int32), SHIFT), float("-inf"))
+    floor = tl.maximum(cut, lowest)
+    known &= (floor >= d.key_value(complete.to(tl.int32), SHIFT)) | WHOLE
+    kept = tl.where(value >= floor[:, None], weight, 0.0)
+    slot_mass = tl.sum(tl.reshape(kept, (kept.shape[0], SLOTS, WIDTH)), 2)
+    return floor, known, slot_mass, tl.sum(weight, 1)
+
+
+@triton.jit
+def _defer(
+    values_ptr, state_ptr, pivots_ptr, row, in_row, near, deferred, rows, row_stride, complete, reached, wanted, share,
+    lowest, everything, top, scale,
+    VOCAB: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr,
+    PROBS: tl.constexpr,
+):  # fmt: skip
+    """Tell `kernel_nucleus` what to do for each row, and where the thresholds of the deferred rows should lie."""
+    searched = deferred & (wanted == 0) & (share < 1)
+    mode = tl.where(searched, nucleus.SEARCH, tl.where(wanted > 0, nucleus.COUNT, nucleus.FIXED))
+    mode = tl.where(deferred, mode, tl.where(near, nucleus.NEAR, nucleus.WHOLE))
+    ceiling = tl.where(reached < share * everything, d.key_value(complete.to(tl.int32), SHIFT), top)
+    goal = share * everything
+    nucleus.store_state(state_ptr, row, in_row, rows, mode, goal, ceiling, lowest, everything, top, reached)
+    if tl.max(searched.to(tl.int32), 0) > 0:
+        nucleus.store_pivots(
+            values_ptr, pivots_ptr, row, searched, rows, row_stride, complete, reached, goal, everything, top, scale,
+            VOCAB, GROUPS, SLOTS, WIDTH, SHIFT, PROBS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _filter(
+    values_ptr, top_k_ptr, top_p_ptr, min_p_ptr, groups_ptr, ids_ptr, state_ptr, pivots_ptr, row, request, in_row,
+    drawn, rows, row_stride, top, scale, total,
+    VOCAB: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr,
+    PROBS: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    """Threshold, kept total and kept mass of each slot; filtered rows of which the slots do not tell all are deferred,
+    and count as unfiltered here."""
+    wanted, share = d.count_and_share(top_k_ptr, top_p_ptr, request, in_row, VOCAB)
+    lowest = _lowest(min_p_ptr, request, in_row, top, scale, PROBS)
+    filtered = drawn & ((wanted > 0) | (share < 1) | (lowest > float("-inf")))
+    group = tl.arange(0, BLOCK_G)[None, :]
+    in_groups = in_row[:, None] & (group < GROUPS)
+    place = row.to(tl.int64)[:, None] * GROUPS + group
+    group_max = tl.load(groups_ptr + place, mask=in_groups, other=float("-inf"))
+    value, key, complete = _gather(
+        values_ptr, ids_ptr, row, in_row, group_max, group, row_stride, VOCAB, GROUPS, SLOTS, WIDTH, SHIFT
+    )
+    floor, known, slot_mass, reached = _floor_in_slots(
+        value, key, complete, wanted, share, lowest, total, top, scale, GROUPS <= SLOTS, SLOTS, WIDTH, SHIFT, PROBS
+    )
+    near = filtered & known
+    if GROUPS <= SLOTS:
+        total = tl.sum(slot_mass, 1)
+    else:
+        _defer(
+            values_ptr, state_ptr, pivots_ptr, row, in_row, near, filtered & (known == 0), rows, row_stride, complete,
+            reached, wanted, share, lowest, total, top, scale, VOCAB, GROUPS, SLOTS, WIDTH, SHIFT, PROBS,
+        )  # fmt: skip
+        total = tl.where(near, tl.sum(slot_mass, 1), total)
+        floor = tl.where(near, floor, float("-inf"))
+    return floor, total, slot_mass
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _filter_kernel(
+    values_ptr,  # [R, VOCAB], row stride row_stride
+    temperature_ptr,  # [R / PER_REQUEST] float32
+    top_k_ptr,  # [R / PER_REQUEST] int32, or None
+    top_p_ptr,  # [R / PER_REQUEST] float32, or None
+    min_p_ptr,  # [R / PER_REQUEST] float32, or None
+    groups_ptr,  # [2, R, GROUPS] float32, the maxima first
+    strips_ptr,  # [2 or 3, R, STRIPS] float32: maximum, sum at T
+    ids_ptr,  # [R, SLOTS] int32, or None where the row fits the slots
+    slots_ptr,  # [R, SLOTS] float32
+    state_ptr,  # [8, R] float32, or None where no row can be deferred
+    pivots_ptr,  # [8, R] float32, or None
+    distribution_ptr,  # [4, R] float32: floor and total are written, the second and the third
+    rows,
+    row_stride,
+    PER_REQUEST: tl.constexpr,
+    VOCAB: tl.constexpr,
+    GROUPS: tl.constexpr,
+    STRIPS: tl.constexpr,
+    PROBS: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    SLOTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    request = row // PER_REQUEST
+    in_row = row < rows
+    strip = tl.arange(0, BLOCK_N)[None, :]
+    place = row.to(tl.int64)[:, None] * STRIPS + strip
+    in_strips = in_row[:, None] & (strip < STRIPS)
+    wait_for_kernel_ahead(OVERLAP)
+    let_next_kernel_start(OVERLAP)
+    strip_max = tl.load(strips_ptr + place, mask=in_strips, other=float("-inf"))
+    top = tl.max(strip_max, 1)
+    valid = top > 0 if PROBS else top > float("-inf")
+    temperature = tl.load(temperature_ptr + request, mask=in_row, other=0.0)
+    scale = d.exponent_scale(temperature)
+    mass = strip_masses(strips_ptr, place, in_strips, rows.to(tl.int64) * STRIPS, strip_max, top, scale, PROBS)
+    floor, total, slot_mass = _filter(
+        values_ptr, top_k_ptr, top_p_ptr, min_p_ptr, groups_ptr, ids_ptr, state_ptr, pivots_ptr, row, request, in_row,
+        in_row & valid & (temperature > 0), rows, row_stride, top, scale, tl.sum(mass, 1), VOCAB, GROUPS, SLOTS, WIDTH,
+        SHIFT, PROBS, BLOCK_G,
+    )  # fmt: skip
+    slot = row.to(tl.int64)[:, None] * SLOTS + tl.arange(0, SLOTS)[None, :]
+    tl.store(slots_ptr + slot, slot_mass, mask=in_row[:, None])
+    tl.store(distribution_ptr + rows + row, floor, mask=in_row)
+    tl.store(distribution_ptr + 2 * rows + row, total, mask=in_row)
+
+
+def keep(
+    values: torch.Tensor,
+    sampling: SamplingTensors,
+    groups: torch.Tensor,
+    strips: torch.Tensor,
+    distribution: torch.Tensor,
+    *,
+    per_request: int,
+    probabilities: bool,
+) -> Kept:
+    """What the filters leave of every row; floor and total go to `distribution` [4, R]."""
+    (rows, vocab), chip = values.shape, current_chip(values)
+    config, shift = SELECTION[chip], _KEY_SHIFT[values.dtype]
+    width, num_groups, block_g = d.grouping(vocab, config.width)
+    slots, num_strips = min(config.slots, block_g), strips.shape[2]
+    may_defer = num_groups > slots
+    out = partial(torch.empty, dtype=torch.float32, device=values.device)
+    ids = out(rows, slots, dtype=torch.int32) if may_defer else None
+    state, pivots = (out(nucleus.STATES, rows), out(nucleus.NUM_PIVOTS, rows)) if may_defer else (None, None)
+    of_slots = out(rows, slots)
+    block_r = d.rows_per_program(rows, config.max_rows, max(slots * width, block_g))
+    launch(
+        _filter_kernel, (triton.cdiv(rows, block_r),), values, sampling.temperature, *sampling.filters, groups, strips,
+        ids, of_slots, state, pivots, distribution, rows, values.stride(0), num_warps=config.select_warps,
+        PER_REQUEST=per_request, VOCAB=vocab, GROUPS=num_groups, STRIPS=num_strips, PROBS=probabilities, SHIFT=shift,
+        BLOCK_R=block_r, BLOCK_N=max(triton.next_power_of_2(num_strips), d.MIN_SCAN), BLOCK_G=block_g, SLOTS=slots,
+        WIDTH=width, **overlapped(chip),
+    )  # fmt: skip
+    chunks = None
+    if may_defer:
+        chunks = nucleus.resolve(
+            values, sampling, state, pivots, distribution, config, per_request=per_request,
+            probabilities=probabilities, shift=shift,
+        )  # fmt: skip
+    return Kept(ids, of_slots, state, chunks)
