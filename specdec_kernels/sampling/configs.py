@@ -32,7 +32,15 @@ SELECTION = {
     "gfx942": replace(_GPU, select_warps=8),
     # The interpreter's time goes with programs, not lanes; few slots, so that its cases reach the deferred rows.
     "interpreter": SelectionConfig(
-        slots=8, strip=16, max_groups=1 << 14, max_rows=1 << 15, stats_warps=1, draw_warps=1, select_warps=1, chunk=1024, keep=64
+        slots=8,
+        strip=16,
+        max_groups=1 << 14,
+        max_rows=1 << 15,
+        stats_warps=1,
+        draw_warps=1,
+        select_warps=1,
+        chunk=1024,
+        keep=64,
     ),
 }
 PENALTY_TILE = {"sm80": 2048, "sm90": 2048, "sm100": 2048, "gfx942": 2048, "interpreter": 8192}

@@ -25,6 +25,7 @@ from specdec_kernels.sampling.kernel_filter import Kept, keep, strip_masses
 from specdec_kernels.sampling.kernel_nucleus import NEAR, WHOLE
 from specdec_kernels.sampling.types import TARGET_STREAM, Picked, SamplingTensors
 
+
 class Selected(NamedTuple):
     """What `select` found out about each row.
 
@@ -294,9 +295,8 @@ def _select_kernel(  # 18 run-time arguments: most are optional inputs and outpu
         if DRAW:
             uniform = d.row_uniform(seeds_ptr, positions_ptr, uniforms_ptr, row, request, in_row, STREAM)
             if FILTER and state_ptr is None:
-                slot = tl.arange(0, SLOTS)[None, :]
-                of_slots = tl.load(slots_ptr + row.to(tl.int64)[:, None] * SLOTS + slot, mask=in_row[:, None], other=0.0)
-                group, within = d.find(of_slots, uniform)
+                slot = row.to(tl.int64)[:, None] * SLOTS + tl.arange(0, SLOTS)[None, :]
+                group, within = d.find(tl.load(slots_ptr + slot, mask=in_row[:, None], other=0.0), uniform)
             elif FILTER:
                 group, within = _find_kept_group(
                     values_ptr, masses_ptr, ids_ptr, slots_ptr, chunks_ptr, state_ptr, row, in_row, mass, uniform, top,
