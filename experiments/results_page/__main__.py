@@ -21,7 +21,11 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     arguments = parser.parse_args()
     stale = []
-    for path, content in files().items():
+    try:
+        found = files()
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    for path, content in found.items():
         if arguments.check:
             stale += [path] if not path.is_file() or path.read_text(encoding="utf-8") != content else []
         else:

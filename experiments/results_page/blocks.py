@@ -6,7 +6,8 @@ A block is YAML. `rows` makes a table:
     where: {KEY: VALUE}         rows with these values, or one of a list; a key may be a path, `sampling/temperature`
     down: KEY                   what tells the lines apart; a list of keys makes one line per combination
     names: {VALUE: TEXT}        what a value of `down` or `across` is called
-    order: [VALUE, …]           the lines, in this order; a value without a row is shown as not measured
+    order: [VALUE, …]           the lines, in this order, or the name of such a list in sections/shared.yaml; a value
+                                without a row is shown as not measured
     head: TEXT                  heading of the first column
     across: KEY                 one column per value of KEY; `columns: [VALUE, …]` orders them
     cell: FORMAT                with `across`: what a cell shows of its row, a format string over the row's keys

@@ -74,15 +74,14 @@ def _acceptance(row: Row) -> str:
     return " ".join(DASH if share is None else f"{100 * share:.0f}" for share in shares) or DASH
 
 
-def _histogram(row: Row) -> dict[str, str]:
-    """Share of the steps with so many accepted drafts, in percent."""
+def _histogram(row: Row) -> dict[int, str]:
+    """First number of a bucket to the share of the steps with so many accepted drafts, in percent."""
     counts = row.get("num_accepted_histogram") or []
     total = sum(counts)
     found = {}
     for first, last in BUCKETS:
-        name = str(first) if first == last else f"{first}–{last}" if last else f"{first}+"
         inside = sum(counts[first : None if last is None else last + 1])
-        found[name] = f"{100 * inside / total:.0f}" if len(counts) > first and total else DASH
+        found[first] = f"{100 * inside / total:.0f}" if len(counts) > first and total else DASH
     return found
 
 

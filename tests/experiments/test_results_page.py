@@ -80,7 +80,7 @@ def test_what_a_row_shows_of_itself(file: str) -> None:
     )
     assert found["tokens_per_step_text"] == "2.00 ± 0.50" and found["speedup_decode_text"] == "1.50×"
     assert found["acceptance_text"] == "50 –" and found["lossless_text"] == "3/4, 1 near ties"
-    assert found["histogram"]["0"] == "25" and found["histogram"]["2–3"] == "50" and found["histogram"]["4–7"] == "–"
+    assert found["histogram"] == {0: "25", 1: "25", 2: "50", 4: "–", 8: "–", 16: "–"}
     assert found["phase"] == {"draft": "0.50", "verify": "–", "accept": "–", "commit": "–", "host": "–"}
 
 
@@ -91,6 +91,7 @@ def test_what_a_row_shows_of_itself(file: str) -> None:
         ("rows\nfile: a.jsonl\nwhere: {data: z}\ncells: {a: b}", "no row has {'data': 'z'}"),
         ("rows\nfile: a.jsonl\ncells: {a: '{rate}'}", "several rows for a; expected one"),
         ("rows\nfile: a.jsonl\nacross: data", "either across and cell, or cells"),
+        ("rows\nfile: a.jsonl\ncells: {a: b}\norder: none", "order: expected a list or one of methods"),
         ("rows\nfile: a.jsonl\nlow: 1", "expected keys of across, cell, cells"),
     ],
 )
