@@ -157,9 +157,7 @@ def test_an_unknown_algorithm_is_refused_with_the_installed_ones(tmp_path: Path)
     assert done.returncode == 2 and "did you mean: algo=echo" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("entry_point", "name"), [("echo_drafter:Eco", "echo"), ("echo_drafter:Echo", "eco")]
-)
+@pytest.mark.parametrize(("entry_point", "name"), [("echo_drafter:Eco", "echo"), ("echo_drafter:Echo", "eco")])
 def test_entry_points_are_checked(tmp_path: Path, entry_point: str, name: str) -> None:
     done = command(tmp_path, install(tmp_path / "site", entry_point, name), "algo=echo")
     assert done.returncode == 2 and "Traceback" not in done.stderr

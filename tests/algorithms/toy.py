@@ -132,7 +132,7 @@ def engine_of(algorithm: Algorithm, setup: Setup, target: Target) -> Engine:
         kv_dtype=setup.kv_dtype,
         kv_scales=setup.kv_scales,
     )
-    capture = Replayed if setup.graph != "none" and not torch.cuda.is_available() else None
+    capture = Replayed if setup.graph != "none" and target.model.model.norm.weight.device.type == "cpu" else None
     backend = kind(config, setup.impl, setup.deterministic)
     return Engine(target, algorithm, backend, settings, spell, capture, setup.grammars)
 
