@@ -13,6 +13,7 @@ propose   [last token, mask, …, mask] at positions L … L + B - 1 attends to 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import specdec_kernels as kernels
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from algorithms.runtime.models.config import DFlashConfig
     from algorithms.runtime.models.drafters.dflash import MarkovHead
     from algorithms.runtime.models.loading import Target, TargetFolder
-    from specdec_kernels import Frontier
+    from specdec_kernels import Frontier, TreeLinks
 
 
 class DFlash(Algorithm):
@@ -84,42 +85,54 @@ class DFlash(Algorithm):
         self._stacked = self._drafter.stack_kv()
 
     def propose(self, batch: Batch) -> DraftTree:
-        impl = self._resources.impl
+        return self.propose_few(batch, self.num_nodes)
+
+    def propose_few(self, batch: Batch, num_nodes: int) -> DraftTree:
+        """The whole block is drafted, because its places see each other; the LM head runs where a node may stand."""
+        impl, depth = self._resources.impl, min(self._block, num_nodes) - 1
         block = kernels.build_chain(batch.lengths, self._block, impl=impl)
         if self._block == 1:
             return DraftTree(batch.last_tokens[:, None], block)
-        logits = self._marginals(batch, block.positions)
+        logits = self._marginals(batch, block.positions, depth)
         if self.chain:
-            return DraftTree(self._likeliest(logits, batch.last_tokens), block)
+            links = block if depth + 1 == self._block else kernels.build_chain(batch.lengths, depth + 1, impl=impl)
+            return self._likeliest(logits, batch.last_tokens, links)
         if (head := self._drafter.markov_head) is not None:
-            return self._behind_each_other(batch, logits, head)
-        rows = logits[:, : self.max_depth].flatten(0, 1)
-        probs, ids = kernels.draft_topk(rows, self._topk, impl=impl)
-        shape = (len(batch.last_tokens), self.max_depth, self._topk)
+            return self._behind_each_other(batch, logits, head, num_nodes)
+        probs, ids = kernels.draft_topk(logits.flatten(0, 1), self._topk, impl=impl)
+        shape = (len(batch.last_tokens), depth, self._topk)
         chosen = kernels.best_first_tree(
-            probs.view(shape), ids.view(shape), last_tokens=batch.last_tokens, num_nodes=self.num_nodes, impl=impl
+            probs.view(shape), ids.view(shape), last_tokens=batch.last_tokens, num_nodes=num_nodes, impl=impl
         )
-        return DraftTree(chosen.tokens, kernels.build_tree(chosen.parents, batch.lengths, impl=impl))
+        links = kernels.build_tree(chosen.parents, batch.lengths, impl=impl)
+        return DraftTree(chosen.tokens, links, confidence=chosen.scores)
 
-    def _likeliest(self, logits: Tensor, last_tokens: Tensor) -> Tensor:
-        """The block's tokens [B, block]: the last token, then the likeliest of each position; with a Markov head the
-        likeliest behind the draft before it."""
-        impl, head = self._resources.impl, self._drafter.markov_head
-        tokens = last_tokens.new_empty(len(last_tokens), self._block)
+    def _likeliest(self, logits: Tensor, last_tokens: Tensor, links: TreeLinks) -> DraftTree:
+        """The chain of the last token and the likeliest of each position, from `logits [B, block - 1, V]`; with a
+        Markov head the likeliest behind the draft before it."""
+        import torch
+
+        told, head = self._resources.adaptive, self._drafter.markov_head
+        pick = partial(kernels.pick_tokens, return_logprobs=told, impl=self._resources.impl)
+        rows, depth, _ = logits.shape
+        tokens = last_tokens.new_empty(rows, depth + 1)
         tokens[:, 0] = last_tokens
-        if head is None:
-            tokens[:, 1:] = kernels.pick_tokens(logits.flatten(0, 1), impl=impl).tokens.view(logits.shape[:2])
-            return tokens
-        for place in range(self._block - 1):
-            corrected = logits[:, place] + head(tokens[:, place])
-            tokens[:, place + 1] = kernels.pick_tokens(corrected, impl=impl).tokens
-        return tokens
+        logprobs = last_tokens.new_zeros(tokens.shape, dtype=torch.float32) if told else None
+        for first, last in [(0, depth)] if head is None else [(place, place + 1) for place in range(depth)]:
+            here = logits[:, first:last]
+            if head is not None:
+                here = here + head(tokens[:, first])[:, None]
+            picked = pick(here.flatten(0, 1))
+            tokens[:, first + 1 : last + 1] = picked.tokens.view(rows, -1)
+            if logprobs is not None and picked.logprobs is not None:
+                logprobs[:, first + 1 : last + 1] = picked.logprobs.view(rows, -1)
+        return DraftTree(tokens, links, confidence=None if logprobs is None else logprobs.cumsum(1).exp())
 
-    def _behind_each_other(self, batch: Batch, logits: Tensor, head: MarkovHead) -> DraftTree:
+    def _behind_each_other(self, batch: Batch, logits: Tensor, head: MarkovHead, num_nodes: int) -> DraftTree:
         """The tree whose children `head` scores behind their parents, from `logits [B, block - 1, V]`."""
         from algorithms.runtime.tree_drafting import grow_tree, level_masks
 
-        shape = TreeShape(self.max_depth, self._topk, self.num_nodes)
+        shape = TreeShape(logits.shape[1], self._topk, num_nodes)
 
         def run(level: int, frontier: Frontier) -> Tensor:
             return logits[:, level + 1, None] + head(frontier.tokens)
@@ -127,11 +140,11 @@ class DFlash(Algorithm):
         first = logits[:, 0] + head(batch.last_tokens)
         return grow_tree(batch, first, run, shape, level_masks(batch, shape), self._resources.impl)
 
-    def _marginals(self, batch: Batch, positions: Tensor) -> Tensor:
-        """Logits [B, block - 1, V] of the positions behind the last token; `positions [B, block]`."""
-        block = self._drafter.embed_block(self._target, batch.last_tokens, self._block)
+    def _marginals(self, batch: Batch, positions: Tensor, depth: int) -> Tensor:
+        """Logits [B, depth, V] of the first positions behind the last token; `positions [B, block]`."""
+        block = self._drafter.embed_block(self._target, batch.last_tokens, positions.shape[1])
         hidden = self._drafter(block, self._mixer(batch, positions))
-        return self._drafter.cap(self._target.logits(hidden[:, 1:]))
+        return self._drafter.cap(self._target.logits(hidden[:, 1 : depth + 1]))
 
     def _mixer(self, batch: Batch, positions: Tensor) -> Any:
         from algorithms.runtime.paged_attention import PagedMixer

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from algorithms.runtime.models.loading import Target, TargetFolder
+    from algorithms.runtime.tree_drafting import TreeDrafter
 
 
 class Eagle(Algorithm):
@@ -83,6 +84,12 @@ class Eagle(Algorithm):
         self._kept.keep_last(seen, self._drafter(seen.next_tokens, feature, mixer))
 
     def propose(self, batch: Batch) -> DraftTree:
+        return self._draft(batch, self._tree)
+
+    def propose_few(self, batch: Batch, num_nodes: int) -> DraftTree:
+        return self._draft(batch, self._tree.limited(num_nodes))
+
+    def _draft(self, batch: Batch, tree: TreeDrafter) -> DraftTree:
         before = self._kept.rows(batch.rows)[:, None]
         feature = before
 
@@ -94,7 +101,7 @@ class Eagle(Algorithm):
             return self._drafter.logits(feature)
 
         logits = self._drafter.logits(before[:, 0])
-        return self._tree.chain(batch, logits, run) if self.chain else self._tree.tree(batch, logits, run)
+        return tree.chain(batch, logits, run) if self.chain else tree.tree(batch, logits, run)
 
     def move_row(self, source: int, target: int) -> None:
         self._kept.move(source, target)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 MODES = ("merge", "take")
 MAX_NODES = 256
+UNUSED_PARENT = -2
+"""Parent of a node outside of the tree."""
 
 
 @dataclass(frozen=True)
@@ -105,19 +107,54 @@ class Mixed(Algorithm):
             part.attach(resources)
 
     def propose(self, batch: Batch) -> DraftTree:
-        import torch
+        return self._joined(batch, *(part.propose(batch) for part in self._parts))
 
-        from algorithms.runtime.join_trees import merge_trees
+    def propose_few(self, batch: Batch, num_nodes: int) -> DraftTree:
+        return self._joined(batch, *(self._share(batch, part, num_nodes) for part in self._parts))
 
-        first, second = (part.propose(batch) for part in self._parts)
+    def _share(self, batch: Batch, part: Algorithm, num_nodes: int) -> DraftTree:
+        """The tree of one part where both together have `num_nodes`, or a few more: each draft has at least one."""
         if self._mode == "merge":
-            tokens, parents = merge_trees(first, second)
-        else:
-            assert first.strength is not None
-            sure = (first.strength >= self._threshold)[:, None]
-            ours, theirs = (_padded(tree, self.num_nodes) for tree in (first, second))
-            tokens, parents = (torch.where(sure, a, b) for a, b in zip(ours, theirs, strict=True))
-        return DraftTree(tokens, kernels.build_tree(parents, batch.lengths, impl=self._impl))
+            num_nodes = 1 + max(1, round((part.num_nodes - 1) * (num_nodes - 1) / (self.num_nodes - 1)))
+        return part.propose(batch) if num_nodes >= part.num_nodes else part.propose_few(batch, num_nodes)
+
+    def _joined(self, batch: Batch, first: DraftTree, second: DraftTree) -> DraftTree:
+        """One tree of two."""
+        from torch import where
+
+        if self._mode == "merge":
+            return self._merged(batch, first, second)
+        assert first.strength is not None
+        sure = (first.strength >= self._threshold)[:, None]
+        size = max(first.tokens.shape[1], second.tokens.shape[1])
+        ours, theirs = (self._padded(tree, size) for tree in (first, second))
+        tokens, parents, *told = (
+            where(sure, a, b) for a, b in zip(ours, theirs, strict=False) if a is not None and b is not None
+        )
+        links = kernels.build_tree(parents, batch.lengths, impl=self._impl)
+        return DraftTree(tokens, links, confidence=told[0] if told else None)
+
+    def _merged(self, batch: Batch, first: DraftTree, second: DraftTree) -> DraftTree:
+        """The union of two trees. A node of both is as likely as the first drafter says."""
+        from torch import cat, where
+
+        parts = [(tree.tokens, kernels.tree_parents(tree.links.mask, impl=self._impl)) for tree in (first, second)]
+        tokens, parents = kernels.merge_trees(*parts[0], *parts[1], impl=self._impl)
+        confidence = None
+        if first.confidence is not None and second.confidence is not None:
+            told = cat([first.confidence, second.confidence[:, 1:]], 1)
+            confidence = where(parents == UNUSED_PARENT, 0.0, told)
+        links = kernels.build_tree(parents, batch.lengths, impl=self._impl)
+        return DraftTree(tokens, links, confidence=confidence)
+
+    def _padded(self, tree: DraftTree, num_nodes: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """tokens, parents int32 and confidence, filled up to [B, num_nodes] with unused nodes."""
+        from torch.nn.functional import pad
+
+        parents = kernels.tree_parents(tree.links.mask, impl=self._impl)
+        more = (0, num_nodes - tree.tokens.shape[1])
+        confidence = None if tree.confidence is None else pad(tree.confidence, more)
+        return pad(tree.tokens, more), pad(parents, more, value=UNUSED_PARENT), confidence
 
     def observe(self, seen: Observation) -> None:
         for part in self._parts:
@@ -151,17 +188,3 @@ def _part(key: str, settings: dict[str, Any]) -> Part:
         return Part(kinds[name], schema(**own), settings.get("draft_path"))
     except (TypeError, ValueError) as error:
         raise ValueError(f"algo.{key}: {error}") from error
-
-
-def _padded(tree: DraftTree, num_nodes: int) -> tuple[Tensor, Tensor]:
-    """tokens and parents int32, filled up to [B, num_nodes] with unused nodes."""
-    import torch
-    from torch.nn.functional import pad
-
-    from algorithms.runtime.join_trees import sees, used
-
-    size = tree.tokens.shape[1]
-    node = torch.arange(size, device=tree.tokens.device)
-    parent = torch.where((sees(tree) > 0) & (node < node[:, None]), node, -1).amax(-1)
-    parents = torch.where(used(tree), parent, -2).int()
-    return pad(tree.tokens, (0, num_nodes - size)), pad(parents, (0, num_nodes - size), value=-2)

@@ -98,12 +98,15 @@ class NGram(Algorithm):
                 kernels.ngram_insert(self._store, text, start, count, width, impl=self._impl)
 
     def propose(self, batch: Batch) -> DraftTree:
+        return self.propose_few(batch, self.num_nodes)
+
+    def propose_few(self, batch: Batch, num_nodes: int) -> DraftTree:
         config = self._config
         draft = kernels.ngram_match(
             self._store,
             batch.history,
             batch.lengths,
-            config.num_nodes,
+            num_nodes,
             window=config.window,
             min_breadth=config.min_breadth,
             max_breadth=config.max_breadth,

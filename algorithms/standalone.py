@@ -1,7 +1,8 @@
 """Speculative decoding with a small language model (arXiv 2211.17192, 2302.01318).
 
 observe   The draft model reads the prompt. After a step its cache already holds the accepted part of a chain. The
-          accepted part of a tree is scattered in its cache, so it reads those tokens once more.
+          accepted part of a tree is scattered in its cache, so it reads those tokens once more. So it does with tokens
+          behind which nothing was drafted.
 propose   The draft model writes `steps` tokens behind the last one: a chain, or a tree as in EAGLE-2.
 
 A greedy chain and every tree is a deterministic function of the context, so the target's own choice decides
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from algorithms.runtime.models.loading import Target, TargetFolder
+    from algorithms.runtime.tree_drafting import TreeDrafter
 
 RULES = ("target_only", "rejection", "block")
 
@@ -85,17 +87,23 @@ class Standalone(Algorithm):
             self._draft.model(seen.tokens, PagedMixer.following(seen, self._cache, self._resources))
 
     def propose(self, batch: Batch) -> DraftTree:
+        return self._propose(batch, self._tree)
+
+    def propose_few(self, batch: Batch, num_nodes: int) -> DraftTree:
+        return self._propose(batch, self._tree.limited(num_nodes))
+
+    def _propose(self, batch: Batch, tree: TreeDrafter) -> DraftTree:
         from algorithms.runtime.paged_attention import PagedMixer
 
         root = batch.last_tokens[:, None]
         if not self.chain:
             mixer = PagedMixer.over(batch, batch.lengths[:, None], self._cache, self._resources, phase="draft")
-            return self._tree.tree(batch, self._run(root, None, mixer)[:, 0], self._run)
-        mixers = self._tree.chain_mixers(batch)
+            return tree.tree(batch, self._run(root, None, mixer)[:, 0], self._run)
+        mixers = tree.chain_mixers(batch)
         logits = self._run(root, None, mixers[0])[:, 0]
-        draft = self._tree.chain(batch, logits, self._run, mixers, drawn=self.rule != "target_only")
+        draft = tree.chain(batch, logits, self._run, mixers, drawn=self.rule != "target_only")
         # Stores the last draft, which may be accepted; its logits are not needed.
-        self._draft.model(draft.tokens[:, -1:], mixers[self.max_depth])
+        self._draft.model(draft.tokens[:, -1:], mixers[tree.shape.max_depth])
         return draft
 
     def _run(self, tokens: Tensor, parents: Tensor | None, mixer: Any) -> Tensor:

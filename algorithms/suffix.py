@@ -82,13 +82,16 @@ class Suffix(Algorithm):
         self._store.move_row(source, target)
 
     def propose(self, batch: Batch) -> DraftTree:
+        return self.propose_few(batch, self.num_nodes)
+
+    def propose_few(self, batch: Batch, num_nodes: int) -> DraftTree:
         config = self._config
         draft = kernels.suffix_match(
             self._store,
             batch.history,
             batch.lengths,
             self._rows[batch.rows],
-            config.num_nodes,
+            num_nodes,
             window=config.window,
             matches=config.matches,
             per_text=config.per_text,
@@ -98,7 +101,7 @@ class Suffix(Algorithm):
             impl=self._impl,
         )
         links = kernels.build_tree(draft.parents, batch.lengths, impl=self._impl)
-        return DraftTree(draft.tokens, links, strength=draft.strength)
+        return DraftTree(draft.tokens, links, strength=draft.strength, confidence=draft.shares)
 
     def observe(self, seen: Observation) -> None:
         batch, width, prompts = seen.batch, seen.tokens.shape[1], seen.prompts

@@ -23,6 +23,7 @@ FAMILIES = tuple(
 if TYPE_CHECKING:
     # One line per family, for type checkers and editors. `compat` repeats foreign signatures and keeps its own names.
     from specdec_kernels.activation import *
+    from specdec_kernels.adaptive import *
     from specdec_kernels.all_reduce import *
     from specdec_kernels.attention import *
     from specdec_kernels.commit import *

@@ -43,6 +43,8 @@ class Resources:
     """Whether models run fused kernels, or torch's operations one by one."""
     deterministic: bool = False
     """Whether the target gives a token the same bits whatever stands beside it."""
+    adaptive: bool = False
+    """Whether steps differ in their number of nodes, so that drafts tell their confidence."""
     caches: list[Any] = field(default_factory=list)
     """Every `KVCache` of the run, the target's and the drafter's."""
 
@@ -92,6 +94,9 @@ class DraftTree:
     """[B, N - 1, V] float32: what each drafted node was drawn from, for the rules `rejection` and `block`."""
     strength: torch.Tensor | None = None
     """[B] float32: accepted drafts that the drafter itself expects, for `algo=mixed`; None where it does not say."""
+    confidence: torch.Tensor | None = None
+    """[B, N] float32: how likely the drafter thinks the path from node 0 to each node is, 1 at node 0 and 0 at unused
+    nodes, for `runtime.adaptive`; None where it does not say."""
 
 
 class Prompts(NamedTuple):
@@ -135,8 +140,8 @@ class Observation:
     prompts: Prompts | None = None
     """In prefill only."""
     altered: bool = False
-    """Whether other tokens than those that `propose` drafted may have been verified, so that what the drafter kept of
-    its drafts may not be theirs."""
+    """Whether what the drafter kept of its drafts may not belong to these tokens: others than it drafted may have been
+    verified, or nothing was drafted behind them. After steps without a draft, several tokens are observed at once."""
 
     @property
     def is_prefill(self) -> bool:
@@ -215,6 +220,11 @@ class Algorithm:
     def propose(self, batch: Batch) -> DraftTree:
         """Draft a tree behind the last token of each row."""
         raise NotImplementedError
+
+    def propose_few(self, batch: Batch, num_nodes: int) -> DraftTree:
+        """Draft a tree of `num_nodes`, from 2 to one less than N, for `runtime.adaptive`. Of a larger tree the first
+        nodes are verified, which is what an algorithm gets that does not care."""
+        return self.propose(batch)
 
     def observe(self, seen: Observation) -> None:
         """Learn from committed tokens: after each chunk of prompts, and after every step."""

@@ -22,6 +22,8 @@ from specdec_kernels import SamplingTensors, keep_last
 
 _ALIGNED = 32
 """Rows are a multiple of this many, so that kernels see one alignment of every tensor."""
+PRETENDED_TOKENS = 256
+"""Committed tokens of a request that is pretended to time steps."""
 LENGTH, LAST_TOKEN, SEED = range(3)
 """Rows of the int64 numbers of requests."""
 ACTIVE, TOP_K, TEMPERATURE, TOP_P, MIN_P = range(5)
@@ -164,6 +166,24 @@ class BatchState:
         for held in (self.penalties, self.forbidden):
             for tensor in vars(held).values() if held else ():
                 tensor[target] = tensor[source]
+
+    def pretended_length(self, longest: int) -> int:
+        """Tokens of a pretended request: what is typical of a context of `longest` positions."""
+        return min(PRETENDED_TOKENS, longest // 2)
+
+    def pretend(self, num_rows: int, length: int, num_pages: int) -> None:
+        """Let rows 0 … num_rows - 1 hold requests of `length` tokens, each with pages of its own while `num_pages` are
+        enough, to time steps before there are requests. `reset` ends that."""
+        pages = torch.arange(self._pages[:num_rows].numel(), dtype=torch.int32, device=self._device) % num_pages
+        self._pages[:num_rows] = pages.view_as(self._pages[:num_rows])
+        self.lengths[:num_rows].fill_(length)
+        self.active[:num_rows].fill_(1)
+
+    def reset(self) -> None:
+        """No request, and no trace of one."""
+        self.clear(slice(None))
+        for tensor in (self._pages, self._texts):
+            tensor.zero_()
 
     def clear(self, rows: int | slice) -> None:
         """Make `rows` padding, which is greedy: a step draws and filters nothing for it."""

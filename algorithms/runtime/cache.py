@@ -86,7 +86,7 @@ class KVCache:
         resources.caches.append(cache)
         return cache
 
-    def zero(self, pages: Sequence[int]) -> None:
+    def zero(self, pages: Sequence[int] | slice) -> None:
         """Make keys and values of `pages` zeros in every layer."""
         # Zero is the byte 0 in float8, of which torch fills no selection.
         stored = self.kv.view(torch.uint8) if self.kv.dtype == torch.float8_e4m3fn else self.kv

@@ -15,11 +15,13 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from algorithms.runtime.backlog import COLUMNS
 from algorithms.runtime.clock import PhaseClock, Stamps
 from algorithms.runtime.sampling_params import SamplingNeeds
 from algorithms.runtime.step import PHASES, Step, StepParts, phases_of
@@ -28,6 +30,7 @@ _LAST_CAPTURED = {"none": None, "draft": "draft", "verify": "verify", "step": "c
 """Level to the last phase that is captured, as all before it are."""
 LEVELS = tuple(_LAST_CAPTURED)
 _WARMUP_RUNS = 2
+_TIMED_RUNS = 3
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,9 @@ class StepRunner:
         if level != "none":
             self.recorder = Recorder(capture or CudaCapture(), parts.resources.device)
         self._stamps = clock.stamps(PHASES) if level == "step" else None
-        self._captured: dict[tuple[int, SamplingNeeds], _Launch] = {}
+        self._captured: dict[tuple[int, int, SamplingNeeds], _Launch] = {}
+        self._observing: dict[int, Captured] = {}
+        self._num_kept = 0
         self._launched = False
         self._compiled: set[SamplingNeeds] = set()
         self._buckets = buckets(parts.state.max_batch) if self.recorder else ()
@@ -137,37 +142,108 @@ class StepRunner:
         return replace(report, prefill_tiles=prefill_tiles, **counts)
 
     def prepare(self, needs: SamplingNeeds) -> None:
-        """Capture every bucket for `needs`, or compile what steps launch, unless done. No request may be running."""
+        """Capture every bucket and size for `needs`, or compile what steps launch, unless done. No request may be
+        running."""
         resources = self._parts.resources
         if self.recorder is None and resources.device.type == "cuda" and resources.backend.capturable:
             self.compile(needs)
-        missing = [size for size in reversed(self._buckets) if (size, needs) not in self._captured]
+        sizes = [(size, nodes) for size in reversed(self._buckets) for nodes in reversed(self._sizes(needs))]
+        missing = [(size, nodes) for size, nodes in sizes if (size, nodes, needs) not in self._captured]
         if not missing:
             return
-        # A replay serves requests of any length, so the bound is all that the page table can hold.
-        longest = self._parts.state.page_table.shape[1] * self._parts.resources.page_size
         if not self._captured:
-            self._step(missing[0], longest, needs, checked=True).draft()
-        for size in missing:
-            self._captured[size, needs] = self._prepared(size, longest, needs)
+            self._step(missing[0][0], self._longest, needs, checked=True).draft()
+        for size, nodes in missing:
+            self._captured[size, nodes, needs] = self._prepared(size, self._longest, needs, nodes=nodes)
+        if self._parts.backlog is not None and self.recorder is not None:
+            for size in reversed(self._buckets):
+                if size not in self._observing:
+                    self._observing[size] = self.recorder(partial(self._observe, size, self._longest))
+
+    def _sizes(self, needs: SamplingNeeds) -> tuple[int, ...]:
+        """Nodes of the steps for `needs`. What a grammar forces is verified in any case, so its steps have one size."""
+        sizing = self._parts.sizing
+        return (self._parts.algorithm.num_nodes,) if sizing is None or needs.constrained else sizing.nodes
+
+    @property
+    def _longest(self) -> int:
+        """A replay serves requests of any length, so the bound is all that the page table can hold."""
+        return self._parts.state.page_table.shape[1] * self._parts.resources.page_size
 
     def launch(self, num_rows: int, max_length: int, needs: SamplingNeeds) -> Tensor:
         """Start a step over rows 0 … num_rows - 1 and return its table, still being written, for those rows.
 
         The first draft for requests is checked; where it is captured, it is drafted once more for that.
         """
+        nodes = self._next_nodes(num_rows, max_length, needs)
         first, self._launched = not self._launched, True
         if first and self.recorder:
             self._step(num_rows, max_length, needs, checked=True).draft()
         if self.recorder:
-            size = next(size for size in self._buckets if size >= num_rows)
-            step, pieces = self._captured[size, needs]
+            step, pieces = self._captured[self._bucket(num_rows), nodes, needs]
         else:
-            step, pieces = self._prepared(num_rows, max_length, needs, checked=first)
+            step, pieces = self._prepared(num_rows, max_length, needs, checked=first, nodes=nodes)
+        self._play(pieces)
+        return step.table[:num_rows]
+
+    def _play(self, pieces: list[tuple[str | None, Callable[[], None]]]) -> None:
         for phase, work in pieces:
             with self.clock.phase(phase) if phase else nullcontext():
                 work()
-        return step.table[:num_rows]
+
+    def _bucket(self, num_rows: int) -> int:
+        return next(size for size in self._buckets if size >= num_rows)
+
+    def _next_nodes(self, num_rows: int, max_length: int, needs: SamplingNeeds) -> int:
+        """Nodes of the next step. What plain steps have kept is observed before a draft, and where it is full."""
+        sizing = self._parts.sizing
+        if sizing is None or needs.constrained:
+            return self._parts.algorithm.num_nodes
+        nodes = sizing.nodes[sizing.pacing.next(num_rows)]
+        sizing.num_steps[nodes] += 1
+        if self._num_kept and (nodes > 1 or self._num_kept == COLUMNS):
+            with self.clock.phase("commit"):
+                if self.recorder:
+                    self._observing[self._bucket(num_rows)].replay()
+                else:
+                    self._observe(num_rows, max_length)
+            self._num_kept = 0
+        self._num_kept += nodes == 1
+        return nodes
+
+    def _observe(self, num_rows: int, max_length: int) -> None:
+        """Let the drafter observe what plain steps have kept."""
+        assert self._parts.backlog is not None
+        self._parts.algorithm.observe(self._parts.backlog.take(self._parts.state.batch(0, num_rows, max_length)))
+
+    def step_times(self, needs: SamplingNeeds) -> dict[tuple[int, int], float]:
+        """Milliseconds of a step by (rows, nodes), on pretended requests. No request may be running, and what the
+        drafter has stored must be forgotten afterwards. A plain step has its share of the observation."""
+        state, found = self._parts.state, {}
+        for size in buckets(state.max_batch):
+            length = state.pretended_length(self._longest)
+
+            def pieces_of(nodes: int, size: int = size, length: int = length) -> Callable[[], None]:
+                if self.recorder:
+                    return partial(self._play, self._captured[size, nodes, needs].pieces)
+                return lambda: self._play(self._prepared(size, length, needs, nodes=nodes).pieces)
+
+            for nodes in self._sizes(needs):
+                found[size, nodes] = self._timed_ms(pieces_of(nodes), size, length)
+            observe = self._observing[size].replay if self.recorder else partial(self._observe, size, length)
+            found[size, 1] += self._timed_ms(observe, size, length) / COLUMNS
+        return found
+
+    def _timed_ms(self, work: Callable[[], None], size: int, length: int) -> float:
+        """The median time of `work` on `size` pretended requests, after a run that is not timed."""
+        clock, times = PhaseClock(self._parts.resources.device), []
+        for _ in range(1 + _TIMED_RUNS):
+            self._parts.state.pretend(size, length, self._parts.resources.num_pages)
+            clock.reset()
+            with clock.phase("step"):
+                work()
+            times.append(clock.ledger_ms()["step"])
+        return median(times[1:])
 
     def compile(self, needs: SamplingNeeds) -> None:
         """Run uncaptured steps without requests, unless done: one for every kernel that steps for `needs` may launch.
@@ -178,18 +254,20 @@ class StepRunner:
             return
         self._compiled.add(needs)
         state = self._parts.state
-        longest = state.page_table.shape[1] * self._parts.resources.page_size
         for size in reversed(buckets(state.max_batch)):
-            for bound in (*buckets(longest)[:-1:2], longest):
-                _run(self._step(size, bound, needs, checked=True), phases_of(needs), None)
+            for bound in (*buckets(self._longest)[:-1:2], self._longest):
+                for nodes in reversed(self._sizes(needs)):
+                    _run(self._step(size, bound, needs, checked=True, nodes=nodes), phases_of(needs), None)
 
-    def _step(self, size: int, max_length: int, needs: SamplingNeeds, checked: bool) -> Step:
+    def _step(self, size: int, max_length: int, needs: SamplingNeeds, checked: bool, nodes: int | None = None) -> Step:
         """A step over the first `size` rows."""
-        return Step(self._parts, self._parts.state.batch(0, size, max_length), needs, checked)
+        return Step(self._parts, self._parts.state.batch(0, size, max_length), needs, checked, nodes)
 
-    def _prepared(self, size: int, max_length: int, needs: SamplingNeeds, checked: bool = False) -> _Launch:
+    def _prepared(
+        self, size: int, max_length: int, needs: SamplingNeeds, checked: bool = False, nodes: int | None = None
+    ) -> _Launch:
         """A step over the first `size` rows, with its graphs captured."""
-        step, phases = self._step(size, max_length, needs, checked), phases_of(needs)
+        step, phases = self._step(size, max_length, needs, checked, nodes), phases_of(needs)
         groups, rest = _captured(self.level, phases), phases
         pieces: list[tuple[str | None, Callable[[], None]]] = []
         for group in groups:

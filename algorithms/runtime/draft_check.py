@@ -47,6 +47,8 @@ def _problems(algorithm: Algorithm, batch: Batch, tree: Any, vocab_size: int) ->
         words = (-(-nodes // 64),) if name == "mask" else ()
         shape = (rows, nodes, *words)
         yield from _tensor_problems(f"links.{name}", getattr(tree.links, name), shape, str(list(shape)), dtype, device)
+    if tree.confidence is not None:
+        yield from _tensor_problems("confidence", tree.confidence, (rows, nodes), named, torch.float32, device)
     yield from _token_problems(batch, tree.tokens, vocab_size)
     yield from _tree_problems(algorithm, batch, tree.links)
     if algorithm.rule in DRAWN_RULES:

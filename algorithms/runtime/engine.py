@@ -17,16 +17,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
+from algorithms.runtime.adaptive import Sizing, StepCosts
 from algorithms.runtime.algorithm import Algorithm, Resources
 from algorithms.runtime.backends.protocol import Backend
 from algorithms.runtime.backends.registry import check_calls
+from algorithms.runtime.backlog import Backlog
 from algorithms.runtime.batch import BatchState
 from algorithms.runtime.cache import KVCache, KVScales
 from algorithms.runtime.clock import PhaseClock
-from algorithms.runtime.cuda_graph import Capture, GraphReport, StepRunner
+from algorithms.runtime.collectives import from_rank_0, parallel
+from algorithms.runtime.cuda_graph import Capture, GraphReport, StepRunner, buckets
 from algorithms.runtime.grammar import GrammarError, Grammars, Matcher
 from algorithms.runtime.models.config import DecoderConfig
 from algorithms.runtime.models.loading import Target
@@ -36,7 +40,6 @@ from algorithms.runtime.request import Completion, EngineError, Request
 from algorithms.runtime.sampling_params import SamplingNeeds
 from algorithms.runtime.scheduler import Decode, Piece, RowMove, Running, Scheduler, tiles_of
 from algorithms.runtime.step import PHASES, StepParts
-from algorithms.runtime.tensor_parallel import parallel
 
 _MATRIX_ROWS = 64
 """Rows that fill a tile of the matrix unit."""
@@ -52,7 +55,8 @@ class EngineSettings:
     tokens are prefilled, in tiles of `prefill_tile` (None: of `default_tile`), or of the chunk where that is smaller.
     `kv_dtype` is that of stored keys and values, None the one of the weights; `kv_scales` are the factors of the
     target's. With `deterministic` the target gives a token the same bits whatever stands beside it; that needs `fused`
-    and a backend built for it.
+    and a backend built for it. With `adaptive` each step verifies as many nodes as pay, see `adaptive`; that is decided
+    with `step_costs`, or where they are None with what steps take before the first request.
     """
 
     page_size: int = 16
@@ -68,6 +72,8 @@ class EngineSettings:
     kv_dtype: torch.dtype | None = None
     kv_scales: KVScales | None = None
     deterministic: bool = False
+    adaptive: bool = False
+    step_costs: StepCosts | None = None
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,7 @@ class Generation:
     prefill is outside of it. On a GPU the phases and `prefill_ms` are device time. `decode_ms` is the time of all steps
     without `prefill_ms`, and `host` is what it has beyond the phases. `step_ms` holds the host's time of each step; on
     a GPU that includes the wait for a chunk of a prompt which the device runs first. `launch_ms` is the host's own time
-    to launch the steps.
+    to launch the steps. `adaptive` is what `Sizing.report` says, None where all steps have one size.
     """
 
     completions: list[Completion]
@@ -101,6 +107,7 @@ class Generation:
     step_ms: list[float]
     ledger_ms: dict[str, float]
     graphs: GraphReport
+    adaptive: dict[str, Any] | None = None
 
 
 class Engine:
@@ -125,6 +132,9 @@ class Engine:
         level = algorithm.graph or settings.graph
         _check_tree(algorithm)
         _check_backend(backend, target, algorithm, settings, level)
+        adaptive = settings.adaptive and algorithm.num_nodes > 1
+        if adaptive:
+            _check_adaptive(algorithm, level)
         self._limit = min(settings.max_length or config.max_position_embeddings, config.max_position_embeddings)
         self._overlap = settings.overlap if settings.overlap is not None else int(weight.is_cuda)
         # The last step of a request drafts past its end, and so do steps launched before its end was read.
@@ -146,6 +156,7 @@ class Engine:
             impl=settings.impl,
             fused=settings.fused,
             deterministic=settings.deterministic,
+            adaptive=adaptive,
         )
         asked = settings.prefill_tile
         tile = min(default_tile(config, weight.device) if asked is None else asked, settings.prefill_chunk)
@@ -159,7 +170,10 @@ class Engine:
         cache = KVCache.allocate(config, resources, settings.kv_scales)
         state = BatchState(settings.max_batch, max_pages, context, config.vocab_size, weight.device)
         algorithm.attach(resources)
-        self.parts = StepParts(algorithm, cache, state, resources)
+        sizing = Sizing(algorithm, resources, buckets(settings.max_batch)) if adaptive else None
+        backlog = Backlog(len(algorithm.capture), resources) if adaptive else None
+        self._step_costs = settings.step_costs
+        self.parts = StepParts(algorithm, cache, state, resources, sizing, backlog)
         self.runner = StepRunner(self.parts, level, PhaseClock(weight.device), capture)
         captures_prompts = level == "step" and backend.captures_prompts
         self.prefiller = Prefiller(self.parts, tile, num_tiles, self.runner.recorder if captures_prompts else None)
@@ -218,6 +232,7 @@ class Engine:
         with torch.inference_mode():
             self.prefiller.prepare()
             self.runner.prepare(needs)
+            self._learn_costs(needs)
         readback: Readback[list[Running]] = Readback(
             self._overlap, state.max_batch, algorithm.max_depth, device, needs.top_logprobs
         )
@@ -229,11 +244,35 @@ class Engine:
         finally:
             self.scheduler.clear()
             state.clear(slice(None))
+            if self.parts.backlog is not None:
+                self.parts.backlog.clear(slice(None))
             self._session_is_open = False
 
     def forget(self) -> None:
         """Make the next requests the first ones, for an algorithm that learns from what it serves."""
         self.parts.algorithm.forget()
+        if self.parts.sizing is not None:
+            self.parts.sizing.forget()
+
+    def _learn_costs(self, needs: SamplingNeeds) -> None:
+        """Let the choice of a size know what steps cost, unless it does: from the settings, or from the clock, before
+        there is any request. Rank 0's clock decides."""
+        parts, sizing, costs = self.parts, self.parts.sizing, self._step_costs
+        if sizing is None or sizing.has_costs or needs.constrained:
+            return
+        if costs is None:
+            measured = self.runner.step_times(needs)
+            times = torch.tensor(list(measured.values()), device=parts.resources.device)
+            if parallel():
+                (times,) = from_rank_0([times])
+            costs = StepCosts(dict(zip(measured, times.tolist(), strict=True)))
+            parts.state.reset()
+            for cache in parts.resources.caches:
+                cache.zero(slice(None))
+            self.forget()
+            assert parts.backlog is not None
+            parts.backlog.clear(slice(None))
+        sizing.set_costs(costs)
 
     def check(self, request: Request) -> None:
         """Raise EngineError if the request can never be served here."""
@@ -280,6 +319,17 @@ def _check_tree(algorithm: Algorithm) -> None:
         )
 
 
+def _check_adaptive(algorithm: Algorithm, level: str) -> None:
+    """Raise EngineError where steps cannot differ in size."""
+    if algorithm.rule != "target_only":
+        raise EngineError(
+            f"adaptive: algo={algorithm.name} draws its drafts (rule {algorithm.rule}), and a number of nodes that "
+            "depends on them would change the distribution; expected the rule target_only"
+        )
+    if level not in ("none", "step"):
+        raise EngineError(f"adaptive: a step of each size is one graph: expected graph none or step, got {level}")
+
+
 def _check_backend(
     backend: Backend, target: Target, algorithm: Algorithm, settings: EngineSettings, level: str
 ) -> None:
@@ -294,6 +344,8 @@ def _check_backend(
         )
     weight, verify = target.model.model.norm.weight, "decode" if algorithm.num_nodes == 1 else "verify"
     modes = {"prefill": "chain", verify: "chain" if algorithm.chain else "tree"}
+    if settings.adaptive:
+        modes["decode"] = "chain"
     dtype, device, kv_dtype = weight.dtype, weight.device, settings.kv_dtype
     check_calls(backend, target.config, modes, settings.page_size, dtype, device, kv_dtype=kv_dtype)
 
@@ -321,6 +373,8 @@ class Session:
         self._step_ms: list[float] = []
         self._loop_ms = self._launch_ms = 0.0
         runner.clock.reset()
+        if parts.sizing is not None:
+            parts.sizing.num_steps.clear()
         self._began_ms = _now_ms()
 
     @property
@@ -387,7 +441,8 @@ class Session:
             matchers = [self._matchers.get(running.request.id) for running in rows]
             self._state.constraints.begin(matchers, partial(self._news, list(rows), matchers))
         table = self._runner.launch(len(rows), longest, self._needs)
-        self._readback.push(table, list(rows))
+        sizing = self._parts.sizing
+        self._readback.push(table, list(rows), None if sizing is None else sizing.choice)
         self._launch_ms += _now_ms() - began_ms
 
     def _news(self, rows: Sequence[Running], matchers: Sequence[Matcher | None]) -> list[list[int]]:
@@ -410,6 +465,8 @@ class Session:
         ended: list[Completion] = []
         for result, launched in self._readback.due(all_of_them):
             ended += self._collect(result, launched)
+            if self._parts.sizing is not None and self._readback.choice is not None:
+                self._parts.sizing.pacing.told(*self._readback.choice)
         if not self._scheduler.rows:
             # What is still in flight was launched for requests that have ended.
             self._readback.drop()
@@ -441,6 +498,7 @@ class Session:
             step_ms=self._step_ms,
             ledger_ms=phases | {"host": max(0.0, decode_ms - sum(phases.values()))},
             graphs=self._runner.report(self._prefiller.captured_sizes),
+            adaptive=None if self._parts.sizing is None else self._parts.sizing.report(),
         )
 
     def _admit(self) -> list[Piece]:
@@ -513,6 +571,10 @@ class Session:
             self._state.move(*move)
             self._algorithm.move_row(*move)
         self._state.clear(move.source)
+        if (backlog := self._parts.backlog) is not None:
+            if move.source != move.target:
+                backlog.move(*move)
+            backlog.clear(move.source)
 
 
 def _now_ms() -> float:

@@ -1,4 +1,4 @@
-"""Joins draft trees: the union of two, and a chain that is put into a tree of fixed size."""
+"""A chain that is put into a draft tree of fixed size."""
 
 from __future__ import annotations
 
@@ -10,46 +10,8 @@ from torch import Tensor
 import specdec_kernels as kernels
 from algorithms.runtime.algorithm import DraftTree
 
-# Odd multipliers of the hash of a path. Equal hashes of different paths would only make a wrong draft.
-HASH_TOKEN, HASH_DEPTH, HASH_MIX = 0x2545F4914F6CDD1D, 0x1B873593CC9E2D51, 0x369DEA0F31A53F85
 _UNUSED = -2
 """Parent of a node outside of the tree."""
-
-
-def merge_trees(first: DraftTree, second: DraftTree) -> tuple[Tensor, Tensor]:
-    """tokens [B, N] and parents [B, N] int32 of the union of two trees of Na and Nb nodes, with N = Na + Nb - 1.
-
-    The nodes of `first` keep their numbers. A node of `second` whose path from the root `first` has too is unused.
-    """
-    paths, own, used = (torch.cat([a, b[:, 1:]], 1) for a, b in zip(_paths(first), _paths(second), strict=True))
-    tokens = torch.cat([first.tokens, second.tokens[:, 1:]], 1)
-    node = torch.arange(tokens.shape[1], device=tokens.device)
-    same = (paths[:, :, None] == paths[:, None, :]) & used[:, None, :]
-    kept = used & ~(same & (node < node[:, None])).any(-1)
-    above = ((paths - own)[:, :, None] == paths[:, None, :]) & kept[:, None, :]
-    parents = torch.where(kept, above.int().argmax(-1), -2)
-    return tokens, torch.where(node == 0, -1, parents).int()
-
-
-def _paths(tree: DraftTree) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, N] each: a hash of the tokens from the root to the node, the node's own part of this sum, and whether the
-    node is in the tree."""
-    links, tokens = tree.links, tree.tokens
-    own = (tokens + 1) * HASH_TOKEN + (links.depth.long() + 1) * HASH_DEPTH
-    own = (own ^ (own >> 29)) * HASH_MIX
-    own = own ^ (own >> 32)
-    return (sees(tree) * own[:, None, :]).sum(-1), own, used(tree)
-
-
-def sees(tree: DraftTree) -> Tensor:
-    """[B, N, N] int64: 1 where node i sees node j: itself and its ancestors."""
-    node = torch.arange(tree.tokens.shape[1], device=tree.tokens.device)
-    return (tree.links.mask[:, :, node // 64] >> (node % 64)) & 1
-
-
-def used(tree: DraftTree) -> Tensor:
-    """[B, N] bool: a node outside of the tree has depth 0 and is not the root."""
-    return (tree.links.depth > 0) | (torch.arange(tree.tokens.shape[1], device=tree.tokens.device) == 0)
 
 
 def graft_chain(tree: DraftTree, chain: Tensor, lengths: Tensor, is_chain: bool, impl: str) -> DraftTree:
@@ -66,7 +28,8 @@ def graft_chain(tree: DraftTree, chain: Tensor, lengths: Tensor, is_chain: bool,
     given = torch.cat([torch.ones_like(chain[:, :1]), chain], 1) >= 0
     parents = torch.where(given, place, _UNUSED).int()
     both = torch.cat([tree.tokens[:, :1], chain.clamp(min=0)], 1)
-    tokens, parents = merge_trees(DraftTree(both, kernels.build_tree(parents, lengths, impl=impl)), tree)
+    drafted = kernels.tree_parents(tree.links.mask, impl=impl)
+    tokens, parents = kernels.merge_trees(both, parents, tree.tokens, drafted, impl=impl)
     tokens, parents = _first_nodes(tokens, parents, tree.tokens.shape[1])
     return replace(tree, tokens=tokens, links=kernels.build_tree(parents, lengths, impl=impl))
 

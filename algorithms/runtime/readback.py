@@ -44,8 +44,9 @@ class StepResult:
     top_logprobs: list[list[list[float]]]
 
     @classmethod
-    def of_table(cls, table: np.ndarray[Any, Any], emit: int) -> StepResult:
-        """Of `table [rows, 2 (D + 1) + 4 + 2 (D + 1) n]` int64 with `emit` = D + 1."""
+    def of_table(cls, table: np.ndarray[Any, Any], num_top: int = 0) -> StepResult:
+        """Of `table [rows, 2 (D + 1) + 4 + 2 (D + 1) n]` int64 with `num_top` = n."""
+        emit = (table.shape[1] - 4) // (2 * (1 + num_top))
         tokens, logprobs, figures, top = np.split(table, [emit, 2 * emit, 2 * emit + 4], axis=1)
         top = top.reshape(len(table), 2, emit, -1) if top.shape[1] else np.zeros((len(table), 2, 0, 0), np.int64)
         return cls(
@@ -75,14 +76,16 @@ class Readback(Generic[Tag]):
     """First in, first out; `behind` results stay in flight. Buffers are reused, so a result is read once."""
 
     def __init__(self, behind: int, max_batch: int, max_depth: int, device: torch.device, num_top: int = 0) -> None:
-        """`num_top` likeliest tokens of each emitted one are part of the tables."""
-        self._emit = max_depth + 1
-        cuda, shape = device.type == "cuda", (max_batch, 2 * self._emit * (1 + num_top) + 4)
-        self._behind = behind
-        self._buffers = [torch.empty(shape, dtype=torch.int64, pin_memory=cuda) for _ in range(behind + 1)]
+        """`num_top` likeliest tokens of each emitted one are part of the tables, whose D is at most `max_depth`."""
+        cuda, size = device.type == "cuda", max_batch * (2 * (max_depth + 1) * (1 + num_top) + 4)
+        self._behind, self._num_top = behind, num_top
+        self._buffers = [torch.empty(size, dtype=torch.int64, pin_memory=cuda) for _ in range(behind + 1)]
+        self._choices = [torch.empty(2, dtype=torch.int32, pin_memory=cuda) for _ in range(behind + 1)]
         self._events = [torch.cuda.Event() for _ in self._buffers] if cuda else []
         self._next = 0
-        self._pending: deque[tuple[int, int, Tag]] = deque()
+        self._pending: deque[tuple[int, torch.Size, bool, Tag]] = deque()
+        self.choice: tuple[int, int] | None = None
+        """The latest choice of a size that was read; None before the first."""
         self.waited_ms = 0.0
         """Time that the host has waited for steps."""
 
@@ -91,32 +94,38 @@ class Readback(Generic[Tag]):
         """Results in flight."""
         return len(self._pending)
 
-    def push(self, table: Tensor, tag: Tag) -> None:
-        """Start copying `table [rows, 2 (D + 1) (1 + num_top) + 4]` to the host."""
-        place, rows = self._next, len(table)
+    def push(self, table: Tensor, tag: Tag, choice: Tensor | None = None) -> None:
+        """Start copying `table [rows, 2 (D + 1) (1 + num_top) + 4]` to the host, and with it the `choice` [2] int32 of
+        a size."""
+        place = self._next
         self._next = (place + 1) % len(self._buffers)
-        self._buffers[place][:rows].copy_(table, non_blocking=True)
+        self._buffers[place][: table.numel()].view(table.shape).copy_(table, non_blocking=True)
+        if choice is not None:
+            self._choices[place].copy_(choice, non_blocking=True)
         if self._events:
             self._events[place].record()
-        self._pending.append((place, rows, tag))
+        self._pending.append((place, table.shape, choice is not None, tag))
 
     def in_flight(self) -> Iterator[tuple[StepResult, Tag]]:
         """What is in flight, oldest first, which stays there; waits for it."""
-        for place, rows, tag in self._pending:
-            yield self._read(place, rows), tag
+        for place, shape, _, tag in self._pending:
+            yield self._read(place, shape), tag
 
-    def _read(self, place: int, rows: int) -> StepResult:
+    def _read(self, place: int, shape: torch.Size) -> StepResult:
         began = time.perf_counter()
         if self._events:
             self._events[place].synchronize()
         self.waited_ms += (time.perf_counter() - began) * 1e3
-        return StepResult.of_table(self._buffers[place][:rows].numpy(), self._emit)
+        return StepResult.of_table(self._buffers[place][: shape.numel()].view(shape).numpy(), self._num_top)
 
     def due(self, all_of_them: bool = False) -> Iterator[tuple[StepResult, Tag]]:
         """Results that are due, oldest first; or whatever is in flight."""
         while len(self._pending) > (0 if all_of_them else self._behind):
-            place, rows, tag = self._pending.popleft()
-            yield self._read(place, rows), tag
+            place, shape, chosen, tag = self._pending.popleft()
+            result = self._read(place, shape)
+            if chosen:
+                self.choice = (int(self._choices[place][0]), int(self._choices[place][1]))
+            yield result, tag
 
     def drop(self) -> None:
         """Forget what is in flight."""

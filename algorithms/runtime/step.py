@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from algorithms.runtime.adaptive import Sizing
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Observation, Resources
+from algorithms.runtime.backlog import Backlog
 from algorithms.runtime.batch import BatchState
 from algorithms.runtime.cache import KVCache
 from algorithms.runtime.constraints import ConstraintState
@@ -28,15 +30,18 @@ from specdec_kernels import (
     accept,
     accept_targets,
     apply_penalties,
+    build_chain,
     commit_step,
     count_tokens,
     draft_topk,
     forbid_tokens,
     gather_path,
+    links_from_mask,
     mask_paths,
     mask_tokens,
     move_accepted,
 )
+from specdec_kernels.tree.types import mask_words
 from specdec_kernels.verify.types import DRAWN_RULES
 
 PHASES = ("draft", "verify", "accept", "commit")
@@ -58,6 +63,10 @@ class StepParts:
     cache: KVCache
     state: BatchState
     resources: Resources
+    sizing: Sizing | None = None
+    """Who chooses the size of a step; None: every step has the algorithm's own."""
+    backlog: Backlog | None = None
+    """What plain steps keep for the drafter; there with `sizing`."""
 
 
 class Step:
@@ -78,16 +87,42 @@ class Step:
     for them), then num_accepted, valid, num_drafted and ran_out, see `specdec_kernels.commit`. Where n likeliest
     tokens are asked for, 2 (D + 1) n more: their ids, and their log-probabilities as float32 bits."""
 
-    def __init__(self, parts: StepParts, batch: Batch, needs: SamplingNeeds, checked: bool = False) -> None:
-        """`checked` looks at the draft, which reads it back: such a step cannot be captured."""
+    def __init__(
+        self, parts: StepParts, batch: Batch, needs: SamplingNeeds, checked: bool = False, nodes: int | None = None
+    ) -> None:
+        """`checked` looks at the draft, which reads it back: such a step cannot be captured. `nodes` is how many are
+        verified of each tree, where the algorithm's own number is not; 1 drafts nothing."""
         self._parts, self._batch, self._needs, self._checked = parts, batch, needs, checked
+        self.num_nodes = nodes or parts.algorithm.num_nodes
+        self._depth = min(parts.algorithm.max_depth, self.num_nodes - 1)
+        self._chain = parts.algorithm.chain or self.num_nodes == 1
 
     def draft(self) -> None:
         """Ask the drafter for a tree. Raises EngineError if the step is checked and the tree is not as declared."""
-        tree = self._parts.algorithm.propose(self._batch)
-        if self._checked:
-            check_draft(self._parts.algorithm, self._batch, tree, self._parts.resources.target.config.vocab_size)
+        algorithm, batch = self._parts.algorithm, self._batch
+        if self.num_nodes == algorithm.num_nodes:
+            tree = algorithm.propose(batch)
+            if self._checked:
+                check_draft(algorithm, batch, tree, self._parts.resources.target.config.vocab_size)
+        elif self.num_nodes == 1:
+            links = build_chain(batch.lengths, 1, impl=self._parts.resources.impl)
+            tree = DraftTree(batch.last_tokens[:, None], links)
+        else:
+            tree = self._first_nodes(algorithm.propose_few(batch, self.num_nodes))
         self.tree = agree_on_draft(tree)
+
+    def _first_nodes(self, tree: DraftTree) -> DraftTree:
+        """The first nodes of a tree that has more. Parents come before their children."""
+        nodes, lengths, impl = self.num_nodes, self._batch.lengths, self._parts.resources.impl
+        if tree.tokens.shape[1] <= nodes:
+            return tree
+        if self._chain:
+            links = build_chain(lengths, nodes, impl=impl)
+        else:
+            mask = tree.links.mask[:, :nodes, : mask_words(nodes)].contiguous()
+            links = links_from_mask(mask, lengths, impl=impl)
+        confidence = None if tree.confidence is None else tree.confidence[:, :nodes].contiguous()
+        return DraftTree(tree.tokens[:, :nodes].contiguous(), links, confidence=confidence)
 
     def graft(self) -> None:
         """Put what grammars force into the draft, and lay it out for the host.
@@ -111,18 +146,18 @@ class Step:
         """Run the target over all nodes."""
         algorithm, links, resources = self._parts.algorithm, self.tree.links, self._parts.resources
         paths = None
-        if resources.deterministic and not algorithm.chain:
-            paths = mask_paths(links.mask, algorithm.max_depth + 1, impl=resources.impl)
+        if resources.deterministic and not self._chain:
+            paths = mask_paths(links.mask, self._depth + 1, impl=resources.impl)
         mixer = PagedMixer.over(
             self._batch,
             links.positions,
             self._parts.cache,
             resources,
-            mode="chain" if algorithm.chain else "tree",
-            mask=None if algorithm.chain else links.mask,
-            depths=None if algorithm.chain else links.depth,
+            mode="chain" if self._chain else "tree",
+            mask=None if self._chain else links.mask,
+            depths=None if self._chain else links.depth,
             paths=paths,
-            phase="verify" if algorithm.num_nodes > 1 else "decode",
+            phase="verify" if self.num_nodes > 1 else "decode",
         )
         self.hidden, self.features = resources.target.model(self.tree.tokens, mixer, algorithm.capture)
         model = resources.target.model
@@ -131,15 +166,19 @@ class Step:
             self.logits = model.logits(self.hidden)
 
     def accept(self) -> None:
-        """Decide which drafts the target would have written itself, and choose the bonus token."""
+        """Decide which drafts the target would have written itself, and choose the bonus token. With sizes to choose
+        from, the choice takes in what was accepted."""
+        self.accepted = agree_on_acceptance(self._accepted())
+        if self._parts.sizing is not None and self.num_nodes > 1 and not self._needs.constrained:
+            self._parts.sizing.learn(self._batch, self.tree, self.accepted, self.num_nodes)
+
+    def _accepted(self) -> Accepted:
         batch, algorithm, needs = self._batch, self._parts.algorithm, self._needs
         impl, sampling = self._parts.resources.impl, SamplingTensors()
         if self.targets is not None:
             # All rules are greedy without a temperature: the target's own token decides.
-            tokens, links, depth = self.tree.tokens, self.tree.links, algorithm.max_depth
-            accepted = accept_targets(tokens, links, self.targets, batch.lengths, depth, impl=impl)
-            self.accepted = agree_on_acceptance(accepted)
-            return
+            tokens, links, depth = self.tree.tokens, self.tree.links, self._depth
+            return accept_targets(tokens, links, self.targets, batch.lengths, depth, impl=impl)
         if needs.filtered:
             sampling = batch.sampling
         elif needs.sampled:
@@ -151,19 +190,18 @@ class Step:
         if needs.constrained:
             masks, rows = self._constraints, batch.rows
             mask_tokens(self.logits, masks.bits[rows], masks.constrained[rows], impl=impl)
-        accepted = accept(
+        return accept(
             algorithm.rule,
             self.tree.tokens,
             self.tree.links,
             self.logits,
             batch.lengths,
-            algorithm.max_depth,
+            self._depth,
             sampling,
             draft_probs=self.tree.draft_probs,
             return_logprobs=needs.logprobs,
             impl=impl,
         )
-        self.accepted = agree_on_acceptance(accepted)
 
     def _penalise(self) -> None:
         penalties, rows = self._parts.state.penalties, self._batch.rows
@@ -220,18 +258,21 @@ class Step:
             penalties = parts.state.penalties
             assert penalties is not None
             count_tokens(penalties.output_counts[batch.rows], accepted.tokens, committed.counts, impl=impl)
-        parts.algorithm.observe(
-            Observation(
-                batch=replace(batch, lengths=committed.start),
-                tokens=committed.tokens,
-                next_tokens=committed.next_tokens,
-                features=features,
-                hidden=hidden,
-                positions=committed.positions,
-                counts=committed.counts,
-                altered=self._needs.constrained,
+        if parts.backlog is not None and self.num_nodes == 1:
+            parts.backlog.keep(batch, hidden, features)
+        else:
+            parts.algorithm.observe(
+                Observation(
+                    batch=replace(batch, lengths=committed.start),
+                    tokens=committed.tokens,
+                    next_tokens=committed.next_tokens,
+                    features=features,
+                    hidden=hidden,
+                    positions=committed.positions,
+                    counts=committed.counts,
+                    altered=self._needs.constrained,
+                )
             )
-        )
         self.table = committed.table
         if self._needs.top_logprobs:
             self.table = torch.cat([self.table, self._top_logprobs()], 1)
@@ -252,7 +293,7 @@ class Step:
     def _on_path(self, committed: Committed) -> list[Tensor]:
         """Hidden states and features in text order; of a tree, keys and values move with them."""
         parts, values = self._parts, [self.hidden, *self.features]
-        if parts.algorithm.chain:
+        if self._chain:
             # A chain is in text order already.
             return [value[:, : committed.tokens.shape[1]] for value in values]
         impl = parts.resources.impl

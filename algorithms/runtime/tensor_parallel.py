@@ -24,10 +24,11 @@ def agree_on_draft(draft: DraftTree) -> DraftTree:
     """Rank 0's draft, on every rank. A draft of node 0 alone is what all ranks have agreed on before."""
     if not parallel() or draft.tokens.shape[1] == 1:
         return draft
-    probs = [] if draft.draft_probs is None else [draft.draft_probs]
-    tokens, *rest = from_rank_0([draft.tokens, *draft.links, *probs])
-    links = TreeLinks(*rest[: len(draft.links)])
-    return DraftTree(tokens, links, rest[-1] if probs else None)
+    others = {name: getattr(draft, name) for name in ("draft_probs", "confidence")}
+    told = {name: tensor for name, tensor in others.items() if tensor is not None}
+    tokens, *rest = from_rank_0([draft.tokens, *draft.links, *told.values()])
+    links, agreed = TreeLinks(*rest[: len(draft.links)]), rest[len(draft.links) :]
+    return DraftTree(tokens, links, **dict(zip(told, agreed, strict=True)))
 
 
 def agree_on_acceptance(accepted: Accepted) -> Accepted:

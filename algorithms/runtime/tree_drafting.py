@@ -13,7 +13,7 @@ exist by then: in the others a former request may have left anything, even NaN.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -57,6 +57,10 @@ class TreeDrafter:
         """Slots behind L that the drafter writes."""
         return self.shape.draft_slots(self.base)
 
+    def limited(self, num_nodes: int) -> TreeDrafter:
+        """The drafter of trees of fewer nodes, over the same cache."""
+        return replace(self, shape=self.shape.limited(num_nodes))
+
     def chain_mixers(self, batch: Batch) -> PagedLevels:
         """Mixers for the tokens of a chain, one a forward: node 0 and the last draft only where node 0 is stored."""
         return PagedLevels(batch, self.cache, self.resources, self.shape.max_depth - 1 + 2 * self.base)
@@ -70,8 +74,8 @@ class TreeDrafter:
         distributions.
         """
         impl, depth = self.resources.impl, self.shape.max_depth
-        mixers = mixers or self.chain_mixers(batch)
-        tokens, probs = [batch.last_tokens], []
+        mixers, told = mixers or self.chain_mixers(batch), self.resources.adaptive
+        tokens, probs, logprobs = [batch.last_tokens], [], [torch.zeros_like(batch.lengths, dtype=torch.float32)]
         for level in range(1, depth + 1):
             if drawn:
                 probs.append(filtered_probs(logits, batch.sampling, impl=impl))
@@ -79,12 +83,15 @@ class TreeDrafter:
                 positions = batch.lengths * (depth + 1) + level
                 picked = pick_tokens(logits, batch.sampling, positions, stream=DRAFT_STREAM, impl=impl)
             else:
-                picked = pick_tokens(logits, impl=impl)
+                picked = pick_tokens(logits, return_logprobs=told, impl=impl)
+                if picked.logprobs is not None:
+                    logprobs.append(picked.logprobs)
             tokens.append(self._to_target(picked.tokens))
             if level < depth:
                 logits = run(tokens[-1][:, None], None, mixers[level - 1 + self.base]).squeeze(1)
         links = build_chain(batch.lengths, depth + 1, impl=impl)
-        return DraftTree(torch.stack(tokens, 1), links, torch.stack(probs, 1) if drawn else None)
+        confidence = torch.stack(logprobs, 1).cumsum(1).exp() if told and not drawn else None
+        return DraftTree(torch.stack(tokens, 1), links, torch.stack(probs, 1) if drawn else None, confidence=confidence)
 
     def tree(self, batch: Batch, logits: Tensor, run: RunLevel) -> DraftTree:
         """Draft the tree of the likeliest tokens from `logits [B, V]` behind the last token."""
@@ -166,4 +173,5 @@ def grow_tree(
         if frontier is not None:
             logits = run(level, frontier).flatten(0, 1)
     chosen = rerank_tree(*candidates, batch.last_tokens, shape.num_nodes, impl=impl)
-    return DraftTree(chosen.tokens, build_tree(chosen.parents, batch.lengths, impl=impl))
+    links = build_tree(chosen.parents, batch.lengths, impl=impl)
+    return DraftTree(chosen.tokens, links, confidence=chosen.scores)

@@ -43,6 +43,10 @@ class TreeShape:
                 f"included, got {self.num_nodes}"
             )
 
+    def limited(self, num_nodes: int) -> TreeShape:
+        """The shape of a tree of fewer nodes: no level is drafted that no path of them reaches."""
+        return TreeShape(min(self.steps, num_nodes - 1), self.topk, num_nodes)
+
     @property
     def num_candidates(self) -> int:
         return self.topk + (self.steps - 1) * self.topk**2

@@ -14,6 +14,7 @@ from experiments.app.schema import ModelConfig, RunConfig
 from experiments.app.suggest import unknown_option_message
 from experiments.app.workload import Workload, make_workload
 from experiments.data.prompts import load_prompts
+from experiments.replay.cost import read_step_times
 
 if TYPE_CHECKING:
     import torch
@@ -122,6 +123,7 @@ def resolve(config: RunConfig) -> Plan:
             for kind in [available()[algo.name]]
         ]
     _check_kv_scales(config, target)
+    _check_adaptive(config, methods)
     for backend in backends:
         _check_backend(config, backend, hardware, target, methods, drafters)
     with user_errors(ValueError, OSError):
@@ -218,6 +220,27 @@ def _check_kv_scales(config: RunConfig, target: TargetFolder) -> None:
     if kv_dtype_of(config) is not None and config.runtime.kv_scales is not None:
         with user_errors(ValueError, OSError):
             load_kv_scales(config.runtime.kv_scales, target.config)
+
+
+def _check_adaptive(config: RunConfig, methods: Mapping[str, Any]) -> None:
+    """Refuse `runtime.adaptive` where there is nothing to choose, and step times that cannot be read."""
+    runtime = config.runtime
+    if not runtime.adaptive or "runtime.adaptive" in config.task.IGNORED:
+        return
+    if all(algo.name == "autoregressive" for algo in methods.values()):
+        raise UserError(
+            "runtime.adaptive=true chooses how many drafts are verified, and algo=autoregressive drafts none\n"
+            "give another algo, or runtime.adaptive=false"
+        )
+    for label, algo in methods.items():
+        if getattr(algo, "rule", "target_only") != "target_only":
+            raise UserError(
+                f"runtime.adaptive=true: {label} draws its drafts (rule {algo.rule}), and a number of nodes that "
+                "depends on them would change the distribution\nexpected the rule target_only"
+            )
+    if runtime.adaptive_cost is not None:
+        with user_errors(ValueError):
+            read_step_times(runtime.adaptive_cost, "runtime.adaptive_cost")
 
 
 def _own_levels(methods: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

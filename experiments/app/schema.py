@@ -82,6 +82,9 @@ class RuntimeConfig:
     file `kv_scales` has for each layer and head (`task=kv_scales` writes one), or by 1.
     With `deterministic` the target gives every token the same bits whatever is computed beside it, so that speculation
     changes no text in half precision either: it needs `backend=fa4` and the fused forward.
+    With `adaptive` every step drafts and verifies as many nodes as pay, from none to the algorithm's own number. What
+    steps cost is measured before the first request, or read from `adaptive_cost`, a file of step times or a run's
+    folder.
     `num_pages` and `max_length` null take what `max_batch` requests of the longest prompt need.
     """
 
@@ -100,6 +103,8 @@ class RuntimeConfig:
     kv_dtype: str = "auto"
     kv_scales: str | None = None
     deterministic: bool = False
+    adaptive: bool = False
+    adaptive_cost: str | None = None
 
     def __post_init__(self) -> None:
         expect_choice("runtime.device", self.device, ("auto", "cpu", "cuda"))
@@ -113,6 +118,13 @@ class RuntimeConfig:
         for key, value in dict(forward=self.forward, impl=self.impl).items():
             if self.deterministic and value in ("torch", "reference"):
                 raise ValueError(f"runtime.deterministic=true needs the fused kernels, got runtime.{key}={value}")
+        if self.adaptive_cost is not None and not self.adaptive:
+            raise ValueError("runtime.adaptive_cost is for runtime.adaptive=true, got runtime.adaptive=false")
+        if self.adaptive and self.graph in ("draft", "verify"):
+            raise ValueError(
+                "runtime.adaptive=true: a step of each size is one CUDA graph: expected runtime.graph=auto, none or "
+                f"step, got {self.graph}"
+            )
         expect_at_least("runtime.tensor_parallel", self.tensor_parallel, 1)
         expect_at_least("runtime.page_size", self.page_size, 1)
         expect_at_least("runtime.prefill_chunk", self.prefill_chunk, 1)

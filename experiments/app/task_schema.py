@@ -219,7 +219,9 @@ class KVScalesTask(TaskConfig):
 class ReplayTask(MethodsTask):
     """How many tokens a step of each method would write, from one recorded text for all of them."""
 
-    IGNORED: ClassVar[tuple[str, ...]] = ("algo", "baseline", "samples")
+    IGNORED: ClassVar[tuple[str, ...]] = (
+        "algo", "baseline", "samples", "runtime.adaptive", "runtime.adaptive_cost",
+    )  # fmt: skip
     name: str = "replay"
     trace: str | None = None
     """Folder of an earlier run over the same prompts whose texts are taken; null decodes them autoregressively."""
@@ -242,6 +244,30 @@ class ReplayTask(MethodsTask):
                 expect_choice("task.unions", label, labels)
 
 
+@dataclass
+class AdaptiveTask(CompareTask):
+    """What `runtime.adaptive` gains over every fixed number of nodes, and over no draft."""
+
+    IGNORED: ClassVar[tuple[str, ...]] = (
+        "algo", "data", "baseline", "samples", "runtime.max_batch", "runtime.adaptive",
+    )  # fmt: skip
+    OWN_PAGES: ClassVar[str | None] = "each of task.batches has as many pages as it needs"
+    NOT_RESUMED: ClassVar[str | None] = "it keeps no part of what it has measured"
+    name: str = "adaptive"
+    batches: list[int] = field(default_factory=lambda: [1, 8, 32])
+    """Requests at a time."""
+    requests: int = 1
+    """Requests per one of a batch, at least; prompts are taken in turn."""
+    repeats: int | None = 1
+    """Rounds of all settings in turn."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _expect_some("task.batches", self.batches, least=1)
+        expect_at_least("task.requests", self.requests, 1)
+        self.repeats = self.repeats or 1
+
+
 TASKS: dict[str, type[TaskConfig]] = {
     task.name: task
     for task in (
@@ -252,6 +278,7 @@ TASKS: dict[str, type[TaskConfig]] = {
         GraphAblationTask,
         KVScalesTask,
         ReplayTask,
+        AdaptiveTask,
     )
 }
 

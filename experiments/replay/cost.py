@@ -11,7 +11,8 @@ The file is JSON with one list:
     rows      mean requests of a step; left out, it is the batch
 
 The summary of a run of `compare`, `generate` or `throughput` holds the same figures, so the folder of a run can stand
-in the place of a file.
+in the place of a file. A run with `runtime.adaptive` holds the times that it measured before its first request, of each
+number of nodes.
 """
 
 from __future__ import annotations
@@ -66,6 +67,14 @@ class StepTimes:
                 return _between(here, method, nodes)
         return None
 
+    def kinds_of(self, method: str, baseline: str) -> list[StepTime]:
+        """The times of steps of `method`, and those of a step without a draft, which are the baseline's or of 1 node. A
+        time of this very method replaces one that stands for every method."""
+        found: dict[tuple[int, int], StepTime] = {}
+        for names in ((None, baseline), (method,)):
+            found |= {(entry.batch, entry.nodes): entry for entry in self.entries if entry.method in names}
+        return list(found.values())
+
     def to_json(self) -> str:
         """The content of a file."""
         return as_json({"steps": [asdict(entry) for entry in self.entries]}) + "\n"
@@ -88,30 +97,29 @@ def tokens_per_s(tokens_per_step: float, step: StepTime) -> float:
     return tokens_per_step * step.rows * 1e3 / step.step_ms
 
 
-def read_step_times(path: str) -> StepTimes:
-    """From a file, or from the summary of a run's folder. Raises ValueError that says what is wrong with it."""
+def read_step_times(path: str, key: str = "task.cost") -> StepTimes:
+    """From a file, or from the summary of a run's folder, that the setting `key` names. Raises ValueError that says
+    what is wrong with it."""
     place = Path(path)
     file = place / SUMMARY if place.is_dir() else place
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"task.cost: expected a JSON file or the folder of a finished run, got {path}: {error}"
-        ) from error
+        raise ValueError(f"{key}: expected a JSON file or the folder of a finished run, got {path}: {error}") from error
     if place.is_dir():
-        entries = tuple(_from_summary(content, path))
+        entries = tuple(_from_summary(content, path, key))
     else:
         if not isinstance(content, dict) or not isinstance(content.get("steps"), list):
-            raise ValueError(f'task.cost: expected an object with a list "steps" in {path}')
-        entries = tuple(_entry(entry, f"task.cost: {path}: steps[{i}]") for i, entry in enumerate(content["steps"]))
+            raise ValueError(f'{key}: expected an object with a list "steps" in {path}')
+        entries = tuple(_entry(entry, f"{key}: {path}: steps[{i}]") for i, entry in enumerate(content["steps"]))
     seen: set[tuple[Any, ...]] = set()
     for entry in entries:
-        key = entry.method, entry.batch, entry.nodes
-        if key in seen:
-            raise ValueError(f"task.cost: {path} has two times for method, batch, nodes = {key}")
-        seen.add(key)
+        spot = entry.method, entry.batch, entry.nodes
+        if spot in seen:
+            raise ValueError(f"{key}: {path} has two times for method, batch, nodes = {spot}")
+        seen.add(spot)
     if not entries:
-        raise ValueError(f"task.cost: {path} has no times of steps")
+        raise ValueError(f"{key}: {path} has no times of steps")
     return StepTimes(entries)
 
 
@@ -128,18 +136,20 @@ def _entry(entry: Any, where: str) -> StepTime:
     return StepTime(**filled)
 
 
-def _from_summary(summary: Mapping[str, Any], path: str) -> Iterator[StepTime]:
+def _from_summary(summary: Mapping[str, Any], path: str, key: str) -> Iterator[StepTime]:
     """One entry for each method and batch of a run over one prompt set."""
     if summary.get("task") not in TIMED_TASKS:
-        raise ValueError(
-            f"task.cost: expected a run of {', '.join(TIMED_TASKS)} in {path}, got task={summary.get('task')}"
-        )
+        raise ValueError(f"{key}: expected a run of {', '.join(TIMED_TASKS)} in {path}, got task={summary.get('task')}")
     sets = sorted({row["data"] for row in summary["rows"]})
     if len(sets) > 1:
-        raise ValueError(f"task.cost: expected a run over one prompt set in {path}, got {', '.join(sets)}")
+        raise ValueError(f"{key}: expected a run over one prompt set in {path}, got {', '.join(sets)}")
     for row in summary["rows"]:
         if "num_nodes" not in row:
-            raise ValueError(f"task.cost: {path} was written before rows had num_nodes: run it again")
+            raise ValueError(f"{key}: {path} was written before rows had num_nodes: run it again")
+        if row.get("adaptive"):
+            for cost in row["adaptive"]["costs"]:
+                yield StepTime(row["method"], cost["batch"], cost["nodes"], cost["step_ms"], cost["batch"])
+            continue
         batch = row.get("concurrency", summary["max_batch"])
         if row["num_steps"] and row["step_ms"]["mean"]:
             rows = row["row_steps"] / row["num_steps"]

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Observation, Resources
-from algorithms.runtime.join_trees import sees, used
 from specdec_kernels import build_chain
 
 UNKNOWN = -1
@@ -102,3 +101,14 @@ def confirmed(tree: DraftTree, lengths: Tensor, script: Tensor) -> Tensor:
     # A draft that the accepted path leads to: nothing above it is wrong.
     offered = inside & (errors == wrong.int()) & (depth == accepted[:, None] + 1)
     return torch.stack([accepted, ~offered.any(1)])
+
+
+def sees(tree: DraftTree) -> Tensor:
+    """[B, N, N] int64: 1 where node i sees node j: itself and its ancestors."""
+    node = torch.arange(tree.tokens.shape[1], device=tree.tokens.device)
+    return (tree.links.mask[:, :, node // 64] >> (node % 64)) & 1
+
+
+def used(tree: DraftTree) -> Tensor:
+    """[B, N] bool: a node outside of the tree has depth 0 and is not the root."""
+    return (tree.links.depth > 0) | (torch.arange(tree.tokens.shape[1], device=tree.tokens.device) == 0)

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 from experiments.app.errors import UserError, user_errors
 from experiments.app.plan import Plan
 from experiments.app.workload import Workload
+from experiments.replay.cost import read_step_times
 from experiments.report import metrics
 from experiments.tasks.near_tie import look_at
 
 if TYPE_CHECKING:
+    from algorithms.runtime.adaptive import StepCosts
     from algorithms.runtime.algorithm import Algorithm
     from algorithms.runtime.backends.protocol import Backend
     from algorithms.runtime.engine import Engine, Generation
@@ -125,11 +127,25 @@ def engine_of(plan: Plan, target: Target, algorithm: Algorithm, longest: int) ->
         deterministic=runtime.deterministic,
         kv_dtype=plan.kv_dtype,
         kv_scales=plan.kv_scales(),
+        adaptive=runtime.adaptive,
+        step_costs=step_costs(plan, algorithm.name) if algorithm.num_nodes > 1 else None,
     )
     with _memory_errors(), user_errors(ValueError, OSError):
         # A backend records what served each phase, so every decoding has one of its own.
         backend = backends()[config.backend.name](config.backend, impl, runtime.deterministic)
         return Engine(target, algorithm, backend, settings, plan.tokenizer.decode), backend
+
+
+def step_costs(plan: Plan, algo: str) -> StepCosts | None:
+    """What steps of the algorithm `algo` cost, from `runtime.adaptive_cost`; None where nothing is given."""
+    from algorithms.runtime.adaptive import StepCosts
+
+    path = plan.config.runtime.adaptive_cost
+    if path is None:
+        return None
+    with user_errors(ValueError):
+        times = read_step_times(path, "runtime.adaptive_cost")
+        return StepCosts({(time.batch, time.nodes): time.step_ms for time in times.kinds_of(algo, AUTOREGRESSIVE)})
 
 
 @contextmanager
@@ -178,6 +194,7 @@ def method_row(
     row |= metrics.accuracy(generation.completions, workload.judge)
     row |= metrics.compilations([name for r in rounds for name in r.compiled])
     row["template"] = workload.markup
+    row["adaptive"] = generation.adaptive
     against = baseline[1] if baseline and decoded.comparable else None
     row["lossless"] = _lossless(decoded, against, target, deterministic)
     own = 1.0 if decoded.algo == AUTOREGRESSIVE else None

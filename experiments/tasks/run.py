@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 def task_named(name: str) -> type[Task]:
     """The task that `task=NAME` runs."""
+    from experiments.tasks.adaptive import Adaptive
     from experiments.tasks.compare import Compare
     from experiments.tasks.generate import Generate
     from experiments.tasks.graph_ablation import GraphAblation
@@ -31,7 +32,9 @@ def task_named(name: str) -> type[Task]:
     from experiments.tasks.replay import Replay
     from experiments.tasks.throughput import Throughput
 
-    tasks: tuple[type[Task], ...] = (Generate, Compare, Throughput, Losslessness, GraphAblation, KVScalesTask, Replay)
+    tasks: tuple[type[Task], ...] = (
+        Generate, Compare, Throughput, Losslessness, GraphAblation, KVScalesTask, Replay, Adaptive,
+    )  # fmt: skip
     return {task.name: task for task in tasks}[name]
 
 

@@ -276,9 +276,7 @@ def _cut_by_length(work: WorkShape, shape: AttentionShape) -> WorkShape:
     return work._replace(max_splits=bound, num_splits=max(1, num_splits))
 
 
-def _fixed_cut(
-    work: WorkShape, metadata: AttentionMetadata, shape: AttentionShape, in_order: bool | None
-) -> WorkShape:
+def _fixed_cut(work: WorkShape, metadata: AttentionMetadata, shape: AttentionShape, in_order: bool | None) -> WorkShape:
     """`work` with splits at fixed positions."""
     if work.first_splits % 2:
         raise ValueError(f"tuning: expected an even number of first_splits, got {work.first_splits}")

@@ -303,8 +303,18 @@ def tile_scores(q, key_ptr, offsets, stored, score_scale, soft_cap, FP8: tl.cons
 
 @triton.jit
 def fold_scores(
-    q, scores, factor, value_ptr, offsets, stored, top, total, acc,
-    FP8: tl.constexpr, POLYNOMIAL: tl.constexpr, LAZY: tl.constexpr,
+    q,
+    scores,
+    factor,
+    value_ptr,
+    offsets,
+    stored,
+    top,
+    total,
+    acc,
+    FP8: tl.constexpr,
+    POLYNOMIAL: tl.constexpr,
+    LAZY: tl.constexpr,
 ):
     """`softmax_step` over `tile_scores` and the tile's values."""
     weights, top, total, acc = softmax_step(scores, factor, top, total, acc, POLYNOMIAL, LAZY)
@@ -332,8 +342,19 @@ def fold_part(acc, top, total, part, lse):
 
 @triton.jit
 def fold_parts(
-    acc, top, total, part_ptr, part_lse_ptr, part_rows, row_stride, count, row_used, stored, dims,
-    D: tl.constexpr, UNROLL: tl.constexpr,
+    acc,
+    top,
+    total,
+    part_ptr,
+    part_lse_ptr,
+    part_rows,
+    row_stride,
+    count,
+    row_used,
+    stored,
+    dims,
+    D: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     """Add `count` partial results, one behind the other by `row_stride` rows from `part_rows` [M] on."""
     for first in tl.range(0, count, UNROLL):

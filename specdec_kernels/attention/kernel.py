@@ -110,8 +110,22 @@ def _rows_and_dims(rows_valid, dims, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _write_rows(
-    out_ptr, lse_ptr, sinks_ptr, out, top, total, rows, nodes, dims, out_rows, part_rows, used, num_nodes, first_head,
-    SHAPE: tl.constexpr, SPLIT: tl.constexpr,
+    out_ptr,
+    lse_ptr,
+    sinks_ptr,
+    out,
+    top,
+    total,
+    rows,
+    nodes,
+    dims,
+    out_rows,
+    part_rows,
+    used,
+    num_nodes,
+    first_head,
+    SHAPE: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
     """Store the tile's rows: with SPLIT the partial result `out` with its log-sum-exp `top`, else the final result of
     the sums `out` and `total`, the sink included."""
@@ -139,10 +153,28 @@ def _write_rows(
 
 @triton.jit
 def _walk(
-    q, pool, mask_row, depths_row, row_position, score_scale, soft_cap, begin, stop, free_end, window, length, used,
+    q,
+    pool,
+    mask_row,
+    depths_row,
+    row_position,
+    score_scale,
+    soft_cap,
+    begin,
+    stop,
+    free_end,
+    window,
+    length,
+    used,
     nodes,
-    SHAPE: tl.constexpr, MODE: tl.constexpr, WORDS: tl.constexpr, FP8: tl.constexpr,
-    POLYNOMIAL: tl.constexpr, LAZY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SHAPE: tl.constexpr,
+    MODE: tl.constexpr,
+    WORDS: tl.constexpr,
+    FP8: tl.constexpr,
+    POLYNOMIAL: tl.constexpr,
+    LAZY: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     """The sums of `softmax_step` over the keys from `begin` to `stop`: (top, total, acc) of the tile's rows.
 
@@ -187,9 +219,21 @@ def _walk(
 
 @triton.jit
 def _attend(
-    tensors, item, sizes, scales, cut,
-    SHAPE: tl.constexpr, MODE: tl.constexpr, WORDS: tl.constexpr, ALL_SLOTS: tl.constexpr, SPLIT: tl.constexpr,
-    IN_ORDER: tl.constexpr, FP8: tl.constexpr, POLYNOMIAL: tl.constexpr, LAZY: tl.constexpr, BLOCK_M: tl.constexpr,
+    tensors,
+    item,
+    sizes,
+    scales,
+    cut,
+    SHAPE: tl.constexpr,
+    MODE: tl.constexpr,
+    WORDS: tl.constexpr,
+    ALL_SLOTS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    IN_ORDER: tl.constexpr,
+    FP8: tl.constexpr,
+    POLYNOMIAL: tl.constexpr,
+    LAZY: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """Attention of one item and KV head. The tuples are those of `_attention_kernel`."""

@@ -88,7 +88,8 @@ def suffix_match(
         impl: `auto`, `triton` or `reference` (plain Python; on a GPU store it reads back to the host).
 
     Returns:
-        SuffixDraft: tokens [B, N] int64, parents [B, N] int32 (-1 at node 0, -2 at unused nodes), strength [B] float32.
+        SuffixDraft: tokens [B, N] int64, parents [B, N] int32 (-1 at node 0, -2 at unused nodes), strength [B] float32,
+            shares [B, N] float32.
 
     Raises:
         ValueError: wrong shape, dtype, strides or devices, a size out of range, or an unknown `impl`.

@@ -65,6 +65,7 @@ def suffix_match(
     tokens = torch.empty(batch, num_nodes, dtype=torch.int64, device=device)
     parents = torch.empty(batch, num_nodes, dtype=torch.int32, device=device)
     strength = torch.empty(batch, dtype=torch.float32, device=device)
+    shares = torch.empty(batch, num_nodes, dtype=torch.float32, device=device)
     launch(
         scan_kernel,
         (batch, read),
@@ -80,8 +81,8 @@ def suffix_match(
     launch(
         draft_kernel,
         (batch,),
-        *(history, lengths, rows, store.tokens, store.lengths, store.slots, ranks, tokens, parents, strength),
-        *(history.stride(0), context),
+        *(history, lengths, rows, store.tokens, store.lengths, store.slots, ranks),
+        *(tokens, parents, strength, shares, history.stride(0), context),
         num_warps=4,
         NODES=num_nodes,
         MATCHES=matches,
@@ -95,4 +96,4 @@ def suffix_match(
         BLOCK_M=lanes(matches),
         BLOCK_N=lanes(num_nodes),
     )
-    return SuffixDraft(tokens, parents, strength)
+    return SuffixDraft(tokens, parents, strength, shares)

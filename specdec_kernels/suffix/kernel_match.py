@@ -130,6 +130,7 @@ def draft_kernel(
     draft_tokens_ptr,  # [B, NODES] int64, out
     parents_ptr,  # [B, NODES] int32, out
     strength_ptr,  # [B] float32, out
+    shares_ptr,  # [B, NODES] float32, out
     row_stride,
     context,
     NODES: tl.constexpr,
@@ -172,6 +173,7 @@ def draft_kernel(
     last = tl.load(history_ptr + request * row_stride + length, mask=inside, other=0)
     out_token = tl.where(node == 0, last, 0)
     out_parent = tl.where(node == 0, -1, -2)
+    share = tl.where(node == 0, tl.maximum(total, 1), 0)
     count = 1
     sum_taken = 0
     top = tl.max(tl.max(order, 1), 0)
@@ -185,10 +187,13 @@ def draft_kernel(
         number = tl.where(chosen, count, number)
         out_token = tl.where(node == count, token.to(tl.int64), out_token)
         out_parent = tl.where(node == count, parent, out_parent)
+        share = tl.where(node == count, (top >> 16).to(tl.int32), share)
         sum_taken += (top >> 16).to(tl.int32)
         order = tl.where(chosen, 0, order)
         top = tl.max(tl.max(order, 1), 0)
         count += 1
     tl.store(draft_tokens_ptr + request * NODES + node, out_token, mask=node < NODES)
     tl.store(parents_ptr + request * NODES + node, out_parent, mask=node < NODES)
-    tl.store(strength_ptr + request, sum_taken.to(tl.float32) / tl.maximum(total, 1).to(tl.float32))
+    votes = tl.maximum(total, 1).to(tl.float32)
+    tl.store(strength_ptr + request, sum_taken.to(tl.float32) / votes)
+    tl.store(shares_ptr + request * NODES + node, share.to(tl.float32) / votes, mask=node < NODES)

@@ -72,6 +72,8 @@ def suffix_match(
     parents = torch.full((batch, num_nodes), -2, dtype=torch.int32)
     parents[:, 0] = -1
     strength = torch.zeros(batch)
+    shares = torch.zeros(batch, num_nodes)
+    shares[:, 0] = 1
     for b, (length, row) in enumerate(zip(lengths.tolist(), rows.tolist(), strict=True)):
         if not 0 <= length < history.shape[1]:
             continue
@@ -83,12 +85,13 @@ def suffix_match(
         drafts, total = _shares(store, found, min(found[0].length * per_token // 1024, num_nodes - 1))
         kept = [entry for entry in drafts if entry[0] * 1024 >= least_share * total][: num_nodes - 1]
         numbers: dict[tuple[int, ...], int] = {(): 0}
-        for number, (_, path) in enumerate(kept, start=1):
+        for number, (weight, path) in enumerate(kept, start=1):
             numbers[path] = number
+            shares[b, number] = torch.tensor(float(weight)) / total
             tokens[b, number], parents[b, number] = path[-1], numbers[path[:-1]]
         strength[b] = torch.tensor(float(sum(weight for weight, _ in kept))) / total
     device = history.device
-    return SuffixDraft(tokens.to(device), parents.to(device), strength.to(device))
+    return SuffixDraft(tokens.to(device), parents.to(device), strength.to(device), shares.to(device))
 
 
 def _best_matches(store: SuffixStore, suffix: torch.Tensor, row: int, per_text: int, shared: bool) -> list[Match]:

@@ -22,6 +22,8 @@ class SuffixDraft(NamedTuple):
     """[B, N] int32."""
     strength: torch.Tensor
     """[B] float32: the sum of the shares of all drafts."""
+    shares: torch.Tensor
+    """[B, N] float32: the share of the votes that each draft has; 1 at node 0, 0 at unused nodes."""
 
 
 class SuffixStore(NamedTuple):

@@ -14,14 +14,17 @@ from specdec_kernels.tree.api import (
     draft_topk,
     expand_tree,
     links_from_mask,
+    merge_trees,
     rerank_tree,
+    tree_parents,
 )
-from specdec_kernels.tree.types import Candidates, DraftTopk, Frontier, Selection, TreeLinks
+from specdec_kernels.tree.types import Candidates, DraftTopk, Frontier, MergedTree, Selection, TreeLinks
 
 __all__ = [
     "Candidates",
     "DraftTopk",
     "Frontier",
+    "MergedTree",
     "Selection",
     "TreeLinks",
     "best_first_tree",
@@ -30,5 +33,7 @@ __all__ = [
     "draft_topk",
     "expand_tree",
     "links_from_mask",
+    "merge_trees",
     "rerank_tree",
+    "tree_parents",
 ]

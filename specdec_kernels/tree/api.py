@@ -11,6 +11,7 @@ from specdec_kernels.tree.types import (
     Candidates,
     DraftTopk,
     Frontier,
+    MergedTree,
     Selection,
     TreeLinks,
     mask_words,
@@ -105,6 +106,71 @@ def links_from_mask(mask: torch.Tensor, lengths: torch.Tensor, impl: str = "auto
     columns = mask_words(num_nodes) if mask.dtype == torch.int64 else num_nodes
     expect_tensors(mask=(mask, (None, num_nodes, columns), mask.dtype), lengths=(lengths, mask.shape[:1], torch.int64))
     return dispatch("links_from_mask", __package__, impl, mask)(mask, lengths)
+
+
+def tree_parents(mask: torch.Tensor, impl: str = "auto") -> torch.Tensor:
+    """The parents of trees from their ancestor masks: the last node before a node that it sees.
+
+    Args:
+        mask: [B, N, ceil(N/64)] int64 words, contiguous, as in `TreeLinks`; 1 <= N <= 256.
+        impl: `auto`, `triton` or `reference`.
+
+    Returns:
+        [B, N] int32, -1 for the root and for unused nodes, which see themselves alone.
+
+    Raises:
+        ValueError: wrong shape, dtype, strides or devices, or an unknown `impl`.
+        RuntimeError: `impl="triton"` where no kernel can run.
+    """
+    expect_shape("mask", mask, (None, None, None))
+    expect_nodes("mask", mask.shape[1])
+    expect_tensors(mask=(mask, (None, mask.shape[1], mask_words(mask.shape[1])), torch.int64))
+    parents: torch.Tensor = dispatch("tree_parents", __package__, impl, mask)(mask)
+    return parents
+
+
+def merge_trees(
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    other_tokens: torch.Tensor,
+    other_parents: torch.Tensor,
+    impl: str = "auto",
+) -> MergedTree:
+    """The union of two trees per request: every path from the root that one of them has, once.
+
+    The nodes of the first tree keep their numbers, N_a of them. Node j > 0 of the second one becomes node N_a + j - 1,
+    unless a child of its parent's place in the union carries its token: then that node takes its place, the first of
+    several. Node N_a + j - 1 is then outside of the tree, and so it is where node j is unused or hangs under an unused
+    one. A parent that is not in [0, node) makes a node unused, as in `build_tree`. Both roots are one node.
+
+    Args:
+        tokens: [B, N_a] int64 and
+        parents: [B, N_a] int32: the first tree. All tensors are contiguous.
+        other_tokens: [B, N_b] int64 and
+        other_parents: [B, N_b] int32: the second one; N_a + N_b - 1 <= 256.
+        impl: `auto`, `triton` or `reference`.
+
+    Returns:
+        MergedTree of N_a + N_b - 1 nodes. The tokens of nodes outside of the tree are those of the second tree.
+
+    Raises:
+        ValueError: wrong shape, dtype, strides or devices, or an unknown `impl`.
+        RuntimeError: `impl="triton"` where no kernel can run.
+    """
+    expect_tensors(tokens=(tokens, (None, None), torch.int64))
+    batch = tokens.shape[0]
+    expect_tensors(
+        {"tokens": tokens},
+        parents=(parents, tuple(tokens.shape), torch.int32),
+        other_tokens=(other_tokens, (batch, None), torch.int64),
+        other_parents=(other_parents, (batch, other_tokens.shape[-1]), torch.int32),
+    )
+    for name, size in (("tokens", tokens.shape[1]), ("other_tokens", other_tokens.shape[1])):
+        expect_nodes(name, size)
+    expect_nodes("union", tokens.shape[1] + other_tokens.shape[1] - 1)
+    merge = dispatch("merge_trees", __package__, impl, tokens, kernel="kernel_merge")
+    merged: MergedTree = merge(tokens, parents, other_tokens, other_parents)
+    return merged
 
 
 def draft_topk(logits: torch.Tensor, k: int, temperature: torch.Tensor | None = None, impl: str = "auto") -> DraftTopk:
@@ -244,7 +310,7 @@ def rerank_tree(
         impl: `auto`, `triton` or `reference`.
 
     Returns:
-        Selection: tokens [B, N] int64, parents [B, N] int32, candidates [B, N] int32.
+        Selection: tokens [B, N] int64, parents [B, N] int32, candidates [B, N] int32, scores [B, N] float32.
 
     Raises:
         ValueError: wrong shape, dtype, strides or devices, sizes out of range, or an unknown `impl`.
@@ -282,7 +348,8 @@ def best_first_tree(
         impl: `auto`, `triton` or `reference`.
 
     Returns:
-        Selection: tokens [B, N] int64, parents [B, N] int32, candidates [B, N] int32 (depth index * C + rank).
+        Selection: tokens [B, N] int64, parents [B, N] int32, candidates [B, N] int32 (depth index * C + rank),
+            scores [B, N] float32 (values of the nodes).
 
     Raises:
         ValueError: wrong shape, dtype, strides or devices, sizes out of range, or an unknown `impl`.

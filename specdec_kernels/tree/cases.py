@@ -71,6 +71,21 @@ def _noise_mask(make: Maker, batch: int, num_nodes: int, **options: Any) -> dict
     return dict(mask=words & (words >> 1), lengths=make.integers(0, 40, batch), **options)
 
 
+def _masks(make: Maker, batch: int, num_nodes: int) -> dict[str, Any]:
+    return dict(mask=_mask(make, batch, num_nodes)["mask"])
+
+
+def _two_trees(
+    make: Maker, batch: int, first: int, second: int, tokens: int = 4, unused: bool = False
+) -> dict[str, Any]:
+    """Trees over few tokens, so that they share paths; two children may carry one token."""
+    trees = [
+        (make.integers(0, tokens, batch, size), random_parents(make, batch, size, unused)) for size in (first, second)
+    ]
+    (ours, parents), (theirs, other_parents) = trees
+    return dict(tokens=ours, parents=parents, other_tokens=theirs, other_parents=other_parents)
+
+
 def _logits(make: Maker, rows: int, vocab: int, k: int, tempered: bool = False, scale: float = 4.0) -> dict[str, Any]:
     logits = make.normal(rows, vocab, scale=scale)
     temperature = make.tensor([[0.0, 0.5, 1.0, 3.0][r % 4] for r in range(rows)], torch.float32) if tempered else None
@@ -242,6 +257,8 @@ _topk_case = partial(case_of, "draft_topk", _logits)
 _expand_case = partial(case_of, "expand_tree", _expand)
 _rerank_case = partial(case_of, "rerank_tree", _rerank)
 _first_case = partial(case_of, "best_first_tree", _marginals)
+_parents_case = partial(case_of, "tree_parents", _masks)
+_merge_case = partial(case_of, "merge_trees", _two_trees)
 _LARGE = ("large",)
 
 CASES = (
@@ -273,6 +290,18 @@ CASES = (
     case_of("links_from_mask", _noise_mask, "mask_noise", "rows that no tree has", batch=3, num_nodes=70),
     case_of("links_from_mask", _bool_mask, "mask_bool", "a row that is not closed", gate=True, batch=3, num_nodes=21),
     case_of("links_from_mask", _bool_mask, "mask_bool_one", "a block wider than the row", batch=2, num_nodes=1),
+    _parents_case("parents_empty_batch", "launch on an empty grid", batch=0, num_nodes=3),
+    _parents_case("parents_odd", "the root's own bit", batch=3, num_nodes=7),
+    _parents_case("parents_130", "a parent in an earlier word", gate=True, batch=2, num_nodes=130),
+    _merge_case("merge_empty_batch", "launch on an empty grid", batch=0, first=3, second=4),
+    _merge_case("merge_roots", "a loop without nodes", batch=2, first=1, second=1),
+    _merge_case("merge_one_sided", "a tree without drafts", batch=3, first=1, second=6),
+    _merge_case("merge_alike", "a shared path drafted twice", batch=4, first=9, second=12, tokens=2),
+    _merge_case("merge_apart", "a node under another parent", batch=4, first=7, second=5, tokens=1000),
+    _merge_case("merge_unused", "a child of an unused node", batch=5, first=13, second=21, tokens=3, unused=True),
+    _merge_case("merge_hybrid", "shipped", gate=True, bench=True, batch=8, first=16, second=32, tokens=8),
+    _merge_case("merge_b32", "a step of 32 requests", bench=True, tags=_LARGE, batch=32, first=16, second=16, tokens=8),
+    _merge_case("merge_256", "the largest union", gate=True, batch=1, first=128, second=129, tokens=3),
     _topk_case("topk_empty", "launch on an empty grid", rows=0, vocab=9, k=2),
     _topk_case("topk_all", "exhausted tiles", rows=2, vocab=10, k=10),
     _topk_case("topk_one_tile", "a row of one tile", gate=True, rows=3, vocab=100, k=1),

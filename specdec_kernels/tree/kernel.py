@@ -217,15 +217,20 @@ def build_chain(lengths: torch.Tensor, num_nodes: int) -> TreeLinks:
 
 def links_from_mask(mask: torch.Tensor, lengths: torch.Tensor) -> TreeLinks:
     """See `specdec_kernels.tree.links_from_mask`."""
+    return build_tree(tree_parents(mask), lengths)
+
+
+def tree_parents(mask: torch.Tensor) -> torch.Tensor:
+    """See `specdec_kernels.tree.tree_parents`; bits may also be bools."""
     batch, num_nodes, columns = mask.shape
     parents = torch.empty(batch, num_nodes, dtype=torch.int32, device=mask.device)
-    grid, num_warps, blocks = _plan(lengths, num_nodes)
+    grid, num_warps, blocks = _plan(mask, num_nodes)
     packed = mask.dtype == torch.int64
     launch(
         _mask_parents_kernel, grid, mask if packed else mask.view(torch.uint8), parents, batch,
         COLUMNS=columns, PACKED=packed, num_warps=num_warps, **blocks,
     )  # fmt: skip
-    return build_tree(parents, lengths)
+    return parents
 
 
 def _empty_links(lengths: torch.Tensor, num_nodes: int) -> TreeLinks:

@@ -155,6 +155,7 @@ def _rerank_kernel(
     out_tokens_ptr,  # [B, NODES] int64
     out_parents_ptr,  # [B, NODES] int32
     out_candidates_ptr,  # [B, NODES] int32
+    out_scores_ptr,  # [B, NODES] float32
     CANDIDATES: tl.constexpr,
     NODES: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -184,6 +185,7 @@ def _rerank_kernel(
     tl.store(out_tokens_ptr + out + node, token, mask=kept)
     tl.store(out_parents_ptr + out + node, parent_node, mask=kept)
     tl.store(out_candidates_ptr + out + node, candidate, mask=kept)
+    tl.store(out_scores_ptr + out + node, score, mask=kept)
 
     other = tl.arange(0, BLOCK_N)
     rest = (other < NODES) & ((other == 0) | (other > wanted))
@@ -191,6 +193,7 @@ def _rerank_kernel(
     tl.store(out_tokens_ptr + out + other, tl.where(other == 0, last_token, 0), mask=rest)
     tl.store(out_parents_ptr + out + other, tl.where(other == 0, -1, _UNUSED_PARENT), mask=rest)
     tl.store(out_candidates_ptr + out + other, other * 0 - 1, mask=rest)
+    tl.store(out_scores_ptr + out + other, tl.where(other == 0, 1.0, 0.0), mask=rest)
 
 
 @triton.jit
@@ -208,6 +211,7 @@ def _best_first_kernel(
     out_tokens_ptr,  # [B, NODES] int64
     out_parents_ptr,  # [B, NODES] int32
     out_candidates_ptr,  # [B, NODES] int32
+    out_scores_ptr,  # [B, NODES] float32
     DEPTHS: tl.constexpr,
     CHILDREN: tl.constexpr,
     NODES: tl.constexpr,
@@ -218,6 +222,7 @@ def _best_first_kernel(
     tl.store(out_tokens_ptr + out, tl.load(last_tokens_ptr + request))
     tl.store(out_parents_ptr + out, -1)
     tl.store(out_candidates_ptr + out, -1)
+    tl.store(out_scores_ptr + out, 1.0)
 
     lane = tl.arange(0, BLOCK_N)
     value = tl.where(lane == 0, 1.0, 0.0)
@@ -233,6 +238,7 @@ def _best_first_kernel(
         tl.store(out_tokens_ptr + out + node, token)
         tl.store(out_parents_ptr + out + node, tl.where(found, parent, _UNUSED_PARENT))
         tl.store(out_candidates_ptr + out + node, candidate)
+        tl.store(out_scores_ptr + out + node, best.to(tl.float32, bitcast=True))
 
         is_new = (lane == node) & found
         value = tl.where(is_new, best.to(tl.float32, bitcast=True), value)
@@ -304,7 +310,8 @@ def best_first_tree(probs: torch.Tensor, tokens: torch.Tensor, last_tokens: torc
 
 def _empty_selection(last_tokens: torch.Tensor, num_nodes: int) -> Selection:
     shape = (last_tokens.shape[0], num_nodes)
-    return Selection(last_tokens.new_empty(shape), *(last_tokens.new_empty(shape, dtype=torch.int32) for _ in range(2)))
+    dtypes = (torch.int64, torch.int32, torch.int32, torch.float32)
+    return Selection(*(last_tokens.new_empty(shape, dtype=dtype) for dtype in dtypes))
 
 
 def _lanes(count: int) -> int:

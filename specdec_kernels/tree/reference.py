@@ -10,6 +10,7 @@ from specdec_kernels.tree.types import (
     Candidates,
     DraftTopk,
     Frontier,
+    MergedTree,
     Selection,
     TreeLinks,
 )
@@ -58,11 +59,43 @@ def build_chain(lengths: torch.Tensor, num_nodes: int) -> TreeLinks:
 
 def links_from_mask(mask: torch.Tensor, lengths: torch.Tensor) -> TreeLinks:
     """See `specdec_kernels.tree.links_from_mask`."""
+    return build_tree(tree_parents(mask), lengths)
+
+
+def tree_parents(mask: torch.Tensor) -> torch.Tensor:
+    """See `specdec_kernels.tree.tree_parents`; bits may also be bools."""
     num_nodes = mask.shape[1]
     node = torch.arange(num_nodes, device=mask.device)
     sees = mask if mask.dtype == torch.bool else _unpack_words(mask, num_nodes)
-    parents = torch.where(sees & (node < node[:, None]), node, -1).amax(-1)
-    return build_tree(parents.int(), lengths)
+    return torch.where(sees & (node < node[:, None]), node, -1).amax(-1).int()
+
+
+def merge_trees(
+    tokens: torch.Tensor, parents: torch.Tensor, other_tokens: torch.Tensor, other_parents: torch.Tensor
+) -> MergedTree:
+    """See `specdec_kernels.tree.merge_trees`."""
+    merged = MergedTree(
+        torch.cat([tokens, other_tokens[:, 1:]], 1),
+        torch.cat([parents, torch.full_like(other_parents[:, 1:], UNUSED_PARENT)], 1),
+    )
+    first = tokens.shape[1]
+    for row, (own, others) in enumerate(zip(merged.parents, other_parents.tolist(), strict=True)):
+        texts = merged.tokens[row].tolist()
+        node = torch.arange(len(own), device=own.device)
+        own.copy_(torch.where((own >= 0) & (own < node), own, UNUSED_PARENT))
+        own[0] = -1
+        children: dict[tuple[int, int], int] = {}
+        for place, parent in enumerate(own.tolist()):
+            if parent >= 0:
+                children.setdefault((parent, texts[place]), place)
+        places = {0: 0}
+        for number, parent in enumerate(others):
+            if number > 0 and 0 <= parent < number and parent in places:
+                new, above = first + number - 1, places[parent]
+                places[number] = children.setdefault((above, texts[new]), new)
+                if places[number] == new:
+                    own[new] = above
+    return merged
 
 
 def draft_topk(logits: torch.Tensor, k: int, temperature: torch.Tensor | None = None) -> DraftTopk:
@@ -145,6 +178,7 @@ def rerank_tree(
         of_chosen(tokens, 0),
         of_chosen(parent_node, UNUSED_PARENT),
         of_chosen(candidate.expand(batch, -1), -1),
+        of_chosen(score, 0),
     )
 
 
@@ -172,14 +206,19 @@ def best_first_tree(probs: torch.Tensor, tokens: torch.Tensor, last_tokens: torc
         value[:, node : node + 1] = best
         depth[:, node : node + 1] = parent_depth + 1
     if not grown:
-        return _with_root(last_tokens, *(depth[:, :0] for _ in range(3)))
+        nothing = depth[:, :0]
+        return _with_root(last_tokens, nothing, nothing, nothing, value[:, :0])
     parent, candidate = (torch.cat(columns, 1) for columns in zip(*grown, strict=True))
     token = torch.where(candidate >= 0, tokens.flatten(1).gather(1, candidate.clamp(min=0)), 0)
-    return _with_root(last_tokens, token, parent, candidate)
+    return _with_root(last_tokens, token, parent, candidate, value[:, 1:])
 
 
 def _with_root(
-    last_tokens: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, candidates: torch.Tensor
+    last_tokens: torch.Tensor,
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    candidates: torch.Tensor,
+    scores: torch.Tensor,
 ) -> Selection:
     """The nodes behind a root."""
     none = torch.full_like(last_tokens, -1)[:, None]
@@ -187,6 +226,7 @@ def _with_root(
         torch.cat([last_tokens[:, None], tokens], 1),
         torch.cat([none, parents], 1).int(),
         torch.cat([none, candidates], 1).int(),
+        torch.nn.functional.pad(scores.float(), (1, 0), value=1.0),
     )
 
 

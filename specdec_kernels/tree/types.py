@@ -28,6 +28,14 @@ class Selection(NamedTuple):
     tokens: torch.Tensor  # [B, N] int64, column 0 is the last committed token, 0 in unused nodes
     parents: torch.Tensor  # [B, N] int32, -1 for the root, -2 for nodes outside the tree
     candidates: torch.Tensor  # [B, N] int32, candidate id of the node, -1 for the root and unused nodes
+    scores: torch.Tensor  # [B, N] float32, score of the path to the node, 1 for the root and 0 for unused nodes
+
+
+class MergedTree(NamedTuple):
+    """The union of two trees in a batch, as `build_tree` takes it."""
+
+    tokens: torch.Tensor  # [B, N] int64
+    parents: torch.Tensor  # [B, N] int32, -1 for the root, -2 for nodes outside the tree
 
 
 class Candidates(NamedTuple):

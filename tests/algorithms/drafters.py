@@ -99,11 +99,10 @@ def hinted(algorithm: Algorithm, texts: Sequence[Sequence[int]]) -> Algorithm:
     of every node, so what is accepted is scattered over the nodes of a tree. Cache, tree shape and everything learnt
     from what was accepted stay the algorithm's own.
     """
-    propose = algorithm.propose
+    propose, propose_few = algorithm.propose, algorithm.propose_few
     scripts = [list(text) for text in texts]
 
-    def better(batch: Batch) -> DraftTree:
-        draft = propose(batch)
+    def better(batch: Batch, draft: DraftTree) -> DraftTree:
         tokens = draft.tokens.tolist()
         first, sibling = draft.links.first_child.tolist(), draft.links.next_sibling.tolist()
         for row, (length, history) in enumerate(zip(batch.lengths.tolist(), batch.history.tolist(), strict=True)):
@@ -114,7 +113,8 @@ def hinted(algorithm: Algorithm, texts: Sequence[Sequence[int]]) -> Algorithm:
                     tokens[row][node] = text[length + depth]
         return replace(draft, tokens=torch.tensor(tokens))
 
-    algorithm.propose = better  # type: ignore[method-assign]
+    algorithm.propose = lambda batch: better(batch, propose(batch))  # type: ignore[method-assign]
+    algorithm.propose_few = lambda batch, nodes: better(batch, propose_few(batch, nodes))  # type: ignore[method-assign]
     return algorithm
 
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import specdec_kernels as kernels
-from algorithms.mixed import Mixed, _padded
+from algorithms.mixed import Mixed
 from algorithms.runtime.algorithm import DraftTree
-from algorithms.runtime.join_trees import merge_trees
 from tests.algorithms.drafters import TARGET, load_random_drafters, mixed
 
 LENGTHS = torch.tensor([7, 0, 12])
@@ -40,27 +39,33 @@ def paths(tokens: torch.Tensor, parents: torch.Tensor) -> list[list[tuple[int, .
     for row_tokens, row_parents in zip(tokens.tolist(), parents.tolist(), strict=True):
         at: dict[int, tuple[int, ...]] = {0: ()}
         for node, parent in enumerate(row_parents):
-            if node and parent != -2:
+            if node and parent >= 0:
                 assert parent < node and parent in at
                 at[node] = (*at[parent], row_tokens[node])
         found.append(list(at.values()))
     return found
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_the_union_has_every_path_once(seed: int) -> None:
-    first, second = random_tree(4 + seed, seed), random_tree(17 - seed, 100 + seed)
-    tokens, parents = merge_trees(first, second)
-    assert tokens.shape[1] == 20 and (parents[:, : 4 + seed] == _padded(first, 4 + seed)[1]).all()
-    sides = [paths(*_padded(tree, tree.tokens.shape[1])) for tree in (first, second)]
-    for merged, ours, theirs in zip(paths(tokens, parents), *sides, strict=True):
+def of_tree(tree: DraftTree) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and parents of a tree."""
+    return tree.tokens, kernels.tree_parents(tree.links.mask, impl="reference")
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+@pytest.mark.parametrize("seed", range(6))
+def test_the_union_has_every_path_once(seed: int, impl: str) -> None:
+    first, second = of_tree(random_tree(4 + seed, seed)), of_tree(random_tree(11 - seed, 100 + seed))
+    tokens, parents = kernels.merge_trees(*first, *second, impl=impl)
+    assert tokens.shape[1] == 14
+    for merged, ours, theirs in zip(paths(tokens, parents), paths(*first), paths(*second), strict=True):
         assert len(merged) == len(set(merged)) and set(merged) == {*ours, *theirs}
 
 
 def test_a_chain_and_a_tree_are_merged() -> None:
     chain = DraftTree(torch.cat([ROOT[:, None], torch.tensor([[1, 2, 0]] * 3)], 1), kernels.build_chain(LENGTHS, 4))
     tree = random_tree(9, 5)
-    for merged, theirs in zip(paths(*merge_trees(chain, tree)), paths(*_padded(tree, 9)), strict=True):
+    union = kernels.merge_trees(*of_tree(chain), *of_tree(tree), impl="reference")
+    for merged, theirs in zip(paths(*union), paths(*of_tree(tree)), strict=True):
         assert set(merged) == {*theirs, (), (1,), (1, 2), (1, 2, 0)}
 
 

@@ -11,6 +11,7 @@ import torch
 
 import specdec_kernels as kernels
 from algorithms.autoregressive import Autoregressive
+from algorithms.runtime.adaptive import StepCosts
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Resources
 from algorithms.runtime.backends.registry import backends
 from algorithms.runtime.cache import KVScales
@@ -108,6 +109,8 @@ class Setup:
     kv_dtype: torch.dtype | None = None
     kv_scales: KVScales | None = None
     grammars: Grammars | None = None
+    adaptive: bool = False
+    step_costs: StepCosts | None = None
 
 
 BACKEND_OPTIONS: dict[str, dict[str, str]] = {"hybrid": {"prefill": "torch", "decode": "fa4", "verify": "prefill"}}
@@ -131,6 +134,8 @@ def engine_of(algorithm: Algorithm, setup: Setup, target: Target) -> Engine:
         deterministic=setup.deterministic,
         kv_dtype=setup.kv_dtype,
         kv_scales=setup.kv_scales,
+        adaptive=setup.adaptive,
+        step_costs=setup.step_costs,
     )
     capture = Replayed if setup.graph != "none" and target.model.model.norm.weight.device.type == "cpu" else None
     backend = kind(config, setup.impl, setup.deterministic)

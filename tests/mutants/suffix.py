@@ -1,4 +1,4 @@
-"""Bugs in suffix drafting and in the union of two trees."""
+"""Bugs in suffix drafting."""
 
 from __future__ import annotations
 
@@ -43,13 +43,5 @@ MUTANTS = (
         "above = lead",
         _case("match_one_letter", "match_tree"),
         "a draft hangs under the root where an earlier match has its parent",
-    ),
-    Mutant(
-        "shared_path_drafted_twice",
-        "algorithms/runtime/join_trees.py",
-        "kept = used & ~(same & (node < node[:, None])).any(-1)",
-        "kept = used",
-        ("tests/algorithms/test_mixed.py::test_the_union_has_every_path_once",),
-        "what both drafters draft is two nodes, and the walk loses the continuation of one",
     ),
 )

@@ -124,4 +124,12 @@ MUTANTS = (
         _case("topk_odd"),
         "historical: lanes past the vocabulary win against negative logits (vLLM GHSA-8wr5-jm2h-8r4f)",
     ),
+    Mutant(
+        "shared_path_drafted_twice",
+        "specdec_kernels/tree/kernel_merge.py",
+        "found = tl.min(tl.where(same, node, BLOCK_N), 0)",
+        "found = tl.min(tl.where(same & (node == 0), node, BLOCK_N), 0)",
+        _case("merge_alike"),
+        "what both drafters draft is two nodes, and the walk loses the continuation of one",
+    ),
 )

@@ -349,6 +349,7 @@ _draft_case = partial(case_of, "assign_draft_cache_locs", _draft_locs)
 _decode_case = partial(case_of, "generate_draft_decode_kv_indices", _decode_indices)
 _FULL, _QUERY, _PACKED = TreeMaskMode
 
+
 def _bonus(make: Maker, batch: int, stride: int) -> dict[str, Any]:
     return dict(
         accept_tokens=make.integers(0, 50, batch, stride),

@@ -1,0 +1,170 @@
+"""How many nodes each step verifies (`runtime.adaptive`): sizes, what a step of each costs, and who decides.
+
+    size 0         a plain step: node 0 alone, and no draft
+    sizes 1 to S   2, 4, 8, ... nodes and the algorithm's own number
+
+A step of each size is a graph of its own. At the end of every step the device learns what the step says about each
+size, and chooses the one with the most tokens per time, see `specdec_kernels.choose_size`. The host reads the choice
+with the tokens of the step, so it follows by a step or two and nothing waits for it. `Pacing` adds what the device
+cannot learn by itself: a plain step says nothing about drafts, and a small one little about large ones, so now and then
+a step of another size is tried.
+
+The text does not depend on the sizes: the target's own choice decides at every node.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Resources
+from specdec_kernels import Accepted, SizeState, choose_size
+
+PLAIN = 0
+"""Index of the size without a draft."""
+TRIED_ROWS = 4
+"""Rows whose drafts are judged when drafting is tried again."""
+FIRST_PAUSE, LONGEST_PAUSE = 64, 2048
+"""Plain steps before drafting is tried again; each failure doubles them."""
+LARGER_EVERY = 128
+"""Steps after which one of the next larger size is taken."""
+
+
+def step_sizes(num_nodes: int) -> tuple[int, ...]:
+    """Nodes of a step, from the plain one on: 1, then powers of two up to `num_nodes`, which is the last."""
+    powers = (1 << bit for bit in range(num_nodes.bit_length()))
+    return tuple(sorted({power for power in powers if power < num_nodes} | {1, num_nodes}))
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Milliseconds of a step by (rows, nodes); 1 node is a plain step."""
+
+    step_ms: Mapping[tuple[int, int], float]
+
+    def of(self, rows: int, nodes: int) -> float:
+        """The time of a step, between measured numbers of rows and of nodes by straight lines; beyond them, that of the
+        nearest. Raises ValueError where no time of a plain step, or of one that drafts, is known."""
+        known = [(r, n) for r, n in self.step_ms if (n == 1) == (nodes == 1)]
+        if not known:
+            kind = "without a draft" if nodes == 1 else "with a draft"
+            raise ValueError(f"runtime.adaptive_cost: expected the time of a step {kind}, found none")
+        by_rows = {}
+        for measured in sorted({r for r, _ in known}):
+            here = {n: self.step_ms[measured, n] for r, n in known if r == measured}
+            by_rows[measured] = _between(here, nodes)
+        return _between(by_rows, rows)
+
+
+def _between(values: Mapping[int, float], place: int) -> float:
+    """The value at `place` on straight lines through `values`, constant beyond the ends."""
+    keys = sorted(values)
+    for low, high in pairwise(keys):
+        if low <= place <= high:
+            return values[low] + (place - low) / (high - low) * (values[high] - values[low])
+    return values[keys[0] if place < keys[0] else keys[-1]]
+
+
+class Pacing:
+    """Which size the next step takes: the device's choice, and a trial now and then."""
+
+    def __init__(self, num_sizes: int) -> None:
+        """Of `num_sizes` sizes that draft. Before the device has chosen, steps are of the largest."""
+        self._largest = num_sizes
+        self.held: int | None = None
+        """A size that every step takes, whatever is chosen; None: none."""
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self._choice = self._drafting = self._largest
+        self._pause, self._num_plain, self._trials, self._since_larger = FIRST_PAUSE, 0, 0, 0
+
+    def told(self, choice: int, drafting: int) -> None:
+        """The device's latest choice, and its choice among the sizes that draft."""
+        self._choice, self._drafting = choice, drafting
+        if choice != PLAIN:
+            self._pause, self._num_plain, self._trials = FIRST_PAUSE, 0, 0
+
+    def next(self, rows: int) -> int:
+        """The size of the next step, of `rows` requests."""
+        if self.held is not None:
+            return self.held
+        if self._choice != PLAIN:
+            self._since_larger += 1
+            if self._choice < self._largest and self._since_larger >= LARGER_EVERY:
+                self._since_larger = 0
+                return self._choice + 1
+            return self._choice
+        if self._num_plain >= self._pause:
+            self._pause, self._num_plain = min(2 * self._pause, LONGEST_PAUSE), 0
+            self._trials = math.ceil(TRIED_ROWS / rows)
+        if self._trials:
+            self._trials -= 1
+            return self._drafting
+        self._num_plain += 1
+        return PLAIN
+
+
+class Sizing:
+    """Sizes of the steps of one engine, and the state that decides between them."""
+
+    def __init__(self, algorithm: Algorithm, resources: Resources, batches: tuple[int, ...]) -> None:
+        """`batches` are the numbers of rows, rising to the largest, of which the cost of a step is told."""
+        self.nodes = step_sizes(algorithm.num_nodes)
+        self._state = SizeState.create(self.nodes[1:], resources.device)
+        self._impl, self._batches = resources.impl, batches
+        self._costs = {rows: torch.ones(len(self.nodes), device=resources.device) for rows in batches}
+        self._costs_ms: dict[tuple[int, int], float] = {}
+        self.pacing = Pacing(len(self.nodes) - 1)
+        self.num_steps: Counter[int] = Counter()
+        """Steps of each number of nodes."""
+
+    @property
+    def has_costs(self) -> bool:
+        """Whether the cost of steps is known."""
+        return bool(self._costs_ms)
+
+    @property
+    def choice(self) -> Tensor:
+        """[2] int32 on the device, see `SizeState.choice`."""
+        return self._state.choice
+
+    def set_costs(self, costs: StepCosts) -> None:
+        """What steps cost; in place, because steps may be captured."""
+        for rows in self._batches:
+            known = {nodes: costs.of(rows, nodes) for nodes in self.nodes}
+            self._costs_ms |= {(rows, nodes): spent_ms for nodes, spent_ms in known.items()}
+            self._costs[rows].copy_(torch.tensor(list(known.values()), dtype=torch.float32))
+
+    def learn(self, batch: Batch, tree: DraftTree, accepted: Accepted, nodes: int) -> None:
+        """Take in a step of so many nodes, which may be captured; the choice follows."""
+        rows = next(rows for rows in self._batches if rows >= len(batch.lengths))
+        choose_size(
+            self._state,
+            tree.confidence,
+            accepted.nodes,
+            accepted.num_accepted,
+            batch.active,
+            self._costs[rows],
+            self.nodes.index(nodes),
+            nodes,
+            impl=self._impl,
+        )
+
+    def forget(self) -> None:
+        """Forget all steps, but not their cost."""
+        self._state.clear()
+        self.pacing.forget()
+
+    def report(self) -> dict[str, Any]:
+        """Steps by nodes so far, and the cost that the choice is made with."""
+        costs = [{"batch": rows, "nodes": nodes, "step_ms": ms} for (rows, nodes), ms in self._costs_ms.items()]
+        return {"steps_by_nodes": {str(nodes): self.num_steps[nodes] for nodes in self.nodes}, "costs": costs}

@@ -1,0 +1,215 @@
+"""Steps whose size is chosen: the text stays the target's own, and the choice is the one that pays."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import pytest
+
+from algorithms.runtime.adaptive import (
+    FIRST_PAUSE,
+    LARGER_EVERY,
+    PLAIN,
+    TRIED_ROWS,
+    Pacing,
+    StepCosts,
+    step_sizes,
+)
+from algorithms.runtime.algorithm import Batch, DraftTree
+from algorithms.runtime.engine import Engine, EngineError
+from algorithms.runtime.request import Request
+from algorithms.standalone import Standalone
+from tests.algorithms.drafters import ALL_MAKERS, TARGET, hinted, load_random_drafters
+from tests.algorithms.toy import Scripted, Setup, answers, autoregressive, changed, engine_of, requests, run, scripts
+
+TOKENS = 20
+COLUMNS = 4
+CHEAP = StepCosts({(1, 1): 1.0, (1, 2): 1.0, (1, 256): 1.0001})
+"""Nodes cost nearly nothing."""
+DEAR = StepCosts({(1, 1): 1.0, (1, 2): 4.0, (1, 256): 400.0})
+"""No draft pays."""
+DRAFTING = sorted(set(ALL_MAKERS) - {"autoregressive"})
+
+
+@pytest.fixture(autouse=True)
+def models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random drafters, which observe at least every few plain steps."""
+    load_random_drafters(monkeypatch)
+    for module in ("backlog", "cuda_graph"):
+        monkeypatch.setattr(f"algorithms.runtime.{module}.COLUMNS", COLUMNS)
+
+
+@cache
+def reference() -> tuple[list[Request], list[list[int]], list[list[int]]]:
+    """Requests, greedy and sampled, some of which end early; what the target alone writes; and longer texts."""
+    free = [changed(r, temperature=(0.0, 0.8)[r.id % 2]) for r in requests(4, TOKENS)]
+    written = answers(free, Setup(max_batch=1), TARGET)
+    asked = [changed(r, max_new_tokens=(TOKENS, 9)[r.id % 2]) for r in free]
+    ends = [r.sampling.max_new_tokens for r in asked]
+    return asked, [ids[:end] for ids, end in zip(written, ends, strict=True)], scripts(free, written)
+
+
+class Random(Pacing):
+    """Takes any size at any time, and plain steps for a while."""
+
+    def __init__(self, num_sizes: int, seed: int = 3) -> None:
+        self._random, self._num_sizes, self._num_plain = random.Random(seed), num_sizes, 0
+
+    def forget(self) -> None: ...
+
+    def told(self, choice: int, drafting: int) -> None:
+        assert 0 <= choice <= self._num_sizes and 1 <= drafting <= self._num_sizes
+
+    def next(self, rows: int) -> int:
+        if self._num_plain:
+            self._num_plain -= 1
+            return PLAIN
+        if self._random.random() < 0.3:
+            self._num_plain = self._random.choice((0, 2, COLUMNS + 1))
+            return PLAIN
+        return self._random.randint(1, self._num_sizes)
+
+
+def paced(engine: Engine, pacing: Pacing) -> Engine:
+    assert engine.parts.sizing is not None
+    engine.parts.sizing.pacing = pacing
+    return engine
+
+
+def num_sizes(engine: Engine) -> int:
+    assert engine.parts.sizing is not None
+    return len(engine.parts.sizing.nodes) - 1
+
+
+@pytest.mark.parametrize(
+    ("maker", "graph"),
+    [(maker, "none") for maker in DRAFTING] + [(maker, "step") for maker in ("eagle3_tree", "standalone_chain")],
+)
+def test_the_text_does_not_depend_on_the_sizes(maker: str, graph: str) -> None:
+    """Sizes that change at random: catches observations of another size, and rows that plain steps mix up."""
+    asked, alone, texts = reference()
+    algorithm = hinted(ALL_MAKERS[maker](), texts)
+    setup = Setup(max_batch=2, page_size=4, graph=graph, overlap=int(graph == "step"), adaptive=True, step_costs=CHEAP)
+    engine = engine_of(algorithm, setup, TARGET)
+    done = paced(engine, Random(num_sizes(engine))).generate(asked)
+    assert [c.token_ids for c in done.completions] == alone
+    assert done.adaptive is not None and done.adaptive["steps_by_nodes"]["1"]
+    assert sum(map(bool, done.adaptive["steps_by_nodes"].values())) > 1 + (algorithm.num_nodes > 2)
+    assert any(accepted for c in done.completions for accepted in c.accepted_counts)
+
+
+@pytest.mark.parametrize("maker", DRAFTING)
+def test_drafts_behind_plain_steps_are_those_of_every_run(maker: str) -> None:
+    """Catches caches with holes: what a drafter drafts behind a text does not depend on how it was written."""
+    asked = [changed(requests(1)[0], max_new_tokens=30)]
+
+    def drafts(pacing: type[Pacing]) -> dict[tuple[int, ...], list[int]]:
+        algorithm, found = ALL_MAKERS[maker](), {}
+        propose = algorithm.propose
+
+        def noted(batch: Batch) -> DraftTree:
+            tree = propose(batch)
+            if batch.active[0]:
+                found[tuple(batch.history[0, : int(batch.lengths[0]) + 1].tolist())] = tree.tokens[0].tolist()
+            return tree
+
+        algorithm.propose = noted  # type: ignore[method-assign]
+        engine = engine_of(algorithm, Setup(max_batch=1, adaptive=True, step_costs=CHEAP), TARGET)
+        paced(engine, pacing(num_sizes(engine))).generate(asked)
+        return found
+
+    class Whole(Pacing):
+        def next(self, rows: int) -> int:
+            return self._largest
+
+    always, sometimes = drafts(Whole), drafts(Random)
+    both = always.keys() & sometimes.keys()
+    assert both and all(always[text] == sometimes[text] for text in both)
+
+
+def generated(correct: bool, costs: StepCosts | None, decoys: bool = False) -> dict[str, int]:
+    """Steps by nodes of a drafter that is always right or always wrong."""
+    asked = requests(3, 24)
+    texts = scripts(asked, answers(requests(3, 40), Setup(max_length=80), TARGET))
+    scripted = Scripted(texts, 7, lambda position, depth: correct, decoys)
+    setup = Setup(max_batch=1, adaptive=True, step_costs=costs, max_length=80)
+    done = run(scripted, asked, setup, TARGET)
+    assert [c.token_ids for c in done.completions] == answers(asked, setup, TARGET)
+    assert done.adaptive is not None
+    return done.adaptive["steps_by_nodes"]
+
+
+def test_a_drafter_that_is_never_right_is_left_alone() -> None:
+    steps = generated(correct=False, costs=DEAR)
+    assert (steps["8"], steps["1"]) == (1, sum(steps.values()) - 1 - TRIED_ROWS)
+
+
+@pytest.mark.parametrize("decoys", [False, True], ids=["chain", "tree"])
+def test_a_drafter_that_is_always_right_drafts_all(decoys: bool) -> None:
+    steps = generated(correct=True, costs=CHEAP, decoys=decoys)
+    assert steps[max(steps, key=int)] == sum(steps.values())
+
+
+def test_costs_are_measured_where_none_are_given() -> None:
+    """Before the first request, for every batch and size; what that wrote is gone."""
+    asked = requests(3, 6)
+    engine = engine_of(ALL_MAKERS["eagle3_chain"](), Setup(max_batch=2, adaptive=True), TARGET)
+    done = engine.generate(asked)
+    assert [c.token_ids for c in done.completions] == answers(asked, Setup(max_batch=2), TARGET)
+    assert done.adaptive is not None
+    costs = {(cost["batch"], cost["nodes"]): cost["step_ms"] for cost in done.adaptive["costs"]}
+    assert costs.keys() == {(rows, nodes) for rows in (1, 2) for nodes in (1, 2, 4, 5)}
+    assert all(spent_ms > 0 for spent_ms in costs.values())
+
+
+def test_sizes_are_powers_of_two_and_the_algorithms_own() -> None:
+    assert [step_sizes(nodes) for nodes in (2, 4, 6, 33)] == [(1, 2), (1, 2, 4), (1, 2, 4, 6), (1, 2, 4, 8, 16, 32, 33)]
+
+
+def test_costs_between_the_measured_ones_lie_on_straight_lines() -> None:
+    costs = StepCosts({(1, 1): 1.0, (1, 2): 2.0, (1, 6): 4.0, (9, 1): 3.0, (9, 6): 12.0})
+    expected = {(1, 1): 1.0, (5, 1): 2.0, (99, 1): 3.0, (1, 4): 3.0, (5, 6): 8.0, (1, 99): 4.0}
+    assert {place: costs.of(*place) for place in expected} == expected
+    for known, kind in (({(1, 1): 1.0}, "with a draft"), ({(1, 4): 1.0}, "without a draft")):
+        with pytest.raises(ValueError, match=f"expected the time of a step {kind}, found none"):
+            StepCosts(known).of(1, 8 if kind == "with a draft" else 1)
+
+
+def test_drafting_is_tried_again_after_longer_and_longer_pauses() -> None:
+    pacing = Pacing(3)
+    assert pacing.next(rows=1) == 3
+    pacing.told(PLAIN, 2)
+    taken = [pacing.next(rows=4) for _ in range(7 * FIRST_PAUSE + 3)]
+    pauses = [len(run) for run in "".join("p" if size == PLAIN else " " for size in taken).split()]
+    assert pauses == [FIRST_PAUSE, 2 * FIRST_PAUSE, 4 * FIRST_PAUSE]
+    assert {*taken} == {PLAIN, 2} and taken.count(2) == 3
+    pacing.told(2, 2)
+    pacing.told(PLAIN, 2)
+    assert [pacing.next(rows=4) for _ in range(FIRST_PAUSE + 1)][-1] == 2
+
+
+def test_a_larger_size_is_tried_now_and_then() -> None:
+    pacing = Pacing(3)
+    pacing.told(2, 2)
+    assert [pacing.next(rows=1) for _ in range(2 * LARGER_EVERY)].count(3) == 2
+    pacing.told(3, 3)
+    assert {pacing.next(rows=1) for _ in range(2 * LARGER_EVERY)} == {3}
+
+
+def test_steps_of_one_size_have_nothing_to_choose() -> None:
+    setup = Setup(adaptive=True)
+    assert run(autoregressive(TARGET), requests(1, 4), setup, TARGET).adaptive is None
+
+
+@pytest.mark.parametrize(
+    ("rule", "graph", "expected"),
+    [
+        ("block", "none", "algo=standalone draws its drafts .rule block.*expected the rule target_only"),
+        ("target_only", "verify", "expected graph none or step, got verify"),
+    ],
+)
+def test_what_cannot_be_adaptive_is_refused(rule: str, graph: str, expected: str) -> None:
+    algorithm = Standalone(Standalone.Config(steps=3, rule=rule), TARGET, "random")
+    with pytest.raises(EngineError, match=expected):
+        engine_of(algorithm, Setup(adaptive=True, graph=graph), TARGET)

@@ -1,0 +1,46 @@
+"""Bugs in the choice of the number of nodes."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from tests.mutants.mutant import Mutant, parity
+
+_KERNEL = "specdec_kernels/adaptive/kernel.py"
+_TESTS = "tests/algorithms/test_adaptive.py"
+_case = partial(parity, "adaptive")
+
+MUTANTS = (
+    Mutant(
+        "gain_is_not_corrected",
+        _KERNEL,
+        "gain = gain * (accepted + _PRIOR) / (expected + _PRIOR)",
+        "gain = gain * 1.0",
+        _case("choose_tree"),
+        "an overconfident drafter drafts more than pays",
+    ),
+    Mutant(
+        "equal_confidence_shares_a_rank",
+        _KERNEL,
+        "ahead = ((theirs[None, :] > score[:, None]) | equal) & (other < NODES)[None, :]",
+        "ahead = (theirs[None, :] > score[:, None]) & (other < NODES)[None, :]",
+        _case("choose_wide"),
+        "a node stands in the band of another one",
+    ),
+    Mutant(
+        "draft_model_misses_what_it_did_not_draft_behind",
+        "algorithms/standalone.py",
+        "if seen.is_prefill or seen.altered or not self.chain:",
+        "if seen.is_prefill or not self.chain:",
+        (f"{_TESTS}::test_drafts_behind_plain_steps_are_those_of_every_run[standalone_chain]",),
+        "the draft model's cache has holes behind plain steps",
+    ),
+    Mutant(
+        "plain_steps_are_not_observed",
+        "algorithms/runtime/cuda_graph.py",
+        "if self._num_kept and (nodes > 1 or self._num_kept == COLUMNS):",
+        "if self._num_kept == COLUMNS:",
+        (f"{_TESTS}::test_drafts_behind_plain_steps_are_those_of_every_run[eagle3_chain]",),
+        "a drafter drafts behind text that it has not seen",
+    ),
+)
