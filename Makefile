@@ -71,8 +71,10 @@ $(VENV)/.installed-dev: $(SPEC) | $(BIN)/python
 	$(PIP) install -qq -c constraints.txt -e '.[dev]'
 	@touch $(VENV)/.installed $@
 
-# An environment of its own: hydra-ray-launcher wants an older cloudpickle than constraints.txt has.
+# An environment of its own: hydra-ray-launcher wants an older cloudpickle than constraints.txt has. torch is pinned as
+# there, so that pip takes the same build.
 $(VENV)-distributed/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-distributed
-	$(VENV)-distributed/bin/python -m pip --disable-pip-version-check install -qq -e '.[dev,ray,optuna]'
+	$(VENV)-distributed/bin/python -m pip --disable-pip-version-check install -qq -e '.[dev,ray,optuna]' \
+	  "$$(grep '^torch==' constraints.txt)"
 	@touch $@
