@@ -54,8 +54,8 @@ def paged_attention(
         sinks: [H] float32 logits that enter each row's denominator and carry no value.
         k_scale, v_scale: multiply stored keys and values, a number or [H_kv] float32.
         work_list: the result of `plan_attention` for the same shape.
-        split_tokens: keys a program works on before partial results are merged, default from the static
-            table; doubled for long requests, see `configs`.
+        split_tokens: fewest keys a program works on before partial results are merged, default from the static
+            table; more where fewer splits fill the chip, see `configs`.
         tuning: fields of `configs.AttentionConfig` that replace the static table's.
         batch_invariant: cut the keys at fixed positions and use one tile for any number of rows, so that the bits of a
             row depend on its query and on the keys that it sees, and on nothing else: not on the number of rows, and
@@ -65,7 +65,8 @@ def paged_attention(
             partial results and changes no bit; default where the rows or the partial results are many.
 
     Returns:
-        out [B, N, H, D] in q's dtype. The result of a request depends on no other request of the batch, to the bit.
+        out [B, N, H, D] in q's dtype. The result of a request depends on how many requests there are, because that
+        decides how keys are split, and on nothing else of the others.
 
     Raises:
         ValueError: a shape, dtype, device, layout or option does not fit; the message names expected and
@@ -243,6 +244,8 @@ def _divide(metadata: AttentionMetadata, shape: AttentionShape, cut: Cut) -> tup
     config = attention_config(
         chip, shape.head_dim, rows, max_length, cut.split_tokens, kv_bytes, cut.tuning, cut.batch_invariant
     )
+    if not cut.batch_invariant:
+        config = configs.spread(config, len(metadata.lengths) * shape.kv_heads * -(-rows // config.block_m))
     work = WorkShape(
         batch=len(metadata.lengths),
         num_nodes=shape.num_nodes,
@@ -254,6 +257,7 @@ def _divide(metadata: AttentionMetadata, shape: AttentionShape, cut: Cut) -> tup
         block_m=config.block_m,
         split_tokens=config.split_tokens,
         first_splits=config.first_splits,
+        longest_split=config.longest_split,
         max_splits=config.max_splits,
         num_splits=1,
     )
@@ -266,14 +270,13 @@ def _divide(metadata: AttentionMetadata, shape: AttentionShape, cut: Cut) -> tup
 
 
 def _cut_by_length(work: WorkShape, shape: AttentionShape) -> WorkShape:
-    """`work` with splits that grow with a request's length."""
+    """`work` with as many splits as a request of the greatest length has."""
     bound = bounded_splits(work.max_splits, shape.num_nodes * shape.heads, shape.head_dim, shape.dtype.itemsize)
-    tokens, window = work.split_tokens, work.window
-    # One more split where a window begins inside one; the last split takes a quarter of a split more.
-    reach = work.max_length if window is None else min(work.max_length, window - 1 + work.num_slots + tokens)
-    most = bound if window is None or bound == 1 else bound + 1
-    num_splits = min(most, -(-(reach - tokens // 4) // tokens))
-    return work._replace(max_splits=bound, num_splits=max(1, num_splits))
+    work, keys = work._replace(max_splits=bound), work.max_length
+    if work.window is not None:
+        # A window may begin behind the first key of its first split.
+        keys = min(keys, work.window - 1 + work.num_slots + work.split_tokens // 2 - 1)
+    return work._replace(num_splits=work.splits_of(keys))
 
 
 def _fixed_cut(work: WorkShape, metadata: AttentionMetadata, shape: AttentionShape, in_order: bool | None) -> WorkShape:

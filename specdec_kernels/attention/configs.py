@@ -5,11 +5,12 @@ The key is the chip, the head dimension, the bytes of a stored key element, and 
 buffers of 64 keys and several programs per processor. The matrix unit of sm90 wants one warp group from 64 rows on
 and two from 128 rows on. Every row of the table compiles without spills.
 
-Split lengths are in tokens and grow only with a request's own length (see `device.split_layout`). So results do not
-depend on the batch, and no request has more than `MAX_SPLITS` partial results. Longer splits write fewer partial
-results, shorter ones fill the chip from one request. A split of more rows writes more, so its length begins to grow
-earlier. The partial results of a request take at most `PARTIAL_BYTES`, or those of one split: calls of many rows have
-fewer and longer splits.
+Keys are split so that the programs of a call fill the chip in whole rounds (see `spread` and `device.split_layout`):
+one request has many short splits, and a batch that fills the chip by itself has none. A split costs its partial result,
+which is written and read again, and the first loads of its program, which nothing hides. There is a greatest length
+too, so that a request that is much longer than the others does not keep a few programs running alone. The partial
+results of a request take at most `PARTIAL_BYTES`, or those of one split: calls of many rows have fewer and longer
+splits.
 
 A batch-invariant call may not choose by its rows. It has one tile for any number of rows, that of `INVARIANT_ROWS`,
 and splits at fixed positions: the reduction over a tile of keys, the instruction that multiplies it and the order in
@@ -23,6 +24,7 @@ bottleneck there, and lazy rescaling needs a vote over the tile. `experiments/LO
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -32,31 +34,37 @@ import torch
 from specdec_kernels.tuning import tuned_fields
 
 UNSPLIT = 1 << 30
-FIRST_SPLITS = 4
-_FIRST_SPLITS_OF_16_ROWS = 8
 MAX_SPLITS = 32
+_INTERPRETER_FIRST_SPLITS = 4
+_LONGEST_SPLIT = 2048
+_LONGEST_SPLIT_OF_A_FULL_CHIP = 16384
+_MOST_ROUNDS = 8
+_UNEVEN = 1.1
 PARTIAL_BYTES = 8 << 20
 INVARIANT_ROWS = 64
 INVARIANT_PARTIAL_BYTES = 1 << 30
 _INVARIANT_FIRST_SPLITS = 8
 _ROWS_OF_A_WARP = 16
-_SPLIT_TOKENS = 256
+_SPLIT_TOKENS = 128
+_INVARIANT_SPLIT_TOKENS = 256
 _ROW_BUCKETS = (16, 32, 64, 128)
 _MAX_SPLIT_TILES = 4
 _INTERPRETER_MAX_ROWS = 1024
 _PROCESSORS = {"sm80": 108, "sm90": 132, "sm100": 148, "gfx942": 304}
 _FP8_NATIVE_CHIPS = ("sm90", "sm100")
 _OVERLAP_CHIPS = ("sm90", "sm100")
+_PROGRAMS_AT_ONCE = {16: 3, 32: 2, 64: 2, 128: 1}
 
 
 @dataclass(frozen=True)
 class AttentionConfig:
     """Tile of one program and how the keys are split.
 
-    block_m: packed query rows. block_n: keys per iteration. split_tokens: keys per program before partial results are
-    merged, more for requests longer than first_splits of them. resident_programs: size of the persistent grid
-    that walks a work list. polynomial_exp2, lazy_rescale: see `device.softmax_step`. fp8_native: the chip converts
-    e4m3 itself. overlap: the kernel is launched before the one ahead of it has ended.
+    block_m: packed query rows. block_n: keys per iteration. split_tokens: fewest keys per program before partial
+    results are merged. first_splits: splits of a request that fill the chip. longest_split: keys above which there are
+    more. 0 for the two means as `spread` chooses. slots: programs that the chip runs at once. resident_programs: size
+    of the persistent grid that walks a work list. polynomial_exp2, lazy_rescale: see `device.softmax_step`. fp8_native:
+    the chip converts e4m3 itself. overlap: the kernel is launched before the one ahead of it has ended.
     """
 
     block_m: int
@@ -64,8 +72,10 @@ class AttentionConfig:
     num_warps: int
     num_stages: int
     split_tokens: int
-    first_splits: int = FIRST_SPLITS
+    first_splits: int = 0
+    longest_split: int = 0
     max_splits: int = MAX_SPLITS
+    slots: int = 1
     resident_programs: int = 4
     polynomial_exp2: bool = False
     lazy_rescale: bool = False
@@ -112,7 +122,8 @@ def attention_config(
     elif chip == "interpreter":
         # A program costs the same for any tile, so one tile takes all rows or keys.
         block_m = min(_INTERPRETER_MAX_ROWS, max(16, _power_of_two(rows)))
-        config = AttentionConfig(block_m, min(512, max(16, _power_of_two(max_length))), 1, 1, 4096)
+        block_n = min(512, max(16, _power_of_two(max_length)))
+        config = AttentionConfig(block_m, block_n, 1, 1, 4096, first_splits=_INTERPRETER_FIRST_SPLITS)
     else:
         key = (chip, _head_dim_row(head_dim), _row_bucket(rows), kv_bytes)
         config = replace(_table_config(chip, head_dim, rows, kv_bytes), **tuned_fields("attention", key))
@@ -126,6 +137,27 @@ def attention_config(
             raise ValueError(f"tuning: expected fields among {names}, got {', '.join(unknown)}")
         config = replace(config, **tuning)
     return replace(config, split_tokens=-(-config.split_tokens // config.block_n) * config.block_n)
+
+
+def spread(config: AttentionConfig, programs: int) -> AttentionConfig:
+    """`config` with the splits of a call that has `programs` = requests x KV heads x tiles of rows without any.
+
+    A request has the fewest splits whose programs run in rounds of which the last is nearly full.
+    """
+    share = max(1, programs) / config.slots
+    longest = max(_LONGEST_SPLIT, _power_of_two(int(_LONGEST_SPLIT_OF_A_FULL_CHIP * share)))
+    return replace(
+        config,
+        first_splits=config.first_splits or _splits_in_whole_rounds(share),
+        longest_split=max(config.longest_split or longest, config.split_tokens),
+    )
+
+
+def _splits_in_whole_rounds(share: float) -> int:
+    """Splits of a request in a call that fills a `share` of the chip without any."""
+    most = max(1, int(_MOST_ROUNDS / share))
+    unevenness = {splits: math.ceil(share * splits) / (share * splits) for splits in range(1, most + 1)}
+    return next((splits for splits, value in unevenness.items() if value <= _UNEVEN), 1)
 
 
 def fixed_borders(max_length: int, split_tokens: int, first_splits: int) -> list[int]:
@@ -190,7 +222,7 @@ def _table_config(chip: str, head_dim: int, rows: int, kv_bytes: int) -> Attenti
         warps,
         stages,
         _split_tokens(rows, block_m),
-        first_splits=_FIRST_SPLITS_OF_16_ROWS if bucket == 16 else FIRST_SPLITS,
+        slots=_PROGRAMS_AT_ONCE[bucket] * _PROCESSORS[chip],
         resident_programs=resident * _PROCESSORS[chip],
         fp8_native=chip in _FP8_NATIVE_CHIPS,
         overlap=chip in _OVERLAP_CHIPS,
@@ -203,9 +235,9 @@ def _row_bucket(rows: int) -> int:
 
 def _invariant_config(chip: str, head_dim: int, kv_bytes: int) -> AttentionConfig:
     if chip == "interpreter":
-        return AttentionConfig(INVARIANT_ROWS, 64, 1, 1, _SPLIT_TOKENS, first_splits=_INVARIANT_FIRST_SPLITS)
+        return AttentionConfig(INVARIANT_ROWS, 64, 1, 1, _INVARIANT_SPLIT_TOKENS, first_splits=_INVARIANT_FIRST_SPLITS)
     config = _table_config(chip, head_dim, INVARIANT_ROWS, kv_bytes)
-    return replace(config, split_tokens=_SPLIT_TOKENS, first_splits=_INVARIANT_FIRST_SPLITS)
+    return replace(config, split_tokens=_INVARIANT_SPLIT_TOKENS, first_splits=_INVARIANT_FIRST_SPLITS)
 
 
 def fills_the_chip(rows: int, block_m: int) -> bool:

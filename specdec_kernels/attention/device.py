@@ -8,6 +8,8 @@ import math
 import triton
 import triton.language as tl
 
+from specdec_kernels.attention.types import MANY_SPLITS
+
 CHAIN = tl.constexpr(0)
 BLOCK = tl.constexpr(1)
 TREE = tl.constexpr(2)
@@ -21,6 +23,7 @@ FP8_BITS_SCALE = 256.0
 LOG2_E = math.log2(math.e)
 LN_2 = tl.constexpr(math.log(2.0))
 _LOG2_E = tl.constexpr(LOG2_E)
+_MANY_SPLITS = tl.constexpr(MANY_SPLITS)
 # Lazy rescaling lets weights grow to 2^8 before the sums are rescaled; float16 reaches much further.
 _LAZY_LIMIT = tl.constexpr(8.0)
 
@@ -72,13 +75,13 @@ def fixed_split_begin(index, split_tokens, first_splits):
 
 
 @triton.jit
-def split_layout(length, end, split_tokens, first_splits, max_splits, window, FIXED: tl.constexpr):
-    """(keys per split, index of the first split, number of splits) of a request, scalars or tensors.
+def split_layout(length, end, split_tokens, first_splits, longest_split, max_splits, window, FIXED: tl.constexpr):
+    """(keys per split, first key, index of the first split, number of splits) of a request, scalars or tensors.
 
-    Splits lie at multiples of their length. The length is `split_tokens` for up to `first_splits` splits. From there
-    on it doubles with each fourfold of the keys that a row may see, and further where `max_splits` would not
-    suffice. The last split takes up to a quarter of a split more. All of this depends on the request alone, so a
-    result does not depend on the batch.
+    The keys that a row may see are cut into equal splits. There is one for every `split_tokens` keys up to
+    `MANY_SPLITS`, and from there on one for every four times as many, up to `first_splits`; then as many as keep a
+    split within `longest_split` keys, and at most `max_splits`. The length of a split is rounded up to half of
+    `split_tokens`. The index of the first split is 0.
 
     FIXED splits depend on nothing but positions, see `fixed_split_of`; their length, which varies, is given as 0.
     """
@@ -88,16 +91,16 @@ def split_layout(length, end, split_tokens, first_splits, max_splits, window, FI
     if FIXED:
         first = fixed_split_of(lowest, split_tokens, first_splits)
         last = fixed_split_of(tl.maximum(end - 1, 0), split_tokens, first_splits)
-        return end * 0, first, tl.where(end > 0, last - first + 1, 0)
-    span = tl.maximum(end - lowest, 1)
-    reach = split_tokens * first_splits + split_tokens // 4
-    furthest = split_tokens * max_splits + split_tokens // 4
-    # ceil(log2(span / reach)), read from the exponent of a float32, which is -127 for zero.
-    doublings = (((span - 1) // reach).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126
-    cap = (((span - 1) // furthest).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126
-    tokens = split_tokens << tl.maximum(tl.maximum((doublings + 1) // 2, cap), 0)
-    first = lowest // tokens
-    return tokens, first, (tl.maximum(end - first * tokens - tokens // 4, tl.minimum(end, 1)) + tokens - 1) // tokens
+        return end * 0, end * 0, first, tl.where(end > 0, last - first + 1, 0)
+    unit = split_tokens // 2
+    begin = lowest // unit * unit
+    span = tl.maximum(end - begin, 0)
+    shortest = (span + split_tokens - 1) // split_tokens
+    few = tl.minimum(tl.maximum(tl.minimum(shortest, _MANY_SPLITS), (shortest + 3) // 4), first_splits)
+    wanted = tl.minimum(tl.maximum(few, (span + longest_split - 1) // longest_split), max_splits)
+    tokens = (span + tl.maximum(wanted, 1) - 1) // tl.maximum(wanted, 1)
+    tokens = tl.maximum((tokens + unit - 1) // unit, 1) * unit
+    return tokens, begin, end * 0, (span + tokens - 1) // tokens
 
 
 @triton.jit
@@ -184,14 +187,12 @@ def page_ids(table_ptr, positions, end, PAGE: tl.constexpr):
 def widen(stored, like, FP8: tl.constexpr):
     """Keys or values in the type of `like`; FP8 pools come as bytes.
 
-    FP8_NATIVE is for chips with packed arithmetic in bfloat16. FP8_BITS is for chips and interpreters without the type.
-    It moves the bits of e4m3 into a float16 of 1 / 256 the value, which is exact for every finite code.
+    FP8_NATIVE is for chips that convert two codes to float16 at once; `like` is not bfloat16, see `half_queries`.
+    FP8_BITS is for chips and interpreters without the type. It moves the bits of e4m3 into a float16 of 1 / 256 the
+    value, which is exact for every finite code.
     """
     if FP8 == FP8_NATIVE:
-        if like.dtype == tl.bfloat16:
-            return _e4m3_to_bfloat16(stored)
-        else:
-            return stored.to(tl.float8e4nv, bitcast=True).to(like.dtype)
+        return stored.to(tl.float8e4nv, bitcast=True).to(like.dtype)
     elif FP8 == FP8_BITS:
         code = stored.to(tl.uint8, bitcast=True).to(tl.uint16)
         bits = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
@@ -201,38 +202,24 @@ def widen(stored, like, FP8: tl.constexpr):
 
 
 @triton.jit
-def _e4m3_to_bfloat16(codes):
-    """Finite e4m3 codes as bfloat16, exactly. The conversion that the compiler emits goes element by element.
+def half_queries(q, FP8: tl.constexpr):
+    """(queries [M, D] for the product with widened keys, factor [M] of their scores).
 
-    The bits of a code, moved into a bfloat16, are 2^-120 of the value, for both exponents have a bias of their own;
-    the product with 2^120 of two numbers at once puts that right, for codes without a leading bit too.
+    FP8_NATIVE multiplies in float16, because nothing converts e4m3 to bfloat16 but code by code. A row is multiplied by
+    a power of two that brings its largest number to [2^7, 2^8). So a number down to 2^-24 of the largest keeps all bits
+    of its bfloat16, and a smaller one loses at most 2^-32 of the largest.
     """
-    return tl.inline_asm_elementwise(
-        """
-        {
-            .reg .b32 pair, sign, size, scale, zero;
-            mov.b32 scale, 0x7b807b80;
-            mov.b32 zero, 0x80008000;
-            prmt.b32 pair, 0, $2, 0x5040;
-            and.b32 sign, pair, 0x80008000;
-            shr.u32 size, pair, 4;
-            and.b32 size, size, 0x07f007f0;
-            or.b32 pair, sign, size;
-            fma.rn.bf16x2 $0, pair, scale, zero;
-            prmt.b32 pair, 0, $2, 0x7060;
-            and.b32 sign, pair, 0x80008000;
-            shr.u32 size, pair, 4;
-            and.b32 size, size, 0x07f007f0;
-            or.b32 pair, sign, size;
-            fma.rn.bf16x2 $1, pair, scale, zero;
-        }
-        """,
-        "=r,=r,r",
-        [codes],
-        dtype=tl.bfloat16,
-        is_pure=True,
-        pack=4,
-    )
+    if FP8 == FP8_NATIVE and q.dtype == tl.bfloat16:
+        wide = q.to(tl.float32)
+        largest = tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) >> 23
+        # Exponents as float32 stores them; the bounds keep both powers of two normal numbers.
+        exponent = tl.minimum(tl.maximum(largest, 8), 254)
+        shrink = (261 - exponent) << 23
+        grow = (exponent - 7) << 23
+        half = (wide * shrink.to(tl.float32, bitcast=True)[:, None]).to(tl.float16)
+        return half, grow.to(tl.float32, bitcast=True)
+    else:
+        return q, tl.full([q.shape[0]], 1.0, tl.float32)
 
 
 @triton.jit
@@ -266,7 +253,7 @@ def finite_or_zero(top):
 
 @triton.jit
 def softmax_step(scores, factor, top, total, acc, POLYNOMIAL: tl.constexpr, LAZY: tl.constexpr):
-    """Fold a tile of scores [M, N], in base 2 once multiplied by `factor` > 0, into the running maximum `top`
+    """Fold a tile of scores [M, N], in base 2 once multiplied by `factor` [M] > 0, into the running maximum `top`
     [M], sum `total` [M] and output `acc` [M, D]: (weights, top, total, acc). Rows that saw nothing keep top =
     -inf."""
     tile_top = tl.max(scores, 1) * factor
@@ -277,27 +264,27 @@ def softmax_step(scores, factor, top, total, acc, POLYNOMIAL: tl.constexpr, LAZY
             acc = acc * decay[:, None]
             total = total * decay
             top = new_top
-        weights = power_of_two(tl.fma(scores, factor, -finite_or_zero(top)[:, None]), POLYNOMIAL)
+        weights = power_of_two(tl.fma(scores, factor[:, None], -finite_or_zero(top)[:, None]), POLYNOMIAL)
         total += tl.sum(weights, 1)
     else:
         new_top = tl.maximum(top, tile_top)
         decay = tl.exp2(top - finite_or_zero(new_top))
         acc = acc * decay[:, None]
         top = new_top
-        weights = power_of_two(tl.fma(scores, factor, -finite_or_zero(top)[:, None]), POLYNOMIAL)
+        weights = power_of_two(tl.fma(scores, factor[:, None], -finite_or_zero(top)[:, None]), POLYNOMIAL)
         total = tl.fma(total, decay, tl.sum(weights, 1))
     return weights, top, total, acc
 
 
 @triton.jit
 def tile_scores(q, key_ptr, offsets, stored, score_scale, soft_cap, FP8: tl.constexpr):
-    """(scores of a tile of stored keys, what they are multiplied by to be in base 2)."""
+    """(scores of a tile of stored keys, what a row [M] of them is multiplied by to be in base 2)."""
     keys = widen(tl.load(key_ptr + offsets, mask=stored, other=0.0), q, FP8)
     scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
     factor = score_scale
     if soft_cap is not None:
-        scores = tanh(scores * score_scale)
-        factor = soft_cap
+        scores = tanh(scores * score_scale[:, None])
+        factor = score_scale * 0.0 + soft_cap
     return scores, factor
 
 

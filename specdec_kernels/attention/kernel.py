@@ -44,6 +44,7 @@ from specdec_kernels.attention.device import (
     fold_part,
     fold_scores,
     fold_sink,
+    half_queries,
     inverse_or_zero,
     key_end,
     key_positions,
@@ -69,6 +70,7 @@ _RUN_TIME_SIZES = [
     "num_slots",
     "split_tokens",
     "first_splits",
+    "longest_split",
     "max_splits",
     "max_length",
     "window",
@@ -81,19 +83,20 @@ def _split_range(
     lengths_ptr, q_lens_ptr, request, split, cut, SPLIT: tl.constexpr, ALL_SLOTS: tl.constexpr, FIXED: tl.constexpr
 ):
     """(first key, past the last key, number of splits) of a request's split; zeros and one where keys are not split."""
-    num_nodes, num_slots, split_tokens, first_splits, max_splits, max_length, window = cut
+    num_nodes, num_slots, split_tokens, first_splits, longest_split, max_splits, max_length, window = cut
     if SPLIT:
         length = tl.load(lengths_ptr + request).to(tl.int32)
         used = used_rows(q_lens_ptr, request, num_nodes)
         end = key_end(length, used, num_slots, max_length, ALL_SLOTS)
-        tokens, first, live = split_layout(length, end, split_tokens, first_splits, max_splits, window, FIXED)
+        tokens, begin, first, live = split_layout(
+            length, end, split_tokens, first_splits, longest_split, max_splits, window, FIXED
+        )
         if FIXED:
             split_begin = fixed_split_begin(first + split, split_tokens, first_splits)
             split_end = tl.minimum(fixed_split_begin(first + split + 1, split_tokens, first_splits), end)
         else:
-            split_begin = (first + split) * tokens
-            # The last split ends with the keys.
-            split_end = tl.where(split + 1 < live, (first + split + 1) * tokens, end)
+            split_begin = begin + split * tokens
+            split_end = tl.minimum(split_begin + tokens, end)
         return split_begin, split_end, live
     else:
         return 0, 0, 1
@@ -277,11 +280,15 @@ def _attend(
     if v_scale_ptr is not None:
         value_scale *= tl.load(v_scale_ptr + kv_head)
 
+    q, row_factor = half_queries(q, FP8)
+    score_scale = row_factor * score_scale
     key_ptr = kv_ptr + kv_head * D
     pool = (key_ptr, key_ptr + num_pages.to(tl.int64) * (PAGE * H_KV * D), table_ptr + request * table_stride)
     if IN_ORDER:
-        _, _, split_tokens, first_splits, max_splits, _, _ = cut
-        _, first, live = split_layout(length, stop, split_tokens, first_splits, max_splits, window, True)
+        _, _, split_tokens, first_splits, longest_split, max_splits, _, _ = cut
+        _, _, first, live = split_layout(
+            length, stop, split_tokens, first_splits, longest_split, max_splits, window, True
+        )
         out = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.full([BLOCK_M], 0.0, tl.float32)
@@ -294,7 +301,7 @@ def _attend(
             )  # fmt: skip
             acc = acc * (value_scale * inverse_or_zero(part_total))[:, None]
             # Rounded as the partial result of another program is.
-            acc = acc.to(q.dtype).to(tl.float32)
+            acc = acc.to(out_ptr.dtype.element_ty).to(tl.float32)
             out, top, total = fold_part(out, top, total, acc, log2_sum(part_top, part_total))
         total = tl.where(nodes < used, total, 0.0)
     else:
@@ -302,6 +309,7 @@ def _attend(
         if SPLIT:
             begin = split_begin
             stop = tl.minimum(stop, split_end)
+            free_end = tl.minimum(free_end, stop)
         top, total, acc = _walk(
             q, pool, mask_row, depths_row, row_position, score_scale, soft_cap, begin, stop, free_end, window,
             length, used, nodes, SHAPE, MODE, WORDS, FP8, POLYNOMIAL, LAZY, BLOCK_M, BLOCK_N,
@@ -351,6 +359,7 @@ def _attention_kernel(
     num_slots,
     split_tokens,
     first_splits,
+    longest_split,
     max_splits,
     max_length,
     window,
@@ -382,7 +391,7 @@ def _attention_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     tensors = (q_ptr, kv_ptr, table_ptr, lengths_ptr, q_lens_ptr, mask_ptr, depths_ptr, row_depths_ptr, sinks_ptr,
                k_scale_ptr, v_scale_ptr, out_ptr, lse_ptr, state_ptr, sums_ptr)  # fmt: skip
-    cut = (num_nodes, num_slots, split_tokens, first_splits, max_splits, max_length, window)
+    cut = (num_nodes, num_slots, split_tokens, first_splits, longest_split, max_splits, max_length, window)
     sizes = (num_nodes, num_pages, num_slots, max_length, window, table_stride)
     scales = (score_scale, value_scale, soft_cap)
     SHAPE: tl.constexpr = (D, BLOCK_D, H_KV, GROUP, PAGE)

@@ -42,6 +42,7 @@ _LOG2_E = tl.constexpr(LOG2_E)
         "num_slots",
         "split_tokens",
         "first_splits",
+        "longest_split",
         "max_splits",
         "max_length",
         "window",
@@ -61,6 +62,7 @@ def _merge_kernel(
     num_slots,
     split_tokens,
     first_splits,
+    longest_split,
     max_splits,
     max_length,
     window,
@@ -80,7 +82,7 @@ def _merge_kernel(
     used = used_rows(q_lens_ptr, request, num_nodes)
     length = tl.load(lengths_ptr + request).to(tl.int32)
     end = key_end(length, used, num_slots, max_length, ALL_SLOTS)
-    _, _, live = split_layout(length, end, split_tokens, first_splits, max_splits, window, FIXED)
+    _, _, _, live = split_layout(length, end, split_tokens, first_splits, longest_split, max_splits, window, FIXED)
     row_used = rows < used * HEADS
     if offsets_ptr is None:
         first_part = request * num_splits

@@ -36,6 +36,7 @@ _ALIGNED = tl.constexpr(4)
         "num_slots",
         "split_tokens",
         "first_splits",
+        "longest_split",
         "max_splits",
         "max_length",
         "window",
@@ -55,6 +56,7 @@ def _plan_kernel(
     num_slots,
     split_tokens,
     first_splits,
+    longest_split,
     max_splits,
     max_length,
     window,
@@ -79,7 +81,9 @@ def _plan_kernel(
     used = tl.where(there, used_rows(q_lens_ptr, requests, num_nodes, there), 0)
     if SPLIT:
         end = key_end(length, used, num_slots, max_length, ALL_SLOTS)
-        _, _, splits = split_layout(length, end, split_tokens, first_splits, max_splits, window, FIXED)
+        _, _, _, splits = split_layout(
+            length, end, split_tokens, first_splits, longest_split, max_splits, window, FIXED
+        )
         tiles = (used * GROUP + BLOCK_M - 1) // BLOCK_M
         splits = tl.where(used > 0, splits, 0)
     else:

@@ -26,6 +26,7 @@ from specdec_kernels.attention.device import (
     fold_parts,
     fold_scores,
     fold_sink,
+    half_queries,
     inverse_or_zero,
     log2_sum,
     tile_scores,
@@ -131,6 +132,8 @@ def _tree_kernel(
         value_scale *= tl.load(v_scale_ptr + kv_head)
     paths = paths_ptr + (request * num_nodes + node) * num_slots
     table_row = table_ptr + request * table_stride
+    q, row_factor = half_queries(q, FP8)
+    score_scale = row_factor * score_scale
     key_ptr = kv_ptr + kv_head * D
     value_ptr = key_ptr + num_pages.to(tl.int64) * (PAGE * H_KV * D)
     first, lowest = 0, 0
@@ -170,7 +173,7 @@ def _tree_kernel(
             q, scores, factor, value_ptr, offsets, loaded, top, total, acc, FP8, POLYNOMIAL, LAZY
         )
         if (start + BLOCK_N == split_end) | (start + BLOCK_N >= end):
-            part = (acc * (value_scale * inverse_or_zero(total))[:, None]).to(q.dtype).to(tl.float32)
+            part = (acc * (value_scale * inverse_or_zero(total))[:, None]).to(out_ptr.dtype.element_ty).to(tl.float32)
             out, out_top, out_total = fold_part(out, out_top, out_total, part, log2_sum(top, total))
             acc = acc * 0.0
             top = tl.full([BLOCK_M], float("-inf"), tl.float32)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from specdec_kernels.attention.configs import AttentionConfig, fixed_borders
-from specdec_kernels.attention.types import AttentionMetadata, LayerScales, WorkList, WorkShape
+from specdec_kernels.attention.types import MANY_SPLITS, AttentionMetadata, LayerScales, WorkList, WorkShape
 
 
 def paged_attention(
@@ -160,22 +160,23 @@ def plan_levels(
 
 
 def _num_splits(lengths: torch.Tensor, used: torch.Tensor, work: WorkShape) -> torch.Tensor:
-    """[B] splits of each request: their length doubles until `max_splits` cover the keys a row may see."""
+    """[B] splits of each request, as `device.split_layout` has them."""
     slots = torch.full_like(used, work.num_slots) if work.all_slots else used
     if work.fixed_cut:
         return _fixed_splits(lengths, used, slots, work)
     end = torch.where(used > 0, (lengths + slots).clamp(max=work.max_length), 0)
     lowest = torch.zeros_like(end) if work.window is None else (lengths - work.window + 1).clamp(min=0)
-    span = (end - lowest).clamp(min=1)
-    doublings = torch.zeros_like(end)
-    for count in range(32):
-        # The last split may be a quarter longer. From first_splits on, lengths double with a fourfold span.
-        spread = (4 * work.first_splits + 1) * work.split_tokens * 4**count // 4
-        crowded = (4 * work.max_splits + 1) * work.split_tokens * 2**count // 4
-        doublings = torch.where((span > min(spread, crowded)) & (doublings == count), count + 1, doublings)
-    tokens = work.split_tokens * 2**doublings
-    first = lowest // tokens
-    return ((end - first * tokens - tokens // 4).maximum(end.clamp(max=1)) + tokens - 1) // tokens
+    unit = work.split_tokens // 2
+    span = (end - lowest // unit * unit).clamp(min=0)
+    shortest = _ceil_div(span, work.split_tokens)
+    few = shortest.clamp(max=MANY_SPLITS).maximum(_ceil_div(shortest, 4)).clamp(max=work.first_splits)
+    wanted = few.maximum(_ceil_div(span, work.longest_split)).clamp(min=1, max=work.max_splits)
+    tokens = _ceil_div(_ceil_div(span, wanted), unit).clamp(min=1) * unit
+    return _ceil_div(span, tokens)
+
+
+def _ceil_div(value: torch.Tensor, by: int | torch.Tensor) -> torch.Tensor:
+    return (value + by - 1) // by
 
 
 def _fixed_splits(lengths: torch.Tensor, used: torch.Tensor, slots: torch.Tensor, work: WorkShape) -> torch.Tensor:

@@ -10,6 +10,8 @@ import torch
 MODES = ("chain", "block", "tree")
 MAX_HEAD_DIM = 256
 MAX_PAGE_SIZE = 256
+MANY_SPLITS = 16
+"""Splits of a request up to which they are as short as they may be."""
 
 
 class AttentionMetadata(NamedTuple):
@@ -131,6 +133,7 @@ class WorkShape(NamedTuple):
     block_m: int
     split_tokens: int
     first_splits: int
+    longest_split: int
     max_splits: int
     num_splits: int
     fixed_cut: bool = False
@@ -141,10 +144,18 @@ class WorkShape(NamedTuple):
         """Tiles of `block_m` packed query rows of one (request, KV head)."""
         return -(-self.num_nodes * self.group // self.block_m)
 
+    def splits_of(self, keys: int) -> int:
+        """Splits of a request of which a row may see so many keys, before their length is rounded."""
+        shortest = -(-keys // self.split_tokens)
+        few = min(max(min(shortest, MANY_SPLITS), -(-shortest // 4)), self.first_splits)
+        return min(max(few, -(-keys // self.longest_split)), self.max_splits)
+
     @property
     def cut(self) -> tuple[Any, ...]:
-        """What the kernels call num_slots, split_tokens, first_splits, max_splits, max_length and window."""
-        return (self.num_slots, self.split_tokens, self.first_splits, self.max_splits, self.max_length, self.window)
+        """What the kernels call num_slots, split_tokens, first_splits, longest_split, max_splits, max_length and
+        window."""
+        lengths = (self.split_tokens, self.first_splits, self.longest_split, self.max_splits)
+        return (self.num_slots, *lengths, self.max_length, self.window)
 
 
 class WorkList(NamedTuple):

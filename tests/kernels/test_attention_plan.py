@@ -85,7 +85,8 @@ def test_a_work_list_covers_the_keys_once(
 ) -> None:
     """The splits of a request cover the keys that its rows see, and are few enough; tiles cover its rows."""
     lengths, q_lens = zip(*requests, strict=True)
-    tuning = dict(block_m=32, block_n=16, max_splits=max_splits)
+    longest = 20 * split_tokens
+    tuning = dict(block_m=32, block_n=16, first_splits=20, longest_split=longest, max_splits=max_splits)
     metadata = AttentionMetadata(
         page_table=torch.zeros(len(lengths), 194, dtype=torch.int32, device=DEVICE),
         lengths=torch.tensor(lengths, device=DEVICE),
@@ -113,11 +114,10 @@ def test_a_work_list_covers_the_keys_once(
             assert sorted(own) == [[tile, split] for tile in range(tiles) for split in range(splits)]
             end = min(length + (slots or rows), 3100)
             lowest = 0 if window is None else max(0, length - window + 1)
-            assert 1 <= splits <= max_splits + (window is not None)
-            lengths_that_fit = [split_tokens << k for k in range(20)]
-            assert any(
-                0 < end - (lowest // tokens + splits - 1) * tokens <= tokens * 5 // 4 for tokens in lengths_that_fit
-            )
+            span = end - lowest // (split_tokens // 2) * (split_tokens // 2)
+            assert 1 <= splits <= min(max_splits, max(20, -(-span // longest)))
+            assert splits == max_splits or -(-span // splits) <= longest
+            assert splits == 1 or -(-span // splits) > split_tokens // 2
         else:
             assert not own and not splits
 

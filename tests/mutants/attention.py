@@ -191,6 +191,14 @@ MUTANTS = (
         "historical: a prompt is not cut where decoding cuts it, and differs in its last bits",
     ),
     Mutant(
+        "keys_of_the_next_split",
+        _KERNEL,
+        "free_end = tl.minimum(free_end, stop)",
+        "free_end = free_end",
+        ("tests/kernels/test_attention_plan.py::test_splits_at_the_bound_of_memory[False]",),
+        "the last tile of a split that is no whole number of tiles counts keys of the next split",
+    ),
+    Mutant(
         "plan_of_the_next_request",
         _PLAN,
         "start = tl.sum(tl.where(requests < own, items, 0), 0)",

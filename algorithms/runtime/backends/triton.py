@@ -37,7 +37,7 @@ class TritonBackend:
     class Config:
         name: str = "fa4"
         split_tokens: int | None = None
-        """KV tokens per split; None takes the static table's value for the chip."""
+        """Fewest KV tokens per split; None takes the static table's value for the chip."""
         dispatch: str = "triton"
         """`triton`: the project's kernel for every call. `flash_attention_4`: the package for every call; a call is
         refused where the package is missing or cannot do it. `auto`: the package for prompts where it is installed and
