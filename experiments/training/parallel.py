@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 LONGEST_WAIT = timedelta(hours=1)
 """The others wait while process 0 evaluates, or while one of them writes its last text."""
@@ -28,9 +28,10 @@ class Replicas:
     over them (`algorithms/runtime/collectives.py`), while every process here serves requests of its own.
     """
 
-    def __init__(self, rank: int = 0, world: int = 1, group: Any = None) -> None:
-        """`group` is a backend of torch.distributed, whose type stubs leave the collectives out."""
-        self.rank, self.world, self._group = rank, world, group
+    def __init__(self, rank: int = 0, world: int = 1, group: Any = None, device: str = "cpu") -> None:
+        """`group` is a backend of torch.distributed, whose type stubs leave the collectives out, on `device`."""
+        self.rank, self.world, self._group, self._device = rank, world, group, device
+        self._told: Tensor | None = None
 
     @classmethod
     def join(cls, device: str) -> Replicas:
@@ -40,10 +41,11 @@ class Replicas:
         store, rank, world = next(dist.rendezvous("env://"))
         if not device.startswith("cuda"):
             return cls(rank, world, dist.ProcessGroupGloo(store, rank, world, LONGEST_WAIT))
-        torch.cuda.set_device(local_device(device))
+        own = local_device(device)
+        torch.cuda.set_device(own)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = LONGEST_WAIT
-        return cls(rank, world, dist.ProcessGroupNCCL(store, rank, world, options))
+        return cls(rank, world, dist.ProcessGroupNCCL(store, rank, world, options), own)
 
     @property
     def is_first(self) -> bool:
@@ -60,9 +62,11 @@ class Replicas:
 
     @torch.no_grad()
     def average(self, parameters: Iterable[nn.Parameter], clock: float) -> float:
-        """Replace the gradients by their means over all processes, in one exchange; returns the `clock` of process 0.
+        """Replace the gradients by their means over all processes, in one exchange; returns the `clock` that process 0
+        gave at the call before, or at this one if it is the first.
 
-        A parameter without a gradient counts as one whose gradient is zero.
+        To read this call's clock would be to wait for the step. A parameter without a gradient counts as one whose
+        gradient is zero.
         """
         if self._group is None:
             return clock
@@ -72,14 +76,18 @@ class Replicas:
         together = torch.cat([*(piece.flatten().float() for piece in pieces), mine])
         self._group.allreduce([together]).wait()
         *means, told = together.split([*(piece.numel() for piece in pieces), 1])
+        before, self._told = told if self._told is None else self._told, told.clone()
         for parameter, mean in zip(trained, means, strict=True):
             parameter.grad = (mean / self.world).view_as(parameter).to(parameter.dtype)
-        return float(told)
+        return float(before)
 
     def wait(self) -> None:
         """Go on when every process is here."""
         if self._group is not None:
-            self._group.barrier().wait()
+            # NCCL's own barrier guesses the device.
+            flag = torch.zeros(1, device=self._device)
+            self._group.allreduce([flag]).wait()
+            flag.item()
 
 
 def local_device(device: str) -> str:

@@ -501,6 +501,23 @@ def test_training_starts_from_an_exported_drafter(shipped_shape: Path, tmp_path:
         config.build(Replicas())
 
 
+@torch.no_grad()
+def test_a_drafter_is_given_a_markov_head_later(shipped_shape: Path, tmp_path: Path) -> None:
+    first = _objective("dflash", shipped_shape, tmp_path)
+    export_weights(first.weights(), first.hf_config(), tmp_path)
+    config: Any = _drafter_config("dflash", shipped_shape, tmp_path / "second")
+    Path(config.out_dir).mkdir()
+    config.start_from, config.drafter = str(tmp_path), replace(config.drafter, markov_rank=4)
+    second = config.build(Replicas())
+    assert second.model.markov_head.markov_w2.weight.abs().max() == 0, "it changes nothing before it is trained"
+    batch = _batch([(list(range(10, 30)), 8)])
+    before, after = (each.batch_loss(batch, np.random.default_rng(0)) for each in (first, second))
+    torch.testing.assert_close(after, before, atol=0.02, rtol=0.01)  # weights were rounded to bfloat16
+    config.start_from, config.drafter = str(tmp_path), replace(config.drafter, num_layers=3)
+    with pytest.raises(ValueError, match="expected num_hidden_layers 3, got 2"):
+        config.build(Replicas())
+
+
 @pytest.mark.parametrize("name", list(DRAFTERS))
 @torch.no_grad()
 def test_loss_looks_at_continuations_only(shipped_shape: Path, tmp_path: Path, name: str) -> None:

@@ -168,18 +168,20 @@ def _replica(rank: int, folder: str) -> None:
     model, replicas = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)), Replicas(rank, 2, group)
     replicas.share(model)
     model[0](torch.full((1, 3), rank + 1.0)).sum().backward()  # the second layer has no gradient
-    clock = replicas.average(model.parameters(), 10.0 + rank)
+    clocks = replicas.average(model.parameters(), 10.0 + rank)
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    clocks = [clocks, *(replicas.average(model.parameters(), time + rank) for time in (20.0, 30.0))]
     replicas.wait()
     assert not collectives.parallel(), "the engine of each process serves requests of its own"
-    torch.save((clock, model.state_dict(), [p.grad for p in model.parameters()]), f"{folder}/{rank}.pt")
+    torch.save((clocks, model.state_dict(), gradients), f"{folder}/{rank}.pt")
 
 
 def test_processes_share_weights_clock_and_mean_gradients(tmp_path: Path) -> None:
     processes.start_processes(_replica, (str(tmp_path),), nprocs=2, start_method="fork")
-    (clock, weights, gradients), (other_clock, other_weights, others) = (
+    (clocks, weights, gradients), (other_clocks, other_weights, others) = (
         torch.load(tmp_path / f"{rank}.pt") for rank in range(2)
     )
-    assert clock == other_clock == 10.0
+    assert clocks == other_clocks == [10.0, 10.0, 20.0], "each call but the first tells the clock of the call before"
     for name in weights:
         assert torch.equal(weights[name], other_weights[name])
     for mine, theirs in zip(gradients, others, strict=True):

@@ -183,6 +183,7 @@ class BlockObjective(DrafterObjective):
     """Blocks at random anchors of the continuations, behind a frozen target."""
 
     title = "DFlash drafter"
+    added_parts = ("markov_head.",)
     model: DFlashDrafter
 
     def __init__(self, drafter: DFlashDrafter, setting: Setting, blocks: BlockSettings) -> None:

@@ -108,6 +108,8 @@ class DrafterObjective(Objective):
 
     draft_len: int
     """Length of the drafts that held-out tokens per step are simulated for."""
+    added_parts: tuple[str, ...] = ()
+    """Beginnings of the names of weights that a drafter may be given later."""
     scales = FeatureScales(())
     """What captured features are divided by while the drafter trains, if it reads any."""
 
@@ -121,9 +123,9 @@ class DrafterObjective(Objective):
         return {name: self.scales.folded(w) if name == FEATURE_WEIGHT else w for name, w in weights.items()}
 
     def start_from(self, folder: Path) -> None:
-        """Take the weights of the drafter in `folder`, the inverse of `weights`.
+        """Take the weights of the drafter in `folder`, the inverse of `weights`; `added_parts` may be missing there.
 
-        Raises ValueError where it has another shape, reads other layers of the target, or lacks a weight.
+        Raises ValueError where it has another shape, reads other layers of the target, or lacks another weight.
         """
         ours, theirs = self.hf_config(), json.loads((folder / CONFIG_FILE).read_text())
         differing = [f"{key} {ours[key]}, got {theirs[key]}" for key in ours if theirs.get(key, ours[key]) != ours[key]]
@@ -131,8 +133,13 @@ class DrafterObjective(Objective):
             raise ValueError(f"start_from={folder}: expected {'; '.join(differing)}")
         weights = load_file(folder / WEIGHTS_FILE)
         taken = {name: self.scales.unfolded(w) if name == FEATURE_WEIGHT else w for name, w in weights.items()}
+        fresh = {
+            name: weight
+            for name, weight in self.model.state_dict().items()
+            if name not in taken and name.startswith(self.added_parts)
+        }
         try:
-            self.model.load_state_dict(taken)
+            self.model.load_state_dict({**fresh, **taken})
         except RuntimeError as error:
             raise ValueError(f"start_from={folder}: {error}") from error
 
