@@ -19,8 +19,10 @@ def _commit(
     padding: bool = False,
     full: bool = False,
     logprobs: bool = True,
+    room: int | None = None,
 ) -> dict[str, Any]:
-    """Random paths beside random links; `full` accepts all drafts, `padding` makes every third row inactive."""
+    """Random paths beside random links; `full` accepts all drafts, `padding` makes every third row inactive, `room` is
+    what is left of every history behind its length."""
     path = max_depth + 1
     num_accepted = make.integers(max_depth if full else 0, max_depth + 1, batch, dtype=torch.int32)
     column = torch.arange(path, device=make.device)
@@ -28,6 +30,8 @@ def _commit(
     nodes = torch.rand(batch, num_nodes, generator=make.generator).argsort(1)[:, :path].sort(1).values.to(make.device)
     nodes = torch.where(on_path, nodes - nodes[:, :1], -1).to(torch.int32)
     lengths = make.integers(0, max(1, capacity - path - 1), batch)
+    if room is not None:
+        lengths = torch.full_like(lengths, capacity - room)
     active = torch.ones(batch, dtype=torch.int32, device=make.device)
     if padding:
         active[::3], lengths[::3] = 0, 0
@@ -71,6 +75,8 @@ CASES = (
     _commits("commit_full", "all drafts accepted", batch=3, num_nodes=16, max_depth=15, full=True),
     _commits("commit_edge", "history that ends at the bonus token", batch=4, num_nodes=6, max_depth=5, capacity=7,
              full=True),
+    _commits("commit_past_end", "a path that a history has no room for", batch=3, num_nodes=6, max_depth=5, capacity=9,
+             full=True, room=3),
     _commits("commit_no_logprobs", "log-probabilities that nobody asked for", batch=3, num_nodes=5, max_depth=4,
              logprobs=False, gate=True),
     _commits("commit_wide", "more nodes than a warp has lanes", batch=2, num_nodes=256, max_depth=255, capacity=600),

@@ -103,6 +103,15 @@ def test_min_p_is_measured_at_the_temperature(impl: str, temperature: float) -> 
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+def test_top_p_of_one_filters_nothing(impl: str) -> None:
+    """A token so unlikely that the sum over all others does not change with it keeps its probability."""
+    logits = torch.tensor([[0.0, -45.0, -1.0], [0.0, -45.0, -1.0]], device=DEVICE)
+    top_p = torch.tensor([1.0, 0.999999], device=DEVICE)
+    probs = filtered_probs(logits, SamplingTensors(torch.ones(2, device=DEVICE), top_p=top_p), impl=impl)
+    assert (probs > 0).tolist() == [[True, True, True], [True, False, True]]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("vocab", [100, 700])
 def test_filtered_tokens_are_never_drawn(vocab: int, impl: str) -> None:
     """Every uniform of a grid, both ends included, on rows whose filters keep one to a few tokens."""

@@ -59,6 +59,14 @@ MUTANTS = (
         "a draft is taken for missing by the root's children, not by those of the last accepted node",
     ),
     Mutant(
+        "history_runs_into_the_next_row",
+        _KERNEL,
+        "mask=on_path & (place < capacity))",
+        "mask=on_path & (place <= capacity))",
+        _case("commit_past_end"),
+        "a path that a history has no room for writes the first token of the next request",
+    ),
+    Mutant(
         "gathered_from_the_next_request",
         _KERNEL,
         "source = row // PATH * NODES",

@@ -59,8 +59,8 @@ _LEFT_OUT = {
     "*/clock.py": "runs on a GPU only",
 }
 """Files that no mutant is drawn from, with the reason."""
-_TILES = re.compile(r"(\w+_)?warps|block(_[a-z])?|BLOCK(_[A-Z])?")
-"""Names that are given a value for speed alone, as keywords or by assignment."""
+_TILES = re.compile(r"(\w*_)?warps|block(_[a-z])?|BLOCK(_[A-Z])?")
+"""Names that are given a value for speed alone, as keywords, by assignment, or as what a function returns."""
 _MEANINGLESS = {
     ("specdec_kernels/sampling/reference.py", "(weights > 0)", ">="),  # the sum passes the goal at a weight above 0
     ("specdec_kernels/attention/api.py", "in_order and num_splits > 1", ">="),  # one split has one order
@@ -119,10 +119,15 @@ def tests_of(path: Path) -> tuple[str, ...]:
         names = " or ".join([f"[{family}-" if family else "parity", *(Path(file).stem for file in files)])
         return ("tests/kernels/test_parity.py", *files, "-k", names)
     if "models" in path.parts:
-        return (*_MODELS, _ENGINE[3])
+        return _own_first(path, (*_MODELS, _ENGINE[3]))
     if "backends" in path.parts:
         return ("tests/runtime/test_backends.py", "tests/runtime/test_paged_mixer.py", _ENGINE[1])
-    return _ENGINE
+    return _own_first(path, _ENGINE)
+
+
+def _own_first(path: Path, tests: tuple[str, ...]) -> tuple[str, ...]:
+    """`tests` with the file that is named after `path` in front."""
+    return tuple(sorted(tests, key=lambda test: Path(test).stem != f"test_{path.stem}"))
 
 
 def draw(number: int, seed: int) -> list[DrawnMutant]:
@@ -226,7 +231,7 @@ def _expressions(tree: ast.AST) -> Iterator[ast.expr]:
             continue  # what is refused has tests of its own, and often a second guard behind it
         if any(_TILES.fullmatch(name) for name in _given(node)):
             continue
-        if _name_of(node) in _GUESSES:
+        if _name_of(node) in _GUESSES or _TILES.fullmatch(_name_of(node)):
             continue
         if isinstance(node, (ast.FunctionDef, ast.Lambda)):
             body: Sequence[ast.AST] = node.body if isinstance(node.body, list) else [node.body]
