@@ -6,12 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from algorithms.runtime.sampling_params import GrammarParams
 from experiments.app.conversation import longest_turn
 from experiments.app.errors import UserError
+from experiments.app.grammars import compile_all, from_files, of_row
 from experiments.app.schema import SEED_STRIDE, RunConfig
 from experiments.data.prompts import Prompt, PromptSet
 
 if TYPE_CHECKING:
+    from algorithms.runtime.grammar import Grammars
     from algorithms.runtime.models.config import DecoderConfig
     from algorithms.runtime.models.tokenizer import Tokenizer
     from algorithms.runtime.request import Request
@@ -38,6 +41,8 @@ class Workload:
     """How prompts become text: the chat template and its thinking mode."""
     notes: tuple[str, ...] = ()
     """What a reader must know of the choice of the prompts."""
+    grammars: Grammars | None = None
+    """Compiles the grammars of the requests; None if they have none."""
 
     @property
     def name(self) -> str:
@@ -62,6 +67,7 @@ def make_requests(config: RunConfig, prompts: PromptSet, tokenizer: Tokenizer) -
             sampling=replace(
                 sampling,
                 seed=sampling.seed * SEED_STRIDE + index,
+                grammar=_grammar(prompt, config, f"prompt {index + 1}"),
                 stop_strings=(*prompt.stop_strings, *sampling.stop_strings),
                 bad_words=_encoded(sampling.bad_words, tokenizer),
             ),
@@ -69,6 +75,17 @@ def make_requests(config: RunConfig, prompts: PromptSet, tokenizer: Tokenizer) -
         )
         for index, prompt in enumerate(prompts.prompts)
     )
+
+
+def _grammar(prompt: Prompt, config: RunConfig, place: str) -> GrammarParams:
+    """The grammar of a prompt. Raises UserError that names its place where it is not one."""
+    asked = config.sampling.grammar
+    if prompt.grammar is None:
+        return from_files(asked)
+    try:
+        return of_row(prompt.grammar, asked)
+    except UserError as error:
+        raise UserError(f"{prompt.where or place}: {error}") from error
 
 
 def _encoded(words: Sequence[str | tuple[int, ...]], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
@@ -107,7 +124,11 @@ def make_workload(
     notes = (_left_out(prompts.name, long, len(entries), context),) if long else ()
     kept = replace(prompts, prompts=tuple(entry.prompt for entry in short))
     renumbered = tuple(replace(entry.request, id=index) for index, entry in enumerate(short))
-    return Workload(kept, renumbered, max(e.length for e in short), _markup(config, kept, tokenizer), notes)
+    grammars = compile_all(
+        renumbered, tokenizer, target.vocab_size, lambda r: f"data={prompts.name}: {_place(short[r.id], len(entries))}"
+    )
+    longest = max(entry.length for entry in short)
+    return Workload(kept, renumbered, longest, _markup(config, kept, tokenizer), notes, grammars)
 
 
 def _markup(config: RunConfig, prompts: PromptSet, tokenizer: Tokenizer) -> str:

@@ -6,10 +6,10 @@ is checked, so it imports no torch, and imports the generators only when a set i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, make_dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from omegaconf import MISSING
 
@@ -46,6 +46,8 @@ class Prompt:
     """Place in a file, as `file:line`."""
     category: str | None = None
     """What kind of prompt this is, in sets that name kinds."""
+    grammar: Mapping[str, Any] | None = None
+    """What the answer must be, as `sampling.grammar` has it, in place of that; None leaves it to that."""
 
     @property
     def num_turns(self) -> int:
@@ -137,7 +139,8 @@ class CodeData(DataConfig):
 class JsonlData(DataConfig):
     """A file with one `{"prompt": "..."}` or `{"turns": ["...", ...]}` per line; `raw` skips the chat template.
 
-    Files of Spec-Bench and SPEED-Bench have `turns`. A key `category` names the kind of prompt.
+    Files of Spec-Bench and SPEED-Bench have `turns`. A key `category` names the kind of prompt. A key `grammar` holds
+    what `sampling.grammar` would for this prompt: `{"json_schema": {...}}`, `{"regex": "..."}` or `{"ebnf": "..."}`.
     """
 
     name: str = "jsonl"
@@ -161,6 +164,16 @@ class EditData(DataConfig):
 
     def load(self) -> PromptSet:
         return _of_file(self.name, SHIPPED / "edit.jsonl")
+
+
+@dataclass
+class StructuredData(DataConfig):
+    """24 requests for an answer in a grammar of its own: JSON schemas, regular expressions and EBNF."""
+
+    name: str = "structured"
+
+    def load(self) -> PromptSet:
+        return _of_file(self.name, SHIPPED / "structured.jsonl")
 
 
 @dataclass
@@ -212,6 +225,7 @@ SETS: tuple[type[DataConfig], ...] = (
     ArithmeticData,
     CodeData,
     EditData,
+    StructuredData,
     ChatData,
     JsonlData,
     TextData,
@@ -255,8 +269,11 @@ def _file_prompt(record: Record, raw: bool) -> Prompt:
     if answer is not None and not isinstance(answer, (str, int, float)):
         raise DataError(f"{record.where}: key 'answer': expected a string or a number, got {answer!r}")
     answer = None if answer is None else str(answer)
+    grammar = record.fields.get("grammar")
+    if grammar is not None and not isinstance(grammar, dict):
+        raise DataError(f"{record.where}: key 'grammar': expected a mapping, got {grammar!r}")
     if present == ["prompt"]:
-        return Prompt(record.text("prompt"), raw=raw, answer=answer, category=_category(record))
+        return Prompt(record.text("prompt"), raw=raw, answer=answer, category=_category(record), grammar=grammar)
     if raw:
         raise DataError(f"{record.where}: 'turns' need the chat template; leave data.raw=false, or use key 'prompt'")
-    return Prompt.of_turns(record.texts("turns"), answer, _category(record))
+    return replace(Prompt.of_turns(record.texts("turns"), answer, _category(record)), grammar=grammar)

@@ -92,6 +92,8 @@ def summarize_method(
         "num_requests": len(completions),
         "num_failed": sum(bool(completion.error) for completion in completions),
         "num_cut": sum(completion.finish_reason == "length" for completion in completions),
+        "num_constrained": sum(completion.parsed is not None for completion in completions),
+        "num_parsed": sum(bool(completion.parsed) for completion in completions),
         "output_tokens": output_tokens,
         "num_truncated": sum(completion.num_truncated for completion in completions),
         "tokens_per_step": ratio(sum(emitted), len(accepted)),
@@ -294,6 +296,11 @@ def warnings(row: Mapping[str, Any], dtype: str, exact: bool) -> list[str]:
         total = sum(answers.values())
         found.append(
             f"{answers['cut']} of {total} answers were cut by sampling.max_new_tokens and do not count in accuracy"
+        )
+    if unparsed := row.get("num_constrained", 0) - row.get("num_parsed", 0):
+        found.append(
+            f"{unparsed} of {row['num_constrained']} texts are no whole text of their grammar; "
+            f"{row['num_cut']} requests were cut by sampling.max_new_tokens"
         )
     proof = row.get("lossless") or {"checked": 0, "identical": 0}
     near, differing = proof.get("near_ties", 0), proof["checked"] - proof["identical"]

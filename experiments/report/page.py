@@ -171,6 +171,7 @@ def request_details(request: Mapping[str, Any]) -> str:
     marks = [
         _mark(request["identical"], "identical", "differs"),
         _answer_mark(request),
+        _mark(request.get("parsed"), "parsed", "not parsed"),
     ]
     first = " ".join(request["prompt"].split())
     return (

@@ -91,6 +91,10 @@ def _accuracy(row: Row) -> str:
     return f"{shown} ({answers['cut']} cut)" if answers and answers["cut"] else shown
 
 
+def _parsed(row: Row) -> str:
+    return f"{row['num_parsed']}/{row['num_constrained']}" if row.get("num_constrained") else DASH
+
+
 def _acceptance_by_position(row: Row) -> str:
     rates = [None if rate is None else 100 * rate for rate in row["acceptance_at"][:6]]
     return " ".join(figure(rate, 0) for rate in rates or [None])
@@ -123,6 +127,7 @@ FIRST_TOKEN_MS = quantile_pair("first token ms p50/p90", "ttft_ms", 1)
 LOSSLESS = Column("lossless", _lossless, tone=lossless_tone)
 ACCURACY = Column("accuracy", _accuracy)
 CUT = replace(number("cut", "num_cut", 0), narrow=False)
+PARSED = Column("parsed", _parsed, narrow=False)
 COMPILED = replace(
     number("compiled", "compiled", 0), tone=lambda row: "bad" if row.get("compiled") else None, narrow=False
 )

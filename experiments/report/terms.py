@@ -21,6 +21,7 @@ COLUMNS = {
     "lossless": "Requests whose tokens equal autoregressive decoding with the same seeds, over requests checked.",
     "accuracy": "Right answers over right and wrong ones; answers that the length limit cut count as neither.",
     "cut": "Requests whose text ended at its length limit.",
+    "parsed": "Whole texts of their grammar, over requests that have one; a text that the length limit cut is none.",
     "compiled": "Kernels that were compiled while the clock ran; the times are good if it is 0.",
 }
 CHARTS = {

@@ -31,6 +31,7 @@ class Compare(Task):
         tables.LOSSLESS,
         tables.ACCURACY,
         tables.CUT,
+        tables.PARSED,
         tables.COMPILED,
     )
 

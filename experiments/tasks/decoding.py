@@ -133,7 +133,8 @@ def engine_of(plan: Plan, target: Target, algorithm: Algorithm, longest: int) ->
     with _memory_errors(), user_errors(ValueError, OSError):
         # A backend records what served each phase, so every decoding has one of its own.
         backend = backends()[config.backend.name](config.backend, impl, runtime.deterministic)
-        return Engine(target, algorithm, backend, settings, plan.tokenizer.decode), backend
+        grammars = next((workload.grammars for workload in plan.workloads if workload.grammars), None)
+        return Engine(target, algorithm, backend, settings, plan.tokenizer.decode, grammars=grammars), backend
 
 
 def step_costs(plan: Plan, algo: str) -> StepCosts | None:

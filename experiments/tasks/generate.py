@@ -40,6 +40,7 @@ class Generate(Task):
         tables.LOSSLESS,
         tables.ACCURACY,
         tables.CUT,
+        tables.PARSED,
         tables.COMPILED,
     )
     records: Sequence[dict[str, Any]] = ()

@@ -39,6 +39,7 @@ class Throughput(Task):
         tables.TOKENS_PER_STEP,
         tables.ACCURACY,
         tables.CUT,
+        tables.PARSED,
         tables.COMPILED,
     )
 
