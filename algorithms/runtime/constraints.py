@@ -67,9 +67,11 @@ class ConstraintState:
         """Write the masks of the draft, and begin to copy them, beside what the device does."""
         if self._tree_is_here is not None:
             self._tree_is_here.synchronize()
+        # As arrays: the library takes tensors in pinned memory for those of a device.
+        trees, bits = self._trees.numpy(), self._bits.numpy()
         for row, matcher in enumerate(self._matchers):
-            tokens, first_child, next_sibling = self._trees[row]
-            constrained = matcher is not None and matcher.fill(first_child, next_sibling, tokens, self._bits[row])
+            tokens, first_child, next_sibling = trees[row]
+            constrained = matcher is not None and matcher.fill(first_child, next_sibling, tokens, bits[row])
             self._constrained[row] = int(constrained)
         rows = slice(len(self._matchers))
         with torch.cuda.stream(self._copies) if self._copies else nullcontext():

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy.typing as npt
+
 from algorithms.runtime.sampling_params import GrammarParams
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
     from algorithms.runtime.models.tokenizer import Tokenizer
 
+Array = npt.NDArray[Any]
 Encode = Callable[[str], Sequence[int]]
 INSTALL = "pip install -e '.[grammar]'"
 
@@ -83,19 +86,17 @@ class Matcher:
         self._matcher.rollback(len(found))
         return found[:most]
 
-    def fill(
-        self, first_child: torch.Tensor, next_sibling: torch.Tensor, tokens: torch.Tensor, bits: torch.Tensor
-    ) -> bool:
+    def fill(self, first_child: Array, next_sibling: Array, tokens: Array, bits: Array) -> bool:
         """Write the masks behind the nodes of a draft tree, whose root is the last token of the text.
 
-        `first_child`, `next_sibling`, `tokens` are [N] int64, `bits` [N, ceil(V / 32)] int32, all on the host. Rows
+        `first_child`, `next_sibling`, `tokens` are [N] int64, `bits` [N, ceil(V / 32)] int32. Rows
         behind a token that the grammar does not allow have no meaning: no such token is chosen. Behind a stop token all
         is allowed, because what stands there belongs to no text. Returns whether the text is constrained at all.
         """
         if self.ended:
             return False
         if self._lost:
-            bits.zero_()
+            bits.fill(0)
             return True
         self._matcher.traverse_draft_tree(first_child, next_sibling, tokens, bits)
         behind = [node for node, token in enumerate(tokens.tolist()) if node and token in self._ends]

@@ -29,7 +29,8 @@ def from_files(params: GrammarParams) -> GrammarParams:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is no text"
         raise UserError(f"sampling.grammar.{params.kind}: {name}: cannot be read: {reason}") from error
-    return replace(params, **{str(params.kind): text.strip()})
+    changes: dict[str, Any] = {str(params.kind): text.strip()}
+    return replace(params, **changes)
 
 
 def of_row(row: Mapping[str, Any], params: GrammarParams) -> GrammarParams:
@@ -37,8 +38,9 @@ def of_row(row: Mapping[str, Any], params: GrammarParams) -> GrammarParams:
     known = [item.name for item in fields(GrammarParams)]
     if unknown := [key for key in row if key not in known]:
         raise UserError(f"key 'grammar': expected {', '.join(known)}, got {unknown[0]!r}")
+    changes: dict[str, Any] = dict.fromkeys(GRAMMARS) | dict(row)
     try:
-        return from_files(replace(params, **dict.fromkeys(GRAMMARS) | dict(row)))
+        return from_files(replace(params, **changes))
     except ValueError as error:
         raise UserError(f"key 'grammar': {error}") from error
 
