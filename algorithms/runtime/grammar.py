@@ -34,7 +34,8 @@ class Matcher:
     def __init__(self, compiled: Any, ends: frozenset[int], encode: Encode, draft_forced: bool = True) -> None:
         import xgrammar
 
-        self._matcher, self._ends, self._encode = xgrammar.GrammarMatcher(compiled), ends, encode
+        self._matcher: Any = xgrammar.GrammarMatcher(compiled)
+        self._ends, self._encode = ends, encode
         self._draft_forced = draft_forced
         self._lost = False
         self._word_count = -(-compiled.tokenizer_info.vocab_size // 32)
