@@ -8,6 +8,9 @@ propose   [last token, mask, …, mask] at positions L … L + B - 1 attends to 
           with a Markov head (DSpark) chooses each behind the draft before it. With `topk` above 1 the likeliest paths
           under the product of these marginals are a tree of `num_nodes` (best first, as in DDTree). With a Markov head
           a child's probability depends on its parent, and the tree grows level by level (as in EAGLE-2).
+
+With another `draw` than topk the drafts are drawn from these distributions under the request's sampling parameters
+instead, a chain or a tree of fixed shape, and one of the rules for drawn drafts decides.
 """
 
 from __future__ import annotations
@@ -18,11 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 import specdec_kernels as kernels
 from algorithms.runtime.algorithm import Algorithm, AttentionCalls, Batch, DraftTree, Observation, Resources
+from algorithms.runtime.drawing import Drawing, DrawnShape
 from algorithms.runtime.tree_shape import DEFAULT_TREE_NODES, MAX_NODES, MAX_TOPK, TreeShape, expect_size
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from algorithms.runtime.drawn_tree import DrawnTree
     from algorithms.runtime.models.config import DFlashConfig
     from algorithms.runtime.models.drafters.dflash import MarkovHead
     from algorithms.runtime.models.loading import Target, TargetFolder
@@ -30,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class DFlash(Algorithm):
-    """Block-diffusion drafting; the draft is a deterministic function of the context."""
+    """Block-diffusion drafting."""
 
     name = "dflash"
     needs_draft_model = True
@@ -46,6 +51,10 @@ class DFlash(Algorithm):
         """Nodes of the tree, node 0 included; None takes 32. A chain has block_size nodes."""
         window: int | None = None
         """Positions the drafter's context reaches back; None is all of it."""
+        draw: str | None = None
+        """topk, sample (independent draws) or without_replacement; None follows from the rule, else it is topk."""
+        rule: str | None = None
+        """Acceptance rule; None is target_only for topk, block for a drawn chain, and traversal for a drawn tree."""
 
         def __post_init__(self) -> None:
             expect_size("block_size", self.block_size, 1, MAX_NODES, nullable=True)
@@ -54,6 +63,7 @@ class DFlash(Algorithm):
             expect_size("window", self.window, 1, nullable=True)
             if self.topk == 1 and self.num_nodes is not None:
                 raise ValueError("algo.num_nodes is the size of a tree: expected algo.topk above 1, got 1")
+            Drawing.of(self.draw, self.rule, self.topk == 1)
 
     @classmethod
     def check(cls, config: Any, target: TargetFolder, draft_path: str | None) -> AttentionCalls:
@@ -73,16 +83,26 @@ class DFlash(Algorithm):
         self.chain = self._topk == 1 or self._block == 1
         self.num_nodes = self._block if self.chain else config.num_nodes or DEFAULT_TREE_NODES
         self.max_depth = min(self._block, self.num_nodes) - 1
+        self._drawing = Drawing.of(config.draw, config.rule, config.topk == 1)
+        self._nodes = None
+        if self._drawing.drawn and self._block > 1:
+            self.rule = self._drawing.rule
+            self._nodes = DrawnShape.of(TreeShape(self.max_depth, self._topk, self.num_nodes))
+            self.max_depth = self._nodes.max_depth
         self.draft_slots = self._block
         self.capture = self._drafter.config.target_layer_ids
 
     def attach(self, resources: Resources) -> None:
         from algorithms.runtime.cache import KVCache
+        from algorithms.runtime.drawn_tree import DrawnTree
 
         self._resources = resources
         resources.choose_forward(self._drafter)
         self._cache = KVCache.allocate(self._drafter.config.decoder, resources)
         self._stacked = self._drafter.stack_kv()
+        self._drawn = None
+        if self._nodes is not None:
+            self._drawn = DrawnTree(self._nodes, resources, self._drawing.replacement, width=self._topk)
 
     def propose(self, batch: Batch) -> DraftTree:
         return self.propose_few(batch, self.num_nodes)
@@ -93,6 +113,8 @@ class DFlash(Algorithm):
         block = kernels.build_chain(batch.lengths, self._block, impl=impl)
         if self._block == 1:
             return DraftTree(batch.last_tokens[:, None], block)
+        if self._drawn is not None:
+            return self._draw(batch, self._marginals(batch, block.positions, self.max_depth), self._drawn)
         logits = self._marginals(batch, block.positions, depth)
         if self.chain:
             links = block if depth + 1 == self._block else kernels.build_chain(batch.lengths, depth + 1, impl=impl)
@@ -127,6 +149,17 @@ class DFlash(Algorithm):
             if logprobs is not None and picked.logprobs is not None:
                 logprobs[:, first + 1 : last + 1] = picked.logprobs.view(rows, -1)
         return DraftTree(tokens, links, confidence=None if logprobs is None else logprobs.cumsum(1).exp())
+
+    def _draw(self, batch: Batch, logits: Tensor, drawn: DrawnTree) -> DraftTree:
+        """Drafts drawn from `logits [B, depth, V]`, with a Markov head each behind its parent."""
+        head = self._drafter.markov_head
+        if head is None:
+            return drawn.draw(batch, logits)
+
+        def run(level: int, tokens: Tensor, parents: Tensor) -> Tensor:
+            return logits[:, level + 1, None] + head(tokens)
+
+        return drawn.grow(batch, logits[:, 0] + head(batch.last_tokens), run)
 
     def _behind_each_other(self, batch: Batch, logits: Tensor, head: MarkovHead, num_nodes: int) -> DraftTree:
         """The tree whose children `head` scores behind their parents, from `logits [B, block - 1, V]`."""
@@ -178,10 +211,11 @@ class DFlash(Algorithm):
 
 def _block_of(config: DFlash.Config, drafter: DFlashConfig) -> int:
     """Tokens of a block; ValueError if the drafter was trained on smaller ones, if the window is smaller, or if a tree
-    of drafts that depend on each other cannot have the size that is asked for."""
+    of drafts that depend on each other or are drawn cannot have the size that is asked for."""
     trained = drafter.block_size
     block = config.block_size or trained
-    if drafter.markov_rank and config.topk > 1 and block > 1:
+    drawn = Drawing.of(config.draw, config.rule, config.topk == 1).drawn
+    if (drafter.markov_rank or drawn) and config.topk > 1 and block > 1:
         nodes = config.num_nodes or DEFAULT_TREE_NODES
         TreeShape(min(block, nodes) - 1, config.topk, nodes)
     if block > trained:

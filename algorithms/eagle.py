@@ -7,7 +7,8 @@ propose   The kept feature gives the first candidates. Each level feeds a candid
           into the head. The draft is a dynamic tree of steps, topk and num_nodes, or a chain with topk 1.
 
 The draft is a deterministic function of the context, so the target's own choice alone decides what is accepted, greedy
-or sampled.
+or sampled. With another `draw` than topk the drafts are drawn under the request's sampling parameters instead, in a
+tree of fixed shape, and one of the rules for drawn drafts decides.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from algorithms.runtime.algorithm import Algorithm, AttentionCalls, Batch, DraftTree, Observation, Resources
+from algorithms.runtime.drawing import Drawing
 from algorithms.runtime.tree_shape import TreeShape
 
 if TYPE_CHECKING:
@@ -42,9 +44,14 @@ class Eagle(Algorithm):
         """Children that a token offers; 1 drafts a chain."""
         num_nodes: int | None = None
         """Nodes verified, node 0 included; None takes steps + 1 for a chain, else at most 32."""
+        draw: str | None = None
+        """topk, sample (independent draws) or without_replacement; None follows from the rule, else it is topk."""
+        rule: str | None = None
+        """Acceptance rule; None is target_only for topk, block for a drawn chain, and traversal for a drawn tree."""
 
         def __post_init__(self) -> None:
-            TreeShape.of(self.steps, self.topk, self.num_nodes)
+            shape = TreeShape.of(self.steps, self.topk, self.num_nodes)
+            Drawing.of(self.draw, self.rule, shape.chain)
 
     @classmethod
     def check(cls, config: Any, target: TargetFolder, draft_path: str | None) -> AttentionCalls:
@@ -64,16 +71,25 @@ class Eagle(Algorithm):
         self.capture = self._drafter.capture
         self.chain, self.max_depth, self.num_nodes = self._shape.chain, self._shape.max_depth, self._shape.num_nodes
         self.draft_slots = self._shape.draft_slots(0)
+        self._drawing = Drawing.of(config.draw, config.rule, self.chain)
+        self.rule, self._nodes = self._drawing.rule, self._drawing.shape(self._shape)
+        if self._nodes is not None:
+            self.max_depth = self._nodes.max_depth
 
     def attach(self, resources: Resources) -> None:
         from algorithms.runtime.batch import RowStore
         from algorithms.runtime.cache import KVCache
+        from algorithms.runtime.drawn_tree import DrawnTree
         from algorithms.runtime.tree_drafting import TreeDrafter
 
         self._resources = resources
         resources.choose_forward(self._drafter)
         self._cache = KVCache.allocate(self._drafter.config.decoder, resources)
-        self._tree = TreeDrafter(self._shape, self._cache, resources, vocabulary=self._drafter.vocabulary)
+        vocabulary, drawn = self._drafter.vocabulary, None
+        if self._nodes is not None:
+            width, replacement = self._shape.topk, self._drawing.replacement
+            drawn = DrawnTree(self._nodes, resources, replacement, width=width, vocabulary=vocabulary)
+        self._tree = TreeDrafter(self._shape, self._cache, resources, vocabulary=vocabulary, drawn=drawn)
         self._kept = RowStore(self._drafter.config.decoder.hidden_size, resources)
 
     def observe(self, seen: Observation) -> None:

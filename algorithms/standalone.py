@@ -5,10 +5,10 @@ observe   The draft model reads the prompt. After a step its cache already holds
           behind which nothing was drafted.
 propose   The draft model writes `steps` tokens behind the last one: a chain, or a tree as in EAGLE-2.
 
-A greedy chain and every tree is a deterministic function of the context, so the target's own choice decides
-(`target_only`). A chain may instead be drawn from the draft model under the request's own sampling parameters and be
-verified by `rejection` or `block`. These emit the target's distribution as well, and accept more when both models are
-unsure.
+Drafts of the likeliest tokens are a deterministic function of the context, so the target's own choice decides
+(`target_only`). Chains and trees may instead be drawn from the draft model under the request's own sampling parameters
+and be verified by a rule for drawn drafts. These emit the target's distribution as well, and accept more when both
+models are unsure.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from algorithms.runtime.algorithm import Algorithm, AttentionCalls, Batch, DraftTree, Observation, Resources
+from algorithms.runtime.drawing import Drawing
 from algorithms.runtime.tree_shape import TreeShape
 
 if TYPE_CHECKING:
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
     from algorithms.runtime.models.loading import Target, TargetFolder
     from algorithms.runtime.tree_drafting import TreeDrafter
-
-RULES = ("target_only", "rejection", "block")
 
 
 class Standalone(Algorithm):
@@ -43,15 +42,14 @@ class Standalone(Algorithm):
         """Children that a token offers; 1 drafts a chain."""
         num_nodes: int | None = None
         """Nodes verified, node 0 included; None takes steps + 1 for a chain, else at most 32."""
-        rule: str = "target_only"
-        """target_only, rejection or block; the last two draw a chain from the draft model."""
+        draw: str | None = None
+        """topk, sample (independent draws) or without_replacement; None follows from the rule, else it is topk."""
+        rule: str | None = None
+        """Acceptance rule; None is target_only for topk, block for a drawn chain, and traversal for a drawn tree."""
 
         def __post_init__(self) -> None:
             shape = TreeShape.of(self.steps, self.topk, self.num_nodes)
-            if self.rule not in RULES:
-                raise ValueError(f"algo.rule must be one of {', '.join(RULES)}, got {self.rule!r}")
-            if self.rule != "target_only" and not shape.chain:
-                raise ValueError(f"algo.rule={self.rule} verifies chains: expected algo.topk=1, got {self.topk}")
+            Drawing.of(self.draw, self.rule, shape.chain)
 
     @classmethod
     def check(cls, config: Any, target: TargetFolder, draft_path: str | None) -> AttentionCalls:
@@ -66,19 +64,27 @@ class Standalone(Algorithm):
         weight = target.model.model.norm.weight
         self._draft = load_draft(self.drafter_folder(draft_path), target, weight.device, weight.dtype)
         self._shape = TreeShape.of(config.steps, config.topk, config.num_nodes)
-        self.rule = config.rule
         self.chain, self.max_depth, self.num_nodes = self._shape.chain, self._shape.max_depth, self._shape.num_nodes
+        self._drawing = Drawing.of(config.draw, config.rule, self.chain)
+        self.rule, self._nodes = self._drawing.rule, self._drawing.shape(self._shape)
+        if self._nodes is not None:
+            self.max_depth = self._nodes.max_depth
         # A chain also stores its last draft.
         self.draft_slots = self._shape.draft_slots(1) + self.chain
 
     def attach(self, resources: Resources) -> None:
         from algorithms.runtime.cache import KVCache
+        from algorithms.runtime.drawn_tree import DrawnTree
         from algorithms.runtime.tree_drafting import TreeDrafter
 
         self._resources = resources
         resources.choose_forward(self._draft.model)
         self._cache = KVCache.allocate(self._draft.config, resources)
-        self._tree = TreeDrafter(self._shape, self._cache, resources, base=1)
+        drawn = None
+        if self._nodes is not None:
+            width, replacement = self._shape.topk, self._drawing.replacement
+            drawn = DrawnTree(self._nodes, resources, replacement, width=width, base=1)
+        self._tree = TreeDrafter(self._shape, self._cache, resources, base=1, drawn=drawn)
 
     def observe(self, seen: Observation) -> None:
         from algorithms.runtime.paged_attention import PagedMixer
@@ -101,7 +107,7 @@ class Standalone(Algorithm):
             return tree.tree(batch, self._run(root, None, mixer)[:, 0], self._run)
         mixers = tree.chain_mixers(batch)
         logits = self._run(root, None, mixers[0])[:, 0]
-        draft = tree.chain(batch, logits, self._run, mixers, drawn=self.rule != "target_only")
+        draft = tree.chain(batch, logits, self._run, mixers)
         # Stores the last draft, which may be accepted; its logits are not needed.
         self._draft.model(draft.tokens[:, -1:], mixers[tree.shape.max_depth])
         return draft

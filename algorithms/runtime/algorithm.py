@@ -91,7 +91,10 @@ class DraftTree:
     tokens: torch.Tensor
     links: TreeLinks
     draft_probs: torch.Tensor | None = None
-    """[B, N - 1, V] float32: what each drafted node was drawn from, for the rules `rejection` and `block`."""
+    """[B, R, V] float32: what drafts were drawn from, for the rules for drawn drafts. Row n is that of the children of
+    node n, R = N - 1, unless `draft_rows` says otherwise."""
+    draft_rows: torch.Tensor | None = None
+    """[B, N] int32, for drawn trees: the row of `draft_probs` that the children of each node were drawn from."""
     strength: torch.Tensor | None = None
     """[B] float32: accepted drafts that the drafter itself expects, for `algo=mixed`; None where it does not say."""
     confidence: torch.Tensor | None = None

@@ -54,10 +54,13 @@ def _problems(algorithm: Algorithm, batch: Batch, tree: Any, vocab_size: int) ->
     if algorithm.rule in DRAWN_RULES:
         if tree.draft_probs is None:
             yield f"rule {algorithm.rule!r}: expected draft_probs, got None"
-        else:
-            shape = (rows, nodes - 1, vocab_size)
-            expected = f"[rows, num_nodes - 1, vocabulary] = {list(shape)}"
-            yield from _tensor_problems("draft_probs", tree.draft_probs, shape, expected, torch.float32, device)
+            return
+        shape, expected = (rows, nodes - 1, vocab_size), "[rows, num_nodes - 1, vocabulary]"
+        if tree.draft_rows is not None:
+            yield from _tensor_problems("draft_rows", tree.draft_rows, (rows, nodes), named, torch.int32, device)
+            shape, expected = (rows, *tree.draft_probs.shape[1:2], vocab_size), "[rows, any, vocabulary]"
+        expected = f"{expected} = {list(shape)}"
+        yield from _tensor_problems("draft_probs", tree.draft_probs, shape, expected, torch.float32, device)
 
 
 def _tensor_problems(

@@ -112,7 +112,8 @@ class Step:
         self.tree = agree_on_draft(tree)
 
     def _first_nodes(self, tree: DraftTree) -> DraftTree:
-        """The first nodes of a tree that has more. Parents come before their children."""
+        """The first nodes of a tree that has more. Parents come before their children. Those of a drawn tree are a
+        drawn tree, because which they are does not depend on what was drawn."""
         nodes, lengths, impl = self.num_nodes, self._batch.lengths, self._parts.resources.impl
         if tree.tokens.shape[1] <= nodes:
             return tree
@@ -121,8 +122,14 @@ class Step:
         else:
             mask = tree.links.mask[:, :nodes, : mask_words(nodes)].contiguous()
             links = links_from_mask(mask, lengths, impl=impl)
-        confidence = None if tree.confidence is None else tree.confidence[:, :nodes].contiguous()
-        return DraftTree(tree.tokens[:, :nodes].contiguous(), links, confidence=confidence)
+        probs, rows, confidence = tree.draft_probs, tree.draft_rows, tree.confidence
+        if rows is not None:
+            rows = rows[:, :nodes].contiguous()
+        elif probs is not None:
+            probs = probs[:, : nodes - 1].contiguous()
+        if confidence is not None:
+            confidence = confidence[:, :nodes].contiguous()
+        return DraftTree(tree.tokens[:, :nodes].contiguous(), links, probs, rows, confidence=confidence)
 
     def graft(self) -> None:
         """Put what grammars force into the draft, and lay it out for the host.
@@ -199,6 +206,7 @@ class Step:
             self._depth,
             sampling,
             draft_probs=self.tree.draft_probs,
+            draft_rows=self.tree.draft_rows,
             return_logprobs=needs.logprobs,
             impl=impl,
         )

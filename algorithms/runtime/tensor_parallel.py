@@ -24,7 +24,7 @@ def agree_on_draft(draft: DraftTree) -> DraftTree:
     """Rank 0's draft, on every rank. A draft of node 0 alone is what all ranks have agreed on before."""
     if not parallel() or draft.tokens.shape[1] == 1:
         return draft
-    others = {name: getattr(draft, name) for name in ("draft_probs", "confidence")}
+    others = {name: getattr(draft, name) for name in ("draft_probs", "draft_rows", "confidence")}
     told = {name: tensor for name, tensor in others.items() if tensor is not None}
     tokens, *rest = from_rank_0([draft.tokens, *draft.links, *told.values()])
     links, agreed = TreeLinks(*rest[: len(draft.links)]), rest[len(draft.links) :]

@@ -1,8 +1,8 @@
 """Drafting with a model that writes one token after another: a chain, or a tree level by level.
 
-Trees follow EAGLE-2 (arXiv 2406.16858). Every level runs `topk` frontier tokens. Each of them offers its `topk`
-likeliest children. The best of these, by the product of probabilities along the path, are the next frontier. At the end
-the best `num_nodes - 1` of all children ever offered are kept.
+Trees of the likeliest tokens follow EAGLE-2 (arXiv 2406.16858). Every level runs `topk` frontier tokens. Each of them
+offers its `topk` likeliest children. The best of these, by the product of probabilities along the path, are the next
+frontier. At the end the best `num_nodes - 1` of all children ever offered are kept.
 
 The drafter's cache does not follow the shape of the tree. Frontier token j of level i, counted from 0, is
 stored `base + i * topk + j` slots behind L, whatever its parent, and a bit mask over these slots says what it sees:
@@ -20,17 +20,16 @@ from torch import Tensor
 
 from algorithms.runtime.algorithm import Batch, DraftTree, Resources
 from algorithms.runtime.cache import KVCache
+from algorithms.runtime.drawn_tree import DrawnTree
 from algorithms.runtime.paged_attention import PagedLevels, PagedMixer
 from algorithms.runtime.tree_shape import TreeShape
 from specdec_kernels import (
-    DRAFT_STREAM,
     Candidates,
     Frontier,
     build_chain,
     build_tree,
     draft_topk,
     expand_tree,
-    filtered_probs,
     pick_tokens,
     rerank_tree,
 )
@@ -43,14 +42,16 @@ first level hangs on column 0. In a chain there is one column and no parents."""
 
 @dataclass(frozen=True)
 class TreeDrafter:
-    """Drafts trees of one shape. `base` counts the slots before the first level: 1 if the drafter stores node 0, else
-    0. `vocabulary [V]` int64 is what is added to an id of the drafter to give the target's; None adds nothing."""
+    """Drafts trees of one size. `base` counts the slots before the first level: 1 if the drafter stores node 0, else
+    0. `vocabulary [V]` int64 is what is added to an id of the drafter to give the target's; None adds nothing. `drawn`
+    is how drafts are drawn, None where they are the likeliest tokens."""
 
     shape: TreeShape
     cache: KVCache
     resources: Resources
     base: int = 0
     vocabulary: Tensor | None = None
+    drawn: DrawnTree | None = None
 
     @property
     def draft_slots(self) -> int:
@@ -58,43 +59,37 @@ class TreeDrafter:
         return self.shape.draft_slots(self.base)
 
     def limited(self, num_nodes: int) -> TreeDrafter:
-        """The drafter of trees of fewer nodes, over the same cache."""
-        return replace(self, shape=self.shape.limited(num_nodes))
+        """The drafter of trees of fewer nodes, over the same cache. What is drawn keeps its shape."""
+        return self if self.drawn is not None else replace(self, shape=self.shape.limited(num_nodes))
 
     def chain_mixers(self, batch: Batch) -> PagedLevels:
         """Mixers for the tokens of a chain, one a forward: node 0 and the last draft only where node 0 is stored."""
         return PagedLevels(batch, self.cache, self.resources, self.shape.max_depth - 1 + 2 * self.base)
 
-    def chain(
-        self, batch: Batch, logits: Tensor, run: RunLevel, mixers: PagedLevels | None = None, drawn: bool = False
-    ) -> DraftTree:
-        """Draft a chain from `logits [B, V]` behind the last token; `mixers` are `chain_mixers(batch)`.
-
-        `drawn` draws under each request's sampling parameters instead of taking the likeliest tokens, and records the
-        distributions.
-        """
+    def chain(self, batch: Batch, logits: Tensor, run: RunLevel, mixers: PagedLevels | None = None) -> DraftTree:
+        """Draft a chain from `logits [B, V]` behind the last token; `mixers` are `chain_mixers(batch)`."""
+        levels = mixers or self.chain_mixers(batch)
+        if self.drawn is not None:
+            return self.drawn.grow(batch, logits, lambda level, tokens, _: run(tokens, None, levels[level + self.base]))
         impl, depth = self.resources.impl, self.shape.max_depth
-        mixers, told = mixers or self.chain_mixers(batch), self.resources.adaptive
-        tokens, probs, logprobs = [batch.last_tokens], [], [torch.zeros_like(batch.lengths, dtype=torch.float32)]
+        told = self.resources.adaptive
+        tokens, logprobs = [batch.last_tokens], [torch.zeros_like(batch.lengths, dtype=torch.float32)]
         for level in range(1, depth + 1):
-            if drawn:
-                probs.append(filtered_probs(logits, batch.sampling, impl=impl))
-                # No key may come up again in the next step: block verification would couple the two.
-                positions = batch.lengths * (depth + 1) + level
-                picked = pick_tokens(logits, batch.sampling, positions, stream=DRAFT_STREAM, impl=impl)
-            else:
-                picked = pick_tokens(logits, return_logprobs=told, impl=impl)
-                if picked.logprobs is not None:
-                    logprobs.append(picked.logprobs)
+            picked = pick_tokens(logits, return_logprobs=told, impl=impl)
+            if picked.logprobs is not None:
+                logprobs.append(picked.logprobs)
             tokens.append(self._to_target(picked.tokens))
             if level < depth:
-                logits = run(tokens[-1][:, None], None, mixers[level - 1 + self.base]).squeeze(1)
+                logits = run(tokens[-1][:, None], None, levels[level - 1 + self.base]).squeeze(1)
+        confidence = torch.stack(logprobs, 1).cumsum(1).exp() if told else None
         links = build_chain(batch.lengths, depth + 1, impl=impl)
-        confidence = torch.stack(logprobs, 1).cumsum(1).exp() if told and not drawn else None
-        return DraftTree(torch.stack(tokens, 1), links, torch.stack(probs, 1) if drawn else None, confidence=confidence)
+        return DraftTree(torch.stack(tokens, 1), links, confidence=confidence)
 
     def tree(self, batch: Batch, logits: Tensor, run: RunLevel) -> DraftTree:
-        """Draft the tree of the likeliest tokens from `logits [B, V]` behind the last token."""
+        """Draft a tree from `logits [B, V]` behind the last token."""
+        if self.drawn is not None:
+            levels = self._tree_mixers(batch, self.drawn.masks(len(logits)))
+            return self.drawn.grow(batch, logits, lambda level, *nodes: run(*nodes, levels[level]))
         masks = level_masks(batch, self.shape, self.base)
         mixers = self._tree_mixers(batch, masks)
 

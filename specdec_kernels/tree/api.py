@@ -201,6 +201,72 @@ def draft_topk(logits: torch.Tensor, k: int, temperature: torch.Tensor | None = 
     return dispatch("draft_topk", __package__, impl, logits, kernel="kernel_topk")(logits, k, temperature)
 
 
+def draw_children(
+    tokens: torch.Tensor,
+    probs: torch.Tensor,
+    children: torch.Tensor,
+    rows: torch.Tensor,
+    likeliest: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    *,
+    replacement: bool,
+    uniforms: torch.Tensor | None = None,
+    impl: str = "auto",
+) -> None:
+    """Draw the tokens of children from their parents' distributions, in place.
+
+    A draw is the inverse of the cumulative distribution at one uniform, as in `pick_tokens`. The children of a parent
+    are drawn one after the other, with replacement or from the tokens that are left; where none is left a child repeats
+    the token of the first one. The uniform of node n is that of (seed, position, DRAFT_STREAM, slot n), so that with
+    the root's position no two draws of a request share one. Where the temperature is 0 nothing is drawn: the children
+    take the likeliest tokens in turn. What acceptance needs as `draft_probs` is `probs`, as it is.
+
+    Args:
+        tokens: [B, N] int64, contiguous; entries of `children` are written.
+        probs: [B, R, V] float32, contiguous; rows need not sum to 1, NaN and negative entries count as 0. A row without
+            a positive entry gives token 0.
+        children: [P, K] int32, contiguous: the nodes that hang on each parent, 0 <= n < N and none twice, -1 in places
+            that are not used.
+        rows: [P] int32: the row of `probs` of each parent, 0 <= r < R.
+        likeliest: [B, R, C] int64, contiguous, C >= 1: tokens for rows at temperature 0 by the place of the child; the
+            last stands for all places behind.
+        temperature: [B] float32.
+        seeds: [B] int64, or None with `uniforms`.
+        positions: [B] int64, the root's, or None with `uniforms`.
+        replacement: whether a token may be drawn again by a sibling.
+        uniforms: [B, N] float64 in [0, 1), one per node, replaces the generator (tests of the exact distribution).
+        impl: `auto`, `triton` or `reference`. The reference reads `children` and `rows` back.
+
+    Raises:
+        ValueError: wrong shape, dtype, strides or devices, nothing to draw with, or an unknown `impl`.
+        RuntimeError: `impl="triton"` where no kernel can run.
+    """
+    expect_tensors(tokens=(tokens, (None, None), torch.int64), probs=(probs, (None, None, None), torch.float32))
+    batch, num_nodes = tokens.shape
+    expect_tensors(
+        {"tokens": tokens},
+        probs=(probs, (batch, None, None), torch.float32),
+        children=(children, (None, None), torch.int32),
+        rows=(rows, children.shape[:1], torch.int32),
+        likeliest=(likeliest, (batch, probs.shape[1], None), torch.int64),
+        temperature=(temperature, (batch,), torch.float32),
+        seeds=(seeds, (batch,), torch.int64),
+        positions=(positions, (batch,), torch.int64),
+        uniforms=(uniforms, (batch, num_nodes), torch.float64),
+    )
+    for name, size in (("V of probs", probs.shape[2]), ("C of likeliest", likeliest.shape[2])):
+        expect_at_least(name, size, 1)
+    if uniforms is None and (seeds is None or positions is None):
+        raise ValueError("draw_children: expected seeds and positions, or uniforms, to draw with; got neither")
+    draw = dispatch("draw_children", __package__, impl, probs, kernel="kernel_draw")
+    draw(
+        tokens, probs, children, rows, likeliest, temperature, seeds, positions, replacement=replacement,
+        uniforms=uniforms,
+    )  # fmt: skip
+
+
 def expand_tree(
     frontier: Frontier | None,
     probs: torch.Tensor,

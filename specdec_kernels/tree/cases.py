@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from specdec_kernels.cases import Maker, case_of
+from specdec_kernels.cases import Comparison, Maker, case_of
 from specdec_kernels.tree.reference import build_tree
 from specdec_kernels.tree.types import Candidates, Frontier
 
@@ -235,7 +235,14 @@ def _links_bytes(batch: int, nodes: int) -> int:
 
 
 # Bytes that must move and arithmetic operations, of which trees have next to none.
+
+
+def _probs_once(inputs: dict[str, Any]) -> tuple[int, int]:
+    return 4 * inputs["probs"].numel(), inputs["probs"].numel()
+
+
 WORK: dict[str, Callable[[dict[str, Any]], tuple[int, int]]] = {
+    "draw_children": _probs_once,
     "build_tree": lambda i: (_bytes_of("parents", "lengths")(i) + _links_bytes(*i["parents"].shape), 0),
     "build_chain": lambda i: (_bytes_of("lengths")(i) + _links_bytes(len(i["lengths"]), i["num_nodes"]), 0),
     "links_from_mask": lambda i: (_bytes_of("mask", "lengths")(i) + _links_bytes(*i["mask"].shape[:2]), 0),
@@ -260,6 +267,34 @@ _first_case = partial(case_of, "best_first_tree", _marginals)
 _parents_case = partial(case_of, "tree_parents", _masks)
 _merge_case = partial(case_of, "merge_trees", _two_trees)
 _LARGE = ("large",)
+
+
+def _children_drawn(
+    make: Maker, batch: int, vocab: int, replacement: bool, kept: int | None = None, troubled: bool = False
+) -> dict[str, Any]:
+    """A tree of eleven nodes over four rows, rows at temperature 0 among them; `kept` tokens of each row can be
+    drawn."""
+    rows, children = [0, 1, 2, 2], [[1, 2, 3, 4], [5, 6, -1, 7], [8, 9, -1, -1], [10, -1, -1, -1]]
+    logits = make.normal(batch, 4, vocab, scale=2.0).float()
+    if kept is not None:
+        logits = torch.where(logits >= logits.topk(kept).values[..., -1:], logits, float("-inf"))
+    probs = torch.softmax(logits, -1)
+    if troubled:
+        probs[0] = 0.0
+        probs[1, :, ::2] = float("nan")
+        probs[2, 0, 1:] = -1.0
+        probs[3] *= 3.0
+    temperature = torch.rand(batch, generator=make.generator) + 0.1
+    temperature[4::5] = 0.0
+    return dict(
+        tokens=make.integers(0, vocab, batch, 11), probs=probs, children=make.tensor(children, torch.int32),
+        rows=make.tensor(rows, torch.int32), likeliest=logits.topk(min(3, vocab)).indices,
+        temperature=temperature.to(make.device), seeds=make.integers(-(1 << 62), 1 << 62, batch),
+        positions=make.integers(0, 1 << 40, batch), replacement=replacement,
+    )  # fmt: skip
+
+
+_drawn_case = partial(case_of, "draw_children", _children_drawn)
 
 CASES = (
     _tree_case("tree_empty_batch", "launch on an empty grid", batch=0, num_nodes=5),
@@ -313,6 +348,19 @@ CASES = (
     case_of("draft_topk", _hostile_logits, "topk_hostile", "NaN and infinities", vocab=700, k=9),
     _topk_case("topk_qwen", "the shipped vocabulary", gate=True, bench=True, tags=_LARGE, rows=32, vocab=_VOCAB, k=8),
     _topk_case("topk_widest", "the widest vocabulary", tags=_LARGE, rows=4, vocab=248320, k=64),
+    _drawn_case("draw_empty", "launch on an empty grid", batch=0, vocab=9, replacement=False),
+    *(
+        _drawn_case(f"draw_{name}_{kind}", catches, gate=gate, replacement=kind == "again", **sizes)
+        for kind in ("again", "once")
+        for name, catches, gate, sizes in (
+            ("small", "lanes past the vocabulary", True, dict[str, Any](batch=9, vocab=11)),
+            ("groups", "the sum of a group after a draw", False, dict[str, Any](batch=40, vocab=200)),
+            ("few", "nothing left to draw", False, dict[str, Any](batch=20, vocab=70, kept=2)),
+            ("troubled", "rows that are no distribution", False, dict[str, Any](batch=6, vocab=40, troubled=True)),
+        )
+    ),
+    _drawn_case("draw_qwen", "the shipped vocabulary", gate=True, bench=True, tags=_LARGE, batch=8, vocab=_VOCAB,
+                replacement=False),
     _expand_case("expand_empty", "empty grid", batch=0, parents=2, children=2, width=2),
     _expand_case("expand_one", "one candidate", batch=2, parents=1, children=1, width=1),
     _expand_case("expand_odd", "lanes past the end", batch=3, parents=3, children=5, width=15, first=9, slot=2),
@@ -343,3 +391,6 @@ CASES = (
     _first_case("first_64", "shipped", gate=True, bench=True, batch=8, depths=15, ranks=8, num_nodes=64),
     _first_case("first_256", "widest", gate=True, tags=_LARGE, batch=1, depths=32, ranks=64, num_nodes=256),
 )  # fmt: skip
+
+
+COMPARISON = Comparison(draws=("draw_children",))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from specdec_kernels.sampling.reference import inverse_cdf, philox_uniform
+from specdec_kernels.sampling.types import DRAFT_STREAM
 from specdec_kernels.tree.types import (
     UNUSED_PARENT,
     WORD_BITS,
@@ -109,6 +111,48 @@ def draft_topk(logits: torch.Tensor, k: int, temperature: torch.Tensor | None = 
     probs = torch.where(total > 0, ((values - top) / divisor).exp() / total, 0.0)
     first = (torch.arange(k, device=logits.device) == 0) & (values > -torch.inf)
     return DraftTopk(torch.where(own > 0, probs, first.double()).float(), tokens.contiguous())
+
+
+def draw_children(
+    tokens: torch.Tensor,
+    probs: torch.Tensor,
+    children: torch.Tensor,
+    rows: torch.Tensor,
+    likeliest: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    *,
+    replacement: bool,
+    uniforms: torch.Tensor | None = None,
+) -> None:
+    """See `specdec_kernels.tree.draw_children`."""
+    (batch, num_nodes), (parents, count) = tokens.shape, children.shape
+    if not batch * parents:
+        return
+    drawing, of_row = (temperature > 0)[:, None], rows.long()
+    left = torch.nan_to_num(probs.double()).clamp(min=0).index_select(1, of_row)
+    greedy = likeliest.index_select(1, of_row)
+    first = torch.zeros(batch, parents, dtype=torch.int64, device=tokens.device)
+    written = torch.cat([tokens, tokens[:, :1]], 1)  # a spare column for places that are not used
+    for rank in range(count):
+        wanted = (children[:, rank] >= 0).expand(batch, -1)
+        child = torch.where(wanted, children[:, rank].long(), num_nodes)
+        if uniforms is None:
+            assert seeds is not None and positions is not None
+            keys = (each[:, None].expand_as(child) for each in (seeds, positions))
+            uniform = philox_uniform(*keys, DRAFT_STREAM, child)
+        else:
+            uniform = torch.cat([uniforms, uniforms[:, :1]], 1).gather(1, child)
+        drawn = inverse_cdf(left.flatten(0, 1), uniform.flatten()).view(batch, parents)
+        drawn = torch.where((left > 0).any(-1), drawn, first)
+        first = drawn if rank == 0 else first
+        if not replacement:
+            kept = torch.where(wanted, 0.0, left.gather(-1, drawn[..., None])[..., 0])
+            left = left.scatter(-1, drawn[..., None], kept[..., None])
+        choice = greedy[..., min(rank, greedy.shape[2] - 1)]
+        written.scatter_(1, child, torch.where(drawing, drawn, choice))
+    tokens.copy_(written[:, :num_nodes])
 
 
 def expand_tree(

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from algorithms.runtime import step, tree_drafting
+from algorithms.runtime import drawn_tree, step
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree
 from algorithms.runtime.cache import KVCache
 from algorithms.runtime.models.loading import Target
 from algorithms.standalone import Standalone
-from specdec_kernels import Accepted, Picked, SamplingTensors, TreeLinks
+from specdec_kernels import Accepted, TreeLinks
 from tests.algorithms.drafters import ALL_MAKERS, TARGET, load_random_drafters
 from tests.algorithms.toy import VOCAB, Scripted, Setup, answers, changed, engine_of, requests, run, scripts
 
@@ -157,15 +157,19 @@ def test_a_row_forgets_the_request_before(loaded: None, maker: str) -> None:
     assert behind[-len(alone) :] == alone
 
 
-def test_drawn_drafts_never_use_a_key_twice(loaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("topk", [1, 2])
+def test_drawn_drafts_never_use_a_key_twice(loaded: None, monkeypatch: pytest.MonkeyPatch, topk: int) -> None:
     """One uniform for two drafts would couple them, also where they belong to different steps."""
-    pick, keys = tree_drafting.pick_tokens, []
+    draw, keys = drawn_tree.draw_children, []
 
-    def watched(logits: Tensor, sampling: SamplingTensors, positions: Tensor, **options: object) -> Picked:
-        keys.extend(zip(sampling.seeds.tolist(), positions.tolist(), strict=True))
-        return pick(logits, sampling, positions, **options)
+    def watched(tokens: Tensor, probs: Tensor, children: Tensor, *others: Tensor, **options: object) -> None:
+        *_, seeds, positions = others
+        nodes = children[children >= 0].tolist()
+        keys.extend((*key, node) for key in zip(seeds.tolist(), positions.tolist(), strict=True) for node in nodes)
+        draw(tokens, probs, children, *others, **options)
 
-    monkeypatch.setattr(tree_drafting, "pick_tokens", watched)
+    monkeypatch.setattr(drawn_tree, "draw_children", watched)
     few = [changed(request, temperature=0.7) for request in requests(3, max_new_tokens=12)]
-    run(Standalone(Standalone.Config(steps=4, rule="rejection"), TARGET, "random"), few, Setup(max_batch=3), TARGET)
+    drafter = Standalone(Standalone.Config(steps=4, topk=topk, draw="sample"), TARGET, "random")
+    run(drafter, few, Setup(max_batch=3), TARGET)
     assert len(keys) > 60 and len(set(keys)) == len(keys)

@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from algorithms import dflash
+from algorithms.eagle3 import Eagle3
 from algorithms.mixed import Mixed
 from algorithms.ngram import NGram
 from algorithms.runtime.algorithm import Resources
@@ -181,6 +182,7 @@ def kernel_mixed(mode: str) -> KernelMixed:
     return KernelMixed(KernelMixed.Config(**parts, mode=mode), TARGET, "random")
 
 
+DRAWN_DFLASH = dflash.DFlash.Config(block_size=4, topk=2, num_nodes=8, draw="sample")
 STEPPED = ALL_MAKERS | {
     "mixed_merge": lambda: kernel_mixed("merge"),
     "mixed_take": lambda: kernel_mixed("take"),
@@ -189,6 +191,8 @@ STEPPED = ALL_MAKERS | {
     "suffix_own": lambda: KernelSuffix(Suffix.Config(num_nodes=5, shared=False, window=4), TARGET, None),
     "standalone_block": lambda: Standalone(Standalone.Config(steps=3, rule="block"), TARGET, "random"),
     "standalone_rejection": lambda: Standalone(Standalone.Config(steps=3, rule="rejection"), TARGET, "random"),
+    "eagle3_drawn": lambda: Eagle3(Eagle3.Config(steps=3, topk=2, draw="without_replacement"), TARGET, "random"),
+    "dflash_drawn": lambda: dflash.DFlash(DRAWN_DFLASH, TARGET, "random"),
 }
 FILTERED = {
     "top_k": 5,

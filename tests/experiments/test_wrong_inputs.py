@@ -99,7 +99,7 @@ KEYS = [
     wrong("+extra.key=1", "unknown key 'extra'"),
     wrong("algo=eagle algo.step=3", "unknown key 'algo.step'", "algo.steps=…", "keys of algo: algo.name"),
     wrong("algo=ngram algo.topk=3", "algo.topk=… (with algo=dflash)", "algo.num_nodes"),
-    wrong("algo=dflash algo.rule=block", "algo.rule=… (with algo=standalone)"),
+    wrong("algo=ngram algo.rule=block", "algo.rule=… (with algo=dflash)"),
     wrong("task.concurrency=[1]", "task.concurrency=… (with task=throughput)"),
     wrong("task=compare task.concurency=[1]", "unknown key 'task.concurency'", "keys of task: task.name"),
     wrong("task=compare task.methods={x:{name:ngram}}", "task.methods.x", "'+task.methods={x:{name:ngram}}'"),

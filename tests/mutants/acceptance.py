@@ -18,7 +18,7 @@ _WALK = "specdec_kernels/verify/kernel.py"
 _SAMPLING = "specdec_kernels/sampling/reference.py"
 _DEVICE = "specdec_kernels/sampling/device.py"
 _TYPES = "specdec_kernels/sampling/types.py"
-_DRAFTER = "algorithms/runtime/tree_drafting.py"
+_DRAFTER = "algorithms/runtime/drawn_tree.py"
 _MISSES = ("tests/kernels/test_rejection_distribution.py::test_joint_distribution[rejection-opposed-plain]",)
 _WHOLE = ("tests/kernels/test_rejection_distribution.py::test_joint_distribution[rejection-agreeing-plain]",)
 _BLOCK = ("tests/kernels/test_rejection_distribution.py::test_joint_distribution[block-agreeing-plain]",)
@@ -53,9 +53,9 @@ ELEVEN = (
     Mutant(
         "draft_recorded_unfiltered",
         _DRAFTER,
-        "probs.append(filtered_probs(logits, batch.sampling, impl=impl))",
-        "unfiltered = batch.sampling._replace(top_k=None, top_p=None, min_p=None)\n"
-        "                probs.append(filtered_probs(logits, unfiltered, impl=impl))",
+        "found.append(self._in_target(probs))",
+        "unfiltered = batch.sampling._replace(top_k=None, top_p=None, min_p=None).repeated(probs.shape[1])\n"
+        "            found.append(self._in_target(filtered_probs(logits.flatten(0, 1), unfiltered).view_as(probs)))",
         _DRAWN,
         "historical: drafts are drawn under top-k, their distribution is recorded without (transformers #47932)",
     ),
@@ -94,9 +94,9 @@ ELEVEN = (
     Mutant(
         "temperature_on_the_target_alone",
         _DRAFTER,
-        "probs.append(filtered_probs(logits, batch.sampling, impl=impl))",
-        "at_one = batch.sampling._replace(temperature=(batch.sampling.temperature > 0).float())\n"
-        "                probs.append(filtered_probs(logits, at_one, impl=impl))",
+        "found.append(self._in_target(probs))",
+        "at_one = batch.sampling._replace(temperature=(batch.sampling.temperature > 0).float()).repeated(probs.shape[1])\n"
+        "            found.append(self._in_target(filtered_probs(logits.flatten(0, 1), at_one).view_as(probs)))",
         _DRAWN,
         "historical: the draft's distribution is recorded at temperature 1",
     ),

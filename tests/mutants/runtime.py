@@ -7,7 +7,6 @@ from tests.mutants.mutant import Mutant
 _FAULTS = "tests/algorithms/test_faults.py::"
 _SCHEDULER = "tests/algorithms/test_scheduler.py::"
 _DRAFTERS = "tests/algorithms/test_drafters.py::"
-_DRAFTING = "algorithms/runtime/tree_drafting.py"
 _DFLASH = "algorithms/dflash.py"
 
 MUTANTS = (
@@ -37,9 +36,9 @@ MUTANTS = (
     ),
     Mutant(
         "keys_of_drawn_drafts_repeat",
-        _DRAFTING,
-        "positions = batch.lengths * (depth + 1) + level",
-        "positions = batch.lengths + level",
+        "algorithms/runtime/drawn_tree.py",
+        "sampling.temperature, sampling.seeds, batch.lengths,",
+        "sampling.temperature, sampling.seeds, batch.lengths // 2,",
         (_FAULTS + "test_drawn_drafts_never_use_a_key_twice",),
         "a draft of this step and one of the next are drawn by one uniform",
     ),
