@@ -95,7 +95,8 @@ ELEVEN = (
         "temperature_on_the_target_alone",
         _DRAFTER,
         "found.append(self._in_target(probs))",
-        "at_one = batch.sampling._replace(temperature=(batch.sampling.temperature > 0).float()).repeated(probs.shape[1])\n"
+        "at_one = batch.sampling._replace(temperature=(batch.sampling.temperature > 0).float())\n"
+        "            at_one = at_one.repeated(probs.shape[1])\n"
         "            found.append(self._in_target(filtered_probs(logits.flatten(0, 1), at_one).view_as(probs)))",
         _DRAWN,
         "historical: the draft's distribution is recorded at temperature 1",
