@@ -87,7 +87,8 @@ class DrawnShape:
     def of(cls, size: TreeShape) -> DrawnShape:
         """The `num_nodes` nodes that are reached most often if first children are accepted with `FIRST_SHARE`: at most
         `steps` levels, `topk` children a node, and `topk` nodes of a level with children."""
-        above, depths, ranks = [-1], [0], [()]
+        above, depths = [-1], [0]
+        ranks: list[tuple[int, ...]] = [()]
         parents_at: dict[int, set[int]] = {}
         queue: list[tuple[float, int, int, int]] = [(-FIRST_SHARE, 0, 0, 0)]
         while queue and len(above) < size.num_nodes:

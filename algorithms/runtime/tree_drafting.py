@@ -89,7 +89,7 @@ class TreeDrafter:
         """Draft a tree from `logits [B, V]` behind the last token."""
         if self.drawn is not None:
             levels = self._tree_mixers(batch, self.drawn.masks(len(logits)))
-            return self.drawn.grow(batch, logits, lambda level, *nodes: run(*nodes, levels[level]))
+            return self.drawn.grow(batch, logits, lambda level, tokens, parents: run(tokens, parents, levels[level]))
         masks = level_masks(batch, self.shape, self.base)
         mixers = self._tree_mixers(batch, masks)
 

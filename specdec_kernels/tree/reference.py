@@ -140,8 +140,8 @@ def draw_children(
         child = torch.where(wanted, children[:, rank].long(), num_nodes)
         if uniforms is None:
             assert seeds is not None and positions is not None
-            keys = (each[:, None].expand_as(child) for each in (seeds, positions))
-            uniform = philox_uniform(*keys, DRAFT_STREAM, child)
+            seed, position = (each[:, None].expand_as(child) for each in (seeds, positions))
+            uniform = philox_uniform(seed, position, DRAFT_STREAM, child)
         else:
             uniform = torch.cat([uniforms, uniforms[:, :1]], 1).gather(1, child)
         drawn = inverse_cdf(left.flatten(0, 1), uniform.flatten()).view(batch, parents)
