@@ -19,6 +19,7 @@ class SelectionConfig:
     draw_warps: int = 4  # of a draw that may read a chunk
     select_warps: int = 16  # of a row whose threshold is searched
     chunk: int = 4096  # tokens of one program of the kernels over deferred rows
+    split: int = 10  # programs of a deferred row, 64 at most: one that ends at once costs too
     keep: int = 128  # candidates of a chunk that there is room for
 
 

@@ -39,9 +39,6 @@ FIXED = tl.constexpr(2)  # min-p alone: the threshold is known, its weight is no
 COUNT = tl.constexpr(3)  # top-k beyond the slots: the threshold has to be found in the whole row
 PIVOTS = tl.constexpr(4)  # of each of two rounds
 NUM_PIVOTS, STATES = 8, 8
-# Programs per row: few, because most rows of most batches are not deferred, and a program that ends at once costs too.
-_SPLIT = 10
-_PARTS = tl.constexpr(16)  # lanes that hold a number of each of them
 
 
 @triton.jit
@@ -107,7 +104,8 @@ def _enclose(
     over_high = tl.load(state_ptr + 6 * rows + row, mask=asks, other=0.0)
     low = tl.full(row.shape, float("-inf"), tl.float32)
     asked = asks
-    part = tl.arange(0, _PARTS)[None, :]
+    PARTS: tl.constexpr = 16 if SPLIT <= 16 else 64
+    part = tl.arange(0, PARTS)[None, :]
     for pivot in tl.static_range(ROUNDS * PIVOTS):
         if pivot == PIVOTS:
             asked = asks & (tl.load(state_ptr + 7 * rows + row, mask=asks, other=0.0) > 0)
@@ -447,7 +445,7 @@ def resolve(
     temperature, chunk, keep = sampling.temperature, config.chunk, config.keep
     chunks = triton.cdiv(vocab, chunk)
     out = partial(torch.empty, dtype=torch.float32, device=values.device)
-    split = min(_SPLIT, chunks)
+    split = min(config.split, chunks)
     parts, mass, candidates = out(NUM_PIVOTS, rows, split), out(rows, chunks), out(rows, chunks, keep)
     edges, counts = out(rows, split, 2), out(rows, chunks, dtype=torch.int32)
     block_c = max(triton.next_power_of_2(chunks), d.MIN_SCAN)
