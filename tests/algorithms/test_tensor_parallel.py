@@ -12,10 +12,11 @@ import torch.multiprocessing as mp
 
 from algorithms.eagle3 import Eagle3
 from algorithms.runtime.algorithm import Algorithm
-from algorithms.runtime.collectives import from_rank_0, join_columns, sum_over_ranks
+from algorithms.runtime.collectives import from_rank_0, join_columns, sum_in_order, sum_over_ranks
+from algorithms.runtime.models import sharding
 from algorithms.runtime.models.decoder import Decoder
 from algorithms.runtime.models.loading import Target
-from algorithms.runtime.models.sharding import VocabParallelHead, parallel_config, shard
+from algorithms.runtime.models.sharding import RowParallelLinear, VocabParallelHead, parallel_config, shard
 from tests.algorithms.drafters import eagle3_head, hinted
 from tests.algorithms.toy import (
     CONFIG,
@@ -81,23 +82,40 @@ def test_two_ranks_write_what_one_does(tmp_path: Path) -> None:
         assert max(count for _, counts in output for count in counts) >= 2
 
 
+def _sums_of_rows(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What this rank gives to a sum of 70 rows, the sum of all rows and of one at a time, and the same behind a
+    projection with the norm behind it, which may not exchange few rows in another way than many."""
+    rows = torch.randn(70, 8, generator=torch.Generator().manual_seed(rank)).bfloat16()
+    assert torch.equal(sum_in_order(rows), torch.cat([sum_in_order(row[None]) for row in rows]))
+    sharding.exchange_of = None  # type: ignore[assignment]
+    whole = torch.nn.Linear(16, 8, bias=False).requires_grad_(False)
+    torch.nn.init.orthogonal_(whole.weight, generator=torch.Generator().manual_seed(5))
+    projection = RowParallelLinear(whole, slice(8 * rank, 8 * rank + 8), slot=0)
+    projection.impl, projection.batch_invariant = "reference", True
+    x, one = torch.arange(640.0).view(80, 8).sin() + rank, torch.ones(8)
+    normed = projection.add_rms_norm(x, torch.ones(80, 8), one, 1e-6)
+    few = projection.add_rms_norm(x[3:4], torch.ones(1, 8), one, 1e-6)
+    return rows, sum_in_order(rows), normed[0][3:4], few[0]
+
+
 def _collectives(rank: int, store: str, written: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
     sent = [torch.arange(5) + rank, torch.full((3, 1), rank, dtype=torch.int32), torch.tensor([rank == 0, True, False])]
     found = from_rank_0(sent)
     assert all(tensor.data_ptr() % 16 == found[0].data_ptr() % 16 for tensor in found)
     columns = join_columns(torch.arange(6.0).view(2, 3) + 10 * rank)
-    torch.save(
-        [*(tensor.clone() for tensor in found), columns, sum_over_ranks(torch.ones(2, 2) * (rank + 1))],
-        f"{written}/{rank}.pt",
-    )
+    saved = [*(tensor.clone() for tensor in found), columns, sum_over_ranks(torch.ones(2, 2) * (rank + 1))]
+    torch.save([*saved, *_sums_of_rows(rank)], f"{written}/{rank}.pt")
     dist.destroy_process_group()
 
 
 def test_ranks_exchange_sums_columns_and_decisions(tmp_path: Path) -> None:
     mp.spawn(_collectives, (str(tmp_path / "store"), str(tmp_path)), nprocs=WORLD)
+    given = [torch.load(tmp_path / f"{rank}.pt")[5] for rank in range(WORLD)]
     for rank in range(WORLD):
-        numbers, column, flags, columns, total = torch.load(tmp_path / f"{rank}.pt")
+        numbers, column, flags, columns, total, _, in_order, many, few = torch.load(tmp_path / f"{rank}.pt")
+        assert torch.equal(in_order, (given[0].float() + given[1].float()).bfloat16())
+        torch.testing.assert_close(many, few, atol=1e-6, rtol=1e-6)
         assert numbers.tolist() == [0, 1, 2, 3, 4] and numbers.dtype == torch.int64
         assert column.tolist() == [[0], [0], [0]] and column.dtype == torch.int32
         assert flags.tolist() == [True, True, False]

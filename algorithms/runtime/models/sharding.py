@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from algorithms.runtime.collectives import exchange_of, join_columns, sum_over_ranks
+from algorithms.runtime.collectives import exchange_of, join_columns, sum_in_order, sum_over_ranks
 from algorithms.runtime.models.config.decoder import DecoderConfig
 from algorithms.runtime.models.decoder import Attention, Decoder, DecoderLayer, SharedHead, SwiGLU
 from algorithms.runtime.models.fusion import NormedProjection
@@ -36,18 +36,18 @@ class RowParallelLinear(NormedProjection):
             y = F.linear(x, self.weight)
         else:
             y = linear(x, self.weight, batch_invariant=self.batch_invariant, impl=self.impl)
-        y = sum_over_ranks(y)
+        y = sum_in_order(y) if self.batch_invariant else sum_over_ranks(y)
         return y if self.bias is None else y + self.bias
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Normed:
         assert self.impl is not None
-        exchange = exchange_of(residual) if self.bias is None else None
+        # An exchange takes few rows only, and rounds at another place than the sum of more rows.
+        is_taken = self.bias is None and not self.batch_invariant
+        exchange = exchange_of(residual) if is_taken else None
         if exchange is None:
             return add_rms_norm(self(x), residual, weight, eps, impl=self.impl)
-        own, same = self.weight, self.batch_invariant
-        return linear_all_reduce_add_rms_norm(
-            x, own, exchange, self.slot, residual, weight, eps, batch_invariant=same, impl=self.impl
-        )
+        own = self.weight
+        return linear_all_reduce_add_rms_norm(x, own, exchange, self.slot, residual, weight, eps, impl=self.impl)
 
 
 class VocabParallelHead(SharedHead):
