@@ -13,8 +13,9 @@ A block is YAML. `rows` makes a table:
     cell: FORMAT                with `across`: what a cell shows of its row, a format string over the row's keys
     cells: {HEADING: FORMAT}    without `across`: one column per entry
 
-`made` tells file, card, clocks, versions and revisions of the rows of `file`, narrowed by `where`. `curve` draws lines:
-`x` and `y` are keys, `down` tells the lines apart, and `title` and `axes: [x, y]` are their names.
+`made` tells file, card, clocks, versions and revisions of the rows of `file`, narrowed by `where`. `curve` draws lines
+into docs/PICTURE.svg: `x` and `y` are keys, `down`, `names` and `order` are those of a table, and `title` and
+`axes: [x, y]` are words.
 
 A cell that several rows claim is an error, so a file with repeated measurements needs a narrower `where`.
 """
@@ -106,7 +107,8 @@ class Made(Selection):
         rows = self.rows()
         names = [self.file] if isinstance(self.file, str) else self.file
         links = ", ".join(f"[{name}]({ROWS_LINK}/{name})" for name in names)
-        facts = [*_unique(rows, _card), *_unique(rows, _versions), f"revision {', '.join(_unique(rows, _revision))}"]
+        facts = [*_unique(rows, _machine), *_clocks(rows), *_unique(rows, _versions)]
+        facts.append(f"revision {', '.join(_unique(rows, _revision))}")
         return f"Rows: {links}. {'; '.join(facts)}.\n"
 
 
@@ -155,10 +157,18 @@ def _unique(rows: Sequence[Row], tell: Callable[[Row], str]) -> list[str]:
     return list(dict.fromkeys(filter(None, map(tell, rows))))
 
 
-def _card(row: Row) -> str:
-    clocks = row.get("clocks")
-    beside = f" at {clocks['sm_mhz']:.0f} MHz (memory {clocks['memory_mhz']:.0f})" if clocks else ""
-    return f"{row.get('machine', '')}{beside}"
+def _machine(row: Row) -> str:
+    return str(row.get("machine") or "")
+
+
+def _clocks(rows: Sequence[Row]) -> list[str]:
+    """Slowest and fastest clock of the multiprocessors at the ends of the runs; nothing where no row tells."""
+    found = [row["clocks"] for row in rows if row.get("clocks")]
+    if not found:
+        return []
+    speeds = sorted({round(clocks["sm_mhz"]) for clocks in found})
+    span = f"{speeds[0]}" if len(speeds) == 1 else f"{speeds[0]} to {speeds[-1]}"
+    return [f"SM clock {span} of {found[0]['max_sm_mhz']:.0f} MHz, memory {found[0]['memory_mhz']:.0f} MHz"]
 
 
 def _versions(row: Row) -> str:

@@ -56,7 +56,14 @@ def test_a_path_into_a_row(file: str) -> None:
 
 def test_provenance_names_every_revision_once(file: str) -> None:
     text = Made(file).text()
-    assert text.count("card") == 1 and "revision 0123456, abcdef0" in text
+    assert text.count("card") == 1 and "revision 0123456, abcdef0" in text and "clock" not in text
+
+
+def test_provenance_tells_the_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = [{"sm_mhz": mhz, "memory_mhz": 3201.0, "max_sm_mhz": 1980.0} for mhz in (1965.0, 1980.0)]
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps({**ROWS[0], "clocks": each}) + "\n" for each in clocks))
+    monkeypatch.setattr(rows, "FOLDER", tmp_path)
+    assert "card; SM clock 1965 to 1980 of 1980 MHz, memory 3201 MHz; revision" in Made("b.jsonl").text()
 
 
 def test_a_curve_has_a_line_for_each_method(file: str) -> None:
