@@ -38,6 +38,7 @@ class Resources:
     context: int
     """Positions that a request may reach, drafts beyond its end included."""
     max_batch: int
+    """Requests that the engine holds at most: running ones, and those whose prompts are prefilled ahead."""
     impl: str
     fused: bool = False
     """Whether models run fused kernels, or torch's operations one by one."""

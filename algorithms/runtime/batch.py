@@ -1,8 +1,8 @@
 """The running batch on the device: tensors of fixed address and shape, one row per request.
 
 The rows in use are always 0 … n - 1, so a step runs on views of the first n rows. Rows past n are inactive, and a step
-that is captured for more rows than are in use passes over them. Behind the rows of requests there is one more, the
-spare row, which takes what padding writes.
+that is captured for more rows than are in use passes over them. Behind the rows of running requests there are
+rows in which requests wait whose prompts are prefilled ahead, and the spare row, which takes what padding writes.
 """
 
 from __future__ import annotations
@@ -98,18 +98,21 @@ class ForbiddenState:
 
 
 class BatchState:
-    """Tensors for up to `max_batch` requests of up to `max_pages` pages and `context` positions; see `Batch`.
+    """Tensors for up to `max_batch` running requests and `ahead` waiting ones, of up to `max_pages` pages and `context`
+    positions; see `Batch`.
 
     Numbers of one width lie in one tensor, so that a request enters, moves and leaves in a few operations.
     """
 
-    def __init__(self, max_batch: int, max_pages: int, context: int, vocab: int, device: torch.device) -> None:
-        rows = -(-(max_batch + 1) // _ALIGNED) * _ALIGNED
-        self.max_batch, self.spare_row, self._device, self._vocab = max_batch, max_batch, device, vocab
+    def __init__(
+        self, max_batch: int, ahead: int, max_pages: int, context: int, vocab: int, device: torch.device
+    ) -> None:
+        self.max_batch, self.spare_row, self._device, self._vocab = max_batch, max_batch + ahead, device, vocab
+        rows = -(-(self.spare_row + 1) // _ALIGNED) * _ALIGNED
         self._longs = torch.zeros((3, rows), dtype=torch.int64, device=device)
         self._words = torch.zeros((5, rows), dtype=torch.int32, device=device)
-        self._pages = torch.zeros((max_batch + 1, max_pages), dtype=torch.int32, device=device)
-        self._texts = torch.zeros((max_batch + 1, context), dtype=torch.int64, device=device)
+        self._pages = torch.zeros((self.spare_row + 1, max_pages), dtype=torch.int32, device=device)
+        self._texts = torch.zeros((self.spare_row + 1, context), dtype=torch.int64, device=device)
         self._padding = torch.zeros_like(self._words)
         host = np.zeros((5, 1), np.int32)
         write_numbers({"longs": np.zeros((3, 1), np.int64), "words": host}, 0, _NEUTRAL, 0, 0, False)
@@ -126,9 +129,9 @@ class BatchState:
         """Allocate what `needs` ask of each row, and of each of the `num_nodes` nodes in `max_depth` levels of its
         draft, unless it is there already."""
         if needs.penalised and self.penalties is None:
-            self.penalties = PenaltyState(self.max_batch, self._vocab, self._device)
+            self.penalties = PenaltyState(self.spare_row, self._vocab, self._device)
         if needs.forbids and self.forbidden is None:
-            self.forbidden = ForbiddenState(self.max_batch, self._device)
+            self.forbidden = ForbiddenState(self.spare_row, self._device)
         if needs.constrained and self.constraints is None:
             self.constraints = ConstraintState(self.max_batch, num_nodes, max_depth, self._vocab, self._device)
 
@@ -151,6 +154,11 @@ class BatchState:
         self._words.index_copy_(1, rows, values["words"])
         self._pages.index_copy_(0, rows, values["pages"])
 
+    def activate(self, rows: Tensor, complete: Tensor) -> None:
+        """Let requests in `rows` [P] int64 take part in steps where `complete` [P] int32 is 1; the others are
+        padding."""
+        self._words[ACTIVE].index_copy_(0, rows, complete)
+
     def write_text(self, rows: Tensor, positions: Tensor, tokens: Tensor, counts: Tensor) -> None:
         """Put the first `counts` [S] int32 columns of `tokens` [S, n] int64 at `positions` [S, n] int64 of `rows` [S]
         int64."""
@@ -158,9 +166,9 @@ class BatchState:
         self._texts[torch.where(inside, rows[:, None], self.spare_row), positions] = tokens
 
     def move(self, source: int, target: int) -> None:
-        """Copy row `source` over row `target`; whether `target` is padding stays as it is."""
+        """Copy row `source` over row `target`."""
         self._longs[:, target] = self._longs[:, source]
-        self._words[ACTIVE + 1 :, target] = self._words[ACTIVE + 1 :, source]
+        self._words[:, target] = self._words[:, source]
         self._pages[target] = self._pages[source]
         self._texts[target] = self._texts[source]
         for held in (self.penalties, self.forbidden):

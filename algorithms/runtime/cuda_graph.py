@@ -5,26 +5,30 @@ Batch sizes are rounded up to a bucket, and each bucket is captured once, before
 inactive, so that warm-up touches no request. Lengths, pages and sampling parameters live in device memory, so a replay
 sees the requests as they are. All levels run the same code; `none` runs it uncaptured, for exactly the rows in use.
 Its kernels are compiled before the clock runs too: by steps without requests. Where requests have grammars, each phase
-is a graph of its own, because the host has its turns between them, see `constraints`.
+is a graph of its own, because the host has its turns between them, see `constraints`. Where a step is one graph, a
+chunk of prompts may ride in it, and each size of the chunk makes another graph.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from algorithms.runtime.backlog import COLUMNS
+from algorithms.runtime.chunk import Chunk
 from algorithms.runtime.clock import PhaseClock, Stamps
+from algorithms.runtime.parts import StepParts
 from algorithms.runtime.sampling_params import SamplingNeeds
-from algorithms.runtime.step import PHASES, Step, StepParts, phases_of
+from algorithms.runtime.step import PHASES, Step, phases_of
 
 _LAST_CAPTURED = {"none": None, "draft": "draft", "verify": "verify", "step": "commit"}
 """Level to the last phase that is captured, as all before it are."""
@@ -35,12 +39,14 @@ _TIMED_RUNS = 3
 
 @dataclass(frozen=True)
 class GraphReport:
-    """What is captured: steps of so many rows, and chunks of so many tiles. And what it took: graphs, milliseconds of
-    warm-up and capture, and bytes of device memory that the graphs keep."""
+    """What is captured: steps of so many rows, chunks of so many tiles between steps, and chunks of so many tiles in
+    steps. And what it took: graphs, milliseconds of warm-up and capture, and bytes of device memory that the graphs
+    keep."""
 
     level: str
     buckets: tuple[int, ...]
     prefill_tiles: tuple[int, ...] = ()
+    step_tiles: tuple[int, ...] = ()
     num_graphs: int = 0
     warmup_ms: float = 0.0
     memory_bytes: int = 0
@@ -102,17 +108,37 @@ class Recorder:
         return torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else 0
 
 
-class _Launch(NamedTuple):
-    """A step and how it is run: pieces of work in order, each with its phase; a piece without one stamps its phases."""
+class _Variant(NamedTuple):
+    """Of steps, what is captured apart: their rows, the nodes of each, what requests may ask, and the tiles that ride
+    along."""
+
+    rows: int
+    nodes: int
+    needs: SamplingNeeds
+    tiles: int = 0
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """A step and how it is run: pieces of work in order, each with its phase; a piece without one stamps its phases.
+    `idle_ms` is what the stamped phases take without requests."""
 
     step: Step
     pieces: list[tuple[str | None, Callable[[], None]]]
+    idle_ms: dict[str, float] = field(default_factory=dict)
 
 
 class StepRunner:
-    """Launches steps at one level of capture."""
+    """Launches steps at one level of capture; each of `chunks` may ride in them where a step is one graph."""
 
-    def __init__(self, parts: StepParts, level: str, clock: PhaseClock, capture: Capture | None = None) -> None:
+    def __init__(
+        self,
+        parts: StepParts,
+        level: str,
+        clock: PhaseClock,
+        capture: Capture | None = None,
+        chunks: Sequence[Chunk] = (),
+    ) -> None:
         if level not in LEVELS:
             raise ValueError(f"runtime.graph must be one of {', '.join(LEVELS)}, got {level!r}")
         if level != "none" and capture is None and parts.resources.device.type != "cuda":
@@ -126,7 +152,11 @@ class StepRunner:
         if level != "none":
             self.recorder = Recorder(capture or CudaCapture(), parts.resources.device)
         self._stamps = clock.stamps(PHASES) if level == "step" else None
-        self._captured: dict[tuple[int, int, SamplingNeeds], _Launch] = {}
+        self._captured: dict[_Variant, _Launch] = {}
+        self._chunks = chunks
+        self.riding_ms: Counter[str] = Counter()
+        """What chunks have added to each phase of the steps that they rode in, by what the same steps take with and
+        without one where nothing is running."""
         self._observing: dict[int, Captured] = {}
         self._num_kept = 0
         self._launched = False
@@ -135,7 +165,7 @@ class StepRunner:
 
     def report(self, prefill_tiles: tuple[int, ...] = ()) -> GraphReport:
         """What has been captured so far, with chunks of `prefill_tiles` if they are too."""
-        report = GraphReport(self.level, self._buckets)
+        report = GraphReport(self.level, self._buckets, step_tiles=tuple(chunk.size for chunk in self._chunks))
         if self.recorder is None:
             return report
         counts = {name: getattr(self.recorder, name) for name in ("num_graphs", "warmup_ms", "memory_bytes")}
@@ -147,18 +177,37 @@ class StepRunner:
         resources = self._parts.resources
         if self.recorder is None and resources.device.type == "cuda" and resources.backend.capturable:
             self.compile(needs)
-        sizes = [(size, nodes) for size in reversed(self._buckets) for nodes in reversed(self._sizes(needs))]
-        missing = [(size, nodes) for size, nodes in sizes if (size, nodes, needs) not in self._captured]
+        missing = [variant for variant in self._variants(needs) if variant not in self._captured]
         if not missing:
             return
         if not self._captured:
-            self._step(missing[0][0], self._longest, needs, checked=True).draft()
-        for size, nodes in missing:
-            self._captured[size, nodes, needs] = self._prepared(size, self._longest, needs, nodes=nodes)
+            self._step(missing[0].rows, self._longest, needs, checked=True).draft()
+        chunks = {chunk.size: chunk for chunk in self._chunks}
+        for variant in missing:
+            if (chunk := chunks.get(variant.tiles)) is not None:
+                chunk.send(())
+            self._captured[variant] = self._prepared(
+                variant.rows, self._longest, needs, nodes=variant.nodes, chunk=chunk
+            )
         if self._parts.backlog is not None and self.recorder is not None:
             for size in reversed(self._buckets):
                 if size not in self._observing:
                     self._observing[size] = self.recorder(partial(self._observe, size, self._longest))
+
+    def _variants(self, needs: SamplingNeeds) -> list[_Variant]:
+        """What is captured for `needs`, the largest first: the others then fit in the memory that it leaves."""
+        tiles = [*(chunk.size for chunk in reversed(self.riding(needs))), 0]
+        rows, sizes = reversed(self._buckets), self._sizes(needs)
+        return [_Variant(size, nodes, needs, ride) for size in rows for nodes in reversed(sizes) for ride in tiles]
+
+    def riding(self, needs: SamplingNeeds) -> Sequence[Chunk]:
+        """The chunks that may ride in steps for `needs`, in ascending order of size."""
+        return self._chunks if phases_of(needs) == PHASES else ()
+
+    def reset(self) -> None:
+        """Forget the times counted so far."""
+        self.clock.reset()
+        self.riding_ms.clear()
 
     def _sizes(self, needs: SamplingNeeds) -> tuple[int, ...]:
         """Nodes of the steps for `needs`. What a grammar forces is verified in any case, so its steps have one size."""
@@ -170,8 +219,9 @@ class StepRunner:
         """A replay serves requests of any length, so the bound is all that the page table can hold."""
         return self._parts.state.page_table.shape[1] * self._parts.resources.page_size
 
-    def launch(self, num_rows: int, max_length: int, needs: SamplingNeeds) -> Tensor:
-        """Start a step over rows 0 … num_rows - 1 and return its table, still being written, for those rows.
+    def launch(self, num_rows: int, max_length: int, needs: SamplingNeeds, chunk: Chunk | None = None) -> Tensor:
+        """Start a step over rows 0 … num_rows - 1 and return its table, still being written, for those rows. `chunk`,
+        which has been sent, rides along.
 
         The first draft for requests is checked; where it is captured, it is drafted once more for that.
         """
@@ -180,11 +230,21 @@ class StepRunner:
         if first and self.recorder:
             self._step(num_rows, max_length, needs, checked=True).draft()
         if self.recorder:
-            step, pieces = self._captured[self._bucket(num_rows), nodes, needs]
+            launch = self._recorded(_Variant(self._bucket(num_rows), nodes, needs), chunk)
         else:
-            step, pieces = self._prepared(num_rows, max_length, needs, checked=first, nodes=nodes)
-        self._play(pieces)
-        return step.table[:num_rows]
+            launch = self._prepared(num_rows, max_length, needs, checked=first, nodes=nodes)
+        self._play(launch.pieces)
+        return launch.step.table[:num_rows]
+
+    def _recorded(self, variant: _Variant, chunk: Chunk | None) -> _Launch:
+        """The captured step, with `chunk` in it."""
+        alone = self._captured[variant]
+        if chunk is None:
+            return alone
+        joint = self._captured[variant._replace(tiles=chunk.size)]
+        for phase, spent_ms in joint.idle_ms.items():
+            self.riding_ms[phase] += max(0.0, spent_ms - alone.idle_ms[phase])
+        return joint
 
     def _play(self, pieces: list[tuple[str | None, Callable[[], None]]]) -> None:
         for phase, work in pieces:
@@ -225,7 +285,7 @@ class StepRunner:
 
             def pieces_of(nodes: int, size: int = size, length: int = length) -> Callable[[], None]:
                 if self.recorder:
-                    return partial(self._play, self._captured[size, nodes, needs].pieces)
+                    return partial(self._play, self._captured[_Variant(size, nodes, needs)].pieces)
                 return lambda: self._play(self._prepared(size, length, needs, nodes=nodes).pieces)
 
             for nodes in self._sizes(needs):
@@ -259,30 +319,44 @@ class StepRunner:
                 for nodes in reversed(self._sizes(needs)):
                     _run(self._step(size, bound, needs, checked=True, nodes=nodes), phases_of(needs), None)
 
-    def _step(self, size: int, max_length: int, needs: SamplingNeeds, checked: bool, nodes: int | None = None) -> Step:
+    def _step(
+        self,
+        size: int,
+        max_length: int,
+        needs: SamplingNeeds,
+        checked: bool = False,
+        nodes: int | None = None,
+        chunk: Chunk | None = None,
+    ) -> Step:
         """A step over the first `size` rows."""
-        return Step(self._parts, self._parts.state.batch(0, size, max_length), needs, checked, nodes)
+        return Step(self._parts, self._parts.state.batch(0, size, max_length), needs, checked, nodes, chunk)
 
-    def _prepared(
-        self, size: int, max_length: int, needs: SamplingNeeds, checked: bool = False, nodes: int | None = None
-    ) -> _Launch:
-        """A step over the first `size` rows, with its graphs captured."""
-        step, phases = self._step(size, max_length, needs, checked, nodes), phases_of(needs)
+    def _prepared(self, size: int, max_length: int, needs: SamplingNeeds, **how: Any) -> _Launch:
+        """A step over the first `size` rows, with its graphs captured; `how` as in `_step`."""
+        step, phases = self._step(size, max_length, needs, **how), phases_of(needs)
         groups, rest = _captured(self.level, phases), phases
+        idle_ms: dict[str, float] = {}
         pieces: list[tuple[str | None, Callable[[], None]]] = []
         for group in groups:
             assert self.recorder is not None
             stamps = self._stamps if group == PHASES else None
             graph = self.recorder(partial(_run, step, group, stamps))
             # Capturing computes nothing, and the next phases need results to start from.
-            graph.replay()
+            idle_ms = self._replay(graph)
             pieces.append((None if stamps else group[-1], graph.replay))
             rest = rest[len(group) :]
         if groups:
             # The other phases compile what they launch.
             _run(step, rest, None)
         pieces += [(phase, getattr(step, phase)) for phase in rest]
-        return _Launch(step, self._with_turns(step, pieces) if needs.constrained else pieces)
+        return _Launch(step, self._with_turns(step, pieces) if needs.constrained else pieces, idle_ms)
+
+    def _replay(self, graph: Captured) -> dict[str, float]:
+        """Replay `graph`; returns the milliseconds of its stamped phases."""
+        before = self._stamps.ledger_ms() if self._stamps else {}
+        graph.replay()
+        after = self._stamps.ledger_ms() if self._stamps else {}
+        return {phase: spent_ms - before[phase] for phase, spent_ms in after.items()}
 
     def _with_turns(
         self, step: Step, pieces: list[tuple[str | None, Callable[[], None]]]

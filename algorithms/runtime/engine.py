@@ -2,8 +2,9 @@
 
 Of a prompt, all but the last token is prefilled; the last token is the first one that a step starts from. So the first
 step is like every other, and tokens are sampled in one place. The `Scheduler` decides which request runs where and what
-is prefilled; the engine does to the tensors what it decides, and launches the steps. Before each step it prefills one
-chunk at most, so a running request never waits for the whole of a long prompt.
+is prefilled; the engine does to the tensors what it decides, and launches the steps. A step prefills one chunk at most,
+so a running request never waits for the whole of a long prompt. Where whole steps are captured and requests run, the
+chunk rides in their step (piggybacked prefill) and shares its reading of the weights; otherwise it comes before it.
 
 On a GPU the tokens of a step are read while the next one runs, so the device does not wait for the host. A request that
 has ended is then stepped once more, without effect, in pages that are reserved for that. Where requests take few steps
@@ -28,21 +29,26 @@ from algorithms.runtime.backends.registry import check_calls
 from algorithms.runtime.backlog import Backlog
 from algorithms.runtime.batch import BatchState
 from algorithms.runtime.cache import KVCache, KVScales
+from algorithms.runtime.chunk import Chunk, tile_counts
 from algorithms.runtime.clock import PhaseClock
 from algorithms.runtime.collectives import from_rank_0, parallel
 from algorithms.runtime.cuda_graph import Capture, GraphReport, StepRunner, buckets
 from algorithms.runtime.grammar import GrammarError, Grammars, Matcher
 from algorithms.runtime.models.config import DecoderConfig
 from algorithms.runtime.models.loading import Target
-from algorithms.runtime.prefill import Prefiller
+from algorithms.runtime.parts import StepParts
+from algorithms.runtime.prefill import Prefiller, chunk_for
 from algorithms.runtime.readback import Readback, StepResult
 from algorithms.runtime.request import Completion, EngineError, Request
 from algorithms.runtime.sampling_params import SamplingNeeds
 from algorithms.runtime.scheduler import Decode, Piece, RowMove, Running, Scheduler, tiles_of
-from algorithms.runtime.step import PHASES, StepParts
+from algorithms.runtime.step import PHASES
 
 _MATRIX_ROWS = 64
 """Rows that fill a tile of the matrix unit."""
+_RIDING_TOKENS = (64, 512)
+"""Prompt tokens that the smallest and the largest chunk in a step have room for. Fewer cost as much beside a step, and
+more would make it much longer."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,9 @@ class EngineSettings:
     captured, see `cuda_graph`. `overlap` is how many steps the host reads behind the device: None takes 1 on a GPU and
     0 elsewhere. `fused` runs the models by fused kernels, see `models.fusion`. Before a step at most `prefill_chunk`
     tokens are prefilled, in tiles of `prefill_tile` (None: of `default_tile`), or of the chunk where that is smaller.
+    With `piggyback` prompts ride in captured steps, where the backend captures prompts and all steps have one size.
+    While all rows are taken, the prompts of `prefill_ahead` requests more are then prefilled (None: of
+    `default_ahead`); `num_pages` None has room for them.
     `kv_dtype` is that of stored keys and values, None the one of the weights; `kv_scales` are the factors of the
     target's. With `deterministic` the target gives a token the same bits whatever stands beside it; that needs `fused`
     and a backend built for it. With `adaptive` each step verifies as many nodes as pay, see `adaptive`; that is decided
@@ -69,6 +78,8 @@ class EngineSettings:
     fused: bool = False
     prefill_chunk: int = 2048
     prefill_tile: int | None = None
+    piggyback: bool = True
+    prefill_ahead: int | None = None
     kv_dtype: torch.dtype | None = None
     kv_scales: KVScales | None = None
     deterministic: bool = False
@@ -92,10 +103,12 @@ class Generation:
     """All completions in the order of the requests, and where the time went.
 
     `ledger_ms` sums the phases draft, verify, accept, commit and host over all steps, at every level of capture;
-    prefill is outside of it. On a GPU the phases and `prefill_ms` are device time. `decode_ms` is the time of all steps
-    without `prefill_ms`, and `host` is what it has beyond the phases. `step_ms` holds the host's time of each step; on
-    a GPU that includes the wait for a chunk of a prompt which the device runs first. `launch_ms` is the host's own time
-    to launch the steps. `adaptive` is what `Sizing.report` says, None where all steps have one size.
+    prefill is outside of it. On a GPU the phases and `prefill_ms` are device time. Of a step in which a chunk rode,
+    `prefill_ms` has what the chunk adds to such a step where nothing is running, and the phases have the rest.
+    `decode_ms` is the time of all steps without `prefill_ms`, and `host` is what it has beyond the phases. `step_ms`
+    holds the host's time of each step; on a GPU that includes the wait for a chunk of a prompt which the device runs
+    first. `launch_ms` is the host's own time to launch the steps. `adaptive` is what
+    `Sizing.report` says, None where all steps have one size.
     """
 
     completions: list[Completion]
@@ -142,7 +155,11 @@ class Engine:
         overshoot = slots + self._overlap * (algorithm.max_depth + 1)
         context = self._limit + overshoot
         max_pages = -(-context // settings.page_size)
-        num_pages = settings.num_pages or max_pages * settings.max_batch
+        piggybacks = settings.piggyback and level == "step" and backend.captures_prompts and not adaptive
+        ahead = settings.prefill_ahead if settings.prefill_ahead is not None else default_ahead(settings.max_batch)
+        ahead = ahead if piggybacks else 0
+        held = settings.max_batch + ahead
+        num_pages = settings.num_pages or max_pages * held
         resources = Resources(
             target=target,
             backend=backend,
@@ -152,7 +169,7 @@ class Engine:
             num_pages=num_pages,
             page_size=settings.page_size,
             context=context,
-            max_batch=settings.max_batch,
+            max_batch=held,
             impl=settings.impl,
             fused=settings.fused,
             deterministic=settings.deterministic,
@@ -165,18 +182,21 @@ class Engine:
         # No chunk is larger than all rows together.
         num_tiles = min(settings.prefill_chunk // tile, settings.max_batch * tiles_of(self._limit, tile))
         self.scheduler = Scheduler(
-            settings.max_batch, num_pages, settings.page_size, overshoot, decode, tile, num_tiles
+            settings.max_batch, num_pages, settings.page_size, overshoot, decode, tile, num_tiles, ahead
         )
         cache = KVCache.allocate(config, resources, settings.kv_scales)
-        state = BatchState(settings.max_batch, max_pages, context, config.vocab_size, weight.device)
+        state = BatchState(settings.max_batch, ahead, max_pages, context, config.vocab_size, weight.device)
         algorithm.attach(resources)
         sizing = Sizing(algorithm, resources, buckets(settings.max_batch)) if adaptive else None
         backlog = Backlog(len(algorithm.capture), resources) if adaptive else None
         self._step_costs = settings.step_costs
         self.parts = StepParts(algorithm, cache, state, resources, sizing, backlog)
-        self.runner = StepRunner(self.parts, level, PhaseClock(weight.device), capture)
+        chunks = {size: Chunk(self.parts, size, tile) for size in tile_counts(num_tiles)}
+        riding = [chunks[size] for size in riding_sizes(num_tiles, tile)] if piggybacks else []
+        self.runner = StepRunner(self.parts, level, PhaseClock(weight.device), capture, riding)
         captures_prompts = level == "step" and backend.captures_prompts
-        self.prefiller = Prefiller(self.parts, tile, num_tiles, self.runner.recorder if captures_prompts else None)
+        recorder = self.runner.recorder if captures_prompts else None
+        self.prefiller = Prefiller(self.parts, list(chunks.values()), recorder)
         self._grammars = grammars
         self._session_is_open = False
 
@@ -308,6 +328,18 @@ def default_tile(config: DecoderConfig, device: torch.device) -> int:
     return min(64, max(16, 1 << (_MATRIX_ROWS // group - 1).bit_length()))
 
 
+def default_ahead(max_batch: int) -> int:
+    """Requests whose prompts are prefilled while all rows are taken: as many as may end in one step or two."""
+    return min(max_batch, max(4, max_batch // 4))
+
+
+def riding_sizes(num_tiles: int, tile: int) -> tuple[int, ...]:
+    """Tiles of the chunks that may ride in a step: each size twice the one before. They are among `tile_counts`."""
+    least, most = (max(1, min(num_tiles, tokens // tile)) for tokens in _RIDING_TOKENS)
+    sizes = [size for size in tile_counts(num_tiles) if least <= size <= most and size & (size - 1) == 0]
+    return tuple(sizes) if sizes and sizes[-1] == most else (*sizes, most)
+
+
 def _check_tree(algorithm: Algorithm) -> None:
     """Raise EngineError if no tree has the size that the algorithm names."""
     nodes, depth = algorithm.num_nodes, algorithm.max_depth
@@ -372,7 +404,7 @@ class Session:
         self._num_submitted = self._num_finished = self._row_steps = self._emitted = 0
         self._step_ms: list[float] = []
         self._loop_ms = self._launch_ms = 0.0
-        runner.clock.reset()
+        runner.reset()
         if parts.sizing is not None:
             parts.sizing.num_steps.clear()
         self._began_ms = _now_ms()
@@ -404,15 +436,21 @@ class Session:
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
-        """Prefill a chunk, launch a step, and take in the results that are due; returns the requests that ended."""
+        """Launch a step and prefill a chunk, in the step or before it, and take in the results that are due.
+
+        Returns the requests that ended.
+        """
         began_ms = _now_ms()
         ended = self._take_in(all_of_them=self._reads_first())
         read_ms = _now_ms() - began_ms
-        pieces = self._admit()
+        self._start()
+        riding = self._runner.riding(self._needs) if self._scheduler.rows else ()
+        pieces = self._admit(riding[-1].size if riding else None)
         began_ms = _now_ms()
-        self._prefill(pieces)
+        if not riding:
+            self._prefill(pieces)
         if self._scheduler.rows:
-            self._launch()
+            self._launch(pieces if riding else [])
             ended += self._take_in()
             self._step_ms.append(read_ms + _now_ms() - began_ms)
         self._loop_ms += read_ms + _now_ms() - began_ms
@@ -432,17 +470,22 @@ class Session:
         alone = len(self._scheduler.rows) == 1
         return alone or self._num_finished * self._loop_ms > self._row_steps * working_ms
 
-    def _launch(self) -> None:
-        """A step over the rows in use."""
+    def _launch(self, pieces: list[Piece]) -> None:
+        """A step over the rows in use, in which `pieces` ride; their requests take part from the next one on."""
         began_ms, rows = _now_ms(), self._scheduler.rows
+        chunk = None
+        if pieces:
+            chunk = chunk_for(self._runner.riding(self._needs), pieces)
+            chunk.send(pieces)
         ahead = self._readback.num_pending * (self._algorithm.max_depth + 1)
         longest = max(running.length for running in rows) + ahead
         if self._state.constraints is not None and self._needs.constrained:
             matchers = [self._matchers.get(running.request.id) for running in rows]
             self._state.constraints.begin(matchers, partial(self._news, list(rows), matchers))
-        table = self._runner.launch(len(rows), longest, self._needs)
+        table = self._runner.launch(len(rows), longest, self._needs, chunk)
         sizing = self._parts.sizing
         self._readback.push(table, list(rows), None if sizing is None else sizing.choice)
+        self._start()
         self._launch_ms += _now_ms() - began_ms
 
     def _news(self, rows: Sequence[Running], matchers: Sequence[Matcher | None]) -> list[list[int]]:
@@ -485,9 +528,10 @@ class Session:
     def generation(self, completions: list[Completion]) -> Generation:
         """`completions` with the times of the session so far."""
         wall_ms, ledger = _now_ms() - self._began_ms, self._runner.clock.ledger_ms()
-        prefill_ms = sum(self._prefill_clock.ledger_ms().values())
+        riding_ms = self._runner.riding_ms
+        prefill_ms = sum(self._prefill_clock.ledger_ms().values()) + sum(riding_ms.values())
         decode_ms = max(0.0, self._loop_ms - prefill_ms)
-        phases = {name: ledger.get(name, 0.0) for name in PHASES} | ledger
+        phases = {name: max(0.0, ledger.get(name, 0.0) - riding_ms[name]) for name in (*PHASES, *ledger)}
         return Generation(
             completions=completions,
             num_steps=len(self._step_ms),
@@ -501,11 +545,9 @@ class Session:
             adaptive=None if self._parts.sizing is None else self._parts.sizing.report(),
         )
 
-    def _admit(self) -> list[Piece]:
-        """What this step prefills."""
-        pieces, move = self._scheduler.admit(_now_ms())
-        if move is not None:
-            self._move_rows(move)
+    def _admit(self, num_tiles: int | None) -> list[Piece]:
+        """What this step prefills, in `num_tiles` tiles at most."""
+        pieces = self._scheduler.admit(_now_ms(), num_tiles)
         for running, start, _ in pieces:
             if start == 0:
                 self._state.fill(running.row, running.request, self._needs)
@@ -525,11 +567,17 @@ class Session:
             request, written = running.request, running.completion.token_ids
             running.completion.parsed = self._grammars.parses(request.sampling.grammar, request.ends, written)
 
+    def _start(self) -> None:
+        """Let requests run whose prompts are complete, as far as there are rows."""
+        for move in self._scheduler.start(_now_ms()):
+            self._move_rows(move)
+
     def _prefill(self, pieces: list[Piece]) -> None:
         """Prefill a chunk; requests whose prompts are complete take part in steps from now on."""
         if pieces:
             with self._prefill_clock.phase("prefill"):
                 self._prefiller.run(pieces)
+            self._start()
 
     def _collect(self, result: StepResult, launched: list[Running]) -> list[Completion]:
         """Hand the tokens of a step to the requests it was launched for, from the last row to the first."""

@@ -7,14 +7,15 @@ forward over `[B, N]` tokens that stand at slots L … L + N - 1 of their reques
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from algorithms.runtime.algorithm import Batch, Observation, Resources
 from algorithms.runtime.backends.protocol import Backend, Levels
-from algorithms.runtime.cache import KVCache
+from algorithms.runtime.cache import KVCache, KVScales
 from algorithms.runtime.models.decoder import MixerWeights
 from specdec_kernels import AttentionMetadata, AttentionShape, level_slots, token_slots, write_kv
 
@@ -87,13 +88,17 @@ class PagedMixer:
         return cls.over(seen.batch, seen.positions, cache, resources, counts=seen.counts, phase=phase)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, weights: MixerWeights) -> Tensor:
-        kv = self.cache.kv[layer]
-        scales = None if self.cache.scales is None else self.cache.scales.of_layer(layer)
-        rotated = write_kv(
-            q.flatten(0, 1),
-            k.flatten(0, 1),
-            v.flatten(0, 1),
-            kv,
+        rotated = self.store(layer, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), weights)
+        return self.attend(layer, rotated.view_as(q), weights)
+
+    def store(self, layer: int, q: Tensor, k: Tensor, v: Tensor, weights: MixerWeights) -> Tensor:
+        """Store keys and values `[B * N, H_kv, D]`; returns the queries `[B * N, H, D]`, normed and rotated."""
+        scales = self._scales(layer)
+        return write_kv(
+            q,
+            k,
+            v,
+            self.cache.kv[layer],
             self.slots,
             self.positions,
             self.cache.rope,
@@ -104,8 +109,43 @@ class PagedMixer:
             v_scale=scales and scales.v_scale,
             impl=self.impl,
         )
+
+    def attend(self, layer: int, q: Tensor, weights: MixerWeights) -> Tensor:
+        """Attention of `q [B, N, H, D]`, as `store` gave it, over what is stored; of the same shape."""
         sinks = None if weights.sinks is None else weights.sinks.float()
-        return self.backend.run(self.plans[layer], rotated.view_as(q), kv, sinks, scales)
+        return self.backend.run(self.plans[layer], q, self.cache.kv[layer], sinks, self._scales(layer))
+
+    def _scales(self, layer: int) -> KVScales | None:
+        return None if self.cache.scales is None else self.cache.scales.of_layer(layer)
+
+
+class JointMixer:
+    """Forwards over several groups of rows as one: over all their tokens, `[T]`, one group behind the other.
+
+    So they share the products with the weights. All groups store their keys before any of them attends, each by its
+    own plan.
+    """
+
+    def __init__(self, groups: Sequence[tuple[PagedMixer, Tensor]]) -> None:
+        """`groups` are mixers over one cache, each with its tokens `[B, N]`."""
+        self._mixers = [mixer for mixer, _ in groups]
+        self._shapes = [tokens.shape for _, tokens in groups]
+        self.tokens = torch.cat([tokens.flatten() for _, tokens in groups])
+        """[T] int64."""
+        self._store = replace(
+            self._mixers[0],
+            slots=torch.cat([mixer.slots for mixer in self._mixers]),
+            positions=torch.cat([mixer.positions for mixer in self._mixers]),
+        )
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, weights: MixerWeights) -> Tensor:
+        parts = zip(self._mixers, self.split(self._store.store(layer, q, k, v, weights)), strict=True)
+        return torch.cat([mixer.attend(layer, queries, weights).flatten(0, 1) for mixer, queries in parts])
+
+    def split(self, rows: Tensor) -> list[Tensor]:
+        """`rows [T, ...]` as each group's `[B, N, ...]`."""
+        parts = rows.split([shape.numel() for shape in self._shapes])
+        return [part.unflatten(0, shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
 
 class PagedLevels:

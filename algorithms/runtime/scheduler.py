@@ -4,9 +4,12 @@ Requests wait in a queue, first in, first out. A request is admitted when a row 
 are: a running request can then never be stopped by a full pool.
 
 All but the last token of a prompt is prefilled, in chunks of so many tiles per step. Prompts enter a chunk in the order
-of the queue, so at most one of them is begun and unfinished after a step. It waits in the last row of the state, and
-nobody overtakes it. A request whose prompt is complete runs: the rows of running requests are always 0 … n - 1. When
-one leaves, the last of them takes its place, and the caller moves its tensors as `RowMove` says.
+of the queue, so at most one of them is begun and unfinished after a step, and nobody overtakes it. While all rows are
+taken, the prompts of the next few requests may be prefilled ahead, so that these run as soon as a row is free.
+
+The rows of running requests are always 0 … n - 1. Behind them wait, in rows of the state too, requests that hold pages
+and do not run yet. When a running request leaves, the first of those with a complete prompt takes its place, or else
+the last running one, and the caller moves its tensors as `RowMove` says.
 """
 
 from __future__ import annotations
@@ -68,8 +71,8 @@ class PageAllocator:
 
 @dataclass
 class Running:
-    """A request in the batch. `admitted_ms` is the caller's clock, in milliseconds; `num_prefilled` counts the prompt
-    tokens that steps have been told to prefill."""
+    """A request that holds pages. `admitted_ms` is the caller's clock, in milliseconds, when there was a row for it to
+    run in; `num_prefilled` counts the prompt tokens that steps have been told to prefill."""
 
     request: Request
     completion: Completion
@@ -82,6 +85,11 @@ class Running:
     def num_unfilled(self) -> int:
         """Prompt tokens that are still to be prefilled; the last one never is."""
         return len(self.request.prompt_ids) - 1 - self.num_prefilled
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether its prompt is prefilled, so that it can run."""
+        return self.num_unfilled == 0
 
     @property
     def length(self) -> int:
@@ -107,7 +115,7 @@ class Piece(NamedTuple):
 
     @property
     def is_last(self) -> bool:
-        """Whether the request runs from this step on."""
+        """Whether the prompt is complete with this."""
         return self.start + self.num_tokens == len(self.running.request.prompt_ids) - 1
 
 
@@ -116,20 +124,13 @@ def tiles_of(num_tokens: int, tile: int) -> int:
     return max(1, -(-num_tokens // tile))
 
 
-class Admission(NamedTuple):
-    """What a step prefills, in the order of the queue, and where the request moves whose prompt was begun before and
-    is now completed, if it does. The move comes first: `Running.row` holds already."""
-
-    pieces: list[Piece]
-    move: RowMove | None
-
-
 class Scheduler:
     """Queue, rows and pages of one engine.
 
     `overshoot` counts the positions behind a request's end that steps still write, and that its pages must hold.
     `decode` gives the text of token ids, for stop strings. A step prefills up to `num_tiles` tiles of `tile` tokens; a
-    tile holds tokens of one prompt.
+    tile holds tokens of one prompt. Up to `max_batch` requests run at a time, and while others run, prompts of up to
+    `ahead` requests more are prefilled.
     """
 
     def __init__(
@@ -141,13 +142,14 @@ class Scheduler:
         decode: Decode,
         tile: int = 64,
         num_tiles: int = 32,
+        ahead: int = 0,
     ) -> None:
         self._max_batch, self._page_size, self._overshoot, self._decode = max_batch, page_size, overshoot, decode
-        self._tile, self._num_tiles = tile, num_tiles
-        self._begun: Running | None = None
+        self._tile, self._num_tiles, self._ahead = tile, num_tiles, ahead
         self._allocator = PageAllocator(num_pages)
         self._waiting: deque[Request] = deque()
         self._rows: list[Running] = []
+        self._held: deque[Running] = deque()
         self._ids: set[int] = set()
 
     @property
@@ -158,12 +160,17 @@ class Scheduler:
     @property
     def begun(self) -> Running | None:
         """The request whose prompt is prefilled in part."""
-        return self._begun
+        return self._held[-1] if self._held and not self._held[-1].is_complete else None
+
+    @property
+    def held(self) -> Sequence[Running]:
+        """The requests that hold pages and do not run yet, in the order of the queue."""
+        return self._held
 
     @property
     def admitted(self) -> list[Running]:
         """The requests that hold pages."""
-        return [*self._rows, self._begun] if self._begun is not None else list(self._rows)
+        return [*self._rows, *self._held]
 
     @property
     def num_waiting(self) -> int:
@@ -172,7 +179,7 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Whether no request waits, is prefilled or runs."""
-        return not self._waiting and not self._rows and self._begun is None
+        return not self._waiting and not self._rows and not self._held
 
     @property
     def num_pages(self) -> int:
@@ -202,40 +209,64 @@ class Scheduler:
         self._ids.add(request.id)
         self._waiting.append(request)
 
-    def admit(self, now_ms: float) -> Admission:
-        """What the next step prefills: the prompt that is begun, then waiting ones in their order, until rows, pages or
-        tiles run out."""
+    def admit(self, now_ms: float, num_tiles: int | None = None) -> list[Piece]:
+        """What the next step prefills, in the order of the queue: the prompt that is begun, then waiting ones, until
+        rows, pages or tiles run out. None: as many tiles as a step may prefill. `start` comes before this, and once
+        more when the chunk is prefilled, for the requests whose prompts are complete with it."""
         pieces: list[Piece] = []
-        move, tiles = None, self._num_tiles
-        if (begun := self._begun) is not None:
-            self._begun, source = None, begun.row
+        tiles = self._num_tiles if num_tiles is None else num_tiles
+        if (begun := self.begun) is not None:
             pieces.append(self._next_piece(begun, tiles))
             tiles -= tiles_of(pieces[-1].num_tokens, self._tile)
-            if pieces[-1].is_last and source != begun.row:
-                move = RowMove(source, begun.row)
-        while tiles > 0 and self._begun is None and self._waiting and len(self._rows) < self._max_batch:
+        most = self._max_batch + (self._ahead if self._rows else 0)
+        while tiles > 0 and self.begun is None and self._waiting and len(self._rows) + len(self._held) < most:
             request = self._waiting[0]
             if self.pages_for(request) > self._allocator.num_free:
                 break
             self._waiting.popleft()
             pages = self._allocator.allocate(self.pages_for(request))
-            running = Running(request, Completion(request.id), pages, 0, now_ms)
+            running = Running(request, Completion(request.id), pages, self._free_row(), now_ms)
+            self._held.append(running)
             pieces.append(self._next_piece(running, tiles))
             tiles -= tiles_of(pieces[-1].num_tokens, self._tile)
-        return Admission(pieces, move)
+        return pieces
 
     def _next_piece(self, running: Running, tiles: int) -> Piece:
-        """As much of a prompt as `tiles` hold; the request gets the next row if that is all, else the last of the
-        state."""
+        """As much of a prompt as `tiles` hold."""
         piece = Piece(running, running.num_prefilled, min(running.num_unfilled, tiles * self._tile))
         running.num_prefilled += piece.num_tokens
-        if piece.is_last:
-            running.row = len(self._rows)
-            self._rows.append(running)
-        else:
-            # Requests in rows and this one are at most `max_batch`, so none runs in the last row.
-            running.row, self._begun = self._max_batch - 1, running
         return piece
+
+    def _free_row(self) -> int:
+        """The first row behind the running requests that nobody waits in."""
+        taken = {running.row for running in self._held}
+        return next(row for row in range(len(self._rows), self._max_batch + self._ahead) if row not in taken)
+
+    def start(self, now_ms: float) -> list[RowMove]:
+        """Let requests with complete prompts run, in the order of the queue, while rows are free. A request whose
+        prompt is begun moves up to the row behind them. Returns the moves, which are to be made in this order."""
+        moves: list[RowMove] = []
+        while self._held and len(self._rows) < self._max_batch:
+            first, row = self._held[0], len(self._rows)
+            if first.row != row:
+                moves.append(RowMove(first.row, row))
+            if not first.is_complete:
+                self._place(first, row, now_ms)
+                break
+            self._rows.append(self._first_held(row, now_ms))
+        return moves
+
+    def _first_held(self, row: int, now_ms: float) -> Running:
+        """Take the first request that waits with a complete prompt, for `row`."""
+        running = self._held.popleft()
+        self._place(running, row, now_ms)
+        return running
+
+    def _place(self, running: Running, row: int, now_ms: float) -> None:
+        """Give a request that waits a row to run in. Its clock starts when there is one."""
+        if running.row >= self._max_batch:
+            running.admitted_ms = now_ms
+        running.row = row
 
     def advance(
         self,
@@ -289,7 +320,7 @@ class Scheduler:
         for running in self.admitted:
             self._allocator.release(running.pages)
         self._rows.clear()
-        self._begun = None
+        self._held.clear()
         self._waiting.clear()
         self._ids.clear()
 
@@ -314,9 +345,13 @@ class Scheduler:
         completion.total_ms = now_ms - running.admitted_ms
         self._allocator.release(running.pages)
         self._ids.remove(running.request.id)
-        if running is self._begun:
-            self._begun = None
+        if running in self._held:
+            self._held.remove(running)
             return RowMove(running.row, running.row)
+        if self._held and self._held[0].is_complete:
+            source = self._held[0].row
+            self._rows[running.row] = self._first_held(running.row, now_ms)
+            return RowMove(source, running.row)
         last = self._rows.pop()
         move = RowMove(last.row, running.row)
         if last is not running:

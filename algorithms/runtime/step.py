@@ -1,5 +1,8 @@
 """The speculative step with its phases draft, verify, accept and commit.
 
+A chunk of prompts may ride in a step: its tiles are further rows of the target's forward, so they share one reading of
+the weights with the nodes to be verified. Their requests take part from the next step on.
+
 A step reads nothing back, and every tensor that it starts from keeps its address, so any part of it can be captured in
 a CUDA graph. A step over more rows than are in use passes over the padding: inactive rows have no columns to store,
 their accepted path is empty, and their lengths stay.
@@ -7,20 +10,18 @@ their accepted path is empty, and their lengths stay.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from algorithms.runtime.adaptive import Sizing
-from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Observation, Resources
-from algorithms.runtime.backlog import Backlog
-from algorithms.runtime.batch import BatchState
-from algorithms.runtime.cache import KVCache
+from algorithms.runtime.algorithm import Batch, DraftTree, Observation
+from algorithms.runtime.chunk import Chunk
 from algorithms.runtime.constraints import ConstraintState
 from algorithms.runtime.draft_check import check_draft
 from algorithms.runtime.join_trees import graft_chain
-from algorithms.runtime.paged_attention import PagedMixer
+from algorithms.runtime.paged_attention import JointMixer, PagedMixer
+from algorithms.runtime.parts import StepParts
 from algorithms.runtime.sampling_params import SamplingNeeds
 from algorithms.runtime.tensor_parallel import agree_on_acceptance, agree_on_draft
 from specdec_kernels import (
@@ -55,20 +56,6 @@ def phases_of(needs: SamplingNeeds) -> tuple[str, ...]:
     return CONSTRAINED if needs.constrained else PHASES
 
 
-@dataclass(frozen=True)
-class StepParts:
-    """What every step of a run works with."""
-
-    algorithm: Algorithm
-    cache: KVCache
-    state: BatchState
-    resources: Resources
-    sizing: Sizing | None = None
-    """Who chooses the size of a step; None: every step has the algorithm's own."""
-    backlog: Backlog | None = None
-    """What plain steps keep for the drafter; there with `sizing`."""
-
-
 class Step:
     """The phases over one batch, each leaving its result for the next. Run them in the order of `PHASES`."""
 
@@ -88,11 +75,18 @@ class Step:
     tokens are asked for, 2 (D + 1) n more: their ids, and their log-probabilities as float32 bits."""
 
     def __init__(
-        self, parts: StepParts, batch: Batch, needs: SamplingNeeds, checked: bool = False, nodes: int | None = None
+        self,
+        parts: StepParts,
+        batch: Batch,
+        needs: SamplingNeeds,
+        checked: bool = False,
+        nodes: int | None = None,
+        chunk: Chunk | None = None,
     ) -> None:
         """`checked` looks at the draft, which reads it back: such a step cannot be captured. `nodes` is how many are
-        verified of each tree, where the algorithm's own number is not; 1 drafts nothing."""
+        verified of each tree, where the algorithm's own number is not; 1 drafts nothing. `chunk` rides along."""
         self._parts, self._batch, self._needs, self._checked = parts, batch, needs, checked
+        self._chunk = chunk
         self.num_nodes = nodes or parts.algorithm.num_nodes
         self._depth = min(parts.algorithm.max_depth, self.num_nodes - 1)
         self._chain = parts.algorithm.chain or self.num_nodes == 1
@@ -150,12 +144,28 @@ class Step:
         return constraints
 
     def verify(self) -> None:
-        """Run the target over all nodes."""
-        algorithm, links, resources = self._parts.algorithm, self.tree.links, self._parts.resources
+        """Run the target over all nodes, and over the tiles of the chunk that rides along."""
+        model, capture, tokens = self._parts.resources.target.model, self._parts.algorithm.capture, self.tree.tokens
+        if self._chunk is None:
+            self.hidden, self.features = model(tokens, self._mixer(), capture)
+        else:
+            tiles = self._chunk.begin(self._batch.max_length)
+            joint = JointMixer(((self._mixer(), tokens), (tiles, self._chunk.tokens)))
+            hidden, features = model(joint.tokens, joint, capture)
+            self.hidden, self._tiles_hidden = joint.split(hidden)
+            both = [joint.split(feature) for feature in features]
+            self.features, self._tiles_features = [of_nodes for of_nodes, _ in both], [of_tiles for _, of_tiles in both]
+        self.targets = model.likeliest(self.hidden) if self._needs.greedy else None
+        if self.targets is None:
+            self.logits = model.logits(self.hidden)
+
+    def _mixer(self) -> PagedMixer:
+        """The plan of a forward over all nodes."""
+        links, resources = self.tree.links, self._parts.resources
         paths = None
         if resources.deterministic and not self._chain:
             paths = mask_paths(links.mask, self._depth + 1, impl=resources.impl)
-        mixer = PagedMixer.over(
+        return PagedMixer.over(
             self._batch,
             links.positions,
             self._parts.cache,
@@ -166,11 +176,6 @@ class Step:
             paths=paths,
             phase="verify" if self.num_nodes > 1 else "decode",
         )
-        self.hidden, self.features = resources.target.model(self.tree.tokens, mixer, algorithm.capture)
-        model = resources.target.model
-        self.targets = model.likeliest(self.hidden) if self._needs.greedy else None
-        if self.targets is None:
-            self.logits = model.logits(self.hidden)
 
     def accept(self) -> None:
         """Decide which drafts the target would have written itself, and choose the bonus token. With sizes to choose
@@ -243,7 +248,8 @@ class Step:
         )
 
     def commit(self) -> None:
-        """Enter the accepted path into the state, bring it to the front of the cache, and show it to the drafter."""
+        """Enter the accepted path into the state, bring it to the front of the cache, and show it to the drafter; then
+        finish the chunk that rides along."""
         batch, accepted, parts = self._batch, self.accepted, self._parts
         impl = parts.resources.impl
         committed = commit_step(
@@ -281,6 +287,8 @@ class Step:
                     altered=self._needs.constrained,
                 )
             )
+        if self._chunk is not None:
+            self._chunk.finish(self._tiles_hidden, self._tiles_features)
         self.table = committed.table
         if self._needs.top_logprobs:
             self.table = torch.cat([self.table, self._top_logprobs()], 1)

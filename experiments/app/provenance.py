@@ -72,6 +72,13 @@ def gpu_clocks(device: str) -> dict[str, float] | None:
         return None
 
 
+_SIZES = (
+    "page_size", "max_batch", "prefill_chunk", "piggyback", "prefill_ahead", "graph", "kv_dtype", "kv_scales",
+    "deterministic",
+)  # fmt: skip
+"""Settings of `runtime` that are part of a row."""
+
+
 def run_conditions(config: RunConfig, hardware: Hardware, model: str) -> dict[str, Any]:
     """What all rows of one run share: the provenance record that every task writes.
 
@@ -79,10 +86,7 @@ def run_conditions(config: RunConfig, hardware: Hardware, model: str) -> dict[st
     """
     varied = config.task.IGNORED
     sampling = asdict(config.sampling) | ({"temperature": None} if "sampling.temperature" in varied else {})
-    sizes = {
-        key: None if f"runtime.{key}" in varied else getattr(config.runtime, key)
-        for key in ("page_size", "max_batch", "prefill_chunk", "graph", "kv_dtype", "kv_scales", "deterministic")
-    }
+    sizes = {key: None if f"runtime.{key}" in varied else getattr(config.runtime, key) for key in _SIZES}
     return {
         "model": model,
         "backend": config.backend.name,

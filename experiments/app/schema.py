@@ -77,7 +77,9 @@ class RuntimeConfig:
     how the models around attention are computed: by fused kernels, or by torch's operations one by one; auto is fused
     in half precision on a GPU. `graph` is how much of a step is captured in CUDA graphs; auto captures all of it on a
     GPU. `overlap` is how many steps the host reads behind the device at most. `tensor_parallel` is the number of
-    processes that share the target. `prefill_chunk` bounds the prompt tokens that are prefilled between two steps.
+    processes that share the target. `prefill_chunk` bounds the prompt tokens that are prefilled between two steps. With
+    `piggyback` they ride in captured steps where requests run; `prefill_ahead` is the number of requests whose prompts
+    are then prefilled before a row is free, null a number that suits `max_batch`.
     `kv_dtype` is how keys and values are stored: as the weights are, or in float8 e4m3, divided by the factors that the
     file `kv_scales` has for each layer and head (`task=kv_scales` writes one), or by 1.
     With `deterministic` the target gives every token the same bits whatever is computed beside it, so that speculation
@@ -100,6 +102,8 @@ class RuntimeConfig:
     overlap: int | None = None
     tensor_parallel: int = 1
     prefill_chunk: int = 2048
+    piggyback: bool = True
+    prefill_ahead: int | None = None
     kv_dtype: str = "auto"
     kv_scales: str | None = None
     deterministic: bool = False
@@ -128,6 +132,7 @@ class RuntimeConfig:
         expect_at_least("runtime.tensor_parallel", self.tensor_parallel, 1)
         expect_at_least("runtime.page_size", self.page_size, 1)
         expect_at_least("runtime.prefill_chunk", self.prefill_chunk, 1)
+        expect_at_least("runtime.prefill_ahead", self.prefill_ahead, 0)
         expect_at_least("runtime.max_batch", self.max_batch, 1)
         if self.num_pages is not None:
             expect_between("runtime.num_pages", self.num_pages, 1, LARGEST_INT32)

@@ -123,6 +123,8 @@ def engine_of(plan: Plan, target: Target, algorithm: Algorithm, longest: int) ->
         graph=plan.graph,
         overlap=runtime.overlap,
         prefill_chunk=runtime.prefill_chunk,
+        piggyback=runtime.piggyback,
+        prefill_ahead=runtime.prefill_ahead,
         fused=plan.hardware.forward == "fused",
         deterministic=runtime.deterministic,
         kv_dtype=plan.kv_dtype,

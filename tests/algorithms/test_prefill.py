@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from algorithms.ngram import NGram
 from algorithms.runtime.algorithm import Batch, DraftTree
 from algorithms.runtime.batch import BatchState
+from algorithms.runtime.chunk import Chunk, tile_counts
 from algorithms.runtime.engine import EngineError, Session, default_tile
-from algorithms.runtime.prefill import Prefiller, tile_counts
+from algorithms.runtime.prefill import Prefiller
 from algorithms.runtime.sampling_params import SamplingNeeds
 from algorithms.runtime.scheduler import ABORTED, Piece
 from algorithms.runtime.staging import NUM_BUFFERS, Staging
@@ -94,15 +95,15 @@ def test_a_running_request_waits_for_one_chunk_at_most(monkeypatch: pytest.Monke
     """Every call steps the running request and prefills a chunk of the long prompt, each token once and in order."""
     seen: dict[int, list[int]] = defaultdict(list)
     per_step: list[int] = []
-    original = Prefiller.run
+    original = Chunk.send
 
-    def watched(self: Prefiller, pieces: Sequence[Piece]) -> None:
+    def watched(self: Chunk, pieces: Sequence[Piece]) -> None:
         per_step.append(sum(piece.num_tokens for piece in pieces))
         for running, start, count in pieces:
             seen[running.request.id] += range(start, start + count)
         original(self, pieces)
 
-    monkeypatch.setattr(Prefiller, "run", watched)
+    monkeypatch.setattr(Chunk, "send", watched)
     short, long, last = (requests(8)[i] for i in (1, 7, 4))
     engine = engine_of(autoregressive(TARGET), Setup(prefill_chunk=6, prefill_tile=3, graph=graph), TARGET)
     done = []
@@ -229,8 +230,8 @@ class Unseen:
 
 
 def test_the_host_launches_a_few_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests that enter together cost one copy and one graph, however many they are, and a step one graph and the
-    copy of its results. A request that leaves costs its move to the end and what makes its row padding."""
+    """Requests that enter together cost one copy, however many they are, and a step one graph, in which they ride, and
+    the copy of its results. A request that leaves costs its move to the end and what makes its row padding."""
     monkeypatch.setattr("tests.algorithms.toy.Replayed", Unseen)
     load_random_drafters(monkeypatch)
     algorithm = ALL_MAKERS["eagle3_chain"]()
@@ -244,7 +245,7 @@ def test_the_host_launches_a_few_operations(monkeypatch: pytest.MonkeyPatch) -> 
         Unseen.replays.clear()
         with Operations() as entered:
             session.step()
-        assert entered.seen == {"copy_": 2} and Unseen.replays == {"_forward": 1, "_run": 1}
+        assert entered.seen == {"copy_": 2} and Unseen.replays == {"_run": 1}
         done: list[Any] = []
         while not done:
             with Operations() as left:
@@ -316,10 +317,10 @@ def test_padding_holds_nothing_of_an_earlier_chunk() -> None:
     engine = engine_of(autoregressive(TARGET), Setup(prefill_chunk=16, prefill_tile=4), TARGET)
     engine.generate(requests(8, 2))
     spare = engine.parts.state.spare_row
-    for size in engine.prefiller.sizes:
+    for chunk in engine.prefiller.chunks:
         for _ in range(NUM_BUFFERS):
-            engine.prefiller._send(size, ())
-            sent = engine.prefiller._staging[size].tensors
+            chunk.send(())
+            sent = chunk.sent
             assert not any(bool(sent[name].any()) for name in ("counts", "prompt_counts", "tokens", "prompt_last"))
             assert bool((sent["rows"] == spare).all() and (sent["prompt_rows"] == spare).all())
 

@@ -30,16 +30,18 @@ class Traffic(RuleBasedStateMachine):
         page_size=st.sampled_from([1, 3, 8]),
         tile=st.integers(1, 6),
         num_tiles=st.integers(1, 4),
+        ahead=st.integers(0, 3),
     )
-    def start(self, max_batch: int, num_pages: int, page_size: int, tile: int, num_tiles: int) -> None:
-        self.scheduler = Scheduler(max_batch, num_pages, page_size, OVERSHOOT, spell, tile, num_tiles)
+    def begin(self, max_batch: int, num_pages: int, page_size: int, tile: int, num_tiles: int, ahead: int) -> None:
+        self.scheduler = Scheduler(max_batch, num_pages, page_size, OVERSHOOT, spell, tile, num_tiles, ahead)
         self.max_batch, self.num_pages, self.tile, self.num_tiles = max_batch, num_pages, tile, num_tiles
+        self.ahead = ahead
         self.waiting: list[int] = []
         self.admitted: list[int] = []
-        self.rows: list[int] = []
-        """Ids by row, moved as the scheduler says: what an engine's tensors would hold."""
-        self.begun: list[int] = []
-        """The id of the request whose prompt is prefilled in part, if there is one."""
+        self.rows: dict[int, int] = {}
+        """Row to id, moved as the scheduler says: what an engine's tensors would hold."""
+        self.held: list[int] = []
+        """Ids of the requests that wait with pages, in order."""
         self.prefilled: dict[int, int] = {}
         self.next_id = 0
         self.now_ms = 0.0
@@ -57,40 +59,47 @@ class Traffic(RuleBasedStateMachine):
             with pytest.raises(EngineError, match="already here"):
                 self.scheduler.submit(asked)
 
-    @rule()
-    def admit(self) -> None:
+    @rule(fewer=st.integers(0, 2))
+    def admit(self, fewer: int = 0) -> None:
+        """A chunk of a step, of the full size or a smaller one, and the requests that run with it."""
         self.now_ms += 1
-        pieces, move = self.scheduler.admit(self.now_ms)
-        ids, before, begun = [piece.running.request.id for piece in pieces], list(self.rows), self.begun
-        fresh = ids[len(begun) :]
-        assert ids == begun + self.waiting[: len(fresh)], "a request overtook another"
+        tiles = max(1, self.num_tiles - fewer)
+        self.start()
+        begun = self.scheduler.begun
+        pieces = self.scheduler.admit(self.now_ms, tiles if fewer else None)
+        ids, continued = [piece.running.request.id for piece in pieces], [] if begun is None else [begun.request.id]
+        fresh = ids[len(continued) :]
+        assert ids == continued + self.waiting[: len(fresh)], "a request overtook another"
         self.waiting = self.waiting[len(fresh) :]
         self.admitted += fresh
-        self.begun = []
-        assert sum(-(-piece.num_tokens // self.tile) for piece in pieces) <= self.num_tiles, "more than a chunk"
+        self.held += fresh
+        assert sum(-(-piece.num_tokens // self.tile) for piece in pieces) <= tiles, "more than a chunk"
         for running, start, count in pieces:
             asked = running.request
             assert len(running.pages) == self.scheduler.pages_for(asked)
             assert start == self.prefilled.get(asked.id, 0), "a token is prefilled twice, late or never"
             assert count > 0 or len(asked.prompt_ids) == 1
             self.prefilled[asked.id] = start + count
-            if start + count == len(asked.prompt_ids) - 1:
-                assert running.row == len(self.rows) and not self.begun
-                self.rows.append(asked.id)
-            else:
-                assert running.row == self.max_batch - 1 and not self.begun
-                self.begun = [asked.id]
-        assert self.rows[: len(before)] == before, "a running request was displaced"
-        completed = bool(begun) and self.begun != begun
-        moved = completed and len(before) < self.max_batch - 1
-        assert move == (RowMove(self.max_batch - 1, len(before)) if moved else None)
-        if not self.rows and not self.begun:
+            if asked.id in fresh:
+                assert running.row not in self.rows, "a row has two requests"
+                self.rows[running.row] = asked.id
+        self.start()
+        if not self.rows:
             assert not self.waiting, "the pool is empty, and still nothing was admitted"
 
-    @precondition(lambda self: self.rows)
+    def start(self) -> None:
+        """Do what an engine does for the requests that can run."""
+        before = len(self.scheduler.rows)
+        for move in self.scheduler.start(self.now_ms):
+            assert move.target not in self.rows, "a waiting request was displaced"
+            self.rows[move.target] = self.rows.pop(move.source)
+        for running in list(self.scheduler.rows)[before:]:
+            assert running.request.id == self.held.pop(0), "a request overtook another"
+
+    @precondition(lambda self: self.scheduler.rows)
     @rule(data=st.data(), emitted=st.lists(st.integers(0, STOP), min_size=1, max_size=4))
     def advance(self, data: st.DataObject, emitted: list[int]) -> None:
-        running = self.scheduler.rows[data.draw(st.integers(0, len(self.rows) - 1))]
+        running = self.scheduler.rows[data.draw(st.integers(0, len(self.scheduler.rows) - 1))]
         before = len(running.completion.token_ids)
         self.now_ms += 1
         move = self.scheduler.advance(running, emitted, [0.0] * len(emitted), self.now_ms)
@@ -106,42 +115,55 @@ class Traffic(RuleBasedStateMachine):
         victim = data.draw(st.integers(0, self.next_id))
         running = next((r for r in self.scheduler.admitted if r.request.id == victim), None)
         got = self.scheduler.abort(victim, self.now_ms)
-        assert (got is not None) == (victim in self.waiting + self.rows + self.begun)
+        assert (got is not None) == (victim in self.waiting or running is not None)
         if got is not None:
             completion, move = got
             assert (completion.request_id, completion.finish_reason) == (victim, ABORTED)
             assert (move is None) == (running is None)
             if running is None:
                 self.waiting.remove(victim)
-            if victim in self.begun:
-                assert move == RowMove(self.max_batch - 1, self.max_batch - 1)
-                self.begun, move = [], None
             self.follow(move, running)
             assert self.scheduler.abort(victim, self.now_ms) is None
 
     def follow(self, move: RowMove | None, left: Running | None) -> None:
-        if move is not None:
-            assert left is not None and self.rows[move.target] == left.request.id
-            assert move.source == len(self.rows) - 1
-            self.rows[move.target] = self.rows[move.source]
-            self.rows.pop()
+        """Do what an engine does for a request that has left."""
+        if move is None:
+            return
+        assert left is not None and self.rows[move.target] == left.request.id
+        moved = self.rows.pop(move.source)
+        if move.source != move.target:
+            self.rows[move.target] = moved
+        for number in (left.request.id, moved):
+            if number in self.held:
+                assert number == left.request.id or number == self.held[0], "a request overtook another"
+                self.held.remove(number)
 
     @rule()
     def clear(self) -> None:
         self.scheduler.clear()
-        self.rows, self.waiting, self.begun = [], [], []
+        self.rows, self.waiting, self.held = {}, [], []
         assert self.scheduler.idle and self.scheduler.num_free_pages == self.num_pages
 
     @invariant()
     def rows_are_dense(self) -> None:
-        rows = self.scheduler.rows
-        assert [running.request.id for running in rows] == self.rows
-        assert [running.row for running in rows] == list(range(len(rows)))
-        assert len(rows) + len(self.begun) <= self.max_batch
-        assert self.scheduler.num_waiting == len(self.waiting)
-        assert self.scheduler.idle == (not self.rows and not self.waiting and not self.begun)
-        begun = self.scheduler.begun
-        assert self.begun == ([] if begun is None else [begun.request.id])
+        scheduler = self.scheduler
+        assert [running.row for running in scheduler.rows] == list(range(len(scheduler.rows)))
+        assert {running.row: running.request.id for running in scheduler.admitted} == self.rows
+        assert len(scheduler.rows) <= self.max_batch and len(self.rows) <= self.max_batch + self.ahead
+        assert max(self.rows, default=0) < self.max_batch + self.ahead
+        assert scheduler.num_waiting == len(self.waiting)
+        assert scheduler.idle == (not self.rows and not self.waiting)
+
+    @invariant()
+    def who_can_run_runs(self) -> None:
+        """Of the requests that wait with pages, only the last may lack a part of its prompt; with a complete one they
+        wait for a row."""
+        held = list(self.scheduler.held)
+        assert [running.request.id for running in held] == self.held
+        assert all(running.is_complete for running in held[:-1])
+        assert self.scheduler.begun is (held[-1] if held and not held[-1].is_complete else None)
+        if held and held[0].is_complete:
+            assert len(self.scheduler.rows) == self.max_batch and held[0].row >= self.max_batch
 
     @invariant()
     def running_requests_have_all_of_their_prompts(self) -> None:
@@ -169,7 +191,7 @@ class Traffic(RuleBasedStateMachine):
         while not self.scheduler.idle:
             before = sum(self.prefilled.values())
             self.admit()
-            assert self.rows or sum(self.prefilled.values()) > before, "a request starves"
+            assert self.scheduler.rows or sum(self.prefilled.values()) > before, "a request starves"
             while self.scheduler.rows:
                 running = self.scheduler.rows[0]
                 self.follow(self.scheduler.advance(running, [1], [0.0], self.now_ms), running)
@@ -182,8 +204,22 @@ TestTraffic = Traffic.TestCase
 def one(asked: Request) -> tuple[Scheduler, Running]:
     scheduler = Scheduler(1, 8, 4, OVERSHOOT, spell)
     scheduler.submit(asked)
-    (piece,), _ = scheduler.admit(10.0)
+    (piece,) = scheduler.admit(10.0)
+    assert scheduler.start(10.0) == []
     return scheduler, piece.running
+
+
+def test_the_clock_of_a_request_starts_when_there_is_a_row() -> None:
+    """A prompt that was prefilled ahead waits for its row, and the request's times run from there."""
+    scheduler = Scheduler(1, 16, 4, OVERSHOOT, spell, ahead=1)
+    for number in range(3):
+        scheduler.submit(request(number))
+    scheduler.admit(10.0)
+    scheduler.start(10.0)
+    (piece,) = scheduler.admit(11.0)
+    assert scheduler.start(11.0) == [] and piece.running.row == 1 and scheduler.admit(12.0) == []
+    assert scheduler.advance(scheduler.rows[0], [STOP], [0.0], 20.0) == RowMove(1, 0)
+    assert list(scheduler.rows) == [piece.running] and (piece.running.row, piece.running.admitted_ms) == (0, 20.0)
 
 
 def test_what_lies_past_the_end_is_counted() -> None:

@@ -132,7 +132,7 @@ MUTANTS = (
     ),
     Mutant(
         "a_chunk_keeps_the_text_of_the_one_before",
-        "algorithms/runtime/prefill.py",
+        "algorithms/runtime/chunk.py",
         "            arrays[name].fill(0)\n",
         "            arrays[name][:1].fill(0)\n",
         ("tests/algorithms/test_prefill.py::test_padding_holds_nothing_of_an_earlier_chunk",),
@@ -140,9 +140,9 @@ MUTANTS = (
     ),
     Mutant(
         "last_token_of_a_prompt_in_its_first_tile",
-        "algorithms/runtime/prefill.py",
-        "first_tile * self._tile + max(0, count - 1)",
-        "first_tile * self._tile + min(self._tile, max(1, count)) - 1",
+        "algorithms/runtime/chunk.py",
+        "first_tile * self.tile + max(0, count - 1)",
+        "first_tile * self.tile + min(self.tile, max(1, count)) - 1",
         ("tests/algorithms/test_prefill.py::test_drafts_do_not_depend_on_the_cut[eagle3_chain]",),
         "what a drafter keeps of a prompt is taken from its first tile",
     ),

@@ -114,7 +114,7 @@ def test_launches_of_a_chunk(algorithm: Callable[[], Algorithm], most: int) -> N
     """The entry of requests into the state, the target's forward and the drafter's observation, without a copy for each
     request."""
     engine = engine_of(algorithm(), prefill_chunk=32)
-    assert engine.prefiller.sizes == (1,)
+    assert [chunk.size for chunk in engine.prefiller.chunks] == [1]
     with torch.inference_mode(), record_launches("sm90") as launches, DeviceOperations() as operations:
         engine.prefiller.warm_up()
     counted = Counter(launched.kernel.__name__ for launched in launches) + operations.names
