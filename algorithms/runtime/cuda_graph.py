@@ -12,7 +12,7 @@ chunk of prompts may ride in it, and each size of the chunk makes another graph.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -154,7 +154,7 @@ class StepRunner:
         self._stamps = clock.stamps(PHASES) if level == "step" else None
         self._captured: dict[_Variant, _Launch] = {}
         self._chunks = chunks
-        self.riding_ms: Counter[str] = Counter()
+        self.riding_ms: defaultdict[str, float] = defaultdict(float)
         """What chunks have added to each phase of the steps that they rode in, by what the same steps take with and
         without one where nothing is running."""
         self._observing: dict[int, Captured] = {}
