@@ -196,6 +196,13 @@ METHODS = [
     wrong("task=losslessness task.temperature=0", "task.temperature must be above 0"),
     wrong("task=losslessness task.backends=[fa5]", "task.backends must be one of", "'fa5'"),
     wrong("task=graph_ablation task.levels=[all]", "task.levels must be one of none, draft"),
+    wrong("task=adaptive task.batches=[]", "task.batches must not be empty"),
+    wrong("task=adaptive task.batches=[0]", "task.batches must be at least 1, got 0"),
+    wrong("runtime.adaptive_cost=x", "runtime.adaptive_cost is for runtime.adaptive=true"),
+    wrong("runtime.adaptive=true runtime.graph=verify", "expected runtime.graph=auto, none or step, got verify"),
+    wrong("runtime.adaptive=true algo=autoregressive", "algo=autoregressive drafts none", "give another algo"),
+    wrong("runtime.adaptive=true algo=standalone algo.rule=block", "rule block", "expected the rule target_only"),
+    wrong("runtime.adaptive=true runtime.adaptive_cost=nowhere", "runtime.adaptive_cost: expected a JSON file"),
 ]
 MODELS = [
     wrong("model=local", "model.path has no value", "model.path=…"),
