@@ -102,7 +102,7 @@ class Mixed(Algorithm):
         self.needs_draft_model = any(part.needs_draft_model for part in self._parts)
 
     def attach(self, resources: Resources) -> None:
-        self._impl = resources.impl
+        self._impl, self._adaptive = resources.impl, resources.adaptive
         for part in self._parts:
             part.attach(resources)
 
@@ -110,13 +110,23 @@ class Mixed(Algorithm):
         return self._joined(batch, *(part.propose(batch) for part in self._parts))
 
     def propose_few(self, batch: Batch, num_nodes: int) -> DraftTree:
-        return self._joined(batch, *(self._share(batch, part, num_nodes) for part in self._parts))
-
-    def _share(self, batch: Batch, part: Algorithm, num_nodes: int) -> DraftTree:
-        """The tree of one part where both together have `num_nodes`, or a few more: each draft has at least one."""
-        if self._mode == "merge":
-            num_nodes = 1 + max(1, round((part.num_nodes - 1) * (num_nodes - 1) / (self.num_nodes - 1)))
-        return part.propose(batch) if num_nodes >= part.num_nodes else part.propose_few(batch, num_nodes)
+        """Of both drafts together, the nodes that are likeliest."""
+        joined = self._joined(
+            batch,
+            *(
+                part.propose_few(batch, num_nodes) if num_nodes < part.num_nodes else part.propose(batch)
+                for part in self._parts
+            ),
+        )
+        if self._mode == "take" or joined.confidence is None:
+            return joined
+        parents = kernels.tree_parents(joined.links.mask, impl=self._impl)
+        # Node i is candidate i - 1, and one that is not in the tree hangs under none.
+        above = (parents - 1).where(parents >= 0, UNUSED_PARENT)
+        sure, tokens, above = (part[:, 1:].contiguous() for part in (joined.confidence, joined.tokens, above))
+        chosen = kernels.rerank_tree(sure, tokens, above, batch.last_tokens, num_nodes, impl=self._impl)
+        links = kernels.build_tree(chosen.parents, batch.lengths, impl=self._impl)
+        return DraftTree(chosen.tokens, links, confidence=chosen.scores)
 
     def _joined(self, batch: Batch, first: DraftTree, second: DraftTree) -> DraftTree:
         """One tree of two."""
@@ -141,8 +151,8 @@ class Mixed(Algorithm):
         parts = [(tree.tokens, kernels.tree_parents(tree.links.mask, impl=self._impl)) for tree in (first, second)]
         tokens, parents = kernels.merge_trees(*parts[0], *parts[1], impl=self._impl)
         confidence = None
-        if first.confidence is not None and second.confidence is not None:
-            told = cat([first.confidence, second.confidence[:, 1:]], 1)
+        if self._adaptive:
+            told = cat([_confidence(first), _confidence(second)[:, 1:]], 1)
             confidence = where(parents == UNUSED_PARENT, 0.0, told)
         links = kernels.build_tree(parents, batch.lengths, impl=self._impl)
         return DraftTree(tokens, links, confidence=confidence)
@@ -168,6 +178,15 @@ class Mixed(Algorithm):
     def move_row(self, source: int, target: int) -> None:
         for part in self._parts:
             part.move_row(source, target)
+
+
+def _confidence(tree: DraftTree) -> Tensor:
+    """[B, N] float32. A drafter that does not say is taken to be half as sure with each draft."""
+    if tree.confidence is not None:
+        return tree.confidence
+    sure = 0.5 ** tree.links.depth.float()
+    sure[:, 1:] = sure[:, 1:].where(tree.links.depth[:, 1:] > 0, 0.0)
+    return sure
 
 
 def _parts(config: Mixed.Config) -> list[Part]:

@@ -189,7 +189,8 @@ class Engine:
         algorithm.attach(resources)
         sizing = Sizing(algorithm, resources, buckets(settings.max_batch)) if adaptive else None
         backlog = Backlog(len(algorithm.capture), resources) if adaptive else None
-        self._step_costs = settings.step_costs
+        if sizing is not None and settings.step_costs is not None:
+            sizing.set_costs(settings.step_costs)
         self.parts = StepParts(algorithm, cache, state, resources, sizing, backlog)
         chunks = {size: Chunk(self.parts, size, tile) for size in tile_counts(num_tiles)}
         riding = [chunks[size] for size in riding_sizes(num_tiles, tile)] if piggybacks else []
@@ -275,24 +276,22 @@ class Engine:
             self.parts.sizing.forget()
 
     def _learn_costs(self, needs: SamplingNeeds) -> None:
-        """Let the choice of a size know what steps cost, unless it does: from the settings, or from the clock, before
-        there is any request. Rank 0's clock decides."""
-        parts, sizing, costs = self.parts, self.parts.sizing, self._step_costs
+        """Let the choice of a size know what steps cost, unless it does: they are timed before there is any request.
+        Rank 0's clock decides."""
+        parts, sizing = self.parts, self.parts.sizing
         if sizing is None or sizing.has_costs or needs.constrained:
             return
-        if costs is None:
-            measured = self.runner.step_times(needs)
-            times = torch.tensor(list(measured.values()), device=parts.resources.device)
-            if parallel():
-                (times,) = from_rank_0([times])
-            costs = StepCosts(dict(zip(measured, times.tolist(), strict=True)))
-            parts.state.reset()
-            for cache in parts.resources.caches:
-                cache.zero(slice(None))
-            self.forget()
-            assert parts.backlog is not None
-            parts.backlog.clear(slice(None))
-        sizing.set_costs(costs)
+        measured = self.runner.step_times(needs)
+        times = torch.tensor(list(measured.values()), device=parts.resources.device)
+        if parallel():
+            (times,) = from_rank_0([times])
+        sizing.set_costs(StepCosts(dict(zip(measured, times.tolist(), strict=True))))
+        parts.state.reset()
+        for cache in parts.resources.caches:
+            cache.zero(slice(None))
+        self.forget()
+        assert parts.backlog is not None
+        parts.backlog.clear(slice(None))
 
     def check(self, request: Request) -> None:
         """Raise EngineError if the request can never be served here."""

@@ -23,14 +23,16 @@ def choose_inputs(
     accept: str = "some",
     slope: float = 0.02,
     learnt: bool = True,
+    levels: int = 1 << 10,
 ) -> dict[str, Any]:
-    """Steps of `sizes[size - 1]` nodes after others. `accept` says how many drafts are accepted: none, some or all."""
+    """Steps of `sizes[size - 1]` nodes after others. `accept` says how many drafts are accepted: none, some or
+    all. Confidence has `levels` values."""
     nodes_drafted = num_nodes or sizes[size - 1]
     state = SizeState.create(sizes, make.device)
     if learnt:
         state.evidence.copy_(make.integers(1, 9, len(sizes), 5).float())
         state.evidence[:, 4] /= 16
-    confidence = make.integers(0, 1 << 10, batch, nodes_drafted).float() / (1 << 10)
+    confidence = make.integers(0, levels, batch, nodes_drafted).float() / levels
     confidence[:, 0] = 1.0
     if falling:
         confidence = confidence.sort(1, descending=True).values.contiguous()
@@ -66,6 +68,7 @@ CASES = (
     _choose("choose_one_size", "a band before the first", batch=2, sizes=(2,), size=1),
     _choose("choose_chain", "nodes of another band", batch=3, sizes=_POWERS, size=4, falling=True),
     _choose("choose_tree", "ranks of equal confidence", batch=5, sizes=(2, 4, 8, 16, 32), size=5),
+    _choose("choose_ties", "two nodes of one rank", batch=4, sizes=_POWERS, size=4, levels=3),
     _choose("choose_small_step", "bands that were not drafted", batch=4, sizes=_POWERS, size=2),
     _choose("choose_more_nodes", "ranks beyond the size", batch=4, sizes=_POWERS, size=2, num_nodes=9),
     _choose("choose_lookup", "confidence that is not there", batch=6, sizes=_POWERS, size=4, confident=False),

@@ -24,7 +24,7 @@ MUTANTS = (
         _KERNEL,
         "ahead = ((theirs[None, :] > score[:, None]) | equal) & (other < NODES)[None, :]",
         "ahead = (theirs[None, :] > score[:, None]) & (other < NODES)[None, :]",
-        _case("choose_wide"),
+        _case("choose_ties"),
         "a node stands in the band of another one",
     ),
     Mutant(
