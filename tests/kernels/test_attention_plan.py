@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -120,6 +121,16 @@ def test_a_work_list_covers_the_keys_once(
             assert splits == 1 or -(-span // splits) > split_tokens // 2
         else:
             assert not own and not splits
+
+
+@pytest.mark.parametrize("programs", [1, 8, 40, 64, 100, 160, 264, 300, 512, 5000])
+def test_splits_fill_the_chip_in_whole_rounds(programs: int) -> None:
+    """At most a tenth of the last round is empty, or there are many rounds. A full chip splits keys no further."""
+    config = configs.spread(configs.AttentionConfig(64, 64, 4, 3, 128, slots=264), programs)
+    rounds = programs * config.first_splits / config.slots
+    assert math.ceil(rounds) <= 1.1 * rounds or rounds > 4
+    assert config.first_splits == 1 or rounds <= 8
+    assert config.longest_split >= 2048 and (programs < 264 or config.longest_split >= 16384)
 
 
 @pytest.mark.parametrize("plan", [False, True])
