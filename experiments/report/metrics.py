@@ -299,8 +299,8 @@ def warnings(row: Mapping[str, Any], dtype: str, exact: bool) -> list[str]:
         )
     if unparsed := row.get("num_constrained", 0) - row.get("num_parsed", 0):
         found.append(
-            f"{unparsed} of {row['num_constrained']} texts are no whole text of their grammar; "
-            f"{row['num_cut']} requests were cut by sampling.max_new_tokens"
+            f"no whole text of its grammar: {unparsed} of {row['num_constrained']} texts; "
+            f"cut by sampling.max_new_tokens: {row['num_cut']}"
         )
     proof = row.get("lossless") or {"checked": 0, "identical": 0}
     near, differing = proof.get("near_ties", 0), proof["checked"] - proof["identical"]

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import re
 import string
+import sys
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from scipy.stats import chisquare
 
 from algorithms.runtime.engine import EngineError
-from algorithms.runtime.grammar import Grammars
+from algorithms.runtime.grammar import GrammarError, Grammars, Matcher
 from algorithms.runtime.request import Completion, Request
 from algorithms.runtime.sampling_params import GrammarParams, SamplingParams
 from algorithms.standalone import Standalone
@@ -36,6 +39,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 REGEX = "[a-d]{3,9}(-[0-9]{2,4}){1,3}"
+PAIRS = "[a-z0-9][a-z.:]"
 NESTED = 'root ::= "[" (item ("," item)?)? "]"\nitem ::= root | [a-c] [a-c]?'
 ASKED: tuple[dict[str, Any], ...] = (
     {"grammar": {"json_schema": SCHEMA}},
@@ -142,7 +146,7 @@ def test_every_algorithm_writes_what_the_loop_writes(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("maker", "level", "overlap"),
     [
-        ("eagle3_tree", "step", 1),
+        ("eagle3_tree", "step", 2),
         ("dflash_chain", "step", 1),
         ("autoregressive", "step", 0),
         ("standalone_chain", "verify", 1),
@@ -175,17 +179,66 @@ def test_forced_tokens_are_drafts_that_cost_nothing(monkeypatch: pytest.MonkeyPa
     assert steps[0] <= 0.7 * steps[1]
 
 
+@pytest.mark.parametrize("maker", ["eagle_tree", "dflash_chain", "ngram", "suffix"])
+def test_a_draft_outside_of_the_grammar_is_proposed_once(monkeypatch: pytest.MonkeyPatch, maker: str) -> None:
+    """Every step writes a token, so the text that such a draft stood behind does not come back; nor does a tree have it
+    twice."""
+    load_random_drafters(monkeypatch)
+    outside: list[tuple[int, ...]] = []
+    fill = Matcher.fill
+
+    def noted(self: Matcher, first_child: Any, next_sibling: Any, tokens: Any, bits: Any) -> bool:
+        constrained = fill(self, first_child, next_sibling, tokens, bits)
+        todo = [(int(first_child[0]), 0, ())] if constrained else []
+        while todo:
+            node, above, path = todo.pop()
+            if node < 0:
+                continue
+            token = int(tokens[node])
+            todo.append((int(next_sibling[node]), above, path))
+            if int(bits[above][token // 32]) >> (token % 32) & 1:
+                todo.append((int(first_child[node]), node, (*path, token)))
+            else:
+                outside.append((self.num_tokens, *path, token))
+        return constrained
+
+    monkeypatch.setattr(Matcher, "fill", noted)
+    (completion,) = run(ALL_MAKERS[maker](), [asked()[1]], setup(), TARGET).completions
+    assert completion.token_ids == expected()[1]
+    assert len(outside) == len(set(outside)) and (outside or maker in ("ngram", "suffix"))
+
+
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_drawn_drafts_write_what_the_grammar_allows(monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
-    """The drafter draws tokens outside of the grammar, to which the target gives no probability."""
+def test_drawn_drafts_follow_the_constrained_distribution(monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
+    """The joint distribution of two tokens. The drafter draws tokens outside of the grammar too, to which the target
+    gives no probability."""
+    temperature, seeds = 1.2, 1200
     monkeypatch.setattr("algorithms.runtime.models.loading.load_draft", lambda *_: blurred_target())
-    algorithm = Standalone(Standalone.Config(steps=3, rule=rule), TARGET, "random")
-    written = run(algorithm, [changed(r, temperature=1.0) for r in asked()], setup(), TARGET).completions
-    for request, completion in zip(asked(), written, strict=True):
-        assert not completion.error
-        if request.sampling.constrained and completion.finish_reason == "stop_token":
-            assert completion.parsed and in_grammar(request, read(completion.token_ids))
-    assert max(max(c.accepted_counts) for c in written) >= 2
+    algorithm = Standalone(Standalone.Config(steps=2, rule=rule), TARGET, "random")
+    first = changed(asked()[0], max_new_tokens=2, temperature=temperature, grammar=GrammarParams(regex=PAIRS))
+    got = run(algorithm, [changed(first, id=i, seed=i) for i in range(seeds)], setup(max_batch=200), TARGET).completions
+    counts = Counter(tuple(c.token_ids) for c in got)
+
+    def following_in(output: list[int]) -> dict[int, float]:
+        logits = following([*first.prompt_ids, *output]).double()
+        logits[~allowed(first, output)] = -torch.inf
+        return {token: p for token, p in enumerate((logits / temperature).softmax(0).tolist()) if p}
+
+    exact = {(a, b): p * q for a, p in following_in([]).items() for b, q in following_in([a]).items()}
+    assert set(counts) <= set(exact)
+    # Pearson's chi-square; cells that expect fewer than five draws are pooled.
+    cells = [(p * seeds, counts[pair]) for pair, p in exact.items()]
+    large, small = [c for c in cells if c[0] >= 5], [c for c in cells if c[0] < 5]
+    pooled = large + ([(sum(e for e, _ in small), sum(o for _, o in small))] if small else [])
+    assert len(large) >= 4
+    assert chisquare([o for _, o in pooled], [e for e, _ in pooled], sum_check=False).pvalue > 1e-6
+    assert 0.02 < sum(c.accepted_counts[0] > 0 for c in got) / seeds < 0.95
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    with pytest.raises(GrammarError, match=r"xgrammar is missing; install it: pip install -e '.\[grammar\]'"):
+        Grammars([b"a"], lambda text: [0])
 
 
 def test_a_text_that_is_cut_is_not_parsed() -> None:

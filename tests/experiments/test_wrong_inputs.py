@@ -35,6 +35,10 @@ FILES = {
     "blank.jsonl": '{"prompt": "  "}\n',
     "list.json": "[1, 2]",
     "answer.jsonl": '{"prompt": "hi", "answer": [1]}\n',
+    "grammar.jsonl": '{"prompt": "hi", "grammar": {"regx": "a"}}\n',
+    "grammar_text.jsonl": '{"prompt": "hi", "grammar": "a"}\n',
+    "grammars.jsonl": '{"prompt": "hi"}\n{"prompt": "hi", "grammar": {"ebnf": "root ::= x"}}\n',
+    "schema.json": '{"type": "objekt"}',
     "long.jsonl": json.dumps({"prompt": "hi"}) + "\n" + json.dumps({"prompt": "word " * 700}) + "\n",
     "not_gzip.jsonl.gz": "plain text",
 }
@@ -125,6 +129,17 @@ OPTIONS = [
     wrong("-m algo=dflash,ngarm", "unknown algo 'ngarm'", "algo=ngram"),
 ]
 VALUES = [
+    wrong("sampling.grammar.regex=a sampling.grammar.ebnf=b", "sampling.grammar: expected one of", "regex and ebnf"),
+    wrong("sampling.grammar.ebnf=nothing", "sampling.grammar.ebnf: it cannot be compiled", "prompt 1 of"),
+    wrong("sampling.grammar.json_schema=@schema.json", "sampling.grammar.json_schema: it cannot be compiled", "objekt"),
+    wrong("sampling.grammar.json_schema=@nowhere.json", "nowhere.json: cannot be read: No such file"),
+    wrong("sampling.grammar.regex=''", "sampling.grammar.regex: expected text, got ''"),
+    wrong("sampling.grammar.regx=a", "unknown key 'sampling.grammar.regx'", "sampling.grammar.regex=…"),
+    wrong("sampling.grammar.regex=a sampling.min_tokens=3", "sampling.min_tokens: expected 0 with", "got 3"),
+    wrong("sampling.grammar.regex=a sampling.ignore_eos=true", "sampling.ignore_eos: expected false with"),
+    wrong("data=jsonl data.path=grammar.jsonl", "grammar.jsonl:1: key 'grammar'", "got 'regx'"),
+    wrong("data=jsonl data.path=grammar_text.jsonl", "grammar_text.jsonl:1: key 'grammar': expected a mapping"),
+    wrong("data=jsonl data.path=grammars.jsonl", "prompt 2 of 2", "grammars.jsonl:2", "sampling.grammar.ebnf"),
     wrong("sampling.temperature=hot", "sampling.temperature", "Float"),
     wrong("sampling.temperature=-1", "sampling.temperature", "got -1.0"),
     wrong("sampling.temperature=nan", "sampling.temperature: expected a finite number", "got nan"),
