@@ -35,6 +35,7 @@ from specdec_kernels.launch import current_chip, launch
 _LOG2_E = tl.constexpr(LOG2_E)
 
 
+# More than 16 run-time arguments: those that say how the keys of a request are split.
 @triton.jit(
     do_not_specialize=[
         "num_nodes",
