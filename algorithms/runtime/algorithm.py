@@ -230,6 +230,10 @@ class Algorithm:
         nodes are verified, which is what an algorithm gets that does not care."""
         return self.propose(batch)
 
+    def inspect(self, batch: Batch, tree: DraftTree, logits: torch.Tensor, sampling: SamplingTensors) -> None:
+        """Look at what the target says about a draft, before acceptance, in steps that draw; for studies. `logits` are
+        [B, N, V], behind penalties and constraints, and `sampling` is what acceptance takes."""
+
     def observe(self, seen: Observation) -> None:
         """Learn from committed tokens: after each chunk of prompts, and after every step."""
 

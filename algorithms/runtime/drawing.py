@@ -68,6 +68,11 @@ class Drawing:
         """Whether siblings are independent draws."""
         return self.draw == "sample"
 
+    @property
+    def exact_rules(self) -> tuple[str, ...]:
+        """All rules for trees that are exact for these draws."""
+        return _TREE_RULES[self.draw]
+
     def shape(self, size: TreeShape) -> DrawnShape | None:
         """The tree that is drawn, see `DrawnShape.of`; None where nothing is drawn."""
         return DrawnShape.of(size) if self.drawn else None

@@ -202,6 +202,8 @@ class Step:
         if needs.constrained:
             masks, rows = self._constraints, batch.rows
             mask_tokens(self.logits, masks.bits[rows], masks.constrained[rows], impl=impl)
+        if sampling.temperature is not None:
+            algorithm.inspect(batch, self.tree, self.logits, sampling)
         return accept(
             algorithm.rule,
             self.tree.tokens,

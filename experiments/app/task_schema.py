@@ -245,6 +245,28 @@ class ReplayTask(MethodsTask):
 
 
 @dataclass
+class VerificationRulesTask(MethodsTask):
+    """How many drafts each acceptance rule accepts in expectation, on the same draws."""
+
+    IGNORED: ClassVar[tuple[str, ...]] = (
+        "algo", "baseline", "samples", "sampling.temperature", "sampling.seed", "runtime.graph", "runtime.adaptive",
+        "runtime.adaptive_cost",
+    )  # fmt: skip
+    name: str = "verification_rules"
+    temperature: float = 1.0
+    analytic: bool = True
+    """Also over a vocabulary of four tokens, where every draw is enumerated."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.temperature < float("inf"):
+            raise ValueError(f"task.temperature must be above 0 and finite, got {self.temperature}")
+
+    def graphs_of(self, config: RunConfig, can_capture: bool) -> list[str]:
+        return ["none"]
+
+
+@dataclass
 class AdaptiveTask(CompareTask):
     """What `runtime.adaptive` gains over every fixed number of nodes, and over no draft."""
 
@@ -279,6 +301,7 @@ TASKS: dict[str, type[TaskConfig]] = {
         KVScalesTask,
         ReplayTask,
         AdaptiveTask,
+        VerificationRulesTask,
     )
 }
 

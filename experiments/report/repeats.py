@@ -37,15 +37,18 @@ def interval(centre: float | None, values: Sequence[float]) -> list[float] | Non
     return None if half is None or centre is None else [max(0.0, centre - half), centre + half]
 
 
-def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> list[float] | None:
-    """The 95 % interval of sum(numerators) / sum(denominators), from the spread of at least two pairs; else None."""
+def ratio_interval(
+    numerators: Sequence[float], denominators: Sequence[float], least: float = 0.0
+) -> list[float] | None:
+    """The 95 % interval of sum(numerators) / sum(denominators), from the spread of at least two pairs; else None. It
+    does not reach below `least`."""
     count, total = len(numerators), sum(denominators)
     if count < 2 or not total:
         return None
     ratio = sum(numerators) / total
     errors = [(a - ratio * b) ** 2 for a, b in zip(numerators, denominators, strict=True)]
     half = student_t(count - 1) * sqrt(count / (count - 1) * sum(errors)) / total
-    return [max(0.0, ratio - half), ratio + half]
+    return [max(least, ratio - half), ratio + half]
 
 
 def wilson(hits: int, trials: int) -> list[float] | None:

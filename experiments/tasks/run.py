@@ -31,9 +31,10 @@ def task_named(name: str) -> type[Task]:
     from experiments.tasks.losslessness import Losslessness
     from experiments.tasks.replay import Replay
     from experiments.tasks.throughput import Throughput
+    from experiments.tasks.verification_rules import VerificationRules
 
     tasks: tuple[type[Task], ...] = (
-        Generate, Compare, Throughput, Losslessness, GraphAblation, KVScalesTask, Replay, Adaptive,
+        Generate, Compare, Throughput, Losslessness, GraphAblation, KVScalesTask, Replay, Adaptive, VerificationRules,
     )  # fmt: skip
     return {task.name: task for task in tasks}[name]
 
