@@ -28,6 +28,7 @@ _ITEMS = 256  # entries written at once
 _ALIGNED = tl.constexpr(4)
 
 
+# More than 16 run-time arguments: those that say how the keys of a request are split.
 @triton.jit(
     do_not_specialize=[
         "batch",
