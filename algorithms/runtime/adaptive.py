@@ -31,7 +31,7 @@ PLAIN = 0
 """Index of the size without a draft."""
 TRIED_ROWS = 4
 """Rows whose drafts are judged when drafting is tried again."""
-FIRST_PAUSE, LONGEST_PAUSE = 64, 2048
+FIRST_PAUSE, LONGEST_PAUSE = 16, 2048
 """Plain steps before drafting is tried again; each failure doubles them."""
 LARGER_EVERY = 128
 """Steps after which one of the next larger size is taken."""
