@@ -92,11 +92,6 @@ def _between(entries: list[StepTime], method: str, nodes: int) -> StepTime | Non
     return None
 
 
-def tokens_per_s(tokens_per_step: float, step: StepTime) -> float:
-    """Output tokens of all requests over the time of the steps."""
-    return tokens_per_step * step.rows * 1e3 / step.step_ms
-
-
 def read_step_times(path: str, key: str = "task.cost") -> StepTimes:
     """From a file, or from the summary of a run's folder, that the setting `key` names. Raises ValueError that says
     what is wrong with it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from heapq import heapreplace
 from typing import Any
 
 from experiments.report import metrics, repeats
@@ -102,6 +103,14 @@ def summary(texts: Sequence[Sequence[Step]], max_depth: int) -> dict[str, Any]:
         "acceptance_at": metrics.conditional_acceptance(positions),
         "acceptance_at_interval": [repeats.wilson(accepted, accepted + rejected) for accepted, rejected in reached],
     }
+
+
+def engine_steps(num_steps: Sequence[int], batch: int) -> int:
+    """Steps of an engine that serves texts of so many steps each, up to `batch` at a time, first in, first out."""
+    ends = [0] * batch
+    for steps in num_steps:
+        heapreplace(ends, ends[0] + steps)
+    return max(ends)
 
 
 def all_steps(

@@ -14,10 +14,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from experiments.app.errors import UserError, user_errors
-from experiments.replay.cost import StepTimes, read_step_times, tokens_per_s
+from experiments.replay.cost import StepTimes, read_step_times
 from experiments.replay.score import score
 from experiments.replay.trace import Recorded, read_trace, recorded
-from experiments.replay.walk import Drafts, all_steps, perfect, summary, union
+from experiments.replay.walk import Drafts, all_steps, engine_steps, perfect, summary, union
 from experiments.report import tables
 from experiments.report.page import acceptance_lines, section
 from experiments.report.tables import Column, Row
@@ -166,10 +166,12 @@ class Replay(Task):
 
     def _row(self, candidate: Candidate) -> dict[str, Any]:
         row = self._shared(candidate.label, candidate.kind, candidate.num_nodes)
-        row |= summary(all_steps([candidate.drafts]), candidate.max_depth)
+        texts = all_steps([candidate.drafts])
+        row |= summary(texts, candidate.max_depth)
         for batch in self._times.batches if self._times else []:
             step = self._times.of(candidate.timed_as, batch, candidate.num_nodes) if self._times else None
-            rate = step and tokens_per_s(row["tokens_per_step"], step)
+            steps = engine_steps([len(text) for text in texts], batch)
+            rate = step and row["output_tokens"] * 1e3 / (steps * step.step_ms)
             row["predicted"][str(batch)] = {"tokens_per_s": rate, "step_ms": step and step.step_ms}
         return row
 

@@ -17,9 +17,9 @@ import torch
 from algorithms.runtime.algorithm import DraftTree
 from experiments.app import cli
 from experiments.app.task_schema import ReplayTask
-from experiments.replay.cost import StepTime, StepTimes, read_step_times, tokens_per_s
+from experiments.replay.cost import StepTime, StepTimes, read_step_times
 from experiments.replay.recorder import Recorder, confirmed
-from experiments.replay.walk import Drafts, all_steps, perfect, steps_of, summary, union
+from experiments.replay.walk import Drafts, all_steps, engine_steps, perfect, steps_of, summary, union
 from experiments.report.repeats import ratio_interval, wilson
 from experiments.tasks.replay import best_of_each_batch
 from experiments.tasks.run import run_task
@@ -204,7 +204,7 @@ def test_times_lie_between_measured_ones_only(tmp_path: Path) -> None:
     assert times.of("a", 2, 4) == StepTime("a", 2, 4, 6.0, 1.5)
     assert times.of("a", 2, 7) is None and times.of("a", 1, 2) is None
     between = times.of("other", 2, 3)
-    assert between == StepTime("other", 2, 3, 1.0, 2.0) and tokens_per_s(3.0, between) == 6000
+    assert between == StepTime("other", 2, 3, 1.0, 2.0)
     assert times.batches == [2] and StepTimes(times.entries).of("other", 2, 4) is None
 
 
@@ -271,3 +271,11 @@ def test_drafts_at_every_position_give_the_steps_of_the_engine(name: str, monkey
         assert steps[:-1] == list(zip(completion.accepted_counts, completion.ran_out, strict=True))[:-1]
         assert len(steps) == len(completion.accepted_counts)
     assert max(max(drafts.accepted) for drafts in eager) > 1
+
+
+def test_requests_share_the_steps_of_the_engine() -> None:
+    """Each takes the row that is free first; the last one runs alone."""
+    assert engine_steps([5, 3, 4], 1) == 12
+    assert engine_steps([5, 3, 4], 2) == 7
+    assert engine_steps([5, 3, 4], 8) == 5
+    assert engine_steps([], 2) == 0
