@@ -138,6 +138,14 @@ def _drawn_tree(
     return inputs | dict(tree=build_tree(parents, inputs["lengths"]))
 
 
+def _given_uniforms(make: Maker, rule: str, **sizes: Any) -> dict[str, Any]:
+    """A tree judged by uniforms that are given, a row of them for each request."""
+    inputs = _drawn_tree(make, rule, **sizes)
+    batch, num_nodes = inputs["tokens"].shape
+    uniforms = torch.rand(batch, num_nodes + 1, dtype=torch.float64, generator=make.generator)
+    return inputs | dict(uniforms=uniforms.to(make.device))
+
+
 def _shared_rows(make: Maker, rule: str, batch: int, **sizes: Any) -> dict[str, Any]:
     """A tree of two levels drawn from one row a level; nodes without draws name no row, in several ways."""
     inputs = _drawn(make, rule, batch, 8, **sizes)
@@ -281,6 +289,13 @@ CASES = (
         )
     ),
     *(case_of("accept", _troubled_tree, f"{rule}_troubled", "no draws", rule=rule) for rule in TREE_RULES),
+    *(
+        case_of(
+            "accept", _given_uniforms, f"{rule}_given_uniforms", "the uniform of another node or request",
+            rule=rule, batch=20, vocab=20, max_depth=3, distance=2.0,
+        )
+        for rule in TREE_RULES
+    ),
     *(
         case_of(
             "accept", _shared_rows, f"{rule}_shared_rows", "the row of another node", gate=True, rule=rule, batch=20,
