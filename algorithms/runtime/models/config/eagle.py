@@ -129,10 +129,11 @@ class Eagle3Config:
             "architectures": ["LlamaForCausalLMEagle3"],
             "draft_vocab_size": self.draft_vocab_size,
             "target_hidden_size": self.target_hidden_size,
-            "norm_output": self.norm_output,
         }
         if self.fc_norm:
             result["fc_norm"] = True
+        if self.norm_output == self.fc_norm:  # an absent key means EAGLE-3 itself to every reader
+            result["norm_output"] = self.norm_output
         if self.aux_layer_ids is not None:
             result["eagle_config"] = {LAYER_IDS_KEY: list(self.aux_layer_ids), "use_aux_hidden_state": True}
         return result
