@@ -48,7 +48,7 @@ def sum_in_order(x: Tensor) -> Tensor:
     A number has the same bits whatever else is summed with it. The other sums choose how they add by the size of `x`.
     """
     parts = x.new_empty((dist.get_world_size(), *x.shape))
-    dist.all_gather(list(parts), x.contiguous())
+    dist.all_gather_into_tensor(parts.flatten(), x.flatten())
     total = parts[0].float()
     for part in parts[1:]:
         total += part
@@ -68,7 +68,7 @@ def join_columns(part: Tensor) -> Tensor:
     """Every rank's `part [..., n]` side by side, [..., ranks * n], rank 0 first."""
     ranks = dist.get_world_size()
     parts = part.new_empty((ranks, *part.shape))
-    dist.all_gather(list(parts), part.contiguous())
+    dist.all_gather_into_tensor(parts.flatten(), part.flatten())
     return parts.movedim(0, -2).reshape(*part.shape[:-1], ranks * part.shape[-1])
 
 
