@@ -87,9 +87,9 @@ def current_chip(tensor: torch.Tensor) -> str:
     return "sm100" if major >= 10 else "sm90" if major == 9 else "sm80"
 
 
-def lanes(count: int, most: int = 1 << 30, least: int = 2) -> int:
-    """The power of two that covers `count` up to `most`; two at `least`, which every Triton compiler takes."""
-    return max(least, min(1 << (max(count, 1) - 1).bit_length(), most))
+def lanes(count: int, most: int = 1 << 30) -> int:
+    """The power of two that covers `count` up to `most`; two at least, which every Triton compiler takes."""
+    return max(2, min(1 << (max(count, 1) - 1).bit_length(), most))
 
 
 def launch(

@@ -32,16 +32,6 @@ def let_next_kernel_start(OVERLAP: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
-@triton.jit
-def ask_for(address, size, OVERLAP: tl.constexpr):
-    """Ask the second-level cache for `size` bytes from each address on, both multiples of 16, without waiting."""
-    if OVERLAP:
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r", [address, size], dtype=tl.int32,
-            is_pure=False, pack=1,
-        )  # fmt: skip
-
-
 def overlapped(chip: str) -> dict[str, Any]:
     """Arguments of `launch` for a kernel that calls `wait_for_kernel_ahead`: its OVERLAP, and the launch option,
     which only the compilers of some chips know."""

@@ -29,7 +29,6 @@ def linear(
     bias: torch.Tensor | None = None,
     *,
     batch_invariant: bool = False,
-    ahead: bool = False,
     impl: str = "auto",
 ) -> torch.Tensor:
     """x weight^T + bias.
@@ -40,8 +39,6 @@ def linear(
         bias: [N], dtype of x, or None. It is added before the rounding.
         batch_invariant: use the kernel for more than 64 rows too, so that the bits of a row never depend on the
             number of rows.
-        ahead: ask the cache for the first part of the weight before the kernel ahead has ended. It helps behind a
-            kernel that waits and does not read much, such as an exchange between devices, and costs behind others.
 
     Returns:
         [..., N], dtype of x.
@@ -50,18 +47,18 @@ def linear(
         ValueError: a shape, dtype, device or layout does not fit; the message names expected and actual.
     """
     _check(x, weight, bias)
-    return dispatch("linear", __package__, impl, x)(x, weight, bias, batch_invariant=batch_invariant, ahead=ahead)
+    return dispatch("linear", __package__, impl, x)(x, weight, bias, batch_invariant=batch_invariant)
 
 
 def linear_silu_mul(
-    x: torch.Tensor, weight: torch.Tensor, *, batch_invariant: bool = False, ahead: bool = False, impl: str = "auto"
+    x: torch.Tensor, weight: torch.Tensor, *, batch_invariant: bool = False, impl: str = "auto"
 ) -> torch.Tensor:
     """silu(x gate^T) * (x up^T) for a gate and an up weight packed into one.
 
     Args:
         x: [..., K], contiguous.
         weight: [2 F, K], dtype of x, contiguous: the gate's rows, then the rows of up.
-        batch_invariant, ahead: as in `linear`.
+        batch_invariant: as in `linear`.
 
     Returns:
         [..., F], dtype of x. Both products and the SiLU are rounded to it, as the separate operations do.
@@ -72,8 +69,7 @@ def linear_silu_mul(
     _check(x, weight, None)
     if weight.shape[0] % 2:
         raise ValueError(f"weight: expected an even number of rows, got {weight.shape[0]}")
-    function = dispatch("linear_silu_mul", __package__, impl, x)
-    return function(x, weight, batch_invariant=batch_invariant, ahead=ahead)
+    return dispatch("linear_silu_mul", __package__, impl, x)(x, weight, batch_invariant=batch_invariant)
 
 
 def linear_add_rms_norm(

@@ -175,7 +175,6 @@ CASES = (
     _case("linear_17_rows", "a second block of rows", 17, 48, 64),
     _case("linear_64_rows", "the last number of rows that the kernel takes by itself", 64, 48, 600),
     _case("linear_65_rows", "rows that go to torch", 65, 48, 64),
-    _case("linear_ahead", "weights asked for beyond a split", 2, 70, 1100, ahead=True),
     _exchanged("exchanged_split", "partial sums left to the exchange", 3, 64, 1536, slot=1),
     _exchanged("exchanged_whole", "a product without partial sums", 2, 48, 64, rank=1, ranks=3),
     _exchanged("exchanged_65_rows", "rows that go to torch", 65, 48, 64, capacity=80),
@@ -207,7 +206,6 @@ CASES = (
         )
         for rows in (1, 64, 128)
     ),  # fmt: skip
-    _case("linear_ahead_shipped", "asking for weights compiles", 1, 3072, 4096, gate=True, tags=_LARGE, ahead=True),
     _case("linear_bias_shipped", "the variant with a bias", 16, 960, 576, gate=True, bias=True),
     _gated("gated_no_rows", "launch on an empty grid", 0, 32, 16),
     _gated("gated_odd", "gate and up mixed at an odd width", 7, 90, 33),
@@ -215,6 +213,7 @@ CASES = (
     _gated("gated_small", "several tiles, several splits", 3, 3072, 576),
     _gated("gated_65_rows", "rows that go to torch and the activation kernel", 65, 48, 64),
     _gated("gated_1_shipped", "registers of the split tile", 1, 24576, 4096, gate=True, tags=_LARGE),
+    _gated("gated_pairs_shipped", "two programs a processor", 16, 12288, 4096, gate=True, tags=_LARGE),
     _gated("gated_128_shipped", "the same at 128 rows", 128, 24576, 4096, gate=True, tags=_LARGE, batch_invariant=True),
     _normed("normed_no_rows", "launch on an empty grid", 0, 32, 16),
     _normed("normed_one_split", "the product itself taken for partial sums", 3, 45, 33),

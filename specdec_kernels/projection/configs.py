@@ -4,14 +4,15 @@ The cut of the inner dimension is chosen by the chip and the shape of the weight
 of rows, which changes no sum: the tensor core adds along the inner dimension in the same order in all tiles of the
 table. So a row has the same bits whatever the number of rows.
 
-A weight whose column tiles fill the chip several times runs small tiles, several programs a processor. Another runs
-one program a processor with many loads in flight, and its inner dimension is cut where tiles are fewer than
-processors. The measurements behind the table are in experiments/LOG.md.
+A weight whose column tiles fill the chip several times runs small tiles, several programs a processor. One with fewer
+tiles than processors runs one program a processor with many loads in flight, and its inner dimension is cut as long as
+there are processors left. Between the two, a processor runs two programs at a time, so that none waits for a second
+round. The measurements behind the table are in experiments/LOG.md.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 FAST_ROWS = 64  # more rows go to torch's matmul, which is then the faster one
 _MOST_ROWS = 128  # of one program
@@ -23,12 +24,10 @@ _COLUMNS = 64  # the M side of the tensor core
 _SHORTEST_SPLIT = 512
 _FLOAT32_SPLIT = 128  # inner elements that are added one by one in float32, which has no tensor core
 
-_AHEAD_BYTES = 24 << 20  # of a whole weight
-_LINE_BYTES = 128
-
 _CUT_STEP = 128  # a multiple of every block_k of the table, so that the cut is the same for every tile
 # Rows of a program: (columns, block_k, num_warps, num_stages).
 _FEW_TILES = {16: (64, 128, 4, 6), 32: (64, 128, 4, 4), 64: (64, 128, 4, 4), 128: (64, 128, 4, 4)}
+_PAIRS_OF_TILES = {16: (64, 128, 4, 4), 32: (64, 128, 4, 4), 64: (64, 64, 4, 4), 128: (64, 64, 4, 3)}
 _MANY_TILES = {16: (64, 128, 4, 3), 32: (64, 128, 4, 3), 64: (64, 64, 4, 4), 128: (64, 64, 4, 3)}
 # For an inner dimension that is not a multiple of _CUT_STEP, such as 576: steps without a mask.
 _ODD_INNER = (64, 64, 4, 6)
@@ -41,8 +40,7 @@ _BOUND_BY_ARITHMETIC = {"sm90": (128, 64, 8, 4)}
 class LinearConfig:
     """columns: weight rows of one program. block_k: inner elements a step. splits: programs that share a column
     tile, each with its part of the inner dimension. rows: rows of x a program takes at once. in_order: one program
-    takes all splits of a tile, one after the other. ahead_bytes: of each weight row of a program, asked for before the
-    kernel ahead has ended."""
+    takes all splits of a tile, one after the other."""
 
     columns: int
     block_k: int
@@ -51,7 +49,6 @@ class LinearConfig:
     num_stages: int
     rows: int
     in_order: bool = False
-    ahead_bytes: int = 0
 
     def split_length(self, inner: int) -> int:
         """Inner elements of a program: whole steps, or all."""
@@ -75,9 +72,8 @@ def linear_config(chip: str, outer: int, inner: int, rows: int, element_bytes: i
         cut, warps = _splits(inner, inner // _FLOAT32_SPLIT, 16), 8 if block == _MOST_ROWS else 4
         return LinearConfig(32, 16, cut, warps, 3, block, many)
     tiles = -(-outer // _COLUMNS)
-    cut = _splits(inner, min(round(_PROCESSORS[chip] / tiles), inner // _SHORTEST_SPLIT), _CUT_STEP)
-    table = _FEW_TILES if tiles * cut <= 2 * _PROCESSORS[chip] else _MANY_TILES
-    columns, block_k, warps, stages = table[block] if inner % _CUT_STEP == 0 else _ODD_INNER
+    cut = _splits(inner, min(_PROCESSORS[chip] // tiles, inner // _SHORTEST_SPLIT), _CUT_STEP)
+    columns, block_k, warps, stages = _table(tiles * cut, chip)[block] if inner % _CUT_STEP == 0 else _ODD_INNER
     if chip != "sm90" and block == _MOST_ROWS:
         warps = 8
     if many and chip in _BOUND_BY_ARITHMETIC:
@@ -89,11 +85,11 @@ def linear_config(chip: str, outer: int, inner: int, rows: int, element_bytes: i
     return LinearConfig(columns, block_k, cut, warps, max(2, min(stages, fitting)), block, many and cut > 1)
 
 
-def asking_ahead(config: LinearConfig, outer: int, inner: int, element_bytes: int) -> LinearConfig:
-    """`config` with as many bytes asked for ahead as arrive while the kernel ahead waits."""
-    length = config.split_length(inner) * element_bytes
-    share = _AHEAD_BYTES // (outer * config.splits) // _LINE_BYTES * _LINE_BYTES
-    return replace(config, ahead_bytes=min(share, length) if length % _LINE_BYTES == 0 else 0)
+def _table(programs: int, chip: str) -> dict[int, tuple[int, int, int, int]]:
+    """The tiles of so many programs."""
+    if programs <= _PROCESSORS[chip]:
+        return _FEW_TILES
+    return _PAIRS_OF_TILES if programs <= 2 * _PROCESSORS[chip] else _MANY_TILES
 
 
 def _splits(inner: int, wanted: int, step: int) -> int:

@@ -29,9 +29,9 @@ from specdec_kernels.all_reduce.types import Exchange
 from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.norm import kernel as norm
 from specdec_kernels.norm.types import Normed
-from specdec_kernels.overlap import ask_for, let_next_kernel_start, overlapped, wait_for_kernel_ahead
+from specdec_kernels.overlap import let_next_kernel_start, overlapped, wait_for_kernel_ahead
 from specdec_kernels.projection import reference
-from specdec_kernels.projection.configs import FAST_ROWS, LinearConfig, asking_ahead, linear_config
+from specdec_kernels.projection.configs import FAST_ROWS, LinearConfig, linear_config
 from specdec_kernels.sampling.device import usable
 
 _FEWEST_TICKETS = 1 << 16
@@ -48,17 +48,6 @@ def _weight_rows(tile, OUTER, COLUMNS: tl.constexpr, GATED: tl.constexpr):
     else:
         row = tl.minimum(tile * COLUMNS + lane, OUTER - 1)
     return row
-
-
-@triton.jit
-def _ask_for_weights(
-    weight_ptr, weight_row, k_first, k_end, K, AHEAD: tl.constexpr, EVEN_K: tl.constexpr, OVERLAP: tl.constexpr
-):
-    """Ask the second-level cache for the first AHEAD bytes of each row of a program's part of the weight."""
-    if AHEAD > 0 and EVEN_K:
-        size = tl.minimum(AHEAD, (k_end - k_first) * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8))
-        start = (weight_ptr + weight_row.to(tl.int64) * K + k_first).to(tl.int64)
-        ask_for(start, (start * 0).to(tl.int32) + size, OVERLAP)
 
 
 @triton.jit
@@ -167,7 +156,6 @@ def _linear_kernel(
     EVEN_K: tl.constexpr,
     GATED: tl.constexpr,
     IN_ORDER: tl.constexpr,
-    AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -176,7 +164,6 @@ def _linear_kernel(
     weight_row = _weight_rows(tile, OUTER, COLUMNS, GATED)
     k_first = split * split_length
     k_end = tl.minimum(K, k_first + split_length)
-    _ask_for_weights(weight_ptr, weight_row, k_first, k_end, K, AHEAD, EVEN_K, OVERLAP)
     wait_for_kernel_ahead(OVERLAP)
     acc = _partial_sum(x_ptr, weight_ptr, weight_row, row, rows, k_first, k_end, K, ROWS, COLUMNS, BLOCK_K, EVEN_K)
     if IN_ORDER:
@@ -280,23 +267,20 @@ def linear(
     bias: torch.Tensor | None = None,
     *,
     batch_invariant: bool = False,
-    ahead: bool = False,
 ) -> torch.Tensor:
     if not _takes(x, batch_invariant):
         return reference.linear(x, weight, bias)
     out = x.new_empty(*x.shape[:-1], weight.shape[0])
-    launch_linear(x, weight, bias, out, False, config_of(x, weight, ahead))
+    launch_linear(x, weight, bias, out, False, config_of(x, weight))
     return out
 
 
-def linear_silu_mul(
-    x: torch.Tensor, weight: torch.Tensor, *, batch_invariant: bool = False, ahead: bool = False
-) -> torch.Tensor:
+def linear_silu_mul(x: torch.Tensor, weight: torch.Tensor, *, batch_invariant: bool = False) -> torch.Tensor:
     if not _takes(x, batch_invariant):
         product = reference.linear(x, weight)
         return reference.silu_mul(product) if x.dtype == torch.float64 else activation.silu_mul(product)
     out = x.new_empty(*x.shape[:-1], weight.shape[0] // 2)
-    launch_linear(x, weight, None, out, True, config_of(x, weight, ahead))
+    launch_linear(x, weight, None, out, True, config_of(x, weight))
     return out
 
 
@@ -350,11 +334,10 @@ def linear_argmax(x: torch.Tensor, weight: torch.Tensor, *, batch_invariant: boo
     return launch_argmax(x, weight, config_of(x, weight))
 
 
-def config_of(x: torch.Tensor, weight: torch.Tensor, ahead: bool = False) -> LinearConfig:
+def config_of(x: torch.Tensor, weight: torch.Tensor) -> LinearConfig:
     """The table's row for this product."""
     outer, inner = weight.shape
-    config = linear_config(current_chip(x), outer, inner, x.numel() // inner, x.element_size())
-    return asking_ahead(config, outer, inner, x.element_size()) if ahead else config
+    return linear_config(current_chip(x), outer, inner, x.numel() // inner, x.element_size())
 
 
 def launch_linear(
@@ -387,7 +370,6 @@ def launch_linear(
         EVEN_K=inner % config.block_k == 0,
         GATED=is_gated,
         IN_ORDER=config.in_order,
-        AHEAD=config.ahead_bytes,
         **overlapped(current_chip(x)),
     )
 

@@ -18,15 +18,12 @@ def linear(
     bias: torch.Tensor | None = None,
     *,
     batch_invariant: bool = False,
-    ahead: bool = False,
 ) -> torch.Tensor:
-    """x weight^T + bias. torch promises no bits, so `batch_invariant` changes nothing here; nor does `ahead`."""
+    """x weight^T + bias. torch promises no bits, so `batch_invariant` changes nothing here."""
     return F.linear(x, weight, bias)
 
 
-def linear_silu_mul(
-    x: torch.Tensor, weight: torch.Tensor, *, batch_invariant: bool = False, ahead: bool = False
-) -> torch.Tensor:
+def linear_silu_mul(x: torch.Tensor, weight: torch.Tensor, *, batch_invariant: bool = False) -> torch.Tensor:
     """silu(x gate^T) * (x up^T)."""
     return silu_mul(F.linear(x, weight))
 

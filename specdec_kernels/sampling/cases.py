@@ -141,13 +141,19 @@ def _probs(make: Maker, rows: int, vocab: int, scale: float = 2.0) -> dict[str, 
     return dict(logits=logits, sampling=with_filters(make, sampling, rows))
 
 
-def _renorm(make: Maker, rows: int, vocab: int, only: str, hostile: bool = False) -> dict[str, Any]:
+def _renorm(
+    make: Maker, rows: int, vocab: int, only: str, hostile: bool = False, everywhere: bool = False
+) -> dict[str, Any]:
+    """`everywhere`: no row is without the filter, which other libraries tell in another way."""
     probs = torch.softmax(make.normal(rows, vocab, scale=3.0).float(), -1)
     if hostile:
         probs[0], probs[1] = float("nan"), 0.0
         probs[2, ::2] = -0.5
         probs[3] = 1.0 / vocab
-    return dict(probs=probs, **{only: getattr(with_filters(make, SamplingTensors(), rows), only)})
+    limit = getattr(with_filters(make, SamplingTensors(), rows), only)
+    if everywhere:
+        limit = torch.where((limit > 0) & (limit != 1), limit, limit[0])
+    return dict(probs=probs, **{only: limit})
 
 
 def _penalties(
@@ -297,8 +303,14 @@ CASES = (
     _pick_filtered("pick_filtered_b8x16_flat", bench=True, tags=_LARGE, rows=128, scale=1.0, **_SHIPPED),
     _written("probs_b8x16_peaked", gate=True, bench=True, tags=_LARGE, rows=128, scale=4.0, **_SHIPPED),
     _written("probs_b8x16_flat", bench=True, tags=_LARGE, rows=128, scale=1.0, **_SHIPPED),
-    case_of("top_p_renorm", _renorm, "top_p_renorm_qwen", bench=True, tags=_LARGE, rows=16, only="top_p", **_SHIPPED),
-    case_of("top_k_renorm", _renorm, "top_k_renorm_qwen", bench=True, tags=_LARGE, rows=16, only="top_k", **_SHIPPED),
+    case_of(
+        "top_p_renorm", _renorm, "top_p_renorm_qwen", bench=True, tags=_LARGE, rows=16, only="top_p", everywhere=True,
+        **_SHIPPED,
+    ),
+    case_of(
+        "top_k_renorm", _renorm, "top_k_renorm_qwen", bench=True, tags=_LARGE, rows=16, only="top_k", everywhere=True,
+        **_SHIPPED,
+    ),
     _penalised("penalties_qwen", gate=True, bench=True, tags=_LARGE, batch=8, num_nodes=16, **_SHIPPED),
     case_of("count_tokens", _counts, "count_tokens_b64", bench=True, tags=_LARGE, batch=64, width=16, **_SHIPPED),
 )  # fmt: skip

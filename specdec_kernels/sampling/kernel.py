@@ -1,10 +1,9 @@
 """Token selection over a split vocabulary: statistics of strips of tokens, then one look at what matters.
 
-The first kernel reads all rows once, a strip of up to `strip` groups a program: m = max l, and s = sum exp((l - m) / T)
-of the strip and of each group. The last kernel runs one program per row: M = max m, and the masses s exp((m - M) / T)
-of the strips. Their running sum gives the strip that the uniform falls in, the sums of its groups give the group, and
-that group alone is read again. Of a row that is not drawn, the first strip of maximum M is read again for its first
-token.
+The first kernel reads all rows once, a strip of up to `strip` groups a program: m = max l and its first token of the
+strip, s = sum exp((l - m) / T) of the strip and of each group. The last kernel runs one program per row: M = max m,
+and the masses s exp((m - M) / T) of the strips. Their running sum gives the strip that the uniform falls in, the sums
+of its groups give the group, and that group alone is read again.
 
 With filters `kernel_filter` stands between the two: it finds each row's threshold, and what it keeps of the groups.
 """
@@ -12,17 +11,17 @@ With filters `kernel_filter` stands between the two: it finds each row's thresho
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from specdec_kernels.launch import current_chip, lanes, launch
+from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.overlap import let_next_kernel_start, overlapped, wait_for_kernel_ahead
 from specdec_kernels.sampling import device as d
 from specdec_kernels.sampling.configs import SELECTION
-from specdec_kernels.sampling.kernel_filter import NOTHING_FILTERED, keep, strip_masses
+from specdec_kernels.sampling.kernel_filter import Kept, keep, strip_masses
 from specdec_kernels.sampling.kernel_nucleus import NEAR, WHOLE
 from specdec_kernels.sampling.types import TARGET_STREAM, Picked, SamplingTensors
 
@@ -42,14 +41,9 @@ class Selected(NamedTuple):
 
 # A program of the first kernel takes one row on a GPU, whose numbers are scalars, and many rows in the interpreter.
 @triton.jit
-def _row_max(value, BLOCK_R: tl.constexpr):
-    """Maximum of each row's entries; `value` has the groups of all rows, one below the other."""
-    SPAN: tl.constexpr = value.shape[0] * value.shape[1] // BLOCK_R
-    if BLOCK_R == 1:
-        top = tl.max(tl.reshape(value, (SPAN,), can_reorder=True), 0)
-    else:
-        top = tl.max(tl.reshape(value, (BLOCK_R, SPAN)), 1)
-    return top
+def _row_max(of_groups, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr):
+    """Maximum of the groups [BLOCK_R * BLOCK_S] of each row."""
+    return tl.max(of_groups, 0) if BLOCK_R == 1 else tl.max(tl.reshape(of_groups, (BLOCK_R, BLOCK_S)), 1)
 
 
 @triton.jit
@@ -97,6 +91,7 @@ def _stats_kernel(
     temperature_ptr,  # [R / PER_REQUEST] float32, or None without SAMPLE
     groups_ptr,  # [0 to 2, R, GROUPS] float32: maximum (with FILTER), sum at T over the strip's maximum (with SAMPLE)
     strips_ptr,  # [1 to 3, R, STRIPS] float32: maximum, sum at T (with SAMPLE), sum at 1 (with NORMALISE)
+    first_ptr,  # [R, STRIPS] int32: first token that has the maximum, of rows that are not drawn
     rows,
     row_stride,
     PER_REQUEST: tl.constexpr,
@@ -127,22 +122,24 @@ def _stats_kernel(
         temperature = tl.load(temperature_ptr + own // PER_REQUEST, mask=own < rows, other=1.0)
     scale = d.exponent_scale(temperature)
     twice = _any_row((temperature > 0) & (temperature != 1), BLOCK_R)
-    top = _row_max(value, BLOCK_R)
+    group_max = tl.max(value, 1)
+    top = _row_max(group_max, BLOCK_R, BLOCK_S)
     fine = (top == top) & (top < float("inf"))
-    mass, strip, plain = pair.to(tl.float32), top, top
+    mass, strip, plain = group_max, top, top
     if SAMPLE or NORMALISE:
         mass, strip, plain = _masses(value, top, scale, twice, SAMPLE, NORMALISE, PROBS, BLOCK_R, BLOCK_S)
         fine &= strip < float("inf")
     # A NaN or an infinity shows in the strip's sum or maximum; replacing it in every entry would be slower.
     if _any_row(fine == 0, BLOCK_R):
         value = d.usable(value)
-        top = _row_max(value, BLOCK_R)
+        group_max = tl.max(value, 1)
+        top = _row_max(group_max, BLOCK_R, BLOCK_S)
         if SAMPLE or NORMALISE:
             mass, strip, plain = _masses(value, top, scale, twice, SAMPLE, NORMALISE, PROBS, BLOCK_R, BLOCK_S)
 
     place, plane = row.to(tl.int64) * GROUPS + group, rows.to(tl.int64) * GROUPS
     if FILTER:
-        tl.store(groups_ptr + place, tl.max(value, 1), mask=live)
+        tl.store(groups_ptr + place, group_max, mask=live)
     if SAMPLE:
         tl.store(groups_ptr + (plane if FILTER else 0) + place, mass, mask=live)
     place, plane = own.to(tl.int64) * STRIPS + tl.program_id(1), rows.to(tl.int64) * STRIPS
@@ -151,14 +148,26 @@ def _stats_kernel(
         tl.store(strips_ptr + plane + place, strip, mask=own < rows)
     if NORMALISE:
         tl.store(strips_ptr + (2 * plane if SAMPLE else plane) + place, plain, mask=own < rows)
+    first = own * 0
+    if PROBS or _any_row((temperature > 0) == 0, BLOCK_R):
+        among = tl.where(value == _by_entry(top, BLOCK_R, BLOCK_S), -column, -VOCAB)
+        first = -_row_max(tl.max(among, 1), BLOCK_R, BLOCK_S)
+    tl.store(first_ptr + place, first, mask=own < rows)
 
 
 @triton.jit
-def _first_of(values_ptr, row, asks, top, strip, row_stride, VOCAB: tl.constexpr, SPAN: tl.constexpr):
-    """The first token of each row's strip, which is read again, that has the row's largest value."""
-    column = strip[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
-    value = d.load_values(values_ptr, row[:, None], column, row_stride, asks[:, None] & (column < VOCAB))
-    return tl.min(tl.where(value == top[:, None], column, VOCAB), 1)
+def _store_logprobs(
+    values_ptr, logprobs_ptr, row, in_row, plain, token, valid, strip_max, top, row_stride, PROBS: tl.constexpr
+):
+    """The log sum exp at temperature 1, from the sums `plain` of the strips; the token's log-probability is stored
+    where it is asked for."""
+    if not PROBS:
+        plain = plain * d.weigh(strip_max, top[:, None], d.LOG2E, False)
+    normaliser = tl.log(tl.sum(plain, 1)) + (0.0 if PROBS else d.finite(top))
+    if logprobs_ptr is not None:
+        logprob = d.log_value(values_ptr, row, token, row_stride, in_row, PROBS) - normaliser
+        tl.store(logprobs_ptr + row, tl.where(valid, logprob, float("-inf")), mask=in_row)
+    return normaliser
 
 
 @triton.jit
@@ -222,81 +231,8 @@ def _find_kept_group(
     return group, tl.where(near, within, share)
 
 
-@triton.jit
-def chosen_tokens(
-    values_ptr, temperature_ptr, seeds_ptr, positions_ptr, uniforms_ptr, groups_ptr, strips_ptr, ids_ptr, slots_ptr,
-    state_ptr, chunks_ptr, floor_ptr, row, request, in_row, rows, row_stride,
-    VOCAB: tl.constexpr, GROUPS: tl.constexpr, STRIPS: tl.constexpr, SAMPLE: tl.constexpr, DRAW: tl.constexpr,
-    FILTER: tl.constexpr, PROBS: tl.constexpr, STREAM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
-    SLOTS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Of each row [R]: the token, 0 where the row has no usable logit; whether it has one; its largest value; the
-    threshold; the weight of all its tokens. The last two have a meaning with SAMPLE alone."""
-    strip = tl.arange(0, BLOCK_N)[None, :]
-    place = row.to(tl.int64)[:, None] * STRIPS + strip
-    in_strips = in_row[:, None] & (strip < STRIPS)
-    strip_max = tl.load(strips_ptr + place, mask=in_strips, other=float("-inf"))
-    top = tl.max(strip_max, 1)
-    valid = top > 0 if PROBS else top > float("-inf")
-    token, floor, total = row * 0 - 1, tl.full(row.shape, float("-inf"), tl.float32), top
-    if SAMPLE:
-        temperature = tl.load(temperature_ptr + request, mask=in_row, other=0.0)
-        scale = d.exponent_scale(temperature)
-        plane = rows.to(tl.int64) * STRIPS
-        mass = strip_masses(strips_ptr, place, in_strips, plane, strip_max, top, scale, PROBS)
-        total = tl.sum(mass, 1)
-        if FILTER:
-            floor = tl.load(floor_ptr + row, mask=in_row, other=float("-inf"))
-        if DRAW:
-            uniform = d.row_uniform(seeds_ptr, positions_ptr, uniforms_ptr, row, request, in_row, STREAM)
-            if FILTER and state_ptr is None:
-                slot = row.to(tl.int64)[:, None] * SLOTS + tl.arange(0, SLOTS)[None, :]
-                group, within = d.find(tl.load(slots_ptr + slot, mask=in_row[:, None], other=0.0), uniform)
-            elif FILTER:
-                group, within = _find_kept_group(
-                    values_ptr, groups_ptr + rows.to(tl.int64) * GROUPS, ids_ptr, slots_ptr, chunks_ptr, state_ptr, row,
-                    in_row, mass, uniform, top, scale, floor, row_stride, VOCAB, GROUPS, SLOTS, WIDTH, CHUNK, PROBS,
-                    BLOCK_N, BLOCK_S,
-                )  # fmt: skip
-            else:
-                group, within = _find_group(groups_ptr, row, in_row, mass, uniform, GROUPS, BLOCK_S)
-            drawn = d.draw_in_group(
-                values_ptr, row, in_row, group, within, top, scale, floor, row_stride, VOCAB, WIDTH, PROBS
-            )
-            token = tl.where(temperature > 0, drawn, -1)
-    undrawn = in_row & valid & (token < 0)
-    if tl.max(undrawn.to(tl.int32), 0) > 0:
-        winner = tl.min(tl.where(strip_max == top[:, None], strip, STRIPS), 1)
-        first = _first_of(values_ptr, row, undrawn, top, winner, row_stride, VOCAB, BLOCK_S * WIDTH)
-        token = tl.where(undrawn, first, token)
-    return tl.where(valid, token, 0), valid, top, floor, total
-
-
-@triton.jit
-def log_normaliser(
-    strips_ptr, row, in_row, rows, top,
-    STRIPS: tl.constexpr, SAMPLE: tl.constexpr, PROBS: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """The log sum exp of each row at temperature 1."""
-    strip = tl.arange(0, BLOCK_N)[None, :]
-    place = row.to(tl.int64)[:, None] * STRIPS + strip
-    in_strips, plane = in_row[:, None] & (strip < STRIPS), rows.to(tl.int64) * STRIPS
-    plain = tl.load(strips_ptr + (2 * plane if SAMPLE else plane) + place, mask=in_strips, other=0.0)
-    if not PROBS:
-        strip_max = tl.load(strips_ptr + place, mask=in_strips, other=float("-inf"))
-        plain = plain * d.weigh(strip_max, top[:, None], d.LOG2E, False)
-    return tl.log(tl.sum(plain, 1)) + (0.0 if PROBS else d.finite(top))
-
-
-@triton.jit
-def token_logprob(values_ptr, row, token, valid, in_row, normaliser, row_stride, PROBS: tl.constexpr):
-    """The log-probability of each row's token, -inf where the row has no usable logit."""
-    logprob = d.log_value(values_ptr, row, token, row_stride, in_row, PROBS) - normaliser
-    return tl.where(valid, logprob, float("-inf"))
-
-
 @triton.jit(do_not_specialize=["rows"])
-def _select_kernel(  # 17 run-time arguments: most are optional inputs and outputs, and those that are None cost nothing
+def _select_kernel(  # 18 run-time arguments: most are optional inputs and outputs, and those that are None cost nothing
     values_ptr,  # [R, VOCAB], row stride row_stride
     temperature_ptr,  # [R / PER_REQUEST] float32, or None without SAMPLE
     seeds_ptr,  # [R / PER_REQUEST] int64, or None
@@ -304,6 +240,7 @@ def _select_kernel(  # 17 run-time arguments: most are optional inputs and outpu
     uniforms_ptr,  # [R] float64, or None
     groups_ptr,  # [0 to 2, R, GROUPS] float32, see `_stats_kernel`
     strips_ptr,  # [1 to 3, R, STRIPS] float32
+    first_ptr,  # [R, STRIPS] int32
     ids_ptr,  # [R, SLOTS] int32, or None, see `kernel_filter`
     slots_ptr,  # [R, SLOTS] float32, or None
     state_ptr,  # [8, R] float32, or None
@@ -333,70 +270,60 @@ def _select_kernel(  # 17 run-time arguments: most are optional inputs and outpu
     OVERLAP: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    request = row // PER_REQUEST
     in_row = row < rows
+    strip = tl.arange(0, BLOCK_N)[None, :]
+    place = row.to(tl.int64)[:, None] * STRIPS + strip
+    in_strips = in_row[:, None] & (strip < STRIPS)
+    plane, masses_ptr = rows.to(tl.int64) * STRIPS, groups_ptr + (rows.to(tl.int64) * GROUPS if FILTER else 0)
     wait_for_kernel_ahead(OVERLAP)
     let_next_kernel_start(OVERLAP)
-    token, valid, top, floor, total = chosen_tokens(
-        values_ptr, temperature_ptr, seeds_ptr, positions_ptr, uniforms_ptr, groups_ptr, strips_ptr, ids_ptr, slots_ptr,
-        state_ptr, chunks_ptr, distribution_ptr + rows if FILTER else None, row, row // PER_REQUEST, in_row, rows,
-        row_stride, VOCAB, GROUPS, STRIPS, SAMPLE, DRAW, FILTER, PROBS, STREAM, BLOCK_N, BLOCK_S, SLOTS, WIDTH, CHUNK,
-    )  # fmt: skip
+    strip_max = tl.load(strips_ptr + place, mask=in_strips, other=float("-inf"))
+    top = tl.max(strip_max, 1)
+    valid = top > 0 if PROBS else top > float("-inf")
+    winner = tl.min(tl.where(strip_max == top[:, None], strip, STRIPS), 1)
+    token = tl.load(first_ptr + row.to(tl.int64) * STRIPS + winner, mask=in_row & valid, other=0)
+
+    if SAMPLE:
+        temperature = tl.load(temperature_ptr + request, mask=in_row, other=0.0)
+        scale = d.exponent_scale(temperature)
+        floor = tl.full((BLOCK_R,), float("-inf"), tl.float32)
+        mass = strip_masses(strips_ptr, place, in_strips, plane, strip_max, top, scale, PROBS)
+        total = tl.sum(mass, 1)
+        if FILTER:
+            floor = tl.load(distribution_ptr + rows + row, mask=in_row, other=float("-inf"))
+        if DRAW:
+            uniform = d.row_uniform(seeds_ptr, positions_ptr, uniforms_ptr, row, request, in_row, STREAM)
+            if FILTER and state_ptr is None:
+                slot = row.to(tl.int64)[:, None] * SLOTS + tl.arange(0, SLOTS)[None, :]
+                group, within = d.find(tl.load(slots_ptr + slot, mask=in_row[:, None], other=0.0), uniform)
+            elif FILTER:
+                group, within = _find_kept_group(
+                    values_ptr, masses_ptr, ids_ptr, slots_ptr, chunks_ptr, state_ptr, row, in_row, mass, uniform, top,
+                    scale, floor, row_stride, VOCAB, GROUPS, SLOTS, WIDTH, CHUNK, PROBS, BLOCK_N, BLOCK_S,
+                )  # fmt: skip
+            else:
+                group, within = _find_group(masses_ptr, row, in_row, mass, uniform, GROUPS, BLOCK_S)
+            drawn = d.draw_in_group(
+                values_ptr, row, in_row, group, within, top, scale, floor, row_stride, VOCAB, WIDTH, PROBS
+            )
+            token = tl.where((temperature > 0) & (drawn >= 0), drawn, token)
+
+    token = tl.where(valid, token, 0)
     tl.store(tokens_ptr + row, token.to(tl.int64), mask=in_row)
     tl.store(valid_ptr + row, valid, mask=in_row)
+    if NORMALISE:
+        plain = tl.load(strips_ptr + (2 * plane if SAMPLE else plane) + place, mask=in_strips, other=0.0)
+        normaliser = _store_logprobs(
+            values_ptr, logprobs_ptr, row, in_row, plain, token, valid, strip_max, top, row_stride, PROBS
+        )
     if distribution_ptr is not None:
         tl.store(distribution_ptr + row, d.finite(top), mask=in_row)
         if FILTER == 0:
             tl.store(distribution_ptr + rows + row, floor, mask=in_row)
             tl.store(distribution_ptr + 2 * rows + row, total, mask=in_row)
-    if NORMALISE:
-        normaliser = log_normaliser(strips_ptr, row, in_row, rows, top, STRIPS, SAMPLE, PROBS, BLOCK_N)
-        if distribution_ptr is not None:
+        if NORMALISE:
             tl.store(distribution_ptr + 3 * rows + row, normaliser, mask=in_row)
-        if logprobs_ptr is not None:
-            logprob = token_logprob(values_ptr, row, token, valid, in_row, normaliser, row_stride, PROBS)
-            tl.store(logprobs_ptr + row, logprob, mask=in_row)
-
-
-class Statistics(NamedTuple):
-    """What the first kernel leaves of the rows."""
-
-    groups: torch.Tensor  # [0 to 2, R, GROUPS] float32, see `_stats_kernel`
-    strips: torch.Tensor  # [1 to 3, R, STRIPS] float32
-    sizes: dict[str, Any]  # compile-time arguments of the kernels that read them
-
-
-def statistics(
-    values: torch.Tensor, sampling: SamplingTensors, per_request: int, probabilities: bool, normalise: bool
-) -> Statistics:
-    """Read all rows once."""
-    (rows, vocab), chip = values.shape, current_chip(values)
-    config = SELECTION[chip]
-    width, groups, block_g = d.grouping(vocab, config.width)
-    block_s = min(config.strip, block_g)
-    strips = triton.cdiv(groups, block_s)
-    sample = sampling.temperature is not None
-    filtered = sample and sampling.filtered
-    out = partial(torch.empty, dtype=torch.float32, device=values.device)
-    stats = out(filtered + sample, rows, groups), out(1 + sample + normalise, rows, strips)
-    sizes = dict(
-        VOCAB=vocab, GROUPS=groups, STRIPS=strips, SAMPLE=sample, FILTER=filtered, NORMALISE=normalise,
-        PROBS=probabilities, BLOCK_S=block_s, WIDTH=width, **overlapped(chip),
-    )  # fmt: skip
-    block_r = min(config.max_groups // block_s, config.max_rows, triton.next_power_of_2(max(rows, 1)))
-    launch(
-        _stats_kernel, (triton.cdiv(rows, block_r), strips), values, sampling.temperature, *stats, rows,
-        values.stride(0), num_warps=config.stats_warps, PER_REQUEST=per_request, BLOCK_R=block_r, **sizes,
-    )  # fmt: skip
-    return Statistics(*stats, sizes)
-
-
-def sources_of(
-    sampling: SamplingTensors, positions: torch.Tensor | None, uniforms: torch.Tensor | None
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Seeds and positions, or the uniforms: what the uniforms of draws come from; nothing where all is greedy."""
-    if sampling.temperature is None:
-        return None, None, None
-    return (sampling.seeds, positions, None) if uniforms is None else (None, None, uniforms)
 
 
 def select(
@@ -417,27 +344,45 @@ def select(
 
     `want_distribution` needs a temperature; its last row is written only with `want_logprobs` or `normalise`.
     """
-    rows, config = values.shape[0], SELECTION[current_chip(values)]
-    stats = statistics(values, sampling, per_request, probabilities, normalise or want_logprobs)
-    filtered = stats.sizes["FILTER"]
+    rows, vocab = values.shape
+    chip = current_chip(values)
+    config = SELECTION[chip]
+    width, groups, block_g = d.grouping(vocab, config.width)
+    block_s = min(config.strip, block_g)
+    strips = triton.cdiv(groups, block_s)
+    sample, normalise = sampling.temperature is not None, normalise or want_logprobs
+    filtered = sample and sampling.filtered
     out = partial(torch.empty, dtype=torch.float32, device=values.device)
+    stats = out(filtered + sample, rows, groups), out(1 + sample + normalise, rows, strips)
+    first = out(rows, strips, dtype=torch.int32)
     found = Selected(
         out(rows, dtype=torch.int64), out(rows, dtype=torch.bool), out(rows) if want_logprobs else None,
         out(4, rows) if want_distribution or filtered else None,
     )  # fmt: skip
-    kept, slots, chunk, block_n = NOTHING_FILTERED, 0, 0, lanes(stats.strips.shape[2], least=d.MIN_SCAN)
+    shared = dict(
+        PER_REQUEST=per_request, VOCAB=vocab, GROUPS=groups, STRIPS=strips, PROBS=probabilities, WIDTH=width,
+        **overlapped(chip),
+    )  # fmt: skip
+    kinds = dict(SAMPLE=sample, FILTER=filtered, NORMALISE=normalise, BLOCK_S=block_s)
+    block_r = min(config.max_groups // block_s, config.max_rows, triton.next_power_of_2(max(rows, 1)))
+    launch(
+        _stats_kernel, (triton.cdiv(rows, block_r), strips), values, sampling.temperature, *stats, first, rows,
+        values.stride(0), num_warps=config.stats_warps, BLOCK_R=block_r, **kinds, **shared,
+    )  # fmt: skip
+    kept, slots, block_n, lanes = Kept(None, None, None, None), 0, max(triton.next_power_of_2(strips), d.MIN_SCAN), 0
     if filtered:
-        kept = keep(values, sampling, *stats[:2], found.distribution, per_request, probabilities)
+        kept = keep(values, sampling, *stats, found.distribution, per_request=per_request, probabilities=probabilities)
         slots = kept.slots.shape[1]
     if kept.chunks is not None:
-        chunk, block_n = config.chunk, max(block_n, slots, lanes(kept.chunks.shape[1]))
-    span = stats.sizes["BLOCK_S"] * stats.sizes["WIDTH"]
-    block_r = d.rows_per_program(rows, config.max_rows, max(block_n, slots, chunk, span))
+        block_n = max(block_n, slots, triton.next_power_of_2(kept.chunks.shape[1]))
+        lanes = config.chunk
+    keyed = sample and draw and uniforms is None
+    sources = (sampling.seeds, positions, None) if keyed else (None, None, uniforms if sample and draw else None)
+    block_r = d.rows_per_program(rows, config.max_rows, max(block_g, slots, lanes))
     launch(
-        _select_kernel, (triton.cdiv(rows, block_r),), values, sampling.temperature,
-        *(sources_of(sampling, positions, uniforms) if draw else (None, None, None)), *stats[:2], *kept, *found, rows,
-        values.stride(0), num_warps=config.draw_warps if chunk else config.pick_warps, PER_REQUEST=per_request,
-        DRAW=draw, STREAM=stream, BLOCK_R=block_r, BLOCK_N=block_n, SLOTS=slots, CHUNK=chunk, **stats.sizes,
+        _select_kernel, (triton.cdiv(rows, block_r),), values, sampling.temperature, *sources, *stats, first, *kept,
+        *found, rows, values.stride(0), num_warps=config.draw_warps if lanes else config.pick_warps, DRAW=draw,
+        STREAM=stream, BLOCK_R=block_r, BLOCK_N=block_n, SLOTS=slots, CHUNK=lanes, **kinds, **shared,
     )  # fmt: skip
     return found
 

@@ -38,9 +38,6 @@ class Kept(NamedTuple):
     chunks: torch.Tensor | None  # [R, chunks] float32
 
 
-NOTHING_FILTERED = Kept(None, None, None, None)
-
-
 @triton.jit
 def strip_masses(strips_ptr, place, in_strips, plane, strip_max, top, scale, PROBS: tl.constexpr):
     """Weights of the strips of each row, relative to the row's largest value."""
@@ -235,6 +232,7 @@ def keep(
     groups: torch.Tensor,
     strips: torch.Tensor,
     distribution: torch.Tensor,
+    *,
     per_request: int,
     probabilities: bool,
 ) -> Kept:

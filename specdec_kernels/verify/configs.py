@@ -14,10 +14,9 @@ class AcceptanceConfig:
     strips: int = 64  # groups of one program of the residual kernel
     strip_warps: int = 8
     pass_width: int = 2048  # tokens of one step of a pass over a row
-    node_warps: int = 16  # at most, of the program that chooses the tokens of a request's nodes
     request_warps: int = 4  # of the programs that own requests; the walk uses one lane per request and one warp
 
 
 ACCEPTANCE = dict.fromkeys(CHIPS, AcceptanceConfig()) | {
-    "interpreter": AcceptanceConfig(max_requests=1 << 15, strips=1 << 14, strip_warps=1, node_warps=1, request_warps=1)
+    "interpreter": AcceptanceConfig(max_requests=1 << 15, strips=1 << 14, strip_warps=1, request_warps=1)
 }

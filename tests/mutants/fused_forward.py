@@ -113,8 +113,8 @@ MUTANTS = (
     Mutant(
         "cut_by_the_rows",
         _CONFIGS,
-        "round(_PROCESSORS[chip] / tiles), inner",
-        "round(_PROCESSORS[chip] / tiles / block), inner",
+        "_PROCESSORS[chip] // tiles, inner",
+        "_PROCESSORS[chip] // tiles // block, inner",
         (f"{_TESTS}::test_the_cut_does_not_depend_on_the_rows",),
         "historical: a split chosen by the batch changes the bits of a row (cuBLAS at 16, 32 and 256 rows)",
     ),

@@ -130,8 +130,7 @@ class Attention(Fusable):
         if self.impl is None:
             return tuple(rearrange(each(x), "... (h d) -> ... h d", d=self.head_dim) for each in projections)
         assert self._packed is not None
-        same = self.batch_invariant
-        rows = linear(x.contiguous(), *self._packed, batch_invariant=same, ahead=self.ahead, impl=self.impl)
+        rows = linear(x.contiguous(), *self._packed, batch_invariant=self.batch_invariant, impl=self.impl)
         heads = [each.weight.shape[0] // self.head_dim for each in projections]
         return rearrange(rows, "... (h d) -> ... h d", d=self.head_dim).split(heads, dim=-2)
 
@@ -160,9 +159,8 @@ class SwiGLU(Fusable):
         assert self._packed is not None
         x, same = x.contiguous(), self.batch_invariant
         if self._packed.bias is None:
-            return linear_silu_mul(x, self._packed.weight, batch_invariant=same, ahead=self.ahead, impl=self.impl)
-        product = linear(x, *self._packed, batch_invariant=same, ahead=self.ahead, impl=self.impl)
-        return silu_mul(product, impl=self.impl)
+            return linear_silu_mul(x, self._packed.weight, batch_invariant=same, impl=self.impl)
+        return silu_mul(linear(x, *self._packed, batch_invariant=same, impl=self.impl), impl=self.impl)
 
 
 class Block(nn.Module):

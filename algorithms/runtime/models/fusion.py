@@ -33,8 +33,6 @@ class Fusable(nn.Module):
 
     impl: str | None = None
     batch_invariant: bool = False
-    ahead: bool = False
-    """Whether the first weights of the module are asked for before the kernel ahead has ended, see `linear`."""
 
     def pack(self) -> None:
         """Prepare the weights for the kernels; called again, it does nothing."""

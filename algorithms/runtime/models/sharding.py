@@ -87,7 +87,6 @@ def shard(model: Decoder, rank: int, world_size: int) -> Decoder:
         assert isinstance(layer, DecoderLayer)
         _shard_attention(layer.self_attn, config, rank)
         _shard_mlp(layer.mlp, config, rank)
-        layer.self_attn.ahead = layer.mlp.ahead = True  # an exchange stands before each of them
     _shard_head(model, rank, world_size)
     model.config = config
     return model

@@ -18,7 +18,9 @@ def _old(make: Maker, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Te
     return torch.full(shape, _OLD, dtype=dtype, device=make.device)
 
 
-def draft_history(make: Maker, batch: int, nodes: int, topk: int, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
+def draft_history(
+    make: Maker, batch: int, nodes: int, topk: int, depth: int, orphans: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(parent_list, selected) of random drafts: candidates of falling score, parents chosen before children."""
     total = topk + (depth - 1) * topk * topk
     parents = torch.full((batch, topk * (depth - 1) + 1 if depth > 1 else 0), -1, dtype=torch.int64)
@@ -32,16 +34,37 @@ def draft_history(make: Maker, batch: int, nodes: int, topk: int, depth: int) ->
             picks = torch.randperm(topk * topk, generator=make.generator)[:topk].sort().values
             reachable += [first + p for p in range(topk * topk)]
             chosen = [first + int(p) for p in picks]
-        order = torch.randperm(total, generator=make.generator)[: nodes - 1]
-        selected[row] = torch.tensor(reachable)[order].sort().values
+        order = torch.tensor(reachable)[torch.randperm(total, generator=make.generator)]
+        kept = order[: nodes - 1] if orphans else _with_ancestors(order, parents[row], topk, nodes - 1)
+        selected[row] = kept.sort().values
     return parents.to(make.device), selected.to(make.device)
 
 
+def _with_ancestors(order: torch.Tensor, parents: torch.Tensor, topk: int, count: int) -> torch.Tensor:
+    """`count` of the candidates in `order`, each with all candidates on its path."""
+    kept: set[int] = set()
+    for candidate in order.tolist():
+        path = {candidate}
+        while candidate >= topk:
+            candidate = int(parents[candidate // topk])
+            path.add(candidate)
+        if len(kept | path) <= count:
+            kept |= path
+    return torch.tensor(list(kept))
+
+
 def build_inputs(
-    make: Maker, batch: int, nodes: int, mode: TreeMaskMode, topk: int = 4, depth: int = 4, longest: int = 6
+    make: Maker,
+    batch: int,
+    nodes: int,
+    mode: TreeMaskMode,
+    topk: int = 4,
+    depth: int = 4,
+    longest: int = 6,
+    orphans: bool = True,
 ) -> dict[str, Any]:
-    """Arguments of `build_tree_kernel_efficient`: random choices, so that orphans are among them."""
-    parent_list, selected = draft_history(make, batch, nodes, topk, depth)
+    """Arguments of `build_tree_kernel_efficient`: random choices, so that `orphans` are among them if wanted."""
+    parent_list, selected = draft_history(make, batch, nodes, topk, depth, orphans)
     lengths = make.integers(0, longest + 1, batch)
     cells = batch * nodes * nodes
     if mode is TreeMaskMode.FULL_MASK:
@@ -389,7 +412,7 @@ CASES = (
     _build("sgl_build_root", "a tree of the root alone", batch=2, nodes=1, mode=_FULL),
     _build(
         "sgl_build_b64", "the step's shape", gate=True, bench=True, tags=("large",), batch=64, nodes=32, mode=_QUERY,
-        topk=8,
+        topk=8, orphans=False,
     ),
     case_of("reconstruct_indices_from_tree_mask", _reconstruct, "sgl_mask", "siblings by parent", batch=3, nodes=9),
     _greedy_case("sgl_greedy_empty", "B = 0", batch=0, nodes=3, path=2),
