@@ -21,6 +21,22 @@ LONGEST_WAIT = timedelta(hours=1)
 """The others wait while process 0 evaluates, or while one of them writes its last text."""
 
 
+class Told:
+    """A number on its way from the device to the host; reading it waits for nothing that was launched later."""
+
+    def __init__(self, value: Tensor) -> None:
+        self._host = torch.empty(1, pin_memory=value.is_cuda)
+        self._host.copy_(value, non_blocking=True)
+        self._arrived = torch.cuda.Event() if value.is_cuda else None
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def __float__(self) -> float:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return float(self._host)
+
+
 class Replicas:
     """The processes of one run; without torchrun there is one.
 
@@ -31,7 +47,7 @@ class Replicas:
     def __init__(self, rank: int = 0, world: int = 1, group: Any = None, device: str = "cpu") -> None:
         """`group` is a backend of torch.distributed, whose type stubs leave the collectives out, on `device`."""
         self.rank, self.world, self._group, self._device = rank, world, group, device
-        self._told: Tensor | None = None
+        self._told: Told | None = None
 
     @classmethod
     def join(cls, device: str) -> Replicas:
@@ -76,7 +92,8 @@ class Replicas:
         together = torch.cat([*(piece.flatten().float() for piece in pieces), mine])
         self._group.allreduce([together]).wait()
         *means, told = together.split([*(piece.numel() for piece in pieces), 1])
-        before, self._told = told if self._told is None else self._told, told.clone()
+        now = Told(told)
+        before, self._told = self._told or now, now
         for parameter, mean in zip(trained, means, strict=True):
             parameter.grad = (mean / self.world).view_as(parameter).to(parameter.dtype)
         return float(before)
