@@ -18,7 +18,7 @@ DRAWS = ("topk", "without_replacement", "sample")
 _TREE_RULES = {
     "topk": ("target_only",),
     "without_replacement": ("traversal", "without_replacement"),
-    "sample": ("traversal", "without_replacement", "k_seq", "multi_round"),
+    "sample": ("traversal", "greedy_paths", "without_replacement", "k_seq", "multi_round"),
 }
 _CHAIN_RULES = {"topk": ("target_only",), "without_replacement": (), "sample": ("block", "rejection")}
 FIRST_SHARE = 0.6

@@ -19,13 +19,15 @@ the formulas.
                          independently
     k_seq                siblings drawn             arXiv 2310.15141  at a node, at least (1 - 1/e) of what any rule can
                          independently                                accept
+    greedy_paths         siblings drawn             arXiv 2602.16961  block verification of one path, by the children
+                         independently                                that the target prefers
     without_replacement  siblings drawn without     arXiv 2402.14160  no sibling is judged twice
                          replacement
     traversal            siblings drawn without     arXiv 2505.12398  block verification of every chain; a node may
                          replacement                                  still be accepted when all below it are rejected
 
 `without_replacement` and `traversal` stay exact for independent draws, because they pass over equal siblings;
-`multi_round` and `k_seq` are not exact for draws without replacement.
+the other rules for trees are not exact for draws without replacement.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ def accept(
     token is the bonus. Unlinked nodes and duplicates behind the first are never reached. `rejection` and `block` judge
     the nodes 1, 2, ... as long as first_child[n - 1] = n; the chain ends at the first that is not, at `max_depth`, and
     behind a row without a usable logit. The rules for trees judge the children of a node in the order of their links
-    and go on from the first that is accepted; `traversal` judges a node behind all that hang on it. A child whose token
+    and go on from the first that is accepted; `traversal` and `greedy_paths` judge a node behind all that hang on it. A
+    child whose token
     had no draft probability (left) is no draw: it is passed over, and so is a token that a rejected sibling carries
     under `without_replacement` and `traversal`. The links of drawn trees must lead to later nodes, as those of
     `build_tree` do; one that does not ends the walk. Rows at temperature 0 are greedy under every rule.
@@ -73,9 +76,9 @@ def accept(
     Args:
         rule: `greedy` (target token = argmax), `target_only` (target token = exact draw at the request's temperature),
             `rejection` or `block` (a chain that was drawn from `draft_probs`), `multi_round`, `k_seq`,
-            `without_replacement` or `traversal` (a tree that was drawn from `draft_probs`). The shape of a drawn tree
-            may depend on the committed text, not on the tokens drawn: a tree that is pruned by what was drawn no longer
-            follows `draft_probs`.
+            `greedy_paths`, `without_replacement` or `traversal` (a tree that was drawn from `draft_probs`). The shape
+            of a drawn tree may depend on the committed text, not on the tokens drawn: a tree that is pruned by what was
+            drawn no longer follows `draft_probs`.
         tokens: [B, N] int64, contiguous; node 0 is the last committed token.
         tree: TreeLinks of the same B and N. Its positions key the draws: those of `target_only` at the node's position,
             those of the other rules at the root's, with one slot per node for the uniforms that judge the drafts.

@@ -13,7 +13,8 @@ class AcceptanceConfig:
     width: int = 64  # tokens of a group
     strips: int = 64  # groups of one program of the residual kernel
     strip_warps: int = 8
-    pass_width: int = 2048  # tokens of one step of a pass over a row
+    pass_width: int = 4096  # tokens of one step of a pass over a row
+    pass_lanes: int = 256  # tokens of such a step for each warp
     request_warps: int = 4  # of the programs that own requests; the walk uses one lane per request and one warp
 
 

@@ -9,9 +9,12 @@ import triton.language as tl
 
 from specdec_kernels.sampling import device as d
 from specdec_kernels.sampling.types import ACCEPT_STREAM
-from specdec_kernels.verify.types import Accepted
+from specdec_kernels.verify.types import CLASS_EDGES, Accepted
 
 _ACCEPT = tl.constexpr(ACCEPT_STREAM)
+_EDGES = tl.constexpr(CLASS_EDGES)
+CLASSES = len(CLASS_EDGES) + 1
+_CLASSES = tl.constexpr(CLASSES)
 
 
 @triton.jit
@@ -56,6 +59,23 @@ def draft_prob(draft_ptr, row, column, live, VOCAB: tl.constexpr):
     """q of `column` in `row` of the draft's distributions; NaN and negative entries are 0, and so is a row below 0."""
     prob = tl.load(draft_ptr + row.to(tl.int64) * VOCAB + column, mask=live & (row >= 0), other=0.0)
     return tl.where(prob > 0, prob, 0.0)
+
+
+@triton.jit
+def token_class(p, q):
+    """Class of a token by p / q, see `CLASS_EDGES`."""
+    found = (p >= _EDGES[0] * q).to(tl.int32)
+    for edge in tl.static_range(1, _CLASSES - 1):
+        found += (p >= _EDGES[edge] * q).to(tl.int32)
+    return found
+
+
+@triton.jit
+def skewed_prob(factors_ptr, row, p, q, live):
+    """q, or of `greedy_paths` the probability that a token is drawn and kept; `row` and `p` broadcast."""
+    if factors_ptr is not None:
+        q *= tl.load(factors_ptr + row.to(tl.int64) * _CLASSES + token_class(p, q), mask=live, other=1.0)
+    return q
 
 
 @triton.jit

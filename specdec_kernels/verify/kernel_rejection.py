@@ -28,10 +28,12 @@ from specdec_kernels.sampling.types import BONUS_STREAM, RECOVER_STREAM, Samplin
 from specdec_kernels.tree.types import TreeLinks
 from specdec_kernels.verify.configs import ACCEPTANCE
 from specdec_kernels.verify.device import (
+    CLASSES,
     draft_prob,
     draft_row,
     empty_outcome,
     judging_uniforms,
+    skewed_prob,
     store_outcome,
     target_prob,
 )
@@ -115,6 +117,7 @@ def _residual_kernel(
     values_ptr,  # [B * N, VOCAB], row stride row_stride
     draft_ptr,  # [B, DRAFT_ROWS, VOCAB] float32
     draft_rows_ptr,  # [B, N] int32, or None: node n has row n
+    factors_ptr,  # [B, N, CLASSES] float32, or None, see `kernel_tree`
     distribution_ptr,  # [4, B * N] float32
     temperature_ptr,  # [B] float32
     judged_ptr,  # [1 or 2, B, N] float32
@@ -152,6 +155,7 @@ def _residual_kernel(
     p = tl.where(live, p, 0.0)
     of_draft = draft_row(draft_rows_ptr, request, step, active & (step < reach), NODES, DRAFT_ROWS)
     q = draft_prob(draft_ptr, of_draft[:, None], column, live, VOCAB)
+    q = skewed_prob(factors_ptr, row[:, None], p, q, (of_draft >= 0)[:, None] & live)
     residual = tl.sum(tl.maximum(kept[:, None] * p - q, 0.0), 1)
     place = strip.to(tl.int64)
     tl.store(sums_ptr + place, residual, mask=in_strips)
@@ -211,8 +215,8 @@ def _finishing_uniform(
 
 @triton.jit
 def _drawn_token(
-    values_ptr, draft_ptr, distribution_ptr, sums_ptr, temperature, kept, entry, row, of_draft, entries, batch,
-    row_stride, active, uniform,
+    values_ptr, draft_ptr, factors_ptr, distribution_ptr, sums_ptr, temperature, kept, entry, row, of_draft, entries,
+    batch, row_stride, active, uniform,
     VOCAB: tl.constexpr, GROUPS: tl.constexpr, PROBS: tl.constexpr, BLOCK_G: tl.constexpr, WIDTH: tl.constexpr,
     NODES: tl.constexpr,
 ):  # fmt: skip
@@ -234,6 +238,7 @@ def _drawn_token(
     )
     p = tl.where(live, p, 0.0)
     q = draft_prob(draft_ptr, of_draft[:, None], column, live & (empty == 0)[:, None], VOCAB)
+    q = skewed_prob(factors_ptr, row[:, None], p, q, (of_draft >= 0)[:, None] & live)
     place, _ = d.find(tl.maximum(tl.where(empty, 1.0, kept)[:, None] * p - q, 0.0), within)
     return tl.where(place >= 0, start + place, -1)
 
@@ -252,11 +257,12 @@ def _nodes_kept(path_ptr, request, in_batch, column, tau, DEPTH: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["batch"])
-def _finish_kernel(  # 25 run-time arguments: what the other kernels left, and the seven fields of `Accepted`
+def _finish_kernel(  # 26 run-time arguments: what the other kernels left, and the seven fields of `Accepted`
     tokens_ptr,  # [B, N] int64
     values_ptr,  # [B * N, VOCAB], row stride row_stride
     draft_ptr,  # [B, DRAFT_ROWS, VOCAB] float32
     draft_rows_ptr,  # [B, N] int32, or None
+    factors_ptr,  # [B, N, CLASSES] float32, or None
     distribution_ptr,  # [4, B * N] float32
     greedy_ptr,  # [B * N] int64
     valid_ptr,  # [B * N] bool
@@ -310,8 +316,9 @@ def _finish_kernel(  # 25 run-time arguments: what the other kernels left, and t
     entry = request if ROWS == 1 else row
     of_draft = draft_row(draft_rows_ptr, request, tau, in_batch & (whole == 0), NODES, DRAFT_ROWS)
     drawn = _drawn_token(
-        values_ptr, draft_ptr, distribution_ptr, sums_ptr, temperature, kept, entry, row, of_draft, batch * ROWS, batch,
-        row_stride, in_batch & usable & (temperature > 0), uniform, VOCAB, GROUPS, PROBS, BLOCK_G, WIDTH, NODES,
+        values_ptr, draft_ptr, factors_ptr, distribution_ptr, sums_ptr, temperature, kept, entry, row, of_draft,
+        batch * ROWS, batch, row_stride, in_batch & usable & (temperature > 0), uniform, VOCAB, GROUPS, PROBS, BLOCK_G,
+        WIDTH, NODES,
     )  # fmt: skip
     bonus = tl.load(greedy_ptr + row, mask=in_batch, other=0)
     bonus = tl.where((temperature > 0) & (drawn >= 0), drawn.to(tl.int64), bonus)
@@ -372,10 +379,12 @@ def accept_drawn(
     selected = (found.tokens, found.valid, sampling.temperature)
     sizes = dict(NODES=num_nodes, VOCAB=vocab, PROBS=probabilities)
     ends, warps = (batch, flat.stride(0)), config.request_warps
-    path = None
+    path, factors = None, None
+    if rule == "greedy_paths":
+        factors = out(batch, num_nodes, CLASSES)
     if rule in TREE_RULES:
         sizes |= dict(DRAFT_ROWS=draft_probs.shape[1])
-        path = judge_tree(rule, tokens, tree, rows_of_both, selected, sources, judged, state, max_depth, sizes)
+        path = judge_tree(rule, tokens, tree, rows_of_both, selected, sources, judged, factors, state, max_depth, sizes)
     else:
         block_b = d.rows_per_program(batch, config.max_requests, block_n)
         launch(
@@ -383,11 +392,12 @@ def accept_drawn(
             found.distribution, *selected, *sources, judged, state, *ends, num_warps=warps, DEPTH=max_depth,
             BLOCK_RULE=block_rule, BLOCK_B=block_b, BLOCK_N=block_n, **sizes,
         )  # fmt: skip
+    with_factors = (*rows_of_both[:-1], factors, found.distribution)
     sizes |= dict(DRAFT_ROWS=draft_probs.shape[1], ROWS=rows, GROUPS=groups, WIDTH=width)
     strips = batch * rows * groups
     block_s = min(config.strips, max(triton.next_power_of_2(max(strips, 1)), 2))
     launch(
-        _residual_kernel, (triton.cdiv(strips, block_s),), *rows_of_both, sampling.temperature, judged, state, sums,
+        _residual_kernel, (triton.cdiv(strips, block_s),), *with_factors, sampling.temperature, judged, state, sums,
         strips, *ends, num_warps=config.strip_warps, BLOCK_S=block_s, **sizes,
     )  # fmt: skip
     if block_rule:
@@ -398,7 +408,7 @@ def accept_drawn(
         )  # fmt: skip
     block_b = d.rows_per_program(batch, config.max_requests, block_g)
     launch(
-        _finish_kernel, (triton.cdiv(batch, block_b),), tokens, *rows_of_both, *selected, *sources, judged, state, sums,
+        _finish_kernel, (triton.cdiv(batch, block_b),), tokens, *with_factors, *selected, *sources, judged, state, sums,
         path, lengths, *accepted, *ends, num_warps=warps, DEPTH=max_depth, BLOCK_RULE=block_rule, BLOCK_B=block_b,
         BLOCK_N=block_n, BLOCK_D=max(triton.next_power_of_2(max_depth + 1), 2), BLOCK_G=block_g, **sizes,
     )  # fmt: skip

@@ -9,8 +9,9 @@ residual at its c, nor at any larger one.) Under `k_seq` c is rho / m.
 
 From the root down:
 1. judge, one program per node, all nodes at once: the child that is accepted there, if the walk comes by, and 1 / c.
-From the leaves up (`traversal`), whether a node is reached does not depend on what is below it, so that:
-1. judge, a launch per level, one program per node: the weights of its children, then its own and 1 / c.
+From the leaves up, whether a node is reached does not depend on what is below it, so that:
+1. judge, a launch per level, one program per node: the weights of its children, then its own and 1 / c. Under
+   `greedy_paths` one more pass gives the mass of q in each class, hence the factor q' / q, and one child is kept.
 Both:
 2. follow, one program per request: the path along the accepted children, and the row whose residual is drawn from.
 """
@@ -29,10 +30,20 @@ from specdec_kernels.sampling import device as d
 from specdec_kernels.sampling.types import ACCEPT_STREAM
 from specdec_kernels.tree.types import TreeLinks
 from specdec_kernels.verify.configs import ACCEPTANCE
-from specdec_kernels.verify.device import draft_prob, draft_row, entry, judging_uniforms, target_prob
+from specdec_kernels.verify.device import (
+    CLASSES,
+    draft_prob,
+    draft_row,
+    entry,
+    judging_uniforms,
+    skewed_prob,
+    target_prob,
+    token_class,
+)
 from specdec_kernels.verify.types import BOTTOM_UP_RULES
 
 _ACCEPT = tl.constexpr(ACCEPT_STREAM)
+_CLASSES = tl.constexpr(CLASSES)
 _RATE_STEPS = tl.constexpr(64)
 _RATE_ERROR = tl.constexpr(2.0**-44)  # of rho, and of the equation that it solves
 
@@ -77,7 +88,7 @@ def _draft_mass(draft_ptr, of_draft, asks, VOCAB: tl.constexpr, BLOCK_V: tl.cons
 
 @triton.jit
 def _residual_mass(
-    values_ptr, draft_ptr, distribution_ptr, temperature, row, of_draft, rate, rows, row_stride, asks,
+    values_ptr, draft_ptr, factors_ptr, distribution_ptr, temperature, row, of_draft, rate, rows, row_stride, asks,
     VOCAB: tl.constexpr, PROBS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """[R] float64: sum of max(p - rate q, 0)."""
@@ -90,6 +101,7 @@ def _residual_mass(
             values_ptr, distribution_ptr, temperature[:, None], row[:, None], column, rows, row_stride, live, PROBS
         )  # fmt: skip
         q = draft_prob(draft_ptr, of_draft[:, None], column, live, VOCAB)
+        q = skewed_prob(factors_ptr, row[:, None], p, q, live)
         mass += tl.where(live, tl.maximum(p.to(tl.float64) - rate[:, None] * q.to(tl.float64), 0.0), 0.0)
     return tl.sum(mass, 1)
 
@@ -142,14 +154,14 @@ def _k_seq_rate(
     high = tl.maximum(draws, 1).to(tl.float64)
     inverse = 1.0 / tl.where(draft_mass > 0, draft_mass, 1.0)
     mass = _residual_mass(
-        values_ptr, draft_ptr, distribution_ptr, temperature, row, of_draft, low * inverse, rows, row_stride, asks,
-        VOCAB, PROBS, BLOCK_V,
+        values_ptr, draft_ptr, None, distribution_ptr, temperature, row, of_draft, low * inverse, rows, row_stride,
+        asks, VOCAB, PROBS, BLOCK_V,
     )  # fmt: skip
     above, rho = _surplus(mass, low, draws), low
     asks = asks & (draws > 1) & (above > _RATE_ERROR)
     mass = _residual_mass(
-        values_ptr, draft_ptr, distribution_ptr, temperature, row, of_draft, high * inverse, rows, row_stride, asks,
-        VOCAB, PROBS, BLOCK_V,
+        values_ptr, draft_ptr, None, distribution_ptr, temperature, row, of_draft, high * inverse, rows, row_stride,
+        asks, VOCAB, PROBS, BLOCK_V,
     )  # fmt: skip
     below, rho = _surplus(mass, high, draws), tl.where(asks, high, rho)
     asks = asks & (below < -_RATE_ERROR)
@@ -159,8 +171,8 @@ def _k_seq_rate(
         middle = tl.where(asks & (gap > 0), (high * above - low * below) / tl.where(gap > 0, gap, 1.0), high)
         rho = tl.where(asks, middle, rho)
         mass = _residual_mass(
-            values_ptr, draft_ptr, distribution_ptr, temperature, row, of_draft, rho * inverse, rows, row_stride, asks,
-            VOCAB, PROBS, BLOCK_V,
+            values_ptr, draft_ptr, None, distribution_ptr, temperature, row, of_draft, rho * inverse, rows, row_stride,
+            asks, VOCAB, PROBS, BLOCK_V,
         )  # fmt: skip
         surplus = _surplus(mass, rho, draws)
         over = surplus > 0
@@ -253,7 +265,7 @@ def _judge_children_kernel(  # 17 run-time arguments: two trees of links, two di
             elif tl.max(misses.to(tl.int32), 0) > 0:
                 raised = tl.where(misses, rate + left / tl.where(misses, draft_left, 1.0), rate)
                 mass = _residual_mass(
-                    values_ptr, draft_ptr, distribution_ptr, temperature, row, of_draft, raised, batch * NODES,
+                    values_ptr, draft_ptr, None, distribution_ptr, temperature, row, of_draft, raised, batch * NODES,
                     row_stride, misses, VOCAB, PROBS, BLOCK_V,
                 )  # fmt: skip
                 rate = tl.where(mass > 0, raised, rate)
@@ -269,8 +281,74 @@ def _judge_children_kernel(  # 17 run-time arguments: two trees of links, two di
     tl.store(inverse_rate_ptr + row, inverse.to(tl.float32), mask=in_rows)
 
 
+@triton.jit
+def _class_masses(
+    values_ptr, draft_ptr, distribution_ptr, temperature, row, of_draft, rows, row_stride, asks,
+    VOCAB: tl.constexpr, PROBS: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """[R, CLASSES] float64: mass of q by class."""
+    # Summed over lanes once, at the end; a step takes few tokens, because each has an entry for every class.
+    STEP: tl.constexpr = BLOCK_V if BLOCK_V < 512 else 512
+    lane, kinds = tl.arange(0, STEP)[None, :], tl.arange(0, _CLASSES)[None, :, None]
+    found = tl.zeros((row.shape[0], _CLASSES, STEP), tl.float64)
+    for start in range(0, VOCAB, STEP):
+        column = start + lane
+        live = asks[:, None] & (column < VOCAB)
+        p = target_prob(
+            values_ptr, distribution_ptr, temperature[:, None], row[:, None], column, rows, row_stride, live, PROBS
+        )  # fmt: skip
+        q = draft_prob(draft_ptr, of_draft[:, None], column, live, VOCAB)
+        kind = token_class(tl.where(live, p, 0.0), q)
+        found += tl.where(kind[:, None, :] == kinds, q.to(tl.float64)[:, None, :], 0.0)
+    return tl.sum(found, 2)
+
+
+@triton.jit
+def _keep_best_child(
+    tokens_ptr, next_sibling_ptr, values_ptr, draft_ptr, factors_ptr, distribution_ptr, temperature, request, candidate,
+    row, of_draft, draft_mass, rows, row_stride, drawing,
+    NODES: tl.constexpr, VOCAB: tl.constexpr, PROBS: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """The first child of the highest class, and the factors q' / q of each class, stored. Rows that do not draw keep
+    their first child."""
+    kept, best, draws, looking = candidate, candidate * 0 - 1, candidate * 0, drawing
+    step = 1
+    while (tl.max(looking.to(tl.int32), 0) > 0) & (step < NODES):
+        _, p, q = _probs_of(
+            tokens_ptr, values_ptr, draft_ptr, distribution_ptr, temperature, request,
+            tl.where(looking, candidate, 0), row, of_draft, rows, row_stride, looking, NODES, VOCAB, PROBS,
+        )  # fmt: skip
+        kind = token_class(p.to(tl.float32), q.to(tl.float32))
+        better = (q > 0) & (kind > best)
+        kept, best = tl.where(better, candidate, kept), tl.where(better, kind, best)
+        draws += (q > 0).to(tl.int32)
+        candidate, looking = _next_sibling(next_sibling_ptr, request, candidate, looking, NODES)
+        step += 1
+    kinds = tl.arange(0, _CLASSES)[None, :]
+    asks = drawing & (draws > 0)
+    mass = _class_masses(
+        values_ptr, draft_ptr, distribution_ptr, temperature, row, of_draft, rows, row_stride, asks, VOCAB, PROBS,
+        BLOCK_V,
+    )  # fmt: skip
+    mass /= tl.where(draft_mass > 0, draft_mass, 1.0)[:, None]
+    up_to = tl.cumsum(mass, 1)
+    before = tl.maximum(up_to - mass, 0.0)
+    power, lower, times = up_to * 0.0 + 1.0, up_to * 0.0 + 1.0, 0
+    while times < tl.max(draws, 0):
+        power = tl.where(times < draws[:, None], power * up_to, power)
+        lower = tl.where(times < draws[:, None], lower * before, lower)
+        times += 1
+    # Of q as it is recorded: q' = q / m times the share of the kept mass.
+    scaled = mass * tl.where(draft_mass > 0, draft_mass, 1.0)[:, None]
+    factor = tl.where(mass > 0, (power - lower) / tl.where(mass > 0, scaled, 1.0), 0.0)
+    place = row.to(tl.int64)[:, None] * _CLASSES + kinds
+    tl.store(factors_ptr + place, factor.to(tl.float32), mask=asks[:, None] & (kinds < _CLASSES))
+    tl.debug_barrier()
+    return kept
+
+
 @triton.jit(do_not_specialize=["batch", "level"])
-def _weigh_children_kernel(
+def _weigh_children_kernel(  # 17 run-time arguments: the tree, two distributions, and what each level leaves
     tokens_ptr,  # [B, N] int64
     first_child_ptr,  # [B, N] int32
     next_sibling_ptr,  # [B, N] int32
@@ -281,6 +359,7 @@ def _weigh_children_kernel(
     greedy_ptr,  # [B * N] int64
     valid_ptr,  # [B * N] bool
     temperature_ptr,  # [B] float32
+    factors_ptr,  # [B, N, CLASSES] float32, written: q' / q by class under `greedy_paths`, else None
     weights_ptr,  # [B, N] float64: w, of nodes deeper than the level not behind their children yet
     links_ptr,  # [2, B, N] int32: depth of nodes that are judged, else 0, and their parent
     inverse_rate_ptr,  # [B, N] float32: 1 / c behind the rejected children, 0 where none was judged
@@ -316,6 +395,14 @@ def _weigh_children_kernel(
         place = request.to(tl.int64)[:, None] * NODES + lane
         of_request = tl.load(tokens_ptr + place, mask=drawing[:, None] & (lane < NODES), other=-1)
         missed = tl.zeros((BLOCK_R, BLOCK_N), tl.int32)
+        if factors_ptr is not None:
+            candidate = _keep_best_child(
+                tokens_ptr, next_sibling_ptr, values_ptr, draft_ptr, factors_ptr, distribution_ptr, temperature,
+                tl.where(here, request, 0), candidate, row, of_draft, draft_left, batch * NODES, row_stride, drawing,
+                NODES, VOCAB, PROBS, BLOCK_V,
+            )  # fmt: skip
+            # What is kept has the mass 1, and no siblings behind it.
+            draft_left = tl.where(drawing, 1.0, draft_left)
         found = looking & (looking == 0)  # of a row at temperature 0: a child that carries the argmax
         step = 1
         while (tl.max(looking.to(tl.int32), 0) > 0) & (step < NODES):
@@ -325,6 +412,7 @@ def _weigh_children_kernel(
                 VOCAB, PROBS,
             )  # fmt: skip
             judged = (q > 0) & (tl.max(tl.where(of_request == token[:, None], missed, 0), 1) == 0)
+            q = skewed_prob(factors_ptr, row, p.to(tl.float32), q.to(tl.float32), judged).to(tl.float64)
             draft_left = tl.maximum(draft_left, tl.where(judged, q, 0.0))  # true but for rounding
             ratio = weight * (p - rate * q) * draft_left / (left * tl.where(judged, q, 1.0))
             first = looking & (drawing == 0) & (found == 0) & (token == argmax)
@@ -338,8 +426,8 @@ def _weigh_children_kernel(
             if tl.max(misses.to(tl.int32), 0) > 0:
                 raised = tl.where(misses, rate + left / tl.where(misses, weight * draft_left, 1.0), rate)
                 mass = _residual_mass(
-                    values_ptr, draft_ptr, distribution_ptr, temperature, row, of_draft, raised, batch * NODES,
-                    row_stride, misses, VOCAB, PROBS, BLOCK_V,
+                    values_ptr, draft_ptr, factors_ptr, distribution_ptr, temperature, row, of_draft, raised,
+                    batch * NODES, row_stride, misses, VOCAB, PROBS, BLOCK_V,
                 )  # fmt: skip
                 part = weight * mass / left
                 below = part + 1.0 - weight
@@ -347,6 +435,8 @@ def _weigh_children_kernel(
                 rate, left = tl.where(mass > 0, raised, rate), tl.where(mass > 0, mass, left)
                 draft_left = tl.where(judged, draft_left - q, draft_left)
                 missed = tl.where(judged[:, None] & (lane == candidate[:, None]), 1, missed)
+            if factors_ptr is not None:
+                looking = looking & (drawing == 0)
             candidate, looking = _next_sibling(next_sibling_ptr, request, candidate, looking, NODES)
             step += 1
         tl.store(weights_ptr + row, weight, mask=here)
@@ -430,18 +520,20 @@ def judge_tree(
     selected: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
     sources: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
     judged: torch.Tensor,
+    factors: torch.Tensor | None,
     state: torch.Tensor,
     max_depth: int,
     sizes: dict[str, Any],
 ) -> torch.Tensor:
-    """Fill `judged` [B, N] (1 / c) and `state` [2, B] as the residual kernel reads them; the path [B, D + 1] int32."""
+    """Fill `judged` [B, N] (1 / c), `factors` [B, N, CLASSES] under `greedy_paths`, and `state` [2, B], as the residual
+    kernel reads them; the path [B, D + 1] int32."""
     (batch, num_nodes), values = tokens.shape, rows_of_both[0]
     vocab, config = values.shape[-1], ACCEPTANCE[current_chip(tokens)]
     out = partial(torch.empty, dtype=torch.int32, device=tokens.device)
     path, links_of_tree = out(batch, max_depth + 1), (tokens, tree.first_child, tree.next_sibling)
     block_v, rows = min(max(triton.next_power_of_2(vocab), d.MIN_SCAN), config.pass_width), batch * num_nodes
-    block_r = d.rows_per_program(rows, config.max_requests, block_v)
-    grid, warps = (triton.cdiv(rows, block_r),), config.strip_warps
+    block_r = d.rows_per_program(rows, config.max_requests, block_v * (1 if factors is None else CLASSES))
+    grid, warps = (triton.cdiv(rows, block_r),), max(block_v // config.pass_lanes, 1)
     blocks = dict(BLOCK_R=block_r, BLOCK_N=lanes(num_nodes), BLOCK_V=block_v)
     chosen, weights, links = None, None, None
     if rule in BOTTOM_UP_RULES:
@@ -449,8 +541,8 @@ def judge_tree(
         links = torch.zeros(2, batch, num_nodes, dtype=torch.int32, device=tokens.device)
         for level in range(max_depth):
             launch(
-                _weigh_children_kernel, grid, *links_of_tree, *rows_of_both, *selected, weights, links, judged, batch,
-                values.stride(0), level, num_warps=warps, **blocks, **sizes,
+                _weigh_children_kernel, grid, *links_of_tree, *rows_of_both, *selected, factors, weights, links,
+                judged, batch, values.stride(0), level, num_warps=warps, **blocks, **sizes,
             )  # fmt: skip
     else:
         chosen = out(batch, num_nodes)

@@ -21,6 +21,11 @@ traversal (arXiv 2505.12398), for children drawn without replacement: the root h
     q_{i+1} as above. A node is accepted with probability w_{k+1}, so the root always is. On a chain this is block
     verification.
 
+greedy_paths (after greedy multi-path block verification, arXiv 2602.16961), for children drawn independently: the
+    tokens are put into classes c by p / q (`CLASS_EDGES`). Only the first child of the highest class is kept. Its token
+    has the distribution q'(v) = q(v) (F_c^k - F_{c-1}^k) / (F_c - F_{c-1}), c the class of v, F_c the mass of q in the
+    classes up to c. The path of kept children is judged as by `traversal`, with q' in the place of q.
+
 Where the path ends, the next token is drawn from p_{k+1}.
 """
 
@@ -33,7 +38,7 @@ import torch
 from specdec_kernels.sampling.reference import inverse_cdf, philox_uniform, row_distribution
 from specdec_kernels.sampling.types import ACCEPT_STREAM, BONUS_STREAM, RECOVER_STREAM, SamplingTensors
 from specdec_kernels.tree.types import TreeLinks
-from specdec_kernels.verify.types import BOTTOM_UP_RULES, WITHOUT_REPLACEMENT_RULES
+from specdec_kernels.verify.types import BOTTOM_UP_RULES, CLASS_EDGES, WITHOUT_REPLACEMENT_RULES
 
 _HALVINGS = 60
 
@@ -127,6 +132,8 @@ def judge_tree(
     weight[:, 0] = 1
     shares, rejects = weight.clone(), torch.zeros_like(valid)
     rho = _k_seq_rates(target, proposal, _num_draws(tokens, above, proposal)) if rule == "k_seq" else None
+    if rule == "greedy_paths":
+        above, proposal = _greedy_paths(tokens, above, target, proposal, draft, drawn_rows)
     for node in range(1, num_nodes):
         linked, up, token = above[:, node] >= 0, above[:, node].clamp(min=0), tokens[:, node]
         at = token.clamp(0, vocab - 1)
@@ -225,6 +232,38 @@ def _k_seq_rates(target: torch.Tensor, proposal: torch.Tensor, draws: torch.Tens
         below = 1 - (1 - shared) ** draws > middle * shared
         low, high = torch.where(below, middle, low), torch.where(below, high, middle)
     return high
+
+
+def _greedy_paths(
+    tokens: torch.Tensor,
+    above: torch.Tensor,
+    target: torch.Tensor,
+    proposal: torch.Tensor,
+    draft: torch.Tensor,
+    drawn_rows: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`above` without the children that `greedy_paths` drops, and the distributions [B, N, V] of those it keeps."""
+    draws = _num_draws(tokens, above, proposal)[..., None].double()
+    edges = torch.tensor(CLASS_EDGES, dtype=torch.float64, device=target.device)
+    kind = (target.float()[..., None] >= edges.float() * draft.float()[..., None]).sum(-1)
+    mass = torch.zeros(*draws.shape[:2], len(edges) + 1, dtype=torch.float64, device=target.device)
+    mass.scatter_add_(-1, kind, proposal)
+    up_to = mass.cumsum(-1)
+    kept_mass = (up_to**draws).diff(dim=-1, prepend=torch.zeros_like(up_to[..., :1]))
+    factor = torch.where(mass > 0, kept_mass / mass.clamp(min=1e-300), 0.0)
+
+    rows, best = torch.arange(len(tokens), device=tokens.device), torch.full_like(above, -1)
+    kept = torch.full_like(above, -1)
+    for node in range(1, tokens.shape[1]):
+        up, token = above[:, node].clamp(min=0), tokens[:, node]
+        at = token.clamp(0, target.shape[-1] - 1)
+        drawn = (above[:, node] >= 0) & (token == at) & (proposal[rows, up, at] > 0)
+        better = drawn & (kind[rows, up, at] > entry(best, up))
+        _set_entry(best, up, torch.where(better, kind[rows, up, at], entry(best, up)))
+        _set_entry(kept, up, torch.where(better, node, entry(kept, up)))
+    node = torch.arange(tokens.shape[1], device=tokens.device)
+    stays = (kept.gather(1, above.clamp(min=0)) == node) | ~drawn_rows[:, None]
+    return torch.where(stays, above, -1), proposal * factor.gather(-1, kind)
 
 
 def draft_by_node(draft_probs: torch.Tensor, draft_rows: torch.Tensor | None, num_nodes: int) -> torch.Tensor:

@@ -25,7 +25,7 @@ def test_laws_of_the_exact_figures() -> None:
             assert rule != "k_seq" or mean >= 0.632 * bound
         # Both judge siblings without replacement, and one of them also keeps nodes whose children are rejected.
         assert found[data, shape, draw, "traversal" if not shape.startswith("chain") else "block"] > 0
-    assert len(found) == 2 * (2 + 5 + 3 + 4 + 2)
+    assert len(found) == 2 * (2 + 6 + 3 + 5 + 2)
 
 
 def test_the_probe_leaves_the_text_of_autoregressive_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,9 +46,10 @@ def test_the_task_on_models(run: Run) -> None:  # noqa: F811
     found = run("task=verification_rules", "task.only=[dflash_independent]")
     assert found.returncode == 0, found.stderr
     of_models = [row for row in found.rows if row["row_steps"]]
-    assert [row["rule"] for row in of_models] == ["traversal", "without_replacement", "k_seq", "multi_round"]
+    rules = ["traversal", "greedy_paths", "without_replacement", "k_seq", "multi_round"]
+    assert [row["rule"] for row in of_models] == rules
     assert all(0 <= row["expected_accepted"] <= 3 for row in of_models) and of_models[-1]["gain"] == 0
-    assert len(found.read("verification_rules.jsonl").splitlines()) == len(found.rows) == len(list(rows())) + 4
+    assert len(found.read("verification_rules.jsonl").splitlines()) == len(found.rows) == len(list(rows())) + 5
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,22 @@ MUTANTS = (
         "from the leaves up, a later child wins over an earlier one, and grandchildren are not seen",
     ),
     Mutant(
+        "kept_child_counts_as_any_draw",
+        "specdec_kernels/verify/reference_tree.py",
+        "return torch.where(stays, above, -1), proposal * factor.gather(-1, kind)",
+        "return torch.where(stays, above, -1), proposal",
+        (f"{_LAW}[greedy_paths-reference-spread]",),
+        "the child that the target prefers is judged as if it had not been picked among several",
+    ),
+    Mutant(
+        "last_of_the_best_children_is_kept",
+        _KERNEL,
+        "better = (q > 0) & (kind > best)",
+        "better = (q > 0) & (kind < best)",
+        parity("verify", "greedy_paths_far"),
+        "no child is kept for what the target thinks of it",
+    ),
+    Mutant(
         "k_seq_without_its_factor",
         _KERNEL,
         "accepts = judged & (uniform * k_seq_rate * q < p)",
