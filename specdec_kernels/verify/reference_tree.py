@@ -261,8 +261,8 @@ def _greedy_paths(
         better = drawn & (kind[rows, up, at] > entry(best, up))
         _set_entry(best, up, torch.where(better, kind[rows, up, at], entry(best, up)))
         _set_entry(kept, up, torch.where(better, node, entry(kept, up)))
-    node = torch.arange(tokens.shape[1], device=tokens.device)
-    stays = (kept.gather(1, above.clamp(min=0)) == node) | ~drawn_rows[:, None]
+    places = torch.arange(tokens.shape[1], device=tokens.device)
+    stays = (kept.gather(1, above.clamp(min=0)) == places) | ~drawn_rows[:, None]
     return torch.where(stays, above, -1), proposal * factor.gather(-1, kind)
 
 
