@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -31,10 +31,10 @@ PLAIN = 0
 """Index of the size without a draft."""
 TRIED_ROWS = 4
 """Rows whose drafts are judged when drafting is tried again."""
-FIRST_PAUSE, LONGEST_PAUSE = 16, 2048
-"""Plain steps before drafting is tried again; each failure doubles them."""
-LARGER_EVERY = 128
-"""Steps after which one of the next larger size is taken."""
+TRIAL_SHARE = 0.01
+"""Time that trials of other sizes may cost, as a share of all time."""
+LEAST_PAUSE, LEAST_STEPS = 16, 8
+"""Plain steps, and steps of one size, between two trials at least."""
 
 
 def step_sizes(num_nodes: int) -> tuple[int, ...]:
@@ -85,32 +85,38 @@ class Pacing:
     def forget(self) -> None:
         """Begin anew."""
         self._choice = self._drafting = self._largest
-        self._pause, self._num_plain, self._trials, self._since_larger = FIRST_PAUSE, 0, 0, 0
+        self._num_plain, self._trials, self._since_larger = 0, 0, 0
 
     def told(self, choice: int, drafting: int) -> None:
         """The device's latest choice, and its choice among the sizes that draft."""
         self._choice, self._drafting = choice, drafting
         if choice != PLAIN:
-            self._pause, self._num_plain, self._trials = FIRST_PAUSE, 0, 0
+            self._num_plain, self._trials = 0, 0
 
-    def next(self, rows: int) -> int:
-        """The size of the next step, of `rows` requests."""
+    def next(self, rows: int, step_ms: Sequence[float]) -> int:
+        """The size of the next step, of `rows` requests, where a step of each size takes `step_ms`."""
         if self.held is not None:
             return self.held
         if self._choice != PLAIN:
             self._since_larger += 1
-            if self._choice < self._largest and self._since_larger >= LARGER_EVERY:
+            if self._choice < self._largest and self._since_larger >= self._every(step_ms):
                 self._since_larger = 0
                 return self._choice + 1
             return self._choice
-        if self._num_plain >= self._pause:
-            self._pause, self._num_plain = min(2 * self._pause, LONGEST_PAUSE), 0
-            self._trials = math.ceil(TRIED_ROWS / rows)
+        trials = math.ceil(TRIED_ROWS / rows)
+        extra = trials * (step_ms[self._drafting] / step_ms[PLAIN] - 1)
+        if self._num_plain >= max(LEAST_PAUSE, extra / TRIAL_SHARE):
+            self._num_plain, self._trials = 0, trials
         if self._trials:
             self._trials -= 1
             return self._drafting
         self._num_plain += 1
         return PLAIN
+
+    def _every(self, step_ms: Sequence[float]) -> float:
+        """Steps after which one of the next larger size is taken."""
+        extra = step_ms[self._choice + 1] / step_ms[self._choice] - 1
+        return max(LEAST_STEPS, extra / TRIAL_SHARE)
 
 
 class Sizing:
@@ -144,16 +150,26 @@ class Sizing:
             self._costs_ms |= {(rows, nodes): spent_ms for nodes, spent_ms in known.items()}
             self._costs[rows].copy_(torch.tensor(list(known.values()), dtype=torch.float32))
 
+    def next(self, num_rows: int) -> int:
+        """Nodes of the next step, over `num_rows` requests; it is counted."""
+        rows = self._batch_of(num_rows)
+        nodes = self.nodes[self.pacing.next(num_rows, [self._costs_ms[rows, nodes] for nodes in self.nodes])]
+        self.num_steps[nodes] += 1
+        return nodes
+
+    def _batch_of(self, num_rows: int) -> int:
+        """The batch whose cost is known that holds so many rows."""
+        return next(rows for rows in self._batches if rows >= num_rows)
+
     def learn(self, batch: Batch, tree: DraftTree, accepted: Accepted, nodes: int) -> None:
         """Take in a step of so many nodes, which may be captured; the choice follows."""
-        rows = next(rows for rows in self._batches if rows >= len(batch.lengths))
         choose_size(
             self._state,
             tree.confidence,
             accepted.nodes,
             accepted.num_accepted,
             batch.active,
-            self._costs[rows],
+            self._costs[self._batch_of(len(batch.lengths))],
             self.nodes.index(nodes),
             nodes,
             impl=self._impl,

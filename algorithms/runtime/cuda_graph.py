@@ -259,8 +259,7 @@ class StepRunner:
         sizing = self._parts.sizing
         if sizing is None or needs.constrained:
             return self._parts.algorithm.num_nodes
-        nodes = sizing.nodes[sizing.pacing.next(num_rows)]
-        sizing.num_steps[nodes] += 1
+        nodes = sizing.next(num_rows)
         if self._num_kept and (nodes > 1 or self._num_kept == COLUMNS):
             with self.clock.phase("commit"):
                 if self.recorder:

@@ -26,19 +26,21 @@ def choose_size(
     A step of `sizes[i]` nodes has drafted the bands 0 to i - 1. Nodes rank by falling confidence, among equals by
     number. With confidence, band j is expected to add e_j = sum of the confidence of its nodes, and a_j of its nodes
     are accepted, both summed over the R active rows. With the weights w = 2^(-1 / h) and v = 2^(-1 / (32 h)) for
-    h = 8 + 24 / R steps, every drafted band is updated:
+    h = 16 + 112 / R steps, every drafted band is updated:
 
-        signal = w signal + e_j     rows = w rows + R     accepted = v accepted + a_j     expected = v expected + e_j
+        signal = w signal + e_j     accepted = v accepted + a_j     before = v before + a_(j - 1)
+        rows = w rows + R           expected = v expected + e_j
         gain_j = signal / rows * (accepted + 1) / (expected + 1)
 
     So the drafter's expectation, which varies little, says how well it goes now, and what was accepted over a longer
-    time corrects it. Without confidence the signal is a_j and is not corrected. `ratio` becomes gain_j / gain_(j - 1),
-    where both were drafted and the latter is above 0; a band that was not drafted is taken to gain
-    ratio * gain_(j - 1). No band gains more than it has nodes. Index i then has the rate
+    time corrects it. Without confidence the signal is a_j and is not corrected. A band that was not drafted is taken to
+    gain gain_(j - 1) * (accepted + 1) / (before + 1). No band gains more than it has nodes. Index i then has the rate
 
         (1 + gain_0 + ... + gain_(i - 1)) / step_ms[i]
 
-    and the largest is chosen; of equal ones the smallest index. Without an active row nothing changes.
+    and the largest is the best; of equal ones the smallest index. The choice is the best index, or the last one whose
+    step takes at most 1.02 times as long, where the best one drafts: what a larger step tells is worth that. Without an
+    active row nothing changes.
 
     Args:
         state: `evidence` and `choice` are written in place. All tensors are contiguous.

@@ -31,7 +31,6 @@ def choose_inputs(
     state = SizeState.create(sizes, make.device)
     if learnt:
         state.evidence.copy_(make.integers(1, 9, len(sizes), 5).float())
-        state.evidence[:, 4] /= 16
     confidence = make.integers(0, levels, batch, nodes_drafted).float() / levels
     confidence[:, 0] = 1.0
     if falling:

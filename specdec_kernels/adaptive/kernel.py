@@ -12,13 +12,22 @@ import triton
 import triton.language as tl
 
 from specdec_kernels.adaptive.configs import COMPARED, ROWS
-from specdec_kernels.adaptive.types import EVIDENCE, LEAST_HALF_LIFE, PRIOR, ROW_HALF_LIFE, SLOWER, SizeState
+from specdec_kernels.adaptive.types import (
+    EVIDENCE,
+    LEAST_HALF_LIFE,
+    NEARLY_EQUAL,
+    PRIOR,
+    ROW_HALF_LIFE,
+    SLOWER,
+    SizeState,
+)
 from specdec_kernels.launch import current_chip, lanes, launch
 
 _LEAST_HALF_LIFE = tl.constexpr(LEAST_HALF_LIFE)
 _ROW_HALF_LIFE = tl.constexpr(ROW_HALF_LIFE)
 _SLOWER = tl.constexpr(SLOWER)
 _PRIOR = tl.constexpr(PRIOR)
+_NEARLY_EQUAL = tl.constexpr(NEARLY_EQUAL)
 _COLUMNS = tl.constexpr(len(EVIDENCE))
 
 
@@ -93,22 +102,31 @@ def _sum_over_rows(bands_ptr, active_ptr, batch, BANDS: tl.constexpr, BLOCK_S: t
 
 
 @triton.jit
-def _learn(evidence_ptr, e, a, rows, before, keep, keep_slowly, band, CONFIDENT: tl.constexpr):
+def _learn(evidence_ptr, e, a, a_before, rows, keep, keep_slowly, CONFIDENT: tl.constexpr):
     """Update the evidence of a drafted band; its gain."""
     signal = keep * tl.load(evidence_ptr) + (e if CONFIDENT else a)
     weight = keep * tl.load(evidence_ptr + 1) + rows
     accepted = keep_slowly * tl.load(evidence_ptr + 2) + a
     expected = keep_slowly * tl.load(evidence_ptr + 3) + e
+    before = keep_slowly * tl.load(evidence_ptr + 4) + a_before
     gain = signal / weight
     if CONFIDENT:
         gain = gain * (accepted + _PRIOR) / (expected + _PRIOR)
-    ratio = tl.where((band > 0) & (before > 0), gain / tl.where(before > 0, before, 1.0), tl.load(evidence_ptr + 4))
     tl.store(evidence_ptr, signal)
     tl.store(evidence_ptr + 1, weight)
     tl.store(evidence_ptr + 2, accepted)
     tl.store(evidence_ptr + 3, expected)
-    tl.store(evidence_ptr + 4, ratio)
+    tl.store(evidence_ptr + 4, before)
     return gain
+
+
+@triton.jit
+def _or_larger(size, step_ms_ptr, BANDS: tl.constexpr, BLOCK_S: tl.constexpr):
+    """The last index of nearly the same cost, where `size` drafts."""
+    index = tl.arange(0, BLOCK_S) + 1
+    times = tl.load(step_ms_ptr + index, mask=index <= BANDS, other=float("inf"))
+    cheap = (times <= tl.load(step_ms_ptr + size) * _NEARLY_EQUAL) & (size > 0)
+    return tl.maximum(size, tl.max(tl.where(cheap, index, 0), 0))
 
 
 @triton.jit(do_not_specialize=["batch", "size"])
@@ -138,13 +156,15 @@ def _choose_kernel(
         drafting = 0
         tokens = 1.0
         before = 0.0
+        a_before = 0.0
         for band in range(BANDS):
             row = evidence_ptr + band * _COLUMNS
-            gain = before * tl.load(row + 4)
+            gain = before * (tl.load(row + 2) + _PRIOR) / (tl.load(row + 4) + _PRIOR)
             if band < size:
                 e = tl.sum(tl.where(lane == band, expected, 0.0), 0)
                 a = tl.sum(tl.where(lane == band, accepted, 0.0), 0)
-                gain = _learn(row, e, a, rows, before, keep, keep_slowly, band, CONFIDENT)
+                gain = _learn(row, e, a, a_before, rows, keep, keep_slowly, CONFIDENT)
+                a_before = a
             width = tl.load(sizes_ptr + band + 1) - tl.load(sizes_ptr + band)
             gain = tl.minimum(gain, width.to(tl.float32))
             tokens += gain
@@ -154,8 +174,8 @@ def _choose_kernel(
             best_rate = tl.maximum(rate, best_rate)
             drafting = tl.where(rate > drafting_rate, band + 1, drafting)
             drafting_rate = tl.maximum(rate, drafting_rate)
-        tl.store(choice_ptr, best)
-        tl.store(choice_ptr + 1, drafting)
+        tl.store(choice_ptr, _or_larger(best, step_ms_ptr, BANDS, BLOCK_S))
+        tl.store(choice_ptr + 1, _or_larger(drafting, step_ms_ptr, BANDS, BLOCK_S))
 
 
 def choose_size(

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from specdec_kernels.adaptive.types import LEAST_HALF_LIFE, PRIOR, ROW_HALF_LIFE, SLOWER, SizeState
+from specdec_kernels.adaptive.types import (
+    LEAST_HALF_LIFE,
+    NEARLY_EQUAL,
+    PRIOR,
+    ROW_HALF_LIFE,
+    SLOWER,
+    SizeState,
+)
 
 
 def choose_size(
@@ -26,8 +33,7 @@ def choose_size(
     sums = [(expected[live, band].sum(), accepted[live, band].sum()) for band in range(size)]
     half_life = LEAST_HALF_LIFE + ROW_HALF_LIFE / rows
     keep, keep_slowly = 2.0 ** (-1 / half_life), 2.0 ** (-1 / (SLOWER * half_life))
-    best = (1 / step_ms[0], 0)
-    best_drafting: tuple[torch.Tensor, int] | None = None
+    rates = [1 / step_ms[0]]
     tokens, before = torch.ones((), device=nodes.device), torch.zeros((), device=nodes.device)
     for band, evidence in enumerate(state.evidence):
         if band < size:
@@ -37,19 +43,25 @@ def choose_size(
             evidence[2] = keep_slowly * evidence[2] + a
             evidence[3] = keep_slowly * evidence[3] + e
             gain = evidence[0] / evidence[1]
+            evidence[4] = keep_slowly * evidence[4] + (sums[band - 1][1] if band else 0)
             if confidence is not None:
                 gain = gain * (evidence[2] + PRIOR) / (evidence[3] + PRIOR)
-            if band > 0 and before > 0:
-                evidence[4] = gain / before
         else:
-            gain = before * evidence[4]
+            gain = before * (evidence[2] + PRIOR) / (evidence[4] + PRIOR)
         gain = torch.minimum(gain, (state.sizes[band + 1] - state.sizes[band]).float())
         tokens, before = tokens + gain, gain
-        rate = tokens / step_ms[band + 1]
-        best = (rate, band + 1) if rate > best[0] else best
-        best_drafting = (rate, band + 1) if best_drafting is None or rate > best_drafting[0] else best_drafting
-    assert best_drafting is not None
-    state.choice[0], state.choice[1] = best[1], best_drafting[1]
+        rates.append(tokens / step_ms[band + 1])
+    every = torch.stack(rates)
+    state.choice[0] = _or_larger(int(every.argmax()), step_ms)
+    state.choice[1] = _or_larger(1 + int(every[1:].argmax()), step_ms)
+
+
+def _or_larger(size: int, step_ms: torch.Tensor) -> int:
+    """The last index of nearly the same cost, where `size` drafts."""
+    if size == 0:
+        return 0
+    cheap = step_ms <= step_ms[size] * NEARLY_EQUAL
+    return max(size, int(cheap.nonzero().max()))
 
 
 def bands(

@@ -9,15 +9,17 @@ import torch
 
 MAX_SIZES = 16
 MAX_NODES = 256
-EVIDENCE = ("signal", "rows", "accepted", "expected", "ratio")
-"""Columns of `SizeState.evidence`: decayed sums over rows of the signal of a band and of the rows themselves, slowly
-decayed sums of accepted and of expected drafts, and the gain of the band over that of the band before."""
-LEAST_HALF_LIFE, ROW_HALF_LIFE = 8.0, 24.0
-"""The signal of a step of R rows counts half after 8 + 24 / R steps."""
+EVIDENCE = ("signal", "rows", "accepted", "expected", "before")
+"""Columns of `SizeState.evidence`: decayed sums of the signal of a band and of rows, slowly decayed sums of accepted
+and of expected drafts, and of those that the band before accepted in the same steps."""
+LEAST_HALF_LIFE, ROW_HALF_LIFE = 16.0, 112.0
+"""The signal of a step of R rows counts half after 16 + 112 / R steps."""
 SLOWER = 32.0
 """The calibration's half-life over that of the signal."""
 PRIOR = 1.0
-"""Drafts that the calibration assumes to have seen, expected and accepted alike."""
+"""Drafts that the slow sums are taken to hold from the beginning, expected and accepted alike."""
+NEARLY_EQUAL = 1.02
+"""A larger size whose step takes at most so many times the best one's is taken instead, for what it tells."""
 
 
 class SizeState(NamedTuple):
@@ -52,5 +54,4 @@ class SizeState(NamedTuple):
     def clear(self) -> None:
         """Forget every step, in place."""
         self.evidence.zero_()
-        self.evidence[:, EVIDENCE.index("ratio")] = 1.0
         self.choice.fill_(len(self.evidence))

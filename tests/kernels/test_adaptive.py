@@ -11,7 +11,7 @@ from specdec_kernels import SizeState, choose_size
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = (2, 4, 8)
-FLAT, STEEP = (1.0, 1.01, 1.02, 1.04), (1.0, 2.0, 4.0, 8.0)
+FLAT, STEEP = (1.0, 1.03, 1.06, 1.12), (1.0, 2.0, 4.0, 8.0)
 """Times of a step of 1, 2, 4 and 8 nodes: of a card that waits for weights, and of one that is full."""
 
 
@@ -69,6 +69,11 @@ def test_a_node_that_costs_more_than_it_brings_is_left_out(impl: str) -> None:
     assert after(3, impl, [2, 2], STEEP) == 0
 
 
+def test_a_larger_size_that_costs_the_same_is_taken_for_what_it_tells(impl: str) -> None:
+    assert after(3, impl, [2, 2], (1.0, 1.5, 2.0, 2.03)) == 3
+    assert after(3, impl, [0, 0], (1.0, 1.01, 1.01, 1.01)) == 0
+
+
 def test_the_batch_is_judged_as_a_whole(impl: str) -> None:
     """One request that accepts everything pays for another that accepts nothing, and not for seven others."""
     times = (1.0, 1.3, 1.6, 2.2)
@@ -110,8 +115,7 @@ def test_larger_sizes_are_judged_by_the_ratio_that_they_had(impl: str) -> None:
     state = SizeState.create(SIZES, DEVICE)
     for accepted in ([7, 0, 0, 0], [0, 7, 0, 0]):
         step(state, impl, accepted, size=3)
-    seen = state.evidence[:, 4].tolist()
-    assert seen[1] == pytest.approx(2.0) and seen[2] == pytest.approx(2.0)
+    assert state.evidence[:, 4].tolist() == pytest.approx([0, 2, 4], rel=0.05)
     for _ in range(12):
         choice = step(state, impl, [1, 1, 1, 1], (1.0, 1.5, 1.6, 1.7), size=1)
     assert choice == [3, 3]
