@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 Score = Callable[[int, str], bool]
 Look = Callable[[int, Mapping[str, Any]], dict[str, Any]]
 LOW_ACCEPTANCE = 0.05
+FEWEST_REQUESTS = 4
+"""From how many requests an interval of tokens per step is told."""
 NOT_A_GPU = {
     "triton-interpreter": "Times are of Triton's interpreter on the CPU and say nothing about a GPU; tokens, "
     "acceptance and identity do not depend on it.",
@@ -97,7 +99,7 @@ def summarize_method(
         "output_tokens": output_tokens,
         "num_truncated": sum(completion.num_truncated for completion in completions),
         "tokens_per_step": ratio(sum(emitted), len(accepted)),
-        "tokens_per_step_interval": repeats.ratio_interval(emitted, [len(c.accepted_counts) for c in completions]),
+        "tokens_per_step_interval": _interval_of_steps(emitted, completions) if max_depth else None,
         "num_accepted_histogram": num_accepted_histogram(accepted, max_depth),
         "acceptance": positions,
         "acceptance_at": conditional_acceptance(positions),
@@ -108,6 +110,14 @@ def summarize_method(
         **summarize_times([generation] if rounds is None else rounds),
         "finish_reasons": dict(Counter(completion.finish_reason for completion in completions)),
     }
+
+
+def _interval_of_steps(emitted: Sequence[int], completions: Sequence[Completion]) -> list[float] | None:
+    """The interval of tokens per step, from requests that `emitted` so many tokens; None for so few that it would be
+    wider than the figure."""
+    if len(completions) < FEWEST_REQUESTS:
+        return None
+    return repeats.ratio_interval(emitted, [len(c.accepted_counts) for c in completions])
 
 
 def summarize_times(rounds: Sequence[Generation]) -> dict[str, Any]:

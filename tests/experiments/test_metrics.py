@@ -250,3 +250,14 @@ def test_times_that_cannot_be_trusted_are_called_out() -> None:
 def test_answers_that_the_length_limit_cut_are_counted() -> None:
     ended = [replace(completion(i, [1]), finish_reason=reason) for i, reason in enumerate(("length", "stop_token"))]
     assert figures.summarize_method(generation(*ended), DEPTH)["num_cut"] == 1
+
+
+def test_tokens_per_step_have_an_interval_over_requests() -> None:
+    ended = [completion(i, [2, i]) for i in range(4)]
+    found = figures.summarize_method(generation(*ended), DEPTH)
+    assert found["tokens_per_step_interval"] == repeats.ratio_interval([4, 5, 6, 7], [2, 2, 2, 2])
+    low, high = found["tokens_per_step_interval"]
+    assert low < found["tokens_per_step"] == 2.75 < high
+    assert figures.summarize_method(generation(*ended[:3]), DEPTH)["tokens_per_step_interval"] is None
+    alone = [completion(i, [0, 0]) for i in range(4)]
+    assert figures.summarize_method(generation(*alone), 0)["tokens_per_step_interval"] is None
