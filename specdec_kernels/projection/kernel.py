@@ -186,7 +186,7 @@ def _linear_kernel(
             _write(out_ptr, bias_ptr, total, weight_row, row, tile, rows, OUTER, COLUMNS, ROWS, GATED)
 
 
-@triton.jit(do_not_specialize=["rows", "tiles"])
+@triton.jit(do_not_specialize=["rows", "tiles", "splits"])
 def _argmax_kernel(
     x_ptr,  # [rows, K]
     weight_ptr,  # [OUTER, K]
@@ -196,17 +196,28 @@ def _argmax_kernel(
     tiles,
     OUTER,
     K,
+    splits,
+    split_length,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
+    IN_ORDER: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tile = tl.program_id(1)
     weight_row = _weight_rows(tile, OUTER, COLUMNS, False)
     wait_for_kernel_ahead(OVERLAP)
-    acc = _partial_sum(x_ptr, weight_ptr, weight_row, row, rows, 0, K, K, ROWS, COLUMNS, BLOCK_K, EVEN_K)
+    k_end = tl.minimum(K, split_length)
+    acc = _partial_sum(x_ptr, weight_ptr, weight_row, row, rows, 0, k_end, K, ROWS, COLUMNS, BLOCK_K, EVEN_K)
+    if IN_ORDER:
+        for later in tl.range(1, splits):
+            k_first = later * split_length
+            k_end = tl.minimum(K, k_first + split_length)
+            acc += _partial_sum(
+                x_ptr, weight_ptr, weight_row, row, rows, k_first, k_end, K, ROWS, COLUMNS, BLOCK_K, EVEN_K
+            )
     let_next_kernel_start(OVERLAP)
     logits = usable(acc.to(x_ptr.dtype.element_ty).to(tl.float32))
     best = tl.max(logits, 0)
@@ -375,7 +386,7 @@ def launch_linear(
 
 
 def launch_argmax(x: torch.Tensor, weight: torch.Tensor, config: LinearConfig) -> torch.Tensor:
-    """The largest columns under a given config, whose splits are not used."""
+    """The largest columns under a given config, of logits with the bits of `linear`: a program adds all splits."""
     outer, inner = weight.shape
     rows, chip = x.numel() // inner, current_chip(x)
     tiles = -(-outer // config.columns)
@@ -384,13 +395,14 @@ def launch_argmax(x: torch.Tensor, weight: torch.Tensor, config: LinearConfig) -
     launch(
         _argmax_kernel,
         (-(-rows // config.rows), tiles),
-        *(x, weight, best, column, rows, tiles, outer, inner),
+        *(x, weight, best, column, rows, tiles, outer, inner, config.splits, config.split_length(inner)),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         ROWS=config.rows,
         COLUMNS=config.columns,
         BLOCK_K=config.block_k,
         EVEN_K=inner % config.block_k == 0,
+        IN_ORDER=config.splits > 1,
         **overlapped(chip),
     )
     out = torch.empty(x.shape[:-1], dtype=torch.int64, device=x.device)

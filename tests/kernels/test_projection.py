@@ -109,6 +109,19 @@ def test_the_first_of_equal_columns_wins_across_tiles() -> None:
     assert torch.equal(linear_argmax(**inputs, impl="triton"), expected)
 
 
+def test_a_largest_logit_has_the_bits_of_the_logits() -> None:
+    """Two columns of equal sums, whose halves stand in turn: added half by half they tie, and the first one wins."""
+    inner = 1024
+    assert linear_config("sm90", 64, inner, 16, 2).splits == linear_config("interpreter", 64, inner, 16, 4).splits == 2
+    make = Maker.seeded(DEVICE, DTYPE)
+    x, weight = make.normal(64, inner // 2).repeat(1, 2), make.normal(64, inner, scale=0.01)
+    weight[33], weight[34] = make.normal(inner), 0
+    weight[34] = weight[33].roll(inner // 2)
+    logits = linear(x, weight, impl="triton")
+    assert torch.equal(logits[:, 33], logits[:, 34])
+    assert torch.equal(linear_argmax(x, weight, impl="triton"), logits.argmax(-1))
+
+
 def test_many_rows_go_to_torch() -> None:
     inputs = linear_inputs(Maker.seeded(DEVICE, DTYPE), FAST_ROWS + 1, 48, 64)
     assert torch.equal(linear(**inputs, impl="triton"), linear(**inputs, impl="reference"))
