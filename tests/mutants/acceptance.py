@@ -183,7 +183,7 @@ OTHERS = (
         _KERNEL,
         "residual = tl.sum(tl.maximum(kept[:, None] * p - q, 0.0), 1)",
         "residual = tl.sum(kept[:, None] * p, 1)",
-        _case("rejection_far"),
+        _case("rejection_tiles"),
         "groups of tokens are weighed by the target alone",
     ),
     Mutant(
