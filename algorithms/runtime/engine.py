@@ -48,7 +48,8 @@ _MATRIX_ROWS = 64
 """Rows that fill a tile of the matrix unit."""
 _RIDING_TOKENS = (64, 512)
 """Prompt tokens that the smallest and the largest chunk in a step have room for. Fewer cost as much beside a step, and
-more would make it much longer."""
+more would make it much longer. Their tiles are half as wide as those of a chunk between steps, because their padding
+costs arithmetic."""
 
 
 @dataclass(frozen=True)
@@ -181,9 +182,7 @@ class Engine:
             raise EngineError(f"prefill_chunk and prefill_tile: expected at least 1, got {tile}")
         # No chunk is larger than all rows together.
         num_tiles = min(settings.prefill_chunk // tile, settings.max_batch * tiles_of(self._limit, tile))
-        self.scheduler = Scheduler(
-            settings.max_batch, num_pages, settings.page_size, overshoot, decode, tile, num_tiles, ahead
-        )
+        self.scheduler = Scheduler(settings.max_batch, num_pages, settings.page_size, overshoot, decode, ahead)
         cache = KVCache.allocate(config, resources, settings.kv_scales)
         state = BatchState(settings.max_batch, ahead, max_pages, context, config.vocab_size, weight.device)
         algorithm.attach(resources)
@@ -192,12 +191,14 @@ class Engine:
         if sizing is not None and settings.step_costs is not None:
             sizing.set_costs(settings.step_costs)
         self.parts = StepParts(algorithm, cache, state, resources, sizing, backlog)
-        chunks = {size: Chunk(self.parts, size, tile) for size in tile_counts(num_tiles)}
-        riding = [chunks[size] for size in riding_sizes(num_tiles, tile)] if piggybacks else []
+        chunks = [Chunk(self.parts, size, tile) for size in tile_counts(num_tiles)]
+        riding = (
+            _riding_chunks(self.parts, num_tiles * tile, tile if asked else max(1, tile // 2)) if piggybacks else []
+        )
         self.runner = StepRunner(self.parts, level, PhaseClock(weight.device), capture, riding)
         captures_prompts = level == "step" and backend.captures_prompts
         recorder = self.runner.recorder if captures_prompts else None
-        self.prefiller = Prefiller(self.parts, list(chunks.values()), recorder)
+        self.prefiller = Prefiller(self.parts, chunks, recorder)
         self._grammars = grammars
         self._session_is_open = False
 
@@ -332,11 +333,10 @@ def default_ahead(max_batch: int) -> int:
     return min(max_batch, max(4, max_batch // 4))
 
 
-def riding_sizes(num_tiles: int, tile: int) -> tuple[int, ...]:
-    """Tiles of the chunks that may ride in a step: each size twice the one before. They are among `tile_counts`."""
-    least, most = (max(1, min(num_tiles, tokens // tile)) for tokens in _RIDING_TOKENS)
-    sizes = [size for size in tile_counts(num_tiles) if least <= size <= most and size & (size - 1) == 0]
-    return tuple(sizes) if sizes and sizes[-1] == most else (*sizes, most)
+def _riding_chunks(parts: StepParts, most: int, tile: int) -> list[Chunk]:
+    """Chunks that may ride in a step, for up to `most` prompt tokens in tiles of `tile`."""
+    least, largest = (max(1, min(most, tokens) // tile) for tokens in _RIDING_TOKENS)
+    return [Chunk(parts, size, tile) for size in tile_counts(largest) if size >= least]
 
 
 def _check_tree(algorithm: Algorithm) -> None:
@@ -444,7 +444,7 @@ class Session:
         read_ms = _now_ms() - began_ms
         self._start()
         riding = self._runner.riding(self._needs) if self._scheduler.rows else ()
-        pieces = self._admit(riding[-1].size if riding else None)
+        pieces = self._admit((riding or self._prefiller.chunks)[-1])
         began_ms = _now_ms()
         if not riding:
             self._prefill(pieces)
@@ -463,7 +463,7 @@ class Session:
         runs alone, the next one would wait for the whole step, so that is always read first. Processes that share a
         target launch ahead: their clocks differ, and they must serve the same rows in every step.
         """
-        if parallel() or self._scheduler.num_waiting == 0:
+        if parallel() or not (self._scheduler.num_waiting or self._scheduler.held):
             return False
         working_ms = self._loop_ms - self._readback.waited_ms
         alone = len(self._scheduler.rows) == 1
@@ -544,9 +544,9 @@ class Session:
             adaptive=None if self._parts.sizing is None else self._parts.sizing.report(),
         )
 
-    def _admit(self, num_tiles: int | None) -> list[Piece]:
-        """What this step prefills, in `num_tiles` tiles at most."""
-        pieces = self._scheduler.admit(_now_ms(), num_tiles)
+    def _admit(self, room: Chunk) -> list[Piece]:
+        """What this step prefills, in a chunk of the size of `room` at most."""
+        pieces = self._scheduler.admit(_now_ms(), room.tile, room.size)
         for running, start, _ in pieces:
             if start == 0:
                 self._state.fill(running.row, running.request, self._needs)

@@ -128,9 +128,8 @@ class Scheduler:
     """Queue, rows and pages of one engine.
 
     `overshoot` counts the positions behind a request's end that steps still write, and that its pages must hold.
-    `decode` gives the text of token ids, for stop strings. A step prefills up to `num_tiles` tiles of `tile` tokens; a
-    tile holds tokens of one prompt. Up to `max_batch` requests run at a time, and while others run, prompts of up to
-    `ahead` requests more are prefilled.
+    `decode` gives the text of token ids, for stop strings. Up to `max_batch` requests run at a time, and while others
+    run, prompts of up to `ahead` requests more are prefilled.
     """
 
     def __init__(
@@ -140,12 +139,10 @@ class Scheduler:
         page_size: int,
         overshoot: int,
         decode: Decode,
-        tile: int = 64,
-        num_tiles: int = 32,
         ahead: int = 0,
     ) -> None:
         self._max_batch, self._page_size, self._overshoot, self._decode = max_batch, page_size, overshoot, decode
-        self._tile, self._num_tiles, self._ahead = tile, num_tiles, ahead
+        self._ahead = ahead
         self._allocator = PageAllocator(num_pages)
         self._waiting: deque[Request] = deque()
         self._rows: list[Running] = []
@@ -209,15 +206,14 @@ class Scheduler:
         self._ids.add(request.id)
         self._waiting.append(request)
 
-    def admit(self, now_ms: float, num_tiles: int | None = None) -> list[Piece]:
+    def admit(self, now_ms: float, tile: int, tiles: int) -> list[Piece]:
         """What the next step prefills, in the order of the queue: the prompt that is begun, then waiting ones, until
-        rows, pages or tiles run out. None: as many tiles as a step may prefill. `start` comes before this, and once
-        more when the chunk is prefilled, for the requests whose prompts are complete with it."""
+        rows, pages or the `tiles` of `tile` tokens run out. A tile holds tokens of one prompt. `start` comes before
+        this, and once more when the chunk is prefilled, for the requests whose prompts are complete with it."""
         pieces: list[Piece] = []
-        tiles = self._num_tiles if num_tiles is None else num_tiles
         if (begun := self.begun) is not None:
-            pieces.append(self._next_piece(begun, tiles))
-            tiles -= tiles_of(pieces[-1].num_tokens, self._tile)
+            pieces.append(_next_piece(begun, tiles * tile))
+            tiles -= tiles_of(pieces[-1].num_tokens, tile)
         most = self._max_batch + (self._ahead if self._rows else 0)
         while tiles > 0 and self.begun is None and self._waiting and len(self._rows) + len(self._held) < most:
             request = self._waiting[0]
@@ -227,15 +223,9 @@ class Scheduler:
             pages = self._allocator.allocate(self.pages_for(request))
             running = Running(request, Completion(request.id), pages, self._free_row(), now_ms)
             self._held.append(running)
-            pieces.append(self._next_piece(running, tiles))
-            tiles -= tiles_of(pieces[-1].num_tokens, self._tile)
+            pieces.append(_next_piece(running, tiles * tile))
+            tiles -= tiles_of(pieces[-1].num_tokens, tile)
         return pieces
-
-    def _next_piece(self, running: Running, tiles: int) -> Piece:
-        """As much of a prompt as `tiles` hold."""
-        piece = Piece(running, running.num_prefilled, min(running.num_unfilled, tiles * self._tile))
-        running.num_prefilled += piece.num_tokens
-        return piece
 
     def _free_row(self) -> int:
         """The first row behind the running requests that nobody waits in."""
@@ -358,6 +348,13 @@ class Scheduler:
             self._rows[running.row] = last
             last.row = running.row
         return move
+
+
+def _next_piece(running: Running, most: int) -> Piece:
+    """The next tokens of a prompt, `most` at most."""
+    piece = Piece(running, running.num_prefilled, min(running.num_unfilled, most))
+    running.num_prefilled += piece.num_tokens
+    return piece
 
 
 def _first_stop(request: Request, text: str) -> int | None:

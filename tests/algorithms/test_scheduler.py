@@ -33,7 +33,7 @@ class Traffic(RuleBasedStateMachine):
         ahead=st.integers(0, 3),
     )
     def begin(self, max_batch: int, num_pages: int, page_size: int, tile: int, num_tiles: int, ahead: int) -> None:
-        self.scheduler = Scheduler(max_batch, num_pages, page_size, OVERSHOOT, spell, tile, num_tiles, ahead)
+        self.scheduler = Scheduler(max_batch, num_pages, page_size, OVERSHOOT, spell, ahead)
         self.max_batch, self.num_pages, self.tile, self.num_tiles = max_batch, num_pages, tile, num_tiles
         self.ahead = ahead
         self.waiting: list[int] = []
@@ -66,7 +66,7 @@ class Traffic(RuleBasedStateMachine):
         tiles = max(1, self.num_tiles - fewer)
         self.start()
         begun = self.scheduler.begun
-        pieces = self.scheduler.admit(self.now_ms, tiles if fewer else None)
+        pieces = self.scheduler.admit(self.now_ms, self.tile, tiles)
         ids, continued = [piece.running.request.id for piece in pieces], [] if begun is None else [begun.request.id]
         fresh = ids[len(continued) :]
         assert ids == continued + self.waiting[: len(fresh)], "a request overtook another"
@@ -204,7 +204,7 @@ TestTraffic = Traffic.TestCase
 def one(asked: Request) -> tuple[Scheduler, Running]:
     scheduler = Scheduler(1, 8, 4, OVERSHOOT, spell)
     scheduler.submit(asked)
-    (piece,) = scheduler.admit(10.0)
+    (piece,) = scheduler.admit(10.0, 8, 4)
     assert scheduler.start(10.0) == []
     return scheduler, piece.running
 
@@ -214,10 +214,10 @@ def test_the_clock_of_a_request_starts_when_there_is_a_row() -> None:
     scheduler = Scheduler(1, 16, 4, OVERSHOOT, spell, ahead=1)
     for number in range(3):
         scheduler.submit(request(number))
-    scheduler.admit(10.0)
+    scheduler.admit(10.0, 8, 4)
     scheduler.start(10.0)
-    (piece,) = scheduler.admit(11.0)
-    assert scheduler.start(11.0) == [] and piece.running.row == 1 and scheduler.admit(12.0) == []
+    (piece,) = scheduler.admit(11.0, 8, 4)
+    assert scheduler.start(11.0) == [] and piece.running.row == 1 and scheduler.admit(12.0, 8, 4) == []
     assert scheduler.advance(scheduler.rows[0], [STOP], [0.0], 20.0) == RowMove(1, 0)
     assert list(scheduler.rows) == [piece.running] and (piece.running.row, piece.running.admitted_ms) == (0, 20.0)
 
