@@ -2,12 +2,13 @@
 
 The rows in use are always 0 … n - 1, so a step runs on views of the first n rows. Rows past n are inactive, and a step
 that is captured for more rows than are in use passes over them. Behind the rows of running requests there are
-rows in which requests wait whose prompts are prefilled ahead, and the spare row, which takes what padding writes.
+rows in which requests wait whose prompts are prefilled ahead, the spare row, which takes what padding writes, and the
+blank row, which nothing writes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -17,13 +18,15 @@ from algorithms.runtime.algorithm import Batch, Observation, Resources
 from algorithms.runtime.constraints import ConstraintState
 from algorithms.runtime.request import Request
 from algorithms.runtime.sampling_params import MAX_BAD_WORD, MAX_FORBIDDEN, SamplingNeeds, SamplingParams
-from algorithms.runtime.staging import Arrays, Fields
+from algorithms.runtime.staging import Arrays, Fields, Staging
 from specdec_kernels import SamplingTensors, keep_last
 
 _ALIGNED = 32
 """Rows are a multiple of this many, so that kernels see one alignment of every tensor."""
 PRETENDED_TOKENS = 256
 """Committed tokens of a request that is pretended to time steps."""
+_MOVES_AHEAD = 12
+"""Moves that may be queued behind the steps in flight: a few for each."""
 LENGTH, LAST_TOKEN, SEED = range(3)
 """Rows of the int64 numbers of requests."""
 ACTIVE, TOP_K, TEMPERATURE, TOP_P, MIN_P = range(5)
@@ -92,7 +95,7 @@ class ForbiddenState:
         self.words[row].copy_(words, non_blocking=True)
         self.until[row].copy_(until, non_blocking=True)
 
-    def clear(self, rows: int | slice) -> None:
+    def clear(self, rows: slice) -> None:
         """Let `rows` forbid nothing."""
         self.words[rows].fill_(-1)
 
@@ -108,11 +111,13 @@ class BatchState:
         self, max_batch: int, ahead: int, max_pages: int, context: int, vocab: int, device: torch.device
     ) -> None:
         self.max_batch, self.spare_row, self._device, self._vocab = max_batch, max_batch + ahead, device, vocab
-        rows = -(-(self.spare_row + 1) // _ALIGNED) * _ALIGNED
+        self._num_rows = self.spare_row + 2
+        rows = -(-self._num_rows // _ALIGNED) * _ALIGNED
         self._longs = torch.zeros((3, rows), dtype=torch.int64, device=device)
         self._words = torch.zeros((5, rows), dtype=torch.int32, device=device)
-        self._pages = torch.zeros((self.spare_row + 1, max_pages), dtype=torch.int32, device=device)
-        self._texts = torch.zeros((self.spare_row + 1, context), dtype=torch.int64, device=device)
+        self._pages = torch.zeros((self._num_rows, max_pages), dtype=torch.int32, device=device)
+        self._texts = torch.zeros((self._num_rows, context), dtype=torch.int64, device=device)
+        self._moves = Staging({"rows": ((2, self._num_rows), torch.int64)}, device, _MOVES_AHEAD)
         self._padding = torch.zeros_like(self._words)
         host = np.zeros((5, 1), np.int32)
         write_numbers({"longs": np.zeros((3, 1), np.int64), "words": host}, 0, _NEUTRAL, 0, 0, False)
@@ -129,9 +134,9 @@ class BatchState:
         """Allocate what `needs` ask of each row, and of each of the `num_nodes` nodes in `max_depth` levels of its
         draft, unless it is there already."""
         if needs.penalised and self.penalties is None:
-            self.penalties = PenaltyState(self.spare_row, self._vocab, self._device)
+            self.penalties = PenaltyState(self._num_rows, self._vocab, self._device)
         if needs.forbids and self.forbidden is None:
-            self.forbidden = ForbiddenState(self.spare_row, self._device)
+            self.forbidden = ForbiddenState(self._num_rows, self._device)
         if needs.constrained and self.constraints is None:
             self.constraints = ConstraintState(self.max_batch, num_nodes, max_depth, self._vocab, self._device)
 
@@ -165,15 +170,24 @@ class BatchState:
         inside = torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]
         self._texts[torch.where(inside, rows[:, None], self.spare_row), positions] = tokens
 
-    def move(self, source: int, target: int) -> None:
-        """Copy row `source` over row `target`."""
-        self._longs[:, target] = self._longs[:, source]
-        self._words[:, target] = self._words[:, source]
-        self._pages[target] = self._pages[source]
-        self._texts[target] = self._texts[source]
-        for held in (self.penalties, self.forbidden):
-            for tensor in vars(held).values() if held else ():
-                tensor[target] = tensor[source]
+    def rearrange(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Move row `source` to row `target`, for each (source, target) in turn, and make `source` padding; where the
+        two are equal, that is all. However many moves there are, they are a few operations."""
+        origin = list(range(self._num_rows))
+        for source, target in moves:
+            origin[target] = origin[source]
+            origin[source] = self._num_rows - 1
+        changed = [row for row, source in enumerate(origin) if source != row]
+        self._moves.arrays()["rows"][:, : len(changed)] = changed, [origin[row] for row in changed]
+        self._moves.send()
+        targets, sources = self._moves.tensors["rows"][:, : len(changed)]
+        held = [tensor for state in (self.penalties, self.forbidden) if state for tensor in vars(state).values()]
+        for tensor, dim in (
+            (self._longs, 1),
+            (self._words, 1),
+            *((each, 0) for each in (self._pages, self._texts, *held)),
+        ):
+            tensor.index_copy_(dim, targets, tensor.index_select(dim, sources))
 
     def pretended_length(self, longest: int) -> int:
         """Tokens of a pretended request: what is typical of a context of `longest` positions."""
@@ -193,7 +207,7 @@ class BatchState:
         for tensor in (self._pages, self._texts):
             tensor.zero_()
 
-    def clear(self, rows: int | slice) -> None:
+    def clear(self, rows: slice) -> None:
         """Make `rows` padding, which is greedy: a step draws and filters nothing for it."""
         self._words[:, rows] = self._padding[:, rows]
         self._longs[:, rows].zero_()

@@ -157,10 +157,8 @@ class Engine:
         context = self._limit + overshoot
         max_pages = -(-context // settings.page_size)
         piggybacks = settings.piggyback and level == "step" and backend.captures_prompts and not adaptive
-        ahead = settings.prefill_ahead if settings.prefill_ahead is not None else default_ahead(settings.max_batch)
-        ahead = ahead if piggybacks else 0
-        held = settings.max_batch + ahead
-        num_pages = settings.num_pages or max_pages * held
+        ahead = _ahead(settings) if piggybacks else 0
+        num_pages = settings.num_pages or max_pages * (settings.max_batch + ahead)
         resources = Resources(
             target=target,
             backend=backend,
@@ -170,18 +168,12 @@ class Engine:
             num_pages=num_pages,
             page_size=settings.page_size,
             context=context,
-            max_batch=held,
+            max_batch=settings.max_batch + ahead,
             impl=settings.impl,
             fused=settings.fused,
             deterministic=settings.deterministic,
             adaptive=adaptive,
         )
-        asked = settings.prefill_tile
-        tile = min(default_tile(config, weight.device) if asked is None else asked, settings.prefill_chunk)
-        if tile < 1:
-            raise EngineError(f"prefill_chunk and prefill_tile: expected at least 1, got {tile}")
-        # No chunk is larger than all rows together.
-        num_tiles = min(settings.prefill_chunk // tile, settings.max_batch * tiles_of(self._limit, tile))
         self.scheduler = Scheduler(settings.max_batch, num_pages, settings.page_size, overshoot, decode, ahead)
         cache = KVCache.allocate(config, resources, settings.kv_scales)
         state = BatchState(settings.max_batch, ahead, max_pages, context, config.vocab_size, weight.device)
@@ -191,10 +183,8 @@ class Engine:
         if sizing is not None and settings.step_costs is not None:
             sizing.set_costs(settings.step_costs)
         self.parts = StepParts(algorithm, cache, state, resources, sizing, backlog)
-        chunks = [Chunk(self.parts, size, tile) for size in tile_counts(num_tiles)]
-        riding = (
-            _riding_chunks(self.parts, num_tiles * tile, tile if asked else max(1, tile // 2)) if piggybacks else []
-        )
+        chunks = _chunks_between(self.parts, settings, self._limit)
+        riding = _chunks_in_steps(self.parts, settings, chunks[-1]) if piggybacks else []
         self.runner = StepRunner(self.parts, level, PhaseClock(weight.device), capture, riding)
         captures_prompts = level == "step" and backend.captures_prompts
         recorder = self.runner.recorder if captures_prompts else None
@@ -333,10 +323,32 @@ def default_ahead(max_batch: int) -> int:
     return min(max_batch, max(4, max_batch // 4))
 
 
-def _riding_chunks(parts: StepParts, most: int, tile: int) -> list[Chunk]:
-    """Chunks that may ride in a step, for up to `most` prompt tokens in tiles of `tile`."""
-    least, largest = (max(1, min(most, tokens) // tile) for tokens in _RIDING_TOKENS)
-    return [Chunk(parts, size, tile) for size in tile_counts(largest) if size >= least]
+def _ahead(settings: EngineSettings) -> int:
+    """Requests whose prompts are prefilled while all rows are taken; EngineError if that is less than none."""
+    ahead = default_ahead(settings.max_batch) if settings.prefill_ahead is None else settings.prefill_ahead
+    if ahead < 0:
+        raise EngineError(f"prefill_ahead: expected at least 0, got {ahead}")
+    return ahead
+
+
+def _chunks_between(parts: StepParts, settings: EngineSettings, longest: int) -> list[Chunk]:
+    """Chunks that come before a step, in ascending order of size; requests have up to `longest` tokens. Raises
+    EngineError if a chunk could not hold a token."""
+    config, device = parts.resources.target.config, parts.resources.device
+    tile = default_tile(config, device) if settings.prefill_tile is None else settings.prefill_tile
+    tile = min(tile, settings.prefill_chunk)
+    if tile < 1:
+        raise EngineError(f"prefill_chunk and prefill_tile: expected at least 1, got {tile}")
+    # No chunk is larger than all rows together.
+    most = min(settings.prefill_chunk // tile, settings.max_batch * tiles_of(longest, tile))
+    return [Chunk(parts, size, tile) for size in tile_counts(most)]
+
+
+def _chunks_in_steps(parts: StepParts, settings: EngineSettings, largest: Chunk) -> list[Chunk]:
+    """Chunks that ride in steps, in ascending order of size, none of them larger than the `largest` between steps."""
+    tile = largest.tile if settings.prefill_tile else max(1, largest.tile // 2)
+    least, most = (max(1, min(largest.size * largest.tile, tokens) // tile) for tokens in _RIDING_TOKENS)
+    return [Chunk(parts, size, tile) for size in tile_counts(most) if size >= least]
 
 
 def _check_tree(algorithm: Algorithm) -> None:
@@ -430,7 +442,7 @@ class Session:
         self._num_finished += 1
         self._matchers.pop(request_id, None)
         if move is not None:
-            self._move_rows(move)
+            self._move_rows([move])
         return completion
 
     @torch.inference_mode()
@@ -505,13 +517,15 @@ class Session:
     def _take_in(self, all_of_them: bool = False) -> list[Completion]:
         """Read the steps that are due, or all in flight; returns the requests that ended."""
         ended: list[Completion] = []
+        moves: list[RowMove] = []
         for result, launched in self._readback.due(all_of_them):
-            ended += self._collect(result, launched)
+            ended += self._collect(result, launched, moves)
             if self._parts.sizing is not None and self._readback.choice is not None:
                 self._parts.sizing.pacing.told(*self._readback.choice)
         if not self._scheduler.rows:
             # What is still in flight was launched for requests that have ended.
             self._readback.drop()
+        self._move_rows(moves)
         return ended
 
     def report(self) -> StepReport:
@@ -568,8 +582,7 @@ class Session:
 
     def _start(self) -> None:
         """Let requests run whose prompts are complete, as far as there are rows."""
-        for move in self._scheduler.start(_now_ms()):
-            self._move_rows(move)
+        self._move_rows(self._scheduler.start(_now_ms()))
 
     def _prefill(self, pieces: list[Piece]) -> None:
         """Prefill a chunk; requests whose prompts are complete take part in steps from now on."""
@@ -578,8 +591,9 @@ class Session:
                 self._prefiller.run(pieces)
             self._start()
 
-    def _collect(self, result: StepResult, launched: list[Running]) -> list[Completion]:
-        """Hand the tokens of a step to the requests it was launched for, from the last row to the first."""
+    def _collect(self, result: StepResult, launched: list[Running], moves: list[RowMove]) -> list[Completion]:
+        """Hand the tokens of a step to the requests it was launched for, from the last row to the first; adds the moves
+        of those that end to `moves`."""
         ended: list[Completion] = []
         for place in reversed(range(len(launched))):
             running = launched[place]
@@ -596,7 +610,7 @@ class Session:
             if move is not None:
                 self._num_finished += 1
                 self._end_text(running)
-                self._move_rows(move)
+                moves.append(move)
                 ended.append(running.completion)
         return ended
 
@@ -612,16 +626,17 @@ class Session:
         )
         return self._scheduler.fail(running, message, _now_ms())
 
-    def _move_rows(self, move: RowMove) -> None:
+    def _move_rows(self, moves: Sequence[RowMove]) -> None:
         """Do to the tensors what the scheduler did to its rows."""
-        if move.source != move.target:
-            self._state.move(*move)
-            self._algorithm.move_row(*move)
-        self._state.clear(move.source)
-        if (backlog := self._parts.backlog) is not None:
-            if move.source != move.target:
-                backlog.move(*move)
-            backlog.clear(move.source)
+        if moves:
+            self._state.rearrange(moves)
+        for source, target in moves:
+            if source != target:
+                self._algorithm.move_row(source, target)
+            if (backlog := self._parts.backlog) is not None:
+                if source != target:
+                    backlog.move(source, target)
+                backlog.clear(source)
 
 
 def _now_ms() -> float:

@@ -25,7 +25,8 @@ Arrays = dict[str, "np.ndarray[Any, Any]"]
 class Staging:
     """Device tensors of `fields` in one allocation, and host buffers of the same layout."""
 
-    def __init__(self, fields: Fields, device: torch.device) -> None:
+    def __init__(self, fields: Fields, device: torch.device, num_buffers: int = NUM_BUFFERS) -> None:
+        """`num_buffers` is how many sends the host may be ahead of the device."""
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in fields.values()]
         starts = [0]
         for size in sizes:
@@ -39,7 +40,7 @@ class Staging:
 
         self._cuda = device.type == "cuda"
         self._memory = torch.zeros(starts[-1], dtype=torch.uint8, device=device)
-        self._hosts = [torch.zeros(starts[-1], dtype=torch.uint8, pin_memory=self._cuda) for _ in range(NUM_BUFFERS)]
+        self._hosts = [torch.zeros(starts[-1], dtype=torch.uint8, pin_memory=self._cuda) for _ in range(num_buffers)]
         self._arrays: list[Arrays] = [
             {name: part.numpy() for name, part in views(host).items()} for host in self._hosts
         ]
@@ -59,4 +60,4 @@ class Staging:
         self._memory.copy_(self._hosts[self._next], non_blocking=True)
         if self._cuda:
             self._copied[self._next].record()
-        self._next = (self._next + 1) % NUM_BUFFERS
+        self._next = (self._next + 1) % len(self._hosts)

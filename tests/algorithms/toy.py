@@ -104,6 +104,8 @@ class Setup:
     overlap: int | None = None
     prefill_chunk: int = 2048
     prefill_tile: int = 16
+    piggyback: bool = True
+    prefill_ahead: int | None = None
     fused: bool = False
     deterministic: bool = False
     kv_dtype: torch.dtype | None = None
@@ -130,6 +132,8 @@ def engine_of(algorithm: Algorithm, setup: Setup, target: Target) -> Engine:
         overlap=setup.overlap,
         prefill_chunk=setup.prefill_chunk,
         prefill_tile=setup.prefill_tile,
+        piggyback=setup.piggyback,
+        prefill_ahead=setup.prefill_ahead,
         fused=setup.fused,
         deterministic=setup.deterministic,
         kv_dtype=setup.kv_dtype,

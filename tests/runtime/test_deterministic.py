@@ -16,7 +16,7 @@ from algorithms.runtime.backends.registry import backends
 from algorithms.runtime.cache import KVCache
 from algorithms.runtime.models.decoder import Decoder
 from algorithms.runtime.models.loading import Target
-from algorithms.runtime.paged_attention import PagedMixer
+from algorithms.runtime.paged_attention import JointMixer, PagedMixer
 from algorithms.runtime.request import EngineError
 from experiments.app.hardware import resolve_hardware
 from experiments.app.schema import RuntimeConfig
@@ -62,21 +62,33 @@ class Runs:
 
     def __call__(self, start: int, tokens: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         """Hidden states and logits of `tokens` [B, N] behind the first `start` tokens of each request."""
-        batch, width = tokens.shape
-        pages = torch.arange(batch * PAGES, dtype=torch.int32, device=DEVICE).view(batch, PAGES).flip(1).contiguous()
+        starts = torch.full((len(tokens),), start, device=DEVICE)
+        hidden, _ = self.model(tokens, self.mixer(starts, tokens, torch.arange(len(tokens)), **options))
+        return hidden, self.model.logits(hidden)
+
+    def beside(self, groups: list[tuple[PagedMixer, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        """Hidden states and logits of each of `groups` in one forward."""
+        joint = JointMixer([(mixer, tokens) for mixer, tokens in groups])
+        hidden, _ = self.model(joint.tokens, joint)
+        return list(zip(joint.split(hidden), joint.split(self.model.logits(hidden)), strict=True))
+
+    def mixer(self, starts: Tensor, tokens: Tensor, requests: Tensor, **options: Any) -> PagedMixer:
+        """Plan `tokens` [B, N], row b behind the first `starts[b]` tokens of `requests[b]`."""
+        width = tokens.shape[1]
+        pages = torch.arange(2 * PAGES, dtype=torch.int32).view(2, PAGES).flip(1)[requests].contiguous().to(DEVICE)
+        batch = len(tokens)
         at = Batch(
-            lengths=torch.full((batch,), start, device=DEVICE),
+            lengths=starts,
             last_tokens=tokens[:, 0],
             page_table=pages,
             history=tokens,
             active=torch.ones(batch, dtype=torch.int32, device=DEVICE),
             sampling=None,  # type: ignore[arg-type]
             rows=slice(0, batch),
-            max_length=start,
+            max_length=int(starts.max()),
         )
-        positions = options.pop("positions", (start + torch.arange(width, device=DEVICE)).repeat(batch, 1))
-        hidden, _ = self.model(tokens, PagedMixer.over(at, positions, self.cache, self.resources, **options))
-        return hidden, self.model.logits(hidden)
+        positions = options.pop("positions", starts[:, None] + torch.arange(width, device=DEVICE))
+        return PagedMixer.over(at, positions, self.cache, self.resources, **options)
 
 
 @torch.no_grad()
@@ -101,6 +113,25 @@ def test_a_token_has_the_same_bits_wherever_it_is_computed(monkeypatch: pytest.M
     paths = mask_paths(links.mask, len(PATH), impl="triton")
     tree = dict(mode="tree", mask=links.mask, depths=links.depth, positions=links.positions, paths=paths)
     same(run(start, drafted, **tree), start, LENGTH, "a path of a tree", list(PATH))
+    # Request 1 gets the cache of request 0, which then loses what two tiles store again.
+    run.cache.kv[:, :, PAGES:] = run.cache.kv[:, :, :PAGES]
+    run.cache.kv[:, :, : PAGES - 41 // PAGE - 1] = 0.0
+    tiles = torch.zeros(2, 16, dtype=torch.int64, device=DEVICE)
+    tiles[0], tiles[1, : LENGTH - 57] = text[0, 41:57], text[0, 57:]
+    counts = torch.tensor([16, LENGTH - 57], dtype=torch.int32, device=DEVICE)
+    starts = torch.tensor([41, 57], device=DEVICE)
+    riding = run.mixer(starts, tiles, torch.zeros(2, dtype=torch.int64), counts=counts, phase="prefill")
+    ours = text[:, start:].clone()
+    verified = run.mixer(torch.tensor([start], device=DEVICE), ours, torch.ones(1, dtype=torch.int64))
+    chain, prompt = run.beside([(verified, ours), (riding, tiles)])
+    same(chain, start, LENGTH, "a chain beside tiles of a prompt")
+    same(
+        (prompt[0].flatten(0, 1)[None], prompt[1].flatten(0, 1)[None]),
+        41,
+        LENGTH,
+        "tiles of a prompt beside a chain",
+        list(range(16 + LENGTH - 57)),
+    )
 
 
 @pytest.mark.parametrize(
