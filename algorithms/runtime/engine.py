@@ -4,7 +4,8 @@ Of a prompt, all but the last token is prefilled; the last token is the first on
 step is like every other, and tokens are sampled in one place. The `Scheduler` decides which request runs where and what
 is prefilled; the engine does to the tensors what it decides, and launches the steps. A step prefills one chunk at most,
 so a running request never waits for the whole of a long prompt. Where whole steps are captured and requests run, the
-chunk rides in their step (piggybacked prefill) and shares its reading of the weights; otherwise it comes before it.
+chunk rides in their step (piggybacked prefill) and shares its reading of the weights; otherwise it comes before the
+step.
 
 On a GPU the tokens of a step are read while the next one runs, so the device does not wait for the host. A request that
 has ended is then stepped once more, without effect, in pages that are reserved for that. Where requests take few steps
@@ -46,7 +47,7 @@ from algorithms.runtime.step import PHASES
 
 _MATRIX_ROWS = 64
 """Rows that fill a tile of the matrix unit."""
-_RIDING_TOKENS = (64, 512)
+_RIDING_TOKENS = (64, 384)
 """Prompt tokens that the smallest and the largest chunk in a step have room for. Fewer cost as much beside a step, and
 more would make it much longer. Their tiles are half as wide as those of a chunk between steps, because their padding
 costs arithmetic."""
@@ -455,17 +456,26 @@ class Session:
         ended = self._take_in(all_of_them=self._reads_first())
         read_ms = _now_ms() - began_ms
         self._start()
-        riding = self._runner.riding(self._needs) if self._scheduler.rows else ()
-        pieces = self._admit((riding or self._prefiller.chunks)[-1])
+        rides = self._rides()
+        pieces = self._admit(rides)
         began_ms = _now_ms()
-        if not riding:
+        if not rides:
             self._prefill(pieces)
         if self._scheduler.rows:
-            self._launch(pieces if riding else [])
+            self._launch(pieces if rides else [])
             ended += self._take_in()
             self._step_ms.append(read_ms + _now_ms() - began_ms)
         self._loop_ms += read_ms + _now_ms() - began_ms
         return ended
+
+    def _rides(self) -> bool:
+        """Whether what is prefilled rides in the next step.
+
+        Requests whose prompts ride take part one step later. Where more of them could start than run, that costs more
+        than another reading of the weights.
+        """
+        scheduler = self._scheduler
+        return bool(self._runner.riding(self._needs)) and scheduler.num_startable <= len(scheduler.rows)
 
     def _reads_first(self) -> bool:
         """Whether the steps in flight are to be read before the next one is launched.
@@ -558,9 +568,10 @@ class Session:
             adaptive=None if self._parts.sizing is None else self._parts.sizing.report(),
         )
 
-    def _admit(self, room: Chunk) -> list[Piece]:
-        """What this step prefills, in a chunk of the size of `room` at most."""
-        pieces = self._scheduler.admit(_now_ms(), room.tile, room.size)
+    def _admit(self, rides: bool) -> list[Piece]:
+        """What this step prefills, in the largest chunk of its kind at most."""
+        largest = (self._runner.riding(self._needs) if rides else self._prefiller.chunks)[-1]
+        pieces = self._scheduler.admit(_now_ms(), largest.tile, largest.size, ahead=rides)
         for running, start, _ in pieces:
             if start == 0:
                 self._state.fill(running.row, running.request, self._needs)

@@ -128,8 +128,8 @@ class Scheduler:
     """Queue, rows and pages of one engine.
 
     `overshoot` counts the positions behind a request's end that steps still write, and that its pages must hold.
-    `decode` gives the text of token ids, for stop strings. Up to `max_batch` requests run at a time, and while others
-    run, prompts of up to `ahead` requests more are prefilled.
+    `decode` gives the text of token ids, for stop strings. Up to `max_batch` requests run at a time, and prompts of
+    up to `ahead` requests more may be prefilled while all rows are taken.
     """
 
     def __init__(
@@ -206,15 +206,21 @@ class Scheduler:
         self._ids.add(request.id)
         self._waiting.append(request)
 
-    def admit(self, now_ms: float, tile: int, tiles: int) -> list[Piece]:
+    @property
+    def num_startable(self) -> int:
+        """Requests that there are rows for, and whose prompts are not complete."""
+        return min(self._max_batch - len(self._rows), len(self._waiting) + (self.begun is not None))
+
+    def admit(self, now_ms: float, tile: int, tiles: int, ahead: bool = False) -> list[Piece]:
         """What the next step prefills, in the order of the queue: the prompt that is begun, then waiting ones, until
-        rows, pages or the `tiles` of `tile` tokens run out. A tile holds tokens of one prompt. `start` comes before
-        this, and once more when the chunk is prefilled, for the requests whose prompts are complete with it."""
+        rows, pages or the `tiles` of `tile` tokens run out. A tile holds tokens of one prompt. With `ahead` prompts
+        are prefilled for which there is no row yet. `start` comes before this, and once more when the chunk is
+        prefilled, for the requests whose prompts are complete with it."""
         pieces: list[Piece] = []
         if (begun := self.begun) is not None:
             pieces.append(_next_piece(begun, tiles * tile))
             tiles -= tiles_of(pieces[-1].num_tokens, tile)
-        most = self._max_batch + (self._ahead if self._rows else 0)
+        most = self._max_batch + (self._ahead if ahead else 0)
         while tiles > 0 and self.begun is None and self._waiting and len(self._rows) + len(self._held) < most:
             request = self._waiting[0]
             if self.pages_for(request) > self._allocator.num_free:
@@ -318,8 +324,9 @@ class Scheduler:
         """How many of the `emitted` tokens belong to the answer behind `written`, and why it ends with them; the reason
         is empty if it goes on."""
         left = request.sampling.max_new_tokens - len(written)
+        ends = request.ends
         for index, token in enumerate(emitted[:left], start=1):
-            if request.ends_at(token):
+            if token in ends:
                 return index, "stop_token"
             if request.sampling.stop_strings:
                 text = self._decode([*written, *emitted[:index]])

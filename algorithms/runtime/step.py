@@ -51,6 +51,11 @@ CONSTRAINED = ("draft", "graft", "verify", "accept", "commit")
 """Phases of a step for requests with grammars; `graft` counts as part of the draft."""
 
 
+_LEFT_BY_PHASES = {
+    "tree", "hidden", "features", "targets", "nodes", "logits", "accepted", "_tiles_hidden", "_tiles_features",
+}  # fmt: skip
+
+
 def phases_of(needs: SamplingNeeds) -> tuple[str, ...]:
     """The phases of a step made for `needs`."""
     return CONSTRAINED if needs.constrained else PHASES
@@ -90,6 +95,11 @@ class Step:
         self.num_nodes = nodes or parts.algorithm.num_nodes
         self._depth = min(parts.algorithm.max_depth, self.num_nodes - 1)
         self._chain = parts.algorithm.chain or self.num_nodes == 1
+
+    def forget(self) -> None:
+        """Keep the table alone of what the phases have left; then captured steps share the memory of the rest."""
+        for name in set(vars(self)) & _LEFT_BY_PHASES:
+            delattr(self, name)
 
     def draft(self) -> None:
         """Ask the drafter for a tree. Raises EngineError if the step is checked and the tree is not as declared."""

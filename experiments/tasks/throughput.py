@@ -50,7 +50,7 @@ class Throughput(Task):
         """Baseline and algorithm with up to `concurrency` requests at a time."""
         (workload,) = self.plan.workloads
         plan = self.plan.varied(max_batch=concurrency, num_pages=None)
-        count = max(concurrency * self.plan.config.task.requests, len(workload.requests) if concurrency == 1 else 0)
+        count = max(concurrency * self.plan.config.task.requests, len(workload.requests))
         asked = repeated(workload.requests, count)
         distinct = len({request.prompt_ids for request in asked})
         return [

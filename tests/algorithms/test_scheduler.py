@@ -59,17 +59,21 @@ class Traffic(RuleBasedStateMachine):
             with pytest.raises(EngineError, match="already here"):
                 self.scheduler.submit(asked)
 
-    @rule(fewer=st.integers(0, 2))
-    def admit(self, fewer: int = 0) -> None:
+    @rule(fewer=st.integers(0, 2), ahead=st.booleans())
+    def admit(self, fewer: int = 0, ahead: bool = False) -> None:
         """A chunk of a step, of the full size or a smaller one, and the requests that run with it."""
         self.now_ms += 1
         tiles = max(1, self.num_tiles - fewer)
         self.start()
         begun = self.scheduler.begun
-        pieces = self.scheduler.admit(self.now_ms, self.tile, tiles)
+        full = len(self.rows) >= self.max_batch
+        startable = min(self.max_batch - len(self.scheduler.rows), len(self.waiting) + (begun is not None))
+        assert self.scheduler.num_startable == startable
+        pieces = self.scheduler.admit(self.now_ms, self.tile, tiles, ahead)
         ids, continued = [piece.running.request.id for piece in pieces], [] if begun is None else [begun.request.id]
         fresh = ids[len(continued) :]
         assert ids == continued + self.waiting[: len(fresh)], "a request overtook another"
+        assert ahead or not (full and fresh), "a prompt is prefilled that there is no row for"
         self.waiting = self.waiting[len(fresh) :]
         self.admitted += fresh
         self.held += fresh
@@ -216,8 +220,8 @@ def test_the_clock_of_a_request_starts_when_there_is_a_row() -> None:
         scheduler.submit(request(number))
     scheduler.admit(10.0, 8, 4)
     scheduler.start(10.0)
-    (piece,) = scheduler.admit(11.0, 8, 4)
-    assert scheduler.start(11.0) == [] and piece.running.row == 1 and scheduler.admit(12.0, 8, 4) == []
+    (piece,) = scheduler.admit(11.0, 8, 4, ahead=True)
+    assert scheduler.start(11.0) == [] and piece.running.row == 1 and scheduler.admit(12.0, 8, 4, ahead=True) == []
     assert scheduler.advance(scheduler.rows[0], [STOP], [0.0], 20.0) == RowMove(1, 0)
     assert list(scheduler.rows) == [piece.running] and (piece.running.row, piece.running.admitted_ms) == (0, 20.0)
 
