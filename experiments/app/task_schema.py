@@ -123,7 +123,7 @@ class ThroughputTask(TaskConfig):
     name: str = "throughput"
     concurrency: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32])
     requests: int = 2
-    """Requests of a level per unit of concurrency; prompts are taken in turn."""
+    """Requests of a level per unit of concurrency, if that is more than there are prompts; they are taken in turn."""
     repeats: int | None = None
     """Rounds of both sides at each level, as in `GenerateTask`."""
 

@@ -230,8 +230,8 @@ class Unseen:
 
 
 def test_the_host_launches_a_few_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests that enter together cost one copy, however many they are, and a step one graph, in which they ride, and
-    the copy of its results. Requests that leave cost what puts the others in their rows, however many they are."""
+    """Requests that enter together cost one copy and one graph, however many they are, and a step one graph and the
+    copy of its results. Requests that leave cost what puts the others in their rows, however many they are."""
     monkeypatch.setattr("tests.algorithms.toy.Replayed", Unseen)
     load_random_drafters(monkeypatch)
     algorithm = ALL_MAKERS["eagle3_chain"]()
@@ -245,7 +245,7 @@ def test_the_host_launches_a_few_operations(monkeypatch: pytest.MonkeyPatch) -> 
         Unseen.replays.clear()
         with Operations() as entered:
             session.step()
-        assert entered.seen == {"copy_": 2} and Unseen.replays == {"_run": 1}
+        assert entered.seen == {"copy_": 2} and Unseen.replays == {"_forward": 1, "_run": 1}
         done: list[Any] = []
         while not done:
             with Operations() as left:
