@@ -6,7 +6,7 @@ fence, and no device reads the memory of another. A program waits for the same r
 starts its programs in the order of the rows, so no two programs wait for each other.
 
 The number of the call is counted in memory, so a captured graph can be replayed. The slots are used in turn: a rank
-whose words of this call have arrived had ended the call before the last, and so had read what the last one overwrote.
+whose words of one call have arrived has ended the call before, and so has read the slot that the next call writes.
 """
 
 from __future__ import annotations

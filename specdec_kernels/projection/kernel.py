@@ -273,11 +273,7 @@ def _takes(x: torch.Tensor, batch_invariant: bool) -> bool:
 
 
 def linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    batch_invariant: bool = False,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, batch_invariant: bool = False
 ) -> torch.Tensor:
     if not _takes(x, batch_invariant):
         return reference.linear(x, weight, bias)

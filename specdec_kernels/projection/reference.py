@@ -13,11 +13,7 @@ from specdec_kernels.norm.types import Normed
 
 
 def linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    batch_invariant: bool = False,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, batch_invariant: bool = False
 ) -> torch.Tensor:
     """x weight^T + bias. torch promises no bits, so `batch_invariant` changes nothing here."""
     return F.linear(x, weight, bias)

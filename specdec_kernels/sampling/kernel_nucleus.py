@@ -30,10 +30,10 @@ from specdec_kernels.sampling import device as d
 from specdec_kernels.sampling.configs import SelectionConfig
 from specdec_kernels.sampling.types import SamplingTensors
 
-# What a row's draw goes by, and what is left to do before.
-NEAR = tl.constexpr(-1)  # by the slots
-WHOLE = tl.constexpr(0)  # by strips and groups: no filter cuts
-# By chunks, once the row is resolved:
+# What a row's draw goes by.
+NEAR = tl.constexpr(-1)  # its slots
+WHOLE = tl.constexpr(0)  # its strips and groups: no filter cuts
+# Its chunks, and what is to be done for them first:
 SEARCH = tl.constexpr(1)  # top-p: the first pivots are known
 FIXED = tl.constexpr(2)  # min-p alone: the threshold is known, its weight is not
 COUNT = tl.constexpr(3)  # top-k beyond the slots: the threshold has to be found in the whole row
