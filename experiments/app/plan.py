@@ -233,9 +233,11 @@ def _check_adaptive(config: RunConfig, methods: Mapping[str, Any]) -> None:
             "give another algo, or runtime.adaptive=false"
         )
     for label, algo in methods.items():
-        if getattr(algo, "rule", "target_only") != "target_only":
+        drawn = {"draw": getattr(algo, "draw", None), "rule": getattr(algo, "rule", None)}
+        told = [f"{key} {value}" for key, value in drawn.items() if value not in (None, "topk", "target_only")]
+        if told:
             raise UserError(
-                f"runtime.adaptive=true: {label} draws its drafts (rule {algo.rule}), and a number of nodes that "
+                f"runtime.adaptive=true: {label} draws its drafts ({', '.join(told)}), and a number of nodes that "
                 "depends on them would change the distribution\nexpected the rule target_only"
             )
     if runtime.adaptive_cost is not None:

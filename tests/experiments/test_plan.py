@@ -97,6 +97,22 @@ def test_shipped_drafters_pass(algo: str) -> None:
     check(f"algo={algo}")
 
 
+@pytest.mark.parametrize("algo", ["dflash", "eagle3", "ngram"])
+def test_steps_of_chosen_sizes_take_drafters_that_draw_nothing(algo: str) -> None:
+    check(f"algo={algo}", "runtime.adaptive=true")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["algo=eagle3", "algo.topk=4", "algo.num_nodes=8", "algo.draw=sample"], "draws its drafts (draw sample)"),
+        (["algo=standalone", "algo.rule=block"], "draws its drafts (rule block)"),
+    ],
+)
+def test_steps_of_chosen_sizes_refuse_drawn_drafts(words: list[str], told: str) -> None:
+    assert told in refusal(*words, "runtime.adaptive=true")
+
+
 def test_a_target_that_has_to_be_fetched_says_how(tmp_path: Path) -> None:
     said = refusal("model=smollm2", "algo=ngram", f"model.path={tmp_path / 'absent'}")
     assert "make smollm2" in said and "HuggingFaceTB/SmolLM2-135M-Instruct" in said and "absent" in said
