@@ -12,6 +12,7 @@ from specdec_kernels.cases import Case, Comparison, Maker, WorkModel
 
 _PARITY_TOKENS = 1 << 19  # larger pools are for the benchmark alone, as the reference of all requests does not fit
 _CHAINS = {1: "decode", 4: "chain4", 16: "chain16", 64: "chain64"}
+_WIDE: dict[str, Any] = dict(heads=(8, 2), head_dim=128)
 # Equal on every chip for 64 packed rows, so that one work list fits the call on each.
 _PINNED = dict(block_m=64, split_tokens=512, first_splits=8, longest_split=4096)
 
@@ -222,6 +223,22 @@ _SCORES = (
         split_tokens=16,
         sinks=True,
         with_lse=True,
+    ),
+    _case("fp8_rows", "codes of the tile before", "chain", 16, (200, 3), fp8=True, with_lse=True, **_WIDE),
+    _case("fp8_rows_window", "the first tile of a window", "chain", 40, (250, 31), fp8=True, window=100, **_WIDE),
+    _case(
+        "fp8_rows_split",
+        "factor of another row",
+        "tree",
+        20,
+        (300, 70, 0),
+        q_lens=(20, 3, 9),
+        fp8=True,
+        head_scales=True,
+        sinks=True,
+        split_tokens=64,
+        heads=(8, 2),
+        head_dim=64,
     ),
     _case("fp8_soft_cap", "scale outside the cap", "chain", 3, (20,), fp8=True, k_scale=2.0, soft_cap=1.5, window=9),
     _case(

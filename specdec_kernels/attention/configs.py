@@ -54,6 +54,7 @@ _PROCESSORS = {"sm80": 108, "sm90": 132, "sm100": 148, "gfx942": 304}
 _FP8_NATIVE_CHIPS = ("sm90", "sm100")
 _OVERLAP_CHIPS = ("sm90", "sm100")
 _PROGRAMS_AT_ONCE = {16: 3, 32: 2, 64: 2, 128: 1}
+_FP8_PROGRAMS_AT_ONCE = _PROGRAMS_AT_ONCE | {16: 2}
 
 
 @dataclass(frozen=True)
@@ -222,7 +223,7 @@ def _table_config(chip: str, head_dim: int, rows: int, kv_bytes: int) -> Attenti
         warps,
         stages,
         _split_tokens(rows, block_m),
-        slots=_PROGRAMS_AT_ONCE[bucket] * _PROCESSORS[chip],
+        slots=(_FP8_PROGRAMS_AT_ONCE if kv_bytes == 1 else _PROGRAMS_AT_ONCE)[bucket] * _PROCESSORS[chip],
         resident_programs=resident * _PROCESSORS[chip],
         fp8_native=chip in _FP8_NATIVE_CHIPS,
         overlap=chip in _OVERLAP_CHIPS,
@@ -278,6 +279,8 @@ _TABLE: dict[tuple[str, int], dict[int, _Row]] = {
 }
 # The same for pools of one-byte elements.
 _FP8_TABLE: dict[tuple[str, int], dict[int, _Row]] = _TABLE | {
+    # Products of fewer than 64 rows load codes one by one: 64 rows are as fast as 32, and 16 take more keys at a time.
+    ("sm90", 128): {16: (16, 128, 4, 3, 4), 32: (64, 64, 4, 3, 4), 64: (64, 64, 4, 3, 4), 128: (128, 128, 8, 3, 4)},
     ("sm80", 128): _TABLE["sm80", 128] | {128: (128, 32, 8, 2, 1)},
     # 64 keys per iteration spill.
     ("sm100", 128): _TABLE["sm100", 128] | {16: (16, 32, 4, 4, 2)},

@@ -28,22 +28,26 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class AllowedSpill:
-    """A spill that is allowed up to so many bytes, and why; with `variant` only where that is named."""
+    """A spill that is allowed up to so many bytes, and why; only where one of `variants` is named."""
 
     spill_bytes: int
     reason: str
-    variant: str = ""
+    variants: tuple[str, ...] = ("",)
 
 
 # (kernel, chip) -> its allowed spill on that chip; any other excess fails.
 _TWO_SUMS = "of the two sums of a walk over all splits; they are stored and read once a split, outside of its loop"
+_FIXED = ("FIXED=True",)
+_CODES = "FP8=1 POLYNOMIAL=False LAZY=False BLOCK_M=128"
 ALLOWED_SPILLS: dict[tuple[str, str], AllowedSpill] = {
     ("_mla_kernel", "sm90"): AllowedSpill(
         8, "one register or two, stored before the loop and read after it; smaller tiles are slower"
     ),
-    ("_attention_kernel", "sm80"): AllowedSpill(8, _TWO_SUMS, variant="FIXED=True"),
-    ("_attention_kernel", "sm90"): AllowedSpill(32, _TWO_SUMS, variant="FIXED=True"),
-    ("_attention_kernel", "sm100"): AllowedSpill(216, _TWO_SUMS, variant="FIXED=True"),
+    ("_attention_kernel", "sm80"): AllowedSpill(8, _TWO_SUMS, _FIXED),
+    ("_attention_kernel", "sm90"): AllowedSpill(
+        32, _TWO_SUMS + "; and two registers of 128 rows over codes, which leave the loop alone too", (*_FIXED, _CODES)
+    ),
+    ("_attention_kernel", "sm100"): AllowedSpill(216, _TWO_SUMS, _FIXED),
 }
 
 
@@ -68,7 +72,8 @@ class Row:
         if not problems:
             return "ok"
         spills = 0 < self.result.spill_bytes <= (allowed.spill_bytes if allowed else 0)
-        if allowed and allowed.reason.strip() and allowed.variant in self.job.variant and spills and len(problems) == 1:
+        named = allowed is not None and any(name in self.job.variant for name in allowed.variants)
+        if allowed and allowed.reason.strip() and named and spills and len(problems) == 1:
             return f"allowed: {allowed.reason}"
         return "; ".join(problems)
 
