@@ -275,7 +275,7 @@ def _cut_by_length(work: WorkShape, shape: AttentionShape) -> WorkShape:
     work, keys = work._replace(max_splits=bound), work.max_length
     if work.window is not None:
         # A window may begin behind the first key of its first split.
-        keys = min(keys, work.window - 1 + work.num_slots + work.split_tokens // 2 - 1)
+        keys = min(keys, work.window - 1 + work.num_slots + work.split_tokens // 8 - 1)
     return work._replace(num_splits=work.splits_of(keys))
 
 

@@ -39,6 +39,7 @@ _INTERPRETER_FIRST_SPLITS = 4
 _LONGEST_SPLIT = 2048
 _LONGEST_SPLIT_OF_A_FULL_CHIP = 16384
 _MOST_ROUNDS = 8
+_MOST_FIRST_SPLITS = 16
 _UNEVEN = 1.1
 PARTIAL_BYTES = 8 << 20
 INVARIANT_ROWS = 64
@@ -63,9 +64,10 @@ class AttentionConfig:
 
     block_m: packed query rows. block_n: keys per iteration. split_tokens: fewest keys per program before partial
     results are merged. first_splits: splits of a request that fill the chip. longest_split: keys above which there are
-    more. 0 for the two means as `spread` chooses. slots: programs that the chip runs at once. resident_programs: size
-    of the persistent grid that walks a work list. polynomial_exp2, lazy_rescale: see `device.softmax_step`. fp8_native:
-    the chip converts e4m3 itself. overlap: the kernel is launched before the one ahead of it has ended.
+    twice as many, and so on. 0 for the two means as `spread` chooses. slots: programs that the chip runs at once.
+    resident_programs: size of the persistent grid that walks a work list. polynomial_exp2, lazy_rescale: see
+    `device.softmax_step`. fp8_native: the chip converts e4m3 itself. overlap: the kernel is launched before the one
+    ahead of it has ended.
     """
 
     block_m: int
@@ -143,7 +145,8 @@ def attention_config(
 def spread(config: AttentionConfig, programs: int) -> AttentionConfig:
     """`config` with the splits of a call that has `programs` = requests x KV heads x tiles of rows without any.
 
-    A request has the fewest splits whose programs run in rounds of which the last is nearly full.
+    A request has the fewest splits whose programs run in rounds of which the last is nearly full, and a long one a
+    multiple of them. One request alone does not fill the chip: the merge would take longer than is gained.
     """
     share = max(1, programs) / config.slots
     longest = max(_LONGEST_SPLIT, _power_of_two(int(_LONGEST_SPLIT_OF_A_FULL_CHIP * share)))
@@ -158,7 +161,8 @@ def _splits_in_whole_rounds(share: float) -> int:
     """Splits of a request in a call that fills a `share` of the chip without any."""
     most = max(1, int(_MOST_ROUNDS / share))
     unevenness = {splits: math.ceil(share * splits) / (share * splits) for splits in range(1, most + 1)}
-    return next((splits for splits, value in unevenness.items() if value <= _UNEVEN), 1)
+    even = next((splits for splits, value in unevenness.items() if value <= _UNEVEN), 1)
+    return min(even, _MOST_FIRST_SPLITS)
 
 
 def fixed_borders(max_length: int, split_tokens: int, first_splits: int) -> list[int]:

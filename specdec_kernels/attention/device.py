@@ -8,8 +8,6 @@ import math
 import triton
 import triton.language as tl
 
-from specdec_kernels.attention.types import MANY_SPLITS
-
 CHAIN = tl.constexpr(0)
 BLOCK = tl.constexpr(1)
 TREE = tl.constexpr(2)
@@ -23,7 +21,6 @@ FP8_BITS_SCALE = 256.0
 LOG2_E = math.log2(math.e)
 LN_2 = tl.constexpr(math.log(2.0))
 _LOG2_E = tl.constexpr(LOG2_E)
-_MANY_SPLITS = tl.constexpr(MANY_SPLITS)
 # Lazy rescaling lets weights grow to 2^8 before the sums are rescaled; float16 reaches much further.
 _LAZY_LIMIT = tl.constexpr(8.0)
 
@@ -78,10 +75,9 @@ def fixed_split_begin(index, split_tokens, first_splits):
 def split_layout(length, end, split_tokens, first_splits, longest_split, max_splits, window, FIXED: tl.constexpr):
     """(keys per split, first key, index of the first split, number of splits) of a request, scalars or tensors.
 
-    The keys that a row may see are cut into equal splits. There is one for every `split_tokens` keys up to
-    `MANY_SPLITS`, and from there on one for every four times as many, up to `first_splits`; then as many as keep a
-    split within `longest_split` keys, and at most `max_splits`. The length of a split is rounded up to half of
-    `split_tokens`. The index of the first split is 0.
+    The keys that a row may see are cut into equal splits: `first_splits`, or fewer of `split_tokens` keys, or so many
+    times `first_splits` that a split has at most `longest_split` keys; and at most `max_splits`. The length of a split
+    is rounded up to an eighth of `split_tokens`. The index of the first split is 0.
 
     FIXED splits depend on nothing but positions, see `fixed_split_of`; their length, which varies, is given as 0.
     """
@@ -92,12 +88,12 @@ def split_layout(length, end, split_tokens, first_splits, longest_split, max_spl
         first = fixed_split_of(lowest, split_tokens, first_splits)
         last = fixed_split_of(tl.maximum(end - 1, 0), split_tokens, first_splits)
         return end * 0, end * 0, first, tl.where(end > 0, last - first + 1, 0)
-    unit = split_tokens // 2
+    unit = split_tokens // 8
     begin = lowest // unit * unit
     span = tl.maximum(end - begin, 0)
     shortest = (span + split_tokens - 1) // split_tokens
-    few = tl.minimum(tl.maximum(tl.minimum(shortest, _MANY_SPLITS), (shortest + 3) // 4), first_splits)
-    wanted = tl.minimum(tl.maximum(few, (span + longest_split - 1) // longest_split), max_splits)
+    rounds = ((span + longest_split - 1) // longest_split + first_splits - 1) // first_splits
+    wanted = tl.minimum(tl.minimum(shortest, rounds * first_splits), max_splits)
     tokens = (span + tl.maximum(wanted, 1) - 1) // tl.maximum(wanted, 1)
     tokens = tl.maximum((tokens + unit - 1) // unit, 1) * unit
     return tokens, begin, end * 0, (span + tokens - 1) // tokens

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from specdec_kernels.attention.configs import AttentionConfig, fixed_borders
-from specdec_kernels.attention.types import MANY_SPLITS, AttentionMetadata, LayerScales, WorkList, WorkShape
+from specdec_kernels.attention.types import AttentionMetadata, LayerScales, WorkList, WorkShape
 
 
 def paged_attention(
@@ -166,11 +166,10 @@ def _num_splits(lengths: torch.Tensor, used: torch.Tensor, work: WorkShape) -> t
         return _fixed_splits(lengths, used, slots, work)
     end = torch.where(used > 0, (lengths + slots).clamp(max=work.max_length), 0)
     lowest = torch.zeros_like(end) if work.window is None else (lengths - work.window + 1).clamp(min=0)
-    unit = work.split_tokens // 2
+    unit = work.split_tokens // 8
     span = (end - lowest // unit * unit).clamp(min=0)
-    shortest = _ceil_div(span, work.split_tokens)
-    few = shortest.clamp(max=MANY_SPLITS).maximum(_ceil_div(shortest, 4)).clamp(max=work.first_splits)
-    wanted = few.maximum(_ceil_div(span, work.longest_split)).clamp(min=1, max=work.max_splits)
+    rounds = _ceil_div(_ceil_div(span, work.longest_split), work.first_splits)
+    wanted = _ceil_div(span, work.split_tokens).minimum(rounds * work.first_splits).clamp(min=1, max=work.max_splits)
     tokens = _ceil_div(_ceil_div(span, wanted), unit).clamp(min=1) * unit
     return _ceil_div(span, tokens)
 

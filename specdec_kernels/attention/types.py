@@ -10,8 +10,6 @@ import torch
 MODES = ("chain", "block", "tree")
 MAX_HEAD_DIM = 256
 MAX_PAGE_SIZE = 256
-MANY_SPLITS = 16
-"""Splits of a request up to which they are as short as they may be."""
 
 
 class AttentionMetadata(NamedTuple):
@@ -146,9 +144,8 @@ class WorkShape(NamedTuple):
 
     def splits_of(self, keys: int) -> int:
         """Splits of a request of which a row may see so many keys, before their length is rounded."""
-        shortest = -(-keys // self.split_tokens)
-        few = min(max(min(shortest, MANY_SPLITS), -(-shortest // 4)), self.first_splits)
-        return min(max(few, -(-keys // self.longest_split)), self.max_splits)
+        rounds = -(-keys // (self.longest_split * self.first_splits))
+        return min(-(-keys // self.split_tokens), rounds * self.first_splits, self.max_splits)
 
     @property
     def cut(self) -> tuple[Any, ...]:
