@@ -67,6 +67,7 @@ class VerificationRules(Task):
         if failed:
             raise EngineError(failed[0])
         shared = {"data": workload.name, "method": label, "draw": drawing.draw, "num_nodes": algorithm.num_nodes}
+        shared |= settings
         return [
             {**shared, "rule": rule, **summary(probe.found, number, len(rules) - 1)}
             for number, rule in enumerate(rules)
