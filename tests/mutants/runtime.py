@@ -176,6 +176,6 @@ MUTANTS = (
         "    column = torch.where(kept, number, count)\n",
         "    column = torch.where(kept, count - 1 - number, count)\n",
         ("tests/algorithms/test_constraints.py::test_forced_tokens_are_drafts_that_cost_nothing[standalone_tree]",),
-        "nodes move without their children's links, and forced text is drafted in vain",
+        "nodes move and the numbers of their parents do not, so the draft is no tree any more",
     ),
 )
