@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[Any]
 Encode = Callable[[str], Sequence[int]]
+_NO_TEXT = b"\xff"
+"""A byte that UTF-8 does not have, so that no grammar allows it."""
 INSTALL = "pip install -e '.[grammar]'"
 
 
@@ -124,7 +126,9 @@ class Grammars:
     def __init__(self, tokens: Sequence[bytes], encode: Encode, add_prefix_space: bool = False) -> None:
         """`tokens` are the bytes that each token id writes, empty for ids that no grammar allows, such as special
         tokens. `encode` gives the tokens of a text, without special ones. Raises GrammarError without xgrammar."""
-        self._tokens, self._encode, self._add_prefix_space = list(tokens), encode, add_prefix_space
+        # The library clears the bits of empty tokens one by one in every mask, and a padded vocabulary has many.
+        self._tokens = [token or _NO_TEXT for token in tokens]
+        self._encode, self._add_prefix_space = encode, add_prefix_space
         self._xgrammar = _import_xgrammar()
         self._compilers: dict[frozenset[int], Any] = {}
 

@@ -65,11 +65,14 @@ def test_the_shipped_prompts_have_grammars_that_compile() -> None:
         assert matcher.allowed().any() and not matcher.complete
 
 
-def test_special_tokens_are_no_text() -> None:
+@pytest.mark.parametrize("regex", [".*", "[^a]*", "(.|\\n)*"])
+def test_special_tokens_and_padding_are_no_text(regex: str) -> None:
     """A grammar that allows every character allows no token that the text would not show."""
     tokenizer = Tokenizer.load(TINY / "target")
-    matcher = Grammars.of_tokenizer(tokenizer, tokenizer.size).matcher(GrammarParams(regex=".*"), tokenizer.eos_ids)
-    words = matcher.allowed()
-    special = tokenizer.special_ids()
-    free = {name for name, token in special.items() if int(words[token // 32]) >> (token % 32) & 1}
-    assert free == {tokenizer.special_tokens["eos_token"]} < set(special)
+    size = tokenizer.size + 999
+    matcher = Grammars.of_tokenizer(tokenizer, size).matcher(GrammarParams(regex=regex), tokenizer.eos_ids)
+    words = matcher.allowed().tolist()
+    free = {token for token in range(size) if words[token // 32] >> (token % 32) & 1}
+    special = set(tokenizer.special_ids().values())
+    assert free & special == tokenizer.eos_ids < special
+    assert 1000 < len(free) and max(free) < tokenizer.size
