@@ -64,7 +64,10 @@ def phases_of(needs: SamplingNeeds) -> tuple[str, ...]:
 class Step:
     """The phases over one batch, each leaving its result for the next. Run them in the order of `PHASES`."""
 
+    drafted: DraftTree
+    """What the drafter drafted."""
     tree: DraftTree
+    """What is verified."""
     hidden: Tensor
     features: list[Tensor]
     targets: Tensor | None
@@ -113,7 +116,7 @@ class Step:
             tree = DraftTree(batch.last_tokens[:, None], links)
         else:
             tree = self._first_nodes(algorithm.propose_few(batch, self.num_nodes))
-        self.tree = agree_on_draft(tree)
+        self.drafted = self.tree = agree_on_draft(tree)
 
     def _first_nodes(self, tree: DraftTree) -> DraftTree:
         """The first nodes of a tree that has more. Parents come before their children. Those of a drawn tree are a
@@ -138,12 +141,13 @@ class Step:
     def graft(self) -> None:
         """Put what grammars force into the draft, and lay it out for the host.
 
-        Drafts that were drawn stay as they are: the rules that judge them must know what each was drawn from.
+        Drafts that were drawn stay as they are: the rules that judge them must know what each was drawn from. Capturing
+        runs a phase more than once, so this one starts from what the drafter drafted, and not from its own result.
         """
         algorithm, constraints = self._parts.algorithm, self._constraints
         if algorithm.rule not in DRAWN_RULES and algorithm.num_nodes > 1:
             forced, lengths = constraints.forced[self._batch.rows], self._batch.lengths
-            self.tree = graft_chain(self.tree, forced, lengths, algorithm.chain, self._parts.resources.impl)
+            self.tree = graft_chain(self.drafted, forced, lengths, algorithm.chain, self._parts.resources.impl)
         links = self.tree.links
         self.nodes = torch.stack([self.tree.tokens, links.first_child.long(), links.next_sibling.long()], 1)
 

@@ -15,10 +15,13 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from algorithms.runtime.algorithm import DraftTree
 from algorithms.runtime.engine import EngineError
 from algorithms.runtime.grammar import GrammarError, Grammars, Matcher
+from algorithms.runtime.join_trees import graft_chain
 from algorithms.runtime.request import Completion, Request
-from algorithms.runtime.sampling_params import GrammarParams, SamplingParams
+from algorithms.runtime.sampling_params import GrammarParams, SamplingNeeds, SamplingParams
+from algorithms.runtime.step import Step
 from algorithms.standalone import Standalone
 from specdec_kernels import SamplingTensors, pick_tokens
 from tests.algorithms.drafters import ALL_MAKERS, TARGET, blurred_target, hinted, load_random_drafters
@@ -255,6 +258,27 @@ def test_a_grammar_that_leaves_no_token_ends_its_request_alone() -> None:
     assert done[0].token_ids == expected()[0]
     assert (done[1].finish_reason, read(done[1].token_ids), done[1].parsed) == ("error", "c", False)
     assert "sampling.grammar and sampling.bad_words leave no token" in done[1].error
+
+
+@pytest.mark.parametrize("maker", ["dflash_chain", "eagle_tree"])
+def test_capturing_the_graft_starts_from_the_draft(monkeypatch: pytest.MonkeyPatch, maker: str) -> None:
+    """Capturing runs a phase several times, so a phase that started from its own result would record that."""
+    load_random_drafters(monkeypatch)
+    given: list[DraftTree] = []
+
+    def noted(tree: DraftTree, *rest: Any) -> DraftTree:
+        given.append(tree)
+        return graft_chain(tree, *rest)
+
+    monkeypatch.setattr("algorithms.runtime.step.graft_chain", noted)
+    engine, needs = engine_of(ALL_MAKERS[maker](), setup(), TARGET), SamplingNeeds(constrained=True)
+    state, algorithm = engine.parts.state, engine.parts.algorithm
+    state.make_room(needs, algorithm.num_nodes, algorithm.max_depth)
+    step = Step(engine.parts, state.batch(0, 2, 16), needs)
+    step.draft()
+    for _ in range(3):
+        step.graft()
+    assert len(given) == 3 and all(tree is step.drafted for tree in given)
 
 
 def test_sessions_without_grammars_do_nothing_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
