@@ -27,7 +27,7 @@ def test_every_number_of_nodes_stands_beside_the_choice(tmp_path: Path) -> None:
 
 
 def test_costs_of_one_run_serve_the_next(tmp_path: Path) -> None:
-    run = ["algo=ngram", "algo.num_nodes=4", "data=code", "baseline=false", "runtime.adaptive=true", *BRIEF]
+    run = ["algo=eagle3", "algo.steps=3", "data=code", "baseline=false", "runtime.adaptive=true", *BRIEF]
     code, out, (first, *_), folder = called(tmp_path, *run)
     assert code == 0 and folder is not None, out
     code, out, (second, *_), _ = called(tmp_path, *run, f"runtime.adaptive_cost={folder}")
