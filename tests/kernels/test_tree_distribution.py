@@ -29,7 +29,7 @@ if torch.cuda.is_available():
 RULES = list(TREE_RULES)
 INDEPENDENT = [rule for rule in RULES if rule not in WITHOUT_REPLACEMENT_RULES]
 VOCAB = 3
-TEMPERATURES = (0.7, 1.6, 0.0)
+TEMPERATURES = (0.7, 0.0)
 # Node 6 is padding outside the tree. Node 7 is a child that was not drawn, of a token without draft probability.
 PARENTS = [-1, 0, 0, 1, 1, 2, -2, 0]
 DRAWN = (1, 2, 3, 4, 5)
