@@ -92,9 +92,9 @@ class Matcher:
     def fill(self, first_child: Array, next_sibling: Array, tokens: Array, bits: Array) -> bool:
         """Write the masks behind the nodes of a draft tree, whose root is the last token of the text.
 
-        `first_child`, `next_sibling`, `tokens` are [N] int64, `bits` [N, ceil(V / 32)] int32. Rows
-        behind a token that the grammar does not allow have no meaning: no such token is chosen. Behind a stop token all
-        is allowed, because what stands there belongs to no text. Returns whether the text is constrained at all.
+        `first_child`, `next_sibling`, `tokens` are [N] int64, `bits` [N, ceil(V / 32)] int32. Rows behind a token that
+        the grammar does not allow have no meaning: no such token is chosen. Behind a stop token all is allowed, because
+        what stands there belongs to no text. Returns whether the text is constrained at all.
         """
         if self.ended:
             return False
