@@ -33,7 +33,7 @@ from algorithms.runtime.step import PHASES, Step, phases_of
 _LAST_CAPTURED = {"none": None, "draft": "draft", "verify": "verify", "step": "commit"}
 """Level to the last phase that is captured, as all before it are."""
 LEVELS = tuple(_LAST_CAPTURED)
-_WARMUP_RUNS = 1
+_WARMUP_RUNS = 2
 _TIMED_RUNS = 3
 
 

@@ -25,6 +25,7 @@ from algorithms.suffix import Suffix
 from specdec_kernels.ngram import kernel as ngram_kernel
 from specdec_kernels.suffix import kernel as suffix_kernel
 from specdec_kernels.tree import kernel as tree_kernel
+from specdec_kernels.tree import kernel_merge as merge_kernel
 from tests.algorithms.drafters import ALL_MAKERS, load_random_drafters
 from tests.algorithms.toy import (
     Scripted,
@@ -125,7 +126,7 @@ class HostReads:
         for name in self.METHODS:
             monkeypatch.setattr(torch.Tensor, name, self._counted(name, getattr(torch.Tensor, name)))
         # The interpreter runs a kernel on the host, so it reads all of its arguments.
-        for module in (ngram_kernel, suffix_kernel, tree_kernel):
+        for module in (ngram_kernel, suffix_kernel, tree_kernel, merge_kernel):
             monkeypatch.setattr(module, "launch", self._unwatched(module.launch))
 
     @contextmanager
@@ -170,11 +171,13 @@ class KernelSuffix(Suffix):
 
 
 class KernelMixed(Mixed):
-    """With the kernels of its first drafter, n-grams or suffixes."""
+    """With the kernels of its first drafter, n-grams or suffixes, and of the union of two trees, whose reference is a
+    walk on the host too."""
 
     def attach(self, resources: Resources) -> None:
         super().attach(resources)
         self._parts[0].attach(replace(resources, impl="triton"))
+        self._impl = "triton"
 
 
 def kernel_mixed(mode: str) -> KernelMixed:
