@@ -63,7 +63,8 @@ def build_inputs(
     longest: int = 6,
     orphans: bool = True,
 ) -> dict[str, Any]:
-    """Arguments of `build_tree_kernel_efficient`: random choices, so that `orphans` are among them if wanted."""
+    """Arguments of `build_tree_kernel_efficient`: random choices, so that `orphans` are among them if wanted. Without
+    them the links hold -1, as SGLang prepares them: its own kernel writes only links that there are."""
     parent_list, selected = draft_history(make, batch, nodes, topk, depth, orphans)
     lengths = make.integers(0, longest + 1, batch)
     cells = batch * nodes * nodes
@@ -74,12 +75,16 @@ def build_inputs(
         tree_mask = torch.zeros(batch * nodes, dtype=packed, device=make.device)
     else:
         tree_mask = torch.ones(cells, dtype=torch.bool, device=make.device)
+    outputs = tree_outputs(make, batch, nodes)
+    if not orphans:
+        outputs["retrive_next_token"].fill_(-1)
+        outputs["retrive_next_sibling"].fill_(-1)
     return dict(
         parent_list=parent_list,
         selected_index=selected,
         verified_seq_len=lengths,
         tree_mask=tree_mask,
-        **tree_outputs(make, batch, nodes),
+        **outputs,
         topk=topk,
         depth=depth,
         draft_token_num=nodes,
