@@ -283,7 +283,7 @@ _TABLE: dict[tuple[str, int], dict[int, _Row]] = {
 }
 # The same for pools of one-byte elements.
 _FP8_TABLE: dict[tuple[str, int], dict[int, _Row]] = _TABLE | {
-    # Products of fewer than 64 rows load codes one by one: 64 rows are as fast as 32, and 16 take more keys at a time.
+    # Products of fewer than 64 rows load codes one by one, so 32 rows have a tile of 64, and 16 rows take more keys.
     ("sm90", 128): {16: (16, 128, 4, 3, 4), 32: (64, 64, 4, 3, 4), 64: (64, 64, 4, 3, 4), 128: (128, 128, 8, 3, 4)},
     ("sm80", 128): _TABLE["sm80", 128] | {128: (128, 32, 8, 2, 1)},
     # 64 keys per iteration spill.
