@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,12 +60,13 @@ class KernelTuneConfig:
 ConfigStore.instance().store(name="kernel_tune_schema", node=KernelTuneConfig)
 
 
-def tune(config: KernelTuneConfig, device: torch.device, card: str, console: Console) -> list[dict[str, Any]]:
-    """A row for each row of the static table that the cases ask for; `fields` is empty where nothing is faster."""
+def tune(config: KernelTuneConfig, device: torch.device, card: str, console: Console) -> Iterator[dict[str, Any]]:
+    """A row for each row of the static table that the cases ask for, as soon as it is found; `fields` is empty where
+    nothing is faster."""
     os.environ[VARIABLE] = ""  # the search starts from the static table
     bench = Bench(device, DTYPES[config.dtype], None, (), config.seed, Limits(2, config.repeats, config.budget_ms))
     cases = [case for _, case in chosen_cases((config.family,), config.shapes, device.type == "cuda")]
-    began, rows = time.monotonic(), []
+    began = time.monotonic()
 
     def time_left() -> bool:
         return config.budget_s is None or time.monotonic() - began < config.budget_s
@@ -75,9 +77,8 @@ def tune(config: KernelTuneConfig, device: torch.device, card: str, console: Con
             console.print(f"budget_s={config.budget_s:g} is used up: {key} keeps the static settings", style="yellow")
             continue
         found = search(config.family, [prepared(config.family, case, bench) for case in members], bench, time_left)
-        rows.append({"family": config.family, "card": card, "key": list(key), "dtype": config.dtype, **found, **where})
+        yield {"family": config.family, "card": card, "key": list(key), "dtype": config.dtype, **found, **where}
         free()
-    return rows
 
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:
@@ -97,11 +98,17 @@ def job(config: KernelTuneConfig, composed: DictConfig) -> None:
     if not torch.cuda.is_available():
         raise UserError("kernel_tune measures on a GPU, and torch sees none")
     console, card = Console(width=None if os.isatty(1) else 140), torch.cuda.get_device_name()
+    rows: list[dict[str, Any]] = []
     with user_errors(ValueError):
-        rows = tune(config, torch.device("cuda"), card, console)
+        for row in tune(config, torch.device("cuda"), card, console):
+            rows.append(row)
+            kept = [row for row in rows if row["fields"]]
+            write_whole(Path(config.out), to_json(kept) + "\n")  # an interrupted search keeps what it has found
+            console.print(
+                f"{' '.join(map(str, row['key']))}: {row['fields'] or 'the static settings'}", highlight=False
+            )
     show(rows, console)
     kept = [row for row in rows if row["fields"]]
-    write_whole(Path(config.out), to_json(kept) + "\n")
     console.print(f"{len(kept)} of {len(rows)} rows beat the static table: {VARIABLE}={config.out}", highlight=False)
 
 

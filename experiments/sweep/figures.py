@@ -83,7 +83,12 @@ def over_two(frame: pd.DataFrame, keys: Sequence[str], x: str, y: str, metric: s
                 if pd.notna(value):
                     bright = high > low and (value - low) / (high - low) > 0.6
                     axes.text(
-                        column, row, f"{value:.3g}", ha="center", va="center", color="black" if bright else "white"
+                        column,
+                        row,
+                        f"{value:,.0f}" if value >= 1000 else f"{value:.3g}",
+                        ha="center",
+                        va="center",
+                        color="black" if bright else "white",
                     )
         axes.set(title=name or metric, xlabel=x, ylabel=y)
     figure.colorbar(image, ax=list(all_axes), label=metric)
