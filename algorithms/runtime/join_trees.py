@@ -19,8 +19,8 @@ def graft_chain(tree: DraftTree, chain: Tensor, lengths: Tensor, is_chain: bool,
     """`tree` with the tokens of `chain` [B, M] int64 behind its root, -1 behind the last of a row.
 
     It keeps its number of nodes N, so the last nodes of a tree give way. Of a chain, the first tokens are replaced, and
-    the others stay where they are. M is at most N - 1; `lengths` [B] are the positions of the roots. Beside a large tree
-    the end of the chain is left out: the two together have at most 256 nodes.
+    the others stay where they are. M is at most N - 1; `lengths` [B] are the positions of the roots. Tree and chain
+    have at most 256 nodes together: beside a large tree the end of the chain is left out.
     """
     if is_chain:
         drafts = tree.tokens[:, 1 : 1 + chain.shape[1]]
@@ -28,7 +28,7 @@ def graft_chain(tree: DraftTree, chain: Tensor, lengths: Tensor, is_chain: bool,
         return replace(tree, tokens=torch.cat([tree.tokens[:, :1], torch.where(chain < 0, drafts, chain), rest], 1))
     chain = chain[:, : MAX_NODES - tree.tokens.shape[1]]
     place = torch.arange(-1, chain.shape[1], device=chain.device, dtype=torch.int32)
-    given = torch.cat([torch.ones_like(chain[:, :1]), chain], 1) >= 0
+    given = torch.cat([torch.ones_like(tree.tokens[:, :1]), chain], 1) >= 0
     parents = torch.where(given, place, _UNUSED).int()
     both = torch.cat([tree.tokens[:, :1], chain.clamp(min=0)], 1)
     drafted = kernels.tree_parents(tree.links.mask, impl=impl)
