@@ -1,11 +1,14 @@
-"""Looks at the logits where two greedy texts part, to tell a near tie from a fault.
+"""Looks at the logits where two texts part, to tell a near tie from a fault.
 
 Two computations of one logit, of one row and of many rows, round differently. So the larger of two logits may change
-its place where the two are as close as their rounding errors. Anything further apart is no matter of rounding.
+its place where the two are as close as their rounding errors. A drawn token is the one whose interval of the cumulative
+distribution holds the request's uniform, so it may change where the uniform lies as close to a border as rounding
+moves the borders. Anything further apart is no matter of rounding.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +32,9 @@ def look_at(
     """A function that adds to a difference `logit`, `baseline_logit`, `gap`, `bound` and `near_tie`.
 
     The logits are those of a forward without a cache, with the penalties of the request. They are None where a text
-    has ended. Drawn tokens have no near ties: what decides between them is not the gap of their logits. A target that
-    is `deterministic` has none either: both texts come from the same bits.
+    has ended. `gap` is the distance of the two logits, and of drawn tokens the distance of the uniform from the further
+    one of their two intervals. Drawn tokens have near ties in float32 alone: half precision moves the borders so far
+    that the bound would excuse everything. A target that is `deterministic` has none: both texts have the same bits.
     """
 
     def look(index: int, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,12 +48,49 @@ def look_at(
         dtype = target.model.model.norm.weight.dtype
         steps = ROUNDINGS[str(dtype).removeprefix("torch.")]
         bound = steps * torch.finfo(dtype).eps * float(logits.abs().max())
-        ours, plain = (float(penalised(logits, request, output)[token]) for token in tokens)
-        gap = abs(ours - plain)
-        near = not deterministic and request.sampling.temperature == 0 and gap <= bound
+        changed = penalised(logits, request, output)
+        ours, plain = (float(changed[token]) for token in tokens)
+        gap, drawn = abs(ours - plain), request.sampling.temperature > 0
+        if drawn:
+            gap = distance_of_uniform(changed, request, len(output), tokens)
+            bound = moved_borders(bound, request.sampling.temperature)
+        near = not deterministic and gap <= bound and (not drawn or dtype == torch.float32)
         return {"logit": ours, "baseline_logit": plain, "gap": gap, "bound": bound, "near_tie": near}
 
     return look
+
+
+def moved_borders(error: float, temperature: float) -> float:
+    """How far logits that are off by `error` can move a border of the cumulative distribution.
+
+    The odds of the tokens below a border change by exp(2 error / temperature) at most. A share x of odds y then becomes
+    xy / (1 - x + xy), which is at most (sqrt(y) - 1) / (sqrt(y) + 1) from x.
+    """
+    return math.tanh(error / (2 * temperature))
+
+
+def distance_of_uniform(logits: torch.Tensor, request: Request, num_output: int, tokens: Sequence[int]) -> float:
+    """The largest distance of the request's uniform from the intervals of `tokens` in the cumulative distribution of
+    `logits` [V] under the request's temperature and filters; infinite where a filter removes one."""
+    import torch
+
+    from specdec_kernels.sampling.reference import philox_uniform, row_distribution
+    from specdec_kernels.sampling.types import SamplingTensors
+
+    params, device = request.sampling, logits.device
+    drawn = SamplingTensors(
+        temperature=torch.tensor([params.temperature], device=device),
+        top_k=torch.tensor([params.top_k], dtype=torch.int32, device=device),
+        top_p=torch.tensor([params.top_p], device=device),
+        min_p=torch.tensor([params.min_p], device=device),
+    )
+    weights = row_distribution(logits[None], drawn).weights[0]
+    shares = weights / weights.sum()
+    ends = shares.cumsum(0)
+    place = float(philox_uniform(torch.tensor([params.seed]), torch.tensor([len(request.prompt_ids) + num_output - 1])))
+    if any(float(shares[token]) == 0 for token in tokens):
+        return math.inf
+    return max(max(float(ends[t] - shares[t]) - place, place - float(ends[t]), 0.0) for t in tokens)
 
 
 def penalised(logits: torch.Tensor, request: Request, output: Sequence[int]) -> torch.Tensor:

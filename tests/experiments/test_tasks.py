@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
@@ -39,6 +40,7 @@ from experiments.tasks.graph_ablation import GraphAblation, level_note
 from experiments.tasks.losslessness import BackendChecks, Losslessness
 from experiments.tasks.run import run_task
 from experiments.tasks.throughput import Throughput, inter_token_ms, repeated
+from specdec_kernels.sampling.reference import philox_uniform
 from tests.algorithms.toy import random_target
 from tests.algorithms.toy import requests as toy_requests
 from tests.runtime.tiny_folders import small_config, small_dflash_config, write_dflash, write_target
@@ -426,11 +428,30 @@ def test_a_wrong_token_after_the_end_of_a_text_is_a_fault() -> None:
     assert found == {"logit": None, "baseline_logit": None, "gap": None, "bound": None, "near_tie": False}
 
 
-def test_drawn_tokens_have_no_near_ties(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drawn_token_has_a_near_tie_where_the_uniform_is_near_its_border(monkeypatch: pytest.MonkeyPatch) -> None:
+    (request,) = toy_requests(1, temperature=0.8)
+    place = float(philox_uniform(torch.tensor([request.sampling.seed]), torch.tensor([len(request.prompt_ids)])))
+    logits = torch.zeros(5)
+    logits[4] = -float("inf")
+    held = int(place * 4)
+    distances = [near_tie.distance_of_uniform(logits, request, 1, [held, token]) for token in range(5)]
+    assert distances[held] == 0 and distances[4] == float("inf")
+    expected = [max(token / 4 - place, place - (token + 1) / 4, 0) for token in range(4)]
+    assert distances[:4] == pytest.approx(expected)
+
+    look = near_tie.look_at(TOY, [request], [Completion(0, token_ids=[1, 2])])
+    found = look(0, {"position": 1, "token": 3, "baseline_token": 2})
+    assert found["gap"] > found["bound"] and not found["near_tie"]
     monkeypatch.setitem(near_tie.ROUNDINGS, "float32", 10**9)
-    for temperature in (0.0, 0.8):
-        look = near_tie.look_at(TOY, toy_requests(1, temperature=temperature), [Completion(0, token_ids=[1, 2])])
-        assert look(0, {"position": 1, "token": 3, "baseline_token": 2})["near_tie"] == (temperature == 0)
+    assert look(0, {"position": 1, "token": 3, "baseline_token": 2})["near_tie"]
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_logits_that_are_off_move_a_border_no_further_than_the_bound(share: float) -> None:
+    error, temperature = 0.3, 0.7
+    odds = share / (1 - share) * math.exp(2 * error / temperature)
+    moved = odds / (1 + odds) - share
+    assert 0 < moved <= near_tie.moved_borders(error, temperature) + 1e-12
 
 
 def test_graphs_that_change_tokens_fail_the_job() -> None:
