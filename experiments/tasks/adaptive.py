@@ -8,7 +8,8 @@ configured, without sizes to choose from, and the target alone run in engines of
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from experiments.app.errors import UserError, user_errors
@@ -130,33 +131,20 @@ class Adaptive(Task):
         found: dict[Key, list[Decoded]] = {}
         with user_errors(EngineError):
             self._warm_up(engine, plan)
-            for _ in range(self.plan.config.task.repeats):
-                for workload in self.plan.workloads:
-                    for setting in settings:
-                        if sizing is not None:
-                            sizing.pacing.held = setting.held
-                        asked = self._requests(workload, plan.config.runtime.max_batch)
-                        timed, compiled = _generated(engine, asked)
-                        decoded = Decoded(
-                            algo=algo.name,
-                            config=asdict(algo),
-                            requests=asked,
-                            generation=timed,
-                            timed=timed,
-                            max_depth=algorithm.max_depth,
-                            rule=algorithm.rule,
-                            drafts_with_model=algorithm.needs_draft_model,
-                            attention=dict(backend.served),
-                            compiled=compiled,
-                            num_nodes=algorithm.num_nodes if setting.held is None else int(setting.name),
-                        )
-                        found.setdefault((workload.name, setting.name), []).append(decoded)
-                        rate = sum(len(c.token_ids) for c in timed.completions) * 1e3 / max(timed.decode_ms, 1e-9)
-                        self.console.print(
-                            f"{workload.name} ×{plan.config.runtime.max_batch}, {label}, {setting.name}: "
-                            f"{rate:,.1f} tokens/s",
-                            highlight=False,
-                        )
+            for _, workload, setting in product(range(self.plan.config.task.repeats), self.plan.workloads, settings):
+                if sizing is not None:
+                    sizing.pacing.held = setting.held
+                asked = self._requests(workload, plan.config.runtime.max_batch)
+                timed, compiled = _generated(engine, asked)
+                decoded = Decoded.by(
+                    algo, algorithm, backend, requests=asked, generation=timed, timed=timed, compiled=compiled
+                )
+                if setting.held is not None:
+                    decoded = replace(decoded, num_nodes=int(setting.name))
+                found.setdefault((workload.name, setting.name), []).append(decoded)
+                rate = sum(len(c.token_ids) for c in timed.completions) * 1e3 / max(timed.decode_ms, 1e-9)
+                where = f"{workload.name} ×{plan.config.runtime.max_batch}, {label}, {setting.name}"
+                self.console.print(f"{where}: {rate:,.1f} tokens/s", highlight=False)
         return found
 
     def _requests(self, workload: Workload, batch: int) -> list[Request]:

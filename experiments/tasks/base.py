@@ -198,18 +198,9 @@ class Task:
         timed, compiled = self._generate(engine, plan, rest, key, talks, len(ended))
         every = talks.requests if talks else asked
         completions = ended | {completion.request_id: completion for completion in timed.completions}
-        decoded = Decoded(
-            algo=algo.name,
-            config=asdict(algo),
-            requests=every,
-            generation=replace(timed, completions=[completions[request.id] for request in every]),
-            timed=timed,
-            max_depth=algorithm.max_depth,
-            rule=algorithm.rule,
-            drafts_with_model=algorithm.needs_draft_model,
-            attention=dict(backend.served),
-            compiled=compiled,
-            num_nodes=algorithm.num_nodes,
+        generation = replace(timed, completions=[completions[request.id] for request in every])
+        decoded = Decoded.by(
+            algo, algorithm, backend, requests=every, generation=generation, timed=timed, compiled=compiled
         )
         earlier.keep(self.folder, key, decoded)
         return decoded

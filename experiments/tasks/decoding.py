@@ -56,6 +56,20 @@ class Decoded:
     num_nodes: int
     """Nodes verified per step, node 0 included."""
 
+    @classmethod
+    def by(cls, algo: Any, algorithm: Algorithm, backend: Any, **decoding: Any) -> Decoded:
+        """A decoding by `algorithm`, which has the configuration `algo`, on `backend`."""
+        made = {
+            "algo": algo.name,
+            "config": asdict(algo),
+            "max_depth": algorithm.max_depth,
+            "rule": algorithm.rule,
+            "drafts_with_model": algorithm.needs_draft_model,
+            "attention": dict(backend.served),
+            "num_nodes": algorithm.num_nodes,
+        }
+        return cls(**{**made, **decoding})
+
     @property
     def comparable(self) -> bool:
         """Whether the tokens must be those of autoregressive decoding, and not only of the same distribution."""
