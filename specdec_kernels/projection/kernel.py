@@ -86,6 +86,30 @@ def _partial_sum(
 
 
 @triton.jit
+def _with_later_splits(
+    acc,
+    x_ptr,
+    weight_ptr,
+    weight_row,
+    row,
+    rows,
+    splits,
+    split_length,
+    K,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """`acc`, the sum of the first split, with the sums of the others in their order."""
+    for later in tl.range(1, splits):
+        k_first = later * split_length
+        k_end = tl.minimum(K, k_first + split_length)
+        acc += _partial_sum(x_ptr, weight_ptr, weight_row, row, rows, k_first, k_end, K, ROWS, COLUMNS, BLOCK_K, EVEN_K)
+    return acc
+
+
+@triton.jit
 def _arrive(part_ptr, ticket_ptr, acc, split, splits, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
     """Write this split's partial sum; whether all splits of the tile are written now."""
     lane = tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
@@ -167,12 +191,9 @@ def _linear_kernel(
     wait_for_kernel_ahead(OVERLAP)
     acc = _partial_sum(x_ptr, weight_ptr, weight_row, row, rows, k_first, k_end, K, ROWS, COLUMNS, BLOCK_K, EVEN_K)
     if IN_ORDER:
-        for later in tl.range(1, splits):
-            k_first = later * split_length
-            k_end = tl.minimum(K, k_first + split_length)
-            acc += _partial_sum(
-                x_ptr, weight_ptr, weight_row, row, rows, k_first, k_end, K, ROWS, COLUMNS, BLOCK_K, EVEN_K
-            )
+        acc = _with_later_splits(
+            acc, x_ptr, weight_ptr, weight_row, row, rows, splits, split_length, K, ROWS, COLUMNS, BLOCK_K, EVEN_K
+        )
     let_next_kernel_start(OVERLAP)
     if ticket_ptr is None:  # all splits, or one of those that the next kernel adds
         out_ptr += split.to(tl.int64) * rows * OUTER
@@ -212,12 +233,9 @@ def _argmax_kernel(
     k_end = tl.minimum(K, split_length)
     acc = _partial_sum(x_ptr, weight_ptr, weight_row, row, rows, 0, k_end, K, ROWS, COLUMNS, BLOCK_K, EVEN_K)
     if IN_ORDER:
-        for later in tl.range(1, splits):
-            k_first = later * split_length
-            k_end = tl.minimum(K, k_first + split_length)
-            acc += _partial_sum(
-                x_ptr, weight_ptr, weight_row, row, rows, k_first, k_end, K, ROWS, COLUMNS, BLOCK_K, EVEN_K
-            )
+        acc = _with_later_splits(
+            acc, x_ptr, weight_ptr, weight_row, row, rows, splits, split_length, K, ROWS, COLUMNS, BLOCK_K, EVEN_K
+        )
     let_next_kernel_start(OVERLAP)
     logits = usable(acc.to(x_ptr.dtype.element_ty).to(tl.float32))
     best = tl.max(logits, 0)
