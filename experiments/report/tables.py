@@ -162,7 +162,8 @@ def markdown(columns: Sequence[Column], rows: Sequence[Row]) -> str:
 
 
 def html_table(columns: Sequence[Column], rows: Sequence[Row]) -> str:
-    """The table in HTML."""
+    """The table in HTML, without the columns in which no row has a value."""
+    columns = [column for column in columns if not rows or any(column.show(row) != DASH for row in rows)]
 
     def cell(tag: str, column: Column, content: str, tone: str | None = None) -> str:
         classes = " ".join(filter(None, ["" if column.numeric else "text", tone]))
