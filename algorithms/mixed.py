@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import specdec_kernels as kernels
 from algorithms.registry import available
 from algorithms.runtime.algorithm import Algorithm, AttentionCalls, Batch, DraftTree, Observation, Resources
+from algorithms.runtime.tree_shape import MAX_NODES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
     from algorithms.runtime.models.loading import Target, TargetFolder
 
 MODES = ("merge", "take")
-MAX_NODES = 256
-UNUSED_PARENT = -2
-"""Parent of a node outside of the tree."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +120,7 @@ class Mixed(Algorithm):
             return joined
         parents = kernels.tree_parents(joined.links.mask, impl=self._impl)
         # Node i is candidate i - 1, and one that is not in the tree hangs under none.
-        above = (parents - 1).where(parents >= 0, UNUSED_PARENT)
+        above = (parents - 1).where(parents >= 0, kernels.UNUSED_PARENT)
         sure, tokens, above = (part[:, 1:].contiguous() for part in (joined.confidence, joined.tokens, above))
         chosen = kernels.rerank_tree(sure, tokens, above, batch.last_tokens, num_nodes, impl=self._impl)
         links = kernels.build_tree(chosen.parents, batch.lengths, impl=self._impl)
@@ -153,7 +151,7 @@ class Mixed(Algorithm):
         confidence = None
         if self._adaptive:
             told = cat([_confidence(first), _confidence(second)[:, 1:]], 1)
-            confidence = where(parents == UNUSED_PARENT, 0.0, told)
+            confidence = where(parents == kernels.UNUSED_PARENT, 0.0, told)
         links = kernels.build_tree(parents, batch.lengths, impl=self._impl)
         return DraftTree(tokens, links, confidence=confidence)
 
@@ -164,7 +162,7 @@ class Mixed(Algorithm):
         parents = kernels.tree_parents(tree.links.mask, impl=self._impl)
         more = (0, num_nodes - tree.tokens.shape[1])
         confidence = None if tree.confidence is None else pad(tree.confidence, more)
-        return pad(tree.tokens, more), pad(parents, more, value=UNUSED_PARENT), confidence
+        return pad(tree.tokens, more), pad(parents, more, value=kernels.UNUSED_PARENT), confidence
 
     def observe(self, seen: Observation) -> None:
         for part in self._parts:

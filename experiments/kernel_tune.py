@@ -93,6 +93,13 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
     console.print(console_table("tuned settings", columns, rows))
 
 
+def keep(rows: list[dict[str, Any]], out: str) -> list[dict[str, Any]]:
+    """Write the table `out` of the rows that beat the static one, and return them."""
+    kept = [row for row in rows if row["fields"]]
+    write_whole(Path(out), to_json(kept) + "\n")
+    return kept
+
+
 def job(config: KernelTuneConfig, composed: DictConfig) -> None:
     """The job."""
     if not torch.cuda.is_available():
@@ -102,13 +109,12 @@ def job(config: KernelTuneConfig, composed: DictConfig) -> None:
     with user_errors(ValueError):
         for row in tune(config, torch.device("cuda"), card, console):
             rows.append(row)
-            kept = [row for row in rows if row["fields"]]
-            write_whole(Path(config.out), to_json(kept) + "\n")  # an interrupted search keeps what it has found
+            keep(rows, config.out)  # an interrupted search leaves what it has found
             console.print(
                 f"{' '.join(map(str, row['key']))}: {row['fields'] or 'the static settings'}", highlight=False
             )
+    kept = keep(rows, config.out)
     show(rows, console)
-    kept = [row for row in rows if row["fields"]]
     console.print(f"{len(kept)} of {len(rows)} rows beat the static table: {VARIABLE}={config.out}", highlight=False)
 
 

@@ -59,6 +59,8 @@ class Captured(Protocol):
 
 
 Capture = Callable[[Callable[[], None]], Captured]
+Pieces = list[tuple[str | None, Callable[[], None]]]
+"""Work in order, each with its phase; a piece without one stamps its phases."""
 
 
 def buckets(max_batch: int) -> tuple[int, ...]:
@@ -120,11 +122,10 @@ class _Variant(NamedTuple):
 
 @dataclass(frozen=True)
 class _Launch:
-    """A step and how it is run: pieces of work in order, each with its phase; a piece without one stamps its phases.
-    `idle_ms` is what the stamped phases take without requests."""
+    """A step and how it is run. `idle_ms` is what the stamped phases take without requests."""
 
     step: Step
-    pieces: list[tuple[str | None, Callable[[], None]]]
+    pieces: Pieces
     idle_ms: dict[str, float] = field(default_factory=dict)
 
 
@@ -246,7 +247,7 @@ class StepRunner:
             self.riding_ms[phase] += max(0.0, spent_ms - alone.idle_ms[phase])
         return joint
 
-    def _play(self, pieces: list[tuple[str | None, Callable[[], None]]]) -> None:
+    def _play(self, pieces: Pieces) -> None:
         for phase, work in pieces:
             with self.clock.phase(phase) if phase else nullcontext():
                 work()
@@ -335,7 +336,7 @@ class StepRunner:
         step, phases = self._step(size, max_length, needs, **how), phases_of(needs)
         groups, rest = _captured(self.level, phases), phases
         idle_ms: dict[str, float] = {}
-        pieces: list[tuple[str | None, Callable[[], None]]] = []
+        pieces: Pieces = []
         for group in groups:
             assert self.recorder is not None
             stamps = self._stamps if group == PHASES else None
@@ -359,14 +360,12 @@ class StepRunner:
         after = self._stamps.ledger_ms() if self._stamps else {}
         return {phase: spent_ms - before[phase] for phase, spent_ms in after.items()}
 
-    def _with_turns(
-        self, step: Step, pieces: list[tuple[str | None, Callable[[], None]]]
-    ) -> list[tuple[str | None, Callable[[], None]]]:
+    def _with_turns(self, step: Step, pieces: Pieces) -> Pieces:
         """`pieces`, one for each phase, with what the host does between them for grammars."""
         constraints = self._parts.state.constraints
         assert constraints is not None
         turns = {"draft": constraints.offer, "graft": lambda: constraints.read(step.nodes), "verify": constraints.mask}
-        found: list[tuple[str | None, Callable[[], None]]] = []
+        found: Pieces = []
         for phase, work in pieces:
             assert phase is not None
             found.append(("draft" if phase == "graft" else phase, work))

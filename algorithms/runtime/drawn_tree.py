@@ -140,21 +140,16 @@ class DrawnTree:
         )  # fmt: skip
 
     def _in_target(self, probs: Tensor) -> Tensor:
-        return in_target(probs, self._known, self._vocab_size)
+        """Distributions [..., V] over the drafter's ids as such over the target's."""
+        if self._known is None:
+            return probs
+        return probs.new_zeros(*probs.shape[:-1], self._vocab_size).index_copy_(-1, self._known, probs)
 
     def _tree(self, batch: Batch, tokens: Tensor, probs: Tensor, draft_rows: Tensor) -> DraftTree:
         if self.chain:  # of node n, from row n
             return DraftTree(tokens, build_chain(batch.lengths, tokens.shape[1], impl=self._impl), probs)
         links = build_tree(self._parents[: len(tokens)], batch.lengths, impl=self._impl)
         return DraftTree(tokens, links, probs, draft_rows)
-
-
-def in_target(probs: Tensor, known: Tensor | None, vocab_size: int) -> Tensor:
-    """Distributions [..., V] over the drafter's ids as such over the target's, where `known` [V] are the target's ids;
-    None: they are the same."""
-    if known is None:
-        return probs
-    return probs.new_zeros(*probs.shape[:-1], vocab_size).index_copy_(-1, known, probs)
 
 
 def _table(rows: list[list[int]]) -> list[list[int]]:

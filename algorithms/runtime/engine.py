@@ -157,7 +157,8 @@ class Engine:
         overshoot = slots + self._overlap * (algorithm.max_depth + 1)
         context = self._limit + overshoot
         max_pages = -(-context // settings.page_size)
-        piggybacks = settings.piggyback and level == "step" and backend.captures_prompts and not adaptive
+        captures_prompts = level == "step" and backend.captures_prompts
+        piggybacks = settings.piggyback and captures_prompts and not adaptive
         ahead = _ahead(settings) if piggybacks else 0
         num_pages = settings.num_pages or max_pages * (settings.max_batch + ahead)
         resources = Resources(
@@ -187,7 +188,6 @@ class Engine:
         chunks = _chunks_between(self.parts, settings, self._limit)
         riding = _chunks_in_steps(self.parts, settings, chunks[-1]) if piggybacks else []
         self.runner = StepRunner(self.parts, level, PhaseClock(weight.device), capture, riding)
-        captures_prompts = level == "step" and backend.captures_prompts
         recorder = self.runner.recorder if captures_prompts else None
         self.prefiller = Prefiller(self.parts, chunks, recorder)
         self._grammars = grammars

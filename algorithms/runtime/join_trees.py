@@ -11,9 +11,6 @@ import specdec_kernels as kernels
 from algorithms.runtime.algorithm import DraftTree
 from specdec_kernels.tree.types import MAX_NODES
 
-_UNUSED = -2
-"""Parent of a node outside of the tree."""
-
 
 def graft_chain(tree: DraftTree, chain: Tensor, lengths: Tensor, is_chain: bool, impl: str) -> DraftTree:
     """`tree` with the tokens of `chain` [B, M] int64 behind its root, -1 behind the last of a row.
@@ -29,7 +26,7 @@ def graft_chain(tree: DraftTree, chain: Tensor, lengths: Tensor, is_chain: bool,
     chain = chain[:, : MAX_NODES - tree.tokens.shape[1]]
     place = torch.arange(-1, chain.shape[1], device=chain.device, dtype=torch.int32)
     given = torch.cat([torch.ones_like(tree.tokens[:, :1]), chain], 1) >= 0
-    parents = torch.where(given, place, _UNUSED).int()
+    parents = torch.where(given, place, kernels.UNUSED_PARENT).int()
     both = torch.cat([tree.tokens[:, :1], chain.clamp(min=0)], 1)
     drafted = kernels.tree_parents(tree.links.mask, impl=impl)
     tokens, parents = kernels.merge_trees(both, parents, tree.tokens, drafted, impl=impl)
@@ -39,7 +36,7 @@ def graft_chain(tree: DraftTree, chain: Tensor, lengths: Tensor, is_chain: bool,
 
 def _first_nodes(tokens: Tensor, parents: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The first `count` nodes that are in the tree, side by side: tokens and parents [B, count]."""
-    kept = parents != _UNUSED
+    kept = parents != kernels.UNUSED_PARENT
     number = kept.long().cumsum(1) - 1
     kept &= number < count
     # Every other node goes to a column behind the last.
@@ -47,5 +44,5 @@ def _first_nodes(tokens: Tensor, parents: Tensor, count: int) -> tuple[Tensor, T
     parent = torch.where(parents < 0, parents, number.gather(1, parents.clamp(min=0).long()).int())
     shape = (len(tokens), count + 1)
     moved = tokens[:, :1].expand(shape).scatter(1, column, tokens)
-    above = torch.full(shape, _UNUSED, dtype=torch.int32, device=tokens.device).scatter(1, column, parent)
+    above = torch.full(shape, kernels.UNUSED_PARENT, dtype=torch.int32, device=tokens.device).scatter(1, column, parent)
     return moved[:, :count].contiguous(), above[:, :count].contiguous()

@@ -274,7 +274,7 @@ class AdaptiveTask(CompareTask):
         "algo", "data", "baseline", "samples", "runtime.max_batch", "runtime.adaptive",
     )  # fmt: skip
     OWN_PAGES: ClassVar[str | None] = "each of task.batches has as many pages as it needs"
-    NOT_RESUMED: ClassVar[str | None] = "it keeps no part of what it has measured"
+    NOT_RESUMED: ClassVar[str | None] = TaskConfig.NOT_RESUMED
     name: str = "adaptive"
     batches: list[int] = field(default_factory=lambda: [1, 8, 32])
     """Requests at a time."""

@@ -90,7 +90,6 @@ def summary(texts: Sequence[Sequence[Step]], max_depth: int) -> dict[str, Any]:
     steps = [step for text in texts for step in text]
     ends = [(step.accepted, step.ran_out) for step in steps]
     positions = metrics.acceptance_by_position(ends, max_depth)
-    reached = zip(positions["accepted"], positions["rejected"], strict=True)
     tokens = [sum(step.tokens for step in text) for text in texts]
     return {
         "num_requests": len(texts),
@@ -101,7 +100,7 @@ def summary(texts: Sequence[Sequence[Step]], max_depth: int) -> dict[str, Any]:
         "num_accepted_histogram": metrics.num_accepted_histogram([step.accepted for step in steps], max_depth),
         "acceptance": positions,
         "acceptance_at": metrics.conditional_acceptance(positions),
-        "acceptance_at_interval": [repeats.wilson(accepted, accepted + rejected) for accepted, rejected in reached],
+        "acceptance_at_interval": metrics.acceptance_intervals(positions),
     }
 
 

@@ -73,6 +73,12 @@ def conditional_acceptance(counts: Mapping[str, Sequence[int]]) -> list[float | 
     return [ratio(accepted, accepted + rejected) for accepted, rejected in pairs]
 
 
+def acceptance_intervals(counts: Mapping[str, Sequence[int]]) -> list[list[float] | None]:
+    """The 95 % interval (Wilson) of each entry of `conditional_acceptance`; it takes the steps as independent."""
+    pairs = zip(counts["accepted"], counts["rejected"], strict=True)
+    return [repeats.wilson(accepted, accepted + rejected) for accepted, rejected in pairs]
+
+
 def ratio(numerator: float, denominator: float) -> float | None:
     """`numerator / denominator`, None for a denominator of 0."""
     return numerator / denominator if denominator else None
@@ -89,7 +95,6 @@ def summarize_method(
     positions = acceptance_by_position(ends, max_depth)
     output_tokens = sum(len(completion.token_ids) for completion in completions)
     emitted = [sum(c.accepted_counts) + len(c.accepted_counts) for c in completions]
-    reached = zip(positions["accepted"], positions["rejected"], strict=True)
     return {
         "num_requests": len(completions),
         "num_failed": sum(bool(completion.error) for completion in completions),
@@ -103,7 +108,7 @@ def summarize_method(
         "num_accepted_histogram": num_accepted_histogram(accepted, max_depth),
         "acceptance": positions,
         "acceptance_at": conditional_acceptance(positions),
-        "acceptance_at_interval": [repeats.wilson(accepted, accepted + rejected) for accepted, rejected in reached],
+        "acceptance_at_interval": acceptance_intervals(positions),
         "num_accepted": sum(accepted),
         "num_drafted": drafted,
         "acceptance_rate": ratio(sum(accepted), drafted),

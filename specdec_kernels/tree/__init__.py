@@ -20,9 +20,18 @@ from specdec_kernels.tree.api import (
     rerank_tree,
     tree_parents,
 )
-from specdec_kernels.tree.types import Candidates, DraftTopk, Frontier, MergedTree, Selection, TreeLinks
+from specdec_kernels.tree.types import (
+    UNUSED_PARENT,
+    Candidates,
+    DraftTopk,
+    Frontier,
+    MergedTree,
+    Selection,
+    TreeLinks,
+)
 
 __all__ = [
+    "UNUSED_PARENT",
     "Candidates",
     "DraftTopk",
     "Frontier",
