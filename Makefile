@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 # Extra arguments, for example: make test ARGS="-k accept -x", make run ARGS="data.limit=8"
 ARGS   ?=
+# How long `make fuzz` goes on.
+FUZZ_SECONDS ?= 1800
 # One pytest process per core of the smallest supported machine; whole files stay together so that fixtures are shared.
 JOBS   ?= 2
 
@@ -43,8 +45,8 @@ audit: $(VENV)/.installed  ## identity of every algorithm in float32 over more t
 soak: $(VENV)/.installed-dev  ## 20,000 steps of random traffic over the shipped models, everything checked after each
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.algorithms.soak $(ARGS)
 
-fuzz: $(VENV)/.installed-dev  ## 30 minutes of random requests, settings, aborts and injected faults; prints every seed
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.algorithms.fuzz --seconds 1800 $(ARGS)
+fuzz: $(VENV)/.installed-dev  ## 30 minutes of random requests, settings, grammars, aborts and injected faults; prints every seed
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.algorithms.fuzz --seconds $(FUZZ_SECONDS) $(ARGS)
 
 lint: $(VENV)/.installed-dev  ## ruff
 	$(BIN)/python -m ruff check .

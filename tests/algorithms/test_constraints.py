@@ -111,19 +111,26 @@ def served(maker: str, how: Setup, some: slice = slice(None)) -> list[Completion
     return run(drafter, asked()[some], how, TARGET).completions
 
 
-def in_grammar(request: Request, text: str) -> bool:
-    """Whether `text` is in the grammar of `request`, by other means than the library's."""
-    grammar = request.sampling.grammar
-    if grammar.kind == "json_schema":
-        value = json.loads(text)
-        name, kind, on = value["n"], value["k"], value["on"]
-        assert list(value) == list(SCHEMA["properties"])
-        return bool(re.fullmatch("[a-z]{2,4}", name)) and kind in ("kilo", "kit", "moth") and isinstance(on, bool)
-    if grammar.kind == "regex":
-        return bool(re.fullmatch(REGEX, text))
+def in_schema(text: str) -> bool:
+    """Whether `text` fits `SCHEMA`, by other means than the library's."""
+    value = json.loads(text)
+    name, kind, on = value["n"], value["k"], value["on"]
+    fits = list(value) == list(SCHEMA["properties"]) and bool(re.fullmatch("[a-z]{2,4}", name))
+    return fits and kind in ("kilo", "kit", "moth") and isinstance(on, bool)
+
+
+def in_nested(text: str) -> bool:
+    """Whether `text` is of the grammar `NESTED`."""
     while (shorter := re.sub(r"\[((X|[a-c][a-c]?)(,(X|[a-c][a-c]?))?)?\]", "X", text)) != text:
         text = shorter
     return text == "X"
+
+
+def in_grammar(request: Request, text: str) -> bool:
+    kind = request.sampling.grammar.kind
+    if kind == "json_schema":
+        return in_schema(text)
+    return bool(re.fullmatch(REGEX, text)) if kind == "regex" else in_nested(text)
 
 
 def test_what_is_written_parses() -> None:
