@@ -28,6 +28,7 @@ from experiments.app.errors import UserError, user_errors
 from experiments.app.suggest import unknown_key_message
 
 METHODS = ("greedy", "prompt_lookup", "assistant")
+WARM_UP_TOKENS = 16
 
 
 @dataclass
@@ -91,7 +92,7 @@ class Peer:
     def _count(self, *_: Any) -> None:
         self._forwards += 1
 
-    def write(self, ids: Sequence[int], method: str) -> Written:
+    def write(self, ids: Sequence[int], method: str, max_new_tokens: int) -> Written:
         """The answer to the prompt `ids`, greedily."""
         import torch
 
@@ -107,7 +108,7 @@ class Peer:
                 prompt,
                 attention_mask=torch.ones_like(prompt),
                 do_sample=False,
-                max_new_tokens=self.settings.max_new_tokens,
+                max_new_tokens=max_new_tokens,
                 **extra,
             )
         return Written(found[0, len(ids) :].tolist(), self._forwards, seconds[0])
@@ -127,11 +128,12 @@ class Peer:
 def rows_of(peer: Peer, name: str, prompts: Sequence[Sequence[int]]) -> Iterator[dict[str, Any]]:
     """One row per method on the prompt set `name`."""
     greedy: list[list[int]] = []
+    most = peer.settings.max_new_tokens
     for method in METHODS:
         if method == "assistant" and peer.assistant is None:
             continue
-        peer.write(prompts[0], method)  # warm-up
-        written = [peer.write(ids, method) for ids in prompts]
+        peer.write(prompts[0], method, min(most, WARM_UP_TOKENS))
+        written = [peer.write(ids, method, most) for ids in prompts]
         texts = [each.tokens for each in written]
         greedy = greedy or texts
         num_tokens, seconds = sum(map(len, texts)), sum(each.seconds for each in written)

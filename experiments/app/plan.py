@@ -12,6 +12,7 @@ from experiments.app.errors import UserError, user_errors
 from experiments.app.hardware import Hardware, resolve_hardware
 from experiments.app.schema import ModelConfig, RunConfig
 from experiments.app.suggest import unknown_option_message
+from experiments.app.task_schema import MethodsTask
 from experiments.app.workload import Workload, make_workload
 from experiments.data.prompts import load_prompts
 from experiments.replay.cost import read_step_times
@@ -113,7 +114,7 @@ def resolve(config: RunConfig) -> Plan:
     with user_errors(ValueError, OSError):
         methods, backends, sets = task.methods_of(config), task.backends_of(config), task.data_of(config)
     _check_target_there(config.model)
-    _check_drafters_named(config.model, methods)
+    _check_drafters_named(config, methods)
     hardware = resolve_hardware(config.runtime)
     with user_errors(ValueError, OSError):
         target = read_target(config.model.path)
@@ -146,18 +147,19 @@ def _check_target_there(model: ModelConfig) -> None:
         raise UserError(f"model={model.name}: there is no folder {model.path}\n{model.obtain}")
 
 
-def _check_drafters_named(model: ModelConfig, methods: Mapping[str, Any]) -> None:
+def _check_drafters_named(config: RunConfig, methods: Mapping[str, Any]) -> None:
     """Refuse a drafter that is not named or not there, that no algorithm takes, or that several would take."""
     from algorithms.registry import available
     from algorithms.runtime.models.folder import is_absent
 
+    model = config.model
     for name in model.drafts:
         if name not in available():
             said = unknown_option_message("algo", name, sorted(available()))
             raise UserError(f"model.drafts.{name} names the drafter of no algorithm: {said}")
     with user_errors(ValueError):
-        names = dict.fromkeys(available()[algo.name].drafter_for(algo) for algo in methods.values())
-    drafting = [name for name in names if name is not None]
+        names = {label: available()[algo.name].drafter_for(algo) for label, algo in methods.items()}
+    drafting = [name for name in dict.fromkeys(names.values()) if name is not None]
     if model.draft_path is not None and len(drafting) > 1:
         raise UserError(
             f"model.draft_path is the drafter of one algorithm, and this task runs {', '.join(drafting)}\n"
@@ -165,9 +167,12 @@ def _check_drafters_named(model: ModelConfig, methods: Mapping[str, Any]) -> Non
         )
     for name in drafting:
         if model.drafter_of(name) is None:
+            served = [label for label, own in names.items() if own is None or model.drafter_of(own) is not None]
+            fewer = f"\nor run the methods that have one: task.only=[{','.join(served)}]"
             raise UserError(
                 f"algo={name} needs a drafter, and model={model.name} names none for it\n"
-                f"give its folder or hub name as model.draft_path or model.drafts.{name}"
+                f"give its folder or hub name as {'' if drafting[1:] else 'model.draft_path or '}model.drafts.{name}"
+                + (fewer if served and isinstance(config.task, MethodsTask) else "")
             )
         if model.draft_path is None and is_absent(str(model.drafts[name])):
             raise UserError(

@@ -78,7 +78,7 @@ class MethodsTask(TaskConfig):
         """
         if not self.methods:
             raise ValueError("task.methods is empty: give at least one, such as +task.methods.mine.name=dflash")
-        found = {label: method_config(f"task.methods.{label}", settings) for label, settings in self.methods.items()}
+        found = methods_by_label(self.methods)
         for label in self.only:
             expect_choice("task.only", label, tuple(found))
         return {label: method for label, method in found.items() if label in self.only or not self.only}
@@ -115,7 +115,7 @@ class CompareTask(MethodsTask):
 
 @dataclass
 class ThroughputTask(TaskConfig):
-    """The run's algorithm and the baseline at several concurrencies."""
+    """The run's algorithm, further methods and the baseline at several concurrencies."""
 
     IGNORED: ClassVar[tuple[str, ...]] = ("baseline", "samples", "runtime.max_batch")
     OWN_PAGES: ClassVar[str | None] = "each level of task.concurrency has as many pages as it needs"
@@ -124,13 +124,22 @@ class ThroughputTask(TaskConfig):
     concurrency: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32])
     requests: int = 2
     """Requests of a level per unit of concurrency, if that is more than there are prompts; they are taken in turn."""
+    methods: dict[str, Any] = field(default_factory=dict)
+    """Methods beside the run's algorithm: label to algorithm and its settings."""
     repeats: int | None = None
-    """Rounds of both sides at each level, as in `GenerateTask`."""
+    """Rounds of all methods at each level, as in `GenerateTask`."""
 
     def __post_init__(self) -> None:
         _expect_some("task.concurrency", self.concurrency, least=1)
         expect_at_least("task.requests", self.requests, 1)
         expect_at_least("task.repeats", self.repeats, 1)
+        methods_by_label(self.methods)
+
+    def methods_of(self, config: RunConfig) -> dict[str, Any]:
+        own = config.algo.name
+        if own in self.methods:
+            raise ValueError(f"task.methods.{own}: the run's algorithm has this label, expected another one")
+        return {own: config.algo} | methods_by_label(self.methods)
 
 
 @dataclass
@@ -319,6 +328,11 @@ def prompt_set(name: str, limit: int | None, skip_long: bool) -> Any:
     expect_choice("task.data", name, tuple(datasets()))
     settings = datasets()[name](skip_long=skip_long)
     return settings if limit is None else replace(settings, limit=limit)
+
+
+def methods_by_label(methods: Mapping[str, Any]) -> dict[str, Any]:
+    """Label to configuration of the algorithms in `methods`, as `method_config` makes it."""
+    return {label: method_config(f"task.methods.{label}", settings) for label, settings in methods.items()}
 
 
 def method_config(key: str, settings: Any) -> Any:

@@ -1,9 +1,9 @@
 """Tokens per second, time to the first token and latency between tokens as more requests share the batch.
 
-Each level of concurrency serves the same requests with autoregressive decoding and with the run's algorithm, in batches
-of up to that many. The clock of a request starts when it enters the batch. The tokens of one step share the time since
-the step before (`inter_token_ms`, pooled over tokens), so a speculative step does not count as one slow token and some
-free ones.
+Each level of concurrency serves the same requests with autoregressive decoding, with the run's algorithm and with the
+methods of `task.methods`, in batches of up to that many. The clock of a request starts when it enters the batch. The
+tokens of one step share the time since the step before (`inter_token_ms`, pooled over tokens), so a speculative step
+does not count as one slow token and some free ones.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Throughput(Task):
-    """The run's algorithm and the baseline at every level of concurrency."""
+    """The run's algorithm, further methods and the baseline at every level of concurrency."""
 
     name = "throughput"
     objective = "wall_tokens_per_s"
@@ -47,7 +47,7 @@ class Throughput(Task):
         return [row for level in self.plan.config.task.concurrency for row in self._level(level)]
 
     def _level(self, concurrency: int) -> list[Row]:
-        """Baseline and algorithm with up to `concurrency` requests at a time."""
+        """Baseline and methods with up to `concurrency` requests at a time."""
         (workload,) = self.plan.workloads
         plan = self.plan.varied(max_batch=concurrency, num_pages=None)
         count = max(concurrency * self.plan.config.task.requests, len(workload.requests))
@@ -64,7 +64,7 @@ class Throughput(Task):
         ]
 
     def best(self, rows: Sequence[Row]) -> Row:
-        return super().best([row for row in rows if row["method"] == rows[-1]["method"]])
+        return super().best([row for row in rows if row["method"] == self.plan.config.algo.name])
 
     def label(self, row: Row) -> str:
         return f"{row['method']} ×{row['concurrency']}"

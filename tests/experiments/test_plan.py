@@ -118,6 +118,17 @@ def test_a_target_that_has_to_be_fetched_says_how(tmp_path: Path) -> None:
     assert "make smollm2" in said and "HuggingFaceTB/SmolLM2-135M-Instruct" in said and "absent" in said
 
 
+def test_methods_without_a_drafter_can_be_left_out() -> None:
+    drafters = f"model.drafts={{eagle3:{TINY / 'eagle3'}}}"
+    words = ("task=compare", "model=local", f"model.path={TINY / 'target'}", drafters)
+    said = refusal(*words)
+    assert "algo=standalone needs a drafter, and model=local names none for it" in said
+    assert "give its folder or hub name as model.drafts.standalone\n" in said  # model.draft_path would be refused
+    (instead,) = [word for word in said.split() if word.startswith("task.only=")]
+    assert instead == "task.only=[eagle3_chain,eagle3_tree,ngram]"
+    check(*words, instead)
+
+
 def test_a_drafter_is_named_without_a_plus() -> None:
     named = f"model.drafts.eagle3={TINY / 'eagle3'}"
     check("model=local", f"model.path={TINY / 'target'}", "algo=eagle3", named)

@@ -252,6 +252,18 @@ def test_throughput_of_the_baseline_alone(run: Run) -> None:
     assert [row["method"] for row in done.rows] == ["autoregressive"]
 
 
+def test_throughput_of_several_methods_decodes_the_baseline_once(run: Run) -> None:
+    further = "+task.methods={short:{name:ngram,num_nodes:4}}"
+    done = run("task=throughput", "algo=ngram", further, "task.concurrency=[2]", "task.requests=1", "task.repeats=1")
+    assert done.returncode == 0, done.stderr
+    sizes = [("autoregressive", 1), ("ngram", 16), ("short", 4)]
+    assert [(row["method"], row["num_nodes"]) for row in done.rows] == sizes
+    assert len({row["output_tokens"] for row in done.rows}) == 1
+    task = without_a_run(Throughput)
+    task.plan.config = SimpleNamespace(algo=SimpleNamespace(name="ngram"))
+    assert task.best([row | {"wall_tokens_per_s": rate} for rate, row in enumerate(done.rows, 1)])["method"] == "ngram"
+
+
 def test_throughput_warns_of_prompts_asked_twice_and_of_a_drafter_that_is_never_right(run: Run) -> None:
     done = run("task=throughput", "algo=standalone", "task.concurrency=[1,2]", "task.requests=2")
     assert done.returncode == 0, done.stderr
@@ -520,6 +532,11 @@ def test_graph_ablation_tells_an_algorithm_with_a_level_of_its_own() -> None:
         ([*COMPARE, "model.draft_path=x"], ["model.draft_path", "standalone, dflash", "model.drafts.standalone"]),
         (["task=throughput", "algo=eagle"], ["algo=eagle needs a drafter"]),
         (["task=throughput", "task.concurrency=[]"], ["task.concurrency must not be empty"]),
+        (
+            ["task=throughput", "algo=ngram", "+task.methods={ngram:{name:suffix}}"],
+            ["task.methods.ngram: the run's algorithm has this label"],
+        ),
+        (["task=throughput", "+task.methods={a:{name:ngram,nodes:3}}"], ["task.methods.a: algo=ngram has no setting"]),
         (["task=throughput", "task.concurrency=[2,0]"], ["task.concurrency must be at least 1, got 0"]),
         (["task=throughput", "task.request=3"], ["task.request", "task.requests"]),
         ([*LOSSLESS, "task.backends=[fa5]"], ["task.backends", "fa4", "torch", "'fa5'"]),
