@@ -14,7 +14,7 @@ import torch
 from experiments.bench import parity, peers
 from experiments.bench.ceilings import Ceilings
 from experiments.bench.selection import maker
-from experiments.bench.timing import Limits, Timing, cold_copies, time_calls, time_function
+from experiments.bench.timing import Limits, Timing, cold_copies, time_calls, time_function, time_in_turn
 from experiments.bench.work import Work, work_of
 from specdec_kernels.cases import Case, comparison_of
 
@@ -72,7 +72,7 @@ def _measured(family: str, case: Case, bench: Bench) -> dict[str, Any]:
     row |= _times(called, "call_")
     row |= _rates(work_of(family, case.function, inputs, kernel(**inputs)), timing, bench.ceilings)
     row |= _against_reference(function, copies, called, found, bench)
-    row["peers"] = {name: _against_peer(name, case.function, copies, kernel, timing, bench) for name in bench.peers}
+    row["peers"] = {name: _against_peer(name, case.function, copies, kernel, bench) for name in bench.peers}
     return row
 
 
@@ -135,10 +135,9 @@ def _against_peer(
     function: str,
     copies: Sequence[dict[str, Any]],
     kernel: Callable[..., Any],
-    timing: Timing,
     bench: Bench,
 ) -> dict[str, Any]:
-    """The time of the peer, by the same clock and over as many inputs as ours, or why there is none."""
+    """The times of the peer and of our kernel, measured in turn and over as many inputs, or why there are none."""
     try:
         # Some functions write into their arguments: each side gets its own.
         ours, theirs = deepcopy(copies[0]), deepcopy(copies[0])
@@ -147,9 +146,10 @@ def _against_peer(
         if (problem := parity.difference(*sides)) is not None:
             return dict(status=DISAGREES, problem=problem)
         calls = [peers.prepare(name, function, copy) for copy in copies]
-        timed = time_function(lambda call: call(), [dict(call=call) for call in calls], bench.device, bench.limits)
+        theirs_of_copies = (lambda call: call(), [dict(call=call) for call in calls])
+        own, timed = time_in_turn([(kernel, copies), theirs_of_copies], bench.device, bench.limits)
     except (peers.Unavailable, ImportError) as reason:
         return dict(status=NOT_RUN, problem=_first_line(reason))
     except Exception as failure:  # a peer's failure says nothing about our kernel
         return dict(status=FAILED, problem=f"{type(failure).__name__}: {_first_line(failure)}")
-    return dict(status=OK, ratio=timed.median_ms / timing.median_ms) | _times(timed)
+    return dict(status=OK, ratio=timed.median_ms / own.median_ms, ours_us=own.median_ms * 1e3) | _times(timed)

@@ -3,9 +3,9 @@
 On a GPU a call is timed in two ways, and a ratio is only taken between two times of one kind. `time_function` captures
 calls in a CUDA graph and times its replays by events, so that the number is device time without Python or launch
 overhead. The calls take copies of the inputs in turn that together exceed the L2 cache, so that each finds it cold
-(`Timing.cache` says where tiny inputs could not). `time_calls` times calls as a program makes them, launches included.
-Elsewhere both use `time.perf_counter`. All warm up first, are bounded in time, and report the median with the 20 % and
-80 % quantiles.
+(`Timing.cache` says where tiny inputs could not). `time_in_turn` does the same for both sides of a ratio, one replay of
+each after the other. `time_calls` times calls as a program makes them, launches included. Elsewhere all use
+`time.perf_counter`. All warm up first, are bounded in time, and report the median with the 20 % and 80 % quantiles.
 """
 
 from __future__ import annotations
@@ -24,6 +24,11 @@ from experiments.app.provenance import git_revision, machine, versions
 
 _MAX_COPIES = 256
 _FEWEST_REPEATS = 3
+_FEWEST_CALLS = 4  # of a graph, which share what starting a replay takes
+_WARM_UP_MS = 50.0
+
+Side = tuple[Callable[..., Any], Sequence[dict[str, Any]]]
+"""A function, and the arguments that its calls take in turn."""
 
 
 @dataclass(frozen=True)
@@ -100,11 +105,21 @@ def time_function(
 
     On a GPU the function must not read back from the device. Raises ValueError where there are no arguments.
     """
-    _expect_some(arguments)
+    return time_in_turn([(function, arguments)], device, limits)[0]
+
+
+def time_in_turn(sides: Sequence[Side], device: torch.device, limits: Limits) -> list[Timing]:
+    """As `time_function`, of several functions whose measurements take turns: ours, theirs, ours, theirs, ... So both
+    sides of a ratio find the same clocks and temperature."""
+    for _, arguments in sides:
+        _expect_some(arguments)
     if device.type != "cuda":
-        return _time_by_clock(function, arguments, limits)
-    samples = _replay_ms(function, arguments, limits)
-    return _summary(samples, "cuda graph replay", _cache_state(arguments, device))
+        return _time_by_clock(sides, limits)
+    samples = _replay_ms(sides, limits)
+    return [
+        _summary(of_side, "cuda graph replay", _cache_state(arguments, device))
+        for of_side, (_, arguments) in zip(samples, sides, strict=True)
+    ]
 
 
 def time_calls(
@@ -113,7 +128,7 @@ def time_calls(
     """As `time_function`, but of calls as they are made from Python: launches are part of the time."""
     _expect_some(arguments)
     if device.type != "cuda":
-        return _time_by_clock(function, arguments, limits)
+        return _time_by_clock([(function, arguments)], limits)[0]
     function(**arguments[0])
     warmup, repeats = limits.within_budget(_synchronized_ms(lambda: function(**arguments[0])))
     samples = []
@@ -132,14 +147,15 @@ def _expect_some(arguments: Sequence[dict[str, Any]]) -> None:
         raise ValueError("arguments: expected at least one set, got none")
 
 
-def _time_by_clock(function: Callable[..., Any], arguments: Sequence[dict[str, Any]], limits: Limits) -> Timing:
-    samples = []
+def _time_by_clock(sides: Sequence[Side], limits: Limits) -> list[Timing]:
+    samples: list[list[float]] = [[] for _ in sides]
     for index in range(-limits.warmup, limits.repeats):
-        chosen = arguments[index % len(arguments)]
-        start = time.perf_counter()
-        function(**chosen)
-        samples.append((time.perf_counter() - start) * 1e3)
-    return _summary(samples[limits.warmup :], "perf_counter", "not controlled")
+        for (function, arguments), of_side in zip(sides, samples, strict=True):
+            chosen = arguments[index % len(arguments)]
+            start = time.perf_counter()
+            function(**chosen)
+            of_side.append((time.perf_counter() - start) * 1e3)
+    return [_summary(of_side[limits.warmup :], "perf_counter", "not controlled") for of_side in samples]
 
 
 def _synchronized_ms(call: Callable[[], object]) -> float:
@@ -151,21 +167,40 @@ def _synchronized_ms(call: Callable[[], object]) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def _replay_ms(function: Callable[..., Any], arguments: Sequence[dict[str, Any]], limits: Limits) -> list[float]:
-    """Milliseconds per call of each replay of a graph that holds one call for every set of arguments."""
+def _replay_ms(sides: Sequence[Side], limits: Limits) -> list[list[float]]:
+    """Milliseconds per call of each replay of a graph for each side, which holds a call for every set of arguments."""
+    captured = [_captured(function, arguments) for function, arguments in sides]
+    graphs, counts = [graph for graph, _, _ in captured], [count for _, count, _ in captured]
+
+    def replay_all() -> None:
+        for graph in graphs:
+            graph.replay()
+
+    # Replays that do not count: a device that was idle takes a while to reach the clocks at which it works.
+    start, one_ms = time.perf_counter(), 0.0
+    while (time.perf_counter() - start) * 1e3 < _WARM_UP_MS or not one_ms:
+        one_ms = _synchronized_ms(replay_all)
+    warmup, repeats = limits.within_budget(one_ms / len(graphs))
+    for _ in range(warmup):
+        replay_all()
+    turns = iter(graphs * repeats)
+    times = back_to_back_ms(lambda: next(turns).replay(), 0, repeats * len(graphs))
+    return [[each / count for each in times[index :: len(graphs)]] for index, count in enumerate(counts)]
+
+
+def _captured(
+    function: Callable[..., Any], arguments: Sequence[dict[str, Any]]
+) -> tuple[torch.cuda.CUDAGraph, int, list[Any]]:
+    """A graph with calls of `function` over `arguments` in turn, their number, and their results."""
     torch.cuda.synchronize()  # the copies of the inputs are made on another stream
     aside = torch.cuda.Stream()
     with torch.cuda.stream(aside):
         function(**arguments[0])  # compiles, which a capture must not
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
+    graph, rounds = torch.cuda.CUDAGraph(), -(-_FEWEST_CALLS // len(arguments))
     with torch.cuda.graph(graph):
-        kept = [function(**each) for each in arguments]
-    graph.replay()
-    warmup, repeats = limits.within_budget(_synchronized_ms(graph.replay))
-    times = back_to_back_ms(graph.replay, warmup, repeats)
-    del kept
-    return [each / len(arguments) for each in times]
+        kept = [function(**each) for _ in range(rounds) for each in arguments]
+    return graph, len(kept), kept
 
 
 def back_to_back_ms(call: Callable[[], object], warmup: int, repeats: int) -> list[float]:

@@ -7,8 +7,8 @@ and two from 128 rows on. Every row of the table compiles without spills.
 
 Keys are split so that the programs of a call fill the chip in whole rounds (see `spread` and `device.split_layout`):
 one request has many short splits, and a batch that fills the chip by itself has none. A split costs its partial result,
-which is written and read again, and the first loads of its program, which nothing hides. There is a greatest length
-too, so that a request that is much longer than the others does not keep a few programs running alone. The partial
+which is written and read again, and the first loads of its program, which nothing hides. Splits have a length to aim
+at too, so that a request that is much longer than the others does not keep a few programs running alone. The partial
 results of a request take at most `PARTIAL_BYTES`, or those of one split: calls of many rows have fewer and longer
 splits.
 
@@ -63,11 +63,11 @@ class AttentionConfig:
     """Tile of one program and how the keys are split.
 
     block_m: packed query rows. block_n: keys per iteration. split_tokens: fewest keys per program before partial
-    results are merged. first_splits: splits of a request that fill the chip. longest_split: keys above which there are
-    twice as many, and so on. 0 for the two means as `spread` chooses. slots: programs that the chip runs at once.
-    resident_programs: size of the persistent grid that walks a work list. polynomial_exp2, lazy_rescale: see
-    `device.softmax_step`. fp8_native: the chip converts e4m3 itself. overlap: the kernel is launched before the one
-    ahead of it has ended.
+    results are merged. first_splits: splits of a request that fill the chip. longest_split: keys that a split has at
+    most, about; longer requests have 2, 3, ... times `first_splits`. 0 for the two means as `spread` chooses. slots:
+    programs that the chip runs at once. resident_programs: size of the persistent grid that walks a work list.
+    polynomial_exp2, lazy_rescale: see `device.softmax_step`. fp8_native: the chip converts e4m3 itself. overlap: the
+    kernel is launched before the one ahead of it has ended.
     """
 
     block_m: int

@@ -76,8 +76,8 @@ def split_layout(length, end, split_tokens, first_splits, longest_split, max_spl
     """(keys per split, first key, index of the first split, number of splits) of a request, scalars or tensors.
 
     The keys that a row may see are cut into equal splits: `first_splits`, or fewer of `split_tokens` keys, or so many
-    times `first_splits` that a split has at most `longest_split` keys; and at most `max_splits`. The length of a split
-    is rounded up to an eighth of `split_tokens`. The index of the first split is 0.
+    times `first_splits` that a split has about `longest_split` keys, as far as `max_splits` allows. The length of a
+    split is rounded up to an eighth of `split_tokens`. The index of the first split is 0.
 
     FIXED splits depend on nothing but positions, see `fixed_split_of`; their length, which varies, is given as 0.
     """
@@ -92,7 +92,9 @@ def split_layout(length, end, split_tokens, first_splits, longest_split, max_spl
     begin = lowest // unit * unit
     span = tl.maximum(end - begin, 0)
     shortest = (span + split_tokens - 1) // split_tokens
-    rounds = ((span + longest_split - 1) // longest_split + first_splits - 1) // first_splits
+    # To the nearest number: lengths just above a power of two, of a prompt and its draft, have the splits of the power.
+    rounds = (span // first_splits + longest_split // 2) // longest_split
+    rounds = tl.maximum(tl.minimum(rounds, max_splits // first_splits), 1)
     wanted = tl.minimum(tl.minimum(shortest, rounds * first_splits), max_splits)
     tokens = (span + tl.maximum(wanted, 1) - 1) // tl.maximum(wanted, 1)
     tokens = tl.maximum((tokens + unit - 1) // unit, 1) * unit

@@ -168,7 +168,8 @@ def _num_splits(lengths: torch.Tensor, used: torch.Tensor, work: WorkShape) -> t
     lowest = torch.zeros_like(end) if work.window is None else (lengths - work.window + 1).clamp(min=0)
     unit = work.split_tokens // 8
     span = (end - lowest // unit * unit).clamp(min=0)
-    rounds = _ceil_div(_ceil_div(span, work.longest_split), work.first_splits)
+    rounds = (span // work.first_splits + work.longest_split // 2) // work.longest_split
+    rounds = rounds.clamp(max=work.max_splits // work.first_splits).clamp(min=1)
     wanted = _ceil_div(span, work.split_tokens).minimum(rounds * work.first_splits).clamp(min=1, max=work.max_splits)
     tokens = _ceil_div(_ceil_div(span, wanted), unit).clamp(min=1) * unit
     return _ceil_div(span, tokens)

@@ -144,7 +144,8 @@ class WorkShape(NamedTuple):
 
     def splits_of(self, keys: int) -> int:
         """Splits of a request of which a row may see so many keys, before their length is rounded."""
-        rounds = -(-keys // (self.longest_split * self.first_splits))
+        rounds = (keys // self.first_splits + self.longest_split // 2) // self.longest_split
+        rounds = max(1, min(rounds, self.max_splits // self.first_splits))
         return min(-(-keys // self.split_tokens), rounds * self.first_splits, self.max_splits)
 
     @property

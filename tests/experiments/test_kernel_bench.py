@@ -26,7 +26,16 @@ from experiments.bench import libraries, parity, peer_operations, peers, show
 from experiments.bench import row as bench_row
 from experiments.bench.ceilings import Ceilings
 from experiments.bench.selection import DeviceMaker, chosen_cases, named
-from experiments.bench.timing import Limits, bytes_in, cold_copies, provenance, tensors_in, time_calls, time_function
+from experiments.bench.timing import (
+    Limits,
+    bytes_in,
+    cold_copies,
+    provenance,
+    tensors_in,
+    time_calls,
+    time_function,
+    time_in_turn,
+)
 from experiments.bench.work import work_of
 from experiments.kernel_bench import KernelBenchConfig
 from experiments.report.plots import logarithmic
@@ -66,6 +75,16 @@ def test_a_measurement_of_nothing_is_refused(options: dict[str, int]) -> None:
         Limits(**options)
     with pytest.raises(ValueError, match="got none"):
         time_function(lambda: None, [], CPU, Limits())
+
+
+def test_sides_of_a_ratio_take_turns() -> None:
+    """A side that is measured first finds a device that was idle."""
+    seen: list[str] = []
+    sides = [(lambda name, pause_s=pause_s: (seen.append(name), time.sleep(pause_s)), [dict(name=name)])
+             for name, pause_s in (("ours", 0.0), ("theirs", 0.002))]  # fmt: skip
+    ours, theirs = time_in_turn(sides, CPU, Limits(warmup=1, repeats=3))
+    assert seen == ["ours", "theirs"] * 4
+    assert ours.repeats == 3 and theirs.median_ms > max(2.0, ours.median_ms)
 
 
 def test_phases_add_up_and_keep_their_order() -> None:
@@ -306,12 +325,11 @@ def test_operations_that_write_into_arguments_are_compared(
     monkeypatch.setattr(torch.ops, "sgl_kernel", SimpleNamespace(**{function: stand_in}), raising=False)
     monkeypatch.setattr(peer_operations, "load_library", lambda package, pattern: None)
     inputs = next(each for each in SGLANG_CASES if each.name == case).build(Maker.seeded())
-    timing = time_function(lambda **_: None, [inputs], CPU, Limits(repeats=1))
     kernel = bench_row._impl(ours, "reference")
-    found = bench_row._against_peer("sgl_kernel", function, [inputs], kernel, timing, bench_on_cpu())
+    found = bench_row._against_peer("sgl_kernel", function, [inputs], kernel, bench_on_cpu())
     assert found["status"] == "ok" and found["ratio"] > 0, found
     offset = 1
-    found = bench_row._against_peer("sgl_kernel", function, [inputs], kernel, timing, bench_on_cpu())
+    found = bench_row._against_peer("sgl_kernel", function, [inputs], kernel, bench_on_cpu())
     assert found["status"] == "disagrees"
 
 
@@ -327,9 +345,8 @@ def test_renormalisations_are_compared(monkeypatch: pytest.MonkeyPatch, function
     monkeypatch.setattr(torch.ops, "sgl_kernel", stand_in, raising=False)
     monkeypatch.setattr(peer_operations, "load_library", lambda package, pattern: None)
     inputs = next(each for each in SAMPLING_CASES if each.function == function).build(Maker.seeded())
-    timing = time_function(lambda **_: None, [inputs], CPU, Limits(repeats=1))
     kernel = bench_row._impl(ours, "reference")
-    found = bench_row._against_peer("sgl_kernel", function, [inputs], kernel, timing, bench_on_cpu())
+    found = bench_row._against_peer("sgl_kernel", function, [inputs], kernel, bench_on_cpu())
     assert found["status"] == "ok" and found["ratio"] > 0, found
 
 
@@ -351,7 +368,7 @@ def test_a_row_compares_with_ceiling_reference_and_peers(monkeypatch: pytest.Mon
     against = bench_row._against_reference(paged_attention, [inputs], timing, found, bench)
     assert against["reference_ratio"] == pytest.approx(against["reference_us"] / (timing.median_ms * 1e3))
     theirs = {
-        name: bench_row._against_peer(name, "paged_attention", [inputs], kernel, timing, bench) for name in bench.peers
+        name: bench_row._against_peer(name, "paged_attention", [inputs], kernel, bench) for name in bench.peers
     }
     assert theirs["sdpa"]["status"] == "ok" and theirs["sdpa"]["ratio"] > 0
     assert theirs["varlen"] == dict(status="not run", problem="runs on a GPU only")
@@ -363,9 +380,8 @@ def test_a_row_compares_with_ceiling_reference_and_peers(monkeypatch: pytest.Mon
 
 def test_a_peer_that_disagrees_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = attention_inputs(Maker.seeded(), "chain", 4, (20, 9))
-    timing = time_function(lambda **_: None, [inputs], CPU, Limits(repeats=1))
     wrong = bench_row._impl(lambda impl, **arguments: paged_attention(**arguments, impl=impl) * 1.01, "reference")
-    found = bench_row._against_peer("sdpa", "paged_attention", [inputs], wrong, timing, bench_on_cpu())
+    found = bench_row._against_peer("sdpa", "paged_attention", [inputs], wrong, bench_on_cpu())
     assert found["status"] == "disagrees" and "median_us" not in found
 
 
@@ -411,6 +427,8 @@ def test_replay_and_call_times_of_a_gpu() -> None:
     replayed = time_function(lambda x: x * 2, copies, x.device, Limits())
     called = time_calls(lambda x: x * 2, copies, x.device, Limits())
     assert replayed.cache.startswith("cold") and 0 < replayed.median_ms < called.median_ms
+    alike = time_in_turn([(lambda x: x * 2, copies), (lambda x: x * 2, copies)], x.device, Limits())
+    assert 0.8 < alike[0].median_ms / alike[1].median_ms < 1.25
 
 
 def test_points_lie_by_their_logarithms() -> None:
