@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.app.cli import report
 from experiments.app.errors import UserError
+from experiments.app.provenance import short_revision
 from experiments.app.suggest import unknown_key_message
 from experiments.report import page as pages
 from experiments.report.console import plain_console
 from experiments.report.metrics import NOT_A_GPU
 from experiments.report.run_folder import json_lines, write_whole
-from experiments.report.tables import DASH, Column, Row, console_table, html_table, markdown
+from experiments.report.tables import DASH, Column, Row, console_table, html_table, markdown, words
 from experiments.sweep.folder import DONE, SweepFolder
 
 if TYPE_CHECKING:
@@ -84,9 +85,12 @@ def _column(name: str, frame: pd.DataFrame, interval: bool = False) -> Column:
     from pandas.api.types import is_numeric_dtype
 
     def show(row: Row) -> str:
-        return _cell(row.get(name)) + (_interval(row, name) if interval else "")
+        value = row.get(name)
+        if name == "revision" and isinstance(value, str):
+            return short_revision(value)
+        return _cell(value) + (_interval(row, name) if interval else "")
 
-    return Column(name.replace("_", " ") if interval else name, show, numeric=is_numeric_dtype(frame[name]))
+    return Column(words(name) if interval else name, show, numeric=is_numeric_dtype(frame[name]))
 
 
 def _cell(value: Any) -> str:
@@ -128,7 +132,7 @@ def collect(folders: Sequence[SweepFolder], settings: Settings) -> None:
     best = set(best_rows(frame, group, metrics[0]).index) if metrics else set()
     rows = [{**row, "index": index} for index, row in zip(frame.index, frame.to_dict("records"), strict=True)]
     columns = columns_of(frame, keys, metrics, best)
-    title = ", ".join(folder.name for folder in folders)
+    title = ", ".join(dict.fromkeys(folder.name for folder in folders))
     out = Path(settings.out) if settings.out else folders[0].path
     out.mkdir(parents=True, exist_ok=True)
     for name, text in _files(frame, columns, rows, [*keys, "state", *metrics]).items():
@@ -185,9 +189,9 @@ def _figures(
     y = settings.y or next((key for key in axes if key != x), "")
     found = []
     if x and metrics:
-        found.append((f"{metrics[0]} over {x}", over(done, keys, x, metrics[0])))
+        found.append((f"{words(metrics[0])} over {x}", over(done, keys, x, metrics[0])))
     if x and y and metrics:
-        found.append((f"{metrics[0]} over {x} and {y}", over_two(done, keys, x, y, metrics[0])))
+        found.append((f"{words(metrics[0])} over {x} and {y}", over_two(done, keys, x, y, metrics[0])))
     found.append(("Tokens/s of a request against tokens/s in all", front(done, keys)))
     return [(title, svg(figure)) for title, figure in found if figure is not None]
 
@@ -201,19 +205,23 @@ def _page(
     metric: Sequence[str],
     group: Sequence[str],
 ) -> str:
+    from experiments.sweep.frame import WHERE
+
     notes = [f"<p class=note>{escape(note)}</p>" for note in _notes(frame)]
     best = [row for row in rows if columns_best(columns, row)]
     parts = [
         *notes,
         pages.section(
-            f"Best {', '.join(metric)} for each {', '.join(group)}", html_table(columns, best) if best else ""
+            f"Best {', '.join(map(words, metric))} for each {', '.join(group)}",
+            html_table([column for column in columns if column.title != "best"], best) if best else "",
         ),
         *(pages.section(name, f"<figure>{text}</figure>") for name, text in drawn),
         pages.section("Rows", html_table(columns, rows)),
     ]
-    places = [
-        str(value) for name in ("machine", "revision") if name in frame for value in frame[name].dropna().unique()
-    ]
+    machines, revisions = (
+        [str(value) for value in frame[name].dropna().unique()] if name in frame else [] for name in WHERE
+    )
+    places = [*machines, *(f"revision {short_revision(revision)}" for revision in revisions)]
     return pages.page(f"sweep {title}", "; ".join(places), parts)
 
 

@@ -39,6 +39,12 @@ def git_revision() -> str | None:
     return done.stdout.strip()
 
 
+def short_revision(revision: str) -> str:
+    """The first seven digits of a commit, and `-dirty` where its tree had uncommitted changes."""
+    commit, dash, state = revision.partition("-")
+    return commit[:7] + dash + state
+
+
 def versions() -> dict[str, str | None]:
     """Versions of Python and of the packages that a result depends on."""
     found: dict[str, str | None] = {"python": platform.python_version()}

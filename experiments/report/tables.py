@@ -34,6 +34,11 @@ class Column:
     """Whether the terminal shows the column too; pages and files show all."""
 
 
+def words(name: str) -> str:
+    """The name of a figure as a heading: `tokens_per_step` as `tokens per step`."""
+    return name.replace("_", " ")
+
+
 def figure(value: float | None, digits: int = 1, suffix: str = "") -> str:
     """A number for a table, a dash where there is none."""
     return DASH if value is None else f"{value:,.{digits}f}{suffix}"

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
+from experiments.app.provenance import short_revision
 from experiments.app.schema import REPO_ROOT
 from experiments.report.tables import DASH, Row, figure
 
@@ -57,7 +58,7 @@ def derived(row: Row) -> dict[str, Any]:
         "histogram": _histogram(row),
         "lossless_text": _lossless(row),
         "phase": _phases(row),
-        "revision_text": str(row.get("revision") or row.get("git_revision") or "unknown")[:7],
+        "revision_text": short_revision(str(row.get("revision") or row.get("git_revision") or "unknown")),
     }
 
 

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from experiments.sweep.frame import pareto
+from experiments.app.provenance import short_revision
+from experiments.report.tables import words
+from experiments.sweep.frame import WHERE, pareto
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,16 +19,20 @@ if TYPE_CHECKING:
 PER_REQUEST, IN_ALL = "request_tokens_per_s", "wall_tokens_per_s"
 MARKERS = "osD^vPX*<>"
 MOST_LINES = 12
+MOST_MAPS = 6
+MAPS_IN_A_ROW = 3
+LEGEND_INSIDE = 4
+"""A legend of more lines stands below the axes, where it hides nothing."""
 
 
-def new_figure(columns: int = 1, width: float = 7.2, height: float = 4.2) -> tuple[Figure, Any]:
-    """A figure with a row of axes, drawn without a screen."""
+def new_figure(columns: int = 1, rows: int = 1, width: float = 7.2, height: float = 4.2) -> tuple[Figure, list[Axes]]:
+    """A figure with its axes, row by row, drawn without a screen."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, figure.subplots(1, columns, squeeze=False)[0]
+    return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
 
 
 def svg(figure: Figure) -> str:
@@ -52,7 +58,7 @@ def over(frame: pd.DataFrame, keys: Sequence[str], x: str, metric: str) -> Figur
     kept = _numbers(frame, [x, metric])
     if kept.empty:
         return None
-    figure, (axes,) = new_figure()
+    figure, [axes] = new_figure()
     for index, (name, part) in enumerate(_parts(kept, [key for key in keys if key != x])):
         line = part.sort_values(x)
         axes.plot(line[x], line[metric], marker=MARKERS[index % len(MARKERS)], label=name)
@@ -69,30 +75,34 @@ def over_two(frame: pd.DataFrame, keys: Sequence[str], x: str, y: str, metric: s
     kept = _numbers(frame, [x, y, metric])
     if kept.empty:
         return None
-    parts = list(_parts(kept, [key for key in keys if key not in (x, y)]))[:6]
-    figure, all_axes = new_figure(len(parts), width=1 + 3.6 * len(parts), height=3.6)
+    parts = list(_parts(kept, [key for key in keys if key not in (x, y)]))[:MOST_MAPS]
+    rows = -(-len(parts) // MAPS_IN_A_ROW)
+    columns = -(-len(parts) // rows)
+    figure, all_axes = new_figure(columns, rows, width=1 + 3.6 * columns, height=3.6 * rows)
     low, high = kept[metric].min(), kept[metric].max()
-    for axes, (name, part) in zip(all_axes, parts, strict=True):
+    for axes, (name, part) in zip(all_axes, parts, strict=False):
         table = part.pivot_table(index=y, columns=x, values=metric, aggfunc="mean").sort_index(ascending=False)
         image = axes.imshow(table.to_numpy(), vmin=low, vmax=high, cmap="viridis", aspect="auto")
         axes.set_xticks(range(len(table.columns)), [f"{value:g}" for value in table.columns])
         axes.set_yticks(range(len(table.index)), [f"{value:g}" for value in table.index])
-        for row in range(len(table.index)):
-            for column in range(len(table.columns)):
-                value = table.iloc[row, column]
-                if pd.notna(value):
-                    bright = high > low and (value - low) / (high - low) > 0.6
-                    axes.text(
-                        column,
-                        row,
-                        f"{value:,.0f}" if value >= 1000 else f"{value:.3g}",
-                        ha="center",
-                        va="center",
-                        color="black" if bright else "white",
-                    )
-        axes.set(title=name or metric, xlabel=x, ylabel=y)
-    figure.colorbar(image, ax=list(all_axes), label=metric)
+        _write_values(axes, table, low, high)
+        axes.set_title(name or words(metric), fontsize=10)
+        axes.set(xlabel=x, ylabel=y)
+    for axes in all_axes[len(parts) :]:
+        axes.set_visible(False)
+    figure.colorbar(image, ax=all_axes, label=words(metric))
     return figure
+
+
+def _write_values(axes: Axes, table: pd.DataFrame, low: float, high: float) -> None:
+    """Each value of a map into its field, in the colour that stands out there."""
+    for row in range(len(table.index)):
+        for column in range(len(table.columns)):
+            value = table.iloc[row, column]
+            if pd.notna(value):
+                bright = high > low and (value - low) / (high - low) > 0.6
+                text = f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+                axes.text(column, row, text, ha="center", va="center", color="black" if bright else "white")
 
 
 def front(frame: pd.DataFrame, keys: Sequence[str]) -> Figure | None:
@@ -102,7 +112,7 @@ def front(frame: pd.DataFrame, keys: Sequence[str]) -> Figure | None:
     kept = _numbers(frame, [PER_REQUEST, IN_ALL])
     if kept.empty:
         return None
-    figure, (axes,) = new_figure()
+    figure, [axes] = new_figure()
     for index, (name, part) in enumerate(_parts(kept, [key for key in keys if key not in numeric(kept, keys)])):
         axes.scatter(part[PER_REQUEST], part[IN_ALL], marker=MARKERS[index % len(MARKERS)], label=name or "rows")
     best = pareto(kept, PER_REQUEST, IN_ALL)
@@ -110,8 +120,15 @@ def front(frame: pd.DataFrame, keys: Sequence[str]) -> Figure | None:
     for _, row in best.iterrows():
         told = " ".join(f"{key.rpartition('.')[2]}={row[key]:g}" for key in numeric(kept, keys))
         right = row[PER_REQUEST] > 0.6 * kept[PER_REQUEST].max()
-        place = {"xytext": (-6 if right else 6, 4), "ha": "right" if right else "left"}
-        axes.annotate(told, (row[PER_REQUEST], row[IN_ALL]), textcoords="offset points", fontsize=7, **place)
+        point, beside = (row[PER_REQUEST], row[IN_ALL]), (-6 if right else 6, 4)
+        axes.annotate(
+            told,
+            point,
+            beside,
+            textcoords="offset points",
+            fontsize=7,
+            horizontalalignment="right" if right else "left",
+        )
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     return _finished(figure, axes, "tokens/s of a request (median)", "tokens/s of all requests together")
@@ -127,7 +144,7 @@ def _numbers(frame: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
 
 def _parts(frame: pd.DataFrame, keys: Sequence[str]) -> Iterator[tuple[str, pd.DataFrame]]:
     """(name, rows) of each combination of `keys`, at most `MOST_LINES` of them."""
-    varied = [key for key in keys if frame[key].nunique(dropna=False) > 1]
+    varied = _telling(frame, keys)
     if not varied:
         yield "", frame
         return
@@ -136,14 +153,29 @@ def _parts(frame: pd.DataFrame, keys: Sequence[str]) -> Iterator[tuple[str, pd.D
             yield ", ".join(_told(key, value) for key, value in zip(varied, values, strict=True)), part
 
 
+def _telling(frame: pd.DataFrame, keys: Sequence[str]) -> list[str]:
+    """The keys that tell parts of the frame apart, without a card or a revision that the others already name."""
+    varied = [key for key in keys if frame[key].nunique(dropna=False) > 1]
+    swept = [key for key in varied if key not in WHERE]
+    if not swept:
+        return varied
+    places = frame.groupby(swept, dropna=False)
+    return [key for key in varied if key in swept or (places[key].nunique(dropna=False) > 1).any()]
+
+
 def _told(key: str, value: Any) -> str:
     """A value of a group by its own name, any other with the name of its key."""
-    return str(value) if isinstance(value, str) else f"{key.rpartition('.')[2]}={value:g}"
+    if isinstance(value, str):
+        return short_revision(value) if key == "revision" else value
+    return f"{key.rpartition('.')[2]}={value:g}"
 
 
 def _finished(figure: Figure, axes: Axes, x: str, y: str) -> Figure:
-    axes.set(xlabel=x, ylabel=y)
+    axes.set(xlabel=x, ylabel=words(y))
     axes.grid(alpha=0.3)
-    if axes.get_legend_handles_labels()[1]:
-        axes.legend(fontsize=8)
+    if lines := axes.get_legend_handles_labels()[1]:
+        if len(lines) <= LEGEND_INSIDE:
+            axes.legend(fontsize=8)
+        else:
+            figure.legend(fontsize=8, loc="outside lower center", ncols=2)
     return figure

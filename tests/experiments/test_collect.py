@@ -13,6 +13,7 @@ import pytest
 
 from experiments import collect
 from experiments.app.errors import UserError
+from experiments.sweep import figures
 from experiments.sweep.folder import DONE, FAILED, REFUSED, RowRecord, SweepFolder
 from experiments.sweep.frame import best_rows, pareto, read
 from tests.experiments.toy_sweep import summary
@@ -67,9 +68,34 @@ def test_the_page_has_the_best_rows_and_three_figures(tmp_path: Path) -> None:
     folder = sweep_of(tmp_path / "a")
     collected(folder.path, "metrics=speedup_decode", "out=" + str(tmp_path / "elsewhere"))
     page = (tmp_path / "elsewhere/sweep.html").read_text()
-    assert page.count("<svg") == 2 and "Best speedup_decode for each algo" in page, "a map needs two keys of numbers"
-    assert "speedup_decode over data.limit" in page and "Pareto front" in page
+    assert page.count("<svg") == 2 and "Best speedup decode for each algo" in page, "a map needs two keys of numbers"
+    assert "speedup decode over data.limit" in page and "Pareto front" in page
     assert not (folder.path / "table.csv").exists()
+
+
+def test_a_line_names_a_revision_only_where_nothing_else_tells_it() -> None:
+    frame = pd.DataFrame({"algo": ["dflash", "eagle3"] * 2, "n": [1, 1, 2, 2], "speed": [1.0, 2.0, 3.0, 4.0]})
+    frame["revision"] = ["a" * 40, "b" * 40 + "-dirty"] * 2
+    assert lines_of(frame) == ["dflash", "eagle3"]
+    assert lines_of(frame.assign(algo="dflash")) == ["aaaaaaa", "bbbbbbb-dirty"]
+
+
+def lines_of(frame: pd.DataFrame) -> list[str]:
+    figure = figures.over(frame, ["algo", "n", "revision"], "n", "speed")
+    assert figure is not None
+    return list(figure.axes[0].get_legend_handles_labels()[1])
+
+
+def test_maps_stand_in_a_grid_and_a_long_legend_below() -> None:
+    cells = [(algo, n, k, n * k) for algo in "abcde" for n in (1, 2) for k in (3, 4)]
+    frame = pd.DataFrame(cells, columns=["algo", "n", "k", "speed"])
+    drawn = figures.over_two(frame, ["algo", "n", "k"], "n", "k", "speed")
+    lines = figures.over(frame, ["algo", "n", "k"], "n", "speed")
+    assert drawn is not None and lines is not None
+    maps = [axes for axes in drawn.axes if axes.images and axes.get_visible()]
+    assert [axes.get_title() for axes in maps] == list("abcde")
+    assert {axes.get_position().x0 for axes in maps} == {axes.get_position().x0 for axes in maps[:3]}, "two rows of 3"
+    assert len(lines.legends) == 1 and lines.axes[0].get_legend() is None
 
 
 def test_several_folders_are_one_table_and_a_row_counts_once(tmp_path: Path) -> None:
