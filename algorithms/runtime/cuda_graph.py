@@ -197,13 +197,20 @@ class StepRunner:
 
     def _variants(self, needs: SamplingNeeds) -> list[_Variant]:
         """What is captured for `needs`, the largest first: the others then fit in the memory that it leaves."""
-        tiles = [*(chunk.size for chunk in reversed(self.riding(needs))), 0]
-        rows, sizes = reversed(self._buckets), self._sizes(needs)
-        return [_Variant(size, nodes, needs, ride) for size in rows for nodes in reversed(sizes) for ride in tiles]
+        found = []
+        for rows in reversed(self._buckets):
+            tiles = [*(chunk.size for chunk in reversed(self.riding(needs, rows))), 0]
+            found += [_Variant(rows, nodes, needs, ride) for nodes in reversed(self._sizes(needs)) for ride in tiles]
+        return found
 
-    def riding(self, needs: SamplingNeeds) -> Sequence[Chunk]:
-        """The chunks that may ride in steps for `needs`, in ascending order of size."""
-        return self._chunks if phases_of(needs) == PHASES else ()
+    def riding(self, needs: SamplingNeeds, num_rows: int) -> Sequence[Chunk]:
+        """The chunks that may ride in steps for `needs` over so many requests, in ascending order of size. Where steps
+        differ in their number of nodes, only the largest batch has room for them: prompts wait where rows are taken,
+        and each batch would take graphs of all sizes for every chunk."""
+        if not self._chunks or phases_of(needs) != PHASES:
+            return ()
+        few = self._parts.sizing is not None and self._bucket(num_rows) < self._buckets[-1]
+        return () if few else self._chunks
 
     def reset(self) -> None:
         """Forget the times counted so far."""

@@ -61,7 +61,7 @@ class EngineSettings:
     captured, see `cuda_graph`. `overlap` is how many steps the host reads behind the device: None takes 1 on a GPU and
     0 elsewhere. `fused` runs the models by fused kernels, see `models.fusion`. Before a step at most `prefill_chunk`
     tokens are prefilled, in tiles of `prefill_tile` (None: of `default_tile`), or of the chunk where that is smaller.
-    With `piggyback` prompts ride in captured steps, where the backend captures prompts and all steps have one size.
+    With `piggyback` prompts ride in captured steps, where the backend captures prompts.
     While all rows are taken, the prompts of `prefill_ahead` requests more are then prefilled (None: of
     `default_ahead`); `num_pages` None has room for them.
     `kv_dtype` is that of stored keys and values, None the one of the weights; `kv_scales` are the factors of the
@@ -158,7 +158,7 @@ class Engine:
         context = self._limit + overshoot
         max_pages = -(-context // settings.page_size)
         captures_prompts = level == "step" and backend.captures_prompts
-        piggybacks = settings.piggyback and captures_prompts and not adaptive
+        piggybacks = settings.piggyback and captures_prompts
         ahead = _ahead(settings) if piggybacks else 0
         num_pages = settings.num_pages or max_pages * (settings.max_batch + ahead)
         resources = Resources(
@@ -346,10 +346,14 @@ def _chunks_between(parts: StepParts, settings: EngineSettings, longest: int) ->
 
 
 def _chunks_in_steps(parts: StepParts, settings: EngineSettings, largest: Chunk) -> list[Chunk]:
-    """Chunks that ride in steps, in ascending order of size, none of them larger than the `largest` between steps."""
+    """Chunks that ride in steps, in ascending order of size, none of them larger than the `largest` between steps.
+    Where steps differ in size, every second one is left out: each is captured with each size of a step."""
     tile = largest.tile if settings.prefill_tile else max(1, largest.tile // 2)
     least, most = (max(1, min(largest.size * largest.tile, tokens) // tile) for tokens in _RIDING_TOKENS)
-    return [Chunk(parts, size, tile) for size in tile_counts(most) if size >= least]
+    sizes = [size for size in tile_counts(most) if size >= least]
+    if parts.sizing is not None:
+        sizes = sizes[(len(sizes) - 1) % 2 :: 2]
+    return [Chunk(parts, size, tile) for size in sizes]
 
 
 def _check_tree(algorithm: Algorithm) -> None:
@@ -469,13 +473,17 @@ class Session:
         return ended
 
     def _rides(self) -> bool:
-        """Whether what is prefilled rides in the next step.
+        """Whether what is prefilled rides in the next step, where steps of so many requests have room for it.
 
         Requests whose prompts ride take part one step later. Where more of them could start than run, that costs more
         than another reading of the weights.
         """
         scheduler = self._scheduler
-        return bool(self._runner.riding(self._needs)) and scheduler.num_startable <= len(scheduler.rows)
+        return bool(self._riding()) and scheduler.num_startable <= len(scheduler.rows)
+
+    def _riding(self) -> Sequence[Chunk]:
+        """The chunks that may ride in the next step."""
+        return self._runner.riding(self._needs, len(self._scheduler.rows))
 
     def _reads_first(self) -> bool:
         """Whether the steps in flight are to be read before the next one is launched.
@@ -496,7 +504,7 @@ class Session:
         began_ms, rows = _now_ms(), self._scheduler.rows
         chunk = None
         if pieces:
-            chunk = chunk_for(self._runner.riding(self._needs), pieces)
+            chunk = chunk_for(self._riding(), pieces)
             chunk.send(pieces)
         ahead = self._readback.num_pending * (self._algorithm.max_depth + 1)
         longest = max(running.length for running in rows) + ahead
@@ -570,7 +578,7 @@ class Session:
 
     def _admit(self, rides: bool) -> list[Piece]:
         """What this step prefills, in the largest chunk of its kind at most."""
-        largest = (self._runner.riding(self._needs) if rides else self._prefiller.chunks)[-1]
+        largest = (self._riding() if rides else self._prefiller.chunks)[-1]
         pieces = self._scheduler.admit(_now_ms(), largest.tile, largest.size, ahead=rides)
         for running, start, _ in pieces:
             if start == 0:

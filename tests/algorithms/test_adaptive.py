@@ -22,6 +22,7 @@ from algorithms.runtime.engine import Engine, EngineError
 from algorithms.runtime.request import Request
 from algorithms.standalone import Standalone
 from tests.algorithms.drafters import ALL_MAKERS, TARGET, hinted, load_random_drafters
+from tests.algorithms.test_piggyback import Rides
 from tests.algorithms.toy import Scripted, Setup, answers, autoregressive, changed, engine_of, requests, run, scripts
 
 TOKENS = 20
@@ -87,14 +88,16 @@ def num_sizes(engine: Engine) -> int:
     ("maker", "graph"),
     [(maker, "none") for maker in DRAFTING] + [(maker, "step") for maker in ("eagle3_tree", "standalone_chain")],
 )
-def test_the_text_does_not_depend_on_the_sizes(maker: str, graph: str) -> None:
-    """Sizes that change at random: catches observations of another size, and rows that plain steps mix up."""
+def test_the_text_does_not_depend_on_the_sizes(monkeypatch: pytest.MonkeyPatch, maker: str, graph: str) -> None:
+    """Sizes that change at random: catches observations of another size, rows that plain steps mix up, and prompts that
+    ride in steps of another size."""
     asked, alone, texts = reference()
     algorithm = hinted(ALL_MAKERS[maker](), texts)
     setup = Setup(max_batch=2, page_size=4, graph=graph, overlap=int(graph == "step"), adaptive=True, step_costs=CHEAP)
-    engine = engine_of(algorithm, setup, TARGET)
+    engine, rides = engine_of(algorithm, setup, TARGET), Rides(monkeypatch)
     done = paced(engine, Random(num_sizes(engine))).generate(asked)
     assert [c.token_ids for c in done.completions] == alone
+    assert (rides.in_steps > 0) == (graph == "step")
     assert done.adaptive is not None and done.adaptive["steps_by_nodes"]["1"]
     assert sum(map(bool, done.adaptive["steps_by_nodes"].values())) > 1 + (algorithm.num_nodes > 2)
     assert any(accepted for c in done.completions for accepted in c.accepted_counts)
