@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from specdec_kernels.interpreter import hasten
+
 IMPLS = ("auto", "triton", "reference")
 CHIPS = ("sm80", "sm90", "sm100", "gfx942")
 
@@ -104,6 +106,8 @@ def launch(
     if _recorder is not None:
         _recorder[1].append(Launch(kernel, args, constexprs, num_warps, num_stages))
         return
+    if interpreting():
+        hasten()
     options = dict(num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
     with _on_device_of(args):
         kernel[grid](*args, **constexprs, **options)

@@ -1,0 +1,74 @@
+"""Less work for Triton's interpreter, which runs the kernels where there is no GPU. Results do not change.
+
+Before a kernel, and again before every device function that it calls, the interpreter puts its own functions in place
+of those of `triton.language`, and looks through the whole module for them. Inside a kernel they are in place already,
+and which ones they are does not change. Nor does the NumPy type that stands for a type of Triton. So the first search
+and the first answer are kept. The functions replaced here are Triton's own and private; where a version has no such
+function, its interpreter stays as it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+
+@cache
+def hasten() -> None:
+    """Keep what the interpreter would find out again and again. Call it before the first kernel is interpreted."""
+    from triton.runtime import interpreter
+
+    needed = ("_patch_lang", "_patch_builtin", "_get_np_dtype", "_LangPatchScope", "_patch_attr")
+    if not all(hasattr(interpreter, name) for name in needed):
+        return
+    interpreter._patch_builtin = _patch_known(interpreter)
+    interpreter._patch_lang = _patch_once(interpreter, interpreter._patch_lang)
+    interpreter._get_np_dtype = _known_types(interpreter.tl, interpreter._get_np_dtype)
+
+
+def _patch_known(interpreter: Any) -> Callable[..., None]:
+    """The interpreter's replacement of the functions of one module or class, with their names kept."""
+    is_builtin = interpreter.tl.core.is_builtin
+    names: dict[Any, list[str]] = {}
+
+    def patch(holder: Any, builder: Any, scope: Any) -> None:
+        if holder not in names:
+            found = [name for name, member in inspect.getmembers(holder) if is_builtin(member)]
+            if not found:  # they are replaced at this moment
+                return
+            names[holder] = found
+        for name in names[holder]:
+            member = getattr(holder, name)
+            if is_builtin(member):
+                interpreter._patch_attr(holder, name, member, builder, scope)
+
+    return patch
+
+
+def _patch_once(interpreter: Any, patch_lang: Callable[..., Any]) -> Callable[..., Any]:
+    """The interpreter's replacement for one function of a kernel, left out where all of it is in place."""
+    tl = interpreter.tl
+    is_builtin = tl.core.is_builtin
+
+    @cache
+    def modules(function: Any) -> list[Any]:
+        return [value for value in function.__globals__.values() if inspect.ismodule(value) and value in (tl, tl.core)]
+
+    def patch(function: Any) -> Any:
+        places = (*(module.load for module in modules(function)), tl.tensor.__add__)
+        return patch_lang(function) if any(map(is_builtin, places)) else interpreter._LangPatchScope()
+
+    return patch
+
+
+def _known_types(tl: Any, find: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The interpreter's NumPy type of a type of Triton, which is that of its elements, with the answers kept."""
+    known = cache(find)
+
+    def of(kind: Any) -> Any:
+        element = kind.scalar
+        return known(element) if type(element) is tl.dtype else find(element)
+
+    return of

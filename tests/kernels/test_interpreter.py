@@ -1,0 +1,60 @@
+"""The interpreter with less to find out: the same functions are in place while a kernel runs, and gone behind it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from specdec_kernels.interpreter import hasten
+from specdec_kernels.launch import interpreting, launch
+
+pytestmark = pytest.mark.skipif(not interpreting(), reason="kernels are compiled here")
+
+
+@triton.jit
+def _inner(values, LANES: tl.constexpr):
+    lane = tl.arange(0, LANES)
+    return tl.where(lane % 2 == 0, values, tl.cumsum(values, 0))
+
+
+@triton.jit
+def _outer(out_ptr, LANES: tl.constexpr):  # [LANES] int32
+    lane = tl.arange(0, LANES)
+    values = _inner(_inner(lane, LANES), LANES)
+    tl.store(out_ptr + lane, values + tl.sum(lane.to(tl.float32), 0).to(tl.int32) + (lane < 3))
+
+
+def run() -> list[int]:
+    out = torch.empty(8, dtype=torch.int32)
+    launch(_outer, (1,), out, LANES=8)
+    return out.tolist()
+
+
+def test_device_functions_find_what_the_kernel_has_put_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for the module of the kernels, not again for each of the functions that a kernel calls."""
+    from triton.runtime import interpreter
+
+    expected = run()
+    searched, patch = [], interpreter._patch_builtin
+    monkeypatch.setattr(
+        interpreter, "_patch_builtin", lambda holder, *rest: (searched.append(holder), patch(holder, *rest))
+    )
+    assert run() == expected
+    assert searched.count(tl) == 1
+
+
+def test_the_language_is_itself_again_behind_a_kernel() -> None:
+    run()
+    assert all(map(tl.core.is_builtin, (tl.load, tl.math.exp2, tl.tensor.__add__)))
+
+
+@pytest.mark.parametrize("kind", [tl.float32, tl.int1, tl.block_type(tl.int64, [4]), tl.pointer_type(tl.float16)])
+def test_types_are_those_of_numpy(kind: tl.dtype) -> None:
+    from triton.runtime import interpreter
+
+    hasten()
+    names = {tl.float32: "float32", tl.int1: "bool"}
+    name = "int64" if kind.is_block() else "uint64" if kind.is_ptr() else names[kind]
+    assert interpreter._get_np_dtype(kind) == name
