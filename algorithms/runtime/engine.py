@@ -39,7 +39,7 @@ from algorithms.runtime.models.config import DecoderConfig
 from algorithms.runtime.models.loading import Target
 from algorithms.runtime.parts import StepParts
 from algorithms.runtime.prefill import Prefiller, chunk_for
-from algorithms.runtime.readback import Readback, StepResult
+from algorithms.runtime.readback import Readback, RowResult, StepResult
 from algorithms.runtime.request import Completion, EngineError, Request
 from algorithms.runtime.sampling_params import SamplingNeeds
 from algorithms.runtime.scheduler import Decode, Piece, RowMove, Running, Scheduler, tiles_of
@@ -618,14 +618,7 @@ class Session:
             running = launched[place]
             if running.completion.finish_reason:
                 continue
-            row = result.of(place)
-            if row.valid:
-                self._row_steps += 1
-                self._emitted += len(row.tokens)
-                running.completion.note_draft(row.num_drafted, row.ran_out)
-                move = self._scheduler.advance(running, row.tokens, row.logprobs, _now_ms(), row.top)
-            else:
-                move = self._fail(running)
+            move = self._advance(running, result.of(place))
             if move is not None:
                 self._num_finished += 1
                 self._end_text(running)
@@ -633,10 +626,24 @@ class Session:
                 ended.append(running.completion)
         return ended
 
+    def _advance(self, running: Running, row: RowResult) -> RowMove | None:
+        """Append what a step says to a request; the move if that ends it. Without a finite logit for the bonus token it
+        fails, unless the accepted drafts have ended it. What it stored is then overwritten, behind the steps still in
+        flight."""
+        if not row.valid:
+            row = row.without_bonus()
+            for cache in self._parts.resources.caches:
+                cache.zero(running.pages)
+        move = None
+        if row.tokens:
+            self._row_steps += 1
+            self._emitted += len(row.tokens)
+            running.completion.note_draft(row.num_drafted, row.ran_out)
+            move = self._scheduler.advance(running, row.tokens, row.logprobs, _now_ms(), row.top)
+        return move if row.valid or move is not None else self._fail(running)
+
     def _fail(self, running: Running) -> RowMove:
-        """End a request without a finite logit. What it stored is overwritten, behind the steps still in flight."""
-        for cache in self._parts.resources.caches:
-            cache.zero(running.pages)
+        """End a request without a finite logit."""
         sampling, reason = running.request.sampling, "its weights are broken or the dtype overflows"
         if sampling.constrained or sampling.forbids:
             reason = f"sampling.grammar and sampling.bad_words leave no token, or {reason}"

@@ -25,12 +25,16 @@ class RowResult(NamedTuple):
     """Emitted: the accepted drafts and the bonus token."""
     logprobs: list[float]
     valid: bool
-    """Whether the target gave a usable logit."""
+    """Whether the target gave a usable logit for the bonus token, which has no meaning otherwise."""
     num_drafted: int
     ran_out: bool
     """Whether the accepted path ends where nothing was drafted."""
     top: list[list[tuple[int, float]]]
     """The likeliest tokens in the place of each, with their log-probabilities; empty where no step reports them."""
+
+    def without_bonus(self) -> RowResult:
+        """The accepted drafts alone."""
+        return self._replace(tokens=self.tokens[:-1], logprobs=self.logprobs[:-1], top=self.top[:-1])
 
 
 @dataclass(frozen=True)

@@ -199,8 +199,7 @@ class Round:
             self._check_text(request, completion, alone)
 
     def _check_failed(self, request: Request, completion: Completion) -> None:
-        """Only what was broken fails, and what the target alone cannot end either. The tokens of the step that finds no
-        next one are lost, so an answer may be shorter than the target's own."""
+        """Only what was broken fails, and what the target alone cannot end either."""
         assert completion.error, f"request {request.id} failed without a reason"
         if self._alone[request.id].finish_reason == FAILED:
             return
@@ -213,14 +212,14 @@ class Round:
             assert stuck, f"request {request.id} failed: {completion}"
 
     def _check_text(self, request: Request, completion: Completion, alone: Completion) -> None:
-        written, whole = completion.token_ids, completion.finish_reason not in (FAILED, ABORTED)
+        written, reason = completion.token_ids, completion.finish_reason
+        whole = reason != ABORTED and not (reason == FAILED and self._faults.may_break(request))
         expected = alone.token_ids if whole else alone.token_ids[: len(written)]
-        if written == expected and (not whole or completion.finish_reason == alone.finish_reason):
+        if written == expected and (not whole or reason == alone.finish_reason):
             return
         same = next((at for at, (ours, its) in enumerate(zip(written, expected, strict=False)) if ours != its), None)
         assert same is not None and is_near_tie(request, written[:same], {written[same], expected[same]}), (
-            f"request {request.id}: {written} ({completion.finish_reason}), alone {alone.token_ids} "
-            f"({alone.finish_reason})"
+            f"request {request.id}: {written} ({reason}), alone {alone.token_ids} ({alone.finish_reason})"
         )
         self.counts["near ties"] += 1
 

@@ -257,13 +257,21 @@ def test_a_text_that_is_cut_is_not_parsed() -> None:
     assert (completion.finish_reason, completion.parsed) == ("length", False)
 
 
-def test_a_grammar_that_leaves_no_token_ends_its_request_alone() -> None:
-    """Bad words take away all that the grammar allows."""
+@pytest.mark.parametrize("maker", ["autoregressive", "eagle3_tree", "ngram"])
+def test_a_grammar_that_leaves_no_token_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch, maker: str) -> None:
+    """Bad words take away all that the grammar allows. What was accepted before stands, and may be all that is asked
+    for."""
+    load_random_drafters(monkeypatch)
     few = ((CHARACTERS.index("a"),), (CHARACTERS.index("b"),))
-    stuck = changed(asked()[1], grammar=GrammarParams(regex="c[ab]"), bad_words=few)
-    done = run(autoregressive(TARGET), [asked()[0], stuck], setup(), TARGET).completions
+    stuck = changed(asked()[1], grammar=GrammarParams(regex="cd[ab]"), bad_words=few, logprobs=True)
+    ended = changed(stuck, id=2, max_new_tokens=2)
+    done = run(ALL_MAKERS[maker](), [asked()[0], ended], setup(), TARGET).completions
+    assert [c.finish_reason for c in done] == ["stop_token", "length"] and read(done[1].token_ids) == "cd"
+    engine = engine_of(ALL_MAKERS[maker](), setup(), TARGET)
+    done = engine.generate([asked()[0], stuck]).completions
     assert done[0].token_ids == expected()[0]
-    assert (done[1].finish_reason, read(done[1].token_ids), done[1].parsed) == ("error", "c", False)
+    assert (done[1].finish_reason, read(done[1].token_ids), done[1].parsed) == ("error", "cd", False)
+    assert len(done[1].logprobs) == 2
     assert "sampling.grammar and sampling.bad_words leave no token" in done[1].error
 
 
