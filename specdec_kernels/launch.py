@@ -89,6 +89,15 @@ def current_chip(tensor: torch.Tensor) -> str:
     return "sm100" if major >= 10 else "sm90" if major == 9 else "sm80"
 
 
+def num_processors(tensor: torch.Tensor) -> int:
+    """How many programs of many warps the tensor's GPU runs at once at least; 1 in the interpreter."""
+    if _recorder is not None:
+        return 128
+    if not tensor.is_cuda:
+        return 1
+    return torch.cuda.get_device_properties(tensor.device).multi_processor_count
+
+
 def lanes(count: int, most: int = 1 << 30) -> int:
     """The power of two that covers `count` up to `most`; two at least, which every Triton compiler takes."""
     return max(2, min(1 << (max(count, 1) - 1).bit_length(), most))

@@ -28,7 +28,6 @@ from specdec_kernels.sampling.types import BONUS_STREAM, RECOVER_STREAM, Samplin
 from specdec_kernels.tree.types import TreeLinks
 from specdec_kernels.verify.configs import ACCEPTANCE
 from specdec_kernels.verify.device import (
-    CLASSES,
     draft_prob,
     draft_row,
     empty_outcome,
@@ -380,11 +379,11 @@ def accept_drawn(
     sizes = dict(NODES=num_nodes, VOCAB=vocab, PROBS=probabilities)
     ends, warps = (batch, flat.stride(0)), config.request_warps
     path, factors = None, None
-    if rule == "greedy_paths":
-        factors = out(batch, num_nodes, CLASSES)
     if rule in TREE_RULES:
         sizes |= dict(DRAFT_ROWS=draft_probs.shape[1])
-        path = judge_tree(rule, tokens, tree, rows_of_both, selected, sources, judged, factors, state, max_depth, sizes)
+        path, factors = judge_tree(
+            rule, tokens, tree, rows_of_both, selected, sources, judged, state, max_depth, sizes
+        )  # fmt: skip
     else:
         block_b = d.rows_per_program(batch, config.max_requests, block_n)
         launch(

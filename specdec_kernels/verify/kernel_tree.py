@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Kernels that judge drawn trees; formulas in `reference_tree`.
+"""The kernel that judges drawn trees; formulas in `reference_tree`.
 
 Nothing of the size of the vocabulary is written, because every residual at a node is max(p - c q, 0) with one number c:
 c_1 = 0, and a rejection at residual mass s, draft mass m and weight w adds s / (w m) to c (w = 1 from the root down).
@@ -7,27 +7,25 @@ c_1 = 0, and a rejection at residual mass s, draft mass m and weight w adds s / 
 rejected siblings have left of q. They keep their place in q: a token that can be rejected has w p < q, hence no
 residual at its c, nor at any larger one.) Under `k_seq` c is rho / m.
 
-From the root down:
-1. judge, one program per node, all nodes at once: the child that is accepted there, if the walk comes by, and 1 / c.
-From the leaves up, whether a node is reached does not depend on what is below it, so that:
-1. judge, a launch per level, one program per node: the weights of its children, then its own and 1 / c. Under
-   `greedy_paths` one more pass gives the mass of q in each class, hence the factor q' / q, and one child is kept.
-Both:
-2. follow, one program per request: the path along the accepted children, and the row whose residual is drawn from.
+A team of programs walks through the tree of a request. All of them decide the same, and each reads its share of a row
+when a sum over the vocabulary is asked for: m where a node is entered, s behind a rejection. s is due, and is summed
+only where another child is judged with it, or under the rules from the leaves up where the node itself may still be
+accepted (its weight never grows). Sums are counted in whole units, so they are exact in every order of addition, and
+no bit depends on the number of programs. From the root down a child is entered if it is accepted. From the leaves up
+every child that may be accepted is entered, and the walk goes back to the parent where neither it nor a node below it
+was accepted; what it knew of the parent is kept in lanes.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from specdec_kernels.launch import current_chip, lanes, launch
+from specdec_kernels.launch import current_chip, lanes, launch, num_processors
 from specdec_kernels.sampling import device as d
-from specdec_kernels.sampling.types import ACCEPT_STREAM
 from specdec_kernels.tree.types import TreeLinks
 from specdec_kernels.verify.configs import ACCEPTANCE
 from specdec_kernels.verify.device import (
@@ -40,100 +38,80 @@ from specdec_kernels.verify.device import (
     target_prob,
     token_class,
 )
-from specdec_kernels.verify.types import BOTTOM_UP_RULES
+from specdec_kernels.verify.types import BOTTOM_UP_RULES, WITHOUT_REPLACEMENT_RULES
 
-_ACCEPT = tl.constexpr(ACCEPT_STREAM)
 _CLASSES = tl.constexpr(CLASSES)
-_RATE_STEPS = tl.constexpr(64)
-_RATE_ERROR = tl.constexpr(2.0**-44)  # of rho, and of the equation that it solves
+_UNITS = tl.constexpr(2.0**50)  # of a mass: what is left of p stays below 2, and q may sum to 2^12
+RATE_STEPS = 40
+_RATE_STEPS = tl.constexpr(RATE_STEPS)
+_RATE_ERROR = tl.constexpr(2.0**-36)  # of rho, and of the equation that it solves
 
 
 @triton.jit
-def _later(candidate, node, NODES: tl.constexpr):
-    """Whether a link leads to a node behind `node`."""
-    return (candidate > node) & (candidate < NODES)
+def _any(flags):
+    """Whether one of the flags is set."""
+    return tl.max(flags.to(tl.int32), 0) > 0
 
 
 @triton.jit
-def _next_sibling(next_sibling_ptr, request, candidate, looking, NODES: tl.constexpr):
-    """The sibling behind each candidate, and whether there is one."""
-    place = request.to(tl.int64) * NODES + candidate
-    following = tl.load(next_sibling_ptr + place, mask=looking, other=-1)
-    leads = looking & _later(following, candidate, NODES)
-    return tl.where(leads, following, candidate), leads
+def _in_units(mass):
+    return (mass.to(tl.float64) * _UNITS + 0.5).to(tl.int64)
 
 
 @triton.jit
-def _judging_uniform(seeds_ptr, positions_ptr, uniforms_ptr, request, candidate, asks, NODES: tl.constexpr):
-    """[R] float64: the uniform that judges the candidate of each row."""
-    if uniforms_ptr is not None:
-        uniform = tl.load(uniforms_ptr + request * (NODES + 1) + candidate - 1, mask=asks, other=1.0)
-    else:
-        seed = tl.load(seeds_ptr + request, mask=asks, other=0)
-        root = tl.load(positions_ptr + request.to(tl.int64) * NODES, mask=asks, other=0)
-        uniform = d.philox_uniform(seed, root, _ACCEPT, candidate - 1)
-    return uniform
+def _team_sum(part, sums_ptr, place, arrivals, splits):
+    """The sum of `part` (int64) over the programs of a team, which meet here. `place` and `arrivals` are entries that
+    hold 0 and serve this call alone; a team of one has none."""
+    if sums_ptr is not None:
+        tl.atomic_add(sums_ptr + place, part)
+        tl.debug_barrier()
+        arrived = tl.atomic_add(sums_ptr + arrivals, 1, sem="acq_rel") + 1
+        while arrived < splits:
+            arrived = tl.atomic_add(sums_ptr + arrivals, 0, sem="acquire")
+        tl.debug_barrier()
+        part = tl.load(sums_ptr + place, volatile=True)
+    return part
 
 
 @triton.jit
-def _draft_mass(draft_ptr, of_draft, asks, VOCAB: tl.constexpr, BLOCK_V: tl.constexpr):
-    """[R] float64: sum of q."""
-    lane = tl.arange(0, BLOCK_V)[None, :]
-    mass = tl.zeros((of_draft.shape[0], BLOCK_V), tl.float64)
-    for start in range(0, VOCAB, BLOCK_V):
-        live = asks[:, None] & (start + lane < VOCAB)
-        mass += draft_prob(draft_ptr, of_draft[:, None], start + lane, live, VOCAB).to(tl.float64)
-    return tl.sum(mass, 1)
-
-
-@triton.jit
-def _residual_mass(
-    values_ptr, draft_ptr, factors_ptr, distribution_ptr, temperature, row, of_draft, rate, rows, row_stride, asks,
-    VOCAB: tl.constexpr, PROBS: tl.constexpr, BLOCK_V: tl.constexpr,
+def _mass(
+    values_ptr, draft_ptr, factors_ptr, distribution_ptr, sums_ptr, temperature, row, of_draft, rate, rows, row_stride,
+    splits, call, asks, VOCAB: tl.constexpr, PROBS: tl.constexpr, CALLS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """[R] float64: sum of max(p - rate q, 0)."""
+    """[R] float64: sum of max(p - rate q, 0), or with a rate below 0 the sum of q; and the number of the next call."""
     lane = tl.arange(0, BLOCK_V)[None, :]
-    mass = tl.zeros((row.shape[0], BLOCK_V), tl.float64)
-    for start in range(0, VOCAB, BLOCK_V):
+    mass = tl.zeros((row.shape[0], BLOCK_V), tl.int64)
+    both = rate >= 0
+    for start in range(tl.program_id(0) * BLOCK_V, VOCAB, splits * BLOCK_V):
         column = start + lane
         live = asks[:, None] & (column < VOCAB)
+        with_p = live & both[:, None]
         p = target_prob(
-            values_ptr, distribution_ptr, temperature[:, None], row[:, None], column, rows, row_stride, live, PROBS
+            values_ptr, distribution_ptr, temperature[:, None], row[:, None], column, rows, row_stride, with_p, PROBS
         )  # fmt: skip
         q = draft_prob(draft_ptr, of_draft[:, None], column, live, VOCAB)
-        q = skewed_prob(factors_ptr, row[:, None], p, q, live)
-        mass += tl.where(live, tl.maximum(p.to(tl.float64) - rate[:, None] * q.to(tl.float64), 0.0), 0.0)
-    return tl.sum(mass, 1)
+        q = skewed_prob(factors_ptr, row[:, None], p, q, with_p).to(tl.float64)
+        left = tl.where(both[:, None], p.to(tl.float64) - rate[:, None] * q, q)
+        mass += _in_units(tl.where(live, tl.maximum(left, 0.0), 0.0))
+    team = tl.program_id(1).to(tl.int64) * CALLS + call
+    # A team of several programs has one request.
+    total = _team_sum(tl.sum(mass, 1), sums_ptr, 2 * team + row * 0, 2 * team + 1, splits)
+    return total.to(tl.float64) / _UNITS, call + 1
 
 
 @triton.jit
-def _probs_of(
-    tokens_ptr, values_ptr, draft_ptr, distribution_ptr, temperature, request, candidate, row, of_draft, rows,
-    row_stride, drawing, NODES: tl.constexpr, VOCAB: tl.constexpr, PROBS: tl.constexpr,
+def _draws_behind(
+    tokens, siblings, draft_ptr, candidate, of_draft, lane, asks, NODES: tl.constexpr, VOCAB: tl.constexpr
 ):  # fmt: skip
-    """Token of each candidate, and its p and q in float64; both 0 where not `drawing`."""
-    token = tl.load(tokens_ptr + request.to(tl.int64) * NODES + candidate)
-    known = drawing & (token >= 0) & (token < VOCAB)
-    p = target_prob(values_ptr, distribution_ptr, temperature, row, token, rows, row_stride, known, PROBS)
-    q = draft_prob(draft_ptr, of_draft, token, known, VOCAB)
-    return token, tl.where(known, p, 0.0).to(tl.float64), tl.where(known, q, 0.0).to(tl.float64)
-
-
-@triton.jit
-def _num_draws(
-    tokens_ptr, next_sibling_ptr, draft_ptr, request, candidate, of_draft, looking,
-    NODES: tl.constexpr, VOCAB: tl.constexpr,
-):  # fmt: skip
-    """[R] int32: how many of the candidate and the siblings behind it were drawn."""
-    draws = candidate * 0
-    step = 1
-    while (tl.max(looking.to(tl.int32), 0) > 0) & (step < NODES):
-        token = tl.load(tokens_ptr + request.to(tl.int64) * NODES + candidate, mask=looking, other=-1)
-        known = looking & (token >= 0) & (token < VOCAB)
-        draws += (known & (draft_prob(draft_ptr, of_draft, token, known, VOCAB) > 0)).to(tl.int32)
-        candidate, looking = _next_sibling(next_sibling_ptr, request, candidate, looking, NODES)
+    """[R, N] float32: q of the candidate and of the siblings behind it, 0 for all other nodes."""
+    among = lane < 0
+    looking, step = asks & (candidate >= 0), 1
+    while _any(looking) & (step < NODES):
+        among = among | (looking[:, None] & (lane == candidate[:, None]))
+        candidate = entry(siblings, lane, candidate)
+        looking = looking & (candidate >= 0)
         step += 1
-    return draws
+    return draft_prob(draft_ptr, of_draft[:, None], tokens, among & (tokens >= 0), VOCAB)
 
 
 @triton.jit
@@ -146,209 +124,179 @@ def _surplus(mass, rho, draws):
 
 @triton.jit
 def _k_seq_rate(
-    values_ptr, draft_ptr, distribution_ptr, temperature, row, of_draft, draft_mass, draws, rows, row_stride, asks,
-    VOCAB: tl.constexpr, PROBS: tl.constexpr, BLOCK_V: tl.constexpr,
+    values_ptr, draft_ptr, distribution_ptr, sums_ptr, temperature, row, of_draft, draft_mass, draws, rows, row_stride,
+    splits, call, asks, VOCAB: tl.constexpr, PROBS: tl.constexpr, CALLS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """[R] float64: rho / m, by the Illinois form of regula falsi."""
-    low = tl.zeros_like(draft_mass) + 1.0
-    high = tl.maximum(draws, 1).to(tl.float64)
+    """[R] float64: rho / m, by the Illinois form of regula falsi between 1 and k; and the number of the next call."""
     inverse = 1.0 / tl.where(draft_mass > 0, draft_mass, 1.0)
-    mass = _residual_mass(
-        values_ptr, draft_ptr, None, distribution_ptr, temperature, row, of_draft, low * inverse, rows, row_stride,
-        asks, VOCAB, PROBS, BLOCK_V,
-    )  # fmt: skip
-    above, rho = _surplus(mass, low, draws), low
-    asks = asks & (draws > 1) & (above > _RATE_ERROR)
-    mass = _residual_mass(
-        values_ptr, draft_ptr, None, distribution_ptr, temperature, row, of_draft, high * inverse, rows, row_stride,
-        asks, VOCAB, PROBS, BLOCK_V,
-    )  # fmt: skip
-    below, rho = _surplus(mass, high, draws), tl.where(asks, high, rho)
-    asks = asks & (below < -_RATE_ERROR)
+    low, high = inverse * 0.0 + 1.0, tl.maximum(draws, 1).to(tl.float64)
+    rho, above, below = low, low * 0.0, low * 0.0
+    asks = asks & (draws > 1)
     side, step = draws * 0, 0
-    while (tl.max(asks.to(tl.int32), 0) > 0) & (step < _RATE_STEPS):
+    while _any(asks) & (step < _RATE_STEPS):
         gap = above - below
-        middle = tl.where(asks & (gap > 0), (high * above - low * below) / tl.where(gap > 0, gap, 1.0), high)
-        rho = tl.where(asks, middle, rho)
-        mass = _residual_mass(
-            values_ptr, draft_ptr, None, distribution_ptr, temperature, row, of_draft, rho * inverse, rows, row_stride,
-            asks, VOCAB, PROBS, BLOCK_V,
+        middle = tl.where(gap > 0, (high * above - low * below) / tl.where(gap > 0, gap, 1.0), high)
+        tried = tl.where(step == 0, low, tl.where(step == 1, high, middle))
+        mass, call = _mass(
+            values_ptr, draft_ptr, None, distribution_ptr, sums_ptr, temperature, row, of_draft, tried * inverse, rows,
+            row_stride, splits, call, asks, VOCAB, PROBS, CALLS, BLOCK_V,
         )  # fmt: skip
-        surplus = _surplus(mass, rho, draws)
+        rho = tl.where(asks, tried, rho)
+        surplus = _surplus(mass, tried, draws)
         over = surplus > 0
         # An end that stays twice counts half, so that the other end moves as well.
         below = tl.where(over, tl.where(side > 0, below * 0.5, below), surplus)
         above = tl.where(over, surplus, tl.where(side < 0, above * 0.5, above))
-        low, high = tl.where(over, rho, low), tl.where(over, high, rho)
+        low, high = tl.where(over, tried, low), tl.where(over, high, tried)
         side = tl.where(over, 1, -1)
         asks = asks & (tl.abs(surplus) > _RATE_ERROR) & (high - low > _RATE_ERROR)
         step += 1
-    return rho * inverse
-
-
-@triton.jit(do_not_specialize=["batch"])
-def _judge_children_kernel(  # 17 run-time arguments: two trees of links, two distributions, three sources of uniforms
-    tokens_ptr,  # [B, N] int64
-    first_child_ptr,  # [B, N] int32
-    next_sibling_ptr,  # [B, N] int32
-    values_ptr,  # [B * N, VOCAB], row stride row_stride
-    draft_ptr,  # [B, DRAFT_ROWS, VOCAB] float32
-    draft_rows_ptr,  # [B, N] int32, or None: node n has row n
-    distribution_ptr,  # [4, B * N] float32
-    greedy_ptr,  # [B * N] int64
-    valid_ptr,  # [B * N] bool
-    temperature_ptr,  # [B] float32
-    seeds_ptr,  # [B] int64, or None
-    positions_ptr,  # [B, N] int64, or None
-    uniforms_ptr,  # [B, N + 1] float64, or None
-    chosen_ptr,  # [B, N] int32: the accepted child, -1 where there is none
-    inverse_rate_ptr,  # [B, N] float32: 1 / c behind the rejected children, 0 where none was rejected
-    batch,
-    row_stride,
-    NODES: tl.constexpr,
-    DRAFT_ROWS: tl.constexpr,
-    VOCAB: tl.constexpr,
-    WITHOUT_REPLACEMENT: tl.constexpr,
-    K_SEQ: tl.constexpr,
-    PROBS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    in_rows = row < batch * NODES
-    request = row // NODES
-    node = row - request * NODES
-    temperature = tl.load(temperature_ptr + request, mask=in_rows, other=0.0)
-    usable = tl.load(valid_ptr + row, mask=in_rows, other=0) != 0
-    argmax = tl.load(greedy_ptr + row, mask=in_rows, other=-1)
-    candidate = tl.load(first_child_ptr + row, mask=in_rows & usable, other=-1)
-    looking = _later(candidate, node, NODES)
-    chosen = tl.full((BLOCK_R,), -1, tl.int32)
-    rate = tl.zeros((BLOCK_R,), tl.float64)
-    if NODES > 1:
-        drawing = looking & (temperature > 0)
-        of_draft = draft_row(draft_rows_ptr, request, node, drawing, NODES, DRAFT_ROWS)
-        left, draft_left = rate + 1.0, _draft_mass(draft_ptr, of_draft, drawing, VOCAB, BLOCK_V)
-        lane = tl.arange(0, BLOCK_N)[None, :]
-        place = request.to(tl.int64)[:, None] * NODES + lane
-        of_request = tl.load(tokens_ptr + place, mask=drawing[:, None] & (lane < NODES), other=-1)
-        missed = tl.zeros((BLOCK_R, BLOCK_N), tl.int32)
-        if K_SEQ:
-            draws = _num_draws(
-                tokens_ptr, next_sibling_ptr, draft_ptr, request, candidate, of_draft, drawing, NODES, VOCAB
-            )
-            k_seq_rate = _k_seq_rate(
-                values_ptr, draft_ptr, distribution_ptr, temperature, row, of_draft, draft_left, draws, batch * NODES,
-                row_stride, drawing & (draws > 0), VOCAB, PROBS, BLOCK_V,
-            )  # fmt: skip
-        step = 1
-        while (tl.max(looking.to(tl.int32), 0) > 0) & (step < NODES):
-            here = tl.where(looking, candidate, 0)
-            token, p, q = _probs_of(
-                tokens_ptr, values_ptr, draft_ptr, distribution_ptr, temperature, tl.where(in_rows, request, 0), here,
-                row, of_draft, batch * NODES, row_stride, looking & drawing, NODES, VOCAB, PROBS,
-            )  # fmt: skip
-            judged = q > 0
-            if WITHOUT_REPLACEMENT:
-                judged &= tl.max(tl.where(of_request == token[:, None], missed, 0), 1) == 0
-            draft_left = tl.maximum(draft_left, tl.where(judged, q, 0.0))  # true but for rounding
-            uniform = _judging_uniform(seeds_ptr, positions_ptr, uniforms_ptr, request, candidate, looking, NODES)
-            if K_SEQ:
-                accepts = judged & (uniform * k_seq_rate * q < p)
-            else:
-                accepts = judged & (uniform * q * left < (p - rate * q) * draft_left)
-            hit = tl.where(drawing, accepts, looking & (token == argmax))
-            misses = judged & (accepts == 0)
-            if K_SEQ:
-                rate = tl.where(misses, k_seq_rate, rate)
-            elif tl.max(misses.to(tl.int32), 0) > 0:
-                raised = tl.where(misses, rate + left / tl.where(misses, draft_left, 1.0), rate)
-                mass = _residual_mass(
-                    values_ptr, draft_ptr, None, distribution_ptr, temperature, row, of_draft, raised, batch * NODES,
-                    row_stride, misses, VOCAB, PROBS, BLOCK_V,
-                )  # fmt: skip
-                rate = tl.where(mass > 0, raised, rate)
-                left = tl.where(mass > 0, mass, left)
-                if WITHOUT_REPLACEMENT:
-                    draft_left = tl.where(misses, draft_left - q, draft_left)
-                    missed = tl.where(misses[:, None] & (lane == candidate[:, None]), 1, missed)
-            chosen = tl.where(hit, candidate, chosen)
-            candidate, looking = _next_sibling(next_sibling_ptr, request, candidate, looking & (hit == 0), NODES)
-            step += 1
-    tl.store(chosen_ptr + row, chosen, mask=in_rows)
-    inverse = tl.where(rate > 0, 1.0 / tl.where(rate > 0, rate, 1.0), 0.0)
-    tl.store(inverse_rate_ptr + row, inverse.to(tl.float32), mask=in_rows)
+    return rho * inverse, call
 
 
 @triton.jit
 def _class_masses(
-    values_ptr, draft_ptr, distribution_ptr, temperature, row, of_draft, rows, row_stride, asks,
-    VOCAB: tl.constexpr, PROBS: tl.constexpr, BLOCK_V: tl.constexpr,
+    values_ptr, draft_ptr, distribution_ptr, sums_ptr, temperature, row, of_draft, rows, row_stride, splits, call, asks,
+    VOCAB: tl.constexpr, PROBS: tl.constexpr, CALLS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """[R, CLASSES] float64: mass of q by class."""
-    # Summed over lanes once, at the end; a step takes few tokens, because each has an entry for every class.
-    STEP: tl.constexpr = BLOCK_V if BLOCK_V < 512 else 512
-    lane, kinds = tl.arange(0, STEP)[None, :], tl.arange(0, _CLASSES)[None, :, None]
-    found = tl.zeros((row.shape[0], _CLASSES, STEP), tl.float64)
-    for start in range(0, VOCAB, STEP):
+    """[R, CLASSES] float64: mass of q by class; and the number of the next call."""
+    lane, kinds = tl.arange(0, BLOCK_V)[None, :], tl.arange(0, _CLASSES)[None, :]
+    found = tl.zeros((row.shape[0], _CLASSES), tl.int64)
+    for start in range(tl.program_id(0) * BLOCK_V, VOCAB, splits * BLOCK_V):
         column = start + lane
         live = asks[:, None] & (column < VOCAB)
         p = target_prob(
             values_ptr, distribution_ptr, temperature[:, None], row[:, None], column, rows, row_stride, live, PROBS
         )  # fmt: skip
         q = draft_prob(draft_ptr, of_draft[:, None], column, live, VOCAB)
-        kind = token_class(tl.where(live, p, 0.0), q)
-        found += tl.where(kind[:, None, :] == kinds, q.to(tl.float64)[:, None, :], 0.0)
-    return tl.sum(found, 2)
+        kind, units = token_class(p, q), _in_units(q)
+        for each in tl.static_range(_CLASSES):
+            of_class = tl.sum(tl.where(live & (kind == each), units, 0), 1)
+            found += tl.where(kinds == each, of_class[:, None], 0)
+    team = tl.program_id(1).to(tl.int64) * CALLS + call
+    # The classes of a call stand behind the totals of all calls.
+    first = tl.num_programs(1).to(tl.int64) * CALLS * 2 + team * _CLASSES
+    total = _team_sum(found, sums_ptr, first + kinds + row[:, None] * 0, 2 * team + 1, splits)
+    return total.to(tl.float64) / _UNITS, call + 1
 
 
 @triton.jit
 def _keep_best_child(
-    tokens_ptr, next_sibling_ptr, values_ptr, draft_ptr, factors_ptr, distribution_ptr, temperature, request, candidate,
-    row, of_draft, draft_mass, rows, row_stride, drawing,
-    NODES: tl.constexpr, VOCAB: tl.constexpr, PROBS: tl.constexpr, BLOCK_V: tl.constexpr,
+    values_ptr, draft_ptr, factors_ptr, distribution_ptr, sums_ptr, tokens, siblings, temperature, candidate, row,
+    of_draft, lane, rows, row_stride, splits, call, asks,
+    NODES: tl.constexpr, VOCAB: tl.constexpr, PROBS: tl.constexpr, CALLS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The first child of the highest class, and the factors q' / q of each class, stored. Rows that do not draw keep
-    their first child."""
-    kept, best, draws, looking = candidate, candidate * 0 - 1, candidate * 0, drawing
-    step = 1
-    while (tl.max(looking.to(tl.int32), 0) > 0) & (step < NODES):
-        _, p, q = _probs_of(
-            tokens_ptr, values_ptr, draft_ptr, distribution_ptr, temperature, request,
-            tl.where(looking, candidate, 0), row, of_draft, rows, row_stride, looking, NODES, VOCAB, PROBS,
-        )  # fmt: skip
-        kind = token_class(p.to(tl.float32), q.to(tl.float32))
-        better = (q > 0) & (kind > best)
-        kept, best = tl.where(better, candidate, kept), tl.where(better, kind, best)
-        draws += (q > 0).to(tl.int32)
-        candidate, looking = _next_sibling(next_sibling_ptr, request, candidate, looking, NODES)
-        step += 1
-    kinds = tl.arange(0, _CLASSES)[None, :]
-    asks = drawing & (draws > 0)
-    mass = _class_masses(
-        values_ptr, draft_ptr, distribution_ptr, temperature, row, of_draft, rows, row_stride, asks, VOCAB, PROBS,
-        BLOCK_V,
+    """The first child of the highest class, where one was drawn; the factors q' / q of each class are stored. Rows
+    that do not ask keep their candidate."""
+    q = _draws_behind(tokens, siblings, draft_ptr, candidate, of_draft, lane, asks, NODES, VOCAB)
+    p = target_prob(
+        values_ptr, distribution_ptr, temperature[:, None], row[:, None], tokens, rows, row_stride, q > 0, PROBS
     )  # fmt: skip
-    mass /= tl.where(draft_mass > 0, draft_mass, 1.0)[:, None]
-    up_to = tl.cumsum(mass, 1)
-    before = tl.maximum(up_to - mass, 0.0)
+    kind = tl.where(q > 0, token_class(p, q), -1)
+    best, draws = tl.max(kind, 1), tl.sum((q > 0).to(tl.int32), 1)
+    kept = tl.min(tl.where((q > 0) & (kind == best[:, None]), lane, NODES), 1)
+    mass, call = _class_masses(
+        values_ptr, draft_ptr, distribution_ptr, sums_ptr, temperature, row, of_draft, rows, row_stride, splits, call,
+        asks & (draws > 0), VOCAB, PROBS, CALLS, BLOCK_V,
+    )  # fmt: skip
+    whole = tl.sum(mass, 1)
+    share = mass / tl.where(whole > 0, whole, 1.0)[:, None]
+    up_to = tl.cumsum(share, 1)
+    before = tl.maximum(up_to - share, 0.0)
     power, lower, times = up_to * 0.0 + 1.0, up_to * 0.0 + 1.0, 0
     while times < tl.max(draws, 0):
         power = tl.where(times < draws[:, None], power * up_to, power)
         lower = tl.where(times < draws[:, None], lower * before, lower)
         times += 1
     # Of q as it is recorded: q' = q / m times the share of the kept mass.
-    scaled = mass * tl.where(draft_mass > 0, draft_mass, 1.0)[:, None]
-    factor = tl.where(mass > 0, (power - lower) / tl.where(mass > 0, scaled, 1.0), 0.0)
-    place = row.to(tl.int64)[:, None] * _CLASSES + kinds
-    tl.store(factors_ptr + place, factor.to(tl.float32), mask=asks[:, None] & (kinds < _CLASSES))
+    factor = tl.where(mass > 0, (power - lower) / tl.where(mass > 0, mass, 1.0), 0.0)
+    place = row.to(tl.int64)[:, None] * _CLASSES + tl.arange(0, _CLASSES)[None, :]
+    tl.store(factors_ptr + place, factor.to(tl.float32), mask=(asks & (draws > 0))[:, None])
     tl.debug_barrier()
-    return kept
+    return tl.where(asks & (draws > 0), kept, candidate), call
 
 
-@triton.jit(do_not_specialize=["batch", "level"])
-def _weigh_children_kernel(  # 17 run-time arguments: the tree, two distributions, and what each level leaves
+@triton.jit
+def _float_entry(values, lane, index):
+    """`entry` of float64 values."""
+    return tl.sum(tl.where(lane == index[:, None], values, 0.0), 1)
+
+
+@triton.jit
+def _with_entry(values, lane, index, new, where):
+    """`values` [R, N] with `new` [R] at `index` [R] in the rows `where` [R]."""
+    return tl.where(where[:, None] & (lane == index[:, None]), new[:, None], values)
+
+
+@triton.jit
+def _behind_rejection(
+    values_ptr, draft_ptr, factors_ptr, distribution_ptr, sums_ptr, temperature, row, of_draft, weight, rate, due, left,
+    rows, row_stride, splits, call, asks,
+    VOCAB: tl.constexpr, PROBS: tl.constexpr, CALLS: tl.constexpr, BLOCK_V: tl.constexpr, BOTTOM_UP: tl.constexpr,
+):  # fmt: skip
+    """Weight, c and s behind the rejection that is due; an empty residual leaves c and s as they are."""
+    raised = tl.where(asks, rate + due, 0.0)
+    mass, call = _mass(
+        values_ptr, draft_ptr, factors_ptr, distribution_ptr, sums_ptr, temperature, row, of_draft, raised, rows,
+        row_stride, splits, call, asks, VOCAB, PROBS, CALLS, BLOCK_V,
+    )  # fmt: skip
+    if BOTTOM_UP:
+        part = weight * mass / left
+        below = part + 1.0 - weight
+        weight = tl.where(asks & (below > 0), part / tl.where(below > 0, below, 1.0), weight)
+    shrinks = asks & (mass > 0)
+    return weight, tl.where(shrinks, raised, rate), tl.where(shrinks, mass, left), call
+
+
+@triton.jit
+def _enter(
+    values_ptr, draft_ptr, factors_ptr, distribution_ptr, sums_ptr, tokens, siblings, temperature, candidate, row,
+    of_draft, lane, mass, k_seq_rate, rows, row_stride, splits, call, asks,
+    NODES: tl.constexpr, VOCAB: tl.constexpr, PROBS: tl.constexpr, CALLS: tl.constexpr, BLOCK_V: tl.constexpr,
+    K_SEQ: tl.constexpr,
+):  # fmt: skip
+    """What is asked where a node is entered: the child to judge first, m, and the c of `k_seq`."""
+    if factors_ptr is not None:
+        candidate, call = _keep_best_child(
+            values_ptr, draft_ptr, factors_ptr, distribution_ptr, sums_ptr, tokens, siblings, temperature, candidate,
+            row, of_draft, lane, rows, row_stride, splits, call, asks, NODES, VOCAB, PROBS, CALLS, BLOCK_V,
+        )  # fmt: skip
+        mass = tl.where(asks, 1.0, mass)  # the mass of what is kept
+    else:
+        whole, call = _mass(
+            values_ptr, draft_ptr, None, distribution_ptr, sums_ptr, temperature, row, of_draft, mass * 0.0 - 1.0, rows,
+            row_stride, splits, call, asks, VOCAB, PROBS, CALLS, BLOCK_V,
+        )  # fmt: skip
+        mass = tl.where(asks, whole, mass)
+    if K_SEQ:
+        q = _draws_behind(tokens, siblings, draft_ptr, candidate, of_draft, lane, asks, NODES, VOCAB)
+        found, call = _k_seq_rate(
+            values_ptr, draft_ptr, distribution_ptr, sums_ptr, temperature, row, of_draft, mass,
+            tl.sum((q > 0).to(tl.int32), 1), rows, row_stride, splits, call, asks, VOCAB, PROBS, CALLS, BLOCK_V,
+        )  # fmt: skip
+        k_seq_rate = tl.where(asks, found, k_seq_rate)
+    return candidate, mass, k_seq_rate, call
+
+
+@triton.jit
+def _load_tree(
+    tokens_ptr, first_child_ptr, next_sibling_ptr, valid_ptr, place, lane, live,
+    NODES: tl.constexpr, VOCAB: tl.constexpr,
+):  # fmt: skip
+    """Tokens, first children and next siblings [B, N] int32, -1 where there is none or it cannot be judged."""
+    tokens = tl.load(tokens_ptr + place, mask=live, other=-1)
+    usable = live & (tl.load(valid_ptr + place, mask=live, other=0) != 0)
+    children = tl.load(first_child_ptr + place, mask=usable, other=-1)
+    siblings = tl.load(next_sibling_ptr + place, mask=live, other=-1)
+    return (
+        tl.where((tokens >= 0) & (tokens < VOCAB), tokens, -1).to(tl.int32),
+        tl.where((children > lane) & (children < NODES), children, -1),
+        tl.where((siblings > lane) & (siblings < NODES), siblings, -1),
+    )
+
+
+@triton.jit(do_not_specialize=["batch", "splits"])
+def _walk_tree_kernel(  # one loop over what stands in registers, 21 run-time arguments: the tree and two distributions
     tokens_ptr,  # [B, N] int64
     first_child_ptr,  # [B, N] int32
     next_sibling_ptr,  # [B, N] int32
@@ -359,157 +307,145 @@ def _weigh_children_kernel(  # 17 run-time arguments: the tree, two distribution
     greedy_ptr,  # [B * N] int64
     valid_ptr,  # [B * N] bool
     temperature_ptr,  # [B] float32
-    factors_ptr,  # [B, N, CLASSES] float32, written: q' / q by class under `greedy_paths`, else None
-    weights_ptr,  # [B, N] float64: w, of nodes deeper than the level not behind their children yet
-    links_ptr,  # [2, B, N] int32: depth of nodes that are judged, else 0, and their parent
-    inverse_rate_ptr,  # [B, N] float32: 1 / c behind the rejected children, 0 where none was judged
-    batch,
-    row_stride,
-    level,  # depth of the nodes whose children are weighed
-    NODES: tl.constexpr,
-    DRAFT_ROWS: tl.constexpr,
-    VOCAB: tl.constexpr,
-    PROBS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    request = row // NODES
-    node = row - request * NODES
-    depth = tl.load(links_ptr + row, mask=row < batch * NODES, other=-1)
-    # A parent stores the depth of its children, `level` + 1, while other programs read it.
-    here = (depth == level) & ((level > 0) | (node == 0))
-    if tl.max(here.to(tl.int32), 0) > 0:
-        temperature = tl.load(temperature_ptr + request, mask=here, other=0.0)
-        argmax = tl.load(greedy_ptr + row, mask=here, other=-1)
-        usable = tl.load(valid_ptr + row, mask=here, other=0) != 0
-        candidate = tl.load(first_child_ptr + row, mask=here & usable, other=-1)
-        weight = tl.where(node == 0, 1.0, tl.load(weights_ptr + row, mask=here & (node > 0), other=0.0))
-        looking = here & _later(candidate, node, NODES)
-        drawing = looking & (temperature > 0)
-        of_draft = draft_row(draft_rows_ptr, request, node, drawing, NODES, DRAFT_ROWS)
-        rate, left = weight * 0.0, weight * 0.0 + 1.0
-        draft_left = _draft_mass(draft_ptr, of_draft, drawing, VOCAB, BLOCK_V)
-        lane = tl.arange(0, BLOCK_N)[None, :]
-        place = request.to(tl.int64)[:, None] * NODES + lane
-        of_request = tl.load(tokens_ptr + place, mask=drawing[:, None] & (lane < NODES), other=-1)
-        missed = tl.zeros((BLOCK_R, BLOCK_N), tl.int32)
-        if factors_ptr is not None:
-            candidate = _keep_best_child(
-                tokens_ptr, next_sibling_ptr, values_ptr, draft_ptr, factors_ptr, distribution_ptr, temperature,
-                tl.where(here, request, 0), candidate, row, of_draft, draft_left, batch * NODES, row_stride, drawing,
-                NODES, VOCAB, PROBS, BLOCK_V,
-            )  # fmt: skip
-            # What is kept has the mass 1, and no siblings behind it.
-            draft_left = tl.where(drawing, 1.0, draft_left)
-        found = looking & (looking == 0)  # of a row at temperature 0: a child that carries the argmax
-        step = 1
-        while (tl.max(looking.to(tl.int32), 0) > 0) & (step < NODES):
-            token, p, q = _probs_of(
-                tokens_ptr, values_ptr, draft_ptr, distribution_ptr, temperature, tl.where(here, request, 0),
-                tl.where(looking, candidate, 0), row, of_draft, batch * NODES, row_stride, looking & drawing, NODES,
-                VOCAB, PROBS,
-            )  # fmt: skip
-            judged = (q > 0) & (tl.max(tl.where(of_request == token[:, None], missed, 0), 1) == 0)
-            q = skewed_prob(factors_ptr, row, p.to(tl.float32), q.to(tl.float32), judged).to(tl.float64)
-            draft_left = tl.maximum(draft_left, tl.where(judged, q, 0.0))  # true but for rounding
-            ratio = weight * (p - rate * q) * draft_left / (left * tl.where(judged, q, 1.0))
-            first = looking & (drawing == 0) & (found == 0) & (token == argmax)
-            share = tl.where(judged, tl.minimum(tl.maximum(ratio, 0.0), 1.0), tl.where(first, weight, 0.0))
-            at = request.to(tl.int64) * NODES + candidate
-            tl.store(weights_ptr + at, share, mask=judged | first)
-            tl.store(links_ptr + at, tl.zeros_like(node) + level + 1, mask=judged | first)
-            tl.store(links_ptr + batch.to(tl.int64) * NODES + at, node, mask=judged | first)
-            found |= first
-            misses = judged & (weight > 0)
-            if tl.max(misses.to(tl.int32), 0) > 0:
-                raised = tl.where(misses, rate + left / tl.where(misses, weight * draft_left, 1.0), rate)
-                mass = _residual_mass(
-                    values_ptr, draft_ptr, factors_ptr, distribution_ptr, temperature, row, of_draft, raised,
-                    batch * NODES, row_stride, misses, VOCAB, PROBS, BLOCK_V,
-                )  # fmt: skip
-                part = weight * mass / left
-                below = part + 1.0 - weight
-                weight = tl.where(misses & (below > 0), part / tl.where(below > 0, below, 1.0), weight)
-                rate, left = tl.where(mass > 0, raised, rate), tl.where(mass > 0, mass, left)
-                draft_left = tl.where(judged, draft_left - q, draft_left)
-                missed = tl.where(judged[:, None] & (lane == candidate[:, None]), 1, missed)
-            if factors_ptr is not None:
-                looking = looking & (drawing == 0)
-            candidate, looking = _next_sibling(next_sibling_ptr, request, candidate, looking, NODES)
-            step += 1
-        tl.store(weights_ptr + row, weight, mask=here)
-        inverse = tl.where(rate > 0, 1.0 / tl.where(rate > 0, rate, 1.0), 0.0)
-        tl.store(inverse_rate_ptr + row, inverse.to(tl.float32), mask=here)
-
-
-@triton.jit
-def _chosen_bottom_up(
-    weights_ptr, links_ptr, seeds_ptr, positions_ptr, uniforms_ptr, request, in_batch, node, batch,
-    NODES: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """[B, BLOCK_N] int32: the first child at or under which a node is accepted, -1 where there is none."""
-    row = request.to(tl.int64)[:, None] * NODES + node
-    live = in_batch[:, None] & (node < NODES)
-    linked = tl.load(links_ptr + row, mask=live, other=0) > 0
-    above = tl.load(links_ptr + batch.to(tl.int64) * NODES + row, mask=linked, other=-1)
-    weight = tl.load(weights_ptr + row, mask=linked, other=0.0)
-    uniform = judging_uniforms(seeds_ptr, positions_ptr, uniforms_ptr, request, in_batch, node, NODES)
-    accepts = (linked & (uniform < weight)).to(tl.int32)
-    chosen = tl.full((BLOCK_B, BLOCK_N), -1, tl.int32)
-    for behind in range(1, NODES):  # the first child overwrites the others
-        candidate = request * 0 + (NODES - behind)
-        takes = (entry(accepts, node, candidate) > 0) | (entry(chosen, node, candidate) >= 0)
-        up = entry(above, node, candidate)
-        chosen = tl.where(takes[:, None] & (node == up[:, None]), candidate[:, None], chosen)
-    return chosen
-
-
-@triton.jit(do_not_specialize=["batch"])
-def _follow_kernel(
-    chosen_ptr,  # [B, N] int32, or None with BOTTOM_UP
-    weights_ptr,  # [B, N] float64 with BOTTOM_UP, else None
-    links_ptr,  # [2, B, N] int32 with BOTTOM_UP, else None
     seeds_ptr,  # [B] int64, or None
     positions_ptr,  # [B, N] int64, or None
     uniforms_ptr,  # [B, N + 1] float64, or None
-    inverse_rate_ptr,  # [B, N] float32
+    sums_ptr,  # [B, CALLS, 2] int64: sum and arrivals of each call, then [B, CALLS, CLASSES]; or None for teams of one
+    factors_ptr,  # [splits, B, N, CLASSES] float32: q' / q by class under `greedy_paths`, a copy a program, else None
+    inverse_rate_ptr,  # [B, N] float32: at the last node 1 / c, 0 where no child was rejected there
     path_ptr,  # [B, DEPTH + 1] int32: nodes from the root on, -1 behind
     state_ptr,  # [2, B] int32: N where the residual of the last node is drawn from, else that node; that node
     batch,
+    row_stride,
+    splits,  # programs of a team; where there are several, BLOCK_B is 1
     NODES: tl.constexpr,
     DEPTH: tl.constexpr,
+    DRAFT_ROWS: tl.constexpr,
+    VOCAB: tl.constexpr,
+    PROBS: tl.constexpr,
+    CALLS: tl.constexpr,
+    K_SEQ: tl.constexpr,
+    WITHOUT_REPLACEMENT: tl.constexpr,
     BOTTOM_UP: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):
-    request = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
-    in_batch = request < batch
-    node, column = tl.arange(0, BLOCK_N)[None, :], tl.arange(0, BLOCK_D)[None, :]
-    if BOTTOM_UP:
-        chosen = _chosen_bottom_up(
-            weights_ptr, links_ptr, seeds_ptr, positions_ptr, uniforms_ptr, request, in_batch, node, batch, NODES,
-            BLOCK_B, BLOCK_N,
-        )  # fmt: skip
-    else:
-        row = request.to(tl.int64)[:, None] * NODES + node
-        chosen = tl.load(chosen_ptr + row, mask=in_batch[:, None] & (node < NODES), other=-1)
-    end, count = request * 0, request * 0
+    request = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
+    in_batch, rows = request < batch, batch * NODES
+    lane, column = tl.arange(0, BLOCK_N)[None, :], tl.arange(0, BLOCK_D)[None, :]
+    place, live = request.to(tl.int64)[:, None] * NODES + lane, in_batch[:, None] & (lane < NODES)
+    temperature = tl.load(temperature_ptr + request, mask=in_batch, other=0.0)
+    tokens, children, siblings = _load_tree(
+        tokens_ptr, first_child_ptr, next_sibling_ptr, valid_ptr, place, lane, live, NODES, VOCAB
+    )
+    argmax = tl.load(greedy_ptr + place, mask=live, other=-1).to(tl.int32)
+    of_drafts = draft_row(draft_rows_ptr, request[:, None], lane, live, NODES, DRAFT_ROWS)
+    uniforms = judging_uniforms(seeds_ptr, positions_ptr, uniforms_ptr, request, in_batch, lane, NODES)
+    if factors_ptr is not None:
+        factors_ptr += tl.program_id(0).to(tl.int64) * rows * _CLASSES
+
+    end, depth = request * 0, request * 0
     path = tl.where(column == 0, 0, -1) + tl.zeros((BLOCK_B, BLOCK_D), tl.int32)
-    for _ in range(DEPTH):
-        onward = entry(chosen, node, end)
-        goes = in_batch & (onward >= 0)  # a leaf has no choice, so the walk stays where it ended
-        count += goes.to(tl.int32)
-        path = tl.where(goes[:, None] & (column == count[:, None]), onward[:, None], path)
-        end = tl.where(goes, onward, end)
-    judged = in_batch & (count < DEPTH)
-    inverse = tl.load(inverse_rate_ptr + request.to(tl.int64) * NODES + end, mask=judged, other=0.0)
-    tl.store(state_ptr + request, tl.where(inverse > 0, NODES, end), mask=in_batch)
-    tl.store(state_ptr + batch + request, end, mask=in_batch)
-    place = request.to(tl.int64)[:, None] * (DEPTH + 1) + column
-    tl.store(path_ptr + place, path, mask=in_batch[:, None] & (column <= DEPTH))
+    weight, rate = tl.full((BLOCK_B,), 1.0, tl.float64), tl.zeros((BLOCK_B,), tl.float64)
+    left, due, mass, k_seq_rate = weight, rate, rate, rate  # due: what a rejection adds to c, once s is known behind it
+    weights, rates, lefts, dues, masses = uniforms, uniforms, uniforms, uniforms, uniforms  # of the nodes above
+    missed = tl.zeros((BLOCK_B, BLOCK_N), tl.int32)
+    above = missed - 1
+    candidate = entry(children, lane, end)
+    if DEPTH == 0:
+        candidate = end - 1
+    going, fresh = in_batch, in_batch
+    call, step = 0, 0
+    while _any(going) & (step < 2 * NODES):
+        row, of_draft = request * NODES + end, entry(of_drafts, lane, end)
+        has = going & (candidate >= 0)
+        drawing = has & (temperature > 0)
+        enters = drawing & fresh
+        if _any(enters):
+            candidate, mass, k_seq_rate, call = _enter(
+                values_ptr, draft_ptr, factors_ptr, distribution_ptr, sums_ptr, tokens, siblings, temperature,
+                candidate, row, of_draft, lane, mass, k_seq_rate, rows, row_stride, splits, call, enters, NODES, VOCAB,
+                PROBS, CALLS, BLOCK_V, K_SEQ,
+            )  # fmt: skip
+            fresh = fresh & (enters == 0)
+        token = entry(tokens, lane, candidate)
+        known = drawing & (token >= 0)
+        above = _with_entry(above, lane, candidate, end, has)
+        p = target_prob(values_ptr, distribution_ptr, temperature, row, token, rows, row_stride, known, PROBS)
+        q = draft_prob(draft_ptr, of_draft, token, known, VOCAB)
+        judged = known & (q > 0)
+        if WITHOUT_REPLACEMENT:
+            judged &= tl.max(tl.where((tokens == token[:, None]) & (above == end[:, None]), missed, 0), 1) == 0
+        q = tl.where(judged, skewed_prob(factors_ptr, row, p, q, judged), 1.0).to(tl.float64)
+
+        settles = judged & (due > 0)
+        if BOTTOM_UP:
+            uniform = _float_entry(uniforms, lane, end)
+            settles |= going & (has == 0) & (end > 0) & (due > 0) & (uniform < weight)
+        if K_SEQ == 0:
+            if _any(settles):
+                weight, rate, left, call = _behind_rejection(
+                    values_ptr, draft_ptr, factors_ptr, distribution_ptr, sums_ptr, temperature, row, of_draft, weight,
+                    rate, due, left, rows, row_stride, splits, call, settles, VOCAB, PROBS, CALLS, BLOCK_V, BOTTOM_UP,
+                )  # fmt: skip
+                due = tl.where(settles, 0.0, due)
+
+        mass = tl.where(judged, tl.maximum(mass, q), mass)  # true but for rounding
+        if K_SEQ:
+            ratio = p.to(tl.float64) / tl.where(judged, k_seq_rate * q, 1.0)
+            rises = k_seq_rate
+        else:
+            ratio = weight * (p.to(tl.float64) - rate * q) * mass / (left * q)
+            rises = left / tl.where(weight * mass > 0, weight * mass, 1.0)
+        right = has & (temperature <= 0) & (token == entry(argmax, lane, end))
+        share = tl.where(judged, tl.minimum(tl.maximum(ratio, 0.0), 1.0), tl.where(right, weight, 0.0))
+        if BOTTOM_UP:
+            goes, misses = share > 0, judged
+        else:
+            goes = _float_entry(uniforms, lane, candidate) < share
+            misses = judged & (goes == 0)
+        due = tl.where(misses & (weight > 0), rises, due)
+        if WITHOUT_REPLACEMENT:
+            mass = tl.where(misses, mass - q, mass)
+            missed = _with_entry(missed, lane, candidate, candidate * 0 + 1, misses)
+
+        following = entry(siblings, lane, tl.where(has, candidate, end))
+        if factors_ptr is not None:
+            following = tl.where(temperature > 0, -1, following)
+        ends = going & (has == 0)
+        if BOTTOM_UP:
+            returns = ends & (end > 0) & (uniform >= weight)
+            ends = ends & (returns == 0)
+            parent = entry(above, lane, end)
+            weights = _with_entry(weights, lane, end, weight, goes)
+            rates, dues = _with_entry(rates, lane, end, rate, goes), _with_entry(dues, lane, end, due, goes)
+            lefts, masses = _with_entry(lefts, lane, end, left, goes), _with_entry(masses, lane, end, mass, goes)
+            weight = tl.where(goes, share, tl.where(returns, _float_entry(weights, lane, parent), weight))
+            rate = tl.where(returns, _float_entry(rates, lane, parent), rate)
+            due = tl.where(returns, _float_entry(dues, lane, parent), due)
+            left = tl.where(returns, _float_entry(lefts, lane, parent), left)
+            mass = tl.where(returns, _float_entry(masses, lane, parent), mass)
+            path = tl.where(returns[:, None] & (column == depth[:, None]), -1, path)
+            depth, end = depth - returns.to(tl.int32), tl.where(returns, parent, end)
+            fresh = fresh & (returns == 0)
+        depth, end = depth + goes.to(tl.int32), tl.where(goes, candidate, end)
+        path = tl.where(goes[:, None] & (column == depth[:, None]), end[:, None], path)
+        rate, due, left = tl.where(goes, 0.0, rate), tl.where(goes, 0.0, due), tl.where(goes, 1.0, left)
+        first = tl.where(depth < DEPTH, entry(children, lane, end), -1)
+        candidate, fresh = tl.where(goes, first, following), fresh | goes
+        going = going & (ends == 0)
+        step += 1
+
+    rate += due
+    writes = in_batch & (tl.program_id(0) == 0)
+    inverse = tl.where(rate > 0, 1.0 / tl.where(rate > 0, rate, 1.0), 0.0)
+    tl.store(inverse_rate_ptr + request.to(tl.int64) * NODES + end, inverse.to(tl.float32), mask=writes)
+    tl.store(state_ptr + request, tl.where(rate > 0, NODES, end), mask=writes)
+    tl.store(state_ptr + batch + request, end, mask=writes)
+    out = request.to(tl.int64)[:, None] * (DEPTH + 1) + column
+    tl.store(path_ptr + out, path, mask=writes[:, None] & (column <= DEPTH))
 
 
 def judge_tree(
@@ -520,41 +456,31 @@ def judge_tree(
     selected: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
     sources: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
     judged: torch.Tensor,
-    factors: torch.Tensor | None,
     state: torch.Tensor,
     max_depth: int,
     sizes: dict[str, Any],
-) -> torch.Tensor:
-    """Fill `judged` [B, N] (1 / c), `factors` [B, N, CLASSES] under `greedy_paths`, and `state` [2, B], as the residual
-    kernel reads them; the path [B, D + 1] int32."""
-    (batch, num_nodes), values = tokens.shape, rows_of_both[0]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Fill `judged` [B, N] (1 / c at the last node) and `state` [2, B], as the residual kernel reads them.
+
+    Returns the path [B, D + 1] int32, and under `greedy_paths` the factors [B, N, CLASSES], else None.
+    """
+    (batch, num_nodes), values, device = tokens.shape, rows_of_both[0], tokens.device
     vocab, config = values.shape[-1], ACCEPTANCE[current_chip(tokens)]
-    out = partial(torch.empty, dtype=torch.int32, device=tokens.device)
-    path, links_of_tree = out(batch, max_depth + 1), (tokens, tree.first_child, tree.next_sibling)
-    block_v, rows = min(max(triton.next_power_of_2(vocab), d.MIN_SCAN), config.pass_width), batch * num_nodes
-    block_r = d.rows_per_program(rows, config.max_requests, block_v * (1 if factors is None else CLASSES))
-    grid, warps = (triton.cdiv(rows, block_r),), max(block_v // config.pass_lanes, 1)
-    blocks = dict(BLOCK_R=block_r, BLOCK_N=lanes(num_nodes), BLOCK_V=block_v)
-    chosen, weights, links = None, None, None
-    if rule in BOTTOM_UP_RULES:
-        weights = out(batch, num_nodes, dtype=torch.float64)
-        links = torch.zeros(2, batch, num_nodes, dtype=torch.int32, device=tokens.device)
-        for level in range(max_depth):
-            launch(
-                _weigh_children_kernel, grid, *links_of_tree, *rows_of_both, *selected, factors, weights, links,
-                judged, batch, values.stride(0), level, num_warps=warps, **blocks, **sizes,
-            )  # fmt: skip
-    else:
-        chosen = out(batch, num_nodes)
-        launch(
-            _judge_children_kernel, grid, *links_of_tree, *rows_of_both, *selected, *sources, chosen, judged, batch,
-            values.stride(0), num_warps=warps, WITHOUT_REPLACEMENT=rule == "without_replacement",
-            K_SEQ=rule == "k_seq", **blocks, **sizes,
-        )  # fmt: skip
-    block_b = d.rows_per_program(batch, config.max_requests, lanes(num_nodes))
+    block_v = min(max(triton.next_power_of_2(vocab), d.MIN_SCAN), config.pass_width)
+    splits = max(1, min(num_processors(tokens) // max(batch, 1), triton.cdiv(vocab, block_v)))
+    calls, kinds = 4 * num_nodes, CLASSES if rule == "greedy_paths" else 0
+    if rule == "k_seq":
+        calls = min(max_depth + 1, num_nodes) * (RATE_STEPS + 1)
+    path = torch.empty(batch, max_depth + 1, dtype=torch.int32, device=device)
+    sums = torch.zeros(batch * calls * (2 + kinds), dtype=torch.int64, device=device) if splits > 1 else None
+    factors = torch.empty(splits, batch, num_nodes, kinds, device=device) if kinds else None
+    block_b = d.rows_per_program(batch, config.max_requests, block_v)
     launch(
-        _follow_kernel, (triton.cdiv(batch, block_b),), chosen, weights, links, *sources, judged, path, state, batch,
-        num_warps=1, NODES=num_nodes, DEPTH=max_depth, BOTTOM_UP=chosen is None, BLOCK_B=block_b,
-        BLOCK_N=lanes(num_nodes), BLOCK_D=lanes(max_depth + 1),
+        _walk_tree_kernel, (splits, triton.cdiv(batch, block_b)), tokens, tree.first_child, tree.next_sibling,
+        *rows_of_both, *selected, *sources, sums, factors, judged, path, state, batch, values.stride(0), splits,
+        num_warps=max(block_v // config.pass_lanes, 1), DEPTH=max_depth, CALLS=calls, K_SEQ=rule == "k_seq",
+        WITHOUT_REPLACEMENT=rule in WITHOUT_REPLACEMENT_RULES, BOTTOM_UP=rule in BOTTOM_UP_RULES, BLOCK_B=block_b,
+        BLOCK_N=lanes(num_nodes), BLOCK_D=lanes(max_depth + 1), BLOCK_V=block_v, **sizes,
+        **(dict(launch_cooperative_grid=True) if splits > 1 else {}),
     )  # fmt: skip
-    return path
+    return path, None if factors is None else factors[0]
