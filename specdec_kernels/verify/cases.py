@@ -336,10 +336,11 @@ CASES = (
     ),
     *(
         case_of(
-            "accept", _drawn_tree, f"{rule}_b8_tree32", "the shipped tree", bench=True, tags=_LARGE, rule=rule,
-            batch=8, vocab=151936, max_depth=7, unused=0, shape=_WIDE, filtered=True,
+            "accept", _drawn_tree, f"{rule}_b{batch}_tree32", "the shipped tree", bench=True, tags=_LARGE, rule=rule,
+            batch=batch, vocab=151936, max_depth=7, unused=0, shape=_WIDE, filtered=True,
         )
         for rule in TREE_RULES
+        for batch in (1, 8)
     ),
     _plain(
         "accept_greedy_b8_tree32", catches="the shipped tree", bench=True, tags=_LARGE, batch=8, num_nodes=32,
