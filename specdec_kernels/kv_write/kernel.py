@@ -9,7 +9,7 @@ elements that do not turn,
 
 with the roundings of the definition in `reference`. The bytes of an e4m3 pool are computed here, so that chips without
 the conversion, and the interpreter, store the same codes. The kernel is bound by memory: every element is read and
-written once.
+written once. For the few tokens of a step it is bound by its launch, which `overlap` hides.
 
 Both public functions launch the same kernel: `write_kv` is one layer with queries, `materialize_kv` several without.
 """
@@ -24,6 +24,7 @@ import triton.language as tl
 
 from specdec_kernels.kv_write.configs import NUM_WARPS, tile
 from specdec_kernels.launch import current_chip, lanes, launch
+from specdec_kernels.overlap import let_next_kernel_start, overlapped, wait_for_kernel_ahead
 
 _STRIDES = ["q_stride", "k_stride", "k_layer_stride", "v_stride", "v_layer_stride"]
 _VARYING = ["tokens", "width", "num_slots", "max_pos", *_STRIDES]
@@ -226,7 +227,10 @@ def _kv_write_kernel(
     V_BY_HEAD: tl.constexpr,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait_for_kernel_ahead(OVERLAP)
+    let_next_kernel_start(OVERLAP)
     Q_BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
     KV_BLOCKS: tl.constexpr = (H_KV + HEADS - 1) // HEADS
     block = tl.program_id(1)
@@ -324,7 +328,8 @@ def _launch(
     tokens, layers, kv_heads, head_dim = k.shape
     heads = 0 if q is None else q.shape[1]
     half = rope.shape[1] // 2
-    block = tile(current_chip(k), tokens, heads, kv_heads)
+    chip = current_chip(k)
+    block = tile(chip, tokens, heads, kv_heads)
     blocks = triton.cdiv(heads, block["HEADS"]) + layers * 2 * triton.cdiv(kv_heads, block["HEADS"])
     width = 1 if counts is None else tokens // max(counts.shape[0], 1)
     q_stride = 0 if q is None else q.stride(0) // head_dim
@@ -350,4 +355,5 @@ def _launch(
         K_BY_HEAD=isinstance(k_scale, torch.Tensor),
         V_BY_HEAD=isinstance(v_scale, torch.Tensor),
         **block,
+        **overlapped(chip),
     )
