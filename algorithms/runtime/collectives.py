@@ -55,13 +55,12 @@ def sum_in_order(x: Tensor) -> Tensor:
     return total.to(x.dtype)
 
 
-def exchange_of(rows: Tensor) -> Exchange | None:
-    """Memory to exchange `rows [..., D]` with the other ranks inside a kernel; None where they are too many, or where
-    devices cannot read each other. Every rank calls this at once."""
-    width = rows.shape[-1]
-    if not rows.is_cuda or not 0 < rows.numel() <= _EXCHANGE_ROWS * width:
+def exchange_of(rows: Tensor, width: int | None = None) -> Exchange | None:
+    """Memory to exchange `width` numbers, D if None, for each of `rows [..., D]` with the other ranks inside a kernel;
+    None where the rows are too many, or where devices cannot read each other. Every rank calls this at once."""
+    if not rows.is_cuda or not 0 < rows.numel() <= _EXCHANGE_ROWS * rows.shape[-1]:
         return None
-    return _exchange(rows.device, width)
+    return _exchange(rows.device, width or rows.shape[-1])
 
 
 def join_columns(part: Tensor) -> Tensor:

@@ -194,7 +194,10 @@ class Step:
     def accept(self) -> None:
         """Decide which drafts the target would have written itself, and choose the bonus token. With sizes to choose
         from, the choice takes in what was accepted."""
-        self.accepted = agree_on_acceptance(self._accepted())
+        accepted = self._accepted()
+        # What follows from tokens that all processes chose together needs no agreement.
+        together = self.targets is not None and self._parts.resources.target.model.chooses_together
+        self.accepted = accepted if together else agree_on_acceptance(accepted)
         if self._parts.sizing is not None and self.num_nodes > 1 and not self._needs.constrained:
             self._parts.sizing.learn(self._batch, self.tree, self.accepted, self.num_nodes)
 

@@ -2,7 +2,8 @@
 
 Every rank runs the same loop over the same requests. Its logits come from the same all-reduced sums, but equal bits on
 every device are not guaranteed, and after one different token the caches would no longer match. So rank 0 decides: its
-draft and its acceptance are broadcast, and the other ranks use them.
+draft and its acceptance are broadcast, and the other ranks use them. Greedy tokens that all ranks have chosen together
+are equal on all of them already, see `Decoder.likeliest`.
 """
 
 from __future__ import annotations

@@ -24,12 +24,18 @@ from specdec_kernels.overlap import let_next_kernel_start, overlapped, wait_for_
 
 
 @triton.jit
-def _received(words_ptr, call, inside):
-    """The float32 row at `words_ptr`, as soon as all of it was sent in this `call` (int32)."""
+def packed_word(number, call):
+    """The word of an int32 `number` that is sent in a `call` (int32)."""
+    return (call.to(tl.int64) << 32) | (number.to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
+def received(words_ptr, call, inside):
+    """The int32 numbers at `words_ptr`, as soon as all of them were sent in this `call` (int32)."""
     word = tl.load(words_ptr, mask=inside, other=0, volatile=True)
     while tl.max((inside & ((word >> 32).to(tl.int32) != call)).to(tl.int32), 0) > 0:
         word = tl.load(words_ptr, mask=inside, other=0, volatile=True)
-    return word.to(tl.int32).to(tl.float32, bitcast=True)
+    return word.to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["num_parts", "rows", "first_word", "first_counter", "capacity"])
@@ -66,7 +72,7 @@ def _all_reduce_kernel(
     own = tl.load(parts_ptr + row * D + dims, mask=inside, other=0.0)
     for part in tl.range(1, num_parts):
         own += tl.load(parts_ptr + (part * rows + row) * D + dims, mask=inside, other=0.0)
-    word = (call.to(tl.int64) << 32) | (own.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+    word = packed_word(own.to(tl.int32, bitcast=True), call)
     for other in tl.static_range(RANKS):
         if other != RANK:
             place = first_word + (RANK * capacity + row) * D + dims
@@ -76,7 +82,8 @@ def _all_reduce_kernel(
         if rank == RANK:
             total += own
         else:
-            total += _received(own_ptr + first_word + (rank * capacity + row) * D + dims, call, inside)
+            numbers = received(own_ptr + first_word + (rank * capacity + row) * D + dims, call, inside)
+            total += numbers.to(tl.float32, bitcast=True)
     x = total.to(out_ptr.dtype.element_ty)
     x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
     tl.store(sum_ptr + row * D + dims, x, mask=inside)

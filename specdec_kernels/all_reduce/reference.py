@@ -32,9 +32,35 @@ def all_reduce_add_rms_norm(
     return add_rms_norm(total.to(residual.dtype).view_as(residual), residual, weight, eps)
 
 
+def tell_numbers(numbers: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+    """What every rank tells of each row [ranks, R, width] int32; this rank tells `numbers` [R, width] int32.
+
+    The slot follows the call, whose number is counted for each row in the first of the counters.
+    """
+    told = []
+    for row, own in enumerate(numbers):
+        counter = _places(exchange, exchange.rank, 0, row + 1)[1][row]
+        call = counter + 1
+        received, _ = _places(exchange, exchange.rank, int(call) % SLOTS, row + 1)
+        counter.copy_(call)
+        for rank in range(len(exchange.offsets)):
+            if rank != exchange.rank:
+                words = _places(exchange, rank, int(call) % SLOTS, row + 1)[0][exchange.rank, row]
+                words.copy_(words_of(own[None], call[None])[0])
+        each = (received[:, row] & _LOW).to(torch.int32)
+        each[exchange.rank] = own
+        told.append(each)
+    return torch.stack(told, 1) if told else numbers.expand(len(exchange.offsets), *numbers.shape)
+
+
 def packed(rows: torch.Tensor, calls: torch.Tensor) -> torch.Tensor:
-    """Words [R, width] of the rows [R, width] sent in the calls [R]."""
-    return (calls[:, None] << 32) | (rows.float().view(torch.int32).long() & _LOW)
+    """Words [R, width] of the rows [R, width], as float32, sent in the calls [R]."""
+    return words_of(rows.float().view(torch.int32), calls)
+
+
+def words_of(numbers: torch.Tensor, calls: torch.Tensor) -> torch.Tensor:
+    """Words [R, width] of int32 numbers [R, width] sent in the calls [R]."""
+    return (calls[:, None] << 32) | (numbers.long() & _LOW)
 
 
 def _places(exchange: Exchange, rank: int, slot: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:

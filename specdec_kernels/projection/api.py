@@ -29,6 +29,7 @@ def linear(
     bias: torch.Tensor | None = None,
     *,
     batch_invariant: bool = False,
+    out_dtype: torch.dtype | None = None,
     impl: str = "auto",
 ) -> torch.Tensor:
     """x weight^T + bias.
@@ -39,15 +40,19 @@ def linear(
         bias: [N], dtype of x, or None. It is added before the rounding.
         batch_invariant: use the kernel for more than 64 rows too, so that the bits of a row never depend on the
             number of rows.
+        out_dtype: dtype of the result: that of x, also if None, or float32, in which sums are not rounded again.
 
     Returns:
-        [..., N], dtype of x.
+        [..., N], dtype of x or `out_dtype`.
 
     Raises:
         ValueError: a shape, dtype, device or layout does not fit; the message names expected and actual.
     """
     _check(x, weight, bias)
-    return dispatch("linear", __package__, impl, x)(x, weight, bias, batch_invariant=batch_invariant)
+    if out_dtype not in (None, x.dtype, torch.float32):
+        raise ValueError(f"out_dtype: expected {x.dtype} or torch.float32, got {out_dtype}")
+    function = dispatch("linear", __package__, impl, x)
+    return function(x, weight, bias, batch_invariant=batch_invariant, out_dtype=out_dtype)
 
 
 def linear_silu_mul(
@@ -139,7 +144,12 @@ def linear_all_reduce_add_rms_norm(
 
 
 def linear_argmax(
-    x: torch.Tensor, weight: torch.Tensor, *, batch_invariant: bool = False, impl: str = "auto"
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    batch_invariant: bool = False,
+    exchange: Exchange | None = None,
+    impl: str = "auto",
 ) -> torch.Tensor:
     """The column of the largest logit of each row, without writing the logits: greedy tokens behind an LM head.
 
@@ -147,17 +157,33 @@ def linear_argmax(
         x: [..., K], contiguous.
         weight: [V, K], dtype of x, contiguous.
         batch_invariant: as in `linear`.
+        exchange: memory of width 2 over which the ranks tell each other their largest logits, where the rows of the
+            weight are shared out over ranks evenly and in order; every rank calls this at once, with at most
+            `exchange.rows` rows of the same x. Columns are those of the whole weight. It is used for nothing else.
 
     Returns:
-        [...] int64, -1 for a row without a logit above -inf. Logits are rounded to the dtype of x before they are
-        compared; among equal logits the lowest column wins. As in `pick_tokens` NaN counts as -inf, and +inf as the
-        largest float32.
+        [...] int64, the same on every rank: -1 for a row without a logit above -inf. Logits are rounded to the dtype of
+        x before they are compared; among equal logits the lowest column wins. As in `pick_tokens` NaN counts as -inf,
+        and +inf as the largest float32.
 
     Raises:
         ValueError: a shape, dtype, device or layout does not fit; the message names expected and actual.
     """
     _check(x, weight, None)
-    return dispatch("linear_argmax", __package__, impl, x)(x, weight, batch_invariant=batch_invariant)
+    if exchange is not None:
+        _check_choices(x, exchange)
+    function = dispatch("linear_argmax", __package__, impl, x, kernel="kernel_argmax")
+    return function(x, weight, batch_invariant=batch_invariant, exchange=exchange)
+
+
+def _check_choices(x: torch.Tensor, exchange: Exchange) -> None:
+    if exchange.width != 2:
+        raise ValueError(f"exchange: expected a width of 2, got {exchange.width}")
+    rows = x.numel() // x.shape[-1]
+    if rows > exchange.rows:
+        raise ValueError(f"x: expected at most {exchange.rows} rows to exchange, got {rows}")
+    expect_dtype("exchange.memory", exchange.memory, torch.int64)
+    expect_same_device(x=x, memory=exchange.memory)
 
 
 def _check_normed(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor) -> None:

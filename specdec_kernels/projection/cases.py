@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from specdec_kernels.all_reduce.cases import exchange_inputs
+from specdec_kernels.all_reduce.reference import words_of
+from specdec_kernels.all_reduce.types import SLOTS, Exchange, exchange_elements
 from specdec_kernels.cases import Case, Comparison, Maker
 
 _LARGE = ("large",)
@@ -32,6 +36,30 @@ def argmax_inputs(make: Maker, rows: int | tuple[int, ...], outer: int, inner: i
     x, weight = make.integers(-1, 2, *leading, inner), make.integers(-1, 2, outer, inner)
     x[..., 128:] = 0  # logits stay below 256, the last integer of bfloat16 without a gap
     return dict(x=x.to(make.dtype), weight=weight.to(make.dtype))
+
+
+def chosen_inputs(
+    make: Maker, rows: int, outer: int, inner: int, *, ranks: int = 2, rank: int = 0, capacity: int = 8
+) -> dict[str, Any]:
+    """The rows of a rank's share of a weight, where the other ranks have told their largest logits. Some are those of
+    this rank, whose columns stand before or behind theirs; some rows have none."""
+    inputs = argmax_inputs(make, rows, outer, inner)
+    size = exchange_elements(ranks, capacity, 2)
+    memory = torch.zeros(ranks * size, dtype=torch.int64, device=make.device)
+    calls = make.integers(0, 5, rows)
+    first = rank * size + 2 * SLOTS * ranks * capacity
+    memory[first : first + rows] = calls
+    best = (inputs["x"].float() @ inputs["weight"].float().T).amax(1)
+    best[1::3] = float("-inf")
+    row, lane = torch.arange(rows, device=make.device), torch.arange(2, device=make.device)
+    best[2::3] += make.integers(-1, 2, len(best[2::3]))
+    for other in range(ranks):
+        columns = other * outer + make.integers(0, outer, rows)
+        numbers = torch.stack([best.view(torch.int32), columns.int()], 1)
+        at = rank * size + (calls + 1) % SLOTS * 2 * ranks * capacity + 2 * (other * capacity + row)
+        memory[at[:, None] + lane] = words_of(numbers, calls + 1)
+    offsets = make.tensor([other * size for other in range(ranks)], torch.int64)
+    return inputs | dict(exchange=Exchange(memory, offsets, rank, capacity, 2))
 
 
 def _unusable_inputs(make: Maker, rows: int, outer: int, inner: int) -> dict[str, Any]:
@@ -155,6 +183,11 @@ def _argmax(name: str, catches: str, rows: int | tuple[int, ...], outer: int, in
     return _case(name, catches, rows, outer, inner, function="linear_argmax", **options)
 
 
+def _chosen(name: str, catches: str, rows: int, outer: int, inner: int, gate: bool = False, **options: int) -> Case:
+    function = "linear_argmax"
+    return Case(name, function, lambda make: chosen_inputs(make, rows, outer, inner, **options), catches, gate)
+
+
 def _timed(weight: str, rows: int) -> Case:
     by_weight = dict(gate_up="linear_silu_mul", o="linear_add_rms_norm", down="linear_add_rms_norm")
     function = by_weight.get(weight.split("_", 1)[1], "linear")
@@ -178,6 +211,7 @@ CASES = (
     _exchanged("exchanged_split", "partial sums left to the exchange", 3, 64, 1536, slot=1),
     _exchanged("exchanged_whole", "a product without partial sums", 2, 48, 64, rank=1, ranks=3),
     _exchanged("exchanged_65_rows", "rows that go to torch", 65, 48, 64, capacity=80),
+    _case("linear_float32", "a sum rounded to the dtype of x", 3, 48, 600, out_dtype=torch.float32),
     _case("linear_129_rows", "rows past those of one program", 129, 48, 600, batch_invariant=True),
     _case("linear_1_shipped", "registers, shared memory and tensor cores of few tiles", 1, 4096, 4096, gate=True),
     *(
@@ -230,6 +264,10 @@ CASES = (
         lambda make: _unusable_inputs(make, 5, 700, 4),
         "a column for a row without a usable logit",
     ),
+    _chosen("chosen_first_rank", "the columns of another rank", 7, 70, 33),
+    _chosen("chosen_second_rank", "columns counted from 0, or the higher of equal ones", 8, 70, 33, rank=1),
+    _chosen("chosen_of_four", "a rank left out", 4, 45, 33, ranks=4, rank=2),
+    _chosen("chosen_shipped", "registers of the second kernel", 1, 75968, 64, gate=True),
     _argmax("argmax_65_rows", "rows that go to torch", 65, 48, 64),
     _argmax("argmax_1_shipped", "registers of the reduction", 1, 49152, 576, gate=True, tags=_LARGE),
     _argmax("argmax_64_shipped", "the same at 64 rows", 64, 151936, 64, gate=True, tags=_LARGE),

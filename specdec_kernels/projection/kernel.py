@@ -32,13 +32,12 @@ from specdec_kernels.norm.types import Normed
 from specdec_kernels.overlap import let_next_kernel_start, overlapped, wait_for_kernel_ahead
 from specdec_kernels.projection import reference
 from specdec_kernels.projection.configs import FAST_ROWS, LinearConfig, linear_config
-from specdec_kernels.sampling.device import usable
 
 _FEWEST_TICKETS = 1 << 16
 
 
 @triton.jit
-def _weight_rows(tile, OUTER, COLUMNS: tl.constexpr, GATED: tl.constexpr):
+def weight_rows(tile, OUTER, COLUMNS: tl.constexpr, GATED: tl.constexpr):
     """The weight's rows of a column tile, [COLUMNS]: past the last one the last again. A gated tile holds rows of
     the gate in its first half and the same rows of up in its second."""
     lane = tl.arange(0, COLUMNS)
@@ -51,7 +50,7 @@ def _weight_rows(tile, OUTER, COLUMNS: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
-def _partial_sum(
+def partial_sum(
     x_ptr,  # [M, K]
     weight_ptr,  # [OUTER, K]
     weight_row,  # [COLUMNS]
@@ -86,7 +85,7 @@ def _partial_sum(
 
 
 @triton.jit
-def _with_later_splits(
+def with_later_splits(
     acc,
     x_ptr,
     weight_ptr,
@@ -105,7 +104,7 @@ def _with_later_splits(
     for later in tl.range(1, splits):
         k_first = later * split_length
         k_end = tl.minimum(K, k_first + split_length)
-        acc += _partial_sum(x_ptr, weight_ptr, weight_row, row, rows, k_first, k_end, K, ROWS, COLUMNS, BLOCK_K, EVEN_K)
+        acc += partial_sum(x_ptr, weight_ptr, weight_row, row, rows, k_first, k_end, K, ROWS, COLUMNS, BLOCK_K, EVEN_K)
     return acc
 
 
@@ -185,13 +184,13 @@ def _linear_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tile = tl.program_id(1)
     split = tl.program_id(2)
-    weight_row = _weight_rows(tile, OUTER, COLUMNS, GATED)
+    weight_row = weight_rows(tile, OUTER, COLUMNS, GATED)
     k_first = split * split_length
     k_end = tl.minimum(K, k_first + split_length)
     wait_for_kernel_ahead(OVERLAP)
-    acc = _partial_sum(x_ptr, weight_ptr, weight_row, row, rows, k_first, k_end, K, ROWS, COLUMNS, BLOCK_K, EVEN_K)
+    acc = partial_sum(x_ptr, weight_ptr, weight_row, row, rows, k_first, k_end, K, ROWS, COLUMNS, BLOCK_K, EVEN_K)
     if IN_ORDER:
-        acc = _with_later_splits(
+        acc = with_later_splits(
             acc, x_ptr, weight_ptr, weight_row, row, rows, splits, split_length, K, ROWS, COLUMNS, BLOCK_K, EVEN_K
         )
     let_next_kernel_start(OVERLAP)
@@ -205,65 +204,6 @@ def _linear_kernel(
             total = _sum_of_splits(tile_ptr, splits, COLUMNS, ROWS)
             tl.store(ticket_ptr + place, 0)
             _write(out_ptr, bias_ptr, total, weight_row, row, tile, rows, OUTER, COLUMNS, ROWS, GATED)
-
-
-@triton.jit(do_not_specialize=["rows", "tiles", "splits"])
-def _argmax_kernel(
-    x_ptr,  # [rows, K]
-    weight_ptr,  # [OUTER, K]
-    best_ptr,  # [rows, tiles] float32, largest logit of a tile
-    column_ptr,  # [rows, tiles] int32, its lowest column
-    rows,
-    tiles,
-    OUTER,
-    K,
-    splits,
-    split_length,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    IN_ORDER: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    tile = tl.program_id(1)
-    weight_row = _weight_rows(tile, OUTER, COLUMNS, False)
-    wait_for_kernel_ahead(OVERLAP)
-    k_end = tl.minimum(K, split_length)
-    acc = _partial_sum(x_ptr, weight_ptr, weight_row, row, rows, 0, k_end, K, ROWS, COLUMNS, BLOCK_K, EVEN_K)
-    if IN_ORDER:
-        acc = _with_later_splits(
-            acc, x_ptr, weight_ptr, weight_row, row, rows, splits, split_length, K, ROWS, COLUMNS, BLOCK_K, EVEN_K
-        )
-    let_next_kernel_start(OVERLAP)
-    logits = usable(acc.to(x_ptr.dtype.element_ty).to(tl.float32))
-    best = tl.max(logits, 0)
-    # Lanes past the last column repeat it, so they name a column that is there.
-    lowest = tl.min(tl.where(logits == best[None, :], weight_row[:, None], OUTER - 1), 0)
-    at = row.to(tl.int64) * tiles + tile
-    tl.store(best_ptr + at, best, mask=row < rows)
-    tl.store(column_ptr + at, lowest, mask=row < rows)
-
-
-@triton.jit(do_not_specialize=["tiles"])
-def _argmax_of_tiles_kernel(
-    best_ptr,  # [rows, tiles] float32
-    column_ptr,  # [rows, tiles] int32
-    out_ptr,  # [rows] int64
-    tiles,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    tile = tl.arange(0, BLOCK)
-    row = tl.program_id(0).to(tl.int64)
-    wait_for_kernel_ahead(OVERLAP)
-    let_next_kernel_start(OVERLAP)
-    best = tl.load(best_ptr + row * tiles + tile, mask=tile < tiles, other=float("-inf"))
-    column = tl.load(column_ptr + row * tiles + tile, mask=tile < tiles, other=2147483647)
-    top = tl.max(best, 0)
-    lowest = tl.min(tl.where(best == top, column, 2147483647), 0)
-    tl.store(out_ptr + row, tl.where(top > float("-inf"), lowest, -1).to(tl.int64))
 
 
 _tickets_of: dict[torch.device, torch.Tensor] = {}
@@ -284,24 +224,29 @@ def _tickets(device: torch.device, tiles: int) -> torch.Tensor:
     return found
 
 
-def _takes(x: torch.Tensor, batch_invariant: bool) -> bool:
+def takes(x: torch.Tensor, batch_invariant: bool) -> bool:
     """Whether the kernel computes x, and not torch."""
     few = x.numel() <= FAST_ROWS * x.shape[-1]
     return (few or batch_invariant) and x.dtype != torch.float64
 
 
 def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, batch_invariant: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    batch_invariant: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    if not _takes(x, batch_invariant):
-        return reference.linear(x, weight, bias)
-    out = x.new_empty(*x.shape[:-1], weight.shape[0])
+    if not takes(x, batch_invariant):
+        return reference.linear(x, weight, bias, out_dtype=out_dtype)
+    out = x.new_empty(*x.shape[:-1], weight.shape[0], dtype=out_dtype or x.dtype)
     launch_linear(x, weight, bias, out, False, config_of(x, weight))
     return out
 
 
 def linear_silu_mul(x: torch.Tensor, weight: torch.Tensor, *, batch_invariant: bool = False) -> torch.Tensor:
-    if not _takes(x, batch_invariant):
+    if not takes(x, batch_invariant):
         product = reference.linear(x, weight)
         return reference.silu_mul(product) if x.dtype == torch.float64 else activation.silu_mul(product)
     out = x.new_empty(*x.shape[:-1], weight.shape[0] // 2)
@@ -320,7 +265,7 @@ def linear_add_rms_norm(
 ) -> Normed:
     if x.dtype == torch.float64:
         return reference.linear_add_rms_norm(x, weight, residual, norm_weight, eps)
-    if not _takes(x, batch_invariant):
+    if not takes(x, batch_invariant):
         return norm.add_rms_norm(reference.linear(x, weight), residual, norm_weight, eps)
     config = config_of(x, weight)
     if config.splits == 1 or config.in_order:
@@ -343,7 +288,7 @@ def linear_all_reduce_add_rms_norm(
 ) -> Normed:
     if x.dtype == torch.float64:
         return reference.linear_all_reduce_add_rms_norm(x, weight, exchange, slot, residual, norm_weight, eps)
-    if _takes(x, batch_invariant):
+    if takes(x, batch_invariant):
         config = config_of(x, weight)
         splits = 1 if config.in_order else config.splits
         parts = torch.empty((splits, *residual.shape), dtype=torch.float32, device=x.device)
@@ -351,12 +296,6 @@ def linear_all_reduce_add_rms_norm(
     else:
         parts = reference.linear(x, weight).float()[None]
     return all_reduce.all_reduce_add_rms_norm(parts, exchange, slot, residual, norm_weight, eps)
-
-
-def linear_argmax(x: torch.Tensor, weight: torch.Tensor, *, batch_invariant: bool = False) -> torch.Tensor:
-    if not _takes(x, batch_invariant):
-        return reference.linear_argmax(x, weight)
-    return launch_argmax(x, weight, config_of(x, weight))
 
 
 def config_of(x: torch.Tensor, weight: torch.Tensor) -> LinearConfig:
@@ -397,36 +336,3 @@ def launch_linear(
         IN_ORDER=config.in_order,
         **overlapped(current_chip(x)),
     )
-
-
-def launch_argmax(x: torch.Tensor, weight: torch.Tensor, config: LinearConfig) -> torch.Tensor:
-    """The largest columns under a given config, of logits with the bits of `linear`: a program adds all splits."""
-    outer, inner = weight.shape
-    rows, chip = x.numel() // inner, current_chip(x)
-    tiles = -(-outer // config.columns)
-    best = torch.empty((rows, tiles), dtype=torch.float32, device=x.device)
-    column = torch.empty((rows, tiles), dtype=torch.int32, device=x.device)
-    launch(
-        _argmax_kernel,
-        (-(-rows // config.rows), tiles),
-        *(x, weight, best, column, rows, tiles, outer, inner, config.splits, config.split_length(inner)),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        ROWS=config.rows,
-        COLUMNS=config.columns,
-        BLOCK_K=config.block_k,
-        EVEN_K=inner % config.block_k == 0,
-        IN_ORDER=config.splits > 1,
-        **overlapped(chip),
-    )
-    out = torch.empty(x.shape[:-1], dtype=torch.int64, device=x.device)
-    block = triton.next_power_of_2(tiles)
-    launch(
-        _argmax_of_tiles_kernel,
-        (rows,),
-        *(best, column, out, tiles),
-        num_warps=max(1, min(8, block // 256)),
-        BLOCK=block,
-        **overlapped(chip),
-    )
-    return out

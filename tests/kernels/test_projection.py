@@ -7,10 +7,19 @@ from typing import Any
 import pytest
 import torch
 
+from specdec_kernels.all_reduce.cases import exchange_inputs
+from specdec_kernels.all_reduce.reference import packed
 from specdec_kernels.cases import Maker
 from specdec_kernels.launch import CHIPS
 from specdec_kernels.norm import add_rms_norm
-from specdec_kernels.projection import kernel, linear, linear_add_rms_norm, linear_argmax, linear_silu_mul
+from specdec_kernels.projection import (
+    kernel,
+    linear,
+    linear_add_rms_norm,
+    linear_all_reduce_add_rms_norm,
+    linear_argmax,
+    linear_silu_mul,
+)
 from specdec_kernels.projection.cases import WEIGHTS, argmax_inputs, linear_inputs, normed_inputs
 from specdec_kernels.projection.configs import FAST_ROWS, linear_config
 
@@ -52,6 +61,27 @@ def test_the_fused_norm_has_the_bits_of_the_separate_one(inner: int) -> None:
     apart = add_rms_norm(product, inputs["residual"], inputs["norm_weight"], inputs["eps"], impl="triton")
     fused = linear_add_rms_norm(**inputs, impl="triton")
     assert torch.equal(fused.normed, apart.normed) and torch.equal(fused.residual, apart.residual)
+
+
+@pytest.mark.parametrize("inner", [64, 1100])
+def test_few_rows_that_are_exchanged_have_the_bits_of_many_that_are_gathered(inner: int) -> None:
+    """Sums of two ranks, added in float32 in their order and rounded once, by the exchange and one by one."""
+    make = Maker.seeded(DEVICE, torch.float16)
+    both = [normed_inputs(make, 3, 96, inner) for _ in range(2)]
+    sums = [linear(each["x"], each["weight"], out_dtype=torch.float32, impl="triton") for each in both]
+    end = {name: both[0][name] for name in ("residual", "norm_weight", "eps")}
+    for rank in range(2):
+        inputs = exchange_inputs(make, 3, 96, rank=rank)
+        exchange, capacity = inputs["exchange"], inputs["exchange"].rows
+        first = int(exchange.offsets[rank])
+        counters = exchange.memory[first + 2 * 2 * capacity * 96 :][:3]
+        words = exchange.memory[first + (1 - rank) * capacity * 96 :][: 3 * 96]
+        words.copy_(packed(sums[1 - rank], counters + 1).flatten())
+        x, weight = both[rank]["x"], both[rank]["weight"]
+        exchanged = linear_all_reduce_add_rms_norm(x, weight, exchange, 0, *end.values(), impl="triton")
+        total = (sums[0] + sums[1]).half()
+        gathered = add_rms_norm(total, end["residual"], end["norm_weight"], end["eps"], impl="triton")
+        assert all(torch.equal(left, right) for left, right in zip(exchanged, gathered, strict=True))
 
 
 def test_counters_are_zero_after_a_launch() -> None:

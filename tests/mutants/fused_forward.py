@@ -9,6 +9,7 @@ from tests.mutants.mutant import Mutant, parity
 _NORM = "specdec_kernels/norm/kernel.py"
 _ACTIVATION = "specdec_kernels/activation/kernel.py"
 _PROJECTION = "specdec_kernels/projection/kernel.py"
+_ARGMAX = "specdec_kernels/projection/kernel_argmax.py"
 _CONFIGS = "specdec_kernels/projection/configs.py"
 _TESTS = "tests/kernels/test_projection.py"
 _case = partial(parity, "projection")
@@ -104,11 +105,27 @@ MUTANTS = (
     ),
     Mutant(
         "argmax_takes_the_last_tile",
-        _PROJECTION,
-        "lowest = tl.min(tl.where(best == top, column, 2147483647), 0)",
+        _ARGMAX,
+        "lowest = tl.min(tl.where(best == top, column, _NO_COLUMN), 0)",
         "lowest = tl.max(tl.where(best == top, column, 0), 0)",
         (f"{_TESTS}::test_the_first_of_equal_columns_wins_across_tiles",),
         "among equal logits of two tiles the higher token wins, unlike in the acceptance kernels",
+    ),
+    Mutant(
+        "columns_of_every_rank_from_0",
+        _ARGMAX,
+        "lowest = tl.min(tl.where(best == top, column, _NO_COLUMN), 0) + first_column",
+        "lowest = tl.min(tl.where(best == top, column, _NO_COLUMN), 0)",
+        _case("chosen_second_rank"),
+        "the second rank names tokens of the first rank's part of the vocabulary",
+    ),
+    Mutant(
+        "higher_of_equal_columns_over_ranks",
+        _ARGMAX,
+        "(other_column < column)",
+        "(other_column > column)",
+        _case("chosen_first_rank", "chosen_second_rank"),
+        "the ranks agree on another token than one device would choose",
     ),
     Mutant(
         "cut_by_the_rows",

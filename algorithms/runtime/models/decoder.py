@@ -262,6 +262,10 @@ class SharedHead(Fusable):
 
     weight: nn.Parameter
 
+    def likeliest(self, x: Tensor) -> Tensor | None:
+        """As `Decoder.likeliest`, chosen by all processes together: the same on each of them."""
+        raise NotImplementedError
+
 
 class Decoder(FusableModel):
     """A causal language model without a cache."""
@@ -305,12 +309,19 @@ class Decoder(FusableModel):
         self.likeliest(hidden)
         self.logits(hidden)
 
+    @property
+    def chooses_together(self) -> bool:
+        """Whether `likeliest` is chosen by all processes that share the model, so that it is the same on each."""
+        return isinstance(self.lm_head, SharedHead)
+
     def likeliest(self, hidden: Tensor) -> Tensor | None:
         """The largest of `logits` at each row, without writing them: `[..., T]` int64, the lowest id among equals, -1
         for a row without a finite one. None where the fused forward has no kernel for it."""
         rows = hidden.numel() // hidden.shape[-1]
-        if self.impl is None or isinstance(self.lm_head, SharedHead) or not (rows <= FAST_ROWS or self.batch_invariant):
+        if self.impl is None or not (rows <= FAST_ROWS or self.batch_invariant):
             return None
+        if isinstance(self.lm_head, SharedHead):
+            return self.lm_head.likeliest(hidden)
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
         return linear_argmax(hidden.contiguous(), head.weight, batch_invariant=self.batch_invariant, impl=self.impl)
 

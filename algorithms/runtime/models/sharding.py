@@ -19,7 +19,9 @@ from algorithms.runtime.collectives import exchange_of, join_columns, sum_in_ord
 from algorithms.runtime.models.config.decoder import DecoderConfig
 from algorithms.runtime.models.decoder import Attention, Decoder, DecoderLayer, SharedHead, SwiGLU
 from algorithms.runtime.models.fusion import NormedProjection
-from specdec_kernels import Normed, add_rms_norm, linear, linear_all_reduce_add_rms_norm
+from specdec_kernels import Normed, add_rms_norm, linear, linear_all_reduce_add_rms_norm, linear_argmax
+
+_NUMBERS_OF_A_CHOICE = 2  # the largest logit and its token
 
 
 class RowParallelLinear(NormedProjection):
@@ -41,13 +43,17 @@ class RowParallelLinear(NormedProjection):
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Normed:
         assert self.impl is not None
-        # An exchange takes few rows only, and rounds at another place than the sum of more rows.
-        is_taken = self.bias is None and not self.batch_invariant
-        exchange = exchange_of(residual) if is_taken else None
-        if exchange is None:
-            return add_rms_norm(self(x), residual, weight, eps, impl=self.impl)
-        own = self.weight
-        return linear_all_reduce_add_rms_norm(x, own, exchange, self.slot, residual, weight, eps, impl=self.impl)
+        same, impl = self.batch_invariant, self.impl
+        exchange = exchange_of(residual) if self.bias is None else None
+        if exchange is not None:
+            return linear_all_reduce_add_rms_norm(
+                x, self.weight, exchange, self.slot, residual, weight, eps, batch_invariant=same, impl=impl
+            )
+        if same and self.bias is None:
+            # What the exchange does with fewer rows: the ranks' sums are added in float32 and rounded once.
+            part = linear(x, self.weight, batch_invariant=True, out_dtype=torch.float32, impl=impl)
+            return add_rms_norm(sum_in_order(part).to(x.dtype), residual, weight, eps, impl=impl)
+        return add_rms_norm(self(x), residual, weight, eps, impl=impl)
 
 
 class VocabParallelHead(SharedHead):
@@ -62,6 +68,13 @@ class VocabParallelHead(SharedHead):
         if self.impl is None:
             return join_columns(F.linear(x, self.weight))
         return join_columns(linear(x, self.weight, batch_invariant=self.batch_invariant, impl=self.impl))
+
+    def likeliest(self, x: Tensor) -> Tensor | None:
+        exchange = exchange_of(x, _NUMBERS_OF_A_CHOICE)
+        if self.impl is None or exchange is None:
+            return None
+        x, same = x.contiguous(), self.batch_invariant
+        return linear_argmax(x, self.weight, batch_invariant=same, exchange=exchange, impl=self.impl)
 
 
 def parallel_config(config: DecoderConfig, world_size: int) -> DecoderConfig:
