@@ -182,7 +182,7 @@ def read_public(name: str, path: str | None) -> list[Record]:
     if (file := _packaged(source)) is not None:
         return read_records(file)
     if source.hub_name is None:
-        raise DataError(f"data={name} needs data.path: {source.source}")
+        raise DataError(f"data={name} needs data.path, and task.data takes the file itself: {source.source}")
     return _download(name, source, source.hub_name)
 
 

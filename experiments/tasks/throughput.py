@@ -75,8 +75,8 @@ class Throughput(Task):
         if repeats:
             most = max(repeats, key=lambda row: row["num_requests"])
             found.append(
-                f"prompts were asked more than once (×{most['concurrency']}: {most['num_requests']} requests, "
-                f"{most['distinct_prompts']} prompts): an algorithm that learns from text, such as ngram, has seen "
+                f"prompts were asked more than once (×{most['concurrency']}: {most['num_requests']} requests for "
+                f"{most['distinct_prompts']} distinct): an algorithm that learns from text, such as ngram, has seen "
                 "the answers before and looks faster than it is; raise data.limit"
             )
         return found

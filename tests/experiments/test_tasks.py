@@ -269,7 +269,7 @@ def test_throughput_warns_of_prompts_asked_twice_and_of_a_drafter_that_is_never_
     assert done.returncode == 0, done.stderr
     assert [(row["num_requests"], row["distinct_prompts"]) for row in done.rows] == [(2, 2), (2, 2), (4, 2), (4, 2)]
     told = " ".join(done.stdout.split())
-    assert "prompts were asked more than once (×2: 4 requests, 2 prompts)" in told and "data.limit" in told
+    assert "prompts were asked more than once (×2: 4 requests for 2 distinct)" in told and "data.limit" in told
     page = " ".join(done.read("report.html").split())
     assert "asked more than once" in page
     for row in done.rows:
@@ -284,7 +284,7 @@ def test_warnings_of_throughput_and_of_graphs() -> None:
     (low,) = throughput.warnings([row | {"acceptance_at": [0.049]}])
     assert low.startswith("m ×4: only 4.9% of first drafts were accepted")
     (twice,) = throughput.warnings([row | {"distinct_prompts": 7}, row])
-    assert "×4: 8 requests, 7 prompts" in twice and "ngram" in twice
+    assert "×4: 8 requests for 7 distinct" in twice and "ngram" in twice
     (level,) = graph_ablation.warnings([{"level": "none", "acceptance_at": [0.01]}, {"level": "step"}])
     assert level.startswith("none: only 1.0% of first drafts")
 
