@@ -9,14 +9,13 @@ from dataclasses import dataclass, replace
 class SelectionConfig:
     """Widths depend on the vocabulary alone, so that a row's result does not depend on its batch."""
 
-    width: int = 64  # tokens of a group
-    slots: int = 128  # groups that a program holds in registers
-    strip: int = 128  # groups of a strip, which one program of the first kernel reads
-    max_groups: int = 128  # groups of all rows of such a program
+    slots: int = 128  # groups of 64 tokens that a program holds in registers
+    steps: int = 4  # steps of 256 tokens that make a strip
+    strips: int = 4  # strips of a program of the first kernel, as many as it has warps
     max_rows: int = 1  # rows of one program of the second kernel
-    stats_warps: int = 8
-    pick_warps: int = 1  # of a draw that reads a group
-    draw_warps: int = 4  # of a draw that may read a chunk
+    stats_warps: int = 4
+    pick_warps: int = 1  # of a row whose token is known from its strips
+    draw_warps: int = 4  # of a row that is drawn
     select_warps: int = 16  # of a row whose threshold is searched
     chunk: int = 4096  # tokens of one program of the kernels over deferred rows
     split: int = 10  # programs of a deferred row, 64 at most: one that ends at once costs too
@@ -26,16 +25,14 @@ class SelectionConfig:
 _GPU = SelectionConfig()
 SELECTION = {
     "sm80": _GPU,
-    # Short strips: more programs read at once.
-    "sm90": replace(_GPU, strip=32, max_groups=32, stats_warps=2),
+    "sm90": _GPU,
     "sm100": _GPU,
     # Sixteen wavefronts of 64 lanes would leave 128 registers per lane, which spills.
     "gfx942": replace(_GPU, select_warps=8),
     # The interpreter's time goes with programs, not lanes; few slots, so that its cases reach the deferred rows.
     "interpreter": SelectionConfig(
         slots=8,
-        strip=16,
-        max_groups=1 << 14,
+        strips=1 << 10,
         max_rows=1 << 15,
         stats_warps=1,
         draw_warps=1,

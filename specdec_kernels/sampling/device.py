@@ -92,7 +92,7 @@ def philox_uniform(seed, position, STREAM: tl.constexpr, slot=0):
 @triton.jit
 def sort_key(value, SHIFT: tl.constexpr):
     """int32 that orders as the float32 `value` does; zeros of both signs are one key."""
-    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
+    bits = (value + 0.0).to(tl.int32, bitcast=True)  # of -0.0 it makes 0.0
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
 
 

@@ -21,8 +21,10 @@ from specdec_kernels.overlap import let_next_kernel_start, overlapped, wait_for_
 from specdec_kernels.sampling import device as d
 from specdec_kernels.sampling import kernel_nucleus as nucleus
 from specdec_kernels.sampling.configs import SELECTION
+from specdec_kernels.sampling.kernel_stats import NOTHING, image_value
 from specdec_kernels.sampling.types import SamplingTensors
 
+GROUP_SIZE = 64  # tokens of a group
 _KEY_SHIFT = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 
 
@@ -39,11 +41,11 @@ class Kept(NamedTuple):
 
 
 @triton.jit
-def strip_masses(strips_ptr, place, in_strips, plane, strip_max, top, scale, PROBS: tl.constexpr):
+def strip_masses(sums_ptr, in_strips, best, top, scale, PROBS: tl.constexpr):
     """Weights of the strips of each row, relative to the row's largest value."""
-    mass = tl.load(strips_ptr + plane + place, mask=in_strips, other=0.0)
+    mass = tl.load(sums_ptr, mask=in_strips, other=0.0)
     if not PROBS:
-        mass = mass * d.weigh(strip_max, top[:, None], scale[:, None], False)
+        mass = mass * d.weigh(image_value(best), top[:, None], scale[:, None], False)
     return mass
 
 
@@ -179,8 +181,9 @@ def _filter_kernel(
     top_k_ptr,  # [R / PER_REQUEST] int32, or None
     top_p_ptr,  # [R / PER_REQUEST] float32, or None
     min_p_ptr,  # [R / PER_REQUEST] float32, or None
-    groups_ptr,  # [2, R, GROUPS] float32, the maxima first
-    strips_ptr,  # [2 or 3, R, STRIPS] float32: maximum, sum at T
+    best_ptr,  # [R, STRIPS] int64, see `kernel_stats`
+    sums_ptr,  # [1 or 2, R, STRIPS] float32: sum at T
+    groups_ptr,  # [R, GROUPS] float32: the maxima
     ids_ptr,  # [R, SLOTS] int32, or None where the row fits the slots
     slots_ptr,  # [R, SLOTS] float32
     state_ptr,  # [8, R] float32, or None where no row can be deferred
@@ -209,12 +212,12 @@ def _filter_kernel(
     in_strips = in_row[:, None] & (strip < STRIPS)
     wait_for_kernel_ahead(OVERLAP)
     let_next_kernel_start(OVERLAP)
-    strip_max = tl.load(strips_ptr + place, mask=in_strips, other=float("-inf"))
-    top = tl.max(strip_max, 1)
+    best = tl.load(best_ptr + place, mask=in_strips, other=NOTHING)
+    top = image_value(tl.max(best, 1))
     valid = top > 0 if PROBS else top > float("-inf")
     temperature = tl.load(temperature_ptr + request, mask=in_row, other=0.0)
     scale = d.exponent_scale(temperature)
-    mass = strip_masses(strips_ptr, place, in_strips, rows.to(tl.int64) * STRIPS, strip_max, top, scale, PROBS)
+    mass = strip_masses(sums_ptr + place, in_strips, best, top, scale, PROBS)
     floor, total, slot_mass = _filter(
         values_ptr, top_k_ptr, top_p_ptr, min_p_ptr, groups_ptr, ids_ptr, state_ptr, pivots_ptr, row, request, in_row,
         in_row & valid & (temperature > 0), rows, row_stride, top, scale, tl.sum(mass, 1), VOCAB, GROUPS, SLOTS, WIDTH,
@@ -229,8 +232,9 @@ def _filter_kernel(
 def keep(
     values: torch.Tensor,
     sampling: SamplingTensors,
+    best: torch.Tensor,
+    sums: torch.Tensor,
     groups: torch.Tensor,
-    strips: torch.Tensor,
     distribution: torch.Tensor,
     *,
     per_request: int,
@@ -239,8 +243,9 @@ def keep(
     """What the filters leave of every row; floor and total go to `distribution` [4, R]."""
     (rows, vocab), chip = values.shape, current_chip(values)
     config, shift = SELECTION[chip], _KEY_SHIFT[values.dtype]
-    width, num_groups, block_g = d.grouping(vocab, config.width)
-    slots, num_strips = min(config.slots, block_g), strips.shape[2]
+    width, num_groups, num_strips = GROUP_SIZE, groups.shape[1], best.shape[1]
+    block_g = max(triton.next_power_of_2(num_groups), d.MIN_SCAN)
+    slots = min(config.slots, block_g)
     may_defer = num_groups > slots
     out = partial(torch.empty, dtype=torch.float32, device=values.device)
     ids = out(rows, slots, dtype=torch.int32) if may_defer else None
@@ -248,8 +253,8 @@ def keep(
     of_slots = out(rows, slots)
     block_r = d.rows_per_program(rows, config.max_rows, max(slots * width, block_g))
     launch(
-        _filter_kernel, (triton.cdiv(rows, block_r),), values, sampling.temperature, *sampling.filters, groups, strips,
-        ids, of_slots, state, pivots, distribution, rows, values.stride(0), num_warps=config.select_warps,
+        _filter_kernel, (triton.cdiv(rows, block_r),), values, sampling.temperature, *sampling.filters, best, sums,
+        groups, ids, of_slots, state, pivots, distribution, rows, values.stride(0), num_warps=config.select_warps,
         PER_REQUEST=per_request, VOCAB=vocab, GROUPS=num_groups, STRIPS=num_strips, PROBS=probabilities, SHIFT=shift,
         BLOCK_R=block_r, BLOCK_N=max(triton.next_power_of_2(num_strips), d.MIN_SCAN), BLOCK_G=block_g, SLOTS=slots,
         WIDTH=width, **overlapped(chip),

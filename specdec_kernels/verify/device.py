@@ -94,13 +94,12 @@ def judging_uniforms(seeds_ptr, positions_ptr, uniforms_ptr, request, in_batch, 
 
 @triton.jit
 def store_outcome(
-    out_tokens_ptr, out_count_ptr, out_nodes_ptr, out_bonus_ptr, out_lengths_ptr, out_valid_ptr, lengths_ptr, request,
+    out_tokens_ptr, out_count_ptr, out_nodes_ptr, out_bonus_ptr, out_lengths_ptr, out_valid_ptr, length, request,
     in_batch, column, emitted, path, count, bonus, usable, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Store all fields of `Accepted` but the log-probabilities, for requests [B] and columns [1, BLOCK_D]."""
     out = request.to(tl.int64)[:, None] * (DEPTH + 1) + column
     in_out = in_batch[:, None] & (column <= DEPTH)
-    length = tl.load(lengths_ptr + request, mask=in_batch, other=0)
     tl.store(out_tokens_ptr + out, emitted, mask=in_out)
     tl.store(out_nodes_ptr + out, path, mask=in_out)
     tl.store(out_count_ptr + request, count, mask=in_batch)

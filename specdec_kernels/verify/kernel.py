@@ -19,15 +19,32 @@ from specdec_kernels.sampling.kernel import select
 from specdec_kernels.sampling.types import SamplingTensors
 from specdec_kernels.tree.types import TreeLinks
 from specdec_kernels.verify.configs import ACCEPTANCE
-from specdec_kernels.verify.device import empty_outcome, entry, store_outcome, wide_entry
+from specdec_kernels.verify.device import empty_outcome, entry, store_outcome
 from specdec_kernels.verify.kernel_rejection import accept_drawn
 from specdec_kernels.verify.types import DRAWN_RULES, Accepted
 
+_MIN_LANES = 32  # a whole warp, whose sum of integers is one instruction
+_LINK_BITS = tl.constexpr(16)
+_LINK = tl.constexpr((1 << 16) - 1)
+_LAST = tl.constexpr((1 << 31) - 1)
+
 
 @triton.jit
-def _looking(candidate, target, count, in_batch, NODES: tl.constexpr, DEPTH: tl.constexpr):
+def _looking(candidate, target, count, in_batch, DEPTH: tl.constexpr):
     """Whether there is a node to look at. A target below 0 is none, and ends the walk."""
-    return in_batch & (target >= 0) & (count < DEPTH) & (candidate >= 0) & (candidate < NODES)
+    return in_batch & (target >= 0) & (count < DEPTH) & (candidate >= 0)
+
+
+@triton.jit
+def _narrow(token, other):
+    """Tokens as int32, and `other` for what is none."""
+    return tl.where((token >= 0) & (token <= _LAST), token, other).to(tl.int32)
+
+
+@triton.jit
+def _within(link, NODES: tl.constexpr):
+    """Node that a link leads to, counted from 1; 0 where it leads to none."""
+    return tl.where((link >= 0) & (link < NODES), link + 1, 0)
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -66,36 +83,41 @@ def _walk_kernel(
     children = tl.load(first_child_ptr + place, mask=live, other=-1)
     siblings = tl.load(next_sibling_ptr + place, mask=live, other=-1)
     targets = tl.load(targets_ptr + place, mask=live, other=-1)
+    length = tl.load(lengths_ptr + request, mask=in_batch, other=0)
     if usable_ptr is not None:
         targets = tl.where(tl.load(usable_ptr + place, mask=live, other=0) != 0, targets, -1)
+    # In 32 bits, so that an entry of a row is found by one sum; the two links of a node share one number.
+    drafts, targets = _narrow(tokens, -2), _narrow(targets, -1)
+    links = (_within(children, NODES) << _LINK_BITS) | _within(siblings, NODES)
 
     count = tl.zeros((BLOCK_B,), tl.int32)
     path = tl.where(column == 0, 0, -1) + tl.zeros((BLOCK_B, BLOCK_D), tl.int32)
-    emitted = tl.full((BLOCK_B, BLOCK_D), -1, tl.int64)
+    emitted = tl.full((BLOCK_B, BLOCK_D), -1, tl.int32)
     root = request * 0
-    target = wide_entry(targets, node, root)
-    candidate = entry(children, node, root)
-    looking = _looking(candidate, target, count, in_batch, NODES, DEPTH)
+    target = entry(targets, node, root)
+    candidate = (entry(links, node, root) >> _LINK_BITS & _LINK) - 1
+    looking = _looking(candidate, target, count, in_batch, DEPTH)
     if NODES > 1:  # else the loop folds to code that Triton 3.6 cannot lay out
         step = 1
         while (tl.max(looking.to(tl.int32), 0) > 0) & (step < NODES):
-            drafted = wide_entry(tokens, node, candidate)
+            drafted, link = entry(drafts, node, candidate), entry(links, node, candidate)
+            of_candidate = entry(targets, node, candidate)
             hit = looking & (drafted == target)
             emitted = tl.where(hit[:, None] & (column == count[:, None]), drafted[:, None], emitted)
             count += hit.to(tl.int32)
             path = tl.where(hit[:, None] & (column == count[:, None]), candidate[:, None], path)
-            target = tl.where(hit, wide_entry(targets, node, candidate), target)
-            onward = tl.where(hit, entry(children, node, candidate), entry(siblings, node, candidate))
+            target = tl.where(hit, of_candidate, target)
+            onward = tl.where(hit, link >> _LINK_BITS & _LINK, link & _LINK) - 1
             candidate = tl.where(looking, onward, candidate)
-            looking = _looking(candidate, target, count, in_batch, NODES, DEPTH)
+            looking = _looking(candidate, target, count, in_batch, DEPTH)
             step += 1
 
     usable = target >= 0
     target = tl.where(usable, target, 0)
-    emitted = tl.where(column == count[:, None], target[:, None], emitted)
+    emitted = tl.where(column == count[:, None], target[:, None], emitted).to(tl.int64)
     store_outcome(
-        out_tokens_ptr, out_count_ptr, out_nodes_ptr, out_bonus_ptr, out_lengths_ptr, out_valid_ptr, lengths_ptr,
-        request, in_batch, column, emitted, path, count, target, usable, DEPTH,
+        out_tokens_ptr, out_count_ptr, out_nodes_ptr, out_bonus_ptr, out_lengths_ptr, out_valid_ptr, length,
+        request, in_batch, column, emitted, path, count, target.to(tl.int64), usable, DEPTH,
     )  # fmt: skip
     if logprobs_ptr is not None:
         in_out = in_batch[:, None] & (column <= DEPTH)
@@ -151,10 +173,10 @@ def _walk(
     batch, num_nodes = tokens.shape
     accepted = empty_outcome(batch, max_depth, tokens.device, with_logprobs=logprobs is not None)
     config = ACCEPTANCE[current_chip(tokens)]
-    block_b, block_n = min(triton.next_power_of_2(max(batch, 1)), config.max_requests), lanes(num_nodes)
+    block_b = min(triton.next_power_of_2(max(batch, 1)), config.max_requests)
     launch(
         _walk_kernel, (triton.cdiv(batch, block_b),), tokens, tree.first_child, tree.next_sibling, targets, usable,
         logprobs, lengths, *accepted, batch, num_warps=1, NODES=num_nodes, DEPTH=max_depth, BLOCK_B=block_b,
-        BLOCK_N=block_n, BLOCK_D=lanes(max_depth + 1), **overlapped(current_chip(tokens)),
+        BLOCK_N=max(_MIN_LANES, lanes(num_nodes)), BLOCK_D=lanes(max_depth + 1), **overlapped(current_chip(tokens)),
     )  # fmt: skip
     return accepted

@@ -329,8 +329,9 @@ def _finish_kernel(  # 26 run-time arguments: what the other kernels left, and t
     before_end = in_batch[:, None] & (column <= DEPTH) & (column < count[:, None])
     emitted = tl.load(tokens_ptr + request.to(tl.int64)[:, None] * NODES + onward, mask=before_end, other=-1)
     emitted = tl.where(column == count[:, None], bonus[:, None], emitted)
+    length = tl.load(lengths_ptr + request, mask=in_batch, other=0)
     store_outcome(
-        out_tokens_ptr, out_count_ptr, out_nodes_ptr, out_bonus_ptr, out_lengths_ptr, out_valid_ptr, lengths_ptr,
+        out_tokens_ptr, out_count_ptr, out_nodes_ptr, out_bonus_ptr, out_lengths_ptr, out_valid_ptr, length,
         request, in_batch, column, emitted, path, count, bonus, usable, DEPTH,
     )  # fmt: skip
     if out_logprobs_ptr is not None:

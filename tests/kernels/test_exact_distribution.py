@@ -25,8 +25,8 @@ SMALL, SHIPPED = 197, 151_936
 BITS = 52
 REACHABLE = 2.0**-50
 BOUND = 1e-6
-WIDTH = 64  # tokens of a group
-STRIP = SELECTION["interpreter"].strip  # groups of a strip
+STEP, LANES, ENTRIES = 256, 32, 8  # tokens of a step; its lanes, and the neighbours of a lane
+STEPS = SELECTION["interpreter"].steps  # steps of a strip
 
 
 @dataclass(frozen=True)
@@ -95,37 +95,32 @@ def measured(shape: Shape, vocab: int, impl: str) -> torch.Tensor:
 class Replica:
     """The kernel's sums of an unfiltered row, or of one whose floor is known, in numpy.
 
-    Strips of STRIP groups of WIDTH tokens, and the groups, have float32 masses. A draw goes by whole units of 2^-60 of
-    the strips' total, inside the strip by whole units of 2^-60 of its groups' total, and inside the group by those of
-    the group.
+    Strips of STEPS * STEP tokens have float32 masses. A draw goes by whole units of 2^-60 of the strips' total, and
+    inside the strip by those of the strip.
     """
 
     def __init__(self, shape: Shape, vocab: int) -> None:
-        groups = -(-vocab // WIDTH)
-        self.strip = min(STRIP, max(triton.next_power_of_2(groups), 8))
-        strips = -(-groups // self.strip)
-        groups = strips * self.strip
-        values = np.full(groups * WIDTH, -np.inf, np.float32)
+        steps = min(STEPS, triton.next_power_of_2(-(-vocab // STEP)))
+        self.length = steps * STEP
+        strips = -(-vocab // self.length)
+        values = np.full(strips * self.length, -np.inf, np.float32)
         values[:vocab] = shape.logits(vocab).numpy()
         kept = np.zeros(values.shape, bool)
         kept[:vocab] = shape.distribution(vocab).numpy() > 0
-        values, kept = values.reshape(groups, WIDTH), kept.reshape(groups, WIDTH)
+        values, kept = values.reshape(strips, -1), kept.reshape(strips, -1)
         scale = np.float32(1) / np.float32(shape.temperature) * np.float32(1.4426950408889634)
-        peaks = values.reshape(strips, -1).max(1)
+        peaks = values.max(1)
         top = peaks.max()
         weights = np.where(kept, np.exp2((values - top) * scale), np.float32(0))
+        of_strips = weights.sum(1)
         if shape.top_p is None:
-            over = np.repeat(np.where(np.isfinite(peaks), peaks, 0), self.strip)[:, None]
-            of_groups = np.exp2((values - over) * scale).sum(1).reshape(strips, -1)
-            of_strips = of_groups.sum(1) * np.exp2((peaks - top) * scale)
-        else:
-            of_groups = weights.sum(1).reshape(strips, -1)
-            of_strips = of_groups.sum(1)
+            over = np.where(np.isfinite(peaks), peaks, 0)[:, None]
+            entries = np.exp2((values - over) * scale).reshape(strips, steps, LANES, ENTRIES)
+            of_strips = entries.transpose(1, 0, 2, 3).sum(3).sum(0).sum(1) * np.exp2((peaks - top) * scale)
         padded = np.zeros((1, max(triton.next_power_of_2(strips), 8)), np.float32)
         padded[0, :strips] = of_strips
         self.vocab = vocab
         self.of_strips = self._units(padded)[0, :strips]
-        self.of_groups = self._units(of_groups).ravel()
         self.of_tokens = self._units(weights)
 
     @staticmethod
@@ -135,20 +130,16 @@ class Replica:
         return (weights * inverse * np.float32(2.0**60)).astype(np.int64)
 
     def distribution(self) -> torch.Tensor:
-        strip, groups = self.of_strips / self.of_strips.sum(), self.of_groups.reshape(len(self.of_strips), -1)
-        group = (strip[:, None] * groups / np.maximum(groups.sum(1, keepdims=True), 1)).ravel()
+        strip = self.of_strips / self.of_strips.sum()
         inside = self.of_tokens / np.maximum(self.of_tokens.sum(1, keepdims=True), 1)
-        return torch.from_numpy((group[:, None] * inside).ravel()[: self.vocab])
+        return torch.from_numpy((strip[:, None] * inside).ravel()[: self.vocab])
 
     def uniforms_of(self, tokens: torch.Tensor) -> torch.Tensor:
         """A uniform in the middle of those that draw each token."""
-        group, lane = tokens.numpy() // WIDTH, tokens.numpy() % WIDTH
-        strip, place = group // self.strip, group % self.strip
-        groups = self.of_groups.reshape(len(self.of_strips), -1)
+        strip, place = tokens.numpy() // self.length, tokens.numpy() % self.length
         # np.longdouble, because the quotients need more bits than a float64 has.
-        inside = self._share(self.of_tokens[group], lane, np.full(len(lane), 0.5, np.longdouble))
-        inside = self._share(groups[strip], place, inside)
-        strips = np.broadcast_to(self.of_strips, (len(lane), len(self.of_strips)))
+        inside = self._share(self.of_tokens[strip], place, np.full(len(place), 0.5, np.longdouble))
+        strips = np.broadcast_to(self.of_strips, (len(place), len(self.of_strips)))
         steps = self._share(strips, strip, inside) * np.longdouble(2.0**BITS)
         return midpoints(torch.from_numpy(steps.astype(np.int64)))
 

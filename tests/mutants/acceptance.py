@@ -205,17 +205,16 @@ OTHERS = (
     Mutant(
         "stale_bonus_row",
         _WALK,
-        "target = tl.where(hit, wide_entry(targets, node, candidate), target)",
-        "leaf = entry(children, node, candidate) < 0\n"
-        "            target = tl.where(hit & (leaf == 0), wide_entry(targets, node, candidate), target)",
+        "target = tl.where(hit, of_candidate, target)",
+        "target = tl.where(hit & (link >> _LINK_BITS > 0), of_candidate, target)",
         _case("accept_saturated"),
         "the bonus behind the last accepted draft is the draft itself again",
     ),
     Mutant(
         "duplicate_sibling_taken_twice",
         _WALK,
-        "onward = tl.where(hit, entry(children, node, candidate), entry(siblings, node, candidate))",
-        "onward = tl.where(hit, entry(children, node, candidate), -1)",
+        "onward = tl.where(hit, link >> _LINK_BITS & _LINK, link & _LINK) - 1",
+        "onward = tl.where(hit, link >> _LINK_BITS & _LINK, 0) - 1",
         _case("accept_tree"),
         "the walk does not go on to the next sibling",
     ),

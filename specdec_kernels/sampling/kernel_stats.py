@@ -1,0 +1,154 @@
+# mypy: ignore-errors
+"""One read of all rows: what a token is chosen by, for every strip of neighbouring tokens.
+
+Of every strip: the largest value m and, in rows that are not drawn, the first token that has it, packed into one
+integer (the strip's image), so that the largest image of a row is its choice. In rows that are drawn also
+s = sum exp((l - m) / T), and where log-probabilities are asked for sum exp(l - m).
+
+A strip is what one warp reads. Its entries lie as [steps, strips, lanes, neighbours], so that each reduction goes over
+what a thread holds first, and then over the threads of a warp; no warp waits for another.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from specdec_kernels.overlap import let_next_kernel_start, wait_for_kernel_ahead
+from specdec_kernels.sampling import device as d
+
+LANES = tl.constexpr(32)  # threads that read neighbours
+ENTRIES = tl.constexpr(8)  # neighbours that one thread reads
+STEP = 256  # tokens that the threads read at once
+_LAST = tl.constexpr((1 << 31) - 1)
+NOTHING = tl.constexpr((-(1 << 31) + 0x7FFFFF) << 32)  # the image of a strip without a usable value
+
+
+@triton.jit
+def _strip_sum(entries):
+    """[S]: the sum of the entries [STEPS, S, LANES, ENTRIES] of each strip."""
+    return tl.sum(tl.sum(tl.sum(entries, 3), 0), 1)
+
+
+@triton.jit
+def _any(flag):
+    """Whether any flag [S] is set."""
+    return tl.max(flag.to(tl.int32), 0) > 0
+
+
+@triton.jit
+def image_value(image):
+    """The value of an image."""
+    return d.key_value((image >> 32).to(tl.int32), 0)
+
+
+@triton.jit
+def image_token(image):
+    """The token of an image."""
+    return (image & _LAST).to(tl.int32) ^ _LAST
+
+
+@triton.jit
+def _first_of_largest(value, of_lanes, top, STEPS: tl.constexpr):
+    """[S]: the lowest place in each strip that has the strip's largest value; `of_lanes` [S, LANES] are the largest of
+    each thread. A thread counts what it holds by constants, and puts its own place in once it has one number left."""
+    turn = tl.arange(0, STEPS)[:, None, None, None] * ENTRIES + tl.arange(0, ENTRIES)[None, None, None, :]
+    turn = tl.where(value == of_lanes[None, :, :, None], turn, STEPS * ENTRIES)
+    turn = tl.min(tl.min(turn, 3), 0)
+    place = (turn // ENTRIES * LANES + tl.arange(0, LANES)[None, :]) * ENTRIES + turn % ENTRIES
+    return tl.min(tl.where(of_lanes == top[:, None], place, STEPS * LANES * ENTRIES), 1)
+
+
+@triton.jit
+def _statistics(
+    value, scale, draws, picks, twice,
+    SAMPLE: tl.constexpr, NORMALISE: tl.constexpr, PROBS: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Of each strip: the largest value; the first place that has it if some row `picks`; the sum of weights at its
+    temperature if some row `draws`; and that at temperature 1, another one if `twice`."""
+    of_lanes = tl.max(tl.max(value, 3), 0)
+    top = tl.max(of_lanes, 1)
+    mass = tl.zeros_like(top)
+    plain = mass
+    first = mass.to(tl.int32)
+    if picks:
+        first = _first_of_largest(value, of_lanes, top, STEPS)
+    if SAMPLE or NORMALISE:
+        over = top[None, :, None, None]
+        if draws:
+            mass = _strip_sum(d.weigh(value, over, scale[None, :, None, None], PROBS))
+        plain = mass
+        if SAMPLE and NORMALISE:
+            if twice:
+                plain = _strip_sum(d.weigh(value, over, d.LOG2E, PROBS))
+    return top, first, mass, plain
+
+
+@triton.jit(do_not_specialize=["rows"])
+def stats_kernel(
+    values_ptr,  # [R, VOCAB], row stride row_stride
+    temperature_ptr,  # [R / PER_REQUEST] float32, or None without SAMPLE
+    best_ptr,  # [R, STRIPS] int64: the image of each strip, the key of its largest value above all bits of the token
+    sums_ptr,  # [0 to 2, R, STRIPS] float32: sum at T (with SAMPLE), sum at 1 (with NORMALISE)
+    groups_ptr,  # [R, GROUPS] float32: maximum of each 64 tokens (with FILTER), or None
+    rows,
+    row_stride,
+    PER_REQUEST: tl.constexpr,
+    VOCAB: tl.constexpr,
+    STRIPS: tl.constexpr,
+    SAMPLE: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    PROBS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    STEPS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    pair = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
+    row, strip = pair // STRIPS, pair % STRIPS
+    live = row < rows
+    lane, entry = tl.arange(0, LANES)[None, None, :, None], tl.arange(0, ENTRIES)[None, None, None, :]
+    place = (tl.arange(0, STEPS)[:, None, None, None] * LANES + lane) * ENTRIES + entry
+    column = (strip * (STEPS * LANES * ENTRIES))[None, :, None, None] + place
+    wait_for_kernel_ahead(OVERLAP)
+    let_next_kernel_start(OVERLAP)
+    value = d.load_entries(
+        values_ptr, row[None, :, None, None], column, row_stride, live[None, :, None, None] & (column < VOCAB)
+    )
+    temperature = tl.zeros((BLOCK_S,), tl.float32)
+    draws, picks, twice = True, True, False
+    if SAMPLE:
+        temperature = tl.load(temperature_ptr + row // PER_REQUEST, mask=live, other=0.0)
+        draws = NORMALISE or PROBS or _any(temperature > 0)
+        picks = PROBS or _any((temperature > 0) == 0)
+        twice = _any((temperature > 0) & (temperature != 1))
+    scale = d.exponent_scale(temperature)
+    top, first, mass, plain = _statistics(value, scale, draws, picks, twice, SAMPLE, NORMALISE, PROBS, STEPS)
+    # A NaN or an infinity shows in the largest value or in a sum; replacing it in every entry would be slower.
+    fine = (top <= d.FLOAT32_MAX) & (mass < float("inf")) & (plain < float("inf"))
+    if _any(fine == 0):
+        value = d.usable(value)
+        top, first, mass, plain = _statistics(value, scale, draws, picks, twice, SAMPLE, NORMALISE, PROBS, STEPS)
+    token = strip * (STEPS * LANES * ENTRIES) + first
+    image = (d.sort_key(top, 0).to(tl.int64) << 32) | (token ^ _LAST).to(tl.int64)
+    tl.store(best_ptr + pair, image, mask=live)
+    plane = rows.to(tl.int64) * STRIPS
+    if SAMPLE:
+        tl.store(sums_ptr + pair, mass, mask=live)
+    if NORMALISE:
+        tl.store(sums_ptr + (plane if SAMPLE else 0) + pair, plain, mask=live)
+    if groups_ptr is not None:
+        _store_group_maxima(groups_ptr, value, row, strip, live, VOCAB, BLOCK_S, STEPS)
+
+
+@triton.jit
+def _store_group_maxima(
+    groups_ptr, value, row, strip, live, VOCAB: tl.constexpr, BLOCK_S: tl.constexpr, STEPS: tl.constexpr
+):  # fmt: skip
+    """Store the maximum of each 64 tokens."""
+    EACH: tl.constexpr = LANES * ENTRIES // 64
+    GROUPS: tl.constexpr = (VOCAB + 63) // 64
+    of_groups = tl.max(tl.reshape(tl.max(value, 3), (STEPS, BLOCK_S, EACH, LANES // EACH)), 3)
+    group = (strip * (STEPS * EACH))[None, :, None] + tl.arange(0, STEPS)[:, None, None] * EACH
+    group += tl.arange(0, EACH)[None, None, :]
+    at = groups_ptr + row.to(tl.int64)[None, :, None] * GROUPS + group
+    tl.store(at, of_groups, mask=live[None, :, None] & (group < GROUPS))
