@@ -14,7 +14,7 @@ class AcceptanceConfig:
     strips: int = 64  # groups of one program of the residual kernel
     strip_warps: int = 8
     pass_width: int = 4096  # tokens of one step of a pass over a row
-    pass_lanes: int = 256  # tokens of such a step for each warp
+    pass_lanes: int = 512  # tokens of such a step for each warp
     request_warps: int = 4  # of the programs that own requests; the walk uses one lane per request and one warp
 
 
