@@ -37,8 +37,11 @@ def factors(k_scale: float = 0.03, v_scale: float = 0.05) -> KVScales:
     return KVScales(k_scale * steps, v_scale * steps)
 
 
-@pytest.mark.parametrize("backend", ["fa4", "torch", "hybrid"])
-@pytest.mark.parametrize("maker", ALL_MAKERS)
+@pytest.mark.parametrize(
+    ("maker", "backend"),
+    [(maker, "fa4") for maker in ALL_MAKERS]
+    + [(maker, backend) for maker in ("dflash_chain", "eagle3_tree") for backend in ("torch", "hybrid")],
+)
 def test_output_is_that_of_the_target_with_the_same_cache(
     monkeypatch: pytest.MonkeyPatch, maker: str, backend: str
 ) -> None:

@@ -24,6 +24,8 @@ from tests.algorithms.toy import (
 
 TARGET = random_target()
 BLOCKS = (1, 2, 7, 16)
+PAIRS = [("fa4", 1), ("torch", 16), ("fa4", 16)]
+"""Backends and page sizes; a page of one token is the backend's own matter, and one other is enough to compare."""
 
 
 @cache
@@ -42,8 +44,7 @@ def make_dflash(monkeypatch: pytest.MonkeyPatch):
     return make
 
 
-@pytest.mark.parametrize("backend", ["fa4", "torch"])
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("backend", "page_size"), PAIRS[:2])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_dflash_greedy(make_dflash, block: int, page_size: int, backend: str) -> None:
     """Block sizes up to the trained one; each has a batch limit of its own."""
@@ -53,8 +54,7 @@ def test_dflash_greedy(make_dflash, block: int, page_size: int, backend: str) ->
 
 
 @pytest.mark.parametrize("decoys", [False, True], ids=["chain", "tree"])
-@pytest.mark.parametrize("backend", ["fa4", "torch"])
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("backend", "page_size"), PAIRS)
 @pytest.mark.parametrize("depth", [1, 2, 5, 9, 15])
 def test_scripted_acceptance(depth: int, page_size: int, backend: str, decoys: bool) -> None:
     """Acceptance of every length, mixed within a batch: catches KV, features or last_tokens left behind by a commit."""
@@ -116,16 +116,22 @@ def test_seed_decides_not_the_place_in_the_batch(make_dflash) -> None:
     assert answers(reseeded, Setup(max_batch=1), TARGET) != one_by_one
 
 
-@pytest.mark.parametrize("decoys", [False, True], ids=["chain", "tree"])
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_kernels_in_the_engine(make_dflash, page_size: int, decoys: bool) -> None:
-    """The same identity through the Triton kernels (interpreted where there is no GPU)."""
-    asked = requests(3, max_new_tokens=7)
-    expected = [ids[:7] for ids in written(3)]
+@pytest.mark.parametrize(
+    ("page_size", "drafts"), [(1, "chain"), (16, "chain"), (1, "tree"), (16, "none"), (16, "dflash")]
+)
+def test_kernels_in_the_engine(make_dflash, page_size: int, drafts: str) -> None:
+    """The same identity through the Triton kernels (interpreted where there is no GPU). The last of three requests
+    takes the row and the pages of the first one."""
+    asked = [changed(request, max_new_tokens=(2, 5, 3)[request.id]) for request in requests(3)]
+    expected = [ids[: r.sampling.max_new_tokens] for ids, r in zip(written(3), asked, strict=True)]
     setup = Setup(impl="triton", page_size=page_size, max_batch=2)
-    scripted = Scripted(scripts(asked, expected), 3, lambda at, d: (at + d) % 3 != 0, decoys)
-    for algorithm in (scripted, autoregressive(TARGET) if decoys else make_dflash(4)):
-        assert [c.token_ids for c in run(algorithm, asked, setup, TARGET).completions] == expected
+    if drafts == "none":
+        algorithm = autoregressive(TARGET)
+    elif drafts == "dflash":
+        algorithm = make_dflash(4)
+    else:
+        algorithm = Scripted(scripts(asked, written(3)), 3, lambda at, d: (at + d) % 3 != 0, drafts == "tree")
+    assert [c.token_ids for c in run(algorithm, asked, setup, TARGET).completions] == expected
 
 
 @pytest.mark.parametrize("decoys", [False, True], ids=["chain", "tree"])
