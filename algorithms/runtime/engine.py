@@ -489,15 +489,13 @@ class Session:
         """Whether the steps in flight are to be read before the next one is launched.
 
         To launch ahead wastes a step for each request that ends, if another waits for its row. To read first lets the
-        device wait while the host works. The smaller share of the time is the better one to lose. Behind a request that
-        runs alone, the next one would wait for the whole step, so that is always read first. Processes that share a
-        target launch ahead: their clocks differ, and they must serve the same rows in every step.
+        device wait while the host works. The smaller share of the time is the better one to lose. Processes that share
+        a target launch ahead: their clocks differ, and they must serve the same rows in every step.
         """
         if parallel() or not (self._scheduler.num_waiting or self._scheduler.held):
             return False
         working_ms = self._loop_ms - self._readback.waited_ms
-        alone = len(self._scheduler.rows) == 1
-        return alone or self._num_finished * self._loop_ms > self._row_steps * working_ms
+        return self._num_finished * self._loop_ms > self._row_steps * working_ms
 
     def _launch(self, pieces: list[Piece]) -> None:
         """A step over the rows in use, in which `pieces` ride; their requests take part from the next one on."""
