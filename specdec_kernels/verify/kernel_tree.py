@@ -170,7 +170,7 @@ def _class_masses(
         )  # fmt: skip
         q = draft_prob(draft_ptr, of_draft[:, None], column, live, VOCAB)
         kind, units = token_class(p, q), _in_units(q)
-        for each in tl.static_range(_CLASSES):
+        for each in range(_CLASSES):
             of_class = tl.sum(tl.where(live & (kind == each), units, 0), 1)
             found += tl.where(kinds == each, of_class[:, None], 0)
     team = tl.program_id(1).to(tl.int64) * CALLS + call
