@@ -18,7 +18,8 @@ class SelectionConfig:
     draw_warps: int = 4  # of a row that is drawn
     select_warps: int = 16  # of a row whose threshold is searched
     chunk: int = 4096  # tokens of one program of the kernels over deferred rows
-    split: int = 10  # programs of a deferred row, 64 at most: one that ends at once costs too
+    chunk_warps: int = 8
+    programs: int = 528  # programs that share the chunks of all deferred rows
     keep: int = 128  # candidates of a chunk that there is room for
 
 
@@ -38,6 +39,7 @@ SELECTION = {
         draw_warps=1,
         select_warps=1,
         chunk=1024,
+        chunk_warps=1,
         keep=64,
     ),
 }

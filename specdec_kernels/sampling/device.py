@@ -189,20 +189,6 @@ def find(weight, uniform):
 
 
 @triton.jit
-def draw_in_group(
-    values_ptr, row, in_row, group, within, top, scale, floor, row_stride,
-    VOCAB: tl.constexpr, WIDTH: tl.constexpr, PROBS: tl.constexpr,
-):  # fmt: skip
-    """Token of the group, read again, at the share `within` of the weight of its values >= floor; -1 for none."""
-    start = tl.maximum(group, 0) * WIDTH
-    column = start[:, None] + tl.arange(0, WIDTH)[None, :]
-    value = load_values(values_ptr, row[:, None], column, row_stride, in_row[:, None] & (column < VOCAB))
-    weight = weigh(value, top[:, None], scale[:, None], PROBS)
-    place, _ = find(tl.where(value >= floor[:, None], weight, 0.0), within)
-    return tl.where(place >= 0, start + place, -1)
-
-
-@triton.jit
 def log_value(values_ptr, row, token, row_stride, live, PROBS: tl.constexpr):
     """The logit at `token`, or the logarithm of the probability there."""
     value = load_values(values_ptr, row, token, row_stride, live)

@@ -189,6 +189,7 @@ class Strips(NamedTuple):
     best: torch.Tensor  # [R, STRIPS] int64
     sums: torch.Tensor  # [0 to 2, R, STRIPS] float32: at the temperature, at 1
     groups: torch.Tensor | None  # [R, groups of 64 tokens] float32, where there are filters
+    queue: torch.Tensor | None  # [1 + R] int32, empty: for the rows that filters defer
     length: int  # tokens of a strip
 
 
@@ -210,11 +211,12 @@ def measure(
     sample = temperature is not None
     found = Strips(
         out(rows, strips, dtype=torch.int64), out(sample + normalise, rows, strips),
-        out(rows, triton.cdiv(vocab, GROUP_SIZE)) if filtered else None, steps * STEP,
+        out(rows, triton.cdiv(vocab, GROUP_SIZE)) if filtered else None,
+        out(rows + 1, dtype=torch.int32) if filtered else None, steps * STEP,
     )  # fmt: skip
     block_s = min(config.strips, triton.next_power_of_2(max(rows * strips, 1)))
     launch(
-        stats_kernel, (triton.cdiv(rows * strips, block_s),), values, temperature, *found[:3], rows, values.stride(0),
+        stats_kernel, (triton.cdiv(rows * strips, block_s),), values, temperature, *found[:4], rows, values.stride(0),
         num_warps=config.stats_warps, PER_REQUEST=per_request, VOCAB=vocab, STRIPS=strips, SAMPLE=sample,
         NORMALISE=normalise, PROBS=probabilities, BLOCK_S=block_s, STEPS=steps, **overlapped(chip),
     )  # fmt: skip
@@ -252,7 +254,7 @@ def select(
     strips = measure(values, sampling.temperature, filtered=filtered, normalise=normalise, **shared)
     kept, slots, chunk, parts = Kept(None, None, None, None), 0, 0, strips.best.shape[1]
     if filtered:
-        kept = keep(values, sampling, strips.best, strips.sums, strips.groups, found.distribution, **shared)
+        kept = keep(values, sampling, strips.best, strips.sums, *strips[2:4], found.distribution, **shared)
         slots = kept.slots.shape[1]
     if kept.chunks is not None:
         chunk, parts = config.chunk, max(parts, kept.chunks.shape[1])

@@ -63,8 +63,9 @@ def _lowest(min_p_ptr, request, in_row, top, scale, PROBS: tl.constexpr):
 
 @triton.jit
 def _gather(
-    values_ptr, ids_ptr, row, in_row, group_max, group, row_stride,
-    VOCAB: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr,
+    values_ptr, ids_ptr, row, in_row, group_max, group, least, row_stride,
+    VOCAB: tl.constexpr, GROUPS: tl.constexpr, STRIPS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr,
+    SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Values [R, SLOTS * WIDTH] of the groups of the largest maxima in the order of their ids, and the key from which
     on they are all of the row's values. The ids of the groups go to `ids_ptr` [R, SLOTS]."""
@@ -76,7 +77,10 @@ def _gather(
         complete = tl.min(tl.where(value > float("-inf"), key, 0x7FFFFFFF), 1).to(tl.int64)
     else:
         key_max = d.sort_key(group_max, SHIFT)
-        low = tl.min(tl.where(group < GROUPS, key_max, 0x7FFFFFFF), 1).to(tl.int64) - 1
+        if STRIPS > SLOTS:  # every strip has a group that reaches `least`, the smallest of the strips' maxima
+            low = d.sort_key(least, SHIFT).to(tl.int64)
+        else:
+            low = tl.min(tl.where(group < GROUPS, key_max, 0x7FFFFFFF), 1).to(tl.int64) - 1
         high = tl.max(key_max, 1).to(tl.int64) + 1
         complete = d.kth_key(key_max, SLOTS + 1, low, high) + 1
         chosen = in_row[:, None] & (key_max >= complete.to(tl.int32)[:, None]) & (group < GROUPS)
@@ -120,8 +124,8 @@ def _floor_in_slots(
 
 @triton.jit
 def _defer(
-    values_ptr, state_ptr, pivots_ptr, row, in_row, near, deferred, rows, row_stride, complete, reached, wanted, share,
-    lowest, everything, top, scale,
+    values_ptr, queue_ptr, state_ptr, pivots_ptr, row, in_row, near, deferred, rows, row_stride, complete, reached,
+    wanted, share, lowest, everything, top, scale,
     VOCAB: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr,
     PROBS: tl.constexpr,
 ):  # fmt: skip
@@ -131,6 +135,7 @@ def _defer(
     mode = tl.where(deferred, mode, tl.where(near, nucleus.NEAR, nucleus.WHOLE))
     ceiling = tl.where(reached < share * everything, d.key_value(complete.to(tl.int32), SHIFT), top)
     goal = share * everything
+    nucleus.enqueue(queue_ptr, row, deferred)
     nucleus.store_state(state_ptr, row, in_row, rows, mode, goal, ceiling, lowest, everything, top, reached)
     if tl.max(searched.to(tl.int32), 0) > 0:
         nucleus.store_pivots(
@@ -141,10 +146,10 @@ def _defer(
 
 @triton.jit
 def _filter(
-    values_ptr, top_k_ptr, top_p_ptr, min_p_ptr, groups_ptr, ids_ptr, state_ptr, pivots_ptr, row, request, in_row,
-    drawn, rows, row_stride, top, scale, total,
-    VOCAB: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr,
-    PROBS: tl.constexpr, BLOCK_G: tl.constexpr,
+    values_ptr, top_k_ptr, top_p_ptr, min_p_ptr, groups_ptr, ids_ptr, queue_ptr, state_ptr, pivots_ptr, row,
+    request, in_row, drawn, rows, row_stride, least, top, scale, total,
+    VOCAB: tl.constexpr, GROUPS: tl.constexpr, STRIPS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr,
+    SHIFT: tl.constexpr, PROBS: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     """Threshold, kept total and kept mass of each slot; filtered rows of which the slots do not tell all are deferred,
     and count as unfiltered here."""
@@ -156,8 +161,9 @@ def _filter(
     place = row.to(tl.int64)[:, None] * GROUPS + group
     group_max = tl.load(groups_ptr + place, mask=in_groups, other=float("-inf"))
     value, key, complete = _gather(
-        values_ptr, ids_ptr, row, in_row, group_max, group, row_stride, VOCAB, GROUPS, SLOTS, WIDTH, SHIFT
-    )
+        values_ptr, ids_ptr, row, in_row, group_max, group, least, row_stride, VOCAB, GROUPS, STRIPS, SLOTS, WIDTH,
+        SHIFT,
+    )  # fmt: skip
     floor, known, slot_mass, reached = _floor_in_slots(
         value, key, complete, wanted, share, lowest, total, top, scale, GROUPS <= SLOTS, SLOTS, WIDTH, SHIFT, PROBS
     )
@@ -166,8 +172,8 @@ def _filter(
         total = tl.sum(slot_mass, 1)
     else:
         _defer(
-            values_ptr, state_ptr, pivots_ptr, row, in_row, near, filtered & (known == 0), rows, row_stride, complete,
-            reached, wanted, share, lowest, total, top, scale, VOCAB, GROUPS, SLOTS, WIDTH, SHIFT, PROBS,
+            values_ptr, queue_ptr, state_ptr, pivots_ptr, row, in_row, near, filtered & (known == 0), rows, row_stride,
+            complete, reached, wanted, share, lowest, total, top, scale, VOCAB, GROUPS, SLOTS, WIDTH, SHIFT, PROBS,
         )  # fmt: skip
         total = tl.where(near, tl.sum(slot_mass, 1), total)
         floor = tl.where(near, floor, float("-inf"))
@@ -186,7 +192,8 @@ def _filter_kernel(
     groups_ptr,  # [R, GROUPS] float32: the maxima
     ids_ptr,  # [R, SLOTS] int32, or None where the row fits the slots
     slots_ptr,  # [R, SLOTS] float32
-    state_ptr,  # [8, R] float32, or None where no row can be deferred
+    queue_ptr,  # [1 + R] int32, or None where no row can be deferred; its length is 0 before
+    state_ptr,  # [8, R] float32, or None
     pivots_ptr,  # [8, R] float32, or None
     distribution_ptr,  # [4, R] float32: floor and total are written, the second and the third
     rows,
@@ -214,14 +221,15 @@ def _filter_kernel(
     let_next_kernel_start(OVERLAP)
     best = tl.load(best_ptr + place, mask=in_strips, other=NOTHING)
     top = image_value(tl.max(best, 1))
+    least = tl.min(tl.where(in_strips, image_value(best), float("inf")), 1)
     valid = top > 0 if PROBS else top > float("-inf")
     temperature = tl.load(temperature_ptr + request, mask=in_row, other=0.0)
     scale = d.exponent_scale(temperature)
     mass = strip_masses(sums_ptr + place, in_strips, best, top, scale, PROBS)
     floor, total, slot_mass = _filter(
-        values_ptr, top_k_ptr, top_p_ptr, min_p_ptr, groups_ptr, ids_ptr, state_ptr, pivots_ptr, row, request, in_row,
-        in_row & valid & (temperature > 0), rows, row_stride, top, scale, tl.sum(mass, 1), VOCAB, GROUPS, SLOTS, WIDTH,
-        SHIFT, PROBS, BLOCK_G,
+        values_ptr, top_k_ptr, top_p_ptr, min_p_ptr, groups_ptr, ids_ptr, queue_ptr, state_ptr, pivots_ptr, row,
+        request, in_row, in_row & valid & (temperature > 0), rows, row_stride, least, top, scale, tl.sum(mass, 1),
+        VOCAB, GROUPS, STRIPS, SLOTS, WIDTH, SHIFT, PROBS, BLOCK_G,
     )  # fmt: skip
     slot = row.to(tl.int64)[:, None] * SLOTS + tl.arange(0, SLOTS)[None, :]
     tl.store(slots_ptr + slot, slot_mass, mask=in_row[:, None])
@@ -235,12 +243,13 @@ def keep(
     best: torch.Tensor,
     sums: torch.Tensor,
     groups: torch.Tensor,
+    queue: torch.Tensor,
     distribution: torch.Tensor,
     *,
     per_request: int,
     probabilities: bool,
 ) -> Kept:
-    """What the filters leave of every row; floor and total go to `distribution` [4, R]."""
+    """What the filters leave of every row; floor and total go to `distribution` [4, R]. `queue` [1 + R] is empty."""
     (rows, vocab), chip = values.shape, current_chip(values)
     config, shift = SELECTION[chip], _KEY_SHIFT[values.dtype]
     width, num_groups, num_strips = GROUP_SIZE, groups.shape[1], best.shape[1]
@@ -254,15 +263,16 @@ def keep(
     block_r = d.rows_per_program(rows, config.max_rows, max(slots * width, block_g))
     launch(
         _filter_kernel, (triton.cdiv(rows, block_r),), values, sampling.temperature, *sampling.filters, best, sums,
-        groups, ids, of_slots, state, pivots, distribution, rows, values.stride(0), num_warps=config.select_warps,
-        PER_REQUEST=per_request, VOCAB=vocab, GROUPS=num_groups, STRIPS=num_strips, PROBS=probabilities, SHIFT=shift,
-        BLOCK_R=block_r, BLOCK_N=max(triton.next_power_of_2(num_strips), d.MIN_SCAN), BLOCK_G=block_g, SLOTS=slots,
-        WIDTH=width, **overlapped(chip),
+        groups, ids, of_slots, queue if may_defer else None, state, pivots, distribution, rows, values.stride(0),
+        num_warps=config.select_warps, PER_REQUEST=per_request, VOCAB=vocab, GROUPS=num_groups, STRIPS=num_strips,
+        PROBS=probabilities, SHIFT=shift, BLOCK_R=block_r,
+        BLOCK_N=max(triton.next_power_of_2(num_strips), d.MIN_SCAN), BLOCK_G=block_g, SLOTS=slots, WIDTH=width,
+        **overlapped(chip),
     )  # fmt: skip
     chunks = None
     if may_defer:
         chunks = nucleus.resolve(
-            values, sampling, state, pivots, distribution, config, per_request=per_request,
+            values, sampling, queue, state, pivots, distribution, config, per_request=per_request,
             probabilities=probabilities, shift=shift,
         )  # fmt: skip
     return Kept(ids, of_slots, state, chunks)

@@ -1,10 +1,11 @@
 # mypy: ignore-errors
 """Thresholds of deferred rows: those whose kept tokens do not fit the slots of a program of `kernel_filter`.
 
-All other rows are not read here. Four launches:
+All other rows are not read here. The deferred rows stand in a queue, so that their chunks spread over the whole device
+however many there are. Four launches:
 
-1. pivots, twice: the weight above each of four trial thresholds (pivots) around a sampled guess, chunk by chunk over
-   the whole device. Their sums enclose the row's threshold between two neighbouring pivots. Only rows that this leaves
+1. pivots, twice: the weight above each of four trial thresholds (pivots) around a sampled guess, chunk by chunk. Their
+   sums enclose the row's threshold between two neighbouring pivots. Only rows that this leaves
    with many values between the pivots, or with a threshold outside all of them, get four more.
 2. candidates: the weight above the upper pivot, and the values between the pivots, written down in the order of the
    row.
@@ -13,7 +14,8 @@ All other rows are not read here. Four launches:
 
 So a row is read three or four times in all, counting the statistics, however flat it is. A chunk with more candidates
 than there is room for, and a top-k beyond the slots, are settled by bisection over the row in memory instead.
-Nothing is added up in an order that depends on timing.
+The order of the queue depends on timing, and nothing else does: every sum belongs to a chunk, and chunks are added in
+their order.
 """
 
 from __future__ import annotations
@@ -93,8 +95,24 @@ def store_pivots(
 
 
 @triton.jit
+def enqueue(queue_ptr, row, deferred):
+    """Append rows to the queue: its length, then the rows."""
+    place = tl.atomic_add(queue_ptr + row * 0, 1, mask=deferred, sem="relaxed")
+    tl.store(queue_ptr + 1 + place, row, mask=deferred)
+
+
+@triton.jit
+def _task(queue_ptr, first, end, CHUNKS: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Rows and chunks of the tasks from `first` on, and which of them there are."""
+    task = first + tl.arange(0, BLOCK_T)
+    there = task < end
+    row = tl.load(queue_ptr + 1 + task // CHUNKS, mask=there, other=0)
+    return row, task % CHUNKS, there
+
+
+@triton.jit
 def _enclose(
-    state_ptr, pivots_ptr, parts_ptr, row, asks, rows, SPLIT: tl.constexpr, ROUNDS: tl.constexpr
+    state_ptr, pivots_ptr, parts_ptr, row, asks, rows, CHUNKS: tl.constexpr, BLOCK_C: tl.constexpr, ROUNDS: tl.constexpr
 ):  # fmt: skip
     """The values low and high between which the threshold lies, low < threshold <= high, and the weight between them,
     from the weights above the pivots."""
@@ -104,13 +122,12 @@ def _enclose(
     over_high = tl.load(state_ptr + 6 * rows + row, mask=asks, other=0.0)
     low = tl.full(row.shape, float("-inf"), tl.float32)
     asked = asks
-    PARTS: tl.constexpr = 16 if SPLIT <= 16 else 64
-    part = tl.arange(0, PARTS)[None, :]
+    part = tl.arange(0, BLOCK_C)[None, :]
     for pivot in tl.static_range(ROUNDS * PIVOTS):
         if pivot == PIVOTS:
             asked = asks & (tl.load(state_ptr + 7 * rows + row, mask=asks, other=0.0) > 0)
-        place = (pivot * rows + row)[:, None] * SPLIT + part
-        above = tl.sum(tl.load(parts_ptr + place, mask=asked[:, None] & (part < SPLIT), other=0.0), 1)
+        place = (pivot * rows + row).to(tl.int64)[:, None] * CHUNKS + part
+        above = tl.sum(tl.load(parts_ptr + place, mask=asked[:, None] & (part < CHUNKS), other=0.0), 1)
         value = tl.load(pivots_ptr + pivot * rows + row, mask=asked, other=0.0)
         rises = asked & (above >= goal) & (value > low)
         falls = asked & (above < goal) & (value < high)
@@ -124,8 +141,8 @@ def _weighed_chunk(
     values_ptr, temperature_ptr, state_ptr, row, asks, chunk, rows, row_stride,
     PER_REQUEST: tl.constexpr, VOCAB: tl.constexpr, PROBS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Values [R, BLOCK_V] of a chunk, NaN among them, and the weights of all others."""
-    column = chunk * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
+    """Values [T, BLOCK_V] of a chunk of each row, NaN among them, and the weights of all others."""
+    column = chunk[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
     temperature = tl.load(temperature_ptr + row // PER_REQUEST, mask=asks, other=1.0)
     top = tl.load(state_ptr + 5 * rows + row, mask=asks, other=0.0)
     value = d.load_entries(values_ptr, row[:, None], column, row_stride, asks[:, None] & (column < VOCAB))
@@ -136,15 +153,15 @@ def _weighed_chunk(
 
 @triton.jit
 def _store_second_pivots(
-    temperature_ptr, state_ptr, pivots_ptr, parts_ptr, edges_ptr, row, asks, rows,
-    PER_REQUEST: tl.constexpr, SPLIT: tl.constexpr, ROOM: tl.constexpr, PROBS: tl.constexpr,
+    temperature_ptr, state_ptr, pivots_ptr, parts_ptr, edges_ptr, row, chunk, asks, rows,
+    PER_REQUEST: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_C: tl.constexpr, ROOM: tl.constexpr, PROBS: tl.constexpr,
 ):  # fmt: skip
     """Marks between the edges that the first round left, of the rows with about more than ROOM values between them.
 
-    Every program of a row computes them for itself and stores them in its own place of `edges_ptr`: to spread the
-    result of a sum over the chunk's layout would be expensive, to load it is not. The first program publishes them.
+    Every chunk of a row computes them for itself and stores them in its own place of `edges_ptr`: to spread the
+    result of a sum over the chunk's layout would be expensive, to load it is not. The first chunk publishes them.
     """
-    low, high, between = _enclose(state_ptr, pivots_ptr, parts_ptr, row, asks, rows, SPLIT, 1)
+    low, high, between = _enclose(state_ptr, pivots_ptr, parts_ptr, row, asks, rows, CHUNKS, BLOCK_C, 1)
     least = tl.load(pivots_ptr + row, mask=asks, other=0.0)
     most = tl.load(pivots_ptr + (PIVOTS - 1) * rows + row, mask=asks, other=0.0)
     top = tl.load(state_ptr + 5 * rows + row, mask=asks, other=0.0)
@@ -152,9 +169,9 @@ def _store_second_pivots(
     below, beyond = low < least, low >= most
     each = d.weigh(tl.where(below, high, (low + high) * 0.5), top, d.exponent_scale(temperature), PROBS)
     wide = asks & (high > low) & (below | (between > each * ROOM))
-    first = tl.program_id(1) == 0
+    first = chunk == 0
     tl.store(state_ptr + 7 * rows + row, wide.to(tl.float32), mask=asks & first)
-    place = edges_ptr + (row * tl.num_programs(1) + tl.program_id(1)) * (PIVOTS + 1)
+    place = edges_ptr + (row * CHUNKS + chunk) * (PIVOTS + 1)
     tl.store(place, wide.to(tl.float32), mask=asks)
     for pivot in tl.static_range(PIVOTS):
         # Where the guess missed, ever longer steps away from it; four steps of 3 reach 40 times the first.
@@ -168,77 +185,71 @@ def _store_second_pivots(
 
 @triton.jit
 def _above(value, weight, limit_ptr, asks):
-    """Weights of the values above each row's limit."""
+    """Weight of the values above each row's limit."""
     limit = tl.load(limit_ptr, mask=asks, other=0.0)
-    return tl.where(value > limit[:, None], weight, 0.0)
+    return tl.sum(tl.where(value > limit[:, None], weight, 0.0), 1)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _pivots_kernel(
     values_ptr,  # [R, VOCAB], row stride row_stride
     temperature_ptr,  # [R / PER_REQUEST] float32
+    queue_ptr,  # [1 + R] int32
     state_ptr,  # [8, R] float32
     pivots_ptr,  # [8, R] float32; the last four are written by the second round
-    parts_ptr,  # [8, R, SPLIT] float32: weight above each pivot in the chunks of each program
-    edges_ptr,  # [R, programs of a row, 5] float32: scratch of the second round
+    parts_ptr,  # [8, R, CHUNKS] float32: weight above each pivot in each chunk
+    edges_ptr,  # [R, CHUNKS, 5] float32: scratch of the second round
     rows,
     row_stride,
     PER_REQUEST: tl.constexpr,
     VOCAB: tl.constexpr,
     CHUNKS: tl.constexpr,
-    SPLIT: tl.constexpr,
     ROOM: tl.constexpr,
     PROBS: tl.constexpr,
     SECOND: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    BLOCK_C: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     wait_for_kernel_ahead(OVERLAP)
     let_next_kernel_start(OVERLAP)
-    task = tl.load(state_ptr + row, mask=row < rows, other=0.0)
-    asks = (row < rows) & (task == SEARCH)
-    if tl.max(asks.to(tl.int32), 0) > 0:
+    end = tl.load(queue_ptr) * CHUNKS
+    for start in range(tl.program_id(0) * BLOCK_T, end, tl.num_programs(0) * BLOCK_T):
+        row, chunk, there = _task(queue_ptr, start, end, CHUNKS, BLOCK_T)
+        asks = tl.load(state_ptr + row, mask=there, other=0.0) == SEARCH
         base, step = pivots_ptr + row, rows
         if SECOND:
             _store_second_pivots(
-                temperature_ptr, state_ptr, pivots_ptr, parts_ptr, edges_ptr, row, asks, rows, PER_REQUEST, SPLIT,
-                ROOM, PROBS,
+                temperature_ptr, state_ptr, pivots_ptr, parts_ptr, edges_ptr, row, chunk, asks, rows, PER_REQUEST,
+                CHUNKS, BLOCK_C, ROOM, PROBS,
             )  # fmt: skip
-            mine = edges_ptr + (row * tl.num_programs(1) + tl.program_id(1)) * (PIVOTS + 1)
+            mine = edges_ptr + (row * CHUNKS + chunk) * (PIVOTS + 1)
             asks &= tl.load(mine, mask=asks, other=0.0) > 0
             base, step = mine + 1, 1
         if tl.max(asks.to(tl.int32), 0) > 0:
-            # Summed over lanes once, at the end: a sum in every chunk would make all warps wait each time.
-            first = tl.zeros((BLOCK_R, BLOCK_V), tl.float32)
-            second, third, fourth = first, first, first
-            for chunk in range(tl.program_id(1), CHUNKS, tl.num_programs(1)):
-                value, weight = _weighed_chunk(
-                    values_ptr, temperature_ptr, state_ptr, row, asks, chunk, rows, row_stride, PER_REQUEST, VOCAB,
-                    PROBS, BLOCK_V,
-                )  # fmt: skip
-                first += _above(value, weight, base, asks)
-                second += _above(value, weight, base + step, asks)
-                third += _above(value, weight, base + 2 * step, asks)
-                fourth += _above(value, weight, base + 3 * step, asks)
-            place = ((PIVOTS if SECOND else 0) * rows + row) * SPLIT + tl.program_id(1)
-            tl.store(parts_ptr + place, tl.sum(first, 1), mask=asks)
-            tl.store(parts_ptr + place + rows * SPLIT, tl.sum(second, 1), mask=asks)
-            tl.store(parts_ptr + place + 2 * rows * SPLIT, tl.sum(third, 1), mask=asks)
-            tl.store(parts_ptr + place + 3 * rows * SPLIT, tl.sum(fourth, 1), mask=asks)
+            value, weight = _weighed_chunk(
+                values_ptr, temperature_ptr, state_ptr, row, asks, chunk, rows, row_stride, PER_REQUEST, VOCAB, PROBS,
+                BLOCK_V,
+            )  # fmt: skip
+            for pivot in tl.static_range(PIVOTS):
+                above = _above(value, weight, base + pivot * step, asks)
+                place = ((PIVOTS if SECOND else 0) + pivot) * rows + row
+                tl.store(parts_ptr + place.to(tl.int64) * CHUNKS + chunk, above, mask=asks)
 
 
 @triton.jit
-def _store_edges(state_ptr, pivots_ptr, parts_ptr, edges_ptr, row, asks, rows, SPLIT: tl.constexpr):
-    """Store low and high of each row in this program's place in `edges_ptr`; where min-p cuts above, or nothing is
+def _store_edges(
+    state_ptr, pivots_ptr, parts_ptr, edges_ptr, row, chunk, asks, rows, CHUNKS: tl.constexpr, BLOCK_C: tl.constexpr
+):  # fmt: skip
+    """Store low and high of each row in this chunk's place in `edges_ptr`; where min-p cuts above, or nothing is
     searched for, both are the greatest value that the threshold leaves out."""
     mode = tl.load(state_ptr + row, mask=asks, other=0.0)
-    low, high, _ = _enclose(state_ptr, pivots_ptr, parts_ptr, row, asks & (mode == SEARCH), rows, SPLIT, 2)
+    low, high, _ = _enclose(state_ptr, pivots_ptr, parts_ptr, row, asks & (mode == SEARCH), rows, CHUNKS, BLOCK_C, 2)
     lowest = tl.load(state_ptr + 3 * rows + row, mask=asks, other=0.0)
     fixed = (mode == FIXED) | (lowest > high)
     left_out = d.next_below(lowest)
-    place = edges_ptr + (row * tl.num_programs(1) + tl.program_id(1)) * 2
+    place = edges_ptr + (row * CHUNKS + chunk) * 2
     tl.store(place, tl.where(fixed, left_out, low), mask=asks)
     tl.store(place + 1, tl.where(fixed, left_out, high), mask=asks)
     tl.debug_barrier()
@@ -248,10 +259,11 @@ def _store_edges(state_ptr, pivots_ptr, parts_ptr, edges_ptr, row, asks, rows, S
 def _candidates_kernel(
     values_ptr,  # [R, VOCAB], row stride row_stride
     temperature_ptr,  # [R / PER_REQUEST] float32
+    queue_ptr,  # [1 + R] int32
     state_ptr,  # [8, R] float32
     pivots_ptr,  # [8, R] float32
-    parts_ptr,  # [8, R, SPLIT] float32
-    edges_ptr,  # [R, programs of a row, 2] float32: low and high, the same in every program
+    parts_ptr,  # [8, R, CHUNKS] float32
+    edges_ptr,  # [R, CHUNKS, 2] float32: low and high, the same in every chunk
     mass_ptr,  # [R, CHUNKS] float32: weight above high
     counts_ptr,  # [R, CHUNKS] int32: values above low and not above high
     candidates_ptr,  # [R, CHUNKS, KEEP] float32: the first of these values
@@ -260,29 +272,29 @@ def _candidates_kernel(
     PER_REQUEST: tl.constexpr,
     VOCAB: tl.constexpr,
     CHUNKS: tl.constexpr,
-    SPLIT: tl.constexpr,
     KEEP: tl.constexpr,
     PROBS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    BLOCK_C: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     wait_for_kernel_ahead(OVERLAP)
     let_next_kernel_start(OVERLAP)
-    task = tl.load(state_ptr + row, mask=row < rows, other=0.0)
-    asks = (row < rows) & ((task == SEARCH) | (task == FIXED))
-    if tl.max(asks.to(tl.int32), 0) > 0:
-        _store_edges(state_ptr, pivots_ptr, parts_ptr, edges_ptr, row, asks, rows, SPLIT)
-        edges = edges_ptr + (row * tl.num_programs(1) + tl.program_id(1)) * 2
-        for chunk in range(tl.program_id(1), CHUNKS, tl.num_programs(1)):
+    end = tl.load(queue_ptr) * CHUNKS
+    for start in range(tl.program_id(0) * BLOCK_T, end, tl.num_programs(0) * BLOCK_T):
+        row, chunk, there = _task(queue_ptr, start, end, CHUNKS, BLOCK_T)
+        task = tl.load(state_ptr + row, mask=there, other=0.0)
+        asks = (task == SEARCH) | (task == FIXED)
+        if tl.max(asks.to(tl.int32), 0) > 0:
+            _store_edges(state_ptr, pivots_ptr, parts_ptr, edges_ptr, row, chunk, asks, rows, CHUNKS, BLOCK_C)
             value, weight = _weighed_chunk(
                 values_ptr, temperature_ptr, state_ptr, row, asks, chunk, rows, row_stride, PER_REQUEST, VOCAB, PROBS,
                 BLOCK_V,
             )  # fmt: skip
             place = row * CHUNKS + chunk
-            low = tl.load(edges, mask=asks, other=0.0)
-            high = tl.load(edges + 1, mask=asks, other=0.0)
+            low = tl.load(edges_ptr + place * 2, mask=asks, other=0.0)
+            high = tl.load(edges_ptr + place * 2 + 1, mask=asks, other=0.0)
             mass = tl.sum(tl.where(value > high[:, None], weight, 0.0), 1)
             tl.store(mass_ptr + place, mass, mask=asks)
             inside = asks[:, None] & (value > low[:, None]) & (value <= high[:, None])
@@ -366,7 +378,7 @@ def _resolve_kernel(
     top_k_ptr,  # [R / PER_REQUEST] int32, or None
     top_p_ptr,  # [R / PER_REQUEST] float32, or None
     state_ptr,  # [8, R] float32
-    edges_ptr,  # [R, SPLIT, 2] float32
+    edges_ptr,  # [R, CHUNKS, 2] float32
     mass_ptr,  # [R, CHUNKS] float32: weight above the candidates, then the weight that is kept
     counts_ptr,  # [R, CHUNKS] int32
     candidates_ptr,  # [R, CHUNKS, KEEP] float32
@@ -377,7 +389,6 @@ def _resolve_kernel(
     VOCAB: tl.constexpr,
     CHUNKS: tl.constexpr,
     KEEP: tl.constexpr,
-    SPLIT: tl.constexpr,
     PROBS: tl.constexpr,
     SHIFT: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -398,8 +409,8 @@ def _resolve_kernel(
         scale = d.exponent_scale(tl.load(temperature_ptr + request, mask=asks, other=1.0))
         wanted, share = d.count_and_share(top_k_ptr, top_p_ptr, request, asks, VOCAB)
         listed = asks & (task != COUNT)
-        low = tl.load(edges_ptr + row * (SPLIT * 2), mask=listed, other=0.0)
-        high = tl.load(edges_ptr + row * (SPLIT * 2) + 1, mask=listed, other=0.0)
+        low = tl.load(edges_ptr + row * (CHUNKS * 2), mask=listed, other=0.0)
+        high = tl.load(edges_ptr + row * (CHUNKS * 2) + 1, mask=listed, other=0.0)
         low_key, high_key = d.sort_key(low, SHIFT).to(tl.int64), d.sort_key(high, SHIFT).to(tl.int64)
         chunk = tl.arange(0, BLOCK_C)[None, :]
         in_chunks = chunk < CHUNKS
@@ -430,6 +441,7 @@ def _resolve_kernel(
 def resolve(
     values: torch.Tensor,
     sampling: SamplingTensors,
+    queue: torch.Tensor,
     state: torch.Tensor,
     pivots: torch.Tensor,
     distribution: torch.Tensor,
@@ -439,38 +451,39 @@ def resolve(
     probabilities: bool,
     shift: int,
 ) -> torch.Tensor:
-    """Kept weight [R, chunks] of the rows that were deferred in `state` [8, R]; their floor and total go to
-    `distribution` [4, R]."""
+    """Kept weight [R, chunks] of the rows that were deferred in `state` [8, R] and stand in `queue` [1 + R]; their
+    floor and total go to `distribution` [4, R]."""
     rows, vocab = values.shape
     temperature, chunk, keep = sampling.temperature, config.chunk, config.keep
     chunks = triton.cdiv(vocab, chunk)
     out = partial(torch.empty, dtype=torch.float32, device=values.device)
-    split = min(config.split, chunks)
-    parts, mass, candidates = out(NUM_PIVOTS, rows, split), out(rows, chunks), out(rows, chunks, keep)
-    edges, counts = out(rows, split, 2), out(rows, chunks, dtype=torch.int32)
+    parts, mass, candidates = out(NUM_PIVOTS, rows, chunks), out(rows, chunks), out(rows, chunks, keep)
+    edges, counts = out(rows, chunks, 2), out(rows, chunks, dtype=torch.int32)
     block_c = max(triton.next_power_of_2(chunks), d.MIN_SCAN)
-    block_r = d.rows_per_program(rows, config.max_rows, max(chunk, block_c * keep))
-    grid = (triton.cdiv(rows, block_r), split)
-    stride, stream_warps = values.stride(0), min(config.select_warps, 8)
+    block_t = d.rows_per_program(rows * chunks, config.max_rows, chunk)
+    grid = (min(triton.cdiv(rows * chunks, block_t), config.programs),)
+    stride = values.stride(0)
     sizes = dict(
-        PER_REQUEST=per_request, VOCAB=vocab, CHUNKS=chunks, SPLIT=split, PROBS=probabilities, BLOCK_R=block_r,
-        BLOCK_V=chunk, **overlapped(current_chip(values)),
+        PER_REQUEST=per_request, VOCAB=vocab, CHUNKS=chunks, PROBS=probabilities, BLOCK_V=chunk, BLOCK_C=block_c,
+        **overlapped(current_chip(values)),
     )  # fmt: skip
+    shared = dict(num_warps=config.chunk_warps, BLOCK_T=block_t, **sizes)
     if sampling.top_p is not None:
-        scratch = out(rows, split, NUM_PIVOTS // 2 + 1)
+        scratch = out(rows, chunks, NUM_PIVOTS // 2 + 1)
         for second in (False, True):
             launch(
-                _pivots_kernel, grid, values, temperature, state, pivots, parts, scratch, rows, stride,
-                num_warps=stream_warps, ROOM=keep * chunks // 2, SECOND=second, **sizes,
+                _pivots_kernel, grid, values, temperature, queue, state, pivots, parts, scratch, rows, stride,
+                ROOM=keep * chunks // 2, SECOND=second, **shared,
             )  # fmt: skip
     if sampling.top_p is not None or sampling.min_p is not None:
         launch(
-            _candidates_kernel, grid, values, temperature, state, pivots, parts, edges, mass, counts, candidates, rows,
-            stride, num_warps=stream_warps, KEEP=keep, **sizes,
+            _candidates_kernel, grid, values, temperature, queue, state, pivots, parts, edges, mass, counts, candidates,
+            rows, stride, KEEP=keep, **shared,
         )  # fmt: skip
+    block_r = d.rows_per_program(rows, config.max_rows, max(chunk, block_c * keep))
     launch(
-        _resolve_kernel, grid[:1], values, temperature, sampling.top_k, sampling.top_p, state, edges, mass,
-        counts, candidates, distribution, rows, stride, num_warps=config.select_warps, KEEP=keep, SHIFT=shift,
-        BLOCK_C=block_c, **sizes,
+        _resolve_kernel, (triton.cdiv(rows, block_r),), values, temperature, sampling.top_k, sampling.top_p, state,
+        edges, mass, counts, candidates, distribution, rows, stride, num_warps=config.select_warps, KEEP=keep,
+        SHIFT=shift, BLOCK_R=block_r, **sizes,
     )  # fmt: skip
     return mass

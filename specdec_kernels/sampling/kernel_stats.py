@@ -90,7 +90,8 @@ def stats_kernel(
     temperature_ptr,  # [R / PER_REQUEST] float32, or None without SAMPLE
     best_ptr,  # [R, STRIPS] int64: the image of each strip, the key of its largest value above all bits of the token
     sums_ptr,  # [0 to 2, R, STRIPS] float32: sum at T (with SAMPLE), sum at 1 (with NORMALISE)
-    groups_ptr,  # [R, GROUPS] float32: maximum of each 64 tokens (with FILTER), or None
+    groups_ptr,  # [R, GROUPS] float32: maximum of each 64 tokens, or None
+    queue_ptr,  # [1 + R] int32: emptied, that is its first entry set to 0; or None
     rows,
     row_stride,
     PER_REQUEST: tl.constexpr,
@@ -136,6 +137,9 @@ def stats_kernel(
         tl.store(sums_ptr + pair, mass, mask=live)
     if NORMALISE:
         tl.store(sums_ptr + (plane if SAMPLE else 0) + pair, plain, mask=live)
+    if queue_ptr is not None:
+        if tl.program_id(0) == 0:
+            tl.store(queue_ptr, 0)
     if groups_ptr is not None:
         _store_group_maxima(groups_ptr, value, row, strip, live, VOCAB, BLOCK_S, STEPS)
 

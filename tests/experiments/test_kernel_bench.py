@@ -367,9 +367,7 @@ def test_a_row_compares_with_ceiling_reference_and_peers(monkeypatch: pytest.Mon
     found = parity.Parity(None, "all", reference_fits=True)
     against = bench_row._against_reference(paged_attention, [inputs], timing, found, bench)
     assert against["reference_ratio"] == pytest.approx(against["reference_us"] / (timing.median_ms * 1e3))
-    theirs = {
-        name: bench_row._against_peer(name, "paged_attention", [inputs], kernel, bench) for name in bench.peers
-    }
+    theirs = {name: bench_row._against_peer(name, "paged_attention", [inputs], kernel, bench) for name in bench.peers}
     assert theirs["sdpa"]["status"] == "ok" and theirs["sdpa"]["ratio"] > 0
     assert theirs["varlen"] == dict(status="not run", problem="runs on a GPU only")
     row = dict(family="attention", case="made", function="paged_attention", status="ok", peers=theirs)
