@@ -204,18 +204,24 @@ def predict_speedup(method: Mapping[str, Any], baseline: Mapping[str, Any]) -> d
 
 
 def lossless(
-    completions: Sequence[Completion], baseline: Sequence[Completion] | None, look: Look | None = None
+    completions: Sequence[Completion],
+    baseline: Sequence[Completion] | None,
+    look: Look | None = None,
+    ties_possible: bool = True,
 ) -> dict[str, Any]:
     """How many requests have exactly the tokens of the baseline, and where the first that differs does so.
 
     `look(index, difference)` adds the logits at a difference and says whether it is a near tie. The difference that is
-    reported is the first one that is no near tie, if there is one.
+    reported is the first one that is no near tie, if there is one. Where no difference can be a near tie, that one
+    alone is looked at.
     """
     if baseline is None:
         return {"checked": 0, "identical": 0, "near_ties": 0, "first_difference": None}
     pairs = list(zip(completions, baseline, strict=True))
     found = [(i, first_difference(*pair)) for i, pair in enumerate(pairs) if pair[0].token_ids != pair[1].token_ids]
-    seen = [difference | (look(i, difference) if look else {}) for i, difference in found]
+    looked = found if ties_possible else found[:1]
+    known = {i: look(i, difference) for i, difference in looked} if look else {}
+    seen = [difference | known.get(i, {}) for i, difference in found]
     faults = [difference for difference in seen if not difference.get("near_tie")]
     return {
         "checked": len(pairs),

@@ -12,7 +12,7 @@ from experiments.app.plan import Plan
 from experiments.app.workload import Workload
 from experiments.replay.cost import read_step_times
 from experiments.report import metrics
-from experiments.tasks.near_tie import look_at
+from experiments.tasks.near_tie import look_at, ties_possible
 
 if TYPE_CHECKING:
     from algorithms.runtime.adaptive import StepCosts
@@ -234,5 +234,5 @@ def _lossless(decoded: Decoded, plain: Decoded | None, target: Target, determini
         if request.id in theirs and theirs[request.id][0].prompt_ids == request.prompt_ids
     ]
     asked, baseline = [request for request, _, _ in same], [completion for _, _, completion in same]
-    look = look_at(target, asked, baseline, deterministic)
-    return metrics.lossless([completion for _, completion, _ in same], baseline, look)
+    look, ties = look_at(target, asked, baseline, deterministic), ties_possible(target, asked, deterministic)
+    return metrics.lossless([completion for _, completion, _ in same], baseline, look, ties)

@@ -54,10 +54,18 @@ def look_at(
         if drawn:
             gap = distance_of_uniform(changed, request, len(output), tokens)
             bound = moved_borders(bound, request.sampling.temperature)
-        near = not deterministic and gap <= bound and (not drawn or dtype == torch.float32)
+        near = gap <= bound and ties_possible(target, [request], deterministic)
         return {"logit": ours, "baseline_logit": plain, "gap": gap, "bound": bound, "near_tie": near}
 
     return look
+
+
+def ties_possible(target: Target, requests: Sequence[Request], deterministic: bool) -> bool:
+    """Whether a difference in one of `requests` may be a near tie, as `look_at` tells it."""
+    import torch
+
+    drawn = all(request.sampling.temperature > 0 for request in requests)
+    return not deterministic and not (drawn and target.model.model.norm.weight.dtype != torch.float32)
 
 
 def moved_borders(error: float, temperature: float) -> float:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -126,6 +128,21 @@ def test_identity_needs_every_token() -> None:
     assert cut == {"request": 2, "position": 2, "token": None, "baseline_token": 9}
     assert figures.lossless(plain, plain)["first_difference"] is None
     assert figures.lossless(ours, None) == {"checked": 0, "identical": 0, "near_ties": 0, "first_difference": None}
+
+
+@pytest.mark.parametrize(("possible", "looks", "near"), [(True, [1, 2], 1), (False, [1], 0)])
+def test_differences_that_cannot_be_near_ties_are_not_looked_at(possible: bool, looks: list[int], near: int) -> None:
+    seen: list[int] = []
+
+    def look(index: int, found: Mapping[str, Any]) -> dict[str, Any]:
+        seen.append(index)
+        return {"gap": 0.5, "near_tie": index == 2}
+
+    plain = [completion(i, [2], token_ids=[7, 8, 9]) for i in range(3)]
+    ours = [completion(i, [2], token_ids=[7, 8, 9 + min(i, 1)]) for i in range(3)]
+    result = figures.lossless(ours, plain, look, possible)
+    assert seen == looks and result["near_ties"] == near and result["identical"] == 1
+    assert result["first_difference"]["request"] == 1 and result["first_difference"]["gap"] == 0.5
 
 
 def test_accuracy_judges_each_text_with_its_own_prompt() -> None:

@@ -458,6 +458,15 @@ def test_a_drawn_token_has_a_near_tie_where_the_uniform_is_near_its_border(monke
     assert look(0, {"position": 1, "token": 3, "baseline_token": 2})["near_tie"]
 
 
+def test_where_near_ties_are_possible() -> None:
+    greedy, drawn = toy_requests(1), toy_requests(1, temperature=0.8)
+    half = random_target(seed=3)
+    half.model.bfloat16()
+    assert near_tie.ties_possible(TOY, drawn, False) and near_tie.ties_possible(half, greedy, False)
+    assert near_tie.ties_possible(half, [*greedy, *drawn], False)
+    assert not near_tie.ties_possible(half, drawn, False) and not near_tie.ties_possible(TOY, drawn, True)
+
+
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
 def test_logits_that_are_off_move_a_border_no_further_than_the_bound(share: float) -> None:
     error, temperature = 0.3, 0.7
