@@ -124,10 +124,9 @@ def _floor_in_slots(
 
 @triton.jit
 def _defer(
-    values_ptr, queue_ptr, state_ptr, pivots_ptr, row, in_row, near, deferred, rows, row_stride, complete, reached,
-    wanted, share, lowest, everything, top, scale,
-    VOCAB: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr,
-    PROBS: tl.constexpr,
+    sample, queue_ptr, state_ptr, pivots_ptr, row, in_row, near, deferred, rows, complete, reached, wanted, share,
+    lowest, everything, top, scale,
+    SHIFT: tl.constexpr, PROBS: tl.constexpr,
 ):  # fmt: skip
     """Tell `kernel_nucleus` what to do for each row, and where the thresholds of the deferred rows should lie."""
     searched = deferred & (wanted == 0) & (share < 1)
@@ -139,9 +138,8 @@ def _defer(
     nucleus.store_state(state_ptr, row, in_row, rows, mode, goal, ceiling, lowest, everything, top, reached)
     if tl.max(searched.to(tl.int32), 0) > 0:
         nucleus.store_pivots(
-            values_ptr, pivots_ptr, row, searched, rows, row_stride, complete, reached, goal, everything, top, scale,
-            VOCAB, GROUPS, SLOTS, WIDTH, SHIFT, PROBS,
-        )  # fmt: skip
+            sample, pivots_ptr, row, searched, rows, complete, reached, goal, everything, top, scale, SHIFT, PROBS
+        )
 
 
 @triton.jit
@@ -160,6 +158,10 @@ def _filter(
     in_groups = in_row[:, None] & (group < GROUPS)
     place = row.to(tl.int64)[:, None] * GROUPS + group
     group_max = tl.load(groups_ptr + place, mask=in_groups, other=float("-inf"))
+    # Read now, so that it is there when it is known whether it is needed.
+    sample = nucleus.sample_groups(
+        values_ptr, row, filtered & (share < 1), row_stride, VOCAB, GROUPS, SLOTS, WIDTH
+    )  # fmt: skip
     value, key, complete = _gather(
         values_ptr, ids_ptr, row, in_row, group_max, group, least, row_stride, VOCAB, GROUPS, STRIPS, SLOTS, WIDTH,
         SHIFT,
@@ -172,8 +174,8 @@ def _filter(
         total = tl.sum(slot_mass, 1)
     else:
         _defer(
-            values_ptr, queue_ptr, state_ptr, pivots_ptr, row, in_row, near, filtered & (known == 0), rows, row_stride,
-            complete, reached, wanted, share, lowest, total, top, scale, VOCAB, GROUPS, SLOTS, WIDTH, SHIFT, PROBS,
+            sample, queue_ptr, state_ptr, pivots_ptr, row, in_row, near, filtered & (known == 0), rows, complete,
+            reached, wanted, share, lowest, total, top, scale, SHIFT, PROBS,
         )  # fmt: skip
         total = tl.where(near, tl.sum(slot_mass, 1), total)
         floor = tl.where(near, floor, float("-inf"))

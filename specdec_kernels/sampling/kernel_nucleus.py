@@ -56,20 +56,28 @@ def store_state(state_ptr, row, in_row, rows, mode, goal, ceiling, lowest, every
 
 
 @triton.jit
+def sample_groups(
+    values_ptr, row, asks, row_stride,
+    VOCAB: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Values [R, SLOTS * WIDTH] of groups that are spread over the row."""
+    member = tl.arange(0, SLOTS * WIDTH)[None, :]
+    column = member // WIDTH * (GROUPS // SLOTS) * WIDTH + member % WIDTH + tl.zeros_like(row)[:, None]
+    return d.load_entries(values_ptr, row[:, None], column, row_stride, asks[:, None] & (column < VOCAB))
+
+
+@triton.jit
 def store_pivots(
-    values_ptr, pivots_ptr, row, asks, rows, row_stride, complete, reached, goal, everything, top, scale,
-    VOCAB: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr,
-    PROBS: tl.constexpr,
+    value, pivots_ptr, row, asks, rows, complete, reached, goal, everything, top, scale,
+    SHIFT: tl.constexpr, PROBS: tl.constexpr,
 ):  # fmt: skip
     """The first four pivots [4, R] in rising order around the value where the threshold of top-p should lie.
 
-    The weight `reached` at or above the key `complete` is known. What lies below is estimated from a sample of SLOTS
-    groups spread over the row, which also gives the guess's standard deviation and the density of weight around it.
+    The weight `reached` at or above the key `complete` is known. What lies below is estimated from the values of
+    `sample_groups`, which also give the guess's standard deviation and the density of weight around it.
     """
     COARSE: tl.constexpr = 12 if SHIFT < 12 else SHIFT
-    member = tl.arange(0, SLOTS * WIDTH)[None, :]
-    column = member // WIDTH * (GROUPS // SLOTS) * WIDTH + member % WIDTH + tl.zeros_like(row)[:, None]
-    value = d.load_values(values_ptr, row[:, None], column, row_stride, asks[:, None] & (column < VOCAB))
+    value = d.usable(value)
     limit = d.key_value(complete.to(tl.int32), SHIFT)
     weight = tl.where(value < limit[:, None], d.weigh(value, top[:, None], scale[:, None], PROBS), 0.0)
     key = d.sort_key(value, COARSE)
@@ -137,18 +145,24 @@ def _enclose(
 
 
 @triton.jit
-def _weighed_chunk(
-    values_ptr, temperature_ptr, state_ptr, row, asks, chunk, rows, row_stride,
-    PER_REQUEST: tl.constexpr, VOCAB: tl.constexpr, PROBS: tl.constexpr, BLOCK_V: tl.constexpr,
+def _chunk_values(
+    values_ptr, row, chunk, there, row_stride, VOCAB: tl.constexpr, BLOCK_V: tl.constexpr
 ):  # fmt: skip
-    """Values [T, BLOCK_V] of a chunk of each row, NaN among them, and the weights of all others."""
+    """Values [T, BLOCK_V] of a chunk of each row, NaN among them."""
     column = chunk[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
+    return d.load_entries(values_ptr, row[:, None], column, row_stride, there[:, None] & (column < VOCAB))
+
+
+@triton.jit
+def _chunk_weights(
+    value, temperature_ptr, state_ptr, row, asks, rows, PER_REQUEST: tl.constexpr, PROBS: tl.constexpr
+):  # fmt: skip
+    """Weights of the values that are not NaN."""
     temperature = tl.load(temperature_ptr + row // PER_REQUEST, mask=asks, other=1.0)
     top = tl.load(state_ptr + 5 * rows + row, mask=asks, other=0.0)
-    value = d.load_entries(values_ptr, row[:, None], column, row_stride, asks[:, None] & (column < VOCAB))
     # No usable value is above the top, so this replaces an infinity; NaN fails every comparison.
     capped = tl.minimum(value, top[:, None])
-    return value, d.weigh(capped, top[:, None], d.exponent_scale(temperature)[:, None], PROBS)
+    return d.weigh(capped, top[:, None], d.exponent_scale(temperature)[:, None], PROBS)
 
 
 @triton.jit
@@ -217,21 +231,21 @@ def _pivots_kernel(
     end = tl.load(queue_ptr) * CHUNKS
     for start in range(tl.program_id(0) * BLOCK_T, end, tl.num_programs(0) * BLOCK_T):
         row, chunk, there = _task(queue_ptr, start, end, CHUNKS, BLOCK_T)
-        asks = tl.load(state_ptr + row, mask=there, other=0.0) == SEARCH
-        base, step = pivots_ptr + row, rows
         if SECOND:
+            asks = tl.load(state_ptr + row, mask=there, other=0.0) == SEARCH
             _store_second_pivots(
                 temperature_ptr, state_ptr, pivots_ptr, parts_ptr, edges_ptr, row, chunk, asks, rows, PER_REQUEST,
                 CHUNKS, BLOCK_C, ROOM, PROBS,
             )  # fmt: skip
             mine = edges_ptr + (row * CHUNKS + chunk) * (PIVOTS + 1)
             asks &= tl.load(mine, mask=asks, other=0.0) > 0
-            base, step = mine + 1, 1
+            base, step, there = mine + 1, 1, asks
+        value = _chunk_values(values_ptr, row, chunk, there, row_stride, VOCAB, BLOCK_V)
+        if SECOND == 0:
+            asks = tl.load(state_ptr + row, mask=there, other=0.0) == SEARCH
+            base, step = pivots_ptr + row, rows
         if tl.max(asks.to(tl.int32), 0) > 0:
-            value, weight = _weighed_chunk(
-                values_ptr, temperature_ptr, state_ptr, row, asks, chunk, rows, row_stride, PER_REQUEST, VOCAB, PROBS,
-                BLOCK_V,
-            )  # fmt: skip
+            weight = _chunk_weights(value, temperature_ptr, state_ptr, row, asks, rows, PER_REQUEST, PROBS)
             for pivot in tl.static_range(PIVOTS):
                 above = _above(value, weight, base + pivot * step, asks)
                 place = ((PIVOTS if SECOND else 0) + pivot) * rows + row
@@ -284,14 +298,12 @@ def _candidates_kernel(
     end = tl.load(queue_ptr) * CHUNKS
     for start in range(tl.program_id(0) * BLOCK_T, end, tl.num_programs(0) * BLOCK_T):
         row, chunk, there = _task(queue_ptr, start, end, CHUNKS, BLOCK_T)
+        value = _chunk_values(values_ptr, row, chunk, there, row_stride, VOCAB, BLOCK_V)
         task = tl.load(state_ptr + row, mask=there, other=0.0)
         asks = (task == SEARCH) | (task == FIXED)
         if tl.max(asks.to(tl.int32), 0) > 0:
             _store_edges(state_ptr, pivots_ptr, parts_ptr, edges_ptr, row, chunk, asks, rows, CHUNKS, BLOCK_C)
-            value, weight = _weighed_chunk(
-                values_ptr, temperature_ptr, state_ptr, row, asks, chunk, rows, row_stride, PER_REQUEST, VOCAB, PROBS,
-                BLOCK_V,
-            )  # fmt: skip
+            weight = _chunk_weights(value, temperature_ptr, state_ptr, row, asks, rows, PER_REQUEST, PROBS)
             place = row * CHUNKS + chunk
             low = tl.load(edges_ptr + place * 2, mask=asks, other=0.0)
             high = tl.load(edges_ptr + place * 2 + 1, mask=asks, other=0.0)
@@ -346,20 +358,15 @@ def _store_kept_mass(
 
 @triton.jit
 def _search_candidates(
-    counts_ptr, candidates_ptr, row, fits, top, scale, left, low_key, high_key, found, far, lowest,
-    CHUNKS: tl.constexpr, KEEP: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr, BLOCK_R: tl.constexpr,
+    value, live, fits, top, scale, left, low_key, high_key, found, far, lowest,
+    KEEP: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Threshold of each row, and the weight [R, BLOCK_C] that it leaves of the candidates of the rows that `fits`.
 
     `left` is the weight that these rows still lack; the key of the rows that are `far` is `found` already.
     """
-    member = tl.arange(0, BLOCK_C * KEEP)[None, :]
-    live = fits[:, None] & (member < CHUNKS * KEEP)
-    live &= member % KEEP < tl.load(counts_ptr + row[:, None] * CHUNKS + member // KEEP, mask=live, other=0)
-    base = candidates_ptr + row.to(tl.int64)[:, None] * (CHUNKS * KEEP)
-    value = tl.load(base + member, mask=live, other=float("-inf"))
-    value = tl.minimum(value, d.FLOAT32_MAX)
+    value = tl.minimum(tl.where(live, value, float("-inf")), d.FLOAT32_MAX)
     weight = tl.where(live, d.weigh(value, top[:, None], scale[:, None], PROBS), 0.0)
     key = d.sort_key(value, SHIFT)
     searched = d.mass_key(key, weight, left, low_key, tl.where(fits, high_key, low_key + 1))
@@ -415,6 +422,12 @@ def _resolve_kernel(
         chunk = tl.arange(0, BLOCK_C)[None, :]
         in_chunks = chunk < CHUNKS
         place = row[:, None] * CHUNKS + chunk
+        # Read before it is known which are any, so that no load waits for another.
+        member = tl.arange(0, BLOCK_C * KEEP)[None, :]
+        live = listed[:, None] & (member < CHUNKS * KEEP)
+        base = candidates_ptr + row.to(tl.int64)[:, None] * (CHUNKS * KEEP)
+        value = tl.load(base + member, mask=live, other=float("-inf"))
+        live &= member % KEEP < tl.load(counts_ptr + row[:, None] * CHUNKS + member // KEEP, mask=live, other=0)
         fullest = tl.max(tl.load(counts_ptr + place, mask=listed[:, None] & in_chunks, other=0), 1)
         fits = listed & (low < high) & (fullest <= KEEP)
         far = asks & ((task == COUNT) | ((low < high) & (fits == 0)))
@@ -429,8 +442,8 @@ def _resolve_kernel(
         mass = tl.load(mass_ptr + place, mask=asks[:, None] & in_chunks, other=0.0)
         left = share * everything - tl.sum(mass, 1)
         floor, of_candidates = _search_candidates(
-            counts_ptr, candidates_ptr, row, fits, top, scale, left, low_key, high_key, found, far, lowest, CHUNKS,
-            KEEP, SHIFT, PROBS, BLOCK_R, BLOCK_C,
+            value, live & fits[:, None], fits, top, scale, left, low_key, high_key, found, far, lowest, KEEP, SHIFT,
+            PROBS, BLOCK_R, BLOCK_C,
         )  # fmt: skip
         mass += of_candidates
         tl.store(mass_ptr + place, mass, mask=asks[:, None] & in_chunks)
