@@ -2,12 +2,14 @@
 
 The cases of the unit benchmark are grouped by the row of the static table that they ask for. In each group one field at
 a time takes other values and keeps what makes the geometric mean of the cases' times smaller, until a round changes
-nothing. A setting counts only where the kernel still agrees with its reference on every case of the group.
+nothing. A setting counts only where the kernel still agrees with its reference on every case of the group. The
+reference of a large case takes longer than a compilation, so only settings that are faster are compared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from inspect import signature
@@ -43,21 +45,36 @@ class Prepared:
     comparison: Any
 
     def time_us(self, fields: Mapping[str, Any], bench: Bench) -> float | None:
-        """Microseconds of a call with `fields`; None where the kernel does not fit the card or disagrees."""
-        tuned = [copy | {"tuning": {**(copy.get("tuning") or {}), **fields}} for copy in self.copies]
-        try:
-            if parity.check(self.call, tuned[0], self.comparison).problem is not None:
-                return None
-            return 1e3 * time_function(self.call_kernel, tuned, bench.device, bench.limits).median_ms
-        except (RuntimeError, ValueError):  # out of shared memory or registers, or no shape of this chip
-            return None
-        except Exception as failure:
-            if type(failure).__module__.startswith("triton"):
-                return None
-            raise
+        """Microseconds of a call with `fields`; None where the kernel does not fit the card."""
+        with _unfit() as fits:
+            timing = time_function(self.call_kernel, self._tuned(fields), bench.device, bench.limits)
+            fits.append(1e3 * timing.median_ms)
+        return fits[0] if fits else None
+
+    def agrees(self, fields: Mapping[str, Any]) -> bool:
+        """Whether the kernel with `fields` agrees with its reference."""
+        with _unfit() as agreed:
+            agreed.append(parity.check(self.call, self._tuned(fields)[0], self.comparison).problem is None)
+        return agreed == [True]
+
+    def _tuned(self, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return [copy | {"tuning": {**(copy.get("tuning") or {}), **fields}} for copy in self.copies]
 
     def call_kernel(self, **arguments: Any) -> Any:
         return self.call(**arguments, impl="triton")
+
+
+@contextmanager
+def _unfit() -> Iterator[list[Any]]:
+    """A list for a result, which stays empty where a setting needs more than the card has, or no shape of its chip."""
+    found: list[Any] = []
+    try:
+        yield found
+    except (RuntimeError, ValueError):
+        pass
+    except Exception as failure:
+        if not type(failure).__module__.startswith("triton"):
+            raise
 
 
 def groups(family: str, cases: Sequence[Case], bench: Bench) -> dict[Key, list[Case]]:
@@ -87,19 +104,19 @@ def prepared(family: str, case: Case, bench: Bench) -> Prepared:
 
 def search(family: str, cases: Sequence[Prepared], bench: Bench, time_left: Callable[[], bool]) -> dict[str, Any]:
     """`fields` that beat the table by `LEAST_GAIN` (empty where none do), and the times of both, for one group."""
-    table = times({}, cases, bench)
-    if table is None:
-        return {"fields": {}, "problem": "the table's own setting does not run or disagrees"}
+    table = times({}, cases, bench, time_left)
+    if table is None or not all(case.agrees({}) for case in cases):
+        return {"fields": {}, "problem": "the table's own setting does not run, disagrees, or took all the time"}
     best: dict[str, Any] = {}
     best_times, tried = table, 1
     changed = True
     while changed and time_left():
         changed = False
         for fields in _neighbours(CANDIDATES[family], best):
-            if not time_left():
-                break
-            found, tried = times(fields, cases, bench), tried + 1
-            if found is not None and _ratio(found, best_times) < 1 - LEAST_GAIN:
+            found, tried = times(fields, cases, bench, time_left), tried + 1
+            if found is None or _ratio(found, best_times) >= 1 - LEAST_GAIN:
+                continue
+            if all(case.agrees(fields) for case in cases):
                 best, best_times, changed = fields, found, True
     return {
         "fields": best,
@@ -110,11 +127,17 @@ def search(family: str, cases: Sequence[Prepared], bench: Bench, time_left: Call
     }
 
 
-def times(fields: Mapping[str, Any], cases: Sequence[Prepared], bench: Bench) -> Times | None:
-    """Case to microseconds with `fields`; None where one case cannot have them."""
-    found = {case.name: case.time_us(fields, bench) for case in cases}
-    kept = {name: value for name, value in found.items() if value is not None}
-    return kept if len(kept) == len(found) else None
+def times(
+    fields: Mapping[str, Any], cases: Sequence[Prepared], bench: Bench, time_left: Callable[[], bool]
+) -> Times | None:
+    """Case to microseconds with `fields`; None where one case cannot have them, or no time is left for one."""
+    found = {}
+    for case in cases:
+        time_us = case.time_us(fields, bench) if time_left() else None
+        if time_us is None:
+            return None
+        found[case.name] = time_us
+    return found
 
 
 def _neighbours(candidates: Mapping[str, Sequence[int]], best: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
