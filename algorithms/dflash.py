@@ -134,7 +134,7 @@ class DFlash(Algorithm):
         Markov head the likeliest behind the draft before it."""
         import torch
 
-        told, head = self._resources.adaptive, self._drafter.markov_head
+        told, head = self._resources.confidence, self._drafter.markov_head
         pick = partial(kernels.pick_tokens, return_logprobs=told, impl=self._resources.impl)
         rows, depth, _ = logits.shape
         tokens = last_tokens.new_empty(rows, depth + 1)

@@ -100,7 +100,7 @@ class Mixed(Algorithm):
         self.needs_draft_model = any(part.needs_draft_model for part in self._parts)
 
     def attach(self, resources: Resources) -> None:
-        self._impl, self._adaptive = resources.impl, resources.adaptive
+        self._impl, self._told = resources.impl, resources.confidence
         for part in self._parts:
             part.attach(resources)
 
@@ -149,7 +149,7 @@ class Mixed(Algorithm):
         parts = [(tree.tokens, kernels.tree_parents(tree.links.mask, impl=self._impl)) for tree in (first, second)]
         tokens, parents = kernels.merge_trees(*parts[0], *parts[1], impl=self._impl)
         confidence = None
-        if self._adaptive:
+        if self._told:
             told = cat([_confidence(first), _confidence(second)[:, 1:]], 1)
             confidence = where(parents == kernels.UNUSED_PARENT, 0.0, told)
         links = kernels.build_tree(parents, batch.lengths, impl=self._impl)

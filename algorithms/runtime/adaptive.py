@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Resources
-from specdec_kernels import Accepted, SizeState, choose_size
+from specdec_kernels import Accepted, SizeState, choose_size, prior_tokens
 
 PLAIN = 0
 """Index of the size without a draft."""
@@ -33,7 +33,7 @@ TRIED_ROWS = 4
 """Rows whose drafts are judged when drafting is tried again."""
 TRIAL_SHARE = 0.01
 """Time that trials of other sizes may cost, as a share of all time."""
-LEAST_PAUSE, LEAST_STEPS = 16, 8
+LEAST_PAUSE, LEAST_STEPS = 16, 16
 """Plain steps, and steps of one size, between two trials at least."""
 
 
@@ -75,20 +75,25 @@ def _between(values: Mapping[int, float], place: int) -> float:
 class Pacing:
     """Which size the next step takes: the device's choice, and a trial now and then."""
 
-    def __init__(self, num_sizes: int) -> None:
-        """Of `num_sizes` sizes that draft. Before the device has chosen, steps are of the largest."""
-        self._largest = num_sizes
+    def __init__(self, nodes: Sequence[int]) -> None:
+        """Of steps of so many `nodes`, the first without a draft. Before the device has chosen, the size is taken that
+        would be best to draft with if drafts were likely to be accepted."""
+        self._prior_tokens = [prior_tokens(count) for count in nodes]
+        self._largest = len(nodes) - 1
         self.held: int | None = None
         """A size that every step takes, whatever is chosen; None: none."""
         self.forget()
 
     def forget(self) -> None:
         """Begin anew."""
-        self._choice = self._drafting = self._largest
+        self._choice: int | None = None
+        self._drafting = self._largest
         self._num_plain, self._trials, self._since_larger = 0, 0, 0
 
     def told(self, choice: int, drafting: int) -> None:
-        """The device's latest choice, and its choice among the sizes that draft."""
+        """The device's latest choice, and its choice among the sizes that draft; below 0 if there is none yet."""
+        if choice < 0:
+            return
         self._choice, self._drafting = choice, drafting
         if choice != PLAIN:
             self._num_plain, self._trials = 0, 0
@@ -97,9 +102,12 @@ class Pacing:
         """The size of the next step, of `rows` requests, where a step of each size takes `step_ms`."""
         if self.held is not None:
             return self.held
+        if self._choice is None:
+            rates = [tokens / spent_ms for tokens, spent_ms in zip(self._prior_tokens, step_ms, strict=True)]
+            return rates.index(max(rates[1:]), 1)
         if self._choice != PLAIN:
             self._since_larger += 1
-            if self._choice < self._largest and self._since_larger >= self._every(step_ms):
+            if self._choice < self._largest and self._since_larger >= _steps_between(self._choice, step_ms):
                 self._since_larger = 0
                 return self._choice + 1
             return self._choice
@@ -113,10 +121,11 @@ class Pacing:
         self._num_plain += 1
         return PLAIN
 
-    def _every(self, step_ms: Sequence[float]) -> float:
-        """Steps after which one of the next larger size is taken."""
-        extra = step_ms[self._choice + 1] / step_ms[self._choice] - 1
-        return max(LEAST_STEPS, extra / TRIAL_SHARE)
+
+def _steps_between(choice: int, step_ms: Sequence[float]) -> float:
+    """Steps of the chosen size after which one of the next larger size is taken."""
+    extra = step_ms[choice + 1] / step_ms[choice] - 1
+    return max(LEAST_STEPS, extra / TRIAL_SHARE)
 
 
 class Sizing:
@@ -129,7 +138,7 @@ class Sizing:
         self._impl, self._batches = resources.impl, batches
         self._costs = {rows: torch.ones(len(self.nodes), device=resources.device) for rows in batches}
         self._costs_ms: dict[tuple[int, int], float] = {}
-        self.pacing = Pacing(len(self.nodes) - 1)
+        self.pacing = Pacing(self.nodes)
         self.num_steps: Counter[int] = Counter()
         """Steps of each number of nodes."""
 

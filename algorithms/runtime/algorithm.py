@@ -44,8 +44,9 @@ class Resources:
     """Whether models run fused kernels, or torch's operations one by one."""
     deterministic: bool = False
     """Whether the target gives a token the same bits whatever stands beside it."""
-    adaptive: bool = False
-    """Whether steps differ in their number of nodes, so that drafts tell their confidence."""
+    confidence: bool = False
+    """Whether drafts tell their confidence, by which the nodes of trees are chosen where steps differ in their number;
+    those of a chain stand in order."""
     caches: list[Any] = field(default_factory=list)
     """Every `KVCache` of the run, the target's and the drafter's."""
 
@@ -100,7 +101,7 @@ class DraftTree:
     """[B] float32: accepted drafts that the drafter itself expects, for `algo=mixed`; None where it does not say."""
     confidence: torch.Tensor | None = None
     """[B, N] float32: how likely the drafter thinks the path from node 0 to each node is, 1 at node 0 and 0 at unused
-    nodes, for `runtime.adaptive`; None where it does not say."""
+    nodes, for trees with `runtime.adaptive`; None where it does not say."""
 
 
 class Prompts(NamedTuple):

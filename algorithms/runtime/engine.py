@@ -174,7 +174,7 @@ class Engine:
             impl=settings.impl,
             fused=settings.fused,
             deterministic=settings.deterministic,
-            adaptive=adaptive,
+            confidence=adaptive and not algorithm.chain,
         )
         self.scheduler = Scheduler(settings.max_batch, num_pages, settings.page_size, overshoot, decode, ahead)
         cache = KVCache.allocate(config, resources, settings.kv_scales)

@@ -72,7 +72,7 @@ class TreeDrafter:
         if self.drawn is not None:
             return self.drawn.grow(batch, logits, lambda level, tokens, _: run(tokens, None, levels[level + self.base]))
         impl, depth = self.resources.impl, self.shape.max_depth
-        told = self.resources.adaptive
+        told = self.resources.confidence
         tokens, logprobs = [batch.last_tokens], [torch.zeros_like(batch.lengths, dtype=torch.float32)]
         for level in range(1, depth + 1):
             picked = pick_tokens(logits, return_logprobs=told, impl=impl)

@@ -21,31 +21,29 @@ def choose_size(
     *,
     impl: str = "auto",
 ) -> None:
-    """Learn from one step how much each size gains, and choose the size with the most tokens per time, in place.
+    """Learn from one step how much each size writes, and choose the size with the most tokens per time, in place.
 
-    A step of `sizes[i]` nodes has drafted the bands 0 to i - 1. Nodes rank by falling confidence, among equals by
-    number. With confidence, band j is expected to add e_j = sum of the confidence of its nodes, and a_j of its nodes
-    are accepted, both summed over the R active rows. With the weights w = 2^(-1 / h) and v = 2^(-1 / (32 h)) for
-    h = 16 + 112 / R steps, every drafted band is updated:
+    Nodes rank by falling confidence, among equals by number. A step of `sizes[s]` nodes that writes t tokens in a row
+    would have written m_i of them with size i <= s: the accepted drafts of rank below `sizes[i]`, and one more. Where
+    text is easy, its tokens are drafted as well one step later. So size i is taken to write the t tokens in t / m_i
+    steps, and not to lose what it leaves out. With u_i = sum of t / m_i over the R active rows and w = 2^(-1 / h) for
+    h = 16 + 112 / R steps, every size 1 to s is updated, and its tokens per step follow from those of the size before:
 
-        signal = w signal + e_j     accepted = v accepted + a_j     before = v before + a_(j - 1)
-        rows = w rows + R           expected = v expected + e_j
-        gain_j = signal / rows * (accepted + 1) / (expected + 1)
+        smaller_i = w smaller_i + u_(i - 1)     own_i = w own_i + u_i
+        tokens_i = min(tokens_(i - 1) * smaller_i / own_i, sizes[i])     tokens_0 = 1
 
-    So the drafter's expectation, which varies little, says how well it goes now, and what was accepted over a longer
-    time corrects it. Without confidence the signal is a_j and is not corrected. A band that was not drafted is taken to
-    gain gain_(j - 1) * (accepted + 1) / (before + 1). No band gains more than it has nodes. Index i then has the rate
+    Both sums are of the same steps, so the ratio of two sizes varies little. Sizes above s keep theirs: what they gain
+    over smaller ones follows these in proportion. Where the last choice is not to draft, the step is a trial, and
+    h = 4 / R at most: few rows decide whether drafting is taken up again. The sums begin with 4 steps of a chain whose
+    drafts are accepted with probability 0.8.
 
-        (1 + gain_0 + ... + gain_(i - 1)) / step_ms[i]
-
-    and the largest is the best; of equal ones the smallest index. The choice is the best index, or the last one whose
-    step takes at most 1.02 times as long, where the best one drafts: what a larger step tells is worth that. Without an
-    active row nothing changes.
+    The best size is the one with the largest tokens_i / step_ms[i], of equal ones the smallest. The last choice stays
+    while the best one promises less than 1 % more. Without an active row nothing changes.
 
     Args:
         state: `evidence` and `choice` are written in place. All tensors are contiguous.
         confidence: [B, N] float32, probability of the path from node 0 to each node in the drafter's eyes, 0 for unused
-            nodes; or None.
+            nodes; or None, where nodes rank by number.
         nodes: [B, D + 1] int32 and
         num_accepted: [B] int32, as in `Accepted`.
         active: [B] int32: 1, or 0 for a padding row.

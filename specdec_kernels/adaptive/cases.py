@@ -24,13 +24,16 @@ def choose_inputs(
     slope: float = 0.02,
     learnt: bool = True,
     levels: int = 1 << 10,
+    last: int = 1,
 ) -> dict[str, Any]:
     """Steps of `sizes[size - 1]` nodes after others. `accept` says how many drafts are accepted: none, some or
-    all. Confidence has `levels` values."""
+    all. Confidence has `levels` values. `last` is the choice before."""
     nodes_drafted = num_nodes or sizes[size - 1]
     state = SizeState.create(sizes, make.device)
     if learnt:
-        state.evidence.copy_(make.integers(1, 9, len(sizes), 5).float())
+        own = make.integers(1, 9, len(sizes)).float()
+        state.evidence.copy_(torch.stack([own * (1 + make.integers(0, 9, len(sizes)).float() / 8), own], 1))
+        state.choice.fill_(last)
     confidence = make.integers(0, levels, batch, nodes_drafted).float() / levels
     confidence[:, 0] = 1.0
     if falling:
@@ -73,7 +76,8 @@ CASES = (
     _choose("choose_lookup", "confidence that is not there", batch=6, sizes=_POWERS, size=4, confident=False),
     _choose("choose_padding", "padding that counts", batch=7, sizes=(2, 4, 5), size=3, padding=True),
     _choose("choose_never", "a draft that does not pay", batch=3, sizes=_POWERS, size=4, accept="none", slope=2.0),
-    _choose("choose_first", "a division by nothing", batch=2, sizes=_POWERS, size=4, learnt=False, accept="all"),
+    _choose("choose_trial", "evidence that outlives a trial", batch=3, sizes=_POWERS, size=3, accept="all", last=0),
+    _choose("choose_first", "a last choice that is none", batch=2, sizes=_POWERS, size=4, learnt=False, accept="all"),
     _choose("choose_wide", "ranks over several blocks", batch=2, sizes=(2, 64, 255), size=3, num_nodes=256),
     _choose("choose_shipped", "registers", gate=True, batch=33, sizes=(2, 4, 8, 16, 32), size=5),
     _choose("choose_shipped_chain", "registers", gate=True, batch=1, sizes=_POWERS, size=4, confident=False),

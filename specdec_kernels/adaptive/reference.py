@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 
 from specdec_kernels.adaptive.types import (
+    KEEP_STILL,
     LEAST_HALF_LIFE,
-    NEARLY_EQUAL,
-    PRIOR,
     ROW_HALF_LIFE,
-    SLOWER,
+    TRIAL_HALF_LIFE,
     SizeState,
 )
 
@@ -29,49 +28,37 @@ def choose_size(
     rows = float(live.sum())
     if not rows:
         return
-    expected, accepted = bands(state, confidence, nodes, num_accepted, num_nodes)
-    sums = [(expected[live, band].sum(), accepted[live, band].sum()) for band in range(size)]
+    steps = steps_of_sizes(state, confidence, nodes, num_accepted, size, num_nodes)[live].sum(0)
+    last = int(state.choice[0])
     half_life = LEAST_HALF_LIFE + ROW_HALF_LIFE / rows
-    keep, keep_slowly = 2.0 ** (-1 / half_life), 2.0 ** (-1 / (SLOWER * half_life))
-    rates = [1 / step_ms[0]]
-    tokens, before = torch.ones((), device=nodes.device), torch.zeros((), device=nodes.device)
-    for band, evidence in enumerate(state.evidence):
-        if band < size:
-            e, a = sums[band]
-            evidence[0] = keep * evidence[0] + (a if confidence is None else e)
-            evidence[1] = keep * evidence[1] + rows
-            evidence[2] = keep_slowly * evidence[2] + a
-            evidence[3] = keep_slowly * evidence[3] + e
-            gain = evidence[0] / evidence[1]
-            evidence[4] = keep_slowly * evidence[4] + (sums[band - 1][1] if band else 0)
-            if confidence is not None:
-                gain = gain * (evidence[2] + PRIOR) / (evidence[3] + PRIOR)
-        else:
-            gain = before * (evidence[2] + PRIOR) / (evidence[4] + PRIOR)
-        gain = torch.minimum(gain, (state.sizes[band + 1] - state.sizes[band]).float())
-        tokens, before = tokens + gain, gain
-        rates.append(tokens / step_ms[band + 1])
+    if last == 0:
+        half_life = min(half_life, TRIAL_HALF_LIFE / rows)
+    keep = 2.0 ** (-1 / half_life)
+    tokens = torch.ones((), device=nodes.device)
+    rates = [tokens / step_ms[0]]
+    for index, evidence in enumerate(state.evidence, start=1):
+        if index <= size:
+            evidence[0] = keep * evidence[0] + steps[index - 1]
+            evidence[1] = keep * evidence[1] + steps[index]
+        tokens = torch.minimum(tokens * evidence[0] / evidence[1], state.sizes[index].float())
+        rates.append(tokens / step_ms[index])
     every = torch.stack(rates)
-    state.choice[0] = _or_larger(int(every.argmax()), step_ms)
-    state.choice[1] = _or_larger(1 + int(every[1:].argmax()), step_ms)
+    best = int(every.argmax())
+    if last >= 0 and every[best] < every[last] * KEEP_STILL:
+        best = last
+    state.choice[0] = best
+    state.choice[1] = 1 + int(every[1:].argmax())
 
 
-def _or_larger(size: int, step_ms: torch.Tensor) -> int:
-    """The last index of nearly the same cost, where `size` drafts."""
-    if size == 0:
-        return 0
-    cheap = step_ms <= step_ms[size] * NEARLY_EQUAL
-    return max(size, int(cheap.nonzero().max()))
-
-
-def bands(
+def steps_of_sizes(
     state: SizeState,
     confidence: torch.Tensor | None,
     nodes: torch.Tensor,
     num_accepted: torch.Tensor,
+    size: int,
     num_nodes: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """[B, S] float32 each: summed confidence (0 without it) and accepted drafts of each band."""
+) -> torch.Tensor:
+    """[B, size + 1] float32: steps in which each size up to that of the step would have written its tokens."""
     batch, device = len(nodes), nodes.device
     number = torch.arange(num_nodes, device=device)
     scores = torch.zeros(batch, num_nodes, device=device) if confidence is None else confidence
@@ -79,5 +66,6 @@ def bands(
     place = torch.arange(nodes.shape[1], device=device)
     drafts = (place > 0) & (place <= num_accepted[:, None])
     on_path = ((nodes[:, :, None] == number) & drafts[:, :, None]).any(1)
-    band = (rank[:, :, None] >= state.sizes[:-1]) & (rank[:, :, None] < state.sizes[1:])
-    return (band * scores[:, :, None]).sum(1), (band & on_path[:, :, None]).sum(1).float()
+    within = rank[:, :, None] < state.sizes[: size + 1]
+    tokens = 1 + (on_path[:, :, None] & within).sum(1).float()
+    return tokens[:, -1:] / tokens

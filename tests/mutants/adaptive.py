@@ -12,12 +12,12 @@ _case = partial(parity, "adaptive")
 
 MUTANTS = (
     Mutant(
-        "gain_is_not_corrected",
+        "smaller_sizes_lose_what_they_leave_out",
         _KERNEL,
-        "gain = gain * (accepted + _PRIOR) / (expected + _PRIOR)",
-        "gain = gain * 1.0",
+        "steps = tl.where(live & (index <= size), written / tokens, 0.0)",
+        "steps = tl.where(live & (index <= size), 1.0, 0.0)",
         _case("choose_tree"),
-        "an overconfident drafter drafts more than pays",
+        "larger sizes look better than they are",
     ),
     Mutant(
         "equal_confidence_shares_a_rank",
@@ -25,7 +25,7 @@ MUTANTS = (
         "ahead = ((theirs[None, :] > score[:, None]) | equal) & (other < NODES)[None, :]",
         "ahead = (theirs[None, :] > score[:, None]) & (other < NODES)[None, :]",
         _case("choose_ties"),
-        "a node stands in the band of another one",
+        "a node counts as one of a smaller size",
     ),
     Mutant(
         "draft_model_misses_what_it_did_not_draft_behind",
