@@ -98,12 +98,9 @@ def _drawn(
         drafted = torch.where(near > 0, float("-inf"), -near)
     else:
         drafted = near + make.normal(batch, num_nodes - 1, vocab, scale=distance).float()
-    ones = torch.ones(batch * (num_nodes - 1), device=make.device)
-    sampling, drawn_with = random_sampling(make, batch), SamplingTensors(temperature=ones)
-    if filtered:
-        drawn_with = drawn_with._replace(top_k=(ones * 0.8 * 20).int(), top_p=ones * 0.8)
-    draft_probs = filtered_probs(drafted.flatten(0, 1), drawn_with)
-    drawn = torch.multinomial(draft_probs.cpu(), 1, generator=make.generator) if len(ones) else draft_probs.long()
+    sampling, draft_probs = random_sampling(make, batch), _draft_probs(drafted.flatten(0, 1), filtered)
+    some = len(draft_probs) > 0
+    drawn = torch.multinomial(draft_probs.cpu(), 1, generator=make.generator) if some else draft_probs.long()
     tokens = make.integers(0, vocab, batch, num_nodes)
     tokens[:, 1:] = drawn.view(batch, num_nodes - 1).to(make.device)
     if filtered:
@@ -113,6 +110,16 @@ def _drawn(
         lengths=lengths, max_depth=max_depth, draft_probs=draft_probs.view(batch, num_nodes - 1, vocab),
         sampling=sampling, probs=torch.softmax(logits.float(), -1) if probs else None,
     )  # fmt: skip
+
+
+def _draft_probs(logits: torch.Tensor, filtered: bool) -> torch.Tensor:
+    """[R, V] distributions of drafts; `filtered`: of the 16 likeliest tokens, those with 0.8 of their probability."""
+    if not filtered:
+        return torch.softmax(logits, -1)
+    top = logits.topk(min(16, logits.shape[-1]))
+    ones = torch.ones(len(logits), device=logits.device)
+    kept = filtered_probs(top.values, SamplingTensors(temperature=ones, top_p=0.8 * ones))
+    return torch.zeros_like(logits).scatter_(-1, top.indices, kept)
 
 
 _PARENTS = (-1, 0, 0, 0, 1, 1, 2, 2, 5, 5)

@@ -180,11 +180,12 @@ def test_autoregressive_alone_needs_no_drafter(run: Run, tmp_path: Path) -> None
 
 
 def test_the_program_itself_runs_kernels_in_the_interpreter(models: Path, tmp_path: Path) -> None:
-    """In a process of its own: the interpreter must be switched on before Triton is imported."""
+    """In a process of its own: the interpreter must be switched on before Triton is imported. The compiler of torch,
+    which nothing here needs, would take longer to import than the models to load."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     small = ["runtime.impl=auto", "data.limit=1", "sampling.max_new_tokens=2", "algo.block_size=2"]
     done = subprocess.run(
-        [sys.executable, str(REPO_ROOT / "run.py"), *words(models, *small)],
+        [sys.executable, "-X", "importtime", str(REPO_ROOT / "run.py"), *words(models, *small)],
         cwd=tmp_path,
         env=environment,
         capture_output=True,
@@ -195,6 +196,8 @@ def test_the_program_itself_runs_kernels_in_the_interpreter(models: Path, tmp_pa
     summary = read(only_folder(tmp_path), "summary.json")
     assert summary["impl"] == "triton-interpreter" and summary["rows"][-1]["lossless"]["identical"] == 1
     assert "interpreter" in done.stdout
+    imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
+    assert "triton" in imported and "torch._dynamo" not in imported
 
 
 def refused(done: Done, home: Path, *expected: str) -> None:

@@ -247,12 +247,18 @@ def reset_layers(layers: nn.ModuleList) -> None:
                 nn.init.zeros_(module.bias)
 
 
+def embedding(rows: int, width: int) -> nn.Embedding:
+    """A table of zeros. Random numbers, as `nn.Embedding` starts with, are of no use to a module that is built to be
+    loaded, and on the meta device they take torch's compiler, whose import takes longer than loading a small model."""
+    return nn.Embedding.from_pretrained(torch.zeros(rows, width), freeze=False)
+
+
 class DecoderBody(nn.Module):
     """The part Hugging Face names `model`: embedding, layers, final norm."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 

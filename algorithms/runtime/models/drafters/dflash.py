@@ -29,6 +29,7 @@ from algorithms.runtime.models.decoder import (
     DecoderLayer,
     Mixer,
     RMSNorm,
+    embedding,
     reset_layers,
     run_layers,
 )
@@ -51,7 +52,7 @@ class MarkovHead(nn.Module):
 
     def __init__(self, vocab_size: int, rank: int) -> None:
         super().__init__()
-        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w1 = embedding(vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
 
     def forward(self, before: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from algorithms.runtime.models.decoder import (
     Mixer,
     RMSNorm,
     SwiGLU,
+    embedding,
     reset_layers,
 )
 from algorithms.runtime.models.fusion import FusableModel, project, queries_only
@@ -47,7 +48,7 @@ class SharedTarget(FusableModel):
 
     def __init__(self, config: DecoderConfig, own_embedding: bool) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embedding else None
+        self.embed_tokens = embedding(config.vocab_size, config.hidden_size) if own_embedding else None
         self._bound: tuple[Decoder, ...] = ()
 
     def bind(self, target: Decoder) -> None:
