@@ -155,13 +155,14 @@ def rows_of(peer: Peer, name: str, prompts: Sequence[Sequence[int]]) -> Iterator
 
 def measure(settings: Settings) -> Iterator[dict[str, Any]]:
     """All rows, with their conditions. Raises DataError for a prompt set that cannot be used."""
+    from algorithms.runtime.models.loading import read_target
     from algorithms.runtime.models.tokenizer import Tokenizer
     from experiments.app.provenance import git_revision, gpu_clocks, machine, versions
     from experiments.data.prompts import datasets, load_prompts
 
-    tokenizer, peer = Tokenizer.load(settings.model), Peer(settings)
+    folder, tokenizer, peer = read_target(settings.model), Tokenizer.load(settings.model), Peer(settings)
     conditions = {
-        "model": Path(settings.model).name,
+        "model": folder.path.name + (f" ({folder.origin})" if folder.origin else ""),
         "machine": machine(settings.device),
         "device": settings.device,
         "dtype": settings.dtype,
