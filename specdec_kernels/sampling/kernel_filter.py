@@ -144,24 +144,14 @@ def _defer(
 
 @triton.jit
 def _filter(
-    values_ptr, top_k_ptr, top_p_ptr, min_p_ptr, groups_ptr, ids_ptr, queue_ptr, state_ptr, pivots_ptr, row,
-    request, in_row, drawn, rows, row_stride, least, top, scale, total,
+    values_ptr, ids_ptr, queue_ptr, state_ptr, pivots_ptr, row, in_row, filtered, rows, row_stride, group_max, sample,
+    wanted, share, lowest, least, top, scale, total,
     VOCAB: tl.constexpr, GROUPS: tl.constexpr, STRIPS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr,
     SHIFT: tl.constexpr, PROBS: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     """Threshold, kept total and kept mass of each slot; filtered rows of which the slots do not tell all are deferred,
     and count as unfiltered here."""
-    wanted, share = d.count_and_share(top_k_ptr, top_p_ptr, request, in_row, VOCAB)
-    lowest = _lowest(min_p_ptr, request, in_row, top, scale, PROBS)
-    filtered = drawn & ((wanted > 0) | (share < 1) | (lowest > float("-inf")))
     group = tl.arange(0, BLOCK_G)[None, :]
-    in_groups = in_row[:, None] & (group < GROUPS)
-    place = row.to(tl.int64)[:, None] * GROUPS + group
-    group_max = tl.load(groups_ptr + place, mask=in_groups, other=float("-inf"))
-    # Read now, so that it is there when it is known whether it is needed.
-    sample = nucleus.sample_groups(
-        values_ptr, row, filtered & (share < 1), row_stride, VOCAB, GROUPS, SLOTS, WIDTH
-    )  # fmt: skip
     value, key, complete = _gather(
         values_ptr, ids_ptr, row, in_row, group_max, group, least, row_stride, VOCAB, GROUPS, STRIPS, SLOTS, WIDTH,
         SHIFT,
@@ -221,17 +211,28 @@ def _filter_kernel(
     in_strips = in_row[:, None] & (strip < STRIPS)
     wait_for_kernel_ahead(OVERLAP)
     let_next_kernel_start(OVERLAP)
+    # All that does not depend on other loads is read first.
     best = tl.load(best_ptr + place, mask=in_strips, other=NOTHING)
+    temperature = tl.load(temperature_ptr + request, mask=in_row, other=0.0)
+    wanted, share = d.count_and_share(top_k_ptr, top_p_ptr, request, in_row, VOCAB)
+    group = tl.arange(0, BLOCK_G)[None, :]
+    at = groups_ptr + row.to(tl.int64)[:, None] * GROUPS + group
+    group_max = tl.load(at, mask=in_row[:, None] & (group < GROUPS), other=float("-inf"))
+    sample = group_max
+    if GROUPS > SLOTS:
+        sample = nucleus.sample_groups(values_ptr, row, in_row, row_stride, VOCAB, GROUPS, SLOTS, WIDTH)
+
     top = image_value(tl.max(best, 1))
     least = tl.min(tl.where(in_strips, image_value(best), float("inf")), 1)
     valid = top > 0 if PROBS else top > float("-inf")
-    temperature = tl.load(temperature_ptr + request, mask=in_row, other=0.0)
     scale = d.exponent_scale(temperature)
     mass = strip_masses(sums_ptr + place, in_strips, best, top, scale, PROBS)
+    lowest = _lowest(min_p_ptr, request, in_row, top, scale, PROBS)
+    filtered = in_row & valid & (temperature > 0) & ((wanted > 0) | (share < 1) | (lowest > float("-inf")))
     floor, total, slot_mass = _filter(
-        values_ptr, top_k_ptr, top_p_ptr, min_p_ptr, groups_ptr, ids_ptr, queue_ptr, state_ptr, pivots_ptr, row,
-        request, in_row, in_row & valid & (temperature > 0), rows, row_stride, least, top, scale, tl.sum(mass, 1),
-        VOCAB, GROUPS, STRIPS, SLOTS, WIDTH, SHIFT, PROBS, BLOCK_G,
+        values_ptr, ids_ptr, queue_ptr, state_ptr, pivots_ptr, row, in_row, filtered, rows, row_stride, group_max,
+        sample, wanted, share, lowest, least, top, scale, tl.sum(mass, 1), VOCAB, GROUPS, STRIPS, SLOTS, WIDTH, SHIFT,
+        PROBS, BLOCK_G,
     )  # fmt: skip
     slot = row.to(tl.int64)[:, None] * SLOTS + tl.arange(0, SLOTS)[None, :]
     tl.store(slots_ptr + slot, slot_mass, mask=in_row[:, None])
