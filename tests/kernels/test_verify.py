@@ -22,6 +22,7 @@ from specdec_kernels import (
 from specdec_kernels.cases import Maker
 from specdec_kernels.verify import RULES
 from specdec_kernels.verify.cases import CASES
+from specdec_kernels.verify.types import TREE_RULES
 from tests.kernels.test_tree import parent_arrays
 
 IMPLS = ["reference", "triton"]
@@ -95,6 +96,17 @@ def test_permuted_requests_give_permuted_results(name: str, impl: str) -> None:
 def test_verifying_twice_is_verifying_once(name: str, impl: str) -> None:
     inputs = case_inputs(name)
     assert same(accept(**inputs, impl=impl), accept(**inputs, impl=impl))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter runs one program after the other: a team needs a GPU")
+@pytest.mark.parametrize("rule", TREE_RULES)
+@pytest.mark.parametrize("processors", [1, 4, 100])
+def test_a_team_of_any_size_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch, rule: str, processors: int) -> None:
+    """Sums over the vocabulary do not depend on how many programs share them."""
+    inputs = case_inputs(f"{rule}_tiles")
+    whole = accept(**inputs)
+    monkeypatch.setattr("specdec_kernels.verify.kernel_tree.num_processors", lambda tensor: processors)
+    assert same(accept(**inputs), whole)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
