@@ -15,6 +15,7 @@ class AcceptanceConfig:
     strip_warps: int = 8
     pass_width: int = 4096  # tokens of one step of a pass over a row
     pass_lanes: int = 512  # tokens of such a step for each warp
+    pass_stages: int = 1  # steps whose loads are on their way
     request_warps: int = 4  # of the programs that own requests; the walk uses one lane per request and one warp
 
 

@@ -33,16 +33,20 @@ def wide_entry(values, lane, index):
 
 
 @triton.jit
-def target_prob(
-    values_ptr, distribution_ptr, temperature, row, column, rows, row_stride, live, PROBS: tl.constexpr
-):  # fmt: skip
-    """p of `column` in `row`; 0 where not `live`. `row`, `temperature` and `column` broadcast against each other."""
-    top = tl.load(distribution_ptr + row, mask=live, other=0.0)
-    floor = tl.load(distribution_ptr + rows + row, mask=live, other=0.0)
-    total = tl.load(distribution_ptr + 2 * rows + row, mask=live, other=1.0)
+def target_terms(distribution_ptr, temperature, row, rows, asks):
+    """Top, floor, total and scale of the rows that ask, see `target_prob`; all shaped as `row`."""
+    top = tl.load(distribution_ptr + row, mask=asks, other=0.0)
+    floor = tl.load(distribution_ptr + rows + row, mask=asks, other=0.0)
+    total = tl.load(distribution_ptr + 2 * rows + row, mask=asks, other=1.0)
+    # A row without weight has a floor that nothing reaches.
+    return top, tl.where(total > 0, floor, float("inf")), tl.where(total > 0, total, 1.0), d.exponent_scale(temperature)
+
+
+@triton.jit
+def target_prob(values_ptr, top, floor, total, scale, row, column, row_stride, live, PROBS: tl.constexpr):
+    """p of `column` in `row`, which has these `target_terms`; 0 where not `live`. All broadcast against each other."""
     value = d.load_values(values_ptr, row, column, row_stride, live)
-    weight = d.weigh(value, top, d.exponent_scale(temperature), PROBS)
-    return tl.where((value >= floor) & (total > 0), weight / total, 0.0)
+    return tl.where(value >= floor, d.weigh(value, top, scale, PROBS) / total, 0.0)
 
 
 @triton.jit

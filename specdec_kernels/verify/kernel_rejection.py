@@ -35,6 +35,7 @@ from specdec_kernels.verify.device import (
     skewed_prob,
     store_outcome,
     target_prob,
+    target_terms,
 )
 from specdec_kernels.verify.kernel_tree import judge_tree
 from specdec_kernels.verify.types import TREE_RULES, Accepted
@@ -86,7 +87,8 @@ def _judge_kernel(
     reach = _leading(here & (child == node) & usable & (node <= DEPTH), node, NODES)
     in_reach = node <= reach[:, None]
     known = here & in_reach & (token >= 0) & (token < VOCAB)
-    p = target_prob(values_ptr, distribution_ptr, temperature, row, token, batch * NODES, row_stride, known, PROBS)
+    top, floor, total, scale = target_terms(distribution_ptr, temperature, row, batch * NODES, known)
+    p = target_prob(values_ptr, top, floor, total, scale, row, token, row_stride, known, PROBS)
     q = draft_prob(draft_ptr, request[:, None] * (NODES - 1) + node - 1, token, known, VOCAB)
     p = tl.where(known, p, 0.0)
 
@@ -148,9 +150,10 @@ def _residual_kernel(
     kept = tl.where(step < reach, tl.load(judged_ptr + row, mask=active, other=1.0), 1.0)
     column = (strip - entry * GROUPS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     live = active[:, None] & (column < VOCAB)
-    p = target_prob(
-        values_ptr, distribution_ptr, temperature[:, None], row[:, None], column, batch * NODES, row_stride, live, PROBS
+    top, floor, total, scale = target_terms(
+        distribution_ptr, temperature[:, None], row[:, None], batch * NODES, active[:, None]
     )
+    p = target_prob(values_ptr, top, floor, total, scale, row[:, None], column, row_stride, live, PROBS)
     p = tl.where(live, p, 0.0)
     of_draft = draft_row(draft_rows_ptr, request, step, active & (step < reach), NODES, DRAFT_ROWS)
     q = draft_prob(draft_ptr, of_draft[:, None], column, live, VOCAB)
@@ -232,9 +235,10 @@ def _drawn_token(
     start = tl.maximum(chosen, 0) * WIDTH
     column = start[:, None] + tl.arange(0, WIDTH)[None, :]
     live = active[:, None] & (column < VOCAB)
-    p = target_prob(
-        values_ptr, distribution_ptr, temperature[:, None], row[:, None], column, batch * NODES, row_stride, live, PROBS
+    top, floor, total, scale = target_terms(
+        distribution_ptr, temperature[:, None], row[:, None], batch * NODES, active[:, None]
     )
+    p = target_prob(values_ptr, top, floor, total, scale, row[:, None], column, row_stride, live, PROBS)
     p = tl.where(live, p, 0.0)
     q = draft_prob(draft_ptr, of_draft[:, None], column, live & (empty == 0)[:, None], VOCAB)
     q = skewed_prob(factors_ptr, row[:, None], p, q, (of_draft >= 0)[:, None] & live)

@@ -36,12 +36,15 @@ from specdec_kernels.verify.device import (
     judging_uniforms,
     skewed_prob,
     target_prob,
+    target_terms,
     token_class,
 )
 from specdec_kernels.verify.types import BOTTOM_UP_RULES, WITHOUT_REPLACEMENT_RULES
 
 _CLASSES = tl.constexpr(CLASSES)
-_UNITS = tl.constexpr(2.0**50)  # of a mass: what is left of p stays below 2, and q may sum to 2^12
+_UNITS = tl.constexpr(2.0**46)  # of a mass: what is left of p stays below 2, and q may sum to 2^9
+_UNIT_BITS = tl.constexpr(56)
+MOST_PROGRAMS = 64  # of a team, which are counted in the bits above
 RATE_STEPS = 40
 _RATE_STEPS = tl.constexpr(RATE_STEPS)
 _RATE_ERROR = tl.constexpr(2.0**-36)  # of rho, and of the equation that it solves
@@ -59,44 +62,54 @@ def _in_units(mass):
 
 
 @triton.jit
-def _team_sum(part, sums_ptr, place, arrivals, splits):
-    """The sum of `part` (int64) over the programs of a team, which meet here. `place` and `arrivals` are entries that
-    hold 0 and serve this call alone; a team of one has none."""
-    if sums_ptr is not None:
-        tl.atomic_add(sums_ptr + place, part)
-        tl.debug_barrier()
-        arrived = tl.atomic_add(sums_ptr + arrivals, 1, sem="acq_rel") + 1
-        while arrived < splits:
-            arrived = tl.atomic_add(sums_ptr + arrivals, 0, sem="acquire")
-        tl.debug_barrier()
-        part = tl.load(sums_ptr + place, volatile=True)
-    return part
+def _team_sum(part, words_ptr, place, splits):
+    """float64: the sum of `part` (int64, units) over the programs of a team, which wait here for each other.
+
+    The words at `place` are 0 and serve this call alone. Every program adds its units and, above them, one for itself:
+    a word is the sum as soon as it counts all programs, and no other memory has to be in order. A team of one has none.
+    """
+    if words_ptr is not None:
+        tl.atomic_add(words_ptr + place, part + (1 << _UNIT_BITS), sem="relaxed")
+        word = tl.load(words_ptr + place, volatile=True)
+        while tl.min(word >> _UNIT_BITS) < splits:
+            word = tl.load(words_ptr + place, volatile=True)
+        part = word & ((1 << _UNIT_BITS) - 1)
+    return part.to(tl.float64) / _UNITS
 
 
 @triton.jit
 def _mass(
-    values_ptr, draft_ptr, factors_ptr, distribution_ptr, sums_ptr, temperature, row, of_draft, rate, rows, row_stride,
-    splits, call, asks, VOCAB: tl.constexpr, PROBS: tl.constexpr, CALLS: tl.constexpr, BLOCK_V: tl.constexpr,
+    values_ptr, draft_ptr, factors_ptr, distribution_ptr, words_ptr, temperature, row, of_draft, rate, rows, row_stride,
+    splits, call, asks,
+    VOCAB: tl.constexpr, PROBS: tl.constexpr, CALLS: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """[R] float64: sum of max(p - rate q, 0), or with a rate below 0 the sum of q; and the number of the next call."""
-    lane = tl.arange(0, BLOCK_V)[None, :]
+    lane, both = tl.arange(0, BLOCK_V)[None, :], asks & (rate >= 0)
+    top, floor, total, scale = target_terms(distribution_ptr, temperature, row, rows, both)
     mass = tl.zeros((row.shape[0], BLOCK_V), tl.int64)
-    both = rate >= 0
-    for start in range(tl.program_id(0) * BLOCK_V, VOCAB, splits * BLOCK_V):
+    for start in tl.range(tl.program_id(0) * BLOCK_V, VOCAB, splits * BLOCK_V, num_stages=STAGES):
         column = start + lane
-        live = asks[:, None] & (column < VOCAB)
-        with_p = live & both[:, None]
+        inside = column < VOCAB
+        with_p = both[:, None] & inside
         p = target_prob(
-            values_ptr, distribution_ptr, temperature[:, None], row[:, None], column, rows, row_stride, with_p, PROBS
+            values_ptr, top[:, None], floor[:, None], total[:, None], scale[:, None], row[:, None], column, row_stride,
+            with_p, PROBS,
         )  # fmt: skip
-        q = draft_prob(draft_ptr, of_draft[:, None], column, live, VOCAB)
+        q = draft_prob(draft_ptr, of_draft[:, None], column, asks[:, None] & inside, VOCAB)
         q = skewed_prob(factors_ptr, row[:, None], p, q, with_p).to(tl.float64)
         left = tl.where(both[:, None], p.to(tl.float64) - rate[:, None] * q, q)
-        mass += _in_units(tl.where(live, tl.maximum(left, 0.0), 0.0))
-    team = tl.program_id(1).to(tl.int64) * CALLS + call
-    # A team of several programs has one request.
-    total = _team_sum(tl.sum(mass, 1), sums_ptr, 2 * team + row * 0, 2 * team + 1, splits)
-    return total.to(tl.float64) / _UNITS, call + 1
+        mass += _in_units(tl.maximum(left, 0.0))
+    place = (tl.program_id(1) * CALLS + call) * (1 if factors_ptr is None else _CLASSES) + row * 0
+    return _team_sum(tl.sum(mass, 1), words_ptr, place, splits), call + 1
+
+
+@triton.jit
+def _p_of(
+    values_ptr, distribution_ptr, temperature, row, token, rows, row_stride, known, PROBS: tl.constexpr
+):  # fmt: skip
+    """p of one token or more of each row, 0 where it is not `known`."""
+    top, floor, total, scale = target_terms(distribution_ptr, temperature, row + token * 0, rows, known)
+    return target_prob(values_ptr, top, floor, total, scale, row, token, row_stride, known, PROBS)
 
 
 @triton.jit
@@ -124,8 +137,9 @@ def _surplus(mass, rho, draws):
 
 @triton.jit
 def _k_seq_rate(
-    values_ptr, draft_ptr, distribution_ptr, sums_ptr, temperature, row, of_draft, draft_mass, draws, rows, row_stride,
-    splits, call, asks, VOCAB: tl.constexpr, PROBS: tl.constexpr, CALLS: tl.constexpr, BLOCK_V: tl.constexpr,
+    values_ptr, draft_ptr, distribution_ptr, words_ptr, temperature, row, of_draft, draft_mass, draws, rows, row_stride,
+    splits, call, asks,
+    VOCAB: tl.constexpr, PROBS: tl.constexpr, CALLS: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """[R] float64: rho / m, by the Illinois form of regula falsi between 1 and k; and the number of the next call."""
     inverse = 1.0 / tl.where(draft_mass > 0, draft_mass, 1.0)
@@ -138,8 +152,8 @@ def _k_seq_rate(
         middle = tl.where(gap > 0, (high * above - low * below) / tl.where(gap > 0, gap, 1.0), high)
         tried = tl.where(step == 0, low, tl.where(step == 1, high, middle))
         mass, call = _mass(
-            values_ptr, draft_ptr, None, distribution_ptr, sums_ptr, temperature, row, of_draft, tried * inverse, rows,
-            row_stride, splits, call, asks, VOCAB, PROBS, CALLS, BLOCK_V,
+            values_ptr, draft_ptr, None, distribution_ptr, words_ptr, temperature, row, of_draft, tried * inverse, rows,
+            row_stride, splits, call, asks, VOCAB, PROBS, CALLS, BLOCK_V, STAGES,
         )  # fmt: skip
         rho = tl.where(asks, tried, rho)
         surplus = _surplus(mass, tried, draws)
@@ -156,47 +170,44 @@ def _k_seq_rate(
 
 @triton.jit
 def _class_masses(
-    values_ptr, draft_ptr, distribution_ptr, sums_ptr, temperature, row, of_draft, rows, row_stride, splits, call, asks,
-    VOCAB: tl.constexpr, PROBS: tl.constexpr, CALLS: tl.constexpr, BLOCK_V: tl.constexpr,
+    values_ptr, draft_ptr, distribution_ptr, words_ptr, temperature, row, of_draft, rows, row_stride, splits, call,
+    asks, VOCAB: tl.constexpr, PROBS: tl.constexpr, CALLS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """[R, CLASSES] float64: mass of q by class; and the number of the next call."""
     lane, kinds = tl.arange(0, BLOCK_V)[None, :], tl.arange(0, _CLASSES)[None, :]
+    top, floor, total, scale = target_terms(distribution_ptr, temperature, row, rows, asks)
     found = tl.zeros((row.shape[0], _CLASSES), tl.int64)
-    for start in range(tl.program_id(0) * BLOCK_V, VOCAB, splits * BLOCK_V):
+    for start in tl.range(tl.program_id(0) * BLOCK_V, VOCAB, splits * BLOCK_V):
         column = start + lane
         live = asks[:, None] & (column < VOCAB)
         p = target_prob(
-            values_ptr, distribution_ptr, temperature[:, None], row[:, None], column, rows, row_stride, live, PROBS
+            values_ptr, top[:, None], floor[:, None], total[:, None], scale[:, None], row[:, None], column, row_stride,
+            live, PROBS,
         )  # fmt: skip
         q = draft_prob(draft_ptr, of_draft[:, None], column, live, VOCAB)
         kind, units = token_class(p, q), _in_units(q)
         for each in range(_CLASSES):
-            of_class = tl.sum(tl.where(live & (kind == each), units, 0), 1)
+            of_class = tl.sum(tl.where(kind == each, units, 0), 1)
             found += tl.where(kinds == each, of_class[:, None], 0)
-    team = tl.program_id(1).to(tl.int64) * CALLS + call
-    # The classes of a call stand behind the totals of all calls.
-    first = tl.num_programs(1).to(tl.int64) * CALLS * 2 + team * _CLASSES
-    total = _team_sum(found, sums_ptr, first + kinds + row[:, None] * 0, 2 * team + 1, splits)
-    return total.to(tl.float64) / _UNITS, call + 1
+    place = (tl.program_id(1) * CALLS + call) * _CLASSES + kinds + row[:, None] * 0
+    return _team_sum(found, words_ptr, place, splits), call + 1
 
 
 @triton.jit
 def _keep_best_child(
-    values_ptr, draft_ptr, factors_ptr, distribution_ptr, sums_ptr, tokens, siblings, temperature, candidate, row,
+    values_ptr, draft_ptr, factors_ptr, distribution_ptr, words_ptr, tokens, siblings, temperature, candidate, row,
     of_draft, lane, rows, row_stride, splits, call, asks,
     NODES: tl.constexpr, VOCAB: tl.constexpr, PROBS: tl.constexpr, CALLS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """The first child of the highest class, where one was drawn; the factors q' / q of each class are stored. Rows
     that do not ask keep their candidate."""
     q = _draws_behind(tokens, siblings, draft_ptr, candidate, of_draft, lane, asks, NODES, VOCAB)
-    p = target_prob(
-        values_ptr, distribution_ptr, temperature[:, None], row[:, None], tokens, rows, row_stride, q > 0, PROBS
-    )  # fmt: skip
+    p = _p_of(values_ptr, distribution_ptr, temperature[:, None], row[:, None], tokens, rows, row_stride, q > 0, PROBS)
     kind = tl.where(q > 0, token_class(p, q), -1)
     best, draws = tl.max(kind, 1), tl.sum((q > 0).to(tl.int32), 1)
     kept = tl.min(tl.where((q > 0) & (kind == best[:, None]), lane, NODES), 1)
     mass, call = _class_masses(
-        values_ptr, draft_ptr, distribution_ptr, sums_ptr, temperature, row, of_draft, rows, row_stride, splits, call,
+        values_ptr, draft_ptr, distribution_ptr, words_ptr, temperature, row, of_draft, rows, row_stride, splits, call,
         asks & (draws > 0), VOCAB, PROBS, CALLS, BLOCK_V,
     )  # fmt: skip
     whole = tl.sum(mass, 1)
@@ -230,15 +241,16 @@ def _with_entry(values, lane, index, new, where):
 
 @triton.jit
 def _behind_rejection(
-    values_ptr, draft_ptr, factors_ptr, distribution_ptr, sums_ptr, temperature, row, of_draft, weight, rate, due, left,
-    rows, row_stride, splits, call, asks,
-    VOCAB: tl.constexpr, PROBS: tl.constexpr, CALLS: tl.constexpr, BLOCK_V: tl.constexpr, BOTTOM_UP: tl.constexpr,
+    values_ptr, draft_ptr, factors_ptr, distribution_ptr, words_ptr, temperature, row, of_draft, weight, rate, due,
+    left, rows, row_stride, splits, call, asks,
+    VOCAB: tl.constexpr, PROBS: tl.constexpr, CALLS: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+    BOTTOM_UP: tl.constexpr,
 ):  # fmt: skip
     """Weight, c and s behind the rejection that is due; an empty residual leaves c and s as they are."""
     raised = tl.where(asks, rate + due, 0.0)
     mass, call = _mass(
-        values_ptr, draft_ptr, factors_ptr, distribution_ptr, sums_ptr, temperature, row, of_draft, raised, rows,
-        row_stride, splits, call, asks, VOCAB, PROBS, CALLS, BLOCK_V,
+        values_ptr, draft_ptr, factors_ptr, distribution_ptr, words_ptr, temperature, row, of_draft, raised, rows,
+        row_stride, splits, call, asks, VOCAB, PROBS, CALLS, BLOCK_V, STAGES,
     )  # fmt: skip
     if BOTTOM_UP:
         part = weight * mass / left
@@ -250,29 +262,29 @@ def _behind_rejection(
 
 @triton.jit
 def _enter(
-    values_ptr, draft_ptr, factors_ptr, distribution_ptr, sums_ptr, tokens, siblings, temperature, candidate, row,
+    values_ptr, draft_ptr, factors_ptr, distribution_ptr, words_ptr, tokens, siblings, temperature, candidate, row,
     of_draft, lane, mass, k_seq_rate, rows, row_stride, splits, call, asks,
     NODES: tl.constexpr, VOCAB: tl.constexpr, PROBS: tl.constexpr, CALLS: tl.constexpr, BLOCK_V: tl.constexpr,
-    K_SEQ: tl.constexpr,
+    STAGES: tl.constexpr, K_SEQ: tl.constexpr,
 ):  # fmt: skip
     """What is asked where a node is entered: the child to judge first, m, and the c of `k_seq`."""
     if factors_ptr is not None:
         candidate, call = _keep_best_child(
-            values_ptr, draft_ptr, factors_ptr, distribution_ptr, sums_ptr, tokens, siblings, temperature, candidate,
+            values_ptr, draft_ptr, factors_ptr, distribution_ptr, words_ptr, tokens, siblings, temperature, candidate,
             row, of_draft, lane, rows, row_stride, splits, call, asks, NODES, VOCAB, PROBS, CALLS, BLOCK_V,
         )  # fmt: skip
         mass = tl.where(asks, 1.0, mass)  # the mass of what is kept
     else:
         whole, call = _mass(
-            values_ptr, draft_ptr, None, distribution_ptr, sums_ptr, temperature, row, of_draft, mass * 0.0 - 1.0, rows,
-            row_stride, splits, call, asks, VOCAB, PROBS, CALLS, BLOCK_V,
+            values_ptr, draft_ptr, None, distribution_ptr, words_ptr, temperature, row, of_draft, mass * 0.0 - 1.0,
+            rows, row_stride, splits, call, asks, VOCAB, PROBS, CALLS, BLOCK_V, STAGES,
         )  # fmt: skip
         mass = tl.where(asks, whole, mass)
     if K_SEQ:
         q = _draws_behind(tokens, siblings, draft_ptr, candidate, of_draft, lane, asks, NODES, VOCAB)
         found, call = _k_seq_rate(
-            values_ptr, draft_ptr, distribution_ptr, sums_ptr, temperature, row, of_draft, mass,
-            tl.sum((q > 0).to(tl.int32), 1), rows, row_stride, splits, call, asks, VOCAB, PROBS, CALLS, BLOCK_V,
+            values_ptr, draft_ptr, distribution_ptr, words_ptr, temperature, row, of_draft, mass,
+            tl.sum((q > 0).to(tl.int32), 1), rows, row_stride, splits, call, asks, VOCAB, PROBS, CALLS, BLOCK_V, STAGES,
         )  # fmt: skip
         k_seq_rate = tl.where(asks, found, k_seq_rate)
     return candidate, mass, k_seq_rate, call
@@ -310,7 +322,7 @@ def _walk_tree_kernel(  # one loop over what stands in registers, 21 run-time ar
     seeds_ptr,  # [B] int64, or None
     positions_ptr,  # [B, N] int64, or None
     uniforms_ptr,  # [B, N + 1] float64, or None
-    sums_ptr,  # [B, CALLS, 2] int64: sum and arrivals of each call, then [B, CALLS, CLASSES]; or None for teams of one
+    words_ptr,  # [B, CALLS, 1 or, of `greedy_paths`, CLASSES] int64, zeros; None for teams of one
     factors_ptr,  # [splits, B, N, CLASSES] float32: q' / q by class under `greedy_paths`, a copy a program, else None
     inverse_rate_ptr,  # [B, N] float32: at the last node 1 / c, 0 where no child was rejected there
     path_ptr,  # [B, DEPTH + 1] int32: nodes from the root on, -1 behind
@@ -331,6 +343,7 @@ def _walk_tree_kernel(  # one loop over what stands in registers, 21 run-time ar
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     request = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
     in_batch, rows = request < batch, batch * NODES
@@ -365,15 +378,15 @@ def _walk_tree_kernel(  # one loop over what stands in registers, 21 run-time ar
         enters = drawing & fresh
         if _any(enters):
             candidate, mass, k_seq_rate, call = _enter(
-                values_ptr, draft_ptr, factors_ptr, distribution_ptr, sums_ptr, tokens, siblings, temperature,
+                values_ptr, draft_ptr, factors_ptr, distribution_ptr, words_ptr, tokens, siblings, temperature,
                 candidate, row, of_draft, lane, mass, k_seq_rate, rows, row_stride, splits, call, enters, NODES, VOCAB,
-                PROBS, CALLS, BLOCK_V, K_SEQ,
+                PROBS, CALLS, BLOCK_V, STAGES, K_SEQ,
             )  # fmt: skip
             fresh = fresh & (enters == 0)
         token = entry(tokens, lane, candidate)
         known = drawing & (token >= 0)
         above = _with_entry(above, lane, candidate, end, has)
-        p = target_prob(values_ptr, distribution_ptr, temperature, row, token, rows, row_stride, known, PROBS)
+        p = _p_of(values_ptr, distribution_ptr, temperature, row, token, rows, row_stride, known, PROBS)
         q = draft_prob(draft_ptr, of_draft, token, known, VOCAB)
         judged = known & (q > 0)
         if WITHOUT_REPLACEMENT:
@@ -387,8 +400,9 @@ def _walk_tree_kernel(  # one loop over what stands in registers, 21 run-time ar
         if K_SEQ == 0:
             if _any(settles):
                 weight, rate, left, call = _behind_rejection(
-                    values_ptr, draft_ptr, factors_ptr, distribution_ptr, sums_ptr, temperature, row, of_draft, weight,
-                    rate, due, left, rows, row_stride, splits, call, settles, VOCAB, PROBS, CALLS, BLOCK_V, BOTTOM_UP,
+                    values_ptr, draft_ptr, factors_ptr, distribution_ptr, words_ptr, temperature, row, of_draft, weight,
+                    rate, due, left, rows, row_stride, splits, call, settles, VOCAB, PROBS, CALLS, BLOCK_V, STAGES,
+                    BOTTOM_UP,
                 )  # fmt: skip
                 due = tl.where(settles, 0.0, due)
 
@@ -467,20 +481,20 @@ def judge_tree(
     (batch, num_nodes), values, device = tokens.shape, rows_of_both[0], tokens.device
     vocab, config = values.shape[-1], ACCEPTANCE[current_chip(tokens)]
     block_v = min(max(triton.next_power_of_2(vocab), d.MIN_SCAN), config.pass_width)
-    splits = max(1, min(num_processors(tokens) // max(batch, 1), triton.cdiv(vocab, block_v)))
-    calls, kinds = 4 * num_nodes, CLASSES if rule == "greedy_paths" else 0
+    splits = max(1, min(num_processors(tokens) // max(batch, 1), triton.cdiv(vocab, block_v), MOST_PROGRAMS))
+    calls, kinds = 4 * num_nodes, CLASSES if rule == "greedy_paths" else 1
     if rule == "k_seq":
         calls = min(max_depth + 1, num_nodes) * (RATE_STEPS + 1)
     path = torch.empty(batch, max_depth + 1, dtype=torch.int32, device=device)
-    sums = torch.zeros(batch * calls * (2 + kinds), dtype=torch.int64, device=device) if splits > 1 else None
-    factors = torch.empty(splits, batch, num_nodes, kinds, device=device) if kinds else None
+    words = torch.zeros(batch, calls, kinds, dtype=torch.int64, device=device) if splits > 1 else None
+    factors = torch.empty(splits, batch, num_nodes, kinds, device=device) if kinds > 1 else None
     block_b = d.rows_per_program(batch, config.max_requests, block_v)
     launch(
         _walk_tree_kernel, (splits, triton.cdiv(batch, block_b)), tokens, tree.first_child, tree.next_sibling,
-        *rows_of_both, *selected, *sources, sums, factors, judged, path, state, batch, values.stride(0), splits,
+        *rows_of_both, *selected, *sources, words, factors, judged, path, state, batch, values.stride(0), splits,
         num_warps=max(block_v // config.pass_lanes, 1), DEPTH=max_depth, CALLS=calls, K_SEQ=rule == "k_seq",
         WITHOUT_REPLACEMENT=rule in WITHOUT_REPLACEMENT_RULES, BOTTOM_UP=rule in BOTTOM_UP_RULES, BLOCK_B=block_b,
-        BLOCK_N=lanes(num_nodes), BLOCK_D=lanes(max_depth + 1), BLOCK_V=block_v, **sizes,
+        BLOCK_N=lanes(num_nodes), BLOCK_D=lanes(max_depth + 1), BLOCK_V=block_v, STAGES=config.pass_stages, **sizes,
         **(dict(launch_cooperative_grid=True) if splits > 1 else {}),
     )  # fmt: skip
     return path, None if factors is None else factors[0]
