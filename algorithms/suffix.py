@@ -3,7 +3,7 @@
 observe   Committed tokens are written into the text of their request. The texts of the latest requests that have ended
           are kept beside those of the running ones.
 propose   The end of the request is looked for in all texts. What followed the longest matches is merged into one tree
-          by frequency; short matches draft short paths.
+          by frequency; short matches draft short paths, and are trusted less.
 
 There is no drafter to load. With `shared` the drafts depend on what other requests have written so far, and so on the
 order of requests and on the batch; without it they are a function of the request's own text. The text that is written
@@ -101,7 +101,7 @@ class Suffix(Algorithm):
             impl=self._impl,
         )
         links = kernels.build_tree(draft.parents, batch.lengths, impl=self._impl)
-        return DraftTree(draft.tokens, links, strength=draft.strength, confidence=draft.shares)
+        return DraftTree(draft.tokens, links, strength=draft.strength, confidence=draft.confidence)
 
     def observe(self, seen: Observation) -> None:
         batch, width, prompts = seen.batch, seen.tokens.shape[1], seen.prompts

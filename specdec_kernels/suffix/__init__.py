@@ -12,11 +12,13 @@ at the latest position.
 
 Drafting. Each kept match votes for what followed it, with the weight 4^(m - longest), or not at all below 4^-8. The
 continuations are merged into a trie. The share of a node is the weight of the matches that run through it, over the
-weight of all. The tree is the nodes with the largest shares, as many as fit; of equal ones the shallower first, then
-that of the better match. A node needs a share of `min_share`, and a depth of at most `factor` times the longest match:
-short matches draft little. Weights are integers, so the tree does not depend on the order of execution.
+weight of all. Its confidence is its share times m / (m + depth) for a longest match of m tokens: what has held for m
+tokens is taken to hold for as many more with probability one half. The tree is the nodes of the largest confidence, as
+many as fit; of equal ones the shallower first, then that of the better match. A node needs a share of `min_share`, and
+a depth of at most `factor` times the longest match: short matches draft little. Weights are integers, and confidence
+is compared as an integer, so the tree does not depend on the order of execution.
 
-`strength` is the sum of all shares, the number of accepted drafts that the shares promise.
+`strength` is the sum of the confidence of all drafts, the number of accepted drafts that is expected.
 
 Source: SuffixDecoding (arXiv 2411.04975): suffix trees of the request and of earlier outputs, trees grown by frequency,
 speculation in proportion to the length of the match. There, one length of match speaks at a time; here all that are

@@ -89,7 +89,7 @@ def suffix_match(
 
     Returns:
         SuffixDraft: tokens [B, N] int64, parents [B, N] int32 (-1 at node 0, -2 at unused nodes), strength [B] float32,
-            shares [B, N] float32.
+            confidence [B, N] float32.
 
     Raises:
         ValueError: wrong shape, dtype, strides or devices, a size out of range, or an unknown `impl`.

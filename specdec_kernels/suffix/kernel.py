@@ -9,7 +9,7 @@ from specdec_kernels.launch import current_chip, lanes, launch
 from specdec_kernels.suffix.configs import CONFIGS
 from specdec_kernels.suffix.kernel_insert import new_texts_kernel, write_texts_kernel
 from specdec_kernels.suffix.kernel_match import draft_kernel, scan_kernel
-from specdec_kernels.suffix.types import WEIGHT_STEPS, SuffixDraft, SuffixStore
+from specdec_kernels.suffix.types import CONFIDENCE_STEPS, WEIGHT_STEPS, SuffixDraft, SuffixStore
 
 
 def suffix_insert(
@@ -65,7 +65,7 @@ def suffix_match(
     tokens = torch.empty(batch, num_nodes, dtype=torch.int64, device=device)
     parents = torch.empty(batch, num_nodes, dtype=torch.int32, device=device)
     strength = torch.empty(batch, dtype=torch.float32, device=device)
-    shares = torch.empty(batch, num_nodes, dtype=torch.float32, device=device)
+    confidence = torch.empty(batch, num_nodes, dtype=torch.float32, device=device)
     launch(
         scan_kernel,
         (batch, read),
@@ -82,7 +82,7 @@ def suffix_match(
         draft_kernel,
         (batch,),
         *(history, lengths, rows, store.tokens, store.lengths, store.slots, ranks),
-        *(tokens, parents, strength, shares, history.stride(0), context),
+        *(tokens, parents, strength, confidence, history.stride(0), context),
         num_warps=4,
         NODES=num_nodes,
         MATCHES=matches,
@@ -90,10 +90,11 @@ def suffix_match(
         LEAST_SHARE=least_share,
         SHARED=shared,
         STEPS=WEIGHT_STEPS,
+        PARTS=CONFIDENCE_STEPS,
         RANKS=read * kept,
         KEPT=kept,
         BLOCK_R=lanes(read * kept),
         BLOCK_M=lanes(matches),
         BLOCK_N=lanes(num_nodes),
     )
-    return SuffixDraft(tokens, parents, strength, shares)
+    return SuffixDraft(tokens, parents, strength, confidence)

@@ -130,7 +130,7 @@ def draft_kernel(
     draft_tokens_ptr,  # [B, NODES] int64, out
     parents_ptr,  # [B, NODES] int32, out
     strength_ptr,  # [B] float32, out
-    shares_ptr,  # [B, NODES] float32, out
+    confidence_ptr,  # [B, NODES] float32, out
     row_stride,
     context,
     NODES: tl.constexpr,
@@ -139,6 +139,7 @@ def draft_kernel(
     LEAST_SHARE: tl.constexpr,
     SHARED: tl.constexpr,
     STEPS: tl.constexpr,
+    PARTS: tl.constexpr,
     RANKS: tl.constexpr,
     KEPT: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -164,7 +165,9 @@ def draft_kernel(
     score, first = _merge(follow, weight, depth, limit, BLOCK_M, BLOCK_N)
 
     match = tl.arange(0, BLOCK_M)[:, None]
-    order = (score.to(tl.int64) << 16) | ((255 - depth) << 8) | (255 - match)
+    # A draft at depth d + 1 holds with probability m / (m + d + 1) behind a match of m tokens; in parts of a vote.
+    value = score.to(tl.int64) * longest * PARTS // (longest + depth + 1)
+    order = (value << 16) | ((255 - depth) << 8) | (255 - match)
     order = tl.where((score > 0) & (score.to(tl.int64) * 1024 >= total.to(tl.int64) * LEAST_SHARE), order, 0)
     number = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
     node = tl.arange(0, BLOCK_N)
@@ -173,9 +176,10 @@ def draft_kernel(
     last = tl.load(history_ptr + request * row_stride + length, mask=inside, other=0)
     out_token = tl.where(node == 0, last, 0)
     out_parent = tl.where(node == 0, -1, -2)
-    share = tl.where(node == 0, tl.maximum(total, 1), 0)
+    votes = tl.maximum(total, 1).to(tl.int64) * PARTS
+    taken = tl.where(node == 0, votes, 0)
     count = 1
-    sum_taken = 0
+    sum_taken = votes * 0
     top = tl.max(tl.max(order, 1), 0)
     while (count < NODES) & (top > 0):
         chosen = order == top
@@ -187,13 +191,13 @@ def draft_kernel(
         number = tl.where(chosen, count, number)
         out_token = tl.where(node == count, token.to(tl.int64), out_token)
         out_parent = tl.where(node == count, parent, out_parent)
-        share = tl.where(node == count, (top >> 16).to(tl.int32), share)
-        sum_taken += (top >> 16).to(tl.int32)
+        taken = tl.where(node == count, top >> 16, taken)
+        sum_taken += top >> 16
         order = tl.where(chosen, 0, order)
         top = tl.max(tl.max(order, 1), 0)
         count += 1
     tl.store(draft_tokens_ptr + request * NODES + node, out_token, mask=node < NODES)
     tl.store(parents_ptr + request * NODES + node, out_parent, mask=node < NODES)
-    votes = tl.maximum(total, 1).to(tl.float32)
-    tl.store(strength_ptr + request, sum_taken.to(tl.float32) / votes)
-    tl.store(shares_ptr + request * NODES + node, share.to(tl.float32) / votes, mask=node < NODES)
+    tl.store(strength_ptr + request, sum_taken.to(tl.float32) / votes.to(tl.float32))
+    confidence = taken.to(tl.float32) / votes.to(tl.float32)
+    tl.store(confidence_ptr + request * NODES + node, confidence, mask=node < NODES)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from specdec_kernels.suffix.types import WEIGHT_STEPS, SuffixDraft, SuffixStore
+from specdec_kernels.suffix.types import CONFIDENCE_STEPS, WEIGHT_STEPS, SuffixDraft, SuffixStore
 
 
 class Match(NamedTuple):
@@ -72,8 +72,8 @@ def suffix_match(
     parents = torch.full((batch, num_nodes), -2, dtype=torch.int32)
     parents[:, 0] = -1
     strength = torch.zeros(batch)
-    shares = torch.zeros(batch, num_nodes)
-    shares[:, 0] = 1
+    confidence = torch.zeros(batch, num_nodes)
+    confidence[:, 0] = 1
     for b, (length, row) in enumerate(zip(lengths.tolist(), rows.tolist(), strict=True)):
         if not 0 <= length < history.shape[1]:
             continue
@@ -82,16 +82,17 @@ def suffix_match(
         found = _best_matches(store, suffix, row, per_text, shared)[:matches]
         if not found:
             continue
-        drafts, total = _shares(store, found, min(found[0].length * per_token // 1024, num_nodes - 1))
-        kept = [entry for entry in drafts if entry[0] * 1024 >= least_share * total][: num_nodes - 1]
+        depth = min(found[0].length * per_token // 1024, num_nodes - 1)
+        drafts, total = _drafts(store, found, depth, least_share)
         numbers: dict[tuple[int, ...], int] = {(): 0}
-        for number, (weight, path) in enumerate(kept, start=1):
+        for number, (value, path) in enumerate(drafts[: num_nodes - 1], start=1):
             numbers[path] = number
-            shares[b, number] = torch.tensor(float(weight)) / total
+            confidence[b, number] = torch.tensor(float(value)) / (total * CONFIDENCE_STEPS)
             tokens[b, number], parents[b, number] = path[-1], numbers[path[:-1]]
-        strength[b] = torch.tensor(float(sum(weight for weight, _ in kept))) / total
+        values = sum(value for value, _ in drafts[: num_nodes - 1])
+        strength[b] = torch.tensor(float(values)) / (total * CONFIDENCE_STEPS)
     device = history.device
-    return SuffixDraft(tokens.to(device), parents.to(device), strength.to(device), shares.to(device))
+    return SuffixDraft(tokens.to(device), parents.to(device), strength.to(device), confidence.to(device))
 
 
 def _best_matches(store: SuffixStore, suffix: torch.Tensor, row: int, per_text: int, shared: bool) -> list[Match]:
@@ -123,13 +124,16 @@ def _match_lengths(text: torch.Tensor, suffix: torch.Tensor) -> torch.Tensor:
     return matched
 
 
-def _shares(store: SuffixStore, found: list[Match], depth: int) -> tuple[list[tuple[int, tuple[int, ...]]], int]:
-    """(weight, path) of every draft in the order in which drafts are taken, and the weight of all matches."""
+def _drafts(
+    store: SuffixStore, found: list[Match], depth: int, least_share: int
+) -> tuple[list[tuple[int, tuple[int, ...]]], int]:
+    """(confidence, path) of every draft in the order in which drafts are taken, and the weight of all matches. A
+    confidence counts in parts of a vote."""
     weights: dict[tuple[int, ...], int] = {}
     ranks: dict[tuple[int, ...], int] = {}
-    total = 0
+    total, longest = 0, found[0].length
     for rank, match in enumerate(found):
-        behind = found[0].length - match.length
+        behind = longest - match.length
         weight = 4 ** (WEIGHT_STEPS - behind) if behind <= WEIGHT_STEPS else 0
         total += weight
         end = min(match.position + 1 + depth, int(store.lengths[match.slot]))
@@ -137,5 +141,7 @@ def _shares(store: SuffixStore, found: list[Match], depth: int) -> tuple[list[tu
         for size in range(1, len(path) + 1):
             weights[path[:size]] = weights.get(path[:size], 0) + weight
             ranks.setdefault(path[:size], rank)
-    order = sorted(weights, key=lambda path: (-weights[path], len(path), ranks[path]))
-    return [(weights[path], path) for path in order if weights[path] > 0], total
+    kept = {path: weight for path, weight in weights.items() if weight and weight * 1024 >= least_share * total}
+    values = {path: w * longest * CONFIDENCE_STEPS // (longest + len(path)) for path, w in kept.items()}
+    order = sorted(values, key=lambda path: (-values[path], len(path), ranks[path]))
+    return [(values[path], path) for path in order], total

@@ -11,6 +11,8 @@ MAX_TEXTS = 512
 """Bounds of the fields of a match's rank, and of what one program compares."""
 WEIGHT_STEPS = 8
 """A match shorter than the longest by more than this has no weight."""
+CONFIDENCE_STEPS = 1024
+"""Confidence is rounded down to this part of a vote."""
 
 
 class SuffixDraft(NamedTuple):
@@ -21,9 +23,9 @@ class SuffixDraft(NamedTuple):
     parents: torch.Tensor
     """[B, N] int32."""
     strength: torch.Tensor
-    """[B] float32: the sum of the shares of all drafts."""
-    shares: torch.Tensor
-    """[B, N] float32: the share of the votes that each draft has; 1 at node 0, 0 at unused nodes."""
+    """[B] float32: the sum of the confidence of all drafts."""
+    confidence: torch.Tensor
+    """[B, N] float32: how likely the path to each draft is taken to be; 1 at node 0, 0 at unused nodes."""
 
 
 class SuffixStore(NamedTuple):

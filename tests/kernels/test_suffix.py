@@ -145,3 +145,16 @@ def test_wrong_inputs(options: dict[str, object], expected: str) -> None:
 def test_sizes_of_a_store(rows: int, texts: int, context: int) -> None:
     with pytest.raises(ValueError, match="expected 1 to"):
         SuffixStore.create(rows, texts, context, DEVICE)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_confidence_grows_with_the_match_and_falls_with_depth(impl: str) -> None:
+    """A match of 3 tokens is trusted 3 / (3 + depth). One of 2 tokens has four times the votes of one of 1."""
+    store = SuffixStore.create(1, 2, 40, DEVICE)
+    shared = [0.8 * 2 / 3, 0.8 * 2 / 4, 0.8 * 2 / 5, 0.2 * 2 / 3]
+    for text, told in (("abcdefg. abc", [3 / 4, 3 / 5, 3 / 6]), ("xa xb x", shared)):
+        history = serve(store, 0, text, impl)
+        place = torch.tensor([len(text) - 1]), torch.tensor([0])
+        draft = kernels.suffix_match(store, history, *place, len(told) + 1, window=16, impl=impl)
+        assert draft.confidence[0].tolist() == pytest.approx([1, *told], abs=2e-3)
+        assert float(draft.strength) == pytest.approx(sum(told), abs=5e-3)
