@@ -18,6 +18,8 @@ added in the order of the inner dimension, so that the result does not depend on
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -32,6 +34,7 @@ from specdec_kernels.norm.types import Normed
 from specdec_kernels.overlap import let_next_kernel_start, overlapped, wait_for_kernel_ahead
 from specdec_kernels.projection import reference
 from specdec_kernels.projection.configs import FAST_ROWS, LinearConfig, linear_config
+from specdec_kernels.projection.kernel_library import has_the_bits, products_of_splits
 
 _FEWEST_TICKETS = 1 << 16
 
@@ -240,8 +243,11 @@ def linear(
 ) -> torch.Tensor:
     if not takes(x, batch_invariant):
         return reference.linear(x, weight, bias, out_dtype=out_dtype)
+    config = config_of(x, weight)
+    if bias is None and out_dtype in (None, x.dtype) and _library_takes(x, weight, config):
+        return _added(products_of_splits(x, weight, config), x.dtype, config)
     out = x.new_empty(*x.shape[:-1], weight.shape[0], dtype=out_dtype or x.dtype)
-    launch_linear(x, weight, bias, out, False, config_of(x, weight))
+    launch_linear(x, weight, bias, out, False, config)
     return out
 
 
@@ -249,8 +255,11 @@ def linear_silu_mul(x: torch.Tensor, weight: torch.Tensor, *, batch_invariant: b
     if not takes(x, batch_invariant):
         product = reference.linear(x, weight)
         return reference.silu_mul(product) if x.dtype == torch.float64 else activation.silu_mul(product)
+    config = config_of(x, weight)
+    if _library_takes(x, weight, config):
+        return activation.silu_mul(_added(products_of_splits(x, weight, config), x.dtype, config))
     out = x.new_empty(*x.shape[:-1], weight.shape[0] // 2)
-    launch_linear(x, weight, None, out, True, config_of(x, weight))
+    launch_linear(x, weight, None, out, True, config)
     return out
 
 
@@ -268,6 +277,9 @@ def linear_add_rms_norm(
     if not takes(x, batch_invariant):
         return norm.add_rms_norm(reference.linear(x, weight), residual, norm_weight, eps)
     config = config_of(x, weight)
+    if config.splits > 1 and _library_takes(x, weight, config):
+        parts = products_of_splits(x, weight, config)
+        return norm.add_rms_norm_of_parts(parts, residual, norm_weight, eps)
     if config.splits == 1 or config.in_order:
         return norm.add_rms_norm(linear(x, weight, batch_invariant=True), residual, norm_weight, eps)
     parts = torch.empty((config.splits, *residual.shape), dtype=torch.float32, device=x.device)
@@ -296,6 +308,30 @@ def linear_all_reduce_add_rms_norm(
     else:
         parts = reference.linear(x, weight).float()[None]
     return all_reduce.all_reduce_add_rms_norm(parts, exchange, slot, residual, norm_weight, eps)
+
+
+def _library_takes(x: torch.Tensor, weight: torch.Tensor, config: LinearConfig) -> bool:
+    """Whether the library computes the product, because it has the bits of the kernel and is the faster one."""
+
+    def by_kernel(sample: torch.Tensor) -> torch.Tensor:
+        shape, dtype = (*sample.shape[:-1], weight.shape[0]), sample.dtype
+        if config.splits > 1:
+            shape, dtype = (config.splits, *shape), torch.float32
+        out = torch.empty(shape, dtype=dtype, device=sample.device)
+        launch_linear(sample, weight, None, out, False, replace(config, in_order=False))
+        return out
+
+    return has_the_bits(x, weight, config, by_kernel)
+
+
+def _added(product: torch.Tensor, dtype: torch.dtype, config: LinearConfig) -> torch.Tensor:
+    """The result of `products_of_splits`: of several splits their sum in order, rounded once."""
+    if config.splits == 1:
+        return product
+    total = product[0]
+    for part in product[1:]:
+        total += part
+    return total.to(dtype)
 
 
 def config_of(x: torch.Tensor, weight: torch.Tensor) -> LinearConfig:

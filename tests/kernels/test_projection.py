@@ -14,6 +14,7 @@ from specdec_kernels.launch import CHIPS
 from specdec_kernels.norm import add_rms_norm
 from specdec_kernels.projection import (
     kernel,
+    kernel_library,
     linear,
     linear_add_rms_norm,
     linear_all_reduce_add_rms_norm,
@@ -21,7 +22,7 @@ from specdec_kernels.projection import (
     linear_silu_mul,
 )
 from specdec_kernels.projection.cases import WEIGHTS, argmax_inputs, linear_inputs, normed_inputs
-from specdec_kernels.projection.configs import FAST_ROWS, linear_config
+from specdec_kernels.projection.configs import FAST_ROWS, LinearConfig, linear_config
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
@@ -82,6 +83,55 @@ def test_few_rows_that_are_exchanged_have_the_bits_of_many_that_are_gathered(inn
         total = (sums[0] + sums[1]).half()
         gathered = add_rms_norm(total, end["residual"], end["norm_weight"], end["eps"], impl="triton")
         assert all(torch.equal(left, right) for left, right in zip(exchanged, gathered, strict=True))
+
+
+@pytest.mark.parametrize("outer, inner", SHAPES)
+def test_the_library_stands_in_for_the_kernel(monkeypatch: pytest.MonkeyPatch, outer: int, inner: int) -> None:
+    """Where it has the kernel's bits: parts of the inner dimension, added in order, by the norm or by themselves."""
+    normed = normed_inputs(Maker.seeded(DEVICE, torch.float32), 5, outer, inner)
+    x, weight = normed["x"], normed["weight"]
+    options: dict[str, Any] = dict(batch_invariant=True, impl="triton")
+    calls = (
+        lambda: linear(x, weight, **options),
+        lambda: linear_silu_mul(x, weight, **options),
+        lambda: torch.stack(linear_add_rms_norm(**normed, **options)),
+    )
+    expected, asked = [call() for call in calls], []
+
+    def parts(x: torch.Tensor, weight: torch.Tensor, config: LinearConfig) -> torch.Tensor:
+        length = config.split_length(inner)
+        found = [a @ b.t() for a, b in zip(x.split(length, 1), weight.split(length, 1), strict=True)]
+        return torch.stack(found) if config.splits > 1 else found[0]
+
+    def has_the_bits(x: torch.Tensor, weight: torch.Tensor, config: LinearConfig, product: Any) -> bool:
+        asked.append(config.splits)
+        torch.testing.assert_close(product(x), parts(x, weight, config), atol=1e-4, rtol=1e-4)
+        return True
+
+    monkeypatch.setattr(kernel, "has_the_bits", has_the_bits)
+    monkeypatch.setattr(kernel, "products_of_splits", parts)
+    for call, result in zip(calls, expected, strict=True):
+        torch.testing.assert_close(call(), result, atol=1e-4, rtol=1e-4)
+    assert len(asked) == len(calls) and (max(asked) > 1) == (inner > 1000)
+    bias = torch.ones(outer, device=DEVICE)  # the kernel adds it before it rounds
+    torch.testing.assert_close(linear(x, weight, bias, **options), expected[0] + 1, atol=1e-4, rtol=1e-4)
+    assert len(asked) == len(calls)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("outer, inner", [(6144, 4096), (4096, 4096), (4096, 12288)], ids=str)
+def test_a_product_of_many_rows_has_the_bits_of_few(outer: int, inner: int) -> None:
+    """The shapes of an 8B, whoever computes them; and a captured product does not compare."""
+    inputs = linear_inputs(Maker.seeded(DEVICE, torch.bfloat16), 1024, outer, inner)
+    x, weight = inputs["x"], inputs["weight"]
+    few = torch.cat([linear(rows, weight, batch_invariant=True) for rows in x.split(16)])
+    for rows in (65, 96, 128, 130, 256, 512, 1024):
+        assert torch.equal(linear(x[:rows], weight, batch_invariant=True), few[:rows]), f"{rows} rows"
+        graph, before = torch.cuda.CUDAGraph(), dict(kernel_library._compared)
+        with torch.cuda.graph(graph):
+            found = linear(x[: rows - 1], weight, batch_invariant=True)
+        graph.replay()
+        assert torch.equal(found, few[: rows - 1]) and kernel_library._compared == before
 
 
 def test_counters_are_zero_after_a_launch() -> None:
