@@ -62,7 +62,8 @@ def paged_attention(
             not on whether a key is committed, in a chain or in a tree. A tree needs `metadata.paths`, whose order
             takes the place of depth as the position of a key.
         in_order: with `batch_invariant`, whether one program walks all splits of its rows, which needs no memory for
-            partial results and changes no bit; default where the rows or the partial results are many.
+            partial results and changes no bit; default where the rows or the partial results are many, or where so
+            many requests fill the chip.
 
     Returns:
         out [B, N, H, D] in q's dtype. The result of a request depends on how many requests there are, because that
@@ -262,9 +263,9 @@ def _divide(metadata: AttentionMetadata, shape: AttentionShape, cut: Cut) -> tup
         num_splits=1,
     )
     if cut.batch_invariant:
-        work = _fixed_cut(work, metadata, shape, cut.in_order)
+        work = _fixed_cut(work, metadata, shape, cut.in_order, config)
         if work.in_order and not cut.tuning:
-            config = configs.in_order_config(chip, config, shape.dtype.itemsize)
+            config = configs.in_order_config(chip, config, rows, shape.dtype.itemsize)
         return work._replace(block_m=config.block_m), config
     return _cut_by_length(work, shape), config
 
@@ -279,7 +280,13 @@ def _cut_by_length(work: WorkShape, shape: AttentionShape) -> WorkShape:
     return work._replace(num_splits=work.splits_of(keys))
 
 
-def _fixed_cut(work: WorkShape, metadata: AttentionMetadata, shape: AttentionShape, in_order: bool | None) -> WorkShape:
+def _fixed_cut(
+    work: WorkShape,
+    metadata: AttentionMetadata,
+    shape: AttentionShape,
+    in_order: bool | None,
+    config: AttentionConfig,
+) -> WorkShape:
     """`work` with splits at fixed positions."""
     if work.first_splits % 2:
         raise ValueError(f"tuning: expected an even number of first_splits, got {work.first_splits}")
@@ -293,8 +300,10 @@ def _fixed_cut(work: WorkShape, metadata: AttentionMetadata, shape: AttentionSha
     if in_order is None:
         row_bytes = shape.dtype.itemsize * shape.head_dim + 4
         partial_bytes = work.batch * num_splits * shape.num_nodes * shape.heads * row_bytes
-        in_order = partial_bytes > configs.INVARIANT_PARTIAL_BYTES or configs.fills_the_chip(
-            shape.num_nodes * work.group, work.block_m
+        in_order = (
+            partial_bytes > configs.INVARIANT_PARTIAL_BYTES
+            or configs.fills_the_chip(shape.num_nodes * work.group, work.block_m)
+            or configs.is_spread_without_splits(config, work.batch * shape.kv_heads * work.row_tiles, work.max_length)
         )
     in_order = in_order and num_splits > 1
     return work._replace(num_splits=1 if in_order else num_splits, fixed_cut=True, in_order=in_order)

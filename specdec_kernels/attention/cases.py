@@ -400,6 +400,7 @@ _SHIPPED = (
     _gated("shipped_fixed_decode", "registers of the fixed cut", "chain", 1, batch_invariant=True),
     _gated("shipped_fixed_tree", "registers of turns by node", "tree", 16, batch_invariant=True),
     _gated("shipped_fixed_prefill", "registers of two sums", "chain", 160, batch_invariant=True),
+    _gated("shipped_fixed_full", "the same in the tile of few rows", "chain", 16, batch_invariant=True, in_order=True),
     _gated("shipped_fixed_64", "head dimension 64", "chain", 160, head_dim=64, batch_invariant=True),
     _gated("shipped_fixed_256", "head dimension 256", "chain", 160, head_dim=256, batch_invariant=True),
     _gated("shipped_fixed_fp8", "conversion of keys and values", "chain", 160, fp8=True, batch_invariant=True),

@@ -15,8 +15,9 @@ splits.
 A batch-invariant call may not choose by its rows. It has one tile for any number of rows, that of `INVARIANT_ROWS`,
 and splits at fixed positions: the reduction over a tile of keys, the instruction that multiplies it and the order in
 which tiles are added are then the same for a row wherever it is computed. Where partial results would take more than
-`INVARIANT_PARTIAL_BYTES`, one program walks all splits of its rows and rounds their results alike, which changes no
-bit. The nodes of a tree always have partial results, because each ends its own text (see `kernel_tree`).
+`INVARIANT_PARTIAL_BYTES`, or where the requests fill the chip without splits, one program walks all splits of its rows
+and rounds their results alike, which changes no bit. The nodes of a tree always have partial results, because each ends
+its own text (see `kernel_tree`).
 
 Polynomial exp2 and lazy rescaling are off by default. On an H200 they were no faster: the exponential unit is no
 bottleneck there, and lazy rescaling needs a vote over the tile. `experiments/LOG.md` has the measurements of sm90.
@@ -157,6 +158,13 @@ def spread(config: AttentionConfig, programs: int) -> AttentionConfig:
     )
 
 
+def is_spread_without_splits(config: AttentionConfig, programs: int, max_length: int) -> bool:
+    """Whether `spread` leaves the keys of requests of up to `max_length` in one piece, on a chip whose `slots` are
+    known."""
+    found = spread(replace(config, first_splits=0, longest_split=0), programs)
+    return config.slots > 1 and found.first_splits == 1 and max_length <= found.longest_split
+
+
 def _splits_in_whole_rounds(share: float) -> int:
     """Splits of a request in a call that fills a `share` of the chip without any."""
     most = max(1, int(_MOST_ROUNDS / share))
@@ -206,12 +214,18 @@ def merge_unroll(chip: str, num_splits: int) -> int:
     return 8 if chip == "sm90" and num_splits > 4 else 4
 
 
-def in_order_config(chip: str, config: AttentionConfig, itemsize: int) -> AttentionConfig:
-    """The row for programs that walk all splits: that of the other batch-invariant calls. On sm90 it has twice the rows
-    and warps. The bits are the same, because a warp still has 16 rows and adds all keys of a tile by itself."""
-    if chip != "sm90" or itemsize != 2 or config.block_m != _ROWS_OF_A_WARP * config.num_warps:
+def in_order_config(chip: str, config: AttentionConfig, rows: int, itemsize: int) -> AttentionConfig:
+    """The row for programs that walk all splits: that of the other batch-invariant calls. For more `rows` than its tile
+    has, on sm90 it has twice the rows and warps, with the same bits."""
+    if rows <= config.block_m or not _has_the_bits_of_a_warp(chip, config, itemsize):
         return config
     return replace(config, block_m=2 * config.block_m, num_warps=2 * config.num_warps)
+
+
+def _has_the_bits_of_a_warp(chip: str, config: AttentionConfig, itemsize: int) -> bool:
+    """Whether each warp has 16 rows and adds all keys of a tile by itself. A warp of another tile like that has the
+    same bits, whichever instruction multiplies."""
+    return chip == "sm90" and itemsize == 2 and config.block_m == _ROWS_OF_A_WARP * config.num_warps
 
 
 def _table_config(chip: str, head_dim: int, rows: int, kv_bytes: int) -> AttentionConfig:

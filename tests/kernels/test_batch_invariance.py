@@ -13,6 +13,7 @@ from specdec_kernels.attention import AttentionMetadata, AttentionShape, mask_pa
 from specdec_kernels.attention.configs import fixed_borders
 from specdec_kernels.cases import Maker
 from specdec_kernels.kv_write import write_kv
+from specdec_kernels.launch import record_launches
 from specdec_kernels.norm import add_rms_norm, embed_rms_norm, rms_norm
 from tests.exact_products import add_products_in_order
 
@@ -181,3 +182,22 @@ def test_tiles_of_more_rows_have_the_same_bits(group: int, head_dim: int) -> Non
     metadata = AttentionMetadata(pages, torch.zeros(1, dtype=torch.int64, device=DEVICE), "chain")
     outs = [paged_attention(q, kv, metadata, batch_invariant=True, in_order=order) for order in (True, False)]
     assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize(
+    "batch, max_length, nodes, warps",
+    [(8, 1024, 16, None), (32, 1024, 16, 4), (32, 1024, 1, 4), (32, 1 << 17, 1, None), (32, 1024, 24, 8)],
+)
+def test_requests_that_fill_the_chip_are_walked_in_one_piece(
+    batch: int, max_length: int, nodes: int, warps: int | None
+) -> None:
+    """So are rows of more than one tile. A few requests, and long ones, have splits and a merge."""
+    q = torch.empty(batch, nodes, 32, 128, dtype=torch.bfloat16)
+    kv = torch.empty(2, 1, 16, 8, 128, dtype=torch.bfloat16)
+    table = torch.zeros(batch, -(-max_length // 16), dtype=torch.int32)
+    metadata = AttentionMetadata(table, torch.zeros(batch, dtype=torch.int64), "chain", max_length=max_length)
+    with record_launches("sm90") as launches:
+        paged_attention(q, kv, metadata, batch_invariant=True, impl="triton")
+    assert len(launches) == (2 if warps is None else 1)
+    assert launches[0].constexprs["IN_ORDER"] == (warps is not None)
+    assert warps is None or launches[0].num_warps == warps
