@@ -159,8 +159,8 @@ def accept_targets(
     Args:
         tokens: [B, N] int64, contiguous; node 0 is the last committed token.
         tree: TreeLinks of the same B and N.
-        targets: [B, N] int64, contiguous: the target's token after each node; below 0 there is none, the walk stops
-            there with bonus 0 and `valid` False.
+        targets: [B, N] int64, contiguous: the target's token after each node, below 2^31; below 0 there is none, the
+            walk stops there with bonus 0 and `valid` False.
         lengths: [B] int64, committed tokens.
         max_depth: D >= 0, the greatest number of drafts to accept.
         impl: `auto`, `triton` or `reference`.

@@ -71,6 +71,7 @@ def _walk_kernel(
     BLOCK_D: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    tl.static_assert(NODES <= _LINK)
     request = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
     column = tl.arange(0, BLOCK_D)[None, :]
     node = tl.arange(0, BLOCK_N)[None, :]
@@ -86,7 +87,7 @@ def _walk_kernel(
     length = tl.load(lengths_ptr + request, mask=in_batch, other=0)
     if usable_ptr is not None:
         targets = tl.where(tl.load(usable_ptr + place, mask=live, other=0) != 0, targets, -1)
-    # In 32 bits, so that an entry of a row is found by one sum; the two links of a node share one number.
+    # In 32 bits, so that an entry of a row is found by one sum of a warp; the two links of a node share one number.
     drafts, targets = _narrow(tokens, -2), _narrow(targets, -1)
     links = (_within(children, NODES) << _LINK_BITS) | _within(siblings, NODES)
 

@@ -14,6 +14,8 @@ _RULES = "specdec_kernels/verify/reference.py"
 _TREES = "specdec_kernels/verify/reference_tree.py"
 _KERNEL = "specdec_kernels/verify/kernel_rejection.py"
 _OUTCOME = "specdec_kernels/verify/device.py"
+_STATS = "specdec_kernels/sampling/kernel_stats.py"
+_NUCLEUS = "specdec_kernels/sampling/kernel_nucleus.py"
 _WALK = "specdec_kernels/verify/kernel.py"
 _SAMPLING = "specdec_kernels/sampling/reference.py"
 _DEVICE = "specdec_kernels/sampling/device.py"
@@ -201,6 +203,22 @@ OTHERS = (
         "uniform = recover",
         _case("rejection_same", "block_same"),
         "the bonus is keyed like a replacement",
+    ),
+    Mutant(
+        "last_of_equal_logits",
+        _STATS,
+        "return tl.min(tl.where(of_lanes == top[:, None], place, STEPS * LANES * ENTRIES), 1)",
+        "return tl.max(tl.where(of_lanes == top[:, None], place, -1), 1)",
+        _pick("pick_ties"),
+        "the argmax takes the highest id among equal logits of a strip",
+    ),
+    Mutant(
+        "chunk_of_another_row",
+        _NUCLEUS,
+        "return row, task % CHUNKS, there",
+        "return row, task // CHUNKS % CHUNKS, there",
+        _pick("pick_filtered_flat"),
+        "a deferred row reads the chunk that its place in the queue names",
     ),
     Mutant(
         "stale_bonus_row",
