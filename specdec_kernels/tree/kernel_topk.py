@@ -21,7 +21,7 @@ import triton.language as tl
 
 from specdec_kernels.launch import current_chip, lanes, launch
 from specdec_kernels.overlap import let_next_kernel_start, overlapped, wait_for_kernel_ahead
-from specdec_kernels.sampling.device import LOG2E, exponent_scale, finite, key_value, sort_key, usable
+from specdec_kernels.sampling.device import FLOAT32_MAX, LOG2E, exponent_scale, finite, key_value, sort_key, usable
 from specdec_kernels.tree.configs import CONFIGS
 from specdec_kernels.tree.kernel_selection import NO_SCORE
 from specdec_kernels.tree.types import DraftTopk
@@ -32,9 +32,16 @@ _MIN_LANES = 32  # a whole warp, whose integer maximum is one instruction
 
 @triton.jit
 def _load_logits(logits_ptr, row_offset, column, VOCAB: tl.constexpr):
-    """Logits as float32 with NaN as -inf and +inf as the largest float32; -inf past the vocabulary."""
-    logit = tl.load(logits_ptr + row_offset + column, mask=column < VOCAB, other=float("-inf")).to(tl.float32)
-    return usable(logit)
+    """Logits as float32, NaN and infinities as they are; -inf past the vocabulary."""
+    return tl.load(logits_ptr + row_offset + column, mask=column < VOCAB, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _tile_statistics(logit, scale):
+    """The largest of each tile and of all, and the sum of the weights of all."""
+    tile_max = tl.max(logit, 1)
+    top = tl.max(tile_max, 0)
+    return tile_max, top, tl.sum(tl.exp2((logit - finite(top)) * scale))
 
 
 @triton.jit
@@ -66,11 +73,12 @@ def _topk_tiles_kernel(
     wait_for_kernel_ahead(OVERLAP)
     let_next_kernel_start(OVERLAP)
     logit = _load_logits(logits_ptr, row * row_stride, column, VOCAB)
-    tile_max = tl.max(logit, 1)
-    tl.store(tile_max_ptr + row * TILES + tile, tile_max, mask=tile < TILES)
-    top = tl.max(tile_max, 0)
     scale = _scale(temperature_ptr, row)
-    total = tl.sum(tl.sum(tl.exp2((logit - finite(top)) * scale), 1), 0)
+    tile_max, top, total = _tile_statistics(logit, scale)
+    # A NaN or an infinity shows in the largest logit or in the sum; replacing it in every entry would be slower.
+    if ((top <= FLOAT32_MAX) & (total < float("inf"))) == 0:
+        tile_max, top, total = _tile_statistics(usable(logit), scale)
+    tl.store(tile_max_ptr + row * TILES + tile, tile_max, mask=tile < TILES)
     place = row * tl.num_programs(1) + tl.program_id(1)
     tl.store(strip_ptr + place, top)
     tl.store(strip_ptr + tl.num_programs(0) * tl.num_programs(1) + place, total)
@@ -125,7 +133,7 @@ def _topk_merge_kernel(
     image = tl.where(tile < TILES, sort_key(tile_max, 0), NO_SCORE)
     chosen = _best_tiles(image, tile, COUNT if COUNT < TILES else TILES, TILES, BLOCK_K)
     column = tl.reshape(chosen[:, None] * TILE + tl.arange(0, TILE)[None, :], (BLOCK_K * TILE,))
-    image = sort_key(_load_logits(logits_ptr, row * row_stride, column, VOCAB), 0)
+    image = sort_key(usable(_load_logits(logits_ptr, row * row_stride, column, VOCAB)), 0)
     lane = tl.arange(0, BLOCK_K)
     token, key = lane * 0, lane * 0
     for rank in range(COUNT):
