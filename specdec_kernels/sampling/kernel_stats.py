@@ -104,17 +104,19 @@ def stats_kernel(
     STEPS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    # Two dimensions first: how a compiler spreads four over the threads depends on its version.
+    vector = tl.arange(0, STEPS * BLOCK_S * LANES)[:, None]
+    pair = tl.program_id(0) * BLOCK_S + vector // LANES % BLOCK_S
+    step = vector // (LANES * BLOCK_S) * LANES + vector % LANES
+    column = (pair % STRIPS * (STEPS * LANES) + step) * ENTRIES + tl.arange(0, ENTRIES)[None, :]
+    wait_for_kernel_ahead(OVERLAP)
+    let_next_kernel_start(OVERLAP)
+    there = (pair < rows * STRIPS) & (column < VOCAB)
+    value = d.load_entries(values_ptr, pair // STRIPS, column, row_stride, there)
+    value = tl.reshape(value, (STEPS, BLOCK_S, LANES, ENTRIES))
     pair = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
     row, strip = pair // STRIPS, pair % STRIPS
     live = row < rows
-    lane, entry = tl.arange(0, LANES)[None, None, :, None], tl.arange(0, ENTRIES)[None, None, None, :]
-    place = (tl.arange(0, STEPS)[:, None, None, None] * LANES + lane) * ENTRIES + entry
-    column = (strip * (STEPS * LANES * ENTRIES))[None, :, None, None] + place
-    wait_for_kernel_ahead(OVERLAP)
-    let_next_kernel_start(OVERLAP)
-    value = d.load_entries(
-        values_ptr, row[None, :, None, None], column, row_stride, live[None, :, None, None] & (column < VOCAB)
-    )
     temperature = tl.zeros((BLOCK_S,), tl.float32)
     draws, picks, twice = True, True, False
     if SAMPLE:
