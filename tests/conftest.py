@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -14,12 +15,19 @@ if not torch.cuda.is_available():
 import pytest
 from hypothesis import HealthCheck, settings
 
+# Tests start dozens of processes: what Python compiles for one of them is kept for the others.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 torch.set_num_threads(1)  # tensors are small, and threads that wait for each other starve on a busy machine
 settings.register_profile(
     "ci", max_examples=25, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile("nightly", max_examples=2000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+LONG = ("test_readme.py", "test_sweep.py", "test_compile_gate.py", "test_add_a_kernel.py", "test_parity.py")
+"""Files of a minute or so, which begin first: the last one would leave the other process without work."""
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +38,8 @@ def one_thread() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test marked `gpu` names its reason when it cannot run."""
+    """Long files come first. A test marked `gpu` names its reason when it cannot run."""
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
     if torch.cuda.is_available():
         return
     for item in items:

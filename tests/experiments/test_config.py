@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,18 @@ NEEDED = {
     "data=jsonl": ["data.path=prompts.jsonl"],
     "data=prompt": ["data.text=hello"],
 }
-GROUPS = ("algo", "backend", "model", "data", "sampling", "runtime", "tracker", "task", "experiment", "debug")
+GROUPS = ("algo", "backend", "model", "data", "sampling", "runtime", "tracker", "task")
+RECIPES = ("experiment", "debug")
 
 
-def options() -> list[str]:
-    return [f"{group}={path.stem}" for group in GROUPS for path in sorted((CONFIG_FOLDER / group).glob("*.yaml"))]
+def options(group: str) -> list[str]:
+    return [f"{group}={path.stem}" for path in sorted((CONFIG_FOLDER / group).glob("*.yaml"))]
+
+
+def selections() -> list[tuple[str, ...]]:
+    """Every option of every group, those of different groups side by side, and every recipe alone."""
+    together = [tuple(filter(None, chosen)) for chosen in zip_longest(*map(options, GROUPS))]
+    return together + [(option,) for group in RECIPES for option in options(group)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,14 +47,14 @@ def compose(*overrides: str) -> DictConfig:
     return hydra.compose("config", overrides=list(overrides))
 
 
-@pytest.mark.parametrize("option", options())
-def test_every_option_composes_with_nothing_missing_and_builds(option: str) -> None:
-    cfg = compose(option, *NEEDED.get(option, []))
+@pytest.mark.parametrize("chosen", selections(), ids=" ".join)
+def test_every_option_composes_with_nothing_missing_and_builds(chosen: tuple[str, ...]) -> None:
+    cfg = compose(*chosen, *(needed for option in chosen for needed in NEEDED.get(option, [])))
     assert not OmegaConf.missing_keys(cfg)
     built = build_config(cfg)
-    group, _, name = option.partition("=")
-    if group in ("algo", "backend", "model", "data", "tracker", "task"):
-        assert getattr(built, group).name == name
+    for group, _, name in (option.partition("=") for option in chosen):
+        if group in ("algo", "backend", "model", "data", "tracker", "task"):
+            assert getattr(built, group).name == name
 
 
 @pytest.mark.parametrize("option", sorted(NEEDED))

@@ -18,10 +18,10 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 def test_every_forward_is_timed_twice() -> None:
     dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
     model = random_model(replace(CONFIG, num_layers=1), DEVICE, dtype)
-    config = DeterminismConfig(batches=[2], nodes=6, context=5, prefill=64, repeats=1, rounds=1)
+    config = DeterminismConfig(batches=[2], nodes=6, context=5, prefill=20, repeats=1, rounds=1)
     rows = list(measure(model, "toy", config))
     assert [(row["forward"], row["batch"]) for row in rows] == [
-        ("decode 1", 2), ("chain 6", 2), ("tree 6", 2), ("prefill 64", 1)
+        ("decode 1", 2), ("chain 6", 2), ("tree 6", 2), ("prefill 20", 1)
     ]  # fmt: skip
     assert all(row["price"] == row["deterministic_ms"] / row["plain_ms"] > 0 for row in rows)
 

@@ -43,6 +43,7 @@ class Stand:
 
 
 def stand() -> Stand:
+    TARGET.model.set_forward(None)  # whatever the last engine of another test has left
     text = Text.of([Continuation(*row) for row in ROWS], VOCAB)
     return Stand(TARGET, ResponseSet(text, "cpu", 1000), DrafterTraining(batch=BatchSettings()))
 
