@@ -67,11 +67,11 @@ class DFlashSettings:
 
 @dataclass
 class BlockSettings:
-    """`anchors` is the number of blocks in a step, spread evenly over its rows. `weights` is decay, with `gamma`, or
-    confidence, with `alpha`. The LM head's logits are computed for `at_once` blocks at a time, to bound memory."""
+    """`anchors` is the number of blocks in a step, spread evenly over its rows. `weights` is confidence, with `alpha`,
+    or decay, with `gamma`. The LM head's logits are computed for `at_once` blocks at a time, to bound memory."""
 
     anchors: int = 320
-    weights: str = "decay"
+    weights: str = "confidence"
     gamma: float = 7.0
     alpha: float = 0.5
     at_once: int = 2048
