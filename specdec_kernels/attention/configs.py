@@ -222,6 +222,14 @@ def in_order_config(chip: str, config: AttentionConfig, rows: int, itemsize: int
     return replace(config, block_m=2 * config.block_m, num_warps=2 * config.num_warps)
 
 
+def node_config(chip: str, config: AttentionConfig, group: int, itemsize: int) -> AttentionConfig:
+    """The row for programs of one node, whose `group` query heads are its only rows. `config` is that of the other
+    batch-invariant calls, whose bits one warp has too."""
+    if group <= _ROWS_OF_A_WARP and _has_the_bits_of_a_warp(chip, config, itemsize):
+        return replace(config, block_m=_ROWS_OF_A_WARP, num_warps=1)
+    return replace(config, block_m=max(config.block_m, _power_of_two(group)))
+
+
 def _has_the_bits_of_a_warp(chip: str, config: AttentionConfig, itemsize: int) -> bool:
     """Whether each warp has 16 rows and adds all keys of a tile by itself. A warp of another tile like that has the
     same bits, whichever instruction multiplies."""

@@ -200,6 +200,27 @@ def widen(stored, like, FP8: tl.constexpr):
 
 
 @triton.jit
+def _half_factors(largest):
+    """Powers of two [M] for rows whose largest number is `largest`: to multiply queries by, and to undo it."""
+    exponent = largest.to(tl.int32, bitcast=True) >> 23
+    # Exponents as float32 stores them; the bounds keep both powers of two normal numbers.
+    exponent = tl.minimum(tl.maximum(exponent, 8), 254)
+    shrink, grow = (261 - exponent) << 23, (exponent - 7) << 23
+    return shrink.to(tl.float32, bitcast=True), grow.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def half_queries_in_halves(q, more, FP8: tl.constexpr):
+    """`half_queries` of rows whose columns are those of `q` and of `more`: (both halves, factor)."""
+    if FP8 == FP8_NATIVE and q.dtype == tl.bfloat16:
+        wide, more_wide = q.to(tl.float32), more.to(tl.float32)
+        shrink, grow = _half_factors(tl.maximum(tl.max(tl.abs(wide), 1), tl.max(tl.abs(more_wide), 1)))
+        return (wide * shrink[:, None]).to(tl.float16), (more_wide * shrink[:, None]).to(tl.float16), grow
+    else:
+        return q, more, tl.full([q.shape[0]], 1.0, tl.float32)
+
+
+@triton.jit
 def half_queries(q, FP8: tl.constexpr):
     """(queries [M, D] for the product with widened keys, factor [M] of their scores).
 
@@ -209,13 +230,8 @@ def half_queries(q, FP8: tl.constexpr):
     """
     if FP8 == FP8_NATIVE and q.dtype == tl.bfloat16:
         wide = q.to(tl.float32)
-        largest = tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) >> 23
-        # Exponents as float32 stores them; the bounds keep both powers of two normal numbers.
-        exponent = tl.minimum(tl.maximum(largest, 8), 254)
-        shrink = (261 - exponent) << 23
-        grow = (exponent - 7) << 23
-        half = (wide * shrink.to(tl.float32, bitcast=True)[:, None]).to(tl.float16)
-        return half, grow.to(tl.float32, bitcast=True)
+        shrink, grow = _half_factors(tl.max(tl.abs(wide), 1))
+        return (wide * shrink[:, None]).to(tl.float16), grow
     else:
         return q, tl.full([q.shape[0]], 1.0, tl.float32)
 
@@ -275,15 +291,20 @@ def softmax_step(scores, factor, top, total, acc, POLYNOMIAL: tl.constexpr, LAZY
 
 
 @triton.jit
-def tile_scores(q, key_ptr, offsets, stored, score_scale, soft_cap, FP8: tl.constexpr):
-    """(scores of a tile of stored keys, what a row [M] of them is multiplied by to be in base 2)."""
-    keys = widen(tl.load(key_ptr + offsets, mask=stored, other=0.0), q, FP8)
-    scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
+def capped(scores, score_scale, soft_cap):
+    """(scores [M, N] behind the soft cap, if there is one, what a row [M] of them is multiplied by to be in base 2)."""
     factor = score_scale
     if soft_cap is not None:
         scores = tanh(scores * score_scale[:, None])
         factor = score_scale * 0.0 + soft_cap
     return scores, factor
+
+
+@triton.jit
+def tile_scores(q, key_ptr, offsets, stored, score_scale, soft_cap, FP8: tl.constexpr):
+    """(scores of a tile of stored keys, what a row [M] of them is multiplied by to be in base 2)."""
+    keys = widen(tl.load(key_ptr + offsets, mask=stored, other=0.0), q, FP8)
+    return capped(tl.dot(q, tl.trans(keys), input_precision="ieee"), score_scale, soft_cap)
 
 
 @triton.jit

@@ -3,7 +3,8 @@
 The keys of a node are those of a text: the prefix, then its ancestors and itself. `kernel` computes what the nodes
 share, and leaves the sums of the split that the prefix ends in. Here a program takes one node and KV head: it goes on
 with the node's own text in the tiles that a text without a tree has, closes the split, and adds all splits in order. So
-a node has the bits that decoding its text gives.
+a node has the bits that decoding its text gives. A program has few rows, so it is one warp where that has the same
+bits, and computes the columns of a head in halves, for which a warp has room.
 """
 
 # mypy: ignore-errors
@@ -16,25 +17,27 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec_kernels.attention.configs import AttentionConfig, merge_unroll
+from specdec_kernels.attention.configs import AttentionConfig, node_config
 from specdec_kernels.attention.device import (
     LN_2,
     LOG2_E,
+    capped,
+    finite_or_zero,
     fixed_split_begin,
     fixed_split_of,
     fold_part,
-    fold_parts,
-    fold_scores,
     fold_sink,
-    half_queries,
+    half_queries_in_halves,
     inverse_or_zero,
     log2_sum,
-    tile_scores,
+    softmax_step,
     used_rows,
+    widen,
 )
 from specdec_kernels.attention.kernel_merge import overlapped
 from specdec_kernels.attention.types import AttentionMetadata, WorkList, WorkShape
 from specdec_kernels.launch import current_chip, launch
+from specdec_kernels.overlap import let_next_kernel_start, wait_for_kernel_ahead
 
 _LOG2_E = tl.constexpr(LOG2_E)
 
@@ -62,6 +65,53 @@ def _place_of_keys(paths, table_row, positions, length, num_slots, max_length, P
     held = tl.where(depth < 0, positions, length + slot)
     page = tl.load(table_row + held // PAGE, mask=there, other=0)
     return tl.where(there, page.to(tl.int64) * PAGE + held % PAGE, -1)
+
+
+@triton.jit
+def _load_half(ptr, rows, mask, dims, D: tl.constexpr):
+    """Columns `dims` of rows [M, D] at `ptr`; `rows` and `mask` [M, 1]."""
+    return tl.load(ptr + rows * D + dims[None, :], mask=mask & (dims < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _store_halves(ptr, rows, mask, first, last, dims, H: tl.constexpr, D: tl.constexpr):
+    at = ptr + rows * D + dims[None, :]
+    tl.store(at, first.to(ptr.dtype.element_ty), mask=mask & (dims < D)[None, :])
+    tl.store(at + H, last.to(ptr.dtype.element_ty), mask=mask & (H + dims < D)[None, :])
+
+
+@triton.jit
+def _fold_both(first, last, top, total, part_first, part_last, lse):
+    """`fold_part` of both halves of the columns."""
+    last, _, _ = fold_part(last, top, total, part_last, lse)
+    first, top, total = fold_part(first, top, total, part_first, lse)
+    return first, last, top, total
+
+
+@triton.jit
+def _fold_tile(
+    q_first, q_last, key_ptr, value_ptr, places, seen, score_scale, soft_cap, top, total, first, last, dims,
+    D: tl.constexpr, H_KV: tl.constexpr, FP8: tl.constexpr, POLYNOMIAL: tl.constexpr, LAZY: tl.constexpr,
+):  # fmt: skip
+    """`softmax_step` over the keys at `places` [N] that are `seen` [N]; -1 for a key that is not there."""
+    more_dims = dims.shape[0] + dims
+    there, tokens = (places >= 0)[:, None], places[:, None] * H_KV
+    # One half after the other: a warp has no room for both.
+    keys = widen(_load_half(key_ptr, tokens, there, dims, D), q_first, FP8)
+    scores = tl.dot(q_first, tl.trans(keys), input_precision="ieee")
+    keys = widen(_load_half(key_ptr, tokens, there, more_dims, D), q_first, FP8)
+    scores = tl.dot(q_last, tl.trans(keys), scores, input_precision="ieee")
+    scores, factor = capped(scores, score_scale, soft_cap)
+    scores = tl.where(seen[None, :], scores, float("-inf"))
+    before = top
+    weights, top, total, first = softmax_step(scores, factor, top, total, first, POLYNOMIAL, LAZY)
+    last = last * tl.exp2(before - finite_or_zero(top))[:, None]
+    weights = weights.to(q_first.dtype)
+    values = widen(_load_half(value_ptr, tokens, there, dims, D), q_first, FP8)
+    first = tl.dot(weights, values, first, input_precision="ieee")
+    values = widen(_load_half(value_ptr, tokens, there, more_dims, D), q_first, FP8)
+    last = tl.dot(weights, values, last, input_precision="ieee")
+    return top, total, first, last
 
 
 # More than 16 run-time arguments: those of the attention kernel and of the merge, whose work this does.
@@ -111,7 +161,6 @@ def _tree_kernel(
     LAZY: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    UNROLL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     kv_head, index = tl.program_id(0) % H_KV, tl.program_id(0) // H_KV
@@ -121,30 +170,32 @@ def _tree_kernel(
     end = tl.where(in_use, tl.minimum(length + num_slots, max_length), 0)
     border = tl.minimum(length // BLOCK_N * BLOCK_N, end)
     head = tl.arange(0, BLOCK_M)
-    valid, dims = head < GROUP, tl.arange(0, BLOCK_D)
+    valid = head < GROUP
     row_used = valid & in_use
     rows = (request * num_nodes + node) * (H_KV * GROUP) + kv_head * GROUP + head
-    stored = row_used[:, None] & (dims < D)[None, :]
-    q = tl.load(q_ptr + rows[:, None] * D + dims[None, :], mask=stored, other=0.0)
+    H: tl.constexpr = BLOCK_D // 2 if BLOCK_D > 16 else 16  # a matrix product takes 16 at least
+    dims, used = tl.arange(0, H), row_used[:, None]
+    q_first = _load_half(q_ptr, rows[:, None], used, dims, D)
+    q_last = _load_half(q_ptr, rows[:, None], used, H + dims, D)
     if k_scale_ptr is not None:
         score_scale *= tl.load(k_scale_ptr + kv_head)
     if v_scale_ptr is not None:
         value_scale *= tl.load(v_scale_ptr + kv_head)
     paths = paths_ptr + (request * num_nodes + node) * num_slots
     table_row = table_ptr + request * table_stride
-    q, row_factor = half_queries(q, FP8)
+    q_first, q_last, row_factor = half_queries_in_halves(q_first, q_last, FP8)
     score_scale = row_factor * score_scale
     key_ptr = kv_ptr + kv_head * D
     value_ptr = key_ptr + num_pages.to(tl.int64) * (PAGE * H_KV * D)
-    first, lowest = 0, 0
+    begin, lowest = 0, 0
     if window is not None:
-        first = fixed_split_of(tl.maximum(length - window + 1, 0), split_tokens, first_splits)
+        begin = fixed_split_of(tl.maximum(length - window + 1, 0), split_tokens, first_splits)
         lowest = length + tl.load(row_depths_ptr + request * num_nodes + node) - window + 1
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_kernel_ahead(OVERLAP)
+    let_next_kernel_start(OVERLAP)
 
-    out = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
+    out = tl.full([BLOCK_M, H], 0.0, tl.float32)
+    out_last = tl.full([BLOCK_M, H], 0.0, tl.float32)
     out_top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     out_total = tl.full([BLOCK_M], 0.0, tl.float32)
     if offsets_ptr is None:
@@ -152,39 +203,45 @@ def _tree_kernel(
     else:
         first_part = tl.load(offsets_ptr + request).to(tl.int64)
     part_rows = (first_part - request) * num_nodes * (H_KV * GROUP) + rows
-    split = tl.maximum(fixed_split_of(border, split_tokens, first_splits), first)
-    out, out_top, out_total = fold_parts(
-        out, out_top, out_total, part_ptr, part_lse_ptr, part_rows, num_nodes * (H_KV * GROUP), split - first, row_used,
-        stored, dims, D, UNROLL,
-    )  # fmt: skip
-    acc = tl.load(state_ptr + rows[:, None] * D + dims[None, :], mask=stored, other=0.0)
+    split = tl.maximum(fixed_split_of(border, split_tokens, first_splits), begin)
+    for _ in tl.range(begin, split):
+        part = _load_half(part_ptr, part_rows[:, None], used, dims, D).to(tl.float32)
+        part_last = _load_half(part_ptr, part_rows[:, None], used, H + dims, D).to(tl.float32)
+        lse = tl.load(part_lse_ptr + part_rows, mask=row_used, other=float("-inf"))
+        out, out_last, out_top, out_total = _fold_both(out, out_last, out_top, out_total, part, part_last, lse)
+        part_rows += num_nodes * (H_KV * GROUP)
+    acc = _load_half(state_ptr, rows[:, None], used, dims, D)
+    acc_last = _load_half(state_ptr, rows[:, None], used, H + dims, D)
     top = tl.load(sums_ptr + rows * 2, mask=row_used, other=float("-inf"))
     total = tl.load(sums_ptr + rows * 2 + 1, mask=row_used, other=0.0)
     split_end = fixed_split_begin(split + 1, split_tokens, first_splits)
     for start in tl.range(border, end, BLOCK_N):
         positions = start + tl.arange(0, BLOCK_N)
         places = _place_of_keys(paths, table_row, positions, length, num_slots, max_length, PAGE)
-        loaded = (places >= 0)[:, None] & (dims < D)[None, :]
-        offsets = places[:, None] * (H_KV * D) + dims[None, :]
-        scores, factor = tile_scores(q, key_ptr, offsets, loaded, score_scale, soft_cap, FP8)
         seen = (places >= 0) & (positions >= lowest)
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        top, total, acc = fold_scores(
-            q, scores, factor, value_ptr, offsets, loaded, top, total, acc, FP8, POLYNOMIAL, LAZY
-        )
+        top, total, acc, acc_last = _fold_tile(
+            q_first, q_last, key_ptr, value_ptr, places, seen, score_scale, soft_cap, top, total, acc, acc_last, dims,
+            D, H_KV, FP8, POLYNOMIAL, LAZY,
+        )  # fmt: skip
         if (start + BLOCK_N == split_end) | (start + BLOCK_N >= end):
-            part = (acc * (value_scale * inverse_or_zero(total))[:, None]).to(out_ptr.dtype.element_ty).to(tl.float32)
-            out, out_top, out_total = fold_part(out, out_top, out_total, part, log2_sum(top, total))
+            unit = (value_scale * inverse_or_zero(total))[:, None]
+            # Rounded as the partial result of another program is.
+            part = (acc * unit).to(out_ptr.dtype.element_ty).to(tl.float32)
+            part_last = (acc_last * unit).to(out_ptr.dtype.element_ty).to(tl.float32)
+            lse = log2_sum(top, total)
+            out, out_last, out_top, out_total = _fold_both(out, out_last, out_top, out_total, part, part_last, lse)
             acc = acc * 0.0
+            acc_last = acc_last * 0.0
             top = tl.full([BLOCK_M], float("-inf"), tl.float32)
             total = total * 0.0
 
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + kv_head * GROUP + head, mask=row_used, other=float("-inf")) * _LOG2_E
+        out_last, _, _ = fold_sink(out_last, out_top, out_total, sink)
         out, out_top, out_total = fold_sink(out, out_top, out_total, sink)
     out_total = tl.where(row_used, out_total, 0.0)
-    narrow = (out * inverse_or_zero(out_total)[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + rows[:, None] * D + dims[None, :], narrow, mask=valid[:, None] & (dims < D)[None, :])
+    unit = inverse_or_zero(out_total)[:, None]
+    _store_halves(out_ptr, rows[:, None], valid[:, None], out * unit, out_last * unit, dims, H, D)
     if lse_ptr is not None:
         tl.store(lse_ptr + rows, log2_sum(out_top, out_total) * LN_2, mask=valid)
 
@@ -209,7 +266,7 @@ def launch_tree(
     factors, tile: as the attention kernel has them."""
     batch, num_nodes, heads, _ = q.shape
     kv_heads = kv.shape[3]
-    chip = current_chip(q)
+    config = node_config(current_chip(q), config, heads // kv_heads, q.dtype.itemsize)
     launch(
         _tree_kernel,
         (batch * num_nodes * kv_heads,),
@@ -222,9 +279,7 @@ def launch_tree(
         num_stages=1,
         H_KV=kv_heads,
         GROUP=heads // kv_heads,
-        # The tile of the attention kernel, whose bits this one must have, although few of its rows are in use.
-        BLOCK_M=max(config.block_m, triton.next_power_of_2(heads // kv_heads)),
-        UNROLL=merge_unroll(chip, work.num_splits),
+        BLOCK_M=config.block_m,
         OVERLAP=config.overlap,
         **tile,
         **overlapped(config.overlap),

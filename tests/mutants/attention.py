@@ -183,6 +183,14 @@ MUTANTS = (
         "drafts behind a border of splits are added to the split before it",
     ),
     Mutant(
+        "last_half_keeps_the_old_maximum",
+        _TREE,
+        "last = last * tl.exp2(before - finite_or_zero(top))[:, None]",
+        "last = last * 1.0",
+        (f"{_INVARIANT}::test_a_node_of_a_tree_has_the_bits_of_the_prompt[plain-False]",),
+        "half of a head's numbers are not rescaled where a draft has the largest score",
+    ),
+    Mutant(
         "splits_of_the_walk_at_other_positions",
         _KERNEL,
         "split_stop = tl.minimum(stop, fixed_split_begin(split + 1, split_tokens, first_splits))",

@@ -144,6 +144,14 @@ MUTANTS = (
         "a program that takes all splits of its tile forgets one",
     ),
     Mutant(
+        "library_forgets_a_split",
+        _PROJECTION,
+        "for part in product[1:]:",
+        "for part in product[2:]:",
+        (f"{_TESTS}::test_the_library_stands_in_for_the_kernel",),
+        "of a product that the library computes split by split, the second split is left out",
+    ),
+    Mutant(
         "head_by_the_rows",
         "algorithms/runtime/models/decoder.py",
         "return linear(hidden.contiguous(), head.weight, batch_invariant=self.batch_invariant, impl=self.impl)",

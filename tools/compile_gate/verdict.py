@@ -47,6 +47,8 @@ ALLOWED_SPILLS: dict[tuple[str, str], AllowedSpill] = {
     ("_attention_kernel", "sm90"): AllowedSpill(
         72, _TWO_SUMS + "; and two registers of 128 rows over codes, which leave the loop alone too", (*_FIXED, _CODES)
     ),
+    ("_tree_kernel", "sm80"): AllowedSpill(8, _TWO_SUMS),
+    ("_tree_kernel", "sm90"): AllowedSpill(144, _TWO_SUMS + "; tiles of more than one warp are slower"),
     ("_attention_kernel", "sm100"): AllowedSpill(216, _TWO_SUMS, _FIXED),
 }
 
