@@ -58,45 +58,44 @@ def _store_logprobs(
 
 @triton.jit
 def _draw(
-    values_ptr, ids_ptr, slots_ptr, state_ptr, chunks_ptr, row, in_row, mass, uniform, top, scale, floor, row_stride,
-    VOCAB: tl.constexpr, STRIP: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr, PROBS: tl.constexpr,
-    FILTER: tl.constexpr, BLOCK_N: tl.constexpr,
+    values_ptr, ids_ptr, row, in_row, near, size, mass, uniform, top, scale, floor, row_stride,
+    VOCAB: tl.constexpr, SLOTS: tl.constexpr, LENGTH: tl.constexpr, PROBS: tl.constexpr,
 ):  # fmt: skip
     """Token (-1 for none) at which the running weight passes the uniform's share: first the part of the row by the
-    parts' weights, then the token by those of the part, which is read again.
-
-    The parts are the strips, of weight `mass` [R, BLOCK_N]; under filters they are the slots of rows of which these
-    tell all, and the chunks of rows that were deferred.
-    """
-    size = tl.full(row.shape, STRIP, tl.int32)
-    near, far = in_row & (size < 0), in_row & (size < 0)
-    if FILTER:
-        near = in_row
-        lane = tl.arange(0, BLOCK_N)[None, :]
-        if state_ptr is not None:
-            task = tl.load(state_ptr + row, mask=in_row, other=0.0)
-            near, far = task == NEAR, task > WHOLE
-            CHUNKS: tl.constexpr = (VOCAB + CHUNK - 1) // CHUNK
-            place = row.to(tl.int64)[:, None] * CHUNKS + lane
-            of_chunks = tl.load(chunks_ptr + place, mask=far[:, None] & (lane < CHUNKS), other=0.0)
-            mass = tl.where(far[:, None], of_chunks, mass)
-            size = tl.where(far, CHUNK, size)
-        place = row.to(tl.int64)[:, None] * SLOTS + lane
-        of_slots = tl.load(slots_ptr + place, mask=near[:, None] & (lane < SLOTS), other=0.0)
-        mass = tl.where(near[:, None], of_slots, mass)
-        size = tl.where(near, GROUP, size)
+    parts' weights `mass` [R, E], then the token by those of the part, which is read again: `size` [R] tokens, at most
+    LENGTH. The parts of the rows that are `near` are slots, which `ids_ptr` names."""
     part, within = d.find(mass, uniform)
     found, start = part >= 0, tl.maximum(part, 0)
     if ids_ptr is not None:
         held = tl.load(ids_ptr + row.to(tl.int64) * SLOTS + start, mask=near & found, other=0)
         start = tl.where(near, held, start)
-    inside = tl.arange(0, CHUNK if FILTER and CHUNK > STRIP else STRIP)[None, :]
+    inside = tl.arange(0, LENGTH)[None, :]
     column = (start * size)[:, None] + inside
     live = (in_row & found)[:, None] & (inside < size[:, None]) & (column < VOCAB)
     value = d.load_values(values_ptr, row[:, None], column, row_stride, live)
     weight = d.weigh(value, top[:, None], scale[:, None], PROBS)
     place, _ = d.find(tl.where(live & (value >= floor[:, None]), weight, 0.0), within)
     return tl.where(found & (place >= 0), start * size + place, -1)
+
+
+@triton.jit
+def _kept_parts(
+    slots_ptr, state_ptr, chunks_ptr, row, in_row, mass,
+    SLOTS: tl.constexpr, STRIP: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Weights [R, BLOCK_N] of the parts that a filtered row is drawn by, tokens of a part, and whether parts are slots:
+    slots where these tell all, chunks of rows that were deferred, and the strips, of weight `mass`, where no filter
+    cuts."""
+    lane, base = tl.arange(0, BLOCK_N)[None, :], row.to(tl.int64)[:, None]
+    of_slots = tl.load(slots_ptr + base * SLOTS + lane, mask=in_row[:, None] & (lane < SLOTS), other=0.0)
+    near, size = in_row, tl.full(row.shape, GROUP, tl.int32)
+    if state_ptr is not None:
+        of_chunks = tl.load(chunks_ptr + base * CHUNKS + lane, mask=in_row[:, None] & (lane < CHUNKS), other=0.0)
+        task = tl.load(state_ptr + row, mask=in_row, other=0.0)
+        near, far = task == NEAR, task > WHOLE
+        size = tl.where(near, size, tl.where(far, CHUNK, STRIP))
+        mass = tl.where(far[:, None], of_chunks, mass)
+    return tl.where(near[:, None], of_slots, mass), size, near
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -132,6 +131,7 @@ def _select_kernel(  # 17 run-time arguments: most are optional inputs and outpu
     BLOCK_N: tl.constexpr,
     SLOTS: tl.constexpr,
     CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -143,26 +143,36 @@ def _select_kernel(  # 17 run-time arguments: most are optional inputs and outpu
     plane = rows.to(tl.int64) * STRIPS
     wait_for_kernel_ahead(OVERLAP)
     let_next_kernel_start(OVERLAP)
+    # All that does not depend on other loads is read first.
     best = tl.load(best_ptr + place, mask=in_strips, other=NOTHING)
+    if SAMPLE:
+        temperature = tl.load(temperature_ptr + request, mask=in_row, other=0.0)
+        sums = tl.load(sums_ptr + place, mask=in_strips, other=0.0)
+        if FILTER:
+            floor = tl.load(distribution_ptr + rows + row, mask=in_row, other=float("-inf"))
+        else:
+            floor = tl.full((BLOCK_R,), float("-inf"), tl.float32)
+        if DRAW:
+            uniform = d.row_uniform(seeds_ptr, positions_ptr, uniforms_ptr, row, request, in_row, STREAM)
     of_row = tl.max(best, 1)
     top, token = image_value(of_row), image_token(of_row)
     valid = top > 0 if PROBS else top > float("-inf")
 
     if SAMPLE:
-        temperature = tl.load(temperature_ptr + request, mask=in_row, other=0.0)
         scale = d.exponent_scale(temperature)
-        floor = tl.full((BLOCK_R,), float("-inf"), tl.float32)
-        mass = strip_masses(sums_ptr + place, in_strips, best, top, scale, PROBS)
+        mass = strip_masses(sums, best, top, scale, PROBS)
         total = tl.sum(mass, 1)
-        if FILTER:
-            floor = tl.load(distribution_ptr + rows + row, mask=in_row, other=float("-inf"))
         if DRAW:
             drawn = in_row & valid & (temperature > 0)
+            size, near = tl.full((BLOCK_R,), STRIP, tl.int32), in_row & (temperature < 0)
+            if FILTER:
+                mass, size, near = _kept_parts(
+                    slots_ptr, state_ptr, chunks_ptr, row, in_row, mass, SLOTS, STRIP, CHUNK, CHUNKS, BLOCK_N
+                )  # fmt: skip
             if tl.max(drawn.to(tl.int32), 0) > 0:
-                uniform = d.row_uniform(seeds_ptr, positions_ptr, uniforms_ptr, row, request, in_row, STREAM)
                 found = _draw(
-                    values_ptr, ids_ptr, slots_ptr, state_ptr, chunks_ptr, row, drawn, mass, uniform, top, scale,
-                    floor, row_stride, VOCAB, STRIP, SLOTS, CHUNK, PROBS, FILTER, BLOCK_N,
+                    values_ptr, ids_ptr, row, drawn, near, size, mass, uniform, top, scale, floor, row_stride, VOCAB,
+                    SLOTS, STRIP if STRIP > CHUNK else CHUNK, PROBS,
                 )  # fmt: skip
                 token = tl.where(drawn & (found >= 0), found, token)
 
@@ -252,22 +262,23 @@ def select(
     )  # fmt: skip
     shared = dict(per_request=per_request, probabilities=probabilities)
     strips = measure(values, sampling.temperature, filtered=filtered, normalise=normalise, **shared)
-    kept, slots, chunk, parts = Kept(None, None, None, None), 0, 0, strips.best.shape[1]
+    kept, slots, chunks = Kept(None, None, None, None), 0, 0
     if filtered:
         kept = keep(values, sampling, strips.best, strips.sums, *strips[2:4], found.distribution, **shared)
         slots = kept.slots.shape[1]
     if kept.chunks is not None:
-        chunk, parts = config.chunk, max(parts, kept.chunks.shape[1])
+        chunks = kept.chunks.shape[1]
+    chunk = config.chunk if chunks else 0
     keyed = sample and draw and uniforms is None
     sources = (sampling.seeds, positions, None) if keyed else (None, None, uniforms if sample and draw else None)
-    block_n = max(triton.next_power_of_2(max(parts, slots)), d.MIN_SCAN)
+    block_n = max(triton.next_power_of_2(max(strips.best.shape[1], slots, chunks)), d.MIN_SCAN)
     block_r = d.rows_per_program(rows, config.max_rows, max(block_n, strips.length if sample else 1, chunk))
     launch(
         _select_kernel, (triton.cdiv(rows, block_r),), values, sampling.temperature, *sources, strips.best, strips.sums,
         *kept, *found, rows, values.stride(0), num_warps=config.draw_warps if sample and draw else config.pick_warps,
         PER_REQUEST=per_request, VOCAB=vocab, STRIPS=strips.best.shape[1], STRIP=strips.length, SAMPLE=sample,
         DRAW=draw, FILTER=filtered, NORMALISE=normalise, PROBS=probabilities, STREAM=stream, BLOCK_R=block_r,
-        BLOCK_N=block_n, SLOTS=slots, CHUNK=chunk, **overlapped(chip),
+        BLOCK_N=block_n, SLOTS=slots, CHUNK=chunk, CHUNKS=chunks, **overlapped(chip),
     )  # fmt: skip
     return found
 

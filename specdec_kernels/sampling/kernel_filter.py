@@ -41,12 +41,11 @@ class Kept(NamedTuple):
 
 
 @triton.jit
-def strip_masses(sums_ptr, in_strips, best, top, scale, PROBS: tl.constexpr):
-    """Weights of the strips of each row, relative to the row's largest value."""
-    mass = tl.load(sums_ptr, mask=in_strips, other=0.0)
+def strip_masses(sums, best, top, scale, PROBS: tl.constexpr):
+    """Weights of the strips of each row, relative to the row's largest value, from their sums and images."""
     if not PROBS:
-        mass = mass * d.weigh(image_value(best), top[:, None], scale[:, None], False)
-    return mass
+        sums = sums * d.weigh(image_value(best), top[:, None], scale[:, None], False)
+    return sums
 
 
 @triton.jit
@@ -213,6 +212,7 @@ def _filter_kernel(
     let_next_kernel_start(OVERLAP)
     # All that does not depend on other loads is read first.
     best = tl.load(best_ptr + place, mask=in_strips, other=NOTHING)
+    sums = tl.load(sums_ptr + place, mask=in_strips, other=0.0)
     temperature = tl.load(temperature_ptr + request, mask=in_row, other=0.0)
     wanted, share = d.count_and_share(top_k_ptr, top_p_ptr, request, in_row, VOCAB)
     group = tl.arange(0, BLOCK_G)[None, :]
@@ -226,7 +226,7 @@ def _filter_kernel(
     least = tl.min(tl.where(in_strips, image_value(best), float("inf")), 1)
     valid = top > 0 if PROBS else top > float("-inf")
     scale = d.exponent_scale(temperature)
-    mass = strip_masses(sums_ptr + place, in_strips, best, top, scale, PROBS)
+    mass = strip_masses(sums, best, top, scale, PROBS)
     lowest = _lowest(min_p_ptr, request, in_row, top, scale, PROBS)
     filtered = in_row & valid & (temperature > 0) & ((wanted > 0) | (share < 1) | (lowest > float("-inf")))
     floor, total, slot_mass = _filter(
