@@ -2,9 +2,9 @@
 
 Before a kernel, and again before every device function that it calls, the interpreter puts its own functions in place
 of those of `triton.language`, and looks through the whole module for them. Inside a kernel they are in place already,
-and which ones they are does not change. Nor does the NumPy type that stands for a type of Triton. So the first search
-and the first answer are kept. The functions replaced here are Triton's own and private; where a version has no such
-function, its interpreter stays as it is.
+and which ones they are does not change. Nor does the NumPy type that stands for a type of Triton, or what a type of a
+block says of itself. So the first search and the first answers are kept. The functions replaced here are Triton's own
+and private; where a version has no such function, its interpreter stays as it is.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ def hasten() -> None:
     interpreter._patch_builtin = _patch_known(interpreter)
     interpreter._patch_lang = _patch_once(interpreter, interpreter._patch_lang)
     interpreter._get_np_dtype = _known_types(interpreter.tl, interpreter._get_np_dtype)
+    kind = interpreter.tl.core.block_type
+    kind.__init__ = _known_blocks(kind.__init__)
 
 
 def _patch_known(interpreter: Any) -> Callable[..., None]:
@@ -72,3 +74,21 @@ def _known_types(tl: Any, find: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return known(element) if type(element) is tl.dtype else find(element)
 
     return of
+
+
+def _known_blocks(init: Callable[..., None]) -> Callable[..., None]:
+    """The constructor of the type of a block, which checks its shape and writes its name, with the results kept. Each
+    operation makes several, of a few element types and shapes in all."""
+    known: dict[Any, dict[str, Any]] = {}
+
+    def build(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (str(element_ty), *shape)
+        if not all(type(size) is int for size in key[1:]):
+            init(self, element_ty, shape)
+            return
+        if key not in known:
+            init(self, element_ty, shape)
+            known[key] = dict(vars(self))
+        vars(self).update(known[key], element_ty=element_ty)
+
+    return build

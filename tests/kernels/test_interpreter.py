@@ -58,3 +58,15 @@ def test_types_are_those_of_numpy(kind: tl.dtype) -> None:
     names = {tl.float32: "float32", tl.int1: "bool"}
     name = "int64" if kind.is_block() else "uint64" if kind.is_ptr() else names[kind]
     assert interpreter._get_np_dtype(kind) == name
+
+
+def test_types_of_blocks_are_checked_and_told_apart() -> None:
+    hasten()
+    for _ in range(2):
+        block = tl.block_type(tl.int64, [4, 2])
+        assert block == tl.block_type(tl.int64, [tl.constexpr(4), 2]) and block.numel == 8
+        assert block != tl.block_type(tl.int32, [4, 2]) and block != tl.block_type(tl.int64, [2, 4])
+        assert str(block) == str(tl.block_type(tl.int64, [4, 2])) != str(tl.block_type(tl.int32, [8]))
+        assert tl.block_type(tl.pointer_type(tl.int8), [2]).element_ty == tl.pointer_type(tl.int8)
+        with pytest.raises(ValueError, match="power of 2"):
+            tl.block_type(tl.int64, [3])
