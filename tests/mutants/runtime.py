@@ -178,4 +178,12 @@ MUTANTS = (
         ("tests/algorithms/test_constraints.py::test_forced_tokens_are_drafts_that_cost_nothing[standalone_tree]",),
         "nodes move and the numbers of their parents do not, so the draft is no tree any more",
     ),
+    Mutant(
+        "accepted_drafts_lost_before_a_dead_end",
+        "algorithms/runtime/engine.py",
+        "            row = row.without_bonus()\n",
+        "            row = row._replace(tokens=[], logprobs=[], top=[])\n",
+        ("tests/algorithms/test_constraints.py::test_a_grammar_that_leaves_no_token_ends_its_request_alone[ngram]",),
+        "a request fails for the token behind the drafts that end it, which the target alone never reaches",
+    ),
 )
