@@ -38,7 +38,7 @@ from tests.algorithms.drafters import LOADING, TARGET, blurred_target, hinted, l
 from tests.algorithms.fuzz_cases import DRAWN, LONGEST, MAKERS, draw_requests, draw_setup, in_grammar
 from tests.algorithms.fuzz_faults import AllocationFailed, Faults
 from tests.algorithms.soak import check_counts, check_pages, check_rows
-from tests.algorithms.test_adaptive import COLUMNS, Random, num_sizes, paced
+from tests.algorithms.test_adaptive import COLUMNS, Random, paced, sizes_of
 from tests.algorithms.test_constraints import allowed, read
 from tests.algorithms.test_forbidden_tokens import forbidden
 from tests.algorithms.test_sampling_parameters import following, penalised
@@ -124,7 +124,7 @@ class Round:
         self._algorithm = algorithm if keep else hinted(algorithm, texts)
         self._engine = engine_of(self._algorithm, self.setup, TARGET)
         if self._engine.parts.sizing is not None:
-            paced(self._engine, Random(num_sizes(self._engine), self._draw.randrange(1000)))
+            paced(self._engine, Random(sizes_of(self._engine), self._draw.randrange(1000)))
 
     def _learn(self, requests: list[Request]) -> None:
         """What the target alone writes, one request at a time."""
