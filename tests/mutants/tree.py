@@ -119,8 +119,8 @@ MUTANTS = (
     Mutant(
         "topk_tail_of_the_vocabulary",
         _TOPK,
-        'logit = tl.load(logits_ptr + row_offset + column, mask=column < VOCAB, other=float("-inf")).to(tl.float32)',
-        "logit = tl.load(logits_ptr + row_offset + column, mask=column < VOCAB, other=0.0).to(tl.float32)",
+        'return tl.load(logits_ptr + row_offset + column, mask=column < VOCAB, other=float("-inf")).to(tl.float32)',
+        "return tl.load(logits_ptr + row_offset + column, mask=column < VOCAB, other=0.0).to(tl.float32)",
         _case("topk_odd"),
         "historical: lanes past the vocabulary win against negative logits (vLLM GHSA-8wr5-jm2h-8r4f)",
     ),
