@@ -7,12 +7,13 @@ table. So a row has the same bits whatever the number of rows.
 A weight whose column tiles fill the chip several times runs small tiles, several programs a processor. One with fewer
 tiles than processors runs one program a processor with many loads in flight, and its inner dimension is cut as long as
 there are processors left. Between the two, a processor runs two programs at a time, so that none waits for a second
-round. The measurements behind the table are in experiments/LOG.md.
+round; so it does where one program a processor would leave many without any. Where it gained, programs hold weights.
+The measurements behind the table are in experiments/LOG.md.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 FAST_ROWS = 64  # more rows go to torch's matmul, which is then the faster one
 _MOST_ROWS = 128  # of one program
@@ -22,6 +23,9 @@ _PROCESSORS = {"sm80": 108, "sm90": 132, "sm100": 148, "gfx942": 304}
 _SHARED_BYTES = {"sm80": 160 << 10, "sm90": 220 << 10, "sm100": 220 << 10, "gfx942": 64 << 10}
 _COLUMNS = 64  # the M side of the tensor core
 _SHORTEST_SPLIT = 512
+_EVENER = 0.1
+_HELD_ROWS = 16  # of a program that holds weights
+_HELD_OF_MANY, _HELD_OF_CUT_PAIRS = 128, 512
 _FLOAT32_SPLIT = 128  # inner elements that are added one by one in float32, which has no tensor core
 
 _CUT_STEP = 128  # a multiple of every block_k of the table, so that the cut is the same for every tile
@@ -40,7 +44,8 @@ _BOUND_BY_ARITHMETIC = {"sm90": (128, 64, 8, 4)}
 class LinearConfig:
     """columns: weight rows of one program. block_k: inner elements a step. splits: programs that share a column
     tile, each with its part of the inner dimension. rows: rows of x a program takes at once. in_order: one program
-    takes all splits of a tile, one after the other."""
+    takes all splits of a tile, one after the other. held: inner elements of its weights that a program asks for before
+    it waits for the kernel ahead, the last of its split; 0 for none."""
 
     columns: int
     block_k: int
@@ -49,11 +54,13 @@ class LinearConfig:
     num_stages: int
     rows: int
     in_order: bool = False
+    held: int = 0
 
     def split_length(self, inner: int) -> int:
-        """Inner elements of a program: whole steps, or all."""
-        steps = -(-inner // self.block_k)
-        return min(inner, -(-steps // self.splits) * self.block_k)
+        """Inner elements of a program: whole steps, or all. Tiles of 64 and of 128 are cut at the same places."""
+        step = _CUT_STEP if inner % _CUT_STEP == 0 and self.block_k == _CUT_STEP // 2 else self.block_k
+        steps = -(-inner // step)
+        return min(inner, -(-steps // self.splits) * step)
 
 
 def rows_of_the_table(batch_invariant: bool) -> tuple[int, ...]:
@@ -72,8 +79,9 @@ def linear_config(chip: str, outer: int, inner: int, rows: int, element_bytes: i
         cut, warps = _splits(inner, inner // _FLOAT32_SPLIT, 16), 8 if block == _MOST_ROWS else 4
         return LinearConfig(32, 16, cut, warps, 3, block, many)
     tiles = -(-outer // _COLUMNS)
-    cut = _splits(inner, min(_PROCESSORS[chip] // tiles, inner // _SHORTEST_SPLIT), _CUT_STEP)
+    cut = _splits(inner, min(_programs_a_tile(_PROCESSORS[chip], tiles), inner // _SHORTEST_SPLIT), _CUT_STEP)
     columns, block_k, warps, stages = _table(tiles * cut, chip)[block] if inner % _CUT_STEP == 0 else _ODD_INNER
+    held = _held(chip, tiles * cut, cut) if block == _HELD_ROWS and inner % _CUT_STEP == 0 else 0
     if chip != "sm90" and block == _MOST_ROWS:
         warps = 8
     if many and chip in _BOUND_BY_ARITHMETIC:
@@ -82,7 +90,25 @@ def linear_config(chip: str, outer: int, inner: int, rows: int, element_bytes: i
         many = -(-rows // block) * -(-outer // wide[0]) >= _PROCESSORS[chip]
         columns, block_k, warps, stages = wide if many else (columns, block_k, warps, stages)
     fitting = _SHARED_BYTES[chip] // ((columns + block) * block_k * element_bytes)
-    return LinearConfig(columns, block_k, cut, warps, max(2, min(stages, fitting)), block, many and cut > 1)
+    found = LinearConfig(columns, block_k, cut, warps, max(2, min(stages, fitting)), block, many and cut > 1, held)
+    shortest = inner - (cut - 1) * found.split_length(inner)
+    return found if held <= shortest else replace(found, held=0)
+
+
+def _programs_a_tile(processors: int, tiles: int) -> int:
+    """As many as give every processor a program or, where that leaves clearly fewer of them idle, two."""
+    one, two = (max(1, count * processors // tiles) for count in (1, 2))
+    return two if two * tiles / (2 * processors) > one * tiles / processors + _EVENER else one
+
+
+def _held(chip: str, programs: int, cut: int) -> int:
+    """Inner elements that a program holds. Other weights gain nothing: what they ask for ahead delays the kernel ahead
+    by as much."""
+    if chip != "sm90" or programs <= _PROCESSORS[chip]:
+        return 0
+    if programs > 2 * _PROCESSORS[chip]:
+        return _HELD_OF_MANY
+    return _HELD_OF_CUT_PAIRS if cut > 1 else 0
 
 
 def _table(programs: int, chip: str) -> dict[int, tuple[int, int, int, int]]:

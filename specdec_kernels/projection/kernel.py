@@ -14,6 +14,9 @@ added in the order of the inner dimension, so that the result does not depend on
   raises after its partial sum is written (release) and that tells the last one that all others are (acquire). The
   last program sets the counter back to 0 for the next launch, also for the next replay of a captured graph. This is
   the one place where programs of a launch read what others of the same launch wrote.
+
+A program may ask for the last part of its weights before it waits for the kernel ahead, and hold it in registers: then
+the memory is busy while that kernel ends.
 """
 
 from __future__ import annotations
@@ -50,6 +53,23 @@ def weight_rows(tile, OUTER, COLUMNS: tl.constexpr, GATED: tl.constexpr):
     else:
         row = tl.minimum(tile * COLUMNS + lane, OUTER - 1)
     return row
+
+
+@triton.jit
+def _held_weight(weight_ptr, weight_row, k_first, K, HELD: tl.constexpr):
+    """[COLUMNS, HELD] of the weight from k_first on: asked for here, waited for where it is used."""
+    at = weight_ptr + weight_row.to(tl.int64)[:, None] * K + k_first + tl.arange(0, HELD)[None, :]
+    return tl.load(at, eviction_policy="evict_first")
+
+
+@triton.jit
+def _with_held_weight(acc, held, x_ptr, row, rows, k_first, K, HELD: tl.constexpr):
+    """`acc` and the sum over the inner elements of `held`, from k_first on."""
+    x_at = x_ptr + row.to(tl.int64)[None, :] * K + k_first + tl.arange(0, HELD)[:, None]
+    x = tl.load(x_at, mask=(row < rows)[None, :], other=0.0)
+    # Without this the compiler moves the weight to shared memory where it was asked for, and waits for it there.
+    held = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [held], held.dtype, is_pure=False, pack=2)
+    return tl.dot(held, x, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -182,6 +202,7 @@ def _linear_kernel(
     EVEN_K: tl.constexpr,
     GATED: tl.constexpr,
     IN_ORDER: tl.constexpr,
+    HELD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -190,13 +211,20 @@ def _linear_kernel(
     weight_row = weight_rows(tile, OUTER, COLUMNS, GATED)
     k_first = split * split_length
     k_end = tl.minimum(K, k_first + split_length)
+    if HELD > 0:
+        k_end -= HELD
+        held = _held_weight(weight_ptr, weight_row, k_end, K, HELD)
+        let_next_kernel_start(OVERLAP)
     wait_for_kernel_ahead(OVERLAP)
     acc = partial_sum(x_ptr, weight_ptr, weight_row, row, rows, k_first, k_end, K, ROWS, COLUMNS, BLOCK_K, EVEN_K)
+    if HELD > 0:
+        acc = _with_held_weight(acc, held, x_ptr, row, rows, k_end, K, HELD)
     if IN_ORDER:
         acc = with_later_splits(
             acc, x_ptr, weight_ptr, weight_row, row, rows, splits, split_length, K, ROWS, COLUMNS, BLOCK_K, EVEN_K
         )
-    let_next_kernel_start(OVERLAP)
+    if HELD == 0:
+        let_next_kernel_start(OVERLAP)
     if ticket_ptr is None:  # all splits, or one of those that the next kernel adds
         out_ptr += split.to(tl.int64) * rows * OUTER
         _write(out_ptr, bias_ptr, acc, weight_row, row, tile, rows, OUTER, COLUMNS, ROWS, GATED)
@@ -370,5 +398,6 @@ def launch_linear(
         EVEN_K=inner % config.block_k == 0,
         GATED=is_gated,
         IN_ORDER=config.in_order,
+        HELD=config.held,
         **overlapped(current_chip(x)),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -173,6 +174,28 @@ def test_the_cut_does_not_depend_on_the_rows(chip: str, bytes_: int) -> None:
         assert len(cuts) == 1, f"{outer} x {inner}: {cuts}"
         splits, length = cuts.pop()
         assert (splits - 1) * length < inner <= splits * length, f"{outer} x {inner}: an empty split, or one too few"
+
+
+@pytest.mark.parametrize("outer, inner", [*WEIGHTS.values(), (3072, 2560), (3072, 4224), (30000, 128)])
+def test_a_program_holds_no_more_than_its_split(outer: int, inner: int) -> None:
+    config = linear_config("sm90", outer, inner, 1, 2)
+    assert config.held <= inner - (config.splits - 1) * config.split_length(inner)
+    assert all(linear_config(chip, outer, inner, 1, 2).held == 0 for chip in CHIPS if chip != "sm90")
+    assert linear_config("sm90", outer, inner, 17, 2).held == linear_config("sm90", outer, inner, 1, 4).held == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("weight", ["8b_gate_up", "half8b_qkv"])
+def test_a_weight_that_is_held_has_the_bits_of_one_that_is_not(weight: str, gated: bool) -> None:
+    outer, inner = WEIGHTS[weight]
+    inputs = linear_inputs(Maker.seeded(DEVICE, DTYPE), 3, outer, inner)
+    outs = []
+    for held in (0, 128, 512):
+        config = replace(linear_config("sm90", outer, inner, 3, 2), held=held)
+        outs.append(inputs["x"].new_empty(3, outer // 2 if gated else outer))
+        kernel.launch_linear(inputs["x"], inputs["weight"], None, outs[-1], gated, config)
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
 
 
 def test_the_first_of_equal_columns_wins_across_tiles() -> None:

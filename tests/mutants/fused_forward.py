@@ -130,8 +130,8 @@ MUTANTS = (
     Mutant(
         "cut_by_the_rows",
         _CONFIGS,
-        "_PROCESSORS[chip] // tiles, inner",
-        "_PROCESSORS[chip] // tiles // block, inner",
+        "_programs_a_tile(_PROCESSORS[chip], tiles), inner",
+        "_programs_a_tile(_PROCESSORS[chip], tiles) // block, inner",
         (f"{_TESTS}::test_the_cut_does_not_depend_on_the_rows",),
         "historical: a split chosen by the batch changes the bits of a row (cuBLAS at 16, 32 and 256 rows)",
     ),
@@ -142,6 +142,14 @@ MUTANTS = (
         "for later in tl.range(2, splits):",
         (f"{_TESTS}::test_a_normed_row_has_the_same_bits_among_others",),
         "a program that takes all splits of its tile forgets one",
+    ),
+    Mutant(
+        "tiles_cut_at_their_own_steps",
+        _CONFIGS,
+        "self.block_k == _CUT_STEP // 2 else self.block_k",
+        "self.block_k == 0 else self.block_k",
+        (f"{_TESTS}::test_the_cut_does_not_depend_on_the_rows",),
+        "historical: five cuts of 4096 lie at other places in tiles of 64 inner elements than in tiles of 128",
     ),
     Mutant(
         "library_forgets_a_split",
