@@ -34,7 +34,7 @@ _LAST_CAPTURED = {"none": None, "draft": "draft", "verify": "verify", "step": "c
 """Level to the last phase that is captured, as all before it are."""
 LEVELS = tuple(_LAST_CAPTURED)
 _WARMUP_RUNS = 2
-_TIMED_RUNS = 3
+_TIMED_RUNS = 5
 
 
 @dataclass(frozen=True)
@@ -285,32 +285,37 @@ class StepRunner:
 
     def step_times(self, needs: SamplingNeeds) -> dict[tuple[int, int], float]:
         """Milliseconds of a step by (rows, nodes), on pretended requests. No request may be running, and what the
-        drafter has stored must be forgotten afterwards. A plain step has its share of the observation."""
-        state, found = self._parts.state, {}
+        drafter has stored must be forgotten afterwards. A plain step has its share of the observation.
+
+        All are timed in turn, round after round, so that a disturbance meets one time of each at most.
+        """
+        state, length = self._parts.state, self._parts.state.pretended_length(self._longest)
+        work: dict[tuple[int, int], Callable[[], None]] = {}
         for size in buckets(state.max_batch):
-            length = state.pretended_length(self._longest)
-
-            def pieces_of(nodes: int, size: int = size, length: int = length) -> Callable[[], None]:
-                if self.recorder:
-                    return partial(self._play, self._captured[_Variant(size, nodes, needs)].pieces)
-                return lambda: self._play(self._prepared(size, length, needs, nodes=nodes).pieces)
-
-            for nodes in self._sizes(needs):
-                found[size, nodes] = self._timed_ms(pieces_of(nodes), size, length)
-            observe = self._observing[size].replay if self.recorder else partial(self._observe, size, length)
-            found[size, 1] += self._timed_ms(observe, size, length) / COLUMNS
+            work |= {(size, nodes): self._pretended_step(size, length, nodes, needs) for nodes in self._sizes(needs)}
+            work[size, 0] = self._observing[size].replay if self.recorder else partial(self._observe, size, length)
+        rounds = [
+            {place: self._timed_ms(run, place[0], length) for place, run in work.items()}
+            for _ in range(1 + _TIMED_RUNS)
+        ]
+        found = {place: median(times[place] for times in rounds[1:]) for place in work}
+        for size in buckets(state.max_batch):
+            found[size, 1] += found.pop((size, 0)) / COLUMNS
         return found
 
+    def _pretended_step(self, size: int, length: int, nodes: int, needs: SamplingNeeds) -> Callable[[], None]:
+        """A step to be timed."""
+        if self.recorder:
+            return partial(self._play, self._captured[_Variant(size, nodes, needs)].pieces)
+        return lambda: self._play(self._prepared(size, length, needs, nodes=nodes).pieces)
+
     def _timed_ms(self, work: Callable[[], None], size: int, length: int) -> float:
-        """The median time of `work` on `size` pretended requests, after a run that is not timed."""
-        clock, times = PhaseClock(self._parts.resources.device), []
-        for _ in range(1 + _TIMED_RUNS):
-            self._parts.state.pretend(size, length, self._parts.resources.num_pages)
-            clock.reset()
-            with clock.phase("step"):
-                work()
-            times.append(clock.ledger_ms()["step"])
-        return median(times[1:])
+        """The time of `work` on `size` pretended requests."""
+        clock = PhaseClock(self._parts.resources.device)
+        self._parts.state.pretend(size, length, self._parts.resources.num_pages)
+        with clock.phase("step"):
+            work()
+        return clock.ledger_ms()["step"]
 
     def compile(self, needs: SamplingNeeds) -> None:
         """Run uncaptured steps without requests, unless done: one for every kernel that steps for `needs` may launch.
