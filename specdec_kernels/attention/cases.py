@@ -15,6 +15,8 @@ _CHAINS = {1: "decode", 4: "chain4", 16: "chain16", 64: "chain64"}
 _WIDE: dict[str, Any] = dict(heads=(8, 2), head_dim=128)
 # Equal on every chip for 64 packed rows, so that one work list fits the call on each.
 _PINNED = dict(block_m=64, split_tokens=512, first_splits=8, longest_split=4096)
+_KEYS_FIRST = dict(keys_first=True)
+_GROUPED: dict[str, Any] = _WIDE | dict(tuning=dict(groups=True))
 
 
 def work(inputs: dict[str, Any]) -> tuple[int, int]:
@@ -151,6 +153,45 @@ _SHAPES = (
     _case("head_dim_256", "the widest head", "block", 4, (20,), heads=(2, 1), head_dim=256),
     _case("head_dim_80", "a head that fills five lanes of sixteen", "chain", 4, (20,), heads=(2, 1), head_dim=80),
 )
+# 128 rows and more of a head dimension of 128, which sm90 computes in groups of 64.
+_GROUPS = (
+    _case(
+        "groups_tree",
+        "rows of the other group; a tile without a row",
+        "tree",
+        40,
+        (200, 70, 0),
+        q_lens=(40, 3, 0),
+        sinks=True,
+        with_lse=True,
+        **_GROUPED,
+    ),
+    _case("groups_chain", "buffers of the item before", "chain", 33, (700, 0), with_lse=True, **_GROUPED),
+    _case("groups_block", "keys behind the last", "block", 64, (63, 65), **_GROUPED),
+    _case(
+        "groups_split",
+        "a split that a request does not have",
+        "chain",
+        70,
+        (900, 30),
+        split_tokens=128,
+        sinks=True,
+        with_lse=True,
+        **_GROUPED,
+    ),
+    _case(
+        "groups_planned",
+        "phases of barriers after the first item",
+        "tree",
+        20,
+        (300, 5, 1200, 64),
+        tree_width=90,
+        planned=True,
+        split_tokens=128,
+        **(_GROUPED | dict(tuning=dict(groups=True, resident_programs=5))),
+    ),
+    _case("groups_page_1", "places of per-token pages", "tree", 33, (130,), page_size=1, **_GROUPED),
+)
 _WINDOWS = (
     _case("window_chain", "the window counts from the first row", "chain", 5, (40, 3), window=8, with_lse=True),
     _case("window_one", "a row that sees itself alone", "chain", 4, (20,), window=1, with_lse=True),
@@ -224,8 +265,28 @@ _SCORES = (
         sinks=True,
         with_lse=True,
     ),
-    _case("fp8_rows", "codes of the tile before", "chain", 16, (200, 3), fp8=True, with_lse=True, **_WIDE),
-    _case("fp8_rows_window", "the first tile of a window", "chain", 40, (250, 31), fp8=True, window=100, **_WIDE),
+    _case(
+        "fp8_rows",
+        "codes of the tile before",
+        "chain",
+        16,
+        (200, 3),
+        fp8=True,
+        with_lse=True,
+        tuning=_KEYS_FIRST,
+        **_WIDE,
+    ),
+    _case(
+        "fp8_rows_window",
+        "the first tile of a window",
+        "chain",
+        40,
+        (250, 31),
+        fp8=True,
+        window=100,
+        tuning=_KEYS_FIRST,
+        **_WIDE,
+    ),
     _case(
         "fp8_rows_split",
         "factor of another row",
@@ -240,6 +301,22 @@ _SCORES = (
         heads=(8, 2),
         head_dim=64,
     ),
+    _case(
+        "fp8_padding",
+        "pairs of codes read from the next head, split at an odd page",
+        "tree",
+        9,
+        (61, 3),
+        fp8=True,
+        head_dim=96,
+        page_size=6,
+        soft_cap=5.0,
+        window=30,
+        split_tokens=16,
+        tuning=_KEYS_FIRST,
+        with_lse=True,
+    ),
+    _case("fp8_blind", "a row that sees nothing", "tree", 7, (0, 20), fp8=True, head_dim=32, blind=True, sinks=True),
     _case("fp8_soft_cap", "scale outside the cap", "chain", 3, (20,), fp8=True, k_scale=2.0, soft_cap=1.5, window=9),
     _case(
         "lazy_blind", "rows that see nothing are rescaled", "tree", 9, (50,), blind=True, tuning=dict(lazy_rescale=True)
@@ -343,6 +420,15 @@ _PLANS = (
         tree_width=10,
         max_length=8192,
     ),
+    _plan(
+        "plan_rounds",
+        "a round more for a length just above a multiple",
+        4,
+        [256, 258, 383, 500, 640],
+        max_length=700,
+        split_tokens=16,
+        tuning=dict(first_splits=2, longest_split=64),
+    ),
     _plan("plan_shipped", "resources", 16, [8000] * 8, gate=True, max_length=8192),
     Case(
         "plan_b64",
@@ -393,6 +479,17 @@ _SHIPPED = (
     _gated("shipped_tree_100", "registers of several mask words", "tree", 100),
     _gated("shipped_prefill", "registers without splits", "chain", 160),
     _gated("shipped_planned", "registers of the persistent loop", "chain", 16, planned=True, tuning=_PINNED),
+    _gated(
+        "shipped_groups_planned",
+        "registers of groups that walk a list",
+        "tree",
+        64,
+        planned=True,
+        sinks=True,
+        tuning=_PINNED | dict(block_m=128, max_splits=8, groups=True),
+    ),
+    _gated("shipped_groups_tree", "registers of groups with a mask", "tree", 64, tuning=dict(groups=True)),
+    _gated("shipped_groups_prefill", "registers of groups without splits", "chain", 160, tuning=dict(groups=True)),
     _gated("shipped_window", "registers of a window by depth", "tree", 16, window=64, sinks=True),
     _gated("shipped_soft_cap", "registers of the hyperbolic tangent", "chain", 16, soft_cap=30.0, window=512),
     _gated("shipped_wide_tree", "registers of an expansion step", "tree", 8, tree_width=64),
@@ -427,6 +524,7 @@ _SHIPPED = (
     _gated("shipped_fp8_chain_8", "conversion of keys and values", "chain", 8, fp8=True),
     _gated("shipped_fp8_chain_16", "conversion of keys and values", "chain", 16, fp8=True),
     _gated("shipped_fp8_tree_64", "conversion of keys and values", "tree", 64, fp8=True),
+    _gated("shipped_keys_first_decode", "pairs of codes", "chain", 1, fp8=True, tuning=_KEYS_FIRST),
     _gated("shipped_fp8_64_chain_16", "conversion, head dimension 64", "chain", 16, fp8=True, head_dim=64),
     _gated("shipped_fp8_256_chain_16", "conversion, head dimension 256", "chain", 16, fp8=True, head_dim=256),
 )
@@ -455,6 +553,7 @@ CASES = (
     *_MODES,
     *_SPLITS,
     *_SHAPES,
+    *_GROUPS,
     *_WINDOWS,
     *_SCORES,
     *_TREE_WIDTHS,

@@ -67,8 +67,10 @@ class AttentionConfig:
     results are merged. first_splits: splits of a request that fill the chip. longest_split: keys that a split has at
     most, about; longer requests have 2, 3, ... times `first_splits`. 0 for the two means as `spread` chooses. slots:
     programs that the chip runs at once. resident_programs: size of the persistent grid that walks a work list.
-    polynomial_exp2, lazy_rescale: see `device.softmax_step`. fp8_native: the chip converts e4m3 itself. overlap: the
-    kernel is launched before the one ahead of it has ended.
+    polynomial_exp2, lazy_rescale: see `device.softmax_step`. fp8_native: the chip converts e4m3 itself. keys_first:
+    keys and values of a float8 pool are the first operand of products, see `device_fp8`. groups: calls that
+    `kernel_hopper` can do are its, whose tile and warps are fixed. overlap: the kernel is launched before the one ahead
+    of it has ended.
     """
 
     block_m: int
@@ -84,6 +86,8 @@ class AttentionConfig:
     polynomial_exp2: bool = False
     lazy_rescale: bool = False
     fp8_native: bool = False
+    keys_first: bool = False
+    groups: bool = False
     overlap: bool = False
 
     def fp8_code(self, kv_dtype: torch.dtype) -> int:
@@ -127,7 +131,11 @@ def attention_config(
         # A program costs the same for any tile, so one tile takes all rows or keys.
         block_m = min(_INTERPRETER_MAX_ROWS, max(16, _power_of_two(rows)))
         block_n = min(512, max(16, _power_of_two(max_length)))
-        config = AttentionConfig(block_m, block_n, 1, 1, 4096, first_splits=_INTERPRETER_FIRST_SPLITS)
+        config = AttentionConfig(
+            *(block_m, block_n, 1, 1, 4096),
+            first_splits=_INTERPRETER_FIRST_SPLITS,
+            keys_first=head_dim >= 32,
+        )
     else:
         key = (chip, _head_dim_row(head_dim), _row_bucket(rows), kv_bytes)
         config = replace(_table_config(chip, head_dim, rows, kv_bytes), **tuned_fields("attention", key))
@@ -140,6 +148,9 @@ def attention_config(
             names = ", ".join(field.name for field in fields(AttentionConfig))
             raise ValueError(f"tuning: expected fields among {names}, got {', '.join(unknown)}")
         config = replace(config, **tuning)
+    groups = config.groups and chip == "sm90" and head_dim == 128
+    keys_first = config.keys_first and chip in ("sm90", "interpreter")
+    config = replace(config, groups=groups, keys_first=keys_first)
     return replace(config, split_tokens=-(-config.split_tokens // config.block_n) * config.block_n)
 
 

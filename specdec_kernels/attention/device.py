@@ -23,6 +23,20 @@ LN_2 = tl.constexpr(math.log(2.0))
 _LOG2_E = tl.constexpr(LOG2_E)
 # Lazy rescaling lets weights grow to 2^8 before the sums are rescaled; float16 reaches much further.
 _LAZY_LIMIT = tl.constexpr(8.0)
+RUN_TIME_SIZES = [
+    "num_nodes",
+    "num_pages",
+    "num_splits",
+    "num_slots",
+    "split_tokens",
+    "first_splits",
+    "longest_split",
+    "max_splits",
+    "max_length",
+    "window",
+    "table_stride",
+]
+"""Run-time arguments of the kernels that vary from call to call."""
 
 
 @triton.jit
@@ -32,6 +46,15 @@ def used_rows(q_lens_ptr, request, num_nodes, valid=True):
         return num_nodes
     else:
         return tl.minimum(tl.maximum(tl.load(q_lens_ptr + request, mask=valid, other=0), 0), num_nodes)
+
+
+@triton.jit
+def rows_and_dims(rows_valid, dims, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """[rows, BLOCK_D or 1] mask of the entries that exist in memory."""
+    if D != BLOCK_D:
+        return rows_valid[:, None] & (dims < D)[None, :]
+    else:
+        return rows_valid[:, None]
 
 
 @triton.jit
@@ -99,6 +122,30 @@ def split_layout(length, end, split_tokens, first_splits, longest_split, max_spl
     tokens = (span + tl.maximum(wanted, 1) - 1) // tl.maximum(wanted, 1)
     tokens = tl.maximum((tokens + unit - 1) // unit, 1) * unit
     return tokens, begin, end * 0, (span + tokens - 1) // tokens
+
+
+@triton.jit
+def split_range(
+    lengths_ptr, q_lens_ptr, request, split, cut, SPLIT: tl.constexpr, ALL_SLOTS: tl.constexpr, FIXED: tl.constexpr
+):
+    """(first key, past the last key, number of splits) of a request's split; zeros and one where keys are not split."""
+    num_nodes, num_slots, split_tokens, first_splits, longest_split, max_splits, max_length, window = cut
+    if SPLIT:
+        length = tl.load(lengths_ptr + request).to(tl.int32)
+        used = used_rows(q_lens_ptr, request, num_nodes)
+        end = key_end(length, used, num_slots, max_length, ALL_SLOTS)
+        tokens, begin, first, live = split_layout(
+            length, end, split_tokens, first_splits, longest_split, max_splits, window, FIXED
+        )
+        if FIXED:
+            split_begin = fixed_split_begin(first + split, split_tokens, first_splits)
+            split_end = tl.minimum(fixed_split_begin(first + split + 1, split_tokens, first_splits), end)
+        else:
+            split_begin = begin + split * tokens
+            split_end = tl.minimum(split_begin + tokens, end)
+        return split_begin, split_end, live
+    else:
+        return 0, 0, 1
 
 
 @triton.jit

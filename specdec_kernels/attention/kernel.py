@@ -40,6 +40,7 @@ from specdec_kernels.attention.device import (
     LOG2_E,
     MODE_CODES,
     PATHS,
+    RUN_TIME_SIZES,
     fixed_split_begin,
     fold_part,
     fold_scores,
@@ -51,64 +52,22 @@ from specdec_kernels.attention.device import (
     log2_sum,
     page_ids,
     row_positions,
+    rows_and_dims,
     split_layout,
+    split_range,
     tile_key_range,
     tile_scores,
     used_rows,
     visible,
 )
+from specdec_kernels.attention.device_fp8 import walk_keys_first
+from specdec_kernels.attention.kernel_hopper import GROUPED_ROWS, launch_in_groups
 from specdec_kernels.attention.kernel_merge import merge, overlapped
 from specdec_kernels.attention.kernel_tree import TreeState, launch_tree
 from specdec_kernels.attention.types import AttentionMetadata, LayerScales, WorkList, WorkShape
 from specdec_kernels.launch import current_chip, launch
 
 _LOG2_E = tl.constexpr(LOG2_E)
-_RUN_TIME_SIZES = [
-    "num_nodes",
-    "num_pages",
-    "num_splits",
-    "num_slots",
-    "split_tokens",
-    "first_splits",
-    "longest_split",
-    "max_splits",
-    "max_length",
-    "window",
-    "table_stride",
-]
-
-
-@triton.jit
-def _split_range(
-    lengths_ptr, q_lens_ptr, request, split, cut, SPLIT: tl.constexpr, ALL_SLOTS: tl.constexpr, FIXED: tl.constexpr
-):
-    """(first key, past the last key, number of splits) of a request's split; zeros and one where keys are not split."""
-    num_nodes, num_slots, split_tokens, first_splits, longest_split, max_splits, max_length, window = cut
-    if SPLIT:
-        length = tl.load(lengths_ptr + request).to(tl.int32)
-        used = used_rows(q_lens_ptr, request, num_nodes)
-        end = key_end(length, used, num_slots, max_length, ALL_SLOTS)
-        tokens, begin, first, live = split_layout(
-            length, end, split_tokens, first_splits, longest_split, max_splits, window, FIXED
-        )
-        if FIXED:
-            split_begin = fixed_split_begin(first + split, split_tokens, first_splits)
-            split_end = tl.minimum(fixed_split_begin(first + split + 1, split_tokens, first_splits), end)
-        else:
-            split_begin = begin + split * tokens
-            split_end = tl.minimum(split_begin + tokens, end)
-        return split_begin, split_end, live
-    else:
-        return 0, 0, 1
-
-
-@triton.jit
-def _rows_and_dims(rows_valid, dims, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[rows, BLOCK_D or 1] mask of the entries that exist in memory."""
-    if D != BLOCK_D:
-        return rows_valid[:, None] & (dims < D)[None, :]
-    else:
-        return rows_valid[:, None]
 
 
 @triton.jit
@@ -147,7 +106,7 @@ def _write_rows(
             out, top, total = fold_sink(out, top, total, sink)
         out = out * inverse_or_zero(total)[:, None]
         lse = log2_sum(top, total) * LN_2
-    out_written = _rows_and_dims(written, dims, D, BLOCK_D)
+    out_written = rows_and_dims(written, dims, D, BLOCK_D)
     narrow = out.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + out_rows[:, None] * D + dims[None, :], narrow, mask=out_written)
     if lse_ptr is not None:
@@ -201,7 +160,7 @@ def _walk(
     pages = page_ids(table_row, begin + columns, stop, PAGE)
     for start in tl.range(begin, stop, BLOCK_N):
         positions = start + columns
-        stored = _rows_and_dims(positions < stop, dims, D, BLOCK_D)
+        stored = rows_and_dims(positions < stop, dims, D, BLOCK_D)
         offsets = (pages.to(tl.int64) * PAGE + positions % PAGE)[:, None] * (H_KV * D) + dims[None, :]
         pages = page_ids(table_row, positions + BLOCK_N, stop, PAGE)
         scores, factor = tile_scores(q, key_ptr, offsets, stored, score_scale, soft_cap, FP8)
@@ -234,6 +193,7 @@ def _attend(
     SPLIT: tl.constexpr,
     IN_ORDER: tl.constexpr,
     FP8: tl.constexpr,
+    KEYS_FIRST: tl.constexpr,
     POLYNOMIAL: tl.constexpr,
     LAZY: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -273,7 +233,7 @@ def _attend(
 
     dims = tl.arange(0, BLOCK_D)
     out_rows = (request * num_nodes + nodes) * (H_KV * GROUP) + kv_head * GROUP + rows % GROUP
-    q_loaded = _rows_and_dims(nodes < used, dims, D, BLOCK_D)
+    q_loaded = rows_and_dims(nodes < used, dims, D, BLOCK_D)
     q = tl.load(q_ptr + out_rows[:, None] * D + dims[None, :], mask=q_loaded, other=0.0)
     if k_scale_ptr is not None:
         score_scale *= tl.load(k_scale_ptr + kv_head)
@@ -310,10 +270,16 @@ def _attend(
             begin = split_begin
             stop = tl.minimum(stop, split_end)
             free_end = tl.minimum(free_end, stop)
-        top, total, acc = _walk(
-            q, pool, mask_row, depths_row, row_position, score_scale, soft_cap, begin, stop, free_end, window,
-            length, used, nodes, SHAPE, MODE, WORDS, FP8, POLYNOMIAL, LAZY, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
+        if KEYS_FIRST:
+            top, total, acc = walk_keys_first(
+                q, pool, mask_row, depths_row, row_position, score_scale, soft_cap, begin, stop, free_end, window,
+                length, used, nodes, SHAPE, MODE, WORDS, FP8, POLYNOMIAL, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+        else:
+            top, total, acc = _walk(
+                q, pool, mask_row, depths_row, row_position, score_scale, soft_cap, begin, stop, free_end, window,
+                length, used, nodes, SHAPE, MODE, WORDS, FP8, POLYNOMIAL, LAZY, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
         if MODE == PATHS:
             if (begin <= stop) & (split_end > stop):
                 # The split goes on with the text of each node, see `kernel_tree`.
@@ -333,7 +299,7 @@ def _attend(
 
 
 # More than 16 run-time arguments: a tuple in their place would be specialised anew for every batch and length.
-@triton.jit(do_not_specialize=_RUN_TIME_SIZES)
+@triton.jit(do_not_specialize=RUN_TIME_SIZES)
 def _attention_kernel(
     q_ptr,  # [B, N, H, D]
     kv_ptr,  # [2, pages, PAGE, H_KV, D], bytes with FP8
@@ -379,6 +345,7 @@ def _attention_kernel(
     FIXED: tl.constexpr,
     IN_ORDER: tl.constexpr,
     FP8: tl.constexpr,
+    KEYS_FIRST: tl.constexpr,
     POLYNOMIAL: tl.constexpr,
     LAZY: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -402,14 +369,14 @@ def _attention_kernel(
         tile = num_tiles - 1 - index % num_tiles
         split = index // num_tiles % num_splits
         request = (index // num_tiles // num_splits).to(tl.int64)
-        begin, end, live = _split_range(lengths_ptr, q_lens_ptr, request, split, cut, SPLIT, ALL_SLOTS, FIXED)
+        begin, end, live = split_range(lengths_ptr, q_lens_ptr, request, split, cut, SPLIT, ALL_SLOTS, FIXED)
         if SPLIT:
             # The merge reads only the splits that a request has.
             if split >= live:
                 return
         item = (request, tile, begin, end, request * num_splits + split, tl.program_id(0) % H_KV)
         _attend(tensors, item, sizes, scales, cut, SHAPE, MODE, WORDS, ALL_SLOTS, SPLIT, IN_ORDER, FP8,
-                POLYNOMIAL, LAZY, BLOCK_M, BLOCK_N)  # fmt: skip
+                KEYS_FIRST, POLYNOMIAL, LAZY, BLOCK_M, BLOCK_N)  # fmt: skip
     else:
         work_end = tl.load(num_items_ptr) * H_KV
         for work in tl.range(tl.program_id(0), work_end, tl.num_programs(0)):
@@ -418,10 +385,10 @@ def _attention_kernel(
             tile = tl.load(entry + 1)
             split = tl.load(entry + 2)
             part = (tl.load(offsets_ptr + request) + split).to(tl.int64)
-            begin, end, _ = _split_range(lengths_ptr, q_lens_ptr, request, split, cut, SPLIT, ALL_SLOTS, FIXED)
+            begin, end, _ = split_range(lengths_ptr, q_lens_ptr, request, split, cut, SPLIT, ALL_SLOTS, FIXED)
             item = (request, tile, begin, end, part, work % H_KV)
             _attend(tensors, item, sizes, scales, cut, SHAPE, MODE, WORDS, ALL_SLOTS, SPLIT, IN_ORDER, FP8,
-                    POLYNOMIAL, LAZY, BLOCK_M, BLOCK_N)  # fmt: skip
+                    KEYS_FIRST, POLYNOMIAL, LAZY, BLOCK_M, BLOCK_N)  # fmt: skip
 
 
 def paged_attention(
@@ -464,8 +431,7 @@ def _attention(
     """Launch the kernel and, where keys are split, the merge; writes `lse` if it is given."""
     if q.dtype == torch.float64:
         raise ValueError("q: the kernel takes float32, float16 and bfloat16, got float64; use impl='reference'")
-    heads, head_dim = q.shape[2:]
-    _, num_pages, page_size, kv_heads, _ = kv.shape
+    head_dim, page_size = q.shape[3], kv.shape[2]
     out = torch.empty_like(q)
     along_paths = work.fixed_cut and metadata.mode == "tree"
     split = work.num_splits > 1 or along_paths
@@ -474,19 +440,66 @@ def _attention(
     part = q.new_empty((*parts, head_dim)) if split else out
     part_lse = q.new_empty(parts, dtype=torch.float32) if split else lse
     state = TreeState.empty(q) if along_paths else None
-    programs = work.batch * work.num_splits * work.row_tiles * kv_heads
-    windowed = metadata.window is not None
+    factors = _factors(metadata, scales, config.fp8_code(kv.dtype))
+    per_head = (scales.sinks, _per_head(scales.k_scale), _per_head(scales.v_scale))
+    if _in_groups(q, kv, metadata, per_head, work, config):
+        launch_in_groups(q, kv, metadata, scales.sinks, part, part_lse, work, work_list, factors, config)
+    else:
+        _launch(q, kv, metadata, per_head, part, part_lse, state, work, work_list, factors, config)
+    if state is not None:
+        launch_tree(
+            *(q, _as_argument(kv), metadata, part, part_lse, state, out, lse, work, work_list, config),
+            per_head,
+            factors,
+            _tile_of(config, head_dim, page_size, kv.dtype),
+        )
+    elif split:
+        merge(part, part_lse, metadata, scales.sinks, out, lse, work, work_list)
+    return out
+
+
+def _in_groups(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    metadata: AttentionMetadata,
+    per_head: tuple[torch.Tensor | None, ...],
+    work: WorkShape,
+    config: AttentionConfig,
+) -> bool:
+    """Whether `kernel_hopper` computes the call."""
+    absent = (metadata.window, metadata.soft_cap, *per_head[1:])
+    plain = all(each is None for each in absent) and q.dtype == kv.dtype and q.dtype.itemsize == 2
+    return config.groups and plain and not work.fixed_cut and work.block_m == GROUPED_ROWS
+
+
+def _launch(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    metadata: AttentionMetadata,
+    per_head: tuple[torch.Tensor | None, ...],
+    part: torch.Tensor,
+    part_lse: torch.Tensor | None,
+    state: TreeState | None,
+    work: WorkShape,
+    work_list: WorkList | None,
+    factors: tuple[float, float, float | None],
+    config: AttentionConfig,
+) -> None:
+    """Write `part` and `part_lse`, the partial results or, without splits, the results."""
+    heads, head_dim = q.shape[2:]
+    _, num_pages, page_size, kv_heads, _ = kv.shape
+    along_paths, windowed = state is not None, metadata.window is not None
     launch(
         _attention_kernel,
-        (programs if work_list is None else min(programs, config.resident_programs),),
+        (work.programs(kv_heads, work_list is not None, config.resident_programs),),
         *(q, _as_argument(kv), metadata.page_table, metadata.lengths, metadata.q_lens),
         *((None, None) if along_paths else (metadata.mask, metadata.depths if windowed else None)),
         metadata.row_depths if windowed else None,
-        *(scales.sinks, _per_head(scales.k_scale), _per_head(scales.v_scale)),
+        *per_head,
         *((None, None, None) if work_list is None else work_list[:3]),
         *(part, part_lse, *(state or (None, None))),
         *(work.num_nodes, num_pages, work.num_splits, *work.cut, metadata.page_table.stride(0)),
-        *_factors(metadata, scales, config.fp8_code(kv.dtype)),
+        *factors,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         H_KV=kv_heads,
@@ -494,24 +507,16 @@ def _attention(
         MODE=MODE_CODES["paths" if along_paths else metadata.mode],
         WORDS=0 if metadata.mask is None or along_paths else metadata.mask.shape[2],
         ALL_SLOTS=work.all_slots,
-        SPLIT=split,
+        SPLIT=work.num_splits > 1 or along_paths,
         FIXED=work.fixed_cut,
         IN_ORDER=work.in_order,
+        # Products in another order would not have the bits of the nodes' own text, see `kernel_tree`.
+        KEYS_FIRST=config.keys_first and config.fp8_code(kv.dtype) != 0 and not work.fixed_cut,
         BLOCK_M=config.block_m,
         OVERLAP=config.overlap,
         **_tile_of(config, head_dim, page_size, kv.dtype),
         **overlapped(config.overlap),
     )
-    if state is not None:
-        launch_tree(
-            *(q, _as_argument(kv), metadata, part, part_lse, state, out, lse, work, work_list, config),
-            (scales.sinks, _per_head(scales.k_scale), _per_head(scales.v_scale)),
-            _factors(metadata, scales, config.fp8_code(kv.dtype)),
-            _tile_of(config, head_dim, page_size, kv.dtype),
-        )
-    elif split:
-        merge(part, part_lse, metadata, scales.sinks, out, lse, work, work_list)
-    return out
 
 
 def _tile_of(config: AttentionConfig, head_dim: int, page_size: int, kv_dtype: torch.dtype) -> dict[str, Any]:

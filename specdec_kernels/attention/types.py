@@ -142,6 +142,11 @@ class WorkShape(NamedTuple):
         """Tiles of `block_m` packed query rows of one (request, KV head)."""
         return -(-self.num_nodes * self.group // self.block_m)
 
+    def programs(self, kv_heads: int, listed: bool, resident: int) -> int:
+        """Programs of a call; at most `resident` walk a list."""
+        programs = self.batch * self.num_splits * self.row_tiles * kv_heads
+        return min(programs, resident) if listed else programs
+
     def splits_of(self, keys: int) -> int:
         """Splits of a request of which a row may see so many keys, before their length is rounded."""
         rounds = (keys // self.first_splits + self.longest_split // 2) // self.longest_split

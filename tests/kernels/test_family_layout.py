@@ -24,7 +24,8 @@ def kernels(path: Path) -> list[tuple[ast.FunctionDef, str]]:
     source = path.read_text(encoding="utf-8")
     lines = source.splitlines()
     found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
-    jitted = [node for node in found if any("triton.jit" in ast.unparse(mark) for mark in node.decorator_list)]
+    marks = ("triton.jit", "gluon.jit")
+    jitted = [node for node in found if any(ast.unparse(mark).startswith(marks) for mark in node.decorator_list)]
     heads = ["\n".join(lines[node.decorator_list[0].lineno - 2 : node.lineno]) for node in jitted]
     return [(node, head) for node, head in zip(jitted, heads, strict=True) if node.name.endswith("_kernel")]
 

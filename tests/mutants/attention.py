@@ -8,6 +8,7 @@ from tests.mutants.mutant import Mutant, parity
 
 _KERNEL = "specdec_kernels/attention/kernel.py"
 _DEVICE = "specdec_kernels/attention/device.py"
+_FP8 = "specdec_kernels/attention/device_fp8.py"
 _TREE = "specdec_kernels/attention/kernel_tree.py"
 _PLAN = "specdec_kernels/attention/kernel_plan.py"
 _INVARIANT = "tests/kernels/test_batch_invariance.py"
@@ -197,6 +198,22 @@ MUTANTS = (
         "split_stop = stop",
         (f"{_INVARIANT}::test_a_prompt_has_the_same_bits_in_one_piece_and_in_several[plain]",),
         "historical: a prompt is not cut where decoding cuts it, and differs in its last bits",
+    ),
+    Mutant(
+        "a_draft_adds_a_round_of_splits",
+        _DEVICE,
+        "rounds = (span // first_splits + longest_split // 2) // longest_split",
+        "rounds = (span // first_splits + longest_split - 1) // longest_split",
+        _case("plan_rounds"),
+        "historical: a prompt of 2^n tokens and its draft are cut into half as many splits again, in rounds half empty",
+    ),
+    Mutant(
+        "exponent_of_odd_codes",
+        _FP8,
+        "odd = (bits & 0x8000) | ((bits & 0x7F00) >> 1)",
+        "odd = (bits & 0x8000) | ((bits & 0x3F00) >> 1)",
+        _case("fp8_rows"),
+        "odd dimensions of large keys and values are read too small",
     ),
     Mutant(
         "keys_of_the_next_split",

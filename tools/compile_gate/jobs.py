@@ -42,6 +42,7 @@ class Job:
     divisible: tuple[int, ...]
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
 
     @property
     def name(self) -> str:
@@ -96,6 +97,7 @@ def job_of(family: str, chip: str, launched: Launch) -> Job:
         tuple(divisible),
         launched.num_warps,
         launched.num_stages,
+        launched.constexprs.get("maxnreg"),
     )
 
 

@@ -46,18 +46,30 @@ def compile_job(job: Job) -> Usage | str:
     """What the compiled kernel takes, or the compiler's complaint."""
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     amd = job.chip.startswith("gfx")
     target = GPUTarget("hip", job.chip, 64) if amd else GPUTarget("cuda", int(job.chip[2:]), 32)
     attrs = {(index,): [["tt.divisibility", ALIGNMENT]] for index in job.divisible}
-    source = ASTSource(job.kernel, dict(job.signature), dict(job.constexprs), attrs)
-    options = dict(num_warps=job.num_warps, num_stages=job.num_stages, enable_fp_fusion=True)
+    source = _source_class(job.kernel)(job.kernel, dict(job.signature), dict(job.constexprs), attrs)
+    options = dict(num_warps=job.num_warps, num_stages=job.num_stages, enable_fp_fusion=True, maxnreg=job.max_registers)
+    if job.max_registers is None:
+        del options["maxnreg"]  # not an option of every chip's compiler
     try:
         compiled = triton.compile(source, target=target, options=options)
     except Exception as failure:  # any compiler error is a result of the gate, whatever its type
         return f"does not compile: {type(failure).__name__}: {str(failure).strip()[-300:]}"
     return _amd_usage(compiled) if amd else _nvidia_usage(compiled, job.chip)
+
+
+def _source_class(kernel: Any) -> Any:
+    """What `triton.compile` takes a kernel as: Gluon has a class of its own."""
+    from triton.compiler import ASTSource
+
+    if not kernel.is_gluon():
+        return ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    return GluonASTSource
 
 
 _jobs: Sequence[Job] = ()  # read by forked workers: kernels are functions of modules and do not pickle
@@ -130,8 +142,8 @@ def _matrix_instruction(assembly: str) -> str:
 
 
 def _has_dot(compiled: Any) -> bool:
-    """Whether the program, before any lowering, multiplies matrices."""
-    return re.search(r"\btt\.dot(_scaled)?\b", compiled.asm["ttir"]) is not None
+    """Whether the program, before any lowering, multiplies matrices. Gluon names the instruction itself."""
+    return re.search(r"\btt\.dot(_scaled)?\b", compiled.asm.get("ttir", "")) is not None
 
 
 def _number(pattern: str, text: str) -> int:

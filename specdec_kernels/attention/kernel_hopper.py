@@ -1,0 +1,479 @@
+"""The attention kernel for chips with warp-group products (sm90) and many query rows, in Gluon.
+
+It computes what `kernel` computes, 128 rows at a time, over pools of two-byte numbers. There, all warps copy, multiply
+and take the softmax in step, so the matrix unit waits during each softmax. Here, as in FlashAttention-3 (arXiv
+2407.08608), a program has three groups of four warps:
+
+    copies   keys and values of the tiles, NUM_BUFFERS of them ahead
+    rows     two groups of 64 rows, which share every tile and wait for each other only where a buffer is free again
+
+Within a group two products are in flight while a softmax runs:
+
+    scores of tile i = q . k        weights of tile i - 1 . v        softmax of tile i waits for the first alone
+
+A buffer has two barriers: `full` counts the copying group, `empty` the groups of rows. Their phases follow from the
+number of tiles that the program has had, over all items that it walks.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from specdec_kernels.attention.configs import AttentionConfig
+from specdec_kernels.attention.device import (
+    LN_2,
+    LOG2_E,
+    MODE_CODES,
+    RUN_TIME_SIZES,
+    finite_or_zero,
+    fold_sink,
+    inverse_or_zero,
+    key_end,
+    log2_sum,
+    page_ids,
+    split_range,
+    tile_key_range,
+    used_rows,
+    visible,
+)
+from specdec_kernels.attention.kernel_merge import overlapped
+from specdec_kernels.attention.types import AttentionMetadata, WorkList, WorkShape
+from specdec_kernels.launch import launch
+
+_LOG2_E = gl.constexpr(LOG2_E)
+_WARPS = gl.constexpr(4)  # of a group
+_GROUPS = gl.constexpr(2)  # of rows
+_GROUP_ROWS = gl.constexpr(64)
+_ROWS = gl.constexpr(128)
+# Registers of a thread that computes, and of one that copies. Together with the first group's they fill the processor.
+_COMPUTING_REGISTERS = gl.constexpr(224)
+_COPYING_REGISTERS = gl.constexpr(56)
+_REGISTERS = 168  # of a thread of any group before they are shared out
+_KEYS, _NUM_BUFFERS, _LAG = 64, 4, 1
+GROUPED_ROWS = _ROWS.value
+"""Query rows of a program."""
+
+
+@gluon.jit
+def _works(num_items_ptr, H_KV: gl.constexpr):
+    """First work of the program, past its last, and the step between two."""
+    if num_items_ptr is None:
+        return gl.program_id(0), gl.program_id(0) + 1, 1
+    else:
+        return gl.program_id(0), gl.load(num_items_ptr) * H_KV, gl.num_programs(0)
+
+
+@gluon.jit
+def _item(
+    work,
+    tensors,
+    cut,
+    num_splits,
+    SHAPE: gl.constexpr,
+    MODE: gl.constexpr,
+    ALL_SLOTS: gl.constexpr,
+    SPLIT: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+):
+    """(whether there is such an item, request, tile of rows, partial result, first key, past the last key, position
+    past the keys that every row sees, length, rows in use)."""
+    H_KV: gl.constexpr = SHAPE[1]
+    GROUP: gl.constexpr = SHAPE[2]
+    lengths_ptr, q_lens_ptr, items_ptr, offsets_ptr = tensors
+    num_nodes, num_slots, split_tokens, first_splits, longest_split, max_splits, max_length = cut
+    keys = (num_nodes, num_slots, split_tokens, first_splits, longest_split, max_splits, max_length, None)
+    if items_ptr is None:
+        num_tiles = (num_nodes * GROUP + _ROWS - 1) // _ROWS
+        index = work // H_KV
+        # The last tile of a causal prefill has the most keys, so it starts first.
+        tile = num_tiles - 1 - index % num_tiles
+        split = index // num_tiles % num_splits
+        request = (index // num_tiles // num_splits).to(gl.int64)
+        part = request * num_splits + split
+    else:
+        entry = items_ptr + work // H_KV * 3
+        request = gl.load(entry).to(gl.int64)
+        tile, split = gl.load(entry + 1), gl.load(entry + 2)
+        part = (gl.load(offsets_ptr + request) + split).to(gl.int64)
+    begin, split_end, live = split_range(lengths_ptr, q_lens_ptr, request, split, keys, SPLIT, ALL_SLOTS, False)
+    length = gl.load(lengths_ptr + request).to(gl.int32)
+    used = used_rows(q_lens_ptr, request, num_nodes)
+    end = key_end(length, used, num_slots, max_length, ALL_SLOTS)
+    first_node, last_node = tile * _ROWS // GROUP, (tile * _ROWS + _ROWS - 1) // GROUP
+    stop, free_end = tile_key_range(length, used, end, first_node, last_node, MODE, BLOCK_N)
+    if SPLIT:
+        stop = gl.minimum(stop, split_end)
+        free_end = gl.minimum(free_end, stop)
+    return split < live, request, tile, part, begin, stop, free_end, length, used
+
+
+@gluon.jit
+def _num_tiles(begin, stop, BLOCK_N: gl.constexpr):
+    """Tiles of keys of an item; one that holds nothing where there are no keys."""
+    return (gl.maximum(stop - begin, 1) + BLOCK_N - 1) // BLOCK_N
+
+
+@gluon.jit
+def _next(buffer, phase, NUM_BUFFERS: gl.constexpr):
+    """The buffer behind `buffer`, and the phase of its barrier."""
+    last = buffer == NUM_BUFFERS - 1
+    return gl.where(last, 0, buffer + 1), gl.where(last, 1 - phase, phase)
+
+
+@gluon.jit
+def _copy_tiles(
+    kv_ptr,
+    table_ptr,
+    tensors,
+    num_items_ptr,
+    buffers,
+    cut,
+    num_splits,
+    num_pages,
+    table_stride,
+    SHAPE: gl.constexpr,
+    MODE: gl.constexpr,
+    ALL_SLOTS: gl.constexpr,
+    SPLIT: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    NUM_BUFFERS: gl.constexpr,
+    LAG: gl.constexpr,
+):
+    """The copying group. A tile is told to be there LAG tiles after it was asked for."""
+    D: gl.constexpr = SHAPE[0]
+    H_KV: gl.constexpr = SHAPE[1]
+    PAGE: gl.constexpr = SHAPE[3]
+    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [_WARPS, 1], [1, 0])
+    k_bufs, v_bufs, full, empty = buffers
+    columns = gl.arange(0, BLOCK_N, gl.SliceLayout(1, LOAD))
+    dims = gl.arange(0, D, gl.SliceLayout(0, LOAD))
+    asked, behind, buffer, phase = 0, 0, 0, 0
+    first, last, step = _works(num_items_ptr, H_KV)
+    for work in range(first, last, step):
+        item = _item(work, tensors, cut, num_splits, SHAPE, MODE, ALL_SLOTS, SPLIT, BLOCK_N)
+        there, request, begin, stop = item[0], item[1], item[4], item[5]
+        tiles = gl.where(there, _num_tiles(begin, stop, BLOCK_N), 0)
+        key_ptr = kv_ptr + work % H_KV * D
+        value_ptr = key_ptr + num_pages.to(gl.int64) * (PAGE * H_KV * D)
+        table_row = table_ptr + request * table_stride
+        pages = page_ids(table_row, begin + columns, stop, PAGE)
+        for tile in range(tiles):
+            positions = begin + tile * BLOCK_N + columns
+            places = pages.to(gl.int64) * PAGE + positions % PAGE
+            pages = page_ids(table_row, positions + BLOCK_N, stop, PAGE)
+            offsets = places[:, None] * (H_KV * D) + dims[None, :]
+            stored = (positions < stop)[:, None]
+            mbarrier.wait(empty.index(buffer), 1 - phase)
+            async_copy.async_copy_global_to_shared(k_bufs.index(buffer), key_ptr + offsets, mask=stored)
+            async_copy.async_copy_global_to_shared(v_bufs.index(buffer), value_ptr + offsets, mask=stored)
+            async_copy.commit_group()
+            buffer, phase = _next(buffer, phase, NUM_BUFFERS)
+            asked += 1
+            if asked > LAG:
+                async_copy.wait_group(LAG)
+                _tell(full.index(behind))
+                behind = gl.where(behind == NUM_BUFFERS - 1, 0, behind + 1)
+    async_copy.wait_group(0)
+    for _left in range(gl.minimum(asked, LAG)):
+        _tell(full.index(behind))
+        behind = gl.where(behind == NUM_BUFFERS - 1, 0, behind + 1)
+
+
+@gluon.jit
+def _tell(barrier):
+    """All warps of a group have come this far, and the matrix unit sees what they wrote."""
+    fence_async_shared()
+    tl.debug_barrier()
+    mbarrier.arrive(barrier, count=1)
+
+
+@gluon.jit
+def _weights(
+    scores,
+    start,
+    factor,
+    top,
+    total,
+    mask_row,
+    free_end,
+    stop,
+    length,
+    nodes,
+    used,
+    columns,
+    MODE: gl.constexpr,
+    WORDS: gl.constexpr,
+):
+    """As `device.softmax_step`: (weights, top, total, decay of the output)."""
+    if start + scores.shape[1] > free_end:
+        seen = visible(mask_row, start + columns, stop, length, nodes, used, MODE, WORDS)
+        scores = gl.where(seen, scores, float("-inf"))
+    new_top = gl.maximum(top, gl.max(scores, 1) * factor)
+    decay = gl.exp2(top - finite_or_zero(new_top))
+    weights = gl.exp2(gl.fma(scores, (factor + new_top * 0.0)[:, None], -finite_or_zero(new_top)[:, None]))
+    return weights, new_top, gl.fma(total, decay, gl.sum(weights, 1)), decay
+
+
+@gluon.jit
+def _attend_rows(
+    group,
+    q_ptr,
+    tensors,
+    num_items_ptr,
+    mask_ptr,
+    sinks_ptr,
+    out_ptr,
+    lse_ptr,
+    buffers,
+    cut,
+    num_splits,
+    score_scale,
+    value_scale,
+    SHAPE: gl.constexpr,
+    MODE: gl.constexpr,
+    WORDS: gl.constexpr,
+    ALL_SLOTS: gl.constexpr,
+    SPLIT: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    NUM_BUFFERS: gl.constexpr,
+):
+    """A group of 64 rows of each item."""
+    D: gl.constexpr = SHAPE[0]
+    H_KV: gl.constexpr = SHAPE[1]
+    GROUP: gl.constexpr = SHAPE[2]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, BLOCK_N, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, D, 16])
+    Q: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
+    P: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [_WARPS, 1], [1, 0])
+    k_bufs, v_bufs, full, empty = buffers
+    columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
+    zeros = gl.full([_GROUP_ROWS, BLOCK_N], 0.0, gl.float32, SCORES)
+    factor = gl.full([_GROUP_ROWS], 0.0, gl.float32, ROWS) + score_scale
+    buffer, phase = 0, 0
+    first, last, step = _works(num_items_ptr, H_KV)
+    for work in range(first, last, step):
+        there, request, tile, part, begin, stop, free_end, length, used = _item(
+            work, tensors, cut, num_splits, SHAPE, MODE, ALL_SLOTS, SPLIT, BLOCK_N
+        )
+        if there:
+            num_nodes, first_row = cut[0], tile * _ROWS + group * _GROUP_ROWS
+            own = request * num_nodes * (H_KV * GROUP) + work % H_KV * GROUP
+            rows = first_row + gl.arange(0, _GROUP_ROWS, gl.SliceLayout(1, LOAD))
+            dims = gl.arange(0, D, gl.SliceLayout(0, LOAD))
+            places = own + rows // GROUP * (H_KV * GROUP) + rows % GROUP
+            loaded = (rows // GROUP < used)[:, None]
+            # In registers: products that read queries beside keys would ask too much of shared memory.
+            q = gl.convert_layout(gl.load(q_ptr + places[:, None] * D + dims[None, :], mask=loaded, other=0.0), Q)
+            nodes = (first_row + gl.arange(0, _GROUP_ROWS, ROWS)) // GROUP
+            mask_row = mask_ptr
+            if mask_ptr is not None:
+                mask_row = mask_ptr + request * num_nodes * WORDS
+            top = gl.full([_GROUP_ROWS], float("-inf"), gl.float32, ROWS)
+            total = gl.full([_GROUP_ROWS], 0.0, gl.float32, ROWS)
+            acc = gl.full([_GROUP_ROWS, D], 0.0, gl.float32, SUMS)
+
+            mbarrier.wait(full.index(buffer), phase)
+            scores = warpgroup_mma(q, k_bufs.index(buffer).permute((1, 0)), zeros, use_acc=False)
+            weights, top, total, decay = _weights(
+                scores, begin, factor, top, total, mask_row, free_end, stop, length, nodes, used, columns, MODE, WORDS
+            )
+            narrow = gl.convert_layout(weights.to(q.dtype), P)
+            for start in range(begin + BLOCK_N, stop, BLOCK_N):
+                before = buffer
+                buffer, phase = _next(buffer, phase, NUM_BUFFERS)
+                mbarrier.wait(full.index(buffer), phase)
+                coming = warpgroup_mma(q, k_bufs.index(buffer).permute((1, 0)), zeros, use_acc=False, is_async=True)
+                summed = warpgroup_mma(narrow, v_bufs.index(before), acc, is_async=True)
+                scores = warpgroup_mma_wait(1, deps=[coming])
+                weights, top, total, decay = _weights(
+                    scores, start, factor, top, total, mask_row, free_end, stop, length, nodes, used, columns, MODE,
+                    WORDS,
+                )  # fmt: skip
+                acc = warpgroup_mma_wait(0, deps=[summed])
+                tl.debug_barrier()
+                mbarrier.arrive(empty.index(before), count=1)
+                narrow = gl.convert_layout(weights.to(q.dtype), P)
+                acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, SUMS))[:, None]
+            acc = warpgroup_mma(narrow, v_bufs.index(buffer), acc)
+            tl.debug_barrier()
+            mbarrier.arrive(empty.index(buffer), count=1)
+            buffer, phase = _next(buffer, phase, NUM_BUFFERS)
+            _write(
+                out_ptr, lse_ptr, sinks_ptr, acc, top, total, own, part - request, first_row, used, num_nodes,
+                work % H_KV, value_scale, SUMS, SHAPE, SPLIT,
+            )  # fmt: skip
+
+
+@gluon.jit
+def _write(
+    out_ptr,
+    lse_ptr,
+    sinks_ptr,
+    acc,
+    top,
+    total,
+    own,
+    part,
+    first_row,
+    used,
+    num_nodes,
+    kv_head,
+    value_scale,
+    SUMS: gl.constexpr,
+    SHAPE: gl.constexpr,
+    SPLIT: gl.constexpr,
+):
+    """Store a group's rows as `kernel` does: a partial result, or the final one with the sink."""
+    D: gl.constexpr = SHAPE[0]
+    H_KV: gl.constexpr = SHAPE[1]
+    GROUP: gl.constexpr = SHAPE[2]
+    ROWS: gl.constexpr = gl.SliceLayout(1, SUMS)
+    top, total = gl.convert_layout(top, ROWS), gl.convert_layout(total, ROWS)
+    rows = first_row + gl.arange(0, _GROUP_ROWS, ROWS)
+    nodes = rows // GROUP
+    total = gl.where(nodes < used, total, 0.0)
+    out = acc * (value_scale * inverse_or_zero(total))[:, None]
+    lse = log2_sum(top, total)
+    places = own + nodes * (H_KV * GROUP) + rows % GROUP
+    if SPLIT:
+        places += part * num_nodes * (H_KV * GROUP)
+        written = nodes < used
+    else:
+        written = nodes < num_nodes
+        if sinks_ptr is not None:
+            sink = gl.load(sinks_ptr + kv_head * GROUP + rows % GROUP) * _LOG2_E
+            sink = gl.where(nodes < used, sink, float("-inf"))
+            out, top, total = fold_sink(out, lse, gl.where(total > 0.0, 1.0, 0.0), sink)
+            out = out * inverse_or_zero(total)[:, None]
+            lse = log2_sum(top, total)
+        lse *= LN_2
+    dims = gl.arange(0, D, gl.SliceLayout(0, SUMS))
+    gl.store(out_ptr + places[:, None] * D + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=written[:, None])
+    if lse_ptr is not None:
+        gl.store(lse_ptr + places, lse, mask=written)
+
+
+# More than 16 run-time arguments, those of `_attention_kernel`.
+@gluon.jit(do_not_specialize=RUN_TIME_SIZES)
+def _hopper_kernel(
+    q_ptr,  # [B, N, H, D]
+    kv_ptr,  # [2, pages, PAGE, H_KV, D]
+    table_ptr,  # [B, table_stride] int32
+    lengths_ptr,  # [B] int64
+    q_lens_ptr,  # [B] int32 or None
+    mask_ptr,  # [B, N, ceil(num_slots / 64)] int64, or anything where MODE takes no mask
+    sinks_ptr,  # [H] float32 or None
+    items_ptr,  # [capacity, 3] int32 of a work list or None
+    offsets_ptr,  # [B + 1] int32 of a work list or None
+    num_items_ptr,  # [1] int32 of a work list or None
+    out_ptr,  # [B, N, H, D], with SPLIT [partial results, N, H, D]
+    lse_ptr,  # [B, N, H] float32 natural or None, with SPLIT [partial results, N, H] base 2
+    num_nodes,
+    num_pages,
+    num_splits,
+    num_slots,
+    split_tokens,
+    first_splits,
+    longest_split,
+    max_splits,
+    max_length,
+    table_stride,
+    score_scale,  # of q . k, to base 2
+    value_scale,
+    D: gl.constexpr,
+    H_KV: gl.constexpr,
+    GROUP: gl.constexpr,
+    PAGE: gl.constexpr,
+    MODE: gl.constexpr,
+    WORDS: gl.constexpr,
+    ALL_SLOTS: gl.constexpr,
+    SPLIT: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    NUM_BUFFERS: gl.constexpr,
+    LAG: gl.constexpr,
+):
+    # Launched while the kernel before still runs; the merge may be launched while this one does.
+    tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_launch_dependents()
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    k_bufs = gl.allocate_shared_memory(dtype, [NUM_BUFFERS, BLOCK_N, D], SHARED)
+    v_bufs = gl.allocate_shared_memory(dtype, [NUM_BUFFERS, BLOCK_N, D], SHARED)
+    full = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], BARRIER)
+    for buffer in gl.static_range(NUM_BUFFERS):
+        mbarrier.init(full.index(buffer), count=1)
+        mbarrier.init(empty.index(buffer), count=_GROUPS)
+    fence_async_shared()
+    tl.debug_barrier()
+    tensors = (lengths_ptr, q_lens_ptr, items_ptr, offsets_ptr)
+    cut = (num_nodes, num_slots, split_tokens, first_splits, longest_split, max_splits, max_length)
+    SHAPE: gl.constexpr = (D, H_KV, GROUP, PAGE)
+    buffers = (k_bufs, v_bufs, full, empty)
+    gl.warp_specialize(
+        [
+            (_attend_rows, (0, q_ptr, tensors, num_items_ptr, mask_ptr, sinks_ptr, out_ptr, lse_ptr, buffers, cut,
+                            num_splits, score_scale, value_scale, SHAPE, MODE, WORDS, ALL_SLOTS, SPLIT, BLOCK_N,
+                            NUM_BUFFERS)),
+            (_attend_rows, (1, q_ptr, tensors, num_items_ptr, mask_ptr, sinks_ptr, out_ptr, lse_ptr, buffers, cut,
+                            num_splits, score_scale, value_scale, SHAPE, MODE, WORDS, ALL_SLOTS, SPLIT, BLOCK_N,
+                            NUM_BUFFERS)),
+            (_copy_tiles, (kv_ptr, table_ptr, tensors, num_items_ptr, buffers, cut, num_splits, num_pages,
+                           table_stride, SHAPE, MODE, ALL_SLOTS, SPLIT, BLOCK_N, NUM_BUFFERS, LAG)),
+        ],
+        [_WARPS, _WARPS],
+        [_COMPUTING_REGISTERS, _COPYING_REGISTERS],
+    )  # fmt: skip
+
+
+def launch_in_groups(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    metadata: AttentionMetadata,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    work: WorkShape,
+    work_list: WorkList | None,
+    factors: tuple[float, float, float | None],
+    config: AttentionConfig,
+) -> None:
+    """Write `out` and `lse`: the partial results or, without splits, the results."""
+    heads, head_dim = q.shape[2:]
+    _, num_pages, page_size, kv_heads, _ = kv.shape
+    launch(
+        _hopper_kernel,
+        (work.programs(kv_heads, work_list is not None, config.resident_programs),),
+        *(q, kv, metadata.page_table, metadata.lengths, metadata.q_lens, metadata.mask, sinks),
+        *((None, None, None) if work_list is None else work_list[:3]),
+        *(out, lse, work.num_nodes, num_pages, work.num_splits, *work.cut[:-1], metadata.page_table.stride(0)),
+        *factors[:2],
+        num_warps=_WARPS.value,
+        maxnreg=_REGISTERS,
+        D=head_dim,
+        H_KV=kv_heads,
+        GROUP=heads // kv_heads,
+        PAGE=page_size,
+        MODE=MODE_CODES[metadata.mode],
+        WORDS=0 if metadata.mask is None else metadata.mask.shape[2],
+        ALL_SLOTS=work.all_slots,
+        SPLIT=work.num_splits > 1,
+        BLOCK_N=_KEYS,
+        NUM_BUFFERS=_NUM_BUFFERS,
+        LAG=_LAG,
+        **overlapped(config.overlap),
+    )
