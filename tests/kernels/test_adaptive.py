@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = (2, 4, 8)
 FLAT, STEEP = (1.0, 1.03, 1.06, 1.12), (1.0, 2.0, 4.0, 8.0)
 """Times of a step of 1, 2, 4 and 8 nodes: of a card that waits for weights, and of one that is full."""
+LAST = 12
+"""Steps behind a long history that the implementation under test computes itself."""
 
 
 @pytest.fixture(autouse=True, params=["reference", "triton"])
@@ -42,11 +45,16 @@ def step(
     return state.choice.tolist()
 
 
-def after(steps: int, impl: str, accepted: Sequence[int], times: Sequence[float] = FLAT, **options: object) -> int:
-    state = SizeState.create(SIZES, DEVICE)
-    for _ in range(steps):
-        choice, _ = step(state, impl, accepted, times, **options)  # type: ignore[arg-type]
+def repeat(count: int, state: SizeState, impl: str, *arguments: Any, **options: Any) -> list[int]:
+    """`count` steps alike; the choice after the last. Those before the last few are the reference's, which leaves the
+    same state in less time."""
+    for left in range(count, 0, -1):
+        choice = step(state, impl if left <= LAST else "reference", *arguments, **options)
     return choice
+
+
+def after(steps: int, impl: str, accepted: Sequence[int], times: Sequence[float] = FLAT, **options: Any) -> int:
+    return repeat(steps, SizeState.create(SIZES, DEVICE), impl, accepted, times, **options)[0]
 
 
 def tokens_of(state: SizeState) -> list[float]:
@@ -82,16 +90,14 @@ def test_what_a_smaller_size_leaves_out_is_written_by_later_steps(impl: str) -> 
     """Half of the rows accept 7 drafts and half none: 9 tokens in two rows. Steps of 4 nodes need three for them, and
     steps of 2 nodes five. If what they leave out were lost, they would write 5 / 2 and 3 / 2 tokens a step."""
     state = SizeState.create(SIZES, DEVICE)
-    for _ in range(200):
-        step(state, impl, [7, 0] * 8)
+    repeat(200, state, impl, [7, 0] * 8)
     assert tokens_of(state) == pytest.approx([9 / 5, 9 / 3, 9 / 2], rel=0.01)
 
 
 def test_a_small_gain_changes_nothing(impl: str) -> None:
     """The last choice stays where another size promises less than one per cent more."""
     state = SizeState.create(SIZES, DEVICE)
-    for _ in range(100):
-        step(state, impl, [7] * 8, (1.0, 1.9, 3.7, 7.3))
+    repeat(100, state, impl, [7] * 8, (1.0, 1.9, 3.7, 7.3))
     rates = [tokens / spent for tokens, spent in zip(tokens_of(state), (1.9, 3.7, 7.3), strict=True)]
     assert rates == pytest.approx([1.05, 1.08, 1.10], abs=0.01) and state.choice.tolist() == [3, 3]
     assert step(state, impl, [7] * 8, (1.0, 1.9, 3.7, 7.45)) == [3, 2]
@@ -115,8 +121,7 @@ def test_padding_is_not_judged(impl: str) -> None:
 def test_the_choice_follows_the_text(impl: str) -> None:
     state = SizeState.create(SIZES, DEVICE)
     times = (1.0, 1.2, 1.5, 2.0)
-    for _ in range(60):
-        step(state, impl, [1] * 8, times)
+    repeat(60, state, impl, [1] * 8, times)
     assert int(state.choice[0]) == 1
     late = [step(state, impl, [7] * 8, times)[0] for _ in range(30)]
     assert late[-1] == 3
@@ -126,8 +131,7 @@ def test_a_trial_outweighs_what_was_before(impl: str) -> None:
     """Where nothing is drafted, few rows that accept are enough to take drafting up again."""
     state = SizeState.create(SIZES, DEVICE)
     times = (1.0, 1.2, 1.5, 2.0)
-    for _ in range(200):
-        step(state, impl, [0] * 4, times)
+    repeat(200, state, impl, [0] * 4, times)
     assert state.choice.tolist() == [0, 1]
     assert [step(state, impl, [1] * 4, times, size=1)[0] for _ in range(2)][-1] > 0
 
@@ -135,11 +139,9 @@ def test_a_trial_outweighs_what_was_before(impl: str) -> None:
 def test_larger_sizes_are_judged_by_the_ratio_that_they_had(impl: str) -> None:
     """Small steps say that it goes better now; what larger ones would gain follows in proportion."""
     state = SizeState.create(SIZES, DEVICE)
-    for _ in range(30):
-        step(state, impl, [7, 0, 0, 0, 0, 0, 0, 0], size=3)
+    repeat(30, state, impl, [7, 0, 0, 0, 0, 0, 0, 0], size=3)
     before = tokens_of(state)
-    for _ in range(200):
-        step(state, impl, [1] * 8, size=1)
+    repeat(200, state, impl, [1] * 8, size=1)
     now = tokens_of(state)
     assert now[0] == pytest.approx(2, rel=0.01)
     assert [larger / now[0] for larger in now] == pytest.approx([larger / before[0] for larger in before])
@@ -149,8 +151,7 @@ def test_nodes_rank_by_confidence(impl: str) -> None:
     """The second node of the tree is its last by confidence, so that the largest size alone verifies it."""
     sure = [1.0, 0.1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4]
     state = SizeState.create(SIZES, DEVICE)
-    for _ in range(200):
-        step(state, impl, [1] * 8, confidence=sure)
+    repeat(200, state, impl, [1] * 8, confidence=sure)
     assert tokens_of(state) == pytest.approx([1, 1, 2], rel=0.01)
 
 
