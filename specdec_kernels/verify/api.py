@@ -95,11 +95,11 @@ def accept(
             and negative entries count as 0.
         draft_probs: [B, R, V] float32, contiguous: row n is the distribution that the children of node n were drawn
             from (of a chain: node n + 1), R = N - 1; or as `draft_rows` says. NaN and negative entries count as 0; the
-            rules for trees normalise the rows, which are those before any removal. Needed by the rules for drawn
-            drafts, refused otherwise. A drafter must not draw twice with one key: under `block` and `traversal` drafts
-            behind the accepted ones influence the outcome, so a key used again in the next step would couple the two
-            steps. Drawing with position L * (D + 1) + depth in DRAFT_STREAM is safe, and so is position L with one slot
-            per node, as `draw_drafts` does.
+            rules for trees normalise the rows, which are those before any removal and sum to at most 512. Needed by the
+            rules for drawn drafts, refused otherwise. A drafter must not draw twice with one key: under `block` and
+            `traversal` drafts behind the accepted ones influence the outcome, so a key used again in the next step
+            would couple the two steps. Drawing with position L * (D + 1) + depth in DRAFT_STREAM is safe, and so is
+            position L with one slot per node, as `draw_drafts` does.
         draft_rows: [B, N] int32, contiguous, for the rules for trees: the row of `draft_probs` that the children of
             each node were drawn from, outside 0 to R - 1 for a node without draws. One row may serve many nodes.
         return_logprobs: fill `logprobs` (a second sum of exponentials where the temperature is neither 0 nor 1).
