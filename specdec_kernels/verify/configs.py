@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specdec_kernels.launch import CHIPS
 
@@ -14,11 +14,14 @@ class AcceptanceConfig:
     strips: int = 64  # groups of one program of the residual kernel
     strip_warps: int = 8
     pass_width: int = 4096  # tokens of one step of a pass over a row
-    pass_lanes: int = 512  # tokens of such a step for each warp
+    pass_lanes: int = 256  # tokens of such a step for each warp
     pass_stages: int = 1  # steps whose loads are on their way
     request_warps: int = 4  # of the programs that own requests; the walk uses one lane per request and one warp
 
 
-ACCEPTANCE = dict.fromkeys(CHIPS, AcceptanceConfig()) | {
-    "interpreter": AcceptanceConfig(max_requests=1 << 15, strips=1 << 14, strip_warps=1, request_warps=1)
+_GPU = AcceptanceConfig()
+ACCEPTANCE = dict.fromkeys(CHIPS, _GPU) | {
+    # Sixteen wavefronts of 64 lanes would leave 128 registers per lane, which spills.
+    "gfx942": replace(_GPU, pass_lanes=512),
+    "interpreter": AcceptanceConfig(max_requests=1 << 15, strips=1 << 14, strip_warps=1, request_warps=1),
 }

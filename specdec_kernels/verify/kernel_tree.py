@@ -45,7 +45,7 @@ _CLASSES = tl.constexpr(CLASSES)
 _UNITS = tl.constexpr(2.0**46)  # of a mass: what is left of p stays below 2, and q may sum to 2^9
 _UNIT_BITS = tl.constexpr(56)
 MOST_PROGRAMS = 64  # of a team, which are counted in the bits above
-RATE_STEPS = 40
+RATE_STEPS = 24
 _RATE_STEPS = tl.constexpr(RATE_STEPS)
 _RATE_ERROR = tl.constexpr(2.0**-36)  # of rho, and of the equation that it solves
 
@@ -80,13 +80,15 @@ def _team_sum(part, words_ptr, place, splits):
 @triton.jit
 def _mass(
     values_ptr, draft_ptr, factors_ptr, distribution_ptr, words_ptr, temperature, row, of_draft, rate, rows, row_stride,
-    splits, call, asks,
-    VOCAB: tl.constexpr, PROBS: tl.constexpr, CALLS: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+    splits, word, asks, SLOPE: tl.constexpr,
+    VOCAB: tl.constexpr, PROBS: tl.constexpr, WORDS: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """[R] float64: sum of max(p - rate q, 0), or with a rate below 0 the sum of q; and the number of the next call."""
+    """[R] float64: sum of max(p - rate q, 0), or with a rate below 0 the sum of q; with SLOPE also the sum of q where
+    p > rate q; and the next word."""
     lane, both = tl.arange(0, BLOCK_V)[None, :], asks & (rate >= 0)
     top, floor, total, scale = target_terms(distribution_ptr, temperature, row, rows, both)
     mass = tl.zeros((row.shape[0], BLOCK_V), tl.int64)
+    slope = mass
     for start in tl.range(tl.program_id(0) * BLOCK_V, VOCAB, splits * BLOCK_V, num_stages=STAGES):
         column = start + lane
         inside = column < VOCAB
@@ -99,84 +101,61 @@ def _mass(
         q = skewed_prob(factors_ptr, row[:, None], p, q, with_p).to(tl.float64)
         left = tl.where(both[:, None], p.to(tl.float64) - rate[:, None] * q, q)
         mass += _in_units(tl.maximum(left, 0.0))
-    place = (tl.program_id(1) * CALLS + call) * (1 if factors_ptr is None else _CLASSES) + row * 0
-    return _team_sum(tl.sum(mass, 1), words_ptr, place, splits), call + 1
-
-
-@triton.jit
-def _p_of(
-    values_ptr, distribution_ptr, temperature, row, token, rows, row_stride, known, PROBS: tl.constexpr
-):  # fmt: skip
-    """p of one token or more of each row, 0 where it is not `known`."""
-    top, floor, total, scale = target_terms(distribution_ptr, temperature, row + token * 0, rows, known)
-    return target_prob(values_ptr, top, floor, total, scale, row, token, row_stride, known, PROBS)
-
-
-@triton.jit
-def _draws_behind(
-    tokens, siblings, draft_ptr, candidate, of_draft, lane, asks, NODES: tl.constexpr, VOCAB: tl.constexpr
-):  # fmt: skip
-    """[R, N] float32: q of the candidate and of the siblings behind it, 0 for all other nodes."""
-    among = lane < 0
-    looking, step = asks & (candidate >= 0), 1
-    while _any(looking) & (step < NODES):
-        among = among | (looking[:, None] & (lane == candidate[:, None]))
-        candidate = entry(siblings, lane, candidate)
-        looking = looking & (candidate >= 0)
-        step += 1
-    return draft_prob(draft_ptr, of_draft[:, None], tokens, among & (tokens >= 0), VOCAB)
-
-
-@triton.jit
-def _surplus(mass, rho, draws):
-    """r - (1 - (1 - r) / rho)^k with r = sum max(p - rho q, 0): falls in rho and is 0 at the rho of `k_seq`."""
-    rejected = tl.maximum(1.0 - (1.0 - mass) / rho, 0.0)
-    power = tl.exp(draws.to(tl.float64) * tl.log(tl.where(rejected > 0, rejected, 1.0)))
-    return mass - tl.where(rejected > 0, power, 0.0)
+        if SLOPE:
+            slope += _in_units(tl.where(left > 0, q, 0.0))
+    place = tl.program_id(1) * WORDS + word + row * 0
+    whole = _team_sum(tl.sum(mass, 1), words_ptr, place, splits)
+    if SLOPE:
+        return whole, _team_sum(tl.sum(slope, 1), words_ptr, place + 1, splits), word + 2
+    else:
+        return whole, whole, word + 1
 
 
 @triton.jit
 def _k_seq_rate(
     values_ptr, draft_ptr, distribution_ptr, words_ptr, temperature, row, of_draft, draft_mass, draws, rows, row_stride,
-    splits, call, asks,
-    VOCAB: tl.constexpr, PROBS: tl.constexpr, CALLS: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+    splits, word, asks,
+    VOCAB: tl.constexpr, PROBS: tl.constexpr, WORDS: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """[R] float64: rho / m, by the Illinois form of regula falsi between 1 and k; and the number of the next call."""
+    """[R] float64: rho / m, by Newton's method between 1 and k; and the next word.
+
+    With r = sum max(p - rho q, 0) the function r - (1 - (1 - r) / rho)^k falls in rho and is 0 at the rho of `k_seq`.
+    """
     inverse = 1.0 / tl.where(draft_mass > 0, draft_mass, 1.0)
-    low, high = inverse * 0.0 + 1.0, tl.maximum(draws, 1).to(tl.float64)
-    rho, above, below = low, low * 0.0, low * 0.0
+    low, high, times = inverse * 0.0 + 1.0, tl.maximum(draws, 1).to(tl.float64), draws.to(tl.float64)
+    rho, step = low, 0
     asks = asks & (draws > 1)
-    side, step = draws * 0, 0
     while _any(asks) & (step < _RATE_STEPS):
-        gap = above - below
-        middle = tl.where(gap > 0, (high * above - low * below) / tl.where(gap > 0, gap, 1.0), high)
-        tried = tl.where(step == 0, low, tl.where(step == 1, high, middle))
-        mass, call = _mass(
-            values_ptr, draft_ptr, None, distribution_ptr, words_ptr, temperature, row, of_draft, tried * inverse, rows,
-            row_stride, splits, call, asks, VOCAB, PROBS, CALLS, BLOCK_V, STAGES,
+        left, slope, word = _mass(
+            values_ptr, draft_ptr, None, distribution_ptr, words_ptr, temperature, row, of_draft, rho * inverse, rows,
+            row_stride, splits, word, asks, True, VOCAB, PROBS, WORDS, BLOCK_V, STAGES,
         )  # fmt: skip
-        rho = tl.where(asks, tried, rho)
-        surplus = _surplus(mass, tried, draws)
-        over = surplus > 0
-        # An end that stays twice counts half, so that the other end moves as well.
-        below = tl.where(over, tl.where(side > 0, below * 0.5, below), surplus)
-        above = tl.where(over, surplus, tl.where(side < 0, above * 0.5, above))
-        low, high = tl.where(over, tried, low), tl.where(over, high, tried)
-        side = tl.where(over, 1, -1)
+        slope *= -inverse
+        rejected = tl.maximum(1.0 - (1.0 - left) / rho, 0.0)
+        power = tl.exp((times - 1.0) * tl.log(tl.where(rejected > 0, rejected, 1.0)))
+        power = tl.where(rejected > 0, power, 0.0)
+        surplus = left - power * rejected
+        falls = slope - times * power * ((1.0 - left) / (rho * rho) + slope / rho)
+        low, high = tl.where(surplus > 0, rho, low), tl.where(surplus > 0, high, rho)
         asks = asks & (tl.abs(surplus) > _RATE_ERROR) & (high - low > _RATE_ERROR)
+        guess = rho - surplus / tl.where(falls < 0, falls, -1.0)
+        guess = tl.where((falls < 0) & (guess > low) & (guess < high), guess, 0.5 * (low + high))
+        rho = tl.where(asks, guess, rho)
         step += 1
-    return rho * inverse, call
+    return rho * inverse, word
 
 
 @triton.jit
 def _class_masses(
-    values_ptr, draft_ptr, distribution_ptr, words_ptr, temperature, row, of_draft, rows, row_stride, splits, call,
-    asks, VOCAB: tl.constexpr, PROBS: tl.constexpr, CALLS: tl.constexpr, BLOCK_V: tl.constexpr,
+    values_ptr, draft_ptr, distribution_ptr, words_ptr, temperature, row, of_draft, rows, row_stride, splits, word,
+    asks, VOCAB: tl.constexpr, PROBS: tl.constexpr, WORDS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """[R, CLASSES] float64: mass of q by class; and the number of the next call."""
+    """[R, CLASSES] float64: mass of q by class; and the next word."""
     lane, kinds = tl.arange(0, BLOCK_V)[None, :], tl.arange(0, _CLASSES)[None, :]
     top, floor, total, scale = target_terms(distribution_ptr, temperature, row, rows, asks)
-    found = tl.zeros((row.shape[0], _CLASSES), tl.int64)
+    # Parts of a tile that one warp sums.
+    WIDTH: tl.constexpr = BLOCK_V if BLOCK_V < 128 else 128
+    found = tl.zeros((row.shape[0], _CLASSES, BLOCK_V // WIDTH), tl.int64)
     for start in tl.range(tl.program_id(0) * BLOCK_V, VOCAB, splits * BLOCK_V):
         column = start + lane
         live = asks[:, None] & (column < VOCAB)
@@ -187,28 +166,29 @@ def _class_masses(
         q = draft_prob(draft_ptr, of_draft[:, None], column, live, VOCAB)
         kind, units = token_class(p, q), _in_units(q)
         for each in range(_CLASSES):
-            of_class = tl.sum(tl.where(kind == each, units, 0), 1)
-            found += tl.where(kinds == each, of_class[:, None], 0)
-    place = (tl.program_id(1) * CALLS + call) * _CLASSES + kinds + row[:, None] * 0
-    return _team_sum(found, words_ptr, place, splits), call + 1
+            of_class = tl.where(kind == each, units, 0)
+            of_class = tl.sum(tl.reshape(of_class, (row.shape[0], BLOCK_V // WIDTH, WIDTH)), 2)
+            found += tl.where((kinds == each)[:, :, None], of_class[:, None, :], 0)
+    place = tl.program_id(1) * WORDS + word + kinds + row[:, None] * 0
+    return _team_sum(tl.sum(found, 2), words_ptr, place, splits), word + _CLASSES
 
 
 @triton.jit
 def _keep_best_child(
-    values_ptr, draft_ptr, factors_ptr, distribution_ptr, words_ptr, tokens, siblings, temperature, candidate, row,
-    of_draft, lane, rows, row_stride, splits, call, asks,
-    NODES: tl.constexpr, VOCAB: tl.constexpr, PROBS: tl.constexpr, CALLS: tl.constexpr, BLOCK_V: tl.constexpr,
+    values_ptr, draft_ptr, factors_ptr, distribution_ptr, words_ptr, temperature, candidate, ps, qs, row, of_draft,
+    lane, rows, row_stride, splits, word, asks,
+    NODES: tl.constexpr, VOCAB: tl.constexpr, PROBS: tl.constexpr, WORDS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The first child of the highest class, where one was drawn; the factors q' / q of each class are stored. Rows
-    that do not ask keep their candidate."""
-    q = _draws_behind(tokens, siblings, draft_ptr, candidate, of_draft, lane, asks, NODES, VOCAB)
-    p = _p_of(values_ptr, distribution_ptr, temperature[:, None], row[:, None], tokens, rows, row_stride, q > 0, PROBS)
-    kind = tl.where(q > 0, token_class(p, q), -1)
-    best, draws = tl.max(kind, 1), tl.sum((q > 0).to(tl.int32), 1)
-    kept = tl.min(tl.where((q > 0) & (kind == best[:, None]), lane, NODES), 1)
-    mass, call = _class_masses(
-        values_ptr, draft_ptr, distribution_ptr, words_ptr, temperature, row, of_draft, rows, row_stride, splits, call,
-        asks & (draws > 0), VOCAB, PROBS, CALLS, BLOCK_V,
+    """The first child of the highest class among those with draft probability `qs` [R, N]; the factors q' / q of each
+    class are stored. Rows that do not ask, or have no draws, keep their candidate."""
+    drawn = qs > 0
+    kind = tl.where(drawn, token_class(ps, qs), -1)
+    best, draws = tl.max(kind, 1), tl.sum(drawn.to(tl.int32), 1)
+    kept = tl.min(tl.where(drawn & (kind == best[:, None]), lane, NODES), 1)
+    asks = asks & (draws > 0)
+    mass, word = _class_masses(
+        values_ptr, draft_ptr, distribution_ptr, words_ptr, temperature, row, of_draft, rows, row_stride, splits, word,
+        asks, VOCAB, PROBS, WORDS, BLOCK_V,
     )  # fmt: skip
     whole = tl.sum(mass, 1)
     share = mass / tl.where(whole > 0, whole, 1.0)[:, None]
@@ -222,14 +202,14 @@ def _keep_best_child(
     # Of q as it is recorded: q' = q / m times the share of the kept mass.
     factor = tl.where(mass > 0, (power - lower) / tl.where(mass > 0, mass, 1.0), 0.0)
     place = row.to(tl.int64)[:, None] * _CLASSES + tl.arange(0, _CLASSES)[None, :]
-    tl.store(factors_ptr + place, factor.to(tl.float32), mask=(asks & (draws > 0))[:, None])
+    tl.store(factors_ptr + place, factor.to(tl.float32), mask=asks[:, None])
     tl.debug_barrier()
-    return tl.where(asks & (draws > 0), kept, candidate), call
+    return tl.where(asks, kept, candidate), word
 
 
 @triton.jit
 def _float_entry(values, lane, index):
-    """`entry` of float64 values."""
+    """`entry` of floats."""
     return tl.sum(tl.where(lane == index[:, None], values, 0.0), 1)
 
 
@@ -242,52 +222,78 @@ def _with_entry(values, lane, index, new, where):
 @triton.jit
 def _behind_rejection(
     values_ptr, draft_ptr, factors_ptr, distribution_ptr, words_ptr, temperature, row, of_draft, weight, rate, due,
-    left, rows, row_stride, splits, call, asks,
-    VOCAB: tl.constexpr, PROBS: tl.constexpr, CALLS: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+    left, rows, row_stride, splits, word, asks,
+    VOCAB: tl.constexpr, PROBS: tl.constexpr, WORDS: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
     BOTTOM_UP: tl.constexpr,
 ):  # fmt: skip
     """Weight, c and s behind the rejection that is due; an empty residual leaves c and s as they are."""
     raised = tl.where(asks, rate + due, 0.0)
-    mass, call = _mass(
+    mass, _, word = _mass(
         values_ptr, draft_ptr, factors_ptr, distribution_ptr, words_ptr, temperature, row, of_draft, raised, rows,
-        row_stride, splits, call, asks, VOCAB, PROBS, CALLS, BLOCK_V, STAGES,
+        row_stride, splits, word, asks, False, VOCAB, PROBS, WORDS, BLOCK_V, STAGES,
     )  # fmt: skip
     if BOTTOM_UP:
         part = weight * mass / left
         below = part + 1.0 - weight
         weight = tl.where(asks & (below > 0), part / tl.where(below > 0, below, 1.0), weight)
     shrinks = asks & (mass > 0)
-    return weight, tl.where(shrinks, raised, rate), tl.where(shrinks, mass, left), call
+    return weight, tl.where(shrinks, raised, rate), tl.where(shrinks, mass, left), word
 
 
 @triton.jit
 def _enter(
-    values_ptr, draft_ptr, factors_ptr, distribution_ptr, words_ptr, tokens, siblings, temperature, candidate, row,
-    of_draft, lane, mass, k_seq_rate, rows, row_stride, splits, call, asks,
-    NODES: tl.constexpr, VOCAB: tl.constexpr, PROBS: tl.constexpr, CALLS: tl.constexpr, BLOCK_V: tl.constexpr,
+    values_ptr, draft_ptr, factors_ptr, distribution_ptr, words_ptr, temperature, candidate, ps, qs, row, of_draft,
+    lane, mass, k_seq_rate, rows, row_stride, splits, word, asks,
+    NODES: tl.constexpr, VOCAB: tl.constexpr, PROBS: tl.constexpr, WORDS: tl.constexpr, BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr, K_SEQ: tl.constexpr,
 ):  # fmt: skip
-    """What is asked where a node is entered: the child to judge first, m, and the c of `k_seq`."""
+    """What is asked where a node is entered: the child to judge first, m, and the c of `k_seq`; and the next word.
+    `ps` and `qs` [R, N] are p and q of its children, 0 elsewhere."""
     if factors_ptr is not None:
-        candidate, call = _keep_best_child(
-            values_ptr, draft_ptr, factors_ptr, distribution_ptr, words_ptr, tokens, siblings, temperature, candidate,
-            row, of_draft, lane, rows, row_stride, splits, call, asks, NODES, VOCAB, PROBS, CALLS, BLOCK_V,
+        candidate, word = _keep_best_child(
+            values_ptr, draft_ptr, factors_ptr, distribution_ptr, words_ptr, temperature, candidate, ps, qs, row,
+            of_draft, lane, rows, row_stride, splits, word, asks, NODES, VOCAB, PROBS, WORDS, BLOCK_V,
         )  # fmt: skip
         mass = tl.where(asks, 1.0, mass)  # the mass of what is kept
     else:
-        whole, call = _mass(
+        whole, _, word = _mass(
             values_ptr, draft_ptr, None, distribution_ptr, words_ptr, temperature, row, of_draft, mass * 0.0 - 1.0,
-            rows, row_stride, splits, call, asks, VOCAB, PROBS, CALLS, BLOCK_V, STAGES,
+            rows, row_stride, splits, word, asks, False, VOCAB, PROBS, WORDS, BLOCK_V, STAGES,
         )  # fmt: skip
         mass = tl.where(asks, whole, mass)
     if K_SEQ:
-        q = _draws_behind(tokens, siblings, draft_ptr, candidate, of_draft, lane, asks, NODES, VOCAB)
-        found, call = _k_seq_rate(
+        found, word = _k_seq_rate(
             values_ptr, draft_ptr, distribution_ptr, words_ptr, temperature, row, of_draft, mass,
-            tl.sum((q > 0).to(tl.int32), 1), rows, row_stride, splits, call, asks, VOCAB, PROBS, CALLS, BLOCK_V, STAGES,
+            tl.sum((qs > 0).to(tl.int32), 1), rows, row_stride, splits, word, asks, VOCAB, PROBS, WORDS, BLOCK_V,
+            STAGES,
         )  # fmt: skip
         k_seq_rate = tl.where(asks, found, k_seq_rate)
-    return candidate, mass, k_seq_rate, call
+    return candidate, mass, k_seq_rate, word
+
+
+@triton.jit
+def _linked_from(links, lane):
+    """[R, N] int32: the node whose link leads to each node, -1 where there is none."""
+    return tl.max(tl.where(links[:, None, :] == lane[:, :, None], lane[:, None, :], -1), 2)
+
+
+@triton.jit
+def _at(values, index, lane):
+    """`values` [R, N] at `index` [R, N], -1 where that is below 0."""
+    return tl.max(tl.where(index[:, :, None] == lane[:, None, :], values[:, None, :], -1), 2)
+
+
+@triton.jit
+def _parents(children, siblings, lane, NODES: tl.constexpr):
+    """[R, N] int32: the parent that the links lead from, -1 for the root and for nodes that no links lead to."""
+    above, before = _linked_from(children, lane), _linked_from(siblings, lane)
+    # In each turn a node asks a sibling twice as far in front of it.
+    reach = 1
+    while reach < NODES:
+        above = tl.where(above < 0, _at(above, before, lane), above)
+        before = _at(before, before, lane)
+        reach *= 2
+    return above
 
 
 @triton.jit
@@ -322,7 +328,7 @@ def _walk_tree_kernel(  # one loop over what stands in registers, 21 run-time ar
     seeds_ptr,  # [B] int64, or None
     positions_ptr,  # [B, N] int64, or None
     uniforms_ptr,  # [B, N + 1] float64, or None
-    words_ptr,  # [B, CALLS, 1 or, of `greedy_paths`, CLASSES] int64, zeros; None for teams of one
+    words_ptr,  # [B, WORDS] int64, zeros; None for teams of one
     factors_ptr,  # [splits, B, N, CLASSES] float32: q' / q by class under `greedy_paths`, a copy a program, else None
     inverse_rate_ptr,  # [B, N] float32: at the last node 1 / c, 0 where no child was rejected there
     path_ptr,  # [B, DEPTH + 1] int32: nodes from the root on, -1 behind
@@ -335,7 +341,7 @@ def _walk_tree_kernel(  # one loop over what stands in registers, 21 run-time ar
     DRAFT_ROWS: tl.constexpr,
     VOCAB: tl.constexpr,
     PROBS: tl.constexpr,
-    CALLS: tl.constexpr,
+    WORDS: tl.constexpr,
     K_SEQ: tl.constexpr,
     WITHOUT_REPLACEMENT: tl.constexpr,
     BOTTOM_UP: tl.constexpr,
@@ -354,7 +360,14 @@ def _walk_tree_kernel(  # one loop over what stands in registers, 21 run-time ar
         tokens_ptr, first_child_ptr, next_sibling_ptr, valid_ptr, place, lane, live, NODES, VOCAB
     )
     argmax = tl.load(greedy_ptr + place, mask=live, other=-1).to(tl.int32)
+    above = _parents(children, siblings, lane, NODES)
     of_drafts = draft_row(draft_rows_ptr, request[:, None], lane, live, NODES, DRAFT_ROWS)
+    known = live & (above >= 0) & (tokens >= 0) & (temperature > 0)[:, None]
+    judging_rows = request[:, None] * NODES + above
+    top, floor, total, scale = target_terms(distribution_ptr, temperature[:, None], judging_rows, rows, known)
+    ps = target_prob(values_ptr, top, floor, total, scale, judging_rows, tokens, row_stride, known, PROBS)
+    drawn_from = draft_row(draft_rows_ptr, request[:, None], above, known, NODES, DRAFT_ROWS)
+    qs = draft_prob(draft_ptr, drawn_from, tokens, known, VOCAB)
     uniforms = judging_uniforms(seeds_ptr, positions_ptr, uniforms_ptr, request, in_batch, lane, NODES)
     if factors_ptr is not None:
         factors_ptr += tl.program_id(0).to(tl.int64) * rows * _CLASSES
@@ -365,30 +378,27 @@ def _walk_tree_kernel(  # one loop over what stands in registers, 21 run-time ar
     left, due, mass, k_seq_rate = weight, rate, rate, rate  # due: what a rejection adds to c, once s is known behind it
     weights, rates, lefts, dues, masses = uniforms, uniforms, uniforms, uniforms, uniforms  # of the nodes above
     missed = tl.zeros((BLOCK_B, BLOCK_N), tl.int32)
-    above = missed - 1
     candidate = entry(children, lane, end)
     if DEPTH == 0:
         candidate = end - 1
     going, fresh = in_batch, in_batch
-    call, step = 0, 0
+    word, step = 0, 0
     while _any(going) & (step < 2 * NODES):
         row, of_draft = request * NODES + end, entry(of_drafts, lane, end)
         has = going & (candidate >= 0)
         drawing = has & (temperature > 0)
         enters = drawing & fresh
         if _any(enters):
-            candidate, mass, k_seq_rate, call = _enter(
-                values_ptr, draft_ptr, factors_ptr, distribution_ptr, words_ptr, tokens, siblings, temperature,
-                candidate, row, of_draft, lane, mass, k_seq_rate, rows, row_stride, splits, call, enters, NODES, VOCAB,
-                PROBS, CALLS, BLOCK_V, STAGES, K_SEQ,
+            own = above == end[:, None]
+            candidate, mass, k_seq_rate, word = _enter(
+                values_ptr, draft_ptr, factors_ptr, distribution_ptr, words_ptr, temperature, candidate,
+                tl.where(own, ps, 0.0), tl.where(own, qs, 0.0), row, of_draft, lane, mass, k_seq_rate, rows, row_stride,
+                splits, word, enters, NODES, VOCAB, PROBS, WORDS, BLOCK_V, STAGES, K_SEQ,
             )  # fmt: skip
             fresh = fresh & (enters == 0)
         token = entry(tokens, lane, candidate)
-        known = drawing & (token >= 0)
-        above = _with_entry(above, lane, candidate, end, has)
-        p = _p_of(values_ptr, distribution_ptr, temperature, row, token, rows, row_stride, known, PROBS)
-        q = draft_prob(draft_ptr, of_draft, token, known, VOCAB)
-        judged = known & (q > 0)
+        p, q = _float_entry(ps, lane, candidate), _float_entry(qs, lane, candidate)
+        judged = drawing & (q > 0)
         if WITHOUT_REPLACEMENT:
             judged &= tl.max(tl.where((tokens == token[:, None]) & (above == end[:, None]), missed, 0), 1) == 0
         q = tl.where(judged, skewed_prob(factors_ptr, row, p, q, judged), 1.0).to(tl.float64)
@@ -399,9 +409,9 @@ def _walk_tree_kernel(  # one loop over what stands in registers, 21 run-time ar
             settles |= going & (has == 0) & (end > 0) & (due > 0) & (uniform < weight)
         if K_SEQ == 0:
             if _any(settles):
-                weight, rate, left, call = _behind_rejection(
+                weight, rate, left, word = _behind_rejection(
                     values_ptr, draft_ptr, factors_ptr, distribution_ptr, words_ptr, temperature, row, of_draft, weight,
-                    rate, due, left, rows, row_stride, splits, call, settles, VOCAB, PROBS, CALLS, BLOCK_V, STAGES,
+                    rate, due, left, rows, row_stride, splits, word, settles, VOCAB, PROBS, WORDS, BLOCK_V, STAGES,
                     BOTTOM_UP,
                 )  # fmt: skip
                 due = tl.where(settles, 0.0, due)
@@ -416,7 +426,9 @@ def _walk_tree_kernel(  # one loop over what stands in registers, 21 run-time ar
         right = has & (temperature <= 0) & (token == entry(argmax, lane, end))
         share = tl.where(judged, tl.minimum(tl.maximum(ratio, 0.0), 1.0), tl.where(right, weight, 0.0))
         if BOTTOM_UP:
-            goes, misses = share > 0, judged
+            # Nothing hangs on a leaf, which is judged at once.
+            leaf = (entry(children, lane, candidate) < 0) | (depth + 1 >= DEPTH)
+            goes, misses = (share > 0) & ((leaf == 0) | (_float_entry(uniforms, lane, candidate) < share)), judged
         else:
             goes = _float_entry(uniforms, lane, candidate) < share
             misses = judged & (goes == 0)
@@ -482,17 +494,18 @@ def judge_tree(
     vocab, config = values.shape[-1], ACCEPTANCE[current_chip(tokens)]
     block_v = min(max(triton.next_power_of_2(vocab), d.MIN_SCAN), config.pass_width)
     splits = max(1, min(num_processors(tokens) // max(batch, 1), triton.cdiv(vocab, block_v), MOST_PROGRAMS))
-    calls, kinds = 4 * num_nodes, CLASSES if rule == "greedy_paths" else 1
+    num_words, kinds = 4 * num_nodes, CLASSES if rule == "greedy_paths" else 0
     if rule == "k_seq":
-        calls = min(max_depth + 1, num_nodes) * (RATE_STEPS + 1)
+        num_words = min(max_depth + 1, num_nodes) * (1 + 2 * RATE_STEPS)
+    num_words += num_nodes * kinds
     path = torch.empty(batch, max_depth + 1, dtype=torch.int32, device=device)
-    words = torch.zeros(batch, calls, kinds, dtype=torch.int64, device=device) if splits > 1 else None
-    factors = torch.empty(splits, batch, num_nodes, kinds, device=device) if kinds > 1 else None
+    words = torch.zeros(batch, num_words, dtype=torch.int64, device=device) if splits > 1 else None
+    factors = torch.empty(splits, batch, num_nodes, kinds, device=device) if kinds else None
     block_b = d.rows_per_program(batch, config.max_requests, block_v)
     launch(
         _walk_tree_kernel, (splits, triton.cdiv(batch, block_b)), tokens, tree.first_child, tree.next_sibling,
         *rows_of_both, *selected, *sources, words, factors, judged, path, state, batch, values.stride(0), splits,
-        num_warps=max(block_v // config.pass_lanes, 1), DEPTH=max_depth, CALLS=calls, K_SEQ=rule == "k_seq",
+        num_warps=max(block_v // config.pass_lanes, 1), DEPTH=max_depth, WORDS=num_words, K_SEQ=rule == "k_seq",
         WITHOUT_REPLACEMENT=rule in WITHOUT_REPLACEMENT_RULES, BOTTOM_UP=rule in BOTTOM_UP_RULES, BLOCK_B=block_b,
         BLOCK_N=lanes(num_nodes), BLOCK_D=lanes(max_depth + 1), BLOCK_V=block_v, STAGES=config.pass_stages, **sizes,
         **(dict(launch_cooperative_grid=True) if splits > 1 else {}),

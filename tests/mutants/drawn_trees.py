@@ -76,8 +76,8 @@ MUTANTS = (
     Mutant(
         "first_child_is_kept",
         _KERNEL,
-        "kept = tl.min(tl.where((q > 0) & (kind == best[:, None]), lane, NODES), 1)",
-        "kept = tl.min(tl.where(q > 0, lane, NODES), 1)",
+        "kept = tl.min(tl.where(drawn & (kind == best[:, None]), lane, NODES), 1)",
+        "kept = tl.min(tl.where(drawn, lane, NODES), 1)",
         parity("verify", "greedy_paths_far"),
         "no child is kept for what the target thinks of it",
     ),
