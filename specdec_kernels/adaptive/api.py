@@ -34,7 +34,7 @@ def choose_size(
 
     Both sums are of the same steps, so the ratio of two sizes varies little. Sizes above s keep theirs: what they gain
     over smaller ones follows these in proportion. Where the last choice is not to draft, the step is a trial, and
-    h = 4 / R at most: few rows decide whether drafting is taken up again. The sums begin with 4 steps of a chain whose
+    h = 16 / R at most: few rows decide whether drafting is taken up again. The sums begin with 4 steps of a chain whose
     drafts are accepted with probability 0.8.
 
     The best size is the one with the largest tokens_i / step_ms[i], of equal ones the smallest. The last choice stays

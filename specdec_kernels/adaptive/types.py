@@ -14,7 +14,7 @@ EVIDENCE = ("smaller", "own")
 the tokens of all steps that verified so many nodes."""
 LEAST_HALF_LIFE, ROW_HALF_LIFE = 16.0, 112.0
 """A step of R rows counts half after 16 + 112 / R steps like it."""
-TRIAL_HALF_LIFE = 4.0
+TRIAL_HALF_LIFE = 16.0
 """Rows after which evidence counts half where nothing is drafted, and a step tries whether drafting pays."""
 PRIOR_STEPS, PRIOR_ACCEPTANCE = 4.0, 0.8
 """Steps that the sums hold from the beginning: of chains whose drafts are accepted with this probability."""

@@ -133,7 +133,7 @@ def test_a_trial_outweighs_what_was_before(impl: str) -> None:
     times = (1.0, 1.2, 1.5, 2.0)
     repeat(200, state, impl, [0] * 4, times)
     assert state.choice.tolist() == [0, 1]
-    assert [step(state, impl, [1] * 4, times, size=1)[0] for _ in range(2)][-1] > 0
+    assert [step(state, impl, [1] * 4, times, size=1)[0] for _ in range(8)][-1] > 0
 
 
 def test_larger_sizes_are_judged_by_the_ratio_that_they_had(impl: str) -> None:
