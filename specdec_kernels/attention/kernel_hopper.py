@@ -51,6 +51,8 @@ from specdec_kernels.attention.kernel_merge import overlapped
 from specdec_kernels.attention.types import AttentionMetadata, WorkList, WorkShape
 from specdec_kernels.launch import launch
 
+# Triton 3.9 renamed it.
+_ask = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 _LOG2_E = gl.constexpr(LOG2_E)
 _WARPS = gl.constexpr(4)  # of a group
 _GROUPS = gl.constexpr(2)  # of rows
@@ -175,8 +177,8 @@ def _copy_tiles(
             offsets = places[:, None] * (H_KV * D) + dims[None, :]
             stored = (positions < stop)[:, None]
             mbarrier.wait(empty.index(buffer), 1 - phase)
-            async_copy.async_copy_global_to_shared(k_bufs.index(buffer), key_ptr + offsets, mask=stored)
-            async_copy.async_copy_global_to_shared(v_bufs.index(buffer), value_ptr + offsets, mask=stored)
+            _ask(k_bufs.index(buffer), key_ptr + offsets, mask=stored)
+            _ask(v_bufs.index(buffer), value_ptr + offsets, mask=stored)
             async_copy.commit_group()
             buffer, phase = _next(buffer, phase, NUM_BUFFERS)
             asked += 1
