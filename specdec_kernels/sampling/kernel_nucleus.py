@@ -40,6 +40,7 @@ SEARCH = tl.constexpr(1)  # top-p: the first pivots are known
 FIXED = tl.constexpr(2)  # min-p alone: the threshold is known, its weight is not
 COUNT = tl.constexpr(3)  # top-k beyond the slots: the threshold has to be found in the whole row
 PIVOTS = tl.constexpr(4)  # of each of two rounds
+_HALVINGS = tl.constexpr(12)
 NUM_PIVOTS, STATES = 8, 8
 
 
@@ -76,21 +77,23 @@ def store_pivots(
     The weight `reached` at or above the key `complete` is known. What lies below is estimated from the values of
     `sample_groups`, which also give the guess's standard deviation and the density of weight around it.
     """
-    COARSE: tl.constexpr = 12 if SHIFT < 12 else SHIFT
     value = d.usable(value)
     limit = d.key_value(complete.to(tl.int32), SHIFT)
     weight = tl.where(value < limit[:, None], d.weigh(value, top[:, None], scale[:, None], PROBS), 0.0)
-    key = d.sort_key(value, COARSE)
     sampled = tl.sum(weight, 1)
     below = everything - reached
     share = tl.minimum(tl.maximum((goal - reached) / tl.where(below > 0, below, 1.0), 0.0), 1.0)
-    low = d.sort_key(tl.full(top.shape, float("-inf"), tl.float32), COARSE).to(tl.int64)
-    high = d.sort_key(limit, COARSE).to(tl.int64)
-    guess = d.mass_key(key, weight, share * sampled, low, tl.where(asks, high, low + 1)).to(tl.int32)
-    center = d.key_value(guess, COARSE)
-    center = tl.where(center > float("-inf"), center, limit)
-    at_center = d.weigh(center, top, scale, PROBS)
-    off = tl.where(key > guess[:, None], 1.0 - share[:, None], share[:, None]) * weight
+    # By halves of an interval of the weight's logarithm, because floats have as many keys near zero as elsewhere.
+    high = tl.log2(tl.maximum(d.weigh(limit, top, scale, PROBS), 1e-30))
+    low = high - 32.0
+    for _ in range(_HALVINGS):
+        middle = (low + high) * 0.5
+        above = tl.sum(tl.where(weight > tl.exp2(middle)[:, None], weight, 0.0), 1)
+        high = tl.where(above < share * sampled, middle, high)
+        low = tl.where(above < share * sampled, low, middle)
+    at_center = tl.exp2(high)
+    center = at_center if PROBS else tl.minimum(top + high / scale, limit)
+    off = tl.where(weight > at_center[:, None], 1.0 - share[:, None], share[:, None]) * weight
     near = (weight > 0.78 * at_center[:, None]) & (weight < 1.28 * at_center[:, None])
     density = tl.sum(tl.where(near, weight, 0.0), 1) * 2.0  # a natural unit of the logarithm
     spread = tl.sqrt(tl.sum(off * off, 1))
