@@ -185,7 +185,7 @@ def _filter_kernel(
     slots_ptr,  # [R, SLOTS] float32
     queue_ptr,  # [1 + R] int32, or None where no row can be deferred; its length is 0 before
     state_ptr,  # [8, R] float32, or None
-    pivots_ptr,  # [8, R] float32, or None
+    pivots_ptr,  # [12, R] float32, or None
     distribution_ptr,  # [4, R] float32: floor and total are written, the second and the third
     rows,
     row_stride,

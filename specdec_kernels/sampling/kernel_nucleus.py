@@ -4,9 +4,9 @@
 All other rows are not read here. The deferred rows stand in a queue, so that their chunks spread over the whole device
 however many there are. Four launches:
 
-1. pivots, twice: the weight above each of four trial thresholds (pivots) around a sampled guess, chunk by chunk. Their
+1. pivots, twice: the weight above each of six trial thresholds (pivots) around a sampled guess, chunk by chunk. Their
    sums enclose the row's threshold between two neighbouring pivots. Only rows that this leaves
-   with many values between the pivots, or with a threshold outside all of them, get four more.
+   with many values between the pivots, or with a threshold outside all of them, get six more.
 2. candidates: the weight above the upper pivot, and the values between the pivots, written down in the order of the
    row.
 3. resolve, one program per row: the threshold by bisection over the candidates in registers, and the kept weight of
@@ -39,9 +39,10 @@ WHOLE = tl.constexpr(0)  # its strips and groups: no filter cuts
 SEARCH = tl.constexpr(1)  # top-p: the first pivots are known
 FIXED = tl.constexpr(2)  # min-p alone: the threshold is known, its weight is not
 COUNT = tl.constexpr(3)  # top-k beyond the slots: the threshold has to be found in the whole row
-PIVOTS = tl.constexpr(4)  # of each of two rounds
+PIVOTS = tl.constexpr(6)  # of each of two rounds
 _HALVINGS = tl.constexpr(12)
-NUM_PIVOTS, STATES = 8, 8
+NUM_PIVOTS, STATES = 12, 8
+_LANES_OF_PIVOTS = tl.constexpr(16)
 
 
 @triton.jit
@@ -72,7 +73,7 @@ def store_pivots(
     value, pivots_ptr, row, asks, rows, complete, reached, goal, everything, top, scale,
     SHIFT: tl.constexpr, PROBS: tl.constexpr,
 ):  # fmt: skip
-    """The first four pivots [4, R] in rising order around the value where the threshold of top-p should lie.
+    """The first pivots [6, R] in rising order around the value where the threshold of top-p should lie.
 
     The weight `reached` at or above the key `complete` is known. What lies below is estimated from the values of
     `sample_groups`, which also give the guess's standard deviation and the density of weight around it.
@@ -98,11 +99,11 @@ def store_pivots(
     density = tl.sum(tl.where(near, weight, 0.0), 1) * 2.0  # a natural unit of the logarithm
     spread = tl.sqrt(tl.sum(off * off, 1))
     spread = tl.minimum(tl.maximum(tl.where(density > 0, spread / tl.where(density > 0, density, 1.0), 2.0), 1e-4), 2.0)
-    pivot = tl.arange(0, PIVOTS)[None, :]
-    step = tl.where((pivot == 1) | (pivot == 2), 0.6, 3.0)
-    step = tl.where(pivot < 2, -step, step) * spread[:, None] * d.LOG2E
-    place = center[:, None] * tl.exp2(step) if PROBS else center[:, None] + step / scale[:, None]
-    tl.store(pivots_ptr + pivot * rows + row[:, None], tl.minimum(place, limit[:, None]), mask=asks[:, None])
+    for pivot in tl.static_range(PIVOTS):
+        side, nth = (-1.0 if pivot < PIVOTS // 2 else 1.0), (2 - pivot if pivot < 3 else pivot - 3)
+        step = side * (0.38 if nth == 0 else 1.2 if nth == 1 else 3.2) * spread * d.LOG2E
+        place = center * tl.exp2(step) if PROBS else center + step / scale
+        tl.store(pivots_ptr + pivot * rows + row, tl.minimum(place, limit), mask=asks)
 
 
 @triton.jit
@@ -128,22 +129,24 @@ def _enclose(
     """The values low and high between which the threshold lies, low < threshold <= high, and the weight between them,
     from the weights above the pivots."""
     goal = tl.load(state_ptr + rows + row, mask=asks, other=0.0)
-    high = tl.load(state_ptr + 2 * rows + row, mask=asks, other=0.0)
-    over_low = tl.load(state_ptr + 4 * rows + row, mask=asks, other=0.0)
-    over_high = tl.load(state_ptr + 6 * rows + row, mask=asks, other=0.0)
-    low = tl.full(row.shape, float("-inf"), tl.float32)
-    asked = asks
-    part = tl.arange(0, BLOCK_C)[None, :]
-    for pivot in tl.static_range(ROUNDS * PIVOTS):
-        if pivot == PIVOTS:
-            asked = asks & (tl.load(state_ptr + 7 * rows + row, mask=asks, other=0.0) > 0)
-        place = (pivot * rows + row).to(tl.int64)[:, None] * CHUNKS + part
-        above = tl.sum(tl.load(parts_ptr + place, mask=asked[:, None] & (part < CHUNKS), other=0.0), 1)
-        value = tl.load(pivots_ptr + pivot * rows + row, mask=asked, other=0.0)
-        rises = asked & (above >= goal) & (value > low)
-        falls = asked & (above < goal) & (value < high)
-        low, over_low = tl.where(rises, value, low), tl.where(rises, above, over_low)
-        high, over_high = tl.where(falls, value, high), tl.where(falls, above, over_high)
+    ceiling = tl.load(state_ptr + 2 * rows + row, mask=asks, other=0.0)
+    everything = tl.load(state_ptr + 4 * rows + row, mask=asks, other=0.0)
+    reached = tl.load(state_ptr + 6 * rows + row, mask=asks, other=0.0)
+    pivot = tl.arange(0, _LANES_OF_PIVOTS)[None, :]
+    known = asks[:, None] & (pivot < PIVOTS)
+    if ROUNDS > 1:
+        wide = asks & (tl.load(state_ptr + 7 * rows + row, mask=asks, other=0.0) > 0)
+        known |= wide[:, None] & (pivot < 2 * PIVOTS)
+    part = tl.arange(0, BLOCK_C)[None, None, :]
+    place = pivot * rows + row[:, None]
+    parts = parts_ptr + place.to(tl.int64)[:, :, None] * CHUNKS + part
+    above = tl.sum(tl.load(parts, mask=known[:, :, None] & (part < CHUNKS), other=0.0), 2)
+    value = tl.load(pivots_ptr + place, mask=known, other=0.0)
+    falls, rises = known & (above < goal[:, None]), known & (above >= goal[:, None])
+    high = tl.minimum(tl.min(tl.where(falls, value, float("inf")), 1), ceiling)
+    over_high = tl.maximum(tl.max(tl.where(falls, above, 0.0), 1), reached)
+    low = tl.max(tl.where(rises, value, float("-inf")), 1)
+    over_low = tl.minimum(tl.min(tl.where(rises, above, float("inf")), 1), everything)
     return low, high, over_low - over_high
 
 
@@ -191,7 +194,7 @@ def _store_second_pivots(
     place = edges_ptr + (row * CHUNKS + chunk) * (PIVOTS + 1)
     tl.store(place, wide.to(tl.float32), mask=asks)
     for pivot in tl.static_range(PIVOTS):
-        # Where the guess missed, ever longer steps away from it; four steps of 3 reach 40 times the first.
+        # Where the guess missed, ever longer steps away from it.
         away = (most - least) * (0.2 * 3.0**pivot)
         value = tl.where(below, least - away, low + (high - low) * ((pivot + 1) / (PIVOTS + 1)))
         value = tl.minimum(tl.where(beyond, most + away, value), high)
@@ -213,9 +216,9 @@ def _pivots_kernel(
     temperature_ptr,  # [R / PER_REQUEST] float32
     queue_ptr,  # [1 + R] int32
     state_ptr,  # [8, R] float32
-    pivots_ptr,  # [8, R] float32; the last four are written by the second round
-    parts_ptr,  # [8, R, CHUNKS] float32: weight above each pivot in each chunk
-    edges_ptr,  # [R, CHUNKS, 5] float32: scratch of the second round
+    pivots_ptr,  # [12, R] float32; the last six are written by the second round
+    parts_ptr,  # [12, R, CHUNKS] float32: weight above each pivot in each chunk
+    edges_ptr,  # [R, CHUNKS, 7] float32: scratch of the second round
     rows,
     row_stride,
     PER_REQUEST: tl.constexpr,
@@ -278,8 +281,8 @@ def _candidates_kernel(
     temperature_ptr,  # [R / PER_REQUEST] float32
     queue_ptr,  # [1 + R] int32
     state_ptr,  # [8, R] float32
-    pivots_ptr,  # [8, R] float32
-    parts_ptr,  # [8, R, CHUNKS] float32
+    pivots_ptr,  # [12, R] float32
+    parts_ptr,  # [12, R, CHUNKS] float32
     edges_ptr,  # [R, CHUNKS, 2] float32: low and high, the same in every chunk
     mass_ptr,  # [R, CHUNKS] float32: weight above high
     counts_ptr,  # [R, CHUNKS] int32: values above low and not above high
