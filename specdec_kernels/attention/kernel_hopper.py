@@ -223,7 +223,7 @@ def _weights(
         scores = gl.where(seen, scores, float("-inf"))
     new_top = gl.maximum(top, gl.max(scores, 1) * factor)
     decay = gl.exp2(top - finite_or_zero(new_top))
-    weights = gl.exp2(gl.fma(scores, (factor + new_top * 0.0)[:, None], -finite_or_zero(new_top)[:, None]))
+    weights = gl.exp2(gl.fma(scores, factor[:, None], -finite_or_zero(new_top)[:, None]))
     return weights, new_top, gl.fma(total, decay, gl.sum(weights, 1)), decay
 
 
@@ -376,7 +376,7 @@ def _hopper_kernel(
     table_ptr,  # [B, table_stride] int32
     lengths_ptr,  # [B] int64
     q_lens_ptr,  # [B] int32 or None
-    mask_ptr,  # [B, N, ceil(num_slots / 64)] int64, or anything where MODE takes no mask
+    mask_ptr,  # [B, N, ceil(num_slots / 64)] int64 or None
     sinks_ptr,  # [H] float32 or None
     items_ptr,  # [capacity, 3] int32 of a work list or None
     offsets_ptr,  # [B + 1] int32 of a work list or None
