@@ -5,7 +5,8 @@ VENV   ?= .venv
 ARGS   ?=
 # How long `make fuzz` goes on.
 FUZZ_SECONDS ?= 1800
-# One pytest process per core of the smallest supported machine; whole files stay together so that fixtures are shared.
+# One pytest process per core of the smallest supported machine; whole files stay together so that fixtures are shared,
+# in the order of tests/conftest.py.
 JOBS   ?= 2
 
 BIN  := $(VENV)/bin
@@ -25,7 +26,7 @@ smollm2: $(VENV)/.installed  ## download SmolLM2-135M-Instruct (93 MB) and conve
 	$(BIN)/python -m experiments.models.smollm2 $(ARGS)
 
 test: $(VENV)/.installed-dev  ## install with the dev extra, then the test suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-distributed: $(VENV)-distributed/.installed  ## a sweep over two Ray nodes, one of which is lost, and a search by optuna
 	OMP_NUM_THREADS=1 $(VENV)-distributed/bin/python -m pytest -m distributed tests/distributed $(ARGS)

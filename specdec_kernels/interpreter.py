@@ -23,6 +23,8 @@ def hasten() -> None:
     needed = ("_patch_lang", "_patch_builtin", "_get_np_dtype", "_LangPatchScope", "_patch_attr")
     if not all(hasattr(interpreter, name) for name in needed):
         return
+    if len(inspect.signature(interpreter._patch_builtin).parameters) != 3:
+        return
     interpreter._patch_builtin = _patch_known(interpreter)
     interpreter._patch_lang = _patch_once(interpreter, interpreter._patch_lang)
     interpreter._get_np_dtype = _known_types(interpreter.tl, interpreter._get_np_dtype)
