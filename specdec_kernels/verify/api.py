@@ -95,7 +95,7 @@ def accept(
             and negative entries count as 0.
         draft_probs: [B, R, V] float32, contiguous: row n is the distribution that the children of node n were drawn
             from (of a chain: node n + 1), R = N - 1; or as `draft_rows` says. NaN and negative entries count as 0; the
-            rules for trees normalise the rows, which are those before any removal and sum to at most 512. Needed by the
+            rules for trees normalise the rows, which are those before any removal and sum to at most 8. Needed by the
             rules for drawn drafts, refused otherwise. A drafter must not draw twice with one key: under `block` and
             `traversal` drafts behind the accepted ones influence the outcome, so a key used again in the next step
             would couple the two steps. Drawing with position L * (D + 1) + depth in DRAFT_STREAM is safe, and so is

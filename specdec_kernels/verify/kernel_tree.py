@@ -42,9 +42,11 @@ from specdec_kernels.verify.device import (
 from specdec_kernels.verify.types import BOTTOM_UP_RULES, WITHOUT_REPLACEMENT_RULES
 
 _CLASSES = tl.constexpr(CLASSES)
-_UNITS = tl.constexpr(2.0**46)  # of a mass: what is left of p stays below 2, and q may sum to 2^9
-_UNIT_BITS = tl.constexpr(56)
-MOST_PROGRAMS = 64  # of a team, which are counted in the bits above
+_UNITS = tl.constexpr(2.0**46)  # of a mass
+_MOST = tl.constexpr(8.0)  # mass that a program counts: p sums to 1, and q should
+_MOST_UNITS = tl.constexpr(1 << 49)
+_PROGRAM = tl.constexpr(1 << 56)  # what a program counts for in the word of a sum
+MOST_PROGRAMS = 64  # of a team
 RATE_STEPS = 24
 _RATE_STEPS = tl.constexpr(RATE_STEPS)
 _RATE_ERROR = tl.constexpr(2.0**-36)  # of rho, and of the equation that it solves
@@ -58,7 +60,7 @@ def _any(flags):
 
 @triton.jit
 def _in_units(mass):
-    return (mass.to(tl.float64) * _UNITS + 0.5).to(tl.int64)
+    return (tl.minimum(mass.to(tl.float64), _MOST) * _UNITS + 0.5).to(tl.int64)
 
 
 @triton.jit
@@ -68,12 +70,13 @@ def _team_sum(part, words_ptr, place, splits):
     The words at `place` are 0 and serve this call alone. Every program adds its units and, above them, one for itself:
     a word is the sum as soon as it counts all programs, and no other memory has to be in order. A team of one has none.
     """
+    part = tl.minimum(part, _MOST_UNITS)
     if words_ptr is not None:
-        tl.atomic_add(words_ptr + place, part + (1 << _UNIT_BITS), sem="relaxed")
+        tl.atomic_add(words_ptr + place, part + _PROGRAM, sem="relaxed")
         word = tl.load(words_ptr + place, volatile=True)
-        while tl.min(word >> _UNIT_BITS) < splits:
+        while tl.min(word // _PROGRAM) < splits:
             word = tl.load(words_ptr + place, volatile=True)
-        part = word & ((1 << _UNIT_BITS) - 1)
+        part = word % _PROGRAM
     return part.to(tl.float64) / _UNITS
 
 
@@ -501,11 +504,14 @@ def judge_tree(
     path = torch.empty(batch, max_depth + 1, dtype=torch.int32, device=device)
     words = torch.zeros(batch, num_words, dtype=torch.int64, device=device) if splits > 1 else None
     factors = torch.empty(splits, batch, num_nodes, kinds, device=device) if kinds else None
+    warps = max(block_v // config.pass_lanes, 1)
+    if kinds:
+        warps = min(warps, 8)  # sums by class take many registers
     block_b = d.rows_per_program(batch, config.max_requests, block_v)
     launch(
         _walk_tree_kernel, (splits, triton.cdiv(batch, block_b)), tokens, tree.first_child, tree.next_sibling,
         *rows_of_both, *selected, *sources, words, factors, judged, path, state, batch, values.stride(0), splits,
-        num_warps=max(block_v // config.pass_lanes, 1), DEPTH=max_depth, WORDS=num_words, K_SEQ=rule == "k_seq",
+        num_warps=warps, DEPTH=max_depth, WORDS=num_words, K_SEQ=rule == "k_seq",
         WITHOUT_REPLACEMENT=rule in WITHOUT_REPLACEMENT_RULES, BOTTOM_UP=rule in BOTTOM_UP_RULES, BLOCK_B=block_b,
         BLOCK_N=lanes(num_nodes), BLOCK_D=lanes(max_depth + 1), BLOCK_V=block_v, STAGES=config.pass_stages, **sizes,
         **(dict(launch_cooperative_grid=True) if splits > 1 else {}),
