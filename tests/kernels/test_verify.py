@@ -109,6 +109,15 @@ def test_a_team_of_any_size_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch,
     assert same(accept(**inputs), whole)
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter runs one program after the other: a team needs a GPU")
+@pytest.mark.parametrize("rule", TREE_RULES)
+def test_a_team_ends_on_rows_that_are_no_distributions(rule: str) -> None:
+    """The programs of a team are counted above their sum, which must not run over."""
+    inputs = case_inputs(f"{rule}_tiles")
+    inputs["draft_probs"] = inputs["draft_probs"] * 1e30
+    assert accept(**inputs).valid.all()
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 def test_a_chain_is_a_degenerate_tree(impl: str) -> None:
     inputs = case_inputs("accept_saturated")
