@@ -211,8 +211,10 @@ def measure(
     probabilities: bool = False,
     filtered: bool = False,
     normalise: bool = False,
+    weigh_all: bool = False,
 ) -> Strips:
-    """Statistics of the strips of every row."""
+    """Statistics of the strips of every row; with `weigh_all` the sums at the temperature are also those of rows that
+    are not drawn, at temperature 1."""
     (rows, vocab), chip = values.shape, current_chip(values)
     config = SELECTION[chip]
     steps = min(config.steps, triton.next_power_of_2(triton.cdiv(vocab, STEP)))
@@ -228,7 +230,8 @@ def measure(
     launch(
         stats_kernel, (triton.cdiv(rows * strips, block_s),), values, temperature, *found[:4], rows, values.stride(0),
         num_warps=config.stats_warps, PER_REQUEST=per_request, VOCAB=vocab, STRIPS=strips, SAMPLE=sample,
-        NORMALISE=normalise, PROBS=probabilities, BLOCK_S=block_s, STEPS=steps, **overlapped(chip),
+        NORMALISE=normalise, WEIGH_ALL=weigh_all, PROBS=probabilities, BLOCK_S=block_s, STEPS=steps,
+        **overlapped(chip),
     )  # fmt: skip
     return found
 
@@ -261,7 +264,9 @@ def select(
         out(4, rows) if want_distribution or filtered else None,
     )  # fmt: skip
     shared = dict(per_request=per_request, probabilities=probabilities)
-    strips = measure(values, sampling.temperature, filtered=filtered, normalise=normalise, **shared)
+    strips = measure(
+        values, sampling.temperature, filtered=filtered, normalise=normalise, weigh_all=want_distribution, **shared
+    )  # fmt: skip
     kept, slots, chunks = Kept(None, None, None, None), 0, 0
     if filtered:
         kept = keep(values, sampling, strips.best, strips.sums, *strips[2:4], found.distribution, **shared)

@@ -99,6 +99,7 @@ def stats_kernel(
     STRIPS: tl.constexpr,
     SAMPLE: tl.constexpr,
     NORMALISE: tl.constexpr,
+    WEIGH_ALL: tl.constexpr,
     PROBS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     STEPS: tl.constexpr,
@@ -121,7 +122,7 @@ def stats_kernel(
     draws, picks, twice = True, True, False
     if SAMPLE:
         temperature = tl.load(temperature_ptr + row // PER_REQUEST, mask=live, other=0.0)
-        draws = NORMALISE or PROBS or _any(temperature > 0)
+        draws = NORMALISE or WEIGH_ALL or PROBS or _any(temperature > 0)
         picks = PROBS or _any((temperature > 0) == 0)
         twice = _any((temperature > 0) & (temperature != 1))
     scale = d.exponent_scale(temperature)
