@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from algorithms.runtime.algorithm import Algorithm
     from algorithms.runtime.backends.protocol import Backend
     from algorithms.runtime.engine import Engine, Generation
+    from algorithms.runtime.grammar import Grammars
     from algorithms.runtime.models.loading import Target
     from algorithms.runtime.request import Completion, Request
 
@@ -213,14 +214,16 @@ def method_row(
     row["template"] = workload.markup
     row["adaptive"] = generation.adaptive
     against = baseline[1] if baseline and decoded.comparable else None
-    row["lossless"] = _lossless(decoded, against, target, deterministic)
+    row["lossless"] = _lossless(decoded, against, target, deterministic, workload.grammars)
     own = 1.0 if decoded.algo == AUTOREGRESSIVE else None
     row |= {"speedup_decode": own, "speedup_wall": own, "prediction": None}
     row |= {"speedup_decode_interval": None, "speedup_wall_interval": None}
     return row | (metrics.against_baseline(row, baseline[0]) if baseline else {})
 
 
-def _lossless(decoded: Decoded, plain: Decoded | None, target: Target, deterministic: bool) -> dict[str, Any]:
+def _lossless(
+    decoded: Decoded, plain: Decoded | None, target: Target, deterministic: bool, grammars: Grammars | None
+) -> dict[str, Any]:
     """What `metrics.lossless` says of the requests that both were asked.
 
     A later turn of a conversation whose first answers differ is another question.
@@ -234,5 +237,6 @@ def _lossless(decoded: Decoded, plain: Decoded | None, target: Target, determini
         if request.id in theirs and theirs[request.id][0].prompt_ids == request.prompt_ids
     ]
     asked, baseline = [request for request, _, _ in same], [completion for _, _, completion in same]
-    look, ties = look_at(target, asked, baseline, deterministic), ties_possible(target, asked, deterministic)
+    look = look_at(target, asked, baseline, deterministic, grammars)
+    ties = ties_possible(target, asked, deterministic)
     return metrics.lossless([completion for _, completion, _ in same], baseline, look, ties)

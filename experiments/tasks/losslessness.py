@@ -202,7 +202,8 @@ class BackendChecks:
             ours_exact, plain_exact = (
                 [completions[i] for i in exact] for completions in (ours.generation.completions, self._baseline(turn))
             )
-            look = look_at(self._task.target, [asked[i] for i in exact], plain_exact, self._deterministic)
+            compared = [asked[i] for i in exact]
+            look = look_at(self._task.target, compared, plain_exact, self._deterministic, self._workload.grammars)
             proof = metrics.lossless(ours_exact, plain_exact, look)
             identical, checked = identical + proof["identical"], checked + proof["checked"]
             near_ties += proof["near_ties"]
@@ -274,7 +275,8 @@ class BackendChecks:
             return None
         asked, plain = self._low_baseline.requests, self._low_baseline.generation.completions
         ours = self._decode(algo, asked, *self._sizes[-1], low=True).generation.completions
-        proof = metrics.lossless(ours, plain, look_at(self._task.low_precision_target, asked, plain))
+        look = look_at(self._task.low_precision_target, asked, plain, grammars=self._workload.grammars)
+        proof = metrics.lossless(ours, plain, look)
         first = proof.pop("first_difference")
         return proof | {"first": first, "gap": first and first["gap"]}
 

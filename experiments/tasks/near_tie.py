@@ -18,6 +18,7 @@ from experiments.tasks.distribution import next_logits
 if TYPE_CHECKING:
     import torch
 
+    from algorithms.runtime.grammar import Grammars
     from algorithms.runtime.models.loading import Target
     from algorithms.runtime.request import Completion, Request
 
@@ -27,14 +28,19 @@ those of a long sum, and half precision only those of the values between two lay
 
 
 def look_at(
-    target: Target, requests: Sequence[Request], baseline: Sequence[Completion], deterministic: bool = False
+    target: Target,
+    requests: Sequence[Request],
+    baseline: Sequence[Completion],
+    deterministic: bool = False,
+    grammars: Grammars | None = None,
 ) -> Look:
     """A function that adds to a difference `logit`, `baseline_logit`, `gap`, `bound` and `near_tie`.
 
-    The logits are those of a forward without a cache, with the penalties of the request. They are None where a text
-    has ended. `gap` is the distance of the two logits, and of drawn tokens the distance of the uniform from the further
-    one of their two intervals. Drawn tokens have near ties in float32 alone: half precision moves the borders so far
-    that the bound would excuse everything. A target that is `deterministic` has none: both texts have the same bits.
+    The logits are those of a forward without a cache, with the penalties of the request and, by `grammars`, in its
+    grammar. They are None where a text has ended. `gap` is the distance of the two logits, and of drawn tokens the
+    distance of the uniform from the further one of their two intervals. Drawn tokens have near ties in float32 alone:
+    half precision moves the borders so far that the bound would excuse everything. A target that is `deterministic` has
+    none: both texts have the same bits.
     """
 
     def look(index: int, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,6 +55,8 @@ def look_at(
         steps = ROUNDINGS[str(dtype).removeprefix("torch.")]
         bound = steps * torch.finfo(dtype).eps * float(logits.abs().max())
         changed = penalised(logits, request, output)
+        if grammars is not None and request.sampling.constrained:
+            changed = _in_grammar(changed, request, output, grammars)
         ours, plain = (float(changed[token]) for token in tokens)
         gap, drawn = abs(ours - plain), request.sampling.temperature > 0
         if drawn:
@@ -110,6 +118,18 @@ def penalised(logits: torch.Tensor, request: Request, output: Sequence[int]) -> 
         if len(text) < allowed and text[len(text) - len(word) + 1 :] == word[:-1]:
             changed[word[-1]] = -float("inf")
     return changed
+
+
+def _in_grammar(logits: torch.Tensor, request: Request, output: Sequence[int], grammars: Grammars) -> torch.Tensor:
+    import torch
+
+    from specdec_kernels import mask_tokens
+
+    matcher = grammars.matcher(request.sampling.grammar, request.ends)
+    matcher.follow(output)
+    masked, constrained = logits[None, None].clone(), torch.ones(1, dtype=torch.int32, device=logits.device)
+    mask_tokens(masked, matcher.allowed().to(logits.device)[None, None], constrained, impl="reference")
+    return masked[0, 0]
 
 
 def _with_penalties(logits: torch.Tensor, request: Request, output: Sequence[int]) -> torch.Tensor:

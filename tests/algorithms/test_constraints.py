@@ -23,6 +23,7 @@ from algorithms.runtime.request import Completion, Request
 from algorithms.runtime.sampling_params import GrammarParams, SamplingNeeds, SamplingParams
 from algorithms.runtime.step import Step
 from algorithms.standalone import Standalone
+from experiments.tasks.near_tie import look_at
 from specdec_kernels import SamplingTensors, build_tree, pick_tokens
 from tests.algorithms.drafters import ALL_MAKERS, TARGET, blurred_target, hinted, load_random_drafters
 from tests.algorithms.test_sampling_parameters import following, penalised
@@ -307,6 +308,18 @@ def test_a_chain_in_a_tree_of_any_size(num_nodes: int, grafted: int) -> None:
     assert joined.tokens[0, : 1 + grafted].tolist() == [0, 901, 902, 903][: 1 + grafted]
     assert joined.links.depth[0, : 1 + grafted].tolist() == [0, 1, 2, 3][: 1 + grafted]
     assert joined.tokens[0, 1 + grafted :].tolist() == list(range(1, num_nodes - grafted))
+
+
+def test_a_difference_is_looked_at_within_the_grammar() -> None:
+    """A drawn token's interval holds the uniform that drew it, in the distribution that the grammar leaves."""
+    request, written = asked()[1], expected()[1]
+
+    def gaps(compiler: Grammars | None) -> list[float]:
+        look = look_at(TARGET, [request], [Completion(1, token_ids=written)], grammars=compiler)
+        same = [{"position": at, "token": token, "baseline_token": token} for at, token in enumerate(written)]
+        return [look(0, found)["gap"] for found in same]
+
+    assert max(gaps(grammars())) < 1e-6 and max(gaps(None)) > 0.01
 
 
 def test_sessions_without_grammars_do_nothing_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
