@@ -17,6 +17,10 @@ from algorithms.runtime.models import sharding
 from algorithms.runtime.models.decoder import Decoder
 from algorithms.runtime.models.loading import Target
 from algorithms.runtime.models.sharding import RowParallelLinear, VocabParallelHead, parallel_config, shard
+from specdec_kernels import Exchange, exchange_elements, linear_argmax
+from specdec_kernels.cases import Maker
+from specdec_kernels.launch import interpreting
+from specdec_kernels.projection.cases import argmax_inputs
 from tests.algorithms.drafters import eagle3_head, hinted
 from tests.algorithms.toy import (
     CONFIG,
@@ -127,6 +131,29 @@ def test_ranks_exchange_sums_columns_and_decisions(tmp_path: Path) -> None:
         assert flags.tolist() == [True, True, False]
         assert columns.tolist() == [[0, 1, 2, 10, 11, 12], [3, 4, 5, 13, 14, 15]]
         assert total.tolist() == [[3, 3], [3, 3]]
+
+
+def _choices(rank: int, memory: torch.Tensor, written: str) -> None:
+    """Call after call, of other rows each time, over memory that both processes see."""
+    torch.set_num_threads(1)
+    size = len(memory) // WORLD
+    exchange = Exchange(memory, torch.tensor([0, size]), rank, 4, 2)
+    make, found = Maker.seeded(), []
+    for rows in (1, 4, 2, 3, 1, 4):
+        inputs = argmax_inputs(make, rows, 70, 8)
+        own = inputs["weight"][35 * rank : 35 * rank + 35].contiguous()
+        chosen = linear_argmax(inputs["x"], own, exchange=exchange, impl="triton")
+        found.append((chosen, linear_argmax(inputs["x"], inputs["weight"], impl="reference")))
+    torch.save(found, f"{written}/{rank}.pt")
+
+
+@pytest.mark.skipif(not interpreting(), reason="one GPU cannot be two ranks; the interpreter shares memory of the CPU")
+def test_two_ranks_choose_the_tokens_of_one_together(tmp_path: Path) -> None:
+    memory = torch.zeros(WORLD * exchange_elements(WORLD, 4, 2), dtype=torch.int64).share_memory_()
+    mp.spawn(_choices, (memory, str(tmp_path)), nprocs=WORLD)
+    for rank in range(WORLD):
+        for chosen, expected in torch.load(tmp_path / f"{rank}.pt"):
+            assert torch.equal(chosen, expected)
 
 
 @pytest.mark.parametrize("vocab, shared", [(64, True), (63, False)])
