@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -11,15 +11,15 @@ class SelectionConfig:
 
     slots: int = 128  # groups of 64 tokens that a program holds in registers
     steps: int = 4  # steps of 256 tokens that make a strip
-    strips: int = 4  # strips of a program of the first kernel, as many as it has warps
+    strips: int = 4  # strips of a program of the first kernel, one a warp, where no row is drawn
+    drawn_strips: int = 2  # where some are
     max_rows: int = 1  # rows of one program of the second kernel
-    stats_warps: int = 4
     pick_warps: int = 1  # of a row whose token is known from its strips
     draw_warps: int = 4  # of a row that is drawn
-    select_warps: int = 16  # of a row whose threshold is searched
+    select_warps: int = 8  # of a row whose threshold is searched
     chunk: int = 4096  # tokens of one program of the kernels over deferred rows
-    chunk_warps: int = 8
-    programs: int = 528  # programs that share the chunks of all deferred rows
+    chunk_warps: int = 4
+    programs: int = 1056  # programs that share the chunks of all deferred rows
     keep: int = 128  # candidates of a chunk that there is room for
 
 
@@ -28,14 +28,13 @@ SELECTION = {
     "sm80": _GPU,
     "sm90": _GPU,
     "sm100": _GPU,
-    # Sixteen wavefronts of 64 lanes would leave 128 registers per lane, which spills.
-    "gfx942": replace(_GPU, select_warps=8),
+    "gfx942": _GPU,
     # The interpreter's time goes with programs, not lanes; few slots, so that its cases reach the deferred rows.
     "interpreter": SelectionConfig(
         slots=8,
         strips=1 << 10,
+        drawn_strips=1 << 10,
         max_rows=1 << 15,
-        stats_warps=1,
         draw_warps=1,
         select_warps=1,
         chunk=1024,

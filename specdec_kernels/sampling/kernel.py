@@ -26,6 +26,7 @@ from specdec_kernels.sampling.kernel_stats import NOTHING, STEP, image_token, im
 from specdec_kernels.sampling.types import TARGET_STREAM, Picked, SamplingTensors
 
 GROUP = tl.constexpr(GROUP_SIZE)
+_MOST_WARPS = 8
 
 
 class Selected(NamedTuple):
@@ -226,10 +227,10 @@ def measure(
         out(rows, triton.cdiv(vocab, GROUP_SIZE)) if filtered else None,
         out(rows + 1, dtype=torch.int32) if filtered else None, steps * STEP,
     )  # fmt: skip
-    block_s = min(config.strips, triton.next_power_of_2(max(rows * strips, 1)))
+    block_s = min(config.drawn_strips if sample else config.strips, triton.next_power_of_2(max(rows * strips, 1)))
     launch(
         stats_kernel, (triton.cdiv(rows * strips, block_s),), values, temperature, *found[:4], rows, values.stride(0),
-        num_warps=config.stats_warps, PER_REQUEST=per_request, VOCAB=vocab, STRIPS=strips, SAMPLE=sample,
+        num_warps=min(block_s, _MOST_WARPS), PER_REQUEST=per_request, VOCAB=vocab, STRIPS=strips, SAMPLE=sample,
         NORMALISE=normalise, WEIGH_ALL=weigh_all, PROBS=probabilities, BLOCK_S=block_s, STEPS=steps,
         **overlapped(chip),
     )  # fmt: skip
