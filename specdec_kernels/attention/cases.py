@@ -15,8 +15,6 @@ _CHAINS = {1: "decode", 4: "chain4", 16: "chain16", 64: "chain64"}
 _WIDE: dict[str, Any] = dict(heads=(8, 2), head_dim=128)
 # Equal on every chip for 64 packed rows, so that one work list fits the call on each.
 _PINNED = dict(block_m=64, split_tokens=512, first_splits=8, longest_split=4096)
-_KEYS_FIRST = dict(keys_first=True)
-_GROUPED: dict[str, Any] = _WIDE | dict(tuning=dict(groups=True))
 
 
 def work(inputs: dict[str, Any]) -> tuple[int, int]:
@@ -164,10 +162,10 @@ _GROUPS = (
         q_lens=(40, 3, 0),
         sinks=True,
         with_lse=True,
-        **_GROUPED,
+        **_WIDE,
     ),
-    _case("groups_chain", "buffers of the item before", "chain", 33, (700, 0), with_lse=True, **_GROUPED),
-    _case("groups_block", "keys behind the last", "block", 64, (63, 65), **_GROUPED),
+    _case("groups_chain", "buffers of the item before", "chain", 33, (700, 0), with_lse=True, **_WIDE),
+    _case("groups_block", "keys behind the last", "block", 64, (63, 65), **_WIDE),
     _case(
         "groups_split",
         "a split that a request does not have",
@@ -177,7 +175,7 @@ _GROUPS = (
         split_tokens=128,
         sinks=True,
         with_lse=True,
-        **_GROUPED,
+        **_WIDE,
     ),
     _case(
         "groups_planned",
@@ -188,9 +186,10 @@ _GROUPS = (
         tree_width=90,
         planned=True,
         split_tokens=128,
-        **(_GROUPED | dict(tuning=dict(groups=True, resident_programs=5))),
+        tuning=dict(resident_programs=5),
+        **_WIDE,
     ),
-    _case("groups_page_1", "places of per-token pages", "tree", 33, (130,), page_size=1, **_GROUPED),
+    _case("groups_page_1", "places of per-token pages", "tree", 33, (130,), page_size=1, **_WIDE),
 )
 _WINDOWS = (
     _case("window_chain", "the window counts from the first row", "chain", 5, (40, 3), window=8, with_lse=True),
@@ -273,7 +272,6 @@ _SCORES = (
         (200, 3),
         fp8=True,
         with_lse=True,
-        tuning=_KEYS_FIRST,
         **_WIDE,
     ),
     _case(
@@ -284,7 +282,6 @@ _SCORES = (
         (250, 31),
         fp8=True,
         window=100,
-        tuning=_KEYS_FIRST,
         **_WIDE,
     ),
     _case(
@@ -313,7 +310,6 @@ _SCORES = (
         soft_cap=5.0,
         window=30,
         split_tokens=16,
-        tuning=_KEYS_FIRST,
         with_lse=True,
     ),
     _case("fp8_blind", "a row that sees nothing", "tree", 7, (0, 20), fp8=True, head_dim=32, blind=True, sinks=True),
@@ -486,10 +482,8 @@ _SHIPPED = (
         64,
         planned=True,
         sinks=True,
-        tuning=_PINNED | dict(block_m=128, max_splits=8, groups=True),
+        tuning=_PINNED | dict(block_m=128, max_splits=8),
     ),
-    _gated("shipped_groups_tree", "registers of groups with a mask", "tree", 64, tuning=dict(groups=True)),
-    _gated("shipped_groups_prefill", "registers of groups without splits", "chain", 160, tuning=dict(groups=True)),
     _gated("shipped_window", "registers of a window by depth", "tree", 16, window=64, sinks=True),
     _gated("shipped_soft_cap", "registers of the hyperbolic tangent", "chain", 16, soft_cap=30.0, window=512),
     _gated("shipped_wide_tree", "registers of an expansion step", "tree", 8, tree_width=64),
@@ -524,7 +518,6 @@ _SHIPPED = (
     _gated("shipped_fp8_chain_8", "conversion of keys and values", "chain", 8, fp8=True),
     _gated("shipped_fp8_chain_16", "conversion of keys and values", "chain", 16, fp8=True),
     _gated("shipped_fp8_tree_64", "conversion of keys and values", "tree", 64, fp8=True),
-    _gated("shipped_keys_first_decode", "pairs of codes", "chain", 1, fp8=True, tuning=_KEYS_FIRST),
     _gated("shipped_fp8_64_chain_16", "conversion, head dimension 64", "chain", 16, fp8=True, head_dim=64),
     _gated("shipped_fp8_256_chain_16", "conversion, head dimension 256", "chain", 16, fp8=True, head_dim=256),
 )

@@ -55,6 +55,7 @@ _INTERPRETER_MAX_ROWS = 1024
 _PROCESSORS = {"sm80": 108, "sm90": 132, "sm100": 148, "gfx942": 304}
 _FP8_NATIVE_CHIPS = ("sm90", "sm100")
 _OVERLAP_CHIPS = ("sm90", "sm100")
+_KEYS_FIRST_BUCKETS = (16, 32)
 _PROGRAMS_AT_ONCE = {16: 3, 32: 2, 64: 2, 128: 1}
 _FP8_PROGRAMS_AT_ONCE = _PROGRAMS_AT_ONCE | {16: 2}
 
@@ -149,7 +150,7 @@ def attention_config(
             raise ValueError(f"tuning: expected fields among {names}, got {', '.join(unknown)}")
         config = replace(config, **tuning)
     groups = config.groups and chip == "sm90" and head_dim == 128
-    keys_first = config.keys_first and chip in ("sm90", "interpreter")
+    keys_first = config.keys_first and (chip == "interpreter" or (chip == "sm90" and _head_dim_row(head_dim) == 128))
     config = replace(config, groups=groups, keys_first=keys_first)
     return replace(config, split_tokens=-(-config.split_tokens // config.block_n) * config.block_n)
 
@@ -263,6 +264,8 @@ def _table_config(chip: str, head_dim: int, rows: int, kv_bytes: int) -> Attenti
         slots=(_FP8_PROGRAMS_AT_ONCE if kv_bytes == 1 else _PROGRAMS_AT_ONCE)[bucket] * _PROCESSORS[chip],
         resident_programs=resident * _PROCESSORS[chip],
         fp8_native=chip in _FP8_NATIVE_CHIPS,
+        keys_first=bucket in _KEYS_FIRST_BUCKETS,
+        groups=bucket == _ROW_BUCKETS[-1],
         overlap=chip in _OVERLAP_CHIPS,
     )
 
@@ -316,8 +319,7 @@ _TABLE: dict[tuple[str, int], dict[int, _Row]] = {
 }
 # The same for pools of one-byte elements.
 _FP8_TABLE: dict[tuple[str, int], dict[int, _Row]] = _TABLE | {
-    # Products of fewer than 64 rows load codes one by one, so 32 rows have a tile of 64, and 16 rows take more keys.
-    ("sm90", 128): {16: (16, 128, 4, 3, 4), 32: (64, 64, 4, 3, 4), 64: (64, 64, 4, 3, 4), 128: (128, 128, 8, 3, 4)},
+    ("sm90", 128): {16: (16, 128, 4, 3, 4), 32: (32, 64, 4, 4, 4), 64: (64, 64, 4, 3, 4), 128: (128, 128, 8, 3, 4)},
     ("sm80", 128): _TABLE["sm80", 128] | {128: (128, 32, 8, 2, 1)},
     # 64 keys per iteration spill.
     ("sm100", 128): _TABLE["sm100", 128] | {16: (16, 32, 4, 4, 2)},

@@ -38,7 +38,7 @@ class AllowedSpill:
 # (kernel, chip) -> its allowed spill on that chip; any other excess fails.
 _TWO_SUMS = "of the two sums of a walk over all splits; they are stored and read once a split, outside of its loop"
 _FIXED = ("FIXED=True",)
-_CODES = "FP8=1 POLYNOMIAL=False LAZY=False BLOCK_M=128"
+_CODES = "FP8=1 KEYS_FIRST=False POLYNOMIAL=False LAZY=False BLOCK_M=128"
 ALLOWED_SPILLS: dict[tuple[str, str], AllowedSpill] = {
     ("_mla_kernel", "sm90"): AllowedSpill(
         8, "one register or two, stored before the loop and read after it; smaller tiles are slower"
@@ -46,6 +46,9 @@ ALLOWED_SPILLS: dict[tuple[str, str], AllowedSpill] = {
     ("_attention_kernel", "sm80"): AllowedSpill(8, _TWO_SUMS, _FIXED),
     ("_attention_kernel", "sm90"): AllowedSpill(
         72, _TWO_SUMS + "; and two registers of 128 rows over codes, which leave the loop alone too", (*_FIXED, _CODES)
+    ),
+    ("_hopper_kernel", "sm90"): AllowedSpill(
+        16, "of trees with two words of a mask, stored before the loop and read after it", ("WORDS=2",)
     ),
     ("_tree_kernel", "sm80"): AllowedSpill(8, _TWO_SUMS),
     ("_tree_kernel", "sm90"): AllowedSpill(144, _TWO_SUMS + "; tiles of more than one warp are slower"),
