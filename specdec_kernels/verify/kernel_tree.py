@@ -505,8 +505,8 @@ def judge_tree(
     words = torch.zeros(batch, num_words, dtype=torch.int64, device=device) if splits > 1 else None
     factors = torch.empty(splits, batch, num_nodes, kinds, device=device) if kinds else None
     warps = max(block_v // config.pass_lanes, 1)
-    if kinds:
-        warps = min(warps, 8)  # sums by class take many registers
+    if kinds and warps > 8:
+        block_v //= 2  # sums by class take many registers
     block_b = d.rows_per_program(batch, config.max_requests, block_v)
     launch(
         _walk_tree_kernel, (splits, triton.cdiv(batch, block_b)), tokens, tree.first_child, tree.next_sibling,
