@@ -156,6 +156,18 @@ def test_where_prompts_ride(monkeypatch: pytest.MonkeyPatch, setup: Setup, rides
     assert engine.parts.resources.max_batch == setup.max_batch + (default_ahead(setup.max_batch) if rides else 0)
 
 
+def test_steps_of_several_sizes_have_room_in_the_largest_batch_alone() -> None:
+    """And for every second size of a chunk: each is captured with every number of nodes."""
+    of_one, of_several = (
+        engine_of(ALL_MAKERS["ngram"](), Setup(max_batch=4, graph="step", adaptive=adaptive), TARGET).runner
+        for adaptive in (False, True)
+    )
+    needs = SamplingNeeds()
+    sizes = [chunk.size for chunk in of_one.riding(needs, 1)]
+    assert len(sizes) > 1 and [chunk.size for chunk in of_several.riding(needs, 4)] == sizes[(len(sizes) - 1) % 2 :: 2]
+    assert [bool(of_several.riding(needs, rows)) for rows in (1, 2, 3, 4)] == [False, False, True, True]
+
+
 def test_a_number_of_requests_ahead_can_be_chosen() -> None:
     engine = engine_of(autoregressive(TARGET), Setup(max_batch=3, graph="step", prefill_ahead=0), TARGET)
     assert engine.parts.resources.max_batch == 3
