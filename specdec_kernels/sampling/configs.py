@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ _GPU = SelectionConfig()
 SELECTION = {
     "sm80": _GPU,
     "sm90": _GPU,
-    "sm100": _GPU,
+    "sm100": replace(_GPU, draw_warps=8),  # four would spill
     "gfx942": _GPU,
     # The interpreter's time goes with programs, not lanes; few slots, so that its cases reach the deferred rows.
     "interpreter": SelectionConfig(
