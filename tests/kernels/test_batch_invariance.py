@@ -19,7 +19,7 @@ from tests.exact_products import add_products_in_order
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-PAGE, HEADS, KV_HEADS, HEAD_DIM = 8, 2, 1, 16
+PAGE, HEADS, KV_HEADS, HEAD_DIM = 8, 2, 1, 32
 LENGTH = 150
 # Splits of 16 keys up to 32, of 32 up to 128, of 64 behind.
 CUT: dict[str, Any] = dict(split_tokens=16, tuning=dict(first_splits=2), batch_invariant=True)
