@@ -479,7 +479,7 @@ def resolve(
     parts, mass, candidates = out(NUM_PIVOTS, rows, chunks), out(rows, chunks), out(rows, chunks, keep)
     edges, counts = out(rows, chunks, 2), out(rows, chunks, dtype=torch.int32)
     block_c = max(triton.next_power_of_2(chunks), d.MIN_SCAN)
-    block_t = d.rows_per_program(rows * chunks, config.max_rows, chunk)
+    block_t = d.rows_per_program(rows * chunks, config.max_rows, max(chunk, _LANES_OF_PIVOTS.value * block_c))
     grid = (min(triton.cdiv(rows * chunks, block_t), config.programs),)
     stride = values.stride(0)
     sizes = dict(
