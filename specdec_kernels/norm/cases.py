@@ -22,11 +22,13 @@ def add_inputs(make: Maker, *shape: int, scale: float = 1.0) -> dict[str, Any]:
 
 
 def embed_inputs(make: Maker, *shape: int, vocab: int = 50, width: int = 64, outside: bool = False) -> dict[str, Any]:
-    """`outside`: some tokens lie just before or behind the table."""
+    """`outside`: some tokens lie just before or behind the table, others are its first and its last."""
     tokens = make.integers(0, vocab, *shape)
     if outside:
         tokens.view(-1)[::3] = -1
         tokens.view(-1)[1::3] = vocab
+        tokens.view(-1)[2::6] = 0
+        tokens.view(-1)[5::6] = vocab - 1
     return dict(tokens=tokens, table=make.normal(vocab, width), weight=make.normal(width), eps=_EPS)
 
 
