@@ -223,6 +223,35 @@ def visible(
 
 
 @triton.jit
+def window_begin(row_position, begin, window, BLOCK_N: tl.constexpr):
+    """(first key to read, whole tiles behind `begin`; first key that is in the windows of all rows)."""
+    lowest = tl.min(row_position, 0) - window + 1
+    return begin + tl.maximum(lowest - begin, 0) // BLOCK_N * BLOCK_N, tl.max(row_position, 0) - window + 1
+
+
+@triton.jit
+def visible_in_window(
+    mask_row,
+    depths_row,
+    row_position,
+    positions,
+    end,
+    length,
+    nodes,
+    used,
+    window,
+    MODE: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """As `visible`, and in the window of the row if there is one."""
+    seen = visible(mask_row, positions, end, length, nodes, used, MODE, WORDS)
+    if window is not None:
+        key_position = key_positions(depths_row, positions, length, end, MODE)
+        seen = seen & (row_position[:, None] - key_position[None, :] < window)
+    return seen
+
+
+@triton.jit
 def page_ids(table_ptr, positions, end, PAGE: tl.constexpr):
     """Page number of each position, 0 from `end` on."""
     return tl.load(table_ptr + positions // PAGE, mask=positions < end, other=0)

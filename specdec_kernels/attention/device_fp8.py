@@ -20,12 +20,12 @@ import triton.language as tl
 
 from specdec_kernels.attention.device import (
     FP8_NATIVE,
-    key_positions,
     page_ids,
     power_of_two,
     rows_and_dims,
     tanh,
-    visible,
+    visible_in_window,
+    window_begin,
 )
 
 # Subtracted where a row has seen nothing: 2^-inf is zero with it, and -inf - -inf would be NaN.
@@ -88,9 +88,7 @@ def walk_keys_first(
     key_ptr = key_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
     value_ptr = value_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
     if window is not None:
-        lowest = tl.min(row_position, 0) - window + 1
-        free_begin = tl.max(row_position, 0) - window + 1
-        begin += tl.maximum(lowest - begin, 0) // BLOCK_N * BLOCK_N
+        begin, free_begin = window_begin(row_position, begin, window, BLOCK_N)
 
     q_even, q_odd = tl.split(tl.reshape(q, [BLOCK_M, PAIRS, 2]))
     q_even, q_odd = tl.trans(q_even), tl.trans(q_odd)
@@ -118,10 +116,9 @@ def walk_keys_first(
         if window is not None:
             masked = masked | (start < free_begin)
         if masked:
-            seen = visible(mask_row, positions, stop, length, nodes, used, MODE, WORDS)
-            if window is not None:
-                key_position = key_positions(depths_row, positions, length, stop, MODE)
-                seen = seen & (row_position[:, None] - key_position[None, :] < window)
+            seen = visible_in_window(
+                mask_row, depths_row, row_position, positions, stop, length, nodes, used, window, MODE, WORDS
+            )
             scores = tl.where(tl.trans(seen), scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 0) * factor)
         decay = tl.exp2(top - new_top)

@@ -48,7 +48,6 @@ from specdec_kernels.attention.device import (
     half_queries,
     inverse_or_zero,
     key_end,
-    key_positions,
     log2_sum,
     page_ids,
     row_positions,
@@ -58,7 +57,8 @@ from specdec_kernels.attention.device import (
     tile_key_range,
     tile_scores,
     used_rows,
-    visible,
+    visible_in_window,
+    window_begin,
 )
 from specdec_kernels.attention.device_fp8 import walk_keys_first
 from specdec_kernels.attention.kernel_hopper import GROUPED_ROWS, launch_in_groups
@@ -148,9 +148,7 @@ def _walk(
     PAGE: tl.constexpr = SHAPE[4]
     key_ptr, value_ptr, table_row = pool
     if window is not None:
-        lowest = tl.min(row_position, 0) - window + 1
-        free_begin = tl.max(row_position, 0) - window + 1
-        begin += tl.maximum(lowest - begin, 0) // BLOCK_N * BLOCK_N
+        begin, free_begin = window_begin(row_position, begin, window, BLOCK_N)
 
     dims = tl.arange(0, BLOCK_D)
     columns = tl.arange(0, BLOCK_N)
@@ -168,10 +166,9 @@ def _walk(
         if window is not None:
             masked = masked | (start < free_begin)
         if masked:
-            seen = visible(mask_row, positions, stop, length, nodes, used, MODE, WORDS)
-            if window is not None:
-                key_position = key_positions(depths_row, positions, length, stop, MODE)
-                seen = seen & (row_position[:, None] - key_position[None, :] < window)
+            seen = visible_in_window(
+                mask_row, depths_row, row_position, positions, stop, length, nodes, used, window, MODE, WORDS
+            )
             scores = tl.where(seen, scores, float("-inf"))
         top, total, acc = fold_scores(
             q, scores, factor, value_ptr, offsets, stored, top, total, acc, FP8, POLYNOMIAL, LAZY

@@ -97,7 +97,7 @@ MUTANTS = (
     ),
     Mutant(
         "window_one_too_wide",
-        _KERNEL,
+        _DEVICE,
         "seen = seen & (row_position[:, None] - key_position[None, :] < window)",
         "seen = seen & (row_position[:, None] - key_position[None, :] <= window)",
         _case("window_one"),
@@ -105,9 +105,9 @@ MUTANTS = (
     ),
     Mutant(
         "window_starts_a_tile_late",
-        _KERNEL,
-        "begin += tl.maximum(lowest - begin, 0) // BLOCK_N * BLOCK_N",
-        "begin += (tl.maximum(lowest - begin, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N",
+        _DEVICE,
+        "return begin + tl.maximum(lowest - begin, 0) // BLOCK_N * BLOCK_N,",
+        "return begin + (tl.maximum(lowest - begin, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N,",
         _case("window_off_tile"),
         "the tile in which a window begins is left out",
     ),
