@@ -3,17 +3,21 @@
 The cases of the unit benchmark are grouped by the row of the static table that they ask for. In each group one field at
 a time takes other values and keeps what makes the geometric mean of the cases' times smaller, until a round changes
 nothing. A setting counts only where the kernel still agrees with its reference on every case of the group. The
-reference of a large case takes longer than a compilation, so only settings that are faster are compared.
+reference of a large case takes longer than a compilation, so only settings that are faster are compared. Compilations
+take most of the time, so processes side by side compile the settings of the first round ahead, into Triton's cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from inspect import signature
 from math import exp, log
+from multiprocessing import get_context
 from statistics import fmean
 from typing import Any
 
@@ -21,7 +25,7 @@ import torch
 
 from experiments.bench import parity
 from experiments.bench.row import Bench
-from experiments.bench.selection import maker
+from experiments.bench.selection import chosen_cases, maker
 from experiments.bench.timing import cold_copies, time_function
 from specdec_kernels.cases import Case, comparison_of
 from specdec_kernels.tuning import Key, record_keys
@@ -93,6 +97,30 @@ def groups(family: str, cases: Sequence[Case], bench: Bench) -> dict[Key, list[C
         for key in dict.fromkeys(key for of, key in keys if of == family):
             found.setdefault(key, []).append(case)
     return found
+
+
+def compile_ahead(family: str, cases: Sequence[Case], bench: Bench, processes: int) -> None:
+    """Compile what the first round of the search tries on `cases`, in `processes` processes."""
+    settings = [{}, *_neighbours(CANDIDATES[family], {})]
+    jobs = [(family, case.name, fields, bench.device, bench.dtype, bench.seed) for case in cases for fields in settings]
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        list(pool.map(_compile, jobs))
+
+
+def _compile(job: tuple[str, str, Mapping[str, Any], torch.device, torch.dtype, int]) -> None:
+    family, name, fields, *where = job
+    function, inputs = _inputs(family, name, *where)
+    with _unfit():
+        function(**inputs, tuning=fields, impl="triton")
+
+
+@lru_cache(maxsize=1)
+def _inputs(
+    family: str, name: str, device: torch.device, dtype: torch.dtype, seed: int
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """A case's function and its inputs, which a process keeps for the next setting."""
+    [(_, case)] = chosen_cases((family,), name, device.type == "cuda")
+    return getattr(import_module(f"specdec_kernels.{family}"), case.function), case.build(maker(device, dtype, seed))
 
 
 def prepared(family: str, case: Case, bench: Bench) -> Prepared:

@@ -13,7 +13,7 @@ import torch
 from experiments.bench import tune
 from experiments.bench.row import Bench
 from experiments.bench.timing import Limits
-from specdec_kernels import tuning
+from specdec_kernels import attention, tuning
 from specdec_kernels.attention.cases import CASES
 from specdec_kernels.attention.configs import attention_config
 
@@ -115,5 +115,9 @@ def test_a_case_is_timed_in_the_interpreter_with_fields_and_refused_where_it_dis
     (case, *_) = [case for case in CASES if case.name == "chain_odd"]
     one = tune.prepared("attention", case, bench)
     assert (one.time_us({"block_n": 16}, bench) or 0) > 0 and one.agrees({"block_n": 16})
+    called: list[Any] = []
+    monkeypatch.setattr(attention, case.function, lambda **arguments: called.append(arguments["tuning"]))
+    tune._compile(("attention", "chain_odd", {"block_n": 16}, bench.device, bench.dtype, 0))
+    assert called == [{"block_n": 16}], "what is compiled ahead is what is timed"
     monkeypatch.setattr(tune.parity, "check", lambda *_: tune.parity.Parity("differs", "", True))
     assert not one.agrees({"block_n": 16})
