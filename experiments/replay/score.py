@@ -35,7 +35,7 @@ def score(
     A text is cut into parts that run side by side, so that the batch is full; what stands before a part is its prompt.
     With `whole` texts are not cut: an algorithm that learns must see each of them once.
     """
-    from algorithms.runtime.engine import EngineError
+    from algorithms.runtime.request import EngineError
     from experiments.replay.recorder import Recorder
 
     texts = [[*each.request.prompt_ids, *each.tokens] for each in trace]

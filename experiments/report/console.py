@@ -27,7 +27,7 @@ from experiments.report.plots import PHASE_COLOURS
 from experiments.report.tables import Row, figure
 
 if TYPE_CHECKING:
-    from algorithms.runtime.engine import StepReport
+    from algorithms.runtime.session import StepReport
 
 OnStep = Callable[["StepReport"], None]
 BAR_WIDTH = 40

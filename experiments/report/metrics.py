@@ -27,8 +27,8 @@ import numpy as np
 from experiments.report import repeats
 
 if TYPE_CHECKING:
-    from algorithms.runtime.engine import Generation
     from algorithms.runtime.request import Completion
+    from algorithms.runtime.session import Generation
 
 Score = Callable[[int, str], bool]
 Look = Callable[[int, Mapping[str, Any]], dict[str, Any]]

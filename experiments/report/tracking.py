@@ -21,7 +21,7 @@ from experiments.app.schema import TrackerConfig
 from experiments.report.tables import Row, flatten
 
 if TYPE_CHECKING:
-    from algorithms.runtime.engine import StepReport
+    from algorithms.runtime.session import StepReport
 
 LOGGED = (int, float, str, bool)
 LIVE_S = 2.0

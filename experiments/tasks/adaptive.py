@@ -118,7 +118,7 @@ class Adaptive(Task):
     def _decoded(self, algo: Any, label: str, plan: Plan, settings: list[Setting] | None) -> dict[Key, list[Decoded]]:
         """Every prompt set in every setting, by one engine, `task.repeats` rounds in turn. `settings` None: each size
         of the engine, and its choice."""
-        from algorithms.runtime.engine import EngineError
+        from algorithms.runtime.request import EngineError
 
         longest = max(workload.max_length for workload in self.plan.workloads)
         engine, algorithm, backend = make_engine(plan, self.target, algo, longest)

@@ -33,9 +33,10 @@ from experiments.tasks.decoding import (
 )
 
 if TYPE_CHECKING:
-    from algorithms.runtime.engine import Engine, Generation, StepReport
+    from algorithms.runtime.engine import Engine
     from algorithms.runtime.models.loading import Target
     from algorithms.runtime.request import Completion, Request
+    from algorithms.runtime.session import Generation, StepReport
 
 
 SHORT_RUN_ROUNDS = 3
@@ -215,7 +216,7 @@ class Task:
         num_ended: int,
     ) -> tuple[Generation, list[str]]:
         """Serve `asked` and what follows in `talks`; also the kernels that were compiled while the clock ran."""
-        from algorithms.runtime.engine import EngineError
+        from algorithms.runtime.request import EngineError
         from algorithms.runtime.sampling_params import SamplingNeeds
         from specdec_kernels.launch import record_compilations
 

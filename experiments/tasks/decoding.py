@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from algorithms.runtime.adaptive import StepCosts
     from algorithms.runtime.algorithm import Algorithm
     from algorithms.runtime.backends.protocol import Backend
-    from algorithms.runtime.engine import Engine, Generation
+    from algorithms.runtime.engine import Engine
     from algorithms.runtime.grammar import Grammars
     from algorithms.runtime.models.loading import Target
     from algorithms.runtime.request import Completion, Request
+    from algorithms.runtime.session import Generation
 
 AUTOREGRESSIVE = "autoregressive"
 
@@ -29,7 +30,7 @@ AUTOREGRESSIVE = "autoregressive"
 def generation_of(figures: Mapping[str, Any], completions: Sequence[Completion]) -> Generation:
     """The generation of `completions` whose other fields JSON gave back as `figures`."""
     from algorithms.runtime.cuda_graph import GraphReport
-    from algorithms.runtime.engine import Generation
+    from algorithms.runtime.session import Generation
 
     graphs: Any = {name: tuple(v) if isinstance(v, list) else v for name, v in figures["graphs"].items()}
     return Generation(**{**figures, "graphs": GraphReport(**graphs), "completions": list(completions)})
@@ -126,7 +127,8 @@ def make_algorithm(plan: Plan, target: Target, algo: Any) -> Algorithm:
 def engine_of(plan: Plan, target: Target, algorithm: Algorithm, longest: int) -> tuple[Engine, Backend]:
     """An engine for `algorithm`, and its attention backend; `longest` as in `make_engine`."""
     from algorithms.runtime.backends.registry import backends
-    from algorithms.runtime.engine import Engine, EngineSettings
+    from algorithms.runtime.engine import Engine
+    from algorithms.runtime.engine_settings import EngineSettings
 
     config, runtime, impl = plan.config, plan.config.runtime, plan.hardware.impl
     settings = EngineSettings(

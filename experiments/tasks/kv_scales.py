@@ -70,7 +70,7 @@ class KVScalesTask(Task):
 
     def _largest(self) -> tuple[torch.Tensor, int]:
         """Largest magnitudes [layers, 2, H_kv] float32 of keys and values, and the number of stored tokens."""
-        from algorithms.runtime.engine import EngineError
+        from algorithms.runtime.request import EngineError
 
         (workload,) = self.plan.workloads
         engine, _, _ = make_engine(self.plan, self.target, baseline_config(), workload.max_length)

@@ -43,7 +43,7 @@ class VerificationRules(Task):
     def _rows(self, label: str, algo: Any) -> list[Row]:
         """The rules on the drafts of one method."""
         from algorithms.runtime.drawing import Drawing
-        from algorithms.runtime.engine import EngineError
+        from algorithms.runtime.request import EngineError
         from experiments.rules.probe import Probe, summary
 
         (workload,) = self.plan.workloads

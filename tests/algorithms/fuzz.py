@@ -27,10 +27,10 @@ from itertools import count
 import pytest
 import torch
 
-from algorithms.runtime.engine import Session
 from algorithms.runtime.request import Completion, EngineError, Request
 from algorithms.runtime.sampling_params import SamplingNeeds
 from algorithms.runtime.scheduler import ABORTED, FAILED
+from algorithms.runtime.session import Session
 from experiments.tasks.near_tie import distance_of_uniform
 from specdec_kernels import SamplingTensors
 from specdec_kernels.sampling.reference import row_distribution

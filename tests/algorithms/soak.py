@@ -24,11 +24,12 @@ import torch
 
 from algorithms.registry import available
 from algorithms.runtime.algorithm import Algorithm
-from algorithms.runtime.engine import Engine, Session
+from algorithms.runtime.engine import Engine
 from algorithms.runtime.models.loading import Target, load_target
 from algorithms.runtime.request import Completion, Request
 from algorithms.runtime.sampling_params import SamplingNeeds, SamplingParams
 from algorithms.runtime.scheduler import ABORTED, Scheduler
+from algorithms.runtime.session import Session
 from experiments.app.schema import REPO_ROOT
 from tests.algorithms.toy import Setup, autoregressive, changed, engine_of, spell
 

@@ -18,8 +18,8 @@ from algorithms.runtime.adaptive import (
     step_sizes,
 )
 from algorithms.runtime.algorithm import Batch, DraftTree
-from algorithms.runtime.engine import Engine, EngineError
-from algorithms.runtime.request import Request
+from algorithms.runtime.engine import Engine
+from algorithms.runtime.request import EngineError, Request
 from algorithms.standalone import Standalone
 from tests.algorithms.drafters import ALL_MAKERS, TARGET, hinted, load_random_drafters
 from tests.algorithms.test_piggyback import Rides

@@ -16,10 +16,9 @@ import torch
 from scipy.stats import chisquare
 
 from algorithms.runtime.algorithm import DraftTree
-from algorithms.runtime.engine import EngineError
 from algorithms.runtime.grammar import GrammarError, Grammars, Matcher
 from algorithms.runtime.join_trees import graft_chain
-from algorithms.runtime.request import Completion, Request
+from algorithms.runtime.request import Completion, EngineError, Request
 from algorithms.runtime.sampling_params import GrammarParams, SamplingNeeds, SamplingParams
 from algorithms.runtime.step import Step
 from algorithms.standalone import Standalone

@@ -6,7 +6,8 @@ import pytest
 
 from algorithms.dflash import DFlash
 from algorithms.registry import algorithms_in, available
-from algorithms.runtime.engine import EngineError, StepReport
+from algorithms.runtime.request import EngineError
+from algorithms.runtime.session import StepReport
 from tests.algorithms.toy import (
     VOCAB,
     Scripted,

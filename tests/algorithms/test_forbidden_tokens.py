@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from algorithms.runtime.engine import EngineError
-from algorithms.runtime.request import Request
+from algorithms.runtime.request import EngineError, Request
 from algorithms.runtime.sampling_params import MAX_BAD_WORD, MAX_FORBIDDEN, SamplingParams
 from algorithms.standalone import Standalone
 from experiments.tasks.near_tie import penalised as looked_at

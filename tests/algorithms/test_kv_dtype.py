@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 from algorithms.runtime.backends.protocol import BackendError
 from algorithms.runtime.backends.torch import TorchBackend
 from algorithms.runtime.cache import KVScales, load_kv_scales
-from algorithms.runtime.engine import Engine, EngineSettings
+from algorithms.runtime.engine import Engine
+from algorithms.runtime.engine_settings import EngineSettings
 from specdec_kernels import AttentionShape
 from tests.algorithms.drafters import ALL_MAKERS, TARGET, hinted, load_random_drafters
 from tests.algorithms.toy import (

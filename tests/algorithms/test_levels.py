@@ -8,7 +8,9 @@ import torch
 from algorithms.naive_eagle import NaiveEagle
 from algorithms.runtime.backends.torch import TorchBackend
 from algorithms.runtime.cuda_graph import LEVELS
-from algorithms.runtime.engine import Engine, EngineError, EngineSettings
+from algorithms.runtime.engine import Engine
+from algorithms.runtime.engine_settings import EngineSettings
+from algorithms.runtime.request import EngineError
 from tests.algorithms.drafters import TARGET, load_random_drafters
 from tests.algorithms.toy import Replayed, Setup, autoregressive, engine_of, spell
 

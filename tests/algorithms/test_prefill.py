@@ -16,10 +16,12 @@ from algorithms.ngram import NGram
 from algorithms.runtime.algorithm import Batch, DraftTree
 from algorithms.runtime.batch import BatchState
 from algorithms.runtime.chunk import Chunk, tile_counts
-from algorithms.runtime.engine import EngineError, Session, default_tile
+from algorithms.runtime.engine import default_tile
 from algorithms.runtime.prefill import Prefiller
+from algorithms.runtime.request import EngineError
 from algorithms.runtime.sampling_params import SamplingNeeds
 from algorithms.runtime.scheduler import ABORTED, Piece
+from algorithms.runtime.session import Session
 from algorithms.runtime.staging import NUM_BUFFERS, Staging
 from specdec_kernels import SuffixStore
 from tests.algorithms.drafters import ALL_MAKERS, TARGET, hinted, load_random_drafters
@@ -280,7 +282,7 @@ def test_when_a_step_is_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
             session.submit(request)
         assert session._reads_first()
         with monkeypatch.context() as patch:
-            patch.setattr("algorithms.runtime.engine.parallel", lambda: True)
+            patch.setattr("algorithms.runtime.session.parallel", lambda: True)
             assert not session._reads_first()  # the ranks' clocks differ
         session._row_steps = 50  # long answers: one step of 25 is wasted, the host works a tenth of the time
         assert not session._reads_first()

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 import specdec_kernels as kernels
-from algorithms.runtime.engine import EngineError
 from algorithms.runtime.models.dense_mixer import DenseMixer
-from algorithms.runtime.request import Completion, Request
+from algorithms.runtime.request import Completion, EngineError, Request
 from algorithms.runtime.sampling_params import SamplingNeeds, SamplingParams
 from algorithms.standalone import Standalone
 from specdec_kernels import Accepted, SamplingTensors, pick_tokens

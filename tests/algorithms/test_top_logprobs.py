@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from algorithms.runtime.engine import EngineError
-from algorithms.runtime.request import Request
+from algorithms.runtime.request import EngineError, Request
 from algorithms.runtime.sampling_params import SamplingParams
 from tests.algorithms.drafters import ALL_MAKERS, TARGET, hinted, load_random_drafters
 from tests.algorithms.test_sampling_parameters import asked as all_parameters

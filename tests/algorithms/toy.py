@@ -15,7 +15,8 @@ from algorithms.runtime.adaptive import StepCosts
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Resources
 from algorithms.runtime.backends.registry import backends
 from algorithms.runtime.cache import KVScales
-from algorithms.runtime.engine import Engine, EngineSettings, Generation
+from algorithms.runtime.engine import Engine
+from algorithms.runtime.engine_settings import EngineSettings
 from algorithms.runtime.grammar import Grammars
 from algorithms.runtime.models.config import DecoderConfig, DFlashConfig
 from algorithms.runtime.models.decoder import Decoder
@@ -23,6 +24,7 @@ from algorithms.runtime.models.drafters.dflash import DFlashDrafter
 from algorithms.runtime.models.loading import Target
 from algorithms.runtime.request import Request
 from algorithms.runtime.sampling_params import SamplingParams
+from algorithms.runtime.session import Generation
 
 VOCAB = 61
 CONFIG = DecoderConfig(

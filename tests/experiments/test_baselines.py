@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from algorithms.runtime.cuda_graph import GraphReport
-from algorithms.runtime.engine import Generation
 from algorithms.runtime.request import Completion, Request
 from algorithms.runtime.sampling_params import SamplingParams
+from algorithms.runtime.session import Generation
 from experiments.app.hardware import Hardware
 from experiments.app.schema import RuntimeConfig
 from experiments.tasks import baselines

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from algorithms.runtime.cuda_graph import GraphReport
-from algorithms.runtime.engine import Generation
 from algorithms.runtime.request import Completion
+from algorithms.runtime.session import Generation
 from experiments.report import metrics as figures
 from experiments.report import repeats
 

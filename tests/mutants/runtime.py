@@ -156,7 +156,7 @@ MUTANTS = (
     ),
     Mutant(
         "text_in_flight_is_followed_twice",
-        "algorithms/runtime/engine.py",
+        "algorithms/runtime/session.py",
         "ahead[max(0, seen - len(known)) :]",
         "ahead",
         ("tests/algorithms/test_constraints.py::test_captured_steps[eagle3_tree-step-2]",),
@@ -180,7 +180,7 @@ MUTANTS = (
     ),
     Mutant(
         "accepted_drafts_lost_before_a_dead_end",
-        "algorithms/runtime/engine.py",
+        "algorithms/runtime/session.py",
         "            row = row.without_bonus()\n",
         "            row = row._replace(tokens=[], logprobs=[], top=[])\n",
         ("tests/algorithms/test_constraints.py::test_a_grammar_that_leaves_no_token_ends_its_request_alone[ngram]",),

@@ -10,7 +10,8 @@ import torch
 
 from algorithms.runtime.backends.protocol import FORWARD_PHASES, BackendError
 from algorithms.runtime.backends.registry import backends
-from algorithms.runtime.engine import Engine, EngineSettings
+from algorithms.runtime.engine import Engine
+from algorithms.runtime.engine_settings import EngineSettings
 from specdec_kernels import AttentionMetadata, AttentionShape
 from specdec_kernels.attention.cases_inputs import attention_inputs
 from specdec_kernels.cases import Maker

@@ -20,7 +20,8 @@ from algorithms.dflash import DFlash
 from algorithms.eagle3 import Eagle3
 from algorithms.runtime.algorithm import Algorithm
 from algorithms.runtime.backends.triton import TritonBackend
-from algorithms.runtime.engine import Engine, EngineSettings
+from algorithms.runtime.engine import Engine
+from algorithms.runtime.engine_settings import EngineSettings
 from algorithms.runtime.models.loading import load_target
 from algorithms.runtime.sampling_params import SamplingNeeds
 from algorithms.runtime.step import PHASES, Step

@@ -8,7 +8,8 @@ import torch
 
 from algorithms.registry import available
 from algorithms.runtime.backends.registry import backends
-from algorithms.runtime.engine import Engine, EngineSettings
+from algorithms.runtime.engine import Engine
+from algorithms.runtime.engine_settings import EngineSettings
 from algorithms.runtime.models.loading import Target
 from algorithms.runtime.models.tokenizer import Tokenizer
 from algorithms.runtime.request import Request
