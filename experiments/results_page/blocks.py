@@ -12,12 +12,14 @@ A block is YAML. `rows` makes a table:
     across: KEY                 one column per value of KEY; `columns: [VALUE, …]` orders them
     cell: FORMAT                with `across`: what a cell shows of its row, a format string over the row's keys
     cells: {HEADING: FORMAT}    without `across`: one column per entry
+    total: [KEY, …]             a cell shows these numbers summed over its rows, which are otherwise of one kind
 
 `made` tells file, card, clocks, versions and revisions of the rows of `file`, narrowed by `where`. `curve` draws lines
 into docs/PICTURE.svg: `x` and `y` are keys, `down`, `names` and `order` are those of a table, and `title` and
 `axes: [x, y]` are words.
 
-A cell that several rows claim is an error, so a file with repeated measurements needs a narrower `where`.
+Without `total`, a cell that several rows claim is an error, so a file with repeated measurements needs a narrower
+`where`.
 """
 
 from __future__ import annotations
@@ -59,6 +61,7 @@ class Table(Selection):
     columns: list[Any] = field(default_factory=list)
     cell: str | None = None
     cells: dict[str, str] = field(default_factory=dict)
+    total: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if (self.across is None) != (self.cell is None) or (self.across is None) != bool(self.cells):
@@ -89,13 +92,17 @@ class Table(Selection):
 
     def _placed(self, rows: Sequence[Row], chosen: Callable[[Row], bool], cell: str) -> dict[Any, str]:
         """Line to what its cell shows."""
-        found: dict[Any, str] = {}
+        found: dict[Any, list[Row]] = {}
         for row in filter(chosen, rows):
-            line = self._line(row)
-            if line in found:
+            found.setdefault(self._line(row), []).append(row)
+        for line, here in found.items():
+            if len(here) > 1 and not self.total:
                 raise ValueError(f"{self.file}: several rows for {self._name(line)}; expected one, narrow `where`")
-            found[line] = shown(cell, row)
-        return found
+        return {line: shown(cell, self._summed(here)) for line, here in found.items()}
+
+    def _summed(self, rows: Sequence[Row]) -> Row:
+        """The first of `rows`, with the sums over all of them under the keys of `total`."""
+        return {**rows[0], **{key: sum(row[key] for row in rows) for key in self.total}}
 
 
 @dataclass

@@ -49,6 +49,13 @@ def test_a_table_of_several_figures(file: str) -> None:
     assert _lines(table.text())[2:] == [["a, 1", "1.25", "–"], ["b, 4", "1234.50", "7"]]
 
 
+def test_a_table_of_totals(file: str) -> None:
+    with pytest.raises(ValueError, match="several rows for a"):
+        Table(file, cells={"rate": "{rate:.2f}"}).text()
+    table = Table(file, cells={"rate": "{rate:.2f}", "batches": "{batch}"}, total=["rate", "batch"])
+    assert _lines(table.text())[2:] == [["a", "3.75", "2"], ["b", "1234.50", "4"]]
+
+
 def test_a_path_into_a_row(file: str) -> None:
     assert [row["method"] for row in rows.matching(rows.read(file), {"deep/er": 7})] == ["b"]
     assert rows.matching(rows.read(file), {"deep/er/more": 7}) == []
