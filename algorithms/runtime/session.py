@@ -55,7 +55,8 @@ class Generation:
     `decode_ms` is the time of all steps without `prefill_ms`, and `host` is what it has beyond the phases. `step_ms`
     holds the host's time of each step; on a GPU that includes the wait for a chunk of a prompt which the device runs
     first. `launch_ms` is the host's own time to launch the steps. `adaptive` is what
-    `Sizing.report` says, None where all steps have one size.
+    `Sizing.report` says, None where all steps have one size. `launched_rows` counts requests over all steps, those
+    among them that had ended before the step and were not read yet.
     """
 
     completions: list[Completion]
@@ -68,6 +69,7 @@ class Generation:
     ledger_ms: dict[str, float]
     graphs: GraphReport
     adaptive: dict[str, Any] | None = None
+    launched_rows: int = 0
 
 
 class Session:
@@ -89,7 +91,7 @@ class Session:
         self._prefill_clock = PhaseClock(parts.resources.device)
         self._needs, self._check, self._grammars = needs, check, grammars
         self._matchers: dict[int, Matcher] = {}
-        self._num_submitted = self._num_finished = self._row_steps = self._emitted = 0
+        self._num_submitted = self._num_finished = self._row_steps = self._emitted = self._launched_rows = 0
         self._step_ms: list[float] = []
         self._loop_ms = self._launch_ms = 0.0
         runner.reset()
@@ -182,6 +184,7 @@ class Session:
             matchers = [self._matchers.get(running.request.id) for running in rows]
             self._state.constraints.begin(matchers, partial(self._news, list(rows), matchers))
         table = self._runner.launch(len(rows), longest, self._needs, chunk)
+        self._launched_rows += len(rows)
         sizing = self._parts.sizing
         self._readback.push(table, list(rows), None if sizing is None else sizing.choice)
         self._start()
@@ -244,6 +247,7 @@ class Session:
             ledger_ms=phases | {"host": max(0.0, decode_ms - sum(phases.values()))},
             graphs=self._runner.report(self._prefiller.captured_sizes),
             adaptive=None if self._parts.sizing is None else self._parts.sizing.report(),
+            launched_rows=self._launched_rows,
         )
 
     def _admit(self, rides: bool) -> list[Piece]:

@@ -9,6 +9,7 @@ The file is JSON with one list:
     nodes     nodes verified per request, node 0 included
     step_ms   mean time of a step, drafting included
     rows      mean requests of a step; left out, it is the batch
+    late      steps that are launched for a request before its end is read, mean over requests; left out, 0
 
 The summary of a run of `compare`, `generate` or `throughput` holds the same figures, so the folder of a run can stand
 in the place of a file. A run with `runtime.adaptive` holds the times that it measured before its first request, of each
@@ -33,6 +34,7 @@ KEYS: dict[str, Any] = {
     "nodes": int,
     "step_ms": (int, float),
     "rows": (int, float),
+    "late": (int, float),
 }
 TIMED_TASKS = ("compare", "generate", "throughput")
 
@@ -46,6 +48,7 @@ class StepTime:
     nodes: int
     step_ms: float
     rows: float
+    late: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,20 @@ class StepTimes:
                 return _between(here, method, nodes)
         return None
 
+    def at_rows(self, step: StepTime, rows: float) -> float:
+        """Milliseconds of a step like `step` of so many requests on average: on the straight line to the nearest other
+        batch on that side of it, or else on the other side; its own time where there is no other batch."""
+
+        def distance(other: StepTime) -> tuple[bool, float]:
+            return (other.rows < step.rows) != (rows < step.rows), abs(other.rows - step.rows)
+
+        others = [self.of(step.method or "", batch, step.nodes) for batch in self.batches if batch != step.batch]
+        other = min((each for each in others if each and each.rows != step.rows), key=distance, default=None)
+        if other is None:
+            return step.step_ms
+        per_row = (other.step_ms - step.step_ms) / (other.rows - step.rows)
+        return step.step_ms + per_row * (rows - step.rows)
+
     def kinds_of(self, method: str, baseline: str) -> list[StepTime]:
         """The times of steps of `method`, and those of a step without a draft, which are the baseline's or of 1 node. A
         time of this very method replaces one that stands for every method."""
@@ -83,12 +100,13 @@ class StepTimes:
 def _between(entries: list[StepTime], method: str, nodes: int) -> StepTime | None:
     for entry in entries:
         if entry.nodes == nodes:
-            return StepTime(method, entry.batch, nodes, entry.step_ms, entry.rows)
+            return StepTime(method, entry.batch, nodes, entry.step_ms, entry.rows, entry.late)
     for low, high in pairwise(entries):
         if low.nodes < nodes < high.nodes:
             part = (nodes - low.nodes) / (high.nodes - low.nodes)
-            step_ms, rows = (a + part * (b - a) for a, b in ((low.step_ms, high.step_ms), (low.rows, high.rows)))
-            return StepTime(method, low.batch, nodes, step_ms, rows)
+            pairs = ((low.step_ms, high.step_ms), (low.rows, high.rows), (low.late, high.late))
+            step_ms, rows, late = (a + part * (b - a) for a, b in pairs)
+            return StepTime(method, low.batch, nodes, step_ms, rows, late)
     return None
 
 
@@ -121,12 +139,15 @@ def read_step_times(path: str, key: str = "task.cost") -> StepTimes:
 def _entry(entry: Any, where: str) -> StepTime:
     if not isinstance(entry, dict) or set(entry) - set(KEYS):
         raise ValueError(f"{where}: expected an object with {', '.join(KEYS)}, got {entry!r}")
-    filled = {"method": None, "rows": entry.get("batch"), **entry}
+    filled = {"method": None, "rows": entry.get("batch"), "late": 0, **entry}
     for key, kind in KEYS.items():
         value: Any = filled.get(key)
         fine = isinstance(value, kind) and not isinstance(value, bool)
-        if not fine or (key != "method" and not 0 < value < float("inf")):
-            expected = "a label or null" if key == "method" else "a number above 0"
+        if fine and key != "method":
+            fine = 0 <= value < float("inf") and (value > 0 or key == "late")
+        if not fine:
+            numbers = "a number of at least 0" if key == "late" else "a number above 0"
+            expected = "a label or null" if key == "method" else numbers
             raise ValueError(f"{where}: {key}: expected {expected}, got {value!r}")
     return StepTime(**filled)
 
@@ -148,4 +169,6 @@ def _from_summary(summary: Mapping[str, Any], path: str, key: str) -> Iterator[S
         batch = row.get("concurrency", summary["max_batch"])
         if row["num_steps"] and row["step_ms"]["mean"]:
             rows = row["row_steps"] / row["num_steps"]
-            yield StepTime(row["method"], batch, row["num_nodes"], row["step_ms"]["mean"], rows)
+            # Rows of earlier runs do not have `launched_rows`.
+            late = max(0, row.get("launched_rows", 0) - row["row_steps"]) / max(1, row["num_requests"])
+            yield StepTime(row["method"], batch, row["num_nodes"], row["step_ms"]["mean"], rows, late)

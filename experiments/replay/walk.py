@@ -104,11 +104,12 @@ def summary(texts: Sequence[Sequence[Step]], max_depth: int) -> dict[str, Any]:
     }
 
 
-def engine_steps(num_steps: Sequence[int], batch: int) -> int:
-    """Steps of an engine that serves texts of so many steps each, up to `batch` at a time, first in, first out."""
-    ends = [0] * batch
+def engine_steps(num_steps: Sequence[int], batch: int, late: float = 0.0) -> float:
+    """Steps of an engine that serves texts of so many steps each, up to `batch` at a time, first in, first out. Each
+    keeps its row for `late` steps behind its end, until that is read."""
+    ends = [0.0] * batch
     for steps in num_steps:
-        heapreplace(ends, ends[0] + steps)
+        heapreplace(ends, ends[0] + steps + late)
     return max(ends)
 
 

@@ -152,6 +152,7 @@ def summarize_times(rounds: Sequence[Generation]) -> dict[str, Any]:
         "request_tokens_per_s": quantiles(request_rates, median=0.5)["median"],
         "num_steps": num_steps,
         "row_steps": sum(len(c.accepted_counts) for c in rounds[0].completions) if rounds else 0,
+        "launched_rows": rounds[0].launched_rows if rounds else 0,
         "ttft_ms": quantiles([c.ttft_ms for g in rounds for c in g.completions], p50=0.5, p90=0.9),
         "step_ms": {"mean": ratio(mean(decode), num_steps), **steps},
         "prefill_ms": mean([g.prefill_ms for g in rounds]),

@@ -168,12 +168,22 @@ class Replay(Task):
         row = self._shared(candidate.label, candidate.kind, candidate.num_nodes)
         texts = all_steps([candidate.drafts])
         row |= summary(texts, candidate.max_depth)
+        lengths = [len(text) for text in texts]
         for batch in self._times.batches if self._times else []:
-            step = self._times.of(candidate.timed_as, batch, candidate.num_nodes) if self._times else None
-            steps = engine_steps([len(text) for text in texts], batch)
-            rate = step and row["output_tokens"] * 1e3 / (steps * step.step_ms)
-            row["predicted"][str(batch)] = {"tokens_per_s": rate, "step_ms": step and step.step_ms}
+            row["predicted"][str(batch)] = self._predicted(candidate, batch, lengths, row["output_tokens"])
         return row
+
+    def _predicted(
+        self, candidate: Candidate, batch: int, lengths: Sequence[int], num_tokens: int
+    ) -> dict[str, float | None]:
+        """The rate of an engine that writes the texts in steps of so many `lengths`, and the time of its mean step."""
+        assert self._times is not None
+        step = self._times.of(candidate.timed_as, batch, candidate.num_nodes)
+        if step is None:
+            return {"tokens_per_s": None, "step_ms": None}
+        steps = engine_steps(lengths, batch, step.late)
+        step_ms = self._times.at_rows(step, sum(lengths) / steps)
+        return {"tokens_per_s": num_tokens * 1e3 / (steps * step_ms), "step_ms": step_ms}
 
     def _oracle(self, singles: Sequence[Candidate]) -> dict[str, Any]:
         """The cheapest choice of one method, or of none, for each step, by someone who knows what follows.

@@ -217,6 +217,7 @@ def test_times_lie_between_measured_ones_only(tmp_path: Path) -> None:
             '{"steps": [{"batch": 1, "nodes": 2, "step_ms": 0}]}',
             r"steps\[0\]: step_ms: expected a number above 0, got 0",
         ),
+        ('{"steps": [{"batch": 1, "nodes": 2, "step_ms": 1, "late": -1}]}', "late: expected a number of at least 0"),
         ('{"steps": [{"batch": 1, "nodes": 2}]}', "step_ms: expected a number above 0, got None"),
         ('{"steps": [{"batch": 1, "nodes": 2, "ms": 1}]}', "expected an object with method"),
         ('{"steps": [{"batch": 1, "nodes": 2, "step_ms": 1}, {"batch": 1, "nodes": 2, "step_ms": 2}]}', "two times"),
@@ -279,3 +280,25 @@ def test_requests_share_the_steps_of_the_engine() -> None:
     assert engine_steps([5, 3, 4], 2) == 7
     assert engine_steps([5, 3, 4], 8) == 5
     assert engine_steps([], 2) == 0
+    assert engine_steps([5, 3, 4], 1, late=1) == 15
+    assert engine_steps([5, 3, 4], 2, late=0.5) == 8  # 5.5, and 3.5 before 4.5
+
+
+def test_a_step_of_fewer_requests_takes_the_time_of_a_smaller_batch() -> None:
+    entries = (StepTime("a", 1, 4, 2.0, 1.0), StepTime("a", 8, 4, 4.0, 6.0), StepTime("a", 32, 4, 9.0, 26.0))
+    times = StepTimes(entries)
+    _, eight, most = entries
+    assert times.at_rows(eight, 6.0) == 4.0
+    assert times.at_rows(eight, 3.5) == 3.0  # between 1 and 6 requests
+    assert times.at_rows(eight, 8.0) == 4.5  # between 6 and 26
+    assert times.at_rows(most, 30.0) == 10.0  # no larger batch: on the line from the smaller one
+    assert StepTimes((eight,)).at_rows(eight, 3.0) == 4.0
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_steps_behind_an_unread_end_are_counted(overlap: int) -> None:
+    """Whether a step is read before the next one is launched depends on the clock; the last end is always read late."""
+    target, asked = random_target(), toy_requests(3)
+    done = toy_run(autoregressive(target), asked, Setup(overlap=overlap, max_batch=1), target)
+    late = done.launched_rows - sum(len(completion.accepted_counts) for completion in done.completions)
+    assert overlap <= late <= overlap * len(asked)
