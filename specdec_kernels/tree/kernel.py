@@ -32,7 +32,7 @@ def _load_parent(parents_ptr, row, node, live, NODES: tl.constexpr, ANYWHERE: tl
 
 
 @triton.jit
-def _climbs(ancestor, depth, longest_walk, ANYWHERE: tl.constexpr):
+def climbs(ancestor, depth, longest_walk, ANYWHERE: tl.constexpr):
     """Whether a walk goes on to `ancestor`; the root counts only where a walk may end without it."""
     if ANYWHERE:
         return (ancestor > 0) & (depth < longest_walk)
@@ -41,7 +41,7 @@ def _climbs(ancestor, depth, longest_walk, ANYWHERE: tl.constexpr):
 
 
 @triton.jit
-def _word_bit(node, word):
+def word_bit(node, word):
     """The bit of `node` [...] in word number `word` [W], as int64 [..., W]; node >= 0."""
     one = tl.full((1,), 1, tl.int64)
     return tl.where(word == (node // _WORD_BITS), one << (node % _WORD_BITS).to(tl.int64), 0)
@@ -91,17 +91,17 @@ def _tree_kernel(
     parent = _load_parent(parents_ptr, row, node, live, NODES, ANYWHERE)
 
     depth = tl.zeros((BLOCK_B, BLOCK_N), tl.int32)
-    bits = _word_bit((node + depth)[:, :, None], word)
+    bits = word_bit((node + depth)[:, :, None], word)
     if ANYWHERE:
-        bits |= _word_bit((depth * 0)[:, :, None], word)
+        bits |= word_bit((depth * 0)[:, :, None], word)
         depth += (node > 0).to(tl.int32)
     ancestor = parent
-    climbing = _climbs(ancestor, depth, longest_walk, ANYWHERE)
+    climbing = climbs(ancestor, depth, longest_walk, ANYWHERE)
     while tl.max(tl.max(climbing.to(tl.int32), 1), 0) > 0:
         depth += climbing.to(tl.int32)
-        bits |= tl.where(climbing[:, :, None], _word_bit(tl.maximum(ancestor, 0)[:, :, None], word), 0)
+        bits |= tl.where(climbing[:, :, None], word_bit(tl.maximum(ancestor, 0)[:, :, None], word), 0)
         ancestor = _load_parent(parents_ptr, row, ancestor, climbing, NODES, ANYWHERE)
-        climbing = _climbs(ancestor, depth, longest_walk, ANYWHERE)
+        climbing = climbs(ancestor, depth, longest_walk, ANYWHERE)
 
     first_child = tl.full((BLOCK_B, BLOCK_N), NODES, tl.int32)
     next_sibling = tl.full((BLOCK_B, BLOCK_N), NODES, tl.int32)

@@ -7,6 +7,7 @@ from functools import partial
 from tests.mutants.mutant import Mutant, parity
 
 _KERNEL = "specdec_kernels/compat/sglang/kernel.py"
+_BUILD = "specdec_kernels/compat/sglang/kernel_build.py"
 _DRAFTS = "specdec_kernels/compat/sglang/index/kernel_drafts.py"
 _TREES = "specdec_kernels/compat/sglang/index/kernel_trees.py"
 _case = partial(parity, "compat.sglang")
@@ -15,9 +16,9 @@ _index_case = partial(parity, "compat.sglang.index")
 MUTANTS = (
     Mutant(
         "sgl_prefix_of_the_row_before",
-        _KERNEL,
-        "target = place + before * NODES + (node % NODES + 1) * length",
-        "target = place + before * NODES + node % NODES * length",
+        _BUILD,
+        "start += before * NODES + (node + 1) * tl.maximum(length, 0)",
+        "start += before * NODES + node * tl.maximum(length, 0)",
         _case("sgl_build_full"),
         "cells of the full mask are written over the prefix of their row",
     ),
@@ -57,9 +58,9 @@ MUTANTS = (
     ),
     Mutant(
         "parents_stand_before_their_children",
-        _TREES,
-        "parent = tl.where(found < NODES, found, _UNUSED_PARENT)",
-        "parent = tl.where(found < node, found, _UNUSED_PARENT)",
+        _BUILD,
+        "parent = tl.where(found < NODES, found, -1)",
+        "parent = tl.where(found < node, found, -1)",
         ("tests/kernels/test_compat_sglang.py::test_a_parent_behind_its_child[triton]",),
         "historical: an entry whose parent stands behind it loses its links and its depth",
     ),

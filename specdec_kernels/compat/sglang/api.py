@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from specdec_kernels.checks import expect_at_least, expect_contiguous, expect_dtype, expect_same_device, expect_shape
-from specdec_kernels.compat.sglang.index import parents_from_candidates, row_offsets
 from specdec_kernels.compat.sglang.types import TreeMaskMode
 from specdec_kernels.launch import dispatch
 from specdec_kernels.sampling import top_k_renorm, top_p_renorm
-from specdec_kernels.tree import build_tree, links_from_mask
+from specdec_kernels.tree import links_from_mask
+from specdec_kernels.tree.api import expect_nodes
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -68,14 +68,17 @@ def build_tree_kernel_efficient(
     selected_index = _first_rows("selected_index", selected_index, batch, draft_token_num - 1)
     if parent_list.shape[1] > rows:
         parent_list = _first_rows("parent_list", parent_list, batch, rows)
+    expect_nodes("draft_token_num", draft_token_num)
+    expect_at_least("topk", topk, 1)
+    for name, tensor in dict(parent_list=parent_list, selected_index=selected_index).items():
+        expect_dtype(name, tensor, torch.int64)
+        expect_same_device(verified_seq_len=verified_seq_len, **{name: tensor})
     lengths = _lengths(verified_seq_len, batch)
     mode = TreeMaskMode(tree_mask_mode)
     _check_mask(tree_mask, mode, batch, draft_token_num)
-    parents = parents_from_candidates(selected_index.contiguous(), parent_list.contiguous(), topk, impl=impl)
-    links = build_tree(parents, lengths, depth, impl=impl)
-    offsets = row_offsets(lengths, impl=impl) if mode is TreeMaskMode.FULL_MASK else None
     outputs = _tree_outputs(batch, draft_token_num, positions, retrive_index, retrive_next_token, retrive_next_sibling)
-    dispatch("deliver_tree", __package__, impl, lengths)(links, lengths, offsets, tree_mask, outputs, mode)
+    build = dispatch("build_selected_tree", __package__, impl, lengths, "kernel_build")
+    build(selected_index.contiguous(), parent_list.contiguous(), lengths, tree_mask, outputs, topk, depth, mode)
 
 
 def reconstruct_indices_from_tree_mask(
@@ -107,7 +110,7 @@ def reconstruct_indices_from_tree_mask(
     outputs = _tree_outputs(
         batch_size, draft_token_num, positions, retrive_index, retrive_next_token, retrive_next_sibling
     )
-    dispatch("deliver_tree", __package__, impl, lengths)(links, lengths, None, None, outputs, None)
+    dispatch("deliver_links", __package__, impl, lengths)(links, outputs)
 
 
 def verify_tree_greedy(

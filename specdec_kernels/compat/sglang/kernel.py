@@ -14,30 +14,23 @@ import triton
 import triton.language as tl
 
 from specdec_kernels.compat.sglang.configs import config_of
-from specdec_kernels.compat.sglang.index.kernel_trees import sees
-from specdec_kernels.compat.sglang.types import TreeMaskMode
 from specdec_kernels.kv_index.kernel import owning_row
 from specdec_kernels.launch import lanes, launch
+from specdec_kernels.tree.types import TreeLinks
 from specdec_kernels.verify.device import entry, wide_entry
 
 
 @triton.jit(do_not_specialize=["batch"])
-def _deliver_tree_kernel(
+def _deliver_links_kernel(
     first_child_ptr,  # [B, NODES] int32
     next_sibling_ptr,  # [B, NODES] int32
     positions_ptr,  # [B, NODES] int64
-    mask_ptr,  # [B, NODES, WORDS] int64
-    lengths_ptr,  # [B] int64
-    offsets_ptr,  # [B + 1] int32 sums of the lengths, or None
-    out_mask_ptr,  # see `build_tree_kernel_efficient`, or None
     out_positions_ptr,  # [B * NODES] int
     out_index_ptr,  # [B, NODES] int
     out_child_ptr,  # [B, NODES] int
     out_sibling_ptr,  # [B, NODES] int
     batch,
     NODES: tl.constexpr,
-    WORDS: tl.constexpr,
-    PACKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -49,30 +42,6 @@ def _deliver_tree_kernel(
     tl.store(out_child_ptr + place, child.to(out_child_ptr.dtype.element_ty), mask=live)
     sibling = tl.load(next_sibling_ptr + place, mask=live, other=-1)
     tl.store(out_sibling_ptr + place, sibling.to(out_sibling_ptr.dtype.element_ty), mask=live)
-    if out_mask_ptr is not None:
-        if PACKED:
-            word = tl.load(mask_ptr + place * WORDS, mask=live, other=0)
-            tl.store(out_mask_ptr + place, word.to(out_mask_ptr.dtype.element_ty), mask=live)
-        else:
-            _deliver_cells(mask_ptr, lengths_ptr, offsets_ptr, out_mask_ptr, place, batch, NODES, WORDS)
-
-
-@triton.jit
-def _deliver_cells(
-    mask_ptr, lengths_ptr, offsets_ptr, out_mask_ptr, place, batch, NODES: tl.constexpr, WORDS: tl.constexpr
-):
-    """Bits of the masks as cells, behind the prefix cells of each row where there are offsets."""
-    live = place < batch * NODES * NODES
-    node, column = place // NODES, place % NODES
-    seen = sees(mask_ptr, node, column, live, NODES, WORDS) != 0
-    target = place
-    if offsets_ptr is not None:
-        request = node // NODES
-        length = tl.maximum(tl.load(lengths_ptr + request, mask=live, other=0), 0)
-        before = tl.load(offsets_ptr + request, mask=live, other=0).to(tl.int64)
-        # Before the cell lie the prefixes of all rows up to its own.
-        target = place + before * NODES + (node % NODES + 1) * length
-    tl.store(out_mask_ptr + target, seen, mask=live)
 
 
 @triton.jit
@@ -340,25 +309,14 @@ def _packbits_kernel(
     tl.store(y_ptr + place, packed.to(tl.uint8), mask=owned)
 
 
-def deliver_tree(
-    links: tuple[torch.Tensor, ...],
-    lengths: torch.Tensor,
-    offsets: torch.Tensor | None,
-    tree_mask: torch.Tensor | None,
-    outputs: tuple[torch.Tensor, ...],
-    mode: TreeMaskMode | None,
-) -> None:
-    """See `reference.deliver_tree`."""
-    first_child, next_sibling, _, positions, mask = links
-    batch, nodes = first_child.shape
-    packed = mode is TreeMaskMode.QLEN_ONLY_BITPACKING
-    total = batch * nodes * (1 if packed or tree_mask is None else nodes)
-    config = config_of(lengths)
-    block = lanes(total, config.flat_block)
+def deliver_links(links: TreeLinks, outputs: tuple[torch.Tensor, ...]) -> None:
+    """See `reference.deliver_links`."""
+    batch, nodes = links.first_child.shape
+    config = config_of(links.positions)
+    block = lanes(batch * nodes, config.flat_block)
     launch(
-        _deliver_tree_kernel, (triton.cdiv(total, block),), first_child, next_sibling, positions, mask,
-        lengths, offsets, tree_mask, *outputs, batch, num_warps=config.num_warps, NODES=nodes,
-        WORDS=mask.shape[2], PACKED=packed, BLOCK=block,
+        _deliver_links_kernel, (triton.cdiv(batch * nodes, block),), links.first_child, links.next_sibling,
+        links.positions, *outputs, batch, num_warps=config.num_warps, NODES=nodes, BLOCK=block,
     )  # fmt: skip
 
 

@@ -4,29 +4,46 @@ from __future__ import annotations
 
 import torch
 
-from specdec_kernels.compat.sglang.index.reference import mask_cells
+from specdec_kernels.compat.sglang.index.reference import mask_cells, parents_from_candidates, row_offsets
 from specdec_kernels.compat.sglang.types import TreeMaskMode
-from specdec_kernels.tree.types import WORD_BITS
+from specdec_kernels.tree.reference import build_tree
+from specdec_kernels.tree.types import WORD_BITS, TreeLinks
 
 
-def deliver_tree(
-    links: tuple[torch.Tensor, ...],
+def build_selected_tree(
+    selected: torch.Tensor,
+    parent_list: torch.Tensor,
     lengths: torch.Tensor,
-    offsets: torch.Tensor | None,
-    tree_mask: torch.Tensor | None,
+    tree_mask: torch.Tensor,
     outputs: tuple[torch.Tensor, ...],
-    mode: TreeMaskMode | None,
+    topk: int,
+    depth: int,
+    mode: TreeMaskMode,
 ) -> None:
-    """Put links, positions and mask where SGLang wants them; `offsets` are the sums of the lengths."""
-    first_child, next_sibling, _, positions, mask = links
-    batch, nodes = first_child.shape
+    """Put links, positions and mask of the trees of `selected` candidates [B, N - 1] where SGLang wants them.
+
+    `outputs`: positions, flat ids, first children and next siblings; see `build_tree_kernel_efficient`.
+    """
+    links = build_tree(parents_from_candidates(selected, parent_list, topk), lengths, depth)
+    deliver_links(links, outputs)
+    _deliver_mask(links.mask, lengths, row_offsets(lengths), tree_mask, mode)
+
+
+def deliver_links(links: TreeLinks, outputs: tuple[torch.Tensor, ...]) -> None:
+    """Put links and positions where SGLang wants them, in its integer types."""
+    batch, nodes = links.first_child.shape
     out_positions, out_index, out_child, out_sibling = outputs
-    out_positions.view(batch, nodes).copy_(positions)
-    out_index.copy_(torch.arange(batch * nodes, device=lengths.device).view(batch, nodes))
-    out_child.copy_(first_child)
-    out_sibling.copy_(next_sibling)
-    if tree_mask is None:
-        return
+    out_positions.view(batch, nodes).copy_(links.positions)
+    out_index.copy_(torch.arange(batch * nodes, device=out_index.device).view(batch, nodes))
+    out_child.copy_(links.first_child)
+    out_sibling.copy_(links.next_sibling)
+
+
+def _deliver_mask(
+    mask: torch.Tensor, lengths: torch.Tensor, offsets: torch.Tensor, tree_mask: torch.Tensor, mode: TreeMaskMode
+) -> None:
+    """Put the mask [B, N, words] where SGLang wants it; `offsets` are the sums of the lengths."""
+    batch, nodes = mask.shape[:2]
     flat = tree_mask.view(-1)
     if mode is TreeMaskMode.QLEN_ONLY_BITPACKING:
         row = mask[:, :, 0].reshape(-1)
@@ -38,7 +55,7 @@ def deliver_tree(
         flat.view(signed)[: batch * nodes] = wrapped.to(signed)
         return
     place = torch.arange(batch * nodes * nodes, device=lengths.device)
-    if offsets is not None:
+    if mode is TreeMaskMode.FULL_MASK:
         request, cell = place // (nodes * nodes), place % (nodes * nodes)
         row, column = cell // nodes, cell % nodes
         length = lengths.clamp(min=0)[request]
