@@ -419,7 +419,10 @@ CASES = (
         "sgl_build_b64", "the step's shape", gate=True, bench=True, tags=("large",), batch=64, nodes=32, mode=_QUERY,
         topk=8, orphans=False,
     ),
-    case_of("reconstruct_indices_from_tree_mask", _reconstruct, "sgl_mask", "siblings by parent", gate=True, batch=3, nodes=9),
+    case_of(
+        "reconstruct_indices_from_tree_mask", _reconstruct, "sgl_mask", "siblings by parent", gate=True,
+        batch=3, nodes=9,
+    ),
     _greedy_case("sgl_greedy_empty", "B = 0", batch=0, nodes=3, path=2),
     _greedy_case("sgl_greedy_deep", "the walk's order", gate=True, batch=9, nodes=12, path=6),
     _greedy_case("sgl_greedy_short", "a path past its width", batch=9, nodes=12, path=2, vocab=2),
