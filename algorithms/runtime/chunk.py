@@ -24,10 +24,17 @@ from algorithms.runtime.parts import StepParts
 from algorithms.runtime.scheduler import Piece, tiles_of
 from algorithms.runtime.staging import Arrays, Fields, Staging
 
+PASS_ROWS = 256
+"""Rows of a product that share a pass over its weights on a GPU: up to so many a further row costs little, and beyond
+every row costs its arithmetic."""
 
-def tile_counts(most: int) -> tuple[int, ...]:
-    """Tiles that a chunk may have: powers of two, three times powers of two, and `most`."""
+
+def tile_counts(most: int, dense: int | None = None) -> tuple[int, ...]:
+    """Tiles that a chunk may have: powers of two, three times powers of two, and `most`. Above `dense`, where tiles
+    take time, also five and seven times powers of two."""
     sizes = {step << bit for bit in range(most.bit_length()) for step in (1, 3)}
+    if dense is not None:
+        sizes |= {size for bit in range(most.bit_length()) for step in (5, 7) if (size := step << bit) > dense}
     return tuple(sorted({size for size in sizes if size < most} | {most}))
 
 
@@ -60,6 +67,11 @@ class Chunk:
         self.size, self.tile, self._parts = size, tile, parts
         self._columns = torch.arange(tile + 1, device=device)
         self._staging = Staging(chunk_fields(size, tile, max_pages), device)
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of a forward over the chunk, padding included."""
+        return self.size * self.tile
 
     @property
     def sent(self) -> dict[str, Tensor]:

@@ -209,7 +209,7 @@ class StepRunner:
         and each batch would take graphs of all sizes for every chunk."""
         if not self._chunks or phases_of(needs) != PHASES:
             return ()
-        few = self._parts.sizing is not None and self._bucket(num_rows) < self._buckets[-1]
+        few = self._parts.sizing is not None and self.num_rows_of(num_rows) < self._buckets[-1]
         return () if few else self._chunks
 
     def reset(self) -> None:
@@ -238,7 +238,7 @@ class StepRunner:
         if first and self.recorder:
             self._step(num_rows, max_length, needs, checked=True).draft()
         if self.recorder:
-            launch = self._recorded(_Variant(self._bucket(num_rows), nodes, needs), chunk)
+            launch = self._recorded(_Variant(self.num_rows_of(num_rows), nodes, needs), chunk)
         else:
             launch = self._prepared(num_rows, max_length, needs, checked=first, nodes=nodes)
         self._play(launch.pieces)
@@ -259,7 +259,8 @@ class StepRunner:
             with self.clock.phase(phase) if phase else nullcontext():
                 work()
 
-    def _bucket(self, num_rows: int) -> int:
+    def num_rows_of(self, num_rows: int) -> int:
+        """Rows of the captured step for so many requests; the others are padding."""
         return next(size for size in self._buckets if size >= num_rows)
 
     def _next_nodes(self, num_rows: int, max_length: int, needs: SamplingNeeds) -> int:
@@ -271,7 +272,7 @@ class StepRunner:
         if self._num_kept and (nodes > 1 or self._num_kept == COLUMNS):
             with self.clock.phase("commit"):
                 if self.recorder:
-                    self._observing[self._bucket(num_rows)].replay()
+                    self._observing[self.num_rows_of(num_rows)].replay()
                 else:
                     self._observe(num_rows, max_length)
             self._num_kept = 0

@@ -17,7 +17,7 @@ from algorithms.runtime.backends.protocol import Backend
 from algorithms.runtime.backlog import Backlog
 from algorithms.runtime.batch import BatchState
 from algorithms.runtime.cache import KVCache
-from algorithms.runtime.chunk import Chunk, tile_counts
+from algorithms.runtime.chunk import PASS_ROWS, Chunk, tile_counts
 from algorithms.runtime.clock import PhaseClock
 from algorithms.runtime.collectives import from_rank_0, parallel
 from algorithms.runtime.cuda_graph import Capture, StepRunner, buckets
@@ -39,6 +39,8 @@ _RIDING_TOKENS = (64, 384)
 """Prompt tokens that the smallest and the largest chunk in a step have room for. Fewer cost as much beside a step, and
 more would make it much longer. Their tiles are half as wide as those of a chunk between steps, because their padding
 costs arithmetic."""
+_SHORT_REQUEST = 512
+"""Tokens of requests so short that reading their keys twice as often costs less than the padding of wide tiles."""
 
 
 class Engine:
@@ -236,8 +238,9 @@ def default_tile(config: DecoderConfig, device: torch.device) -> int:
 
 
 def default_ahead(max_batch: int) -> int:
-    """Requests whose prompts are prefilled while all rows are taken: as many as may end in one step or two."""
-    return min(max_batch, max(4, max_batch // 4))
+    """Requests whose prompts are prefilled while all rows are taken: as many as may end in a step or two, and enough of
+    them to prefill several short prompts at once."""
+    return min(max_batch, max(4, min(8, max_batch // 2), max_batch // 4))
 
 
 def _ahead(settings: EngineSettings) -> int:
@@ -252,19 +255,28 @@ def _chunks_between(parts: StepParts, settings: EngineSettings, longest: int) ->
     """Chunks that come before a step, in ascending order of size; requests have up to `longest` tokens. Raises
     EngineError if a chunk could not hold a token."""
     config, device = parts.resources.target.config, parts.resources.device
-    tile = default_tile(config, device) if settings.prefill_tile is None else settings.prefill_tile
+    tile = settings.prefill_tile
+    if tile is None:
+        tile = _narrow(config, device) if longest <= _SHORT_REQUEST else default_tile(config, device)
     tile = min(tile, settings.prefill_chunk)
     if tile < 1:
         raise EngineError(f"prefill_chunk and prefill_tile: expected at least 1, got {tile}")
     # No chunk is larger than all rows together.
     most = min(settings.prefill_chunk // tile, settings.max_batch * tiles_of(longest, tile))
-    return [Chunk(parts, size, tile) for size in tile_counts(most)]
+    return [Chunk(parts, size, tile) for size in tile_counts(most, dense=PASS_ROWS // tile)]
+
+
+def _narrow(config: DecoderConfig, device: torch.device) -> int:
+    """Tokens of a tile where padding costs more than keys that are read twice as often: on a GPU half the default."""
+    tile = default_tile(config, device)
+    return tile // 2 if device.type == "cuda" else tile
 
 
 def _chunks_in_steps(parts: StepParts, settings: EngineSettings, largest: Chunk) -> list[Chunk]:
     """Chunks that ride in steps, in ascending order of size, none of them larger than the `largest` between steps.
     Where steps differ in size, every second one is left out: each is captured with each size of a step."""
-    tile = largest.tile if settings.prefill_tile else max(1, largest.tile // 2)
+    config, device = parts.resources.target.config, parts.resources.device
+    tile = largest.tile if settings.prefill_tile else min(largest.tile, _narrow(config, device))
     least, most = (max(1, min(largest.size * largest.tile, tokens) // tile) for tokens in _RIDING_TOKENS)
     sizes = [size for size in tile_counts(most) if size >= least]
     if parts.sizing is not None:

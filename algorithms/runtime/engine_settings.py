@@ -22,7 +22,8 @@ class EngineSettings:
     `num_pages` None reserves enough for `max_batch` requests of that length. `graph` says how much of a step is
     captured, see `cuda_graph`. `overlap` is how many steps the host reads behind the device: None takes 1 on a GPU and
     0 elsewhere. `fused` runs the models by fused kernels, see `models.fusion`. Before a step at most `prefill_chunk`
-    tokens are prefilled, in tiles of `prefill_tile` (None: of `default_tile`), or of the chunk where that is smaller.
+    tokens are prefilled, in tiles of `prefill_tile` (None: of `default_tile`, on a GPU half as wide where all requests
+    are short), or of the chunk where that is smaller.
     With `piggyback` prompts ride in captured steps, where the backend captures prompts.
     While all rows are taken, the prompts of `prefill_ahead` requests more are then prefilled (None: of
     `default_ahead`); `num_pages` None has room for them.

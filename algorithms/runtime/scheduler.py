@@ -18,6 +18,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 from algorithms.runtime.request import Completion, EngineError, Request
@@ -210,6 +211,20 @@ class Scheduler:
     def num_startable(self) -> int:
         """Requests that there are rows for, and whose prompts are not complete."""
         return min(self._max_batch - len(self._rows), len(self._waiting) + (self.begun is not None))
+
+    def worth_a_chunk(self, tile: int, tiles: int) -> bool:
+        """Whether to prefill now what there is no row for: once it fills a chunk of `tiles` of `tile` tokens, once
+        nobody else could join it, or once no request waits with a complete prompt. Nobody waits for it before that, and
+        one short prompt costs a step nearly as much as several."""
+        if not self._held or not self._held[0].is_complete:
+            return True
+        room = self._max_batch + self._ahead - len(self._rows) - len(self._held)
+        if room >= len(self._waiting):
+            return True
+        wanted = sum(tiles_of(len(request.prompt_ids) - 1, tile) for request in islice(self._waiting, room))
+        if self.begun is not None:
+            wanted += tiles_of(self.begun.num_unfilled, tile)
+        return wanted >= tiles
 
     def admit(self, now_ms: float, tile: int, tiles: int, ahead: bool = False) -> list[Piece]:
         """What the next step prefills, in the order of the queue: the prompt that is begun, then waiting ones, until

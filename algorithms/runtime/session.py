@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from algorithms.runtime.chunk import Chunk
+from algorithms.runtime.chunk import PASS_ROWS, Chunk
 from algorithms.runtime.clock import PhaseClock
 from algorithms.runtime.collectives import parallel
 from algorithms.runtime.cuda_graph import GraphReport, StepRunner
@@ -252,13 +252,24 @@ class Session:
 
     def _admit(self, rides: bool) -> list[Piece]:
         """What this step prefills, in the largest chunk of its kind at most."""
-        largest = (self._riding() if rides else self._prefiller.chunks)[-1]
+        ahead_alone = rides and self._scheduler.num_startable == 0
+        largest = self._chunk_ahead() if ahead_alone else (self._riding() if rides else self._prefiller.chunks)[-1]
+        if ahead_alone and not self._scheduler.worth_a_chunk(largest.tile, largest.size):
+            return []
         pieces = self._scheduler.admit(_now_ms(), largest.tile, largest.size, ahead=rides)
         for running, start, _ in pieces:
             if start == 0:
                 self._state.fill(running.row, running.request, self._needs)
                 self._begin_text(running.request)
         return pieces
+
+    def _chunk_ahead(self) -> Chunk:
+        """The largest chunk for prompts that have no row yet that needs no more passes over the weights than the
+        smallest one does, beside the nodes of the next step."""
+        chunks = self._riding()
+        nodes = self._runner.num_rows_of(len(self._scheduler.rows)) * self._algorithm.num_nodes
+        room = -(-(nodes + chunks[0].num_tokens) // PASS_ROWS) * PASS_ROWS - nodes
+        return next(chunk for chunk in reversed(chunks) if chunk.num_tokens <= room)
 
     def _begin_text(self, request: Request) -> None:
         """Put a request with a grammar at the beginning of its text."""

@@ -173,9 +173,26 @@ def test_a_number_of_requests_ahead_can_be_chosen() -> None:
     assert engine.parts.resources.max_batch == 3
     asked = requests(7, 6)
     assert [c.token_ids for c in engine.generate(asked).completions] == answers(asked, Setup(), TARGET)
-    assert [default_ahead(count) for count in (1, 4, 8, 32)] == [1, 4, 4, 8]
+    assert [default_ahead(count) for count in (1, 4, 8, 16, 32, 64)] == [1, 4, 4, 8, 8, 16]
     with pytest.raises(EngineError, match="prefill_ahead: expected at least 0, got -1"):
         engine_of(autoregressive(TARGET), Setup(graph="step", prefill_ahead=-1), TARGET)
+
+
+def test_short_prompts_without_a_row_ride_together() -> None:
+    """While all rows are taken, prompts wait for each other as long as another one waits complete; the last do not."""
+    asked = [changed(request, max_new_tokens=3 + request.id % 5) for request in requests(9)]
+    engine = engine_of(autoregressive(TARGET), Setup(max_batch=2, graph="step", prefill_ahead=3), TARGET)
+    rides: list[tuple[int, int]] = []
+    with engine.session(SamplingNeeds()) as session:
+        for request in asked:
+            session.submit(request)
+        while not session.idle:
+            held, waiting = len(engine.scheduler.held), engine.scheduler.num_waiting
+            full = len(engine.scheduler.rows) == 2
+            session.step()
+            if full and engine.scheduler.num_waiting < waiting:
+                rides.append((held, waiting - engine.scheduler.num_waiting))
+    assert rides[:-1] == [(0, 3)] * (len(rides) - 1) and len(rides) > 1
 
 
 def test_the_ledger_adds_up_with_prompts_in_steps() -> None:

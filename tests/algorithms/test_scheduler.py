@@ -267,3 +267,21 @@ def test_stop_strings_may_span_any_number_of_tokens_and_steps(width: int) -> Non
     completion = running.completion
     assert (completion.finish_reason, completion.text) == ("stop_string", spell([3, 1, 4, 1, 5]))
     assert completion.token_ids == tokens[:12]
+
+
+def test_prompts_without_a_row_are_prefilled_together() -> None:
+    """As soon as they fill a chunk, nobody could join them, or nobody waits with a complete prompt."""
+    scheduler = Scheduler(1, 64, 8, OVERSHOOT, spell, ahead=3)
+    for number in range(3):
+        scheduler.submit(request(number, prompt=9))
+    scheduler.admit(0.0, 4, 2)
+    scheduler.start(0.0)
+    assert scheduler.worth_a_chunk(4, 100), "nobody waits with a complete prompt"
+    scheduler.admit(1.0, 4, 2, ahead=True)
+    assert len(scheduler.held) == 1 and scheduler.worth_a_chunk(4, 100), "nobody else could join"
+    for number in range(3, 6):
+        scheduler.submit(request(number, prompt=9))
+    assert not scheduler.worth_a_chunk(4, 5) and scheduler.worth_a_chunk(4, 4), "two prompts of two tiles have room"
+    scheduler.admit(2.0, 4, 1, ahead=True)
+    assert scheduler.begun is not None
+    assert not scheduler.worth_a_chunk(4, 4) and scheduler.worth_a_chunk(4, 3), "one tile is left, and one prompt joins"
