@@ -148,9 +148,9 @@ def search(family: str, cases: Sequence[Prepared], bench: Bench, time_left: Call
                 best, best_times, changed = fields, found, True
     return {
         "fields": best,
-        "gain": 1 - _ratio(best_times, table),
-        "table_us": dict(table),
-        "tuned_us": dict(best_times),
+        "gain": round(1 - _ratio(best_times, table), 4),
+        "table_us": _rounded(table),
+        "tuned_us": _rounded(best_times),
         "tried": tried,
     }
 
@@ -174,6 +174,10 @@ def _neighbours(candidates: Mapping[str, Sequence[int]], best: Mapping[str, Any]
         for value in values:
             if best.get(name) != value:
                 yield {**best, name: value}
+
+
+def _rounded(times_us: Times) -> Times:
+    return {name: round(time_us, 2) for name, time_us in times_us.items()}
 
 
 def _ratio(ours: Times, theirs: Times) -> float:
