@@ -1,0 +1,34 @@
+"""Programs are called in this process here, some hundred times, and Hydra does each time what one time is enough for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hydra._internal.hydra import Hydra
+from hydra.core import config_store
+from omegaconf import DictConfig, OmegaConf
+
+
+@pytest.fixture(autouse=True, scope="session")
+def composed_once() -> Iterator[None]:
+    """Hydra composes every configuration twice, first to read `hydra.mode`, which no configuration here sets."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Hydra, "get_mode", lambda self, config_name, overrides: None)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def schemas_read_once() -> Iterator[None]:
+    """A program registers its dataclasses when it starts. The store gives copies of them, so one reading serves all."""
+    read = lru_cache(OmegaConf.structured)
+
+    def structured(node: Any) -> DictConfig:
+        return read(node) if isinstance(node, type) else OmegaConf.structured(node)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(config_store, "OmegaConf", SimpleNamespace(structured=structured))
+        yield
