@@ -102,9 +102,12 @@ def _cell(value: Any) -> str:
 
 
 def _interval(row: Row, name: str) -> str:
-    """The interval of a figure, where repeats of the run gave one."""
-    ends = [row.get(f"{name}_{end}") for end in ("low", "high")]
-    return "" if any(end is None or end != end for end in ends) else f" [{_cell(ends[0])}, {_cell(ends[1])}]"
+    """The half-width of a figure's interval, where repeats of the run gave one."""
+    high = row.get(f"{name}_high")
+    if high is None or high != high:
+        return ""
+    half = high - row[name]
+    return f" ± {half:,.0f}" if half >= 10 else f" ± {half:.2g}"
 
 
 def _state_tone(row: Row) -> str | None:

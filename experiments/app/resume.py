@@ -27,10 +27,13 @@ ALIVE_S = 60.0
 
 def read_status(folder: Path) -> dict[str, Any]:
     """status.json of a run folder. Raises UserError where there is none."""
+    if not (folder / STATUS).is_file():
+        why = f"which has no {STATUS}" if folder.exists() else "which does not exist"
+        raise UserError(f"{RESUME}: expected the folder of a run, such as outputs/NAME/TIME; got {folder}, {why}")
     try:
         found = json.loads((folder / STATUS).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"{RESUME}={folder}: expected the folder of a run, with {STATUS}: {error}") from error
+        raise UserError(f"{RESUME}={folder}: {STATUS} cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise UserError(f"{RESUME}={folder}: {STATUS} holds no object")
     return found

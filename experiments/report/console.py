@@ -24,7 +24,7 @@ from rich.text import Text
 from experiments.app.distributed import is_main_process
 from experiments.report.page import position_counts
 from experiments.report.plots import PHASE_COLOURS
-from experiments.report.tables import Row, figure
+from experiments.report.tables import Row, counted, figure
 
 if TYPE_CHECKING:
     from algorithms.runtime.session import StepReport
@@ -110,14 +110,13 @@ def ledger_chart(row: Row) -> Table:
 
 
 def prediction_line(row: Row) -> str:
-    """The predicted decode speedup, and the factors between it and the measured one."""
+    """The decode speedup as the product of what predicts it and of the factors between that and the measured one."""
     found = row["prediction"]
     return (
-        f"decode speedup: {figure(found['predicted'], 2, '×')} predicted "
-        f"({figure(row['tokens_per_step'], 2)} tokens/step, a step takes "
-        f"{figure(found['step_time_ratio'], 2, '×')} the baseline's time), "
-        f"{figure(row['speedup_decode'], 2, '×')} measured (rows per step {figure(found['occupancy'], 2, '×')}, "
-        f"kept tokens {figure(found['kept'], 2, '×')} the baseline's)"
+        f"decode speedup {figure(row['speedup_decode'], 2, '×')} = predicted {figure(found['predicted'], 2, '×')} · "
+        f"occupancy {figure(found['occupancy'], 2)} · kept {figure(found['kept'], 2)}\n"
+        f"predicted = {figure(row['tokens_per_step'], 2)} tokens/step / {figure(found['step_time_ratio'], 2)}, "
+        "the time of a step over the baseline's"
     )
 
 
@@ -130,7 +129,7 @@ def sample_panel(record: Row, tail: int = 300) -> Panel:
     """The end of one prompt and the text that followed. `record` is a line of requests.jsonl."""
     prompt = record["prompt"] if len(record["prompt"]) <= tail else "…" + record["prompt"][-tail:]
     prompt, text = printable(prompt), printable(record["text"])
-    steps = max(1, len(record["accepted_counts"]))
+    steps = counted(max(1, len(record["accepted_counts"])), "step")
     verdict = f" · {record['verdict']}" if record["verdict"] else ""
-    title = f"request {record['id']} · {len(record['token_ids'])} tokens in {steps} steps{verdict}"
+    title = f"request {record['id']} · {counted(len(record['token_ids']), 'token')} in {steps}{verdict}"
     return Panel(Text.assemble((prompt, "dim"), "\n\n", text), title=title, title_align="left")

@@ -313,12 +313,6 @@ def warnings(row: Mapping[str, Any], dtype: str, exact: bool) -> list[str]:
             f"only {first:.1%} of first drafts were accepted: the drafter is probably wired wrongly, or was "
             "trained for another target"
         )
-    answers = row.get("answers")
-    if answers and answers["cut"]:
-        total = sum(answers.values())
-        found.append(
-            f"{answers['cut']} of {total} answers were cut by sampling.max_new_tokens and do not count in accuracy"
-        )
     if unparsed := row.get("num_constrained", 0) - row.get("num_parsed", 0):
         found.append(
             f"no whole text of its grammar: {unparsed} of {row['num_constrained']} texts; "
@@ -344,4 +338,14 @@ def warnings(row: Mapping[str, Any], dtype: str, exact: bool) -> list[str]:
     if compiled := row.get("compiled"):
         kernels = ", ".join(row["compiled_kernels"])
         found.append(f"{compiled} kernels were compiled after the warm-up, and the times include that: {kernels}")
+    return found
+
+
+def warnings_of_all(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+    """What is told of many (label, row) in one line: answers that were cut, rounds that differ."""
+    found, answers = [], [(label, row["answers"]) for label, row in rows if row.get("answers")]
+    if cut := [f"{label} {counts['cut']} of {sum(counts.values())}" for label, counts in answers if counts["cut"]]:
+        found.append(f"answers cut by sampling.max_new_tokens do not count in accuracy: {', '.join(cut)}")
+    if spreads := repeats.wide_spreads(rows):
+        found.append(spreads)
     return found

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from experiments.report.metrics import NOT_A_GPU
 from experiments.report.plots import bars, legend, lines, phase_legend, stacked
-from experiments.report.tables import DASH, Column, Row, at, figure, html_table, lossless_tone
+from experiments.report.tables import DASH, Column, Row, at, counted, figure, html_table, lossless_tone, words
 from experiments.report.terms import glossary
 
 STYLE_FILE = Path(__file__).with_name("page.css")
@@ -101,16 +101,22 @@ def _facts(facts: Mapping[str, Any]) -> str:
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, str]:
-    """One line for each group, and for each entry of a group of groups."""
+    """One line for each group, and for each entry of a group of groups, which has a name."""
     lines: dict[str, str] = {}
     for group, values in config.items():
-        entries = values if isinstance(values, Mapping) else {str(i): value for i, value in enumerate(values)}
+        entries = values if isinstance(values, Mapping) else _by_name(values)
         nested = {key: value for key, value in entries.items() if isinstance(value, Mapping) and value}
         plain = {key: value for key, value in entries.items() if key not in nested}
         if plain:
             lines[group] = _line(plain)
         lines |= {f"{group} {key}": _line(value) for key, value in nested.items()}
     return lines
+
+
+def _by_name(values: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """`values` by their names, with a number in front where two have the same."""
+    names = [value["name"] for value in values]
+    return {names[i] if names.count(names[i]) == 1 else f"{i + 1} {names[i]}": value for i, value in enumerate(values)}
 
 
 def _line(values: Mapping[str, Any]) -> str:
@@ -166,8 +172,8 @@ def position_counts(row: Row, position: int) -> str:
 def request_details(request: Mapping[str, Any]) -> str:
     """One request that unfolds: its figures, prompt, text and accepted drafts."""
     counts = request["accepted_counts"]
-    facts = [f"{len(request['token_ids'])} tokens", f"{len(counts)} steps", request["finish_reason"]]
-    facts += [f"{request['total_ms']:,.0f} ms"]
+    facts = [counted(len(request["token_ids"]), "token"), counted(len(counts), "step")]
+    facts += [words(request["finish_reason"]), f"{request['total_ms']:,.0f} ms"]
     marks = [
         _mark(request["identical"], "identical", "differs"),
         _answer_mark(request),
@@ -199,7 +205,7 @@ def method_cards(row: Row) -> list[Card]:
     """The headline figures of one method on one prompt set."""
     proof, accuracy = row["lossless"], row["accuracy"]
     found: list[Card] = [
-        (figure(row["tokens_per_step"], 2), "tokens per step", None),
+        (figure(row["tokens_per_step"], 2), "tokens/step", None),
         (figure(at(row, "speedup_decode"), 2, "×"), "decode speedup over autoregressive", None),
         (figure(row["decode_tokens_per_s"]), "tokens/s of the decode clock", None),
     ]

@@ -76,15 +76,21 @@ def speedup_intervals(row: Mapping[str, Any], baseline: Mapping[str, Any]) -> di
     return found
 
 
+def wide_spreads(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    """Which (label, row) have rounds so far apart that their times are doubtful; empty where none has."""
+    spreads = [(label, spread(row.get("rounds", {}).get("decode_tokens_per_s", []))) for label, row in rows]
+    wide = [f"{label} {share:.0%}" for label, share in spreads if share > LARGEST_SPREAD]
+    if not wide:
+        return ""
+    return (
+        f"decode tokens/s differ by more than {LARGEST_SPREAD:.0%} of their mean between rounds: {', '.join(wide)}; "
+        "end other programs on the machine, or raise task.repeats"
+    )
+
+
 def warnings(row: Mapping[str, Any]) -> list[str]:
-    """What makes the times of a row doubtful: rounds that differ, and a speedup that no drafter can give."""
+    """What makes the times of a row doubtful: a speedup that no drafter can give, and rounds of other texts."""
     found = []
-    rates = row.get("rounds", {}).get("decode_tokens_per_s", [])
-    if spread(rates) > LARGEST_SPREAD:
-        found.append(
-            f"{len(rates)} rounds gave {min(rates):,.1f} to {max(rates):,.1f} decode tokens/s, a spread of "
-            f"{spread(rates):.0%}: end other programs on the machine, or raise task.repeats"
-        )
     speedup, tokens = row.get("speedup_decode"), row.get("tokens_per_step")
     if speedup and tokens and speedup > max(tokens, 1.0):
         found.append(
@@ -92,5 +98,5 @@ def warnings(row: Mapping[str, Any]) -> list[str]:
             "more and cannot be faster than one of the baseline, so the times are not reliable"
         )
     if differing := row.get("differing_rounds"):
-        found.append(f"{differing} rounds wrote other texts than the first")
+        found.append(f"rounds that wrote other texts than the first: {differing}")
     return found

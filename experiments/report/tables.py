@@ -35,8 +35,14 @@ class Column:
 
 
 def words(name: str) -> str:
-    """The name of a figure as a heading: `tokens_per_step` as `tokens per step`."""
-    return name.replace("_", " ")
+    """The name of a figure as a heading: `tokens_per_step` as `tokens/step`, `speedup_wall` as `wall speedup`."""
+    kind, _, clock = name.partition("_")
+    return f"{clock} speedup" if kind == "speedup" else name.replace("_per_", "/").replace("_", " ")
+
+
+def counted(count: int, word: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
 def figure(value: float | None, digits: int = 1, suffix: str = "") -> str:
@@ -69,7 +75,12 @@ def number(title: str, path: str, digits: int = 1, suffix: str = "", scale: floa
 
 def quantile_pair(title: str, path: str, digits: int) -> Column:
     """A column of `p50/p90`."""
-    return Column(title, lambda row: "/".join(figure(at(row, f"{path}/{name}"), digits) for name in ("p50", "p90")))
+
+    def show(row: Row) -> str:
+        values = [at(row, f"{path}/{name}") for name in ("p50", "p90")]
+        return DASH if None in values else "/".join(figure(value, digits) for value in values)
+
+    return Column(title, show)
 
 
 def _lossless(row: Row) -> str:
@@ -145,9 +156,9 @@ def console_table(title: str, columns: Sequence[Column], rows: Sequence[Row]) ->
     for column in columns:
         side: JustifyMethod = "right" if column.numeric else "left"
         # A heading is as wide as its cells, or as its longest word.
-        widest = max(map(len, [*column.title.split(), *map(column.show, rows)]), default=1)
-        heading = "\n".join(wrap(column.title, widest))
-        table.add_column(heading, justify=side, overflow="fold", no_wrap=not column.numeric)
+        word = max(map(len, column.title.split()), default=1)
+        heading = "\n".join(wrap(column.title, max([word, *(len(column.show(row)) for row in rows)])))
+        table.add_column(heading, justify=side, overflow="fold", no_wrap=not column.numeric, min_width=word)
     styles = {"good": "green", "bad": "bold red", None: ""}
     for row in rows:
         # As text: a label may look like markup.

@@ -101,6 +101,11 @@ class SweepFolder:
         """What sweep.json holds: `keys` that were swept, ids of `rows` in their order, and `starts`."""
         return _read(self.path / SWEEP) or {"keys": [], "rows": [], "starts": []}
 
+    def swept(self, record: RowRecord, keys: Sequence[str] = ()) -> str:
+        """What tells a row from others of the sweep: its overrides of `keys` and of all that were swept before."""
+        every = {*keys, *self.settings()["keys"]}
+        return " ".join(text for text in record.overrides if text.partition("=")[0].lstrip("+~") in every)
+
     def begin(self, keys: Sequence[str], rows: Sequence[str], command: Sequence[str]) -> None:
         """Note a start of the sweep with `keys` and `rows` that it may have had before."""
         self._make(LOCKS)

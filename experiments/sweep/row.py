@@ -202,7 +202,7 @@ def settle(folder: SweepFolder, row: str, code: int) -> RowRecord:
         record.ended = REFUSED if code == UserError.exit_code else KILLED if code in (-9, -15, 130) else FAILED
         record.exit_code, record.reason = code, _last_words(folder.log(row), code)
         folder.write(record)
-    print(f"{folder.state(row):8}{' '.join(record.overrides)}", flush=True)
+    print(f"{folder.state(row):8} {folder.swept(record) or row}", flush=True)
     return record
 
 

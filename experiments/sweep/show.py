@@ -11,7 +11,7 @@ from rich.console import Console
 from experiments.app.cli import report
 from experiments.app.errors import NotLossless
 from experiments.app.provenance import git_revision
-from experiments.report.tables import Column, Row, console_table, figure
+from experiments.report.tables import Column, Row, console_table, figure, words
 from experiments.sweep.driver import Sweep
 from experiments.sweep.folder import DONE, FAILED, KILLED, OPEN, REFUSED, RUNNING, RowRecord
 
@@ -21,7 +21,7 @@ TONES = {DONE: "good", FAILED: "bad", KILLED: "bad"}
 def listing(console: Console, sweep: Sweep) -> None:
     """All rows of the sweep with their states, and how long the rest may take."""
     states = sweep.states()
-    console.print(console_table(f"sweep {sweep.folder.name}", _columns(), _shown(sweep, states)))
+    _table(console, sweep, states)
     _say(console, f"{_counts(states)} · {sweep.folder.path}")
     if rest := estimated_rest_s(sweep, states):
         _say(console, f"the rest takes about {_duration(rest)}, one row after the other")
@@ -44,7 +44,7 @@ def start(console: Console, sweep: Sweep, todo: Sequence[RowRecord]) -> None:
 def ending(console: Console, sweep: Sweep) -> int:
     """The table of all rows, the rows that are not done with their overrides and reasons. Returns the exit code."""
     states = sweep.states()
-    console.print(console_table(f"sweep {sweep.folder.name}", _columns(), _shown(sweep, states)))
+    _table(console, sweep, states)
     for record in sweep.rows:
         known = sweep.folder.record(record.id) or record
         if states[record.id] in (FAILED, KILLED, REFUSED) or known.exit_code == NotLossless.exit_code:
@@ -71,14 +71,18 @@ def estimated_rest_s(sweep: Sweep, states: dict[str, str]) -> float | None:
     return rest * sum(taken) / len(taken) if taken and rest else None
 
 
-def _columns() -> list[Column]:
-    return [
+def _table(console: Console, sweep: Sweep, states: dict[str, str]) -> None:
+    """Print the rows, the figure that the sweep maximises among their columns."""
+    summaries = (sweep.folder.summary(row) for row, state in states.items() if state == DONE)
+    named = next((summary["objective"] for summary in summaries if summary and "objective" in summary), "value")
+    columns = [
         Column("row", lambda row: str(row["id"]), numeric=False),
         Column("overrides", lambda row: str(row["overrides"]), numeric=False),
         Column("state", lambda row: str(row["state"]), numeric=False, tone=lambda row: TONES.get(row["state"])),
         Column("seconds", lambda row: figure(row["wall_s"])),
-        Column("value", lambda row: figure(row["value"], 2)),
+        Column(words(named), lambda row: figure(row["value"], 2)),
     ]
+    console.print(console_table(f"sweep {sweep.folder.name}", columns, _shown(sweep, states)))
 
 
 def _shown(sweep: Sweep, states: dict[str, str]) -> list[Row]:
@@ -90,17 +94,13 @@ def _shown(sweep: Sweep, states: dict[str, str]) -> list[Row]:
         found.append(
             {
                 "id": record.id,
-                "overrides": " ".join(text for text in record.overrides if _is_swept(text, sweep.keys)),
+                "overrides": sweep.folder.swept(record, sweep.keys),
                 "state": states[record.id],
                 "wall_s": known.wall_s if kept else None,
                 "value": known.value if kept else None,
             }
         )
     return found
-
-
-def _is_swept(override: str, keys: Sequence[str]) -> bool:
-    return override.partition("=")[0].lstrip("+~") in keys
 
 
 def _counts(states: dict[str, str]) -> str:

@@ -18,7 +18,7 @@ from experiments.report import metrics
 from experiments.report.console import OnStep, step_progress
 from experiments.report.page import Card
 from experiments.report.run_folder import RunFolder, json_lines
-from experiments.report.tables import Column, Row, csv_text, markdown
+from experiments.report.tables import Column, Row, counted, csv_text, markdown
 from experiments.report.tracking import Tracker
 from experiments.tasks import earlier
 from experiments.tasks.baselines import BaselineStore
@@ -77,7 +77,7 @@ class Task:
         methods = next(iter(plan.methods)) if len(plan.methods) == 1 else f"{len(plan.methods)} methods"
         backends = ", ".join(backend.name for backend in plan.backends)
         counts = [(data.name, len(data.requests)) for data in plan.workloads]
-        sets = ", ".join(f"{name} ({count} {'prompt' if count == 1 else 'prompts'})" for name, count in counts)
+        sets = ", ".join(f"{name} ({counted(count, 'prompt')})" for name, count in counts)
         return f"{methods} · {backends} · {plan.model_label} · {sets}"
 
     def label(self, row: Row) -> str:
@@ -88,7 +88,9 @@ class Task:
         """What a reader of the table must know."""
         dtype, exact = self.plan.hardware.dtype, self.plan.exact
         notes = [note for workload in self.plan.workloads for note in workload.notes]
-        return notes + [f"{self.label(row)}: {text}" for row in rows for text in metrics.warnings(row, dtype, exact)]
+        labelled = [(self.label(row), row) for row in rows]
+        notes += [f"{label}: {text}" for label, row in labelled for text in metrics.warnings(row, dtype, exact)]
+        return notes + metrics.warnings_of_all(labelled)
 
     def failures(self, rows: Sequence[Row]) -> list[str]:
         """Why the texts are wrong. A run with failures is done, and ends with exit code 3."""
@@ -130,8 +132,8 @@ class Task:
         }
         return {
             "task": task,
-            "methods": {label: asdict(algo) for label, algo in plan.methods.items()},
-            "backends": [asdict(backend) for backend in plan.backends],
+            "algo": {label: asdict(algo) for label, algo in plan.methods.items()},
+            "backend": [asdict(backend) for backend in plan.backends],
             "model": {"name": config.model.name, "path": str(plan.target.path)},
             "drafters": {name: path for name, path in drafters.items() if path is not None},
             "data": [asdict(data) for data in config.task.data_of(config)],

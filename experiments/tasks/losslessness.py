@@ -67,6 +67,7 @@ class Losslessness(Task):
     run, fails it."""
 
     name = "losslessness"
+    objective = "share_identical"
     columns = (
         text("backend", "backend"),
         METHOD,
@@ -91,12 +92,8 @@ class Losslessness(Task):
         return f"{row['method']} on {row['backend']}"
 
     def best(self, rows: Sequence[Row]) -> Row:
-        return {"identical": sum(row["identical"] for row in rows), "checked": sum(row["checked"] for row in rows)}
-
-    def value(self, rows: Sequence[Row]) -> float:
-        """The share of identical requests."""
-        total = self.best(rows)
-        return float(total["identical"] / total["checked"]) if total["checked"] else 1.0
+        total = {key: sum(row[key] for row in rows) for key in ("identical", "checked")}
+        return {**total, self.objective: total["identical"] / total["checked"] if total["checked"] else 1.0}
 
     def failures(self, rows: Sequence[Row]) -> list[str]:
         """Differences where the run is exact, near ties aside, and distributions that chance would miss once in a

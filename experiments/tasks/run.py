@@ -105,7 +105,8 @@ def run_task(config: RunConfig, composed: DictConfig) -> float:
         results = task.files(rows, conditions)
         links = sorted({*results, REQUESTS, DECODINGS, CONFIG, SUMMARY})
         page = render(task.title, task.columns, rows, conditions, task.settings(), *shown, files=links)
-        summary = {"name": config.name, "task": task.name, **conditions, "failures": failures, "rows": rows}
+        summary = {"name": config.name, "task": task.name, "objective": task.objective, **conditions}
+        summary |= {"failures": failures, "rows": rows}
         folder.write_results({**results, REPORT: page}, summary)
         notes += tracker.finish(summary, task.best(rows))
     console.print(console_table(task.title, task.columns, rows))

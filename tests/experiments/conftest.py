@@ -1,4 +1,4 @@
-"""Programs are called in this process here, some hundred times, and Hydra does each time what one time is enough for."""
+"""Programs are called in this process here, and Hydra repeats nothing that one time is enough for."""
 
 from __future__ import annotations
 

@@ -157,8 +157,9 @@ def test_a_text_that_was_cut_before_its_answer_is_not_wrong() -> None:
     done = [completion(i, [0], text=text, finish_reason=reason) for i, (text, reason) in enumerate(ends)]
     found = figures.accuracy(done, lambda index, text: text == "12")
     assert found == {"accuracy": 0.5, "answers": {"right": 1, "wrong": 1, "cut": 1}}
-    (told,) = figures.warnings({"answers": found["answers"]}, "float32", True)
-    assert told.startswith("1 of 3 answers were cut by sampling.max_new_tokens")
+    rows = [("a", {"answers": found["answers"]}), ("b", {"answers": None}), ("c", {"answers": found["answers"]})]
+    (told,) = figures.warnings_of_all(rows)
+    assert told == "answers cut by sampling.max_new_tokens do not count in accuracy: a 1 of 3, c 1 of 3"
     only_cut = figures.accuracy(done[1:2], lambda index, text: False)
     assert only_cut == {"accuracy": None, "answers": {"right": 0, "wrong": 0, "cut": 1}}
 
@@ -256,12 +257,14 @@ def test_speedups_of_rounds_are_taken_within_each_round() -> None:
 def test_times_that_cannot_be_trusted_are_called_out() -> None:
     fine = {"rounds": {"decode_tokens_per_s": [100.0, 110.0]}, "speedup_decode": 2.9, "tokens_per_step": 3.0}
     assert repeats.warnings(fine) == []
-    (spread,) = repeats.warnings(fine | {"rounds": {"decode_tokens_per_s": [100.0, 130.0, 100.0]}})
-    assert spread.startswith("3 rounds gave 100.0 to 130.0 decode tokens/s, a spread of 27%")
+    spread = fine | {"rounds": {"decode_tokens_per_s": [100.0, 130.0, 100.0]}}
+    (told,) = figures.warnings_of_all([("a", fine), ("b", spread), ("c", spread), ("d", {})])
+    assert "differ by more than 20% of their mean between rounds: b 27%, c 27%; end other programs" in told
+    assert figures.warnings_of_all([("a", fine)]) == []
     (above,) = repeats.warnings(fine | {"speedup_decode": 3.1})
     assert above.startswith("a decode speedup of 3.10× is above its 3.00 tokens/step")
     (texts,) = repeats.warnings(fine | {"differing_rounds": 1})
-    assert "1 rounds wrote other texts" in texts
+    assert texts == "rounds that wrote other texts than the first: 1"
 
 
 def test_answers_that_the_length_limit_cut_are_counted() -> None:

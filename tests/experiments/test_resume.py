@@ -248,7 +248,8 @@ def test_what_cannot_be_resumed_is_refused(
     broken: Path, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kept = (broken / "requests.jsonl").read_text()
-    assert "expected the folder of a run, with status.json" in refused(capsys, "resume=nowhere")
+    assert "nowhere, which does not exist" in refused(capsys, "resume=nowhere")
+    assert "which has no status.json" in refused(capsys, f"resume={home}")
     assert "leave out algo=ngram" in refused(capsys, f"resume={broken}", "algo=ngram")
     edit_status(broken, status="done")
     assert "this run is done" in refused(capsys, f"resume={broken}")
