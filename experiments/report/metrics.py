@@ -282,7 +282,9 @@ def describe_difference(found: Mapping[str, Any] | None, dtype: str) -> str:
     text = f"request {found['request']}, position {found['position']}: {token('')}, the baseline has "
     text += token("baseline_")
     if (gap := found.get("gap")) is not None:
-        text += f", gap {gap:.2g}, a near tie in {dtype} is at most {found['bound']:.1g}"
+        text += f", gap {gap:.2g}"
+        if (bound := found.get("bound")) is not None:
+            text += f", a near tie in {dtype} is at most {bound:.1g}"
     return text
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from algorithms.runtime.grammar import Grammars
     from algorithms.runtime.models.loading import Target
     from algorithms.runtime.request import Completion, Request
+    from algorithms.runtime.sampling_params import SamplingParams
 
 ROUNDINGS = {"float32": 64, "float16": 8, "bfloat16": 8}
 """Rounding errors of the largest logit that two computations may be apart. Sums are taken in float32: so float32 adds
@@ -38,9 +39,9 @@ def look_at(
 
     The logits are those of a forward without a cache, with the penalties of the request and, by `grammars`, in its
     grammar. They are None where a text has ended. `gap` is the distance of the two logits, and of drawn tokens the
-    distance of the uniform from the further one of their two intervals. Drawn tokens have near ties in float32 alone:
-    half precision moves the borders so far that the bound would excuse everything. A target that is `deterministic` has
-    none: both texts have the same bits.
+    distance of the uniform from the further one of their two intervals. `bound` is the largest gap of a near tie, None
+    where there are none. Drawn tokens have near ties in float32 alone: half precision moves the borders so far that the
+    bound would excuse everything. A target that is `deterministic` has none: both texts have the same bits.
     """
 
     def look(index: int, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,17 +54,24 @@ def look_at(
         logits = next_logits(target, [*request.prompt_ids, *output])
         dtype = target.model.model.norm.weight.dtype
         steps = ROUNDINGS[str(dtype).removeprefix("torch.")]
-        bound = steps * torch.finfo(dtype).eps * float(logits.abs().max())
+        error = steps * torch.finfo(dtype).eps * float(logits.abs().max())
         changed = penalised(logits, request, output)
         if grammars is not None and request.sampling.constrained:
             changed = _in_grammar(changed, request, output, grammars)
         ours, plain = (float(changed[token]) for token in tokens)
-        gap, drawn = abs(ours - plain), request.sampling.temperature > 0
-        if drawn:
-            gap = distance_of_uniform(changed, request, len(output), tokens)
-            bound = moved_borders(bound, request.sampling.temperature)
-        near = gap <= bound and ties_possible(target, [request], deterministic)
-        return {"logit": ours, "baseline_logit": plain, "gap": gap, "bound": bound, "near_tie": near}
+        gap, bound = abs(ours - plain), error
+        if request.sampling.temperature > 0:
+            gap = distance_of_uniform(changed, request, len(output), tokens, error)
+            bound = moved_borders(error, request.sampling.temperature)
+        possible = ties_possible(target, [request], deterministic)
+        near = possible and gap <= bound
+        return {
+            "logit": ours,
+            "baseline_logit": plain,
+            "gap": gap,
+            "bound": bound if possible else None,
+            "near_tie": near,
+        }
 
     return look
 
@@ -85,28 +93,62 @@ def moved_borders(error: float, temperature: float) -> float:
     return math.tanh(error / (2 * temperature))
 
 
-def distance_of_uniform(logits: torch.Tensor, request: Request, num_output: int, tokens: Sequence[int]) -> float:
+def distance_of_uniform(
+    logits: torch.Tensor, request: Request, num_output: int, tokens: Sequence[int], error: float = 0.0
+) -> float:
     """The largest distance of the request's uniform from the intervals of `tokens` in the cumulative distribution of
-    `logits` [V] under the request's temperature and filters; infinite where a filter removes one."""
+    `logits` [V] under the request's temperature and filters; infinite where a filter removes one.
+
+    Each token has the nearest of its intervals under the filters that logits off by `error` may meet.
+    """
     import torch
 
-    from specdec_kernels.sampling.reference import philox_uniform, row_distribution
+    from specdec_kernels.sampling.reference import philox_uniform
+
+    place = float(
+        philox_uniform(torch.tensor([request.sampling.seed]), torch.tensor([len(request.prompt_ids) + num_output - 1]))
+    )
+    found = [_distances(weights, tokens, place) for weights in _filtered(logits, request.sampling, error)]
+    return max(map(min, zip(*found, strict=True)))
+
+
+def _filtered(logits: torch.Tensor, params: SamplingParams, error: float) -> list[torch.Tensor]:
+    """Weights [V] of `logits` [V] under the filters of `params`; where `error` may change what they keep, also with as
+    much, and with as little, as they may keep then."""
+    import torch
+
+    from specdec_kernels.sampling.reference import row_distribution
     from specdec_kernels.sampling.types import SamplingTensors
 
-    params, device = request.sampling, logits.device
-    drawn = SamplingTensors(
-        temperature=torch.tensor([params.temperature], device=device),
-        top_k=torch.tensor([params.top_k], dtype=torch.int32, device=device),
-        top_p=torch.tensor([params.top_p], device=device),
-        min_p=torch.tensor([params.min_p], device=device),
-    )
-    weights = row_distribution(logits[None], drawn).weights[0]
+    def kept(top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+        drawn = SamplingTensors(
+            temperature=torch.tensor([params.temperature], device=logits.device),
+            top_k=torch.tensor([top_k], dtype=torch.int32, device=logits.device),
+            top_p=torch.tensor([top_p], device=logits.device),
+            min_p=torch.tensor([min_p], device=logits.device),
+        )
+        return row_distribution(logits[None], drawn).weights[0]
+
+    found, everything, values = [kept(params.top_k, params.top_p, params.min_p)], kept(0, 1.0, 0.0), logits.double()
+    if error == 0 or torch.equal(found[0], everything):
+        return found
+    moved = moved_borders(error, params.temperature)
+    for sign in (1, -1):
+        top_p = min(max(params.top_p + sign * moved, 0.0), 1.0) if params.top_p < 1 else params.top_p
+        min_p = min(params.min_p * math.exp(-sign * 2 * error / params.temperature), 1.0)
+        floor = values[kept(params.top_k, top_p, min_p) > 0].min() - sign * 2 * error
+        found.append(torch.where(values >= torch.minimum(floor, values.max()), everything, 0.0))
+    return found
+
+
+def _distances(weights: torch.Tensor, tokens: Sequence[int], place: float) -> list[float]:
+    """How far `place` is from the interval of each token in the cumulative distribution of `weights` [V]."""
     shares = weights / weights.sum()
     ends = shares.cumsum(0)
-    place = float(philox_uniform(torch.tensor([params.seed]), torch.tensor([len(request.prompt_ids) + num_output - 1])))
-    if any(float(shares[token]) == 0 for token in tokens):
-        return math.inf
-    return max(max(float(ends[t] - shares[t]) - place, place - float(ends[t]), 0.0) for t in tokens)
+    return [
+        max(float(ends[t] - shares[t]) - place, place - float(ends[t]), 0.0) if float(shares[t]) > 0 else math.inf
+        for t in tokens
+    ]
 
 
 def penalised(logits: torch.Tensor, request: Request, output: Sequence[int]) -> torch.Tensor:

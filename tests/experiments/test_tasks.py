@@ -25,7 +25,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from algorithms.runtime.request import Completion
+from algorithms.runtime.request import Completion, Request
 from experiments.app import cli
 from experiments.app.hardware import Hardware
 from experiments.app.task_schema import CompareTask, GraphAblationTask, LosslessnessTask, ThroughputTask
@@ -456,6 +456,41 @@ def test_a_drawn_token_has_a_near_tie_where_the_uniform_is_near_its_border(monke
     assert found["gap"] > found["bound"] and not found["near_tie"]
     monkeypatch.setitem(near_tie.ROUNDINGS, "float32", 10**9)
     assert look(0, {"position": 1, "token": 3, "baseline_token": 2})["near_tie"]
+
+
+@pytest.mark.parametrize(
+    ("filters", "near_limit"),
+    [({"top_k": 2}, [3.0, 2.0, 2.0 - 1e-5, 0.0]), ({"min_p": math.exp(-1.0)}, [3.0, 2.5, 2.0 - 1e-5, 0.0])],
+)
+def test_a_filter_may_keep_a_token_that_rounding_puts_below_its_limit(
+    filters: dict[str, Any], near_limit: list[float]
+) -> None:
+    """The third token is 1e-5 below the limit of the filter, so a second computation may keep it and draw it."""
+    logits = torch.tensor(near_limit)
+    shares = logits[:3].exp() / logits[:3].exp().sum()
+    request = _drawing_in(shares, 2, **filters)
+    assert near_tie.distance_of_uniform(logits, request, 0, [2]) == math.inf
+    assert near_tie.distance_of_uniform(logits, request, 0, [2], error=1e-5) == 0
+    assert near_tie.distance_of_uniform(logits, request, 0, [2], error=1e-6) == math.inf
+    assert near_tie.distance_of_uniform(logits, request, 0, [3], error=1e-5) == math.inf, "far below the limit"
+
+
+def test_top_p_may_end_a_token_earlier_or_later() -> None:
+    logits = torch.tensor([0.5, 0.3, 0.2]).log()
+    request = _drawing_in(torch.tensor([0.5, 0.3, 0.2]), 2, top_p=0.8 - 1e-5)
+    assert near_tie.distance_of_uniform(logits, request, 0, [2]) == math.inf
+    assert near_tie.distance_of_uniform(logits, request, 0, [2], error=4e-5) == 0
+    assert near_tie.distance_of_uniform(logits, request, 0, [2], error=1e-6) == math.inf
+
+
+def _drawing_in(shares: torch.Tensor, token: int, **filters: Any) -> Request:
+    """A request whose uniform lies well inside the interval of `token` in the cumulative distribution of `shares`."""
+    end = float(shares[: token + 1].sum())
+    low, high = end - 0.9 * float(shares[token]), end - 0.1 * float(shares[token])
+    (request,) = toy_requests(1, temperature=1.0, **filters)
+    position = torch.tensor([len(request.prompt_ids) - 1])
+    seed = next(s for s in range(1000) if low < float(philox_uniform(torch.tensor([s]), position)) < high)
+    return request.with_sampling(seed=seed)
 
 
 def test_where_near_ties_are_possible() -> None:
