@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from experiments.app.schema import REPO_ROOT
 from experiments.results_page import page, rows
 from experiments.results_page.blocks import Curve, Made, Table
 
@@ -34,6 +35,11 @@ def test_the_page_is_what_the_rows_say() -> None:
     rows.read.cache_clear()
     stale = [path.name for path, content in page.files().items() if path.read_text(encoding="utf-8") != content]
     assert stale == [], "run python -m experiments.results_page"
+
+
+def test_rows_are_shown_or_stand_in_the_log() -> None:
+    text = page.PAGE.read_text(encoding="utf-8") + (REPO_ROOT / "experiments" / "LOG.md").read_text(encoding="utf-8")
+    assert [path.name for path in sorted(rows.FOLDER.glob("*")) if path.name not in text] == []
 
 
 def test_a_table_across_a_key(file: str) -> None:
