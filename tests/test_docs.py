@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import shlex
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -48,6 +50,32 @@ def test_links_to_files_lead_somewhere(page: Path) -> None:
     text = re.sub(r"```.*?```|`[^`]*`", "", page.read_text(encoding="utf-8"), flags=re.S)
     targets = re.findall(r"\]\((?!https?:)([^)#]+)", text)
     assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def documented_commands() -> list[tuple[str, list[str]]]:
+    """(name of the configuration, settings) of each command in a block of docs/ that is one configuration."""
+    programs = {"run.py": "config", "-m experiments.train": "train"}
+    found = []
+    for page in PAGES[1:]:
+        blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
+        for line in "".join(text for language, text in blocks if language in ("", "bash", "sh")).splitlines():
+            typed = re.match(r"(?:python|torchrun \S+) (run\.py|-m experiments\.train)( .*)", line)
+            if typed is None or " --" in typed[2] or " -m " in typed[2] or "resume=" in typed[2] or "…" in typed[2]:
+                continue
+            words = shlex.split(typed[2].partition(" #")[0])
+            if (programs[typed[1]], words) not in found:
+                found.append((programs[typed[1]], words))
+    return found
+
+
+@pytest.mark.parametrize(("name", "words"), documented_commands(), ids=lambda each: str(each)[:60])
+def test_commands_in_docs_compose(name: str, words: list[str]) -> None:
+    import experiments.train  # noqa: F401  (its schemas)
+    from experiments.app.compose import register
+
+    register()
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        assert compose(name, overrides=words)
 
 
 def test_the_readme_is_short() -> None:

@@ -69,9 +69,21 @@ def _composition_error(text: str, cause: BaseException | None) -> str:
     if numbered and "(str) is incompatible with (int)" in "".join(lines):
         plus, key, number, value = numbered.groups()
         return f"{lines[0]}\na key that is a number goes into braces: '{plus}{key}={{{number}:{value}}}'"
+    entry = re.search(r"merging override \+{1,2}([\w.]+)=(.*)", lines[0])
+    if entry and "is not a subclass of" in "".join(lines):
+        return f"{lines[0]}\na new entry is added to the mapping that holds it: {_new_entry(entry[1], entry[2])}"
     if re.search("LexerNoViableAlt|no viable alternative|mismatched input|token recognition|extraneous input", text):
         lines.append("quote text with spaces, commas or brackets twice: 'data.text=\"one, two (three)\"'")
     return "\n".join(line for line in dict.fromkeys(lines) if line.strip())
+
+
+def _new_entry(key: str, value: str) -> str:
+    """The setting that adds to a mapping what `+key=value` was meant to add: an entry, or one field of a new one."""
+    above, _, last = key.rpartition(".")
+    if value.startswith("{"):
+        return f"'+{above}={{{last}:{value}}}'"
+    mapping, _, entry = above.rpartition(".")
+    return f"'+{mapping}={{{entry}:{{{last}:{value}}}}}'"
 
 
 def _refused_override(key: str, error: Exception, config_name: str) -> str:

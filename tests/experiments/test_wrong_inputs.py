@@ -15,7 +15,7 @@ import pytest
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 
-from experiments import kernel_bench
+from experiments import kernel_bench, train
 from experiments.app import cli
 from experiments.app.arguments import arranged
 from experiments.app.schema import REPO_ROOT
@@ -403,6 +403,23 @@ def test_entries_of_a_mapping_need_no_plus(place: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(sys, "argv", ["run.py", "tracker=none", *settings])
     cli.main(lambda config, composed: seen.append((config.sampling.logit_bias, config.model.drafts["eagle3"])))
     assert seen == [({5: 1.5, 7: -2.0}, "x")]
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("+text.kinds.mine={source:file,path:a.txt}", "'+text.kinds={mine:{source:file,path:a.txt}}'"),
+        ("+text.kinds.mine.source=functions", "'+text.kinds={mine:{source:functions}}'"),
+    ],
+)
+def test_a_new_kind_of_text_is_added_to_the_mapping(
+    typed: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py", "drafter=eagle3", "model=tiny", typed])
+    with pytest.raises(SystemExit):
+        train.main()
+    assert told in capsys.readouterr().err
 
 
 def test_a_full_disk_is_told_in_words(
