@@ -33,7 +33,7 @@ TRIED_ROWS = 4
 """Rows whose drafts are judged when drafting is tried again."""
 TRIAL_SHARE = 0.01
 """Time that trials of other sizes may cost, as a share of all time."""
-LEAST_PAUSE, LEAST_STEPS = 16, 16
+LEAST_PAUSE, LEAST_STEPS = 16, 2
 """Plain steps, and steps of one size, between two trials at least."""
 
 

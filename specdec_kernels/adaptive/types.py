@@ -16,7 +16,7 @@ LEAST_HALF_LIFE, ROW_HALF_LIFE = 16.0, 112.0
 """A step of R rows counts half after 16 + 112 / R steps like it."""
 TRIAL_HALF_LIFE = 16.0
 """Rows after which evidence counts half where nothing is drafted, and a step tries whether drafting pays."""
-PRIOR_STEPS, PRIOR_ACCEPTANCE = 4.0, 0.8
+PRIOR_STEPS, PRIOR_ACCEPTANCE = 4.0, 0.85
 """Steps that the sums hold from the beginning: of chains whose drafts are accepted with this probability."""
 KEEP_STILL = 1.01
 """How many times the tokens per time of the last choice another size must promise."""

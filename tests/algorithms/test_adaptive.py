@@ -210,7 +210,7 @@ def test_a_larger_size_is_tried_as_rarely_as_it_costs(cost: float, every: int) -
 
 
 @pytest.mark.parametrize(
-    ("step_ms", "size"), [([1.0, 1.1, 1.2, 1.3], 3), ([1.0, 1.2, 2.0, 4.0], 1), ([1, 9, 9.1, 18], 2)]
+    ("step_ms", "size"), [([1.0, 1.1, 1.2, 1.3], 3), ([1.0, 1.2, 2.2, 4.0], 1), ([1, 9, 9.1, 18], 2)]
 )
 def test_the_first_step_drafts_as_if_most_drafts_were_accepted(step_ms: list[float], size: int) -> None:
     pacing = Pacing((1, 2, 4, 8))
