@@ -32,6 +32,9 @@ def write_kv(
 ) -> torch.Tensor:
     """Normalise and rotate the queries and keys of T tokens, and store keys and values of one layer at their slots.
 
+    The norm rounds as the Qwen3 layer of Hugging Face transformers does. The rotation is computed in float32 and
+    rounded once, where that layer rounds each product.
+
     Args:
         q: [T, H, D]; k, v: [T, H_kv, D]. The heads of a token must be adjacent, the tokens may be strided by
             whole heads (slices of one fused projection). D is a multiple of 8 from 16 to 512.

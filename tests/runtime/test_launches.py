@@ -7,6 +7,8 @@ once, the torch operation that a kernel of this project stands in for included.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +24,7 @@ from algorithms.runtime.algorithm import Algorithm
 from algorithms.runtime.backends.triton import TritonBackend
 from algorithms.runtime.engine import Engine
 from algorithms.runtime.engine_settings import EngineSettings
-from algorithms.runtime.models.loading import load_target
+from algorithms.runtime.models.loading import Target, load_target
 from algorithms.runtime.sampling_params import SamplingNeeds
 from algorithms.runtime.step import PHASES, Step
 from specdec_kernels.launch import record_launches
@@ -52,20 +54,20 @@ class DeviceOperations(TorchDispatchMode):
         return result
 
 
-def engine_of(algorithm: Algorithm, prefill_chunk: int = 2048) -> Engine:
+def engine_of(algorithm: Algorithm, prefill_chunk: int = 2048, target: Target = TARGET) -> Engine:
     """An engine for one request, with the fused forward and the launches of a GPU."""
     backend = TritonBackend(TritonBackend.Config(work_list=True), "triton")
     settings = EngineSettings(max_batch=1, fused=True, impl="triton", prefill_chunk=prefill_chunk)
-    engine = Engine(TARGET, algorithm, backend, settings, decode=lambda ids: "")
-    engine.parts.resources.choose_forward(TARGET.model)
+    engine = Engine(target, algorithm, backend, settings, decode=lambda ids: "")
+    engine.parts.resources.choose_forward(target.model)
     return engine
 
 
-def launches_of(algorithm: Algorithm, needs: SamplingNeeds) -> dict[str, Counter[str]]:
+def launches_of(algorithm: Algorithm, needs: SamplingNeeds, target: Target = TARGET) -> dict[str, Counter[str]]:
     """What each phase of a step of one request launches, by name."""
-    engine = engine_of(algorithm)
+    engine = engine_of(algorithm, target=target)
     engine.parts.state.active.fill_(1)
-    step = Step(engine.parts, engine.parts.state.batch(0, 1, TARGET.config.max_position_embeddings), needs)
+    step = Step(engine.parts, engine.parts.state.batch(0, 1, target.config.max_position_embeddings), needs)
     counted = {}
     for phase in PHASES:
         with torch.inference_mode(), record_launches("sm90") as launches, DeviceOperations() as operations:
@@ -120,3 +122,25 @@ def test_launches_of_a_chunk(algorithm: Callable[[], Algorithm], most: int) -> N
         engine.prefiller.warm_up()
     counted = Counter(launched.kernel.__name__ for launched in launches) + operations.names
     assert counted.total() <= most, counted
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        lambda target: Autoregressive(Autoregressive.Config(), target, None),
+        lambda target: Eagle3(Eagle3.Config(steps=6, topk=10, num_nodes=32), target, f"{TINY}/eagle3"),
+    ],
+    ids=["one_node", "tree"],
+)
+def test_a_layer_is_ten_launches_at_most(algorithm: Callable[[Target], Algorithm]) -> None:
+    """With the store of keys and the merge of split keys: what the verification of a target with a layer more launches
+    besides."""
+    counted = []
+    for layers in (len(TARGET.model.model.layers), len(TARGET.model.model.layers) - 1):
+        model = copy.deepcopy(TARGET.model)
+        model.model.layers = model.model.layers[:layers]
+        model.config = dataclasses.replace(TARGET.config, num_layers=layers)
+        target = dataclasses.replace(TARGET, config=model.config, model=model)
+        counted.append(launches_of(algorithm(target), SamplingNeeds(), target)["verify"])
+    layer = counted[0] - counted[1]
+    assert layer["_merge_kernel"] == 1 and layer["_linear_kernel"] == 4 and layer.total() <= 10, layer
