@@ -121,10 +121,10 @@ def lines(
         return ""
     right, height = max(x for x, _ in everything) or 1.0, top or _round_up(max(y for _, y in everything))
     # Positions and batch sizes are whole numbers, so their marks are too.
-    whole = range(0, math.floor(right) + 1, max(1, math.ceil(right / 8)))
+    whole = range(0, math.floor(right) + 1, _whole_step(right / 8))
     x_axis = _Axis(axes[0], 0.0, right, [(mark, f"{mark:,}") for mark in whole])
-    y_axis = _Axis(axes[1], 0.0, height, [(height * q / 4, f"{height * q / 4:,.4g}") for q in range(5)])
-    hinted = [(name, [(x, y, f"{name}: {y:,.4g} at {x:,.4g}") for x, y in sorted(pts)]) for name, pts in series]
+    y_axis = _Axis(axes[1], 0.0, height, [(height * q / 4, _number(height * q / 4)) for q in range(5)])
+    hinted = [(name, [(x, y, f"{name}: {_number(y)} at {_number(x)}") for x, y in sorted(pts)]) for name, pts in series]
     return _chart(hinted, title, x_axis, y_axis)
 
 
@@ -187,6 +187,17 @@ def _round_up(value: float) -> float:
         return 1.0
     power = 10.0 ** math.floor(math.log10(value))
     return next(step * power for step in (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8, 10) if step * power >= value * (1 - 1e-9))
+
+
+def _number(value: float) -> str:
+    """Four digits, and no power of ten."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _whole_step(value: float) -> int:
+    """The next of 1, 2, 5, 10, 20, 50, …"""
+    power = 10 ** max(0, math.floor(math.log10(value))) if value > 0 else 1
+    return next(step * power for step in (1, 2, 5, 10) if step * power >= value)
 
 
 def phase_legend(rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:

@@ -70,34 +70,26 @@ class Table(Selection):
     def text(self) -> str:
         """The table in Markdown."""
         rows = self.rows()
-        lines = self.order or list(dict.fromkeys(self._line(row) for row in rows))
-        first = Column(self.head, lambda line: self._name(line["line"]), numeric=False)
+        lines = self.order or list(dict.fromkeys(_line(row, self.down) for row in rows))
+        first = Column(self.head, lambda line: _name(line["line"], self.names), numeric=False)
         if self.across is None:
             grid = {heading: self._placed(rows, lambda row: True, cell) for heading, cell in self.cells.items()}
         else:
             across, cell = self.across, self.cell or ""
             keys = self.columns or list(dict.fromkeys(value_at(row, across) for row in rows))
-            grid = {self._name(k): self._placed(rows, _has(across, k), cell) for k in keys}
+            grid = {_name(k, self.names): self._placed(rows, _has(across, k), cell) for k in keys}
         columns = [first, *(_column(heading, cells) for heading, cells in grid.items())]
         return markdown(columns, [{"line": tuple(x) if isinstance(x, list) else x} for x in lines])
-
-    def _line(self, row: Row) -> Any:
-        if isinstance(self.down, str):
-            return value_at(row, self.down)
-        return tuple(value_at(row, key) for key in self.down)
-
-    def _name(self, value: Any) -> str:
-        parts = value if isinstance(value, tuple) else (value,)
-        return ", ".join(self.names.get(part, str(part)) for part in parts)
 
     def _placed(self, rows: Sequence[Row], chosen: Callable[[Row], bool], cell: str) -> dict[Any, str]:
         """Line to what its cell shows."""
         found: dict[Any, list[Row]] = {}
         for row in filter(chosen, rows):
-            found.setdefault(self._line(row), []).append(row)
+            found.setdefault(_line(row, self.down), []).append(row)
         for line, here in found.items():
             if len(here) > 1 and not self.total:
-                raise ValueError(f"{self.file}: several rows for {self._name(line)}; expected one, narrow `where`")
+                name = _name(line, self.names)
+                raise ValueError(f"{self.file}: several rows for {name}; expected one, narrow `where`")
         return {line: shown(cell, self._summed(here)) for line, here in found.items()}
 
     def _summed(self, rows: Sequence[Row]) -> Row:
@@ -125,7 +117,7 @@ class Curve(Selection):
 
     x: str = ""
     y: str = ""
-    down: str = "method"
+    down: str | list[str] = "method"
     names: dict[Any, str] = field(default_factory=dict)
     order: list[Any] = field(default_factory=list)
     title: str = ""
@@ -135,13 +127,23 @@ class Curve(Selection):
     def series(self) -> list[tuple[str, list[tuple[float, float]]]]:
         """Name and points of each line."""
         rows = self.rows()
-        lines = self.order or list(dict.fromkeys(value_at(row, self.down) for row in rows))
+        lines = self.order or list(dict.fromkeys(_line(row, self.down) for row in rows))
         found = []
-        for line in lines:
-            here = [row for row in rows if value_at(row, self.down) == line]
+        for line in (tuple(x) if isinstance(x, list) else x for x in lines):
+            here = [row for row in rows if _line(row, self.down) == line]
             points = [(float(value_at(row, self.x)), float(value_at(row, self.y))) for row in here]
-            found.append((self.names.get(line, str(line)), points))
+            found.append((_name(line, self.names), points))
         return [(name, points) for name, points in found if points]
+
+
+def _line(row: Row, down: str | list[str]) -> Any:
+    """What tells the line of `row` apart: the value of a key, or those of several."""
+    return value_at(row, down) if isinstance(down, str) else tuple(value_at(row, key) for key in down)
+
+
+def _name(value: Any, names: Mapping[Any, str]) -> str:
+    parts = value if isinstance(value, tuple) else (value,)
+    return ", ".join(names.get(part, str(part)) for part in parts)
 
 
 def shown(cell: str, row: Row) -> str:

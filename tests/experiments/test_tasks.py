@@ -657,6 +657,10 @@ def test_axes_end_at_readable_numbers() -> None:
         assert marks[-1] == end and len(marks) == 5
         assert re.findall(r'text-anchor="middle">(\d+)<', svg) == ["0", "2", "4", "6", "8", "10", "12", "14"]
     assert lines([], "t", ("x", "y")) == ""
+    large = lines([("a", [(1_234.0, 13_078.0), (47_582.0, 2.0)])], "t", ("x", "y"))
+    marks = re.findall(r">([\d,.]+)</text>", large)
+    assert marks == ["0", "10,000", "20,000", "30,000", "40,000", "0", "4,000", "8,000", "12,000", "16,000"]
+    assert "a: 13,078 at 1,234" in large
 
 
 def test_tables_keep_cells_apart() -> None:
