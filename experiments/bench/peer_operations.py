@@ -26,6 +26,8 @@ WRITTEN = {
     "tree_speculative_sampling_target_only": ("predicts", "accept_index", "accept_token_num"),
 }  # fmt: skip
 """Arguments that hold the results of the functions that return none."""
+_EMPTIED = {"build_tree_kernel_efficient": ("retrive_next_token", "retrive_next_sibling")}
+"""Results that sgl-kernel reads while it writes them: they hold -1 before."""
 
 
 def sgl_kernel(function: str, inputs: dict[str, Any]) -> Call:
@@ -33,6 +35,8 @@ def sgl_kernel(function: str, inputs: dict[str, Any]) -> Call:
     load_library("sgl_kernel", "common_ops*.so")
     operation = getattr(torch.ops.sgl_kernel, function).default
     parameters = signature(getattr(sglang, function)).parameters
+    for name in _EMPTIED.get(function, ()):
+        inputs[name].fill_(-1)
     arguments = [inputs.get(name, its.default) for name, its in parameters.items() if name != "impl"]
     return lambda: operation(*arguments)
 

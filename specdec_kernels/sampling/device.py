@@ -168,24 +168,35 @@ def mass_key(key, weight, goal, low, high):
 
 
 @triton.jit
-def find(weight, uniform):
+def locate(weight, total, uniform):
     """Entry (-1 where there is no weight) at which the running sum of `weight` [R, E] passes uniform * its total, and
-    how far into the entry's own weight that is: float64 in (0, 1).
+    the running sums and the goal in units, which `share_within` takes. `total` [R] is that sum, or nearly.
 
-    The goal stays below the total, so the last entry with weight takes what rounding leaves. An entry without weight
+    The goal stays below the sum, so the last entry with weight takes what rounding leaves. An entry without weight
     adds no unit and is never found.
     """
-    total = tl.sum(weight, 1)
     inverse = tl.where(total > 0, tl.minimum(1.0 / total, _MOST_INVERSE), 0.0)
     running = tl.cumsum((weight * inverse[:, None] * _UNITS).to(tl.int64), 1)
     whole = tl.max(running, 1)
     goal = tl.minimum((uniform * whole.to(tl.float64)).to(tl.int64), whole - 1)
+    place = tl.sum((running <= goal[:, None]).to(tl.int32), 1)
+    return tl.where(whole > 0, place, -1), running, goal
+
+
+@triton.jit
+def share_within(running, goal):
+    """How far into the weight of the entry that `locate` found the goal is: float64 in (0, 1)."""
     passed = running <= goal[:, None]
-    place = tl.sum(passed.to(tl.int32), 1)
     begin = tl.max(tl.where(passed, running, 0), 1)
-    end = tl.min(tl.where(passed, whole[:, None], running), 1)
-    within = ((goal - begin).to(tl.float64) + 0.5) / tl.maximum(end - begin, 1).to(tl.float64)
-    return tl.where(whole > 0, place, -1), within
+    end = tl.min(tl.where(passed, (1 << 62), running), 1)
+    return ((goal - begin).to(tl.float64) + 0.5) / tl.maximum(end - begin, 1).to(tl.float64)
+
+
+@triton.jit
+def find(weight, uniform):
+    """The entry of `locate`, and how far into its weight the goal is."""
+    place, running, goal = locate(weight, tl.sum(weight, 1), uniform)
+    return place, share_within(running, goal)
 
 
 @triton.jit

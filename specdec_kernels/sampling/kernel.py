@@ -65,7 +65,7 @@ def _draw(
     """Token (-1 for none) at which the running weight passes the uniform's share: first the part of the row by the
     parts' weights `mass` [R, E], then the token by those of the part, which is read again: `size` [R] tokens, at most
     LENGTH. The parts of the rows that are `near` are slots, which `ids_ptr` names."""
-    part, within = d.find(mass, uniform)
+    part, running, goal = d.locate(mass, tl.sum(mass, 1), uniform)
     found, start = part >= 0, tl.maximum(part, 0)
     if ids_ptr is not None:
         held = tl.load(ids_ptr + row.to(tl.int64) * SLOTS + start, mask=near & found, other=0)
@@ -74,8 +74,12 @@ def _draw(
     column = (start * size)[:, None] + inside
     live = (in_row & found)[:, None] & (inside < size[:, None]) & (column < VOCAB)
     value = d.load_values(values_ptr, row[:, None], column, row_stride, live)
+    # What follows up to the weights is computed while the part is on its way.
+    within = d.share_within(running, goal)
+    lane = tl.arange(0, mass.shape[1])[None, :]
+    of_part = tl.sum(tl.where(lane == part[:, None], mass, 0.0), 1)
     weight = d.weigh(value, top[:, None], scale[:, None], PROBS)
-    place, _ = d.find(tl.where(live & (value >= floor[:, None]), weight, 0.0), within)
+    place, _, _ = d.locate(tl.where(live & (value >= floor[:, None]), weight, 0.0), of_part, within)
     return tl.where(found & (place >= 0), start * size + place, -1)
 
 
@@ -229,10 +233,10 @@ def measure(
     )  # fmt: skip
     block_s = min(config.drawn_strips if sample else config.strips, triton.next_power_of_2(max(rows * strips, 1)))
     launch(
-        stats_kernel, (triton.cdiv(rows * strips, block_s),), values, temperature, *found[:4], rows, values.stride(0),
-        num_warps=min(block_s, _MOST_WARPS), PER_REQUEST=per_request, VOCAB=vocab, STRIPS=strips, SAMPLE=sample,
-        NORMALISE=normalise, WEIGH_ALL=weigh_all, PROBS=probabilities, BLOCK_S=block_s, STEPS=steps,
-        **overlapped(chip),
+        stats_kernel, (triton.cdiv(rows * strips, block_s * config.turns),), values, temperature, *found[:4], rows,
+        values.stride(0), num_warps=min(block_s, _MOST_WARPS), PER_REQUEST=per_request, VOCAB=vocab, STRIPS=strips,
+        SAMPLE=sample, NORMALISE=normalise, WEIGH_ALL=weigh_all, PROBS=probabilities, BLOCK_S=block_s, STEPS=steps,
+        TURNS=config.turns, **overlapped(chip),
     )  # fmt: skip
     return found
 
