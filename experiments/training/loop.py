@@ -288,9 +288,10 @@ class Trainer:
             if finished or due or evaluated:
                 self._record([float(loss) for loss in losses], evaluated)
                 losses = []
-                tokens_per_s = self.tokens / max(self.elapsed_s, 1e-9)
+                # The clock of the first step is not known before the second one.
+                rate = f"{self.tokens / self.elapsed_s:,.0f} tokens/s  " if self.elapsed_s > 0 else ""
                 figures = "  ".join(f"{key} {value:.3f}" for key, value in held_out.items())
-                text = f"step {self.step}  {tokens_per_s:,.0f} tokens/s  loss {self.rows[-1]['loss']:.3f}  {figures}"
+                text = f"step {self.step}  {rate}loss {self.rows[-1]['loss']:.3f}  {figures}"
                 show(self.progress(), text)
             if now - saved_at > 60 * settings.checkpoint_every_minutes:
                 self.save()
