@@ -175,7 +175,8 @@ def locate(weight, total, uniform):
     The goal stays below the sum, so the last entry with weight takes what rounding leaves. An entry without weight
     adds no unit and is never found.
     """
-    inverse = tl.where(total > 0, tl.minimum(1.0 / total, _MOST_INVERSE), 0.0)
+    some = total > 0
+    inverse = tl.where(some, tl.minimum(1.0 / tl.where(some, total, 1.0), _MOST_INVERSE), 0.0)
     running = tl.cumsum((weight * inverse[:, None] * _UNITS).to(tl.int64), 1)
     whole = tl.max(running, 1)
     goal = tl.minimum((uniform * whole.to(tl.float64)).to(tl.int64), whole - 1)

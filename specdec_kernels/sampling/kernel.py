@@ -320,7 +320,7 @@ def _probs_kernel(
     valid = tl.load(valid_ptr + row, mask=in_row, other=0) != 0
     value = d.load_values(values_ptr, row[:, None], column, row_stride, live)
     weight = d.weigh(value, top[:, None], d.exponent_scale(temperature)[:, None], PROBS)
-    prob = tl.where(value >= floor[:, None], weight / total[:, None], 0.0)
+    prob = tl.where(value >= floor[:, None], weight / tl.where(valid, total, 1.0)[:, None], 0.0)
     if not PROBS:
         prob = tl.where((temperature > 0)[:, None], prob, (column == token[:, None]).to(tl.float32))
     prob = tl.where(valid[:, None], prob, 0.0)

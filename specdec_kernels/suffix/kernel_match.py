@@ -159,9 +159,9 @@ def draft_kernel(
     depth = tl.arange(0, BLOCK_N)[None, :]
     place = (rank & 0xFFFFFF)[:, None] + 1 + depth
     size = tl.load(sizes_ptr + slot, mask=found, other=0)
-    live = found[:, None] & (place < size[:, None]) & (depth < NODES - 1)
+    live = found[:, None] & (place < size[:, None])
     follow = tl.load(tokens_ptr + slot[:, None] * context + place, mask=live, other=-1)
-    limit = tl.minimum(longest * PER_TOKEN // 1024, NODES - 1)
+    limit = tl.minimum(longest * PER_TOKEN // 1024, NODES)
     score, first = _merge(follow, weight, depth, limit, BLOCK_M, BLOCK_N)
 
     match = tl.arange(0, BLOCK_M)[:, None]

@@ -82,7 +82,7 @@ def suffix_match(
         found = _best_matches(store, suffix, row, per_text, shared)[:matches]
         if not found:
             continue
-        depth = min(found[0].length * per_token // 1024, num_nodes - 1)
+        depth = min(found[0].length * per_token // 1024, num_nodes)
         drafts, total = _drafts(store, found, depth, least_share)
         numbers: dict[tuple[int, ...], int] = {(): 0}
         for number, (value, path) in enumerate(drafts[: num_nodes - 1], start=1):

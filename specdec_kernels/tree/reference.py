@@ -32,7 +32,7 @@ def build_tree(parents: torch.Tensor, lengths: torch.Tensor, longest_walk: int |
     sees = torch.eye(num_nodes, dtype=torch.bool, device=parents.device).repeat(batch, 1, 1)
     depth = torch.zeros(batch, num_nodes, dtype=torch.int64, device=parents.device)
     ancestor = parent
-    for _ in range(num_nodes - 1 if longest_walk is None else longest_walk - 1):
+    for _ in range(num_nodes if longest_walk is None else longest_walk - 1):
         # The root counts where a walk may end without it.
         climbs = ancestor >= (0 if longest_walk is None else 1)
         depth += climbs

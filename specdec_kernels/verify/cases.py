@@ -186,6 +186,17 @@ def _troubled_tree(make: Maker, rule: str) -> dict[str, Any]:
     return inputs
 
 
+def _wild_tree(make: Maker, rule: str) -> dict[str, Any]:
+    """Links that lead to the node itself or just behind the last node, which are none."""
+    inputs = _drawn_tree(make, rule, batch=24, vocab=20, max_depth=3, distance=2.0)
+    tree, num_nodes = inputs["tree"], inputs["tokens"].shape[1]
+    tree.next_sibling[:6, 3] = 3
+    tree.first_child[6:12, 6] = 6
+    tree.next_sibling[12:18, 7] = num_nodes
+    tree.first_child[18:, 6] = num_nodes
+    return inputs
+
+
 def _troubled(make: Maker, rule: str) -> dict[str, Any]:
     """Rows of NaN, a cut chain, drafts outside the vocabulary and of probability 0 or NaN, uniforms of exactly 0."""
     inputs = _drawn(make, rule, batch=9, num_nodes=5, vocab=12, max_depth=3)
@@ -209,6 +220,16 @@ def _targets(make: Maker, batch: int, num_nodes: int, max_depth: int, chain: boo
     targets = inputs["logits"].float().argmax(-1)
     targets[::3, num_nodes // 2] = -1
     return {name: inputs[name] for name in ("tokens", "tree", "lengths", "max_depth")} | dict(targets=targets)
+
+
+def _wild_targets(make: Maker) -> dict[str, Any]:
+    """Links just behind the last node, which are none, and links to the node itself, which are followed: N - 1 nodes
+    are looked at."""
+    tree = build_chain(make.tensor([2, 3, 4, 5], torch.int64), 4)
+    tree.first_child[0, 1], tree.next_sibling[1, 1] = 4, 4
+    tree.first_child[2, 1], tree.next_sibling[3, 1] = 1, 1
+    tokens = make.tensor([[1, 2, 2, 2], [1, 3, 2, 2], [1, 2, 2, 2], [1, 3, 2, 2]], torch.int64)
+    return dict(tokens=tokens, tree=tree, targets=tokens * 0 + 2, lengths=tree.positions[:, 0].contiguous(), max_depth=6)
 
 
 def _filtered(make: Maker, **sizes: Any) -> dict[str, Any]:
@@ -296,6 +317,7 @@ CASES = (
         )
     ),
     *(case_of("accept", _troubled_tree, f"{rule}_troubled", "no draws", rule=rule) for rule in TREE_RULES),
+    *(case_of("accept", _wild_tree, f"{rule}_wild", "a link that leads nowhere", rule=rule) for rule in TREE_RULES),
     *(
         case_of(
             "accept", _given_uniforms, f"{rule}_given_uniforms", "the uniform of another node or request",
@@ -311,6 +333,7 @@ CASES = (
         for rule in TREE_RULES
     ),
     _known("targets_tree", catches="missing targets", batch=5, num_nodes=13, max_depth=6),
+    case_of("accept_targets", _wild_targets, "targets_wild", "links outside, and links that lead round"),
     _known("targets_root", catches="no drafts", gate=True, batch=4, num_nodes=1, max_depth=0),
     _sampled("accept_qwen", gate=True, bench=True, tags=_LARGE, batch=1, **_SHIPPED),
     _known(

@@ -43,6 +43,7 @@ from specdec_kernels.verify.types import BOTTOM_UP_RULES, WITHOUT_REPLACEMENT_RU
 
 _CLASSES = tl.constexpr(CLASSES)
 _UNITS = tl.constexpr(2.0**46)  # of a mass
+_LEAST = tl.constexpr(2.0**-46)  # the smallest sum above 0
 _MOST = tl.constexpr(8.0)  # mass that a program counts: p sums to 1, and q should
 _MOST_UNITS = tl.constexpr(1 << 49)
 _PROGRAM = tl.constexpr(1 << 56)  # what a program counts for in the word of a sum
@@ -124,7 +125,7 @@ def _k_seq_rate(
 
     With r = sum max(p - rho q, 0) the function r - (1 - (1 - r) / rho)^k falls in rho and is 0 at the rho of `k_seq`.
     """
-    inverse = 1.0 / tl.where(draft_mass > 0, draft_mass, 1.0)
+    inverse = 1.0 / tl.maximum(draft_mass, _LEAST)
     low, high, times = inverse * 0.0 + 1.0, tl.maximum(draws, 1).to(tl.float64), draws.to(tl.float64)
     rho, step = low, 0
     asks = asks & (draws > 1)
@@ -194,7 +195,7 @@ def _keep_best_child(
         asks, VOCAB, PROBS, WORDS, BLOCK_V,
     )  # fmt: skip
     whole = tl.sum(mass, 1)
-    share = mass / tl.where(whole > 0, whole, 1.0)[:, None]
+    share = mass / tl.maximum(whole, _LEAST)[:, None]
     up_to = tl.cumsum(share, 1)
     before = tl.maximum(up_to - share, 0.0)
     power, lower, times = up_to * 0.0 + 1.0, up_to * 0.0 + 1.0, 0
@@ -203,7 +204,7 @@ def _keep_best_child(
         lower = tl.where(times < draws[:, None], lower * before, lower)
         times += 1
     # Of q as it is recorded: q' = q / m times the share of the kept mass.
-    factor = tl.where(mass > 0, (power - lower) / tl.where(mass > 0, mass, 1.0), 0.0)
+    factor = (power - lower) / tl.maximum(mass, _LEAST)
     place = row.to(tl.int64)[:, None] * _CLASSES + tl.arange(0, _CLASSES)[None, :]
     tl.store(factors_ptr + place, factor.to(tl.float32), mask=asks[:, None])
     tl.debug_barrier()
@@ -458,7 +459,6 @@ def _walk_tree_kernel(  # one loop over what stands in registers, 21 run-time ar
             mass = tl.where(returns, _float_entry(masses, lane, parent), mass)
             path = tl.where(returns[:, None] & (column == depth[:, None]), -1, path)
             depth, end = depth - returns.to(tl.int32), tl.where(returns, parent, end)
-            fresh = fresh & (returns == 0)
         depth, end = depth + goes.to(tl.int32), tl.where(goes, candidate, end)
         path = tl.where(goes[:, None] & (column == depth[:, None]), end[:, None], path)
         rate, due, left = tl.where(goes, 0.0, rate), tl.where(goes, 0.0, due), tl.where(goes, 1.0, left)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from specdec_kernels import (
     top_p_renorm,
 )
 from specdec_kernels.cases import Maker
+from specdec_kernels.sampling import kernel_nucleus as nucleus
 from specdec_kernels.sampling.cases import CASES
 from tests.kernels.distributions import Filter
 from tests.kernels.test_tree import parent_arrays
@@ -37,6 +39,11 @@ filters = st.builds(
     top_p=st.sampled_from([0.013, 0.237, 0.511, 0.777, 0.918, 1.0]),
     min_p=st.sampled_from([0.0, 0.011, 0.133, 0.4711, 1.0]),
 )
+
+
+def _inputs(name: str) -> dict[str, Any]:
+    """The inputs of a case."""
+    return next(case for case in CASES if case.name == name).build(Maker.seeded(DEVICE))
 
 
 def chosen_at(chosen: Filter, rows: int, temperature: float = 1.0) -> SamplingTensors:
@@ -74,11 +81,21 @@ def test_any_filter(impl: str, rows: list[list[float]], chosen: Filter, temperat
     assert (probs - expected).abs().max() < 1e-6
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="a row of this size fits the slots of a GPU")
+def test_rows_of_more_groups_than_slots_are_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the cases would not reach the search in memory."""
+    resolve, deferred = nucleus.resolve, []
+    monkeypatch.setattr(nucleus, "resolve", lambda *a, **k: deferred.append(a) or resolve(*a, **k))
+    pick_tokens(**_inputs("pick_filtered_flat"), impl="triton")
+    pick_tokens(**_inputs("pick_filtered"), impl="triton")
+    assert len(deferred) == 1
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("name", ["pick_filtered", "pick_filtered_slots", "pick_filtered_ties"])
 def test_a_draw_follows_the_written_distribution(name: str, impl: str) -> None:
     """At u the drawn token is the one in which the running sum of the written probabilities passes u."""
-    inputs = next(case for case in CASES if case.name == name).build(Maker.seeded(DEVICE))
+    inputs = _inputs(name)
     logits, sampling = inputs["logits"], inputs["sampling"]
     generator = torch.Generator().manual_seed(3)
     uniforms = torch.rand(len(logits), dtype=torch.float64, generator=generator).to(DEVICE)
@@ -127,7 +144,7 @@ def test_filtered_tokens_are_never_drawn(vocab: int, impl: str) -> None:
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_a_filtered_row_does_not_depend_on_its_batch(impl: str) -> None:
-    inputs = next(case for case in CASES if case.name == "pick_filtered_slots").build(Maker.seeded(DEVICE))
+    inputs = _inputs("pick_filtered_slots")
     logits, sampling, positions = inputs["logits"], inputs["sampling"], inputs["positions"]
     whole = pick_tokens(logits, sampling, positions, impl=impl).tokens
     alone = []
