@@ -229,7 +229,8 @@ def _wild_targets(make: Maker) -> dict[str, Any]:
     tree.first_child[0, 1], tree.next_sibling[1, 1] = 4, 4
     tree.first_child[2, 1], tree.next_sibling[3, 1] = 1, 1
     tokens = make.tensor([[1, 2, 2, 2], [1, 3, 2, 2], [1, 2, 2, 2], [1, 3, 2, 2]], torch.int64)
-    return dict(tokens=tokens, tree=tree, targets=tokens * 0 + 2, lengths=tree.positions[:, 0].contiguous(), max_depth=6)
+    lengths = tree.positions[:, 0].contiguous()
+    return dict(tokens=tokens, tree=tree, targets=tokens * 0 + 2, lengths=lengths, max_depth=6)
 
 
 def _filtered(make: Maker, **sizes: Any) -> dict[str, Any]:
