@@ -113,7 +113,7 @@ def resolve(config: RunConfig) -> Plan:
     task = config.task
     with user_errors(ValueError, OSError):
         methods, backends, sets = task.methods_of(config), task.backends_of(config), task.data_of(config)
-    _check_target_there(config.model)
+    check_target_there(config.model)
     _check_drafters_named(config, methods)
     hardware = resolve_hardware(config.runtime)
     with user_errors(ValueError, OSError):
@@ -139,7 +139,7 @@ def resolve(config: RunConfig) -> Plan:
     return Plan(config, hardware, target, tokenizer, methods, tuple(backends), workloads)
 
 
-def _check_target_there(model: ModelConfig) -> None:
+def check_target_there(model: ModelConfig) -> None:
     """Say how to get a target that is not there, where its option knows."""
     from algorithms.runtime.models.folder import is_absent
 

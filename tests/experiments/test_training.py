@@ -643,10 +643,11 @@ def test_a_program_prints_its_summary_and_tells_what_cannot_be_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     arguments = ["drafter=eagle", f"out_dir={tmp_path / 'out'}", "train.steps=3"]
-    monkeypatch.setattr(sys, "argv", ["train.py", *arguments, "model=local", "model.path=nowhere"])
-    with pytest.raises(SystemExit, match="2"):
-        program.main()
-    assert "nowhere" in capsys.readouterr().err
+    for target, told in (("local", "nowhere"), ("smollm2", "make smollm2")):
+        monkeypatch.setattr(sys, "argv", ["train.py", *arguments, f"model={target}", "model.path=nowhere"])
+        with pytest.raises(SystemExit, match="2"):
+            program.main()
+        assert told in capsys.readouterr().err
     monkeypatch.setattr(program, "train", lambda settings: {"steps": settings.train.steps})
     monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
     program.main()

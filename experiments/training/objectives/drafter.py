@@ -20,6 +20,7 @@ from algorithms.runtime.models.config import DecoderConfig
 from algorithms.runtime.models.folder import resolve_folder
 from algorithms.runtime.models.loading import Target, load_target
 from algorithms.runtime.models.tokenizer import TOKENIZER_FILE, Tokenizer
+from experiments.app.plan import check_target_there
 from experiments.app.schema import expect_at_least
 from experiments.training.acceptance import Tally, add_batch
 from experiments.training.batches import ResponseSet, TrainingBatch
@@ -73,6 +74,7 @@ class DrafterTraining(TrainingConfig):
         return {"continuations": len(text), "text_tokens": text.num_answer_tokens}
 
     def _target(self) -> Target:
+        check_target_there(self.model)
         target = load_target(self.model.path, self.train.device, self.train.frozen_dtype)
         target.model.requires_grad_(False)
         return target
