@@ -5,9 +5,9 @@
 
 A step of each size is a graph of its own. At the end of every step the device learns what the step says about each
 size, and chooses the one with the most tokens per time, see `specdec_kernels.choose_size`. The host reads the choice
-with the tokens of the step, so it follows by a step or two and nothing waits for it. `Pacing` adds what the device
-cannot learn by itself: a plain step says nothing about drafts, and a small one little about large ones, so now and then
-a step of another size is tried.
+with the tokens of every fourth step, so it follows by a few steps and nothing waits for it. `Pacing` adds what the
+device cannot learn by itself: a plain step says nothing about drafts, and a small one little about larger ones, so now
+and then a step of another size is tried.
 
 The text does not depend on the sizes: the target's own choice decides at every node.
 """
@@ -35,6 +35,8 @@ TRIAL_SHARE = 0.01
 """Time that trials of other sizes may cost, as a share of all time."""
 LEAST_PAUSE, LEAST_STEPS = 16, 2
 """Plain steps, and steps of one size, between two trials at least."""
+READ_EVERY = 4
+"""The choice is read with every fourth step, because the copy takes as long as a small kernel."""
 
 
 def step_sizes(num_nodes: int) -> tuple[int, ...]:
@@ -148,9 +150,9 @@ class Sizing:
         return bool(self._costs_ms)
 
     @property
-    def choice(self) -> Tensor:
-        """[2] int32 on the device, see `SizeState.choice`."""
-        return self._state.choice
+    def choice(self) -> Tensor | None:
+        """[2] int32 on the device, see `SizeState.choice`; None where it is not to be read with this step."""
+        return self._state.choice if self.num_steps.total() % READ_EVERY == 1 else None
 
     def set_costs(self, costs: StepCosts) -> None:
         """What steps cost; in place, because steps may be captured."""

@@ -30,12 +30,12 @@ def choose_size(
     h = 16 + 112 / R steps, every size 1 to s is updated, and its tokens per step follow from those of the size before:
 
         smaller_i = w smaller_i + u_(i - 1)     own_i = w own_i + u_i
-        tokens_i = min(tokens_(i - 1) * smaller_i / own_i, sizes[i])     tokens_0 = 1
+        tokens_i = min(product of smaller_j / own_j for j = 1 to i, sizes[i])
 
     Both sums are of the same steps, so the ratio of two sizes varies little. Sizes above s keep theirs: what they gain
     over smaller ones follows these in proportion. Where the last choice is not to draft, the step is a trial, and
     h = 16 / R at most: few rows decide whether drafting is taken up again. The sums begin with 4 steps of a chain whose
-    drafts are accepted with probability 0.8.
+    drafts are accepted with probability 0.85.
 
     The best size is the one with the largest tokens_i / step_ms[i], of equal ones the smallest. The last choice stays
     while the best one promises less than 1 % more. Without an active row nothing changes.

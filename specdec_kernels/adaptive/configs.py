@@ -5,4 +5,6 @@ from __future__ import annotations
 from specdec_kernels.launch import CHIPS
 
 COMPARED = dict.fromkeys(CHIPS, 32) | dict(interpreter=256)
+FEW_ROWS = 2
+"""Rows whose steps are counted by the program that chooses."""
 ROWS = dict.fromkeys(CHIPS, 64) | dict(interpreter=256)

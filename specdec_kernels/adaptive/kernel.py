@@ -1,4 +1,5 @@
-"""Choice of a size in two launches: one program a row counts steps, then one program learns and chooses.
+"""Choice of a size in two launches: one program a row counts steps, then one program learns and chooses. Of few rows,
+one program does both.
 
 Ranks are counted by comparing every node with every other one, which needs no sort.
 """
@@ -11,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec_kernels.adaptive.configs import COMPARED, ROWS
+from specdec_kernels.adaptive.configs import COMPARED, FEW_ROWS, ROWS
 from specdec_kernels.adaptive.types import (
     EVIDENCE,
     KEEP_STILL,
@@ -42,14 +43,13 @@ def _ranks(confidence_ptr, row, node, score, NODES: tl.constexpr, BLOCK_N: tl.co
     return rank
 
 
-@triton.jit(do_not_specialize=["size"])
-def _steps_kernel(
+@triton.jit
+def _steps_of_row(
     sizes_ptr,  # [SIZES] int32
     confidence_ptr,  # [B, NODES] float32 or None
     nodes_ptr,  # [B, PATH] int32
     num_accepted_ptr,  # [B] int32
-    active_ptr,  # [B] int32
-    steps_ptr,  # [B, SIZES] float32, out: steps of each size for the tokens of this one, 0 in padding rows
+    request,
     size,
     NODES: tl.constexpr,
     PATH: tl.constexpr,
@@ -59,7 +59,7 @@ def _steps_kernel(
     BLOCK_S: tl.constexpr,
     COMPARED: tl.constexpr,
 ):
-    request = tl.program_id(0).to(tl.int64)
+    """[BLOCK_S] float32: steps of each size for the tokens of one row, 0 for sizes above that of the step."""
     node = tl.arange(0, BLOCK_N)
     row = request * NODES
     rank = node
@@ -71,14 +71,39 @@ def _steps_kernel(
     draft = (place > 0) & (place <= count) & (place < PATH)
     path = tl.load(nodes_ptr + request * PATH + place, mask=draft, other=-1)
     on_path = (tl.sum((path[None, :] == node[:, None]).to(tl.int32), 1) > 0) & (node < NODES)
-    live = tl.load(active_ptr + request) > 0
     index = tl.arange(0, BLOCK_S)
     bound = tl.load(sizes_ptr + index, mask=index < SIZES, other=0)
     within = on_path[:, None] & (rank[:, None] < bound[None, :])
     tokens = 1.0 + tl.sum(within.to(tl.float32), 0)
     written = tl.sum(tl.where(index == size, tokens, 0.0), 0)
-    steps = tl.where(live & (index <= size), written / tokens, 0.0)
-    tl.store(steps_ptr + request * SIZES + index, steps, mask=index < SIZES)
+    return tl.where(index <= size, written / tokens, 0.0)
+
+
+@triton.jit(do_not_specialize=["size"])
+def _steps_kernel(
+    sizes_ptr,  # [SIZES] int32
+    confidence_ptr,  # [B, NODES] float32 or None
+    nodes_ptr,  # [B, PATH] int32
+    num_accepted_ptr,  # [B] int32
+    active_ptr,  # [B] int32
+    steps_ptr,  # [B, SIZES] float32, out: see _steps_of_row; 0 in padding rows
+    size,
+    NODES: tl.constexpr,
+    PATH: tl.constexpr,
+    SIZES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    COMPARED: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    steps = _steps_of_row(
+        *(sizes_ptr, confidence_ptr, nodes_ptr, num_accepted_ptr, request, size),
+        *(NODES, PATH, SIZES, BLOCK_N, BLOCK_P, BLOCK_S, COMPARED),
+    )
+    index = tl.arange(0, BLOCK_S)
+    live = tl.load(active_ptr + request) > 0
+    tl.store(steps_ptr + request * SIZES + index, tl.where(live, steps, 0.0), mask=index < SIZES)
 
 
 @triton.jit
@@ -106,6 +131,42 @@ def _kept(rows, last):
     return tl.exp2(-1.0 / half_life)
 
 
+@triton.jit
+def _choose(
+    sizes_ptr,  # [SIZES] int32
+    evidence_ptr,  # [SIZES - 1, 2] float32, read and written
+    choice_ptr,  # [2] int32, read and written
+    step_ms_ptr,  # [SIZES] float32
+    steps,  # [BLOCK_S] float32
+    rows,
+    size,
+    SIZES: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Learn from the `steps` of each size for the tokens of so many active `rows`, and choose."""
+    index = tl.arange(0, BLOCK_S)
+    inside = index < SIZES
+    last = tl.load(choice_ptr)
+    keep = _kept(rows, last)
+    pair = evidence_ptr + (index - 1) * _COLUMNS
+    smaller = tl.load(pair, mask=inside & (index > 0), other=1.0)
+    own = tl.load(pair + 1, mask=inside & (index > 0), other=1.0)
+    of_smaller = tl.sum(tl.where(index[None, :] == index[:, None] - 1, steps[None, :], 0.0), 1)
+    updated = (index > 0) & (index <= size)
+    smaller = tl.where(updated, keep * smaller + of_smaller, smaller)
+    own = tl.where(updated, keep * own + steps, own)
+    tl.store(pair, smaller, mask=updated)
+    tl.store(pair + 1, own, mask=updated)
+    most = tl.load(sizes_ptr + index, mask=inside, other=1).to(tl.float32)
+    tokens = tl.minimum(tl.cumprod(smaller / own, 0), most)
+    rate = tl.where(inside, tokens / tl.load(step_ms_ptr + index, mask=inside, other=1.0), -1.0)
+    best = tl.argmax(rate, 0)
+    last_rate = tl.sum(tl.where(index == last, rate, 0.0), 0)
+    stays = (last >= 0) & (tl.max(rate, 0) < last_rate * _KEEP_STILL)
+    tl.store(choice_ptr, tl.where(stays, last, best))
+    tl.store(choice_ptr + 1, tl.argmax(tl.where(index > 0, rate, -1.0), 0))
+
+
 @triton.jit(do_not_specialize=["batch", "size"])
 def _choose_kernel(
     sizes_ptr,  # [SIZES] int32
@@ -122,34 +183,40 @@ def _choose_kernel(
 ):
     steps, rows = _sum_over_rows(steps_ptr, active_ptr, batch, SIZES, BLOCK_S, ROWS)
     if rows > 0:
-        last = tl.load(choice_ptr)
-        keep = _kept(rows, last)
-        lane = tl.arange(0, BLOCK_S)
-        tokens = 1.0
-        best_rate = 1.0 / tl.load(step_ms_ptr)
-        best = 0
-        last_rate = best_rate
-        drafting_rate = -1.0
-        drafting = 0
-        for index in range(1, SIZES):
-            row = evidence_ptr + (index - 1) * _COLUMNS
-            smaller = tl.load(row)
-            own = tl.load(row + 1)
-            if index <= size:
-                smaller = keep * smaller + tl.sum(tl.where(lane == index - 1, steps, 0.0), 0)
-                own = keep * own + tl.sum(tl.where(lane == index, steps, 0.0), 0)
-                tl.store(row, smaller)
-                tl.store(row + 1, own)
-            tokens = tl.minimum(tokens * smaller / own, tl.load(sizes_ptr + index).to(tl.float32))
-            rate = tokens / tl.load(step_ms_ptr + index)
-            last_rate = tl.where(last == index, rate, last_rate)
-            best = tl.where(rate > best_rate, index, best)
-            best_rate = tl.maximum(rate, best_rate)
-            drafting = tl.where(rate > drafting_rate, index, drafting)
-            drafting_rate = tl.maximum(rate, drafting_rate)
-        stays = (last >= 0) & (best_rate < last_rate * _KEEP_STILL)
-        tl.store(choice_ptr, tl.where(stays, last, best))
-        tl.store(choice_ptr + 1, drafting)
+        _choose(sizes_ptr, evidence_ptr, choice_ptr, step_ms_ptr, steps, rows, size, SIZES, BLOCK_S)
+
+
+@triton.jit(do_not_specialize=["batch", "size"])
+def _count_and_choose_kernel(
+    sizes_ptr,  # [SIZES] int32
+    evidence_ptr,  # [SIZES - 1, 2] float32, read and written
+    choice_ptr,  # [2] int32, read and written
+    confidence_ptr,  # [B, NODES] float32 or None
+    nodes_ptr,  # [B, PATH] int32
+    num_accepted_ptr,  # [B] int32
+    active_ptr,  # [B] int32
+    step_ms_ptr,  # [SIZES] float32
+    batch,
+    size,
+    NODES: tl.constexpr,
+    PATH: tl.constexpr,
+    SIZES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    COMPARED: tl.constexpr,
+):
+    steps = tl.zeros((BLOCK_S,), tl.float32)
+    rows = 0.0
+    for request in range(batch):
+        if tl.load(active_ptr + request) > 0:
+            rows += 1.0
+            steps += _steps_of_row(
+                *(sizes_ptr, confidence_ptr, nodes_ptr, num_accepted_ptr, request, size),
+                *(NODES, PATH, SIZES, BLOCK_N, BLOCK_P, BLOCK_S, COMPARED),
+            )
+    if rows > 0:
+        _choose(sizes_ptr, evidence_ptr, choice_ptr, step_ms_ptr, steps, rows, size, SIZES, BLOCK_S)
 
 
 def choose_size(
@@ -166,11 +233,7 @@ def choose_size(
     (batch, path), count, chip = nodes.shape, len(state.sizes), current_chip(nodes)
     if batch == 0:
         return
-    steps = torch.empty(batch, count, dtype=torch.float32, device=nodes.device)
-    launch(
-        _steps_kernel,
-        (batch,),
-        *(state.sizes, confidence, nodes, num_accepted, active, steps, size),
+    counting = dict(
         NODES=num_nodes,
         PATH=path,
         SIZES=count,
@@ -179,6 +242,13 @@ def choose_size(
         BLOCK_S=lanes(count),
         COMPARED=min(COMPARED[chip], lanes(num_nodes)),
     )
+    step = (confidence, nodes, num_accepted, active)
+    if batch <= FEW_ROWS:
+        chosen = (state.sizes, state.evidence, state.choice, *step, step_ms, batch, size)
+        launch(_count_and_choose_kernel, (1,), *chosen, num_warps=1 if num_nodes <= 32 else 4, **counting)
+        return
+    steps = torch.empty(batch, count, dtype=torch.float32, device=nodes.device)
+    launch(_steps_kernel, (batch,), state.sizes, *step, steps, size, **counting)
     launch(
         _choose_kernel,
         (1,),

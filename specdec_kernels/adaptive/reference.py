@@ -34,20 +34,14 @@ def choose_size(
     if last == 0:
         half_life = min(half_life, TRIAL_HALF_LIFE / rows)
     keep = 2.0 ** (-1 / half_life)
-    tokens = torch.ones((), device=nodes.device)
-    rates = [tokens / step_ms[0]]
-    for index, evidence in enumerate(state.evidence, start=1):
-        if index <= size:
-            evidence[0] = keep * evidence[0] + steps[index - 1]
-            evidence[1] = keep * evidence[1] + steps[index]
-        tokens = torch.minimum(tokens * evidence[0] / evidence[1], state.sizes[index].float())
-        rates.append(tokens / step_ms[index])
-    every = torch.stack(rates)
-    best = int(every.argmax())
-    if last >= 0 and every[best] < every[last] * KEEP_STILL:
+    state.evidence[:size] = keep * state.evidence[:size] + torch.stack([steps[:-1], steps[1:]], 1)
+    ratios = torch.cat([torch.ones_like(step_ms[:1]), state.evidence[:, 0] / state.evidence[:, 1]])
+    rates = torch.minimum(ratios.cumprod(0), state.sizes.float()) / step_ms
+    best = int(rates.argmax())
+    if last >= 0 and rates[best] < rates[last] * KEEP_STILL:
         best = last
     state.choice[0] = best
-    state.choice[1] = 1 + int(every[1:].argmax())
+    state.choice[1] = 1 + int(rates[1:].argmax())
 
 
 def steps_of_sizes(

@@ -14,10 +14,26 @@ MUTANTS = (
     Mutant(
         "smaller_sizes_lose_what_they_leave_out",
         _KERNEL,
-        "steps = tl.where(live & (index <= size), written / tokens, 0.0)",
-        "steps = tl.where(live & (index <= size), 1.0, 0.0)",
+        "return tl.where(index <= size, written / tokens, 0.0)",
+        "return tl.where(index <= size, 1.0, 0.0)",
         _case("choose_tree"),
         "larger sizes look better than they are",
+    ),
+    Mutant(
+        "ratio_of_a_size_to_itself",
+        _KERNEL,
+        "index[None, :] == index[:, None] - 1, steps[None, :]",
+        "index[None, :] == index[:, None], steps[None, :]",
+        _case("choose_chain"),
+        "no size ever gains on the smaller one",
+    ),
+    Mutant(
+        "padding_of_few_rows_is_judged",
+        _KERNEL,
+        "if tl.load(active_ptr + request) > 0:",
+        "if tl.load(active_ptr + request) >= 0:",
+        _case("choose_padding_alone"),
+        "a row without a request counts as one that accepts nothing",
     ),
     Mutant(
         "equal_confidence_shares_a_rank",
