@@ -27,6 +27,14 @@ MUTANTS = (
         "historical: a level reads the slots that the next one writes, and NaN in them reaches every output",
     ),
     Mutant(
+        "prompts_without_a_row_ride_alone",
+        "algorithms/runtime/scheduler.py",
+        "        return wanted >= tiles\n",
+        "        return wanted > 0\n",
+        (_SCHEDULER + "test_prompts_without_a_row_are_prefilled_together",),
+        "each prompt that nobody waits for lengthens a step of its own",
+    ),
+    Mutant(
         "stop_strings_of_three_tokens",
         "algorithms/runtime/scheduler.py",
         "text = self._decode([*written, *emitted[:index]])",
