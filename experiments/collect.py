@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from experiments.app.arguments import assign
 from experiments.app.cli import report
 from experiments.app.errors import UserError
 from experiments.app.provenance import short_revision
@@ -50,18 +51,11 @@ class Settings:
 
 def parsed(arguments: Sequence[str]) -> tuple[list[SweepFolder], Settings]:
     """Folders and settings of the command line. Raises UserError for what is neither."""
-    settings, folders = Settings(), []
-    known = [item.name for item in fields(Settings)]
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if equals and not Path(argument).exists():
-            if key not in known:
-                raise UserError(unknown_key_message(key, known, {}))
-            setattr(settings, key, value)
-        elif Path(argument).is_dir():
-            folders.append(SweepFolder(Path(argument)))
-        else:
-            raise UserError(f"{argument}: no such folder")
+    settings = Settings()
+    paths = [Path(word) for word in assign(settings, arguments, __doc__ or "")]
+    if missing := [path for path in paths if not path.is_dir()]:
+        raise UserError(f"{missing[0]}: no such folder")
+    folders = [SweepFolder(path) for path in paths]
     if not folders:
         raise UserError("give the folder of a sweep, such as outputs/sweeps/trees")
     if settings.mix not in ("true", "false"):

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from experiments.app.arguments import assign
 from experiments.app.cli import report
 from experiments.app.errors import UserError, user_errors
-from experiments.app.suggest import unknown_key_message
 
 METHODS = ("greedy", "prompt_lookup", "assistant")
 WARM_UP_TOKENS = 16
@@ -49,15 +49,8 @@ class Settings:
 def parsed(arguments: Sequence[str]) -> Settings:
     """The settings of a command line of key=value. Raises UserError for any other key or value."""
     settings = Settings()
-    kinds = {key: type(value) for key, value in vars(settings).items()}
-    for argument in arguments:
-        key, _, value = argument.partition("=")
-        if key not in kinds:
-            raise UserError(unknown_key_message(key, list(kinds), {}))
-        try:
-            setattr(settings, key, kinds[key](value))
-        except ValueError as error:
-            raise UserError(f"{key}: expected a whole number, got {value!r}") from error
+    if others := assign(settings, arguments, __doc__ or ""):
+        raise UserError(f"{others[0]!r} is no setting: expected key=value, such as limit=8")
     return settings
 
 

@@ -13,6 +13,7 @@ clock (`train.minutes`), resumes from its checkpoint, and writes a Hugging Face 
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 
 from experiments.app import cli
+from experiments.app.arguments import HELP
 from experiments.app.errors import user_errors
 from experiments.training.export import export
 from experiments.training.loop import Trainer
@@ -62,6 +64,8 @@ def run(config: Any, composed: DictConfig) -> None:
 
 def main() -> None:
     """Command line entry."""
+    if set(sys.argv) & set(HELP):
+        sys.argv.append("drafter=eagle3")  # without a drafter Hydra composes nothing, not even its help
     cli.main(run, "train")
 
 

@@ -33,6 +33,7 @@ from experiments.app.schema import CONFIG_FOLDER
 from experiments.app.threads import settle_threads
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
+INTERRUPTED = 130
 RED, PLAIN = "\033[31m", "\033[0m"
 Task = Callable[[Any, DictConfig], Any]
 
@@ -81,7 +82,10 @@ def exits_of_errors(config_name: str) -> Iterator[Program]:
         yield program
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:  # whoever read the output has ended, as `head` does behind its lines
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(INTERRUPTED)
     except (UserError, HydraException, OmegaConfBaseException, OSError) as error:
         of_files = isinstance(error, OSError) and not isinstance(error, HydraException) and not disk_is_full(error)
         if of_files and program.started:

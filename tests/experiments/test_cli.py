@@ -7,8 +7,10 @@ import os
 import resource
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -119,6 +121,27 @@ def ending(task: Any) -> Any:
     with pytest.raises(SystemExit) as caught:
         cli.main(task)
     return caught.value.code
+
+
+@pytest.mark.parametrize("program", ["collect", "peer_generate", "train", "kernel_tune", "kernel_bench"])
+def test_every_program_explains_itself(
+    program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [program, "--help"])
+    with pytest.raises(SystemExit) as caught:
+        import_module(f"experiments.{program}").main()
+    shown = capsys.readouterr()
+    assert not caught.value.code and not shown.err
+    assert f"python -m experiments.{program} " in shown.out and "Hydra" not in shown.out
+
+
+def test_a_reader_of_the_output_may_end_first(job: Path) -> None:
+    kept = os.dup(1)
+    try:
+        assert ending(Mock(side_effect=BrokenPipeError)) == cli.INTERRUPTED
+    finally:
+        os.dup2(kept, 1)
 
 
 def test_interrupts_exit_as_shells_expect(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
