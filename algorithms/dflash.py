@@ -134,12 +134,12 @@ class DFlash(Algorithm):
         Markov head the likeliest behind the draft before it."""
         import torch
 
-        told, head = self._resources.confidence, self._drafter.markov_head
-        pick = partial(kernels.pick_tokens, return_logprobs=told, impl=self._resources.impl)
+        with_confidence, head = self._resources.confidence, self._drafter.markov_head
+        pick = partial(kernels.pick_tokens, return_logprobs=with_confidence, impl=self._resources.impl)
         rows, depth, _ = logits.shape
         tokens = last_tokens.new_empty(rows, depth + 1)
         tokens[:, 0] = last_tokens
-        logprobs = last_tokens.new_zeros(tokens.shape, dtype=torch.float32) if told else None
+        logprobs = last_tokens.new_zeros(tokens.shape, dtype=torch.float32) if with_confidence else None
         for first, last in [(0, depth)] if head is None else [(place, place + 1) for place in range(depth)]:
             here = logits[:, first:last]
             if head is not None:

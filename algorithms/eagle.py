@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from algorithms.runtime.algorithm import Algorithm, AttentionCalls, Batch, DraftTree, Observation, Resources
-from algorithms.runtime.drawing import Drawing
+from algorithms.runtime.drawing import Drawing, LevelSettings
 from algorithms.runtime.tree_shape import TreeShape
 
 if TYPE_CHECKING:
@@ -36,22 +36,9 @@ class Eagle(Algorithm):
     """The kind of head that the folder must hold; None takes any."""
 
     @dataclass
-    class Config:
+    class Config(LevelSettings):
         name: str = "eagle"
         steps: int = 3
-        """Most tokens drafted one behind the other."""
-        topk: int = 1
-        """Children that a token offers; 1 drafts a chain."""
-        num_nodes: int | None = None
-        """Nodes verified, node 0 included; None takes steps + 1 for a chain, else at most 32."""
-        draw: str | None = None
-        """topk, sample (independent draws) or without_replacement; None follows from the rule, else it is topk."""
-        rule: str | None = None
-        """Acceptance rule; None is target_only for topk, block for a drawn chain, and traversal for a drawn tree."""
-
-        def __post_init__(self) -> None:
-            shape = TreeShape.of(self.steps, self.topk, self.num_nodes)
-            Drawing.of(self.draw, self.rule, shape.chain)
 
     @classmethod
     def check(cls, config: Any, target: TargetFolder, draft_path: str | None) -> AttentionCalls:

@@ -100,7 +100,7 @@ class Mixed(Algorithm):
         self.needs_draft_model = any(part.needs_draft_model for part in self._parts)
 
     def attach(self, resources: Resources) -> None:
-        self._impl, self._told = resources.impl, resources.confidence
+        self._impl, self._with_confidence = resources.impl, resources.confidence
         for part in self._parts:
             part.attach(resources)
 
@@ -136,11 +136,11 @@ class Mixed(Algorithm):
         sure = (first.strength >= self._threshold)[:, None]
         size = max(first.tokens.shape[1], second.tokens.shape[1])
         ours, theirs = (self._padded(tree, size) for tree in (first, second))
-        tokens, parents, *told = (
+        tokens, parents, *confidence = (
             where(sure, a, b) for a, b in zip(ours, theirs, strict=False) if a is not None and b is not None
         )
         links = kernels.build_tree(parents, batch.lengths, impl=self._impl)
-        return DraftTree(tokens, links, confidence=told[0] if told else None)
+        return DraftTree(tokens, links, confidence=confidence[0] if confidence else None)
 
     def _merged(self, batch: Batch, first: DraftTree, second: DraftTree) -> DraftTree:
         """The union of two trees. A node of both is as likely as the first drafter says."""
@@ -149,9 +149,9 @@ class Mixed(Algorithm):
         parts = [(tree.tokens, kernels.tree_parents(tree.links.mask, impl=self._impl)) for tree in (first, second)]
         tokens, parents = kernels.merge_trees(*parts[0], *parts[1], impl=self._impl)
         confidence = None
-        if self._told:
-            told = cat([_confidence(first), _confidence(second)[:, 1:]], 1)
-            confidence = where(parents == kernels.UNUSED_PARENT, 0.0, told)
+        if self._with_confidence:
+            both = cat([_confidence(first), _confidence(second)[:, 1:]], 1)
+            confidence = where(parents == kernels.UNUSED_PARENT, 0.0, both)
         links = kernels.build_tree(parents, batch.lengths, impl=self._impl)
         return DraftTree(tokens, links, confidence=confidence)
 

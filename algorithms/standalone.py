@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from algorithms.runtime.algorithm import Algorithm, AttentionCalls, Batch, DraftTree, Observation, Resources
-from algorithms.runtime.drawing import Drawing
+from algorithms.runtime.drawing import Drawing, LevelSettings
 from algorithms.runtime.tree_shape import TreeShape
 
 if TYPE_CHECKING:
@@ -34,22 +34,9 @@ class Standalone(Algorithm):
     needs_draft_model = True
 
     @dataclass
-    class Config:
+    class Config(LevelSettings):
         name: str = "standalone"
         steps: int = 4
-        """Most tokens drafted one behind the other (K)."""
-        topk: int = 1
-        """Children that a token offers; 1 drafts a chain."""
-        num_nodes: int | None = None
-        """Nodes verified, node 0 included; None takes steps + 1 for a chain, else at most 32."""
-        draw: str | None = None
-        """topk, sample (independent draws) or without_replacement; None follows from the rule, else it is topk."""
-        rule: str | None = None
-        """Acceptance rule; None is target_only for topk, block for a drawn chain, and traversal for a drawn tree."""
-
-        def __post_init__(self) -> None:
-            shape = TreeShape.of(self.steps, self.topk, self.num_nodes)
-            Drawing.of(self.draw, self.rule, shape.chain)
 
     @classmethod
     def check(cls, config: Any, target: TargetFolder, draft_path: str | None) -> AttentionCalls:

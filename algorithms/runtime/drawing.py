@@ -82,6 +82,27 @@ def _kind(chain: bool) -> str:
     return "chain" if chain else "tree"
 
 
+@dataclass
+class LevelSettings:
+    """Settings of a drafter that drafts one token behind the other: a chain, or a tree level by level."""
+
+    name: str
+    steps: int
+    """Most tokens drafted one behind the other (K)."""
+    topk: int = 1
+    """Children that a token offers; 1 drafts a chain."""
+    num_nodes: int | None = None
+    """Nodes verified, node 0 included; None takes steps + 1 for a chain, else at most 32."""
+    draw: str | None = None
+    """topk, sample (independent draws) or without_replacement; None follows from the rule, else it is topk."""
+    rule: str | None = None
+    """Acceptance rule; None is target_only for topk, block for a drawn chain, and traversal for a drawn tree."""
+
+    def __post_init__(self) -> None:
+        shape = TreeShape.of(self.steps, self.topk, self.num_nodes)
+        Drawing.of(self.draw, self.rule, shape.chain)
+
+
 @dataclass(frozen=True)
 class DrawnShape:
     """A tree without tokens: `parents` of its nodes, -1 for node 0. Nodes are numbered level by level."""

@@ -74,27 +74,15 @@ class Engine:
         slots = max(algorithm.num_nodes, algorithm.draft_slots)
         overshoot = slots + self._overlap * (algorithm.max_depth + 1)
         context = self._limit + overshoot
-        max_pages = -(-context // settings.page_size)
         captures_prompts = level == "step" and backend.captures_prompts
         piggybacks = settings.piggyback and captures_prompts
         ahead = _ahead(settings) if piggybacks else 0
-        num_pages = settings.num_pages or max_pages * (settings.max_batch + ahead)
-        resources = Resources(
-            target=target,
-            backend=backend,
-            device=weight.device,
-            dtype=weight.dtype,
-            kv_dtype=settings.kv_dtype or weight.dtype,
-            num_pages=num_pages,
-            page_size=settings.page_size,
-            context=context,
-            max_batch=settings.max_batch + ahead,
-            impl=settings.impl,
-            fused=settings.fused,
-            deterministic=settings.deterministic,
-            confidence=adaptive and not algorithm.chain,
+        max_pages = -(-context // settings.page_size)
+        confidence = adaptive and not algorithm.chain
+        resources = _resources(target, backend, settings, context, max_pages, settings.max_batch + ahead, confidence)
+        self.scheduler = Scheduler(
+            settings.max_batch, resources.num_pages, settings.page_size, overshoot, decode, ahead
         )
-        self.scheduler = Scheduler(settings.max_batch, num_pages, settings.page_size, overshoot, decode, ahead)
         cache = KVCache.allocate(config, resources, settings.kv_scales)
         state = BatchState(settings.max_batch, ahead, max_pages, context, config.vocab_size, weight.device)
         algorithm.attach(resources)
@@ -222,6 +210,35 @@ class Engine:
             except GrammarError as error:
                 raise EngineError(f"{name}: {error}") from error
         self.scheduler.check(request)
+
+
+def _resources(
+    target: Target,
+    backend: Backend,
+    settings: EngineSettings,
+    context: int,
+    max_pages: int,
+    max_batch: int,
+    confidence: bool,
+) -> Resources:
+    """What the engine lends to its algorithm. `max_pages` hold a request of `context` positions, and without
+    `settings.num_pages` the pool has them for `max_batch` requests."""
+    weight = target.model.model.norm.weight
+    return Resources(
+        target=target,
+        backend=backend,
+        device=weight.device,
+        dtype=weight.dtype,
+        kv_dtype=settings.kv_dtype or weight.dtype,
+        num_pages=settings.num_pages or max_pages * max_batch,
+        page_size=settings.page_size,
+        context=context,
+        max_batch=max_batch,
+        impl=settings.impl,
+        fused=settings.fused,
+        deterministic=settings.deterministic,
+        confidence=confidence,
+    )
 
 
 def default_tile(config: DecoderConfig, device: torch.device) -> int:

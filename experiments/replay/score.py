@@ -10,8 +10,8 @@ from algorithms.runtime.request import Request
 from algorithms.runtime.sampling_params import SamplingParams
 from experiments.app.errors import user_errors
 from experiments.app.plan import Plan
+from experiments.replay.steps import Drafts
 from experiments.replay.trace import Recorded
-from experiments.replay.walk import Drafts
 from experiments.tasks.decoding import engine_of
 
 if TYPE_CHECKING:

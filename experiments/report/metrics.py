@@ -265,9 +265,9 @@ def accuracy(completions: Sequence[Completion], score: Score | None) -> dict[str
     return {"accuracy": ratio(answers["right"], answers["right"] + answers["wrong"]), "answers": answers}
 
 
-def num_faults(proof: Mapping[str, Any]) -> int:
-    """Requests that differ from the baseline at no near tie. `proof` is what `lossless` gives."""
-    return int(proof["checked"] - proof["identical"] - proof.get("near_ties", 0))
+def num_faults(comparison: Mapping[str, Any]) -> int:
+    """Requests that differ from the baseline at no near tie. `comparison` is what `lossless` gives."""
+    return int(comparison["checked"] - comparison["identical"] - comparison.get("near_ties", 0))
 
 
 def describe_difference(found: Mapping[str, Any] | None, dtype: str) -> str:
@@ -295,11 +295,13 @@ def _logit(logit: float | None) -> str:
 def failures(row: Mapping[str, Any], dtype: str, exact: bool) -> list[str]:
     """Why the texts of a row are wrong: where a run is `exact` they must be those of autoregressive decoding, near ties
     aside."""
-    proof = row.get("lossless")
-    if not proof or not exact or not num_faults(proof):
+    comparison = row.get("lossless")
+    if not comparison or not exact or not num_faults(comparison):
         return []
-    differ = f"{num_faults(proof)} of {proof['checked']} requests differ from autoregressive decoding in {dtype}"
-    return ["; ".join(filter(None, [differ, describe_difference(proof["first_difference"], dtype)]))]
+    differ = (
+        f"{num_faults(comparison)} of {comparison['checked']} requests differ from autoregressive decoding in {dtype}"
+    )
+    return ["; ".join(filter(None, [differ, describe_difference(comparison["first_difference"], dtype)]))]
 
 
 def warnings(row: Mapping[str, Any], dtype: str, exact: bool) -> list[str]:
@@ -320,14 +322,16 @@ def warnings(row: Mapping[str, Any], dtype: str, exact: bool) -> list[str]:
             f"no whole text of its grammar: {unparsed} of {row['num_constrained']} texts; "
             f"cut by sampling.max_new_tokens: {row['num_cut']}"
         )
-    proof = row.get("lossless") or {"checked": 0, "identical": 0}
-    near, differing = proof.get("near_ties", 0), proof["checked"] - proof["identical"]
-    first = proof.get("first_difference")
+    comparison = row.get("lossless") or {"checked": 0, "identical": 0}
+    near, differing = comparison.get("near_ties", 0), comparison["checked"] - comparison["identical"]
+    first = comparison.get("first_difference")
     if exact:
         differing = near  # the others are failures
-        first = None if num_faults(proof) else first
+        first = None if num_faults(comparison) else first
     if differing:
-        text = f"{differing} of {proof['checked']} requests differ from autoregressive decoding, {near} at a near tie"
+        text = (
+            f"{differing} of {comparison['checked']} requests differ from autoregressive decoding, {near} at a near tie"
+        )
         if not exact:
             text += "; low precision rounds one row and many rows differently, runtime.deterministic=true does not"
         where = describe_difference(first, dtype)

@@ -203,14 +203,16 @@ def _mark(verdict: bool | None, good: str, bad: str) -> str:
 
 def method_cards(row: Row) -> list[Card]:
     """The headline figures of one method on one prompt set."""
-    proof, accuracy = row["lossless"], row["accuracy"]
+    comparison, accuracy = row["lossless"], row["accuracy"]
     found: list[Card] = [
         (figure(row["tokens_per_step"], 2), "tokens/step", None),
         (figure(at(row, "speedup_decode"), 2, "×"), "decode speedup over autoregressive", None),
         (figure(row["decode_tokens_per_s"]), "tokens/s of the decode clock", None),
     ]
-    if proof["checked"]:
-        found.append((f"{proof['identical']}/{proof['checked']}", "identical to autoregressive", lossless_tone(row)))
+    if comparison["checked"]:
+        found.append(
+            (f"{comparison['identical']}/{comparison['checked']}", "identical to autoregressive", lossless_tone(row))
+        )
     if accuracy is not None:
         found.append((f"{accuracy:.0%}", f"right answers, {row['data']}", None))
     return found

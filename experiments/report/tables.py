@@ -84,22 +84,22 @@ def quantile_pair(title: str, path: str, digits: int) -> Column:
 
 
 def _lossless(row: Row) -> str:
-    proof = row["lossless"]
+    comparison = row["lossless"]
     if row["algo"] == "autoregressive":
         return "reference"
-    if proof["checked"]:
-        return f"{proof['identical']}/{proof['checked']}"
+    if comparison["checked"]:
+        return f"{comparison['identical']}/{comparison['checked']}"
     return DASH if row["rule"] == "target_only" else "by distribution"
 
 
 def lossless_tone(row: Row) -> str | None:
     """Good where all requests are identical, bad where one differs at no near tie."""
-    proof = row["lossless"]
-    if not proof["checked"]:
+    comparison = row["lossless"]
+    if not comparison["checked"]:
         return None
-    if proof["identical"] == proof["checked"]:
+    if comparison["identical"] == comparison["checked"]:
         return "good"
-    return "bad" if num_faults(proof) else None
+    return "bad" if num_faults(comparison) else None
 
 
 def _accuracy(row: Row) -> str:

@@ -87,13 +87,13 @@ def _histogram(row: Row) -> dict[int, str]:
 
 
 def _lossless(row: Row) -> str:
-    proof = row.get("lossless") or {"checked": 0}
+    comparison = row.get("lossless") or {"checked": 0}
     if row.get("method") == "autoregressive":
         return "reference"
-    if not proof["checked"]:
+    if not comparison["checked"]:
         return DASH
-    ties = f", {proof['near_ties']} near ties" if proof.get("near_ties") else ""
-    return f"{proof['identical']}/{proof['checked']}{ties}"
+    ties = f", {comparison['near_ties']} near ties" if comparison.get("near_ties") else ""
+    return f"{comparison['identical']}/{comparison['checked']}{ties}"
 
 
 def _phases(row: Row) -> dict[str, str]:

@@ -100,10 +100,10 @@ def _intervals(figures: Mapping[str, Any]) -> dict[str, float]:
 
 def _judged(row: Mapping[str, Any]) -> dict[str, Any]:
     """Whether the texts are the target's own, as identical/checked."""
-    proof = row.get("lossless")
-    if not isinstance(proof, Mapping) or not proof.get("checked"):
+    comparison = row.get("lossless")
+    if not isinstance(comparison, Mapping) or not comparison.get("checked"):
         return {}
-    return {"lossless": f"{proof['identical']}/{proof['checked']}"}
+    return {"lossless": f"{comparison['identical']}/{comparison['checked']}"}
 
 
 def _once(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -168,8 +168,8 @@ class Task:
         """
         asked, used = workload.requests if requests is None else requests, plan or self.plan
         key = earlier.Key(workload.name, label or algo.name, round_number)
-        talks = partial(Conversations, workload.prompts.prompts, asked, used.tokenizer)
-        follow: Callable[[], Conversations | None] = (lambda: None) if first_turns else talks
+        conversations = partial(Conversations, workload.prompts.prompts, asked, used.tokenizer)
+        follow: Callable[[], Conversations | None] = (lambda: None) if first_turns else conversations
         self._order.append(key[:2])
         if self.folder.resumed and (done := earlier.restored(self.folder, key, asked, follow())):
             return done
@@ -193,13 +193,13 @@ class Task:
     ) -> Decoded:
         """As `decode`, in this process; `follow` makes the later turns."""
         engine, algorithm, backend = make_engine(plan, target, algo, workload.max_length)
-        ended, talks = self._left_over(key, learns(algorithm)), follow()
-        rest = earlier.still_to_do(asked, ended, talks)
+        ended, conversations = self._left_over(key, learns(algorithm)), follow()
+        rest = earlier.still_to_do(asked, ended, conversations)
         if ended and not rest:  # the run broke off between the last request and its times
             earlier.forget(self.folder, key)
-            ended, rest, talks = {}, list(asked), follow()
-        timed, compiled = self._generate(engine, plan, rest, key, talks, len(ended))
-        every = talks.requests if talks else asked
+            ended, rest, conversations = {}, list(asked), follow()
+        timed, compiled = self._generate(engine, plan, rest, key, conversations, len(ended))
+        every = conversations.requests if conversations else asked
         completions = ended | {completion.request_id: completion for completion in timed.completions}
         generation = replace(timed, completions=[completions[request.id] for request in every])
         decoded = Decoded.by(
@@ -214,10 +214,10 @@ class Task:
         plan: Plan,
         asked: Sequence[Request],
         key: earlier.Key,
-        talks: Conversations | None,
+        conversations: Conversations | None,
         num_ended: int,
     ) -> tuple[Generation, list[str]]:
-        """Serve `asked` and what follows in `talks`; also the kernels that were compiled while the clock ran."""
+        """Serve `asked` and what follows; also the kernels that were compiled while the clock ran."""
         from algorithms.runtime.request import EngineError
         from algorithms.runtime.sampling_params import SamplingNeeds
         from specdec_kernels.launch import record_compilations
@@ -234,10 +234,12 @@ class Task:
                 engine.generate(brief, needs=needs)
             engine.forget()
             title = key.method + (f", round {key.round + 1}" if key.round else "")
-            progress = step_progress(self.console, title, talks.num_requests - num_ended if talks else len(asked))
+            progress = step_progress(
+                self.console, title, conversations.num_requests - num_ended if conversations else len(asked)
+            )
             record = partial(earlier.record, self.folder, key)
             with progress as on_step, record_compilations() as compiled:
-                timed = engine.generate(asked, self._watched(key.method, on_step), on_end=record, follow=talks)
+                timed = engine.generate(asked, self._watched(key.method, on_step), on_end=record, follow=conversations)
             failed = [completion.error for completion in timed.completions if completion.error]
             if failed and len(failed) == len(asked):
                 raise EngineError(f"all {len(asked)} requests failed; the first: {failed[0]}")

@@ -76,23 +76,25 @@ def take_over(folder: RunFolder, key: Key, decoded: Decoded) -> None:
 
 
 def still_to_do(
-    asked: Sequence[Request], ended: Mapping[int, Completion], talks: Conversations | None
+    asked: Sequence[Request], ended: Mapping[int, Completion], conversations: Conversations | None
 ) -> list[Request]:
     """The requests of `asked` that have not ended, and the next turns of conversations whose last turn has."""
     rest = [request for request in asked if request.id not in ended]
-    follow = [talks(ended[number]) for number in sorted(ended)] if talks else []
+    follow = [conversations(ended[number]) for number in sorted(ended)] if conversations else []
     return rest + [request for request in follow if request is not None and request.id not in ended]
 
 
-def restored(folder: RunFolder, key: Key, asked: Sequence[Request], talks: Conversations | None) -> Decoded | None:
+def restored(
+    folder: RunFolder, key: Key, asked: Sequence[Request], conversations: Conversations | None
+) -> Decoded | None:
     """The decoding as it was finished before; None if it was not."""
     entry = next((entry for entry in folder.decodings.entries if key.fits(entry)), None)
     if entry is None:
         return None
     done = finished(folder, key)
-    if still_to_do(asked, done, talks):
+    if still_to_do(asked, done, conversations):
         return None
-    requests = talks.requests if talks else asked
+    requests = conversations.requests if conversations else asked
     figures = {f.name: entry[f.name] for f in fields(Decoded) if f.name not in NOT_KEPT}
     completions = [done[request.id] for request in requests]
     whole = generation_of(entry["times"], completions)

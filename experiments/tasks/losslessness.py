@@ -201,11 +201,11 @@ class BackendChecks:
             )
             compared = [asked[i] for i in exact]
             look = look_at(self._task.target, compared, plain_exact, self._deterministic, self._workload.grammars)
-            proof = metrics.lossless(ours_exact, plain_exact, look)
-            identical, checked = identical + proof["identical"], checked + proof["checked"]
-            near_ties += proof["near_ties"]
-            if proof["first_difference"] and (first is None or first["near_tie"]):
-                first = {**proof["first_difference"], "turn": turn}
+            comparison = metrics.lossless(ours_exact, plain_exact, look)
+            identical, checked = identical + comparison["identical"], checked + comparison["checked"]
+            near_ties += comparison["near_ties"]
+            if comparison["first_difference"] and (first is None or first["near_tie"]):
+                first = {**comparison["first_difference"], "turn": turn}
             tokens += sum(len(completion.token_ids) for completion in plain_exact)
             turn += 1
         drawn = rule != "target_only" and self._settings.distribution_draws
@@ -273,9 +273,9 @@ class BackendChecks:
         asked, plain = self._low_baseline.requests, self._low_baseline.generation.completions
         ours = self._decode(algo, asked, *self._sizes[-1], low=True).generation.completions
         look = look_at(self._task.low_precision_target, asked, plain, grammars=self._workload.grammars)
-        proof = metrics.lossless(ours, plain, look)
-        first = proof.pop("first_difference")
-        return proof | {"first": first, "gap": first and first["gap"]}
+        comparison = metrics.lossless(ours, plain, look)
+        first = comparison.pop("first_difference")
+        return comparison | {"first": first, "gap": first and first["gap"]}
 
     def _distribution(self, algo: Any) -> dict[str, Any]:
         """The first two tokens of many seeds, drawn with no other parameters than temperature and top-k."""

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from experiments.app.errors import UserError, user_errors
 from experiments.replay.cost import StepTimes, read_step_times
 from experiments.replay.score import score
+from experiments.replay.steps import Drafts, all_steps, engine_steps, perfect, summary, union
 from experiments.replay.trace import Recorded, read_trace, recorded
-from experiments.replay.walk import Drafts, all_steps, engine_steps, perfect, summary, union
 from experiments.report import tables
 from experiments.report.page import acceptance_lines, section
 from experiments.report.tables import Column, Row

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,7 +18,11 @@ from experiments.app.schema import RunConfig
 from experiments.app.task_schema import ignored_overrides
 
 if TYPE_CHECKING:
+    from experiments.report.tracking import Identity
     from experiments.tasks.base import Task
+
+OWN_KEYS = ("name", "task", "objective", "failures", "rows")
+"""Of a summary, what is no condition of the run."""
 
 
 def task_named(name: str) -> type[Task]:
@@ -62,10 +66,9 @@ def run_task(config: RunConfig, composed: DictConfig) -> float:
     from experiments.app.resume import check_unchanged, own_words
     from experiments.report.console import plain_console
     from experiments.report.metrics import NOT_A_GPU
-    from experiments.report.page import render
-    from experiments.report.run_folder import CONFIG, DECODINGS, REPORT, REQUESTS, SUMMARY, open_run_folder
+    from experiments.report.run_folder import CONFIG, REPORT, open_run_folder
     from experiments.report.tables import console_table
-    from experiments.report.tracking import Identity, tracking
+    from experiments.report.tracking import tracking
     from experiments.tasks.baselines import FOLDER as BASELINES
     from experiments.tasks.baselines import BaselineStore
 
@@ -85,12 +88,9 @@ def run_task(config: RunConfig, composed: DictConfig) -> float:
     tell(f"{task.title} · {hardware.device} {hardware.dtype} · {hardware.label}")
     about = {"overrides": typed, "cwd": os.getcwd(), "revision": git_revision()}
     path = output_folder(Path(HydraConfig.get().runtime.output_dir))
-    identity = Identity(config.name)
-    if config.sweep.name is not None:
-        identity = Identity(own_name(typed) or config.name, config.sweep.name, path.name)
     with (
         open_run_folder(path, about, resumed=config.resume is not None) as folder,
-        tracking(config.tracker, folder.path, resolved, identity, task.name) as tracker,
+        tracking(config.tracker, folder.path, resolved, _identity(config, typed, path), task.name) as tracker,
     ):
         if config.resume is None:
             folder.write(CONFIG, OmegaConf.to_yaml(composed, resolve=True))
@@ -99,15 +99,11 @@ def run_task(config: RunConfig, composed: DictConfig) -> float:
             task.baselines = BaselineStore(folder.path.parent / BASELINES)
         rows = task.measure()
         folder.replace_requests(task.requests_in_order())
-        conditions = run_conditions(config, hardware, plan.model_label) | {"command": command(typed)}
         notes, failures = task.warnings(rows), task.failures(rows)
-        shown = notes, task.headline(rows), task.sections(rows), failures
-        results = task.files(rows, conditions)
-        links = sorted({*results, REQUESTS, DECODINGS, CONFIG, SUMMARY})
-        page = render(task.title, task.columns, rows, conditions, task.settings(), *shown, files=links)
-        summary = {"name": config.name, "task": task.name, "objective": task.objective, **conditions}
-        summary |= {"failures": failures, "rows": rows}
-        folder.write_results({**results, REPORT: page}, summary)
+        summary: dict[str, Any] = {"name": config.name, "task": task.name, "objective": task.objective}
+        summary |= run_conditions(config, hardware, plan.model_label)
+        summary |= {"command": command(typed), "failures": failures, "rows": rows}
+        folder.write_results(_files(task, notes, summary), summary)
         notes += tracker.finish(summary, task.best(rows))
     console.print(console_table(task.title, task.columns, rows))
     task.show(rows)
@@ -119,3 +115,25 @@ def run_task(config: RunConfig, composed: DictConfig) -> float:
     if failures:
         raise NotLossless("\n".join(["not lossless", *failures]))
     return task.value(rows)
+
+
+def _identity(config: RunConfig, typed: Sequence[str], path: Path) -> Identity:
+    """What a tracker calls the run: by its own name, or as the row of a sweep that `path` is."""
+    from experiments.report.tracking import Identity
+
+    if config.sweep.name is None:
+        return Identity(config.name)
+    return Identity(own_name(typed) or config.name, config.sweep.name, path.name)
+
+
+def _files(task: Task, notes: Sequence[str], summary: Mapping[str, Any]) -> dict[str, str]:
+    """Names and contents of the files of results, the page among them."""
+    from experiments.report.page import render
+    from experiments.report.run_folder import CONFIG, DECODINGS, REPORT, REQUESTS, SUMMARY
+
+    rows, failures = summary["rows"], summary["failures"]
+    conditions = {key: value for key, value in summary.items() if key not in OWN_KEYS}
+    results = task.files(rows, conditions)
+    links = sorted({*results, REQUESTS, DECODINGS, CONFIG, SUMMARY})
+    shown = notes, task.headline(rows), task.sections(rows), failures
+    return {**results, REPORT: render(task.title, task.columns, rows, conditions, task.settings(), *shown, files=links)}

@@ -167,18 +167,19 @@ def test_a_text_that_was_cut_before_its_answer_is_not_wrong() -> None:
 def row(acceptance: list[float | None], identical: int, near_ties: int = 0) -> dict[str, object]:
     first = {"request": 2, "position": 7, "token": 5, "baseline_token": 9, "logit": 1.25, "baseline_logit": 1.5}
     first |= {"gap": 0.25, "bound": 0.5 if near_ties else 1e-4, "near_tie": bool(near_ties)}
-    proof = {"checked": 4, "identical": identical, "near_ties": near_ties, "first_difference": None}
-    return {"acceptance_at": acceptance, "lossless": proof | ({"first_difference": first} if identical < 4 else {})}
+    comparison = {"checked": 4, "identical": identical, "near_ties": near_ties, "first_difference": None}
+    comparison |= {"first_difference": first} if identical < 4 else {}
+    return {"acceptance_at": acceptance, "lossless": comparison}
 
 
 def test_the_difference_that_is_told_is_no_near_tie_if_one_is_none() -> None:
     plain = [completion(i, [2], token_ids=[7, 8, 9]) for i in range(3)]
     ours = [completion(i, [2], token_ids=[7, 8 - i, 9]) for i in range(3)]
-    proof = figures.lossless(ours, plain, lambda index, found: {"near_tie": index == 1})
-    assert (proof["checked"], proof["identical"], proof["near_ties"]) == (3, 1, 1)
-    assert proof["first_difference"]["request"] == 2 and figures.num_faults(proof) == 1
-    proof = figures.lossless(ours, plain, lambda index, found: {"near_tie": True})
-    assert proof["near_ties"] == 2 and proof["first_difference"]["request"] == 1
+    comparison = figures.lossless(ours, plain, lambda index, found: {"near_tie": index == 1})
+    assert (comparison["checked"], comparison["identical"], comparison["near_ties"]) == (3, 1, 1)
+    assert comparison["first_difference"]["request"] == 2 and figures.num_faults(comparison) == 1
+    comparison = figures.lossless(ours, plain, lambda index, found: {"near_tie": True})
+    assert comparison["near_ties"] == 2 and comparison["first_difference"]["request"] == 1
 
 
 def test_low_acceptance_and_differences_are_called_out() -> None:

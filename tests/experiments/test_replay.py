@@ -19,7 +19,7 @@ from experiments.app import cli
 from experiments.app.task_schema import ReplayTask
 from experiments.replay.cost import StepTime, StepTimes, read_step_times
 from experiments.replay.recorder import Recorder, confirmed
-from experiments.replay.walk import Drafts, all_steps, engine_steps, perfect, steps_of, summary, union
+from experiments.replay.steps import Drafts, all_steps, engine_steps, perfect, steps_of, summary, union
 from experiments.report.repeats import ratio_interval, wilson
 from experiments.tasks.replay import best_of_each_batch
 from experiments.tasks.run import run_task

@@ -609,13 +609,13 @@ def test_defaults_of_the_tasks_without_methods_are_sound() -> None:
 
 
 def a_row(**changes: Any) -> dict[str, Any]:
-    proof = {"checked": 2, "identical": 2, "near_ties": 0, "first_difference": None}
+    comparison = {"checked": 2, "identical": 2, "near_ties": 0, "first_difference": None}
     return {
         "data": "d",
         "method": "m",
         "graphs": {"level": "none"},
         "acceptance_at": [0.5],
-        "lossless": proof,
+        "lossless": comparison,
         **changes,
     }
 
@@ -628,15 +628,15 @@ def test_warnings_of_a_comparison() -> None:
     assert compare.warnings([a_row(acceptance_at=[0.049], drafts_with_model=False)]) == []  # n-grams may not repeat
     (unfair,) = compare.warnings([a_row(), a_row(graphs={"level": "step"})])
     assert unfair == "methods differ in runtime.graph (none, step): set it for all of them"
-    proof = {"checked": 2, "identical": 1, "near_ties": 0, "first_difference": None}
-    assert compare.warnings([a_row(lossless=proof)]) == []
-    assert compare.failures([a_row(), a_row(lossless=proof)]) == [
+    comparison = {"checked": 2, "identical": 1, "near_ties": 0, "first_difference": None}
+    assert compare.warnings([a_row(lossless=comparison)]) == []
+    assert compare.failures([a_row(), a_row(lossless=comparison)]) == [
         "d, m: 1 of 2 requests differ from autoregressive decoding in float32"
     ]
     low = without_a_run(Compare, "bfloat16")
     assert (
-        low.failures([a_row(lossless=proof)]) == []
-        and "1 of 2 requests differ" in low.warnings([a_row(lossless=proof)])[0]
+        low.failures([a_row(lossless=comparison)]) == []
+        and "1 of 2 requests differ" in low.warnings([a_row(lossless=comparison)])[0]
     )
 
 
