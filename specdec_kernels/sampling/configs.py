@@ -18,10 +18,10 @@ class SelectionConfig:
     pick_warps: int = 1  # of a row whose token is known from its strips
     draw_warps: int = 4  # of a row that is drawn
     select_warps: int = 8  # of a row whose threshold is searched
-    chunk: int = 4096  # tokens of one program of the kernels over deferred rows
+    chunk: int = 2048  # tokens of one program of the kernels over deferred rows
     chunk_warps: int = 4
     programs: int = 1056  # programs that share the chunks of all deferred rows
-    keep: int = 128  # candidates of a chunk that there is room for
+    keep: int = 64  # values of a class that there is room for in a chunk, at most 254
 
 
 _GPU = SelectionConfig()

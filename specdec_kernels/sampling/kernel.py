@@ -114,7 +114,7 @@ def _select_kernel(  # 17 run-time arguments: most are optional inputs and outpu
     sums_ptr,  # [0 to 2, R, STRIPS] float32
     ids_ptr,  # [R, SLOTS] int32, or None, see `kernel_filter`
     slots_ptr,  # [R, SLOTS] float32, or None
-    state_ptr,  # [8, R] float32, or None
+    state_ptr,  # [5, R] float32, or None
     chunks_ptr,  # [R, chunks] float32, or None, see `kernel_nucleus`
     tokens_ptr,  # [R] int64
     valid_ptr,  # [R] bool

@@ -36,7 +36,7 @@ class Kept(NamedTuple):
 
     ids: torch.Tensor | None  # [R, SLOTS] int32: the group in each slot
     slots: torch.Tensor | None  # [R, SLOTS] float32
-    state: torch.Tensor | None  # [8, R] float32, see `kernel_nucleus`
+    state: torch.Tensor | None  # [5, R] float32, see `kernel_nucleus`
     chunks: torch.Tensor | None  # [R, chunks] float32
 
 
@@ -123,27 +123,28 @@ def _floor_in_slots(
 
 @triton.jit
 def _defer(
-    sample, queue_ptr, state_ptr, pivots_ptr, row, in_row, near, deferred, rows, complete, reached, wanted, share,
+    sample, queue_ptr, state_ptr, edges_ptr, row, in_row, near, deferred, rows, complete, reached, wanted, share,
     lowest, everything, top, scale,
     SHIFT: tl.constexpr, PROBS: tl.constexpr,
 ):  # fmt: skip
     """Tell `kernel_nucleus` what to do for each row, and where the thresholds of the deferred rows should lie."""
-    searched = deferred & (wanted == 0) & (share < 1)
-    mode = tl.where(searched, nucleus.SEARCH, tl.where(wanted > 0, nucleus.COUNT, nucleus.FIXED))
-    mode = tl.where(deferred, mode, tl.where(near, nucleus.NEAR, nucleus.WHOLE))
-    ceiling = tl.where(reached < share * everything, d.key_value(complete.to(tl.int32), SHIFT), top)
-    goal = share * everything
+    listed = deferred & (wanted == 0)
+    searched = listed & (share < 1)
+    goal = tl.where(share < 1, share * everything, float("inf"))
     nucleus.enqueue(queue_ptr, row, deferred)
-    nucleus.store_state(state_ptr, row, in_row, rows, mode, goal, ceiling, lowest, everything, top, reached)
-    if tl.max(searched.to(tl.int32), 0) > 0:
-        nucleus.store_pivots(
-            sample, pivots_ptr, row, searched, rows, complete, reached, goal, everything, top, scale, SHIFT, PROBS
+    mode = tl.where(listed, nucleus.LIST, nucleus.COUNT)
+    mode = tl.where(deferred, mode, tl.where(near, nucleus.NEAR, nucleus.WHOLE))
+    if tl.max(listed.to(tl.int32), 0) > 0:
+        center, spread = nucleus.guess_threshold(sample, complete, reached, goal, everything, top, scale, SHIFT, PROBS)
+        nucleus.store_edges(
+            edges_ptr, row, listed, rows, searched, center, spread, complete, lowest, top, scale, SHIFT, PROBS
         )
+    nucleus.store_state(state_ptr, row, in_row, rows, mode, goal, lowest, everything, top)
 
 
 @triton.jit
 def _filter(
-    values_ptr, ids_ptr, queue_ptr, state_ptr, pivots_ptr, row, in_row, filtered, rows, row_stride, group_max, sample,
+    values_ptr, ids_ptr, queue_ptr, state_ptr, edges_ptr, row, in_row, filtered, rows, row_stride, group_max, sample,
     wanted, share, lowest, least, top, scale, total,
     VOCAB: tl.constexpr, GROUPS: tl.constexpr, STRIPS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr,
     SHIFT: tl.constexpr, PROBS: tl.constexpr, BLOCK_G: tl.constexpr,
@@ -163,7 +164,7 @@ def _filter(
         total = tl.sum(slot_mass, 1)
     else:
         _defer(
-            sample, queue_ptr, state_ptr, pivots_ptr, row, in_row, near, filtered & (known == 0), rows, complete,
+            sample, queue_ptr, state_ptr, edges_ptr, row, in_row, near, filtered & (known == 0), rows, complete,
             reached, wanted, share, lowest, total, top, scale, SHIFT, PROBS,
         )  # fmt: skip
         total = tl.where(near, tl.sum(slot_mass, 1), total)
@@ -184,8 +185,8 @@ def _filter_kernel(
     ids_ptr,  # [R, SLOTS] int32, or None where the row fits the slots
     slots_ptr,  # [R, SLOTS] float32
     queue_ptr,  # [1 + R] int32, or None where no row can be deferred; its length is 0 before
-    state_ptr,  # [8, R] float32, or None
-    pivots_ptr,  # [12, R] float32, or None
+    state_ptr,  # [5, R] float32, or None
+    edges_ptr,  # [5, R] float32, or None
     distribution_ptr,  # [4, R] float32: floor and total are written, the second and the third
     rows,
     row_stride,
@@ -230,7 +231,7 @@ def _filter_kernel(
     lowest = _lowest(min_p_ptr, request, in_row, top, scale, PROBS)
     filtered = in_row & valid & (temperature > 0) & ((wanted > 0) | (share < 1) | (lowest > float("-inf")))
     floor, total, slot_mass = _filter(
-        values_ptr, ids_ptr, queue_ptr, state_ptr, pivots_ptr, row, in_row, filtered, rows, row_stride, group_max,
+        values_ptr, ids_ptr, queue_ptr, state_ptr, edges_ptr, row, in_row, filtered, rows, row_stride, group_max,
         sample, wanted, share, lowest, least, top, scale, tl.sum(mass, 1), VOCAB, GROUPS, STRIPS, SLOTS, WIDTH, SHIFT,
         PROBS, BLOCK_G,
     )  # fmt: skip
@@ -261,12 +262,12 @@ def keep(
     may_defer = num_groups > slots
     out = partial(torch.empty, dtype=torch.float32, device=values.device)
     ids = out(rows, slots, dtype=torch.int32) if may_defer else None
-    state, pivots = (out(nucleus.STATES, rows), out(nucleus.NUM_PIVOTS, rows)) if may_defer else (None, None)
+    state, edges = (out(nucleus.STATES, rows), out(nucleus.NUM_EDGES, rows)) if may_defer else (None, None)
     of_slots = out(rows, slots)
     block_r = d.rows_per_program(rows, config.max_rows, max(slots * width, block_g))
     launch(
         _filter_kernel, (triton.cdiv(rows, block_r),), values, sampling.temperature, *sampling.filters, best, sums,
-        groups, ids, of_slots, queue if may_defer else None, state, pivots, distribution, rows, values.stride(0),
+        groups, ids, of_slots, queue if may_defer else None, state, edges, distribution, rows, values.stride(0),
         num_warps=config.select_warps, PER_REQUEST=per_request, VOCAB=vocab, GROUPS=num_groups, STRIPS=num_strips,
         PROBS=probabilities, SHIFT=shift, BLOCK_R=block_r,
         BLOCK_N=max(triton.next_power_of_2(num_strips), d.MIN_SCAN), BLOCK_G=block_g, SLOTS=slots, WIDTH=width,
@@ -275,7 +276,7 @@ def keep(
     chunks = None
     if may_defer:
         chunks = nucleus.resolve(
-            values, sampling, queue, state, pivots, distribution, config, per_request=per_request,
+            values, sampling, queue, state, edges, distribution, config, per_request=per_request,
             probabilities=probabilities, shift=shift,
         )  # fmt: skip
     return Kept(ids, of_slots, state, chunks)
