@@ -177,7 +177,7 @@ def _list_kernel(
     edges_ptr,  # [5, R] float32
     parts_ptr,  # [5, R, CHUNKS] float32: weight above each edge in each chunk
     counts_ptr,  # [R, CHUNKS] int32: values of each class, in bits of its own; all bits set where these are too few
-    members_ptr,  # [4, R, CHUNKS, KEEP] float32: the first values of each class
+    members_ptr,  # [R, CHUNKS, 4, KEEP] float32: the first values of each class
     rows,
     row_stride,
     PER_REQUEST: tl.constexpr,
@@ -206,9 +206,9 @@ def _list_kernel(
             countable = tl.sum(inside.to(tl.int32), 1) <= _MOST
             tl.store(counts_ptr + place, tl.where(countable, tl.sum(one, 1), -1), mask=asks)
             rank = (tl.cumsum(one, 1) >> bits) & _MOST
-            list_of = (bits // _COUNT_BITS * rows + row[:, None]).to(tl.int64) * CHUNKS + chunk[:, None]
-            kept = inside & countable[:, None] & (rank <= KEEP)
-            tl.store(members_ptr + list_of * KEEP + rank - 1, value, mask=kept)
+            slot = bits // _COUNT_BITS * KEEP + rank - 1
+            mine = (members_ptr + place.to(tl.int64) * (_CLASSES * KEEP))[:, None]
+            tl.store(mine + slot, value, mask=inside & countable[:, None] & (rank <= KEEP))
 
 
 @triton.jit
@@ -303,7 +303,7 @@ def _resolve_kernel(
     edges_ptr,  # [5, R] float32
     parts_ptr,  # [5, R, CHUNKS] float32
     counts_ptr,  # [R, CHUNKS] int32
-    members_ptr,  # [4, R, CHUNKS, KEEP] float32
+    members_ptr,  # [R, CHUNKS, 4, KEEP] float32
     mass_ptr,  # [R, CHUNKS] float32: the weight that is kept
     distribution_ptr,  # [4, R] float32: floor and total are written, the second and the third
     rows,
@@ -346,8 +346,8 @@ def _resolve_kernel(
         # Values are read before it is known how many there are, so that no load waits for another.
         member = tl.arange(0, BLOCK_C * KEEP)[None, :]
         live = between[:, None] & (member < CHUNKS * KEEP)
-        base = members_ptr + (kind * rows + row).to(tl.int64)[:, None] * (CHUNKS * KEEP)
-        value = tl.load(base + member, mask=live, other=float("-inf"))
+        base = members_ptr + row.to(tl.int64)[:, None] * (CHUNKS * _CLASSES * KEEP) + kind[:, None] * KEEP
+        value = tl.load(base + member // KEEP * (_CLASSES * KEEP) + member % KEEP, mask=live, other=float("-inf"))
         bits = (kind * _COUNT_BITS)[:, None]
         of_chunk = tl.load(counts_ptr + row[:, None] * CHUNKS + member // KEEP, mask=live, other=0)
         live &= member % KEEP < ((of_chunk >> bits) & _MOST)
@@ -397,7 +397,7 @@ def resolve(
     chunks = triton.cdiv(vocab, chunk)
     out = partial(torch.empty, dtype=torch.float32, device=values.device)
     parts, mass = out(NUM_EDGES, rows, chunks), out(rows, chunks)
-    counts, members = out(rows, chunks, dtype=torch.int32), out(NUM_EDGES - 1, rows, chunks, keep)
+    counts, members = out(rows, chunks, dtype=torch.int32), out(rows, chunks, NUM_EDGES - 1, keep)
     block_c = max(triton.next_power_of_2(chunks), d.MIN_SCAN)
     block_t = d.rows_per_program(rows * chunks, config.max_rows, chunk)
     stride = values.stride(0)

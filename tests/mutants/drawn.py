@@ -78,7 +78,7 @@ _MEANINGLESS = {
     ("specdec_kernels/verify/kernel_tree.py", "high - low > _RATE_ERROR", ">="),  # as above
 }
 """Changes that were looked at and change nothing: file, a text that holds the operator, the new one."""
-_GUESSES = ("store_pivots", "_store_second_pivots", "rows_per_program")
+_GUESSES = ("guess_threshold", "store_edges", "rows_per_program")
 """Functions whose results decide how fast something is and nothing else: where a search begins, a size of tiles."""
 _SYMMETRIC = ("min", "max", "minimum", "maximum", "zip", "isinstance", "getattr", "print", "equal")
 _COMPARISONS: dict[type[ast.cmpop], str] = {
