@@ -52,6 +52,21 @@ def test_links_to_files_lead_somewhere(page: Path) -> None:
     assert [target for target in targets if not (page.parent / target).exists()] == []
 
 
+def anchors(page: Path) -> set[str]:
+    """What GitHub makes of the headings of a page."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_headings_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"```.*?```|`[^`]*`", "", page.read_text(encoding="utf-8"), flags=re.S)
+    links = re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", text)
+    targets = [(page.parent / path if path else page, anchor) for path, anchor in links if not path or path.endswith(".md")]
+    assert [anchor for target, anchor in targets if anchor not in anchors(target)] == []
+
+
 def documented_commands() -> list[tuple[str, list[str]]]:
     """(name of the configuration, settings) of each command in a block of docs/ that is one configuration."""
     programs = {"run.py": "config", "-m experiments.train": "train"}
