@@ -270,8 +270,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         raise AssertionError("weights were read")
 
     monkeypatch.setattr("algorithms.runtime.models.loading.weights._read", read)
-    # Hydra composes everything once more to learn hydra.mode, which nobody sets here.
-    monkeypatch.setattr("hydra._internal.hydra.Hydra.get_mode", lambda *_, **__: None)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delenv(cli.FULL_ERROR, raising=False)
