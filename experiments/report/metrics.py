@@ -350,8 +350,8 @@ def warnings(row: Mapping[str, Any], dtype: str, exact: bool) -> list[str]:
 def warnings_of_all(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
     """What is told of many (label, row) in one line: answers that were cut, rounds that differ."""
     found, answers = [], [(label, row["answers"]) for label, row in rows if row.get("answers")]
-    if cut := [f"{label} {counts['cut']} of {sum(counts.values())}" for label, counts in answers if counts["cut"]]:
-        found.append(f"answers cut by sampling.max_new_tokens do not count in accuracy: {', '.join(cut)}")
+    if cut := [f"{label}: {counts['cut']} of {sum(counts.values())}" for label, counts in answers if counts["cut"]]:
+        found.append(f"answers cut by sampling.max_new_tokens do not count in accuracy ({repeats.several(cut)})")
     if spreads := repeats.wide_spreads(rows):
         found.append(spreads)
     return found

@@ -13,6 +13,8 @@ from statistics import fmean, stdev
 from typing import Any
 
 LARGEST_SPREAD = 0.2
+MOST_NAMED = 10
+"""Rows that one warning names."""
 CLOCKS = ("decode", "wall")
 Z_95 = 1.959964
 _T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -79,13 +81,19 @@ def speedup_intervals(row: Mapping[str, Any], baseline: Mapping[str, Any]) -> di
 def wide_spreads(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     """Which (label, row) have rounds so far apart that their times are doubtful; empty where none has."""
     spreads = [(label, spread(row.get("rounds", {}).get("decode_tokens_per_s", []))) for label, row in rows]
-    wide = [f"{label} {share:.0%}" for label, share in spreads if share > LARGEST_SPREAD]
+    wide = [f"{label}: {share:.0%}" for label, share in spreads if share > LARGEST_SPREAD]
     if not wide:
         return ""
     return (
-        f"decode tokens/s differ by more than {LARGEST_SPREAD:.0%} of their mean between rounds: {', '.join(wide)}; "
+        f"decode tokens/s differ by more than {LARGEST_SPREAD:.0%} of their mean between rounds ({several(wide)}): "
         "end other programs on the machine, or raise task.repeats"
     )
+
+
+def several(texts: Sequence[str]) -> str:
+    """The first of `texts`, and how many more there are."""
+    more = len(texts) - MOST_NAMED
+    return "; ".join(texts[:MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
 
 
 def warnings(row: Mapping[str, Any]) -> list[str]:

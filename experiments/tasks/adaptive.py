@@ -7,7 +7,7 @@ configured, without sizes to choose from, and the target alone run in engines of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ from experiments.tasks.decoding import (
 from experiments.tasks.throughput import repeated
 
 if TYPE_CHECKING:
-    from algorithms.runtime.request import Request
+    from algorithms.runtime.request import Completion, Request
 
 CHOSEN, CONFIGURED = "adaptive", "configured"
 Key = tuple[str, str]
@@ -131,11 +131,13 @@ class Adaptive(Task):
         found: dict[Key, list[Decoded]] = {}
         with user_errors(EngineError):
             self._warm_up(engine, plan)
-            for _, workload, setting in product(range(self.plan.config.task.repeats), self.plan.workloads, settings):
+            rounds = range(self.plan.config.task.repeats)
+            for number, workload, setting in product(rounds, self.plan.workloads, settings):
                 if sizing is not None:
                     sizing.pacing.held = setting.held
                 asked = self._requests(workload, plan.config.runtime.max_batch)
-                timed, compiled = _generated(engine, asked)
+                name = f"{label} ×{plan.config.runtime.max_batch}, {setting.name}"
+                timed, compiled = _generated(engine, asked, self.recorder(workload.name, name, number))
                 decoded = Decoded.by(
                     algo, algorithm, backend, requests=asked, generation=timed, timed=timed, compiled=compiled
                 )
@@ -143,8 +145,7 @@ class Adaptive(Task):
                     decoded = replace(decoded, num_nodes=int(setting.name))
                 found.setdefault((workload.name, setting.name), []).append(decoded)
                 rate = sum(len(c.token_ids) for c in timed.completions) * 1e3 / max(timed.decode_ms, 1e-9)
-                where = f"{workload.name} ×{plan.config.runtime.max_batch}, {label}, {setting.name}"
-                self.console.print(f"{where}: {rate:,.1f} tokens/s", highlight=False)
+                self.console.print(f"{workload.name}, {name}: {rate:,.1f} tokens/s", highlight=False)
         return found
 
     def _requests(self, workload: Workload, batch: int) -> list[Request]:
@@ -159,13 +160,14 @@ class Adaptive(Task):
             engine.generate([request.shortened(tokens) for request in asked[:count]], needs=needs)
 
 
-def _generated(engine: Any, asked: Sequence[Request]) -> tuple[Any, list[str]]:
-    """What the engine makes of `asked` when it has seen nothing before, and the kernels compiled meanwhile."""
+def _generated(engine: Any, asked: Sequence[Request], record: Callable[[Completion], None]) -> tuple[Any, list[str]]:
+    """What the engine makes of `asked` when it has seen nothing before, and the kernels compiled meanwhile. `record`
+    gets each request as it ends."""
     from specdec_kernels.launch import record_compilations
 
     engine.forget()
     with record_compilations() as compiled:
-        timed = engine.generate(asked)
+        timed = engine.generate(asked, on_end=record)
     return timed, list(compiled)
 
 

@@ -258,6 +258,11 @@ class Task:
             return {}
         return found
 
+    def recorder(self, data: str, method: str, round_number: int = 0) -> Callable[[Completion], None]:
+        """For a task that serves requests itself: what records each of them as it ends."""
+        self._order.append((data, method))
+        return partial(earlier.record, self.folder, earlier.Key(data, method, round_number))
+
     def requests_in_order(self) -> list[dict[str, Any]]:
         """What requests.jsonl holds at the end: decodings in the order of the task, and the requests of each."""
         place = {key: index for index, key in reversed(list(enumerate(self._order)))}

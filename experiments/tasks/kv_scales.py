@@ -8,7 +8,6 @@ receives `kv_scales.safetensors` for `runtime.kv_scales`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from safetensors.torch import save
@@ -16,7 +15,6 @@ from safetensors.torch import save
 from experiments.app.errors import user_errors
 from experiments.report.run_folder import KV_SCALES
 from experiments.report.tables import Row, number
-from experiments.tasks import earlier
 from experiments.tasks.base import Task
 from experiments.tasks.decoding import AUTOREGRESSIVE, baseline_config, make_engine
 
@@ -75,12 +73,11 @@ class KVScalesTask(Task):
         (workload,) = self.plan.workloads
         engine, _, _ = make_engine(self.plan, self.target, baseline_config(), workload.max_length)
         cache, batch = engine.parts.cache, self.plan.config.runtime.max_batch
-        found, num_tokens, key = None, 0, earlier.Key(workload.name, AUTOREGRESSIVE)
+        found, num_tokens, record = None, 0, self.recorder(workload.name, AUTOREGRESSIVE)
         with user_errors(EngineError):
             # Pages are used again by later requests, so the cache is read after each batch.
             for start in range(0, len(workload.requests), batch):
                 asked = workload.requests[start : start + batch]
-                record = partial(earlier.record, self.folder, key)
                 done = engine.generate(asked, on_end=record).completions
                 num_tokens += sum(len(request.prompt_ids) for request in asked)
                 num_tokens += sum(len(completion.token_ids) for completion in done)

@@ -63,7 +63,8 @@ class VerificationRules(Task):
             for number, request in enumerate(workload.requests)
         ]
         with user_errors(EngineError):
-            failed = [done.error for done in engine.generate(asked).completions if done.error]
+            record = self.recorder(workload.name, label)
+            failed = [done.error for done in engine.generate(asked, on_end=record).completions if done.error]
         if failed:
             raise EngineError(failed[0])
         shared = {"data": workload.name, "method": label, "draw": drawing.draw, "num_nodes": algorithm.num_nodes}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ BRIEF = ["data.limit=1", "runtime.max_batch=1", "sampling.max_new_tokens=4"]
 
 def test_every_number_of_nodes_stands_beside_the_choice(tmp_path: Path) -> None:
     words = ["task=adaptive", "task.data=[code]", "task.limit=1", "task.batches=[1]", "task.only=[ngram]"]
-    code, out, rows, _ = called(tmp_path, *words, "+task.methods.ngram.num_nodes=3", "sampling.max_new_tokens=4")
-    assert code == 0, out
+    code, out, rows, folder = called(tmp_path, *words, "+task.methods.ngram.num_nodes=3", "sampling.max_new_tokens=4")
+    assert code == 0 and folder is not None, out
+    served = [json.loads(line)["method"] for line in (folder / "requests.jsonl").read_text().splitlines()]
+    assert served == ["autoregressive ×1, 1", *(f"ngram ×1, {name}" for name in ("configured", "2", "3", "adaptive"))]
     assert [row["setting"] for row in rows] == ["1", "configured", "2", "3", "adaptive"]
     assert {row["lossless"]["identical"] for row in rows[1:]} == {1}
     for row in rows[2:-1]:

@@ -159,7 +159,7 @@ def test_a_text_that_was_cut_before_its_answer_is_not_wrong() -> None:
     assert found == {"accuracy": 0.5, "answers": {"right": 1, "wrong": 1, "cut": 1}}
     rows = [("a", {"answers": found["answers"]}), ("b", {"answers": None}), ("c", {"answers": found["answers"]})]
     (told,) = figures.warnings_of_all(rows)
-    assert told == "answers cut by sampling.max_new_tokens do not count in accuracy: a 1 of 3, c 1 of 3"
+    assert told == "answers cut by sampling.max_new_tokens do not count in accuracy (a: 1 of 3; c: 1 of 3)"
     only_cut = figures.accuracy(done[1:2], lambda index, text: False)
     assert only_cut == {"accuracy": None, "answers": {"right": 0, "wrong": 0, "cut": 1}}
 
@@ -260,7 +260,8 @@ def test_times_that_cannot_be_trusted_are_called_out() -> None:
     assert repeats.warnings(fine) == []
     spread = fine | {"rounds": {"decode_tokens_per_s": [100.0, 130.0, 100.0]}}
     (told,) = figures.warnings_of_all([("a", fine), ("b", spread), ("c", spread), ("d", {})])
-    assert "differ by more than 20% of their mean between rounds: b 27%, c 27%; end other programs" in told
+    assert "differ by more than 20% of their mean between rounds (b: 27%; c: 27%): end other programs" in told
+    assert repeats.several(list("abcdefghijkl")).endswith("; j; and 2 more")
     assert figures.warnings_of_all([("a", fine)]) == []
     (above,) = repeats.warnings(fine | {"speedup_decode": 3.1})
     assert above.startswith("a decode speedup of 3.10× is above its 3.00 tokens/step")

@@ -50,6 +50,7 @@ def test_the_task_on_models(run: Run) -> None:  # noqa: F811
     assert [row["rule"] for row in of_models] == rules
     assert all(0 <= row["expected_accepted"] <= 3 for row in of_models) and of_models[-1]["gain"] == 0
     assert len(found.read("verification_rules.jsonl").splitlines()) == len(found.rows) == len(list(rows())) + 5
+    assert len(found.read("requests.jsonl").splitlines()) == of_models[0]["num_requests"]
 
 
 @pytest.mark.parametrize(
