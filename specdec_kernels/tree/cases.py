@@ -217,11 +217,12 @@ def _marginals_hostile(make: Maker) -> dict[str, Any]:
         [[7.0, 2.0, 1.0], [float("inf"), 0.5, 0.5]],
         [[1e-30, 1e-37, 1e-40], [1e-8, 1e-9, 0.0]],
         [[0.0, 0.9, 0.9], [1.0, 1.0, 1.0]],
+        [[2.0**-63, 0.5, 0.25], [2.0**-63, 2.0**-64, 0.0]],  # 2^-126 is the smallest product
     ]
     return dict(
         probs=make.tensor(probs, torch.float32),
-        tokens=make.integers(0, 100, 5, 2, 3),
-        last_tokens=make.integers(0, 100, 5),
+        tokens=make.integers(0, 100, 6, 2, 3),
+        last_tokens=make.integers(0, 100, 6),
         num_nodes=14,
     )
 

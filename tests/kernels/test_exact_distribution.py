@@ -96,7 +96,7 @@ class Replica:
     """The kernel's sums of an unfiltered row, or of one whose floor is known, in numpy.
 
     Strips of STEPS * STEP tokens have float32 masses. A draw goes by whole units of 2^-60 of the strips' total, and
-    inside the strip by those of the strip.
+    inside the strip by those of the strip's mass.
     """
 
     def __init__(self, shape: Shape, vocab: int) -> None:
@@ -120,13 +120,12 @@ class Replica:
         padded = np.zeros((1, max(triton.next_power_of_2(strips), 8)), np.float32)
         padded[0, :strips] = of_strips
         self.vocab = vocab
-        self.of_strips = self._units(padded)[0, :strips]
-        self.of_tokens = self._units(weights)
+        self.of_strips = self._units(padded, padded.sum(1))[0, :strips]
+        self.of_tokens = self._units(weights, of_strips)
 
     @staticmethod
-    def _units(weights: np.ndarray) -> np.ndarray:
-        total = weights.sum(1, keepdims=True)
-        inverse = np.float32(1) / np.where(total > 0, total, np.float32(1))
+    def _units(weights: np.ndarray, total: np.ndarray) -> np.ndarray:
+        inverse = (np.float32(1) / np.where(total > 0, total, np.float32(1)))[:, None]
         return (weights * inverse * np.float32(2.0**60)).astype(np.int64)
 
     def distribution(self) -> torch.Tensor:

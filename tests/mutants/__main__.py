@@ -5,7 +5,8 @@
 
 Exit code 1 where the tests of a known mutant pass, where its replacement no longer fits the code, or where one of the
 tests fails without it. Of the drawn ones the share that survives is reported: each is a test to write, or a change that
-means nothing.
+means nothing. The tests that caught one are run once more without any mutant: what was caught by a test that fails
+there counts as surviving.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from functools import partial
@@ -30,6 +31,7 @@ from tests.mutants.runner import (
     baseline,
     load_heavy_modules,
     run_mutant,
+    short,
 )
 from tests.mutants.table import MUTANTS
 
@@ -41,19 +43,37 @@ def _timed(mutant: Mutant, limit_s: float) -> tuple[Outcome, float]:
     return run_mutant(mutant, limit_s), time.monotonic() - start
 
 
-def judge(mutants: Sequence[Mutant], jobs: int, limit_s: float) -> Counter[str]:
-    """Run each of them, print a line for it, and count what became of them."""
+def judge(mutants: Sequence[Mutant], jobs: int, limit_s: float) -> list[Outcome]:
+    """Run each of them, print a line for it and the counts, and return what became of them."""
     counts = Counter(dict.fromkeys((CAUGHT, SURVIVED, BROKEN), 0))
+    outcomes = []
     with ThreadPoolExecutor(jobs) as pool:
         for mutant, (outcome, seconds) in zip(
             mutants, pool.map(partial(_timed, limit_s=limit_s), mutants), strict=True
         ):
             counts[outcome.status] += 1
+            outcomes.append(outcome)
             print(f"{outcome.status:<9}{seconds:5.1f} s  {mutant.name:<36}{outcome.detail}", flush=True)
             if outcome.status != CAUGHT:
                 print(f"{'':17}{mutant.path}: {mutant.bug}")
     print(", ".join(f"{count} {status}" for status, count in counts.items()), flush=True)
-    return counts
+    return outcomes
+
+
+def caught_in_vain(outcomes: Sequence[Outcome], jobs: int) -> int:
+    """How many were caught by a test that fails without any mutant; such tests are printed."""
+    tests = sorted({outcome.test for outcome in outcomes if outcome.test})
+    failing: dict[str, str] = {}
+    with ThreadPoolExecutor(jobs) as pool:
+        for found in pool.map(baseline, filter(None, (tests[turn::jobs] for turn in range(jobs)))):
+            failing |= found
+    if failing:
+        print("these tests fail without any mutant:", *_lines(failing), sep="\n  ")
+    return sum(outcome.test in failing for outcome in outcomes)
+
+
+def _lines(failing: Mapping[str, str]) -> list[str]:
+    return [f"{short(test)}: {problem}" for test, problem in failing.items()]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -74,15 +94,16 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     load_heavy_modules()
     if chosen and (problems := baseline(sorted({test for mutant in chosen for test in mutant.tests}))):
-        print("these tests fail without any mutant:", *problems, sep="\n  ")
+        print("these tests fail without any mutant:", *_lines(problems), sep="\n  ")
         return 1
-    caught = judge(chosen, options.jobs, options.limit)[CAUGHT] if chosen else 0
+    known = judge(chosen, options.jobs, options.limit) if chosen else []
     if number:
         seed = int(time.time()) if options.seed is None else options.seed
         print(f"{number} drawn mutants, --drawn {number} --seed {seed}", flush=True)
         drawn = judge(draw(number, seed), options.jobs, options.limit)
-        print(f"{drawn[SURVIVED] / max(1, drawn.total()):.1%} of the drawn mutants survive")
-    return 0 if caught == len(chosen) else 1
+        survived = sum(outcome.status == SURVIVED for outcome in drawn) + caught_in_vain(drawn, options.jobs)
+        print(f"{survived / number:.1%} of the drawn mutants survive")
+    return 0 if all(outcome.status == CAUGHT for outcome in known) else 1
 
 
 if __name__ == "__main__":

@@ -27,10 +27,12 @@ PROBLEM_LENGTH = 160
 
 @dataclass(frozen=True)
 class Outcome:
-    """`caught` by a test, `SURVIVED` all of them, or `BROKEN`: the mutant or its tests are stale."""
+    """`caught` by a test, `SURVIVED` all of them, or `BROKEN`: the mutant or its tests are stale. `test` is the name by
+    which pytest runs the test that caught it, empty where the process of the tests died."""
 
     status: str
     detail: str
+    test: str = ""
 
 
 class _Recorder:
@@ -84,31 +86,32 @@ def run_mutant(mutant: Mutant, limit_s: float = TIMEOUT_S) -> Outcome:
             return Outcome(BROKEN, str(stale))
         found = _in_child(copy, mutant.tests, stop_at_first=True, limit_s=limit_s)
     if found["hangs"]:
-        return Outcome(CAUGHT, f"{_short(found['hangs'])}: does not end")
+        return Outcome(CAUGHT, f"{short(found['hangs'])}: does not end", found["hangs"])
     if found["cut"]:
         return Outcome(SURVIVED, f"no test failed within {limit_s:.0f} s")
     if found["unloadable"] or found["code"] not in (0, 1):
         return Outcome(BROKEN, "; ".join(found["unloadable"]) or f"pytest ended with {found['code']}: stale tests?")
     if found["failed"]:
         test, problem = found["failed"][0]
-        return Outcome(CAUGHT, f"{_short(test)}: {problem}")
+        return Outcome(CAUGHT, f"{short(test)}: {problem}", test if "::" in test else "")
     if not found["passed"]:
         return Outcome(BROKEN, "none of its tests ran")
     return Outcome(SURVIVED, f"{found['passed']} tests passed")
 
 
-def baseline(tests: Sequence[str]) -> list[str]:
-    """The tests that fail without a mutant."""
+def baseline(tests: Sequence[str]) -> dict[str, str]:
+    """The tests that fail without a mutant, each with its problem."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         copy_tree(Path(folder))
         found = _in_child(Path(folder), tests, stop_at_first=False, limit_s=BASELINE_TIMEOUT_S)
     if found["cut"] or found["hangs"]:
-        return [f"the unchanged tree did not end within {BASELINE_TIMEOUT_S} s"]
-    problems = [f"{_short(test)}: {problem}" for test, problem in found["failed"]] + found["unloadable"]
-    return problems or ([] if found["code"] == 0 else [f"pytest ended with {found['code']}: stale tests?"])
+        return {"the unchanged tree": f"did not end within {BASELINE_TIMEOUT_S} s"}
+    problems = dict(found["failed"]) | {problem: "does not load" for problem in found["unloadable"]}
+    stale = {"pytest": f"ended with {found['code']}: stale tests?"} if found["code"] else {}
+    return problems or stale
 
 
-def _short(test: str) -> str:
+def short(test: str) -> str:
     return test.removeprefix("tests/").replace(".py::", " ")
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ast
 import re
+from pathlib import Path
 
 import pytest
 
 from specdec_kernels import FAMILIES
 from tests.kernels.test_parity import CASES
-from tests.mutants.drawn import DrawnMutant, draw, mutated_files, sites_of
+from tests.mutants import __main__ as command
+from tests.mutants.drawn import MEANINGLESS, DrawnMutant, draw, is_in, mutated_files, sites_of
 from tests.mutants.mutant import ROOT, Mutant
-from tests.mutants.runner import BROKEN, CAUGHT, SURVIVED, run_mutant
+from tests.mutants.runner import BROKEN, CAUGHT, SURVIVED, Outcome, run_mutant
 from tests.mutants.table import MUTANTS
 
 PARITY_CASES = {case.id for case in CASES}
@@ -64,6 +66,20 @@ def test_the_runner_tells_them_apart(mutant: Mutant, status: str, detail: str) -
     assert outcome.status == status and re.search(detail, outcome.detail), outcome
 
 
+def test_what_a_failing_test_catches_counts_as_surviving(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    caught = Outcome(CAUGHT, "", "tests/test_imports.py::test_it")
+    monkeypatch.setattr(command, "run_mutant", lambda mutant, limit_s: caught)
+    monkeypatch.setattr(command, "load_heavy_modules", lambda: None)
+    for failing, share in (({}, "0.0%"), ({caught.test: "AssertionError"}, "100.0%")):
+        monkeypatch.setattr(command, "baseline", lambda tests, failing=failing: failing)
+        assert command.main(["--only", "", "--drawn", "3", "--seed", "5"]) == 0
+        printed = capsys.readouterr().out
+        assert printed.endswith(f"{share} of the drawn mutants survive\n")
+        assert ("test_imports test_it: AssertionError" in printed) == bool(failing)
+
+
 def test_drawn_mutants_are_those_of_their_seed() -> None:
     """All four kinds come up, every change parses, and its tests exist."""
     drawn = draw(60, seed=5)
@@ -75,6 +91,11 @@ def test_drawn_mutants_are_those_of_their_seed() -> None:
         assert mutant.changed() != (ROOT / mutant.path).read_text()
         files = [argument for argument in mutant.tests if argument.endswith(".py")]
         assert files and all((ROOT / file).is_file() for file in files)
+
+
+@pytest.mark.parametrize("change", sorted(MEANINGLESS), ids=lambda change: f"{Path(change[0]).name} {change[1]}")
+def test_a_change_that_means_nothing_has_a_place(change: tuple[str, str, str]) -> None:
+    assert any(is_in(site, *change) for site in sites_of(Path(change[0])))
 
 
 def test_every_change_is_of_one_operator() -> None:

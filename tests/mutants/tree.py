@@ -31,8 +31,8 @@ MUTANTS = (
     Mutant(
         "ancestors_without_self",
         _KERNEL,
-        "bits = _word_bit((node + depth)[:, :, None], word)",
-        "bits = _word_bit((node + depth)[:, :, None], word) & (node == 0)[:, :, None].to(tl.int64)",
+        "bits = word_bit((node + depth)[:, :, None], word)",
+        "bits = word_bit((node + depth)[:, :, None], word) & (node == 0)[:, :, None].to(tl.int64)",
         _case("tree_odd"),
         "a node does not see itself",
     ),
