@@ -33,7 +33,7 @@ from experiments.sweep.folder import DONE, SweepFolder
 if TYPE_CHECKING:
     import pandas as pd
 
-FOUR_DIGITS = 10_000
+FOUR_DIGITS = 1_000
 
 
 @dataclass
@@ -69,7 +69,8 @@ def columns_of(frame: pd.DataFrame, keys: Sequence[str], metrics: Sequence[str],
     if (frame["state"] != DONE).any():
         found.append(Column("state", lambda row: row["state"], numeric=False, tone=_state_tone))
     found += [_column(metric, frame, interval=True) for metric in metrics]
-    found.append(Column("best", lambda row: "best" if row["index"] in best else "", numeric=False, tone=_best_tone))
+    if len(best) < (frame["state"] == DONE).sum():
+        found.append(Column("best", lambda row: "best" if row["index"] in best else "", numeric=False, tone=_best_tone))
     if "reason" in frame and frame["reason"].fillna("").str.len().any():
         found.append(Column("reason", _reason, numeric=False, narrow=False))
     return found

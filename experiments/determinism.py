@@ -28,7 +28,8 @@ from experiments.app.errors import user_errors
 from experiments.app.schema import REPO_ROOT, expect_at_least, expect_choice
 from experiments.bench.timing import Limits, Timing, provenance, time_function
 from experiments.inflate import SHAPES
-from experiments.kernel_bench import NO_GPU, choose_device
+from experiments.kernel_bench import choose_device
+from experiments.report.metrics import INTERPRETER, NOT_A_GPU
 from experiments.report.tables import Column, console_table, number, text
 
 if TYPE_CHECKING:
@@ -212,7 +213,7 @@ def job(config: DeterminismConfig, composed: DictConfig) -> None:
             del model
     console.print(console_table(f"price of determinism on {conditions['machine']}", COLUMNS, rows))
     if device.type != "cuda":
-        console.print(NO_GPU, style="yellow")
+        console.print(NOT_A_GPU[INTERPRETER], style="yellow")
     console.print(f"wrote {folder / 'results.jsonl'}")
 
 

@@ -35,6 +35,7 @@ from experiments.bench.peers import PEERS
 from experiments.bench.row import FAILED, NOT_RUN, OK, Bench, measure
 from experiments.bench.selection import chosen_cases, named
 from experiments.bench.timing import Limits, provenance
+from experiments.report.metrics import INTERPRETER, NOT_A_GPU
 from experiments.report.run_folder import SUMMARY, to_json, write_whole
 from experiments.sweep.main import main as sweep_main
 from specdec_kernels import FAMILIES
@@ -42,7 +43,6 @@ from specdec_kernels.cases import Case
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 LOG_WIDTH = 160  # columns of a table that goes to a file
-NO_GPU = "no GPU: Triton's interpreter on a CPU, these times say nothing about the speed on a GPU"
 
 
 @dataclass
@@ -116,6 +116,7 @@ def run(config: KernelBenchConfig, folder: Path, console: Console) -> bool:
     agreed = all(row["status"] in (OK, NOT_RUN) for row in rows)
     if agreed:
         own = {"name": "kernel_bench", "task": "kernel_bench", "revision": context["git_revision"]}
+        own["impl"] = "triton" if device.type == "cuda" else INTERPRETER
         write_whole(folder / SUMMARY, to_json({**own, **context, "rows": rows}) + "\n")
     return agreed
 
@@ -152,7 +153,7 @@ def _alive(device: torch.device) -> bool:
 def _present(rows: list[dict[str, Any]], bench: Bench, machine: str, folder: Path, console: Console) -> None:
     on_gpu = bench.device.type == "cuda"
     title = f"kernels on {machine}" + ("" if on_gpu else " (interpreter)")
-    notes = [] if on_gpu else [NO_GPU]
+    notes = [] if on_gpu else [NOT_A_GPU[INTERPRETER]]
     if bench.ceilings is not None:
         rates = bench.ceilings
         notes.append(

@@ -35,9 +35,9 @@ Look = Callable[[int, Mapping[str, Any]], dict[str, Any]]
 LOW_ACCEPTANCE = 0.05
 FEWEST_REQUESTS = 4
 """From how many requests an interval of tokens per step is told."""
+INTERPRETER = "triton-interpreter"
 NOT_A_GPU = {
-    "triton-interpreter": "Times are of Triton's interpreter on the CPU and say nothing about a GPU; tokens, "
-    "acceptance and identity do not depend on it.",
+    INTERPRETER: "Times are of Triton's interpreter on the CPU and say nothing about a GPU.",
     "reference": "Times are of plain torch on the CPU and say nothing about a GPU.",
 }
 

@@ -21,8 +21,6 @@ MARKERS = "osD^vPX*<>"
 MOST_LINES = 12
 MOST_MAPS = 6
 MAPS_IN_A_ROW = 3
-LEGEND_INSIDE = 4
-"""A legend of more lines stands below the axes, where it hides nothing."""
 
 
 def new_figure(columns: int = 1, rows: int = 1, width: float = 7.2, height: float = 4.2) -> tuple[Figure, list[Axes]]:
@@ -129,8 +127,8 @@ def front(frame: pd.DataFrame, keys: Sequence[str]) -> Figure | None:
             fontsize=7,
             horizontalalignment="right" if right else "left",
         )
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
+    axes.set_xlim(0, 1.05 * kept[PER_REQUEST].max())
+    axes.set_ylim(0, 1.1 * kept[IN_ALL].max())
     return _finished(figure, axes, "tokens/s of a request (median)", "tokens/s of all requests together")
 
 
@@ -174,8 +172,5 @@ def _finished(figure: Figure, axes: Axes, x: str, y: str) -> Figure:
     axes.set(xlabel=x, ylabel=words(y))
     axes.grid(alpha=0.3)
     if lines := axes.get_legend_handles_labels()[1]:
-        if len(lines) <= LEGEND_INSIDE:
-            axes.legend(fontsize=8)
-        else:
-            figure.legend(fontsize=8, loc="outside lower center", ncols=2)
+        figure.legend(fontsize=8, loc="outside lower center", ncols=min(4, len(lines)))  # where it hides nothing
     return figure

@@ -23,8 +23,7 @@ def listing(console: Console, sweep: Sweep) -> None:
     states = sweep.states()
     _table(console, sweep, states)
     _say(console, f"{_counts(states)} · {sweep.folder.path}")
-    if rest := estimated_rest_s(sweep, states):
-        _say(console, f"the rest takes about {_duration(rest)}, one row after the other")
+    _tell_rest(console, sweep, states)
 
 
 def start(console: Console, sweep: Sweep, todo: Sequence[RowRecord]) -> None:
@@ -37,8 +36,7 @@ def start(console: Console, sweep: Sweep, todo: Sequence[RowRecord]) -> None:
     summaries = (sweep.folder.summary(row) for row, state in states.items() if state == DONE)
     if old := sum(summary is not None and summary.get("revision") != revision for summary in summaries):
         _say(console, f"warning: {old} of them ran at another revision; sweep.force=true runs them again", "yellow")
-    if rest := estimated_rest_s(sweep, states):
-        _say(console, f"the rest takes about {_duration(rest)}, one row after the other")
+    _tell_rest(console, sweep, states)
 
 
 def ending(console: Console, sweep: Sweep) -> int:
@@ -64,6 +62,13 @@ def exit_code(sweep: Sweep, states: dict[str, str]) -> int:
     return 2 if set(states.values()) == {REFUSED} else 0
 
 
+def _tell_rest(console: Console, sweep: Sweep, states: dict[str, str]) -> None:
+    """How long the rest may take, where that is a second or more."""
+    rest = estimated_rest_s(sweep, states)
+    if rest is not None and rest >= 1:
+        _say(console, f"the rest takes about {_duration(rest)}, one row after the other")
+
+
 def estimated_rest_s(sweep: Sweep, states: dict[str, str]) -> float | None:
     """Seconds of the rows that are to run, from the mean of those that are done; None where nothing is known."""
     taken = [record.wall_s for record in sweep.folder.records() if record.wall_s is not None and record.ended == DONE]
@@ -80,9 +85,11 @@ def _table(console: Console, sweep: Sweep, states: dict[str, str]) -> None:
         Column("overrides", lambda row: str(row["overrides"]), numeric=False),
         Column("state", lambda row: str(row["state"]), numeric=False, tone=lambda row: TONES.get(row["state"])),
         Column("seconds", lambda row: figure(row["wall_s"])),
-        Column(words(named), lambda row: figure(row["value"], 2)),
     ]
-    console.print(console_table(f"sweep {sweep.folder.name}", columns, _shown(sweep, states)))
+    rows = _shown(sweep, states)
+    if any(row["value"] is not None for row in rows):
+        columns.append(Column(words(named), lambda row: figure(row["value"], 2)))
+    console.print(console_table(f"sweep {sweep.folder.name}", columns, rows))
 
 
 def _shown(sweep: Sweep, states: dict[str, str]) -> list[Row]:
