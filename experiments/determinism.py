@@ -20,7 +20,6 @@ import torch
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
-from rich.console import Console
 from torch import Tensor
 
 from experiments.app import cli
@@ -29,6 +28,7 @@ from experiments.app.schema import REPO_ROOT, expect_at_least, expect_choice
 from experiments.bench.timing import Limits, Timing, provenance, time_function
 from experiments.inflate import SHAPES
 from experiments.kernel_bench import choose_device
+from experiments.report.console import plain_console
 from experiments.report.metrics import INTERPRETER, NOT_A_GPU
 from experiments.report.tables import Column, console_table, number, text
 
@@ -199,7 +199,7 @@ def job(config: DeterminismConfig, composed: DictConfig) -> None:
     with user_errors(ValueError):
         device = choose_device(config.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    folder, console = Path(HydraConfig.get().runtime.output_dir), Console()
+    folder, console = Path(HydraConfig.get().runtime.output_dir), plain_console()
     folder.mkdir(parents=True, exist_ok=True)
     conditions = provenance(device.type) | dict(device=device.type, dtype=str(dtype)[6:], config=asdict(config))
     rows = []

@@ -35,6 +35,7 @@ from experiments.bench.peers import PEERS
 from experiments.bench.row import FAILED, NOT_RUN, OK, Bench, measure
 from experiments.bench.selection import chosen_cases, named
 from experiments.bench.timing import Limits, provenance
+from experiments.report.console import plain_console
 from experiments.report.metrics import INTERPRETER, NOT_A_GPU
 from experiments.report.run_folder import SUMMARY, to_json, write_whole
 from experiments.sweep.main import main as sweep_main
@@ -42,7 +43,6 @@ from specdec_kernels import FAMILIES
 from specdec_kernels.cases import Case
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-LOG_WIDTH = 160  # columns of a table that goes to a file
 
 
 @dataclass
@@ -172,9 +172,7 @@ def _present(rows: list[dict[str, Any]], bench: Bench, machine: str, folder: Pat
 
 def job(config: KernelBenchConfig, composed: DictConfig) -> None:
     """The job: exit code 1 when a kernel fails or disagrees with its reference."""
-    console = Console()
-    if not console.is_terminal:
-        console.width = LOG_WIDTH
+    console = plain_console()
     with user_errors(ValueError):
         agreed = run(config, Path(HydraConfig.get().runtime.output_dir), console)
     if not agreed:

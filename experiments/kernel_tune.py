@@ -29,6 +29,7 @@ from experiments.bench.row import Bench
 from experiments.bench.selection import chosen_cases
 from experiments.bench.timing import Limits, provenance
 from experiments.bench.tune import CANDIDATES, compile_ahead, free, groups, prepared, search
+from experiments.report.console import plain_console
 from experiments.report.run_folder import to_json, write_whole
 from experiments.report.tables import Column, console_table, figure
 from specdec_kernels.tuning import VARIABLE
@@ -107,7 +108,7 @@ def job(config: KernelTuneConfig, composed: DictConfig) -> None:
     """The job."""
     if not torch.cuda.is_available():
         raise UserError("kernel_tune measures on a GPU, and torch sees none")
-    console, card = Console(width=None if os.isatty(1) else 140), torch.cuda.get_device_name()
+    console, card = plain_console(), torch.cuda.get_device_name()
     rows: list[dict[str, Any]] = []
     with user_errors(ValueError):
         for row in tune(config, torch.device("cuda"), card, console):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 OnStep = Callable[["StepReport"], None]
 BAR_WIDTH = 40
 PLAIN_INTERVAL_S = 15.0
-PIPE_WIDTH = 110
+PIPE_WIDTH, PANEL_WIDTH = 160, 110
 
 
 def plain_console() -> Console:
@@ -132,4 +132,4 @@ def sample_panel(record: Row, tail: int = 300) -> Panel:
     steps = counted(max(1, len(record["accepted_counts"])), "step")
     verdict = f" · {record['verdict']}" if record["verdict"] else ""
     title = f"request {record['id']} · {counted(len(record['token_ids']), 'token')} in {steps}{verdict}"
-    return Panel(Text.assemble((prompt, "dim"), "\n\n", text), title=title, title_align="left")
+    return Panel(Text.assemble((prompt, "dim"), "\n\n", text), title=title, title_align="left", width=PANEL_WIDTH)

@@ -158,7 +158,7 @@ def console_table(title: str, columns: Sequence[Column], rows: Sequence[Row]) ->
         # A heading is as wide as its cells, or as its longest word.
         word = max(map(len, column.title.split()), default=1)
         heading = "\n".join(wrap(column.title, max([word, *(len(column.show(row)) for row in rows)])))
-        table.add_column(heading, justify=side, overflow="fold", no_wrap=not column.numeric, min_width=word)
+        table.add_column(heading, justify=side, overflow="fold", no_wrap=not column.numeric)
     styles = {"good": "green", "bad": "bold red", None: ""}
     for row in rows:
         # As text: a label may look like markup.

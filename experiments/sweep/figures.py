@@ -94,13 +94,15 @@ def over_two(frame: pd.DataFrame, keys: Sequence[str], x: str, y: str, metric: s
 
 def _write_values(axes: Axes, table: pd.DataFrame, low: float, high: float) -> None:
     """Each value of a map into its field, in the colour that stands out there."""
+    digits = 2 if high < 10 else 1 if high < 100 else 0
     for row in range(len(table.index)):
         for column in range(len(table.columns)):
             value = table.iloc[row, column]
             if pd.notna(value):
                 bright = high > low and (value - low) / (high - low) > 0.6
-                text = f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-                axes.text(column, row, text, ha="center", va="center", color="black" if bright else "white")
+                axes.text(
+                    column, row, f"{value:,.{digits}f}", ha="center", va="center", color="black" if bright else "white"
+                )
 
 
 def front(frame: pd.DataFrame, keys: Sequence[str]) -> Figure | None:
