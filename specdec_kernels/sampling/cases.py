@@ -135,6 +135,13 @@ def _misled(make: Maker, rows: int, vocab: int, stride: int) -> dict[str, Any]:
     return dict(logits=logits, sampling=_at_one(make, rows, top_p=top_p))
 
 
+def _two_limits(make: Maker, rows: int, vocab: int) -> dict[str, Any]:
+    """Min-p cuts from far below to far above where top-p does."""
+    logits = make.normal(rows, vocab, scale=2.0).clamp(max=4.0)
+    top_p, min_p = torch.full((rows,), 0.7), torch.exp(torch.linspace(-5.0, -1.0, rows))
+    return dict(logits=logits, sampling=_at_one(make, rows, top_p=top_p.to(make.device), min_p=min_p.to(make.device)))
+
+
 def _probs(make: Maker, rows: int, vocab: int, scale: float = 2.0) -> dict[str, Any]:
     sampling = random_sampling(make, rows)._replace(seeds=None)
     logits = make.normal(rows, vocab, scale=scale)
@@ -261,6 +268,7 @@ CASES = (
     _pick_filtered("pick_filtered_flat", catches="threshold below slots", rows=6, vocab=2049, scale=0.1),
     case_of("filtered_probs", _spread, "probs_spread", "slots that are nearly enough", rows=12, vocab=1200),
     case_of("filtered_probs", _misled, "probs_misled", "guesses far off the threshold", rows=12, vocab=2049, stride=4),
+    case_of("filtered_probs", _two_limits, "probs_two_limits", "min-p above the threshold", rows=16, vocab=1200),
     _pick_filtered("pick_filtered_padded", catches="tail of the last group", rows=5, vocab=600, padded=40),
     case_of("pick_tokens", _filtered_ties, "pick_filtered_ties", "ties at a threshold", rows=12, vocab=1025),
     case_of("pick_tokens", _hostile, "pick_filtered_hostile", "NaN under a filter", vocab=700, filtered=True),

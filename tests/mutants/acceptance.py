@@ -221,6 +221,22 @@ OTHERS = (
         "a deferred row reads the chunk that its place in the queue names",
     ),
     Mutant(
+        "min_p_below_its_class",
+        _NUCLEUS,
+        "rises = by_mass | (known & (value < lowest[:, None]))",
+        "rises = by_mass",
+        _pick("probs_two_limits"),
+        "a row keeps the weight between the threshold of top-p and that of min-p, which cuts above it",
+    ),
+    Mutant(
+        "ranks_of_another_class",
+        _NUCLEUS,
+        "rank = (tl.cumsum(one, 1) >> bits) & _MOST",
+        "rank = tl.cumsum(one, 1) & _MOST",
+        _pick("probs_spread"),
+        "values of all classes are written down at places counted for the lowest one",
+    ),
+    Mutant(
         "stale_bonus_row",
         _WALK,
         "target = tl.where(hit, of_candidate, target)",
