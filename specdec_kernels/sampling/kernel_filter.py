@@ -87,11 +87,15 @@ def _gather(
         ids_row = row.to(tl.int64)[:, None] * SLOTS
         tl.store(ids_ptr + ids_row + slot, group + tl.zeros_like(slot), mask=chosen)
         tl.debug_barrier()
-        used = tl.max(slot, 1) + 1
-        filled = member // WIDTH < used[:, None]
-        held = tl.load(ids_ptr + ids_row + member // WIDTH, mask=filled & in_row[:, None], other=GROUPS)
-        column = held * WIDTH + member % WIDTH
-        value = d.load_values(values_ptr, row[:, None], column, row_stride, in_row[:, None] & (column < VOCAB))
+        # An id is read once for a slot, not once for each of its tokens.
+        number = tl.arange(0, SLOTS)[None, :]
+        filled = in_row[:, None] & (number <= tl.max(slot, 1)[:, None])
+        held = tl.load(ids_ptr + ids_row + number, mask=filled, other=GROUPS)
+        column = held[:, :, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
+        value = d.load_values(
+            values_ptr, row[:, None, None], column, row_stride, in_row[:, None, None] & (column < VOCAB)
+        )
+        value = tl.reshape(value, (row.shape[0], SLOTS * WIDTH))
         key = d.sort_key(value, SHIFT)
     return value, key, complete
 

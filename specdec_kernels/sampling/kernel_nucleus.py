@@ -253,7 +253,7 @@ def _store_kept_mass(
 
 @triton.jit
 def _search_members(
-    value, live, fits, top, scale, left, low_key, high_key, found, far, lowest,
+    value, fits, top, scale, left, low_key, high_key, found, far, lowest,
     KEEP: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -261,8 +261,8 @@ def _search_members(
 
     `left` is the weight that these rows still lack; the key of the rows that are `far` is `found` already.
     """
-    value = tl.minimum(tl.where(live, value, float("-inf")), d.FLOAT32_MAX)
-    weight = tl.where(live, d.weigh(value, top[:, None], scale[:, None], PROBS), 0.0)
+    value = tl.minimum(value, d.FLOAT32_MAX)
+    weight = d.weigh(value, top[:, None], scale[:, None], PROBS)
     key = d.sort_key(value, SHIFT)
     searched = d.mass_key(key, weight, left, low_key, tl.where(fits, high_key, low_key + 1))
     found = tl.where(fits, searched, found)
@@ -344,15 +344,16 @@ def _resolve_kernel(
         in_chunks = chunk < CHUNKS
         place = row[:, None] * CHUNKS + chunk
         # Values are read before it is known how many there are, so that no load waits for another.
-        member = tl.arange(0, BLOCK_C * KEEP)[None, :]
-        live = between[:, None] & (member < CHUNKS * KEEP)
+        member = tl.arange(0, KEEP)[None, None, :]
         base = members_ptr + row.to(tl.int64)[:, None] * (CHUNKS * _CLASSES * KEEP) + kind[:, None] * KEEP
-        value = tl.load(base + member // KEEP * (_CLASSES * KEEP) + member % KEEP, mask=live, other=float("-inf"))
-        bits = (kind * _COUNT_BITS)[:, None]
-        of_chunk = tl.load(counts_ptr + row[:, None] * CHUNKS + member // KEEP, mask=live, other=0)
-        live &= member % KEEP < ((of_chunk >> bits) & _MOST)
-        counts = tl.load(counts_ptr + place, mask=between[:, None] & in_chunks, other=0)
-        fits = between & (tl.max((counts >> bits) & _MOST, 1) <= KEEP)
+        base = (base + chunk * (_CLASSES * KEEP))[:, :, None]
+        there = between[:, None] & in_chunks
+        value = tl.load(base + member, mask=there[:, :, None], other=float("-inf"))
+        counts = tl.load(counts_ptr + place, mask=there, other=0)
+        counts = (counts >> (kind * _COUNT_BITS)[:, None]) & _MOST
+        fits = between & (tl.max(counts, 1) <= KEEP)
+        live = (member < counts[:, :, None]) & fits[:, None, None]
+        value = tl.reshape(tl.where(live, value, float("-inf")), (BLOCK_R, BLOCK_C * KEEP))
         far = asks & (fits == 0) & ((pinned == 0) | (below < _EDGES))
         # The weight above the class; where min-p cuts above all edges, above the last.
         over = parts_ptr + (tl.minimum(below, _EDGES - 1) * rows + row).to(tl.int64)[:, None] * CHUNKS + chunk
@@ -368,7 +369,7 @@ def _resolve_kernel(
             _store_kept_mass(values_ptr, mass_ptr, row, far, row_stride, cut, top, scale, VOCAB, CHUNKS, PROBS, BLOCK_V)
             mass = tl.where(far[:, None], tl.load(mass_ptr + place, mask=far[:, None] & in_chunks, other=0.0), mass)
         floor, of_members = _search_members(
-            value, live & fits[:, None], fits, top, scale, left, low_key, high_key, found, far, lowest, KEEP, SHIFT,
+            value, fits, top, scale, left, low_key, high_key, found, far, lowest, KEEP, SHIFT,
             PROBS, BLOCK_R, BLOCK_C,
         )  # fmt: skip
         mass += of_members
