@@ -253,7 +253,7 @@ def _plan(requests: torch.Tensor, num_nodes: int) -> tuple[tuple[int, int], int,
     batch = requests.shape[0]
     # Triton 3.6 cannot compile blocks of one element.
     block_n = min(max(2, triton.next_power_of_2(num_nodes)), config.max_nodes)
-    fitting = max(1, config.pair_budget // (block_n * block_n))
-    block_b = min(triton.next_power_of_2(max(batch, 1)), config.max_requests, fitting)
+    block_b = max(1, config.pair_budget // (block_n * block_n))
+    block_b = min(triton.next_power_of_2(max(batch, 1)), config.max_requests, block_b)
     blocks = dict(NODES=num_nodes, BLOCK_B=block_b, BLOCK_N=block_n)
     return (triton.cdiv(batch, block_b), triton.cdiv(num_nodes, block_n)), config.links_warps, blocks
