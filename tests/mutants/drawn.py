@@ -82,6 +82,8 @@ MEANINGLESS = {
 """Changes that were looked at and change nothing: file, a text that holds the operator, the new one."""
 _GUESSES = ("guess_threshold", "store_edges", "rows_per_program")
 """Functions whose results decide how fast something is and nothing else: where a search begins, a size of tiles."""
+_ON_A_GPU = ("_held_weight", "_with_held_weight", "_team_sum")
+"""Functions of machine instructions, or of programs that wait for each other: the interpreter has neither."""
 _SYMMETRIC = ("min", "max", "minimum", "maximum", "zip", "isinstance", "getattr", "print", "equal")
 _COMPARISONS: dict[type[ast.cmpop], str] = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="
@@ -249,6 +251,8 @@ def _expressions(tree: ast.AST) -> Iterator[ast.expr]:
         if any(_TILES.fullmatch(name) for name in _given(node)):
             continue
         if _name_of(node) in _GUESSES or _TILES.fullmatch(_name_of(node)):
+            continue
+        if isinstance(node, ast.FunctionDef) and node.name in _ON_A_GPU:
             continue
         if isinstance(node, (ast.FunctionDef, ast.Lambda)):
             body: Sequence[ast.AST] = node.body if isinstance(node.body, list) else [node.body]
