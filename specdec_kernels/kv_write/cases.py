@@ -156,6 +156,7 @@ CASES = (
     _write("write_outside", "slot past the pool written", tokens=9, skipped="outside"),
     _write("write_llama", "norm without weights", tokens=6, norm=False),
     _write("write_last_position", "last row of the table", tokens=3, positions=(_MAX_POS - 1, _MAX_POS)),
+    _write("write_behind_table", "a row read behind the table", tokens=2, positions=(_MAX_POS, _MAX_POS + 1)),
     _write("write_past_table", "table read out of bounds", tokens=6, positions=(-2, _MAX_POS + 5)),
     _write("write_page_1", "pages of one token", tokens=5, page_size=1),
     _write("write_page_64", "pages wider than the step", tokens=5, page_size=64),

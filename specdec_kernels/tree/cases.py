@@ -86,6 +86,14 @@ def _two_trees(
     return dict(tokens=ours, parents=parents, other_tokens=theirs, other_parents=other_parents)
 
 
+def _two_wild_trees(make: Maker) -> dict[str, Any]:
+    """Parents that are the node itself, stand behind it, or lie outside."""
+    parents = make.tensor([[-1, 1, 0, 4, 2], [-1, 0, 2, 9, 1]], torch.int32)
+    other_parents = make.tensor([[-1, 0, 2, 2, 3, 6], [-1, 1, 0, 2, 4, -7]], torch.int32)
+    tokens, others = make.integers(0, 2, 2, 5), make.integers(0, 2, 2, 6)
+    return dict(tokens=tokens, parents=parents, other_tokens=others, other_parents=other_parents)
+
+
 def _logits(make: Maker, rows: int, vocab: int, k: int, tempered: bool = False, scale: float = 4.0) -> dict[str, Any]:
     logits = make.normal(rows, vocab, scale=scale)
     temperature = make.tensor([[0.0, 0.5, 1.0, 3.0][r % 4] for r in range(rows)], torch.float32) if tempered else None
@@ -335,6 +343,7 @@ CASES = (
     _merge_case("merge_alike", "a shared path drafted twice", batch=4, first=9, second=12, tokens=2),
     _merge_case("merge_apart", "a node under another parent", batch=4, first=7, second=5, tokens=1000),
     _merge_case("merge_unused", "a child of an unused node", batch=5, first=13, second=21, tokens=3, unused=True),
+    case_of("merge_trees", _two_wild_trees, "merge_wild", "a node that is its own parent"),
     _merge_case("merge_hybrid", "shipped", gate=True, bench=True, batch=8, first=16, second=32, tokens=8),
     _merge_case("merge_b32", "a step of 32 requests", bench=True, tags=_LARGE, batch=32, first=16, second=16, tokens=8),
     _merge_case("merge_256", "the largest union", gate=True, batch=1, first=128, second=129, tokens=3),

@@ -35,6 +35,7 @@ _FAMILY_TESTS = {
     ),
     "compat.sglang": ("test_compat_sglang",),
     "compat.sglang.index": ("test_sglang_index",),
+    "norm": ("test_norm", "test_projection"),
     "projection": ("test_projection", "test_batch_invariance"),
     "sampling": ("test_sampling", "test_sampling_filters", "test_exact_distribution"),
     "tree": ("test_tree", "test_tree_selection"),
@@ -70,6 +71,8 @@ MEANINGLESS = {
         "free_end = length + first_node + 1",
         "0",
     ),  # one key more is masked in vain
+    ("specdec_kernels/tree/kernel_selection.py", ", 0) >= wanted", ">"),  # any bound down to the first left out will do
+    ("specdec_kernels/tree/kernel_topk.py", "top <= FLOAT32_MAX", "<"),  # computed once more, with the same outcome
     ("specdec_kernels/tree/kernel.py", "_WORD_BITS - 1).to(tl.int64)", "0"),  # behind a word the mask is not used
     ("specdec_kernels/ngram/kernel_match.py", "return first, first * 0 + 1, first * 0 + 1", "0"),  # not read by recency
     # A code of NaN is a number in the interpreter; on a GPU the parity tests see it.

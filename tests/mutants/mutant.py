@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 # What the tests of kernels and algorithms need.
 COPIED = ("specdec_kernels", "algorithms", "experiments", "tools", "configs", "tests", "pyproject.toml", "run.py")
-LINKED = ("assets",)
+LINKED = ("assets", "docs")
 
 
 @dataclass(frozen=True)
