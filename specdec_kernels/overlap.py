@@ -3,8 +3,8 @@
 On chips that can, a kernel's programs may start while the kernel ahead still runs, and wait on the device for
 its results. This hides the time of the launch and of everything that a program does before it waits. A kernel
 of such a chain waits before its first store and before its first load of anything that a kernel may have
-written; only weights may be read earlier. Every kernel waits, also one that needs nothing from its predecessor:
-the end of a kernel then means that all kernels before it have ended.
+written; only what no kernel writes, such as weights, may be read earlier. Every kernel waits, also one that
+needs nothing from its predecessor: the end of a kernel then means that all kernels before it have ended.
 """
 
 # mypy: ignore-errors

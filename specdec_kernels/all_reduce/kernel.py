@@ -62,10 +62,10 @@ def _all_reduce_kernel(
     dims = tl.arange(0, BLOCK_D)
     inside = dims < D
     weight = tl.load(weight_ptr + dims, mask=inside, other=0.0)
+    own_ptr = memory_ptr + tl.load(offsets_ptr + RANK)
     let_next_kernel_start(OVERLAP)
     wait_for_kernel_ahead(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
-    own_ptr = memory_ptr + tl.load(offsets_ptr + RANK)
     counter_ptr = own_ptr + first_counter + row
     call = (tl.load(counter_ptr) + 1).to(tl.int32)
     residual = tl.load(residual_ptr + row * D + dims, mask=inside, other=0.0)
