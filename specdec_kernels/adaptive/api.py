@@ -26,8 +26,11 @@ def choose_size(
     Nodes rank by falling confidence, among equals by number. A step of `sizes[s]` nodes that writes t tokens in a row
     would have written m_i of them with size i <= s: the accepted drafts of rank below `sizes[i]`, and one more. Where
     text is easy, its tokens are drafted as well one step later. So size i is taken to write the t tokens in t / m_i
-    steps, and not to lose what it leaves out. With u_i = sum of t / m_i over the R active rows and w = 2^(-1 / h) for
-    h = 16 + 112 / R steps, every size 1 to s is updated, and its tokens per step follow from those of the size before:
+    steps, and not to lose what it leaves out. Where nodes rank by number, as in a chain, whose first drafts are the
+    same in every size, steps of all sizes often end at the same draft that is wrong. Half of them are taken to do so,
+    which makes it the mean of t / m_i and the next whole number. With u_i = sum of these steps over the R active rows
+    and w = 2^(-1 / h) for h = 16 + 112 / R steps, every size 1 to s is updated, and its tokens per step follow from
+    those of the sizes before:
 
         smaller_i = w smaller_i + u_(i - 1)     own_i = w own_i + u_i
         tokens_i = min(product of smaller_j / own_j for j = 1 to i, sizes[i])

@@ -74,9 +74,12 @@ def _steps_of_row(
     index = tl.arange(0, BLOCK_S)
     bound = tl.load(sizes_ptr + index, mask=index < SIZES, other=0)
     within = on_path[:, None] & (rank[:, None] < bound[None, :])
-    tokens = 1.0 + tl.sum(within.to(tl.float32), 0)
-    written = tl.sum(tl.where(index == size, tokens, 0.0), 0)
-    return tl.where(index <= size, written / tokens, 0.0)
+    tokens = 1 + tl.sum(within.to(tl.int32), 0)
+    written = tl.sum(tl.where(index == size, tokens, 0), 0)
+    steps = written.to(tl.float32) / tokens.to(tl.float32)
+    if confidence_ptr is None:
+        steps = 0.5 * (steps + ((written + tokens - 1) // tokens).to(tl.float32))
+    return tl.where(index <= size, steps, 0.0)
 
 
 @triton.jit(do_not_specialize=["size"])

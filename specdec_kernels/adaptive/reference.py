@@ -62,4 +62,5 @@ def steps_of_sizes(
     on_path = ((nodes[:, :, None] == number) & drafts[:, :, None]).any(1)
     within = rank[:, :, None] < state.sizes[: size + 1]
     tokens = 1 + (on_path[:, :, None] & within).sum(1).float()
-    return tokens[:, -1:] / tokens
+    steps = tokens[:, -1:] / tokens
+    return steps if confidence is not None else (steps + steps.ceil()) / 2

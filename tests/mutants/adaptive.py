@@ -14,10 +14,18 @@ MUTANTS = (
     Mutant(
         "smaller_sizes_lose_what_they_leave_out",
         _KERNEL,
-        "return tl.where(index <= size, written / tokens, 0.0)",
+        "return tl.where(index <= size, steps, 0.0)",
         "return tl.where(index <= size, 1.0, 0.0)",
         _case("choose_tree"),
         "larger sizes look better than they are",
+    ),
+    Mutant(
+        "steps_of_a_chain_never_end_together",
+        _KERNEL,
+        "if confidence_ptr is None:\n        steps = 0.5",
+        "if False:\n        steps = 0.5",
+        _case("choose_lookup"),
+        "small sizes of a chain look better than they are",
     ),
     Mutant(
         "ratio_of_a_size_to_itself",
