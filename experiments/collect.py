@@ -33,8 +33,6 @@ from experiments.sweep.folder import DONE, SweepFolder
 if TYPE_CHECKING:
     import pandas as pd
 
-FOUR_DIGITS = 1_000
-
 
 @dataclass
 class Settings:
@@ -92,8 +90,13 @@ def _cell(value: Any) -> str:
     if value is None or value != value:
         return DASH
     if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= FOUR_DIGITS else f"{value:.4g}"
+        return f"{value:.3g}" if 0 < abs(value) < 0.01 else f"{value:,.{_decimals(value)}f}"
     return str(value)
+
+
+def _decimals(value: float) -> int:
+    """Digits behind the point of a figure, so that three or more count."""
+    return next(digits for least, digits in ((1000, 0), (100, 1), (1, 2), (0, 3)) if abs(value) >= least)
 
 
 def _interval(row: Row, name: str) -> str:
@@ -101,8 +104,7 @@ def _interval(row: Row, name: str) -> str:
     high = row.get(f"{name}_high")
     if high is None or high != high:
         return ""
-    half = high - row[name]
-    return f" ± {half:,.0f}" if half >= 10 else f" ± {half:.2g}"
+    return f" ± {high - row[name]:,.{_decimals(row[name])}f}"
 
 
 def _state_tone(row: Row) -> str | None:

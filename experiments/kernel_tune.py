@@ -93,7 +93,7 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
         Column("row of the table", lambda row: " ".join(map(str, row["key"])), numeric=False),
         Column("cases", lambda row: str(len(row.get("table_us", ())))),
         Column("tried", lambda row: str(row.get("tried", 0))),
-        Column("gain", lambda row: figure(100 * row["gain"], 1, " %") if "gain" in row else row["problem"]),
+        Column("gain", lambda row: figure(100 * row["gain"], 1, "%") if "gain" in row else row["problem"]),
         Column("fields", lambda row: " ".join(f"{k}={v}" for k, v in row["fields"].items()), numeric=False),
     ]
     console.print(console_table("tuned settings", columns, rows))

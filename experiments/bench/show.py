@@ -29,12 +29,12 @@ def columns(peers: Sequence[str]) -> list[Column]:
         text("parity", "status"),
         number("us", "median_us"),
         Column(
-            "20-80 %", lambda row: "-".join(figure(row[q]) for q in ("p20_us", "p80_us")) if "p20_us" in row else DASH
+            "20–80%", lambda row: "–".join(figure(row[q]) for q in ("p20_us", "p80_us")) if "p20_us" in row else DASH
         ),
         number("us/call", "call_median_us"),
         number("GB/s", "bytes_per_s", 0, scale=1e-9),
         Column("TFLOP/s", lambda row: figure(row["flop_per_s"] * 1e-12) if row.get("flop") else DASH),
-        Column("ceiling", lambda row: f"{row['ceiling_pct']:.0f} % {row['bound']}" if "ceiling_pct" in row else DASH),
+        Column("ceiling", lambda row: f"{row['ceiling_pct']:.0f}% {row['bound']}" if "ceiling_pct" in row else DASH),
         number("torch x", "reference_ratio"),
         *(number(f"{name} x", f"peers/{name}/ratio", 2) for name in peers),
     ]
@@ -75,7 +75,7 @@ def roofline(rows: Sequence[Row], ceilings: Ceilings) -> str:
     for row in rows:
         if row.get("flop"):
             intensity = row["flop"] / row["moved_bytes"]
-            hint = f"{row['case']}: {row['median_us']:.1f} us, {row['ceiling_pct']:.0f} % of the ceiling"
+            hint = f"{row['case']}: {row['median_us']:.1f} us, {row['ceiling_pct']:.0f}% of the ceiling"
             series.setdefault(row["family"], []).append((intensity, row["flop_per_s"] / 1e12, hint))
     if not series:
         return ""

@@ -148,7 +148,7 @@ def acceptance_bars(row: Row) -> str:
     if not row["acceptance_at"]:
         return ""
     rates = [
-        (str(i + 1), rate or 0.0, DASH if rate is None else f"{100 * rate:,.0f} %{position_counts(row, i)}")
+        (str(i + 1), rate or 0.0, DASH if rate is None else f"{100 * rate:,.0f}%{position_counts(row, i)}")
         for i, rate in enumerate(row["acceptance_at"])
     ]
     histogram = row["num_accepted_histogram"]

@@ -137,7 +137,7 @@ TOKENS_PER_STEP = with_interval("tokens/step", "tokens_per_step", 2)
 ACCEPTANCE_BY_POSITION = Column("acceptance % at 1…6", _acceptance_by_position)
 STEP_MS = number("ms/step", "step_ms/mean", 2)
 STEP_MS_RANGE = Column(
-    "ms/step 20–80 %", lambda row: "–".join(figure(at(row, f"step_ms/{q}"), 2) for q in ("p20", "p80")), narrow=False
+    "ms/step 20–80%", lambda row: "–".join(figure(at(row, f"step_ms/{q}"), 2) for q in ("p20", "p80")), narrow=False
 )
 FIRST_TOKEN_MS = quantile_pair("first token ms p50/p90", "ttft_ms", 1)
 LOSSLESS = Column("lossless", _lossless, tone=lossless_tone)

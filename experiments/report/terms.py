@@ -12,7 +12,7 @@ COLUMNS = {
     "wall speedup": "Wall tokens/s over those of autoregressive decoding.",
     "predicted": "The decode speedup that tokens/step and the mean times of a step promise.",
     "ms/step": "Mean time of a step: draft, verify, accept, commit and the host's work.",
-    "ms/step 20–80 %": "The 20 % and 80 % quantiles of the time of a step.",
+    "ms/step 20–80%": "The 20 % and 80 % quantiles of the time of a step.",
     "tokens/step": "Accepted drafts plus the bonus token, averaged over all steps of all requests.",
     "accepted / drafted": "Accepted drafts over all drafted tokens; every node of a tree counts as drafted.",
     "acceptance % at 1…6": "Acceptance by position of the first six positions.",

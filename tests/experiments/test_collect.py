@@ -58,7 +58,7 @@ def test_a_half_finished_sweep_is_one_table(tmp_path: Path, capsys: pytest.Captu
     shown = capsys.readouterr().out
     assert "8 rows, of which 1 failed, 1 refused" in shown
     text = (folder.path / "table.md").read_text()
-    assert "| dflash | 4 | done | 4.1 ± 3.9 | 4.1 | best |" in text and "| out of memory |" in text
+    assert "| dflash | 4 | done | 4.10 ± 3.90 | 4.10 | best |" in text and "| out of memory |" in text
     assert r"speedup\_decode" in (folder.path / "table.tex").read_text()
     lines = [json.loads(line) for line in (folder.path / "table.jsonl").read_text().splitlines()]
     assert len(lines) == 8 and lines[0]["machine"] == "toy" and lines[0]["wall_s"] == 1.5
