@@ -56,6 +56,7 @@ _PROCESSORS = {"sm80": 108, "sm90": 132, "sm100": 148, "gfx942": 304}
 _FP8_NATIVE_CHIPS = ("sm90", "sm100")
 _OVERLAP_CHIPS = ("sm90", "sm100")
 _KEYS_FIRST_BUCKETS = (16, 32)  # with more rows, finding the maxima of keys by rows takes longer than conversions
+_FP8_GROUPS_FROM = 64  # rows; with fewer, keys as the first operand are faster, see `device_fp8`
 _PROGRAMS_AT_ONCE = {16: 3, 32: 2, 64: 2, 128: 1}
 _FP8_PROGRAMS_AT_ONCE = _PROGRAMS_AT_ONCE | {16: 2}
 
@@ -70,8 +71,8 @@ class AttentionConfig:
     programs that the chip runs at once. resident_programs: size of the persistent grid that walks a work list.
     polynomial_exp2, lazy_rescale: see `device.softmax_step`. fp8_native: the chip converts e4m3 itself. keys_first:
     keys and values of a float8 pool are the first operand of products, see `device_fp8`. groups: calls that
-    `kernel_hopper` can do are its, whose tile and warps are fixed. overlap: the kernel is launched before the one ahead
-    of it has ended.
+    `kernel_hopper` or `kernel_hopper_fp8` can do are theirs, whose tile of keys and warps are fixed. overlap: the
+    kernel is launched before the one ahead of it has ended.
     """
 
     block_m: int
@@ -265,7 +266,7 @@ def _table_config(chip: str, head_dim: int, rows: int, kv_bytes: int) -> Attenti
         resident_programs=resident * _PROCESSORS[chip],
         fp8_native=chip in _FP8_NATIVE_CHIPS,
         keys_first=bucket in _KEYS_FIRST_BUCKETS,
-        groups=bucket == _ROW_BUCKETS[-1],
+        groups=bucket >= (_FP8_GROUPS_FROM if kv_bytes == 1 else _ROW_BUCKETS[-1]),
         overlap=chip in _OVERLAP_CHIPS,
     )
 

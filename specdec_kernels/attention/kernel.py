@@ -62,6 +62,7 @@ from specdec_kernels.attention.device import (
 )
 from specdec_kernels.attention.device_fp8 import walk_keys_first
 from specdec_kernels.attention.kernel_hopper import GROUPED_ROWS, launch_in_groups
+from specdec_kernels.attention.kernel_hopper_fp8 import CONVERTED_ROWS, launch_converting
 from specdec_kernels.attention.kernel_merge import merge, overlapped
 from specdec_kernels.attention.kernel_tree import TreeState, launch_tree
 from specdec_kernels.attention.types import AttentionMetadata, LayerScales, WorkList, WorkShape
@@ -441,6 +442,8 @@ def _attention(
     per_head = (scales.sinks, _per_head(scales.k_scale), _per_head(scales.v_scale))
     if _in_groups(q, kv, metadata, per_head, work, config):
         launch_in_groups(q, kv, metadata, scales.sinks, part, part_lse, work, work_list, factors, config)
+    elif _converting(q, kv, metadata, work, config):
+        launch_converting(q, kv, metadata, per_head, part, part_lse, work, work_list, factors, config)
     else:
         _launch(q, kv, metadata, per_head, part, part_lse, state, work, work_list, factors, config)
     if state is not None:
@@ -467,6 +470,15 @@ def _in_groups(
     absent = (metadata.window, metadata.soft_cap, *per_head[1:])
     plain = all(each is None for each in absent) and q.dtype == kv.dtype and q.dtype.itemsize == 2
     return config.groups and plain and not work.fixed_cut and work.block_m == GROUPED_ROWS
+
+
+def _converting(
+    q: torch.Tensor, kv: torch.Tensor, metadata: AttentionMetadata, work: WorkShape, config: AttentionConfig
+) -> bool:
+    """Whether `kernel_hopper_fp8` computes the call."""
+    plain = metadata.window is None and metadata.soft_cap is None and q.dtype.itemsize == 2
+    fp8 = kv.dtype == torch.float8_e4m3fn
+    return config.groups and plain and fp8 and not work.fixed_cut and work.block_m in CONVERTED_ROWS
 
 
 def _launch(

@@ -31,21 +31,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from specdec_kernels.attention.configs import AttentionConfig
-from specdec_kernels.attention.device import (
-    LN_2,
-    LOG2_E,
-    MODE_CODES,
-    RUN_TIME_SIZES,
-    finite_or_zero,
-    fold_sink,
-    inverse_or_zero,
-    key_end,
-    log2_sum,
-    page_ids,
-    split_range,
-    tile_key_range,
-    used_rows,
-    visible,
+from specdec_kernels.attention.device import MODE_CODES, RUN_TIME_SIZES, page_ids, visible
+from specdec_kernels.attention.device_hopper import (
+    GROUP_ROWS,
+    WARPS,
+    item_of,
+    next_buffer,
+    num_tiles,
+    softmax_weights,
+    tell,
+    tell_written,
+    works,
+    write_rows,
 )
 from specdec_kernels.attention.kernel_merge import overlapped
 from specdec_kernels.attention.types import AttentionMetadata, WorkList, WorkShape
@@ -53,10 +50,7 @@ from specdec_kernels.launch import launch
 
 # Triton 3.9 renamed it.
 _ask = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
-_LOG2_E = gl.constexpr(LOG2_E)
-_WARPS = gl.constexpr(4)  # of a group
 _GROUPS = gl.constexpr(2)  # of rows
-_GROUP_ROWS = gl.constexpr(64)
 _ROWS = gl.constexpr(128)
 # Registers of a thread that computes, and of one that copies. Together with the first group's they fill the processor.
 _COMPUTING_REGISTERS = gl.constexpr(224)
@@ -65,72 +59,6 @@ _REGISTERS = 168  # of a thread of any group before they are shared out
 _KEYS, _NUM_BUFFERS, _LAG = 64, 4, 1
 GROUPED_ROWS = _ROWS.value
 """Query rows of a program."""
-
-
-@gluon.jit
-def _works(num_items_ptr, H_KV: gl.constexpr):
-    """First work of the program, past its last, and the step between two."""
-    if num_items_ptr is None:
-        return gl.program_id(0), gl.program_id(0) + 1, 1
-    else:
-        return gl.program_id(0), gl.load(num_items_ptr) * H_KV, gl.num_programs(0)
-
-
-@gluon.jit
-def _item(
-    work,
-    tensors,
-    cut,
-    num_splits,
-    SHAPE: gl.constexpr,
-    MODE: gl.constexpr,
-    ALL_SLOTS: gl.constexpr,
-    SPLIT: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-):
-    """(whether there is such an item, request, tile of rows, partial result, first key, past the last key, position
-    past the keys that every row sees, length, rows in use)."""
-    H_KV: gl.constexpr = SHAPE[1]
-    GROUP: gl.constexpr = SHAPE[2]
-    lengths_ptr, q_lens_ptr, items_ptr, offsets_ptr = tensors
-    num_nodes, num_slots, split_tokens, first_splits, longest_split, max_splits, max_length = cut
-    keys = (num_nodes, num_slots, split_tokens, first_splits, longest_split, max_splits, max_length, None)
-    if items_ptr is None:
-        num_tiles = (num_nodes * GROUP + _ROWS - 1) // _ROWS
-        index = work // H_KV
-        # The last tile of a causal prefill has the most keys, so it starts first.
-        tile = num_tiles - 1 - index % num_tiles
-        split = index // num_tiles % num_splits
-        request = (index // num_tiles // num_splits).to(gl.int64)
-        part = request * num_splits + split
-    else:
-        entry = items_ptr + work // H_KV * 3
-        request = gl.load(entry).to(gl.int64)
-        tile, split = gl.load(entry + 1), gl.load(entry + 2)
-        part = (gl.load(offsets_ptr + request) + split).to(gl.int64)
-    begin, split_end, live = split_range(lengths_ptr, q_lens_ptr, request, split, keys, SPLIT, ALL_SLOTS, False)
-    length = gl.load(lengths_ptr + request).to(gl.int32)
-    used = used_rows(q_lens_ptr, request, num_nodes)
-    end = key_end(length, used, num_slots, max_length, ALL_SLOTS)
-    first_node, last_node = tile * _ROWS // GROUP, (tile * _ROWS + _ROWS - 1) // GROUP
-    stop, free_end = tile_key_range(length, used, end, first_node, last_node, MODE, BLOCK_N)
-    if SPLIT:
-        stop = gl.minimum(stop, split_end)
-        free_end = gl.minimum(free_end, stop)
-    return split < live, request, tile, part, begin, stop, free_end, length, used
-
-
-@gluon.jit
-def _num_tiles(begin, stop, BLOCK_N: gl.constexpr):
-    """Tiles of keys of an item; one that holds nothing where there are no keys."""
-    return (gl.maximum(stop - begin, 1) + BLOCK_N - 1) // BLOCK_N
-
-
-@gluon.jit
-def _next(buffer, phase, NUM_BUFFERS: gl.constexpr):
-    """The buffer behind `buffer`, and the phase of its barrier."""
-    last = buffer == NUM_BUFFERS - 1
-    return gl.where(last, 0, buffer + 1), gl.where(last, 1 - phase, phase)
 
 
 @gluon.jit
@@ -156,16 +84,16 @@ def _copy_tiles(
     D: gl.constexpr = SHAPE[0]
     H_KV: gl.constexpr = SHAPE[1]
     PAGE: gl.constexpr = SHAPE[3]
-    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [_WARPS, 1], [1, 0])
+    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
     k_bufs, v_bufs, full, empty = buffers
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(1, LOAD))
     dims = gl.arange(0, D, gl.SliceLayout(0, LOAD))
     asked, behind, buffer, phase = 0, 0, 0, 0
-    first, last, step = _works(num_items_ptr, H_KV)
+    first, last, step = works(num_items_ptr, H_KV)
     for work in range(first, last, step):
-        item = _item(work, tensors, cut, num_splits, SHAPE, MODE, ALL_SLOTS, SPLIT, BLOCK_N)
+        item = item_of(work, tensors, cut, num_splits, SHAPE, MODE, ALL_SLOTS, SPLIT, _ROWS, BLOCK_N)
         there, request, begin, stop = item[0], item[1], item[4], item[5]
-        tiles = gl.where(there, _num_tiles(begin, stop, BLOCK_N), 0)
+        tiles = gl.where(there, num_tiles(begin, stop, BLOCK_N), 0)
         key_ptr = kv_ptr + work % H_KV * D
         value_ptr = key_ptr + num_pages.to(gl.int64) * (PAGE * H_KV * D)
         table_row = table_ptr + request * table_stride
@@ -180,24 +108,16 @@ def _copy_tiles(
             _ask(k_bufs.index(buffer), key_ptr + offsets, mask=stored)
             _ask(v_bufs.index(buffer), value_ptr + offsets, mask=stored)
             async_copy.commit_group()
-            buffer, phase = _next(buffer, phase, NUM_BUFFERS)
+            buffer, phase = next_buffer(buffer, phase, NUM_BUFFERS)
             asked += 1
             if asked > LAG:
                 async_copy.wait_group(LAG)
-                _tell(full.index(behind))
+                tell_written(full.index(behind))
                 behind = gl.where(behind == NUM_BUFFERS - 1, 0, behind + 1)
     async_copy.wait_group(0)
     for _left in range(gl.minimum(asked, LAG)):
-        _tell(full.index(behind))
+        tell_written(full.index(behind))
         behind = gl.where(behind == NUM_BUFFERS - 1, 0, behind + 1)
-
-
-@gluon.jit
-def _tell(barrier):
-    """All warps of a group have come this far, and the matrix unit sees what they wrote."""
-    fence_async_shared()
-    tl.debug_barrier()
-    mbarrier.arrive(barrier, count=1)
 
 
 @gluon.jit
@@ -221,10 +141,7 @@ def _weights(
     if start + scores.shape[1] > free_end:
         seen = visible(mask_row, start + columns, stop, length, nodes, used, MODE, WORDS)
         scores = gl.where(seen, scores, float("-inf"))
-    new_top = gl.maximum(top, gl.max(scores, 1) * factor)
-    decay = gl.exp2(top - finite_or_zero(new_top))
-    weights = gl.exp2(gl.fma(scores, factor[:, None], -finite_or_zero(new_top)[:, None]))
-    return weights, new_top, gl.fma(total, decay, gl.sum(weights, 1)), decay
+    return softmax_weights(scores, factor, top, total)
 
 
 @gluon.jit
@@ -254,38 +171,38 @@ def _attend_rows(
     D: gl.constexpr = SHAPE[0]
     H_KV: gl.constexpr = SHAPE[1]
     GROUP: gl.constexpr = SHAPE[2]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, BLOCK_N, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, D, 16])
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
     Q: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     P: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [_WARPS, 1], [1, 0])
+    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
     k_bufs, v_bufs, full, empty = buffers
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
-    zeros = gl.full([_GROUP_ROWS, BLOCK_N], 0.0, gl.float32, SCORES)
-    factor = gl.full([_GROUP_ROWS], 0.0, gl.float32, ROWS) + score_scale
+    zeros = gl.full([GROUP_ROWS, BLOCK_N], 0.0, gl.float32, SCORES)
+    factor = gl.full([GROUP_ROWS], 0.0, gl.float32, ROWS) + score_scale
     buffer, phase = 0, 0
-    first, last, step = _works(num_items_ptr, H_KV)
+    first, last, step = works(num_items_ptr, H_KV)
     for work in range(first, last, step):
-        there, request, tile, part, begin, stop, free_end, length, used = _item(
-            work, tensors, cut, num_splits, SHAPE, MODE, ALL_SLOTS, SPLIT, BLOCK_N
+        there, request, tile, part, begin, stop, free_end, length, used = item_of(
+            work, tensors, cut, num_splits, SHAPE, MODE, ALL_SLOTS, SPLIT, _ROWS, BLOCK_N
         )
         if there:
-            num_nodes, first_row = cut[0], tile * _ROWS + group * _GROUP_ROWS
+            num_nodes, first_row = cut[0], tile * _ROWS + group * GROUP_ROWS
             own = request * num_nodes * (H_KV * GROUP) + work % H_KV * GROUP
-            rows = first_row + gl.arange(0, _GROUP_ROWS, gl.SliceLayout(1, LOAD))
+            rows = first_row + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, LOAD))
             dims = gl.arange(0, D, gl.SliceLayout(0, LOAD))
             places = own + rows // GROUP * (H_KV * GROUP) + rows % GROUP
             loaded = (rows // GROUP < used)[:, None]
             # In registers: products that read queries beside keys would ask too much of shared memory.
             q = gl.convert_layout(gl.load(q_ptr + places[:, None] * D + dims[None, :], mask=loaded, other=0.0), Q)
-            nodes = (first_row + gl.arange(0, _GROUP_ROWS, ROWS)) // GROUP
+            nodes = (first_row + gl.arange(0, GROUP_ROWS, ROWS)) // GROUP
             mask_row = mask_ptr
             if mask_ptr is not None:
                 mask_row = mask_ptr + request * num_nodes * WORDS
-            top = gl.full([_GROUP_ROWS], float("-inf"), gl.float32, ROWS)
-            total = gl.full([_GROUP_ROWS], 0.0, gl.float32, ROWS)
-            acc = gl.full([_GROUP_ROWS, D], 0.0, gl.float32, SUMS)
+            top = gl.full([GROUP_ROWS], float("-inf"), gl.float32, ROWS)
+            total = gl.full([GROUP_ROWS], 0.0, gl.float32, ROWS)
+            acc = gl.full([GROUP_ROWS, D], 0.0, gl.float32, SUMS)
 
             mbarrier.wait(full.index(buffer), phase)
             scores = warpgroup_mma(q, k_bufs.index(buffer).permute((1, 0)), zeros, use_acc=False)
@@ -295,7 +212,7 @@ def _attend_rows(
             narrow = gl.convert_layout(weights.to(q.dtype), P)
             for start in range(begin + BLOCK_N, stop, BLOCK_N):
                 before = buffer
-                buffer, phase = _next(buffer, phase, NUM_BUFFERS)
+                buffer, phase = next_buffer(buffer, phase, NUM_BUFFERS)
                 mbarrier.wait(full.index(buffer), phase)
                 coming = warpgroup_mma(q, k_bufs.index(buffer).permute((1, 0)), zeros, use_acc=False, is_async=True)
                 summed = warpgroup_mma(narrow, v_bufs.index(before), acc, is_async=True)
@@ -305,67 +222,16 @@ def _attend_rows(
                     WORDS,
                 )  # fmt: skip
                 acc = warpgroup_mma_wait(0, deps=[summed])
-                tl.debug_barrier()
-                mbarrier.arrive(empty.index(before), count=1)
+                tell(empty.index(before))
                 narrow = gl.convert_layout(weights.to(q.dtype), P)
                 acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, SUMS))[:, None]
             acc = warpgroup_mma(narrow, v_bufs.index(buffer), acc)
-            tl.debug_barrier()
-            mbarrier.arrive(empty.index(buffer), count=1)
-            buffer, phase = _next(buffer, phase, NUM_BUFFERS)
-            _write(
+            tell(empty.index(buffer))
+            buffer, phase = next_buffer(buffer, phase, NUM_BUFFERS)
+            write_rows(
                 out_ptr, lse_ptr, sinks_ptr, acc, top, total, own, part - request, first_row, used, num_nodes,
                 work % H_KV, value_scale, SUMS, SHAPE, SPLIT,
             )  # fmt: skip
-
-
-@gluon.jit
-def _write(
-    out_ptr,
-    lse_ptr,
-    sinks_ptr,
-    acc,
-    top,
-    total,
-    own,
-    part,
-    first_row,
-    used,
-    num_nodes,
-    kv_head,
-    value_scale,
-    SUMS: gl.constexpr,
-    SHAPE: gl.constexpr,
-    SPLIT: gl.constexpr,
-):
-    """Store a group's rows as `kernel` does: a partial result, or the final one with the sink."""
-    D: gl.constexpr = SHAPE[0]
-    H_KV: gl.constexpr = SHAPE[1]
-    GROUP: gl.constexpr = SHAPE[2]
-    ROWS: gl.constexpr = gl.SliceLayout(1, SUMS)
-    top, total = gl.convert_layout(top, ROWS), gl.convert_layout(total, ROWS)
-    rows = first_row + gl.arange(0, _GROUP_ROWS, ROWS)
-    nodes = rows // GROUP
-    total = gl.where(nodes < used, total, 0.0)
-    out = acc * (value_scale * inverse_or_zero(total))[:, None]
-    lse = log2_sum(top, total)
-    places = own + nodes * (H_KV * GROUP) + rows % GROUP
-    if SPLIT:
-        places += part * num_nodes * (H_KV * GROUP)
-        written = nodes < used
-    else:
-        written = nodes < num_nodes
-        if sinks_ptr is not None:
-            sink = gl.load(sinks_ptr + kv_head * GROUP + rows % GROUP) * _LOG2_E
-            sink = gl.where(nodes < used, sink, float("-inf"))
-            out, top, total = fold_sink(out, lse, gl.where(total > 0.0, 1.0, 0.0), sink)
-            out = out * inverse_or_zero(total)[:, None]
-            lse = log2_sum(top, total)
-        lse *= LN_2
-    dims = gl.arange(0, D, gl.SliceLayout(0, SUMS))
-    gl.store(out_ptr + places[:, None] * D + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=written[:, None])
-    if lse_ptr is not None:
-        gl.store(lse_ptr + places, lse, mask=written)
 
 
 # More than 16 run-time arguments, those of `_attention_kernel`.
@@ -437,7 +303,7 @@ def _hopper_kernel(
             (_copy_tiles, (kv_ptr, table_ptr, tensors, num_items_ptr, buffers, cut, num_splits, num_pages,
                            table_stride, SHAPE, MODE, ALL_SLOTS, SPLIT, BLOCK_N, NUM_BUFFERS, LAG)),
         ],
-        [_WARPS, _WARPS],
+        [WARPS, WARPS],
         [_COMPUTING_REGISTERS, _COPYING_REGISTERS],
     )  # fmt: skip
 
@@ -464,7 +330,7 @@ def launch_in_groups(
         *((None, None, None) if work_list is None else work_list[:3]),
         *(out, lse, work.num_nodes, num_pages, work.num_splits, *work.cut[:-1], metadata.page_table.stride(0)),
         *factors[:2],
-        num_warps=_WARPS.value,
+        num_warps=WARPS.value,
         maxnreg=_REGISTERS,
         D=head_dim,
         H_KV=kv_heads,

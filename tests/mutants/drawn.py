@@ -58,7 +58,7 @@ _LEFT_OUT = {
     "*/__init__.py": "names",
     "algorithms/runtime/backends/flash*.py": "runs with another package only",
     "*/clock.py": "runs on a GPU only",
-    "*/kernel_hopper.py": "runs on a GPU only",
+    "*/*_hopper*.py": "runs on a GPU only",
 }
 """Files that no mutant is drawn from, with the reason."""
 _TILES = re.compile(r"(\w*_)?warps|block(_[a-z])?|BLOCK(_[A-Z])?")
