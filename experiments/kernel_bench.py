@@ -28,6 +28,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from experiments.app.errors import user_errors
+from experiments.app.hardware import INTERPRETER
 from experiments.app.schema import SweepConfig, expect_at_least, expect_choice
 from experiments.bench import show
 from experiments.bench.ceilings import measure_ceilings
@@ -36,7 +37,7 @@ from experiments.bench.row import FAILED, NOT_RUN, OK, Bench, measure
 from experiments.bench.selection import chosen_cases, named
 from experiments.bench.timing import Limits, provenance
 from experiments.report.console import plain_console
-from experiments.report.metrics import INTERPRETER, NOT_A_GPU
+from experiments.report.metrics import NOT_A_GPU
 from experiments.report.run_folder import SUMMARY, to_json, write_whole
 from experiments.sweep.main import main as sweep_main
 from specdec_kernels import FAMILIES

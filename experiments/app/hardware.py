@@ -10,6 +10,8 @@ from experiments.app.errors import UserError
 from experiments.app.schema import RuntimeConfig
 
 INTERPRET = "TRITON_INTERPRET"
+INTERPRETER = "triton-interpreter"
+"""What records call kernels that Triton's interpreter runs."""
 
 
 @dataclass(frozen=True)
@@ -67,5 +69,5 @@ def resolve_hardware(runtime: RuntimeConfig) -> Hardware:
                 "use runtime.dtype=float32, or runtime.impl=reference"
             )
         os.environ[INTERPRET] = "1"
-    label = "triton-interpreter" if os.environ.get(INTERPRET) == "1" else "triton"
+    label = INTERPRETER if os.environ.get(INTERPRET) == "1" else "triton"
     return Hardware(device, dtype, "triton", label, forward)

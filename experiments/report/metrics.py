@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from experiments.app.hardware import INTERPRETER
 from experiments.report import repeats
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ Look = Callable[[int, Mapping[str, Any]], dict[str, Any]]
 LOW_ACCEPTANCE = 0.05
 FEWEST_REQUESTS = 4
 """From how many requests an interval of tokens per step is told."""
-INTERPRETER = "triton-interpreter"
 NOT_A_GPU = {
     INTERPRETER: "Times are of Triton's interpreter on the CPU and say nothing about a GPU.",
     "reference": "Times are of plain torch on the CPU and say nothing about a GPU.",

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from algorithms.runtime.request import Request
 from algorithms.runtime.sampling_params import SamplingParams
+from experiments.app.hardware import INTERPRETER
 from experiments.app.plan import Plan
 from experiments.report import metrics
 from experiments.report.tables import DASH, METHOD, Column, Row, at, figure, lossless_tone, text
@@ -268,7 +269,7 @@ class BackendChecks:
 
         None in Triton's interpreter, which computes that precision wrongly.
         """
-        if self._plan.hardware.label == "triton-interpreter":
+        if self._plan.hardware.label == INTERPRETER:
             return None
         asked, plain = self._low_baseline.requests, self._low_baseline.generation.completions
         ours = self._decode(algo, asked, *self._sizes[-1], low=True).generation.completions
