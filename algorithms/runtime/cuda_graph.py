@@ -206,13 +206,14 @@ class StepRunner:
         return found
 
     def riding(self, needs: SamplingNeeds, num_rows: int) -> Sequence[Chunk]:
-        """The chunks that may ride in steps for `needs` over so many requests, in ascending order of size. Where steps
-        differ in their number of nodes, only the largest batch has room for them: prompts wait where rows are taken,
-        and each batch would take graphs of all sizes for every chunk."""
+        """The chunks that may ride in steps for `needs` over so many requests, in ascending order of size. Below the
+        largest batch few prompts ride, so every second size is left out there; where steps differ in their number of
+        nodes, all are: each batch would take graphs of all sizes for every chunk."""
         if not self._chunks or phases_of(needs) != PHASES:
             return ()
-        few = self._parts.sizing is not None and self.num_rows_of(num_rows) < self._buckets[-1]
-        return () if few else self._chunks
+        if self.num_rows_of(num_rows) == self._buckets[-1]:
+            return self._chunks
+        return () if self._parts.sizing is not None else self._chunks[(len(self._chunks) - 1) % 2 :: 2]
 
     def reset(self) -> None:
         """Forget the times counted so far."""
