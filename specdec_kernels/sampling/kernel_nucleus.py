@@ -38,6 +38,7 @@ WHOLE = tl.constexpr(0)  # its strips and groups: no filter cuts
 # Its chunks, and what is to be done for them first:
 LIST = tl.constexpr(1)  # top-p and min-p: the threshold is looked for among the edges
 COUNT = tl.constexpr(2)  # top-k beyond the slots: the threshold has to be found in the whole row
+_STEPS = tl.constexpr((-6.0, -2.8, 0.0, 2.8, 6.0))  # of the edges from the guess, in its standard deviations
 NUM_EDGES, STATES = 5, 5
 _EDGES, _CLASSES = tl.constexpr(NUM_EDGES), tl.constexpr(NUM_EDGES - 1)
 _HALVINGS = tl.constexpr(12)
@@ -110,11 +111,12 @@ def store_edges(
     limit = d.key_value(complete.to(tl.int32), SHIFT)
     middle = tl.exp2(center) if PROBS else tl.minimum(top + center / scale, limit)
     unit = spread * d.LOG2E
-    highest = middle * tl.exp2(6.0 * unit) if PROBS else middle + 6.0 * unit / scale
-    fixed = (searched == 0) | (lowest > tl.minimum(highest, limit))
+    highest = _STEPS[_EDGES - 1] * unit
+    highest = tl.minimum(middle * tl.exp2(highest) if PROBS else middle + highest / scale, limit)
+    fixed = (searched == 0) | (lowest > highest)
     left_out = d.next_below(lowest)
     for edge in tl.static_range(_EDGES):
-        step = (-6.0 if edge == 0 else -2.8 if edge == 1 else 0.0 if edge == 2 else 2.8 if edge == 3 else 6.0) * unit
+        step = _STEPS[edge] * unit
         value = tl.minimum(middle * tl.exp2(step) if PROBS else middle + step / scale, limit)
         tl.store(edges_ptr + edge * rows + row, tl.where(fixed, left_out, value), mask=asks)
 
@@ -177,7 +179,7 @@ def _list_kernel(
     edges_ptr,  # [5, R] float32
     parts_ptr,  # [5, R, CHUNKS] float32: weight above each edge in each chunk
     counts_ptr,  # [R, CHUNKS] int32: values of each class, in bits of its own; all bits set where these are too few
-    members_ptr,  # [R, CHUNKS, 4, KEEP] float32: the first values of each class
+    members_ptr,  # [R, CHUNKS, 4, KEEP], of the row's type: the first values of each class
     rows,
     row_stride,
     PER_REQUEST: tl.constexpr,
@@ -208,7 +210,9 @@ def _list_kernel(
             rank = (tl.cumsum(one, 1) >> bits) & _MOST
             slot = bits // _COUNT_BITS * KEEP + rank - 1
             mine = (members_ptr + place.to(tl.int64) * (_CLASSES * KEEP))[:, None]
-            tl.store(mine + slot, value, mask=inside & countable[:, None] & (rank <= KEEP))
+            tl.store(
+                mine + slot, value.to(members_ptr.dtype.element_ty), mask=inside & countable[:, None] & (rank <= KEEP)
+            )
 
 
 @triton.jit
@@ -303,7 +307,7 @@ def _resolve_kernel(
     edges_ptr,  # [5, R] float32
     parts_ptr,  # [5, R, CHUNKS] float32
     counts_ptr,  # [R, CHUNKS] int32
-    members_ptr,  # [R, CHUNKS, 4, KEEP] float32
+    members_ptr,  # [R, CHUNKS, 4, KEEP], of the row's type
     mass_ptr,  # [R, CHUNKS] float32: the weight that is kept
     distribution_ptr,  # [4, R] float32: floor and total are written, the second and the third
     rows,
@@ -348,7 +352,7 @@ def _resolve_kernel(
         base = members_ptr + row.to(tl.int64)[:, None] * (CHUNKS * _CLASSES * KEEP) + kind[:, None] * KEEP
         base = (base + chunk * (_CLASSES * KEEP))[:, :, None]
         there = between[:, None] & in_chunks
-        value = tl.load(base + member, mask=there[:, :, None], other=float("-inf"))
+        value = tl.load(base + member, mask=there[:, :, None], other=float("-inf")).to(tl.float32)
         counts = tl.load(counts_ptr + place, mask=there, other=0)
         counts = (counts >> (kind * _COUNT_BITS)[:, None]) & _MOST
         fits = between & (tl.max(counts, 1) <= KEEP)
@@ -398,7 +402,8 @@ def resolve(
     chunks = triton.cdiv(vocab, chunk)
     out = partial(torch.empty, dtype=torch.float32, device=values.device)
     parts, mass = out(NUM_EDGES, rows, chunks), out(rows, chunks)
-    counts, members = out(rows, chunks, dtype=torch.int32), out(rows, chunks, NUM_EDGES - 1, keep)
+    counts = out(rows, chunks, dtype=torch.int32)
+    members = out(rows, chunks, NUM_EDGES - 1, keep, dtype=values.dtype)
     block_c = max(triton.next_power_of_2(chunks), d.MIN_SCAN)
     block_t = d.rows_per_program(rows * chunks, config.max_rows, chunk)
     stride = values.stride(0)
