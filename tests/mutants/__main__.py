@@ -15,7 +15,7 @@ import argparse
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from functools import partial
@@ -60,20 +60,16 @@ def judge(mutants: Sequence[Mutant], jobs: int, limit_s: float) -> list[Outcome]
     return outcomes
 
 
-def caught_in_vain(outcomes: Sequence[Outcome], jobs: int) -> int:
-    """How many were caught by a test that fails without any mutant; such tests are printed."""
-    tests = sorted({outcome.test for outcome in outcomes if outcome.test})
-    failing: dict[str, str] = {}
+def failing_without(tests: Iterable[str], jobs: int) -> set[str]:
+    """Those of the tests that fail without any mutant, which are printed."""
+    each, failing = sorted(set(tests)), dict[str, str]()
     with ThreadPoolExecutor(jobs) as pool:
-        for found in pool.map(baseline, filter(None, (tests[turn::jobs] for turn in range(jobs)))):
+        for found in pool.map(baseline, filter(None, (each[turn::jobs] for turn in range(jobs)))):
             failing |= found
     if failing:
-        print("these tests fail without any mutant:", *_lines(failing), sep="\n  ")
-    return sum(outcome.test in failing for outcome in outcomes)
-
-
-def _lines(failing: Mapping[str, str]) -> list[str]:
-    return [f"{short(test)}: {problem}" for test, problem in failing.items()]
+        lines = [f"{short(test)}: {problem}" for test, problem in failing.items()]
+        print("these tests fail without any mutant:", *lines, sep="\n  ")
+    return set(failing)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -93,15 +89,15 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"no mutant is called {options.only!r}", file=sys.stderr)
         return 1
     load_heavy_modules()
-    if chosen and (problems := baseline(sorted({test for mutant in chosen for test in mutant.tests}))):
-        print("these tests fail without any mutant:", *_lines(problems), sep="\n  ")
+    if chosen and failing_without((test for mutant in chosen for test in mutant.tests), options.jobs):
         return 1
     known = judge(chosen, options.jobs, options.limit) if chosen else []
     if number:
         seed = int(time.time()) if options.seed is None else options.seed
         print(f"{number} drawn mutants, --drawn {number} --seed {seed}", flush=True)
         drawn = judge(draw(number, seed), options.jobs, options.limit)
-        survived = sum(outcome.status == SURVIVED for outcome in drawn) + caught_in_vain(drawn, options.jobs)
+        in_vain = failing_without((outcome.test for outcome in drawn if outcome.test), options.jobs)
+        survived = sum(outcome.status == SURVIVED or outcome.test in in_vain for outcome in drawn)
         print(f"{survived / number:.1%} of the drawn mutants survive")
     return 0 if all(outcome.status == CAUGHT for outcome in known) else 1
 
