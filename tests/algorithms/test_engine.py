@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from algorithms.dflash import DFlash
@@ -112,11 +114,19 @@ def test_every_shipped_algorithm_is_found() -> None:
     assert algorithms_in("tests.algorithms")["scripted"].__name__ == "Scripted"
 
 
-@pytest.mark.parametrize(("block_size", "message"), [(17, "at most 16, as trained, got 17"), (0, "1 to 256 or null")])
-def test_dflash_block_size_is_checked(monkeypatch: pytest.MonkeyPatch, block_size: int, message: str) -> None:
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (dict(block_size=17), "at most 16, as trained, got 17"),
+        (dict(block_size=0), "1 to 256 or null"),
+        (dict(block_size=2, topk=2, num_nodes=8, draw="sample"), "1 steps with topk 2 draft 2 to 3 nodes"),
+        (dict(topk=2, num_nodes=2, draw="sample", window=15), "window: expected at least the block of 16, got 15"),
+    ],
+)
+def test_dflash_block_size_is_checked(monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], message: str) -> None:
     monkeypatch.setattr("algorithms.runtime.models.loading.load_dflash", lambda *_: random_drafter())
     with pytest.raises(ValueError, match=message):
-        DFlash(DFlash.Config(block_size=block_size), TARGET, "random")
+        DFlash(DFlash.Config(**asked), TARGET, "random")
 
 
 @pytest.mark.parametrize("decoys", [False, True])

@@ -20,8 +20,8 @@ from tests.mutants.mutant import ROOT, Mutant
 _ALGORITHMS = "tests/algorithms/"
 _ENGINE = tuple(
     f"{_ALGORITHMS}test_{name}.py"
-    for name in ("scheduler", "engine", "faults", "drafters", "prefill", "levels", "sampling_parameters", "fuzz",
-                 "forbidden_tokens", "top_logprobs", "ngram", "graphs", "kv_dtype")
+    for name in ("request", "scheduler", "engine", "faults", "drafters", "prefill", "levels", "sampling_parameters",
+                 "fuzz", "forbidden_tokens", "top_logprobs", "ngram", "graphs", "kv_dtype")
 )  # fmt: skip
 _MODELS = tuple(
     f"tests/runtime/test_{name}.py"
@@ -29,7 +29,7 @@ _MODELS = tuple(
                  "deterministic")
 )  # fmt: skip
 _FAMILY_TESTS = {
-    "": ("test_launch", "test_facade", "test_tuning", "test_clock"),
+    "": ("test_launch", "test_facade", "test_tuning", "test_interpreter"),
     "attention": (
         "test_attention", "test_attention_plan", "test_attention_features", "test_small_tiles", "test_batch_invariance"
     ),
@@ -43,7 +43,6 @@ _FAMILY_TESTS = {
 }  # fmt: skip
 """Test files of a family where they are not `test_FAMILY`."""
 _FILE_TESTS = {
-    "algorithms/mixed.py": ("tests/algorithms/test_mixed.py", *_ENGINE),
     "algorithms/registry.py": ("tests/algorithms/test_plugin.py",),
     "algorithms/runtime/backends/packages.py": ("tests/runtime/test_packages.py", "tests/runtime/test_backends.py"),
     "algorithms/runtime/collectives.py": ("tests/algorithms/test_tensor_parallel.py",),
@@ -51,6 +50,17 @@ _FILE_TESTS = {
     "algorithms/runtime/tensor_parallel.py": ("tests/algorithms/test_tensor_parallel.py",),
 }
 """Test files of a file where they are not those of its folder."""
+_DRAFTERS = ("drafters", "drawn_trees", "adaptive")
+_NEAREST = (
+    dict.fromkeys(("dflash", "eagle", "eagle3", "naive_eagle", "standalone", "tree_drafting", "tree_shape"), _DRAFTERS)
+    | dict.fromkeys(("drawing", "drawn_tree"), ("drawn_trees",))
+    | dict.fromkeys(("adaptive", "backlog"), ("adaptive",))
+    | dict.fromkeys(("chunk", "prefill", "staging"), ("prefill", "piggyback"))
+    | dict.fromkeys(("constraints", "grammar", "join_trees"), ("constraints", "mixed"))
+    | dict.fromkeys(("session", "step"), ("engine", "piggyback", "adaptive", "constraints"))
+    | {"cuda_graph": ("graphs", "adaptive", "piggyback"), "mixed": ("mixed",), "draft_check": ("plugin",)}
+)
+"""Test files of the runtime that come first for a file, beside the one of its name."""
 _LEFT_OUT = {
     "*/cases*.py": "inputs of the tests themselves",
     "*/configs.py": "sizes of tiles, warps and stages for each chip: speed",
@@ -137,10 +147,11 @@ def tests_of(path: Path) -> tuple[str, ...]:
         names = " or ".join([f"[{family}-" if family else "parity", *(Path(file).stem for file in files)])
         return ("tests/kernels/test_parity.py", *files, "-k", names)
     if "models" in path.parts:
-        return _own_first(path, (*_MODELS, _ENGINE[3]))
+        return _own_first(path, (*_MODELS, f"{_ALGORITHMS}test_drafters.py"))
     if "backends" in path.parts:
-        return ("tests/runtime/test_backends.py", "tests/runtime/test_paged_mixer.py", _ENGINE[1])
-    return _own_first(path, _ENGINE)
+        return ("tests/runtime/test_backends.py", "tests/runtime/test_paged_mixer.py", f"{_ALGORITHMS}test_engine.py")
+    nearest = [f"{_ALGORITHMS}test_{name}.py" for name in _NEAREST.get(path.stem, ())]
+    return _own_first(path, tuple(dict.fromkeys((*nearest, *_ENGINE))))
 
 
 def _own_first(path: Path, tests: tuple[str, ...]) -> tuple[str, ...]:
