@@ -129,10 +129,11 @@ def _filtered(logits: torch.Tensor, params: SamplingParams, error: float) -> lis
         )
         return row_distribution(logits[None], drawn).weights[0]
 
-    found, everything, values = [kept(params.top_k, params.top_p, params.min_p)], kept(0, 1.0, 0.0), logits.double()
+    found = [kept(params.top_k, params.top_p, params.min_p)]
+    everything = kept(0, 1.0, 0.0)
     if error == 0 or torch.equal(found[0], everything):
         return found
-    moved = moved_borders(error, params.temperature)
+    values, moved = logits.double(), moved_borders(error, params.temperature)
     for sign in (1, -1):
         top_p = min(max(params.top_p + sign * moved, 0.0), 1.0) if params.top_p < 1 else params.top_p
         min_p = min(params.min_p * math.exp(-sign * 2 * error / params.temperature), 1.0)
