@@ -80,8 +80,8 @@ def exits_of_errors(config_name: str) -> Iterator[Program]:
         sys.argv[1:] = resumed_words(arranged(sys.argv[1:]))
         register()
         yield program
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print("\n  ".join(["interrupted", *str(error).splitlines()]), file=sys.stderr)
         sys.exit(INTERRUPTED)
     except BrokenPipeError:  # whoever read the output has ended, as `head` does behind its lines
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

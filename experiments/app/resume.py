@@ -61,7 +61,7 @@ def resumed_words(words: Sequence[str]) -> list[str]:
     if _goes_on(status):
         raise UserError(f"{RESUME}={folder}: this run still goes on, as process {status.get('pid')}")
     if status.get("cwd") != os.getcwd() and not forced:
-        raise UserError(f"{RESUME}={folder}: the run was started in {status.get('cwd')}: start this there")
+        raise UserError(f"{RESUME}={folder}: the run was started in another folder: cd {status.get('cwd')}")
     where = [f"{RESUME}='{folder}'", f"hydra.run.dir='{folder}'", f"{FORCE}={str(forced).lower()}"]
     return [*others, *status["overrides"], *where]
 

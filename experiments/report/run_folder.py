@@ -154,19 +154,22 @@ def _claim(path: Path) -> Path:
 
 
 @contextmanager
-def open_run_folder(path: Path, about: Mapping[str, Any] | None = None, resumed: bool = False) -> Iterator[RunFolder]:
+def open_run_folder(
+    path: Path, about: Mapping[str, Any] | None = None, resumed: bool = False, can_resume: bool = True
+) -> Iterator[RunFolder]:
     """Own `path` during the block. status.json then says how the block ended, and what `about` holds.
 
-    A `resumed` folder is one that an earlier run has left. A `UserError` removes a folder in which no request has
-    ended. A full disk becomes a `UserError`.
+    A `resumed` folder is one that an earlier run has left, and with `can_resume` a later run may do the same with this
+    one. A `UserError` removes a folder in which no request has ended. A full disk becomes a `UserError`. That and an
+    interrupt say what is kept.
     """
     with user_errors(OSError):
         folder = RunFolder(path, about, resumed)
     try:
         yield folder
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         folder.finish("interrupted")
-        raise
+        raise KeyboardInterrupt(_kept(folder, can_resume)) from error
     except UserError as error:
         if folder.num_requests or folder.resumed:
             folder.finish("failed", str(error))
@@ -176,7 +179,12 @@ def open_run_folder(path: Path, about: Mapping[str, Any] | None = None, resumed:
     except BaseException as error:
         folder.finish("failed", f"{type(error).__name__}: {error}")
         if isinstance(error, OSError) and disk_is_full(error):
-            kept = f"{folder.num_requests} requests that had ended are in {folder.path / REQUESTS}"
-            raise UserError(f"the disk is full: {error}\n{kept}\nmake room, then resume={folder.path}") from error
+            raise UserError(f"the disk is full, make room: {error}\n{_kept(folder, can_resume)}") from error
         raise
     folder.finish("done")
+
+
+def _kept(folder: RunFolder, can_resume: bool) -> str:
+    """What a run that broke off has left, and how to go on with it."""
+    kept = f"requests that had ended: {folder.num_requests}, in {folder.path / REQUESTS}"
+    return f"{kept}\ngo on with resume={folder.path}" if can_resume else kept

@@ -71,8 +71,11 @@ def _sweep(overrides: Sequence[str], program: Sequence[str], config_name: str) -
         return 0
     todo = driver.begin(sweep, [*sys.argv])
     show.start(console, sweep, todo)
-    if todo:
-        driver.launch(sweep, todo)
+    try:
+        if todo:
+            driver.launch(sweep, todo)
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt("the same command runs the rows that are missing") from error
     return show.ending(console, sweep)
 
 

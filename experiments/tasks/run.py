@@ -89,7 +89,7 @@ def run_task(config: RunConfig, composed: DictConfig) -> float:
     about = {"overrides": typed, "cwd": os.getcwd(), "revision": git_revision()}
     path = output_folder(Path(HydraConfig.get().runtime.output_dir))
     with (
-        open_run_folder(path, about, resumed=config.resume is not None) as folder,
+        open_run_folder(path, about, config.resume is not None, config.task.NOT_RESUMED is None) as folder,
         tracking(config.tracker, folder.path, resolved, _identity(config, typed, path), task.name) as tracker,
     ):
         if config.resume is None:

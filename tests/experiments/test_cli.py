@@ -217,6 +217,7 @@ def test_a_run_that_is_terminated_says_so(tmp_path: Path) -> None:
             _, told = process.communicate(timeout=100)
         finally:
             process.kill()
-    assert process.returncode == 130 and told == "interrupted\n"
     (status,) = tmp_path.glob("outputs/told/*/status.json")
+    assert process.returncode == 130 and told.startswith("interrupted\n  requests that had ended: 0, in ")
+    assert told.endswith(f"  go on with resume={status.parent}\n")
     assert json.loads(status.read_text())["status"] == "interrupted"

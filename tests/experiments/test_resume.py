@@ -256,7 +256,7 @@ def test_what_cannot_be_resumed_is_refused(
     edit_status(broken, status="running", pid=os.getppid())
     assert f"still goes on, as process {os.getppid()}" in refused(capsys, f"resume={broken}")
     edit_status(broken, status="interrupted", cwd="/elsewhere")
-    assert "was started in /elsewhere" in refused(capsys, f"resume={broken}")
+    assert "started in another folder: cd /elsewhere" in refused(capsys, f"resume={broken}")
     edit_status(broken, cwd=str(home), overrides=["task=losslessness", "tracker=none"])
     assert "task=losslessness cannot be resumed" in refused(capsys, f"resume={broken}")
     assert (broken / "requests.jsonl").read_text() == kept

@@ -103,7 +103,7 @@ def test_a_full_disk_keeps_what_ended_and_says_so(tmp_path: Path, monkeypatch: p
         folder.record({"id": 0})
         monkeypatch.setattr(records, "write_whole", full)
         folder.write("report.html", "x")
-    assert "1 requests that had ended are in" in str(caught.value)
+    assert f"requests that had ended: 1, in {tmp_path}" in str(caught.value)
     assert status(tmp_path / "run") == "failed" and recorded(tmp_path / "run") == [0]
 
 
