@@ -166,8 +166,14 @@ def test_a_sweep_gives_every_job_a_folder(run: Run, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (sweep,) = (tmp_path / "outputs" / "sweeps").iterdir()
     assert datetime.strptime(sweep.name, "%Y-%m-%d_%H-%M-%S"), "without a name it is called by its start"
-    backends = [read(path.parent, "summary.json")["backend"] for path in sweep.glob("*/summary.json")]
-    assert sorted(backends) == ["fa4", "torch"]
+    rows = {read(path.parent, "summary.json")["backend"]: path.parent for path in sweep.glob("*/summary.json")}
+    assert sorted(rows) == ["fa4", "torch"]
+    assert run("backend=torch", "baseline=false").returncode == 0
+    written = [
+        [(request["token_ids"], request["accepted_counts"]) for request in requests_of(folder)]
+        for folder in (rows["torch"], only_folder(tmp_path))
+    ]
+    assert written[0] == written[1], "the second row of a worker is not what a run of its own is"
     other = run("-m", "--config-dir=elsewhere", "backend=fa4,torch")
     assert other.returncode == 2 and "a sweep takes settings alone, got the option --config-dir" in other.stderr
 
