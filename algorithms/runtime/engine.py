@@ -37,8 +37,7 @@ _MATRIX_ROWS = 64
 """Rows that fill a tile of the matrix unit."""
 _RIDING_TOKENS = (64, 384)
 """Prompt tokens that the smallest and the largest chunk in a step have room for. Fewer cost as much beside a step, and
-more would make it much longer. Their tiles are half as wide as those of a chunk between steps, because their padding
-costs arithmetic."""
+more would make it much longer. Their tiles are half as wide as the default, because their padding costs arithmetic."""
 _SHORT_REQUEST = 512
 """Tokens of requests so short that reading their keys twice as often costs less than the padding of wide tiles."""
 
