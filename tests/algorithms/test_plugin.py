@@ -281,6 +281,21 @@ def test_mistakes_of_the_drafter(
     assert str(caught.value).startswith("algo=echo: ") and "\n" not in str(caught.value)
 
 
+def test_unused_nodes_may_be_deeper_than_the_tree(kind: Any) -> None:
+    """They hang on each other, and node 0 leads to none of them."""
+    drafter: Algorithm = kind(kind.Config(), TARGET, None)
+    drafter.chain, drafter.max_depth = False, 1
+    propose, parents = drafter.propose, torch.tensor([[-1, 0, -2, 2, 3, 4, 5]], dtype=torch.int32)
+
+    def scattered(batch: Batch) -> DraftTree:
+        tokens = torch.nn.functional.pad(propose(batch).tokens, (0, 5))
+        return DraftTree(tokens, build_tree(parents.repeat(len(tokens), 1), batch.lengths))
+
+    drafter.propose = scattered  # type: ignore[method-assign]
+    asked = requests(2)
+    assert [c.token_ids for c in run(drafter, asked, Setup(), TARGET).completions] == answers(asked, Setup(), TARGET)
+
+
 def test_every_message_of_the_page_is_tested_above() -> None:
     assert len(re.findall(r"^\|[^|]*\| `(.*)` \|$", PAGE.split("## What a mistake")[1], re.M)) == 21
 
