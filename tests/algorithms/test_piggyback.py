@@ -96,6 +96,12 @@ def test_drafters_learn_the_same(monkeypatch: pytest.MonkeyPatch, maker: str) ->
     assert counts[0] == counts[1]
 
 
+def test_a_tile_in_a_step_is_no_larger_than_a_chunk() -> None:
+    engine = engine_of(autoregressive(TARGET), Setup(graph="step", prefill_chunk=12), TARGET)
+    riding = engine.runner.riding(SamplingNeeds(), 1)
+    assert riding and {chunk.tile for chunk in riding} == {12}
+
+
 def test_a_prompt_is_prefilled_before_a_row_is_free() -> None:
     """The next request waits with a complete prompt, and runs in the step after the one that freed its row."""
     first, second, third = (changed(request, max_new_tokens=4) for request in requests(3))

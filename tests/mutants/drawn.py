@@ -20,8 +20,8 @@ from tests.mutants.mutant import ROOT, Mutant
 _ALGORITHMS = "tests/algorithms/"
 _ENGINE = tuple(
     f"{_ALGORITHMS}test_{name}.py"
-    for name in ("request", "scheduler", "engine", "faults", "drafters", "prefill", "levels", "sampling_parameters",
-                 "fuzz", "forbidden_tokens", "top_logprobs", "ngram", "graphs", "kv_dtype")
+    for name in ("request", "scheduler", "engine", "levels", "top_logprobs", "fuzz", "kv_dtype", "forbidden_tokens",
+                 "ngram", "sampling_parameters", "faults", "graphs", "prefill", "drafters")
 )  # fmt: skip
 _MODELS = tuple(
     f"tests/runtime/test_{name}.py"

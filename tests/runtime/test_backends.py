@@ -72,6 +72,14 @@ def test_all_backends_compute_the_same(standins: None, backend: str, name: str) 
     torch.testing.assert_close(through(plain(backend), metadata, q, kv, phase), expected, rtol=4e-3, atol=4e-3)
 
 
+@pytest.mark.parametrize("backend", ["torch", "fa4"])
+def test_a_bound_of_the_length_may_lie_beyond_the_table(backend: str) -> None:
+    metadata, q, kv = forward("chain", 4, (17, 3))
+    beyond = metadata._replace(max_length=metadata.page_table.shape[1] * kv.shape[2] + 5)
+    expected = through(plain(backend), metadata, q, kv)
+    torch.testing.assert_close(through(plain(backend), beyond, q, kv), expected, rtol=4e-3, atol=4e-3)
+
+
 @pytest.mark.parametrize("options", [dict(window=3), dict(soft_cap=1.5), dict(sinks=True), dict(scale=0.3)])
 @pytest.mark.parametrize("mode", ["chain", "block"])
 @pytest.mark.parametrize("backend", ["fa4", "flashinfer", "package"])
