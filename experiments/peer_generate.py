@@ -9,7 +9,8 @@ generation serves one. A row says how many tokens a forward of the target wrote,
 and whether the texts are those of greedy decoding.
 
 Settings: `model`, `assistant`, `data` (names of prompt sets, of which first turns are asked), `limit` prompts of each,
-`max_new_tokens`, `lookup` (tokens that prompt lookup drafts), `device`, `dtype`, `out` (rows are appended).
+`max_new_tokens`, `lookup` (tokens that prompt lookup drafts), `device` and `dtype` (auto: bfloat16 on a GPU where there
+is one, else float32 on the CPU), `out` (rows are appended).
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from typing import Any
 from experiments.app.arguments import assign
 from experiments.app.cli import report
 from experiments.app.errors import UserError, user_errors
+from experiments.app.schema import expect_choice
+from experiments.app.suggest import unknown_option_message
 
+DEVICES, DTYPES = ("auto", "cuda", "cpu"), ("auto", "bfloat16", "float16", "float32")
 METHODS = ("greedy", "prompt_lookup", "assistant")
 WARM_UP_TOKENS = 16
 
@@ -41,8 +45,8 @@ class Settings:
     limit: int = 8
     max_new_tokens: int = 128
     lookup: int = 10
-    device: str = "cuda"
-    dtype: str = "bfloat16"
+    device: str = "auto"
+    dtype: str = "auto"
     out: str = "peer_generate.jsonl"
 
 
@@ -51,7 +55,27 @@ def parsed(arguments: Sequence[str]) -> Settings:
     settings = Settings()
     if others := assign(settings, arguments, __doc__ or ""):
         raise UserError(f"{others[0]!r} is no setting: expected key=value, such as limit=8")
+    with user_errors(ValueError):
+        expect_choice("device", settings.device, DEVICES)
+        expect_choice("dtype", settings.dtype, DTYPES)
     return settings
+
+
+def settle(settings: Settings) -> None:
+    """Replace `auto` by what the machine has. Raises UserError for prompt sets and devices that are not there."""
+    import torch
+
+    from experiments.data.prompts import datasets
+
+    for name in settings.data.split(","):
+        if name not in datasets():
+            raise UserError(unknown_option_message("data", name, sorted(datasets())))
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device=cuda: no CUDA device is visible\nuse device=cpu, or install a CUDA build of torch")
+    if settings.device == "auto":
+        settings.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if settings.dtype == "auto":
+        settings.dtype = "bfloat16" if settings.device == "cuda" else "float32"
 
 
 @dataclass
@@ -175,6 +199,7 @@ def main() -> None:
     """Command line entry."""
     try:
         settings = parsed(sys.argv[1:])
+        settle(settings)
         with user_errors(ValueError), Path(settings.out).open("a", encoding="utf-8") as file:
             for row in measure(settings):
                 file.write(json.dumps(row) + "\n")

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from experiments import peer_generate
 from experiments.app.errors import UserError
@@ -30,7 +31,19 @@ def test_assisted_generation_writes_the_greedy_text(tmp_path: Path, monkeypatch:
     assert rows["greedy"]["versions"]["transformers"] and rows["greedy"]["clocks"] is None
 
 
-@pytest.mark.parametrize(("word", "message"), [("lenght=3", "lenght"), ("limit=few", "limit: expected a whole number")])
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("lenght=3", "lenght"),
+        ("limit=few", "limit: expected a whole number"),
+        ("dtype=bf16", "dtype must be one of auto, bfloat16"),
+        ("data=edit,edits", "unknown data 'edits'"),
+        pytest.param("device=cuda", "no CUDA device", marks=no_gpu),
+    ],
+)
 def test_a_wrong_word_is_named(word: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        peer_generate.parsed([word])
+        peer_generate.settle(peer_generate.parsed([word]))
