@@ -25,8 +25,9 @@ from experiments.app.provenance import short_revision
 from experiments.app.suggest import unknown_key_message
 from experiments.report import page as pages
 from experiments.report.console import plain_console
+from experiments.report.json_log import json_lines
 from experiments.report.metrics import NOT_A_GPU
-from experiments.report.run_folder import json_lines, write_whole
+from experiments.report.run_folder import write_whole
 from experiments.report.tables import DASH, Column, Row, console_table, html_table, markdown, words
 from experiments.sweep.folder import DONE, SweepFolder
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -12,6 +12,11 @@ from typing import Any, TextIO
 def to_json(value: Any, indent: int | None = 2) -> str:
     """Strict JSON: NaN and infinity raise ValueError; a figure without meaning is None, hence null."""
     return json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)
+
+
+def json_lines(values: Iterable[Any]) -> str:
+    """One JSON object per line."""
+    return "".join(to_json(value, indent=None) + "\n" for value in values)
 
 
 class JsonLog:
@@ -41,18 +46,16 @@ class JsonLog:
 
     def append(self, entry: Mapping[str, Any]) -> None:
         """Add `entry` as one line."""
-        line = to_json(entry, indent=None) + "\n"
         if self._file is None:
             self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
-        self._file.write(line)
+        self._file.write(json_lines([entry]))
         self._file.flush()
         self.entries.append(dict(entry))
 
-    def replace(self, entries: Sequence[dict[str, Any]]) -> str:
-        """Hold `entries` from now on; returns the text that the file must be given."""
+    def replace(self, entries: Sequence[dict[str, Any]]) -> None:
+        """Hold `entries` from now on; the file is to be written anew by the caller."""
         self.close()
         self.entries = list(entries)
-        return "".join(to_json(entry, indent=None) + "\n" for entry in entries)
 
     def close(self) -> None:
         """Close the file; what was appended is on disk."""

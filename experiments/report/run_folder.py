@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -27,7 +27,7 @@ from typing import Any
 
 from experiments.app.errors import UserError, disk_is_full, user_errors
 from experiments.app.resume import CONFIG, STATUS, read_status
-from experiments.report.json_log import JsonLog, to_json
+from experiments.report.json_log import JsonLog, json_lines, to_json
 
 REPORT, SUMMARY, REQUESTS, DECODINGS = "report.html", "summary.json", "requests.jsonl", "decodings.jsonl"
 KV_SCALES = "kv_scales.safetensors"
@@ -45,11 +45,6 @@ def write_whole(path: Path, content: str | bytes) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def json_lines(values: Iterable[Any]) -> str:
-    """One JSON object per line."""
-    return "".join(to_json(value, indent=None) + "\n" for value in values)
 
 
 def _now() -> str:
@@ -85,7 +80,8 @@ class RunFolder:
 
     def replace_requests(self, requests: list[dict[str, Any]]) -> None:
         """Let requests.jsonl hold these."""
-        self.write(REQUESTS, self.requests.replace(requests))
+        self.requests.replace(requests)
+        self.write(REQUESTS, json_lines(requests))
         self._status["requests"] = len(requests)
 
     def write(self, name: str, text: str) -> None:

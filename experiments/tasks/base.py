@@ -16,8 +16,9 @@ from experiments.app.plan import Plan
 from experiments.app.workload import Workload
 from experiments.report import metrics
 from experiments.report.console import OnStep, step_progress
+from experiments.report.json_log import json_lines
 from experiments.report.page import Card
-from experiments.report.run_folder import RunFolder, json_lines
+from experiments.report.run_folder import RunFolder
 from experiments.report.tables import Column, Row, counted, csv_text, markdown
 from experiments.report.tracking import Tracker
 from experiments.tasks import earlier

@@ -14,9 +14,9 @@ from typing import Any
 from experiments.app.conversation import text_of
 from experiments.report import console as terminal
 from experiments.report import tables
+from experiments.report.json_log import json_lines
 from experiments.report.metrics import answer_verdict
 from experiments.report.page import Card, acceptance_bars, method_cards, request_details, section, step_times
-from experiments.report.run_folder import json_lines
 from experiments.report.tables import Row
 from experiments.tasks.base import Task
 from experiments.tasks.decoding import AUTOREGRESSIVE

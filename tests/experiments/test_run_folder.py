@@ -15,7 +15,8 @@ import pytest
 from experiments.app.errors import UserError
 from experiments.app.schema import REPO_ROOT
 from experiments.report import run_folder as records
-from experiments.report.run_folder import RunFolder, json_lines, open_run_folder, to_json, write_whole
+from experiments.report.json_log import json_lines, to_json
+from experiments.report.run_folder import RunFolder, open_run_folder, write_whole
 
 
 def status(folder: Path) -> str:
