@@ -15,6 +15,7 @@ import yaml
 
 from experiments.app.errors import UserError
 from experiments.app.identity import at
+from experiments.app.suggest import listing, nearest
 from experiments.report.tables import flatten
 from experiments.sweep.folder import DONE, RowRecord, SweepFolder
 
@@ -136,7 +137,9 @@ def chosen_metrics(frame: pd.DataFrame, asked: Sequence[str]) -> list[str]:
     known = [str(column) for column in frame.columns]
     if wrong := [name for name in asked if name not in known]:
         numeric = [str(name) for name in frame.select_dtypes("number").columns]
-        raise UserError(f"no row has the figure {wrong[0]!r}\nfigures: {', '.join(numeric)}")
+        close = nearest(wrong[0], numeric)
+        guess = f"\ndid you mean: {', '.join(close)}" if close else ""
+        raise UserError(f"no row has the figure {wrong[0]!r}{guess}\nfigures: {listing(numeric)}")
     return list(asked) or [name for name in METRICS if name in known and frame[name].notna().any()]
 
 
