@@ -79,7 +79,8 @@ def estimated_rest_s(sweep: Sweep, states: dict[str, str]) -> float | None:
 def _table(console: Console, sweep: Sweep, states: dict[str, str]) -> None:
     """Print the rows, the figure that the sweep maximises among their columns."""
     summaries = (sweep.folder.summary(row) for row, state in states.items() if state == DONE)
-    named = next((summary["objective"] for summary in summaries if summary and "objective" in summary), "value")
+    objectives = {summary["objective"] for summary in summaries if summary and "objective" in summary}
+    heading = words(objectives.pop()) if len(objectives) == 1 else "value"
     columns = [
         Column("row", lambda row: str(row["id"]), numeric=False),
         Column("overrides", lambda row: str(row["overrides"]), numeric=False),
@@ -88,7 +89,7 @@ def _table(console: Console, sweep: Sweep, states: dict[str, str]) -> None:
     ]
     rows = _shown(sweep, states)
     if any(row["value"] is not None for row in rows):
-        columns.append(Column(words(named), lambda row: figure(row["value"], 2)))
+        columns.append(Column(heading, lambda row: figure(row["value"], 2)))
     console.print(console_table(f"sweep {sweep.folder.name}", columns, rows))
 
 
