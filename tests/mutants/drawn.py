@@ -50,6 +50,8 @@ _FILE_TESTS = {
     "algorithms/runtime/tensor_parallel.py": ("tests/algorithms/test_tensor_parallel.py",),
 }
 """Test files of a file where they are not those of its folder."""
+_UNSTEADY = f"--deselect={_ALGORITHMS}test_piggyback.py::test_the_ledger_adds_up_with_prompts_in_steps"
+"""A test of times that other processes disturb would catch mutants in vain."""
 _DRAFTERS = ("drafters", "drawn_trees", "adaptive")
 _NEAREST = (
     dict.fromkeys(("dflash", "eagle", "eagle3", "naive_eagle", "standalone", "tree_drafting", "tree_shape"), _DRAFTERS)
@@ -57,7 +59,7 @@ _NEAREST = (
     | dict.fromkeys(("adaptive", "backlog"), ("adaptive",))
     | dict.fromkeys(("chunk", "prefill", "staging"), ("prefill", "piggyback"))
     | dict.fromkeys(("constraints", "grammar", "join_trees"), ("constraints", "mixed"))
-    | dict.fromkeys(("session", "step"), ("engine", "piggyback", "adaptive", "constraints"))
+    | dict.fromkeys(("session", "step"), ("engine", "top_logprobs", "piggyback", "adaptive", "constraints"))
     | {"cuda_graph": ("graphs", "adaptive", "piggyback"), "mixed": ("mixed",), "draft_check": ("plugin",)}
 )
 """Test files of the runtime that come first for a file, beside the one of its name."""
@@ -151,7 +153,7 @@ def tests_of(path: Path) -> tuple[str, ...]:
     if "backends" in path.parts:
         return ("tests/runtime/test_backends.py", "tests/runtime/test_paged_mixer.py", f"{_ALGORITHMS}test_engine.py")
     nearest = [f"{_ALGORITHMS}test_{name}.py" for name in _NEAREST.get(path.stem, ())]
-    return _own_first(path, tuple(dict.fromkeys((*nearest, *_ENGINE))))
+    return (*_own_first(path, tuple(dict.fromkeys((*nearest, *_ENGINE)))), _UNSTEADY)
 
 
 def _own_first(path: Path, tests: tuple[str, ...]) -> tuple[str, ...]:
