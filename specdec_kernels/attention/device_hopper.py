@@ -16,7 +16,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from specdec_kernels.attention.device import (
     LN_2,
     LOG2_E,
-    finite_or_zero,
     fold_sink,
     inverse_or_zero,
     key_end,
@@ -110,15 +109,6 @@ def tell_written(barrier):
     """All warps of a group have come this far, and the matrix unit sees what they wrote."""
     fence_async_shared()
     tell(barrier)
-
-
-@gluon.jit
-def softmax_weights(scores, factor, top, total):
-    """As `device.softmax_step`: (weights, top, total, decay of the output)."""
-    new_top = gl.maximum(top, gl.max(scores, 1) * factor)
-    decay = gl.exp2(top - finite_or_zero(new_top))
-    weights = gl.exp2(gl.fma(scores, factor[:, None], -finite_or_zero(new_top)[:, None]))
-    return weights, new_top, gl.fma(total, decay, gl.sum(weights, 1)), decay
 
 
 @gluon.jit

@@ -31,14 +31,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from specdec_kernels.attention.configs import AttentionConfig
-from specdec_kernels.attention.device import MODE_CODES, RUN_TIME_SIZES, page_ids, visible
+from specdec_kernels.attention.device import MODE_CODES, RUN_TIME_SIZES, finite_or_zero, page_ids, visible
 from specdec_kernels.attention.device_hopper import (
     GROUP_ROWS,
     WARPS,
     item_of,
     next_buffer,
     num_tiles,
-    softmax_weights,
     tell,
     tell_written,
     works,
@@ -141,7 +140,10 @@ def _weights(
     if start + scores.shape[1] > free_end:
         seen = visible(mask_row, start + columns, stop, length, nodes, used, MODE, WORDS)
         scores = gl.where(seen, scores, float("-inf"))
-    return softmax_weights(scores, factor, top, total)
+    new_top = gl.maximum(top, gl.max(scores, 1) * factor)
+    decay = gl.exp2(top - finite_or_zero(new_top))
+    weights = gl.exp2(gl.fma(scores, factor[:, None], -finite_or_zero(new_top)[:, None]))
+    return weights, new_top, gl.fma(total, decay, gl.sum(weights, 1)), decay
 
 
 @gluon.jit

@@ -26,14 +26,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from specdec_kernels.attention.configs import AttentionConfig
-from specdec_kernels.attention.device import FP8_NATIVE, MODE_CODES, RUN_TIME_SIZES, half_queries, page_ids, visible
+from specdec_kernels.attention.device import (
+    FP8_NATIVE,
+    MODE_CODES,
+    RUN_TIME_SIZES,
+    finite_or_zero,
+    half_queries,
+    page_ids,
+    visible,
+)
 from specdec_kernels.attention.device_hopper import (
     GROUP_ROWS,
     WARPS,
     item_of,
     next_buffer,
     num_tiles,
-    softmax_weights,
     tell,
     tell_written,
     works,
@@ -141,6 +148,17 @@ def _masked(scores, start, view, MODE: gl.constexpr, WORDS: gl.constexpr):
 
 
 @gluon.jit
+def _weights(scores, factor, top):
+    """As `device.softmax_step`: (weights, top, decay of the output, sums [64, 4] of the weights that each thread of a
+    row has). Threads add their sums at the end, because each exchange among them delays the next tile."""
+    new_top = gl.maximum(top, gl.max(scores, 1) * factor)
+    decay = gl.exp2(top - finite_or_zero(new_top))
+    weights = gl.exp2(gl.fma(scores, factor[:, None], -finite_or_zero(new_top)[:, None]))
+    own = gl.reshape(weights, [GROUP_ROWS, weights.shape[1] // 8, 4, 2])
+    return weights, new_top, decay, gl.sum(gl.sum(own, 3), 1)
+
+
+@gluon.jit
 def _fold_tile(
     start,
     q,
@@ -169,7 +187,8 @@ def _fold_tile(
         # With a barrier, because a compiler would compute the masks of all tiles rather than branch.
         tl.debug_barrier()
         scores = _masked(scores, start, view, MODE, WORDS)
-    weights, top, total, decay = softmax_weights(scores, factor, top, total)
+    weights, top, decay, own = _weights(scores, factor, top)
+    total = gl.fma(total, gl.convert_layout(decay, gl.SliceLayout(1, own.type.layout))[:, None], own)
     narrow = gl.convert_layout(weights.to(narrow.dtype), narrow.type.layout)
     before = buffer
     buffer, phase = next_buffer(buffer, phase, NUM_BUFFERS)
@@ -237,7 +256,6 @@ def _attend_rows(
             else:
                 view = (mask_ptr + request * num_nodes * WORDS, stop, length, nodes, used, columns)
             top = gl.full([GROUP_ROWS], float("-inf"), gl.float32, LINES)
-            total = gl.full([GROUP_ROWS], 0.0, gl.float32, LINES)
             acc = gl.full([GROUP_ROWS, D], 0.0, gl.float32, SUMS)
 
             mbarrier.wait(full.index(buffer), phase)
@@ -246,7 +264,7 @@ def _attend_rows(
             buffer, phase = next_buffer(buffer, phase, NUM_BUFFERS)
             if begin + BLOCK_N > free_end:
                 scores = _masked(scores, begin, view, MODE, WORDS)
-            weights, top, total, decay = softmax_weights(scores, factor, top, total)
+            weights, top, decay, total = _weights(scores, factor, top)
             sums = (gl.convert_layout(weights.to(gl.float16), P), top, total, decay, acc)
             mbarrier.wait(full.index(buffer), phase)
             for start in range(begin + BLOCK_N, stop, BLOCK_N):
@@ -254,6 +272,7 @@ def _attend_rows(
                     start, q, factor, zeros, sums, ring, buffer, phase, view, free_end, MODE, WORDS, NUM_BUFFERS
                 )
             narrow, top, total, decay, acc = sums
+            total = gl.convert_layout(gl.sum(total, 1), LINES)
             acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, SUMS))[:, None]
             acc = warpgroup_mma(narrow, values.index(buffer), acc)
             tell(empty.index(buffer))
