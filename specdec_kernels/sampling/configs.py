@@ -13,7 +13,6 @@ class SelectionConfig:
     steps: int = 4  # steps of 256 tokens that make a strip
     strips: int = 4  # strips of a program of the first kernel, one a warp, where no row is drawn
     drawn_strips: int = 2  # where some are
-    turns: int = 1  # strips that each of its warps reduces, one behind the other
     max_rows: int = 1  # rows of one program of the second kernel
     pick_warps: int = 1  # of a row whose token is known from its strips
     draw_warps: int = 4  # of a row that is drawn

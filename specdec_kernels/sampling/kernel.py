@@ -233,10 +233,10 @@ def measure(
     )  # fmt: skip
     block_s = min(config.drawn_strips if sample else config.strips, triton.next_power_of_2(max(rows * strips, 1)))
     launch(
-        stats_kernel, (triton.cdiv(rows * strips, block_s * config.turns),), values, temperature, *found[:4], rows,
-        values.stride(0), num_warps=min(block_s, _MOST_WARPS), PER_REQUEST=per_request, VOCAB=vocab, STRIPS=strips,
-        SAMPLE=sample, NORMALISE=normalise, WEIGH_ALL=weigh_all, PROBS=probabilities, BLOCK_S=block_s, STEPS=steps,
-        TURNS=config.turns, **overlapped(chip),
+        stats_kernel, (triton.cdiv(rows * strips, block_s),), values, temperature, *found[:4], rows, values.stride(0),
+        num_warps=min(block_s, _MOST_WARPS), PER_REQUEST=per_request, VOCAB=vocab, STRIPS=strips, SAMPLE=sample,
+        NORMALISE=normalise, WEIGH_ALL=weigh_all, PROBS=probabilities, BLOCK_S=block_s, STEPS=steps,
+        **overlapped(chip),
     )  # fmt: skip
     return found
 

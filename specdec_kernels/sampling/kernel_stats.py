@@ -84,21 +84,6 @@ def _statistics(
     return top, first, mass, plain
 
 
-@triton.jit
-def _load_strips(
-    values_ptr, first, rows, row_stride, asked,
-    VOCAB: tl.constexpr, STRIPS: tl.constexpr, BLOCK_S: tl.constexpr, STEPS: tl.constexpr,
-):  # fmt: skip
-    """Entries of BLOCK_S strips from number `first` on, as they are; -inf outside the rows, and where not `asked`."""
-    # Two dimensions first: how a compiler spreads four over the threads depends on its version.
-    vector = tl.arange(0, STEPS * BLOCK_S * LANES)[:, None]
-    pair = first + vector // LANES % BLOCK_S
-    step = vector // (LANES * BLOCK_S) * LANES + vector % LANES
-    column = (pair % STRIPS * (STEPS * LANES) + step) * ENTRIES + tl.arange(0, ENTRIES)[None, :]
-    there = (pair < rows * STRIPS) & (column < VOCAB) & asked
-    return tl.load(values_ptr + (pair // STRIPS).to(tl.int64) * row_stride + column, mask=there, other=float("-inf"))
-
-
 @triton.jit(do_not_specialize=["rows"])
 def stats_kernel(
     values_ptr,  # [R, VOCAB], row stride row_stride
@@ -118,39 +103,23 @@ def stats_kernel(
     PROBS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     STEPS: tl.constexpr,
-    TURNS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    first = tl.program_id(0) * (BLOCK_S * TURNS)
+    # Two dimensions first: how a compiler spreads four over the threads depends on its version.
+    vector = tl.arange(0, STEPS * BLOCK_S * LANES)[:, None]
+    pair = tl.program_id(0) * BLOCK_S + vector // LANES % BLOCK_S
+    step = vector // (LANES * BLOCK_S) * LANES + vector % LANES
+    column = (pair % STRIPS * (STEPS * LANES) + step) * ENTRIES + tl.arange(0, ENTRIES)[None, :]
     wait_for_kernel_ahead(OVERLAP)
     # Programs that draw need much room, and would take it from the last of these.
     let_next_kernel_start(OVERLAP and (SAMPLE == 0 or groups_ptr is not None))
     if queue_ptr is not None:
         if tl.program_id(0) == 0:
             tl.store(queue_ptr, 0)
-    ahead = _load_strips(values_ptr, first, rows, row_stride, True, VOCAB, STRIPS, BLOCK_S, STEPS)
-    for turn in range(TURNS):
-        raw = ahead
-        if TURNS > 1:  # the next strips are on their way while these are reduced
-            ahead = _load_strips(
-                values_ptr, first + BLOCK_S, rows, row_stride, turn + 1 < TURNS, VOCAB, STRIPS, BLOCK_S, STEPS
-            )
-        value = tl.reshape(raw.to(tl.float32), (STEPS, BLOCK_S, LANES, ENTRIES))
-        _store_statistics(
-            value, temperature_ptr, best_ptr, sums_ptr, groups_ptr, first, rows, PER_REQUEST, VOCAB, STRIPS, SAMPLE,
-            NORMALISE, WEIGH_ALL, PROBS, BLOCK_S, STEPS,
-        )  # fmt: skip
-        first += BLOCK_S
-
-
-@triton.jit
-def _store_statistics(
-    value, temperature_ptr, best_ptr, sums_ptr, groups_ptr, first, rows,
-    PER_REQUEST: tl.constexpr, VOCAB: tl.constexpr, STRIPS: tl.constexpr, SAMPLE: tl.constexpr,
-    NORMALISE: tl.constexpr, WEIGH_ALL: tl.constexpr, PROBS: tl.constexpr, BLOCK_S: tl.constexpr, STEPS: tl.constexpr,
-):  # fmt: skip
-    """Reduce and store what is asked for of the strips from number `first` on."""
-    pair = first + tl.arange(0, BLOCK_S)
+    there = (pair < rows * STRIPS) & (column < VOCAB)
+    value = d.load_entries(values_ptr, pair // STRIPS, column, row_stride, there)
+    value = tl.reshape(value, (STEPS, BLOCK_S, LANES, ENTRIES))
+    pair = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
     row, strip = pair // STRIPS, pair % STRIPS
     live = row < rows
     temperature = tl.zeros((BLOCK_S,), tl.float32)
@@ -161,13 +130,13 @@ def _store_statistics(
         picks = PROBS or _any((temperature > 0) == 0)
         twice = _any((temperature > 0) & (temperature != 1))
     scale = d.exponent_scale(temperature)
-    top, place, mass, plain = _statistics(value, scale, draws, picks, twice, SAMPLE, NORMALISE, PROBS, STEPS)
+    top, first, mass, plain = _statistics(value, scale, draws, picks, twice, SAMPLE, NORMALISE, PROBS, STEPS)
     # A NaN or an infinity shows in the largest value or in a sum; replacing it in every entry would be slower.
     fine = (top <= d.FLOAT32_MAX) & (mass < float("inf")) & (plain < float("inf"))
     if _any(fine == 0):
         value = d.usable(value)
-        top, place, mass, plain = _statistics(value, scale, draws, picks, twice, SAMPLE, NORMALISE, PROBS, STEPS)
-    token = strip * (STEPS * LANES * ENTRIES) + place
+        top, first, mass, plain = _statistics(value, scale, draws, picks, twice, SAMPLE, NORMALISE, PROBS, STEPS)
+    token = strip * (STEPS * LANES * ENTRIES) + first
     image = (d.sort_key(top, 0).to(tl.int64) << 32) | (token ^ _LAST).to(tl.int64)
     tl.store(best_ptr + pair, image, mask=live)
     plane = rows.to(tl.int64) * STRIPS
