@@ -230,6 +230,17 @@ def test_many_rows_go_to_torch() -> None:
     assert torch.equal(linear(**inputs, impl="triton"), linear(**inputs, impl="reference"))
 
 
+def test_float64_is_computed_by_the_definition() -> None:
+    maker = Maker.seeded(DEVICE, torch.float64)
+    x, weight, residual = maker.normal(3, 64), maker.normal(48, 64), maker.normal(3, 48)
+    found, expected = (
+        linear_add_rms_norm(x, weight, residual, maker.tensor([1.5] * 48, torch.float64), 1e-6, impl=impl)
+        for impl in ("triton", "reference")
+    )
+    assert found.normed.dtype == torch.float64
+    assert torch.equal(found.normed, expected.normed) and torch.equal(found.residual, expected.residual)
+
+
 @pytest.mark.parametrize(
     "change, message",
     [

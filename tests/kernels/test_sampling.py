@@ -99,6 +99,16 @@ def test_rows_without_a_usable_logit_are_marked(impl: str) -> None:
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+def test_a_uniform_between_two_parts_of_a_row_draws_the_first_token_behind(impl: str) -> None:
+    """A goal that is the weight of all parts in front belongs to the next part."""
+    vocab, eighths = 1 << 13, torch.arange(8)
+    logits = torch.zeros(8, vocab, device=DEVICE)
+    sampling = SamplingTensors(torch.ones(8, device=DEVICE))
+    tokens = pick_tokens(logits, sampling, uniforms=(eighths / 8).double().to(DEVICE), impl=impl).tokens
+    assert tokens.tolist() == (eighths * (vocab // 8)).tolist()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 def test_a_token_of_probability_zero_is_never_drawn(impl: str) -> None:
     """A padded vocabulary, banned first and last tokens, and uniforms at both ends."""
     logits = torch.full((4, 2100), float("-inf"), device=DEVICE)

@@ -60,7 +60,8 @@ _NEAREST = (
     | dict.fromkeys(("chunk", "prefill", "staging"), ("prefill", "piggyback"))
     | dict.fromkeys(("constraints", "grammar", "join_trees"), ("constraints", "mixed"))
     | dict.fromkeys(("session", "step"), ("engine", "top_logprobs", "piggyback", "adaptive", "constraints"))
-    | {"cuda_graph": ("graphs", "adaptive", "piggyback"), "mixed": ("mixed",), "draft_check": ("plugin",)}
+    | {"engine": ("engine", "piggyback"), "cuda_graph": ("graphs", "adaptive", "piggyback")}
+    | {"mixed": ("mixed",), "draft_check": ("plugin",)}
 )
 """Test files of the runtime that come first for a file, beside the one of its name."""
 _LEFT_OUT = {
@@ -83,6 +84,10 @@ MEANINGLESS = {
         "free_end = length + first_node + 1",
         "0",
     ),  # one key more is masked in vain
+    # A row behind the last has the task 0.
+    ("specdec_kernels/sampling/kernel_nucleus.py", "(row < rows) & (task > WHOLE)", "<="),
+    # More words than are used.
+    ("specdec_kernels/verify/kernel_tree.py", "num_words = min(max_depth + 1, num_nodes)", "max"),
     ("specdec_kernels/tree/kernel_selection.py", ", 0) >= wanted", ">"),  # any bound down to the first left out will do
     ("specdec_kernels/tree/kernel_topk.py", "top <= FLOAT32_MAX", "<"),  # computed once more, with the same outcome
     ("specdec_kernels/tree/kernel.py", "_WORD_BITS - 1).to(tl.int64)", "0"),  # behind a word the mask is not used
