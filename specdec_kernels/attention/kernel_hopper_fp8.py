@@ -154,8 +154,8 @@ def _weights(scores, factor, top):
     new_top = gl.maximum(top, gl.max(scores, 1) * factor)
     decay = gl.exp2(top - finite_or_zero(new_top))
     weights = gl.exp2(gl.fma(scores, factor[:, None], -finite_or_zero(new_top)[:, None]))
-    own = gl.reshape(weights, [GROUP_ROWS, weights.shape[1] // 8, 4, 2])
-    return weights, new_top, decay, gl.sum(gl.sum(own, 3), 1)
+    by_thread = gl.reshape(weights, [GROUP_ROWS, weights.shape[1] // 8, 4, 2])
+    return weights, new_top, decay, gl.sum(gl.sum(by_thread, 3), 1)
 
 
 @gluon.jit
@@ -187,8 +187,8 @@ def _fold_tile(
         # With a barrier, because a compiler would compute the masks of all tiles rather than branch.
         tl.debug_barrier()
         scores = _masked(scores, start, view, MODE, WORDS)
-    weights, top, decay, own = _weights(scores, factor, top)
-    total = gl.fma(total, gl.convert_layout(decay, gl.SliceLayout(1, own.type.layout))[:, None], own)
+    weights, top, decay, added = _weights(scores, factor, top)
+    total = gl.fma(total, gl.convert_layout(decay, gl.SliceLayout(1, added.type.layout))[:, None], added)
     narrow = gl.convert_layout(weights.to(narrow.dtype), narrow.type.layout)
     before = buffer
     buffer, phase = next_buffer(buffer, phase, NUM_BUFFERS)
