@@ -35,10 +35,11 @@ def choose_size(
         smaller_i = w smaller_i + u_(i - 1)     own_i = w own_i + u_i
         tokens_i = min(product of smaller_j / own_j for j = 1 to i, sizes[i])
 
-    Both sums are of the same steps, so the ratio of two sizes varies little. Sizes above s keep theirs: what they gain
-    over smaller ones follows these in proportion. Where the last choice is not to draft, the step is a trial, and
-    h = 16 / R at most: few rows decide whether drafting is taken up again. The sums begin with 4 steps of a chain whose
-    drafts are accepted with probability 0.85.
+    Both sums are of the same steps, so the ratio of two sizes varies little. Sizes above s keep their ratio: what they
+    gain over smaller ones follows these in proportion. Both of their sums are multiplied by w too, while own_i stays
+    above 16, so that a few steps of such a size outweigh what is long past. Where the last choice is not to draft, the
+    step is a trial, and h = 16 / R at most: few rows decide whether drafting is taken up again. The sums begin with 4
+    steps of a chain whose drafts are accepted with probability 0.85.
 
     The best size is the one with the largest tokens_i / step_ms[i], of equal ones the smallest. The last choice stays
     while the best one promises less than 1 % more. Without an active row nothing changes.

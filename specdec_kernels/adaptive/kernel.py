@@ -16,6 +16,7 @@ from specdec_kernels.adaptive.configs import COMPARED, FEW_ROWS, ROWS
 from specdec_kernels.adaptive.types import (
     EVIDENCE,
     KEEP_STILL,
+    LEAST_EVIDENCE,
     LEAST_HALF_LIFE,
     ROW_HALF_LIFE,
     TRIAL_HALF_LIFE,
@@ -23,6 +24,7 @@ from specdec_kernels.adaptive.types import (
 )
 from specdec_kernels.launch import current_chip, lanes, launch
 
+_LEAST_EVIDENCE = tl.constexpr(LEAST_EVIDENCE)
 _LEAST_HALF_LIFE = tl.constexpr(LEAST_HALF_LIFE)
 _ROW_HALF_LIFE = tl.constexpr(ROW_HALF_LIFE)
 _TRIAL_HALF_LIFE = tl.constexpr(TRIAL_HALF_LIFE)
@@ -156,10 +158,12 @@ def _choose(
     own = tl.load(pair + 1, mask=inside & (index > 0), other=1.0)
     of_smaller = tl.sum(tl.where(index[None, :] == index[:, None] - 1, steps[None, :], 0.0), 1)
     updated = (index > 0) & (index <= size)
-    smaller = tl.where(updated, keep * smaller + of_smaller, smaller)
-    own = tl.where(updated, keep * own + steps, own)
-    tl.store(pair, smaller, mask=updated)
-    tl.store(pair + 1, own, mask=updated)
+    fades = (index > size) & (keep * own > _LEAST_EVIDENCE)
+    left = tl.where(updated | fades, keep, 1.0)
+    smaller = left * smaller + tl.where(updated, of_smaller, 0.0)
+    own = left * own + tl.where(updated, steps, 0.0)
+    tl.store(pair, smaller, mask=inside & (index > 0))
+    tl.store(pair + 1, own, mask=inside & (index > 0))
     most = tl.load(sizes_ptr + index, mask=inside, other=1).to(tl.float32)
     tokens = tl.minimum(tl.cumprod(smaller / own, 0), most)
     rate = tl.where(inside, tokens / tl.load(step_ms_ptr + index, mask=inside, other=1.0), -1.0)

@@ -6,6 +6,7 @@ import torch
 
 from specdec_kernels.adaptive.types import (
     KEEP_STILL,
+    LEAST_EVIDENCE,
     LEAST_HALF_LIFE,
     ROW_HALF_LIFE,
     TRIAL_HALF_LIFE,
@@ -34,6 +35,8 @@ def choose_size(
     if last == 0:
         half_life = min(half_life, TRIAL_HALF_LIFE / rows)
     keep = 2.0 ** (-1 / half_life)
+    above = state.evidence[size:]
+    above.copy_(torch.where(keep * above[:, 1:] > LEAST_EVIDENCE, keep * above, above))
     state.evidence[:size] = keep * state.evidence[:size] + torch.stack([steps[:-1], steps[1:]], 1)
     ratios = torch.cat([torch.ones_like(step_ms[:1]), state.evidence[:, 0] / state.evidence[:, 1]])
     rates = torch.minimum(ratios.cumprod(0), state.sizes.float()) / step_ms

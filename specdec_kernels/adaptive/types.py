@@ -14,6 +14,8 @@ EVIDENCE = ("smaller", "own")
 the tokens of all steps that verified so many nodes."""
 LEAST_HALF_LIFE, ROW_HALF_LIFE = 16.0, 112.0
 """A step of R rows counts half after 16 + 112 / R steps like it."""
+LEAST_EVIDENCE = 16.0
+"""Steps that the evidence about a size above that of the step fades to at most."""
 TRIAL_HALF_LIFE = 16.0
 """Rows after which evidence counts half where nothing is drafted, and a step tries whether drafting pays."""
 PRIOR_STEPS, PRIOR_ACCEPTANCE = 4.0, 0.85

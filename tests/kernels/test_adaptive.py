@@ -146,6 +146,17 @@ def test_a_trial_outweighs_what_was_before(impl: str) -> None:
     assert [step(state, impl, [1] * 4, times, size=1)[0] for _ in range(8)][-1] > 0
 
 
+def test_a_few_trials_outweigh_what_is_long_past(impl: str) -> None:
+    """Larger sizes gained nothing. After steps of a smaller size, two of the largest are enough to tell otherwise."""
+    state = SizeState.create(SIZES, DEVICE)
+    times = (1.0, 1.2, 1.5, 2.0)
+    repeat(100, state, impl, [1] * 32, times)
+    repeat(130, state, impl, [1] * 32, times, size=1)
+    assert tokens_of(state) == pytest.approx([2.0, 2.0, 2.0], rel=0.01)
+    assert state.evidence[1:, 1].tolist() == pytest.approx([16.5, 16.5], abs=0.5)
+    assert repeat(2, state, impl, [7] * 32, times)[0] == 3
+
+
 def test_larger_sizes_are_judged_by_the_ratio_that_they_had(impl: str) -> None:
     """Small steps say that it goes better now; what larger ones would gain follows in proportion."""
     state = SizeState.create(SIZES, DEVICE)

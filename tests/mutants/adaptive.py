@@ -28,6 +28,14 @@ MUTANTS = (
         "small sizes of a chain look better than they are",
     ),
     Mutant(
+        "what_is_long_past_never_fades",
+        _KERNEL,
+        "left = tl.where(updated | fades, keep, 1.0)",
+        "left = tl.where(updated, keep, 1.0)",
+        ("tests/kernels/test_adaptive.py::test_a_few_trials_outweigh_what_is_long_past[triton]",),
+        "a larger size that pays now is not taken up for hundreds of steps",
+    ),
+    Mutant(
         "ratio_of_a_size_to_itself",
         _KERNEL,
         "index[None, :] == index[:, None] - 1, steps[None, :]",
