@@ -25,13 +25,14 @@ def choose_inputs(
     learnt: bool = True,
     levels: int = 1 << 10,
     last: int = 1,
+    weight: int = 1,
 ) -> dict[str, Any]:
     """Steps of `sizes[size - 1]` nodes after others. `accept` says how many drafts are accepted: none, some or
-    all. Confidence has `levels` values. `last` is the choice before."""
+    all. Confidence has `levels` values. `last` is the choice before, and `weight` that of the evidence so far."""
     nodes_drafted = num_nodes or sizes[size - 1]
     state = SizeState.create(sizes, make.device)
     if learnt:
-        own = make.integers(1, 9, len(sizes)).float()
+        own = weight * make.integers(1, 9, len(sizes)).float()
         state.evidence.copy_(torch.stack([own * (1 + make.integers(0, 9, len(sizes)).float() / 8), own], 1))
         state.choice.fill_(last)
     confidence = make.integers(0, levels, batch, nodes_drafted).float() / levels
@@ -72,6 +73,7 @@ CASES = (
     _choose("choose_tree", "ranks of equal confidence", batch=5, sizes=(2, 4, 8, 16, 32), size=5),
     _choose("choose_ties", "two nodes of one rank", batch=4, sizes=_POWERS, size=4, levels=3),
     _choose("choose_small_step", "bands that were not drafted", batch=4, sizes=_POWERS, size=2),
+    _choose("choose_fading", "old evidence that never fades", batch=4, sizes=_POWERS, size=1, weight=10),
     _choose("choose_more_nodes", "ranks beyond the size", batch=4, sizes=_POWERS, size=2, num_nodes=9),
     _choose("choose_lookup", "confidence that is not there", batch=6, sizes=_POWERS, size=4, confident=False),
     _choose("choose_padding", "padding that counts", batch=7, sizes=(2, 4, 5), size=3, padding=True),

@@ -32,7 +32,7 @@ MUTANTS = (
         _KERNEL,
         "left = tl.where(updated | fades, keep, 1.0)",
         "left = tl.where(updated, keep, 1.0)",
-        ("tests/kernels/test_adaptive.py::test_a_few_trials_outweigh_what_is_long_past[triton]",),
+        _case("choose_fading"),
         "a larger size that pays now is not taken up for hundreds of steps",
     ),
     Mutant(
