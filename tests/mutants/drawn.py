@@ -86,6 +86,18 @@ MEANINGLESS = {
     ),  # one key more is masked in vain
     # A row behind the last has the task 0.
     ("specdec_kernels/sampling/kernel_nucleus.py", "(row < rows) & (task > WHOLE)", "<="),
+    # Sizes of tiles, numbers of programs, and counters that are kept for later: speed.
+    ("specdec_kernels/adaptive/kernel.py", "COMPARED=min(", "max"),
+    ("specdec_kernels/adaptive/kernel.py", " ROWS=min(", "max"),
+    ("specdec_kernels/commit/kernel.py", "rows = min(lanes(batch * path)", "max"),
+    ("specdec_kernels/ngram/kernel.py", "grid = (min(", "max"),
+    ("specdec_kernels/projection/kernel.py", "max(tiles, _FEWEST_TICKETS)", "min"),
+    (
+        "specdec_kernels/sampling/kernel_nucleus.py",
+        "(min(triton.cdiv(rows * chunks, block_t), config.programs),)",
+        "max",
+    ),
+    ("specdec_kernels/verify/kernel_tree.py", "BLOCK_V if BLOCK_V < 128 else 128", "<="),
     # More words than are used.
     ("specdec_kernels/verify/kernel_tree.py", "num_words = min(max_depth + 1, num_nodes)", "max"),
     ("specdec_kernels/tree/kernel_selection.py", ", 0) >= wanted", ">"),  # any bound down to the first left out will do
