@@ -104,6 +104,14 @@ def test_what_cannot_be_mixed(monkeypatch: pytest.MonkeyPatch, settings: dict[st
         Mixed(Mixed.Config(**settings), TARGET, "random")
 
 
+def test_there_is_room_for_what_the_larger_drafter_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tree of 4 levels of 4 tokens stores 12 behind the text, more than the 8 nodes that are verified."""
+    load_random_drafters(monkeypatch)
+    tree = {"name": "eagle", "steps": 4, "topk": 4, "num_nodes": 8}
+    assert mixed({"name": "suffix", "num_nodes": 9}, tree, "merge").draft_slots == 12
+    assert mixed({"name": "suffix", "num_nodes": 15}, tree, "merge").draft_slots == 15
+
+
 def test_whose_drafter_is_asked_for() -> None:
     two = {"first": {"name": "eagle3"}, "second": {"name": "dflash"}}
     assert Mixed.drafter_for(Mixed.Config()) == "dflash"

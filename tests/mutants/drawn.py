@@ -112,7 +112,7 @@ MEANINGLESS = {
     ("specdec_kernels/verify/kernel_tree.py", "high - low > _RATE_ERROR", ">="),  # as above
 }
 """Changes that were looked at and change nothing: file, a text that holds the operator, the new one."""
-_GUESSES = ("guess_threshold", "store_edges", "rows_per_program")
+_GUESSES = ("guess_threshold", "sample_groups", "store_edges", "rows_per_program")
 """Functions whose results decide how fast something is and nothing else: where a search begins, a size of tiles."""
 _ON_A_GPU = ("_held_weight", "_with_held_weight", "_team_sum")
 """Functions of machine instructions, or of programs that wait for each other: the interpreter has neither."""
@@ -246,7 +246,8 @@ def sites_of(path: Path) -> Iterator[Site]:
 
 def _swaps(node: ast.Call, at, site, source: str) -> Iterator[Site]:  # type: ignore[no-untyped-def]
     """Two neighbouring names of a call change places."""
-    for left, right in zip(node.args, node.args[1:], strict=False):
+    arguments = node.args[1:] if _name_of(node) == "fma" else node.args  # its first two are factors of one product
+    for left, right in zip(arguments, arguments[1:], strict=False):
         if isinstance(left, ast.Name) and isinstance(right, ast.Name) and left.id != right.id:
             start, end = at(left.lineno, left.col_offset), at(right.end_lineno or 0, right.end_col_offset or 0)
             between = source[start + len(left.id) : end - len(right.id)]
