@@ -109,7 +109,7 @@ MEANINGLESS = {
     ("specdec_kernels/kv_write/kernel.py", "size < 0.015625", "<="),  # at 2^-6 both formulas give the code 8
     ("specdec_kernels/verify/kernel_tree.py", "tl.abs(surplus) > _RATE_ERROR", ">="),  # no sum equals a tolerance
     ("specdec_kernels/verify/kernel_tree.py", "rate >= 0", ">"),  # it is above 0, or -1
-    ("specdec_kernels/verify/kernel_tree.py", "high - low > _RATE_ERROR", ">="),  # as above
+    ("specdec_kernels/verify/kernel_tree.py", "high - low > _RATE_ERROR", ">="),  # nor does a width
 }
 """Changes that were looked at and change nothing: file, a text that holds the operator, the new one."""
 _GUESSES = ("guess_threshold", "sample_groups", "store_edges", "rows_per_program")
