@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from algorithms.runtime.request import Request
-from algorithms.runtime.sampling_params import SamplingParams
+from algorithms.runtime.sampling_params import SamplingNeeds, SamplingParams
 
 REQUEST = Request(
     id=3,
@@ -34,3 +34,9 @@ def test_ends_are_forbidden_up_to_the_least_length_and_bad_words_for_ever() -> N
     (first, second, word) = REQUEST.forbidden
     assert (first, second) == (((1,), 7), ((2,), 7)) and word[0] == (8, 9) and word[1] > 1 << 40
     assert REQUEST.with_sampling(min_tokens=0, bad_words=()).forbidden == []
+
+
+def test_greedy_requests_ask_for_no_draw() -> None:
+    greedy, drawn = SamplingParams(max_new_tokens=4), SamplingParams(max_new_tokens=4, temperature=0.5)
+    assert SamplingNeeds.of([greedy]) == SamplingNeeds()
+    assert SamplingNeeds.of([greedy, drawn]) == SamplingNeeds(sampled=True)
