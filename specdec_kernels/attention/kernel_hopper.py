@@ -31,11 +31,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from specdec_kernels.attention.configs import AttentionConfig
-from specdec_kernels.attention.device import MODE_CODES, RUN_TIME_SIZES, finite_or_zero, page_ids, visible
+from specdec_kernels.attention.device import RUN_TIME_SIZES, finite_or_zero, page_ids, visible
 from specdec_kernels.attention.device_hopper import (
     GROUP_ROWS,
     WARPS,
     item_of,
+    launch_groups,
     next_buffer,
     num_tiles,
     tell,
@@ -43,9 +44,7 @@ from specdec_kernels.attention.device_hopper import (
     works,
     write_rows,
 )
-from specdec_kernels.attention.kernel_merge import overlapped
 from specdec_kernels.attention.types import AttentionMetadata, WorkList, WorkShape
-from specdec_kernels.launch import launch
 
 # Triton 3.9 renamed it.
 _ask = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
@@ -323,27 +322,10 @@ def launch_in_groups(
     config: AttentionConfig,
 ) -> None:
     """Write `out` and `lse`: the partial results or, without splits, the results."""
-    heads, head_dim = q.shape[2:]
-    _, num_pages, page_size, kv_heads, _ = kv.shape
-    launch(
-        _hopper_kernel,
-        (work.programs(kv_heads, work_list is not None, config.resident_programs),),
-        *(q, kv, metadata.page_table, metadata.lengths, metadata.q_lens, metadata.mask, sinks),
-        *((None, None, None) if work_list is None else work_list[:3]),
-        *(out, lse, work.num_nodes, num_pages, work.num_splits, *work.cut[:-1], metadata.page_table.stride(0)),
-        *factors[:2],
-        num_warps=WARPS.value,
-        maxnreg=_REGISTERS,
-        D=head_dim,
-        H_KV=kv_heads,
-        GROUP=heads // kv_heads,
-        PAGE=page_size,
-        MODE=MODE_CODES[metadata.mode],
-        WORDS=0 if metadata.mask is None else metadata.mask.shape[2],
-        ALL_SLOTS=work.all_slots,
-        SPLIT=work.num_splits > 1,
+    launch_groups(
+        *(_hopper_kernel, q, kv, metadata, (sinks,), out, lse, work, work_list, factors, config),
+        registers=_REGISTERS,
         BLOCK_N=_KEYS,
         NUM_BUFFERS=_NUM_BUFFERS,
         LAG=_LAG,
-        **overlapped(config.overlap),
     )

@@ -28,7 +28,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from specdec_kernels.attention.configs import AttentionConfig
 from specdec_kernels.attention.device import (
     FP8_NATIVE,
-    MODE_CODES,
     RUN_TIME_SIZES,
     finite_or_zero,
     half_queries,
@@ -39,6 +38,7 @@ from specdec_kernels.attention.device_hopper import (
     GROUP_ROWS,
     WARPS,
     item_of,
+    launch_groups,
     next_buffer,
     num_tiles,
     tell,
@@ -46,9 +46,7 @@ from specdec_kernels.attention.device_hopper import (
     works,
     write_rows,
 )
-from specdec_kernels.attention.kernel_merge import overlapped
 from specdec_kernels.attention.types import AttentionMetadata, WorkList, WorkShape
-from specdec_kernels.launch import launch
 
 _CODES = gl.constexpr(4)  # in a number of 32 bits
 # Registers of a thread of the second group of rows, and of one that converts; the first group's are what is left.
@@ -428,28 +426,10 @@ def launch_converting(
 ) -> None:
     """Write `out` and `lse`: the partial results or, without splits, the results. per_head: sinks, and factors of keys
     and values."""
-    heads, head_dim = q.shape[2:]
-    _, num_pages, page_size, kv_heads, _ = kv.shape
-    launch(
-        _hopper_fp8_kernel,
-        (work.programs(kv_heads, work_list is not None, config.resident_programs),),
-        *(q, kv.view(torch.int32), metadata.page_table, metadata.lengths, metadata.q_lens),
-        *(metadata.mask, *per_head),
-        *((None, None, None) if work_list is None else work_list[:3]),
-        *(out, lse, work.num_nodes, num_pages, work.num_splits, *work.cut[:-1], metadata.page_table.stride(0)),
-        *factors[:2],
-        num_warps=WARPS.value,
-        maxnreg=_REGISTERS[work.block_m],
-        D=head_dim,
-        H_KV=kv_heads,
-        GROUP=heads // kv_heads,
-        PAGE=page_size,
-        MODE=MODE_CODES[metadata.mode],
-        WORDS=0 if metadata.mask is None else metadata.mask.shape[2],
-        ALL_SLOTS=work.all_slots,
-        SPLIT=work.num_splits > 1,
+    launch_groups(
+        *(_hopper_fp8_kernel, q, kv.view(torch.int32), metadata, per_head, out, lse, work, work_list, factors, config),
+        registers=_REGISTERS[work.block_m],
         ROWS=work.block_m,
         BLOCK_N=_KEYS,
         NUM_BUFFERS=_NUM_BUFFERS[work.block_m],
-        **overlapped(config.overlap),
     )
