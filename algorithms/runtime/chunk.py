@@ -12,6 +12,7 @@ as padding, and at its end lets those with complete prompts take part in steps. 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from algorithms.runtime.parts import StepParts
 from algorithms.runtime.scheduler import Piece, tiles_of
 from algorithms.runtime.staging import Arrays, Fields, Staging
 
+Size = TypeVar("Size")
 PASS_ROWS = 256
 """Rows of a product that share a pass over its weights on a GPU: up to so many a further row costs little, and beyond
 every row costs its arithmetic."""
@@ -54,6 +56,11 @@ def chunk_fields(size: int, tile: int, max_pages: int) -> Fields:
         "pages": ((size, max_pages), torch.int32),
         **number_fields(size),
     }
+
+
+def every_second(sizes: Sequence[Size]) -> Sequence[Size]:
+    """Every second one of `sizes`, the last one among them."""
+    return sizes[(len(sizes) - 1) % 2 :: 2]
 
 
 class Chunk:

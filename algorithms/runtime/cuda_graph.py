@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from algorithms.runtime.backlog import COLUMNS
-from algorithms.runtime.chunk import Chunk
+from algorithms.runtime.chunk import Chunk, every_second
 from algorithms.runtime.clock import PhaseClock, Stamps
 from algorithms.runtime.parts import StepParts
 from algorithms.runtime.sampling_params import SamplingNeeds
@@ -213,7 +213,7 @@ class StepRunner:
             return ()
         if self.num_rows_of(num_rows) == self._buckets[-1]:
             return self._chunks
-        return () if self._parts.sizing is not None else self._chunks[(len(self._chunks) - 1) % 2 :: 2]
+        return () if self._parts.sizing is not None else every_second(self._chunks)
 
     def reset(self) -> None:
         """Forget the times counted so far."""

@@ -17,7 +17,7 @@ from algorithms.runtime.backends.protocol import Backend
 from algorithms.runtime.backlog import Backlog
 from algorithms.runtime.batch import BatchState
 from algorithms.runtime.cache import KVCache
-from algorithms.runtime.chunk import PASS_ROWS, Chunk, tile_counts
+from algorithms.runtime.chunk import PASS_ROWS, Chunk, every_second, tile_counts
 from algorithms.runtime.clock import PhaseClock
 from algorithms.runtime.collectives import from_rank_0, parallel
 from algorithms.runtime.cuda_graph import Capture, StepRunner, buckets
@@ -296,5 +296,5 @@ def _chunks_in_steps(parts: StepParts, settings: EngineSettings, largest: Chunk)
     least, most = (max(1, min(largest.size * largest.tile, tokens) // tile) for tokens in _RIDING_TOKENS)
     sizes = [size for size in tile_counts(most) if size >= least]
     if parts.sizing is not None:
-        sizes = sizes[(len(sizes) - 1) % 2 :: 2]
+        sizes = list(every_second(sizes))
     return [Chunk(parts, size, tile) for size in sizes]
