@@ -84,9 +84,8 @@ def _unfit() -> Iterator[list[Any]]:
 def groups(family: str, cases: Sequence[Case], bench: Bench) -> dict[Key, list[Case]]:
     """Row of the static table to the cases that ask for it."""
     found: dict[Key, list[Case]] = {}
-    functions = import_module(f"specdec_kernels.{family}")
     for case in cases:
-        function = getattr(functions, case.function)
+        function = _function(family, case)
         if "tuning" not in signature(function).parameters:
             continue
         inputs = case.build(maker(bench.device, bench.dtype, bench.seed))
@@ -120,14 +119,17 @@ def _inputs(
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
     """A case's function and its inputs, which a process keeps for the next setting."""
     [(_, case)] = chosen_cases((family,), name, device.type == "cuda")
-    return getattr(import_module(f"specdec_kernels.{family}"), case.function), case.build(maker(device, dtype, seed))
+    return _function(family, case), case.build(maker(device, dtype, seed))
+
+
+def _function(family: str, case: Case) -> Callable[..., Any]:
+    return getattr(import_module(f"specdec_kernels.{family}"), case.function)
 
 
 def prepared(family: str, case: Case, bench: Bench) -> Prepared:
     """`case` with as many inputs as fill the cache."""
     inputs = case.build(maker(bench.device, bench.dtype, bench.seed))
-    function = getattr(import_module(f"specdec_kernels.{family}"), case.function)
-    return Prepared(case.name, function, cold_copies(inputs, bench.device), comparison_of(family))
+    return Prepared(case.name, _function(family, case), cold_copies(inputs, bench.device), comparison_of(family))
 
 
 def search(family: str, cases: Sequence[Prepared], bench: Bench, time_left: Callable[[], bool]) -> dict[str, Any]:
