@@ -1,10 +1,12 @@
-"""Less work for Triton's interpreter, which runs the kernels where there is no GPU. Results do not change.
+"""Less work for the interpreter of Triton, which runs kernels where no GPU is, and one repair. Results do not change.
 
 Before a kernel, and again before every device function that it calls, the interpreter puts its own functions in place
 of those of `triton.language`, and looks through the whole module for them. Inside a kernel they are in place already,
 and which ones they are does not change. Nor does the NumPy type that stands for a type of Triton, or what a type of a
 block says of itself. So the first search and the first answers are kept. The functions replaced here are Triton's own
 and private; where a version has no such function, its interpreter stays as it is.
+
+The repair: Triton 3.6 takes a number out of an array of one entry by `int`, which NumPy 2.4 and later refuse.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from typing import Any
 
 
 @cache
-def hasten() -> None:
-    """Keep what the interpreter would find out again and again. Call it before the first kernel is interpreted."""
+def prepare() -> None:
+    """Keep what the interpreter would find out again and again, and repair its index. Call it before the first kernel
+    is interpreted."""
     from triton.runtime import interpreter
 
     needed = ("_patch_lang", "_patch_builtin", "_get_np_dtype", "_LangPatchScope", "_patch_attr")
@@ -25,11 +28,23 @@ def hasten() -> None:
         return
     if len(inspect.signature(interpreter._patch_builtin).parameters) != 3:
         return
+    if hasattr(interpreter, "_patch_lang_tensor"):
+        interpreter._patch_lang_tensor = _patch_index(interpreter._patch_lang_tensor)
     interpreter._patch_builtin = _patch_known(interpreter)
     interpreter._patch_lang = _patch_once(interpreter, interpreter._patch_lang)
     interpreter._get_np_dtype = _known_types(interpreter.tl, interpreter._get_np_dtype)
     kind = interpreter.tl.core.block_type
     kind.__init__ = _known_blocks(kind.__init__)
+
+
+def _patch_index(patch_tensor: Callable[..., None]) -> Callable[..., None]:
+    """The interpreter's replacement of a tensor's methods, with an index that every version of NumPy gives."""
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    return patch
 
 
 def _patch_known(interpreter: Any) -> Callable[..., None]:

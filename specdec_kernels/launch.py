@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from specdec_kernels.interpreter import hasten
+from specdec_kernels.interpreter import prepare
 
 IMPLS = ("auto", "triton", "reference")
 CHIPS = ("sm80", "sm90", "sm100", "gfx942")
@@ -116,7 +116,7 @@ def launch(
         _recorder[1].append(Launch(kernel, args, constexprs, num_warps, num_stages))
         return
     if interpreting():
-        hasten()
+        prepare()
     options = dict(num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
     with _on_device_of(args):
         kernel[grid](*args, **constexprs, **options)

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec_kernels.interpreter import hasten
+from specdec_kernels.interpreter import prepare
 from specdec_kernels.launch import interpreting, launch
 
 pytestmark = pytest.mark.skipif(not interpreting(), reason="kernels are compiled here")
@@ -54,14 +54,14 @@ def test_the_language_is_itself_again_behind_a_kernel() -> None:
 def test_types_are_those_of_numpy(kind: tl.dtype) -> None:
     from triton.runtime import interpreter
 
-    hasten()
+    prepare()
     names = {tl.float32: "float32", tl.int1: "bool"}
     name = "int64" if kind.is_block() else "uint64" if kind.is_ptr() else names[kind]
     assert interpreter._get_np_dtype(kind) == name
 
 
 def test_types_of_blocks_are_checked_and_told_apart() -> None:
-    hasten()
+    prepare()
     for _ in range(2):
         block = tl.block_type(tl.int64, [4, 2])
         assert block == tl.block_type(tl.int64, [tl.constexpr(4), 2]) and block.numel == 8
