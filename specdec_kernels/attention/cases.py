@@ -549,9 +549,11 @@ _TIMED = (
     _timed("block16_b8_8k", "block", 16, 8, 8192),
     _timed("chain16_b8_8k_page1", "chain", 16, 8, 8192, page_size=1),
     _timed("chain16_b8_8k_page64", "chain", 16, 8, 8192, page_size=64),
-    _timed("chain16_b8_8k_fp8", "chain", 16, 8, 8192, fp8=True),
-    _timed("chain16_b64_8k_fp8", "chain", 16, 64, 8192, fp8=True),
-    _timed("decode_b64_8k_fp8", "chain", 1, 64, 8192, fp8=True),
+    *(
+        _timed(f"{_CHAINS[nodes]}_b{batch}_{context // 1024}k_fp8", "chain", nodes, batch, context, fp8=True)
+        for batch, context in ((8, 8192), (8, 32768), (64, 8192))
+        for nodes in (1, 16)
+    ),
     _timed("tree64_b8_8k_fp8", "tree", 64, 8, 8192, fp8=True),
     _timed("chain16_b8_32k_window", "chain", 16, 8, 32768, window=4096, sinks=True),
 )  # fmt: skip
