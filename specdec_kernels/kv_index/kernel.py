@@ -78,10 +78,10 @@ def _page_slot(table_ptr, request, position, live, ROW_PAGES: tl.constexpr, PAGE
 
 
 @triton.jit
-def _held(lengths_ptr, request, live, ROW_PAGES: tl.constexpr, PAGE_SIZE: tl.constexpr):
-    """Tokens of a request that its row of the table has room for."""
+def _held(lengths_ptr, request, live, ROOM: tl.constexpr):
+    """Tokens of a request that its row of the table, of `ROOM` tokens, has room for."""
     length = tl.load(lengths_ptr + request, mask=live, other=0)
-    return tl.minimum(tl.maximum(length, 0), ROW_PAGES * PAGE_SIZE)
+    return tl.minimum(tl.maximum(length, 0), ROOM)
 
 
 @triton.jit(do_not_specialize=["total", "width"])
@@ -147,7 +147,7 @@ def _flat_pages_kernel(
     BLOCK: tl.constexpr,
 ):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    held = _held(lengths_ptr, place, place < batch, ROW_PAGES, PAGE_SIZE)
+    held = _held(lengths_ptr, place, place < batch, ROW_PAGES * PAGE_SIZE)
     last_page_len = tl.where(held > 0, (tl.maximum(held, 1) - 1) % PAGE_SIZE + 1, 0)
     tl.store(last_page_len_ptr + place, last_page_len.to(tl.int32), mask=place < batch)
     in_out = place < capacity
@@ -173,7 +173,7 @@ def _attention_table_kernel(
     in_out = place < total
     # A table without columns still has lengths to write: it is swept as if it had one.
     request, column = place // max(ROW_PAGES, 1), place % max(ROW_PAGES, 1)
-    held = _held(lengths_ptr, request, in_out, ROW_PAGES, PAGE_SIZE)
+    held = _held(lengths_ptr, request, in_out, ROW_PAGES * PAGE_SIZE)
     used = in_out & (column * PAGE_SIZE < held)
     page = tl.load(table_ptr + place, mask=used, other=0)
     tl.store(out_table_ptr + place, page, mask=in_out & (column < ROW_PAGES))

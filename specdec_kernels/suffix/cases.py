@@ -90,6 +90,7 @@ CASES = (
     _match("match_one_letter", "every position matches", num_nodes=20, alphabet=1, per_text=3),
     _match("match_rare", "no match at all", num_nodes=6, alphabet=1000),
     _match("match_own", "texts of other requests", num_nodes=9, shared=False),
+    _match("match_own_first", "the first text taken for none", rows=1, num_nodes=9, shared=False, ended=0),
     _match("match_few", "matches past the budget", num_nodes=16, matches=3, per_text=2),
     _match("match_odd", "lanes past the budget", num_nodes=17, matches=5, per_text=3, texts=6, ended=9),
     _match("match_short", "a path longer than the match allows", num_nodes=24, factor=0.5, window=3),

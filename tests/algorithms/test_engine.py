@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from algorithms.dflash import DFlash
 from algorithms.registry import algorithms_in, available
+from algorithms.runtime.models.decoder import Decoder
+from algorithms.runtime.models.loading import Target
 from algorithms.runtime.request import EngineError
 from algorithms.runtime.session import StepReport
 from tests.algorithms.toy import (
+    CONFIG,
     VOCAB,
     Scripted,
     Setup,
@@ -20,11 +25,13 @@ from tests.algorithms.toy import (
     engine_of,
     random_drafter,
     random_target,
+    randomise,
     requests,
     run,
     scripts,
     spell,
 )
+from tests.exact_products import add_products_in_order
 
 TARGET = random_target()
 
@@ -141,3 +148,15 @@ def test_a_rejected_draft_is_told_from_none(decoys: bool) -> None:
             assert (accepted, ran_out) == ((3, True) if position % 3 else (0, False))
             position += accepted + 1
         assert set(completion.drafted_counts) == {6 if decoys else 3}
+
+
+def test_the_deepest_node_of_a_tree_sees_its_whole_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deterministic tree lists what each node sees, the node itself included, however deep it is."""
+    add_products_in_order(monkeypatch)
+    config = replace(CONFIG, num_layers=1)
+    target = Target(model=randomise(Decoder(config), 0), config=config, path=Path("toy"))
+    setup = Setup(deterministic=True, impl="triton", fused=True, max_length=32)
+    asked = requests(1, max_new_tokens=4)
+    written = answers(asked, setup, target)
+    drafted = run(Scripted(scripts(asked, written), 3, decoys=True), asked, setup, target).completions
+    assert [(c.token_ids, c.accepted_counts) for c in drafted] == [(written[0], [3])]

@@ -2,8 +2,8 @@
 
 A comparison takes or leaves its bound (`<` and `<=`) or turns round (`==` and `!=`), `+ 1` and `- 1` become `+ 0`
 and `- 0`, `min` and `max` change places, or two neighbouring names of a call do. The four kinds are equally likely.
-Sites that no test can see are left alone: types, messages, sizes of tiles, and what runs on a GPU or with another
-package only.
+Sites that no test can see are left alone: types, messages, sizes of tiles, what runs on a GPU or with another package
+only, and comparisons whose bound decides nothing.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ _FAMILY_TESTS = {
     "verify": ("test_verify", "test_rejection_distribution", "test_target_only_distribution", "test_tree_distribution"),
 }  # fmt: skip
 """Test files of a family where they are not `test_FAMILY`."""
+_USERS = {"all_reduce": ("projection",)}
+"""Families whose cases run what no case of its own family does."""
 _FILE_TESTS = {
     "algorithms/registry.py": ("tests/algorithms/test_plugin.py",),
     "algorithms/runtime/backends/packages.py": ("tests/runtime/test_packages.py", "tests/runtime/test_backends.py"),
@@ -91,13 +93,17 @@ MEANINGLESS = {
     ("specdec_kernels/adaptive/kernel.py", " ROWS=min(", "max"),
     ("specdec_kernels/commit/kernel.py", "rows = min(lanes(batch * path)", "max"),
     ("specdec_kernels/ngram/kernel.py", "grid = (min(", "max"),
+    ("specdec_kernels/ngram/kernel.py", "(triton.cdiv(rows * (depth - 1), config.windows)", "0"),
+    ("specdec_kernels/ngram/kernel.py", "(triton.cdiv(rows * (depth - 1 + width), config.windows)", "0"),
+    ("specdec_kernels/verify/kernel_tree.py", "if splits > 1 else {})", ">="),  # a team of one is launched as a team
+    ("specdec_kernels/verify/kernel_tree.py", "(depth + 1 >= DEPTH)", "0"),  # a leaf that is entered is left at once
+    ("specdec_kernels/verify/kernel_tree.py", "(depth + 1 >= DEPTH)", ">"),
     ("specdec_kernels/projection/kernel.py", "max(tiles, _FEWEST_TICKETS)", "min"),
     (
         "specdec_kernels/sampling/kernel_nucleus.py",
         "(min(triton.cdiv(rows * chunks, block_t), config.programs),)",
         "max",
     ),
-    ("specdec_kernels/verify/kernel_tree.py", "BLOCK_V if BLOCK_V < 128 else 128", "<="),
     # More words than are used.
     ("specdec_kernels/verify/kernel_tree.py", "num_words = min(max_depth + 1, num_nodes)", "max"),
     ("specdec_kernels/tree/kernel_selection.py", ", 0) >= wanted", ">"),  # any bound down to the first left out will do
@@ -163,7 +169,8 @@ def tests_of(path: Path) -> tuple[str, ...]:
         family = ".".join(path.parts[1:-1])
         files = [f"tests/kernels/{name}.py" for name in _FAMILY_TESTS.get(family, (f"test_{family}",))]
         files = [file for file in files if (ROOT / file).is_file()]
-        names = " or ".join([f"[{family}-" if family else "parity", *(Path(file).stem for file in files)])
+        cases = [f"[{name}-" for name in (family, *_USERS.get(family, ()))] if family else ["parity"]
+        names = " or ".join([*cases, *(Path(file).stem for file in files)])
         return ("tests/kernels/test_parity.py", *files, "-k", names)
     if "models" in path.parts:
         return _own_first(path, (*_MODELS, f"{_ALGORITHMS}test_drafters.py"))
@@ -225,7 +232,11 @@ def sites_of(path: Path) -> Iterator[Site]:
     def site(kind: str, start: int, end: int, node: ast.expr, new: str) -> Site:
         return Site(kind, path.as_posix(), node.lineno, start, end, new)
 
-    for node in _expressions(ast.parse(source)):
+    tree = ast.parse(source)
+    undecided = _undecided(tree)
+    for node in _expressions(tree):
+        if node in undecided:
+            continue
         if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _COMPARISONS:
             right = node.comparators[0]
             middle = at(node.left.end_lineno or 0, node.left.end_col_offset or 0), at(right.lineno, right.col_offset)
@@ -267,6 +278,38 @@ def _given(node: ast.AST) -> list[str]:
         return [node.arg or ""]
     targets = [item for target in node.targets for item in ast.walk(target)] if isinstance(node, ast.Assign) else []
     return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+def _undecided(tree: ast.AST) -> set[ast.AST]:
+    """Comparisons whose outcome where both sides are equal changes nothing: of two values that are then equal one is
+    taken, as in `where(x > 0, x, 0)`; or they guard a value that an outer `where` of the same condition drops."""
+    found = set[ast.AST]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.IfExp):
+            condition, chosen, other = node.test, node.body, node.orelse
+        elif isinstance(node, ast.Call) and _name_of(node) == "where" and len(node.args) == 3:
+            condition, chosen, other = node.args
+        else:
+            continue
+        taken = {_written(chosen), _written(other)}
+        found.update(
+            part for part in _bounds(condition) if {_written(part.left), _written(part.comparators[0])} == taken
+        )
+        within = [inner.args[0] for inner in ast.walk(chosen) if _name_of(inner) == "where"]
+        found.update(*(_bounds(guard) for guard in within if ast.dump(guard) == ast.dump(condition)))
+    return found
+
+
+def _bounds(condition: ast.AST) -> list[ast.Compare]:
+    """The comparisons by size in a condition."""
+    parts = [part for part in ast.walk(condition) if isinstance(part, ast.Compare)]
+    return [part for part in parts if not isinstance(part.ops[0], (ast.Eq, ast.NotEq))]
+
+
+def _written(node: ast.expr) -> str:
+    """The text of an expression; 0 and 0.0 are one number."""
+    value = node.value if isinstance(node, ast.Constant) else None
+    return str(float(value)) if isinstance(value, (int, float)) else ast.unparse(node)
 
 
 def _is_one(node: ast.expr) -> bool:

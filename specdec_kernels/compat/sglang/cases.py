@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -128,6 +129,20 @@ def random_links(make: Maker, batch: int, nodes: int) -> dict[str, torch.Tensor]
     return {name: tensor.to(make.device) for name, tensor in links.items()}
 
 
+def _spoil(links: dict[str, torch.Tensor]) -> None:
+    """Links and flat ids one past the last, and below the first."""
+    index, child, sibling = links.values()
+    batch, nodes = index.shape
+    child[::2, 1], sibling[1::2, 1] = nodes, nodes
+    index[0, 1], index[1, 1], index[2, 0] = batch * nodes, -1, batch * nodes
+
+
+def _turn_round(links: dict[str, torch.Tensor]) -> None:
+    """Links that lead back to where they come from."""
+    _, child, sibling = links.values()
+    child[:, 0], child[:, 1], sibling[:, 1] = 1, 1, 1
+
+
 def walk_outputs(make: Maker, batch: int, nodes: int, path: int) -> dict[str, torch.Tensor]:
     """`predicts`, `accept_index` and `accept_token_num` as SGLang prepares them."""
     return dict(
@@ -137,11 +152,22 @@ def walk_outputs(make: Maker, batch: int, nodes: int, path: int) -> dict[str, to
     )
 
 
-def _greedy(make: Maker, batch: int, nodes: int, path: int, vocab: int = 3, cycle: bool = False) -> dict[str, Any]:
-    """Few tokens, so that paths are deep and siblings repeat."""
+def _greedy(
+    make: Maker,
+    batch: int,
+    nodes: int,
+    path: int,
+    vocab: int = 3,
+    cycle: bool = False,
+    change: Callable[[dict[str, torch.Tensor]], None] | None = None,
+) -> dict[str, Any]:
+    """Few tokens, so that paths are deep and siblings repeat; with `change` over other links."""
+    links = random_links(make, batch, nodes)
+    if change is not None:
+        change(links)
     inputs: dict[str, Any] = walk_outputs(make, batch, nodes, path) | dict(
         candidates=make.integers(0, vocab, batch, nodes),
-        **random_links(make, batch, nodes),
+        **links,
         target_predict=make.integers(0, vocab, batch, nodes),
     )
     if cycle:
@@ -159,26 +185,43 @@ def coarse_probs(make: Maker, batch: int, nodes: int, vocab: int) -> torch.Tenso
 
 
 def _sampling(
-    make: Maker, batch: int, nodes: int, path: int, vocab: int, single: float = 1.0, acc: float = 1.0, odd: bool = False
+    make: Maker,
+    batch: int,
+    nodes: int,
+    path: int,
+    vocab: int,
+    single: float = 1.0,
+    acc: float = 1.0,
+    odd: bool = False,
+    spent: bool = False,
+    change: Callable[[dict[str, torch.Tensor]], None] | None = None,
 ) -> dict[str, Any]:
-    """`odd`: uniforms of 0, rows without mass, tokens outside the vocabulary."""
+    """`odd`: uniforms of 0, rows without mass, tokens outside the vocabulary. `spent`: the draft already has what the
+    target gives to tokens that no node holds. With `change` over other links."""
+    links = random_links(make, batch, nodes)
+    if change is not None:
+        change(links)
     target = coarse_probs(make, batch, nodes, vocab)
     candidates = make.integers(0, min(vocab, 6), batch, nodes)
+    draft = torch.zeros_like(target)
+    if spent:
+        target[..., :6] = 1 / 64
+        draft[..., 6:] = target[..., 6:]
     uniforms = make.integers(0, 128, batch, nodes).float() / 128
     final = make.integers(0, 128, batch).float() / 128
     if odd:
         target[::2, 1:] = 0
         target[1::3, 0, 2] = float("nan")
-        candidates[:, 2::3] = vocab + 3
+        candidates[:, 2::3] = vocab
         uniforms[:, ::2] = 0
         final[::2] = 0
     return walk_outputs(make, batch, nodes, path) | dict(
         candidates=candidates,
-        **random_links(make, batch, nodes),
+        **links,
         uniform_samples=uniforms,
         uniform_samples_for_final_sampling=final,
         target_probs=target,
-        draft_probs=torch.zeros_like(target),
+        draft_probs=draft,
         threshold_single=single,
         threshold_acc=acc,
     )
@@ -427,6 +470,8 @@ CASES = (
     _greedy_case("sgl_greedy_deep", "the walk's order", gate=True, batch=9, nodes=12, path=6),
     _greedy_case("sgl_greedy_short", "a path past its width", batch=9, nodes=12, path=2, vocab=2),
     _greedy_case("sgl_greedy_root", "a tree of the root alone", batch=3, nodes=1, path=1),
+    _greedy_case("sgl_greedy_wild", "ids one past the last", batch=5, nodes=4, path=4, vocab=2, change=_spoil),
+    _greedy_case("sgl_greedy_round", "more visits than nodes", batch=3, nodes=3, path=9, vocab=1, change=_turn_round),
     _greedy_case("sgl_greedy_cycle", "links that never end", batch=4, nodes=6, path=4, vocab=1, cycle=True),
     _greedy_case(
         "sgl_greedy_b64", "the step's shape", gate=True, bench=True, tags=("large",), batch=64, nodes=32, path=6,
@@ -435,9 +480,20 @@ CASES = (
     _sampling_case("sgl_sampling_small", "uniforms and residuals", gate=True, batch=6, nodes=7, path=4, vocab=9),
     _sampling_case("sgl_sampling_tiles", "the carry between tiles", batch=2, nodes=3, path=3, vocab=1300),
     _sampling_case("sgl_sampling_short", "the whole target after a full path", batch=6, nodes=7, path=2, vocab=5),
+    _sampling_case(
+        "sgl_sampling_spent", "what the draft has, taken from a full path", batch=8, nodes=5, path=2, vocab=1300,
+        single=0.0, acc=0.0, spent=True,
+    ),
     _sampling_case("sgl_sampling_lossy", "thresholds", batch=6, nodes=7, path=4, vocab=9, single=0.25, acc=0.5),
     _sampling_case(
         "sgl_sampling_zero", "every first child taken", batch=4, nodes=7, path=4, vocab=9, single=0.0, acc=0.0
+    ),
+    _sampling_case(
+        "sgl_sampling_wild", "ids one past the last", batch=5, nodes=4, path=4, vocab=5, acc=0.5, change=_spoil
+    ),
+    _sampling_case(
+        "sgl_sampling_round", "more visits than nodes", batch=3, nodes=3, path=9, vocab=5, single=0.0, acc=0.0,
+        change=_turn_round,
     ),
     _sampling_case("sgl_sampling_odd", "no mass, NaN, tokens outside", batch=7, nodes=6, path=4, vocab=9, odd=True),
     _sampling_case(
