@@ -347,6 +347,7 @@ _TREE_WIDTHS = (
     _case("wide_tree_q_lens", "slots cut at q_lens", "tree", 5, (20, 9), tree_width=21, q_lens=(2, 0), with_lse=True),
     _case("wide_tree_split", "splits counted without the slots", "tree", 2, (9, 30), tree_width=40, split_tokens=16),
     _case("wide_tree_window", "depth of a slot for a row", "tree", 6, (30, 2), tree_width=25, window=5, reach=3),
+    _case("deep_tree_window", "the depth of slot 0", "tree", 6, (30, 2), tree_width=7, window=3, root_depth=2),
     _case("narrow_tree", "more rows than slots", "tree", 6, (11,), tree_width=3, q_lens=(3,)),
 )
 _PLANNED = (

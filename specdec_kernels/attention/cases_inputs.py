@@ -49,6 +49,7 @@ def attention_inputs(
     tree_width: int | None = None,
     reach: int | None = None,
     blind: bool = False,
+    root_depth: int = 0,
     sinks: bool = False,
     fp8: bool = False,
     head_scales: bool = False,
@@ -59,7 +60,7 @@ def attention_inputs(
 
     lengths: committed tokens of each request. heads: (H, H_kv). capacity: tokens of a page-table row (default: the
     longest request). reach: see `random_tree`. With `tree_width` the rows are random nodes of the tree.
-    blind: every third row of a tree sees no slot. fp8, head_scales: an e4m3 pool, random scales per KV head.
+    blind: every third row of a tree sees no slot. root_depth: depth of slot 0, where there is a window. fp8, head_scales: an e4m3 pool, random scales per KV head.
     planned: with the work list of the call. options: further fields of the metadata, or arguments of the call.
     """
     num_slots = num_nodes if tree_width is None else tree_width
@@ -78,7 +79,7 @@ def attention_inputs(
     queries = make.normal(len(lengths), num_nodes, heads[0], head_dim)
     call = dict(q=queries, kv=kv.to(torch.float8_e4m3fn) if fp8 else kv, metadata=metadata)
     if mode == "tree":
-        options |= _tree(make, len(lengths), num_nodes, tree_width, reach, blind, options.get("window"))
+        options |= _tree(make, len(lengths), num_nodes, tree_width, reach, blind, options.get("window"), root_depth)
         if options.get("batch_invariant"):
             options["paths"] = mask_paths(options["mask"], num_slots, impl="reference")
     if sinks:
@@ -149,10 +150,12 @@ def _tree(
     reach: int | None,
     blind: bool,
     window: int | None,
+    root_depth: int,
 ) -> dict[str, Any]:
     """Mask and, with a window, depths; with `tree_width` the rows are nodes picked at random."""
     num_slots = num_nodes if tree_width is None else tree_width
     depths, mask = random_tree(make, batch, num_slots, reach)
+    depths += root_depth
     row_depths = depths
     if tree_width is not None:
         picked = make.integers(0, num_slots, batch, num_nodes)

@@ -115,9 +115,8 @@ def _distance(metadata: AttentionMetadata, row: torch.Tensor, slot: torch.Tensor
     row_place, key_place = row[None], slot
     if depths is not None:
         row_place = (depths if row_depths is None else row_depths)[:, :, None]
-        drafted = (slot >= 0) & (slot < depths.shape[1])
         by_depth = depths.to(torch.int64)[:, None].gather(2, slot.clamp(0, depths.shape[1] - 1))
-        key_place = torch.where(drafted, by_depth, slot)
+        key_place = torch.where(slot >= 0, by_depth, slot)  # no row sees what stands behind the last slot
     return row_place - key_place
 
 

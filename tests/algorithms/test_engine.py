@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from algorithms.dflash import DFlash
 from algorithms.registry import algorithms_in, available
+from algorithms.runtime import step
 from algorithms.runtime.models.decoder import Decoder
 from algorithms.runtime.models.loading import Target
 from algorithms.runtime.request import EngineError
@@ -150,8 +152,16 @@ def test_a_rejected_draft_is_told_from_none(decoys: bool) -> None:
         assert set(completion.drafted_counts) == {6 if decoys else 3}
 
 
-def test_the_deepest_node_of_a_tree_sees_its_whole_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A deterministic tree lists what each node sees, the node itself included, however deep it is."""
+def test_every_node_of_a_deterministic_tree_sees_its_whole_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list of what a node sees ends with the node itself, however deep it is."""
+    plan, seen = step.PagedMixer.over, []
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        if options.get("paths") is not None:
+            seen.append(((options["paths"] >= 0).sum(2), options["depths"] + 1))
+        return plan(*arguments, **options)
+
+    monkeypatch.setattr(step.PagedMixer, "over", noted)
     add_products_in_order(monkeypatch)
     config = replace(CONFIG, num_layers=1)
     target = Target(model=randomise(Decoder(config), 0), config=config, path=Path("toy"))
@@ -160,3 +170,4 @@ def test_the_deepest_node_of_a_tree_sees_its_whole_path(monkeypatch: pytest.Monk
     written = answers(asked, setup, target)
     drafted = run(Scripted(scripts(asked, written), 3, decoys=True), asked, setup, target).completions
     assert [(c.token_ids, c.accepted_counts) for c in drafted] == [(written[0], [3])]
+    assert seen and all(torch.equal(listed, expected) for listed, expected in seen)

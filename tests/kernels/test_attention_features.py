@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec_kernels.attention import paged_attention, paged_attention_with_lse
+from specdec_kernels.attention import device, paged_attention, paged_attention_with_lse
 from specdec_kernels.attention.cases_inputs import changed
+from specdec_kernels.launch import launch
 from specdec_kernels.tree import build_chain
 from tests.kernels.attention_truth import DEVICE, agree, dense, inputs
 
@@ -179,3 +182,26 @@ def test_switches_of_the_softmax_change_no_more_than_their_error(mode: str, swit
     torch.testing.assert_close(out.double().cpu(), expected, rtol=0, atol=error * expected.abs().max().item())
     torch.testing.assert_close(lse.double().cpu(), expected_lse, rtol=1e-5, atol=error)
     assert not torch.equal(out, run(arguments, tuning=dict(block_n=16)))
+
+
+_half_factors = device._half_factors
+
+
+@triton.jit
+def _half_factors_kernel(largest_ptr, shrink_ptr, grow_ptr, SIZE: tl.constexpr):
+    row = tl.arange(0, SIZE)
+    shrink, grow = _half_factors(tl.load(largest_ptr + row))
+    tl.store(shrink_ptr + row, shrink)
+    tl.store(grow_ptr + row, grow)
+
+
+def test_queries_are_brought_into_the_range_of_float16() -> None:
+    """Normal powers of two that undo each other; only rows near the smallest normal number end below 2^7."""
+    largest = torch.tensor([1.0, 1.5, 2.0**-119, 2.0**-120, 3e-39, 0.0, 2.0**100, 3.4e38], device=DEVICE)
+    shrink, grow = torch.empty_like(largest), torch.empty_like(largest)
+    launch(_half_factors_kernel, (1,), largest, shrink, grow, num_warps=1, SIZE=8)
+    assert torch.equal(shrink * grow, torch.ones_like(largest))
+    assert (torch.stack([shrink, grow]) >= 2.0**-126).all() and torch.stack([shrink, grow]).isfinite().all()
+    scaled = (largest * shrink).tolist()
+    assert all(2.0**7 <= each < 2.0**8 for each in [*scaled[:2], scaled[2], *scaled[6:]]), scaled
+    assert scaled[3] == 2.0**6 and scaled[4] < 2.0**6 and scaled[5] == 0.0
