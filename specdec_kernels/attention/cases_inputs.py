@@ -60,8 +60,9 @@ def attention_inputs(
 
     lengths: committed tokens of each request. heads: (H, H_kv). capacity: tokens of a page-table row (default: the
     longest request). reach: see `random_tree`. With `tree_width` the rows are random nodes of the tree.
-    blind: every third row of a tree sees no slot. root_depth: depth of slot 0, where there is a window. fp8, head_scales: an e4m3 pool, random scales per KV head.
-    planned: with the work list of the call. options: further fields of the metadata, or arguments of the call.
+    blind: every third row of a tree sees no slot. root_depth: depth of slot 0. fp8, head_scales: an e4m3 pool, random
+    scales per KV head. planned: with the work list of the call. options: further fields of the metadata, or arguments
+    of the call.
     """
     num_slots = num_nodes if tree_width is None else tree_width
     used = list(q_lens) if q_lens is not None else [num_nodes] * len(lengths)

@@ -229,9 +229,9 @@ def forbid_tokens(
     text = torch.where(place >= lengths[:, None, None], from_tree, from_text)
     wanted, last = words[:, None, :, :-1], words[:, None, :, -1].expand(-1, num_nodes, -1)
     applies = ((wanted < 0) | (wanted == text[:, :, None])).all(-1) & (positions[..., None] + 1 < until[:, None])
-    applies &= (last >= 0) & (last < vocab)
+    # One column more takes what forbids nothing.
     forbidden = torch.zeros(batch, num_nodes, vocab + 1, dtype=torch.bool, device=logits.device)
-    forbidden.scatter_(2, torch.where(applies, last, vocab), True)
+    forbidden.scatter_(2, torch.where(applies & (last >= 0), last, vocab).clamp(max=vocab), True)
     logits.masked_fill_(forbidden[..., :vocab], -torch.inf)
 
 
