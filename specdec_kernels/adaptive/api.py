@@ -28,9 +28,10 @@ def choose_size(
     text is easy, its tokens are drafted as well one step later. So size i is taken to write the t tokens in t / m_i
     steps, and not to lose what it leaves out. Where nodes rank by number, as in a chain, whose first drafts are the
     same in every size, steps of all sizes often end at the same draft that is wrong. Half of them are taken to do so,
-    which makes it the mean of t / m_i and the next whole number. With u_i = sum of these steps over the R active rows
-    and w = 2^(-1 / h) for h = 16 + 112 / R steps, every size 1 to s is updated, and its tokens per step follow from
-    those of the sizes before:
+    which makes it the mean of t / m_i and the next whole number. A tree behind a token that was unlikely holds better
+    drafts than the tree before it, so nine tenths of the extra steps of a smaller tree are counted, t / m_i - 1, but
+    all of those without a draft. With u_i = sum of these steps over the R active rows and w = 2^(-1 / h) for
+    h = 16 + 112 / R steps, every size 1 to s is updated, and its tokens per step follow from those of the sizes before:
 
         smaller_i = w smaller_i + u_(i - 1)     own_i = w own_i + u_i
         tokens_i = min(product of smaller_j / own_j for j = 1 to i, sizes[i])

@@ -19,6 +19,7 @@ from specdec_kernels.adaptive.types import (
     LEAST_EVIDENCE,
     LEAST_HALF_LIFE,
     ROW_HALF_LIFE,
+    TREE_EXTRA,
     TRIAL_HALF_LIFE,
     SizeState,
 )
@@ -28,6 +29,7 @@ _LEAST_EVIDENCE = tl.constexpr(LEAST_EVIDENCE)
 _LEAST_HALF_LIFE = tl.constexpr(LEAST_HALF_LIFE)
 _ROW_HALF_LIFE = tl.constexpr(ROW_HALF_LIFE)
 _TRIAL_HALF_LIFE = tl.constexpr(TRIAL_HALF_LIFE)
+_TREE_EXTRA = tl.constexpr(TREE_EXTRA)
 _KEEP_STILL = tl.constexpr(KEEP_STILL)
 _COLUMNS = tl.constexpr(len(EVIDENCE))
 
@@ -81,6 +83,8 @@ def _steps_of_row(
     steps = written.to(tl.float32) / tokens.to(tl.float32)
     if confidence_ptr is None:
         steps = 0.5 * (steps + ((written + tokens - 1) // tokens).to(tl.float32))
+    else:
+        steps = tl.where(index > 0, 1.0 + _TREE_EXTRA * (steps - 1.0), steps)
     return tl.where(index <= size, steps, 0.0)
 
 

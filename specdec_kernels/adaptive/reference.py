@@ -9,6 +9,7 @@ from specdec_kernels.adaptive.types import (
     LEAST_EVIDENCE,
     LEAST_HALF_LIFE,
     ROW_HALF_LIFE,
+    TREE_EXTRA,
     TRIAL_HALF_LIFE,
     SizeState,
 )
@@ -66,4 +67,6 @@ def steps_of_sizes(
     within = rank[:, :, None] < state.sizes[: size + 1]
     tokens = 1 + (on_path[:, :, None] & within).sum(1).float()
     steps = tokens[:, -1:] / tokens
-    return steps if confidence is not None else (steps + steps.ceil()) / 2
+    if confidence is None:
+        return (steps + steps.ceil()) / 2
+    return torch.cat([steps[:, :1], 1 + TREE_EXTRA * (steps[:, 1:] - 1)], 1)

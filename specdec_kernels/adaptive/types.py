@@ -18,6 +18,8 @@ LEAST_EVIDENCE = 16.0
 """Steps that the evidence about a size above that of the step fades to at most."""
 TRIAL_HALF_LIFE = 16.0
 """Rows after which evidence counts half where nothing is drafted, and a step tries whether drafting pays."""
+TREE_EXTRA = 0.9
+"""Share of the extra steps of a smaller tree that are counted, see `choose_size`."""
 PRIOR_STEPS, PRIOR_ACCEPTANCE = 4.0, 0.85
 """Steps that the sums hold from the beginning: of chains whose drafts are accepted with this probability."""
 KEEP_STILL = 1.01

@@ -28,6 +28,14 @@ MUTANTS = (
         "small sizes of a chain look better than they are",
     ),
     Mutant(
+        "a_plain_step_writes_more_than_a_token",
+        _KERNEL,
+        "steps = tl.where(index > 0, 1.0 + _TREE_EXTRA * (steps - 1.0), steps)",
+        "steps = 1.0 + _TREE_EXTRA * (steps - 1.0)",
+        _case("choose_tree"),
+        "drafting with trees looks worse than it is",
+    ),
+    Mutant(
         "what_is_long_past_never_fades",
         _KERNEL,
         "left = tl.where(updated | fades, keep, 1.0)",
