@@ -17,7 +17,7 @@ from algorithms.runtime.backends.protocol import Backend
 from algorithms.runtime.backlog import Backlog
 from algorithms.runtime.batch import BatchState
 from algorithms.runtime.cache import KVCache
-from algorithms.runtime.chunk import PASS_ROWS, Chunk, every_second, tile_counts
+from algorithms.runtime.chunk import PASS_ROWS, Chunk, tile_counts
 from algorithms.runtime.clock import PhaseClock
 from algorithms.runtime.collectives import from_rank_0, parallel
 from algorithms.runtime.cuda_graph import Capture, StepRunner, buckets
@@ -290,11 +290,12 @@ def _narrow(config: DecoderConfig, device: torch.device) -> int:
 
 def _chunks_in_steps(parts: StepParts, settings: EngineSettings, largest: Chunk) -> list[Chunk]:
     """Chunks that ride in steps, in ascending order of size, none of them larger than the `largest` between steps.
-    Where steps differ in size, every second one is left out: each is captured with each size of a step."""
+    Where steps differ in size, every second one between the smallest and the largest is left out: each is captured with
+    each size of a step. The smallest is the one that may need no further pass over the weights."""
     config, device = parts.resources.target.config, parts.resources.device
     tile = largest.tile if settings.prefill_tile else min(largest.tile, _narrow(config, device))
     least, most = (max(1, min(largest.size * largest.tile, tokens) // tile) for tokens in _RIDING_TOKENS)
     sizes = [size for size in tile_counts(most) if size >= least]
     if parts.sizing is not None:
-        sizes = list(every_second(sizes))
+        sizes = sorted({*sizes[::2], sizes[-1]})
     return [Chunk(parts, size, tile) for size in sizes]
