@@ -255,8 +255,8 @@ def default_tile(config: DecoderConfig, device: torch.device) -> int:
 
 def default_ahead(max_batch: int) -> int:
     """Requests whose prompts are prefilled while all rows are taken: as many as may end in a step or two, and enough of
-    them to prefill several short prompts at once."""
-    return min(max_batch, max(4, min(8, max_batch // 2), max_batch // 4))
+    them to fill a chunk with short prompts while others wait complete."""
+    return min(max_batch, max(4, min(12, 3 * max_batch // 4), max_batch // 4))
 
 
 def _ahead(settings: EngineSettings) -> int:

@@ -52,11 +52,12 @@ class Generation:
     `ledger_ms` sums the phases draft, verify, accept, commit and host over all steps, at every level of capture;
     prefill is outside of it. On a GPU the phases and `prefill_ms` are device time. Of a step in which a chunk rode,
     `prefill_ms` has what the chunk adds to such a step where nothing is running, and the phases have the rest.
-    `decode_ms` is the time of all steps without `prefill_ms`, and `host` is what it has beyond the phases. `step_ms`
-    holds the host's time of each step; on a GPU that includes the wait for a chunk of a prompt which the device runs
-    first. `launch_ms` is the host's own time to launch the steps. `adaptive` is what
-    `Sizing.report` says, None where all steps have one size. `launched_rows` counts requests over all steps, those
-    among them that had ended before the step and were not read yet.
+    `decode_ms` is the time of all steps without `prefill_ms`, no less than the phases took, which may go on while
+    the host is busy between two steps. `host` is what it has beyond the phases. `step_ms` holds the host's time of
+    each step; on a GPU that includes the wait for a chunk of a prompt which the device runs first. `launch_ms` is
+    the host's own time to launch the steps. `adaptive` is what `Sizing.report` says, None where all steps have one
+    size. `launched_rows` counts requests over all steps, those among them that had ended before the step and were
+    not read yet.
     """
 
     completions: list[Completion]
@@ -234,8 +235,9 @@ class Session:
         wall_ms, ledger = _now_ms() - self._began_ms, self._runner.clock.ledger_ms()
         riding_ms = self._runner.riding_ms
         prefill_ms = sum(self._prefill_clock.ledger_ms().values()) + sum(riding_ms.values())
-        decode_ms = max(0.0, self._loop_ms - prefill_ms)
         phases = {name: max(0.0, ledger.get(name, 0.0) - riding_ms[name]) for name in (*PHASES, *ledger)}
+        # The device goes on while the host is outside of `step`, where callers record the requests that have ended.
+        decode_ms = max(self._loop_ms - prefill_ms, sum(phases.values()))
         return Generation(
             completions=completions,
             num_steps=len(self._step_ms),
@@ -244,7 +246,7 @@ class Session:
             wall_ms=wall_ms,
             launch_ms=self._launch_ms,
             step_ms=self._step_ms,
-            ledger_ms=phases | {"host": max(0.0, decode_ms - sum(phases.values()))},
+            ledger_ms=phases | {"host": decode_ms - sum(phases.values())},
             graphs=self._runner.report(self._prefiller.captured_sizes),
             adaptive=None if self._parts.sizing is None else self._parts.sizing.report(),
             launched_rows=self._launched_rows,

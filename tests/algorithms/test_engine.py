@@ -101,6 +101,14 @@ def test_ledger_accounts_for_every_step() -> None:
     assert generation.prefill_ms + generation.decode_ms <= generation.wall_ms * 1.001
 
 
+def test_a_device_that_works_while_the_host_is_busy_elsewhere_counts_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(autoregressive(TARGET), Setup(), TARGET)
+    busy = {"draft": 1e6, "verify": 2e6, "accept": 0.0, "commit": 0.0}
+    monkeypatch.setattr(engine.runner.clock, "ledger_ms", lambda: busy)
+    generation = engine.generate(requests(2))
+    assert generation.decode_ms == 3e6 and generation.ledger_ms == busy | {"host": 0.0}
+
+
 @pytest.mark.parametrize("cut", range(1, 9))
 def test_stop_string_across_tokens_inside_a_block(cut: int) -> None:
     """The string may begin in one token and end in the next, at any place of a block; it is cut from the text."""

@@ -180,7 +180,7 @@ def test_a_number_of_requests_ahead_can_be_chosen() -> None:
     assert engine.parts.resources.max_batch == 3
     asked = requests(7, 6)
     assert [c.token_ids for c in engine.generate(asked).completions] == answers(asked, Setup(), TARGET)
-    assert [default_ahead(count) for count in (1, 4, 8, 16, 32, 64)] == [1, 4, 4, 8, 8, 16]
+    assert [default_ahead(count) for count in (1, 4, 8, 16, 32, 64)] == [1, 4, 6, 12, 12, 16]
     with pytest.raises(EngineError, match="prefill_ahead: expected at least 0, got -1"):
         engine_of(autoregressive(TARGET), Setup(graph="step", prefill_ahead=-1), TARGET)
 
