@@ -53,6 +53,7 @@ def attention_inputs(
     sinks: bool = False,
     fp8: bool = False,
     head_scales: bool = False,
+    rising: bool = False,
     planned: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
@@ -61,8 +62,8 @@ def attention_inputs(
     lengths: committed tokens of each request. heads: (H, H_kv). capacity: tokens of a page-table row (default: the
     longest request). reach: see `random_tree`. With `tree_width` the rows are random nodes of the tree.
     blind: every third row of a tree sees no slot. root_depth: depth of slot 0. fp8, head_scales: an e4m3 pool, random
-    scales per KV head. planned: with the work list of the call. options: further fields of the metadata, or arguments
-    of the call.
+    scales per KV head. rising: keys grow eightfold along each text, so that rows meet new maxima late. planned: with
+    the work list of the call. options: further fields of the metadata, or arguments of the call.
     """
     num_slots = num_nodes if tree_width is None else tree_width
     used = list(q_lens) if q_lens is not None else [num_nodes] * len(lengths)
@@ -71,6 +72,8 @@ def attention_inputs(
     filled = [length + count for length, count in zip(lengths, slots, strict=True)]
     page_table, stored = shuffled_pages(make, held, filled, page_size, capacity)
     kv = _pool(make, stored, heads[1], head_dim)
+    for row, pages in enumerate(held if rising else ()):
+        kv[0, page_table[row, :pages].long()] *= torch.linspace(1, 8, pages, device=kv.device)[:, None, None, None]
     metadata = AttentionMetadata(
         page_table=page_table,
         lengths=make.tensor(list(lengths), torch.int64),
