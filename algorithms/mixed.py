@@ -7,7 +7,8 @@ take    Where the first drafter expects at least `threshold` accepted drafts (it
 
 Both drafters observe every token, whoever drafted it. So each drafts what it would have drafted alone behind the same
 text, and if both drafts are functions of the context, so is theirs together. Both must be judged by the target's own
-choice (`target_only`): the distribution of drawn drafts is not known for a merged tree.
+choice (`target_only`): the distribution of drawn drafts is not known for a merged tree. Two drafters that look up the
+same texts (`ngram` and `suffix`) read one store.
 """
 
 from __future__ import annotations
@@ -98,6 +99,10 @@ class Mixed(Algorithm):
         self.draft_slots = max(max(part.draft_slots, part.num_nodes) for part in self._parts)
         self.capture = tuple(sorted({*first.capture, *second.capture}))
         self.needs_draft_model = any(part.needs_draft_model for part in self._parts)
+
+    @property
+    def learns(self) -> bool:
+        return any(part.learns for part in self._parts)
 
     def attach(self, resources: Resources) -> None:
         self._impl, self._with_confidence = resources.impl, resources.confidence

@@ -30,11 +30,10 @@ if TYPE_CHECKING:
     from specdec_kernels.kv_index import *
     from specdec_kernels.kv_write import *
     from specdec_kernels.mla import *
-    from specdec_kernels.ngram import *
     from specdec_kernels.norm import *
     from specdec_kernels.projection import *
     from specdec_kernels.sampling import *
-    from specdec_kernels.suffix import *
+    from specdec_kernels.texts import *
     from specdec_kernels.tree import *
     from specdec_kernels.verify import *
 else:

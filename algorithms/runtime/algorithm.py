@@ -49,6 +49,8 @@ class Resources:
     those of a chain stand in order."""
     caches: list[Any] = field(default_factory=list)
     """Every `KVCache` of the run, the target's and the drafter's."""
+    texts: list[Any] = field(default_factory=list)
+    """Every `Texts` of the run, which drafters read; the engine writes them."""
 
     def choose_forward(self, model: FusableModel) -> None:
         """Let `model`, a target or a drafter, run the forward of this run. A drafter need not be deterministic: what it
@@ -234,6 +236,12 @@ class Algorithm:
     def inspect(self, batch: Batch, tree: DraftTree, logits: torch.Tensor, sampling: SamplingTensors) -> None:
         """Look at what the target says about a draft, before acceptance, in steps that draw; for studies. `logits` are
         [B, N, V], behind penalties and constraints, and `sampling` is what acceptance takes."""
+
+    @property
+    def learns(self) -> bool:
+        """Whether the drafts for a request depend on requests that were served before it: where there is something to
+        forget, unless it says otherwise."""
+        return type(self).forget is not Algorithm.forget
 
     def observe(self, seen: Observation) -> None:
         """Learn from committed tokens: after each chunk of prompts, and after every step."""

@@ -146,7 +146,7 @@ class Chunk:
         Requests whose prompts are complete take part in steps from now on."""
         sent = self.sent
         whose = (sent["prompt_rows"], sent["prompt_starts"], sent["prompt_counts"], sent["prompt_last"])
-        self._parts.algorithm.observe(
+        self._parts.observe(
             Observation(
                 batch=self._batch,
                 tokens=self.tokens,

@@ -285,7 +285,7 @@ class StepRunner:
     def _observe(self, num_rows: int, max_length: int) -> None:
         """Let the drafter observe what plain steps have kept."""
         assert self._parts.backlog is not None
-        self._parts.algorithm.observe(self._parts.backlog.take(self._parts.state.batch(0, num_rows, max_length)))
+        self._parts.observe(self._parts.backlog.take(self._parts.state.batch(0, num_rows, max_length)))
 
     def step_times(self, needs: SamplingNeeds) -> dict[tuple[int, int], float]:
         """Milliseconds of a step by (rows, nodes), on pretended requests. No request may be running, and what the

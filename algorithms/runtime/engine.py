@@ -168,7 +168,7 @@ class Engine:
 
     def forget(self) -> None:
         """Make the next requests the first ones, for an algorithm that learns from what it serves."""
-        self.parts.algorithm.forget()
+        self.parts.forget()
         if self.parts.sizing is not None:
             self.parts.sizing.forget()
 

@@ -345,11 +345,9 @@ class Session:
             self._state.rearrange(moves)
         for source, target in moves:
             if source != target:
-                self._algorithm.move_row(source, target)
-            if (backlog := self._parts.backlog) is not None:
-                if source != target:
-                    backlog.move(source, target)
-                backlog.clear(source)
+                self._parts.move_row(source, target)
+            if self._parts.backlog is not None:
+                self._parts.backlog.clear(source)
 
 
 def _now_ms() -> float:

@@ -294,7 +294,7 @@ class Step:
         if parts.backlog is not None and self.num_nodes == 1:
             parts.backlog.keep(batch, hidden, features)
         else:
-            parts.algorithm.observe(
+            parts.observe(
                 Observation(
                     batch=replace(batch, lengths=committed.start),
                     tokens=committed.tokens,

@@ -27,7 +27,6 @@ from experiments.tasks.decoding import (
     AUTOREGRESSIVE,
     Decoded,
     baseline_config,
-    learns,
     make_engine,
     method_row,
     warm_up_sizes,
@@ -194,7 +193,7 @@ class Task:
     ) -> Decoded:
         """As `decode`, in this process; `follow` makes the later turns."""
         engine, algorithm, backend = make_engine(plan, target, algo, workload.max_length)
-        ended, conversations = self._left_over(key, learns(algorithm)), follow()
+        ended, conversations = self._left_over(key, algorithm.learns), follow()
         rest = earlier.still_to_do(asked, ended, conversations)
         if ended and not rest:  # the run broke off between the last request and its times
             earlier.forget(self.folder, key)

@@ -78,13 +78,6 @@ class Decoded:
         return self.rule == "target_only" or all(request.sampling.temperature == 0 for request in self.requests)
 
 
-def learns(algorithm: Algorithm) -> bool:
-    """Whether the drafts for a request depend on requests that were served before it."""
-    from algorithms.runtime.algorithm import Algorithm
-
-    return type(algorithm).forget is not Algorithm.forget
-
-
 def baseline_config() -> Any:
     """The configuration of autoregressive decoding."""
     from algorithms.registry import available

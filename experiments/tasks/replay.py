@@ -22,7 +22,7 @@ from experiments.report import tables
 from experiments.report.page import acceptance_lines, section
 from experiments.report.tables import Column, Row
 from experiments.tasks.base import Task
-from experiments.tasks.decoding import AUTOREGRESSIVE, baseline_config, learns, make_algorithm
+from experiments.tasks.decoding import AUTOREGRESSIVE, baseline_config, make_algorithm
 
 if TYPE_CHECKING:
     from algorithms.runtime.algorithm import Algorithm
@@ -109,7 +109,7 @@ class Replay(Task):
 
     def _scored(self, methods: Mapping[str, Algorithm], trace: Sequence[Recorded]) -> dict[str, list[Drafts]]:
         """The drafts of each method. Those that learn from what is served read the texts one after the other."""
-        learning = [label for label, algorithm in methods.items() if learns(algorithm)]
+        learning = [label for label, algorithm in methods.items() if algorithm.learns]
         others = [label for label in methods if label not in learning]
         found: dict[str, list[Drafts]] = {}
         num_tokens = sum(len(each.tokens) for each in trace)

@@ -84,10 +84,11 @@ MAKERS: dict[str, Callable[[], Algorithm]] = {
 ALL_MAKERS = MAKERS | {
     "autoregressive": lambda: autoregressive(TARGET),
     "dflash_chain": lambda: DFlash(DFlash.Config(block_size=6), TARGET, "random"),
-    "ngram": lambda: NGram(NGram.Config(num_nodes=9, capacity=512), TARGET, None),
+    "ngram": lambda: NGram(NGram.Config(num_nodes=9, texts=3), TARGET, None),
     "suffix": lambda: Suffix(Suffix.Config(num_nodes=9, texts=3), TARGET, None),
     "mixed_merge": lambda: mixed({"name": "suffix", "num_nodes": 5, "texts": 2}, {"name": "dflash", "block_size": 5}),
     "mixed_take": lambda: mixed({"name": "suffix", "num_nodes": 9}, {"name": "eagle3", "steps": 4}, "take"),
+    "mixed_lookup": lambda: mixed({"name": "suffix", "num_nodes": 5}, {"name": "ngram", "num_nodes": 6}),
     "suffix_own": lambda: Suffix(Suffix.Config(num_nodes=7, shared=False), TARGET, None),
 }
 

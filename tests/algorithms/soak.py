@@ -250,7 +250,8 @@ TINY_METHODS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "eagle3": ("eagle3", {"steps": 3}),
     "eagle3_tree": ("eagle3", {"steps": 4, "topk": 4, "num_nodes": 16}),
     "naive_eagle": ("eagle3", {}),
-    "ngram": (None, {"capacity": 1 << 14}),
+    "ngram": (None, {"texts": 8}),
+    "suffix": (None, {"texts": 8}),
     "dflash": ("dflash", {}),
     "dflash_tree": ("dflash", {"topk": 4, "num_nodes": 24}),
 }

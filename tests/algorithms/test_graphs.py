@@ -18,12 +18,12 @@ from algorithms.mixed import Mixed
 from algorithms.ngram import NGram
 from algorithms.runtime.algorithm import Resources
 from algorithms.runtime.cuda_graph import LEVELS, StepRunner, buckets
+from algorithms.runtime.lookup import Lookup
 from algorithms.runtime.sampling_params import SamplingNeeds
 from algorithms.runtime.step import PHASES, Step
 from algorithms.standalone import Standalone
 from algorithms.suffix import Suffix
-from specdec_kernels.ngram import kernel as ngram_kernel
-from specdec_kernels.suffix import kernel as suffix_kernel
+from specdec_kernels.texts import kernel as texts_kernel
 from specdec_kernels.tree import kernel as tree_kernel
 from specdec_kernels.tree import kernel_merge as merge_kernel
 from tests.algorithms.drafters import ALL_MAKERS, load_random_drafters
@@ -128,7 +128,7 @@ class HostReads:
         for name in self.METHODS:
             monkeypatch.setattr(torch.Tensor, name, self._counted(name, getattr(torch.Tensor, name)))
         # The interpreter runs a kernel on the host, so it reads all of its arguments.
-        for module in (ngram_kernel, suffix_kernel, tree_kernel, merge_kernel):
+        for module in (texts_kernel, tree_kernel, merge_kernel):
             monkeypatch.setattr(module, "launch", self._unwatched(module.launch))
 
     @contextmanager
@@ -159,7 +159,7 @@ class HostReads:
 
 
 class KernelNGram(NGram):
-    """The n-gram reference is a walk on the host; its kernels are what runs on a device."""
+    """The reference reads texts on the host; its kernels are what runs on a device."""
 
     def attach(self, resources: Resources) -> None:
         super().attach(replace(resources, impl="triton"))
@@ -173,17 +173,17 @@ class KernelSuffix(Suffix):
 
 
 class KernelMixed(Mixed):
-    """With the kernels of its first drafter, n-grams or suffixes, and of the union of two trees, whose reference is a
-    walk on the host too."""
+    """With the kernels of n-grams and suffixes, and of the union of two trees, whose reference is a walk on the host
+    too."""
 
     def attach(self, resources: Resources) -> None:
-        super().attach(resources)
-        self._parts[0].attach(replace(resources, impl="triton"))
-        self._impl = "triton"
+        for part in self._parts:
+            part.attach(replace(resources, impl="triton") if isinstance(part, Lookup) else resources)
+        self._impl, self._with_confidence = "triton", resources.confidence
 
 
-def kernel_mixed(mode: str) -> KernelMixed:
-    parts = {"first": {"name": "suffix", "num_nodes": 5, "window": 4, "texts": 1}, "second": {"name": "eagle3"}}
+def kernel_mixed(mode: str, second: str = "eagle3") -> KernelMixed:
+    parts = {"first": {"name": "suffix", "num_nodes": 5, "window": 4, "texts": 1}, "second": {"name": second}}
     return KernelMixed(KernelMixed.Config(**parts, mode=mode), TARGET, "random")
 
 
@@ -191,7 +191,8 @@ DRAWN_DFLASH = dflash.DFlash.Config(block_size=4, topk=2, num_nodes=8, draw="sam
 STEPPED = ALL_MAKERS | {
     "mixed_merge": lambda: kernel_mixed("merge"),
     "mixed_take": lambda: kernel_mixed("take"),
-    "ngram": lambda: KernelNGram(NGram.Config(num_nodes=9, capacity=512, depth=6, window=4), TARGET, None),
+    "mixed_lookup": lambda: kernel_mixed("merge", "ngram"),
+    "ngram": lambda: KernelNGram(NGram.Config(num_nodes=9, texts=1, window=4), TARGET, None),
     "suffix": lambda: KernelSuffix(Suffix.Config(num_nodes=9, texts=1, window=4), TARGET, None),
     "suffix_own": lambda: KernelSuffix(Suffix.Config(num_nodes=5, shared=False, window=4), TARGET, None),
     "standalone_block": lambda: Standalone(Standalone.Config(steps=3, rule="block"), TARGET, "random"),

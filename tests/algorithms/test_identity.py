@@ -77,13 +77,13 @@ def test_log_probabilities_are_those_of_the_target_alone(monkeypatch: pytest.Mon
 
 
 def test_forgetting_makes_the_next_run_the_first() -> None:
-    """A store of n-grams knows the answers the second time, unless it forgets them; captured steps go on."""
+    """A store of texts knows the answers the second time, unless it forgets them; captured steps go on."""
     asked = requests(5, TOKENS)
 
     def counts(engine: Engine) -> list[list[int]]:
         return [completion.accepted_counts for completion in engine.generate(asked).completions]
 
-    engine = engine_of(NGram(NGram.Config(capacity=1 << 14), TARGET, None), Setup(graph="step"), TARGET)
+    engine = engine_of(NGram(NGram.Config(), TARGET, None), Setup(graph="step"), TARGET)
     first, second = counts(engine), counts(engine)
     assert sum(map(len, second)) < sum(map(len, first))
     engine.forget()

@@ -23,11 +23,10 @@ from algorithms.runtime.sampling_params import SamplingNeeds
 from algorithms.runtime.scheduler import ABORTED, Piece
 from algorithms.runtime.session import Session
 from algorithms.runtime.staging import NUM_BUFFERS, Staging
-from specdec_kernels import SuffixStore
 from tests.algorithms.drafters import ALL_MAKERS, TARGET, hinted, load_random_drafters
 from tests.algorithms.test_graphs import FILTERED, STEPPED, HostReads
 from tests.algorithms.test_identity import reference
-from tests.algorithms.toy import Setup, answers, autoregressive, changed, engine_of, requests, run
+from tests.algorithms.toy import Setup, answers, autoregressive, changed, engine_of, requests, run, texts_of
 
 # Prompts of `requests` have 5, 2, 17, 30, 9, 16, 1 and 33 tokens, of which all but the last are prefilled.
 CUTS = {
@@ -36,8 +35,6 @@ CUTS = {
     "one token a step": dict(prefill_chunk=1, page_size=16),
     "all at once": dict(prefill_tile=64, page_size=1),
 }
-# What a full store forgets depends on how much is inserted at once.
-MAKERS = ALL_MAKERS | {"ngram": lambda: NGram(NGram.Config(num_nodes=9, capacity=1 << 14), TARGET, None)}
 
 
 @pytest.mark.parametrize("cut", list(CUTS)[:3])
@@ -55,7 +52,7 @@ def test_output_is_the_targets_own(monkeypatch: pytest.MonkeyPatch, maker: str, 
 
 def drafted(maker: str, setup: Setup) -> dict[tuple[int, ...], list[int]]:
     """What the algorithm drafts behind each text, with the requests served one after another."""
-    algorithm, drafts = MAKERS[maker](), {}
+    algorithm, drafts = ALL_MAKERS[maker](), {}
     propose = algorithm.propose
 
     def watched(batch: Batch) -> DraftTree:
@@ -69,9 +66,9 @@ def drafted(maker: str, setup: Setup) -> dict[tuple[int, ...], list[int]]:
     return drafts
 
 
-@pytest.mark.parametrize("maker", [name for name in MAKERS if name != "autoregressive"])
+@pytest.mark.parametrize("maker", [name for name in ALL_MAKERS if name != "autoregressive"])
 def test_drafts_do_not_depend_on_the_cut(monkeypatch: pytest.MonkeyPatch, maker: str) -> None:
-    """Catches features, keys and n-grams that are lost, doubled or out of place at the border of a tile."""
+    """Catches features, keys and texts that are lost, doubled or out of place at the border of a tile."""
     load_random_drafters(monkeypatch)
     whole = drafted(maker, Setup(max_batch=1, prefill_tile=64))
     assert len(whole) > 15
@@ -79,17 +76,19 @@ def test_drafts_do_not_depend_on_the_cut(monkeypatch: pytest.MonkeyPatch, maker:
         assert drafted(maker, Setup(max_batch=1, **CUTS[cut])) == whole
 
 
-def test_each_ngram_of_a_prompt_is_counted_once() -> None:
-    """The store holds what one insertion of each whole prompt would have left."""
-    stores = []
-    for cut in CUTS.values():
-        algorithm = NGram(NGram.Config(num_nodes=5, depth=4, window=3, capacity=1 << 12), TARGET, None)
-        run(algorithm, requests(8, 1), Setup(max_batch=1, **cut), TARGET)
-        stores.append(algorithm._store.contents())
-    for contents in stores[1:]:
-        for name in ("grams", "counts", "lists", "stamps"):
-            assert torch.equal(contents[name], stores[0][name]), name
-    assert int(stores[0]["counts"][stores[0]["grams"][:, 1] == -1].sum()) >= sum(len(r.prompt_ids) for r in requests(8))
+@pytest.mark.parametrize("cut", CUTS)
+def test_texts_hold_prompts_and_answers(cut: str) -> None:
+    """However a prompt is cut, its text is the prompt and the answer; the latest texts are kept."""
+    engine = engine_of(NGram(NGram.Config(num_nodes=5, texts=6), TARGET, None), Setup(max_batch=2, **CUTS[cut]), TARGET)
+    asked = requests(8, 5)
+    done = engine.generate(asked).completions
+    (texts,) = engine.parts.resources.texts
+    held = texts_of(texts.store)
+    assert len(held) == 8
+    for request, answer in zip(asked, done, strict=True):
+        whole = [*request.prompt_ids, *answer.token_ids]
+        # The last step may have accepted more than the answer has room for.
+        assert [text[: len(whole)] for text in held].count(whole) == 1
 
 
 @pytest.mark.parametrize("graph", ["none", "step"])
@@ -192,9 +191,8 @@ def test_warm_up_touches_nothing(monkeypatch: pytest.MonkeyPatch, maker: str) ->
         tensors += [cache.kv for cache in engine.parts.resources.caches]
         if (rows := getattr(algorithm, "_kept", None)) is not None:
             tensors.append(rows.rows(slice(0, state.max_batch)))
-        if (store := getattr(algorithm, "_store", None)) is not None:
-            contents = store._asdict() if isinstance(store, SuffixStore) else store.contents()
-            tensors += [tensor for name, tensor in contents.items() if name != "totals"]
+        for texts in engine.parts.resources.texts:
+            tensors += texts.store
         return [tensor.clone() for tensor in tensors]
 
     before = kept()

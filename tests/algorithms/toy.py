@@ -171,6 +171,13 @@ def run(algorithm: Algorithm, asked: Sequence[Request], setup: Setup, target: Ta
     return generation
 
 
+def texts_of(store: kernels.TextStore) -> list[list[int]]:
+    """The texts that a store holds, the oldest request first."""
+    order = sorted(range(len(store.lengths)), key=lambda text: int(store.stamps[text]))
+    held = [store.tokens[text, : int(store.lengths[text])].tolist() for text in order]
+    return [text for text in held if text]
+
+
 def autoregressive(target: Target) -> Autoregressive:
     return Autoregressive(Autoregressive.Config(), target, None)
 

@@ -21,7 +21,7 @@ _ALGORITHMS = "tests/algorithms/"
 _ENGINE = tuple(
     f"{_ALGORITHMS}test_{name}.py"
     for name in ("request", "scheduler", "engine", "levels", "top_logprobs", "fuzz", "kv_dtype", "forbidden_tokens",
-                 "ngram", "sampling_parameters", "faults", "graphs", "prefill", "drafters")
+                 "lookup", "sampling_parameters", "faults", "graphs", "prefill", "drafters")
 )  # fmt: skip
 _MODELS = tuple(
     f"tests/runtime/test_{name}.py"
@@ -63,6 +63,7 @@ _NEAREST = (
     | dict.fromkeys(("constraints", "grammar", "join_trees"), ("constraints", "mixed"))
     | dict.fromkeys(("session", "step"), ("engine", "top_logprobs", "piggyback", "adaptive", "constraints"))
     | {"engine": ("engine", "piggyback"), "cuda_graph": ("graphs", "adaptive", "piggyback")}
+    | dict.fromkeys(("lookup", "ngram", "suffix", "texts"), ("lookup",))
     | {"mixed": ("mixed",), "draft_check": ("plugin",)}
 )
 """Test files of the runtime that come first for a file, beside the one of its name."""
@@ -92,9 +93,8 @@ MEANINGLESS = {
     ("specdec_kernels/adaptive/kernel.py", "COMPARED=min(", "max"),
     ("specdec_kernels/adaptive/kernel.py", " ROWS=min(", "max"),
     ("specdec_kernels/commit/kernel.py", "rows = min(lanes(batch * path)", "max"),
-    ("specdec_kernels/ngram/kernel.py", "grid = (min(", "max"),
-    ("specdec_kernels/ngram/kernel.py", "(triton.cdiv(rows * (depth - 1), config.windows)", "0"),
-    ("specdec_kernels/ngram/kernel.py", "(triton.cdiv(rows * (depth - 1 + width), config.windows)", "0"),
+    ("specdec_kernels/texts/kernel.py", "(triton.cdiv(batch * (width + 1), config.copy)", "0"),
+    ("specdec_kernels/texts/kernel.py", "parts = min(programs", "max"),
     ("specdec_kernels/verify/kernel_tree.py", "if splits > 1 else {})", ">="),  # a team of one is launched as a team
     ("specdec_kernels/verify/kernel_tree.py", "(depth + 1 >= DEPTH)", "0"),  # a leaf that is entered is left at once
     ("specdec_kernels/verify/kernel_tree.py", "(depth + 1 >= DEPTH)", ">"),
@@ -109,7 +109,6 @@ MEANINGLESS = {
     ("specdec_kernels/tree/kernel_selection.py", ", 0) >= wanted", ">"),  # any bound down to the first left out will do
     ("specdec_kernels/tree/kernel_topk.py", "top <= FLOAT32_MAX", "<"),  # computed once more, with the same outcome
     ("specdec_kernels/tree/kernel.py", "_WORD_BITS - 1).to(tl.int64)", "0"),  # behind a word the mask is not used
-    ("specdec_kernels/ngram/kernel_match.py", "return first, first * 0 + 1, first * 0 + 1", "0"),  # not read by recency
     # A code of NaN is a number in the interpreter; on a GPU the parity tests see it.
     ("specdec_kernels/attention/device_fp8.py", "rows_and_dims(positions < stop", "<="),
     ("specdec_kernels/kv_write/kernel.py", "size < 0.015625", "<="),  # at 2^-6 both formulas give the code 8

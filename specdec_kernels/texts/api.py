@@ -8,14 +8,14 @@ import torch
 
 from specdec_kernels.checks import expect_contiguous, expect_dtype, expect_same_device, expect_shape
 from specdec_kernels.launch import dispatch
-from specdec_kernels.suffix.types import MAX_WINDOW, SuffixDraft, SuffixStore
+from specdec_kernels.texts.types import MAX_WINDOW, ORDERS, TextDraft, TextStore
 
 STEPS = 1024
-"""Shares and drafts per token are multiples of 1 / 1024, so that kernel and definition agree exactly."""
+"""The least confidence is a multiple of 1 / 1024, so that kernel and definition agree exactly."""
 
 
-def suffix_insert(
-    store: SuffixStore,
+def insert_texts(
+    store: TextStore,
     history: torch.Tensor,
     rows: torch.Tensor,
     start: torch.Tensor,
@@ -26,7 +26,8 @@ def suffix_insert(
     """Write the tokens at positions `start[b] … start[b] + counts[b]` of each row into its text, in place.
 
     These are `counts[b]` tokens and the one behind them, the last token of the request. A row that starts at 0 begins a
-    new text: in the oldest slot that no row writes into. Positions outside the history are ignored.
+    new request: its text joins the kept ones, and it gets the oldest of these, emptied. Rows do so in order. Positions
+    outside the history are ignored.
 
     Args:
         store: changed in place.
@@ -52,24 +53,23 @@ def suffix_insert(
     if width < 0:
         raise ValueError(f"width: expected at least 0, got {width}")
     if width and batch:
-        dispatch("suffix_insert", __package__, impl, history)(store, history, rows, start, counts, width)
+        dispatch("insert_texts", __package__, impl, history)(store, history, rows, start, counts, width)
 
 
-def suffix_match(
-    store: SuffixStore,
+def match_texts(
+    store: TextStore,
     history: torch.Tensor,
     lengths: torch.Tensor,
     rows: torch.Tensor,
     num_nodes: int,
     *,
+    order: str,
     window: int,
-    matches: int = 32,
-    per_text: int = 8,
-    factor: float = 4.0,
-    min_share: float = 0.0,
+    matches: int = 16,
+    min_confidence: float = 0.0,
     shared: bool = True,
     impl: str = "auto",
-) -> SuffixDraft:
+) -> TextDraft:
     """Draft trees behind the tokens at positions `lengths`, from what followed the longest matches of their texts.
 
     Args:
@@ -79,20 +79,19 @@ def suffix_match(
             it lies outside the history, node 0 is token 0 and there are no drafts.
         rows: [B] int64, contiguous: row of the engine, whose text is the request's own.
         num_nodes: N, 2 to 256, node 0 included; no path is longer than N - 1.
+        order: `latest` (n-gram drafting) or `frequent` (suffix drafting).
         window: longest suffix that is compared, 1 to 63.
-        matches: matches that vote, 1 to 64.
-        per_text: of these, at most so many in one text, 1 to 16.
-        factor: drafts of a path per token of the longest match, above 0 and at most 256, rounded to 1 / 1024.
-        min_share: least share of a draft, 0 to 1, rounded up to a multiple of 1 / 1024.
+        matches: matches that are followed, 1 to 64. One gives a chain.
+        min_confidence: least confidence of a draft, 0 to 1, rounded up to a multiple of 1 / 1024.
         shared: whether all texts are read, or the request's own only.
         impl: `auto`, `triton` or `reference` (plain Python; on a GPU store it reads back to the host).
 
     Returns:
-        SuffixDraft: tokens [B, N] int64, parents [B, N] int32 (-1 at node 0, -2 at unused nodes), strength [B] float32,
+        TextDraft: tokens [B, N] int64, parents [B, N] int32 (-1 at node 0, -2 at unused nodes), strength [B] float32,
             confidence [B, N] float32.
 
     Raises:
-        ValueError: wrong shape, dtype, strides or devices, a size out of range, or an unknown `impl`.
+        ValueError: wrong shape, dtype, strides or devices, a size out of range, or an unknown `order` or `impl`.
         RuntimeError: `impl="triton"` where no kernel can run.
     """
     _expect_history(store, history)
@@ -101,23 +100,21 @@ def suffix_match(
         expect_dtype(name, tensor, torch.int64)
     expect_contiguous(lengths=lengths, rows=rows)
     expect_same_device(store=store.tokens, history=history, lengths=lengths, rows=rows)
+    if order not in ORDERS:
+        raise ValueError(f"order: expected one of {', '.join(ORDERS)}, got {order!r}")
     bounds = {"num_nodes": (num_nodes, 2, 256), "window": (window, 1, MAX_WINDOW), "matches": (matches, 1, 64)}
-    for name, (value, least, most) in (bounds | {"per_text": (per_text, 1, 16)}).items():
+    for name, (value, least, most) in bounds.items():
         if not least <= value <= most:
             raise ValueError(f"{name}: expected {least} to {most}, got {value}")
-    if not 0 < factor <= 256:
-        raise ValueError(f"factor: expected above 0 and at most 256, got {factor}")
-    if not 0 <= min_share <= 1:
-        raise ValueError(f"min_share: expected 0 to 1, got {min_share}")
-    match = dispatch("suffix_match", __package__, impl, history)
-    per_token, least_share = max(1, round(factor * STEPS)), math.ceil(min_share * STEPS)
-    draft: SuffixDraft = match(
-        store, history, lengths, rows, num_nodes, window, matches, per_text, per_token, least_share, shared
-    )
+    if not 0 <= min_confidence <= 1:
+        raise ValueError(f"min_confidence: expected 0 to 1, got {min_confidence}")
+    match = dispatch("match_texts", __package__, impl, history)
+    sure = math.ceil(min_confidence * STEPS)
+    draft: TextDraft = match(store, history, lengths, rows, num_nodes, order, window, matches, sure, shared)
     return draft
 
 
-def _expect_history(store: SuffixStore, history: torch.Tensor) -> None:
+def _expect_history(store: TextStore, history: torch.Tensor) -> None:
     """Raise ValueError unless `history` is [B, context] int64 with contiguous rows, of the store's context."""
     expect_shape("history", history, (None, store.tokens.shape[1]))
     expect_dtype("history", history, torch.int64)

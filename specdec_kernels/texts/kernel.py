@@ -1,0 +1,99 @@
+"""Launches of the kernels over texts; `kernel_insert` and `kernel_match` say what they do."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from specdec_kernels.launch import current_chip, lanes, launch
+from specdec_kernels.texts.configs import CONFIGS, RANKS
+from specdec_kernels.texts.kernel_insert import exchange_texts_kernel, write_texts_kernel
+from specdec_kernels.texts.kernel_match import draft_kernel, scan_kernel
+from specdec_kernels.texts.types import TextDraft, TextStore
+
+
+def insert_texts(
+    store: TextStore,
+    history: torch.Tensor,
+    rows: torch.Tensor,
+    start: torch.Tensor,
+    counts: torch.Tensor,
+    width: int,
+) -> None:
+    """See `specdec_kernels.insert_texts`, which has checked the arguments."""
+    config = CONFIGS[current_chip(history)]
+    batch, context = history.shape
+    launch(
+        exchange_texts_kernel,
+        (1,),
+        *(rows, start, counts, store.lengths, store.stamps, store.slots, store.queue, store.clock, batch),
+        num_warps=4,
+        KEPT=store.num_kept,
+        RING=len(store.queue),
+        BLOCK=min(lanes(batch), 1024),
+    )
+    launch(
+        write_texts_kernel,
+        (triton.cdiv(batch * (width + 1), config.copy),),
+        *(history, rows, start, counts, store.tokens, store.lengths, store.slots),
+        *(batch, history.stride(0), width, context),
+        num_warps=4,
+        BLOCK=config.copy,
+    )
+
+
+def match_texts(
+    store: TextStore,
+    history: torch.Tensor,
+    lengths: torch.Tensor,
+    rows: torch.Tensor,
+    num_nodes: int,
+    order: str,
+    window: int,
+    matches: int,
+    least: int,
+    shared: bool,
+) -> TextDraft:
+    """See `specdec_kernels.match_texts`, which has checked the arguments. `least` counts in 1 / 1024."""
+    config = CONFIGS[current_chip(history)]
+    batch, context = history.shape
+    texts, kept, device = len(store.lengths) if shared else 1, lanes(matches), history.device
+    programs = max(1, min(config.programs, RANKS // kept))
+    readers = min(texts, programs)
+    parts = min(programs // readers, triton.cdiv(context, config.scan))
+    ranks = torch.empty(batch, readers * parts * kept, dtype=torch.int64, device=device)
+    tokens = torch.empty(batch, num_nodes, dtype=torch.int64, device=device)
+    parents = torch.empty(batch, num_nodes, dtype=torch.int32, device=device)
+    strength = torch.empty(batch, dtype=torch.float32, device=device)
+    confidence = torch.empty(batch, num_nodes, dtype=torch.float32, device=device)
+    launch(
+        scan_kernel,
+        (batch, readers * parts),
+        *(history, lengths, rows, store.tokens, store.lengths, store.stamps, store.slots, store.clock, ranks),
+        *(history.stride(0), context),
+        num_warps=4,
+        WINDOW=window,
+        TEXTS=texts,
+        SHARED=shared,
+        READERS=readers,
+        PARTS=parts,
+        MATCHES=matches,
+        KEPT=kept,
+        BLOCK=config.scan,
+    )
+    launch(
+        draft_kernel,
+        (batch,),
+        *(history, lengths, store.tokens, store.lengths, ranks),
+        *(tokens, parents, strength, confidence, history.stride(0), context),
+        num_warps=4,
+        NODES=num_nodes,
+        MATCHES=matches,
+        LEAST=least,
+        FREQUENT=order == "frequent",
+        RANKS=ranks.shape[1],
+        BLOCK_R=lanes(ranks.shape[1]),
+        BLOCK_M=lanes(matches),
+        BLOCK_N=lanes(num_nodes),
+    )
+    return TextDraft(tokens, parents, strength, confidence)

@@ -1,0 +1,495 @@
+"""What the store of texts keeps, and which drafts it makes: small texts whose answer is plain to see, random sessions
+against a shelf of lists, and thousands of requests at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from math import floor
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import specdec_kernels as kernels
+from specdec_kernels import TextDraft, TextStore, build_tree
+from specdec_kernels.texts.configs import CONFIGS
+from specdec_kernels.texts.types import MAX_AGE
+
+IMPLS = ("reference", "triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+Path = tuple[int, ...]
+
+
+@pytest.fixture(autouse=True)
+def on_the_device_of_the_kernels() -> Iterator[None]:
+    with torch.device(DEVICE):
+        yield
+
+
+def ids(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
+
+
+def insert(store: TextStore, entries: Sequence[tuple[int, Sequence[int], int]], impl: str) -> None:
+    """Each row of `entries` (row, text, start) writes its text from `start` on; the last token is its last token."""
+    history = torch.zeros(len(entries), store.tokens.shape[1], dtype=torch.int64)
+    for place, (_, text, _) in enumerate(entries):
+        history[place, : len(text)] = torch.tensor(text, dtype=torch.int64)
+    rows, start = torch.tensor([row for row, _, _ in entries]), torch.tensor([start for _, _, start in entries])
+    counts = [len(text) - 1 - start for _, text, start in entries]
+    kernels.insert_texts(
+        store, history, rows, start, torch.tensor(counts, dtype=torch.int32), max(1, *counts), impl=impl
+    )
+
+
+def serve(store: TextStore, row: int, text: str, impl: str, start: int = 0) -> None:
+    insert(store, [(row, ids(text), start)], impl)
+
+
+def match(store: TextStore, row: int, text: Sequence[int], num_nodes: int, impl: str, **options: Any) -> TextDraft:
+    history = torch.zeros(1, store.tokens.shape[1], dtype=torch.int64)
+    history[0, : len(text)] = torch.tensor(text)
+    given = torch.tensor([len(text) - 1]), torch.tensor([row]), num_nodes
+    return kernels.match_texts(store, history, *given, **({"window": 16} | options), impl=impl)
+
+
+def paths_of(draft: TextDraft) -> list[Path]:
+    """The path to every draft, in the order of the nodes."""
+    paths: dict[int, Path] = {0: ()}
+    for node, (token, parent) in enumerate(zip(draft.tokens[0].tolist(), draft.parents[0].tolist(), strict=True)):
+        if parent >= 0:
+            paths[node] = (*paths[parent], token)
+    return [path for path in paths.values() if path]
+
+
+def drafted(
+    store: TextStore, row: int, text: str, impl: str, num_nodes: int = 8, order: str = "frequent", **options: Any
+) -> list[str]:
+    draft = match(store, row, ids(text), num_nodes, impl, order=order, **options)
+    return ["".join(map(chr, path)) for path in paths_of(draft)]
+
+
+def texts_of(store: TextStore) -> list[str]:
+    """All texts, the oldest first."""
+    order = sorted(range(len(store.lengths)), key=lambda text: int(store.stamps[text]))
+    held = [store.tokens[text, : int(store.lengths[text])].tolist() for text in order]
+    return ["".join(map(chr, tokens)) for tokens in held if tokens]
+
+
+@pytest.mark.parametrize("order", ["latest", "frequent"])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_what_followed_the_longest_match_is_drafted(impl: str, order: str) -> None:
+    store = TextStore.create(1, 2, 40, DEVICE)
+    text = "the cat sat. the dog ran. the cat"
+    serve(store, 0, text, impl)
+    assert drafted(store, 0, text, impl, num_nodes=5, order=order) == [" ", " s", " sa", " sat"]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_suffix_drafting_prefers_what_is_frequent_and_ngrams_what_is_late(impl: str) -> None:
+    store = TextStore.create(1, 2, 40, DEVICE)
+    text = "ab1 ab1 ab2 ab"
+    serve(store, 0, text, impl)
+    assert drafted(store, 0, text, impl, num_nodes=2) == ["1"]
+    assert drafted(store, 0, text, impl, num_nodes=2, order="latest") == ["2"]
+    assert "2" in drafted(store, 0, text, impl, num_nodes=16)
+    assert drafted(store, 0, text, impl, num_nodes=16, min_confidence=0.35) == ["1"]
+    assert drafted(store, 0, text, impl, num_nodes=16, order="latest", min_confidence=0.51) == ["2", "1", "2 ", "1 "]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_one_match_drafts_a_chain(impl: str) -> None:
+    store = TextStore.create(1, 2, 40, DEVICE)
+    text = "ab1 ab1 ab2 ab"
+    serve(store, 0, text, impl)
+    assert drafted(store, 0, text, impl, num_nodes=5, order="latest", matches=1) == ["2", "2 ", "2 a", "2 ab"]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_the_longer_match_comes_before_the_later_one(impl: str) -> None:
+    store = TextStore.create(1, 1, 40, DEVICE)
+    text = "912 3 812 4 912"
+    serve(store, 0, text, impl)
+    serve(store, 0, text, impl)
+    for order in ("latest", "frequent"):
+        assert drafted(store, 0, text, impl, num_nodes=3, order=order) == [" ", " 3"]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_own_text_first_then_the_latest(impl: str) -> None:
+    store = TextStore.create(3, 1, 20, DEVICE)
+    serve(store, 0, "xa1", impl)
+    serve(store, 1, "xa2", impl)
+    serve(store, 2, "xa3 xa", impl)
+    latest = {"num_nodes": 4, "order": "latest", "window": 2, "min_confidence": 0.1}
+    assert [path[:1] for path in drafted(store, 2, "xa3 xa", impl, **latest)][:3] == ["3", "2", "1"]
+    assert [path[:1] for path in drafted(store, 0, "xa", impl, **latest)][:3] == ["1", "3", "2"]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_texts_of_others_are_read_only_where_they_are_shared(impl: str) -> None:
+    store = TextStore.create(2, 1, 40, DEVICE)
+    serve(store, 0, "hello world", impl)
+    serve(store, 1, "say hello", impl)
+    assert " w" in drafted(store, 1, "say hello", impl)
+    assert " w" not in drafted(store, 1, "say hello", impl, shared=False)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_request_that_has_written_nothing_has_no_text(impl: str) -> None:
+    """Its row still has the text of the request before, which is that of another."""
+    store = TextStore.create(2, 1, 20, DEVICE)
+    serve(store, 0, "one one", impl)
+    serve(store, 1, "o!", impl)
+    assert drafted(store, 0, "o", impl, shared=False) == []
+    assert drafted(store, 0, "o", impl, num_nodes=2, order="latest") == ["!"]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_the_text_that_ended_first_makes_room(impl: str) -> None:
+    """Three texts, two rows: row 1 runs on while row 0 serves one request after the other."""
+    store = TextStore.create(2, 1, 20, DEVICE)
+    serve(store, 1, "running", impl)
+    for text in ("first", "second", "third"):
+        serve(store, 0, text, impl)
+    assert texts_of(store) == ["running", "second", "third"]
+    serve(store, 1, "running on", impl, start=6)
+    assert texts_of(store) == ["running on", "second", "third"]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_request_that_moves_takes_its_text_with_it(impl: str) -> None:
+    store = TextStore.create(2, 1, 20, DEVICE)
+    serve(store, 0, "one", impl)
+    serve(store, 1, "two", impl)
+    store.move_row(1, 0)
+    serve(store, 0, "two more", impl, start=2)
+    assert texts_of(store) == ["one", "two more"]
+    serve(store, 1, "three", impl)
+    serve(store, 0, "two more words", impl, start=7)
+    serve(store, 1, "four", impl)
+    assert texts_of(store) == ["two more words", "three", "four"]
+    store.clear()
+    assert texts_of(store) == [] and drafted(store, 0, "two", impl) == []
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_corpus_stays(impl: str) -> None:
+    """However many requests come, and when everything else is forgotten. It is cut where a text is full."""
+    corpus = "once upon a time there was"
+    store = TextStore.create(1, 1, 10, DEVICE, ids(corpus))
+    assert "".join(texts_of(store)) == corpus
+    for text in ("abc", "def", "ghi"):
+        serve(store, 0, text, impl)
+    assert texts_of(store)[-2:] == ["def", "ghi"] and "".join(texts_of(store)[:-2]) == corpus
+    assert drafted(store, 0, "upo", impl, num_nodes=3, order="latest") == ["n", "n "]
+    store.clear()
+    assert "".join(texts_of(store)) == corpus
+
+
+class Shelf:
+    """The definition in lists: texts of rows, and of requests that have ended."""
+
+    def __init__(self, rows: int, kept: int) -> None:
+        self.rows: list[list[int]] = [[] for _ in range(rows)]
+        self.begun = [0] * rows
+        self.kept: list[tuple[int, list[int]]] = [(0, [])] * kept
+        self.clock = 0
+
+    def write(self, row: int, text: Sequence[int], start: int) -> None:
+        if start == 0:
+            self.clock += 1
+            self.kept = [*self.kept, (self.begun[row], self.rows[row])][1:]
+            self.begun[row] = self.clock
+        self.rows[row] = list(text)
+
+    def move(self, source: int, target: int) -> None:
+        for values in (self.rows, self.begun):
+            values[source], values[target] = values[target], values[source]  # type: ignore[call-overload]
+
+    def held(self) -> list[list[int]]:
+        """By request, the oldest first."""
+        both = sorted([*self.kept, *zip(self.begun, self.rows, strict=True)], key=lambda entry: entry[0])
+        return [text for _, text in both if text]
+
+    def draft(self, row: int, num_nodes: int, order: str, window: int, matches: int, shared: bool) -> dict[Path, float]:
+        """Confidence of every draft by its path, in the order of the nodes."""
+        own, begun = self.rows[row], self.begun[row]
+        others = [*zip(self.begun, self.rows, strict=True), *self.kept] if shared else [(begun, own)]
+        found = []
+        for when, text in others:
+            for place in range(len(text) - 1):
+                size = 0
+                while size < min(window, place + 1, len(own)) and text[place - size] == own[-1 - size]:
+                    size += 1
+                if size:
+                    found.append((size, text is own, when, place, text[place + 1 :][: num_nodes - 1]))
+        best = sorted(found, key=lambda entry: entry[:4], reverse=True)[:matches]
+        ranks: dict[Path, int] = {}
+        for number, entry in enumerate(best):
+            for size in range(1, len(entry[4]) + 1):
+                ranks.setdefault(tuple(entry[4][:size]), number)
+        sure = {path: self._confidence(path, ranks, best, order) for path in ranks}
+        chosen = sorted((p for p in sure if sure[p] > 0), key=lambda p: (-sure[p], len(p), ranks[p]))
+        return {path: float(sure[path]) for path in chosen[: num_nodes - 1]}
+
+    def _confidence(self, path: Path, ranks: dict[Path, int], best: list[Any], order: str) -> Fraction:
+        if order == "frequent":
+            votes = [Fraction(1, 4 ** (best[0][0] - e[0])) if best[0][0] - e[0] <= 8 else Fraction(0) for e in best]
+            mine = [vote for vote, e in zip(votes, best, strict=True) if tuple(e[4][: len(path)]) == path]
+            share, length = sum(mine, Fraction(0)) / sum(votes), best[0][0]
+            whole = sum(votes) * 4**8
+        else:
+            share, length, whole = Fraction(1), best[ranks[path]][0], Fraction(1 << 16)
+            for size in range(1, len(path) + 1):
+                better = [
+                    p for p in ranks
+                    if len(p) == size and p[:-1] == path[: size - 1] and ranks[p] < ranks[path[:size]]
+                ]  # fmt: skip
+                for _ in better[:3]:
+                    share = Fraction(floor(share * whole * 7 / 8), whole)
+        return Fraction(floor(share * whole * length * 1024 / (length + len(path))), whole * 1024)
+
+
+@st.composite
+def sessions(draw: st.DrawFn) -> dict[str, Any]:
+    """Requests in rows over a small alphabet, with what happens to them, and the sizes of a match."""
+    rows, context = draw(st.integers(1, 3)), draw(st.integers(3, 16))
+    token = st.integers(0, draw(st.sampled_from([0, 1, 2, 5])))
+    return dict(
+        rows=rows,
+        context=context,
+        kept=draw(st.integers(0, 3)),
+        events=draw(st.lists(st.tuples(*[st.sampled_from(["begin", "go on", "idle", "move"])] * rows), max_size=6)),
+        tokens=draw(st.lists(token, min_size=80, max_size=80)),
+        num_nodes=draw(st.integers(2, 12)),
+        match=dict(
+            order=draw(st.sampled_from(["latest", "frequent"])),
+            window=draw(st.integers(1, 6)),
+            matches=draw(st.integers(1, 6)),
+            shared=draw(st.booleans()),
+        ),
+    )
+
+
+def follow(session: dict[str, Any], impl: str) -> None:
+    """Step by step the store holds what is on the shelf, and drafts what the shelf drafts."""
+    rows, context, tokens = session["rows"], session["context"], iter(session["tokens"] * 3)
+    store, shelf = TextStore.create(rows, session["kept"], context, DEVICE), Shelf(rows, session["kept"])
+    for events in session["events"]:
+        entries = []
+        for row, event in enumerate(events):
+            before = [] if event == "begin" else shelf.rows[row]
+            new = [next(tokens) for _ in range(min(2 + row + 2 * (event == "begin"), context - len(before)))]
+            start = max(0, len(before) - 1)
+            if event in ("begin", "go on") and len(before) + len(new) - 1 > start:
+                entries.append((row, [*before, *new], start))
+        if entries:
+            insert(store, entries, impl)
+        for row, text, start in entries:
+            shelf.write(row, text, start)
+        if "move" in events and rows > 1:
+            store.move_row(rows - 1, events.index("move") % (rows - 1))
+            shelf.move(rows - 1, events.index("move") % (rows - 1))
+        held = [text[:size].tolist() for text, size in zip(store.tokens, store.lengths.tolist(), strict=True) if size]
+        assert sorted(held) == sorted(shelf.held())
+    for row in range(rows):
+        if len(shelf.rows[row]) > 1:
+            found = match(store, row, shelf.rows[row], session["num_nodes"], impl, **session["match"])
+            expected = shelf.draft(row, session["num_nodes"], **session["match"])
+            assert paths_of(found) == list(expected)
+            assert found.confidence[0, 1 : len(expected) + 1].tolist() == pytest.approx(list(expected.values()))
+
+
+@given(sessions())
+@settings(max_examples=150)
+def test_reference_is_the_shelf(session: dict[str, Any]) -> None:
+    follow(session, "reference")
+
+
+@given(sessions())
+@settings(max_examples=8)
+def test_kernels_are_the_shelf(session: dict[str, Any]) -> None:
+    follow(session, "triton")
+
+
+def test_every_text_is_with_one_row_or_kept() -> None:
+    """After any number of exchanges and moves no text is lost, and none is with two."""
+    store = TextStore.create(5, 3, 8, DEVICE)
+    random = torch.Generator("cpu").manual_seed(2)
+    for _ in range(60):
+        rows = torch.randperm(5, generator=random, device="cpu")[
+            : int(torch.randint(1, 6, (1,), generator=random, device="cpu"))
+        ]
+        insert(store, [(row, [row, 1, 2], 0) for row in rows.tolist()], "reference")
+        store.move_row(*torch.randperm(5, generator=random, device="cpu")[:2].tolist())
+        ring, first = len(store.queue), int(store.clock)
+        kept = [int(store.queue[(first + place) % ring]) for place in range(store.num_kept)]
+        assert sorted([*store.slots.tolist(), *kept]) == list(range(8))
+
+
+@pytest.mark.parametrize(("rows", "width", "kept"), [(1, 1, 0), (256, 33, 64), (4096, 2048, 64)])
+def test_insertion_and_matching_are_a_few_launches_at_every_size(
+    monkeypatch: pytest.MonkeyPatch, rows: int, width: int, kept: int
+) -> None:
+    launched: list[tuple[int, ...]] = []
+    monkeypatch.setattr("specdec_kernels.texts.kernel.launch", lambda _, grid, *__, **___: launched.append(grid))
+    store, zeros = TextStore.create(rows, kept, 4, DEVICE), torch.zeros(rows, dtype=torch.int64)
+    history = zeros[:, None].expand(rows, 4).contiguous()
+    kernels.insert_texts(store, history, torch.arange(rows), zeros, zeros.int(), width, impl="triton")
+    assert len(launched) == 2
+    kernels.match_texts(store, history, zeros, torch.arange(rows), 16, order="latest", window=32, impl="triton")
+    assert len(launched) == 4
+
+
+@pytest.mark.parametrize("copy", [1 << 12, 1 << 14])
+def test_4096_requests_fill_one_store(monkeypatch: pytest.MonkeyPatch, copy: int) -> None:
+    """Rows begin in every step, many more than texts are kept, others go on or idle: the kernels, in one program or in
+    several, hold what the definition holds, and find in it what the definition finds."""
+    rows, length, kept = 4096, 12, 200
+    history = torch.randint(1 << 20, (rows, length), generator=torch.Generator("cpu").manual_seed(3), device="cpu")
+    history = history.to(DEVICE)
+    history[:, 5:8] = history[0, 5:8]
+    if DEVICE == "cpu":
+        monkeypatch.setitem(CONFIGS, "interpreter", replace(CONFIGS["interpreter"], copy=copy))
+    stores = {impl: TextStore.create(rows, kept, length, DEVICE) for impl in IMPLS}
+    number, done = torch.arange(rows), torch.zeros(rows, dtype=torch.int64)
+    for step in range(4):
+        counts = ((number * 7 + step) % 5).int()
+        done = torch.where((number + step) % 3 == 0, 0, done)
+        order = number.roll(step * 100)
+        for impl, store in stores.items():
+            given = (history[order].contiguous(), order, done[order].contiguous(), counts[order].contiguous())
+            kernels.insert_texts(store, *given, 4, impl=impl)
+        done = (done + counts).clamp(max=length - 1)
+        for expected, found in zip(stores["reference"], stores["triton"], strict=True):
+            assert torch.equal(found, expected), step
+    assert int(stores["triton"].clock) > 4096 and int((stores["triton"].lengths > 0).sum()) > 4096
+    few = stores["triton"]._replace(
+        lengths=torch.where(torch.arange(rows + kept) % 16 == 0, stores["triton"].lengths, 0)
+    )
+    place = torch.tensor([7]), torch.tensor([32])
+    drafts = [
+        kernels.match_texts(few, history[32:33], *place, 8, order="frequent", window=4, impl=impl) for impl in IMPLS
+    ]
+    assert torch.equal(drafts[0].tokens, drafts[1].tokens) and torch.equal(drafts[0].parents, drafts[1].parents)
+    assert int((drafts[0].parents >= 0).sum()) > 4
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_very_old_texts_are_equally_old(impl: str) -> None:
+    """Ages have 16 bits. Beyond, the text with the higher number comes first."""
+    store = TextStore.create(3, 0, 20, DEVICE)
+    serve(store, 0, "xa1", impl)
+    serve(store, 1, "xa2", impl)
+    serve(store, 2, "xa", impl)
+    latest = {"num_nodes": 2, "order": "latest"}
+    assert drafted(store, 2, "xa", impl, **latest) == ["2"]
+    store.stamps[store.slots[0].long()] = 3
+    assert drafted(store, 2, "xa", impl, **latest) == ["1"]
+    store.clock.add_(MAX_AGE)
+    assert drafted(store, 2, "xa", impl, **latest) == ["2" if store.slots[1] > store.slots[0] else "1"]
+
+
+@pytest.mark.parametrize("order", ["latest", "frequent"])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_padding_is_never_proposed(order: str, impl: str) -> None:
+    """A text without token 0 has no draft of token 0 that anything links to, however few drafts there are."""
+    store = TextStore.create(1, 0, 8, DEVICE)
+    insert(store, [(0, [5, 6, 7, 5], 0)], impl)
+    draft = match(store, 0, [5, 6, 7, 5], 12, impl, order=order)
+    links = build_tree(draft.parents, torch.tensor([3]), impl="reference")
+    linked = (set(links.first_child[0].tolist()) | set(links.next_sibling[0].tolist())) - {-1}
+    assert len(linked) == 3 and all(draft.tokens[0, node] != 0 for node in linked)
+    assert (draft.parents[0, 4:] == -2).all() and not draft.confidence[0, 4:].any()
+
+
+def test_matching_changes_nothing() -> None:
+    store = TextStore.create(2, 1, 12, DEVICE)
+    serve(store, 0, "ababab", "reference")
+    before = [tensor.clone() for tensor in store]
+    for impl in IMPLS:
+        drafted(store, 0, "ababab", impl)
+    assert all(torch.equal(a, b) for a, b in zip(before, store, strict=True))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_confidence_grows_with_the_match_and_falls_with_depth(impl: str) -> None:
+    """A match of 3 tokens is trusted 3 / (3 + depth). One of 2 tokens has four times the votes of one of 1."""
+    shared = [0.8 * 2 / 3, 0.8 * 2 / 4, 0.8 * 2 / 5, 0.2 * 2 / 3]
+    for text, told in (("abcdefg. abc", [3 / 4, 3 / 5, 3 / 6]), ("xa xb x", shared)):
+        store = TextStore.create(1, 2, 40, DEVICE)
+        serve(store, 0, text, impl)
+        draft = match(store, 0, ids(text), len(told) + 1, impl, order="frequent")
+        assert draft.confidence[0].tolist() == pytest.approx([1, *told], abs=2e-3)
+        assert float(draft.strength) == pytest.approx(sum(told), abs=5e-3)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_better_siblings_take_an_eighth_away(impl: str) -> None:
+    """Five continuations, the latest first: each is trusted less than the one before it, the last two alike."""
+    store = TextStore.create(1, 0, 40, DEVICE)
+    text = "xa1xa2xa3xa4xa5xa"
+    serve(store, 0, text, impl)
+    draft = match(store, 0, ids(text), 40, impl, order="latest", window=2)
+    sure = dict(zip(paths_of(draft), draft.confidence[0, 1:].tolist(), strict=False))
+    expected = [2 / 3 * (7 / 8) ** better for better in (3, 3, 2, 1, 0)]
+    assert [sure[(ord(letter),)] for letter in "12345"] == pytest.approx(expected, abs=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"window": 64}, "window: expected 1 to 63, got 64"),
+        ({"num_nodes": 1}, "num_nodes: expected 2 to 256, got 1"),
+        ({"num_nodes": 257}, "num_nodes: expected 2 to 256, got 257"),
+        ({"matches": 65}, "matches: expected 1 to 64, got 65"),
+        ({"min_confidence": 1.5}, "min_confidence: expected 0 to 1, got 1.5"),
+        ({"order": "lru"}, "order: expected one of latest, frequent, got 'lru'"),
+        ({"lengths": torch.zeros(2, dtype=torch.int64)}, r"lengths: expected shape \[1\], got \[2\]"),
+        ({"rows": torch.zeros(1, dtype=torch.int32)}, "rows: expected dtype torch.int64"),
+        ({"history": torch.zeros(1, 9, dtype=torch.int64)}, "history: expected shape"),
+        ({"history": torch.zeros(12, 2, dtype=torch.int64).t()[:1]}, "history: expected contiguous rows"),
+        ({"impl": "cuda"}, "impl must be one of"),
+    ],
+)
+def test_bad_matches_are_refused(options: dict[str, Any], expected: str) -> None:
+    store, zero = TextStore.create(1, 1, 12, "cpu"), torch.zeros(1, dtype=torch.int64, device="cpu")
+    given = {"history": zero.expand(1, 12).contiguous(), "lengths": zero, "rows": zero, "num_nodes": 4}
+    with pytest.raises(ValueError, match=expected):
+        kernels.match_texts(store, **(given | {"window": 3, "order": "latest"} | options))
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"start": torch.zeros(3, dtype=torch.int64)}, r"start: expected shape \[2\], got \[3\]"),
+        ({"counts": torch.zeros(2, dtype=torch.int64)}, "counts: expected dtype torch.int32"),
+        ({"width": -1}, "width: expected at least 0, got -1"),
+    ],
+)
+def test_bad_insertions_are_refused(change: dict[str, Any], expected: str) -> None:
+    zeros = torch.zeros(2, dtype=torch.int64, device="cpu")
+    given = {"history": torch.zeros(2, 4, dtype=torch.int64, device="cpu"), "rows": torch.arange(2, device="cpu")}
+    given |= {"start": zeros, "counts": zeros.int(), "width": 4}
+    with pytest.raises(ValueError, match=expected):
+        kernels.insert_texts(TextStore.create(2, 1, 4, "cpu"), **(given | change))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((0, 4, 9), "got 0 rows, 4 kept texts and 0 texts of a corpus"),
+        ((1, -1, 9), "got 1 rows, -1 kept texts"),
+        ((60000, 6000, 9), "65536 texts in all at most, got 60000 rows"),
+        ((1, 1, 0), "context: expected 1 to 16777215, got 0"),
+        ((1, 1, 1 << 24), "context: expected 1 to 16777215, got 16777216"),
+    ],
+)
+def test_bad_stores_are_refused(sizes: tuple[int, int, int], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        TextStore.create(*sizes, "cpu")
