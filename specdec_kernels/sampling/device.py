@@ -27,6 +27,10 @@ _ULP = tl.constexpr(2.0**-53)
 MIN_SCAN = 8
 
 
+VECTOR_BYTES = 16  # that a thread reads at once
+_THREADS = tl.constexpr(32)
+
+
 def grouping(vocab: int, width: int) -> tuple[int, int, int]:
     """Tokens of a group, at most `width`; groups of a row; and lanes that hold one entry per group."""
     width = min(max(triton.next_power_of_2(vocab), MIN_SCAN), width)
@@ -58,6 +62,20 @@ def load_entries(values_ptr, row, column, row_stride, live):
 def load_values(values_ptr, row, column, row_stride, live):
     """`load_entries` with NaN as -inf and +inf as the largest float32."""
     return usable(load_entries(values_ptr, row, column, row_stride, live))
+
+
+@triton.jit
+def by_warps(entries, WARPS: tl.constexpr, VECTOR: tl.constexpr):
+    """`entries` [R, E] as [R, steps, WARPS, threads, VECTOR], which is how a load of vectors spreads them, so that what
+    is computed of a warp's own entries waits for no other warp."""
+    STEPS: tl.constexpr = entries.shape[1] // (WARPS * _THREADS * VECTOR)
+    return tl.reshape(entries, (entries.shape[0], STEPS, WARPS, _THREADS, VECTOR))
+
+
+@triton.jit
+def warp_sums(entries):
+    """[R, WARPS]: the sum of the entries [R, steps, WARPS, threads, vector] of each warp."""
+    return tl.sum(tl.sum(tl.sum(entries, 4), 1), 2)
 
 
 @triton.jit
@@ -150,6 +168,25 @@ def kth_key(key, wanted, low, high):
         low = tl.where(searching & reached, middle, low)
         high = tl.where(searching & (reached == 0), middle, high)
     return low
+
+
+@triton.jit
+def key_of_few(key, most, enough, low, high):
+    """[R]: a key in (low, high] that `enough` to `most` entries of `key` [R, E] reach; where ties allow none, the
+    smallest that no more than `most` reach.
+
+    `low` is taken as reached by more than `most` and `high` by none. A row with low = high - 1 is not searched.
+    """
+    found = tl.zeros_like(most)
+    searching = high - low > 1
+    while tl.max(searching.to(tl.int32), 0) > 0:
+        middle = (low + high) >> 1
+        reached = tl.sum((key >= middle.to(tl.int32)[:, None]).to(tl.int32), 1)
+        low = tl.where(searching & (reached > most), middle, low)
+        high = tl.where(searching & (reached <= most), middle, high)
+        found = tl.where(searching & (reached <= most), reached, found)
+        searching = (high - low > 1) & (found < enough)
+    return high
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 `kernel_stats` reads all rows once. The last kernel runs one program per row: M = max m over the strips, and their
 masses s exp((m - M) / T). Their running sum gives the strip that the uniform falls in, and that strip alone is read
-again.
+again. Where nothing is drawn it is the first strip with m = M.
 
 With filters `kernel_filter` stands between the two: it finds each row's threshold, and what it keeps of the row.
 """
@@ -22,7 +22,7 @@ from specdec_kernels.sampling import device as d
 from specdec_kernels.sampling.configs import SELECTION
 from specdec_kernels.sampling.kernel_filter import GROUP_SIZE, Kept, keep, strip_masses
 from specdec_kernels.sampling.kernel_nucleus import NEAR, WHOLE
-from specdec_kernels.sampling.kernel_stats import NOTHING, STEP, image_token, image_value, stats_kernel
+from specdec_kernels.sampling.kernel_stats import STEP, stats_kernel
 from specdec_kernels.sampling.types import TARGET_STREAM, Picked, SamplingTensors
 
 GROUP = tl.constexpr(GROUP_SIZE)
@@ -44,17 +44,27 @@ class Selected(NamedTuple):
 
 @triton.jit
 def _store_logprobs(
-    values_ptr, logprobs_ptr, row, in_row, plain, token, valid, strip_max, top, row_stride, PROBS: tl.constexpr
+    values_ptr, logprobs_ptr, row, in_row, plain, token, valid, tops, top, row_stride, PROBS: tl.constexpr
 ):
     """The log sum exp at temperature 1, from the sums `plain` of the strips; the token's log-probability is stored
     where it is asked for."""
     if not PROBS:
-        plain = plain * d.weigh(strip_max, top[:, None], d.LOG2E, False)
+        plain = plain * d.weigh(tops, top[:, None], d.LOG2E, False)
     normaliser = tl.log(tl.sum(plain, 1)) + (0.0 if PROBS else d.finite(top))
     if logprobs_ptr is not None:
         logprob = d.log_value(values_ptr, row, token, row_stride, in_row, PROBS) - normaliser
         tl.store(logprobs_ptr + row, tl.where(valid, logprob, float("-inf")), mask=in_row)
     return normaliser
+
+
+@triton.jit
+def _largest(values_ptr, row, asks, tops, top, row_stride, VOCAB: tl.constexpr, STRIP: tl.constexpr):
+    """The first token that has the row's largest value `top`; `tops` [R, E] are those of its strips."""
+    lane, inside = tl.arange(0, tops.shape[1])[None, :], tl.arange(0, STRIP)[None, :]
+    start = tl.min(tl.where(tops == top[:, None], lane, tops.shape[1]), 1) * STRIP
+    column = start[:, None] + inside
+    value = d.load_entries(values_ptr, row[:, None], column, row_stride, asks[:, None] & (column < VOCAB))
+    return start + tl.min(tl.where(value >= top[:, None], inside, STRIP), 1)
 
 
 @triton.jit
@@ -110,7 +120,7 @@ def _select_kernel(  # 17 run-time arguments: most are optional inputs and outpu
     seeds_ptr,  # [R / PER_REQUEST] int64, or None
     positions_ptr,  # [R] int64, or None
     uniforms_ptr,  # [R] float64, or None
-    best_ptr,  # [R, STRIPS] int64, see `kernel_stats`
+    tops_ptr,  # [R, STRIPS] float32, see `kernel_stats`
     sums_ptr,  # [0 to 2, R, STRIPS] float32
     ids_ptr,  # [R, SLOTS] int32, or None, see `kernel_filter`
     slots_ptr,  # [R, SLOTS] float32, or None
@@ -149,7 +159,7 @@ def _select_kernel(  # 17 run-time arguments: most are optional inputs and outpu
     wait_for_kernel_ahead(OVERLAP)
     let_next_kernel_start(OVERLAP)
     # All that does not depend on other loads is read first.
-    best = tl.load(best_ptr + place, mask=in_strips, other=NOTHING)
+    tops = tl.load(tops_ptr + place, mask=in_strips, other=float("-inf"))
     if SAMPLE:
         temperature = tl.load(temperature_ptr + request, mask=in_row, other=0.0)
         sums = tl.load(sums_ptr + place, mask=in_strips, other=0.0)
@@ -159,13 +169,13 @@ def _select_kernel(  # 17 run-time arguments: most are optional inputs and outpu
             floor = tl.full((BLOCK_R,), float("-inf"), tl.float32)
         if DRAW:
             uniform = d.row_uniform(seeds_ptr, positions_ptr, uniforms_ptr, row, request, in_row, STREAM)
-    of_row = tl.max(best, 1)
-    top, token = image_value(of_row), image_token(of_row)
+    top = tl.max(tops, 1)
     valid = top > 0 if PROBS else top > float("-inf")
+    token = tl.full((BLOCK_R,), -1, tl.int32)
 
     if SAMPLE:
         scale = d.exponent_scale(temperature)
-        mass = strip_masses(sums, best, top, scale, PROBS)
+        mass = strip_masses(sums, tops, top, scale, PROBS)
         total = tl.sum(mass, 1)
         if DRAW:
             drawn = in_row & valid & (temperature > 0)
@@ -175,19 +185,21 @@ def _select_kernel(  # 17 run-time arguments: most are optional inputs and outpu
                     slots_ptr, state_ptr, chunks_ptr, row, in_row, mass, SLOTS, STRIP, CHUNK, CHUNKS, BLOCK_N
                 )  # fmt: skip
             if tl.max(drawn.to(tl.int32), 0) > 0:
-                found = _draw(
+                token = _draw(
                     values_ptr, ids_ptr, row, drawn, near, size, mass, uniform, top, scale, floor, row_stride, VOCAB,
                     SLOTS, STRIP if STRIP > CHUNK else CHUNK, PROBS,
                 )  # fmt: skip
-                token = tl.where(drawn & (found >= 0), found, token)
-
+                token = tl.where(drawn, token, -1)
+    picked = in_row & valid & (token < 0)
+    if tl.max(picked.to(tl.int32), 0) > 0:
+        token = tl.where(picked, _largest(values_ptr, row, picked, tops, top, row_stride, VOCAB, STRIP), token)
     token = tl.where(valid, token, 0)
     tl.store(tokens_ptr + row, token.to(tl.int64), mask=in_row)
     tl.store(valid_ptr + row, valid, mask=in_row)
     if NORMALISE:
         plain = tl.load(sums_ptr + (plane if SAMPLE else 0) + place, mask=in_strips, other=0.0)
         normaliser = _store_logprobs(
-            values_ptr, logprobs_ptr, row, in_row, plain, token, valid, image_value(best), top, row_stride, PROBS
+            values_ptr, logprobs_ptr, row, in_row, plain, token, valid, tops, top, row_stride, PROBS
         )
     if distribution_ptr is not None:
         tl.store(distribution_ptr + row, d.finite(top), mask=in_row)
@@ -201,7 +213,7 @@ def _select_kernel(  # 17 run-time arguments: most are optional inputs and outpu
 class Strips(NamedTuple):
     """What the first kernel found out, see `kernel_stats`."""
 
-    best: torch.Tensor  # [R, STRIPS] int64
+    tops: torch.Tensor  # [R, STRIPS] float32
     sums: torch.Tensor  # [0 to 2, R, STRIPS] float32: at the temperature, at 1
     groups: torch.Tensor | None  # [R, groups of 64 tokens] float32, where there are filters
     queue: torch.Tensor | None  # [1 + R] int32, empty: for the rows that filters defer
@@ -227,7 +239,7 @@ def measure(
     out = partial(torch.empty, device=values.device)
     sample = temperature is not None
     found = Strips(
-        out(rows, strips, dtype=torch.int64), out(sample + normalise, rows, strips),
+        out(rows, strips), out(sample + normalise, rows, strips),
         out(rows, triton.cdiv(vocab, GROUP_SIZE)) if filtered else None,
         out(rows + 1, dtype=torch.int32) if filtered else None, steps * STEP,
     )  # fmt: skip
@@ -274,19 +286,19 @@ def select(
     )  # fmt: skip
     kept, slots, chunks = Kept(None, None, None, None), 0, 0
     if filtered:
-        kept = keep(values, sampling, strips.best, strips.sums, *strips[2:4], found.distribution, **shared)
+        kept = keep(values, sampling, strips.tops, strips.sums, *strips[2:4], found.distribution, **shared)
         slots = kept.slots.shape[1]
     if kept.chunks is not None:
         chunks = kept.chunks.shape[1]
     chunk = config.chunk if chunks else 0
     keyed = sample and draw and uniforms is None
     sources = (sampling.seeds, positions, None) if keyed else (None, None, uniforms if sample and draw else None)
-    block_n = max(triton.next_power_of_2(max(strips.best.shape[1], slots, chunks)), d.MIN_SCAN)
-    block_r = d.rows_per_program(rows, config.max_rows, max(block_n, strips.length if sample else 1, chunk))
+    block_n = max(triton.next_power_of_2(max(strips.tops.shape[1], slots, chunks)), d.MIN_SCAN)
+    block_r = d.rows_per_program(rows, config.max_rows, max(block_n, strips.length, chunk))
     launch(
-        _select_kernel, (triton.cdiv(rows, block_r),), values, sampling.temperature, *sources, strips.best, strips.sums,
+        _select_kernel, (triton.cdiv(rows, block_r),), values, sampling.temperature, *sources, strips.tops, strips.sums,
         *kept, *found, rows, values.stride(0), num_warps=config.draw_warps if sample and draw else config.pick_warps,
-        PER_REQUEST=per_request, VOCAB=vocab, STRIPS=strips.best.shape[1], STRIP=strips.length, SAMPLE=sample,
+        PER_REQUEST=per_request, VOCAB=vocab, STRIPS=strips.tops.shape[1], STRIP=strips.length, SAMPLE=sample,
         DRAW=draw, FILTER=filtered, NORMALISE=normalise, PROBS=probabilities, STREAM=stream, BLOCK_R=block_r,
         BLOCK_N=block_n, SLOTS=slots, CHUNK=chunk, CHUNKS=chunks, **overlapped(chip),
     )  # fmt: skip

@@ -1,10 +1,10 @@
 # mypy: ignore-errors
 """Thresholds of filtered rows, and the weight that they leave.
 
-One program per row. The SLOTS groups of the largest maxima hold every token above the next maximum C. If the threshold
-is not below C, these groups are enough: they are read into registers and the threshold is found there by bisection
-(top-k up to SLOTS always ends here, and top-p unless the distribution is flat). All other rows are deferred to
-`kernel_nucleus`.
+One program per row. A value C is found that the maxima of at most SLOTS groups reach, and of three quarters as many
+unless maxima are equal. These groups hold every token from C on. If the threshold is not below C, they are enough: they
+are read into registers and the threshold is found there by bisection (top-k up to SLOTS always ends here, and top-p
+unless the distribution is flat). All other rows are deferred to `kernel_nucleus`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from specdec_kernels.overlap import let_next_kernel_start, overlapped, wait_for_
 from specdec_kernels.sampling import device as d
 from specdec_kernels.sampling import kernel_nucleus as nucleus
 from specdec_kernels.sampling.configs import SELECTION
-from specdec_kernels.sampling.kernel_stats import NOTHING, image_value
 from specdec_kernels.sampling.types import SamplingTensors
 
 GROUP_SIZE = 64  # tokens of a group
@@ -41,10 +40,10 @@ class Kept(NamedTuple):
 
 
 @triton.jit
-def strip_masses(sums, best, top, scale, PROBS: tl.constexpr):
-    """Weights of the strips of each row, relative to the row's largest value, from their sums and images."""
+def strip_masses(sums, tops, top, scale, PROBS: tl.constexpr):
+    """Weights of the strips of each row, relative to the row's largest value, from their sums and largest values."""
     if not PROBS:
-        sums = sums * d.weigh(image_value(best), top[:, None], scale[:, None], False)
+        sums = sums * d.weigh(tops, top[:, None], scale[:, None], False)
     return sums
 
 
@@ -62,7 +61,7 @@ def _lowest(min_p_ptr, request, in_row, top, scale, PROBS: tl.constexpr):
 
 @triton.jit
 def _gather(
-    values_ptr, ids_ptr, row, in_row, group_max, group, least, row_stride,
+    values_ptr, ids_ptr, row, in_row, group_max, group, wanted, least, row_stride,
     VOCAB: tl.constexpr, GROUPS: tl.constexpr, STRIPS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr,
     SHIFT: tl.constexpr,
 ):  # fmt: skip
@@ -81,7 +80,10 @@ def _gather(
         else:
             low = tl.min(tl.where(group < GROUPS, key_max, 0x7FFFFFFF), 1).to(tl.int64) - 1
         high = tl.max(key_max, 1).to(tl.int64) + 1
-        complete = d.kth_key(key_max, SLOTS + 1, low, high) + 1
+        most = tl.full(row.shape, SLOTS, tl.int32)
+        # A group for every token of top-k, where there is room.
+        enough = tl.maximum(most * 3 // 4, tl.minimum(wanted, most))
+        complete = d.key_of_few(key_max, most, enough, low, high)
         chosen = in_row[:, None] & (key_max >= complete.to(tl.int32)[:, None]) & (group < GROUPS)
         slot = tl.cumsum(chosen.to(tl.int32), 1) - 1
         ids_row = row.to(tl.int64)[:, None] * SLOTS
@@ -129,7 +131,7 @@ def _floor_in_slots(
 def _defer(
     sample, queue_ptr, state_ptr, edges_ptr, row, in_row, near, deferred, rows, complete, reached, wanted, share,
     lowest, everything, top, scale,
-    SHIFT: tl.constexpr, PROBS: tl.constexpr,
+    SHIFT: tl.constexpr, PROBS: tl.constexpr, WARPS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Tell `kernel_nucleus` what to do for each row, and where the thresholds of the deferred rows should lie."""
     listed = deferred & (wanted == 0)
@@ -139,7 +141,9 @@ def _defer(
     mode = tl.where(listed, nucleus.LIST, nucleus.COUNT)
     mode = tl.where(deferred, mode, tl.where(near, nucleus.NEAR, nucleus.WHOLE))
     if tl.max(listed.to(tl.int32), 0) > 0:
-        center, spread = nucleus.guess_threshold(sample, complete, reached, goal, everything, top, scale, SHIFT, PROBS)
+        center, spread = nucleus.guess_threshold(
+            sample, complete, reached, goal, everything, top, scale, SHIFT, PROBS, WARPS, VECTOR
+        )
         nucleus.store_edges(
             edges_ptr, row, listed, rows, searched, center, spread, complete, lowest, top, scale, SHIFT, PROBS
         )
@@ -151,14 +155,14 @@ def _filter(
     values_ptr, ids_ptr, queue_ptr, state_ptr, edges_ptr, row, in_row, filtered, rows, row_stride, group_max, sample,
     wanted, share, lowest, least, top, scale, total,
     VOCAB: tl.constexpr, GROUPS: tl.constexpr, STRIPS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr,
-    SHIFT: tl.constexpr, PROBS: tl.constexpr, BLOCK_G: tl.constexpr,
+    SHIFT: tl.constexpr, PROBS: tl.constexpr, BLOCK_G: tl.constexpr, WARPS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Threshold, kept total and kept mass of each slot; filtered rows of which the slots do not tell all are deferred,
     and count as unfiltered here."""
     group = tl.arange(0, BLOCK_G)[None, :]
     value, key, complete = _gather(
-        values_ptr, ids_ptr, row, in_row, group_max, group, least, row_stride, VOCAB, GROUPS, STRIPS, SLOTS, WIDTH,
-        SHIFT,
+        values_ptr, ids_ptr, row, in_row, group_max, group, wanted, least, row_stride, VOCAB, GROUPS, STRIPS, SLOTS,
+        WIDTH, SHIFT,
     )  # fmt: skip
     floor, known, slot_mass, reached = _floor_in_slots(
         value, key, complete, wanted, share, lowest, total, top, scale, GROUPS <= SLOTS, SLOTS, WIDTH, SHIFT, PROBS
@@ -169,7 +173,7 @@ def _filter(
     else:
         _defer(
             sample, queue_ptr, state_ptr, edges_ptr, row, in_row, near, filtered & (known == 0), rows, complete,
-            reached, wanted, share, lowest, total, top, scale, SHIFT, PROBS,
+            reached, wanted, share, lowest, total, top, scale, SHIFT, PROBS, WARPS, VECTOR,
         )  # fmt: skip
         total = tl.where(near, tl.sum(slot_mass, 1), total)
         floor = tl.where(near, floor, float("-inf"))
@@ -183,7 +187,7 @@ def _filter_kernel(
     top_k_ptr,  # [R / PER_REQUEST] int32, or None
     top_p_ptr,  # [R / PER_REQUEST] float32, or None
     min_p_ptr,  # [R / PER_REQUEST] float32, or None
-    best_ptr,  # [R, STRIPS] int64, see `kernel_stats`
+    tops_ptr,  # [R, STRIPS] float32, see `kernel_stats`
     sums_ptr,  # [1 or 2, R, STRIPS] float32: sum at T
     groups_ptr,  # [R, GROUPS] float32: the maxima
     ids_ptr,  # [R, SLOTS] int32, or None where the row fits the slots
@@ -205,6 +209,8 @@ def _filter_kernel(
     BLOCK_G: tl.constexpr,
     SLOTS: tl.constexpr,
     WIDTH: tl.constexpr,
+    WARPS: tl.constexpr,
+    VECTOR: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -216,7 +222,7 @@ def _filter_kernel(
     wait_for_kernel_ahead(OVERLAP)
     let_next_kernel_start(OVERLAP)
     # All that does not depend on other loads is read first.
-    best = tl.load(best_ptr + place, mask=in_strips, other=NOTHING)
+    tops = tl.load(tops_ptr + place, mask=in_strips, other=float("-inf"))
     sums = tl.load(sums_ptr + place, mask=in_strips, other=0.0)
     temperature = tl.load(temperature_ptr + request, mask=in_row, other=0.0)
     wanted, share = d.count_and_share(top_k_ptr, top_p_ptr, request, in_row, VOCAB)
@@ -227,17 +233,17 @@ def _filter_kernel(
     if GROUPS > SLOTS:
         sample = nucleus.sample_groups(values_ptr, row, in_row, row_stride, VOCAB, GROUPS, SLOTS, WIDTH)
 
-    top = image_value(tl.max(best, 1))
-    least = tl.min(tl.where(in_strips, image_value(best), float("inf")), 1)
+    top = tl.max(tops, 1)
+    least = tl.min(tl.where(in_strips, tops, float("inf")), 1)
     valid = top > 0 if PROBS else top > float("-inf")
     scale = d.exponent_scale(temperature)
-    mass = strip_masses(sums, best, top, scale, PROBS)
+    mass = strip_masses(sums, tops, top, scale, PROBS)
     lowest = _lowest(min_p_ptr, request, in_row, top, scale, PROBS)
     filtered = in_row & valid & (temperature > 0) & ((wanted > 0) | (share < 1) | (lowest > float("-inf")))
     floor, total, slot_mass = _filter(
         values_ptr, ids_ptr, queue_ptr, state_ptr, edges_ptr, row, in_row, filtered, rows, row_stride, group_max,
         sample, wanted, share, lowest, least, top, scale, tl.sum(mass, 1), VOCAB, GROUPS, STRIPS, SLOTS, WIDTH, SHIFT,
-        PROBS, BLOCK_G,
+        PROBS, BLOCK_G, WARPS, VECTOR,
     )  # fmt: skip
     slot = row.to(tl.int64)[:, None] * SLOTS + tl.arange(0, SLOTS)[None, :]
     tl.store(slots_ptr + slot, slot_mass, mask=in_row[:, None])
@@ -248,7 +254,7 @@ def _filter_kernel(
 def keep(
     values: torch.Tensor,
     sampling: SamplingTensors,
-    best: torch.Tensor,
+    tops: torch.Tensor,
     sums: torch.Tensor,
     groups: torch.Tensor,
     queue: torch.Tensor,
@@ -260,7 +266,7 @@ def keep(
     """What the filters leave of every row; floor and total go to `distribution` [4, R]. `queue` [1 + R] is empty."""
     (rows, vocab), chip = values.shape, current_chip(values)
     config, shift = SELECTION[chip], _KEY_SHIFT[values.dtype]
-    width, num_groups, num_strips = GROUP_SIZE, groups.shape[1], best.shape[1]
+    width, num_groups, num_strips = GROUP_SIZE, groups.shape[1], tops.shape[1]
     block_g = max(triton.next_power_of_2(num_groups), d.MIN_SCAN)
     slots = min(config.slots, block_g)
     may_defer = num_groups > slots
@@ -270,12 +276,12 @@ def keep(
     of_slots = out(rows, slots)
     block_r = d.rows_per_program(rows, config.max_rows, max(slots * width, block_g))
     launch(
-        _filter_kernel, (triton.cdiv(rows, block_r),), values, sampling.temperature, *sampling.filters, best, sums,
+        _filter_kernel, (triton.cdiv(rows, block_r),), values, sampling.temperature, *sampling.filters, tops, sums,
         groups, ids, of_slots, queue if may_defer else None, state, edges, distribution, rows, values.stride(0),
         num_warps=config.select_warps, PER_REQUEST=per_request, VOCAB=vocab, GROUPS=num_groups, STRIPS=num_strips,
         PROBS=probabilities, SHIFT=shift, BLOCK_R=block_r,
         BLOCK_N=max(triton.next_power_of_2(num_strips), d.MIN_SCAN), BLOCK_G=block_g, SLOTS=slots, WIDTH=width,
-        **overlapped(chip),
+        WARPS=config.select_warps, VECTOR=d.VECTOR_BYTES // values.element_size(), **overlapped(chip),
     )  # fmt: skip
     chunks = None
     if may_defer:

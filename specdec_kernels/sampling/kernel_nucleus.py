@@ -43,7 +43,7 @@ NUM_EDGES, STATES = 5, 5
 _EDGES, _CLASSES = tl.constexpr(NUM_EDGES), tl.constexpr(NUM_EDGES - 1)
 _HALVINGS = tl.constexpr(12)
 _LANES_OF_EDGES = tl.constexpr(8)
-_COUNT_BITS = tl.constexpr(8)  # of the counts of the classes of a chunk, which share an integer
+_COUNT_BITS = tl.constexpr(8)  # of the counts of the four classes, which share an integer
 _MOST = tl.constexpr(255)
 
 
@@ -70,35 +70,42 @@ def sample_groups(
 
 @triton.jit
 def guess_threshold(
-    value, complete, reached, goal, everything, top, scale, SHIFT: tl.constexpr, PROBS: tl.constexpr
+    value, complete, reached, goal, everything, top, scale,
+    SHIFT: tl.constexpr, PROBS: tl.constexpr, WARPS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Where the threshold of top-p should lie, as the base-2 logarithm of its weight, and the standard deviation of
     this guess in natural units.
 
     The weight `reached` at or above the key `complete` is known. What lies below is estimated from the values of
-    `sample_groups`, which also give the density of weight around the guess.
+    `sample_groups`: every warp searches its own part of them, and the guess is the mean over the warps. The sample also
+    gives the density of weight around the guess.
     """
     value = d.usable(value)
     limit = d.key_value(complete.to(tl.int32), SHIFT)
     weight = tl.where(value < limit[:, None], d.weigh(value, top[:, None], scale[:, None], PROBS), 0.0)
-    sampled = tl.sum(weight, 1)
+    weight = d.by_warps(weight, WARPS, VECTOR)
+    sampled = d.warp_sums(weight)
     below = everything - reached
     share = tl.minimum(tl.maximum((goal - reached) / tl.where(below > 0, below, 1.0), 0.0), 1.0)
     # By halves of an interval of the weight's logarithm, because floats have as many keys near zero as elsewhere.
-    high = tl.log2(tl.maximum(d.weigh(limit, top, scale, PROBS), 1e-30))
+    high = tl.log2(tl.maximum(d.weigh(limit, top, scale, PROBS), 1e-30))[:, None] + tl.zeros_like(sampled)
     low = high - 32.0
     for _ in range(_HALVINGS):
         middle = (low + high) * 0.5
-        above = tl.sum(tl.where(weight > tl.exp2(middle)[:, None], weight, 0.0), 1)
-        high = tl.where(above < share * sampled, middle, high)
-        low = tl.where(above < share * sampled, low, middle)
-    center = tl.exp2(high)
-    off = tl.where(weight > center[:, None], 1.0 - share[:, None], share[:, None]) * weight
-    near = (weight > 0.78 * center[:, None]) & (weight < 1.28 * center[:, None])
-    density = tl.sum(tl.where(near, weight, 0.0), 1) * 2.0  # a natural unit of the logarithm
-    spread = tl.sqrt(tl.sum(off * off, 1))
+        over = weight > tl.exp2(middle)[:, None, :, None, None]
+        above = d.warp_sums(tl.where(over, weight, 0.0))
+        high = tl.where(above < share[:, None] * sampled, middle, high)
+        low = tl.where(above < share[:, None] * sampled, low, middle)
+    # The least positive number leaves the first guess of a sample without weight as it is.
+    trust = tl.maximum(sampled, 1e-30)
+    guess = tl.sum(high * trust, 1) / tl.sum(trust, 1)
+    center, share = tl.exp2(guess)[:, None, None, None, None], share[:, None, None, None, None]
+    off = tl.where(weight > center, 1.0 - share, share) * weight
+    near = (weight > 0.78 * center) & (weight < 1.28 * center)
+    density = tl.sum(d.warp_sums(tl.where(near, weight, 0.0)), 1) * 2.0  # a natural unit of the logarithm
+    spread = tl.sqrt(tl.sum(d.warp_sums(off * off), 1))
     spread = tl.where(density > 0, spread / tl.where(density > 0, density, 1.0), 2.0)
-    return high, tl.minimum(tl.maximum(spread, 1e-4), 2.0)
+    return guess, tl.minimum(tl.maximum(spread, 1e-4), 2.0)
 
 
 @triton.jit
@@ -159,14 +166,20 @@ def _chunk_weights(
 
 
 @triton.jit
-def _store_above(parts_ptr, edges_ptr, value, weight, row, chunk, asks, rows, CHUNKS: tl.constexpr):
-    """Store the weight above each edge, and return the class of each value, -1 below all edges and 4 above."""
+def _store_above(
+    parts_ptr, edges_ptr, value, weight, row, chunk, there, asks, rows,
+    CHUNKS: tl.constexpr, WARPS: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Store the weight above each edge that each warp has, and return the class of each value, -1 below all edges and
+    4 above."""
     kind = tl.full(value.shape, -1, tl.int32)
+    warp = tl.arange(0, WARPS)[None, :]
     for edge in tl.static_range(_EDGES):
-        over = value > tl.load(edges_ptr + edge * rows + row, mask=asks, other=0.0)[:, None]
+        over = value > tl.load(edges_ptr + edge * rows + row, mask=there, other=0.0)[:, None]
         kind += over.to(tl.int32)
-        place = (edge * rows + row).to(tl.int64) * CHUNKS + chunk
-        tl.store(parts_ptr + place, tl.sum(tl.where(over, weight, 0.0), 1), mask=asks)
+        place = ((edge * rows + row).to(tl.int64) * CHUNKS + chunk)[:, None] * WARPS + warp
+        part = d.warp_sums(d.by_warps(tl.where(over, weight, 0.0), WARPS, VECTOR))
+        tl.store(parts_ptr + place, part, mask=asks[:, None])
     return kind
 
 
@@ -177,7 +190,7 @@ def _list_kernel(
     queue_ptr,  # [1 + R] int32
     state_ptr,  # [5, R] float32
     edges_ptr,  # [5, R] float32
-    parts_ptr,  # [5, R, CHUNKS] float32: weight above each edge in each chunk
+    parts_ptr,  # [5, R, CHUNKS, WARPS] float32: weight above each edge that each warp has of each chunk
     counts_ptr,  # [R, CHUNKS] int32: values of each class, in bits of its own; all bits set where these are too few
     members_ptr,  # [R, CHUNKS, 4, KEEP], of the row's type: the first values of each class
     rows,
@@ -189,6 +202,8 @@ def _list_kernel(
     PROBS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    WARPS: tl.constexpr,
+    VECTOR: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     wait_for_kernel_ahead(OVERLAP)
@@ -198,21 +213,21 @@ def _list_kernel(
         row, chunk, there = _task(queue_ptr, start, end, CHUNKS, BLOCK_T)
         value = _chunk_values(values_ptr, row, chunk, there, row_stride, VOCAB, BLOCK_V)
         asks = there & (tl.load(state_ptr + row, mask=there, other=0.0) != COUNT)
-        if tl.max(asks.to(tl.int32), 0) > 0:
-            weight = _chunk_weights(value, temperature_ptr, state_ptr, row, asks, rows, PER_REQUEST, PROBS)
-            kind = _store_above(parts_ptr, edges_ptr, value, weight, row, chunk, asks, rows, CHUNKS)
-            inside = asks[:, None] & (kind >= 0) & (kind < _CLASSES)
-            bits = tl.where(inside, kind, 0) * _COUNT_BITS
-            one = inside.to(tl.int32) << bits
-            place = row * CHUNKS + chunk
-            countable = tl.sum(inside.to(tl.int32), 1) <= _MOST
-            tl.store(counts_ptr + place, tl.where(countable, tl.sum(one, 1), -1), mask=asks)
-            rank = (tl.cumsum(one, 1) >> bits) & _MOST
-            slot = bits // _COUNT_BITS * KEEP + rank - 1
-            mine = (members_ptr + place.to(tl.int64) * (_CLASSES * KEEP))[:, None]
-            tl.store(
-                mine + slot, value.to(members_ptr.dtype.element_ty), mask=inside & countable[:, None] & (rank <= KEEP)
-            )
+        weight = _chunk_weights(value, temperature_ptr, state_ptr, row, there, rows, PER_REQUEST, PROBS)
+        kind = _store_above(
+            parts_ptr, edges_ptr, value, weight, row, chunk, there, asks, rows, CHUNKS, WARPS, VECTOR
+        )  # fmt: skip
+        inside = asks[:, None] & (kind >= 0) & (kind < _CLASSES)
+        bits = tl.where(inside, kind, 0) * _COUNT_BITS
+        one = inside.to(tl.int32) << bits
+        place = row * CHUNKS + chunk
+        countable = tl.sum(d.warp_sums(d.by_warps(inside.to(tl.int32), WARPS, VECTOR)), 1) <= _MOST
+        counts = tl.sum(d.warp_sums(d.by_warps(one, WARPS, VECTOR)), 1)
+        tl.store(counts_ptr + place, tl.where(countable, counts, -1), mask=asks)
+        rank = (tl.cumsum(one, 1) >> bits) & _MOST
+        slot = bits // _COUNT_BITS * KEEP + rank - 1
+        mine = (members_ptr + place.to(tl.int64) * (_CLASSES * KEEP))[:, None]
+        tl.store(mine + slot, value.to(members_ptr.dtype.element_ty), mask=inside & countable[:, None] & (rank <= KEEP))
 
 
 @triton.jit
@@ -278,23 +293,30 @@ def _search_members(
 
 
 @triton.jit
-def _class_of_threshold(
-    parts_ptr, edges_ptr, row, asks, rows, goal, lowest, CHUNKS: tl.constexpr, BLOCK_C: tl.constexpr
-):  # fmt: skip
-    """How many edges, 0 to 5, lie below the threshold; whether min-p put it there; and the edges around it, infinite
-    where there is none."""
-    edge, part = tl.arange(0, _LANES_OF_EDGES)[None, :], tl.arange(0, BLOCK_C)[None, None, :]
-    known = asks[:, None] & (edge < _EDGES)
-    place = edge * rows + row[:, None]
-    parts = parts_ptr + place.to(tl.int64)[:, :, None] * CHUNKS + part
-    above = tl.sum(tl.load(parts, mask=known[:, :, None] & (part < CHUNKS), other=0.0), 2)
-    value = tl.load(edges_ptr + place, mask=known, other=0.0)
+def _class_of_threshold(above, value, in_row, goal, lowest):
+    """How many of the edges [R, 8], of `value`, lie below the threshold, 0 to 5; whether min-p put it there; and the
+    edges around it, infinite where there is none. `above` [R, 8] is the weight above each."""
+    known = in_row[:, None] & (tl.arange(0, _LANES_OF_EDGES)[None, :] < _EDGES)
     by_mass = known & (above >= goal[:, None])
     rises = by_mass | (known & (value < lowest[:, None]))
     low = tl.max(tl.where(rises, value, float("-inf")), 1)
     high = tl.min(tl.where(known & (rises == 0), value, float("inf")), 1)
     below = tl.sum(rises.to(tl.int32), 1)
     return below, below > tl.sum(by_mass.to(tl.int32), 1), low, high
+
+
+@triton.jit
+def _load_edges(parts_ptr, edges_ptr, row, in_row, rows, PARTS: tl.constexpr, BLOCK_P: tl.constexpr):
+    """The weight above each edge, and its value: [R, 8] each."""
+    edge, part = tl.arange(0, _LANES_OF_EDGES)[None, :], tl.arange(0, BLOCK_P)[None, :]
+    place = edge * rows + row[:, None]
+    value = tl.load(edges_ptr + place, mask=in_row[:, None] & (edge < _EDGES), other=0.0)
+    above = tl.zeros_like(value)
+    for k in tl.static_range(_EDGES):
+        at = parts_ptr + (k * rows + row).to(tl.int64)[:, None] * PARTS + part
+        of_parts = tl.load(at, mask=in_row[:, None] & (part < PARTS), other=0.0)
+        above = tl.where(edge == k, tl.sum(of_parts, 1)[:, None], above)
+    return above, value
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -305,7 +327,7 @@ def _resolve_kernel(
     top_p_ptr,  # [R / PER_REQUEST] float32, or None
     state_ptr,  # [5, R] float32
     edges_ptr,  # [5, R] float32
-    parts_ptr,  # [5, R, CHUNKS] float32
+    parts_ptr,  # [5, R, CHUNKS, WARPS] float32
     counts_ptr,  # [R, CHUNKS] int32
     members_ptr,  # [R, CHUNKS, 4, KEEP], of the row's type
     mass_ptr,  # [R, CHUNKS] float32: the weight that is kept
@@ -320,26 +342,27 @@ def _resolve_kernel(
     SHIFT: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    BLOCK_P: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    WARPS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     wait_for_kernel_ahead(OVERLAP)
     let_next_kernel_start(OVERLAP)
-    task = tl.load(state_ptr + row, mask=row < rows, other=0.0)
-    asks = (row < rows) & (task > WHOLE)
+    # All that does not depend on other loads is read first.
+    in_row, request = row < rows, row // PER_REQUEST
+    task = tl.load(state_ptr + row, mask=in_row, other=0.0)
+    goal = tl.load(state_ptr + rows + row, mask=in_row, other=0.0)
+    lowest = tl.load(state_ptr + 2 * rows + row, mask=in_row, other=0.0)
+    top = tl.load(state_ptr + 4 * rows + row, mask=in_row, other=0.0)
+    temperature = tl.load(temperature_ptr + request, mask=in_row, other=1.0)
+    above, edges = _load_edges(parts_ptr, edges_ptr, row, in_row, rows, CHUNKS * WARPS, BLOCK_P)
+    asks = in_row & (task > WHOLE)
     if tl.max(asks.to(tl.int32), 0) > 0:
-        request = row // PER_REQUEST
-        goal = tl.load(state_ptr + rows + row, mask=asks, other=0.0)
-        lowest = tl.load(state_ptr + 2 * rows + row, mask=asks, other=0.0)
-        everything = tl.load(state_ptr + 3 * rows + row, mask=asks, other=0.0)
-        top = tl.load(state_ptr + 4 * rows + row, mask=asks, other=0.0)
-        scale = d.exponent_scale(tl.load(temperature_ptr + request, mask=asks, other=1.0))
-        wanted, share = d.count_and_share(top_k_ptr, top_p_ptr, request, asks, VOCAB)
+        scale = d.exponent_scale(temperature)
         listed = asks & (task != COUNT)
-        below, pinned, low, high = _class_of_threshold(
-            parts_ptr, edges_ptr, row, listed, rows, goal, lowest, CHUNKS, BLOCK_C
-        )
+        below, pinned, low, high = _class_of_threshold(above, edges, listed, goal, lowest)
         between = listed & (below > 0) & (below < _EDGES)
         kind = tl.where(between, below - 1, 0)
         low_key = d.sort_key(low, SHIFT).to(tl.int64)
@@ -360,11 +383,15 @@ def _resolve_kernel(
         value = tl.reshape(tl.where(live, value, float("-inf")), (BLOCK_R, BLOCK_C * KEEP))
         far = asks & (fits == 0) & ((pinned == 0) | (below < _EDGES))
         # The weight above the class; where min-p cuts above all edges, above the last.
-        over = parts_ptr + (tl.minimum(below, _EDGES - 1) * rows + row).to(tl.int64)[:, None] * CHUNKS + chunk
-        mass = tl.load(over, mask=listed[:, None] & in_chunks, other=0.0)
+        over = parts_ptr + (tl.minimum(below, _EDGES - 1) * rows).to(tl.int64)[:, None] * (CHUNKS * WARPS)
+        mass = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+        for warp in tl.static_range(WARPS):
+            mass += tl.load(over + place * WARPS + warp, mask=listed[:, None] & in_chunks, other=0.0)
         left = tl.where(pinned, float("inf"), goal - tl.sum(mass, 1))
         found = low_key
         if tl.max(far.to(tl.int32), 0) > 0:
+            everything = tl.load(state_ptr + 3 * rows + row, mask=far, other=0.0)
+            wanted, share = d.count_and_share(top_k_ptr, top_p_ptr, request, far, VOCAB)
             found = _floor_in_memory(
                 values_ptr, row, far, row_stride, low_key, high_key, wanted, share, everything, top, scale, VOCAB,
                 SHIFT, PROBS, BLOCK_V,
@@ -401,25 +428,27 @@ def resolve(
     temperature, chunk, keep = sampling.temperature, config.chunk, config.keep
     chunks = triton.cdiv(vocab, chunk)
     out = partial(torch.empty, dtype=torch.float32, device=values.device)
-    parts, mass = out(NUM_EDGES, rows, chunks), out(rows, chunks)
+    warps = config.chunk_warps
+    parts, mass = out(NUM_EDGES, rows, chunks, warps), out(rows, chunks)
     counts = out(rows, chunks, dtype=torch.int32)
     members = out(rows, chunks, NUM_EDGES - 1, keep, dtype=values.dtype)
     block_c = max(triton.next_power_of_2(chunks), d.MIN_SCAN)
     block_t = d.rows_per_program(rows * chunks, config.max_rows, chunk)
     stride = values.stride(0)
     sizes = dict(
-        PER_REQUEST=per_request, VOCAB=vocab, CHUNKS=chunks, KEEP=keep, PROBS=probabilities, BLOCK_V=chunk,
+        PER_REQUEST=per_request, VOCAB=vocab, CHUNKS=chunks, KEEP=keep, PROBS=probabilities, BLOCK_V=chunk, WARPS=warps,
         **overlapped(current_chip(values)),
     )  # fmt: skip
     if sampling.top_p is not None or sampling.min_p is not None:
         launch(
             _list_kernel, (min(triton.cdiv(rows * chunks, block_t), config.programs),), values, temperature, queue,
-            state, edges, parts, counts, members, rows, stride, num_warps=config.chunk_warps, BLOCK_T=block_t, **sizes,
+            state, edges, parts, counts, members, rows, stride, num_warps=warps, BLOCK_T=block_t,
+            VECTOR=d.VECTOR_BYTES // values.element_size(), **sizes,
         )  # fmt: skip
     block_r = d.rows_per_program(rows, config.max_rows, max(chunk, block_c * keep))
     launch(
         _resolve_kernel, (triton.cdiv(rows, block_r),), values, temperature, sampling.top_k, sampling.top_p, state,
         edges, parts, counts, members, mass, distribution, rows, stride, num_warps=config.select_warps, SHIFT=shift,
-        BLOCK_R=block_r, BLOCK_C=block_c, **sizes,
+        BLOCK_R=block_r, BLOCK_C=block_c, BLOCK_P=triton.next_power_of_2(chunks * warps), **sizes,
     )  # fmt: skip
     return mass

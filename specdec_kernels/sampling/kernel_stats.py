@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 """One read of all rows: what a token is chosen by, for every strip of neighbouring tokens.
 
-Of every strip: the largest value m and, in rows that are not drawn, the first token that has it, packed into one
-integer (the strip's image), so that the largest image of a row is its choice. In rows that are drawn also
-s = sum exp((l - m) / T), and where log-probabilities are asked for sum exp(l - m).
+Of every strip: the largest value m; in rows that are drawn also s = sum exp((l - m) / T), and where log-probabilities
+are asked for sum exp(l - m). Where in a strip its largest value stands is not looked for: of all strips of a row only
+one is asked, by the kernel that chooses.
 
 A strip is what one warp reads. Its entries lie as [steps, strips, lanes, neighbours], so that each reduction goes over
 what a thread holds first, and then over the threads of a warp; no warp waits for another.
@@ -20,8 +20,6 @@ from specdec_kernels.sampling import device as d
 LANES = tl.constexpr(32)  # threads that read neighbours
 ENTRIES = tl.constexpr(8)  # neighbours that one thread reads
 STEP = 256  # tokens that the threads read at once
-_LAST = tl.constexpr((1 << 31) - 1)
-NOTHING = tl.constexpr((-(1 << 31) + 0x7FFFFF) << 32)  # the image of a strip without a usable value
 
 
 @triton.jit
@@ -37,42 +35,14 @@ def _any(flag):
 
 
 @triton.jit
-def image_value(image):
-    """The value of an image."""
-    return d.key_value((image >> 32).to(tl.int32), 0)
-
-
-@triton.jit
-def image_token(image):
-    """The token of an image."""
-    return (image & _LAST).to(tl.int32) ^ _LAST
-
-
-@triton.jit
-def _first_of_largest(value, of_lanes, top, STEPS: tl.constexpr):
-    """[S]: the lowest place in each strip that has the strip's largest value; `of_lanes` [S, LANES] are the largest of
-    each thread. A thread counts what it holds by constants, and puts its own place in once it has one number left."""
-    turn = tl.arange(0, STEPS)[:, None, None, None] * ENTRIES + tl.arange(0, ENTRIES)[None, None, None, :]
-    turn = tl.where(value == of_lanes[None, :, :, None], turn, STEPS * ENTRIES)
-    turn = tl.min(tl.min(turn, 3), 0)
-    place = (turn // ENTRIES * LANES + tl.arange(0, LANES)[None, :]) * ENTRIES + turn % ENTRIES
-    return tl.min(tl.where(of_lanes == top[:, None], place, STEPS * LANES * ENTRIES), 1)
-
-
-@triton.jit
 def _statistics(
-    value, scale, draws, picks, twice,
-    SAMPLE: tl.constexpr, NORMALISE: tl.constexpr, PROBS: tl.constexpr, STEPS: tl.constexpr,
+    value, scale, draws, twice, SAMPLE: tl.constexpr, NORMALISE: tl.constexpr, PROBS: tl.constexpr
 ):  # fmt: skip
-    """Of each strip: the largest value; the first place that has it if some row `picks`; the sum of weights at its
-    temperature if some row `draws`; and that at temperature 1, another one if `twice`."""
-    of_lanes = tl.max(tl.max(value, 3), 0)
-    top = tl.max(of_lanes, 1)
+    """Of each strip: the largest value; the sum of weights at its temperature if some row `draws`; and that at
+    temperature 1, another one if `twice`."""
+    top = tl.max(tl.max(tl.max(value, 3), 0), 1)
     mass = tl.zeros_like(top)
     plain = mass
-    first = mass.to(tl.int32)
-    if picks:
-        first = _first_of_largest(value, of_lanes, top, STEPS)
     if SAMPLE or NORMALISE:
         over = top[None, :, None, None]
         if draws:
@@ -81,14 +51,14 @@ def _statistics(
         if SAMPLE and NORMALISE:
             if twice:
                 plain = _strip_sum(d.weigh(value, over, d.LOG2E, PROBS))
-    return top, first, mass, plain
+    return top, mass, plain
 
 
 @triton.jit(do_not_specialize=["rows"])
 def stats_kernel(
     values_ptr,  # [R, VOCAB], row stride row_stride
     temperature_ptr,  # [R / PER_REQUEST] float32, or None without SAMPLE
-    best_ptr,  # [R, STRIPS] int64: the image of each strip, the key of its largest value above all bits of the token
+    tops_ptr,  # [R, STRIPS] float32: the largest value
     sums_ptr,  # [0 to 2, R, STRIPS] float32: sum at T (with SAMPLE), sum at 1 (with NORMALISE)
     groups_ptr,  # [R, GROUPS] float32: maximum of each 64 tokens, or None
     queue_ptr,  # [1 + R] int32: emptied, that is its first entry set to 0; or None
@@ -123,22 +93,19 @@ def stats_kernel(
     row, strip = pair // STRIPS, pair % STRIPS
     live = row < rows
     temperature = tl.zeros((BLOCK_S,), tl.float32)
-    draws, picks, twice = True, True, False
+    draws, twice = True, False
     if SAMPLE:
         temperature = tl.load(temperature_ptr + row // PER_REQUEST, mask=live, other=0.0)
         draws = NORMALISE or WEIGH_ALL or PROBS or _any(temperature > 0)
-        picks = PROBS or _any((temperature > 0) == 0)
         twice = _any((temperature > 0) & (temperature != 1))
     scale = d.exponent_scale(temperature)
-    top, first, mass, plain = _statistics(value, scale, draws, picks, twice, SAMPLE, NORMALISE, PROBS, STEPS)
+    top, mass, plain = _statistics(value, scale, draws, twice, SAMPLE, NORMALISE, PROBS)
     # A NaN or an infinity shows in the largest value or in a sum; replacing it in every entry would be slower.
     fine = (top <= d.FLOAT32_MAX) & (mass < float("inf")) & (plain < float("inf"))
     if _any(fine == 0):
         value = d.usable(value)
-        top, first, mass, plain = _statistics(value, scale, draws, picks, twice, SAMPLE, NORMALISE, PROBS, STEPS)
-    token = strip * (STEPS * LANES * ENTRIES) + first
-    image = (d.sort_key(top, 0).to(tl.int64) << 32) | (token ^ _LAST).to(tl.int64)
-    tl.store(best_ptr + pair, image, mask=live)
+        top, mass, plain = _statistics(value, scale, draws, twice, SAMPLE, NORMALISE, PROBS)
+    tl.store(tops_ptr + pair, top, mask=live)
     plane = rows.to(tl.int64) * STRIPS
     if SAMPLE:
         tl.store(sums_ptr + pair, mass, mask=live)

@@ -14,7 +14,7 @@ _RULES = "specdec_kernels/verify/reference.py"
 _TREES = "specdec_kernels/verify/reference_tree.py"
 _KERNEL = "specdec_kernels/verify/kernel_rejection.py"
 _OUTCOME = "specdec_kernels/verify/device.py"
-_STATS = "specdec_kernels/sampling/kernel_stats.py"
+_SELECT = "specdec_kernels/sampling/kernel.py"
 _NUCLEUS = "specdec_kernels/sampling/kernel_nucleus.py"
 _WALK = "specdec_kernels/verify/kernel.py"
 _SAMPLING = "specdec_kernels/sampling/reference.py"
@@ -206,11 +206,19 @@ OTHERS = (
     ),
     Mutant(
         "last_of_equal_logits",
-        _STATS,
-        "return tl.min(tl.where(of_lanes == top[:, None], place, STEPS * LANES * ENTRIES), 1)",
-        "return tl.max(tl.where(of_lanes == top[:, None], place, -1), 1)",
+        _SELECT,
+        "return start + tl.min(tl.where(value >= top[:, None], inside, STRIP), 1)",
+        "return start + tl.max(tl.where(value >= top[:, None], inside, -1), 1)",
         _pick("pick_ties"),
         "the argmax takes the highest id among equal logits of a strip",
+    ),
+    Mutant(
+        "last_of_equal_strips",
+        _SELECT,
+        "start = tl.min(tl.where(tops == top[:, None], lane, tops.shape[1]), 1) * STRIP",
+        "start = tl.max(tl.where(tops == top[:, None], lane, -1), 1) * STRIP",
+        _pick("pick_ties"),
+        "the argmax is taken from the last strip that has the largest logit",
     ),
     Mutant(
         "chunk_of_another_row",

@@ -87,8 +87,6 @@ MEANINGLESS = {
         "free_end = length + first_node + 1",
         "0",
     ),  # one key more is masked in vain
-    # A row behind the last has the task 0.
-    ("specdec_kernels/sampling/kernel_nucleus.py", "(row < rows) & (task > WHOLE)", "<="),
     # Sizes of tiles, numbers of programs, and counters that are kept for later: speed.
     ("specdec_kernels/adaptive/kernel.py", "COMPARED=min(", "max"),
     ("specdec_kernels/adaptive/kernel.py", " ROWS=min(", "max"),
