@@ -3,6 +3,9 @@
 For each method and batch one engine serves the same requests again and again: with every size held, and with
 `runtime.adaptive` choosing. So all of them replay the same graphs, and only the sizes differ. The method as it is
 configured, without sizes to choose from, and the target alone run in engines of their own.
+
+In bfloat16 steps of other sizes round otherwise, so texts differ between settings, and with them what is accepted. With
+`runtime.deterministic=true` all settings write the same text, and only the sizes are compared.
 """
 
 from __future__ import annotations

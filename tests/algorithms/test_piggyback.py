@@ -163,15 +163,17 @@ def test_where_prompts_ride(monkeypatch: pytest.MonkeyPatch, setup: Setup, rides
 
 
 def test_steps_of_several_sizes_have_room_in_the_largest_batch_alone() -> None:
-    """And for every second size of a chunk: each is captured with every number of nodes."""
+    """And for every second size of a chunk, and the largest: each is captured with every number of nodes."""
     of_one, of_several = (
-        engine_of(ALL_MAKERS["ngram"](), Setup(max_batch=4, graph="step", adaptive=adaptive), TARGET).runner
+        engine_of(
+            ALL_MAKERS["ngram"](), Setup(max_batch=4, graph="step", adaptive=adaptive, max_length=96), TARGET
+        ).runner
         for adaptive in (False, True)
     )
     needs = SamplingNeeds()
     sizes = [chunk.size for chunk in of_one.riding(needs, 4)]
     assert [chunk.size for chunk in of_one.riding(needs, 1)] == sizes[(len(sizes) - 1) % 2 :: 2]
-    assert len(sizes) > 1 and [chunk.size for chunk in of_several.riding(needs, 4)] == sizes[(len(sizes) - 1) % 2 :: 2]
+    assert len(sizes) % 2 == 0 and [chunk.size for chunk in of_several.riding(needs, 4)] == [*sizes[::2], sizes[-1]]
     assert [bool(of_several.riding(needs, rows)) for rows in (1, 2, 3, 4)] == [False, False, True, True]
 
 
