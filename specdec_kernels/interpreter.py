@@ -3,8 +3,9 @@
 Before a kernel, and again before every device function that it calls, the interpreter puts its own functions in place
 of those of `triton.language`, and looks through the whole module for them. Inside a kernel they are in place already,
 and which ones they are does not change. Nor does the NumPy type that stands for a type of Triton, or what a type of a
-block says of itself. So the first search and the first answers are kept. The functions replaced here are Triton's own
-and private; where a version has no such function, its interpreter stays as it is.
+block says of itself. So the first search and the first answers are kept. An arithmetic operation takes several steps
+that change nothing most of the time, and they are left out then. The functions replaced here are Triton's own and
+private; where a version has no such function, its interpreter stays as it is.
 
 The repair: Triton 3.6 takes a number out of an array of one entry by `int`, which NumPy 2.4 and later refuse.
 """
@@ -23,7 +24,7 @@ def prepare() -> None:
     is interpreted."""
     from triton.runtime import interpreter
 
-    needed = ("_patch_lang", "_patch_builtin", "_get_np_dtype", "_LangPatchScope", "_patch_attr")
+    needed = ("_patch_lang", "_patch_builtin", "_get_np_dtype", "_LangPatchScope", "_patch_attr", "TritonSemantic")
     if not all(hasattr(interpreter, name) for name in needed):
         return
     if len(inspect.signature(interpreter._patch_builtin).parameters) != 3:
@@ -33,8 +34,10 @@ def prepare() -> None:
     interpreter._patch_builtin = _patch_known(interpreter)
     interpreter._patch_lang = _patch_once(interpreter, interpreter._patch_lang)
     interpreter._get_np_dtype = _known_types(interpreter.tl, interpreter._get_np_dtype)
-    kind = interpreter.tl.core.block_type
-    kind.__init__ = _known_blocks(kind.__init__)
+    core = interpreter.tl.core
+    core.block_type.__init__ = _known_blocks(core.block_type.__init__)
+    core.tensor.__init__ = _known_shapes(core.tensor.__init__)
+    _leave_out_what_changes_nothing(interpreter.TritonSemantic)
 
 
 def _patch_index(patch_tensor: Callable[..., None]) -> Callable[..., None]:
@@ -100,12 +103,46 @@ def _known_blocks(init: Callable[..., None]) -> Callable[..., None]:
 
     def build(self: Any, element_ty: Any, shape: Any) -> None:
         key = (str(element_ty), *shape)
-        if not all(type(size) is int for size in key[1:]):
-            init(self, element_ty, shape)
-            return
         if key not in known:
             init(self, element_ty, shape)
             known[key] = dict(vars(self))
-        vars(self).update(known[key], element_ty=element_ty)
+        vars(self).update(known[key])
+        self.element_ty = element_ty
 
     return build
+
+
+def _known_shapes(init: Callable[..., None]) -> Callable[..., None]:
+    """The constructor of a tensor, which wraps each size of its shape, with the wrapped shapes kept."""
+    known: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+
+    def build(self: Any, handle: Any, type: Any) -> None:
+        sizes = tuple(type.shape) if type.is_block() else ()
+        if sizes not in known:
+            init(self, handle, type)
+            if vars(self).keys() == {"handle", "type", "dtype", "shape", "numel"}:  # all that is set below
+                known[sizes] = self.shape, self.numel
+            return
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = known[sizes]
+
+    return build
+
+
+def _leave_out_what_changes_nothing(semantic: Any) -> None:
+    """Three steps of each arithmetic operation: to bring operands of one shape to one shape, a tensor to the type that
+    it has, and to look for an overflow of integers without the option `debug`, where nothing is told of one."""
+    broadcast, cast, check = semantic.broadcast_impl_value, semantic.cast, semantic.binary_op_sanitize_overflow_impl
+
+    def broadcast_if_needed(self: Any, left: Any, right: Any) -> Any:
+        return (left, right) if left.shape is right.shape else broadcast(self, left, right)
+
+    def cast_if_needed(self: Any, value: Any, kind: Any, rounding: Any = None) -> Any:
+        return value if value.dtype is kind else cast(self, value, kind, rounding)
+
+    def check_if_told(self: Any, left: Any, right: Any, operation: Any) -> None:
+        if self.builder.options.debug:
+            check(self, left, right, operation)
+
+    semantic.broadcast_impl_value, semantic.cast = broadcast_if_needed, cast_if_needed
+    semantic.binary_op_sanitize_overflow_impl = check_if_told

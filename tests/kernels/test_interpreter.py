@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import triton
@@ -26,6 +28,19 @@ def _outer(out_ptr, LANES: tl.constexpr):  # [LANES] int32
     tl.store(out_ptr + lane, values + tl.sum(lane.to(tl.float32), 0).to(tl.int32) + (lane < 3))
 
 
+@triton.jit
+def _mixed(out_ptr, LANES: tl.constexpr):  # [LANES, LANES] float32
+    row, column = tl.arange(0, LANES)[:, None], tl.arange(0, LANES)[None, :]
+    tl.static_assert(row.shape[0] == LANES and row.shape[1] == 1 and (row + column).numel == LANES * LANES)
+    tl.store(out_ptr + row * LANES + column, (row * 10 + column) + (row + row) * 0.5 + column.to(tl.int8))
+
+
+@triton.jit
+def _overflowing(out_ptr, LANES: tl.constexpr):  # [LANES] int32
+    lane = tl.arange(0, LANES)
+    tl.store(out_ptr + lane, (lane + 2147483647) * 2)
+
+
 def run() -> list[int]:
     out = torch.empty(8, dtype=torch.int32)
     launch(_outer, (1,), out, LANES=8)
@@ -48,6 +63,25 @@ def test_device_functions_find_what_the_kernel_has_put_in_place(monkeypatch: pyt
 def test_the_language_is_itself_again_behind_a_kernel() -> None:
     run()
     assert all(map(tl.core.is_builtin, (tl.load, tl.math.exp2, tl.tensor.__add__)))
+
+
+def test_operands_of_other_shapes_and_types_meet() -> None:
+    for _ in range(2):  # the second time, all shapes are known
+        out = torch.empty(4, 4)
+        launch(_mixed, (1,), out, LANES=4)
+        row, column = torch.arange(4.0)[:, None], torch.arange(4.0)
+        assert torch.equal(out, row * 11 + column * 2)
+
+
+def test_an_overflow_is_told_where_triton_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime import interpreter
+
+    out = torch.empty(4, dtype=torch.int32)
+    launch(_overflowing, (1,), out, LANES=4)
+    builder = interpreter.interpreter_builder
+    monkeypatch.setattr(builder, "options", replace(builder.options, debug=True))
+    with pytest.raises(Exception, match="int32 overflow detected"):
+        launch(_overflowing, (1,), out, LANES=4)
 
 
 @pytest.mark.parametrize("kind", [tl.float32, tl.int1, tl.block_type(tl.int64, [4]), tl.pointer_type(tl.float16)])
