@@ -137,6 +137,16 @@ CASES = (
     _case("unequal_lengths", "one request's length used for another", "chain", 4, (70, 0, 3), with_lse=True),
     _case("splits", "splits past the end; merge weights", "chain", 6, (50, 3), split_tokens=16, with_lse=True),
     _case("free_edge", "the last key of a tile taken for seen by all", "chain", 3, (14, 30), split_tokens=16),
+    _case(
+        "splits_far_apart",
+        "weights beyond the largest float",
+        "chain",
+        2,
+        (120,),
+        split_tokens=16,
+        query_scale=200.0,
+        with_lse=True,
+    ),
     _case("splits_tree", "splits without a visible key", "tree", 20, (55, 27), split_tokens=24),
     _case(
         "q_lens_split",

@@ -60,7 +60,7 @@ def _argmax_kernel(
     logits = usable(acc.to(x_ptr.dtype.element_ty).to(tl.float32))
     best = tl.max(logits, 0)
     # Lanes past the last column repeat it, so they name a column that is there.
-    lowest = tl.min(tl.where(logits == best[None, :], weight_row[:, None], OUTER - 1), 0)
+    lowest = tl.min(tl.where(logits == best[None, :], weight_row[:, None], _NO_COLUMN), 0)
     at = row.to(tl.int64) * tiles + tile
     tl.store(best_ptr + at, best, mask=row < rows)
     tl.store(column_ptr + at, lowest, mask=row < rows)

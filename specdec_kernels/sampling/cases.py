@@ -105,6 +105,17 @@ def _filtered_ties(make: Maker, rows: int, vocab: int) -> dict[str, Any]:
     return inputs | dict(sampling=sampling, positions=make.integers(0, 99, rows))
 
 
+def _neighbours(make: Maker, vocab: int, both: bool = False) -> dict[str, Any]:
+    """Logits without a number of their type between them: a threshold that is off by one keeps a token too many or too
+    few. `both`: with a top-p that needs every token which top-k leaves."""
+    top_k = make.tensor([1, 2, 3, 5, 9, 16, 17, 33, 64, 65, vocab // 2, vocab - 1], torch.int32)
+    order = torch.rand(len(top_k), vocab, generator=make.generator).argsort(-1)
+    bits = {2: torch.int16, 4: torch.int32}[make.dtype.itemsize]
+    logits = (torch.ones(1, dtype=make.dtype).view(bits) + order.to(bits)).view(make.dtype).to(make.device)
+    sampling = _at_one(make, len(top_k), top_k=top_k)
+    return dict(logits=logits, sampling=sampling._replace(top_p=sampling.temperature - 1e-6) if both else sampling)
+
+
 def _filter_limits(make: Maker, vocab: int) -> dict[str, Any]:
     """Filters at and beyond the ends of their ranges."""
     inputs = _draw(make, 8, vocab)
@@ -269,6 +280,9 @@ CASES = (
     case_of("filtered_probs", _spread, "probs_spread", "slots that are nearly enough", rows=12, vocab=1200),
     case_of("filtered_probs", _misled, "probs_misled", "guesses far off the threshold", rows=12, vocab=2049, stride=4),
     case_of("filtered_probs", _two_limits, "probs_two_limits", "min-p above the threshold", rows=16, vocab=1200),
+    case_of("filtered_probs", _neighbours, "probs_neighbours", "a threshold off by one", vocab=100),
+    case_of("filtered_probs", _neighbours, "probs_neighbours_tiles", "a threshold off by one", vocab=2049),
+    case_of("filtered_probs", _neighbours, "probs_neighbours_both", "the last token of both", vocab=2049, both=True),
     _pick_filtered("pick_filtered_padded", catches="tail of the last group", rows=5, vocab=600, padded=40),
     case_of("pick_tokens", _filtered_ties, "pick_filtered_ties", "ties at a threshold", rows=12, vocab=1025),
     case_of("pick_tokens", _hostile, "pick_filtered_hostile", "NaN under a filter", vocab=700, filtered=True),

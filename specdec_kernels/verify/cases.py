@@ -153,6 +153,24 @@ def _given_uniforms(make: Maker, rule: str, **sizes: Any) -> dict[str, Any]:
     return inputs | dict(uniforms=uniforms.to(make.device))
 
 
+def _coarse(make: Maker, rule: str, batch: int, vocab: int = 5) -> dict[str, Any]:
+    """Probabilities and judging uniforms of few bits: uniforms equal ratios, and p, q and what is left are often 0."""
+    shape = (batch, 5) if rule in CHAIN_RULES else (batch, len(_PARENTS) + 2)
+    draw = _drawn if rule in CHAIN_RULES else _drawn_tree
+    sizes = dict(num_nodes=shape[1]) if rule in CHAIN_RULES else {}
+    inputs = draw(make, rule, batch=batch, vocab=vocab, max_depth=3, probs=True, **sizes)
+    share = torch.zeros(vocab, device=make.device)
+    share[:4] = make.tensor([0.5, 0.25, 0.125, 0.125], torch.float32)
+    order = torch.rand(*shape, vocab, generator=make.generator).argsort(-1).to(make.device)
+    inputs["probs"] = share[order]
+    order = torch.rand(inputs["draft_probs"].shape, generator=make.generator).argsort(-1).to(make.device)
+    inputs["draft_probs"] = share[order]
+    inputs["tokens"] = make.integers(0, vocab, *shape)
+    uniforms = make.integers(0, 8, batch, shape[1] + 1).double() / 8
+    uniforms[:, -2:] = torch.rand(batch, 2, dtype=torch.float64, generator=make.generator).to(make.device)
+    return inputs | dict(uniforms=uniforms)
+
+
 def _shared_rows(make: Maker, rule: str, batch: int, **sizes: Any) -> dict[str, Any]:
     """A tree of two levels drawn from one row a level; nodes without draws name no row, in several ways."""
     inputs = _drawn(make, rule, batch, 8, **sizes)
@@ -247,6 +265,7 @@ _greedy = partial(case_of, "accept", _accept)
 _sampled = partial(case_of, "accept", _accept, rule="target_only")
 _plain = partial(case_of, "accept", _without_logprobs)
 _known = partial(case_of, "accept_targets", _targets)
+_DRAWN_RULES = (*CHAIN_RULES, *TREE_RULES)
 _LARGE = ("large",)
 _SHIPPED: dict[str, Any] = dict(catches="the shipped vocabulary", num_nodes=16, vocab=151936, max_depth=15, chain=True)
 
@@ -317,6 +336,7 @@ CASES = (
             ("tiles", "passes", False, dict(batch=2, vocab=4500, max_depth=2, padded=9, distance=2.0)),
         )
     ),
+    *(case_of("accept", _coarse, f"{rule}_coarse", "ties and zeros", rule=rule, batch=24) for rule in _DRAWN_RULES),
     *(case_of("accept", _troubled_tree, f"{rule}_troubled", "no draws", rule=rule) for rule in TREE_RULES),
     *(case_of("accept", _wild_tree, f"{rule}_wild", "a link that leads nowhere", rule=rule) for rule in TREE_RULES),
     *(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specdec_kernels import launch as module
-from specdec_kernels.launch import launch, record_launches
+from specdec_kernels.launch import lanes, launch, record_launches
 from specdec_kernels.tree import build_chain
 
 
@@ -134,3 +134,8 @@ def test_a_launch_is_captured_on_the_second_gpu() -> None:
         graph.replay()
         torch.cuda.synchronize(1)
     assert links.positions[:, 0].tolist() == [6, 1, 10]
+
+
+def test_lanes_are_the_next_power_of_two() -> None:
+    assert [lanes(count) for count in (0, 1, 2, 3, 4, 5, 8, 9)] == [2, 2, 2, 4, 4, 8, 8, 16]
+    assert [lanes(count, 8) for count in (5, 9, 100)] == [8, 8, 8]

@@ -74,25 +74,39 @@ _LEFT_OUT = {
     "*/__init__.py": "names",
     "algorithms/runtime/backends/flash*.py": "runs with another package only",
     "*/clock.py": "runs on a GPU only",
+    "*/kernel_library.py": "runs on a GPU only",
     "*/*_hopper*.py": "runs on a GPU only",
 }
 """Files that no mutant is drawn from, with the reason."""
 _TILES = re.compile(r"(\w*_)?warps|block(_[a-z])?|BLOCK(_[A-Z])?")
 """Names that are given a value for speed alone, as keywords, by assignment, or as what a function returns."""
 MEANINGLESS = {
-    ("specdec_kernels/sampling/reference.py", "& (weights > 0)", ">="),  # the sum passes the goal at a weight above 0
+    # The sum passes the goal at a weight above 0.
+    ("specdec_kernels/sampling/reference.py", "& (weights > 0)", ">="),
+    ("specdec_kernels/compat/sglang/reference.py", "& (residual > 0)", ">="),
+    ("specdec_kernels/compat/sglang/kernel.py", "& (weight > 0)", ">="),
     ("specdec_kernels/attention/api.py", "in_order and num_splits > 1", ">="),  # one split has one order
-    (
-        "specdec_kernels/attention/device.py",
-        "free_end = length + first_node + 1",
-        "0",
-    ),  # one key more is masked in vain
+    # A key more is read, or masked, in vain.
+    ("specdec_kernels/attention/device.py", "free_end = length + first_node + 1", "0"),
+    ("specdec_kernels/attention/device.py", "lowest = tl.min(row_position, 0) - window + 1", "0"),
+    ("specdec_kernels/attention/kernel.py", "last_node = (tile * BLOCK_M + BLOCK_M - 1)", "0"),
+    ("specdec_kernels/mla/kernel.py", "(tile * BLOCK_M + BLOCK_M - 1)", "0"),
+    ("specdec_kernels/attention/device.py", "deepest = tl.max(depth", "min"),  # of rows that are not in use
     # Sizes of tiles, numbers of programs, and counters that are kept for later: speed.
     ("specdec_kernels/adaptive/kernel.py", "COMPARED=min(", "max"),
     ("specdec_kernels/adaptive/kernel.py", " ROWS=min(", "max"),
     ("specdec_kernels/commit/kernel.py", "rows = min(lanes(batch * path)", "max"),
     ("specdec_kernels/texts/kernel.py", "(triton.cdiv(batch * (width + 1), config.copy)", "0"),
     ("specdec_kernels/texts/kernel.py", "parts = min(programs", "max"),
+    ("specdec_kernels/compat/sglang/index/kernel_slots.py", "at_once = max(1, min(", "max"),
+    ("specdec_kernels/compat/sglang/index/kernel_slots.py", "at_once = max(", "min"),
+    ("specdec_kernels/compat/sglang/index/kernel_tables.py", "programs = min(", "max"),
+    ("specdec_kernels/compat/sglang/index/kernel_drafts.py", "(min(triton.cdiv(capacity, block), ", "max"),
+    ("algorithms/dflash.py", "if depth + 1 == self._block", "0"),  # links are made anew instead of taken
+    # Bounds of the number of splits.
+    ("specdec_kernels/attention/api.py", "work.window - 1 + work.num_slots + work.split_tokens // 8 - 1)", "0"),
+    ("specdec_kernels/attention/api.py", "-(-(work.window - 1", "0"),
+    ("specdec_kernels/attention/types.py", "min(rounds, self.max_splits // self.first_splits)", "max"),
     ("specdec_kernels/verify/kernel_tree.py", "if splits > 1 else {})", ">="),  # a team of one is launched as a team
     ("specdec_kernels/verify/kernel_tree.py", "(depth + 1 >= DEPTH)", "0"),  # a leaf that is entered is left at once
     ("specdec_kernels/verify/kernel_tree.py", "(depth + 1 >= DEPTH)", ">"),
@@ -102,11 +116,28 @@ MEANINGLESS = {
         "(min(triton.cdiv(rows * chunks, block_t), config.programs),)",
         "max",
     ),
+    # Loops and branches that are run for no lane.
+    ("specdec_kernels/compat/sglang/kernel.py", "(visits > 0) & (tl.max(active.to(tl.int32), 0) > 0)", ">="),
+    ("specdec_kernels/verify/kernel.py", "while (tl.max(looking.to(tl.int32), 0) > 0)", ">="),
+    # What the programs of a team tell each other, and what they wait for: the interpreter runs one after the other.
+    ("specdec_kernels/verify/kernel_tree.py", "place + 1, splits), word + 2", "0"),
+    ("specdec_kernels/verify/kernel_tree.py", "return whole, whole, word + 1", "0"),
+    ("specdec_kernels/verify/kernel_tree.py", "num_words = min(max_depth + 1, num_nodes)", "0"),
+    ("specdec_kernels/sampling/kernel_nucleus.py", "members = out(rows, chunks, NUM_EDGES - 1, keep", "0"),
     # More words than are used.
     ("specdec_kernels/verify/kernel_tree.py", "num_words = min(max_depth + 1, num_nodes)", "max"),
     ("specdec_kernels/tree/kernel_selection.py", ", 0) >= wanted", ">"),  # any bound down to the first left out will do
     ("specdec_kernels/tree/kernel_topk.py", "top <= FLOAT32_MAX", "<"),  # computed once more, with the same outcome
     ("specdec_kernels/tree/kernel.py", "_WORD_BITS - 1).to(tl.int64)", "0"),  # behind a word the mask is not used
+    # Which groups are gathered: rows of which they do not tell all are deferred.
+    ("specdec_kernels/sampling/kernel_filter.py", "low = tl.min(tl.where(group < GROUPS, key_max", "max"),
+    ("specdec_kernels/sampling/kernel_filter.py", "least = tl.min(", "max"),
+    ("specdec_kernels/sampling/kernel_filter.py", "SLOTS + 1", "0"),
+    # A row that is not searched has no key between its bounds, or one.
+    ("specdec_kernels/sampling/kernel_filter.py", " complete + 1))", "0"),
+    # The conversion to signed words wraps on the CPU, as is written out for a GPU.
+    ("specdec_kernels/compat/sglang/reference.py", "low >= 1 << (bits - 1)", "0"),
+    ("specdec_kernels/compat/sglang/reference.py", "low >= 1 << (bits - 1)", ">"),
     # A code of NaN is a number in the interpreter; on a GPU the parity tests see it.
     ("specdec_kernels/attention/device_fp8.py", "rows_and_dims(positions < stop", "<="),
     ("specdec_kernels/kv_write/kernel.py", "size < 0.015625", "<="),  # at 2^-6 both formulas give the code 8
@@ -117,8 +148,8 @@ MEANINGLESS = {
 """Changes that were looked at and change nothing: file, a text that holds the operator, the new one."""
 _GUESSES = ("guess_threshold", "sample_groups", "store_edges", "rows_per_program")
 """Functions whose results decide how fast something is and nothing else: where a search begins, a size of tiles."""
-_ON_A_GPU = ("_held_weight", "_with_held_weight", "_team_sum")
-"""Functions of machine instructions, or of programs that wait for each other: the interpreter has neither."""
+_ON_A_GPU = ("_held_weight", "_with_held_weight", "_team_sum", "received", "half_queries", "half_queries_in_halves")
+"""Functions of machine instructions, of bfloat16, or of programs that wait for each other: the interpreter has none."""
 _SYMMETRIC = ("min", "max", "minimum", "maximum", "zip", "isinstance", "getattr", "print", "equal")
 _COMPARISONS: dict[type[ast.cmpop], str] = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="

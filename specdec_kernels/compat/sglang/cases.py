@@ -140,7 +140,7 @@ def _spoil(links: dict[str, torch.Tensor]) -> None:
 def _turn_round(links: dict[str, torch.Tensor]) -> None:
     """Links that lead back to where they come from."""
     _, child, sibling = links.values()
-    child[:, 0], child[:, 1], sibling[:, 1] = 1, 1, 1
+    child[:, 0], child[::2, 1], child[1::2, 1], sibling[:, 1] = 1, 1, 0, 0
 
 
 def walk_outputs(make: Maker, batch: int, nodes: int, path: int) -> dict[str, torch.Tensor]:
@@ -227,11 +227,12 @@ def _sampling(
     )
 
 
-def _packbits(make: Maker, sizes: tuple[int, ...], room: int = 2) -> dict[str, Any]:
+def _packbits(make: Maker, sizes: tuple[int, ...], room: int = 2, missing: int = 0) -> dict[str, Any]:
+    """`room`: bytes of the output behind the last segment. `missing`: flags that the last segment lacks."""
     begin = torch.tensor([0, *sizes]).cumsum(0)
     bytes_ = torch.tensor([0, *(-(-size // 8) for size in sizes)]).cumsum(0)
     return dict(
-        x=make.integers(0, 2, int(begin[-1])).bool(),
+        x=make.integers(0, 2, int(begin[-1]) - missing).bool(),
         input_indptr=begin.int().to(make.device),
         output_indptr=bytes_.int().to(make.device),
         y=_old(make, int(bytes_[-1]) + room, dtype=torch.uint8),
@@ -424,7 +425,7 @@ _FULL, _QUERY, _PACKED = TreeMaskMode
 def _bonus(make: Maker, batch: int, stride: int) -> dict[str, Any]:
     return dict(
         accept_tokens=make.integers(0, 50, batch, stride),
-        accept_lens=make.tensor([row % (stride + 1) for row in range(batch)], torch.int32),
+        accept_lens=make.tensor([row % (stride + 2) for row in range(batch)], torch.int32),
         bonus_tokens=_old(make, batch),
         accept_stride=stride,
     )
@@ -432,7 +433,8 @@ def _bonus(make: Maker, batch: int, stride: int) -> dict[str, Any]:
 
 def _predicted(make: Maker, batch: int, nodes: int, stride: int) -> dict[str, Any]:
     lens = [1 + row % stride for row in range(batch)]
-    index = [[row * nodes + i if i < lens[row] else -1 for i in range(stride)] for row in range(batch)]
+    behind = (-1, batch * nodes)  # what stands behind the accepted nodes is not read
+    index = [[row * nodes + i if i < lens[row] else behind[i % 2] for i in range(stride)] for row in range(batch)]
     return dict(
         predict=make.integers(0, 50, batch * nodes),
         accept_index=make.tensor(index, torch.int32),
@@ -456,6 +458,7 @@ CASES = (
     _build("sgl_build_query", "cells by row and column", gate=True, batch=3, nodes=9, mode=_QUERY),
     _build("sgl_build_packed", "bits of a row", gate=True, batch=3, nodes=8, mode=_PACKED),
     _build("sgl_build_packed_32", "the sign bit of a packed row", batch=2, nodes=32, mode=_PACKED, topk=6),
+    _build("sgl_build_wide", "cells of the second mask word", batch=1, nodes=70, mode=_QUERY, topk=8),
     _build("sgl_build_chain", "an empty parent list", batch=2, nodes=4, mode=_QUERY, topk=4, depth=1),
     _build("sgl_build_root", "a tree of the root alone", batch=2, nodes=1, mode=_FULL),
     _build(
@@ -470,8 +473,8 @@ CASES = (
     _greedy_case("sgl_greedy_deep", "the walk's order", gate=True, batch=9, nodes=12, path=6),
     _greedy_case("sgl_greedy_short", "a path past its width", batch=9, nodes=12, path=2, vocab=2),
     _greedy_case("sgl_greedy_root", "a tree of the root alone", batch=3, nodes=1, path=1),
-    _greedy_case("sgl_greedy_wild", "ids one past the last", batch=5, nodes=4, path=4, vocab=2, change=_spoil),
-    _greedy_case("sgl_greedy_round", "more visits than nodes", batch=3, nodes=3, path=9, vocab=1, change=_turn_round),
+    _greedy_case("sgl_greedy_wild", "ids one past the last", batch=24, nodes=4, path=4, vocab=2, change=_spoil),
+    _greedy_case("sgl_greedy_round", "more visits than nodes", batch=9, nodes=3, path=9, vocab=2, change=_turn_round),
     _greedy_case("sgl_greedy_cycle", "links that never end", batch=4, nodes=6, path=4, vocab=1, cycle=True),
     _greedy_case(
         "sgl_greedy_b64", "the step's shape", gate=True, bench=True, tags=("large",), batch=64, nodes=32, path=6,
@@ -504,6 +507,8 @@ CASES = (
     ),
     _packbits_case("sgl_pack_none", "no segments", sizes=()),
     _packbits_case("sgl_pack", "segments that end within a byte", gate=True, sizes=(0, 3, 8, 17, 0, 1)),
+    _packbits_case("sgl_pack_missing", "flags behind the input", sizes=(3, 9, 4), missing=2),
+    _packbits_case("sgl_pack_short", "bytes behind the output", sizes=(3, 9, 1), room=-1),
     case_of("top_k_renorm_prob", _renorm, "sgl_top_k", "ties", which="top_k", rows=3, vocab=11, value=[1, 3, 40]),
     case_of("top_p_renorm_prob", _renorm, "sgl_top_p", "the threshold", which="top_p", rows=3, vocab=11, value=0.5),
     case_of("create_extend_after_decode_spec_info", _spec_info, "sgl_spec_info", "offsets of the bonus", batch=5),
@@ -528,7 +533,7 @@ CASES = (
     case_of("filter_finished_cache_loc_kernel", _filter, "sgl_filter_b64", "the step's shape", bench=True, batch=64),
     case_of("create_flashinfer_kv_indices_triton", _flashinfer, "sgl_flashinfer", "offsets", batch=5, starts=True),
     case_of("create_flashinfer_kv_indices_triton", _flashinfer, "sgl_flashinfer_0", "no starts", batch=5, starts=False),
-    case_of("fill_bonus_tokens", _bonus, "sgl_bonus", "a request without tokens", batch=5, stride=4),
+    case_of("fill_bonus_tokens", _bonus, "sgl_bonus", "a request without tokens", batch=6, stride=4),
     case_of("fill_bonus_tokens_from_predict", _predicted, "sgl_predicted", "flat ids", batch=4, nodes=6, stride=4),
     case_of("align_evict_mask_to_page_size_simple_eagle", _evict_any, "sgl_evict_any", "any order", batch=3, nodes=8),
     case_of("fill_accepted_out_cache_loc", _accepted_slots, "sgl_accepted", "order", size=24, nodes=16),

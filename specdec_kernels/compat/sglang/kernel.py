@@ -54,6 +54,12 @@ def _start_walk(index_ptr, next_token_ptr, accept_index_ptr, request, live, NODE
 
 
 @triton.jit
+def _goes_on(live, child, accepted, NODES: tl.constexpr, PATH: tl.constexpr):
+    """Whether there is a child to look at, and room for it on the path."""
+    return live & (child >= 0) & (child < NODES) & (accepted < PATH - 1)
+
+
+@triton.jit
 def _take(
     predicts_ptr, accept_index_ptr, index_ptr, request, hit, token, last, child, accepted, flat_nodes,
     NODES: tl.constexpr, PATH: tl.constexpr,
@@ -115,7 +121,7 @@ def _verify_greedy_kernel(
     path_ptr = accept_index_ptr + request * PATH
     tl.store(path_ptr, last.to(accept_index_ptr.dtype.element_ty), mask=live)
     visits = NODES - 1
-    active = live & (child >= 0) & (accepted < PATH - 1)
+    active = _goes_on(live, child, accepted, NODES, PATH)
     while (visits > 0) & (tl.max(active.to(tl.int32), 0) > 0):
         token = wide_entry(tokens, node, child)
         hit = active & (token == target)
@@ -127,7 +133,7 @@ def _verify_greedy_kernel(
         target = tl.where(hit, wide_entry(targets, node, child), target)
         onward = tl.where(hit, entry(children, node, child), entry(siblings, node, child))
         child = tl.where(active, onward, child)
-        active = live & (child >= 0) & (accepted < PATH - 1)
+        active = _goes_on(live, child, accepted, NODES, PATH)
         visits -= 1
     inside = live & (last >= 0) & (last < flat_nodes)
     tl.store(predicts_ptr + last, target.to(predicts_ptr.dtype.element_ty), mask=inside)
@@ -164,7 +170,7 @@ def _sample_walk_kernel(
     visits = NODES - 1
     uniform = tl.load(uniforms_ptr + request * NODES, mask=live, other=1.0)
     mass = uniform * 0.0
-    active = live & (child >= 0) & (child < NODES) & (accepted < PATH - 1)
+    active = _goes_on(live, child, accepted, NODES, PATH)
     while (visits > 0) & (tl.max(active.to(tl.int32), 0) > 0):
         token = tl.load(candidates_ptr + request * NODES + child, mask=active, other=-1).to(tl.int64)
         known = active & (token >= 0) & (token < VOCAB)
@@ -187,7 +193,7 @@ def _sample_walk_kernel(
         uniform = tl.where(hit, tl.load(uniforms_ptr + request * NODES + child, mask=hit, other=1.0), uniform)
         mass = tl.where(hit, 0.0, mass)
         child = _onward(next_token_ptr, next_sibling_ptr, request, active, hit, child, NODES)
-        active = live & (child >= 0) & (child < NODES) & (accepted < PATH - 1)
+        active = _goes_on(live, child, accepted, NODES, PATH)
         visits -= 1
     tl.store(node_ptr + request, node.to(tl.int32), mask=live)
     tl.store(last_ptr + request, last, mask=live)

@@ -185,7 +185,7 @@ class _Walk:
 
     def step(self, hit: torch.Tensor, token: torch.Tensor, predicts: torch.Tensor) -> None:
         """Accept the visited children of `hit`, pass on to the sibling elsewhere."""
-        active, child = self.active, self.child.clamp(0, self._nodes - 1)
+        active, child = self.active, self.child
         hit = active & hit
         _put(predicts, self.last, token, hit)
         self.accepted = self.accepted + hit
