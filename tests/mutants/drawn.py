@@ -117,7 +117,7 @@ MEANINGLESS = {
         "max",
     ),
     # Loops and branches that are run for no lane.
-    ("specdec_kernels/compat/sglang/kernel.py", "(visits > 0) & (tl.max(active.to(tl.int32), 0) > 0)", ">="),
+    ("specdec_kernels/compat/sglang/kernel.py", "& (tl.max(active.to(tl.int32), 0) > 0)", ">="),
     ("specdec_kernels/verify/kernel.py", "while (tl.max(looking.to(tl.int32), 0) > 0)", ">="),
     # What the programs of a team tell each other, and what they wait for: the interpreter runs one after the other.
     ("specdec_kernels/verify/kernel_tree.py", "place + 1, splits), word + 2", "0"),
@@ -132,7 +132,6 @@ MEANINGLESS = {
     # Which groups are gathered: rows of which they do not tell all are deferred.
     ("specdec_kernels/sampling/kernel_filter.py", "low = tl.min(tl.where(group < GROUPS, key_max", "max"),
     ("specdec_kernels/sampling/kernel_filter.py", "least = tl.min(", "max"),
-    ("specdec_kernels/sampling/kernel_filter.py", "SLOTS + 1", "0"),
     # A row that is not searched has no key between its bounds, or one.
     ("specdec_kernels/sampling/kernel_filter.py", " complete + 1))", "0"),
     # The conversion to signed words wraps on the CPU, as is written out for a GPU.
