@@ -112,8 +112,8 @@ def _neighbours(make: Maker, vocab: int, both: bool = False) -> dict[str, Any]:
     order = torch.rand(len(top_k), vocab, generator=make.generator).argsort(-1)
     bits = {2: torch.int16, 4: torch.int32}[make.dtype.itemsize]
     logits = (torch.ones(1, dtype=make.dtype).view(bits) + order.to(bits)).view(make.dtype).to(make.device)
-    sampling = _at_one(make, len(top_k), top_k=top_k)
-    return dict(logits=logits, sampling=sampling._replace(top_p=sampling.temperature - 1e-6) if both else sampling)
+    share = torch.full((len(top_k),), 1 - 1e-6, device=make.device)
+    return dict(logits=logits, sampling=_at_one(make, len(top_k), top_k=top_k, **(dict(top_p=share) if both else {})))
 
 
 def _filter_limits(make: Maker, vocab: int) -> dict[str, Any]:

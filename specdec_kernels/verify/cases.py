@@ -157,7 +157,7 @@ def _coarse(make: Maker, rule: str, batch: int, vocab: int = 5) -> dict[str, Any
     """Probabilities and judging uniforms of few bits: uniforms equal ratios, and p, q and what is left are often 0."""
     shape = (batch, 5) if rule in CHAIN_RULES else (batch, len(_PARENTS) + 2)
     draw = _drawn if rule in CHAIN_RULES else _drawn_tree
-    sizes = dict(num_nodes=shape[1]) if rule in CHAIN_RULES else {}
+    sizes: dict[str, Any] = dict(num_nodes=shape[1]) if rule in CHAIN_RULES else {}
     inputs = draw(make, rule, batch=batch, vocab=vocab, max_depth=3, probs=True, **sizes)
     share = torch.zeros(vocab, device=make.device)
     share[:4] = make.tensor([0.5, 0.25, 0.125, 0.125], torch.float32)
