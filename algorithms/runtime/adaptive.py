@@ -42,7 +42,7 @@ READ_EVERY = 4
 def step_sizes(num_nodes: int) -> tuple[int, ...]:
     """Nodes of a step, from the plain one on: 1, then powers of two up to `num_nodes`, which is the last."""
     powers = (1 << bit for bit in range(num_nodes.bit_length()))
-    return tuple(sorted({power for power in powers if power < num_nodes} | {1, num_nodes}))
+    return tuple(sorted({*powers, num_nodes}))
 
 
 @dataclass(frozen=True)

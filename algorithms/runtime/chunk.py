@@ -37,7 +37,7 @@ def tile_counts(most: int, dense: int | None = None) -> tuple[int, ...]:
     sizes = {step << bit for bit in range(most.bit_length()) for step in (1, 3)}
     if dense is not None:
         sizes |= {size for bit in range(most.bit_length()) for step in (5, 7) if (size := step << bit) > dense}
-    return tuple(sorted({size for size in sizes if size < most} | {most}))
+    return tuple(sorted({min(size, most) for size in sizes}))
 
 
 def chunk_fields(size: int, tile: int, max_pages: int) -> Fields:

@@ -12,9 +12,12 @@ import torch
 from algorithms.dflash import DFlash
 from algorithms.registry import algorithms_in, available
 from algorithms.runtime import step
+from algorithms.runtime.chunk import tile_counts
+from algorithms.runtime.engine import default_tile
 from algorithms.runtime.models.decoder import Decoder
 from algorithms.runtime.models.loading import Target
 from algorithms.runtime.request import EngineError
+from algorithms.runtime.sampling_params import SamplingNeeds
 from algorithms.runtime.session import StepReport
 from tests.algorithms.toy import (
     CONFIG,
@@ -36,6 +39,65 @@ from tests.algorithms.toy import (
 from tests.exact_products import add_products_in_order
 
 TARGET = random_target()
+
+
+def test_tiles_are_as_narrow_as_the_matrix_unit_lets_them() -> None:
+    for heads, keys, tile in ((32, 8, 16), (9, 3, 32), (4, 2, 32), (8, 8, 64), (64, 1, 16)):
+        config = replace(TARGET.config, num_heads=heads, num_kv_heads=keys)
+        assert default_tile(config, torch.device("cuda")) == tile
+        assert default_tile(config, torch.device("cpu")) == 64
+
+
+def test_a_chunk_holds_a_token() -> None:
+    with pytest.raises(EngineError, match="prefill_chunk and prefill_tile: expected at least 1, got 0"):
+        engine_of(autoregressive(TARGET), Setup(prefill_chunk=0), TARGET)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes", "tile"),
+    [
+        (dict(), (1, 2, 3, 4, 6, 8, 12), 16),  # three rows of four tiles
+        (dict(max_length=63), (1, 2, 3, 4, 6, 8, 12), 16),
+        (dict(max_length=65), (1, 2, 3, 4, 6, 8, 12, 15), 16),
+        (dict(prefill_chunk=40), (1, 2), 16),
+        (dict(prefill_chunk=12), (1,), 12),
+        (dict(prefill_tile=64), (1, 2, 3), 64),
+        (dict(prefill_tile=3, max_batch=9), tile_counts(9 * 22, dense=85), 3),
+    ],
+)
+def test_a_chunk_between_steps_is_no_larger_than_all_rows(changes: dict, sizes: tuple[int, ...], tile: int) -> None:
+    chunks = engine_of(autoregressive(TARGET), Setup(**changes), TARGET).prefiller.chunks
+    assert (tuple(chunk.size for chunk in chunks), {chunk.tile for chunk in chunks}) == (sizes, {tile})
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes", "tile"),
+    [
+        (dict(max_batch=9), (4, 6, 8, 12, 16, 24), 16),  # of 64 to 384 tokens
+        (dict(max_batch=9, prefill_chunk=200), (4, 6, 8, 12), 16),
+        (dict(prefill_chunk=48), (3,), 16),
+        (dict(prefill_chunk=12), (1,), 12),
+        (dict(max_batch=9, prefill_tile=64), (1, 2, 3, 4, 6), 64),
+    ],
+)
+def test_a_chunk_in_a_step_has_room_for_some_prompts(changes: dict, sizes: tuple[int, ...], tile: int) -> None:
+    setup = Setup(**({"graph": "step"} | changes))
+    engine = engine_of(autoregressive(TARGET), setup, TARGET)
+    chunks = engine.runner.riding(SamplingNeeds(), setup.max_batch)
+    assert (tuple(chunk.size for chunk in chunks), {chunk.tile for chunk in chunks}) == (sizes, {tile})
+
+
+@pytest.mark.parametrize(("longest", "tile"), [(512, 16), (513, 32)])
+def test_tiles_are_half_as_wide_where_requests_are_short(
+    monkeypatch: pytest.MonkeyPatch, longest: int, tile: int
+) -> None:
+    """On a GPU, where tiles are as narrow as the matrix unit lets them."""
+    monkeypatch.setattr("algorithms.runtime.engine._narrow", lambda *_: 16)
+    monkeypatch.setattr("algorithms.runtime.engine.default_tile", lambda *_: 32)
+    target = random_target()
+    target = replace(target, config=replace(target.config, max_position_embeddings=1024))
+    chunks = engine_of(autoregressive(target), Setup(max_length=longest, prefill_tile=None), target).prefiller.chunks
+    assert {chunk.tile for chunk in chunks} == {tile}
 
 
 def test_requests_wait_for_pages() -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -15,14 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from algorithms.ngram import NGram
 from algorithms.runtime.algorithm import Batch, DraftTree
 from algorithms.runtime.batch import BatchState
-from algorithms.runtime.chunk import Chunk, tile_counts
-from algorithms.runtime.engine import default_tile
+from algorithms.runtime.chunk import Chunk
 from algorithms.runtime.prefill import Prefiller
-from algorithms.runtime.request import EngineError
 from algorithms.runtime.sampling_params import SamplingNeeds
 from algorithms.runtime.scheduler import ABORTED, Piece
 from algorithms.runtime.session import Session
-from algorithms.runtime.staging import NUM_BUFFERS, Staging
 from tests.algorithms.drafters import ALL_MAKERS, TARGET, hinted, load_random_drafters
 from tests.algorithms.test_graphs import FILTERED, STEPPED, HostReads
 from tests.algorithms.test_identity import reference
@@ -286,52 +281,3 @@ def test_when_a_step_is_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not session._reads_first()
         session._row_steps, session._readback.waited_ms = 10, 50.0
         assert not session._reads_first()
-
-
-def test_what_is_staged_arrives() -> None:
-    """Fields of any dtype and shape, side by side; a buffer that is on its way is not the one that is written."""
-    fields = {"a": ((3,), torch.int32), "none": ((0, 4), torch.int64), "b": ((2, 5), torch.int64)}
-    staging = Staging(fields, torch.device("cpu"))
-    written = []
-    for turn in range(NUM_BUFFERS + 1):
-        arrays = staging.arrays()
-        written.append(arrays["a"])
-        arrays["a"][:], arrays["b"][:] = turn, np.arange(10).reshape(2, 5) - turn
-        staging.send()
-        assert staging.tensors["a"].tolist() == [turn] * 3
-        assert torch.equal(staging.tensors["b"], torch.arange(10).view(2, 5) - turn)
-    assert len({id(array) for array in written}) == NUM_BUFFERS
-    for name, (shape, dtype) in fields.items():
-        tensor = staging.tensors[name]
-        assert (tensor.shape, tensor.dtype) == (shape, dtype) and tensor.storage_offset() * dtype.itemsize % 128 == 0
-
-
-def test_padding_holds_nothing_of_an_earlier_chunk() -> None:
-    engine = engine_of(autoregressive(TARGET), Setup(prefill_chunk=16, prefill_tile=4), TARGET)
-    engine.generate(requests(8, 2))
-    spare = engine.parts.state.spare_row
-    for chunk in engine.prefiller.chunks:
-        for _ in range(NUM_BUFFERS):
-            chunk.send(())
-            sent = chunk.sent
-            assert not any(bool(sent[name].any()) for name in ("counts", "prompt_counts", "tokens", "prompt_last"))
-            assert bool((sent["rows"] == spare).all() and (sent["prompt_rows"] == spare).all())
-
-
-def test_sizes_of_a_forward() -> None:
-    assert tile_counts(1) == (1,)
-    assert tile_counts(5) == (1, 2, 3, 4, 5)
-    assert tile_counts(32) == (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-    assert tile_counts(32, dense=8) == (1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32)
-
-
-def test_tiles_are_as_narrow_as_the_matrix_unit_lets_them() -> None:
-    for heads, keys, tile in ((32, 8, 16), (9, 3, 32), (4, 2, 32), (8, 8, 64), (64, 1, 16)):
-        config = dataclasses.replace(TARGET.config, num_heads=heads, num_kv_heads=keys)
-        assert default_tile(config, torch.device("cuda")) == tile
-        assert default_tile(config, torch.device("cpu")) == 64
-
-
-def test_a_chunk_holds_a_token() -> None:
-    with pytest.raises(EngineError, match="prefill_chunk and prefill_tile: expected at least 1, got 0"):
-        engine_of(autoregressive(TARGET), Setup(prefill_chunk=0), TARGET)

@@ -203,8 +203,10 @@ def tests_of(path: Path) -> tuple[str, ...]:
         return _own_first(path, (*_MODELS, f"{_ALGORITHMS}test_drafters.py"))
     if "backends" in path.parts:
         return ("tests/runtime/test_backends.py", "tests/runtime/test_paged_mixer.py", f"{_ALGORITHMS}test_engine.py")
+    own = [f"{folder}test_{path.stem}.py" for folder in ("tests/runtime/", _ALGORITHMS)]
     nearest = [f"{_ALGORITHMS}test_{name}.py" for name in _NEAREST.get(path.stem, ())]
-    return (*_own_first(path, tuple(dict.fromkeys((*nearest, *_ENGINE)))), _UNSTEADY)
+    there = [file for file in own if (ROOT / file).is_file()]
+    return (*dict.fromkeys((*there, *nearest, *_ENGINE)), _UNSTEADY)
 
 
 def _own_first(path: Path, tests: tuple[str, ...]) -> tuple[str, ...]:

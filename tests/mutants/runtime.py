@@ -143,7 +143,7 @@ MUTANTS = (
         "algorithms/runtime/chunk.py",
         "            arrays[name].fill(0)\n",
         "            arrays[name][:1].fill(0)\n",
-        ("tests/algorithms/test_prefill.py::test_padding_holds_nothing_of_an_earlier_chunk",),
+        ("tests/runtime/test_chunk.py::test_padding_holds_nothing_of_an_earlier_chunk",),
         "tiles of padding that hold what an earlier chunk sent",
     ),
     Mutant(
