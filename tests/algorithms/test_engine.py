@@ -13,7 +13,7 @@ from algorithms.dflash import DFlash
 from algorithms.registry import algorithms_in, available
 from algorithms.runtime import step
 from algorithms.runtime.chunk import tile_counts
-from algorithms.runtime.engine import default_tile
+from algorithms.runtime.engine import default_ahead, default_tile
 from algorithms.runtime.models.decoder import Decoder
 from algorithms.runtime.models.loading import Target
 from algorithms.runtime.request import EngineError
@@ -62,6 +62,7 @@ def test_a_chunk_holds_a_token() -> None:
         (dict(prefill_chunk=40), (1, 2), 16),
         (dict(prefill_chunk=12), (1,), 12),
         (dict(prefill_tile=64), (1, 2, 3), 64),
+        (dict(prefill_tile=None), (1, 2, 3), 64),
         (dict(prefill_tile=3, max_batch=9), tile_counts(9 * 22, dense=85), 3),
     ],
 )
@@ -87,13 +88,19 @@ def test_a_chunk_in_a_step_has_room_for_some_prompts(changes: dict, sizes: tuple
     assert (tuple(chunk.size for chunk in chunks), {chunk.tile for chunk in chunks}) == (sizes, {tile})
 
 
+def test_prompts_that_are_prefilled_ahead() -> None:
+    """As many as may end in a step or two, four at least where there are so many rows."""
+    counts = {1: 1, 2: 2, 4: 4, 8: 4, 12: 6, 16: 8, 32: 8, 40: 10, 64: 16}
+    assert {rows: default_ahead(rows) for rows in counts} == counts
+
+
 @pytest.mark.parametrize(("longest", "tile"), [(512, 16), (513, 32)])
 def test_tiles_are_half_as_wide_where_requests_are_short(
     monkeypatch: pytest.MonkeyPatch, longest: int, tile: int
 ) -> None:
     """On a GPU, where tiles are as narrow as the matrix unit lets them."""
-    monkeypatch.setattr("algorithms.runtime.engine._narrow", lambda *_: 16)
-    monkeypatch.setattr("algorithms.runtime.engine.default_tile", lambda *_: 32)
+    monkeypatch.setattr("algorithms.runtime.engine._narrow", lambda config, device: 8 * config.num_kv_heads)
+    monkeypatch.setattr("algorithms.runtime.engine.default_tile", lambda config, device: 16 * config.num_kv_heads)
     target = random_target()
     target = replace(target, config=replace(target.config, max_position_embeddings=1024))
     chunks = engine_of(autoregressive(target), Setup(max_length=longest, prefill_tile=None), target).prefiller.chunks
