@@ -90,7 +90,7 @@ def test_a_chunk_in_a_step_has_room_for_some_prompts(changes: dict, sizes: tuple
 
 def test_prompts_that_are_prefilled_ahead() -> None:
     """As many as may end in a step or two, four at least where there are so many rows."""
-    counts = {1: 1, 2: 2, 4: 4, 8: 4, 12: 6, 16: 8, 32: 8, 40: 10, 64: 16}
+    counts = {1: 1, 2: 2, 4: 4, 8: 6, 12: 9, 16: 12, 32: 12, 64: 16}
     assert {rows: default_ahead(rows) for rows in counts} == counts
 
 
