@@ -74,8 +74,10 @@ def by_warps(entries, WARPS: tl.constexpr, VECTOR: tl.constexpr):
 
 @triton.jit
 def warp_sums(entries):
-    """[R, WARPS]: the sum of the entries [R, steps, WARPS, threads, vector] of each warp."""
-    return tl.sum(tl.sum(tl.sum(entries, 4), 1), 2)
+    """[R, 1, WARPS, 1, 1]: the sum of the entries [R, steps, WARPS, threads, vector] of each warp. It keeps its
+    dimensions, so that what is computed from it stays with the warp."""
+    of_threads = tl.sum(tl.sum(entries, 4, keep_dims=True), 1, keep_dims=True)
+    return tl.sum(of_threads, 3, keep_dims=True)
 
 
 @triton.jit

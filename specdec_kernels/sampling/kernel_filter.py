@@ -91,7 +91,7 @@ def _gather(
         tl.debug_barrier()
         # An id is read once for a slot, not once for each of its tokens.
         number = tl.arange(0, SLOTS)[None, :]
-        filled = in_row[:, None] & (number <= tl.max(slot, 1)[:, None])
+        filled = in_row[:, None] & (number < tl.sum(chosen.to(tl.int32), 1)[:, None])
         held = tl.load(ids_ptr + ids_row + number, mask=filled, other=GROUPS)
         column = held[:, :, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
         value = d.load_values(

@@ -69,6 +69,12 @@ def sample_groups(
 
 
 @triton.jit
+def _over_warps(of_warps):
+    """[R]: the sum of what `warp_sums` found."""
+    return tl.sum(tl.reshape(of_warps, (of_warps.shape[0], of_warps.shape[2])), 1)
+
+
+@triton.jit
 def guess_threshold(
     value, complete, reached, goal, everything, top, scale,
     SHIFT: tl.constexpr, PROBS: tl.constexpr, WARPS: tl.constexpr, VECTOR: tl.constexpr,
@@ -87,23 +93,23 @@ def guess_threshold(
     sampled = d.warp_sums(weight)
     below = everything - reached
     share = tl.minimum(tl.maximum((goal - reached) / tl.where(below > 0, below, 1.0), 0.0), 1.0)
+    share = share[:, None, None, None, None]
     # By halves of an interval of the weight's logarithm, because floats have as many keys near zero as elsewhere.
-    high = tl.log2(tl.maximum(d.weigh(limit, top, scale, PROBS), 1e-30))[:, None] + tl.zeros_like(sampled)
+    high = tl.log2(tl.maximum(d.weigh(limit, top, scale, PROBS), 1e-30))
+    high = high[:, None, None, None, None] + tl.zeros_like(sampled)
     low = high - 32.0
     for _ in range(_HALVINGS):
         middle = (low + high) * 0.5
-        over = weight > tl.exp2(middle)[:, None, :, None, None]
-        above = d.warp_sums(tl.where(over, weight, 0.0))
-        high = tl.where(above < share[:, None] * sampled, middle, high)
-        low = tl.where(above < share[:, None] * sampled, low, middle)
-    # The least positive number leaves the first guess of a sample without weight as it is.
+        above = d.warp_sums(tl.where(weight > tl.exp2(middle), weight, 0.0))
+        low, high = tl.where(above < share * sampled, low, middle), tl.where(above < share * sampled, middle, high)
+    # Some trust in every warp leaves the first guess of a sample without weight as it is.
     trust = tl.maximum(sampled, 1e-30)
-    guess = tl.sum(high * trust, 1) / tl.sum(trust, 1)
-    center, share = tl.exp2(guess)[:, None, None, None, None], share[:, None, None, None, None]
+    guess = _over_warps(high * trust) / _over_warps(trust)
+    center = tl.exp2(guess)[:, None, None, None, None]
     off = tl.where(weight > center, 1.0 - share, share) * weight
     near = (weight > 0.78 * center) & (weight < 1.28 * center)
-    density = tl.sum(d.warp_sums(tl.where(near, weight, 0.0)), 1) * 2.0  # a natural unit of the logarithm
-    spread = tl.sqrt(tl.sum(d.warp_sums(off * off), 1))
+    density = _over_warps(d.warp_sums(tl.where(near, weight, 0.0))) * 2.0  # a natural unit of the logarithm
+    spread = tl.sqrt(_over_warps(d.warp_sums(off * off)))
     spread = tl.where(density > 0, spread / tl.where(density > 0, density, 1.0), 2.0)
     return guess, tl.minimum(tl.maximum(spread, 1e-4), 2.0)
 
@@ -179,7 +185,7 @@ def _store_above(
         kind += over.to(tl.int32)
         place = ((edge * rows + row).to(tl.int64) * CHUNKS + chunk)[:, None] * WARPS + warp
         part = d.warp_sums(d.by_warps(tl.where(over, weight, 0.0), WARPS, VECTOR))
-        tl.store(parts_ptr + place, part, mask=asks[:, None])
+        tl.store(parts_ptr + place, tl.reshape(part, place.shape), mask=asks[:, None])
     return kind
 
 
@@ -221,8 +227,8 @@ def _list_kernel(
         bits = tl.where(inside, kind, 0) * _COUNT_BITS
         one = inside.to(tl.int32) << bits
         place = row * CHUNKS + chunk
-        countable = tl.sum(d.warp_sums(d.by_warps(inside.to(tl.int32), WARPS, VECTOR)), 1) <= _MOST
-        counts = tl.sum(d.warp_sums(d.by_warps(one, WARPS, VECTOR)), 1)
+        countable = _over_warps(d.warp_sums(d.by_warps(inside.to(tl.int32), WARPS, VECTOR))) <= _MOST
+        counts = _over_warps(d.warp_sums(d.by_warps(one, WARPS, VECTOR)))
         tl.store(counts_ptr + place, tl.where(countable, counts, -1), mask=asks)
         rank = (tl.cumsum(one, 1) >> bits) & _MOST
         slot = bits // _COUNT_BITS * KEEP + rank - 1
