@@ -184,12 +184,11 @@ class Mixed(Algorithm):
 
 
 def _confidence(tree: DraftTree) -> Tensor:
-    """[B, N] float32. A drafter that does not say is taken to be half as sure with each draft."""
+    """[B, N] float32, any number for nodes that are not used. A drafter that does not say is taken to be half as sure
+    with each draft."""
     if tree.confidence is not None:
         return tree.confidence
-    sure = 0.5 ** tree.links.depth.float()
-    sure[:, 1:] = sure[:, 1:].where(tree.links.depth[:, 1:] > 0, 0.0)
-    return sure
+    return 0.5 ** tree.links.depth.float()
 
 
 def _parts(config: Mixed.Config) -> list[Part]:

@@ -113,7 +113,7 @@ class TreeDrafter:
         windows."""
         topk, rows = self.shape.topk, len(batch.lengths)
         slots = torch.arange(self.base + (level + 1) * topk, device=batch.lengths.device, dtype=torch.int32)
-        by_slot = torch.where(slots < self.base, slots, self.base + (slots - self.base) // topk)
+        by_slot = self.base + (slots - self.base) // topk  # one less for node 0, whose slot is in front of the first
         return by_slot.repeat(rows, 1), by_slot.new_full((rows, topk), self.base + level)
 
     def _to_target(self, ids: Tensor) -> Tensor:

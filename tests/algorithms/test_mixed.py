@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import specdec_kernels as kernels
 from algorithms.mixed import Mixed
 from algorithms.runtime.algorithm import DraftTree
 from tests.algorithms.drafters import TARGET, load_random_drafters, mixed
+from tests.algorithms.toy import Setup, engine_of
 
 LENGTHS = torch.tensor([7, 0, 12])
 ROOT = torch.tensor([3, 1, 4])
@@ -120,3 +123,37 @@ def test_whose_drafter_is_asked_for() -> None:
         Mixed.drafter_for(Mixed.Config(**two))
     two["second"]["draft_path"] = "folder"
     assert Mixed.drafter_for(Mixed.Config(**two)) == "eagle3"
+
+
+def test_a_smaller_tree_is_asked_of_a_drafter_that_has_more_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And only of such a one: `propose_few` is made for fewer nodes than the algorithm's own."""
+    load_random_drafters(monkeypatch)
+    algorithm = mixed({"name": "suffix", "num_nodes": 5}, {"name": "dflash", "block_size": 4})
+    assert isinstance(algorithm, Mixed)
+    algorithm.attach(engine_of(algorithm, Setup(), TARGET).parts.resources)
+    asked: list[tuple[str, int]] = []
+    for part in algorithm._parts:
+        monkeypatch.setattr(part, "propose", lambda _, part=part: asked.append((part.name, part.num_nodes)) or tree)
+        monkeypatch.setattr(part, "propose_few", lambda _, few, part=part: asked.append((part.name, -few)) or tree)
+    tree = random_tree(4, 1)
+    batch: Any = SimpleNamespace(lengths=LENGTHS, last_tokens=ROOT)
+    for nodes in (3, 4, 5):
+        algorithm.propose_few(batch, nodes)
+    assert asked == [("suffix", -3), ("dflash", -3), ("suffix", -4), ("dflash", 4), ("suffix", 5), ("dflash", 4)]
+
+
+@pytest.mark.parametrize("first_is_larger", [False, True])
+def test_a_first_drafter_that_is_just_sure_enough_is_taken(
+    monkeypatch: pytest.MonkeyPatch, first_is_larger: bool
+) -> None:
+    """Row by row, at the threshold itself too; the smaller tree is filled up with unused nodes."""
+    load_random_drafters(monkeypatch)
+    algorithm = mixed({"name": "suffix", "num_nodes": 9}, {"name": "eagle3", "steps": 4}, "take")
+    assert isinstance(algorithm, Mixed)
+    engine_of(algorithm, Setup(), TARGET)
+    ours, theirs = random_tree(9 if first_is_larger else 5, 1), random_tree(5 if first_is_larger else 9, 2)
+    ours = replace(ours, strength=torch.tensor([2.0, 1.999, 2.001]))
+    batch: Any = SimpleNamespace(lengths=LENGTHS, last_tokens=ROOT)
+    joined = paths(*of_tree(algorithm._joined(batch, ours, theirs)))
+    expected = [paths(*of_tree(tree)) for tree in (ours, theirs)]
+    assert joined == [expected[0][0], expected[1][1], expected[0][2]]

@@ -75,7 +75,14 @@ def test_children_are_drawn_behind_their_parents(size: tuple[int, int, int]) -> 
     batch = SimpleNamespace(
         last_tokens=torch.tensor([4, 9, 17]), lengths=torch.tensor([5, 6, 7]), sampling=sampled(rows)
     )
-    draft = tree.grow(batch, table[batch.last_tokens], lambda _, tokens, parents: table[tokens])  # type: ignore
+    levels: list[int] = []
+
+    def run(level: int, tokens: Tensor, parents: Tensor) -> Tensor:
+        levels.append(level)
+        return table[tokens]
+
+    draft = tree.grow(batch, table[batch.last_tokens], run)  # type: ignore[arg-type]
+    assert levels == list(range(shape.max_depth - 1))
     assert draft.draft_probs is not None
     index = draft.draft_rows if draft.draft_rows is not None else torch.arange(size[2] - 1).expand(rows, -1)
     for row in range(rows):
@@ -121,3 +128,13 @@ def test_ids_of_the_drafter_become_those_of_the_target() -> None:
     assert bool((draft.tokens[0, 1:] % 2 == 0).all()) and bool((torch.cat(asked) % 2 == 0).all())
     assert draft.draft_probs is not None and draft.draft_probs.shape[2] == VOCAB
     assert not bool(draft.draft_probs[..., 1::2].any()) and not bool(draft.draft_probs[..., 20:].any())
+
+
+def test_siblings_may_be_more_than_there_are_tokens() -> None:
+    """Independent draws repeat tokens."""
+    tree = DrawnTree(DrawnShape.of(TreeShape(1, 4, 5)), resources(2), True, width=4)
+    batch = SimpleNamespace(last_tokens=torch.tensor([1, 2]), lengths=torch.tensor([5, 6]), sampling=sampled(2))
+    batch.sampling.temperature[1] = 0.0
+    logits = torch.tensor([[0.0, 1.0, 0.5], [0.0, 1.0, 0.5]])
+    draft = tree.grow(batch, logits, lambda *_: logits)  # type: ignore[arg-type]
+    assert bool(((draft.tokens >= 0) & (draft.tokens < 3)).all()) and draft.tokens[1, 1:4].tolist() == [1, 2, 0]

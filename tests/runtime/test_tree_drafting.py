@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from algorithms.runtime import tree_drafting
+from algorithms.runtime.drawing import DrawnShape
+from algorithms.runtime.drawn_tree import DrawnTree
 from algorithms.runtime.tree_drafting import TreeDrafter, grow_tree, level_masks
 from algorithms.runtime.tree_shape import TreeShape
+from specdec_kernels import SamplingTensors
 
 VOCAB, LAST = 19, [4, 9]
 TABLE = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(3)) * 2
@@ -33,9 +36,12 @@ def drafter(shape: TreeShape, base: int = 0, confidence: bool = False, **changes
 class Planned:
     """Stands for the mixers of levels: records what was planned and which of them were used."""
 
+    latest: Planned
+
     def __init__(self, batch: Any, cache: Any, resources: Any, count: int, *sizes: int, **tensors: Any) -> None:
         self.count, self.sizes, self.tensors = count, sizes, tensors
         self.used: list[int] = []
+        Planned.latest = self
 
     def __getitem__(self, level: int) -> str:
         assert 0 <= level < self.count, f"forward {level} of {self.count}"
@@ -91,14 +97,20 @@ def test_a_tree_runs_its_frontier_level_by_level(monkeypatch: pytest.MonkeyPatch
     """Against lists: the best products along the paths are run, and the best of all offered are kept."""
     monkeypatch.setattr(tree_drafting, "PagedLevels", Planned)
     shape = TreeShape(3, 3, 9)
-    ran: list[tuple[Tensor, str]] = []
+    ran: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def run(tokens: Tensor, parents: Tensor | None, mixer: Any) -> Tensor:
-        ran.append((tokens, mixer))
+        assert parents is not None and mixer == f"mixer {len(ran)}"
+        ran.append((tokens, parents, Planned.latest.tensors["masks"][len(ran)]))
         return TABLE[tokens]
 
     draft = drafter(shape, base).tree(batch(), TABLE[LAST], run)
-    assert [mixer for _, mixer in ran] == ["mixer 0", "mixer 1"]
+    stored = 1 if base else 0
+    own = [1 << base + column for column in range(3)]
+    assert ran[0][2][:, :, 0].tolist() == [[stored | bit for bit in own]] * 2
+    for row, above in enumerate(ran[1][1].tolist()):
+        seen = [stored | own[parent] | bit << 3 for parent, bit in zip(above, own, strict=True)]
+        assert ran[1][2][row, :, 0].tolist() == seen
     for row, last in enumerate(LAST):
         frontier: list[tuple[float, tuple[int, ...]]] = [(1.0, (last,))]
         offered: list[tuple[float, tuple[int, ...]]] = []
@@ -163,3 +175,30 @@ def test_a_tree_may_have_one_level() -> None:
     assert [set(row) for row in draft.tokens[:, 1:].tolist()] == [
         set(row) for row in TABLE[LAST].topk(3).indices.tolist()
     ]
+
+
+@pytest.mark.parametrize("base", [0, 1])
+@pytest.mark.parametrize("size", [(4, 1, 5), (3, 2, 9)], ids=["chain", "tree"])
+def test_what_is_drawn_runs_in_the_same_places(
+    monkeypatch: pytest.MonkeyPatch, size: tuple[int, int, int], base: int
+) -> None:
+    monkeypatch.setattr(tree_drafting, "PagedLevels", Planned)
+    shape, rows = TreeShape(*size), batch()
+    target = SimpleNamespace(config=SimpleNamespace(vocab_size=VOCAB))
+    device = torch.device("cpu")
+    resources: Any = SimpleNamespace(target=target, impl="reference", max_batch=2, device=device)
+    drawn = DrawnTree(DrawnShape.of(shape), resources, True, width=shape.topk, base=base)
+    rows.sampling = SamplingTensors(torch.ones(2), seeds=torch.arange(2))
+    made, ran = drafter(shape, base, drawn=drawn), list[tuple[str, bool]]()
+
+    def run(tokens: Tensor, parents: Tensor | None, mixer: Any) -> Tensor:
+        assert tokens.shape == (2, shape.topk)
+        assert parents is None or int(parents.max()) < shape.topk
+        ran.append((mixer, parents is None))
+        return TABLE[tokens]
+
+    draft = (made.chain if shape.chain else made.tree)(rows, TABLE[LAST], run)
+    first = base if shape.chain else 0
+    assert ran == [(f"mixer {first + level}", shape.chain) for level in range(len(drawn.levels) - 1)]
+    assert draft.tokens[:, 0].tolist() == LAST and draft.draft_probs is not None
+    assert made.limited(2) is made, "what is drawn keeps its shape"
