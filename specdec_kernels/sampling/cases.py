@@ -105,11 +105,11 @@ def _filtered_ties(make: Maker, rows: int, vocab: int) -> dict[str, Any]:
     return inputs | dict(sampling=sampling, positions=make.integers(0, 99, rows))
 
 
-def _neighbours(make: Maker, vocab: int, both: bool = False) -> dict[str, Any]:
+def _neighbours(make: Maker, vocab: int, equal: int = 1, both: bool = False) -> dict[str, Any]:
     """Logits without a number of their type between them: a threshold that is off by one keeps a token too many or too
-    few. `both`: with a top-p that needs every token which top-k leaves."""
+    few. `equal`: tokens that share a logit. `both`: with a top-p that needs every token which top-k leaves."""
     top_k = make.tensor([1, 2, 3, 5, 9, 16, 17, 33, 64, 65, vocab // 2, vocab - 1], torch.int32)
-    order = torch.rand(len(top_k), vocab, generator=make.generator).argsort(-1)
+    order = torch.rand(len(top_k), vocab, generator=make.generator).argsort(-1) // equal
     bits = {2: torch.int16, 4: torch.int32}[make.dtype.itemsize]
     logits = (torch.ones(1, dtype=make.dtype).view(bits) + order.to(bits)).view(make.dtype).to(make.device)
     share = torch.full((len(top_k),), 1 - 1e-6, device=make.device)
@@ -208,10 +208,11 @@ def _counts(make: Maker, batch: int, width: int, vocab: int) -> dict[str, Any]:
 
 
 def _forbidden(
-    make: Maker, batch: int, num_nodes: int, vocab: int, count: int, width: int, padded: int = 0
+    make: Maker, batch: int, num_nodes: int, vocab: int, count: int, width: int, padded: int = 0, longest: int = 8
 ) -> dict[str, Any]:
     """Texts of few distinct tokens, so that sequences of every length end in them; some begin before the text."""
-    lengths = make.integers(0, 9, batch)
+    lengths = make.integers(0, longest + 1, batch)
+    lengths[:1] = longest
     tree = build_tree(random_parents(make, batch, num_nodes, unused=True), lengths)
     words, column = make.integers(0, 2, batch, count, width), torch.arange(width, device=make.device)
     words[..., -1] = make.integers(-1, vocab + 1, batch, count)
@@ -282,6 +283,7 @@ CASES = (
     case_of("filtered_probs", _two_limits, "probs_two_limits", "min-p above the threshold", rows=16, vocab=1200),
     case_of("filtered_probs", _neighbours, "probs_neighbours", "a threshold off by one", vocab=100),
     case_of("filtered_probs", _neighbours, "probs_neighbours_tiles", "a threshold off by one", vocab=2049),
+    case_of("filtered_probs", _neighbours, "probs_neighbours_equal", "a top of equals", vocab=2049, equal=70),
     case_of("filtered_probs", _neighbours, "probs_neighbours_both", "the last token of both", vocab=2049, both=True),
     _pick_filtered("pick_filtered_padded", catches="tail of the last group", rows=5, vocab=600, padded=40),
     case_of("pick_tokens", _filtered_ties, "pick_filtered_ties", "ties at a threshold", rows=12, vocab=1025),
@@ -310,6 +312,7 @@ CASES = (
     _forbids("forbid_tokens", catches="until off by one", gate=True, batch=5, num_nodes=4, vocab=9, count=3, width=1),
     _forbids("forbid_words", catches="paths and text", gate=True, batch=6, num_nodes=9, vocab=40, count=30, width=5),
     _forbids("forbid_padded", catches="a padded row", batch=3, num_nodes=5, vocab=9, count=7, width=3, padded=7),
+    _forbids("forbid_full", catches="a full history", batch=6, num_nodes=9, vocab=9, count=9, width=3, longest=23),
     _forbids("forbid_bits", catches="the second mask word", batch=1, num_nodes=66, vocab=20, count=40, width=4),
     _forbids(
         "forbid_qwen", gate=True, bench=True, tags=_LARGE, batch=8, num_nodes=16, count=256, width=16, **_SHIPPED

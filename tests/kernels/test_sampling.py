@@ -45,6 +45,21 @@ def test_kernel_and_reference_share_one_random_stream(stream: int) -> None:
     assert torch.equal(out, philox_uniform(seeds, positions, stream))
 
 
+@triton.jit
+def _next_below_kernel(values, out, SIZE: tl.constexpr):
+    lane = tl.arange(0, SIZE)
+    tl.store(out + lane, device.next_below(tl.load(values + lane)))
+
+
+def test_the_next_float_below() -> None:
+    """Zeros of both signs are one value, and the next one below it is the largest negative one."""
+    largest = torch.finfo(torch.float32).max
+    values = torch.tensor([1.0, -1.0, 2.0**-149, 0.0, -0.0, -(2.0**-149), largest, 2.0], device=DEVICE)
+    out = torch.empty_like(values)
+    _next_below_kernel[(1,)](values, out, 8)
+    assert torch.equal(out, torch.nextafter(values + 0.0, torch.full_like(values, -torch.inf)))
+
+
 def test_streams_of_random_numbers_are_disjoint() -> None:
     """Two uses that share a stream would be correlated wherever their keys meet, which few distributions show."""
     streams = [TARGET_STREAM, DRAFT_STREAM, ACCEPT_STREAM, RECOVER_STREAM, BONUS_STREAM]

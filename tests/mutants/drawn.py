@@ -42,8 +42,8 @@ _FAMILY_TESTS = {
     "verify": ("test_verify", "test_rejection_distribution", "test_target_only_distribution", "test_tree_distribution"),
 }  # fmt: skip
 """Test files of a family where they are not `test_FAMILY`."""
-_USERS = {"all_reduce": ("projection",)}
-"""Families whose cases run what no case of its own family does."""
+_USERS = {"all_reduce": ("projection",), "sampling.device": ("tree", "verify")}
+"""Families whose cases run what no case of a file's own family does."""
 _FILE_TESTS = {
     "algorithms/registry.py": ("tests/algorithms/test_plugin.py",),
     "algorithms/runtime/backends/packages.py": ("tests/runtime/test_packages.py", "tests/runtime/test_backends.py"),
@@ -132,8 +132,14 @@ MEANINGLESS = {
     # Which groups are gathered: rows of which they do not tell all are deferred.
     ("specdec_kernels/sampling/kernel_filter.py", "low = tl.min(tl.where(group < GROUPS, key_max", "max"),
     ("specdec_kernels/sampling/kernel_filter.py", "least = tl.min(", "max"),
-    # A row that is not searched has no key between its bounds, or one.
+    # A row that is not searched has no key between its bounds, or one; a wider bracket holds the same threshold.
     ("specdec_kernels/sampling/kernel_filter.py", " complete + 1))", "0"),
+    ("specdec_kernels/sampling/kernel_nucleus.py", " bottom + 1)", "0"),
+    ("specdec_kernels/sampling/kernel_nucleus.py", "tl.where(by_mass, high, low + 1)", "0"),
+    ("specdec_kernels/sampling/kernel_nucleus.py", "tl.where(fits, high_key, low_key + 1)", "0"),
+    ("specdec_kernels/sampling/kernel_nucleus.py", "tl.minimum(high, top)", "maximum"),
+    ("specdec_kernels/sampling/kernel_nucleus.py", "high = tl.min(", "max"),
+    ("specdec_kernels/verify/kernel_tree.py", "candidate = end - 1", "0"),  # node 0 is a child of none
     # The conversion to signed words wraps on the CPU, as is written out for a GPU.
     ("specdec_kernels/compat/sglang/reference.py", "low >= 1 << (bits - 1)", "0"),
     ("specdec_kernels/compat/sglang/reference.py", "low >= 1 << (bits - 1)", ">"),
@@ -196,7 +202,8 @@ def tests_of(path: Path) -> tuple[str, ...]:
         family = ".".join(path.parts[1:-1])
         files = [f"tests/kernels/{name}.py" for name in _FAMILY_TESTS.get(family, (f"test_{family}",))]
         files = [file for file in files if (ROOT / file).is_file()]
-        cases = [f"[{name}-" for name in (family, *_USERS.get(family, ()))] if family else ["parity"]
+        users = [*_USERS.get(family, ()), *_USERS.get(f"{family}.{path.stem}", ())]
+        cases = [f"[{name}-" for name in (family, *users)] if family else ["parity"]
         names = " or ".join([*cases, *(Path(file).stem for file in files)])
         return ("tests/kernels/test_parity.py", *files, "-k", names)
     if "models" in path.parts:
