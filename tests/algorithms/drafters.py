@@ -88,7 +88,6 @@ ALL_MAKERS = MAKERS | {
     "suffix": lambda: Suffix(Suffix.Config(num_nodes=9, texts=3), TARGET, None),
     "mixed_merge": lambda: mixed({"name": "suffix", "num_nodes": 5, "texts": 2}, {"name": "dflash", "block_size": 5}),
     "mixed_take": lambda: mixed({"name": "suffix", "num_nodes": 9}, {"name": "eagle3", "steps": 4}, "take"),
-    "mixed_lookup": lambda: mixed({"name": "suffix", "num_nodes": 5}, {"name": "ngram", "num_nodes": 6}),
     "suffix_own": lambda: Suffix(Suffix.Config(num_nodes=7, shared=False), TARGET, None),
 }
 

@@ -18,7 +18,6 @@ from algorithms.mixed import Mixed
 from algorithms.ngram import NGram
 from algorithms.runtime.algorithm import Resources
 from algorithms.runtime.cuda_graph import LEVELS, StepRunner, buckets
-from algorithms.runtime.lookup import Lookup
 from algorithms.runtime.sampling_params import SamplingNeeds
 from algorithms.runtime.step import PHASES, Step
 from algorithms.standalone import Standalone
@@ -173,17 +172,17 @@ class KernelSuffix(Suffix):
 
 
 class KernelMixed(Mixed):
-    """With the kernels of n-grams and suffixes, and of the union of two trees, whose reference is a walk on the host
-    too."""
+    """With the kernels of its first drafter, n-grams or suffixes, and of the union of two trees, whose reference is a
+    walk on the host too."""
 
     def attach(self, resources: Resources) -> None:
-        for part in self._parts:
-            part.attach(replace(resources, impl="triton") if isinstance(part, Lookup) else resources)
+        self._parts[0].attach(replace(resources, impl="triton"))
+        self._parts[1].attach(resources)
         self._impl, self._with_confidence = "triton", resources.confidence
 
 
-def kernel_mixed(mode: str, second: str = "eagle3") -> KernelMixed:
-    parts = {"first": {"name": "suffix", "num_nodes": 5, "window": 4, "texts": 1}, "second": {"name": second}}
+def kernel_mixed(mode: str) -> KernelMixed:
+    parts = {"first": {"name": "suffix", "num_nodes": 5, "window": 4, "texts": 1}, "second": {"name": "eagle3"}}
     return KernelMixed(KernelMixed.Config(**parts, mode=mode), TARGET, "random")
 
 
@@ -191,7 +190,6 @@ DRAWN_DFLASH = dflash.DFlash.Config(block_size=4, topk=2, num_nodes=8, draw="sam
 STEPPED = ALL_MAKERS | {
     "mixed_merge": lambda: kernel_mixed("merge"),
     "mixed_take": lambda: kernel_mixed("take"),
-    "mixed_lookup": lambda: kernel_mixed("merge", "ngram"),
     "ngram": lambda: KernelNGram(NGram.Config(num_nodes=9, texts=1, window=4), TARGET, None),
     "suffix": lambda: KernelSuffix(Suffix.Config(num_nodes=9, texts=1, window=4), TARGET, None),
     "suffix_own": lambda: KernelSuffix(Suffix.Config(num_nodes=5, shared=False, window=4), TARGET, None),

@@ -102,17 +102,17 @@ def test_kernels_in_the_engine(kind: str) -> None:
     assert max(got.completions[1].accepted_counts) >= 2
 
 
-def test_two_drafters_read_one_store() -> None:
+@pytest.mark.parametrize("graph", ["none", "step"])
+def test_two_drafters_read_one_store(graph: str) -> None:
     """Each token is written once, and each drafter drafts what it would have drafted alone."""
     asked = requests(5)
     parts = {"first": {"name": "suffix", "num_nodes": 8}, "second": {"name": "ngram", "num_nodes": 8}}
-    algorithm = mixed(**parts)
-    engine = engine_of(algorithm, Setup(max_batch=1), TARGET)
+    engine = engine_of(mixed(**parts), Setup(max_batch=1, graph=graph), TARGET)
     both = engine.generate(asked).completions
     (texts,) = engine.parts.resources.texts
     assert int(texts.store.clock) == len(asked)
     assert [c.token_ids for c in both] == written()
-    alone = [run(lookup(kind), asked, Setup(max_batch=1), TARGET).completions for kind in KINDS]
+    alone = [run(lookup(kind), asked, Setup(max_batch=1, graph=graph), TARGET).completions for kind in KINDS]
     for of_both, *of_parts in zip(both, *alone, strict=True):
         assert len(of_both.accepted_counts) <= min(len(part.accepted_counts) for part in of_parts)
 
@@ -127,8 +127,7 @@ def test_drafters_that_want_other_texts_have_stores_of_their_own() -> None:
     assert all(not texts_of(texts.store) for texts in engine.parts.resources.texts)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("graph", ["none", "step"])
+@pytest.mark.parametrize(("kind", "graph"), [("ngram", "step"), ("suffix", "none")])
 def test_own_texts_make_drafts_independent_of_other_requests(kind: str, graph: str) -> None:
     """Requests in other company, in other rows and behind others, one of them with a prompt of one token."""
     asked = requests(8, 12)

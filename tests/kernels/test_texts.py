@@ -346,19 +346,18 @@ def test_insertion_and_matching_are_a_few_launches_at_every_size(
     assert len(launched) == 4
 
 
-@pytest.mark.parametrize("copy", [1 << 12, 1 << 14])
-def test_4096_requests_fill_one_store(monkeypatch: pytest.MonkeyPatch, copy: int) -> None:
-    """Rows begin in every step, many more than texts are kept, others go on or idle: the kernels, in one program or in
-    several, hold what the definition holds, and find in it what the definition finds."""
+def test_4096_requests_fill_one_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows begin in every step, many more than texts are kept, others go on or idle: the kernels, in several programs,
+    hold what the definition holds, and find in it what the definition finds."""
     rows, length, kept = 4096, 12, 200
     history = torch.randint(1 << 20, (rows, length), generator=torch.Generator("cpu").manual_seed(3), device="cpu")
     history = history.to(DEVICE)
     history[:, 5:8] = history[0, 5:8]
     if DEVICE == "cpu":
-        monkeypatch.setitem(CONFIGS, "interpreter", replace(CONFIGS["interpreter"], copy=copy))
+        monkeypatch.setitem(CONFIGS, "interpreter", replace(CONFIGS["interpreter"], copy=1 << 12))
     stores = {impl: TextStore.create(rows, kept, length, DEVICE) for impl in IMPLS}
     number, done = torch.arange(rows), torch.zeros(rows, dtype=torch.int64)
-    for step in range(4):
+    for step in range(3):
         counts = ((number * 7 + step) % 5).int()
         done = torch.where((number + step) % 3 == 0, 0, done)
         order = number.roll(step * 100)

@@ -35,7 +35,7 @@ MUTANTS = (
         _INSERTION,
         "begun += tl.sum(begins.to(tl.int64), 0)\n    tl.debug_barrier()",
         "begun = clock\n    tl.debug_barrier()",
-        (f"{_TESTS}::test_4096_requests_fill_one_store[16384]",),
+        (f"{_TESTS}::test_4096_requests_fill_one_store",),
         "of more requests than one block holds, some exchange with the queue of others",
     ),
     Mutant(
@@ -107,7 +107,7 @@ MUTANTS = (
         "algorithms/runtime/parts.py",
         "            texts.observe(seen)\n",
         "            pass\n",
-        (f"{_ENGINE_TESTS}::test_two_drafters_read_one_store",),
+        (f"{_ENGINE_TESTS}::test_two_drafters_read_one_store[none]",),
         "drafters look up in an empty store",
     ),
     Mutant(
@@ -123,7 +123,7 @@ MUTANTS = (
         "algorithms/runtime/texts.py",
         "            if texts.wanted == (kept, tuple(corpus)):\n                return texts\n",
         "            pass\n",
-        (f"{_ENGINE_TESTS}::test_two_drafters_read_one_store",),
+        (f"{_ENGINE_TESTS}::test_two_drafters_read_one_store[none]",),
         "two drafters store every text twice",
     ),
 )
