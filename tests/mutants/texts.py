@@ -26,7 +26,7 @@ MUTANTS = (
         "every_row_takes_the_same_text",
         _INSERTION,
         "number = begun + tl.cumsum(begins.to(tl.int64), 0) - 1\n        text = tl.load(queue_ptr",
-        "number = begun\n        text = tl.load(queue_ptr",
+        "number = begun + begins.to(tl.int64) * 0\n        text = tl.load(queue_ptr",
         _case("insert_new", "insert_all_new"),
         "requests that begin together write into one text",
     ),
