@@ -38,6 +38,12 @@ def received(words_ptr, call, inside):
     return word.to(tl.int32)
 
 
+@triton.jit
+def _even(number, D: tl.constexpr):
+    """`number`, even where D is, in a form that shows it: two words are then written and read at a time."""
+    return number // 2 * 2 if D % 2 == 0 else number
+
+
 @triton.jit(do_not_specialize=["num_parts", "rows", "first_word", "first_counter", "capacity"])
 def _all_reduce_kernel(
     parts_ptr,  # [num_parts, rows, D] float32
@@ -62,7 +68,8 @@ def _all_reduce_kernel(
     dims = tl.arange(0, BLOCK_D)
     inside = dims < D
     weight = tl.load(weight_ptr + dims, mask=inside, other=0.0)
-    own_ptr = memory_ptr + tl.load(offsets_ptr + RANK)
+    own_ptr = memory_ptr + _even(tl.load(offsets_ptr + RANK), D)
+    first_word = _even(first_word, D)
     let_next_kernel_start(OVERLAP)
     wait_for_kernel_ahead(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
@@ -76,7 +83,7 @@ def _all_reduce_kernel(
     for other in tl.static_range(RANKS):
         if other != RANK:
             place = first_word + (RANK * capacity + row) * D + dims
-            tl.store(memory_ptr + tl.load(offsets_ptr + other) + place, word, mask=inside)
+            tl.store(memory_ptr + _even(tl.load(offsets_ptr + other), D) + place, word, mask=inside)
     total = tl.zeros([BLOCK_D], tl.float32)
     for rank in tl.static_range(RANKS):
         if rank == RANK:

@@ -23,7 +23,7 @@ class Exchange(NamedTuple):
 
     A word holds a float32 in its low half and the number of the call in its high half. It is written as a whole, so the
     number tells the reader that the float is there. `offsets` [ranks] int64 leads from `memory`, this rank's, to the
-    memory of every rank, in words. In tests one tensor holds the memory of all ranks.
+    memory of every rank, in words, an even number of them. In tests one tensor holds the memory of all ranks.
     """
 
     memory: torch.Tensor  # [words] int64
