@@ -67,9 +67,14 @@ def load_values(values_ptr, row, column, row_stride, live):
 @triton.jit
 def by_warps(entries, WARPS: tl.constexpr, VECTOR: tl.constexpr):
     """`entries` [R, E] as [R, steps, WARPS, threads, VECTOR], which is how a load of vectors spreads them, so that what
-    is computed of a warp's own entries waits for no other warp."""
+    is computed of a warp's own entries waits for no other warp. Where there are too few they are the VECTOR of one."""
+    R: tl.constexpr = entries.shape[0]
     STEPS: tl.constexpr = entries.shape[1] // (WARPS * _THREADS * VECTOR)
-    return tl.reshape(entries, (entries.shape[0], STEPS, WARPS, _THREADS, VECTOR))
+    if STEPS > 0:
+        of_warps = tl.reshape(entries, (R, STEPS, WARPS, _THREADS, VECTOR))
+    else:
+        of_warps = tl.reshape(entries, (R, 1, 1, 1, entries.shape[1]))
+    return of_warps
 
 
 @triton.jit
@@ -78,6 +83,19 @@ def warp_sums(entries):
     dimensions, so that what is computed from it stays with the warp."""
     of_threads = tl.sum(tl.sum(entries, 4, keep_dims=True), 1, keep_dims=True)
     return tl.sum(of_threads, 3, keep_dims=True)
+
+
+@triton.jit
+def sum_of_all(entries):
+    """[R]: the sum of the entries [R, steps, warps, threads, vector]."""
+    of_warps = warp_sums(entries)
+    return tl.sum(tl.reshape(of_warps, (of_warps.shape[0], of_warps.shape[2])), 1)
+
+
+@triton.jit
+def spread_rows(of_rows):
+    """[R] as [R, 1, 1, 1, 1]."""
+    return of_rows[:, None, None, None, None]
 
 
 @triton.jit
@@ -157,15 +175,24 @@ def row_uniform(seeds_ptr, positions_ptr, uniforms_ptr, row, request, in_row, ST
 
 
 @triton.jit
-def kth_key(key, wanted, low, high):
-    """[R]: the largest key in [low, high) that `wanted` [R] entries of `key` [R, E] reach.
+def count_from(value, limit):
+    """[R]: how many entries of `value` [R, steps, warps, threads, vector] are at least `limit` [R]. A thread counts in
+    float32, which takes half the instructions, and exactly up to 2^24."""
+    over = (value >= spread_rows(limit)).to(tl.float32)
+    of_threads = tl.sum(tl.sum(over, 4, keep_dims=True), 1, keep_dims=True)
+    return sum_of_all(of_threads.to(tl.int32))
+
+
+@triton.jit
+def kth_key(value, wanted, low, high, SHIFT: tl.constexpr):
+    """[R]: the largest key in [low, high) that `wanted` [R] of `value` [R, steps, warps, threads, vector] reach.
 
     `low` is taken as reached and `high` as not; both are int64 so that their sum cannot overflow. A row with
     high = low + 1 is not searched.
     """
     while tl.max(high - low, 0) > 1:
         middle = (low + high) >> 1
-        reached = tl.sum((key >= middle.to(tl.int32)[:, None]).to(tl.int32), 1) >= wanted
+        reached = count_from(value, key_value(middle.to(tl.int32), SHIFT)) >= wanted
         searching = high - low > 1
         low = tl.where(searching & reached, middle, low)
         high = tl.where(searching & (reached == 0), middle, high)
@@ -173,9 +200,9 @@ def kth_key(key, wanted, low, high):
 
 
 @triton.jit
-def key_of_few(key, most, enough, low, high):
-    """[R]: a key in (low, high] that `enough` to `most` entries of `key` [R, E] reach; where ties allow none, the
-    smallest that no more than `most` reach.
+def key_of_few(value, most, enough, low, high, SHIFT: tl.constexpr):
+    """[R]: a key in (low, high] that `enough` to `most` entries of `value` [R, steps, warps, threads, vector] reach;
+    where ties allow none, the smallest that no more than `most` reach.
 
     `low` is taken as reached by more than `most` and `high` by none. A row with low = high - 1 is not searched.
     """
@@ -183,7 +210,7 @@ def key_of_few(key, most, enough, low, high):
     searching = high - low > 1
     while tl.max(searching.to(tl.int32), 0) > 0:
         middle = (low + high) >> 1
-        reached = tl.sum((key >= middle.to(tl.int32)[:, None]).to(tl.int32), 1)
+        reached = count_from(value, key_value(middle.to(tl.int32), SHIFT))
         low = tl.where(searching & (reached > most), middle, low)
         high = tl.where(searching & (reached <= most), middle, high)
         found = tl.where(searching & (reached <= most), reached, found)
@@ -192,14 +219,16 @@ def key_of_few(key, most, enough, low, high):
 
 
 @triton.jit
-def mass_key(key, weight, goal, low, high):
-    """[R]: the smallest key in (low, high] above which less weight than `goal` [R] stands.
+def mass_key(value, weight, goal, low, high, SHIFT: tl.constexpr):
+    """[R]: the smallest key in (low, high] above which entries of less `weight` than `goal` [R] stand; `value` and
+    `weight` are [R, steps, warps, threads, vector].
 
     `high` is taken as such a key and `low` as none. A row with low = high - 1 is not searched.
     """
     while tl.max(high - low, 0) > 1:
         middle = (low + high) >> 1
-        above = tl.sum(tl.where(key > middle.to(tl.int32)[:, None], weight, 0.0), 1)
+        over = value > spread_rows(key_value(middle.to(tl.int32), SHIFT))
+        above = sum_of_all(tl.where(over, weight, 0.0))
         searching = high - low > 1
         high = tl.where(searching & (above < goal), middle, high)
         low = tl.where(searching & (above >= goal), middle, low)

@@ -63,7 +63,7 @@ def _lowest(min_p_ptr, request, in_row, top, scale, PROBS: tl.constexpr):
 def _gather(
     values_ptr, ids_ptr, row, in_row, group_max, group, wanted, least, row_stride,
     VOCAB: tl.constexpr, GROUPS: tl.constexpr, STRIPS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr,
-    SHIFT: tl.constexpr,
+    SHIFT: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Values [R, SLOTS * WIDTH] of the groups of the largest maxima in the order of their ids, and the key from which
     on they are all of the row's values. The ids of the groups go to `ids_ptr` [R, SLOTS]."""
@@ -83,7 +83,8 @@ def _gather(
         most = tl.full(row.shape, SLOTS, tl.int32)
         # A group for every token of top-k, where there is room.
         enough = tl.maximum(most * 3 // 4, tl.minimum(wanted, most))
-        complete = d.key_of_few(key_max, most, enough, low, high)
+        spread = d.by_warps(group_max, WARPS, 2)  # pairs, because a row of maxima is only aligned to them
+        complete = d.key_of_few(spread, most, enough, low, high, SHIFT)
         chosen = in_row[:, None] & (key_max >= complete.to(tl.int32)[:, None]) & (group < GROUPS)
         slot = tl.cumsum(chosen.to(tl.int32), 1) - 1
         ids_row = row.to(tl.int64)[:, None] * SLOTS
@@ -98,33 +99,39 @@ def _gather(
             values_ptr, row[:, None, None], column, row_stride, in_row[:, None, None] & (column < VOCAB)
         )
         value = tl.reshape(value, (row.shape[0], SLOTS * WIDTH))
-        key = d.sort_key(value, SHIFT)
-    return value, key, complete
+    return value, complete
 
 
 @triton.jit
 def _floor_in_slots(
-    value, key, complete, wanted, share, lowest, everything, top, scale,
+    value, complete, wanted, share, lowest, everything, top, scale,
     WHOLE: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr,
+    WARPS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Threshold from the gathered values, whether it is the row's, the kept weight of each slot, and the weight at or
     above `complete`."""
-    weight = tl.where(key >= complete.to(tl.int32)[:, None], d.weigh(value, top[:, None], scale[:, None], PROBS), 0.0)
+    least = d.key_value(complete.to(tl.int32), SHIFT)
+    value = d.by_warps(value, WARPS, VECTOR)
+    weight = d.weigh(value, d.spread_rows(top), d.spread_rows(scale), PROBS)
+    weight = tl.where(value >= d.spread_rows(least), weight, 0.0)
     key_top = d.sort_key(top, SHIFT).to(tl.int64)
     by_count, by_mass = wanted > 0, share < 1
-    held = tl.sum((key >= complete.to(tl.int32)[:, None]).to(tl.int32), 1)
+    held = d.count_from(value, least)
     known = (by_count == 0) | (held >= wanted) | WHOLE
-    lowest_key = d.kth_key(key, wanted, complete, tl.where(by_count & known, key_top + 1, complete + 1))
-    in_reach = tl.sum(tl.where(key >= lowest_key.to(tl.int32)[:, None], weight, 0.0), 1)
+    lowest_key = d.kth_key(value, wanted, complete, tl.where(by_count & known, key_top + 1, complete + 1), SHIFT)
+    reach = d.spread_rows(d.key_value(lowest_key.to(tl.int32), SHIFT))
+    in_reach = d.sum_of_all(tl.where(value >= reach, weight, 0.0))
     goal = share * tl.where(by_count | WHOLE, in_reach, everything)
     known &= (by_mass == 0) | (in_reach >= goal)
-    lowest_key = d.mass_key(key, weight, goal, lowest_key - 1, tl.where(by_mass & known, key_top, lowest_key))
+    lowest_key = d.mass_key(
+        value, weight, goal, lowest_key - 1, tl.where(by_mass & known, key_top, lowest_key), SHIFT
+    )  # fmt: skip
     cut = tl.where(by_count | by_mass, d.key_value(lowest_key.to(tl.int32), SHIFT), float("-inf"))
     floor = tl.maximum(cut, lowest)
-    known &= (floor >= d.key_value(complete.to(tl.int32), SHIFT)) | WHOLE
-    kept = tl.where(value >= floor[:, None], weight, 0.0)
+    known &= (floor >= least) | WHOLE
+    kept = tl.where(value >= d.spread_rows(floor), weight, 0.0)
     slot_mass = tl.sum(tl.reshape(kept, (kept.shape[0], SLOTS, WIDTH)), 2)
-    return floor, known, slot_mass, tl.sum(weight, 1)
+    return floor, known, slot_mass, d.sum_of_all(weight)
 
 
 @triton.jit
@@ -160,13 +167,14 @@ def _filter(
     """Threshold, kept total and kept mass of each slot; filtered rows of which the slots do not tell all are deferred,
     and count as unfiltered here."""
     group = tl.arange(0, BLOCK_G)[None, :]
-    value, key, complete = _gather(
+    value, complete = _gather(
         values_ptr, ids_ptr, row, in_row, group_max, group, wanted, least, row_stride, VOCAB, GROUPS, STRIPS, SLOTS,
-        WIDTH, SHIFT,
+        WIDTH, SHIFT, WARPS,
     )  # fmt: skip
     floor, known, slot_mass, reached = _floor_in_slots(
-        value, key, complete, wanted, share, lowest, total, top, scale, GROUPS <= SLOTS, SLOTS, WIDTH, SHIFT, PROBS
-    )
+        value, complete, wanted, share, lowest, total, top, scale, GROUPS <= SLOTS, SLOTS, WIDTH, SHIFT, PROBS, WARPS,
+        VECTOR,
+    )  # fmt: skip
     near = filtered & known
     if GROUPS <= SLOTS:
         total = tl.sum(slot_mass, 1)

@@ -69,12 +69,6 @@ def sample_groups(
 
 
 @triton.jit
-def _over_warps(of_warps):
-    """[R]: the sum of what `warp_sums` found."""
-    return tl.sum(tl.reshape(of_warps, (of_warps.shape[0], of_warps.shape[2])), 1)
-
-
-@triton.jit
 def guess_threshold(
     value, complete, reached, goal, everything, top, scale,
     SHIFT: tl.constexpr, PROBS: tl.constexpr, WARPS: tl.constexpr, VECTOR: tl.constexpr,
@@ -93,10 +87,10 @@ def guess_threshold(
     sampled = d.warp_sums(weight)
     below = everything - reached
     share = tl.minimum(tl.maximum((goal - reached) / tl.where(below > 0, below, 1.0), 0.0), 1.0)
-    share = share[:, None, None, None, None]
+    share = d.spread_rows(share)
     # By halves of an interval of the weight's logarithm, because floats have as many keys near zero as elsewhere.
     high = tl.log2(tl.maximum(d.weigh(limit, top, scale, PROBS), 1e-30))
-    high = high[:, None, None, None, None] + tl.zeros_like(sampled)
+    high = d.spread_rows(high) + tl.zeros_like(sampled)
     low = high - 32.0
     for _ in range(_HALVINGS):
         middle = (low + high) * 0.5
@@ -104,12 +98,12 @@ def guess_threshold(
         low, high = tl.where(above < share * sampled, low, middle), tl.where(above < share * sampled, middle, high)
     # Some trust in every warp leaves the first guess of a sample without weight as it is.
     trust = tl.maximum(sampled, 1e-30)
-    guess = _over_warps(high * trust) / _over_warps(trust)
-    center = tl.exp2(guess)[:, None, None, None, None]
+    guess = d.sum_of_all(high * trust) / d.sum_of_all(trust)
+    center = d.spread_rows(tl.exp2(guess))
     off = tl.where(weight > center, 1.0 - share, share) * weight
     near = (weight > 0.78 * center) & (weight < 1.28 * center)
-    density = _over_warps(d.warp_sums(tl.where(near, weight, 0.0))) * 2.0  # a natural unit of the logarithm
-    spread = tl.sqrt(_over_warps(d.warp_sums(off * off)))
+    density = d.sum_of_all(tl.where(near, weight, 0.0)) * 2.0  # a natural unit of the logarithm
+    spread = tl.sqrt(d.sum_of_all(off * off))
     spread = tl.where(density > 0, spread / tl.where(density > 0, density, 1.0), 2.0)
     return guess, tl.minimum(tl.maximum(spread, 1e-4), 2.0)
 
@@ -227,8 +221,8 @@ def _list_kernel(
         bits = tl.where(inside, kind, 0) * _COUNT_BITS
         one = inside.to(tl.int32) << bits
         place = row * CHUNKS + chunk
-        countable = _over_warps(d.warp_sums(d.by_warps(inside.to(tl.int32), WARPS, VECTOR))) <= _MOST
-        counts = _over_warps(d.warp_sums(d.by_warps(one, WARPS, VECTOR)))
+        countable = d.sum_of_all(d.by_warps(inside.to(tl.int32), WARPS, VECTOR)) <= _MOST
+        counts = d.sum_of_all(d.by_warps(one, WARPS, VECTOR))
         tl.store(counts_ptr + place, tl.where(countable, counts, -1), mask=asks)
         rank = (tl.cumsum(one, 1) >> bits) & _MOST
         slot = bits // _COUNT_BITS * KEEP + rank - 1
@@ -280,21 +274,19 @@ def _store_kept_mass(
 def _search_members(
     value, fits, top, scale, left, low_key, high_key, found, far, lowest,
     KEEP: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    BLOCK_C: tl.constexpr, WARPS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Threshold of each row, and the weight [R, BLOCK_C] that it leaves of the classes of the rows that `fits`.
 
     `left` is the weight that these rows still lack; the key of the rows that are `far` is `found` already.
     """
-    value = tl.minimum(value, d.FLOAT32_MAX)
-    weight = d.weigh(value, top[:, None], scale[:, None], PROBS)
-    key = d.sort_key(value, SHIFT)
-    searched = d.mass_key(key, weight, left, low_key, tl.where(fits, high_key, low_key + 1))
+    value = d.by_warps(tl.minimum(value, d.FLOAT32_MAX), WARPS, VECTOR)
+    weight = d.weigh(value, d.spread_rows(top), d.spread_rows(scale), PROBS)
+    searched = d.mass_key(value, weight, left, low_key, tl.where(fits, high_key, low_key + 1), SHIFT)
     found = tl.where(fits, searched, found)
     floor = tl.where(far | fits, d.key_value(found.to(tl.int32), SHIFT), float("-inf"))
     floor = tl.maximum(floor, lowest)
-    # The value from its key again: keeping both through the search would spill.
-    kept = tl.where(d.key_value(key, SHIFT) >= floor[:, None], weight, 0.0)
+    kept = tl.where(value >= d.spread_rows(floor), weight, 0.0)
     return floor, tl.sum(tl.reshape(kept, (BLOCK_R, BLOCK_C, KEEP)), 2)
 
 
@@ -351,6 +343,8 @@ def _resolve_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_V: tl.constexpr,
     WARPS: tl.constexpr,
+    SEARCH_WARPS: tl.constexpr,
+    VECTOR: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -407,7 +401,7 @@ def _resolve_kernel(
             mass = tl.where(far[:, None], tl.load(mass_ptr + place, mask=far[:, None] & in_chunks, other=0.0), mass)
         floor, of_members = _search_members(
             value, fits, top, scale, left, low_key, high_key, found, far, lowest, KEEP, SHIFT,
-            PROBS, BLOCK_R, BLOCK_C,
+            PROBS, BLOCK_R, BLOCK_C, SEARCH_WARPS, VECTOR,
         )  # fmt: skip
         mass += of_members
         tl.store(mass_ptr + place, mass, mask=asks[:, None] & in_chunks)
@@ -443,18 +437,18 @@ def resolve(
     stride = values.stride(0)
     sizes = dict(
         PER_REQUEST=per_request, VOCAB=vocab, CHUNKS=chunks, KEEP=keep, PROBS=probabilities, BLOCK_V=chunk, WARPS=warps,
-        **overlapped(current_chip(values)),
+        VECTOR=d.VECTOR_BYTES // values.element_size(), **overlapped(current_chip(values)),
     )  # fmt: skip
     if sampling.top_p is not None or sampling.min_p is not None:
         launch(
             _list_kernel, (min(triton.cdiv(rows * chunks, block_t), config.programs),), values, temperature, queue,
-            state, edges, parts, counts, members, rows, stride, num_warps=warps, BLOCK_T=block_t,
-            VECTOR=d.VECTOR_BYTES // values.element_size(), **sizes,
+            state, edges, parts, counts, members, rows, stride, num_warps=warps, BLOCK_T=block_t, **sizes,
         )  # fmt: skip
     block_r = d.rows_per_program(rows, config.max_rows, max(chunk, block_c * keep))
     launch(
         _resolve_kernel, (triton.cdiv(rows, block_r),), values, temperature, sampling.top_k, sampling.top_p, state,
         edges, parts, counts, members, mass, distribution, rows, stride, num_warps=config.select_warps, SHIFT=shift,
-        BLOCK_R=block_r, BLOCK_C=block_c, BLOCK_P=triton.next_power_of_2(chunks * warps), **sizes,
+        BLOCK_R=block_r, BLOCK_C=block_c, BLOCK_P=triton.next_power_of_2(chunks * warps),
+        SEARCH_WARPS=config.select_warps, **sizes,
     )  # fmt: skip
     return mass
