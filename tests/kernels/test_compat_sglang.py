@@ -170,8 +170,15 @@ def test_longer_inputs_are_read_from_their_beginning(impl: str) -> None:
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("mode", list(TreeMaskMode))
-@pytest.mark.parametrize("topk, depth, nodes", [(4, 4, 8), (2, 3, 6), (3, 1, 3), (2, 5, 1)])
+@pytest.mark.parametrize(
+    "topk, depth, nodes, mode",
+    [
+        (*size, mode)
+        for size in ((4, 4, 8), (2, 3, 6), (3, 1, 3), (2, 5, 1), (9, 2, 70))
+        for mode in TreeMaskMode
+        if size[2] <= 64 or mode is not TreeMaskMode.QLEN_ONLY_BITPACKING
+    ],
+)
 def test_trees_of_random_choices(topk: int, depth: int, nodes: int, mode: TreeMaskMode, impl: str) -> None:
     """Random choices, with orphans and their children among them."""
     inputs = build_inputs(Maker.seeded(DEVICE, seed=topk), batch=5, nodes=nodes, mode=mode, topk=topk, depth=depth)
@@ -421,8 +428,8 @@ def test_sampling_follows_the_target_exactly(impl: str) -> None:
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("path, token", [(2, 0), (3, 2)])
-def test_a_full_path_ends_with_the_whole_target(path: int, token: int, impl: str) -> None:
+@pytest.mark.parametrize("path, final, token", [(2, 0.0, 0), (2, 0.75, 2), (3, 0.0, 2), (3, 0.75, 2)])
+def test_a_full_path_ends_with_the_whole_target(path: int, final: float, token: int, impl: str) -> None:
     """Rejected mass at the last node counts only where its children could have been visited."""
     noted = torch.zeros(1, 2, 3, device=DEVICE)
     noted[0, 1, 0] = 1.0
@@ -432,7 +439,7 @@ def test_a_full_path_ends_with_the_whole_target(path: int, token: int, impl: str
         retrive_next_token=ints([[1, -1]]),
         retrive_next_sibling=ints([[-1, -1]]),
         uniform_samples=torch.zeros(1, 2, device=DEVICE),
-        uniform_samples_for_final_sampling=torch.zeros(1, device=DEVICE),
+        uniform_samples_for_final_sampling=torch.full((1,), final, device=DEVICE),
         target_probs=torch.tensor([[[0.0, 1.0, 0.0], [0.5, 0.0, 0.5]]], device=DEVICE),
         draft_probs=noted,
     )
@@ -759,6 +766,39 @@ def test_bonus_tokens(impl: str) -> None:
     bonus = old(3)
     sglang.fill_bonus_tokens_from_predict(predict, index, lens, bonus, 3, impl=impl)
     assert bonus.tolist() == [53, 54, OLD]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_counts_that_are_too_large_read_nothing_behind_the_tokens(impl: str) -> None:
+    """The last token that is there is taken; entries that no request uses may be anything."""
+    bonus = old(2, torch.int32)
+    sglang.fill_bonus_tokens(ints([[5, 6], [8, 9]]), ints([3, 2]), bonus, 2, impl=impl)
+    assert bonus.tolist() == [6, 9]
+    predict, index = ints([50, 51, 52], torch.int32), ints([[1, 99], [2, 3]], torch.int32)
+    sglang.fill_bonus_tokens_from_predict(predict, index, ints([1, 1]), bonus, 2, impl=impl)
+    assert bonus.tolist() == [51, 52]
+    positions, newest = old(3), old(2, torch.int32)
+    verified = ints([31, 32, 33], torch.int32)
+    sglang.create_extend_after_decode_spec_info(
+        verified, ints([5, 9]), ints([2, 4], torch.int32), positions, newest, impl=impl
+    )
+    assert positions.tolist() == [3, 4, 5] and newest.tolist() == [32, 33]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_links_to_nodes_that_are_not_there_end_a_walk(impl: str) -> None:
+    """A child one past the last node, and a sibling far behind it."""
+    inputs = walk_outputs(MAKE, 2, 3, 3) | dict(
+        candidates=ints([[0, 5, 6], [0, 5, 6]]),
+        retrive_index=ints([[0, 1, 2], [3, 4, 5]]),
+        retrive_next_token=ints([[3, -1, -1], [1, 3, -1]]),
+        retrive_next_sibling=ints([[-1, -1, -1], [-1, 99, -1]]),
+        target_predict=ints([[6, 7, 8], [5, 7, 8]]),
+    )
+    sglang.verify_tree_greedy(**inputs, impl=impl)
+    assert inputs["accept_token_num"].tolist() == [0, 1]
+    predicts = inputs["predicts"].tolist()
+    assert (predicts[0], predicts[3], predicts[4]) == (6, 5, 7)
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -75,6 +75,20 @@ def test_splits_change_nothing(
     agree(mla_attention_with_lse(**arguments, split_tokens=split_tokens, impl="triton"), whole)
 
 
+@pytest.mark.parametrize("shift", [-400.0, 400.0])
+def test_scores_of_any_size_are_merged(shift: float) -> None:
+    """A number added to all scores of a row is added to its log-sum-exp, and changes nothing else; splits that no key
+    of a row is in have no part in it."""
+    plain = changed(inputs("chain", 3, (40, 5, 19)), scale=1.0)
+    plain["q_latent"][..., 0], plain["cache"][..., 0] = 0.0, 1.0
+    shifted = plain | {"q_latent": plain["q_latent"].clone()}
+    shifted["q_latent"][..., 0] = shift
+    out, lse = mla_attention_with_lse(**plain, split_tokens=16, impl="triton")
+    moved, larger = mla_attention_with_lse(**shifted, split_tokens=16, impl="triton")
+    torch.testing.assert_close(larger, lse + shift, rtol=1e-6, atol=1e-3)
+    torch.testing.assert_close(moved, out, rtol=1e-2, atol=1e-3)
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 def test_a_chain_is_a_tree(impl: str) -> None:
     chain = inputs("chain", 5, (30, 7))

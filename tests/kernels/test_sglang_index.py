@@ -18,6 +18,7 @@ from specdec_kernels.compat.sglang.index import (
     draft_kv_indices,
     draft_slots,
     export_mask,
+    kernel_slots,
     move_slots,
     parents_from_candidates,
     read_table,
@@ -25,6 +26,7 @@ from specdec_kernels.compat.sglang.index import (
     verify_decode_indices,
     write_table,
 )
+from specdec_kernels.launch import record_launches
 
 IMPLS = ["reference", "triton"]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -488,6 +490,21 @@ def test_moves_of_a_list_are_simultaneous(impl: str, data: st.DataObject, size: 
             expected[:, :, new] = before[:, :, old]
     move_slots(pool, as_ints(source), as_ints(list(target)), impl=impl)
     assert torch.equal(pool.flatten(2, 3), expected)
+
+
+@pytest.mark.parametrize(("staged_layers", "at_once"), [(0, 1), (1, 1), (2, 2), (9, 5)])
+def test_long_lists_are_staged_in_bounded_memory(
+    monkeypatch: pytest.MonkeyPatch, staged_layers: int, at_once: int
+) -> None:
+    """As many of five layers at once as the buffer holds, and one at least: a launch to gather and one to scatter."""
+    size, row, layers = 300, 6, 5
+    pool = torch.zeros(layers, 2, 80, 4, 2, 3, device=DEVICE)
+    monkeypatch.setattr(kernel_slots, "_STAGING_BYTES", staged_layers * 2 * size * row * 4)
+    slots = torch.arange(size, device=DEVICE)
+    with record_launches("sm90") as launches:
+        move_slots(pool, slots, slots.flip(0), impl="triton")
+    assert len(launches) == 2 * -(-layers // at_once)
+    assert {each.args[1].numel() for each in launches} == {at_once * 2 * size * row}
 
 
 @pytest.mark.parametrize("impl", IMPLS)
