@@ -144,8 +144,8 @@ def _merge(follow, weight, depth, limit, FREQUENT: tl.constexpr, BLOCK_M: tl.con
 
 @triton.jit
 def _take(order, follow, first, depth, votes, last, NODES, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The nodes of the largest `order` [BLOCK_M, BLOCK_N]: tokens, parents, and values [BLOCK_N], node 0 has all
-    `votes`; and the sum of the values of drafts."""
+    """The nodes of the largest `order` [BLOCK_M, BLOCK_N]: tokens, parents and values [BLOCK_N]. Node 0 has all
+    `votes`."""
     match = tl.arange(0, BLOCK_M)[:, None]
     node = tl.arange(0, BLOCK_N)
     number = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
+from collections import Counter
 from typing import NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ Path = tuple[int, ...]
 
 
 class Match(NamedTuple):
-    """A place where the end of a request stands in a text; ordered from the worst to the best."""
+    """A place where the end of a request stands in a text. Of two, the one with the larger fields is better."""
 
     length: int
     own: bool
@@ -100,7 +100,7 @@ def match_texts(
         suffix = history[b, max(0, length + 1 - window) : length + 1].tolist()[::-1]
         tokens[b, 0] = suffix[0]
         own = int(host.slots[row]) if length > 0 else -1
-        found = heapq.nlargest(matches, _matches(host, suffix, own, shared))
+        found = _best_matches(host, suffix, own, shared)[:matches]
         drafts, whole = _drafts(host, found, num_nodes - 1, order)
         kept = [draft for draft in drafts if draft.value * 1024 >= least * whole][: num_nodes - 1]
         numbers: dict[Path, int] = {(): 0}
@@ -113,8 +113,8 @@ def match_texts(
     return TextDraft(tokens.to(device), parents.to(device), strength.to(device), confidence.to(device))
 
 
-def _matches(store: TextStore, suffix: list[int], own: int, shared: bool) -> list[Match]:
-    """All matches in the texts that are read. `suffix` runs backwards."""
+def _best_matches(store: TextStore, suffix: list[int], own: int, shared: bool) -> list[Match]:
+    """All matches in the texts that are read, the best first. `suffix` runs backwards."""
     texts, place = torch.where(store.tokens == suffix[0]) if shared else _places(store, own, suffix[0])
     inside = place < store.lengths[texts] - 1
     texts, place = texts[inside], place[inside]
@@ -125,7 +125,10 @@ def _matches(store: TextStore, suffix: list[int], own: int, shared: bool) -> lis
         matched[still] += 1
     late = MAX_AGE - (store.clock - store.stamps).clamp(max=MAX_AGE)
     columns = (matched, texts == own, late[texts], texts, place)
-    return [Match(*entry) for entry in zip(*(column.tolist() for column in columns), strict=True)]
+    order = torch.arange(len(place))
+    for column in reversed(columns):
+        order = order[column[order].argsort(descending=True, stable=True)]
+    return [Match(*entry) for entry in zip(*(column[order].tolist() for column in columns), strict=True)]
 
 
 def _places(store: TextStore, own: int, token: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -143,11 +146,10 @@ def _drafts(store: TextStore, found: list[Match], depth: int, order: str) -> tup
     for number, way in enumerate(ways):
         for size in range(1, len(way) + 1):
             leaders.setdefault(tuple(way[:size]), number)
-    longest = found[0].length
-    weights = [_weight(longest - match.length) for match in found]
+    longest, whole = found[0].length, FULL_SHARE
     if order == "frequent":
-        shares = {path: sum(w for w, way in zip(weights, ways, strict=True) if path == tuple(way[: len(path)]))
-                  for path in leaders}  # fmt: skip
+        weights = [_weight(longest - match.length) for match in found]
+        shares, whole = _votes(ways, weights), sum(weights)
     else:
         shares = _shares(leaders)
     drafts = []
@@ -156,13 +158,21 @@ def _drafts(store: TextStore, found: list[Match], depth: int, order: str) -> tup
         value = shares[path] * held * CONFIDENCE_STEPS // (held + len(path))
         if shares[path]:
             drafts.append(Draft(value, -len(path), -number, path))
-    whole = sum(weights) if order == "frequent" else FULL_SHARE
     return sorted(drafts, reverse=True), whole * CONFIDENCE_STEPS
 
 
 def _weight(behind: int) -> int:
     """Votes of a match that is shorter than the longest by `behind`."""
     return FULL_SHARE // 4**behind if behind <= WEIGHT_STEPS else 0
+
+
+def _votes(ways: list[list[int]], weights: list[int]) -> dict[Path, int]:
+    """Weight of the matches that run through every path."""
+    votes: Counter[Path] = Counter()
+    for way, weight in zip(ways, weights, strict=True):
+        for size in range(1, len(way) + 1):
+            votes[tuple(way[:size])] += weight
+    return votes
 
 
 def _shares(leaders: dict[Path, int]) -> dict[Path, int]:
