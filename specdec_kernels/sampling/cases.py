@@ -185,6 +185,7 @@ def _penalties(
     off = (request % 4 == 1).to(make.device)
     tokens = make.integers(0, min(vocab, 7), batch, num_nodes)
     tokens[:, num_nodes - 1 :] = -1 if num_nodes > 1 else 3
+    tokens[1::2, num_nodes - 1 :] = vocab
     return dict(
         logits=make.normal(batch, num_nodes, vocab + padded, scale=3.0)[..., :vocab],
         tokens=tokens,

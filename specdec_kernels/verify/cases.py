@@ -270,7 +270,7 @@ _LARGE = ("large",)
 _SHIPPED: dict[str, Any] = dict(catches="the shipped vocabulary", num_nodes=16, vocab=151936, max_depth=15, chain=True)
 
 CASES = (
-    *(case_of("accept", _coarse, f"{rule}_coarse", "ties and zeros", rule=rule, batch=24) for rule in _DRAWN_RULES),
+    *(case_of("accept", _coarse, f"{rule}_coarse", "ties and zeros", rule=rule, batch=72) for rule in _DRAWN_RULES),
     _greedy("accept_empty", catches="empty grid", batch=0, num_nodes=4, vocab=9, max_depth=3),
     _sampled("accept_root_only", catches="no drafts", gate=True, batch=3, num_nodes=1, vocab=9, max_depth=0),
     _greedy("accept_depth_0", catches="limit ignored", batch=2, num_nodes=5, vocab=9, max_depth=0),

@@ -19,7 +19,7 @@ from specdec_kernels import (
     pick_tokens,
 )
 from specdec_kernels.sampling import device
-from specdec_kernels.sampling.reference import philox_uniform
+from specdec_kernels.sampling.reference import inverse_cdf, philox_uniform
 
 IMPLS = ["reference", "triton"]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -58,6 +58,11 @@ def test_the_next_float_below() -> None:
     out = torch.empty_like(values)
     _next_below_kernel[(1,)](values, out, 8)
     assert torch.equal(out, torch.nextafter(values + 0.0, torch.full_like(values, -torch.inf)))
+
+
+def test_a_goal_that_rounds_to_the_whole_is_the_last_token_with_weight() -> None:
+    weights = torch.tensor([[0.25, 0.75, 0.0], [0.0, 0.0, 1.0]], dtype=torch.float64)
+    assert inverse_cdf(weights, torch.ones(2, dtype=torch.float64)).tolist() == [1, 2]
 
 
 def test_streams_of_random_numbers_are_disjoint() -> None:

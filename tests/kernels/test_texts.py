@@ -80,6 +80,25 @@ def texts_of(store: TextStore) -> list[str]:
     return ["".join(map(chr, tokens)) for tokens in held if tokens]
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_match_has_a_vote_up_to_eight_tokens_behind_the_longest(impl: str) -> None:
+    store = TextStore.create(1, 1, 60, DEVICE)
+    text = "abcdefghijX-zijY-wjV-abcdefghij"
+    serve(store, 0, text, impl)
+    found = {path[0] for path in drafted(store, 0, text, impl, num_nodes=64)}
+    assert found == {"X", "Y"}
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("order", ["latest", "frequent"])
+def test_a_draft_of_the_least_share_is_taken(order: str, impl: str) -> None:
+    """Behind a match of one token the first draft holds with probability 1 / 2, the second with 1 / 3."""
+    store = TextStore.create(1, 1, 20, DEVICE)
+    serve(store, 0, "xa?!za", impl)
+    for share, expected in ((0.5, ["?"]), (0.51, [])):
+        assert drafted(store, 0, "xa?!za", impl, order=order, min_confidence=share) == expected
+
+
 @pytest.mark.parametrize("order", ["latest", "frequent"])
 @pytest.mark.parametrize("impl", IMPLS)
 def test_what_followed_the_longest_match_is_drafted(impl: str, order: str) -> None:
@@ -492,3 +511,17 @@ def test_bad_insertions_are_refused(change: dict[str, Any], expected: str) -> No
 def test_bad_stores_are_refused(sizes: tuple[int, int, int], expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         TextStore.create(*sizes, "cpu")
+
+
+def test_the_last_piece_of_a_corpus_is_as_long_as_what_is_left() -> None:
+    store = TextStore.create(1, 0, 8, DEVICE, ids("abcdefghij"))
+    assert store.lengths.tolist() == [0, 8, 2]
+    assert drafted(store, 0, "xi", "reference") == ["j"]
+
+
+def test_many_texts_share_the_programs_whose_matches_one_program_can_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only match stands in the last of forty texts, of which each may send 64 matches."""
+    monkeypatch.setitem(CONFIGS, "interpreter", replace(CONFIGS["interpreter"], programs=128))
+    store = TextStore.create(40, 0, 12, DEVICE)
+    insert(store, [(row, ids("qqqqqq" if row < 39 else "xab-"), 0) for row in range(40)], "triton")
+    assert drafted(store, 0, "xab", "triton", matches=64) == ["-"]

@@ -22,6 +22,7 @@ from specdec_kernels import (
 from specdec_kernels.cases import Maker
 from specdec_kernels.verify import RULES
 from specdec_kernels.verify.cases import CASES
+from specdec_kernels.verify.reference_tree import expected_accepted
 from specdec_kernels.verify.types import TREE_RULES
 from tests.kernels.test_tree import parent_arrays
 
@@ -259,6 +260,16 @@ def test_logprobs_are_those_of_the_plain_softmax(impl: str) -> None:
         for b, (tokens, nodes) in enumerate(zip(result.tokens.tolist(), result.nodes.tolist(), strict=True)):
             expected = [plain[b, n, t].item() if t >= 0 else 0.0 for t, n in zip(tokens, nodes, strict=True)]
             assert torch.allclose(result.logprobs[b].double().cpu(), torch.tensor(expected).double(), atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", TREE_RULES)
+def test_a_draft_of_the_target_itself_is_expected_to_be_accepted_whole(rule: str) -> None:
+    """A chain of two drafts, drawn from the distribution that judges them."""
+    logits = Maker.seeded("cpu").normal(1, 3, 5)
+    tokens, links = torch.tensor([[0, 1, 2]]), build_chain(torch.tensor([4]), 3, impl="reference")
+    sampling = SamplingTensors(torch.ones(1))
+    by_node = torch.softmax(logits.double(), -1)
+    assert expected_accepted(rule, tokens, links, logits, 2, sampling, by_node) == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -114,13 +114,26 @@ MEANINGLESS = {
         "(min(triton.cdiv(rows * chunks, block_t), config.programs),)",
         "max",
     ),
-    # Loops and branches that are run for no lane.
-    ("specdec_kernels/compat/sglang/kernel.py", "& (tl.max(active.to(tl.int32), 0) > 0)", ">="),
-    ("specdec_kernels/verify/kernel.py", "while (tl.max(looking.to(tl.int32), 0) > 0)", ">="),
-    ("specdec_kernels/verify/kernel.py", "if NODES > 1:", ">="),
+    ("specdec_kernels/verify/kernel.py", "if NODES > 1:", ">="),  # a loop that does not turn
+    ("specdec_kernels/verify/kernel_tree.py", "misses & (weight > 0)", ">="),  # a node of weight 0 is left
+    # Summed in vain: the node is left, or the sum is taken once more where the walk ends.
+    ("specdec_kernels/verify/kernel_tree.py", "(due > 0) & (uniform < weight)", "<="),
+    ("specdec_kernels/verify/kernel_tree.py", "(has == 0) & (end > 0)", ">="),
+    ("specdec_kernels/verify/kernel_tree.py", "leaf = (entry(children, lane, candidate) < 0)", "<="),  # 0 is no child
+    ("specdec_kernels/kv_index/kernel.py", "(low >= high)", ">"),  # the middle of equal bounds is both
+    # Node 0 stands first on every path, where it does not move.
+    ("specdec_kernels/kv_index/kernel.py", "moves = on_path & (node >= 0)", ">"),
+    # A tree of N nodes is at most N - 1 deep, and a rank is above 0 or -1.
+    ("specdec_kernels/texts/kernel_match.py", "(depth < NODES - 1)", "0"),
+    ("specdec_kernels/texts/kernel_match.py", "(depth < NODES - 1)", "<="),
+    ("specdec_kernels/texts/kernel_match.py", "found = rank >= 0", ">"),
+    ("specdec_kernels/texts/reference.py", "_drafts(host, found, num_nodes - 1, order)", "0"),
+    ("specdec_kernels/verify/kernel_tree.py", "if kinds and warps > 8", ">="),
+    ("specdec_kernels/verify/kernel_tree.py", "inverse = tl.where(rate > 0", ">="),  # read behind rejections alone
     # What the programs of a team tell each other, and what they wait for: the interpreter runs one after the other.
     ("specdec_kernels/verify/kernel_tree.py", "place + 1, splits), word + 2", "0"),
     ("specdec_kernels/verify/kernel_tree.py", "return whole, whole, word + 1", "0"),
+    ("specdec_kernels/verify/kernel_tree.py", 'if rule == "k_seq":', "!="),
     ("specdec_kernels/verify/kernel_tree.py", "num_words = min(max_depth + 1, num_nodes)", "0"),
     ("specdec_kernels/sampling/kernel_nucleus.py", "members = out(rows, chunks, NUM_EDGES - 1, keep", "0"),
     # More words than are used.
@@ -128,7 +141,19 @@ MEANINGLESS = {
     ("specdec_kernels/tree/kernel_selection.py", ", 0) >= wanted", ">"),  # any bound down to the first left out will do
     ("specdec_kernels/tree/kernel_topk.py", "top <= FLOAT32_MAX", "<"),  # computed once more, with the same outcome
     ("specdec_kernels/tree/kernel.py", "_WORD_BITS - 1).to(tl.int64)", "0"),  # behind a word the mask is not used
+    ("specdec_kernels/sampling/device.py", "width = min(max(triton.next_power_of_2(vocab)", "min"),
+    ("specdec_kernels/texts/kernel.py", "programs = max(", "min"),
+    (
+        "specdec_kernels/texts/kernel_match.py",
+        "size - 1, PARTS * BLOCK)",
+        "0",
+    ),  # a block more, in which nothing is live
+    ("specdec_kernels/sampling/device.py", "whole - 1)", "0"),  # no product with a uniform below 1 rounds to the whole
+    ("specdec_kernels/verify/kernel_rejection.py", "tau = tl.max(tau, 1)", "min"),  # of one entry
     # Which groups are gathered: rows of which they do not tell all are deferred.
+    ("specdec_kernels/sampling/kernel_filter.py", "0x7FFFFFFF), 1).to(tl.int64) - 1", "0"),
+    ("specdec_kernels/sampling/kernel_filter.py", "enough = tl.maximum(", "minimum"),
+    ("specdec_kernels/sampling/kernel_filter.py", "tl.minimum(wanted, most)", "maximum"),
     ("specdec_kernels/sampling/kernel_filter.py", "low = tl.min(tl.where(group < GROUPS, key_max", "max"),
     ("specdec_kernels/sampling/kernel_filter.py", "least = tl.min(", "max"),
     # A row that is not searched has no key between its bounds, or one; a wider bracket holds the same threshold.
@@ -150,6 +175,8 @@ MEANINGLESS = {
     ("specdec_kernels/verify/kernel_tree.py", "high - low > _RATE_ERROR", ">="),  # nor does a width
 }
 """Changes that were looked at and change nothing: file, a text that holds the operator, the new one."""
+_FLAGGED = re.compile(r"(tl\.max\()+.*\.to\(tl\.int32\)(, \d\))+ > 0")
+"""Whether one of the lanes is flagged."""
 _GUESSES = ("guess_threshold", "sample_groups", "store_edges", "rows_per_program")
 """Functions whose results decide how fast something is and nothing else: where a search begins, a size of tiles."""
 _ON_A_GPU = ("_held_weight", "_with_held_weight", "_team_sum", "received", "half_queries", "half_queries_in_halves")
@@ -317,9 +344,13 @@ def _given(node: ast.AST) -> list[str]:
 
 def _undecided(tree: ast.AST) -> set[ast.AST]:
     """Comparisons whose outcome where both sides are equal changes nothing: of two values that are then equal one is
-    taken, as in `where(x > 0, x, 0)`; or they guard a value that an outer `where` of the same condition drops."""
+    taken, as in `where(x > 0, x, 0)`; or they guard a value that an outer `where` of the same condition drops; or they
+    ask whether any lane takes part in what is written for lanes that do not."""
     found = set[ast.AST]()
     for node in ast.walk(tree):
+        if isinstance(node, ast.If) or (isinstance(node, ast.While) and isinstance(node.test, ast.BinOp)):
+            # A loop has another bound, or it would never end.
+            found.update(part for part in _bounds(node.test) if _FLAGGED.fullmatch(ast.unparse(part)))
         if isinstance(node, ast.IfExp):
             condition, chosen, other = node.test, node.body, node.orelse
         elif isinstance(node, ast.Call) and _name_of(node) == "where" and len(node.args) == 3:
