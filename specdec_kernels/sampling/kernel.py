@@ -4,7 +4,8 @@
 masses s exp((m - M) / T). Their running sum gives the strip that the uniform falls in, and that strip alone is read
 again. Where nothing is drawn it is the first strip with m = M.
 
-With filters `kernel_filter` stands between the two: it finds each row's threshold, and what it keeps of the row.
+With filters `kernel_filter`, `kernel_nucleus` and `kernel_settle` stand between the two: they find the threshold of
+each row, and what it keeps of the row.
 """
 
 from __future__ import annotations
@@ -103,12 +104,11 @@ def _kept_parts(
     cuts."""
     lane, base = tl.arange(0, BLOCK_N)[None, :], row.to(tl.int64)[:, None]
     of_slots = tl.load(slots_ptr + base * SLOTS + lane, mask=in_row[:, None] & (lane < SLOTS), other=0.0)
-    near, size = in_row, tl.full(row.shape, GROUP, tl.int32)
-    if state_ptr is not None:
+    task = tl.load(state_ptr + row, mask=in_row, other=0.0)
+    near, far = task == NEAR, task > WHOLE
+    size = tl.where(near, GROUP, tl.where(far, CHUNK, STRIP))
+    if chunks_ptr is not None:
         of_chunks = tl.load(chunks_ptr + base * CHUNKS + lane, mask=in_row[:, None] & (lane < CHUNKS), other=0.0)
-        task = tl.load(state_ptr + row, mask=in_row, other=0.0)
-        near, far = task == NEAR, task > WHOLE
-        size = tl.where(near, size, tl.where(far, CHUNK, STRIP))
         mass = tl.where(far[:, None], of_chunks, mass)
     return tl.where(near[:, None], of_slots, mass), size, near
 
@@ -124,8 +124,8 @@ def _select_kernel(  # 17 run-time arguments: most are optional inputs and outpu
     sums_ptr,  # [0 to 2, R, STRIPS] float32
     ids_ptr,  # [R, SLOTS] int32, or None, see `kernel_filter`
     slots_ptr,  # [R, SLOTS] float32, or None
-    state_ptr,  # [5, R] float32, or None
-    chunks_ptr,  # [R, chunks] float32, or None, see `kernel_nucleus`
+    state_ptr,  # [6, R] float32, or None, see `kernel_nucleus`
+    chunks_ptr,  # [R, chunks] float32, or None, see `kernel_settle`
     tokens_ptr,  # [R] int64
     valid_ptr,  # [R] bool
     logprobs_ptr,  # [R] float32, or None

@@ -1,10 +1,10 @@
 # mypy: ignore-errors
-"""Thresholds of filtered rows, and the weight that they leave.
+"""Which tokens of a filtered row tell its threshold.
 
 One program per row. A value C is found that the maxima of at most SLOTS groups reach, and of three quarters as many
 unless maxima are equal. These groups hold every token from C on. If the threshold is not below C, they are enough: they
-are read into registers and the threshold is found there by bisection (top-k up to SLOTS always ends here, and top-p
-unless the distribution is flat). All other rows are deferred to `kernel_nucleus`.
+become the slots of the row (top-k up to SLOTS always ends here, and top-p unless the distribution is flat). All other
+rows are deferred to `kernel_nucleus`. Then `kernel_settle` finds the thresholds of both.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from specdec_kernels.overlap import let_next_kernel_start, overlapped, wait_for_
 from specdec_kernels.sampling import device as d
 from specdec_kernels.sampling import kernel_nucleus as nucleus
 from specdec_kernels.sampling.configs import SELECTION
+from specdec_kernels.sampling.kernel_settle import settle, slot_values
 from specdec_kernels.sampling.types import SamplingTensors
 
 GROUP_SIZE = 64  # tokens of a group
@@ -28,14 +29,14 @@ _KEY_SHIFT = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 
 
 class Kept(NamedTuple):
-    """The weight that filters leave: of slots, of chunks, or of all groups, as the row's state says.
+    """The weight that filters leave: of slots, of chunks, or of all strips, as the row's state says.
 
-    Without `ids` slot i is group i, all rows go by their slots, and there are no states and no chunks.
+    Without `ids` slot i is group i, all rows go by their slots, and there are no chunks.
     """
 
     ids: torch.Tensor | None  # [R, SLOTS] int32: the group in each slot
     slots: torch.Tensor | None  # [R, SLOTS] float32
-    state: torch.Tensor | None  # [5, R] float32, see `kernel_nucleus`
+    state: torch.Tensor | None  # [6, R] float32, see `kernel_nucleus`
     chunks: torch.Tensor | None  # [R, chunks] float32
 
 
@@ -60,87 +61,43 @@ def _lowest(min_p_ptr, request, in_row, top, scale, PROBS: tl.constexpr):
 
 
 @triton.jit
-def _gather(
-    values_ptr, ids_ptr, row, in_row, group_max, group, wanted, least, row_stride,
-    VOCAB: tl.constexpr, GROUPS: tl.constexpr, STRIPS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr,
-    SHIFT: tl.constexpr, WARPS: tl.constexpr,
+def _choose_groups(
+    ids_ptr, row, in_row, group_max, wanted, least,
+    GROUPS: tl.constexpr, STRIPS: tl.constexpr, SLOTS: tl.constexpr, SHIFT: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Values [R, SLOTS * WIDTH] of the groups of the largest maxima in the order of their ids, and the key from which
-    on they are all of the row's values. The ids of the groups go to `ids_ptr` [R, SLOTS]."""
-    member = tl.arange(0, SLOTS * WIDTH)[None, :]
-    if GROUPS <= SLOTS:
-        column = member + tl.zeros_like(row)[:, None]
-        value = d.load_values(values_ptr, row[:, None], column, row_stride, in_row[:, None] & (column < VOCAB))
-        key = d.sort_key(value, SHIFT)
-        complete = tl.min(tl.where(value > float("-inf"), key, 0x7FFFFFFF), 1).to(tl.int64)
+    """The groups [R, SLOTS] of the largest maxima in the order of their ids, GROUPS where there are fewer, and the key
+    from which on they hold all of the row's values. `ids_ptr` [R, SLOTS] is written."""
+    group = tl.arange(0, group_max.shape[1])[None, :]
+    key_max = d.sort_key(group_max, SHIFT)
+    if STRIPS > SLOTS:  # every strip has a group that reaches `least`, the smallest of the strips' maxima
+        low = d.sort_key(least, SHIFT).to(tl.int64)
     else:
-        key_max = d.sort_key(group_max, SHIFT)
-        if STRIPS > SLOTS:  # every strip has a group that reaches `least`, the smallest of the strips' maxima
-            low = d.sort_key(least, SHIFT).to(tl.int64)
-        else:
-            low = tl.min(tl.where(group < GROUPS, key_max, 0x7FFFFFFF), 1).to(tl.int64) - 1
-        high = tl.max(key_max, 1).to(tl.int64) + 1
-        most = tl.full(row.shape, SLOTS, tl.int32)
-        # A group for every token of top-k, where there is room.
-        enough = tl.maximum(most * 3 // 4, tl.minimum(wanted, most))
-        spread = d.by_warps(group_max, WARPS, 2)  # pairs, because a row of maxima is only aligned to them
-        complete = d.key_of_few(spread, most, enough, low, high, SHIFT)
-        chosen = in_row[:, None] & (key_max >= complete.to(tl.int32)[:, None]) & (group < GROUPS)
-        slot = tl.cumsum(chosen.to(tl.int32), 1) - 1
-        ids_row = row.to(tl.int64)[:, None] * SLOTS
-        tl.store(ids_ptr + ids_row + slot, group + tl.zeros_like(slot), mask=chosen)
-        tl.debug_barrier()
-        # An id is read once for a slot, not once for each of its tokens.
-        number = tl.arange(0, SLOTS)[None, :]
-        filled = in_row[:, None] & (number < tl.sum(chosen.to(tl.int32), 1)[:, None])
-        held = tl.load(ids_ptr + ids_row + number, mask=filled, other=GROUPS)
-        column = held[:, :, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
-        value = d.load_values(
-            values_ptr, row[:, None, None], column, row_stride, in_row[:, None, None] & (column < VOCAB)
-        )
-        value = tl.reshape(value, (row.shape[0], SLOTS * WIDTH))
-    return value, complete
-
-
-@triton.jit
-def _floor_in_slots(
-    value, complete, wanted, share, lowest, everything, top, scale,
-    WHOLE: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr,
-    WARPS: tl.constexpr, VECTOR: tl.constexpr,
-):  # fmt: skip
-    """Threshold from the gathered values, whether it is the row's, the kept weight of each slot, and the weight at or
-    above `complete`."""
-    least = d.key_value(complete.to(tl.int32), SHIFT)
-    value = d.by_warps(value, WARPS, VECTOR)
-    weight = d.weigh(value, d.spread_rows(top), d.spread_rows(scale), PROBS)
-    weight = tl.where(value >= d.spread_rows(least), weight, 0.0)
-    key_top = d.sort_key(top, SHIFT).to(tl.int64)
-    by_count, by_mass = wanted > 0, share < 1
-    held = d.count_from(value, least)
-    known = (by_count == 0) | (held >= wanted) | WHOLE
-    lowest_key = d.kth_key(value, wanted, complete, tl.where(by_count & known, key_top + 1, complete + 1), SHIFT)
-    reach = d.spread_rows(d.key_value(lowest_key.to(tl.int32), SHIFT))
-    in_reach = d.sum_of_all(tl.where(value >= reach, weight, 0.0))
-    goal = share * tl.where(by_count | WHOLE, in_reach, everything)
-    known &= (by_mass == 0) | (in_reach >= goal)
-    lowest_key = d.mass_key(
-        value, weight, goal, lowest_key - 1, tl.where(by_mass & known, key_top, lowest_key), SHIFT
-    )  # fmt: skip
-    cut = tl.where(by_count | by_mass, d.key_value(lowest_key.to(tl.int32), SHIFT), float("-inf"))
-    floor = tl.maximum(cut, lowest)
-    known &= (floor >= least) | WHOLE
-    kept = tl.where(value >= d.spread_rows(floor), weight, 0.0)
-    slot_mass = tl.sum(tl.reshape(kept, (kept.shape[0], SLOTS, WIDTH)), 2)
-    return floor, known, slot_mass, d.sum_of_all(weight)
+        low = tl.min(tl.where(group < GROUPS, key_max, 0x7FFFFFFF), 1).to(tl.int64) - 1
+    high = tl.max(key_max, 1).to(tl.int64) + 1
+    most = tl.full(row.shape, SLOTS, tl.int32)
+    # A group for every token of top-k, where there is room.
+    enough = tl.maximum(most * 3 // 4, tl.minimum(wanted, most))
+    pairs = d.by_warps(group_max, WARPS, 2)  # a row of maxima is only aligned to them
+    complete = d.key_of_few(pairs, most, enough, low, high, SHIFT)
+    chosen = in_row[:, None] & (key_max >= complete.to(tl.int32)[:, None]) & (group < GROUPS)
+    slot = tl.cumsum(chosen.to(tl.int32), 1) - 1
+    ids_row = row.to(tl.int64)[:, None] * SLOTS
+    tl.store(ids_ptr + ids_row + slot, group + tl.zeros_like(slot), mask=chosen)
+    tl.debug_barrier()
+    number = tl.arange(0, SLOTS)[None, :]
+    filled = in_row[:, None] & (number < tl.sum(chosen.to(tl.int32), 1)[:, None])
+    held = tl.load(ids_ptr + ids_row + number, mask=filled, other=GROUPS)
+    tl.store(ids_ptr + ids_row + number, held, mask=in_row[:, None] & (filled == 0))
+    return held, complete
 
 
 @triton.jit
 def _defer(
     sample, queue_ptr, state_ptr, edges_ptr, row, in_row, near, deferred, rows, complete, reached, wanted, share,
-    lowest, everything, top, scale,
+    lowest, everything, top, scale, least,
     SHIFT: tl.constexpr, PROBS: tl.constexpr, WARPS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Tell `kernel_nucleus` what to do for each row, and where the thresholds of the deferred rows should lie."""
+    """Tell the kernels behind what to do for each row, and where the thresholds of the deferred rows should lie."""
     listed = deferred & (wanted == 0)
     searched = listed & (share < 1)
     goal = tl.where(share < 1, share * everything, float("inf"))
@@ -154,7 +111,7 @@ def _defer(
         nucleus.store_edges(
             edges_ptr, row, listed, rows, searched, center, spread, complete, lowest, top, scale, SHIFT, PROBS
         )
-    nucleus.store_state(state_ptr, row, in_row, rows, mode, goal, lowest, everything, top)
+    nucleus.store_state(state_ptr, row, in_row, rows, mode, goal, lowest, everything, top, least)
 
 
 @triton.jit
@@ -162,30 +119,25 @@ def _filter(
     values_ptr, ids_ptr, queue_ptr, state_ptr, edges_ptr, row, in_row, filtered, rows, row_stride, group_max, sample,
     wanted, share, lowest, least, top, scale, total,
     VOCAB: tl.constexpr, GROUPS: tl.constexpr, STRIPS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr,
-    SHIFT: tl.constexpr, PROBS: tl.constexpr, BLOCK_G: tl.constexpr, WARPS: tl.constexpr, VECTOR: tl.constexpr,
+    SHIFT: tl.constexpr, PROBS: tl.constexpr, WARPS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Threshold, kept total and kept mass of each slot; filtered rows of which the slots do not tell all are deferred,
-    and count as unfiltered here."""
-    group = tl.arange(0, BLOCK_G)[None, :]
-    value, complete = _gather(
-        values_ptr, ids_ptr, row, in_row, group_max, group, wanted, least, row_stride, VOCAB, GROUPS, STRIPS, SLOTS,
-        WIDTH, SHIFT, WARPS,
+    """Choose the groups of every row, and defer the filtered rows of which these do not tell all."""
+    group, complete = _choose_groups(
+        ids_ptr, row, in_row, group_max, wanted, least, GROUPS, STRIPS, SLOTS, SHIFT, WARPS
     )  # fmt: skip
-    floor, known, slot_mass, reached = _floor_in_slots(
-        value, complete, wanted, share, lowest, total, top, scale, GROUPS <= SLOTS, SLOTS, WIDTH, SHIFT, PROBS, WARPS,
-        VECTOR,
+    value = slot_values(values_ptr, row, in_row, group, row_stride, VOCAB, SLOTS, WIDTH)
+    value = d.by_warps(value, WARPS, VECTOR)
+    from_least = d.key_value(complete.to(tl.int32), SHIFT)
+    weight = d.weigh(value, d.spread_rows(top), d.spread_rows(scale), PROBS)
+    reached = d.sum_of_all(tl.where(value >= d.spread_rows(from_least), weight, 0.0))
+    by_count, by_mass = wanted > 0, share < 1
+    # Top-p behind top-k takes its share of what top-k keeps.
+    known = tl.where(by_count, d.count_from(value, from_least) >= wanted, (by_mass == 0) | (reached >= share * total))
+    known &= by_count | by_mass | (lowest >= from_least)
+    _defer(
+        sample, queue_ptr, state_ptr, edges_ptr, row, in_row, filtered & known, filtered & (known == 0), rows, complete,
+        reached, wanted, share, lowest, total, top, scale, from_least, SHIFT, PROBS, WARPS, VECTOR,
     )  # fmt: skip
-    near = filtered & known
-    if GROUPS <= SLOTS:
-        total = tl.sum(slot_mass, 1)
-    else:
-        _defer(
-            sample, queue_ptr, state_ptr, edges_ptr, row, in_row, near, filtered & (known == 0), rows, complete,
-            reached, wanted, share, lowest, total, top, scale, SHIFT, PROBS, WARPS, VECTOR,
-        )  # fmt: skip
-        total = tl.where(near, tl.sum(slot_mass, 1), total)
-        floor = tl.where(near, floor, float("-inf"))
-    return floor, total, slot_mass
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -199,11 +151,10 @@ def _filter_kernel(
     sums_ptr,  # [1 or 2, R, STRIPS] float32: sum at T
     groups_ptr,  # [R, GROUPS] float32: the maxima
     ids_ptr,  # [R, SLOTS] int32, or None where the row fits the slots
-    slots_ptr,  # [R, SLOTS] float32
     queue_ptr,  # [1 + R] int32, or None where no row can be deferred; its length is 0 before
-    state_ptr,  # [5, R] float32, or None
+    state_ptr,  # [6, R] float32
     edges_ptr,  # [5, R] float32, or None
-    distribution_ptr,  # [4, R] float32: floor and total are written, the second and the third
+    distribution_ptr,  # [4, R] float32: floor and total of the unfiltered row, the second and the third
     rows,
     row_stride,
     PER_REQUEST: tl.constexpr,
@@ -234,11 +185,10 @@ def _filter_kernel(
     sums = tl.load(sums_ptr + place, mask=in_strips, other=0.0)
     temperature = tl.load(temperature_ptr + request, mask=in_row, other=0.0)
     wanted, share = d.count_and_share(top_k_ptr, top_p_ptr, request, in_row, VOCAB)
-    group = tl.arange(0, BLOCK_G)[None, :]
-    at = groups_ptr + row.to(tl.int64)[:, None] * GROUPS + group
-    group_max = tl.load(at, mask=in_row[:, None] & (group < GROUPS), other=float("-inf"))
-    sample = group_max
     if GROUPS > SLOTS:
+        group = tl.arange(0, BLOCK_G)[None, :]
+        at = groups_ptr + row.to(tl.int64)[:, None] * GROUPS + group
+        group_max = tl.load(at, mask=in_row[:, None] & (group < GROUPS), other=float("-inf"))
         sample = nucleus.sample_groups(values_ptr, row, in_row, row_stride, VOCAB, GROUPS, SLOTS, WIDTH)
 
     top = tl.max(tops, 1)
@@ -248,14 +198,17 @@ def _filter_kernel(
     mass = strip_masses(sums, tops, top, scale, PROBS)
     lowest = _lowest(min_p_ptr, request, in_row, top, scale, PROBS)
     filtered = in_row & valid & (temperature > 0) & ((wanted > 0) | (share < 1) | (lowest > float("-inf")))
-    floor, total, slot_mass = _filter(
-        values_ptr, ids_ptr, queue_ptr, state_ptr, edges_ptr, row, in_row, filtered, rows, row_stride, group_max,
-        sample, wanted, share, lowest, least, top, scale, tl.sum(mass, 1), VOCAB, GROUPS, STRIPS, SLOTS, WIDTH, SHIFT,
-        PROBS, BLOCK_G, WARPS, VECTOR,
-    )  # fmt: skip
-    slot = row.to(tl.int64)[:, None] * SLOTS + tl.arange(0, SLOTS)[None, :]
-    tl.store(slots_ptr + slot, slot_mass, mask=in_row[:, None])
-    tl.store(distribution_ptr + rows + row, floor, mask=in_row)
+    total = tl.sum(mass, 1)
+    if GROUPS > SLOTS:
+        _filter(
+            values_ptr, ids_ptr, queue_ptr, state_ptr, edges_ptr, row, in_row, filtered, rows, row_stride, group_max,
+            sample, wanted, share, lowest, least, top, scale, total, VOCAB, GROUPS, STRIPS, SLOTS, WIDTH, SHIFT, PROBS,
+            WARPS, VECTOR,
+        )  # fmt: skip
+    else:
+        mode = tl.full(row.shape, nucleus.NEAR, tl.int32)
+        nucleus.store_state(state_ptr, row, in_row, rows, mode, total, lowest, total, top, top)
+    tl.store(distribution_ptr + rows + row, tl.full(row.shape, float("-inf"), tl.float32), mask=in_row)
     tl.store(distribution_ptr + 2 * rows + row, total, mask=in_row)
 
 
@@ -280,21 +233,28 @@ def keep(
     may_defer = num_groups > slots
     out = partial(torch.empty, dtype=torch.float32, device=values.device)
     ids = out(rows, slots, dtype=torch.int32) if may_defer else None
-    state, edges = (out(nucleus.STATES, rows), out(nucleus.NUM_EDGES, rows)) if may_defer else (None, None)
+    state, edges = out(nucleus.STATES, rows), out(nucleus.NUM_EDGES, rows) if may_defer else None
     of_slots = out(rows, slots)
     block_r = d.rows_per_program(rows, config.max_rows, max(slots * width, block_g))
+    shared = dict(
+        PER_REQUEST=per_request, VOCAB=vocab, PROBS=probabilities, VECTOR=d.VECTOR_BYTES // values.element_size(),
+        **overlapped(chip),
+    )  # fmt: skip
     launch(
         _filter_kernel, (triton.cdiv(rows, block_r),), values, sampling.temperature, *sampling.filters, tops, sums,
-        groups, ids, of_slots, queue if may_defer else None, state, edges, distribution, rows, values.stride(0),
-        num_warps=config.select_warps, PER_REQUEST=per_request, VOCAB=vocab, GROUPS=num_groups, STRIPS=num_strips,
-        PROBS=probabilities, SHIFT=shift, BLOCK_R=block_r,
+        groups, ids, queue if may_defer else None, state, edges, distribution, rows, values.stride(0),
+        num_warps=config.select_warps, GROUPS=num_groups, STRIPS=num_strips, SHIFT=shift, BLOCK_R=block_r,
         BLOCK_N=max(triton.next_power_of_2(num_strips), d.MIN_SCAN), BLOCK_G=block_g, SLOTS=slots, WIDTH=width,
-        WARPS=config.select_warps, VECTOR=d.VECTOR_BYTES // values.element_size(), **overlapped(chip),
+        WARPS=config.select_warps, **shared,
     )  # fmt: skip
-    chunks = None
+    shared |= dict(CHUNKS=triton.cdiv(vocab, config.chunk), KEEP=config.keep)
+    lists = None
     if may_defer:
-        chunks = nucleus.resolve(
-            values, sampling, queue, state, edges, distribution, config, per_request=per_request,
-            probabilities=probabilities, shift=shift,
+        lists = nucleus.list_values(
+            values, sampling, queue, state, edges, config, shared | dict(WARPS=config.chunk_warps)
         )  # fmt: skip
+    chunks = settle(
+        values, sampling, ids, state, edges, lists, of_slots, distribution, config,
+        shared | dict(WIDTH=width, SHIFT=shift),
+    )  # fmt: skip
     return Kept(ids, of_slots, state, chunks)

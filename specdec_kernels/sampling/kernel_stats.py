@@ -81,8 +81,8 @@ def stats_kernel(
     step = vector // (LANES * BLOCK_S) * LANES + vector % LANES
     column = (pair % STRIPS * (STEPS * LANES) + step) * ENTRIES + tl.arange(0, ENTRIES)[None, :]
     wait_for_kernel_ahead(OVERLAP)
-    # Programs that draw need much room, and would take it from the last of these.
-    let_next_kernel_start(OVERLAP and (SAMPLE == 0 or groups_ptr is not None))
+    # Programs that read parts of rows again need room, and would take it from the last of these.
+    let_next_kernel_start(OVERLAP and groups_ptr is not None)
     if queue_ptr is not None:
         if tl.program_id(0) == 0:
             tl.store(queue_ptr, 0)

@@ -84,8 +84,8 @@ def test_any_filter(impl: str, rows: list[list[float]], chosen: Filter, temperat
 @pytest.mark.skipif(DEVICE == "cuda", reason="a row of this size fits the slots of a GPU")
 def test_rows_of_more_groups_than_slots_are_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the cases would not reach the search in memory."""
-    resolve, deferred = nucleus.resolve, []
-    monkeypatch.setattr(nucleus, "resolve", lambda *a, **k: deferred.append(a) or resolve(*a, **k))
+    list_values, deferred = nucleus.list_values, []
+    monkeypatch.setattr(nucleus, "list_values", lambda *a, **k: deferred.append(a) or list_values(*a, **k))
     pick_tokens(**_inputs("pick_filtered_flat"), impl="triton")
     pick_tokens(**_inputs("pick_filtered"), impl="triton")
     assert len(deferred) == 1

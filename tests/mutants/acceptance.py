@@ -16,6 +16,7 @@ _KERNEL = "specdec_kernels/verify/kernel_rejection.py"
 _OUTCOME = "specdec_kernels/verify/device.py"
 _SELECT = "specdec_kernels/sampling/kernel.py"
 _NUCLEUS = "specdec_kernels/sampling/kernel_nucleus.py"
+_SETTLE = "specdec_kernels/sampling/kernel_settle.py"
 _WALK = "specdec_kernels/verify/kernel.py"
 _SAMPLING = "specdec_kernels/sampling/reference.py"
 _DEVICE = "specdec_kernels/sampling/device.py"
@@ -230,17 +231,25 @@ OTHERS = (
     ),
     Mutant(
         "min_p_below_its_class",
-        _NUCLEUS,
+        _SETTLE,
         "rises = by_mass | (known & (value < lowest[:, None]))",
         "rises = by_mass",
         _pick("probs_two_limits"),
         "a row keeps the weight between the threshold of top-p and that of min-p, which cuts above it",
     ),
     Mutant(
+        "top_p_of_the_unfiltered_row",
+        _SETTLE,
+        "goal = share * tl.where(by_count | WHOLE, in_reach, everything)",
+        "goal = share * everything",
+        _pick("pick_filtered_slots", "pick_filtered"),
+        "top-p behind top-k takes its share of the whole row",
+    ),
+    Mutant(
         "ranks_of_another_class",
         _NUCLEUS,
-        "rank = (tl.cumsum(one, 1) >> bits) & _MOST",
-        "rank = tl.cumsum(one, 1) & _MOST",
+        "rank = (tl.cumsum(one, 1) >> bits) & MOST",
+        "rank = tl.cumsum(one, 1) & MOST",
         _pick("probs_spread"),
         "values of all classes are written down at places counted for the lowest one",
     ),

@@ -135,7 +135,7 @@ MEANINGLESS = {
     ("specdec_kernels/verify/kernel_tree.py", "return whole, whole, word + 1", "0"),
     ("specdec_kernels/verify/kernel_tree.py", 'if rule == "k_seq":', "!="),
     ("specdec_kernels/verify/kernel_tree.py", "num_words = min(max_depth + 1, num_nodes)", "0"),
-    ("specdec_kernels/sampling/kernel_nucleus.py", "members = out(rows, chunks, NUM_EDGES - 1, keep", "0"),
+    ("specdec_kernels/sampling/kernel_nucleus.py", "members = torch.empty(rows, chunks, NUM_EDGES - 1, keep", "0"),
     # More words than are used.
     ("specdec_kernels/verify/kernel_tree.py", "num_words = min(max_depth + 1, num_nodes)", "max"),
     ("specdec_kernels/tree/kernel_selection.py", ", 0) >= wanted", ">"),  # any bound down to the first left out will do
@@ -157,12 +157,12 @@ MEANINGLESS = {
     ("specdec_kernels/sampling/kernel_filter.py", "low = tl.min(tl.where(group < GROUPS, key_max", "max"),
     ("specdec_kernels/sampling/kernel_filter.py", "least = tl.min(", "max"),
     # A row that is not searched has no key between its bounds, or one; a wider bracket holds the same threshold.
-    ("specdec_kernels/sampling/kernel_filter.py", " complete + 1))", "0"),
-    ("specdec_kernels/sampling/kernel_nucleus.py", " bottom + 1)", "0"),
-    ("specdec_kernels/sampling/kernel_nucleus.py", "tl.where(by_mass, high, low + 1)", "0"),
-    ("specdec_kernels/sampling/kernel_nucleus.py", "tl.where(fits, high_key, low_key + 1)", "0"),
-    ("specdec_kernels/sampling/kernel_nucleus.py", "tl.minimum(high, top)", "maximum"),
-    ("specdec_kernels/sampling/kernel_nucleus.py", "high = tl.min(", "max"),
+    ("specdec_kernels/sampling/kernel_settle.py", "tl.where(by_count, key_top + 1, complete + 1)", "0"),
+    ("specdec_kernels/sampling/kernel_settle.py", " bottom + 1)", "0"),
+    ("specdec_kernels/sampling/kernel_settle.py", "tl.where(by_mass, high, low + 1)", "0"),
+    ("specdec_kernels/sampling/kernel_settle.py", "tl.where(fits, high_key, low_key + 1)", "0"),
+    ("specdec_kernels/sampling/kernel_settle.py", "tl.minimum(high, top)", "maximum"),
+    ("specdec_kernels/sampling/kernel_settle.py", "high = tl.min(", "max"),
     ("specdec_kernels/verify/kernel_tree.py", "candidate = end - 1", "0"),  # node 0 is a child of none
     # The conversion to signed words wraps on the CPU, as is written out for a GPU.
     ("specdec_kernels/compat/sglang/reference.py", "low >= 1 << (bits - 1)", "0"),

@@ -1,0 +1,327 @@
+# mypy: ignore-errors
+"""Thresholds of filtered rows, and the weight that they leave: one program per row.
+
+- A row whose slots tell all (`kernel_filter`): the groups in its slots are read into registers, and the threshold is
+  found there by bisection.
+- A deferred row (`kernel_nucleus`): the weights above the edges tell the class that holds the threshold. It is found
+  there by bisection over the class in registers, and so is the kept weight of every chunk. A draw selects a chunk by
+  them, and reads that chunk alone again. A threshold outside the edges (they lie six standard deviations from the
+  guess), a chunk with more values of the class than there is room for, and a top-k beyond the slots are settled by
+  bisection over the row in memory instead.
+
+Both searches stand in one launch, so that each goes on while the other kind of row is searched.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from specdec_kernels.launch import launch
+from specdec_kernels.overlap import let_next_kernel_start, wait_for_kernel_ahead
+from specdec_kernels.sampling import device as d
+from specdec_kernels.sampling import kernel_nucleus as nucleus
+from specdec_kernels.sampling.configs import SelectionConfig
+from specdec_kernels.sampling.types import SamplingTensors
+
+_LANES_OF_EDGES = tl.constexpr(8)
+
+
+@triton.jit
+def slot_values(
+    values_ptr, row, in_row, group, row_stride, VOCAB: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Values [R, SLOTS * WIDTH] of the groups [R, SLOTS]. A group is read once for a slot, not once for each token."""
+    column = group[:, :, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
+    live = in_row[:, None, None] & (column < VOCAB)
+    value = d.load_values(values_ptr, row[:, None, None], column, row_stride, live)
+    return tl.reshape(value, (row.shape[0], SLOTS * WIDTH))
+
+
+@triton.jit
+def _floor_in_slots(
+    value, near, complete, wanted, share, lowest, everything, top, scale,
+    WHOLE: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr,
+    WARPS: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Threshold of the rows that are `near`, and the weight [R, SLOTS] that it leaves of each slot; the values from the
+    key `complete` on are all that the row has."""
+    value = d.by_warps(value, WARPS, VECTOR)
+    weight = d.weigh(value, d.spread_rows(top), d.spread_rows(scale), PROBS)
+    key_top = d.sort_key(top, SHIFT).to(tl.int64)
+    by_count, by_mass = near & (wanted > 0), near & (share < 1)
+    lowest_key = d.kth_key(value, wanted, complete, tl.where(by_count, key_top + 1, complete + 1), SHIFT)
+    reach = d.spread_rows(d.key_value(lowest_key.to(tl.int32), SHIFT))
+    in_reach = d.sum_of_all(tl.where(value >= reach, weight, 0.0))
+    goal = share * tl.where(by_count | WHOLE, in_reach, everything)
+    lowest_key = d.mass_key(
+        value, weight, goal, lowest_key - 1, tl.where(by_mass, key_top, lowest_key), SHIFT
+    )  # fmt: skip
+    cut = tl.where(by_count | by_mass, d.key_value(lowest_key.to(tl.int32), SHIFT), float("-inf"))
+    floor = tl.maximum(cut, lowest)
+    kept = tl.where(value >= d.spread_rows(floor), weight, 0.0)
+    return floor, tl.sum(tl.reshape(kept, (value.shape[0], SLOTS, WIDTH)), 2)
+
+
+@triton.jit
+def _settle_near(
+    values_ptr, ids_ptr, slots_ptr, distribution_ptr, row, near, rows, row_stride, least, wanted, share, lowest,
+    everything, top, scale,
+    VOCAB: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr,
+    WARPS: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Floor, total and the kept weight of the slots of the rows that are `near`."""
+    slot = tl.arange(0, SLOTS)[None, :]
+    at = row.to(tl.int64)[:, None] * SLOTS + slot
+    if ids_ptr is None:
+        group = slot + tl.zeros_like(row)[:, None]
+    else:
+        group = tl.load(ids_ptr + at, mask=near[:, None], other=0)
+    value = slot_values(values_ptr, row, near, group, row_stride, VOCAB, SLOTS, WIDTH)
+    complete = d.sort_key(least, SHIFT).to(tl.int64)
+    if ids_ptr is None:
+        key = d.sort_key(value, SHIFT)
+        complete = tl.min(tl.where(value > float("-inf"), key, 0x7FFFFFFF), 1).to(tl.int64)
+    floor, mass = _floor_in_slots(
+        value, near, complete, wanted, share, lowest, everything, top, scale, ids_ptr is None, SLOTS, WIDTH, SHIFT,
+        PROBS, WARPS, VECTOR,
+    )  # fmt: skip
+    tl.store(slots_ptr + at, mass, mask=near[:, None])
+    tl.store(distribution_ptr + rows + row, floor, mask=near)
+    tl.store(distribution_ptr + 2 * rows + row, tl.sum(mass, 1), mask=near)
+
+
+@triton.jit
+def _floor_in_memory(
+    values_ptr, row, asks, row_stride, low, high, wanted, share, everything, top, scale,
+    VOCAB: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Threshold of top-k and top-p from the whole row; without top-k its key lies in (low, high]."""
+    by_count, by_mass = asks & (wanted > 0), asks & (share < 1)
+    bottom = d.sort_key(tl.full(top.shape, float("-inf"), tl.float32), SHIFT).to(tl.int64)
+    key_top = d.sort_key(top, SHIFT).to(tl.int64)
+    kth = d.streamed_kth_key(
+        values_ptr, row, row_stride, wanted, bottom, tl.where(by_count, key_top + 1, bottom + 1), VOCAB, SHIFT, BLOCK_V
+    )  # fmt: skip
+    counted = d.streamed_mass(
+        values_ptr, row, by_count & by_mass, row_stride, (kth - 1).to(tl.int32), top, scale, VOCAB, SHIFT, PROBS,
+        BLOCK_V,
+    )  # fmt: skip
+    goal = share * tl.where(by_count, counted, everything)
+    low, high = tl.where(by_count, kth - 1, low), tl.where(by_count, key_top, high)
+    found = d.streamed_mass_key(
+        values_ptr, row, row_stride, goal, low, tl.where(by_mass, high, low + 1), top, scale, VOCAB, SHIFT, PROBS,
+        BLOCK_V,
+    )  # fmt: skip
+    return tl.where(by_mass, found, kth)
+
+
+@triton.jit
+def _store_kept_mass(
+    values_ptr, mass_ptr, row, asks, row_stride, floor, top, scale,
+    VOCAB: tl.constexpr, CHUNKS: tl.constexpr, PROBS: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Store the weight that the threshold leaves in each chunk, for the rows in `asks`."""
+    for chunk in range(0, CHUNKS):
+        column = chunk * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
+        value = d.load_values(values_ptr, row[:, None], column, row_stride, asks[:, None] & (column < VOCAB))
+        weight = d.weigh(value, top[:, None], scale[:, None], PROBS)
+        kept = tl.sum(tl.where(value >= floor[:, None], weight, 0.0), 1)
+        tl.store(mass_ptr + row * CHUNKS + chunk, kept, mask=asks)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _search_members(
+    value, fits, top, scale, left, low_key, high_key, found, far, lowest,
+    KEEP: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr, WARPS: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Threshold of each row, and the weight [R, BLOCK_C] that it leaves of the classes of the rows that `fits`.
+
+    `left` is the weight that these rows still lack; the key of the rows that are `far` is `found` already.
+    """
+    value = d.by_warps(tl.minimum(value, d.FLOAT32_MAX), WARPS, VECTOR)
+    weight = d.weigh(value, d.spread_rows(top), d.spread_rows(scale), PROBS)
+    searched = d.mass_key(value, weight, left, low_key, tl.where(fits, high_key, low_key + 1), SHIFT)
+    found = tl.where(fits, searched, found)
+    floor = tl.where(far | fits, d.key_value(found.to(tl.int32), SHIFT), float("-inf"))
+    floor = tl.maximum(floor, lowest)
+    kept = tl.where(value >= d.spread_rows(floor), weight, 0.0)
+    return floor, tl.sum(tl.reshape(kept, (BLOCK_R, BLOCK_C, KEEP)), 2)
+
+
+@triton.jit
+def _class_of_threshold(above, value, in_row, goal, lowest):
+    """How many of the edges [R, 8], of `value`, lie below the threshold, 0 to 5; whether min-p put it there; and the
+    edges around it, infinite where there is none. `above` [R, 8] is the weight above each."""
+    known = in_row[:, None] & (tl.arange(0, _LANES_OF_EDGES)[None, :] < nucleus.EDGES)
+    by_mass = known & (above >= goal[:, None])
+    rises = by_mass | (known & (value < lowest[:, None]))
+    low = tl.max(tl.where(rises, value, float("-inf")), 1)
+    high = tl.min(tl.where(known & (rises == 0), value, float("inf")), 1)
+    below = tl.sum(rises.to(tl.int32), 1)
+    return below, below > tl.sum(by_mass.to(tl.int32), 1), low, high
+
+
+@triton.jit
+def _load_edges(parts_ptr, edges_ptr, row, in_row, rows, PARTS: tl.constexpr, BLOCK_P: tl.constexpr):
+    """The weight above each edge, and its value: [R, 8] each."""
+    edge, part = tl.arange(0, _LANES_OF_EDGES)[None, :], tl.arange(0, BLOCK_P)[None, :]
+    place = edge * rows + row[:, None]
+    value = tl.load(edges_ptr + place, mask=in_row[:, None] & (edge < nucleus.EDGES), other=0.0)
+    above = tl.zeros_like(value)
+    for k in tl.static_range(nucleus.EDGES):
+        at = parts_ptr + (k * rows + row).to(tl.int64)[:, None] * PARTS + part
+        of_parts = tl.load(at, mask=in_row[:, None] & (part < PARTS), other=0.0)
+        above = tl.where(edge == k, tl.sum(of_parts, 1)[:, None], above)
+    return above, value
+
+
+@triton.jit
+def _settle_deferred(
+    values_ptr, parts_ptr, counts_ptr, members_ptr, mass_ptr, distribution_ptr, row, asks, listed, above, edges, rows,
+    row_stride, wanted, share, goal, lowest, everything, top, scale,
+    VOCAB: tl.constexpr, CHUNKS: tl.constexpr, KEEP: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr, PARTS: tl.constexpr, WARPS: tl.constexpr,
+    VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Floor, total and the kept weight of the chunks of the rows in `asks`; those in `listed` have a list."""
+    below, pinned, low, high = _class_of_threshold(above, edges, listed, goal, lowest)
+    between = listed & (below > 0) & (below < nucleus.EDGES)
+    kind = tl.where(between, below - 1, 0)
+    low_key = d.sort_key(low, SHIFT).to(tl.int64)
+    high_key = d.sort_key(tl.minimum(high, top), SHIFT).to(tl.int64)
+    chunk = tl.arange(0, BLOCK_C)[None, :]
+    in_chunks = chunk < CHUNKS
+    place = row[:, None] * CHUNKS + chunk
+    # Values are read before it is known how many there are, so that no load waits for another.
+    member = tl.arange(0, KEEP)[None, None, :]
+    base = members_ptr + row.to(tl.int64)[:, None] * (CHUNKS * nucleus.CLASSES * KEEP) + kind[:, None] * KEEP
+    base = (base + chunk * (nucleus.CLASSES * KEEP))[:, :, None]
+    there = between[:, None] & in_chunks
+    value = tl.load(base + member, mask=there[:, :, None], other=float("-inf")).to(tl.float32)
+    counts = tl.load(counts_ptr + place, mask=there, other=0)
+    counts = (counts >> (kind * nucleus.COUNT_BITS)[:, None]) & nucleus.MOST
+    fits = between & (tl.max(counts, 1) <= KEEP)
+    live = (member < counts[:, :, None]) & fits[:, None, None]
+    value = tl.reshape(tl.where(live, value, float("-inf")), (BLOCK_R, BLOCK_C * KEEP))
+    far = asks & (fits == 0) & ((pinned == 0) | (below < nucleus.EDGES))
+    # The weight above the class; where min-p cuts above all edges, above the last.
+    over = parts_ptr + (tl.minimum(below, nucleus.EDGES - 1) * rows).to(tl.int64)[:, None] * (CHUNKS * PARTS)
+    mass = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    for part in tl.static_range(PARTS):
+        mass += tl.load(over + place * PARTS + part, mask=listed[:, None] & in_chunks, other=0.0)
+    left = tl.where(pinned, float("inf"), goal - tl.sum(mass, 1))
+    found = low_key
+    if tl.max(far.to(tl.int32), 0) > 0:
+        found = _floor_in_memory(
+            values_ptr, row, far, row_stride, low_key, high_key, wanted, share, everything, top, scale, VOCAB,
+            SHIFT, PROBS, BLOCK_V,
+        )  # fmt: skip
+        cut = tl.maximum(d.key_value(found.to(tl.int32), SHIFT), lowest)
+        _store_kept_mass(values_ptr, mass_ptr, row, far, row_stride, cut, top, scale, VOCAB, CHUNKS, PROBS, BLOCK_V)
+        mass = tl.where(far[:, None], tl.load(mass_ptr + place, mask=far[:, None] & in_chunks, other=0.0), mass)
+    floor, of_members = _search_members(
+        value, fits, top, scale, left, low_key, high_key, found, far, lowest, KEEP, SHIFT,
+        PROBS, BLOCK_R, BLOCK_C, WARPS, VECTOR,
+    )  # fmt: skip
+    mass += of_members
+    tl.store(mass_ptr + place, mass, mask=asks[:, None] & in_chunks)
+    tl.store(distribution_ptr + rows + row, floor, mask=asks)
+    tl.store(distribution_ptr + 2 * rows + row, tl.sum(mass, 1), mask=asks)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _settle_kernel(
+    values_ptr,  # [R, VOCAB], row stride row_stride
+    temperature_ptr,  # [R / PER_REQUEST] float32
+    top_k_ptr,  # [R / PER_REQUEST] int32, or None
+    top_p_ptr,  # [R / PER_REQUEST] float32, or None
+    ids_ptr,  # [R, SLOTS] int32, or None where slot i is group i
+    state_ptr,  # [6, R] float32
+    edges_ptr,  # [5, R] float32, or None with all that follows up to mass_ptr where no row is deferred
+    parts_ptr,  # [5, R, CHUNKS, PARTS] float32
+    counts_ptr,  # [R, CHUNKS] int32
+    members_ptr,  # [R, CHUNKS, 4, KEEP], of the row's type
+    mass_ptr,  # [R, CHUNKS] float32: the weight that is kept
+    slots_ptr,  # [R, SLOTS] float32: the weight that is kept
+    distribution_ptr,  # [4, R] float32: floor and total are written, the second and the third
+    rows,
+    row_stride,
+    PER_REQUEST: tl.constexpr,
+    VOCAB: tl.constexpr,
+    SLOTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    KEEP: tl.constexpr,
+    PROBS: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PARTS: tl.constexpr,
+    WARPS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    wait_for_kernel_ahead(OVERLAP)
+    let_next_kernel_start(OVERLAP)
+    # All that does not depend on other loads is read first.
+    in_row, request = row < rows, row // PER_REQUEST
+    task = tl.load(state_ptr + row, mask=in_row, other=0.0)
+    goal = tl.load(state_ptr + rows + row, mask=in_row, other=0.0)
+    lowest = tl.load(state_ptr + 2 * rows + row, mask=in_row, other=0.0)
+    everything = tl.load(state_ptr + 3 * rows + row, mask=in_row, other=0.0)
+    top = tl.load(state_ptr + 4 * rows + row, mask=in_row, other=0.0)
+    least = tl.load(state_ptr + 5 * rows + row, mask=in_row, other=0.0)
+    scale = d.exponent_scale(tl.load(temperature_ptr + request, mask=in_row, other=1.0))
+    wanted, share = d.count_and_share(top_k_ptr, top_p_ptr, request, in_row, VOCAB)
+    near = in_row & (task == nucleus.NEAR)
+    if tl.max(near.to(tl.int32), 0) > 0:
+        _settle_near(
+            values_ptr, ids_ptr, slots_ptr, distribution_ptr, row, near, rows, row_stride, least, wanted, share, lowest,
+            everything, top, scale, VOCAB, SLOTS, WIDTH, SHIFT, PROBS, WARPS, VECTOR,
+        )  # fmt: skip
+    if edges_ptr is not None:
+        asks = in_row & (task > nucleus.WHOLE)
+        if tl.max(asks.to(tl.int32), 0) > 0:
+            above, edges = _load_edges(parts_ptr, edges_ptr, row, in_row, rows, CHUNKS * PARTS, BLOCK_P)
+            _settle_deferred(
+                values_ptr, parts_ptr, counts_ptr, members_ptr, mass_ptr, distribution_ptr, row, asks,
+                asks & (task != nucleus.COUNT), above, edges, rows, row_stride, wanted, share, goal, lowest, everything,
+                top, scale, VOCAB, CHUNKS, KEEP, SHIFT, PROBS, BLOCK_R, BLOCK_C, BLOCK_V, PARTS, WARPS, VECTOR,
+            )  # fmt: skip
+
+
+def settle(
+    values: torch.Tensor,
+    sampling: SamplingTensors,
+    ids: torch.Tensor | None,
+    state: torch.Tensor,
+    edges: torch.Tensor | None,
+    lists: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    slots: torch.Tensor,
+    distribution: torch.Tensor,
+    config: SelectionConfig,
+    sizes: dict[str, Any],
+) -> torch.Tensor | None:
+    """Write floor and total of every filtered row to `distribution` [4, R], and the kept weight of the slots [R, SLOTS]
+    of those that are not deferred; the kept weight of the chunks [R, chunks] of the others is returned."""
+    rows, chunks, warps = len(values), sizes["CHUNKS"], config.select_warps
+    mass = None if lists is None else torch.empty(rows, chunks, dtype=torch.float32, device=values.device)
+    block_c = max(triton.next_power_of_2(chunks), d.MIN_SCAN)
+    block_r = d.rows_per_program(rows, config.max_rows, max(config.chunk, block_c * config.keep))
+    launch(
+        _settle_kernel, (triton.cdiv(rows, block_r),), values, sampling.temperature, sampling.top_k, sampling.top_p,
+        ids, state, edges, *(lists or (None, None, None)), mass, slots, distribution, rows, values.stride(0),
+        num_warps=warps, SLOTS=slots.shape[1], BLOCK_R=block_r, BLOCK_C=block_c,
+        BLOCK_P=triton.next_power_of_2(chunks * config.chunk_warps), BLOCK_V=config.chunk, PARTS=config.chunk_warps,
+        **(sizes | dict(WARPS=warps)),
+    )  # fmt: skip
+    return mass
