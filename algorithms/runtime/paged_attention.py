@@ -110,10 +110,11 @@ class PagedMixer:
             impl=self.impl,
         )
 
-    def attend(self, layer: int, q: Tensor, weights: MixerWeights) -> Tensor:
-        """Attention of `q [B, N, H, D]`, as `store` gave it, over what is stored; of the same shape."""
+    def attend(self, layer: int, q: Tensor, weights: MixerWeights, out: Tensor | None = None) -> Tensor:
+        """Attention of `q [B, N, H, D]`, as `store` gave it, over what is stored; of the same shape, in `out` if that
+        is given."""
         sinks = None if weights.sinks is None else weights.sinks.float()
-        return self.backend.run(self.plans[layer], q, self.cache.kv[layer], sinks, self._scales(layer))
+        return self.backend.run(self.plans[layer], q, self.cache.kv[layer], sinks, self._scales(layer), out)
 
     def _scales(self, layer: int) -> KVScales | None:
         return None if self.cache.scales is None else self.cache.scales.of_layer(layer)
@@ -139,8 +140,11 @@ class JointMixer:
         )
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, weights: MixerWeights) -> Tensor:
-        parts = zip(self._mixers, self.split(self._store.store(layer, q, k, v, weights)), strict=True)
-        return torch.cat([mixer.attend(layer, queries, weights).flatten(0, 1) for mixer, queries in parts])
+        queries = self._store.store(layer, q, k, v, weights)
+        out = torch.empty_like(queries)
+        for mixer, part, place in zip(self._mixers, self.split(queries), self.split(out), strict=True):
+            mixer.attend(layer, part, weights, place)
+        return out
 
     def split(self, rows: Tensor) -> list[Tensor]:
         """`rows [T, ...]` as each group's `[B, N, ...]`."""

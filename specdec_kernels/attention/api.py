@@ -38,6 +38,7 @@ def paged_attention(
     tuning: Mapping[str, Any] | None = None,
     batch_invariant: bool = False,
     in_order: bool | None = None,
+    out: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> torch.Tensor:
     """Attention of N query rows per request over its paged keys and values.
@@ -64,6 +65,7 @@ def paged_attention(
         in_order: with `batch_invariant`, whether one program walks all splits of its rows, which needs no memory for
             partial results and changes no bit; default where the rows or the partial results are many, or where so
             many requests fill the chip.
+        out: where to write the result, of the shape, dtype and device of q, contiguous; a new tensor by default.
 
     Returns:
         out [B, N, H, D] in q's dtype. The result of a request depends on how many requests there are, because that
@@ -75,7 +77,12 @@ def paged_attention(
     """
     scales, cut = LayerScales(sinks, k_scale, v_scale), Cut(split_tokens, tuning, batch_invariant, in_order)
     call = _checked(q, kv, metadata, scales, work_list, cut)
-    return dispatch("paged_attention", __package__, impl, q)(*call)
+    if out is not None:
+        expect_shape("out", out, tuple(q.shape))
+        expect_dtype("out", out, q.dtype)
+        expect_same_device(q=q, out=out)
+        expect_contiguous(out=out)
+    return dispatch("paged_attention", __package__, impl, q)(*call, out)
 
 
 def paged_attention_with_lse(

@@ -397,9 +397,10 @@ def paged_attention(
     work: WorkShape,
     config: AttentionConfig,
     work_list: WorkList | None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `specdec_kernels.attention.paged_attention`, which has checked the arguments."""
-    return _attention(q, kv, metadata, scales, work, config, work_list, None)
+    return _attention(q, kv, metadata, scales, work, config, work_list, None, out)
 
 
 def paged_attention_with_lse(
@@ -425,12 +426,13 @@ def _attention(
     config: AttentionConfig,
     work_list: WorkList | None,
     lse: torch.Tensor | None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Launch the kernel and, where keys are split, the merge; writes `lse` if it is given."""
+    """Launch the kernel and, where keys are split, the merge; writes `lse` and `out` if they are given."""
     if q.dtype == torch.float64:
         raise ValueError("q: the kernel takes float32, float16 and bfloat16, got float64; use impl='reference'")
     head_dim, page_size = q.shape[3], kv.shape[2]
-    out = torch.empty_like(q)
+    out = torch.empty_like(q) if out is None else out
     along_paths = work.fixed_cut and metadata.mode == "tree"
     split = work.num_splits > 1 or along_paths
     parts = (work.batch * work.num_splits, *q.shape[1:3])

@@ -27,9 +27,11 @@ def paged_attention(
     work: WorkShape,
     config: AttentionConfig,
     work_list: WorkList | None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `specdec_kernels.attention.paged_attention`, which has checked the arguments."""
-    return paged_attention_with_lse(q, kv, metadata, scales, work, config, work_list)[0]
+    result = paged_attention_with_lse(q, kv, metadata, scales, work, config, work_list)[0]
+    return result if out is None else out.copy_(result)
 
 
 def paged_attention_with_lse(

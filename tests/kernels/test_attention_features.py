@@ -151,6 +151,20 @@ def test_one_split_is_written_as_the_merge_would(sinks: bool) -> None:
             torch.testing.assert_close(left, right, rtol=error, atol=error)
 
 
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+@pytest.mark.parametrize("split_tokens", [None, 16])
+def test_a_result_may_have_a_place(impl: str, split_tokens: int | None) -> None:
+    """Written there, rows past `q_lens` too, and nowhere else: to the place of some rows of a larger tensor."""
+    arguments = inputs("chain", 4, (20, 0), q_lens=(4, 0), split_tokens=split_tokens)
+    expected = paged_attention(**arguments, impl=impl)
+    whole = torch.full((5, *expected.shape[1:]), float("nan"), dtype=expected.dtype, device=expected.device)
+    out = paged_attention(**arguments, out=whole[1:3], impl=impl)
+    assert out.data_ptr() == whole[1:3].data_ptr() and torch.equal(out, expected)
+    assert whole[[0, 3, 4]].isnan().all()
+    with pytest.raises(ValueError, match="out: expected shape"):
+        paged_attention(**arguments, out=whole, impl=impl)
+
+
 def test_every_code_of_fp8_is_read_exactly() -> None:
     """256 rows see one key of dimension 256: the output is the value, the score of row i is entry i of the key."""
     codes = torch.arange(256, dtype=torch.uint8)

@@ -72,6 +72,14 @@ def test_all_backends_compute_the_same(standins: None, backend: str, name: str) 
     torch.testing.assert_close(through(plain(backend), metadata, q, kv, phase), expected, rtol=4e-3, atol=4e-3)
 
 
+@pytest.mark.parametrize("backend", PLAIN)
+def test_a_result_may_have_a_place(standins: None, backend: str) -> None:
+    metadata, q, kv = forward("chain", 4, (17, 0), q_lens=(4, 0))
+    one, place = plain(backend), torch.full_like(q, float("nan"))
+    expected = through(one, metadata, q, kv)
+    assert one.run(planned(one, metadata, q, kv), q, kv, out=place) is place and torch.equal(place, expected)
+
+
 @pytest.mark.parametrize("backend", ["torch", "fa4"])
 def test_a_bound_of_the_length_may_lie_beyond_the_table(backend: str) -> None:
     metadata, q, kv = forward("chain", 4, (17, 3))

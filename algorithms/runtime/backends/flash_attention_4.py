@@ -116,9 +116,11 @@ class FlashAttention4:
         kv: Tensor,
         sinks: Tensor | None = None,
         scales: tuple[Tensor, Tensor] | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """See `Backend`."""
-        return self.run_with_lse(plan, q, kv, sinks)[0]
+        result = self.run_with_lse(plan, q, kv, sinks)[0]
+        return result if out is None else out.copy_(result)
 
     def run_with_lse(
         self, plan: FlashAttentionPlan, q: Tensor, kv: Tensor, sinks: Tensor | None = None

@@ -129,8 +129,10 @@ class FlashInferBackend:
         kv: Tensor,
         sinks: Tensor | None = None,
         scales: tuple[Tensor, Tensor] | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
-        return self.run_with_lse(plan, q, kv, sinks)[0]
+        result = self.run_with_lse(plan, q, kv, sinks)[0]
+        return result if out is None else out.copy_(result)
 
     def run_with_lse(
         self, plan: FlashInferPlan, q: Tensor, kv: Tensor, sinks: Tensor | None = None

@@ -122,5 +122,6 @@ class HybridBackend:
         kv: Tensor,
         sinks: Tensor | None = None,
         scales: tuple[Tensor, Tensor] | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
-        return plan.side.run(plan.planned, q, kv, sinks, scales)
+        return plan.side.run(plan.planned, q, kv, sinks, scales, out)

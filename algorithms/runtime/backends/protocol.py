@@ -74,7 +74,9 @@ class Backend(Protocol):
         kv: Tensor,
         sinks: Tensor | None = None,
         scales: tuple[Tensor, Tensor] | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """One layer: q [B, N, H, D], kv [2, pages, page_size, H_kv, D], sinks [H] float32; returns [B, N, H, D]. Rows
-        past `q_lens` are zeros. `scales` are factors of the stored keys and values, [H_kv] float32 each, None: 1."""
+        past `q_lens` are zeros. `scales` are factors of the stored keys and values, [H_kv] float32 each, None: 1. The
+        result is written to `out`, contiguous, where that is given."""
         ...

@@ -82,6 +82,7 @@ class TorchBackend:
         kv: Tensor,
         sinks: Tensor | None = None,
         scales: tuple[Tensor, Tensor] | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         import torch.nn.functional as F
 
@@ -89,14 +90,15 @@ class TorchBackend:
         halves = (_gathered(half, plan.slots, q.dtype, factor) for half, factor in zip(kv, factors, strict=True))
         keys, values = (half.masked_fill(plan.unwritten, 0.0).transpose(1, 2) for half in halves)
         if plan.metadata.soft_cap is not None or sinks is not None:
-            out = _written_out(plan, q.transpose(1, 2), keys, values, sinks)
+            result = _written_out(plan, q.transpose(1, 2), keys, values, sinks)
         else:
             scale = plan.metadata.scale
-            out = F.scaled_dot_product_attention(
+            result = F.scaled_dot_product_attention(
                 q.transpose(1, 2), keys, values, attn_mask=plan.visible, scale=scale, enable_gqa=True
             )
         # A query that sees nothing (a padded row) comes out as NaN.
-        return out.transpose(1, 2).masked_fill(~plan.visible.any(-1).transpose(1, 2)[..., None], 0.0)
+        result = result.transpose(1, 2).masked_fill(~plan.visible.any(-1).transpose(1, 2)[..., None], 0.0)
+        return result if out is None else out.copy_(result)
 
 
 def _gathered(half: Tensor, slots: Tensor, dtype: torch.dtype, factor: Tensor | None) -> Tensor:

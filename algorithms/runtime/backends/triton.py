@@ -132,9 +132,10 @@ class TritonBackend:
         kv: Tensor,
         sinks: Tensor | None = None,
         scales: tuple[Tensor, Tensor] | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         if isinstance(plan, FlashAttentionPlan):
-            return self._package.run(plan, q, kv, sinks)
+            return self._package.run(plan, q, kv, sinks, out=out)
         k_scale, v_scale = scales or (1.0, 1.0)
         return kernels.paged_attention(
             q,
@@ -145,5 +146,6 @@ class TritonBackend:
             v_scale=v_scale,
             work_list=plan.work_list,
             **plan.cut,
+            out=out,
             impl=self._impl,
         )
