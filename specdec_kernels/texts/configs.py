@@ -22,7 +22,7 @@ CONFIGS = {
     "sm100": _GPU,
     "gfx942": _GPU,
     # In the interpreter the number of programs costs, not the number of lanes.
-    "interpreter": TextConfig(scan=1 << 13, programs=2, copy=1 << 14),
+    "interpreter": TextConfig(scan=1 << 13, programs=3, copy=1 << 14),
 }
 RANKS = 2048
 """Matches that one program compares, at most."""

@@ -153,11 +153,11 @@ def _given_uniforms(make: Maker, rule: str, **sizes: Any) -> dict[str, Any]:
     return inputs | dict(uniforms=uniforms.to(make.device))
 
 
-def _coarse(make: Maker, rule: str, batch: int, vocab: int = 5) -> dict[str, Any]:
+def _coarse(make: Maker, rule: str, batch: int, vocab: int = 5, unused: int = 2) -> dict[str, Any]:
     """Probabilities and judging uniforms of few bits: uniforms equal ratios, and p, q and what is left are often 0."""
-    shape = (batch, 5) if rule in CHAIN_RULES else (batch, len(_PARENTS) + 2)
+    shape = (batch, 5) if rule in CHAIN_RULES else (batch, len(_PARENTS) + unused)
     draw = _drawn if rule in CHAIN_RULES else _drawn_tree
-    sizes: dict[str, Any] = dict(num_nodes=shape[1]) if rule in CHAIN_RULES else {}
+    sizes: dict[str, Any] = dict(num_nodes=shape[1]) if rule in CHAIN_RULES else dict(unused=unused)
     inputs = draw(make, rule, batch=batch, vocab=vocab, max_depth=3, probs=True, **sizes)
     share = torch.zeros(vocab, device=make.device)
     share[:4] = make.tensor([0.5, 0.25, 0.125, 0.125], torch.float32)
@@ -165,10 +165,20 @@ def _coarse(make: Maker, rule: str, batch: int, vocab: int = 5) -> dict[str, Any
     inputs["probs"] = share[order]
     order = torch.rand(inputs["draft_probs"].shape, generator=make.generator).argsort(-1).to(make.device)
     inputs["draft_probs"] = share[order]
+    inputs["draft_probs"][::4] = inputs["probs"][::4, : order.shape[1]]
     inputs["tokens"] = make.integers(0, vocab, *shape)
     uniforms = make.integers(0, 8, batch, shape[1] + 1).double() / 8
     uniforms[:, -2:] = torch.rand(batch, 2, dtype=torch.float64, generator=make.generator).to(make.device)
     return inputs | dict(uniforms=uniforms)
+
+
+def _coarse_wild(make: Maker, rule: str) -> dict[str, Any]:
+    """Sixteen nodes, of which the first child links to itself and just behind the last one."""
+    inputs = _coarse(make, rule, batch=48, unused=6)
+    tree, num_nodes = inputs["tree"], inputs["tokens"].shape[1]
+    tree.first_child[::4, 1], tree.first_child[1::4, 1] = 1, num_nodes
+    tree.next_sibling[2::4, 1], tree.next_sibling[3::4, 1] = 1, num_nodes
+    return inputs
 
 
 def _shared_rows(make: Maker, rule: str, batch: int, **sizes: Any) -> dict[str, Any]:
@@ -271,6 +281,7 @@ _SHIPPED: dict[str, Any] = dict(catches="the shipped vocabulary", num_nodes=16, 
 
 CASES = (
     *(case_of("accept", _coarse, f"{rule}_coarse", "ties and zeros", rule=rule, batch=72) for rule in _DRAWN_RULES),
+    *(case_of("accept", _coarse_wild, f"{rule}_coarse_wild", "links to no node", rule=rule) for rule in TREE_RULES),
     _greedy("accept_empty", catches="empty grid", batch=0, num_nodes=4, vocab=9, max_depth=3),
     _sampled("accept_root_only", catches="no drafts", gate=True, batch=3, num_nodes=1, vocab=9, max_depth=0),
     _greedy("accept_depth_0", catches="limit ignored", batch=2, num_nodes=5, vocab=9, max_depth=0),
