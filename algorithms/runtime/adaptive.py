@@ -31,7 +31,7 @@ PLAIN = 0
 """Index of the size without a draft."""
 TRIED_ROWS = 4
 """Rows whose drafts are judged when drafting is tried again."""
-TRIAL_SHARE = 0.005
+TRIAL_SHARE = 0.0075
 """Time that trials of other sizes may cost, as a share of all time."""
 LEAST_PAUSE, LEAST_STEPS = 16, 2
 """Plain steps, and steps of one size, between two trials at least."""

@@ -189,7 +189,7 @@ def test_costs_between_the_measured_ones_lie_on_straight_lines() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "cost", "pause", "trials"), [(1, 1.01, LEAST_PAUSE, 4), (1, 1.5, 400, 4), (8, 3, 400, 1)]
+    ("rows", "cost", "pause", "trials"), [(1, 1.01, LEAST_PAUSE, 4), (1, 1.5, 267, 4), (8, 3, 267, 1)]
 )
 def test_drafting_is_tried_again_as_rarely_as_it_costs(rows: int, cost: float, pause: int, trials: int) -> None:
     pacing, step_ms = Pacing((1, 2, 4)), [1.0, cost, 9.0]
@@ -200,7 +200,7 @@ def test_drafting_is_tried_again_as_rarely_as_it_costs(rows: int, cost: float, p
     assert pacing.next(rows, step_ms) == 2
 
 
-@pytest.mark.parametrize(("cost", "every"), [(1.005, LEAST_STEPS), (1.5, 100)])
+@pytest.mark.parametrize(("cost", "every"), [(1.005, LEAST_STEPS), (1.5, 67)])
 def test_a_larger_size_is_tried_as_rarely_as_it_costs(cost: float, every: int) -> None:
     pacing, step_ms = Pacing((1, 2, 4, 8)), [1.0, 1.1, 2.0, 2.0 * cost]
     pacing.told(2, 2)
