@@ -71,8 +71,8 @@ class AttentionConfig:
     programs that the chip runs at once. resident_programs: size of the persistent grid that walks a work list.
     polynomial_exp2, lazy_rescale: see `device.softmax_step`. fp8_native: the chip converts e4m3 itself. keys_first:
     keys and values of a float8 pool are the first operand of products, see `device_fp8`. groups: calls that
-    `kernel_hopper` or `kernel_hopper_fp8` can do are theirs, whose tile of keys and warps are fixed. overlap: the
-    kernel is launched before the one ahead of it has ended.
+    `kernel_hopper` can do are its own, whose tile of keys and warps are fixed. overlap: the kernel is launched before
+    the one ahead of it has ended.
     """
 
     block_m: int

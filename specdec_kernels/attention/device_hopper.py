@@ -1,4 +1,4 @@
-"""What the kernels in groups of warps share: the items of a program, barriers, the rows of a group, and the launch.
+"""What the groups of warps of `kernel_hopper` share: the items of a program, barriers, and the rows of a group.
 
 A group has four warps. Those that compute have 64 rows each; one more brings keys and values into a ring of buffers in
 shared memory. A buffer has two barriers: `full` counts the group that brings, `empty` the groups of rows. Their phases
@@ -8,19 +8,14 @@ follow from the number of buffers that the program has had, over all items that 
 # mypy: ignore-errors
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from specdec_kernels.attention.configs import AttentionConfig
 from specdec_kernels.attention.device import (
     LN_2,
     LOG2_E,
-    MODE_CODES,
     fold_sink,
     inverse_or_zero,
     key_end,
@@ -29,9 +24,6 @@ from specdec_kernels.attention.device import (
     tile_key_range,
     used_rows,
 )
-from specdec_kernels.attention.kernel_merge import overlapped
-from specdec_kernels.attention.types import AttentionMetadata, WorkList, WorkShape
-from specdec_kernels.launch import launch
 
 _LOG2_E = gl.constexpr(LOG2_E)
 WARPS = gl.constexpr(4)  # of a group
@@ -120,6 +112,29 @@ def tell_written(barrier):
 
 
 @gluon.jit
+def load_rows(q_ptr, own, first_row, used, SHAPE: gl.constexpr):
+    """[64, D] queries of a group from row `first_row` of its request on, 0 where a row is not in use. own: first row of
+    the request and the KV head in memory."""
+    D: gl.constexpr = SHAPE[0]
+    H_KV: gl.constexpr = SHAPE[1]
+    GROUP: gl.constexpr = SHAPE[2]
+    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
+    rows = first_row + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, LOAD))
+    dims = gl.arange(0, D, gl.SliceLayout(0, LOAD))
+    places = own + rows // GROUP * (H_KV * GROUP) + rows % GROUP
+    return gl.load(q_ptr + places[:, None] * D + dims[None, :], mask=(rows // GROUP < used)[:, None], other=0.0)
+
+
+@gluon.jit
+def store_operand(buffer, rows):
+    """Rows for all warps of the group, as an operand of products."""
+    tl.debug_barrier()  # The products before have read theirs.
+    buffer.store(rows)
+    fence_async_shared()
+    tl.debug_barrier()
+
+
+@gluon.jit
 def write_rows(
     out_ptr,
     lse_ptr,
@@ -166,44 +181,3 @@ def write_rows(
     gl.store(out_ptr + places[:, None] * D + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=written[:, None])
     if lse_ptr is not None:
         gl.store(lse_ptr + places, lse, mask=written)
-
-
-def launch_groups(
-    kernel: Any,
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    metadata: AttentionMetadata,
-    per_head: tuple[torch.Tensor | None, ...],
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    work: WorkShape,
-    work_list: WorkList | None,
-    factors: tuple[float, float, float | None],
-    config: AttentionConfig,
-    registers: int,
-    **sizes: int,
-) -> None:
-    """Launch `kernel` with `registers` a thread and compile-time `sizes` of its own. It writes `out` and `lse`: the
-    partial results or, without splits, the results."""
-    heads, head_dim = q.shape[2:]
-    _, num_pages, page_size, kv_heads, _ = kv.shape
-    launch(
-        kernel,
-        (work.programs(kv_heads, work_list is not None, config.resident_programs),),
-        *(q, kv, metadata.page_table, metadata.lengths, metadata.q_lens, metadata.mask, *per_head),
-        *((None, None, None) if work_list is None else work_list[:3]),
-        *(out, lse, work.num_nodes, num_pages, work.num_splits, *work.cut[:-1], metadata.page_table.stride(0)),
-        *factors[:2],
-        num_warps=WARPS.value,
-        maxnreg=registers,
-        D=head_dim,
-        H_KV=kv_heads,
-        GROUP=heads // kv_heads,
-        PAGE=page_size,
-        MODE=MODE_CODES[metadata.mode],
-        WORDS=0 if metadata.mask is None else metadata.mask.shape[2],
-        ALL_SLOTS=work.all_slots,
-        SPLIT=work.num_splits > 1,
-        **sizes,
-        **overlapped(config.overlap),
-    )

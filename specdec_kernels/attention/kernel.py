@@ -62,7 +62,6 @@ from specdec_kernels.attention.device import (
 )
 from specdec_kernels.attention.device_fp8 import walk_keys_first
 from specdec_kernels.attention.kernel_hopper import GROUPED_ROWS, launch_in_groups
-from specdec_kernels.attention.kernel_hopper_fp8 import CONVERTED_ROWS, launch_converting
 from specdec_kernels.attention.kernel_merge import merge, overlapped
 from specdec_kernels.attention.kernel_tree import TreeState, launch_tree
 from specdec_kernels.attention.types import AttentionMetadata, LayerScales, WorkList, WorkShape
@@ -443,9 +442,7 @@ def _attention(
     factors = _factors(metadata, scales, config.fp8_code(kv.dtype))
     per_head = (scales.sinks, _per_head(scales.k_scale), _per_head(scales.v_scale))
     if _in_groups(q, kv, metadata, per_head, work, config):
-        launch_in_groups(q, kv, metadata, scales.sinks, part, part_lse, work, work_list, factors, config)
-    elif _converting(q, kv, metadata, work, config):
-        launch_converting(q, kv, metadata, per_head, part, part_lse, work, work_list, factors, config)
+        launch_in_groups(q, kv, metadata, per_head, part, part_lse, work, work_list, factors, config)
     else:
         _launch(q, kv, metadata, per_head, part, part_lse, state, work, work_list, factors, config)
     if state is not None:
@@ -469,18 +466,12 @@ def _in_groups(
     config: AttentionConfig,
 ) -> bool:
     """Whether `kernel_hopper` computes the call."""
-    absent = (metadata.window, metadata.soft_cap, *per_head[1:])
-    plain = all(each is None for each in absent) and q.dtype == kv.dtype and q.dtype.itemsize == 2
-    return config.groups and plain and not work.fixed_cut and work.block_m == GROUPED_ROWS
-
-
-def _converting(
-    q: torch.Tensor, kv: torch.Tensor, metadata: AttentionMetadata, work: WorkShape, config: AttentionConfig
-) -> bool:
-    """Whether `kernel_hopper_fp8` computes the call."""
-    plain = metadata.window is None and metadata.soft_cap is None and q.dtype.itemsize == 2
-    fp8 = kv.dtype == torch.float8_e4m3fn
-    return config.groups and plain and fp8 and not work.fixed_cut and work.block_m in CONVERTED_ROWS
+    absent = (metadata.window, metadata.soft_cap)
+    if kv.dtype != torch.float8_e4m3fn:
+        absent += per_head[1:]
+    of_types = q.dtype.itemsize == 2 and kv.dtype in (q.dtype, torch.float8_e4m3fn)
+    plain = of_types and all(each is None for each in absent)
+    return config.groups and plain and not work.fixed_cut and (kv.dtype.itemsize, work.block_m) in GROUPED_ROWS
 
 
 def _launch(

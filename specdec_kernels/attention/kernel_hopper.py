@@ -1,18 +1,17 @@
 """The attention kernel for chips with warp-group products (sm90) and many query rows, in Gluon.
 
-It computes what `kernel` computes, 128 rows at a time, over pools of two-byte numbers. There, all warps copy, multiply
-and take the softmax in step, so the matrix unit waits during each softmax. Here, as in FlashAttention-3 (arXiv
-2407.08608), a program has three groups of four warps:
+It computes what `kernel` computes. There, all warps copy, multiply and take the softmax in step, so the matrix unit
+waits during each softmax. Here, as in FlashAttention-3 (arXiv 2407.08608), a program has groups of four warps:
 
-    copies   keys and values of the tiles, NUM_BUFFERS of them ahead
-    rows     two groups of 64 rows, which share every tile and wait for each other only where a buffer is free again
+    copies   keys and values of the tiles, as many ahead as there are buffers
+    rows     one or two groups of 64 rows, which share every tile and wait for each other only where a buffer is free
 
 Within a group two products are in flight while a softmax runs:
 
     scores of tile i = q . k        weights of tile i - 1 . v        softmax of tile i waits for the first alone
 
-A buffer has two barriers: `full` counts the copying group, `empty` the groups of rows. Their phases follow from the
-number of tiles that the program has had, over all items that it walks.
+Over a pool of two-byte numbers a program has two groups of rows. Over a float8 pool it may have one, and the group that
+copies converts (see `device_hopper_fp8`).
 """
 
 # mypy: ignore-errors
@@ -31,12 +30,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from specdec_kernels.attention.configs import AttentionConfig
-from specdec_kernels.attention.device import RUN_TIME_SIZES, finite_or_zero, page_ids, visible
+from specdec_kernels.attention.device import MODE_CODES, RUN_TIME_SIZES, finite_or_zero, page_ids, visible
 from specdec_kernels.attention.device_hopper import (
     GROUP_ROWS,
     WARPS,
     item_of,
-    launch_groups,
+    load_rows,
     next_buffer,
     num_tiles,
     tell,
@@ -44,19 +43,24 @@ from specdec_kernels.attention.device_hopper import (
     works,
     write_rows,
 )
+from specdec_kernels.attention.device_hopper_fp8 import attend_codes, convert_tiles
+from specdec_kernels.attention.kernel_merge import overlapped
 from specdec_kernels.attention.types import AttentionMetadata, WorkList, WorkShape
+from specdec_kernels.launch import launch
 
 # Triton 3.9 renamed it.
 _ask = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
-_GROUPS = gl.constexpr(2)  # of rows
-_ROWS = gl.constexpr(128)
-# Registers of a thread that computes, and of one that copies. Together with the first group's they fill the processor.
-_COMPUTING_REGISTERS = gl.constexpr(224)
-_COPYING_REGISTERS = gl.constexpr(56)
-_REGISTERS = 168  # of a thread of any group before they are shared out
-_KEYS, _NUM_BUFFERS, _LAG = 64, 4, 1
-GROUPED_ROWS = _ROWS.value
-"""Query rows of a program."""
+_KEYS = 64  # of a tile
+_LAG = gl.constexpr(1)  # tiles that the copying group has asked for beyond the one that it tells of
+# (bytes of a stored number, rows of a program): buffers, and registers of a thread: before they are shared out, in a
+# second group of rows, and in the group that copies. The first group's are what is left.
+_SETTINGS = {
+    (2, 128): dict(NUM_BUFFERS=4, maxnreg=168, COMPUTING=224, COPYING=56),
+    (1, 64): dict(NUM_BUFFERS=2, maxnreg=128, COMPUTING=0, COPYING=88),
+    (1, 128): dict(NUM_BUFFERS=3, maxnreg=168, COMPUTING=208, COPYING=88),
+}
+GROUPED_ROWS = tuple(_SETTINGS)
+"""Bytes of a stored number, and query rows that a program over such a pool may have."""
 
 
 @gluon.jit
@@ -65,7 +69,7 @@ def _copy_tiles(
     table_ptr,
     tensors,
     num_items_ptr,
-    buffers,
+    ring,
     cut,
     num_splits,
     num_pages,
@@ -74,22 +78,22 @@ def _copy_tiles(
     MODE: gl.constexpr,
     ALL_SLOTS: gl.constexpr,
     SPLIT: gl.constexpr,
+    ROWS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     NUM_BUFFERS: gl.constexpr,
-    LAG: gl.constexpr,
 ):
-    """The copying group. A tile is told to be there LAG tiles after it was asked for."""
+    """The copying group. A tile is told to be there _LAG tiles after it was asked for."""
     D: gl.constexpr = SHAPE[0]
     H_KV: gl.constexpr = SHAPE[1]
     PAGE: gl.constexpr = SHAPE[3]
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
-    k_bufs, v_bufs, full, empty = buffers
+    keys, values, _queries, full, empty = ring
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(1, LOAD))
     dims = gl.arange(0, D, gl.SliceLayout(0, LOAD))
     asked, behind, buffer, phase = 0, 0, 0, 0
     first, last, step = works(num_items_ptr, H_KV)
     for work in range(first, last, step):
-        item = item_of(work, tensors, cut, num_splits, SHAPE, MODE, ALL_SLOTS, SPLIT, _ROWS, BLOCK_N)
+        item = item_of(work, tensors, cut, num_splits, SHAPE, MODE, ALL_SLOTS, SPLIT, ROWS, BLOCK_N)
         there, request, begin, stop = item[0], item[1], item[4], item[5]
         tiles = gl.where(there, num_tiles(begin, stop, BLOCK_N), 0)
         key_ptr = kv_ptr + work % H_KV * D
@@ -103,17 +107,17 @@ def _copy_tiles(
             offsets = places[:, None] * (H_KV * D) + dims[None, :]
             stored = (positions < stop)[:, None]
             mbarrier.wait(empty.index(buffer), 1 - phase)
-            _ask(k_bufs.index(buffer), key_ptr + offsets, mask=stored)
-            _ask(v_bufs.index(buffer), value_ptr + offsets, mask=stored)
+            _ask(keys.index(buffer), key_ptr + offsets, mask=stored)
+            _ask(values.index(buffer), value_ptr + offsets, mask=stored)
             async_copy.commit_group()
             buffer, phase = next_buffer(buffer, phase, NUM_BUFFERS)
             asked += 1
-            if asked > LAG:
-                async_copy.wait_group(LAG)
+            if asked > _LAG:
+                async_copy.wait_group(_LAG)
                 tell_written(full.index(behind))
                 behind = gl.where(behind == NUM_BUFFERS - 1, 0, behind + 1)
     async_copy.wait_group(0)
-    for _left in range(gl.minimum(asked, LAG)):
+    for _left in range(gl.minimum(asked, _LAG)):
         tell_written(full.index(behind))
         behind = gl.where(behind == NUM_BUFFERS - 1, 0, behind + 1)
 
@@ -146,16 +150,16 @@ def _weights(
 
 
 @gluon.jit
-def _attend_rows(
+def _attend_numbers(
     group,
     q_ptr,
     tensors,
     num_items_ptr,
     mask_ptr,
-    sinks_ptr,
+    per_head,
     out_ptr,
     lse_ptr,
-    buffers,
+    ring,
     cut,
     num_splits,
     score_scale,
@@ -165,10 +169,11 @@ def _attend_rows(
     WORDS: gl.constexpr,
     ALL_SLOTS: gl.constexpr,
     SPLIT: gl.constexpr,
+    ROWS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     NUM_BUFFERS: gl.constexpr,
 ):
-    """A group of 64 rows of each item."""
+    """A group of 64 rows of each item, over a pool of two-byte numbers."""
     D: gl.constexpr = SHAPE[0]
     H_KV: gl.constexpr = SHAPE[1]
     GROUP: gl.constexpr = SHAPE[2]
@@ -176,37 +181,32 @@ def _attend_rows(
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
     Q: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     P: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
-    k_bufs, v_bufs, full, empty = buffers
+    LINES: gl.constexpr = gl.SliceLayout(1, SCORES)
+    keys, values, _queries, full, empty = ring
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
     zeros = gl.full([GROUP_ROWS, BLOCK_N], 0.0, gl.float32, SCORES)
-    factor = gl.full([GROUP_ROWS], 0.0, gl.float32, ROWS) + score_scale
+    factor = gl.full([GROUP_ROWS], 0.0, gl.float32, LINES) + score_scale
     buffer, phase = 0, 0
     first, last, step = works(num_items_ptr, H_KV)
     for work in range(first, last, step):
         there, request, tile, part, begin, stop, free_end, length, used = item_of(
-            work, tensors, cut, num_splits, SHAPE, MODE, ALL_SLOTS, SPLIT, _ROWS, BLOCK_N
+            work, tensors, cut, num_splits, SHAPE, MODE, ALL_SLOTS, SPLIT, ROWS, BLOCK_N
         )
         if there:
-            num_nodes, first_row = cut[0], tile * _ROWS + group * GROUP_ROWS
+            num_nodes, first_row = cut[0], tile * ROWS + group * GROUP_ROWS
             own = request * num_nodes * (H_KV * GROUP) + work % H_KV * GROUP
-            rows = first_row + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, LOAD))
-            dims = gl.arange(0, D, gl.SliceLayout(0, LOAD))
-            places = own + rows // GROUP * (H_KV * GROUP) + rows % GROUP
-            loaded = (rows // GROUP < used)[:, None]
             # In registers: products that read queries beside keys would ask too much of shared memory.
-            q = gl.convert_layout(gl.load(q_ptr + places[:, None] * D + dims[None, :], mask=loaded, other=0.0), Q)
-            nodes = (first_row + gl.arange(0, GROUP_ROWS, ROWS)) // GROUP
+            q = gl.convert_layout(load_rows(q_ptr, own, first_row, used, SHAPE), Q)
+            nodes = (first_row + gl.arange(0, GROUP_ROWS, LINES)) // GROUP
             mask_row = mask_ptr
             if mask_ptr is not None:
                 mask_row = mask_ptr + request * num_nodes * WORDS
-            top = gl.full([GROUP_ROWS], float("-inf"), gl.float32, ROWS)
-            total = gl.full([GROUP_ROWS], 0.0, gl.float32, ROWS)
+            top = gl.full([GROUP_ROWS], float("-inf"), gl.float32, LINES)
+            total = gl.full([GROUP_ROWS], 0.0, gl.float32, LINES)
             acc = gl.full([GROUP_ROWS, D], 0.0, gl.float32, SUMS)
 
             mbarrier.wait(full.index(buffer), phase)
-            scores = warpgroup_mma(q, k_bufs.index(buffer).permute((1, 0)), zeros, use_acc=False)
+            scores = warpgroup_mma(q, keys.index(buffer).permute((1, 0)), zeros, use_acc=False)
             weights, top, total, decay = _weights(
                 scores, begin, factor, top, total, mask_row, free_end, stop, length, nodes, used, columns, MODE, WORDS
             )
@@ -215,8 +215,8 @@ def _attend_rows(
                 before = buffer
                 buffer, phase = next_buffer(buffer, phase, NUM_BUFFERS)
                 mbarrier.wait(full.index(buffer), phase)
-                coming = warpgroup_mma(q, k_bufs.index(buffer).permute((1, 0)), zeros, use_acc=False, is_async=True)
-                summed = warpgroup_mma(narrow, v_bufs.index(before), acc, is_async=True)
+                coming = warpgroup_mma(q, keys.index(buffer).permute((1, 0)), zeros, use_acc=False, is_async=True)
+                summed = warpgroup_mma(narrow, values.index(before), acc, is_async=True)
                 scores = warpgroup_mma_wait(1, deps=[coming])
                 weights, top, total, decay = _weights(
                     scores, start, factor, top, total, mask_row, free_end, stop, length, nodes, used, columns, MODE,
@@ -226,25 +226,41 @@ def _attend_rows(
                 tell(empty.index(before))
                 narrow = gl.convert_layout(weights.to(q.dtype), P)
                 acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, SUMS))[:, None]
-            acc = warpgroup_mma(narrow, v_bufs.index(buffer), acc)
+            acc = warpgroup_mma(narrow, values.index(buffer), acc)
             tell(empty.index(buffer))
             buffer, phase = next_buffer(buffer, phase, NUM_BUFFERS)
             write_rows(
-                out_ptr, lse_ptr, sinks_ptr, acc, top, total, own, part - request, first_row, used, num_nodes,
+                out_ptr, lse_ptr, per_head[0], acc, top, total, own, part - request, first_row, used, num_nodes,
                 work % H_KV, value_scale, SUMS, SHAPE, SPLIT,
             )  # fmt: skip
 
 
-# More than 16 run-time arguments, those of `_attention_kernel`.
+@gluon.jit
+def _barriers(ROWS: gl.constexpr, NUM_BUFFERS: gl.constexpr):
+    """(`full`, `empty`) of the buffers."""
+    LAYOUT: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], LAYOUT)
+    empty = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], LAYOUT)
+    for buffer in gl.static_range(NUM_BUFFERS):
+        mbarrier.init(full.index(buffer), count=1)
+        mbarrier.init(empty.index(buffer), count=ROWS // GROUP_ROWS)
+    fence_async_shared()
+    tl.debug_barrier()
+    return full, empty
+
+
+# More than 16 run-time arguments, those of `_attention_kernel`, and 100 lines: each kind of groups has its list.
 @gluon.jit(do_not_specialize=RUN_TIME_SIZES)
 def _hopper_kernel(
     q_ptr,  # [B, N, H, D]
-    kv_ptr,  # [2, pages, PAGE, H_KV, D]
+    kv_ptr,  # [2, pages, PAGE, H_KV, D], with FP8 four codes a number
     table_ptr,  # [B, table_stride] int32
     lengths_ptr,  # [B] int64
     q_lens_ptr,  # [B] int32 or None
     mask_ptr,  # [B, N, ceil(num_slots / 64)] int64 or None
     sinks_ptr,  # [H] float32 or None
+    k_scale_ptr,  # [H_KV] float32 or None, with FP8
+    v_scale_ptr,  # [H_KV] float32 or None, with FP8
     items_ptr,  # [capacity, 3] int32 of a work list or None
     offsets_ptr,  # [B + 1] int32 of a work list or None
     num_items_ptr,  # [1] int32 of a work list or None
@@ -270,50 +286,80 @@ def _hopper_kernel(
     WORDS: gl.constexpr,
     ALL_SLOTS: gl.constexpr,
     SPLIT: gl.constexpr,
+    FP8: gl.constexpr,
+    ROWS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     NUM_BUFFERS: gl.constexpr,
-    LAG: gl.constexpr,
+    COMPUTING: gl.constexpr,
+    COPYING: gl.constexpr,
 ):
     # Launched while the kernel before still runs; the merge may be launched while this one does.
     tl.extra.cuda.gdc_wait()
     tl.extra.cuda.gdc_launch_dependents()
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    dtype: gl.constexpr = q_ptr.dtype.element_ty
-    k_bufs = gl.allocate_shared_memory(dtype, [NUM_BUFFERS, BLOCK_N, D], SHARED)
-    v_bufs = gl.allocate_shared_memory(dtype, [NUM_BUFFERS, BLOCK_N, D], SHARED)
-    full = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], BARRIER)
-    empty = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], BARRIER)
-    for buffer in gl.static_range(NUM_BUFFERS):
-        mbarrier.init(full.index(buffer), count=1)
-        mbarrier.init(empty.index(buffer), count=_GROUPS)
-    fence_async_shared()
-    tl.debug_barrier()
+    GROUPS: gl.constexpr = ROWS // GROUP_ROWS
+    dtype: gl.constexpr = gl.float16 if FP8 else q_ptr.dtype.element_ty
+    keys = gl.allocate_shared_memory(dtype, [NUM_BUFFERS, BLOCK_N, D], SHARED)
+    values = gl.allocate_shared_memory(dtype, [NUM_BUFFERS, BLOCK_N, D], SHARED)
+    full, empty = _barriers(ROWS, NUM_BUFFERS)
+    if GROUPS == 1:
+        queries = gl.allocate_shared_memory(dtype, [GROUPS, GROUP_ROWS, D], SHARED)
+        ring = (keys, values, queries, full, empty)
+    else:
+        ring = (keys, values, None, full, empty)
     tensors = (lengths_ptr, q_lens_ptr, items_ptr, offsets_ptr)
+    per_head = (sinks_ptr, k_scale_ptr, v_scale_ptr)
     cut = (num_nodes, num_slots, split_tokens, first_splits, longest_split, max_splits, max_length)
     SHAPE: gl.constexpr = (D, H_KV, GROUP, PAGE)
-    buffers = (k_bufs, v_bufs, full, empty)
-    gl.warp_specialize(
-        [
-            (_attend_rows, (0, q_ptr, tensors, num_items_ptr, mask_ptr, sinks_ptr, out_ptr, lse_ptr, buffers, cut,
-                            num_splits, score_scale, value_scale, SHAPE, MODE, WORDS, ALL_SLOTS, SPLIT, BLOCK_N,
-                            NUM_BUFFERS)),
-            (_attend_rows, (1, q_ptr, tensors, num_items_ptr, mask_ptr, sinks_ptr, out_ptr, lse_ptr, buffers, cut,
-                            num_splits, score_scale, value_scale, SHAPE, MODE, WORDS, ALL_SLOTS, SPLIT, BLOCK_N,
-                            NUM_BUFFERS)),
-            (_copy_tiles, (kv_ptr, table_ptr, tensors, num_items_ptr, buffers, cut, num_splits, num_pages,
-                           table_stride, SHAPE, MODE, ALL_SLOTS, SPLIT, BLOCK_N, NUM_BUFFERS, LAG)),
-        ],
-        [WARPS, WARPS],
-        [_COMPUTING_REGISTERS, _COPYING_REGISTERS],
-    )  # fmt: skip
+    if not FP8:
+        gl.warp_specialize(
+            [
+                (_attend_numbers, (0, q_ptr, tensors, num_items_ptr, mask_ptr, per_head, out_ptr, lse_ptr, ring, cut,
+                                 num_splits, score_scale, value_scale, SHAPE, MODE, WORDS, ALL_SLOTS, SPLIT, ROWS,
+                                 BLOCK_N, NUM_BUFFERS)),
+                (_attend_numbers, (1, q_ptr, tensors, num_items_ptr, mask_ptr, per_head, out_ptr, lse_ptr, ring, cut,
+                                 num_splits, score_scale, value_scale, SHAPE, MODE, WORDS, ALL_SLOTS, SPLIT, ROWS,
+                                 BLOCK_N, NUM_BUFFERS)),
+                (_copy_tiles, (kv_ptr, table_ptr, tensors, num_items_ptr, ring, cut, num_splits, num_pages,
+                             table_stride, SHAPE, MODE, ALL_SLOTS, SPLIT, ROWS, BLOCK_N, NUM_BUFFERS)),
+            ],
+            [WARPS, WARPS],
+            [COMPUTING, COPYING],
+        )  # fmt: skip
+    elif GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (attend_codes, (0, q_ptr, tensors, num_items_ptr, mask_ptr, per_head, out_ptr, lse_ptr, ring, cut,
+                              num_splits, score_scale, value_scale, SHAPE, MODE, WORDS, ALL_SLOTS, SPLIT, ROWS,
+                              BLOCK_N, NUM_BUFFERS)),
+                (convert_tiles, (kv_ptr, table_ptr, tensors, num_items_ptr, ring, cut, num_splits, num_pages,
+                               table_stride, SHAPE, MODE, ALL_SLOTS, SPLIT, ROWS, BLOCK_N, NUM_BUFFERS)),
+            ],
+            [WARPS],
+            [COPYING],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (attend_codes, (0, q_ptr, tensors, num_items_ptr, mask_ptr, per_head, out_ptr, lse_ptr, ring, cut,
+                              num_splits, score_scale, value_scale, SHAPE, MODE, WORDS, ALL_SLOTS, SPLIT, ROWS,
+                              BLOCK_N, NUM_BUFFERS)),
+                (attend_codes, (1, q_ptr, tensors, num_items_ptr, mask_ptr, per_head, out_ptr, lse_ptr, ring, cut,
+                              num_splits, score_scale, value_scale, SHAPE, MODE, WORDS, ALL_SLOTS, SPLIT, ROWS,
+                              BLOCK_N, NUM_BUFFERS)),
+                (convert_tiles, (kv_ptr, table_ptr, tensors, num_items_ptr, ring, cut, num_splits, num_pages,
+                               table_stride, SHAPE, MODE, ALL_SLOTS, SPLIT, ROWS, BLOCK_N, NUM_BUFFERS)),
+            ],
+            [WARPS, WARPS],
+            [COMPUTING, COPYING],
+        )  # fmt: skip
 
 
 def launch_in_groups(
     q: torch.Tensor,
     kv: torch.Tensor,
     metadata: AttentionMetadata,
-    sinks: torch.Tensor | None,
+    per_head: tuple[torch.Tensor | None, ...],
     out: torch.Tensor,
     lse: torch.Tensor | None,
     work: WorkShape,
@@ -321,11 +367,30 @@ def launch_in_groups(
     factors: tuple[float, float, float | None],
     config: AttentionConfig,
 ) -> None:
-    """Write `out` and `lse`: the partial results or, without splits, the results."""
-    launch_groups(
-        *(_hopper_kernel, q, kv, metadata, (sinks,), out, lse, work, work_list, factors, config),
-        registers=_REGISTERS,
+    """Write `out` and `lse`: the partial results or, without splits, the results. per_head: sinks, and factors of keys
+    and values, which a pool of two-byte numbers has not."""
+    heads, head_dim = q.shape[2:]
+    _, num_pages, page_size, kv_heads, _ = kv.shape
+    fp8 = kv.dtype == torch.float8_e4m3fn
+    launch(
+        _hopper_kernel,
+        (work.programs(kv_heads, work_list is not None, config.resident_programs),),
+        *(q, kv.view(torch.int32) if fp8 else kv, metadata.page_table, metadata.lengths, metadata.q_lens),
+        *(metadata.mask, *per_head, *((None, None, None) if work_list is None else work_list[:3])),
+        *(out, lse, work.num_nodes, num_pages, work.num_splits, *work.cut[:-1], metadata.page_table.stride(0)),
+        *factors[:2],
+        num_warps=WARPS.value,
+        D=head_dim,
+        H_KV=kv_heads,
+        GROUP=heads // kv_heads,
+        PAGE=page_size,
+        MODE=MODE_CODES[metadata.mode],
+        WORDS=0 if metadata.mask is None else metadata.mask.shape[2],
+        ALL_SLOTS=work.all_slots,
+        SPLIT=work.num_splits > 1,
+        FP8=fp8,
+        ROWS=work.block_m,
         BLOCK_N=_KEYS,
-        NUM_BUFFERS=_NUM_BUFFERS,
-        LAG=_LAG,
+        **_SETTINGS[kv.dtype.itemsize, work.block_m],
+        **overlapped(config.overlap),
     )

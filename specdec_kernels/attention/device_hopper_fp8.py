@@ -1,8 +1,8 @@
-"""The attention kernel over float8 pools for chips with warp-group products (sm90) and many query rows, in Gluon.
+"""Groups of warps over a float8 pool, for `kernel_hopper`.
 
-It computes what `kernel` computes. The matrix unit takes keys and values of two bytes from shared memory, so codes are
-converted on their way there. In `kernel` the warps that multiply do this, and each of them waits for the others. Here a
-group of four warps converts, beside one or two groups of 64 rows that multiply (see `device_hopper`):
+The matrix unit takes keys and values of two bytes from shared memory, so codes are converted on their way there. In
+`kernel` the warps that multiply do this, and each of them waits for the others. Here the group that copies converts,
+beside one or two groups of 64 rows that multiply:
 
     buffer s of an item      keys of tile s, values of tile s - 1
     rows                     scores of tile s = q . k        weights of tile s - 1 . v        softmax of tile s
@@ -14,49 +14,27 @@ more than tiles. With 64 rows, two programs run on a processor; queries then lie
 # mypy: ignore-errors
 from __future__ import annotations
 
-import torch
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from specdec_kernels.attention.configs import AttentionConfig
-from specdec_kernels.attention.device import (
-    FP8_NATIVE,
-    RUN_TIME_SIZES,
-    finite_or_zero,
-    half_queries,
-    page_ids,
-    visible,
-)
+from specdec_kernels.attention.device import FP8_NATIVE, finite_or_zero, half_queries, page_ids, visible
 from specdec_kernels.attention.device_hopper import (
     GROUP_ROWS,
     WARPS,
     item_of,
-    launch_groups,
+    load_rows,
     next_buffer,
     num_tiles,
+    store_operand,
     tell,
     tell_written,
     works,
     write_rows,
 )
-from specdec_kernels.attention.types import AttentionMetadata, WorkList, WorkShape
 
 _CODES = gl.constexpr(4)  # in a number of 32 bits
-# Registers of a thread of the second group of rows, and of one that converts; the first group's are what is left.
-_COMPUTING_REGISTERS = gl.constexpr(208)
-_CONVERTING_REGISTERS = gl.constexpr(88)
-_REGISTERS = {64: 128, 128: 168}  # rows of a program: registers of a thread of any group before they are shared out
-_NUM_BUFFERS = {64: 2, 128: 3}
-_KEYS = 64
-CONVERTED_ROWS = tuple(_NUM_BUFFERS)
-"""Query rows that a program may have."""
 
 
 @gluon.jit
@@ -82,7 +60,7 @@ def _store_converted(codes, buffer):
 
 
 @gluon.jit
-def _convert_tiles(
+def convert_tiles(
     kv_ptr,  # four codes a number
     table_ptr,
     tensors,
@@ -198,7 +176,34 @@ def _fold_tile(
 
 
 @gluon.jit
-def _attend_rows(
+def _load_queries(
+    q_ptr,
+    own,
+    first_row,
+    used,
+    queries,
+    group,
+    SCORES: gl.constexpr,
+    SHAPE: gl.constexpr,
+):
+    """(queries of a group's rows as the first operand of scores, factor of their scores), see `device.half_queries`."""
+    q = load_rows(q_ptr, own, first_row, used, SHAPE)
+    LINES: gl.constexpr = gl.SliceLayout(1, SCORES)
+    if q.dtype == gl.bfloat16:
+        q, factor = half_queries(q, FP8_NATIVE)
+        factor = gl.convert_layout(factor, LINES)
+    else:
+        factor = gl.full([GROUP_ROWS], 1.0, gl.float32, LINES)
+    if queries is None:
+        # In registers: products that read queries beside keys would ask too much of shared memory.
+        return gl.convert_layout(q, gl.DotOperandLayout(0, SCORES, 2)), factor
+    else:
+        store_operand(queries.index(group), q)
+        return queries.index(group), factor
+
+
+@gluon.jit
+def attend_codes(
     group,
     q_ptr,
     tensors,
@@ -279,157 +284,3 @@ def _attend_rows(
                 out_ptr, lse_ptr, sinks_ptr, acc, top, total, own, part - request, first_row, used, num_nodes, kv_head,
                 value_factor, SUMS, SHAPE, SPLIT,
             )  # fmt: skip
-
-
-@gluon.jit
-def _load_queries(
-    q_ptr,
-    own,
-    first_row,
-    used,
-    queries,
-    group,
-    SCORES: gl.constexpr,
-    SHAPE: gl.constexpr,
-):
-    """(queries of a group's rows as the first operand of scores, factor of their scores), see `device.half_queries`."""
-    D: gl.constexpr = SHAPE[0]
-    H_KV: gl.constexpr = SHAPE[1]
-    GROUP: gl.constexpr = SHAPE[2]
-    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
-    rows = first_row + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, LOAD))
-    dims = gl.arange(0, D, gl.SliceLayout(0, LOAD))
-    places = own + rows // GROUP * (H_KV * GROUP) + rows % GROUP
-    q = gl.load(q_ptr + places[:, None] * D + dims[None, :], mask=(rows // GROUP < used)[:, None], other=0.0)
-    LINES: gl.constexpr = gl.SliceLayout(1, SCORES)
-    if q.dtype == gl.bfloat16:
-        q, factor = half_queries(q, FP8_NATIVE)
-        factor = gl.convert_layout(factor, LINES)
-    else:
-        factor = gl.full([GROUP_ROWS], 1.0, gl.float32, LINES)
-    if queries is None:
-        # In registers: products that read queries beside keys would ask too much of shared memory.
-        return gl.convert_layout(q, gl.DotOperandLayout(0, SCORES, 2)), factor
-    else:
-        tl.debug_barrier()  # The last products of the item before have read theirs.
-        queries.index(group).store(q)
-        fence_async_shared()
-        tl.debug_barrier()
-        return queries.index(group), factor
-
-
-# More than 16 run-time arguments, those of `_attention_kernel`.
-@gluon.jit(do_not_specialize=RUN_TIME_SIZES)
-def _hopper_fp8_kernel(
-    q_ptr,  # [B, N, H, D]
-    kv_ptr,  # [2, pages, PAGE, H_KV, D], four codes a number
-    table_ptr,  # [B, table_stride] int32
-    lengths_ptr,  # [B] int64
-    q_lens_ptr,  # [B] int32 or None
-    mask_ptr,  # [B, N, ceil(num_slots / 64)] int64 or None
-    sinks_ptr,  # [H] float32 or None
-    k_scale_ptr,  # [H_KV] float32 or None
-    v_scale_ptr,  # [H_KV] float32 or None
-    items_ptr,  # [capacity, 3] int32 of a work list or None
-    offsets_ptr,  # [B + 1] int32 of a work list or None
-    num_items_ptr,  # [1] int32 of a work list or None
-    out_ptr,  # [B, N, H, D], with SPLIT [partial results, N, H, D]
-    lse_ptr,  # [B, N, H] float32 natural or None, with SPLIT [partial results, N, H] base 2
-    num_nodes,
-    num_pages,
-    num_splits,
-    num_slots,
-    split_tokens,
-    first_splits,
-    longest_split,
-    max_splits,
-    max_length,
-    table_stride,
-    score_scale,  # of q . k, to base 2
-    value_scale,
-    D: gl.constexpr,
-    H_KV: gl.constexpr,
-    GROUP: gl.constexpr,
-    PAGE: gl.constexpr,
-    MODE: gl.constexpr,
-    WORDS: gl.constexpr,
-    ALL_SLOTS: gl.constexpr,
-    SPLIT: gl.constexpr,
-    ROWS: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    NUM_BUFFERS: gl.constexpr,
-):
-    # Launched while the kernel before still runs; the merge may be launched while this one does.
-    tl.extra.cuda.gdc_wait()
-    tl.extra.cuda.gdc_launch_dependents()
-    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    NUM_GROUPS: gl.constexpr = ROWS // GROUP_ROWS
-    keys = gl.allocate_shared_memory(gl.float16, [NUM_BUFFERS, BLOCK_N, D], SHARED)
-    values = gl.allocate_shared_memory(gl.float16, [NUM_BUFFERS, BLOCK_N, D], SHARED)
-    full = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], BARRIER)
-    empty = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], BARRIER)
-    for buffer in gl.static_range(NUM_BUFFERS):
-        mbarrier.init(full.index(buffer), count=1)
-        mbarrier.init(empty.index(buffer), count=NUM_GROUPS)
-    fence_async_shared()
-    tl.debug_barrier()
-    tensors = (lengths_ptr, q_lens_ptr, items_ptr, offsets_ptr)
-    per_head = (sinks_ptr, k_scale_ptr, v_scale_ptr)
-    cut = (num_nodes, num_slots, split_tokens, first_splits, longest_split, max_splits, max_length)
-    SHAPE: gl.constexpr = (D, H_KV, GROUP, PAGE)
-    if ROWS == GROUP_ROWS:
-        queries = gl.allocate_shared_memory(gl.float16, [NUM_GROUPS, GROUP_ROWS, D], SHARED)
-        ring = (keys, values, queries, full, empty)
-    else:
-        ring = (keys, values, None, full, empty)
-    if ROWS == GROUP_ROWS:
-        gl.warp_specialize(
-            [
-                (_attend_rows, (0, q_ptr, tensors, num_items_ptr, mask_ptr, per_head, out_ptr, lse_ptr, ring, cut,
-                                num_splits, score_scale, value_scale, SHAPE, MODE, WORDS, ALL_SLOTS, SPLIT, ROWS,
-                                BLOCK_N, NUM_BUFFERS)),
-                (_convert_tiles, (kv_ptr, table_ptr, tensors, num_items_ptr, ring, cut, num_splits, num_pages,
-                                  table_stride, SHAPE, MODE, ALL_SLOTS, SPLIT, ROWS, BLOCK_N, NUM_BUFFERS)),
-            ],
-            [WARPS],
-            [_CONVERTING_REGISTERS],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_attend_rows, (0, q_ptr, tensors, num_items_ptr, mask_ptr, per_head, out_ptr, lse_ptr, ring, cut,
-                                num_splits, score_scale, value_scale, SHAPE, MODE, WORDS, ALL_SLOTS, SPLIT, ROWS,
-                                BLOCK_N, NUM_BUFFERS)),
-                (_attend_rows, (1, q_ptr, tensors, num_items_ptr, mask_ptr, per_head, out_ptr, lse_ptr, ring, cut,
-                                num_splits, score_scale, value_scale, SHAPE, MODE, WORDS, ALL_SLOTS, SPLIT, ROWS,
-                                BLOCK_N, NUM_BUFFERS)),
-                (_convert_tiles, (kv_ptr, table_ptr, tensors, num_items_ptr, ring, cut, num_splits, num_pages,
-                                  table_stride, SHAPE, MODE, ALL_SLOTS, SPLIT, ROWS, BLOCK_N, NUM_BUFFERS)),
-            ],
-            [WARPS, WARPS],
-            [_COMPUTING_REGISTERS, _CONVERTING_REGISTERS],
-        )  # fmt: skip
-
-
-def launch_converting(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    metadata: AttentionMetadata,
-    per_head: tuple[torch.Tensor | None, ...],
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    work: WorkShape,
-    work_list: WorkList | None,
-    factors: tuple[float, float, float | None],
-    config: AttentionConfig,
-) -> None:
-    """Write `out` and `lse`: the partial results or, without splits, the results. per_head: sinks, and factors of keys
-    and values."""
-    launch_groups(
-        *(_hopper_fp8_kernel, q, kv.view(torch.int32), metadata, per_head, out, lse, work, work_list, factors, config),
-        registers=_REGISTERS[work.block_m],
-        ROWS=work.block_m,
-        BLOCK_N=_KEYS,
-        NUM_BUFFERS=_NUM_BUFFERS[work.block_m],
-    )
