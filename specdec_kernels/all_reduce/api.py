@@ -23,8 +23,8 @@ def all_reduce_add_rms_norm(
     """Sum the partial results of a row-parallel projection over all ranks, add the residual stream, and norm the sum.
 
     Every rank calls this with the same shapes. A rank sends its own sum to the others and waits for theirs: one
-    exchange, in float32. The sums are added in the order of the ranks, so every rank has the same bits, and
-    they are rounded once, to the dtype of the residual.
+    exchange, in float32 without its last bit, which tells that the number has arrived. The sums are added in the
+    order of the ranks, so every rank has the same bits, and they are rounded once, to the dtype of the residual.
 
     Args:
         parts: [P, ..., D] float32, contiguous: partial sums of this rank, added in their order.
@@ -44,6 +44,8 @@ def all_reduce_add_rms_norm(
         raise ValueError(f"slot: expected 0 to {SLOTS - 1}, got {slot}")
     if residual.numel() > exchange.rows * exchange.width:
         raise ValueError(f"residual: expected at most {exchange.rows} rows, got {residual.numel() // exchange.width}")
+    if exchange.rows % 2:
+        raise ValueError(f"exchange.rows: expected an even number, got {exchange.rows}")
     expect_shape("parts", parts, (None, *residual.shape))
     if parts.shape[0] == 0:
         raise ValueError("parts: expected at least one, got none")

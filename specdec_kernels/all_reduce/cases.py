@@ -25,7 +25,8 @@ def exchange_inputs(
     calls = make.integers(0, 3, capacity)
     memory[first : first + capacity] = calls
     first = rank * size + slot * ranks * capacity * width
-    received = memory[first : first + ranks * capacity * width].view(ranks * capacity, width)
+    words = memory[first : first + ranks * capacity * width].view(torch.int32)
+    received = words[: ranks * capacity * width].view(ranks * capacity, width)
     received.copy_(packed(make.normal(ranks * capacity, width), calls.repeat(ranks) + 1))
     offsets = make.tensor([other * size for other in range(ranks)], torch.int64)
     return dict(

@@ -1,8 +1,9 @@
 """One exchange between devices and the norm behind it as one Triton kernel: a program a row.
 
 A program sends its rank's sum of a row to the memory of every other rank, waits for theirs in its own memory, and adds.
-A word that is sent holds a float and the number of the call. So data and signal arrive together: nothing waits for a
-fence, and no device reads the memory of another. A program waits for the same row of the others alone, and every device
+A word that is sent is a float whose last bit is that of the number of the call. So data and signal arrive together:
+nothing waits for a fence, and no device reads the memory of another. One bit is enough, because every call of a row
+writes all words of the row, and the bit of the call before is the other one. A program waits for the same row of the others alone, and every device
 starts its programs in the order of the rows, so no two programs wait for each other.
 
 The number of the call is counted in memory, so a captured graph can be replayed. The slots are used in turn: a rank
@@ -39,9 +40,19 @@ def received(words_ptr, call, inside):
 
 
 @triton.jit
-def _even(number, D: tl.constexpr):
-    """`number`, even where D is, in a form that shows it: two words are then written and read at a time."""
-    return number // 2 * 2 if D % 2 == 0 else number
+def _floats_at(memory_ptr, offset, first_word):
+    """The words of four bytes from `offset` + `first_word` on, both even: several words are written and read at a
+    time, because the form shows that."""
+    return (memory_ptr + offset // 2 * 2 + first_word // 2 * 2).to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def _received_sums(words_ptr, call, inside):
+    """The floats at `words_ptr` without their last bits, as soon as all of them were sent in this `call` (int32)."""
+    word = tl.load(words_ptr, mask=inside, other=0, volatile=True)
+    while tl.max((inside & ((word ^ call) & 1 != 0)).to(tl.int32), 0) > 0:
+        word = tl.load(words_ptr, mask=inside, other=0, volatile=True)
+    return (word & -2).to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["num_parts", "rows", "first_word", "first_counter", "capacity"])
@@ -68,29 +79,29 @@ def _all_reduce_kernel(
     dims = tl.arange(0, BLOCK_D)
     inside = dims < D
     weight = tl.load(weight_ptr + dims, mask=inside, other=0.0)
-    own_ptr = memory_ptr + _even(tl.load(offsets_ptr + RANK), D)
-    first_word = _even(first_word, D)
+    own_offset = tl.load(offsets_ptr + RANK)
     let_next_kernel_start(OVERLAP)
     wait_for_kernel_ahead(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
-    counter_ptr = own_ptr + first_counter + row
+    counter_ptr = memory_ptr + own_offset + first_counter + row
     call = (tl.load(counter_ptr) + 1).to(tl.int32)
     residual = tl.load(residual_ptr + row * D + dims, mask=inside, other=0.0)
     own = tl.load(parts_ptr + row * D + dims, mask=inside, other=0.0)
     for part in tl.range(1, num_parts):
         own += tl.load(parts_ptr + (part * rows + row) * D + dims, mask=inside, other=0.0)
-    word = packed_word(own.to(tl.int32, bitcast=True), call)
+    bits = own.to(tl.int32, bitcast=True) & -2
     for other in tl.static_range(RANKS):
         if other != RANK:
-            place = first_word + (RANK * capacity + row) * D + dims
-            tl.store(memory_ptr + _even(tl.load(offsets_ptr + other), D) + place, word, mask=inside)
+            place = (RANK * capacity + row) * D + dims
+            there_ptr = _floats_at(memory_ptr, tl.load(offsets_ptr + other), first_word)
+            tl.store(there_ptr + place, bits | (call & 1), mask=inside)
     total = tl.zeros([BLOCK_D], tl.float32)
     for rank in tl.static_range(RANKS):
         if rank == RANK:
-            total += own
+            total += bits.to(tl.float32, bitcast=True)
         else:
-            numbers = received(own_ptr + first_word + (rank * capacity + row) * D + dims, call, inside)
-            total += numbers.to(tl.float32, bitcast=True)
+            here_ptr = _floats_at(memory_ptr, own_offset, first_word)
+            total += _received_sums(here_ptr + (rank * capacity + row) * D + dims, call, inside)
     x = total.to(out_ptr.dtype.element_ty)
     x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
     tl.store(sum_ptr + row * D + dims, x, mask=inside)

@@ -20,15 +20,16 @@ def all_reduce_add_rms_norm(
     for part in parts[1:]:
         own = own + part
     own = own.view(-1, width)
-    received, counters = _places(exchange, exchange.rank, slot, len(own))
+    own = own if own.dtype == torch.float64 else without_last_bit(own)
+    counters = _places(exchange, exchange.rank, slot, len(own))[1]
     calls = counters + 1
     counters.copy_(calls)
     for rank in range(len(exchange.offsets)):
         if rank != exchange.rank:
-            _places(exchange, rank, slot, len(own))[0][exchange.rank].copy_(packed(own, calls))
+            _sums(exchange, rank, slot, len(own))[exchange.rank].copy_(packed(own, calls))
     total = torch.zeros_like(own)
-    for rank, words in enumerate(received):
-        total += own if rank == exchange.rank else (words & _LOW).to(torch.int32).view(torch.float32)
+    for rank, words in enumerate(_sums(exchange, exchange.rank, slot, len(own))):
+        total += own if rank == exchange.rank else without_last_bit(words.view(torch.float32))
     return add_rms_norm(total.to(residual.dtype).view_as(residual), residual, weight, eps)
 
 
@@ -53,14 +54,27 @@ def tell_numbers(numbers: torch.Tensor, exchange: Exchange) -> torch.Tensor:
     return torch.stack(told, 1) if told else numbers.expand(len(exchange.offsets), *numbers.shape)
 
 
+def without_last_bit(x: torch.Tensor) -> torch.Tensor:
+    """The float32 numbers x without the last of their bits, as ranks tell them to each other."""
+    return (x.view(torch.int32) & -2).view(torch.float32)
+
+
 def packed(rows: torch.Tensor, calls: torch.Tensor) -> torch.Tensor:
-    """Words [R, width] of the rows [R, width], as float32, sent in the calls [R]."""
-    return words_of(rows.float().view(torch.int32), calls)
+    """Words [R, width] int32 of the rows [R, width], as float32, sent in the calls [R]."""
+    return (rows.float().view(torch.int32) & -2) | (calls[:, None] & 1).int()
 
 
 def words_of(numbers: torch.Tensor, calls: torch.Tensor) -> torch.Tensor:
     """Words [R, width] of int32 numbers [R, width] sent in the calls [R]."""
     return (calls[:, None] << 32) | (numbers.long() & _LOW)
+
+
+def _sums(exchange: Exchange, rank: int, slot: int, rows: int) -> torch.Tensor:
+    """Of a rank the sums that it receives in a slot, [ranks, rows, width] int32, as a view."""
+    ranks, capacity, width = len(exchange.offsets), exchange.rows, exchange.width
+    start, size = int(exchange.offsets[rank]), ranks * capacity * width
+    words = exchange.memory[start + slot * size :][:size].view(torch.int32)[:size]
+    return words.view(ranks, capacity, width)[:, :rows]
 
 
 def _places(exchange: Exchange, rank: int, slot: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from specdec_kernels.all_reduce import all_reduce_add_rms_norm
 from specdec_kernels.all_reduce.cases import exchange_inputs
-from specdec_kernels.all_reduce.reference import packed
+from specdec_kernels.all_reduce.reference import packed, without_last_bit
 from specdec_kernels.cases import Maker
 from specdec_kernels.launch import CHIPS
 from specdec_kernels.norm import add_rms_norm
@@ -67,7 +68,7 @@ def test_the_fused_norm_has_the_bits_of_the_separate_one(inner: int) -> None:
 
 @pytest.mark.parametrize("inner", [64, 1100])
 def test_few_rows_that_are_exchanged_have_the_bits_of_many_that_are_gathered(inner: int) -> None:
-    """Sums of two ranks, added in float32 in their order and rounded once, by the exchange and one by one."""
+    """Sums of two ranks without their last bits, added in their order and rounded once, by the exchange and one by one."""
     make = Maker.seeded(DEVICE, torch.float16)
     both = [normed_inputs(make, 3, 96, inner) for _ in range(2)]
     sums = [linear(each["x"], each["weight"], out_dtype=torch.float32, impl="triton") for each in both]
@@ -77,13 +78,19 @@ def test_few_rows_that_are_exchanged_have_the_bits_of_many_that_are_gathered(inn
         exchange, capacity = inputs["exchange"], inputs["exchange"].rows
         first = int(exchange.offsets[rank])
         counters = exchange.memory[first + 2 * 2 * capacity * 96 :][:3]
-        words = exchange.memory[first + (1 - rank) * capacity * 96 :][: 3 * 96]
+        words = exchange.memory[first:].view(torch.int32)[(1 - rank) * capacity * 96 :][: 3 * 96]
         words.copy_(packed(sums[1 - rank], counters + 1).flatten())
         x, weight = both[rank]["x"], both[rank]["weight"]
         exchanged = linear_all_reduce_add_rms_norm(x, weight, exchange, 0, *end.values(), impl="triton")
-        total = (sums[0] + sums[1]).half()
+        total = (without_last_bit(sums[0]) + without_last_bit(sums[1])).half()
         gathered = add_rms_norm(total, end["residual"], end["norm_weight"], end["eps"], impl="triton")
         assert all(torch.equal(left, right) for left, right in zip(exchanged, gathered, strict=True))
+
+
+def test_words_of_an_exchange_lie_in_pairs() -> None:
+    inputs = exchange_inputs(Maker.seeded(DEVICE, torch.float16), 1, 64, capacity=3)
+    with pytest.raises(ValueError, match="exchange.rows: expected an even number, got 3"):
+        all_reduce_add_rms_norm(**inputs)
 
 
 @pytest.mark.parametrize("outer, inner", SHAPES)

@@ -20,6 +20,7 @@ from algorithms.runtime.models.config.decoder import DecoderConfig
 from algorithms.runtime.models.decoder import Attention, Decoder, DecoderLayer, SharedHead, SwiGLU
 from algorithms.runtime.models.fusion import NormedProjection
 from specdec_kernels import Normed, add_rms_norm, linear, linear_all_reduce_add_rms_norm, linear_argmax
+from specdec_kernels.all_reduce.reference import without_last_bit
 
 _NUMBERS_OF_A_CHOICE = 2  # the largest logit and its token
 
@@ -50,9 +51,10 @@ class RowParallelLinear(NormedProjection):
                 x, self.weight, exchange, self.slot, residual, weight, eps, batch_invariant=same, impl=impl
             )
         if same and self.bias is None:
-            # What the exchange does with fewer rows: the ranks' sums are added in float32 and rounded once.
+            # What the exchange does with fewer rows: the ranks' sums, without their last bits, are added in float32 and
+            # rounded once.
             part = linear(x, self.weight, batch_invariant=True, out_dtype=torch.float32, impl=impl)
-            return add_rms_norm(sum_in_order(part).to(x.dtype), residual, weight, eps, impl=impl)
+            return add_rms_norm(sum_in_order(without_last_bit(part)).to(x.dtype), residual, weight, eps, impl=impl)
         return add_rms_norm(self(x), residual, weight, eps, impl=impl)
 
 
