@@ -1,10 +1,11 @@
 """One exchange between devices and the norm behind it as one Triton kernel: a program a row.
 
-A program sends its rank's sum of a row to the memory of every other rank, waits for theirs in its own memory, and adds.
-A word that is sent is a float whose last bit is that of the number of the call. So data and signal arrive together:
-nothing waits for a fence, and no device reads the memory of another. One bit is enough, because every call of a row
-writes all words of the row, and the bit of the call before is the other one. A program waits for the same row of the others alone, and every device
-starts its programs in the order of the rows, so no two programs wait for each other.
+A program sends its rank's sum of a row to the memory of every other rank, waits for theirs in its own memory, and
+adds. A word that is sent is a float whose last bit is that of the number of the call. So data and signal arrive
+together: nothing waits for a fence, and no device reads the memory of another. One bit is enough, because every call
+of a row writes all words of the row, and the bit of the call before is the other one. A program waits for the same row
+of the others alone, and every device starts its programs in the order of the rows, so no two programs wait for each
+other.
 
 The number of the call is counted in memory, so a captured graph can be replayed. The slots are used in turn: a rank
 whose words of one call have arrived has ended the call before, and so has read the slot that the next call writes.

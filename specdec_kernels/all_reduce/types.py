@@ -22,9 +22,10 @@ class Exchange(NamedTuple):
     - `[SLOTS, rows]` counters: the calls that this rank has made, row by row.
 
     A word of choices holds an int32 in its low half and the number of the call in its high half. It is written as a
-    whole, so the number tells the reader that the int32 is there. Sums take the first half of a slot alone, in words of
-    four bytes: a float32 whose last bit is that of the number of the call. `offsets` [ranks] int64 leads from `memory`, this rank's, to the
-    memory of every rank, in words, an even number of them. In tests one tensor holds the memory of all ranks.
+    whole, so the number tells the reader that the int32 is there. Sums take the first half of a slot alone, in
+    words of four bytes: a float32 whose last bit is that of the number of the call. `offsets` [ranks] int64 leads
+    from `memory`, this rank's, to the memory of every rank, in words, an even number of them. In tests one tensor
+    holds the memory of all ranks.
     """
 
     memory: torch.Tensor  # [words] int64

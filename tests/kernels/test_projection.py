@@ -68,7 +68,7 @@ def test_the_fused_norm_has_the_bits_of_the_separate_one(inner: int) -> None:
 
 @pytest.mark.parametrize("inner", [64, 1100])
 def test_few_rows_that_are_exchanged_have_the_bits_of_many_that_are_gathered(inner: int) -> None:
-    """Sums of two ranks without their last bits, added in their order and rounded once, by the exchange and one by one."""
+    """Sums of two ranks without their last bits, added in order and rounded once, by the exchange and one by one."""
     make = Maker.seeded(DEVICE, torch.float16)
     both = [normed_inputs(make, 3, 96, inner) for _ in range(2)]
     sums = [linear(each["x"], each["weight"], out_dtype=torch.float32, impl="triton") for each in both]

@@ -39,7 +39,7 @@ MUTANTS = (
         _KERNEL,
         "own.to(tl.int32, bitcast=True) & -2",
         "own.to(tl.int32, bitcast=True)",
-        _case("exchange_one_row"),
+        _case("exchange_full"),
         "the last bit of what is sent is not that of the call",
     ),
     Mutant(
