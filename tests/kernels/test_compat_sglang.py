@@ -777,12 +777,12 @@ def test_counts_that_are_too_large_read_nothing_behind_the_tokens(impl: str) -> 
     predict, index = ints([50, 51, 52], torch.int32), ints([[1, 99], [2, 3]], torch.int32)
     sglang.fill_bonus_tokens_from_predict(predict, index, ints([1, 1]), bonus, 2, impl=impl)
     assert bonus.tolist() == [51, 52]
-    positions, newest = old(3), old(2, torch.int32)
+    positions, newest = old(5), old(2, torch.int32)
     verified = ints([31, 32, 33], torch.int32)
     sglang.create_extend_after_decode_spec_info(
         verified, ints([5, 9]), ints([2, 4], torch.int32), positions, newest, impl=impl
     )
-    assert positions.tolist() == [3, 4, 5] and newest.tolist() == [32, 33]
+    assert positions.tolist() == [3, 4, 5, 6, 7] and newest.tolist() == [32, 33]
 
 
 @pytest.mark.parametrize("impl", IMPLS)

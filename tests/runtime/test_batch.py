@@ -74,6 +74,18 @@ def test_rows_move_in_turn(state: BatchState, moves: list[tuple[int, int]], rows
         assert held(state, row) == expected, row
 
 
+def test_complete_prompts_take_part_in_steps(state: BatchState) -> None:
+    """The others stay padding, in whatever order they come."""
+    state.activate(torch.tensor([2, 0, 4]), torch.tensor([1, 0, 0], dtype=torch.int32))
+    assert state.active.tolist() == [0, 0, 1]
+
+
+def test_grammars_have_room_for_every_node(state: BatchState) -> None:
+    state.make_room(SamplingNeeds(constrained=True), 5, 2)
+    assert state.constraints is not None
+    assert state.constraints.bits.shape[:2] == (3, 5) and state.constraints.forced.shape == (3, 2)
+
+
 def test_penalties_and_forbidden_words_move_with_their_row(state: BatchState) -> None:
     needs = SamplingNeeds(penalised=True, forbids=True)
     state.make_room(needs, 1, 0)

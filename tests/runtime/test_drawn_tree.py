@@ -122,10 +122,12 @@ def test_ids_of_the_drafter_become_those_of_the_target() -> None:
 
     def run(_: int, tokens: Tensor, parents: Tensor) -> Tensor:
         asked.append(tokens)
-        return torch.zeros(*tokens.shape, 10)
+        return known.expand(*tokens.shape, 10)
 
-    draft = tree.grow(batch, torch.zeros(1, 10), run)  # type: ignore[arg-type]
-    assert bool((draft.tokens[0, 1:] % 2 == 0).all()) and bool((torch.cat(asked) % 2 == 0).all())
+    known = torch.full((10,), -torch.inf)
+    known[1::2] = 0.0  # ids 1, 3, ..., 9 of the drafter
+    draft = tree.grow(batch, known[None], run)  # type: ignore[arg-type]
+    assert bool((draft.tokens[0, 1:] % 4 == 2).all()) and bool((torch.cat(asked) % 4 == 2).all())
     assert draft.draft_probs is not None and draft.draft_probs.shape[2] == VOCAB
     assert not bool(draft.draft_probs[..., 1::2].any()) and not bool(draft.draft_probs[..., 20:].any())
 
