@@ -236,36 +236,46 @@ def mass_key(value, weight, goal, low, high, SHIFT: tl.constexpr):
 
 
 @triton.jit
+def _only(chosen, value):
+    """[R]: the int64 `value` [R, E] of the one entry that is `chosen`, 0 where none is. By halves, because within a
+    warp a sum of 32-bit integers is one instruction."""
+    halves = tl.join((value >> 32).to(tl.int32), value.to(tl.int32))
+    high, low = tl.split(tl.sum(tl.where(chosen[:, :, None], halves, 0), 1))
+    return (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
 def locate(weight, total, uniform):
     """Entry (-1 where there is no weight) at which the running sum of `weight` [R, E] passes uniform * its total, and
-    the running sums and the goal in units, which `share_within` takes. `total` [R] is that sum, or nearly.
+    what `share_within` takes: the weights, the running sums and the goal in units. `total` [R] is that sum, or nearly.
 
     The goal stays below the sum, so the last entry with weight takes what rounding leaves. An entry without weight
     adds no unit and is never found.
     """
     some = total > 0
     inverse = tl.where(some, tl.minimum(1.0 / tl.where(some, total, 1.0), _MOST_INVERSE), 0.0)
-    running = tl.cumsum((weight * inverse[:, None] * _UNITS).to(tl.int64), 1)
-    whole = tl.max(running, 1)
+    units = (weight * inverse[:, None] * _UNITS).to(tl.int64)
+    running = tl.cumsum(units, 1)
+    whole = _only(tl.arange(0, weight.shape[1])[None, :] == weight.shape[1] - 1, running)
     goal = tl.minimum((uniform * whole.to(tl.float64)).to(tl.int64), whole - 1)
     place = tl.sum((running <= goal[:, None]).to(tl.int32), 1)
-    return tl.where(whole > 0, place, -1), running, goal
+    return tl.where(whole > 0, place, -1), units, running, goal
 
 
 @triton.jit
-def share_within(running, goal):
+def share_within(units, running, goal):
     """How far into the weight of the entry that `locate` found the goal is: float64 in (0, 1)."""
-    passed = running <= goal[:, None]
-    begin = tl.max(tl.where(passed, running, 0), 1)
-    end = tl.min(tl.where(passed, (1 << 62), running), 1)
-    return ((goal - begin).to(tl.float64) + 0.5) / tl.maximum(end - begin, 1).to(tl.float64)
+    begin = running - units
+    found = (begin <= goal[:, None]) & (running > goal[:, None])
+    share = ((goal[:, None] - begin).to(tl.float64) + 0.5) / tl.maximum(units, 1).to(tl.float64)
+    return _only(found, share.to(tl.int64, bitcast=True)).to(tl.float64, bitcast=True)
 
 
 @triton.jit
 def find(weight, uniform):
     """The entry of `locate`, and how far into its weight the goal is."""
-    place, running, goal = locate(weight, tl.sum(weight, 1), uniform)
-    return place, share_within(running, goal)
+    place, units, running, goal = locate(weight, tl.sum(weight, 1), uniform)
+    return place, share_within(units, running, goal)
 
 
 @triton.jit

@@ -76,7 +76,7 @@ def _draw(
     """Token (-1 for none) at which the running weight passes the uniform's share: first the part of the row by the
     parts' weights `mass` [R, E], then the token by those of the part, which is read again: `size` [R] tokens, at most
     LENGTH. The parts of the rows that are `near` are slots, which `ids_ptr` names."""
-    part, running, goal = d.locate(mass, tl.sum(mass, 1), uniform)
+    part, units, running, goal = d.locate(mass, tl.sum(mass, 1), uniform)
     found, start = part >= 0, tl.maximum(part, 0)
     if ids_ptr is not None:
         held = tl.load(ids_ptr + row.to(tl.int64) * SLOTS + start, mask=near & found, other=0)
@@ -86,11 +86,11 @@ def _draw(
     live = (in_row & found)[:, None] & (inside < size[:, None]) & (column < VOCAB)
     value = d.load_values(values_ptr, row[:, None], column, row_stride, live)
     # What follows up to the weights is computed while the part is on its way.
-    within = d.share_within(running, goal)
+    within = d.share_within(units, running, goal)
     lane = tl.arange(0, mass.shape[1])[None, :]
     of_part = tl.sum(tl.where(lane == part[:, None], mass, 0.0), 1)
     weight = d.weigh(value, top[:, None], scale[:, None], PROBS)
-    place, _, _ = d.locate(tl.where(live & (value >= floor[:, None]), weight, 0.0), of_part, within)
+    place, _, _, _ = d.locate(tl.where(live & (value >= floor[:, None]), weight, 0.0), of_part, within)
     return tl.where(found & (place >= 0), start * size + place, -1)
 
 
