@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 import specdec_kernels as kernels
 from algorithms.runtime.algorithm import Algorithm, AttentionCalls, Batch, DraftTree, Observation, Resources
 from algorithms.runtime.drawing import Drawing, DrawnShape
-from algorithms.runtime.tree_shape import DEFAULT_TREE_NODES, MAX_NODES, MAX_TOPK, TreeShape, expect_size
+from algorithms.runtime.tree_shape import DEFAULT_TREE_NODES, MAX_NODES, MAX_TOPK, TreeShape
+from specdec_kernels.checks import expect_at_least, expect_between
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,10 +58,10 @@ class DFlash(Algorithm):
         """Acceptance rule; None is target_only for topk, block for a drawn chain, and traversal for a drawn tree."""
 
         def __post_init__(self) -> None:
-            expect_size("block_size", self.block_size, 1, MAX_NODES, nullable=True)
-            expect_size("topk", self.topk, 1, MAX_TOPK)
-            expect_size("num_nodes", self.num_nodes, 2, MAX_NODES, nullable=True)
-            expect_size("window", self.window, 1, nullable=True)
+            expect_between("algo.block_size", self.block_size, 1, MAX_NODES, nullable=True)
+            expect_between("algo.topk", self.topk, 1, MAX_TOPK)
+            expect_between("algo.num_nodes", self.num_nodes, 2, MAX_NODES, nullable=True)
+            expect_at_least("algo.window", self.window, 1, nullable=True)
             if self.topk == 1 and self.num_nodes is not None:
                 raise ValueError("algo.num_nodes is the size of a tree: expected algo.topk above 1, got 1")
             Drawing.of(self.draw, self.rule, self.topk == 1)

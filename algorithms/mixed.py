@@ -14,12 +14,14 @@ same texts (`ngram` and `suffix`) read one store.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import specdec_kernels as kernels
 from algorithms.registry import available
 from algorithms.runtime.algorithm import Algorithm, AttentionCalls, Batch, DraftTree, Observation, Resources
 from algorithms.runtime.tree_shape import MAX_NODES
+from specdec_kernels.checks import expect_between, expect_choice
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,10 +64,8 @@ class Mixed(Algorithm):
         """With take: accepted drafts that the first must expect."""
 
         def __post_init__(self) -> None:
-            if self.mode not in MODES:
-                raise ValueError(f"algo.mode must be one of {', '.join(MODES)}, got {self.mode!r}")
-            if not self.threshold > 0:
-                raise ValueError(f"algo.threshold: expected above 0, got {self.threshold}")
+            expect_choice("algo.mode", self.mode, MODES)
+            expect_between("algo.threshold", self.threshold, 0, inf, above=True)
 
     @classmethod
     def drafter_for(cls, config: Any) -> str | None:
@@ -198,9 +198,8 @@ def _parts(config: Mixed.Config) -> list[Part]:
 
 def _part(key: str, settings: dict[str, Any]) -> Part:
     kinds = {name: kind for name, kind in available().items() if name != Mixed.name}
-    name = settings.get("name")
-    if name not in kinds:
-        raise ValueError(f"algo.{key}.name: expected one of {', '.join(sorted(kinds))}, got {name!r}")
+    name: Any = settings.get("name")
+    expect_choice(f"algo.{key}.name", name, sorted(kinds))
     schema, own = kinds[name].Config, {k: v for k, v in settings.items() if k not in ("name", "draft_path")}
     known = [item.name for item in fields(schema) if item.name != "name"]
     if unknown := [k for k in own if k not in known]:

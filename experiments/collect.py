@@ -58,7 +58,7 @@ def parsed(arguments: Sequence[str]) -> tuple[list[SweepFolder], Settings]:
     if not folders:
         raise UserError("give the folder of a sweep, such as outputs/sweeps/trees")
     if settings.mix not in ("true", "false"):
-        raise UserError(f"mix must be true or false, got {settings.mix!r}")
+        raise UserError(f"mix: expected true or false, got {settings.mix!r}")
     return folders, settings
 
 

@@ -25,13 +25,14 @@ from torch import Tensor
 from experiments.app import cli
 from experiments.app.errors import user_errors
 from experiments.app.hardware import INTERPRETER
-from experiments.app.schema import REPO_ROOT, expect_at_least, expect_choice
+from experiments.app.schema import REPO_ROOT
 from experiments.bench.timing import Limits, Timing, provenance, time_function
 from experiments.inflate import SHAPES
 from experiments.kernel_bench import choose_device
 from experiments.report.console import plain_console
 from experiments.report.metrics import NOT_A_GPU
 from experiments.report.tables import Column, console_table, number, text
+from specdec_kernels.checks import expect_at_least, expect_choice
 
 if TYPE_CHECKING:
     from algorithms.runtime.models.config import DecoderConfig

@@ -39,8 +39,9 @@ from torch import Tensor
 
 from experiments.app import cli
 from experiments.app.errors import user_errors
-from experiments.app.schema import REPO_ROOT, expect_choice
+from experiments.app.schema import REPO_ROOT
 from experiments.training.model_folder import write_json
+from specdec_kernels.checks import expect_choice
 
 Tensors = Iterator[tuple[str, Tensor]]
 

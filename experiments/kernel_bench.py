@@ -29,7 +29,7 @@ from rich.console import Console
 
 from experiments.app.errors import user_errors
 from experiments.app.hardware import INTERPRETER
-from experiments.app.schema import SweepConfig, expect_at_least, expect_choice
+from experiments.app.schema import SweepConfig
 from experiments.bench import show
 from experiments.bench.ceilings import measure_ceilings
 from experiments.bench.peers import PEERS
@@ -42,6 +42,7 @@ from experiments.report.run_folder import SUMMARY, to_json, write_whole
 from experiments.sweep.main import main as sweep_main
 from specdec_kernels import FAMILIES
 from specdec_kernels.cases import Case
+from specdec_kernels.checks import expect_at_least, expect_choice
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -73,7 +74,7 @@ class KernelBenchConfig:
         expect_at_least("warmup", self.warmup, 0)
         expect_at_least("repeats", self.repeats, 1)
         expect_at_least("budget_ms", self.budget_ms, 1)
-        expect_at_least("budget_s", self.budget_s, 1)
+        expect_at_least("budget_s", self.budget_s, 1, nullable=True)
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device=cuda: torch sees no CUDA device; use device=cpu")
 

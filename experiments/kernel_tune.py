@@ -24,7 +24,6 @@ from rich.console import Console
 
 from experiments.app import cli
 from experiments.app.errors import UserError, user_errors
-from experiments.app.schema import expect_at_least, expect_choice
 from experiments.bench.row import Bench
 from experiments.bench.selection import chosen_cases
 from experiments.bench.timing import Limits, provenance
@@ -32,6 +31,7 @@ from experiments.bench.tune import CANDIDATES, compile_ahead, free, groups, prep
 from experiments.report.console import plain_console
 from experiments.report.run_folder import to_json, write_whole
 from experiments.report.tables import Column, console_table, figure
+from specdec_kernels.checks import expect_at_least, expect_choice
 from specdec_kernels.tuning import VARIABLE
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -57,7 +57,7 @@ class KernelTuneConfig:
         expect_choice("dtype", self.dtype, tuple(DTYPES))
         expect_at_least("repeats", self.repeats, 1)
         expect_at_least("budget_ms", self.budget_ms, 1)
-        expect_at_least("budget_s", self.budget_s, 1)
+        expect_at_least("budget_s", self.budget_s, 1, nullable=True)
         expect_at_least("processes", self.processes, 1)
 
 

@@ -27,8 +27,8 @@ from typing import Any
 from experiments.app.arguments import assign
 from experiments.app.cli import report
 from experiments.app.errors import UserError, user_errors
-from experiments.app.schema import expect_choice
 from experiments.app.suggest import unknown_option_message
+from specdec_kernels.checks import expect_choice
 
 DEVICES, DTYPES = ("auto", "cuda", "cpu"), ("auto", "bfloat16", "float16", "float32")
 METHODS = ("greedy", "prompt_lookup", "assistant")

@@ -1,10 +1,41 @@
-"""Argument checks of the public functions: every message names the argument, the expected and the actual value."""
+"""Checks of arguments and settings: every message is `name: expected …, got …`. Nothing here imports torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from math import inf
+from typing import TYPE_CHECKING, TypeAlias
 
-import torch
+if TYPE_CHECKING:
+    import torch
+
+Expected: TypeAlias = "tuple[torch.Tensor | None, Sequence[int | None], torch.dtype]"
+"""A tensor (None is skipped) with the shape and the dtype that it must have."""
+
+
+def expect_choice(name: str, value: object, choices: Collection[str]) -> None:
+    """Raise ValueError unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {value!r}")
+
+
+def expect_at_least(name: str, value: float | None, least: float, nullable: bool = False) -> None:
+    """Raise ValueError unless `value` is at least `least`, or None if `nullable`."""
+    expect_between(name, value, least, inf, nullable=nullable)
+
+
+def expect_between(
+    name: str, value: float | None, low: float, high: float, above: bool = False, nullable: bool = False
+) -> None:
+    """Raise ValueError unless low <= value <= high, or low < value with `above`, or None if `nullable`."""
+    if value is None and nullable:
+        return
+    if value is None or not (low < value if above else low <= value) or not value <= high:
+        if high == inf:
+            bounds = f"{'above' if above else 'at least'} {low}"
+        else:
+            bounds = f"above {low} and at most {high}" if above else f"{low} to {high}"
+        raise ValueError(f"{name}: expected {bounds}{' or null' if nullable else ''}, got {value}")
 
 
 def expect_shape(name: str, tensor: torch.Tensor, shape: Sequence[int | None]) -> None:
@@ -27,7 +58,7 @@ def expect_same_device(**tensors: torch.Tensor | None) -> None:
     devices = {name: t.device for name, t in tensors.items() if t is not None}
     if len(set(devices.values())) > 1:
         listing = ", ".join(f"{name} on {device}" for name, device in devices.items())
-        raise ValueError(f"all tensors must be on one device, got {listing}")
+        raise ValueError(f"expected all tensors on one device, got {listing}")
 
 
 def expect_contiguous(**tensors: torch.Tensor | None) -> None:
@@ -35,16 +66,6 @@ def expect_contiguous(**tensors: torch.Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}")
-
-
-def expect_at_least(name: str, value: int, least: int) -> None:
-    """Raise ValueError if `value` is below `least`."""
-    if value < least:
-        raise ValueError(f"{name}: expected at least {least}, got {value}")
-
-
-Expected = tuple[torch.Tensor | None, Sequence[int | None], torch.dtype]
-"""A tensor (None is skipped) with the shape and the dtype that it must have."""
 
 
 def expect_tensors(others: Mapping[str, torch.Tensor | None] | None = None, /, **expected: Expected) -> None:

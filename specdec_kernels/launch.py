@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from specdec_kernels.checks import expect_choice
 from specdec_kernels.interpreter import prepare
 
 IMPLS = ("auto", "triton", "reference")
@@ -48,8 +49,7 @@ def use_triton(impl: str, tensor: torch.Tensor) -> bool:
     `auto` takes the kernel on a GPU or in the interpreter, else the reference. `triton` raises RuntimeError where no
     kernel can run: a kernel that was asked for is never replaced.
     """
-    if impl not in IMPLS:
-        raise ValueError(f"impl must be one of {', '.join(IMPLS)}, got {impl!r}")
+    expect_choice("impl", impl, IMPLS)
     if impl == "reference":
         return False
     if _recorder is not None or tensor.is_cuda:
@@ -137,8 +137,7 @@ def _on_device_of(args: tuple[Any, ...]) -> AbstractContextManager[Any]:
 def record_launches(chip: str) -> Iterator[list[Launch]]:
     """Collect launches as `chip` would make them, instead of running them. Outputs stay unwritten."""
     global _recorder
-    if chip not in CHIPS:
-        raise ValueError(f"chip must be one of {', '.join(CHIPS)}, got {chip!r}")
+    expect_choice("chip", chip, CHIPS)
     launches: list[Launch] = []
     _recorder = (chip, launches)
     try:

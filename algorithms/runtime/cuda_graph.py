@@ -30,6 +30,7 @@ from algorithms.runtime.clock import PhaseClock, Stamps
 from algorithms.runtime.parts import StepParts
 from algorithms.runtime.sampling_params import SamplingNeeds
 from algorithms.runtime.step import PHASES, Step, phases_of
+from specdec_kernels.checks import expect_choice
 
 _LAST_CAPTURED = {"none": None, "draft": "draft", "verify": "verify", "step": "commit"}
 """Level to the last phase that is captured, as all before it are."""
@@ -142,8 +143,7 @@ class StepRunner:
         capture: Capture | None = None,
         chunks: Sequence[Chunk] = (),
     ) -> None:
-        if level not in LEVELS:
-            raise ValueError(f"runtime.graph must be one of {', '.join(LEVELS)}, got {level!r}")
+        expect_choice("runtime.graph", level, LEVELS)
         if level != "none" and capture is None and parts.resources.device.type != "cuda":
             raise ValueError(
                 f"runtime.graph={level} captures CUDA graphs and needs a CUDA device, got {parts.resources.device}; "

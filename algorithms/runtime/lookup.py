@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import specdec_kernels as kernels
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Resources
-from algorithms.runtime.tree_shape import expect_size
+from specdec_kernels.checks import expect_between
 
 if TYPE_CHECKING:
     from algorithms.runtime.models.loading import Target, TargetFolder
@@ -45,12 +45,11 @@ class Lookup(Algorithm):
         """Text file that is looked up too, from the first request on."""
 
         def __post_init__(self) -> None:
-            expect_size("num_nodes", self.num_nodes, 2, 256)
-            expect_size("window", self.window, 1, 63)
-            expect_size("matches", self.matches, 1, 64)
-            expect_size("texts", self.texts, 0, 4096)
-            if not 0 <= self.min_confidence <= 1:
-                raise ValueError(f"algo.min_confidence: expected 0 to 1, got {self.min_confidence}")
+            expect_between("algo.num_nodes", self.num_nodes, 2, 256)
+            expect_between("algo.window", self.window, 1, 63)
+            expect_between("algo.matches", self.matches, 1, 64)
+            expect_between("algo.texts", self.texts, 0, 4096)
+            expect_between("algo.min_confidence", self.min_confidence, 0, 1)
             if self.corpus is not None and not self.shared:
                 raise ValueError("algo.corpus: expected algo.shared=true with it: a corpus is no request's own text")
 

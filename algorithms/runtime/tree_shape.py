@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from specdec_kernels.checks import expect_at_least, expect_between
+
 DEFAULT_TREE_NODES = 32
 MAX_NODES = 256
 MAX_TOPK = 64
-
-
-def expect_size(name: str, value: int | None, least: int, most: int | None = None, nullable: bool = False) -> None:
-    """Raise ValueError unless `algo.name` is from `least` to `most` (None: any above), or None if `nullable`."""
-    if value is None and nullable:
-        return
-    if value is None or value < least or (most is not None and value > most):
-        bounds = f"at least {least}" if most is None else f"{least} to {most}"
-        raise ValueError(f"algo.{name}: expected {bounds}{' or null' if nullable else ''}, got {value}")
 
 
 @dataclass(frozen=True)
@@ -34,8 +27,8 @@ class TreeShape:
         return cls(steps, topk, num_nodes or 0)
 
     def __post_init__(self) -> None:
-        expect_size("steps", self.steps, 1)
-        expect_size("topk", self.topk, 1, MAX_TOPK)
+        expect_at_least("algo.steps", self.steps, 1)
+        expect_between("algo.topk", self.topk, 1, MAX_TOPK)
         most = min(1 + self.num_candidates, MAX_NODES)
         if not 2 <= self.num_nodes <= most:
             raise ValueError(

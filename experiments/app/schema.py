@@ -14,6 +14,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from algorithms.runtime.sampling_params import SamplingParams
+from specdec_kernels.checks import expect_at_least, expect_between, expect_choice
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 CONFIG_FOLDER = REPO_ROOT / "configs"
@@ -23,24 +24,6 @@ SEED_STRIDE = 1_000_003
 LARGEST_SEED = (2**63 - 1) // SEED_STRIDE - 1
 """Largest seed of a run: the seeds of its requests fit into 64 bits."""
 GRAPH_LEVELS = ("none", "draft", "verify", "step")
-
-
-def expect_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raise ValueError unless `value` is one of `choices`."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
-
-
-def expect_at_least(name: str, value: float | None, least: float) -> None:
-    """Raise ValueError unless `value` is None or at least `least`."""
-    if value is not None and not value >= least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-
-
-def expect_between(name: str, value: float, low: float, high: float, above: bool = False) -> None:
-    """Raise ValueError unless low <= value <= high, or low < value with `above`."""
-    if not (low < value if above else low <= value) or not value <= high:
-        raise ValueError(f"{name} must be {'above' if above else 'at least'} {low} and at most {high}, got {value}")
 
 
 @dataclass
@@ -132,12 +115,11 @@ class RuntimeConfig:
         expect_at_least("runtime.tensor_parallel", self.tensor_parallel, 1)
         expect_at_least("runtime.page_size", self.page_size, 1)
         expect_at_least("runtime.prefill_chunk", self.prefill_chunk, 1)
-        expect_at_least("runtime.prefill_ahead", self.prefill_ahead, 0)
+        expect_at_least("runtime.prefill_ahead", self.prefill_ahead, 0, nullable=True)
         expect_at_least("runtime.max_batch", self.max_batch, 1)
-        if self.num_pages is not None:
-            expect_between("runtime.num_pages", self.num_pages, 1, LARGEST_INT32)
-        expect_at_least("runtime.max_length", self.max_length, 2)
-        expect_at_least("runtime.overlap", self.overlap, 0)
+        expect_between("runtime.num_pages", self.num_pages, 1, LARGEST_INT32, nullable=True)
+        expect_at_least("runtime.max_length", self.max_length, 2, nullable=True)
+        expect_at_least("runtime.overlap", self.overlap, 0, nullable=True)
         if self.graph not in ("auto", "none") and self.device == "cpu":
             raise ValueError(f"runtime.graph={self.graph} captures CUDA graphs: expected runtime.device=cuda, got cpu")
         if self.device == "cpu" and self.dtype == "bfloat16" and self.impl != "reference":
@@ -194,7 +176,7 @@ class SweepConfig:
             expect_plain_name("sweep", self.name, "outputs/sweeps/")
         found = re.fullmatch(r"(\d+)/(\d+)", self.shard or "1/1")
         if not found or not 1 <= int(found[1]) <= int(found[2]):
-            raise ValueError(f"shard must be i/n with i from 1 to n, such as 1/4, got {self.shard!r}")
+            raise ValueError(f"shard: expected i/n with i from 1 to n, such as 1/4, got {self.shard!r}")
 
 
 def expect_plain_name(key: str, name: str, place: str) -> None:

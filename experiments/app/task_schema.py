@@ -12,9 +12,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from algorithms.registry import available
 from algorithms.runtime.backends.registry import backends
-from experiments.app.schema import GRAPH_LEVELS, RunConfig, expect_at_least, expect_between, expect_choice
+from experiments.app.schema import GRAPH_LEVELS, RunConfig
 from experiments.app.suggest import nearest
 from experiments.data.prompts import JsonlData, datasets
+from specdec_kernels.checks import expect_at_least, expect_between, expect_choice
 
 HYBRID = {"prefill": "torch", "decode": "fa4", "verify": "prefill"}
 """Settings of `hybrid` where task.backends names it, chosen so that it uses two different backends."""
@@ -57,7 +58,7 @@ class GenerateTask(TaskConfig):
     """Rounds of baseline and method in turn, for intervals; null takes 3 where a round is short, else 1."""
 
     def __post_init__(self) -> None:
-        expect_at_least("task.repeats", self.repeats, 1)
+        expect_at_least("task.repeats", self.repeats, 1, nullable=True)
 
 
 @dataclass
@@ -106,8 +107,8 @@ class CompareTask(MethodsTask):
     def __post_init__(self) -> None:
         super().__post_init__()
         _expect_some("task.data", self.data)
-        expect_at_least("task.limit", self.limit, 1)
-        expect_at_least("task.repeats", self.repeats, 1)
+        expect_at_least("task.limit", self.limit, 1, nullable=True)
+        expect_at_least("task.repeats", self.repeats, 1, nullable=True)
 
     def data_of(self, config: RunConfig) -> list[Any]:
         return [prompt_set(name, self.limit, self.skip_long) for name in self.data]
@@ -132,7 +133,7 @@ class ThroughputTask(TaskConfig):
     def __post_init__(self) -> None:
         _expect_some("task.concurrency", self.concurrency, least=1)
         expect_at_least("task.requests", self.requests, 1)
-        expect_at_least("task.repeats", self.repeats, 1)
+        expect_at_least("task.repeats", self.repeats, 1, nullable=True)
         methods_by_label(self.methods)
 
     def methods_of(self, config: RunConfig) -> dict[str, Any]:
@@ -177,7 +178,7 @@ class LosslessnessTask(MethodsTask):
         if self.low_precision is not None:
             expect_choice("task.low_precision", self.low_precision, ("bfloat16", "float16", "null"))
         if not 0 < self.temperature < float("inf"):
-            raise ValueError(f"task.temperature must be above 0 and finite, got {self.temperature}")
+            raise ValueError(f"task.temperature: expected a finite number above 0, got {self.temperature}")
 
     def graphs_of(self, config: RunConfig, can_capture: bool) -> list[str]:
         return (self.graphs if can_capture else ["none"]) if self.graphs else [config.runtime.graph]
@@ -269,7 +270,7 @@ class VerificationRulesTask(MethodsTask):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.temperature < float("inf"):
-            raise ValueError(f"task.temperature must be above 0 and finite, got {self.temperature}")
+            raise ValueError(f"task.temperature: expected a finite number above 0, got {self.temperature}")
 
     def graphs_of(self, config: RunConfig, can_capture: bool) -> list[str]:
         return ["none"]
@@ -361,7 +362,7 @@ def method_config(key: str, settings: Any) -> Any:
 def _expect_some(name: str, values: Sequence[Any], least: float | None = None) -> None:
     """Raise ValueError unless there are `values`, each of at least `least`."""
     if not values:
-        raise ValueError(f"{name} must not be empty")
+        raise ValueError(f"{name}: expected at least one value, got none")
     if least is not None:
         for value in values:
             expect_at_least(name, value, least)

@@ -41,7 +41,7 @@ def named(what: str, value: str, known: Sequence[str]) -> tuple[str, ...]:
     chosen = value.split("+")
     if wrong := [name for name in chosen if name not in known]:
         options = ", ".join(("all", "none", *known))
-        raise ValueError(f"{what} must be one of {options}, or several joined by +; got {wrong[0]!r}")
+        raise ValueError(f"{what}: expected one of {options}, or several joined by +, got {wrong[0]!r}")
     return tuple(dict.fromkeys(chosen))
 
 
@@ -73,7 +73,7 @@ def _matching(tables: dict[str, tuple[Case, ...]], pattern: str, on_gpu: bool) -
     found = [(family, case) for family, cases in tables.items() for case in cases if fnmatchcase(case.name, pattern)]
     if not found:
         raise ValueError(
-            f"shapes must be {' or '.join(SETS)} or a pattern of case names: no case of {', '.join(tables)} "
+            f"shapes: expected {' or '.join(SETS)} or a pattern of case names: no case of {', '.join(tables)} "
             f"is called {pattern!r}"
         )
     fitting = [(family, case) for family, case in found if on_gpu or "large" not in case.tags]

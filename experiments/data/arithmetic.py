@@ -15,6 +15,8 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from specdec_kernels.checks import expect_choice
+
 HELDOUT_SEED = 20_260_601
 HELDOUT_COUNT = 200
 HELDOUT_MODULUS = 50
@@ -254,8 +256,7 @@ def is_heldout(question: str) -> bool:
 
 def problem_stream(seed: int | str, split: str = "train") -> Iterator[Problem]:
     """Endless problems of one split, the same for the same seed on every machine."""
-    if split not in ("train", "heldout"):
-        raise ValueError(f"split must be 'train' or 'heldout', got '{split}'")
+    expect_choice("split", split, ("train", "heldout"))
     rng = random.Random(f"arithmetic-{seed}")
     while True:
         problem = _problem(rng)

@@ -15,6 +15,7 @@ from omegaconf import MISSING
 
 from experiments.data.prompt_files import DataError, Record, read_records
 from experiments.data.public import PUBLIC_SETS, read_public
+from specdec_kernels.checks import expect_at_least
 
 __all__ = ["DataConfig", "DataError", "JsonlData", "Prompt", "PromptSet", "datasets", "load_prompts"]
 
@@ -94,8 +95,7 @@ class DataConfig:
     category: str | None = None
 
     def __post_init__(self) -> None:
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"data.limit must be at least 1, or null for all prompts, got {self.limit}")
+        expect_at_least("data.limit", self.limit, 1, nullable=True)
 
     def load(self) -> PromptSet:
         """All prompts of the set, or at least the first `limit` where they have no category.

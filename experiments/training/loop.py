@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experiments.app.schema import LARGEST_INT32, expect_at_least, expect_between
+from experiments.app.schema import LARGEST_INT32
 from experiments.training.parallel import Replicas, local_device
 from experiments.training.progress import Show, progress
+from specdec_kernels.checks import expect_at_least, expect_between
 
 CHECKPOINT = "checkpoint.pt"
 BEST = "best.pt"
@@ -60,9 +61,9 @@ class TrainSettings:
 
     def __post_init__(self) -> None:
         if self.minutes is None and self.steps is None:
-            raise ValueError("train.minutes or train.steps must be set")
+            raise ValueError("train.minutes, train.steps: expected one of them at least, got none")
         for key in ("log_every_steps", "eval_every_steps", "threads", "steps"):
-            expect_at_least(f"train.{key}", getattr(self, key), 1)
+            expect_at_least(f"train.{key}", getattr(self, key), 1, nullable=key == "steps")
         for key in ("weight_decay", "checkpoint_every_minutes"):
             expect_at_least(f"train.{key}", getattr(self, key), 0)
         for key in ("matrix_lr", "other_lr", "grad_clip"):
@@ -71,8 +72,7 @@ class TrainSettings:
             expect_between(f"train.{key}", getattr(self, key), 0, 1)
         expect_between("train.decay_fraction", self.decay_fraction, 0, 1, above=True)
         for key in ("minutes", "eval_every_minutes"):
-            if getattr(self, key) is not None:
-                expect_between(f"train.{key}", getattr(self, key), 0, math.inf, above=True)
+            expect_between(f"train.{key}", getattr(self, key), 0, math.inf, above=True, nullable=True)
         expect_between("train.seed", self.seed, 0, LARGEST_INT32)
         self._settle_device()
 

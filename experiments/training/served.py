@@ -18,11 +18,11 @@ from algorithms.runtime.models.loading import Target
 from algorithms.runtime.models.tokenizer import Tokenizer
 from algorithms.runtime.request import Request
 from algorithms.runtime.sampling_params import SamplingParams
-from experiments.app.schema import expect_at_least, expect_choice
 from experiments.data.prompts import datasets, load_prompts
 from experiments.report.metrics import summarize_method
 from experiments.training.progress import progress
 from experiments.training.text.writer import BACKEND, engine_settings
+from specdec_kernels.checks import expect_at_least, expect_choice
 
 
 @dataclass
@@ -42,7 +42,7 @@ class EvaluationSettings:
             expect_choice("evaluation.sets", name, tuple(datasets()))
         for key in ("limit", "max_new_tokens", "batch"):
             expect_at_least(f"evaluation.{key}", getattr(self, key), 1)
-        expect_at_least("evaluation.every_minutes", self.every_minutes, 0)
+        expect_at_least("evaluation.every_minutes", self.every_minutes, 0, nullable=True)
 
 
 class ServedEvaluation:

@@ -18,7 +18,7 @@ from specdec_kernels.attention.types import (
     WorkList,
     WorkShape,
 )
-from specdec_kernels.checks import expect_contiguous, expect_dtype, expect_same_device, expect_shape
+from specdec_kernels.checks import expect_choice, expect_contiguous, expect_dtype, expect_same_device, expect_shape
 from specdec_kernels.launch import current_chip, dispatch
 
 _WORD_BITS = 64
@@ -333,8 +333,7 @@ def expect_at_least_one(**numbers: int | None) -> None:
 def check_mode(metadata: AttentionMetadata) -> None:
     """Options that describe the shape of the draft."""
     mode, tree_width = metadata.mode, metadata.tree_width
-    if mode not in MODES:
-        raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+    expect_choice("mode", mode, MODES)
     if tree_width is not None and mode != "tree":
         raise ValueError(f"tree_width: expected with mode 'tree' only, got mode {mode!r} and {tree_width}")
     expect_at_least_one(tree_width=tree_width, window=metadata.window)

@@ -35,7 +35,7 @@ def sweep_of(path: Path, limits: tuple[int, ...] = (1, 2, 4), machine: str = "to
         (folder.run_folder(name) / "summary.json").write_text(json.dumps(found))
     config = {"algo": {"name": "eagle3"}, "data": {"limit": 64}}
     folder.write(RowRecord("bad", ["algo=eagle3", "data.limit=64"], [], config, FAILED, "out of memory\nlower it"))
-    folder.write(RowRecord("no", ["algo=dflash", "data.limit=-1"], [], {}, REFUSED, "data.limit must be at least 1"))
+    folder.write(RowRecord("no", ["algo=dflash", "data.limit=-1"], [], {}, REFUSED, "data.limit: expected at least 1"))
     return folder
 
 
@@ -148,7 +148,7 @@ def test_the_best_rows_and_the_front() -> None:
         (["a", "metrics=speed"], "no row has the figure 'speed'"),
         (["a", "x=algo.topc"], "unknown key 'algo.topc'"),
         (["a", "where=algo=ngram"], "no row is left"),
-        (["a", "mix=yes"], "mix must be true or false"),
+        (["a", "mix=yes"], "mix: expected true or false"),
     ],
 )
 def test_mistakes_are_told(

@@ -199,5 +199,5 @@ def test_a_task_takes_prompt_sets_by_name_and_files_by_path() -> None:
     for path in ("folder/questions.jsonl", "questions.json.gz", "folder/questions"):
         found = prompt_set(path, None, True)
         assert (found.path, found.name, found.skip_long) == (path, Path(path).name, True)
-    with pytest.raises(ValueError, match="task.data must be one of .*chat"):
+    with pytest.raises(ValueError, match="task.data: expected one of .*chat"):
         prompt_set("chta", None, False)

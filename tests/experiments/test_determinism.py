@@ -35,9 +35,9 @@ def test_a_shape_has_the_sizes_of_its_family() -> None:
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(shapes=["huge"]), "shapes must be one of tiny, qwen3_8b"),
-        (dict(nodes=4), "nodes must be at least 5, got 4"),
-        (dict(batches=[0]), "batches must be at least 1, got 0"),
+        (dict(shapes=["huge"]), "shapes: expected one of tiny, qwen3_8b"),
+        (dict(nodes=4), "nodes: expected at least 5, got 4"),
+        (dict(batches=[0]), "batches: expected at least 1, got 0"),
     ],
 )
 def test_wrong_settings_are_named(change: dict[str, Any], message: str) -> None:

@@ -192,7 +192,7 @@ def test_the_timed_shapes_are_those_of_the_plan() -> None:
 def test_names_are_joined_by_plus() -> None:
     assert named("peers", "all", ("a", "b")) == ("a", "b") and named("peers", "none", ("a", "b")) == ()
     assert named("peers", "b+a+b", ("a", "b")) == ("b", "a")
-    with pytest.raises(ValueError, match="peers must be one of all, none, a, b, or several joined by [+]; got 'c'"):
+    with pytest.raises(ValueError, match="peers: expected one of all, none, a, b, or several joined by [+], got 'c'"):
         named("peers", "a+c", ("a", "b"))
 
 
@@ -473,11 +473,11 @@ def test_a_misspelt_key_fails_while_composing() -> None:
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(family="trees"), "family must be one of all, none, .*tree"),
-        (dict(peers="sdpa+abacus"), "peers must be one of all, none, .*sdpa"),
-        (dict(budget_s=0.0), "budget_s must be at least 1"),
-        (dict(repeats=0), "repeats must be at least 1"),
-        (dict(dtype="int8"), "dtype must be one of"),
+        (dict(family="trees"), "family: expected one of all, none, .*tree"),
+        (dict(peers="sdpa+abacus"), "peers: expected one of all, none, .*sdpa"),
+        (dict(budget_s=0.0), "budget_s: expected at least 1"),
+        (dict(repeats=0), "repeats: expected at least 1"),
+        (dict(dtype="int8"), "dtype: expected one of"),
     ],
 )
 def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
@@ -490,7 +490,7 @@ def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
     [
         ("+foo=1", ["unknown key 'foo'", "budget_ms"]),
         ("famly=tree", ["unknown key 'famly'", "did you mean: family=…"]),
-        ("repeats=0", ["repeats must be at least 1, got 0"]),
+        ("repeats=0", ["repeats: expected at least 1, got 0"]),
         ("hydra.run.dir=/proc/x", ["/proc/x", "hydra.run.dir"]),
     ],
 )

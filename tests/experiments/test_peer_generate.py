@@ -39,7 +39,7 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
     [
         ("lenght=3", "lenght"),
         ("limit=few", "limit: expected a whole number"),
-        ("dtype=bf16", "dtype must be one of auto, bfloat16"),
+        ("dtype=bf16", "dtype: expected one of auto, bfloat16"),
         ("data=edit,edits", "unknown data 'edits'"),
         pytest.param("device=cuda", "no CUDA device", marks=no_gpu),
     ],

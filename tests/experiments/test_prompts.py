@@ -232,7 +232,7 @@ def test_missing_file_folder_and_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "fields", "part"),
     [
-        ("arithmetic", {"limit": 0}, "data.limit must be at least 1"),
+        ("arithmetic", {"limit": 0}, "data.limit: expected at least 1"),
         ("jsonl", {}, "data.path"),
         ("jsonl", {"path": ""}, "data.path"),
         ("prompt", {}, "data.text"),

@@ -170,7 +170,7 @@ def test_keys_that_some_options_have_need_lenient(tmp_path: Path, start: Any) ->
 
 @pytest.mark.parametrize("shard", ["0/2", "3/2", "1", "a/b"])
 def test_a_shard_that_is_none_is_named(shard: str) -> None:
-    with pytest.raises(ValueError, match="shard must be i/n"):
+    with pytest.raises(ValueError, match="shard: expected i/n"):
         SweepConfig(shard=shard)
 
 

@@ -572,11 +572,11 @@ def test_schedule_warms_up_stays_and_falls_to_zero() -> None:
     ("changes", "message"),
     [
         ({"steps": None}, "minutes or train.steps"),
-        ({"threads": 0}, "train.threads must be at least 1, got 0"),
-        ({"steps": -1}, "train.steps must be at least 1, got -1"),
-        ({"minutes": 0.0}, "train.minutes must be above 0"),
-        ({"decay_fraction": 0.0}, "train.decay_fraction must be above 0"),
-        ({"matrix_lr": float("nan")}, "train.matrix_lr must be above 0"),
+        ({"threads": 0}, "train.threads: expected at least 1, got 0"),
+        ({"steps": -1}, "train.steps: expected at least 1 or null, got -1"),
+        ({"minutes": 0.0}, "train.minutes: expected above 0"),
+        ({"decay_fraction": 0.0}, "train.decay_fraction: expected above 0"),
+        ({"matrix_lr": float("nan")}, "train.matrix_lr: expected above 0"),
         ({"device": "gpu0"}, "train.device: expected auto, cpu or cuda, got 'gpu0'"),
     ],
 )
@@ -606,7 +606,7 @@ def test_configs_compose_and_refuse_misspelt_keys(name: str) -> None:
     [
         ("+foo=1", ["unknown key 'foo'", "keys of a run: ", "out_dir"]),
         ("train.stepz=3", ["unknown key 'train.stepz'", "train.steps=…", "keys of train: "]),
-        ("train.steps=-1", ["train.steps must be at least 1, got -1"]),
+        ("train.steps=-1", ["train.steps: expected at least 1 or null, got -1"]),
         ("train.threads=many", ["train.threads", "Integer"]),
         ("out_dir=/proc/x", ["/proc/x", "out_dir"]),
     ],

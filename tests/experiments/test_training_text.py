@@ -276,7 +276,7 @@ def test_the_mask_is_a_token_that_means_nothing_else(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"source": "web"}, "text.kinds.*.source must be one of target, file"),
+        ({"source": "web"}, "text.kinds.*.source: expected one of target, file"),
         ({"source": "file"}, "text.kinds.*.path belongs to source=file"),
         ({"path": "a.txt"}, "text.kinds.*.path belongs to source=file"),
         ({"template": "no place"}, "text.kinds.*.template: expected {prompt} once"),

@@ -43,7 +43,7 @@ class ToyConfig:
 
     def __post_init__(self) -> None:
         if self.heat < 0:
-            raise ValueError(f"heat must be at least 0, got {self.heat}")
+            raise ValueError(f"heat: expected at least 0, got {self.heat}")
 
 
 ConfigStore.instance().store(name=NAME, node=ToyConfig)

@@ -172,7 +172,7 @@ def test_half_precision_is_as_good_as_eager(length: int, split_tokens: int) -> N
         (dict(v_scale=torch.ones(4)), r"v_scale: expected shape \[2\], got \[4\]"),
         (dict(sinks=torch.ones(4, dtype=torch.float16)), "sinks: expected dtype torch.float32, got torch.float16"),
         (dict(tuning=dict(warps=4)), "tuning: expected fields among block_m, .*, got warps"),
-        (dict(impl="cuda"), "impl must be one of"),
+        (dict(impl="cuda"), "impl: expected one of"),
     ],
 )
 def test_bad_input_is_named(change: dict[str, Any], message: str) -> None:

@@ -174,7 +174,7 @@ def test_blocks_cover_the_latent(latent: int) -> None:
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(mode="causal"), "mode must be one of chain, block, tree, got 'causal'"),
+        (dict(mode="causal"), "mode: expected one of chain, block, tree, got 'causal'"),
         (dict(mode="tree"), "mask: expected with mode 'tree' only, got mode 'tree' and NoneType"),
         (dict(tree_width=4), "tree_width: expected with mode 'tree' only, got mode 'chain' and 4"),
         (dict(q_rope=torch.zeros(2, 3, 4, 24)), "q_rope: expected a last dimension that is a multiple of 16, got 24"),

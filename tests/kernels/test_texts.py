@@ -472,7 +472,7 @@ def test_better_siblings_take_an_eighth_away(impl: str) -> None:
         ({"rows": torch.zeros(1, dtype=torch.int32)}, "rows: expected dtype torch.int64"),
         ({"history": torch.zeros(1, 9, dtype=torch.int64)}, "history: expected shape"),
         ({"history": torch.zeros(12, 2, dtype=torch.int64).t()[:1]}, "history: expected contiguous rows"),
-        ({"impl": "cuda"}, "impl must be one of"),
+        ({"impl": "cuda"}, "impl: expected one of"),
     ],
 )
 def test_bad_matches_are_refused(options: dict[str, Any], expected: str) -> None:

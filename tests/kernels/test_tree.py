@@ -175,7 +175,7 @@ def test_wrong_input_is_refused() -> None:
         build_tree(parents[:, :0], lengths)
     with pytest.raises(ValueError, match="num_nodes: expected at least 1"):
         build_chain(lengths, 0)
-    with pytest.raises(ValueError, match="impl must be one of"):
+    with pytest.raises(ValueError, match="impl: expected one of"):
         build_chain(lengths, 2, impl="cuda")
     with pytest.raises(ValueError, match="to 256 nodes, got 257"):
         build_tree(torch.zeros(2, 257, dtype=torch.int32), lengths)

@@ -191,7 +191,7 @@ def test_settings_of_a_side_are_typed_under_its_name() -> None:
         config = built("backend.prefill=flashinfer", "backend.fa4.dispatch=auto", "backend.flashinfer.kernel=fa3")
         assert (config.fa4.dispatch, config.flashinfer.kernel) == ("auto", "fa3")
         assert isinstance(config.fa4, backends()["fa4"].Config)
-        with pytest.raises(UserError, match="dispatch must be one of"):
+        with pytest.raises(UserError, match="dispatch: expected one of"):
             built("backend.fa4.dispatch=fa3")
         with pytest.raises(UserError, match="backend.flashinfer is set, and serves neither"):
             built("backend.flashinfer.kernel=fa3")
@@ -282,13 +282,13 @@ def test_graphs_need_a_backend_that_reads_nothing_back(standins: None) -> None:
 @pytest.mark.parametrize(
     "name, options, message",
     [
-        ("hybrid", dict(prefill="fa5"), "backend.prefill must be one of fa4, flashinfer, torch, got 'fa5'"),
-        ("hybrid", dict(decode="hybrid"), "backend.decode must be one of fa4, flashinfer, torch, got 'hybrid'"),
-        ("hybrid", dict(verify="draft"), "backend.verify must be one of prefill, decode, got 'draft'"),
-        ("hybrid", dict(draft="torch"), "backend.draft must be one of prefill, decode, got 'torch'"),
-        ("fa4", dict(dispatch="fa3"), "backend.dispatch must be one of triton, auto, flash_attention_4, got 'fa3'"),
+        ("hybrid", dict(prefill="fa5"), "backend.prefill: expected one of fa4, flashinfer, torch, got 'fa5'"),
+        ("hybrid", dict(decode="hybrid"), "backend.decode: expected one of fa4, flashinfer, torch, got 'hybrid'"),
+        ("hybrid", dict(verify="draft"), "backend.verify: expected one of prefill, decode, got 'draft'"),
+        ("hybrid", dict(draft="torch"), "backend.draft: expected one of prefill, decode, got 'torch'"),
+        ("fa4", dict(dispatch="fa3"), "backend.dispatch: expected one of triton, auto, flash_attention_4, got 'fa3'"),
         ("fa4", dict(split_tokens=8), "backend.split_tokens: expected at least 16 or null, got 8"),
-        ("flashinfer", dict(kernel="fa1"), "backend.kernel must be one of auto, fa2, fa3, got 'fa1'"),
+        ("flashinfer", dict(kernel="fa1"), "backend.kernel: expected one of auto, fa2, fa3, got 'fa1'"),
         ("flashinfer", dict(workspace_mb=0), "backend.workspace_mb: expected at least 1, got 0"),
     ],
 )

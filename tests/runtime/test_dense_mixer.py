@@ -83,10 +83,10 @@ def test_sinks_are_parameters_that_the_mixer_receives() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"sliding_windows": (4, None)}, "sliding_windows must have 4 entries, got 2"),
-        ({"sliding_windows": (None, 4, 0, 4)}, r"sliding_windows\[2\] must be positive, got 0"),
-        ({"soft_cap": 0.0}, "soft_cap must be positive, got 0.0"),
-        ({"scale": -1.0}, "scale must be positive, got -1.0"),
+        ({"sliding_windows": (4, None)}, "sliding_windows: expected 4 entries, got 2"),
+        ({"sliding_windows": (None, 4, 0, 4)}, r"sliding_windows\[2\]: expected above 0 or null, got 0"),
+        ({"soft_cap": 0.0}, "soft_cap: expected above 0 or null, got 0.0"),
+        ({"scale": -1.0}, "scale: expected above 0 or null, got -1.0"),
     ],
 )
 def test_unusable_attention_options_are_refused(change: dict[str, Any], message: str) -> None:

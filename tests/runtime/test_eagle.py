@@ -376,7 +376,7 @@ def test_unfit_eagle3_weights(tmp_path: Path, target: Target, edits: dict[str, A
     [
         ({"target_hidden_size": 64}, ("do not fit", "target_hidden_size", "32", "64")),
         ({"vocab_size": 300}, ("do not fit", "vocab_size", "272", "300")),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 8]}}, ("captured layers", "0..7", "[1, 3, 8]")),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 8]}}, ("captured layers", "0 to 7", "[1, 3, 8]")),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3]}}, ("must name 3 layers", "[1, 3]")),
         ({"draft_vocab_size": 400}, ("draft_vocab_size", "272", "400")),
         ({"norm_before_residual": True}, ("not supported", "norm_before_residual=True")),

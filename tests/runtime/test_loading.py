@@ -331,7 +331,7 @@ def test_drafter_of_another_target(
 @pytest.mark.parametrize(
     ("nested", "parts"),
     [
-        ({"mask_token_id": 3, "target_layer_ids": [1, 4]}, ("target_layer_ids", "0..3", "[1, 4]")),
+        ({"mask_token_id": 3, "target_layer_ids": [1, 4]}, ("target_layer_ids", "0 to 3", "[1, 4]")),
         ({"mask_token_id": 273, "target_layer_ids": [1, 2]}, ("mask_token_id", "273")),
         ({"mask_token_id": 3, "target_layer_ids": [1, 2, 3]}, ("'fc.weight'", "[32, 96]", "[32, 64]")),
         ({"target_layer_ids": [1, 2]}, ("not a DFlash drafter", "mask_token_id")),
@@ -341,7 +341,7 @@ def test_drafter_of_another_target(
         ({"mask_token_id": 3, "draft_vocab_size": 100}, ("do not fit", "draft_vocab_size", "272", "100")),
         ({"mask_token_id": 3, "use_swa": True}, ("positive sliding_window",)),
         ({"mask_token_id": 3, "causal": True, "is_causal": False}, ("causal and is_causal", "True, False")),
-        ({"mask_token_id": 3, "final_logit_softcapping": -1.0}, ("final_logit_softcapping must be positive",)),
+        ({"mask_token_id": 3, "final_logit_softcapping": -1.0}, ("final_logit_softcapping: expected above 0",)),
     ],
     ids=[
         "layer beyond the target",

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import specdec_kernels as kernels
 from algorithms.runtime.backends import packages
 from algorithms.runtime.backends.protocol import NO_BITS, BackendError, Levels
+from specdec_kernels.checks import expect_at_least, expect_choice
 
 if TYPE_CHECKING:
     import torch
@@ -60,10 +61,8 @@ class FlashInferBackend:
         workspace_mb: int = 128
 
         def __post_init__(self) -> None:
-            if self.kernel not in KERNELS:
-                raise ValueError(f"backend.kernel must be one of {', '.join(KERNELS)}, got {self.kernel!r}")
-            if self.workspace_mb < 1:
-                raise ValueError(f"backend.workspace_mb: expected at least 1, got {self.workspace_mb}")
+            expect_choice("backend.kernel", self.kernel, KERNELS)
+            expect_at_least("backend.workspace_mb", self.workspace_mb, 1)
 
         @property
         def capturable(self) -> bool:

@@ -14,6 +14,7 @@ from algorithms.runtime.backends.flashinfer import FlashInferBackend
 from algorithms.runtime.backends.protocol import Backend, Levels
 from algorithms.runtime.backends.torch import TorchBackend
 from algorithms.runtime.backends.triton import TritonBackend
+from specdec_kernels.checks import expect_choice
 
 if TYPE_CHECKING:
     import torch
@@ -56,11 +57,9 @@ class HybridBackend:
         def __post_init__(self) -> None:
             valid = list(SINGLE)
             for key in SIDES:
-                if getattr(self, key) not in valid:
-                    raise ValueError(f"backend.{key} must be one of {', '.join(valid)}, got {getattr(self, key)!r}")
+                expect_choice(f"backend.{key}", getattr(self, key), valid)
             for key in ("verify", "draft"):
-                if getattr(self, key) not in SIDES:
-                    raise ValueError(f"backend.{key} must be one of {', '.join(SIDES)}, got {getattr(self, key)!r}")
+                expect_choice(f"backend.{key}", getattr(self, key), SIDES)
 
             for name in valid:
                 settings = self.settings_of(name)

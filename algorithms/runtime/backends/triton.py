@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import specdec_kernels as kernels
 from algorithms.runtime.backends.flash_attention_4 import FlashAttention4, FlashAttentionPlan
 from algorithms.runtime.backends.protocol import NO_BITS, BackendError, Levels
+from specdec_kernels.checks import expect_at_least, expect_choice
 
 if TYPE_CHECKING:
     import torch
@@ -47,10 +48,8 @@ class TritonBackend:
         wide `max_length` needs; None: on a GPU. The interpreter does without: there it is one more kernel."""
 
         def __post_init__(self) -> None:
-            if self.split_tokens is not None and self.split_tokens < 16:
-                raise ValueError(f"backend.split_tokens: expected at least 16 or null, got {self.split_tokens}")
-            if self.dispatch not in DISPATCH:
-                raise ValueError(f"backend.dispatch must be one of {', '.join(DISPATCH)}, got {self.dispatch!r}")
+            expect_at_least("backend.split_tokens", self.split_tokens, 16, nullable=True)
+            expect_choice("backend.dispatch", self.dispatch, DISPATCH)
 
         @property
         def capturable(self) -> bool:

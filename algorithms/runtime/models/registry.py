@@ -23,7 +23,7 @@ WindowRule = Callable[[Mapping[str, Any], int], Windows]
 def read_layer_types(layer_types: Sequence[str], window: int | None, num_layers: int) -> Windows:
     """Windows from the keys `layer_types` and `sliding_window`."""
     if len(layer_types) != num_layers:
-        raise ValueError(f"layer_types must have {num_layers} entries, got {len(layer_types)}")
+        raise ValueError(f"layer_types: expected {num_layers} entries, got {len(layer_types)}")
     unknown = sorted(set(layer_types) - set(LAYER_TYPES))
     if unknown:
         raise ValueError(f"layer_types {unknown} are not supported, expected {list(LAYER_TYPES)}")

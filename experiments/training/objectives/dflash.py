@@ -28,13 +28,13 @@ from algorithms.runtime.models.decoder import MixerWeights
 from algorithms.runtime.models.dense_mixer import DenseMixer, head_norm
 from algorithms.runtime.models.drafters.dflash import DFlashDrafter
 from algorithms.runtime.models.rope import apply_rope, rope_table
-from experiments.app.schema import expect_at_least, expect_between, expect_choice
 from experiments.training.acceptance import leading_hits
 from experiments.training.batches import TrainingBatch
 from experiments.training.features import FeatureScales
 from experiments.training.losses import IGNORED, WEIGHTINGS, confidence_weights, decay_weights, weighted_mean
 from experiments.training.objectives.drafter import DrafterObjective, DrafterTraining, Setting, draft_decoder
 from experiments.training.text.markup import mask_token
+from specdec_kernels.checks import expect_at_least, expect_between, expect_choice
 
 PUBLISHED_LAYERS = 5
 ANCHORS_AT_ONCE = 32
@@ -58,7 +58,7 @@ class DFlashSettings:
     markov_rank: int = 0
 
     def __post_init__(self) -> None:
-        expect_at_least("drafter.num_layers", self.num_layers, 1)
+        expect_at_least("drafter.num_layers", self.num_layers, 1, nullable=True)
         expect_at_least("drafter.block_size", self.block_size, 2)
         expect_at_least("drafter.markov_rank", self.markov_rank, 0)
         if self.own_mask and self.mask_token_id is not None:

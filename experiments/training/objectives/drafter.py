@@ -21,7 +21,6 @@ from algorithms.runtime.models.folder import resolve_folder
 from algorithms.runtime.models.loading import Target, load_target
 from algorithms.runtime.models.tokenizer import TOKENIZER_FILE, Tokenizer
 from experiments.app.plan import check_target_there
-from experiments.app.schema import expect_at_least
 from experiments.training.acceptance import Tally, add_batch
 from experiments.training.batches import ResponseSet, TrainingBatch
 from experiments.training.features import FeatureScales
@@ -31,6 +30,7 @@ from experiments.training.objectives.base import Objective, TrainingConfig
 from experiments.training.parallel import Replicas
 from experiments.training.served import ServedEvaluation, summary
 from experiments.training.text.source import TextSource
+from specdec_kernels.checks import expect_at_least
 
 SERVED = "served"
 FEATURE_WEIGHT = "fc.weight"

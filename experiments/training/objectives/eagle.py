@@ -29,11 +29,11 @@ from algorithms.runtime.models.decoder import MixerWeights
 from algorithms.runtime.models.dense_mixer import DenseMixer, head_norm
 from algorithms.runtime.models.drafters.eagle import Eagle3Drafter, EagleDrafter
 from algorithms.runtime.models.rope import apply_rope, rope_table
-from experiments.app.schema import expect_at_least
 from experiments.training.acceptance import leading_hits
 from experiments.training.batches import TrainingBatch, shifted
 from experiments.training.features import FeatureScales
 from experiments.training.objectives.drafter import DrafterObjective, DrafterTraining, Setting, draft_decoder
+from specdec_kernels.checks import expect_at_least
 
 STEP_DISCOUNT = 0.8
 

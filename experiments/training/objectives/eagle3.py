@@ -12,10 +12,10 @@ from algorithms.eagle3 import Eagle3
 from algorithms.runtime.models.config import Eagle3Config
 from algorithms.runtime.models.config.eagle import NUM_FEATURES, default_aux_layer_ids
 from algorithms.runtime.models.drafters.eagle import Eagle3Drafter
-from experiments.app.schema import expect_at_least
 from experiments.training.batches import ResponseSet
 from experiments.training.objectives.drafter import DrafterTraining, Setting
 from experiments.training.objectives.eagle import ChainObjective, ChainSettings, HeadSettings, head_config
+from specdec_kernels.checks import expect_at_least
 
 PUBLISHED_VOCABULARY = 32_000
 SMALLEST_PUBLISHED_TARGET = 7
@@ -34,7 +34,7 @@ class Eagle3Settings(HeadSettings):
     target_layer_ids: list[int] | None = None
 
     def __post_init__(self) -> None:
-        expect_at_least("drafter.draft_vocab_size", self.draft_vocab_size, 1)
+        expect_at_least("drafter.draft_vocab_size", self.draft_vocab_size, 1, nullable=True)
 
 
 @dataclass

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from experiments.app.schema import LARGEST_INT32, expect_at_least, expect_between, expect_choice
+from experiments.app.schema import LARGEST_INT32
+from specdec_kernels.checks import expect_at_least, expect_between, expect_choice
 
 SOURCES = ("target", "file", "arithmetic", "functions", "windows")
 PLACE = "{prompt}"
@@ -81,5 +82,4 @@ class TextSettings:
         for key in ("validation", "shard", "batch"):
             expect_at_least(f"text.{key}", getattr(self, key), 1)
         expect_between("text.seed", self.seed, 0, LARGEST_INT32)
-        if self.minutes is not None:
-            expect_between("text.minutes", self.minutes, 0, math.inf, above=True)
+        expect_between("text.minutes", self.minutes, 0, math.inf, above=True, nullable=True)

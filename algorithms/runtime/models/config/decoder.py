@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from algorithms.runtime.models.config.keys import read_eos, required, write_eos
 from algorithms.runtime.models.config.rope import read_rope, write_rope
 from algorithms.runtime.models.registry import Windows, find_architecture
+from specdec_kernels.checks import expect_between
 
 if TYPE_CHECKING:
     from algorithms.runtime.models.config.rope import RopeScaling
@@ -62,17 +64,16 @@ class DecoderConfig:
         find_architecture(self.architecture)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"num_attention_heads must be a multiple of num_key_value_heads={self.num_kv_heads}, "
+                f"num_attention_heads: expected a multiple of num_key_value_heads={self.num_kv_heads}, "
                 f"got {self.num_heads}"
             )
         if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
+            raise ValueError(f"head_dim: expected an even number for rotary embeddings, got {self.head_dim}")
         if self.sliding_windows and len(self.sliding_windows) != self.num_layers:
-            raise ValueError(f"sliding_windows must have {self.num_layers} entries, got {len(self.sliding_windows)}")
+            raise ValueError(f"sliding_windows: expected {self.num_layers} entries, got {len(self.sliding_windows)}")
         sizes = {f"sliding_windows[{layer}]": window for layer, window in enumerate(self.sliding_windows)}
         for name, value in {**sizes, "soft_cap": self.soft_cap, "scale": self.scale}.items():
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be positive, got {value}")
+            expect_between(name, value, 0, inf, above=True, nullable=True)
 
     def window(self, layer: int) -> int | None:
         """The sliding window of `layer`, or None."""

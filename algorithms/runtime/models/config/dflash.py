@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 from algorithms.runtime.models.config.decoder import DecoderConfig
 from algorithms.runtime.models.config.keys import required
 from algorithms.runtime.models.registry import FULL, SLIDING, Windows, read_layer_types, write_layer_types
+from specdec_kernels.checks import expect_at_least, expect_between
 
 DEFAULT_BLOCK_SIZE = 16
 VANILLA = "vanilla"
@@ -51,23 +53,17 @@ class DFlashConfig:
     """Rank of the head that corrects a draft by the token before it; 0 is none."""
 
     def __post_init__(self) -> None:
-        if self.block_size < 1:
-            raise ValueError(f"block_size must be >= 1, got {self.block_size}")
+        expect_at_least("block_size", self.block_size, 1)
         if len(self.causal_layers) != self.decoder.num_layers:
             raise ValueError(f"causal_layers: expected {self.decoder.num_layers} entries, got {self.causal_layers}")
-        if self.logit_soft_cap is not None and not self.logit_soft_cap > 0:
-            raise ValueError(f"final_logit_softcapping must be positive, got {self.logit_soft_cap}")
+        expect_between("final_logit_softcapping", self.logit_soft_cap, 0, inf, above=True, nullable=True)
         outside = [i for i in self.target_layer_ids if not 0 <= i < self.num_target_layers]
         if outside or not self.target_layer_ids:
             raise ValueError(
-                f"target_layer_ids must lie in 0..{self.num_target_layers - 1}, got {list(self.target_layer_ids)}"
+                f"target_layer_ids: expected 0 to {self.num_target_layers - 1}, got {list(self.target_layer_ids)}"
             )
-        if not 0 <= self.mask_token_id <= self.decoder.vocab_size:
-            raise ValueError(
-                f"mask_token_id must be at most vocab_size={self.decoder.vocab_size}, got {self.mask_token_id}"
-            )
-        if self.markov_rank < 0:
-            raise ValueError(f"markov_rank must be >= 0, got {self.markov_rank}")
+        expect_between("mask_token_id", self.mask_token_id, 0, self.decoder.vocab_size)
+        expect_at_least("markov_rank", self.markov_rank, 0)
 
     @property
     def owns_mask(self) -> bool:

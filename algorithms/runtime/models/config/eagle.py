@@ -76,7 +76,7 @@ class Eagle3Config:
             raise ValueError(f"an EAGLE-3 head has one layer, got {self.decoder.num_layers}")
         if not 1 <= self.draft_vocab_size <= self.decoder.vocab_size:
             raise ValueError(
-                f"draft_vocab_size must lie in 1..vocab_size={self.decoder.vocab_size}, got {self.draft_vocab_size}"
+                f"draft_vocab_size: expected 1 to vocab_size={self.decoder.vocab_size}, got {self.draft_vocab_size}"
             )
         if self.aux_layer_ids is not None and len(self.aux_layer_ids) != NUM_FEATURES:
             raise ValueError(f"{LAYER_IDS_KEY} must name {NUM_FEATURES} layers, got {list(self.aux_layer_ids)}")
@@ -100,7 +100,7 @@ class Eagle3Config:
         """The captured layers of a target of `num_target_layers`; ValueError where it has no such layers."""
         ids = self.aux_layer_ids or default_aux_layer_ids(num_target_layers)
         if any(not 0 <= index < num_target_layers for index in ids):
-            raise ValueError(f"{LAYER_IDS_KEY} must lie in 0..{num_target_layers - 1}, got {list(ids)}")
+            raise ValueError(f"{LAYER_IDS_KEY}: expected 0 to {num_target_layers - 1}, got {list(ids)}")
         return ids
 
     @classmethod
