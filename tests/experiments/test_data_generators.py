@@ -61,7 +61,7 @@ def test_same_seed_same_problems_other_seed_others() -> None:
 
 
 def test_unknown_split_is_refused() -> None:
-    with pytest.raises(ValueError, match="'train' or 'heldout', got 'test'"):
+    with pytest.raises(ValueError, match="split: expected one of train, heldout, got 'test'"):
         problems(0, 1, "test")
 
 

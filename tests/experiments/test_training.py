@@ -571,7 +571,7 @@ def test_schedule_warms_up_stays_and_falls_to_zero() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"steps": None}, "minutes or train.steps"),
+        ({"steps": None}, "train.minutes, train.steps: expected one of them"),
         ({"threads": 0}, "train.threads: expected at least 1, got 0"),
         ({"steps": -1}, "train.steps: expected at least 1 or null, got -1"),
         ({"minutes": 0.0}, "train.minutes: expected above 0"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from algorithms.runtime.tree_shape import TreeShape, expect_size
+from algorithms.runtime.tree_shape import TreeShape
 
 
 @pytest.mark.parametrize(
@@ -48,22 +48,6 @@ def test_sizes_that_no_tree_has(steps: int, topk: int, nodes: int | None, messag
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (2, 2, 7), (9, 10, 256), (2, 64, 8)])
 def test_the_bounds_themselves_are_allowed(sizes: tuple[int, int, int]) -> None:
     assert TreeShape.of(*sizes).num_nodes == sizes[2]
-
-
-@pytest.mark.parametrize(("value", "fits"), [(2, False), (3, True), (5, True), (6, False), (None, False)])
-def test_a_size_is_between_its_bounds(value: int | None, fits: bool) -> None:
-    if fits:
-        expect_size("window", value, 3, 5)
-    else:
-        with pytest.raises(ValueError, match=f"algo.window: expected 3 to 5, got {value}"):
-            expect_size("window", value, 3, 5)
-
-
-def test_a_size_may_be_left_open() -> None:
-    expect_size("window", None, 3, nullable=True)
-    expect_size("window", 3, 3, nullable=True)
-    with pytest.raises(ValueError, match="algo.window: expected at least 3 or null, got 2"):
-        expect_size("window", 2, 3, nullable=True)
 
 
 def test_fewer_nodes_have_fewer_levels() -> None:
