@@ -277,6 +277,7 @@ CASES = (
     case_of("pick_tokens", _filtered_alone, "pick_top_p", "p off by one token", rows=9, vocab=100, only="top_p"),
     case_of("pick_tokens", _filtered_alone, "pick_min_p", "temperature twice", rows=9, vocab=100, only="min_p"),
     _pick_filtered("pick_filtered_1", catches="a distribution of one token", gate=True, rows=3, vocab=1),
+    _pick_filtered("pick_filtered_512", catches="as many groups as slots", rows=9, vocab=512),
     _pick_filtered("pick_filtered_slots", catches="groups chosen", gate=True, rows=9, vocab=2049),
     _pick_filtered("pick_filtered_flat", catches="threshold below slots", rows=6, vocab=2049, scale=0.1),
     case_of("filtered_probs", _spread, "probs_spread", "slots that are nearly enough", rows=12, vocab=1200),

@@ -179,6 +179,20 @@ MEANINGLESS = {
     ),  # a block more, in which nothing is live
     ("specdec_kernels/sampling/device.py", "whole - 1)", "0"),  # no product with a uniform below 1 rounds to the whole
     ("specdec_kernels/verify/kernel_rejection.py", "tau = tl.max(tau, 1)", "min"),  # of one entry
+    # Where there are as many groups as slots, nothing is deferred; a filter that is off keeps every token.
+    ("specdec_kernels/sampling/kernel_filter.py", "may_defer = num_groups > slots", ">="),
+    ("specdec_kernels/sampling/kernel_filter.py", "if GROUPS > SLOTS", ">="),
+    ("specdec_kernels/sampling/kernel_filter.py", "& ((wanted > 0) | (share < 1) | (lowest > float", ">="),
+    ("specdec_kernels/sampling/kernel_filter.py", "& ((wanted > 0) | (share < 1) | (lowest > float", "<="),
+    # Two guards of one thing, either of which is enough.
+    ("specdec_kernels/sampling/kernel_filter.py", "valid = top > 0 if PROBS else top > float", ">="),
+    ("specdec_kernels/verify/kernel_rejection.py", "(column <= DEPTH) & (column < count", "<"),
+    ("specdec_kernels/verify/kernel_rejection.py", "in_batch & usable & (temperature > 0), uniform", ">="),
+    ("specdec_kernels/verify/kernel_rejection.py", "bonus = tl.where((temperature > 0)", ">="),
+    # Computed once more, or for rows that draw nothing.
+    ("specdec_kernels/sampling/kernel_stats.py", "_any(temperature > 0)", ">="),
+    ("specdec_kernels/sampling/kernel_stats.py", "_any((temperature > 0)", ">="),
+    ("specdec_kernels/sampling/kernel_stats.py", "top <= d.FLOAT32_MAX", "<"),
     # Which groups are gathered: rows of which they do not tell all are deferred.
     ("specdec_kernels/sampling/kernel_filter.py", "0x7FFFFFFF), 1).to(tl.int64) - 1", "0"),
     ("specdec_kernels/sampling/kernel_filter.py", "enough = tl.maximum(", "minimum"),
