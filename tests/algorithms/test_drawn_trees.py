@@ -13,9 +13,7 @@ from algorithms.dflash import DFlash
 from algorithms.eagle import Eagle
 from algorithms.eagle3 import Eagle3
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree
-from algorithms.runtime.drawing import Drawing, DrawnShape
 from algorithms.runtime.models.dense_mixer import DenseMixer
-from algorithms.runtime.tree_shape import TreeShape
 from algorithms.standalone import Standalone
 from tests.algorithms.drafters import LOADING, TARGET, blurred_target, load_random_drafters
 from tests.algorithms.toy import CONFIG, VOCAB, Setup, answers, changed, random_drafter, requests, run
@@ -139,47 +137,3 @@ def test_the_shape_does_not_depend_on_what_is_drawn(make: Callable[[str], Algori
     asked = [changed(r, temperature=1.0, top_k=6) for r in requests(3, max_new_tokens=6)]
     run(algorithm, asked, Setup(), TARGET)
     assert len(shapes) == 1
-
-
-@pytest.mark.parametrize("size", [(6, 10, 32), (3, 3, 12), (2, 3, 13), (15, 4, 64), (4, 1, 5), (1, 3, 4), (3, 2, 11)])
-def test_shapes(size: tuple[int, int, int]) -> None:
-    steps, topk, num_nodes = size
-    shape = DrawnShape.of(TreeShape(*size))
-    assert len(shape.parents) == num_nodes and shape.parents[0] == -1
-    assert all(parent < node for node, parent in enumerate(shape.parents))
-    assert list(shape.depths) == sorted(shape.depths) and shape.max_depth <= steps
-    assert all(len(shape.children(node)) <= topk for node in range(num_nodes))
-    assert all(1 <= len(shape.parents_at(depth)) <= topk for depth in range(shape.max_depth))
-
-
-@pytest.mark.parametrize(
-    "draw, rule, chain, found",
-    [
-        (None, None, True, ("topk", "target_only")),
-        (None, "block", True, ("sample", "block")),
-        ("sample", None, True, ("sample", "block")),
-        (None, "traversal", False, ("without_replacement", "traversal")),
-        (None, "k_seq", False, ("sample", "k_seq")),
-        ("sample", None, False, ("sample", "traversal")),
-    ],
-)
-def test_draw_and_rule_follow_from_each_other(
-    draw: str | None, rule: str | None, chain: bool, found: tuple[str, str]
-) -> None:
-    drawing = Drawing.of(draw, rule, chain)
-    assert (drawing.draw, drawing.rule) == found
-
-
-@pytest.mark.parametrize(
-    "draw, rule, chain, message",
-    [
-        ("gumbel", None, True, "algo.draw: expected one of topk, without_replacement, sample, got 'gumbel'"),
-        (None, "greedy", True, "algo.rule: expected one of target_only, block, rejection for a chain, got 'greedy'"),
-        ("without_replacement", None, True, "draws siblings: expected algo.topk above 1, got a chain"),
-        ("topk", "block", True, "expected one of target_only for a chain with algo.draw=topk, got 'block'"),
-        ("without_replacement", "k_seq", False, "for a tree with algo.draw=without_replacement, got 'k_seq'"),
-    ],
-)
-def test_settings_that_do_not_fit(draw: str | None, rule: str | None, chain: bool, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Drawing.of(draw, rule, chain)
