@@ -165,8 +165,12 @@ def _coarse(make: Maker, rule: str, batch: int, vocab: int = 5, unused: int = 2)
     inputs["probs"] = share[order]
     order = torch.rand(inputs["draft_probs"].shape, generator=make.generator).argsort(-1).to(make.device)
     inputs["draft_probs"] = share[order]
-    inputs["draft_probs"][::4] = inputs["probs"][::4, : order.shape[1]]
+    inputs["draft_probs"][2::4] = inputs["probs"][2::4, : order.shape[1]]
     inputs["tokens"] = make.integers(0, vocab, *shape)
+    # The first request drafts what the target never writes.
+    inputs["sampling"].temperature[0] = 1.0
+    inputs["probs"][0], inputs["draft_probs"][0] = share, share.flip(0)
+    inputs["tokens"][0] = 4
     uniforms = make.integers(0, 8, batch, shape[1] + 1).double() / 8
     uniforms[:, -2:] = torch.rand(batch, 2, dtype=torch.float64, generator=make.generator).to(make.device)
     return inputs | dict(uniforms=uniforms)
