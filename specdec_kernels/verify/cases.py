@@ -167,10 +167,11 @@ def _coarse(make: Maker, rule: str, batch: int, vocab: int = 5, unused: int = 2)
     inputs["draft_probs"] = share[order]
     inputs["draft_probs"][2::4] = inputs["probs"][2::4, : order.shape[1]]
     inputs["tokens"] = make.integers(0, vocab, *shape)
-    # The first request drafts what the target never writes.
+    # The first request drafts what the target never writes; some draft what is no token.
     inputs["sampling"].temperature[0] = 1.0
     inputs["probs"][0], inputs["draft_probs"][0] = share, share.flip(0)
     inputs["tokens"][0] = 4
+    inputs["tokens"][4::6, 1] = vocab
     uniforms = make.integers(0, 8, batch, shape[1] + 1).double() / 8
     uniforms[:, -2:] = torch.rand(batch, 2, dtype=torch.float64, generator=make.generator).to(make.device)
     return inputs | dict(uniforms=uniforms)
@@ -324,6 +325,7 @@ CASES = (
             ("same", "an empty residual", False, dict(batch=7, num_nodes=4, vocab=40, max_depth=3, distance=0.0)),
             ("disjoint", "no common token", False, dict(batch=7, num_nodes=4, vocab=40, max_depth=3, distance=_INF)),
             ("cut", "draft behind the limit", False, dict(batch=7, num_nodes=6, vocab=9, max_depth=2, distance=0.2)),
+            ("cut_tiles", "q past the limit", False, dict(batch=7, num_nodes=5, vocab=700, max_depth=2, distance=0.2)),
             ("filtered", "p unfiltered", True, dict(batch=7, num_nodes=4, vocab=100, max_depth=3, filtered=True)),
             ("probs", "p from logits", True, dict(batch=7, num_nodes=4, vocab=100, max_depth=3, probs=True)),
             ("tiles", "groups", False, dict(batch=3, num_nodes=3, vocab=700, max_depth=2, padded=9, filtered=True)),
