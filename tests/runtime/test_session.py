@@ -164,3 +164,18 @@ class Recorder:
     @property
     def backlog(self) -> Recorder:
         return self
+
+
+def test_a_request_is_filled_in_with_its_first_piece() -> None:
+    """What penalties need of it is there before its first step, and is not filled in anew with the next piece."""
+    asked = changed(ASKED[2], presence_penalty=0.5, max_new_tokens=3)
+    engine = engine_of(autoregressive(TARGET), Setup(prefill_chunk=8, prefill_tile=4), TARGET)
+    with engine.session(SamplingNeeds.of([asked.sampling])) as session:
+        session.submit(asked)
+        session.step()
+        penalties = engine.parts.state.penalties
+        assert penalties is not None and float(penalties.presence[0]) == 0.5
+        penalties.presence[0] = 0.25
+        while not session.idle:
+            session.step()
+        assert float(penalties.presence[0]) == 0.25
