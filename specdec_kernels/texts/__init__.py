@@ -1,7 +1,7 @@
 """The texts of requests on the device, and drafts from what followed the end of a request in them before.
 
 The store holds whole texts, prompt and answer, of the running requests and of the latest ones that have ended, and
-perhaps a corpus. It is no index. Each step reads every text once and compares it with the end of the request, which a
+perhaps a corpus. It is no index. Each step reads every text once and compares it with the ends of the requests, which a
 GPU does faster than it follows pointers, and which needs no upkeep beyond writing the new tokens. N-grams of any length
 are found. Two drafters read the store: n-gram drafting and suffix drafting. They differ in the order of their drafts.
 
@@ -26,7 +26,8 @@ has held for m tokens is taken to hold for d more with probability m / (m + d).
 Weights are integers, and confidence is compared as an integer, so the tree does not depend on the order of execution.
 `strength` is the sum of the confidence of all drafts: with `frequent`, the number of accepted drafts that is expected.
 
-An insertion is two launches, and so is a match, at every size.
+An insertion is two launches at every size, and a match a fill and three or four. The texts are read in one pass for all
+requests together, so the time of a match grows with the tokens of the texts and with the matches.
 
 Sources: prompt lookup (github.com/apoorvumang/prompt-lookup-decoding) and the n-gram drafters of vLLM and SGLang for
 `latest`; SuffixDecoding (arXiv 2411.04975) for `frequent`: trees grown by frequency over the request and earlier

@@ -7,22 +7,25 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TextConfig:
-    """`scan`: positions that a program compares at once; `programs`: most programs that scan for one request; `copy`:
-    tokens that a program writes."""
+    """`scan`: positions that a program compares at once; `file`: requests that a program files; `copy`: tokens that a
+    program writes."""
 
     scan: int
-    programs: int
+    file: int
     copy: int
 
 
-_GPU = TextConfig(scan=512, programs=128, copy=256)
+_GPU = TextConfig(scan=512, file=128, copy=256)
 CONFIGS = {
     "sm80": _GPU,
     "sm90": _GPU,
     "sm100": _GPU,
-    "gfx942": _GPU,
+    "gfx942": TextConfig(scan=512, file=256, copy=256),
     # In the interpreter the number of programs costs, not the number of lanes.
-    "interpreter": TextConfig(scan=1 << 13, programs=3, copy=1 << 14),
+    "interpreter": TextConfig(scan=1 << 14, file=1 << 12, copy=1 << 14),
 }
-RANKS = 2048
-"""Matches that one program compares, at most."""
+
+
+def draft_warps(matches: int, nodes: int) -> int:
+    """Warps of a program of `draft_kernel`, whose tiles are [matches, nodes] and [matches, matches]."""
+    return min(4, max(1, matches * max(matches, nodes) // 256))

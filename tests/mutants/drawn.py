@@ -101,7 +101,7 @@ MEANINGLESS = {
     ("specdec_kernels/adaptive/kernel.py", " ROWS=min(", "max"),
     ("specdec_kernels/commit/kernel.py", "rows = min(lanes(batch * path)", "max"),
     ("specdec_kernels/texts/kernel.py", "(triton.cdiv(batch * (width + 1), config.copy)", "0"),
-    ("specdec_kernels/texts/kernel.py", "parts = min(programs", "max"),
+    ("specdec_kernels/texts/configs.py", "return min(4, max(1,", "max"),
     ("specdec_kernels/compat/sglang/index/kernel_tables.py", "programs = min(", "max"),
     ("specdec_kernels/compat/sglang/index/kernel_drafts.py", "(min(triton.cdiv(capacity, block), ", "max"),
     ("algorithms/dflash.py", "if depth + 1 == self._block", "0"),  # links are made anew instead of taken

@@ -65,8 +65,8 @@ MUTANTS = (
     Mutant(
         "the_text_before_is_the_requests_own",
         _MATCHING,
-        "return tl.where(length > 0, own, -1)",
-        "return own",
+        "tl.store(owners_ptr + text, request, mask=inside & (length > 0))",
+        "tl.store(owners_ptr + tl.load(slots_ptr + tl.load(rows_ptr + request, mask=inside)), request, mask=inside)",
         (f"{_TESTS}::test_a_request_that_has_written_nothing_has_no_text",),
         "a prompt of one token is continued as the request that had its row before",
     ),
