@@ -26,8 +26,9 @@ has held for m tokens is taken to hold for d more with probability m / (m + d).
 Weights are integers, and confidence is compared as an integer, so the tree does not depend on the order of execution.
 `strength` is the sum of the confidence of all drafts: with `frequent`, the number of accepted drafts that is expected.
 
-An insertion is two launches at every size, and a match a fill and three or four. The texts are read in one pass for all
-requests together, so the time of a match grows with the tokens of the texts and with the matches.
+An insertion is two launches at every size, and a match four at most and a fill. The texts are read for all requests
+together: the time of a match grows with the tokens of the texts and with the matches, not with their product with the
+requests.
 
 Sources: prompt lookup (github.com/apoorvumang/prompt-lookup-decoding) and the n-gram drafters of vLLM and SGLang for
 `latest`; SuffixDecoding (arXiv 2411.04975) for `frequent`: trees grown by frequency over the request and earlier

@@ -24,6 +24,8 @@ CONFIGS = {
     # In the interpreter the number of programs costs, not the number of lanes.
     "interpreter": TextConfig(scan=1 << 14, file=1 << 12, copy=1 << 14),
 }
+NEW_TEXTS = 16
+"""Texts that are read first: as many as fill the list of a frequent token."""
 
 
 def draft_warps(matches: int, nodes: int) -> int:

@@ -6,10 +6,10 @@ import torch
 import triton
 
 from specdec_kernels.launch import current_chip, lanes, launch
-from specdec_kernels.texts.configs import CONFIGS, draft_warps
+from specdec_kernels.texts.configs import CONFIGS, NEW_TEXTS, draft_warps
 from specdec_kernels.texts.kernel_insert import exchange_texts_kernel, write_texts_kernel
 from specdec_kernels.texts.kernel_match import draft_kernel, file_requests_kernel, scan_kernel
-from specdec_kernels.texts.types import TextDraft, TextStore
+from specdec_kernels.texts.types import MAX_AGE, TextDraft, TextStore
 
 
 def insert_texts(
@@ -59,9 +59,11 @@ def match_texts(
     batch, context = history.shape
     size, device = len(store.lengths), history.device
     bits = max(6, (2 * batch - 1).bit_length())
-    # Ranks of matches, owners of texts, cells of requests, and the other requests of a cell: all are none at first.
-    buffer = torch.full((batch * matches + size + (1 << bits) + batch,), -1, dtype=torch.int64, device=device)
-    ranks, owners, cells, others = buffer.split([batch * matches, size, 1 << bits, batch])
+    cells = 1 << bits
+    # Nothing is filed and nothing is found at first.
+    parts = (batch * matches, cells * matches, size, cells, cells, cells, batch, batch)
+    buffer = torch.full((sum(parts),), -1, dtype=torch.int64, device=device)
+    ranks, latest, owners, filed, pairs, heads, others, homes = buffer.split(parts)
     tokens = torch.empty(batch, num_nodes, dtype=torch.int64, device=device)
     parents = torch.empty(batch, num_nodes, dtype=torch.int32, device=device)
     strength = torch.empty(batch, dtype=torch.float32, device=device)
@@ -69,28 +71,32 @@ def match_texts(
     launch(
         file_requests_kernel,
         (triton.cdiv(batch, config.file),),
-        *(history, lengths, rows, store.slots, owners, cells, others, batch, history.stride(0), context),
+        *(history, lengths, rows, store.slots, owners, filed, pairs, heads, others, homes),
+        *(batch, history.stride(0), context),
         num_warps=4,
         BITS=bits,
         BLOCK=config.file,
     )
-    launch(
-        scan_kernel,
-        (triton.cdiv(store.tokens.numel(), config.scan),),
-        *(history, lengths, store.tokens, store.lengths, store.stamps, store.clock, owners, cells, others, ranks),
-        *(history.stride(0), context),
-        num_warps=4,
-        WINDOW=window,
-        TEXTS=size,
-        SHARED=shared,
-        MATCHES=matches,
-        BITS=bits,
-        BLOCK=config.scan,
-    )
+    for youngest, oldest in ((0, NEW_TEXTS - 1), (NEW_TEXTS, MAX_AGE)) if shared else ((0, MAX_AGE),):
+        launch(
+            scan_kernel,
+            (triton.cdiv(store.tokens.numel(), config.scan),),
+            *(history, lengths, store.tokens, store.lengths, store.stamps, store.clock),
+            *(owners, filed, pairs, heads, others, ranks, latest, history.stride(0), context),
+            num_warps=4,
+            WINDOW=window,
+            TEXTS=size,
+            SHARED=shared,
+            YOUNGEST=youngest,
+            OLDEST=oldest,
+            MATCHES=matches,
+            BITS=bits,
+            BLOCK=config.scan,
+        )
     launch(
         draft_kernel,
         (batch,),
-        *(history, lengths, store.tokens, store.lengths, ranks),
+        *(history, lengths, store.tokens, store.lengths, ranks, latest, homes),
         *(tokens, parents, strength, confidence, history.stride(0), context),
         num_warps=draft_warps(lanes(matches), lanes(num_nodes)),
         NODES=num_nodes,

@@ -1,12 +1,17 @@
-"""Matching in three launches: requests are filed by their last tokens; one pass over all texts finds the matches of all
-requests; then one program a request builds its tree.
+"""Matching: requests are filed by their last tokens; passes over all texts find the matches of all requests; then one
+program a request builds its tree.
 
-The pass reads each position of each text once, for all requests together. A lane looks up the requests whose last token
-stands at its position and compares only these, so the time grows with the tokens and the matches, and not with their
-product with the requests. A match is ranked by one 63-bit number: length (6 bits), own text (1), how late the text is
-(16), text (16), position (24). Every request has a list of its best ranks in falling order. A lane brings its rank in
-by atomic maxima, entry after entry, and carries on the smaller of the two: so each entry ends as the largest of what
-the entries before it left, in whatever order lanes run. Entries only grow, so what is below the last one is dropped.
+A pass reads each position of each text once, for all requests together. Its time grows with the tokens and the matches,
+and not with their product with the requests. A lane compares its position with the request whose own text it is, and
+with the requests whose last two tokens stand there. What follows a match of one token in the text of another is the
+same for all requests with that last token. So each such token has one list of its latest positions, and a request takes
+from it what its own list leaves room for.
+
+A match is ranked by one 63-bit number: length (6 bits), own text (1), how late the text is (16), text (16), position
+(24). Lists hold the best ranks in falling order. A lane brings its rank in by atomic maxima, entry after entry, and
+carries on the smaller of the two: so each entry ends as the largest of what the entries before it left, in whatever
+order lanes run. Entries only grow, so what is below the last one is dropped. The latest texts are read in a pass of
+their own, before the others: where a token is frequent they fill its list, and few others enter it.
 
 The tree is built from a square of matches: `same[i, j]` says that matches i and j have gone on alike so far, so its
 rows are the nodes of the trie at the current depth, each once for the best match that runs through it.
@@ -27,10 +32,44 @@ CONFIDENCE_STEPS = tl.constexpr(types.CONFIDENCE_STEPS)
 
 
 @triton.jit
-def _cell(token, BITS: tl.constexpr):
-    """Where requests with this last token are filed, among 2^BITS cells."""
-    mixed = token.to(tl.uint64) * 0x9E3779B97F4A7C15
+def _first_cell(key, BITS: tl.constexpr):
+    """Where probing for a key begins in a table of 2^BITS cells."""
+    mixed = key.to(tl.uint64) * 0x9E3779B97F4A7C15
+    mixed = (mixed ^ (mixed >> 32)) * 0xD6E8FEB86659FD93
     return (mixed >> (64 - BITS)).to(tl.int64)
+
+
+@triton.jit
+def _pair(before, token):
+    """The key of two neighbouring tokens, at least 0."""
+    return ((before & 0x7FFFFFFF) << 32) | (token & 0xFFFFFFFF)
+
+
+@triton.jit
+def _file(keys_ptr, key, filing, BITS: tl.constexpr):
+    """The cell of each key, which is entered where it is not there yet."""
+    cell = _first_cell(key, BITS)
+    searching = filing
+    while tl.max(searching.to(tl.int32), 0) > 0:
+        # A lane that has found its cell swaps "empty" for "empty" there.
+        seen = tl.atomic_cas(keys_ptr + cell, key * 0 - 1, tl.where(searching, key, -1), sem="relaxed")
+        searching = searching & (seen != -1) & (seen != key)
+        cell = tl.where(searching, (cell + 1) & ((1 << BITS) - 1), cell)
+    return cell
+
+
+@triton.jit
+def _find(keys_ptr, key, wanted, BITS: tl.constexpr):
+    """The cell of each key, -1 where it is not filed."""
+    cell = _first_cell(key, BITS)
+    searching = wanted
+    found = wanted & (key < 0)
+    while tl.max(searching.to(tl.int32), 0) > 0:
+        seen = tl.load(keys_ptr + cell, mask=searching, other=-1)
+        found |= searching & (seen == key)
+        searching = searching & (seen != -1) & (seen != key)
+        cell = tl.where(searching, (cell + 1) & ((1 << BITS) - 1), cell)
+    return tl.where(found, cell, -1)
 
 
 @triton.jit(do_not_specialize=["requests", "row_stride", "context"])
@@ -40,8 +79,11 @@ def file_requests_kernel(
     rows_ptr,  # [B] int64
     slots_ptr,  # [R] int32
     owners_ptr,  # [S] int64, -1; out: the request whose own text it is
-    cells_ptr,  # [2^BITS] int64, -1; out: a request
-    others_ptr,  # [B] int64, out: another request of the same cell, -1 behind the last
+    tokens_ptr,  # [2^BITS] int64, -1; out: last tokens
+    pairs_ptr,  # [2^BITS] int64, -1; out: keys of the last two tokens
+    heads_ptr,  # [2^BITS] int64, -1; out: a request with these
+    others_ptr,  # [B] int64, -1; out: another request with these, -1 behind the last
+    homes_ptr,  # [B] int64, -1; out: the cell of the last token
     requests,
     row_stride,
     context,
@@ -52,18 +94,23 @@ def file_requests_kernel(
     length = tl.load(lengths_ptr + request, mask=request < requests, other=-1)
     inside = (length >= 0) & (length < context)
     # Before anything of a request was written, its row has the text of another.
-    row = tl.load(rows_ptr + request, mask=inside & (length > 0), other=0)
-    text = tl.load(slots_ptr + row, mask=inside & (length > 0), other=0)
-    tl.store(owners_ptr + text, request, mask=inside & (length > 0))
-    last = tl.load(history_ptr + request * row_stride + length, mask=inside, other=0)
-    other = tl.atomic_xchg(cells_ptr + _cell(last, BITS), request, mask=inside, sem="relaxed")
-    tl.store(others_ptr + request, other, mask=inside)
+    begun = inside & (length > 0)
+    row = tl.load(rows_ptr + request, mask=begun, other=0)
+    text = tl.load(slots_ptr + row, mask=begun, other=0)
+    tl.store(owners_ptr + text, request, mask=begun)
+    last_ptr = history_ptr + request * row_stride + length
+    last = tl.load(last_ptr, mask=inside, other=0)
+    before = tl.load(last_ptr - 1, mask=begun, other=0)
+    home = _file(tokens_ptr, last & 0xFFFFFFFF, inside, BITS)
+    tl.store(homes_ptr + request, home, mask=inside)
+    cell = _file(pairs_ptr, _pair(before, last), begun, BITS)
+    other = tl.atomic_xchg(heads_ptr + cell, request, mask=begun, sem="relaxed")
+    tl.store(others_ptr + request, other, mask=begun)
 
 
 @triton.jit
-def _offer(ranks_ptr, request, rank, MATCHES: tl.constexpr):
-    """Bring `rank` [BLOCK], -1 for none, into the list of its `request` [BLOCK]."""
-    list_ptr = ranks_ptr + request * MATCHES
+def _offer(list_ptr, rank, MATCHES: tl.constexpr):
+    """Bring `rank` [BLOCK], -1 for none, into the lists that begin at `list_ptr` [BLOCK]."""
     least = tl.load(list_ptr + MATCHES - 1, mask=rank >= 0, other=0)
     rank = tl.where(rank > least, rank, -1)
     entry = 0
@@ -76,6 +123,22 @@ def _offer(ranks_ptr, request, rank, MATCHES: tl.constexpr):
         entry += 1
 
 
+@triton.jit
+def _match_length(history_ptr, length, text_ptr, position, going, WINDOW: tl.constexpr):
+    """[BLOCK] int64: how many last tokens of a request stand in a text up to `position`; pointers are one a lane, to
+    the token at position 0 and at `position`."""
+    matched = position * 0
+    back = 0
+    while (back < WINDOW) & (tl.max(going.to(tl.int32), 0) > 0):
+        going = going & (position >= back) & (length >= back)
+        wanted = tl.load(history_ptr + length - back, mask=going, other=-1)
+        given = tl.load(text_ptr - back, mask=going, other=0).to(tl.int64)
+        going = going & (given == wanted)
+        matched += going.to(tl.int64)
+        back += 1
+    return matched
+
+
 @triton.jit(do_not_specialize=["row_stride", "context"])
 def scan_kernel(
     history_ptr,  # [B, context] int64
@@ -85,51 +148,69 @@ def scan_kernel(
     stamps_ptr,  # [S] int64
     clock_ptr,  # [1] int64
     owners_ptr,  # [S] int64
-    cells_ptr,  # [2^BITS] int64
+    filed_ptr,  # [2^BITS] int64: last tokens
+    pairs_ptr,  # [2^BITS] int64
+    heads_ptr,  # [2^BITS] int64
     others_ptr,  # [B] int64
-    ranks_ptr,  # [B, MATCHES] int64, -1; out, falling
+    ranks_ptr,  # [B, MATCHES] int64, -1; out
+    latest_ptr,  # [2^BITS, MATCHES] int64, -1; out: of each last token its latest positions
     row_stride,
     context,
     WINDOW: tl.constexpr,
     TEXTS: tl.constexpr,
     SHARED: tl.constexpr,
+    YOUNGEST: tl.constexpr,  # ages of the texts that are read
+    OLDEST: tl.constexpr,
     MATCHES: tl.constexpr,
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     text, position = place // context, place % context
-    size = tl.load(sizes_ptr + text, mask=text < TEXTS, other=0)
-    live = position < size - 1
+    inside = text < TEXTS
+    size = tl.load(sizes_ptr + text, mask=inside, other=0)
+    age = tl.minimum(tl.load(clock_ptr) - tl.load(stamps_ptr + text, mask=inside, other=0), MAX_AGE)
+    live = (position < size - 1) & (age >= YOUNGEST) & (age <= OLDEST)
     if tl.max(live.to(tl.int32), 0) > 0:
         own = tl.load(owners_ptr + text, mask=live, other=-1)
-        late = MAX_AGE - tl.minimum(tl.load(clock_ptr) - tl.load(stamps_ptr + text, mask=live, other=0), MAX_AGE)
+        late = MAX_AGE - age
         whose = (late << 40) | (text << 24) | position
+        following = place * 0 - 1
         if SHARED:
-            token = tl.load(tokens_ptr + place, mask=live, other=0)
-            request = tl.load(cells_ptr + _cell(token, BITS), mask=live, other=-1)
-        else:
-            request = own
-        while tl.max(request, 0) >= 0:
+            token = tl.load(tokens_ptr + place, mask=live, other=0).to(tl.int64)
+            cell = _find(filed_ptr, token & 0xFFFFFFFF, live, BITS)
+            _offer(latest_ptr + cell * MATCHES, tl.where(cell >= 0, (1 << 57) | whose, -1), MATCHES)
+            paired = (cell >= 0) & (position > 0)
+            before = tl.load(tokens_ptr + place - 1, mask=paired, other=0).to(tl.int64)
+            cell = _find(pairs_ptr, _pair(before, token), paired, BITS)
+            following = tl.load(heads_ptr + cell, mask=cell >= 0, other=-1)
+        request = own
+        while tl.max(tl.maximum(request, following), 0) >= 0:
             comparing = request >= 0
             length = tl.load(lengths_ptr + request, mask=comparing, other=0)
             text_ptr = history_ptr + request * row_stride
-            matched = tl.zeros([BLOCK], tl.int64)
-            back = 0
-            going = comparing
-            while (back < WINDOW) & (tl.max(going.to(tl.int32), 0) > 0):
-                going = going & (position >= back) & (length >= back)
-                wanted = tl.load(text_ptr + length - back, mask=going, other=-1)
-                given = tl.load(tokens_ptr + place - back, mask=going, other=0).to(tl.int64)
-                going = going & (given == wanted)
-                matched += going.to(tl.int64)
-                back += 1
-            mine = (request == own).to(tl.int64)
-            _offer(ranks_ptr, request, tl.where(matched > 0, (matched << 57) | (mine << 56) | whose, -1), MATCHES)
-            if SHARED:
-                request = tl.load(others_ptr + request, mask=comparing, other=-1)
-            else:
-                request = tl.full([BLOCK], -1, tl.int64)
+            matched = _match_length(text_ptr, length, tokens_ptr + place, position, comparing, WINDOW)
+            counts = (matched > 1) | ((matched > 0) & (request == own))
+            rank = (matched << 57) | ((request == own).to(tl.int64) << 56) | whose
+            _offer(ranks_ptr + request * MATCHES, tl.where(counts, rank, -1), MATCHES)
+            request = tl.where(following == own, -1, following)
+            following = tl.load(others_ptr + following, mask=following >= 0, other=-1)
+
+
+@triton.jit
+def _all_matches(ranks_ptr, latest_ptr, homes_ptr, request, MATCHES, BLOCK_M: tl.constexpr):
+    """[BLOCK_M] int64: the request's own list, and behind it the latest positions of its last token that are not in it,
+    all of them in texts of others; the best first, -1 behind the last."""
+    match = tl.arange(0, BLOCK_M)
+    rank = tl.load(ranks_ptr + request * MATCHES + match, mask=match < MATCHES, other=-1)
+    home = tl.load(homes_ptr + request)
+    further = tl.load(latest_ptr + home * MATCHES + match, mask=(match < MATCHES) & (home >= 0), other=-1)
+    place = 0xFFFFFFFFFF
+    held = ((rank & place)[None, :] == (further & place)[:, None]) & (rank >= 0)[None, :]
+    kept = (further >= 0) & (tl.max(held.to(tl.int32), 1) == 0)
+    behind = tl.sum((rank >= 0).to(tl.int32), 0) + tl.cumsum(kept.to(tl.int32), 0) - 1
+    moved = tl.where((behind[None, :] == match[:, None]) & kept[None, :], further[None, :], -1)
+    return tl.where(match < MATCHES, tl.maximum(rank, tl.max(moved, 1)), -1)
 
 
 @triton.jit
@@ -196,6 +277,8 @@ def draft_kernel(
     tokens_ptr,  # [S, context] int32
     sizes_ptr,  # [S] int32
     ranks_ptr,  # [B, MATCHES] int64, falling, -1 behind the last
+    latest_ptr,  # [2^BITS, MATCHES] int64, likewise
+    homes_ptr,  # [B] int64: list of the request in `latest`
     draft_tokens_ptr,  # [B, NODES] int64, out
     parents_ptr,  # [B, NODES] int32, out
     strength_ptr,  # [B] float32, out
@@ -210,8 +293,7 @@ def draft_kernel(
     BLOCK_N: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
-    match = tl.arange(0, BLOCK_M)
-    rank = tl.load(ranks_ptr + request * MATCHES + match, mask=match < MATCHES, other=-1)
+    rank = _all_matches(ranks_ptr, latest_ptr, homes_ptr, request, MATCHES, BLOCK_M)
     found = rank >= 0
     matched = tl.where(found, (rank >> 57).to(tl.int32), 0)
     longest = tl.max(matched, 0)
@@ -228,7 +310,7 @@ def draft_kernel(
     limit = tl.max(tl.sum(live.to(tl.int32), 1), 0)
     score, first = _merge(follow, weight, depth, limit, FREQUENT, BLOCK_M, BLOCK_N)
 
-    match = match[:, None]
+    match = tl.arange(0, BLOCK_M)[:, None]
     # A draft at depth d + 1 holds with probability m / (m + d + 1) behind a match of m tokens; in parts of a share.
     held = (matched[:, None] + depth * 0 if not FREQUENT else longest + depth * 0 + match * 0).to(tl.int64)
     value = score.to(tl.int64) * held * CONFIDENCE_STEPS // (held + depth + 1)

@@ -387,15 +387,26 @@ def test_4096_requests_fill_one_store(monkeypatch: pytest.MonkeyPatch) -> None:
         for expected, found in zip(stores["reference"], stores["triton"], strict=True):
             assert torch.equal(found, expected), step
     assert int(stores["triton"].clock) > 4096 and int((stores["triton"].lengths > 0).sum()) > 4096
-    few = stores["triton"]._replace(
-        lengths=torch.where(torch.arange(rows + kept) % 16 == 0, stores["triton"].lengths, 0)
-    )
-    place = torch.tensor([7]), torch.tensor([32])
-    drafts = [
-        kernels.match_texts(few, history[32:33], *place, 8, order="frequent", window=4, impl=impl) for impl in IMPLS
-    ]
-    assert torch.equal(drafts[0].tokens, drafts[1].tokens) and torch.equal(drafts[0].parents, drafts[1].parents)
-    assert int((drafts[0].parents >= 0).sum()) > 4
+    some = torch.arange(0, rows, 128)
+    place = (done[some], some, 8)
+    for order in ("latest", "frequent"):
+        drafts = [
+            kernels.match_texts(stores["triton"], history[some], *place, order=order, window=4, impl=impl)
+            for impl in IMPLS
+        ]
+        assert all(torch.equal(expected, found) for expected, found in zip(*drafts, strict=True))
+        assert int((drafts[0].parents >= 0).sum()) > 16
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_every_age_is_read(impl: str) -> None:
+    """Forty requests after one another, each with a word of its own, which is found."""
+    store = TextStore.create(1, 40, 4, DEVICE)
+    for number in range(40):
+        insert(store, [(0, [100 + number, 200 + number, 1], 0)], impl)
+    insert(store, [(0, [7, 8], 0)], impl)
+    for number in range(22, 28):  # of ages around that at which one pass ends and the other begins
+        assert paths_of(match(store, 0, [7, 100 + number], 3, impl, order="latest"))[0] == (200 + number,)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
