@@ -528,11 +528,3 @@ def test_the_last_piece_of_a_corpus_is_as_long_as_what_is_left() -> None:
     store = TextStore.create(1, 0, 8, DEVICE, ids("abcdefghij"))
     assert store.lengths.tolist() == [0, 8, 2]
     assert drafted(store, 0, "xi", "reference") == ["j"]
-
-
-def test_many_texts_share_the_programs_whose_matches_one_program_can_compare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The only match stands in the last of forty texts, of which each may send 64 matches."""
-    monkeypatch.setitem(CONFIGS, "interpreter", replace(CONFIGS["interpreter"], programs=128))
-    store = TextStore.create(40, 0, 12, DEVICE)
-    insert(store, [(row, ids("qqqqqq" if row < 39 else "xab-"), 0) for row in range(40)], "triton")
-    assert drafted(store, 0, "xab", "triton", matches=64) == ["-"]

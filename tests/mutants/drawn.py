@@ -101,7 +101,6 @@ MEANINGLESS = {
     ("specdec_kernels/adaptive/kernel.py", " ROWS=min(", "max"),
     ("specdec_kernels/commit/kernel.py", "rows = min(lanes(batch * path)", "max"),
     ("specdec_kernels/texts/kernel.py", "(triton.cdiv(batch * (width + 1), config.copy)", "0"),
-    ("specdec_kernels/texts/configs.py", "return min(4, max(1,", "max"),
     ("specdec_kernels/compat/sglang/index/kernel_tables.py", "programs = min(", "max"),
     ("specdec_kernels/compat/sglang/index/kernel_drafts.py", "(min(triton.cdiv(capacity, block), ", "max"),
     ("algorithms/dflash.py", "if depth + 1 == self._block", "0"),  # links are made anew instead of taken
@@ -171,7 +170,6 @@ MEANINGLESS = {
     ("specdec_kernels/tree/kernel_topk.py", "top <= FLOAT32_MAX", "<"),  # computed once more, with the same outcome
     ("specdec_kernels/tree/kernel.py", "_WORD_BITS - 1).to(tl.int64)", "0"),  # behind a word the mask is not used
     ("specdec_kernels/sampling/device.py", "width = min(max(triton.next_power_of_2(vocab)", "min"),
-    ("specdec_kernels/texts/kernel.py", "programs = max(", "min"),
     (
         "specdec_kernels/texts/kernel_match.py",
         "size - 1, PARTS * BLOCK)",

@@ -83,7 +83,7 @@ MUTANTS = (
         _MATCHING,
         "(tl.max(held.to(tl.int32), 1) == 0)",
         "(tl.max(held.to(tl.int32), 1) >= 0)",
-        _case("match_tree", "match_latest"),
+        (f"{_TESTS}::test_confidence_grows_with_the_match_and_falls_with_depth[triton]",),
         "a place in a request's own list is taken once more from the list of its last token",
     ),
     Mutant(
