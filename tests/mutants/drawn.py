@@ -142,7 +142,6 @@ MEANINGLESS = {
     ("specdec_kernels/sampling/kernel_stats.py", "tl.max(flag.to(tl.int32), 0) > 0", ">="),
     ("specdec_kernels/texts/kernel_match.py", "while step < limit", "<="),
     ("specdec_kernels/texts/kernel_match.py", "1, tl.int32) > 0", ">="),
-    ("specdec_kernels/texts/kernel_match.py", "(taken < MATCHES) & (top >= 0)", ">"),
     ("specdec_kernels/kv_index/reference.py", "torch.where(nodes >= 0, source", ">"),
     # Summed in vain: the node is left, or the sum is taken once more where the walk ends.
     ("specdec_kernels/verify/kernel_tree.py", "(due > 0) & (uniform < weight)", "<="),
