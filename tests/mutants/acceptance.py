@@ -176,8 +176,8 @@ OTHERS = (
     Mutant(
         "rest_of_the_goal_in_float32",
         _DEVICE,
-        "return ((goal - begin).to(tl.float64) + 0.5) / tl.maximum(end - begin, 1).to(tl.float64)",
-        "return ((goal - begin).to(tl.float32) / tl.maximum(end - begin, 1).to(tl.float32)).to(tl.float64)",
+        "share = ((goal[:, None] - begin).to(tl.float64) + 0.5) / tl.maximum(units, 1).to(tl.float64)",
+        "share = ((goal[:, None] - begin).to(tl.float32) / tl.maximum(units, 1).to(tl.float32)).to(tl.float64)",
         ("tests/kernels/test_exact_distribution.py::test_every_uniform_over_a_small_vocabulary[triton-plain]",),
         "historical: the rest of the goal inside a group is rounded to float32",
     ),
