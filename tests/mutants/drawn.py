@@ -169,11 +169,6 @@ MEANINGLESS = {
     ("specdec_kernels/tree/kernel_topk.py", "top <= FLOAT32_MAX", "<"),  # computed once more, with the same outcome
     ("specdec_kernels/tree/kernel.py", "_WORD_BITS - 1).to(tl.int64)", "0"),  # behind a word the mask is not used
     ("specdec_kernels/sampling/device.py", "width = min(max(triton.next_power_of_2(vocab)", "min"),
-    (
-        "specdec_kernels/texts/kernel_match.py",
-        "size - 1, PARTS * BLOCK)",
-        "0",
-    ),  # a block more, in which nothing is live
     ("specdec_kernels/sampling/device.py", "whole - 1)", "0"),  # no product with a uniform below 1 rounds to the whole
     ("specdec_kernels/verify/kernel_rejection.py", "tau = tl.max(tau, 1)", "min"),  # of one entry
     # Where there are as many groups as slots, nothing is deferred; a filter that is off keeps every token.
