@@ -33,7 +33,7 @@ from experiments.app.schema import SweepConfig
 from experiments.bench import show
 from experiments.bench.ceilings import measure_ceilings
 from experiments.bench.peers import PEERS
-from experiments.bench.row import FAILED, NOT_RUN, OK, Bench, measure
+from experiments.bench.row import DTYPES, FAILED, NOT_RUN, OK, Bench, measure
 from experiments.bench.selection import chosen_cases, named
 from experiments.bench.timing import Limits, provenance
 from experiments.report.console import plain_console
@@ -43,8 +43,6 @@ from experiments.sweep.main import main as sweep_main
 from specdec_kernels import FAMILIES
 from specdec_kernels.cases import Case
 from specdec_kernels.checks import expect_at_least, expect_choice
-
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass
@@ -70,7 +68,7 @@ class KernelBenchConfig:
         named("family", self.family, FAMILIES)
         named("peers", self.peers, tuple(PEERS))
         expect_choice("device", self.device, ("auto", "cpu", "cuda"))
-        expect_choice("dtype", self.dtype, ("auto", *_DTYPES))
+        expect_choice("dtype", self.dtype, ("auto", *DTYPES))
         expect_at_least("warmup", self.warmup, 0)
         expect_at_least("repeats", self.repeats, 1)
         expect_at_least("budget_ms", self.budget_ms, 1)
@@ -100,7 +98,7 @@ def run(config: KernelBenchConfig, folder: Path, console: Console) -> bool:
     context = provenance(device.type) | dict(device=device.type, config=asdict(config), ceilings=found)
     bench = Bench(
         device=device,
-        dtype=_DTYPES[config.dtype if config.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"],
+        dtype=DTYPES[config.dtype if config.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"],
         ceilings=ceilings,
         peers=named("peers", config.peers, tuple(PEERS)) if device.type == "cuda" else (),
         seed=config.seed,

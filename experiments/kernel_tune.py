@@ -24,7 +24,7 @@ from rich.console import Console
 
 from experiments.app import cli
 from experiments.app.errors import UserError, user_errors
-from experiments.bench.row import Bench
+from experiments.bench.row import DTYPES, Bench
 from experiments.bench.selection import chosen_cases
 from experiments.bench.timing import Limits, provenance
 from experiments.bench.tune import CANDIDATES, compile_ahead, free, groups, prepared, search
@@ -33,8 +33,6 @@ from experiments.report.run_folder import to_json, write_whole
 from experiments.report.tables import Column, console_table, figure
 from specdec_kernels.checks import expect_at_least, expect_choice
 from specdec_kernels.tuning import VARIABLE
-
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass

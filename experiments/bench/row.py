@@ -19,6 +19,8 @@ from experiments.bench.work import Work, work_of
 from specdec_kernels.cases import Case, comparison_of
 
 OK, DISAGREES, FAILED, NOT_RUN = "ok", "disagrees", "failed", "not run"
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+"""Types that a command line may name."""
 
 
 @dataclass(frozen=True)
