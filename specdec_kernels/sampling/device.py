@@ -39,8 +39,9 @@ def grouping(vocab: int, width: int) -> tuple[int, int, int]:
 
 
 def rows_per_program(rows: int, most: int, lanes: int) -> int:
-    """How many rows of `lanes` lanes each one program takes: a power of two, at most `most`."""
-    return min(triton.next_power_of_2(max(rows, 1)), most, max(1, (1 << 20) // lanes))
+    """How many rows of `lanes` lanes each one program takes: a power of two, at most `most`. A block of Triton has at
+    most 2^20 entries, and `_only` makes two of each lane."""
+    return min(triton.next_power_of_2(max(rows, 1)), most, max(1, (1 << 19) // lanes))
 
 
 @triton.jit
