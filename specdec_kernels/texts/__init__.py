@@ -1,9 +1,9 @@
 """The texts of requests on the device, and drafts from what followed the end of a request in them before.
 
 The store holds whole texts, prompt and answer, of the running requests and of the latest ones that have ended, and
-perhaps a corpus. It is no index: the texts need no upkeep beyond writing the new tokens. Each step reads every text once
-and compares it with the ends of the requests. N-grams of any length
-are found. Two drafters read the store: n-gram drafting and suffix drafting. They differ in the order of their drafts.
+perhaps a corpus. It is no index: the texts need no upkeep beyond writing the new tokens. Each step reads every text
+once and compares it with the ends of the requests. N-grams of any length are found. Two drafters read the store: n-gram
+drafting and suffix drafting. They differ in the order of their drafts.
 
 Life of a text. Every row of the engine has a text. A row that begins a new request exchanges its text, now that of a
 request that has ended, for the oldest of those that are kept. So a request keeps its text however it ended, until as
