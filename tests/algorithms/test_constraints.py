@@ -309,6 +309,16 @@ def test_a_chain_in_a_tree_of_any_size(num_nodes: int, grafted: int) -> None:
     assert joined.tokens[0, 1 + grafted :].tolist() == list(range(1, num_nodes - grafted))
 
 
+def test_a_forced_token_may_have_any_id() -> None:
+    """Token 0 is a token; -1 ends a row's chain."""
+    lengths = torch.tensor([5, 5])
+    parents = torch.tensor([[-1, 0, 1, 2]] * 2, dtype=torch.int32)
+    tree = DraftTree(torch.tensor([[9, 7, 6, 5]] * 2), build_tree(parents, lengths, impl="reference"))
+    joined = graft_chain(tree, torch.tensor([[0, 3], [4, -1]]), lengths, False, "reference")
+    assert joined.tokens.tolist() == [[9, 0, 3, 7], [9, 4, 7, 6]]
+    assert joined.links.depth.tolist() == [[0, 1, 2, 1], [0, 1, 1, 2]]
+
+
 def test_a_difference_is_looked_at_within_the_grammar() -> None:
     """A drawn token's interval holds the uniform that drew it, in the distribution that the grammar leaves."""
     request, written = asked()[1], expected()[1]

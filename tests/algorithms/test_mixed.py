@@ -142,6 +142,24 @@ def test_a_smaller_tree_is_asked_of_a_drafter_that_has_more_nodes(monkeypatch: p
     assert asked == [("suffix", -3), ("dflash", -3), ("suffix", -4), ("dflash", 4), ("suffix", 5), ("dflash", 4)]
 
 
+def test_the_likeliest_nodes_of_both_drafts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A smaller tree of two is the root and the nodes of the largest confidence, each under its own parent."""
+    load_random_drafters(monkeypatch)
+    algorithm = mixed({"name": "suffix", "num_nodes": 5}, {"name": "dflash", "block_size": 4})
+    algorithm.attach(engine_of(algorithm, Setup(), TARGET).parts.resources)
+    parents = torch.tensor([[-1, 0, 1, 0, 3, 4, 1]] * 3, dtype=torch.int32)
+    tokens = torch.tensor([[0, 11, 12, 13, 14, 15, 16]]).expand(3, -1).contiguous()
+    tokens[:, 0] = ROOT
+    sure = torch.tensor([[1.0, 0.9, 0.2, 0.8, 0.7, 0.6, 0.1]]).expand(3, -1).contiguous()
+    tree = DraftTree(tokens, kernels.build_tree(parents, LENGTHS, impl="reference"), confidence=sure)
+    monkeypatch.setattr(algorithm, "_joined", lambda *_: tree)
+    for part in algorithm._parts:
+        monkeypatch.setattr(part, "propose", lambda _: tree)
+        monkeypatch.setattr(part, "propose_few", lambda _, few: tree)
+    kept = algorithm.propose_few(SimpleNamespace(lengths=LENGTHS, last_tokens=ROOT), 5)
+    assert [set(row) for row in paths(*of_tree(kept))] == [{(), (11,), (13,), (13, 14), (13, 14, 15)}] * 3
+
+
 @pytest.mark.parametrize("first_is_larger", [False, True])
 def test_a_first_drafter_that_is_just_sure_enough_is_taken(
     monkeypatch: pytest.MonkeyPatch, first_is_larger: bool

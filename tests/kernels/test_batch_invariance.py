@@ -131,6 +131,19 @@ def test_a_node_of_a_tree_has_the_bits_of_the_prompt(kind: str, planned: bool) -
         assert torch.equal(out[row, path], whole[start : start + len(path)]), f"behind {start}"
 
 
+@pytest.mark.parametrize("nodes, most", [(3, 5), (70, 70), (140, 130)])
+def test_paths_of_a_chain(nodes: int, most: int) -> None:
+    """Node n of a chain sees nodes 0 to n, of which `most` are told; -1 stands behind the last."""
+    bits = [(1 << (node + 1)) - 1 for node in range(nodes)]
+    words = [[(seen >> 64 * word) & (1 << 64) - 1 for word in range(-(-nodes // 64))] for seen in bits]
+    signed = [[word - (1 << 64) * (word >> 63) for word in row] for row in words]
+    mask = torch.tensor([signed], dtype=torch.int64, device=DEVICE)
+    column = torch.arange(most, dtype=torch.int32)
+    expected = torch.where(column <= torch.arange(nodes)[:, None], column, -1)
+    for impl in ("reference", "triton"):
+        assert torch.equal(mask_paths(mask, most, impl=impl)[0].cpu(), expected), impl
+
+
 def test_splits_lie_at_the_same_positions_for_any_length() -> None:
     longest = fixed_borders(1 << 20, 256, 8)
     assert len(longest) == 8 + 12 + 24 + 48 + 96 + 64
