@@ -101,7 +101,7 @@ CASES = (
     _match("match_few", "matches past the budget", num_nodes=16, matches=3),
     _match("match_one", "a second way", num_nodes=8, matches=1, order="latest"),
     _match("match_odd", "lanes past the budget", num_nodes=17, matches=5, kept=6, ended=9),
-    _match("match_old", "a text read twice", rows=1, num_nodes=16, kept=18, ended=18, length=12, matches=20),
+    _match("match_old", "a text read twice", rows=1, num_nodes=16, kept=20, ended=20, length=6, alphabet=2, matches=64),
     _match("match_corpus", "a corpus cut into texts", num_nodes=9, corpus=90, ended=1, order="latest"),
     _match("match_many_siblings", "siblings past the last that counts", num_nodes=30, alphabet=8, order="latest"),
     _match("match_sure", "a confidence below the least", num_nodes=24, min_confidence=0.3),
