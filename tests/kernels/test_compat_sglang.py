@@ -315,6 +315,21 @@ def test_links_that_never_end_stop_the_walk(impl: str) -> None:
     assert inputs["accept_token_num"].tolist() == [2, 0]
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("beyond", [2, 3, -2])
+def test_a_link_out_of_the_row_ends_the_walk(beyond: int, impl: str) -> None:
+    """A sibling or child that is no node: what would stand there, token 0, is not compared."""
+    inputs = walk_outputs(MAKE, 2, 2, 3) | dict(
+        candidates=ints([[7, 5], [7, 5]]),
+        retrive_index=ints([[0, 1], [2, 3]]),
+        retrive_next_token=ints([[1, -1], [beyond, -1]]),
+        retrive_next_sibling=ints([[-1, beyond], [-1, -1]]),
+        target_predict=ints([[0, 9], [0, 9]]),
+    )
+    sglang.verify_tree_greedy(**inputs, impl=impl)
+    assert inputs["accept_token_num"].tolist() == [0, 0]
+
+
 def sample_walk(inputs: dict[str, list], b: int, path: int, single: float, acc: float) -> tuple[list[int], dict]:
     """Sampled acceptance by its definition, in exact binary fractions; also the rejected mass by (node, token)."""
     nodes, vocab = len(inputs["candidates"][b]), len(inputs["target_probs"][b][0])
