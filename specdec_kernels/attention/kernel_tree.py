@@ -121,7 +121,7 @@ def _fold_tile(
         "table_stride",
     ]
 )  # fmt: skip
-def _tree_kernel(
+def _tree_attention_kernel(
     q_ptr,  # [B, N, H, D]
     kv_ptr,  # [2, pages, PAGE, H_KV, D], bytes with FP8
     table_ptr,  # [B, table_stride] int32
@@ -268,7 +268,7 @@ def launch_tree(
     kv_heads = kv.shape[3]
     config = node_config(current_chip(q), config, heads // kv_heads, q.dtype.itemsize)
     launch(
-        _tree_kernel,
+        _tree_attention_kernel,
         (batch * num_nodes * kv_heads,),
         *(q, kv, metadata.page_table, metadata.lengths, metadata.q_lens, metadata.paths),
         None if metadata.window is None else metadata.row_depths,

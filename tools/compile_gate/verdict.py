@@ -50,8 +50,8 @@ ALLOWED_SPILLS: dict[tuple[str, str], AllowedSpill] = {
     ("_hopper_kernel", "sm90"): AllowedSpill(
         16, "of trees with two words of a mask, stored before the loop and read after it", ("WORDS=2",)
     ),
-    ("_tree_kernel", "sm80"): AllowedSpill(8, _TWO_SUMS),
-    ("_tree_kernel", "sm90"): AllowedSpill(144, _TWO_SUMS + "; tiles of more than one warp are slower"),
+    ("_tree_attention_kernel", "sm80"): AllowedSpill(8, _TWO_SUMS),
+    ("_tree_attention_kernel", "sm90"): AllowedSpill(144, _TWO_SUMS + "; tiles of more than one warp are slower"),
     ("_attention_kernel", "sm100"): AllowedSpill(216, _TWO_SUMS, _FIXED),
 }
 
