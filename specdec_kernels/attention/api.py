@@ -18,7 +18,14 @@ from specdec_kernels.attention.types import (
     WorkList,
     WorkShape,
 )
-from specdec_kernels.checks import expect_choice, expect_contiguous, expect_dtype, expect_same_device, expect_shape
+from specdec_kernels.checks import (
+    expect_at_least,
+    expect_choice,
+    expect_contiguous,
+    expect_dtype,
+    expect_same_device,
+    expect_shape,
+)
 from specdec_kernels.launch import current_chip, dispatch
 
 _WORD_BITS = 64
@@ -325,9 +332,10 @@ def bounded_length(metadata: AttentionMetadata, page_size: int) -> int:
 
 
 def expect_at_least_one(**numbers: int | None) -> None:
+    """Raise ValueError unless all given numbers (None is skipped) are at least 1."""
     for name, number in numbers.items():
-        if number is not None and number < 1:
-            raise ValueError(f"{name}: expected at least 1, got {number}")
+        if number is not None:
+            expect_at_least(name, number, 1)
 
 
 def check_mode(metadata: AttentionMetadata) -> None:

@@ -6,12 +6,17 @@ import math
 
 import torch
 
-from specdec_kernels.checks import expect_contiguous, expect_dtype, expect_same_device, expect_shape
+from specdec_kernels.checks import (
+    expect_at_least,
+    expect_between,
+    expect_choice,
+    expect_contiguous,
+    expect_dtype,
+    expect_same_device,
+    expect_shape,
+)
 from specdec_kernels.launch import dispatch
-from specdec_kernels.texts.types import MAX_WINDOW, ORDERS, TextDraft, TextStore
-
-STEPS = 1024
-"""The least confidence is a multiple of 1 / 1024, so that kernel and definition agree exactly."""
+from specdec_kernels.texts.types import LEAST_STEPS, MAX_WINDOW, ORDERS, TextDraft, TextStore
 
 
 def insert_texts(
@@ -50,8 +55,7 @@ def insert_texts(
         expect_dtype(name, tensor, dtype)
     expect_contiguous(rows=rows, start=start, counts=counts)
     expect_same_device(store=store.tokens, history=history, rows=rows, start=start, counts=counts)
-    if width < 0:
-        raise ValueError(f"width: expected at least 0, got {width}")
+    expect_at_least("width", width, 0)
     if width and batch:
         dispatch("insert_texts", __package__, impl, history)(store, history, rows, start, counts, width)
 
@@ -100,16 +104,13 @@ def match_texts(
         expect_dtype(name, tensor, torch.int64)
     expect_contiguous(lengths=lengths, rows=rows)
     expect_same_device(store=store.tokens, history=history, lengths=lengths, rows=rows)
-    if order not in ORDERS:
-        raise ValueError(f"order: expected one of {', '.join(ORDERS)}, got {order!r}")
-    bounds = {"num_nodes": (num_nodes, 2, 256), "window": (window, 1, MAX_WINDOW), "matches": (matches, 1, 64)}
-    for name, (value, least, most) in bounds.items():
-        if not least <= value <= most:
-            raise ValueError(f"{name}: expected {least} to {most}, got {value}")
-    if not 0 <= min_confidence <= 1:
-        raise ValueError(f"min_confidence: expected 0 to 1, got {min_confidence}")
+    expect_choice("order", order, ORDERS)
+    expect_between("num_nodes", num_nodes, 2, 256)
+    expect_between("window", window, 1, MAX_WINDOW)
+    expect_between("matches", matches, 1, 64)
+    expect_between("min_confidence", min_confidence, 0, 1)
     match = dispatch("match_texts", __package__, impl, history)
-    sure = math.ceil(min_confidence * STEPS)
+    sure = math.ceil(min_confidence * LEAST_STEPS)
     draft: TextDraft = match(store, history, lengths, rows, num_nodes, order, window, matches, sure, shared)
     return draft
 

@@ -54,7 +54,7 @@ def match_texts(
     least: int,
     shared: bool,
 ) -> TextDraft:
-    """See `specdec_kernels.match_texts`, which has checked the arguments. `least` counts in 1 / 1024."""
+    """See `specdec_kernels.match_texts`, which has checked the arguments. `least` counts in parts of `LEAST_STEPS`."""
     config = CONFIGS[current_chip(history)]
     batch, context = history.shape
     size, device = len(store.lengths), history.device

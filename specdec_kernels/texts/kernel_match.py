@@ -28,7 +28,7 @@ from specdec_kernels.texts import types
 
 WEIGHT_STEPS, FULL_SHARE = tl.constexpr(types.WEIGHT_STEPS), tl.constexpr(types.FULL_SHARE)
 MAX_AGE, MAX_SIBLINGS = tl.constexpr(types.MAX_AGE), tl.constexpr(types.MAX_SIBLINGS)
-CONFIDENCE_STEPS = tl.constexpr(types.CONFIDENCE_STEPS)
+CONFIDENCE_STEPS, LEAST_STEPS = tl.constexpr(types.CONFIDENCE_STEPS), tl.constexpr(types.LEAST_STEPS)
 
 
 @triton.jit
@@ -287,7 +287,7 @@ def draft_kernel(
     context,
     NODES: tl.constexpr,
     MATCHES: tl.constexpr,
-    LEAST: tl.constexpr,  # confidence of a draft, in parts of 1024
+    LEAST: tl.constexpr,  # confidence of a draft, in parts of LEAST_STEPS
     FREQUENT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -316,7 +316,7 @@ def draft_kernel(
     value = score.to(tl.int64) * held * CONFIDENCE_STEPS // (held + depth + 1)
     votes = tl.maximum(total, 1).to(tl.int64) * CONFIDENCE_STEPS
     order = (value << 16) | ((255 - depth) << 8) | (255 - match)
-    order = tl.where((score > 0) & (value * 1024 >= votes * LEAST), order, 0)
+    order = tl.where((score > 0) & (value * LEAST_STEPS >= votes * LEAST), order, 0)
     length = tl.load(lengths_ptr + request)
     inside = (length >= 0) & (length < context)
     last = tl.load(history_ptr + request * row_stride + length, mask=inside, other=0)

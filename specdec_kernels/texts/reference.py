@@ -10,6 +10,7 @@ import torch
 from specdec_kernels.texts.types import (
     CONFIDENCE_STEPS,
     FULL_SHARE,
+    LEAST_STEPS,
     MAX_AGE,
     MAX_SIBLINGS,
     WEIGHT_STEPS,
@@ -85,7 +86,7 @@ def match_texts(
     least: int,
     shared: bool,
 ) -> TextDraft:
-    """See `specdec_kernels.match_texts`, which has checked the arguments. `least` counts in 1 / 1024."""
+    """See `specdec_kernels.match_texts`, which has checked the arguments. `least` counts in parts of `LEAST_STEPS`."""
     with torch.device("cpu"):
         drafts = _match_on_host(
             TextStore(*(tensor.cpu() for tensor in store)),
@@ -122,7 +123,7 @@ def _match_on_host(
         own = int(host.slots[row]) if length > 0 else -1
         found = _best_matches(host, suffix, own, shared)[:matches]
         drafts, whole = _drafts(host, found, num_nodes - 1, order)
-        kept = [draft for draft in drafts if draft.value * 1024 >= least * whole][: num_nodes - 1]
+        kept = [draft for draft in drafts if draft.value * LEAST_STEPS >= least * whole][: num_nodes - 1]
         numbers: dict[Path, int] = {(): 0}
         for number, draft in enumerate(kept, start=1):
             numbers[draft.path] = number

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from specdec_kernels.checks import expect_between
+
 MAX_CONTEXT, MAX_WINDOW, MAX_TEXTS, MAX_AGE = 1 << 24, 63, 1 << 16, (1 << 16) - 1
 """Bounds of the fields of a match's rank. Texts older than `MAX_AGE` requests count as equally old."""
 ORDERS = ("latest", "frequent")
@@ -19,6 +21,8 @@ MAX_SIBLINGS = 3
 """Better siblings that lower a share, at most."""
 CONFIDENCE_STEPS = 1024
 """Confidence is rounded down to this part of a share."""
+LEAST_STEPS = 1024
+"""The least confidence is a multiple of one part in so many, so that kernel and definition agree exactly."""
 
 
 class TextDraft(NamedTuple):
@@ -59,8 +63,7 @@ class TextStore(NamedTuple):
         The tokens of `corpus` are cut into texts of `context` tokens. Memory: 4 bytes a token. Raises ValueError for
         sizes out of range.
         """
-        if not 1 <= context < MAX_CONTEXT:
-            raise ValueError(f"context: expected 1 to {MAX_CONTEXT - 1}, got {context}")
+        expect_between("context", context, 1, MAX_CONTEXT - 1)
         pieces = -(-len(corpus) // context)
         if rows < 1 or kept < 0 or rows + kept + pieces > MAX_TEXTS:
             given = f"{rows} rows, {kept} kept texts and {pieces} texts of a corpus"
