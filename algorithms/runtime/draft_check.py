@@ -82,7 +82,7 @@ def _token_problems(batch: Batch, tokens: Tensor, vocab_size: int) -> Iterator[s
         row, node = outside.nonzero()[0].tolist()
         token = int(tokens[row, node])
         yield f"tokens: expected ids from 0 to {vocab_size - 1}, also in unused nodes, got {token} at node {node}"
-    wrong = (tokens[:, 0] != batch.last_tokens) & (batch.active > 0)
+    wrong = (tokens[:, 0] != batch.last_tokens) & batch.active.bool()
     if bool(wrong.any()):
         row = int(wrong.nonzero()[0])
         last, got = int(batch.last_tokens[row]), int(tokens[row, 0])
@@ -91,13 +91,14 @@ def _token_problems(batch: Batch, tokens: Tensor, vocab_size: int) -> Iterator[s
 
 def _tree_problems(algorithm: Algorithm, batch: Batch, links: TreeLinks) -> Iterator[str]:
     """Only nodes that node 0 leads to are verified; the others may hold anything."""
-    used = ((links.mask[:, :, 0] & 1) > 0) & (batch.active > 0)[:, None]
-    if not bool((used[:, 0] | (batch.active == 0)).all()):
+    active = batch.active.bool()[:, None]
+    used = (links.mask[:, :, 0] & 1).bool() & active
+    if not torch.equal(used[:, :1], active):
         yield "node 0 does not see itself: expected links from build_chain or build_tree, with parent -1 for node 0"
     depth = torch.where(used, links.depth, 0)
     if algorithm.chain:
         straight = torch.arange(algorithm.num_nodes, device=depth.device)
-        if bool(((depth != straight) & (batch.active > 0)[:, None]).any()):
+        if bool(((depth != straight) & active).any()):
             yield "the parent of node i is not always node i - 1, and chain is True: set chain = False for a tree"
     deepest = int(depth.max())
     if deepest > algorithm.max_depth:

@@ -35,13 +35,13 @@ def graft_chain(tree: DraftTree, chain: Tensor, lengths: Tensor, is_chain: bool,
 
 
 def _first_nodes(tokens: Tensor, parents: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The first `count` nodes that are in the tree, side by side: tokens and parents [B, count]."""
+    """The first `count` nodes that are in the tree, side by side: tokens and parents [B, count], as `build_tree` takes
+    them."""
     kept = parents != kernels.UNUSED_PARENT
     number = kept.long().cumsum(1) - 1
-    kept &= number < count
     # Every other node goes to a column behind the last.
-    column = torch.where(kept, number, count)
-    parent = torch.where(parents < 0, parents, number.gather(1, parents.clamp(min=0).long()).int())
+    column = torch.where(kept, number, count).clamp(max=count)
+    parent = number.gather(1, parents.clamp(min=0).long()).int()
     shape = (len(tokens), count + 1)
     moved = tokens[:, :1].expand(shape).scatter(1, column, tokens)
     above = torch.full(shape, kernels.UNUSED_PARENT, dtype=torch.int32, device=tokens.device).scatter(1, column, parent)

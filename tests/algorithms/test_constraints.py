@@ -23,7 +23,7 @@ from algorithms.runtime.sampling_params import GrammarParams, SamplingNeeds, Sam
 from algorithms.runtime.step import Step
 from algorithms.standalone import Standalone
 from experiments.tasks.near_tie import look_at
-from specdec_kernels import SamplingTensors, build_tree, pick_tokens
+from specdec_kernels import SamplingTensors, pick_tokens
 from tests.algorithms.drafters import ALL_MAKERS, TARGET, blurred_target, hinted, load_random_drafters
 from tests.algorithms.test_sampling_parameters import following, penalised
 from tests.algorithms.toy import VOCAB, Setup, autoregressive, changed, engine_of, requests, run, scripts
@@ -294,29 +294,6 @@ def test_capturing_the_graft_starts_from_the_draft(monkeypatch: pytest.MonkeyPat
     for _ in range(3):
         step.graft()
     assert len(given) == 3 and all(tree is step.drafted for tree in given)
-
-
-@pytest.mark.parametrize(("num_nodes", "grafted"), [(256, 0), (254, 2), (40, 3)])
-def test_a_chain_in_a_tree_of_any_size(num_nodes: int, grafted: int) -> None:
-    """The tree is a root with many children, the chain has three tokens, and no more nodes fit than 256."""
-    lengths, chain = torch.tensor([5]), torch.tensor([[901, 902, 903]])
-    parents = torch.tensor([[-1] + [0] * (num_nodes - 1)], dtype=torch.int32)
-    tree = DraftTree(torch.arange(num_nodes)[None], build_tree(parents, lengths, impl="reference"))
-    joined = graft_chain(tree, chain, lengths, False, "reference")
-    assert joined.tokens.shape == (1, num_nodes)
-    assert joined.tokens[0, : 1 + grafted].tolist() == [0, 901, 902, 903][: 1 + grafted]
-    assert joined.links.depth[0, : 1 + grafted].tolist() == [0, 1, 2, 3][: 1 + grafted]
-    assert joined.tokens[0, 1 + grafted :].tolist() == list(range(1, num_nodes - grafted))
-
-
-def test_a_forced_token_may_have_any_id() -> None:
-    """Token 0 is a token; -1 ends a row's chain."""
-    lengths = torch.tensor([5, 5])
-    parents = torch.tensor([[-1, 0, 1, 2]] * 2, dtype=torch.int32)
-    tree = DraftTree(torch.tensor([[9, 7, 6, 5]] * 2), build_tree(parents, lengths, impl="reference"))
-    joined = graft_chain(tree, torch.tensor([[0, 3], [4, -1]]), lengths, False, "reference")
-    assert joined.tokens.tolist() == [[9, 0, 3, 7], [9, 4, 7, 6]]
-    assert joined.links.depth.tolist() == [[0, 1, 2, 1], [0, 1, 1, 2]]
 
 
 def test_a_difference_is_looked_at_within_the_grammar() -> None:

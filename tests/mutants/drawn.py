@@ -274,8 +274,6 @@ def mutated_files() -> list[Path]:
 
 def tests_of(path: Path) -> tuple[str, ...]:
     """The pytest arguments that run what belongs to a file, the quickest first."""
-    if path.as_posix() in _FILE_TESTS:
-        return _FILE_TESTS[path.as_posix()]
     if path.parts[0] == "specdec_kernels":
         family = ".".join(path.parts[1:-1])
         files = [f"tests/kernels/{name}.py" for name in _FAMILY_TESTS.get(family, (f"test_{family}",))]
@@ -284,19 +282,17 @@ def tests_of(path: Path) -> tuple[str, ...]:
         cases = [f"[{name}-" for name in (family, *users)] if family else ["parity"]
         names = " or ".join([*cases, *(Path(file).stem for file in files)])
         return ("tests/kernels/test_parity.py", *files, "-k", names)
-    if "models" in path.parts:
-        return _own_first(path, (*_MODELS, f"{_ALGORITHMS}test_drafters.py"))
-    if "backends" in path.parts:
-        return ("tests/runtime/test_backends.py", "tests/runtime/test_paged_mixer.py", f"{_ALGORITHMS}test_engine.py")
-    own = [f"{folder}test_{path.stem}.py" for folder in ("tests/runtime/", _ALGORITHMS)]
-    nearest = [f"{_ALGORITHMS}test_{name}.py" for name in _NEAREST.get(path.stem, ())]
-    there = [file for file in own if (ROOT / file).is_file()]
-    return (*dict.fromkeys((*there, *nearest, *_ENGINE)), _UNSTEADY)
-
-
-def _own_first(path: Path, tests: tuple[str, ...]) -> tuple[str, ...]:
-    """`tests` with the file that is named after `path` in front."""
-    return tuple(sorted(tests, key=lambda test: Path(test).stem != f"test_{path.stem}"))
+    named = [f"{folder}test_{path.stem}.py" for folder in ("tests/runtime/", _ALGORITHMS)]
+    own = [file for file in named if (ROOT / file).is_file()]
+    if path.as_posix() in _FILE_TESTS:
+        others: tuple[str, ...] = _FILE_TESTS[path.as_posix()]
+    elif "models" in path.parts:
+        others = (*_MODELS, f"{_ALGORITHMS}test_drafters.py")
+    elif "backends" in path.parts:
+        others = ("tests/runtime/test_backends.py", "tests/runtime/test_paged_mixer.py", f"{_ALGORITHMS}test_engine.py")
+    else:
+        others = (*(f"{_ALGORITHMS}test_{name}.py" for name in _NEAREST.get(path.stem, ())), *_ENGINE, _UNSTEADY)
+    return tuple(dict.fromkeys((*own, *others)))
 
 
 def draw(number: int, seed: int) -> list[DrawnMutant]:

@@ -199,13 +199,6 @@ def test_settings_of_a_side_are_typed_under_its_name() -> None:
             built("backend.fa4.name=torch")
 
 
-def test_one_token_a_request_is_decoding() -> None:
-    hybrid = build("hybrid", prefill="torch", decode="fa4", verify="prefill")
-    metadata, q, kv = forward("chain", 1, (17, 3))
-    through(hybrid, metadata, q, kv, "verify")
-    assert hybrid.served == {"decode": "fa4: reference"}
-
-
 @pytest.mark.parametrize("name", FORWARDS)
 def test_a_work_list_changes_nothing(name: str) -> None:
     """It is made by `plan`, also for a wide bound as a captured graph has it."""

@@ -105,7 +105,6 @@ class HybridBackend:
         return None if reason is None else f"{side.name} for {phase}: {reason}"
 
     def plan(self, metadata: AttentionMetadata, shape: AttentionShape, phase: str) -> HybridPlan:
-        phase = "decode" if phase == "verify" and shape.num_nodes == 1 else phase
         side = self._sides[self._config.side_of(phase)]
         return HybridPlan(side, side.plan(metadata, shape, phase))
 
