@@ -19,15 +19,17 @@ _NO_PAGE = 1 << 30
 _DISTINCT_PAGES = 61
 
 
-def random_tree(make: Maker, batch: int, num_slots: int, reach: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def random_tree(
+    make: Maker, batch: int, num_slots: int, reach: int | None = None, roots: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Depths [B, M] int32 and mask words [B, M, ceil(M / 64)] int64 of random trees whose node i hangs below
-    one of the `reach` nodes before it (default any)."""
+    one of the `reach` nodes before it (default any); the first `roots` nodes hang below none."""
     reach = num_slots if reach is None else reach
     depths = torch.zeros(batch, num_slots, dtype=torch.int32)
     mask = torch.zeros(batch, num_slots, -(-num_slots // 64), dtype=torch.int64)
     rows = torch.arange(batch)
     for node in range(num_slots):
-        if node:
+        if node >= roots:
             offset = torch.randint(min(node, reach), (batch,), generator=make.generator)
             parent = node - 1 - offset
             depths[:, node] = depths[rows, parent] + 1
@@ -50,6 +52,7 @@ def attention_inputs(
     reach: int | None = None,
     blind: bool = False,
     root_depth: int = 0,
+    roots: int = 1,
     sinks: bool = False,
     fp8: bool = False,
     head_scales: bool = False,
@@ -61,7 +64,8 @@ def attention_inputs(
 
     lengths: committed tokens of each request. heads: (H, H_kv). capacity: tokens of a page-table row (default: the
     longest request). reach: see `random_tree`. With `tree_width` the rows are random nodes of the tree.
-    blind: every third row of a tree sees no slot. root_depth: depth of slot 0. fp8, head_scales: an e4m3 pool, random
+    blind: every third row of a tree sees no slot. root_depth: depth of slot 0. roots: nodes without a
+    parent. fp8, head_scales: an e4m3 pool, random
     scales per KV head. rising: keys grow eightfold along each text, so that rows meet new maxima late. planned: with
     the work list of the call. options: further fields of the metadata, or arguments of the call.
     """
@@ -83,7 +87,8 @@ def attention_inputs(
     queries = make.normal(len(lengths), num_nodes, heads[0], head_dim)
     call = dict(q=queries, kv=kv.to(torch.float8_e4m3fn) if fp8 else kv, metadata=metadata)
     if mode == "tree":
-        options |= _tree(make, len(lengths), num_nodes, tree_width, reach, blind, options.get("window"), root_depth)
+        window = options.get("window")
+        options |= _tree(make, len(lengths), num_nodes, tree_width, reach, blind, window, root_depth, roots)
         if options.get("batch_invariant"):
             options["paths"] = mask_paths(options["mask"], num_slots, impl="reference")
     if sinks:
@@ -134,9 +139,11 @@ def plan_inputs(
     return call | (dict(batch_invariant=True) if batch_invariant else {})
 
 
-def paths_inputs(make: Maker, batch: int, num_slots: int, most: int, blind: bool = False) -> dict[str, Any]:
+def paths_inputs(
+    make: Maker, batch: int, num_slots: int, most: int, blind: bool = False, reach: int = 4
+) -> dict[str, Any]:
     """Arguments of `mask_paths` for random trees; with `blind` every third row sees no slot."""
-    _, mask = random_tree(make, batch, num_slots, reach=4)
+    _, mask = random_tree(make, batch, num_slots, reach)
     if blind:
         mask[:, ::3] = 0
     return dict(mask=mask, most=most)
@@ -155,10 +162,11 @@ def _tree(
     blind: bool,
     window: int | None,
     root_depth: int,
+    roots: int,
 ) -> dict[str, Any]:
     """Mask and, with a window, depths; with `tree_width` the rows are nodes picked at random."""
     num_slots = num_nodes if tree_width is None else tree_width
-    depths, mask = random_tree(make, batch, num_slots, reach)
+    depths, mask = random_tree(make, batch, num_slots, reach, roots)
     depths += root_depth
     row_depths = depths
     if tree_width is not None:

@@ -287,7 +287,7 @@ def _attend(
         out = acc * (value_scale * inverse_or_zero(total))[:, None]
         # One part of the whole: what the merge has after it, to the bit.
         top = log2_sum(top, total)
-        total = tl.where(total > 0.0, 1.0, 0.0)
+        total = tl.full([BLOCK_M], 1.0, tl.float32)
     part_rows = (part - request) * num_nodes * (H_KV * GROUP)
     _write_rows(
         out_ptr, lse_ptr, sinks_ptr, out, top, total, rows, nodes, dims, out_rows, part_rows, used, num_nodes,

@@ -86,7 +86,6 @@ def _plan_kernel(
             length, end, split_tokens, first_splits, longest_split, max_splits, window, FIXED
         )
         tiles = (used * GROUP + BLOCK_M - 1) // BLOCK_M
-        splits = tl.where(used > 0, splits, 0)
     else:
         # Without a merge the items write the zeros of unused rows too.
         tiles = tl.where(there, (num_nodes * GROUP + BLOCK_M - 1) // BLOCK_M, 0)
@@ -96,8 +95,7 @@ def _plan_kernel(
     start = tl.sum(tl.where(requests < own, items, 0), 0)
     own_items = tl.sum(tl.where(requests == own, items, 0), 0)
     own_tiles = tl.maximum(tl.sum(tl.where(requests == own, tiles, 0), 0), 1)
-    if own < batch:
-        tl.store(offsets_ptr + own, tl.sum(tl.where(requests < own, splits, 0), 0))
+    tl.store(offsets_ptr + own, tl.sum(tl.where(requests < own, splits, 0), 0))
     if own == 0:
         tl.store(offsets_ptr + batch, tl.sum(splits, 0))
         tl.store(num_items_ptr, total)

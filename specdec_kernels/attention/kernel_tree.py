@@ -76,7 +76,7 @@ def _load_half(ptr, rows, mask, dims, D: tl.constexpr):
 @triton.jit
 def _store_halves(ptr, rows, mask, first, last, dims, H: tl.constexpr, D: tl.constexpr):
     at = ptr + rows * D + dims[None, :]
-    tl.store(at, first.to(ptr.dtype.element_ty), mask=mask & (dims < D)[None, :])
+    tl.store(at, first.to(ptr.dtype.element_ty), mask=mask)  # D is at least H
     tl.store(at + H, last.to(ptr.dtype.element_ty), mask=mask & (H + dims < D)[None, :])
 
 

@@ -66,8 +66,7 @@ def build_tree_kernel_efficient(
     expect_shape("parent_list", parent_list, (None, None))
     batch, rows = parent_list.shape[0], topk * (depth - 1) + 1
     selected_index = _first_rows("selected_index", selected_index, batch, draft_token_num - 1)
-    if parent_list.shape[1] > rows:
-        parent_list = _first_rows("parent_list", parent_list, batch, rows)
+    parent_list = _first_rows("parent_list", parent_list, batch, min(rows, parent_list.shape[1]))
     expect_nodes("draft_token_num", draft_token_num)
     expect_at_least("topk", topk, 1)
     for name, tensor in dict(parent_list=parent_list, selected_index=selected_index).items():

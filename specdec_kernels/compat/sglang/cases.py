@@ -137,6 +137,12 @@ def _spoil(links: dict[str, torch.Tensor]) -> None:
     index[0, 1], index[1, 1], index[2, 0] = batch * nodes, -1, batch * nodes
 
 
+def _lose(links: dict[str, torch.Tensor]) -> None:
+    """The first child of each root has a flat id one past the last, or below the first."""
+    index = links["retrive_index"]
+    index[::2, 1], index[1::2, 1] = index.numel(), -1
+
+
 def _turn_round(links: dict[str, torch.Tensor]) -> None:
     """Links that lead back to where they come from."""
     _, child, sibling = links.values()
@@ -158,17 +164,18 @@ def _greedy(
     nodes: int,
     path: int,
     vocab: int = 3,
+    first: int = 0,
     cycle: bool = False,
     change: Callable[[dict[str, torch.Tensor]], None] | None = None,
 ) -> dict[str, Any]:
-    """Few tokens, so that paths are deep and siblings repeat; with `change` over other links."""
+    """Few tokens, from `first` on, so that paths are deep and siblings repeat; with `change` over other links."""
     links = random_links(make, batch, nodes)
     if change is not None:
         change(links)
     inputs: dict[str, Any] = walk_outputs(make, batch, nodes, path) | dict(
-        candidates=make.integers(0, vocab, batch, nodes),
+        candidates=make.integers(first, first + vocab, batch, nodes),
         **links,
-        target_predict=make.integers(0, vocab, batch, nodes),
+        target_predict=make.integers(first, first + vocab, batch, nodes),
     )
     if cycle:
         inputs["retrive_next_token"][:, 1] = 1
@@ -288,8 +295,8 @@ def _draft_locs(make: Maker, batch: int, topk: int, steps: int, page_size: int, 
         extend_lens=extend,
         num_new_pages_per_topk=pages,
         out_cache_loc=make.integers(0, 1 << 20, int(extend.sum())),
-        source_cache_loc=_old(make, copies),
-        target_cache_loc=_old(make, copies),
+        source_cache_loc=_old(make, copies) if copies else None,
+        target_cache_loc=_old(make, copies) if copies else None,
         last_page_lens_cumsum=tail.cumsum(0),
         duplicate_cache_len=copies,
         pool_len=width,
@@ -458,6 +465,7 @@ CASES = (
     _build("sgl_build_query", "cells by row and column", gate=True, batch=3, nodes=9, mode=_QUERY),
     _build("sgl_build_packed", "bits of a row", gate=True, batch=3, nodes=8, mode=_PACKED),
     _build("sgl_build_packed_32", "the sign bit of a packed row", batch=2, nodes=32, mode=_PACKED, topk=6),
+    _build("sgl_build_packed_64", "words without bits to cut off", batch=2, nodes=64, mode=_PACKED, topk=8),
     _build("sgl_build_wide", "cells of the second mask word", batch=1, nodes=70, mode=_QUERY, topk=8),
     _build("sgl_build_chain", "an empty parent list", batch=2, nodes=4, mode=_QUERY, topk=4, depth=1),
     _build("sgl_build_root", "a tree of the root alone", batch=2, nodes=1, mode=_FULL),
@@ -474,6 +482,10 @@ CASES = (
     _greedy_case("sgl_greedy_short", "a path past its width", batch=9, nodes=12, path=2, vocab=2),
     _greedy_case("sgl_greedy_root", "a tree of the root alone", batch=3, nodes=1, path=1),
     _greedy_case("sgl_greedy_wild", "ids one past the last", batch=24, nodes=4, path=4, vocab=2, change=_spoil),
+    _greedy_case(
+        "sgl_greedy_lost", "tokens of -1 behind an id that there is not", batch=6, nodes=5, path=4, vocab=1, first=-1,
+        change=_lose,
+    ),
     _greedy_case("sgl_greedy_round", "more visits than nodes", batch=9, nodes=3, path=9, vocab=2, change=_turn_round),
     _greedy_case("sgl_greedy_cycle", "links that never end", batch=4, nodes=6, path=4, vocab=1, cycle=True),
     _greedy_case(
@@ -493,6 +505,10 @@ CASES = (
     ),
     _sampling_case(
         "sgl_sampling_wild", "ids one past the last", batch=5, nodes=4, path=4, vocab=5, acc=0.5, change=_spoil
+    ),
+    _sampling_case(
+        "sgl_sampling_lost", "nodes behind an id that there is not", batch=6, nodes=5, path=4, vocab=5, single=0.0,
+        acc=0.0, change=_lose,
     ),
     _sampling_case(
         "sgl_sampling_round", "more visits than nodes", batch=3, nodes=3, path=9, vocab=5, single=0.0, acc=0.0,
@@ -516,6 +532,7 @@ CASES = (
     case_of("assign_extend_cache_locs", _assign, "sgl_extend", "rows and starts", batch=5, read=True),
     _draft_case("sgl_draft_page_1", "unpaged drafts", batch=4, topk=3, steps=2, page_size=1),
     _draft_case("sgl_draft_chain", "one branch", batch=4, topk=1, steps=3, page_size=4),
+    _draft_case("sgl_draft_whole", "no tail to copy", batch=3, topk=3, steps=5, page_size=4, longest=0),
     _draft_case("sgl_draft_paged", "copy lists, result over its input", batch=5, topk=3, steps=5, page_size=4),
     _decode_case("sgl_decode_page_1", "unpaged branches", batch=4, topk=3, steps=2, page_size=1),
     _decode_case("sgl_decode_paged", "paged branches", batch=4, topk=2, steps=3, page_size=4),

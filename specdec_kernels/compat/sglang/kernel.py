@@ -111,8 +111,8 @@ def _verify_greedy_kernel(
     tokens, flat = _row(candidates_ptr, place, in_row), _row(index_ptr, place, in_row)
     children, siblings = _row(next_token_ptr, place, in_row), _row(next_sibling_ptr, place, in_row)
     # Links outside the row are all alike: they end the walk.
-    children = tl.where((children >= 0) & (children < NODES), children, -1).to(tl.int32)
-    siblings = tl.where((siblings >= 0) & (siblings < NODES), siblings, -1).to(tl.int32)
+    children = tl.maximum(tl.minimum(children, NODES), -1).to(tl.int32)
+    siblings = tl.maximum(tl.minimum(siblings, NODES), -1).to(tl.int32)
     targets = _row(target_ptr, flat, in_row & (flat >= 0) & (flat < batch * NODES))
 
     accepted = (request * 0).to(tl.int32)

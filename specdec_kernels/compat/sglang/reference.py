@@ -47,12 +47,10 @@ def _deliver_mask(
     flat = tree_mask.view(-1)
     if mode is TreeMaskMode.QLEN_ONLY_BITPACKING:
         row = mask[:, :, 0].reshape(-1)
-        # Words of fewer bits are filled as unsigned ones, which not every conversion on a device does.
+        # The lowest bits, the last of them as the sign: not every conversion on a device cuts the others off.
         bits = tree_mask.element_size() * 8
-        low = row & ((1 << bits) - 1) if bits < WORD_BITS else row
         signed = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}[bits]
-        wrapped = torch.where(low >= 1 << (bits - 1), low - (1 << bits), low) if bits < WORD_BITS else low
-        flat.view(signed)[: batch * nodes] = wrapped.to(signed)
+        flat.view(signed)[: batch * nodes] = (row << WORD_BITS - bits >> WORD_BITS - bits).to(signed)
         return
     place = torch.arange(batch * nodes * nodes, device=lengths.device)
     if mode is TreeMaskMode.FULL_MASK:

@@ -169,10 +169,11 @@ def _slot_list(
 
 
 def _idle_list(make: Maker) -> dict[str, Any]:
-    """Padding as others write it: slot 0 to slot 0, many times, beside one real move into slot 0."""
+    """Padding as others write it: slot 0 to slot 0, many times, beside one real move into slot 0 and slots past the
+    last, which is 15."""
     inputs = _slot_list(make, size=6)
-    inputs["source"] = make.tensor([0, 0, 7, 0, 99, 0], torch.int64)
-    inputs["target"] = make.tensor([0, 0, 0, 0, 1, 0], torch.int64)
+    inputs["source"] = make.tensor([0, 0, 7, 0, 99, 0, 16, 5], torch.int64)
+    inputs["target"] = make.tensor([0, 0, 0, 0, 1, 0, 2, 16], torch.int64)
     return inputs
 
 
@@ -307,6 +308,7 @@ SLOT_CASES = (
 
 _candidates_case = partial(case_of, "parents_from_candidates", _candidates)
 _mask_case = partial(case_of, "export_mask", _mask)
+_noise_case = partial(case_of, "export_mask", _noise_mask)
 _full_case = partial(_mask_case, form="full")
 _bytes_case = partial(_mask_case, form="flashinfer")
 _64: dict[str, Any] = dict(batch=64, num_nodes=64)
@@ -335,7 +337,11 @@ TREE_CASES = (
     _mask_case("packed_13", "two bytes", batch=3, num_nodes=13, form="packed"),
     _mask_case("packed_32", "four bytes", batch=2, num_nodes=32, form="packed"),
     _mask_case("packed_64", "sign extension", gate=True, bench=True, form="packed", **_64),
-    case_of("export_mask", _noise_mask, "packed_noise", "bits beyond N", batch=2, num_nodes=5, form="packed"),
+    _noise_case("packed_noise", "bits beyond N", batch=2, num_nodes=5, form="packed"),
+    _noise_case("full_noise", "column 0 taken for the prefix", batch=2, num_nodes=6, form="full", capacity=600),
+    _noise_case(
+        "flashinfer_noise", "column 0 taken for the prefix", batch=2, num_nodes=6, form="flashinfer", capacity=99
+    ),
     _bytes_case("flashinfer_odd", "a byte that spans rows", batch=3, num_nodes=5, capacity=99),
     _bytes_case("flashinfer_short", "several rows in a byte", batch=6, num_nodes=3, longest=2, capacity=20),
     _bytes_case("flashinfer_130", "words of a byte", gate=True, batch=2, num_nodes=130, capacity=5000),

@@ -45,7 +45,7 @@ def _candidate_parents_kernel(
     entries = selected_ptr + request.to(tl.int64) * (NODES - 1) - 1
     candidate = tl.load(entries + node, mask=live & (node > 0), other=-1)
     history_row = candidate // topk
-    readable = live & (node > 0) & (candidate >= topk) & (history_row < rows)
+    readable = live & (candidate >= topk) & (history_row < rows)
     place = request.to(tl.int64) * rows + history_row
     wanted = tl.load(parent_list_ptr + place, mask=readable, other=-1)
 
@@ -54,7 +54,6 @@ def _candidate_parents_kernel(
         other = (start + tl.arange(0, BLOCK_N))[None, :]
         id_of = tl.load(entries + other, mask=(request < batch) & (other > 0) & (other < NODES), other=-1)
         is_parent = (id_of[:, None, :] == wanted[:, :, None]) & readable[:, :, None] & (other > 0)[:, None, :]
-        is_parent &= (other < NODES)[:, None, :]
         found = tl.minimum(found, tl.min(tl.where(is_parent, other[:, None, :], NODES), 2))
     parent = tl.where(found < NODES, found, _UNUSED_PARENT)
     parent = tl.where(candidate < topk, 0, parent)
@@ -71,9 +70,9 @@ def _clear_tail(cells_ptr, total, capacity, program, programs, BLOCK_C: tl.const
 
 
 @triton.jit
-def sees(words_ptr, row, column, live, NODES: tl.constexpr, WORDS: tl.constexpr):
-    """Bit `column` of mask row `row`, 0 outside [0, N) and where not `live`."""
-    inside = live & (column >= 0) & (column < NODES)
+def sees(words_ptr, row, column, live, WORDS: tl.constexpr):
+    """Bit `column` < N of mask row `row`, 0 for a negative column and where not `live`."""
+    inside = live & (column >= 0)
     word = tl.load(words_ptr + row * WORDS + column // _WORD_BITS, mask=inside, other=0)
     return (word >> (column % _WORD_BITS)) & inside.to(tl.int64)
 
@@ -109,7 +108,7 @@ def _cells_kernel(
             column = (first + tl.arange(0, BLOCK_C))[None, :]
             drafted = column - length[:, None]
             there = column < width[:, None]
-            seen = sees(words_ptr, row[:, None], drafted, there, NODES, WORDS)
+            seen = sees(words_ptr, row[:, None], drafted, there, WORDS)
             cell = tl.where(drafted < 0, 1, seen).to(tl.uint8)
             tl.store(cells_ptr + start[:, None] + column, cell, mask=there)
     elif offsets_ptr is not None:
@@ -147,7 +146,7 @@ def _bytes_kernel(
             for bit in tl.static_range(8):
                 live = node < NODES
                 drafted = column - length
-                seen = sees(words_ptr, request * NODES + node, drafted, live, NODES, WORDS)
+                seen = sees(words_ptr, request * NODES + node, drafted, live, WORDS)
                 value |= tl.where(live & (drafted < 0), 1, seen) << bit
                 column += 1
                 wraps = column == width
