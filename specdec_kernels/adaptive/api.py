@@ -36,14 +36,17 @@ def choose_size(
         smaller_i = w smaller_i + u_(i - 1)     own_i = w own_i + u_i
         tokens_i = min(product of smaller_j / own_j for j = 1 to i, sizes[i])
 
-    Both sums are of the same steps, so the ratio of two sizes varies little. Sizes above s keep their ratio: what they
-    gain over smaller ones follows these in proportion. Both of their sums are multiplied by w too, while own_i stays
-    above 16, so that a few steps of such a size outweigh what is long past. Where the last choice is not to draft, the
-    step is a trial, and h = 16 / R at most: few rows decide whether drafting is taken up again. The sums begin with 4
-    steps of a chain whose drafts are accepted with probability 0.85.
+    Both sums are of the same steps, so the ratio of two sizes varies little. Of sizes above s such a step says nothing,
+    but where drafts are accepted more often than before, larger sizes gain more as well. So with the gain
+    g = smaller_s / own_s - 1, before and after this step, smaller_i - own_i of every size i above s is multiplied by
+    (g_after + 0.05) / (g_before + 0.05). Both of their sums are multiplied by w too, while own_i stays above 16, so
+    that a few steps of such a size outweigh what is long past. Where the last choice is not to draft, the step is a
+    trial, and h = 16 / R at most: few rows decide whether drafting is taken up again. The sums begin with 4 steps of a
+    chain whose drafts are accepted with probability 0.85.
 
     The best size is the one with the largest tokens_i / step_ms[i], of equal ones the smallest. The last choice stays
-    while the best one promises less than 1 % more. Without an active row nothing changes.
+    while the best one promises less than 1 % more, or less than 2 % where it is a larger one. Without an active row
+    nothing changes.
 
     Args:
         state: `evidence` and `choice` are written in place. All tensors are contiguous.

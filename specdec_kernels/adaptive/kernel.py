@@ -15,8 +15,10 @@ import triton.language as tl
 from specdec_kernels.adaptive.configs import COMPARED, FEW_ROWS, ROWS
 from specdec_kernels.adaptive.types import (
     EVIDENCE,
+    KEEP_SMALLER,
     KEEP_STILL,
     LEAST_EVIDENCE,
+    LEAST_GAIN,
     LEAST_HALF_LIFE,
     ROW_HALF_LIFE,
     TREE_EXTRA,
@@ -26,11 +28,13 @@ from specdec_kernels.adaptive.types import (
 from specdec_kernels.launch import current_chip, lanes, launch
 
 _LEAST_EVIDENCE = tl.constexpr(LEAST_EVIDENCE)
+_LEAST_GAIN = tl.constexpr(LEAST_GAIN)
 _LEAST_HALF_LIFE = tl.constexpr(LEAST_HALF_LIFE)
 _ROW_HALF_LIFE = tl.constexpr(ROW_HALF_LIFE)
 _TRIAL_HALF_LIFE = tl.constexpr(TRIAL_HALF_LIFE)
 _TREE_EXTRA = tl.constexpr(TREE_EXTRA)
 _KEEP_STILL = tl.constexpr(KEEP_STILL)
+_KEEP_SMALLER = tl.constexpr(KEEP_SMALLER)
 _COLUMNS = tl.constexpr(len(EVIDENCE))
 
 
@@ -161,11 +165,15 @@ def _choose(
     smaller = tl.load(pair, mask=inside & (index > 0), other=1.0)
     own = tl.load(pair + 1, mask=inside & (index > 0), other=1.0)
     of_smaller = tl.sum(tl.where(index[None, :] == index[:, None] - 1, steps[None, :], 0.0), 1)
+    gained = tl.sum(tl.where(index == size, smaller / own - 1.0, 0.0), 0)
     updated = (index > 0) & (index <= size)
     fades = (index > size) & (keep * own > _LEAST_EVIDENCE)
     left = tl.where(updated | fades, keep, 1.0)
     smaller = left * smaller + tl.where(updated, of_smaller, 0.0)
     own = left * own + tl.where(updated, steps, 0.0)
+    gain = tl.sum(tl.where(index == size, smaller / own - 1.0, 0.0), 0)
+    growth = (gain + _LEAST_GAIN) / (gained + _LEAST_GAIN)
+    smaller = tl.where(index > size, own + (smaller - own) * growth, smaller)
     tl.store(pair, smaller, mask=inside & (index > 0))
     tl.store(pair + 1, own, mask=inside & (index > 0))
     most = tl.load(sizes_ptr + index, mask=inside, other=1).to(tl.float32)
@@ -173,7 +181,7 @@ def _choose(
     rate = tl.where(inside, tokens / tl.load(step_ms_ptr + index, mask=inside, other=1.0), -1.0)
     best = tl.argmax(rate, 0)
     last_rate = tl.sum(tl.where(index == last, rate, 0.0), 0)
-    stays = (last >= 0) & (tl.max(rate, 0) < last_rate * _KEEP_STILL)
+    stays = (last >= 0) & (tl.max(rate, 0) < last_rate * tl.where(best > last, _KEEP_SMALLER, _KEEP_STILL))
     tl.store(choice_ptr, tl.where(stays, last, best))
     tl.store(choice_ptr + 1, tl.argmax(tl.where(index > 0, rate, -1.0), 0))
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 
 from specdec_kernels.adaptive.types import (
+    KEEP_SMALLER,
     KEEP_STILL,
     LEAST_EVIDENCE,
+    LEAST_GAIN,
     LEAST_HALF_LIFE,
     ROW_HALF_LIFE,
     TREE_EXTRA,
@@ -36,16 +38,24 @@ def choose_size(
     if last == 0:
         half_life = min(half_life, TRIAL_HALF_LIFE / rows)
     keep = 2.0 ** (-1 / half_life)
-    above = state.evidence[size:]
+    above, gained = state.evidence[size:], _gain(state, size)
     above.copy_(torch.where(keep * above[:, 1:] > LEAST_EVIDENCE, keep * above, above))
     state.evidence[:size] = keep * state.evidence[:size] + torch.stack([steps[:-1], steps[1:]], 1)
+    growth = (_gain(state, size) + LEAST_GAIN) / (gained + LEAST_GAIN)
+    above[:, 0] = above[:, 1] + (above[:, 0] - above[:, 1]) * growth
     ratios = torch.cat([torch.ones_like(step_ms[:1]), state.evidence[:, 0] / state.evidence[:, 1]])
     rates = torch.minimum(ratios.cumprod(0), state.sizes.float()) / step_ms
     best = int(rates.argmax())
-    if last >= 0 and rates[best] < rates[last] * KEEP_STILL:
+    if last >= 0 and rates[best] < rates[last] * (KEEP_SMALLER if best > last else KEEP_STILL):
         best = last
     state.choice[0] = best
     state.choice[1] = 1 + int(rates[1:].argmax())
+
+
+def _gain(state: SizeState, size: int) -> torch.Tensor:
+    """How many times more tokens a step of this size writes than one of the size before, less 1."""
+    smaller, own = state.evidence[size - 1]
+    return smaller / own - 1
 
 
 def steps_of_sizes(

@@ -22,8 +22,10 @@ TREE_EXTRA = 0.9
 """Share of the extra steps of a smaller tree that are counted, see `choose_size`."""
 PRIOR_STEPS, PRIOR_ACCEPTANCE = 4.0, 0.85
 """Steps that the sums hold from the beginning: of chains whose drafts are accepted with this probability."""
-KEEP_STILL = 1.01
-"""How many times the tokens per time of the last choice another size must promise."""
+KEEP_STILL, KEEP_SMALLER = 1.01, 1.02
+"""How many times the tokens per time of the last choice a smaller size, and a larger one, must promise."""
+LEAST_GAIN = 0.05
+"""Added to the gain of a size where two gains are compared, so that gains near 0 do not differ many times."""
 
 
 def prior_tokens(nodes: int) -> float:

@@ -44,6 +44,22 @@ MUTANTS = (
         "a larger size that pays now is not taken up for hundreds of steps",
     ),
     Mutant(
+        "larger_sizes_do_not_follow",
+        _KERNEL,
+        "smaller = tl.where(index > size, own + (smaller - own) * growth, smaller)",
+        "smaller = tl.where(index > size, own + (smaller - own), smaller)",
+        _case("choose_small_step"),
+        "a larger size that pays as texts fill a store is taken up late",
+    ),
+    Mutant(
+        "a_larger_size_needs_no_more_than_a_smaller_one",
+        _KERNEL,
+        "tl.where(best > last, _KEEP_SMALLER, _KEEP_STILL)",
+        "_KEEP_STILL",
+        ("tests/kernels/test_adaptive.py::test_a_small_gain_changes_nothing[triton]",),
+        "sizes change where the times of steps are not known so well",
+    ),
+    Mutant(
         "ratio_of_a_size_to_itself",
         _KERNEL,
         "index[None, :] == index[:, None] - 1, steps[None, :]",
