@@ -27,14 +27,12 @@ from torch import Tensor
 from algorithms.runtime.backlog import COLUMNS
 from algorithms.runtime.chunk import Chunk, every_second
 from algorithms.runtime.clock import PhaseClock, Stamps
+from algorithms.runtime.levels import GRAPH_LEVELS, LAST_CAPTURED
 from algorithms.runtime.parts import StepParts
 from algorithms.runtime.sampling_params import SamplingNeeds
 from algorithms.runtime.step import PHASES, Step, phases_of
 from specdec_kernels.checks import expect_choice
 
-_LAST_CAPTURED = {"none": None, "draft": "draft", "verify": "verify", "step": "commit"}
-"""Level to the last phase that is captured, as all before it are."""
-LEVELS = tuple(_LAST_CAPTURED)
 _WARMUP_RUNS = 2
 _TIMED_RUNS = 5
 _IDLE_RUNS = 3
@@ -143,7 +141,7 @@ class StepRunner:
         capture: Capture | None = None,
         chunks: Sequence[Chunk] = (),
     ) -> None:
-        expect_choice("runtime.graph", level, LEVELS)
+        expect_choice("runtime.graph", level, GRAPH_LEVELS)
         if level != "none" and capture is None and parts.resources.device.type != "cuda":
             raise ValueError(
                 f"runtime.graph={level} captures CUDA graphs and needs a CUDA device, got {parts.resources.device}; "
@@ -400,7 +398,7 @@ def _captured(level: str, phases: tuple[str, ...]) -> list[tuple[str, ...]]:
     """The groups of `phases` that are one graph each at `level`; they are the first of a step."""
     if level == "step" and phases == PHASES:
         return [PHASES]
-    last = _LAST_CAPTURED[level]
+    last = LAST_CAPTURED[level]
     return [(phase,) for phase in phases[: phases.index(last) + 1]] if last else []
 
 

@@ -75,7 +75,8 @@ class Engine:
         context = self._limit + overshoot
         captures_prompts = level == "step" and backend.captures_prompts
         piggybacks = settings.piggyback and captures_prompts
-        ahead = _ahead(settings) if piggybacks else 0
+        wanted = default_ahead(settings.max_batch) if settings.prefill_ahead is None else settings.prefill_ahead
+        ahead = wanted if piggybacks else 0
         max_pages = -(-context // settings.page_size)
         confidence = adaptive and not algorithm.chain
         resources = _resources(target, backend, settings, context, max_pages, settings.max_batch + ahead, confidence)
@@ -259,24 +260,13 @@ def default_ahead(max_batch: int) -> int:
     return min(max_batch, max(4, min(12, 3 * max_batch // 4), max_batch // 4))
 
 
-def _ahead(settings: EngineSettings) -> int:
-    """Requests whose prompts are prefilled while all rows are taken; EngineError if that is less than none."""
-    ahead = default_ahead(settings.max_batch) if settings.prefill_ahead is None else settings.prefill_ahead
-    if ahead < 0:
-        raise EngineError(f"prefill_ahead: expected at least 0, got {ahead}")
-    return ahead
-
-
 def _chunks_between(parts: StepParts, settings: EngineSettings, longest: int) -> list[Chunk]:
-    """Chunks that come before a step, in ascending order of size; requests have up to `longest` tokens. Raises
-    EngineError if a chunk could not hold a token."""
+    """Chunks that come before a step, in ascending order of size; requests have up to `longest` tokens."""
     config, device = parts.resources.target.config, parts.resources.device
     tile = settings.prefill_tile
     if tile is None:
         tile = _narrow(config, device) if longest <= _SHORT_REQUEST else default_tile(config, device)
     tile = min(tile, settings.prefill_chunk)
-    if tile < 1:
-        raise EngineError(f"prefill_chunk and prefill_tile: expected at least 1, got {tile}")
     # No chunk is larger than all rows together.
     most = min(settings.prefill_chunk // tile, settings.max_batch * tiles_of(longest, tile))
     return [Chunk(parts, size, tile) for size in tile_counts(most, dense=PASS_ROWS // tile)]

@@ -13,6 +13,7 @@ from algorithms.runtime.backends.registry import check_calls
 from algorithms.runtime.cache import KVScales
 from algorithms.runtime.models.loading import Target
 from algorithms.runtime.request import EngineError
+from specdec_kernels.checks import expect_at_least
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,12 @@ class EngineSettings:
     deterministic: bool = False
     adaptive: bool = False
     step_costs: StepCosts | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("page_size", "max_batch", "prefill_chunk"):
+            expect_at_least(name, getattr(self, name), 1)
+        for name, least in dict(num_pages=1, prefill_tile=1, prefill_ahead=0, overlap=0).items():
+            expect_at_least(name, getattr(self, name), least, nullable=True)
 
 
 def check_tree(algorithm: Algorithm) -> None:

@@ -22,6 +22,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from algorithms.runtime.request import Completion, EngineError, Request
+from specdec_kernels.checks import expect_at_least
 
 ABORTED = "aborted"
 FAILED = "error"
@@ -36,8 +37,7 @@ class PageAllocator:
     """Hands out page numbers 0 … num_pages - 1. Raises ValueError unless `num_pages` is at least 1."""
 
     def __init__(self, num_pages: int) -> None:
-        if num_pages < 1:
-            raise ValueError(f"num_pages: expected at least 1, got {num_pages}")
+        expect_at_least("num_pages", num_pages, 1)
         self.num_pages = num_pages
         self._free = list(reversed(range(num_pages)))
         self._owned = [False] * num_pages
@@ -49,8 +49,7 @@ class PageAllocator:
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` pages, or raise OutOfPages and take none."""
-        if count < 0:
-            raise ValueError(f"count: expected at least 0, got {count}")
+        expect_at_least("count", count, 0)
         if count > len(self._free):
             raise OutOfPages(f"asked for {count} pages, {len(self._free)} of {self.num_pages} are free")
         pages = [self._free.pop() for _ in range(count)]

@@ -13,6 +13,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from algorithms.runtime.levels import GRAPH_LEVELS
 from algorithms.runtime.sampling_params import SamplingParams
 from specdec_kernels.checks import expect_at_least, expect_between, expect_choice
 
@@ -23,7 +24,6 @@ SEED_STRIDE = 1_000_003
 """Distance between the request seeds of two run seeds, so that no two requests of a small sweep share a stream."""
 LARGEST_SEED = (2**63 - 1) // SEED_STRIDE - 1
 """Largest seed of a run: the seeds of its requests fit into 64 bits."""
-GRAPH_LEVELS = ("none", "draft", "verify", "step")
 
 
 @dataclass

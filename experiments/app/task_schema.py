@@ -12,7 +12,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from algorithms.registry import available
 from algorithms.runtime.backends.registry import backends
-from experiments.app.schema import GRAPH_LEVELS, RunConfig
+from algorithms.runtime.levels import GRAPH_LEVELS
+from experiments.app.schema import RunConfig
 from experiments.app.suggest import nearest
 from experiments.data.prompts import JsonlData, datasets
 from specdec_kernels.checks import expect_at_least, expect_between, expect_choice

@@ -17,6 +17,7 @@ docs/reading_a_report.md explains the contents.
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import threading
 from collections.abc import Iterator, Mapping
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.app.errors import UserError, disk_is_full, user_errors
-from experiments.app.resume import CONFIG, STATUS, read_status
+from experiments.app.resume import STATUS, read_status
 from experiments.report.json_log import JsonLog, json_lines, to_json
 
 REPORT, SUMMARY, REQUESTS, DECODINGS = "report.html", "summary.json", "requests.jsonl", "decodings.jsonl"
@@ -57,6 +58,7 @@ class RunFolder:
     def __init__(self, path: Path, about: Mapping[str, Any] | None = None, resumed: bool = False) -> None:
         """`about` is added to status.json. `resumed` goes on in `path` itself, with what an earlier run has left."""
         self.path, self.resumed = path if resumed else _claim(path), resumed
+        self._older = {entry for entry in self.path.iterdir() if entry.name != STATUS}
         self.requests, self.decodings = JsonLog(self.path / REQUESTS), JsonLog(self.path / DECODINGS)
         earlier = read_status(path) if resumed else {}
         started = {"started": earlier.get("started", _now())} | ({"resumed": _now()} if resumed else {})
@@ -105,13 +107,15 @@ class RunFolder:
         self._write_status()
 
     def discard(self) -> None:
-        """Remove the folder: a run that was refused leaves nothing."""
+        """Remove all that the run has left, a tracker's files too, and the folder unless it held something before."""
         self._stop()
-        for log in (self.requests, self.decodings):
-            log.path.unlink(missing_ok=True)
-        for name in (STATUS, CONFIG):
-            (self.path / name).unlink(missing_ok=True)
-        self.path.rmdir()
+        for path in set(self.path.iterdir()) - self._older:
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink()
+        with suppress(OSError):
+            self.path.rmdir()
 
     def _stop(self) -> None:
         """End the heartbeat and close the logs."""

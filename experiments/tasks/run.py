@@ -63,10 +63,10 @@ def run_task(config: RunConfig, composed: DictConfig) -> float:
     from experiments.app.errors import NotLossless
     from experiments.app.plan import resolve
     from experiments.app.provenance import git_revision, run_conditions
-    from experiments.app.resume import check_unchanged, own_words
+    from experiments.app.resume import CONFIG, check_unchanged, own_words
     from experiments.report.console import plain_console
     from experiments.report.metrics import NOT_A_GPU
-    from experiments.report.run_folder import CONFIG, REPORT, open_run_folder
+    from experiments.report.run_folder import REPORT, open_run_folder
     from experiments.report.tables import console_table
     from experiments.report.tracking import tracking
     from experiments.tasks.baselines import FOLDER as BASELINES
@@ -128,8 +128,9 @@ def _identity(config: RunConfig, typed: Sequence[str], path: Path) -> Identity:
 
 def _files(task: Task, notes: Sequence[str], summary: Mapping[str, Any]) -> dict[str, str]:
     """Names and contents of the files of results, the page among them."""
+    from experiments.app.resume import CONFIG
     from experiments.report.page import render
-    from experiments.report.run_folder import CONFIG, DECODINGS, REPORT, REQUESTS, SUMMARY
+    from experiments.report.run_folder import DECODINGS, REPORT, REQUESTS, SUMMARY
 
     rows, failures = summary["rows"], summary["failures"]
     conditions = {key: value for key, value in summary.items() if key not in OWN_KEYS}

@@ -49,7 +49,7 @@ def test_tiles_are_as_narrow_as_the_matrix_unit_lets_them() -> None:
 
 
 def test_a_chunk_holds_a_token() -> None:
-    with pytest.raises(EngineError, match="prefill_chunk and prefill_tile: expected at least 1, got 0"):
+    with pytest.raises(ValueError, match="^prefill_chunk: expected at least 1, got 0$"):
         engine_of(autoregressive(TARGET), Setup(prefill_chunk=0), TARGET)
 
 

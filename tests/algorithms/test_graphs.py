@@ -17,7 +17,8 @@ from algorithms.eagle3 import Eagle3
 from algorithms.mixed import Mixed
 from algorithms.ngram import NGram
 from algorithms.runtime.algorithm import Resources
-from algorithms.runtime.cuda_graph import LEVELS, StepRunner, buckets
+from algorithms.runtime.cuda_graph import StepRunner, buckets
+from algorithms.runtime.levels import GRAPH_LEVELS
 from algorithms.runtime.sampling_params import SamplingNeeds
 from algorithms.runtime.step import PHASES, Step
 from algorithms.standalone import Standalone
@@ -262,7 +263,7 @@ def test_levels_need_a_gpu_and_a_known_name() -> None:
             StepRunner(parts, "step", clock)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", GRAPH_LEVELS)
 def test_the_ledger_has_every_phase_at_every_level(drafter: dflash.DFlash, level: str) -> None:
     """Catches phases of a captured step that are booked under another name, not at all, or from the warm-up."""
     engine = engine_of(drafter, Setup(graph=level), TARGET)

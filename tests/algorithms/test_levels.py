@@ -7,9 +7,9 @@ import torch
 
 from algorithms.naive_eagle import NaiveEagle
 from algorithms.runtime.backends.torch import TorchBackend
-from algorithms.runtime.cuda_graph import LEVELS
 from algorithms.runtime.engine import Engine
 from algorithms.runtime.engine_settings import EngineSettings
+from algorithms.runtime.levels import GRAPH_LEVELS
 from algorithms.runtime.request import EngineError
 from tests.algorithms.drafters import TARGET, load_random_drafters
 from tests.algorithms.toy import Replayed, Setup, autoregressive, engine_of, spell
@@ -28,7 +28,7 @@ def level_used(captured: bool | None, asked: str) -> str:
     return engine.runner.level
 
 
-@pytest.mark.parametrize("asked", LEVELS)
+@pytest.mark.parametrize("asked", GRAPH_LEVELS)
 def test_the_run_decides_unless_the_algorithm_insists(asked: str) -> None:
     assert level_used(None, asked) == asked
     assert level_used(True, asked) == "step"

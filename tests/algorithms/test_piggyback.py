@@ -14,7 +14,7 @@ from algorithms.runtime.chunk import Chunk
 from algorithms.runtime.cuda_graph import StepRunner
 from algorithms.runtime.engine import Engine, default_ahead
 from algorithms.runtime.prefill import Prefiller
-from algorithms.runtime.request import Completion, EngineError, Request
+from algorithms.runtime.request import Completion, Request
 from algorithms.runtime.sampling_params import SamplingNeeds
 from algorithms.runtime.scheduler import Piece
 from tests.algorithms.drafters import ALL_MAKERS, TARGET, hinted, load_random_drafters
@@ -183,7 +183,7 @@ def test_a_number_of_requests_ahead_can_be_chosen() -> None:
     asked = requests(7, 6)
     assert [c.token_ids for c in engine.generate(asked).completions] == answers(asked, Setup(), TARGET)
     assert [default_ahead(count) for count in (1, 4, 8, 16, 32, 64)] == [1, 4, 6, 12, 12, 16]
-    with pytest.raises(EngineError, match="prefill_ahead: expected at least 0, got -1"):
+    with pytest.raises(ValueError, match="^prefill_ahead: expected at least 0 or null, got -1$"):
         engine_of(autoregressive(TARGET), Setup(graph="step", prefill_ahead=-1), TARGET)
 
 

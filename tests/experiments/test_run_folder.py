@@ -140,8 +140,15 @@ def test_a_killed_run_keeps_what_ended(tmp_path: Path) -> None:
     assert recorded(tmp_path / "run") == [0, 1] and status(tmp_path / "run") == "running"
 
 
-def test_input_that_forbids_a_run_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("older", [False, True])
+def test_input_that_forbids_a_run_leaves_what_was_there(older: bool, tmp_path: Path) -> None:
+    """A tracker has a folder of its own in that of the run; a folder that the user named may hold other files."""
+    if older:
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "mine.txt").write_text("kept")
     with pytest.raises(UserError), open_run_folder(tmp_path / "run") as folder:
         folder.write("config.yaml", "a: 1")
+        (folder.path / "wandb" / "offline-run").mkdir(parents=True)
+        (folder.path / "wandb" / "offline-run" / "run.wandb").write_text("log")
         raise UserError("the KV pool is too small")
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.rglob("*")] == (["run", "mine.txt"] if older else [])

@@ -45,18 +45,24 @@ def _deliver_links_kernel(
 
 
 @triton.jit
+def _link(node, NODES: tl.constexpr):
+    """Node that a link names; -1, which ends a walk, for all that are not in the row."""
+    return tl.where((node >= 0) & (node < NODES), node, -1)
+
+
+@triton.jit
 def _start_walk(index_ptr, next_token_ptr, accept_index_ptr, request, live, NODES: tl.constexpr, PATH: tl.constexpr):
     """Flat id of the root and its first child; the root is written to the path."""
     last = tl.load(index_ptr + request * NODES, mask=live, other=-1).to(tl.int64)
-    child = tl.load(next_token_ptr + request * NODES, mask=live, other=-1).to(tl.int64)
+    child = _link(tl.load(next_token_ptr + request * NODES, mask=live, other=-1).to(tl.int64), NODES)
     tl.store(accept_index_ptr + request * PATH, last.to(accept_index_ptr.dtype.element_ty), mask=live)
     return last, child
 
 
 @triton.jit
-def _goes_on(live, child, accepted, NODES: tl.constexpr, PATH: tl.constexpr):
+def _goes_on(live, child, accepted, PATH: tl.constexpr):
     """Whether there is a child to look at, and room for it on the path."""
-    return live & (child >= 0) & (child < NODES) & (accepted < PATH - 1)
+    return live & (child >= 0) & (accepted < PATH - 1)
 
 
 @triton.jit
@@ -78,7 +84,7 @@ def _onward(next_token_ptr, next_sibling_ptr, request, active, hit, child, NODES
     place = request * NODES + child
     down = tl.load(next_token_ptr + place, mask=hit, other=-1).to(tl.int64)
     along = tl.load(next_sibling_ptr + place, mask=active & (hit == 0), other=-1).to(tl.int64)
-    return tl.where(active, tl.where(hit, down, along), child)
+    return tl.where(active, _link(tl.where(hit, down, along), NODES), child)
 
 
 @triton.jit
@@ -110,9 +116,7 @@ def _verify_greedy_kernel(
     place, in_row = request[:, None] * NODES + node, live[:, None] & (node < NODES)
     tokens, flat = _row(candidates_ptr, place, in_row), _row(index_ptr, place, in_row)
     children, siblings = _row(next_token_ptr, place, in_row), _row(next_sibling_ptr, place, in_row)
-    # Links outside the row are all alike: they end the walk.
-    children = tl.maximum(tl.minimum(children, NODES), -1).to(tl.int32)
-    siblings = tl.maximum(tl.minimum(siblings, NODES), -1).to(tl.int32)
+    children, siblings = _link(children, NODES).to(tl.int32), _link(siblings, NODES).to(tl.int32)
     targets = _row(target_ptr, flat, in_row & (flat >= 0) & (flat < batch * NODES))
 
     accepted = (request * 0).to(tl.int32)
@@ -121,7 +125,7 @@ def _verify_greedy_kernel(
     path_ptr = accept_index_ptr + request * PATH
     tl.store(path_ptr, last.to(accept_index_ptr.dtype.element_ty), mask=live)
     visits = NODES - 1
-    active = _goes_on(live, child, accepted, NODES, PATH)
+    active = _goes_on(live, child, accepted, PATH)
     while (visits > 0) & (tl.max(active.to(tl.int32), 0) > 0):
         token = wide_entry(tokens, node, child)
         hit = active & (token == target)
@@ -133,7 +137,7 @@ def _verify_greedy_kernel(
         target = tl.where(hit, wide_entry(targets, node, child), target)
         onward = tl.where(hit, entry(children, node, child), entry(siblings, node, child))
         child = tl.where(active, onward, child)
-        active = _goes_on(live, child, accepted, NODES, PATH)
+        active = _goes_on(live, child, accepted, PATH)
         visits -= 1
     inside = live & (last >= 0) & (last < flat_nodes)
     tl.store(predicts_ptr + last, target.to(predicts_ptr.dtype.element_ty), mask=inside)
@@ -170,7 +174,7 @@ def _sample_walk_kernel(
     visits = NODES - 1
     uniform = tl.load(uniforms_ptr + request * NODES, mask=live, other=1.0)
     mass = uniform * 0.0
-    active = _goes_on(live, child, accepted, NODES, PATH)
+    active = _goes_on(live, child, accepted, PATH)
     while (visits > 0) & (tl.max(active.to(tl.int32), 0) > 0):
         token = tl.load(candidates_ptr + request * NODES + child, mask=active, other=-1).to(tl.int64)
         known = active & (token >= 0) & (token < VOCAB)
@@ -193,7 +197,7 @@ def _sample_walk_kernel(
         uniform = tl.where(hit, tl.load(uniforms_ptr + request * NODES + child, mask=hit, other=1.0), uniform)
         mass = tl.where(hit, 0.0, mass)
         child = _onward(next_token_ptr, next_sibling_ptr, request, active, hit, child, NODES)
-        active = _goes_on(live, child, accepted, NODES, PATH)
+        active = _goes_on(live, child, accepted, PATH)
         visits -= 1
     tl.store(node_ptr + request, node.to(tl.int32), mask=live)
     tl.store(last_ptr + request, last, mask=live)

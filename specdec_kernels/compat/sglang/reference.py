@@ -73,7 +73,7 @@ def verify_tree_greedy(
     target_predict: torch.Tensor,
 ) -> None:
     """See `specdec_kernels.compat.sglang.verify_tree_greedy`."""
-    walk = _Walk(accept_index, retrive_index, next_token, next_sibling, predicts.shape[0])
+    walk = _Walk(accept_index, retrive_index, next_token, next_sibling)
     flat_target = target_predict.reshape(-1)
     for _ in range(candidates.shape[1] - 1):
         token = _at(candidates, walk.child)
@@ -102,7 +102,7 @@ def tree_speculative_sampling_target_only(
     if batch == 0:
         return
     request = torch.arange(batch, device=candidates.device)
-    walk = _Walk(accept_index, retrive_index, next_token, next_sibling, predicts.shape[0])
+    walk = _Walk(accept_index, retrive_index, next_token, next_sibling)
     mass = uniforms.new_zeros(batch)
     for _ in range(nodes - 1):
         token = _at(candidates, walk.child)
@@ -164,11 +164,9 @@ class _Walk:
         retrive_index: torch.Tensor,
         next_token: torch.Tensor,
         next_sibling: torch.Tensor,
-        flat_nodes: int,
     ) -> None:
         self._accept_index, self._index = accept_index, retrive_index
         self._next_token, self._next_sibling = next_token, next_sibling
-        self._flat_nodes = flat_nodes
         batch, self._nodes = next_token.shape
         self.node = torch.zeros(batch, dtype=torch.int64, device=next_token.device)
         self.accepted = torch.zeros_like(self.node)
