@@ -46,8 +46,7 @@ def _ranks(confidence_ptr, row, node, score, NODES: tl.constexpr, BLOCK_N: tl.co
         other = start + tl.arange(0, COMPARED)
         theirs = tl.load(confidence_ptr + row + other, mask=other < NODES, other=-1.0)
         equal = (theirs[None, :] == score[:, None]) & (other[None, :] < node[:, None])
-        ahead = ((theirs[None, :] > score[:, None]) | equal) & (other < NODES)[None, :]
-        rank += tl.sum(ahead.to(tl.int32), 1)
+        rank += tl.sum(((theirs[None, :] > score[:, None]) | equal).to(tl.int32), 1)
     return rank
 
 
@@ -78,7 +77,7 @@ def _steps_of_row(
     count = tl.load(num_accepted_ptr + request)
     draft = (place > 0) & (place <= count) & (place < PATH)
     path = tl.load(nodes_ptr + request * PATH + place, mask=draft, other=-1)
-    on_path = (tl.sum((path[None, :] == node[:, None]).to(tl.int32), 1) > 0) & (node < NODES)
+    on_path = tl.sum((path[None, :] == node[:, None]).to(tl.int32), 1) > 0
     index = tl.arange(0, BLOCK_S)
     bound = tl.load(sizes_ptr + index, mask=index < SIZES, other=0)
     within = on_path[:, None] & (rank[:, None] < bound[None, :])
@@ -167,8 +166,8 @@ def _choose(
     of_smaller = tl.sum(tl.where(index[None, :] == index[:, None] - 1, steps[None, :], 0.0), 1)
     gained = tl.sum(tl.where(index == size, smaller / own - 1.0, 0.0), 0)
     updated = (index > 0) & (index <= size)
-    fades = (index > size) & (keep * own > _LEAST_EVIDENCE)
-    left = tl.where(updated | fades, keep, 1.0)
+    fades = updated | (keep * own > _LEAST_EVIDENCE)
+    left = tl.where(fades, keep, 1.0)
     smaller = left * smaller + tl.where(updated, of_smaller, 0.0)
     own = left * own + tl.where(updated, steps, 0.0)
     gain = tl.sum(tl.where(index == size, smaller / own - 1.0, 0.0), 0)
@@ -180,8 +179,8 @@ def _choose(
     tokens = tl.minimum(tl.cumprod(smaller / own, 0), most)
     rate = tl.where(inside, tokens / tl.load(step_ms_ptr + index, mask=inside, other=1.0), -1.0)
     best = tl.argmax(rate, 0)
-    last_rate = tl.sum(tl.where(index == last, rate, 0.0), 0)
-    stays = (last >= 0) & (tl.max(rate, 0) < last_rate * tl.where(best > last, _KEEP_SMALLER, _KEEP_STILL))
+    last_rate = tl.sum(tl.where(index == last, rate, 0.0), 0)  # 0 where nothing was chosen before
+    stays = tl.max(rate, 0) < last_rate * tl.where(best > last, _KEEP_SMALLER, _KEEP_STILL)
     tl.store(choice_ptr, tl.where(stays, last, best))
     tl.store(choice_ptr + 1, tl.argmax(tl.where(index > 0, rate, -1.0), 0))
 

@@ -121,6 +121,20 @@ def test_a_small_gain_changes_nothing(impl: str) -> None:
     assert step(state, impl, [7] * 8, (1.0, 1.9, 3.7, 7.5)) == [2, 2]
 
 
+def test_a_small_gain_of_drafting_changes_nothing(impl: str) -> None:
+    state = SizeState.create((2,), DEVICE)
+    state.choice.copy_(torch.tensor([0, 1]))
+    assert step(state, impl, [1] * 64, (1.0, 1.98), size=1) == [0, 1]
+    assert step(state, impl, [1] * 64, (1.0, 1.9), size=1) == [1, 1]
+
+
+def test_no_size_writes_more_tokens_than_it_has_nodes(impl: str) -> None:
+    """The ratios alone say 8 tokens for 5 nodes, which would be worth 1.5 times the time of 4."""
+    state = SizeState.create((2, 4, 5), DEVICE)
+    state.evidence.copy_(torch.tensor([[8.0, 4.0]] * 3))
+    assert step(state, impl, [1] * 4, (1.0, 1.0, 1.0, 1.5), size=1) == [2, 2]
+
+
 def test_the_batch_is_judged_as_a_whole(impl: str) -> None:
     """One request that accepts everything pays for another that accepts nothing, and not for seven others."""
     times = (1.0, 1.3, 1.6, 2.2)
@@ -132,7 +146,8 @@ def test_padding_is_not_judged(impl: str) -> None:
     assert after(30, impl, [7, 0, 0, 0], (1.0, 1.5, 2.0, 3.0), active=[1, 0, 0, 0]) == 3
     state = SizeState.create(SIZES, DEVICE)
     before = state.evidence.clone()
-    assert step(state, impl, [0, 0], active=[0, 0]) == [-1, -1] and torch.equal(state.evidence, before)
+    for rows in (2, 3):
+        assert step(state, impl, [0] * rows, active=[0] * rows) == [-1, -1] and torch.equal(state.evidence, before)
 
 
 def test_the_choice_follows_the_text(impl: str) -> None:

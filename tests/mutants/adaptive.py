@@ -38,7 +38,7 @@ MUTANTS = (
     Mutant(
         "what_is_long_past_never_fades",
         _KERNEL,
-        "left = tl.where(updated | fades, keep, 1.0)",
+        "left = tl.where(fades, keep, 1.0)",
         "left = tl.where(updated, keep, 1.0)",
         _case("choose_fading"),
         "a larger size that pays now is not taken up for hundreds of steps",
@@ -78,8 +78,8 @@ MUTANTS = (
     Mutant(
         "equal_confidence_shares_a_rank",
         _KERNEL,
-        "ahead = ((theirs[None, :] > score[:, None]) | equal) & (other < NODES)[None, :]",
-        "ahead = (theirs[None, :] > score[:, None]) & (other < NODES)[None, :]",
+        "tl.sum(((theirs[None, :] > score[:, None]) | equal).to(tl.int32), 1)",
+        "tl.sum((theirs[None, :] > score[:, None]).to(tl.int32), 1)",
         _case("choose_ties"),
         "a node counts as one of a smaller size",
     ),

@@ -113,9 +113,16 @@ MEANINGLESS = {
     ("specdec_kernels/attention/kernel.py", "if split >= live", ">"),
     ("specdec_kernels/attention/types.py", "min(programs, resident)", "max"),
     ("specdec_kernels/attention/api.py", "partial_bytes > configs.INVARIANT_PARTIAL_BYTES", ">="),
+    # Sums and quotients that never are just at a bound.
+    ("specdec_kernels/adaptive/kernel.py", "keep * own > _LEAST_EVIDENCE", ">="),
+    ("specdec_kernels/adaptive/reference.py", "keep * above[:, 1:] > LEAST_EVIDENCE", ">="),
+    ("specdec_kernels/adaptive/kernel.py", "tl.max(rate, 0) < last_rate", "<="),
+    ("specdec_kernels/adaptive/reference.py", "rates[best] < rates[last] *", "<="),
+    ("specdec_kernels/adaptive/kernel.py", "(place < PATH)", "<="),  # counts end at the path
     # Sizes of tiles, numbers of programs, and counters that are kept for later: speed.
     ("specdec_kernels/adaptive/kernel.py", "COMPARED=min(", "max"),
     ("specdec_kernels/adaptive/kernel.py", " ROWS=min(", "max"),
+    ("specdec_kernels/adaptive/kernel.py", "if batch <= FEW_ROWS", "<"),
     ("specdec_kernels/commit/kernel.py", "rows = min(lanes(batch * path)", "max"),
     ("specdec_kernels/texts/kernel.py", "(triton.cdiv(batch * (width + 1), config.copy)", "0"),
     ("specdec_kernels/compat/sglang/index/kernel_tables.py", "programs = min(", "max"),
