@@ -214,7 +214,7 @@ def merge_config(chip: str, rows: int, num_splits: int) -> MergeConfig:
     """Row of the table for merging up to `num_splits` partial results of each of `rows` = N * H output rows per
     request."""
     if chip == "interpreter":
-        return MergeConfig(max(2, min(1024, _power_of_two(rows))), 1, 1, overlap=False)
+        return MergeConfig(max(2, min(1024, _power_of_two(rows))), 2, 1, overlap=False)
     # A warp takes two rows of 128 two-byte numbers, 16 bytes per lane.
     rows, num_warps = (4, 2) if rows <= 64 else (8, 4)
     return MergeConfig(rows, merge_unroll(chip, num_splits), num_warps, overlap=chip in _OVERLAP_CHIPS)
@@ -222,8 +222,6 @@ def merge_config(chip: str, rows: int, num_splits: int) -> MergeConfig:
 
 def merge_unroll(chip: str, num_splits: int) -> int:
     """Partial results of a row that are loaded together; eight spill on sm100."""
-    if chip == "interpreter":
-        return 1
     return 8 if chip == "sm90" and num_splits > 4 else 4
 
 

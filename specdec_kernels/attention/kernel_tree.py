@@ -173,7 +173,7 @@ def _tree_attention_kernel(
     valid = head < GROUP
     row_used = valid & in_use
     rows = (request * num_nodes + node) * (H_KV * GROUP) + kv_head * GROUP + head
-    H: tl.constexpr = BLOCK_D // 2 if BLOCK_D > 16 else 16  # a matrix product takes 16 at least
+    H: tl.constexpr = max(BLOCK_D // 2, 16)  # a matrix product takes 16 at least
     dims, used = tl.arange(0, H), row_used[:, None]
     q_first = _load_half(q_ptr, rows[:, None], used, dims, D)
     q_last = _load_half(q_ptr, rows[:, None], used, H + dims, D)

@@ -176,6 +176,7 @@ CASES = (
     ),
     _write("write_96", "a head dimension off the block", tokens=5, heads=(3, 2), head_dim=96),
     _write("write_256", "a wide head", tokens=3, head_dim=256, norm=False),
+    _write("write_scaled", "large numbers cut as for e4m3", tokens=3, k_scale=0.001, v_scale=0.002),
     _write("write_fp8", "saturation, subnormal codes", tokens=9, fp8="number", skipped="some"),
     _write("write_fp8_heads", "scales by head", tokens=6, heads=(6, 3), head_dim=32, fp8="heads", norm=False),
     _write("write_fp8_shipped", "registers of the e4m3 store", tokens=4, gate=True, fp8="heads", **_SHIPPED),

@@ -72,7 +72,7 @@ def _yarn_amplitude(scaling: YarnScaling) -> float:
         return scaling.attention_factor
 
     def grown(weight: float) -> float:
-        return 1.0 if scaling.factor <= 1 else 0.1 * weight * math.log(scaling.factor) + 1.0
+        return 0.1 * weight * math.log(max(scaling.factor, 1.0)) + 1.0
 
     if scaling.mscale and scaling.mscale_all_dim:
         return grown(scaling.mscale) / grown(scaling.mscale_all_dim)

@@ -225,3 +225,10 @@ def test_warmup_compiles_what_calls_launch(chip: str) -> None:
 def test_warmup_runs() -> None:
     options: dict[str, Any] = dict(window=9, sinks=True, head_scales=True, max_length=100, node_counts=(1, 3))
     assert warmup(heads=2, kv_heads=1, head_dim=16, device=DEVICE, dtype=torch.float32, **options) == 3 * 2 * 4
+
+
+def test_a_request_without_rows_has_no_slots() -> None:
+    """Backends of other packages size their plans by it."""
+    metadata = inputs("tree", 5, (20, 9, 4), tree_width=21, q_lens=(2, 0, 5))["metadata"]
+    assert metadata.used_slots(5).tolist() == [21, 0, 21]
+    assert metadata._replace(tree_width=None).used_slots(5).tolist() == [2, 0, 5]

@@ -249,6 +249,8 @@ def test_scores_depend_on_the_distance_alone() -> None:
         (dict(rope=torch.zeros(64, 16, dtype=torch.float16)), "rope: expected dtype torch.float32"),
         (dict(q_norm=None), "both or neither"),
         (dict(q=torch.zeros(16, 4, 5).permute(2, 1, 0)), "q: expected adjacent heads"),
+        (dict(q=torch.zeros(5, 4, 32)[..., :16]), "q: expected adjacent heads"),
+        (dict(q=torch.zeros(5, 72)[:, 1:65].view(5, 4, 16)), "q: expected adjacent heads"),
         (dict(v=torch.zeros(5, 2, 16, dtype=torch.float16)), "v: expected dtype torch.float32"),
     ],
 )

@@ -36,6 +36,8 @@ CASES = [
     if "huge" not in case.tags and (ON_GPU or "large" not in case.tags)
 ]
 
+EXACT = [family for family in FAMILIES if comparison_of(family).float64]
+
 
 def flatten(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors inside nested tuples, lists and dicts, each with the name of its place."""
@@ -125,6 +127,26 @@ def test_kernel_is_the_reference(family: str, case: Case, dtype: torch.dtype) ->
             assert_as_accurate(name, actual, expected, truth[name], roundings)
         elif not actual.is_floating_point():
             assert torch.equal(actual, expected), f"{name}:\n{actual}\nexpected\n{expected}"
+
+
+@pytest.mark.parametrize("family", [pytest.param(name, id=f"{name}-float64") for name in EXACT])
+def test_the_truth_is_finer_than_float32(family: str) -> None:
+    """A reference that computed in float32 what it is given in float64 would allow a kernel every error twice."""
+    cases = import_module(f"specdec_kernels.{family}.cases").CASES
+    writes, finer = set(), set()
+    for case in cases:
+        if case.function in finer or case.tags or case.gate or case.bench:
+            continue
+        inputs = rebuilt(case.build(Maker.seeded(DEVICE)), torch.float64)
+        before = dict(flatten("argument", rebuilt(inputs, None)))
+        after = outcome(getattr(import_module(f"specdec_kernels.{family}"), case.function), inputs, "reference")
+        for name, value in after.items():
+            if value.dtype != torch.float64 or (name in before and identical(value, before[name])):
+                continue
+            writes.add(case.function)
+            if not identical(value, value.float().double()):
+                finer.add(case.function)
+    assert writes and finer == writes
 
 
 @pytest.fixture(autouse=True)

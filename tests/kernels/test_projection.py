@@ -12,7 +12,7 @@ from specdec_kernels.all_reduce import all_reduce_add_rms_norm
 from specdec_kernels.all_reduce.cases import exchange_inputs
 from specdec_kernels.all_reduce.reference import packed, without_last_bit
 from specdec_kernels.cases import Maker
-from specdec_kernels.launch import CHIPS
+from specdec_kernels.launch import CHIPS, record_launches
 from specdec_kernels.norm import add_rms_norm
 from specdec_kernels.projection import (
     kernel,
@@ -235,6 +235,34 @@ def test_a_largest_logit_has_the_bits_of_the_logits() -> None:
 def test_many_rows_go_to_torch() -> None:
     inputs = linear_inputs(Maker.seeded(DEVICE, DTYPE), FAST_ROWS + 1, 48, 64)
     assert torch.equal(linear(**inputs, impl="triton"), linear(**inputs, impl="reference"))
+
+
+def test_few_rows_are_computed_by_the_kernels() -> None:
+    """What goes to torch instead has the same numbers."""
+
+    def kernels_of(rows: int, dtype: torch.dtype = torch.float32) -> list[list[str]]:
+        make = Maker.seeded("cpu", dtype)
+        normed, exchanged = normed_inputs(make, rows, 96, 1100), exchange_inputs(make, rows, 96, capacity=rows)
+        x, weight, end = normed["x"], normed["weight"], [normed[key] for key in ("residual", "norm_weight", "eps")]
+        calls = (
+            lambda: linear(x, weight, impl="triton"),
+            lambda: linear_silu_mul(x, weight, impl="triton"),
+            lambda: linear_add_rms_norm(**normed, impl="triton"),
+            lambda: linear_all_reduce_add_rms_norm(x, weight, exchanged["exchange"], 0, *end, impl="triton"),
+            lambda: linear_argmax(x, weight, impl="triton"),
+        )
+        names = []
+        for call in calls:
+            with record_launches("sm90") as launches:
+                call()
+            names.append([each.kernel.__name__ for each in launches])
+        return names
+
+    product, exchange = ["_linear_kernel"], ["_all_reduce_kernel"]
+    largest = ["_argmax_kernel", "_argmax_of_tiles_kernel"]
+    assert kernels_of(4) == [product, product, [*product, "_norm_kernel"], [*product, *exchange], largest]
+    assert kernels_of(FAST_ROWS + 2) == [[], ["_silu_mul_kernel"], ["_norm_kernel"], exchange, []]
+    assert kernels_of(4, torch.float64) == [[]] * 5
 
 
 def test_float64_is_computed_by_the_definition() -> None:

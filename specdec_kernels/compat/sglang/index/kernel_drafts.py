@@ -23,14 +23,10 @@ from specdec_kernels.launch import lanes, launch
 
 
 @triton.jit
-def _branch_start(length, branch, TOPK: tl.constexpr, STEPS: tl.constexpr, PAGE_SIZE: tl.constexpr):
+def _branch_start(length, branch, STEPS: tl.constexpr, PAGE_SIZE: tl.constexpr):
     """Position of the first draft of a branch, as `reference._branch_start`."""
-    if PAGE_SIZE > 1 and TOPK > 1:
-        pages = (length % PAGE_SIZE + STEPS + PAGE_SIZE - 1) // PAGE_SIZE
-        start = length + branch * pages * PAGE_SIZE
-    else:
-        start = length + branch * STEPS
-    return start
+    pages = (length % PAGE_SIZE + STEPS + PAGE_SIZE - 1) // PAGE_SIZE
+    return length + branch * pages * PAGE_SIZE
 
 
 @triton.jit(do_not_specialize=["batch", "num_rows", "width"])
@@ -55,7 +51,7 @@ def _draft_slots_kernel(
     request, branch = sequence // TOPK, sequence % TOPK
     row = tl.load(rows_ptr + request, mask=live, other=-1)
     length = tl.load(lengths_ptr + request, mask=live, other=0).to(tl.int64)
-    position = _branch_start(length, branch, TOPK, STEPS, PAGE_SIZE) + step
+    position = _branch_start(length, branch, STEPS, PAGE_SIZE) + step
     tl.store(slots_ptr + place, table_entry(table_ptr, row, position, live, num_rows, width, -1), mask=live)
     if PAGE_SIZE > 1 and TOPK > 1:
         TAILS: tl.constexpr = (TOPK - 1) * (PAGE_SIZE - 1)
@@ -66,7 +62,7 @@ def _draft_slots_kernel(
         length = tl.load(lengths_ptr + request, mask=live, other=0).to(tl.int64)
         tail = length % PAGE_SIZE
         copied = live & (offset < tail)
-        copy = _branch_start(length, branch, TOPK, STEPS, PAGE_SIZE) - tail + offset
+        copy = _branch_start(length, branch, STEPS, PAGE_SIZE) - tail + offset
         source = table_entry(table_ptr, row, length - tail + offset, copied, num_rows, width, -1)
         tl.store(source_ptr + place, source, mask=live)
         tl.store(target_ptr + place, table_entry(table_ptr, row, copy, copied, num_rows, width, -1), mask=live)
@@ -109,7 +105,7 @@ def _sequence_indices_kernel(
         length = tl.maximum(tl.load(lengths_ptr + request, mask=owned, other=0).to(tl.int64), 0)
         prefix = tl.minimum(length, limit)
         early = tl.where(column < sink, column, column + length - prefix)
-        late = _branch_start(length, branch, REPEAT, STEPS, PAGE_SIZE) + column - prefix
+        late = _branch_start(length, branch, STEPS, PAGE_SIZE) + column - prefix
         position = tl.where(column < prefix, early, late)
         row = tl.load(rows_ptr + request, mask=owned, other=-1)
         slot = table_entry(table_ptr, row, position, owned, num_rows, width, 0)

@@ -84,7 +84,7 @@ def draft_slots(
     batch = rows.shape[0]
     step = torch.arange(num_steps, device=table.device)
     branch = torch.arange(topk, device=table.device)
-    first = _branch_start(lengths.long()[:, None], branch, topk, num_steps, page_size)
+    first = _branch_start(lengths.long()[:, None], branch, num_steps, page_size)
     position = first[:, :, None] + step
     slots = _table_entries(table, rows[:, None, None], position, -1)
 
@@ -117,7 +117,7 @@ def draft_kv_indices(
     length = lengths.long().clamp(min=0).repeat_interleave(topk)
     kept = length if window is None else length.clamp(max=sink + window)
     branch = torch.arange(topk, device=table.device).repeat(rows.shape[0])
-    first_draft = _branch_start(length, branch, topk, num_steps, page_size)
+    first_draft = _branch_start(length, branch, num_steps, page_size)
     pool_row = rows.repeat_interleave(topk)
     steps = []
     for step in range(num_steps):
@@ -211,13 +211,12 @@ def _flat_cells(
     batch, num_nodes = sees.shape[:2]
     element = torch.arange(capacity, device=sees.device)
     request = torch.searchsorted(offsets[1:], element, right=True)
-    inside = (request < batch)[:, None]
     request = request.clamp(max=batch - 1)
     cell = (element - offsets[request])[:, None] * unit + torch.arange(unit, device=sees.device)
     node, column = cell // width[request, None], cell % width[request, None]
     drafted = column - (width[request, None] - num_nodes)
     seen = sees[request[:, None], node.clamp(max=num_nodes - 1), drafted.clamp(min=0)]
-    return inside & (node < num_nodes) & ((drafted < 0) | seen)
+    return (node < num_nodes) & ((drafted < 0) | seen)  # what stands behind the last request is no node of it
 
 
 def packed_dtype(num_nodes: int) -> torch.dtype:
@@ -274,11 +273,8 @@ def _picked(per_row: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     return per_row[row] if per_row.shape[0] else torch.zeros_like(row)
 
 
-def _branch_start(
-    lengths: torch.Tensor, branch: torch.Tensor, topk: int, num_steps: int, page_size: int
-) -> torch.Tensor:
-    """Position of the first draft of a branch."""
-    if page_size == 1 or topk == 1:
-        return lengths + branch * num_steps
+def _branch_start(lengths: torch.Tensor, branch: torch.Tensor, num_steps: int, page_size: int) -> torch.Tensor:
+    """Position of the first draft of a branch. Each branch but the first begins with a copy of the prefix's last,
+    partly filled page."""
     pages = (lengths % page_size + num_steps + page_size - 1) // page_size
     return lengths + branch * pages * page_size
