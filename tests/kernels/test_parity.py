@@ -23,6 +23,7 @@ import torch
 from experiments.bench import parity
 from specdec_kernels import FAMILIES
 from specdec_kernels.cases import INTERPRETED_ROUNDINGS, Case, Maker, comparison_of
+from tests.kernels import small_tiles
 from tests.kernels.guard import guarded, poisoned
 
 ON_GPU = torch.cuda.is_available()
@@ -36,6 +37,12 @@ CASES = [
     if "huge" not in case.tags and (ON_GPU or "large" not in case.tags)
 ]
 
+SMALL = [
+    pytest.param(family, case, id=f"{family}-{case.name}-small")
+    for family in small_tiles.FAMILIES
+    for case in import_module(f"specdec_kernels.{family}.cases").CASES
+    if not (case.tags or case.gate or case.bench)
+]
 EXACT = [family for family in FAMILIES if comparison_of(family).float64]
 
 
@@ -127,6 +134,14 @@ def test_kernel_is_the_reference(family: str, case: Case, dtype: torch.dtype) ->
             assert_as_accurate(name, actual, expected, truth[name], roundings)
         elif not actual.is_floating_point():
             assert torch.equal(actual, expected), f"{name}:\n{actual}\nexpected\n{expected}"
+
+
+@pytest.mark.skipif(ON_GPU, reason="the tiles that are made small are the interpreter's")
+@pytest.mark.parametrize("family, case", SMALL)
+def test_small_tiles_have_the_same_results(monkeypatch: pytest.MonkeyPatch, family: str, case: Case) -> None:
+    """The interpreter's tiles hold the inputs of most cases whole, so that nothing passes from one to the next."""
+    small_tiles.make_tiles_small(monkeypatch)
+    test_kernel_is_the_reference(family, case, torch.float32)
 
 
 @pytest.mark.parametrize("family", [pytest.param(name, id=f"{name}-float64") for name in EXACT])

@@ -469,6 +469,7 @@ CASES = (
     _build("sgl_build_packed_64", "words without bits to cut off", batch=2, nodes=64, mode=_PACKED, topk=8),
     _build("sgl_build_wide", "cells of the second mask word", batch=1, nodes=70, mode=_QUERY, topk=8),
     _build("sgl_build_chain", "an empty parent list", batch=2, nodes=4, mode=_QUERY, topk=4, depth=1),
+    _build("sgl_build_many", "lengths of a second block", batch=260, nodes=2, mode=_FULL, topk=1, depth=2),
     _build("sgl_build_root", "a tree of the root alone", batch=2, nodes=1, mode=_FULL),
     _build(
         "sgl_build_b64", "the step's shape", gate=True, bench=True, tags=("large",), batch=64, nodes=32, mode=_QUERY,
