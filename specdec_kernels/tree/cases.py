@@ -104,7 +104,7 @@ def _equal_logits(make: Maker, rows: int, vocab: int, k: int) -> dict[str, Any]:
     return dict(logits=make.integers(0, 3, rows, vocab).to(make.dtype), k=k)
 
 
-def _hostile_logits(make: Maker, vocab: int, k: int) -> dict[str, Any]:
+def _hostile_logits(make: Maker, vocab: int, k: int, greedy: bool = False) -> dict[str, Any]:
     """NaN, infinities, nothing usable, one usable entry, and a strided view whose neighbours are larger."""
     nan, inf = float("nan"), float("inf")
     logits = make.normal(6, vocab + 5)
@@ -116,7 +116,7 @@ def _hostile_logits(make: Maker, vocab: int, k: int) -> dict[str, Any]:
     logits[4, :vocab] = -inf
     logits[4, vocab // 2] = 1.0
     logits[5, :vocab] = 0.0
-    return dict(logits=logits[:, :vocab], k=k)
+    return dict(logits=logits[:, :vocab], k=k, temperature=make.tensor([0.0] * 6, torch.float32) if greedy else None)
 
 
 def expansion(
@@ -207,6 +207,20 @@ def _rerank(
     )
 
 
+def _rerank_zeros(make: Maker, num_nodes: int) -> dict[str, Any]:
+    """More candidates of score 0 than there is room for, beside some above and some below."""
+    scores = make.tensor(
+        [[0.0, 0.5, 0.0, 0.0, -1.0, 0.25, 0.0], [0.0] * 7, [-1.0, 0.0, -2.0, 0.0, 0.0, 1.0, 2.0]], torch.float32
+    )
+    return dict(
+        path_scores=scores,
+        tokens=make.integers(0, 99, *scores.shape),
+        parents=make.tensor([[-1, 0, -1, 2, 0, -1, 5]] * 3, torch.int32),
+        num_nodes=num_nodes,
+        last_tokens=make.integers(0, 99, 3),
+    )
+
+
 def _marginals(make: Maker, batch: int, depths: int, ranks: int, num_nodes: int) -> dict[str, Any]:
     return dict(
         probs=random_probs(make, batch, depths, ranks),
@@ -282,8 +296,8 @@ def _children_drawn(
     make: Maker, batch: int, vocab: int, replacement: bool, kept: int | None = None, troubled: bool = False
 ) -> dict[str, Any]:
     """A tree of eleven nodes over four rows, rows at temperature 0 among them; `kept` tokens of each row can be
-    drawn."""
-    rows, children = [0, 1, 2, 2], [[1, 2, 3, 4], [5, 6, -1, 7], [8, 9, -1, -1], [10, -1, -1, -1]]
+    drawn. Node 0 is drawn too, as any node may be."""
+    rows, children = [0, 1, 2, 2], [[1, 2, 3, 4], [5, 6, -1, 7], [8, 9, -1, -1], [10, -1, 0, -1]]
     logits = make.normal(batch, 4, vocab, scale=2.0).float()
     if kept is not None:
         logits = torch.where(logits >= logits.topk(kept).values[..., -1:], logits, float("-inf"))
@@ -356,6 +370,7 @@ CASES = (
     case_of("draft_topk", _equal_logits, "topk_equal", "the lowest id among equals", rows=3, vocab=1100, k=64),
     case_of("draft_topk", _equal_logits, "topk_equal_tiles", "the lowest of equal tiles", rows=3, vocab=1100, k=3),
     case_of("draft_topk", _hostile_logits, "topk_hostile", "NaN and infinities", vocab=700, k=9),
+    case_of("draft_topk", _hostile_logits, "topk_hostile_greedy", "a row without a token", vocab=700, k=9, greedy=True),
     _topk_case("topk_qwen", "the shipped vocabulary", gate=True, bench=True, tags=_LARGE, rows=32, vocab=_VOCAB, k=8),
     _topk_case("topk_widest", "the widest vocabulary", tags=_LARGE, rows=4, vocab=248320, k=64),
     _drawn_case("draw_empty", "launch on an empty grid", batch=0, vocab=9, replacement=False),
@@ -391,6 +406,7 @@ CASES = (
     _rerank_case("rerank_root_only", "nothing to keep", batch=2, candidates=1, num_nodes=1),
     _rerank_case("rerank_few", "more nodes than candidates", batch=2, candidates=5, num_nodes=9),
     _rerank_case("rerank_ties", "a tie at the threshold", batch=4, candidates=40, num_nodes=12, levels=2),
+    case_of("rerank_tree", _rerank_zeros, "rerank_zeros", "a tie at zero", num_nodes=4),
     _rerank_case("rerank_hostile", "NaN, late parents", batch=4, candidates=30, num_nodes=12, closed=False),
     _rerank_case("rerank_64", "shipped shape", gate=True, bench=True, batch=8, candidates=328, num_nodes=64),
     _rerank_case("rerank_4096", "widest", gate=True, tags=_LARGE, batch=2, candidates=4096, num_nodes=256),

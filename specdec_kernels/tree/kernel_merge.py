@@ -42,8 +42,9 @@ def _merge_kernel(
     for number in range(1, SECOND):
         theirs = tl.load(other_parents_ptr + request * SECOND + number)
         wanted = tl.load(other_tokens_ptr + request * SECOND + number)
-        above = tl.max(tl.where((second == theirs) & (theirs < number), place, _NOWHERE), 0)
-        same = (parent == above) & (token == wanted) & (node > 0) & (above >= 0)
+        # No node that is still to come has a place.
+        above = tl.max(tl.where(second == theirs, place, _NOWHERE), 0)
+        same = (parent == above) & (token == wanted)
         found = tl.min(tl.where(same, node, BLOCK_N), 0)
         new = FIRST + number - 1
         is_new = (node == new) & (found == BLOCK_N) & (above >= 0)

@@ -75,8 +75,8 @@ def _topk_tiles_kernel(
     logit = _load_logits(logits_ptr, row * row_stride, column, VOCAB)
     scale = _scale(temperature_ptr, row)
     tile_max, top, total = _tile_statistics(logit, scale)
-    # A NaN or an infinity shows in the largest logit or in the sum; replacing it in every entry would be slower.
-    if ((top <= FLOAT32_MAX) & (total < float("inf"))) == 0:
+    # An infinity shows in the largest logit, and a NaN in the sum; replacing them in every entry would be slower.
+    if ((top <= FLOAT32_MAX) & (total == total)) == 0:
         tile_max, top, total = _tile_statistics(usable(logit), scale)
     tl.store(tile_max_ptr + row * TILES + tile, tile_max, mask=tile < TILES)
     place = row * tl.num_programs(1) + tl.program_id(1)
@@ -130,8 +130,8 @@ def _topk_merge_kernel(
     total = tl.sum(strip_sum * tl.exp2((strip_max - shift) * scale), 0)
     total = tl.where(total > 0, total, 1.0)
 
-    image = tl.where(tile < TILES, sort_key(tile_max, 0), NO_SCORE)
-    chosen = _best_tiles(image, tile, COUNT if COUNT < TILES else TILES, TILES, BLOCK_K)
+    # Lanes without a tile hold -inf, and stand behind the tiles that hold as little.
+    chosen = _best_tiles(sort_key(tile_max, 0), tile, COUNT if COUNT < TILES else TILES, TILES, BLOCK_K)
     column = tl.reshape(chosen[:, None] * TILE + tl.arange(0, TILE)[None, :], (BLOCK_K * TILE,))
     image = sort_key(usable(_load_logits(logits_ptr, row * row_stride, column, VOCAB)), 0)
     lane = tl.arange(0, BLOCK_K)

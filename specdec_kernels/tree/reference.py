@@ -92,7 +92,7 @@ def merge_trees(
                 children.setdefault((parent, texts[place]), place)
         places = {0: 0}
         for number, parent in enumerate(others):
-            if number > 0 and 0 <= parent < number and parent in places:
+            if 0 <= parent < number and parent in places:
                 new, above = first + number - 1, places[parent]
                 places[number] = children.setdefault((above, texts[new]), new)
                 if places[number] == new:
@@ -106,9 +106,9 @@ def draft_topk(logits: torch.Tensor, k: int, temperature: torch.Tensor | None = 
     values, tokens = (part[:, :k] for part in usable.sort(dim=-1, descending=True, stable=True))
     top = torch.nan_to_num(values[:, :1], neginf=0.0)
     own = torch.ones_like(top) if temperature is None else temperature.double()[:, None]
-    divisor = torch.where(own > 0, own, 1.0)
-    total = ((usable - top) / divisor).exp().sum(-1, keepdim=True)
-    probs = torch.where(total > 0, ((values - top) / divisor).exp() / total, 0.0)
+    # A temperature of 0 gives NaN here, which is not taken.
+    total = ((usable - top) / own).exp().sum(-1, keepdim=True)
+    probs = torch.where(total > 0, ((values - top) / own).exp() / total, 0.0)
     first = (torch.arange(k, device=logits.device) == 0) & (values > -torch.inf)
     return DraftTopk(torch.where(own > 0, probs, first.double()).float(), tokens.contiguous())
 

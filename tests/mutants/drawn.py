@@ -221,7 +221,6 @@ MEANINGLESS = {
     ("specdec_kernels/verify/kernel_rejection.py", "(step <= reach) & (temperature > 0)", ">="),
     ("specdec_kernels/verify/kernel_rejection.py", "live = (row < rows)", "<="),
     ("specdec_kernels/tree/reference.py", "torch.where(probs > 0, probs.clamp", ">="),
-    ("specdec_kernels/tree/reference.py", "wanted = (children[:, rank] >= 0)", ">"),
     # Computed once more, or for rows that draw nothing.
     ("specdec_kernels/sampling/kernel_stats.py", "_any(temperature > 0)", ">="),
     ("specdec_kernels/sampling/kernel_stats.py", "_any((temperature > 0)", ">="),

@@ -181,9 +181,9 @@ MUTANTS = (
     Mutant(
         "tree_keeps_the_last_nodes",
         "algorithms/runtime/join_trees.py",
-        "    column = torch.where(kept, number, count)\n",
-        "    column = torch.where(kept, count - 1 - number, count)\n",
-        ("tests/algorithms/test_constraints.py::test_forced_tokens_are_drafts_that_cost_nothing[standalone_tree]",),
+        "    column = torch.where(kept, number, count).clamp(max=count)\n",
+        "    column = torch.where(kept, count - 1 - number, count).clamp(min=0, max=count)\n",
+        ("tests/runtime/test_join_trees.py::test_the_last_nodes_of_a_tree_give_way[reference]",),
         "nodes move and the numbers of their parents do not, so the draft is no tree any more",
     ),
     Mutant(
