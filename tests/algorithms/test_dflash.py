@@ -144,6 +144,37 @@ def test_declared_sizes(
 
 
 @pytest.mark.parametrize(
+    ("config", "rule"),
+    [
+        (dict(), "target_only"),
+        (dict(topk=3), "target_only"),
+        (dict(draw="sample"), "block"),
+        (dict(rule="rejection"), "rejection"),
+        (dict(topk=2, num_nodes=8, draw="sample"), "traversal"),
+        (dict(topk=2, num_nodes=8, rule="k_seq"), "k_seq"),
+        (dict(block_size=1, rule="block"), "target_only"),  # nothing is drawn
+    ],
+)
+def test_rules_of_chains_and_of_trees(monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], rule: str) -> None:
+    algorithm = made(monkeypatch, **config)
+    assert algorithm.rule == rule and (algorithm._nodes is None) == (rule == "target_only")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (dict(draw="without_replacement"), "draws siblings: expected algo.topk above 1, got a chain"),
+        (dict(rule="k_seq"), "algo.rule: expected one of target_only, block, rejection for a chain, got 'k_seq'"),
+        (dict(topk=2, rule="block"), "algo.rule: expected one of .* for a tree, got 'block'"),
+        (dict(num_nodes=8), "algo.num_nodes is the size of a tree: expected algo.topk above 1, got 1"),
+    ],
+)
+def test_settings_that_do_not_fit(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DFlash.Config(**config)
+
+
+@pytest.mark.parametrize(
     ("config", "rank", "message"),
     [
         (dict(block_size=3, topk=2, num_nodes=8), 4, "2 steps with topk 2 draft 2 to 7 nodes, node 0 included, got 8"),

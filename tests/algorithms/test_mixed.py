@@ -115,6 +115,41 @@ def test_there_is_room_for_what_the_larger_drafter_stores(monkeypatch: pytest.Mo
     assert mixed({"name": "suffix", "num_nodes": 15}, tree, "merge").draft_slots == 15
 
 
+def test_declared_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The union has the nodes of both and one root; of two trees of which one is taken, those of the larger one."""
+    load_random_drafters(monkeypatch)
+    tree = {"name": "eagle", "steps": 4, "topk": 4, "num_nodes": 8}
+    for mode, nodes in (("merge", 13), ("take", 8)):
+        algorithm = mixed({"name": "suffix", "num_nodes": 6}, tree, mode)
+        assert (algorithm.num_nodes, algorithm.max_depth) == (nodes, 5)
+
+
+def test_nodes_of_a_union_are_as_likely_as_their_drafter_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What both draft is as likely as the first one says, and a node that is not used has no chance. A drafter that
+    does not say is half as sure with each draft."""
+    load_random_drafters(monkeypatch)
+    algorithm = mixed({"name": "suffix", "num_nodes": 4}, {"name": "dflash", "block_size": 5})
+    assert isinstance(algorithm, Mixed)
+    algorithm._impl, algorithm._with_confidence = "reference", True
+    trees = []
+    for tokens, parents in (([9, 1, 2, 3], [-1, 0, 1, -2]), ([9, 1, 2, 5, 6], [-1, 0, 1, 1, 3])):
+        tokens = torch.tensor([tokens] * 3)
+        tokens[:, 0] = ROOT
+        rows = torch.tensor([parents] * 3, dtype=torch.int32)
+        trees.append(DraftTree(tokens, kernels.build_tree(rows, LENGTHS, impl="reference")))
+    first = replace(trees[0], confidence=torch.tensor([[1.0, 0.9, 0.7, 0.6]] * 3))
+    batch: Any = SimpleNamespace(lengths=LENGTHS, last_tokens=ROOT)
+    for told, expected in ((True, [1.0, 0.9, 0.7, 0.0, 0.0, 0.0, 0.25, 0.125]), (False, None)):
+        algorithm._with_confidence = told
+        joined = algorithm._joined(batch, first, trees[1])
+        assert paths(*of_tree(joined)) == [[(), (1,), (1, 2), (1, 5), (1, 5, 6)]] * 3
+        assert (
+            (joined.confidence is None)
+            if expected is None
+            else (joined.confidence.tolist() == [pytest.approx(expected) for _ in range(3)])
+        )
+
+
 def test_whose_drafter_is_asked_for() -> None:
     two = {"first": {"name": "eagle3"}, "second": {"name": "dflash"}}
     assert Mixed.drafter_for(Mixed.Config()) == "dflash"

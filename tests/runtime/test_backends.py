@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from algorithms.runtime.backends.protocol import FORWARD_PHASES, BackendError
-from algorithms.runtime.backends.registry import backends
+from algorithms.runtime.backends.protocol import FORWARD_PHASES, BackendError, Levels
+from algorithms.runtime.backends.registry import backends, check_calls
+from algorithms.runtime.backends.torch import _gathered
 from algorithms.runtime.engine import Engine
 from algorithms.runtime.engine_settings import EngineSettings
 from specdec_kernels import AttentionMetadata, AttentionShape
 from specdec_kernels.attention.cases_inputs import attention_inputs
+from specdec_kernels.attention.configs import UNSPLIT
 from specdec_kernels.cases import Maker
-from tests.algorithms.toy import Scripted, Setup, answers, random_target, requests, scripts, spell
+from tests.algorithms.toy import CONFIG, Scripted, Setup, answers, random_target, requests, scripts, spell
 from tests.runtime import fake_packages
 
 
@@ -213,6 +216,72 @@ def test_a_work_list_changes_nothing(name: str) -> None:
     assert torch.equal(first, through(plain, metadata, q, kv, phase)) and torch.equal(listed.run(plan, q, kv), first)
 
 
+@pytest.mark.parametrize(("split_tokens", "prompts"), [(None, UNSPLIT), (64, 64)])
+def test_prompts_are_not_split_unless_a_size_is_given(split_tokens: int | None, prompts: int) -> None:
+    backend = build("fa4", split_tokens=split_tokens)
+    assert {phase: backend._cut(phase) for phase in FORWARD_PHASES} == {
+        phase: dict(split_tokens=prompts if phase == "prefill" else split_tokens) for phase in FORWARD_PHASES
+    }
+
+
+def test_all_phases_but_the_draft_are_cut_alike_where_bits_must_be_the_same() -> None:
+    kind = backends()["fa4"]
+    backend = kind(kind.Config(), "triton", True)
+    same = dict(split_tokens=None, batch_invariant=True)
+    assert {phase: backend._cut(phase) for phase in FORWARD_PHASES} == {
+        "prefill": same | dict(in_order=True),
+        "decode": same | dict(in_order=None),
+        "verify": same | dict(in_order=None),
+        "draft": dict(split_tokens=None),
+    }
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_levels_are_planned_at_once(standins: None, listed: bool) -> None:
+    """With a work list for each or without, but not by the package, and not where there are none."""
+    kind = backends()["fa4"]
+    metadata, q, kv = forward("chain", 1, (17, 30))
+    calls = [metadata._replace(lengths=metadata.lengths + step) for step in range(3)]
+    shape, levels = AttentionShape.of(q, kv), Levels(calls, length_step=1)
+    for dispatch in ("triton", "auto"):
+        backend = kind(kind.Config(dispatch=dispatch, work_list=listed), "triton")
+        plans = backend.plan_levels(levels, shape, "draft")
+        assert [plan.metadata for plan in plans] == calls and backend.served == {"draft": "fa4: triton"}
+        assert all((plan.work_list is not None) == listed for plan in plans)
+        assert backend.plan_levels(Levels([]), shape, "draft") is None
+    assert build("fa4", dispatch="flash_attention_4").plan_levels(levels, shape, "draft") is None
+
+
+def test_a_side_of_a_hybrid_is_asked_what_the_hybrid_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    hybrid = build("hybrid", prefill="torch", decode="fa4")
+    given: list[tuple[Any, ...]] = []
+    for side in hybrid._sides.values():
+        for name in ("refuse", "plan", "plan_levels", "run"):
+            monkeypatch.setattr(side, name, lambda *what, side=side, name=name: given.append((side.name, name, *what)))
+    assert hybrid.refuse("shape", "tree", 5, "device", "prefill") is None
+    assert hybrid.plan_levels("levels", "shape", "draft") is None
+    plan = hybrid.plan("metadata", "shape", "verify")
+    hybrid.run(plan, "q", "kv", "sinks", "scales", "out")
+    assert given == [
+        ("torch", "refuse", "shape", "tree", 5, "device", "prefill"),
+        ("fa4", "plan_levels", "levels", "shape", "draft"),
+        ("fa4", "plan", "metadata", "shape", "verify"),
+        ("fa4", "run", None, "q", "kv", "sinks", "scales", "out"),
+    ]
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_float8_keys_are_gathered_by_their_bytes(scaled: bool) -> None:
+    half = torch.linspace(-4, 4, 48).view(4, 2, 2, 3)
+    slots, factor = torch.tensor([[7, 0], [3, 3]]), torch.tensor([0.5, 4.0]) if scaled else None
+    for dtype in (torch.float32, torch.float8_e4m3fn):
+        stored = half.to(dtype)
+        expected = stored.float().flatten(0, 1)[slots]
+        if dtype != torch.float32 and factor is not None:
+            expected = expected * factor[:, None]
+        assert torch.equal(_gathered(stored, slots, torch.float32, factor), expected)
+
+
 def test_auto_sends_prompts_to_the_package_and_says_so(standins: None) -> None:
     backend = build("fa4", dispatch="auto")
     metadata, q, kv = forward("chain", 5, (17, 0))
@@ -240,6 +309,15 @@ def test_refusals_name_the_side_and_the_reason(standins: None) -> None:
     assert hybrid.refuse(*needs, "draft") is None
     assert build("flashinfer").refuse(*needs, "decode") == reason
     assert build("torch").refuse(*needs, "decode") is None and build("fa4").refuse(*needs, "verify") is None
+
+
+@pytest.mark.parametrize(("name", "others"), [("fa4", "torch"), ("torch", "fa4"), ("flashinfer", "fa4 or torch")])
+def test_another_backend_is_named_where_one_refuses(name: str, others: str) -> None:
+    backend: Any = SimpleNamespace(name=name, refuse=lambda *call: "no" if call[-1] == "verify" else None)
+    modes, device = {"prefill": "chain", "verify": "tree"}, torch.device("cpu")
+    expected = f"^backend={name} cannot serve verify of the drafter here: no; use backend={others}$"
+    with pytest.raises(BackendError, match=expected):
+        check_calls(backend, CONFIG, modes, 16, torch.float32, device, "the drafter")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU says")

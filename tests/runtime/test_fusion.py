@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,12 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from algorithms.runtime.models.decoder import Decoder
+from algorithms.runtime.models.decoder import FAST_ROWS, Decoder
 from algorithms.runtime.models.dense_mixer import DenseMixer
 from algorithms.runtime.models.fusion import FusableModel, packed, queries_only
 from experiments.app.hardware import resolve_hardware
 from experiments.app.schema import RuntimeConfig
 from specdec_kernels.launch import record_launches
+from specdec_kernels.projection.configs import rows_of_the_table
 from tests.algorithms.drafters import ALL_MAKERS, TARGET, eagle3_head, eagle_head, hinted, load_random_drafters
 from tests.algorithms.toy import (
     CONFIG,
@@ -105,6 +107,7 @@ def test_the_likeliest_token_needs_no_logits(impl: str) -> None:
     found = model.likeliest(hidden)
     assert found is not None and torch.equal(found, model.logits(hidden).argmax(-1))
     assert model.likeliest(hidden.repeat(1, 13, 1)) is None
+    assert model.likeliest(hidden[:1, :1].expand(FAST_ROWS, 1, -1)) is not None
     model.set_forward(impl, batch_invariant=True)
     assert model.likeliest(hidden.repeat(1, 13, 1)) is not None
 
@@ -122,6 +125,30 @@ def test_parameters_become_views_of_one_matrix() -> None:
         for name in ("weight", "bias"):
             owners = {getattr(projection, name).untyped_storage().data_ptr() for projection in projections}
             assert len(owners) == 1
+
+
+class Rehearsed(FusableModel):
+    """Stands for a model on a GPU: says what it was run over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: list[tuple[int, bool]] = []
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return iter([SimpleNamespace(is_cuda=True)])
+
+    def rehearse(self, rows: int) -> None:
+        self.ran.append((rows, self.batch_invariant))
+
+
+def test_kernels_are_compiled_once_for_each_way_to_run_them() -> None:
+    model = Rehearsed()
+    for impl, same in ((None, False), ("triton", False), ("triton", False), (None, False), ("triton", True)):
+        model.ran.clear()
+        first = impl is not None and model._rehearsed != (impl, same)
+        model.set_forward(impl, same)
+        assert model.ran == ([(rows, same) for rows in rows_of_the_table(same)] if first else [])
+    assert len(rows_of_the_table(False)) > 1 and model._rehearsed == ("triton", True)
 
 
 def test_packing_keeps_the_order_of_the_projections() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,6 +98,62 @@ def test_a_plain_step_asks_for_no_draft() -> None:
     step.draft()
     assert drafter.asked == [] and step.tree.tokens.tolist() == [[7], [8]] and step._chain and step._depth == 0
     assert step.tree.links.positions.tolist() == [[4], [9]]
+
+
+@pytest.mark.parametrize(
+    ("chain", "nodes", "deterministic", "plan"),
+    [
+        (True, 7, False, ("chain", "verify", False, False)),
+        (True, 1, True, ("chain", "decode", False, False)),
+        (False, 7, False, ("tree", "verify", True, False)),
+        (False, 2, True, ("tree", "verify", True, True)),
+        (False, 1, True, ("chain", "decode", False, False)),
+    ],
+)
+def test_one_node_is_decoded_and_more_are_verified(
+    monkeypatch: pytest.MonkeyPatch, chain: bool, nodes: int, deterministic: bool, plan: tuple[Any, ...]
+) -> None:
+    """By (mode, phase), with the mask and depths of a tree, and its paths where bits must be the same."""
+    planned: list[Any] = []
+    monkeypatch.setattr(steps, "PagedMixer", SimpleNamespace(over=lambda *given, **how: planned.append((given, how))))
+    step = step_of(Drafter(chain, drawn_tree(chain, False)), nodes)
+    step._parts.resources.deterministic = deterministic  # type: ignore[misc]
+    step._parts.cache = "cache"  # type: ignore[misc, assignment]
+    step.draft()
+    step._mixer()
+    ((given, how),) = planned
+    links = step.tree.links
+    assert given == (step._batch, links.positions, "cache", step._parts.resources)
+    mode, phase, tree, paths = plan
+    assert (how["mode"], how["phase"]) == (mode, phase)
+    assert (how["mask"] is links.mask, how["depths"] is links.depth) == (tree, tree)
+    assert (how["paths"] is not None) == paths and (not paths or how["paths"].shape == (2, 2, step._depth + 1))
+
+
+@pytest.mark.parametrize(
+    ("rule", "nodes", "grafted"), [("target_only", 7, True), ("block", 7, False), ("target_only", 1, False)]
+)
+def test_what_a_grammar_forces_is_put_into_drafts_that_were_not_drawn(
+    monkeypatch: pytest.MonkeyPatch, rule: str, nodes: int, grafted: bool
+) -> None:
+    """And not into the root alone, behind which nothing is verified."""
+    whole, given = drawn_tree(True, False), list[tuple[Any, ...]]()
+    drafter = Drafter(True, whole)
+    drafter.rule, drafter.num_nodes = rule, nodes  # type: ignore[misc]
+    other = replace(whole, tokens=whole.tokens + 1)
+    monkeypatch.setattr(steps, "graft_chain", lambda *what: given.append(what) or other)
+    step = step_of(drafter, None)
+    forced = torch.arange(6).view(3, 2)
+    step._parts.state = SimpleNamespace(constraints=SimpleNamespace(forced=forced))  # type: ignore[misc, assignment]
+    step.drafted = step.tree = whole
+    step.graft()
+    assert step.tree is (other if grafted else whole)
+    assert [len(what) for what in given] == [5] * grafted
+    for tree, chain, lengths, is_chain, impl in given:
+        assert tree is whole and chain.tolist() == [[0, 1], [2, 3]] and lengths is LENGTHS
+        assert is_chain and impl == "reference"
+    links = step.tree.links
+    assert step.nodes.tolist() == torch.stack([step.tree.tokens, links.first_child, links.next_sibling], 1).tolist()
 
 
 @pytest.mark.parametrize("checked", [False, True])
