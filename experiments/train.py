@@ -25,7 +25,7 @@ from experiments.app import cli
 from experiments.app.arguments import HELP
 from experiments.app.errors import user_errors
 from experiments.training.export import export
-from experiments.training.loop import Trainer
+from experiments.training.loop import CHECKPOINT, Trainer
 from experiments.training.objectives import SCHEMAS
 from experiments.training.objectives.base import TrainingConfig
 from experiments.training.parallel import Replicas
@@ -54,10 +54,23 @@ def train(config: TrainingConfig) -> dict[str, Any]:
     return export(trainer, objective) if replicas.is_first else {}
 
 
+def _kept(config: TrainingConfig) -> str:
+    """What an interrupted run has left, and how it goes on."""
+    checkpoint = Path(config.out_dir) / CHECKPOINT
+    if checkpoint.is_file():
+        kept = f"the last checkpoint is {checkpoint}"
+    else:
+        kept = f"there is no checkpoint yet; text that was written whole is kept in {config.text.folder}"
+    return f"{kept}\nthe same command goes on from there"
+
+
 def run(config: Any, composed: DictConfig) -> None:
     """Train by `config` and print the summary; settings or folders that cannot be used become user errors."""
     with user_errors(ValueError):
-        summary = train(config)
+        try:
+            summary = train(config)
+        except KeyboardInterrupt as error:
+            raise KeyboardInterrupt(_kept(config)) from error
     for key, value in summary.items():
         print(f"{key}: {value}")
 

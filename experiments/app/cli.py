@@ -77,7 +77,8 @@ def exits_of_errors(config_name: str) -> Iterator[Program]:
     os.environ[FULL_ERROR] = "1"  # makes Hydra raise what it would otherwise print
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
-        sys.argv[1:] = resumed_words(arranged(sys.argv[1:]))
+        words = arranged(sys.argv[1:])
+        sys.argv[1:] = resumed_words(words) if config_name == MAIN_CONFIG else words
         register()
         yield program
     except KeyboardInterrupt as error:

@@ -30,6 +30,8 @@ BEST = "best.pt"
 LOG = "training.jsonl"
 # Time in which the process or the machine was suspended does not count as training time.
 LONGEST_STEP_S = 60.0
+LONGEST_SILENCE_S = 60.0
+"""Seconds without a row of the log, where steps are slow."""
 
 
 @dataclass
@@ -268,14 +270,15 @@ class Trainer:
         settings = self.settings
         # Losses stay on the device between two rows of the log: reading one waits for its step.
         losses: list[Tensor] = []
-        clock = saved_at = evaluated_at = time.perf_counter()
+        clock = saved_at = evaluated_at = logged_at = time.perf_counter()
         minutes = math.inf if settings.eval_every_minutes is None else settings.eval_every_minutes
         held_out: Mapping[str, float] = {}
+        show(self.progress(), f"step {self.step}")
         while self.progress() < 1.0 and self.step != last_step:
             loss, tokens = self._update()
             losses.append(loss)
             self.step, self.tokens = self.step + 1, self.tokens + tokens
-            due = self.step % settings.log_every_steps == 0
+            due = self.step % settings.log_every_steps == 0 or time.perf_counter() - logged_at > LONGEST_SILENCE_S
             if due:
                 losses = [loss.cpu() for loss in losses]
             now = time.perf_counter()
@@ -287,7 +290,7 @@ class Trainer:
                 evaluated_at = time.perf_counter()
             if finished or due or evaluated:
                 self._record([float(loss) for loss in losses], evaluated)
-                losses = []
+                losses, logged_at = [], time.perf_counter()
                 # The clock of the first step is not known before the second one.
                 rate = f"{self.tokens / self.elapsed_s:,.0f} tokens/s  " if self.elapsed_s > 0 else ""
                 figures = "  ".join(f"{key} {value:.3f}" for key, value in held_out.items())

@@ -282,6 +282,30 @@ def test_exported_dflash_names_its_mask_and_layers(shipped_shape: Path, tmp_path
     assert published["block_size"] == 4
 
 
+@pytest.mark.parametrize("has_checkpoint", [False, True])
+def test_an_interrupted_training_says_what_is_kept(
+    has_checkpoint: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`resume` is a switch here; in run.py it names a folder."""
+    seen = []
+
+    def interrupted(config: Any) -> None:
+        seen.append(config.resume)
+        raise KeyboardInterrupt
+
+    if has_checkpoint:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "checkpoint.pt").write_bytes(b"")
+    monkeypatch.setattr(program, "train", interrupted)
+    monkeypatch.setattr(sys, "argv", ["train", "drafter=eagle3", f"out_dir={tmp_path / 'out'}", "resume=false"])
+    with pytest.raises(SystemExit) as caught:
+        program.main()
+    kept = f"the last checkpoint is {tmp_path}" if has_checkpoint else "no checkpoint yet; text that was written whole"
+    told = capsys.readouterr().err
+    assert caught.value.code == 130 and seen == [False]
+    assert kept in told and told.endswith("the same command goes on from there\n")
+
+
 def _run_in_two_parts(run):  # type: ignore[no-untyped-def]
     def interrupted(trainer: Trainer) -> None:
         run(trainer, 3)
