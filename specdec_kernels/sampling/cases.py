@@ -24,7 +24,7 @@ def random_sampling(make: Maker, requests: int) -> SamplingTensors:
 
 
 def with_filters(make: Maker, sampling: SamplingTensors, requests: int) -> SamplingTensors:
-    """Every filter on in some rows and off in others, alone and together."""
+    """Every filter on in some rows and off in others, alone and together; in row 5 all are off."""
     row = torch.arange(requests)
     top_k = torch.randint(1, 60, (requests,), generator=make.generator).int()
     top_p = torch.rand(requests, generator=make.generator) * 0.9 + 0.05
@@ -32,6 +32,7 @@ def with_filters(make: Maker, sampling: SamplingTensors, requests: int) -> Sampl
     top_k[row % 4 == 1] = 0
     top_p[row % 4 == 2] = 1.0
     min_p[row % 3 > 0] = 0.0
+    top_k[row % 7 == 5], top_p[row % 7 == 5] = 0, 1.0
     return sampling._replace(top_k=top_k.to(make.device), top_p=top_p.to(make.device), min_p=min_p.to(make.device))
 
 
@@ -50,6 +51,13 @@ def _draw(make: Maker, rows: int, vocab: int, scale: float = 2.0, padded: int = 
 def _filtered(make: Maker, **sizes: Any) -> dict[str, Any]:
     inputs = _draw(make, **sizes)
     return inputs | dict(sampling=with_filters(make, inputs["sampling"], sizes["rows"]), return_logprobs=True)
+
+
+def _levels(make: Maker, rows: int, vocab: int) -> dict[str, Any]:
+    """Rows far above and below each other."""
+    inputs = _probs(make, rows, vocab)
+    level = torch.arange(rows, device=make.device) % 3 * 16.0
+    return inputs | dict(logits=inputs["logits"] + level[:, None].to(make.dtype))
 
 
 def _filtered_alone(make: Maker, only: str, **sizes: Any) -> dict[str, Any]:
@@ -85,6 +93,13 @@ def _hostile(make: Maker, vocab: int, filtered: bool = False) -> dict[str, Any]:
     if filtered:
         sampling = with_filters(make, sampling, 16)
     return inputs | dict(sampling=sampling, return_logprobs=filtered)
+
+
+def _nan(make: Maker, rows: int, vocab: int) -> dict[str, Any]:
+    """A NaN in every row, among the largest values."""
+    inputs = _draw(make, rows, vocab)
+    inputs["logits"][:, vocab // 2] = float("nan")
+    return inputs
 
 
 def _edges(make: Maker, vocab: int) -> dict[str, Any]:
@@ -146,6 +161,25 @@ def _misled(make: Maker, rows: int, vocab: int, stride: int) -> dict[str, Any]:
     return dict(logits=logits, sampling=_at_one(make, rows, top_p=top_p))
 
 
+def _full_class(make: Maker, rows: int, vocab: int, chunk: int, equal: int) -> dict[str, Any]:
+    """Of each `chunk` tokens `equal` share the largest logit, one in each group of 64 and the next; top-p asks for
+    them alone."""
+    logits = torch.full((rows, vocab), -20.0)
+    place = torch.arange(vocab) % chunk
+    logits[:, place % 64 * (chunk // 64) + place // 64 < equal] = 1.0
+    top_p = torch.linspace(0.3, 0.7, rows).to(make.device)
+    return dict(logits=logits.to(make.device, make.dtype), sampling=_at_one(make, rows, top_p=top_p))
+
+
+def _below_min_p(make: Maker, rows: int, vocab: int) -> dict[str, Any]:
+    """Half of the tokens carry the greatest logit below the one at which a min-p of 0.5 cuts."""
+    logits = -torch.rand(rows, vocab, generator=make.generator) * 0.6
+    logits[:, 0] = 0.0
+    logits[:, 1::2] = -torch.tensor(0x3F317219, dtype=torch.int32).view(torch.float32)
+    min_p = torch.full((rows,), 0.5, device=make.device)
+    return dict(logits=logits.to(make.device, make.dtype), sampling=_at_one(make, rows, min_p=min_p))
+
+
 def _two_limits(make: Maker, rows: int, vocab: int) -> dict[str, Any]:
     """Min-p cuts from far below to far above where top-p does."""
     logits = make.normal(rows, vocab, scale=2.0).clamp(max=4.0)
@@ -174,15 +208,26 @@ def _renorm(
     return dict(probs=probs, **{only: limit})
 
 
+def _renorm_sums(make: Maker, rows: int, vocab: int, levels: int) -> dict[str, Any]:
+    """Probabilities of few bits in at most `levels` levels, whose sums are exact; p is the sum above a level."""
+    whole = 1 << 20
+    units = torch.randint(0, levels, (rows, vocab), generator=make.generator) * (whole // vocab // levels)
+    units[:, 0] += whole - units.sum(1)
+    above = torch.stack([row[row > row.float().quantile(0.2 + 0.6 * i / rows)].sum() for i, row in enumerate(units)])
+    return dict(probs=(units / whole).to(make.device), top_p=(above / whole).to(make.device))
+
+
 def _penalties(
     make: Maker, batch: int, num_nodes: int, vocab: int, extras: bool = True, padded: int = 0
 ) -> dict[str, Any]:
-    """Every kind of penalty on some request; request 1 has none unless there is a bias. Tokens repeat on paths."""
+    """Every kind of penalty alone and together on some request; request 1 has none unless there is a bias. Tokens
+    repeat on paths."""
     lengths = make.integers(0, 50, batch)
     tree = build_tree(random_parents(make, batch, num_nodes, unused=True), lengths)
     request = torch.arange(batch)
     strength = torch.rand(3, batch, generator=make.generator).to(make.device)
-    off = (request % 4 == 1).to(make.device)
+    none = request % 5 == 1
+    without = torch.stack([none | (request % 5 == kind) for kind in (2, 3, 4)]).to(make.device)
     tokens = make.integers(0, min(vocab, 7), batch, num_nodes)
     tokens[:, num_nodes - 1 :] = -1 if num_nodes > 1 else 3
     tokens[1::2, num_nodes - 1 :] = vocab
@@ -192,9 +237,9 @@ def _penalties(
         mask=tree.mask,
         output_counts=make.integers(-3, 4, batch, vocab).clamp(min=0).int(),
         prompt_seen=make.integers(0, 5, batch, vocab) == 0 if extras else None,
-        repetition=torch.where(off, 1.0, 0.5 + strength[0] * 1.5),
-        presence=torch.where(off, 0.0, strength[1] - 0.3),
-        frequency=torch.where(off, 0.0, strength[2]),
+        repetition=torch.where(without[1] | without[2], 1.0, 0.5 + strength[0] * 1.5),
+        presence=torch.where(without[0] | without[2], 0.0, strength[1] - 0.3),
+        frequency=torch.where(without[0] | without[1], 0.0, strength[2]),
         bias=make.normal(batch, vocab).float() if extras else None,
     )
 
@@ -213,7 +258,7 @@ def _forbidden(
 ) -> dict[str, Any]:
     """Texts of few distinct tokens, so that sequences of every length end in them; some begin before the text."""
     lengths = make.integers(0, longest + 1, batch)
-    lengths[:1] = longest
+    lengths[-1:] = longest
     tree = build_tree(random_parents(make, batch, num_nodes, unused=True), lengths)
     words, column = make.integers(0, 2, batch, count, width), torch.arange(width, device=make.device)
     words[..., -1] = make.integers(-1, vocab + 1, batch, count)
@@ -224,7 +269,7 @@ def _forbidden(
         tokens=make.integers(0, 2, batch, num_nodes),
         mask=tree.mask,
         positions=tree.positions,
-        history=make.integers(0, 2, batch, 30)[:, :24],
+        history=make.integers(0, 2, batch, 30)[:, 6:],
         lengths=lengths,
         words=words,
         until=until,
@@ -270,6 +315,7 @@ CASES = (
     case_of("pick_tokens", _ties, "pick_ties", "the lowest id among equals", rows=40, vocab=2049),
     case_of("pick_tokens", _hostile, "pick_hostile", "NaN and infinities", vocab=100),
     case_of("pick_tokens", _hostile, "pick_hostile_tiles", "a tile without a usable logit", vocab=4100),
+    case_of("pick_tokens", _nan, "pick_nan", "no row without NaN", rows=3, vocab=100),
     case_of("pick_tokens", _edges, "pick_edges", "banned tokens at u = 0 and u = 1", vocab=100),
     case_of("pick_tokens", _edges, "pick_edges_tiles", "a last tile without mass", vocab=2051),
     _pick_filtered("pick_filtered", catches="order of the filters", gate=True, rows=25, vocab=100),
@@ -280,6 +326,13 @@ CASES = (
     _pick_filtered("pick_filtered_512", catches="as many groups as slots", rows=9, vocab=512),
     _pick_filtered("pick_filtered_slots", catches="groups chosen", gate=True, rows=9, vocab=2049),
     _pick_filtered("pick_filtered_flat", catches="threshold below slots", rows=6, vocab=2049, scale=0.1),
+    _pick_filtered("pick_filtered_wide", catches="more strips than slots", rows=6, vocab=8300),
+    case_of("filtered_probs", _levels, "probs_levels", "values of another row", rows=9, vocab=1200),
+    case_of(
+        "filtered_probs", _full_class, "probs_full_class", "the last place of a class", rows=3, vocab=2100, chunk=1024,
+        equal=64,
+    ),
+    case_of("filtered_probs", _below_min_p, "probs_below_min_p", "min-p off by one", rows=3, vocab=1200),
     case_of("filtered_probs", _spread, "probs_spread", "slots that are nearly enough", rows=12, vocab=1200),
     case_of("filtered_probs", _misled, "probs_misled", "guesses far off the threshold", rows=12, vocab=2049, stride=4),
     case_of("filtered_probs", _two_limits, "probs_two_limits", "min-p above the threshold", rows=16, vocab=1200),
@@ -300,11 +353,14 @@ CASES = (
         "top_p_renorm", _renorm, "top_p_renorm_hostile", "negative and NaN probabilities, equal ones",
         rows=6, vocab=100, only="top_p", hostile=True,
     ),
+    case_of("top_p_renorm", _renorm_sums, "top_p_renorm_sums", "p met exactly", rows=6, vocab=100, levels=50),
+    case_of("top_p_renorm", _renorm_sums, "top_p_renorm_sums_many", "p met exactly", rows=4, vocab=1200, levels=400),
+    case_of("top_p_renorm", _renorm_sums, "top_p_renorm_sums_few", "p met exactly", rows=4, vocab=1200, levels=4),
     _penalised("penalties_empty", catches="empty grid", batch=0, num_nodes=3, vocab=9),
     _penalised("penalties_chain", catches="path counts", gate=True, batch=5, num_nodes=6, vocab=40),
     _penalised(
         "penalties_plain", catches="requests without penalties, no bias, no prompt, a padded vocabulary", gate=True,
-        batch=4, num_nodes=5, vocab=33, extras=False, padded=7,
+        batch=5, num_nodes=5, vocab=33, extras=False, padded=7,
     ),
     _penalised("penalties_words", catches="the second mask word", batch=1, num_nodes=66, vocab=20),
     case_of("count_tokens", _counts, "count_tokens", "equal tokens lose one", gate=True, batch=7, width=9, vocab=5),
@@ -314,7 +370,7 @@ CASES = (
     _forbids("forbid_tokens", catches="until off by one", gate=True, batch=5, num_nodes=4, vocab=9, count=3, width=1),
     _forbids("forbid_words", catches="paths and text", gate=True, batch=6, num_nodes=9, vocab=40, count=30, width=5),
     _forbids("forbid_padded", catches="a padded row", batch=3, num_nodes=5, vocab=9, count=7, width=3, padded=7),
-    _forbids("forbid_full", catches="a full history", batch=6, num_nodes=9, vocab=9, count=9, width=3, longest=23),
+    _forbids("forbid_full", catches="a full history", batch=6, num_nodes=9, vocab=9, count=9, width=3, longest=24),
     _forbids("forbid_bits", catches="the second mask word", batch=1, num_nodes=66, vocab=20, count=40, width=4),
     _forbids(
         "forbid_qwen", gate=True, bench=True, tags=_LARGE, batch=8, num_nodes=16, count=256, width=16, **_SHIPPED

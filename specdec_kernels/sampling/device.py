@@ -229,10 +229,10 @@ def mass_key(value, weight, goal, low, high, SHIFT: tl.constexpr):
     while tl.max(high - low, 0) > 1:
         middle = (low + high) >> 1
         over = value > spread_rows(key_value(middle.to(tl.int32), SHIFT))
-        above = sum_of_all(tl.where(over, weight, 0.0))
+        lacks = sum_of_all(tl.where(over, weight, 0.0)) < goal
         searching = high - low > 1
-        high = tl.where(searching & (above < goal), middle, high)
-        low = tl.where(searching & (above >= goal), middle, low)
+        high = tl.where(searching & lacks, middle, high)
+        low = tl.where(searching & (lacks == 0), middle, low)
     return high
 
 
@@ -327,8 +327,9 @@ def streamed_kth_key(
         searching = high - low > 1
         middle = (low + high) >> 1
         found = streamed_count(values_ptr, row, searching, row_stride, middle.to(tl.int32), VOCAB, SHIFT, BLOCK_V)
-        low = tl.where(searching & (found >= wanted), middle, low)
-        high = tl.where(searching & (found < wanted), middle, high)
+        reached = found >= wanted
+        low = tl.where(searching & reached, middle, low)
+        high = tl.where(searching & (reached == 0), middle, high)
     return low
 
 
@@ -344,6 +345,7 @@ def streamed_mass_key(
         above = streamed_mass(
             values_ptr, row, searching, row_stride, middle.to(tl.int32), top, scale, VOCAB, SHIFT, PROBS, BLOCK_V
         )  # fmt: skip
-        high = tl.where(searching & (above < goal), middle, high)
-        low = tl.where(searching & (above >= goal), middle, low)
+        lacks = above < goal
+        high = tl.where(searching & lacks, middle, high)
+        low = tl.where(searching & (lacks == 0), middle, low)
     return high

@@ -179,7 +179,7 @@ def _select_kernel(  # 17 run-time arguments: most are optional inputs and outpu
         total = tl.sum(mass, 1)
         if DRAW:
             drawn = in_row & valid & (temperature > 0)
-            size, near = tl.full((BLOCK_R,), STRIP, tl.int32), in_row & (temperature < 0)
+            size, near = tl.full((BLOCK_R,), STRIP, tl.int32), None
             if FILTER:
                 mass, size, near = _kept_parts(
                     slots_ptr, state_ptr, chunks_ptr, row, in_row, mass, SLOTS, STRIP, CHUNK, CHUNKS, BLOCK_N

@@ -50,14 +50,14 @@ def pick_tokens(
 
 
 def row_distribution(logits: torch.Tensor, sampling: SamplingTensors, probabilities: bool = False) -> RowDistribution:
-    """Weights [R, V] at the temperature (none or 0: as at 1) and under the filters of `sampling` [R]."""
+    """Weights [R, V] at the temperature (none: at 1) and under the filters of `sampling` [R]."""
     values = _usable(logits)
     top = values.amax(-1) if logits.shape[-1] else values.new_zeros(len(values))
     valid = top > (0 if probabilities else -torch.inf)
     greedy = (values == top[:, None]).int().argmax(-1)
     divisor = torch.ones_like(top)
     if sampling.temperature is not None:
-        divisor = torch.where(sampling.temperature > 0, sampling.temperature.double(), divisor)
+        divisor = sampling.temperature.double()
     divisor = divisor.clamp(min=MIN_TEMPERATURE)[:, None]
     if probabilities:
         weights = values.clamp(min=0)

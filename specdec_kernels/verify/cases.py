@@ -14,7 +14,7 @@ from specdec_kernels.sampling.reference import filtered_probs
 from specdec_kernels.sampling.types import SamplingTensors
 from specdec_kernels.tree.cases import random_parents
 from specdec_kernels.tree.reference import build_chain, build_tree
-from specdec_kernels.verify.types import CHAIN_RULES, TREE_RULES, WITHOUT_REPLACEMENT_RULES
+from specdec_kernels.verify.types import CHAIN_RULES, CLASS_EDGES, TREE_RULES, WITHOUT_REPLACEMENT_RULES
 
 _INF = float("inf")
 
@@ -166,12 +166,20 @@ def _coarse(make: Maker, rule: str, batch: int, vocab: int = 5, unused: int = 2)
     order = torch.rand(inputs["draft_probs"].shape, generator=make.generator).argsort(-1).to(make.device)
     inputs["draft_probs"] = share[order]
     inputs["draft_probs"][2::4] = inputs["probs"][2::4, : order.shape[1]]
+    inputs["draft_probs"][3::4, 0] = inputs["probs"][3::4, 0]
     inputs["tokens"] = make.integers(0, vocab, *shape)
     # The first request drafts what the target never writes; some draft what is no token.
     inputs["sampling"].temperature[0] = 1.0
     inputs["probs"][0], inputs["draft_probs"][0] = share, share.flip(0)
     inputs["tokens"][0] = 4
     inputs["tokens"][4::6, 1] = vocab
+    # Others draft behind the first token what the draft never writes, some of them where p = q; or nothing.
+    if rule in CHAIN_RULES:
+        inputs["tokens"][5::6, 2] = inputs["draft_probs"][5::6, 1].argmin(-1)
+        inputs["tokens"][2::8, 1] = inputs["probs"][2::8, 0].argmax(-1)
+        inputs["tokens"][2::8, 2] = inputs["probs"][2::8, 1].argmin(-1)
+    else:
+        inputs["tokens"][5::6, 4:] = vocab
     uniforms = make.integers(0, 8, batch, shape[1] + 1).double() / 8
     uniforms[:, -2:] = torch.rand(batch, 2, dtype=torch.float64, generator=make.generator).to(make.device)
     return inputs | dict(uniforms=uniforms)
@@ -183,7 +191,26 @@ def _coarse_wild(make: Maker, rule: str) -> dict[str, Any]:
     tree, num_nodes = inputs["tree"], inputs["tokens"].shape[1]
     tree.first_child[::4, 1], tree.first_child[1::4, 1] = 1, num_nodes
     tree.next_sibling[2::4, 1], tree.next_sibling[3::4, 1] = 1, num_nodes
+    # Greedy requests walk over these links, and want the token 0 behind them.
+    inputs["probs"][::3, :2] = inputs["probs"][:1, :1]
+    inputs["tokens"][9::12, 1], inputs["tokens"][3::12, 1] = 0, 1
     return inputs
+
+
+def _class_edges(make: Maker) -> dict[str, Any]:
+    """Under `greedy_paths` two siblings, the first just below an edge of the classes, the second at it."""
+    edges = make.tensor(CLASS_EDGES, torch.float32)
+    batch, q = len(edges), 2.0**-6
+    target = torch.stack([edges * q, (edges - 2.0**-4) * q], 1)
+    target = torch.cat([target, 1 - target.sum(1, keepdim=True)], 1)
+    lengths = make.integers(0, 9, batch)
+    tree = build_tree(make.tensor([[-1, 0, 0]] * batch, torch.int32), lengths)
+    return dict(
+        rule="greedy_paths", tokens=make.tensor([[2, 1, 0]] * batch, torch.int64), tree=tree, logits=None,
+        lengths=lengths, max_depth=1, probs=target[:, None].repeat(1, 3, 1),
+        draft_probs=make.tensor([[[q, q, 1 - 2 * q]] * 2] * batch, torch.float32),
+        uniforms=make.tensor([[0.0, 0.0, 0.5, 0.5]] * batch, torch.float64),
+    )  # fmt: skip
 
 
 def _shared_rows(make: Maker, rule: str, batch: int, **sizes: Any) -> dict[str, Any]:
@@ -196,6 +223,7 @@ def _shared_rows(make: Maker, rule: str, batch: int, **sizes: Any) -> dict[str, 
         drawn = torch.multinomial(weights, len(children), again, generator=make.generator)
         inputs["tokens"][:, children] = drawn.to(make.device)
     draft_rows = make.tensor([[0, 1, 1, -1, 2, -1, 1 << 30, -7]] * batch, torch.int32)
+    draft_rows[::2, 5] = 2  # one behind the last
     tree = build_tree(parents, inputs["lengths"])
     return inputs | dict(draft_probs=draft_probs, draft_rows=draft_rows, tree=tree)
 
@@ -220,13 +248,14 @@ def _troubled_tree(make: Maker, rule: str) -> dict[str, Any]:
 
 
 def _wild_tree(make: Maker, rule: str) -> dict[str, Any]:
-    """Links that lead to the node itself or just behind the last node, which are none."""
+    """Links that lead to the node itself or just behind the last node, which are none, and a sibling of the root."""
     inputs = _drawn_tree(make, rule, batch=24, vocab=20, max_depth=3, distance=2.0)
     tree, num_nodes = inputs["tree"], inputs["tokens"].shape[1]
     tree.next_sibling[:6, 3] = 3
     tree.first_child[6:12, 6] = 6
     tree.next_sibling[12:18, 7] = num_nodes
     tree.first_child[18:, 6] = num_nodes
+    tree.next_sibling[1::2, 0] = 1
     return inputs
 
 
@@ -255,15 +284,27 @@ def _targets(make: Maker, batch: int, num_nodes: int, max_depth: int, chain: boo
     return {name: inputs[name] for name in ("tokens", "tree", "lengths", "max_depth")} | dict(targets=targets)
 
 
-def _wild_targets(make: Maker) -> dict[str, Any]:
-    """Links just behind the last node, which are none, and links to the node itself, which are followed: N - 1 nodes
-    are looked at."""
-    tree = build_chain(make.tensor([2, 3, 4, 5], torch.int64), 4)
-    tree.first_child[0, 1], tree.next_sibling[1, 1] = 4, 4
+def _wild_targets(make: Maker, num_nodes: int) -> dict[str, Any]:
+    """Links just behind the last node, which are none, and links to the node itself or to the root, which are
+    followed: N - 1 nodes are looked at. `num_nodes` 32 fills the lanes, so that none behind the last is empty."""
+    tree = build_chain(make.tensor([2, 3, 4, 5, 6, 7], torch.int64), num_nodes)
+    tree.first_child[0, 1], tree.next_sibling[1, 1] = num_nodes, num_nodes
     tree.first_child[2, 1], tree.next_sibling[3, 1] = 1, 1
-    tokens = make.tensor([[1, 2, 2, 2], [1, 3, 2, 2], [1, 2, 2, 2], [1, 3, 2, 2]], torch.int64)
+    tree.first_child[4, 1], tree.next_sibling[5, 1] = 0, 0
+    targets = make.tensor([[0], [0], [2], [2], [2], [2]], torch.int64).repeat(1, num_nodes)
+    tokens = targets.clone()
+    tokens[1::2, 1] = 3
     lengths = tree.positions[:, 0].contiguous()
-    return dict(tokens=tokens, tree=tree, targets=tokens * 0 + 2, lengths=lengths, max_depth=6)
+    return dict(tokens=tokens, tree=tree, targets=targets, lengths=lengths, max_depth=6)
+
+
+def _wide_targets(make: Maker) -> dict[str, Any]:
+    """The greatest token, and drafts that equal their target in the lower 32 bits alone."""
+    tree = build_chain(make.tensor([2, 3], torch.int64), 4)
+    targets = make.tensor([[5, 2**31 - 1, 7, 8], [5, 6, 7, 8]], torch.int64)
+    tokens = make.tensor([[1, 5, 2**31 - 1, 7], [1, 5, 2**32 + 6, 7]], torch.int64)
+    lengths = tree.positions[:, 0].contiguous()
+    return dict(tokens=tokens, tree=tree, targets=targets, lengths=lengths, max_depth=3)
 
 
 def _filtered(make: Maker, **sizes: Any) -> dict[str, Any]:
@@ -287,6 +328,7 @@ _SHIPPED: dict[str, Any] = dict(catches="the shipped vocabulary", num_nodes=16, 
 CASES = (
     *(case_of("accept", _coarse, f"{rule}_coarse", "ties and zeros", rule=rule, batch=72) for rule in _DRAWN_RULES),
     *(case_of("accept", _coarse_wild, f"{rule}_coarse_wild", "links to no node", rule=rule) for rule in TREE_RULES),
+    case_of("accept", _class_edges, "greedy_paths_edges", "a token of the class below"),
     _greedy("accept_empty", catches="empty grid", batch=0, num_nodes=4, vocab=9, max_depth=3),
     _sampled("accept_root_only", catches="no drafts", gate=True, batch=3, num_nodes=1, vocab=9, max_depth=0),
     _greedy("accept_depth_0", catches="limit ignored", batch=2, num_nodes=5, vocab=9, max_depth=0),
@@ -371,7 +413,9 @@ CASES = (
         for rule in TREE_RULES
     ),
     _known("targets_tree", catches="missing targets", batch=5, num_nodes=13, max_depth=6),
-    case_of("accept_targets", _wild_targets, "targets_wild", "links outside, and links that lead round"),
+    case_of("accept_targets", _wild_targets, "targets_wild", "links that lead round", num_nodes=4),
+    case_of("accept_targets", _wild_targets, "targets_wild_lanes", "links outside", num_nodes=32),
+    case_of("accept_targets", _wide_targets, "targets_wide", "a token cut to 32 bits"),
     _known("targets_root", catches="no drafts", gate=True, batch=4, num_nodes=1, max_depth=0),
     _sampled("accept_qwen", gate=True, bench=True, tags=_LARGE, batch=1, **_SHIPPED),
     _known(

@@ -38,8 +38,8 @@ def target_terms(distribution_ptr, temperature, row, rows, asks):
     top = tl.load(distribution_ptr + row, mask=asks, other=0.0)
     floor = tl.load(distribution_ptr + rows + row, mask=asks, other=0.0)
     total = tl.load(distribution_ptr + 2 * rows + row, mask=asks, other=1.0)
-    # A row without weight has a floor that nothing reaches.
-    return top, tl.where(total > 0, floor, float("inf")), tl.where(total > 0, total, 1.0), d.exponent_scale(temperature)
+    # A row without a usable logit has weights and a total of 0.
+    return top, floor, tl.where(total > 0, total, 1.0), d.exponent_scale(temperature)
 
 
 @triton.jit
@@ -76,9 +76,10 @@ def token_class(p, q):
 
 @triton.jit
 def skewed_prob(factors_ptr, row, p, q, live):
-    """q, or of `greedy_paths` the probability that a token is drawn and kept; `row` and `p` broadcast."""
+    """q, or of `greedy_paths` the probability that a token is drawn and kept; `row` and `p` broadcast. Nodes without
+    draws have no factors."""
     if factors_ptr is not None:
-        q *= tl.load(factors_ptr + row.to(tl.int64) * _CLASSES + token_class(p, q), mask=live, other=1.0)
+        q *= tl.load(factors_ptr + row.to(tl.int64) * _CLASSES + token_class(p, q), mask=live & (q > 0), other=1.0)
     return q
 
 

@@ -7,7 +7,7 @@ is written:
 1. judge, one program per request: p and q at the drafted tokens, the uniforms, P_s; under `rejection` also tau. The
    rules for trees are judged by `kernel_tree`, with 1 / c of the path's last row for P_s, and that row for tau.
 2. residual, over groups of tokens: the sums of max(P_s p_s - q_s, 0) and of p_s. Only at row tau, but
-   under `block` at all rows, because its h needs them.
+   under `block` at all rows, because its h needs them. Behind a wholly accepted chain q is 0, and P_s scales nothing.
 3. row sums (`block` only): Z of every row.
 4. finish, one program per request: tau under `block`, the group that the uniform falls in, that group again, the
    outcome.
@@ -147,7 +147,7 @@ def _residual_kernel(
     temperature = tl.load(temperature_ptr + request, mask=in_strips, other=0.0)
     active = in_strips & (step <= reach) & (temperature > 0)
     row = request * NODES + step
-    kept = tl.where(step < reach, tl.load(judged_ptr + row, mask=active, other=1.0), 1.0)
+    kept = tl.load(judged_ptr + row, mask=active, other=1.0)
     column = (strip - entry * GROUPS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     live = active[:, None] & (column < VOCAB)
     top, floor, total, scale = target_terms(
@@ -157,7 +157,7 @@ def _residual_kernel(
     p = tl.where(live, p, 0.0)
     of_draft = draft_row(draft_rows_ptr, request, step, active & (step < reach), NODES, DRAFT_ROWS)
     q = draft_prob(draft_ptr, of_draft[:, None], column, live, VOCAB)
-    q = skewed_prob(factors_ptr, row[:, None], p, q, (of_draft >= 0)[:, None] & live)
+    q = skewed_prob(factors_ptr, row[:, None], p, q, live)
     residual = tl.sum(tl.maximum(kept[:, None] * p - q, 0.0), 1)
     place = strip.to(tl.int64)
     tl.store(sums_ptr + place, residual, mask=in_strips)
@@ -241,7 +241,7 @@ def _drawn_token(
     p = target_prob(values_ptr, top, floor, total, scale, row[:, None], column, row_stride, live, PROBS)
     p = tl.where(live, p, 0.0)
     q = draft_prob(draft_ptr, of_draft[:, None], column, live & (empty == 0)[:, None], VOCAB)
-    q = skewed_prob(factors_ptr, row[:, None], p, q, (of_draft >= 0)[:, None] & live)
+    q = skewed_prob(factors_ptr, row[:, None], p, q, live)
     place, _ = d.find(tl.maximum(tl.where(empty, 1.0, kept)[:, None] * p - q, 0.0), within)
     return tl.where(place >= 0, start + place, -1)
 
@@ -314,7 +314,7 @@ def _finish_kernel(  # 26 run-time arguments: what the other kernels left, and t
     row = request * NODES + tau
     usable = tl.load(valid_ptr + row, mask=in_batch, other=0) != 0
     whole = tau == reach
-    kept = tl.where(whole, 1.0, tl.load(judged_ptr + row, mask=in_batch, other=1.0))
+    kept = tl.load(judged_ptr + row, mask=in_batch, other=1.0)
     uniform = _finishing_uniform(seeds_ptr, positions_ptr, uniforms_ptr, request, in_batch, whole, NODES)
     entry = request if ROWS == 1 else row
     of_draft = draft_row(draft_rows_ptr, request, tau, in_batch & (whole == 0), NODES, DRAFT_ROWS)

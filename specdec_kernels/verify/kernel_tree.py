@@ -334,7 +334,7 @@ def _walk_tree_kernel(  # one loop over what stands in registers, 21 run-time ar
     uniforms_ptr,  # [B, N + 1] float64, or None
     words_ptr,  # [B, WORDS] int64, zeros; None for teams of one
     factors_ptr,  # [splits, B, N, CLASSES] float32: q' / q by class under `greedy_paths`, a copy a program, else None
-    inverse_rate_ptr,  # [B, N] float32: at the last node 1 / c, 0 where no child was rejected there
+    inverse_rate_ptr,  # [B, N] float32: at the last node 1 / c, 1 where no child was rejected there
     path_ptr,  # [B, DEPTH + 1] int32: nodes from the root on, -1 behind
     state_ptr,  # [2, B] int32: N where the residual of the last node is drawn from, else that node; that node
     batch,
@@ -469,8 +469,8 @@ def _walk_tree_kernel(  # one loop over what stands in registers, 21 run-time ar
 
     rate += due
     writes = in_batch & (tl.program_id(0) == 0)
-    inverse = tl.where(rate > 0, 1.0 / tl.where(rate > 0, rate, 1.0), 0.0)
-    tl.store(inverse_rate_ptr + request.to(tl.int64) * NODES + end, inverse.to(tl.float32), mask=writes)
+    inverse = (1.0 / tl.where(rate > 0, rate, 1.0)).to(tl.float32)
+    tl.store(inverse_rate_ptr + request.to(tl.int64) * NODES + end, inverse, mask=writes)
     tl.store(state_ptr + request, tl.where(rate > 0, NODES, end), mask=writes)
     tl.store(state_ptr + batch + request, end, mask=writes)
     out = request.to(tl.int64)[:, None] * (DEPTH + 1) + column

@@ -79,8 +79,8 @@ def _outcome(
     count = (path >= 0).sum(-1) - 1
     column = torch.arange(path.shape[1], device=path.device)
     drafts = tokens.gather(1, path.clamp(min=0)).roll(-1, 1)
-    emitted = torch.where(column < count[:, None], drafts, -1)
-    emitted = torch.where(column == count[:, None], bonus[:, None], emitted)
+    behind = torch.where(column == count[:, None], bonus[:, None], -1)
+    emitted = torch.where(column < count[:, None], drafts, behind)
     return Accepted(emitted, count.int(), path.int(), bonus, lengths + count + 1, valid)
 
 

@@ -172,14 +172,11 @@ def _path(judged: JudgedTree, judging: torch.Tensor, max_depth: int, bottom_up: 
     chosen = torch.full_like(judged.above, -1)
     for node in range(num_nodes - 1, 0, -1):  # the first child overwrites the others
         up = judged.above[:, node]
-        takes = (up >= 0) & (accepts[:, node - 1] | (bottom_up & (chosen[:, node] >= 0)))
+        takes = (up >= 0) & (accepts[:, node - 1] | (bottom_up & (chosen[:, node] != -1)))
         _set_entry(chosen, up.clamp(min=0), torch.where(takes, node, entry(chosen, up.clamp(min=0))))
-    end = torch.zeros_like(chosen[:, 0])
-    path = [end]
+    path = [torch.zeros_like(chosen[:, 0])]
     for _ in range(max_depth):
-        onward = torch.where(path[-1] >= 0, entry(chosen, end), -1)
-        end = torch.where(onward >= 0, onward, end)
-        path.append(onward)
+        path.append(torch.where(path[-1] >= 0, entry(chosen, path[-1].clamp(min=0)), -1))
     return torch.stack(path, 1)
 
 
@@ -218,7 +215,7 @@ def _num_draws(tokens: torch.Tensor, above: torch.Tensor, proposal: torch.Tensor
 
 def _k_seq_rates(target: torch.Tensor, proposal: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
     """rho [B, N] of `k_seq` by bisection; 1 where there are fewer than two draws."""
-    ratio, order = torch.where(proposal > 0, target / proposal.clamp(min=1e-300), torch.inf).sort(-1, descending=True)
+    ratio, order = (target / proposal.clamp(min=1e-300)).sort(-1, descending=True)
     zero = torch.zeros_like(target[..., :1])
     p, q = (torch.cat([zero, each.gather(-1, order).cumsum(-1)], -1) for each in (target, proposal))
     low = torch.ones(draws.shape, dtype=torch.float64, device=target.device)
@@ -250,7 +247,7 @@ def _greedy_paths(
     mass.scatter_add_(-1, kind, proposal)
     up_to = mass.cumsum(-1)
     kept_mass = (up_to**draws).diff(dim=-1, prepend=torch.zeros_like(up_to[..., :1]))
-    factor = torch.where(mass > 0, kept_mass / mass.clamp(min=1e-300), 0.0)
+    factor = kept_mass / mass.clamp(min=1e-300)
 
     rows, best = torch.arange(len(tokens), device=tokens.device), torch.full_like(above, -1)
     kept = torch.full_like(above, -1)

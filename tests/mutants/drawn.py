@@ -193,13 +193,38 @@ MEANINGLESS = {
     ("specdec_kernels/texts/kernel_match.py", "found = rank >= 0", ">"),
     ("specdec_kernels/texts/reference.py", "_drafts(host, found, num_nodes - 1, order)", "0"),
     ("specdec_kernels/verify/kernel_tree.py", "if kinds and warps > 8", ">="),
-    ("specdec_kernels/verify/kernel_tree.py", "inverse = tl.where(rate > 0", ">="),  # read behind rejections alone
     # What the programs of a team tell each other, and what they wait for: the interpreter runs one after the other.
     ("specdec_kernels/verify/kernel_tree.py", "place + 1, splits), word + 2", "0"),
     ("specdec_kernels/verify/kernel_tree.py", "return whole, whole, word + 1", "0"),
     ("specdec_kernels/verify/kernel_tree.py", 'if rule == "k_seq":', "!="),
     ("specdec_kernels/verify/kernel_tree.py", "num_words = min(max_depth + 1, num_nodes)", "0"),
     ("specdec_kernels/sampling/kernel_nucleus.py", "members = torch.empty(rows, chunks, NUM_EDGES - 1, keep", "0"),
+    # The uniform of the lane behind the last node is read in vain, and the mask has no bit there.
+    ("specdec_kernels/verify/device.py", "here = in_batch[:, None] & (node >= 1) & (node < NODES)", "<="),
+    ("specdec_kernels/sampling/kernel_forbid.py", "in_tree = in_row[:, None] & (node < NODES)", "<="),
+    # Where nothing is left of p, p = q and a child was accepted for certain.
+    ("specdec_kernels/verify/reference_tree.py", "shrinks = rejects & (residual.sum(-1) > 0)", ">="),
+    # An entry with p = rho q leaves nothing; the bisection ends at the same root.
+    ("specdec_kernels/verify/reference_tree.py", "first = (ratio > middle", ">="),
+    ("specdec_kernels/verify/reference_tree.py", "** draws > middle * shared", ">="),
+    # One more step of a search finds what is known already, or a wider bracket holds the same threshold.
+    ("specdec_kernels/sampling/device.py", "searching = high - low > 1", ">="),
+    ("specdec_kernels/sampling/kernel_settle.py", "low = tl.max(tl.where(rises", "min"),
+    # A key that fewer or more groups reach: rows of which they do not tell all are deferred.
+    ("specdec_kernels/sampling/device.py", "while tl.max(searching.to(tl.int32), 0)", "min"),
+    ("specdec_kernels/sampling/device.py", "low = tl.where(searching & (reached > most)", ">="),
+    ("specdec_kernels/sampling/device.py", "found = tl.where(searching & (reached <= most)", "<"),
+    ("specdec_kernels/sampling/device.py", "(found < enough)", "<="),
+    # A class that just fits is looked for in the row instead.
+    ("specdec_kernels/sampling/kernel_settle.py", "(tl.max(counts, 1) <= KEEP)", "<"),
+    ("specdec_kernels/sampling/kernel_nucleus.py", "VECTOR)) <= MOST", "<"),
+    # A greedy row is filtered in vain; an infinite sum of probabilities stays one.
+    ("specdec_kernels/sampling/kernel_filter.py", "valid & (temperature > 0) & ((wanted", ">="),
+    ("specdec_kernels/sampling/kernel_stats.py", "(mass < float", "<="),
+    ("specdec_kernels/sampling/kernel_stats.py", "(plain < float", "<="),
+    # 0 stays 0, divided or multiplied.
+    ("specdec_kernels/sampling/reference.py", "torch.where(value > 0, value / factor", ">="),
+    ("specdec_kernels/sampling/kernel_penalties.py", "tl.where(value > 0, value / factor", ">="),
     # More words than are used.
     ("specdec_kernels/verify/kernel_tree.py", "num_words = min(max_depth + 1, num_nodes)", "max"),
     ("specdec_kernels/tree/kernel_selection.py", ", 0) >= wanted", ">"),  # any bound down to the first left out will do
@@ -431,8 +456,8 @@ def _given(node: ast.AST) -> list[str]:
 
 def _undecided(tree: ast.AST) -> set[ast.AST]:
     """Comparisons whose outcome where both sides are equal changes nothing: of two values that are then equal one is
-    taken, as in `where(x > 0, x, 0)`; or they guard a value that an outer `where` of the same condition drops; or they
-    ask whether any lane takes part in what is written for lanes that do not."""
+    taken, as in `where(x > 0, x, 0)`; or they guard a value that an outer `where` of the same condition, alone or with
+    others, drops; or they ask whether any lane takes part in what is written for lanes that do not."""
     found = set[ast.AST]()
     for node in ast.walk(tree):
         if isinstance(node, ast.If) or (isinstance(node, ast.While) and isinstance(node.test, ast.BinOp)):
@@ -449,8 +474,16 @@ def _undecided(tree: ast.AST) -> set[ast.AST]:
             part for part in _bounds(condition) if {_written(part.left), _written(part.comparators[0])} == taken
         )
         within = [inner.args[0] for inner in ast.walk(chosen) if _name_of(inner) == "where"]
-        found.update(*(_bounds(guard) for guard in within if ast.dump(guard) == ast.dump(condition)))
+        asked = set(map(ast.dump, _joined(condition)))
+        found.update(*(_bounds(guard) for guard in within if ast.dump(guard) in asked))
     return found
+
+
+def _joined(condition: ast.AST) -> list[ast.AST]:
+    """The conditions that `&` joins, or the one alone."""
+    if isinstance(condition, ast.BinOp) and isinstance(condition.op, ast.BitAnd):
+        return [*_joined(condition.left), *_joined(condition.right)]
+    return [condition]
 
 
 def _bounds(condition: ast.AST) -> list[ast.Compare]:
