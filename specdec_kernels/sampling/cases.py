@@ -95,6 +95,13 @@ def _hostile(make: Maker, vocab: int, filtered: bool = False) -> dict[str, Any]:
     return inputs | dict(sampling=sampling, return_logprobs=filtered)
 
 
+def _even(make: Maker, vocab: int) -> dict[str, Any]:
+    """Uniforms that fall between two tokens of equal weight, the ends of parts of the row among them."""
+    logits, temperature = torch.zeros(16, vocab, device=make.device), torch.ones(16, device=make.device)
+    uniforms = make.tensor([place / 16 for place in range(16)], torch.float64)
+    return dict(logits=logits.to(make.dtype), sampling=SamplingTensors(temperature), uniforms=uniforms)
+
+
 def _nan(make: Maker, rows: int, vocab: int) -> dict[str, Any]:
     """A NaN in every row, among the largest values."""
     inputs = _draw(make, rows, vocab)
@@ -315,6 +322,7 @@ CASES = (
     case_of("pick_tokens", _ties, "pick_ties", "the lowest id among equals", rows=40, vocab=2049),
     case_of("pick_tokens", _hostile, "pick_hostile", "NaN and infinities", vocab=100),
     case_of("pick_tokens", _hostile, "pick_hostile_tiles", "a tile without a usable logit", vocab=4100),
+    case_of("pick_tokens", _even, "pick_even", "the token in front of a goal", vocab=2048),
     case_of("pick_tokens", _nan, "pick_nan", "no row without NaN", rows=3, vocab=100),
     case_of("pick_tokens", _edges, "pick_edges", "banned tokens at u = 0 and u = 1", vocab=100),
     case_of("pick_tokens", _edges, "pick_edges_tiles", "a last tile without mass", vocab=2051),

@@ -84,9 +84,8 @@ def _usable(logits: torch.Tensor) -> torch.Tensor:
 
 def _top_k_floor(values: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
     """The k-th largest value of each row; -inf where the filter is off."""
-    vocab = values.shape[-1]
-    active = (top_k > 0) & (top_k < vocab)
-    place = torch.where(active, top_k.long() - 1, vocab - 1)
+    active = top_k > 0
+    place = torch.where(active, top_k.long(), 1).clamp(max=values.shape[-1]) - 1
     kth = values.sort(-1, descending=True).values.gather(-1, place[:, None])[:, 0]
     return torch.where(active, kth, -torch.inf)
 

@@ -60,6 +60,26 @@ def test_the_next_float_below() -> None:
     assert torch.equal(out, torch.nextafter(values + 0.0, torch.full_like(values, -torch.inf)))
 
 
+@triton.jit
+def _keys_kernel(values, keys, back, SIZE: tl.constexpr, SHIFT: tl.constexpr):
+    lane = tl.arange(0, SIZE)
+    key = device.sort_key(tl.load(values + lane), SHIFT)
+    tl.store(keys + lane, key)
+    tl.store(back + lane, device.key_value(key, SHIFT))
+
+
+@pytest.mark.parametrize("dtype, shift", [(torch.float16, 13), (torch.bfloat16, 16), (torch.float32, 0)])
+def test_keys_order_as_values_do_and_lead_back_to_them(dtype: torch.dtype, shift: int) -> None:
+    top = torch.finfo(dtype).max
+    ordered = [-top, -2.0, -1.0, -(2.0**-14), -0.0, 0.0, 2.0**-14, 1.0, 1.0 + torch.finfo(dtype).eps, 1.5, 2.0, top]
+    values = torch.tensor([float("-inf"), *ordered, float("inf"), 0.0, 0.0], dtype=dtype, device=DEVICE).float()
+    keys, back = torch.empty(16, dtype=torch.int32, device=DEVICE), torch.empty(16, device=DEVICE)
+    _keys_kernel[(1,)](values, keys, back, 16, shift)
+    steps = keys[:14].diff().tolist()
+    assert steps[4:6] == [steps[4], 0] and min(steps[:5] + steps[6:]) > 0
+    assert torch.equal(back, values)
+
+
 def test_a_goal_that_rounds_to_the_whole_is_the_last_token_with_weight() -> None:
     weights = torch.tensor([[0.25, 0.75, 0.0], [0.0, 0.0, 1.0]], dtype=torch.float64)
     assert inverse_cdf(weights, torch.ones(2, dtype=torch.float64)).tolist() == [1, 2]

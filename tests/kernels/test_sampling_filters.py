@@ -129,6 +129,19 @@ def test_top_p_of_one_filters_nothing(impl: str) -> None:
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+def test_top_p_of_one_behind_a_top_k_filters_nothing(impl: str) -> None:
+    """So many tokens that the threshold is looked for in the whole row, most of them too unlikely to change a sum."""
+    logits = torch.where(torch.arange(1200, device=DEVICE) < 300, 0.0, -45.0)[None].repeat(2, 1)
+    logits[:, 900:] = -50.0
+    limits = SamplingTensors(
+        torch.ones(2, device=DEVICE), top_k=torch.full((2,), 900, dtype=torch.int32, device=DEVICE),
+        top_p=torch.tensor([1.0, 0.999999], device=DEVICE),
+    )  # fmt: skip
+    probs = filtered_probs(logits, limits, impl=impl)
+    assert (probs > 0).sum(1).tolist() == [900, 300]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("vocab", [100, 700])
 def test_filtered_tokens_are_never_drawn(vocab: int, impl: str) -> None:
     """Every uniform of a grid, both ends included, on rows whose filters keep one to a few tokens."""

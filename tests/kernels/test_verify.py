@@ -272,6 +272,14 @@ def test_a_draft_of_the_target_itself_is_expected_to_be_accepted_whole(rule: str
     assert expected_accepted(rule, tokens, links, logits, 2, sampling, by_node) == pytest.approx(2.0)
 
 
+@pytest.mark.parametrize("rule", TREE_RULES)
+def test_a_greedy_row_is_expected_to_accept_its_argmax(rule: str) -> None:
+    logits = torch.eye(3)[None] * 9
+    tokens, links = torch.tensor([[0, 0, 2]]), build_chain(torch.tensor([4]), 3, impl="reference")
+    sampling, by_node = SamplingTensors(torch.zeros(1)), torch.full((1, 3, 3), 1 / 3, dtype=torch.float64)
+    assert expected_accepted(rule, tokens, links, logits, 2, sampling, by_node).tolist() == [1.0]
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("first_miss", range(5))
 def test_a_chain_keeps_the_agreeing_prefix(impl: str, first_miss: int) -> None:

@@ -215,6 +215,15 @@ MEANINGLESS = {
     ("specdec_kernels/sampling/device.py", "low = tl.where(searching & (reached > most)", ">="),
     ("specdec_kernels/sampling/device.py", "found = tl.where(searching & (reached <= most)", "<"),
     ("specdec_kernels/sampling/device.py", "(found < enough)", "<="),
+    ("specdec_kernels/sampling/device.py", "high = tl.where(searching & (reached <= most)", "<"),
+    ("specdec_kernels/sampling/kernel_filter.py", "(lowest >= from_least)", ">"),
+    # A filter of the whole vocabulary keeps all; so does a search from -inf on, and one in the row.
+    ("specdec_kernels/sampling/device.py", "(wanted < VOCAB)", "<="),
+    ("specdec_kernels/sampling/kernel_settle.py", "tl.where(value > float", ">="),
+    ("specdec_kernels/sampling/kernel_settle.py", "((pinned == 0) | (below < nucleus.EDGES))", "<="),
+    # No weight adds a unit, and a share of 0 leads to the same token as the smallest.
+    ("specdec_kernels/sampling/device.py", "some = total > 0", ">="),
+    ("specdec_kernels/sampling/device.py", "(begin <= goal", "<"),
     # A class that just fits is looked for in the row instead.
     ("specdec_kernels/sampling/kernel_settle.py", "(tl.max(counts, 1) <= KEEP)", "<"),
     ("specdec_kernels/sampling/kernel_nucleus.py", "VECTOR)) <= MOST", "<"),
