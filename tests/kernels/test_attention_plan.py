@@ -227,6 +227,13 @@ def test_warmup_runs() -> None:
     assert warmup(heads=2, kv_heads=1, head_dim=16, device=DEVICE, dtype=torch.float32, **options) == 3 * 2 * 4
 
 
+def test_a_tile_has_the_rows_of_the_call() -> None:
+    metadata = AttentionMetadata(torch.zeros(1, 512, dtype=torch.int32), torch.tensor([8000]), "chain")
+    for num_nodes, rows in ((1, 16), (16, 64)):
+        shape = AttentionShape(num_nodes, 8, 2, 128, 16, torch.bfloat16, torch.bfloat16)
+        assert plan_attention(metadata, shape, impl="reference").shape.block_m == rows
+
+
 def test_a_request_without_rows_has_no_slots() -> None:
     """Backends of other packages size their plans by it."""
     metadata = inputs("tree", 5, (20, 9, 4), tree_width=21, q_lens=(2, 0, 5))["metadata"]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from specdec_kernels.attention import AttentionMetadata
 from specdec_kernels.attention.cases_inputs import changed
 from specdec_kernels.cases import Maker
-from specdec_kernels.launch import CHIPS, record_launches
+from specdec_kernels.launch import CHIPS, Launch, record_launches
 from specdec_kernels.mla import configs, mla_attention, mla_attention_with_lse
 from specdec_kernels.mla.cases import mla_inputs
 from specdec_kernels.mla.configs import blocks, mla_config
@@ -130,12 +130,9 @@ def test_splits_at_the_bound_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(mla_attention(**(together | alone), impl="triton")[0], bounded[0][request])
 
 
-@pytest.mark.parametrize(
-    "num_nodes, length, splits", [(1, 4096, 8), (4, 1 << 17, 31), (8, 160_000, 15), (512, 9999, 1)]
-)
-def test_partial_results_are_bounded(num_nodes: int, length: int, splits: int) -> None:
-    """32 MiB per request of 128 heads and 512 latent columns, however long it is."""
-    batch, pages = 2, -(-length // 64)
+def launches_of(num_nodes: int, length: int, heads: int = 128, batch: int = 2) -> list[Launch]:
+    """Of 512 latent columns on sm90."""
+    pages = -(-length // 64)
     make = dict(device="meta", dtype=torch.bfloat16)
     metadata = AttentionMetadata(
         torch.empty(batch, pages, dtype=torch.int32, device="meta"),
@@ -144,15 +141,32 @@ def test_partial_results_are_bounded(num_nodes: int, length: int, splits: int) -
         max_length=length,
         scale=0.1,
     )
-    latent, rope = torch.empty(batch, num_nodes, 128, 512, **make), torch.empty(batch, num_nodes, 128, 64, **make)
+    latent, rope = torch.empty(batch, num_nodes, heads, 512, **make), torch.empty(batch, num_nodes, heads, 64, **make)
     with record_launches("sm90") as launches:
         mla_attention(latent, rope, torch.empty(pages, 64, 576, **make), metadata)
+    return launches
+
+
+@pytest.mark.parametrize(
+    "num_nodes, length, splits", [(1, 4096, 8), (4, 1 << 17, 31), (8, 160_000, 15), (512, 9999, 1)]
+)
+def test_partial_results_are_bounded(num_nodes: int, length: int, splits: int) -> None:
+    """32 MiB per request of 128 heads and 512 latent columns, however long it is."""
+    batch = 2
+    launches = launches_of(num_nodes, length, batch=batch)
     if splits == 1:
         assert len(launches) == 1
         return
     partial, lse = launches[1].args[:2]
     assert partial.shape == (batch, num_nodes, 128, splits, 512)
     assert partial.numel() * 4 + lse.numel() * 4 <= batch * configs.PARTIAL_BYTES
+
+
+def test_a_call_has_the_tile_of_its_rows() -> None:
+    for heads in (16, 128):
+        constexprs, expected = launches_of(1, 4096, heads)[0].constexprs, mla_config("sm90", 512, heads, 4096)
+        assert (constexprs["BLOCK_M"], constexprs["BLOCK_N"]) == (expected.block_m, expected.block_n)
+    assert mla_config("sm90", 512, 16, 4096).block_m < mla_config("sm90", 512, 128, 4096).block_m
 
 
 def test_every_chip_has_a_row_for_every_shape() -> None:

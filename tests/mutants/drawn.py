@@ -98,6 +98,11 @@ MEANINGLESS = {
     ("specdec_kernels/attention/device.py", "deepest = tl.max(depth", "min"),  # of rows that are not in use
     ("specdec_kernels/attention/device.py", "tl.minimum(nodes, used - 1)", "0"),  # of rows that are not in use
     ("specdec_kernels/attention/device.py", "tl.where(first_node < used", "<="),
+    (
+        "specdec_kernels/attention/kernel.py",
+        "mask_row, depths_row, row_position, score_scale, soft_cap, begin, split_stop",
+        "depths_row, mask_row",
+    ),  # a walk in order has neither
     # A tile is masked that all rows see entirely.
     ("specdec_kernels/attention/kernel.py", "masked = start + BLOCK_N > free_end", ">="),
     ("specdec_kernels/attention/kernel.py", "masked | (start < free_begin)", "<="),
@@ -148,6 +153,7 @@ MEANINGLESS = {
     ("specdec_kernels/mla/kernel.py", "if split_start >= last_key", ">"),  # a split that the merge does not read
     ("specdec_kernels/mla/kernel.py", "if start + BLOCK_N > free_end", ">="),  # masked, where all rows see all
     ("specdec_kernels/mla/kernel.py", "partial = splits > 1", ">="),  # the merge of one split
+    ("specdec_kernels/mla/kernel.py", "max_splits(rows, latent)", "latent, rows"),  # of r (c + 1) or c (r + 1) numbers
     ("specdec_kernels/interpreter.py", "if vars(self).keys() ==", "!="),  # nothing is kept
     (
         "specdec_kernels/sampling/kernel_nucleus.py",
@@ -304,6 +310,8 @@ _ON_A_GPU = ("_held_weight", "_with_held_weight", "_team_sum", "received", "half
              "_in_groups")  # fmt: skip
 """Functions of machine instructions, of bfloat16, of programs that wait for each other, or that choose a kernel of one
 chip: the interpreter has none."""
+_NOT_CALLED = ("_in_groups", "launch_in_groups", "_held_weight", "_with_held_weight")
+"""Calls that are made on a GPU only, or whose answer is used there only."""
 _MACHINES = ("'cuda'", "'interpreter'")
 """What a comparison asks for that is always so or never, where the tests run."""
 _SYMMETRIC = ("min", "max", "minimum", "maximum", "zip", "isinstance", "getattr", "print", "equal")
@@ -527,6 +535,8 @@ def _expressions(tree: ast.AST) -> Iterator[ast.expr]:
         if _name_of(node) in _GUESSES or _TILES.fullmatch(_name_of(node)):
             continue
         if isinstance(node, ast.FunctionDef) and node.name in _ON_A_GPU:
+            continue
+        if isinstance(node, ast.Call) and _name_of(node) in _NOT_CALLED:
             continue
         if isinstance(node, (ast.FunctionDef, ast.Lambda)):
             body: Sequence[ast.AST] = node.body if isinstance(node.body, list) else [node.body]
