@@ -18,9 +18,9 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,10 +68,7 @@ class StepCosts:
 def _between(values: Mapping[int, float], place: int) -> float:
     """The value at `place` on straight lines through `values`, constant beyond the ends."""
     keys = sorted(values)
-    for low, high in pairwise(keys):
-        if low <= place <= high:
-            return values[low] + (place - low) / (high - low) * (values[high] - values[low])
-    return values[keys[0] if place < keys[0] else keys[-1]]
+    return float(np.interp(place, keys, [values[key] for key in keys]))
 
 
 class Pacing:

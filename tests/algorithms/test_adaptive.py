@@ -12,6 +12,7 @@ from algorithms.runtime.adaptive import (
     LEAST_PAUSE,
     LEAST_STEPS,
     PLAIN,
+    READ_EVERY,
     TRIED_ROWS,
     Pacing,
     StepCosts,
@@ -219,6 +220,13 @@ def test_the_first_step_drafts_as_if_most_drafts_were_accepted(step_ms: list[flo
     assert pacing.next(1, step_ms) == size
     pacing.told(PLAIN, 1)
     assert pacing.next(1, step_ms) == PLAIN
+
+
+def test_the_choice_is_read_with_every_fourth_step() -> None:
+    sizing = engine_of(ALL_MAKERS["ngram"](), Setup(max_batch=1, adaptive=True, step_costs=CHEAP), TARGET).parts.sizing
+    assert sizing is not None
+    read = [sizing.choice is not None for _ in range(2 * READ_EVERY + 1) if sizing.next(1)]
+    assert read == [True, False, False, False] * 2 + [True]
 
 
 def test_steps_of_one_size_have_nothing_to_choose() -> None:
