@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from specdec_kernels.launch import CHIPS
 
-COMPARED = dict.fromkeys(CHIPS, 32) | dict(interpreter=256)
+COMPARED = dict.fromkeys(CHIPS, 32) | dict(interpreter=64)
 FEW_ROWS = 2
 """Rows whose steps are counted by the program that chooses."""
-ROWS = dict.fromkeys(CHIPS, 64) | dict(interpreter=256)
+ROWS = dict.fromkeys(CHIPS, 64) | dict(interpreter=4)

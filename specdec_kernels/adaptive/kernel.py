@@ -265,7 +265,7 @@ def choose_size(
         chosen = (state.sizes, state.evidence, state.choice, *step, step_ms, batch, size)
         launch(_count_and_choose_kernel, (1,), *chosen, num_warps=1 if num_nodes <= 32 else 4, **counting)
         return
-    steps = torch.empty(batch, count, dtype=torch.float32, device=nodes.device)
+    steps = torch.empty((batch, count), dtype=torch.float32, device=nodes.device)
     launch(_steps_kernel, (batch,), state.sizes, *step, steps, size, **counting)
     launch(
         _choose_kernel,

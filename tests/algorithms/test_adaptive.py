@@ -85,6 +85,64 @@ def sizes_of(engine: Engine) -> tuple[int, ...]:
     return engine.parts.sizing.nodes
 
 
+def test_sizes_are_powers_of_two_and_the_algorithms_own() -> None:
+    assert [step_sizes(nodes) for nodes in (2, 4, 6, 33)] == [(1, 2), (1, 2, 4), (1, 2, 4, 6), (1, 2, 4, 8, 16, 32, 33)]
+
+
+def test_costs_between_the_measured_ones_lie_on_straight_lines() -> None:
+    costs = StepCosts({(1, 1): 1.0, (1, 2): 2.0, (1, 6): 4.0, (9, 1): 3.0, (9, 6): 12.0})
+    expected = {(1, 1): 1.0, (5, 1): 2.0, (99, 1): 3.0, (1, 4): 3.0, (5, 6): 8.0, (1, 99): 4.0}
+    assert {place: costs.of(*place) for place in expected} == expected
+    for known, kind in (({(1, 1): 1.0}, "with a draft"), ({(1, 4): 1.0}, "without a draft")):
+        with pytest.raises(ValueError, match=f"expected the time of a step {kind}, found none"):
+            StepCosts(known).of(1, 8 if kind == "with a draft" else 1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "cost", "pause", "trials"), [(1, 1.01, LEAST_PAUSE, 4), (1, 1.5, 267, 4), (8, 3, 267, 1)]
+)
+def test_drafting_is_tried_again_as_rarely_as_it_costs(rows: int, cost: float, pause: int, trials: int) -> None:
+    pacing, step_ms = Pacing((1, 2, 4)), [1.0, cost, 9.0]
+    pacing.told(PLAIN, 1)
+    taken = [pacing.next(rows, step_ms) for _ in range(2 * (pause + trials))]
+    assert taken == ([PLAIN] * pause + [1] * trials) * 2
+    pacing.told(2, 2)
+    assert pacing.next(rows, step_ms) == 2
+
+
+@pytest.mark.parametrize(("cost", "every"), [(1.005, LEAST_STEPS), (1.5, 67)])
+def test_a_larger_size_is_tried_as_rarely_as_it_costs(cost: float, every: int) -> None:
+    pacing, step_ms = Pacing((1, 2, 4, 8)), [1.0, 1.1, 2.0, 2.0 * cost]
+    pacing.told(2, 2)
+    assert [pacing.next(1, step_ms) for _ in range(2 * every)] == ([2] * (every - 1) + [3]) * 2
+    pacing.told(3, 3)
+    assert {pacing.next(1, step_ms) for _ in range(2 * every)} == {3}
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "size"), [([1.0, 1.1, 1.2, 1.3], 3), ([1.0, 1.2, 2.2, 4.0], 1), ([1, 9, 9.1, 18], 2)]
+)
+def test_the_first_step_drafts_as_if_most_drafts_were_accepted(step_ms: list[float], size: int) -> None:
+    pacing = Pacing((1, 2, 4, 8))
+    assert pacing.next(1, step_ms) == size
+    pacing.told(-1, -1)
+    assert pacing.next(1, step_ms) == size
+    pacing.told(PLAIN, 1)
+    assert pacing.next(1, step_ms) == PLAIN
+
+
+def test_the_choice_is_read_with_every_fourth_step() -> None:
+    sizing = engine_of(ALL_MAKERS["ngram"](), Setup(max_batch=1, adaptive=True, step_costs=CHEAP), TARGET).parts.sizing
+    assert sizing is not None
+    read = [sizing.choice is not None for _ in range(2 * READ_EVERY + 1) if sizing.next(1)]
+    assert read == [True, False, False, False] * 2 + [True]
+
+
+def test_steps_of_one_size_have_nothing_to_choose() -> None:
+    setup = Setup(adaptive=True)
+    assert run(autoregressive(TARGET), requests(1, 4), setup, TARGET).adaptive is None
+
+
 @pytest.mark.parametrize(
     ("maker", "graph"),
     [(maker, "none") for maker in DRAFTING] + [(maker, "step") for maker in ("eagle3_tree", "standalone_chain")],
@@ -174,64 +232,6 @@ def test_costs_are_measured_where_none_are_given() -> None:
     costs = {(cost["batch"], cost["nodes"]): cost["step_ms"] for cost in done.adaptive["costs"]}
     assert costs.keys() == {(rows, nodes) for rows in (1, 2) for nodes in (1, 2, 4, 5)}
     assert all(spent_ms > 0 for spent_ms in costs.values())
-
-
-def test_sizes_are_powers_of_two_and_the_algorithms_own() -> None:
-    assert [step_sizes(nodes) for nodes in (2, 4, 6, 33)] == [(1, 2), (1, 2, 4), (1, 2, 4, 6), (1, 2, 4, 8, 16, 32, 33)]
-
-
-def test_costs_between_the_measured_ones_lie_on_straight_lines() -> None:
-    costs = StepCosts({(1, 1): 1.0, (1, 2): 2.0, (1, 6): 4.0, (9, 1): 3.0, (9, 6): 12.0})
-    expected = {(1, 1): 1.0, (5, 1): 2.0, (99, 1): 3.0, (1, 4): 3.0, (5, 6): 8.0, (1, 99): 4.0}
-    assert {place: costs.of(*place) for place in expected} == expected
-    for known, kind in (({(1, 1): 1.0}, "with a draft"), ({(1, 4): 1.0}, "without a draft")):
-        with pytest.raises(ValueError, match=f"expected the time of a step {kind}, found none"):
-            StepCosts(known).of(1, 8 if kind == "with a draft" else 1)
-
-
-@pytest.mark.parametrize(
-    ("rows", "cost", "pause", "trials"), [(1, 1.01, LEAST_PAUSE, 4), (1, 1.5, 267, 4), (8, 3, 267, 1)]
-)
-def test_drafting_is_tried_again_as_rarely_as_it_costs(rows: int, cost: float, pause: int, trials: int) -> None:
-    pacing, step_ms = Pacing((1, 2, 4)), [1.0, cost, 9.0]
-    pacing.told(PLAIN, 1)
-    taken = [pacing.next(rows, step_ms) for _ in range(2 * (pause + trials))]
-    assert taken == ([PLAIN] * pause + [1] * trials) * 2
-    pacing.told(2, 2)
-    assert pacing.next(rows, step_ms) == 2
-
-
-@pytest.mark.parametrize(("cost", "every"), [(1.005, LEAST_STEPS), (1.5, 67)])
-def test_a_larger_size_is_tried_as_rarely_as_it_costs(cost: float, every: int) -> None:
-    pacing, step_ms = Pacing((1, 2, 4, 8)), [1.0, 1.1, 2.0, 2.0 * cost]
-    pacing.told(2, 2)
-    assert [pacing.next(1, step_ms) for _ in range(2 * every)] == ([2] * (every - 1) + [3]) * 2
-    pacing.told(3, 3)
-    assert {pacing.next(1, step_ms) for _ in range(2 * every)} == {3}
-
-
-@pytest.mark.parametrize(
-    ("step_ms", "size"), [([1.0, 1.1, 1.2, 1.3], 3), ([1.0, 1.2, 2.2, 4.0], 1), ([1, 9, 9.1, 18], 2)]
-)
-def test_the_first_step_drafts_as_if_most_drafts_were_accepted(step_ms: list[float], size: int) -> None:
-    pacing = Pacing((1, 2, 4, 8))
-    assert pacing.next(1, step_ms) == size
-    pacing.told(-1, -1)
-    assert pacing.next(1, step_ms) == size
-    pacing.told(PLAIN, 1)
-    assert pacing.next(1, step_ms) == PLAIN
-
-
-def test_the_choice_is_read_with_every_fourth_step() -> None:
-    sizing = engine_of(ALL_MAKERS["ngram"](), Setup(max_batch=1, adaptive=True, step_costs=CHEAP), TARGET).parts.sizing
-    assert sizing is not None
-    read = [sizing.choice is not None for _ in range(2 * READ_EVERY + 1) if sizing.next(1)]
-    assert read == [True, False, False, False] * 2 + [True]
-
-
-def test_steps_of_one_size_have_nothing_to_choose() -> None:
-    setup = Setup(adaptive=True)
-    assert run(autoregressive(TARGET), requests(1, 4), setup, TARGET).adaptive is None
 
 
 @pytest.mark.parametrize(
