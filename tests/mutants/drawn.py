@@ -314,7 +314,7 @@ _NOT_CALLED = ("_in_groups", "launch_in_groups", "_held_weight", "_with_held_wei
 """Calls that are made on a GPU only, or whose answer is used there only."""
 _MACHINES = ("'cuda'", "'interpreter'")
 """What a comparison asks for that is always so or never, where the tests run."""
-_SYMMETRIC = ("min", "max", "minimum", "maximum", "zip", "isinstance", "getattr", "print", "equal")
+_SYMMETRIC = ("min", "max", "minimum", "maximum", "zip", "isinstance", "getattr", "print", "equal", "logaddexp")
 _COMPARISONS: dict[type[ast.cmpop], str] = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="
 }  # fmt: skip
@@ -370,7 +370,11 @@ def tests_of(path: Path) -> tuple[str, ...]:
     elif "models" in path.parts:
         others = (*_MODELS, f"{_ALGORITHMS}test_drafters.py")
     elif "backends" in path.parts:
-        others = ("tests/runtime/test_backends.py", "tests/runtime/test_paged_mixer.py", f"{_ALGORITHMS}test_engine.py")
+        others = (
+            "tests/runtime/test_backends.py",
+            "tests/runtime/test_paged_attention.py",
+            f"{_ALGORITHMS}test_engine.py",
+        )
     else:
         others = (*(f"{_ALGORITHMS}test_{name}.py" for name in _NEAREST.get(path.stem, ())), *_ENGINE, _UNSTEADY)
     return tuple(dict.fromkeys((*own, *others)))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -136,6 +138,10 @@ def _in_child(copy: Path, tests: Sequence[str], stop_at_first: bool, limit_s: fl
         child.join()
         return found | dict(code=1, failed=[("the test process", f"died with {child.exitcode}")])
     finally:
+        # With the processes that its tests have started, which may wait for each other for ever.
+        assert child.pid is not None
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
         child.kill()
         child.join()
 
@@ -144,6 +150,7 @@ def _child(copy: Path, tests: tuple[str, ...], stop_at_first: bool, sending: Con
     """Import our packages from the copy, run pytest there, and send the report."""
     import pytest
 
+    os.setsid()
     for name in [name for name in sys.modules if name.split(".")[0] in OUR_PACKAGES]:
         del sys.modules[name]
     os.chdir(copy)

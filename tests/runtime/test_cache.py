@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from algorithms.runtime.cache import KVCache, KVScales, load_kv_scales
 from tests.algorithms.toy import CONFIG, random_target
-from tests.runtime.test_paged_mixer import resources_of
+from tests.runtime.test_paged_attention import resources_of
 
 SHAPE = (CONFIG.num_layers, CONFIG.num_kv_heads)
 

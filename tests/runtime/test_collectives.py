@@ -10,6 +10,7 @@ import torch
 
 from algorithms.runtime import collectives
 from algorithms.runtime.collectives import exchange_of, parallel, sum_over_ranks
+from specdec_kernels import exchange_elements
 
 
 @pytest.mark.parametrize(("ranks", "several"), [(1, False), (2, True)])
@@ -70,6 +71,27 @@ def test_small_aligned_sums_are_read_from_the_memory_of_others(
         assert others == [x, "sum", "all"] and not reduced
     else:
         assert found is x and reduced == [x]
+
+
+def test_an_exchange_lies_in_memory_that_all_ranks_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where this process sees the memory of each rank counts from its own, in words, and no rank begins before all have
+    zeroed theirs."""
+    size = 8 * exchange_elements(2, 64, 5)
+    memory, events = torch.ones(size, dtype=torch.uint8), list[Any]()
+    addresses = [memory.data_ptr() + 8 * 40, memory.data_ptr()]
+    monkeypatch.setattr(collectives.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(collectives.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(collectives.dist, "barrier", lambda: events.append(bool(memory.any())))
+    monkeypatch.setattr(collectives.torch.cuda, "synchronize", events.append)
+    monkeypatch.setattr(collectives, "_symmetric", lambda *asked: events.append(asked) or (memory, addresses))
+    device = torch.device("cpu")
+    exchange = collectives._exchange.__wrapped__(device, 5)
+    assert events == [(device, size), device, False]
+    assert exchange.memory.dtype == torch.int64 and exchange.memory.data_ptr() == memory.data_ptr()
+    assert exchange[1].tolist() == [40, 0] and exchange[2:] == (1, 64, 5)
+    assert collectives._shared_memory.__wrapped__(device) is memory and events[-1] == (device, 1 << 20)
+    monkeypatch.setattr(collectives, "_symmetric", lambda *asked: None)
+    assert collectives._exchange.__wrapped__(device, 5) is collectives._shared_memory.__wrapped__(device) is None
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,10 @@ def test_bounds_are_allowed(change: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"max_new_tokens": 0}, "max_new_tokens: expected at least 1, got 0"),
+        ({"temperature": -0.1}, "temperature: expected a finite number, at least 0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty: expected a finite number above 0"),
+        ({"top_p": 0.0}, "top_p: expected above 0 and at most 1"),
         ({"top_k": 2**31}, r"top_k: expected 0 \(off\) to 2147483647"),
         ({"top_p": 1.0001}, "top_p: expected above 0 and at most 1"),
         ({"min_p": -0.1}, "min_p: expected 0"),
