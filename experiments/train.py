@@ -38,7 +38,8 @@ def train(config: TrainingConfig) -> dict[str, Any]:
     """Train, export and measure; returns the summary that is written beside the weights."""
     folder = Path(config.out_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(config.train.threads)
+    if config.train.threads is not None:
+        torch.set_num_threads(config.train.threads)
     torch.set_flush_denormal(True)
     torch.manual_seed(config.train.seed)
     replicas = Replicas.join(config.train.device)

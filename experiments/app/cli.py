@@ -30,7 +30,6 @@ from experiments.app.errors import UserError, disk_is_full
 from experiments.app.explain import MAIN_CONFIG, explain
 from experiments.app.resume import resumed_words
 from experiments.app.schema import CONFIG_FOLDER
-from experiments.app.threads import settle_threads
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 INTERRUPTED = 130
@@ -71,7 +70,6 @@ class Program:
 @contextmanager
 def exits_of_errors(config_name: str) -> Iterator[Program]:
     """Register the schemas, and end the process with one screen of text and an exit code where the block fails."""
-    settle_threads()
     asked = os.environ.get(FULL_ERROR)
     program = Program(show_all=asked == "1")
     os.environ[FULL_ERROR] = "1"  # makes Hydra raise what it would otherwise print

@@ -38,15 +38,16 @@ LONGEST_SILENCE_S = 60.0
 class TrainSettings:
     """What every objective accepts under `train`.
 
-    `device` auto is a GPU where there is one. `autocast` computes in bfloat16 on float32 weights. Held-out figures are
-    taken every `eval_every_steps` steps, and every `eval_every_minutes` where that is given.
+    `device` auto is a GPU where there is one. `threads` null leaves what `experiments.app.threads` has chosen.
+    `autocast` computes in bfloat16 on float32 weights. Held-out figures are taken every `eval_every_steps` steps, and
+    every `eval_every_minutes` where that is given.
     """
 
     minutes: float | None = 45.0
     steps: int | None = None
     seed: int = 0
     device: str = "auto"
-    threads: int = 2
+    threads: int | None = None
     autocast: bool = True
     compile: bool = False
     matrix_lr: float = 0.006
@@ -65,7 +66,7 @@ class TrainSettings:
         if self.minutes is None and self.steps is None:
             raise ValueError("train.minutes, train.steps: expected one of them at least, got none")
         for key in ("log_every_steps", "eval_every_steps", "threads", "steps"):
-            expect_at_least(f"train.{key}", getattr(self, key), 1, nullable=key == "steps")
+            expect_at_least(f"train.{key}", getattr(self, key), 1, nullable=key in ("threads", "steps"))
         for key in ("weight_decay", "checkpoint_every_minutes"):
             expect_at_least(f"train.{key}", getattr(self, key), 0)
         for key in ("matrix_lr", "other_lr", "grad_clip"):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from experiments.app import threads
+from experiments.app.schema import REPO_ROOT
 
 
 @pytest.mark.parametrize(
@@ -43,3 +47,10 @@ def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     threads.settle_threads()
     assert (threads.os.environ["OMP_NUM_THREADS"], threads.os.environ["OMP_WAIT_POLICY"]) == ("7", "PASSIVE")
+
+
+def test_every_program_settles_before_it_imports_torch() -> None:
+    found = "import os, sys, experiments; print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
+    done = subprocess.run([sys.executable, "-c", found], env=environment, cwd=REPO_ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == ["PASSIVE", "False"], done.stderr

@@ -593,7 +593,7 @@ def test_schedule_warms_up_stays_and_falls_to_zero() -> None:
     ("changes", "message"),
     [
         ({"steps": None}, "train.minutes, train.steps: expected one of them"),
-        ({"threads": 0}, "train.threads: expected at least 1, got 0"),
+        ({"threads": 0}, "train.threads: expected at least 1 or null, got 0"),
         ({"steps": -1}, "train.steps: expected at least 1 or null, got -1"),
         ({"minutes": 0.0}, "train.minutes: expected above 0"),
         ({"decay_fraction": 0.0}, "train.decay_fraction: expected above 0"),
