@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +42,13 @@ def _overflowing(out_ptr, LANES: tl.constexpr):  # [LANES] int32
     tl.store(out_ptr + lane, (lane + 2147483647) * 2)
 
 
+@triton.jit
+def _overflowing_difference(out_ptr, LANES: tl.constexpr):  # [LANES] int32
+    """0 - -2^31; the reverse is a number."""
+    lane = tl.arange(0, LANES)
+    tl.store(out_ptr + lane, lane * 0 - ((lane * 0 + 1) << 31))
+
+
 def run() -> list[int]:
     out = torch.empty(8, dtype=torch.int32)
     launch(_outer, (1,), out, LANES=8)
@@ -73,15 +81,16 @@ def test_operands_of_other_shapes_and_types_meet() -> None:
         assert torch.equal(out, row * 11 + column * 2)
 
 
-def test_an_overflow_is_told_where_triton_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernel", [_overflowing, _overflowing_difference])
+def test_an_overflow_is_told_where_triton_tells_it(monkeypatch: pytest.MonkeyPatch, kernel: Any) -> None:
     from triton.runtime import interpreter
 
     out = torch.empty(4, dtype=torch.int32)
-    launch(_overflowing, (1,), out, LANES=4)
+    launch(kernel, (1,), out, LANES=4)
     builder = interpreter.interpreter_builder
     monkeypatch.setattr(builder, "options", replace(builder.options, debug=True))
     with pytest.raises(Exception, match="int32 overflow detected"):
-        launch(_overflowing, (1,), out, LANES=4)
+        launch(kernel, (1,), out, LANES=4)
 
 
 @pytest.mark.parametrize("kind", [tl.float32, tl.int1, tl.block_type(tl.int64, [4]), tl.pointer_type(tl.float16)])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specdec_kernels import launch as module
-from specdec_kernels.launch import lanes, launch, record_launches
+from specdec_kernels.launch import Launch, lanes, launch, record_launches
 from specdec_kernels.tree import build_chain
 
 
@@ -105,6 +105,13 @@ def test_recording_touches_no_gpu(gpus: Gpus) -> None:
     with record_launches("sm90") as launches:
         launch(Kernel(gpus), (1,), on_gpu(1))
     assert len(launches) == 1 and gpus.asked == 0 and gpus.entered == []
+
+
+def test_a_record_holds_what_the_launch_was_given(gpus: Gpus) -> None:
+    kernel = Kernel(gpus)
+    with record_launches("sm90") as launches:
+        launch(kernel, (1,), 7, None, num_warps=8, num_stages=3, BLOCK=16)
+    assert launches == [Launch(kernel, args=(7, None), constexprs=dict(BLOCK=16), num_warps=8, num_stages=3)]
 
 
 @pytest.mark.gpu

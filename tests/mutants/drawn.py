@@ -29,7 +29,7 @@ _MODELS = tuple(
                  "deterministic")
 )  # fmt: skip
 _FAMILY_TESTS = {
-    "": ("test_launch", "test_facade", "test_tuning", "test_interpreter"),
+    "": ("test_checks", "test_launch", "test_facade", "test_tuning", "test_interpreter"),
     "attention": (
         "test_attention", "test_attention_plan", "test_attention_features", "test_small_tiles", "test_batch_invariance"
     ),
@@ -360,7 +360,7 @@ def tests_of(path: Path) -> tuple[str, ...]:
         files = [f"tests/kernels/{name}.py" for name in _FAMILY_TESTS.get(family, (f"test_{family}",))]
         files = [file for file in files if (ROOT / file).is_file()]
         users = [*_USERS.get(family, ()), *_USERS.get(f"{family}.{path.stem}", ())]
-        cases = [f"[{name}-" for name in (family, *users)] if family else ["parity"]
+        cases = [f"[{name}-" for name in (family or "kv_index", *users)]
         names = " or ".join([*cases, *(Path(file).stem for file in files)])
         return ("tests/kernels/test_parity.py", *files, "-k", names)
     named = [f"{folder}test_{path.stem}.py" for folder in ("tests/runtime/", _ALGORITHMS)]
