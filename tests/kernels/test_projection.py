@@ -274,6 +274,10 @@ def test_float64_is_computed_by_the_definition() -> None:
     )
     assert found.normed.dtype == torch.float64
     assert torch.equal(found.normed, expected.normed) and torch.equal(found.residual, expected.residual)
+    # An exchange of one rank with itself.
+    exchange, end = exchange_inputs(maker, 3, 48, ranks=1)["exchange"], (residual, maker.tensor([1.5] * 48, x.dtype))
+    alone = linear_all_reduce_add_rms_norm(x, weight, exchange, 0, *end, 1e-6)
+    torch.testing.assert_close(alone.normed, expected.normed, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
