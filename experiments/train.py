@@ -23,7 +23,7 @@ from omegaconf import DictConfig
 
 from experiments.app import cli
 from experiments.app.arguments import HELP
-from experiments.app.errors import user_errors
+from experiments.app.errors import UserError, disk_is_full, user_errors
 from experiments.training.export import export
 from experiments.training.loop import CHECKPOINT, Trainer
 from experiments.training.objectives import SCHEMAS
@@ -72,8 +72,13 @@ def run(config: Any, composed: DictConfig) -> None:
             summary = train(config)
         except KeyboardInterrupt as error:
             raise KeyboardInterrupt(_kept(config)) from error
+        except Exception as error:
+            if not disk_is_full(error):
+                raise
+            raise UserError(f"the disk is full: make room for out_dir and text.folder\n{_kept(config)}") from error
     for key, value in summary.items():
-        print(f"{key}: {value}")
+        if value != {}:
+            print(f"{key}: {value}")
 
 
 def main() -> None:

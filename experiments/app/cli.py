@@ -7,6 +7,7 @@ every error.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -73,6 +74,7 @@ def exits_of_errors(config_name: str) -> Iterator[Program]:
     asked = os.environ.get(FULL_ERROR)
     program = Program(show_all=asked == "1")
     os.environ[FULL_ERROR] = "1"  # makes Hydra raise what it would otherwise print
+    logging.raiseExceptions = False  # or a log that cannot be written, as wandb's on a full disk, fills the screen
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         words = arranged(sys.argv[1:])

@@ -28,6 +28,7 @@ from typing import Any
 
 from experiments.app.errors import UserError, disk_is_full, user_errors
 from experiments.app.resume import STATUS, read_status
+from experiments.app.whole_file import whole_file
 from experiments.report.json_log import JsonLog, json_lines, to_json
 
 REPORT, SUMMARY, REQUESTS, DECODINGS = "report.html", "summary.json", "requests.jsonl", "decodings.jsonl"
@@ -37,15 +38,10 @@ HEARTBEAT_S = 10.0
 
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write `path` so that a reader, or a crash, sees the old content or all of the new."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with whole_file(path) as temporary, open(temporary, "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _now() -> str:

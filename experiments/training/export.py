@@ -33,7 +33,7 @@ def export(trainer: Trainer, objective: Objective) -> dict[str, Any]:
         "elapsed_s": round(trainer.elapsed_s, 1),
         "device": torch.cuda.get_device_name(device) if trainer.settings.on_gpu else device,
         "processes": trainer.replicas.world,
-        "threads": trainer.settings.threads,
+        "threads": torch.get_num_threads(),
         **{key: value for key, value in trainer.rows[-1].items() if key.startswith("heldout")},
     }
     write_json(folder / "training_summary.json", summary)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments.app.schema import LARGEST_INT32
+from experiments.app.whole_file import whole_file
 from experiments.training.parallel import Replicas, local_device
 from experiments.training.progress import Show, progress
 from specdec_kernels.checks import expect_at_least, expect_between
@@ -187,9 +187,8 @@ class Trainer:
             self._store(state, CHECKPOINT)
 
     def _store(self, state: dict[str, Any], name: str) -> None:
-        partial = self.folder / (name + ".tmp")
-        torch.save(state, partial)
-        os.replace(partial, self.folder / name)
+        with whole_file(self.folder / name) as partial, open(partial, "wb") as file:
+            torch.save(state, file)
 
     def resume(self) -> bool:
         """Continue from the checkpoint if there is one."""

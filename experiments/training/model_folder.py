@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
+
+from experiments.app.whole_file import whole_file
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -30,7 +31,6 @@ def export_weights(weights: Mapping[str, Tensor], config: Mapping[str, Any], fol
         name: (tensor.bfloat16() if tensor.is_floating_point() else tensor).detach().cpu().contiguous()
         for name, tensor in weights.items()
     }
-    partial = folder / (WEIGHTS_FILE + ".tmp")
-    save_file(tensors, partial, metadata={"format": "pt"})
-    partial.chmod(0o644)  # safetensors creates files that only the owner may read
-    os.replace(partial, folder / WEIGHTS_FILE)
+    with whole_file(folder / WEIGHTS_FILE) as partial:
+        save_file(tensors, partial, metadata={"format": "pt"})
+        partial.chmod(0o644)  # safetensors creates files that only the owner may read

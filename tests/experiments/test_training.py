@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
+from safetensors import SafetensorError
 from tokenizers import Tokenizer
 
 from algorithms.runtime.models.config import DFlashConfig
@@ -24,6 +27,7 @@ from algorithms.runtime.models.loading import load_dflash, load_draft, load_eagl
 from algorithms.runtime.models.rope import apply_rope, rope_table
 from experiments import train as program
 from experiments.app import compose as app_compose
+from experiments.app.errors import UserError
 from experiments.app.schema import ModelConfig
 from experiments.data import code
 from experiments.training import corpus as corpus_module
@@ -304,6 +308,30 @@ def test_an_interrupted_training_says_what_is_kept(
     told = capsys.readouterr().err
     assert caught.value.code == 130 and seen == [False]
     assert kept in told and told.endswith("the same command goes on from there\n")
+
+
+def _torch_on_a_full_disk() -> None:
+    try:
+        raise OSError(errno.ENOSPC, "No space left on device")
+    except OSError:
+        raise RuntimeError("[enforce fail] unexpected pos 8896 vs 8848")  # noqa: B904
+
+
+@pytest.mark.parametrize(
+    ("fails", "told"),
+    [
+        (Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")), "the disk is full: make room for out_dir"),
+        (_torch_on_a_full_disk, "the disk is full: make room for out_dir"),
+        (Mock(side_effect=SafetensorError("I/O error: No space left on device (os error 28)")), "the disk is full"),
+        (Mock(side_effect=RuntimeError("a bug")), None),
+    ],
+    ids=["system", "torch", "safetensors", "another"],
+)
+def test_a_full_disk_is_told_as_such(fails: Callable[[], None], told: str | None, tmp_path: Path) -> None:
+    """The system's error, or that of a library, which has the system's behind it or quotes it."""
+    kind = RuntimeError if told is None else UserError
+    with patch.object(program, "train", lambda config: fails()), pytest.raises(kind, match=told or "a bug"):
+        program.run(_target_config(tmp_path), OmegaConf.create())
 
 
 def _run_in_two_parts(run):  # type: ignore[no-untyped-def]

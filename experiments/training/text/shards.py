@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from experiments.app.whole_file import whole_file
+
 LARGEST_UINT16_VOCABULARY = 1 << 16
 
 
@@ -88,9 +90,8 @@ class ShardFolder:
 
     def write(self, name: str, text: Text) -> None:
         """Store a shard; it appears in one move."""
-        partial = self.path / f"{name}.tmp"
-        save_file({"tokens": text.tokens, "lengths": text.lengths, "starts": text.starts}, partial)
-        partial.replace(self.file(name))
+        with whole_file(self.file(name)) as partial:
+            save_file({"tokens": text.tokens, "lengths": text.lengths, "starts": text.starts}, partial)
 
     @contextmanager
     def claim(self, name: str, wait: bool = False) -> Iterator[bool]:
