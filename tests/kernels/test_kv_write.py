@@ -263,6 +263,7 @@ def test_bad_input_is_named(change: dict[str, Any], message: str) -> None:
     "change, message",
     [
         (dict(kv=torch.zeros(2, 2, 3, 16, 2, 16)), r"kv: expected shape \[3, 2, \*, \*, 2, 16\]"),
+        (dict(slots=torch.zeros(5, dtype=torch.int32)), "slots: expected dtype torch.int64, got torch.int32"),
         (dict(v=torch.zeros(5, 3, 1, 16)), r"v: expected shape \[5, 3, 2, 16\]"),
         (dict(k_norm=torch.zeros(16)), r"k_norm: expected shape \[3, 16\], got \[16\]"),
         (dict(counts=torch.ones(2, dtype=torch.int32)), "counts: expected a number of requests that divides 5, got 2"),

@@ -107,6 +107,17 @@ def test_recording_touches_no_gpu(gpus: Gpus) -> None:
     assert len(launches) == 1 and gpus.asked == 0 and gpus.entered == []
 
 
+def test_a_chip_is_known_by_its_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {(8, 0): "sm80", (8, 9): "sm80", (9, 0): "sm90", (10, 0): "sm100", (12, 0): "sm100"}
+    for capability, name in names.items():
+        monkeypatch.setattr(module.torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        monkeypatch.setattr(module.torch.version, "hip", None)
+        assert module.current_chip(on_gpu(0)) == name
+    monkeypatch.setattr(module.torch.version, "hip", "6.2")
+    assert module.current_chip(on_gpu(0)) == "gfx942"
+    assert module.current_chip(torch.zeros(1)) == "interpreter"
+
+
 def test_a_record_holds_what_the_launch_was_given(gpus: Gpus) -> None:
     kernel = Kernel(gpus)
     with record_launches("sm90") as launches:

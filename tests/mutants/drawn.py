@@ -131,6 +131,7 @@ MEANINGLESS = {
     ("specdec_kernels/commit/kernel.py", "rows = min(lanes(batch * path)", "max"),
     ("specdec_kernels/texts/kernel.py", "(triton.cdiv(batch * (width + 1), config.copy)", "0"),
     ("specdec_kernels/compat/sglang/index/kernel_tables.py", "programs = min(", "max"),
+    ("specdec_kernels/compat/sglang/index/kernel_tables.py", "end = tl.minimum(used", "maximum"),  # visited in vain
     ("specdec_kernels/compat/sglang/index/kernel_tables.py", "batch, place < capacity", "<="),  # offsets end there too
     ("specdec_kernels/compat/sglang/index/kernel_drafts.py", "if PAGE_SIZE > 1 and TOPK > 1:", ">="),  # of no tails
     ("specdec_kernels/compat/sglang/index/kernel_slots.py", "if size > config.move_direct", ">="),
@@ -152,6 +153,7 @@ MEANINGLESS = {
     ("specdec_kernels/projection/kernel_argmax.py", "call, lane < 2)", "<="),  # of two lanes
     ("specdec_kernels/mla/kernel.py", "if split_start >= last_key", ">"),  # a split that the merge does not read
     ("specdec_kernels/mla/kernel.py", "if start + BLOCK_N > free_end", ">="),  # masked, where all rows see all
+    ("specdec_kernels/mla/kernel.py", "last_key - 1, 0) // (split_tokens", "0"),  # fewer splits
     ("specdec_kernels/mla/kernel.py", "partial = splits > 1", ">="),  # the merge of one split
     ("specdec_kernels/mla/kernel.py", "max_splits(rows, latent)", "latent, rows"),  # of r (c + 1) or c (r + 1) numbers
     ("specdec_kernels/interpreter.py", "if vars(self).keys() ==", "!="),  # nothing is kept
@@ -306,8 +308,8 @@ _FLAGGED = re.compile(r"(tl\.max\()+.*\.to\(tl\.int32\)(, \d\))+ > 0")
 """Whether one of the lanes is flagged."""
 _GUESSES = ("guess_threshold", "sample_groups", "store_edges", "rows_per_program")
 """Functions whose results decide how fast something is and nothing else: where a search begins, a size of tiles."""
-_ON_A_GPU = ("_held_weight", "_with_held_weight", "_team_sum", "received", "half_queries", "half_queries_in_halves",
-             "_in_groups")  # fmt: skip
+_ON_A_GPU = ("_held_weight", "_with_held_weight", "_team_sum", "received", "_received_sums", "half_queries",
+             "half_queries_in_halves", "_in_groups")  # fmt: skip
 """Functions of machine instructions, of bfloat16, of programs that wait for each other, or that choose a kernel of one
 chip: the interpreter has none."""
 _NOT_CALLED = ("_in_groups", "launch_in_groups", "_held_weight", "_with_held_weight")
@@ -452,7 +454,8 @@ def sites_of(path: Path) -> Iterator[Site]:
 
 def _swaps(node: ast.Call, at, site, source: str) -> Iterator[Site]:  # type: ignore[no-untyped-def]
     """Two neighbouring names of a call change places."""
-    arguments = node.args[1:] if _name_of(node) == "fma" else node.args  # its first two are factors of one product
+    # The first two are factors of one product, or a pointer and what is added to it.
+    arguments = node.args[1:] if _name_of(node) in ("fma", "_row") else node.args
     for left, right in zip(arguments, arguments[1:], strict=False):
         if isinstance(left, ast.Name) and isinstance(right, ast.Name) and left.id != right.id:
             start, end = at(left.lineno, left.col_offset), at(right.end_lineno or 0, right.end_col_offset or 0)

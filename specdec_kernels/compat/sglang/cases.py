@@ -201,10 +201,13 @@ def _sampling(
     acc: float = 1.0,
     odd: bool = False,
     spent: bool = False,
+    empty: bool = False,
+    top: bool = False,
     change: Callable[[dict[str, torch.Tensor]], None] | None = None,
 ) -> dict[str, Any]:
     """`odd`: uniforms of 0, rows without mass, tokens outside the vocabulary. `spent`: the draft already has what the
-    target gives to tokens that no node holds. With `change` over other links."""
+    target gives to tokens that no node holds. `empty`: it has all that the target gives. `top`: the last uniforms are 1,
+    which no running sum exceeds, as rounding may have it. With `change` over other links."""
     links = random_links(make, batch, nodes)
     if change is not None:
         change(links)
@@ -214,6 +217,8 @@ def _sampling(
     if spent:
         target[..., :6] = 1 / 64
         draft[..., 6:] = target[..., 6:]
+    if empty:
+        draft = target.clone()
     uniforms = make.integers(0, 128, batch, nodes).float() / 128
     final = make.integers(0, 128, batch).float() / 128
     if odd:
@@ -222,6 +227,8 @@ def _sampling(
         candidates[:, 2::3] = vocab
         uniforms[:, ::2] = 0
         final[::2] = 0
+    if top:
+        final[:] = 1
     return walk_outputs(make, batch, nodes, path) | dict(
         candidates=candidates,
         **links,
@@ -508,6 +515,8 @@ CASES = (
     _sampling_case(
         "sgl_sampling_wild", "ids one past the last", batch=5, nodes=4, path=4, vocab=5, acc=0.5, change=_spoil
     ),
+    _sampling_case("sgl_sampling_empty", "no mass is left", batch=3, nodes=1, path=2, vocab=1300, empty=True),
+    _sampling_case("sgl_sampling_top", "the last token of a sum", batch=3, nodes=2, path=2, vocab=1300, top=True),
     _sampling_case(
         "sgl_sampling_lost", "nodes behind an id that there is not", batch=6, nodes=5, path=4, vocab=5, single=0.0,
         acc=0.0, change=_lose,
