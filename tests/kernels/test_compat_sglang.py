@@ -554,8 +554,8 @@ def pool(batch: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_worked_positions_after_acceptance(impl: str) -> None:
     positions, newest = old(8), old(4, torch.int32)
     sglang.create_extend_after_decode_spec_info(
-        ints([11, 12, 13, 21, 31, 32], torch.int32), ints([8, 6, 5, 9]), ints([3, 0, 1, 2], torch.int32), positions, newest,
-        4, impl=impl,
+        ints([11, 12, 13, 21, 31, 32], torch.int32), ints([8, 6, 5, 9]), ints([3, 0, 1, 2], torch.int32), positions,
+        newest, 4, impl=impl,
     )  # fmt: skip
     assert positions.tolist() == [5, 6, 7, 4, 7, 8, OLD, OLD]
     assert newest.tolist() == [13, OLD, 21, 32]

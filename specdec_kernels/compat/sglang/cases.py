@@ -206,7 +206,7 @@ def _sampling(
     change: Callable[[dict[str, torch.Tensor]], None] | None = None,
 ) -> dict[str, Any]:
     """`odd`: uniforms of 0, rows without mass, tokens outside the vocabulary. `spent`: the draft already has what the
-    target gives to tokens that no node holds. `empty`: it has all that the target gives. `top`: the last uniforms are 1,
+    target gives to tokens that no node holds. `empty`: it has all that the target gives. `top`: final uniforms of 1,
     which no running sum exceeds, as rounding may have it. With `change` over other links."""
     links = random_links(make, batch, nodes)
     if change is not None:
