@@ -27,8 +27,8 @@ def choose_size(
     would have written m_i of them with size i <= s: the accepted drafts of rank below `sizes[i]`, and one more. Where
     text is easy, its tokens are drafted as well one step later. So size i is taken to write the t tokens in t / m_i
     steps, and not to lose what it leaves out. Where nodes rank by number, as in a chain, whose first drafts are the
-    same in every size, steps of all sizes often end at the same draft that is wrong. Half of them are taken to do so,
-    which makes it the mean of t / m_i and the next whole number. A tree behind a token that was unlikely holds better
+    same in every size, steps of all sizes often end at the same draft that is wrong. A quarter of them are taken to do
+    so: they count as the next whole number, the others as t / m_i. A tree behind a token that was unlikely holds better
     drafts than the tree before it, so nine tenths of the extra steps of a smaller tree are counted, t / m_i - 1, but
     all of those without a draft. With u_i = sum of these steps over the R active rows and w = 2^(-1 / h) for
     h = 16 + 112 / R steps, every size 1 to s is updated, and its tokens per step follow from those of the sizes before:
@@ -41,8 +41,8 @@ def choose_size(
     g = smaller_s / own_s - 1, before and after this step, smaller_i - own_i of every size i above s is multiplied by
     (g_after + 0.05) / (g_before + 0.05). Both of their sums are multiplied by w too, while own_i stays above 16, so
     that a few steps of such a size outweigh what is long past. Where the last choice is not to draft, the step is a
-    trial, and h = 16 / R at most: few rows decide whether drafting is taken up again. The sums begin with 4 steps of a
-    chain whose drafts are accepted with probability 0.85.
+    trial: larger sizes keep their ratio, and h = 16 / R at most, so that few rows decide whether drafting is taken up
+    again. The sums begin with 4 steps of a chain whose drafts are accepted with probability 0.85.
 
     The best size is the one with the largest tokens_i / step_ms[i], of equal ones the smallest. The last choice stays
     while the best one promises less than 1 % more, or less than 2 % where it is a larger one. Without an active row

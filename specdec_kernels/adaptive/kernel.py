@@ -14,6 +14,7 @@ import triton.language as tl
 
 from specdec_kernels.adaptive.configs import COMPARED, FEW_ROWS, ROWS
 from specdec_kernels.adaptive.types import (
+    CHAIN_WHOLE,
     EVIDENCE,
     KEEP_SMALLER,
     KEEP_STILL,
@@ -32,6 +33,7 @@ _LEAST_GAIN = tl.constexpr(LEAST_GAIN)
 _LEAST_HALF_LIFE = tl.constexpr(LEAST_HALF_LIFE)
 _ROW_HALF_LIFE = tl.constexpr(ROW_HALF_LIFE)
 _TRIAL_HALF_LIFE = tl.constexpr(TRIAL_HALF_LIFE)
+_CHAIN_WHOLE = tl.constexpr(CHAIN_WHOLE)
 _TREE_EXTRA = tl.constexpr(TREE_EXTRA)
 _KEEP_STILL = tl.constexpr(KEEP_STILL)
 _KEEP_SMALLER = tl.constexpr(KEEP_SMALLER)
@@ -85,7 +87,8 @@ def _steps_of_row(
     written = tl.sum(tl.where(index == size, tokens, 0), 0)
     steps = written.to(tl.float32) / tokens.to(tl.float32)
     if confidence_ptr is None:
-        steps = 0.5 * (steps + ((written + tokens - 1) // tokens).to(tl.float32))
+        whole = ((written + tokens - 1) // tokens).to(tl.float32)
+        steps += _CHAIN_WHOLE * (whole - steps)
     else:
         steps = tl.where(index > 0, 1.0 + _TREE_EXTRA * (steps - 1.0), steps)
     return tl.where(index <= size, steps, 0.0)
@@ -172,7 +175,8 @@ def _choose(
     own = left * own + tl.where(updated, steps, 0.0)
     gain = tl.sum(tl.where(index == size, smaller / own - 1.0, 0.0), 0)
     growth = (gain + _LEAST_GAIN) / (gained + _LEAST_GAIN)
-    smaller = tl.where(index > size, own + (smaller - own) * growth, smaller)
+    grows = (index > size) & (last != 0)
+    smaller = tl.where(grows, own + (smaller - own) * growth, smaller)
     tl.store(pair, smaller, mask=inside & (index > 0))
     tl.store(pair + 1, own, mask=inside & (index > 0))
     most = tl.load(sizes_ptr + index, mask=inside, other=1).to(tl.float32)

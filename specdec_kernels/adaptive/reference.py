@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from specdec_kernels.adaptive.types import (
+    CHAIN_WHOLE,
     KEEP_SMALLER,
     KEEP_STILL,
     LEAST_EVIDENCE,
@@ -41,8 +42,9 @@ def choose_size(
     above, gained = state.evidence[size:], _gain(state, size)
     above.copy_(torch.where(keep * above[:, 1:] > LEAST_EVIDENCE, keep * above, above))
     state.evidence[:size] = keep * state.evidence[:size] + torch.stack([steps[:-1], steps[1:]], 1)
-    growth = (_gain(state, size) + LEAST_GAIN) / (gained + LEAST_GAIN)
-    above[:, 0] = above[:, 1] + (above[:, 0] - above[:, 1]) * growth
+    if last != 0:
+        growth = (_gain(state, size) + LEAST_GAIN) / (gained + LEAST_GAIN)
+        above[:, 0] = above[:, 1] + (above[:, 0] - above[:, 1]) * growth
     ratios = torch.cat([torch.ones_like(step_ms[:1]), state.evidence[:, 0] / state.evidence[:, 1]])
     rates = torch.minimum(ratios.cumprod(0), state.sizes.float()) / step_ms
     best = int(rates.argmax())
@@ -78,5 +80,5 @@ def steps_of_sizes(
     tokens = 1 + (on_path[:, :, None] & within).sum(1).float()
     steps = tokens[:, -1:] / tokens
     if confidence is None:
-        return (steps + steps.ceil()) / 2
+        return steps + CHAIN_WHOLE * (steps.ceil() - steps)
     return torch.cat([steps[:, :1], 1 + TREE_EXTRA * (steps[:, 1:] - 1)], 1)

@@ -18,6 +18,8 @@ LEAST_EVIDENCE = 16.0
 """Steps that the evidence about a size above that of the step fades to at most."""
 TRIAL_HALF_LIFE = 16.0
 """Rows after which evidence counts half where nothing is drafted, and a step tries whether drafting pays."""
+CHAIN_WHOLE = 0.25
+"""Share of the steps of a chain that are taken to end at the same wrong draft in every size, see `choose_size`."""
 TREE_EXTRA = 0.9
 """Share of the extra steps of a smaller tree that are counted, see `choose_size`."""
 PRIOR_STEPS, PRIOR_ACCEPTANCE = 4.0, 0.85

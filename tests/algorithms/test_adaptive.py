@@ -110,6 +110,16 @@ def test_drafting_is_tried_again_as_rarely_as_it_costs(rows: int, cost: float, p
     assert pacing.next(rows, step_ms) == 2
 
 
+def test_a_pause_is_of_plain_steps_in_a_row() -> None:
+    """It goes on while the choice stays plain, and begins anew behind steps that drafted."""
+    pacing, step_ms = Pacing((1, 2)), [1.0, 1.01]
+    for told, pause in (([PLAIN], 10), ([PLAIN], LEAST_PAUSE - 10), ([1, PLAIN], LEAST_PAUSE)):
+        for choice in told:
+            pacing.told(choice, 1)
+        assert [pacing.next(1, step_ms) for _ in range(pause)] == [PLAIN] * pause
+    assert pacing.next(1, step_ms) == 1
+
+
 @pytest.mark.parametrize(("cost", "every"), [(1.005, LEAST_STEPS), (1.5, 67)])
 def test_a_larger_size_is_tried_as_rarely_as_it_costs(cost: float, every: int) -> None:
     pacing, step_ms = Pacing((1, 2, 4, 8)), [1.0, 1.1, 2.0, 2.0 * cost]

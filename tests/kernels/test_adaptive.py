@@ -102,9 +102,9 @@ def test_what_a_smaller_size_leaves_out_is_written_by_later_steps(impl: str) -> 
 
 def test_steps_of_a_chain_often_end_at_the_same_wrong_draft(impl: str) -> None:
     """Three tokens a step: steps of 2 nodes need 3 / 2 for them, of which a tree saves a tenth of what is above 1. Of a
-    chain half of them end where the larger step does, and take two."""
+    chain a quarter of them end where the larger step does, and take two."""
     falling = [0.9**rank for rank in range(8)]
-    for confidence, steps in ((falling, 1 + 0.9 / 2), (None, (3 / 2 + 2) / 2)):
+    for confidence, steps in ((falling, 1 + 0.9 / 2), (None, 3 / 2 + (2 - 3 / 2) / 4)):
         state = SizeState.create(SIZES, DEVICE)
         repeat(200, state, impl, [2] * 16, confidence=confidence)
         assert tokens_of(state) == pytest.approx([3 / steps, 3.0, 3.0], rel=0.01)

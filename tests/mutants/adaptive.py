@@ -22,8 +22,8 @@ MUTANTS = (
     Mutant(
         "steps_of_a_chain_never_end_together",
         _KERNEL,
-        "if confidence_ptr is None:\n        steps = 0.5",
-        "if False:\n        steps = 0.5",
+        "steps += _CHAIN_WHOLE * (whole - steps)",
+        "steps += 0.0 * (whole - steps)",
         _case("choose_lookup"),
         "small sizes of a chain look better than they are",
     ),
@@ -46,8 +46,8 @@ MUTANTS = (
     Mutant(
         "larger_sizes_do_not_follow",
         _KERNEL,
-        "smaller = tl.where(index > size, own + (smaller - own) * growth, smaller)",
-        "smaller = tl.where(index > size, own + (smaller - own), smaller)",
+        "smaller = tl.where(grows, own + (smaller - own) * growth, smaller)",
+        "smaller = tl.where(grows, own + (smaller - own), smaller)",
         _case("choose_small_step"),
         "a larger size that pays as texts fill a store is taken up late",
     ),
