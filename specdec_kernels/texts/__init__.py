@@ -26,9 +26,10 @@ has held for m tokens is taken to hold for d more with probability m / (m + d).
 Weights are integers, and confidence is compared as an integer, so the tree does not depend on the order of execution.
 `strength` is the sum of the confidence of all drafts: with `frequent`, the number of accepted drafts that is expected.
 
-An insertion is two launches at every size, and a match four at most and a fill. The texts are read for all requests
-together: the time of a match grows with the tokens of the texts and with the matches, not with their product with the
-requests.
+An insertion is two launches at every size, and a match seven at most and a fill. The texts are read once for all
+requests together: the time of a match grows with the tokens of the texts and with the places where the last tokens of
+requests stand, not with the product of tokens and requests. What was found takes 8 bytes for each token that the store
+has room for, 16 with many requests, during a match.
 
 Sources: prompt lookup (github.com/apoorvumang/prompt-lookup-decoding) and the n-gram drafters of vLLM and SGLang for
 `latest`; SuffixDecoding (arXiv 2411.04975) for `frequent`: trees grown by frequency over the request and earlier

@@ -7,27 +7,38 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TextConfig:
-    """`scan`: positions that a program compares at once; `file`: requests that a program files; `copy`: tokens that a
-    program writes."""
+    """Numbers of what one program, or one request, takes."""
 
     scan: int
+    """Positions that a program reads."""
+    few: int
+    """Requests up to which each reads all hits."""
+    select: int
+    """Hits that a program compares at once."""
+    parts: int
+    """Programs that select for one request, at most."""
+    programs: int
+    """Programs that select for all requests, where each has one at least."""
     file: int
+    """Requests that a program files."""
     copy: int
+    """Tokens that a program writes."""
 
 
-_GPU = TextConfig(scan=512, file=128, copy=256)
+_GPU = TextConfig(scan=256, few=32, select=256, parts=32, programs=1024, file=128, copy=256)
 CONFIGS = {
     "sm80": _GPU,
     "sm90": _GPU,
     "sm100": _GPU,
-    "gfx942": TextConfig(scan=512, file=256, copy=256),
+    "gfx942": TextConfig(scan=256, few=32, select=256, parts=32, programs=1024, file=256, copy=256),
     # In the interpreter the number of programs costs, not the number of lanes.
-    "interpreter": TextConfig(scan=1 << 14, file=1 << 12, copy=1 << 14),
+    "interpreter": TextConfig(scan=1 << 14, few=1, select=1 << 10, parts=2, programs=6, file=1 << 12, copy=1 << 14),
 }
 NEW_TEXTS = 16
-"""Texts that are read first: as many as fill the list of a frequent token."""
+"""Texts whose ends are read first: as many as fill the list of a frequent token."""
 
 
-def draft_warps(matches: int, nodes: int) -> int:
-    """Warps of a program of `draft_kernel`, whose tiles are [matches, nodes] and [matches, matches]."""
-    return min(4, max(1, matches * max(matches, nodes) // 256))
+def draft_warps(matches: int, nodes: int, requests: int) -> int:
+    """Warps of a program of `draft_kernel`, whose tiles are [matches, nodes] and [matches, matches]. Four are quicker
+    than one, though not four times: they are taken where there are few programs."""
+    return 4 if requests <= 512 else min(4, max(1, matches * max(matches, nodes) // 256))

@@ -4,6 +4,7 @@ against a shelf of lists, and thousands of requests at once."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
 from math import floor
@@ -16,6 +17,8 @@ from hypothesis import strategies as st
 
 import specdec_kernels as kernels
 from specdec_kernels import TextDraft, TextStore, build_tree
+from specdec_kernels.cases import Maker
+from specdec_kernels.texts.cases import match_inputs
 from specdec_kernels.texts.configs import CONFIGS
 from specdec_kernels.texts.types import MAX_AGE
 
@@ -330,10 +333,54 @@ def test_reference_is_the_shelf(session: dict[str, Any]) -> None:
     follow(session, "reference")
 
 
-@given(sessions())
-@settings(max_examples=8)
-def test_kernels_are_the_shelf(session: dict[str, Any]) -> None:
-    follow(session, "triton")
+FEW, MANY = {"few": 1 << 16}, {"few": 0, "scan": 4, "select": 4, "parts": 4, "programs": 64}
+"""Sizes of programs with which every request reads all hits, and with which it reads its own, both on any chip."""
+
+
+@contextmanager
+def sized(**sizes: int) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for chip, config in CONFIGS.items():
+            patch.setitem(CONFIGS, chip, replace(config, **sizes))
+        yield
+
+
+@pytest.mark.parametrize("sizes", [FEW, MANY], ids=["few", "many"])
+@given(session=sessions())
+@settings(max_examples=12)
+def test_kernels_are_the_shelf(session: dict[str, Any], sizes: dict[str, int]) -> None:
+    with sized(**sizes):
+        follow(session, "triton")
+
+
+@pytest.mark.parametrize("sizes", [FEW, MANY], ids=["few", "many"])
+@pytest.mark.parametrize("order", ["latest", "frequent"])
+def test_requests_that_are_served_together_find_what_each_finds_alone(order: str, sizes: dict[str, int]) -> None:
+    """Requests with the same last tokens and with others, two of them outside of the history and one that has written
+    nothing, and a corpus: over few tokens there are more hits than a program compares at once."""
+    options = dict(rows=7, length=24, ended=6, kept=4, alphabet=2, corpus=70, beyond=True, order=order, matches=5)
+    given = match_inputs(Maker.seeded(DEVICE), 10, window=9, **options)
+    expected = kernels.match_texts(**given, impl="reference")
+    with sized(**sizes):
+        found = kernels.match_texts(**given, impl="triton")
+    for one, other in zip(expected[:2], found[:2], strict=True):
+        assert torch.equal(one, other)
+    assert torch.allclose(expected.confidence, found.confidence, rtol=1e-6)
+    assert int((found.parents >= 0).sum()) > 20
+
+
+@pytest.mark.parametrize("sizes", [FEW, MANY | {"scan": 64}], ids=["few", "many"])
+def test_every_cell_of_a_table_is_found(sizes: dict[str, int]) -> None:
+    """As many requests as half of the cells, each with last tokens of its own: some are filed in the first cell, some
+    in the last, and some behind others."""
+    rows = 64
+    texts = torch.arange(rows)[:, None] * 3 + torch.tensor([0, 1, 2, 0, 1])
+    store = TextStore.create(rows, 0, 5, DEVICE)
+    number, zeros = torch.arange(rows), torch.zeros(rows, dtype=torch.int64)
+    kernels.insert_texts(store, texts, number, zeros, (zeros + 4).int(), 4, impl="triton")
+    with sized(**sizes):
+        draft = kernels.match_texts(store, texts, zeros + 4, number, 2, order="latest", window=2, impl="triton")
+    assert torch.equal(draft.tokens[:, 1], texts[:, 2])
 
 
 def test_every_text_is_with_one_row_or_kept() -> None:
@@ -362,7 +409,7 @@ def test_insertion_and_matching_are_a_few_launches_at_every_size(
     kernels.insert_texts(store, history, torch.arange(rows), zeros, zeros.int(), width, impl="triton")
     assert len(launched) == 2
     kernels.match_texts(store, history, zeros, torch.arange(rows), 16, order="latest", window=32, impl="triton")
-    assert len(launched) <= 6
+    assert len(launched) <= 2 + 7
 
 
 def test_4096_requests_fill_one_store(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,7 +453,8 @@ def test_every_age_is_read(impl: str) -> None:
         insert(store, [(0, [100 + number, 200 + number, 1], 0)], impl)
     insert(store, [(0, [7, 8], 0)], impl)
     for number in range(22, 28):  # of ages around that at which one pass ends and the other begins
-        assert paths_of(match(store, 0, [7, 100 + number], 3, impl, order="latest"))[0] == (200 + number,)
+        with sized(**MANY):
+            assert paths_of(match(store, 0, [7, 100 + number], 3, impl, order="latest"))[0] == (200 + number,)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -522,6 +570,10 @@ def test_bad_insertions_are_refused(change: dict[str, Any], expected: str) -> No
 def test_bad_stores_are_refused(sizes: tuple[int, int, int], expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         TextStore.create(*sizes, "cpu")
+
+
+def test_as_many_texts_as_a_rank_can_name() -> None:
+    assert len(TextStore.create(65000, 530, 1, "cpu", [7] * 6).lengths) == 65536
 
 
 def test_the_last_piece_of_a_corpus_is_as_long_as_what_is_left() -> None:

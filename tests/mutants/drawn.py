@@ -185,8 +185,7 @@ MEANINGLESS = {
     ("specdec_kernels/verify/kernel_tree.py", "settles = judged & (due > 0)", ">="),
     ("specdec_kernels/verify/kernel_tree.py", "candidate) < share)), judged", "<="),
     ("specdec_kernels/sampling/kernel_stats.py", "tl.max(flag.to(tl.int32), 0) > 0", ">="),
-    ("specdec_kernels/texts/kernel_match.py", "while step < limit", "<="),
-    ("specdec_kernels/texts/kernel_match.py", "1, tl.int32) > 0", ">="),
+    ("specdec_kernels/texts/kernel_draft.py", "while step < limit", "<="),
     ("specdec_kernels/kv_index/reference.py", "torch.where(nodes >= 0, source", ">"),
     # Summed in vain: the node is left, or the sum is taken once more where the walk ends.
     ("specdec_kernels/verify/kernel_tree.py", "(due > 0) & (uniform < weight)", "<="),
@@ -196,9 +195,8 @@ MEANINGLESS = {
     # Node 0 stands first on every path, where it does not move.
     ("specdec_kernels/kv_index/kernel.py", "moves = on_path & (node >= 0)", ">"),
     # A tree of N nodes is at most N - 1 deep, and a rank is above 0 or -1.
-    ("specdec_kernels/texts/kernel_match.py", "(depth < NODES - 1)", "0"),
-    ("specdec_kernels/texts/kernel_match.py", "(depth < NODES - 1)", "<="),
-    ("specdec_kernels/texts/kernel_match.py", "found = rank >= 0", ">"),
+    ("specdec_kernels/texts/kernel_draft.py", "tl.minimum(size - next_place, NODES - 1)", "0"),
+    ("specdec_kernels/texts/kernel_draft.py", "found = rank >= 0", ">"),
     ("specdec_kernels/texts/reference.py", "_drafts(host, found, num_nodes - 1, order)", "0"),
     ("specdec_kernels/verify/kernel_tree.py", "if kinds and warps > 8", ">="),
     # What the programs of a team tell each other, and what they wait for: the interpreter runs one after the other.

@@ -7,7 +7,9 @@ from functools import partial
 from tests.mutants.mutant import Mutant, parity
 
 _INSERTION = "specdec_kernels/texts/kernel_insert.py"
-_MATCHING = "specdec_kernels/texts/kernel_match.py"
+_FINDING = "specdec_kernels/texts/kernel_find.py"
+_SELECTION = "specdec_kernels/texts/kernel_select.py"
+_DRAFTING = "specdec_kernels/texts/kernel_draft.py"
 _STORE = "specdec_kernels/texts/types.py"
 _TESTS = "tests/kernels/test_texts.py"
 _ENGINE_TESTS = "tests/algorithms/test_lookup.py"
@@ -64,7 +66,7 @@ MUTANTS = (
     ),
     Mutant(
         "the_text_before_is_the_requests_own",
-        _MATCHING,
+        _SELECTION,
         "begun = inside & (length > 0)",
         "begun = inside & (length >= 0)",
         (f"{_TESTS}::test_a_request_that_has_written_nothing_has_no_text",),
@@ -72,39 +74,55 @@ MUTANTS = (
     ),
     Mutant(
         "the_oldest_text_first",
-        _MATCHING,
-        "late = MAX_AGE - age",
-        "late = age",
+        _SELECTION,
+        "| ((MAX_AGE - age) << 40)",
+        "| (age << 40)",
         (f"{_TESTS}::test_own_text_first_then_the_latest", *_case("match_few")),
         "of equal matches those in the oldest text are kept",
     ),
     Mutant(
         "a_match_is_taken_twice",
-        _MATCHING,
+        _DRAFTING,
         "(tl.max(held.to(tl.int32), 1) == 0)",
         "(tl.max(held.to(tl.int32), 1) >= 0)",
-        (f"{_TESTS}::test_confidence_grows_with_the_match_and_falls_with_depth[triton]",),
+        _case("match_tree", "match_latest"),
         "a place in a request's own list is taken once more from the list of its last token",
     ),
     Mutant(
         "the_own_text_is_found_twice",
-        _MATCHING,
-        "request = tl.where(following == own, -1, following)",
-        "request = following",
+        _SELECTION,
+        " & (text != own)",
+        "",
         _case("match_tree", "match_latest"),
         "a request meets itself among those with its last two tokens",
     ),
     Mutant(
         "a_text_between_two_passes",
-        _MATCHING,
-        "(age <= OLDEST)",
-        "(age < OLDEST)",
-        (f"{_TESTS}::test_every_age_is_read[triton]",),
-        "texts of one age are read by neither pass",
+        _FINDING,
+        "live = live & (newest if NEWEST else newest == 0)",
+        "live = live & (newest if NEWEST else age >= NEW_TEXTS)",
+        (f"{_TESTS}::test_requests_that_are_served_together_find_what_each_finds_alone",),
+        "the beginnings of the newest texts are read by neither pass",
+    ),
+    Mutant(
+        "hits_of_other_requests",
+        _SELECTION,
+        "going = (hit >> 40 == cell) & (text != own)",
+        "going = (hit >= 0) & (text != own)",
+        (f"{_TESTS}::test_requests_that_are_served_together_find_what_each_finds_alone[latest-few]",),
+        "a request compares itself where the last token of another stands, and counts a match of no token",
+    ),
+    Mutant(
+        "cells_share_their_hits",
+        _FINDING,
+        "tl.store(begins_ptr + cell, first + tl.cumsum(count, 0) - count)",
+        "tl.store(begins_ptr + cell, first + tl.cumsum(count, 0) * 0)",
+        (f"{_TESTS}::test_requests_that_are_served_together_find_what_each_finds_alone[latest-many]",),
+        "hits of one cell are written over those of another",
     ),
     Mutant(
         "the_smaller_rank_is_lost",
-        _MATCHING,
+        _FINDING,
         "rank = tl.where(enters, tl.minimum(rank, before), rank)",
         "rank = tl.where(enters, -1, rank)",
         _case("match_tree", "match_latest"),
@@ -112,7 +130,7 @@ MUTANTS = (
     ),
     Mutant(
         "matches_lose_their_weight",
-        _MATCHING,
+        _DRAFTING,
         "FULL_SHARE >> (2 * tl.minimum(behind, WEIGHT_STEPS)), 0)",
         "FULL_SHARE, 0)",
         _case("match_tree"),
@@ -120,17 +138,17 @@ MUTANTS = (
     ),
     Mutant(
         "all_siblings_are_alike",
-        _MATCHING,
-        "share = tl.where(better > number, share * 7 // 8, share)",
-        "share = tl.where(better > number, share, share)",
+        _DRAFTING,
+        "share = tl.where(better > 0, share * 7 // 8, share)",
+        "share = tl.where(better > 0, share, share)",
         _case("match_latest", "match_many_siblings"),
         "the latest continuation is no better than the others",
     ),
     Mutant(
         "parent_of_another_match",
-        _MATCHING,
-        "above = tl.sum(tl.sum(tl.where((match == lead) & (depth == at - 1), first, 0), 1), 0)",
-        "above = lead",
+        _DRAFTING,
+        "hook = tl.where((match == lead) | ((above == lead) & (split == depth + 1)), count, hook)",
+        "hook = tl.where(match == lead, count, hook)",
         _case("match_one_letter", "match_tree"),
         "a draft hangs under the root where an earlier match has its parent",
     ),
