@@ -135,8 +135,8 @@ def find_kernel(
 ):
     lane = tl.arange(0, BLOCK)
     text = tl.program_id(0).to(tl.int64) * (BLOCK // WIDTH) + lane // WIDTH
-    size = tl.load(sizes_ptr + text, mask=text < TEXTS, other=0).to(tl.int64)
-    position = (size - 1 - WIDTH if NEWEST else tl.program_id(1).to(tl.int64) * WIDTH) + lane % WIDTH
+    size = tl.load(sizes_ptr + text, mask=text < TEXTS, other=0)
+    position = (size - 1 - WIDTH if NEWEST else tl.program_id(1) * WIDTH) + lane % WIDTH
     live = (position >= 0) & (position < size - 1)
     if PAIRS:
         stamp = tl.load(stamps_ptr + text, mask=live, other=0)
