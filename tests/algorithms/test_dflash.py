@@ -12,7 +12,7 @@ from algorithms.dflash import DFlash
 from algorithms.runtime.algorithm import Batch
 from algorithms.runtime.sampling_params import SamplingNeeds
 from tests.algorithms.drafters import LOADING, TARGET
-from tests.algorithms.toy import Setup, engine_of, random_drafter
+from tests.algorithms.toy import CONFIG, VOCAB, Setup, engine_of, random_drafter
 
 BLOCK = 5
 
@@ -69,6 +69,24 @@ def test_a_chain_is_the_likeliest_token_of_each_place(monkeypatch: pytest.Monkey
             sure.append(sure[-1] * float(probs.max()))
         assert draft.tokens[row].tolist() == path
         assert draft.confidence[row].tolist() == pytest.approx(sure, rel=1e-4)
+
+
+def test_a_block_is_the_last_token_and_masks() -> None:
+    """The mask is a token of the target, or a row of the drafter's own."""
+    last, embedded = torch.tensor([3, 8]), TARGET.model.model.embed_tokens.weight
+    for drafter in (random_drafter(), random_drafter(mask_token_id=VOCAB)):
+        mask = drafter.mask_embedding if drafter.config.owns_mask else embedded[VOCAB - 1]
+        block = drafter.embed_block(TARGET.model, last, 4)
+        assert mask is not None and block.shape == (2, 4, len(mask))
+        assert torch.equal(block[:, 0], embedded[last]) and torch.equal(block[:, 1:], mask.expand(2, 3, -1))
+
+
+@pytest.mark.parametrize("layers", [(1, 2), (1, 3)])
+def test_of_the_last_target_layer_the_normed_states_are_read(layers: tuple[int, ...]) -> None:
+    drafter = random_drafter(target_layer_ids=layers)
+    low, high, hidden = torch.randn(3, 1, 5, CONFIG.hidden_size, generator=torch.Generator().manual_seed(1))
+    read = torch.cat([low, hidden if layers[-1] == CONFIG.num_layers - 1 else high], -1)
+    assert torch.equal(drafter.context([low, high], hidden), drafter.hidden_norm(drafter.fc(read)))
 
 
 @pytest.mark.parametrize("nodes", [3, 9])

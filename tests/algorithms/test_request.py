@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
+import pytest
+
 from algorithms.runtime.request import Request
-from algorithms.runtime.sampling_params import SamplingNeeds, SamplingParams
+from algorithms.runtime.sampling_params import MAX_FORBIDDEN, SamplingNeeds, SamplingParams
+from tests.algorithms.toy import changed
 
 REQUEST = Request(
     id=3,
@@ -40,3 +46,34 @@ def test_greedy_requests_ask_for_no_draw() -> None:
     greedy, drawn = SamplingParams(max_new_tokens=4), SamplingParams(max_new_tokens=4, temperature=0.5)
     assert SamplingNeeds.of([greedy]) == SamplingNeeds()
     assert SamplingNeeds.of([greedy, drawn]) == SamplingNeeds(sampled=True)
+
+
+def words(count: int) -> tuple[tuple[int, ...], ...]:
+    """So many sequences that are not written."""
+    return tuple((number // 100, number // 10 % 10, number % 10) for number in range(count))
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"prompt_ids": (0, 9)}, None),
+        ({"prompt_ids": ()}, "the prompt has no tokens"),
+        ({"prompt_ids": (0, 10, -1)}, r"prompt tokens outside the vocabulary of 10: \[10, -1\]"),
+        ({"logit_bias": {0: 1.0, 9: 1.0}}, None),
+        ({"logit_bias": {10: 1.0, -1: 2.0}}, r"sampling.logit_bias: expected .* of 10, got \[-1, 10\]"),
+        ({"top_logprobs": 10}, None),
+        ({"top_logprobs": 11}, "sampling.top_logprobs: expected at most the vocabulary of 10, got 11"),
+        ({"grammar": {"regex": "a"}, "min_tokens": 0}, None),
+        ({"grammar": {"regex": "a"}, "min_tokens": 0, "eos_token_ids": frozenset(), "stop_token_ids": frozenset()},
+         "sampling.grammar: expected a stop token"),
+        ({"bad_words": ((0, 9),)}, None),
+        ({"bad_words": ((0, 10),)}, r"sampling.bad_words: expected token ids below the vocabulary of 10, got \[10\]"),
+        ({"bad_words": ("word",)}, "expected token ids where no tokenizer is at hand, got .'word'"),
+        ({"bad_words": words(MAX_FORBIDDEN - 2)}, None),  # two stop tokens are held back too
+        ({"bad_words": words(MAX_FORBIDDEN - 1)}, "expected at most 256 sequences, got 257"),
+        ({"bad_words": words(MAX_FORBIDDEN), "min_tokens": 0}, None),
+    ],
+)  # fmt: skip
+def test_what_a_vocabulary_of_ten_cannot_serve(change: dict[str, Any], problem: str | None) -> None:
+    found = changed(REQUEST, **change).problem(10)
+    assert (found is None) if problem is None else re.search(problem, found or "")

@@ -279,7 +279,9 @@ def test_prompts_without_a_row_are_prefilled_together() -> None:
     assert scheduler.worth_a_chunk(4, 100), "nobody waits with a complete prompt"
     scheduler.admit(1.0, 4, 2, ahead=True)
     assert len(scheduler.held) == 1 and scheduler.worth_a_chunk(4, 100), "nobody else could join"
-    for number in range(3, 6):
+    scheduler.submit(request(3, prompt=9))
+    assert scheduler.worth_a_chunk(4, 100), "all who wait could join, and nobody else"
+    for number in range(4, 6):
         scheduler.submit(request(number, prompt=9))
     assert not scheduler.worth_a_chunk(4, 5) and scheduler.worth_a_chunk(4, 4), "two prompts of two tiles have room"
     scheduler.admit(2.0, 4, 1, ahead=True)

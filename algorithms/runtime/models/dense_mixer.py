@@ -48,10 +48,10 @@ def dense_attention(
     return torch.einsum("bhts,bhsd->bthd", shares, v)
 
 
-def visible_keys(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """`[..., T, S]` bool: whether the query at position `queries [..., T]` sees the key at `keys [S]`."""
-    distance = queries[..., :, None] - keys
-    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+def _within(window: int, positions: Tensor) -> Tensor:
+    """`[T, T]` bool: whether the query at one of `positions [T]` sees the key at another."""
+    distance = positions[:, None] - positions
+    return (distance >= 0) & (distance < window)
 
 
 class DenseMixer:
@@ -67,5 +67,5 @@ class DenseMixer:
         q = apply_rope(head_norm(q, weights.q_norm, config.rms_norm_eps), self.table, positions)
         k = apply_rope(head_norm(k, weights.k_norm, config.rms_norm_eps), self.table, positions)
         window = config.window(layer)
-        visible = None if window is None else visible_keys(positions, positions, window)
+        visible = None if window is None else _within(window, positions)
         return dense_attention(q, k, v, visible, config, weights.sinks)
