@@ -148,6 +148,47 @@ def test_prompts_without_a_row_need_no_further_pass_over_the_weights(nodes: int,
     assert Session._chunk_ahead(fake).num_tokens == tokens
 
 
+@pytest.mark.parametrize(
+    ("rides", "startable", "worth", "asked"),
+    [
+        (False, 0, False, ("between", True)),
+        (True, 2, False, ("riding", True)),
+        (True, 0, True, ("ahead", True)),
+        (True, 0, False, ("ahead", False)),
+    ],
+)
+def test_prompts_that_nobody_waits_for_wait_until_they_are_worth_a_chunk(
+    rides: bool, startable: int, worth: bool, asked: tuple[str, bool]
+) -> None:
+    """The largest chunk of its kind bounds what is prefilled; only what rides may be prefilled ahead."""
+    chunks = {
+        name: SimpleNamespace(tile=place, size=10 * place) for place, name in enumerate(("between", "riding", "ahead"))
+    }
+    found = list[tuple[Any, ...]]()
+    filled: Any = SimpleNamespace(row=4, request="new")
+    fake: Any = SimpleNamespace(
+        _scheduler=SimpleNamespace(
+            num_startable=startable,
+            worth_a_chunk=lambda tile, size: found.append(("worth", tile, size)) or worth,
+            admit=lambda now, tile, size, ahead: found.append((tile, size, ahead)) or [(filled, 0, 3), (filled, 3, 3)],
+        ),
+        _chunk_ahead=lambda: chunks["ahead"],
+        _riding=lambda: [None, chunks["riding"]],
+        _prefiller=SimpleNamespace(chunks=[None, chunks["between"]]),
+        _state=SimpleNamespace(fill=lambda *what: found.append(what)),
+        _begin_text=found.append,
+        _needs="needs",
+    )
+    pieces = Session._admit(fake, rides)
+    name, admitted = asked
+    chunk = chunks[name]
+    assert found == [
+        *[("worth", chunk.tile, chunk.size)] * (name == "ahead"),
+        *[(chunk.tile, chunk.size, rides), (4, "new", "needs"), "new"] * admitted,
+    ]
+    assert len(pieces) == 2 * admitted
+
+
 def test_what_belongs_to_a_request_moves_with_its_row(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[Any, ...]] = []
     for name in ("rearrange", "move_row", "clear"):

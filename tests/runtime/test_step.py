@@ -156,6 +156,25 @@ def test_what_a_grammar_forces_is_put_into_drafts_that_were_not_drawn(
     assert step.nodes.tolist() == torch.stack([step.tree.tokens, links.first_child, links.next_sibling], 1).tolist()
 
 
+@pytest.mark.parametrize(
+    ("nodes", "constrained", "learnt"), [(7, False, True), (2, False, True), (1, False, False), (7, True, False)]
+)
+def test_sizes_are_learnt_from_drafts(
+    monkeypatch: pytest.MonkeyPatch, nodes: int, constrained: bool, learnt: bool
+) -> None:
+    """A step without one says nothing, nor does one whose drafts a grammar forces."""
+    told: list[Any] = []
+    step = step_of(Drafter(False, drawn_tree(False, False)), nodes)
+    step._needs = SamplingNeeds(constrained=constrained)
+    step._parts.sizing = SimpleNamespace(learn=lambda *what: told.append(what))  # type: ignore[misc, assignment]
+    step.tree, step.targets = drawn_tree(False, False), None
+    accepted: Any = object()
+    monkeypatch.setattr(Step, "_accepted", lambda self: accepted)
+    step.accept()
+    assert step.accepted is accepted
+    assert told == [(step._batch, step.tree, accepted, nodes)] * learnt
+
+
 @pytest.mark.parametrize("checked", [False, True])
 def test_a_step_of_all_nodes_takes_the_draft_as_it_is(monkeypatch: pytest.MonkeyPatch, checked: bool) -> None:
     """A checked step looks at it first."""
