@@ -269,6 +269,16 @@ def test_stop_strings_may_span_any_number_of_tokens_and_steps(width: int) -> Non
     assert completion.token_ids == tokens[:12]
 
 
+def test_the_last_free_page_is_given_away() -> None:
+    """A request that needs every page runs, and one that needs a page more than are free waits."""
+    scheduler = Scheduler(2, 4, 4, 0, spell)
+    scheduler.submit(request(0, prompt=12))  # 12 + 4 tokens in four pages
+    scheduler.submit(request(1, prompt=1, new_tokens=3))
+    (piece,) = scheduler.admit(0.0, 4, 9)
+    assert piece.is_last and piece.running.is_complete and scheduler.num_free_pages == 0
+    assert scheduler.num_waiting == 1
+
+
 def test_prompts_without_a_row_are_prefilled_together() -> None:
     """As soon as they fill a chunk, nobody could join them, or nobody waits with a complete prompt."""
     scheduler = Scheduler(1, 64, 8, OVERSHOOT, spell, ahead=3)
