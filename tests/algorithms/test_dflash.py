@@ -74,8 +74,8 @@ def test_a_chain_is_the_likeliest_token_of_each_place(monkeypatch: pytest.Monkey
 def test_a_block_is_the_last_token_and_masks() -> None:
     """The mask is a token of the target, or a row of the drafter's own."""
     last, embedded = torch.tensor([3, 8]), TARGET.model.model.embed_tokens.weight
-    for drafter in (random_drafter(), random_drafter(mask_token_id=VOCAB)):
-        mask = drafter.mask_embedding if drafter.config.owns_mask else embedded[VOCAB - 1]
+    own = random_drafter(mask_token_id=VOCAB)
+    for drafter, mask in ((random_drafter(), embedded[VOCAB - 1]), (own, own.mask_embedding)):
         block = drafter.embed_block(TARGET.model, last, 4)
         assert mask is not None and block.shape == (2, 4, len(mask))
         assert torch.equal(block[:, 0], embedded[last]) and torch.equal(block[:, 1:], mask.expand(2, 3, -1))

@@ -269,6 +269,21 @@ def test_stop_strings_may_span_any_number_of_tokens_and_steps(width: int) -> Non
     assert completion.token_ids == tokens[:12]
 
 
+def test_tokens_of_no_probability_are_not_reported() -> None:
+    """Of the likeliest tokens behind each kept one, as many as the request asks for."""
+    scheduler = Scheduler(1, 9, 4, 0, spell)
+    scheduler.submit(request(0, prompt=1, new_tokens=2, logprobs=True, top_logprobs=2))
+    scheduler.admit(0.0, 4, 9)
+    scheduler.start(0.0)
+    (running,) = scheduler.rows
+    top = [[(3, -0.5), (4, -1.0), (5, -2.0)], [(6, 0.0), (7, float("-inf"))], [(8, 0.0)]]
+    assert scheduler.advance(running, [3, 6, 8], [-0.5, 0.0, -0.1], 7.0, top) == RowMove(0, 0)
+    completion = running.completion
+    assert (completion.token_ids, completion.finish_reason, completion.num_truncated) == ([3, 6], "length", 1)
+    assert completion.logprobs == [-0.5, 0.0]
+    assert completion.top_logprobs == [[(3, -0.5), (4, -1.0)], [(6, 0.0)]]
+
+
 def test_the_last_free_page_is_given_away() -> None:
     """A request that needs every page runs, and one that needs a page more than are free waits."""
     scheduler = Scheduler(2, 4, 4, 0, spell)

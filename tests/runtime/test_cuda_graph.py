@@ -103,6 +103,34 @@ def test_chunks_ride_in_steps_of_their_own(made: None) -> None:
     assert {variant.tiles for variant in runner._captured} == {0, 4}
 
 
+def test_smaller_batches_have_every_second_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None where steps differ in their number of nodes, and no batch has one where grammars have their turns."""
+    for adaptive, below in ((False, [2, 4]), (True, [])):
+        runner = runner_of("ngram", max_batch=3, graph="step", adaptive=adaptive)
+        runner._chunks = [SimpleNamespace(size=size) for size in (1, 2, 3, 4)]  # type: ignore[misc]
+        found = {rows: [chunk.size for chunk in runner.riding(NEEDS, rows)] for rows in (1, 2, 3)}
+        assert found == {1: below, 2: below, 3: [1, 2, 3, 4]}
+        assert not runner.riding(SamplingNeeds(constrained=True), 3)
+
+
+@pytest.mark.parametrize(
+    ("level", "pieces"),
+    [
+        ("none", ["draft", "verify", "accept", "commit"]),
+        ("verify", ["draft", "verify", "accept", "commit"]),
+        ("step", [None]),
+    ],
+)
+def test_a_step_in_one_graph_stamps_its_own_phases(level: str, pieces: list[str | None]) -> None:
+    """What it leaves is kept by nobody; its phases last a while without requests."""
+    runner = runner_of("ngram", max_batch=1, graph=level)
+    with torch.inference_mode():
+        launch = runner._prepared(1, 32, NEEDS, nodes=9)
+    assert [phase for phase, _ in launch.pieces] == pieces
+    assert hasattr(launch.step, "tree") == (level == "verify")
+    assert set(launch.idle_ms) == (set(PHASES) if level == "step" else set())
+
+
 @pytest.mark.parametrize(("rows", "bucket"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 5)])
 def test_rows_are_rounded_up_to_a_bucket(rows: int, bucket: int) -> None:
     assert runner_of(max_batch=5, graph="draft").num_rows_of(rows) == bucket
