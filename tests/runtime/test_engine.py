@@ -11,7 +11,6 @@ import torch
 from algorithms.runtime import engine as engines
 from algorithms.runtime.engine import default_ahead, default_tile
 from algorithms.runtime.engine_settings import EngineSettings
-from algorithms.runtime.request import EngineError
 from tests.algorithms.toy import Setup, autoregressive, engine_of, random_target
 
 TARGET = random_target()
@@ -52,9 +51,6 @@ def test_sizes_between_steps_follow_the_settings() -> None:
     assert [chunk.size for chunk in made] == [1, 2, 3], "no chunk is larger than all rows together"
     made = engines._chunks_between(parts(CPU), EngineSettings(prefill_chunk=5, prefill_tile=16), 40)
     assert {chunk.tile for chunk in made} == {5}
-    for wrong in (dict(prefill_chunk=0), dict(prefill_tile=0)):
-        with pytest.raises(EngineError, match="prefill_chunk and prefill_tile: expected at least 1, got 0"):
-            engines._chunks_between(parts(CPU), EngineSettings(**wrong), 40)
 
 
 @pytest.mark.parametrize(
@@ -83,10 +79,20 @@ def test_no_chunk_in_a_step_is_larger_than_the_largest_between_steps() -> None:
 
 def test_how_many_prompts_are_prefilled_ahead() -> None:
     assert [default_ahead(batch) for batch in (1, 3, 4, 8, 16, 48, 64)] == [1, 3, 4, 6, 12, 12, 16]
-    assert engines._ahead(EngineSettings(max_batch=8)) == 6
-    assert engines._ahead(EngineSettings(max_batch=8, prefill_ahead=0)) == 0
-    with pytest.raises(EngineError, match="prefill_ahead: expected at least 0, got -1"):
-        engines._ahead(EngineSettings(prefill_ahead=-1))
+
+
+@pytest.mark.parametrize(
+    ("graph", "asked", "ahead"), [("step", None, 6), ("step", 2, 2), ("step", 0, 0), ("none", 2, 0)]
+)
+def test_rows_for_prompts_that_ride_ahead(
+    monkeypatch: pytest.MonkeyPatch, graph: str, asked: int | None, ahead: int
+) -> None:
+    """They hold pages too, and there are none where prompts do not ride."""
+    monkeypatch.undo()
+    engine = engine_of(autoregressive(TARGET), Setup(max_batch=8, graph=graph, prefill_ahead=asked), TARGET)
+    assert engine.parts.resources.max_batch == 8 + ahead == engine.parts.state.spare_row
+    pages = engine.parts.state.page_table.shape[1]
+    assert engine.scheduler.num_pages == (8 + ahead) * pages
 
 
 def test_an_algorithm_without_drafts_has_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
