@@ -233,6 +233,11 @@ MEANINGLESS = {
     # No weight adds a unit, and a share of 0 leads to the same token as the smallest.
     ("specdec_kernels/sampling/device.py", "some = total > 0", ">="),
     ("specdec_kernels/sampling/device.py", "(begin <= goal", "<"),
+    # No value stands on an edge that parts the weight at the goal, so both classes beside it give one threshold.
+    ("specdec_kernels/sampling/kernel_settle.py", "known & (above >= goal", ">"),
+    # A group of another width; edges are stored for the only row of a program, or the threshold is found without.
+    ("specdec_kernels/sampling/device.py", "width = min(max(triton.next_power_of_2(vocab)", "max"),
+    ("specdec_kernels/sampling/kernel_filter.py", "if tl.max(listed", "min"),
     # A class that just fits is looked for in the row instead.
     ("specdec_kernels/sampling/kernel_settle.py", "(tl.max(counts, 1) <= KEEP)", "<"),
     ("specdec_kernels/sampling/kernel_nucleus.py", "VECTOR)) <= MOST", "<"),
