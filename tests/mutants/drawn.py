@@ -124,6 +124,9 @@ MEANINGLESS = {
     ("specdec_kernels/adaptive/kernel.py", "tl.max(rate, 0) < last_rate", "<="),
     ("specdec_kernels/adaptive/reference.py", "rates[best] < rates[last] *", "<="),
     ("specdec_kernels/adaptive/kernel.py", "(place < PATH)", "<="),  # counts end at the path
+    # The last choice stays if it is the best.
+    ("specdec_kernels/adaptive/kernel.py", "tl.where(best > last", ">="),
+    ("specdec_kernels/adaptive/reference.py", "(KEEP_SMALLER if best > last", ">="),
     # Sizes of tiles, numbers of programs, and counters that are kept for later: speed.
     ("specdec_kernels/adaptive/kernel.py", "COMPARED=min(", "max"),
     ("specdec_kernels/adaptive/kernel.py", " ROWS=min(", "max"),
