@@ -141,6 +141,14 @@ def test_the_first_step_drafts_as_if_most_drafts_were_accepted(step_ms: list[flo
     assert pacing.next(1, step_ms) == PLAIN
 
 
+def test_costs_are_told_by_rows_and_nodes() -> None:
+    costs = StepCosts({(1, 1): 1.0, (1, 2): 2.0, (1, 6): 4.0, (9, 1): 3.0, (9, 6): 12.0})
+    sizing = engine_of(ALL_MAKERS["ngram"](), Setup(max_batch=2, adaptive=True, step_costs=costs), TARGET).parts.sizing
+    assert sizing is not None
+    told = {(cost["batch"], cost["nodes"]): cost["step_ms"] for cost in sizing.report()["costs"]}
+    assert told == {(rows, nodes): costs.of(rows, nodes) for rows in (1, 2) for nodes in sizing.nodes}
+
+
 def test_the_choice_is_read_with_every_fourth_step() -> None:
     sizing = engine_of(ALL_MAKERS["ngram"](), Setup(max_batch=1, adaptive=True, step_costs=CHEAP), TARGET).parts.sizing
     assert sizing is not None
