@@ -160,7 +160,7 @@ def draft_topk(logits: torch.Tensor, k: int, temperature: torch.Tensor | None = 
     block_t = min(all_tiles, config.topk_tiles)
     strips = triton.cdiv(tiles, block_t)
     out = partial(torch.empty, dtype=torch.float32, device=logits.device)
-    tile_max, strip = out(rows, tiles), out(2, rows, strips)
+    tile_max, strip = out(rows * tiles), out(2 * rows * strips)
     result = DraftTopk(out(rows, k), out(rows, k, dtype=torch.int64))
     sizes = dict(VOCAB=vocab, TILES=tiles, TILE=config.topk_tile, **overlapped(chip))
     launch(

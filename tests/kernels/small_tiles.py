@@ -13,8 +13,9 @@ from specdec_kernels.compat.sglang.index import configs as index
 from specdec_kernels.compat.sglang.index import kernel_slots, kernel_trees
 from specdec_kernels.kv_index import configs as kv_index
 from specdec_kernels.kv_write import configs as kv_write
+from specdec_kernels.tree import configs as tree
 
-FAMILIES = ("activation", "commit", "compat.sglang", "compat.sglang.index", "kv_index", "kv_write")
+FAMILIES = ("activation", "commit", "compat.sglang", "compat.sglang.index", "kv_index", "kv_write", "tree")
 
 
 def make_tiles_small(patch: pytest.MonkeyPatch) -> None:
@@ -32,3 +33,6 @@ def make_tiles_small(patch: pytest.MonkeyPatch) -> None:
     lists = replace(kv_index._CONFIGS["interpreter"], flat_block=16, scan_block=4, move_requests=1, move_budget=32)
     patch.setitem(kv_index._CONFIGS, "interpreter", lists)
     patch.setattr(kv_write, "_INTERPRETER_ROWS", 32)
+    links = dict(max_nodes=8, max_requests=16, pair_budget=16 * 8 * 8)
+    groups = dict(topk_tile=32, topk_tiles=4, draw_strip=2)
+    patch.setitem(tree.CONFIGS, "interpreter", replace(tree.CONFIGS["interpreter"], **links, **groups))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -129,6 +130,19 @@ def test_a_step_in_one_graph_stamps_its_own_phases(level: str, pieces: list[str 
     assert [phase for phase, _ in launch.pieces] == pieces
     assert hasattr(launch.step, "tree") == (level == "verify")
     assert set(launch.idle_ms) == (set(PHASES) if level == "step" else set())
+
+
+def test_the_host_has_its_turns_between_the_phases_of_a_step_with_grammars() -> None:
+    """What is grafted counts as part of the draft; the turns themselves count for no phase."""
+    runner, done = runner_of(max_batch=1), list[Any]()
+    turns = {name: partial(done.append, name) for name in ("offer", "mask")}
+    runner._parts.state.constraints = SimpleNamespace(read=done.append, **turns)  # type: ignore[assignment]
+    step: Any = SimpleNamespace(nodes="nodes")
+    pieces = runner._with_turns(step, [(phase, partial(done.append, phase)) for phase in CONSTRAINED])
+    for _, work in pieces:
+        work()
+    assert done == ["draft", "offer", "graft", "nodes", "verify", "mask", "accept", "commit"]
+    assert [phase for phase, _ in pieces] == ["draft", None, "draft", None, "verify", None, "accept", "commit"]
 
 
 @pytest.mark.parametrize(("rows", "bucket"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 5)])
