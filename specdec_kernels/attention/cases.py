@@ -511,6 +511,7 @@ _INVARIANT = (
     ),
     _case("fixed_tree_window", "depth of a slot", "tree", 9, (140, 2), window=5, reach=3, sinks=True, **_FIXED),
     _case("fixed_tree_splits", "the first split of a window", "tree", 5, (140, 61), window=60, reach=3, **_FIXED),
+    _case("fixed_walk_window", "the same, walked", "chain", 5, (140, 61), window=60, in_order=True, **_FIXED),
     _case("fixed_soft_cap", "cap in every split", "tree", 9, (60, 3), soft_cap=5.0, **_FIXED),
     _case(
         "fixed_in_order",

@@ -103,6 +103,8 @@ MEANINGLESS = {
         "mask_row, depths_row, row_position, score_scale, soft_cap, begin, split_stop",
         "depths_row, mask_row",
     ),  # a walk in order has neither
+    # Fixed splits have neither length.
+    ("specdec_kernels/attention/kernel.py", "longest_split, max_splits, window, True", "max_splits, longest_split"),
     # A tile is masked that all rows see entirely.
     ("specdec_kernels/attention/kernel.py", "masked = start + BLOCK_N > free_end", ">="),
     ("specdec_kernels/attention/kernel.py", "masked | (start < free_begin)", "<="),
