@@ -98,6 +98,7 @@ CASES = (
     _match("match_rare", "no match at all", num_nodes=6, alphabet=1000),
     _match("match_own", "texts of other requests", num_nodes=9, shared=False),
     _match("match_own_latest", "texts of other requests", num_nodes=9, shared=False, order="latest"),
+    _match("match_window_1", "hits of two tokens before later ones of one", num_nodes=9, window=1, rows=3, ended=9),
     _match("match_few", "matches past the budget", num_nodes=16, matches=3),
     _match("match_one", "a second way", num_nodes=8, matches=1, order="latest"),
     _match("match_odd", "lanes past the budget", num_nodes=17, matches=5, kept=6, ended=9),

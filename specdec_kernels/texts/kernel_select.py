@@ -115,6 +115,7 @@ def select_kernel(
                 matched = _match_length(last_ptr, length, place_ptr, position, going, WINDOW)
                 age = tl.minimum(clock - tl.load(stamps_ptr + text, mask=going, other=0), MAX_AGE)
                 rank = (matched.to(tl.int64) << 57) | ((MAX_AGE - age) << 40) | (hit & 0xFFFFFFFFFF)
-                best = _keep(best, tl.where(going, rank, NONE))
+                # With a window of 1, those with two last tokens are no better than the rest.
+                best = _keep(best, tl.where(matched > (1 if SORTED else 0), rank, NONE))
     out_ptr = ranks_ptr + (request * parts + part) * KEPT + kept
     tl.store(out_ptr, tl.where(kept < MATCHES, best, -1))
