@@ -25,6 +25,8 @@ _ALIGNED = 32
 """Rows are a multiple of this many, so that kernels see one alignment of every tensor."""
 PRETENDED_TOKENS = 256
 """Committed tokens of a request that is pretended to time steps."""
+_PRETENDED_KINDS = 32
+"""How many different tokens these are: a token stands as often in its text as frequent ones do."""
 _MOVES_AHEAD = 12
 """Moves that may be queued behind the steps in flight: a few for each."""
 LENGTH, LAST_TOKEN, SEED = range(3)
@@ -193,9 +195,12 @@ class BatchState:
         """Tokens of a pretended request: what is typical of a context of `longest` positions."""
         return min(PRETENDED_TOKENS, longest // 2)
 
-    def pretend(self, num_rows: int, length: int, num_pages: int) -> None:
-        """Let rows 0 … num_rows - 1 hold requests of `length` tokens, each with pages of its own while `num_pages` are
-        enough, to time steps before there are requests. `reset` ends that."""
+    def pretend(self, num_rows: int, length: int, num_pages: int, generator: torch.Generator) -> None:
+        """Let rows 0 … num_rows - 1 hold requests of `length` tokens drawn by `generator` (of the CPU), each with pages
+        of its own while `num_pages` are enough, to time steps before there are requests. `reset` ends that."""
+        text = torch.randint(_PRETENDED_KINDS, (num_rows, length + 1), generator=generator).to(self._device)
+        self._texts[:num_rows, : length + 1] = text
+        self.last_tokens[:num_rows] = text[:, length]
         pages = torch.arange(self._pages[:num_rows].numel(), dtype=torch.int32, device=self._device) % num_pages
         self._pages[:num_rows] = pages.view_as(self._pages[:num_rows])
         self.lengths[:num_rows].fill_(length)

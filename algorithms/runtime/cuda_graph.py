@@ -286,7 +286,8 @@ class StepRunner:
         self._parts.observe(self._parts.backlog.take(self._parts.state.batch(0, num_rows, max_length)))
 
     def step_times(self, needs: SamplingNeeds) -> dict[tuple[int, int], float]:
-        """Milliseconds of a step by (rows, nodes), on pretended requests. No request may be running, and what the
+        """Milliseconds of a step by (rows, nodes), on pretended requests of random text, which is in the texts that
+        drafters look up, because what a look-up takes depends on what it finds. No request may be running, and what the
         drafter has stored must be forgotten afterwards. A plain step has its share of the observation.
 
         All are timed in turn, round after round, so that a disturbance meets one time of each at most.
@@ -296,8 +297,9 @@ class StepRunner:
         for size in buckets(state.max_batch):
             work |= {(size, nodes): self._pretended_step(size, length, nodes, needs) for nodes in self._sizes(needs)}
             work[size, 0] = self._observing[size].replay if self.recorder else partial(self._observe, size, length)
+        generator = torch.Generator().manual_seed(0)
         rounds = [
-            {place: self._timed_ms(run, place[0], length) for place, run in work.items()}
+            {place: self._timed_ms(run, place[0], length, generator) for place, run in work.items()}
             for _ in range(1 + _TIMED_RUNS)
         ]
         found = {place: median(times[place] for times in rounds[1:]) for place in work}
@@ -311,10 +313,13 @@ class StepRunner:
             return partial(self._play, self._captured[_Variant(size, nodes, needs)].pieces)
         return lambda: self._play(self._prepared(size, length, needs, nodes=nodes).pieces)
 
-    def _timed_ms(self, work: Callable[[], None], size: int, length: int) -> float:
+    def _timed_ms(self, work: Callable[[], None], size: int, length: int, generator: torch.Generator) -> float:
         """The time of `work` on `size` pretended requests."""
-        clock = PhaseClock(self._parts.resources.device)
-        self._parts.state.pretend(size, length, self._parts.resources.num_pages)
+        state, resources = self._parts.state, self._parts.resources
+        clock = PhaseClock(resources.device)
+        state.pretend(size, length, resources.num_pages, generator)
+        for texts in resources.texts:
+            texts.begin(state.history[:size], length)
         with clock.phase("step"):
             work()
         return clock.ledger_ms()["step"]

@@ -41,6 +41,12 @@ class Texts:
         """[B] int64: the rows of `batch`, as matching asks for them."""
         return self._rows[batch.rows]
 
+    def begin(self, history: Tensor, length: int) -> None:
+        """Write `length` tokens of new requests in the first rows, one for each row of `history`."""
+        rows = self._rows[: len(history)]
+        start, counts = torch.zeros_like(rows), torch.full_like(rows, length, dtype=torch.int32)
+        insert_texts(self.store, history, rows, start, counts, length, impl=self._impl)
+
     def observe(self, seen: Observation) -> None:
         """Write the committed tokens, and the last token behind them."""
         batch, width, prompts = seen.batch, seen.tokens.shape[1], seen.prompts

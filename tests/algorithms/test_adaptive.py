@@ -240,15 +240,16 @@ def test_a_drafter_that_is_always_right_drafts_all(decoys: bool) -> None:
     assert steps[max(steps, key=int)] == sum(steps.values())
 
 
-def test_costs_are_measured_where_none_are_given() -> None:
+@pytest.mark.parametrize("maker", ["eagle3_chain", "ngram"])
+def test_costs_are_measured_where_none_are_given(maker: str) -> None:
     """Before the first request, for every batch and size; what that wrote is gone."""
     asked = requests(3, 6)
-    engine = engine_of(ALL_MAKERS["eagle3_chain"](), Setup(max_batch=2, adaptive=True), TARGET)
+    engine = engine_of(ALL_MAKERS[maker](), Setup(max_batch=2, adaptive=True), TARGET)
     done = engine.generate(asked)
     assert [c.token_ids for c in done.completions] == answers(asked, Setup(max_batch=2), TARGET)
     assert done.adaptive is not None
     costs = {(cost["batch"], cost["nodes"]): cost["step_ms"] for cost in done.adaptive["costs"]}
-    assert costs.keys() == {(rows, nodes) for rows in (1, 2) for nodes in (1, 2, 4, 5)}
+    assert costs.keys() == {(rows, nodes) for rows in (1, 2) for nodes in sizes_of(engine)}
     assert all(spent_ms > 0 for spent_ms in costs.values())
 
 

@@ -121,7 +121,9 @@ def test_a_pretended_request_has_half_of_a_short_context(state: BatchState) -> N
 
 
 def test_pretended_requests_have_pages_of_their_own_and_leave_no_trace(state: BatchState) -> None:
-    state.pretend(2, 7, num_pages=5)
+    state.pretend(2, 7, num_pages=5, generator=torch.Generator().manual_seed(0))
+    texts = state.history[:2, :8]
+    assert not torch.equal(texts[0], texts[1]) and torch.equal(state.last_tokens[:2], texts[:, 7])
     assert state.page_table.tolist() == [[0, 1, 2], [3, 4, 0], [0, 0, 0]]
     assert state.lengths.tolist() == [7, 7, 0] and state.active.tolist() == [1, 1, 0]
     state.reset()
