@@ -29,16 +29,16 @@ SELECTION = {
     "sm90": _GPU,
     "sm100": replace(_GPU, draw_warps=8),  # four would spill
     "gfx942": _GPU,
-    # The interpreter's time goes with programs, not lanes; few slots, so that its cases reach the deferred rows.
+    # The interpreter's time goes with programs, not lanes; few slots, so that its cases reach the deferred rows, and
+    # several warps, though none runs there, so that their parts are added as on a GPU.
     "interpreter": SelectionConfig(
         slots=8,
         strips=1 << 10,
         drawn_strips=1 << 10,
         max_rows=1 << 15,
         draw_warps=1,
-        select_warps=1,
+        select_warps=2,
         chunk=1024,
-        chunk_warps=1,
         keep=64,
     ),
 }

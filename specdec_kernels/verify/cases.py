@@ -173,7 +173,10 @@ def _coarse(make: Maker, rule: str, batch: int, vocab: int = 5, unused: int = 2)
     inputs["probs"][0], inputs["draft_probs"][0] = share, share.flip(0)
     inputs["tokens"][0] = 4
     inputs["tokens"][4::6, 1] = vocab
-    # Others draft behind the first token what the draft never writes, some of them where p = q; or nothing.
+    # Others draft behind the first token what the draft never writes, some of them where p = q; or nothing. The
+    # uniform of the first token equals its ratio.
+    inputs["probs"][5::6, 0], inputs["draft_probs"][5::6, 0] = share, share[[1, 0, 2, 3, *range(4, vocab)]]
+    inputs["tokens"][5::6, 1] = 1
     if rule in CHAIN_RULES:
         inputs["tokens"][5::6, 2] = inputs["draft_probs"][5::6, 1].argmin(-1)
         inputs["tokens"][2::8, 1] = inputs["probs"][2::8, 0].argmax(-1)
@@ -181,6 +184,7 @@ def _coarse(make: Maker, rule: str, batch: int, vocab: int = 5, unused: int = 2)
     else:
         inputs["tokens"][5::6, 4:] = vocab
     uniforms = make.integers(0, 8, batch, shape[1] + 1).double() / 8
+    uniforms[5::6, 0] = 0.5
     uniforms[:, -2:] = torch.rand(batch, 2, dtype=torch.float64, generator=make.generator).to(make.device)
     return inputs | dict(uniforms=uniforms)
 

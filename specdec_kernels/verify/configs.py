@@ -24,5 +24,8 @@ ACCEPTANCE = dict.fromkeys(CHIPS, _GPU) | {
     # Sixteen warps, or wavefronts, leave too few registers for each lane.
     "sm80": replace(_GPU, pass_width=2048),
     "gfx942": replace(_GPU, pass_lanes=512),
-    "interpreter": AcceptanceConfig(max_requests=1 << 15, strips=1 << 14, strip_warps=1, request_warps=1),
+    # Stages mean nothing in the interpreter; 3 is no width of a block, so none takes its place unseen.
+    "interpreter": AcceptanceConfig(
+        max_requests=1 << 15, strips=1 << 14, strip_warps=1, pass_stages=3, request_warps=1
+    ),
 }

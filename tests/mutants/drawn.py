@@ -327,6 +327,8 @@ _NOT_CALLED = ("_in_groups", "launch_in_groups", "_held_weight", "_with_held_wei
 """Calls that are made on a GPU only, or whose answer is used there only."""
 _MACHINES = ("'cuda'", "'interpreter'")
 """What a comparison asks for that is always so or never, where the tests run."""
+_SPREAD = {"WARPS", "VECTOR"}
+"""How entries are spread over threads. Which of the two is which changes the order of additions."""
 _SYMMETRIC = ("min", "max", "minimum", "maximum", "zip", "isinstance", "getattr", "print", "equal", "logaddexp")
 _COMPARISONS: dict[type[ast.cmpop], str] = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="
@@ -468,7 +470,12 @@ def _swaps(node: ast.Call, at, site, source: str) -> Iterator[Site]:  # type: ig
     # The first two are factors of one product, or a pointer and what is added to it.
     arguments = node.args[1:] if _name_of(node) in ("fma", "_row") else node.args
     for left, right in zip(arguments, arguments[1:], strict=False):
-        if isinstance(left, ast.Name) and isinstance(right, ast.Name) and left.id != right.id:
+        if (
+            isinstance(left, ast.Name)
+            and isinstance(right, ast.Name)
+            and left.id != right.id
+            and {left.id, right.id} != _SPREAD
+        ):
             start, end = at(left.lineno, left.col_offset), at(right.end_lineno or 0, right.end_col_offset or 0)
             between = source[start + len(left.id) : end - len(right.id)]
             yield site("names", start, end, left, right.id + between + left.id)
