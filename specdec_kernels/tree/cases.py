@@ -347,6 +347,7 @@ CASES = (
     _mask_case("mask_130", "a parent in an earlier word", gate=True, batch=2, num_nodes=130),
     case_of("links_from_mask", _noise_mask, "mask_noise", "rows that no tree has", batch=3, num_nodes=70),
     case_of("links_from_mask", _bool_mask, "mask_bool", "a row that is not closed", gate=True, batch=3, num_nodes=21),
+    case_of("links_from_mask", _bool_mask, "mask_bool_odd", "a parent in an earlier block", batch=2, num_nodes=13),
     case_of("links_from_mask", _bool_mask, "mask_bool_one", "a block wider than the row", batch=2, num_nodes=1),
     _parents_case("parents_empty_batch", "launch on an empty grid", batch=0, num_nodes=3),
     _parents_case("parents_odd", "the root's own bit", batch=3, num_nodes=7),

@@ -11,9 +11,10 @@ import torch
 
 import specdec_kernels as kernels
 from algorithms.runtime import step as steps
-from algorithms.runtime.algorithm import DraftTree
+from algorithms.runtime.algorithm import Batch, DraftTree
 from algorithms.runtime.sampling_params import SamplingNeeds
 from algorithms.runtime.step import Step
+from specdec_kernels import Accepted
 
 LENGTHS, LAST = torch.tensor([4, 9]), torch.tensor([7, 8])
 PARENTS = [-1, 0, 0, 1, 3, 2, 4]
@@ -173,6 +174,41 @@ def test_sizes_are_learnt_from_drafts(
     step.accept()
     assert step.accepted is accepted
     assert told == [(step._batch, step.tree, accepted, nodes)] * learnt
+
+
+@pytest.mark.parametrize(
+    ("nodes", "backlog", "kept"), [(1, True, True), (2, True, False), (7, True, False), (1, False, False)]
+)
+@pytest.mark.parametrize("constrained", [False, True])
+def test_what_a_plain_step_computes_is_kept_for_the_drafter(
+    monkeypatch: pytest.MonkeyPatch, nodes: int, backlog: bool, kept: bool, constrained: bool
+) -> None:
+    """Where steps differ in size; all others show the drafter what was committed."""
+    told = list[tuple[Any, ...]]()
+    step = step_of(Drafter(True, drawn_tree(True, False)), nodes)
+    step._needs = SamplingNeeds(constrained=constrained)
+    parts: Any = step._parts
+    parts.backlog = SimpleNamespace(keep=lambda *what: told.append(what)) if backlog else None
+    parts.observe = lambda seen: told.append((seen,))
+    batch = step._batch = Batch(LENGTHS, LAST, *[None] * 6)  # type: ignore[arg-type, list-item]
+    step.tree = drawn_tree(True, False)
+    step.accepted = Accepted(*range(6))  # type: ignore[arg-type]
+    given: dict[str, Any] = dict(start="start", tokens=torch.zeros(2, 3), next_tokens="next", positions="positions")
+    committed = SimpleNamespace(**given, counts="counts", table="table")
+    monkeypatch.setattr(steps, "commit_step", lambda *_, **__: committed)
+    step.hidden, step.features = torch.rand(2, nodes, 4), [torch.rand(2, nodes, 4)]
+    step.commit()
+    assert step.table == "table" and len(told) == 1
+    found = told[0] if kept else (told[0][0].batch, told[0][0].hidden, told[0][0].features)
+    assert torch.equal(found[1], step.hidden[:, :3]) and torch.equal(found[2][0], step.features[0][:, :3])
+    if kept:
+        assert found[0] is batch
+    else:
+        (seen,) = told[0]
+        assert seen.batch == replace(batch, lengths="start") and seen.altered == constrained and seen.prompts is None
+        assert {name: getattr(seen, name) for name in ("tokens", "next_tokens", "positions", "counts")} == {
+            "tokens": committed.tokens, "next_tokens": "next", "positions": "positions", "counts": "counts"
+        }  # fmt: skip
 
 
 @pytest.mark.parametrize("checked", [False, True])
