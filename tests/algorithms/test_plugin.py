@@ -21,6 +21,7 @@ from algorithms.registry import GROUP, PACKAGES_VARIABLE, available
 from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree
 from specdec_kernels import build_chain, build_tree
 from tests.algorithms.toy import Setup, answers, changed, random_target, requests, run
+from tests.programs import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/add_an_algorithm.md").read_text(encoding="utf-8")
@@ -98,14 +99,8 @@ def install(folder: Path, entry_point: str = ENTRY_POINT, name: str = "echo") ->
 
 def command(folder: Path, site: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """run.py from `folder`, with `site` among the places that Python imports from."""
-    return subprocess.run(
-        [sys.executable, str(ROOT / "run.py"), *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(site), **environment},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    known = {**os.environ, "PYTHONPATH": str(site), **environment}
+    return run_python(str(ROOT / "run.py"), *arguments, cwd=folder, env=known)
 
 
 @pytest.mark.parametrize("installed", [True, False], ids=["installed", "named"])

@@ -6,12 +6,12 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.mutants.mutant import ROOT, copy_tree
+from tests.programs import run_python
 
 PAGE = (ROOT / "docs" / "add_a_kernel.md").read_text(encoding="utf-8")
 FAMILY = "relu2"
@@ -43,10 +43,10 @@ def with_line(source: str, line: str) -> str:
     return "".join(lines)
 
 
-def run(tree: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    gated = "tools.compile_gate" in command
+def run(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    gated = "tools.compile_gate" in arguments
     environment = {name: value for name, value in os.environ.items() if not (gated and name == "TRITON_INTERPRET")}
-    return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=250)
+    return run_python(*arguments, cwd=tree, env=environment)
 
 
 def test_a_kernel_touches_two_places_beside_its_own_folder() -> None:
@@ -61,7 +61,7 @@ def test_a_kernel_touches_two_places_beside_its_own_folder() -> None:
 def test_a_command_of_the_page_passes(tree: Path, command: str) -> None:
     program, *arguments = shlex.split(command)
     assert program == "python"
-    done = run(tree, sys.executable, *arguments)
+    done = run(tree, *arguments)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     expected = {
         "pytest": r"\d+ passed",
@@ -80,7 +80,7 @@ def test_facade_and_work_model_know_the_family(tree: Path) -> None:
         "assert s.squared_relu(x, impl='reference').tolist() == [0, 9] and 'squared_relu' in s.__all__\n"
         "assert work_of('relu2', 'squared_relu', dict(x=x), x) == (16, 4, 'family')\n"
     )
-    done = run(tree, sys.executable, "-c", program)
+    done = run(tree, "-c", program)
     assert done.returncode == 0, done.stderr
 
 
@@ -89,7 +89,7 @@ def test_a_family_without_its_line_in_the_facade_is_noticed(tree: Path) -> None:
     whole = facade.read_text(encoding="utf-8")
     facade.write_text(re.sub(rf".*{re.escape(FILES[FACADE])}", "", whole), encoding="utf-8")
     try:
-        done = run(tree, sys.executable, "-m", "pytest", "-q", "tests/kernels/test_facade.py")
+        done = run(tree, "-m", "pytest", "-q", "tests/kernels/test_facade.py")
     finally:
         facade.write_text(whole, encoding="utf-8")
     assert done.returncode == 1 and "test_type_checkers_see_every_family" in done.stdout, done.stdout

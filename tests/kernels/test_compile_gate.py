@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+
+from tests.programs import run_python as run_in_fork
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(1900)  # compilers are slow on a busy machine
@@ -18,8 +19,7 @@ def run_python(*arguments: str, interpret: bool = False) -> subprocess.Completed
     """Run Python with or without the interpreter mode, whatever this suite runs in."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_INTERPRET": "1"} if interpret else {}
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800)
+    return run_in_fork(*arguments, cwd=ROOT, env=environment, timeout=1800)
 
 
 @pytest.mark.parametrize("options", [("--sample",), pytest.param((), marks=pytest.mark.slow)], ids=["sample", "whole"])
