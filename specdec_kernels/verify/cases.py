@@ -166,7 +166,6 @@ def _coarse(make: Maker, rule: str, batch: int, vocab: int = 5, unused: int = 2)
     order = torch.rand(inputs["draft_probs"].shape, generator=make.generator).argsort(-1).to(make.device)
     inputs["draft_probs"] = share[order]
     inputs["draft_probs"][2::4] = inputs["probs"][2::4, : order.shape[1]]
-    inputs["draft_probs"][3::4, 0] = inputs["probs"][3::4, 0]
     inputs["tokens"] = make.integers(0, vocab, *shape)
     # The first request drafts what the target never writes; some draft what is no token.
     inputs["sampling"].temperature[0] = 1.0

@@ -208,6 +208,7 @@ MEANINGLESS = {
     ("algorithms/runtime/grammar.py", "while child >= 0:", ">"),
     ("algorithms/runtime/grammar.py", "while len(found) < most", "<="),
     # What the programs of a team tell each other, and what they wait for: the interpreter runs one after the other.
+    ("specdec_kernels/verify/kernel_tree.py", "triton.cdiv(vocab, block_v), MOST_PROGRAMS", "block_v, vocab"),
     ("specdec_kernels/verify/kernel_tree.py", "place + 1, splits), word + 2", "0"),
     ("specdec_kernels/verify/kernel_tree.py", "return whole, whole, word + 1", "0"),
     ("specdec_kernels/verify/kernel_tree.py", 'if rule == "k_seq":', "!="),
@@ -216,7 +217,11 @@ MEANINGLESS = {
     # The uniform of the lane behind the last node is read in vain, and the mask has no bit there.
     ("specdec_kernels/verify/device.py", "here = in_batch[:, None] & (node >= 1) & (node < NODES)", "<="),
     ("specdec_kernels/sampling/kernel_forbid.py", "in_tree = in_row[:, None] & (node < NODES)", "<="),
-    # Where nothing is left of p, p = q and a child was accepted for certain.
+    # Nothing is left of p behind a rejection at weight 1 only where p = q, and there no child is rejected; at a weight
+    # below 1 the node's own becomes 0.
+    ("specdec_kernels/verify/kernel_tree.py", "tl.where(asks & (below > 0)", ">="),
+    ("specdec_kernels/verify/reference_tree.py", "lowered = torch.where(below > 0", ">="),
+    ("specdec_kernels/verify/reference_tree.py", "shrinks = judged & (mass > 0)", ">="),
     ("specdec_kernels/verify/reference_tree.py", "shrinks = rejects & (residual.sum(-1) > 0)", ">="),
     # An entry with p = rho q leaves nothing; the bisection ends at the same root.
     ("specdec_kernels/verify/reference_tree.py", "first = (ratio > middle", ">="),
@@ -240,6 +245,8 @@ MEANINGLESS = {
     ("specdec_kernels/sampling/device.py", "(begin <= goal", "<"),
     # No value stands on an edge that parts the weight at the goal, so both classes beside it give one threshold.
     ("specdec_kernels/sampling/kernel_settle.py", "known & (above >= goal", ">"),
+    # Strips of another length.
+    ("specdec_kernels/sampling/kernel.py", "next_power_of_2(triton.cdiv(vocab, STEP))", "STEP, vocab"),
     # A group of another width; edges are stored for the only row of a program, or the threshold is found without.
     ("specdec_kernels/sampling/device.py", "width = min(max(triton.next_power_of_2(vocab)", "max"),
     ("specdec_kernels/sampling/kernel_filter.py", "if tl.max(listed", "min"),
