@@ -270,6 +270,17 @@ def test_a_side_of_a_hybrid_is_asked_what_the_hybrid_is_asked(monkeypatch: pytes
     ]
 
 
+def test_the_package_is_asked_what_the_backend_is_asked(standins: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = build("fa4", dispatch="flash_attention_4")
+    given: list[tuple[Any, ...]] = []
+    for name in ("refuse", "plan"):
+        monkeypatch.setattr(backend._package, name, lambda *what, name=name: given.append((name, *what)))
+    metadata: Any = SimpleNamespace(mode="tree", window=5, lengths=SimpleNamespace(device="device"))
+    assert backend.refuse("shape", "tree", 5, "device", "verify") is backend.plan(metadata, "shape", "verify") is None
+    asked = ("refuse", "shape", "tree", 5, "device", "verify")
+    assert given == [asked, asked, ("plan", metadata, "shape", "verify")]
+
+
 @pytest.mark.parametrize("scaled", [True, False])
 def test_float8_keys_are_gathered_by_their_bytes(scaled: bool) -> None:
     half = torch.linspace(-4, 4, 48).view(4, 2, 2, 3)

@@ -17,10 +17,10 @@ from algorithms.runtime.algorithm import Batch, Resources
 from algorithms.runtime.backends.protocol import BackendError
 from algorithms.runtime.backends.registry import backends
 from algorithms.runtime.cache import KVCache
-from algorithms.runtime.models.decoder import Decoder
+from algorithms.runtime.models.decoder import Decoder, MixerWeights
 from algorithms.runtime.models.dense_mixer import DenseMixer
 from algorithms.runtime.models.loading import Target
-from algorithms.runtime.paged_attention import PagedMixer
+from algorithms.runtime.paged_attention import JointMixer, PagedMixer
 from algorithms.standalone import Standalone
 from specdec_kernels import build_tree
 from tests.algorithms.toy import CONFIG, VOCAB, Scripted, Setup, answers, randomise, requests, run, scripts
@@ -147,6 +147,43 @@ def test_a_drafter_with_windows_sees_each_path_as_a_text(topk: int, monkeypatch:
     algorithm.propose, algorithm._run = proposing, running  # type: ignore[method-assign]
     run(algorithm, requests(3, max_new_tokens=6), Setup(page_size=4), target)
     assert compared > 20
+
+
+def test_groups_of_a_joint_forward_store_at_once_and_attend_by_their_own_plans(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The rows of one group stand behind those of the other."""
+    target = target_of("scale")
+    resources = resources_of(target)
+    cache = KVCache.allocate(target.config, resources)
+    groups, done = [], list[tuple[Any, ...]]()
+    for length, width in ((5, 3), (9, 1)):
+        positions = length + torch.arange(width).repeat(2, 1)
+        mixer = PagedMixer.over(batch_at(length), positions, cache, resources)
+        groups.append((mixer, torch.full((2, width), length)))
+    joint = JointMixer(groups)
+    assert joint.tokens.tolist() == [5] * 6 + [9] * 2
+    q, k, v = torch.rand(3, 8, 4, 16, generator=torch.Generator().manual_seed(1)).split(1)
+    weights = MixerWeights(None, None, None)
+
+    def storing(self: PagedMixer, *what: Any) -> Tensor:
+        done.append(("store", self.slots.tolist(), *what))
+        return q[0] + 1
+
+    def attending(self: PagedMixer, layer: int, part: Tensor, given: Any, place: Tensor) -> None:
+        done.append(("attend", self.plans, layer, part.shape, given))
+        place.copy_(part * 2)
+
+    monkeypatch.setattr(PagedMixer, "store", storing)
+    monkeypatch.setattr(PagedMixer, "attend", attending)
+    out = joint(2, q[0], k[0], v[0], weights)
+    assert torch.equal(out, 2 * (q[0] + 1))
+    (first, _), (second, _) = groups
+    (stored, *attended) = done
+    assert stored[:3] == ("store", [*first.slots.tolist(), *second.slots.tolist()], 2) and stored[-1] is weights
+    assert all(torch.equal(left, right[0]) for left, right in zip(stored[3:6], (q, k, v), strict=True))
+    assert attended == [("attend", mixer.plans, 2, (*tokens.shape, 4, 16), weights) for mixer, tokens in groups]
+    assert [part.shape for part in joint.split(out)] == [(2, 3, 4, 16), (2, 1, 4, 16)]
 
 
 def test_layers_of_one_window_share_a_plan() -> None:
