@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,9 @@ from hypothesis import strategies as st
 
 from specdec_kernels import Candidates, Frontier, best_first_tree, build_tree, draft_topk, expand_tree, rerank_tree
 from specdec_kernels.cases import Maker
+from specdec_kernels.sampling.reference import philox_uniform
+from specdec_kernels.sampling.types import DRAFT_STREAM
+from specdec_kernels.tree import draw_children
 from specdec_kernels.tree.cases import random_probs
 
 IMPLS = ["reference", "triton"]
@@ -247,6 +251,28 @@ def test_two_steps_of_two(impl: str) -> None:
     assert chosen.tokens.tolist() == [[9, 10, 11, 12]]
     assert chosen.parents.tolist() == [[-1, 0, 0, 1]]
     assert build_tree(chosen.parents, integers([0]), impl=impl).first_child.tolist() == [[1, 3, -1, -1]]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("replacement", [True, False])
+def test_a_draw_takes_the_uniform_of_its_seed_position_and_node(impl: str, replacement: bool) -> None:
+    """So that no two draws of a request share one, and a request draws the same in any row."""
+    make = Maker.seeded(DEVICE)
+    inputs: dict[str, Any] = dict(
+        probs=random_probs(make, 3, 2, 40, sharpness=1.0),
+        children=integers([[1, 2, 3], [5, 4, -1]], torch.int32),
+        rows=integers([0, 1], torch.int32),
+        likeliest=integers([[[0], [0]]] * 3),
+        temperature=floats([0.7, 1.0, 2.0]),
+        replacement=replacement,
+        impl=impl,
+    )
+    seeds, positions, nodes = integers([5, 1 << 40, 9]), integers([700, 3, 9]), torch.arange(6, device=DEVICE)
+    own = philox_uniform(seeds[:, None].expand(3, 6), positions[:, None].expand(3, 6), DRAFT_STREAM, nodes.expand(3, 6))
+    drawn, expected = integers([[7] * 6] * 3), integers([[7] * 6] * 3)
+    draw_children(drawn, seeds=seeds, positions=positions, **inputs)
+    draw_children(expected, seeds=None, positions=None, uniforms=own.contiguous(), **inputs)
+    assert torch.equal(drawn, expected) and len(set(drawn[:, 1:].flatten().tolist())) > 5
 
 
 def likeliest(row: list[float], k: int, temperature: float) -> tuple[list[float], list[int]]:

@@ -204,6 +204,33 @@ def test_times_of_steps_are_medians_and_plain_ones_have_their_share_of_an_observ
     assert not found
 
 
+def test_what_is_timed_is_what_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The captured step and observation where there is one; else steps and observations of so many rows and tokens."""
+    runner = runner_of("ngram", max_batch=2, adaptive=True, graph="step")
+    played: list[Any] = []
+    with torch.inference_mode():
+        runner.prepare(NEEDS)
+    monkeypatch.setattr(runner, "_play", lambda pieces: played.append(pieces))
+    for rows, nodes in ((1, 4), (2, 1)):
+        runner._pretended_step(rows, 33, nodes, NEEDS)()
+        assert played[-1] is runner._captured[_Variant(rows, nodes, NEEDS)].pieces
+    runner = runner_of("ngram", max_batch=2, adaptive=True)
+    made: list[Any] = []
+    monkeypatch.setattr(runner, "_play", lambda pieces: made.append(pieces))
+    monkeypatch.setattr(runner, "_prepared", lambda *given, **how: SimpleNamespace(pieces=(given, how)))
+    runner._pretended_step(2, 33, 4, NEEDS)()
+    assert made == [((2, 33, NEEDS), {"nodes": 4})]
+    observed: list[tuple[int, int]] = []
+    monkeypatch.setattr(runner, "_observe", lambda rows, bound: observed.append((rows, bound)))
+    pretended: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(runner._parts.state, "pretend", lambda *given: pretended.append(given[:3]))
+    runner.step_times(NEEDS)
+    length, pages = runner._parts.state.pretended_length(runner._longest), runner._parts.resources.num_pages
+    assert observed == [(1, length), (2, length)] * 6
+    assert set(pretended) == {(1, length, pages), (2, length, pages)}
+    assert {given[:2] for given, _ in made[1:]} == {(1, length), (2, length)}
+
+
 def test_steps_without_a_draft_in_each_number_of_nodes() -> None:
     """What a grammar forces is verified in any case, so its steps have one size."""
     runner = runner_of("ngram", max_batch=2, adaptive=True)
