@@ -189,7 +189,7 @@ def test_times_of_steps_are_medians_and_plain_ones_have_their_share_of_an_observ
     runner = runner_of("ngram", max_batch=2, adaptive=True)
     calls: list[int] = []
 
-    def timed(work: Any, size: int, length: int) -> float:
+    def timed(work: Any, size: int, length: int, generator: torch.Generator) -> float:
         turn, place = divmod(len(calls), 12)
         calls.append(size)
         return 100.0 * place + (90, 5, 1, 3, 2, 4)[turn]
