@@ -179,6 +179,22 @@ def test_rules_of_chains_and_of_trees(monkeypatch: pytest.MonkeyPatch, config: d
 
 
 @pytest.mark.parametrize(
+    ("causal", "mode"), [((False, False), "block"), ((True, False), "block"), ((True, True), "chain")]
+)
+def test_the_backend_serves_blocks_or_chains(
+    monkeypatch: pytest.MonkeyPatch, causal: tuple[bool, ...], mode: str
+) -> None:
+    """The drafter never runs over a prompt. Sizes that do not fit are refused before a weight is read."""
+    asked: list[Any] = []
+    config = random_drafter(block_size=BLOCK, causal_layers=causal).config
+    monkeypatch.setattr(f"{LOADING}.read_dflash", lambda *given: asked.append(given) or ("folder", config))
+    calls = DFlash.check(DFlash.Config(), TARGET, "folder")
+    assert asked == [("folder", TARGET)] and calls.config == config.decoder and calls.modes == {"draft": mode}
+    with pytest.raises(ValueError, match="algo.block_size: expected at most 5, as trained, got 6"):
+        DFlash.check(DFlash.Config(block_size=6), TARGET, "folder")
+
+
+@pytest.mark.parametrize(
     ("config", "message"),
     [
         (dict(draw="without_replacement"), "draws siblings: expected algo.topk above 1, got a chain"),

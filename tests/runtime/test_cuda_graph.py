@@ -182,6 +182,16 @@ def test_what_plain_steps_keep_is_observed_before_a_draft_and_where_it_is_full(
     assert observed == [(3, 2, 53), (full, 2, 50 + full), (full + 1, 2, 51 + full)]
 
 
+def test_the_drafter_observes_the_rows_of_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, seen = runner_of("ngram", max_batch=3, adaptive=True), list[Any]()
+    monkeypatch.setattr(
+        runner._parts.backlog, "take", lambda batch: seen.append((len(batch.lengths), batch.max_length))
+    )
+    monkeypatch.setattr(type(runner._parts), "observe", lambda self, taken: seen.append(taken))
+    runner._observe(2, 37)
+    assert seen == [(2, 37), None]
+
+
 def test_times_of_steps_are_medians_and_plain_ones_have_their_share_of_an_observation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
