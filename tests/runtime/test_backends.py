@@ -247,7 +247,7 @@ def test_levels_are_planned_at_once(standins: None, listed: bool) -> None:
         backend = kind(kind.Config(dispatch=dispatch, work_list=listed), "triton")
         plans = backend.plan_levels(levels, shape, "draft")
         assert [plan.metadata for plan in plans] == calls and backend.served == {"draft": "fa4: triton"}
-        assert all((plan.work_list is not None) == listed for plan in plans)
+        assert all(((plan.work_list is not None), plan.cut) == (listed, backend._cut("draft")) for plan in plans)
         assert backend.plan_levels(Levels([]), shape, "draft") is None
     assert build("fa4", dispatch="flash_attention_4").plan_levels(levels, shape, "draft") is None
 
