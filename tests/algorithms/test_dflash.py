@@ -10,6 +10,7 @@ import torch
 
 from algorithms.dflash import DFlash
 from algorithms.runtime.algorithm import Batch
+from algorithms.runtime.models.config.dflash import default_target_layer_ids
 from algorithms.runtime.sampling_params import SamplingNeeds
 from tests.algorithms.drafters import LOADING, TARGET
 from tests.algorithms.toy import CONFIG, VOCAB, Setup, engine_of, random_drafter
@@ -79,6 +80,19 @@ def test_a_block_is_the_last_token_and_masks() -> None:
         block = drafter.embed_block(TARGET.model, last, 4)
         assert mask is not None and block.shape == (2, 4, len(mask))
         assert torch.equal(block[:, 0], embedded[last]) and torch.equal(block[:, 1:], mask.expand(2, 3, -1))
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "layers"),
+    [(36, 5, (1, 9, 17, 25, 33)), (36, 2, (1, 33)), (28, 3, (1, 13, 25)), (4, 2, (1, 1)), (36, 1, (18,)), (3, 1, (1,))],
+)
+def test_layers_that_are_read_where_a_config_names_none(target: int, draft: int, layers: tuple[int, ...]) -> None:
+    assert default_target_layer_ids(target, draft) == layers
+
+
+def test_several_layers_need_four_of_the_target() -> None:
+    with pytest.raises(ValueError, match="default target_layer_ids need num_target_layers >= 4, got 3"):
+        default_target_layer_ids(3, 2)
 
 
 @pytest.mark.parametrize("layers", [(1, 2), (1, 3)])

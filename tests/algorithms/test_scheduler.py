@@ -269,6 +269,24 @@ def test_stop_strings_may_span_any_number_of_tokens_and_steps(width: int) -> Non
     assert completion.token_ids == tokens[:12]
 
 
+def test_an_aborted_request_gives_row_and_pages_back() -> None:
+    """Wherever it stands; what it has written so far is its answer."""
+    scheduler = Scheduler(1, 9, 4, 0, spell, ahead=1)
+    for number in range(3):
+        scheduler.submit(request(number, prompt=1, new_tokens=3))
+    scheduler.admit(0.0, 4, 9, ahead=True)
+    scheduler.start(1.0)
+    scheduler.advance(scheduler.rows[0], [5], [], 4.0)
+    assert (len(scheduler.rows), len(scheduler.held), scheduler.num_waiting) == (1, 1, 1)
+    for number, move in ((1, RowMove(1, 1)), (0, RowMove(0, 0)), (2, None)):
+        found = scheduler.abort(number, 9.0)
+        assert found is not None and found[1] == move
+        assert (found[0].request_id, found[0].finish_reason) == (number, ABORTED)
+        assert (found[0].token_ids, found[0].total_ms) == (([5], 9.0) if number == 0 else ([], found[0].total_ms))
+        assert scheduler.abort(number, 9.0) is None
+    assert scheduler.idle and scheduler.num_free_pages == 9
+
+
 def test_tokens_of_no_probability_are_not_reported() -> None:
     """Of the likeliest tokens behind each kept one, as many as the request asks for."""
     scheduler = Scheduler(1, 9, 4, 0, spell)
