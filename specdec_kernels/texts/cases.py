@@ -51,7 +51,7 @@ def match_inputs(
     lengths = make.integers(length // 2, length - 1, rows)
     store = filled_store(make, history, lengths.tolist(), kept, ended, corpus)
     if beyond:
-        lengths[0], lengths[1], lengths[2] = -1, length, 0
+        lengths[0], lengths[1], lengths[2] = 0, length, -1
     numbers = torch.arange(rows, device=make.device)
     given = dict(store=store, history=history, lengths=lengths, rows=numbers, num_nodes=num_nodes, order=order)
     return given | dict(window=window) | options

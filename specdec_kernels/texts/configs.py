@@ -25,12 +25,12 @@ class TextConfig:
     """Tokens that a program writes."""
 
 
-_GPU = TextConfig(scan=256, few=32, select=256, parts=32, programs=1024, file=128, copy=256)
+_GPU = TextConfig(scan=256, few=32, select=256, parts=32, programs=1 << 14, file=128, copy=256)
 CONFIGS = {
     "sm80": _GPU,
     "sm90": _GPU,
     "sm100": _GPU,
-    "gfx942": TextConfig(scan=256, few=32, select=256, parts=32, programs=1024, file=256, copy=256),
+    "gfx942": TextConfig(scan=256, few=32, select=256, parts=32, programs=1 << 14, file=256, copy=256),
     # In the interpreter the number of programs costs, not the number of lanes.
     "interpreter": TextConfig(scan=1 << 14, few=1, select=1 << 10, parts=2, programs=6, file=1 << 12, copy=1 << 14),
 }

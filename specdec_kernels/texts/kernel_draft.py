@@ -47,7 +47,7 @@ def _with_latest(rank, latest_ptr, home, MATCHES: tl.constexpr, BLOCK_M: tl.cons
     held = ((rank & 0xFFFFFFFFFF)[None, :] == (further & 0xFFFFFFFFFF)[:, None]) & (rank >= 0)[None, :]
     kept = (further >= 0) & (tl.max(held.to(tl.int32), 1) == 0)
     behind = tl.sum((rank >= 0).to(tl.int32), 0) + tl.cumsum(kept.to(tl.int32), 0) - 1
-    moved = tl.where((behind[None, :] == match[:, None]) & kept[None, :], ((1 << 57) | further)[None, :], -1)
+    moved = tl.where((behind[None, :] == match[:, None]) & kept[None, :], further[None, :], -1)
     return tl.where(match < MATCHES, tl.maximum(rank, tl.max(moved, 1)), -1)
 
 
@@ -55,7 +55,7 @@ def _with_latest(rank, latest_ptr, home, MATCHES: tl.constexpr, BLOCK_M: tl.cons
 def _alike(way_ptr, room, BLOCK_M: tl.constexpr):
     """[BLOCK_M, BLOCK_M] int32: for how many tokens the ways [BLOCK_M] go on alike; each has `room` tokens."""
     both = tl.minimum(room[:, None], room[None, :])
-    same = both > 0
+    same = tl.full((BLOCK_M, BLOCK_M), True, tl.int1)
     alike = tl.zeros((BLOCK_M, BLOCK_M), tl.int32)
     limit = tl.max(room, 0)
     step = 0

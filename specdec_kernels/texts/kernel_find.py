@@ -59,13 +59,13 @@ def _find(keys_ptr, key, wanted, BITS: tl.constexpr):
     """The cell of each key, -1 where it is not filed."""
     cell = _first_cell(key, BITS)
     searching = wanted
-    found = wanted & (key < 0)
+    found = cell * 0 - 1
     while tl.max(searching.to(tl.int32), 0) > 0:
         seen = tl.load(keys_ptr + cell, mask=searching, other=-1)
-        found |= searching & (seen == key)
+        found = tl.where(searching & (seen == key), cell, found)
         searching = searching & (seen != -1) & (seen != key)
         cell = tl.where(searching, (cell + 1) & ((1 << BITS) - 1), cell)
-    return tl.where(found, cell, -1)
+    return found
 
 
 @triton.jit(do_not_specialize=["requests", "row_stride", "context"])
@@ -147,19 +147,19 @@ def find_kernel(
         place_ptr = tokens_ptr + text * context + position
         token = tl.load(place_ptr, mask=live, other=0).to(tl.int64)
         cell = _find(filed_ptr, token & 0xFFFFFFFF, live, BITS)
-        where = (text << 24) | position
         if PAIRS:
+            rank = ((MAX_AGE - age) << 40) | (text << 24) | position | (1 << 57)
+            _offer(latest_ptr + cell * MATCHES, tl.where(cell >= 0, rank, -1), MATCHES)
             paired = (cell >= 0) & (position > 0)
             before = tl.load(place_ptr - 1, mask=paired, other=0).to(tl.int64)
-            _offer(latest_ptr + cell * MATCHES, tl.where(cell >= 0, ((MAX_AGE - age) << 40) | where, -1), MATCHES)
             cell = _find(pairs_ptr, _pair(before, token), paired, BITS)
             tl.atomic_add(counts_ptr + cell, 1, mask=cell >= 0, sem="relaxed")
-        hit = (cell >= 0).to(tl.int32)
-        found = tl.sum(hit, 0)
-        if found > 0:
-            # Counters begin at -1.
-            first = tl.atomic_add(total_ptr, found.to(tl.int64), sem="relaxed") + 1
-            tl.store(hits_ptr + first + tl.cumsum(hit, 0) - 1, (cell << 40) | where, mask=hit > 0)
+        hit = cell >= 0
+        if tl.max(hit.to(tl.int32), 0) > 0:
+            number = tl.cumsum(hit.to(tl.int64), 0)
+            # The counter begins at -1, and numbers at 1.
+            first = tl.atomic_add(total_ptr, tl.max(number, 0), sem="relaxed")
+            tl.store(hits_ptr + first + number, (cell << 40) | (text << 24) | position, mask=hit)
 
 
 @triton.jit
@@ -186,6 +186,7 @@ def sort_kernel(
     total = tl.load(total_ptr) + 1
     for first in range(tl.program_id(0) * BLOCK, total, tl.num_programs(0) * BLOCK):
         place = first + tl.arange(0, BLOCK)
-        hit = tl.load(hits_ptr + place, mask=place < total, other=-1)
-        target = tl.atomic_add(begins_ptr + (hit >> 40), 1, mask=hit >= 0, sem="relaxed")
-        tl.store(sorted_ptr + target, hit, mask=hit >= 0)
+        inside = place < total
+        hit = tl.load(hits_ptr + place, mask=inside, other=-1)
+        target = tl.atomic_add(begins_ptr + (hit >> 40), 1, mask=inside, sem="relaxed")
+        tl.store(sorted_ptr + target, hit, mask=inside)

@@ -89,13 +89,13 @@ def select_kernel(
     # Entries past MATCHES hold what no rank exceeds. Empty ones differ, so that one is replaced at a time.
     best = tl.where(kept < MATCHES, -1 - kept.to(tl.int64), 0x7FFFFFFFFFFFFFFF)
 
-    size = tl.load(sizes_ptr + own, mask=begun, other=0)
+    behind = tl.load(sizes_ptr + own, mask=begun, other=1) - 1  # the last token is followed by none
     late = MAX_AGE - tl.minimum(clock - tl.load(stamps_ptr + own, mask=begun, other=0), MAX_AGE)
     whose = (1 << 56) | (late << 40) | (own << 24)
-    for first in range(part * BLOCK, size - 1, parts * BLOCK):
+    for first in range(part * BLOCK, behind, parts * BLOCK):
         position = first + lane
         place_ptr = tokens_ptr + own * context + position
-        matched = _match_length(last_ptr, length, place_ptr, position, position < size - 1, WINDOW)
+        matched = _match_length(last_ptr, length, place_ptr, position, position < behind, WINDOW)
         best = _keep(best, tl.where(matched > 0, (matched.to(tl.int64) << 57) | whose | position, NONE))
 
     if SHARED:

@@ -347,7 +347,7 @@ def sized(**sizes: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("sizes", [FEW, MANY], ids=["few", "many"])
 @given(session=sessions())
-@settings(max_examples=12)
+@settings(max_examples=20)
 def test_kernels_are_the_shelf(session: dict[str, Any], sizes: dict[str, int]) -> None:
     with sized(**sizes):
         follow(session, "triton")
@@ -359,7 +359,8 @@ def test_requests_that_are_served_together_find_what_each_finds_alone(order: str
     """Requests with the same last tokens and with others, two of them outside of the history and one that has written
     nothing, and a corpus: over few tokens there are more hits than a program compares at once."""
     options = dict(rows=7, length=24, ended=6, kept=4, alphabet=2, corpus=70, beyond=True, order=order, matches=5)
-    given = match_inputs(Maker.seeded(DEVICE), 10, window=9, **options)
+    with torch.device("cpu"):
+        given = match_inputs(Maker.seeded(DEVICE), 10, window=9, **options)
     expected = kernels.match_texts(**given, impl="reference")
     with sized(**sizes):
         found = kernels.match_texts(**given, impl="triton")
@@ -378,8 +379,8 @@ def test_every_cell_of_a_table_is_found(sizes: dict[str, int]) -> None:
     store = TextStore.create(rows, 0, 5, DEVICE)
     number, zeros = torch.arange(rows), torch.zeros(rows, dtype=torch.int64)
     kernels.insert_texts(store, texts, number, zeros, (zeros + 4).int(), 4, impl="triton")
-    with sized(**sizes):
-        draft = kernels.match_texts(store, texts, zeros + 4, number, 2, order="latest", window=2, impl="triton")
+    with sized(**sizes):  # what is found stands in the text of another
+        draft = kernels.match_texts(store, texts, zeros + 4, number.roll(1), 2, order="latest", window=2, impl="triton")
     assert torch.equal(draft.tokens[:, 1], texts[:, 2])
 
 

@@ -202,6 +202,26 @@ MEANINGLESS = {
     # A tree of N nodes is at most N - 1 deep, and a rank is above 0 or -1.
     ("specdec_kernels/texts/kernel_draft.py", "tl.minimum(size - next_place, NODES - 1)", "0"),
     ("specdec_kernels/texts/kernel_draft.py", "found = rank >= 0", ">"),
+    ("specdec_kernels/texts/kernel_draft.py", "(taken < MATCHES) & (top >= 0)", ">"),
+    ("specdec_kernels/texts/kernel_draft.py", "& (rank >= 0)[None, :]", ">"),
+    ("specdec_kernels/texts/kernel_draft.py", "tl.sum((rank >= 0)", ">"),
+    ("specdec_kernels/texts/kernel_draft.py", "kept = (further >= 0)", ">"),
+    ("specdec_kernels/texts/kernel_find.py", "& (tl.max(rank, 0) >= 0)", ">"),
+    ("specdec_kernels/texts/kernel_find.py", "MATCHES - 1, mask=rank >= 0", ">"),
+    ("specdec_kernels/texts/kernel_find.py", "list_ptr + entry, mask=rank >= 0", ">"),
+    # No two places have one rank.
+    ("specdec_kernels/texts/kernel_find.py", "tl.where(rank > least", ">="),
+    ("specdec_kernels/texts/kernel_find.py", "enters = rank > held", ">="),
+    ("specdec_kernels/texts/kernel_select.py", "while top > least", ">="),
+    # A match that leads to nothing new is no sibling, and the first match is the child of none.
+    ("specdec_kernels/texts/kernel_draft.py", "beside = (match[None, :] < match[:, None])", "<="),
+    ("specdec_kernels/texts/kernel_draft.py", "above = tl.where(split > 0", ">="),
+    # Sizes of tables and numbers of programs.
+    ("specdec_kernels/texts/kernel.py", "(2 * batch - 1).bit_length()", "0"),
+    ("specdec_kernels/texts/kernel.py", "pairs = batch > config.few", ">="),
+    ("specdec_kernels/texts/kernel.py", "parts = lanes(max(1, min(config.parts", "min"),
+    ("specdec_kernels/texts/kernel.py", "min(config.parts, config.programs", "max"),
+    ("specdec_kernels/texts/kernel.py", "programs = min(2 * num_processors", "max"),
     ("specdec_kernels/texts/reference.py", "_drafts(host, found, num_nodes - 1, order)", "0"),
     ("specdec_kernels/verify/kernel_tree.py", "if kinds and warps > 8", ">="),
     ("algorithms/runtime/models/decoder.py", "add_rms_norm(projected, residual, self", "residual, projected"),  # a sum
