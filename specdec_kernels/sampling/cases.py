@@ -103,9 +103,9 @@ def _even(make: Maker, vocab: int) -> dict[str, Any]:
 
 
 def _nan(make: Maker, rows: int, vocab: int) -> dict[str, Any]:
-    """A NaN in every row, among the largest values."""
+    """A NaN in each half of every row."""
     inputs = _draw(make, rows, vocab)
-    inputs["logits"][:, vocab // 2] = float("nan")
+    inputs["logits"][:, vocab // 4 :: vocab // 2] = float("nan")
     return inputs
 
 
@@ -323,7 +323,7 @@ CASES = (
     case_of("pick_tokens", _hostile, "pick_hostile", "NaN and infinities", vocab=100),
     case_of("pick_tokens", _hostile, "pick_hostile_tiles", "a tile without a usable logit", vocab=4100),
     case_of("pick_tokens", _even, "pick_even", "the token in front of a goal", vocab=2048),
-    case_of("pick_tokens", _nan, "pick_nan", "no row without NaN", rows=4, vocab=100),
+    case_of("pick_tokens", _nan, "pick_nan", "no strip without NaN", rows=8, vocab=2048),
     case_of("pick_tokens", _edges, "pick_edges", "banned tokens at u = 0 and u = 1", vocab=100),
     case_of("pick_tokens", _edges, "pick_edges_tiles", "a last tile without mass", vocab=2051),
     _pick_filtered("pick_filtered", catches="order of the filters", gate=True, rows=25, vocab=100),
