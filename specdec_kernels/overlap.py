@@ -5,6 +5,9 @@ its results. This hides the time of the launch and of everything that a program 
 of such a chain waits before its first store and before its first load of anything that a kernel may have
 written; only what no kernel writes, such as weights, may be read earlier. Every kernel waits, also one that
 needs nothing from its predecessor: the end of a kernel then means that all kernels before it have ended.
+
+A kernel that always follows a kernel of its own family may read earlier what no kernel of the family writes, if that
+one waits before it lets the next kernel start: then all kernels before it have ended.
 """
 
 # mypy: ignore-errors

@@ -156,19 +156,21 @@ def _select_kernel(  # 17 run-time arguments: most are optional inputs and outpu
     place = row.to(tl.int64)[:, None] * STRIPS + strip
     in_strips = in_row[:, None] & (strip < STRIPS)
     plane = rows.to(tl.int64) * STRIPS
+    if SAMPLE:
+        # The kernel ahead is one of this family, which begins when all before it have ended: what they wrote is there.
+        temperature = tl.load(temperature_ptr + request, mask=in_row, other=0.0)
+        if DRAW:
+            uniform = d.row_uniform(seeds_ptr, positions_ptr, uniforms_ptr, row, request, in_row, STREAM)
     wait_for_kernel_ahead(OVERLAP)
     let_next_kernel_start(OVERLAP)
     # All that does not depend on other loads is read first.
     tops = tl.load(tops_ptr + place, mask=in_strips, other=float("-inf"))
     if SAMPLE:
-        temperature = tl.load(temperature_ptr + request, mask=in_row, other=0.0)
         sums = tl.load(sums_ptr + place, mask=in_strips, other=0.0)
         if FILTER:
             floor = tl.load(distribution_ptr + rows + row, mask=in_row, other=float("-inf"))
         else:
             floor = tl.full((BLOCK_R,), float("-inf"), tl.float32)
-        if DRAW:
-            uniform = d.row_uniform(seeds_ptr, positions_ptr, uniforms_ptr, row, request, in_row, STREAM)
     top = tl.max(tops, 1)
     valid = top > 0 if PROBS else top > float("-inf")
     token = tl.full((BLOCK_R,), -1, tl.int32)

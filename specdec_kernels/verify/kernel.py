@@ -78,18 +78,23 @@ def _walk_kernel(
     in_batch = request < batch
     row = request.to(tl.int64) * NODES
     place, live = row[:, None] + node, in_batch[:, None] & (node < NODES)
-    wait_for_kernel_ahead(OVERLAP)
-    let_next_kernel_start(OVERLAP)
+    if usable_ptr is None:
+        wait_for_kernel_ahead(OVERLAP)
     tokens = tl.load(tokens_ptr + place, mask=live, other=-1)
     children = tl.load(first_child_ptr + place, mask=live, other=-1)
     siblings = tl.load(next_sibling_ptr + place, mask=live, other=-1)
-    targets = tl.load(targets_ptr + place, mask=live, other=-1)
     length = tl.load(lengths_ptr + request, mask=in_batch, other=0)
+    # In 32 bits, so that an entry of a row is found by one sum of a warp; the two links of a node share one number.
+    drafts = _narrow(tokens, -2)
+    links = (_within(children, NODES) << _LINK_BITS) | _within(siblings, NODES)
+    if usable_ptr is not None:
+        # The kernel ahead chose the targets. It began when all before it had ended: what they wrote is read by now.
+        wait_for_kernel_ahead(OVERLAP)
+    let_next_kernel_start(OVERLAP)
+    targets = tl.load(targets_ptr + place, mask=live, other=-1)
     if usable_ptr is not None:
         targets = tl.where(tl.load(usable_ptr + place, mask=live, other=0) != 0, targets, -1)
-    # In 32 bits, so that an entry of a row is found by one sum of a warp; the two links of a node share one number.
-    drafts, targets = _narrow(tokens, -2), _narrow(targets, -1)
-    links = (_within(children, NODES) << _LINK_BITS) | _within(siblings, NODES)
+    targets = _narrow(targets, -1)
 
     count = tl.zeros((BLOCK_B,), tl.int32)
     path = tl.where(column == 0, 0, -1) + tl.zeros((BLOCK_B, BLOCK_D), tl.int32)
