@@ -23,8 +23,9 @@ def random_sampling(make: Maker, requests: int) -> SamplingTensors:
     return SamplingTensors(temperature=temperature.to(make.device), seeds=seeds)
 
 
-def with_filters(make: Maker, sampling: SamplingTensors, requests: int) -> SamplingTensors:
-    """Every filter on in some rows and off in others, alone and together; in row 5 all are off."""
+def with_filters(make: Maker, sampling: SamplingTensors, requests: int, vocab: int = 0) -> SamplingTensors:
+    """Every filter on in some rows and off in others, alone and together; in row 5 all are off, except in the cases of
+    a shipped `vocab`, which are timed: there row 5 has a top-p alone, the filter that costs most."""
     row = torch.arange(requests)
     top_k = torch.randint(1, 60, (requests,), generator=make.generator).int()
     top_p = torch.rand(requests, generator=make.generator) * 0.9 + 0.05
@@ -32,7 +33,8 @@ def with_filters(make: Maker, sampling: SamplingTensors, requests: int) -> Sampl
     top_k[row % 4 == 1] = 0
     top_p[row % 4 == 2] = 1.0
     min_p[row % 3 > 0] = 0.0
-    top_k[row % 7 == 5], top_p[row % 7 == 5] = 0, 1.0
+    if vocab < _SHIPPED["vocab"]:
+        top_k[row % 7 == 5], top_p[row % 7 == 5] = 0, 1.0
     return sampling._replace(top_k=top_k.to(make.device), top_p=top_p.to(make.device), min_p=min_p.to(make.device))
 
 
@@ -50,7 +52,8 @@ def _draw(make: Maker, rows: int, vocab: int, scale: float = 2.0, padded: int = 
 
 def _filtered(make: Maker, **sizes: Any) -> dict[str, Any]:
     inputs = _draw(make, **sizes)
-    return inputs | dict(sampling=with_filters(make, inputs["sampling"], sizes["rows"]), return_logprobs=True)
+    sampling = with_filters(make, inputs["sampling"], sizes["rows"], sizes["vocab"])
+    return inputs | dict(sampling=sampling, return_logprobs=True)
 
 
 def _levels(make: Maker, rows: int, vocab: int) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def _drawn(
     tokens = make.integers(0, vocab, batch, num_nodes)
     tokens[:, 1:] = drawn.view(batch, num_nodes - 1).to(make.device)
     if filtered:
-        sampling = with_filters(make, sampling, batch)
+        sampling = with_filters(make, sampling, batch, vocab)
     return dict(
         rule=rule, tokens=tokens, tree=build_chain(lengths, num_nodes), logits=None if probs else logits,
         lengths=lengths, max_depth=max_depth, draft_probs=draft_probs.view(batch, num_nodes - 1, vocab),
@@ -312,7 +312,7 @@ def _wide_targets(make: Maker) -> dict[str, Any]:
 
 def _filtered(make: Maker, **sizes: Any) -> dict[str, Any]:
     inputs = _accept(make, rule="target_only", **sizes)
-    return inputs | dict(sampling=with_filters(make, inputs["sampling"], sizes["batch"]))
+    return inputs | dict(sampling=with_filters(make, inputs["sampling"], sizes["batch"], sizes["vocab"]))
 
 
 def _without_logprobs(make: Maker, filtered: bool = False, **sizes: Any) -> dict[str, Any]:
