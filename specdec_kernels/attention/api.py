@@ -257,8 +257,9 @@ def _divide(metadata: AttentionMetadata, shape: AttentionShape, cut: Cut) -> tup
     group, num_slots = shape.heads // shape.kv_heads, metadata.tree_width or shape.num_nodes
     chip, rows, kv_bytes = current_chip(metadata.lengths), shape.num_nodes * group, shape.kv_dtype.itemsize
     config = attention_config(
-        chip, shape.head_dim, rows, max_length, cut.split_tokens, kv_bytes, cut.tuning, cut.batch_invariant
-    )
+        chip, shape.head_dim, rows, max_length, cut.split_tokens, kv_bytes, cut.tuning, cut.batch_invariant,
+        metadata.window, len(metadata.lengths) * shape.kv_heads,
+    )  # fmt: skip
     if not cut.batch_invariant:
         config = configs.spread(config, len(metadata.lengths) * shape.kv_heads * -(-rows // config.block_m))
     work = WorkShape(

@@ -583,6 +583,9 @@ _SHIPPED = (
         tuning=_PINNED | dict(block_m=128, max_splits=8),
     ),
     _gated("shipped_window", "registers of a window by depth", "tree", 16, window=64, sinks=True),
+    _gated("shipped_window_decode", "registers of short tiles", "chain", 1, window=1 << 14, sinks=True),
+    _gated("shipped_window_chain_8", "registers of short tiles", "chain", 8, window=64, sinks=True),
+    _gated("shipped_window_wide", "registers of a window over many tiles", "chain", 16, window=1 << 20, sinks=True),
     _gated("shipped_soft_cap", "registers of the hyperbolic tangent", "chain", 16, soft_cap=30.0, window=512),
     _gated("shipped_wide_tree", "registers of an expansion step", "tree", 8, tree_width=64),
     _gated("shipped_page_1", "address registers of per-token pages", "chain", 16, page_size=1),
@@ -641,6 +644,8 @@ _TIMED = (
     ),
     _timed("tree64_b8_8k_fp8", "tree", 64, 8, 8192, fp8=True),
     _timed("chain16_b8_32k_window", "chain", 16, 8, 32768, window=4096, sinks=True),
+    _timed("chain16_b8_8k_window128", "chain", 16, 8, 8192, window=128, sinks=True),
+    _timed("chain16_b64_8k_window128", "chain", 16, 64, 8192, window=128, sinks=True),
 )  # fmt: skip
 CASES = (
     *_MODES,

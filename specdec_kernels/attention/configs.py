@@ -12,6 +12,9 @@ at too, so that a request that is much longer than the others does not keep a fe
 results of a request take at most `PARTIAL_BYTES`, or those of one split: calls of many rows have fewer and longer
 splits.
 
+A window leaves a program few tiles of keys, of which it sees the first and the last in part. Where `_WINDOW_TILES` says
+so, calls over a window have shorter tiles: they gain where programs walk few keys, and lose where they walk many.
+
 A batch-invariant call may not choose by its rows. It has one tile for any number of rows, that of `INVARIANT_ROWS`,
 and splits at fixed positions: the reduction over a tile of keys, the instruction that multiplies it and the order in
 which tiles are added are then the same for a row wherever it is computed. Where partial results would take more than
@@ -28,7 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -119,9 +122,11 @@ def attention_config(
     kv_bytes: int = 2,
     tuning: Mapping[str, Any] | None = None,
     batch_invariant: bool = False,
+    window: int | None = None,
+    sequences: int = 1,
 ) -> AttentionConfig:
     """Row of the table for `rows` packed query rows of one (request, KV head) over at most `max_length` keys of
-    `kv_bytes` bytes per element.
+    `kv_bytes` bytes per element, of which a row sees `window`, in a call of so many `sequences` = requests x KV heads.
 
     `split_tokens` replaces the table's split length, `tuning` any field. A split shorter than a tile makes the tile
     shorter; any other is rounded up to whole tiles. `specdec_kernels.tuning` may replace fields on a card. With
@@ -141,6 +146,8 @@ def attention_config(
     else:
         key = (chip, _head_dim_row(head_dim), _row_bucket(rows), kv_bytes)
         config = replace(_table_config(chip, head_dim, rows, kv_bytes), **tuned_fields("attention", key))
+        if window is not None:
+            config = replace(config, **_window_tile(key, window, sequences * -(-rows // config.block_m) / config.slots))
     if split_tokens is not None:
         block_n = min(config.block_n, max(16, _power_of_two(split_tokens)))
         config = replace(config, block_n=block_n, split_tokens=split_tokens)
@@ -269,6 +276,14 @@ def _table_config(chip: str, head_dim: int, rows: int, kv_bytes: int) -> Attenti
     )
 
 
+def _window_tile(key: tuple[str, int, int, int], window: int, share: float) -> dict[str, Any]:
+    """Fields of the row `key` that a call over a window replaces; without splits it fills a `share` of the chip."""
+    tile = _WINDOW_TILES.get(key)
+    if tile is None or not tile.fewest_keys <= window * min(1.0, share) <= tile.most_keys:
+        return {}
+    return dict(block_n=tile.block_n, num_stages=tile.num_stages)
+
+
 def _row_bucket(rows: int) -> int:
     return next((size for size in _ROW_BUCKETS if rows <= size), _ROW_BUCKETS[-1])
 
@@ -322,4 +337,22 @@ _FP8_TABLE: dict[tuple[str, int], dict[int, _Row]] = _TABLE | {
     ("sm80", 128): _TABLE["sm80", 128] | {128: (128, 32, 8, 2, 1)},
     # 64 keys per iteration spill.
     ("sm100", 128): _TABLE["sm100", 128] | {16: (16, 32, 4, 4, 2)},
+}
+
+
+class _WindowTile(NamedTuple):
+    """Keys per iteration and KV buffers of calls over a window whose programs walk `fewest_keys` to `most_keys` of it,
+    if splits fill the chip."""
+
+    block_n: int
+    num_stages: int
+    fewest_keys: int
+    most_keys: int
+
+
+# (chip, head_dim, rows, bytes of a key's element), as measured, see `experiments/LOG.md`.
+_WINDOW_TILES = {
+    ("sm90", 128, 16, 2): _WindowTile(32, 3, 64, 4096),
+    ("sm90", 128, 32, 2): _WindowTile(32, 3, 0, 128),
+    ("sm90", 128, 64, 2): _WindowTile(32, 3, 0, 2048),
 }

@@ -35,6 +35,7 @@ def warmup(
     sinks: bool = False,
     soft_cap: float | None = None,
     head_scales: bool = False,
+    batches: Iterable[int] = (1,),
     ragged: Iterable[bool] = (False, True),
     planned: Iterable[bool] = (False, True),
     with_lse: bool = False,
@@ -48,28 +49,28 @@ def warmup(
         modes, node_counts: modes and N; default one N for every row of the table, prefill included. A tree of
             more mask words than these have needs its own entry.
         tree_width, window, sinks, soft_cap, head_scales, with_lse: as the calls have them.
+        batches: numbers of requests; over a window, one of calls that fill the chip without splits is compiled apart.
         ragged: without, with `q_lens`. planned: without, with a work list.
     """
     counts = node_counts_of_the_table(heads // kv_heads) if node_counts is None else tuple(node_counts)
     kv = torch.zeros(2, 1, page_size, kv_heads, head_dim, device=device).to(kv_dtype or dtype)
-    metadata = AttentionMetadata(
-        # One page stands for all: what is computed does not matter.
-        page_table=torch.zeros(1, -(-max_length // page_size), dtype=torch.int32, device=device),
-        lengths=torch.zeros(1, dtype=torch.int64, device=device),
-        mode="chain",
-        max_length=max_length,
-        window=window,
-        soft_cap=soft_cap,
-    )
     options: dict[str, Any] = dict(sinks=torch.zeros(heads, device=device)) if sinks else {}
     if head_scales:
         options |= {name: torch.ones(kv_heads, device=device) for name in ("k_scale", "v_scale")}
     function = paged_attention_with_lse if with_lse else paged_attention
     calls = 0
-    for mode, num_nodes, with_q_lens, with_list in product(modes, counts, ragged, planned):
-        q = torch.zeros(1, num_nodes, heads, head_dim, dtype=dtype, device=device)
-        q_lens = torch.ones(1, dtype=torch.int32, device=device) if with_q_lens else None
-        told = metadata._replace(mode=mode, q_lens=q_lens)
+    for batch, mode, num_nodes, with_q_lens, with_list in product(batches, modes, counts, ragged, planned):
+        q = torch.zeros(batch, num_nodes, heads, head_dim, dtype=dtype, device=device)
+        told = AttentionMetadata(
+            # One page stands for all: what is computed does not matter.
+            page_table=torch.zeros(batch, -(-max_length // page_size), dtype=torch.int32, device=device),
+            lengths=torch.zeros(batch, dtype=torch.int64, device=device),
+            mode=mode,
+            q_lens=torch.ones(batch, dtype=torch.int32, device=device) if with_q_lens else None,
+            max_length=max_length,
+            window=window,
+            soft_cap=soft_cap,
+        )
         if mode == "tree":
             told = told._replace(tree_width=tree_width, **_tree(q, tree_width or num_nodes, window is not None))
         work_list = plan_attention(told, AttentionShape.of(q, kv), impl=impl) if with_list else None
@@ -80,8 +81,8 @@ def warmup(
 
 def _tree(q: torch.Tensor, slots: int, windowed: bool) -> dict[str, Any]:
     """Mask and, with a window, depths of a tree of `slots` slots."""
-    tree = dict(mask=torch.zeros(1, q.shape[1], -(-slots // 64), dtype=torch.int64, device=q.device))
+    tree = dict(mask=torch.zeros(*q.shape[:2], -(-slots // 64), dtype=torch.int64, device=q.device))
     if windowed:
         sizes = dict(depths=slots, row_depths=q.shape[1])
-        tree |= {name: torch.zeros(1, size, dtype=torch.int32, device=q.device) for name, size in sizes.items()}
+        tree |= {name: torch.zeros(len(q), size, dtype=torch.int32, device=q.device) for name, size in sizes.items()}
     return tree

@@ -135,6 +135,19 @@ def test_splits_fill_the_chip_in_whole_rounds(programs: int) -> None:
     assert config.longest_split >= 2048 and (programs < 264 or config.longest_split >= 16384)
 
 
+def test_short_programs_over_a_window_have_short_tiles() -> None:
+    """By the window and the requests, except where bits may depend on neither; what a caller asks for stands."""
+
+    def keys(window: int | None, sequences: int, rows: int = 64, **options: Any) -> int:
+        told = options | dict(window=window, sequences=sequences)
+        return configs.attention_config("sm90", 128, rows, 8192, **told).block_n
+
+    assert [keys(window, 64) for window in (1, 4096, 8448, 8449, None)] == [32, 32, 32, 64, 64]  # 64 of 264 slots
+    assert [keys(window, 512) for window in (1, 128, 2048, 2049, None)] == [32, 32, 32, 64, 64]
+    assert [keys(window, 512, 4) for window in (63, 64, 4096, 4097)] == [64, 32, 32, 64]
+    assert keys(128, 64, batch_invariant=True) == 64 and keys(128, 64, tuning=dict(block_n=128)) == 128
+
+
 @pytest.mark.parametrize("batch, num_nodes", [(1, 1), (1, 16), (8, 1), (8, 16), (8, 64), (64, 1), (64, 16)])
 def test_a_draft_adds_no_round_of_splits(batch: int, num_nodes: int) -> None:
     """A prompt of 2^n tokens and the nodes behind it are cut as 2^n tokens are, so that rounds stay whole."""
@@ -224,7 +237,8 @@ def test_warmup_compiles_what_calls_launch(chip: str) -> None:
 
 def test_warmup_runs() -> None:
     options: dict[str, Any] = dict(window=9, sinks=True, head_scales=True, max_length=100, node_counts=(1, 3))
-    assert warmup(heads=2, kv_heads=1, head_dim=16, device=DEVICE, dtype=torch.float32, **options) == 3 * 2 * 4
+    calls = warmup(heads=2, kv_heads=1, head_dim=16, device=DEVICE, dtype=torch.float32, batches=(1, 3), **options)
+    assert calls == 2 * 3 * 2 * 4
 
 
 def test_a_tile_has_the_rows_of_the_call() -> None:
