@@ -22,6 +22,14 @@ from experiments.app.schema import CONFIG_FOLDER
 from experiments.app.suggest import listing, unknown_key_message, unknown_option_message
 
 MAIN_CONFIG = "config"
+_OF_ANOTHER_TYPE = {
+    r"Value (?P<got>'.*') of type '\w+' could not be converted to Integer": "a whole number",
+    r"Value (?P<got>'.*') of type '\w+' could not be converted to Float": "a number",
+    r"Value (?P<got>'.*') is not a valid bool": "true or false",
+    r"Invalid value assigned: \w+ is not a ListConfig, list or tuple": "a list, such as [a,b]",
+    r"Cannot assign \w+ to Dict": "a mapping, such as {a:1}",
+}
+"""What OmegaConf says of a value, to what was expected in its place."""
 
 
 def explain(error: Exception, config_name: str) -> str:
@@ -56,7 +64,20 @@ def _foreign_group(text: str, config_name: str) -> str | None:
     return group if foreign and (CONFIG_FOLDER / str(group)).is_dir() else None
 
 
+def _of_another_type(text: str, cause: str) -> str | None:
+    """The message for a value that its key cannot have; None where that is not the error."""
+    typed = re.search(r"merging override \+*([\w.@/]+)=(.*)", text)
+    for said, expected in _OF_ANOTHER_TYPE.items():
+        if typed and (found := re.search(said, f"{text}\n{cause}")):
+            inner = re.search(r"full_key: (\S+)", cause)
+            got = found.groupdict().get("got", repr(typed[2]))
+            return f"{inner[1] if inner else typed[1]}: expected {expected}, got {got}"
+    return None
+
+
 def _composition_error(text: str, cause: BaseException | None) -> str:
+    if (message := _of_another_type(text, str(cause))) is not None:
+        return message
     lines = text.splitlines() + (str(cause).splitlines()[:1] if cause else [])
     if "Ambiguous value" in text:
         name = re.search(r"argument '([^'=]+)=", text)
