@@ -266,6 +266,8 @@ MEANINGLESS = {
     ("specdec_kernels/sampling/device.py", "(begin <= goal", "<"),
     # No value stands on an edge that parts the weight at the goal, so both classes beside it give one threshold.
     ("specdec_kernels/sampling/kernel_settle.py", "known & (above >= goal", ">"),
+    # Each of the two is asked whether it is at least 0.
+    ("specdec_kernels/verify/kernel.py", "_looking(candidate, target", "target, candidate"),
     # Strips of another length.
     ("specdec_kernels/sampling/kernel.py", "next_power_of_2(triton.cdiv(vocab, STEP))", "STEP, vocab"),
     # A group of another width; edges are stored for the only row of a program, or the threshold is found without.
