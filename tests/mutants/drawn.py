@@ -220,7 +220,6 @@ MEANINGLESS = {
     ("specdec_kernels/texts/kernel.py", "(2 * batch - 1).bit_length()", "0"),
     ("specdec_kernels/texts/kernel.py", "pairs = batch > config.few", ">="),
     ("specdec_kernels/texts/kernel.py", "parts = lanes(max(1, min(config.parts", "min"),
-    ("specdec_kernels/texts/kernel.py", "min(config.parts, config.programs", "max"),
     ("specdec_kernels/texts/kernel.py", "programs = min(2 * num_processors", "max"),
     ("specdec_kernels/texts/reference.py", "_drafts(host, found, num_nodes - 1, order)", "0"),
     ("specdec_kernels/verify/kernel_tree.py", "if kinds and warps > 8", ">="),
