@@ -11,7 +11,8 @@ import pytest
 from specdec_kernels import FAMILIES
 from tests.kernels.test_parity import CASES
 from tests.mutants import __main__ as command
-from tests.mutants.drawn import MEANINGLESS, DrawnMutant, draw, is_in, mutated_files, sites_of
+from tests.mutants.drawn import DrawnMutant, draw, is_in, mutated_files, sites_of
+from tests.mutants.meaningless import MEANINGLESS
 from tests.mutants.mutant import ROOT, Mutant
 from tests.mutants.runner import BROKEN, CAUGHT, SURVIVED, Outcome, run_mutant
 from tests.mutants.table import MUTANTS
