@@ -384,6 +384,22 @@ def test_every_cell_of_a_table_is_found(sizes: dict[str, int]) -> None:
     assert torch.equal(draft.tokens[:, 1], texts[:, 2])
 
 
+@pytest.mark.parametrize("sizes", [FEW, MANY | {"scan": 64}], ids=["few", "many"])
+def test_places_of_one_token_stay_in_the_list_of_their_token(sizes: dict[str, int]) -> None:
+    """Each last token stands in three places of the text of another, behind other tokens than in the request. The list
+    holds one, and the lists of 64 tokens lie close together."""
+    number = torch.arange(64)
+    zeros = torch.zeros(64, dtype=torch.int64)
+    texts = number[:, None] * 3 + torch.tensor([0, 1, 0, 2, 0, 1])
+    store = TextStore.create(64, 0, 6, DEVICE)
+    kernels.insert_texts(store, texts, number, zeros, (zeros + 5).int(), 5, impl="triton")
+    asked = torch.stack([number + 1000, number * 3, *[zeros] * 4], 1)
+    options: dict[str, Any] = dict(order="latest", window=2, matches=1, impl="triton")
+    with sized(**sizes):
+        draft = kernels.match_texts(store, asked, zeros + 1, number.roll(1), 2, **options)
+    assert torch.equal(draft.tokens[:, 1], number * 3 + 1)
+
+
 def test_every_text_is_with_one_row_or_kept() -> None:
     """After any number of exchanges and moves no text is lost, and none is with two."""
     store = TextStore.create(5, 3, 8, DEVICE)

@@ -134,6 +134,11 @@ MEANINGLESS = {
     # A match that leads to nothing new is no sibling, and the first match is the child of none.
     ("specdec_kernels/texts/kernel_draft.py", "beside = (match[None, :] < match[:, None])", "<="),
     ("specdec_kernels/texts/kernel_draft.py", "above = tl.where(split > 0", ">="),
+    # Which texts are read first, by which both passes part; a turn in which nothing is compared.
+    ("specdec_kernels/texts/kernel_find.py", "newest = (age < NEW_TEXTS)", "<="),
+    ("specdec_kernels/texts/kernel_find.py", "& (position >= size - 1 - WIDTH)", ">"),
+    ("specdec_kernels/texts/kernel_find.py", "& (position >= size - 1 - WIDTH)", "0"),
+    ("specdec_kernels/texts/kernel_select.py", "while (back < WINDOW)", "<="),
     # Sizes of tables and numbers of programs.
     ("specdec_kernels/texts/kernel.py", "(2 * batch - 1).bit_length()", "0"),
     ("specdec_kernels/texts/kernel.py", "pairs = batch > config.few", ">="),
