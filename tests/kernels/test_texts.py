@@ -400,6 +400,16 @@ def test_places_of_one_token_stay_in_the_list_of_their_token(sizes: dict[str, in
     assert torch.equal(draft.tokens[:, 1], number * 3 + 1)
 
 
+@pytest.mark.parametrize("sizes", [FEW, MANY], ids=["few", "many"])
+def test_every_place_of_a_text_is_read(sizes: dict[str, int]) -> None:
+    """Programs read four places, from the first on and at the end: each letter but the last is followed by the next."""
+    letters, store = "abcdefghijk", TextStore.create(2, 0, 16, DEVICE)
+    serve(store, 0, letters, "triton")
+    with sized(**sizes):
+        found = [drafted(store, 1, "z" + letter, "triton", 2, "latest") for letter in letters]
+    assert found == [*([letter] for letter in letters[1:]), []]
+
+
 def test_every_text_is_with_one_row_or_kept() -> None:
     """After any number of exchanges and moves no text is lost, and none is with two."""
     store = TextStore.create(5, 3, 8, DEVICE)
