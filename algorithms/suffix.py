@@ -1,18 +1,15 @@
-"""Suffix drafting: what followed the longest suffix of the request most often is likely to follow it again.
+"""Suffix drafting (SuffixDecoding, arXiv 2411.04975): what followed the longest suffix most often is likely to follow
+it again.
 
-propose   The end of the request is looked up in the texts of requests. The longest matches vote for what followed them,
-          and their continuations are merged into one tree by frequency. Long matches are trusted further than short
-          ones.
-
-Rules of matches and trees: `specdec_kernels.texts`. Source: SuffixDecoding (arXiv 2411.04975). `algorithms.ngram` reads
-the same texts and prefers what followed last.
+propose   The `max_candidates` best matches of the history's suffix (longest first, then latest) vote for what
+          followed them. Their continuations are merged into one tree by frequency. Rules: `specdec_kernels.history`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from algorithms.runtime.lookup import Lookup
+from algorithms.drafting.lookup import Lookup
 
 
 class Suffix(Lookup):
@@ -20,7 +17,6 @@ class Suffix(Lookup):
 
     name = "suffix"
     order = "frequent"
-    tells_strength = True
 
     @dataclass
     class Config(Lookup.Config):

@@ -5,7 +5,7 @@
 
 Measures the cases marked `bench` of each family. `family` and `peers` are `all`, `none` or names joined by `+`;
 `shapes` is `full`, `quick` or a pattern of case names. A kernel that disagrees with its reference is not timed. The run
-folder outputs/kernel_bench/<time>/ holds results.jsonl, one row per case with all that a number depends on, and
+folder outputs/kernel_bench/<time>/ holds results.jsonl, one result per case with all that a number depends on, and
 report.html with the table, the roofline and the time over context length. Without a GPU one small case per family runs
 in Triton's interpreter, which shows that the path works and measures nothing about a GPU.
 """
@@ -30,15 +30,17 @@ from rich.console import Console
 from experiments.app.errors import user_errors
 from experiments.app.hardware import INTERPRETER
 from experiments.app.schema import SweepConfig
-from experiments.bench import show
-from experiments.bench.ceilings import measure_ceilings
+from experiments.bench.benchmark_page import case_columns, page, problems
+from experiments.bench.measure_case import DTYPES, FAILED, NOT_RUN, OK, Bench, measure
 from experiments.bench.peers import PEERS
-from experiments.bench.row import DTYPES, FAILED, NOT_RUN, OK, Bench, measure
+from experiments.bench.roofline import measure_ceilings
 from experiments.bench.selection import chosen_cases, named
 from experiments.bench.timing import Limits, provenance
+from experiments.report.checks import NOT_A_GPU
 from experiments.report.console import plain_console
-from experiments.report.metrics import NOT_A_GPU
-from experiments.report.run_folder import SUMMARY, to_json, write_whole
+from experiments.report.json_log import to_json
+from experiments.report.run_folder import SUMMARY, write_whole
+from experiments.report.tables import console_table
 from experiments.sweep.main import main as sweep_main
 from specdec_kernels import FAMILIES
 from specdec_kernels.cases import Case
@@ -106,34 +108,38 @@ def run(config: KernelBenchConfig, folder: Path, console: Console) -> bool:
         tuning=dict(config.tuning),
     )
     folder.mkdir(parents=True, exist_ok=True)
-    rows = []
+    results = []
     with (folder / "results.jsonl").open("w", encoding="utf-8") as file:
-        for row in _rows(cases, bench, config.budget_s):
-            rows.append(row)
-            file.write(json.dumps(row | context) + "\n")
+        for result in _results(cases, bench, config.budget_s, console):
+            results.append(result)
+            file.write(json.dumps(result | context) + "\n")
             file.flush()
-    _present(rows, bench, context["machine"], folder, console)
-    agreed = all(row["status"] in (OK, NOT_RUN) for row in rows)
+    _present(results, bench, context["machine"], folder, console)
+    agreed = all(result["status"] in (OK, NOT_RUN) for result in results)
     if agreed:
         own = {"name": "kernel_bench", "task": "kernel_bench", "revision": context["git_revision"]}
         own["impl"] = "triton" if device.type == "cuda" else INTERPRETER
-        write_whole(folder / SUMMARY, to_json({**own, **context, "rows": rows}) + "\n")
+        write_whole(folder / SUMMARY, to_json({**own, **context, "rows": results}) + "\n")
     return agreed
 
 
-def _rows(cases: list[tuple[str, Case]], bench: Bench, budget_s: float | None) -> Iterator[dict[str, Any]]:
-    """Rows of all cases; once the time is used up or the device is lost the rest is named as not run."""
+def _results(
+    cases: list[tuple[str, Case]], bench: Bench, budget_s: float | None, console: Console
+) -> Iterator[dict[str, Any]]:
+    """Results of all cases, each announced before it runs: in the interpreter one can take minutes. Once the time is
+    used up or the device is lost the rest is named as not run."""
     start, reason = time.monotonic(), None
-    for family, case in cases:
-        if budget_s is not None and time.monotonic() - start > budget_s:
+    for number, (family, case) in enumerate(cases, 1):
+        began = time.monotonic()
+        if budget_s is not None and began - start > budget_s:
             reason = reason or f"budget_s={budget_s:g} is used up"
         if reason is not None:
             yield dict(family=family, case=case.name, function=case.function, status=NOT_RUN, problem=reason)
             continue
-        began = time.monotonic()
-        row = measure(family, case, bench)
-        yield row | dict(case_wall_s=round(time.monotonic() - began, 2))
-        if row["status"] == FAILED and not _alive(bench.device):
+        console.print(f"{number}/{len(cases)}  {family}: {case.name}", highlight=False)
+        result = measure(family, case, bench)
+        yield result | dict(case_wall_s=round(time.monotonic() - began, 2))
+        if result["status"] == FAILED and not _alive(bench.device):
             reason = f"the device was lost in {case.name}"
         elif bench.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -150,23 +156,21 @@ def _alive(device: torch.device) -> bool:
         return False
 
 
-def _present(rows: list[dict[str, Any]], bench: Bench, machine: str, folder: Path, console: Console) -> None:
+def _present(results: list[dict[str, Any]], bench: Bench, machine: str, folder: Path, console: Console) -> None:
     on_gpu = bench.device.type == "cuda"
     title = f"kernels on {machine}" + ("" if on_gpu else " (interpreter)")
     notes = [] if on_gpu else [NOT_A_GPU[INTERPRETER]]
     if bench.ceilings is not None:
-        rates = bench.ceilings
         notes.append(
-            f"measured ceilings: copy {rates.bytes_per_s / 1e12:.2f} TB/s, matrix product "
-            f"{rates.flop_per_s / 1e12:.0f} TFLOP/s; 'us' is graph replay, 'us/call' includes the launch, "
+            f"measured ceilings: copy {bench.ceilings.bytes_per_s / 1e12:.2f} TB/s, matrix product "
+            f"{bench.ceilings.flop_per_s / 1e12:.0f} TFLOP/s; 'us' is graph replay, 'us/call' includes the launch, "
             "'x' is the other side's time over ours by the same clock"
         )
-    notes += show.problems(rows)
-    console.print(show.table(rows, title, bench.peers))
+    notes += problems(results)
+    console.print(console_table(title, case_columns(bench.peers), results), crop=False)
     for note in notes:
         console.print(note, style="yellow")
-    page = show.page(rows, title, notes, bench.peers, bench.ceilings)
-    (folder / "report.html").write_text(page, encoding="utf-8")
+    (folder / "report.html").write_text(page(results, title, notes, bench.peers, bench.ceilings), encoding="utf-8")
     console.print(f"wrote {folder / 'results.jsonl'} and report.html")
 
 

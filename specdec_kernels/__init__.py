@@ -1,10 +1,8 @@
-"""Kernels for speculative decoding: tensors in, tensors out, no knowledge of models or of a configuration
-system.
+"""Kernels for speculative decoding: tensors in, tensors out, no knowledge of models or of a configuration system.
 
-Each family folder holds the public functions, their definition in plain torch (`reference`), the Triton
-kernels (`kernel`) and named inputs (`cases`). A folder with a `cases.py` is a family, and what its `__all__` names can
-be imported from here. Names load at their first use, and Triton only when a kernel is launched, so importing this
-package costs nothing.
+A family folder holds the public functions, their definition in plain torch (`reference`), the Triton kernels
+(`kernel`) and named inputs (`cases`); the names of its `__all__` can be imported from here. Names load at their
+first use, and Triton only when a kernel is launched.
 """
 
 from __future__ import annotations
@@ -23,17 +21,17 @@ FAMILIES = tuple(
 if TYPE_CHECKING:
     # One line per family, for type checkers and editors. `compat` repeats foreign signatures and keeps its own names.
     from specdec_kernels.activation import *
-    from specdec_kernels.adaptive import *
     from specdec_kernels.all_reduce import *
     from specdec_kernels.attention import *
     from specdec_kernels.commit import *
+    from specdec_kernels.history import *
     from specdec_kernels.kv_index import *
     from specdec_kernels.kv_write import *
+    from specdec_kernels.lattice import *
     from specdec_kernels.mla import *
     from specdec_kernels.norm import *
     from specdec_kernels.projection import *
     from specdec_kernels.sampling import *
-    from specdec_kernels.texts import *
     from specdec_kernels.tree import *
     from specdec_kernels.verify import *
 else:

@@ -1,9 +1,9 @@
-"""What the `cases.py` of a family is made of.
+"""The contents of a family's `cases.py`.
 
 CASES       named inputs of the public functions. Parity tests run every case, the compile gate compiles the cases
-            marked `gate` (the shapes that are shipped), and the unit benchmark times the cases marked `bench`. Cases
-            tagged `large` need a GPU; those tagged `huge` are for the benchmark alone.
-WORK        optional: per function, what a call must move and compute, for GB/s and TFLOP/s.
+          marked `gate` (shipped shapes), and the unit benchmark times the cases marked `bench`. Cases tagged `large`
+          need a GPU; those tagged `huge` are for the benchmark alone.
+WORK        optional: per function, bytes and operations of a call, for GB/s and TFLOP/s.
 COMPARISON  optional: how results are compared with the reference, where the defaults do not fit.
 """
 
@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from importlib import import_module
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -30,20 +30,32 @@ class Maker:
     def seeded(cls, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0) -> Maker:
         return cls(torch.device(device), dtype, torch.Generator().manual_seed(seed))
 
-    def normal(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
+    def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
         values = torch.randn(*shape, generator=self.generator) * scale
         return values.to(self.device, self.dtype)
 
-    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         """Uniform integers in [low, high)."""
         values = torch.randint(low, high, shape, generator=self.generator)
         return values.to(self.device, dtype)
 
-    def tensor(self, values: Any, dtype: torch.dtype) -> torch.Tensor:
+    def tensor(self, values: Any, dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)
 
-    def page_table(self, batch: int, pages_per_row: int, num_pages: int) -> torch.Tensor:
-        """[batch, pages_per_row] int32: distinct pages in shuffled order, as a used pool hands them out."""
+    def parents(self, batch: int, num_nodes: int, unused: bool = False) -> Tensor:
+        """[batch, num_nodes] int32: each node under a uniformly chosen earlier one, or unused now and then."""
+        node = torch.arange(num_nodes)
+        draws = torch.rand(batch, num_nodes, generator=self.generator)
+        parents = (draws * node).long()
+        parents[:, 0] = -1
+        if unused:
+            orphan = torch.rand(batch, num_nodes, generator=self.generator) < 0.3
+            bad = torch.where(draws < 0.5, -1, num_nodes + 7)
+            parents = torch.where(orphan, bad, parents)
+        return parents.to(self.device, torch.int32)
+
+    def page_table(self, batch: int, pages_per_row: int, num_pages: int) -> Tensor:
+        """[batch, pages_per_row] int32: distinct pages in shuffled order."""
         order = torch.randperm(num_pages, generator=self.generator)[: batch * pages_per_row]
         return order.reshape(batch, pages_per_row).to(self.device, torch.int32)
 
@@ -74,8 +86,8 @@ class Comparison:
         reference in its own precision; in the interpreter it is always `INTERPRETED_ROUNDINGS`.
     draws: functions that compare one uniform with a sum over the vocabulary, so that at a real vocabulary a few rows
         may draw another token than the reference.
-    by_request: arguments with one entry per request. Where the reference needs too much memory, the benchmark compares
-        a few requests only.
+    by_request: arguments with one entry per request; the benchmark compares a few requests if the reference needs too
+        much memory.
     reference_bytes: memory that the reference needs per request, from the inputs of a case; None: too little to count.
     """
 
@@ -89,8 +101,12 @@ class Comparison:
 INTERPRETED_ROUNDINGS = 4
 
 
+def bytes_of(inputs: dict[str, Any], *names: str) -> int:
+    """Bytes of the named tensors of a case; None is skipped."""
+    return sum(inputs[name].nbytes for name in names if inputs[name] is not None)
+
+
 def comparison_of(family: str) -> Comparison:
-    """The `COMPARISON` of a family, or the defaults."""
     found: Comparison = getattr(import_module(f"specdec_kernels.{family}.cases"), "COMPARISON", Comparison())
     return found
 
@@ -100,11 +116,11 @@ def case_of(
     build: Callable[..., dict[str, Any]],
     name: str,
     catches: str,
-    *,
+    *sizes: Any,
     gate: bool = False,
     bench: bool = False,
     tags: tuple[str, ...] = (),
     **arguments: Any,
 ) -> Case:
-    """A case whose inputs are `build(make, **arguments)`; families fix the first two arguments with `partial`."""
-    return Case(name, function, partial(build, **arguments), catches, gate, bench, tags)
+    """A case whose inputs are `build(make, *sizes, **arguments)`; families fix `function` and `build`."""
+    return Case(name, function, lambda make: build(make, *sizes, **arguments), catches, gate, bench, tags)

@@ -1,4 +1,4 @@
-"""Checks of arguments and settings: every message is `name: expected …, got …`. Nothing here imports torch."""
+"""Checks of arguments and settings: every message is `name: expected …, got …`. No torch is imported here."""
 
 from __future__ import annotations
 
@@ -22,6 +22,13 @@ def expect_choice(name: str, value: object, choices: Collection[str]) -> None:
 def expect_at_least(name: str, value: float | None, least: float, nullable: bool = False) -> None:
     """Raise ValueError unless `value` is at least `least`, or None if `nullable`."""
     expect_between(name, value, least, inf, nullable=nullable)
+
+
+def expect_at_least_one(**numbers: int | None) -> None:
+    """Raise ValueError unless all given numbers (None is skipped) are at least 1."""
+    for name, number in numbers.items():
+        if number is not None:
+            expect_at_least(name, number, 1)
 
 
 def expect_between(

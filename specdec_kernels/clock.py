@@ -1,8 +1,7 @@
-"""The device's clock, read by a kernel, so that work inside a CUDA graph can say how long its parts took.
+"""The device's clock, read by a kernel, for the time per phase inside a replayed CUDA graph.
 
-A host cannot ask between two kernels of a replayed graph, and an event that one replay records is recorded again by the
-next. So the times are summed on the device: `times [P + 1]` int64 holds the nanosecond of the last border in entry 0,
-and the nanoseconds of part p in entry p + 1. Every border costs one launch of one warp.
+The times are summed on the device: `times [P + 1]` int64 holds the nanosecond of the last border in entry 0, and the
+nanoseconds of phase p in entry p + 1. Every border costs one launch of one warp.
 """
 
 # mypy: ignore-errors
@@ -20,15 +19,6 @@ _AMD_TICK_NS = 10
 """AMD's real-time counter runs at 100 MHz."""
 
 
-@triton.jit
-def _nanoseconds(AMD_TICK_NS: tl.constexpr):
-    """The clock that all multiprocessors share."""
-    if AMD_TICK_NS > 0:
-        return tl.extra.hip.memrealtime() * AMD_TICK_NS
-    else:
-        return tl.extra.cuda.globaltimer()
-
-
 @triton.jit(do_not_specialize=["place"])
 def _border_kernel(
     times_ptr,  # [P + 1] int64
@@ -36,7 +26,10 @@ def _border_kernel(
     AMD_TICK_NS: tl.constexpr,
 ):
     """One program. Its predecessors have ended, because it is launched without overlap."""
-    now = _nanoseconds(AMD_TICK_NS)
+    if AMD_TICK_NS > 0:  # noqa: SIM108 (a compile-time branch)
+        now = tl.extra.hip.memrealtime() * AMD_TICK_NS
+    else:
+        now = tl.extra.cuda.globaltimer()  # the clock that all multiprocessors share
     spent = now - tl.load(times_ptr)
     total = tl.load(times_ptr + place)
     tl.store(times_ptr + place, total + spent, mask=place > 0)
@@ -44,15 +37,10 @@ def _border_kernel(
 
 
 def pass_border(times: torch.Tensor, place: int) -> None:
-    """Add the time since the last border to `times[place]`, and begin anew; place 0 only begins.
+    """Add the time since the last border to `times[place]` and restart the clock; place 0 only restarts it.
 
-    On a GPU this is work of the current stream and can be captured. Elsewhere it is the host's clock, at once.
-
-    Args:
-        times: [P + 1] int64, contiguous: nanosecond of the last border, then a sum for each of P parts.
-        place: 0 to P.
-
-    Raises ValueError if shape, dtype or place do not fit.
+    `times` [P + 1] int64, contiguous; `place` 0 to P. On a GPU this is work of the current stream and can be
+    captured; elsewhere it reads the host's clock at once. Raises ValueError if shape, dtype or place do not fit.
     """
     if times.dim() != 1 or times.dtype != torch.int64 or not times.is_contiguous():
         raise ValueError(f"times: expected a contiguous [P + 1] int64, got {list(times.shape)} {times.dtype}")

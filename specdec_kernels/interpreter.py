@@ -1,13 +1,12 @@
-"""Less work for the interpreter of Triton, which runs kernels where no GPU is, and one repair. Results do not change.
+"""Optional: faster kernels in Triton's interpreter, with the same results, and one repair.
 
-Before a kernel, and again before every device function that it calls, the interpreter puts its own functions in place
-of those of `triton.language`, and looks through the whole module for them. Inside a kernel they are in place already,
-and which ones they are does not change. Nor does the NumPy type that stands for a type of Triton, or what a type of a
-block says of itself. So the first search and the first answers are kept. An arithmetic operation takes several steps
-that change nothing most of the time, and they are left out then. The functions replaced here are Triton's own and
-private; where a version has no such function, its interpreter stays as it is.
+Active only where `SPECDEC_FAST_INTERPRETER=1` is set at the first launch, because it replaces private functions of
+Triton in the whole process. If a version of Triton has no such function, its interpreter stays as it is.
 
-The repair: Triton 3.6 takes a number out of an array of one entry by `int`, which NumPy 2.4 and later refuse.
+Before a kernel and every device function, the interpreter searches `triton.language` for functions to replace. The
+first search is kept, and so are NumPy types and the attributes of block types. Steps of an arithmetic operation that
+change nothing are skipped. The repair: Triton 3.6 converts an array of one entry by `int`, which NumPy 2.4 and later
+refuse.
 """
 
 from __future__ import annotations
@@ -17,11 +16,12 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+FAST_INTERPRETER = "SPECDEC_FAST_INTERPRETER"
+
 
 @cache
 def prepare() -> None:
-    """Keep what the interpreter would find out again and again, and repair its index. Call it before the first kernel
-    is interpreted."""
+    """Replace the functions; call it before the first kernel is interpreted."""
     from triton.runtime import interpreter
 
     needed = ("_patch_lang", "_patch_builtin", "_get_np_dtype", "_LangPatchScope", "_patch_attr", "TritonSemantic")
@@ -37,7 +37,7 @@ def prepare() -> None:
     core = interpreter.tl.core
     core.block_type.__init__ = _known_blocks(core.block_type.__init__)
     core.tensor.__init__ = _known_shapes(core.tensor.__init__)
-    _leave_out_what_changes_nothing(interpreter.TritonSemantic)
+    _skip_steps_without_effect(interpreter.TritonSemantic)
 
 
 def _patch_index(patch_tensor: Callable[..., None]) -> Callable[..., None]:
@@ -86,7 +86,7 @@ def _patch_once(interpreter: Any, patch_lang: Callable[..., Any]) -> Callable[..
 
 
 def _known_types(tl: Any, find: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The interpreter's NumPy type of a type of Triton, which is that of its elements, with the answers kept."""
+    """The interpreter's NumPy type of a type of Triton, the type of its elements, with the answers kept."""
     known = cache(find)
 
     def of(kind: Any) -> Any:
@@ -129,9 +129,9 @@ def _known_shapes(init: Callable[..., None]) -> Callable[..., None]:
     return build
 
 
-def _leave_out_what_changes_nothing(semantic: Any) -> None:
-    """Three steps of each arithmetic operation: to bring operands of one shape to one shape, a tensor to the type that
-    it has, and to look for an overflow of integers without the option `debug`, where nothing is told of one."""
+def _skip_steps_without_effect(semantic: Any) -> None:
+    """Three steps of each arithmetic operation: broadcasting operands of one shape, casting a tensor to its own type,
+    and looking for integer overflow without the option `debug`, where it is not reported."""
     broadcast, cast, check = semantic.broadcast_impl_value, semantic.cast, semantic.binary_op_sanitize_overflow_impl
 
     def broadcast_if_needed(self: Any, left: Any, right: Any) -> Any:
@@ -140,9 +140,9 @@ def _leave_out_what_changes_nothing(semantic: Any) -> None:
     def cast_if_needed(self: Any, value: Any, kind: Any, rounding: Any = None) -> Any:
         return value if value.dtype is kind else cast(self, value, kind, rounding)
 
-    def check_if_told(self: Any, left: Any, right: Any, operation: Any) -> None:
+    def check_in_debug(self: Any, left: Any, right: Any, operation: Any) -> None:
         if self.builder.options.debug:
             check(self, left, right, operation)
 
     semantic.broadcast_impl_value, semantic.cast = broadcast_if_needed, cast_if_needed
-    semantic.binary_op_sanitize_overflow_impl = check_if_told
+    semantic.binary_op_sanitize_overflow_impl = check_in_debug

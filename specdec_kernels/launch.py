@@ -1,9 +1,8 @@
 """Every kernel is chosen and launched through this module.
 
-A public function asks `dispatch` for its implementation: the launcher in the family's kernel module, or the definition
-in its reference. A launcher asks `current_chip` which row of its static config table applies, and calls `launch`. All
-launches pass through `launch`, so the compile gate can collect them: inside `record_launches(chip)` nothing runs, and
-every launch is kept with its arguments, to be compiled for that chip without a GPU.
+A public function calls `dispatch` for its implementation: the launcher in the family's kernel module, or the
+definition in its reference. Inside `record_launches(chip)` nothing runs, and every launch is kept with its
+arguments, so that the compile gate can compile it for that chip without a GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 
 from specdec_kernels.checks import expect_choice
-from specdec_kernels.interpreter import prepare
+from specdec_kernels.interpreter import FAST_INTERPRETER, prepare
 
 IMPLS = ("auto", "triton", "reference")
 CHIPS = ("sm80", "sm90", "sm100", "gfx942")
@@ -44,35 +43,26 @@ def interpreting() -> bool:
 
 
 def use_triton(impl: str, tensor: torch.Tensor) -> bool:
-    """Whether `impl` means the Triton kernel for `tensor`'s device.
-
-    `auto` takes the kernel on a GPU or in the interpreter, else the reference. `triton` raises RuntimeError where no
-    kernel can run: a kernel that was asked for is never replaced.
-    """
+    """Whether `impl` means the Triton kernel for `tensor`'s device: `auto` takes it on a GPU or in the interpreter,
+    and `triton` raises RuntimeError where no kernel can run."""
     expect_choice("impl", impl, IMPLS)
     if impl == "reference":
         return False
     if _recorder is not None or tensor.is_cuda:
         return True
-    if not interpreting():
-        if impl == "triton":
-            raise RuntimeError(
-                f"impl='triton' needs a GPU tensor or the interpreter: got a tensor on {tensor.device}; set "
-                "TRITON_INTERPRET=1 before Triton is imported, or use impl='reference'"
-            )
-        return False
-    if tensor.dtype == torch.bfloat16:
+    if not interpreting() and impl == "triton":
+        raise RuntimeError(
+            f"impl='triton' needs a GPU tensor or the interpreter: got a tensor on {tensor.device}; set "
+            "TRITON_INTERPRET=1 before Triton is imported, or use impl='reference'"
+        )
+    if interpreting() and tensor.dtype == torch.bfloat16:
         raise ValueError("Triton's interpreter computes bfloat16 wrongly: use float32 or float16 on the CPU")
-    return True
+    return interpreting()
 
 
 def dispatch(function: str, family: str, impl: str, tensor: torch.Tensor, kernel: str = "kernel") -> Callable[..., Any]:
-    """The implementation of `function` that `impl` means for `tensor`'s device, imported at its first use.
-
-    `family` is the package of the family (`__package__` in its `api.py`). The launcher is looked up in the module
-    `kernel` of that package, the definition in its module `reference`; both have the name of the public function.
-    Raises as `use_triton` does.
-    """
+    """The implementation of `function` that `impl` means for `tensor`'s device: from the module `kernel` or
+    `reference` of the package `family`, imported at its first use. Raises as `use_triton` does."""
     module = kernel if use_triton(impl, tensor) else "reference"
     return getattr(import_module(f"{family}.{module}"), function)
 
@@ -90,16 +80,14 @@ def current_chip(tensor: torch.Tensor) -> str:
 
 
 def num_processors(tensor: torch.Tensor) -> int:
-    """How many programs of many warps the tensor's GPU runs at once at least; 1 in the interpreter."""
-    if _recorder is not None:
-        return 128
-    if not tensor.is_cuda:
-        return 1
+    """Multiprocessors of the tensor's GPU; 1 in the interpreter."""
+    if _recorder is not None or not tensor.is_cuda:
+        return 128 if _recorder is not None else 1
     return torch.cuda.get_device_properties(tensor.device).multi_processor_count
 
 
 def lanes(count: int, most: int = 1 << 30) -> int:
-    """The power of two that covers `count` up to `most`; two at least, which every Triton compiler takes."""
+    """The power of two that covers `count` up to `most`; at least two, which every Triton compiler takes."""
     return max(2, min(1 << (max(count, 1) - 1).bit_length(), most))
 
 
@@ -115,18 +103,14 @@ def launch(
     if _recorder is not None:
         _recorder[1].append(Launch(kernel, args, constexprs, num_warps, num_stages))
         return
-    if interpreting():
+    if interpreting() and os.environ.get(FAST_INTERPRETER) == "1":
         prepare()
-    options = dict(num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
     with _on_device_of(args):
-        kernel[grid](*args, **constexprs, **options)
+        kernel[grid](*args, **constexprs, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
 
 
 def _on_device_of(args: tuple[Any, ...]) -> AbstractContextManager[Any]:
-    """Makes the GPU of the first tensor the current one; does nothing where it is that already, or on the CPU.
-
-    Triton launches on the current GPU and its current stream, wherever the tensors lie.
-    """
+    """The GPU of the first tensor as the current one: Triton launches there, regardless of where the tensors are."""
     tensor = next((value for value in args if isinstance(value, torch.Tensor)), None)
     if tensor is None or not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
         return nullcontext()
@@ -148,8 +132,7 @@ def record_launches(chip: str) -> Iterator[list[Launch]]:
 
 @contextmanager
 def record_compilations() -> Iterator[list[str]]:
-    """Collect the names of kernels that Triton compiles inside, or loads from its cache on disk: either one stalls the
-    launch that needs it. The interpreter compiles nothing."""
+    """Collect the names of kernels that Triton compiles inside, or loads from its cache on disk."""
     names: list[str] = []
     try:
         from triton import knobs
@@ -158,9 +141,9 @@ def record_compilations() -> Iterator[list[str]]:
         return
     before = knobs.runtime.jit_post_compile_hook
 
-    def compiled(*args: Any, **told: Any) -> Any:
-        names.append(told["fn"].name)
-        return before(*args, **told) if before else None
+    def compiled(*args: Any, **given: Any) -> Any:
+        names.append(given["fn"].name)
+        return before(*args, **given) if before else None
 
     knobs.runtime.jit_post_compile_hook = compiled
     try:

@@ -12,6 +12,7 @@ import torch
 # Triton reads this when it is imported, so it is decided before any test module can import it.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("SPECDEC_FAST_INTERPRETER", "1")
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -27,15 +28,27 @@ settings.register_profile("nightly", max_examples=2000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
-LONG = ("test_readme.py", "test_sweep.py", "test_compile_gate.py", "test_add_a_kernel.py", "test_parity.py")
-"""Files of a minute or so, which begin first: the last one would leave the other process without work."""
+LONG = tuple(
+    f"test_{name}.py"
+    for name in (
+        *("readme", "sweep", "add_a_kernel", "prefill", "joint_distribution", "rule_distribution", "replay", "resume"),
+        *("exact_distribution", "tasks", "graphs", "losslessness", "lookup", "identity", "sampled_trees", "generate"),
+        *("tensor_parallel", "constraints", "sampling_parameters", "faults", "adaptive", "mixed_prefill", "plugin"),
+        *("config", "training", "fuzz", "forbidden_tokens", "shape_scaled", "smollm2", "published", "synthetic", "mtp"),
+        *("drafters", "paper_table", "fusion", "frontend", "specialisation", "shared_vocabulary", "top_logprobs"),
+        *("interpreter", "history", "compile_gate"),
+    )
+)
+"""Files that take longest. They begin first, because the last one leaves the other process without work, and
+`make check` leaves them out."""
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """A training program sets the number of threads; the tests behind it run on one again."""
+def torch_as_before() -> Iterator[None]:
+    """A training program sets the number of threads and flushes small numbers to zero; the tests behind it do not."""
     yield
     torch.set_num_threads(1)
+    torch.set_flush_denormal(False)
 
 
 def pytest_collection_finish() -> None:
@@ -48,6 +61,9 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files come first. A test marked `gpu` names its reason when it cannot run."""
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+    for item in items:
+        if item.path.name in LONG:
+            item.add_marker(pytest.mark.long)
     if torch.cuda.is_available():
         return
     for item in items:

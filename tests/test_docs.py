@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
+from specdec_kernels import FAMILIES
+
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-MAX_README_LINES = 200
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MAX_README_LINES = 160
 MAX_STEPS_OF_A_REQUEST = 10
 
 
@@ -52,6 +54,12 @@ def test_links_to_files_lead_somewhere(page: Path) -> None:
     assert [target for target in targets if not (page.parent / target).exists()] == []
 
 
+def test_every_file_of_rows_is_cited() -> None:
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    files = {path.name for path in (ROOT / "experiments/results").iterdir()}
+    assert files == set(re.findall(r"experiments/results/([\w.-]+)\)", text))
+
+
 def anchors(page: Path) -> set[str]:
     """What GitHub makes of the headings of a page."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
@@ -87,11 +95,28 @@ def documented_commands() -> list[tuple[str, list[str]]]:
 def test_commands_in_docs_compose(name: str, words: list[str]) -> None:
     import experiments.train  # noqa: F401  (its schemas)
     from experiments.app.compose import register
+    from experiments.training import comparison
 
     register()
+    if comparison.is_asked(words):
+        assert comparison.settings_of(words)
+        return
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         assert compose(name, overrides=words)
 
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= MAX_README_LINES
+
+
+def test_the_kernel_index_names_everything_public_once() -> None:
+    page = (ROOT / "docs/kernels.md").read_text(encoding="utf-8")
+    index = page[page.index("\n## ") :]
+    named = re.findall(r"^\| `(\w+)` \|", index, re.M)
+    named += [
+        name
+        for line in re.findall(r"^Types and constants: (.*?)\.$", index, re.M | re.S)
+        for name in re.findall(r"\w+", line)
+    ]
+    public = [name for family in FAMILIES for name in import_module(f"specdec_kernels.{family}").__all__]
+    assert sorted(named) == sorted(public)

@@ -1,4 +1,4 @@
-"""Imports point down: kernels know no model, the runtime no algorithm, algorithms no experiment."""
+"""Imports point down: kernels know no model, the shared rooms no algorithm, algorithms no experiment."""
 
 from __future__ import annotations
 
@@ -47,11 +47,22 @@ def test_algorithms_import_no_experiment_and_no_configuration() -> None:
     assert offenders("algorithms", lambda name: name.split(".")[0] in {"experiments", "run"}) == []
 
 
-def test_the_runtime_imports_no_algorithm() -> None:
-    def above(name: str) -> bool:
-        return name.split(".")[0] == "algorithms" and name.split(".")[1:2] not in ([], ["runtime"])
+def test_the_tests_of_the_wheel_need_no_application() -> None:
+    above = {"algorithms", "experiments", "run"}
+    assert offenders("tests/kernels", lambda name: name.split(".")[0] in above) == []
 
-    assert offenders("algorithms/runtime", above) == []
+
+SHARED = ("attention", "drafting", "engine", "models", "parallel", "step")
+
+
+@pytest.mark.parametrize("room", SHARED)
+def test_shared_rooms_import_no_algorithm(room: str) -> None:
+    allowed = {*SHARED, "algorithm"}
+
+    def above(name: str) -> bool:
+        return name.split(".")[0] == "algorithms" and name.split(".")[1:2] != [] and name.split(".")[1] not in allowed
+
+    assert offenders(f"algorithms/{room}", above) == []
 
 
 @pytest.mark.parametrize("folder", PACKAGES)
@@ -108,11 +119,22 @@ def test_circles_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert cycles(import_graph()) == [circle]
 
 
+def test_no_kernel_families_import_each_other() -> None:
+    """A family builds on others as a whole, or they on it."""
+    families: dict[str, set[str]] = {}
+    for name, targets in import_graph().items():
+        rooms = [each.split(".")[1:2] for each in (name, *targets) if each.startswith("specdec_kernels.")]
+        if name.startswith("specdec_kernels."):
+            families.setdefault(rooms[0][0], set()).update(room[0] for room in rooms[1:] if room != rooms[0])
+    graph = {name: targets & families.keys() for name, targets in families.items()}
+    assert cycles(graph) == []
+
+
 def test_the_walk_sees_imports_inside_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
-    (tmp_path / "algorithms" / "runtime").mkdir(parents=True)
+    (tmp_path / "algorithms" / "engine").mkdir(parents=True)
     source = "def f():\n    from experiments.bench import timing as measure\n    from .. import dflash\n"
-    bad = tmp_path / "algorithms" / "runtime" / "bad.py"
+    bad = tmp_path / "algorithms" / "engine" / "bad.py"
     bad.write_text(source)
     assert list(imported(bad)) == [
         "experiments.bench.timing",
@@ -136,7 +158,7 @@ def test_importing_the_package_does_not_import_triton() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["rope_table", "LinearScaling", "Llama3Scaling", "YarnScaling", "warmup"]
+    ["rope_table", "LinearScaling", "Llama3Scaling", "YarnScaling"]
     + [f"{use}_STREAM" for use in ("TARGET", "DRAFT", "ACCEPT", "RECOVER", "BONUS")],
 )
 def test_what_a_caller_of_the_kernels_needs_beside_them_is_exported(name: str) -> None:

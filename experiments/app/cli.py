@@ -9,32 +9,37 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
-from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from experiments.app.arguments import arranged
-from experiments.app.compose import build_config, register
-from experiments.app.errors import UserError, disk_is_full
-from experiments.app.explain import MAIN_CONFIG, explain
+from experiments.app.compose import MAIN_CONFIG, build_config, every_key, option_keys, register
+from experiments.app.errors import UserError, disk_is_full, unknown_key_message, unknown_option_message
 from experiments.app.resume import resumed_words
 from experiments.app.schema import CONFIG_FOLDER
+from experiments.app.streams import write_plain_characters
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 INTERRUPTED = 130
 RED, PLAIN = "\033[31m", "\033[0m"
+HELP = ("-h", "--help")
+NOISE = ("See https://", "LexerNoViableAlt", "set HYDRA_FULL_ERROR", "reference_type", "object_type")
+"""Lines of Hydra and OmegaConf that help nobody who types."""
+_SETTING = re.compile(r"[+~\w][^=\s]*=|~")
 Task = Callable[[Any, DictConfig], Any]
 
 
@@ -71,6 +76,7 @@ class Program:
 @contextmanager
 def exits_of_errors(config_name: str) -> Iterator[Program]:
     """Register the schemas, and end the process with one screen of text and an exit code where the block fails."""
+    write_plain_characters()
     asked = os.environ.get(FULL_ERROR)
     program = Program(show_all=asked == "1")
     os.environ[FULL_ERROR] = "1"  # makes Hydra raise what it would otherwise print
@@ -84,7 +90,7 @@ def exits_of_errors(config_name: str) -> Iterator[Program]:
     except KeyboardInterrupt as error:
         print("\n  ".join(["interrupted", *str(error).splitlines()]), file=sys.stderr)
         sys.exit(INTERRUPTED)
-    except BrokenPipeError:  # whoever read the output has ended, as `head` does behind its lines
+    except BrokenPipeError:  # the reader of the output has ended, as `head` does after its lines
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(INTERRUPTED)
     except (UserError, HydraException, OmegaConfBaseException, OSError) as error:
@@ -124,3 +130,60 @@ def report(message: str) -> None:
     head, *rest = message.strip().splitlines() or ["unknown error"]
     text = "\n".join([f"error: {head}", *(f"  {line}" for line in rest)])
     print(f"{RED}{text}{PLAIN}" if sys.stderr.isatty() and "NO_COLOR" not in os.environ else text, file=sys.stderr)
+
+
+def arranged(words: Sequence[str]) -> list[str]:
+    """`words` with the options before the settings, as Hydra needs them. Raises UserError for another word."""
+    settings = [word for word in words if _SETTING.match(word)]
+    options = [word for word in words if not _SETTING.match(word)]
+    parser: Any = get_args_parser()
+    parser.error = _refuse_option
+    for stray in parser.parse_args(options).overrides:
+        raise UserError(f"{stray!r} is no setting: expected key=value without spaces around '=', or an option as -m")
+    return options + settings
+
+
+def _refuse_option(message: str) -> NoReturn:
+    raise UserError(f"{message}\noptions and settings are listed by --help")
+
+
+def assign(schema: type, words: Sequence[str], manual: str) -> tuple[Any, list[str]]:
+    """(the dataclass `schema` with the values that `words` of the form key=value give it, the other words).
+
+    For a program without Hydra. `--help` prints `manual` and ends the program. Raises UserError for an unknown key, and
+    for a value of another type.
+    """
+    if set(words) & set(HELP):
+        print(manual.strip())
+        sys.exit()
+    others = [word for word in words if "=" not in word or Path(word).exists()]
+    typed = [word for word in words if word not in others]
+    try:
+        found = OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.from_dotlist(typed))
+    except OmegaConfBaseException as error:
+        raise UserError(explain(error)) from error
+    return OmegaConf.to_object(found), others
+
+
+def explain(error: Exception, config_name: str | None = None) -> str:
+    """`error` in a few lines, with what to type instead: the nearest valid keys or options."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError) and not isinstance(error, HydraException):
+        where = "paths.outputs" if config_name == MAIN_CONFIG else "out_dir or hydra.run.dir"
+        if disk_is_full(error):
+            return f"the disk is full: {error}\nmake room, or give another folder as {where}"
+        return f"the run folder cannot be created: {error}\ngive a folder that can be written as {where}"
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options is not None:
+        group, _, option = error.missing_cfg_file.rpartition("/")
+        return unknown_option_message(group, option, [o for o in error.options if o != "schema"])
+    cause = error.__cause__ or error
+    if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and cause.parent_node is not None:
+        keys = [key for key, _ in every_key(cause.parent_node._get_root()) if not key.startswith("hydra")]
+        message = unknown_key_message(str(cause.full_key), keys, option_keys() if config_name == MAIN_CONFIG else {})
+        addition = re.search(r"use (\+\S.*)", str(error))
+        if addition and cause.object_type is dict and "did you mean" not in message:
+            message += f"\nto add it to what is there: '{addition[1]}'"
+        return message
+    lines = dict.fromkeys(line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines())
+    return "\n".join(line for line in lines if line and not line.startswith(NOISE))

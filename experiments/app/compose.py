@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any, cast
 
@@ -9,29 +10,27 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from algorithms.attention.backends.selection import backends
+from algorithms.engine.settings import RuntimeSettings
 from algorithms.registry import available
-from algorithms.runtime.backends.registry import backends
-from algorithms.runtime.sampling_params import SamplingParams
-from experiments.app.errors import UserError, user_errors
-from experiments.app.identity import row_id
-from experiments.app.schema import (
-    CONFIG_FOLDER,
-    REPO_ROOT,
-    ModelConfig,
-    PathsConfig,
-    RunConfig,
-    RuntimeConfig,
-    TrackerConfig,
-)
-from experiments.app.suggest import unknown_key_message
+from algorithms.step.sampling_params import SamplingParams
+from experiments.app.errors import UserError, unknown_key_message, user_errors
+from experiments.app.identity import job_id
+from experiments.app.schema import CONFIG_FOLDER, REPO_ROOT, ModelConfig, PathsConfig, RunConfig, TrackerConfig
 from experiments.app.task_schema import TASKS
-from experiments.data.prompts import datasets
+from experiments.data.prompts import RUN_LIMITS, datasets
+
+MAIN_CONFIG = "config"
 
 
 def run_name(task: str, algo: str, backend: str, model: str) -> str:
     """The name of a run that was given none: what it measures."""
-    measured = {"generate": [algo, backend], "compare": ["compare", backend], "losslessness": ["losslessness"]}
-    return "_".join([*measured.get(task, [task, algo, backend]), model])
+    parts = [] if task == "generate" else [task]
+    if task not in TASKS or "algo" not in TASKS[task].IGNORED:
+        parts.append(algo)
+    if task != "losslessness":  # it has several backends
+        parts.append(backend)
+    return "_".join([*parts, model])
 
 
 def option_schemas() -> dict[str, dict[str, type]]:
@@ -55,26 +54,20 @@ def option_keys() -> dict[str, str]:
 
 
 def run_folder(outputs: str, name: str, time: str, *, _root_: DictConfig) -> str:
-    """Where a run goes: a folder of its own, or its row's folder in the sweep that it is a row of."""
+    """The folder of a run: a folder of its own, or the folder of its job in a sweep."""
     sweep = _root_.sweep.name
-    return f"{outputs}/{name}/{time}" if sweep is None else f"{outputs}/sweeps/{sweep}/{row_id(_root_)}"
-
-
-def register_resolvers() -> None:
-    """Make the functions known that YAML files call."""
-    OmegaConf.register_new_resolver("repo", lambda path: str(REPO_ROOT / path), replace=True)
-    OmegaConf.register_new_resolver("run_name", run_name, replace=True)
-    OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)
-    OmegaConf.register_new_resolver("row_id", lambda *, _root_: row_id(_root_), replace=True)
+    return f"{outputs}/{name}/{time}" if sweep is None else f"{outputs}/sweeps/{sweep}/{job_id(_root_)}"
 
 
 def register() -> None:
     """Put every schema in Hydra's config store, under the group `schema`, which the YAML files extend.
 
-    An algorithm without a YAML file, such as a plugin, becomes an option by its schema alone. Raises `UserError` for a
-    plugin that cannot be used.
+    An option without a YAML file, such as a plugin, is its schema alone. Raises `UserError` for a plugin that cannot be
+    used.
     """
-    register_resolvers()
+    resolvers: dict[str, Any] = {"repo": lambda path: str(REPO_ROOT / path), "job_id": lambda *, _root_: job_id(_root_)}
+    for name, resolver in {**resolvers, "run_name": run_name, "run_folder": run_folder}.items():
+        OmegaConf.register_new_resolver(name, resolver, replace=True)
     store = ConfigStore.instance()
     with user_errors(ValueError):
         groups = option_schemas()
@@ -82,58 +75,48 @@ def register() -> None:
         drafters: dict[str, str | None] = {
             name: None for name, algorithm in available().items() if algorithm.needs_draft_model
         }
-    fixed: dict[str, Any] = {
-        "run": RunConfig,
-        "model": ModelConfig(drafts=drafters),
-        "sampling": _open(SamplingParams, "logit_bias"),
-        "runtime": RuntimeConfig,
-        "tracker": TrackerConfig,
-        "paths": PathsConfig,
+    sampling: DictConfig = OmegaConf.structured(SamplingParams)
+    OmegaConf.set_struct(sampling.logit_bias, False)  # new entries need no `+` either
+    fixed: dict[tuple[str, str], Any] = {
+        ("schema", "run"): RunConfig,
+        ("schema", "model"): ModelConfig(drafts=drafters),
+        ("schema", "sampling"): sampling,
+        ("schema", "tracker"): TrackerConfig,
+        ("runtime", "default"): RuntimeSettings,
+        ("tracker", "none"): TrackerConfig,
+        ("paths", "default"): PathsConfig,
     }
-    for name, schema in fixed.items():
-        store.store(group="schema", name=name, node=schema)
+    for (group, name), schema in fixed.items():
+        store.store(group=group, name=name, node=schema)
     for group, options in groups.items():
         for name, schema in options.items():
             store.store(group=f"schema/{group}", name=name, node=schema)
-    for name, schema in groups["algo"].items():
-        if not (CONFIG_FOLDER / "algo" / f"{name}.yaml").is_file():
-            store.store(group="algo", name=name, node=schema)
+            if not (CONFIG_FOLDER / group / f"{name}.yaml").is_file():
+                own = {"limit": RUN_LIMITS[name]} if group == "data" and name in RUN_LIMITS else {}
+                store.store(group=group, name=name, node=schema(**own) if own else schema)
 
 
-def _open(schema: type, key: str) -> DictConfig:
-    """`schema` whose mapping `key` takes new entries from the command line without a `+`."""
-    node = OmegaConf.structured(schema)
-    OmegaConf.set_struct(node._get_node(key), False)
-    return cast(DictConfig, node)
+def every_key(cfg: DictConfig, prefix: str = "") -> Iterator[tuple[str, DictConfig]]:
+    """(key as it is typed on the command line, the node that holds it) of every key, the keys of a node first."""
+    yield from ((f"{prefix}{key}", cfg) for key in list[Any](cfg))
+    for key in list[Any](cfg):
+        node = cfg._get_node(key)  # a key may be a number, so its text does not find it
+        if isinstance(node, DictConfig) and not node._is_none() and not node._is_missing():
+            yield from every_key(node, f"{prefix}{key}.")
 
 
-def unknown_keys(cfg: DictConfig, prefix: str = "") -> list[str]:
-    """Dotted keys of `cfg` that its schema does not have: `+key=` passes Hydra's own check."""
-    schema = OmegaConf.get_type(cfg)
-    if not is_dataclass(schema):
-        return []  # a mapping takes any key of its type
-    known = {f.name for f in fields(schema)}
-    found = [f"{prefix}{key}" for key in list[Any](cfg) if key not in known]
-    groups = [(key, node) for key, node in _groups(cfg) if key in known]
-    return found + [name for key, node in groups for name in unknown_keys(node, f"{prefix}{key}.")]
-
-
-def dotted_keys(cfg: DictConfig, prefix: str = "") -> list[str]:
-    """Every key of `cfg` as it is typed on the command line, groups first."""
-    names = [f"{prefix}{key}" for key in list[Any](cfg)]
-    return names + [name for key, node in _groups(cfg) for name in dotted_keys(node, f"{prefix}{key}.")]
-
-
-def _groups(cfg: DictConfig) -> list[tuple[Any, DictConfig]]:
-    """The keys of `cfg` that hold keys of their own."""
-    nodes = [(key, cfg._get_node(key)) for key in cfg]  # a key may be a number, so its text does not find it
-    return [(k, n) for k, n in nodes if isinstance(n, DictConfig) and not n._is_none() and not n._is_missing()]
+def unknown_keys(cfg: DictConfig) -> list[str]:
+    """Dotted keys of `cfg` that its schemas do not have, which `+key=` adds past Hydra's own check. A mapping takes any
+    key of its type."""
+    schemas = ((key, OmegaConf.get_type(parent)) for key, parent in every_key(cfg))
+    known = ((key, {f.name for f in fields(schema)}) for key, schema in schemas if is_dataclass(schema))
+    return [key for key, names in known if key.rpartition(".")[2] not in names]
 
 
 def build_config(cfg: DictConfig) -> Any:
     """The composed tree as checked dataclasses. Raises `UserError` naming the key and what it may be."""
     if unknown := unknown_keys(cfg):
-        known = [key for key in dotted_keys(cfg) if not any(f"{key}.".startswith(f"{bad}.") for bad in unknown)]
+        known = [key for key, _ in every_key(cfg) if not any(f"{key}.".startswith(f"{bad}.") for bad in unknown)]
         elsewhere = option_keys() if OmegaConf.get_type(cfg) is RunConfig else {}
         raise UserError("\n".join(unknown_key_message(key, known, elsewhere) for key in unknown))
     if missing := sorted(OmegaConf.missing_keys(cfg)):

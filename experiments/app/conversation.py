@@ -1,4 +1,4 @@
-"""Conversations: the next turn is asked when the one before has been answered, and sees the answer."""
+"""Conversations: each turn follows the answer to the previous turn and contains it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from experiments.data.prompts import Prompt
 
 if TYPE_CHECKING:
-    from algorithms.runtime.models.tokenizer import Tokenizer
-    from algorithms.runtime.request import Completion, Request
+    from algorithms.engine.request import Completion, Request
+    from algorithms.models.tokenizer import Tokenizer
 
 SLACK_PER_TURN = 32
 """Tokens by which an answer may grow when its text is encoded again, and the markup around it."""
@@ -25,21 +25,20 @@ def longest_turn(prompt: Prompt, first: Request, tokenizer: Tokenizer) -> int:
     return empty + prompt.num_turns * first.sampling.max_new_tokens + answered * SLACK_PER_TURN
 
 
-def text_of(prompts: Sequence[Prompt], request: Request) -> str:
-    """What the user says in `request`, where each of `prompts` was asked once."""
-    turn, first = divmod(request.id, len(prompts))
-    return prompts[first].turn(turn) if prompts[first].num_turns > 1 else prompts[first].text
-
-
 class Conversations:
     """Makes the later turns of `prompts` while `asked` is served: what `Engine.generate` calls with each completion.
 
     Request i of `asked` is the first turn of prompt i, counted modulo the number of prompts. Turn t of it has the
-    number i + t * len(asked), and a seed of its own.
+    number i + t * len(asked), and a seed of its own. A conversation ends before a turn of more than `max_length`
+    tokens, prompt and answer: an answer may have more tokens when its text is encoded again.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], asked: Sequence[Request], tokenizer: Tokenizer) -> None:
-        self._prompts, self._count, self._tokenizer = prompts, len(asked), tokenizer
+    def __init__(
+        self, prompts: Sequence[Prompt], asked: Sequence[Request], tokenizer: Tokenizer, max_length: int | None = None
+    ) -> None:
+        self._prompts, self._count, self._tokenizer, self._max_length = prompts, len(asked), tokenizer, max_length
+        self.num_too_long = 0
+        """Conversations that ended because their next turn was too long."""
         self._asked = {request.id: request for request in asked}
         self._replies: dict[int, list[str]] = {}
 
@@ -54,7 +53,8 @@ class Conversations:
         return [self._asked[number] for number in sorted(self._asked)]
 
     def __call__(self, completion: Completion) -> Request | None:
-        """The turn that follows `completion`; None behind the last one, and where the request failed."""
+        """The turn that follows `completion`; None after the last one, after a failed
+        request, and where it would be too long."""
         number = completion.request_id
         turn, first = divmod(number, self._count)
         prompt = self._prompt(first)
@@ -68,6 +68,9 @@ class Conversations:
             id=number + self._count,
             prompt_ids=tuple(prompt.encode(self._tokenizer, replies)),
         )
+        if self._max_length is not None and follow.max_length > self._max_length:
+            self.num_too_long += 1
+            return None
         self._asked[follow.id] = follow
         return follow
 

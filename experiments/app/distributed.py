@@ -7,7 +7,9 @@ Every process runs the whole experiment on the same requests. Only process 0 pri
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +18,7 @@ from experiments.app.errors import UserError
 from experiments.app.hardware import Hardware
 
 if TYPE_CHECKING:
-    from algorithms.runtime.models.loading import Target, TargetFolder
+    from algorithms.models.loading import Target, TargetFolder
 
 
 def rank() -> int:
@@ -30,8 +32,13 @@ def is_main_process() -> bool:
 
 
 def output_folder(asked: Path) -> Path:
-    """Where this process may write: the run folder, or a temporary folder in every process but the main one."""
-    return asked if is_main_process() else Path(tempfile.mkdtemp(prefix="specdec_rank_"))
+    """The folder that this process may write to: the run folder in the main process, in others a temporary folder that
+    is removed when the process ends."""
+    if is_main_process():
+        return asked
+    folder = Path(tempfile.mkdtemp(prefix="specdec_rank_"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def join(tensor_parallel: int, device: str) -> None:
@@ -48,18 +55,21 @@ def join(tensor_parallel: int, device: str) -> None:
     import torch
     import torch.distributed as dist
 
+    from algorithms.parallel import heartbeat
+
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
+        heartbeat.start()
 
 
 def load_shared(folder: TargetFolder, hardware: Hardware, tensor_parallel: int) -> Target:
     """The target, or this process's slice of it. Raises ModelError or ValueError where it cannot be loaded."""
     import torch
 
-    from algorithms.runtime.models.loading import Target, load_target
-    from algorithms.runtime.models.sharding import shard
+    from algorithms.models.loading import Target, load_target
+    from algorithms.parallel.sharding import shard
 
     dtype = getattr(torch, hardware.dtype)
     if tensor_parallel == 1:

@@ -7,42 +7,46 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from algorithms.runtime.sampling_params import GRAMMARS, GrammarParams
+from algorithms.step.sampling_params import GRAMMARS, GrammarParams
 from experiments.app.errors import UserError
 
 if TYPE_CHECKING:
-    from algorithms.runtime.grammar import Grammars
-    from algorithms.runtime.models.tokenizer import Tokenizer
-    from algorithms.runtime.request import Request
+    from algorithms.engine.grammar import Grammars
+    from algorithms.engine.request import Request
+    from algorithms.models.tokenizer import Tokenizer
 
 FILE = "@"
-"""A grammar that begins so is the name of a file."""
+"""On the command line a grammar that begins so is the name of a file; one that begins with two is text."""
 
 
-def from_files(params: GrammarParams) -> GrammarParams:
-    """`params` with the text of the file where a grammar is `@FILE`. Raises UserError where it cannot be read."""
-    name = params.text[len(FILE) :]
-    if not params.text.startswith(FILE):
-        return params
-    try:
-        text = Path(name).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text"
-        raise UserError(f"sampling.grammar.{params.kind}: {name}: cannot be read: {reason}") from error
-    changes: dict[str, Any] = {str(params.kind): text.strip()}
-    return replace(params, **changes)
+def grammar_of(own: Mapping[str, Any] | None, params: GrammarParams, place: str = "") -> GrammarParams:
+    """The grammar of a prompt: its `own`, always as text, with the other settings of `params`, or `params`, with the
+    text of the file where the grammar is `@FILE`, and `@…` where it is `@@…`.
 
-
-def of_row(row: Mapping[str, Any], params: GrammarParams) -> GrammarParams:
-    """The grammar of a prompt that has its own, with the other settings of `params`. Raises UserError."""
+    Raises UserError where the file cannot be read, and that names the prompt's `place` where `own` is no grammar.
+    """
+    if own is None:
+        return _from_file(params) if params.text.startswith(FILE) else params
     known = [item.name for item in fields(GrammarParams)]
-    if unknown := [key for key in row if key not in known]:
-        raise UserError(f"key 'grammar': expected {', '.join(known)}, got {unknown[0]!r}")
-    changes: dict[str, Any] = dict.fromkeys(GRAMMARS) | dict(row)
+    if unknown := [key for key in own if key not in known]:
+        raise UserError(f"{place}: key 'grammar': expected {', '.join(known)}, got {unknown[0]!r}")
+    changes: dict[str, Any] = dict.fromkeys(GRAMMARS) | dict(own)
     try:
-        return from_files(replace(params, **changes))
+        return replace(params, **changes)
     except ValueError as error:
-        raise UserError(f"key 'grammar': {error}") from error
+        raise UserError(f"{place}: key 'grammar': {error}") from error
+
+
+def _from_file(params: GrammarParams) -> GrammarParams:
+    text = params.text.removeprefix(FILE)
+    if not text.startswith(FILE):
+        try:
+            text = Path(text).expanduser().read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is no text"
+            raise UserError(f"sampling.grammar.{params.kind}: {text}: cannot be read: {reason}") from error
+    changes: dict[str, Any] = {str(params.kind): text}
+    return replace(params, **changes)
 
 
 def compile_all(
@@ -50,7 +54,7 @@ def compile_all(
 ) -> Grammars | None:
     """A compiler that has compiled what `requests` need; None if they need none. Raises UserError that names the place
     of the first request whose grammar cannot be compiled."""
-    from algorithms.runtime.grammar import GrammarError, Grammars
+    from algorithms.engine.grammar import GrammarError, Grammars
 
     constrained = [request for request in requests if request.sampling.constrained]
     if not constrained:

@@ -6,18 +6,18 @@ import importlib.util
 import os
 from dataclasses import dataclass
 
+from algorithms.engine.settings import RuntimeSettings
 from experiments.app.errors import UserError
-from experiments.app.schema import RuntimeConfig
 
 INTERPRET = "TRITON_INTERPRET"
 INTERPRETER = "triton-interpreter"
-"""What records call kernels that Triton's interpreter runs."""
+"""The label in records of kernels that Triton's interpreter runs."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a run computes on. `impl` is what the engine is asked for, `label` is what the records call it. `forward`
-    is fused or torch."""
+    """The device of a run and its implementation: `impl` in the engine's settings, `label` in records. `forward` is
+    fused or torch."""
 
     device: str
     dtype: str
@@ -37,8 +37,8 @@ class Hardware:
         return "step" if self.can_capture and capturable else "none"
 
 
-def resolve_hardware(runtime: RuntimeConfig) -> Hardware:
-    """Settle every `auto` of `runtime`. Raises UserError where the machine lacks what is asked for.
+def resolve_hardware(runtime: RuntimeSettings) -> Hardware:
+    """Settle every `auto` of `runtime`. Raises UserError where the machine lacks it.
 
     Without a GPU this switches Triton's interpreter on, which must happen before Triton is imported.
     """

@@ -1,14 +1,14 @@
-"""The identity of a row: a hash of the resolved configuration that can change its figures.
+"""The identity of a job: a hash of the resolved configuration that can change its figures.
 
-Two jobs with the same identity are one row. Names, folders and trackers do not count, nor do keys that the task
-ignores. Paths inside of the repository count relative to it, so that two machines agree.
+Runs with the same identity are one job. Names, folders, trackers, drafters of other algorithms and keys that the task
+ignores do not count. Paths inside of the repository count relative to it, so that two machines agree.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -19,24 +19,33 @@ from experiments.app.task_schema import TASKS
 NEUTRAL = ("hydra", "name", "samples", "tracker", "paths", "sweep", "resume", "resume_force")
 """Keys that change no figure."""
 TARGET_KEYS = ("model", "runtime/device", "runtime/dtype", "runtime/impl", "runtime/forward", "runtime/tensor_parallel")
-"""What decides which weights a process holds, where, and how its kernels run."""
+"""Keys that decide which weights a process holds, where, and how its kernels run."""
 DIGITS = 12
 
 
 def what_matters(cfg: DictConfig) -> dict[str, Any]:
     """The resolved configuration without what changes no figure. Raises OmegaConf's errors where a key has no value."""
-    found = {str(key): _plain(cfg[key]) for key in cfg if key not in NEUTRAL}
+    found = {str(key): _portable(cfg[key]) for key in cfg if key not in NEUTRAL}
     if "task" in found:
         for key in TASKS[found["task"]["name"]].IGNORED:
-            _remove(found, key.split("."))
+            group, _, leaf = key.rpartition(".")
+            (found.get(group, {}) if group else found).pop(leaf, None)
+    if isinstance(found.get("model"), dict):
+        used, drafts = set(_names([found.get("algo"), found.get("task")])), found["model"].get("drafts") or {}
+        found["model"] = {key: value for key, value in found["model"].items() if key != "obtain"}
+        found["model"]["drafts"] = {name: draft for name, draft in drafts.items() if name in used}
+    if at(cfg, "sweep/share_baseline") is False:
+        found["share_baseline"] = False  # a baseline that other jobs decoded does not alternate with the method
     return found
 
 
-def _plain(value: Any) -> Any:
-    """A value of a configuration as plain numbers, text, lists and mappings."""
-    if OmegaConf.is_config(value):
-        return _portable(OmegaConf.to_container(value, resolve=True, throw_on_missing=True, enum_to_str=True))
-    return _portable(value)
+def _names(values: Any) -> Iterator[str]:
+    """The names of everything configured in `values`, the algorithms among them."""
+    if isinstance(values, Mapping):
+        yield str(values.get("name"))
+        values = list(values.values())
+    for value in values if isinstance(values, list) else ():
+        yield from _names(value)
 
 
 def digest(values: Any) -> str:
@@ -45,32 +54,28 @@ def digest(values: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
 
 
-def row_id(cfg: DictConfig) -> str:
-    """The name of the row that `cfg` is: 12 hexadecimal digits."""
+def job_id(cfg: DictConfig) -> str:
+    """The name of the job that `cfg` is: 12 hexadecimal digits."""
     return digest(what_matters(cfg))
 
 
 def target_id(matters: Mapping[str, Any]) -> str:
-    """The same for all rows whose jobs may share one loaded target."""
+    """The same for all jobs whose processes may share one loaded target."""
     return digest([at(matters, key) for key in TARGET_KEYS])
 
 
 def at(values: Mapping[str, Any], path: str) -> Any:
-    """The value under a path such as `algo/topk`; None where there is none. A group stands for its name."""
+    """The value under a path such as `algo/topk`; None where there is none."""
     found: Any = values
     for key in path.split("/"):
         found = found.get(key) if isinstance(found, Mapping) else None
     return found
 
 
-def _remove(values: dict[str, Any], path: Sequence[str]) -> None:
-    for key in path[:-1]:
-        values = values.get(key, {})
-    values.pop(path[-1], None)
-
-
 def _portable(value: Any) -> Any:
-    """`value` with paths inside of the repository relative to it."""
+    """`value` as plain numbers, text, lists and mappings, with paths inside of the repository relative to it."""
+    if OmegaConf.is_config(value):
+        value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True, enum_to_str=True)
     if isinstance(value, Mapping):
         return {str(key): _portable(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

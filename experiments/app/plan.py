@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlparse
 
 from experiments.app.distributed import join, load_shared
-from experiments.app.errors import UserError, user_errors
+from experiments.app.errors import UserError, unknown_option_message, user_errors
 from experiments.app.hardware import Hardware, resolve_hardware
-from experiments.app.schema import ModelConfig, RunConfig
-from experiments.app.suggest import unknown_option_message
+from experiments.app.schema import ModelConfig, RunConfig, TrackerConfig
+from experiments.app.step_times import read_step_times
 from experiments.app.task_schema import MethodsTask
 from experiments.app.workload import Workload, make_workload
 from experiments.data.prompts import load_prompts
-from experiments.replay.cost import read_step_times
 
 if TYPE_CHECKING:
     import torch
 
-    from algorithms.runtime.algorithm import AttentionCalls
-    from algorithms.runtime.cache import KVScales
-    from algorithms.runtime.models.loading import Target, TargetFolder
-    from algorithms.runtime.models.tokenizer import Tokenizer
+    from algorithms.algorithm import AttentionCalls
+    from algorithms.attention.cache import KVScales
+    from algorithms.models.loading import Target, TargetFolder
+    from algorithms.models.tokenizer import Tokenizer
 
 SHARE_TARGET = "SPECDEC_SHARE_TARGET"
 """Environment variable that is 1 in a process that runs one row of a sweep after the other."""
@@ -32,7 +33,7 @@ _kept_targets: dict[tuple[str, str, str, int], Target] = {}
 
 @dataclass(frozen=True)
 class Plan:
-    """What a task works from. Every part of it has been checked against the others."""
+    """The input of a task. Every part has been checked against the others."""
 
     config: RunConfig
     hardware: Hardware
@@ -46,7 +47,7 @@ class Plan:
 
     @property
     def model_label(self) -> str:
-        """What to call the target: its name, and what became of its weights, where its folder says so."""
+        """The name of the target, with the origin of its weights where its folder names one."""
         label = self.config.model.label
         return f"{label} ({self.target.origin})" if self.target.origin else label
 
@@ -55,24 +56,19 @@ class Plan:
         """How much of a step is captured."""
         return self.hardware.graph_level(self.config.runtime.graph, self.config.backend.capturable)
 
-    @property
-    def kv_dtype(self) -> torch.dtype | None:
-        """Of stored keys and values; None: that of the weights."""
-        return kv_dtype_of(self.config)
-
     def kv_scales(self) -> KVScales | None:
         """This process's share of the factors of stored keys and values, which were checked before."""
-        from algorithms.runtime.cache import KVScales, load_kv_scales
-        from algorithms.runtime.tensor_parallel import own_share
+        from algorithms.attention.cache import KVScales, load_kv_scales
+        from algorithms.parallel.tensor_parallel import own_share
 
         path = self.config.runtime.kv_scales
-        if self.kv_dtype is None or path is None:
+        if kv_dtype_of(self.config) is None or path is None:
             return None
         return KVScales(*(own_share(scale, 1) for scale in load_kv_scales(path, self.target.config)))
 
     @property
     def exact(self) -> bool:
-        """Whether texts must be those of autoregressive decoding, token for token."""
+        """Whether outputs must be identical to autoregressive decoding, token for token."""
         return self.hardware.dtype == "float32" or self.config.runtime.deterministic
 
     def varied(self, backend: Any = None, **runtime: Any) -> Plan:
@@ -100,30 +96,39 @@ class Plan:
 
 
 def resolve(config: RunConfig) -> Plan:
-    """Settle and check everything that `config` asks for; no weights are read.
+    """Settle and check every setting of `config`; no weights are read.
 
-    Raises UserError, in this order: a target that has to be fetched first, a drafter that is missing or ambiguous, the
-    hardware, the target folder, settings and drafters of the algorithms, the backends and what of them can be captured,
-    prompts, processes, tokenizer.
+    Raises UserError, in this order: a tracker without its key, a target that has to be fetched first, a drafter that is
+    missing or ambiguous, the hardware, the target folder, settings and drafters of the algorithms, truncated weight
+    files, the backends and what of them can be captured, prompts, processes, tokenizer.
     """
+    from algorithms.attention.cache import load_kv_scales
+    from algorithms.models.folder import resolve_folder
+    from algorithms.models.loading import read_target
+    from algorithms.models.loading.stored import stored_tensors
+    from algorithms.models.tokenizer import Tokenizer
     from algorithms.registry import available
-    from algorithms.runtime.models.loading import read_target
-    from algorithms.runtime.models.tokenizer import Tokenizer
 
     task = config.task
     with user_errors(ValueError, OSError):
         methods, backends, sets = task.methods_of(config), task.backends_of(config), task.data_of(config)
+    _check_tracker(config.tracker)
     check_target_there(config.model)
     _check_drafters_named(config, methods)
     hardware = resolve_hardware(config.runtime)
     with user_errors(ValueError, OSError):
         target = read_target(config.model.path)
-        drafters = [
-            (f"algo={algo.name}", kind.check(algo, target, config.model.drafter_of(kind.drafter_for(algo))))
-            for algo in methods.values()
-            for kind in [available()[algo.name]]
-        ]
-    _check_kv_scales(config, target)
+        drafters: list[tuple[str, AttentionCalls | None]] = []
+        folders = set[str]()
+        for algo in methods.values():
+            folder = config.model.drafter_of(available()[algo.name].drafter_for(algo))
+            drafters.append((f"algo={algo.name}", available()[algo.name].check(algo, target, folder)))
+            if folder is not None and folder not in folders:
+                stored_tensors(resolve_folder(folder, pickles=True), pickles=True)  # whole files, or an error
+                folders.add(folder)
+        stored_tensors(target.path)
+        if kv_dtype_of(config) is not None and config.runtime.kv_scales is not None:
+            load_kv_scales(config.runtime.kv_scales, target.config)
     _check_adaptive(config, methods)
     for backend in backends:
         _check_backend(config, backend, hardware, target, methods, drafters)
@@ -139,9 +144,24 @@ def resolve(config: RunConfig) -> Plan:
     return Plan(config, hardware, target, tokenizer, methods, tuple(backends), workloads)
 
 
+def _check_tracker(tracker: TrackerConfig) -> None:
+    """Refuse `tracker.mode=online` where no key of the server is stored or in the environment."""
+    if tracker.name == "none" or tracker.mode != "online":
+        return
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    stored = Path(os.environ.get("NETRC", Path.home() / ".netrc"))
+    known = stored.is_file() and str(host) in stored.read_text(encoding="utf-8", errors="replace")
+    settings = Path.home() / ".config/wandb/settings"
+    if not (known or settings.is_file() or {"WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"} & set(os.environ)):
+        raise UserError(
+            f"tracker.mode=online: there is no key of {host}\nrun wandb login, set WANDB_API_KEY, or use "
+            "tracker.mode=offline and wandb sync later"
+        )
+
+
 def check_target_there(model: ModelConfig) -> None:
     """Say how to get a target that is not there, where its option knows."""
-    from algorithms.runtime.models.folder import is_absent
+    from algorithms.models.folder import is_absent
 
     if model.obtain is not None and is_absent(model.path):
         raise UserError(f"model={model.name}: there is no folder {model.path}\n{model.obtain}")
@@ -149,8 +169,8 @@ def check_target_there(model: ModelConfig) -> None:
 
 def _check_drafters_named(config: RunConfig, methods: Mapping[str, Any]) -> None:
     """Refuse a drafter that is not named or not there, that no algorithm takes, or that several would take."""
+    from algorithms.models.folder import is_absent
     from algorithms.registry import available
-    from algorithms.runtime.models.folder import is_absent
 
     model = config.model
     for name in model.drafts:
@@ -166,6 +186,8 @@ def _check_drafters_named(config: RunConfig, methods: Mapping[str, Any]) -> None
             f"give model.drafts.{drafting[0]} and so on instead, or one of them as task.only"
         )
     for name in drafting:
+        if model.drafter_of(name) is None and available()[name].finds_draft_model:
+            continue
         if model.drafter_of(name) is None:
             served = [label for label, own in names.items() if own is None or model.drafter_of(own) is not None]
             fewer = f"\nor run the methods that have one: task.only=[{','.join(served)}]"
@@ -193,15 +215,13 @@ def _check_backend(
     with the setting that asks for it."""
     import torch
 
-    from algorithms.runtime.algorithm import AttentionCalls
-    from algorithms.runtime.backends.registry import backends, check_calls
+    from algorithms.algorithm import AttentionCalls
+    from algorithms.attention.backends.selection import backends, check_calls
 
-    levels = [hardware.graph_level(g, chosen.capturable) for g in config.task.graphs_of(config, hardware.can_capture)]
-    asked = [(level, f"runtime.graph={level}", "use runtime.graph=none") for level in levels]
     with user_errors(ValueError):
         backend = backends()[chosen.name](chosen, hardware.impl, config.runtime.deterministic)
-        for level, setting, instead in [*asked, *_own_levels(methods)]:
-            check_capture(level, setting, instead, hardware, backend)
+        for asked in config.task.graphs_of(config, hardware.can_capture):
+            check_capture(hardware.graph_level(asked, chosen.capturable), hardware, backend)
         dtype, device = getattr(torch, hardware.dtype), torch.device(hardware.device)
         page_size, kv_dtype = config.runtime.page_size, kv_dtype_of(config)
         target_calls = AttentionCalls(target.config, {"prefill": "chain", "decode": "chain"})
@@ -211,20 +231,11 @@ def _check_backend(
 
 
 def kv_dtype_of(config: RunConfig) -> torch.dtype | None:
-    """The dtype of stored keys and values that `config` asks for; None: that of the weights."""
+    """The dtype of stored keys and values in `config`; None is the dtype of the weights."""
     import torch
 
     unused = "runtime.kv_dtype" in config.task.IGNORED
     return None if unused or config.runtime.kv_dtype == "auto" else torch.float8_e4m3fn
-
-
-def _check_kv_scales(config: RunConfig, target: TargetFolder) -> None:
-    """Refuse factors of stored keys and values that do not fit the target."""
-    from algorithms.runtime.cache import load_kv_scales
-
-    if kv_dtype_of(config) is not None and config.runtime.kv_scales is not None:
-        with user_errors(ValueError, OSError):
-            load_kv_scales(config.runtime.kv_scales, target.config)
 
 
 def _check_adaptive(config: RunConfig, methods: Mapping[str, Any]) -> None:
@@ -238,11 +249,11 @@ def _check_adaptive(config: RunConfig, methods: Mapping[str, Any]) -> None:
             "give another algo, or runtime.adaptive=false"
         )
     for label, algo in methods.items():
-        drawn = {"draw": getattr(algo, "draw", None), "rule": getattr(algo, "rule", None)}
+        drawn = {"draft_sampling": getattr(algo, "draft_sampling", None), "rule": getattr(algo, "rule", None)}
         told = [f"{key} {value}" for key, value in drawn.items() if value not in (None, "topk", "target_only")]
         if told:
             raise UserError(
-                f"runtime.adaptive=true: {label} draws its drafts ({', '.join(told)}), and a number of nodes that "
+                f"runtime.adaptive=true: {label} samples its drafts ({', '.join(told)}), and a number of nodes that "
                 "depends on them would change the distribution\nexpected the rule target_only"
             )
     if runtime.adaptive_cost is not None:
@@ -250,29 +261,19 @@ def _check_adaptive(config: RunConfig, methods: Mapping[str, Any]) -> None:
             read_step_times(runtime.adaptive_cost, "runtime.adaptive_cost")
 
 
-def _own_levels(methods: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """(level, setting, instead) of every algorithm that fixes its own level of capture."""
-    from algorithms.registry import available
-
-    for algo in methods.values():
-        if own := available()[algo.name].graph_of(algo):
-            yield own.level, own.setting, f"leave {own.setting} out of algo={algo.name}"
-
-
-def check_capture(level: str, setting: str, instead: str, hardware: Hardware, backend: Any) -> None:
-    """Refuse a level of capture that the device or the backend cannot have.
-
-    `setting` is what asked for the level, and `instead` is what the user can do about it. Raises UserError.
-    """
-    from algorithms.runtime.backends.registry import backends
+def check_capture(level: str, hardware: Hardware, backend: Any) -> None:
+    """Refuse a level of capture that the device or the backend cannot have. Raises UserError."""
+    from algorithms.attention.backends.selection import backends
 
     if level == "none":
         return
     if not hardware.can_capture:
-        raise UserError(f"{setting} captures CUDA graphs, and this run is on the CPU\n{instead}")
+        raise UserError(
+            f"runtime.graph={level} captures CUDA graphs, and this run is on the CPU\nuse runtime.graph=none"
+        )
     if not backend.capturable:
         able = ", ".join(name for name, kind in backends().items() if kind.Config().capturable)
         raise UserError(
-            f"backend={backend.name} reads lengths back in every step and cannot be captured: {instead}, "
+            f"backend={backend.name} reads lengths back in every step and cannot be captured: use runtime.graph=none, "
             f"or one of backend={able}"
         )

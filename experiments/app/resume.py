@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from yaml import YAMLError
 
 from experiments.app.errors import UserError
+from experiments.app.locks import locked
 from experiments.app.provenance import git_revision
 
 STATUS, CONFIG = "status.json", "config.yaml"
@@ -40,9 +43,9 @@ def read_status(folder: Path) -> dict[str, Any]:
 
 
 def resumed_words(words: Sequence[str]) -> list[str]:
-    """`words` of a command line as they are, or those of the run that `resume=FOLDER` names.
+    """`words` of a command line as they are, or the words of the run that `resume=FOLDER` names.
 
-    Raises UserError if that is no interrupted run, or if another setting is given beside it.
+    Raises UserError if that is no interrupted run, or if another setting is given too.
     """
     named = [word.partition("=")[2] for word in words if word.lstrip("+").startswith(f"{RESUME}=")]
     if not any(named) or named[-1] == "null":
@@ -54,51 +57,64 @@ def resumed_words(words: Sequence[str]) -> list[str]:
     forced = any(word.lstrip("+") == f"{FORCE}=true" for word in own)
     if changed := [word for word in others if not word.startswith("-")]:
         raise UserError(f"{RESUME} takes the settings of the run: leave out {' '.join(changed)}, or start a new run")
-    if "overrides" not in status:
-        raise UserError(f"{RESUME}={folder}: {STATUS} does not say what was typed: expected overrides")
+    if not isinstance(status.get("overrides"), list):
+        raise UserError(f"{RESUME}={folder}: {STATUS} does not hold the settings of the run: expected overrides")
     if status.get("status") == "done":
         raise UserError(f"{RESUME}={folder}: this run is done")
-    if _goes_on(status):
-        raise UserError(f"{RESUME}={folder}: this run still goes on, as process {status.get('pid')}")
+    if is_running(folder, status):
+        raise UserError(f"{RESUME}={folder}: this run is still running, as process {status.get('pid')}")
+    if not (folder / CONFIG).is_file():
+        again = shlex.join(["python", "run.py", *map(str, status["overrides"])])
+        raise UserError(f"{RESUME}={folder}: the run ended before it began to decode\nstart it again: {again}")
     if status.get("cwd") != os.getcwd() and not forced:
         raise UserError(f"{RESUME}={folder}: the run was started in another folder: cd {status.get('cwd')}")
     where = [f"{RESUME}='{folder}'", f"hydra.run.dir='{folder}'", f"{FORCE}={str(forced).lower()}"]
     return [*others, *status["overrides"], *where]
 
 
-def _goes_on(status: dict[str, Any]) -> bool:
-    """Whether the process of a run is alive, as far as can be known."""
+def is_running(folder: Path, status: Mapping[str, Any]) -> bool:
+    """Whether a process runs in `folder`: it locks it, or its heartbeat on another machine is young."""
     if status.get("status") != "running":
         return False
     if status.get("host") == socket.gethostname():
-        try:
-            os.kill(int(status["pid"]), 0)
-        except (OSError, KeyError, ValueError):
-            return False
-        return int(status["pid"]) != os.getpid()
-    seen = datetime.fromisoformat(status.get("heartbeat", status["started"]))
-    return (datetime.now(timezone.utc) - seen).total_seconds() < ALIVE_S
+        with locked(folder) as free:
+            return not free
+    try:
+        seen = datetime.fromisoformat(status.get("heartbeat") or status["started"])
+        return (datetime.now(timezone.utc) - seen).total_seconds() < ALIVE_S
+    except (KeyError, TypeError, ValueError):
+        return False
 
 
 def own_words(overrides: Sequence[str]) -> list[str]:
-    """The settings of a run without those that resumed it."""
+    """The settings of a run without `resume` and `resume_force`."""
     return [word for word in overrides if word.split("=")[0] not in (RESUME, FORCE)]
 
 
 def check_unchanged(folder: Path, composed: DictConfig, forced: bool) -> None:
-    """Raise UserError, unless `forced`, where configuration or revision are not those of the run in `folder`."""
-    now = {key: value for key, value in _flat(composed).items() if key not in (RESUME, FORCE)}
-    then = {key: value for key, value in _flat(OmegaConf.load(folder / CONFIG)).items() if key not in (RESUME, FORCE)}
+    """Raise UserError, unless `forced`, where configuration or revision differ from the run in `folder`."""
+    now, then = _flat(composed), _flat(_stored(folder))
     changes = [
         f"{key}: {then.get(key)} in the run, {now.get(key)} now"
         for key in dict.fromkeys([*then, *now])
-        if then.get(key) != now.get(key)
+        if then.get(key) != now.get(key) and key not in (RESUME, FORCE)
     ]
     before, revision = read_status(folder).get("revision"), git_revision()
     changes += [f"revision: {before} in the run, {revision} now"] if before != revision else []
     if changes and not forced:
         shown = "\n".join(changes[:8])
         raise UserError(f"{RESUME}={folder}: what made the run has changed\n{shown}\n{FORCE}=true goes on all the same")
+
+
+def _stored(folder: Path) -> Any:
+    """The configuration of the run in `folder`. Raises UserError where its file is not whole."""
+    try:
+        found = OmegaConf.load(folder / CONFIG)
+    except (OSError, ValueError, YAMLError) as error:
+        raise UserError(f"{RESUME}={folder}: {CONFIG} cannot be read: {error}") from error
+    if not isinstance(found, DictConfig) or not found:
+        raise UserError(f"{RESUME}={folder}: {CONFIG} holds no settings\nstart the run again")
+    return found
 
 
 def _flat(config: Any, prefix: str = "") -> dict[str, Any]:

@@ -1,36 +1,78 @@
-"""The settings of each task, checked before anything heavy is imported, and what a task needs of a run."""
+"""The settings of each task, checked before anything heavy is imported, and what a task needs of a run.
+
+A task is a dataclass here and the subclass of `experiments.tasks.base.Task` that its `RUN` names, in a module of its
+own; `task=NAME` takes its keys from the dataclass. Methods that a task runs by default are in configs/task/NAME.yaml.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from algorithms.attention.backends.selection import backends
+from algorithms.engine.settings import GRAPH_LEVELS
 from algorithms.registry import available
-from algorithms.runtime.backends.registry import backends
-from algorithms.runtime.levels import GRAPH_LEVELS
+from experiments.app.errors import UserError, nearest
 from experiments.app.schema import RunConfig
-from experiments.app.suggest import nearest
-from experiments.data.prompts import JsonlData, datasets
+from experiments.data.prompts import JsonlData, PublicData, datasets
+from experiments.data.public import WORDINGS
 from specdec_kernels.checks import expect_at_least, expect_between, expect_choice
 
 HYBRID = {"prefill": "torch", "decode": "fa4", "verify": "prefill"}
 """Settings of `hybrid` where task.backends names it, chosen so that it uses two different backends."""
 
 
+TASKS: dict[str, type[TaskConfig]] = {}
+"""Every task by name."""
+LEAST = {"concurrency": 1, "page_sizes": 1, "batches": 1, "requests": 1, "limit": 1, "repeats": 1,
+         "distribution_draws": 0, "min_tokens": 0, "temperatures": 0, "seeds": 0}  # fmt: skip
+"""Least value of a setting, or of each value of a list."""
+CHOICES = {"graphs": GRAPH_LEVELS, "levels": GRAPH_LEVELS, "low_precision": ("bfloat16", "float16", "null"),
+           "wording": WORDINGS}  # fmt: skip
+
+
 @dataclass
 class TaskConfig:
-    """What every task declares: the keys of a run that it ignores, and why it takes no number of pages, and cannot be
-    resumed, if so."""
+    """The declarations of every task. A subclass with a name is registered."""
 
+    RUN: ClassVar[str]
+    """The program of the task, as module:class."""
     IGNORED: ClassVar[tuple[str, ...]] = ()
+    """Keys of a run that the task does not use."""
     OWN_PAGES: ClassVar[str | None] = None
+    """Why the task takes no `runtime.num_pages`."""
     NOT_RESUMED: ClassVar[str | None] = "it keeps no part of what it has measured"
+    """Why the task cannot be resumed."""
+    MAY_BE_EMPTY: ClassVar[tuple[str, ...]] = ("only", "graphs")
+    """Lists that may be empty."""
     name: str = MISSING
+
+    def __init_subclass__(cls) -> None:
+        if "RUN" in vars(cls):
+            TASKS[cls.name] = cls
+
+    def __post_init__(self) -> None:
+        for key, value in vars(self).items():
+            if value == [] and key not in self.MAY_BE_EMPTY:
+                raise ValueError(f"task.{key}: expected at least one value, got none")
+            for each in value if isinstance(value, list) else [value]:
+                if key in LEAST:
+                    expect_at_least(f"task.{key}", each, LEAST[key], nullable=key in ("limit", "repeats"))
+                if key in CHOICES and each is not None:
+                    expect_choice(f"task.{key}", each, CHOICES[key])
+                if key == "temperature" and not 0 < each < float("inf"):
+                    raise ValueError(f"task.temperature: expected a finite number above 0, got {each}")
+
+    def load(self) -> Any:
+        """The class that runs the task."""
+        module, _, name = self.RUN.partition(":")
+        return getattr(import_module(module), name)
 
     def methods_of(self, config: RunConfig) -> dict[str, Any]:
         """Label to configuration of the algorithms that the task runs."""
@@ -45,21 +87,19 @@ class TaskConfig:
         return [config.data]
 
     def graphs_of(self, config: RunConfig, can_capture: bool) -> list[str]:
-        """The levels of capture that the task asks for on a device that can capture or cannot."""
+        """The levels of capture of the task on a device that can capture or cannot."""
         return [config.runtime.graph]
 
 
 @dataclass
 class GenerateTask(TaskConfig):
-    """One algorithm over one prompt set, beside autoregressive decoding."""
+    """One algorithm over one prompt set, compared with autoregressive decoding."""
 
-    NOT_RESUMED: ClassVar[str | None] = None
+    RUN = "experiments.tasks.generate:Generate"
+    NOT_RESUMED = None
     name: str = "generate"
     repeats: int | None = None
-    """Rounds of baseline and method in turn, for intervals; null takes 3 where a round is short, else 1."""
-
-    def __post_init__(self) -> None:
-        expect_at_least("task.repeats", self.repeats, 1, nullable=True)
+    """Interleaved rounds of baseline and method, for intervals; null takes 3 where a round is short, else 1."""
 
 
 @dataclass
@@ -71,6 +111,7 @@ class MethodsTask(TaskConfig):
     """Labels of the methods to run; empty runs all of them."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.chosen_methods()
 
     def chosen_methods(self) -> dict[str, Any]:
@@ -93,6 +134,7 @@ class MethodsTask(TaskConfig):
 class CompareTask(MethodsTask):
     """Several methods over several prompt sets."""
 
+    RUN = "experiments.tasks.compare:Compare"
     IGNORED: ClassVar[tuple[str, ...]] = ("algo", "data", "baseline", "samples")
     NOT_RESUMED: ClassVar[str | None] = None
     name: str = "compare"
@@ -102,39 +144,34 @@ class CompareTask(MethodsTask):
     """Prompts of each set; null takes the set's own default."""
     skip_long: bool = False
     """Leave out prompts that are too long for the model, instead of refusing the run."""
+    wording: str = "own"
+    """As `data.wording`, of the sets that have one."""
     repeats: int | None = None
-    """Rounds of all methods in turn, as in `GenerateTask`."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _expect_some("task.data", self.data)
-        expect_at_least("task.limit", self.limit, 1, nullable=True)
-        expect_at_least("task.repeats", self.repeats, 1, nullable=True)
+    """Interleaved rounds of all methods, as in `GenerateTask`."""
 
     def data_of(self, config: RunConfig) -> list[Any]:
-        return [prompt_set(name, self.limit, self.skip_long) for name in self.data]
+        return [prompt_set(name, self.limit, self.skip_long, self.wording) for name in self.data]
 
 
 @dataclass
 class ThroughputTask(TaskConfig):
     """The run's algorithm, further methods and the baseline at several concurrencies."""
 
-    IGNORED: ClassVar[tuple[str, ...]] = ("baseline", "samples", "runtime.max_batch")
-    OWN_PAGES: ClassVar[str | None] = "each level of task.concurrency has as many pages as it needs"
-    NOT_RESUMED: ClassVar[str | None] = None
+    RUN = "experiments.tasks.throughput:Throughput"
+    IGNORED = ("baseline", "samples", "runtime.max_batch")
+    OWN_PAGES = "each level of task.concurrency has as many pages as it needs"
+    NOT_RESUMED = None
     name: str = "throughput"
     concurrency: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32])
     requests: int = 2
-    """Requests of a level per unit of concurrency, if that is more than there are prompts; they are taken in turn."""
+    """Least requests of a level per unit of concurrency; prompts repeat in their order."""
     methods: dict[str, Any] = field(default_factory=dict)
-    """Methods beside the run's algorithm: label to algorithm and its settings."""
+    """Further methods than the run's algorithm: label to algorithm and its settings."""
     repeats: int | None = None
     """Rounds of all methods at each level, as in `GenerateTask`."""
 
     def __post_init__(self) -> None:
-        _expect_some("task.concurrency", self.concurrency, least=1)
-        expect_at_least("task.requests", self.requests, 1)
-        expect_at_least("task.repeats", self.repeats, 1, nullable=True)
+        super().__post_init__()
         methods_by_label(self.methods)
 
     def methods_of(self, config: RunConfig) -> dict[str, Any]:
@@ -145,19 +182,36 @@ class ThroughputTask(TaskConfig):
 
 
 @dataclass
+class PaperTableTask(CompareTask):
+    """The table of a paper: methods by prompt sets at several temperatures, and throughput."""
+
+    RUN: ClassVar[str] = "experiments.tasks.paper_table:PaperTable"
+    IGNORED: ClassVar[tuple[str, ...]] = (*CompareTask.IGNORED, "sampling.temperature", "sampling.seed")
+    OWN_PAGES: ClassVar[str | None] = "each of task.concurrency has as many pages as it needs"
+    MAY_BE_EMPTY: ClassVar[tuple[str, ...]] = (*CompareTask.MAY_BE_EMPTY, "concurrency")
+    name: str = "paper_table"
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
+    """Seeds at temperatures above 0; cells are means over them."""
+    concurrency: list[int] = field(default_factory=lambda: [1, 4, 8, 16, 32])
+    """Requests at a time, for the throughput of the first prompt set at the first temperature; empty: none."""
+    requests: int = 2
+    """Least requests of a throughput per unit of concurrency; prompts repeat in their order."""
+
+
+@dataclass
 class LosslessnessTask(MethodsTask):
     """Whether each method on each backend writes what the target alone writes, or draws from its distribution."""
 
-    IGNORED: ClassVar[tuple[str, ...]] = (
-        "algo", "baseline", "samples", "runtime.max_batch", "runtime.page_size", "sampling.temperature",
-    )  # fmt: skip
-    OWN_PAGES: ClassVar[str | None] = "each of task.page_sizes and task.batches has as many pages as it needs"
+    RUN = "experiments.tasks.losslessness:Losslessness"
+    IGNORED = ("algo", "baseline", "samples", "runtime.max_batch", "runtime.page_size", "sampling.temperature")
+    OWN_PAGES = "each of task.page_sizes and task.batches has as many pages as it needs"
     name: str = "losslessness"
-    backends: list[str] = field(default_factory=lambda: ["fa4", "torch"])
+    backends: list[str] = field(default_factory=lambda: ["fa4", "torch", "hybrid"])
     page_sizes: list[int] = field(default_factory=lambda: [1, 16])
     batches: list[int] = field(default_factory=lambda: [1, 3])
     graphs: list[str] = field(default_factory=list)
-    """Levels of capture; empty: that of the run. Without a GPU there is only none."""
+    """Levels of capture; empty takes the level of the run. Without a GPU there is only none."""
     low_precision: str | None = "bfloat16"
     """Decode in this dtype too, and report the first difference and the gap of its logits; null skips it."""
     distribution_draws: int = 400
@@ -166,20 +220,6 @@ class LosslessnessTask(MethodsTask):
     min_tokens: int = 0
     """Repeat the prompts, sampled with other seeds each time, until this many tokens were compared for each method.
     Rules that draw their drafts are compared once, in greedy decoding."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _expect_some("task.backends", self.backends)
-        _expect_some("task.page_sizes", self.page_sizes, least=1)
-        _expect_some("task.batches", self.batches, least=1)
-        for level in self.graphs:
-            expect_choice("task.graphs", level, GRAPH_LEVELS)
-        expect_at_least("task.distribution_draws", self.distribution_draws, 0)
-        expect_at_least("task.min_tokens", self.min_tokens, 0)
-        if self.low_precision is not None:
-            expect_choice("task.low_precision", self.low_precision, ("bfloat16", "float16", "null"))
-        if not 0 < self.temperature < float("inf"):
-            raise ValueError(f"task.temperature: expected a finite number above 0, got {self.temperature}")
 
     def graphs_of(self, config: RunConfig, can_capture: bool) -> list[str]:
         return (self.graphs if can_capture else ["none"]) if self.graphs else [config.runtime.graph]
@@ -197,14 +237,10 @@ class LosslessnessTask(MethodsTask):
 class GraphAblationTask(TaskConfig):
     """The same run with nothing, the draft, draft and verify, and the whole step captured in CUDA graphs."""
 
-    IGNORED: ClassVar[tuple[str, ...]] = ("baseline", "samples", "runtime.graph")
+    RUN = "experiments.tasks.graph_ablation:GraphAblation"
+    IGNORED = ("baseline", "samples", "runtime.graph")
     name: str = "graph_ablation"
     levels: list[str] = field(default_factory=lambda: ["none", "draft", "verify", "step"])
-
-    def __post_init__(self) -> None:
-        _expect_some("task.levels", self.levels)
-        for level in self.levels:
-            expect_choice("task.levels", level, GRAPH_LEVELS)
 
     def graphs_of(self, config: RunConfig, can_capture: bool) -> list[str]:
         return self.levels if can_capture else ["none"]
@@ -214,7 +250,8 @@ class GraphAblationTask(TaskConfig):
 class KVScalesTask(TaskConfig):
     """Factors for a KV cache in float8, from the target's keys and values for the run's prompts."""
 
-    IGNORED: ClassVar[tuple[str, ...]] = ("algo", "baseline", "samples", "runtime.kv_dtype", "runtime.kv_scales")
+    RUN = "experiments.tasks.kv_scales:KVScales"
+    IGNORED = ("algo", "baseline", "samples", "runtime.kv_dtype", "runtime.kv_scales")
     name: str = "kv_scales"
     margin: float = 1.0
     """Factor of the largest magnitude that is seen: above 1 leaves room for text that is not among the prompts."""
@@ -230,36 +267,21 @@ class KVScalesTask(TaskConfig):
 class ReplayTask(MethodsTask):
     """How many tokens a step of each method would write, from one recorded text for all of them."""
 
-    IGNORED: ClassVar[tuple[str, ...]] = (
-        "algo", "baseline", "samples", "runtime.adaptive", "runtime.adaptive_cost",
-    )  # fmt: skip
+    RUN = "experiments.studies.replay.task:Replay"
+    IGNORED = ("algo", "baseline", "samples", "runtime.adaptive", "runtime.adaptive_cost")
     name: str = "replay"
     trace: str | None = None
     """Folder of an earlier run over the same prompts whose texts are taken; null decodes them autoregressively."""
-    unions: list[list[str]] = field(default_factory=list)
-    """Labels of methods whose trees are merged; each list is a row."""
-    lengths: list[int] = field(default_factory=list)
-    """Lengths to which chains are shortened; each is a row of every method that drafts a longer chain."""
     cost: str | None = None
     """Times of a step: a JSON file, or the folder of a run whose summary has them; null predicts no times."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for length in self.lengths:
-            expect_at_least("task.lengths", length, 1)
-        labels = tuple(self.chosen_methods())
-        for parts in self.unions:
-            if len(parts) < 2:
-                raise ValueError(f"task.unions: expected at least two labels of methods in each list, got {parts}")
-            for label in parts:
-                expect_choice("task.unions", label, labels)
 
 
 @dataclass
 class VerificationRulesTask(MethodsTask):
     """How many drafts each acceptance rule accepts in expectation, on the same draws."""
 
-    IGNORED: ClassVar[tuple[str, ...]] = (
+    RUN = "experiments.studies.rules.task:VerificationRules"
+    IGNORED = (
         "algo", "baseline", "samples", "sampling.temperature", "sampling.seed", "runtime.graph", "runtime.adaptive",
         "runtime.adaptive_cost",
     )  # fmt: skip
@@ -268,67 +290,58 @@ class VerificationRulesTask(MethodsTask):
     analytic: bool = True
     """Also over a vocabulary of four tokens, where every draw is enumerated."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.temperature < float("inf"):
-            raise ValueError(f"task.temperature: expected a finite number above 0, got {self.temperature}")
-
     def graphs_of(self, config: RunConfig, can_capture: bool) -> list[str]:
         return ["none"]
 
 
 @dataclass
 class AdaptiveTask(CompareTask):
-    """What `runtime.adaptive` gains over every fixed number of nodes, and over no draft."""
+    """The gain of `runtime.adaptive` over every fixed number of nodes, and over no draft."""
 
-    IGNORED: ClassVar[tuple[str, ...]] = (
-        "algo", "data", "baseline", "samples", "runtime.max_batch", "runtime.adaptive",
-    )  # fmt: skip
-    OWN_PAGES: ClassVar[str | None] = "each of task.batches has as many pages as it needs"
-    NOT_RESUMED: ClassVar[str | None] = TaskConfig.NOT_RESUMED
+    RUN = "experiments.studies.adaptive:Adaptive"
+    IGNORED = ("algo", "data", "baseline", "samples", "runtime.max_batch", "runtime.adaptive")
+    OWN_PAGES = "each of task.batches has as many pages as it needs"
+    NOT_RESUMED = TaskConfig.NOT_RESUMED
     name: str = "adaptive"
     batches: list[int] = field(default_factory=lambda: [1, 8, 32])
     """Requests at a time."""
     requests: int = 1
-    """Requests per one of a batch, at least; prompts are taken in turn."""
+    """Requests per one of a batch, at least; prompts repeat in their order."""
     repeats: int | None = 1
-    """Rounds of all settings in turn."""
+    """Interleaved rounds of all settings."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _expect_some("task.batches", self.batches, least=1)
-        expect_at_least("task.requests", self.requests, 1)
         self.repeats = self.repeats or 1
 
 
-TASKS: dict[str, type[TaskConfig]] = {
-    task.name: task
-    for task in (
-        GenerateTask,
-        CompareTask,
-        ThroughputTask,
-        LosslessnessTask,
-        GraphAblationTask,
-        KVScalesTask,
-        ReplayTask,
-        AdaptiveTask,
-        VerificationRulesTask,
-    )
-}
-
-
 def ignored_overrides(task: TaskConfig, overrides: Sequence[str]) -> list[str]:
-    """Those of the command line's `overrides` that `task` does not use."""
+    """The command line's `overrides` that `task` does not use.
+
+    Raises UserError for one that the task has as its own, such as `task.limit` for `data.limit`.
+    """
     keys = [(override, override.split("=")[0].split("@")[0].lstrip("+~")) for override in overrides]
-    return [text for text, key in keys if any(f"{key}.".startswith(f"{name}.") for name in task.IGNORED)]
+    ignored = [(text, key) for text, key in keys if any(f"{key}.".startswith(f"{name}.") for name in task.IGNORED)]
+    own = {item.name for item in fields(task)}
+    for text, key in ignored:
+        if (leaf := key.rpartition(".")[2]) in own:
+            value = f"[{text.partition('=')[2]}]" if leaf == "data" else text.partition("=")[2]
+            raise UserError(f"task={task.name} does not use {text}\nuse task.{leaf}={value}")
+    return [text for text, _ in ignored]
 
 
-def prompt_set(name: str, limit: int | None, skip_long: bool) -> Any:
-    """The configuration of `data=NAME`, or of the prompt file NAME, with these settings; ValueError for neither."""
-    if name not in datasets() and (Path(name).suffix or "/" in name):
-        return JsonlData(name=Path(name).name, path=name, limit=limit, skip_long=skip_long)
+def prompt_set(given: str, limit: int | None, skip_long: bool, wording: str = "own") -> Any:
+    """The configuration of `data=NAME`, of a public set's file `NAME:FILE`, or of a prompt file, with these settings;
+    ValueError for none of them."""
+    name, _, path = given.partition(":")
+    if name not in datasets() and (Path(given).suffix or "/" in given):
+        return JsonlData(name=Path(given).name, path=given, limit=limit, skip_long=skip_long)
     expect_choice("task.data", name, tuple(datasets()))
     settings = datasets()[name](skip_long=skip_long)
+    if isinstance(settings, PublicData):
+        settings = replace(settings, path=path or None, wording=wording)
+    elif path:
+        raise ValueError(f"task.data: {name} is made here and takes no file, got {path}")
     return settings if limit is None else replace(settings, limit=limit)
 
 
@@ -358,12 +371,3 @@ def method_config(key: str, settings: Any) -> Any:
         raise ValueError(f"{where}: {str(error.__cause__ or error).splitlines()[0]}") from error
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from error
-
-
-def _expect_some(name: str, values: Sequence[Any], least: float | None = None) -> None:
-    """Raise ValueError unless there are `values`, each of at least `least`."""
-    if not values:
-        raise ValueError(f"{name}: expected at least one value, got none")
-    if least is not None:
-        for value in values:
-            expect_at_least(name, value, least)

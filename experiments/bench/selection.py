@@ -61,12 +61,16 @@ def chosen_cases(families: Sequence[str], shapes: str, on_gpu: bool) -> list[tup
     }
     if shapes not in SETS:
         return _matching(tables, shapes, on_gpu)
-    if not on_gpu:
-        return [(family, case) for family, cases in tables.items() for case in _smallest(cases)]
-    timed = {family: [case for case in cases if case.bench] for family, cases in tables.items()}
-    if shapes == "quick":
-        timed = {family: _spread(cases) for family, cases in timed.items()}
-    return [(family, case) for family, cases in timed.items() for case in cases]
+    if on_gpu:
+        timed = {family: [case for case in cases if case.bench] for family, cases in tables.items()}
+        chosen = {family: _spread(cases) for family, cases in timed.items()} if shapes == "quick" else timed
+    else:  # one case that the interpreter finishes in seconds; one that is timed, where there is such a case
+        small = {
+            family: [case for case in cases if "large" not in case.tags and (case.bench or case.gate)]
+            for family, cases in tables.items()
+        }
+        chosen = {family: sorted(cases, key=lambda case: not case.bench)[:1] for family, cases in small.items()}
+    return [(family, case) for family, cases in chosen.items() for case in cases]
 
 
 def _matching(tables: dict[str, tuple[Case, ...]], pattern: str, on_gpu: bool) -> list[tuple[str, Case]]:
@@ -80,12 +84,6 @@ def _matching(tables: dict[str, tuple[Case, ...]], pattern: str, on_gpu: bool) -
     if not fitting:
         raise ValueError(f"shapes={pattern}: its {len(found)} cases are too large for the interpreter; use a GPU")
     return fitting
-
-
-def _smallest(cases: Sequence[Case]) -> list[Case]:
-    """One case that the interpreter finishes in seconds; one that is timed, where there is such a case."""
-    small = [case for case in cases if "large" not in case.tags and (case.bench or case.gate)]
-    return sorted(small, key=lambda case: not case.bench)[:1]
 
 
 def _spread(cases: Sequence[Case]) -> list[Case]:

@@ -2,25 +2,26 @@
 
 On a GPU a call is timed in two ways, and a ratio is only taken between two times of one kind. `time_function` captures
 calls in a CUDA graph and times its replays by events, so that the number is device time without Python or launch
-overhead. The calls take copies of the inputs in turn that together exceed the L2 cache, so that each finds it cold
-(`Timing.cache` says where tiny inputs could not). `time_in_turn` does the same for both sides of a ratio, one replay of
-each after the other. `time_calls` times calls as a program makes them, launches included. Elsewhere all use
-`time.perf_counter`. All warm up first, are bounded in time, and report the median with the 20 % and 80 % quantiles.
+overhead. The calls take copies of the inputs that together exceed the L2 cache, one after the other, so that each finds
+it cold (`Timing.cache` says where tiny inputs could not). `time_interleaved` does the same for both sides of a ratio,
+one replay of each after the other. `time_calls` times calls as a program makes them, launches included. Elsewhere all
+use `time.perf_counter`. All warm up first, are bounded in time, and report the median with the 20 % and 80 % quantiles.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from experiments.app.provenance import git_revision, machine, versions
+from specdec_kernels.parity import bytes_in
 
 _MAX_COPIES = 256
 _FEWEST_REPEATS = 3
@@ -28,7 +29,7 @@ _FEWEST_CALLS = 4  # of a graph, which share what starting a replay takes
 _WARM_UP_MS = 50.0
 
 Side = tuple[Callable[..., Any], Sequence[dict[str, Any]]]
-"""A function, and the arguments that its calls take in turn."""
+"""A function, and the arguments of its calls, one after the other."""
 
 
 @dataclass(frozen=True)
@@ -65,35 +66,15 @@ class Timing:
 
 
 def provenance(device: str) -> dict[str, Any]:
-    """What a number depends on beside the arguments: machine, versions, revision (`-dirty` with changes)."""
+    """The conditions of a number, arguments aside: machine, versions, revision (`-dirty` with changes)."""
     return dict(machine=machine(device), platform=platform.platform(), versions=versions(), git_revision=git_revision())
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors inside nested tuples, lists, dicts and dataclasses."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))
-
-
-def bytes_in(value: Any) -> int:
-    """Bytes that the tensors in `value` address."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(value))
 
 
 def cold_copies(inputs: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
     """`inputs`, on a GPU with as many copies as fill its L2 cache twice, at most 256."""
     if device.type != "cuda":
         return [inputs]
-    wanted = 2 * _l2_bytes(device)
+    wanted = 2 * torch.cuda.get_device_properties(device).L2_cache_size
     copies = min(_MAX_COPIES, max(1, -(-wanted // max(1, bytes_in(inputs)))))
     return [inputs, *(deepcopy(inputs) for _ in range(copies - 1))]
 
@@ -101,34 +82,39 @@ def cold_copies(inputs: dict[str, Any], device: torch.device) -> list[dict[str, 
 def time_function(
     function: Callable[..., Any], arguments: Sequence[dict[str, Any]], device: torch.device, limits: Limits
 ) -> Timing:
-    """Device time of `function(**a)`, taking `arguments` in turn, in a graph on a GPU and by the clock elsewhere.
+    """Device time of `function(**a)` for each of `arguments`, in a graph on a GPU and by the clock elsewhere.
 
     On a GPU the function must not read back from the device. Raises ValueError where there are no arguments.
     """
-    return time_in_turn([(function, arguments)], device, limits)[0]
+    return time_interleaved([(function, arguments)], device, limits)[0]
 
 
-def time_in_turn(sides: Sequence[Side], device: torch.device, limits: Limits) -> list[Timing]:
+def time_interleaved(sides: Sequence[Side], device: torch.device, limits: Limits) -> list[Timing]:
     """As `time_function`, of several functions whose measurements take turns: ours, theirs, ours, theirs, ... So both
     sides of a ratio find the same clocks and temperature."""
-    for _, arguments in sides:
-        _expect_some(arguments)
-    if device.type != "cuda":
-        return _time_by_clock(sides, limits)
-    samples = _replay_ms(sides, limits)
-    return [
-        _summary(of_side, "cuda graph replay", _cache_state(arguments, device))
-        for of_side, (_, arguments) in zip(samples, sides, strict=True)
-    ]
+    if not all(arguments for _, arguments in sides):
+        raise ValueError("arguments: expected at least one set, got none")
+    if device.type == "cuda":
+        samples = _replay_ms(sides, limits)
+        return [
+            _summary(of_side, "cuda graph replay", _cache_state(arguments, device))
+            for of_side, (_, arguments) in zip(samples, sides, strict=True)
+        ]
+    samples = [[] for _ in sides]
+    for index in range(-limits.warmup, limits.repeats):
+        for (function, arguments), of_side in zip(sides, samples, strict=True):
+            chosen, start = arguments[index % len(arguments)], time.perf_counter()
+            function(**chosen)
+            of_side.append((time.perf_counter() - start) * 1e3)
+    return [_summary(of_side[limits.warmup :], "perf_counter", "not controlled") for of_side in samples]
 
 
 def time_calls(
     function: Callable[..., Any], arguments: Sequence[dict[str, Any]], device: torch.device, limits: Limits
 ) -> Timing:
     """As `time_function`, but of calls as they are made from Python: launches are part of the time."""
-    _expect_some(arguments)
     if device.type != "cuda":
-        return _time_by_clock([(function, arguments)], limits)[0]
+        return time_function(function, arguments, device, limits)
     function(**arguments[0])
     warmup, repeats = limits.within_budget(_synchronized_ms(lambda: function(**arguments[0])))
     samples = []
@@ -142,24 +128,8 @@ def time_calls(
     return _summary(samples[warmup:], "cuda events around a call", _cache_state(arguments, device))
 
 
-def _expect_some(arguments: Sequence[dict[str, Any]]) -> None:
-    if not arguments:
-        raise ValueError("arguments: expected at least one set, got none")
-
-
-def _time_by_clock(sides: Sequence[Side], limits: Limits) -> list[Timing]:
-    samples: list[list[float]] = [[] for _ in sides]
-    for index in range(-limits.warmup, limits.repeats):
-        for (function, arguments), of_side in zip(sides, samples, strict=True):
-            chosen = arguments[index % len(arguments)]
-            start = time.perf_counter()
-            function(**chosen)
-            of_side.append((time.perf_counter() - start) * 1e3)
-    return [_summary(of_side[limits.warmup :], "perf_counter", "not controlled") for of_side in samples]
-
-
 def _synchronized_ms(call: Callable[[], object]) -> float:
-    """Milliseconds of one call by the clock of the host, between two synchronisations."""
+    """Milliseconds of one call by the clock of the host."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     call()
@@ -191,7 +161,7 @@ def _replay_ms(sides: Sequence[Side], limits: Limits) -> list[list[float]]:
 def _captured(
     function: Callable[..., Any], arguments: Sequence[dict[str, Any]]
 ) -> tuple[torch.cuda.CUDAGraph, int, list[Any]]:
-    """A graph with calls of `function` over `arguments` in turn, their number, and their results."""
+    """A graph with calls of `function` over `arguments` one after the other, their number, and their results."""
     torch.cuda.synchronize()  # the copies of the inputs are made on another stream
     aside = torch.cuda.Stream()
     with torch.cuda.stream(aside):
@@ -216,19 +186,13 @@ def back_to_back_ms(call: Callable[[], object], warmup: int, repeats: int) -> li
     return [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
 
 
-def _l2_bytes(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).L2_cache_size)
-
-
 def _cache_state(arguments: Sequence[dict[str, Any]], device: torch.device) -> str:
     """Whether a round over the arguments pushes each of them out of the L2 cache before its next turn."""
-    held, cache = sum(bytes_in(each) for each in arguments), _l2_bytes(device)
+    held, cache = sum(bytes_in(each) for each in arguments), torch.cuda.get_device_properties(device).L2_cache_size
     state = "cold" if held > cache else "warm"
     return f"{state}: {len(arguments)} inputs hold {held / 2**20:.1f} MiB, L2 {cache / 2**20:.0f} MiB"
 
 
 def _summary(samples_ms: list[float], clock: str, cache: str) -> Timing:
-    low, median, high = torch.tensor(samples_ms, dtype=torch.float64).quantile(
-        torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
-    )
-    return Timing(median.item(), low.item(), high.item(), len(samples_ms), clock, cache)
+    low, median, high = np.quantile(samples_ms, (0.2, 0.5, 0.8)).tolist()
+    return Timing(median, low, high, len(samples_ms), clock, cache)

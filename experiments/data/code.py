@@ -1,6 +1,6 @@
 """Python source that every Python installation already has: the standard library.
 
-Nothing is copied into the repository: files are found at run time. The pure-Python modules of `HELDOUT_MODULES` are
+Files are found at run time, not copied into the repository. The pure-Python modules of `HELDOUT_MODULES` are
 kept out of training, and the code prompts are beginnings of functions from exactly these modules.
 """
 
@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 
 # fmt: off
@@ -34,10 +35,9 @@ EXCLUDED_FOLDERS = frozenset(
 
 @dataclass(frozen=True)
 class FunctionBeginning:
-    """The first lines of a function and where they come from."""
+    """The first lines of a function, and the module that holds it."""
 
     module: str
-    name: str
     prompt: str
 
 
@@ -53,15 +53,13 @@ def heldout_files() -> list[Path]:
 
 def training_files() -> list[Path]:
     """Standard-library source files used for training, sorted; never a held-out module."""
-    root = stdlib_folder()
-    files = []
-    for path in sorted(root.rglob("*.py")):
+    root, heldout = stdlib_folder(), set(heldout_files())
+
+    def generated(path: Path) -> bool:
         parts = path.relative_to(root).parts
-        generated = EXCLUDED_FOLDERS.intersection(parts) or any(part.startswith("config-") for part in parts)
-        heldout = len(parts) == 1 and path.stem in HELDOUT_MODULES
-        if not generated and not heldout:
-            files.append(path)
-    return files
+        return any(part in EXCLUDED_FOLDERS or part.startswith("config-") for part in parts)
+
+    return [path for path in sorted(root.rglob("*.py")) if path not in heldout and not generated(path)]
 
 
 def read_source(path: Path) -> str | None:
@@ -72,17 +70,6 @@ def read_source(path: Path) -> str | None:
         return None
 
 
-def _beginning(module: str, lines: list[str], node: ast.FunctionDef) -> FunctionBeginning | None:
-    total = (node.end_lineno or node.lineno) - node.lineno + 1
-    header = node.body[0].lineno - node.lineno
-    keep = min(MAX_PROMPT_LINES, max(MIN_PROMPT_LINES, header + total // 3))
-    chosen = lines[node.lineno - 1 : node.lineno - 1 + keep]
-    prompt = textwrap.dedent("\n".join(chosen)) + "\n"
-    if total - keep < MIN_REMAINING_LINES or header >= keep or len(prompt) > MAX_PROMPT_CHARS:
-        return None
-    return FunctionBeginning(module, node.name, prompt)
-
-
 def beginnings_of(path: Path) -> Iterator[FunctionBeginning]:
     """Beginnings of the functions of one file that are long enough to be continued, in source order."""
     source = read_source(path)
@@ -91,19 +78,22 @@ def beginnings_of(path: Path) -> Iterator[FunctionBeginning]:
     lines = source.splitlines()
     nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
     for node in sorted(nodes, key=lambda node: node.lineno):
-        if beginning := _beginning(path.stem, lines, node):
-            yield beginning
+        total = (node.end_lineno or node.lineno) - node.lineno + 1
+        header = node.body[0].lineno - node.lineno
+        keep = min(MAX_PROMPT_LINES, max(MIN_PROMPT_LINES, header + total // 3))
+        prompt = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.lineno - 1 + keep])) + "\n"
+        if total - keep >= MIN_REMAINING_LINES and header < keep and len(prompt) <= MAX_PROMPT_CHARS:
+            yield FunctionBeginning(path.stem, prompt)
 
 
 @cache
 def _heldout_beginnings() -> tuple[FunctionBeginning, ...]:
-    modules = [list(beginnings_of(path)) for path in heldout_files()]
-    longest = max((len(found) for found in modules), default=0)
-    return tuple(found[i] for i in range(longest) for found in modules if i < len(found))
+    rounds = zip_longest(*(beginnings_of(path) for path in heldout_files()))
+    return tuple(found for of_round in rounds for found in of_round if found is not None)
 
 
 def function_beginnings(count: int = DEFAULT_COUNT) -> list[FunctionBeginning]:
-    """`count` prompts, one from each held-out module in turn. Raises ValueError where the modules have fewer."""
+    """`count` prompts, from each held-out module one after another. Raises ValueError where the modules have fewer."""
     available = _heldout_beginnings()
     if count > len(available):
         raise ValueError(f"data=code has {len(available)} function beginnings in {stdlib_folder()}, got count={count}")

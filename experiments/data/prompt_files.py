@@ -54,7 +54,8 @@ def read_records(path: str | Path, key: str = "data.path") -> list[Record]:
     if text.lstrip().startswith("["):
         items = [(f"{file}: item {i}", item) for i, item in enumerate(_parse(str(file), text), start=1)]
     else:
-        lines = [(f"{file}:{i}", line) for i, line in enumerate(text.splitlines(), start=1) if line.strip()]
+        # str.splitlines would also split at U+0085, U+2028 and U+2029, which JSON strings may hold.
+        lines = [(f"{file}:{i}", line) for i, line in enumerate(text.split("\n"), start=1) if line.strip()]
         items = [(where, _parse(where, line)) for where, line in lines]
     if not items:
         raise DataError(f"{file}: the file holds no prompts; put one JSON object on each line, or set another {key}")

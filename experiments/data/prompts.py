@@ -8,27 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, make_dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
 from experiments.data.prompt_files import DataError, Record, read_records
-from experiments.data.public import PUBLIC_SETS, read_public
-from specdec_kernels.checks import expect_at_least
+from experiments.data.public import PUBLIC_SETS, WORDINGS, read_public, same_boxed, same_number
+from specdec_kernels.checks import expect_at_least, expect_choice
+
+if TYPE_CHECKING:
+    from algorithms.models.tokenizer import Tokenizer
 
 __all__ = ["DataConfig", "DataError", "JsonlData", "Prompt", "PromptSet", "datasets", "load_prompts"]
 
 SHIPPED = Path(__file__).parent
-"""Where the prompt files of this project are."""
-
-
-class Encoder(Protocol):
-    """What encoding a prompt needs of a tokenizer."""
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def encode_chat(self, turns: Sequence[str], replies: Sequence[str] = ()) -> list[int]: ...
+"""The folder of this project's prompt files."""
 
 
 @dataclass(frozen=True)
@@ -36,19 +32,19 @@ class Prompt:
     """The input of one request, or of several in a row: the turns of a conversation."""
 
     text: str
-    """What is shown, and what is encoded where there are no `turns`."""
+    """Shown in reports, and encoded where there are no `turns`."""
     turns: tuple[str, ...] | None = None
-    """User turns of a conversation, in order. Each is asked when the one before has been answered."""
+    """User turns of a conversation, in order. Each becomes a request after the answer to the previous one."""
     raw: bool = False
-    """Encode `text` as it stands, without the chat template."""
+    """Encode `text` without the chat template."""
     answer: str | None = None
     stop_strings: tuple[str, ...] = ()
     where: str = ""
     """Place in a file, as `file:line`."""
     category: str | None = None
-    """What kind of prompt this is, in sets that name kinds."""
+    """The kind of the prompt, in sets that name kinds."""
     grammar: Mapping[str, Any] | None = None
-    """What the answer must be, as `sampling.grammar` has it, in place of that; None leaves it to that."""
+    """A grammar for the answer, with the keys of `sampling.grammar`, which it replaces; None keeps that one."""
 
     @property
     def num_turns(self) -> int:
@@ -59,8 +55,8 @@ class Prompt:
         """The text of the turn `number`, from 0."""
         return self.turns[number] if self.turns else self.text
 
-    def encode(self, tokenizer: Encoder, replies: Sequence[str] = ()) -> list[int]:
-        """Token ids of the turn behind `replies`, with all before it, up to where the model is to continue."""
+    def encode(self, tokenizer: Tokenizer, replies: Sequence[str] = ()) -> list[int]:
+        """Token ids of the conversation up to the turn after `replies`, ready for the model's answer."""
         if self.raw:
             return tokenizer.encode(self.text)
         return tokenizer.encode_chat((self.turns or (self.text,))[: len(replies) + 1], replies)
@@ -86,13 +82,15 @@ class PromptSet:
 
 @dataclass
 class DataConfig:
-    """Common to all sets: `limit` keeps the first prompts, None all of them. `skip_long` leaves out those that are too
-    long for the model, instead of refusing the run. `category` keeps the prompts of one kind."""
+    """Common to all sets."""
 
     name: str = MISSING
     limit: int | None = None
+    """Keep the first prompts; null keeps all."""
     skip_long: bool = False
+    """Leave out prompts that are too long for the model, instead of refusing the run."""
     category: str | None = None
+    """Keep the prompts of one kind."""
 
     def __post_init__(self) -> None:
         expect_at_least("data.limit", self.limit, 1, nullable=True)
@@ -129,10 +127,9 @@ class CodeData(DataConfig):
     name: str = "code"
 
     def load(self) -> PromptSet:
-        from experiments.data.code import DEFAULT_COUNT, function_beginnings
+        from experiments.data.code import function_beginnings
 
-        beginnings = function_beginnings(min(self.limit or DEFAULT_COUNT, DEFAULT_COUNT))
-        return PromptSet(self.name, tuple(Prompt(item.prompt, raw=True) for item in beginnings))
+        return PromptSet(self.name, tuple(Prompt(item.prompt, raw=True) for item in function_beginnings()))
 
 
 @dataclass
@@ -157,33 +154,11 @@ class JsonlData(DataConfig):
 
 
 @dataclass
-class EditData(DataConfig):
-    """60 requests to repeat a text, a program or a table with a change: most of the answer stands in the prompt."""
-
-    name: str = "edit"
+class ShippedData(DataConfig):
+    """A set whose file lies in this folder."""
 
     def load(self) -> PromptSet:
-        return _of_file(self.name, SHIPPED / "edit.jsonl")
-
-
-@dataclass
-class StructuredData(DataConfig):
-    """24 requests for an answer in a grammar of its own: JSON schemas, regular expressions and EBNF."""
-
-    name: str = "structured"
-
-    def load(self) -> PromptSet:
-        return _of_file(self.name, SHIPPED / "structured.jsonl")
-
-
-@dataclass
-class ChatData(DataConfig):
-    """80 conversations of two turns, ten in each of the eight categories of MT-Bench."""
-
-    name: str = "chat"
-
-    def load(self) -> PromptSet:
-        return _of_file(self.name, SHIPPED / "chat.jsonl")
+        return _of_file(self.name, SHIPPED / f"{self.name}.jsonl")
 
 
 @dataclass
@@ -208,38 +183,49 @@ class PublicData(DataConfig):
     """A public set in its published fields: from the local file `path`, or from the hub where `path` is None."""
 
     path: str | None = None
+    wording: str = "own"
+    """`own`, or `field`: the instructions of the field's tables."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        expect_choice("data.wording", self.wording, WORDINGS)
 
     def load(self) -> PromptSet:
         source = PUBLIC_SETS[self.name]
-        records = read_public(self.name, self.path)
         prompts = tuple(
-            Prompt.of_turns(source.turns(record), source.answer(record), _category(record)) for record in records
+            Prompt.of_turns(source.worded(record, self.wording), source.known_answer(record), _category(record))
+            for record in read_public(self.name, self.path)
         )
-        if source.correct is None:
-            return PromptSet(self.name, prompts)
-        correct = source.correct
-        return PromptSet(self.name, prompts, lambda prompt, text: correct(prompt.answer or "", text))
+        correct = same_boxed if self.wording == "field" and source.correct is same_number else source.correct
+        if all(prompt.answer is None for prompt in prompts):
+            correct = None
+        return PromptSet(self.name, prompts, correct and (lambda prompt, text: correct(prompt.answer or "", text)))
 
 
-SETS: tuple[type[DataConfig], ...] = (
-    ArithmeticData,
-    CodeData,
-    EditData,
-    StructuredData,
-    ChatData,
-    JsonlData,
-    TextData,
-    *(make_dataclass(f"{name}_data", [("name", str, name)], bases=(PublicData,)) for name in PUBLIC_SETS),
-)
+SHIPPED_SETS = {
+    "edit": "60 requests to repeat a text, a program or a table with a change: the prompt holds most of the answer.",
+    "structured": "24 requests for an answer in a grammar of its own: JSON schemas, regular expressions and EBNF.",
+    "chat": "80 conversations of two turns, ten in each of the eight categories of MT-Bench.",
+}
 
 
+RUN_LIMITS = {"arithmetic": 2, "code": 8, "edit": 8, "chat": 8} | dict.fromkeys(PUBLIC_SETS, 16)
+"""`data.limit` of a run of `data=NAME` that gives none: less than a minute for `arithmetic` in the interpreter."""
+
+
+@cache
 def datasets() -> dict[str, type[DataConfig]]:
     """Configuration classes of all sets by name."""
-    return {kind.name: kind for kind in SETS}
+    found: dict[str, type[DataConfig]] = {kind.name: kind for kind in (ArithmeticData, CodeData, JsonlData, TextData)}
+    for base, docs in ((ShippedData, SHIPPED_SETS), (PublicData, dict.fromkeys(PUBLIC_SETS, PublicData.__doc__))):
+        for name, doc in docs.items():
+            namespace = {"__doc__": doc}
+            found[name] = make_dataclass(f"{name}_data", [("name", str, name)], bases=(base,), namespace=namespace)
+    return found
 
 
 def load_prompts(config: DataConfig) -> PromptSet:
-    """The prompts that `config` asks for, at most `config.limit`. Raises DataError naming what cannot be used."""
+    """The prompts of `config`, at most `config.limit`. Raises DataError naming the unusable source."""
     loaded = config.load()
     prompts = loaded.prompts
     if config.category is not None:
@@ -251,8 +237,7 @@ def load_prompts(config: DataConfig) -> PromptSet:
 
 
 def _of_file(name: str, path: str | Path, raw: bool = False) -> PromptSet:
-    records = read_records(path)
-    return PromptSet(name, tuple(replace(_file_prompt(record, raw), where=record.where) for record in records))
+    return PromptSet(name, tuple(_file_prompt(record, raw) for record in read_records(path)))
 
 
 def _category(record: Record) -> str | None:
@@ -265,15 +250,13 @@ def _file_prompt(record: Record, raw: bool) -> Prompt:
     if len(present) != 1:
         found = ", ".join(map(repr, record.fields)) or "no key"
         raise DataError(f"{record.where}: expected either key 'prompt' or key 'turns', got {found}")
-    answer = record.fields.get("answer")
-    if answer is not None and not isinstance(answer, (str, int, float)):
-        raise DataError(f"{record.where}: key 'answer': expected a string or a number, got {answer!r}")
-    answer = None if answer is None else str(answer)
-    grammar = record.fields.get("grammar")
-    if grammar is not None and not isinstance(grammar, dict):
-        raise DataError(f"{record.where}: key 'grammar': expected a mapping, got {grammar!r}")
-    if present == ["prompt"]:
-        return Prompt(record.text("prompt"), raw=raw, answer=answer, category=_category(record), grammar=grammar)
-    if raw:
+    for key, kinds, expected in (("answer", (str, int, float), "a string or a number"), ("grammar", dict, "a mapping")):
+        value = record.fields.get(key)
+        if value is not None and not isinstance(value, kinds):
+            raise DataError(f"{record.where}: key '{key}': expected {expected}, got {value!r}")
+    answer, grammar = record.fields.get("answer"), record.fields.get("grammar")
+    turns = record.texts("turns") if present == ["turns"] else None
+    if turns and raw:
         raise DataError(f"{record.where}: 'turns' need the chat template; leave data.raw=false, or use key 'prompt'")
-    return replace(Prompt.of_turns(record.texts("turns"), answer, _category(record)), grammar=grammar)
+    text, given = "\n\n".join(turns) if turns else record.text("prompt"), None if answer is None else str(answer)
+    return Prompt(text, turns, raw, given, where=record.where, category=_category(record), grammar=grammar)

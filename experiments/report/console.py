@@ -1,33 +1,27 @@
-"""What a run shows in the terminal beside its table: live progress, acceptance, the time of a step, samples."""
+"""Output of a run besides its table: live progress, acceptance, the time of a step, samples."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from rich.bar import Bar
 from rich.console import Console
 from rich.panel import Panel
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from experiments.app.distributed import is_main_process
-from experiments.report.page import position_counts
+from experiments.report.html_page import position_counts
 from experiments.report.plots import PHASE_COLOURS
-from experiments.report.tables import Row, counted, figure
+from experiments.report.tables import Result, counted, figure
 
 if TYPE_CHECKING:
-    from algorithms.runtime.session import StepReport
+    from algorithms.engine.session import StepReport
 
 OnStep = Callable[["StepReport"], None]
 BAR_WIDTH = 40
@@ -50,19 +44,13 @@ def rates(report: StepReport) -> str:
 
 @contextmanager
 def step_progress(console: Console, title: str, total: int) -> Iterator[OnStep]:
-    """A bar over finished requests. Where the output is no terminal, a line every `PLAIN_INTERVAL_S` seconds."""
+    """A bar over finished requests. Outside of a terminal, a line every `PLAIN_INTERVAL_S` seconds."""
     if not console.is_terminal:
         yield _plain_progress(console, title)
         return
-    columns = (
-        SpinnerColumn(),
-        TextColumn("[bold]{task.description:<14}"),
-        BarColumn(bar_width=30),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rates]}"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
+    description, shown = TextColumn("[bold]{task.description:<14}"), TextColumn("{task.fields[rates]}")
+    parts = (SpinnerColumn(), description, BarColumn(bar_width=30), MofNCompleteColumn(), shown, TimeElapsedColumn())
+    with Progress(*parts, console=console) as progress:
         task = progress.add_task(title, total=total, rates="")
         yield lambda report: progress.update(task, completed=report.num_finished, rates=rates(report))
 
@@ -80,43 +68,39 @@ def _plain_progress(console: Console, title: str) -> OnStep:
     return on_step
 
 
-def bar(share: float, width: int = BAR_WIDTH) -> str:
-    """A bar of `share` of `width` characters, to an eighth of a character."""
-    eighths = round(max(0.0, min(1.0, share)) * width * 8)
-    return "█" * (eighths // 8) + ("", *"▏▎▍▌▋▊▉")[eighths % 8]
+def bar_chart(title: str, bars: Iterable[tuple[str, float, str, str]]) -> Table:
+    """Horizontal bars, each of (label, share in [0, 1], colour, value as text)."""
+    chart = Table.grid(padding=(0, 1))
+    chart.add_row("", Text(title, style="bold"))
+    for label, share, colour, value in bars:
+        chart.add_row(label, Bar(1, 0, max(0.0, min(1.0, share)), width=BAR_WIDTH, color=colour), value)
+    return chart
 
 
-def acceptance_chart(row: Row) -> Table:
+def acceptance_chart(result: Result) -> Table:
     """Acceptance of each draft position, among the steps that reached it and had a draft, with its counts."""
-    chart = Table.grid(padding=(0, 1))
-    chart.add_row("", Text("acceptance by draft position", style="bold"))
-    for index, rate in enumerate(row["acceptance_at"]):
-        if rate is not None:
-            counts = position_counts(row, index)
-            chart.add_row(f"{index + 1:>4}", Text(bar(rate), style="green"), f"{rate:6.1%} {counts}")
-    return chart
+    rates = [(i, rate) for i, rate in enumerate(result["acceptance_at"]) if rate is not None]
+    bars = ((f"{i + 1:>4}", rate, "green", f"{rate:6.1%} {position_counts(result, i)}") for i, rate in rates)
+    return bar_chart("acceptance by draft position", bars)
 
 
-def ledger_chart(row: Row) -> Table:
+def phase_chart(result: Result) -> Table:
     """Milliseconds per step by phase."""
-    ledger, steps = row["ledger_ms"], max(1, row["num_steps"])
-    total = sum(ledger.values()) or 1.0
-    chart = Table.grid(padding=(0, 1))
-    chart.add_row("", Text("time of a step", style="bold"))
-    for phase, spent in ledger.items():
-        filled = Text(bar(spent / total), style=PHASE_COLOURS[phase])
-        chart.add_row(f"{phase:>7}", filled, f"{spent / steps:9.2f} ms {spent / total:6.1%}")
-    return chart
+    phases, steps = result["phase_times_ms"], max(1, result["num_steps"])
+    total = sum(phases.values()) or 1.0
+    values = ((name, ms / total, f"{ms / steps:9.2f} ms {ms / total:6.1%}") for name, ms in phases.items())
+    bars = ((f"{name:>7}", share, PHASE_COLOURS[name], value) for name, share, value in values)
+    return bar_chart("time of a step", bars)
 
 
-def prediction_line(row: Row) -> str:
-    """The decode speedup as the product of what predicts it and of the factors between that and the measured one."""
-    found = row["prediction"]
+def prediction_line(result: Result) -> str:
+    """The decode speedup as a product: what step times predict, and the factors between that and the measured one."""
+    found = result["prediction"]
     return (
-        f"decode speedup {figure(row['speedup_decode'], 2, '×')} = predicted {figure(found['predicted'], 2, '×')} · "
-        f"occupancy {figure(found['occupancy'], 2)} · kept {figure(found['kept'], 2)}\n"
-        f"predicted = {figure(row['tokens_per_step'], 2)} tokens/step / {figure(found['step_time_ratio'], 2)}, "
-        "the time of a step over the baseline's"
+        f"decode speedup {figure(result['speedup_decode'], 2, '×')} = predicted {figure(found['predicted'], 2)} × "
+        f"occupancy {figure(found['occupancy'], 2)} × kept {figure(found['kept'], 2)}\n"
+        f"predicted {figure(found['predicted'], 2, '×')} = {figure(result['tokens_per_step'], 2)} tokens/step over a "
+        f"step time of {figure(found['step_time_ratio'], 2, '×')} the baseline's"
     )
 
 
@@ -125,11 +109,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)
 
 
-def sample_panel(record: Row, tail: int = 300) -> Panel:
-    """The end of one prompt and the text that followed. `record` is a line of requests.jsonl."""
+def sample_panel(record: Result, tail: int = 300) -> Panel:
+    """The end of one prompt and its output. `record` is a line of requests.jsonl."""
     prompt = record["prompt"] if len(record["prompt"]) <= tail else "…" + record["prompt"][-tail:]
-    prompt, text = printable(prompt), printable(record["text"])
+    prompt, output = printable(prompt), printable(record["text"])
     steps = counted(max(1, len(record["accepted_counts"])), "step")
-    verdict = f" · {record['verdict']}" if record["verdict"] else ""
+    verdict = f" · {'truncated' if record['verdict'] == 'cut' else record['verdict']}" if record["verdict"] else ""
     title = f"request {record['id']} · {counted(len(record['token_ids']), 'token')} in {steps}{verdict}"
-    return Panel(Text.assemble((prompt, "dim"), "\n\n", text), title=title, title_align="left", width=PANEL_WIDTH)
+    return Panel(Text.assemble((prompt, "dim"), "\n\n", output), title=title, title_align="left", width=PANEL_WIDTH)

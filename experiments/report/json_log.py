@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,14 @@ def json_lines(values: Iterable[Any]) -> str:
     return "".join(to_json(value, indent=None) + "\n" for value in values)
 
 
+def read_json_lines(path: Path) -> list[Any]:
+    """The values of a file of JSON lines. Lines end at line feeds alone: JSON strings may hold U+2028 and the like.
+
+    Raises OSError and ValueError.
+    """
+    return [json.loads(line) for line in path.read_bytes().split(b"\n") if line.strip()]
+
+
 class JsonLog:
     """Objects in the order in which they were added; each is on disk when `append` returns."""
 
@@ -27,22 +36,16 @@ class JsonLog:
         self.path = path
         self.entries: list[dict[str, Any]] = []
         self._file: TextIO | None = None
-        if path.exists():
-            self._take_in()
-
-    def _take_in(self) -> None:
+        if not path.exists():
+            return
         whole = 0
-        for line in self.path.read_bytes().splitlines(keepends=True):
-            try:
+        with suppress(ValueError):
+            for line in path.read_bytes().splitlines(keepends=True):
                 entry = json.loads(line)
-            except ValueError:
-                break
-            if not line.endswith(b"\n"):
-                break
-            self.entries.append(entry)
-            whole += len(line)
-        with open(self.path, "r+b") as file:
-            file.truncate(whole)
+                if line.endswith(b"\n"):
+                    self.entries.append(entry)
+                    whole += len(line)
+        os.truncate(path, whole)
 
     def append(self, entry: Mapping[str, Any]) -> None:
         """Add `entry` as one line."""

@@ -1,357 +1,315 @@
-"""The figures of one decoding, as plain numbers. docs/reading_a_report.md explains them to readers.
+"""Every figure of a decoding: its key in `summary.json`, its type, what it means, and how tables show it.
 
-Over all steps of all requests, with `a` the accepted drafts of a step (the bonus token excluded):
-
-    tokens_per_step      mean(a + 1), pooled; tokens that the last step drew past the stop count (num_truncated)
-    acceptance           of the steps that reached position i: accepted #(a > i), rejected #(a = i, with a draft there),
-                         no_draft #(a = i, without one)
-    acceptance_at[i]     accepted / (accepted + rejected) at i: conditional on being reached and drafted
-    ..._interval         of 95 %: tokens_per_step takes requests as independent, and acceptance_at steps (Wilson)
-    acceptance_rate      accepted drafts / drafted tokens, as vLLM defines it; all nodes of a tree count as drafted
-    decode_tokens_per_s  output tokens / time of the steps (the decode clock), all rounds together
-    wall_tokens_per_s    output tokens / time of the whole call, with prefill and scheduling (the wall clock)
-    request_tokens_per_s output tokens of a request / its time in the batch; the median over requests
-    speedup_decode       decode_tokens_per_s over the baseline's, of the same engine, requests and clock
-    speedup_wall         wall_tokens_per_s over the baseline's
+A new metric is declared here and computed in `summarize`. Tables, the glossary of pages, CSV files and trackers take it
+from the declaration.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any, TypedDict
 
-import numpy as np
-
-from experiments.app.hardware import INTERPRETER
-from experiments.report import repeats
-
-if TYPE_CHECKING:
-    from algorithms.runtime.request import Completion
-    from algorithms.runtime.session import Generation
-
-Score = Callable[[int, str], bool]
-Look = Callable[[int, Mapping[str, Any]], dict[str, Any]]
-LOW_ACCEPTANCE = 0.05
-FEWEST_REQUESTS = 4
-"""From how many requests an interval of tokens per step is told."""
-NOT_A_GPU = {
-    INTERPRETER: "Times are of Triton's interpreter on the CPU and say nothing about a GPU.",
-    "reference": "Times are of plain torch on the CPU and say nothing about a GPU.",
-}
+from experiments.report.tables import DASH, Metric, Result, columns, figure, joined
 
 
-def quantiles(values: Sequence[float], **points: float) -> dict[str, float | None]:
-    """`points` maps a name to a quantile in [0, 1]; None where there are no values."""
-    return {name: float(np.quantile(values, q)) if values else None for name, q in points.items()}
+class Quantiles(TypedDict):
+    """Median and 90 % quantile."""
+
+    p50: float | None
+    p90: float | None
 
 
-def num_accepted_histogram(accepted_counts: Sequence[int], max_depth: int) -> list[int]:
-    """Entry k: steps that accepted exactly k drafts, for k from 0 to `max_depth`."""
-    counts = Counter(accepted_counts)
-    return [counts[k] for k in range(max_depth + 1)]
+class StepTime(TypedDict):
+    """Milliseconds of a step: mean, median, 20 % and 80 % quantile."""
+
+    mean: Annotated[
+        float | None,
+        Metric("Mean time of a step; after a prefill batch it includes the wait for that.", "ms/step", digits=2),
+    ]
+    median: float | None
+    p20: Annotated[
+        float | None,
+        Metric(
+            "The 20 % and 80 % quantiles of the time of a step.",
+            "ms/step 20–80%",
+            show=lambda result: joined(result, "step_ms/p20", "step_ms/p80", digits=2, by="–"),
+        ),
+    ]
+    p80: float | None
 
 
-def acceptance_by_position(steps: Sequence[tuple[int, bool]], max_depth: int) -> dict[str, list[int]]:
-    """`accepted`, `rejected` and `no_draft`: entry i counts the steps that reached draft i + 1, by what became of it.
+class AcceptanceCounts(TypedDict):
+    """Entry i: of the steps that reached draft i + 1, those that accepted it, rejected it, or had no draft there."""
 
-    A step is (accepted drafts, whether the accepted path ended where nothing was drafted).
-    """
-    ends = Counter(steps)
-    histogram = [ends[k, False] + ends[k, True] for k in range(max_depth + 1)]
-    return {
-        "accepted": [sum(histogram[i + 1 :]) for i in range(max_depth)],
-        "rejected": [ends[i, False] for i in range(max_depth)],
-        "no_draft": [ends[i, True] for i in range(max_depth)],
-    }
+    accepted: list[int]
+    rejected: list[int]
+    no_draft: list[int]
 
 
-def conditional_acceptance(counts: Mapping[str, Sequence[int]]) -> list[float | None]:
-    """Entry i: of the steps that reached draft i + 1 and had one, the share that accepted it; None where none did."""
-    pairs = zip(counts["accepted"], counts["rejected"], strict=True)
-    return [ratio(accepted, accepted + rejected) for accepted, rejected in pairs]
+class Difference(TypedDict, total=False):
+    """The first position at which an output differs from the baseline's, and the logits of both tokens there."""
+
+    request: int
+    position: int
+    turn: int
+    token: int | None
+    baseline_token: int | None
+    logit: float | None
+    baseline_logit: float | None
+    gap: float | None
+    bound: float | None
+    numerical_tie: bool
 
 
-def acceptance_intervals(counts: Mapping[str, Sequence[int]]) -> list[list[float] | None]:
-    """The 95 % interval (Wilson) of each entry of `conditional_acceptance`; it takes the steps as independent."""
-    pairs = zip(counts["accepted"], counts["rejected"], strict=True)
-    return [repeats.wilson(accepted, accepted + rejected) for accepted, rejected in pairs]
+class Lossless(TypedDict):
+    """Requests that were compared with the baseline, those with equal tokens, and those that differ at a tie."""
+
+    checked: int
+    identical: int
+    near_ties: int
+    first_difference: Difference | None
 
 
-def ratio(numerator: float, denominator: float) -> float | None:
-    """`numerator / denominator`, None for a denominator of 0."""
-    return numerator / denominator if denominator else None
+class Answers(TypedDict):
+    """Numbers of right, wrong and truncated answers."""
+
+    right: int
+    wrong: int
+    cut: int
 
 
-def summarize_method(
-    generation: Generation, max_depth: int, rounds: Sequence[Generation] | None = None
-) -> dict[str, Any]:
-    """The figures of one decoding of all requests; times are those of `rounds`, of this decoding alone if None."""
-    completions = generation.completions
-    accepted = [count for completion in completions for count in completion.accepted_counts]
-    drafted = sum(count for completion in completions for count in completion.drafted_counts)
-    ends = [step for c in completions for step in zip(c.accepted_counts, c.ran_out, strict=True)]
-    positions = acceptance_by_position(ends, max_depth)
-    output_tokens = sum(len(completion.token_ids) for completion in completions)
-    emitted = [sum(c.accepted_counts) + len(c.accepted_counts) for c in completions]
-    return {
-        "num_requests": len(completions),
-        "num_failed": sum(bool(completion.error) for completion in completions),
-        "num_cut": sum(completion.finish_reason == "length" for completion in completions),
-        "num_constrained": sum(completion.parsed is not None for completion in completions),
-        "num_parsed": sum(bool(completion.parsed) for completion in completions),
-        "output_tokens": output_tokens,
-        "num_truncated": sum(completion.num_truncated for completion in completions),
-        "tokens_per_step": ratio(sum(emitted), len(accepted)),
-        "tokens_per_step_interval": _interval_of_steps(emitted, completions) if max_depth else None,
-        "num_accepted_histogram": num_accepted_histogram(accepted, max_depth),
-        "acceptance": positions,
-        "acceptance_at": conditional_acceptance(positions),
-        "acceptance_at_interval": acceptance_intervals(positions),
-        "num_accepted": sum(accepted),
-        "num_drafted": drafted,
-        "acceptance_rate": ratio(sum(accepted), drafted),
-        **summarize_times([generation] if rounds is None else rounds),
-        "finish_reasons": dict(Counter(completion.finish_reason for completion in completions)),
-    }
+class Prediction(TypedDict):
+    """speedup_decode = predicted × occupancy × kept, and predicted = tokens_per_step / step_time_ratio."""
+
+    predicted: Annotated[
+        float | None,
+        Metric("Decode speedup that tokens/step and mean step times predict.", "predicted", digits=2, unit="×"),
+    ]
+    step_time_ratio: Annotated[float | None, Metric("Mean time of a step over the baseline's.")]
+    occupancy: Annotated[float | None, Metric("Requests in a step over the baseline's.")]
+    kept: Annotated[float | None, Metric("Share of produced tokens that are output, over the baseline's.")]
 
 
-def _interval_of_steps(emitted: Sequence[int], completions: Sequence[Completion]) -> list[float] | None:
-    """The interval of tokens per step, from requests that `emitted` so many tokens; None for so few that it would be
-    wider than the figure."""
-    if len(completions) < FEWEST_REQUESTS:
+class RoundRates(TypedDict):
+    """The rates of each round."""
+
+    decode_tokens_per_s: list[float]
+    wall_tokens_per_s: list[float]
+
+
+def _acceptance_by_position(result: Result) -> str:
+    rates = [None if rate is None else 100 * rate for rate in result["acceptance_at"][:6]]
+    return " ".join(figure(rate, 0) for rate in rates or [None])
+
+
+class AcceptanceFigures(TypedDict):
+    """Acceptance of steps, in every task that counts steps."""
+
+    num_requests: Annotated[int, Metric("Number of requests.", "requests", digits=0)]
+    output_tokens: Annotated[int, Metric("Output tokens of all requests.")]
+    row_steps: Annotated[int, Metric("Steps times the requests in them.", "steps", digits=0)]
+    tokens_per_step: Annotated[
+        float | None,
+        Metric(
+            "Mean of accepted drafts plus the bonus token, pooled over all steps of all requests; the field also calls "
+            "it the acceptance length. ± takes requests as independent, from four on.",
+            "tokens/step",
+            digits=2,
+        ),
+    ]
+    tokens_per_step_interval: list[float] | None
+    num_accepted_histogram: Annotated[list[int], Metric("Entry k: steps that accepted exactly k drafts.")]
+    acceptance: Annotated[AcceptanceCounts, Metric("Steps that reached each draft position, by what became of it.")]
+    acceptance_at: Annotated[
+        list[float | None],
+        Metric(
+            "Of the steps that reached a draft position and had a draft there, the share that accepted it.",
+            "acceptance % at 1…6",
+            show=_acceptance_by_position,
+        ),
+    ]
+    acceptance_at_interval: Annotated[list[list[float] | None], Metric("Wilson's 95 % interval of each entry.")]
+
+
+class Times(TypedDict):
+    """Times of the rounds of a decoding. Rates are pooled over the rounds, sums are means over them."""
+
+    decode_tokens_per_s: Annotated[
+        float | None,
+        Metric(
+            "Output tokens over the time of the steps, all rounds together; prefill and scheduling are outside. ± is "
+            "the half-width of the 95 % interval over rounds.",
+            "decode tokens/s",
+        ),
+    ]
+    wall_tokens_per_s: Annotated[
+        float | None,
+        Metric(
+            "Output tokens over the time from the first request to the last token, prefill included.", "wall tokens/s"
+        ),
+    ]
+    decode_tokens_per_s_interval: list[float] | None
+    wall_tokens_per_s_interval: list[float] | None
+    rounds: Annotated[RoundRates, Metric("The rate of each round.")]
+    request_tokens_per_s: Annotated[float | None, Metric("Output tokens of a request over its time; the median.")]
+    num_steps: Annotated[int, Metric("Steps of the engine in the first round.")]
+    launched_rows: Annotated[int, Metric("As row_steps, with the steps that were launched before an end was read.")]
+    ttft_ms: Annotated[
+        Quantiles,
+        Metric(
+            "Median and 90 % quantile of the time from the start of a request to its first token.",
+            "first token ms p50/p90",
+            show=lambda result: joined(result, "ttft_ms/p50", "ttft_ms/p90", digits=1, by="/"),
+        ),
+    ]
+    step_ms: StepTime
+    prefill_ms: Annotated[float, Metric("Time of prefill. In steps with mixed prefill: what the prompts add.")]
+    decode_ms: Annotated[float, Metric("Time of all steps (the decode clock).")]
+    wall_ms: Annotated[float, Metric("Time of the whole call (the wall clock).")]
+    phase_times_ms: Annotated[dict[str, float], Metric("Time of all steps by phase.")]
+    launch_ms: Annotated[float, Metric("The host's own time to start the steps.")]
+
+
+class Counts(AcceptanceFigures):
+    """Figures of outputs and drafts that do not depend on a clock."""
+
+    num_failed: Annotated[int, Metric("Requests that ended with an error.")]
+    num_cut: Annotated[
+        int, Metric("Requests whose output was truncated by `sampling.max_new_tokens`.", "truncated", digits=0)
+    ]
+    num_constrained: Annotated[int, Metric("Requests with a grammar.")]
+    num_parsed: Annotated[
+        int,
+        Metric(
+            "Complete outputs of their grammar, over requests that have one; a truncated output is not complete.",
+            "parsed",
+            show=lambda r: f"{r['num_parsed']}/{r['num_constrained']}" if r.get("num_constrained") else DASH,
+        ),
+    ]
+    num_truncated: Annotated[int, Metric("Tokens that last steps produced past the end of a request.")]
+    num_accepted: Annotated[int, Metric("Accepted drafts.")]
+    num_drafted: Annotated[int, Metric("Drafted tokens; every node of a tree but its root is one.")]
+    acceptance_rate: Annotated[
+        float | None,
+        Metric(
+            "Accepted drafts over all drafted tokens, as vLLM defines it; every node of a tree counts as drafted.",
+            "accepted / drafted",
+            scale=100,
+            unit="%",
+        ),
+    ]
+    finish_reasons: Annotated[dict[str, int], Metric("Reason for the end of a request, and number of requests.")]
+
+
+def num_faults(comparison: Lossless | Result) -> int:
+    """Requests that differ from the baseline at no numerical tie."""
+    return int(comparison["checked"] - comparison["identical"] - comparison.get("near_ties", 0))  # type: ignore[operator]
+
+
+def lossless_tone(result: Result) -> str | None:
+    """Good where all requests are identical, bad where one differs at no numerical tie."""
+    comparison = result["lossless"]
+    if not comparison["checked"]:
         return None
-    return repeats.ratio_interval(emitted, [len(c.accepted_counts) for c in completions])
+    if comparison["identical"] == comparison["checked"]:
+        return "good"
+    return "bad" if num_faults(comparison) else None
 
 
-def summarize_times(rounds: Sequence[Generation]) -> dict[str, Any]:
-    """The times of decodings of the same requests: rates are pooled, sums are means over the rounds."""
-
-    def mean(values: Sequence[float]) -> float:
-        return fmean(values) if values else 0.0
-
-    def rates(times: Sequence[float]) -> list[float]:
-        return [ratio(count * 1e3, ms) or 0.0 for count, ms in zip(tokens, times, strict=True)]
-
-    tokens = [sum(len(c.token_ids) for c in g.completions) for g in rounds]
-    decode, wall = [g.decode_ms for g in rounds], [g.wall_ms for g in rounds]
-    by_round = {"decode_tokens_per_s": rates(decode), "wall_tokens_per_s": rates(wall)}
-    pooled = {
-        "decode_tokens_per_s": ratio(sum(tokens) * 1e3, sum(decode)),
-        "wall_tokens_per_s": ratio(sum(tokens) * 1e3, sum(wall)),
-    }
-    phases = rounds[0].ledger_ms if rounds else {}
-    num_steps = rounds[0].num_steps if rounds else 0
-    steps = quantiles([ms for g in rounds for ms in g.step_ms], median=0.5, p20=0.2, p80=0.8)
-    request_rates = [1e3 * len(c.token_ids) / c.total_ms for g in rounds for c in g.completions if c.total_ms]
-    return {
-        **pooled,
-        **{f"{key}_interval": repeats.interval(pooled[key], by_round[key]) for key in pooled},
-        "rounds": by_round,
-        "request_tokens_per_s": quantiles(request_rates, median=0.5)["median"],
-        "num_steps": num_steps,
-        "row_steps": sum(len(c.accepted_counts) for c in rounds[0].completions) if rounds else 0,
-        "launched_rows": rounds[0].launched_rows if rounds else 0,
-        "ttft_ms": quantiles([c.ttft_ms for g in rounds for c in g.completions], p50=0.5, p90=0.9),
-        "step_ms": {"mean": ratio(mean(decode), num_steps), **steps},
-        "prefill_ms": mean([g.prefill_ms for g in rounds]),
-        "decode_ms": mean(decode),
-        "wall_ms": mean(wall),
-        "ledger_ms": {phase: mean([g.ledger_ms[phase] for g in rounds]) for phase in phases},
-        "launch_ms": mean([g.launch_ms for g in rounds]),
-    }
+def _lossless(result: Result) -> str:
+    comparison = result["lossless"]
+    if result["algo"] == "autoregressive":
+        return "reference"
+    if comparison["checked"]:
+        return f"{comparison['identical']}/{comparison['checked']}"
+    return DASH if result["rule"] == "target_only" else "by distribution"
 
 
-def compilations(names: Sequence[str]) -> dict[str, Any]:
-    """How many kernels were compiled while the clock ran, and which; `names` has one entry per compilation."""
-    return {"compiled": len(names), "compiled_kernels": sorted(set(names))}
+def _accuracy(result: Result) -> str:
+    share, answers = result.get("accuracy"), result.get("answers")
+    shown = figure(None if share is None else 100 * share, 0, "%")
+    return f"{shown} ({answers['cut']} truncated)" if answers and answers["cut"] else shown
 
 
-def against_baseline(row: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[str, Any]:
-    """Speedups of `row` over `baseline` on both clocks with their intervals, and what predicts the decode speedup."""
-    speedups = {
-        f"speedup_{clock}": ratio(row[f"{clock}_tokens_per_s"] or 0.0, baseline[f"{clock}_tokens_per_s"] or 0.0)
-        for clock in repeats.CLOCKS
-    }
-    intervals = repeats.speedup_intervals({**row, **speedups}, baseline)
-    return {**speedups, **intervals, "prediction": predict_speedup(row, baseline)}
+def _bad_if_any(result: Result) -> str | None:
+    return "bad" if result.get("compiled") else None
 
 
-def predict_speedup(method: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[str, float | None]:
-    """The decode speedup that tokens per step and step times promise, and the factors between it and the measured one.
+class MethodResult(Counts, Times):
+    """One method on one prompt set, compared with autoregressive decoding of the same requests."""
 
-    predicted = tokens_per_step / step_time_ratio, where the ratio is of mean step times. Exactly,
-
-        speedup_decode = predicted * occupancy * kept
-        occupancy      = rows per step over the baseline's; below 1 where the last requests run almost alone
-        kept           = output tokens / emitted tokens, over the baseline's; below 1 where drafts pass the stop
-    """
-
-    def per_step(side: Mapping[str, Any], key: str) -> float:
-        return side[key] / max(1, side["num_steps"])
-
-    def kept(side: Mapping[str, Any]) -> float:
-        return side["output_tokens"] / max(1, side["output_tokens"] + side["num_truncated"])
-
-    tokens = ratio(method["tokens_per_step"] or 0.0, baseline["tokens_per_step"] or 0.0)
-    slower = ratio(per_step(method, "decode_ms"), per_step(baseline, "decode_ms"))
-    return {
-        "predicted": ratio(tokens, slower) if tokens and slower else None,
-        "step_time_ratio": slower,
-        "occupancy": ratio(per_step(method, "row_steps"), per_step(baseline, "row_steps")),
-        "kept": ratio(kept(method), kept(baseline)),
-    }
-
-
-def lossless(
-    completions: Sequence[Completion],
-    baseline: Sequence[Completion] | None,
-    look: Look | None = None,
-    ties_possible: bool = True,
-) -> dict[str, Any]:
-    """How many requests have exactly the tokens of the baseline, and where the first that differs does so.
-
-    `look(index, difference)` adds the logits at a difference and says whether it is a near tie. The difference that is
-    reported is the first one that is no near tie, if there is one. Where no difference can be a near tie, that one
-    alone is looked at.
-    """
-    if baseline is None:
-        return {"checked": 0, "identical": 0, "near_ties": 0, "first_difference": None}
-    pairs = list(zip(completions, baseline, strict=True))
-    found = [(i, first_difference(*pair)) for i, pair in enumerate(pairs) if pair[0].token_ids != pair[1].token_ids]
-    looked = found if ties_possible else found[:1]
-    known = {i: look(i, difference) for i, difference in looked} if look else {}
-    seen = [difference | known.get(i, {}) for i, difference in found]
-    faults = [difference for difference in seen if not difference.get("near_tie")]
-    return {
-        "checked": len(pairs),
-        "identical": len(pairs) - len(seen),
-        "near_ties": len(seen) - len(faults),
-        "first_difference": next(iter([*faults, *seen]), None),
-    }
+    data: Annotated[str, Metric("Prompt set.", "data")]
+    method: Annotated[str, Metric("Label of the method.", "method")]
+    algo: Annotated[str, Metric("Algorithm.")]
+    rule: Annotated[str, Metric("Acceptance rule.", "rule")]
+    settings: Annotated[dict[str, Any], Metric("Every setting of the algorithm.")]
+    drafts_with_model: Annotated[bool, Metric("Whether the drafter has weights.")]
+    num_nodes: Annotated[int, Metric("Nodes verified per request and step, the root included.", "nodes", digits=0)]
+    graphs: Annotated[dict[str, Any], Metric("CUDA graphs: level, sizes, number, time and memory of their capture.")]
+    attention: Annotated[dict[str, str], Metric("What computed attention in each phase.")]
+    adaptive: Annotated[dict[str, Any] | None, Metric("`runtime.adaptive`: step times (`costs`), steps by nodes.")]
+    template: Annotated[Any, Metric("SHA-256 of the chat template, and whether the model was asked to think.")]
+    num_resumed: Annotated[int, Metric("Requests that had ended before the run was resumed.")]
+    num_timed_rounds: Annotated[int, Metric("Rounds that times are taken from: decoded whole by one process.")]
+    differing_rounds: Annotated[int, Metric("Rounds with other outputs than the first.")]
+    accuracy: Annotated[
+        float | None,
+        Metric(
+            "Right answers over right and wrong ones; truncated answers count as neither.", "accuracy", show=_accuracy
+        ),
+    ]
+    answers: Annotated[Answers | None, Metric("Numbers of right, wrong and truncated (`cut`) answers.")]
+    compiled: Annotated[
+        int,
+        Metric("Kernels that were compiled while the clock ran: 0 is good.", "compiled", digits=0, tone=_bad_if_any),
+    ]
+    compiled_kernels: Annotated[list[str], Metric("Their names.")]
+    lossless: Annotated[
+        Lossless,
+        Metric(
+            "Requests whose tokens equal autoregressive decoding with the same seeds, over requests compared.",
+            "lossless",
+            show=_lossless,
+            tone=lossless_tone,
+        ),
+    ]
+    speedup_decode: Annotated[
+        float | None, Metric("Decode tokens/s over autoregressive decoding's.", "decode speedup", digits=2, unit="×")
+    ]
+    speedup_wall: Annotated[
+        float | None, Metric("Wall tokens/s over autoregressive decoding's.", "wall speedup", digits=2, unit="×")
+    ]
+    speedup_decode_interval: list[float] | None
+    speedup_wall_interval: list[float] | None
+    prediction: Prediction | None
 
 
-def first_difference(ours: Completion, plain: Completion) -> dict[str, Any]:
-    """The first position at which two token sequences differ; a token is None where its sequence has ended."""
-    pairs = zip(ours.token_ids, plain.token_ids, strict=False)
-    shorter = min(len(ours.token_ids), len(plain.token_ids))
-    at = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
+class ThroughputResult(MethodResult):
+    """One method at one concurrency."""
 
-    def token(completion: Completion) -> int | None:
-        return completion.token_ids[at] if at < len(completion.token_ids) else None
-
-    return {"request": ours.request_id, "position": at, "token": token(ours), "baseline_token": token(plain)}
-
-
-def answer_verdict(completion: Completion, index: int, score: Score | None) -> str | None:
-    """right, wrong or cut: a text that reached its length limit before the answer. None for a set without answers."""
-    if score is None:
-        return None
-    if score(index, completion.text):
-        return "right"
-    return "cut" if completion.finish_reason == "length" else "wrong"
+    concurrency: Annotated[int, Metric("Requests at a time, at most.", "concurrency", digits=0)]
+    distinct_prompts: Annotated[int, Metric("Different prompts among the requests.")]
+    inter_token_ms: Annotated[
+        Quantiles,
+        Metric(
+            "Median and 90 % quantile, over tokens, of the time of a step divided by its tokens.",
+            "between tokens ms p50/p90",
+            show=lambda result: joined(result, "inter_token_ms/p50", "inter_token_ms/p90", digits=2, by="/"),
+        ),
+    ]
 
 
-def accuracy(completions: Sequence[Completion], score: Score | None) -> dict[str, Any]:
-    """Numbers of right, wrong and cut answers, and `accuracy`: the share of right ones among the right and wrong.
-
-    `score(index, text)` judges one answer and is None for a prompt set without answers; then all figures are None.
-    """
-    if score is None:
-        return {"accuracy": None, "answers": None}
-    counts = Counter(answer_verdict(completion, i, score) for i, completion in enumerate(completions))
-    answers = {verdict: counts[verdict] for verdict in ("right", "wrong", "cut")}
-    return {"accuracy": ratio(answers["right"], answers["right"] + answers["wrong"]), "answers": answers}
-
-
-def num_faults(comparison: Mapping[str, Any]) -> int:
-    """Requests that differ from the baseline at no near tie. `comparison` is what `lossless` gives."""
-    return int(comparison["checked"] - comparison["identical"] - comparison.get("near_ties", 0))
-
-
-def describe_difference(found: Mapping[str, Any] | None, dtype: str) -> str:
-    """Where two texts part: both tokens, their logits and the gap. Empty where nothing is known."""
-    if not found:
-        return ""
-
-    def token(prefix: str) -> str:
-        number, logit = found[f"{prefix}token"], found.get(f"{prefix}logit")
-        return "the end of the text" if number is None else f"token {number}" + _logit(logit)
-
-    text = f"request {found['request']}, position {found['position']}: {token('')}, the baseline has "
-    text += token("baseline_")
-    if (gap := found.get("gap")) is not None:
-        text += f", gap {gap:.2g}"
-        if (bound := found.get("bound")) is not None:
-            text += f", a near tie in {dtype} is at most {bound:.1g}"
-    return text
-
-
-def _logit(logit: float | None) -> str:
-    return "" if logit is None else f" (logit {logit:.6g})"
-
-
-def failures(row: Mapping[str, Any], dtype: str, exact: bool) -> list[str]:
-    """Why the texts of a row are wrong: where a run is `exact` they must be those of autoregressive decoding, near ties
-    aside."""
-    comparison = row.get("lossless")
-    if not comparison or not exact or not num_faults(comparison):
-        return []
-    differ = (
-        f"{num_faults(comparison)} of {comparison['checked']} requests differ from autoregressive decoding in {dtype}"
-    )
-    return ["; ".join(filter(None, [differ, describe_difference(comparison["first_difference"], dtype)]))]
-
-
-def warnings(row: Mapping[str, Any], dtype: str, exact: bool) -> list[str]:
-    """What a reader of a row must know: a trained drafter that is never right, tokens that differ from the baseline's,
-    kernels that the warm-up missed.
-
-    What `failures` tells is not told again.
-    """
-    found = []
-    first = row["acceptance_at"][0] if row.get("acceptance_at") else None
-    if row.get("drafts_with_model", True) and first is not None and first < LOW_ACCEPTANCE:
-        found.append(
-            f"only {first:.1%} of first drafts were accepted: the drafter is probably wired wrongly, or was "
-            "trained for another target"
-        )
-    if unparsed := row.get("num_constrained", 0) - row.get("num_parsed", 0):
-        found.append(
-            f"no whole text of its grammar: {unparsed} of {row['num_constrained']} texts; "
-            f"cut by sampling.max_new_tokens: {row['num_cut']}"
-        )
-    comparison = row.get("lossless") or {"checked": 0, "identical": 0}
-    near, differing = comparison.get("near_ties", 0), comparison["checked"] - comparison["identical"]
-    first = comparison.get("first_difference")
-    if exact:
-        differing = near  # the others are failures
-        first = None if num_faults(comparison) else first
-    if differing:
-        text = (
-            f"{differing} of {comparison['checked']} requests differ from autoregressive decoding, {near} at a near tie"
-        )
-        if not exact:
-            text += "; low precision rounds one row and many rows differently, runtime.deterministic=true does not"
-        where = describe_difference(first, dtype)
-        found.append(f"{text}; first: {where}" if where else text)
-    found += repeats.warnings(row)
-    if resumed := row.get("num_resumed"):
-        found.append(
-            f"{resumed} of {row['num_requests']} requests ended before the run was resumed; the times are without them"
-        )
-    if compiled := row.get("compiled"):
-        kernels = ", ".join(row["compiled_kernels"])
-        found.append(f"{compiled} kernels were compiled after the warm-up, and the times include that: {kernels}")
-    return found
-
-
-def warnings_of_all(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-    """What is told of many (label, row) in one line: answers that were cut, rounds that differ."""
-    found, answers = [], [(label, row["answers"]) for label, row in rows if row.get("answers")]
-    if cut := [f"{label}: {counts['cut']} of {sum(counts.values())}" for label, counts in answers if counts["cut"]]:
-        found.append(f"answers cut by sampling.max_new_tokens do not count in accuracy ({repeats.several(cut)})")
-    if spreads := repeats.wide_spreads(rows):
-        found.append(spreads)
-    return found
+_OUTPUTS = ("accuracy", "num_cut", "num_parsed", "compiled")
+_WIDE = ("acceptance_rate", "step_ms/p20", "num_cut", "num_parsed", "compiled")
+GENERATE = columns(
+    MethodResult, "method", "decode_tokens_per_s", "wall_tokens_per_s", "step_ms/mean", "step_ms/p20",
+    "tokens_per_step", "acceptance_rate", "ttft_ms", "speedup_decode", "lossless", *_OUTPUTS,
+    wide=(*_WIDE, "wall_tokens_per_s", "ttft_ms"),
+)  # fmt: skip
+COMPARE = columns(
+    MethodResult, "data", "method", "speedup_decode", "prediction/predicted", "tokens_per_step", "acceptance_at",
+    "acceptance_rate", "step_ms/mean", "lossless", *_OUTPUTS, wide=_WIDE,
+)  # fmt: skip
+THROUGHPUT = columns(
+    ThroughputResult, "concurrency", "method", "wall_tokens_per_s", "speedup_wall", "ttft_ms", "inter_token_ms",
+    "tokens_per_step", *_OUTPUTS, wide=_WIDE,
+)  # fmt: skip

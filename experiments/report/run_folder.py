@@ -1,22 +1,13 @@
 """The folder of a run. Every file but requests.jsonl appears whole or not at all, summary.json only when a run is done.
 
-status.json                running, then done, failed or interrupted; a heartbeat and the number of requests that ended
-config.yaml                the resolved configuration
-TASK.md, .csv, .jsonl      the table of results
-requests.jsonl             one object per request, with text, token ids, accepted counts and times; it grows as requests
-                           end, and is put in order at the end
-decodings.jsonl            one object per method, prompt set and round, with its times
-report.html                everything in one page
-kv_scales.safetensors      factors for a float8 cache, from task=kv_scales
-cost.json                  times of a step that task=replay predicts from
-summary.json               conditions and rows of the run
-
-docs/reading_a_report.md explains the contents.
+docs/reading_a_report.md lists the files. `kv_scales.safetensors` has the scales of a float8 cache (task=kv_scales), and
+`cost.json` the times of a step that task=replay predicts from.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import socket
 import threading
@@ -25,10 +16,12 @@ from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
+from experiments.app.atomic_write import whole_file
 from experiments.app.errors import UserError, disk_is_full, user_errors
-from experiments.app.resume import STATUS, read_status
-from experiments.app.whole_file import whole_file
+from experiments.app.locks import take
+from experiments.app.resume import CONFIG, STATUS, read_status
 from experiments.report.json_log import JsonLog, json_lines, to_json
 
 REPORT, SUMMARY, REQUESTS, DECODINGS = "report.html", "summary.json", "requests.jsonl", "decodings.jsonl"
@@ -49,11 +42,16 @@ def _now() -> str:
 
 
 class RunFolder:
-    """A folder that one run owns: the path asked for, or that path with a number where another run owns it."""
+    """A folder that one run owns: the given path, or that path with a number where another run owns it."""
 
     def __init__(self, path: Path, about: Mapping[str, Any] | None = None, resumed: bool = False) -> None:
         """`about` is added to status.json. `resumed` goes on in `path` itself, with what an earlier run has left."""
         self.path, self.resumed = path if resumed else _claim(path), resumed
+        self.process = uuid4().hex
+        """Names this process among those of a run that is resumed."""
+        self._lock = take(self.path)
+        if self._lock is None:
+            raise UserError(f"{self.path} is in use by another run")
         self._older = {entry for entry in self.path.iterdir() if entry.name != STATUS}
         self.requests, self.decodings = JsonLog(self.path / REQUESTS), JsonLog(self.path / DECODINGS)
         earlier = read_status(path) if resumed else {}
@@ -82,16 +80,12 @@ class RunFolder:
         self.write(REQUESTS, json_lines(requests))
         self._status["requests"] = len(requests)
 
-    def write(self, name: str, text: str) -> None:
+    def write(self, name: str, content: str | bytes) -> None:
         """Write one file, whole."""
-        write_whole(self.path / name, text)
-
-    def write_bytes(self, name: str, content: bytes) -> None:
-        """Write one file that is not text, whole."""
         write_whole(self.path / name, content)
 
     def write_results(self, files: Mapping[str, str], summary: Mapping[str, Any]) -> None:
-        """Everything a finished run leaves. The summary comes last, so it never stands alone."""
+        """All files of a finished run. The summary comes last, so it is never alone."""
         for name, text in files.items():
             self.write(name, text)
         self.write(SUMMARY, to_json(summary) + "\n")
@@ -119,6 +113,9 @@ class RunFolder:
         self._heart.join()
         self.requests.close()
         self.decodings.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _beat(self) -> None:
         while not self._ended.wait(HEARTBEAT_S):
@@ -181,6 +178,9 @@ def open_run_folder(
 
 
 def _kept(folder: RunFolder, can_resume: bool) -> str:
-    """What a run that broke off has left, and how to go on with it."""
+    """The files of a run that ended early, and how to resume it."""
+    if not (folder.path / CONFIG).is_file():
+        return "nothing was decoded: start the run again"
     kept = f"requests that had ended: {folder.num_requests}, in {folder.path / REQUESTS}"
-    return f"{kept}\ngo on with resume={folder.path}" if can_resume else kept
+    resumed = shlex.join(["python", "run.py", f"resume={folder.path}"])
+    return f"{kept}\ngo on with {resumed}" if can_resume else kept

@@ -1,8 +1,8 @@
 """Hands a run to a tracker while it goes on and when it is done. The run folder is the record: a tracker that fails
 costs one warning.
 
-In a sweep the runs of wandb are a group with the name of the sweep, and the id of a run is that of its row: a row that
-is run again continues its run instead of making another. Under `wandb agent` wandb itself names run and group.
+In a sweep the runs of wandb are a group with the name of the sweep, and the id of a run is the id of its job: a job
+that is run again continues its run instead of making another. Under `wandb agent` wandb itself names run and group.
 """
 
 from __future__ import annotations
@@ -18,24 +18,22 @@ from typing import TYPE_CHECKING, Any, cast
 
 from experiments.app.distributed import is_main_process
 from experiments.app.schema import TrackerConfig
-from experiments.report.tables import Row, flatten
+from experiments.report.tables import Result, flatten
 
 if TYPE_CHECKING:
-    from algorithms.runtime.session import StepReport
+    from algorithms.engine.session import StepReport
 
-LOGGED = (int, float, str, bool)
 LIVE_S = 2.0
 """Seconds between two figures of a run that goes on."""
-AGENT = "WANDB_SWEEP_ID"
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What a run is called. `sweep` and `row` are None for a run that is no row of a sweep."""
+    """The name of a run. `sweep` and `job` are None for a run that is not part of a sweep."""
 
     name: str
     sweep: str | None = None
-    row: str | None = None
+    job: str | None = None
 
 
 @dataclass
@@ -59,22 +57,18 @@ class Tracker:
         with self._kept():
             self.run.log({f"live/{label}/{name}": value for name, value in figures.items()})
 
-    def finish(self, summary: Mapping[str, Any], best: Row) -> list[str]:
-        """Log the content of summary.json, whose rows become a table; `best` is compared between runs.
+    def finish(self, summary: Mapping[str, Any], best: Result) -> list[str]:
+        """Log the content of summary.json, whose results become a table; `best` is compared between runs.
 
         Returns warnings.
         """
         if self.run is not None:
             with self._kept():
-                kinds = [
-                    summary["task"],
-                    summary["backend"],
-                    summary["model"],
-                    *([best["algo"]] if "algo" in best else []),
-                ]
+                kinds = [summary["task"], summary["backend"], summary["model"]]
+                kinds += [best["algo"]] if "algo" in best else []
                 self.run.tags = tuple(dict.fromkeys([*(self.run.tags or ()), *kinds]))
                 self.run.summary.update(scalars({**summary, **best}))
-                self.run.log(_tables([scalars(row) for row in summary["rows"]], best))
+                self.run.log(_tables([scalars(result) for result in summary["rows"]], best))
         return self.problems
 
     @contextmanager
@@ -84,7 +78,7 @@ class Tracker:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 yield
-        except Exception as error:  # a tracker must not cost the results of a run, whatever goes wrong in it
+        except Exception as error:  # a tracker must not cost the results of a run
             self.run = None
             reason = (str(error) or type(error).__name__).splitlines()[0]
             self.problems.append(f"the tracker failed, the run folder is complete: {reason}")
@@ -99,8 +93,7 @@ def tracking(
     if config.name != "none" and config.mode != "disabled" and is_main_process():
         with tracker._kept():
             tracker.run = _wandb_run(config, folder, settings, identity, task)
-    started = tracker.run
-    failed = True
+    started, failed = tracker.run, True
     try:
         yield tracker
         failed = False
@@ -111,20 +104,17 @@ def tracking(
 
 
 def scalars(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested figures as `ledger_ms/draft`; lists are left out, they become tables."""
-    return {name: value for name, value in flatten(values).items() if isinstance(value, LOGGED)}
+    """Nested figures as `phase_times_ms/draft`; lists are left out, they become tables."""
+    return {name: value for name, value in flatten(values).items() if isinstance(value, (int, float, str))}
 
 
 def _wandb_run(config: TrackerConfig, folder: Path, settings: Mapping[str, Any], identity: Identity, task: str) -> Any:
     import wandb
 
-    quiet = wandb.Settings(
-        silent=True, console="off", x_disable_stats=True, disable_git=True, disable_code=True, init_timeout=30
-    )
+    off: Any = dict(x_disable_stats=True, disable_git=True, disable_code=True)
     named: dict[str, Any] = {"group": config.group, "name": identity.name}
-    if identity.row is not None and AGENT not in os.environ:
-        own = {"id": f"{identity.sweep}-{identity.row}", "resume": "allow"}
-        named |= {"group": config.group or identity.sweep, **own}
+    if identity.job is not None and "WANDB_SWEEP_ID" not in os.environ:
+        named |= {"id": f"{identity.sweep}-{identity.job}", "resume": "allow", "group": config.group or identity.sweep}
     return wandb.init(
         project=config.project,
         entity=config.entity,
@@ -133,25 +123,25 @@ def _wandb_run(config: TrackerConfig, folder: Path, settings: Mapping[str, Any],
         job_type=task,
         tags=config.tags,
         config={name.replace("/", "."): value for name, value in flatten(settings).items()},
-        settings=quiet,
+        settings=wandb.Settings(silent=True, console="off", init_timeout=30, **off),
         **named,
     )
 
 
-def _tables(rows: Sequence[Row], best: Row) -> dict[str, Any]:
+def _tables(results: Sequence[Result], best: Result) -> dict[str, Any]:
     import wandb
 
-    columns: list[str | int] = list(dict.fromkeys(key for row in rows for key in row))
-    data = [[row.get(str(column)) for column in columns] for row in rows]
+    columns: list[str | int] = list(dict.fromkeys(key for result in results for key in result))
+    data = [[result.get(str(column)) for column in columns] for result in results]
     found: dict[str, Any] = {"rows": wandb.Table(columns=columns, data=data, allow_mixed_types=True)}
-    if "ledger_ms" in best:
+    if "phase_times_ms" in best:
         histogram = list(best["num_accepted_histogram"])
         bins = [k - 0.5 for k in range(len(histogram) + 1)]
         positions = [[i + 1, rate] for i, rate in enumerate(best["acceptance_at"]) if rate is not None]
-        ledger = [[phase, spent] for phase, spent in best["ledger_ms"].items()]
+        phases = [[phase, spent] for phase, spent in best["phase_times_ms"].items()]
         found |= {
             "acceptance_at": wandb.Table(columns=["position", "acceptance"], data=positions),
             "num_accepted": wandb.Histogram(np_histogram=cast(Any, (histogram, bins))),
-            "ledger_ms": wandb.Table(columns=["phase", "ms"], data=ledger),
+            "phase_times_ms": wandb.Table(columns=["phase", "ms"], data=phases),
         }
     return found

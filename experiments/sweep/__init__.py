@@ -1,4 +1,1 @@
-"""Many runs as one sweep: rows with an identity, started again without loss, on one machine or many.
-
-`main` is the command line of a program that can sweep. `collect` turns the folders of sweeps into one table.
-"""
+"""Sweeps: many runs with a name, which go on after an interrupt and become one table (`experiments.collect`)."""

@@ -1,37 +1,38 @@
-"""One start of a sweep: which rows it has, which of them are done, and a launcher for the rest.
+"""One start of a sweep: which jobs it has, which of them are done, and a launcher for the rest.
 
-The rows are found first, by composing every combination of the command line. A launcher of Hydra then gets the names of
-the rows that are to run (`configs/sweep_rows.yaml`), in this process or on another machine.
+Every combination is composed and checked before any job runs. A launcher of Hydra then gets the ids of the jobs that
+are to run (`configs/sweep_jobs.yaml`), in this process or on another machine.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import re
 import shutil
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
 import hydra
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from experiments.app.compose import build_config, option_schemas
+from experiments.app.compose import build_config
 from experiments.app.errors import UserError, user_errors
-from experiments.app.explain import MAIN_CONFIG
 from experiments.app.identity import digest
 from experiments.app.schema import CONFIG_FOLDER, SweepConfig
-from experiments.sweep.folder import DONE, REFUSED, RUNNING, RowRecord, SweepFolder
-from experiments.sweep.grid import Grid, parse, shard_of, without_foreign_keys
-from experiments.sweep.row import environment, new_record, quoted, run_one
+from experiments.sweep.folder import DONE, REFUSED, RUNNING, JobRecord, SweepFolder
+from experiments.sweep.job import JOB_KEYS, new_record
+from experiments.sweep.processes import python_path, quoted, run_one
 
 EXTRAS = {
     "joblib": ("hydra_joblib_launcher", "joblib"),
@@ -43,24 +44,61 @@ EXTRAS = {
 }
 """Option of hydra/launcher or hydra/sweeper to the plugin that it needs, and the extra that installs it."""
 SHARING = ("basic", "gpus")
-"""Launchers that can keep a worker alive."""
-ROWS_CONFIG = "sweep_rows"
+"""Launchers that can keep a process for several jobs."""
+JOBS_CONFIG = "sweep_jobs"
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """A start of a sweep, resolved: its folder, its rows, and the launcher for them."""
+    """A start of a sweep, resolved: its folder, its jobs, and the launcher for them."""
 
     folder: SweepFolder
     settings: SweepConfig
-    rows: tuple[RowRecord, ...]
+    jobs: tuple[JobRecord, ...]
     keys: tuple[str, ...]
     launcher: str
     launcher_settings: tuple[str, ...]
 
     def states(self) -> dict[str, str]:
-        """Row to its state now."""
-        return {record.id: self.folder.state(record.id) for record in self.rows}
+        """Job to its state now."""
+        return {record.id: self.folder.state(record.id) for record in self.jobs}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """`jobs`: the overrides of each job, the last key changing fastest. `keys`: those with several values. `common`:
+    overrides of keys with one value. `own`: those of the sweep and of Hydra."""
+
+    jobs: list[list[str]]
+    keys: tuple[str, ...]
+    common: tuple[str, ...]
+    own: tuple[str, ...]
+
+
+def parse(arguments: Sequence[str], params: Mapping[str, Any] | None = None) -> Grid:
+    """The grid of `arguments`; `params` are the axes of a recipe, which arguments replace.
+
+    Raises UserError for a key of the sweep itself with several values, and for a value that is no list of choices.
+    """
+    axes = [f"{k}={v if isinstance(v, str) else ','.join(map(str, v))}" for k, v in (params or {}).items()]
+    loader = GlobalHydra.instance().config_loader() if GlobalHydra.instance().is_initialized() else None
+    own, values = [], dict[str, list[str]]()
+    for override in OverridesParser.create(config_loader=loader).parse_overrides([*axes, *arguments]):
+        key, text = override.get_key_element(), str(override.input_line)
+        is_own = key.lstrip("+~").startswith(("sweep.", "hydra.", "hydra/")) and not text.startswith(JOB_KEYS)
+        if is_own and override.is_sweep_override():
+            raise UserError(f"{key} is a setting of the sweep: expected one value, got {text}")
+        if override.is_sweep_override() and not override.is_discrete_sweep():
+            raise UserError(f"{text}: only hydra/sweeper=optuna searches an interval; give a list of values")
+        if is_own:
+            own.append(text)
+        elif override.is_sweep_override():
+            values[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
+        else:
+            values[key] = [text]
+    keys = tuple(key.lstrip("+~") for key, several in values.items() if len(several) > 1)
+    common = tuple(several[0] for several in values.values() if len(several) == 1)
+    return Grid([list(job) for job in itertools.product(*values.values())], keys, common, tuple(own))
 
 
 def expect_plugin(group: str, option: str) -> None:
@@ -73,37 +111,29 @@ def expect_plugin(group: str, option: str) -> None:
 
 
 def resolve(arguments: Sequence[str], config_name: str, program: Sequence[str]) -> Sweep:
-    """What the command line asks for. Every combination is composed and checked, and nothing is run.
+    """The sweep of a command line; nothing is run. A job that a check refuses is a refused job.
 
-    Raises UserError or Hydra's errors for a key that no option has; a value that a check refuses makes a refused row.
+    Raises UserError or Hydra's errors for a key that an option of a job does not have.
     """
     with hydra.initialize_config_dir(config_dir=str(CONFIG_FOLDER), version_base="1.3"):
         typed = parse(arguments)
-        for text in typed.own:
-            group, _, option = text.partition("=")
+        for group, _, option in (text.partition("=") for text in typed.own):
             if group == "hydra/launcher":
                 expect_plugin(group, option)
         base = _base(typed, config_name)
-        settings = _settings(base)
-        choices = dict(base.hydra.runtime.choices)
-        launcher = choices["hydra/launcher"]
+        with user_errors(ValueError):
+            settings = cast(SweepConfig, OmegaConf.to_object(base.sweep))
+        launcher = base.hydra.runtime.choices["hydra/launcher"]
         if settings.share_target and launcher not in SHARING:
             raise UserError(f"sweep.share_target works with hydra/launcher={' or '.join(SHARING)}, got {launcher}")
         grid = parse(arguments, base.hydra.sweeper.get("params"))
-        schemas = option_schemas() if config_name == MAIN_CONFIG else {}
-        jobs = without_foreign_keys(grid.jobs, choices, schemas, settings.lenient)
-        composer = _Composer(config_name)
-        records = [_row(job, composer, program) for job in jobs]
-    rows = list({record.id: record for record in reversed(records)}.values())[::-1]
+        known: dict[tuple[str, ...], DictConfig] = {}
+        found = [_record(_composed(job, config_name, known), job, program) for job in grid.jobs]
+        records = {record.id: record for record in found}
     own = tuple(text for text in typed.own if text.startswith("hydra.launcher."))
-    folder = SweepFolder(Path(base.hydra.sweep.dir))
-    return Sweep(folder, settings, tuple(shard_of(rows, settings.shard)), grid.keys, launcher, own)
-
-
-def _settings(base: DictConfig) -> SweepConfig:
-    """The checked settings of the sweep."""
-    with user_errors(ValueError):
-        return cast(SweepConfig, OmegaConf.to_object(base.sweep))
+    index, count = map(int, (settings.shard or "1/1").split("/"))
+    shard = tuple(records.values())[index - 1 :: count]
+    return Sweep(SweepFolder(Path(base.hydra.sweep.dir)), settings, shard, grid.keys, launcher, own)
 
 
 def _base(typed: Grid, config_name: str) -> DictConfig:
@@ -116,37 +146,32 @@ def _base(typed: Grid, config_name: str) -> DictConfig:
     return base
 
 
-@dataclass
-class _Composer:
-    """Composes many jobs: those with the same options of groups differ in values alone, which are put into a copy."""
+def _composed(job: Sequence[str], config_name: str, known: dict[tuple[str, ...], DictConfig]) -> DictConfig:
+    """The configuration of a job. Raises Hydra's errors for a key that does not exist.
 
-    config_name: str
-    _found: dict[tuple[str, ...], DictConfig] = field(default_factory=dict)
-
-    def compose(self, job: Sequence[str]) -> DictConfig:
-        """The configuration of a job. Raises Hydra's errors for a key that does not exist."""
-        values = [text for text in job if re.match(r"[\w.]+\.\w+=", text)]
-        options = tuple(text for text in job if text not in values)
-        if options not in self._found:
-            self._found[options] = hydra.compose(self.config_name, list(options))
-        found = copy.deepcopy(self._found[options])
-        try:
-            for override in OverridesParser.create().parse_overrides(values):
-                OmegaConf.update(found, override.get_key_element(), override.value(), merge=True)
-        except OmegaConfBaseException:
-            return hydra.compose(self.config_name, list(job))  # whose errors the command line explains
-        return found
+    Composing takes long: jobs with the same options of groups, in `known`, differ in values that are put into a copy.
+    """
+    values = [text for text in job if re.match(r"[\w.]+\.\w+=", text)]
+    options = tuple(text for text in job if text not in values)
+    if options not in known:
+        known[options] = hydra.compose(config_name, list(options))
+    found = copy.deepcopy(known[options])
+    try:
+        for override in OverridesParser.create().parse_overrides(values):
+            OmegaConf.update(found, override.get_key_element(), override.value(), merge=True)
+    except OmegaConfBaseException:
+        return hydra.compose(config_name, list(job))  # whose errors the command line explains
+    return found
 
 
-def _row(job: Sequence[str], composer: _Composer, program: Sequence[str]) -> RowRecord:
-    """The row that a job is; one that a check refuses has the reason."""
-    composed = composer.compose(job)
+def _record(composed: DictConfig, job: list[str], program: Sequence[str]) -> JobRecord:
+    """The record of a job; one that a check refuses has the reason."""
     try:
         build_config(composed)
     except UserError as error:
-        refused = RowRecord(digest(sorted(job)), list(job), list(program))
-        return replace(refused, ended=REFUSED, reason=str(error), exit_code=error.exit_code)
-    return new_record(composed, list(job), program)
+        name = digest(sorted(job))
+        return JobRecord(name, job, list(program), ended=REFUSED, reason=str(error), exit_code=error.exit_code)
+    return new_record(composed, job, program)
 
 
 def folder_of(arguments: Sequence[str], config_name: str) -> Path:
@@ -156,11 +181,11 @@ def folder_of(arguments: Sequence[str], config_name: str) -> Path:
         return Path(_base(parse(own), config_name).hydra.sweep.dir)
 
 
-def begin(sweep: Sweep, command: Sequence[str]) -> list[RowRecord]:
-    """Enter the rows into the folder of the sweep, and return those that are to run."""
-    sweep.folder.begin(sweep.keys, [record.id for record in sweep.rows], command)
+def begin(sweep: Sweep, command: Sequence[str]) -> list[JobRecord]:
+    """Enter the jobs into the folder of the sweep, and return those that are to run."""
+    sweep.folder.begin(sweep.keys, [record.id for record in sweep.jobs], command)
     todo = []
-    for record in sweep.rows:
+    for record in sweep.jobs:
         if record.ended == REFUSED or sweep.folder.record(record.id) is None:
             sweep.folder.write(record)
         state = sweep.folder.state(record.id)
@@ -169,17 +194,17 @@ def begin(sweep: Sweep, command: Sequence[str]) -> list[RowRecord]:
     return todo
 
 
-def launch(sweep: Sweep, todo: Sequence[RowRecord]) -> None:
+def launch(sweep: Sweep, todo: Sequence[JobRecord]) -> None:
     """Run `todo` with the launcher that the command line chose."""
-    os.environ["PYTHONPATH"] = environment()["PYTHONPATH"]  # so that workers of any launcher find this repository
+    os.environ["PYTHONPATH"] = python_path()  # of the processes of any launcher
     own: dict[str, Any] = {
         "folder": quoted(str(sweep.folder.path)),
         "force": str(sweep.settings.force).lower(),
         "share_target": str(sweep.settings.share_target).lower(),
-        "row": ",".join(quoted(record.id) for record in todo),
+        "job": ",".join(quoted(record.id) for record in todo),
     }
     chosen = [f"hydra/launcher={sweep.launcher}", *sweep.launcher_settings]
-    run_hydra(["-m", *chosen, *(f"{key}={value}" for key, value in own.items())], ROWS_CONFIG)
+    run_hydra(["-m", *chosen, *(f"{key}={value}" for key, value in own.items())], JOBS_CONFIG)
 
 
 def run_hydra(arguments: Sequence[str], config_name: str) -> None:

@@ -1,63 +1,80 @@
-"""The rows of one or several sweeps as one data frame: what was swept, what was measured, and where it was.
+"""The jobs of one or several sweeps as lines of one table: what was swept, what was measured, and where it was.
 
-A row of the frame is a method of a job that is done, or a job that is not done with its state and reason. Rows of
-autoregressive decoding are the baselines of the speedups beside them; they are left out where a job has other methods.
+A line is a method of a job that is done, or a job that is not done with its state and reason. Autoregressive decoding
+is the baseline of the speedups; it is left out where a job has other methods.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import pandas as pd
 import yaml
 
-from experiments.app.errors import UserError
+from experiments.app.errors import UserError, listing, nearest
 from experiments.app.identity import at
-from experiments.app.suggest import listing, nearest
 from experiments.report.tables import flatten
-from experiments.sweep.folder import DONE, RowRecord, SweepFolder
+from experiments.sweep.folder import DONE, JobRecord, SweepFolder
 
 BASELINE = "autoregressive"
 INNER = ("data", "method", "concurrency", "level", "family", "case", "backend")
-"""Figures that tell rows of one job apart."""
+"""Figures that distinguish lines of one job."""
 WHERE = ("machine", "revision")
-"""Rows that differ here are not compared unless that is asked for."""
+"""Lines that differ here are compared with `mix` only."""
 CONDITIONS = (*WHERE, "device", "impl", "dtype", "task")
 METRICS = (
     "tokens_per_step", "request_tokens_per_s", "wall_tokens_per_s", "speedup_decode", "speedup_wall", "lossless",
     "median_us",
 )  # fmt: skip
-"""Figures that a table shows where nothing else is asked for, as far as rows have them."""
+"""Figures of a table by default, as far as lines have them."""
+Line = dict[str, Any]
 
 
-def read(folders: Sequence[SweepFolder], mix: bool = False) -> tuple[pd.DataFrame, list[str]]:
-    """(the frame, names of the columns that tell its rows apart).
+def read(folders: Sequence[SweepFolder], mix: bool = False) -> tuple[list[Line], list[str]]:
+    """(the lines, names of the columns that tell them apart).
 
-    Raises UserError for a folder without rows, and where rows of several machines or revisions meet without `mix`.
+    Raises UserError for a folder without jobs, and where lines of several machines or revisions meet without `mix`.
     """
     keys = list(dict.fromkeys(key for folder in folders for key in _swept(folder)))
-    lines: list[dict[str, Any]] = []
+    found: list[Line] = []
     for folder in folders:
         if not (records := folder.records()):
             raise UserError(
-                f"{folder.path} is no sweep: it has no rows/*.json\nmake one with python run.py -m sweep=NAME …"
+                f"{folder.path} is no sweep: it has no jobs/*.json\nmake one with python run.py -m sweep=NAME …"
             )
         for record in records:
-            lines += _lines(folder, record, keys)
-    frame = pd.DataFrame(_once(lines))
-    if not mix:
-        _expect_one_place(frame)
-    several = [column for column in WHERE if column in frame and frame[column].nunique() > 1]
-    inner = [column for column in INNER if column in frame and column not in keys and _varies(frame, column)]
-    used = [key for key in keys if key in frame and frame[key].notna().any()]
-    return frame, [*used, *inner, *several]
+            found += _lines(folder, record, keys)
+    lines = _once(found)
+    several = [column for column in WHERE if len(values := distinct(lines, column)) > 1]
+    for column in several if not mix else ():
+        values = sorted(map(str, distinct(lines, column)))
+        raise UserError(
+            f"jobs of {len(values)} {column}s meet: {', '.join(values)}\n"
+            "mix=true puts them into one table with a column that tells them apart"
+        )
+    jobs = grouped(lines, ["job"]).values()
+    inner = [name for name in INNER if name not in keys and any(len(distinct(part, name)) > 1 for part in jobs)]
+    used = [key for key in keys if any(line.get(key) is not None for line in lines)]
+    return lines, [*used, *inner, *several]
+
+
+def distinct(lines: Sequence[Line], column: str) -> list[Any]:
+    """The values of a column, without those that are missing, in the order of the lines."""
+    return list(dict.fromkeys(line[column] for line in lines if line.get(column) is not None))
+
+
+def grouped(lines: Sequence[Line], keys: Sequence[str]) -> dict[tuple[Any, ...], list[Line]]:
+    """The lines of each combination of `keys`."""
+    found: dict[tuple[Any, ...], list[Line]] = {}
+    for line in lines:
+        found.setdefault(tuple(line.get(key) for key in keys), []).append(line)
+    return found
 
 
 def _swept(folder: SweepFolder) -> list[str]:
-    """The keys that were swept, and those whose values differ between rows that were started one by one."""
-    values: dict[str, set[Any]] = {}
+    """The keys that were swept, and those whose values differ between jobs that were started one by one."""
+    values: dict[str, set[str]] = {}
     for record in folder.records():
         for text in record.overrides:
             key = text.partition("=")[0].lstrip("+~")
@@ -65,98 +82,92 @@ def _swept(folder: SweepFolder) -> list[str]:
     return [*folder.settings()["keys"], *(key for key, found in values.items() if len(found) > 1)]
 
 
-def _lines(folder: SweepFolder, record: RowRecord, keys: Sequence[str]) -> Iterable[dict[str, Any]]:
+def _lines(folder: SweepFolder, record: JobRecord, keys: Sequence[str]) -> Iterator[Line]:
     """The lines of one job: its methods, or one line with its state."""
     state, summary = folder.state(record.id), folder.summary(record.id)
     values = {key: _setting(record, key) for key in keys}
-    line: dict[str, Any] = {"row": record.id, **values, "state": state}
+    line: Line = {"job": record.id, **values, "state": state}
     if state != DONE or summary is None:
         yield line | {"reason": record.reason}
         return
-    line |= {name: summary.get(name) for name in CONDITIONS} | {"wall_s": record.wall_s}
-    rows = summary["rows"]
-    methods = [row for row in rows if row.get("algo") != BASELINE] or rows
-    for row in methods:
-        figures = {name: value for name, value in flatten(row).items() if name not in values}
-        yield line | figures | _intervals(figures) | _judged(row)
+    line |= {name: summary.get(name) for name in CONDITIONS if name not in values} | {"wall_s": record.wall_s}
+    line["report"] = str(folder.path / record.id / "report.html")
+    results = summary["rows"]
+    for result in [each for each in results if each.get("algo") != BASELINE] or results:
+        figures = {name: value for name, value in flatten(result).items() if name not in values}
+        if figures.get("lossless/checked"):
+            figures["lossless"] = f"{figures['lossless/identical']}/{figures['lossless/checked']}"
+        for name, ends in list(figures.items()):
+            if name.endswith("_interval") and ends and len(ends) == 2:
+                base = name.removesuffix("_interval")
+                figures |= {f"{base}_low": ends[0], f"{base}_high": ends[1]}
+        yield line | figures
 
 
-def _setting(record: RowRecord, key: str) -> Any:
-    """The value of a swept key; a group is called by its option."""
-    found = at(record.config, key.replace(".", "/").lstrip("+~"))
-    if isinstance(found, Mapping):
-        found = found.get("name", str(dict(found)))
-    if found is None:
-        typed = dict(text.lstrip("+~").split("=", 1) for text in record.overrides if "=" in text)
-        found = yaml.safe_load(typed[key]) if key in typed else None
+def _setting(record: JobRecord, key: str) -> Any:
+    """The value of a swept key as it was typed; otherwise the value in the configuration, a group by its name."""
+    typed = dict(text.lstrip("+~").split("=", 1) for text in record.overrides if "=" in text)
+    found = yaml.safe_load(typed[key]) if key in typed else at(record.config, key.replace(".", "/"))
+    if isinstance(found, Mapping) and key not in typed:
+        found = found.get("name")
     return str(found) if isinstance(found, (list, dict)) else found
 
 
-def _intervals(figures: Mapping[str, Any]) -> dict[str, float]:
-    """`speedup_decode_interval` = [low, high] and others as `speedup_decode_low` and `speedup_decode_high`."""
-    found = {name.removesuffix("_interval"): ends for name, ends in figures.items() if name.endswith("_interval")}
-    pairs = {name: ends for name, ends in found.items() if isinstance(ends, list) and len(ends) == 2}
-    return {f"{name}_{end}": ends[i] for name, ends in pairs.items() for i, end in enumerate(("low", "high"))}
-
-
-def _judged(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Whether the texts are the target's own, as identical/checked."""
-    comparison = row.get("lossless")
-    if not isinstance(comparison, Mapping) or not comparison.get("checked"):
-        return {}
-    return {"lossless": f"{comparison['identical']}/{comparison['checked']}"}
-
-
-def _once(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each row of several folders once: two shards of a sweep may both name it, and the one that is done counts."""
-    done = {line["row"] for line in lines if line["state"] == DONE}
-    seen: dict[Any, dict[str, Any]] = {}
+def _once(lines: Sequence[Line]) -> list[Line]:
+    """Each job of several folders once: two shards of a sweep may both name it, and the one that is done counts."""
+    done = {line["job"] for line in lines if line["state"] == DONE}
+    seen: dict[Any, Line] = {}
     for line in lines:
-        if line["state"] == DONE or line["row"] not in done:
-            seen.setdefault((line["row"], *(line.get(name) for name in (*INNER, *WHERE))), line)
+        if line["state"] == DONE or line["job"] not in done:
+            seen.setdefault((line["job"], *(line.get(name) for name in (*INNER, *WHERE))), line)
     return list(seen.values())
 
 
-def _expect_one_place(frame: pd.DataFrame) -> None:
-    for column in WHERE:
-        found = [str(value) for value in frame[column].dropna().unique()] if column in frame else []
-        if len(found) > 1:
-            raise UserError(
-                f"rows of {len(found)} {column}s meet: {', '.join(sorted(found))}\n"
-                "mix=true puts them into one table with a column that tells them apart"
-            )
+def is_number(value: Any) -> bool:
+    """Whether a cell holds a number; a truth value is none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _varies(frame: pd.DataFrame, column: str) -> bool:
-    """Whether rows of one job differ in a column."""
-    return bool((frame.groupby("row")[column].nunique() > 1).any())
+def numbers(lines: Sequence[Line], *columns: str) -> list[Line]:
+    """The lines that have a number in each of `columns`."""
+    return [line for line in lines if all(is_number(line.get(column)) for column in columns)]
 
 
-def chosen_metrics(frame: pd.DataFrame, asked: Sequence[str]) -> list[str]:
-    """The figures to show. Raises UserError for one that no row has."""
-    known = [str(column) for column in frame.columns]
+def numeric(lines: Sequence[Line], keys: Sequence[str]) -> list[str]:
+    """The `keys` whose values are at least two different numbers."""
+    measured = {key: [line for line in lines if line.get(key) is not None] for key in keys}
+    return [
+        key for key, kept in measured.items() if len(distinct(kept, key)) > 1 and len(numbers(kept, key)) == len(kept)
+    ]
+
+
+def chosen_metrics(lines: Sequence[Line], asked: Sequence[str]) -> list[str]:
+    """The figures to show. Raises UserError for one that no line has."""
+    known = dict.fromkeys(name for line in lines for name in line)
     if wrong := [name for name in asked if name not in known]:
-        numeric = [str(name) for name in frame.select_dtypes("number").columns]
-        close = nearest(wrong[0], numeric)
+        figures = [name for name in known if numbers(lines, name)]
+        close = nearest(wrong[0], figures)
         guess = f"\ndid you mean: {', '.join(close)}" if close else ""
-        raise UserError(f"no row has the figure {wrong[0]!r}{guess}\nfigures: {listing(numeric)}")
-    return list(asked) or [name for name in METRICS if name in known and frame[name].notna().any()]
+        raise UserError(f"no job has the figure {wrong[0]!r}{guess}\nfigures: {listing(figures)}")
+    return list(asked) or [name for name in METRICS if any(line.get(name) is not None for line in lines)]
 
 
-def best_rows(frame: pd.DataFrame, group: Sequence[str], metric: str) -> pd.DataFrame:
-    """The row with the best `metric` of each group, without a group of all rows: the largest figure, the least time."""
-    figures = pd.to_numeric(frame[metric], errors="coerce").dropna()
-    measured = frame.loc[figures.index]
-    if measured.empty:
-        return measured
-    figures = -figures if re.search(r"_(us|ms)\b", metric) else figures
-    if not group:
-        return measured.loc[[figures.idxmax()]]
-    best = figures.groupby([measured[key].astype(str) for key in group]).idxmax()
-    return measured.loc[best.sort_values()]
+def is_time(metric: str) -> bool:
+    """Whether a smaller figure is better: times are, rates are not."""
+    return "_per_" not in metric and re.search(r"(_|^)(us|ms|s)($|/|_)", metric) is not None
 
 
-def pareto(frame: pd.DataFrame, x: str, y: str) -> pd.DataFrame:
-    """The rows that no other row beats in both figures, in the order of x."""
-    kept = frame.dropna(subset=[x, y]).sort_values([x, y], ascending=False)
-    return kept[kept[y] > kept[y].cummax().shift(fill_value=float("-inf"))].sort_values(x)
+def best_lines(lines: Sequence[Line], group: Sequence[str], metric: str) -> list[Line]:
+    """The line with the best `metric` of each group, in the order of the lines: the largest figure, the least time."""
+    value: Callable[[Line], Any] = lambda line: -line[metric] if is_time(metric) else line[metric]  # noqa: E731
+    best = [max(part, key=value) for part in grouped(numbers(lines, metric), group).values()]
+    return [line for line in lines if any(line is each for each in best)]
+
+
+def pareto(lines: Sequence[Line], x: str, y: str) -> list[Line]:
+    """The lines that no other line beats in both figures, in the order of x."""
+    found: list[Line] = []
+    for line in sorted(numbers(lines, x, y), key=lambda line: (line[x], line[y]), reverse=True):
+        if not found or line[y] > found[-1][y]:
+            found.append(line)
+    return found[::-1]

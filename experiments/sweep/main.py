@@ -1,11 +1,11 @@
-"""The command line of a program whose runs can be swept.
+"""The command line of a program whose runs can be swept, and what a sweep prints.
 
-    python run.py sweep=trees algo=dflash                        one row
-    python run.py -m sweep=trees algo=dflash,eagle3 algo.topk=1,4   all rows that are not done
+    python run.py sweep=trees algo=dflash                        one job
+    python run.py -m sweep=trees algo=dflash,eagle3 algo.topk=1,4   all jobs that are not done
     python run.py -m sweep=trees … sweep.list=true                what is done and what is not
 
-Exit codes are those of a run. Of a sweep: 1 where a row failed or was killed, 3 where one is not lossless, 2 where all
-rows were refused.
+Exit codes of a run are in `cli`. A sweep exits with 1 where a job failed or was killed, 3 where one is not lossless,
+2 where all jobs were refused.
 """
 
 from __future__ import annotations
@@ -13,18 +13,29 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import sys
+import time
+from collections import Counter
 from collections.abc import Sequence
+from functools import partial
+
+from rich.console import Console
 
 from experiments.app import cli
-from experiments.app.errors import UserError
-from experiments.app.explain import MAIN_CONFIG
+from experiments.app.cli import HELP
+from experiments.app.compose import MAIN_CONFIG
+from experiments.app.errors import NotLossless, UserError
+from experiments.app.manual import manual
+from experiments.app.provenance import git_revision
 from experiments.report.console import plain_console
-from experiments.sweep import driver, show
-from experiments.sweep.row import PROGRAM, Task, as_row, end_with_parent
+from experiments.report.tables import Column, console_table, figure, words
+from experiments.sweep import driver
+from experiments.sweep.driver import Sweep
+from experiments.sweep.folder import DONE, FAILED, KILLED, OPEN, REFUSED, RUNNING, STATE, JobRecord
+from experiments.sweep.job import PROGRAM, Task, as_job
 
 MULTIRUN = ("-m", "--multirun")
-HELP = ("-h", "--help", "--hydra-help", "--version")
 SHORT = {"sweep": "sweep.name", "shard": "sweep.shard"}
 """Keys that are typed shorter than they are called."""
 SEARCH = {
@@ -38,21 +49,25 @@ RESULTS = "optimization_results.yaml"
 
 
 def main(task: Task, program: Sequence[str], config_name: str = MAIN_CONFIG) -> None:
-    """Run the job or the sweep that the command line asks for; see `cli.main`.
+    """Run the job or the sweep of the command line; see `cli.main`.
 
-    `program` is what Python runs to get here, `[path]` or `["-m", module]`: rows start it in processes of their own.
+    `program` is what Python runs to get here, `[path]` or `["-m", module]`: jobs start it in processes of their own.
     """
-    end_with_parent()
     sys.argv[1:] = [long_name(argument) for argument in sys.argv[1:]]
-    overrides = [argument for argument in sys.argv[1:] if argument not in MULTIRUN]
-    if len(overrides) == len(sys.argv) - 1 or any(argument in HELP for argument in overrides):
-        cli.main(as_row(task, program), config_name)
+    overrides = [argument for argument in sys.argv[1:] if argument not in (*MULTIRUN, *HELP)]
+    asked = set(HELP) & set(sys.argv)
+    if asked and config_name == MAIN_CONFIG:
+        with cli.exits_of_errors(config_name):
+            print(manual(overrides))
+        return
+    if asked or not set(MULTIRUN) & set(sys.argv):
+        cli.main(as_job(task, program), config_name)
         return
     with cli.exits_of_errors(config_name):
         if options := [argument for argument in overrides if argument.startswith("-")]:
             raise UserError(f"a sweep takes settings alone, got the option {options[0]}")
-        run = _search if _searches(overrides) else _sweep
-        code = run(overrides, program, config_name)
+        searches = any(re.fullmatch(r"hydra/sweeper=(?!basic$).+", text) for text in overrides)
+        code = (_search if searches else _sweep)(overrides, program, config_name)
     sys.exit(code)
 
 
@@ -62,33 +77,10 @@ def long_name(argument: str) -> str:
     return f"{SHORT[key]}={value}" if equals and key in SHORT else argument
 
 
-def _sweep(overrides: Sequence[str], program: Sequence[str], config_name: str) -> int:
-    """Run the rows of a grid that are not done, and show all of them. Returns the exit code."""
-    console = plain_console()
-    sweep = driver.resolve(overrides, config_name, program)
-    if sweep.settings.list:
-        show.listing(console, sweep)
-        return 0
-    todo = driver.begin(sweep, [*sys.argv])
-    show.start(console, sweep, todo)
-    try:
-        if todo:
-            driver.launch(sweep, todo)
-    except KeyboardInterrupt as error:
-        raise KeyboardInterrupt("the same command runs the rows that are missing") from error
-    return show.ending(console, sweep)
-
-
-def _searches(overrides: Sequence[str]) -> bool:
-    """Whether a sweeper of Hydra chooses the jobs, one after the other."""
-    return any(re.fullmatch(r"hydra/sweeper=(?!basic$).+", text) for text in overrides)
-
-
 def _search(overrides: Sequence[str], program: Sequence[str], config_name: str) -> int:
-    """Let the sweeper that was asked for choose the rows."""
-    (sweeper,) = [text.partition("=")[2] for text in overrides if text.startswith("hydra/sweeper=")]
-    driver.expect_plugin("hydra/sweeper", sweeper)
-    typed = {text.partition("=")[0] for text in overrides}
+    """Let the chosen sweeper choose the jobs, one after the other."""
+    typed = dict(text.partition("=")[::2] for text in overrides)
+    driver.expect_plugin("hydra/sweeper", typed["hydra/sweeper"])
     if "sweep.name" not in typed:
         raise UserError("a search is a sweep with a name: add sweep=NAME")
     preset = [f"{key}={value}" for key, value in SEARCH.items() if key not in typed]
@@ -97,5 +89,80 @@ def _search(overrides: Sequence[str], program: Sequence[str], config_name: str) 
     folder = driver.folder_of(overrides, config_name)
     if (results := folder / RESULTS).exists():
         print(results.read_text(encoding="utf-8"), end="")
-    print(f"python -m experiments.collect {folder}")
+    print(f"python -m experiments.collect {shlex.quote(str(folder))}")
     return 0
+
+
+def _sweep(overrides: Sequence[str], program: Sequence[str], config_name: str) -> int:
+    """Run the jobs of a grid that are not done, and show all of them. Returns the exit code."""
+    console, sweep = plain_console(), driver.resolve(overrides, config_name, program)
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    if sweep.settings.list:
+        states = _table(console, sweep)
+        say(f"{_counts(states)} · {sweep.folder.path}")
+        say(_rest(sweep, states), end="")
+        return 0
+    todo = driver.begin(sweep, [*sys.argv])
+    states = sweep.states()
+    summaries = [sweep.folder.summary(job) or {} for job, state in states.items() if state == DONE]
+    counts = f"{len(summaries)} of {len(sweep.jobs)} done before, {len(todo)} to run"
+    say(f"sweep {sweep.folder.name}: {counts} · {sweep.folder.path}")
+    revision = git_revision()
+    if old := sum(summary.get("revision") != revision for summary in summaries):
+        say(f"warning: {old} of them ran at another revision; sweep.force=true runs them again", style="yellow")
+    say(_rest(sweep, states), end="")
+    try:
+        if todo:
+            driver.launch(sweep, todo)
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt("the same command runs the jobs that are missing") from error
+    states = _table(console, sweep)
+    lossy = [record for record in _records(sweep) if record.exit_code == NotLossless.exit_code]
+    for record in _records(sweep):
+        if states[record.id] in (FAILED, KILLED, REFUSED) or record in lossy:
+            reason = record.reason or f"see {sweep.folder.log(record.id)}"
+            cli.report(f"{states[record.id]}: {' '.join(record.overrides)}\n{reason}")
+    say(f"{_counts(states)} · python -m experiments.collect {shlex.quote(str(sweep.folder.path))}")
+    if {FAILED, KILLED} & set(states.values()):
+        return 1
+    return NotLossless.exit_code if lossy else 2 if set(states.values()) == {REFUSED} else 0
+
+
+def _records(sweep: Sweep) -> list[JobRecord]:
+    return [sweep.folder.record(record.id) or record for record in sweep.jobs]
+
+
+def _rest(sweep: Sweep, states: dict[str, str]) -> str:
+    """A line that says how long the rest may take, by the mean of the jobs that are done; empty below a second."""
+    taken = [record.wall_s for record in sweep.folder.records() if record.wall_s is not None and record.ended == DONE]
+    rest = sum(state in (OPEN, KILLED, FAILED) for state in states.values()) * sum(taken) / max(1, len(taken))
+    text = time.strftime("%H:%M:%S", time.gmtime(round(rest)))
+    return f"the rest takes about {text}, one job after the other\n" if rest >= 1 else ""
+
+
+def _table(console: Console, sweep: Sweep) -> dict[str, str]:
+    """Print the jobs, with the figure that the sweep maximises, and return their states."""
+    states = sweep.states()
+    names = {(sweep.folder.summary(job) or {}).get("objective") for job, state in states.items() if state == DONE}
+    heading = words(str(names.pop())) if len(names) == 1 and None not in names else "value"
+    columns = [
+        Column("job", lambda job: job["id"], numeric=False),
+        Column("overrides", lambda job: job["overrides"], numeric=False),
+        STATE,
+        Column("seconds", lambda job: figure(job["wall_s"])),
+    ]
+    lines = [
+        {"id": record.id, "state": states[record.id]}
+        | {"overrides": sweep.folder.swept(record, sweep.keys) or " ".join(record.overrides)}
+        | {name: getattr(record, name) if states[record.id] == DONE else None for name in ("wall_s", "value")}
+        for record in _records(sweep)
+    ]
+    if any(line["value"] is not None for line in lines):
+        columns.append(Column(heading, lambda job: figure(job["value"], 2)))
+    console.print(console_table(f"sweep {sweep.folder.name}", columns, lines), crop=False)
+    return states
+
+
+def _counts(states: dict[str, str]) -> str:
+    counts, order = Counter(states.values()), (DONE, RUNNING, OPEN, KILLED, FAILED, REFUSED)
+    return ", ".join(f"{counts[state]} {state}" for state in order if counts[state])

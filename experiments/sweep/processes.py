@@ -1,169 +1,185 @@
-"""A queue of rows over the slots of one machine: one slot, or one for each visible GPU.
+"""Jobs in processes of their own, over the slots of one machine: one slot, or one for each visible GPU.
 
-Every row has a process of its own. With `share`, a slot keeps one worker over rows of the same target, which is loaded
-once (`experiments.sweep.worker`).
+With `share`, a slot keeps one process for all jobs of a target, which is loaded once.
 """
 
 from __future__ import annotations
 
-import json
+import ctypes
+import gc
+import multiprocessing
 import os
+import runpy
+import signal
 import subprocess
 import sys
-import threading
+import traceback
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing.connection import Connection
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
 
 from experiments.app.errors import UserError
 from experiments.app.identity import target_id
 from experiments.app.plan import SHARE_TARGET
-from experiments.sweep.folder import DONE, RowRecord, SweepFolder
-from experiments.sweep.row import arguments_of, environment, run_row, settle
+from experiments.app.schema import REPO_ROOT
+from experiments.sweep.folder import DONE, FAILED, KILLED, REFUSED, RUNNING, JobRecord
+from experiments.sweep.job import Job, located, objective
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+PR_SET_PDEATHSIG = 1
+TAIL_LINES = 3
 
 
-@dataclass(frozen=True)
-class Task:
-    """A row that waits: where it is, and whether it runs though it is done."""
-
-    folder: SweepFolder
-    row: str
-    force: bool
-
-    @property
-    def target(self) -> str:
-        """Equal for rows that may share a loaded target."""
-        record = self.folder.record(self.row)
-        return target_id(record.config) if record else ""
-
-
-def slots(gpus_per_row: int) -> list[dict[str, str]]:
-    """Environment variables of the processes of each slot: one slot, or one for every `gpus_per_row` visible GPUs.
+def slots(gpus_per_job: int) -> list[dict[str, str]]:
+    """Environment variables of the processes of each slot: one slot, or one for every `gpus_per_job` visible GPUs.
 
     Raises UserError where fewer GPUs are visible.
     """
-    if gpus_per_row == 0:
+    if gpus_per_job == 0:
         return [{}]
+    import torch
+
     named = os.environ.get(VISIBLE)
-    found = named.split(",") if named else [str(index) for index in range(_num_gpus())]
-    groups = [found[i : i + gpus_per_row] for i in range(0, len(found) - gpus_per_row + 1, gpus_per_row)]
+    found = named.split(",") if named else [str(index) for index in range(torch.cuda.device_count())]
+    groups = [found[i : i + gpus_per_job] for i in range(0, len(found) - gpus_per_job + 1, gpus_per_job)]
     if not groups:
         raise UserError(
-            f"hydra/launcher=gpus: a row needs {gpus_per_row} GPUs, and {len(found)} are visible\n"
+            f"hydra/launcher=gpus: a job needs {gpus_per_job} GPUs, and {len(found)} are visible\n"
             "use hydra/launcher=basic or hydra/launcher=joblib"
         )
     return [{VISIBLE: ",".join(group)} for group in groups]
 
 
-def _num_gpus() -> int:
-    import torch
+def python_path() -> str:
+    """PYTHONPATH of processes that find this repository."""
+    return os.pathsep.join(filter(None, [str(REPO_ROOT), os.environ.get("PYTHONPATH")]))
 
-    return torch.cuda.device_count()
+
+def run_one(cfg: DictConfig) -> float | None:
+    """Run one job, for a launcher of Hydra on any machine, and return the figure to maximise."""
+    return objective(run_jobs([located(cfg, HydraConfig.get())], slots(0))[0])
 
 
-@dataclass
-class Queue:
-    """Runs tasks over `slots`, each a set of environment variables for the processes of the slot."""
+def run_jobs(jobs: Sequence[Job], slots: Sequence[dict[str, str]], share: bool = False) -> list[JobRecord]:
+    """Run `jobs` that are not done and return their records. An interrupt ends the processes that run."""
+    targets = {job.id: target_id(job.record.config) if share else job.id for job in jobs}
+    waiting = deque(sorted((job for job in jobs if not job.done), key=lambda job: targets[job.id] if share else ""))
+    workers: set[Worker] = set()
 
-    slots: Sequence[dict[str, str]]
-    share: bool = False
-    _waiting: list[Task] = field(default_factory=list)
-    _results: dict[str, RowRecord | BaseException] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _stop: threading.Event = field(default_factory=threading.Event)
-    _running: set[subprocess.Popen[bytes]] = field(default_factory=set)
+    def serve_slot(variables: dict[str, str]) -> None:
+        worker = None
+        while waiting:
+            with suppress(IndexError):  # another slot has taken the last job
+                job = waiting.popleft()
+                if worker is None or worker.process.poll() is not None or worker.target != targets[job.id]:
+                    if worker is not None:
+                        worker.close()
+                    workers.add(worker := Worker(targets[job.id], variables | ({SHARE_TARGET: "1"} if share else {})))
+                worker.run(job)
+        if worker is not None:
+            worker.close()
 
-    def run(self, tasks: Sequence[Task]) -> dict[str, RowRecord | BaseException]:
-        """Row to its record when all have ended, or to what went wrong in starting it."""
-        self._waiting = list(tasks)
-        threads = [threading.Thread(target=self._serve, args=(slot,)) for slot in self.slots]
-        for thread in threads:
-            thread.start()
+    with ThreadPoolExecutor(len(slots)) as pool:
+        running = [pool.submit(serve_slot, slot) for slot in slots]
         try:
-            for thread in threads:
-                thread.join()
+            for slot in running:
+                slot.result()
         except BaseException:
-            self._stop.set()
-            with self._lock:
-                for process in self._running:
-                    process.terminate()
-            for thread in threads:
-                thread.join()
+            waiting.clear()
+            for worker in workers:
+                worker.process.terminate()
             raise
-        return self._results
-
-    def _serve(self, slot: dict[str, str]) -> None:
-        """Take tasks until there is none."""
-        worker: Worker | None = None
-        while (task := self._take(worker.target if worker else None)) is not None:
-            try:
-                if self.share:
-                    worker = self._worker_for(task, worker, slot)
-                    self._results[task.row] = worker.run(task)
-                else:
-                    self._results[task.row] = run_row(task.folder, task.row, task.force, slot, self._running)
-            except Exception as error:  # the other rows still run
-                self._results[task.row] = error
-        if worker is not None:
-            worker.close()
-
-    def _take(self, target: str | None) -> Task | None:
-        """The next task, one of `target` where there is one."""
-        with self._lock:
-            if self._stop.is_set() or not self._waiting:
-                return None
-            same = (i for i, task in enumerate(self._waiting) if target is not None and task.target == target)
-            return self._waiting.pop(next(same, 0))
-
-    def _worker_for(self, task: Task, worker: Worker | None, slot: dict[str, str]) -> Worker:
-        if worker is not None and worker.alive and worker.target == task.target:
-            return worker
-        if worker is not None:
-            worker.close()
-        return Worker(task.target, slot, self._running)
+    return [job.record for job in jobs]
 
 
 class Worker:
-    """A process that runs one row after the other."""
+    """A process that runs jobs of one target, one after the other."""
 
-    def __init__(self, target: str, variables: dict[str, str], running: set[subprocess.Popen[bytes]]) -> None:
-        self.target, self._all = target, running
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "experiments.sweep.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment(**variables, **{SHARE_TARGET: "1"}),
+    def __init__(self, target: str, variables: dict[str, str]) -> None:
+        self.target = target
+        self._pipe, theirs = multiprocessing.Pipe()
+        begin = f"from experiments.sweep.processes import serve; serve({theirs.fileno()}, {os.getpid()})"
+        environment = {**os.environ, "PYTHONPATH": python_path(), **variables}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", begin], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment
         )
-        running.add(self._process)
+        theirs.close()
 
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def run(self, task: Task) -> RowRecord:
-        """Run a row and wait for it."""
-        record = task.folder.record(task.row)
-        assert record is not None and self._process.stdin is not None and self._process.stdout is not None
-        if not task.force and task.folder.state(task.row) == DONE:
-            return record
-        log = task.folder.log(task.row)
+    def run(self, job: Job) -> None:
+        """Run a job, wait for it, and note how it ended where its process could not do so itself."""
+        folder, record, log = job.folder, job.record, job.folder.log(job.id)
         log.parent.mkdir(parents=True, exist_ok=True)
-        arguments = arguments_of(record, task.folder, task.force)
-        asked = {"program": record.program, "arguments": arguments, "log": str(log)}
+        name = folder.swept(record) or job.id
+        print(f"running  {name}  {os.path.relpath(log)}", flush=True)
+        where = [f"sweep.name={quoted(folder.name)}", f"hydra.run.dir={quoted(str(folder.path / job.id))}"]
+        force = ["sweep.force=true"] if job.force else []
         try:
-            self._process.stdin.write(json.dumps(asked).encode() + b"\n")
-            self._process.stdin.flush()
-            answer = self._process.stdout.readline()
-        except BrokenPipeError:
-            answer = b""
-        code = int(answer) if answer else self._process.wait()
-        return settle(task.folder, task.row, code)
+            self._pipe.send((record.program, [*record.overrides, *where, *force], str(log)))
+            code = self._pipe.recv()
+        except (EOFError, OSError):
+            code = self.process.wait()
+        record, state = job.record, folder.state(job.id)
+        if record.ended is None and state not in (DONE, RUNNING):  # with exit code 0 too: it may not have been a run
+            record.ended = REFUSED if code == UserError.exit_code else KILLED if code in (-9, -15, 130) else FAILED
+            ending = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() if log.exists() else []
+            record.exit_code, record.reason = code, "\n".join([ending, *lines[-TAIL_LINES:]])
+            folder.write(record)
+        print(f"{folder.state(job.id):8} {name}" + (f"  {record.wall_s:.0f} s" if record.wall_s else ""), flush=True)
 
     def close(self) -> None:
         """Let the process end."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait()
-        self._process.stdout.close()
-        self._all.discard(self._process)
+        self._pipe.close()
+        self.process.wait()
+
+
+def serve(handle: int, parent: int) -> None:
+    """The process of a worker: run programs until the pipe is closed, and free the device's memory after each."""
+    if sys.platform.startswith("linux"):  # no job goes on when its parent has ended
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            return
+    pipe = Connection(handle)
+    with suppress(EOFError, OSError, KeyboardInterrupt):
+        while True:
+            program, arguments, log = pipe.recv()
+            with open(log, "wb") as output:
+                os.dup2(output.fileno(), 1)
+                os.dup2(output.fileno(), 2)
+            code = _run_program(program, arguments)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            gc.collect()
+            if (torch := sys.modules.get("torch")) and torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+            pipe.send(code)
+
+
+def _run_program(program: Sequence[str], arguments: Sequence[str]) -> int:
+    """Run a program as `python PROGRAM ARGUMENTS` does, and return its exit code."""
+    sys.argv = [program[-1], *arguments]
+    try:
+        if program[0] == "-m":
+            runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(program[0], run_name="__main__")
+    except SystemExit as ending:
+        if isinstance(ending.code, str):
+            print(ending.code, file=sys.stderr)
+            return 1
+        return ending.code or 0
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def quoted(text: str) -> str:
+    """`text` as one value of Hydra's command line."""
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -1,1 +1,1 @@
-"""The questions a run can ask, one module per task. `run.run_task` runs the configured one."""
+"""The questions that a run can answer, one module per task. `run.run_task` runs the configured one."""

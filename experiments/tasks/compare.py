@@ -1,16 +1,15 @@
 """Several methods on the same prompts in one run: one target, one cache, one verifier, one clock; only drafters differ.
 
-The target alone decodes every prompt set once. Speedups, identity and accuracy of each method are held against that.
+The target alone decodes every prompt set, too. Speedups, losslessness and accuracy of each method are relative to that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-from experiments.report import tables
-from experiments.report.page import acceptance_lines, section, step_times
-from experiments.report.tables import Row
+from experiments.report.html_page import acceptance_lines, section, step_times
+from experiments.report.metrics import COMPARE
+from experiments.report.tables import Result
 from experiments.tasks.base import Task
 
 
@@ -19,41 +18,24 @@ class Compare(Task):
 
     name = "compare"
     objective = "tokens_per_step"
-    columns = (
-        tables.text("data", "data"),
-        tables.METHOD,
-        tables.DECODE_SPEEDUP,
-        tables.number("predicted", "prediction/predicted", 2, "×"),
-        tables.TOKENS_PER_STEP,
-        tables.ACCEPTANCE_BY_POSITION,
-        replace(tables.ACCEPTANCE_RATE, narrow=False),
-        tables.STEP_MS,
-        tables.LOSSLESS,
-        tables.ACCURACY,
-        tables.CUT,
-        tables.PARSED,
-        tables.COMPILED,
-    )
+    columns = COMPARE
 
-    def measure(self) -> list[Row]:
-        return [
-            row
-            for workload in self.plan.workloads
-            for row, _ in self.decode_methods(workload, note=f" on {workload.name}")
-        ]
+    def measure(self) -> Sequence[Result]:
+        sets = [self.decode_methods(workload, note=f" on {workload.name}") for workload in self.plan.workloads]
+        return [result for of_set in sets for result, _ in of_set]
 
-    def label(self, row: Row) -> str:
-        return f"{row['data']}, {row['method']}"
+    def label(self, result: Result) -> str:
+        return f"{result['data']}, {result['method']}"
 
-    def warnings(self, rows: Sequence[Row]) -> list[str]:
-        levels = sorted({row["graphs"]["level"] for row in rows})
+    def warnings(self, results: Sequence[Result]) -> list[str]:
+        levels = sorted({result["graphs"]["level"] for result in results})
         unfair = f"methods differ in runtime.graph ({', '.join(levels)}): set it for all of them"
-        return ([unfair] if len(levels) > 1 else []) + super().warnings(rows)
+        return ([unfair] if len(levels) > 1 else []) + super().warnings(results)
 
-    def sections(self, rows: Sequence[Row]) -> list[str]:
+    def sections(self, results: Sequence[Result]) -> list[str]:
         parts = []
-        for data in dict.fromkeys(row["data"] for row in rows):
-            here = [row for row in rows if row["data"] == data]
+        for data in dict.fromkeys(result["data"] for result in results):
+            here = [result for result in results if result["data"] == data]
             parts.append(section(f"Acceptance by draft position, {data}", acceptance_lines(here)))
             parts.append(section(f"Time of a step, {data}", step_times(here)))
         return parts

@@ -1,39 +1,29 @@
-"""What every task shares: an engine for one algorithm, and the figures of what it decoded."""
+"""Shared by every task: an engine for one algorithm, and the result of what it decoded."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from experiments.app.errors import UserError, user_errors
-from experiments.app.plan import Plan
+from experiments.app.plan import Plan, kv_dtype_of
+from experiments.app.step_times import read_step_times
 from experiments.app.workload import Workload
-from experiments.replay.cost import read_step_times
-from experiments.report import metrics
-from experiments.tasks.near_tie import look_at, ties_possible
+from experiments.report import summarize
+from experiments.report.metrics import MethodResult
+from experiments.tasks.numerical_tie import lossless
 
 if TYPE_CHECKING:
-    from algorithms.runtime.adaptive import StepCosts
-    from algorithms.runtime.algorithm import Algorithm
-    from algorithms.runtime.backends.protocol import Backend
-    from algorithms.runtime.engine import Engine
-    from algorithms.runtime.grammar import Grammars
-    from algorithms.runtime.models.loading import Target
-    from algorithms.runtime.request import Completion, Request
-    from algorithms.runtime.session import Generation
+    from algorithms.algorithm import Algorithm
+    from algorithms.attention.backends.protocol import Backend
+    from algorithms.engine.engine import Engine
+    from algorithms.engine.request import Request
+    from algorithms.engine.session import Generation
+    from algorithms.models.loading import Target
 
 AUTOREGRESSIVE = "autoregressive"
-
-
-def generation_of(figures: Mapping[str, Any], completions: Sequence[Completion]) -> Generation:
-    """The generation of `completions` whose other fields JSON gave back as `figures`."""
-    from algorithms.runtime.cuda_graph import GraphReport
-    from algorithms.runtime.session import Generation
-
-    graphs: Any = {name: tuple(v) if isinstance(v, list) else v for name, v in figures["graphs"].items()}
-    return Generation(**{**figures, "graphs": GraphReport(**graphs), "completions": list(completions)})
 
 
 @dataclass(frozen=True)
@@ -56,7 +46,9 @@ class Decoded:
     compiled: Sequence[str]
     """Kernels that were compiled after the warm-up, one name per compilation."""
     num_nodes: int
-    """Nodes verified per step, node 0 included."""
+    """Nodes verified per step, the root included."""
+    process: str = ""
+    """The process of the run whose clock the times are of; a run that is resumed has several."""
 
     @classmethod
     def by(cls, algo: Any, algorithm: Algorithm, backend: Any, **decoding: Any) -> Decoded:
@@ -71,6 +63,11 @@ class Decoded:
             "num_nodes": algorithm.num_nodes,
         }
         return cls(**{**made, **decoding})
+
+    @property
+    def whole(self) -> bool:
+        """Whether its times are of all requests."""
+        return len(self.timed.completions) == len(self.requests)
 
     @property
     def comparable(self) -> bool:
@@ -91,17 +88,26 @@ def warm_up_sizes(compiled: bool, max_batch: int) -> list[tuple[int, int]]:
     Kernels are compiled for powers of two of a batch, and prompts enter a running batch in any number. So every size is
     prefilled once, and then several batches pass through.
     """
-    from algorithms.runtime.cuda_graph import buckets
+    from algorithms.step.runner import buckets
 
-    if not compiled:
-        return [(1, 2)]
-    return [(size, 2) for size in buckets(max_batch)] + [(4 * max_batch, 32)]
+    return [*((size, 2) for size in buckets(max_batch)), (4 * max_batch, 32)] if compiled else [(1, 2)]
+
+
+def warm_up(engine: Engine, plan: Plan, requests: Sequence[Request]) -> None:
+    """Decode the beginnings of `requests`, so that compilation and first imports are no part of a step."""
+    from algorithms.step.sampling_params import SamplingNeeds
+
+    # A few requests may need less than all of them, whose steps run other kernels.
+    needs = SamplingNeeds.of(request.sampling for request in requests)
+    for count, tokens in warm_up_sizes(plan.hardware.label == "triton", plan.config.runtime.max_batch):
+        engine.generate([request.shortened(tokens) for request in requests[:count]], needs=needs)
+    engine.reset()
 
 
 def make_engine(plan: Plan, target: Target, algo: Any, longest: int) -> tuple[Engine, Algorithm, Backend]:
     """An engine for the algorithm that `algo` configures, that algorithm, and its attention backend.
 
-    `longest` is the length of the longest request in tokens, prompt and answer.
+    `longest` is the length of the longest request in tokens, prompt and output.
     """
     algorithm = make_algorithm(plan, target, algo)
     engine, backend = engine_of(plan, target, algorithm, longest)
@@ -110,55 +116,40 @@ def make_engine(plan: Plan, target: Target, algo: Any, longest: int) -> tuple[En
 
 def make_algorithm(plan: Plan, target: Target, algo: Any) -> Algorithm:
     """The algorithm that `algo` configures, with its drafter."""
+    from algorithms import load_algorithm
     from algorithms.registry import available
 
-    kind = available()[algo.name]
+    drafter = plan.config.model.drafter_of(available()[algo.name].drafter_for(algo))
     with _memory_errors(), user_errors(ValueError, OSError):
-        return kind(algo, target, plan.config.model.drafter_of(kind.drafter_for(algo)))
+        return load_algorithm(algo, target, drafter)
 
 
 def engine_of(plan: Plan, target: Target, algorithm: Algorithm, longest: int) -> tuple[Engine, Backend]:
     """An engine for `algorithm`, and its attention backend; `longest` as in `make_engine`."""
-    from algorithms.runtime.backends.registry import backends
-    from algorithms.runtime.engine import Engine
-    from algorithms.runtime.engine_settings import EngineSettings
+    from algorithms import load_backend
+    from algorithms.engine.engine import Engine
+    from algorithms.step.adaptive import StepCosts
 
     config, runtime, impl = plan.config, plan.config.runtime, plan.hardware.impl
-    settings = EngineSettings(
-        page_size=runtime.page_size,
-        max_batch=runtime.max_batch,
-        num_pages=runtime.num_pages,
-        max_length=runtime.max_length or longest,
+    settings = replace(
+        runtime,
         impl=impl,
         graph=plan.graph,
-        overlap=runtime.overlap,
-        prefill_chunk=runtime.prefill_chunk,
-        piggyback=runtime.piggyback,
-        prefill_ahead=runtime.prefill_ahead,
-        fused=plan.hardware.forward == "fused",
-        deterministic=runtime.deterministic,
-        kv_dtype=plan.kv_dtype,
-        kv_scales=plan.kv_scales(),
-        adaptive=runtime.adaptive,
-        step_costs=step_costs(plan, algorithm.name) if algorithm.num_nodes > 1 else None,
+        forward=plan.hardware.forward,
+        max_length=runtime.max_length or longest,
+        kv_dtype="auto" if kv_dtype_of(config) is None else runtime.kv_dtype,
+        kv_scales=None,
     )
+    costs, path = None, runtime.adaptive_cost
     with _memory_errors(), user_errors(ValueError, OSError):
+        if path is not None and algorithm.num_nodes > 1:
+            times = read_step_times(path, "runtime.adaptive_cost").kinds_of(algorithm.name, AUTOREGRESSIVE)
+            costs = StepCosts({(time.batch, time.nodes): time.step_ms for time in times})
         # A backend records what served each phase, so every decoding has one of its own.
-        backend = backends()[config.backend.name](config.backend, impl, runtime.deterministic)
+        backend = load_backend(config.backend, impl, runtime.deterministic)
         grammars = next((workload.grammars for workload in plan.workloads if workload.grammars), None)
-        return Engine(target, algorithm, backend, settings, plan.tokenizer.decode, grammars=grammars), backend
-
-
-def step_costs(plan: Plan, algo: str) -> StepCosts | None:
-    """What steps of the algorithm `algo` cost, from `runtime.adaptive_cost`; None where nothing is given."""
-    from algorithms.runtime.adaptive import StepCosts
-
-    path = plan.config.runtime.adaptive_cost
-    if path is None:
-        return None
-    with user_errors(ValueError):
-        times = read_step_times(path, "runtime.adaptive_cost")
-        return StepCosts({(time.batch, time.nodes): time.step_ms for time in times.kinds_of(algo, AUTOREGRESSIVE)})
+        given: Any = dict(grammars=grammars, kv_scales=plan.kv_scales(), step_costs=costs)
+        return Engine(target, algorithm, backend, settings, plan.tokenizer.decode, **given), backend
 
 
 @contextmanager
@@ -177,61 +168,64 @@ def _memory_errors() -> Iterator[None]:
         raise UserError(f"{reason}\nlower runtime.num_pages, runtime.max_batch or sampling.max_new_tokens") from error
 
 
-def timed_rounds(rounds: Sequence[Decoded]) -> list[Generation]:
-    """The decodings that times are taken from: whole ones, or else what there is."""
-    whole = [r.timed for r in rounds if len(r.timed.completions) == len(r.requests)]
-    return whole or [r.timed for r in rounds if r.timed.completions]
+def timed_rounds(rounds: Mapping[str, Sequence[Decoded]]) -> list[int]:
+    """The rounds that times are taken from: those that one process decoded whole, for every method in `rounds`.
+
+    Of several processes of a resumed run, the one with the most such rounds counts, of equals the latest.
+    """
+    found: dict[str, list[int]] = {}
+    for number, of_methods in enumerate(zip(*rounds.values(), strict=True)):
+        processes = {decoded.process for decoded in of_methods}
+        if len(processes) == 1 and all(decoded.whole for decoded in of_methods):
+            found.setdefault(processes.pop(), []).append(number)
+    return max(reversed(found.values()), key=len, default=[])
 
 
-def method_row(
+def method_result(
     label: str,
     rounds: Sequence[Decoded],
+    timed: Sequence[int],
     workload: Workload,
-    baseline: tuple[dict[str, Any], Decoded] | None,
+    baseline: tuple[MethodResult, Decoded] | None,
     target: Target,
     deterministic: bool = False,
-) -> dict[str, Any]:
-    """The figures of one method on one prompt set; `baseline` is the row and decoding that it is held against.
+) -> MethodResult:
+    """The result of one method on one prompt set; `baseline` is the result and decoding that it is compared with.
 
-    Texts are those of the first of `rounds`. `target` is asked for the logits where the two texts of a request differ.
+    Outputs are those of the first of `rounds`, times those of the rounds `timed`. `target` computes the logits where
+    two outputs of a request differ.
     """
-    decoded, timed = rounds[0], timed_rounds(rounds)
-    generation = decoded.generation
-    row: dict[str, Any] = {"data": workload.name, "method": label, "algo": decoded.algo, "rule": decoded.rule}
-    row |= {"drafts_with_model": decoded.drafts_with_model, "num_nodes": decoded.num_nodes}
-    row |= {"graphs": asdict(generation.graphs), "attention": decoded.attention, "settings": decoded.config}
-    row |= metrics.summarize_method(generation, decoded.max_depth, timed)
-    row["num_resumed"] = len(generation.completions) - (len(timed[0].completions) if timed else 0)
-    first = [completion.token_ids for completion in generation.completions]
-    row["differing_rounds"] = sum([c.token_ids for c in r.generation.completions] != first for r in rounds[1:])
-    row |= metrics.accuracy(generation.completions, workload.judge)
-    row |= metrics.compilations([name for r in rounds for name in r.compiled])
-    row["template"] = workload.markup
-    row["adaptive"] = generation.adaptive
-    against = baseline[1] if baseline and decoded.comparable else None
-    row["lossless"] = _lossless(decoded, against, target, deterministic, workload.grammars)
-    own = 1.0 if decoded.algo == AUTOREGRESSIVE else None
-    row |= {"speedup_decode": own, "speedup_wall": own, "prediction": None}
-    row |= {"speedup_decode_interval": None, "speedup_wall_interval": None}
-    return row | (metrics.against_baseline(row, baseline[0]) if baseline else {})
-
-
-def _lossless(
-    decoded: Decoded, plain: Decoded | None, target: Target, deterministic: bool, grammars: Grammars | None
-) -> dict[str, Any]:
-    """What `metrics.lossless` says of the requests that both were asked.
-
-    A later turn of a conversation whose first answers differ is another question.
-    """
-    if plain is None:
-        return metrics.lossless(decoded.generation.completions, None)
-    theirs = {r.id: (r, c) for r, c in zip(plain.requests, plain.generation.completions, strict=True)}
-    same = [
-        (request, ours, theirs[request.id][1])
-        for request, ours in zip(decoded.requests, decoded.generation.completions, strict=True)
-        if request.id in theirs and theirs[request.id][0].prompt_ids == request.prompt_ids
-    ]
-    asked, baseline = [request for request, _, _ in same], [completion for _, _, completion in same]
-    look = look_at(target, asked, baseline, deterministic, grammars)
-    ties = ties_possible(target, asked, deterministic)
-    return metrics.lossless([completion for _, completion, _ in same], baseline, look, ties)
+    decoded, generation = rounds[0], rounds[0].generation
+    completions = generation.completions
+    first = [completion.token_ids for completion in completions]
+    own = 1.0 if decoded.algo == AUTOREGRESSIVE and timed else None
+    compared = []
+    if baseline and decoded.comparable:
+        # A later turn of a conversation whose first answers differ is another question.
+        plain = baseline[1]
+        theirs = {(r.id, r.prompt_ids): c for r, c in zip(plain.requests, plain.generation.completions, strict=True)}
+        ours = zip(decoded.requests, completions, strict=True)
+        compared = [(r, c, theirs[r.id, r.prompt_ids]) for r, c in ours if (r.id, r.prompt_ids) in theirs]
+    result: Any = {
+        "data": workload.name,
+        "method": label,
+        "algo": decoded.algo,
+        "rule": decoded.rule,
+        "drafts_with_model": decoded.drafts_with_model,
+        "num_nodes": decoded.num_nodes,
+        "graphs": asdict(generation.graphs),
+        "attention": decoded.attention,
+        "settings": decoded.config,
+        **summarize.summarize_method(generation, decoded.max_depth, [rounds[number].timed for number in timed]),
+        "num_resumed": len(completions) - len(decoded.timed.completions),
+        "num_timed_rounds": len(timed),
+        "differing_rounds": sum([c.token_ids for c in r.generation.completions] != first for r in rounds[1:]),
+        **summarize.accuracy(completions, workload.judge),
+        **summarize.compilations([name for r in rounds for name in r.compiled]),
+        "template": workload.markup,
+        "adaptive": generation.adaptive,
+        "lossless": lossless(target, compared, deterministic, workload.grammars),
+        **{"speedup_decode": own, "speedup_wall": own, "prediction": None},
+        **{"speedup_decode_interval": None, "speedup_wall_interval": None},
+    }
+    return result | (summarize.against_baseline(result, baseline[0]) if baseline and timed else {})  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
-"""Tests drawn tokens against the target's exact distribution.
+"""Tests sampled tokens against the target's exact distribution.
 
-A rule that draws its drafts promises the target's distribution and not its tokens. So the first two tokens of many
-seeds are counted, and Pearson's chi-square test holds the counts against the exact joint distribution.
+An acceptance rule for sampled drafts promises the target's distribution and not its tokens. So the first two tokens of
+many seeds are counted, and Pearson's chi-square test compares the counts with the exact joint distribution.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from algorithms.runtime.models.loading import Target
-    from algorithms.runtime.request import Request
+    from algorithms.engine.request import Request
+    from algorithms.models.loading import Target
 
 TOP_K = 8
-"""The test draws from this many tokens, so that its cells are few and well filled."""
+"""The test samples from this many tokens, so that its cells are few and well filled."""
 MIN_CELLS, MIN_EXPECTED = 8, 5
-"""Cells a test should have, and draws a cell must expect to stand alone."""
+"""Cells that a test should have, and draws that a cell must expect to be tested alone."""
 Outcome = tuple[int, ...]
 
 
@@ -26,7 +26,7 @@ def next_logits(target: Target, tokens: Sequence[int]) -> torch.Tensor:
     """[V] float32 logits of the token after `tokens`, from a forward without a cache."""
     import torch
 
-    from algorithms.runtime.models.dense_mixer import DenseMixer
+    from algorithms.models.dense_mixer import DenseMixer
 
     model = target.model
     device = model.model.norm.weight.device
@@ -46,7 +46,7 @@ def pair_distribution(target: Target, request: Request, temperature: float) -> d
     found: dict[Outcome, float] = {}
     for first, chance in following(prompt):
         for second, share in following([*prompt, first]):
-            outcome = (first,) if request.ends_at(first) else (first, second)
+            outcome = (first,) if first in request.ends else (first, second)
             found[outcome] = found.get(outcome, 0.0) + chance * share
     return found
 
@@ -54,17 +54,13 @@ def pair_distribution(target: Target, request: Request, temperature: float) -> d
 def testable_distribution(
     target: Target, request: Request, temperature: float, draws: int
 ) -> tuple[float, dict[Outcome, float]]:
-    """(temperature, distribution), where the temperature is doubled until enough outcomes are expected often enough.
-
-    A distribution of one outcome would test nothing.
-    """
-    distribution = pair_distribution(target, request, temperature)
-    for _ in range(8):
+    """(temperature, distribution), where the temperature is doubled until enough outcomes are expected often enough: a
+    distribution of one outcome would test nothing."""
+    for doubled in range(9):
+        distribution = pair_distribution(target, request, temperature * 2**doubled)
         if filled_cells(distribution.values(), draws) >= min(MIN_CELLS, draws // (4 * MIN_EXPECTED)):
             break
-        temperature *= 2
-        distribution = pair_distribution(target, request, temperature)
-    return temperature, distribution
+    return temperature * 2**doubled, distribution
 
 
 def filled_cells(chances: Iterable[float], draws: int) -> int:
@@ -83,12 +79,10 @@ def chi_square_p(counts: Mapping[Outcome, int], distribution: Mapping[Outcome, f
     draws = sum(counts.values())
     cells = [(p * draws, counts.get(outcome, 0)) for outcome, p in distribution.items()]
     large, small = ([c for c in cells if (c[0] >= MIN_EXPECTED) == often] for often in (True, False))
-    if not small:
-        return pearson_p(large)
     expected, observed = sum(e for e, _ in small), sum(o for _, o in small)
-    if expected >= 1:
-        return pearson_p([*large, (expected, observed)])
-    return min(1.0, 2 * min(pearson_p(large), at_least_p(observed, expected)))
+    if expected < 1:
+        return min(1.0, 2 * min(pearson_p(large), at_least_p(observed, expected))) if small else pearson_p(large)
+    return pearson_p([*large, (expected, observed)])
 
 
 def pearson_p(cells: Sequence[tuple[float, int]]) -> float:
@@ -97,11 +91,9 @@ def pearson_p(cells: Sequence[tuple[float, int]]) -> float:
 
     if len(cells) < 2:
         return 1.0
-    half_statistic, half_freedom = (
-        torch.tensor(value / 2, dtype=torch.float64)
-        for value in (sum((o - e) ** 2 / e for e, o in cells), float(len(cells) - 1))
-    )
-    return float(torch.special.gammaincc(half_freedom, half_statistic))
+    statistic, freedom = sum((o - e) ** 2 / e for e, o in cells), len(cells) - 1
+    halves = (torch.tensor(value / 2, dtype=torch.float64) for value in (freedom, statistic))
+    return float(torch.special.gammaincc(*halves))
 
 
 def at_least_p(observed: int, expected: float) -> float:

@@ -1,83 +1,91 @@
-"""What capturing more of a step gains: the same run at each level, with the host's and the device's time per step.
+"""Gain of capturing more of a step: the same run at each level, with the host's and the device's time per step.
 
-`launch` is the host's time to start a step. `device` is the time of its phases. Captured or not, the tokens must be the
-same.
+Captured or not, the tokens must be the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Annotated
 
-from experiments.report import metrics
-from experiments.report.tables import COMPILED, DECODE_RATE, Row, number, text
+from experiments.report.metrics import MethodResult
+from experiments.report.summarize import compilations, summarize_method
+from experiments.report.tables import Metric, Result, columns
 from experiments.tasks.base import Task
 
 NEEDS_GPU = "needs a CUDA device"
 
 
+class GraphResult(MethodResult):
+    """One level of capture. Without a GPU nothing can be captured, and the result is `level` and `note`."""
+
+    level: Annotated[str, Metric("How much of a step is captured in CUDA graphs.", "captured")]
+    launch_ms_per_step: Annotated[float, Metric("The host's time to start a step.", "host ms/step", digits=3)]
+    device_ms_per_step: Annotated[float, Metric("The device's time for its phases.", "device ms/step", digits=3)]
+    differing: int
+    note: Annotated[str, Metric("Whether the tokens are those of the first level.", "note")]
+
+
 class GraphAblation(Task):
-    """One row per level of capture. Without a GPU nothing can be captured, and the row says so."""
+    """One result per level of capture."""
 
     name = "graph_ablation"
     objective = "decode_tokens_per_s"
     columns = (
-        text("captured", "level"),
-        number("host ms/step", "launch_ms_per_step", 3),
-        number("device ms/step", "device_ms_per_step", 3),
-        DECODE_RATE,
-        number("graphs", "graphs/num_graphs", 0),
-        number("capture ms", "graphs/warmup_ms", 0),
-        number("memory", "graphs/memory_bytes", 0, " MiB", scale=2**-20),
-        COMPILED,
-        text("", "note"),
+        *columns(GraphResult, "level", "launch_ms_per_step", "device_ms_per_step", "decode_tokens_per_s"),
+        Metric("Captured graphs.", "graphs", digits=0).column("graphs/num_graphs", numeric=True),
+        Metric("Time of capture.", "capture ms", digits=0).column("graphs/warmup_ms", numeric=True),
+        Metric("Memory of the graphs.", "memory", digits=0, unit=" MiB", scale=2**-20).column(
+            "graphs/memory_bytes", True
+        ),
+        *columns(GraphResult, "compiled", "note", wide=["compiled"]),
     )
 
-    def measure(self) -> list[Row]:
+    def measure(self) -> Sequence[Result]:
         (workload,) = self.plan.workloads
         algo = self.plan.config.algo
-        rows: list[Row] = []
+        results: list[Result] = []
         first: list[list[int]] = []
         for level in self.plan.config.task.levels:
             if level != "none" and not self.plan.hardware.can_capture:
-                rows.append({"level": level, "note": NEEDS_GPU})
+                results.append({"level": level, "note": NEEDS_GPU})
                 continue
             decoded = self.decode(algo, workload, label=f"graph={level}", plan=self.plan.varied(graph=level))
             generation = decoded.generation
             tokens = [completion.token_ids for completion in generation.completions]
             first = first or tokens
             differing = sum(a != b for a, b in zip(tokens, first, strict=True))
-            figures = metrics.summarize_method(generation, decoded.max_depth)
-            steps, ledger = max(1, generation.num_steps), generation.ledger_ms
-            rows.append(
+            steps, phases = max(1, generation.num_steps), generation.phase_times_ms
+            results.append(
                 {
                     "level": level,
                     "drafts_with_model": decoded.drafts_with_model,
                     "differing": differing,
                     "note": level_note(algo.name, level, generation.graphs.level, differing),
                     "launch_ms_per_step": generation.launch_ms / steps,
-                    "device_ms_per_step": sum(ms for phase, ms in ledger.items() if phase != "host") / steps,
-                    **figures,
-                    **metrics.compilations(decoded.compiled),
+                    "device_ms_per_step": sum(ms for phase, ms in phases.items() if phase != "host") / steps,
+                    **summarize_method(generation, decoded.max_depth),
+                    **compilations(decoded.compiled),
                     "graphs": asdict(generation.graphs),
                 }
             )
-        return rows
+        return results
 
-    def label(self, row: Row) -> str:
-        return str(row["level"])
+    def label(self, result: Result) -> str:
+        return str(result["level"])
 
-    def failures(self, rows: Sequence[Row]) -> list[str]:
-        exact = self.plan.exact
+    def failures(self, results: Sequence[Result]) -> list[str]:
+        first = self.label(results[0])
         return [
-            f"graph={self.label(row)}: {row['differing']} requests differ from those of graph={self.label(rows[0])}"
-            for row in rows
-            if exact and row.get("differing")
+            f"graph={self.label(result)}: {result['differing']} requests differ from those of graph={first}"
+            for result in results
+            if self.plan.exact and result.get("differing")
         ]
 
 
-def level_note(algo: str, asked: str, used: str, differing: int) -> str:
-    """What a reader of the row must know; an algorithm may fix its own level of capture."""
-    if used != asked:
+def level_note(algo: str, configured: str, used: str, differing: int) -> str:
+    """A note on the result; an algorithm may fix its own level of capture."""
+    if used != configured:
         return f"algo={algo} ran with graph={used}"
     return f"{differing} requests differ" if differing else "same tokens"

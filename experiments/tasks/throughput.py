@@ -8,19 +8,22 @@ does not count as one slow token and some free ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from experiments.report import metrics, tables
-from experiments.report.page import section
-from experiments.report.plots import legend, lines
-from experiments.report.tables import Row
+from experiments.app.plan import Plan
+from experiments.app.workload import Workload
+from experiments.report.html_page import section
+from experiments.report.metrics import THROUGHPUT, ThroughputResult
+from experiments.report.plots import Series, chart
+from experiments.report.summarize import quantiles
+from experiments.report.tables import Result
 from experiments.tasks.base import Task
 
 if TYPE_CHECKING:
-    from algorithms.runtime.request import Completion, Request
+    from algorithms.engine.request import Completion, Request
 
 
 class Throughput(Task):
@@ -29,70 +32,57 @@ class Throughput(Task):
     name = "throughput"
     objective = "wall_tokens_per_s"
     keeps_parts = False  # the rest of a level would run at another concurrency
-    columns = (
-        tables.number("concurrency", "concurrency", 0),
-        tables.METHOD,
-        tables.WALL_RATE,
-        tables.WALL_SPEEDUP,
-        tables.FIRST_TOKEN_MS,
-        tables.quantile_pair("between tokens ms p50/p90", "inter_token_ms", 2),
-        tables.TOKENS_PER_STEP,
-        tables.ACCURACY,
-        tables.CUT,
-        tables.PARSED,
-        tables.COMPILED,
-    )
+    columns = THROUGHPUT
 
-    def measure(self) -> list[Row]:
-        return [row for level in self.plan.config.task.concurrency for row in self._level(level)]
+    def measure(self) -> Sequence[Result]:
+        return [result for level in self.plan.config.task.concurrency for result in self._level(level)]
 
-    def _level(self, concurrency: int) -> list[Row]:
+    def _level(self, concurrency: int) -> Iterator[ThroughputResult]:
         """Baseline and methods with up to `concurrency` requests at a time."""
         (workload,) = self.plan.workloads
-        plan = self.plan.varied(max_batch=concurrency, num_pages=None)
-        count = max(concurrency * self.plan.config.task.requests, len(workload.requests))
-        asked = repeated(workload.requests, count)
-        distinct = len({request.prompt_ids for request in asked})
-        return [
-            row
-            | {
-                "concurrency": concurrency,
-                "distinct_prompts": distinct,
-                "inter_token_ms": metrics.quantiles(inter_token_ms(decoded.generation.completions), p50=0.5, p90=0.9),
-            }
-            for row, decoded in self.decode_methods(workload, asked, f" ×{concurrency}", plan)
-        ]
+        plan, requests = at_concurrency(self.plan, workload, concurrency)
+        distinct = len({request.prompt_ids for request in requests})
+        for result, decoded in self.decode_methods(workload, requests, f" ×{concurrency}", plan):
+            latencies = quantiles(inter_token_ms(decoded.generation.completions), p50=0.5, p90=0.9)
+            yield {**result, "concurrency": concurrency, "distinct_prompts": distinct, "inter_token_ms": latencies}
 
-    def best(self, rows: Sequence[Row]) -> Row:
-        return super().best([row for row in rows if row["method"] == self.plan.config.algo.name])
+    def best(self, results: Sequence[Result]) -> Result:
+        return super().best([result for result in results if result["method"] == self.plan.config.algo.name])
 
-    def label(self, row: Row) -> str:
-        return f"{row['method']} ×{row['concurrency']}"
+    def label(self, result: Result) -> str:
+        return f"{result['method']} ×{result['concurrency']}"
 
-    def warnings(self, rows: Sequence[Row]) -> list[str]:
-        found = super().warnings(rows)
-        repeats = [row for row in rows if row["distinct_prompts"] < row["num_requests"]]
+    def warnings(self, results: Sequence[Result]) -> list[str]:
+        found = super().warnings(results)
+        repeats = [result for result in results if result["distinct_prompts"] < result["num_requests"]]
         if repeats:
-            most = max(repeats, key=lambda row: row["num_requests"])
+            most = max(repeats, key=lambda result: result["num_requests"])
             found.append(
-                f"prompts were asked more than once (×{most['concurrency']}: {most['num_requests']} requests for "
-                f"{most['distinct_prompts']} distinct): an algorithm that learns from text, such as ngram, has seen "
-                "the answers before and looks faster than it is; raise data.limit"
+                f"prompts were used more than once (×{most['concurrency']}: {most['num_requests']} requests for "
+                f"{most['distinct_prompts']} distinct): an algorithm that learns from what it serves, such as ngram, "
+                "has seen the answers before and looks faster than it is; raise data.limit"
             )
         return found
 
-    def sections(self, rows: Sequence[Row]) -> list[str]:
-        methods = list(dict.fromkeys(row["method"] for row in rows))
-        series = [
-            (method, [(float(r["concurrency"]), r["wall_tokens_per_s"] or 0.0) for r in rows if r["method"] == method])
-            for method in methods
-        ]
-        chart = lines(series, "wall tokens per second", ("requests at a time", "wall tokens/s"))
-        return [section("Tokens per second", chart + legend(methods))]
+    def sections(self, results: Sequence[Result]) -> list[str]:
+        points: dict[str, list[tuple[float, float]]] = {}
+        for result in results:
+            rate = result["wall_tokens_per_s"] or 0.0
+            points.setdefault(result["method"], []).append((float(result["concurrency"]), rate))
+        series = [Series(method, of_method) for method, of_method in points.items()]
+        drawn = chart(series, "wall tokens per second", ("requests at a time", "wall tokens/s"))
+        return [section("Tokens per second", drawn)]
+
+
+def at_concurrency(plan: Plan, workload: Workload, concurrency: int) -> tuple[Plan, list[Request]]:
+    """`plan` for batches of `concurrency`, and the requests of `workload`, repeated to `task.requests` for each of
+    them."""
+    count = max(concurrency * plan.config.task.requests, len(workload.requests))
+    return plan.varied(max_batch=concurrency, num_pages=None), repeated(workload.requests, count)
 
 
 def repeated(requests: Sequence[Request], count: int) -> list[Request]:
-    """`count` requests: the prompts in turn, each time with another seed."""
+    """`count` requests: the prompts again and again, each time with another seed."""
     rounds = [(turn, request) for turn in range(-(-count // len(requests))) for request in requests][:count]
     return [
         replace(r.with_sampling(seed=r.sampling.seed + turn * len(requests)), id=i)

@@ -2,19 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
-from experiments.training.text.shards import Text
+from experiments.app.atomic_write import whole_file
 
 WIDTH_MULTIPLE = 32
 """Batches are as wide as their longest row, rounded up, so that few shapes occur."""
 
 SAMPLED_ROWS = 32
+LARGEST_UINT16_VOCABULARY = 1 << 16
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """One prompt with the target's continuation; `tokens[start:]` is the continuation."""
+
+    tokens: list[int]
+    start: int
+
+
+@dataclass(frozen=True)
+class Text:
+    """Prompts with continuations, concatenated."""
+
+    tokens: np.ndarray
+    """[sum of lengths], uint16 or uint32."""
+    lengths: np.ndarray
+    """[R] int64: tokens of prompt and continuation."""
+    starts: np.ndarray
+    """[R] int64: tokens of the prompt."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_answer_tokens(self) -> int:
+        """Tokens that the target wrote as answers."""
+        return int((self.lengths - self.starts).sum())
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """The tokens of each prompt."""
+        first = np.cumsum(self.lengths) - self.lengths
+        return [self.tokens[i : i + n].tolist() for i, n in zip(first, self.starts, strict=True)]
+
+    @classmethod
+    def of(cls, sequences: Sequence[Continuation], vocab_size: int) -> Text:
+        """The sequences; tokens of a vocabulary that 16 bits number take 16 bits, else 32."""
+        dtype = np.uint16 if vocab_size <= LARGEST_UINT16_VOCABULARY else np.uint32
+        parts = [np.asarray(sequence.tokens, dtype=dtype) for sequence in sequences]
+        lengths = np.asarray([len(part) for part in parts], dtype=np.int64)
+        starts = np.asarray([sequence.start for sequence in sequences], dtype=np.int64)
+        return cls(np.concatenate([*parts, np.empty(0, dtype)]), lengths, starts)
+
+    @classmethod
+    def join(cls, texts: Sequence[Text]) -> Text:
+        """All `texts`, at least one, as one."""
+        parts = zip(*((text.tokens, text.lengths, text.starts) for text in texts), strict=True)
+        return cls(*(np.concatenate(part) for part in parts))
+
+    @classmethod
+    def read(cls, path: Path) -> Text:
+        """What `write` has stored."""
+        return cls(**load_file(path))
+
+    def write(self, path: Path) -> None:
+        """Store the text as a safetensors file, which appears in one move."""
+        with whole_file(path) as partial:
+            save_file({"tokens": self.tokens, "lengths": self.lengths, "starts": self.starts}, partial)
 
 
 @dataclass(frozen=True)
@@ -22,7 +84,7 @@ class TrainingBatch:
     """Rows of prompt and continuation: the tokens from `starts` to `lengths` are the target's."""
 
     tokens: Tensor
-    """[B, T] int64, zeros behind a row's end."""
+    """[B, T] int64, zeros past a row's end."""
     lengths: Tensor
     """[B] int64."""
     starts: Tensor
@@ -42,7 +104,7 @@ class TrainingBatch:
 
 
 def shifted(values: Tensor, by: int) -> Tensor:
-    """`values [B, T, ...]` with entry t + by at t, zeros behind."""
+    """`values [B, T, ...]` with entry t + by at t, then zeros."""
     if by >= values.shape[1]:
         return torch.zeros_like(values)
     tail = values.new_zeros(values.shape[0], by, *values.shape[2:])

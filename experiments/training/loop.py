@@ -2,8 +2,7 @@
 
 A run is bounded by steps, by minutes of the clock, or by both. The learning rate follows the larger of the two
 fractions: it warms up, stays, and falls linearly to zero over the last part (WSD). Batches are pure functions of the
-step, so a checkpoint needs weights, optimizer state, step and elapsed time only, and resuming continues the same run.
-At the end the model is the best one that was evaluated.
+step, so a resumed run equals an uninterrupted one. At the end the model is the best one that was evaluated.
 """
 
 from __future__ import annotations
@@ -19,28 +18,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experiments.app.schema import LARGEST_INT32
-from experiments.app.whole_file import whole_file
+from algorithms.engine.settings import LARGEST_INT32
+from experiments.app.atomic_write import whole_file
 from experiments.training.parallel import Replicas, local_device
-from experiments.training.progress import Show, progress
 from specdec_kernels.checks import expect_at_least, expect_between
 
 CHECKPOINT = "checkpoint.pt"
 BEST = "best.pt"
 LOG = "training.jsonl"
+COUNTERS = ("step", "tokens", "elapsed_s", "best", "rows")
+"""Attributes of the trainer in a checkpoint."""
 # Time in which the process or the machine was suspended does not count as training time.
 LONGEST_STEP_S = 60.0
 LONGEST_SILENCE_S = 60.0
-"""Seconds without a row of the log, where steps are slow."""
+"""Longest time without a line of the log."""
+PRINT_INTERVAL_S = 15.0
 
 
 @dataclass
 class TrainSettings:
-    """What every objective accepts under `train`.
+    """Settings of every objective under `train`.
 
-    `device` auto is a GPU where there is one. `threads` null leaves what `experiments.app.threads` has chosen.
+    `device` auto is a GPU where there is one. `threads` null keeps the choice of `experiments.app.cpu_threads`.
     `autocast` computes in bfloat16 on float32 weights. Held-out figures are taken every `eval_every_steps` steps, and
-    every `eval_every_minutes` where that is given.
+    every `eval_every_minutes` if given.
     """
 
     minutes: float | None = 45.0
@@ -55,7 +56,6 @@ class TrainSettings:
     weight_decay: float = 0.1
     warmup_fraction: float = 0.02
     decay_fraction: float = 0.5
-    final_lr_fraction: float = 0.0
     grad_clip: float = 1.0
     log_every_steps: int = 20
     eval_every_steps: int = 200
@@ -71,15 +71,11 @@ class TrainSettings:
             expect_at_least(f"train.{key}", getattr(self, key), 0)
         for key in ("matrix_lr", "other_lr", "grad_clip"):
             expect_between(f"train.{key}", getattr(self, key), 0, math.inf, above=True)
-        for key in ("warmup_fraction", "final_lr_fraction"):
-            expect_between(f"train.{key}", getattr(self, key), 0, 1)
+        expect_between("train.warmup_fraction", self.warmup_fraction, 0, 1)
         expect_between("train.decay_fraction", self.decay_fraction, 0, 1, above=True)
         for key in ("minutes", "eval_every_minutes"):
             expect_between(f"train.{key}", getattr(self, key), 0, math.inf, above=True, nullable=True)
         expect_between("train.seed", self.seed, 0, LARGEST_INT32)
-        self._settle_device()
-
-    def _settle_device(self) -> None:
         if self.device == "auto":
             self.device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
@@ -97,7 +93,7 @@ class TrainSettings:
 
     @property
     def frozen_dtype(self) -> torch.dtype:
-        """What weights are kept in that are not trained."""
+        """Dtype of frozen weights."""
         return torch.bfloat16 if self.autocast and self.on_gpu else torch.float32
 
     def precision(self) -> torch.autocast:
@@ -105,24 +101,18 @@ class TrainSettings:
         return torch.autocast(self.device.split(":")[0], torch.bfloat16, enabled=self.autocast)
 
 
-def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Matrices of linear layers, and everything else (embeddings, heads over a vocabulary, norms, biases)."""
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    matrices = {id(m.weight) for name, m in linear.items() if not name.endswith(("lm_head", "markov_w2"))}
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return [p for p in trained if id(p) in matrices], [p for p in trained if id(p) not in matrices]
-
-
 def build_optimizers(model: nn.Module, settings: TrainSettings) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices, AdamW for the rest."""
-    matrices, others = split_parameters(model)
+    """Muon for the matrices of linear layers, AdamW for embeddings, heads over a vocabulary, single rows, norms and
+    biases."""
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    apart = ("lm_head", "markov_w2", "confidence_head.proj")
+    of_muon = {id(m.weight) for name, m in linear.items() if not name.endswith(apart)}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trained if id(p) in of_muon]
+    others = [p for p in trained if id(p) not in of_muon]
+    decay, adjust = settings.weight_decay, "match_rms_adamw"
     return [
-        torch.optim.Muon(
-            matrices,
-            lr=settings.matrix_lr,
-            weight_decay=settings.weight_decay,
-            adjust_lr_fn="match_rms_adamw",
-        ),
+        torch.optim.Muon(matrices, lr=settings.matrix_lr, weight_decay=decay, adjust_lr_fn=adjust),
         torch.optim.AdamW(others, lr=settings.other_lr, betas=(0.9, 0.98), weight_decay=0.0, fused=settings.on_gpu),
     ]
 
@@ -131,15 +121,14 @@ def schedule(progress: float, settings: TrainSettings) -> float:
     """Learning-rate factor at `progress` in 0..1."""
     if progress < settings.warmup_fraction:
         return max(progress / settings.warmup_fraction, 0.01)
-    remaining = (1.0 - progress) / settings.decay_fraction
-    return max(min(1.0, remaining), settings.final_lr_fraction)
+    return min(1.0, (1.0 - progress) / settings.decay_fraction)
 
 
 class Trainer:
     """Runs `loss_of(number)` over batch numbers 0, 1, … until the budget is spent.
 
-    `loss_of` returns the loss to minimise and the number of tokens it looked at; `evaluate` returns held-out figures,
-    and `score` makes one of them, the lower the better, or None where the last model is to be kept.
+    `loss_of` returns the loss and its number of tokens; `evaluate` returns held-out figures, and `score` reduces them
+    to one, the lower the better, or None to keep the last model.
     """
 
     def __init__(
@@ -159,32 +148,22 @@ class Trainer:
         self.optimizers = build_optimizers(model, settings)
         self.base_lrs = [group["lr"] for o in self.optimizers for group in o.param_groups]
         self.step, self.tokens, self.elapsed_s, self._clock_s = 0, 0, 0.0, 0.0
-        self.best: tuple[float, int] | None = None
-        """Score and step of the best model, which lies in the folder."""
+        self.best: tuple[float, int] | None = None  # score and step of the best model, which lies in the folder
         self.rows: list[dict[str, Any]] = []
 
     def progress(self) -> float:
         """Spent share of the budget, 0..1."""
-        shares = [0.0]
-        if self.settings.steps is not None:
-            shares.append(self.step / self.settings.steps)
-        if self.settings.minutes is not None:
-            shares.append(self.elapsed_s / (60 * self.settings.minutes))
-        return min(1.0, max(shares))
+        steps, minutes = self.settings.steps, self.settings.minutes
+        of_steps = self.step / steps if steps is not None else 0.0
+        of_time = self.elapsed_s / (60 * minutes) if minutes is not None else 0.0
+        return min(1.0, max(of_steps, of_time))
 
     def save(self) -> None:
-        """Write the checkpoint in one move, so that an interruption leaves the previous one."""
+        """Write the checkpoint in one move: an interruption leaves the previous one."""
         if self.replicas.is_first:
-            state = {
-                "model": self.model.state_dict(),
-                "optimizers": [o.state_dict() for o in self.optimizers],
-                "step": self.step,
-                "tokens": self.tokens,
-                "elapsed_s": self.elapsed_s,
-                "best": self.best,
-                "rows": self.rows,
-            }
-            self._store(state, CHECKPOINT)
+            optimizers = [o.state_dict() for o in self.optimizers]
+            counters = {key: getattr(self, key) for key in COUNTERS}
+            self._store({"model": self.model.state_dict(), "optimizers": optimizers, **counters}, CHECKPOINT)
 
     def _store(self, state: dict[str, Any], name: str) -> None:
         with whole_file(self.folder / name) as partial, open(partial, "wb") as file:
@@ -199,17 +178,17 @@ class Trainer:
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        self.step, self.tokens, self.elapsed_s = state["step"], state["tokens"], state["elapsed_s"]
-        self.best, self.rows, self._clock_s = state["best"], state["rows"], state["elapsed_s"]
+        for key in COUNTERS:
+            setattr(self, key, state[key])
+        self._clock_s = self.elapsed_s
         return True
 
     def restore_best(self) -> int:
         """Make the model the best one that was evaluated; returns its step."""
         if self.best is None:
             return self.step
-        self.model.load_state_dict(
-            torch.load(self.folder / BEST, map_location=self.settings.device, weights_only=True)["model"]
-        )
+        state = torch.load(self.folder / BEST, map_location=self.settings.device, weights_only=True)
+        self.model.load_state_dict(state["model"])
         return self.best[1]
 
     def _update(self) -> tuple[Tensor, int]:
@@ -220,18 +199,14 @@ class Trainer:
         with self.settings.precision():
             loss, tokens = self.loss_of(self.step * self.replicas.world + self.replicas.rank)
         loss.backward()
+        self.replicas.average(self.model.parameters())
         # Every process must read the same clock, or their schedules and ends would differ.
-        self.elapsed_s = self.replicas.average(self.model.parameters(), self._clock_s)
+        self.elapsed_s = self.replicas.clock(self.step, self._clock_s)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.grad_clip)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         return loss.detach(), tokens * self.replicas.world
-
-    def _write_log(self) -> None:
-        if self.replicas.is_first:
-            text = "".join(json.dumps(row) + "\n" for row in self.rows)
-            (self.folder / LOG).write_text(text)
 
     def _record(self, losses: list[float], evaluated: Mapping[str, float]) -> None:
         mean = sum(losses) / len(losses)
@@ -242,9 +217,9 @@ class Trainer:
             )
         row: dict[str, Any] = {"step": self.step, "tokens": self.tokens, "loss": round(mean, 5)}
         row |= {key: round(value, 5) for key, value in evaluated.items()}
-        row["elapsed_s"] = round(self.elapsed_s, 1)
-        self.rows.append(row)
-        self._write_log()
+        self.rows.append(row | {"elapsed_s": round(self.elapsed_s, 1)})
+        if self.replicas.is_first:
+            (self.folder / LOG).write_text("".join(json.dumps(row) + "\n" for row in self.rows))
 
     def _held_out(self) -> dict[str, float]:
         if not self.replicas.is_first:
@@ -262,18 +237,13 @@ class Trainer:
     def run(self, stop_after_steps: int | None = None) -> None:
         """Train to the end of the budget, or for `stop_after_steps` more steps, then write a checkpoint."""
         last_step = None if stop_after_steps is None else self.step + stop_after_steps
-        with progress("training", quiet=not self.replicas.is_first) as show:
-            self._loop(last_step, show)
-        self.save()
-
-    def _loop(self, last_step: int | None, show: Show) -> None:
         settings = self.settings
-        # Losses stay on the device between two rows of the log: reading one waits for its step.
+        # Losses stay on the device between two lines of the log: reading one waits for its step.
         losses: list[Tensor] = []
         clock = saved_at = evaluated_at = logged_at = time.perf_counter()
+        printed_at = -math.inf
         minutes = math.inf if settings.eval_every_minutes is None else settings.eval_every_minutes
         held_out: Mapping[str, float] = {}
-        show(self.progress(), f"step {self.step}")
         while self.progress() < 1.0 and self.step != last_step:
             loss, tokens = self._update()
             losses.append(loss)
@@ -291,11 +261,14 @@ class Trainer:
             if finished or due or evaluated:
                 self._record([float(loss) for loss in losses], evaluated)
                 losses, logged_at = [], time.perf_counter()
-                # The clock of the first step is not known before the second one.
-                rate = f"{self.tokens / self.elapsed_s:,.0f} tokens/s  " if self.elapsed_s > 0 else ""
-                figures = "  ".join(f"{key} {value:.3f}" for key, value in held_out.items())
-                text = f"step {self.step}  {rate}loss {self.rows[-1]['loss']:.3f}  {figures}"
-                show(self.progress(), text)
+                if self.replicas.is_first and (finished or logged_at - printed_at >= PRINT_INTERVAL_S):
+                    printed_at = logged_at
+                    # The clock of the first step is not known before the second one.
+                    rate = f"{self.tokens / self.elapsed_s:,.0f} tokens/s  " if self.elapsed_s > 0 else ""
+                    figures = "  ".join(f"{key} {value:.3f}" for key, value in held_out.items())
+                    loss_now = f"loss {self.rows[-1]['loss']:.3f}"
+                    print(f"training  {self.progress():.0%}  step {self.step}  {rate}{loss_now}  {figures}", flush=True)
             if now - saved_at > 60 * settings.checkpoint_every_minutes:
                 self.save()
                 saved_at = now
+        self.save()

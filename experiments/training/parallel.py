@@ -15,39 +15,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 LONGEST_WAIT = timedelta(hours=1)
-"""The others wait while process 0 evaluates, or while one of them writes its last text."""
-
-
-class Told:
-    """A number on its way from the device to the host; reading it waits for nothing that was launched later."""
-
-    def __init__(self, value: Tensor) -> None:
-        self._host = torch.empty(1, pin_memory=value.is_cuda)
-        self._host.copy_(value, non_blocking=True)
-        self._arrived = torch.cuda.Event() if value.is_cuda else None
-        if self._arrived is not None:
-            self._arrived.record()
-
-    def __float__(self) -> float:
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return float(self._host)
+"""Longest wait for process 0, which evaluates, or for a process that writes its last text."""
 
 
 class Replicas:
     """The processes of one run; without torchrun there is one.
 
     They do not use torch's default process group: its members share a target, and the engine would split each request
-    over them (`algorithms/runtime/collectives.py`), while every process here serves requests of its own.
+    over them (`algorithms/parallel/collectives.py`), while every process here serves requests of its own.
     """
 
-    def __init__(self, rank: int = 0, world: int = 1, group: Any = None, device: str = "cpu") -> None:
+    def __init__(
+        self, rank: int = 0, world: int = 1, group: Any = None, store: Any = None, device: str = "cpu"
+    ) -> None:
         """`group` is a backend of torch.distributed, whose type stubs leave the collectives out, on `device`."""
-        self.rank, self.world, self._group, self._device = rank, world, group, device
-        self._told: Told | None = None
+        self.rank, self.world, self._group, self._store, self._device = rank, world, group, store, device
 
     @classmethod
     def join(cls, device: str) -> Replicas:
@@ -55,13 +41,19 @@ class Replicas:
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return cls()
         store, rank, world = next(dist.rendezvous("env://"))
+        store.set_timeout(LONGEST_WAIT)
         if not device.startswith("cuda"):
-            return cls(rank, world, dist.ProcessGroupGloo(store, rank, world, LONGEST_WAIT))
+            return cls(rank, world, dist.ProcessGroupGloo(store, rank, world, LONGEST_WAIT), store)
         own = local_device(device)
         torch.cuda.set_device(own)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = LONGEST_WAIT
-        return cls(rank, world, dist.ProcessGroupNCCL(store, rank, world, options), own)
+        return cls(rank, world, dist.ProcessGroupNCCL(store, rank, world, options), store, own)
+
+    def renamed(self, name: str) -> Replicas:
+        """The same processes, with a clock of their own for the run `name`."""
+        store = None if self._store is None else dist.PrefixStore(name, self._store)
+        return Replicas(self.rank, self.world, self._group, store, self._device)
 
     @property
     def is_first(self) -> bool:
@@ -76,30 +68,27 @@ class Replicas:
             for tensor in model.state_dict().values():
                 self._group.broadcast([tensor], options).wait()
 
-    @torch.no_grad()
-    def average(self, parameters: Iterable[nn.Parameter], clock: float) -> float:
-        """Replace the gradients by their means over all processes, in one exchange; returns the `clock` that process 0
-        gave at the call before, or at this one if it is the first.
-
-        To read this call's clock would be to wait for the step. A parameter without a gradient counts as one whose
-        gradient is zero.
-        """
+    def average(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Replace the gradients by their means over all processes, in one exchange. A missing one counts as zero."""
         if self._group is None:
-            return clock
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
-        mine = trained[0].new_tensor([clock if self.is_first else 0.0], dtype=torch.float32)
-        together = torch.cat([*(piece.flatten().float() for piece in pieces), mine])
+            return
+        gradients = []
+        for parameter in parameters:
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                gradients.append(parameter.grad)
+        together = parameters_to_vector(gradients)
         self._group.allreduce([together]).wait()
-        *means, told = together.split([*(piece.numel() for piece in pieces), 1])
-        now = Told(told)
-        before, self._told = self._told or now, now
-        for parameter, mean in zip(trained, means, strict=True):
-            parameter.grad = (mean / self.world).view_as(parameter).to(parameter.dtype)
-        return float(before)
+        vector_to_parameters(together / self.world, gradients)
+
+    def clock(self, step: int, own: float) -> float:
+        """Process 0's `own` clock at `step`, in every process. It goes through the host, so no device is waited for."""
+        if self._store is not None and self.is_first:
+            self._store.set(f"clock {step}", str(own))
+        return own if self._store is None else float(self._store.get(f"clock {step}"))
 
     def wait(self) -> None:
-        """Go on when every process is here."""
+        """Wait for every process."""
         if self._group is not None:
             # NCCL's own barrier guesses the device.
             flag = torch.zeros(1, device=self._device)

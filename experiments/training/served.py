@@ -1,95 +1,116 @@
-"""What the engine makes of a drafter: tokens per step and acceptance by position on evaluation prompts.
+"""The engine in training: answers of a target, and tokens per step and acceptance by position of a drafter.
 
-A loss, or a simulation over known text, can be fine where serving is not. So the figures that a training run reports
-come from the folder it has written, read back and served.
+The reported figures come from the exported folder, read back and served, because a loss or a simulation over known
+text may hide a fault of serving.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from algorithms.registry import available
-from algorithms.runtime.backends.registry import backends
-from algorithms.runtime.engine import Engine
-from algorithms.runtime.models.loading import Target
-from algorithms.runtime.models.tokenizer import Tokenizer
-from algorithms.runtime.request import Request
-from algorithms.runtime.sampling_params import SamplingParams
+from rich.console import Console
+
+from algorithms.algorithm import Algorithm
+from algorithms.engine.engine import Engine
+from algorithms.engine.request import Request
+from algorithms.engine.settings import RuntimeSettings
+from algorithms.frontend import load_algorithm, load_backend
+from algorithms.models.loading import Target
+from algorithms.models.tokenizer import Tokenizer
+from algorithms.step.sampling_params import SamplingNeeds, SamplingParams
 from experiments.data.prompts import datasets, load_prompts
-from experiments.report.metrics import summarize_method
-from experiments.training.progress import progress
-from experiments.training.text.writer import BACKEND, engine_settings
+from experiments.report.console import step_progress
+from experiments.report.summarize import summarize_method
 from specdec_kernels.checks import expect_at_least, expect_choice
+
+BACKEND = "fa4"
+PREFILL_TOKENS_PER_SLOT = 16
+SMALLEST_CHUNK = 2048
+
+
+def engine_of(
+    algorithm: Algorithm, target: Target, tokenizer: Tokenizer, batch: int, longest: int, graph: str
+) -> Engine:
+    """An engine with compiled kernels on a GPU, and elsewhere with their definitions, which are faster there than the
+    interpreter. Large batches replace many requests in a step, so prefill chunks grow with the batch."""
+    on_gpu = target.model.model.norm.weight.is_cuda
+    settings = RuntimeSettings(
+        max_batch=batch,
+        max_length=longest,
+        impl="triton" if on_gpu else "reference",
+        graph=graph if on_gpu else "none",
+        prefill_chunk=max(SMALLEST_CHUNK, PREFILL_TOKENS_PER_SLOT * batch),
+    )
+    return Engine(target, algorithm, load_backend(BACKEND, settings.impl), settings, tokenizer.decode)
+
+
+class Writer:
+    """Answers requests of up to `longest` tokens, prompt and answer together."""
+
+    def __init__(self, target: Target, tokenizer: Tokenizer, batch: int, longest: int) -> None:
+        algorithm = load_algorithm("autoregressive", target)
+        self._engine = engine_of(algorithm, target, tokenizer, batch, longest, "step")
+
+    def write(self, requests: Sequence[Request], label: str) -> list[list[int]]:
+        """The answers, stop tokens included; empty where the target gave no finite logits."""
+        with step_progress(Console(soft_wrap=True), label, len(requests)) as show:
+            generation = self._engine.generate(requests, show, needs=SamplingNeeds(sampled=True))
+        return [[] if completion.error else completion.token_ids for completion in generation.completions]
 
 
 @dataclass
 class EvaluationSettings:
-    """Greedy answers of up to `max_new_tokens` to the first `limit` prompts of each of the `sets`, as `data=` names
-    them, `batch` at a time. During training they are served every `every_minutes`, if that is given, and at the end in
-    any case."""
+    """Greedy answers of up to `max_new_tokens` to the first `limit` prompts of each of the `sets` (names of `data=`),
+    `batch` at a time, at the end of training. Without sets the prompts are those of the held-out text."""
 
     sets: list[str] = field(default_factory=list)
     limit: int = 32
     max_new_tokens: int = 128
     batch: int = 16
-    every_minutes: float | None = None
 
     def __post_init__(self) -> None:
         for name in self.sets:
             expect_choice("evaluation.sets", name, tuple(datasets()))
         for key in ("limit", "max_new_tokens", "batch"):
             expect_at_least(f"evaluation.{key}", getattr(self, key), 1)
-        expect_at_least("evaluation.every_minutes", self.every_minutes, 0, nullable=True)
 
 
 class ServedEvaluation:
-    """The requests of the evaluation sets, and an engine for whatever drafter is to be judged."""
+    """The requests of the evaluation sets, for any drafter of the target."""
 
     def __init__(self, target: Target, tokenizer: Tokenizer, settings: EvaluationSettings) -> None:
         """Raises DataError for a set whose source cannot be used."""
         self.target, self.tokenizer, self.settings = target, tokenizer, settings
-        sampling = SamplingParams(max_new_tokens=settings.max_new_tokens)
-        room = target.config.max_position_embeddings - settings.max_new_tokens
         self.requests: dict[str, list[Request]] = {}
         for name in settings.sets:
             prompts = load_prompts(datasets()[name](limit=settings.limit)).prompts
-            encoded = [ids for prompt in prompts if len(ids := prompt.encode(tokenizer)) <= room]
-            self.requests[name] = [
-                Request(number, tuple(ids), sampling, tokenizer.eos_ids) for number, ids in enumerate(encoded)
-            ]
+            self.ask(name, [prompt.encode(tokenizer) for prompt in prompts])
 
-    def measure(self, algo: Any, folder: Path, label: str) -> dict[str, dict[str, Any]]:
-        """Set to the figures of serving it by the algorithm that `algo` configures, with the drafter in `folder`."""
-        requests = [request for asked in self.requests.values() for request in asked]
-        if not requests:
-            return {}
-        device = self.target.model.model.norm.weight.device
-        longest = max(request.max_length for request in requests)
-        settings = engine_settings(device, self.settings.batch, longest, "none")
-        algorithm = available()[algo.name](algo, self.target, str(folder))
-        backend = backends()[BACKEND]
-        engine = Engine(
-            self.target, algorithm, backend(backend.Config(), settings.impl), settings, self.tokenizer.decode
-        )
-        found = {}
-        for name, asked in self.requests.items():
-            with progress(f"{label} on {name}") as show:
-                generation = engine.generate(
-                    asked, lambda r: show(r.num_finished / r.num_requests, f"{r.tokens_per_step:.3f} tokens a step")
-                )
-            found[name] = summarize_method(generation, algorithm.max_depth)
+    def ask(self, name: str, prompts: Sequence[Sequence[int]]) -> None:
+        """Measure the first of `prompts` too, those that leave room for an answer."""
+        room = self.target.config.max_position_embeddings - self.settings.max_new_tokens
+        fitting = [tuple(ids) for ids in prompts[: self.settings.limit] if len(ids) <= room]
+        sampling = SamplingParams(max_new_tokens=self.settings.max_new_tokens)
+        self.requests[name] = [
+            Request(number, ids, sampling, self.tokenizer.eos_ids) for number, ids in enumerate(fitting)
+        ]
+
+    def measure(self, methods: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+        """Tokens per step and acceptance by position, by set and label, served by the algorithms of `methods` with the
+        drafter in `folder`."""
+        found: dict[str, Any] = {"tokens_per_step": {}, "acceptance_at": {}}
+        longest = max((request.max_length for listed in self.requests.values() for request in listed), default=0)
+        for label, algo in methods.items() if longest else ():
+            algorithm = load_algorithm(algo, self.target, folder)
+            engine = engine_of(algorithm, self.target, self.tokenizer, self.settings.batch, longest, "none")
+            for name, requests in self.requests.items():
+                with step_progress(Console(soft_wrap=True), f"{label} on {name}", len(requests)) as show:
+                    generation = engine.generate(requests, show)
+                figures = summarize_method(generation, algorithm.max_depth)
+                found["tokens_per_step"].setdefault(name, {})[label] = round(figures["tokens_per_step"], 3)
+                shares = [None if share is None else round(share, 3) for share in figures["acceptance_at"]]
+                found["acceptance_at"].setdefault(name, {})[label] = shares
         return found
-
-
-def summary(measured: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
-    """What `training_summary.json` holds of figures by method and set: tokens per step, acceptance by position."""
-    found: dict[str, Any] = {"tokens_per_step": {}, "acceptance_at": {}}
-    for method, sets in measured.items():
-        for name, figures in sets.items():
-            found["tokens_per_step"].setdefault(name, {})[method] = round(figures["tokens_per_step"], 3)
-            shares = [None if share is None else round(share, 3) for share in figures["acceptance_at"]]
-            found["acceptance_at"].setdefault(name, {})[method] = shares
-    return found

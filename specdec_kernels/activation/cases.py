@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from specdec_kernels.cases import Case, Comparison, Maker
+from specdec_kernels.cases import Comparison, Maker, case_of
 
 
 def gated_inputs(make: Maker, *shape: int, scale: float = 1.0) -> dict[str, Any]:
@@ -24,9 +25,8 @@ COMPARISON = Comparison(float64=True)
 WORK: dict[str, Callable[[dict[str, Any]], tuple[int, int]]] = {"silu_mul": _work}
 
 
-def _case(name: str, catches: str, *shape: int, gate: bool = False, bench: bool = False, **options: Any) -> Case:
-    tags = ("large",) if bench else ()
-    return Case(name, "silu_mul", lambda make: gated_inputs(make, *shape, **options), catches, gate, bench, tags)
+_case = partial(case_of, "silu_mul", gated_inputs)
+_BENCH: dict[str, Any] = dict(bench=True, tags=("large",))
 
 
 CASES = (
@@ -37,7 +37,7 @@ CASES = (
     _case("silu_small", "several blocks of a width off the block", 3, 1536),
     _case("silu_saturated", "an exponential that overflows", 3, 100, scale=200.0),
     _case("silu_shipped", "registers and vector width", 1, 12288, gate=True),
-    _case("silu_1x12288", "decode of one request", 1, 12288, bench=True),
-    _case("silu_16x12288", "verify of one request", 16, 12288, bench=True),
-    _case("silu_128x12288", "verify of eight requests", 128, 12288, bench=True),
+    _case("silu_1x12288", "decode of one request", 1, 12288, **_BENCH),
+    _case("silu_16x12288", "verify of one request", 16, 12288, **_BENCH),
+    _case("silu_128x12288", "verify of eight requests", 128, 12288, **_BENCH),
 )

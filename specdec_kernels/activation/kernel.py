@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from specdec_kernels.activation.configs import NUM_WARPS, block_of
 from specdec_kernels.launch import current_chip, launch
-from specdec_kernels.overlap import let_next_kernel_start, overlapped, wait_for_kernel_ahead
+from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
 
 
 @triton.jit
@@ -24,10 +24,10 @@ def _silu_mul_kernel(
     out_ptr,  # [rows, width]
     width,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    wait_for_kernel_ahead(OVERLAP)
-    let_next_kernel_start(OVERLAP)
+    wait_for_predecessor(PDL)
+    launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -37,7 +37,7 @@ def _silu_mul_kernel(
     tl.store(out_ptr + row * width + column, product, mask=inside)
 
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+def silu_mul(gate_up: Tensor) -> Tensor:
     width, chip = gate_up.shape[-1] // 2, current_chip(gate_up)
     out = gate_up.new_empty(*gate_up.shape[:-1], width)
     block = block_of(chip)
@@ -47,6 +47,6 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
         *(gate_up, out, width),
         num_warps=NUM_WARPS,
         BLOCK=block,
-        **overlapped(chip),
+        **pdl_options(chip),
     )
     return out

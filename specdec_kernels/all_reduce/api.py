@@ -3,41 +3,30 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from specdec_kernels.all_reduce.types import SLOTS, Exchange
 from specdec_kernels.checks import expect_contiguous, expect_dtype, expect_same_device, expect_shape
 from specdec_kernels.launch import dispatch
-from specdec_kernels.norm.types import Normed
+from specdec_kernels.norm.types import Normed, NormInputs
 
 
 def all_reduce_add_rms_norm(
-    parts: torch.Tensor,
-    exchange: Exchange,
-    slot: int,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    *,
-    impl: str = "auto",
+    parts: Tensor, exchange: Exchange, slot: int, residual: Tensor, weight: Tensor, eps: float, *, impl: str = "auto"
 ) -> Normed:
     """Sum the partial results of a row-parallel projection over all ranks, add the residual stream, and norm the sum.
 
-    Every rank calls this with the same shapes. A rank sends its own sum to the others and waits for theirs: one
-    exchange, in float32 without its last bit, which tells that the number has arrived. The sums are added in the
-    order of the ranks, so every rank has the same bits, and they are rounded once, to the dtype of the residual.
+    Every rank calls this with the same shapes, sends its own sum to the others and waits for theirs: in float32 without
+    its last bit, which signals that the number has arrived. The sums are added in the order of the ranks, so every rank
+    has the same bits, and they are rounded once, to the dtype of the residual.
 
     Args:
         parts: [P, ..., D] float32, contiguous: partial sums of this rank, added in their order.
-        exchange: memory of the ranks, see `Exchange`; `exchange.width` is D.
+        exchange: memory of the ranks; `exchange.width` is D.
         slot: 0 or 1, in turn from call to call, on every rank the same.
-        residual: [..., D] residual stream, at most `exchange.rows` rows, contiguous. It is not changed.
-        weight: [D], dtype of the residual. eps: added to the mean square.
-
-    Returns:
-        The norm of the sum, and the sum, rounded to the dtype of the residual: the new residual stream. Both [..., D].
-
-    Raises:
-        ValueError: a shape, dtype, device or layout does not fit; the message names expected and actual.
+        residual: [..., D], at most `exchange.rows` rows, contiguous. It is not changed.
+        weight: [D], dtype of the residual.
+        eps: added to the mean square.
     """
     expect_shape("residual", residual, (*(None for _ in residual.shape[:-1]), exchange.width))
     if not 0 <= slot < SLOTS:
@@ -57,4 +46,4 @@ def all_reduce_add_rms_norm(
     expect_same_device(parts=parts, residual=residual, weight=weight, memory=exchange.memory)
     expect_contiguous(parts=parts, residual=residual, weight=weight)
     function = dispatch("all_reduce_add_rms_norm", __package__, impl, residual)
-    return function(parts, exchange, slot, residual, weight, eps)
+    return function(parts, exchange, slot, NormInputs(residual, weight, eps))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from specdec_kernels.all_reduce.reference import packed
 from specdec_kernels.all_reduce.types import SLOTS, Exchange, exchange_elements
-from specdec_kernels.cases import Case, Comparison, Maker
+from specdec_kernels.cases import Comparison, Maker, case_of
 
 _8B = 4096
 
@@ -42,9 +43,7 @@ def exchange_inputs(
 COMPARISON = Comparison(float64=True)
 
 
-def _case(name: str, catches: str, *shape: int, gate: bool = False, bench: bool = False, **options: int) -> Case:
-    function = "all_reduce_add_rms_norm"
-    return Case(name, function, lambda make: exchange_inputs(make, *shape, **options), catches, gate, bench)
+_case = partial(case_of, "all_reduce_add_rms_norm", exchange_inputs)
 
 
 CASES = (

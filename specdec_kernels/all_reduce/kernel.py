@@ -1,14 +1,12 @@
-"""One exchange between devices and the norm behind it as one Triton kernel: a program a row.
+"""One exchange between devices and the norm after it in one Triton kernel: a program a row.
 
 A program sends its rank's sum of a row to the memory of every other rank, waits for theirs in its own memory, and
-adds. A word that is sent is a float whose last bit is that of the number of the call. So data and signal arrive
-together: nothing waits for a fence, and no device reads the memory of another. One bit is enough, because every call
-of a row writes all words of the row, and the bit of the call before is the other one. A program waits for the same row
-of the others alone, and every device starts its programs in the order of the rows, so no two programs wait for each
-other.
+adds. A sent word is a float whose last bit is the last bit of the call's number, so data and signal arrive together
+without a fence. One bit is enough, because every call of a row writes all of its words. A program waits for the same
+row of the others alone, and every device starts its programs in the order of the rows: no deadlock.
 
 The number of the call is counted in memory, so a captured graph can be replayed. The slots are used in turn: a rank
-whose words of one call have arrived has ended the call before, and so has read the slot that the next call writes.
+whose words of one call have arrived has read the slot that the next call writes.
 """
 
 from __future__ import annotations
@@ -16,13 +14,14 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from specdec_kernels.all_reduce.types import SLOTS, Exchange
 from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.norm.configs import num_warps
 from specdec_kernels.norm.kernel import normed_row
-from specdec_kernels.norm.types import Normed
-from specdec_kernels.overlap import let_next_kernel_start, overlapped, wait_for_kernel_ahead
+from specdec_kernels.norm.types import Normed, NormInputs
+from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
 
 
 @triton.jit
@@ -75,14 +74,15 @@ def _all_reduce_kernel(
     BLOCK_D: tl.constexpr,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     dims = tl.arange(0, BLOCK_D)
     inside = dims < D
+    # Loaded before the wait: weights and the offsets of the exchange are constants, which no kernel writes.
     weight = tl.load(weight_ptr + dims, mask=inside, other=0.0)
     own_offset = tl.load(offsets_ptr + RANK)
-    let_next_kernel_start(OVERLAP)
-    wait_for_kernel_ahead(OVERLAP)
+    launch_dependents(PDL)
+    wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
     counter_ptr = memory_ptr + own_offset + first_counter + row
     call = (tl.load(counter_ptr) + 1).to(tl.int32)
@@ -110,23 +110,25 @@ def _all_reduce_kernel(
     tl.store(counter_ptr, call.to(tl.int64))
 
 
-def all_reduce_add_rms_norm(
-    parts: torch.Tensor, exchange: Exchange, slot: int, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> Normed:
-    normed, total = torch.empty_like(residual), torch.empty_like(residual)
-    width, chip, ranks = exchange.width, current_chip(residual), len(exchange.offsets)
-    rows, block = residual.numel() // width, triton.next_power_of_2(width)
+def all_reduce_add_rms_norm(parts: Tensor, exchange: Exchange, slot: int, end: NormInputs) -> Normed:
+    residual = end.residual
+    result = Normed(torch.empty_like(residual), torch.empty_like(residual))
+    chip = current_chip(residual)
+    width = exchange.width
+    ranks = len(exchange.offsets)
+    rows = residual.numel() // width
+    block = triton.next_power_of_2(width)
     words = ranks * exchange.rows * width
     launch(
         _all_reduce_kernel,
         (rows,),
-        *(parts, exchange.memory, exchange.offsets, residual, weight, normed, total, float(eps)),
+        *(parts, exchange.memory, exchange.offsets, residual, end.weight, *result, float(end.eps)),
         *(parts.shape[0], rows, slot * words, SLOTS * words + slot * exchange.rows, exchange.rows),
         num_warps=num_warps(chip, block),
         D=width,
         BLOCK_D=block,
         RANK=exchange.rank,
         RANKS=ranks,
-        **overlapped(chip),
+        **pdl_options(chip),
     )
-    return Normed(normed, total)
+    return result

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from specdec_kernels.all_reduce.types import SLOTS, Exchange
 from specdec_kernels.norm.reference import add_rms_norm
-from specdec_kernels.norm.types import Normed
+from specdec_kernels.norm.types import Normed, NormInputs
 
 _LOW = (1 << 32) - 1
 
 
-def all_reduce_add_rms_norm(
-    parts: torch.Tensor, exchange: Exchange, slot: int, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> Normed:
+def all_reduce_add_rms_norm(parts: Tensor, exchange: Exchange, slot: int, end: NormInputs) -> Normed:
     """residual + the sum over ranks of each rank's parts, and the norm of that."""
-    width = residual.shape[-1]
+    residual, width = end.residual, exchange.width
     own = parts[0]
     for part in parts[1:]:
         own = own + part
     own = own.view(-1, width)
-    own = own if own.dtype == torch.float64 else without_last_bit(own)
+    own = own if own.dtype == torch.float64 else as_sent(own)
     counters = _places(exchange, exchange.rank, slot, len(own))[1]
     calls = counters + 1
     counters.copy_(calls)
@@ -29,12 +28,13 @@ def all_reduce_add_rms_norm(
             _sums(exchange, rank, slot, len(own))[exchange.rank].copy_(packed(own, calls))
     total = torch.zeros_like(own)
     for rank, words in enumerate(_sums(exchange, exchange.rank, slot, len(own))):
-        total += own if rank == exchange.rank else without_last_bit(words.view(torch.float32))
-    return add_rms_norm(total.to(residual.dtype).view_as(residual), residual, weight, eps)
+        total += own if rank == exchange.rank else as_sent(words.view(torch.float32))
+    return add_rms_norm(total.to(residual.dtype).view_as(residual), end)
 
 
-def tell_numbers(numbers: torch.Tensor, exchange: Exchange) -> torch.Tensor:
-    """What every rank tells of each row [ranks, R, width] int32; this rank tells `numbers` [R, width] int32.
+def tell_numbers(numbers: Tensor, exchange: Exchange) -> Tensor:
+    """The numbers that every rank sends of each row [ranks, R, width] int32; this rank sends `numbers` [R, width]
+    int32.
 
     The slot follows the call, whose number is counted for each row in the first of the counters.
     """
@@ -54,31 +54,31 @@ def tell_numbers(numbers: torch.Tensor, exchange: Exchange) -> torch.Tensor:
     return torch.stack(told, 1) if told else numbers.expand(len(exchange.offsets), *numbers.shape)
 
 
-def without_last_bit(x: torch.Tensor) -> torch.Tensor:
-    """The float32 numbers x without the last of their bits, as ranks tell them to each other."""
+def as_sent(x: Tensor) -> Tensor:
+    """float32 numbers x as ranks send them to each other: without their last bit, which marks the call."""
     return (x.view(torch.int32) & -2).view(torch.float32)
 
 
-def packed(rows: torch.Tensor, calls: torch.Tensor) -> torch.Tensor:
+def packed(rows: Tensor, calls: Tensor) -> Tensor:
     """Words [R, width] int32 of the rows [R, width], as float32, sent in the calls [R]."""
     return (rows.float().view(torch.int32) & -2) | (calls[:, None] & 1).int()
 
 
-def words_of(numbers: torch.Tensor, calls: torch.Tensor) -> torch.Tensor:
+def words_of(numbers: Tensor, calls: Tensor) -> Tensor:
     """Words [R, width] of int32 numbers [R, width] sent in the calls [R]."""
     return (calls[:, None] << 32) | (numbers.long() & _LOW)
 
 
-def _sums(exchange: Exchange, rank: int, slot: int, rows: int) -> torch.Tensor:
-    """Of a rank the sums that it receives in a slot, [ranks, rows, width] int32, as a view."""
+def _sums(exchange: Exchange, rank: int, slot: int, rows: int) -> Tensor:
+    """The sums that a rank receives in a slot, [ranks, rows, width] int32, as a view."""
     ranks, capacity, width = len(exchange.offsets), exchange.rows, exchange.width
     start, size = int(exchange.offsets[rank]), ranks * capacity * width
     words = exchange.memory[start + slot * size :][:size].view(torch.int32)[:size]
     return words.view(ranks, capacity, width)[:, :rows]
 
 
-def _places(exchange: Exchange, rank: int, slot: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a rank what it receives in a slot [ranks, rows, width], and the counters [rows], as views."""
+def _places(exchange: Exchange, rank: int, slot: int, rows: int) -> tuple[Tensor, Tensor]:
+    """The words that a rank receives in a slot [ranks, rows, width], and the counters [rows], as views."""
     ranks, capacity, width = len(exchange.offsets), exchange.rows, exchange.width
     start, size = int(exchange.offsets[rank]), ranks * capacity * width
     words = exchange.memory[start + slot * size :][:size].view(ranks, capacity, width)[:, :rows]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
 SLOTS = 2
 """Places of an exchange. Calls take them in turn: a rank that has reached the next call has read all of this one."""
@@ -16,20 +16,19 @@ def exchange_elements(ranks: int, rows: int, width: int) -> int:
 
 
 class Exchange(NamedTuple):
-    """Memory that every rank reads and writes, all 0 before the first call. In each rank's memory stand
+    """Memory that every rank reads and writes, all 0 before the first call. Each rank's memory holds
 
     - `[SLOTS, ranks, rows, width]` words: what each rank has sent to this one;
     - `[SLOTS, rows]` counters: the calls that this rank has made, row by row.
 
-    A word of choices holds an int32 in its low half and the number of the call in its high half. It is written as a
-    whole, so the number tells the reader that the int32 is there. Sums take the first half of a slot alone, in
-    words of four bytes: a float32 whose last bit is that of the number of the call. `offsets` [ranks] int64 leads
-    from `memory`, this rank's, to the memory of every rank, in words, an even number of them. In tests one tensor
-    holds the memory of all ranks.
+    A word of choices holds an int32 in its low half and the number of the call, which signals its arrival, in its high
+    half. Sums take the first half of a slot alone, in words of four bytes: a float32 whose last bit is the last bit of
+    the call's number. `offsets` [ranks] int64 leads from `memory`, this rank's, to the memory of every rank, in words,
+    an even number of them. In tests one tensor holds the memory of all ranks.
     """
 
-    memory: torch.Tensor  # [words] int64
-    offsets: torch.Tensor
+    memory: Tensor  # [words] int64
+    offsets: Tensor
     rank: int
     rows: int
     """Most rows that a call can exchange."""

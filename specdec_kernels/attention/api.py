@@ -6,25 +6,28 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from specdec_kernels.attention import configs
 from specdec_kernels.attention.configs import AttentionConfig, attention_config, bounded_splits, fixed_borders
 from specdec_kernels.attention.types import (
     MODES,
+    AttentionCall,
     AttentionMetadata,
     AttentionShape,
-    Cut,
     LayerScales,
-    WorkList,
+    SplitOptions,
+    TileSchedule,
     WorkShape,
 )
 from specdec_kernels.checks import (
-    expect_at_least,
+    expect_at_least_one,
     expect_choice,
     expect_contiguous,
     expect_dtype,
     expect_same_device,
     expect_shape,
+    expect_tensors,
 )
 from specdec_kernels.launch import current_chip, dispatch
 
@@ -33,85 +36,61 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def paged_attention(
-    q: torch.Tensor,
-    kv: torch.Tensor,
+    q: Tensor,
+    kv: Tensor,
     metadata: AttentionMetadata,
     *,
-    sinks: torch.Tensor | None = None,
-    k_scale: float | torch.Tensor = 1.0,
-    v_scale: float | torch.Tensor = 1.0,
-    work_list: WorkList | None = None,
+    sinks: Tensor | None = None,
+    k_scale: float | Tensor = 1.0,
+    v_scale: float | Tensor = 1.0,
+    tile_schedule: TileSchedule | None = None,
     split_tokens: int | None = None,
     tuning: Mapping[str, Any] | None = None,
     batch_invariant: bool = False,
     in_order: bool | None = None,
-    out: torch.Tensor | None = None,
+    out: Tensor | None = None,
     impl: str = "auto",
-) -> torch.Tensor:
-    """Attention of N query rows per request over its paged keys and values.
+) -> Tensor:
+    """Attention of N query rows per request over its paged keys and values: [B, N, H, D] in q's dtype.
 
-    `AttentionMetadata` says who sees whom. Decoding is N = 1; prefill is `mode="chain"` with L tokens already stored (0
-    for a new request). Every slot below the last key must hold finite numbers, seen or not: its weight is zero, and
-    zero times NaN is NaN. The last key is at L + q_lens - 1, with `tree_width` at L + tree_width - 1.
+    Decoding is N = 1; prefill is `mode="chain"` with L tokens already stored. Every slot up to the last key, at L +
+    q_lens
+    - 1 or L + tree_width - 1, must hold finite numbers, seen or not. A result depends on the number of requests, which
+    decides how keys are split, and on nothing else of the other requests.
 
     Args:
         q: [B, N, H, D], D a multiple of 16 up to 256, H a multiple of H_kv. Contiguous.
-        kv: [2, pages, page_size, H_kv, D] keys then values of one layer, dtype of q or float8_e4m3fn (finite
-            codes only); the draft is already stored in it. Pages of 1 to 256 tokens.
-        metadata: what the layers of the forward share.
+        kv: [2, pages, page_size, H_kv, D] keys then values of one layer, dtype of q or float8_e4m3fn (finite codes
+            only), the draft included. Pages of 1 to 256 tokens.
+        metadata: who sees whom; shared by the layers of the forward.
         sinks: [H] float32 logits that enter each row's denominator and carry no value.
         k_scale, v_scale: multiply stored keys and values, a number or [H_kv] float32.
-        work_list: the result of `plan_attention` for the same shape.
-        split_tokens: fewest keys a program works on before partial results are merged, default from the static
-            table; more where fewer splits fill the chip, see `configs`.
+        tile_schedule: the result of `plan_attention` for the same shape.
+        split_tokens: fewest keys a program works on before partial results are merged, default from the static table;
+            `UNSPLIT` leaves the keys of a request whole.
         tuning: fields of `configs.AttentionConfig` that replace the static table's.
-        batch_invariant: cut the keys at fixed positions and use one tile for any number of rows, so that the bits of a
-            row depend on its query and on the keys that it sees, and on nothing else: not on the number of rows, and
-            not on whether a key is committed, in a chain or in a tree. A tree needs `metadata.paths`, whose order
-            takes the place of depth as the position of a key.
-        in_order: with `batch_invariant`, whether one program walks all splits of its rows, which needs no memory for
-            partial results and changes no bit; default where the rows or the partial results are many, or where so
-            many requests fill the chip.
-        out: where to write the result, of the shape, dtype and device of q, contiguous; a new tensor by default.
-
-    Returns:
-        out [B, N, H, D] in q's dtype. The result of a request depends on how many requests there are, because that
-        decides how keys are split, and on nothing else of the others.
+        batch_invariant: splits at fixed positions and one tile for any number of rows, so that the bits of a row depend
+            on its query and the keys that it sees alone. A tree needs `metadata.paths`.
+        in_order: with `batch_invariant`, whether one program computes all splits of its rows, which needs no memory for
+            partial results and changes no bit; by default where the rows, the partial results or the requests are many.
+        out: where to write the result, like q; a new tensor by default.
 
     Raises:
-        ValueError: a shape, dtype, device, layout or option does not fit; the message names expected and
-            actual.
+        ValueError: a shape, dtype, device, layout or option does not fit; the message names expected and actual.
     """
-    scales, cut = LayerScales(sinks, k_scale, v_scale), Cut(split_tokens, tuning, batch_invariant, in_order)
-    call = _checked(q, kv, metadata, scales, work_list, cut)
-    if out is not None:
-        expect_shape("out", out, tuple(q.shape))
-        expect_dtype("out", out, q.dtype)
-        expect_same_device(q=q, out=out)
-        expect_contiguous(out=out)
-    return dispatch("paged_attention", __package__, impl, q)(*call, out)
+    call = _checked(
+        q, kv, metadata, sinks, k_scale, v_scale, tile_schedule, split_tokens, tuning, batch_invariant, in_order
+    )
+    expect_tensors({"q": q}, out=(out, tuple(q.shape), q.dtype))
+    return dispatch("paged_attention", __package__, impl, q)(call, out)
 
 
 def paged_attention_with_lse(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    metadata: AttentionMetadata,
-    *,
-    sinks: torch.Tensor | None = None,
-    k_scale: float | torch.Tensor = 1.0,
-    v_scale: float | torch.Tensor = 1.0,
-    work_list: WorkList | None = None,
-    split_tokens: int | None = None,
-    tuning: Mapping[str, Any] | None = None,
-    batch_invariant: bool = False,
-    in_order: bool | None = None,
-    impl: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor, kv: Tensor, metadata: AttentionMetadata, *, impl: str = "auto", **options: Any
+) -> tuple[Tensor, Tensor]:
     """`paged_attention`, and the log-sum-exp (natural logarithm) of each row's scores, its sink included: (out,
-    lse [B, N, H] float32, float64 for float64 input)."""
-    scales, cut = LayerScales(sinks, k_scale, v_scale), Cut(split_tokens, tuning, batch_invariant, in_order)
-    call = _checked(q, kv, metadata, scales, work_list, cut)
-    return dispatch("paged_attention_with_lse", __package__, impl, q)(*call)
+    lse [B, N, H] float32, float64 for float64 input). `options` are those of `paged_attention` but `out`."""
+    return dispatch("paged_attention_with_lse", __package__, impl, q)(_checked(q, kv, metadata, **options))
 
 
 def plan_attention(
@@ -123,22 +102,14 @@ def plan_attention(
     batch_invariant: bool = False,
     in_order: bool | None = None,
     impl: str = "auto",
-) -> WorkList:
-    """The work list for `paged_attention` calls with `metadata`, made on the device without reading a length back, so
-    that it can be captured with them.
+) -> TileSchedule:
+    """The tile schedule for `paged_attention` calls with `metadata`, whose `AttentionShape.of(q, kv)` is `shape`.
 
-    Args:
-        metadata, split_tokens, tuning, batch_invariant, in_order: as the calls have them.
-        shape: `AttentionShape.of(q, kv)` of the calls.
-
-    Returns:
-        WorkList; a call of another shape refuses it.
-
-    Raises:
-        ValueError: a shape, dtype or option does not fit; the message names expected and actual.
+    It is made on the device without reading a length back. The options are those of the calls. A call of another shape
+    refuses it.
     """
     _check_plan(metadata, shape)
-    work, _ = _divide(metadata, shape, Cut(split_tokens, tuning, batch_invariant, in_order))
+    work, _ = _divide(metadata, shape, SplitOptions(split_tokens, tuning, batch_invariant, in_order))
     return dispatch("plan_attention", __package__, impl, metadata.lengths, kernel="kernel_plan")(metadata, work)
 
 
@@ -152,23 +123,11 @@ def plan_levels(
     split_tokens: int | None = None,
     tuning: Mapping[str, Any] | None = None,
     impl: str = "auto",
-) -> tuple[WorkList, ...]:
-    """The work lists of calls that a drafter makes one after another, in one launch.
+) -> tuple[TileSchedule, ...]:
+    """The tile schedules of `num_levels` calls that a drafter makes one after another, in one launch.
 
-    Args:
-        metadata: of the first call. Call l has lengths + l * `length_step`, tree_width + l * `width_step`, and the rest
-            unchanged.
-        shape: `AttentionShape.of(q, kv)` of every call.
-        num_levels: number of calls, at least 1.
-        length_step: at least 0.
-        width_step: at least 0; 0 without a tree_width.
-        split_tokens, tuning: as the calls have them.
-
-    Returns:
-        A WorkList for each call, as `plan_attention` makes it.
-
-    Raises:
-        ValueError: a shape, dtype or option does not fit; the message names expected and actual.
+    Call l has lengths + l * `length_step`, tree_width + l * `width_step` (0 without a tree_width), and the rest of
+    `metadata` unchanged.
     """
     _check_plan(metadata, shape)
     expect_at_least_one(num_levels=num_levels)
@@ -179,8 +138,8 @@ def plan_levels(
         )
     width = metadata.tree_width
     widths = [None if width is None else width + level * width_step for level in range(num_levels)]
-    cut = Cut(split_tokens, tuning)
-    works = [_divide(metadata._replace(tree_width=each), shape, cut)[0] for each in widths]
+    options = SplitOptions(split_tokens, tuning)
+    works = [_divide(metadata._replace(tree_width=each), shape, options)[0] for each in widths]
     plan = dispatch("plan_levels", __package__, impl, metadata.lengths, kernel="kernel_plan")
     if len({work.num_splits > 1 for work in works}) == 1:
         return plan(metadata, works, length_step, width_step)
@@ -199,68 +158,71 @@ def _check_plan(metadata: AttentionMetadata, shape: AttentionShape) -> None:
         raise ValueError(f"heads: expected a multiple of kv_heads {shape.kv_heads}, got {shape.heads}")
 
 
-def mask_paths(mask: torch.Tensor, most: int, *, impl: str = "auto") -> torch.Tensor:
-    """The slots that each row of a tree sees in rising order. Parents have lower slots than their children, so this is
-    the order of the text.
+def mask_paths(mask: Tensor, most: int, *, impl: str = "auto") -> Tensor:
+    """The slots that each row of a tree sees, in rising order: [B, N, most] int32, -1 after the last.
 
     Args:
-        mask: [B, N, ceil(M / 64)] int64 words; bit j of row i: the row sees slot j. Contiguous.
-        most: P, most slots that a row sees: the depth of the tree + 1.
-
-    Returns:
-        [B, N, P] int32, -1 behind the last slot. Slots past the first P are left out.
-
-    Raises:
-        ValueError: a shape, dtype, layout or option does not fit; the message names expected and actual.
+        mask: [B, N, ceil(M / 64)] int64 words; bit j of row i: the row sees slot j. Parents have lower slots than their
+            children. Contiguous.
+        most: most slots that a row sees: the depth of the tree + 1. Slots past it are left out.
     """
-    expect_shape("mask", mask, (None, None, None))
-    expect_dtype("mask", mask, torch.int64)
-    expect_contiguous(mask=mask)
+    expect_tensors(mask=(mask, (None, None, None), torch.int64))
     expect_at_least_one(most=most, words=mask.shape[2])
     return dispatch("mask_paths", __package__, impl, mask, kernel="kernel_paths")(mask, most)
 
 
 def _checked(
-    q: torch.Tensor,
-    kv: torch.Tensor,
+    q: Tensor,
+    kv: Tensor,
     metadata: AttentionMetadata,
-    scales: LayerScales,
-    work_list: WorkList | None,
-    cut: Cut,
-) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata, LayerScales, WorkShape, AttentionConfig, WorkList | None]:
-    """Arguments of both implementations, every default filled in; raises ValueError where one does not fit."""
+    sinks: Tensor | None = None,
+    k_scale: float | Tensor = 1.0,
+    v_scale: float | Tensor = 1.0,
+    tile_schedule: TileSchedule | None = None,
+    split_tokens: int | None = None,
+    tuning: Mapping[str, Any] | None = None,
+    batch_invariant: bool = False,
+    in_order: bool | None = None,
+) -> AttentionCall:
+    """The call with every default filled in."""
+    scales = LayerScales(sinks, k_scale, v_scale)
+    options = SplitOptions(split_tokens, tuning, batch_invariant, in_order)
     _check_pool(q, kv, metadata)
     check_draft(q, metadata)
     _check_depths(q, metadata)
-    _check_paths(q, metadata, cut)
+    _check_paths(q, metadata, options)
     filled = metadata._replace(
         scale=q.shape[3] ** -0.5 if metadata.scale is None else metadata.scale,
         row_depths=metadata.depths if metadata.row_depths is None else metadata.row_depths,
     )
     _check_scales(q, kv.shape[3], filled, scales)
-    work, config = _divide(metadata, AttentionShape.of(q, kv), cut)
-    if work_list is not None and work_list.shape != work:
+    work, config = _divide(metadata, AttentionShape.of(q, kv), options)
+    if tile_schedule is not None and tile_schedule.shape != work:
         differences = [
             f"{name} {ours} in the call, {theirs} in the list"
-            for name, ours, theirs in zip(WorkShape._fields, work, work_list.shape, strict=True)
+            for name, ours, theirs in zip(WorkShape._fields, work, tile_schedule.shape, strict=True)
             if ours != theirs
         ]
-        raise ValueError(f"work_list: expected the list of a call of this shape, got {'; '.join(differences)}")
-    k_scale, v_scale = (x if isinstance(x, torch.Tensor) else float(x) for x in (scales.k_scale, scales.v_scale))
-    return q, kv, filled, LayerScales(scales.sinks, k_scale, v_scale), work, config, work_list
+        raise ValueError(f"tile_schedule: expected the list of a call of this shape, got {'; '.join(differences)}")
+    scales = LayerScales(sinks, *(x if isinstance(x, Tensor) else float(x) for x in (k_scale, v_scale)))
+    return AttentionCall(q, kv, filled, scales, work, config, tile_schedule)
 
 
-def _divide(metadata: AttentionMetadata, shape: AttentionShape, cut: Cut) -> tuple[WorkShape, AttentionConfig]:
+def _divide(
+    metadata: AttentionMetadata, shape: AttentionShape, options: SplitOptions
+) -> tuple[WorkShape, AttentionConfig]:
     """How the work of a call on the device of `metadata` is divided."""
     max_length = bounded_length(metadata, shape.page_size)
-    expect_at_least_one(split_tokens=cut.split_tokens)
+    expect_at_least_one(split_tokens=options.split_tokens)
     group, num_slots = shape.heads // shape.kv_heads, metadata.tree_width or shape.num_nodes
-    chip, rows, kv_bytes = current_chip(metadata.lengths), shape.num_nodes * group, shape.kv_dtype.itemsize
+    chip, rows = current_chip(metadata.lengths), shape.num_nodes * group
+    # Keys are widened to the type of float32 queries, and then take the room of float32 keys.
+    kv_bytes = 4 if shape.dtype.itemsize > 2 else shape.kv_dtype.itemsize
     config = attention_config(
-        chip, shape.head_dim, rows, max_length, cut.split_tokens, kv_bytes, cut.tuning, cut.batch_invariant,
+        chip, shape.head_dim, rows, max_length, options.split_tokens, kv_bytes, options.tuning, options.batch_invariant,
         metadata.window, len(metadata.lengths) * shape.kv_heads,
     )  # fmt: skip
-    if not cut.batch_invariant:
+    if not options.batch_invariant:
         config = configs.spread(config, len(metadata.lengths) * shape.kv_heads * -(-rows // config.block_m))
     work = WorkShape(
         batch=len(metadata.lengths),
@@ -277,30 +239,26 @@ def _divide(metadata: AttentionMetadata, shape: AttentionShape, cut: Cut) -> tup
         max_splits=config.max_splits,
         num_splits=1,
     )
-    if cut.batch_invariant:
-        work = _fixed_cut(work, metadata, shape, cut.in_order, config)
-        if work.in_order and not cut.tuning:
+    if options.batch_invariant:
+        work = _with_fixed_splits(work, metadata, shape, options.in_order, config)
+        if work.in_order and not options.tuning:
             config = configs.in_order_config(chip, config, rows, shape.dtype.itemsize)
         return work._replace(block_m=config.block_m), config
-    return _cut_by_length(work, shape), config
+    return _split_by_length(work, shape), config
 
 
-def _cut_by_length(work: WorkShape, shape: AttentionShape) -> WorkShape:
+def _split_by_length(work: WorkShape, shape: AttentionShape) -> WorkShape:
     """`work` with as many splits as a request of the greatest length has."""
     bound = bounded_splits(work.max_splits, shape.num_nodes * shape.heads, shape.head_dim, shape.dtype.itemsize)
     work, keys = work._replace(max_splits=bound), work.max_length
     if work.window is not None:
-        # A window may begin behind the first key of its first split.
+        # A window may begin after the first key of its first split.
         keys = min(keys, work.window - 1 + work.num_slots + work.split_tokens // 8 - 1)
     return work._replace(num_splits=work.splits_of(keys))
 
 
-def _fixed_cut(
-    work: WorkShape,
-    metadata: AttentionMetadata,
-    shape: AttentionShape,
-    in_order: bool | None,
-    config: AttentionConfig,
+def _with_fixed_splits(
+    work: WorkShape, metadata: AttentionMetadata, shape: AttentionShape, in_order: bool | None, config: AttentionConfig
 ) -> WorkShape:
     """`work` with splits at fixed positions."""
     if work.first_splits % 2:
@@ -321,7 +279,7 @@ def _fixed_cut(
             or configs.is_spread_without_splits(config, work.batch * shape.kv_heads * work.row_tiles, work.max_length)
         )
     in_order = in_order and num_splits > 1
-    return work._replace(num_splits=1 if in_order else num_splits, fixed_cut=True, in_order=in_order)
+    return work._replace(num_splits=1 if in_order else num_splits, fixed_splits=True, in_order=in_order)
 
 
 def bounded_length(metadata: AttentionMetadata, page_size: int) -> int:
@@ -330,13 +288,6 @@ def bounded_length(metadata: AttentionMetadata, page_size: int) -> int:
     max_length = capacity if metadata.max_length is None else min(metadata.max_length, capacity)
     expect_at_least_one(max_length=max_length)
     return max_length
-
-
-def expect_at_least_one(**numbers: int | None) -> None:
-    """Raise ValueError unless all given numbers (None is skipped) are at least 1."""
-    for name, number in numbers.items():
-        if number is not None:
-            expect_at_least(name, number, 1)
 
 
 def check_mode(metadata: AttentionMetadata) -> None:
@@ -357,14 +308,14 @@ def check_lengths(metadata: AttentionMetadata) -> None:
     expect_dtype("page_table", page_table, torch.int32)
     if page_table.shape[1] > 1 and page_table.stride(1) != 1:
         raise ValueError(f"page_table: expected rows of adjacent entries, got strides {page_table.stride()}")
-    if q_lens is not None:
-        expect_shape("q_lens", q_lens, (len(lengths),))
-        expect_dtype("q_lens", q_lens, torch.int32)
-    expect_same_device(page_table=page_table, lengths=lengths, q_lens=q_lens)
-    expect_contiguous(lengths=lengths, q_lens=q_lens)
+    expect_tensors(
+        {"page_table": page_table},
+        lengths=(lengths, (None,), torch.int64),
+        q_lens=(q_lens, (len(lengths),), torch.int32),
+    )
 
 
-def _check_pool(q: torch.Tensor, kv: torch.Tensor, metadata: AttentionMetadata) -> None:
+def _check_pool(q: Tensor, kv: Tensor, metadata: AttentionMetadata) -> None:
     """Shapes and types of queries, pool, page table and lengths."""
     expect_shape("q", q, (None, None, None, None))
     batch, _, heads, head_dim = q.shape
@@ -381,7 +332,7 @@ def _check_pool(q: torch.Tensor, kv: torch.Tensor, metadata: AttentionMetadata) 
     expect_contiguous(q=q, kv=kv)
 
 
-def check_draft(q: torch.Tensor, metadata: AttentionMetadata) -> None:
+def check_draft(q: Tensor, metadata: AttentionMetadata) -> None:
     """The mode, and the mask words of the query rows q [B, N, ...], which a tree has and no other mode."""
     check_mode(metadata)
     mode, mask = metadata.mode, metadata.mask
@@ -389,13 +340,10 @@ def check_draft(q: torch.Tensor, metadata: AttentionMetadata) -> None:
         raise ValueError(f"mask: expected with mode 'tree' only, got mode {mode!r} and {type(mask).__name__}")
     if mask is not None:
         words = -(-(metadata.tree_width or q.shape[1]) // _WORD_BITS)
-        expect_shape("mask", mask, (*q.shape[:2], words))
-        expect_dtype("mask", mask, torch.int64)
-        expect_same_device(q=q, mask=mask)
-        expect_contiguous(mask=mask)
+        expect_tensors({"q": q}, mask=(mask, (*q.shape[:2], words), torch.int64))
 
 
-def _check_depths(q: torch.Tensor, metadata: AttentionMetadata) -> None:
+def _check_depths(q: Tensor, metadata: AttentionMetadata) -> None:
     """Depths of slots and rows, which a tree with a window has."""
     batch, num_nodes = q.shape[:2]
     mode, window, depths, row_depths = metadata.mode, metadata.window, metadata.depths, metadata.row_depths
@@ -405,45 +353,37 @@ def _check_depths(q: torch.Tensor, metadata: AttentionMetadata) -> None:
         raise ValueError("depths: expected with mode 'tree' and a window, got None")
     if not wanted and (depths is not None or row_depths is not None):
         raise ValueError(f"depths: expected with mode 'tree' and a window only, got mode {mode!r}, window {window}")
-    if depths is not None:
-        expect_shape("depths", depths, (batch, num_slots))
-        expect_dtype("depths", depths, torch.int32)
-        if row_depths is None and num_slots != num_nodes:
-            raise ValueError(f"row_depths: expected where tree_width {num_slots} is not the {num_nodes} rows, got None")
-    if row_depths is not None:
-        expect_shape("row_depths", row_depths, (batch, num_nodes))
-        expect_dtype("row_depths", row_depths, torch.int32)
-    expect_same_device(q=q, depths=depths, row_depths=row_depths)
-    expect_contiguous(depths=depths, row_depths=row_depths)
+    if depths is not None and row_depths is None and num_slots != num_nodes:
+        raise ValueError(f"row_depths: expected where tree_width {num_slots} is not the {num_nodes} rows, got None")
+    expect_tensors(
+        {"q": q},
+        depths=(depths, (batch, num_slots), torch.int32),
+        row_depths=(row_depths, (batch, num_nodes), torch.int32),
+    )
 
 
-def _check_paths(q: torch.Tensor, metadata: AttentionMetadata, cut: Cut) -> None:
+def _check_paths(q: Tensor, metadata: AttentionMetadata, options: SplitOptions) -> None:
     """The slots of each row in the order of the text, which a batch-invariant call of a tree has."""
-    if cut.in_order is not None and not cut.batch_invariant:
-        raise ValueError(f"in_order: expected with batch_invariant only, got {cut.in_order}")
+    if options.in_order is not None and not options.batch_invariant:
+        raise ValueError(f"in_order: expected with batch_invariant only, got {options.in_order}")
     if metadata.paths is None:
-        if cut.batch_invariant and metadata.mode == "tree":
+        if options.batch_invariant and metadata.mode == "tree":
             raise ValueError("metadata: expected paths for a batch-invariant call of a tree, got None; see mask_paths")
         return
-    if not cut.batch_invariant or metadata.mode != "tree":
+    if not options.batch_invariant or metadata.mode != "tree":
         raise ValueError(f"paths: expected for a batch-invariant call of a tree only, got mode {metadata.mode!r}")
-    expect_shape("paths", metadata.paths, (*q.shape[:2], None))
-    expect_dtype("paths", metadata.paths, torch.int32)
-    expect_same_device(q=q, paths=metadata.paths)
-    expect_contiguous(paths=metadata.paths)
+    expect_tensors({"q": q}, paths=(metadata.paths, (*q.shape[:2], None), torch.int32))
 
 
-def _check_scales(q: torch.Tensor, kv_heads: int, metadata: AttentionMetadata, scales: LayerScales) -> None:
+def _check_scales(q: Tensor, kv_heads: int, metadata: AttentionMetadata, scales: LayerScales) -> None:
     """Numbers and tensors that scale the scores and values."""
     for number, value in dict(scale=metadata.scale, soft_cap=metadata.soft_cap).items():
         if value is not None and value <= 0:
             raise ValueError(f"{number}: expected a positive number, got {value}")
     wanted = torch.float64 if q.dtype == torch.float64 else torch.float32
     for name, scale in scales._asdict().items():
-        if isinstance(scale, torch.Tensor):
-            expect_shape(name, scale, (q.shape[2] if name == "sinks" else kv_heads,))
-            expect_dtype(name, scale, wanted)
-            expect_same_device(q=q, **{name: scale})
-            expect_contiguous(**{name: scale})
+        if isinstance(scale, Tensor):
+            shape = (q.shape[2] if name == "sinks" else kv_heads,)
+            expect_tensors({"q": q}, **{name: (scale, shape, wanted)})
         elif name == "k_scale" and scale <= 0:
             raise ValueError(f"k_scale: expected a positive number, got {scale}")

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from specdec_kernels.attention.api import mask_paths, plan_attention
 from specdec_kernels.attention.types import AttentionMetadata, AttentionShape
@@ -21,7 +22,7 @@ _DISTINCT_PAGES = 61
 
 def random_tree(
     make: Maker, batch: int, num_slots: int, reach: int | None = None, roots: int = 1
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Depths [B, M] int32 and mask words [B, M, ceil(M / 64)] int64 of random trees whose node i hangs below
     one of the `reach` nodes before it (default any); the first `roots` nodes hang below none."""
     reach = num_slots if reach is None else reach
@@ -63,32 +64,32 @@ def attention_inputs(
     """Arguments of `paged_attention`.
 
     lengths: committed tokens of each request. heads: (H, H_kv). capacity: tokens of a page-table row (default: the
-    longest request). reach: see `random_tree`. With `tree_width` the rows are random nodes of the tree.
-    blind: every third row of a tree sees no slot. root_depth: depth of slot 0. roots: nodes without a
-    parent. fp8, head_scales: an e4m3 pool, random
-    scales per KV head. rising: keys grow eightfold along each text, so that rows meet new maxima late. planned: with
-    the work list of the call. options: further fields of the metadata, or arguments of the call.
+    longest request). reach, roots: see `random_tree`. tree_width: the rows are random nodes of a tree of that many.
+    blind: every third row of a tree sees no slot. root_depth: depth of slot 0. fp8, head_scales: an e4m3 pool, random
+    scales per KV head. rising: keys grow eightfold along each sequence, so that rows meet new maxima late. planned:
+    with the tile schedule of the call. options: fields of the metadata, or arguments of the call.
     """
     num_slots = num_nodes if tree_width is None else tree_width
-    used = list(q_lens) if q_lens is not None else [num_nodes] * len(lengths)
-    slots = used if tree_width is None else [num_slots] * len(lengths)
-    held = [-(-(length + num_slots) // page_size) for length in lengths]
-    filled = [length + count for length, count in zip(lengths, slots, strict=True)]
-    page_table, stored = shuffled_pages(make, held, filled, page_size, capacity)
+    metadata, stored, held = paged_requests(make, mode, num_nodes, lengths, page_size, q_lens, capacity, tree_width)
     kv = _pool(make, stored, heads[1], head_dim)
     for row, pages in enumerate(held if rising else ()):
-        kv[0, page_table[row, :pages].long()] *= torch.linspace(1, 8, pages, device=kv.device)[:, None, None, None]
-    metadata = AttentionMetadata(
-        page_table=page_table,
-        lengths=make.tensor(list(lengths), torch.int64),
-        mode=mode,
-        q_lens=None if q_lens is None else make.tensor(used, torch.int32),
-    )
+        growth = torch.linspace(1, 8, pages, device=kv.device).view(-1, 1, 1, 1)
+        kv[0, metadata.page_table[row, :pages].long()] *= growth
     queries = make.normal(len(lengths), num_nodes, heads[0], head_dim)
     call = dict(q=queries, kv=kv.to(torch.float8_e4m3fn) if fp8 else kv, metadata=metadata)
     if mode == "tree":
-        window = options.get("window")
-        options |= _tree(make, len(lengths), num_nodes, tree_width, reach, blind, window, root_depth, roots)
+        depths, mask = random_tree(make, len(lengths), num_slots, reach, roots)
+        depths += root_depth
+        row_depths = depths
+        if tree_width is not None:
+            picked = make.integers(0, num_slots, len(lengths), num_nodes)
+            mask = mask.gather(1, picked[:, :, None].expand(-1, -1, mask.shape[2])).contiguous()
+            row_depths = depths.gather(1, picked).contiguous()
+        if blind:
+            mask[:, ::3] = 0
+        options |= dict(mask=mask, tree_width=tree_width)
+        if options.get("window") is not None:
+            options |= dict(depths=depths, row_depths=None if tree_width is None else row_depths)
         if options.get("batch_invariant"):
             options["paths"] = mask_paths(options["mask"], num_slots, impl="reference")
     if sinks:
@@ -96,9 +97,29 @@ def attention_inputs(
     if head_scales:
         options |= {name: _scale_tensor(make, heads[1], 0.5).exp() for name in ("k_scale", "v_scale")}
     arguments = changed(call, **options)
-    if planned:
-        arguments["work_list"] = plan_attention(**plan_arguments(arguments), impl="reference")
-    return arguments
+    schedule = {"tile_schedule": plan_attention(**plan_arguments(arguments), impl="reference")} if planned else {}
+    return {**arguments, **schedule}
+
+
+def paged_requests(
+    make: Maker,
+    mode: str,
+    num_nodes: int,
+    lengths: Sequence[int],
+    page_size: int,
+    q_lens: Sequence[int] | None,
+    capacity: int | None,
+    tree_width: int | None,
+) -> tuple[AttentionMetadata, Tensor, list[int]]:
+    """Metadata without a mask, which slots [pages, page_size] are stored, and the pages that each request holds."""
+    used = list(q_lens) if q_lens is not None else [num_nodes] * len(lengths)
+    slots = used if tree_width is None else [tree_width] * len(lengths)
+    held = [-(-(length + (tree_width or num_nodes)) // page_size) for length in lengths]
+    filled = [length + count for length, count in zip(lengths, slots, strict=True)]
+    page_table, stored = shuffled_pages(make, held, filled, page_size, capacity)
+    rows = None if q_lens is None else make.tensor(used, torch.int32)
+    metadata = AttentionMetadata(page_table, make.tensor(list(lengths), torch.int64), mode, q_lens=rows)
+    return metadata, stored, held
 
 
 def changed(arguments: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -119,7 +140,7 @@ def plan_inputs(
     make: Maker,
     num_nodes: int,
     lengths: Sequence[int],
-    max_length: int,
+    max_length: int = 300,
     q_lens: Sequence[int] | None = None,
     split_tokens: int | None = None,
     tuning: dict[str, int] | None = None,
@@ -149,43 +170,13 @@ def paths_inputs(
     return dict(mask=mask, most=most)
 
 
-def _scale_tensor(make: Maker, size: int, spread: float) -> torch.Tensor:
+def _scale_tensor(make: Maker, size: int, spread: float) -> Tensor:
     return (torch.randn(size, generator=make.generator) * spread).to(make.device)
-
-
-def _tree(
-    make: Maker,
-    batch: int,
-    num_nodes: int,
-    tree_width: int | None,
-    reach: int | None,
-    blind: bool,
-    window: int | None,
-    root_depth: int,
-    roots: int,
-) -> dict[str, Any]:
-    """Mask and, with a window, depths; with `tree_width` the rows are nodes picked at random."""
-    num_slots = num_nodes if tree_width is None else tree_width
-    depths, mask = random_tree(make, batch, num_slots, reach, roots)
-    depths += root_depth
-    row_depths = depths
-    if tree_width is not None:
-        picked = make.integers(0, num_slots, batch, num_nodes)
-        mask = mask.gather(1, picked[:, :, None].expand(-1, -1, mask.shape[2])).contiguous()
-        row_depths = depths.gather(1, picked).contiguous()
-    if blind:
-        mask[:, ::3] = 0
-    tree: dict[str, Any] = dict(mask=mask)
-    if tree_width is not None:
-        tree |= dict(tree_width=tree_width)
-    if window is not None:
-        tree |= dict(depths=depths) | ({} if tree_width is None else dict(row_depths=row_depths))
-    return tree
 
 
 def shuffled_pages(
     make: Maker, held: Sequence[int], filled: Sequence[int], page_size: int, capacity: int | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Page table [B, P] int32 in which request b owns `held[b]` shuffled pages, and which slots [pages, page_size] are
     stored: the first `filled[b]` of each request. `capacity`: tokens of a row (default: the longest request)."""
     columns = max([1, *held]) if capacity is None else -(-capacity // page_size)
@@ -201,7 +192,7 @@ def shuffled_pages(
     return table.to(make.device), stored.to(make.device)
 
 
-def _pool(make: Maker, stored: torch.Tensor, kv_heads: int, head_dim: int) -> torch.Tensor:
+def _pool(make: Maker, stored: Tensor, kv_heads: int, head_dim: int) -> Tensor:
     """Keys and values with NaN wherever nothing is stored."""
     pages, page_size = stored.shape
     # A long pool repeats its first pages, because drawing gigabytes on the CPU takes too long.

@@ -1,29 +1,17 @@
 """Static launch table of paged attention. Nothing is tuned while a step runs.
 
 The key is the chip, the head dimension, the bytes of a stored key element, and the packed query rows of one
-(request, KV head), N * H / H_kv, rounded up to a bucket. Memory bounds the small buckets: they have two or three KV
-buffers of 64 keys and several programs per processor. The matrix unit of sm90 wants one warp group from 64 rows on
-and two from 128 rows on. Every row of the table compiles without spills.
+(request, KV head), N * H / H_kv, rounded up to a bucket. The rows of sm90 were chosen by measuring; those of other
+chips compile without spills.
 
-Keys are split so that the programs of a call fill the chip in whole rounds (see `spread` and `device.split_layout`):
-one request has many short splits, and a batch that fills the chip by itself has none. A split costs its partial result,
-which is written and read again, and the first loads of its program, which nothing hides. Splits have a length to aim
-at too, so that a request that is much longer than the others does not keep a few programs running alone. The partial
-results of a request take at most `PARTIAL_BYTES`, or those of one split: calls of many rows have fewer and longer
-splits.
+Keys are split so that the programs of a call fill the chip in whole rounds (see `spread` and `device.split_layout`),
+as far as `PARTIAL_BYTES` hold the partial results of a request. Calls over a window have shorter tiles where programs
+compute few keys (`_WINDOW_TILES`).
 
-A window leaves a program few tiles of keys, of which it sees the first and the last in part. Where `_WINDOW_TILES` says
-so, calls over a window have shorter tiles: they gain where programs walk few keys, and lose where they walk many.
-
-A batch-invariant call may not choose by its rows. It has one tile for any number of rows, that of `INVARIANT_ROWS`,
-and splits at fixed positions: the reduction over a tile of keys, the instruction that multiplies it and the order in
-which tiles are added are then the same for a row wherever it is computed. Where partial results would take more than
-`INVARIANT_PARTIAL_BYTES`, or where the requests fill the chip without splits, one program walks all splits of its rows
-and rounds their results alike, which changes no bit. The nodes of a tree always have partial results, because each ends
-its own text (see `kernel_tree`).
-
-Polynomial exp2 and lazy rescaling are off by default. On an H200 they were no faster: the exponential unit is no
-bottleneck there, and lazy rescaling needs a vote over the tile. `experiments/LOG.md` has the measurements of sm90.
+A batch-invariant call has the tile of `INVARIANT_ROWS` for any number of rows, and splits at fixed positions: the
+reduction over a tile of keys, its instruction and the order of the tiles are then the same for a row wherever it is
+computed. Where partial results would take more than `INVARIANT_PARTIAL_BYTES`, or the requests fill the chip without
+splits, one program computes all splits of its rows and rounds their results alike.
 """
 
 from __future__ import annotations
@@ -34,8 +22,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
-
-from specdec_kernels.tuning import tuned_fields
 
 UNSPLIT = 1 << 30
 MAX_SPLITS = 32
@@ -57,9 +43,9 @@ _MAX_SPLIT_TILES = 4
 _INTERPRETER_MAX_ROWS = 1024
 _PROCESSORS = {"sm80": 108, "sm90": 132, "sm100": 148, "gfx942": 304}
 _FP8_NATIVE_CHIPS = ("sm90", "sm100")
-_OVERLAP_CHIPS = ("sm90", "sm100")
-_KEYS_FIRST_BUCKETS = (16, 32)  # with more rows, finding the maxima of keys by rows takes longer than conversions
-_FP8_GROUPS_FROM = 64  # rows; with fewer, keys as the first operand are faster, see `device_fp8`
+_PDL_CHIPS = ("sm90", "sm100")
+_SWAP_AB_BUCKETS = (16, 32)  # with more rows, finding the maxima of keys by rows takes longer than conversions
+_FP8_WARP_SPECIALIZED_FROM = 64  # rows; with fewer, keys as the first operand are faster, see `device_fp8`
 _PROGRAMS_AT_ONCE = {16: 3, 32: 2, 64: 2, 128: 1}
 _FP8_PROGRAMS_AT_ONCE = _PROGRAMS_AT_ONCE | {16: 2}
 
@@ -68,14 +54,11 @@ _FP8_PROGRAMS_AT_ONCE = _PROGRAMS_AT_ONCE | {16: 2}
 class AttentionConfig:
     """Tile of one program and how the keys are split.
 
-    block_m: packed query rows. block_n: keys per iteration. split_tokens: fewest keys per program before partial
-    results are merged. first_splits: splits of a request that fill the chip. longest_split: keys that a split has at
-    most, about; longer requests have 2, 3, ... times `first_splits`. 0 for the two means as `spread` chooses. slots:
-    programs that the chip runs at once. resident_programs: size of the persistent grid that walks a work list.
-    polynomial_exp2, lazy_rescale: see `device.softmax_step`. fp8_native: the chip converts e4m3 itself. keys_first:
-    keys and values of a float8 pool are the first operand of products, see `device_fp8`. groups: calls that
-    `kernel_hopper` can do are its own, whose tile of keys and warps are fixed. overlap: the kernel is launched before
-    the one ahead of it has ended.
+    block_m: packed query rows. block_n: keys per iteration. split_tokens: fewest keys of a split. first_splits: splits
+    of a request that fill the chip. longest_split: most keys of a split, about; longer requests have multiples of
+    `first_splits`. 0 for the two: as `spread` chooses. slots: programs that the chip runs at once. resident_programs:
+    size of the persistent grid. fp8_native: the chip converts e4m3 itself. swap_ab: see `device_fp8`. warp_specialized:
+    calls that `kernel_hopper` can do are its own. pdl: the kernel is launched before its predecessor has ended.
     """
 
     block_m: int
@@ -88,12 +71,10 @@ class AttentionConfig:
     max_splits: int = MAX_SPLITS
     slots: int = 1
     resident_programs: int = 4
-    polynomial_exp2: bool = False
-    lazy_rescale: bool = False
     fp8_native: bool = False
-    keys_first: bool = False
-    groups: bool = False
-    overlap: bool = False
+    swap_ab: bool = False
+    warp_specialized: bool = False
+    pdl: bool = False
 
     def fp8_code(self, kv_dtype: torch.dtype) -> int:
         """How the kernel reads the pool: 0 as it is, 1 the chip's own e4m3, 2 by moving bits."""
@@ -104,13 +85,12 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class MergeConfig:
-    """Tile of one merge program: `rows` output rows, `unroll` of their partial results per iteration. overlap: the
-    merge is launched before the attention kernel has ended."""
+    """Tile of one merge program: `rows` output rows, `unroll` of their partial results per iteration."""
 
     rows: int
     unroll: int
     num_warps: int
-    overlap: bool
+    pdl: bool
 
 
 def attention_config(
@@ -126,11 +106,10 @@ def attention_config(
     sequences: int = 1,
 ) -> AttentionConfig:
     """Row of the table for `rows` packed query rows of one (request, KV head) over at most `max_length` keys of
-    `kv_bytes` bytes per element, of which a row sees `window`, in a call of so many `sequences` = requests x KV heads.
+    `kv_bytes` bytes per element, of which a row sees `window`, in a call of `sequences` = requests x KV heads.
 
-    `split_tokens` replaces the table's split length, `tuning` any field. A split shorter than a tile makes the tile
-    shorter; any other is rounded up to whole tiles. `specdec_kernels.tuning` may replace fields on a card. With
-    `batch_invariant` neither rows nor lengths choose anything. Raises ValueError for an unknown field of `tuning`.
+    `split_tokens` replaces the table's split length, rounded up to whole tiles; a split shorter than a tile makes the
+    tile shorter. `tuning` replaces any field; ValueError for an unknown one.
     """
     if batch_invariant:
         config = _invariant_config(chip, head_dim, kv_bytes)
@@ -139,13 +118,11 @@ def attention_config(
         block_m = min(_INTERPRETER_MAX_ROWS, max(16, _power_of_two(rows)))
         block_n = min(512, max(16, _power_of_two(max_length)))
         config = AttentionConfig(
-            *(block_m, block_n, 1, 1, 4096),
-            first_splits=_INTERPRETER_FIRST_SPLITS,
-            keys_first=head_dim >= 32,
+            *(block_m, block_n, 1, 1, 4096), first_splits=_INTERPRETER_FIRST_SPLITS, swap_ab=head_dim >= 32
         )
     else:
         key = (chip, _head_dim_row(head_dim), _row_bucket(rows), kv_bytes)
-        config = replace(_table_config(chip, head_dim, rows, kv_bytes), **tuned_fields("attention", key))
+        config = _table_config(chip, head_dim, rows, kv_bytes)
         if window is not None:
             config = replace(config, **_window_tile(key, window, sequences * -(-rows // config.block_m) / config.slots))
     if split_tokens is not None:
@@ -157,18 +134,15 @@ def attention_config(
             names = ", ".join(field.name for field in fields(AttentionConfig))
             raise ValueError(f"tuning: expected fields among {names}, got {', '.join(unknown)}")
         config = replace(config, **tuning)
-    groups = config.groups and chip == "sm90" and head_dim == 128
-    keys_first = config.keys_first and (chip == "interpreter" or (chip == "sm90" and _head_dim_row(head_dim) == 128))
-    config = replace(config, groups=groups, keys_first=keys_first)
+    warp_specialized = config.warp_specialized and chip == "sm90" and head_dim == 128
+    swap_ab = config.swap_ab and (chip == "interpreter" or (chip == "sm90" and _head_dim_row(head_dim) == 128))
+    config = replace(config, warp_specialized=warp_specialized, swap_ab=swap_ab)
     return replace(config, split_tokens=-(-config.split_tokens // config.block_n) * config.block_n)
 
 
 def spread(config: AttentionConfig, programs: int) -> AttentionConfig:
-    """`config` with the splits of a call that has `programs` = requests x KV heads x tiles of rows without any.
-
-    A request has the fewest splits whose programs run in rounds of which the last is nearly full, and a long one a
-    multiple of them. One request alone does not fill the chip: the merge would take longer than is gained.
-    """
+    """`config` with the splits of a call that has `programs` = requests x KV heads x tiles of rows without any: the
+    fewest whose programs run in rounds of which the last is nearly full."""
     share = max(1, programs) / config.slots
     longest = max(_LONGEST_SPLIT, _power_of_two(int(_LONGEST_SPLIT_OF_A_FULL_CHIP * share)))
     return replace(
@@ -179,8 +153,7 @@ def spread(config: AttentionConfig, programs: int) -> AttentionConfig:
 
 
 def is_spread_without_splits(config: AttentionConfig, programs: int, max_length: int) -> bool:
-    """Whether `spread` leaves the keys of requests of up to `max_length` in one piece, on a chip whose `slots` are
-    known."""
+    """Whether `spread` leaves the keys of requests of up to `max_length` whole, on a chip whose `slots` are known."""
     found = spread(replace(config, first_splits=0, longest_split=0), programs)
     return config.slots > 1 and found.first_splits == 1 and max_length <= found.longest_split
 
@@ -194,8 +167,7 @@ def _splits_in_whole_rounds(share: float) -> int:
 
 
 def fixed_borders(max_length: int, split_tokens: int, first_splits: int) -> list[int]:
-    """First positions of the splits of up to `max_length` keys, where splits lie at fixed positions: `first_splits` of
-    `split_tokens` keys, and from there on, up to four times the position, splits of twice the length; and so on."""
+    """First positions of the splits of up to `max_length` keys, see `device.fixed_split_of`."""
     begins, length, next_length_at = [0], split_tokens, split_tokens * first_splits
     while begins[-1] + length < max_length:
         begins.append(begins[-1] + length)
@@ -204,53 +176,38 @@ def fixed_borders(max_length: int, split_tokens: int, first_splits: int) -> list
     return begins
 
 
-def node_counts_of_the_table(group: int) -> tuple[int, ...]:
-    """Query rows per request that together reach every row of the table, and prefill, with `group` query heads per
-    KV head."""
-    prefill = _MAX_SPLIT_TILES * _ROW_BUCKETS[-1] // group + 1
-    return tuple(sorted({max(1, bucket // group) for bucket in _ROW_BUCKETS} | {prefill}))
-
-
 def bounded_splits(max_splits: int, rows: int, head_dim: int, itemsize: int) -> int:
-    """`max_splits`, or as many splits as `PARTIAL_BYTES` hold: outputs of `rows` = N * H rows and their float32
-    log-sum-exps."""
+    """`max_splits`, or as many splits of `rows` = N * H rows as `PARTIAL_BYTES` hold."""
     return max(1, min(max_splits, PARTIAL_BYTES // (max(1, rows) * (head_dim * itemsize + 4))))
 
 
 def merge_config(chip: str, rows: int, num_splits: int) -> MergeConfig:
-    """Row of the table for merging up to `num_splits` partial results of each of `rows` = N * H output rows per
-    request."""
+    """Row of the table for up to `num_splits` partial results of `rows` = N * H output rows per request."""
     if chip == "interpreter":
-        return MergeConfig(max(2, min(1024, _power_of_two(rows))), 2, 1, overlap=False)
+        return MergeConfig(max(2, min(1024, _power_of_two(rows))), 2, 1, pdl=False)
     # A warp takes two rows of 128 two-byte numbers, 16 bytes per lane.
     rows, num_warps = (4, 2) if rows <= 64 else (8, 4)
-    return MergeConfig(rows, merge_unroll(chip, num_splits), num_warps, overlap=chip in _OVERLAP_CHIPS)
-
-
-def merge_unroll(chip: str, num_splits: int) -> int:
-    """Partial results of a row that are loaded together; eight spill on sm100."""
-    return 8 if chip == "sm90" and num_splits > 4 else 4
+    unroll = 8 if chip == "sm90" and num_splits > 4 else 4  # eight spill on sm100
+    return MergeConfig(rows, unroll, num_warps, pdl=chip in _PDL_CHIPS)
 
 
 def in_order_config(chip: str, config: AttentionConfig, rows: int, itemsize: int) -> AttentionConfig:
-    """The row for programs that walk all splits: that of the other batch-invariant calls. For more `rows` than its tile
-    has, on sm90 it has twice the rows and warps, with the same bits."""
+    """The row for programs that compute all splits. For more `rows` than the tile of `config` has, on sm90 it has twice
+    the rows and warps, with the same bits."""
     if rows <= config.block_m or not _has_the_bits_of_a_warp(chip, config, itemsize):
         return config
     return replace(config, block_m=2 * config.block_m, num_warps=2 * config.num_warps)
 
 
 def node_config(chip: str, config: AttentionConfig, group: int, itemsize: int) -> AttentionConfig:
-    """The row for programs of one node, whose `group` query heads are its only rows. `config` is that of the other
-    batch-invariant calls, whose bits one warp has too."""
+    """The row for programs of one node, whose `group` query heads are its only rows, with the bits of `config`."""
     if group <= _ROWS_OF_A_WARP and _has_the_bits_of_a_warp(chip, config, itemsize):
         return replace(config, block_m=_ROWS_OF_A_WARP, num_warps=1)
     return replace(config, block_m=max(config.block_m, _power_of_two(group)))
 
 
 def _has_the_bits_of_a_warp(chip: str, config: AttentionConfig, itemsize: int) -> bool:
-    """Whether each warp has 16 rows and adds all keys of a tile by itself. A warp of another tile like that has the
-    same bits, whichever instruction multiplies."""
+    """Whether each warp has 16 rows and adds all keys of a tile by itself, as a warp of another such tile does."""
     return chip == "sm90" and itemsize == 2 and config.block_m == _ROWS_OF_A_WARP * config.num_warps
 
 
@@ -266,13 +223,13 @@ def _table_config(chip: str, head_dim: int, rows: int, kv_bytes: int) -> Attenti
         block_n,
         warps,
         stages,
-        _split_tokens(rows, block_m),
+        UNSPLIT if fills_the_chip(rows, block_m) else _SPLIT_TOKENS,
         slots=(_FP8_PROGRAMS_AT_ONCE if kv_bytes == 1 else _PROGRAMS_AT_ONCE)[bucket] * _PROCESSORS[chip],
         resident_programs=resident * _PROCESSORS[chip],
         fp8_native=chip in _FP8_NATIVE_CHIPS,
-        keys_first=bucket in _KEYS_FIRST_BUCKETS,
-        groups=bucket >= (_FP8_GROUPS_FROM if kv_bytes == 1 else _ROW_BUCKETS[-1]),
-        overlap=chip in _OVERLAP_CHIPS,
+        swap_ab=bucket in _SWAP_AB_BUCKETS,
+        warp_specialized=bucket >= (_FP8_WARP_SPECIALIZED_FROM if kv_bytes == 1 else _ROW_BUCKETS[-1]),
+        pdl=chip in _PDL_CHIPS,
     )
 
 
@@ -300,17 +257,11 @@ def fills_the_chip(rows: int, block_m: int) -> bool:
     return rows > _MAX_SPLIT_TILES * block_m
 
 
-def _split_tokens(rows: int, block_m: int) -> int:
-    """Keys per program."""
-    return UNSPLIT if fills_the_chip(rows, block_m) else _SPLIT_TOKENS
-
-
 def _head_dim_row(head_dim: int) -> int:
     return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
 
 
 def _power_of_two(value: int) -> int:
-    """Smallest power of two that is at least `value`."""
     return 1 << max(0, value - 1).bit_length()
 
 
@@ -341,8 +292,7 @@ _FP8_TABLE: dict[tuple[str, int], dict[int, _Row]] = _TABLE | {
 
 
 class _WindowTile(NamedTuple):
-    """Keys per iteration and KV buffers of calls over a window whose programs walk `fewest_keys` to `most_keys` of it,
-    if splits fill the chip."""
+    """Tile and KV buffers of calls over a window whose programs compute `fewest_keys` to `most_keys` of it."""
 
     block_n: int
     num_stages: int
@@ -350,7 +300,7 @@ class _WindowTile(NamedTuple):
     most_keys: int
 
 
-# (chip, head_dim, rows, bytes of a key's element), as measured, see `experiments/LOG.md`.
+# (chip, head_dim, rows, bytes of a key's element), as measured, see `docs/decisions/attention_windows.md`.
 _WINDOW_TILES = {
     ("sm90", 128, 16, 2): _WindowTile(32, 3, 64, 4096),
     ("sm90", 128, 32, 2): _WindowTile(32, 3, 0, 128),

@@ -1,9 +1,10 @@
-"""Device functions of paged attention: which keys a program walks, which rows see them, and the running softmax."""
+"""Device functions of paged attention: which keys a program reads, which rows see them, and the running softmax."""
 
 # ruff: noqa: SIM108, SIM109
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -21,22 +22,90 @@ FP8_BITS_SCALE = 256.0
 LOG2_E = math.log2(math.e)
 LN_2 = tl.constexpr(math.log(2.0))
 _LOG2_E = tl.constexpr(LOG2_E)
-# Lazy rescaling lets weights grow to 2^8 before the sums are rescaled; float16 reaches much further.
-_LAZY_LIMIT = tl.constexpr(8.0)
-RUN_TIME_SIZES = [
-    "num_nodes",
-    "num_pages",
-    "num_splits",
-    "num_slots",
-    "split_tokens",
-    "first_splits",
-    "longest_split",
-    "max_splits",
-    "max_length",
-    "window",
-    "table_stride",
-]
-"""Run-time arguments of the kernels that vary from call to call."""
+
+
+class Splits(NamedTuple):
+    """Run-time sizes of a call that say how the keys of a request are split, see `types.WorkShape`."""
+
+    num_nodes: Any
+    num_slots: Any
+    split_tokens: Any
+    first_splits: Any
+    longest_split: Any
+    max_splits: Any
+    max_length: Any
+    window: Any  # or None
+
+
+class Static(NamedTuple):
+    """Compile-time description of a kernel: shapes, variant and tile."""
+
+    D: Any  # of a head
+    BLOCK_D: Any  # D, padded to a power of two
+    H_KV: Any
+    GROUP: Any  # query heads of a KV head
+    PAGE: Any  # tokens
+    MODE: Any  # one of MODE_CODES
+    WORDS: Any  # of a row of the mask
+    ALL_SLOTS: Any  # every request has all slots of the tree
+    SPLIT: Any  # partial results are merged by another kernel
+    FP8: Any  # one of FP8_NONE, FP8_NATIVE, FP8_BITS
+    BLOCK_M: Any  # query rows
+    BLOCK_N: Any  # keys
+
+
+class Pool(NamedTuple):
+    """Addresses of the keys and values of a request and KV head."""
+
+    key_ptr: Any
+    value_ptr: Any  # not `values`, which is an attribute of every tuple in Triton
+    table_row: Any  # of the page table
+
+
+class Call(NamedTuple):
+    """The run-time arguments of an attention kernel, see `kernel._attention_kernel`; some are for that kernel alone."""
+
+    q: Any
+    kv: Any
+    table: Any
+    lengths: Any
+    q_lens: Any
+    mask: Any
+    depths: Any
+    row_depths: Any
+    sinks: Any
+    k_scale: Any
+    v_scale: Any
+    items: Any
+    offsets: Any
+    num_items: Any
+    out: Any
+    lse: Any
+    state: Any
+    sums: Any
+    splits: Any  # Splits
+    num_pages: Any
+    num_splits: Any
+    table_stride: Any
+    score_scale: Any
+    value_scale: Any
+    soft_cap: Any
+
+
+class View(NamedTuple):
+    """Which keys the rows of a tile see."""
+
+    mask_row: Any  # words of the request, tree only
+    depths_row: Any  # depths of the slots of the request, tree with a window only
+    row_position: Any  # [BLOCK_M], for the window
+    nodes: Any  # [BLOCK_M] node of each row
+    length: Any
+    used: Any  # rows in use
+    window: Any
+
+
+RUN_TIME_SIZES = [*Splits._fields, "num_pages", "num_splits", "table_stride"]
+"""Run-time arguments of the kernels that vary from call to call: no kernel is specialised on them."""
 
 
 @triton.jit
@@ -69,14 +138,14 @@ def key_end(length, used, num_slots, max_length, ALL_SLOTS: tl.constexpr):
 
 @triton.jit
 def _floor_log2(x):
-    """Of an integer from 1 to 2^24, read from the exponent of a float32."""
+    """floor(log2) of an integer from 1 to 2^24, read from the exponent of a float32."""
     return (x.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
 
 
 @triton.jit
 def fixed_split_of(position, split_tokens, first_splits):
     """Index of the split that holds `position`, where splits lie at fixed positions: `first_splits` of `split_tokens`
-    keys, and from there on, up to four times the position, splits of twice the length; and so on."""
+    keys, from there to four times the position splits of twice the length, and so on."""
     reach = split_tokens * first_splits
     step = _floor_log2(tl.maximum(position // reach, 1)) // 2
     before = first_splits + first_splits * 3 // 2 * ((1 << step) - 1)
@@ -95,30 +164,28 @@ def fixed_split_begin(index, split_tokens, first_splits):
 
 
 @triton.jit
-def split_layout(length, end, split_tokens, first_splits, longest_split, max_splits, window, FIXED: tl.constexpr):
+def split_layout(length, end, splits, FIXED: tl.constexpr):
     """(keys per split, first key, index of the first split, number of splits) of a request, scalars or tensors.
 
-    The keys that a row may see are cut into equal splits: `first_splits`, or fewer of `split_tokens` keys, or so many
-    times `first_splits` that a split has about `longest_split` keys, as far as `max_splits` allows. The length of a
-    split is rounded up to an eighth of `split_tokens`. The index of the first split is 0.
-
-    FIXED splits depend on nothing but positions, see `fixed_split_of`; their length, which varies, is given as 0.
+    The keys that a row may see are divided into equal splits: `first_splits`, or fewer of `split_tokens` keys, or a
+    multiple of `first_splits` such that a split has about `longest_split` keys, as far as `max_splits` allows, in
+    eighths of `split_tokens`. FIXED splits depend on positions alone, see `fixed_split_of`; their length is given as 0.
     """
     lowest = end * 0
-    if window is not None:
-        lowest = tl.maximum(length - window + 1, 0)
+    if splits.window is not None:
+        lowest = tl.maximum(length - splits.window + 1, 0)
     if FIXED:
-        first = fixed_split_of(lowest, split_tokens, first_splits)
-        last = fixed_split_of(tl.maximum(end - 1, 0), split_tokens, first_splits)
+        first = fixed_split_of(lowest, splits.split_tokens, splits.first_splits)
+        last = fixed_split_of(tl.maximum(end - 1, 0), splits.split_tokens, splits.first_splits)
         return end * 0, end * 0, first, tl.where(end > 0, last - first + 1, 0)
-    unit = split_tokens // 8
+    unit = splits.split_tokens // 8
     begin = lowest // unit * unit
     span = tl.maximum(end - begin, 0)
-    shortest = (span + split_tokens - 1) // split_tokens
+    shortest = (span + splits.split_tokens - 1) // splits.split_tokens
     # To the nearest number: lengths just above a power of two, of a prompt and its draft, have the splits of the power.
-    rounds = (span // first_splits + longest_split // 2) // longest_split
-    rounds = tl.maximum(tl.minimum(rounds, max_splits // first_splits), 1)
-    wanted = tl.minimum(tl.minimum(shortest, rounds * first_splits), max_splits)
+    rounds = (span // splits.first_splits + splits.longest_split // 2) // splits.longest_split
+    rounds = tl.maximum(tl.minimum(rounds, splits.max_splits // splits.first_splits), 1)
+    wanted = tl.minimum(tl.minimum(shortest, rounds * splits.first_splits), splits.max_splits)
     tokens = (span + tl.maximum(wanted, 1) - 1) // tl.maximum(wanted, 1)
     tokens = tl.maximum((tokens + unit - 1) // unit, 1) * unit
     return tokens, begin, end * 0, (span + tokens - 1) // tokens
@@ -126,20 +193,18 @@ def split_layout(length, end, split_tokens, first_splits, longest_split, max_spl
 
 @triton.jit
 def split_range(
-    lengths_ptr, q_lens_ptr, request, split, cut, SPLIT: tl.constexpr, ALL_SLOTS: tl.constexpr, FIXED: tl.constexpr
+    lengths_ptr, q_lens_ptr, request, split, splits, SPLIT: tl.constexpr, ALL_SLOTS: tl.constexpr, FIXED: tl.constexpr
 ):
     """(first key, past the last key, number of splits) of a request's split; zeros and one where keys are not split."""
-    num_nodes, num_slots, split_tokens, first_splits, longest_split, max_splits, max_length, window = cut
     if SPLIT:
         length = tl.load(lengths_ptr + request).to(tl.int32)
-        used = used_rows(q_lens_ptr, request, num_nodes)
-        end = key_end(length, used, num_slots, max_length, ALL_SLOTS)
-        tokens, begin, first, live = split_layout(
-            length, end, split_tokens, first_splits, longest_split, max_splits, window, FIXED
-        )
+        used = used_rows(q_lens_ptr, request, splits.num_nodes)
+        end = key_end(length, used, splits.num_slots, splits.max_length, ALL_SLOTS)
+        tokens, begin, first, live = split_layout(length, end, splits, FIXED)
         if FIXED:
-            split_begin = fixed_split_begin(first + split, split_tokens, first_splits)
-            split_end = tl.minimum(fixed_split_begin(first + split + 1, split_tokens, first_splits), end)
+            split_begin = fixed_split_begin(first + split, splits.split_tokens, splits.first_splits)
+            split_end = fixed_split_begin(first + split + 1, splits.split_tokens, splits.first_splits)
+            split_end = tl.minimum(split_end, end)
         else:
             split_begin = begin + split * tokens
             split_end = tl.minimum(split_begin + tokens, end)
@@ -150,7 +215,7 @@ def split_range(
 
 @triton.jit
 def tile_key_range(length, used, end, first_node, last_node, MODE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(position past the last key that any row of the tile sees, position past the keys that the mode lets every row
+    """(position past the last key that a row of the tile sees, position past the keys that the mode lets all rows
     see)."""
     if MODE == CHAIN:
         tile_end = tl.minimum(end, length + last_node + 1)
@@ -171,8 +236,8 @@ def tile_key_range(length, used, end, first_node, last_node, MODE: tl.constexpr,
 
 @triton.jit
 def row_positions(row_depths_ptr, length, nodes, used, MODE: tl.constexpr):
-    """[BLOCK_M] position of each query row for the sliding window, by depth in a tree. Rows past `used` take a
-    position within the range of the others."""
+    """[BLOCK_M] position of each query row for the sliding window, by depth in a tree; past `used` that of another
+    row."""
     if MODE == TREE or MODE == PATHS:
         depth = tl.load(row_depths_ptr + nodes, mask=nodes < used, other=-1)
         deepest = tl.max(depth, 0)
@@ -183,7 +248,7 @@ def row_positions(row_depths_ptr, length, nodes, used, MODE: tl.constexpr):
 
 @triton.jit
 def key_positions(depths_ptr, positions, length, end, MODE: tl.constexpr):
-    """[BLOCK_N] position of each key for the sliding window: a draft slot of a tree stands at its depth."""
+    """[BLOCK_N] position of each key for the sliding window: a draft slot of a tree is at its depth."""
     if MODE == TREE:
         drafted = (positions >= length) & (positions < end)
         depth = tl.load(depths_ptr + (positions - length), mask=drafted, other=0)
@@ -203,8 +268,8 @@ def visible(
     MODE: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """[BLOCK_M or 1, BLOCK_N]: which positions below `end` each row sees by its mode. The result is undefined for
-    rows past `used`."""
+    """[BLOCK_M or 1, BLOCK_N]: which positions below `end` each row sees by its mode; undefined for rows past
+    `used`."""
     if MODE == CHAIN:
         return positions[None, :] <= tl.minimum(length + nodes, end - 1)[:, None]
     elif MODE == BLOCK or MODE == PATHS:
@@ -224,30 +289,18 @@ def visible(
 
 @triton.jit
 def window_begin(row_position, begin, window, BLOCK_N: tl.constexpr):
-    """(first key to read, whole tiles behind `begin`; first key that is in the windows of all rows)."""
+    """(first key to read, whole tiles after `begin`; first key that is in the windows of all rows)."""
     lowest = tl.min(row_position, 0) - window + 1
     return begin + tl.maximum(lowest - begin, 0) // BLOCK_N * BLOCK_N, tl.max(row_position, 0) - window + 1
 
 
 @triton.jit
-def visible_in_window(
-    mask_row,
-    depths_row,
-    row_position,
-    positions,
-    end,
-    length,
-    nodes,
-    used,
-    window,
-    MODE: tl.constexpr,
-    WORDS: tl.constexpr,
-):
+def visible_in_window(view, positions, end, MODE: tl.constexpr, WORDS: tl.constexpr):
     """As `visible`, and in the window of the row if there is one."""
-    seen = visible(mask_row, positions, end, length, nodes, used, MODE, WORDS)
-    if window is not None:
-        key_position = key_positions(depths_row, positions, length, end, MODE)
-        seen = seen & (row_position[:, None] - key_position[None, :] < window)
+    seen = visible(view.mask_row, positions, end, view.length, view.nodes, view.used, MODE, WORDS)
+    if view.window is not None:
+        key_position = key_positions(view.depths_row, positions, view.length, end, MODE)
+        seen = seen & (view.row_position[:, None] - key_position[None, :] < view.window)
     return seen
 
 
@@ -258,12 +311,18 @@ def page_ids(table_ptr, positions, end, PAGE: tl.constexpr):
 
 
 @triton.jit
+def pool_of(kv_ptr, table_row, kv_head, num_pages, PAGE: tl.constexpr, H_KV: tl.constexpr, D: tl.constexpr):
+    """The `Pool` of a KV head, for the request of `table_row`."""
+    key_ptr = kv_ptr + kv_head * D
+    return Pool(key_ptr, key_ptr + num_pages.to(tl.int64) * (PAGE * H_KV * D), table_row)
+
+
+@triton.jit
 def widen(stored, like, FP8: tl.constexpr):
     """Keys or values in the type of `like`; FP8 pools come as bytes.
 
     FP8_NATIVE is for chips that convert two codes to float16 at once; `like` is not bfloat16, see `half_queries`.
-    FP8_BITS is for chips and interpreters without the type. It moves the bits of e4m3 into a float16 of 1 / 256 the
-    value, which is exact for every finite code.
+    FP8_BITS moves the bits of e4m3 into a float16 of 1 / 256 the value, which is exact for every finite code.
     """
     if FP8 == FP8_NATIVE:
         return stored.to(tl.float8e4nv, bitcast=True).to(like.dtype)
@@ -287,7 +346,7 @@ def _half_factors(largest):
 
 @triton.jit
 def half_queries_in_halves(q, more, FP8: tl.constexpr):
-    """`half_queries` of rows whose columns are those of `q` and of `more`: (both halves, factor)."""
+    """`half_queries` of rows whose columns are in `q` and in `more`: (both halves, factor)."""
     if FP8 == FP8_NATIVE and q.dtype == tl.bfloat16:
         wide, more_wide = q.to(tl.float32), more.to(tl.float32)
         shrink, grow = _half_factors(tl.maximum(tl.max(tl.abs(wide), 1), tl.max(tl.abs(more_wide), 1)))
@@ -300,9 +359,9 @@ def half_queries_in_halves(q, more, FP8: tl.constexpr):
 def half_queries(q, FP8: tl.constexpr):
     """(queries [M, D] for the product with widened keys, factor [M] of their scores).
 
-    FP8_NATIVE multiplies in float16, because nothing converts e4m3 to bfloat16 but code by code. A row is multiplied by
-    a power of two that brings its largest number to [2^7, 2^8). So a number down to 2^-24 of the largest keeps all bits
-    of its bfloat16, and a smaller one loses at most 2^-32 of the largest.
+    FP8_NATIVE multiplies in float16. A bfloat16 row is multiplied by a power of two that brings its largest number to
+    [2^7, 2^8), so that a number down to 2^-24 of the largest keeps all bits, and a smaller one loses 2^-32 of it at
+    most.
     """
     if FP8 == FP8_NATIVE and q.dtype == tl.bfloat16:
         wide = q.to(tl.float32)
@@ -314,25 +373,11 @@ def half_queries(q, FP8: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """Hyperbolic tangent from exp2, because the interpreter has no libdevice. It uses the series where
-    1 - 2 / (e^2x + 1) cancels."""
+    """Hyperbolic tangent from exp2, because the interpreter has no libdevice; the series where 1 - 2 / (e^2x + 1)
+    cancels."""
     square = x * x
     series = x * (1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835)))))
     return tl.where(tl.abs(x) < 0.25, series, 1.0 - 2.0 / (tl.exp2(x * (2.0 * _LOG2_E)) + 1.0))
-
-
-@triton.jit
-def power_of_two(x, POLYNOMIAL: tl.constexpr):
-    """2^x for x <= 8. The polynomial (relative error 7.5e-5) runs on the FMA units instead of the exponential
-    unit; adding 1.5 * 2^23 rounds x to the nearest integer and leaves it in the low bits."""
-    if POLYNOMIAL:
-        rounded = tl.maximum(x, -126.0) + 12582912.0
-        fraction = tl.maximum(x, -126.0) - (rounded - 12582912.0)
-        value = ((0.0551716685 * fraction + 0.2426111251) * fraction + 0.6932609677) * fraction + 0.9999280572
-        bits = value.to(tl.int32, bitcast=True) + (rounded.to(tl.int32, bitcast=True) << 23)
-        return tl.where(x > -126.0, bits.to(tl.float32, bitcast=True), 0.0)
-    else:
-        return tl.exp2(x)
 
 
 @triton.jit
@@ -342,66 +387,25 @@ def finite_or_zero(top):
 
 
 @triton.jit
-def softmax_step(scores, factor, top, total, acc, POLYNOMIAL: tl.constexpr, LAZY: tl.constexpr):
-    """Fold a tile of scores [M, N], in base 2 once multiplied by `factor` [M] > 0, into the running maximum `top`
-    [M], sum `total` [M] and output `acc` [M, D]: (weights, top, total, acc). Rows that saw nothing keep top =
-    -inf."""
-    tile_top = tl.max(scores, 1) * factor
-    if LAZY:
-        if tl.max((tile_top > top + _LAZY_LIMIT).to(tl.int32), 0) > 0:
-            new_top = tl.maximum(top, tile_top)
-            decay = tl.exp2(top - finite_or_zero(new_top))
-            acc = acc * decay[:, None]
-            total = total * decay
-            top = new_top
-        weights = power_of_two(tl.fma(scores, factor[:, None], -finite_or_zero(top)[:, None]), POLYNOMIAL)
-        total += tl.sum(weights, 1)
-    else:
-        new_top = tl.maximum(top, tile_top)
-        decay = tl.exp2(top - finite_or_zero(new_top))
-        acc = acc * decay[:, None]
-        top = new_top
-        weights = power_of_two(tl.fma(scores, factor[:, None], -finite_or_zero(top)[:, None]), POLYNOMIAL)
-        total = tl.fma(total, decay, tl.sum(weights, 1))
-    return weights, top, total, acc
+def softmax_step(scores, factor, top, total, acc):
+    """Fold a tile of scores [M, N], in base 2 once multiplied by `factor` [M] > 0, into the running maximum `top` [M],
+    sum `total` [M] and output `acc` [M, D]: (weights, top, total, acc)."""
+    new_top = tl.maximum(top, tl.max(scores, 1) * factor)
+    decay = tl.exp2(top - finite_or_zero(new_top))
+    acc = acc * decay[:, None]
+    weights = tl.exp2(tl.fma(scores, factor[:, None], -finite_or_zero(new_top)[:, None]))
+    total = tl.fma(total, decay, tl.sum(weights, 1))
+    return weights, new_top, total, acc
 
 
 @triton.jit
 def capped(scores, score_scale, soft_cap):
-    """(scores [M, N] behind the soft cap, if there is one, what a row [M] of them is multiplied by to be in base 2)."""
+    """(scores [M, N] after the soft cap, if there is one; the factor [M] that brings them to base 2)."""
     factor = score_scale
     if soft_cap is not None:
         scores = tanh(scores * score_scale[:, None])
         factor = score_scale * 0.0 + soft_cap
     return scores, factor
-
-
-@triton.jit
-def tile_scores(q, key_ptr, offsets, stored, score_scale, soft_cap, FP8: tl.constexpr):
-    """(scores of a tile of stored keys, what a row [M] of them is multiplied by to be in base 2)."""
-    keys = widen(tl.load(key_ptr + offsets, mask=stored, other=0.0), q, FP8)
-    return capped(tl.dot(q, tl.trans(keys), input_precision="ieee"), score_scale, soft_cap)
-
-
-@triton.jit
-def fold_scores(
-    q,
-    scores,
-    factor,
-    value_ptr,
-    offsets,
-    stored,
-    top,
-    total,
-    acc,
-    FP8: tl.constexpr,
-    POLYNOMIAL: tl.constexpr,
-    LAZY: tl.constexpr,
-):
-    """`softmax_step` over `tile_scores` and the tile's values."""
-    weights, top, total, acc = softmax_step(scores, factor, top, total, acc, POLYNOMIAL, LAZY)
-    values = widen(tl.load(value_ptr + offsets, mask=stored, other=0.0), q, FP8)
-    return top, total, tl.dot(weights.to(q.dtype), values, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -412,9 +416,8 @@ def log2_sum(top, total):
 
 @triton.jit
 def fold_part(acc, top, total, part, lse):
-    """Add a partial result, rows [M, D] with their log-sum-exp `lse` [M], to the sums of `softmax_step`. Splits are
-    added one by one in the order of the text, wherever that happens; the products and sums are written as they are to
-    be fused, so that no compiler decides it."""
+    """Add a partial result, rows [M, D] with their log-sum-exp `lse` [M], to the sums of `softmax_step`. Products and
+    sums are written as they are to be fused, so that no compiler decides it."""
     new_top = tl.maximum(top, lse)
     decay = tl.exp2(top - finite_or_zero(new_top))
     weight = tl.exp2(lse - finite_or_zero(new_top))
@@ -423,41 +426,8 @@ def fold_part(acc, top, total, part, lse):
 
 
 @triton.jit
-def fold_parts(
-    acc,
-    top,
-    total,
-    part_ptr,
-    part_lse_ptr,
-    part_rows,
-    row_stride,
-    count,
-    row_used,
-    stored,
-    dims,
-    D: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
-    """Add `count` partial results, one behind the other by `row_stride` rows from `part_rows` [M] on."""
-    for first in tl.range(0, count, UNROLL):
-        # A tile per split instead of one tile of all: sums over splits stay inside a thread. All tiles are loaded
-        # before any weight is computed, because weights change their layout behind barriers that loads do not pass.
-        parts = ()
-        lses = ()
-        for step in tl.static_range(UNROLL):
-            here = (part_rows + step * row_stride)[:, None] * D + dims[None, :]
-            parts += (tl.load(part_ptr + here, mask=stored & (first + step < count), other=0.0),)
-            present = row_used & (first + step < count)
-            lses += (tl.load(part_lse_ptr + part_rows + step * row_stride, mask=present, other=float("-inf")),)
-        for step in tl.static_range(UNROLL):
-            acc, top, total = fold_part(acc, top, total, parts[step].to(tl.float32), lses[step])
-        part_rows += UNROLL * row_stride
-    return acc, top, total
-
-
-@triton.jit
 def fold_sink(acc, top, total, sink):
-    """Add a key of score `sink` (base 2) without a value to the sums of softmax_step."""
+    """Add a key of score `sink` (base 2) without a value to the sums of `softmax_step`."""
     new_top = tl.maximum(top, sink)
     decay = tl.exp2(top - finite_or_zero(new_top))
     return acc * decay[:, None], new_top, total * decay + tl.exp2(sink - finite_or_zero(new_top))

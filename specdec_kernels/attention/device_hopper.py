@@ -1,12 +1,14 @@
-"""What the groups of warps of `kernel_hopper` share: the items of a program, barriers, and the rows of a group.
+"""Shared by the warp groups of `kernel_hopper`: the work items of a program, barriers, and the rows of a group.
 
-A group has four warps. Those that compute have 64 rows each; one more brings keys and values into a ring of buffers in
-shared memory. A buffer has two barriers: `full` counts the group that brings, `empty` the groups of rows. Their phases
-follow from the number of buffers that the program has had, over all items that it walks.
+A warp group is four warps. Each computing group has 64 query rows; the producer brings keys and values into a ring of
+buffers in shared memory. The producer arrives at the barrier `full` of a buffer, the computing groups at `empty`; their
+phases follow from the number of buffers that the program has used.
 """
 
 # mypy: ignore-errors
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton.language as tl
 from triton.experimental import gluon
@@ -23,16 +25,49 @@ from specdec_kernels.attention.device import (
     split_range,
     tile_key_range,
     used_rows,
+    visible,
 )
 
 _LOG2_E = gl.constexpr(LOG2_E)
-WARPS = gl.constexpr(4)  # of a group
-GROUP_ROWS = gl.constexpr(64)
+WARPS = gl.constexpr(4)  # of a warp group
+GROUP_ROWS = gl.constexpr(64)  # of a computing group
+
+
+class Ring(NamedTuple):
+    """Buffers in shared memory and their barriers."""
+
+    k_tiles: Any  # [buffers, keys, D]
+    v_tiles: Any  # [buffers, keys, D]
+    queries: Any  # [groups, 64, D], or None where queries are in registers
+    full: Any
+    empty: Any
+
+
+class WorkItem(NamedTuple):
+    """A unit of work: a tile of rows of a request over a split of the keys."""
+
+    exists: Any  # a request may have fewer splits than the grid
+    request: Any
+    tile: Any
+    part: Any  # place of its partial result
+    begin: Any  # first key
+    stop: Any  # past the last key
+    free_end: Any  # position past the keys that every row sees
+    length: Any
+    used: Any  # rows in use
+
+
+class Rows(NamedTuple):
+    """The rows of a computing group."""
+
+    kv_head: Any
+    first_row: Any  # of the group, among the packed rows of its request
+    own: Any  # first row of the request and KV head in memory
 
 
 @gluon.jit
-def works(num_items_ptr, H_KV: gl.constexpr):
-    """First work of the program, past its last, and the step between two."""
+def work_range(num_items_ptr, H_KV: gl.constexpr):
+    """First work item of the program, past its last, and the step between two."""
     if num_items_ptr is None:
         return gl.program_id(0), gl.program_id(0) + 1, 1
     else:
@@ -40,48 +75,61 @@ def works(num_items_ptr, H_KV: gl.constexpr):
 
 
 @gluon.jit
-def item_of(
-    work,
-    tensors,
-    cut,
-    num_splits,
-    SHAPE: gl.constexpr,
-    MODE: gl.constexpr,
-    ALL_SLOTS: gl.constexpr,
-    SPLIT: gl.constexpr,
-    ROWS: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-):
-    """(whether there is such an item, request, tile of rows, partial result, first key, past the last key, position
-    past the keys that every row sees, length, rows in use)."""
-    H_KV: gl.constexpr = SHAPE[1]
-    GROUP: gl.constexpr = SHAPE[2]
-    lengths_ptr, q_lens_ptr, items_ptr, offsets_ptr = tensors
-    num_nodes, num_slots, split_tokens, first_splits, longest_split, max_splits, max_length = cut
-    keys = (num_nodes, num_slots, split_tokens, first_splits, longest_split, max_splits, max_length, None)
-    if items_ptr is None:
-        num_tiles = (num_nodes * GROUP + ROWS - 1) // ROWS
-        index = work // H_KV
+def work_item(work, call, STATIC: gl.constexpr):
+    """The `WorkItem` with the number `work`."""
+    ROWS: gl.constexpr = STATIC.BLOCK_M
+    GROUP: gl.constexpr = STATIC.GROUP
+    splits = call.splits
+    if call.items is None:
+        num_tiles = (splits.num_nodes * GROUP + ROWS - 1) // ROWS
+        index = work // STATIC.H_KV
         # The last tile of a causal prefill has the most keys, so it starts first.
         tile = num_tiles - 1 - index % num_tiles
-        split = index // num_tiles % num_splits
-        request = (index // num_tiles // num_splits).to(gl.int64)
-        part = request * num_splits + split
+        split = index // num_tiles % call.num_splits
+        request = (index // num_tiles // call.num_splits).to(gl.int64)
+        part = request * call.num_splits + split
     else:
-        entry = items_ptr + work // H_KV * 3
+        entry = call.items + work // STATIC.H_KV * 3
         request = gl.load(entry).to(gl.int64)
-        tile, split = gl.load(entry + 1), gl.load(entry + 2)
-        part = (gl.load(offsets_ptr + request) + split).to(gl.int64)
-    begin, split_end, live = split_range(lengths_ptr, q_lens_ptr, request, split, keys, SPLIT, ALL_SLOTS, False)
-    length = gl.load(lengths_ptr + request).to(gl.int32)
-    used = used_rows(q_lens_ptr, request, num_nodes)
-    end = key_end(length, used, num_slots, max_length, ALL_SLOTS)
-    first_node, last_node = tile * ROWS // GROUP, (tile * ROWS + ROWS - 1) // GROUP
-    stop, free_end = tile_key_range(length, used, end, first_node, last_node, MODE, BLOCK_N)
-    if SPLIT:
+        tile = gl.load(entry + 1)
+        split = gl.load(entry + 2)
+        part = (gl.load(call.offsets + request) + split).to(gl.int64)
+    begin, split_end, live = split_range(
+        call.lengths, call.q_lens, request, split, splits, STATIC.SPLIT, STATIC.ALL_SLOTS, False
+    )
+    length = gl.load(call.lengths + request).to(gl.int32)
+    used = used_rows(call.q_lens, request, splits.num_nodes)
+    end = key_end(length, used, splits.num_slots, splits.max_length, STATIC.ALL_SLOTS)
+    first_node = tile * ROWS // GROUP
+    last_node = (tile * ROWS + ROWS - 1) // GROUP
+    stop, free_end = tile_key_range(length, used, end, first_node, last_node, STATIC.MODE, STATIC.BLOCK_N)
+    if STATIC.SPLIT:
         stop = gl.minimum(stop, split_end)
         free_end = gl.minimum(free_end, stop)
-    return split < live, request, tile, part, begin, stop, free_end, length, used
+    return WorkItem(split < live, request, tile, part, begin, stop, free_end, length, used)
+
+
+@gluon.jit
+def rows_of_group(work, group, item, call, STATIC: gl.constexpr):
+    """The `Rows` of computing group `group` in a work item."""
+    GROUP: gl.constexpr = STATIC.GROUP
+    kv_head = work % STATIC.H_KV
+    first_row = item.tile * STATIC.BLOCK_M + group * GROUP_ROWS
+    own = item.request * call.splits.num_nodes * (STATIC.H_KV * GROUP) + kv_head * GROUP
+    return Rows(kv_head, first_row, own)
+
+
+@gluon.jit
+def nodes_of_group(rows, LINES: gl.constexpr, STATIC: gl.constexpr):
+    """The node of each row of a group."""
+    return (rows.first_row + gl.arange(0, GROUP_ROWS, LINES)) // STATIC.GROUP
+
+
+@gluon.jit
+def masked(scores, start, columns, view, stop, MODE: gl.constexpr, WORDS: gl.constexpr):
+    """-inf for the keys of the tile at `start` that a row does not see."""
+    seen = visible(view.mask_row, start + columns, stop, view.length, view.nodes, view.used, MODE, WORDS)
+    return gl.where(seen, scores, float("-inf"))
 
 
 @gluon.jit
@@ -92,92 +140,77 @@ def num_tiles(begin, stop, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def next_buffer(buffer, phase, NUM_BUFFERS: gl.constexpr):
-    """The buffer behind `buffer`, and the phase of its barriers."""
+    """The buffer after `buffer`, and the phase of its barriers."""
     last = buffer == NUM_BUFFERS - 1
     return gl.where(last, 0, buffer + 1), gl.where(last, 1 - phase, phase)
 
 
 @gluon.jit
-def tell(barrier):
-    """All warps of a group have come this far."""
+def arrive(barrier):
+    """Arrive at the barrier once all warps of the group are here."""
     tl.debug_barrier()
     mbarrier.arrive(barrier, count=1)
 
 
 @gluon.jit
-def tell_written(barrier):
-    """All warps of a group have come this far, and the matrix unit sees what they wrote."""
+def arrive_written(barrier):
+    """`arrive`, with what the group wrote to shared memory visible to the matrix unit."""
     fence_async_shared()
-    tell(barrier)
+    arrive(barrier)
 
 
 @gluon.jit
-def load_rows(q_ptr, own, first_row, used, SHAPE: gl.constexpr):
-    """[64, D] queries of a group from row `first_row` of its request on, 0 where a row is not in use. own: first row of
-    the request and the KV head in memory."""
-    D: gl.constexpr = SHAPE[0]
-    H_KV: gl.constexpr = SHAPE[1]
-    GROUP: gl.constexpr = SHAPE[2]
+def load_rows(q_ptr, rows, used, STATIC: gl.constexpr):
+    """[64, D] queries of a group, 0 where a row is not in use."""
+    D: gl.constexpr = STATIC.D
+    GROUP: gl.constexpr = STATIC.GROUP
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
-    rows = first_row + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, LOAD))
+    row = rows.first_row + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, LOAD))
     dims = gl.arange(0, D, gl.SliceLayout(0, LOAD))
-    places = own + rows // GROUP * (H_KV * GROUP) + rows % GROUP
-    return gl.load(q_ptr + places[:, None] * D + dims[None, :], mask=(rows // GROUP < used)[:, None], other=0.0)
+    places = rows.own + row // GROUP * (STATIC.H_KV * GROUP) + row % GROUP
+    return gl.load(q_ptr + places[:, None] * D + dims[None, :], mask=(row // GROUP < used)[:, None], other=0.0)
 
 
 @gluon.jit
 def store_operand(buffer, rows):
     """Rows for all warps of the group, as an operand of products."""
-    tl.debug_barrier()  # The products before have read theirs.
+    tl.debug_barrier()  # the products before have read their operand
     buffer.store(rows)
     fence_async_shared()
     tl.debug_barrier()
 
 
 @gluon.jit
-def write_rows(
-    out_ptr,
-    lse_ptr,
-    sinks_ptr,
-    acc,
-    top,
-    total,
-    own,
-    part,
-    first_row,
-    used,
-    num_nodes,
-    kv_head,
-    value_scale,
-    SUMS: gl.constexpr,
-    SHAPE: gl.constexpr,
-    SPLIT: gl.constexpr,
-):
+def write_rows(call, item, rows, acc, top, total, value_scale, SUMS: gl.constexpr, STATIC: gl.constexpr):
     """Store a group's rows as `kernel` does: a partial result, or the final one with the sink."""
-    D: gl.constexpr = SHAPE[0]
-    H_KV: gl.constexpr = SHAPE[1]
-    GROUP: gl.constexpr = SHAPE[2]
-    ROWS: gl.constexpr = gl.SliceLayout(1, SUMS)
-    top, total = gl.convert_layout(top, ROWS), gl.convert_layout(total, ROWS)
-    rows = first_row + gl.arange(0, GROUP_ROWS, ROWS)
-    nodes = rows // GROUP
-    total = gl.where(nodes < used, total, 0.0)
+    D: gl.constexpr = STATIC.D
+    GROUP: gl.constexpr = STATIC.GROUP
+    ROW_HEADS: gl.constexpr = STATIC.H_KV * GROUP
+    LINES: gl.constexpr = gl.SliceLayout(1, SUMS)
+    num_nodes = call.splits.num_nodes
+    part = item.part - item.request  # rows of the requests before are counted in `rows.own`
+    top = gl.convert_layout(top, LINES)
+    total = gl.convert_layout(total, LINES)
+    row = rows.first_row + gl.arange(0, GROUP_ROWS, LINES)
+    nodes = row // GROUP
+    total = gl.where(nodes < item.used, total, 0.0)
     out = acc * (value_scale * inverse_or_zero(total))[:, None]
     lse = log2_sum(top, total)
-    places = own + nodes * (H_KV * GROUP) + rows % GROUP
-    if SPLIT:
-        places += part * num_nodes * (H_KV * GROUP)
-        written = nodes < used
+    places = rows.own + nodes * ROW_HEADS + row % GROUP
+    if STATIC.SPLIT:
+        places += part * num_nodes * ROW_HEADS
+        written = nodes < item.used
     else:
         written = nodes < num_nodes
-        if sinks_ptr is not None:
-            sink = gl.load(sinks_ptr + kv_head * GROUP + rows % GROUP) * _LOG2_E
-            sink = gl.where(nodes < used, sink, float("-inf"))
+        if call.sinks is not None:
+            sink = gl.load(call.sinks + rows.kv_head * GROUP + row % GROUP) * _LOG2_E
+            sink = gl.where(nodes < item.used, sink, float("-inf"))
             out, top, total = fold_sink(out, lse, gl.where(total > 0.0, 1.0, 0.0), sink)
             out = out * inverse_or_zero(total)[:, None]
             lse = log2_sum(top, total)
         lse *= LN_2
     dims = gl.arange(0, D, gl.SliceLayout(0, SUMS))
-    gl.store(out_ptr + places[:, None] * D + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=written[:, None])
-    if lse_ptr is not None:
-        gl.store(lse_ptr + places, lse, mask=written)
+    narrow = out.to(call.out.dtype.element_ty)
+    gl.store(call.out + places[:, None] * D + dims[None, :], narrow, mask=written[:, None])
+    if call.lse is not None:
+        gl.store(call.lse + places, lse, mask=written)

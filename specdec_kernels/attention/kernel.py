@@ -1,301 +1,249 @@
 """One Triton kernel for decode, chain, block and tree verification, and prefill over a paged KV cache.
 
-Reading the prefix takes most of the time of all of them, and they differ only in the few tiles that overlap the draft.
-So one kernel serves all.
-
     item      (request, split of the keys, tile of packed query rows), and a KV head of it for each program.
               KV head fastest: programs that run together read the interleaved heads of the same pages
     row       node * G + g: the G query heads of a KV head share a tile, so K and V are read once for them
     maths     t = scale * log2(e) * q . k;  m' = max(m, t);  a = 2^(m - m');  p = 2^(t - m')
               l = a l + sum p;  acc = a acc + p v;  at the end out = acc / l, lse = m + log2(l)
-    tree      with a fixed cut only the whole tiles of the prefix are computed here, see `kernel_tree`
-    split     each split stores out in the type of q and lse in float32, and a second kernel merges them; where
+    tree      with fixed splits only the whole tiles of the prefix are computed here, see `kernel_tree`
+    split     each split stores out in the type of q and lse in float32, and `kernel_merge` merges them; where
               a request can only have one split, the program writes the output itself, by the same arithmetic
 
-Page numbers are loaded one tile ahead and carried through the loop, because a page-table load inside the loop would
-take half of the KV buffers from the software pipeline. A uniform branch skips the mask for tiles that every row of the
-program sees entirely. The loop starts at the first tile that a row's sliding window reaches and ends at the last key
-that the program's last row sees.
-
-Without a work list the grid has a program for every item that `max_length` allows. With one, a fixed grid walks the
-items that there are.
+A uniform branch skips the mask for tiles that every row of the program sees entirely. Without a tile schedule the grid
+has a program for every item that `max_length` allows; with one, a fixed grid loops over its work items.
 
 Sources: online softmax of FlashAttention (arXiv 2205.14135), split keys of Flash-Decoding, packed rows of
-FlashAttention-3 (arXiv 2407.08608), polynomial exponential and lazy rescaling of FlashAttention-4 (arXiv
-2603.05451); bit masks limited to the draft block as in XQA and TensorRT-LLM.
+FlashAttention-3 (arXiv 2407.08608); bit masks limited to the draft block as in XQA and TensorRT-LLM.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from specdec_kernels.attention.configs import AttentionConfig
 from specdec_kernels.attention.device import (
-    FP8_BITS_SCALE,
     LN_2,
     LOG2_E,
     MODE_CODES,
     PATHS,
     RUN_TIME_SIZES,
+    Call,
+    Splits,
+    Static,
+    View,
+    capped,
     fixed_split_begin,
     fold_part,
-    fold_scores,
     fold_sink,
     half_queries,
     inverse_or_zero,
     key_end,
     log2_sum,
     page_ids,
+    pool_of,
     row_positions,
     rows_and_dims,
+    softmax_step,
     split_layout,
     split_range,
     tile_key_range,
-    tile_scores,
     used_rows,
     visible_in_window,
+    widen,
     window_begin,
 )
-from specdec_kernels.attention.device_fp8 import walk_keys_first
-from specdec_kernels.attention.kernel_hopper import GROUPED_ROWS, launch_in_groups
-from specdec_kernels.attention.kernel_merge import merge, overlapped
+from specdec_kernels.attention.device_fp8 import attend_keys_swap_ab
+from specdec_kernels.attention.kernel_hopper import WARP_SPECIALIZED_TILES, launch_warp_specialized
+from specdec_kernels.attention.kernel_merge import merge
 from specdec_kernels.attention.kernel_tree import TreeState, launch_tree
-from specdec_kernels.attention.types import AttentionMetadata, LayerScales, WorkList, WorkShape
-from specdec_kernels.launch import current_chip, launch
+from specdec_kernels.attention.launch_arguments import pdl_options, pool_argument, score_factors, tile_arguments
+from specdec_kernels.attention.types import AttentionCall
+from specdec_kernels.launch import launch
+from specdec_kernels.pdl import launch_dependents, wait_for_predecessor
 
 _LOG2_E = tl.constexpr(LOG2_E)
 
 
+class Item(NamedTuple):
+    """The work of one program: the rows of `tile` over the keys from `begin` to `end`, if keys are split."""
+
+    request: Any
+    kv_head: Any
+    tile: Any
+    begin: Any
+    end: Any
+    part: Any  # place of its partial result
+
+
 @triton.jit
-def _write_rows(
-    out_ptr,
-    lse_ptr,
-    sinks_ptr,
-    out,
-    top,
-    total,
-    rows,
-    nodes,
-    dims,
-    out_rows,
-    part_rows,
-    used,
-    num_nodes,
-    first_head,
-    SHAPE: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
-    """Store the tile's rows: with SPLIT the partial result `out` with its log-sum-exp `top`, else the final result of
+def _write_rows(call, item, out, top, total, rows, out_rows, used, STATIC: tl.constexpr):
+    """Store the tile's rows: a partial result `out` with its log-sum-exp `top` or, without splits, the final result of
     the sums `out` and `total`, the sink included."""
-    D: tl.constexpr = SHAPE[0]
-    BLOCK_D: tl.constexpr = SHAPE[1]
-    GROUP: tl.constexpr = SHAPE[3]
-    if SPLIT:
-        out_rows += part_rows
+    D: tl.constexpr = STATIC.D
+    num_nodes = call.splits.num_nodes
+    nodes = rows // STATIC.GROUP
+    if STATIC.SPLIT:
+        out_rows += (item.part - item.request) * num_nodes * (STATIC.H_KV * STATIC.GROUP)
         written = nodes < used
         lse = top
     else:
         written = nodes < num_nodes
-        if sinks_ptr is not None:
-            sink = tl.load(sinks_ptr + first_head + rows % GROUP) * _LOG2_E
+        if call.sinks is not None:
+            sink = tl.load(call.sinks + item.kv_head * STATIC.GROUP + rows % STATIC.GROUP) * _LOG2_E
             sink = tl.where(nodes < used, sink, float("-inf"))
             out, top, total = fold_sink(out, top, total, sink)
         out = out * inverse_or_zero(total)[:, None]
         lse = log2_sum(top, total) * LN_2
-    out_written = rows_and_dims(written, dims, D, BLOCK_D)
-    narrow = out.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + out_rows[:, None] * D + dims[None, :], narrow, mask=out_written)
-    if lse_ptr is not None:
-        tl.store(lse_ptr + out_rows, lse, mask=written)
+    dims = tl.arange(0, STATIC.BLOCK_D)
+    out_written = rows_and_dims(written, dims, D, STATIC.BLOCK_D)
+    narrow = out.to(call.out.dtype.element_ty)
+    tl.store(call.out + out_rows[:, None] * D + dims[None, :], narrow, mask=out_written)
+    if call.lse is not None:
+        tl.store(call.lse + out_rows, lse, mask=written)
 
 
 @triton.jit
-def _walk(
-    q,
-    pool,
-    mask_row,
-    depths_row,
-    row_position,
-    score_scale,
-    soft_cap,
-    begin,
-    stop,
-    free_end,
-    window,
-    length,
-    used,
-    nodes,
-    SHAPE: tl.constexpr,
-    MODE: tl.constexpr,
-    WORDS: tl.constexpr,
-    FP8: tl.constexpr,
-    POLYNOMIAL: tl.constexpr,
-    LAZY: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """The sums of `softmax_step` over the keys from `begin` to `stop`: (top, total, acc) of the tile's rows.
+def attend_keys(q, pool, view, score_scale, soft_cap, begin, stop, free_end, STATIC: tl.constexpr):
+    """The sums of `softmax_step` over the keys from `begin` to `stop`: (top, total, acc) of the tile's rows."""
+    D: tl.constexpr = STATIC.D
+    BLOCK_N: tl.constexpr = STATIC.BLOCK_N
+    PAGE: tl.constexpr = STATIC.PAGE
+    if view.window is not None:
+        begin, free_begin = window_begin(view.row_position, begin, view.window, BLOCK_N)
 
-    pool: pointers to keys and values of the head, and to the request's row of the page table.
-    """
-    D: tl.constexpr = SHAPE[0]
-    BLOCK_D: tl.constexpr = SHAPE[1]
-    H_KV: tl.constexpr = SHAPE[2]
-    PAGE: tl.constexpr = SHAPE[4]
-    key_ptr, value_ptr, table_row = pool
-    if window is not None:
-        begin, free_begin = window_begin(row_position, begin, window, BLOCK_N)
-
-    dims = tl.arange(0, BLOCK_D)
+    dims = tl.arange(0, STATIC.BLOCK_D)
     columns = tl.arange(0, BLOCK_N)
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.full([BLOCK_M], 0.0, tl.float32)
-    acc = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
-    pages = page_ids(table_row, begin + columns, stop, PAGE)
+    top = tl.full([STATIC.BLOCK_M], float("-inf"), tl.float32)
+    total = tl.full([STATIC.BLOCK_M], 0.0, tl.float32)
+    acc = tl.full([STATIC.BLOCK_M, STATIC.BLOCK_D], 0.0, tl.float32)
+    pages = page_ids(pool.table_row, begin + columns, stop, PAGE)
     for start in tl.range(begin, stop, BLOCK_N):
         positions = start + columns
-        stored = rows_and_dims(positions < stop, dims, D, BLOCK_D)
-        offsets = (pages.to(tl.int64) * PAGE + positions % PAGE)[:, None] * (H_KV * D) + dims[None, :]
-        pages = page_ids(table_row, positions + BLOCK_N, stop, PAGE)
-        scores, factor = tile_scores(q, key_ptr, offsets, stored, score_scale, soft_cap, FP8)
+        stored = rows_and_dims(positions < stop, dims, D, STATIC.BLOCK_D)
+        offsets = (pages.to(tl.int64) * PAGE + positions % PAGE)[:, None] * (STATIC.H_KV * D) + dims[None, :]
+        # A tile ahead: a load of page numbers between two loads of keys would end the pipelining of the latter.
+        pages = page_ids(pool.table_row, positions + BLOCK_N, stop, PAGE)
+        keys = widen(tl.load(pool.key_ptr + offsets, mask=stored, other=0.0), q, STATIC.FP8)
+        scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
+        scores, factor = capped(scores, score_scale, soft_cap)
         masked = start + BLOCK_N > free_end
-        if window is not None:
+        if view.window is not None:
             masked = masked | (start < free_begin)
         if masked:
-            seen = visible_in_window(
-                mask_row, depths_row, row_position, positions, stop, length, nodes, used, window, MODE, WORDS
-            )
+            seen = visible_in_window(view, positions, stop, STATIC.MODE, STATIC.WORDS)
             scores = tl.where(seen, scores, float("-inf"))
-        top, total, acc = fold_scores(
-            q, scores, factor, value_ptr, offsets, stored, top, total, acc, FP8, POLYNOMIAL, LAZY
-        )
+        weights, top, total, acc = softmax_step(scores, factor, top, total, acc)
+        values = widen(tl.load(pool.value_ptr + offsets, mask=stored, other=0.0), q, STATIC.FP8)
+        acc = tl.dot(weights.to(q.dtype), values, acc, input_precision="ieee")
     return top, total, acc
 
 
 @triton.jit
-def _attend(
-    tensors,
-    item,
-    sizes,
-    scales,
-    cut,
-    SHAPE: tl.constexpr,
-    MODE: tl.constexpr,
-    WORDS: tl.constexpr,
-    ALL_SLOTS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    IN_ORDER: tl.constexpr,
-    FP8: tl.constexpr,
-    KEYS_FIRST: tl.constexpr,
-    POLYNOMIAL: tl.constexpr,
-    LAZY: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+def _attend_in_order(
+    q, pool, view, score_scale, value_scale, soft_cap, stop, free_end, splits, DTYPE: tl.constexpr, STATIC: tl.constexpr
 ):
-    """Attention of one item and KV head. The tuples are those of `_attention_kernel`."""
-    D: tl.constexpr = SHAPE[0]
-    BLOCK_D: tl.constexpr = SHAPE[1]
-    H_KV: tl.constexpr = SHAPE[2]
-    GROUP: tl.constexpr = SHAPE[3]
-    PAGE: tl.constexpr = SHAPE[4]
-    q_ptr, kv_ptr, table_ptr, lengths_ptr, q_lens_ptr, mask_ptr, depths_ptr, row_depths_ptr = tensors[:8]
-    sinks_ptr, k_scale_ptr, v_scale_ptr, out_ptr, lse_ptr, state_ptr, sums_ptr = tensors[8:]
-    request, tile, split_begin, split_end, part, kv_head = item
-    num_nodes, num_pages, num_slots, max_length, window, table_stride = sizes
-    score_scale, value_scale, soft_cap = scales
-    length = tl.load(lengths_ptr + request).to(tl.int32)
-    used = used_rows(q_lens_ptr, request, num_nodes)
-    end = key_end(length, used, num_slots, max_length, ALL_SLOTS)
-    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    nodes = rows // GROUP
-    first_node = tile * BLOCK_M // GROUP
-    last_node = (tile * BLOCK_M + BLOCK_M - 1) // GROUP
-    stop, free_end = tile_key_range(length, used, end, first_node, last_node, MODE, BLOCK_N)
-    mask_row = mask_ptr
-    if mask_ptr is not None:
-        mask_row = mask_ptr + request * num_nodes * WORDS
-    depths_row = depths_ptr
-    row_position = nodes
-    if window is not None:
-        row_depths_row = row_depths_ptr
-        if depths_ptr is not None:
-            depths_row = depths_ptr + request * num_slots
-        if row_depths_ptr is not None:
-            row_depths_row = row_depths_ptr + request * num_nodes
-        row_position = row_positions(row_depths_row, length, nodes, used, MODE)
-
-    dims = tl.arange(0, BLOCK_D)
-    out_rows = (request * num_nodes + nodes) * (H_KV * GROUP) + kv_head * GROUP + rows % GROUP
-    q_loaded = rows_and_dims(nodes < used, dims, D, BLOCK_D)
-    q = tl.load(q_ptr + out_rows[:, None] * D + dims[None, :], mask=q_loaded, other=0.0)
-    if k_scale_ptr is not None:
-        score_scale *= tl.load(k_scale_ptr + kv_head)
-    if v_scale_ptr is not None:
-        value_scale *= tl.load(v_scale_ptr + kv_head)
-
-    q, row_factor = half_queries(q, FP8)
-    score_scale = row_factor * score_scale
-    key_ptr = kv_ptr + kv_head * D
-    pool = (key_ptr, key_ptr + num_pages.to(tl.int64) * (PAGE * H_KV * D), table_ptr + request * table_stride)
-    if IN_ORDER:
-        _, _, split_tokens, first_splits, longest_split, max_splits, _, _ = cut
-        _, _, first, live = split_layout(
-            length, stop, split_tokens, first_splits, longest_split, max_splits, window, True
+    """All splits of a request, one after the other, with the bits of partial results and their merge: (out, top,
+    total)."""
+    _, _, first, live = split_layout(view.length, stop, splits, True)
+    out = tl.full([STATIC.BLOCK_M, STATIC.BLOCK_D], 0.0, tl.float32)
+    top = tl.full([STATIC.BLOCK_M], float("-inf"), tl.float32)
+    total = tl.full([STATIC.BLOCK_M], 0.0, tl.float32)
+    for split in tl.range(first, first + live):
+        begin = fixed_split_begin(split, splits.split_tokens, splits.first_splits)
+        split_stop = tl.minimum(stop, fixed_split_begin(split + 1, splits.split_tokens, splits.first_splits))
+        part_top, part_total, acc = attend_keys(
+            q, pool, view, score_scale, soft_cap, begin, split_stop, free_end, STATIC
         )
-        out = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
-        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        total = tl.full([BLOCK_M], 0.0, tl.float32)
-        for split in tl.range(first, first + live):
-            begin = fixed_split_begin(split, split_tokens, first_splits)
-            split_stop = tl.minimum(stop, fixed_split_begin(split + 1, split_tokens, first_splits))
-            part_top, part_total, acc = _walk(
-                q, pool, mask_row, depths_row, row_position, score_scale, soft_cap, begin, split_stop, free_end, window,
-                length, used, nodes, SHAPE, MODE, WORDS, FP8, POLYNOMIAL, LAZY, BLOCK_M, BLOCK_N,
-            )  # fmt: skip
-            acc = acc * (value_scale * inverse_or_zero(part_total))[:, None]
-            # Rounded as the partial result of another program is.
-            acc = acc.to(out_ptr.dtype.element_ty).to(tl.float32)
-            out, top, total = fold_part(out, top, total, acc, log2_sum(part_top, part_total))
+        acc = acc * (value_scale * inverse_or_zero(part_total))[:, None]
+        # Rounded as the partial result of another program is.
+        acc = acc.to(DTYPE).to(tl.float32)
+        out, top, total = fold_part(out, top, total, acc, log2_sum(part_top, part_total))
+    return out, top, total
+
+
+@triton.jit
+def _attend(call, item, IN_ORDER: tl.constexpr, SWAP_AB: tl.constexpr, STATIC: tl.constexpr):
+    """Attention of one item."""
+    D: tl.constexpr = STATIC.D
+    BLOCK_M: tl.constexpr = STATIC.BLOCK_M
+    ROW_HEADS: tl.constexpr = STATIC.H_KV * STATIC.GROUP
+    GROUP: tl.constexpr = STATIC.GROUP
+    request = item.request
+    splits = call.splits
+    num_nodes = splits.num_nodes
+    score_scale = call.score_scale
+    value_scale = call.value_scale
+    soft_cap = call.soft_cap
+    length = tl.load(call.lengths + request).to(tl.int32)
+    used = used_rows(call.q_lens, request, num_nodes)
+    end = key_end(length, used, splits.num_slots, splits.max_length, STATIC.ALL_SLOTS)
+    rows = item.tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    nodes = rows // GROUP
+    first_node = item.tile * BLOCK_M // GROUP
+    last_node = (item.tile * BLOCK_M + BLOCK_M - 1) // GROUP
+    stop, free_end = tile_key_range(length, used, end, first_node, last_node, STATIC.MODE, STATIC.BLOCK_N)
+    # The view is made here: Triton 3.6 returns no structure from a function that holds None.
+    mask_row = call.mask
+    if call.mask is not None:
+        mask_row = call.mask + request * num_nodes * STATIC.WORDS
+    depths_row = call.depths
+    row_position = nodes
+    if splits.window is not None:
+        row_depths_row = call.row_depths
+        if call.depths is not None:
+            depths_row = call.depths + request * splits.num_slots
+        if call.row_depths is not None:
+            row_depths_row = call.row_depths + request * num_nodes
+        row_position = row_positions(row_depths_row, length, nodes, used, STATIC.MODE)
+    view = View(mask_row, depths_row, row_position, nodes, length, used, splits.window)
+
+    dims = tl.arange(0, STATIC.BLOCK_D)
+    out_rows = (request * num_nodes + nodes) * ROW_HEADS + item.kv_head * GROUP + rows % GROUP
+    q_loaded = rows_and_dims(nodes < used, dims, D, STATIC.BLOCK_D)
+    q = tl.load(call.q + out_rows[:, None] * D + dims[None, :], mask=q_loaded, other=0.0)
+    if call.k_scale is not None:
+        score_scale *= tl.load(call.k_scale + item.kv_head)
+    if call.v_scale is not None:
+        value_scale *= tl.load(call.v_scale + item.kv_head)
+    q, row_factor = half_queries(q, STATIC.FP8)
+    score_scale = row_factor * score_scale
+    table_row = call.table + request * call.table_stride
+    pool = pool_of(call.kv, table_row, item.kv_head, call.num_pages, STATIC.PAGE, STATIC.H_KV, D)
+    if IN_ORDER:
+        dtype: tl.constexpr = call.out.dtype.element_ty
+        out, top, total = _attend_in_order(
+            q, pool, view, score_scale, value_scale, soft_cap, stop, free_end, splits, dtype, STATIC
+        )
         total = tl.where(nodes < used, total, 0.0)
     else:
         begin = 0
-        if SPLIT:
-            begin = split_begin
-            stop = tl.minimum(stop, split_end)
+        if STATIC.SPLIT:
+            begin = item.begin
+            stop = tl.minimum(stop, item.end)
             free_end = tl.minimum(free_end, stop)
-        if KEYS_FIRST:
-            top, total, acc = walk_keys_first(
-                q, pool, mask_row, depths_row, row_position, score_scale, soft_cap, begin, stop, free_end, window,
-                length, used, nodes, SHAPE, MODE, WORDS, FP8, POLYNOMIAL, BLOCK_M, BLOCK_N,
-            )  # fmt: skip
+        if SWAP_AB:
+            top, total, acc = attend_keys_swap_ab(q, pool, view, score_scale, soft_cap, begin, stop, free_end, STATIC)
         else:
-            top, total, acc = _walk(
-                q, pool, mask_row, depths_row, row_position, score_scale, soft_cap, begin, stop, free_end, window,
-                length, used, nodes, SHAPE, MODE, WORDS, FP8, POLYNOMIAL, LAZY, BLOCK_M, BLOCK_N,
-            )  # fmt: skip
-        if MODE == PATHS:
-            if (begin <= stop) & (split_end > stop):
-                # The split goes on with the text of each node, see `kernel_tree`.
-                tl.store(state_ptr + out_rows[:, None] * D + dims[None, :], acc, mask=q_loaded)
-                tl.store(sums_ptr + out_rows * 2, top, mask=nodes < used)
-                tl.store(sums_ptr + out_rows * 2 + 1, total, mask=nodes < used)
+            top, total, acc = attend_keys(q, pool, view, score_scale, soft_cap, begin, stop, free_end, STATIC)
+        if STATIC.MODE == PATHS:
+            if (begin <= stop) & (item.end > stop):
+                # The prefix ends inside this split, which goes on with the path of each node, see `kernel_tree`.
+                tl.store(call.state + out_rows[:, None] * D + dims[None, :], acc, mask=q_loaded)
+                tl.store(call.sums + out_rows * 2, top, mask=nodes < used)
+                tl.store(call.sums + out_rows * 2 + 1, total, mask=nodes < used)
         total = tl.where(nodes < used, total, 0.0)
         out = acc * (value_scale * inverse_or_zero(total))[:, None]
         # One part of the whole: what the merge has after it, to the bit.
         top = log2_sum(top, total)
         total = tl.full([BLOCK_M], 1.0, tl.float32)
-    part_rows = (part - request) * num_nodes * (H_KV * GROUP)
-    _write_rows(
-        out_ptr, lse_ptr, sinks_ptr, out, top, total, rows, nodes, dims, out_rows, part_rows, used, num_nodes,
-        kv_head * GROUP, SHAPE, SPLIT,
-    )  # fmt: skip
+    _write_rows(call, item, out, top, total, rows, out_rows, used, STATIC)
 
 
-# More than 16 run-time arguments: a tuple in their place would be specialised anew for every batch and length.
+# More than 16 run-time arguments: the launcher cannot pass tuples, which are specialised for every batch and length.
 @triton.jit(do_not_specialize=RUN_TIME_SIZES)
 def _attention_kernel(
     q_ptr,  # [B, N, H, D]
@@ -309,9 +257,9 @@ def _attention_kernel(
     sinks_ptr,  # [H] float32 or None
     k_scale_ptr,  # [H_KV] float32 or None
     v_scale_ptr,  # [H_KV] float32 or None
-    items_ptr,  # [capacity, 3] int32 of a work list or None
-    offsets_ptr,  # [B + 1] int32 of a work list or None
-    num_items_ptr,  # [1] int32 of a work list or None
+    items_ptr,  # [capacity, 3] int32 of a tile schedule or None
+    offsets_ptr,  # [B + 1] int32 of a tile schedule or None
+    num_items_ptr,  # [1] int32 of a tile schedule or None
     out_ptr,  # [B, N, H, D], with SPLIT [partial results, N, H, D]
     lse_ptr,  # [B, N, H] float32 natural or None, with SPLIT [partial results, N, H] base 2
     state_ptr,  # [B, N, H, D] float32 with PATHS
@@ -342,23 +290,24 @@ def _attention_kernel(
     FIXED: tl.constexpr,
     IN_ORDER: tl.constexpr,
     FP8: tl.constexpr,
-    KEYS_FIRST: tl.constexpr,
-    POLYNOMIAL: tl.constexpr,
-    LAZY: tl.constexpr,
+    SWAP_AB: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    if OVERLAP:
-        # Launched while the kernel before still runs; the merge may be launched while this one does.
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    tensors = (q_ptr, kv_ptr, table_ptr, lengths_ptr, q_lens_ptr, mask_ptr, depths_ptr, row_depths_ptr, sinks_ptr,
-               k_scale_ptr, v_scale_ptr, out_ptr, lse_ptr, state_ptr, sums_ptr)  # fmt: skip
-    cut = (num_nodes, num_slots, split_tokens, first_splits, longest_split, max_splits, max_length, window)
-    sizes = (num_nodes, num_pages, num_slots, max_length, window, table_stride)
-    scales = (score_scale, value_scale, soft_cap)
-    SHAPE: tl.constexpr = (D, BLOCK_D, H_KV, GROUP, PAGE)
+    # The predecessor may have written every input, the lengths included, so nothing is loaded before the wait.
+    wait_for_predecessor(PDL)
+    launch_dependents(PDL)
+    splits = Splits(num_nodes, num_slots, split_tokens, first_splits, longest_split, max_splits, max_length, window)
+    call = Call(
+        q_ptr, kv_ptr, table_ptr, lengths_ptr, q_lens_ptr, mask_ptr, depths_ptr, row_depths_ptr, sinks_ptr,
+        k_scale_ptr, v_scale_ptr, items_ptr, offsets_ptr, num_items_ptr, out_ptr, lse_ptr, state_ptr, sums_ptr, splits,
+        num_pages=num_pages, num_splits=num_splits, table_stride=table_stride, score_scale=score_scale,
+        value_scale=value_scale, soft_cap=soft_cap,
+    )  # fmt: skip
+    STATIC: tl.constexpr = Static(
+        D, BLOCK_D, H_KV, GROUP, PAGE, MODE, WORDS, ALL_SLOTS, SPLIT, FP8, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N
+    )  # fmt: skip
     if items_ptr is None:
         num_tiles = (num_nodes * GROUP + BLOCK_M - 1) // BLOCK_M
         index = tl.program_id(0) // H_KV
@@ -366,15 +315,15 @@ def _attention_kernel(
         tile = num_tiles - 1 - index % num_tiles
         split = index // num_tiles % num_splits
         request = (index // num_tiles // num_splits).to(tl.int64)
-        begin, end, live = split_range(lengths_ptr, q_lens_ptr, request, split, cut, SPLIT, ALL_SLOTS, FIXED)
+        begin, end, live = split_range(lengths_ptr, q_lens_ptr, request, split, splits, SPLIT, ALL_SLOTS, FIXED)
         if SPLIT:
             # The merge reads only the splits that a request has.
             if split >= live:
                 return
-        item = (request, tile, begin, end, request * num_splits + split, tl.program_id(0) % H_KV)
-        _attend(tensors, item, sizes, scales, cut, SHAPE, MODE, WORDS, ALL_SLOTS, SPLIT, IN_ORDER, FP8,
-                KEYS_FIRST, POLYNOMIAL, LAZY, BLOCK_M, BLOCK_N)  # fmt: skip
+        item = Item(request, tl.program_id(0) % H_KV, tile, begin, end, request * num_splits + split)
+        _attend(call, item, IN_ORDER, SWAP_AB, STATIC)
     else:
+        # A persistent loop over the work items of the tile schedule.
         work_end = tl.load(num_items_ptr) * H_KV
         for work in tl.range(tl.program_id(0), work_end, tl.num_programs(0)):
             entry = items_ptr + work // H_KV * 3
@@ -382,175 +331,87 @@ def _attention_kernel(
             tile = tl.load(entry + 1)
             split = tl.load(entry + 2)
             part = (tl.load(offsets_ptr + request) + split).to(tl.int64)
-            begin, end, _ = split_range(lengths_ptr, q_lens_ptr, request, split, cut, SPLIT, ALL_SLOTS, FIXED)
-            item = (request, tile, begin, end, part, work % H_KV)
-            _attend(tensors, item, sizes, scales, cut, SHAPE, MODE, WORDS, ALL_SLOTS, SPLIT, IN_ORDER, FP8,
-                    KEYS_FIRST, POLYNOMIAL, LAZY, BLOCK_M, BLOCK_N)  # fmt: skip
+            begin, end, _ = split_range(lengths_ptr, q_lens_ptr, request, split, splits, SPLIT, ALL_SLOTS, FIXED)
+            item = Item(request, work % H_KV, tile, begin, end, part)
+            _attend(call, item, IN_ORDER, SWAP_AB, STATIC)
 
 
-def paged_attention(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    metadata: AttentionMetadata,
-    scales: LayerScales,
-    work: WorkShape,
-    config: AttentionConfig,
-    work_list: WorkList | None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """See `specdec_kernels.attention.paged_attention`, which has checked the arguments."""
-    return _attention(q, kv, metadata, scales, work, config, work_list, None, out)
+def paged_attention(call: AttentionCall, out: Tensor | None = None) -> Tensor:
+    return _attention(call, None, out)
 
 
-def paged_attention_with_lse(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    metadata: AttentionMetadata,
-    scales: LayerScales,
-    work: WorkShape,
-    config: AttentionConfig,
-    work_list: WorkList | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `specdec_kernels.attention.paged_attention_with_lse`, which has checked the arguments."""
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    return _attention(q, kv, metadata, scales, work, config, work_list, lse), lse
+def paged_attention_with_lse(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    lse = call.q.new_empty(call.q.shape[:3], dtype=torch.float32)
+    return _attention(call, lse), lse
 
 
-def _attention(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    metadata: AttentionMetadata,
-    scales: LayerScales,
-    work: WorkShape,
-    config: AttentionConfig,
-    work_list: WorkList | None,
-    lse: torch.Tensor | None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+def _attention(call: AttentionCall, lse: Tensor | None, out: Tensor | None = None) -> Tensor:
     """Launch the kernel and, where keys are split, the merge; writes `lse` and `out` if they are given."""
+    q, work = call.q, call.work
     if q.dtype == torch.float64:
         raise ValueError("q: the kernel takes float32, float16 and bfloat16, got float64; use impl='reference'")
-    head_dim, page_size = q.shape[3], kv.shape[2]
     out = torch.empty_like(q) if out is None else out
-    along_paths = work.fixed_cut and metadata.mode == "tree"
+    along_paths = work.fixed_splits and call.metadata.mode == "tree"
     split = work.num_splits > 1 or along_paths
     parts = (work.batch * work.num_splits, *q.shape[1:3])
     # Rounded as the result itself is: float32 would double the bytes that partial results write and read.
-    part = q.new_empty((*parts, head_dim)) if split else out
+    part = q.new_empty((*parts, q.shape[3])) if split else out
     part_lse = q.new_empty(parts, dtype=torch.float32) if split else lse
     state = TreeState.empty(q) if along_paths else None
-    factors = _factors(metadata, scales, config.fp8_code(kv.dtype))
-    per_head = (scales.sinks, _per_head(scales.k_scale), _per_head(scales.v_scale))
-    if _in_groups(q, kv, metadata, per_head, work, config):
-        launch_in_groups(q, kv, metadata, per_head, part, part_lse, work, work_list, factors, config)
+    if _is_warp_specialized(call):
+        launch_warp_specialized(call, part, part_lse)
     else:
-        _launch(q, kv, metadata, per_head, part, part_lse, state, work, work_list, factors, config)
+        _launch(call, part, part_lse, state)
     if state is not None:
-        launch_tree(
-            *(q, _as_argument(kv), metadata, part, part_lse, state, out, lse, work, work_list, config),
-            per_head,
-            factors,
-            _tile_of(config, head_dim, page_size, kv.dtype),
-        )
+        launch_tree(call, part, part_lse, state, out, lse)
     elif split:
-        merge(part, part_lse, metadata, scales.sinks, out, lse, work, work_list)
+        merge(call, part, part_lse, out, lse)
     return out
 
 
-def _in_groups(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    metadata: AttentionMetadata,
-    per_head: tuple[torch.Tensor | None, ...],
-    work: WorkShape,
-    config: AttentionConfig,
-) -> bool:
+def _is_warp_specialized(call: AttentionCall) -> bool:
     """Whether `kernel_hopper` computes the call."""
-    absent = (metadata.window, metadata.soft_cap)
-    if kv.dtype != torch.float8_e4m3fn:
-        absent += per_head[1:]
-    of_types = q.dtype.itemsize == 2 and kv.dtype in (q.dtype, torch.float8_e4m3fn)
-    plain = of_types and all(each is None for each in absent)
-    return config.groups and plain and not work.fixed_cut and (kv.dtype.itemsize, work.block_m) in GROUPED_ROWS
+    kv_dtype, head_scales = call.kv.dtype, call.scales.of_heads[1:]
+    absent = (call.metadata.window, call.metadata.soft_cap)
+    if kv_dtype != torch.float8_e4m3fn:
+        absent += head_scales
+    of_types = call.q.dtype.itemsize == 2 and kv_dtype in (call.q.dtype, torch.float8_e4m3fn)
+    has_tile = (kv_dtype.itemsize, call.work.block_m) in WARP_SPECIALIZED_TILES
+    plain = of_types and has_tile and all(each is None for each in absent)
+    return call.config.warp_specialized and plain and not call.work.fixed_splits
 
 
-def _launch(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    metadata: AttentionMetadata,
-    per_head: tuple[torch.Tensor | None, ...],
-    part: torch.Tensor,
-    part_lse: torch.Tensor | None,
-    state: TreeState | None,
-    work: WorkShape,
-    work_list: WorkList | None,
-    factors: tuple[float, float, float | None],
-    config: AttentionConfig,
-) -> None:
+def _launch(call: AttentionCall, part: Tensor, part_lse: Tensor | None, state: TreeState | None) -> None:
     """Write `part` and `part_lse`, the partial results or, without splits, the results."""
-    heads, head_dim = q.shape[2:]
-    _, num_pages, page_size, kv_heads, _ = kv.shape
-    along_paths, windowed = state is not None, metadata.window is not None
+    q, kv, metadata, scales, work, config, tile_schedule = call
+    _, num_pages, _, kv_heads, _ = kv.shape
+    along_paths = state is not None
+    windowed = metadata.window is not None
     launch(
         _attention_kernel,
-        (work.programs(kv_heads, work_list is not None, config.resident_programs),),
-        *(q, _as_argument(kv), metadata.page_table, metadata.lengths, metadata.q_lens),
+        (work.programs(kv_heads, tile_schedule is not None, config.resident_programs),),
+        *(q, pool_argument(kv), metadata.page_table, metadata.lengths, metadata.q_lens),
         *((None, None) if along_paths else (metadata.mask, metadata.depths if windowed else None)),
         metadata.row_depths if windowed else None,
-        *per_head,
-        *((None, None, None) if work_list is None else work_list[:3]),
+        *scales.of_heads,
+        *((None, None, None) if tile_schedule is None else tile_schedule[:3]),
         *(part, part_lse, *(state or (None, None))),
-        *(work.num_nodes, num_pages, work.num_splits, *work.cut, metadata.page_table.stride(0)),
-        *factors,
+        *(work.num_nodes, num_pages, work.num_splits, *work.sizes, metadata.page_table.stride(0)),
+        *score_factors(call),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         H_KV=kv_heads,
-        GROUP=heads // kv_heads,
+        GROUP=work.group,
         MODE=MODE_CODES["paths" if along_paths else metadata.mode],
         WORDS=0 if metadata.mask is None or along_paths else metadata.mask.shape[2],
         ALL_SLOTS=work.all_slots,
         SPLIT=work.num_splits > 1 or along_paths,
-        FIXED=work.fixed_cut,
+        FIXED=work.fixed_splits,
         IN_ORDER=work.in_order,
-        # Products in another order would not have the bits of the nodes' own text, see `kernel_tree`.
-        KEYS_FIRST=config.keys_first and config.fp8_code(kv.dtype) != 0 and not work.fixed_cut,
+        # Products in another order would not have the bits of the nodes' own paths, see `kernel_tree`.
+        SWAP_AB=config.swap_ab and config.fp8_code(kv.dtype) != 0 and not work.fixed_splits,
         BLOCK_M=config.block_m,
-        OVERLAP=config.overlap,
-        **_tile_of(config, head_dim, page_size, kv.dtype),
-        **overlapped(config.overlap),
+        PDL=config.pdl,
+        **tile_arguments(call),
+        **pdl_options(config.pdl),
     )
-
-
-def _tile_of(config: AttentionConfig, head_dim: int, page_size: int, kv_dtype: torch.dtype) -> dict[str, Any]:
-    """Compile-time arguments of both kernels that read keys."""
-    return dict(
-        D=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim),
-        PAGE=page_size,
-        FP8=config.fp8_code(kv_dtype),
-        POLYNOMIAL=config.polynomial_exp2,
-        LAZY=config.lazy_rescale,
-        BLOCK_N=config.block_n,
-    )
-
-
-def _factors(metadata: AttentionMetadata, scales: LayerScales, fp8: int) -> tuple[float, float, float | None]:
-    """score_scale, value_scale and soft_cap of the kernel."""
-    assert metadata.scale is not None
-    stored = FP8_BITS_SCALE if fp8 == 2 else 1.0
-    score_scale = metadata.scale * stored * (scales.k_scale if isinstance(scales.k_scale, float) else 1.0)
-    value_scale = stored * (scales.v_scale if isinstance(scales.v_scale, float) else 1.0)
-    if metadata.soft_cap is None:
-        return score_scale * LOG2_E, value_scale, None
-    return score_scale / metadata.soft_cap, value_scale, metadata.soft_cap * LOG2_E
-
-
-def _as_argument(kv: torch.Tensor) -> torch.Tensor:
-    """An e4m3 pool goes to a chip as bytes, which all of them load; the interpreter reads its type as bytes."""
-    if kv.dtype != torch.float8_e4m3fn or current_chip(kv) == "interpreter":
-        return kv
-    return kv.view(torch.uint8)
-
-
-def _per_head(scale: float | torch.Tensor) -> torch.Tensor | None:
-    return None if isinstance(scale, float) else scale

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from specdec_kernels.launch import lanes, launch
 
@@ -34,8 +35,7 @@ def _paths_kernel(
         tl.store(paths_ptr + row * most + column, column * 0 - 1, mask=(column >= count) & (column < most))
 
 
-def mask_paths(mask: torch.Tensor, most: int) -> torch.Tensor:
-    """See `specdec_kernels.attention.mask_paths`, which has checked the arguments."""
+def mask_paths(mask: Tensor, most: int) -> Tensor:
     batch, nodes, words = mask.shape
     paths = mask.new_empty((batch, nodes, most), dtype=torch.int32)
     launch(

@@ -1,12 +1,11 @@
-"""The work list of a forward, built on the device: no length is read back, and all layers use it.
+"""The tile schedule of a forward, built on the device: no length is read back, and all layers use it.
 
     item    (request, tile of query rows, split of the keys); a request without rows has none
     order   requests, then splits, then tiles with the last first: tiles of one split run together and read
             its keys from the cache, and the last tile of a causal prefill has the most keys
 
-A persistent grid walks the list. So a captured graph whose `max_length` is the whole context launches no more
-programs than the chip holds, and requests of unequal lengths leave no program idle. Each program sums the counts of
-the requests before its own, which replaces a scan over programs.
+So a captured graph whose `max_length` is the whole context launches no more programs than the chip holds. Each program
+sums the counts of the requests before its own, which replaces a scan over programs.
 """
 
 # mypy: ignore-errors
@@ -19,8 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec_kernels.attention.device import key_end, split_layout, used_rows
-from specdec_kernels.attention.types import AttentionMetadata, WorkList, WorkShape
+from specdec_kernels.attention.device import Splits, key_end, split_layout, used_rows
+from specdec_kernels.attention.types import AttentionMetadata, TileSchedule, WorkShape
 from specdec_kernels.launch import launch
 
 _ITEMS = 256  # entries written at once
@@ -29,22 +28,7 @@ _ALIGNED = tl.constexpr(4)
 
 
 # More than 16 run-time arguments: those that say how the keys of a request are split.
-@triton.jit(
-    do_not_specialize=[
-        "batch",
-        "capacity",
-        "num_nodes",
-        "num_slots",
-        "split_tokens",
-        "first_splits",
-        "longest_split",
-        "max_splits",
-        "max_length",
-        "window",
-        "length_step",
-        "width_step",
-    ]
-)
+@triton.jit(do_not_specialize=[*Splits._fields, "batch", "capacity", "length_step", "width_step"])
 def _plan_kernel(
     lengths_ptr,  # [B] int64
     q_lens_ptr,  # [B] int32 or None
@@ -82,9 +66,8 @@ def _plan_kernel(
     used = tl.where(there, used_rows(q_lens_ptr, requests, num_nodes, there), 0)
     if SPLIT:
         end = key_end(length, used, num_slots, max_length, ALL_SLOTS)
-        _, _, _, splits = split_layout(
-            length, end, split_tokens, first_splits, longest_split, max_splits, window, FIXED
-        )
+        sizes = Splits(num_nodes, num_slots, split_tokens, first_splits, longest_split, max_splits, max_length, window)
+        _, _, _, splits = split_layout(length, end, sizes, FIXED)
         tiles = (used * GROUP + BLOCK_M - 1) // BLOCK_M
     else:
         # Without a merge the items write the zeros of unused rows too.
@@ -113,16 +96,14 @@ def _plan_kernel(
             tl.store(entry + field, lanes * 0, mask=first + lanes < capacity)
 
 
-def plan_attention(metadata: AttentionMetadata, work: WorkShape) -> WorkList:
-    """See `specdec_kernels.attention.plan_attention`, which has checked the arguments."""
+def plan_attention(metadata: AttentionMetadata, work: WorkShape) -> TileSchedule:
     return plan_levels(metadata, (work,), 0, 0)[0]
 
 
 def plan_levels(
     metadata: AttentionMetadata, works: Sequence[WorkShape], length_step: int, width_step: int
-) -> tuple[WorkList, ...]:
-    """See `specdec_kernels.attention.plan_levels`; `works` are alike but for `num_slots` and `num_splits`, either all
-    with several splits or none."""
+) -> tuple[TileSchedule, ...]:
+    """`works` are alike but for `num_slots` and `num_splits`, either all with several splits or none."""
     lengths, work, levels = metadata.lengths, works[0], len(works)
     aligned = _ALIGNED.value
     capacities = [each.batch * each.num_splits * each.row_tiles for each in works]
@@ -133,18 +114,18 @@ def plan_levels(
     launch(
         _plan_kernel,
         (max(1, work.batch), levels),
-        *(lengths, metadata.q_lens, items, offsets, num_items, work.batch, capacity, work.num_nodes, *work.cut),
+        *(lengths, metadata.q_lens, items, offsets, num_items, work.batch, capacity, work.num_nodes, *work.sizes),
         *(length_step, width_step),
         num_warps=4,
         GROUP=work.group,
         BLOCK_M=work.block_m,
         ALL_SLOTS=work.all_slots,
         SPLIT=work.num_splits > 1,
-        FIXED=work.fixed_cut,
+        FIXED=work.fixed_splits,
         BLOCK_B=max(2, triton.next_power_of_2(work.batch)),
         ITEMS=_ITEMS,
     )
     return tuple(
-        WorkList(items[level, :used], offsets[level, : each.batch + 1], num_items[level, :1], each)
+        TileSchedule(items[level, :used], offsets[level, : each.batch + 1], num_items[level, :1], each)
         for level, (used, each) in enumerate(zip(capacities, works, strict=True))
     )

@@ -1,10 +1,8 @@
-"""The end of a batch-invariant tree: what each node sees behind the whole tiles of the prefix, and the merge.
+"""The end of a batch-invariant tree: the keys of each node after the whole tiles of the prefix, and the merge.
 
-The keys of a node are those of a text: the prefix, then its ancestors and itself. `kernel` computes what the nodes
-share, and leaves the sums of the split that the prefix ends in. Here a program takes one node and KV head: it goes on
-with the node's own text in the tiles that a text without a tree has, closes the split, and adds all splits in order. So
-a node has the bits that decoding its text gives. A program has few rows, so it is one warp where that has the same
-bits, and computes the columns of a head in halves, for which a warp has room.
+The keys of a node are the prefix, its ancestors and itself: the sequence that decoding its path would have. `kernel`
+computes what the nodes share. Here a program takes one node and KV head, goes on with the node's own path in the tiles
+that a sequence without a tree has, closes the split and adds all splits in order: the bits of decoding the path.
 """
 
 # mypy: ignore-errors
@@ -16,11 +14,13 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from specdec_kernels.attention.configs import AttentionConfig, node_config
+from specdec_kernels.attention.configs import node_config
 from specdec_kernels.attention.device import (
     LN_2,
     LOG2_E,
+    RUN_TIME_SIZES,
     capped,
     finite_or_zero,
     fixed_split_begin,
@@ -30,34 +30,35 @@ from specdec_kernels.attention.device import (
     half_queries_in_halves,
     inverse_or_zero,
     log2_sum,
+    pool_of,
     softmax_step,
     used_rows,
     widen,
 )
-from specdec_kernels.attention.kernel_merge import overlapped
-from specdec_kernels.attention.types import AttentionMetadata, WorkList, WorkShape
+from specdec_kernels.attention.launch_arguments import pdl_options, pool_argument, score_factors, tile_arguments
+from specdec_kernels.attention.types import AttentionCall
 from specdec_kernels.launch import current_chip, launch
-from specdec_kernels.overlap import let_next_kernel_start, wait_for_kernel_ahead
+from specdec_kernels.pdl import launch_dependents, wait_for_predecessor
 
 _LOG2_E = tl.constexpr(LOG2_E)
 
 
 class TreeState(NamedTuple):
-    """Sums of `device.softmax_step` over the whole tiles of the prefix in the split that it ends in: acc [B, N, H, D],
-    and top and total [B, N, H, 2]. float32."""
+    """Sums of `device.softmax_step` over the whole tiles of the prefix in the split that it ends in, float32: acc [B,
+    N, H, D], and top and total [B, N, H, 2]."""
 
-    acc: torch.Tensor
-    sums: torch.Tensor
+    acc: Tensor
+    sums: Tensor
 
     @classmethod
-    def empty(cls, q: torch.Tensor) -> TreeState:
+    def empty(cls, q: Tensor) -> TreeState:
         """Not yet written, for queries [B, N, H, D]."""
         return cls(torch.empty_like(q, dtype=torch.float32), q.new_empty((*q.shape[:3], 2), dtype=torch.float32))
 
 
 @triton.jit
 def _place_of_keys(paths, table_row, positions, length, num_slots, max_length, PAGE: tl.constexpr):
-    """Place in the pool, in tokens, of the key at each position of a node's text, -1 behind its end."""
+    """Place in the pool, in tokens, of the key at each position of a node's path, -1 after its end."""
     depth = positions - length
     there = (depth < num_slots) & (positions < max_length)
     slot = tl.load(paths + depth, mask=there & (depth >= 0), other=-1)
@@ -67,60 +68,121 @@ def _place_of_keys(paths, table_row, positions, length, num_slots, max_length, P
     return tl.where(there, page.to(tl.int64) * PAGE + held % PAGE, -1)
 
 
+class Halves(NamedTuple):
+    """Sums of `device.softmax_step`, whose columns are in two halves: a warp has room for one at a time."""
+
+    first: Any
+    last: Any
+    top: Any
+    total: Any
+
+
+@triton.jit
+def _no_sums(BLOCK_M: tl.constexpr, HALF: tl.constexpr):
+    return Halves(
+        tl.full([BLOCK_M, HALF], 0.0, tl.float32),
+        tl.full([BLOCK_M, HALF], 0.0, tl.float32),
+        tl.full([BLOCK_M], float("-inf"), tl.float32),
+        tl.full([BLOCK_M], 0.0, tl.float32),
+    )
+
+
 @triton.jit
 def _load_half(ptr, rows, mask, dims, D: tl.constexpr):
-    """Columns `dims` of rows [M, D] at `ptr`; `rows` and `mask` [M, 1]."""
-    return tl.load(ptr + rows * D + dims[None, :], mask=mask & (dims < D)[None, :], other=0.0)
+    """Columns `dims` of rows [M] at `ptr`."""
+    return tl.load(ptr + rows[:, None] * D + dims[None, :], mask=mask[:, None] & (dims < D)[None, :], other=0.0)
 
 
 @triton.jit
-def _store_halves(ptr, rows, mask, first, last, dims, H: tl.constexpr, D: tl.constexpr):
-    at = ptr + rows * D + dims[None, :]
-    tl.store(at, first.to(ptr.dtype.element_ty), mask=mask)  # D is at least H
-    tl.store(at + H, last.to(ptr.dtype.element_ty), mask=mask & (H + dims < D)[None, :])
+def _load_state(state_ptr, sums_ptr, rows, row_used, dims, HALF: tl.constexpr, D: tl.constexpr):
+    """The `TreeState` of rows [M]."""
+    return Halves(
+        _load_half(state_ptr, rows, row_used, dims, D),
+        _load_half(state_ptr, rows, row_used, HALF + dims, D),
+        tl.load(sums_ptr + rows * 2, mask=row_used, other=float("-inf")),
+        tl.load(sums_ptr + rows * 2 + 1, mask=row_used, other=0.0),
+    )
 
 
 @triton.jit
-def _fold_both(first, last, top, total, part_first, part_last, lse):
+def _fold_both(sums, part_first, part_last, lse):
     """`fold_part` of both halves of the columns."""
-    last, _, _ = fold_part(last, top, total, part_last, lse)
-    first, top, total = fold_part(first, top, total, part_first, lse)
-    return first, last, top, total
+    last, _, _ = fold_part(sums.last, sums.top, sums.total, part_last, lse)
+    first, top, total = fold_part(sums.first, sums.top, sums.total, part_first, lse)
+    return Halves(first, last, top, total)
 
 
 @triton.jit
 def _fold_tile(
-    q_first, q_last, key_ptr, value_ptr, places, seen, score_scale, soft_cap, top, total, first, last, dims,
-    D: tl.constexpr, H_KV: tl.constexpr, FP8: tl.constexpr, POLYNOMIAL: tl.constexpr, LAZY: tl.constexpr,
+    sums, q_first, q_last, pool, places, seen, score_scale, soft_cap, dims,
+    D: tl.constexpr, H_KV: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """`softmax_step` over the keys at `places` [N] that are `seen` [N]; -1 for a key that is not there."""
     more_dims = dims.shape[0] + dims
-    there, tokens = (places >= 0)[:, None], places[:, None] * H_KV
+    stored = places >= 0
+    tokens = places * H_KV
     # One half after the other: a warp has no room for both.
-    keys = widen(_load_half(key_ptr, tokens, there, dims, D), q_first, FP8)
+    keys = widen(_load_half(pool.key_ptr, tokens, stored, dims, D), q_first, FP8)
     scores = tl.dot(q_first, tl.trans(keys), input_precision="ieee")
-    keys = widen(_load_half(key_ptr, tokens, there, more_dims, D), q_first, FP8)
+    keys = widen(_load_half(pool.key_ptr, tokens, stored, more_dims, D), q_first, FP8)
     scores = tl.dot(q_last, tl.trans(keys), scores, input_precision="ieee")
     scores, factor = capped(scores, score_scale, soft_cap)
     scores = tl.where(seen[None, :], scores, float("-inf"))
-    before = top
-    weights, top, total, first = softmax_step(scores, factor, top, total, first, POLYNOMIAL, LAZY)
-    last = last * tl.exp2(before - finite_or_zero(top))[:, None]
+    weights, top, total, first = softmax_step(scores, factor, sums.top, sums.total, sums.first)
+    last = sums.last * tl.exp2(sums.top - finite_or_zero(top))[:, None]
     weights = weights.to(q_first.dtype)
-    values = widen(_load_half(value_ptr, tokens, there, dims, D), q_first, FP8)
+    values = widen(_load_half(pool.value_ptr, tokens, stored, dims, D), q_first, FP8)
     first = tl.dot(weights, values, first, input_precision="ieee")
-    values = widen(_load_half(value_ptr, tokens, there, more_dims, D), q_first, FP8)
+    values = widen(_load_half(pool.value_ptr, tokens, stored, more_dims, D), q_first, FP8)
     last = tl.dot(weights, values, last, input_precision="ieee")
-    return top, total, first, last
+    return Halves(first, last, top, total)
 
 
-# More than 16 run-time arguments: those of the attention kernel and of the merge, whose work this does.
-@triton.jit(
-    do_not_specialize=[
-        "num_nodes", "num_pages", "num_splits", "num_slots", "split_tokens", "first_splits", "max_length", "window",
-        "table_stride",
-    ]
-)  # fmt: skip
+@triton.jit
+def _fold_splits(part_ptr, part_lse_ptr, part_rows, row_step, first, stop, row_used, dims, BLOCK_M: tl.constexpr,
+                 HALF: tl.constexpr, D: tl.constexpr):  # fmt: skip
+    """The sums of `fold_part` over the partial results of the splits from `first` to `stop`."""
+    sums = _no_sums(BLOCK_M, HALF)
+    for _ in tl.range(first, stop):
+        part = _load_half(part_ptr, part_rows, row_used, dims, D).to(tl.float32)
+        part_last = _load_half(part_ptr, part_rows, row_used, HALF + dims, D).to(tl.float32)
+        lse = tl.load(part_lse_ptr + part_rows, mask=row_used, other=float("-inf"))
+        sums = _fold_both(sums, part, part_last, lse)
+        part_rows += row_step
+    return sums
+
+
+@triton.jit
+def _fold_closed(out, sums, value_scale, DTYPE: tl.constexpr):
+    """`out` with the split whose sums are `sums`, rounded as the partial result of another program is."""
+    unit = (value_scale * inverse_or_zero(sums.total))[:, None]
+    part = (sums.first * unit).to(DTYPE).to(tl.float32)
+    part_last = (sums.last * unit).to(DTYPE).to(tl.float32)
+    return _fold_both(out, part, part_last, log2_sum(sums.top, sums.total))
+
+
+@triton.jit
+def _write_rows_of_node(
+    out_ptr, lse_ptr, sinks_ptr, sums, rows, heads, valid, row_used, dims, HALF: tl.constexpr, D: tl.constexpr
+):
+    """Store the results of the rows, the sink included; zeros where a row is not in use."""
+    first, last, top, total = sums
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + heads, mask=row_used, other=float("-inf")) * _LOG2_E
+        last, _, _ = fold_sink(last, top, total, sink)
+        first, top, total = fold_sink(first, top, total, sink)
+    total = tl.where(row_used, total, 0.0)
+    unit = inverse_or_zero(total)[:, None]
+    at = out_ptr + rows[:, None] * D + dims[None, :]
+    tl.store(at, (first * unit).to(out_ptr.dtype.element_ty), mask=valid[:, None])  # D is at least HALF
+    in_row = valid[:, None] & (HALF + dims < D)[None, :]
+    tl.store(at + HALF, (last * unit).to(out_ptr.dtype.element_ty), mask=in_row)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + rows, log2_sum(top, total) * LN_2, mask=valid)
+
+
+# More than 16 run-time arguments: it continues the attention kernel and does the merge.
+@triton.jit(do_not_specialize=RUN_TIME_SIZES)
 def _tree_attention_kernel(
     q_ptr,  # [B, N, H, D]
     kv_ptr,  # [2, pages, PAGE, H_KV, D], bytes with FP8
@@ -132,7 +194,7 @@ def _tree_attention_kernel(
     sinks_ptr,  # [H] float32 or None
     k_scale_ptr,  # [H_KV] float32 or None
     v_scale_ptr,  # [H_KV] float32 or None
-    offsets_ptr,  # [B + 1] int32 of a work list, or None: `num_splits` per request
+    offsets_ptr,  # [B + 1] int32 of a tile schedule, or None: `num_splits` per request
     part_ptr,  # [partial results, N, H, D]
     part_lse_ptr,  # [partial results, N, H] float32, base 2
     state_ptr,  # [B, N, H, D] float32
@@ -157,14 +219,16 @@ def _tree_attention_kernel(
     BLOCK_D: tl.constexpr,
     PAGE: tl.constexpr,
     FP8: tl.constexpr,
-    POLYNOMIAL: tl.constexpr,
-    LAZY: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    kv_head, index = tl.program_id(0) % H_KV, tl.program_id(0) // H_KV
-    node, request = index % num_nodes, (index // num_nodes).to(tl.int64)
+    kv_head = tl.program_id(0) % H_KV
+    index = tl.program_id(0) // H_KV
+    node = index % num_nodes
+    request = (index // num_nodes).to(tl.int64)
+    # Loaded before the wait: lengths, queries, paths, depths and scales. The predecessor is the attention kernel, which
+    # writes none of them and waits before it lets this kernel start, so their producers have ended.
     length = tl.load(lengths_ptr + request).to(tl.int32)
     in_use = node < used_rows(q_lens_ptr, request, num_nodes)
     end = tl.where(in_use, tl.minimum(length + num_slots, max_length), 0)
@@ -173,114 +237,69 @@ def _tree_attention_kernel(
     valid = head < GROUP
     row_used = valid & in_use
     rows = (request * num_nodes + node) * (H_KV * GROUP) + kv_head * GROUP + head
-    H: tl.constexpr = max(BLOCK_D // 2, 16)  # a matrix product takes 16 at least
-    dims, used = tl.arange(0, H), row_used[:, None]
-    q_first = _load_half(q_ptr, rows[:, None], used, dims, D)
-    q_last = _load_half(q_ptr, rows[:, None], used, H + dims, D)
+    HALF: tl.constexpr = max(BLOCK_D // 2, 16)  # a matrix product takes 16 at least
+    dims = tl.arange(0, HALF)
+    q_first = _load_half(q_ptr, rows, row_used, dims, D)
+    q_last = _load_half(q_ptr, rows, row_used, HALF + dims, D)
     if k_scale_ptr is not None:
         score_scale *= tl.load(k_scale_ptr + kv_head)
     if v_scale_ptr is not None:
         value_scale *= tl.load(v_scale_ptr + kv_head)
     paths = paths_ptr + (request * num_nodes + node) * num_slots
-    table_row = table_ptr + request * table_stride
     q_first, q_last, row_factor = half_queries_in_halves(q_first, q_last, FP8)
     score_scale = row_factor * score_scale
-    key_ptr = kv_ptr + kv_head * D
-    value_ptr = key_ptr + num_pages.to(tl.int64) * (PAGE * H_KV * D)
-    begin, lowest = 0, 0
+    pool = pool_of(kv_ptr, table_ptr + request * table_stride, kv_head, num_pages, PAGE, H_KV, D)
+    begin = 0
+    lowest = 0
     if window is not None:
         begin = fixed_split_of(tl.maximum(length - window + 1, 0), split_tokens, first_splits)
         lowest = length + tl.load(row_depths_ptr + request * num_nodes + node) - window + 1
-    wait_for_kernel_ahead(OVERLAP)
-    let_next_kernel_start(OVERLAP)
+    wait_for_predecessor(PDL)
+    launch_dependents(PDL)
 
-    out = tl.full([BLOCK_M, H], 0.0, tl.float32)
-    out_last = tl.full([BLOCK_M, H], 0.0, tl.float32)
-    out_top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    out_total = tl.full([BLOCK_M], 0.0, tl.float32)
     if offsets_ptr is None:
         first_part = request * num_splits
     else:
         first_part = tl.load(offsets_ptr + request).to(tl.int64)
+    row_step = num_nodes * (H_KV * GROUP)
     part_rows = (first_part - request) * num_nodes * (H_KV * GROUP) + rows
     split = tl.maximum(fixed_split_of(border, split_tokens, first_splits), begin)
-    for _ in tl.range(begin, split):
-        part = _load_half(part_ptr, part_rows[:, None], used, dims, D).to(tl.float32)
-        part_last = _load_half(part_ptr, part_rows[:, None], used, H + dims, D).to(tl.float32)
-        lse = tl.load(part_lse_ptr + part_rows, mask=row_used, other=float("-inf"))
-        out, out_last, out_top, out_total = _fold_both(out, out_last, out_top, out_total, part, part_last, lse)
-        part_rows += num_nodes * (H_KV * GROUP)
-    acc = _load_half(state_ptr, rows[:, None], used, dims, D)
-    acc_last = _load_half(state_ptr, rows[:, None], used, H + dims, D)
-    top = tl.load(sums_ptr + rows * 2, mask=row_used, other=float("-inf"))
-    total = tl.load(sums_ptr + rows * 2 + 1, mask=row_used, other=0.0)
+    out = _fold_splits(part_ptr, part_lse_ptr, part_rows, row_step, begin, split, row_used, dims, BLOCK_M, HALF, D)
+    sums = _load_state(state_ptr, sums_ptr, rows, row_used, dims, HALF, D)
     split_end = fixed_split_begin(split + 1, split_tokens, first_splits)
     for start in tl.range(border, end, BLOCK_N):
         positions = start + tl.arange(0, BLOCK_N)
-        places = _place_of_keys(paths, table_row, positions, length, num_slots, max_length, PAGE)
+        places = _place_of_keys(paths, pool.table_row, positions, length, num_slots, max_length, PAGE)
         seen = (places >= 0) & (positions >= lowest)
-        top, total, acc, acc_last = _fold_tile(
-            q_first, q_last, key_ptr, value_ptr, places, seen, score_scale, soft_cap, top, total, acc, acc_last, dims,
-            D, H_KV, FP8, POLYNOMIAL, LAZY,
-        )  # fmt: skip
+        sums = _fold_tile(sums, q_first, q_last, pool, places, seen, score_scale, soft_cap, dims, D, H_KV, FP8)
         if (start + BLOCK_N == split_end) | (start + BLOCK_N >= end):
-            unit = (value_scale * inverse_or_zero(total))[:, None]
-            # Rounded as the partial result of another program is.
-            part = (acc * unit).to(out_ptr.dtype.element_ty).to(tl.float32)
-            part_last = (acc_last * unit).to(out_ptr.dtype.element_ty).to(tl.float32)
-            lse = log2_sum(top, total)
-            out, out_last, out_top, out_total = _fold_both(out, out_last, out_top, out_total, part, part_last, lse)
-            acc = acc * 0.0
-            acc_last = acc_last * 0.0
-            top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            total = total * 0.0
-
-    if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + kv_head * GROUP + head, mask=row_used, other=float("-inf")) * _LOG2_E
-        out_last, _, _ = fold_sink(out_last, out_top, out_total, sink)
-        out, out_top, out_total = fold_sink(out, out_top, out_total, sink)
-    out_total = tl.where(row_used, out_total, 0.0)
-    unit = inverse_or_zero(out_total)[:, None]
-    _store_halves(out_ptr, rows[:, None], valid[:, None], out * unit, out_last * unit, dims, H, D)
-    if lse_ptr is not None:
-        tl.store(lse_ptr + rows, log2_sum(out_top, out_total) * LN_2, mask=valid)
+            out = _fold_closed(out, sums, value_scale, out_ptr.dtype.element_ty)
+            sums = _no_sums(BLOCK_M, HALF)
+    heads = kv_head * GROUP + head
+    _write_rows_of_node(out_ptr, lse_ptr, sinks_ptr, out, rows, heads, valid, row_used, dims, HALF, D)
 
 
 def launch_tree(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    metadata: AttentionMetadata,
-    part: torch.Tensor,
-    part_lse: torch.Tensor,
-    state: TreeState,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    work: WorkShape,
-    work_list: WorkList | None,
-    config: AttentionConfig,
-    per_head: tuple[torch.Tensor | None, ...],
-    factors: tuple[float, float, float | None],
-    tile: dict[str, Any],
+    call: AttentionCall, part: Tensor, part_lse: Tensor | None, state: TreeState, out: Tensor, lse: Tensor | None
 ) -> None:
-    """Write `out` [B, N, H, D] and `lse` [B, N, H]. per_head: sinks and the scales of keys and values that are tensors.
-    factors, tile: as the attention kernel has them."""
-    batch, num_nodes, heads, _ = q.shape
+    """Write `out` [B, N, H, D] and `lse` [B, N, H] from the partial results and the sums of the prefix's last split."""
+    q, kv, metadata, scales, work, _, tile_schedule = call
     kv_heads = kv.shape[3]
-    config = node_config(current_chip(q), config, heads // kv_heads, q.dtype.itemsize)
+    config = node_config(current_chip(q), call.config, work.group, q.dtype.itemsize)
     launch(
         _tree_attention_kernel,
-        (batch * num_nodes * kv_heads,),
-        *(q, kv, metadata.page_table, metadata.lengths, metadata.q_lens, metadata.paths),
+        (work.batch * work.num_nodes * kv_heads,),
+        *(q, pool_argument(kv), metadata.page_table, metadata.lengths, metadata.q_lens, metadata.paths),
         None if metadata.window is None else metadata.row_depths,
-        *(*per_head, None if work_list is None else work_list.offsets, part, part_lse, *state, out, lse),
-        *(num_nodes, kv.shape[1], work.num_splits, work.num_slots, work.split_tokens, work.first_splits),
-        *(work.max_length, work.window, metadata.page_table.stride(0), *factors),
+        *(*scales.of_heads, None if tile_schedule is None else tile_schedule.offsets, part, part_lse, *state, out, lse),
+        *(work.num_nodes, kv.shape[1], work.num_splits, work.num_slots, work.split_tokens, work.first_splits),
+        *(work.max_length, work.window, metadata.page_table.stride(0), *score_factors(call)),
         num_warps=config.num_warps,
         num_stages=1,
         H_KV=kv_heads,
-        GROUP=heads // kv_heads,
+        GROUP=work.group,
         BLOCK_M=config.block_m,
-        OVERLAP=config.overlap,
-        **tile,
-        **overlapped(config.overlap),
+        PDL=config.pdl,
+        **tile_arguments(call),
+        **pdl_options(config.pdl),
     )

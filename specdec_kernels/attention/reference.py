@@ -5,8 +5,8 @@ is a soft cap c:
 
     lse_i = log(exp(sink) + sum_t exp(s[i, t]))        out_i = v_scale sum_t exp(s[i, t] - lse_i) v_t
 
-A row that sees no key has out 0, and lse -inf or its sink. Half types are computed in float32 and float64 in float64,
-so the same code serves as the truth of the parity tests. The work list of `plan_attention` is defined here too.
+A row that sees no key has out 0, and lse -inf or its sink. Half types are computed in float32. The tile schedule of
+`plan_attention` is defined here too.
 """
 
 from __future__ import annotations
@@ -14,36 +14,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
-from specdec_kernels.attention.configs import AttentionConfig, fixed_borders
-from specdec_kernels.attention.types import AttentionMetadata, LayerScales, WorkList, WorkShape
+from specdec_kernels.attention.configs import fixed_borders
+from specdec_kernels.attention.types import AttentionCall, AttentionMetadata, TileSchedule, WorkShape
 
 
-def paged_attention(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    metadata: AttentionMetadata,
-    scales: LayerScales,
-    work: WorkShape,
-    config: AttentionConfig,
-    work_list: WorkList | None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """See `specdec_kernels.attention.paged_attention`, which has checked the arguments."""
-    result = paged_attention_with_lse(q, kv, metadata, scales, work, config, work_list)[0]
+def paged_attention(call: AttentionCall, out: Tensor | None = None) -> Tensor:
+    result = paged_attention_with_lse(call)[0]
     return result if out is None else out.copy_(result)
 
 
-def paged_attention_with_lse(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    metadata: AttentionMetadata,
-    scales: LayerScales,
-    work: WorkShape,
-    config: AttentionConfig,
-    work_list: WorkList | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `specdec_kernels.attention.paged_attention_with_lse`; how the work is divided has no meaning here."""
+def paged_attention_with_lse(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """How the work is divided has no meaning here."""
+    q, kv, metadata, scales, work, _, _ = call
     batch, num_nodes, heads, head_dim = q.shape
     kv_heads = kv.shape[3]
     assert metadata.scale is not None
@@ -69,30 +53,28 @@ def paged_attention_with_lse(
     return out, lse.permute(0, 3, 1, 2).reshape(batch, num_nodes, heads).contiguous()
 
 
-def _by_head(scale: float | torch.Tensor) -> float | torch.Tensor:
+def _by_head(scale: float | Tensor) -> float | Tensor:
     """A scale that multiplies [B, S, H_kv, D]."""
     return scale if isinstance(scale, float) else scale[:, None]
 
 
-def gather_pages(pool: torch.Tensor, page_table: torch.Tensor, num_keys: int) -> torch.Tensor:
-    """pool [pages, page_size, ...] by position, [B, num_keys, ...]; entries of unused table slots are whatever page
-    they name."""
+def gather_pages(pool: Tensor, page_table: Tensor, num_keys: int) -> Tensor:
+    """pool [pages, page_size, ...] by position: [B, num_keys, ...]."""
     pages, page_size = pool.shape[:2]
     columns = -(-num_keys // page_size)
     table = page_table[:, :columns].to(torch.int64).clamp(0, pages - 1)
     return pool[table].flatten(1, 2)[:, :num_keys]
 
 
-def stored_keys(metadata: AttentionMetadata, num_nodes: int, num_keys: int) -> torch.Tensor:
-    """[B, num_keys] bool: whether a key of the prefix or the draft stands at position t."""
+def stored_keys(metadata: AttentionMetadata, num_nodes: int, num_keys: int) -> Tensor:
+    """[B, num_keys] bool: whether a key of the prefix or the draft is at position t."""
     used = metadata.used_rows(num_nodes)
     slots = used if metadata.tree_width is None else metadata.tree_width
     return torch.arange(num_keys, device=used.device) < (metadata.lengths + slots)[:, None]
 
 
-def visible_keys(metadata: AttentionMetadata, num_nodes: int, num_keys: int) -> torch.Tensor:
-    """[B, num_nodes, num_keys] bool: whether query row i sees the key at position t. Rows that are not in use see
-    nothing. Reads nothing back."""
+def visible_keys(metadata: AttentionMetadata, num_nodes: int, num_keys: int) -> Tensor:
+    """[B, num_nodes, num_keys] bool: whether query row i sees the key at position t; rows not in use see nothing."""
     lengths, used = metadata.lengths, metadata.used_rows(num_nodes)
     row = torch.arange(num_nodes, device=lengths.device)[:, None]
     slot = torch.arange(num_keys, device=lengths.device) - lengths[:, None, None]
@@ -110,20 +92,19 @@ def visible_keys(metadata: AttentionMetadata, num_nodes: int, num_keys: int) -> 
     return seen & (row < used[:, None, None])
 
 
-def _distance(metadata: AttentionMetadata, row: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
-    """[B, N, S]: position of the row - position of the key, where a draft slot of a tree stands at its depth.
-    row [N, 1], slot [B, 1, S]; positions count from L."""
+def _distance(metadata: AttentionMetadata, row: Tensor, slot: Tensor) -> Tensor:
+    """[B, N, S]: position of the row - position of the key, from row [N, 1] and slot [B, 1, S]; a draft slot is at its
+    depth."""
     depths, row_depths = metadata.depths, metadata.row_depths
     row_place, key_place = row[None], slot
     if depths is not None:
         row_place = (depths if row_depths is None else row_depths)[:, :, None]
         by_depth = depths.to(torch.int64)[:, None].gather(2, slot.clamp(0, depths.shape[1] - 1))
-        key_place = torch.where(slot >= 0, by_depth, slot)  # no row sees what stands behind the last slot
+        key_place = torch.where(slot >= 0, by_depth, slot)  # no row sees what follows the last slot
     return row_place - key_place
 
 
-def plan_attention(metadata: AttentionMetadata, work: WorkShape) -> WorkList:
-    """See `specdec_kernels.attention.plan_attention`, which has checked the arguments."""
+def plan_attention(metadata: AttentionMetadata, work: WorkShape) -> TileSchedule:
     lengths, used = metadata.lengths, metadata.used_rows(work.num_nodes)
     if work.num_splits > 1:
         splits = _num_splits(lengths, used, work)
@@ -142,7 +123,7 @@ def plan_attention(metadata: AttentionMetadata, work: WorkShape) -> WorkList:
         width = tiles[request].clamp(min=1)
         rows = torch.stack([request, width - 1 - within % width, within // width], dim=1)
     offsets = torch.nn.functional.pad(splits.cumsum(0), (1, 0))
-    return WorkList(
+    return TileSchedule(
         torch.where(live[:, None], rows, 0).to(torch.int32),
         offsets.to(torch.int32),
         items.sum()[None].to(torch.int32),
@@ -152,21 +133,23 @@ def plan_attention(metadata: AttentionMetadata, work: WorkShape) -> WorkList:
 
 def plan_levels(
     metadata: AttentionMetadata, works: Sequence[WorkShape], length_step: int, width_step: int
-) -> tuple[WorkList, ...]:
-    """See `specdec_kernels.attention.plan_levels`, which has checked the arguments; `works` hold the widths."""
+) -> tuple[TileSchedule, ...]:
     return tuple(
         plan_attention(metadata._replace(lengths=metadata.lengths + level * length_step), work)
         for level, work in enumerate(works)
     )
 
 
-def _num_splits(lengths: torch.Tensor, used: torch.Tensor, work: WorkShape) -> torch.Tensor:
+def _num_splits(lengths: Tensor, used: Tensor, work: WorkShape) -> Tensor:
     """[B] splits of each request, as `device.split_layout` has them."""
     slots = torch.full_like(used, work.num_slots) if work.all_slots else used
-    if work.fixed_cut:
-        return _fixed_splits(lengths, used, slots, work)
     end = torch.where(used > 0, (lengths + slots).clamp(max=work.max_length), 0)
     lowest = torch.zeros_like(end) if work.window is None else (lengths - work.window + 1).clamp(min=0)
+    if work.fixed_splits:
+        borders = fixed_borders(work.max_length, work.split_tokens, work.first_splits)
+        begins = torch.tensor(borders, device=lengths.device)
+        last = torch.searchsorted(begins, (end - 1).clamp(min=0), right=True)
+        return torch.where(end > 0, last - torch.searchsorted(begins, lowest, right=True) + 1, 0)
     unit = work.split_tokens // 8
     span = (end - lowest // unit * unit).clamp(min=0)
     rounds = (span // work.first_splits + work.longest_split // 2) // work.longest_split
@@ -176,23 +159,11 @@ def _num_splits(lengths: torch.Tensor, used: torch.Tensor, work: WorkShape) -> t
     return _ceil_div(span, tokens)
 
 
-def _ceil_div(value: torch.Tensor, by: int | torch.Tensor) -> torch.Tensor:
+def _ceil_div(value: Tensor, by: int | Tensor) -> Tensor:
     return (value + by - 1) // by
 
 
-def _fixed_splits(lengths: torch.Tensor, used: torch.Tensor, slots: torch.Tensor, work: WorkShape) -> torch.Tensor:
-    """[B] splits of each request, where splits lie at fixed positions."""
-    borders = fixed_borders(work.max_length, work.split_tokens, work.first_splits)
-    begins = torch.tensor(borders, device=lengths.device)
-    end = torch.where(used > 0, (lengths + slots).clamp(max=work.max_length), 0)
-    lowest = torch.zeros_like(end) if work.window is None else (lengths - work.window + 1).clamp(min=0)
-    last = torch.searchsorted(begins, (end - 1).clamp(min=0), right=True)
-    first = torch.searchsorted(begins, lowest, right=True)
-    return torch.where(end > 0, last - first + 1, 0)
-
-
-def mask_paths(mask: torch.Tensor, most: int) -> torch.Tensor:
-    """See `specdec_kernels.attention.mask_paths`, which has checked the arguments."""
+def mask_paths(mask: Tensor, most: int) -> Tensor:
     bit = torch.arange(mask.shape[2] * 64, device=mask.device)
     seen = (mask[:, :, bit // 64] >> (bit % 64)) & 1 != 0
     place = torch.where(seen, seen.cumsum(2) - 1, most).clamp(max=most)

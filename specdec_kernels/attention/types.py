@@ -1,4 +1,4 @@
-"""What a call of paged attention receives besides its queries and keys, and the work list of a forward."""
+"""Arguments of paged attention besides its queries and keys, and the tile schedule of a forward."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+
+from specdec_kernels.attention.configs import AttentionConfig
 
 MODES = ("chain", "block", "tree")
 MAX_HEAD_DIM = 256
@@ -13,69 +16,64 @@ MAX_PAGE_SIZE = 256
 
 
 class AttentionMetadata(NamedTuple):
-    """What the layers of a forward share. Layers of another window have their own.
+    """Shared by the layers of a forward. Layers of another window have their own.
 
-    Query row i stands at slot L + i and sees the prefix [0, L) and, of the draft, slot L + j when
+    Query row i is at slot L + i and sees the prefix [0, L) and, of the draft, slot L + j when
     `mode="chain"`: j <= i; `mode="block"`: j < q_lens; `mode="tree"`: bit j of the row's mask words is set.
     """
 
-    page_table: torch.Tensor
+    page_table: Tensor
     """[B, P] int32; entries past the last used page are never read as page numbers."""
-    lengths: torch.Tensor
+    lengths: Tensor
     """[B] int64 committed lengths L, without the draft."""
     mode: str
     """One of `MODES`."""
-    mask: torch.Tensor | None = None
+    mask: Tensor | None = None
     """[B, N, ceil(M / 64)] int64 words, only with `mode="tree"`; bit j of row i: the row sees slot j."""
-    q_lens: torch.Tensor | None = None
+    q_lens: Tensor | None = None
     """[B] int32 rows in use, default N for all. Rows past it are zeros with lse -inf."""
     tree_width: int | None = None
-    """M draft slots behind L that the mask describes. The rows may then be any nodes of the draft, fewer or in
+    """M draft slots after L that the mask describes. The rows may then be any nodes of the draft, fewer or in
     another order than the slots. Default: row i is slot i, and M = N."""
     max_length: int | None = None
     """Host-side bound on the last key's position + 1, default P * page_size. It sizes the launch; a longer request is
-    cut."""
+    truncated."""
     window: int | None = None
-    """A key is seen only if position of the row - position of the key < window. Slot j stands at position L + j, in a
+    """A key is seen only if position of the row - position of the key < window. Slot j is at position L + j, in a
     tree at L + depth."""
-    depths: torch.Tensor | None = None
+    depths: Tensor | None = None
     """[B, M] int32 depth of each draft slot, only with `mode="tree"` and a window."""
-    row_depths: torch.Tensor | None = None
+    row_depths: Tensor | None = None
     """[B, N] int32 depth of each query row, default `depths`; needed where M is not N."""
-    paths: torch.Tensor | None = None
-    """[B, N, P] int32, only with `mode="tree"`: the slots that each row sees in the order of the text, -1 behind the
+    paths: Tensor | None = None
+    """[B, N, P] int32, only with `mode="tree"`: the slots that each row sees in the order of the text, -1 after the
     last; what `mask_paths` makes of the mask. A batch-invariant call of a tree needs it."""
     soft_cap: float | None = None
     """Scores s become soft_cap * tanh(s / soft_cap)."""
     scale: float | None = None
     """Multiplies q . k, default D ** -0.5."""
 
-    def used_rows(self, num_nodes: int) -> torch.Tensor:
+    def used_rows(self, num_nodes: int) -> Tensor:
         """[B] int64 query rows in use."""
         if self.q_lens is None:
             return torch.full_like(self.lengths, num_nodes)
         return self.q_lens.to(torch.int64).clamp(0, num_nodes)
 
-    def used_slots(self, num_nodes: int) -> torch.Tensor:
-        """[B] int64 draft slots behind the prefix; none for a request without rows."""
+    def used_slots(self, num_nodes: int) -> Tensor:
+        """[B] int64 draft slots after the prefix; none for a request without rows."""
         used = self.used_rows(num_nodes)
         return used if self.tree_width is None else (used > 0) * self.tree_width
 
-    def of_requests(self, requests: torch.Tensor | list[int]) -> AttentionMetadata:
+    def of_requests(self, requests: Tensor | list[int]) -> AttentionMetadata:
         """The same for some of the requests, in the order given."""
         rows: dict[str, Any] = {
-            name: value[requests].contiguous()
-            for name, value in self._asdict().items()
-            if isinstance(value, torch.Tensor)
+            name: value[requests].contiguous() for name, value in self._asdict().items() if isinstance(value, Tensor)
         }
         return self._replace(**rows)
 
 
 class AttentionShape(NamedTuple):
-    """Sizes and types of a call's tensors, known on the host before there are any.
-
-    q is [B, num_nodes, heads, head_dim] of `dtype`, kv [2, pages, page_size, kv_heads, head_dim] of `kv_dtype`.
-    """
+    """Sizes of q [B, num_nodes, heads, head_dim] and kv [2, pages, page_size, kv_heads, head_dim], and their types."""
 
     num_nodes: int
     heads: int
@@ -95,22 +93,28 @@ class AttentionShape(NamedTuple):
         return None
 
     @classmethod
-    def of(cls, q: torch.Tensor, kv: torch.Tensor) -> AttentionShape:
+    def of(cls, q: Tensor, kv: Tensor) -> AttentionShape:
         """The shape of a call."""
         _, num_nodes, heads, head_dim = q.shape
         return cls(num_nodes, heads, kv.shape[3], head_dim, kv.shape[2], q.dtype, kv.dtype)
 
 
 class LayerScales(NamedTuple):
-    """What belongs to one layer: [H] float32 sinks, and factors of its stored keys and values, a number or [H_kv]."""
+    """Of one layer: [H] float32 sinks, and scales of its stored keys and values, a number or [H_kv]."""
 
-    sinks: torch.Tensor | None
-    k_scale: float | torch.Tensor
-    v_scale: float | torch.Tensor
+    sinks: Tensor | None
+    k_scale: float | Tensor
+    v_scale: float | Tensor
+
+    @property
+    def of_heads(self) -> tuple[Tensor | None, ...]:
+        """Sinks, and the scales of keys and values that are tensors: one number a head, or None."""
+        scales = (self.k_scale, self.v_scale)
+        return (self.sinks, *(scale if isinstance(scale, Tensor) else None for scale in scales))
 
 
-class Cut(NamedTuple):
-    """How a call asks for its keys to be cut, see `paged_attention`."""
+class SplitOptions(NamedTuple):
+    """Options of a call that split its keys, see `paged_attention`."""
 
     split_tokens: int | None = None
     tuning: Mapping[str, Any] | None = None
@@ -119,7 +123,7 @@ class Cut(NamedTuple):
 
 
 class WorkShape(NamedTuple):
-    """How a call's work is divided, besides by the lengths. A call that divides its work otherwise refuses the list."""
+    """How a call's work is divided, besides by the lengths. A tile schedule is for calls of one shape."""
 
     batch: int
     num_nodes: int
@@ -134,7 +138,7 @@ class WorkShape(NamedTuple):
     longest_split: int
     max_splits: int
     num_splits: int
-    fixed_cut: bool = False
+    fixed_splits: bool = False
     in_order: bool = False
 
     @property
@@ -143,34 +147,45 @@ class WorkShape(NamedTuple):
         return -(-self.num_nodes * self.group // self.block_m)
 
     def programs(self, kv_heads: int, listed: bool, resident: int) -> int:
-        """Programs of a call; at most `resident` walk a list."""
+        """Programs of a call; at most `resident` with a tile schedule."""
         programs = self.batch * self.num_splits * self.row_tiles * kv_heads
         return min(programs, resident) if listed else programs
 
     def splits_of(self, keys: int) -> int:
-        """Splits of a request of which a row may see so many keys, before their length is rounded."""
+        """Splits of a request of which a row may see `keys` keys, before their length is rounded."""
         rounds = (keys // self.first_splits + self.longest_split // 2) // self.longest_split
         rounds = max(1, min(rounds, self.max_splits // self.first_splits))
         return min(-(-keys // self.split_tokens), rounds * self.first_splits, self.max_splits)
 
     @property
-    def cut(self) -> tuple[Any, ...]:
-        """What the kernels call num_slots, split_tokens, first_splits, longest_split, max_splits, max_length and
-        window."""
+    def sizes(self) -> tuple[Any, ...]:
+        """The kernels' num_slots, split_tokens, first_splits, longest_split, max_splits, max_length and window."""
         lengths = (self.split_tokens, self.first_splits, self.longest_split, self.max_splits)
         return (self.num_slots, *lengths, self.max_length, self.window)
 
 
-class WorkList(NamedTuple):
-    """Device-side work list, made once per forward by `plan_attention` and used by every layer of the same shape.
+class TileSchedule(NamedTuple):
+    """Work items of a forward on the device, made by `plan_attention` and used by every layer of the same shape.
 
-    items: [capacity, 3] int32 rows (request, tile of query rows, split of the keys), the first `num_items` in
-        use, the rest zero.
+    items: [capacity, 3] int32 (request, tile of query rows, split of the keys), the first `num_items` in use, the rest
+        zero.
     offsets: [B + 1] int32 first partial result of each request; the last entry is their number.
     num_items: [1] int32.
     """
 
-    items: torch.Tensor
-    offsets: torch.Tensor
-    num_items: torch.Tensor
+    items: Tensor
+    offsets: Tensor
+    num_items: Tensor
     shape: WorkShape
+
+
+class AttentionCall(NamedTuple):
+    """A call as both implementations get it: checked, every default filled in."""
+
+    q: Tensor
+    kv: Tensor
+    metadata: AttentionMetadata
+    scales: LayerScales
+    work: WorkShape
+    config: AttentionConfig
+    tile_schedule: TileSchedule | None

@@ -1,55 +1,49 @@
-"""Public functions of the family: arguments are checked here, once for both implementations."""
+"""Public functions of the family. All take contiguous tensors and `impl`: `auto`, `triton` or `reference`.
+
+They raise ValueError for a wrong shape, dtype, stride or device, and RuntimeError where `impl="triton"` can run no
+kernel.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from specdec_kernels.checks import expect_shape, expect_tensors
-from specdec_kernels.commit.types import Committed
+from specdec_kernels.commit.types import CommitInputs, Committed
 from specdec_kernels.launch import dispatch
 
 
 def commit_step(
-    draft_tokens: torch.Tensor,
-    first_child: torch.Tensor,
-    next_sibling: torch.Tensor,
-    tokens: torch.Tensor,
-    num_accepted: torch.Tensor,
-    nodes: torch.Tensor,
-    valid: torch.Tensor,
-    logprobs: torch.Tensor | None,
+    draft_tokens: Tensor,
+    first_child: Tensor,
+    next_sibling: Tensor,
+    tokens: Tensor,
+    num_accepted: Tensor,
+    nodes: Tensor,
+    valid: Tensor,
+    logprobs: Tensor | None,
     *,
-    active: torch.Tensor,
-    lengths: torch.Tensor,
-    last_tokens: torch.Tensor,
-    history: torch.Tensor,
+    active: Tensor,
+    lengths: Tensor,
+    last_tokens: Tensor,
+    history: Tensor,
     impl: str = "auto",
 ) -> Committed:
     """Enter the outcome of a speculative step into the state of B requests, in one launch.
 
-    The tokens that request b emits, its accepted drafts and the bonus token, are written to its history behind the last
-    token, `lengths[b]` grows by their number, and the bonus token becomes the last token. Rows with `active[b]` 0 keep
-    their state.
+    The tokens that request b emits, its accepted drafts and the bonus token, are appended to its history, `lengths[b]`
+    grows by their number, and the bonus token becomes the last token. Requests with `active[b]` 0 keep their state.
 
     Args:
-        draft_tokens: [B, N] int64: tokens of the draft tree, node 0 is the last token. All tensors are contiguous.
-        first_child, next_sibling: [B, N] int32: the fields of `TreeLinks`, which the table alone has use for.
-        tokens, num_accepted, nodes, valid, logprobs: the fields of `Accepted`. Of the last two the table alone has use;
-            `logprobs` None leaves zeros there.
-        active: [B] int32: 1, or 0 for a padding row.
-        lengths: [B] int64, committed tokens; written in place.
-        last_tokens: [B] int64, the token at position `lengths[b]`; written in place.
+        draft_tokens: [B, N] int64: tokens of the draft tree, node 0 is the last token.
+        first_child, next_sibling: [B, N] int32: the fields of `TreeLinks`, for the table.
+        tokens, num_accepted, nodes, valid, logprobs: the fields of `Accepted`; without `logprobs` the table has zeros.
+        active: [B] int32: 1, or 0 for a padding slot.
+        lengths, last_tokens: [B] int64, committed tokens and the token at that position; written in place.
         history: [B, C] int64, tokens by position; written in place. Positions from C on are dropped.
-        impl: `auto`, `triton` or `reference`.
-
-    Returns:
-        Committed: what the drafter may observe, and the table that the host reads.
-
-    Raises:
-        ValueError: wrong shape, dtype, strides or devices.
-        RuntimeError: `impl="triton"` where no kernel can run.
     """
     expect_shape("draft_tokens", draft_tokens, (None, None))
     batch = draft_tokens.shape[0]
@@ -69,25 +63,23 @@ def commit_step(
         last_tokens=(last_tokens, (batch,), torch.int64),
         history=(history, (batch, None), torch.int64),
     )
-    implementation = dispatch("commit_step", __package__, impl, tokens)
-    drafted, accepted = (draft_tokens, first_child, next_sibling), (tokens, num_accepted, nodes, valid, logprobs)
-    return implementation(*drafted, *accepted, active, lengths, last_tokens, history)
+    inputs = CommitInputs(
+        *(draft_tokens, first_child, next_sibling, tokens, num_accepted, nodes, valid, logprobs),
+        *(active, lengths, last_tokens, history),
+    )
+    committed: Committed = dispatch("commit_step", __package__, impl, tokens)(inputs)
+    return committed
 
 
-def gather_path(values: Sequence[torch.Tensor], nodes: torch.Tensor, *, impl: str = "auto") -> list[torch.Tensor]:
-    """Rows of the committed path out of tensors over all nodes, for example hidden states and captured features.
+def gather_path(values: Sequence[Tensor], nodes: Tensor, *, impl: str = "auto") -> list[Tensor]:
+    """Rows of the committed path out of tensors over all nodes, for example hidden states of the target layers.
 
     Args:
-        values: tensors [B, N, W] of one shape and dtype, each contiguous.
-        nodes: [B, P] int32, contiguous; entries outside of [0, N) take node 0.
-        impl: `auto`, `triton` or `reference`.
+        values: tensors [B, N, W] of one shape and dtype.
+        nodes: [B, P] int32; entries outside of [0, N) take node 0.
 
     Returns:
         One [B, P, W] for each tensor of `values`.
-
-    Raises:
-        ValueError: wrong shape, dtype, strides or devices.
-        RuntimeError: `impl="triton"` where no kernel can run.
     """
     if not values:
         return []
@@ -100,18 +92,13 @@ def gather_path(values: Sequence[torch.Tensor], nodes: torch.Tensor, *, impl: st
     return dispatch("gather_path", __package__, impl, values[0])(values, nodes)
 
 
-def keep_last(store: torch.Tensor, values: torch.Tensor, counts: torch.Tensor, *, impl: str = "auto") -> None:
+def keep_last(store: Tensor, values: Tensor, counts: Tensor, *, impl: str = "auto") -> None:
     """Keep the entry of each request's last committed position, in one launch.
 
     Args:
-        store: [B, W], contiguous; row b becomes `values[b, counts[b] - 1]` where `counts[b]` is above 0.
-        values: [B, P, W], contiguous, dtype of `store`.
+        store: [B, W]; row b becomes `values[b, counts[b] - 1]` where `counts[b]` is above 0.
+        values: [B, P, W], dtype of `store`.
         counts: [B] int32, at most P.
-        impl: `auto`, `triton` or `reference`.
-
-    Raises:
-        ValueError: wrong shape, dtype, strides or devices.
-        RuntimeError: `impl="triton"` where no kernel can run.
     """
     expect_shape("store", store, (None, None))
     batch, width = store.shape

@@ -21,8 +21,8 @@ def _commit(
     logprobs: bool = True,
     room: int | None = None,
 ) -> dict[str, Any]:
-    """Random paths beside random links; `full` accepts all drafts, `padding` makes every third row inactive, `room` is
-    what is left of every history behind its length."""
+    """Random paths and random links; `full` accepts all drafts, `padding` makes every third request inactive, `room` is
+    what every history has left."""
     path = max_depth + 1
     num_accepted = make.integers(max_depth if full else 0, max_depth + 1, batch, dtype=torch.int32)
     column = torch.arange(path, device=make.device)
@@ -52,7 +52,7 @@ def _commit(
 
 
 def _gather(make: Maker, batch: int, num_nodes: int, path: int, width: int, tensors: int = 1) -> dict[str, Any]:
-    """Paths with entries behind their end and one entry outside of the tree."""
+    """Paths with entries after their end and one entry outside of the tree."""
     nodes = make.integers(-1, num_nodes, batch, path, dtype=torch.int32)
     nodes[-1, -1] = num_nodes
     return dict(values=[make.normal(batch, num_nodes, width) for _ in range(tensors)], nodes=nodes)
@@ -69,20 +69,20 @@ _gathers = partial(case_of, "gather_path", _gather)
 
 CASES = (
     _commits("commit_one_token", "no draft at all", batch=1, num_nodes=1, max_depth=0, gate=True),
-    _commits("commit_chain", "a chain in text order", batch=5, num_nodes=4, max_depth=3),
+    _commits("commit_chain", "a chain in position order", batch=5, num_nodes=4, max_depth=3),
     _commits("commit_tree", "a path shorter than the tree", batch=7, num_nodes=33, max_depth=6, gate=True),
-    _commits("commit_padding", "state of padding rows", batch=8, num_nodes=16, max_depth=5, padding=True),
+    _commits("commit_padding", "state of padding slots", batch=8, num_nodes=16, max_depth=5, padding=True),
     _commits("commit_full", "all drafts accepted", batch=3, num_nodes=16, max_depth=15, full=True),
     _commits("commit_edge", "history that ends at the bonus token", batch=4, num_nodes=6, max_depth=5, capacity=7,
              full=True),
     _commits("commit_past_end", "a path that a history has no room for", batch=3, num_nodes=6, max_depth=5, capacity=9,
              full=True, room=3),
-    _commits("commit_no_logprobs", "log-probabilities that nobody asked for", batch=3, num_nodes=5, max_depth=4,
+    _commits("commit_no_logprobs", "log-probabilities left out", batch=3, num_nodes=5, max_depth=4,
              logprobs=False, gate=True),
     _commits("commit_wide", "more nodes than a warp has lanes", batch=2, num_nodes=256, max_depth=255, capacity=600),
     _commits("commit_64x16", "a step of 64 requests", batch=64, num_nodes=16, max_depth=15, capacity=40_960,
              gate=True, bench=True, tags=("large",)),
-    _keeps("keep_small", "rows of which nothing is committed", batch=7, path=3, width=9),
+    _keeps("keep_small", "requests that commit nothing", batch=7, path=3, width=9),
     _keeps("keep_8x7x4096", "the shipped size", batch=8, path=7, width=4096, gate=True, bench=True, tags=("large",)),
     _gathers("gather_small", "nodes outside of the tree", batch=3, num_nodes=5, path=4, width=7),
     _gathers("gather_features", "several tensors of odd width", batch=2, num_nodes=9, path=3, width=72, tensors=3),
@@ -92,7 +92,7 @@ CASES = (
 
 
 def _gather_work(inputs: dict[str, Any]) -> tuple[int, int]:
-    """Bytes: each gathered row is read and written once."""
+    """(bytes, operations): each gathered row is read and written once."""
     values, nodes = inputs["values"], inputs["nodes"]
     return 2 * len(values) * nodes.numel() * values[0].shape[-1] * values[0].element_size(), 0
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 NUM_WARPS = 4
-BLOCK_ROWS = {"interpreter": 512}
-"""Rows of the path; few programs matter most in the interpreter."""
-BLOCK_WIDTH = {"interpreter": 4096}
 DEFAULT_ROWS = 4
 DEFAULT_WIDTH = 1024
+# In the interpreter, only the number of programs costs.
+BLOCK_ROWS = {"interpreter": 512}
+BLOCK_WIDTH = {"interpreter": 4096}

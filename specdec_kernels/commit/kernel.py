@@ -1,7 +1,6 @@
 """Commit: one program per request for its state, and copies of rows for what a drafter observes and keeps.
 
-Everything a request needs stands in one short row, so one program holds it whole. A program writes the state of its own
-request and nothing else.
+The state of a request is one short row, so one program holds it whole, and writes the state of its own request alone.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import triton
 import triton.language as tl
 
 from specdec_kernels.commit.configs import BLOCK_ROWS, BLOCK_WIDTH, DEFAULT_ROWS, DEFAULT_WIDTH, NUM_WARPS
-from specdec_kernels.commit.types import Committed
+from specdec_kernels.commit.types import CommitInputs, Committed
 from specdec_kernels.launch import current_chip, lanes, launch
 
 
@@ -37,8 +36,8 @@ def _write_table(
 
 @triton.jit
 def _draft_figures(first_child_ptr, next_sibling_ptr, request, end, NODES: tl.constexpr, BLOCK_N: tl.constexpr):
-    """How many nodes are linked behind the root, and whether node `end` has no child. A linked node is the first child
-    of one node, or the next sibling of one."""
+    """Number of nodes linked after the root, and whether node `end` has no child. A linked node is the first child or
+    the next sibling of one node."""
     node = tl.arange(0, BLOCK_N).to(tl.int64)
     child = tl.load(first_child_ptr + request * NODES + node, mask=node < NODES, other=-1)
     sibling = tl.load(next_sibling_ptr + request * NODES + node, mask=node < NODES, other=-1)
@@ -46,7 +45,7 @@ def _draft_figures(first_child_ptr, next_sibling_ptr, request, end, NODES: tl.co
     return drafted, tl.sum(((node == end) & (child < 0)).to(tl.int32), 0)
 
 
-# More than 16 run-time arguments: the state of a request and all that a step says about it pass through one launch.
+# More than 16 run-time arguments: `CommitInputs` and `Committed`, in one launch.
 @triton.jit(do_not_specialize=["capacity"])
 def _commit_kernel(
     draft_tokens_ptr,  # [B, NODES] int64
@@ -144,27 +143,16 @@ def _keep_last_kernel(
     tl.store(store_ptr + request * WIDTH + feature, value, mask=live)
 
 
-def commit_step(
-    draft_tokens: torch.Tensor,
-    first_child: torch.Tensor,
-    next_sibling: torch.Tensor,
-    tokens: torch.Tensor,
-    num_accepted: torch.Tensor,
-    nodes: torch.Tensor,
-    valid: torch.Tensor,
-    logprobs: torch.Tensor | None,
-    active: torch.Tensor,
-    lengths: torch.Tensor,
-    last_tokens: torch.Tensor,
-    history: torch.Tensor,
-) -> Committed:
+def commit_step(inputs: CommitInputs) -> Committed:
     """See `specdec_kernels.commit.commit_step`, which has checked the arguments."""
+    tokens, lengths = inputs.tokens, inputs.lengths
     batch, path = tokens.shape
+    num_nodes = inputs.draft_tokens.shape[1]
     committed = Committed(
         start=torch.empty_like(lengths),
-        counts=torch.empty_like(num_accepted),
+        counts=torch.empty_like(inputs.num_accepted),
         positions=torch.empty_like(tokens),
-        nodes=torch.empty_like(nodes),
+        nodes=torch.empty_like(inputs.nodes),
         tokens=torch.empty_like(tokens),
         next_tokens=torch.empty_like(tokens),
         table=tokens.new_empty((batch, 2 * path + 4)),
@@ -172,15 +160,12 @@ def commit_step(
     launch(
         _commit_kernel,
         (batch,),
-        *(draft_tokens, first_child, next_sibling, tokens, num_accepted, nodes, valid, logprobs),
-        *(active, lengths, last_tokens, history),
-        *committed,
-        history.shape[1],
+        *(*inputs, *committed, inputs.history.shape[1]),
         num_warps=1 if path <= 64 else NUM_WARPS,
-        NODES=draft_tokens.shape[1],
+        NODES=num_nodes,
         PATH=path,
         BLOCK=lanes(path),
-        BLOCK_N=lanes(draft_tokens.shape[1]),
+        BLOCK_N=lanes(num_nodes),
     )
     return committed
 

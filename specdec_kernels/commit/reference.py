@@ -5,25 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
-from specdec_kernels.commit.types import Committed
+from specdec_kernels.commit.types import CommitInputs, Committed
 
 
-def commit_step(
-    draft_tokens: torch.Tensor,
-    first_child: torch.Tensor,
-    next_sibling: torch.Tensor,
-    tokens: torch.Tensor,
-    num_accepted: torch.Tensor,
-    nodes: torch.Tensor,
-    valid: torch.Tensor,
-    logprobs: torch.Tensor | None,
-    active: torch.Tensor,
-    lengths: torch.Tensor,
-    last_tokens: torch.Tensor,
-    history: torch.Tensor,
-) -> Committed:
-    """See `specdec_kernels.commit.commit_step`."""
+def commit_step(inputs: CommitInputs) -> Committed:
+    draft_tokens, first_child, next_sibling, tokens, num_accepted, nodes, valid, logprobs = inputs[:8]
+    active, lengths, last_tokens, history = inputs[8:]
     start, counts = lengths.clone(), (num_accepted + 1) * active
     column = torch.arange(tokens.shape[1], device=tokens.device)
     on_path = column < counts[:, None]
@@ -51,13 +40,11 @@ def commit_step(
     return committed
 
 
-def gather_path(values: Sequence[torch.Tensor], nodes: torch.Tensor) -> list[torch.Tensor]:
-    """See `specdec_kernels.commit.gather_path`."""
+def gather_path(values: Sequence[Tensor], nodes: Tensor) -> list[Tensor]:
     inside = torch.where((nodes >= 0) & (nodes < values[0].shape[1]), nodes, 0).long()
     return [value.gather(1, inside[..., None].expand(-1, -1, value.shape[-1])) for value in values]
 
 
-def keep_last(store: torch.Tensor, values: torch.Tensor, counts: torch.Tensor) -> None:
-    """See `specdec_kernels.commit.keep_last`."""
+def keep_last(store: Tensor, values: Tensor, counts: Tensor) -> None:
     index = (counts.long() - 1).clamp(min=0)[:, None, None].expand(-1, 1, values.shape[-1])
     store.copy_(torch.where((counts > 0)[:, None], values.gather(1, index).squeeze(1), store))

@@ -1,23 +1,40 @@
-"""What a commit returns."""
+"""Arguments and results of a commit. P = D + 1 columns for the path of a tree of depth D."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
 STEP_FIGURES = ("num_accepted", "valid", "num_drafted", "ran_out")
-"""The last columns of `Committed.table`. `num_drafted` counts the linked nodes behind the root. `ran_out` is 1 where
-the accepted path ends at a node without a child: nothing was drafted there that could have been rejected."""
+"""The last columns of `Committed.table`. `num_drafted` counts the linked nodes after the root. `ran_out` is 1 where the
+accepted path ends at a node without a child: nothing was drafted there that could have been rejected."""
+
+
+class CommitInputs(NamedTuple):
+    """The arguments of `commit_step` for B requests with trees of N nodes."""
+
+    draft_tokens: Tensor  # [B, N] int64
+    first_child: Tensor  # [B, N] int32
+    next_sibling: Tensor  # [B, N] int32
+    tokens: Tensor  # [B, P] int64
+    num_accepted: Tensor  # [B] int32
+    nodes: Tensor  # [B, P] int32
+    valid: Tensor  # [B] bool
+    logprobs: Tensor | None  # [B, P] float32
+    active: Tensor  # [B] int32
+    lengths: Tensor  # [B] int64, written
+    last_tokens: Tensor  # [B] int64, written
+    history: Tensor  # [B, C] int64, written
 
 
 class Committed(NamedTuple):
-    """The committed path of each request in text order; P = D + 1 columns, of which the first `counts[b]` are real."""
+    """The committed path of each request in position order; the first `counts[b]` columns are real."""
 
-    start: torch.Tensor  # [B] int64: committed length before the step
-    counts: torch.Tensor  # [B] int32: committed tokens, 0 for a padding row
-    positions: torch.Tensor  # [B, P] int64: start + column
-    nodes: torch.Tensor  # [B, P] int32: nodes of the path, -1 behind it and in padding rows
-    tokens: torch.Tensor  # [B, P] int64: tokens at these positions, from the former last token on
-    next_tokens: torch.Tensor  # [B, P] int64: the token that follows each
-    table: torch.Tensor  # [B, 2 P + 4] int64: emitted tokens, log-probabilities as float32 bits, then `STEP_FIGURES`
+    start: Tensor  # [B] int64: committed length before the step
+    counts: Tensor  # [B] int32: committed tokens, 0 for a padding slot
+    positions: Tensor  # [B, P] int64: start + column
+    nodes: Tensor  # [B, P] int32: nodes of the path, -1 after it and in padding slots
+    tokens: Tensor  # [B, P] int64: tokens at these positions, from the former last token on
+    next_tokens: Tensor  # [B, P] int64: the token that follows each
+    table: Tensor  # [B, 2 P + 4] int64: emitted tokens, log-probabilities as float32 bits, then `STEP_FIGURES`

@@ -1,6 +1,6 @@
 """Paged-KV index arithmetic: slots of positions, page tables of attention backends, the move of an accepted path.
 
-A request's position p lies on page `page_table[b, p // page_size]`, at offset p % page_size; its slot in the pool is
+A request's position p lies on page `page_table[b, p // page_size]`, at offset p % page_size; its KV slot is
 page * page_size + offset (PagedAttention, arXiv 2309.06180).
 """
 

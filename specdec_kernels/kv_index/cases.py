@@ -6,11 +6,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from specdec_kernels.cases import Maker, case_of
 
 
-def _table(make: Maker, batch: int, row_pages: int, held: float = 1.0) -> torch.Tensor:
+def _table(make: Maker, batch: int, row_pages: int, held: float = 1.0) -> Tensor:
     """Distinct shuffled pages; beyond a share of the columns -1, as an allocator leaves them."""
     table = make.page_table(batch, row_pages, batch * row_pages + 3)
     table[:, round(row_pages * held) :] = -1
@@ -45,10 +46,9 @@ def _levels(
 def _lengths(make: Maker, batch: int, row_pages: int, page_size: int, **extra: Any) -> dict[str, Any]:
     """Lengths 0, one page, one page and a token, full and too long, then random ones."""
     end = row_pages * page_size
-    edges = torch.tensor([0, page_size, page_size + 1, end, end + 5, 1])
     lengths = make.integers(0, end + 1, batch)
-    chosen = min(batch, len(edges))
-    lengths[:chosen] = edges[:chosen].to(make.device)
+    edges = make.tensor([0, page_size, page_size + 1, end, end + 5, 1][:batch], torch.int64)
+    lengths[: len(edges)] = edges
     return dict(page_table=_table(make, batch, row_pages), lengths=lengths, page_size=page_size, **extra)
 
 
@@ -125,17 +125,13 @@ CASES = (
 )  # fmt: skip
 
 
-def slot_bytes(kv: torch.Tensor) -> int:
-    """Bytes of one slot in all layers, keys and values."""
-    layers, planes, _, _, heads, dim = kv.shape
-    return layers * planes * heads * dim * kv.element_size()
-
-
 def _move_work(inputs: dict[str, Any]) -> tuple[int, int]:
     """(bytes, operations): each slot that changes place is read and written; the pool around it is not."""
     nodes = inputs["nodes"]
     moves = (nodes > 0) & (nodes != torch.arange(nodes.shape[1], device=nodes.device))
-    return 2 * int(moves.sum()) * slot_bytes(inputs["kv"]), 0
+    kv = inputs["kv"]
+    slot_bytes = kv.numel() // (kv.shape[2] * kv.shape[3]) * kv.element_size()
+    return 2 * int(moves.sum()) * slot_bytes, 0
 
 
 # The other functions handle a few KB: what counts there is the launch, and the benchmark counts every tensor once.

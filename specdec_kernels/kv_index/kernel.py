@@ -1,11 +1,8 @@
 """Page-table arithmetic and the move of accepted paths on the device.
 
-Ragged results are filled by output place: one program sums the sizes of all rows, then every lane finds the row of its
-place by bisection. So stores are dense, every place is written, and no row waits for another.
-
-A move reads all its sources for a slice of the features before it writes any of them. Source and target may be the
-same slot for different lanes, so a barrier stands between. Different programs own different features (and, of
-different requests, different pages): no program reads what another writes.
+Ragged results are filled by output place: one program sums the sizes of all requests, then every lane finds the owner
+of its place by bisection. A move reads all its sources for a slice of the features before it writes any of them, and
+programs own different features or different pages, so no program reads what another writes.
 """
 
 from __future__ import annotations
@@ -30,7 +27,6 @@ def _running_sums_kernel(
     limit,
     stride,
     REPEAT: tl.constexpr,
-    SCALE: tl.constexpr,
     ADD: tl.constexpr,
     GROWTH: tl.constexpr,
     UNIT: tl.constexpr,
@@ -45,7 +41,7 @@ def _running_sums_kernel(
         entry = first + lane
         count = tl.load(counts_ptr + entry // REPEAT, mask=entry < entries, other=0).to(tl.int64)
         count = tl.minimum(tl.maximum(count, 0), limit)
-        size = (count * SCALE + ADD + step + GROWTH * (entry % REPEAT) + UNIT - 1) // UNIT
+        size = (count + ADD + step + GROWTH * (entry % REPEAT) + UNIT - 1) // UNIT
         ends = tl.minimum(before + tl.cumsum(size, 0), capacity)
         tl.store(sums_ptr + 1 + entry, ends.to(sums_ptr.dtype.element_ty), mask=entry < entries)
         before += tl.sum(size, 0)
@@ -53,8 +49,8 @@ def _running_sums_kernel(
 
 @triton.jit
 def owning_row(sums_ptr, place, rows, live):
-    """Row of each place: the first with sums[row + 1] > place, `rows` where there is none."""
-    # Invariant: rows below `low` end at or before the place, rows from `high` on end behind it.
+    """Owner of each place: the first row with sums[row + 1] > place, `rows` where there is none."""
+    # Invariant: rows below `low` end at or before the place, rows from `high` on end after it.
     low = (place * 0).to(tl.int32)
     high = low + rows
     span = rows
@@ -70,7 +66,7 @@ def owning_row(sums_ptr, place, rows, live):
 
 @triton.jit
 def _page_slot(table_ptr, request, position, live, ROW_PAGES: tl.constexpr, PAGE_SIZE: tl.constexpr):
-    """Pool slot of each position, -1 where not `live`, outside the table or on a page that is not held."""
+    """KV slot of each position, -1 where not `live`, outside the table or on a page that is not held."""
     inside = live & (position >= 0) & (position < ROW_PAGES * PAGE_SIZE)
     place = tl.where(inside, position, 0)
     page = tl.load(table_ptr + request.to(tl.int64) * ROW_PAGES + place // PAGE_SIZE, mask=inside, other=-1)
@@ -91,7 +87,7 @@ def _token_slots_kernel(
     counts_ptr,  # [B] int32
     slots_ptr,  # [B, width] int64
     total,  # B * width
-    width,  # of a prefill it is the longest prompt: not a reason to compile again
+    width,  # not specialised: in a prefill it is the longest prompt
     ROW_PAGES: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -122,8 +118,8 @@ def _level_slots_kernel(
 ):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     in_out = place < total
-    row, column = place // WIDTH, place % WIDTH
-    level, request = row // batch, row % batch
+    group, column = place // WIDTH, place % WIDTH
+    level, request = group // batch, group % batch
     active = tl.load(active_ptr + request, mask=in_out, other=0)
     start = tl.load(lengths_ptr + request, mask=in_out, other=0) + first
     slot = _page_slot(table_ptr, request, start + level * WIDTH + column, in_out & (active > 0), ROW_PAGES, PAGE_SIZE)
@@ -171,31 +167,13 @@ def _attention_table_kernel(
 ):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     in_out = place < total
-    # A table without columns still has lengths to write: it is swept as if it had one.
+    # A table without columns still has lengths to write: as if it had one column.
     request, column = place // max(ROW_PAGES, 1), place % max(ROW_PAGES, 1)
     held = _held(lengths_ptr, request, in_out, ROW_PAGES * PAGE_SIZE)
     used = in_out & (column * PAGE_SIZE < held)
     page = tl.load(table_ptr + place, mask=used, other=0)
     tl.store(out_table_ptr + place, page, mask=in_out & (column < ROW_PAGES))
     tl.store(seqused_ptr + request, held.to(tl.int32), mask=in_out & (column == 0))
-
-
-@triton.jit
-def feature_offsets(first, planes, plane_stride, ROW: tl.constexpr, BLOCK_F: tl.constexpr):
-    """Offsets of a slice of the features within the pool, relative to a slot's row, and which exist."""
-    feature = first + tl.arange(0, BLOCK_F)
-    within = (feature // ROW).to(tl.int64) * plane_stride + feature % ROW
-    return within[None, :], (feature < planes * ROW)[None, :]
-
-
-@triton.jit
-def move_rows(kv_ptr, source, target, moves, first, planes, plane_stride, ROW: tl.constexpr, BLOCK_F: tl.constexpr):
-    """Copy a slice of the features from source to target slots [M] where `moves`, all reads before all writes."""
-    within, exists = feature_offsets(first, planes, plane_stride, ROW, BLOCK_F)
-    live = moves[:, None] & exists
-    values = tl.load(kv_ptr + source[:, None] * ROW + within, mask=live, other=0.0)
-    tl.debug_barrier()
-    tl.store(kv_ptr + target[:, None] * ROW + within, values, mask=live)
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -224,7 +202,12 @@ def _move_kernel(
     source = _page_slot(table_ptr, request, length + node, moves, ROW_PAGES, PAGE_SIZE)
     target = _page_slot(table_ptr, request, length + step, moves, ROW_PAGES, PAGE_SIZE)
     moves = moves & (source >= 0) & (target >= 0)
-    move_rows(kv_ptr, source, target, moves, tl.program_id(1) * BLOCK_F, PLANES, plane_stride, ROW, BLOCK_F)
+    feature = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
+    within = ((feature // ROW).to(tl.int64) * plane_stride + feature % ROW)[None, :]
+    live = moves[:, None] & (feature < PLANES * ROW)[None, :]
+    values = tl.load(kv_ptr + source[:, None] * ROW + within, mask=live, other=0.0)
+    tl.debug_barrier()  # one lane's target may be another lane's source
+    tl.store(kv_ptr + target[:, None] * ROW + within, values, mask=live)
 
 
 def running_sums(
@@ -234,21 +217,20 @@ def running_sums(
     capacity: int = INT64_MAX,
     limit: int = INT64_MAX,
     repeat: int = 1,
-    scale: int = 1,
     add: int = 0,
     growth: int = 0,
     unit: int = 1,
 ) -> torch.Tensor:
-    """Exclusive sums of row sizes with the total behind them, into `out` [E + 1] or, per step, [steps, >= E + 1].
+    """Exclusive sums of sequence sizes, then the total, into `out` [E + 1] or, per step, [steps, >= E + 1].
 
-    Each count stands for `repeat` rows one behind the other. Row r of a count c has in step s the size
-    ceil((min(max(c, 0), limit) * scale + add + s + growth * r) / unit). No sum is larger than `capacity`.
+    Each count stands for `repeat` sequences. Sequence r of a count c has in step s the size
+    ceil((min(max(c, 0), limit) + add + s + growth * r) / unit). No sum is larger than `capacity`.
     """
     entries, config = counts.shape[0] * repeat, config_of(counts)
     steps, stride = (out.shape[0], out.stride(0)) if out.dim() == 2 else (1, 0)
     launch(
         _running_sums_kernel, (steps,), counts, out, entries, capacity, limit, stride, num_warps=config.num_warps,
-        REPEAT=repeat, SCALE=scale, ADD=add, GROWTH=growth, UNIT=unit, BLOCK=lanes(entries, config.scan_block),
+        REPEAT=repeat, ADD=add, GROWTH=growth, UNIT=unit, BLOCK=lanes(entries, config.scan_block),
     )  # fmt: skip
     return out
 

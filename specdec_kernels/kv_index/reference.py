@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from specdec_kernels.kv_index.types import FlashAttentionIndices, FlashInferIndices, LevelSlots
 
 
-def token_slots(
-    page_table: torch.Tensor, start: torch.Tensor, counts: torch.Tensor, width: int, page_size: int
-) -> torch.Tensor:
-    """See `specdec_kernels.kv_index.token_slots`."""
+def token_slots(page_table: Tensor, start: Tensor, counts: Tensor, width: int, page_size: int) -> Tensor:
     column = torch.arange(width, device=page_table.device)
     return torch.where(column < counts[:, None], _position_slots(page_table, start[:, None] + column, page_size), -1)
 
 
 def level_slots(
-    page_table: torch.Tensor,
-    lengths: torch.Tensor,
-    active: torch.Tensor,
-    levels: int,
-    width: int,
-    page_size: int,
-    first: int,
+    page_table: Tensor, lengths: Tensor, active: Tensor, levels: int, width: int, page_size: int, first: int
 ) -> LevelSlots:
-    """See `specdec_kernels.kv_index.level_slots`."""
     starts = [lengths + first + level * width for level in range(levels)]
     counts = active * width
     slots = [token_slots(page_table, start, counts, width, page_size) for start in starts]
@@ -34,9 +25,8 @@ def level_slots(
 
 
 def flashinfer_indices(
-    page_table: torch.Tensor, lengths: torch.Tensor, page_size: int, capacity: int | None = None
+    page_table: Tensor, lengths: Tensor, page_size: int, capacity: int | None = None
 ) -> FlashInferIndices:
-    """See `specdec_kernels.kv_index.flashinfer_indices`."""
     batch, row_pages = page_table.shape
     capacity = batch * row_pages if capacity is None else capacity
     held = lengths.clamp(0, row_pages * page_size)
@@ -55,38 +45,29 @@ def flashinfer_indices(
     return FlashInferIndices(indptr.int(), indices.int(), last_page_len.int())
 
 
-def flash_attention_table(page_table: torch.Tensor, lengths: torch.Tensor, page_size: int) -> FlashAttentionIndices:
-    """See `specdec_kernels.kv_index.flash_attention_table`."""
+def flash_attention_table(page_table: Tensor, lengths: Tensor, page_size: int) -> FlashAttentionIndices:
     row_pages = page_table.shape[1]
     held = lengths.clamp(0, row_pages * page_size)
     column = torch.arange(row_pages, device=page_table.device)
     return FlashAttentionIndices(torch.where(column * page_size < held[:, None], page_table, 0), held.int())
 
 
-def move_accepted(kv: torch.Tensor, page_table: torch.Tensor, lengths: torch.Tensor, nodes: torch.Tensor) -> None:
-    """See `specdec_kernels.kv_index.move_accepted`."""
-    column = torch.arange(nodes.shape[1], device=nodes.device)
-    source = _position_slots(page_table, lengths[:, None] + nodes.clamp(min=0), kv.shape[3])
-    target = _position_slots(page_table, lengths[:, None] + column, kv.shape[3])
-    move_slots(kv, torch.where(nodes >= 0, source, -1).flatten(), target.flatten())
-
-
-def move_slots(kv: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy keys and values of all layers from source to target slots [M]; a pair with a slot outside moves nothing."""
+def move_accepted(kv: Tensor, page_table: Tensor, lengths: Tensor, nodes: Tensor) -> None:
     layers, _, pages, page_size, heads, dim = kv.shape
-    num_slots = pages * page_size
-    if num_slots == 0 or source.numel() == 0:
+    if kv.numel() == 0 or nodes.numel() == 0:
         return
-    moves = (source >= 0) & (source < num_slots) & (target >= 0) & (target < num_slots) & (source != target)
-    # Fixed shapes: an entry that moves nothing rewrites slot 0 with what slot 0 is to hold in the end anyway.
+    column = torch.arange(nodes.shape[1], device=nodes.device)
+    source = _position_slots(page_table, lengths[:, None] + nodes.clamp(min=0), page_size).flatten()
+    target = _position_slots(page_table, lengths[:, None] + column, page_size).flatten()
+    moves = (nodes >= 0).flatten() & (source >= 0) & (target >= 0) & (source != target)
+    # Fixed shapes: an entry that moves nothing writes into slot 0 what slot 0 holds in the end anyway.
     into_zero = moves & (target == 0)
     source = torch.where(moves, source, torch.where(into_zero, source, 0).sum())
-    target = torch.where(moves, target, 0)
-    slots = kv.view(layers, 2, num_slots, heads, dim)
-    slots[:, :, target] = slots[:, :, source]
+    slots = kv.view(layers, 2, pages * page_size, heads, dim)
+    slots[:, :, torch.where(moves, target, 0)] = slots[:, :, source]
 
 
-def _position_slots(page_table: torch.Tensor, positions: torch.Tensor, page_size: int) -> torch.Tensor:
+def _position_slots(page_table: Tensor, positions: Tensor, page_size: int) -> Tensor:
     """[B, K] positions -> [B, K] int64 slots, -1 outside the table or on a page that is not there."""
     batch, row_pages = page_table.shape
     if row_pages == 0:

@@ -1,30 +1,30 @@
-"""What the index builders return."""
+"""Results of the index functions."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
 
 class LevelSlots(NamedTuple):
-    """Where the tokens of all levels of a draft stand and are stored."""
+    """Positions and KV slots of all levels of a draft."""
 
-    slots: torch.Tensor  # [levels, B, width] int64, -1 of padding rows and where no page is held
-    positions: torch.Tensor  # [levels, B, width] int64
-    counts: torch.Tensor  # [B] int32: tokens of a level, 0 of a padding row
+    slots: Tensor  # [levels, B, width] int64, -1 of padding slots and where no page is held
+    positions: Tensor  # [levels, B, width] int64
+    counts: Tensor  # [B] int32: tokens of a level, 0 of a padding slot
 
 
 class FlashInferIndices(NamedTuple):
     """Paged-KV arrays in FlashInfer's layout."""
 
-    indptr: torch.Tensor  # [B + 1] int32: row b owns indices[indptr[b] : indptr[b + 1]]
-    indices: torch.Tensor  # [capacity] int32 page ids, 0 behind the last row
-    last_page_len: torch.Tensor  # [B] int32: tokens on the last page, 0 for an empty row
+    indptr: Tensor  # [B + 1] int32: request b owns indices[indptr[b] : indptr[b + 1]]
+    indices: Tensor  # [capacity] int32 page ids, 0 after the last request
+    last_page_len: Tensor  # [B] int32: tokens on the last page, 0 for an empty request
 
 
 class FlashAttentionIndices(NamedTuple):
     """Paged-KV arrays in FlashAttention's layout."""
 
-    page_table: torch.Tensor  # [B, P] int32, 0 past the row's length
-    seqused_k: torch.Tensor  # [B] int32
+    page_table: Tensor  # [B, P] int32, 0 past the request's length
+    seqused_k: Tensor  # [B] int32

@@ -2,8 +2,7 @@
 context.
 
 Between the projections and attention, every key is normalised, rotated and stored, and every query normalised
-and rotated. Separate operations would launch a dozen small memory-bound kernels per layer; this family launches one.
-`rope_table` makes the tables of the scaling rules that checkpoints use.
+and rotated, in one launch per layer. `rope_table` makes the tables of the scaling rules that checkpoints use.
 """
 
 from specdec_kernels.kv_write.api import materialize_kv, write_kv

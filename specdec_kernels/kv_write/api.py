@@ -1,69 +1,68 @@
-"""Public functions of the family: arguments are checked here, once for both implementations."""
+"""Public functions of the family; `impl` is `auto`, `triton` or `reference`.
+
+Both raise ValueError for a shape, dtype, device or layout that does not fit, and RuntimeError where `impl="triton"` can
+run no kernel.
+"""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from torch import Tensor
 
 from specdec_kernels.checks import expect_contiguous, expect_dtype, expect_same_device, expect_shape
-from specdec_kernels.kv_write.types import head_dim_problem
+from specdec_kernels.kv_write.types import KVStore, StoreOptions, head_dim_problem
 from specdec_kernels.launch import dispatch
 
 _MODEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def write_kv(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    kv: torch.Tensor,
-    slots: torch.Tensor,
-    positions: torch.Tensor,
-    rope: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    rope: Tensor,
     *,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
     eps: float,
     interleaved: bool = False,
-    k_scale: float | torch.Tensor | None = None,
-    v_scale: float | torch.Tensor | None = None,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
     impl: str = "auto",
-) -> torch.Tensor:
+) -> Tensor:
     """Normalise and rotate the queries and keys of T tokens, and store keys and values of one layer at their slots.
 
     The norm rounds as the Qwen3 layer of Hugging Face transformers does. The rotation is computed in float32 and
     rounded once, where that layer rounds each product.
 
     Args:
-        q: [T, H, D]; k, v: [T, H_kv, D]. The heads of a token must be adjacent, the tokens may be strided by
-            whole heads (slices of one fused projection). D is a multiple of 8 from 16 to 512.
-        kv: [2, pages, page_size, H_kv, D], dtype of q or float8_e4m3fn; written in place. Contiguous.
-        slots: [T] int64, page * page_size + offset; a slot outside [0, pages * page_size), such as -1, stores
-            nothing. Slots that are stored must differ from each other.
+        q: [T, H, D]; k, v: [T, H_kv, D]. The heads of a token are adjacent, the tokens may be strided by whole heads
+            (slices of one fused projection). D is a multiple of 8 from 16 to 512.
+        kv: [2, pages, page_size, H_kv, D], contiguous, dtype of q or float8_e4m3fn; written in place.
+        slots: [T] int64, page * page_size + offset, different where they are inside [0, pages * page_size); others,
+            such as -1, store nothing.
         positions: [T] int64 rows of `rope`; a position outside the table rotates to zeros.
         rope: [max_pos, R] float32 (or float64 with a float64 pool), cosines in the first half of a row and
             sines in the second, see `rope_table`. R is even and at most D; elements from R on do not turn.
         q_norm, k_norm: [D] weights of the RMS norm over a head, or None for no norm. Both or neither.
-        eps: added to the mean square.
         interleaved: pairs are elements (2 i, 2 i + 1); otherwise (i, i + R / 2), as in neox.
         k_scale, v_scale: the pool holds keys (values) divided by this, a number or [H_kv] float32. An e4m3
-            pool rounds to the nearest even code and cuts magnitudes to 448.
-        impl: `auto`, `triton` or `reference`.
+            pool rounds to the nearest even code and clamps magnitudes to 448.
 
     Returns:
         q_out [T, H, D], contiguous, dtype of q: every token's queries, also those whose slot is -1.
-
-    Raises:
-        ValueError: a shape, dtype, device or layout does not fit; the message names expected and actual.
-        RuntimeError: `impl="triton"` where no kernel can run.
     """
     expect_shape("q", q, (None, None, None))
     tokens, _, head_dim = q.shape
     expect_shape("k", k, (tokens, None, head_dim))
     expect_shape("v", v, k.shape)
     expect_shape("kv", kv, (2, None, None, k.shape[1], head_dim))
-    _check_store(k, v, kv, slots, positions, rope, k_scale=k_scale, v_scale=v_scale)
+    store = KVStore(k, v, kv, slots, positions, rope)
+    options = StoreOptions(eps, interleaved, k_scale, v_scale)
+    _check_store(store, options)
     expect_dtype("q", q, k.dtype)
     _expect_adjacent_heads(q=q, k=k, v=v)
     if (q_norm is None) != (k_norm is None):
@@ -73,25 +72,24 @@ def write_kv(
             expect_shape(name, norm, (head_dim,))
     expect_same_device(q=q, kv=kv, q_norm=q_norm, k_norm=k_norm)
     expect_contiguous(q_norm=q_norm, k_norm=k_norm)
-    options: dict[str, Any] = dict(eps=eps, interleaved=interleaved, k_scale=k_scale, v_scale=v_scale)
-    implementation = dispatch("write_kv", __package__, impl, q)
-    return implementation(q, k, v, kv, slots, positions, rope, q_norm=q_norm, k_norm=k_norm, **options)
+    out: Tensor = dispatch("write_kv", __package__, impl, q)(q, store, q_norm, k_norm, options)
+    return out
 
 
 def materialize_kv(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    kv: torch.Tensor,
-    slots: torch.Tensor,
-    positions: torch.Tensor,
-    rope: torch.Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    rope: Tensor,
     *,
-    k_norm: torch.Tensor | None,
+    k_norm: Tensor | None,
     eps: float,
-    counts: torch.Tensor | None = None,
+    counts: Tensor | None = None,
     interleaved: bool = False,
-    k_scale: float | torch.Tensor | None = None,
-    v_scale: float | torch.Tensor | None = None,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
     impl: str = "auto",
 ) -> None:
     """Normalise, rotate and store the keys and values of T context tokens for all layers of a drafter at once.
@@ -100,21 +98,18 @@ def materialize_kv(
         k, v: [T, layers, H_kv, D]; the heads of a layer must be adjacent, tokens and layers may be strided by
             whole heads (slices of one stacked projection).
         kv: [layers, 2, pages, page_size, H_kv, D], dtype of k or float8_e4m3fn; written in place. Contiguous.
-        slots, positions, rope, eps, interleaved, k_scale, v_scale, impl: as in `write_kv`; a token has the same
-            slot in every layer.
+        slots: [T] int64; a token has the same slot in every layer. Other arguments are as in `write_kv`.
         k_norm: [layers, D] weights of the RMS norm, or None for no norm.
         counts: [B] int32 valid tokens of each request, whose T / B tokens are adjacent; tokens from
             `counts[b]` on are not stored (nor read). None stores every token that has a slot.
-
-    Raises:
-        ValueError: a shape, dtype, device or layout does not fit; the message names expected and actual.
-        RuntimeError: `impl="triton"` where no kernel can run.
     """
     expect_shape("k", k, (None, None, None, None))
     tokens, layers, kv_heads, head_dim = k.shape
     expect_shape("v", v, k.shape)
     expect_shape("kv", kv, (layers, 2, None, None, kv_heads, head_dim))
-    _check_store(k, v, kv, slots, positions, rope, k_scale=k_scale, v_scale=v_scale)
+    store = KVStore(k, v, kv, slots, positions, rope)
+    options = StoreOptions(eps, interleaved, k_scale, v_scale)
+    _check_store(store, options)
     _expect_adjacent_heads(k=k, v=v)
     if counts is not None:
         expect_shape("counts", counts, (None,))
@@ -125,21 +120,11 @@ def materialize_kv(
         expect_shape("k_norm", k_norm, (layers, head_dim))
     expect_same_device(k=k, counts=counts, k_norm=k_norm)
     expect_contiguous(counts=counts, k_norm=k_norm)
-    options: dict[str, Any] = dict(eps=eps, interleaved=interleaved, k_scale=k_scale, v_scale=v_scale)
-    implementation = dispatch("materialize_kv", __package__, impl, k)
-    implementation(k, v, kv, slots, positions, rope, k_norm=k_norm, counts=counts, **options)
+    dispatch("materialize_kv", __package__, impl, k)(store, k_norm, counts, options)
 
 
-def _check_store(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    kv: torch.Tensor,
-    slots: torch.Tensor,
-    positions: torch.Tensor,
-    rope: torch.Tensor,
-    **scales: float | torch.Tensor | None,
-) -> None:
-    """What both functions expect of the arguments that say what is stored where."""
+def _check_store(store: KVStore, options: StoreOptions) -> None:
+    k, v, kv, slots, positions, rope = store
     head_dim = kv.shape[-1]
     if (problem := head_dim_problem(head_dim)) is not None:
         raise ValueError(f"kv: {problem}")
@@ -156,15 +141,15 @@ def _check_store(
     expect_dtype("rope", rope, torch.float32, *exact)
     expect_same_device(k=k, v=v, kv=kv, slots=slots, positions=positions, rope=rope)
     expect_contiguous(kv=kv, slots=slots, positions=positions, rope=rope)
-    for name, scale in scales.items():
-        if isinstance(scale, torch.Tensor):
+    for name, scale in (("k_scale", options.k_scale), ("v_scale", options.v_scale)):
+        if isinstance(scale, Tensor):
             expect_shape(name, scale, (kv.shape[-2],))
             expect_dtype(name, scale, torch.float32, *exact)
             expect_contiguous(**{name: scale})
             expect_same_device(kv=kv, **{name: scale})
 
 
-def _expect_adjacent_heads(**tensors: torch.Tensor) -> None:
+def _expect_adjacent_heads(**tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         head_dim = tensor.shape[-1]
         steps = list(zip(tensor.shape, tensor.stride(), strict=True))

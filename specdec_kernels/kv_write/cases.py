@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from specdec_kernels.cases import Comparison, Maker, WorkModel, case_of
 from specdec_kernels.kv_write.rope import rope_table
@@ -14,14 +15,8 @@ _MAX_POS = 64
 
 
 def _placed(
-    make: Maker,
-    tokens: int,
-    page_size: int,
-    skipped: str,
-    kv_heads: int,
-    head_dim: int,
-    planes: tuple[int, ...],
-) -> tuple[torch.Tensor, torch.Tensor]:
+    make: Maker, tokens: int, page_size: int, skipped: str, kv_heads: int, head_dim: int, planes: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
     """A pool [*planes, pages, page_size, H_kv, D] with old contents, and distinct slots for the tokens."""
     pages = -(-tokens // page_size) + 2
     kv = make.normal(*planes, pages, page_size, kv_heads, head_dim)
@@ -59,8 +54,8 @@ def write_inputs(
     fp8: str = "",
     **options: Any,
 ) -> dict[str, Any]:
-    """Arguments of `write_kv`; `fused`: q, k, v are slices of one projection, `skipped`: which slots store
-    nothing, `fp8`: an e4m3 pool with scales by number or by head."""
+    """`fused`: q, k, v are slices of one projection, `skipped`: which slots store nothing, `fp8`: scales of an e4m3
+    pool by number or by head."""
     sizes = (heads[0], heads[1], heads[1])
     if fused:
         parts = make.normal(tokens, sum(sizes), head_dim).split(sizes, dim=1)
@@ -98,8 +93,7 @@ def materialize_inputs(
     counts: int = 0,
     **options: Any,
 ) -> dict[str, Any]:
-    """Arguments of `materialize_kv`; `counts`: so many requests with valid prefixes; `fused` makes k and v
-    slices of one stacked projection."""
+    """As `write_inputs`; `counts`: requests with valid prefixes."""
     if fused:
         k, v = make.normal(tokens, layers, 2 * kv_heads, head_dim).split(kv_heads, dim=2)
     else:
@@ -134,17 +128,14 @@ def _materialize_work(inputs: dict[str, Any]) -> tuple[int, int]:
 
 
 COMPARISON = Comparison(float64=True)
-WORK: dict[str, WorkModel] = {
-    "write_kv": _write_work,
-    "materialize_kv": _materialize_work,
-}
-
+WORK: dict[str, WorkModel] = {"write_kv": _write_work, "materialize_kv": _materialize_work}
 
 _write = partial(case_of, "write_kv", write_inputs)
 _materialize = partial(case_of, "materialize_kv", materialize_inputs)
 
 _SHIPPED: dict[str, Any] = dict(heads=(32, 8), head_dim=128, fused=True)
 _SHIPPED_LAYERS: dict[str, Any] = dict(layers=5, kv_heads=8, head_dim=128, fused=True)
+_BENCH_LAYERS: dict[str, Any] = dict(bench=True, tags=("large",), **_SHIPPED_LAYERS)
 
 CASES = (
     _write("write_empty", "launch on an empty grid", tokens=0),
@@ -156,7 +147,7 @@ CASES = (
     _write("write_outside", "slot past the pool written", tokens=9, skipped="outside"),
     _write("write_llama", "norm without weights", tokens=6, norm=False),
     _write("write_last_position", "last row of the table", tokens=3, positions=(_MAX_POS - 1, _MAX_POS)),
-    _write("write_behind_table", "a row read behind the table", tokens=2, positions=(_MAX_POS, _MAX_POS + 1)),
+    _write("write_behind_table", "a row read past the table", tokens=2, positions=(_MAX_POS, _MAX_POS + 1)),
     _write("write_past_table", "table read out of bounds", tokens=6, positions=(-2, _MAX_POS + 5)),
     _write("write_page_1", "pages of one token", tokens=5, page_size=1),
     _write("write_page_64", "pages wider than the step", tokens=5, page_size=64),
@@ -166,12 +157,7 @@ CASES = (
     _write("write_interleaved", "pairs of neighbours", tokens=5, heads=(3, 2), interleaved=True, fused=True),
     _write("write_partial", "elements that do not turn", tokens=5, heads=(3, 2), head_dim=64, rotary_dim=16),
     _write(
-        "write_partial_odd",
-        "both parts off the block",
-        tokens=4,
-        head_dim=56,
-        rotary_dim=22,
-        interleaved=True,
+        "write_partial_odd", "both parts off the block", tokens=4, head_dim=56, rotary_dim=22, interleaved=True,
         skipped="some",
     ),
     _write("write_96", "a head dimension off the block", tokens=5, heads=(3, 2), head_dim=96),
@@ -196,7 +182,7 @@ CASES = (
     _materialize("materialize_page_1", "pages of one token", tokens=5, page_size=1),
     _materialize("materialize_many", "several programs", tokens=200, layers=2, kv_heads=3),
     _materialize("materialize_shipped", "registers and vector width", tokens=4, gate=True, **_SHIPPED_LAYERS),
-    _materialize("materialize_counts", "rows behind the valid prefix written", tokens=20, counts=4, skipped="some"),
+    _materialize("materialize_counts", "rows after the valid prefix written", tokens=20, counts=4, skipped="some"),
     _materialize(
         "materialize_partial", "elements that do not turn", tokens=5, head_dim=32, rotary_dim=16, interleaved=True
     ),
@@ -206,24 +192,7 @@ CASES = (
         "materialize_fp8_shipped", "registers", tokens=6, gate=True, fp8="number", counts=2, **_SHIPPED_LAYERS
     ),
     _materialize("materialize_prefill_shipped", "registers", tokens=300, gate=True, tags=("large",), **_SHIPPED_LAYERS),
-    _materialize(
-        "materialize_b8_n16", "commit of eight requests", bench=True, tags=("large",), tokens=128, **_SHIPPED_LAYERS
-    ),
-    _materialize(
-        "materialize_prefill_8k",
-        "context of a long prompt, bound by bandwidth",
-        bench=True,
-        tags=("large",),
-        tokens=8192,
-        **_SHIPPED_LAYERS,
-    ),
-    _materialize(
-        "materialize_prefill_8k_fp8",
-        "the same into an e4m3 pool",
-        bench=True,
-        tags=("large",),
-        tokens=8192,
-        fp8="number",
-        **_SHIPPED_LAYERS,
-    ),
-)
+    _materialize("materialize_b8_n16", "commit of eight requests", tokens=128, **_BENCH_LAYERS),
+    _materialize("materialize_prefill_8k", "a long prompt, bound by bandwidth", tokens=8192, **_BENCH_LAYERS),
+    _materialize("materialize_prefill_8k_fp8", "an e4m3 pool", tokens=8192, fp8="number", **_BENCH_LAYERS),
+)  # fmt: skip

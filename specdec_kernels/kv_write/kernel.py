@@ -8,23 +8,20 @@ elements that do not turn,
     y = w * (x / sqrt(mean(x^2) + eps));   out = [y1 c - y2 s, y2 c + y1 s, y3]
 
 with the roundings of the definition in `reference`. The bytes of an e4m3 pool are computed here, so that chips without
-the conversion, and the interpreter, store the same codes. The kernel is bound by memory: every element is read and
-written once. For the few tokens of a step it is bound by its launch, which `overlap` hides.
-
-Both public functions launch the same kernel: `write_kv` is one layer with queries, `materialize_kv` several without.
+the conversion, and the interpreter, store the same codes. Both public functions launch the same kernel: `write_kv` is
+one layer with queries, `materialize_kv` several without.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from specdec_kernels.kv_write.configs import NUM_WARPS, tile
+from specdec_kernels.kv_write.types import KVStore, StoreOptions
 from specdec_kernels.launch import current_chip, lanes, launch
-from specdec_kernels.overlap import let_next_kernel_start, overlapped, wait_for_kernel_ahead
+from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
 
 _STRIDES = ["q_stride", "k_stride", "k_layer_stride", "v_stride", "v_layer_stride"]
 _VARYING = ["tokens", "width", "num_slots", "max_pos", *_STRIDES]
@@ -148,7 +145,8 @@ def _turn_heads(
     exists = (head < NUM_HEADS)[None, :]
     from_ptr = in_ptr + (in_row[:, None] + head[None, :]) * D
     to_ptr = out_ptr + (out_row[:, None] + head[None, :]) * D
-    seen, mine = here[:, None] & exists, kept[:, None] & exists
+    seen = here[:, None] & exists
+    mine = kept[:, None] & exists
     REST: tl.constexpr = D - 2 * HALF
     first, second = _load_pairs(from_ptr, seen, HALF, HALF_BLOCK, INTERLEAVED)
     if REST > 0:
@@ -227,10 +225,10 @@ def _kv_write_kernel(
     V_BY_HEAD: tl.constexpr,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    wait_for_kernel_ahead(OVERLAP)
-    let_next_kernel_start(OVERLAP)
+    wait_for_predecessor(PDL)
+    launch_dependents(PDL)
     Q_BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
     KV_BLOCKS: tl.constexpr = (H_KV + HEADS - 1) // HEADS
     block = tl.program_id(1)
@@ -269,58 +267,33 @@ def _kv_write_kernel(
 
 
 def write_kv(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    kv: torch.Tensor,
-    slots: torch.Tensor,
-    positions: torch.Tensor,
-    rope: torch.Tensor,
-    *,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    **options: Any,
+    q: torch.Tensor, store: KVStore, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None, options: StoreOptions
 ) -> torch.Tensor:
     """See `specdec_kernels.write_kv`, which has checked the arguments."""
     out = q.new_empty(q.shape)
-    layer_norm = None if k_norm is None else k_norm[None]
-    places = (slots, positions, rope)
-    _launch(q, out, k[:, None], v[:, None], kv[None], *places, q_norm=q_norm, k_norm=layer_norm, **options)
+    _launch(q, out, q_norm, store.with_layer_axis(), None if k_norm is None else k_norm[None], None, options)
     return out
 
 
 def materialize_kv(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    kv: torch.Tensor,
-    slots: torch.Tensor,
-    positions: torch.Tensor,
-    rope: torch.Tensor,
-    **options: Any,
+    store: KVStore, k_norm: torch.Tensor | None, counts: torch.Tensor | None, options: StoreOptions
 ) -> None:
     """See `specdec_kernels.materialize_kv`, which has checked the arguments."""
-    _launch(None, None, k, v, kv, slots, positions, rope, q_norm=None, **options)
+    _launch(None, None, None, store, k_norm, counts, options)
 
 
 def _launch(
     q: torch.Tensor | None,
     out: torch.Tensor | None,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    kv: torch.Tensor,
-    slots: torch.Tensor,
-    positions: torch.Tensor,
-    rope: torch.Tensor,
-    *,
     q_norm: torch.Tensor | None,
+    store: KVStore,
     k_norm: torch.Tensor | None,
-    eps: float,
-    interleaved: bool,
-    k_scale: float | torch.Tensor | None,
-    v_scale: float | torch.Tensor | None,
-    counts: torch.Tensor | None = None,
+    counts: torch.Tensor | None,
+    options: StoreOptions,
 ) -> None:
-    """q, out: [T, H, D] or None; k, v: [T, layers, H_kv, D]; kv: [layers, 2, pages, page_size, H_kv, D]."""
+    """q, out: [T, H, D] or None."""
+    k, v, kv, slots, positions, rope = store
+    eps, interleaved, k_scale, v_scale = options
     if kv.dtype == torch.float64:
         raise ValueError(
             "kv: the kernel takes float32, float16, bfloat16 and float8_e4m3fn, got float64; use impl='reference'"
@@ -355,5 +328,5 @@ def _launch(
         K_BY_HEAD=isinstance(k_scale, torch.Tensor),
         V_BY_HEAD=isinstance(v_scale, torch.Tensor),
         **block,
-        **overlapped(chip),
+        **pdl_options(chip),
     )

@@ -9,8 +9,7 @@ The kernel decides which elements form pair i (`interleaved`). Long-context chec
     yarn     a linear ramp between both over the pairs that make beta_slow to beta_fast turns in
              original_length, and cosines and sines times an attention factor (arXiv 2309.00071)
 
-Kept in float32 throughout: a 16-bit float does not hold the angle of a long position, and checkpoints were
-trained with float32 angles.
+All in float32: a 16-bit float does not hold the angle of a long position.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from specdec_kernels.kv_write.types import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
@@ -28,21 +28,11 @@ def rope_table(
     theta: float = 10000.0,
     scaling: RopeScaling | None = None,
     device: torch.device | str | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Cosines and sines of positions 0 to max_positions - 1.
 
-    Args:
-        rotary_dim: R, elements of a head that turn; even, >= 2.
-        max_positions: rows of the table, >= 0.
-        theta: base wavelength, > 0.
-        scaling: how the checkpoint stretches the frequencies, None for not at all.
-        device: where the table is made.
-
-    Returns:
-        [max_positions, R] float32: cosines of the R / 2 pairs, then their sines.
-
-    Raises:
-        ValueError: an argument out of its range.
+    Returns [max_positions, R] float32 for R = `rotary_dim` turning elements: cosines of the R / 2 pairs, then their
+    sines. Raises ValueError unless `rotary_dim` is even and at least 2, and `theta` and `scaling.factor` are positive.
     """
     if rotary_dim < 2 or rotary_dim % 2:
         raise ValueError(f"rotary_dim: expected an even number >= 2, got {rotary_dim}")
@@ -79,16 +69,16 @@ def _yarn_amplitude(scaling: YarnScaling) -> float:
     return grown(1.0)
 
 
-def _llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
+def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
     turns = scaling.original_length * frequencies / (2 * math.pi)
     band = scaling.high_freq_factor - scaling.low_freq_factor
     keep = ((turns - scaling.low_freq_factor) / band).clamp(0.0, 1.0)
     return keep * frequencies + (1 - keep) * frequencies / scaling.factor
 
 
-def _yarn(frequencies: torch.Tensor, rotary_dim: int, theta: float, scaling: YarnScaling) -> torch.Tensor:
+def _yarn(frequencies: Tensor, rotary_dim: int, theta: float, scaling: YarnScaling) -> Tensor:
     def pair_with(turns: float) -> float:
-        """The (fractional) pair that makes so many turns within the original length."""
+        """The (fractional) pair that makes this number of turns within the original length."""
         longest = scaling.original_length / (turns * 2 * math.pi)
         return rotary_dim * math.log(longest) / (2 * math.log(theta))
 

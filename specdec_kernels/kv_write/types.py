@@ -1,9 +1,35 @@
-"""Which heads can be stored, and the rules by which long-context checkpoints change the frequencies of rotary
-embeddings; see `rope_table`."""
+"""Arguments of the store, head dimensions that it takes, and the scaling rules of rotary embeddings in long-context
+checkpoints; see `rope_table`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class KVStore(NamedTuple):
+    """Keys and values of T tokens and their places; `write_kv` has no axis for layers."""
+
+    k: Tensor  # [T, layers, H_kv, D]
+    v: Tensor  # [T, layers, H_kv, D]
+    kv: Tensor  # [layers, 2, pages, page_size, H_kv, D], written
+    slots: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    rope: Tensor  # [max_pos, R]
+
+    def with_layer_axis(self) -> KVStore:
+        return self._replace(k=self.k[:, None], v=self.v[:, None], kv=self.kv[None])
+
+
+class StoreOptions(NamedTuple):
+    """How heads are normalised, rotated and scaled; see `write_kv`."""
+
+    eps: float
+    interleaved: bool
+    k_scale: float | Tensor | None
+    v_scale: float | Tensor | None
 
 
 @dataclass(frozen=True)

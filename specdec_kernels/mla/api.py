@@ -3,72 +3,68 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from specdec_kernels.attention.api import bounded_length, check_draft, check_lengths, expect_at_least_one
+from specdec_kernels.attention.api import bounded_length, check_draft, check_lengths
 from specdec_kernels.attention.types import AttentionMetadata
-from specdec_kernels.checks import expect_contiguous, expect_dtype, expect_same_device, expect_shape
+from specdec_kernels.checks import (
+    expect_at_least_one,
+    expect_contiguous,
+    expect_dtype,
+    expect_same_device,
+    expect_shape,
+)
 from specdec_kernels.launch import dispatch
+from specdec_kernels.mla.types import MlaCall
 
 _DIM_STEP = 16
 _UNKNOWN = ("window", "soft_cap", "depths", "row_depths")
 
 
 def mla_attention(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    cache: torch.Tensor,
+    q_latent: Tensor,
+    q_rope: Tensor,
+    cache: Tensor,
     metadata: AttentionMetadata,
     *,
     split_tokens: int | None = None,
     impl: str = "auto",
-) -> torch.Tensor:
-    """Attention of N query rows per request over its paged latent cache.
+) -> Tensor:
+    """Attention of N query rows per request over its paged latent cache: [B, N, H, latent] in the queries' dtype.
 
     Args:
-        q_latent: [B, N, H, latent] queries with the key up-projection absorbed; latent a multiple of 16, for example
-            512. Contiguous.
-        q_rope: [B, N, H, rope] rotated queries, rope a multiple of 16, for example 64. Contiguous.
+        q_latent: [B, N, H, latent] queries with the key up-projection absorbed; latent a multiple of 16. Contiguous.
+        q_rope: [B, N, H, rope] rotated queries, rope a multiple of 16. Contiguous.
         cache: [pages, page_size, latent + rope], dtype of the queries; the draft is already stored in it.
-        metadata: who sees whom, as in `paged_attention`, without a window or a soft cap. `scale` has no default: it
-            belongs to the head dimension before absorption (DeepSeek: (128 + 64) ** -0.5 and a factor of its YaRN
-            table).
+        metadata: as in `paged_attention`, without a window or a soft cap. `scale` has no default: it belongs to the
+            head dimension before absorption (DeepSeek: (128 + 64) ** -0.5 and a factor of its YaRN table).
         split_tokens: keys a program works on before partial results are merged, default from the static table.
-
-    Returns:
-        out [B, N, H, latent] in the queries' dtype.
 
     Raises:
         ValueError: a shape, dtype, device, layout or option does not fit; the message names expected and actual.
     """
-    filled = _checked(q_latent, q_rope, cache, metadata, split_tokens)
-    run = dispatch("mla_attention", __package__, impl, q_latent)
-    return run(q_latent, q_rope, cache, filled, split_tokens)
+    call = _checked(MlaCall(q_latent, q_rope, cache, metadata, split_tokens))
+    return dispatch("mla_attention", __package__, impl, q_latent)(call)
 
 
 def mla_attention_with_lse(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    cache: torch.Tensor,
+    q_latent: Tensor,
+    q_rope: Tensor,
+    cache: Tensor,
     metadata: AttentionMetadata,
     *,
     split_tokens: int | None = None,
     impl: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """`mla_attention`, and the log-sum-exp (natural logarithm) of each row's scaled scores: (out, lse [B, N, H]
     float32, float64 for float64 input)."""
-    filled = _checked(q_latent, q_rope, cache, metadata, split_tokens)
-    run = dispatch("mla_attention_with_lse", __package__, impl, q_latent)
-    return run(q_latent, q_rope, cache, filled, split_tokens)
+    call = _checked(MlaCall(q_latent, q_rope, cache, metadata, split_tokens))
+    return dispatch("mla_attention_with_lse", __package__, impl, q_latent)(call)
 
 
-def _checked(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    cache: torch.Tensor,
-    metadata: AttentionMetadata,
-    split_tokens: int | None,
-) -> AttentionMetadata:
-    """`metadata` with its host-side bound filled in; raises ValueError where an argument does not fit."""
+def _checked(call: MlaCall) -> MlaCall:
+    """The call with the host-side bound of its metadata filled in."""
+    q_latent, q_rope, cache, metadata, split_tokens = call
     expect_shape("q_latent", q_latent, (None, None, None, None))
     batch, num_nodes, heads, latent = q_latent.shape
     expect_shape("q_rope", q_rope, (batch, num_nodes, heads, None))
@@ -92,4 +88,4 @@ def _checked(
         raise ValueError(f"scale: expected a positive number, got {metadata.scale}")
     max_length = bounded_length(metadata, cache.shape[1])
     expect_at_least_one(split_tokens=split_tokens)
-    return metadata._replace(max_length=max_length)
+    return call._replace(metadata=metadata._replace(max_length=max_length))

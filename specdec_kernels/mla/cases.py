@@ -10,13 +10,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
-from specdec_kernels.attention.cases_inputs import shuffled_pages
-from specdec_kernels.attention.types import AttentionMetadata
-from specdec_kernels.cases import Case, Comparison, Maker, WorkModel
+from specdec_kernels.attention.cases_inputs import paged_requests
+from specdec_kernels.cases import Case, Comparison, Maker, WorkModel, case_of
 from specdec_kernels.tree import build_tree
-from specdec_kernels.tree.cases import random_parents
 
 
 def mla_inputs(
@@ -39,28 +35,14 @@ def mla_inputs(
 
     With `tree_width` the rows are the last `num_nodes` nodes of a tree of that many, as in a drafter's expansion step.
     """
-    used = list(q_lens) if q_lens is not None else [num_nodes] * len(lengths)
-    drafted = used if tree_width is None else [tree_width] * len(lengths)
-    filled = [length + draft for length, draft in zip(lengths, drafted, strict=True)]
-    held = [-(-count // page_size) for count in filled]
-    page_table, stored = shuffled_pages(make, held, filled, page_size, capacity)
+    metadata, stored, _ = paged_requests(make, mode, num_nodes, lengths, page_size, q_lens, capacity, tree_width)
     cache = make.normal(*stored.shape, latent + rope).masked_fill_(~stored[:, :, None], float("nan"))
-    committed = make.tensor(list(lengths), torch.int64)
     mask = None
     if mode == "tree":
         width = num_nodes if tree_width is None else tree_width
-        tree = build_tree(random_parents(make, len(lengths), width), committed, impl="reference")
+        tree = build_tree(make.parents(len(lengths), width), metadata.lengths, impl="reference")
         mask = tree.mask[:, width - num_nodes :].contiguous()
-    metadata = AttentionMetadata(
-        page_table=page_table,
-        lengths=committed,
-        mode=mode,
-        mask=mask,
-        q_lens=None if q_lens is None else make.tensor(used, torch.int32),
-        tree_width=tree_width,
-        scale=(latent + rope) ** -0.5,
-        max_length=max_length,
-    )
+    metadata = metadata._replace(mask=mask, tree_width=tree_width, scale=(latent + rope) ** -0.5, max_length=max_length)
     return dict(
         q_latent=make.normal(len(lengths), num_nodes, heads, latent, scale=query_scale),
         q_rope=make.normal(len(lengths), num_nodes, heads, rope, scale=query_scale),
@@ -99,83 +81,46 @@ COMPARISON = Comparison(
 )
 
 
-def _case(
-    name: str, catches: str, mode: str, num_nodes: int, lengths: Sequence[int], with_lse: bool = False, **shape: Any
-) -> Case:
-    build = partial(mla_inputs, mode=mode, num_nodes=num_nodes, lengths=lengths, **shape)
-    return Case(name, "mla_attention_with_lse" if with_lse else "mla_attention", build, catches)
+_case = partial(case_of, "mla_attention_with_lse", mla_inputs)
 
 
 def _gated(name: str, catches: str, mode: str, num_nodes: int, **shape: Any) -> Case:
-    """A shipped shape: its table is wide enough for several splits, its request is short.
-
-    Queries are small, because a float32 score is a sum of 576 terms and the order of a sum of large terms would change
-    it by more than the parity test allows.
-    """
+    """A shipped shape, with queries so small that the order of a sum of 576 terms stays within the tolerance."""
     shape = {"heads": 128, "latent": 512, "rope": 64, "capacity": 4096, "query_scale": 0.125, **shape}
-    build = partial(mla_inputs, mode=mode, num_nodes=num_nodes, lengths=(37,), **shape)
     large = ("large",) if num_nodes > 8 else ()  # thousands of rows: seconds in the interpreter
-    return Case(name, "mla_attention", build, catches, gate=True, tags=large)
+    return case_of("mla_attention", mla_inputs, name, catches, mode, num_nodes, (37,), gate=True, tags=large, **shape)
 
 
 def _timed(name: str, mode: str, num_nodes: int, batch: int, context: int, page_size: int = 64) -> Case:
     """Requests of about `context` tokens with the heads of a DeepSeek-V3 layer."""
     lengths = [context - 7 * row for row in range(batch)]
-    shape: dict[str, Any] = dict(heads=128, latent=512, rope=64, page_size=page_size)
-    build = partial(mla_inputs, mode=mode, num_nodes=num_nodes, lengths=lengths, **shape)
-    return Case(name, "mla_attention", build, "shapes that are timed", bench=True, tags=("large",))
+    shape: dict[str, Any] = dict(heads=128, latent=512, rope=64, page_size=page_size, bench=True, tags=("large",))
+    return case_of("mla_attention", mla_inputs, name, "shapes that are timed", mode, num_nodes, lengths, **shape)
 
 
 CASES = (
     _case("empty_batch", "launch on an empty grid", "chain", 3, ()),
-    _case("decode_one_head", "a tile padded from one row", "chain", 1, (5,), heads=1, with_lse=True),
-    _case("decode_first_token", "a request without a prefix", "chain", 1, (0,), with_lse=True),
-    _case("chain_odd", "rows off the tile; lse per row", "chain", 5, (3, 18), heads=3, with_lse=True),
-    _case("block_odd", "the last row's view given to all", "block", 5, (3, 18), with_lse=True),
-    _case("tree_odd", "mask bits by depth instead of by node", "tree", 7, (3, 18), with_lse=True),
+    _case("decode_one_head", "a tile padded from one row", "chain", 1, (5,), heads=1),
+    _case("decode_first_token", "a request without a prefix", "chain", 1, (0,)),
+    _case("chain_odd", "rows off the tile; lse per row", "chain", 5, (3, 18), heads=3),
+    _case("block_odd", "the last row's view given to all", "block", 5, (3, 18)),
+    _case("tree_odd", "mask bits by depth instead of by node", "tree", 7, (3, 18)),
     _case("draft_fills_page", "one page too many at an exact edge", "chain", 5, (27, 11)),
-    _case("unequal_lengths", "one request's length used for another", "chain", 4, (70, 0, 3), with_lse=True),
-    _case("splits", "splits past the end; merge weights", "chain", 6, (50, 3), split_tokens=16, with_lse=True),
+    _case("unequal_lengths", "one request's length used for another", "chain", 4, (70, 0, 3)),
+    _case("splits", "splits past the end; merge weights", "chain", 6, (50, 3), split_tokens=16),
     _case("free_edge", "the last key of a tile taken for seen by all", "chain", 3, (14, 30), split_tokens=16),
-    _case(
-        "splits_far_apart",
-        "weights beyond the largest float",
-        "chain",
-        2,
-        (120,),
-        split_tokens=16,
-        query_scale=200.0,
-        with_lse=True,
-    ),
+    _case("splits_far_apart", "infinite weights", "chain", 2, (120,), split_tokens=16, query_scale=200.0),
     _case("splits_tree", "splits without a visible key", "tree", 20, (55, 27), split_tokens=24),
-    _case(
-        "q_lens_split",
-        "merge reads rows never written",
-        "tree",
-        6,
-        (60, 5, 0),
-        q_lens=(4, 0, 6),
-        split_tokens=16,
-        with_lse=True,
-    ),
-    _case("q_lens_block", "a row sees slots past q_lens", "block", 6, (20, 40), q_lens=(3, 1), with_lse=True),
+    _case("q_lens_split", "merge reads rows never written", "tree", 6, (60, 5, 0), q_lens=(4, 0, 6), split_tokens=16),
+    _case("q_lens_block", "a row sees slots past q_lens", "block", 6, (20, 40), q_lens=(3, 1)),
     _case("tree_65", "first bit of the second word", "tree", 65, (21, 0), heads=2),
-    _case(
-        "tree_width",
-        "rows that are not the first nodes of the tree",
-        "tree",
-        4,
-        (9, 30),
-        tree_width=70,
-        q_lens=(4, 2),
-        with_lse=True,
-    ),
+    _case("tree_width", "rows that are not the first", "tree", 4, (9, 30), tree_width=70, q_lens=(4, 2)),
     _case("page_1", "per-token pages", "tree", 6, (20, 3), page_size=1),
     _case("page_odd", "page size not a power of two", "chain", 6, (20, 31), page_size=6, split_tokens=16),
-    _case("latent_odd", "the padded rest of the latent", "chain", 3, (20,), latent=48, rope=48, with_lse=True),
+    _case("latent_odd", "the padded rest of the latent", "chain", 3, (20,), latent=48, rope=48),
     _case("latent_odd_split", "the rest lost in the merge", "chain", 3, (40,), latent=80, split_tokens=16),
     _case("latent_512", "the shipped size", "tree", 5, (40,), heads=8, latent=512, rope=64),
-    _case("cut", "keys past max_length", "tree", 4, (30, 12), max_length=20, with_lse=True),
+    _case("cut", "keys past max_length", "tree", 4, (30, 12), max_length=20),
     _gated("shipped_decode", "registers of the tile", "chain", 1),
     _gated("shipped_block_4", "registers without a mask", "block", 4),
     _gated("shipped_tree_16", "registers of the bit mask", "tree", 16),

@@ -1,14 +1,8 @@
 """Static launch table of latent attention. Nothing is tuned while a step runs.
 
-The key is the chip, the latent size and whether the rows are few. H query heads share one cached head, so N * H rows
-are many even for decoding. Registers limit the tile: the float32 accumulator has block_m * latent entries. On sm100
-tensor memory limits it too, of which a 64-row tile would take 528 of 512 columns. Nothing spills inside a loop. The
-row of sm90 was chosen by measuring on an H200 (`experiments/LOG.md`). The rows of the other chips compile and were not
-measured.
-
-`split_tokens` is a length, not a count, so partial results of a row do not depend on the batch. A request of more
-splits than `max_splits` has longer ones, each a power of two times `split_tokens`. So the partial results of a request
-take at most `PARTIAL_BYTES`, or those of one split.
+The key is the chip, the latent size and whether the rows are few: N * H rows are many even for decoding. The row of
+sm90 was chosen by measuring (`docs/decisions/latent_attention.md`); the rows of the other chips compile and were not
+measured. A request of more splits than `max_splits` has longer ones, each a power of two times `split_tokens`.
 """
 
 from __future__ import annotations
@@ -47,8 +41,8 @@ class MergeConfig:
 def mla_config(
     chip: str, latent: int, rows: int, max_length: int, split_tokens: int | None = None, itemsize: int = 2
 ) -> MlaConfig:
-    """Row of the table for `rows` query rows of one request over at most `max_length` keys of `itemsize` bytes
-    per entry.
+    """Row of the table for `rows` query rows of one request over at most `max_length` keys of `itemsize` bytes an
+    entry.
 
     `split_tokens` replaces the table's split length, rounded up to a tile; shorter splits make the tile shorter.
     """
@@ -69,7 +63,7 @@ def mla_config(
 
 
 def max_splits(rows: int, latent: int) -> int:
-    """Most splits of a request with `rows` query rows; float32 results and log-sum-exps stay within the bound."""
+    """Most splits of a request with `rows` query rows, whose partial results `PARTIAL_BYTES` hold."""
     return max(1, min(MAX_SPLITS, PARTIAL_BYTES // (4 * max(1, rows) * (latent + 1))))
 
 
@@ -93,7 +87,6 @@ def blocks(latent: int) -> tuple[int, int]:
 
 
 def _power_of_two(value: int) -> int:
-    """Smallest power of two that is at least `value`."""
     return 1 << max(0, value - 1).bit_length()
 
 

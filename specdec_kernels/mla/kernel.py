@@ -5,23 +5,23 @@
     row       node * H + head: all heads share the one cached head, so a tile is full for any N
     maths     t = scale * log2(e) * (q_latent . latent + q_rope . rope);  m' = max(m, t);  a = 2^(m - m')
               p = 2^(t - m');  l = a l + sum p;  acc = a acc + p latent
-    split     each split of `split_tokens` keys, or more (see `_split_length`), stores (out, lse) in float32; a second
-              kernel merges out = sum_s 2^(lse_s - lse) out_s with 2^lse = sum_s 2^lse_s; a single split writes its
-              own output
+    split     each split stores (out, lse) in float32; a second kernel merges out = sum_s 2^(lse_s - lse) out_s with
+              2^lse = sum_s 2^lse_s; a single split writes its own output
 
-Page numbers are loaded one tile ahead, as in `specdec_kernels.attention`. A tile of latents is loaded once and used
-twice, as keys and as values. A latent size that is no power of two is cut into its largest power of two and a padded
-rest, each with its own accumulator.
+A tile of latents is loaded once and used twice, as keys and as values. A latent size that is no power of two is divided
+into its largest power of two and a padded rest, each with its own accumulator.
 
-Sources: MLA in absorbed form (arXiv 2405.04434), FlashMLA's split scheduling, Flash-Decoding; bit masks limited to
-the draft block as in `specdec_kernels.attention`.
+Sources: MLA in absorbed form (arXiv 2405.04434), FlashMLA's split scheduling, Flash-Decoding.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from specdec_kernels.attention.device import (
     LN_2,
@@ -39,6 +39,7 @@ from specdec_kernels.attention.device import (
 from specdec_kernels.attention.types import AttentionMetadata
 from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.mla.configs import blocks, max_splits, merge_config, mla_config
+from specdec_kernels.mla.types import MlaCall
 
 
 @triton.jit
@@ -82,7 +83,7 @@ def _store_columns(
 @triton.jit
 def _write_lse(lse_ptr, lse, first_row, rows, nodes, live, split, num_splits, num_nodes, SPLIT: tl.constexpr):
     """Store the tile's log-sum-exps, base 2 for the merge with SPLIT, else natural. Returns where its outputs go:
-    (first row of the request, rows behind it, which of them are written)."""
+    (first row of the request, rows after it, which of them are written)."""
     if SPLIT:
         to_rows = rows.to(tl.int64) * num_splits + split
         tl.store(lse_ptr + first_row * num_splits + to_rows, lse, mask=live)
@@ -142,7 +143,8 @@ def _mla_kernel(
 
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     nodes = rows // HEADS
-    first_node, last_node = tile * BLOCK_M // HEADS, (tile * BLOCK_M + BLOCK_M - 1) // HEADS
+    first_node = tile * BLOCK_M // HEADS
+    last_node = (tile * BLOCK_M + BLOCK_M - 1) // HEADS
     tile_end, free_end = tile_key_range(length, used, last_key, first_node, last_node, MODE, BLOCK_N)
     end = tl.minimum(tile_end, split_start + split_length)
     first_row = request * num_nodes * HEADS
@@ -251,57 +253,48 @@ def _mla_merge_kernel(
         tl.store(lse_ptr + rows, lse * LN_2, mask=valid)
 
 
-def mla_attention(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    cache: torch.Tensor,
-    metadata: AttentionMetadata,
-    split_tokens: int | None,
-) -> torch.Tensor:
-    """See `specdec_kernels.mla.mla_attention`, which has checked the arguments."""
-    return _attention(q_latent, q_rope, cache, metadata, split_tokens, None)
+class _Splits(NamedTuple):
+    """How keys are split, as both kernels take it."""
+
+    num_splits: int
+    split_tokens: int
+    num_slots: int
+    max_length: int
 
 
-def mla_attention_with_lse(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    cache: torch.Tensor,
-    metadata: AttentionMetadata,
-    split_tokens: int | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `specdec_kernels.mla.mla_attention_with_lse`, which has checked the arguments."""
-    lse = q_latent.new_empty(q_latent.shape[:3], dtype=torch.float32)
-    return _attention(q_latent, q_rope, cache, metadata, split_tokens, lse), lse
+def mla_attention(call: MlaCall) -> Tensor:
+    return _attention(call, None)
 
 
-def _attention(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    cache: torch.Tensor,
-    metadata: AttentionMetadata,
-    split_tokens: int | None,
-    lse: torch.Tensor | None,
-) -> torch.Tensor:
+def mla_attention_with_lse(call: MlaCall) -> tuple[Tensor, Tensor]:
+    lse = call.q_latent.new_empty(call.q_latent.shape[:3], dtype=torch.float32)
+    return _attention(call, lse), lse
+
+
+def _attention(call: MlaCall, lse: Tensor | None) -> Tensor:
     """Launch the kernel and, where keys are split, the merge; writes `lse` if it is given."""
+    q_latent, q_rope, cache, metadata, split_tokens = call
     if q_latent.dtype == torch.float64:
         raise ValueError("q_latent: the kernel takes float32, float16 and bfloat16, got float64; use impl='reference'")
     batch, num_nodes, heads, latent = q_latent.shape
-    max_length, mask = metadata.max_length, metadata.mask
+    max_length = metadata.max_length
     assert max_length is not None and metadata.scale is not None
-    rows, itemsize = num_nodes * heads, cache.element_size()
-    config = mla_config(current_chip(q_latent), latent, rows, max_length, split_tokens, itemsize)
-    splits = max(1, min(max_splits(rows, latent), -(-max_length // config.split_tokens)))
+    rows = num_nodes * heads
+    config = mla_config(current_chip(q_latent), latent, rows, max_length, split_tokens, cache.element_size())
+    num_splits = max(1, min(max_splits(rows, latent), -(-max_length // config.split_tokens)))
+    splits = _Splits(num_splits, config.split_tokens, metadata.tree_width or num_nodes, max_length)
     out = torch.empty_like(q_latent)
-    partial = splits > 1
-    part = q_latent.new_empty((*q_latent.shape[:3], splits, latent), dtype=torch.float32) if partial else out
-    part_lse = q_latent.new_empty((*q_latent.shape[:3], splits), dtype=torch.float32) if partial else lse
-    cut = (splits, config.split_tokens, metadata.tree_width or num_nodes, max_length)
+    part = out
+    part_lse = lse
+    if num_splits > 1:
+        part = q_latent.new_empty((*q_latent.shape[:3], num_splits, latent), dtype=torch.float32)
+        part_lse = q_latent.new_empty(part.shape[:4], dtype=torch.float32)
     block_a, block_b = blocks(latent)
     launch(
         _mla_kernel,
-        (batch * splits * -(-rows // config.block_m),),
-        *(q_latent, q_rope, cache, metadata.page_table, metadata.lengths, metadata.q_lens, mask, part, part_lse),
-        *(num_nodes, *cut, metadata.page_table.stride(0), metadata.scale * LOG2_E),
+        (batch * num_splits * -(-rows // config.block_m),),
+        *(q_latent, q_rope, cache, metadata.page_table, metadata.lengths, metadata.q_lens, metadata.mask),
+        *(part, part_lse, num_nodes, *splits, metadata.page_table.stride(0), metadata.scale * LOG2_E),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         HEADS=heads,
@@ -309,36 +302,30 @@ def _attention(
         ROPE=q_rope.shape[3],
         PAGE=cache.shape[1],
         MODE=MODE_CODES[metadata.mode],
-        WORDS=0 if mask is None else mask.shape[2],
+        WORDS=0 if metadata.mask is None else metadata.mask.shape[2],
         ALL_SLOTS=metadata.tree_width is not None,
-        SPLIT=partial,
+        SPLIT=num_splits > 1,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_A=block_a,
         BLOCK_B=block_b,
         BLOCK_R=triton.next_power_of_2(q_rope.shape[3]),
     )
-    if partial:
-        _merge(part, part_lse, metadata, out, lse, cut)
+    if num_splits > 1:
+        _merge(part, part_lse, metadata, splits, out, lse)
     return out
 
 
 def _merge(
-    part: torch.Tensor,
-    part_lse: torch.Tensor | None,
-    metadata: AttentionMetadata,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    cut: tuple[int, int, int, int],
+    part: Tensor, part_lse: Tensor | None, metadata: AttentionMetadata, splits: _Splits, out: Tensor, lse: Tensor | None
 ) -> None:
     batch, num_nodes, heads, latent = out.shape
     num_rows = batch * num_nodes * heads
-    config = merge_config(current_chip(out), cut[0])
+    config = merge_config(current_chip(out), splits.num_splits)
     launch(
         _mla_merge_kernel,
         (-(-num_rows // config.rows),),
-        *(part, part_lse, metadata.lengths, metadata.q_lens, out, lse),
-        *(num_rows, num_nodes, *cut),
+        *(part, part_lse, metadata.lengths, metadata.q_lens, out, lse, num_rows, num_nodes, *splits),
         num_warps=config.num_warps,
         num_stages=2,
         HEADS=heads,

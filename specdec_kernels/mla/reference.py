@@ -5,38 +5,27 @@ A cached token is one row c_t = [latent_t | rope_t] that all heads share, and it
     s[i, h, t] = scale * (q_latent[i, h] . latent_t + q_rope[i, h] . rope_t)
     lse[i, h] = log sum_t exp(s[i, h, t])        out[i, h] = sum_t exp(s[i, h, t] - lse[i, h]) latent_t
 
-over the tokens t that row i sees. A row that sees none has lse -inf and out 0. Half types are computed in
-float32, float64 in float64, so that the same code serves as the truth of the parity tests.
+over the tokens t that row i sees. A row that sees none has lse -inf and out 0. Half types are computed in float32.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from specdec_kernels.attention.reference import gather_pages, stored_keys, visible_keys
-from specdec_kernels.attention.types import AttentionMetadata
+from specdec_kernels.mla.types import MlaCall
 
 
-def mla_attention(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    cache: torch.Tensor,
-    metadata: AttentionMetadata,
-    split_tokens: int | None,
-) -> torch.Tensor:
-    """See `specdec_kernels.mla.mla_attention`, which has checked the arguments."""
-    return mla_attention_with_lse(q_latent, q_rope, cache, metadata, split_tokens)[0]
+def mla_attention(call: MlaCall) -> Tensor:
+    return mla_attention_with_lse(call)[0]
 
 
-def mla_attention_with_lse(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    cache: torch.Tensor,
-    metadata: AttentionMetadata,
-    split_tokens: int | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `specdec_kernels.mla.mla_attention_with_lse`; `split_tokens` has no meaning here."""
-    num_nodes, latent, max_length = q_latent.shape[1], q_latent.shape[3], metadata.max_length
+def mla_attention_with_lse(call: MlaCall) -> tuple[Tensor, Tensor]:
+    """`split_tokens` has no meaning here."""
+    q_latent, q_rope, cache, metadata, _ = call
+    num_nodes, _, latent = q_latent.shape[1:]
+    max_length = metadata.max_length
     assert max_length is not None and metadata.scale is not None
     maths = torch.float64 if q_latent.dtype == torch.float64 else torch.float32
     tokens = gather_pages(cache, metadata.page_table, max_length).to(maths)

@@ -1,4 +1,4 @@
-"""RMS norms of a decoder: alone, behind a residual addition, behind the embedding."""
+"""RMS norms of a decoder: alone, after a residual addition, after the embedding."""
 
 from specdec_kernels.norm.api import add_rms_norm, embed_rms_norm, rms_norm
 from specdec_kernels.norm.types import Normed

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from specdec_kernels.cases import Case, Comparison, Maker
+from specdec_kernels.cases import Comparison, Maker, case_of
 
 _EPS = 1e-6
 _8B = 4096
@@ -22,7 +22,7 @@ def add_inputs(make: Maker, *shape: int, scale: float = 1.0) -> dict[str, Any]:
 
 
 def embed_inputs(make: Maker, *shape: int, vocab: int = 50, width: int = 64, outside: bool = False) -> dict[str, Any]:
-    """`outside`: some tokens lie just before or behind the table, others are its first and its last."""
+    """`outside`: some tokens lie just before or after the table, others are its first and its last."""
     tokens = make.integers(0, vocab, *shape)
     if outside:
         tokens.view(-1)[::3] = -1
@@ -33,7 +33,7 @@ def embed_inputs(make: Maker, *shape: int, vocab: int = 50, width: int = 64, out
 
 
 def _row_work(arrays: int) -> Callable[[dict[str, Any]], tuple[int, int]]:
-    """(bytes moved, floating-point operations) where so many [rows, D] arrays are read or written."""
+    """(bytes moved, floating-point operations) where `arrays` [rows, D] arrays are read or written."""
     return lambda inputs: (arrays * inputs["x"].numel() * inputs["x"].element_size(), 4 * inputs["x"].numel())
 
 
@@ -51,25 +51,10 @@ WORK: dict[str, Callable[[dict[str, Any]], tuple[int, int]]] = {
 }
 
 
-def _norm(name: str, catches: str, *shape: int, gate: bool = False, bench: bool = False, **options: Any) -> Case:
-    tags = ("large",) if bench else ()
-    return Case(name, "rms_norm", lambda make: norm_inputs(make, *shape, **options), catches, gate, bench, tags)
-
-
-def _add(name: str, catches: str, *shape: int, gate: bool = False, bench: bool = False, **options: Any) -> Case:
-    tags = ("large",) if bench else ()
-    return Case(name, "add_rms_norm", lambda make: add_inputs(make, *shape, **options), catches, gate, bench, tags)
-
-
-def _embed(
-    name: str, catches: str, *shape: int, gate: bool = False, tags: tuple[str, ...] = (), **options: Any
-) -> Case:
-    bench = "large" in tags
-    return Case(name, "embed_rms_norm", partial(_embed_of, shape, options), catches, gate, bench, tags)
-
-
-def _embed_of(shape: tuple[int, ...], options: dict[str, Any], make: Maker) -> dict[str, Any]:
-    return embed_inputs(make, *shape, **options)
+_norm = partial(case_of, "rms_norm", norm_inputs)
+_add = partial(case_of, "add_rms_norm", add_inputs)
+_embed = partial(case_of, "embed_rms_norm", embed_inputs)
+_BENCH: dict[str, Any] = dict(bench=True, tags=("large",))
 
 
 CASES = (
@@ -84,21 +69,21 @@ CASES = (
     _norm("norm_shipped", "registers and vector width", 2, _8B, gate=True),
     _norm("norm_small_shipped", "registers of a width off the block", 2, _SMALL, gate=True),
     _norm("norm_widest_shipped", "registers of the widest row", 1, 16384, gate=True),
-    _norm("norm_128x4096", "verify of eight requests", 128, _8B, bench=True),
+    _norm("norm_128x4096", "verify of eight requests", 128, _8B, **_BENCH),
     _add("add_empty", "launch on an empty grid", 0, 64),
     _add("add_one_row", "one program", 1, _SMALL),
     _add("add_odd", "lanes past the width", 7, 1535),
     _add("add_batched", "leading dimensions", 2, 3, 128),
     _add("add_large_residual", "a sum that is not rounded before the norm", 5, 576, scale=1000.0),
     _add("add_shipped", "registers and vector width", 2, _8B, gate=True),
-    _add("add_1x4096", "decode of one request", 1, _8B, bench=True),
-    _add("add_16x4096", "verify of one request", 16, _8B, bench=True),
-    _add("add_128x4096", "verify of eight requests", 128, _8B, bench=True),
-    _add("add_8x576", "decode of eight requests of a small model", 8, _SMALL, bench=True),
+    _add("add_1x4096", "decode of one request", 1, _8B, **_BENCH),
+    _add("add_16x4096", "verify of one request", 16, _8B, **_BENCH),
+    _add("add_128x4096", "verify of eight requests", 128, _8B, **_BENCH),
+    _add("add_8x576", "decode of eight requests of a small model", 8, _SMALL, **_BENCH),
     _embed("embed_empty", "launch on an empty grid", 0),
     _embed("embed_odd", "row to token", 7, width=63),
     _embed("embed_batched", "leading dimensions", 2, 3),
     _embed("embed_outside", "a token outside the table read out of bounds", 2, 9, outside=True),
     _embed("embed_shipped", "registers", 2, vocab=32, width=_8B, gate=True),
-    _embed("embed_16x4096", "verify of one request", 16, vocab=151936, width=_8B, tags=("large",)),
+    _embed("embed_16x4096", "verify of one request", 16, vocab=151936, width=_8B, **_BENCH),
 )

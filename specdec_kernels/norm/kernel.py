@@ -1,9 +1,6 @@
 """The three norms as one Triton kernel: a program a row, which is read and written once.
 
-    row = x | x + residual | table[token];   out = weight * round(row / sqrt(mean(row^2) + eps))
-
-with the roundings of the definition in `reference`. Bound by memory, and for the few rows of a decoding step by
-the launch, which `overlap` hides.
+row = x | x + residual | table[token];   out = weight * round(row / sqrt(mean(row^2) + eps))
 """
 
 from __future__ import annotations
@@ -11,16 +8,17 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.norm.configs import num_warps
-from specdec_kernels.norm.types import Normed
-from specdec_kernels.overlap import let_next_kernel_start, overlapped, wait_for_kernel_ahead
+from specdec_kernels.norm.types import Normed, NormInputs
+from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
 
 
 @triton.jit
 def normed_row(x, weight, eps, D: tl.constexpr):
-    """The norm of a row x [BLOCK_D] of D elements, zeros behind them, with the roundings of the definition."""
+    """The norm of a row x [BLOCK_D] of D elements, zeros after them, with the roundings of the definition."""
     wide = x.to(tl.float32)
     mean = tl.sum(wide * wide, 0) / D
     scaled = (wide * (1.0 / tl.sqrt_rn(mean + eps))).to(x.dtype)
@@ -42,13 +40,14 @@ def _norm_kernel(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PARTS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     dims = tl.arange(0, BLOCK_D)
     inside = dims < D
+    # Loaded before the wait: weights are constants, which no kernel writes.
     weight = tl.load(weight_ptr + dims, mask=inside, other=0.0)
-    wait_for_kernel_ahead(OVERLAP)
-    let_next_kernel_start(OVERLAP)
+    wait_for_predecessor(PDL)
+    launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     if PARTS:
         total = tl.load(x_ptr + row * D + dims, mask=inside, other=0.0)
@@ -69,43 +68,46 @@ def _norm_kernel(
     tl.store(out_ptr + row * D + dims, normed_row(x, weight, eps, D), mask=inside)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(x)
-    _launch(x, None, None, weight, out, None, eps)
+    _launch(x, None, weight, eps, out, None)
     return out
 
 
-def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> Normed:
-    normed, total = torch.empty_like(x), torch.empty_like(x)
-    _launch(x, residual, None, weight, normed, total, eps)
-    return Normed(normed, total)
+def add_rms_norm(x: Tensor, inputs: NormInputs) -> Normed:
+    result = Normed(torch.empty_like(x), torch.empty_like(x))
+    _launch(x, *inputs, *result)
+    return result
 
 
-def add_rms_norm_of_parts(parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> Normed:
+def add_rms_norm_of_parts(parts: Tensor, inputs: NormInputs) -> Normed:
     """`add_rms_norm` of x = the sum of `parts` [P, ..., D] float32 in their order, rounded to the residual's dtype."""
-    normed, total = torch.empty_like(residual), torch.empty_like(residual)
-    _launch(parts, residual, None, weight, normed, total, eps, num_parts=parts.shape[0])
-    return Normed(normed, total)
+    result = Normed(torch.empty_like(inputs.residual), torch.empty_like(inputs.residual))
+    _launch(parts, *inputs, *result, num_parts=parts.shape[0])
+    return result
 
 
-def embed_rms_norm(tokens: torch.Tensor, table: torch.Tensor, weight: torch.Tensor, eps: float) -> Normed:
-    normed, rows = (table.new_empty(*tokens.shape, table.shape[1]) for _ in range(2))
-    _launch(table, None, tokens, weight, normed, rows, eps)
-    return Normed(normed, rows)
+def embed_rms_norm(tokens: Tensor, table: Tensor, weight: Tensor, eps: float) -> Normed:
+    shape = (*tokens.shape, table.shape[1])
+    result = Normed(table.new_empty(shape), table.new_empty(shape))
+    _launch(table, None, weight, eps, *result, tokens)
+    return result
 
 
 def _launch(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    tokens: torch.Tensor | None,
-    weight: torch.Tensor,
-    out: torch.Tensor,
-    total: torch.Tensor | None,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
     eps: float,
+    out: Tensor,
+    total: Tensor | None,
+    tokens: Tensor | None = None,
     num_parts: int = 0,
 ) -> None:
-    width, chip = x.shape[-1], current_chip(x)
-    rows, block = out.numel() // width, triton.next_power_of_2(width)
+    chip = current_chip(x)
+    width = x.shape[-1]
+    rows = out.numel() // width
+    block = triton.next_power_of_2(width)
     launch(
         _norm_kernel,
         (rows,),
@@ -115,5 +117,5 @@ def _launch(
         D=width,
         BLOCK_D=block,
         PARTS=num_parts > 0,
-        **overlapped(chip),
+        **pdl_options(chip),
     )

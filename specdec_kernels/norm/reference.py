@@ -1,31 +1,27 @@
-"""The definition of the norms in plain torch.
-
-The roundings are those of Hugging Face's decoders: statistics in float32, one rounding to the dtype of x after
-the scaling, and one after the multiplication by the weight. A residual is added in the dtype of x. float64 is
-computed in float64, so that it can serve as the truth of the tests.
-"""
+"""The definition of the norms in plain torch, with the roundings of Hugging Face's decoders."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from specdec_kernels.norm.types import Normed
+from specdec_kernels.norm.types import Normed, NormInputs
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """weight * x / sqrt(mean(x^2) + eps)."""
     wide = x if x.dtype == torch.float64 else x.float()
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * (wide * inverse).to(x.dtype)
 
 
-def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> Normed:
+def add_rms_norm(x: Tensor, inputs: NormInputs) -> Normed:
     """The norm of x + residual, and that sum."""
-    total = x + residual
-    return Normed(rms_norm(total, weight, eps), total)
+    total = x + inputs.residual
+    return Normed(rms_norm(total, inputs.weight, inputs.eps), total)
 
 
-def embed_rms_norm(tokens: torch.Tensor, table: torch.Tensor, weight: torch.Tensor, eps: float) -> Normed:
+def embed_rms_norm(tokens: Tensor, table: Tensor, weight: Tensor, eps: float) -> Normed:
     """The norm of the tokens' rows of the embedding table, and those rows."""
     known = (tokens >= 0) & (tokens < table.shape[0])
     rows = torch.where(known[..., None], table[torch.where(known, tokens, 0)], 0)

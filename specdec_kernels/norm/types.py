@@ -1,14 +1,22 @@
-"""Results of the norms."""
+"""Arguments and results of the norms."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
 
 class Normed(NamedTuple):
     """`normed` [..., D]: what the next projection reads. `residual` [..., D]: the residual stream it was made of."""
 
-    normed: torch.Tensor
-    residual: torch.Tensor
+    normed: Tensor
+    residual: Tensor
+
+
+class NormInputs(NamedTuple):
+    """What a sum is added to and normed by: the residual stream [..., D], the weight [D], and eps."""
+
+    residual: Tensor
+    weight: Tensor
+    eps: float

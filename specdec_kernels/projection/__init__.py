@@ -7,5 +7,14 @@ from specdec_kernels.projection.api import (
     linear_argmax,
     linear_silu_mul,
 )
+from specdec_kernels.projection.configs import MAX_KERNEL_ROWS, warmup_rows
 
-__all__ = ["linear", "linear_add_rms_norm", "linear_all_reduce_add_rms_norm", "linear_argmax", "linear_silu_mul"]
+__all__ = [
+    "MAX_KERNEL_ROWS",
+    "linear",
+    "linear_add_rms_norm",
+    "linear_all_reduce_add_rms_norm",
+    "linear_argmax",
+    "linear_silu_mul",
+    "warmup_rows",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from specdec_kernels.all_reduce.cases import exchange_inputs
 from specdec_kernels.all_reduce.reference import words_of
 from specdec_kernels.all_reduce.types import SLOTS, Exchange, exchange_elements
-from specdec_kernels.cases import Case, Comparison, Maker
+from specdec_kernels.cases import Comparison, Maker, case_of
 
 _LARGE = ("large",)
 
@@ -41,8 +42,8 @@ def argmax_inputs(make: Maker, rows: int | tuple[int, ...], outer: int, inner: i
 def chosen_inputs(
     make: Maker, rows: int, outer: int, inner: int, *, ranks: int = 2, rank: int = 0, capacity: int = 8
 ) -> dict[str, Any]:
-    """The rows of a rank's share of a weight, where the other ranks have told their largest logits. Some are those of
-    this rank, whose columns stand before or behind theirs; some rows have none."""
+    """The rows of a rank's share of a weight, where the other ranks have sent their largest logits. Some equal those of
+    this rank, whose columns are before or after theirs; some rows have none."""
     inputs = argmax_inputs(make, rows, outer, inner)
     size = exchange_elements(ranks, capacity, 2)
     memory = torch.zeros(ranks * size, dtype=torch.int64, device=make.device)
@@ -73,39 +74,27 @@ def _unusable_inputs(make: Maker, rows: int, outer: int, inner: int) -> dict[str
     return inputs
 
 
-def _work(inputs: dict[str, Any]) -> tuple[int, int]:
-    """(bytes moved, floating-point operations): the weight and x read once, the product written once."""
-    x, weight = inputs["x"], inputs["weight"]
-    rows = x.numel() // x.shape[-1]
-    elements = x.numel() + weight.numel() + rows * weight.shape[0]
-    return elements * x.element_size(), 2 * rows * weight.numel()
+def _work_of(written: Callable[[int, int], int], bytes_apart: int = 0) -> Callable[[dict[str, Any]], tuple[int, int]]:
+    """(bytes moved, floating-point operations): weight and x read once, `written(rows, outer)` elements read or written
+    besides, and `bytes_apart` per row."""
 
+    def work(inputs: dict[str, Any]) -> tuple[int, int]:
+        x, weight = inputs["x"], inputs["weight"]
+        rows = x.numel() // x.shape[-1]
+        elements = x.numel() + weight.numel() + written(rows, weight.shape[0])
+        return elements * x.element_size() + bytes_apart * rows, 2 * rows * weight.numel()
 
-def _gated_work(inputs: dict[str, Any]) -> tuple[int, int]:
-    x, weight = inputs["x"], inputs["weight"]
-    rows = x.numel() // x.shape[-1]
-    return (x.numel() + weight.numel() + rows * weight.shape[0] // 2) * x.element_size(), 2 * rows * weight.numel()
-
-
-def _normed_work(inputs: dict[str, Any]) -> tuple[int, int]:
-    moved, flop = _work(inputs)
-    return moved + 2 * inputs["residual"].numel() * inputs["residual"].element_size(), flop
-
-
-def _argmax_work(inputs: dict[str, Any]) -> tuple[int, int]:
-    x, weight = inputs["x"], inputs["weight"]
-    rows = x.numel() // x.shape[-1]
-    return (x.numel() + weight.numel()) * x.element_size() + 8 * rows, 2 * rows * weight.numel()
+    return work
 
 
 COMPARISON = Comparison(float64=True)
 
 WORK: dict[str, Callable[[dict[str, Any]], tuple[int, int]]] = {
-    "linear": _work,
-    "linear_silu_mul": _gated_work,
-    "linear_add_rms_norm": _normed_work,
-    "linear_all_reduce_add_rms_norm": _normed_work,
-    "linear_argmax": _argmax_work,
+    "linear": _work_of(lambda rows, outer: rows * outer),
+    "linear_silu_mul": _work_of(lambda rows, outer: rows * outer // 2),
+    "linear_add_rms_norm": _work_of(lambda rows, outer: 3 * rows * outer),
+    "linear_all_reduce_add_rms_norm": _work_of(lambda rows, outer: 3 * rows * outer),
+    "linear_argmax": _work_of(lambda rows, outer: 0, bytes_apart=8),
 }
 
 # Weights of the shapes that are timed: [outer, inner] of Qwen3-8B's packed projections, of
@@ -140,82 +129,36 @@ def exchanged_inputs(
     return inputs | dict(exchange=other["exchange"], slot=other["slot"])
 
 
-_INPUTS: dict[str, Callable[..., dict[str, Any]]] = dict(
-    linear_argmax=argmax_inputs,
-    linear_add_rms_norm=normed_inputs,
-    linear_all_reduce_add_rms_norm=exchanged_inputs,
-)
-
-
-def _case(
-    name: str,
-    catches: str,
-    rows: int | tuple[int, ...],
-    outer: int,
-    inner: int,
-    *,
-    function: str = "linear",
-    gate: bool = False,
-    bench: bool = False,
-    tags: tuple[str, ...] = (),
-    **options: Any,
-) -> Case:
-    make_inputs = _INPUTS.get(function, linear_inputs)
-    return Case(
-        name, function, lambda make: make_inputs(make, rows, outer, inner, **options), catches, gate, bench, tags
-    )
-
-
-def _gated(name: str, catches: str, rows: int | tuple[int, ...], outer: int, inner: int, **options: Any) -> Case:
-    return _case(name, catches, rows, outer, inner, function="linear_silu_mul", **options)
-
-
-def _normed(name: str, catches: str, rows: int | tuple[int, ...], outer: int, inner: int, **options: Any) -> Case:
-    return _case(name, catches, rows, outer, inner, function="linear_add_rms_norm", **options)
-
-
-def _exchanged(name: str, catches: str, rows: int, outer: int, inner: int, **options: Any) -> Case:
-    function = "linear_all_reduce_add_rms_norm"
-    return _case(name, catches, rows, outer, inner, function=function, **options)
-
-
-def _argmax(name: str, catches: str, rows: int | tuple[int, ...], outer: int, inner: int, **options: Any) -> Case:
-    return _case(name, catches, rows, outer, inner, function="linear_argmax", **options)
-
-
-def _chosen(name: str, catches: str, rows: int, outer: int, inner: int, gate: bool = False, **options: int) -> Case:
-    function = "linear_argmax"
-    return Case(name, function, lambda make: chosen_inputs(make, rows, outer, inner, **options), catches, gate)
-
-
-def _timed(weight: str, rows: int) -> Case:
-    by_weight = dict(gate_up="linear_silu_mul", o="linear_add_rms_norm", down="linear_add_rms_norm")
-    function = by_weight.get(weight.split("_", 1)[1], "linear")
-    return _case(
-        f"{weight}_{rows}", "the time of a step", rows, *WEIGHTS[weight], function=function, bench=True, tags=_LARGE
-    )
+_linear = partial(case_of, "linear", linear_inputs)
+_gated = partial(case_of, "linear_silu_mul", linear_inputs)
+_normed = partial(case_of, "linear_add_rms_norm", normed_inputs)
+_exchanged = partial(case_of, "linear_all_reduce_add_rms_norm", exchanged_inputs)
+_argmax = partial(case_of, "linear_argmax", argmax_inputs)
+_chosen = partial(case_of, "linear_argmax", chosen_inputs)
+_MAKERS = dict(gate_up=_gated, o=_normed, down=_normed)
+_SHIPPED: dict[str, Any] = dict(gate=True, tags=_LARGE, batch_invariant=True)
 
 
 CASES = (
-    _case("linear_no_rows", "launch on an empty grid", 0, 32, 16),
-    _case("linear_one", "a product of one number", 1, 1, 1),
-    _case("linear_odd", "lanes past the rows, the columns and the inner dimension", 7, 45, 33),
-    _case("linear_batched", "leading dimensions", (2, 3), 32, 64),
-    _case("linear_bias", "the bias left out, or added by every split", 5, 70, 600, bias=True),
-    _case("linear_small_qkv", "several column tiles off the tile", 3, 960, 576),
-    _case("linear_small_down", "partial sums of three splits", 2, 576, 1536),
-    _case("linear_uneven", "a split shorter than the others", 3, 40, 1100),
-    _case("linear_17_rows", "a second block of rows", 17, 48, 64),
-    _case("linear_64_rows", "the last number of rows that the kernel takes by itself", 64, 48, 600),
-    _case("linear_65_rows", "rows that go to torch", 65, 48, 64),
+    _linear("linear_no_rows", "launch on an empty grid", 0, 32, 16),
+    _linear("linear_one", "a product of one number", 1, 1, 1),
+    _linear("linear_odd", "lanes past the rows, the columns and the inner dimension", 7, 45, 33),
+    _linear("linear_batched", "leading dimensions", (2, 3), 32, 64),
+    _linear("linear_bias", "the bias left out, or added by every split", 5, 70, 600, bias=True),
+    _linear("linear_small_qkv", "several column tiles off the tile", 3, 960, 576),
+    _linear("linear_small_down", "partial sums of three splits", 2, 576, 1536),
+    _linear("linear_uneven", "a split shorter than the others", 3, 40, 1100),
+    _linear("linear_17_rows", "a second block of rows", 17, 48, 64),
+    _linear("linear_64_rows", "the last number of rows that the kernel takes by itself", 64, 48, 600),
+    _linear("linear_65_rows", "rows that go to torch", 65, 48, 64),
     _exchanged("exchanged_split", "partial sums left to the exchange", 3, 64, 1536, slot=1),
     _exchanged("exchanged_whole", "a product without partial sums", 2, 48, 64, rank=1, ranks=3),
     _exchanged("exchanged_65_rows", "rows that go to torch", 65, 48, 64, capacity=80),
-    _case("linear_float32", "a sum rounded to the dtype of x", 3, 48, 600, out_dtype=torch.float32),
-    _case("linear_129_rows", "rows past those of one program", 129, 48, 600, batch_invariant=True),
-    _case("linear_1_shipped", "registers, shared memory and tensor cores of few tiles", 1, 4096, 4096, gate=True),
+    _linear("linear_float32", "a sum rounded to the dtype of x", 3, 48, 600, out_dtype=torch.float32),
+    _linear("linear_129_rows", "rows past those of one program", 129, 48, 600, batch_invariant=True),
+    _linear("linear_1_shipped", "registers, shared memory and tensor cores of few tiles", 1, 4096, 4096, gate=True),
     *(
-        _case(
+        _linear(
             f"linear_{rows}_shipped",
             "the same for more rows",
             rows,
@@ -228,7 +171,7 @@ CASES = (
         for rows in (32, 64, 128)
     ),  # fmt: skip
     *(
-        _case(
+        _linear(
             f"linear_{rows}_wide_shipped",
             "the same of many tiles",
             rows,
@@ -240,14 +183,14 @@ CASES = (
         )
         for rows in (1, 64, 128)
     ),  # fmt: skip
-    _case("linear_bias_shipped", "the variant with a bias", 16, 960, 576, gate=True, bias=True),
+    _linear("linear_bias_shipped", "the variant with a bias", 16, 960, 576, gate=True, bias=True),
     _gated("gated_no_rows", "launch on an empty grid", 0, 32, 16),
     _gated("gated_odd", "gate and up mixed at an odd width", 7, 90, 33),
     _gated("gated_batched", "leading dimensions", (2, 3), 64, 32),
     _gated("gated_small", "several tiles, several splits", 3, 3072, 576),
     _gated("gated_65_rows", "rows that go to torch and the activation kernel", 65, 48, 64),
     _gated("gated_1_shipped", "registers of the split tile", 1, 24576, 4096, gate=True, tags=_LARGE),
-    _case("linear_held_shipped", "registers of a weight that is held", 1, 3072, 4096, gate=True, tags=_LARGE),
+    _linear("linear_resident_shipped", "registers of a resident weight", 1, 3072, 4096, gate=True, tags=_LARGE),
     _gated("gated_pairs_shipped", "two programs a processor", 16, 12288, 4096, gate=True, tags=_LARGE),
     _gated("gated_128_shipped", "the same at 128 rows", 128, 24576, 4096, gate=True, tags=_LARGE, batch_invariant=True),
     _normed("normed_no_rows", "launch on an empty grid", 0, 32, 16),
@@ -259,12 +202,7 @@ CASES = (
     _argmax("argmax_one", "one column", 1, 1, 16),
     _argmax("argmax_ties", "the highest of equal columns", 7, 700, 4),
     _argmax("argmax_batched", "leading dimensions, several tiles", (2, 9), 1100, 130),
-    Case(
-        "argmax_unusable",
-        "linear_argmax",
-        lambda make: _unusable_inputs(make, 5, 700, 4),
-        "a column for a row without a usable logit",
-    ),
+    case_of("linear_argmax", _unusable_inputs, "argmax_unusable", "a row without a usable logit", 5, 700, 4),
     _chosen("chosen_first_rank", "the columns of another rank", 7, 70, 33),
     _chosen("chosen_second_rank", "columns counted from 0, or the higher of equal ones", 8, 70, 33, rank=1),
     _chosen("chosen_of_four", "a rank left out", 4, 45, 33, ranks=4, rank=2),
@@ -274,5 +212,11 @@ CASES = (
     _argmax("argmax_64_shipped", "the same at 64 rows", 64, 151936, 64, gate=True, tags=_LARGE),
     _argmax("8b_head_argmax_1", "greedy decode of one request", 1, *WEIGHTS["8b_head"], bench=True, tags=_LARGE),
     _argmax("8b_head_argmax_16", "greedy verify of one request", 16, *WEIGHTS["8b_head"], bench=True, tags=_LARGE),
-    *(_timed(weight, rows) for weight in WEIGHTS for rows in (1, 16, 64)),
+    *(
+        _MAKERS.get(weight.split("_", 1)[1], _linear)(
+            f"{weight}_{rows}", "the time of a step", rows, *sizes, bench=True, tags=_LARGE
+        )
+        for weight, sizes in WEIGHTS.items()
+        for rows in (1, 16, 64)
+    ),
 )

@@ -1,21 +1,19 @@
 """Static launch table of the products of few rows: no autotuning on a step's path.
 
-The cut of the inner dimension is chosen by the chip and the shape of the weight alone. The tile follows the number
-of rows, which changes no sum: the tensor core adds along the inner dimension in the same order in all tiles of the
-table. So a row has the same bits whatever the number of rows.
+The splits of the inner dimension are chosen by the chip and the shape of the weight alone. The tile follows the number
+of rows, which changes no sum, because all tiles of the table add along the inner dimension in the same order.
 
-A weight whose column tiles fill the chip several times runs small tiles, several programs a processor. One with fewer
-tiles than processors runs one program a processor with many loads in flight, and its inner dimension is cut as long as
-there are processors left. Between the two, a processor runs two programs at a time, so that none waits for a second
-round; so it does where one program a processor would leave many without any. Where it gained, programs hold weights.
-The measurements behind the table are in experiments/LOG.md.
+Weights whose column tiles fill the chip several times have small tiles, several programs a processor; those with fewer
+tiles than processors one program a processor with many loads in flight, and split-K; those between the two programs a
+processor. Measurements: docs/decisions/fused_projections.md.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-FAST_ROWS = 64  # more rows go to torch's matmul, which is then the faster one
+MAX_KERNEL_ROWS = 64
+"""Rows of x that the kernel takes by itself; more go to torch's matmul, which is then faster."""
 _MOST_ROWS = 128  # of one program
 _INVARIANT_ROWS = (16, 32, 64, _MOST_ROWS, _MOST_ROWS + 1, 16 * _MOST_ROWS)
 _INTERPRETER_ROWS = 16
@@ -24,8 +22,8 @@ _SHARED_BYTES = {"sm80": 160 << 10, "sm90": 220 << 10, "sm100": 220 << 10, "gfx9
 _COLUMNS = 64  # the M side of the tensor core
 _SHORTEST_SPLIT = 512
 _EVENER = 0.1
-_HELD_ROWS = 16  # of a program that holds weights
-_HELD_OF_MANY, _HELD_OF_CUT_PAIRS = 128, 512
+_RESIDENT_ROWS = 16  # of a program that holds weights
+_RESIDENT_OF_MANY, _RESIDENT_OF_CUT_PAIRS = 128, 512
 _FLOAT32_SPLIT = 128  # inner elements that are added one by one in float32, which has no tensor core
 
 _CUT_STEP = 128  # a multiple of every block_k of the table, so that the cut is the same for every tile
@@ -42,10 +40,10 @@ _BOUND_BY_ARITHMETIC = {"sm90": (128, 64, 8, 4)}
 
 @dataclass(frozen=True)
 class LinearConfig:
-    """columns: weight rows of one program. block_k: inner elements a step. splits: programs that share a column
-    tile, each with its part of the inner dimension. rows: rows of x a program takes at once. in_order: one program
-    takes all splits of a tile, one after the other. held: inner elements of its weights that a program asks for before
-    it waits for the kernel ahead, the last of its split; 0 for none."""
+    """columns: weight rows of one program. block_k: inner elements a step. splits: programs that share a column tile,
+    each with its part of the inner dimension. rows: rows of x a program takes at once. in_order: one program takes all
+    splits of a tile. resident: inner elements of its weights, the last of its split, that a program loads into
+    registers before it waits for its predecessor; 0 for none."""
 
     columns: int
     block_k: int
@@ -54,7 +52,7 @@ class LinearConfig:
     num_stages: int
     rows: int
     in_order: bool = False
-    held: int = 0
+    resident: int = 0
 
     def split_length(self, inner: int) -> int:
         """Inner elements of a program: whole steps, or all. Tiles of 64 and of 128 are cut at the same places."""
@@ -63,9 +61,9 @@ class LinearConfig:
         return min(inner, -(-steps // self.splits) * step)
 
 
-def rows_of_the_table(batch_invariant: bool) -> tuple[int, ...]:
-    """Numbers of rows that together compile every kernel of a forward, the last those of more rows."""
-    return _INVARIANT_ROWS if batch_invariant else (16, 32, 64, FAST_ROWS + 1)
+def warmup_rows(batch_invariant: bool) -> tuple[int, ...]:
+    """Numbers of rows that together compile every kernel of a forward; the last is more than the kernel takes."""
+    return _INVARIANT_ROWS if batch_invariant else (16, 32, 64, MAX_KERNEL_ROWS + 1)
 
 
 def linear_config(chip: str, outer: int, inner: int, rows: int, element_bytes: int) -> LinearConfig:
@@ -81,7 +79,7 @@ def linear_config(chip: str, outer: int, inner: int, rows: int, element_bytes: i
     tiles = -(-outer // _COLUMNS)
     cut = _splits(inner, min(_programs_a_tile(_PROCESSORS[chip], tiles), inner // _SHORTEST_SPLIT), _CUT_STEP)
     columns, block_k, warps, stages = _table(tiles * cut, chip)[block] if inner % _CUT_STEP == 0 else _ODD_INNER
-    held = _held(chip, tiles * cut, cut) if block == _HELD_ROWS and inner % _CUT_STEP == 0 else 0
+    resident = _resident(chip, tiles * cut, cut) if block == _RESIDENT_ROWS and inner % _CUT_STEP == 0 else 0
     if chip != "sm90" and block == _MOST_ROWS:
         warps = 8
     if many and chip in _BOUND_BY_ARITHMETIC:
@@ -90,9 +88,9 @@ def linear_config(chip: str, outer: int, inner: int, rows: int, element_bytes: i
         many = -(-rows // block) * -(-outer // wide[0]) >= _PROCESSORS[chip]
         columns, block_k, warps, stages = wide if many else (columns, block_k, warps, stages)
     fitting = _SHARED_BYTES[chip] // ((columns + block) * block_k * element_bytes)
-    found = LinearConfig(columns, block_k, cut, warps, max(2, min(stages, fitting)), block, many and cut > 1, held)
+    found = LinearConfig(columns, block_k, cut, warps, max(2, min(stages, fitting)), block, many and cut > 1, resident)
     shortest = inner - (cut - 1) * found.split_length(inner)
-    return found if held <= shortest else replace(found, held=0)
+    return found if resident <= shortest else replace(found, resident=0)
 
 
 def _programs_a_tile(processors: int, tiles: int) -> int:
@@ -101,18 +99,18 @@ def _programs_a_tile(processors: int, tiles: int) -> int:
     return two if two * tiles / (2 * processors) > one * tiles / processors + _EVENER else one
 
 
-def _held(chip: str, programs: int, cut: int) -> int:
-    """Inner elements that a program holds. Other weights gain nothing: what they ask for ahead delays the kernel ahead
-    by as much."""
+def _resident(chip: str, programs: int, cut: int) -> int:
+    """Inner elements whose weights are resident in registers. Other weights gain nothing: the early loads delay the
+    predecessor by as much."""
     if chip != "sm90" or programs <= _PROCESSORS[chip]:
         return 0
     if programs > 2 * _PROCESSORS[chip]:
-        return _HELD_OF_MANY
-    return _HELD_OF_CUT_PAIRS if cut > 1 else 0
+        return _RESIDENT_OF_MANY
+    return _RESIDENT_OF_CUT_PAIRS if cut > 1 else 0
 
 
 def _table(programs: int, chip: str) -> dict[int, tuple[int, int, int, int]]:
-    """The tiles of so many programs."""
+    """The tiles of a call with `programs` programs."""
     if programs <= _PROCESSORS[chip]:
         return _FEW_TILES
     return _PAIRS_OF_TILES if programs <= 2 * _PROCESSORS[chip] else _MANY_TILES

@@ -1,10 +1,9 @@
 """The largest column of each row of a product, found while the product is computed; the product is not written.
 
-A program of the first kernel computes the logits of a tile of columns, with the bits of `linear`, and writes the
-largest of each row and its column. The second kernel takes the largest of all tiles. Where the rows of the weight are
-shared out over ranks, it sends what it found to the others, in words that hold their call as in `all_reduce`, and takes
-the largest of all. So a rank reads two numbers of every other rank instead of all logits. The places of two calls lie
-apart: a rank that has received a call from all others knows that they have read the call before it.
+A program of the first kernel writes the largest logit of a tile of columns and its column. The second kernel takes the
+largest of all tiles and, where the rows of the weight are divided among ranks, exchanges it in words that hold their
+call, as in `all_reduce`. The places of two calls lie apart: a rank that has received a call from all others knows that
+they have read the call before it.
 """
 
 # mypy: ignore-errors
@@ -13,14 +12,23 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from specdec_kernels.all_reduce.kernel import packed_word, received
 from specdec_kernels.all_reduce.types import SLOTS, Exchange
 from specdec_kernels.launch import current_chip, launch
-from specdec_kernels.overlap import let_next_kernel_start, overlapped, wait_for_kernel_ahead
+from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
 from specdec_kernels.projection import reference
-from specdec_kernels.projection.configs import LinearConfig
-from specdec_kernels.projection.kernel import config_of, partial_sum, takes, weight_rows, with_later_splits
+from specdec_kernels.projection.kernel import (
+    Operands,
+    Tile,
+    config_of,
+    partial_sum,
+    takes,
+    weight_rows,
+    with_later_splits,
+)
+from specdec_kernels.projection.types import Product
 from specdec_kernels.sampling.device import usable
 
 _SLOTS = tl.constexpr(SLOTS)
@@ -44,19 +52,19 @@ def _argmax_kernel(
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     IN_ORDER: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tile = tl.program_id(1)
     weight_row = weight_rows(tile, OUTER, COLUMNS, False)
-    wait_for_kernel_ahead(OVERLAP)
+    TILE: tl.constexpr = Tile(ROWS, COLUMNS, BLOCK_K, EVEN_K)
+    of = Operands(x_ptr, weight_ptr, weight_row, row, rows, K)
+    wait_for_predecessor(PDL)
     k_end = tl.minimum(K, split_length)
-    acc = partial_sum(x_ptr, weight_ptr, weight_row, row, rows, 0, k_end, K, ROWS, COLUMNS, BLOCK_K, EVEN_K)
+    acc = partial_sum(of, 0, k_end, TILE)
     if IN_ORDER:
-        acc = with_later_splits(
-            acc, x_ptr, weight_ptr, weight_row, row, rows, splits, split_length, K, ROWS, COLUMNS, BLOCK_K, EVEN_K
-        )
-    let_next_kernel_start(OVERLAP)
+        acc = with_later_splits(acc, of, splits, split_length, TILE)
+    launch_dependents(PDL)
     logits = usable(acc.to(x_ptr.dtype.element_ty).to(tl.float32))
     best = tl.max(logits, 0)
     # Lanes past the last column repeat it, so they name a column that is there.
@@ -114,12 +122,12 @@ def _argmax_of_tiles_kernel(
     BLOCK: tl.constexpr,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     tile = tl.arange(0, BLOCK)
     row = tl.program_id(0).to(tl.int64)
-    wait_for_kernel_ahead(OVERLAP)
-    let_next_kernel_start(OVERLAP)
+    wait_for_predecessor(PDL)
+    launch_dependents(PDL)
     best = tl.load(best_ptr + row * tiles + tile, mask=tile < tiles, other=float("-inf"))
     column = tl.load(column_ptr + row * tiles + tile, mask=tile < tiles, other=_NO_COLUMN)
     top = tl.max(best, 0)
@@ -129,22 +137,15 @@ def _argmax_of_tiles_kernel(
     tl.store(out_ptr + row, tl.where(top > float("-inf"), lowest, -1).to(tl.int64))
 
 
-def linear_argmax(
-    x: torch.Tensor, weight: torch.Tensor, *, batch_invariant: bool = False, exchange: Exchange | None = None
-) -> torch.Tensor:
-    if exchange is None and not takes(x, batch_invariant):
-        return reference.linear_argmax(x, weight)
+def linear_argmax(product: Product, exchange: Exchange | None = None) -> Tensor:
+    """The largest columns of logits with the bits of `linear`: a program adds all splits."""
+    x, weight, _ = product
+    if exchange is None and not takes(product):
+        return reference.linear_argmax(product)
     if x.dtype == torch.float64:
         raise ValueError("x: expected float32, float16 or bfloat16 with an exchange, got float64; use impl='reference'")
-    return launch_argmax(x, weight, config_of(x, weight), exchange)
-
-
-def launch_argmax(
-    x: torch.Tensor, weight: torch.Tensor, config: LinearConfig, exchange: Exchange | None = None
-) -> torch.Tensor:
-    """The largest columns under a given config, of logits with the bits of `linear`: a program adds all splits."""
     outer, inner = weight.shape
-    rows, chip = x.numel() // inner, current_chip(x)
+    rows, chip, config = product.rows, current_chip(x), config_of(product)
     tiles = -(-outer // config.columns)
     best = torch.empty((rows, tiles), dtype=torch.float32, device=x.device)
     column = torch.empty((rows, tiles), dtype=torch.int32, device=x.device)
@@ -159,7 +160,7 @@ def launch_argmax(
         BLOCK_K=config.block_k,
         EVEN_K=inner % config.block_k == 0,
         IN_ORDER=config.splits > 1,
-        **overlapped(chip),
+        **pdl_options(chip),
     )
     out = torch.empty(x.shape[:-1], dtype=torch.int64, device=x.device)
     block = triton.next_power_of_2(tiles)
@@ -172,6 +173,6 @@ def launch_argmax(
         BLOCK=block,
         RANK=rank,
         RANKS=1 if offsets is None else len(offsets),
-        **overlapped(chip),
+        **pdl_options(chip),
     )
     return out

@@ -1,13 +1,9 @@
 """Products of many rows by torch's library, where it has the bits of the kernel.
 
-Products of more than `FAST_ROWS` rows are bound by arithmetic, and the library's tiles are the faster ones. It may add
-along the inner dimension in any order, and choose another order for every shape. But no order depends on the numbers
-that are added, so one product of random numbers tells whether the library adds as the kernel does: millions of rounded
-sums do not agree in all bits by chance. Where the kernel cuts the inner dimension, the library computes each split by
-itself; up to `_CUT_ROWS` rows the kernel, which computes all splits at once, is then the faster one.
-
-A shape is compared once for each number of rows, at the first product that no graph captures. A capture of a shape
-that was not compared before holds the kernel, which changes no bit.
+The order in which the library adds depends on shapes, not on numbers, so one product of random numbers shows whether
+it adds as the kernel does. Where the kernel uses split-K, the library computes each split by itself; up to `_CUT_ROWS`
+rows the kernel is then faster. A shape is compared once for each number of rows, at the first product outside of a
+graph capture; a capture of a shape that was not compared before holds the kernel.
 """
 
 from __future__ import annotations
@@ -15,27 +11,26 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
-from specdec_kernels.projection.configs import FAST_ROWS, LinearConfig
+from specdec_kernels.projection.configs import MAX_KERNEL_ROWS, LinearConfig
 
 _CUT_ROWS = 128
 _MOST_BYTES = 1 << 30
-"""Of one result. A comparison holds two of them."""
+"""Bytes of one result. A comparison holds two of them."""
 _ALIGNMENT = 256
-"""Bytes. The library may choose by the alignment of its operands; those of a comparison are aligned."""
+"""Bytes. The library may choose by the alignment of its operands; the operands of a comparison are aligned."""
 _SEED = 5
 
 _compared: dict[tuple[object, ...], bool] = {}
 
 
-def has_the_bits(
-    x: torch.Tensor, weight: torch.Tensor, config: LinearConfig, by_kernel: Callable[[torch.Tensor], torch.Tensor]
-) -> bool:
+def has_the_bits(x: Tensor, weight: Tensor, config: LinearConfig, by_kernel: Callable[[Tensor], Tensor]) -> bool:
     """Whether `products_of_splits` gives the bits of `by_kernel(x)`: the kernel's sums of each split
     [splits, ..., N] in float32 or, where there is one split, its result [..., N]."""
     rows = x.numel() // x.shape[-1]
     size = rows * weight.shape[0] * max(4 * config.splits, x.element_size())
-    fewest = FAST_ROWS if config.splits == 1 else _CUT_ROWS
+    fewest = MAX_KERNEL_ROWS if config.splits == 1 else _CUT_ROWS
     is_aligned = not (x.data_ptr() % _ALIGNMENT or weight.data_ptr() % _ALIGNMENT)
     if not x.is_cuda or x.dtype == torch.float32 or rows <= fewest or size > _MOST_BYTES or not is_aligned:
         return False
@@ -49,7 +44,7 @@ def has_the_bits(
     return _compared[key]
 
 
-def products_of_splits(x: torch.Tensor, weight: torch.Tensor, config: LinearConfig) -> torch.Tensor:
+def products_of_splits(x: Tensor, weight: Tensor, config: LinearConfig) -> Tensor:
     """The product of each split [splits, ..., N] in float32, or the result [..., N] where there is one split."""
     outer, inner = weight.shape
     flat = x.view(-1, inner)

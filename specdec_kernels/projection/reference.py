@@ -4,78 +4,49 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from specdec_kernels.activation.reference import silu_mul
 from specdec_kernels.all_reduce.reference import all_reduce_add_rms_norm, tell_numbers
 from specdec_kernels.all_reduce.types import Exchange
 from specdec_kernels.norm.reference import add_rms_norm
-from specdec_kernels.norm.types import Normed
+from specdec_kernels.norm.types import Normed, NormInputs
+from specdec_kernels.projection.types import Product
 
 
-def linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    batch_invariant: bool = False,
-    out_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
+def linear(product: Product, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
     """x weight^T + bias. torch promises no bits, so `batch_invariant` changes nothing here."""
-    wide = torch.promote_types(x.dtype, out_dtype or x.dtype)
-    return F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
+    wide = torch.promote_types(product.x.dtype, out_dtype or product.x.dtype)
+    return F.linear(product.x.to(wide), product.weight.to(wide), None if bias is None else bias.to(wide))
 
 
-def linear_silu_mul(x: torch.Tensor, weight: torch.Tensor, *, batch_invariant: bool = False) -> torch.Tensor:
+def linear_silu_mul(product: Product) -> Tensor:
     """silu(x gate^T) * (x up^T)."""
-    return silu_mul(F.linear(x, weight))
+    return silu_mul(linear(product))
 
 
-def linear_add_rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    residual: torch.Tensor,
-    norm_weight: torch.Tensor,
-    eps: float,
-    *,
-    batch_invariant: bool = False,
-) -> Normed:
+def linear_add_rms_norm(product: Product, end: NormInputs) -> Normed:
     """The norm of x weight^T + residual, and that sum."""
-    return add_rms_norm(F.linear(x, weight), residual, norm_weight, eps)
+    return add_rms_norm(linear(product), end)
 
 
-def linear_all_reduce_add_rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    exchange: Exchange,
-    slot: int,
-    residual: torch.Tensor,
-    norm_weight: torch.Tensor,
-    eps: float,
-    *,
-    batch_invariant: bool = False,
-) -> Normed:
+def linear_all_reduce_add_rms_norm(product: Product, exchange: Exchange, slot: int, end: NormInputs) -> Normed:
     """The norm of residual + the sum over ranks of x weight^T, and that sum."""
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    product = F.linear(x.to(wide), weight.to(wide))
-    return all_reduce_add_rms_norm(product[None], exchange, slot, residual, norm_weight, eps)
+    return all_reduce_add_rms_norm(linear(product, out_dtype=torch.float32)[None], exchange, slot, end)
 
 
-def linear_argmax(
-    x: torch.Tensor, weight: torch.Tensor, *, batch_invariant: bool = False, exchange: Exchange | None = None
-) -> torch.Tensor:
+def linear_argmax(product: Product, exchange: Exchange | None = None) -> Tensor:
     """Lowest column of the largest logit, -1 without one; torch's argmax names any of several."""
-    logits = F.linear(x, weight)
+    logits = linear(product)
     logits = torch.where(logits.isnan(), -torch.inf, logits)
     best = logits.amax(-1, keepdim=True)
     lowest, best = (logits == best).to(torch.uint8).argmax(-1), best[..., 0]
     if exchange is not None:
-        best, lowest = _largest_of_ranks(best, lowest + exchange.rank * weight.shape[0], exchange)
+        best, lowest = _largest_of_ranks(best, lowest + exchange.rank * product.weight.shape[0], exchange)
     return torch.where(best > -torch.inf, lowest, -1)
 
 
-def _largest_of_ranks(
-    best: torch.Tensor, column: torch.Tensor, exchange: Exchange
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _largest_of_ranks(best: Tensor, column: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor]:
     """(largest logit, lowest column) [...] of all ranks, for an `Exchange` that holds the memory of all of them."""
     # +inf counts as the largest float32.
     best = best.flatten().float().clamp(max=torch.finfo(torch.float32).max)

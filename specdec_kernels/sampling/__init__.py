@@ -1,7 +1,7 @@
-"""One token per row of logits, the distribution that it is drawn from, penalties and forbidden tokens.
+"""One token per row of logits, the distribution that it is sampled from, penalties and forbidden tokens.
 
-`pick_tokens` takes the argmax or an exact draw from softmax(logits / temperature) under filters; see `api` for the
-definitions of the draw, of the random stream and of the filters.
+`pick_tokens` takes the argmax or an exact sample of softmax(logits / temperature) under filters; see `api` for the
+definitions of the sample, of the random stream and of the filters.
 """
 
 from specdec_kernels.sampling.api import (
@@ -14,6 +14,7 @@ from specdec_kernels.sampling.api import (
     top_k_renorm,
     top_p_renorm,
 )
+from specdec_kernels.sampling.reference import philox_uniform, row_distribution
 from specdec_kernels.sampling.types import (
     ACCEPT_STREAM,
     BONUS_STREAM,
@@ -39,7 +40,9 @@ __all__ = [
     "filtered_probs",
     "forbid_tokens",
     "mask_tokens",
+    "philox_uniform",
     "pick_tokens",
+    "row_distribution",
     "top_k_renorm",
     "top_p_renorm",
 ]

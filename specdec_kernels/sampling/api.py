@@ -1,24 +1,19 @@
 """The public functions of token selection.
 
-A draw is the inverse of the cumulative distribution at one uniform u: the first token j with
+A sample is the inverse of the cumulative distribution at one uniform u: the first token j with
 sum_{i <= j} w_i > u * sum_i w_i, where w_i = exp((l_i - max l) / T). The uniform comes from the counter-based generator
-Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), keyed by the request's seed and
-the position of the row. A token therefore depends neither on the batch it was drawn in nor on whether it was drawn
-alone or while verifying a block. No step sorts the vocabulary or waits for the host.
-
-Random stream: (seed, position, stream, slot) -> k < 2^52 -> u = (k + 1/2) / 2^52, float64, never 0 and never 1.
-`position` is the position of the row's input token; the drawn token will stand one further. The streams of `types` keep
-the target's draws, the drafter's and those of the rejection rules apart.
+Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), keyed by the request's seed,
+the position of the row's input token and the stream of `types`, so a token does not depend on its batch.
 
 Filters act on the distribution at its temperature, in this order, and each keeps ties:
     top-k   keeps what is at least the k-th largest value;
-    top-p   sorts the rest in falling order and keeps a token iff the mass before it is < p * the mass of the rest, the
-            first always; of equal tokens all are kept if one is. Equivalently: the smallest value v with mass{> v} <
-            p * mass is the threshold;
-    min-p   keeps probability >= min_p * the largest probability, that is l >= max l + T ln(min_p).
-Every filter is therefore one threshold on the logit, exact for top-k. Kernel (float32 sums) and reference (float64) may
-disagree about a token whose mass before it lies within 1e-6 * mass of p * mass, or whose logit lies within 4 float32
-roundings of the min-p limit, and about nothing else.
+    top-p   keeps, in falling order, a token iff the mass before it is < p * the mass of the rest, the first always;
+    min-p   keeps probability >= min_p * the largest probability.
+Top-k is exact. Kernel (float32 sums) and reference (float64) may disagree about a token whose mass before it lies
+within 1e-6 * mass of p * mass, or whose logit lies within 4 float32 roundings of the min-p limit.
+
+`impl` is `auto`, `triton` or `reference`. Every function raises ValueError where a shape, dtype, stride, device or
+value does not fit, and RuntimeError for `impl="triton"` where no kernel can run.
 """
 
 from __future__ import annotations
@@ -26,20 +21,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from specdec_kernels.checks import expect_dtype, expect_shape, expect_tensors
 from specdec_kernels.launch import dispatch
-from specdec_kernels.sampling.types import MASK_BITS, TARGET_STREAM, Picked, SamplingTensors
+from specdec_kernels.sampling.types import MASK_BITS, TARGET_STREAM, Forbidden, Penalties, Picked, SamplingTensors
 
 LOGITS = (torch.float32, torch.float16, torch.bfloat16)
 _GREEDY = SamplingTensors()
 
 
 def pick_tokens(
-    logits: torch.Tensor,
+    logits: Tensor,
     sampling: SamplingTensors = _GREEDY,
-    positions: torch.Tensor | None = None,
-    uniforms: torch.Tensor | None = None,
+    positions: Tensor | None = None,
+    uniforms: Tensor | None = None,
     *,
     return_logprobs: bool = False,
     stream: int = TARGET_STREAM,
@@ -48,25 +44,15 @@ def pick_tokens(
     """Choose one token per row.
 
     NaN counts as -inf and +inf as the largest float32. A row that holds nothing but -inf and NaN gives token 0 and
-    `valid` False. In all other rows no token is chosen that has logit -inf, is filtered or lies outside the vocabulary.
+    `valid` False.
 
     Args:
-        logits: [R, V] float32, float16 or bfloat16, V >= 1; the last dimension has stride 1, rows may be strided.
-        sampling: R entries. A row draws where its temperature is above 0, and takes its argmax (lowest id among equals)
-            elsewhere.
-        positions: [R] int64; needed with `sampling.seeds` to draw, unless `uniforms` is given.
-        uniforms: [R] float64 in [0, 1), replaces the generator (tests of the exact distribution).
+        logits: [R, V] float32, float16 or bfloat16; the last dimension has stride 1, rows may be strided.
+        sampling: R entries. A row is sampled where its temperature is above 0, else it takes its first argmax.
+        positions: [R] int64; needed with `sampling.seeds` to sample, unless `uniforms` is given.
+        uniforms: [R] float64 in [0, 1), replaces the generator.
         return_logprobs: also return log softmax(logits) (temperature 1, unfiltered) at the token, -inf where not valid.
-        stream: the use of randomness that the draws belong to; a drafter gives DRAFT_STREAM.
-        impl: `auto`, `triton` or `reference`.
-
-    Returns:
-        Picked: tokens [R] int64, valid [R] bool, logprobs [R] float32 or None.
-
-    Raises:
-        ValueError: wrong shape, dtype, strides or devices, temperature without a source of uniforms, a stream below 0,
-            unknown `impl`.
-        RuntimeError: `impl="triton"` where no kernel can run.
+        stream: the use of randomness; a drafter gives DRAFT_STREAM.
     """
     expect_rows("logits", logits, (None, None), *LOGITS)
     rows = logits.shape[:1]
@@ -81,89 +67,55 @@ def pick_tokens(
     return pick(logits, sampling, positions, uniforms, return_logprobs=return_logprobs, stream=stream)
 
 
-def filtered_probs(logits: torch.Tensor, sampling: SamplingTensors = _GREEDY, *, impl: str = "auto") -> torch.Tensor:
-    """The distribution that `pick_tokens` draws from: what a drafter records as its own probabilities.
+def filtered_probs(logits: Tensor, sampling: SamplingTensors = _GREEDY, *, impl: str = "auto") -> Tensor:
+    """[R, V] float32: the distribution that `pick_tokens` samples from, exactly 0 where filtered.
 
-    Rows at temperature 0 are one at the argmax; rows without a usable logit are zero.
-
-    Args:
-        logits: [R, V] float32, float16 or bfloat16, vocabulary contiguous.
-        sampling: R entries; seeds are not used.
-        impl: `auto`, `triton` or `reference`.
-
-    Returns:
-        [R, V] float32, each row summing to 1 (or 0) within rounding; exactly 0 where filtered.
-
-    Raises:
-        ValueError: wrong shape, dtype, strides or devices, unknown `impl`.
-        RuntimeError: `impl="triton"` where no kernel can run.
+    `logits` [R, V] as of `pick_tokens`; seeds are not used. Rows at temperature 0 are one at the argmax; rows without a
+    usable logit are zero.
     """
     expect_rows("logits", logits, (None, None), *LOGITS)
     expect_tensors({"logits": logits}, **sampling.expected(logits.shape[0]))
     return dispatch("filtered_probs", __package__, impl, logits)(logits, sampling)
 
 
-def top_k_renorm(probs: torch.Tensor, top_k: torch.Tensor, *, impl: str = "auto") -> torch.Tensor:
+def top_k_renorm(probs: Tensor, top_k: Tensor, *, impl: str = "auto") -> Tensor:
     """Keep what is at least the k-th largest probability (ties kept) and renormalise.
 
-    Args:
-        probs: [R, V] float32, vocabulary contiguous; negative entries and NaN count as 0.
-        top_k: [R] int32; <= 0 or >= V is off.
-        impl: `auto`, `triton` or `reference`.
-
-    Returns:
-        [R, V] float32; zeros for a row without a positive entry.
-
-    Raises:
-        ValueError: wrong shape, dtype, strides or devices, unknown `impl`.
-        RuntimeError: `impl="triton"` where no kernel can run.
+    `probs` [R, V] float32, vocabulary contiguous; negative entries and NaN count as 0. `top_k` [R] int32; <= 0 or >= V
+    is off. Returns [R, V] float32; zeros for a row without a positive entry.
     """
     return _renormalised(probs, SamplingTensors(top_k=top_k), impl)
 
 
-def top_p_renorm(probs: torch.Tensor, top_p: torch.Tensor, *, impl: str = "auto") -> torch.Tensor:
-    """Keep, in falling order, a probability iff the sum before it is < p * the row's sum (the first and ties always),
-    and renormalise.
-
-    Args:
-        probs: [R, V] float32, vocabulary contiguous; negative entries and NaN count as 0.
-        top_p: [R] float32; >= 1 is off.
-        impl: `auto`, `triton` or `reference`.
-
-    Returns:
-        [R, V] float32; zeros for a row without a positive entry.
-
-    Raises:
-        ValueError: wrong shape, dtype, strides or devices, unknown `impl`.
-        RuntimeError: `impl="triton"` where no kernel can run.
-    """
+def top_p_renorm(probs: Tensor, top_p: Tensor, *, impl: str = "auto") -> Tensor:
+    """As `top_k_renorm`, but keep, in falling order, a probability iff the sum before it is < p * the row's sum (the
+    first and ties always). `top_p` [R] float32; >= 1 is off."""
     return _renormalised(probs, SamplingTensors(top_p=top_p), impl)
 
 
-def _renormalised(probs: torch.Tensor, filters: SamplingTensors, impl: str) -> torch.Tensor:
+def _renormalised(probs: Tensor, filters: SamplingTensors, impl: str) -> Tensor:
     expect_rows("probs", probs, (None, None), torch.float32)
     expect_tensors({"probs": probs}, **filters.expected(probs.shape[0]))
     return dispatch("filtered_probs", __package__, impl, probs)(probs, filters, probabilities=True)
 
 
 def apply_penalties(
-    logits: torch.Tensor,
-    tokens: torch.Tensor,
-    mask: torch.Tensor,
-    output_counts: torch.Tensor,
-    prompt_seen: torch.Tensor | None,
-    repetition: torch.Tensor,
-    presence: torch.Tensor,
-    frequency: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    logits: Tensor,
+    tokens: Tensor,
+    mask: Tensor,
+    output_counts: Tensor,
+    prompt_seen: Tensor | None,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+    bias: Tensor | None = None,
     *,
     impl: str = "auto",
 ) -> None:
-    """Change the logits of a draft tree in place by the tokens written so far, those drafted in the block included.
+    """Change the logits of a draft tree in place by the tokens of the output and of each node's path.
 
-    A node's row is judged as if its path had been accepted: its counts are those of the output so far and of the
-    tokens from the root's child down to the node itself. (The root's own token is part of the output already.) With
-    these counts c(v), in this order:
+    The counts c(v) of a node cover the output so far, which holds the root's token, and the tokens from the root's
+    child down to the node. In this order:
         repetition  l / r where l > 0 and l * r elsewhere, for tokens of the prompt or with c > 0;
         frequency   l - f c;
         presence    l - s where c > 0;
@@ -174,17 +126,12 @@ def apply_penalties(
         logits: [B, N, V] float32, float16 or bfloat16, vocabulary contiguous, [B, N] mergeable; changed.
         tokens: [B, N] int64, contiguous; entries outside the vocabulary are not counted.
         mask: [B, N, ceil(N / 64)] int64, contiguous: `TreeLinks.mask`.
-        output_counts: [B, V] int32, contiguous: how often each token stands in the request's output.
+        output_counts: [B, V] int32, contiguous: how often each token is in the request's output.
         prompt_seen: [B, V] bool, contiguous, or None.
         repetition: [B] float32 > 0; 1 is off.
         presence: [B] float32; 0 is off.
         frequency: [B] float32; 0 is off.
         bias: [B, V] float32, contiguous, or None.
-        impl: `auto`, `triton` or `reference`.
-
-    Raises:
-        ValueError: wrong shape, dtype, strides or devices, unknown `impl`.
-        RuntimeError: `impl="triton"` where no kernel can run.
     """
     expect_rows("logits", logits, (None, None, None), *LOGITS)
     batch, num_nodes, vocab = logits.shape
@@ -199,64 +146,48 @@ def apply_penalties(
         frequency=(frequency, (batch,), torch.float32),
         bias=(bias, (batch, vocab), torch.float32),
     )
-    apply = dispatch("apply_penalties", __package__, impl, logits, kernel="kernel_penalties")
-    apply(logits, tokens, mask, output_counts, prompt_seen, repetition, presence, frequency, bias)
+    call = Penalties(logits, tokens, mask, output_counts, prompt_seen, repetition, presence, frequency, bias)
+    dispatch("apply_penalties", __package__, impl, logits, kernel="kernel_logits")(call)
 
 
-def count_tokens(counts: torch.Tensor, tokens: torch.Tensor, num: torch.Tensor, *, impl: str = "auto") -> None:
-    """Add the first `num` tokens of each row to the request's counts, in place; equal tokens add up.
-
-    Args:
-        counts: [B, V] int32, contiguous; changed.
-        tokens: [B, W] int64, contiguous; entries outside the vocabulary are not counted.
-        num: [B] int32, how many tokens of each row to add (num_accepted + 1 after a step, 0 for a padding row).
-        impl: `auto`, `triton` or `reference`.
-
-    Raises:
-        ValueError: wrong shape, dtype, strides or devices, unknown `impl`.
-        RuntimeError: `impl="triton"` where no kernel can run.
-    """
+def count_tokens(counts: Tensor, tokens: Tensor, num: Tensor, *, impl: str = "auto") -> None:
+    """Add the first `num` [B] int32 of `tokens` [B, W] int64 to the request's `counts` [B, V] int32, in place; tokens
+    outside the vocabulary are not counted."""
     batch = counts.shape[:1]
     expect_tensors(
         counts=(counts, (None, None), torch.int32), tokens=(tokens, (*batch, None), torch.int64),
         num=(num, batch, torch.int32),
     )  # fmt: skip
-    dispatch("count_tokens", __package__, impl, counts, kernel="kernel_penalties")(counts, tokens, num)
+    dispatch("count_tokens", __package__, impl, counts, kernel="kernel_logits")(counts, tokens, num)
 
 
 def forbid_tokens(
-    logits: torch.Tensor,
-    tokens: torch.Tensor,
-    mask: torch.Tensor,
-    positions: torch.Tensor,
-    history: torch.Tensor,
-    lengths: torch.Tensor,
-    words: torch.Tensor,
-    until: torch.Tensor,
+    logits: Tensor,
+    tokens: Tensor,
+    mask: Tensor,
+    positions: Tensor,
+    history: Tensor,
+    lengths: Tensor,
+    words: Tensor,
+    until: Tensor,
     *,
     impl: str = "auto",
 ) -> None:
-    """Set to -inf, in place, the logits of tokens that would complete a forbidden sequence behind a node's path.
+    """Set to -inf, in place, the logits of tokens that would complete a forbidden sequence after a node's path.
 
-    The text of a node is the committed text up to the root and the path from there to the node; its row chooses the
-    token at position p + 1, where p is the node's position. The last token of a sequence is forbidden in that row if
-    the text ends in the tokens before it and p + 1 < `until`. Before the text there is nothing that a token equals.
+    The text of a node is the committed text and the path from the root to the node; its row chooses the token at
+    position p + 1, where p is the node's position. The last token of a sequence is forbidden there if the text ends in
+    the tokens before it and p + 1 < `until`.
 
     Args:
-        logits: [B, N, V] float32, float16 or bfloat16, vocabulary contiguous, [B, N] mergeable; changed.
-        tokens: [B, N] int64, contiguous; node 0 is the last committed token.
-        mask: [B, N, ceil(N / 64)] int64, contiguous: `TreeLinks.mask`.
-        positions: [B, N] int64, contiguous: `TreeLinks.positions`.
+        logits: [B, N, V], rows as of `expect_rows`; changed.
+        tokens: [B, N] int64; node 0 is the last committed token. All tensors but `logits` and `history` are contiguous.
+        mask: [B, N, ceil(N / 64)] int64: `TreeLinks.mask`.
+        positions: [B, N] int64: `TreeLinks.positions`.
         history: [B, C] int64, rows may be strided: the committed text.
         lengths: [B] int64: the position of node 0; history is read before it.
-        words: [B, W, K] int64, contiguous: sequences that end in column K - 1, -1 in front of them; a sequence whose
-            last token is outside the vocabulary forbids nothing.
-        until: [B, W] int64, contiguous: the position from which on a sequence is allowed.
-        impl: `auto`, `triton` or `reference`.
-
-    Raises:
-        ValueError: wrong shape, dtype, strides or devices, unknown `impl`.
-        RuntimeError: `impl="triton"` where no kernel can run.
+        words: [B, W, K] int64: sequences that end in column K - 1, -1 in front of them.
+        until: [B, W] int64: the position from which on a sequence is allowed.
     """
     expect_rows("logits", logits, (None, None, None), *LOGITS)
     batch, num_nodes = logits.shape[:2]
@@ -276,26 +207,15 @@ def forbid_tokens(
         raise ValueError(f"words: expected sequences of at least 1 token, got shape {list(words.shape)}")
     if history.stride(1) != 1:
         raise ValueError(f"history: expected stride 1 in the last dimension, got strides {history.stride()}")
-    forbid = dispatch("forbid_tokens", __package__, impl, logits, kernel="kernel_forbid")
-    forbid(logits, tokens, mask, positions, history, lengths, words, until)
+    call = Forbidden(logits, tokens, mask, positions, history, lengths, words, until)
+    dispatch("forbid_tokens", __package__, impl, logits, kernel="kernel_logits")(call)
 
 
-def mask_tokens(logits: torch.Tensor, bits: torch.Tensor, constrained: torch.Tensor, *, impl: str = "auto") -> None:
+def mask_tokens(logits: Tensor, bits: Tensor, constrained: Tensor, *, impl: str = "auto") -> None:
     """Set to -inf, in place, the logits of tokens whose bit is 0, for the requests that are constrained.
 
-    Token v of a node is allowed iff bit v % 32 of word v / 32 of its mask is set, which is the bitmask of xgrammar
-    (Dong et al., "XGrammar: Flexible and Efficient Structured Generation Engine for Large Language Models",
-    arXiv 2411.15100). Requests that are not constrained keep their logits, whatever their mask holds.
-
-    Args:
-        logits: [B, N, V] float32, float16 or bfloat16, vocabulary contiguous, [B, N] mergeable; changed.
-        bits: [B, N, ceil(V / 32)] int32, contiguous; bits behind the vocabulary have no meaning.
-        constrained: [B] int32, 0 where nothing is masked.
-        impl: `auto`, `triton` or `reference`.
-
-    Raises:
-        ValueError: wrong shape, dtype, strides or devices, unknown `impl`.
-        RuntimeError: `impl="triton"` where no kernel can run.
+    `logits` [B, N, V], rows as of `expect_rows`; `bits` [B, N, ceil(V / 32)] int32, the bitmask of xgrammar
+    (arXiv 2411.15100): bit v % 32 of word v / 32 allows token v; `constrained` [B] int32, 0 where nothing is masked.
     """
     expect_rows("logits", logits, (None, None, None), *LOGITS)
     batch, num_nodes, vocab = logits.shape
@@ -304,11 +224,11 @@ def mask_tokens(logits: torch.Tensor, bits: torch.Tensor, constrained: torch.Ten
         bits=(bits, (batch, num_nodes, -(-vocab // MASK_BITS)), torch.int32),
         constrained=(constrained, (batch,), torch.int32),
     )
-    dispatch("mask_tokens", __package__, impl, logits, kernel="kernel_mask")(logits, bits, constrained)
+    dispatch("mask_tokens", __package__, impl, logits, kernel="kernel_logits")(logits, bits, constrained)
 
 
-def expect_rows(name: str, values: torch.Tensor, shape: Sequence[int | None], *dtypes: torch.dtype) -> None:
-    """Raise ValueError unless `values` [..., V] are rows that a kernel can walk: the vocabulary contiguous and not
+def expect_rows(name: str, values: Tensor, shape: Sequence[int | None], *dtypes: torch.dtype) -> None:
+    """Raise ValueError unless `values` [..., V] are rows that a kernel can read: the vocabulary contiguous and not
     empty, the dimensions before it mergeable into one strided dimension."""
     expect_shape(name, values, shape)
     expect_dtype(name, values, *dtypes)
@@ -322,7 +242,7 @@ def expect_rows(name: str, values: torch.Tensor, shape: Sequence[int | None], *d
             raise ValueError(f"{name}: expected [B, N] to merge into one dimension, got strides {values.stride()}")
 
 
-def expect_randomness(sampling: SamplingTensors, positions: torch.Tensor | None, uniforms: torch.Tensor | None) -> None:
-    """Raise ValueError if rows are to be drawn and there is nothing to draw them with."""
+def expect_randomness(sampling: SamplingTensors, positions: Tensor | None, uniforms: Tensor | None) -> None:
+    """Raise ValueError if rows are to be sampled and there is nothing to sample them with."""
     if sampling.temperature is not None and uniforms is None and (sampling.seeds is None or positions is None):
-        raise ValueError("temperature: expected seeds and positions, or uniforms, to draw with; got neither")
+        raise ValueError("temperature: expected seeds and positions, or uniforms, to sample with; got neither")

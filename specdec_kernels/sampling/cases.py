@@ -6,13 +6,26 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from specdec_kernels.cases import Comparison, Maker, case_of
+from specdec_kernels.cases import Comparison, Maker, WorkModel, bytes_of, case_of
 from specdec_kernels.sampling.types import MASK_BITS, SamplingTensors
-from specdec_kernels.tree.cases import random_parents
-from specdec_kernels.tree.reference import build_tree
 
 _FILTERS = ("top_k", "top_p", "min_p")
+
+
+def _paths(make: Maker, batch: int, num_nodes: int, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Ancestor masks [B, N, words] int64 and positions [B, N] int64 of random trees, nodes outside of the tree among
+    them. The tree family, which computes both, builds on this one."""
+    parents = make.parents(batch, num_nodes, unused=True).long()
+    sees = torch.eye(num_nodes, dtype=torch.bool, device=make.device).repeat(batch, 1, 1)
+    for node in range(1, num_nodes):
+        linked = (parents[:, node] >= 0) & (parents[:, node] < node)
+        above = sees[torch.arange(batch, device=make.device), parents[:, node].clamp(0, node - 1)]
+        sees[:, node] |= above & linked[:, None]
+    weights = torch.ones((), dtype=torch.int64) << (torch.arange(num_nodes) % 64)
+    words = (sees * weights.to(make.device)).split(64, -1)
+    return torch.stack([word.sum(-1) for word in words], -1), lengths[:, None] + sees.sum(-1) - 1
 
 
 def random_sampling(make: Maker, requests: int) -> SamplingTensors:
@@ -38,7 +51,7 @@ def with_filters(make: Maker, sampling: SamplingTensors, requests: int, vocab: i
     return sampling._replace(top_k=top_k.to(make.device), top_p=top_p.to(make.device), min_p=min_p.to(make.device))
 
 
-def _at_one(make: Maker, rows: int, **filters: torch.Tensor) -> SamplingTensors:
+def _at_one(make: Maker, rows: int, **filters: Tensor) -> SamplingTensors:
     return SamplingTensors(temperature=torch.ones(rows, device=make.device), **filters)
 
 
@@ -54,13 +67,6 @@ def _filtered(make: Maker, **sizes: Any) -> dict[str, Any]:
     inputs = _draw(make, **sizes)
     sampling = with_filters(make, inputs["sampling"], sizes["rows"], sizes["vocab"])
     return inputs | dict(sampling=sampling, return_logprobs=True)
-
-
-def _levels(make: Maker, rows: int, vocab: int) -> dict[str, Any]:
-    """Rows far above and below each other."""
-    inputs = _probs(make, rows, vocab)
-    level = torch.arange(rows, device=make.device) % 3 * 16.0
-    return inputs | dict(logits=inputs["logits"] + level[:, None].to(make.dtype))
 
 
 def _filtered_alone(make: Maker, only: str, **sizes: Any) -> dict[str, Any]:
@@ -79,7 +85,7 @@ def _ties(make: Maker, rows: int, vocab: int) -> dict[str, Any]:
 
 
 def _hostile(make: Maker, vocab: int, filtered: bool = False) -> dict[str, Any]:
-    """One kind of bad row after the other, each as a greedy and as a drawn row, between two ordinary rows."""
+    """One kind of bad row after the other, each as a greedy and as a sampled row, between two ordinary rows."""
     inf, nan = float("inf"), float("nan")
     logits = make.normal(16, vocab)
     logits[2:4] = nan
@@ -96,20 +102,6 @@ def _hostile(make: Maker, vocab: int, filtered: bool = False) -> dict[str, Any]:
     if filtered:
         sampling = with_filters(make, sampling, 16)
     return inputs | dict(sampling=sampling, return_logprobs=filtered)
-
-
-def _even(make: Maker, vocab: int) -> dict[str, Any]:
-    """Uniforms that fall between two tokens of equal weight, the ends of parts of the row among them."""
-    logits, temperature = torch.zeros(16, vocab, device=make.device), torch.ones(16, device=make.device)
-    uniforms = make.tensor([place / 16 for place in range(16)], torch.float64)
-    return dict(logits=logits.to(make.dtype), sampling=SamplingTensors(temperature), uniforms=uniforms)
-
-
-def _nan(make: Maker, rows: int, vocab: int) -> dict[str, Any]:
-    """A NaN in each half of every row."""
-    inputs = _draw(make, rows, vocab)
-    inputs["logits"][:, vocab // 4 :: vocab // 2] = float("nan")
-    return inputs
 
 
 def _edges(make: Maker, vocab: int) -> dict[str, Any]:
@@ -171,25 +163,6 @@ def _misled(make: Maker, rows: int, vocab: int, stride: int) -> dict[str, Any]:
     return dict(logits=logits, sampling=_at_one(make, rows, top_p=top_p))
 
 
-def _full_class(make: Maker, rows: int, vocab: int, chunk: int, equal: int) -> dict[str, Any]:
-    """Of each `chunk` tokens `equal` share the largest logit, one in each group of 64 and the next; top-p asks for
-    them alone."""
-    logits = torch.full((rows, vocab), -20.0)
-    place = torch.arange(vocab) % chunk
-    logits[:, place % 64 * (chunk // 64) + place // 64 < equal] = 1.0
-    top_p = torch.linspace(0.3, 0.7, rows).to(make.device)
-    return dict(logits=logits.to(make.device, make.dtype), sampling=_at_one(make, rows, top_p=top_p))
-
-
-def _below_min_p(make: Maker, rows: int, vocab: int) -> dict[str, Any]:
-    """Half of the tokens carry the greatest logit below the one at which a min-p of 0.5 cuts."""
-    logits = -torch.rand(rows, vocab, generator=make.generator) * 0.6
-    logits[:, 0] = 0.0
-    logits[:, 1::2] = -torch.tensor(0x3F317219, dtype=torch.int32).view(torch.float32)
-    min_p = torch.full((rows,), 0.5, device=make.device)
-    return dict(logits=logits.to(make.device, make.dtype), sampling=_at_one(make, rows, min_p=min_p))
-
-
 def _two_limits(make: Maker, rows: int, vocab: int) -> dict[str, Any]:
     """Min-p cuts from far below to far above where top-p does."""
     logits = make.normal(rows, vocab, scale=2.0).clamp(max=4.0)
@@ -206,7 +179,7 @@ def _probs(make: Maker, rows: int, vocab: int, scale: float = 2.0) -> dict[str, 
 def _renorm(
     make: Maker, rows: int, vocab: int, only: str, hostile: bool = False, everywhere: bool = False
 ) -> dict[str, Any]:
-    """`everywhere`: no row is without the filter, which other libraries tell in another way."""
+    """`everywhere`: no row is without the filter, which other libraries express in another way."""
     probs = torch.softmax(make.normal(rows, vocab, scale=3.0).float(), -1)
     if hostile:
         probs[0], probs[1] = float("nan"), 0.0
@@ -218,22 +191,12 @@ def _renorm(
     return dict(probs=probs, **{only: limit})
 
 
-def _renorm_sums(make: Maker, rows: int, vocab: int, levels: int) -> dict[str, Any]:
-    """Probabilities of few bits in at most `levels` levels, whose sums are exact; p is the sum above a level."""
-    whole = 1 << 20
-    units = torch.randint(0, levels, (rows, vocab), generator=make.generator) * (whole // vocab // levels)
-    units[:, 0] += whole - units.sum(1)
-    above = torch.stack([row[row > row.float().quantile(0.2 + 0.6 * i / rows)].sum() for i, row in enumerate(units)])
-    return dict(probs=(units / whole).to(make.device), top_p=(above / whole).to(make.device))
-
-
 def _penalties(
     make: Maker, batch: int, num_nodes: int, vocab: int, extras: bool = True, padded: int = 0
 ) -> dict[str, Any]:
     """Every kind of penalty alone and together on some request; request 1 has none unless there is a bias. Tokens
     repeat on paths."""
-    lengths = make.integers(0, 50, batch)
-    tree = build_tree(random_parents(make, batch, num_nodes, unused=True), lengths)
+    mask, _ = _paths(make, batch, num_nodes, make.integers(0, 50, batch))
     request = torch.arange(batch)
     strength = torch.rand(3, batch, generator=make.generator).to(make.device)
     none = request % 5 == 1
@@ -244,7 +207,7 @@ def _penalties(
     return dict(
         logits=make.normal(batch, num_nodes, vocab + padded, scale=3.0)[..., :vocab],
         tokens=tokens,
-        mask=tree.mask,
+        mask=mask,
         output_counts=make.integers(-3, 4, batch, vocab).clamp(min=0).int(),
         prompt_seen=make.integers(0, 5, batch, vocab) == 0 if extras else None,
         repetition=torch.where(without[1] | without[2], 1.0, 0.5 + strength[0] * 1.5),
@@ -266,10 +229,10 @@ def _counts(make: Maker, batch: int, width: int, vocab: int) -> dict[str, Any]:
 def _forbidden(
     make: Maker, batch: int, num_nodes: int, vocab: int, count: int, width: int, padded: int = 0, longest: int = 8
 ) -> dict[str, Any]:
-    """Texts of few distinct tokens, so that sequences of every length end in them; some begin before the text."""
+    """Histories of few distinct tokens, so that sequences of every length end in them; some begin before the text."""
     lengths = make.integers(0, longest + 1, batch)
     lengths[-1:] = longest
-    tree = build_tree(random_parents(make, batch, num_nodes, unused=True), lengths)
+    mask, positions = _paths(make, batch, num_nodes, lengths)
     words, column = make.integers(0, 2, batch, count, width), torch.arange(width, device=make.device)
     words[..., -1] = make.integers(-1, vocab + 1, batch, count)
     words[column < width - make.integers(1, width + 1, batch, count)[..., None]] = -1
@@ -277,8 +240,8 @@ def _forbidden(
     return dict(
         logits=make.normal(batch, num_nodes, vocab + padded, scale=3.0)[..., :vocab],
         tokens=make.integers(0, 2, batch, num_nodes),
-        mask=tree.mask,
-        positions=tree.positions,
+        mask=mask,
+        positions=positions,
         history=make.integers(0, 2, batch, 30)[:, 6:],
         lengths=lengths,
         words=words,
@@ -325,10 +288,7 @@ CASES = (
     case_of("pick_tokens", _ties, "pick_ties", "the lowest id among equals", rows=40, vocab=2049),
     case_of("pick_tokens", _hostile, "pick_hostile", "NaN and infinities", vocab=100),
     case_of("pick_tokens", _hostile, "pick_hostile_tiles", "a tile without a usable logit", vocab=4100),
-    case_of("pick_tokens", _even, "pick_even", "the token in front of a goal", vocab=2048),
-    case_of("pick_tokens", _nan, "pick_nan", "no strip without NaN", rows=8, vocab=2048),
     case_of("pick_tokens", _edges, "pick_edges", "banned tokens at u = 0 and u = 1", vocab=100),
-    case_of("pick_tokens", _edges, "pick_edges_tiles", "a last tile without mass", vocab=2051),
     _pick_filtered("pick_filtered", catches="order of the filters", gate=True, rows=25, vocab=100),
     case_of("pick_tokens", _filtered_alone, "pick_top_k", "k off by one", rows=9, vocab=100, only="top_k"),
     case_of("pick_tokens", _filtered_alone, "pick_top_p", "p off by one token", rows=9, vocab=100, only="top_p"),
@@ -339,18 +299,11 @@ CASES = (
     _pick_filtered("pick_filtered_slots", catches="groups chosen", gate=True, rows=9, vocab=2049),
     _pick_filtered("pick_filtered_flat", catches="threshold below slots", rows=6, vocab=2049, scale=0.1),
     _pick_filtered("pick_filtered_wide", catches="more strips than slots", rows=6, vocab=8300),
-    case_of("filtered_probs", _levels, "probs_levels", "values of another row", rows=9, vocab=1200),
-    case_of(
-        "filtered_probs", _full_class, "probs_full_class", "the last place of a class", rows=3, vocab=2100, chunk=1024,
-        equal=64,
-    ),
-    case_of("filtered_probs", _below_min_p, "probs_below_min_p", "min-p off by one", rows=3, vocab=1200),
     case_of("filtered_probs", _spread, "probs_spread", "slots that are nearly enough", rows=12, vocab=1200),
     case_of("filtered_probs", _misled, "probs_misled", "guesses far off the threshold", rows=12, vocab=2049, stride=4),
     case_of("filtered_probs", _two_limits, "probs_two_limits", "min-p above the threshold", rows=16, vocab=1200),
     case_of("filtered_probs", _neighbours, "probs_neighbours", "a threshold off by one", vocab=100),
     case_of("filtered_probs", _neighbours, "probs_neighbours_tiles", "a threshold off by one", vocab=2049),
-    case_of("filtered_probs", _neighbours, "probs_neighbours_equal", "a top of equals", vocab=2049, equal=70),
     case_of("filtered_probs", _neighbours, "probs_neighbours_both", "the last token of both", vocab=2049, both=True),
     _pick_filtered("pick_filtered_padded", catches="tail of the last group", rows=5, vocab=600, padded=40),
     case_of("pick_tokens", _filtered_ties, "pick_filtered_ties", "ties at a threshold", rows=12, vocab=1025),
@@ -366,9 +319,6 @@ CASES = (
         "top_p_renorm", _renorm, "top_p_renorm_hostile", "negative and NaN probabilities, equal ones",
         rows=6, vocab=100, only="top_p", hostile=True,
     ),
-    case_of("top_p_renorm", _renorm_sums, "top_p_renorm_sums", "p met exactly", rows=6, vocab=100, levels=50),
-    case_of("top_p_renorm", _renorm_sums, "top_p_renorm_sums_many", "p met exactly", rows=4, vocab=1200, levels=400),
-    case_of("top_p_renorm", _renorm_sums, "top_p_renorm_sums_few", "p met exactly", rows=4, vocab=1200, levels=4),
     _penalised("penalties_empty", catches="empty grid", batch=0, num_nodes=3, vocab=9),
     _penalised("penalties_chain", catches="path counts", gate=True, batch=5, num_nodes=6, vocab=40),
     _penalised(
@@ -383,7 +333,6 @@ CASES = (
     _forbids("forbid_none", catches="no sequences", batch=2, num_nodes=3, vocab=9, count=0, width=2),
     _forbids("forbid_tokens", catches="until off by one", gate=True, batch=5, num_nodes=4, vocab=9, count=3, width=1),
     _forbids("forbid_words", catches="paths and text", gate=True, batch=6, num_nodes=9, vocab=40, count=30, width=5),
-    _forbids("forbid_padded", catches="a padded row", batch=3, num_nodes=5, vocab=9, count=7, width=3, padded=7),
     _forbids("forbid_full", catches="a full history", batch=6, num_nodes=9, vocab=9, count=9, width=3, longest=24),
     _forbids("forbid_bits", catches="the second mask word", batch=1, num_nodes=66, vocab=20, count=40, width=4),
     _forbids(
@@ -392,7 +341,6 @@ CASES = (
     _masks("mask_empty", catches="empty grid", batch=0, num_nodes=3, vocab=9),
     _masks("mask_word", catches="bit 31, which is the sign", gate=True, batch=4, num_nodes=3, vocab=32),
     _masks("mask_odd", catches="the last word, in part", gate=True, batch=5, num_nodes=6, vocab=61),
-    _masks("mask_padded", catches="a padded row", batch=3, num_nodes=5, vocab=100, padded=7),
     _masks("mask_tiles", catches="words of a second tile", gate=True, batch=2, num_nodes=3, vocab=8193),
     _masks("mask_qwen", gate=True, bench=True, tags=_LARGE, batch=8, num_nodes=16, **_SHIPPED),
     _pick("pick_qwen", gate=True, bench=True, tags=_LARGE, rows=16, **_SHIPPED),
@@ -413,54 +361,25 @@ CASES = (
 )  # fmt: skip
 
 
-def _logits_once(inputs: dict[str, Any]) -> tuple[int, int]:
-    """Bytes of one read of the logits, and a subtraction, product and exponential an entry."""
-    logits = inputs["logits"]
-    return logits.numel() * logits.element_size(), 3 * logits.numel()
-
-
-def _probs_are_written(inputs: dict[str, Any]) -> tuple[int, int]:
-    read, flop = _logits_once(inputs)
-    return read + 4 * inputs["logits"].numel(), flop
-
-
-def _probs_written(inputs: dict[str, Any]) -> tuple[int, int]:
-    return 8 * inputs["probs"].numel(), inputs["probs"].numel()
-
-
-def _penalties_moved(inputs: dict[str, Any]) -> tuple[int, int]:
-    """The logits there and back, the tables of each request once."""
-    tables = (inputs[name] for name in ("output_counts", "prompt_seen", "bias"))
-    held = sum(table.numel() * table.element_size() for table in tables if table is not None)
-    read, flop = _logits_once(inputs)
-    return 2 * read + held, flop
-
-
-def _words_read(inputs: dict[str, Any]) -> tuple[int, int]:
-    """The sequences once for each node."""
-    return 8 * inputs["words"].numel() * inputs["logits"].shape[1], inputs["words"].numel()
-
-
 def _masks_read(inputs: dict[str, Any]) -> tuple[int, int]:
-    """The masks there, and half of the constrained logits written."""
-    logits, asks = inputs["logits"], int(inputs["constrained"].sum())
-    share = asks / max(1, len(logits))
-    return int(share * (4 * inputs["bits"].numel() + logits.numel() * logits.element_size() / 2)), logits.numel()
-
-
-def _tokens_counted(inputs: dict[str, Any]) -> tuple[int, int]:
-    tokens = inputs["tokens"].numel()
-    return tokens * (8 + 2 * 4), tokens
+    """The masks, and half of the constrained logits written."""
+    share = int(inputs["constrained"].sum()) / max(1, len(inputs["logits"]))
+    moved = share * (bytes_of(inputs, "bits") + bytes_of(inputs, "logits") / 2)
+    return int(moved), inputs["logits"].numel()
 
 
 COMPARISON = Comparison(draws=("pick_tokens",))
-WORK = {
-    "pick_tokens": _logits_once,
-    "filtered_probs": _probs_are_written,
-    "top_k_renorm": _probs_written,
-    "top_p_renorm": _probs_written,
-    "apply_penalties": _penalties_moved,
-    "count_tokens": _tokens_counted,
-    "forbid_tokens": _words_read,
+# One read of the logits takes a subtraction, a product and an exponential an entry.
+WORK: dict[str, WorkModel] = {
+    "pick_tokens": lambda i: (bytes_of(i, "logits"), 3 * i["logits"].numel()),
+    "filtered_probs": lambda i: (bytes_of(i, "logits") + 4 * i["logits"].numel(), 3 * i["logits"].numel()),
+    "top_k_renorm": lambda i: (8 * i["probs"].numel(), i["probs"].numel()),
+    "top_p_renorm": lambda i: (8 * i["probs"].numel(), i["probs"].numel()),
+    "apply_penalties": lambda i: (
+        2 * bytes_of(i, "logits") + bytes_of(i, "output_counts", "prompt_seen", "bias"),
+        3 * i["logits"].numel(),
+    ),
+    "count_tokens": lambda i: (16 * i["tokens"].numel(), i["tokens"].numel()),
+    "forbid_tokens": lambda i: (bytes_of(i, "words") * i["logits"].shape[1], i["words"].numel()),
     "mask_tokens": _masks_read,
 }

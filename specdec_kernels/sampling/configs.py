@@ -11,11 +11,11 @@ class SelectionConfig:
 
     slots: int = 128  # groups of 64 tokens that a program holds in registers
     steps: int = 4  # steps of 256 tokens that make a strip
-    strips: int = 4  # strips of a program of the first kernel, one a warp, where no row is drawn
-    drawn_strips: int = 2  # where some are
+    strips: int = 4  # strips of a program of the first kernel, one a warp, where no row is sampled
+    sampled_strips: int = 2  # where some are
     max_rows: int = 1  # rows of one program of the second kernel
     pick_warps: int = 1  # of a row whose token is known from its strips
-    draw_warps: int = 4  # of a row that is drawn
+    sample_warps: int = 4  # of a row that is sampled
     select_warps: int = 8  # of a row whose threshold is searched
     chunk: int = 2048  # tokens of one program of the kernels over deferred rows
     chunk_warps: int = 4
@@ -27,16 +27,16 @@ _GPU = SelectionConfig()
 SELECTION = {
     "sm80": _GPU,
     "sm90": _GPU,
-    "sm100": replace(_GPU, draw_warps=8),  # four would spill
+    "sm100": replace(_GPU, sample_warps=8),  # four would spill
     "gfx942": _GPU,
     # The interpreter's time goes with programs, not lanes; few slots, so that its cases reach the deferred rows, and
     # several warps, though none runs there, so that their parts are added as on a GPU.
     "interpreter": SelectionConfig(
         slots=8,
         strips=1 << 10,
-        drawn_strips=1 << 10,
+        sampled_strips=1 << 10,
         max_rows=1 << 15,
-        draw_warps=1,
+        sample_warps=1,
         select_warps=2,
         chunk=1024,
         keep=64,

@@ -1,15 +1,26 @@
-"""Device functions that selection, the filtered distributions and acceptance are composed of.
+"""Device functions that selection, the filtered distributions and verification are composed of.
 
-A row of logits (or of probabilities, `PROBS`) is seen as groups of WIDTH neighbouring tokens. Weights are
-w = exp((l - max l) / T), or the probability itself; float32 whatever the type of the row. Filters are
-thresholds on the value. They are found by bisection over sort keys: an int32 that orders as the float does,
-shifted by the bits that the row's type leaves zero, so that 16-bit logits need at most 16 halvings.
+Words, from the widest part of a row to the narrowest:
 
-A draw counts weights in whole units of 2^-60 of their total, in int64. The running sums are therefore exact, rise from
-entry to entry in every order of addition, and resolve every value of a uniform.
+row         logits of one node, or with `PROBS` its probabilities
+chunk       tokens of one program of the kernels over deferred rows (`SelectionConfig.chunk`)
+strip       tokens that one warp reads in `kernel_stats`, at most 1,024; of each its largest value and sums are kept
+group       64 neighbouring tokens, of which the largest is kept; elsewhere WIDTH neighbouring tokens
+slot        place in registers for one group of a filtered row; a row has `SelectionConfig.slots`
+class       of a deferred row: the values between two of the five edges around its guessed threshold
+deferred    a filtered row whose threshold does not lie within its slots; it waits in a queue for `kernel_nucleus`
+key         an int32 that orders as a float does, shifted by the bits that the row's type leaves zero
+unit        2^-60 of a total weight
+
+Weights are w = exp((l - max l) / T), or the probability itself; always float32. Filters are
+thresholds on the value, found by bisection over keys, so that 16-bit logits need at most 16 halvings. A sample counts
+weights in whole units, in int64: the running sums are exact, rise from entry to entry in every order of addition, and
+resolve every value of a uniform.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,7 +31,7 @@ from specdec_kernels.sampling.reference import MIN_TEMPERATURE
 _MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
 FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 LOG2E = tl.constexpr(1.4426950408889634)
-_UNITS = tl.constexpr(2.0**60)  # units of a total that a draw counts in
+_UNITS = tl.constexpr(2.0**60)  # units of a total in which a sample is counted
 _MOST_INVERSE = tl.constexpr(2.0**126)  # so that the inverse of a subnormal total stays finite
 _ULP = tl.constexpr(2.0**-53)
 # A scan shorter than the eight 16-bit logits of one vector load does not compile on Triton 3.6.
@@ -39,9 +50,19 @@ def grouping(vocab: int, width: int) -> tuple[int, int, int]:
 
 
 def rows_per_program(rows: int, most: int, lanes: int) -> int:
-    """How many rows of `lanes` lanes each one program takes: a power of two, at most `most`. A block of Triton has at
-    most 2^20 entries, and `_only` makes two of each lane."""
+    """Rows of `lanes` lanes of one program: a power of two, at most `most`, within Triton's 2^20 entries a block."""
     return min(triton.next_power_of_2(max(rows, 1)), most, max(1, (1 << 19) // lanes))
+
+
+class Limits(NamedTuple):
+    """The limits that the filters of each row set, and the scale of its weights, [R]."""
+
+    wanted: Any  # k of top-k, 0 is off
+    share: Any  # p of top-p, 1 is off
+    lowest: Any  # value below which min-p cuts, -inf is off
+    everything: Any  # weight of the unfiltered row
+    top: Any  # largest value
+    scale: Any  # log2(e) / T
 
 
 @triton.jit
@@ -67,8 +88,8 @@ def load_values(values_ptr, row, column, row_stride, live):
 
 @triton.jit
 def by_warps(entries, WARPS: tl.constexpr, VECTOR: tl.constexpr):
-    """`entries` [R, E] as [R, steps, WARPS, threads, VECTOR], which is how a load of vectors spreads them, so that what
-    is computed of a warp's own entries waits for no other warp. Where there are too few they are the VECTOR of one."""
+    """`entries` [R, E] as [R, steps, WARPS, threads, VECTOR], as loads spread them, so that no warp waits for
+    another."""
     R: tl.constexpr = entries.shape[0]
     STEPS: tl.constexpr = entries.shape[1] // (WARPS * _THREADS * VECTOR)
     if STEPS > 0:
@@ -80,8 +101,7 @@ def by_warps(entries, WARPS: tl.constexpr, VECTOR: tl.constexpr):
 
 @triton.jit
 def warp_sums(entries):
-    """[R, 1, WARPS, 1, 1]: the sum of the entries [R, steps, WARPS, threads, vector] of each warp. It keeps its
-    dimensions, so that what is computed from it stays with the warp."""
+    """[R, 1, WARPS, 1, 1]: the sum of the entries [R, steps, WARPS, threads, vector] of each warp."""
     of_threads = tl.sum(tl.sum(entries, 4, keep_dims=True), 1, keep_dims=True)
     return tl.sum(of_threads, 3, keep_dims=True)
 
@@ -186,11 +206,8 @@ def count_from(value, limit):
 
 @triton.jit
 def kth_key(value, wanted, low, high, SHIFT: tl.constexpr):
-    """[R]: the largest key in [low, high) that `wanted` [R] of `value` [R, steps, warps, threads, vector] reach.
-
-    `low` is taken as reached and `high` as not; both are int64 so that their sum cannot overflow. A row with
-    high = low + 1 is not searched.
-    """
+    """[R]: the largest key in [low, high) that `wanted` [R] of `value` [R, steps, warps, threads, vector] reach; `low`
+    and `high` are int64 so that their sum cannot overflow."""
     while tl.max(high - low, 0) > 1:
         middle = (low + high) >> 1
         reached = count_from(value, key_value(middle.to(tl.int32), SHIFT)) >= wanted
@@ -203,10 +220,7 @@ def kth_key(value, wanted, low, high, SHIFT: tl.constexpr):
 @triton.jit
 def key_of_few(value, most, enough, low, high, SHIFT: tl.constexpr):
     """[R]: a key in (low, high] that `enough` to `most` entries of `value` [R, steps, warps, threads, vector] reach;
-    where ties allow none, the smallest that no more than `most` reach.
-
-    `low` is taken as reached by more than `most` and `high` by none. A row with low = high - 1 is not searched.
-    """
+    where ties allow none, the smallest that no more than `most` reach."""
     found = tl.zeros_like(most)
     searching = high - low > 1
     while tl.max(searching.to(tl.int32), 0) > 0:
@@ -221,11 +235,8 @@ def key_of_few(value, most, enough, low, high, SHIFT: tl.constexpr):
 
 @triton.jit
 def mass_key(value, weight, goal, low, high, SHIFT: tl.constexpr):
-    """[R]: the smallest key in (low, high] above which entries of less `weight` than `goal` [R] stand; `value` and
-    `weight` are [R, steps, warps, threads, vector].
-
-    `high` is taken as such a key and `low` as none. A row with low = high - 1 is not searched.
-    """
+    """[R]: the smallest key in (low, high] above which the entries [R, steps, warps, threads, vector] have less
+    `weight` than `goal` [R]."""
     while tl.max(high - low, 0) > 1:
         middle = (low + high) >> 1
         over = value > spread_rows(key_value(middle.to(tl.int32), SHIFT))
@@ -248,11 +259,8 @@ def _only(chosen, value):
 @triton.jit
 def locate(weight, total, uniform):
     """Entry (-1 where there is no weight) at which the running sum of `weight` [R, E] passes uniform * its total, and
-    what `share_within` takes: the weights, the running sums and the goal in units. `total` [R] is that sum, or nearly.
-
-    The goal stays below the sum, so the last entry with weight takes what rounding leaves. An entry without weight
-    adds no unit and is never found.
-    """
+    the arguments of `share_within`. `total` [R] is that sum, or nearly. The last entry with weight takes what rounding
+    leaves; an entry without weight is never found."""
     some = total > 0
     inverse = tl.where(some, tl.minimum(1.0 / tl.where(some, total, 1.0), _MOST_INVERSE), 0.0)
     units = (weight * inverse[:, None] * _UNITS).to(tl.int64)
@@ -287,21 +295,6 @@ def log_value(values_ptr, row, token, row_stride, live, PROBS: tl.constexpr):
 
 
 @triton.jit
-def streamed_count(
-    values_ptr, row, asks, row_stride, middle, VOCAB: tl.constexpr, SHIFT: tl.constexpr, BLOCK_V: tl.constexpr
-):  # fmt: skip
-    """[R]: entries of the whole row whose key is at least `middle`; rows outside `asks` are not read."""
-    lane = tl.arange(0, BLOCK_V)[None, :]
-    # Summed over lanes once, at the end: a sum in every step would make all warps wait each time.
-    found = tl.zeros((row.shape[0], BLOCK_V), tl.int32)
-    for start in range(0, VOCAB, BLOCK_V):
-        live = asks[:, None] & (start + lane < VOCAB)
-        value = load_values(values_ptr, row[:, None], start + lane, row_stride, live)
-        found += (sort_key(value, SHIFT) >= middle[:, None]).to(tl.int32)
-    return tl.sum(found, 1)
-
-
-@triton.jit
 def streamed_mass(
     values_ptr, row, asks, row_stride, middle, top, scale,
     VOCAB: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -323,11 +316,17 @@ def streamed_kth_key(
     VOCAB: tl.constexpr, SHIFT: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """`kth_key` over the whole row."""
+    lane = tl.arange(0, BLOCK_V)[None, :]
     while tl.max(high - low, 0) > 1:
         searching = high - low > 1
         middle = (low + high) >> 1
-        found = streamed_count(values_ptr, row, searching, row_stride, middle.to(tl.int32), VOCAB, SHIFT, BLOCK_V)
-        reached = found >= wanted
+        # Summed over lanes once, at the end: a sum in every step would make all warps wait each time.
+        found = tl.zeros((row.shape[0], BLOCK_V), tl.int32)
+        for start in range(0, VOCAB, BLOCK_V):
+            live = searching[:, None] & (start + lane < VOCAB)
+            value = load_values(values_ptr, row[:, None], start + lane, row_stride, live)
+            found += (sort_key(value, SHIFT) >= middle.to(tl.int32)[:, None]).to(tl.int32)
+        reached = tl.sum(found, 1) >= wanted
         low = tl.where(searching & reached, middle, low)
         high = tl.where(searching & (reached == 0), middle, high)
     return low

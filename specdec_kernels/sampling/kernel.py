@@ -1,11 +1,8 @@
 """Token selection over a split vocabulary: statistics of strips of tokens, then one look at what matters.
 
-`kernel_stats` reads all rows once. The last kernel runs one program per row: M = max m over the strips, and their
-masses s exp((m - M) / T). Their running sum gives the strip that the uniform falls in, and that strip alone is read
-again. Where nothing is drawn it is the first strip with m = M.
-
-With filters `kernel_filter`, `kernel_nucleus` and `kernel_settle` stand between the two: they find the threshold of
-each row, and what it keeps of the row.
+`kernel_stats` reads all rows once. The last kernel runs one program per row: the running sum of the strips' masses
+gives the strip that the uniform falls in, and that strip alone is read again. With filters `kernel_filter`,
+`kernel_nucleus` and `kernel_settle` find the threshold of each row in between, and the weight that it keeps.
 """
 
 from __future__ import annotations
@@ -18,23 +15,22 @@ import triton
 import triton.language as tl
 
 from specdec_kernels.launch import current_chip, launch
-from specdec_kernels.overlap import let_next_kernel_start, overlapped, wait_for_kernel_ahead
+from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
 from specdec_kernels.sampling import device as d
 from specdec_kernels.sampling.configs import SELECTION
-from specdec_kernels.sampling.kernel_filter import GROUP_SIZE, Kept, keep, strip_masses
+from specdec_kernels.sampling.kernel_filter import Kept, keep, strip_masses
 from specdec_kernels.sampling.kernel_nucleus import NEAR, WHOLE
-from specdec_kernels.sampling.kernel_stats import STEP, stats_kernel
+from specdec_kernels.sampling.kernel_stats import GROUP_SIZE, Rows, measure
 from specdec_kernels.sampling.types import TARGET_STREAM, Picked, SamplingTensors
 
 GROUP = tl.constexpr(GROUP_SIZE)
-_MOST_WARPS = 8
 
 
 class Selected(NamedTuple):
-    """What `select` found out about each row.
+    """The results of `select` for each row.
 
-    The rows of `distribution`, [R] each: top; floor; total, with w(v) = exp((v - top) / T) for v >= floor and
-    total = sum w; and the log sum exp of the row at temperature 1, unfiltered.
+    `distribution` holds top; floor; total, with w(v) = exp((v - top) / T) for v >= floor and total = sum w; and the log
+    sum exp of the row at temperature 1, unfiltered.
     """
 
     tokens: torch.Tensor  # [R] int64
@@ -48,7 +44,7 @@ def _store_logprobs(
     values_ptr, logprobs_ptr, row, in_row, plain, token, valid, tops, top, row_stride, PROBS: tl.constexpr
 ):
     """The log sum exp at temperature 1, from the sums `plain` of the strips; the token's log-probability is stored
-    where it is asked for."""
+    if `logprobs_ptr` is given."""
     if not PROBS:
         plain = plain * d.weigh(tops, top[:, None], d.LOG2E, False)
     normaliser = tl.log(tl.sum(plain, 1)) + (0.0 if PROBS else d.finite(top))
@@ -60,8 +56,9 @@ def _store_logprobs(
 
 @triton.jit
 def _largest(values_ptr, row, asks, tops, top, row_stride, VOCAB: tl.constexpr, STRIP: tl.constexpr):
-    """The first token that has the row's largest value `top`; `tops` [R, E] are those of its strips."""
-    lane, inside = tl.arange(0, tops.shape[1])[None, :], tl.arange(0, STRIP)[None, :]
+    """The first token that has the row's largest value `top`; `tops` [R, E] are the largest values of its strips."""
+    lane = tl.arange(0, tops.shape[1])[None, :]
+    inside = tl.arange(0, STRIP)[None, :]
     start = tl.min(tl.where(tops == top[:, None], lane, tops.shape[1]), 1) * STRIP
     column = start[:, None] + inside
     value = d.load_entries(values_ptr, row[:, None], column, row_stride, asks[:, None] & (column < VOCAB))
@@ -74,10 +71,10 @@ def _draw(
     VOCAB: tl.constexpr, SLOTS: tl.constexpr, LENGTH: tl.constexpr, PROBS: tl.constexpr,
 ):  # fmt: skip
     """Token (-1 for none) at which the running weight passes the uniform's share: first the part of the row by the
-    parts' weights `mass` [R, E], then the token by those of the part, which is read again: `size` [R] tokens, at most
-    LENGTH. The parts of the rows that are `near` are slots, which `ids_ptr` names."""
+    weights `mass` [R, E], then the token in the part, `size` [R] tokens that are read again."""
     part, units, running, goal = d.locate(mass, tl.sum(mass, 1), uniform)
-    found, start = part >= 0, tl.maximum(part, 0)
+    found = part >= 0
+    start = tl.maximum(part, 0)
     if ids_ptr is not None:
         held = tl.load(ids_ptr + row.to(tl.int64) * SLOTS + start, mask=near & found, other=0)
         start = tl.where(near, held, start)
@@ -99,13 +96,15 @@ def _kept_parts(
     slots_ptr, state_ptr, chunks_ptr, row, in_row, mass,
     SLOTS: tl.constexpr, STRIP: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Weights [R, BLOCK_N] of the parts that a filtered row is drawn by, tokens of a part, and whether parts are slots:
-    slots where these tell all, chunks of rows that were deferred, and the strips, of weight `mass`, where no filter
-    cuts."""
-    lane, base = tl.arange(0, BLOCK_N)[None, :], row.to(tl.int64)[:, None]
+    """Weights [R, BLOCK_N] of the parts by which a filtered row is sampled, tokens of a part, and whether parts are
+    slots (the threshold lies within them); else they are chunks (deferred rows) or strips of weight `mass` (no
+    filter)."""
+    lane = tl.arange(0, BLOCK_N)[None, :]
+    base = row.to(tl.int64)[:, None]
     of_slots = tl.load(slots_ptr + base * SLOTS + lane, mask=in_row[:, None] & (lane < SLOTS), other=0.0)
     task = tl.load(state_ptr + row, mask=in_row, other=0.0)
-    near, far = task == NEAR, task > WHOLE
+    near = task == NEAR
+    far = task > WHOLE
     size = tl.where(near, GROUP, tl.where(far, CHUNK, STRIP))
     if chunks_ptr is not None:
         of_chunks = tl.load(chunks_ptr + base * CHUNKS + lane, mask=in_row[:, None] & (lane < CHUNKS), other=0.0)
@@ -147,7 +146,7 @@ def _select_kernel(  # 17 run-time arguments: most are optional inputs and outpu
     SLOTS: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     request = row // PER_REQUEST
@@ -157,13 +156,14 @@ def _select_kernel(  # 17 run-time arguments: most are optional inputs and outpu
     in_strips = in_row[:, None] & (strip < STRIPS)
     plane = rows.to(tl.int64) * STRIPS
     if SAMPLE:
-        # The kernel ahead is one of this family, which begins when all before it have ended: what they wrote is there.
+        # Loaded before the wait: the predecessor is a kernel of this family, which waits before it calls
+        # `launch_dependents`, so that the producers of temperatures, seeds and positions have ended.
         temperature = tl.load(temperature_ptr + request, mask=in_row, other=0.0)
         if DRAW:
             uniform = d.row_uniform(seeds_ptr, positions_ptr, uniforms_ptr, row, request, in_row, STREAM)
-    wait_for_kernel_ahead(OVERLAP)
-    let_next_kernel_start(OVERLAP)
-    # All that does not depend on other loads is read first.
+    wait_for_predecessor(PDL)
+    launch_dependents(PDL)
+    # What does not depend on other loads is loaded first.
     tops = tl.load(tops_ptr + place, mask=in_strips, other=float("-inf"))
     if SAMPLE:
         sums = tl.load(sums_ptr + place, mask=in_strips, other=0.0)
@@ -180,18 +180,19 @@ def _select_kernel(  # 17 run-time arguments: most are optional inputs and outpu
         mass = strip_masses(sums, tops, top, scale, PROBS)
         total = tl.sum(mass, 1)
         if DRAW:
-            drawn = in_row & valid & (temperature > 0)
-            size, near = tl.full((BLOCK_R,), STRIP, tl.int32), None
+            sampled = in_row & valid & (temperature > 0)
+            size = tl.full((BLOCK_R,), STRIP, tl.int32)
+            near = None
             if FILTER:
                 mass, size, near = _kept_parts(
                     slots_ptr, state_ptr, chunks_ptr, row, in_row, mass, SLOTS, STRIP, CHUNK, CHUNKS, BLOCK_N
                 )  # fmt: skip
-            if tl.max(drawn.to(tl.int32), 0) > 0:
+            if tl.max(sampled.to(tl.int32), 0) > 0:
                 token = _draw(
-                    values_ptr, ids_ptr, row, drawn, near, size, mass, uniform, top, scale, floor, row_stride, VOCAB,
+                    values_ptr, ids_ptr, row, sampled, near, size, mass, uniform, top, scale, floor, row_stride, VOCAB,
                     SLOTS, STRIP if STRIP > CHUNK else CHUNK, PROBS,
                 )  # fmt: skip
-                token = tl.where(drawn, token, -1)
+                token = tl.where(sampled, token, -1)
     picked = in_row & valid & (token < 0)
     if tl.max(picked.to(tl.int32), 0) > 0:
         token = tl.where(picked, _largest(values_ptr, row, picked, tops, top, row_stride, VOCAB, STRIP), token)
@@ -212,49 +213,6 @@ def _select_kernel(  # 17 run-time arguments: most are optional inputs and outpu
             tl.store(distribution_ptr + 3 * rows + row, normaliser, mask=in_row)
 
 
-class Strips(NamedTuple):
-    """What the first kernel found out, see `kernel_stats`."""
-
-    tops: torch.Tensor  # [R, STRIPS] float32
-    sums: torch.Tensor  # [0 to 2, R, STRIPS] float32: at the temperature, at 1
-    groups: torch.Tensor | None  # [R, groups of 64 tokens] float32, where there are filters
-    queue: torch.Tensor | None  # [1 + R] int32, empty: for the rows that filters defer
-    length: int  # tokens of a strip
-
-
-def measure(
-    values: torch.Tensor,
-    temperature: torch.Tensor | None,
-    *,
-    per_request: int = 1,
-    probabilities: bool = False,
-    filtered: bool = False,
-    normalise: bool = False,
-    weigh_all: bool = False,
-) -> Strips:
-    """Statistics of the strips of every row; with `weigh_all` the sums at the temperature are also those of rows that
-    are not drawn, at temperature 1."""
-    (rows, vocab), chip = values.shape, current_chip(values)
-    config = SELECTION[chip]
-    steps = min(config.steps, triton.next_power_of_2(triton.cdiv(vocab, STEP)))
-    strips = triton.cdiv(vocab, steps * STEP)
-    out = partial(torch.empty, device=values.device)
-    sample = temperature is not None
-    found = Strips(
-        out(rows, strips), out(sample + normalise, rows, strips),
-        out(rows, triton.cdiv(vocab, GROUP_SIZE)) if filtered else None,
-        out(rows + 1, dtype=torch.int32) if filtered else None, steps * STEP,
-    )  # fmt: skip
-    block_s = min(config.drawn_strips if sample else config.strips, triton.next_power_of_2(max(rows * strips, 1)))
-    launch(
-        stats_kernel, (triton.cdiv(rows * strips, block_s),), values, temperature, *found[:4], rows, values.stride(0),
-        num_warps=min(block_s, _MOST_WARPS), PER_REQUEST=per_request, VOCAB=vocab, STRIPS=strips, SAMPLE=sample,
-        NORMALISE=normalise, WEIGH_ALL=weigh_all, PROBS=probabilities, BLOCK_S=block_s, STEPS=steps,
-        **overlapped(chip),
-    )  # fmt: skip
-    return found
-
-
 def select(
     values: torch.Tensor,
     sampling: SamplingTensors,
@@ -269,26 +227,23 @@ def select(
     want_distribution: bool = False,
     normalise: bool = False,
 ) -> Selected:
-    """Token of every row, and what else is asked for. Row r belongs to request r // per_request.
+    """Token of every row, and the results that the flags name. Row r belongs to request r // per_request.
 
     `want_distribution` needs a temperature; its last row is written only with `want_logprobs` or `normalise`.
     """
     (rows, vocab), chip = values.shape, current_chip(values)
     config = SELECTION[chip]
     sample, normalise = sampling.temperature is not None, normalise or want_logprobs
-    filtered = sample and sampling.filtered
     out = partial(torch.empty, dtype=torch.float32, device=values.device)
     found = Selected(
         out(rows, dtype=torch.int64), out(rows, dtype=torch.bool), out(rows) if want_logprobs else None,
-        out(4, rows) if want_distribution or filtered else None,
+        out(4, rows) if want_distribution or sample and sampling.filtered else None,
     )  # fmt: skip
-    shared = dict(per_request=per_request, probabilities=probabilities)
-    strips = measure(
-        values, sampling.temperature, filtered=filtered, normalise=normalise, weigh_all=want_distribution, **shared
-    )  # fmt: skip
+    call = Rows(values, sampling, per_request, probabilities)
+    strips = measure(call, normalise, want_distribution)
     kept, slots, chunks = Kept(None, None, None, None), 0, 0
-    if filtered:
-        kept = keep(values, sampling, strips.tops, strips.sums, *strips[2:4], found.distribution, **shared)
+    if call.filtered:
+        kept = keep(call, strips, found.distribution)
         slots = kept.slots.shape[1]
     if kept.chunks is not None:
         chunks = kept.chunks.shape[1]
@@ -299,10 +254,10 @@ def select(
     block_r = d.rows_per_program(rows, config.max_rows, max(block_n, strips.length, chunk))
     launch(
         _select_kernel, (triton.cdiv(rows, block_r),), values, sampling.temperature, *sources, strips.tops, strips.sums,
-        *kept, *found, rows, values.stride(0), num_warps=config.draw_warps if sample and draw else config.pick_warps,
+        *kept, *found, rows, values.stride(0), num_warps=config.sample_warps if sample and draw else config.pick_warps,
         PER_REQUEST=per_request, VOCAB=vocab, STRIPS=strips.tops.shape[1], STRIP=strips.length, SAMPLE=sample,
-        DRAW=draw, FILTER=filtered, NORMALISE=normalise, PROBS=probabilities, STREAM=stream, BLOCK_R=block_r,
-        BLOCK_N=block_n, SLOTS=slots, CHUNK=chunk, CHUNKS=chunks, **overlapped(chip),
+        DRAW=draw, FILTER=call.filtered, NORMALISE=normalise, PROBS=probabilities, STREAM=stream, BLOCK_R=block_r,
+        BLOCK_N=block_n, SLOTS=slots, CHUNK=chunk, CHUNKS=chunks, **pdl_options(chip),
     )  # fmt: skip
     return found
 

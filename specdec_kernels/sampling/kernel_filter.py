@@ -1,43 +1,28 @@
 # mypy: ignore-errors
-"""Which tokens of a filtered row tell its threshold.
+"""The tokens of a filtered row among which its threshold lies, one program per row.
 
-One program per row. A value C is found that the maxima of at most SLOTS groups reach, and of three quarters as many
-unless maxima are equal. These groups hold every token from C on. If the threshold is not below C, they are enough: they
-become the slots of the row (top-k up to SLOTS always ends here, and top-p unless the distribution is flat). All other
+A value C is found that the maxima of at most SLOTS groups reach, and of three quarters as many unless maxima are equal.
+These groups hold every token from C on. If the threshold is not below C they become the slots of the row; all other
 rows are deferred to `kernel_nucleus`. Then `kernel_settle` finds the thresholds of both.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from specdec_kernels.launch import current_chip, launch
-from specdec_kernels.overlap import let_next_kernel_start, overlapped, wait_for_kernel_ahead
+from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
 from specdec_kernels.sampling import device as d
 from specdec_kernels.sampling import kernel_nucleus as nucleus
 from specdec_kernels.sampling.configs import SELECTION
-from specdec_kernels.sampling.kernel_settle import settle, slot_values
-from specdec_kernels.sampling.types import SamplingTensors
+from specdec_kernels.sampling.kernel_settle import Kept, settle, slot_values
+from specdec_kernels.sampling.kernel_stats import GROUP_SIZE, Rows, Strips
 
-GROUP_SIZE = 64  # tokens of a group
 _KEY_SHIFT = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
-
-
-class Kept(NamedTuple):
-    """The weight that filters leave: of slots, of chunks, or of all strips, as the row's state says.
-
-    Without `ids` slot i is group i, all rows go by their slots, and there are no chunks.
-    """
-
-    ids: torch.Tensor | None  # [R, SLOTS] int32: the group in each slot
-    slots: torch.Tensor | None  # [R, SLOTS] float32
-    state: torch.Tensor | None  # [6, R] float32, see `kernel_nucleus`
-    chunks: torch.Tensor | None  # [R, chunks] float32
 
 
 @triton.jit
@@ -46,18 +31,6 @@ def strip_masses(sums, tops, top, scale, PROBS: tl.constexpr):
     if not PROBS:
         sums = sums * d.weigh(tops, top[:, None], scale[:, None], False)
     return sums
-
-
-@triton.jit
-def _lowest(min_p_ptr, request, in_row, top, scale, PROBS: tl.constexpr):
-    """The value below which min-p cuts, -inf where it is off."""
-    lowest = tl.full(request.shape, float("-inf"), tl.float32)
-    if min_p_ptr is not None:
-        least = tl.load(min_p_ptr + request, mask=in_row, other=0.0)
-        least = tl.minimum(tl.where(least > 0, least, 0.0), 1.0)
-        lowest = top * least if PROBS else d.finite(top) + tl.log2(least) / scale
-        lowest = tl.where(least > 0, lowest, float("-inf"))
-    return lowest
 
 
 @triton.jit
@@ -92,52 +65,42 @@ def _choose_groups(
 
 
 @triton.jit
-def _defer(
-    sample, queue_ptr, state_ptr, edges_ptr, row, in_row, near, deferred, rows, complete, reached, wanted, share,
-    lowest, everything, top, scale, least,
-    SHIFT: tl.constexpr, PROBS: tl.constexpr, WARPS: tl.constexpr, VECTOR: tl.constexpr,
-):  # fmt: skip
-    """Tell the kernels behind what to do for each row, and where the thresholds of the deferred rows should lie."""
-    listed = deferred & (wanted == 0)
-    searched = listed & (share < 1)
-    goal = tl.where(share < 1, share * everything, float("inf"))
-    nucleus.enqueue(queue_ptr, row, deferred)
-    mode = tl.where(listed, nucleus.LIST, nucleus.COUNT)
-    mode = tl.where(deferred, mode, tl.where(near, nucleus.NEAR, nucleus.WHOLE))
-    if tl.max(listed.to(tl.int32), 0) > 0:
-        center, spread = nucleus.guess_threshold(
-            sample, complete, reached, goal, everything, top, scale, SHIFT, PROBS, WARPS, VECTOR
-        )
-        nucleus.store_edges(
-            edges_ptr, row, listed, rows, searched, center, spread, complete, lowest, top, scale, SHIFT, PROBS
-        )
-    nucleus.store_state(state_ptr, row, in_row, rows, mode, goal, lowest, everything, top, least)
-
-
-@triton.jit
 def _filter(
     values_ptr, ids_ptr, queue_ptr, state_ptr, edges_ptr, row, in_row, filtered, rows, row_stride, group_max, sample,
-    wanted, share, lowest, least, top, scale, total,
+    least, limits,
     VOCAB: tl.constexpr, GROUPS: tl.constexpr, STRIPS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr,
     SHIFT: tl.constexpr, PROBS: tl.constexpr, WARPS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Choose the groups of every row, and defer the filtered rows of which these do not tell all."""
+    """Choose the groups of every row, and defer the filtered rows whose threshold lies outside of these."""
     group, complete = _choose_groups(
-        ids_ptr, row, in_row, group_max, wanted, least, GROUPS, STRIPS, SLOTS, SHIFT, WARPS
+        ids_ptr, row, in_row, group_max, limits.wanted, least, GROUPS, STRIPS, SLOTS, SHIFT, WARPS
     )  # fmt: skip
     value = slot_values(values_ptr, row, in_row, group, row_stride, VOCAB, SLOTS, WIDTH)
     value = d.by_warps(value, WARPS, VECTOR)
     from_least = d.key_value(complete.to(tl.int32), SHIFT)
-    weight = d.weigh(value, d.spread_rows(top), d.spread_rows(scale), PROBS)
+    weight = d.weigh(value, d.spread_rows(limits.top), d.spread_rows(limits.scale), PROBS)
     reached = d.sum_of_all(tl.where(value >= d.spread_rows(from_least), weight, 0.0))
-    by_count, by_mass = wanted > 0, share < 1
-    # Top-p behind top-k takes its share of what top-k keeps.
-    known = tl.where(by_count, d.count_from(value, from_least) >= wanted, (by_mass == 0) | (reached >= share * total))
-    known &= by_count | by_mass | (lowest >= from_least)
-    _defer(
-        sample, queue_ptr, state_ptr, edges_ptr, row, in_row, filtered & known, filtered & (known == 0), rows, complete,
-        reached, wanted, share, lowest, total, top, scale, from_least, SHIFT, PROBS, WARPS, VECTOR,
-    )  # fmt: skip
+    by_count = limits.wanted > 0
+    by_mass = limits.share < 1
+    # Top-p after top-k takes its share of what top-k keeps.
+    known = tl.where(
+        by_count,
+        d.count_from(value, from_least) >= limits.wanted,
+        (by_mass == 0) | (reached >= limits.share * limits.everything),
+    )
+    known &= by_count | by_mass | (limits.lowest >= from_least)
+    near = filtered & known
+    deferred = filtered & (known == 0)
+    listed = deferred & (limits.wanted == 0)
+    searched = listed & by_mass
+    goal = tl.where(by_mass, limits.share * limits.everything, float("inf"))
+    nucleus.enqueue(queue_ptr, row, deferred)
+    mode = tl.where(listed, nucleus.LIST, nucleus.COUNT)
+    mode = tl.where(deferred, mode, tl.where(near, nucleus.NEAR, nucleus.WHOLE))
+    if tl.max(listed.to(tl.int32), 0) > 0:
+        center, spread = nucleus.guess_threshold(sample, complete, reached, goal, limits, SHIFT, PROBS, WARPS, VECTOR)
+        nucleus.store_edges(edges_ptr, row, listed, rows, searched, center, spread, complete, limits, SHIFT, PROBS)
+    nucleus.store_state(state_ptr, row, in_row, rows, mode, goal, from_least, limits)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -170,7 +133,7 @@ def _filter_kernel(
     WIDTH: tl.constexpr,
     WARPS: tl.constexpr,
     VECTOR: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     request = row // PER_REQUEST
@@ -178,9 +141,10 @@ def _filter_kernel(
     strip = tl.arange(0, BLOCK_N)[None, :]
     place = row.to(tl.int64)[:, None] * STRIPS + strip
     in_strips = in_row[:, None] & (strip < STRIPS)
-    wait_for_kernel_ahead(OVERLAP)
-    let_next_kernel_start(OVERLAP)
-    # All that does not depend on other loads is read first.
+    wait_for_predecessor(PDL)
+    launch_dependents(PDL)
+    # No load before the wait: the statistics come from `stats_kernel` just before, which starts before older kernels
+    # have ended. Loads that depend on no other load come first.
     tops = tl.load(tops_ptr + place, mask=in_strips, other=float("-inf"))
     sums = tl.load(sums_ptr + place, mask=in_strips, other=0.0)
     temperature = tl.load(temperature_ptr + request, mask=in_row, other=0.0)
@@ -196,65 +160,54 @@ def _filter_kernel(
     valid = top > 0 if PROBS else top > float("-inf")
     scale = d.exponent_scale(temperature)
     mass = strip_masses(sums, tops, top, scale, PROBS)
-    lowest = _lowest(min_p_ptr, request, in_row, top, scale, PROBS)
+    lowest = tl.full(request.shape, float("-inf"), tl.float32)
+    if min_p_ptr is not None:
+        min_p = tl.load(min_p_ptr + request, mask=in_row, other=0.0)
+        min_p = tl.minimum(tl.where(min_p > 0, min_p, 0.0), 1.0)
+        lowest = top * min_p if PROBS else d.finite(top) + tl.log2(min_p) / scale
+        lowest = tl.where(min_p > 0, lowest, float("-inf"))
     filtered = in_row & valid & (temperature > 0) & ((wanted > 0) | (share < 1) | (lowest > float("-inf")))
     total = tl.sum(mass, 1)
+    limits = d.Limits(wanted, share, lowest, total, top, scale)
     if GROUPS > SLOTS:
         _filter(
             values_ptr, ids_ptr, queue_ptr, state_ptr, edges_ptr, row, in_row, filtered, rows, row_stride, group_max,
-            sample, wanted, share, lowest, least, top, scale, total, VOCAB, GROUPS, STRIPS, SLOTS, WIDTH, SHIFT, PROBS,
+            sample, least, limits, VOCAB, GROUPS, STRIPS, SLOTS, WIDTH, SHIFT, PROBS,
             WARPS, VECTOR,
         )  # fmt: skip
     else:
         mode = tl.full(row.shape, nucleus.NEAR, tl.int32)
-        nucleus.store_state(state_ptr, row, in_row, rows, mode, total, lowest, total, top, top)
+        nucleus.store_state(state_ptr, row, in_row, rows, mode, total, top, limits)
     tl.store(distribution_ptr + rows + row, tl.full(row.shape, float("-inf"), tl.float32), mask=in_row)
     tl.store(distribution_ptr + 2 * rows + row, total, mask=in_row)
 
 
-def keep(
-    values: torch.Tensor,
-    sampling: SamplingTensors,
-    tops: torch.Tensor,
-    sums: torch.Tensor,
-    groups: torch.Tensor,
-    queue: torch.Tensor,
-    distribution: torch.Tensor,
-    *,
-    per_request: int,
-    probabilities: bool,
-) -> Kept:
-    """What the filters leave of every row; floor and total go to `distribution` [4, R]. `queue` [1 + R] is empty."""
-    (rows, vocab), chip = values.shape, current_chip(values)
-    config, shift = SELECTION[chip], _KEY_SHIFT[values.dtype]
-    width, num_groups, num_strips = GROUP_SIZE, groups.shape[1], tops.shape[1]
+def keep(rows: Rows, strips: Strips, distribution: torch.Tensor) -> Kept:
+    """The weight that the filters leave of every row; floor and total go to `distribution` [4, R]."""
+    values, sampling, chip = rows.values, rows.sampling, current_chip(rows.values)
+    (count, vocab), config, shift = values.shape, SELECTION[chip], _KEY_SHIFT[values.dtype]
+    num_groups, num_strips = strips.groups.shape[1], strips.tops.shape[1]
     block_g = max(triton.next_power_of_2(num_groups), d.MIN_SCAN)
     slots = min(config.slots, block_g)
     may_defer = num_groups > slots
     out = partial(torch.empty, dtype=torch.float32, device=values.device)
-    ids = out(rows, slots, dtype=torch.int32) if may_defer else None
-    state, edges = out(nucleus.STATES, rows), out(nucleus.NUM_EDGES, rows) if may_defer else None
-    of_slots = out(rows, slots)
-    block_r = d.rows_per_program(rows, config.max_rows, max(slots * width, block_g))
+    ids = out(count, slots, dtype=torch.int32) if may_defer else None
+    state, edges = out(nucleus.STATES, count), out(nucleus.NUM_EDGES, count) if may_defer else None
+    block_r = d.rows_per_program(count, config.max_rows, max(slots * GROUP_SIZE, block_g))
     shared = dict(
-        PER_REQUEST=per_request, VOCAB=vocab, PROBS=probabilities, VECTOR=d.VECTOR_BYTES // values.element_size(),
-        **overlapped(chip),
+        PER_REQUEST=rows.per_request, VOCAB=vocab, PROBS=rows.probabilities,
+        VECTOR=d.VECTOR_BYTES // values.element_size(), **pdl_options(chip),
     )  # fmt: skip
     launch(
-        _filter_kernel, (triton.cdiv(rows, block_r),), values, sampling.temperature, *sampling.filters, tops, sums,
-        groups, ids, queue if may_defer else None, state, edges, distribution, rows, values.stride(0),
+        _filter_kernel, (triton.cdiv(count, block_r),), values, sampling.temperature, *sampling.filters, *strips[:3],
+        ids, strips.queue if may_defer else None, state, edges, distribution, count, values.stride(0),
         num_warps=config.select_warps, GROUPS=num_groups, STRIPS=num_strips, SHIFT=shift, BLOCK_R=block_r,
-        BLOCK_N=max(triton.next_power_of_2(num_strips), d.MIN_SCAN), BLOCK_G=block_g, SLOTS=slots, WIDTH=width,
+        BLOCK_N=max(triton.next_power_of_2(num_strips), d.MIN_SCAN), BLOCK_G=block_g, SLOTS=slots, WIDTH=GROUP_SIZE,
         WARPS=config.select_warps, **shared,
     )  # fmt: skip
-    shared |= dict(CHUNKS=triton.cdiv(vocab, config.chunk), KEEP=config.keep)
-    lists = None
-    if may_defer:
-        lists = nucleus.list_values(
-            values, sampling, queue, state, edges, config, shared | dict(WARPS=config.chunk_warps)
-        )  # fmt: skip
-    chunks = settle(
-        values, sampling, ids, state, edges, lists, of_slots, distribution, config,
-        shared | dict(WIDTH=width, SHIFT=shift),
-    )  # fmt: skip
-    return Kept(ids, of_slots, state, chunks)
+    chunks = triton.cdiv(vocab, config.chunk)
+    shared |= dict(CHUNKS=chunks, KEEP=config.keep)
+    lists = nucleus.list_values(rows, strips.queue, state, edges, shared) if may_defer else (None, None, None)
+    kept = Kept(ids, out(count, slots), state, out(count, chunks) if may_defer else None)
+    settle(rows, kept, edges, lists, distribution, shared | dict(WIDTH=GROUP_SIZE, SHIFT=shift))
+    return kept

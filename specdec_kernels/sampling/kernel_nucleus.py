@@ -1,30 +1,28 @@
 # mypy: ignore-errors
 """Lists of deferred rows: those whose kept tokens do not fit the slots of a program of `kernel_filter`.
 
-All other rows are not read here. The deferred rows stand in a queue, so that their chunks spread over the whole device
-however many there are. Five edges around a sampled guess of the threshold part the values of a row. The weight above
-each edge is summed, and the values of each of the four classes between them are written down in the order of the row;
-`kernel_settle` finds the threshold there. So a row is read twice in all, counting the statistics, however flat it is.
-
-The order of the queue depends on timing, and nothing else does: every sum belongs to a chunk, and chunks are added in
-their order.
+These rows wait in a queue, so that their chunks spread over the whole device. Five edges around a sampled guess of the
+threshold split the values of a row. The weight above each edge is summed, and the values of each of the four classes
+between them are stored in the order of the row; `kernel_settle` finds the threshold there. The order of the queue
+depends on timing, and no result does: chunks are added in their order.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from specdec_kernels.launch import launch
-from specdec_kernels.overlap import let_next_kernel_start, wait_for_kernel_ahead
+from specdec_kernels.launch import current_chip, launch
+from specdec_kernels.pdl import launch_dependents, wait_for_predecessor
 from specdec_kernels.sampling import device as d
-from specdec_kernels.sampling.configs import SelectionConfig
-from specdec_kernels.sampling.types import SamplingTensors
+from specdec_kernels.sampling.configs import SELECTION
+from specdec_kernels.sampling.kernel_stats import Rows
 
-# What a row's draw goes by.
+# What a row is sampled by.
 NEAR = tl.constexpr(-1)  # its slots
 WHOLE = tl.constexpr(0)  # its strips and groups: no filter cuts
 # Its chunks, and what is to be done for them first:
@@ -39,13 +37,13 @@ MOST = tl.constexpr(255)
 
 
 @triton.jit
-def store_state(state_ptr, row, in_row, rows, mode, goal, lowest, everything, top, least):
-    """What the launches behind this one need of a row, [6, R] float32."""
+def store_state(state_ptr, row, in_row, rows, mode, goal, least, limits):
+    """The state of a row for the following launches, [6, R] float32."""
     tl.store(state_ptr + row, mode.to(tl.float32), mask=in_row)
     tl.store(state_ptr + rows + row, goal, mask=in_row)
-    tl.store(state_ptr + 2 * rows + row, lowest, mask=in_row)
-    tl.store(state_ptr + 3 * rows + row, everything, mask=in_row)
-    tl.store(state_ptr + 4 * rows + row, d.finite(top), mask=in_row)
+    tl.store(state_ptr + 2 * rows + row, limits.lowest, mask=in_row)
+    tl.store(state_ptr + 3 * rows + row, limits.everything, mask=in_row)
+    tl.store(state_ptr + 4 * rows + row, d.finite(limits.top), mask=in_row)
     tl.store(state_ptr + 5 * rows + row, least, mask=in_row)
 
 
@@ -62,32 +60,32 @@ def sample_groups(
 
 @triton.jit
 def guess_threshold(
-    value, complete, reached, goal, everything, top, scale,
+    value, complete, reached, goal, limits,
     SHIFT: tl.constexpr, PROBS: tl.constexpr, WARPS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Where the threshold of top-p should lie, as the base-2 logarithm of its weight, and the standard deviation of
-    this guess in natural units.
+    """A guess of top-p's threshold, as the base-2 logarithm of its weight, and its standard deviation in natural units.
 
-    The weight `reached` at or above the key `complete` is known. What lies below is estimated from the values of
-    `sample_groups`: every warp searches its own part of them, and the guess is the mean over the warps. The sample also
-    gives the density of weight around the guess.
+    The weight `reached` at or above the key `complete` is known. The rest is estimated from the values of
+    `sample_groups`: every warp searches its own part of them, and the guess is the mean over the warps.
     """
     value = d.usable(value)
     limit = d.key_value(complete.to(tl.int32), SHIFT)
-    weight = tl.where(value < limit[:, None], d.weigh(value, top[:, None], scale[:, None], PROBS), 0.0)
+    weight = tl.where(value < limit[:, None], d.weigh(value, limits.top[:, None], limits.scale[:, None], PROBS), 0.0)
     weight = d.by_warps(weight, WARPS, VECTOR)
     sampled = d.warp_sums(weight)
-    below = everything - reached
+    below = limits.everything - reached
     share = tl.minimum(tl.maximum((goal - reached) / tl.where(below > 0, below, 1.0), 0.0), 1.0)
     share = d.spread_rows(share)
     # By halves of an interval of the weight's logarithm, because floats have as many keys near zero as elsewhere.
-    high = tl.log2(tl.maximum(d.weigh(limit, top, scale, PROBS), 1e-30))
+    high = tl.log2(tl.maximum(d.weigh(limit, limits.top, limits.scale, PROBS), 1e-30))
     high = d.spread_rows(high) + tl.zeros_like(sampled)
     low = high - 32.0
     for _ in range(_HALVINGS):
         middle = (low + high) * 0.5
         above = d.warp_sums(tl.where(weight > tl.exp2(middle), weight, 0.0))
-        low, high = tl.where(above < share * sampled, low, middle), tl.where(above < share * sampled, middle, high)
+        lacks = above < share * sampled
+        low = tl.where(lacks, low, middle)
+        high = tl.where(lacks, middle, high)
     # Some trust in every warp leaves the first guess of a sample without weight as it is.
     trust = tl.maximum(sampled, 1e-30)
     guess = d.sum_of_all(high * trust) / d.sum_of_all(trust)
@@ -102,21 +100,21 @@ def guess_threshold(
 
 @triton.jit
 def store_edges(
-    edges_ptr, row, asks, rows, searched, center, spread, complete, lowest, top, scale,
+    edges_ptr, row, asks, rows, searched, center, spread, complete, limits,
     SHIFT: tl.constexpr, PROBS: tl.constexpr,
 ):  # fmt: skip
-    """The edges [5, R] in rising order. Where min-p cuts above them or alone, all are the greatest value that it leaves
+    """The edges [5, R] in rising order. If min-p cuts above them or alone, all are the greatest value that it leaves
     out."""
     limit = d.key_value(complete.to(tl.int32), SHIFT)
-    middle = tl.exp2(center) if PROBS else tl.minimum(top + center / scale, limit)
+    middle = tl.exp2(center) if PROBS else tl.minimum(limits.top + center / limits.scale, limit)
     unit = spread * d.LOG2E
     highest = _STEPS[EDGES - 1] * unit
-    highest = tl.minimum(middle * tl.exp2(highest) if PROBS else middle + highest / scale, limit)
-    fixed = (searched == 0) | (lowest > highest)
-    left_out = d.next_below(lowest)
+    highest = tl.minimum(middle * tl.exp2(highest) if PROBS else middle + highest / limits.scale, limit)
+    fixed = (searched == 0) | (limits.lowest > highest)
+    left_out = d.next_below(limits.lowest)
     for edge in tl.static_range(EDGES):
         step = _STEPS[edge] * unit
-        value = tl.minimum(middle * tl.exp2(step) if PROBS else middle + step / scale, limit)
+        value = tl.minimum(middle * tl.exp2(step) if PROBS else middle + step / limits.scale, limit)
         tl.store(edges_ptr + edge * rows + row, tl.where(fixed, left_out, value), mask=asks)
 
 
@@ -125,36 +123,6 @@ def enqueue(queue_ptr, row, deferred):
     """Append rows to the queue: its length, then the rows."""
     place = tl.atomic_add(queue_ptr + row * 0, 1, mask=deferred, sem="relaxed")
     tl.store(queue_ptr + 1 + place, row, mask=deferred)
-
-
-@triton.jit
-def _task(queue_ptr, first, end, CHUNKS: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Rows and chunks of the tasks from `first` on, and which of them there are."""
-    task = first + tl.arange(0, BLOCK_T)
-    there = task < end
-    row = tl.load(queue_ptr + 1 + task // CHUNKS, mask=there, other=0)
-    return row, task % CHUNKS, there
-
-
-@triton.jit
-def _chunk_values(
-    values_ptr, row, chunk, there, row_stride, VOCAB: tl.constexpr, BLOCK_V: tl.constexpr
-):  # fmt: skip
-    """Values [T, BLOCK_V] of a chunk of each row, NaN among them."""
-    column = chunk[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
-    return d.load_entries(values_ptr, row[:, None], column, row_stride, there[:, None] & (column < VOCAB))
-
-
-@triton.jit
-def _chunk_weights(
-    value, temperature_ptr, state_ptr, row, asks, rows, PER_REQUEST: tl.constexpr, PROBS: tl.constexpr
-):  # fmt: skip
-    """Weights of the values that are not NaN."""
-    temperature = tl.load(temperature_ptr + row // PER_REQUEST, mask=asks, other=1.0)
-    top = tl.load(state_ptr + 4 * rows + row, mask=asks, other=0.0)
-    # No usable value is above the top, so this replaces an infinity; NaN fails every comparison.
-    capped = tl.minimum(value, top[:, None])
-    return d.weigh(capped, top[:, None], d.exponent_scale(temperature)[:, None], PROBS)
 
 
 @triton.jit
@@ -196,16 +164,24 @@ def _list_kernel(
     BLOCK_V: tl.constexpr,
     WARPS: tl.constexpr,
     VECTOR: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    wait_for_kernel_ahead(OVERLAP)
-    let_next_kernel_start(OVERLAP)
+    wait_for_predecessor(PDL)
+    launch_dependents(PDL)
     end = tl.load(queue_ptr) * CHUNKS
     for start in range(tl.program_id(0) * BLOCK_T, end, tl.num_programs(0) * BLOCK_T):
-        row, chunk, there = _task(queue_ptr, start, end, CHUNKS, BLOCK_T)
-        value = _chunk_values(values_ptr, row, chunk, there, row_stride, VOCAB, BLOCK_V)
+        task = start + tl.arange(0, BLOCK_T)
+        there = task < end
+        row = tl.load(queue_ptr + 1 + task // CHUNKS, mask=there, other=0)
+        chunk = task % CHUNKS
+        column = chunk[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
+        value = d.load_entries(values_ptr, row[:, None], column, row_stride, there[:, None] & (column < VOCAB))
         asks = there & (tl.load(state_ptr + row, mask=there, other=0.0) != COUNT)
-        weight = _chunk_weights(value, temperature_ptr, state_ptr, row, there, rows, PER_REQUEST, PROBS)
+        temperature = tl.load(temperature_ptr + row // PER_REQUEST, mask=there, other=1.0)
+        top = tl.load(state_ptr + 4 * rows + row, mask=there, other=0.0)
+        # No usable value is above the top, so this replaces an infinity; NaN fails every comparison.
+        capped = tl.minimum(value, top[:, None])
+        weight = d.weigh(capped, top[:, None], d.exponent_scale(temperature)[:, None], PROBS)
         kind = _store_above(
             parts_ptr, edges_ptr, value, weight, row, chunk, there, asks, rows, CHUNKS, WARPS, VECTOR
         )  # fmt: skip
@@ -223,26 +199,21 @@ def _list_kernel(
 
 
 def list_values(
-    values: torch.Tensor,
-    sampling: SamplingTensors,
-    queue: torch.Tensor,
-    state: torch.Tensor,
-    edges: torch.Tensor,
-    config: SelectionConfig,
-    sizes: dict[str, Any],
+    rows: Rows, queue: torch.Tensor, state: torch.Tensor, edges: torch.Tensor, sizes: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The weight above each edge [5, R, chunks, warps], the counts [R, chunks] and the values [R, chunks, 4, keep] of
     the classes, of the rows in `queue` [1 + R]; `state` [6, R], `edges` [5, R]."""
-    rows = len(values)
-    chunk, keep, chunks = config.chunk, config.keep, sizes["CHUNKS"]
-    parts = torch.empty(NUM_EDGES, rows, chunks, config.chunk_warps, dtype=torch.float32, device=values.device)
-    counts = torch.empty(rows, chunks, dtype=torch.int32, device=values.device)
-    members = torch.empty(rows, chunks, NUM_EDGES - 1, keep, dtype=values.dtype, device=values.device)
+    values, sampling, config = rows.values, rows.sampling, SELECTION[current_chip(rows.values)]
+    count, chunks = len(values), sizes["CHUNKS"]
+    out = partial(torch.empty, device=values.device)
+    parts = out(NUM_EDGES, count, chunks, config.chunk_warps, dtype=torch.float32)
+    counts = out(count, chunks, dtype=torch.int32)
+    members = out(count, chunks, NUM_EDGES - 1, config.keep, dtype=values.dtype)
     if sampling.top_p is not None or sampling.min_p is not None:
-        block_t = d.rows_per_program(rows * chunks, config.max_rows, chunk)
+        block_t = d.rows_per_program(count * chunks, config.max_rows, config.chunk)
         launch(
-            _list_kernel, (min(triton.cdiv(rows * chunks, block_t), config.programs),), values, sampling.temperature,
-            queue, state, edges, parts, counts, members, rows, values.stride(0), num_warps=config.chunk_warps,
-            BLOCK_T=block_t, BLOCK_V=chunk, **sizes,
+            _list_kernel, (min(triton.cdiv(count * chunks, block_t), config.programs),), values, sampling.temperature,
+            queue, state, edges, parts, counts, members, count, values.stride(0), num_warps=config.chunk_warps,
+            BLOCK_T=block_t, BLOCK_V=config.chunk, WARPS=config.chunk_warps, **sizes,
         )  # fmt: skip
     return parts, counts, members

@@ -1,33 +1,38 @@
 # mypy: ignore-errors
 """Thresholds of filtered rows, and the weight that they leave: one program per row.
 
-- A row whose slots tell all (`kernel_filter`): the groups in its slots are read into registers, and the threshold is
-  found there by bisection.
-- A deferred row (`kernel_nucleus`): the weights above the edges tell the class that holds the threshold. It is found
-  there by bisection over the class in registers, and so is the kept weight of every chunk. A draw selects a chunk by
-  them, and reads that chunk alone again. A threshold outside the edges (they lie six standard deviations from the
-  guess), a chunk with more values of the class than there is room for, and a top-k beyond the slots are settled by
-  bisection over the row in memory instead.
-
-Both searches stand in one launch, so that each goes on while the other kind of row is searched.
+- A row whose threshold lies within its slots (`kernel_filter`): bisection over the slots' groups in registers.
+- A deferred row (`kernel_nucleus`): the weights above the edges give the class that holds the threshold, and bisection
+  over that class in registers finds it. A threshold outside the edges, a class with more values in a chunk than there
+  is room for, and a top-k beyond the slots are settled by bisection over the row in memory.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from specdec_kernels.launch import launch
-from specdec_kernels.overlap import let_next_kernel_start, wait_for_kernel_ahead
+from specdec_kernels.launch import current_chip, launch
+from specdec_kernels.pdl import launch_dependents, wait_for_predecessor
 from specdec_kernels.sampling import device as d
 from specdec_kernels.sampling import kernel_nucleus as nucleus
-from specdec_kernels.sampling.configs import SelectionConfig
-from specdec_kernels.sampling.types import SamplingTensors
+from specdec_kernels.sampling.configs import SELECTION
+from specdec_kernels.sampling.kernel_stats import Rows
 
 _LANES_OF_EDGES = tl.constexpr(8)
+
+
+class Kept(NamedTuple):
+    """The weight that filters leave: of slots, of chunks, or of all strips, as the row's state says. Without `ids` slot
+    i is group i, and there are no chunks."""
+
+    ids: torch.Tensor | None  # [R, SLOTS] int32: the group in each slot
+    slots: torch.Tensor | None  # [R, SLOTS] float32
+    state: torch.Tensor | None  # [6, R] float32, see `kernel_nucleus`
+    chunks: torch.Tensor | None  # [R, chunks] float32
 
 
 @triton.jit
@@ -43,33 +48,33 @@ def slot_values(
 
 @triton.jit
 def _floor_in_slots(
-    value, near, complete, wanted, share, lowest, everything, top, scale,
+    value, near, complete, limits,
     WHOLE: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr,
     WARPS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Threshold of the rows that are `near`, and the weight [R, SLOTS] that it leaves of each slot; the values from the
     key `complete` on are all that the row has."""
     value = d.by_warps(value, WARPS, VECTOR)
-    weight = d.weigh(value, d.spread_rows(top), d.spread_rows(scale), PROBS)
-    key_top = d.sort_key(top, SHIFT).to(tl.int64)
-    by_count, by_mass = near & (wanted > 0), near & (share < 1)
-    lowest_key = d.kth_key(value, wanted, complete, tl.where(by_count, key_top + 1, complete + 1), SHIFT)
+    weight = d.weigh(value, d.spread_rows(limits.top), d.spread_rows(limits.scale), PROBS)
+    key_top = d.sort_key(limits.top, SHIFT).to(tl.int64)
+    by_count = near & (limits.wanted > 0)
+    by_mass = near & (limits.share < 1)
+    lowest_key = d.kth_key(value, limits.wanted, complete, tl.where(by_count, key_top + 1, complete + 1), SHIFT)
     reach = d.spread_rows(d.key_value(lowest_key.to(tl.int32), SHIFT))
     in_reach = d.sum_of_all(tl.where(value >= reach, weight, 0.0))
-    goal = share * tl.where(by_count | WHOLE, in_reach, everything)
+    goal = limits.share * tl.where(by_count | WHOLE, in_reach, limits.everything)
     lowest_key = d.mass_key(
         value, weight, goal, lowest_key - 1, tl.where(by_mass, key_top, lowest_key), SHIFT
     )  # fmt: skip
     cut = tl.where(by_count | by_mass, d.key_value(lowest_key.to(tl.int32), SHIFT), float("-inf"))
-    floor = tl.maximum(cut, lowest)
+    floor = tl.maximum(cut, limits.lowest)
     kept = tl.where(value >= d.spread_rows(floor), weight, 0.0)
     return floor, tl.sum(tl.reshape(kept, (value.shape[0], SLOTS, WIDTH)), 2)
 
 
 @triton.jit
 def _settle_near(
-    values_ptr, ids_ptr, slots_ptr, distribution_ptr, row, near, rows, row_stride, least, wanted, share, lowest,
-    everything, top, scale,
+    values_ptr, ids_ptr, slots_ptr, distribution_ptr, row, near, rows, row_stride, least, limits,
     VOCAB: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr,
     WARPS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
@@ -86,7 +91,7 @@ def _settle_near(
         key = d.sort_key(value, SHIFT)
         complete = tl.min(tl.where(value > float("-inf"), key, 0x7FFFFFFF), 1).to(tl.int64)
     floor, mass = _floor_in_slots(
-        value, near, complete, wanted, share, lowest, everything, top, scale, ids_ptr is None, SLOTS, WIDTH, SHIFT,
+        value, near, complete, limits, ids_ptr is None, SLOTS, WIDTH, SHIFT,
         PROBS, WARPS, VECTOR,
     )  # fmt: skip
     tl.store(slots_ptr + at, mass, mask=near[:, None])
@@ -96,81 +101,55 @@ def _settle_near(
 
 @triton.jit
 def _floor_in_memory(
-    values_ptr, row, asks, row_stride, low, high, wanted, share, everything, top, scale,
+    values_ptr, row, asks, row_stride, low, high, limits,
     VOCAB: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Threshold of top-k and top-p from the whole row; without top-k its key lies in (low, high]."""
-    by_count, by_mass = asks & (wanted > 0), asks & (share < 1)
-    bottom = d.sort_key(tl.full(top.shape, float("-inf"), tl.float32), SHIFT).to(tl.int64)
-    key_top = d.sort_key(top, SHIFT).to(tl.int64)
+    by_count = asks & (limits.wanted > 0)
+    by_mass = asks & (limits.share < 1)
+    bottom = d.sort_key(tl.full(limits.top.shape, float("-inf"), tl.float32), SHIFT).to(tl.int64)
+    key_top = d.sort_key(limits.top, SHIFT).to(tl.int64)
     kth = d.streamed_kth_key(
-        values_ptr, row, row_stride, wanted, bottom, tl.where(by_count, key_top + 1, bottom + 1), VOCAB, SHIFT, BLOCK_V
+        values_ptr, row, row_stride, limits.wanted, bottom, tl.where(by_count, key_top + 1, bottom + 1), VOCAB, SHIFT,
+        BLOCK_V
     )  # fmt: skip
     counted = d.streamed_mass(
-        values_ptr, row, by_count & by_mass, row_stride, (kth - 1).to(tl.int32), top, scale, VOCAB, SHIFT, PROBS,
-        BLOCK_V,
+        values_ptr, row, by_count & by_mass, row_stride, (kth - 1).to(tl.int32), limits.top, limits.scale, VOCAB, SHIFT,
+        PROBS, BLOCK_V,
     )  # fmt: skip
-    goal = share * tl.where(by_count, counted, everything)
-    low, high = tl.where(by_count, kth - 1, low), tl.where(by_count, key_top, high)
+    goal = limits.share * tl.where(by_count, counted, limits.everything)
+    low = tl.where(by_count, kth - 1, low)
+    high = tl.where(by_count, key_top, high)
     found = d.streamed_mass_key(
-        values_ptr, row, row_stride, goal, low, tl.where(by_mass, high, low + 1), top, scale, VOCAB, SHIFT, PROBS,
-        BLOCK_V,
+        values_ptr, row, row_stride, goal, low, tl.where(by_mass, high, low + 1), limits.top, limits.scale, VOCAB,
+        SHIFT, PROBS, BLOCK_V,
     )  # fmt: skip
     return tl.where(by_mass, found, kth)
 
 
 @triton.jit
-def _store_kept_mass(
-    values_ptr, mass_ptr, row, asks, row_stride, floor, top, scale,
-    VOCAB: tl.constexpr, CHUNKS: tl.constexpr, PROBS: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """Store the weight that the threshold leaves in each chunk, for the rows in `asks`."""
-    for chunk in range(0, CHUNKS):
-        column = chunk * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
-        value = d.load_values(values_ptr, row[:, None], column, row_stride, asks[:, None] & (column < VOCAB))
-        weight = d.weigh(value, top[:, None], scale[:, None], PROBS)
-        kept = tl.sum(tl.where(value >= floor[:, None], weight, 0.0), 1)
-        tl.store(mass_ptr + row * CHUNKS + chunk, kept, mask=asks)
-    tl.debug_barrier()
-
-
-@triton.jit
 def _search_members(
-    value, fits, top, scale, left, low_key, high_key, found, far, lowest,
+    value, fits, left, low_key, high_key, found, far, limits,
     KEEP: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr, WARPS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Threshold of each row, and the weight [R, BLOCK_C] that it leaves of the classes of the rows that `fits`.
-
-    `left` is the weight that these rows still lack; the key of the rows that are `far` is `found` already.
-    """
+    """Threshold of each row, and the weight [R, BLOCK_C] that it leaves of the classes of the rows that `fits`, which
+    lack the weight `left`; the key of the rows that are `far` is `found` already."""
     value = d.by_warps(tl.minimum(value, d.FLOAT32_MAX), WARPS, VECTOR)
-    weight = d.weigh(value, d.spread_rows(top), d.spread_rows(scale), PROBS)
+    weight = d.weigh(value, d.spread_rows(limits.top), d.spread_rows(limits.scale), PROBS)
     searched = d.mass_key(value, weight, left, low_key, tl.where(fits, high_key, low_key + 1), SHIFT)
     found = tl.where(fits, searched, found)
     floor = tl.where(far | fits, d.key_value(found.to(tl.int32), SHIFT), float("-inf"))
-    floor = tl.maximum(floor, lowest)
+    floor = tl.maximum(floor, limits.lowest)
     kept = tl.where(value >= d.spread_rows(floor), weight, 0.0)
     return floor, tl.sum(tl.reshape(kept, (BLOCK_R, BLOCK_C, KEEP)), 2)
 
 
 @triton.jit
-def _class_of_threshold(above, value, in_row, goal, lowest):
-    """How many of the edges [R, 8], of `value`, lie below the threshold, 0 to 5; whether min-p put it there; and the
-    edges around it, infinite where there is none. `above` [R, 8] is the weight above each."""
-    known = in_row[:, None] & (tl.arange(0, _LANES_OF_EDGES)[None, :] < nucleus.EDGES)
-    by_mass = known & (above >= goal[:, None])
-    rises = by_mass | (known & (value < lowest[:, None]))
-    low = tl.max(tl.where(rises, value, float("-inf")), 1)
-    high = tl.min(tl.where(known & (rises == 0), value, float("inf")), 1)
-    below = tl.sum(rises.to(tl.int32), 1)
-    return below, below > tl.sum(by_mass.to(tl.int32), 1), low, high
-
-
-@triton.jit
 def _load_edges(parts_ptr, edges_ptr, row, in_row, rows, PARTS: tl.constexpr, BLOCK_P: tl.constexpr):
     """The weight above each edge, and its value: [R, 8] each."""
-    edge, part = tl.arange(0, _LANES_OF_EDGES)[None, :], tl.arange(0, BLOCK_P)[None, :]
+    edge = tl.arange(0, _LANES_OF_EDGES)[None, :]
+    part = tl.arange(0, BLOCK_P)[None, :]
     place = edge * rows + row[:, None]
     value = tl.load(edges_ptr + place, mask=in_row[:, None] & (edge < nucleus.EDGES), other=0.0)
     above = tl.zeros_like(value)
@@ -184,17 +163,24 @@ def _load_edges(parts_ptr, edges_ptr, row, in_row, rows, PARTS: tl.constexpr, BL
 @triton.jit
 def _settle_deferred(
     values_ptr, parts_ptr, counts_ptr, members_ptr, mass_ptr, distribution_ptr, row, asks, listed, above, edges, rows,
-    row_stride, wanted, share, goal, lowest, everything, top, scale,
+    row_stride, goal, limits,
     VOCAB: tl.constexpr, CHUNKS: tl.constexpr, KEEP: tl.constexpr, SHIFT: tl.constexpr, PROBS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr, PARTS: tl.constexpr, WARPS: tl.constexpr,
     VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Floor, total and the kept weight of the chunks of the rows in `asks`; those in `listed` have a list."""
-    below, pinned, low, high = _class_of_threshold(above, edges, listed, goal, lowest)
+    # How many edges lie below the threshold, 0 to 5; whether min-p put it there; and the edges around it.
+    known = listed[:, None] & (tl.arange(0, _LANES_OF_EDGES)[None, :] < nucleus.EDGES)
+    by_mass = known & (above >= goal[:, None])
+    rises = by_mass | (known & (edges < limits.lowest[:, None]))
+    low = tl.max(tl.where(rises, edges, float("-inf")), 1)
+    high = tl.min(tl.where(known & (rises == 0), edges, float("inf")), 1)
+    below = tl.sum(rises.to(tl.int32), 1)
+    pinned = below > tl.sum(by_mass.to(tl.int32), 1)
     between = listed & (below > 0) & (below < nucleus.EDGES)
     kind = tl.where(between, below - 1, 0)
     low_key = d.sort_key(low, SHIFT).to(tl.int64)
-    high_key = d.sort_key(tl.minimum(high, top), SHIFT).to(tl.int64)
+    high_key = d.sort_key(tl.minimum(high, limits.top), SHIFT).to(tl.int64)
     chunk = tl.arange(0, BLOCK_C)[None, :]
     in_chunks = chunk < CHUNKS
     place = row[:, None] * CHUNKS + chunk
@@ -219,16 +205,20 @@ def _settle_deferred(
     found = low_key
     if tl.max(far.to(tl.int32), 0) > 0:
         found = _floor_in_memory(
-            values_ptr, row, far, row_stride, low_key, high_key, wanted, share, everything, top, scale, VOCAB,
-            SHIFT, PROBS, BLOCK_V,
-        )  # fmt: skip
-        cut = tl.maximum(d.key_value(found.to(tl.int32), SHIFT), lowest)
-        _store_kept_mass(values_ptr, mass_ptr, row, far, row_stride, cut, top, scale, VOCAB, CHUNKS, PROBS, BLOCK_V)
+            values_ptr, row, far, row_stride, low_key, high_key, limits, VOCAB, SHIFT, PROBS, BLOCK_V
+        )
+        cut = tl.maximum(d.key_value(found.to(tl.int32), SHIFT), limits.lowest)
+        for number in range(0, CHUNKS):
+            column = number * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
+            of_chunk = d.load_values(values_ptr, row[:, None], column, row_stride, far[:, None] & (column < VOCAB))
+            weight = d.weigh(of_chunk, limits.top[:, None], limits.scale[:, None], PROBS)
+            kept = tl.sum(tl.where(of_chunk >= cut[:, None], weight, 0.0), 1)
+            tl.store(mass_ptr + row * CHUNKS + number, kept, mask=far)
+        tl.debug_barrier()
         mass = tl.where(far[:, None], tl.load(mass_ptr + place, mask=far[:, None] & in_chunks, other=0.0), mass)
     floor, of_members = _search_members(
-        value, fits, top, scale, left, low_key, high_key, found, far, lowest, KEEP, SHIFT,
-        PROBS, BLOCK_R, BLOCK_C, WARPS, VECTOR,
-    )  # fmt: skip
+        value, fits, left, low_key, high_key, found, far, limits, KEEP, SHIFT, PROBS, BLOCK_R, BLOCK_C, WARPS, VECTOR
+    )
     mass += of_members
     tl.store(mass_ptr + place, mass, mask=asks[:, None] & in_chunks)
     tl.store(distribution_ptr + rows + row, floor, mask=asks)
@@ -267,13 +257,15 @@ def _settle_kernel(
     PARTS: tl.constexpr,
     WARPS: tl.constexpr,
     VECTOR: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    wait_for_kernel_ahead(OVERLAP)
-    let_next_kernel_start(OVERLAP)
-    # All that does not depend on other loads is read first.
-    in_row, request = row < rows, row // PER_REQUEST
+    wait_for_predecessor(PDL)
+    launch_dependents(PDL)
+    # No load before the wait: all is written by the kernels of this family just before. Loads that
+    # depend on no other load come first.
+    in_row = row < rows
+    request = row // PER_REQUEST
     task = tl.load(state_ptr + row, mask=in_row, other=0.0)
     goal = tl.load(state_ptr + rows + row, mask=in_row, other=0.0)
     lowest = tl.load(state_ptr + 2 * rows + row, mask=in_row, other=0.0)
@@ -282,11 +274,12 @@ def _settle_kernel(
     least = tl.load(state_ptr + 5 * rows + row, mask=in_row, other=0.0)
     scale = d.exponent_scale(tl.load(temperature_ptr + request, mask=in_row, other=1.0))
     wanted, share = d.count_and_share(top_k_ptr, top_p_ptr, request, in_row, VOCAB)
+    limits = d.Limits(wanted, share, lowest, everything, top, scale)
     near = in_row & (task == nucleus.NEAR)
     if tl.max(near.to(tl.int32), 0) > 0:
         _settle_near(
-            values_ptr, ids_ptr, slots_ptr, distribution_ptr, row, near, rows, row_stride, least, wanted, share, lowest,
-            everything, top, scale, VOCAB, SLOTS, WIDTH, SHIFT, PROBS, WARPS, VECTOR,
+            values_ptr, ids_ptr, slots_ptr, distribution_ptr, row, near, rows, row_stride, least, limits, VOCAB, SLOTS,
+            WIDTH, SHIFT, PROBS, WARPS, VECTOR,
         )  # fmt: skip
     if edges_ptr is not None:
         asks = in_row & (task > nucleus.WHOLE)
@@ -294,34 +287,29 @@ def _settle_kernel(
             above, edges = _load_edges(parts_ptr, edges_ptr, row, in_row, rows, CHUNKS * PARTS, BLOCK_P)
             _settle_deferred(
                 values_ptr, parts_ptr, counts_ptr, members_ptr, mass_ptr, distribution_ptr, row, asks,
-                asks & (task != nucleus.COUNT), above, edges, rows, row_stride, wanted, share, goal, lowest, everything,
-                top, scale, VOCAB, CHUNKS, KEEP, SHIFT, PROBS, BLOCK_R, BLOCK_C, BLOCK_V, PARTS, WARPS, VECTOR,
+                asks & (task != nucleus.COUNT), above, edges, rows, row_stride, goal, limits, VOCAB, CHUNKS, KEEP,
+                SHIFT, PROBS, BLOCK_R, BLOCK_C, BLOCK_V, PARTS, WARPS, VECTOR,
             )  # fmt: skip
 
 
 def settle(
-    values: torch.Tensor,
-    sampling: SamplingTensors,
-    ids: torch.Tensor | None,
-    state: torch.Tensor,
+    rows: Rows,
+    kept: Kept,
     edges: torch.Tensor | None,
-    lists: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
-    slots: torch.Tensor,
+    lists: tuple[torch.Tensor | None, ...],
     distribution: torch.Tensor,
-    config: SelectionConfig,
     sizes: dict[str, Any],
-) -> torch.Tensor | None:
-    """Write floor and total of every filtered row to `distribution` [4, R], and the kept weight of the slots [R, SLOTS]
-    of those that are not deferred; the kept weight of the chunks [R, chunks] of the others is returned."""
-    rows, chunks, warps = len(values), sizes["CHUNKS"], config.select_warps
-    mass = None if lists is None else torch.empty(rows, chunks, dtype=torch.float32, device=values.device)
+) -> None:
+    """Write floor and total of every filtered row to `distribution` [4, R], and the kept weight: of the slots of the
+    rows that are not deferred, of the chunks of the others."""
+    values, sampling, config = rows.values, rows.sampling, SELECTION[current_chip(rows.values)]
+    count, chunks, warps = len(values), sizes["CHUNKS"], config.select_warps
     block_c = max(triton.next_power_of_2(chunks), d.MIN_SCAN)
-    block_r = d.rows_per_program(rows, config.max_rows, max(config.chunk, block_c * config.keep))
+    block_r = d.rows_per_program(count, config.max_rows, max(config.chunk, block_c * config.keep))
     launch(
-        _settle_kernel, (triton.cdiv(rows, block_r),), values, sampling.temperature, sampling.top_k, sampling.top_p,
-        ids, state, edges, *(lists or (None, None, None)), mass, slots, distribution, rows, values.stride(0),
-        num_warps=warps, SLOTS=slots.shape[1], BLOCK_R=block_r, BLOCK_C=block_c,
+        _settle_kernel, (triton.cdiv(count, block_r),), values, sampling.temperature, sampling.top_k, sampling.top_p,
+        kept.ids, kept.state, edges, *lists, kept.chunks, kept.slots, distribution, count, values.stride(0),
+        num_warps=warps, SLOTS=kept.slots.shape[1], BLOCK_R=block_r, BLOCK_C=block_c,
         BLOCK_P=triton.next_power_of_2(chunks * config.chunk_warps), BLOCK_V=config.chunk, PARTS=config.chunk_warps,
-        **(sizes | dict(WARPS=warps)),
+        WARPS=warps, **sizes,
     )  # fmt: skip
-    return mass

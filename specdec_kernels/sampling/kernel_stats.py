@@ -1,25 +1,53 @@
 # mypy: ignore-errors
-"""One read of all rows: what a token is chosen by, for every strip of neighbouring tokens.
+"""One read of all rows: statistics of every strip of neighbouring tokens.
 
-Of every strip: the largest value m; in rows that are drawn also s = sum exp((l - m) / T), and where log-probabilities
-are asked for sum exp(l - m). Where in a strip its largest value stands is not looked for: of all strips of a row only
-one is asked, by the kernel that chooses.
-
-A strip is what one warp reads. Its entries lie as [steps, strips, lanes, neighbours], so that each reduction goes over
-what a thread holds first, and then over the threads of a warp; no warp waits for another.
+These are the largest value m; in sampled rows also s = sum exp((l - m) / T), and for log-probabilities sum exp(l - m).
+A strip is what one warp reads; no warp waits for another.
 """
 
 from __future__ import annotations
 
+from functools import partial
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
-from specdec_kernels.overlap import let_next_kernel_start, wait_for_kernel_ahead
+from specdec_kernels.launch import current_chip, launch
+from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
 from specdec_kernels.sampling import device as d
+from specdec_kernels.sampling.configs import SELECTION
+from specdec_kernels.sampling.types import SamplingTensors
 
 LANES = tl.constexpr(32)  # threads that read neighbours
 ENTRIES = tl.constexpr(8)  # neighbours that one thread reads
 STEP = 256  # tokens that the threads read at once
+GROUP_SIZE = 64  # tokens of a group, of which the largest is kept
+_MOST_WARPS = 8
+
+
+class Rows(NamedTuple):
+    """The rows of one call; row r belongs to request r // per_request."""
+
+    values: torch.Tensor  # [R, V]
+    sampling: SamplingTensors  # by request
+    per_request: int
+    probabilities: bool  # whether the values are probabilities
+
+    @property
+    def filtered(self) -> bool:
+        return self.sampling.temperature is not None and self.sampling.filtered
+
+
+class Strips(NamedTuple):
+    """Statistics of all rows."""
+
+    tops: torch.Tensor  # [R, STRIPS] float32
+    sums: torch.Tensor  # [0 to 2, R, STRIPS] float32: at the temperature, at 1
+    groups: torch.Tensor | None  # [R, groups of 64 tokens] float32, where there are filters
+    queue: torch.Tensor | None  # [1 + R] int32, empty: for the rows that filters defer
+    length: int  # tokens of a strip
 
 
 @triton.jit
@@ -36,16 +64,16 @@ def _any(flag):
 
 @triton.jit
 def _statistics(
-    value, scale, draws, twice, SAMPLE: tl.constexpr, NORMALISE: tl.constexpr, PROBS: tl.constexpr
+    value, scale, samples, twice, SAMPLE: tl.constexpr, NORMALISE: tl.constexpr, PROBS: tl.constexpr
 ):  # fmt: skip
-    """Of each strip: the largest value; the sum of weights at its temperature if some row `draws`; and that at
+    """The largest value of each strip; the sum of weights at its temperature if some row `samples`; and the sum at
     temperature 1, another one if `twice`."""
     top = tl.max(tl.max(tl.max(value, 3), 0), 1)
     mass = tl.zeros_like(top)
     plain = mass
     if SAMPLE or NORMALISE:
         over = top[None, :, None, None]
-        if draws:
+        if samples:
             mass = _strip_sum(d.weigh(value, over, scale[None, :, None, None], PROBS))
         plain = mass
         if SAMPLE and NORMALISE:
@@ -55,7 +83,7 @@ def _statistics(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def stats_kernel(
+def _stats_kernel(
     values_ptr,  # [R, VOCAB], row stride row_stride
     temperature_ptr,  # [R / PER_REQUEST] float32, or None without SAMPLE
     tops_ptr,  # [R, STRIPS] float32: the largest value
@@ -73,16 +101,16 @@ def stats_kernel(
     PROBS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     STEPS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # Two dimensions first: how a compiler spreads four over the threads depends on its version.
     vector = tl.arange(0, STEPS * BLOCK_S * LANES)[:, None]
     pair = tl.program_id(0) * BLOCK_S + vector // LANES % BLOCK_S
     step = vector // (LANES * BLOCK_S) * LANES + vector % LANES
     column = (pair % STRIPS * (STEPS * LANES) + step) * ENTRIES + tl.arange(0, ENTRIES)[None, :]
-    wait_for_kernel_ahead(OVERLAP)
-    # Programs that read parts of rows again need room, and would take it from the last of these.
-    let_next_kernel_start(OVERLAP and groups_ptr is not None)
+    wait_for_predecessor(PDL)
+    # Programs of `_select_kernel` need registers at once, and would take them from the last programs of this one.
+    launch_dependents(PDL and groups_ptr is not None)
     if queue_ptr is not None:
         if tl.program_id(0) == 0:
             tl.store(queue_ptr, 0)
@@ -90,21 +118,23 @@ def stats_kernel(
     value = d.load_entries(values_ptr, pair // STRIPS, column, row_stride, there)
     value = tl.reshape(value, (STEPS, BLOCK_S, LANES, ENTRIES))
     pair = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
-    row, strip = pair // STRIPS, pair % STRIPS
+    row = pair // STRIPS
+    strip = pair % STRIPS
     live = row < rows
     temperature = tl.zeros((BLOCK_S,), tl.float32)
-    draws, twice = True, False
+    samples = True
+    twice = False
     if SAMPLE:
         temperature = tl.load(temperature_ptr + row // PER_REQUEST, mask=live, other=0.0)
-        draws = NORMALISE or WEIGH_ALL or PROBS or _any(temperature > 0)
+        samples = NORMALISE or WEIGH_ALL or PROBS or _any(temperature > 0)
         twice = _any((temperature > 0) & (temperature != 1))
     scale = d.exponent_scale(temperature)
-    top, mass, plain = _statistics(value, scale, draws, twice, SAMPLE, NORMALISE, PROBS)
+    top, mass, plain = _statistics(value, scale, samples, twice, SAMPLE, NORMALISE, PROBS)
     # A NaN or an infinity shows in the largest value or in a sum; replacing it in every entry would be slower.
     fine = (top <= d.FLOAT32_MAX) & (mass < float("inf")) & (plain < float("inf"))
     if _any(fine == 0):
         value = d.usable(value)
-        top, mass, plain = _statistics(value, scale, draws, twice, SAMPLE, NORMALISE, PROBS)
+        top, mass, plain = _statistics(value, scale, samples, twice, SAMPLE, NORMALISE, PROBS)
     tl.store(tops_ptr + pair, top, mask=live)
     plane = rows.to(tl.int64) * STRIPS
     if SAMPLE:
@@ -127,3 +157,25 @@ def _store_group_maxima(
     group += tl.arange(0, EACH)[None, None, :]
     at = groups_ptr + row.to(tl.int64)[None, :, None] * GROUPS + group
     tl.store(at, of_groups, mask=live[None, :, None] & (group < GROUPS))
+
+
+def measure(rows: Rows, normalise: bool, weigh_all: bool) -> Strips:
+    """Statistics of the strips of every row; with `weigh_all` greedy rows have sums too, at temperature 1."""
+    (count, vocab), temperature, chip = rows.values.shape, rows.sampling.temperature, current_chip(rows.values)
+    config, sample, filtered = SELECTION[chip], temperature is not None, rows.filtered
+    steps = min(config.steps, triton.next_power_of_2(triton.cdiv(vocab, STEP)))
+    strips = triton.cdiv(vocab, steps * STEP)
+    out = partial(torch.empty, device=rows.values.device)
+    found = Strips(
+        out(count, strips), out(sample + normalise, count, strips),
+        out(count, triton.cdiv(vocab, GROUP_SIZE)) if filtered else None,
+        out(count + 1, dtype=torch.int32) if filtered else None, steps * STEP,
+    )  # fmt: skip
+    block_s = min(config.sampled_strips if sample else config.strips, triton.next_power_of_2(max(count * strips, 1)))
+    launch(
+        _stats_kernel, (triton.cdiv(count * strips, block_s),), rows.values, temperature, *found[:4], count,
+        rows.values.stride(0), num_warps=min(block_s, _MOST_WARPS), PER_REQUEST=rows.per_request, VOCAB=vocab,
+        STRIPS=strips, SAMPLE=sample, NORMALISE=normalise, WEIGH_ALL=weigh_all, PROBS=rows.probabilities,
+        BLOCK_S=block_s, STEPS=steps, **pdl_options(chip),
+    )  # fmt: skip
+    return found

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from specdec_kernels.sampling.types import MASK_BITS, TARGET_STREAM, Picked, SamplingTensors
+from specdec_kernels.sampling.types import MASK_BITS, TARGET_STREAM, Forbidden, Penalties, Picked, SamplingTensors
 
 _ROUNDS = 10
 _MULTIPLIER_A, _MULTIPLIER_B = 0xD2511F53, 0xCD9E8D57
@@ -18,19 +19,19 @@ MIN_TEMPERATURE = 1e-30
 
 
 class RowDistribution(NamedTuple):
-    """What a row is drawn from, up to its normalisation."""
+    """The distribution of a row, not normalised."""
 
-    weights: torch.Tensor  # [R, V] float64, 0 where filtered
-    values: torch.Tensor  # [R, V] float64: usable logits (or probabilities), -inf elsewhere
-    greedy: torch.Tensor  # [R] int64, the lowest id of the largest value
-    valid: torch.Tensor  # [R] bool
+    weights: Tensor  # [R, V] float64, 0 where filtered
+    values: Tensor  # [R, V] float64: usable logits (or probabilities), -inf elsewhere
+    greedy: Tensor  # [R] int64, the lowest id of the largest value
+    valid: Tensor  # [R] bool
 
 
 def pick_tokens(
-    logits: torch.Tensor,
+    logits: Tensor,
     sampling: SamplingTensors,
-    positions: torch.Tensor | None = None,
-    uniforms: torch.Tensor | None = None,
+    positions: Tensor | None = None,
+    uniforms: Tensor | None = None,
     *,
     return_logprobs: bool = False,
     stream: int = TARGET_STREAM,
@@ -49,7 +50,7 @@ def pick_tokens(
     return Picked(tokens, rows.valid, logprobs)
 
 
-def row_distribution(logits: torch.Tensor, sampling: SamplingTensors, probabilities: bool = False) -> RowDistribution:
+def row_distribution(logits: Tensor, sampling: SamplingTensors, probabilities: bool = False) -> RowDistribution:
     """Weights [R, V] at the temperature (none: at 1) and under the filters of `sampling` [R]."""
     values = _usable(logits)
     top = values.amax(-1) if logits.shape[-1] else values.new_zeros(len(values))
@@ -77,12 +78,12 @@ def row_distribution(logits: torch.Tensor, sampling: SamplingTensors, probabilit
     return RowDistribution(weights, values, greedy, valid)
 
 
-def _usable(logits: torch.Tensor) -> torch.Tensor:
+def _usable(logits: Tensor) -> Tensor:
     """Float64 values with NaN as -inf and +inf as the largest float32."""
     return torch.nan_to_num(logits.double(), nan=-torch.inf, posinf=_FLOAT32_MAX, neginf=-torch.inf)
 
 
-def _top_k_floor(values: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
+def _top_k_floor(values: Tensor, top_k: Tensor) -> Tensor:
     """The k-th largest value of each row; -inf where the filter is off."""
     active = top_k > 0
     place = torch.where(active, top_k.long(), 1).clamp(max=values.shape[-1]) - 1
@@ -90,7 +91,7 @@ def _top_k_floor(values: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
     return torch.where(active, kth, -torch.inf)
 
 
-def _top_p_floor(values: torch.Tensor, weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+def _top_p_floor(values: Tensor, weights: Tensor, top_p: Tensor) -> Tensor:
     """The smallest value v with weight{> v} < p * total, at most the largest value; -inf where the filter is off."""
     ordered, order = values.sort(-1, descending=True)
     running = weights.gather(-1, order).cumsum(-1)
@@ -100,7 +101,7 @@ def _top_p_floor(values: torch.Tensor, weights: torch.Tensor, top_p: torch.Tenso
     return torch.where(top_p < 1, floor, -torch.inf)
 
 
-def inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     """First token whose cumulative weight exceeds u * total; tokens of weight zero are passed over."""
     # A row without a usable logit has no positive weight; its token is replaced by the caller.
     cumulative = weights.cumsum(-1)
@@ -109,7 +110,7 @@ def inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     return torch.where(beyond.any(-1), beyond.int().argmax(-1), last_positive)
 
 
-def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, probabilities: bool = False) -> torch.Tensor:
+def token_logprobs(logits: Tensor, tokens: Tensor, probabilities: bool = False) -> Tensor:
     """[R] float32: log of softmax(logits), or of the normalised row, at `tokens` [R]; -inf in rows not valid."""
     values = _usable(logits)
     logs = values.clamp(min=0).log() if probabilities else values
@@ -117,34 +118,26 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, probabilities: bo
     return torch.nan_to_num(chosen, nan=-torch.inf, neginf=-torch.inf).float()
 
 
-def filtered_probs(logits: torch.Tensor, sampling: SamplingTensors, probabilities: bool = False) -> torch.Tensor:
+def filtered_probs(logits: Tensor, sampling: SamplingTensors, probabilities: bool = False) -> Tensor:
     """See `specdec_kernels.sampling.filtered_probs`; with `probabilities` the rows hold probabilities, not logits."""
     rows = row_distribution(logits, sampling, probabilities)
     weights, temperature = rows.weights, sampling.temperature
     if not probabilities:
         point = torch.zeros_like(weights).scatter_(-1, rows.greedy[:, None], 1.0)
-        drawn = torch.zeros_like(rows.valid) if temperature is None else temperature > 0
-        weights = torch.where(drawn[:, None], weights, point)
+        sampled = torch.zeros_like(rows.valid) if temperature is None else temperature > 0
+        weights = torch.where(sampled[:, None], weights, point)
     normalised = weights / weights.sum(-1, keepdim=True)
     return torch.where(rows.valid[:, None], normalised, 0.0).float()
 
 
 def philox_uniform(
-    seeds: torch.Tensor, positions: torch.Tensor, stream: int = TARGET_STREAM, slots: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Uniforms in (0, 1), keyed by (seed, position, stream, slot).
+    seeds: Tensor, positions: Tensor, stream: int = TARGET_STREAM, slots: Tensor | None = None
+) -> Tensor:
+    """Uniforms in (0, 1) float64, keyed by (seed, position, stream, slot).
 
     The key is the seed's low and high word, the counter (position's low word, its high word, stream, slot). The first
-    output word and the upper 20 bits of the second are k < 2^52, and u = (k + 1/2) / 2^52, exact in float64.
-
-    Args:
-        seeds: [...] int64, any value.
-        positions: [...] int64, of the same shape.
-        stream: number of the use, see `types`.
-        slots: [...] int64 in [0, 2^32), number of the draw where one position needs several; None is 0.
-
-    Returns:
-        [...] float64.
+    output word and the upper 20 bits of the second are k < 2^52, and u = (k + 1/2) / 2^52. `seeds`, `positions` and
+    `slots` are int64 of one shape, slots in [0, 2^32).
     """
     words = [
         positions & _LOW32,
@@ -161,7 +154,7 @@ def philox_uniform(
     return ((words[0] << 21) | (words[1] >> 12 << 1) | 1).double() * 2.0**-53
 
 
-def _multiply_wide(word: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _multiply_wide(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
     """High and low 32 bits of a 32 x 32 bit product, in int64 arithmetic that never passes 2^63."""
     by_low, by_high = word * (factor & 0xFFFF), word * (factor >> 16)
     high = (by_high + (by_low >> 16)) >> 16
@@ -169,18 +162,8 @@ def _multiply_wide(word: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch
     return high, low
 
 
-def apply_penalties(
-    logits: torch.Tensor,
-    tokens: torch.Tensor,
-    mask: torch.Tensor,
-    output_counts: torch.Tensor,
-    prompt_seen: torch.Tensor | None,
-    repetition: torch.Tensor,
-    presence: torch.Tensor,
-    frequency: torch.Tensor,
-    bias: torch.Tensor | None = None,
-) -> None:
-    """See `specdec_kernels.sampling.apply_penalties`."""
+def apply_penalties(call: Penalties) -> None:
+    logits, tokens, mask, output_counts, prompt_seen, repetition, presence, frequency, bias = call
     batch, num_nodes, vocab = logits.shape
     node = torch.arange(num_nodes, device=logits.device)
     on_path = ((mask[:, :, node // 64] >> (node % 64)) & 1).bool() & (node > 0)
@@ -197,25 +180,15 @@ def apply_penalties(
     logits.copy_(value)
 
 
-def count_tokens(counts: torch.Tensor, tokens: torch.Tensor, num: torch.Tensor) -> None:
-    """See `specdec_kernels.sampling.count_tokens`."""
+def count_tokens(counts: Tensor, tokens: Tensor, num: Tensor) -> None:
     vocab = counts.shape[1]
     column = torch.arange(tokens.shape[1], device=tokens.device)
     counted = (column < num[:, None]) & (tokens >= 0) & (tokens < vocab)
     counts.scatter_add_(1, tokens.clamp(0, vocab - 1), counted.to(counts.dtype))
 
 
-def forbid_tokens(
-    logits: torch.Tensor,
-    tokens: torch.Tensor,
-    mask: torch.Tensor,
-    positions: torch.Tensor,
-    history: torch.Tensor,
-    lengths: torch.Tensor,
-    words: torch.Tensor,
-    until: torch.Tensor,
-) -> None:
-    """See `specdec_kernels.sampling.forbid_tokens`."""
+def forbid_tokens(call: Forbidden) -> None:
+    logits, tokens, mask, positions, history, lengths, words, until = call
     batch, num_nodes, vocab = logits.shape
     node, before = torch.arange(num_nodes, device=logits.device), words.shape[2] - 1
     on_path = ((mask[:, :, node // 64] >> (node % 64)) & 1).bool()
@@ -234,8 +207,7 @@ def forbid_tokens(
     logits.masked_fill_(forbidden[..., :vocab], -torch.inf)
 
 
-def mask_tokens(logits: torch.Tensor, bits: torch.Tensor, constrained: torch.Tensor) -> None:
-    """See `specdec_kernels.sampling.mask_tokens`."""
+def mask_tokens(logits: Tensor, bits: Tensor, constrained: Tensor) -> None:
     token = torch.arange(logits.shape[-1], device=logits.device)
     allowed = ((bits[..., token // MASK_BITS] >> (token % MASK_BITS)) & 1) != 0
     logits.masked_fill_(~allowed & (constrained != 0)[:, None, None], -torch.inf)

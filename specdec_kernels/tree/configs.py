@@ -17,9 +17,9 @@ class TreeConfig:
     topk_tiles: int = 32  # tiles that one of its programs reads
     topk_warps: int = 4
     merge_warps: int = 4
-    draw_width: int = 64  # tokens of a group
-    draw_strip: int = 32  # groups that a program sums
-    draw_warps: int = 8
+    sample_width: int = 64  # tokens of a group
+    sample_groups: int = 32  # groups that a program sums
+    sample_warps: int = 8
 
 
 # The interpreter's time goes with programs, not lanes.
@@ -32,7 +32,7 @@ CONFIGS = dict.fromkeys(CHIPS, TreeConfig()) | {
         topk_tiles=64,
         topk_warps=1,
         merge_warps=1,
-        draw_strip=1 << 12,
-        draw_warps=1,
+        sample_groups=1 << 12,
+        sample_warps=1,
     )
 }

@@ -1,9 +1,7 @@
-"""Draft-tree links on the device: every lane is one node and walks its own ancestors.
+"""Draft-tree links on the device: every lane is one node and follows its own ancestors.
 
-The parent array is small (at most a few KB per request) and stays in the first-level cache, so a walk of pointer loads
-costs less than a matrix closure, and its number of steps is the depth of the tree, at most N. First children and next
-siblings are minima over node indices: first_child[i] = min{j : parent[j] = i} and next_sibling[i] =
-min{j > i : parent[j] = parent[i]}. They are found by comparing a block of nodes with every block of nodes.
+First children and next siblings are minima over node indices, found by comparing a block of nodes with every block.
+The union of two trees has one program per request: the nodes of the second tree are taken one after the other.
 """
 
 from __future__ import annotations
@@ -12,32 +10,22 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec_kernels.launch import current_chip, launch
+from specdec_kernels.launch import current_chip, lanes, launch
 from specdec_kernels.tree.configs import CONFIGS
-from specdec_kernels.tree.types import WORD_BITS, TreeLinks, mask_words
+from specdec_kernels.tree.types import UNUSED_PARENT, WORD_BITS, MergedTree, TreeLinks, mask_words
 
 _WORD_BITS = tl.constexpr(WORD_BITS)
+_UNUSED_PARENT = tl.constexpr(UNUSED_PARENT)
+_NOWHERE = tl.constexpr(-1)
 _EXPONENT_PLACE = tl.constexpr(52)  # of a float64
 _EXPONENT_BIAS = tl.constexpr(1023)
 
 
 @triton.jit
-def _load_parent(parents_ptr, row, node, live, NODES: tl.constexpr, ANYWHERE: tl.constexpr):
+def _load_parent(parents_ptr, row, node, live):
     """Parent of each node, -1 at the root, for unused nodes and for lanes that are not `live`."""
     parent = tl.load(parents_ptr + row + node, mask=live, other=-1)
-    if ANYWHERE:
-        return tl.where((parent >= 0) & (parent < NODES) & (node > 0), parent, -1)
-    else:
-        return tl.where((parent >= 0) & (parent < node), parent, -1)
-
-
-@triton.jit
-def climbs(ancestor, depth, longest_walk, ANYWHERE: tl.constexpr):
-    """Whether a walk goes on to `ancestor`; the root counts only where a walk may end without it."""
-    if ANYWHERE:
-        return (ancestor > 0) & (depth < longest_walk)
-    else:
-        return ancestor >= 0
+    return tl.where((parent >= 0) & (parent < node), parent, -1)
 
 
 @triton.jit
@@ -65,7 +53,7 @@ def _store_links(
     tl.store(mask_ptr + mask_row + word, bits, mask=live[:, :, None] & (word < WORDS))
 
 
-@triton.jit(do_not_specialize=["batch", "longest_walk"])
+@triton.jit(do_not_specialize=["batch"])
 def _tree_kernel(
     parents_ptr,  # [B, N] int32
     lengths_ptr,  # [B] int64
@@ -75,10 +63,8 @@ def _tree_kernel(
     positions_ptr,  # [B, N] int64
     mask_ptr,  # [B, N, WORDS] int64
     batch,
-    longest_walk,
     NODES: tl.constexpr,
     WORDS: tl.constexpr,
-    ANYWHERE: tl.constexpr,  # parents may stand behind their children, and walks end after `longest_walk` nodes
     BLOCK_B: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -88,27 +74,25 @@ def _tree_kernel(
     word = tl.arange(0, BLOCK_W)[None, None, :]
     live = (request < batch) & (node < NODES)
     row = request.to(tl.int64) * NODES
-    parent = _load_parent(parents_ptr, row, node, live, NODES, ANYWHERE)
+    parent = _load_parent(parents_ptr, row, node, live)
 
     depth = tl.zeros((BLOCK_B, BLOCK_N), tl.int32)
     bits = word_bit((node + depth)[:, :, None], word)
-    if ANYWHERE:
-        bits |= word_bit((depth * 0)[:, :, None], word)
-        depth += (node > 0).to(tl.int32)
     ancestor = parent
-    climbing = climbs(ancestor, depth, longest_walk, ANYWHERE)
+    climbing = ancestor >= 0
     while tl.max(tl.max(climbing.to(tl.int32), 1), 0) > 0:
         depth += climbing.to(tl.int32)
         bits |= tl.where(climbing[:, :, None], word_bit(tl.maximum(ancestor, 0)[:, :, None], word), 0)
-        ancestor = _load_parent(parents_ptr, row, ancestor, climbing, NODES, ANYWHERE)
-        climbing = climbs(ancestor, depth, longest_walk, ANYWHERE)
+        ancestor = _load_parent(parents_ptr, row, ancestor, climbing)
+        climbing = ancestor >= 0
 
     first_child = tl.full((BLOCK_B, BLOCK_N), NODES, tl.int32)
     next_sibling = tl.full((BLOCK_B, BLOCK_N), NODES, tl.int32)
     for start in range(0, NODES, BLOCK_N):
         other = (start + tl.arange(0, BLOCK_N))[None, :]
-        other_parent = _load_parent(parents_ptr, row, other, (request < batch) & (other < NODES), NODES, ANYWHERE)
-        of_other, other_index = other_parent[:, None, :], other[:, None, :]
+        other_parent = _load_parent(parents_ptr, row, other, (request < batch) & (other < NODES))
+        of_other = other_parent[:, None, :]
+        other_index = other[:, None, :]
         is_child = of_other == node[:, :, None]
         is_sibling = (of_other == parent[:, :, None]) & (of_other >= 0) & (other_index > node[:, :, None])
         first_child = tl.minimum(first_child, tl.min(tl.where(is_child, other_index, NODES), 2))
@@ -194,15 +178,53 @@ def _mask_parents_kernel(
     tl.store(parents_ptr + row, parent, mask=live)
 
 
-def build_tree(parents: torch.Tensor, lengths: torch.Tensor, longest_walk: int | None = None) -> TreeLinks:
+@triton.jit
+def _merge_kernel(
+    tokens_ptr,  # [B, FIRST] int64
+    parents_ptr,  # [B, FIRST] int32
+    other_tokens_ptr,  # [B, SECOND] int64
+    other_parents_ptr,  # [B, SECOND] int32
+    out_tokens_ptr,  # [B, FIRST + SECOND - 1] int64
+    out_parents_ptr,  # [B, FIRST + SECOND - 1] int32
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    node = tl.arange(0, BLOCK_N)
+    token = tl.load(tokens_ptr + request * FIRST + node, mask=node < FIRST, other=0)
+    parent = tl.load(parents_ptr + request * FIRST + node, mask=node < FIRST, other=_UNUSED_PARENT)
+    parent = tl.where((parent >= 0) & (parent < node), parent, _UNUSED_PARENT)
+    parent = tl.where(node == 0, -1, parent)
+    second = tl.arange(0, BLOCK_S)
+    place = tl.where(second == 0, 0, _NOWHERE)  # of the second tree's nodes in the union
+    for number in range(1, SECOND):
+        theirs = tl.load(other_parents_ptr + request * SECOND + number)
+        wanted = tl.load(other_tokens_ptr + request * SECOND + number)
+        # No node that is still to come has a place.
+        above = tl.max(tl.where(second == theirs, place, _NOWHERE), 0)
+        same = (parent == above) & (token == wanted)
+        found = tl.min(tl.where(same, node, BLOCK_N), 0)
+        new = FIRST + number - 1
+        is_new = (node == new) & (found == BLOCK_N) & (above >= 0)
+        token = tl.where(node == new, wanted, token)
+        parent = tl.where(is_new, above, parent)
+        there = tl.where(above >= 0, tl.where(found < BLOCK_N, found, new), _NOWHERE)
+        place = tl.where(second == number, there, place)
+    out = request * (FIRST + SECOND - 1)
+    live = node < FIRST + SECOND - 1
+    tl.store(out_tokens_ptr + out + node, token, mask=live)
+    tl.store(out_parents_ptr + out + node, parent, mask=live)
+
+
+def build_tree(parents: torch.Tensor, lengths: torch.Tensor) -> TreeLinks:
     """See `specdec_kernels.tree.build_tree`."""
     batch, num_nodes = parents.shape
     links = _empty_links(lengths, num_nodes)
     grid, num_warps, blocks = _plan(lengths, num_nodes)
-    launch(
-        _tree_kernel, grid, parents, lengths, *links, batch, longest_walk or 0,
-        ANYWHERE=longest_walk is not None, num_warps=num_warps, **blocks, **_word_blocks(num_nodes),
-    )  # fmt: skip
+    blocks |= _word_blocks(num_nodes)
+    launch(_tree_kernel, grid, parents, lengths, *links, batch, num_warps=num_warps, **blocks)
     return links
 
 
@@ -231,6 +253,21 @@ def tree_parents(mask: torch.Tensor) -> torch.Tensor:
         COLUMNS=columns, PACKED=packed, num_warps=num_warps, **blocks,
     )  # fmt: skip
     return parents
+
+
+def merge_trees(
+    tokens: torch.Tensor, parents: torch.Tensor, other_tokens: torch.Tensor, other_parents: torch.Tensor
+) -> MergedTree:
+    """See `specdec_kernels.tree.merge_trees`."""
+    (batch, first), second = tokens.shape, other_tokens.shape[1]
+    size = first + second - 1
+    merged = MergedTree(tokens.new_empty(batch, size), parents.new_empty(batch, size))
+    # One warp: a step is a few reductions in a row, and within a warp they need no barrier.
+    launch(
+        _merge_kernel, (batch,), tokens, parents, other_tokens, other_parents, *merged, num_warps=1, FIRST=first,
+        SECOND=second, BLOCK_N=lanes(size), BLOCK_S=lanes(second),
+    )  # fmt: skip
+    return merged
 
 
 def _empty_links(lengths: torch.Tensor, num_nodes: int) -> TreeLinks:

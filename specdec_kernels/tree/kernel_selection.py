@@ -1,12 +1,9 @@
 # mypy: ignore-errors
 """Which candidates become nodes: one program per request, candidates in its lanes.
 
-Scores are compared as integers of the same order (`sort_key`), because the largest integer of a warp is found by one
-instruction. `expand_tree` takes the largest candidate T times, and writes all that the next level needs. `rerank_tree`
-needs a set in candidate order, so it finds the smallest kept score bit by bit, with 32 counts whatever N is, and a
-running sum gives every kept candidate its node. `best_first_tree` keeps one offer per node, the value of its next
-unused child: the best offer becomes a node, its parent proceeds to the next rank, and the new node makes an offer of
-its own.
+Scores are compared as integers of the same order (`sort_key`), whose maximum is one instruction of a warp.
+`expand_tree` takes the largest candidate T times. `rerank_tree` finds the smallest kept score bit by bit.
+`best_first_tree` keeps one offer per node, the value of its next unused child; the best offer becomes a node.
 """
 
 from __future__ import annotations
@@ -16,10 +13,10 @@ import triton
 import triton.language as tl
 
 from specdec_kernels.launch import current_chip, lanes, launch
-from specdec_kernels.overlap import let_next_kernel_start, overlapped, wait_for_kernel_ahead
+from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
 from specdec_kernels.sampling.device import key_value, sort_key
 from specdec_kernels.tree.reference import SMALLEST_PRODUCT
-from specdec_kernels.tree.types import UNUSED_PARENT, WORD_BITS, Candidates, Frontier, Selection
+from specdec_kernels.tree.types import UNUSED_PARENT, WORD_BITS, Expansion, Frontier, Selection
 
 _UNUSED_PARENT = tl.constexpr(UNUSED_PARENT)
 _WORD_BITS = tl.constexpr(WORD_BITS)
@@ -29,35 +26,6 @@ NO_SCORE = tl.constexpr(-(1 << 31))
 _MINUS_INFINITY = tl.constexpr(-(1 << 31) + 0x7FFFFF)  # the key of -inf
 _LANES_PER_WARP = 512  # more warps must meet at a barrier in every reduction
 _MIN_LANES = 32  # a whole warp, whose integer maximum is one instruction
-
-
-@triton.jit
-def _store_mask(
-    seen_ptr,  # [B, PARENTS, SEEN] int64 of the frontier before, or None
-    mask_ptr,  # [B, WIDTH, WORDS] int64
-    request,
-    node,
-    parent,
-    live,
-    slot,
-    PARENTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SEEN: tl.constexpr,
-    WORDS: tl.constexpr,
-    ROOT: tl.constexpr,
-):
-    """What each node of the next frontier sees: what its parent sees, and its own slot."""
-    own = slot + node
-    one = tl.full(node.shape, 1, tl.int64)
-    for word in tl.static_range(WORDS):
-        bits = tl.where(own // _WORD_BITS == word, one << (own % _WORD_BITS).to(tl.int64), 0)
-        if seen_ptr is not None:
-            if word < SEEN:
-                row = (request * PARENTS + parent) * SEEN
-                bits |= tl.load(seen_ptr + row + word, mask=live, other=0)
-        elif word == 0 and ROOT:
-            bits |= one
-        tl.store(mask_ptr + (request * WIDTH + node) * WORDS + word, bits, mask=live)
 
 
 @triton.jit(do_not_specialize=["first", "slot"])
@@ -87,14 +55,15 @@ def _expand_kernel(
     ROOT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
     child = tl.arange(0, BLOCK_M)
     live = child < PARENTS * CHILDREN
-    row, out = request * (PARENTS * CHILDREN), request * CANDIDATES + first
-    wait_for_kernel_ahead(OVERLAP)
-    let_next_kernel_start(OVERLAP)
+    row = request * (PARENTS * CHILDREN)
+    out = request * CANDIDATES + first
+    wait_for_predecessor(PDL)
+    launch_dependents(PDL)
     path_score = tl.load(probs_ptr + row + child, mask=live, other=0.0)
     above = child * 0 - 1
     if scores_ptr is not None:
@@ -110,20 +79,32 @@ def _expand_kernel(
     if WIDTH > 0:
         image = tl.where(live, sort_key(path_score, 0), NO_SCORE)
         node = tl.arange(0, BLOCK_T)
-        index, key = node * 0, node * 0
+        index = node * 0
+        key = node * 0
         for rank in range(WIDTH):
             best = tl.max(image, 0)
-            winner = tl.min(tl.where(image == best, child, BLOCK_M), 0)
-            index, key = tl.where(node == rank, winner, index), tl.where(node == rank, best, key)
+            winner = tl.min(tl.where(image == best, child, BLOCK_M), 0)  # among equals the lowest candidate
+            index = tl.where(node == rank, winner, index)
+            key = tl.where(node == rank, best, key)
             image = tl.where(child == winner, NO_SCORE, image)
-        kept, at = node < WIDTH, request * WIDTH + node
+        kept = node < WIDTH
+        at = request * WIDTH + node
         tl.store(next_scores_ptr + at, key_value(key, 0), mask=kept)
         tl.store(next_ids_ptr + at, first + index, mask=kept)
         tl.store(next_tokens_ptr + at, _target_token(tokens_ptr + row + index, vocabulary_ptr, kept), mask=kept)
         tl.store(next_parents_ptr + at, (index // CHILDREN).to(tl.int64), mask=kept)
-        _store_mask(
-            seen_ptr, mask_ptr, request, node, index // CHILDREN, kept, slot, PARENTS, WIDTH, SEEN, WORDS, ROOT
-        )  # fmt: skip
+        # A node sees what its parent sees, and its own slot.
+        own = slot + node
+        one = tl.full(node.shape, 1, tl.int64)
+        for word in tl.static_range(WORDS):
+            bits = tl.where(own // _WORD_BITS == word, one << (own % _WORD_BITS).to(tl.int64), 0)
+            if seen_ptr is not None:
+                if word < SEEN:
+                    seen = (request * PARENTS + index // CHILDREN) * SEEN
+                    bits |= tl.load(seen_ptr + seen + word, mask=kept, other=0)
+            elif word == 0 and ROOT:
+                bits |= one
+            tl.store(mask_ptr + at * WORDS + word, bits, mask=kept)
 
 
 @triton.jit
@@ -133,17 +114,6 @@ def _target_token(token_ptr, vocabulary_ptr, live):
     if vocabulary_ptr is not None:
         token += tl.load(vocabulary_ptr + token, mask=live, other=0)
     return token
-
-
-@triton.jit
-def _smallest_kept(image, wanted):
-    """The `wanted`-th largest of the images, found from the sign bit down; images are above NO_SCORE or not
-    candidates."""
-    threshold = tl.where(tl.sum((image >= 0).to(tl.int32), 0) >= wanted, 0, NO_SCORE)
-    for step in range(31):
-        trial = threshold | (1 << (30 - step))
-        threshold = tl.where(tl.sum((image >= trial).to(tl.int32), 0) >= wanted, trial, threshold)
-    return threshold
 
 
 @triton.jit
@@ -170,7 +140,11 @@ def _rerank_kernel(
     image = tl.where(image > _MINUS_INFINITY, image, NO_SCORE)
 
     wanted = tl.minimum(tl.sum((image > NO_SCORE).to(tl.int32), 0), NODES - 1)
-    threshold = _smallest_kept(image, wanted)
+    # The `wanted`-th largest image, from the sign bit down.
+    threshold = tl.where(tl.sum((image >= 0).to(tl.int32), 0) >= wanted, 0, NO_SCORE)
+    for step in range(31):
+        trial = threshold | (1 << (30 - step))
+        threshold = tl.where(tl.sum((image >= trial).to(tl.int32), 0) >= wanted, trial, threshold)
     ties_wanted = wanted - tl.sum((image > threshold).to(tl.int32), 0)
     is_tie = image == threshold
     kept = (image > threshold) | (is_tie & (tl.cumsum(is_tie.to(tl.int32), 0) <= ties_wanted))
@@ -218,7 +192,8 @@ def _best_first_kernel(
     BLOCK_N: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
-    row, out = request * (DEPTHS * CHILDREN), request * NODES
+    row = request * (DEPTHS * CHILDREN)
+    out = request * NODES
     tl.store(out_tokens_ptr + out, tl.load(last_tokens_ptr + request))
     tl.store(out_parents_ptr + out, -1)
     tl.store(out_candidates_ptr + out, -1)
@@ -226,7 +201,8 @@ def _best_first_kernel(
 
     lane = tl.arange(0, BLOCK_N)
     value = tl.where(lane == 0, 1.0, 0.0)
-    depth, next_rank = lane * 0, lane * 0
+    depth = lane * 0
+    next_rank = lane * 0
     offer = _offer(value, tl.load(probs_ptr + row + depth, mask=lane == 0, other=0.0))
     for node in range(1, NODES):
         best = tl.max(offer, 0)
@@ -250,20 +226,9 @@ def _best_first_kernel(
         offer = tl.where(moved, _offer(value, prob), offer)
 
 
-def expand_tree(
-    frontier: Frontier | None,
-    probs: torch.Tensor,
-    tokens: torch.Tensor,
-    candidates: Candidates,
-    first: int,
-    width: int,
-    mask: torch.Tensor | None,
-    *,
-    slot: int,
-    root_is_stored: bool,
-    vocabulary: torch.Tensor | None,
-) -> Frontier | None:
+def expand_tree(call: Expansion) -> Frontier | None:
     """See `specdec_kernels.tree.expand_tree`."""
+    frontier, probs, mask, width = call.frontier, call.probs, call.mask, call.width
     batch, parents, children = probs.shape
     before = (None, None, None) if frontier is None else (frontier.scores, frontier.candidates, frontier.mask)
     following = None
@@ -272,11 +237,12 @@ def expand_tree(
         following = Frontier(probs.new_empty(batch, width), *ids, mask)
     block_m = _lanes(parents * children)
     launch(
-        _expand_kernel, (batch,), probs, tokens, vocabulary, *before, *candidates, *(following or [None] * 5),
-        first, slot, PARENTS=parents, CHILDREN=children, CANDIDATES=candidates.path_scores.shape[1], WIDTH=width,
+        _expand_kernel, (batch,), probs, call.tokens, call.vocabulary, *before, *call.candidates,
+        *(following or [None] * 5), call.first, call.slot, PARENTS=parents, CHILDREN=children,
+        CANDIDATES=call.candidates.path_scores.shape[1], WIDTH=width,
         SEEN=0 if frontier is None else frontier.mask.shape[2], WORDS=0 if mask is None else mask.shape[2],
-        ROOT=root_is_stored, BLOCK_M=block_m, BLOCK_T=lanes(width), num_warps=_warps(block_m),
-        **overlapped(current_chip(probs)),
+        ROOT=call.root_is_stored, BLOCK_M=block_m, BLOCK_T=lanes(width), num_warps=_warps(block_m),
+        **pdl_options(current_chip(probs)),
     )  # fmt: skip
     return following
 

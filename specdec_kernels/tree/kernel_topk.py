@@ -1,14 +1,9 @@
 # mypy: ignore-errors
 """The k largest logits of a row over a split vocabulary, without a sort.
 
-The first kernel reads the logits once, a strip of tiles a program. It finds the largest logit of every tile, and of
-every strip its largest logit m and s = sum exp((l - m) / T). The second kernel runs one program per row. In the order
-(logit falling, id rising) the k best tokens lie in the k tiles whose best token comes first: a token in another tile is
-behind k tokens. Tiles lie in the order of their ids, so among tiles of one maximum the lowest comes first. These k
-tiles are read again, all at once, and their k best entries are taken one after the other. Lanes past the vocabulary are
--inf of the highest ids, the last in that order, and k <= V never reaches them. Tiles of about the square root of V / k
-balance the search over tiles with the search inside them. Z = sum s exp((m - max m) / T) over strips turns logits into
-probabilities.
+The first kernel reads the logits once: the largest logit of every tile, and of every strip of tiles its largest logit m
+and s = sum exp((l - m) / T). The second kernel runs one program per row. The k best tokens, in the order (logit
+falling, id rising), lie in the k tiles whose best token comes first; these tiles are read again.
 """
 
 from __future__ import annotations
@@ -20,7 +15,7 @@ import triton
 import triton.language as tl
 
 from specdec_kernels.launch import current_chip, lanes, launch
-from specdec_kernels.overlap import let_next_kernel_start, overlapped, wait_for_kernel_ahead
+from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
 from specdec_kernels.sampling.device import FLOAT32_MAX, LOG2E, exponent_scale, finite, key_value, sort_key, usable
 from specdec_kernels.tree.configs import CONFIGS
 from specdec_kernels.tree.kernel_selection import NO_SCORE
@@ -65,13 +60,13 @@ def _topk_tiles_kernel(
     TILES: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     column = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
-    wait_for_kernel_ahead(OVERLAP)
-    let_next_kernel_start(OVERLAP)
+    wait_for_predecessor(PDL)
+    launch_dependents(PDL)
     logit = _load_logits(logits_ptr, row * row_stride, column, VOCAB)
     scale = _scale(temperature_ptr, row)
     tile_max, top, total = _tile_statistics(logit, scale)
@@ -82,19 +77,6 @@ def _topk_tiles_kernel(
     place = row * tl.num_programs(1) + tl.program_id(1)
     tl.store(strip_ptr + place, top)
     tl.store(strip_ptr + tl.num_programs(0) * tl.num_programs(1) + place, total)
-
-
-@triton.jit
-def _best_tiles(image, tile, COUNT: tl.constexpr, NO_TILE: tl.constexpr, BLOCK_K: tl.constexpr):
-    """[BLOCK_K]: the tiles of the largest images, the lowest first among equals; NO_TILE from COUNT on."""
-    lane = tl.arange(0, BLOCK_K)
-    chosen = tl.full((BLOCK_K,), NO_TILE, tl.int32)
-    for rank in range(COUNT):
-        best = tl.max(image, 0)
-        winner = tl.min(tl.where(image == best, tile, NO_TILE), 0)
-        chosen = tl.where(lane == rank, winner, chosen)
-        image = tl.where(tile == winner, NO_SCORE, image)
-    return chosen
 
 
 @triton.jit
@@ -114,13 +96,13 @@ def _topk_merge_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, BLOCK_T)
     strip = tl.arange(0, BLOCK_S)
-    wait_for_kernel_ahead(OVERLAP)
-    let_next_kernel_start(OVERLAP)
+    wait_for_predecessor(PDL)
+    launch_dependents(PDL)
     tile_max = tl.load(tile_max_ptr + row * TILES + tile, mask=tile < TILES, other=float("-inf"))
     place = strip_ptr + row * STRIPS + strip
     strip_max = tl.load(place, mask=strip < STRIPS, other=float("-inf"))
@@ -130,16 +112,24 @@ def _topk_merge_kernel(
     total = tl.sum(strip_sum * tl.exp2((strip_max - shift) * scale), 0)
     total = tl.where(total > 0, total, 1.0)
 
-    # Lanes without a tile hold -inf, and stand behind the tiles that hold as little.
-    chosen = _best_tiles(sort_key(tile_max, 0), tile, COUNT if COUNT < TILES else TILES, TILES, BLOCK_K)
+    # Lanes without a tile hold -inf, and come after the tiles that hold -inf.
+    image = sort_key(tile_max, 0)
+    lane = tl.arange(0, BLOCK_K)
+    chosen = tl.full((BLOCK_K,), TILES, tl.int32)
+    for rank in range(COUNT if COUNT < TILES else TILES):
+        best = tl.max(image, 0)
+        winner = tl.min(tl.where(image == best, tile, TILES), 0)  # among equals the lowest tile
+        chosen = tl.where(lane == rank, winner, chosen)
+        image = tl.where(tile == winner, NO_SCORE, image)
     column = tl.reshape(chosen[:, None] * TILE + tl.arange(0, TILE)[None, :], (BLOCK_K * TILE,))
     image = sort_key(usable(_load_logits(logits_ptr, row * row_stride, column, VOCAB)), 0)
-    lane = tl.arange(0, BLOCK_K)
-    token, key = lane * 0, lane * 0
+    token = lane * 0
+    key = lane * 0
     for rank in range(COUNT):
         best = tl.max(image, 0)
         winner = tl.min(tl.where(image == best, column, _NO_TOKEN), 0)
-        token, key = tl.where(lane == rank, winner, token), tl.where(lane == rank, best, key)
+        token = tl.where(lane == rank, winner, token)
+        key = tl.where(lane == rank, best, key)
         image = tl.where(column == winner, NO_SCORE, image)
     logit = key_value(key, 0)
     prob = tl.exp2((logit - shift) * scale) / total
@@ -162,7 +152,7 @@ def draft_topk(logits: torch.Tensor, k: int, temperature: torch.Tensor | None = 
     out = partial(torch.empty, dtype=torch.float32, device=logits.device)
     tile_max, strip = out(rows * tiles), out(2 * rows * strips)
     result = DraftTopk(out(rows, k), out(rows, k, dtype=torch.int64))
-    sizes = dict(VOCAB=vocab, TILES=tiles, TILE=config.topk_tile, **overlapped(chip))
+    sizes = dict(VOCAB=vocab, TILES=tiles, TILE=config.topk_tile, **pdl_options(chip))
     launch(
         _topk_tiles_kernel, (rows, strips), logits, temperature, tile_max, strip, logits.stride(0),
         BLOCK_T=block_t, num_warps=config.topk_warps, **sizes,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from specdec_kernels.sampling.reference import inverse_cdf, philox_uniform
 from specdec_kernels.sampling.types import DRAFT_STREAM
 from specdec_kernels.tree.types import (
     UNUSED_PARENT,
     WORD_BITS,
-    Candidates,
+    ChildSampling,
     DraftTopk,
+    Expansion,
     Frontier,
     MergedTree,
     Selection,
@@ -21,50 +23,35 @@ from specdec_kernels.tree.types import (
 SMALLEST_PRODUCT = torch.finfo(torch.float32).tiny
 
 
-def build_tree(parents: torch.Tensor, lengths: torch.Tensor, longest_walk: int | None = None) -> TreeLinks:
-    """See `specdec_kernels.tree.build_tree`."""
+def build_tree(parents: Tensor, lengths: Tensor) -> TreeLinks:
     batch, num_nodes = parents.shape
     node = torch.arange(num_nodes, device=parents.device)
     parent = parents.long()
-    below = node if longest_walk is None else num_nodes
-    parent = torch.where((parent >= 0) & (parent < below) & (node > 0), parent, -1)
+    parent = torch.where((parent >= 0) & (parent < node), parent, -1)
 
     sees = torch.eye(num_nodes, dtype=torch.bool, device=parents.device).repeat(batch, 1, 1)
     depth = torch.zeros(batch, num_nodes, dtype=torch.int64, device=parents.device)
     ancestor = parent
-    for _ in range(num_nodes if longest_walk is None else longest_walk - 1):
-        # The root counts where a walk may end without it.
-        climbs = ancestor >= (0 if longest_walk is None else 1)
+    for _ in range(num_nodes):
+        climbs = ancestor >= 0
         depth += climbs
         sees |= climbs[:, :, None] & (ancestor[:, :, None] == node)
         ancestor = torch.where(climbs, parent.gather(1, ancestor.clamp(min=0)), -1)
-    if longest_walk is not None:
-        depth += node > 0
-        sees[:, :, 0] = True
 
-    is_child = parent[:, None, :] == node[:, None]
-    is_later_sibling = (parent[:, None, :] == parent[:, :, None]) & (parent[:, :, None] >= 0) & (node > node[:, None])
-    return TreeLinks(
-        _first_true(is_child).int(),
-        _first_true(is_later_sibling).int(),
-        depth.int(),
-        lengths[:, None] + depth,
-        _pack_words(sees),
-    )
+    child, sibling = links_of(parent)
+    return TreeLinks(child.int(), sibling.int(), depth.int(), lengths[:, None] + depth, _pack_words(sees))
 
 
-def build_chain(lengths: torch.Tensor, num_nodes: int) -> TreeLinks:
-    """See `specdec_kernels.tree.build_chain`."""
+def build_chain(lengths: Tensor, num_nodes: int) -> TreeLinks:
     node = torch.arange(num_nodes, dtype=torch.int32, device=lengths.device)
     return build_tree((node - 1).expand(lengths.shape[0], num_nodes), lengths)
 
 
-def links_from_mask(mask: torch.Tensor, lengths: torch.Tensor) -> TreeLinks:
-    """See `specdec_kernels.tree.links_from_mask`."""
+def links_from_mask(mask: Tensor, lengths: Tensor) -> TreeLinks:
     return build_tree(tree_parents(mask), lengths)
 
 
-def tree_parents(mask: torch.Tensor) -> torch.Tensor:
+def tree_parents(mask: Tensor) -> Tensor:
     """See `specdec_kernels.tree.tree_parents`; bits may also be bools."""
     num_nodes = mask.shape[1]
     node = torch.arange(num_nodes, device=mask.device)
@@ -72,10 +59,7 @@ def tree_parents(mask: torch.Tensor) -> torch.Tensor:
     return torch.where(sees & (node < node[:, None]), node, -1).amax(-1).int()
 
 
-def merge_trees(
-    tokens: torch.Tensor, parents: torch.Tensor, other_tokens: torch.Tensor, other_parents: torch.Tensor
-) -> MergedTree:
-    """See `specdec_kernels.tree.merge_trees`."""
+def merge_trees(tokens: Tensor, parents: Tensor, other_tokens: Tensor, other_parents: Tensor) -> MergedTree:
     merged = MergedTree(
         torch.cat([tokens, other_tokens[:, 1:]], 1),
         torch.cat([parents, torch.full_like(other_parents[:, 1:], UNUSED_PARENT)], 1),
@@ -100,8 +84,7 @@ def merge_trees(
     return merged
 
 
-def draft_topk(logits: torch.Tensor, k: int, temperature: torch.Tensor | None = None) -> DraftTopk:
-    """See `specdec_kernels.tree.draft_topk`."""
+def draft_topk(logits: Tensor, k: int, temperature: Tensor | None = None) -> DraftTopk:
     usable = torch.nan_to_num(logits.float(), nan=-torch.inf, neginf=-torch.inf).double()
     values, tokens = (part[:, :k] for part in usable.sort(dim=-1, descending=True, stable=True))
     top = torch.nan_to_num(values[:, :1], neginf=0.0)
@@ -113,26 +96,14 @@ def draft_topk(logits: torch.Tensor, k: int, temperature: torch.Tensor | None = 
     return DraftTopk(torch.where(own > 0, probs, first.double()).float(), tokens.contiguous())
 
 
-def draw_children(
-    tokens: torch.Tensor,
-    probs: torch.Tensor,
-    children: torch.Tensor,
-    rows: torch.Tensor,
-    likeliest: torch.Tensor,
-    temperature: torch.Tensor,
-    seeds: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    *,
-    replacement: bool,
-    uniforms: torch.Tensor | None = None,
-) -> None:
-    """See `specdec_kernels.tree.draw_children`."""
+def sample_children(call: ChildSampling) -> None:
+    tokens, probs, children, rows, top_tokens, temperature, seeds, positions, uniforms, replacement = call
     (batch, num_nodes), (parents, count) = tokens.shape, children.shape
     if not batch * parents:
         return
-    drawing, of_row = (temperature > 0)[:, None], rows.long()
+    at_temperature, of_row = (temperature > 0)[:, None], rows.long()
     left = torch.nan_to_num(probs.double()).clamp(min=0).index_select(1, of_row)
-    greedy = likeliest.index_select(1, of_row)
+    greedy = top_tokens.index_select(1, of_row)
     first = torch.zeros(batch, parents, dtype=torch.int64, device=tokens.device)
     written = torch.cat([tokens, tokens[:, :1]], 1)  # a spare column for places that are not used
     for rank in range(count):
@@ -144,31 +115,19 @@ def draw_children(
             uniform = philox_uniform(seed, position, DRAFT_STREAM, child)
         else:
             uniform = torch.cat([uniforms, uniforms[:, :1]], 1).gather(1, child)
-        drawn = inverse_cdf(left.flatten(0, 1), uniform.flatten()).view(batch, parents)
-        drawn = torch.where((left > 0).any(-1), drawn, first)
-        first = drawn if rank == 0 else first
+        chosen = inverse_cdf(left.flatten(0, 1), uniform.flatten()).view(batch, parents)
+        chosen = torch.where((left > 0).any(-1), chosen, first)
+        first = chosen if rank == 0 else first
         if not replacement:
-            kept = torch.where(wanted, 0.0, left.gather(-1, drawn[..., None])[..., 0])
-            left = left.scatter(-1, drawn[..., None], kept[..., None])
+            kept = torch.where(wanted, 0.0, left.gather(-1, chosen[..., None])[..., 0])
+            left = left.scatter(-1, chosen[..., None], kept[..., None])
         choice = greedy[..., min(rank, greedy.shape[2] - 1)]
-        written.scatter_(1, child, torch.where(drawing, drawn, choice))
+        written.scatter_(1, child, torch.where(at_temperature, chosen, choice))
     tokens.copy_(written[:, :num_nodes])
 
 
-def expand_tree(
-    frontier: Frontier | None,
-    probs: torch.Tensor,
-    tokens: torch.Tensor,
-    candidates: Candidates,
-    first: int,
-    width: int,
-    mask: torch.Tensor | None,
-    *,
-    slot: int,
-    root_is_stored: bool,
-    vocabulary: torch.Tensor | None,
-) -> Frontier | None:
-    """See `specdec_kernels.tree.expand_tree`."""
+def expand_tree(call: Expansion) -> Frontier | None:
+    frontier, probs, tokens, candidates, first, width, mask, slot, root_is_stored, vocabulary = call
     batch, parents, children = probs.shape
     scores = probs.new_ones(batch, 1) if frontier is None else frontier.scores
     path_scores = scores[:, :, None] * probs
@@ -196,10 +155,7 @@ def expand_tree(
     return Frontier(best.contiguous(), (first + index).int(), ids.flatten(1).gather(1, index), parent, mask)
 
 
-def rerank_tree(
-    path_scores: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, last_tokens: torch.Tensor, num_nodes: int
-) -> Selection:
-    """See `specdec_kernels.tree.rerank_tree`."""
+def rerank_tree(path_scores: Tensor, tokens: Tensor, parents: Tensor, last_tokens: Tensor, num_nodes: int) -> Selection:
     batch, num_candidates = path_scores.shape
     candidate = torch.arange(num_candidates, device=path_scores.device)
     score = torch.where(path_scores.isnan(), -torch.inf, path_scores)
@@ -214,7 +170,7 @@ def rerank_tree(
     parent = torch.where((parents >= 0) & (parents < candidate), parents.long(), num_candidates)
     parent_node = torch.where(parents == -1, 0, node_of.gather(1, parent))
 
-    def of_chosen(values: torch.Tensor, padding: int) -> torch.Tensor:
+    def of_chosen(values: Tensor, padding: int) -> Tensor:
         return torch.cat([values, values.new_full((batch, 1), padding)], 1).gather(1, chosen)
 
     return _with_root(
@@ -226,8 +182,7 @@ def rerank_tree(
     )
 
 
-def best_first_tree(probs: torch.Tensor, tokens: torch.Tensor, last_tokens: torch.Tensor, num_nodes: int) -> Selection:
-    """See `specdec_kernels.tree.best_first_tree`."""
+def best_first_tree(probs: Tensor, tokens: Tensor, last_tokens: Tensor, num_nodes: int) -> Selection:
     batch, depths, children = probs.shape
     usable = torch.where(probs > 0, probs.clamp(max=1.0), 0.0).float()
     # A row and a column of zeros stand for what lies below the last depth and past the last rank.
@@ -257,14 +212,9 @@ def best_first_tree(probs: torch.Tensor, tokens: torch.Tensor, last_tokens: torc
     return _with_root(last_tokens, token, parent, candidate, value[:, 1:])
 
 
-def _with_root(
-    last_tokens: torch.Tensor,
-    tokens: torch.Tensor,
-    parents: torch.Tensor,
-    candidates: torch.Tensor,
-    scores: torch.Tensor,
-) -> Selection:
-    """The nodes behind a root."""
+def _with_root(last_tokens: Tensor, *columns: Tensor) -> Selection:
+    """The nodes after a root: their tokens, parents, candidates and scores."""
+    tokens, parents, candidates, scores = columns
     none = torch.full_like(last_tokens, -1)[:, None]
     return Selection(
         torch.cat([last_tokens[:, None], tokens], 1),
@@ -274,19 +224,23 @@ def _with_root(
     )
 
 
-def _first_true(flags: torch.Tensor) -> torch.Tensor:
-    """Index of the first true entry of the last dimension, -1 where there is none."""
-    return torch.where(flags.any(-1), flags.int().argmax(-1), -1)
+def links_of(parent: Tensor) -> tuple[Tensor, Tensor]:
+    """First child and next sibling [B, N] int64 of every node, -1 where there is none, from parents [B, N]."""
+    node = torch.arange(parent.shape[1], device=parent.device)
+    is_child = parent[:, None, :] == node[:, None]
+    is_later_sibling = (parent[:, None, :] == parent[:, :, None]) & (parent[:, :, None] >= 0) & (node > node[:, None])
+    child, sibling = (torch.where(f.any(-1), f.int().argmax(-1), -1) for f in (is_child, is_later_sibling))
+    return child, sibling
 
 
-def _pack_words(bits: torch.Tensor) -> torch.Tensor:
+def _pack_words(bits: Tensor) -> Tensor:
     """[B, N, N] bool -> [B, N, ceil(N / 64)] int64; bit 63 is the sign bit."""
     one = torch.ones((), dtype=torch.int64, device=bits.device)
     weights = one << (torch.arange(bits.shape[-1], device=bits.device) % WORD_BITS)
     return torch.stack([word.sum(-1) for word in (bits * weights).split(WORD_BITS, -1)], -1)
 
 
-def _unpack_words(words: torch.Tensor, num_nodes: int) -> torch.Tensor:
+def _unpack_words(words: Tensor, num_nodes: int) -> Tensor:
     """[B, N, W] int64 -> [B, N, num_nodes] bool."""
     bit = torch.arange(WORD_BITS, device=words.device)
     return ((words[..., None] >> bit) & 1).bool().flatten(2)[:, :, :num_nodes]

@@ -1,10 +1,10 @@
-"""What the tree functions return, and their limits."""
+"""Arguments and results of the tree functions, and their limits."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
 WORD_BITS = 64
 MAX_NODES = 256
@@ -15,52 +15,82 @@ UNUSED_PARENT = -2
 class TreeLinks(NamedTuple):
     """A batch of draft trees as left-child / right-sibling links, positions and ancestor bits."""
 
-    first_child: torch.Tensor  # [B, N] int32, -1 where there is none
-    next_sibling: torch.Tensor  # [B, N] int32, -1 where there is none
-    depth: torch.Tensor  # [B, N] int32, 0 at the root
-    positions: torch.Tensor  # [B, N] int64, committed length + depth
-    mask: torch.Tensor  # [B, N, ceil(N / 64)] int64, bit j of row i: node i sees node j
+    first_child: Tensor  # [B, N] int32, -1 where there is none
+    next_sibling: Tensor  # [B, N] int32, -1 where there is none
+    depth: Tensor  # [B, N] int32, 0 at the root
+    positions: Tensor  # [B, N] int64, committed length + depth
+    mask: Tensor  # [B, N, ceil(N / 64)] int64, bit j of row i: node i sees node j
 
 
 class Selection(NamedTuple):
     """A batch of draft trees as `build_tree` takes them, and where each node came from."""
 
-    tokens: torch.Tensor  # [B, N] int64, column 0 is the last committed token, 0 in unused nodes
-    parents: torch.Tensor  # [B, N] int32, -1 for the root, -2 for nodes outside the tree
-    candidates: torch.Tensor  # [B, N] int32, candidate id of the node, -1 for the root and unused nodes
-    scores: torch.Tensor  # [B, N] float32, score of the path to the node, 1 for the root and 0 for unused nodes
+    tokens: Tensor  # [B, N] int64, column 0 is the last committed token, 0 in unused nodes
+    parents: Tensor  # [B, N] int32, -1 for the root, -2 for nodes outside the tree
+    candidates: Tensor  # [B, N] int32, candidate id of the node, -1 for the root and unused nodes
+    scores: Tensor  # [B, N] float32, score of the path to the node, 1 for the root and 0 for unused nodes
 
 
 class MergedTree(NamedTuple):
     """The union of two trees in a batch, as `build_tree` takes it."""
 
-    tokens: torch.Tensor  # [B, N] int64
-    parents: torch.Tensor  # [B, N] int32, -1 for the root, -2 for nodes outside the tree
+    tokens: Tensor  # [B, N] int64
+    parents: Tensor  # [B, N] int32, -1 for the root, -2 for nodes outside the tree
 
 
 class Candidates(NamedTuple):
     """Everything that a drafter has offered so far, filled level by level; M is all that it will offer."""
 
-    path_scores: torch.Tensor  # [B, M] float32
-    tokens: torch.Tensor  # [B, M] int64
-    parents: torch.Tensor  # [B, M] int32, candidate id of the parent, -1 for the root
+    path_scores: Tensor  # [B, M] float32
+    tokens: Tensor  # [B, M] int64
+    parents: Tensor  # [B, M] int32, candidate id of the parent, -1 for the root
 
 
 class Frontier(NamedTuple):
     """The candidates of one level that are run next, the best first."""
 
-    scores: torch.Tensor  # [B, T] float32, falling
-    candidates: torch.Tensor  # [B, T] int32, candidate ids
-    tokens: torch.Tensor  # [B, T] int64
-    parents: torch.Tensor  # [B, T] int64, column of the parent in the frontier before; 0 under the root
-    mask: torch.Tensor  # [B, T, W] int64, bit j: slot j is seen
+    scores: Tensor  # [B, T] float32, falling
+    candidates: Tensor  # [B, T] int32, candidate ids
+    tokens: Tensor  # [B, T] int64
+    parents: Tensor  # [B, T] int64, column of the parent in the frontier before; 0 under the root
+    mask: Tensor  # [B, T, W] int64, bit j: slot j is seen
 
 
 class DraftTopk(NamedTuple):
     """The largest entries of each row of logits."""
 
-    probs: torch.Tensor  # [R, k] float32, falling
-    tokens: torch.Tensor  # [R, k] int64
+    probs: Tensor  # [R, k] float32, falling
+    tokens: Tensor  # [R, k] int64
+
+
+class ChildSampling(NamedTuple):
+    """The checked arguments of `sample_children`, which describes them."""
+
+    tokens: Tensor
+    probs: Tensor
+    children: Tensor
+    rows: Tensor
+    top_tokens: Tensor
+    temperature: Tensor
+    seeds: Tensor | None
+    positions: Tensor | None
+    uniforms: Tensor | None
+    replacement: bool
+
+
+class Expansion(NamedTuple):
+    """The checked arguments of `expand_tree`, which describes them."""
+
+    frontier: Frontier | None
+    probs: Tensor
+    tokens: Tensor
+    candidates: Candidates
+    first: int
+    width: int
+    mask: Tensor | None
+    slot: int
+    root_is_stored: bool
+    vocabulary: Tensor | None
 
 
 def mask_words(num_nodes: int) -> int:

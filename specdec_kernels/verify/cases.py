@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from specdec_kernels.cases import Comparison, Maker, case_of
+from specdec_kernels.cases import Case, Comparison, Maker, WorkModel, case_of
 from specdec_kernels.sampling.cases import random_sampling, with_filters
 from specdec_kernels.sampling.reference import filtered_probs
 from specdec_kernels.sampling.types import SamplingTensors
-from specdec_kernels.tree.cases import random_parents
 from specdec_kernels.tree.reference import build_chain, build_tree
-from specdec_kernels.verify.types import CHAIN_RULES, CLASS_EDGES, TREE_RULES, WITHOUT_REPLACEMENT_RULES
+from specdec_kernels.verify.types import CHAIN_RULES, SAMPLED_RULES, TREE_RULES, WITHOUT_REPLACEMENT_RULES
 
 _INF = float("inf")
 
@@ -29,17 +29,17 @@ def _accept(
     chain: bool = False,
     agreeing: float = 0.7,
 ) -> dict[str, Any]:
-    """Trees whose drafts carry their parent's greedy token with probability `agreeing`, else a drawn one."""
+    """Trees whose drafts carry their parent's greedy token with probability `agreeing`, else a random one."""
     lengths = make.integers(0, 1000, batch)
-    parents = random_parents(make, batch, num_nodes, unused=not chain)
+    parents = make.parents(batch, num_nodes, unused=not chain)
     tree = build_chain(lengths, num_nodes) if chain else build_tree(parents, lengths)
     if chain:
         parents = torch.arange(-1, num_nodes - 1, device=make.device).expand(batch, num_nodes)
     logits = make.normal(batch, num_nodes, vocab, scale=2.0)
     wanted = logits.float().argmax(-1).gather(1, parents.long().clamp(0, num_nodes - 1))
-    drawn = make.integers(0, vocab, batch, num_nodes)
+    sampled = make.integers(0, vocab, batch, num_nodes)
     agrees = (torch.rand(batch, num_nodes, generator=make.generator) < agreeing).to(make.device)
-    tokens = torch.where(agrees, wanted, drawn)
+    tokens = torch.where(agrees, wanted, sampled)
     sampling = random_sampling(make, batch) if rule == "target_only" else SamplingTensors()
     return dict(
         rule=rule, tokens=tokens, tree=tree, logits=logits, lengths=lengths, max_depth=max_depth, sampling=sampling
@@ -77,7 +77,7 @@ def _from_probs(make: Maker, rule: str, **sizes: int) -> dict[str, Any]:
     return inputs | dict(logits=None, probs=probs)
 
 
-def _drawn(
+def _sampled(
     make: Maker,
     rule: str,
     batch: int,
@@ -89,7 +89,7 @@ def _drawn(
     probs: bool = False,
     padded: int = 0,
 ) -> dict[str, Any]:
-    """A chain drawn from a distribution whose logits lie `distance` from the target's; at infinity the two are
+    """A chain sampled from a distribution whose logits lie `distance` from the target's; at infinity the two are
     disjoint."""
     lengths = make.integers(0, 1000, batch)
     logits = make.normal(batch, num_nodes, vocab + padded, scale=2.0)[..., :vocab]
@@ -100,9 +100,9 @@ def _drawn(
         drafted = near + make.normal(batch, num_nodes - 1, vocab, scale=distance).float()
     sampling, draft_probs = random_sampling(make, batch), _draft_probs(drafted.flatten(0, 1), filtered)
     some = len(draft_probs) > 0
-    drawn = torch.multinomial(draft_probs.cpu(), 1, generator=make.generator) if some else draft_probs.long()
+    sampled = torch.multinomial(draft_probs.cpu(), 1, generator=make.generator) if some else draft_probs.long()
     tokens = make.integers(0, vocab, batch, num_nodes)
-    tokens[:, 1:] = drawn.view(batch, num_nodes - 1).to(make.device)
+    tokens[:, 1:] = sampled.view(batch, num_nodes - 1).to(make.device)
     if filtered:
         sampling = with_filters(make, sampling, batch, vocab)
     return dict(
@@ -112,8 +112,8 @@ def _drawn(
     )  # fmt: skip
 
 
-def _draft_probs(logits: torch.Tensor, filtered: bool) -> torch.Tensor:
-    """[R, V] distributions of drafts; `filtered`: of the 16 likeliest tokens, those with 0.8 of their probability."""
+def _draft_probs(logits: Tensor, filtered: bool) -> Tensor:
+    """[R, V] distributions of drafts; `filtered`: of the 16 most likely tokens, those with 0.8 of their probability."""
     if not filtered:
         return torch.softmax(logits, -1)
     top = logits.topk(min(16, logits.shape[-1]))
@@ -127,114 +127,61 @@ _PARENTS = (-1, 0, 0, 0, 1, 1, 2, 2, 5, 5)
 _WIDE = (-1, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 3, 3, 4, 5, 5, 5, 6, 6, 9, 9, 15, 15, 15, 16, 18, 22, 22, 23, 27, 30)
 
 
-def _drawn_tree(
+def _sampled_tree(
     make: Maker, rule: str, batch: int, max_depth: int, unused: int = 2, shape: Sequence[int] = _PARENTS, **sizes: Any
 ) -> dict[str, Any]:
-    """Siblings drawn together, from rows that depend on the parent's place; independent draws may be equal.
+    """Siblings sampled together, from rows that depend on the parent's place; independent samples may be equal.
 
     The last `unused` nodes are in the tensor and not in the tree.
     """
     num_nodes = len(shape) + unused
-    inputs = _drawn(make, rule, batch, num_nodes, max_depth=max_depth, **sizes)
+    inputs = _sampled(make, rule, batch, num_nodes, max_depth=max_depth, **sizes)
     parents = make.tensor([[*shape] + [-2] * unused] * batch, torch.int32)
     for parent in sorted(set(shape[1:])):
         children = [node for node, above in enumerate(shape) if above == parent]
         weights, again = inputs["draft_probs"][:, parent].cpu(), rule not in WITHOUT_REPLACEMENT_RULES
-        drawn = torch.multinomial(weights, len(children), again, generator=make.generator)
-        inputs["tokens"][:, children] = drawn.to(make.device)
+        sampled = torch.multinomial(weights, len(children), again, generator=make.generator)
+        inputs["tokens"][:, children] = sampled.to(make.device)
     return inputs | dict(tree=build_tree(parents, inputs["lengths"]))
 
 
-def _given_uniforms(make: Maker, rule: str, **sizes: Any) -> dict[str, Any]:
-    """A tree judged by uniforms that are given, a row of them for each request."""
-    inputs = _drawn_tree(make, rule, **sizes)
-    batch, num_nodes = inputs["tokens"].shape
-    uniforms = torch.rand(batch, num_nodes + 1, dtype=torch.float64, generator=make.generator)
-    return inputs | dict(uniforms=uniforms.to(make.device))
-
-
-def _coarse(make: Maker, rule: str, batch: int, vocab: int = 5, unused: int = 2) -> dict[str, Any]:
-    """Probabilities and judging uniforms of few bits: uniforms equal ratios, and p, q and what is left are often 0."""
-    shape = (batch, 5) if rule in CHAIN_RULES else (batch, len(_PARENTS) + unused)
-    draw = _drawn if rule in CHAIN_RULES else _drawn_tree
-    sizes: dict[str, Any] = dict(num_nodes=shape[1]) if rule in CHAIN_RULES else dict(unused=unused)
-    inputs = draw(make, rule, batch=batch, vocab=vocab, max_depth=3, probs=True, **sizes)
-    share = torch.zeros(vocab, device=make.device)
-    share[:4] = make.tensor([0.5, 0.25, 0.125, 0.125], torch.float32)
-    order = torch.rand(*shape, vocab, generator=make.generator).argsort(-1).to(make.device)
-    inputs["probs"] = share[order]
-    order = torch.rand(inputs["draft_probs"].shape, generator=make.generator).argsort(-1).to(make.device)
-    inputs["draft_probs"] = share[order]
-    inputs["draft_probs"][2::4] = inputs["probs"][2::4, : order.shape[1]]
-    inputs["tokens"] = make.integers(0, vocab, *shape)
-    # The first request drafts what the target never writes; some draft what is no token.
-    inputs["sampling"].temperature[0] = 1.0
-    inputs["probs"][0], inputs["draft_probs"][0] = share, share.flip(0)
-    inputs["tokens"][0] = 4
-    inputs["tokens"][4::6, 1] = vocab
-    # Others draft behind the first token what the draft never writes, some of them where p = q; or nothing. The
-    # uniform of the first token equals its ratio.
-    inputs["probs"][5::6, 0], inputs["draft_probs"][5::6, 0] = share, share[[1, 0, 2, 3, *range(4, vocab)]]
-    inputs["tokens"][5::6, 1] = 1
+def _coarse(make: Maker, rule: str, batch: int, vocab: int = 5) -> dict[str, Any]:
+    """Probabilities and judging uniforms of few bits: uniforms equal ratios, and p, q and residuals are often 0."""
     if rule in CHAIN_RULES:
-        inputs["tokens"][5::6, 2] = inputs["draft_probs"][5::6, 1].argmin(-1)
-        inputs["tokens"][2::8, 1] = inputs["probs"][2::8, 0].argmax(-1)
-        inputs["tokens"][2::8, 2] = inputs["probs"][2::8, 1].argmin(-1)
+        inputs = _sampled(make, rule, batch, 5, vocab, max_depth=3, probs=True)
     else:
-        inputs["tokens"][5::6, 4:] = vocab
-    uniforms = make.integers(0, 8, batch, shape[1] + 1).double() / 8
-    uniforms[5::6, 0] = 0.5
+        inputs = _sampled_tree(make, rule, batch, max_depth=3, vocab=vocab, probs=True)
+    share = make.tensor([0.5, 0.25, 0.125, 0.125] + [0.0] * (vocab - 4), torch.float32)
+    for name in ("probs", "draft_probs"):
+        order = torch.rand(inputs[name].shape, generator=make.generator).argsort(-1)
+        inputs[name] = share[order.to(make.device)]
+    inputs["draft_probs"][2::4] = inputs["probs"][2::4, :-1]
+    batch, num_nodes = inputs["tokens"].shape
+    inputs["tokens"] = make.integers(0, vocab + 1, batch, num_nodes)  # `vocab` is no token
+    uniforms = make.integers(0, 8, batch, num_nodes + 1).double() / 8
     uniforms[:, -2:] = torch.rand(batch, 2, dtype=torch.float64, generator=make.generator).to(make.device)
     return inputs | dict(uniforms=uniforms)
 
 
-def _coarse_wild(make: Maker, rule: str) -> dict[str, Any]:
-    """Sixteen nodes, of which the first child links to itself and just behind the last one."""
-    inputs = _coarse(make, rule, batch=48, unused=6)
-    tree, num_nodes = inputs["tree"], inputs["tokens"].shape[1]
-    tree.first_child[::4, 1], tree.first_child[1::4, 1] = 1, num_nodes
-    tree.next_sibling[2::4, 1], tree.next_sibling[3::4, 1] = 1, num_nodes
-    # Greedy requests walk over these links, and want the token 0 behind them.
-    inputs["probs"][::3, :2] = inputs["probs"][:1, :1]
-    inputs["tokens"][9::12, 1], inputs["tokens"][3::12, 1] = 0, 1
-    return inputs
-
-
-def _class_edges(make: Maker) -> dict[str, Any]:
-    """Under `greedy_paths` two siblings, the first just below an edge of the classes, the second at it."""
-    edges = make.tensor(CLASS_EDGES, torch.float32)
-    batch, q = len(edges), 2.0**-6
-    target = torch.stack([edges * q, (edges - 2.0**-4) * q], 1)
-    target = torch.cat([target, 1 - target.sum(1, keepdim=True)], 1)
-    lengths = make.integers(0, 9, batch)
-    tree = build_tree(make.tensor([[-1, 0, 0]] * batch, torch.int32), lengths)
-    return dict(
-        rule="greedy_paths", tokens=make.tensor([[2, 1, 0]] * batch, torch.int64), tree=tree, logits=None,
-        lengths=lengths, max_depth=1, probs=target[:, None].repeat(1, 3, 1),
-        draft_probs=make.tensor([[[q, q, 1 - 2 * q]] * 2] * batch, torch.float32),
-        uniforms=make.tensor([[0.0, 0.0, 0.5, 0.5]] * batch, torch.float64),
-    )  # fmt: skip
-
-
-def _shared_rows(make: Maker, rule: str, batch: int, **sizes: Any) -> dict[str, Any]:
-    """A tree of two levels drawn from one row a level; nodes without draws name no row, in several ways."""
-    inputs = _drawn(make, rule, batch, 8, **sizes)
+def _shared_rows(make: Maker, rule: str, batch: int = 20) -> dict[str, Any]:
+    """A tree of two levels, each sampled from one row; nodes without sampled children name no row, in several ways."""
+    inputs = _sampled(make, rule, batch, 8, vocab=30, max_depth=3, distance=1.5)
     parents = make.tensor([[-1, 0, 0, 1, 1, 2, 2, 5]] * batch, torch.int32)
     draft_probs = inputs["draft_probs"][:, :2].contiguous()
     for children, row in (((1, 2), 0), ((3, 4), 1), ((5, 6), 1)):
         weights, again = draft_probs[:, row].cpu(), rule not in WITHOUT_REPLACEMENT_RULES
-        drawn = torch.multinomial(weights, len(children), again, generator=make.generator)
-        inputs["tokens"][:, children] = drawn.to(make.device)
+        sampled = torch.multinomial(weights, len(children), again, generator=make.generator)
+        inputs["tokens"][:, children] = sampled.to(make.device)
     draft_rows = make.tensor([[0, 1, 1, -1, 2, -1, 1 << 30, -7]] * batch, torch.int32)
-    draft_rows[::2, 5] = 2  # one behind the last
+    draft_rows[::2, 5] = 2  # one past the last
     tree = build_tree(parents, inputs["lengths"])
     return inputs | dict(draft_probs=draft_probs, draft_rows=draft_rows, tree=tree)
 
 
 def _troubled_tree(make: Maker, rule: str) -> dict[str, Any]:
-    """Rows of NaN, drafts outside the vocabulary, of probability 0 and drawn twice, a greedy row, links that lead back,
+    """Rows of NaN, drafts outside the vocabulary, of probability 0, sampled twice, a greedy row, links that lead back,
     a draft whose rows do not sum to 1."""
-    inputs = _drawn_tree(make, rule, batch=10, vocab=12, max_depth=3, distance=3.0)
+    inputs = _sampled_tree(make, rule, batch=10, vocab=12, max_depth=3, distance=3.0)
     inputs["sampling"] = inputs["sampling"]._replace(temperature=make.tensor([0.9] * 9 + [0.0], torch.float32))
     inputs["logits"][0, 0] = float("nan")
     inputs["logits"][1, 1:4] = float("nan")
@@ -251,8 +198,8 @@ def _troubled_tree(make: Maker, rule: str) -> dict[str, Any]:
 
 
 def _wild_tree(make: Maker, rule: str) -> dict[str, Any]:
-    """Links that lead to the node itself or just behind the last node, which are none, and a sibling of the root."""
-    inputs = _drawn_tree(make, rule, batch=24, vocab=20, max_depth=3, distance=2.0)
+    """Links that lead to the node itself or just past the last node, which are none, and a sibling of the root."""
+    inputs = _sampled_tree(make, rule, batch=24, vocab=20, max_depth=3, distance=2.0)
     tree, num_nodes = inputs["tree"], inputs["tokens"].shape[1]
     tree.next_sibling[:6, 3] = 3
     tree.first_child[6:12, 6] = 6
@@ -264,7 +211,7 @@ def _wild_tree(make: Maker, rule: str) -> dict[str, Any]:
 
 def _troubled(make: Maker, rule: str) -> dict[str, Any]:
     """Rows of NaN, a cut chain, drafts outside the vocabulary and of probability 0 or NaN, uniforms of exactly 0."""
-    inputs = _drawn(make, rule, batch=9, num_nodes=5, vocab=12, max_depth=3)
+    inputs = _sampled(make, rule, batch=9, num_nodes=5, vocab=12, max_depth=3)
     inputs["sampling"] = inputs["sampling"]._replace(temperature=make.tensor([0.9] * 8 + [0.0], torch.float32))
     inputs["logits"][0, 0] = float("nan")
     inputs["logits"][1, 2] = float("nan")
@@ -288,8 +235,8 @@ def _targets(make: Maker, batch: int, num_nodes: int, max_depth: int, chain: boo
 
 
 def _wild_targets(make: Maker, num_nodes: int) -> dict[str, Any]:
-    """Links just behind the last node, which are none, and links to the node itself or to the root, which are
-    followed: N - 1 nodes are looked at. `num_nodes` 32 fills the lanes, so that none behind the last is empty."""
+    """Links just past the last node, which are none, and links to the node itself or to the root, which are
+    followed: N - 1 nodes are looked at. `num_nodes` 32 fills the lanes, so that none past the last is empty."""
     tree = build_chain(make.tensor([2, 3, 4, 5, 6, 7], torch.int64), num_nodes)
     tree.first_child[0, 1], tree.next_sibling[1, 1] = num_nodes, num_nodes
     tree.first_child[2, 1], tree.next_sibling[3, 1] = 1, 1
@@ -301,189 +248,137 @@ def _wild_targets(make: Maker, num_nodes: int) -> dict[str, Any]:
     return dict(tokens=tokens, tree=tree, targets=targets, lengths=lengths, max_depth=6)
 
 
-def _wide_targets(make: Maker) -> dict[str, Any]:
-    """The greatest token, and drafts that equal their target in the lower 32 bits alone."""
-    tree = build_chain(make.tensor([2, 3], torch.int64), 4)
-    targets = make.tensor([[5, 2**31 - 1, 7, 8], [5, 6, 7, 8]], torch.int64)
-    tokens = make.tensor([[1, 5, 2**31 - 1, 7], [1, 5, 2**32 + 6, 7]], torch.int64)
-    lengths = tree.positions[:, 0].contiguous()
-    return dict(tokens=tokens, tree=tree, targets=targets, lengths=lengths, max_depth=3)
-
-
 def _filtered(make: Maker, **sizes: Any) -> dict[str, Any]:
     inputs = _accept(make, rule="target_only", **sizes)
     return inputs | dict(sampling=with_filters(make, inputs["sampling"], sizes["batch"], sizes["vocab"]))
 
 
 def _without_logprobs(make: Maker, filtered: bool = False, **sizes: Any) -> dict[str, Any]:
-    """As the engine calls where no request asks for log-probabilities."""
+    """The engine's call where no request wants log-probabilities."""
     return (_filtered if filtered else _accept)(make, **sizes) | dict(return_logprobs=False)
 
 
+def _each(
+    rules: Sequence[str], build: Callable[..., dict[str, Any]], *rows: tuple[Any, ...], **options: Any
+) -> list[Case]:
+    """Cases `RULE_NAME` of rows (name, bug, gate, sizes) for every rule."""
+    return [
+        case_of("accept", build, f"{rule}_{name}", bug, gate=gate, rule=rule, **sizes, **options)
+        for rule in rules
+        for name, bug, gate, sizes in rows
+    ]
+
+
 _greedy = partial(case_of, "accept", _accept)
-_sampled = partial(case_of, "accept", _accept, rule="target_only")
+_target_only = partial(case_of, "accept", _accept, rule="target_only")
 _plain = partial(case_of, "accept", _without_logprobs)
 _known = partial(case_of, "accept_targets", _targets)
-_DRAWN_RULES = (*CHAIN_RULES, *TREE_RULES)
-_LARGE = ("large",)
-_SHIPPED: dict[str, Any] = dict(catches="the shipped vocabulary", num_nodes=16, vocab=151936, max_depth=15, chain=True)
+_SHIPPED: dict[str, Any] = dict(bench=True, tags=("large",), vocab=151936)
+_CHAIN16 = _SHIPPED | dict(catches="the shipped vocabulary", num_nodes=16, max_depth=15, chain=True)
+_TREE32 = _SHIPPED | dict(catches="the shipped tree", batch=8, num_nodes=32, max_depth=7)
 
 CASES = (
-    *(case_of("accept", _coarse, f"{rule}_coarse", "ties and zeros", rule=rule, batch=72) for rule in _DRAWN_RULES),
-    *(case_of("accept", _coarse_wild, f"{rule}_coarse_wild", "links to no node", rule=rule) for rule in TREE_RULES),
-    case_of("accept", _class_edges, "greedy_paths_edges", "a token of the class below"),
     _greedy("accept_empty", catches="empty grid", batch=0, num_nodes=4, vocab=9, max_depth=3),
-    _sampled("accept_root_only", catches="no drafts", gate=True, batch=3, num_nodes=1, vocab=9, max_depth=0),
+    _target_only("accept_root_only", catches="no drafts", gate=True, batch=3, num_nodes=1, vocab=9, max_depth=0),
     _greedy("accept_depth_0", catches="limit ignored", batch=2, num_nodes=5, vocab=9, max_depth=0),
     _greedy("accept_cut", catches="limit", batch=4, num_nodes=9, vocab=5, max_depth=2, chain=True),
-    _greedy(
-        "accept_saturated", catches="bonus row of a fully accepted chain", gate=True,
-        batch=3, num_nodes=16, vocab=33, max_depth=15, chain=True, agreeing=1.0,
-    ),
+    _greedy("accept_saturated", catches="bonus row of a fully accepted chain", gate=True, batch=3, num_nodes=16,
+            vocab=33, max_depth=15, chain=True, agreeing=1.0),
     _greedy("accept_tree", catches="siblings", gate=True, batch=5, num_nodes=13, vocab=7, max_depth=6),
-    _sampled("accept_tree_65", catches="long walks", batch=2, num_nodes=65, vocab=11, max_depth=9),
-    _sampled("accept_sampled", catches="keys", gate=True, batch=7, num_nodes=6, vocab=100, max_depth=5),
-    _sampled("accept_tiles", catches="split vocabulary", batch=2, num_nodes=5, vocab=2049, max_depth=4),
+    _target_only("accept_tree_65", catches="long paths", batch=2, num_nodes=65, vocab=11, max_depth=9),
+    _target_only("accept_sampled", catches="keys", gate=True, batch=7, num_nodes=6, vocab=100, max_depth=5),
+    _target_only("accept_tiles", catches="split vocabulary", batch=2, num_nodes=5, vocab=2049, max_depth=4),
     case_of("accept", _duplicates, "accept_duplicates", "equal siblings, padding counted as sibling"),
     case_of("accept", _unusable, "accept_unusable", "a NaN row continues the path"),
     case_of("accept", _filtered, "accept_filtered", "filters", gate=True, batch=6, num_nodes=5, vocab=100, max_depth=4),
-    _plain(
-        "accept_no_logprobs", catches="logprobs written without being asked for", rule="target_only", batch=3,
-        num_nodes=4, vocab=50, max_depth=3,
+    _plain("accept_no_logprobs", catches="logprobs written without being asked for", rule="target_only", batch=3,
+           num_nodes=4, vocab=50, max_depth=3),
+    case_of("accept", _from_probs, "accept_probs", "probabilities taken for logits", gate=True, rule="target_only",
+            batch=5, num_nodes=4, vocab=30, max_depth=3),
+    case_of("accept", _from_probs, "accept_probs_greedy", "argmax of probabilities", rule="greedy", batch=5,
+            num_nodes=4, vocab=30, max_depth=3),
+    *_each(
+        CHAIN_RULES, _sampled,
+        ("empty", "an empty grid", False, dict(batch=0, num_nodes=3, vocab=9, max_depth=2)),
+        ("root_only", "no drafts", True, dict(batch=3, num_nodes=1, vocab=9, max_depth=0)),
+        ("near", "bonus row", True, dict(batch=9, num_nodes=5, vocab=40, max_depth=4, distance=0.2)),
+        ("far", "residual row", False, dict(batch=9, num_nodes=5, vocab=40, max_depth=4, distance=3.0)),
+        ("same", "an empty residual", False, dict(batch=7, num_nodes=4, vocab=40, max_depth=3, distance=0.0)),
+        ("disjoint", "no common token", False, dict(batch=7, num_nodes=4, vocab=40, max_depth=3, distance=_INF)),
+        ("cut", "draft past the limit", False, dict(batch=7, num_nodes=6, vocab=9, max_depth=2, distance=0.2)),
+        ("filtered", "p unfiltered", True, dict(batch=7, num_nodes=4, vocab=100, max_depth=3, filtered=True)),
+        ("probs", "p from logits", True, dict(batch=7, num_nodes=4, vocab=100, max_depth=3, probs=True)),
+        ("tiles", "groups", False, dict(batch=3, num_nodes=3, vocab=700, max_depth=2, padded=9, filtered=True)),
     ),
-    case_of(
-        "accept", _from_probs, "accept_probs", "probabilities taken for logits", gate=True,
-        rule="target_only", batch=5, num_nodes=4, vocab=30, max_depth=3,
+    *_each(
+        TREE_RULES, _sampled,
+        ("empty", "an empty grid", False, dict(batch=0, num_nodes=3, vocab=9, max_depth=2)),
+        ("root_only", "no drafts", True, dict(batch=3, num_nodes=1, vocab=9, max_depth=0)),
+        ("chain", "a chain judged as a tree", False, dict(batch=9, num_nodes=5, vocab=40, max_depth=4)),
     ),
-    case_of(
-        "accept", _from_probs, "accept_probs_greedy", "argmax of probabilities",
-        rule="greedy", batch=5, num_nodes=4, vocab=30, max_depth=3,
+    *_each(
+        TREE_RULES, _sampled_tree,
+        ("near", "bonus row", True, dict(batch=9, vocab=40, max_depth=3, distance=0.2)),
+        ("far", "residuals after several rejections", False, dict(batch=40, vocab=20, max_depth=3, distance=2.0)),
+        ("disjoint", "no common token", False, dict(batch=7, vocab=40, max_depth=3, distance=_INF)),
+        ("cut", "children below the limit", False, dict(batch=9, vocab=9, max_depth=1, distance=1.0)),
+        ("filtered", "samples of few tokens", True, dict(batch=9, vocab=100, max_depth=3, filtered=True)),
+        ("probs", "p from logits", True, dict(batch=9, vocab=60, max_depth=3, probs=True)),
+        ("tiles", "passes", False, dict(batch=2, vocab=4500, max_depth=2, padded=9, distance=2.0)),
     ),
-    *(
-        case_of("accept", _drawn, f"{rule}_{name}", catches, gate=gate, rule=rule, **sizes)
-        for rule in CHAIN_RULES
-        for name, catches, gate, sizes in (
-            ("empty", "an empty grid", False, dict(batch=0, num_nodes=3, vocab=9, max_depth=2)),
-            ("root_only", "no drafts", True, dict(batch=3, num_nodes=1, vocab=9, max_depth=0)),
-            ("near", "bonus row", True, dict(batch=9, num_nodes=5, vocab=40, max_depth=4, distance=0.2)),
-            ("far", "residual row", False, dict(batch=9, num_nodes=5, vocab=40, max_depth=4, distance=3.0)),
-            ("same", "an empty residual", False, dict(batch=7, num_nodes=4, vocab=40, max_depth=3, distance=0.0)),
-            ("disjoint", "no common token", False, dict(batch=7, num_nodes=4, vocab=40, max_depth=3, distance=_INF)),
-            ("cut", "draft behind the limit", False, dict(batch=7, num_nodes=6, vocab=9, max_depth=2, distance=0.2)),
-            ("cut_tiles", "q past the limit", False, dict(batch=7, num_nodes=5, vocab=700, max_depth=2, distance=0.2)),
-            ("filtered", "p unfiltered", True, dict(batch=7, num_nodes=4, vocab=100, max_depth=3, filtered=True)),
-            ("probs", "p from logits", True, dict(batch=7, num_nodes=4, vocab=100, max_depth=3, probs=True)),
-            ("tiles", "groups", False, dict(batch=3, num_nodes=3, vocab=700, max_depth=2, padded=9, filtered=True)),
-        )
-    ),
-    *(case_of("accept", _troubled, f"{rule}_troubled", "unusable rows", rule=rule) for rule in CHAIN_RULES),
-    *(
-        case_of("accept", _drawn, f"{rule}_{name}", catches, gate=gate, rule=rule, **sizes)
-        for rule in TREE_RULES
-        for name, catches, gate, sizes in (
-            ("empty", "an empty grid", False, dict[str, Any](batch=0, num_nodes=3, vocab=9, max_depth=2)),
-            ("root_only", "no drafts", True, dict[str, Any](batch=3, num_nodes=1, vocab=9, max_depth=0)),
-            ("chain", "a chain judged as a tree", False, dict[str, Any](batch=9, num_nodes=5, vocab=40, max_depth=4)),
-        )
-    ),
-    *(
-        case_of("accept", _drawn_tree, f"{rule}_{name}", catches, gate=gate, rule=rule, **sizes)
-        for rule in TREE_RULES
-        for name, catches, gate, sizes in (
-            ("near", "bonus row", True, dict(batch=9, vocab=40, max_depth=3, distance=0.2)),
-            ("far", "residuals after several rejections", False, dict(batch=40, vocab=20, max_depth=3, distance=2.0)),
-            ("disjoint", "no common token", False, dict(batch=7, vocab=40, max_depth=3, distance=_INF)),
-            ("cut", "children behind the limit", False, dict(batch=9, vocab=9, max_depth=1, distance=1.0)),
-            ("filtered", "draws from few tokens", True, dict(batch=9, vocab=100, max_depth=3, filtered=True)),
-            ("probs", "p from logits", True, dict(batch=9, vocab=60, max_depth=3, probs=True)),
-            ("tiles", "passes", False, dict(batch=2, vocab=4500, max_depth=2, padded=9, distance=2.0)),
-        )
-    ),
-    *(case_of("accept", _troubled_tree, f"{rule}_troubled", "no draws", rule=rule) for rule in TREE_RULES),
-    *(case_of("accept", _wild_tree, f"{rule}_wild", "a link that leads nowhere", rule=rule) for rule in TREE_RULES),
-    *(
-        case_of(
-            "accept", _given_uniforms, f"{rule}_given_uniforms", "the uniform of another node or request",
-            rule=rule, batch=20, vocab=20, max_depth=3, distance=2.0,
-        )
-        for rule in TREE_RULES
-    ),
-    *(
-        case_of(
-            "accept", _shared_rows, f"{rule}_shared_rows", "the row of another node", gate=True, rule=rule, batch=20,
-            vocab=30, max_depth=3, distance=1.5,
-        )
-        for rule in TREE_RULES
-    ),
+    *_each(SAMPLED_RULES, _coarse, ("coarse", "ties and zeros", False, dict(batch=72))),
+    *_each(CHAIN_RULES, _troubled, ("troubled", "unusable rows", False, {})),
+    *_each(TREE_RULES, _troubled_tree, ("troubled", "no sampled child", False, {})),
+    *_each(TREE_RULES, _wild_tree, ("wild", "a link that leads nowhere", False, {})),
+    *_each(TREE_RULES, _shared_rows, ("shared_rows", "the row of another node", True, {})),
     _known("targets_tree", catches="missing targets", batch=5, num_nodes=13, max_depth=6),
     case_of("accept_targets", _wild_targets, "targets_wild", "links that lead round", num_nodes=4),
     case_of("accept_targets", _wild_targets, "targets_wild_lanes", "links outside", num_nodes=32),
-    case_of("accept_targets", _wide_targets, "targets_wide", "a token cut to 32 bits"),
     _known("targets_root", catches="no drafts", gate=True, batch=4, num_nodes=1, max_depth=0),
-    _sampled("accept_qwen", gate=True, bench=True, tags=_LARGE, batch=1, **_SHIPPED),
-    _known(
-        "targets_b64_chain16", catches="the shipped sizes", gate=True, bench=True, tags=_LARGE,
-        batch=64, num_nodes=16, max_depth=15, chain=True,
-    ),
-    _known(
-        "targets_b64_tree64", catches="the shipped sizes", gate=True, bench=True, tags=_LARGE,
-        batch=64, num_nodes=64, max_depth=8,
-    ),
-    _greedy("accept_greedy_b8", bench=True, tags=_LARGE, batch=8, **_SHIPPED),
-    _sampled("accept_sampled_b8", bench=True, tags=_LARGE, batch=8, **_SHIPPED),
-    _plain("accept_greedy_plain_b8", gate=True, bench=True, tags=_LARGE, batch=8, **_SHIPPED),
-    _plain("accept_sampled_plain_b8", bench=True, tags=_LARGE, rule="target_only", batch=8, **_SHIPPED),
-    _plain("accept_filtered_plain_b8", bench=True, tags=_LARGE, filtered=True, batch=8, **_SHIPPED),
-    case_of("accept", _filtered, "accept_filtered_b8", gate=True, bench=True, tags=_LARGE, batch=8, **_SHIPPED),
     *(
-        case_of(
-            "accept", _drawn, f"{rule}_b8", "the shipped vocabulary", gate=True, bench=True, tags=_LARGE,
-            rule=rule, batch=8, num_nodes=8, vocab=151936, max_depth=7, filtered=True,
+        _known(name, catches="the shipped sizes", gate=True, bench=True, tags=("large",), batch=64, **sizes)
+        for name, sizes in (
+            ("targets_b64_chain16", dict(num_nodes=16, max_depth=15, chain=True)),
+            ("targets_b64_tree64", dict(num_nodes=64, max_depth=8)),
         )
-        for rule in CHAIN_RULES
     ),
-    *(
-        case_of(
-            "accept", _drawn_tree, f"{rule}_b8", "the shipped vocabulary", gate=True, bench=True, tags=_LARGE,
-            rule=rule, batch=8, vocab=151936, max_depth=4, filtered=True,
-        )
-        for rule in TREE_RULES
+    _target_only("accept_qwen", gate=True, batch=1, **_CHAIN16),
+    _greedy("accept_greedy_b8", batch=8, **_CHAIN16),
+    _target_only("accept_sampled_b8", batch=8, **_CHAIN16),
+    _plain("accept_greedy_plain_b8", gate=True, batch=8, **_CHAIN16),
+    _plain("accept_sampled_plain_b8", rule="target_only", batch=8, **_CHAIN16),
+    _plain("accept_filtered_plain_b8", filtered=True, batch=8, **_CHAIN16),
+    case_of("accept", _filtered, "accept_filtered_b8", gate=True, batch=8, **_CHAIN16),
+    _plain("accept_greedy_b8_tree32", **_TREE32),
+    _plain("accept_sampled_b8_tree32", rule="target_only", **_TREE32),
+    *_each(
+        CHAIN_RULES, _sampled, ("b8", "the shipped vocabulary", True, dict(num_nodes=8, max_depth=7)), batch=8,
+        filtered=True, **_SHIPPED,
     ),
-    *(
-        case_of(
-            "accept", _drawn_tree, f"{rule}_b{batch}_tree32", "the shipped tree", bench=True, tags=_LARGE, rule=rule,
-            batch=batch, vocab=151936, max_depth=7, unused=0, shape=_WIDE, filtered=True,
-        )
-        for rule in TREE_RULES
-        for batch in (1, 8)
+    *_each(
+        ("rejection",), _sampled, ("b8_chain32", "a long chain", False, dict(num_nodes=32, max_depth=31)), batch=8,
+        filtered=True, **_SHIPPED,
     ),
-    _plain(
-        "accept_greedy_b8_tree32", catches="the shipped tree", bench=True, tags=_LARGE, batch=8, num_nodes=32,
-        vocab=151936, max_depth=7,
-    ),
-    _plain(
-        "accept_sampled_b8_tree32", catches="the shipped tree", bench=True, tags=_LARGE, rule="target_only", batch=8,
-        num_nodes=32, vocab=151936, max_depth=7,
-    ),
-    case_of(
-        "accept", _drawn, "rejection_b8_chain32", "a long chain", bench=True, tags=_LARGE, rule="rejection", batch=8,
-        num_nodes=32, vocab=151936, max_depth=31, filtered=True,
+    *_each(
+        TREE_RULES, _sampled_tree,
+        ("b8", "the shipped vocabulary", True, dict(batch=8, max_depth=4)),
+        *(
+            (f"b{batch}_tree32", "the shipped tree", False, dict(batch=batch, max_depth=7, unused=0, shape=_WIDE))
+            for batch in (1, 8)
+        ),
+        filtered=True, **_SHIPPED,
     ),
 )  # fmt: skip
 
 
 def _target_read(inputs: dict[str, Any]) -> tuple[int, int]:
-    """Bytes of one read of the target's rows (and of the draft's, where there are any), and three steps an entry."""
-    values = inputs["probs"] if inputs.get("probs") is not None else inputs["logits"]
-    draft = inputs.get("draft_probs")
-    read = values.numel() * values.element_size() + (0 if draft is None else 4 * draft.numel())
-    return read, 3 * values.numel()
-
-
-def _links_read(inputs: dict[str, Any]) -> tuple[int, int]:
-    nodes = inputs["tokens"].numel()
-    return nodes * (8 + 8 + 4 + 4), nodes
+    """One read of the target's rows (and of the draft's), and three operations an entry."""
+    read = [inputs[name] for name in ("logits", "probs", "draft_probs") if inputs.get(name) is not None]
+    return sum(rows.nbytes for rows in read), 3 * read[0].numel()
 
 
 COMPARISON = Comparison(draws=("accept",))
-WORK = {"accept": _target_read, "accept_targets": _links_read}
+WORK: dict[str, WorkModel] = {
+    "accept": _target_read,
+    "accept_targets": lambda i: (24 * i["tokens"].numel(), i["tokens"].numel()),
+}

@@ -1,7 +1,9 @@
 # mypy: ignore-errors
-"""What the acceptance kernels share: entries of rows in registers, probabilities of tokens, and the outcome."""
+"""Parts that the verification kernels share: entries of rows in registers, probabilities of tokens, and the outcome."""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,10 +19,40 @@ CLASSES = len(CLASS_EDGES) + 1
 _CLASSES = tl.constexpr(CLASSES)
 
 
+class Distributions(NamedTuple):
+    """The rows of the target and of the draft, as kernels read them."""
+
+    values_ptr: Any  # [B * N, VOCAB] of the target, row stride row_stride
+    row_stride: Any
+    terms_ptr: Any  # [4, B * N] float32, see `sampling.kernel.Selected.distribution`
+    rows: Any  # B * N
+    draft_ptr: Any  # [B, DRAFT_ROWS, VOCAB] float32
+    factors_ptr: Any  # [B, N, CLASSES] float32: q' / q by class under `greedy_paths`, else None
+    words_ptr: Any  # [B, WORDS] int64, zeros: where the programs that share a row add; None for one program
+    splits: Any  # programs that share the passes over a row
+
+
+class Terms(NamedTuple):
+    """The numbers that turn a row's values into probabilities, see `target_prob`."""
+
+    top: Any
+    floor: Any
+    total: Any
+    scale: Any
+
+
+class Uniforms(NamedTuple):
+    """The source of a request's uniforms: the generator, or given ones."""
+
+    seeds_ptr: Any  # [B] int64, or None
+    positions_ptr: Any  # [B, N] int64, or None
+    uniforms_ptr: Any  # [B, N + 1] float64, or None
+
+
 @triton.jit
 def entry(values, lane, index):
-    """values[b, index[b]] of int32 values [B, N] with lanes [1, N]. Within a warp a sum of 32-bit integers is one
-    instruction, and a load that depends on another load takes ten times as long."""
+    """values[b, index[b]] of int32 values [B, N] with lanes [1, N]: one instruction of a warp, unlike a dependent
+    load."""
     return tl.sum(tl.where(lane == index[:, None], values, 0), 1)
 
 
@@ -33,25 +65,25 @@ def wide_entry(values, lane, index):
 
 
 @triton.jit
-def target_terms(distribution_ptr, temperature, row, rows, asks):
-    """Top, floor, total and scale of the rows that ask, see `target_prob`; all shaped as `row`."""
-    top = tl.load(distribution_ptr + row, mask=asks, other=0.0)
-    floor = tl.load(distribution_ptr + rows + row, mask=asks, other=0.0)
-    total = tl.load(distribution_ptr + 2 * rows + row, mask=asks, other=1.0)
+def target_terms(source, temperature, row, asks):
+    """`Terms` of the rows in `asks`, shaped as `row`."""
+    top = tl.load(source.terms_ptr + row, mask=asks, other=0.0)
+    floor = tl.load(source.terms_ptr + source.rows + row, mask=asks, other=0.0)
+    total = tl.load(source.terms_ptr + 2 * source.rows + row, mask=asks, other=1.0)
     # A row without a usable logit has weights and a total of 0.
-    return top, floor, tl.where(total > 0, total, 1.0), d.exponent_scale(temperature)
+    return Terms(top, floor, tl.where(total > 0, total, 1.0), d.exponent_scale(temperature))
 
 
 @triton.jit
-def target_prob(values_ptr, top, floor, total, scale, row, column, row_stride, live, PROBS: tl.constexpr):
-    """p of `column` in `row`, which has these `target_terms`; 0 where not `live`. All broadcast against each other."""
-    value = d.load_values(values_ptr, row, column, row_stride, live)
-    return tl.where(value >= floor, d.weigh(value, top, scale, PROBS) / total, 0.0)
+def target_prob(source, terms, row, column, live, PROBS: tl.constexpr):
+    """p of `column` in `row`, which has these `terms`; 0 where not `live`. All broadcast against each other."""
+    value = d.load_values(source.values_ptr, row, column, source.row_stride, live)
+    return tl.where(value >= terms.floor, d.weigh(value, terms.top, terms.scale, PROBS) / terms.total, 0.0)
 
 
 @triton.jit
 def draft_row(draft_rows_ptr, request, node, live, NODES: tl.constexpr, DRAFT_ROWS: tl.constexpr):
-    """Row of the draft's distributions that the children of `node` were drawn from; -1 where there are no draws."""
+    """Row of the draft that the children of `node` were sampled from; -1 where none were sampled."""
     of_node = node
     if draft_rows_ptr is not None:
         of_node = tl.load(draft_rows_ptr + request.to(tl.int64) * NODES + node, mask=live, other=-1)
@@ -59,9 +91,9 @@ def draft_row(draft_rows_ptr, request, node, live, NODES: tl.constexpr, DRAFT_RO
 
 
 @triton.jit
-def draft_prob(draft_ptr, row, column, live, VOCAB: tl.constexpr):
-    """q of `column` in `row` of the draft's distributions; NaN and negative entries are 0, and so is a row below 0."""
-    prob = tl.load(draft_ptr + row.to(tl.int64) * VOCAB + column, mask=live & (row >= 0), other=0.0)
+def draft_prob(source, row, column, live, VOCAB: tl.constexpr):
+    """q of `column` in `row` of the draft; NaN and negative entries are 0, and so is a row below 0."""
+    prob = tl.load(source.draft_ptr + row.to(tl.int64) * VOCAB + column, mask=live & (row >= 0), other=0.0)
     return tl.where(prob > 0, prob, 0.0)
 
 
@@ -75,46 +107,46 @@ def token_class(p, q):
 
 
 @triton.jit
-def skewed_prob(factors_ptr, row, p, q, live):
-    """q, or of `greedy_paths` the probability that a token is drawn and kept; `row` and `p` broadcast. Nodes without
-    draws have no factors."""
-    if factors_ptr is not None:
-        q *= tl.load(factors_ptr + row.to(tl.int64) * _CLASSES + token_class(p, q), mask=live & (q > 0), other=1.0)
+def kept_prob(source, row, p, q, live):
+    """q, or under `greedy_paths` the probability that a token is sampled and kept; `row` and `p` broadcast."""
+    if source.factors_ptr is not None:
+        kind = token_class(p, q)
+        q *= tl.load(source.factors_ptr + row.to(tl.int64) * _CLASSES + kind, mask=live & (q > 0), other=1.0)
     return q
 
 
 @triton.jit
-def judging_uniforms(seeds_ptr, positions_ptr, uniforms_ptr, request, in_batch, node, NODES: tl.constexpr):
+def judging_uniforms(origin, request, in_batch, node, NODES: tl.constexpr):
     """[B, BLOCK_N] float64: the uniforms that judge the nodes."""
     here = in_batch[:, None] & (node >= 1) & (node < NODES)
-    if uniforms_ptr is not None:
-        uniform = tl.load(uniforms_ptr + request[:, None] * (NODES + 1) + node - 1, mask=here, other=1.0)
+    if origin.uniforms_ptr is not None:
+        uniform = tl.load(origin.uniforms_ptr + request[:, None] * (NODES + 1) + node - 1, mask=here, other=1.0)
     else:
         zero = tl.zeros(here.shape, tl.int64)
-        seed = tl.load(seeds_ptr + request, mask=in_batch, other=0)
-        root = tl.load(positions_ptr + request.to(tl.int64) * NODES, mask=in_batch, other=0)
+        seed = tl.load(origin.seeds_ptr + request, mask=in_batch, other=0)
+        root = tl.load(origin.positions_ptr + request.to(tl.int64) * NODES, mask=in_batch, other=0)
         uniform = d.philox_uniform(seed[:, None] + zero, root[:, None] + zero, _ACCEPT, node - 1)
     return uniform
 
 
 @triton.jit
 def store_outcome(
-    out_tokens_ptr, out_count_ptr, out_nodes_ptr, out_bonus_ptr, out_lengths_ptr, out_valid_ptr, length, request,
-    in_batch, column, emitted, path, count, bonus, usable, DEPTH: tl.constexpr,
+    out_ptrs, length, request, in_batch, column, emitted, path, count, bonus, usable, DEPTH: tl.constexpr
 ):  # fmt: skip
-    """Store all fields of `Accepted` but the log-probabilities, for requests [B] and columns [1, BLOCK_D]."""
+    """Store all fields of `Accepted` but the log-probabilities, for requests [B] and columns [1, BLOCK_D]; `out_ptrs`
+    is an `Accepted` of pointers."""
     out = request.to(tl.int64)[:, None] * (DEPTH + 1) + column
     in_out = in_batch[:, None] & (column <= DEPTH)
-    tl.store(out_tokens_ptr + out, emitted, mask=in_out)
-    tl.store(out_nodes_ptr + out, path, mask=in_out)
-    tl.store(out_count_ptr + request, count, mask=in_batch)
-    tl.store(out_bonus_ptr + request, bonus, mask=in_batch)
-    tl.store(out_lengths_ptr + request, length + count + 1, mask=in_batch)
-    tl.store(out_valid_ptr + request, usable, mask=in_batch)
+    tl.store(out_ptrs.tokens + out, emitted, mask=in_out)
+    tl.store(out_ptrs.nodes + out, path, mask=in_out)
+    tl.store(out_ptrs.num_accepted + request, count, mask=in_batch)
+    tl.store(out_ptrs.bonus + request, bonus, mask=in_batch)
+    tl.store(out_ptrs.new_lengths + request, length + count + 1, mask=in_batch)
+    tl.store(out_ptrs.valid + request, usable, mask=in_batch)
 
 
 def empty_outcome(batch: int, max_depth: int, device: torch.device, with_logprobs: bool) -> Accepted:
-    """Unwritten outputs of acceptance."""
+    """Unwritten outputs of verification."""
 
     def out(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device=device)

@@ -1,10 +1,7 @@
-"""Acceptance on the device: token selection of every node, then a walk down the tree.
+"""Verification along target tokens on the device: token selection of every node, then a traversal of the tree.
 
-The target token of every node is chosen by the sampling family, over the whole device, because its rows are
-independent. The walk takes one warp per request, which loads the tree at once and follows it in registers. Each step
-looks at one node, which either joins the path or gives way to its next sibling, so a walk has at most N - 1 steps even
-where links are malformed. The path is kept in registers and stored once: two stores to one address by different threads
-of a program would not be ordered.
+The sampling family selects the target token of every node. The traversal loads a tree at once and follows it in the
+registers of one warp; it looks at N - 1 nodes at most, even where links are malformed.
 """
 
 from __future__ import annotations
@@ -14,14 +11,13 @@ import triton
 import triton.language as tl
 
 from specdec_kernels.launch import current_chip, lanes, launch
-from specdec_kernels.overlap import let_next_kernel_start, overlapped, wait_for_kernel_ahead
+from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
 from specdec_kernels.sampling.kernel import select
-from specdec_kernels.sampling.types import SamplingTensors
 from specdec_kernels.tree.types import TreeLinks
 from specdec_kernels.verify.configs import ACCEPTANCE
 from specdec_kernels.verify.device import empty_outcome, entry, store_outcome
-from specdec_kernels.verify.kernel_rejection import accept_drawn
-from specdec_kernels.verify.types import DRAWN_RULES, Accepted
+from specdec_kernels.verify.kernel_rejection import accept_sampled
+from specdec_kernels.verify.types import Accepted, Verification
 
 _MIN_LANES = 32  # a whole warp, whose sum of integers is one instruction
 _LINK_BITS = tl.constexpr(16)
@@ -31,7 +27,7 @@ _LAST = tl.constexpr((1 << 31) - 1)
 
 @triton.jit
 def _looking(candidate, target, count, in_batch, DEPTH: tl.constexpr):
-    """Whether there is a node to look at. A target below 0 is none, and ends the walk."""
+    """Whether there is a node to look at. A target below 0 is none, and ends the path."""
     return in_batch & (target >= 0) & (count < DEPTH) & (candidate >= 0)
 
 
@@ -48,7 +44,7 @@ def _within(link, NODES: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["batch"])
-def _walk_kernel(
+def _follow_kernel(
     tokens_ptr,  # [B, N] int64
     first_child_ptr,  # [B, N] int32
     next_sibling_ptr,  # [B, N] int32
@@ -69,7 +65,7 @@ def _walk_kernel(
     BLOCK_B: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     tl.static_assert(NODES <= _LINK)
     request = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
@@ -77,9 +73,12 @@ def _walk_kernel(
     node = tl.arange(0, BLOCK_N)[None, :]
     in_batch = request < batch
     row = request.to(tl.int64) * NODES
-    place, live = row[:, None] + node, in_batch[:, None] & (node < NODES)
+    place = row[:, None] + node
+    live = in_batch[:, None] & (node < NODES)
     if usable_ptr is None:
-        wait_for_kernel_ahead(OVERLAP)
+        wait_for_predecessor(PDL)  # any kernel may come before: it may write the tree
+    # Else loaded before the wait: the predecessor `select` writes targets alone, and it began when every kernel before
+    # it had ended, among them the producers of tokens, links and lengths.
     tokens = tl.load(tokens_ptr + place, mask=live, other=-1)
     children = tl.load(first_child_ptr + place, mask=live, other=-1)
     siblings = tl.load(next_sibling_ptr + place, mask=live, other=-1)
@@ -88,9 +87,8 @@ def _walk_kernel(
     drafts = _narrow(tokens, -2)
     links = (_within(children, NODES) << _LINK_BITS) | _within(siblings, NODES)
     if usable_ptr is not None:
-        # The kernel ahead chose the targets. It began when all before it had ended: what they wrote is read by now.
-        wait_for_kernel_ahead(OVERLAP)
-    let_next_kernel_start(OVERLAP)
+        wait_for_predecessor(PDL)
+    launch_dependents(PDL)
     targets = tl.load(targets_ptr + place, mask=live, other=-1)
     if usable_ptr is not None:
         targets = tl.where(tl.load(usable_ptr + place, mask=live, other=0) != 0, targets, -1)
@@ -106,7 +104,8 @@ def _walk_kernel(
     if NODES > 1:  # else the loop folds to code that Triton 3.6 cannot lay out
         step = 1
         while (tl.max(looking.to(tl.int32), 0) > 0) & (step < NODES):
-            drafted, link = entry(drafts, node, candidate), entry(links, node, candidate)
+            drafted = entry(drafts, node, candidate)
+            link = entry(links, node, candidate)
             of_candidate = entry(targets, node, candidate)
             hit = looking & (drafted == target)
             emitted = tl.where(hit[:, None] & (column == count[:, None]), drafted[:, None], emitted)
@@ -121,9 +120,11 @@ def _walk_kernel(
     usable = target >= 0
     target = tl.where(usable, target, 0)
     emitted = tl.where(column == count[:, None], target[:, None], emitted).to(tl.int64)
+    out_ptrs = Accepted(
+        out_tokens_ptr, out_count_ptr, out_nodes_ptr, out_bonus_ptr, out_lengths_ptr, out_valid_ptr, out_logprobs_ptr
+    )
     store_outcome(
-        out_tokens_ptr, out_count_ptr, out_nodes_ptr, out_bonus_ptr, out_lengths_ptr, out_valid_ptr, length,
-        request, in_batch, column, emitted, path, count, target.to(tl.int64), usable, DEPTH,
+        out_ptrs, length, request, in_batch, column, emitted, path, count, target.to(tl.int64), usable, DEPTH
     )  # fmt: skip
     if logprobs_ptr is not None:
         in_out = in_batch[:, None] & (column <= DEPTH)
@@ -131,42 +132,25 @@ def _walk_kernel(
         tl.store(out_logprobs_ptr + request.to(tl.int64)[:, None] * (DEPTH + 1) + column, logprob, mask=in_out)
 
 
-def accept(
-    rule: str,
-    tokens: torch.Tensor,
-    tree: TreeLinks,
-    values: torch.Tensor,
-    lengths: torch.Tensor,
-    max_depth: int,
-    sampling: SamplingTensors,
-    *,
-    uniforms: torch.Tensor | None,
-    draft_probs: torch.Tensor | None,
-    draft_rows: torch.Tensor | None,
-    probabilities: bool,
-    return_logprobs: bool,
-) -> Accepted:
-    """See `specdec_kernels.verify.accept`; `values` are logits, or with `probabilities` target probabilities."""
-    if rule in DRAWN_RULES and sampling.temperature is not None:
-        return accept_drawn(
-            rule, tokens, tree, values, lengths, max_depth, sampling, uniforms=uniforms, draft_probs=draft_probs,
-            draft_rows=draft_rows, probabilities=probabilities, return_logprobs=return_logprobs,
-        )  # fmt: skip
+def accept(call: Verification) -> Accepted:
+    """See `specdec_kernels.verify.accept`."""
+    if call.samples_drafts:
+        return accept_sampled(call)
     found = select(
-        values.flatten(0, 1), sampling, tree.positions, uniforms, per_request=tokens.shape[1],
-        probabilities=probabilities, want_logprobs=return_logprobs,
+        call.values.flatten(0, 1), call.sampling, call.tree.positions, call.uniforms,
+        per_request=call.tokens.shape[1], probabilities=call.probabilities, want_logprobs=call.return_logprobs,
     )  # fmt: skip
-    return _walk(tokens, tree, found.tokens, found.valid, found.logprobs, lengths, max_depth)
+    return _follow(call.tokens, call.tree, found.tokens, found.valid, found.logprobs, call.lengths, call.max_depth)
 
 
 def accept_targets(
     tokens: torch.Tensor, tree: TreeLinks, targets: torch.Tensor, lengths: torch.Tensor, max_depth: int
 ) -> Accepted:
     """See `specdec_kernels.verify.accept_targets`."""
-    return _walk(tokens, tree, targets, None, None, lengths, max_depth)
+    return _follow(tokens, tree, targets, None, None, lengths, max_depth)
 
 
-def _walk(
+def _follow(
     tokens: torch.Tensor,
     tree: TreeLinks,
     targets: torch.Tensor,
@@ -181,8 +165,8 @@ def _walk(
     config = ACCEPTANCE[current_chip(tokens)]
     block_b = min(triton.next_power_of_2(max(batch, 1)), config.max_requests)
     launch(
-        _walk_kernel, (triton.cdiv(batch, block_b),), tokens, tree.first_child, tree.next_sibling, targets, usable,
+        _follow_kernel, (triton.cdiv(batch, block_b),), tokens, tree.first_child, tree.next_sibling, targets, usable,
         logprobs, lengths, *accepted, batch, num_warps=1, NODES=num_nodes, DEPTH=max_depth, BLOCK_B=block_b,
-        BLOCK_N=max(_MIN_LANES, lanes(num_nodes)), BLOCK_D=lanes(max_depth + 1), **overlapped(current_chip(tokens)),
+        BLOCK_N=max(_MIN_LANES, lanes(num_nodes)), BLOCK_D=lanes(max_depth + 1), **pdl_options(current_chip(tokens)),
     )  # fmt: skip
     return accepted

@@ -1,16 +1,14 @@
 # mypy: ignore-errors
 """Kernels of the rules that need the draft's own distribution; formulas in `reference`.
 
-The sampling family first leaves each row's distribution as (top, floor, total); nothing of the size of the vocabulary
-is written:
+Each row's distribution is (top, floor, total) from the sampling family; nothing of the size of the vocabulary is
+written:
 
-1. judge, one program per request: p and q at the drafted tokens, the uniforms, P_s; under `rejection` also tau. The
-   rules for trees are judged by `kernel_tree`, with 1 / c of the path's last row for P_s, and that row for tau.
-2. residual, over groups of tokens: the sums of max(P_s p_s - q_s, 0) and of p_s. Only at row tau, but
-   under `block` at all rows, because its h needs them. Behind a wholly accepted chain q is 0, and P_s scales nothing.
+1. judge, one program per request: p and q of the drafted tokens, P_s, and tau under `rejection`. Trees are judged by
+   `kernel_tree`, with 1 / c of the path's last row for P_s, and that row for tau.
+2. residual, over groups of tokens: the sums of max(P_s p_s - q_s, 0) and of p_s, at row tau or (`block`) at all rows.
 3. row sums (`block` only): Z of every row.
-4. finish, one program per request: tau under `block`, the group that the uniform falls in, that group again, the
-   outcome.
+4. finish, one program per request: tau under `block`, the next token, the outcome.
 """
 
 from __future__ import annotations
@@ -24,21 +22,12 @@ import triton.language as tl
 from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.sampling import device as d
 from specdec_kernels.sampling.kernel import select
-from specdec_kernels.sampling.types import BONUS_STREAM, RECOVER_STREAM, SamplingTensors
-from specdec_kernels.tree.types import TreeLinks
+from specdec_kernels.sampling.types import BONUS_STREAM, RECOVER_STREAM
+from specdec_kernels.verify import device as v
 from specdec_kernels.verify.configs import ACCEPTANCE
-from specdec_kernels.verify.device import (
-    draft_prob,
-    draft_row,
-    empty_outcome,
-    judging_uniforms,
-    skewed_prob,
-    store_outcome,
-    target_prob,
-    target_terms,
-)
+from specdec_kernels.verify.device import Distributions, Uniforms
 from specdec_kernels.verify.kernel_tree import judge_tree
-from specdec_kernels.verify.types import TREE_RULES, Accepted
+from specdec_kernels.verify.types import TREE_RULES, Accepted, Verification
 
 _RECOVER = tl.constexpr(RECOVER_STREAM)
 _BONUS = tl.constexpr(BONUS_STREAM)
@@ -46,8 +35,20 @@ _BONUS = tl.constexpr(BONUS_STREAM)
 
 @triton.jit
 def _leading(flags, node, END: tl.constexpr):
-    """How many of the nodes 1, 2, ... are flagged before the first that is not; lanes behind END do not count."""
+    """How many of the nodes 1, 2, ... are flagged before the first that is not; lanes from END on do not count."""
     return tl.min(tl.where((node >= 1) & (node < END) & (flags == 0), node, END), 1) - 1
+
+
+@triton.jit
+def _block_ratios(p, q, node, NODES: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr):
+    """P_s of every node [B, N], see `reference`."""
+    ratio = tl.where(q > 0, p / tl.where(q > 0, q, 1.0), (p > 0).to(tl.float32))
+    kept = tl.full((BLOCK_B, BLOCK_N), 1.0, tl.float32)
+    running = tl.full((BLOCK_B,), 1.0, tl.float32)
+    for step in range(1, NODES):
+        running = tl.minimum(running * tl.sum(tl.where(node == step, ratio, 0.0), 1), 1.0)
+        kept = tl.where(node == step, running[:, None], kept)
+    return kept
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -56,7 +57,7 @@ def _judge_kernel(
     first_child_ptr,  # [B, N] int32
     values_ptr,  # [B * N, VOCAB], row stride row_stride
     draft_ptr,  # [B, N - 1, VOCAB] float32
-    distribution_ptr,  # [4, B * N] float32
+    terms_ptr,  # [4, B * N] float32
     greedy_ptr,  # [B * N] int64
     valid_ptr,  # [B * N] bool
     temperature_ptr,  # [B] float32
@@ -87,27 +88,22 @@ def _judge_kernel(
     reach = _leading(here & (child == node) & usable & (node <= DEPTH), node, NODES)
     in_reach = node <= reach[:, None]
     known = here & in_reach & (token >= 0) & (token < VOCAB)
-    top, floor, total, scale = target_terms(distribution_ptr, temperature, row, batch * NODES, known)
-    p = target_prob(values_ptr, top, floor, total, scale, row, token, row_stride, known, PROBS)
-    q = draft_prob(draft_ptr, request[:, None] * (NODES - 1) + node - 1, token, known, VOCAB)
-    p = tl.where(known, p, 0.0)
+    source = Distributions(values_ptr, row_stride, terms_ptr, batch * NODES, draft_ptr, None, None, 1)
+    terms = v.target_terms(source, temperature, row, known)
+    p = tl.where(known, v.target_prob(source, terms, row, token, known, PROBS), 0.0)
+    q = v.draft_prob(source, request[:, None] * (NODES - 1) + node - 1, token, known, VOCAB)
 
     argmax = tl.load(greedy_ptr + row, mask=here, other=-1)
     greedy_tau = _leading(here & in_reach & (token == argmax), node, NODES)
-    kept = tl.full((BLOCK_B, BLOCK_N), 1.0, tl.float32)
     if BLOCK_RULE:
         tau = greedy_tau
-        ratio = tl.where(q > 0, p / tl.where(q > 0, q, 1.0), (p > 0).to(tl.float32))
-        running = tl.full((BLOCK_B,), 1.0, tl.float32)
-        for step in range(1, NODES):
-            running = tl.minimum(running * tl.sum(tl.where(node == step, ratio, 0.0), 1), 1.0)
-            kept = tl.where(node == step, running[:, None], kept)
+        kept = _block_ratios(p, q, node, NODES, BLOCK_B, BLOCK_N)
     else:
-        uniform = judging_uniforms(seeds_ptr, positions_ptr, uniforms_ptr, request, in_batch, node, NODES)
-        tau = tl.where(
-            temperature > 0, _leading(here & in_reach & (uniform * q < p), node, NODES)[:, None], greedy_tau[:, None]
-        )
-        tau = tl.max(tau, 1)
+        origin = Uniforms(seeds_ptr, positions_ptr, uniforms_ptr)
+        uniform = v.judging_uniforms(origin, request, in_batch, node, NODES)
+        sampled_tau = _leading(here & in_reach & (uniform * q < p), node, NODES)
+        tau = tl.max(tl.where(temperature > 0, sampled_tau[:, None], greedy_tau[:, None]), 1)
+        kept = tl.full((BLOCK_B, BLOCK_N), 1.0, tl.float32)
     tl.store(judged_ptr + row + 1, kept, mask=in_batch[:, None] & (node < NODES))
     tl.store(state_ptr + request, reach, mask=in_batch)
     tl.store(state_ptr + batch + request, tau, mask=in_batch)
@@ -119,7 +115,7 @@ def _residual_kernel(
     draft_ptr,  # [B, DRAFT_ROWS, VOCAB] float32
     draft_rows_ptr,  # [B, N] int32, or None: node n has row n
     factors_ptr,  # [B, N, CLASSES] float32, or None, see `kernel_tree`
-    distribution_ptr,  # [4, B * N] float32
+    terms_ptr,  # [4, B * N] float32
     temperature_ptr,  # [B] float32
     judged_ptr,  # [1 or 2, B, N] float32
     state_ptr,  # [2, B] int32
@@ -150,14 +146,13 @@ def _residual_kernel(
     kept = tl.load(judged_ptr + row, mask=active, other=1.0)
     column = (strip - entry * GROUPS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     live = active[:, None] & (column < VOCAB)
-    top, floor, total, scale = target_terms(
-        distribution_ptr, temperature[:, None], row[:, None], batch * NODES, active[:, None]
-    )
-    p = target_prob(values_ptr, top, floor, total, scale, row[:, None], column, row_stride, live, PROBS)
-    p = tl.where(live, p, 0.0)
-    of_draft = draft_row(draft_rows_ptr, request, step, active & (step < reach), NODES, DRAFT_ROWS)
-    q = draft_prob(draft_ptr, of_draft[:, None], column, live, VOCAB)
-    q = skewed_prob(factors_ptr, row[:, None], p, q, live)
+    source = Distributions(values_ptr, row_stride, terms_ptr, batch * NODES, draft_ptr, factors_ptr, None, 1)
+    terms = v.target_terms(source, temperature[:, None], row[:, None], active[:, None])
+    p = tl.where(live, v.target_prob(source, terms, row[:, None], column, live, PROBS), 0.0)
+    # At the end of its reach nothing was rejected, so that nothing is subtracted.
+    of_draft = v.draft_row(draft_rows_ptr, request, step, active & (step < reach), NODES, DRAFT_ROWS)
+    q = v.draft_prob(source, of_draft[:, None], column, live, VOCAB)
+    q = v.kept_prob(source, row[:, None], p, q, live)
     residual = tl.sum(tl.maximum(kept[:, None] * p - q, 0.0), 1)
     place = strip.to(tl.int64)
     tl.store(sums_ptr + place, residual, mask=in_strips)
@@ -182,17 +177,15 @@ def _row_sums_kernel(
 
 @triton.jit
 def _block_length(
-    seeds_ptr, positions_ptr, uniforms_ptr, judged_ptr, request, in_batch, reach, batch,
-    NODES: tl.constexpr, BLOCK_N: tl.constexpr,
+    origin, judged_ptr, request, in_batch, reach, batch, NODES: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
     """tau: the last node whose uniform is below its h."""
     node = tl.arange(0, BLOCK_N)[None, :]
     live = in_batch[:, None] & (node >= 1) & (node <= reach[:, None])
     place = request[:, None] * NODES + node
-    kept = tl.load(judged_ptr + place, mask=live, other=0.0)
-    left = tl.load(judged_ptr + batch * NODES + place, mask=live, other=0.0)
-    uniform = judging_uniforms(seeds_ptr, positions_ptr, uniforms_ptr, request, in_batch, node, NODES)
-    kept, left = kept.to(tl.float64), left.to(tl.float64)
+    kept = tl.load(judged_ptr + place, mask=live, other=0.0).to(tl.float64)
+    left = tl.load(judged_ptr + batch * NODES + place, mask=live, other=0.0).to(tl.float64)
+    uniform = v.judging_uniforms(origin, request, in_batch, node, NODES)
     below = left + 1.0 - kept
     h = tl.where(below > 0, left / tl.where(below > 0, below, 1.0), 1.0)
     h = tl.where(node == reach[:, None], kept, h)
@@ -200,30 +193,25 @@ def _block_length(
 
 
 @triton.jit
-def _finishing_uniform(
-    seeds_ptr, positions_ptr, uniforms_ptr, request, in_batch, whole, NODES: tl.constexpr
-):  # fmt: skip
-    """[B] float64: uniform of the bonus behind a whole chain, else of the token in place of the rejected draft."""
-    if uniforms_ptr is not None:
+def _finishing_uniform(origin, request, in_batch, whole, NODES: tl.constexpr):
+    """[B] float64: uniform of the bonus after a whole chain, else of the token in place of the rejected draft."""
+    if origin.uniforms_ptr is not None:
         place = request * (NODES + 1) + NODES - 1 + whole.to(tl.int32)
-        uniform = tl.load(uniforms_ptr + place, mask=in_batch, other=0.0)
+        uniform = tl.load(origin.uniforms_ptr + place, mask=in_batch, other=0.0)
     else:
-        seed = tl.load(seeds_ptr + request, mask=in_batch, other=0)
-        root = tl.load(positions_ptr + request.to(tl.int64) * NODES, mask=in_batch, other=0)
+        seed = tl.load(origin.seeds_ptr + request, mask=in_batch, other=0)
+        root = tl.load(origin.positions_ptr + request.to(tl.int64) * NODES, mask=in_batch, other=0)
         recover = d.philox_uniform(seed, root, _RECOVER)
         uniform = tl.where(whole, d.philox_uniform(seed, root, _BONUS), recover)
     return uniform
 
 
 @triton.jit
-def _drawn_token(
-    values_ptr, draft_ptr, factors_ptr, distribution_ptr, sums_ptr, temperature, kept, entry, row, of_draft, entries,
-    batch, row_stride, active, uniform,
+def _sampled_token(
+    source, sums_ptr, temperature, kept, entry, row, of_draft, entries, active, uniform,
     VOCAB: tl.constexpr, GROUPS: tl.constexpr, PROBS: tl.constexpr, BLOCK_G: tl.constexpr, WIDTH: tl.constexpr,
-    NODES: tl.constexpr,
 ):  # fmt: skip
-    """Token drawn from the residual of `row`, or from the target's distribution where the residual is empty; -1 where
-    both are."""
+    """Token sampled from the residual of `row`, else from the target's distribution; -1 where both are empty."""
     group = tl.arange(0, BLOCK_G)[None, :]
     place = entry.to(tl.int64)[:, None] * GROUPS + group
     live = active[:, None] & (group < GROUPS)
@@ -235,22 +223,21 @@ def _drawn_token(
     start = tl.maximum(chosen, 0) * WIDTH
     column = start[:, None] + tl.arange(0, WIDTH)[None, :]
     live = active[:, None] & (column < VOCAB)
-    top, floor, total, scale = target_terms(
-        distribution_ptr, temperature[:, None], row[:, None], batch * NODES, active[:, None]
-    )
-    p = target_prob(values_ptr, top, floor, total, scale, row[:, None], column, row_stride, live, PROBS)
-    p = tl.where(live, p, 0.0)
-    q = draft_prob(draft_ptr, of_draft[:, None], column, live & (empty == 0)[:, None], VOCAB)
-    q = skewed_prob(factors_ptr, row[:, None], p, q, live)
+    terms = v.target_terms(source, temperature[:, None], row[:, None], active[:, None])
+    p = tl.where(live, v.target_prob(source, terms, row[:, None], column, live, PROBS), 0.0)
+    q = v.draft_prob(source, of_draft[:, None], column, live & (empty == 0)[:, None], VOCAB)
+    q = v.kept_prob(source, row[:, None], p, q, live)
     place, _ = d.find(tl.maximum(tl.where(empty, 1.0, kept)[:, None] * p - q, 0.0), within)
     return tl.where(place >= 0, start + place, -1)
 
 
 @triton.jit
 def _nodes_kept(path_ptr, request, in_batch, column, tau, DEPTH: tl.constexpr):
-    """Nodes of the path [B, D + 1], -1 behind; the node after each; the number of drafts [B]."""
+    """Nodes of the path [B, D + 1], then -1; the node after each; the number of drafts [B]."""
     if path_ptr is None:
-        path, onward, count = tl.where(column <= tau[:, None], column, -1), column + 1, tau
+        path = tl.where(column <= tau[:, None], column, -1)
+        onward = column + 1
+        count = tau
     else:
         place = request.to(tl.int64)[:, None] * (DEPTH + 1) + column
         path = tl.load(path_ptr + place, mask=in_batch[:, None] & (column <= DEPTH), other=-1)
@@ -266,7 +253,7 @@ def _finish_kernel(  # 26 run-time arguments: what the other kernels left, and t
     draft_ptr,  # [B, DRAFT_ROWS, VOCAB] float32
     draft_rows_ptr,  # [B, N] int32, or None
     factors_ptr,  # [B, N, CLASSES] float32, or None
-    distribution_ptr,  # [4, B * N] float32
+    terms_ptr,  # [4, B * N] float32
     greedy_ptr,  # [B * N] int64
     valid_ptr,  # [B * N] bool
     temperature_ptr,  # [B] float32
@@ -303,101 +290,84 @@ def _finish_kernel(  # 26 run-time arguments: what the other kernels left, and t
 ):
     request = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
     in_batch = request < batch
+    source = Distributions(values_ptr, row_stride, terms_ptr, batch * NODES, draft_ptr, factors_ptr, None, 1)
+    origin = Uniforms(seeds_ptr, positions_ptr, uniforms_ptr)
     temperature = tl.load(temperature_ptr + request, mask=in_batch, other=0.0)
     reach = tl.load(state_ptr + request, mask=in_batch, other=0)
     tau = tl.load(state_ptr + batch + request, mask=in_batch, other=0)
     if BLOCK_RULE:
-        longest = _block_length(
-            seeds_ptr, positions_ptr, uniforms_ptr, judged_ptr, request, in_batch, reach, batch, NODES, BLOCK_N
-        )  # fmt: skip
+        longest = _block_length(origin, judged_ptr, request, in_batch, reach, batch, NODES, BLOCK_N)
         tau = tl.where(temperature > 0, longest, tau)
     row = request * NODES + tau
     usable = tl.load(valid_ptr + row, mask=in_batch, other=0) != 0
     whole = tau == reach
     kept = tl.load(judged_ptr + row, mask=in_batch, other=1.0)
-    uniform = _finishing_uniform(seeds_ptr, positions_ptr, uniforms_ptr, request, in_batch, whole, NODES)
+    uniform = _finishing_uniform(origin, request, in_batch, whole, NODES)
     entry = request if ROWS == 1 else row
-    of_draft = draft_row(draft_rows_ptr, request, tau, in_batch & (whole == 0), NODES, DRAFT_ROWS)
-    drawn = _drawn_token(
-        values_ptr, draft_ptr, factors_ptr, distribution_ptr, sums_ptr, temperature, kept, entry, row, of_draft,
-        batch * ROWS, batch, row_stride, in_batch & usable & (temperature > 0), uniform, VOCAB, GROUPS, PROBS, BLOCK_G,
-        WIDTH, NODES,
+    of_draft = v.draft_row(draft_rows_ptr, request, tau, in_batch & (whole == 0), NODES, DRAFT_ROWS)
+    sampled = _sampled_token(
+        source, sums_ptr, temperature, kept, entry, row, of_draft, batch * ROWS,
+        in_batch & usable & (temperature > 0), uniform, VOCAB, GROUPS, PROBS, BLOCK_G, WIDTH,
     )  # fmt: skip
     bonus = tl.load(greedy_ptr + row, mask=in_batch, other=0)
-    bonus = tl.where((temperature > 0) & (drawn >= 0), drawn.to(tl.int64), bonus)
+    bonus = tl.where((temperature > 0) & (sampled >= 0), sampled.to(tl.int64), bonus)
     bonus = tl.where(usable, bonus, 0)
 
     column = tl.arange(0, BLOCK_D)[None, :]
     path, onward, count = _nodes_kept(path_ptr, request, in_batch, column, tau, DEPTH)
-    source = request.to(tl.int64)[:, None] * NODES + path
-    before_end = in_batch[:, None] & (column <= DEPTH) & (column < count[:, None])
+    in_out = in_batch[:, None] & (column <= DEPTH)
+    before_end = in_out & (column < count[:, None])
     emitted = tl.load(tokens_ptr + request.to(tl.int64)[:, None] * NODES + onward, mask=before_end, other=-1)
     emitted = tl.where(column == count[:, None], bonus[:, None], emitted)
     length = tl.load(lengths_ptr + request, mask=in_batch, other=0)
-    store_outcome(
-        out_tokens_ptr, out_count_ptr, out_nodes_ptr, out_bonus_ptr, out_lengths_ptr, out_valid_ptr, length,
-        request, in_batch, column, emitted, path, count, bonus, usable, DEPTH,
-    )  # fmt: skip
+    out_ptrs = Accepted(
+        out_tokens_ptr, out_count_ptr, out_nodes_ptr, out_bonus_ptr, out_lengths_ptr, out_valid_ptr, out_logprobs_ptr
+    )
+    v.store_outcome(out_ptrs, length, request, in_batch, column, emitted, path, count, bonus, usable, DEPTH)
     if out_logprobs_ptr is not None:
-        in_out = in_batch[:, None] & (column <= DEPTH)
+        of_path = request.to(tl.int64)[:, None] * NODES + path
         on_path = in_out & (column <= count[:, None])
-        normaliser = tl.load(distribution_ptr + 3 * batch * NODES + source, mask=on_path, other=0.0)
-        value = d.log_value(values_ptr, source, emitted, row_stride, on_path, PROBS)
+        normaliser = tl.load(terms_ptr + 3 * batch * NODES + of_path, mask=on_path, other=0.0)
+        value = d.log_value(values_ptr, of_path, emitted, row_stride, on_path, PROBS)
         logprob = tl.where(usable[:, None] | (column < count[:, None]), value - normaliser, float("-inf"))
         out = request.to(tl.int64)[:, None] * (DEPTH + 1) + column
         tl.store(out_logprobs_ptr + out, tl.where(on_path, logprob, 0.0), mask=in_out)
 
 
-def accept_drawn(
-    rule: str,
-    tokens: torch.Tensor,
-    tree: TreeLinks,
-    values: torch.Tensor,
-    lengths: torch.Tensor,
-    max_depth: int,
-    sampling: SamplingTensors,
-    *,
-    uniforms: torch.Tensor | None,
-    draft_probs: torch.Tensor,
-    draft_rows: torch.Tensor | None,
-    probabilities: bool,
-    return_logprobs: bool,
-) -> Accepted:
-    """`accept` under the rules for drawn drafts, for rows with a temperature."""
-    batch, num_nodes, vocab = values.shape
-    config, block_rule = ACCEPTANCE[current_chip(values)], rule == "block"
-    flat = values.flatten(0, 1)
+def accept_sampled(call: Verification) -> Accepted:
+    """`accept` under the rules for sampled drafts, for rows with a temperature."""
+    values, tree, sampling, max_depth = call.values, call.tree, call.sampling, call.max_depth
+    (batch, num_nodes, vocab), flat = values.shape, values.flatten(0, 1)
+    config, block_rule = ACCEPTANCE[current_chip(values)], call.rule == "block"
     found = select(
-        flat, sampling, None, None, per_request=num_nodes, probabilities=probabilities, draw=False,
-        want_distribution=True, normalise=return_logprobs,
+        flat, sampling, None, None, per_request=num_nodes, probabilities=call.probabilities, draw=False,
+        want_distribution=True, normalise=call.return_logprobs,
     )  # fmt: skip
+    uniforms = call.uniforms
     sources = (sampling.seeds, tree.positions, None) if uniforms is None else (None, None, uniforms)
-    out = partial(torch.empty, dtype=torch.float32, device=tokens.device)
+    out = partial(torch.empty, dtype=torch.float32, device=values.device)
     rows = num_nodes if block_rule else 1
     width, groups, block_g = d.grouping(vocab, config.width)
     block_n = max(triton.next_power_of_2(num_nodes), 2)
-    judged = out(2 if block_rule else 1, batch, num_nodes)
-    state, sums = out(2, batch, dtype=torch.int32), out(2, batch * rows, groups)
-    accepted = empty_outcome(batch, max_depth, tokens.device, with_logprobs=return_logprobs)
-    rows_of_both = (flat, draft_probs, draft_rows, found.distribution)
+    judged, state = out(2 if block_rule else 1, batch, num_nodes), out(2, batch, dtype=torch.int32)
+    sums = out(2, batch * rows, groups)
+    accepted = v.empty_outcome(batch, max_depth, values.device, with_logprobs=call.return_logprobs)
     selected = (found.tokens, found.valid, sampling.temperature)
-    sizes = dict(NODES=num_nodes, VOCAB=vocab, PROBS=probabilities)
-    ends, warps = (batch, flat.stride(0)), config.request_warps
+    sizes = dict(NODES=num_nodes, VOCAB=vocab, PROBS=call.probabilities)
+    ends, warps, of_drafts = (batch, flat.stride(0)), config.request_warps, dict(DRAFT_ROWS=call.draft_probs.shape[1])
     path, factors = None, None
-    if rule in TREE_RULES:
-        sizes |= dict(DRAFT_ROWS=draft_probs.shape[1])
-        path, factors = judge_tree(
-            rule, tokens, tree, rows_of_both, selected, sources, judged, state, max_depth, sizes
-        )  # fmt: skip
+    if call.rule in TREE_RULES:
+        rows_of_both = (flat, call.draft_probs, call.draft_rows, found.distribution)
+        path, factors = judge_tree(call, rows_of_both, selected, sources, judged, state, sizes | of_drafts)
     else:
         block_b = d.rows_per_program(batch, config.max_requests, block_n)
         launch(
-            _judge_kernel, (triton.cdiv(batch, block_b),), tokens, tree.first_child, flat, draft_probs,
+            _judge_kernel, (triton.cdiv(batch, block_b),), call.tokens, tree.first_child, flat, call.draft_probs,
             found.distribution, *selected, *sources, judged, state, *ends, num_warps=warps, DEPTH=max_depth,
             BLOCK_RULE=block_rule, BLOCK_B=block_b, BLOCK_N=block_n, **sizes,
         )  # fmt: skip
-    with_factors = (*rows_of_both[:-1], factors, found.distribution)
-    sizes |= dict(DRAFT_ROWS=draft_probs.shape[1], ROWS=rows, GROUPS=groups, WIDTH=width)
+    with_factors = (flat, call.draft_probs, call.draft_rows, factors, found.distribution)
+    sizes |= of_drafts | dict(ROWS=rows, GROUPS=groups, WIDTH=width)
     strips = batch * rows * groups
     block_s = min(config.strips, max(triton.next_power_of_2(max(strips, 1)), 2))
     launch(
@@ -412,8 +382,9 @@ def accept_drawn(
         )  # fmt: skip
     block_b = d.rows_per_program(batch, config.max_requests, block_g)
     launch(
-        _finish_kernel, (triton.cdiv(batch, block_b),), tokens, *with_factors, *selected, *sources, judged, state, sums,
-        path, lengths, *accepted, *ends, num_warps=warps, DEPTH=max_depth, BLOCK_RULE=block_rule, BLOCK_B=block_b,
-        BLOCK_N=block_n, BLOCK_D=max(triton.next_power_of_2(max_depth + 1), 2), BLOCK_G=block_g, **sizes,
+        _finish_kernel, (triton.cdiv(batch, block_b),), call.tokens, *with_factors, *selected, *sources, judged, state,
+        sums, path, call.lengths, *accepted, *ends, num_warps=warps, DEPTH=max_depth, BLOCK_RULE=block_rule,
+        BLOCK_B=block_b, BLOCK_N=block_n, BLOCK_D=max(triton.next_power_of_2(max_depth + 1), 2), BLOCK_G=block_g,
+        **sizes,
     )  # fmt: skip
     return accepted

@@ -1,81 +1,56 @@
 """Definition of acceptance in plain torch, the rejection rules in float64.
 
 `rejection` and `block` in symbols: p_r is the target's distribution at row r of the chain, q_r the distribution that
-the draft of node r + 1 was drawn from, x_s the token of node s, u_s the uniform that judges it, G the number of drafts
-that can be accepted at all: those linked in one chain, no deeper than `max_depth`, each judged by a usable row.
+the draft of node r + 1 was sampled from, x_s the token of node s, u_s the uniform that judges it, G the number of
+drafts that can be accepted at all: those linked in one chain, no deeper than `max_depth`, each judged by a usable row.
 
 rejection (arXiv 2211.17192): x_s is accepted while u_s q_{s-1}(x_s) < p_{s-1}(x_s).
 block (arXiv 2403.10444): P_0 = 1, P_s = min(P_{s-1} p_{s-1}(x_s) / q_{s-1}(x_s), 1);
     h_s = Z / (Z + 1 - P_s) with Z = sum_v max(P_s p_s(v) - q_s(v), 0), h_G = P_G; tau = the last s with u_s < h_s.
 
-With tau accepted drafts the next token is drawn from max(P_tau p_tau - q_tau, 0) (P = 1 under rejection), from p_tau
-where that is zero everywhere, and from p_G behind a wholly accepted chain.
+With tau accepted drafts the next token is sampled from max(P_tau p_tau - q_tau, 0) (P = 1 under rejection), from p_tau
+where that is zero everywhere, and from p_G after a wholly accepted chain.
 
-The rules for drawn trees are in `reference_tree`.
+The rules for sampled trees are in `reference_tree`.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from specdec_kernels.sampling.reference import inverse_cdf, pick_tokens, token_logprobs
-from specdec_kernels.sampling.types import SamplingTensors
 from specdec_kernels.tree.types import TreeLinks
 from specdec_kernels.verify.reference_tree import accept_tree, draft_by_node, entry, judging_uniforms, target_rows
-from specdec_kernels.verify.types import CHAIN_RULES, DRAWN_RULES, Accepted
+from specdec_kernels.verify.types import CHAIN_RULES, Accepted, Verification
 
 
-def accept(
-    rule: str,
-    tokens: torch.Tensor,
-    tree: TreeLinks,
-    values: torch.Tensor,
-    lengths: torch.Tensor,
-    max_depth: int,
-    sampling: SamplingTensors,
-    *,
-    uniforms: torch.Tensor | None,
-    draft_probs: torch.Tensor | None,
-    draft_rows: torch.Tensor | None,
-    probabilities: bool,
-    return_logprobs: bool,
-) -> Accepted:
-    """See `specdec_kernels.verify.accept`; `values` are logits, or with `probabilities` target probabilities."""
-    batch, num_nodes = tokens.shape
-    if rule in DRAWN_RULES and sampling.temperature is not None:
-        assert draft_probs is not None
-        judge = _judged_chain if rule in CHAIN_RULES else accept_tree
-        draft = draft_by_node(draft_probs, draft_rows, num_nodes)
-        path, bonus, valid = judge(rule, tokens, tree, values, max_depth, sampling, uniforms, draft, probabilities)
+def accept(call: Verification) -> Accepted:
+    tokens, tree, values, num_nodes = call.tokens, call.tree, call.values, call.tokens.shape[1]
+    if call.samples_drafts:
+        path, bonus, valid = (_judged_chain if call.rule in CHAIN_RULES else accept_tree)(call)
     else:
+        uniforms = None if call.uniforms is None else call.uniforms.reshape(-1)
         picked = pick_tokens(
-            values.flatten(0, 1),
-            sampling.repeated(num_nodes),
-            tree.positions.reshape(-1),
-            None if uniforms is None else uniforms.reshape(-1),
-            probabilities=probabilities,
-        )
-        targets, valid = picked.tokens.view(batch, num_nodes), picked.valid.view(batch, num_nodes)
-        path, bonus, valid = _walked(tokens, tree, targets, valid, max_depth)
-    accepted = _outcome(tokens, path, bonus, valid, lengths)
-    if not return_logprobs:
+            values.flatten(0, 1), call.sampling.repeated(num_nodes), tree.positions.reshape(-1), uniforms,
+            probabilities=call.probabilities,
+        )  # fmt: skip
+        targets, valid = picked.tokens.view(tokens.shape), picked.valid.view(tokens.shape)
+        path, bonus, valid = _followed(tokens, tree, targets, valid, call.max_depth)
+    accepted = _outcome(tokens, path, bonus, valid, call.lengths)
+    if not call.return_logprobs:
         return accepted
-    rows = values[torch.arange(batch, device=tokens.device)[:, None], path.clamp(min=0)].flatten(0, 1)
-    logprobs = token_logprobs(rows, accepted.tokens.clamp(min=0).flatten(), probabilities).view(path.shape)
+    rows = values[torch.arange(len(tokens), device=tokens.device)[:, None], path.clamp(min=0)].flatten(0, 1)
+    logprobs = token_logprobs(rows, accepted.tokens.clamp(min=0).flatten(), call.probabilities).view(path.shape)
     return accepted._replace(logprobs=torch.where(path >= 0, logprobs, 0.0))
 
 
-def accept_targets(
-    tokens: torch.Tensor, tree: TreeLinks, targets: torch.Tensor, lengths: torch.Tensor, max_depth: int
-) -> Accepted:
-    """See `specdec_kernels.verify.accept_targets`."""
-    return _outcome(tokens, *_walked(tokens, tree, targets.clamp(min=0), targets >= 0, max_depth), lengths)
+def accept_targets(tokens: Tensor, tree: TreeLinks, targets: Tensor, lengths: Tensor, max_depth: int) -> Accepted:
+    return _outcome(tokens, *_followed(tokens, tree, targets.clamp(min=0), targets >= 0, max_depth), lengths)
 
 
-def _outcome(
-    tokens: torch.Tensor, path: torch.Tensor, bonus: torch.Tensor, valid: torch.Tensor, lengths: torch.Tensor
-) -> Accepted:
-    """The accepted `path` [B, D + 1] int64 of nodes, -1 behind its end, and the token that follows it."""
+def _outcome(tokens: Tensor, path: Tensor, bonus: Tensor, valid: Tensor, lengths: Tensor) -> Accepted:
+    """The accepted `path` [B, D + 1] int64 of nodes, then -1, and the token that follows it."""
     count = (path >= 0).sum(-1) - 1
     column = torch.arange(path.shape[1], device=path.device)
     drafts = tokens.gather(1, path.clamp(min=0)).roll(-1, 1)
@@ -84,14 +59,10 @@ def _outcome(
     return Accepted(emitted, count.int(), path.int(), bonus, lengths + count + 1, valid)
 
 
-def _walked(
-    tokens: torch.Tensor, tree: TreeLinks, targets: torch.Tensor, valid: torch.Tensor, max_depth: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Path, bonus and validity [B] of following the target tokens ([B, N] int64, one per node) down the tree.
-
-    Each of the at most N - 1 steps looks at one node: it becomes the path's end if it carries the end's target token,
-    else its next sibling is looked at.
-    """
+def _followed(
+    tokens: Tensor, tree: TreeLinks, targets: Tensor, valid: Tensor, max_depth: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Path, bonus and validity [B] of following the target tokens ([B, N] int64) down the tree, N - 1 links at most."""
     batch, num_nodes = tokens.shape
     end = torch.zeros(batch, dtype=torch.int64, device=tokens.device)
     count = end.clone()
@@ -112,21 +83,14 @@ def _walked(
     return path, entry(targets, end), entry(valid, end)
 
 
-def _judged_chain(
-    rule: str,
-    tokens: torch.Tensor,
-    tree: TreeLinks,
-    values: torch.Tensor,
-    max_depth: int,
-    sampling: SamplingTensors,
-    uniforms: torch.Tensor | None,
-    draft: torch.Tensor,
-    probabilities: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Path, bonus and validity [B] under `rejection` or `block`; of `draft` [B, N, V] the last row is zero."""
-    batch, num_nodes, vocab = values.shape
-    target, greedy, valid = target_rows(values, sampling, probabilities)
-    judging, recover, bonus_uniform = judging_uniforms(sampling.seeds, uniforms, tree, num_nodes)
+def _judged_chain(call: Verification) -> tuple[Tensor, Tensor, Tensor]:
+    """Path, bonus and validity [B] under `rejection` or `block`."""
+    rule, tokens, tree, max_depth, sampling = call.rule, call.tokens, call.tree, call.max_depth, call.sampling
+    batch, num_nodes, vocab = call.values.shape
+    assert call.draft_probs is not None and sampling.temperature is not None
+    draft = draft_by_node(call.draft_probs, None, num_nodes)  # of [B, N, V] the last row is zero
+    target, greedy, valid = target_rows(call.values, sampling, call.probabilities)
+    judging, recover, bonus_uniform = judging_uniforms(sampling.seeds, call.uniforms, tree, num_nodes)
     node = torch.arange(1, num_nodes, device=tokens.device)
     reach = _leading((tree.first_child[:, :-1] == node) & valid[:, :-1] & (node <= max_depth))
 
@@ -142,9 +106,8 @@ def _judged_chain(
     else:
         kept = _block_ratios(p, q)
         tau = _block_length(kept, target, draft, judging, reach)
-    assert sampling.temperature is not None
-    drawn_rows = sampling.temperature > 0
-    tau = torch.where(drawn_rows, tau, _leading((drafted == greedy[:, :-1]) & in_reach))
+    sampled_rows = sampling.temperature > 0
+    tau = torch.where(sampled_rows, tau, _leading((drafted == greedy[:, :-1]) & in_reach))
 
     rows = torch.arange(batch, device=tokens.device)
     whole = tau == reach
@@ -152,19 +115,19 @@ def _judged_chain(
     scale = torch.where(whole, 1.0, kept[rows, tau])
     residual = (scale[:, None] * target[rows, tau] - subtracted).clamp(min=0)
     residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, target[rows, tau])
-    drawn = inverse_cdf(residual, torch.where(whole, bonus_uniform, recover))
-    bonus = torch.where(drawn_rows, drawn, greedy[rows, tau])
+    sampled = inverse_cdf(residual, torch.where(whole, bonus_uniform, recover))
+    bonus = torch.where(sampled_rows, sampled, greedy[rows, tau])
     column = torch.arange(max_depth + 1, device=tokens.device)
     path = torch.where(column <= tau[:, None], column, -1)
     return path, torch.where(valid[rows, tau], bonus, 0), valid[rows, tau]
 
 
-def _leading(flags: torch.Tensor) -> torch.Tensor:
+def _leading(flags: Tensor) -> Tensor:
     """[B] int64: how many of the first entries are all True."""
     return flags.long().cumprod(-1).sum(-1)
 
 
-def _block_ratios(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def _block_ratios(p: Tensor, q: Tensor) -> Tensor:
     """P_s of every node s, [B, N]."""
     ratio = torch.where(q > 0, p / q.clamp(min=1e-300), (p > 0).double())
     kept = [ratio.new_ones(len(ratio))]
@@ -173,9 +136,7 @@ def _block_ratios(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return torch.stack(kept, 1)
 
 
-def _block_length(
-    kept: torch.Tensor, target: torch.Tensor, draft: torch.Tensor, judging: torch.Tensor, reach: torch.Tensor
-) -> torch.Tensor:
+def _block_length(kept: Tensor, target: Tensor, draft: Tensor, judging: Tensor, reach: Tensor) -> Tensor:
     """tau [B]: the longest block whose uniform is below its h."""
     num_nodes = kept.shape[1]
     left = (kept[..., None] * target - draft).clamp(min=0).sum(-1)

@@ -1,32 +1,32 @@
-"""Definition of the rules for drawn trees in plain torch, in float64.
+"""Definition of the rules for sampled trees in plain torch, in float64.
 
-At a node the children x_1, ..., x_k, in the order of their links, were drawn from q; p is the target's distribution
-there, p_1 = p and q_1 = q. A child without draft probability is no draw: it is passed over.
+At a node the children x_1, ..., x_k, in the order of their links, were sampled from q; p is the target's distribution
+there, p_1 = p and q_1 = q. A child without draft probability was not sampled: it is passed over.
 
-From the root down, the walk goes on at the first child that is accepted:
+From the root down, the path goes on with the first child that is accepted:
 
-multi_round (SpecInfer, arXiv 2305.09781), for children drawn independently: x_i is accepted with probability
+multi_round (SpecInfer, arXiv 2305.09781), for children sampled independently: x_i is accepted with probability
     min(1, p_i(x_i) / q(x_i)); else p_{i+1} = norm(max(p_i - q, 0)), p_{i+1} = p_i where that is zero everywhere.
-without_replacement (recursive rejection sampling, arXiv 2402.14160), for children drawn without replacement: the same
+without_replacement (recursive rejection sampling, arXiv 2402.14160), for children sampled without replacement: the same
     with q_i in the place of q, q_{i+1} = norm(q_i outside x_i).
-k_seq (SpecTr, arXiv 2310.15141), for children drawn independently: each is accepted with probability
+k_seq (SpecTr, arXiv 2310.15141), for children sampled independently: each is accepted with probability
     min(1, p(x_i) / (rho q(x_i))), where rho in [1, k] solves 1 - (1 - b)^k = rho b, b = sum_v min(q(v), p(v) / rho).
-    Where all are rejected the next token is drawn from norm(max(p - rho q, 0)).
+    Where all are rejected the next token is sampled from norm(max(p - rho q, 0)).
 
-From the leaves up, a node is judged behind its children, and the first that is accepted ends the path:
+From the leaves up, a node is judged after its children, and the first that is accepted ends the path:
 
-traversal (arXiv 2505.12398), for children drawn without replacement: the root has the weight w = 1. A child of a node
+traversal (arXiv 2505.12398), for children sampled without replacement: the root has the weight w = 1. A child of a node
     of weight w_i (w_1 = w) has the weight min(1, w_i p_i(x_i) / q_i(x_i)). Where neither it nor a node below it is
     accepted, p_{i+1} = norm(r) and w_{i+1} = Z / (Z + 1 - w_i) with r = max(w_i p_i - q_i, 0) and Z = sum_v r(v), and
     q_{i+1} as above. A node is accepted with probability w_{k+1}, so the root always is. On a chain this is block
     verification.
 
-greedy_paths (after greedy multi-path block verification, arXiv 2602.16961), for children drawn independently: the
+greedy_paths (after greedy multi-path block verification, arXiv 2602.16961), for children sampled independently: the
     tokens are put into classes c by p / q (`CLASS_EDGES`). Only the first child of the highest class is kept. Its token
     has the distribution q'(v) = q(v) (F_c^k - F_{c-1}^k) / (F_c - F_{c-1}), c the class of v, F_c the mass of q in the
     classes up to c. The path of kept children is judged as by `traversal`, with q' in the place of q.
 
-Where the path ends, the next token is drawn from p_{k+1}.
+Where the path ends, the next token is sampled from p_{k+1}.
 """
 
 from __future__ import annotations
@@ -34,57 +34,44 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from specdec_kernels.sampling.reference import inverse_cdf, philox_uniform, row_distribution
 from specdec_kernels.sampling.types import ACCEPT_STREAM, BONUS_STREAM, RECOVER_STREAM, SamplingTensors
 from specdec_kernels.tree.types import TreeLinks
-from specdec_kernels.verify.types import BOTTOM_UP_RULES, CLASS_EDGES, WITHOUT_REPLACEMENT_RULES
+from specdec_kernels.verify.types import BOTTOM_UP_RULES, CLASS_EDGES, WITHOUT_REPLACEMENT_RULES, Verification
 
 _HALVINGS = 60
 
 
 class JudgedTree(NamedTuple):
-    """What a rule says about every node before any uniform is drawn."""
+    """The judgement of every node by a rule, before any uniform is known."""
 
-    above: torch.Tensor  # [B, N] int64: the parent of a node that can be judged, -1 for the others
-    shares: torch.Tensor  # [B, N] float64: the probability that the node is accepted when its turn comes
-    left: torch.Tensor  # [B, N, V] float64: what the next token is drawn from if the path ends at the node
-    rejects: torch.Tensor  # [B, N] bool: whether a child of the node was judged
+    above: Tensor  # [B, N] int64: the parent of a node that can be judged, -1 for the others
+    shares: Tensor  # [B, N] float64: the probability that the node is accepted when its turn comes
+    left: Tensor  # [B, N, V] float64: what the next token is sampled from if the path ends at the node
+    rejects: Tensor  # [B, N] bool: whether a child of the node was judged
 
 
-def accept_tree(
-    rule: str,
-    tokens: torch.Tensor,
-    tree: TreeLinks,
-    values: torch.Tensor,
-    max_depth: int,
-    sampling: SamplingTensors,
-    uniforms: torch.Tensor | None,
-    draft: torch.Tensor,
-    probabilities: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Path [B, D + 1], bonus and validity [B] under one of `TREE_RULES`; `draft` [B, N, V] as of `draft_by_node`."""
-    assert sampling.temperature is not None
-    target, greedy, valid = target_rows(values, sampling, probabilities)
-    drawn_rows, rows = sampling.temperature > 0, torch.arange(len(tokens), device=tokens.device)
-    judged = judge_tree(rule, tokens, tree, target, greedy, valid, drawn_rows, draft, max_depth)
-    judging, recover, bonus_uniform = judging_uniforms(sampling.seeds, uniforms, tree, tokens.shape[1])
-    path = _path(judged, judging, max_depth, rule in BOTTOM_UP_RULES)
+def accept_tree(call: Verification) -> tuple[Tensor, Tensor, Tensor]:
+    """Path [B, D + 1], bonus and validity [B] under one of `TREE_RULES`."""
+    rule, tokens, tree, sampling = call.rule, call.tokens, call.tree, call.sampling
+    assert call.draft_probs is not None and sampling.temperature is not None
+    draft = draft_by_node(call.draft_probs, call.draft_rows, tokens.shape[1])
+    target, greedy, valid = target_rows(call.values, sampling, call.probabilities)
+    sampled_rows, rows = sampling.temperature > 0, torch.arange(len(tokens), device=tokens.device)
+    judged = judge_tree(rule, tokens, tree, target, greedy, valid, sampled_rows, draft, call.max_depth)
+    judging, recover, bonus_uniform = judging_uniforms(sampling.seeds, call.uniforms, tree, tokens.shape[1])
+    path = _path(judged, judging, call.max_depth, rule in BOTTOM_UP_RULES)
     end = path.gather(1, (path >= 0).sum(1, keepdim=True) - 1)[:, 0]
-    drawn = inverse_cdf(judged.left[rows, end], torch.where(judged.rejects[rows, end], recover, bonus_uniform))
-    bonus = torch.where(drawn_rows, drawn, greedy[rows, end])
+    sampled = inverse_cdf(judged.left[rows, end], torch.where(judged.rejects[rows, end], recover, bonus_uniform))
+    bonus = torch.where(sampled_rows, sampled, greedy[rows, end])
     return path, torch.where(valid[rows, end], bonus, 0), valid[rows, end]
 
 
 def expected_accepted(
-    rule: str,
-    tokens: torch.Tensor,
-    tree: TreeLinks,
-    logits: torch.Tensor,
-    max_depth: int,
-    sampling: SamplingTensors,
-    draft: torch.Tensor,
-) -> torch.Tensor:
+    rule: str, tokens: Tensor, tree: TreeLinks, logits: Tensor, max_depth: int, sampling: SamplingTensors, draft: Tensor
+) -> Tensor:
     """[B] float64: the mean number of accepted drafts over all uniforms, for the drafts in `tokens`.
 
     Arguments as of `accept`, for one of `TREE_RULES` and with a temperature; `draft` [B, N, V] as of `draft_by_node`.
@@ -96,8 +83,8 @@ def expected_accepted(
     bottom_up, depth = rule in BOTTOM_UP_RULES, torch.zeros_like(shares)
     for node in range(1, tokens.shape[1]):
         depth[:, node] = entry(depth, above[:, node].clamp(min=0)) + 1
-    # Children stand behind their parent, later siblings behind earlier ones: each node adds itself to its parent in
-    # front of what the siblings behind it have added.
+    # Children come after their parent, later siblings after earlier ones: each node adds itself to its parent before
+    # what the siblings after it have added.
     mean = depth * shares if bottom_up else torch.zeros_like(shares)
     missed = 1 - shares
     for node in range(tokens.shape[1] - 1, 0, -1):
@@ -114,13 +101,13 @@ def expected_accepted(
 
 def judge_tree(
     rule: str,
-    tokens: torch.Tensor,
+    tokens: Tensor,
     tree: TreeLinks,
-    target: torch.Tensor,
-    greedy: torch.Tensor,
-    valid: torch.Tensor,
-    drawn_rows: torch.Tensor,
-    draft: torch.Tensor,
+    target: Tensor,
+    greedy: Tensor,
+    valid: Tensor,
+    sampled_rows: Tensor,
+    draft: Tensor,
     max_depth: int,
 ) -> JudgedTree:
     """Judge every node, in the order of the nodes: parents before children, siblings in the order of their links."""
@@ -131,18 +118,18 @@ def judge_tree(
     weight = torch.zeros(batch, num_nodes, dtype=torch.float64, device=tokens.device)
     weight[:, 0] = 1
     shares, rejects = weight.clone(), torch.zeros_like(valid)
-    rho = _k_seq_rates(target, proposal, _num_draws(tokens, above, proposal)) if rule == "k_seq" else None
+    rho = _k_seq_rates(target, proposal, _num_sampled(tokens, above, proposal)) if rule == "k_seq" else None
     if rule == "greedy_paths":
-        above, proposal = _greedy_paths(tokens, above, target, proposal, draft, drawn_rows)
+        above, proposal = _greedy_paths(tokens, above, target, proposal, draft, sampled_rows)
     for node in range(1, num_nodes):
         linked, up, token = above[:, node] >= 0, above[:, node].clamp(min=0), tokens[:, node]
         at = token.clamp(0, vocab - 1)
         p, q, of_parent = left[rows, up, at], proposal[rows, up, at], entry(weight, up)
-        judged = linked & drawn_rows & (token >= 0) & (token < vocab) & (q > 0)
+        judged = linked & sampled_rows & (token >= 0) & (token < vocab) & (q > 0)
         ratio = p / torch.where(judged, q, 1.0) / (1.0 if rho is None else entry(rho, up))
         # A row at temperature 0 has one right child, the first that carries the argmax.
-        first = linked & ~drawn_rows & (token == entry(greedy, up)) & ~entry(rejects, up)
-        share = torch.where(drawn_rows, torch.where(judged, (of_parent * ratio).clamp(max=1), 0.0), first * of_parent)
+        first = linked & ~sampled_rows & (token == entry(greedy, up)) & ~entry(rejects, up)
+        share = torch.where(sampled_rows, torch.where(judged, (of_parent * ratio).clamp(max=1), 0.0), first * of_parent)
         shares[:, node], weight[:, node] = share, share if rule in BOTTOM_UP_RULES else 1.0
         _set_entry(rejects, up, entry(rejects, up) | judged | first)
         if rule == "k_seq":
@@ -165,8 +152,8 @@ def judge_tree(
     return JudgedTree(above, weight if rule in BOTTOM_UP_RULES else shares, left, rejects)
 
 
-def _path(judged: JudgedTree, judging: torch.Tensor, max_depth: int, bottom_up: bool) -> torch.Tensor:
-    """[B, D + 1] int64: nodes from the root on, -1 behind; `judging` [B, N - 1] are the nodes' uniforms."""
+def _path(judged: JudgedTree, judging: Tensor, max_depth: int, bottom_up: bool) -> Tensor:
+    """[B, D + 1] int64: nodes from the root on, then -1; `judging` [B, N - 1] are the nodes' uniforms."""
     batch, num_nodes = judged.above.shape
     accepts = judging < judged.shares[:, 1:]
     chosen = torch.full_like(judged.above, -1)
@@ -180,12 +167,8 @@ def _path(judged: JudgedTree, judging: torch.Tensor, max_depth: int, bottom_up: 
     return torch.stack(path, 1)
 
 
-def _linked(tree: TreeLinks, valid: torch.Tensor, max_depth: int) -> torch.Tensor:
-    """[B, N] int64: the parent of every node that the links of the root lead to, -1 for the others.
-
-    Links lead to later nodes; one that does not leads nowhere. Neither the children of a row without a usable logit nor
-    those behind `max_depth` are judged.
-    """
+def _linked(tree: TreeLinks, valid: Tensor, max_depth: int) -> Tensor:
+    """[B, N] int64: the parent of every node that the links of the root lead to and that can be judged, else -1."""
     batch, num_nodes = valid.shape
     above = torch.full((batch, num_nodes), -1, dtype=torch.int64, device=valid.device)
     depth, reached = torch.zeros_like(above), torch.zeros_like(valid)
@@ -205,48 +188,43 @@ def _linked(tree: TreeLinks, valid: torch.Tensor, max_depth: int) -> torch.Tenso
     return above
 
 
-def _num_draws(tokens: torch.Tensor, above: torch.Tensor, proposal: torch.Tensor) -> torch.Tensor:
-    """[B, N] int64: how many children of each node were drawn."""
+def _num_sampled(tokens: Tensor, above: Tensor, proposal: Tensor) -> Tensor:
+    """[B, N] int64: how many children of each node were sampled."""
     up, at = above.clamp(min=0), tokens.clamp(0, proposal.shape[-1] - 1)
     rows = torch.arange(len(tokens), device=tokens.device)[:, None]
-    drawn = (above >= 0) & (tokens == at) & (proposal[rows, up, at] > 0)
-    return torch.zeros_like(above).scatter_add_(1, up, drawn.long())
+    sampled = (above >= 0) & (tokens == at) & (proposal[rows, up, at] > 0)
+    return torch.zeros_like(above).scatter_add_(1, up, sampled.long())
 
 
-def _k_seq_rates(target: torch.Tensor, proposal: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-    """rho [B, N] of `k_seq` by bisection; 1 where there are fewer than two draws."""
+def _k_seq_rates(target: Tensor, proposal: Tensor, samples: Tensor) -> Tensor:
+    """rho [B, N] of `k_seq` by bisection; 1 where there are fewer than two samples."""
     ratio, order = (target / proposal.clamp(min=1e-300)).sort(-1, descending=True)
     zero = torch.zeros_like(target[..., :1])
     p, q = (torch.cat([zero, each.gather(-1, order).cumsum(-1)], -1) for each in (target, proposal))
-    low = torch.ones(draws.shape, dtype=torch.float64, device=target.device)
-    high = draws.clamp(min=1).double()
+    low = torch.ones(samples.shape, dtype=torch.float64, device=target.device)
+    high = samples.clamp(min=1).double()
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         # Where p > rho q, which are the first entries, the residual p - rho q is left.
         first = (ratio > middle[..., None]).sum(-1, keepdim=True)
         left = p.gather(-1, first)[..., 0] - middle * q.gather(-1, first)[..., 0]
         shared = (p[..., -1] - left) / middle
-        below = 1 - (1 - shared) ** draws > middle * shared
+        below = 1 - (1 - shared) ** samples > middle * shared
         low, high = torch.where(below, middle, low), torch.where(below, high, middle)
     return high
 
 
 def _greedy_paths(
-    tokens: torch.Tensor,
-    above: torch.Tensor,
-    target: torch.Tensor,
-    proposal: torch.Tensor,
-    draft: torch.Tensor,
-    drawn_rows: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens: Tensor, above: Tensor, target: Tensor, proposal: Tensor, draft: Tensor, sampled_rows: Tensor
+) -> tuple[Tensor, Tensor]:
     """`above` without the children that `greedy_paths` drops, and the distributions [B, N, V] of those it keeps."""
-    draws = _num_draws(tokens, above, proposal)[..., None].double()
+    samples = _num_sampled(tokens, above, proposal)[..., None].double()
     edges = torch.tensor(CLASS_EDGES, dtype=torch.float64, device=target.device)
     kind = (target.float()[..., None] >= edges.float() * draft.float()[..., None]).sum(-1)
-    mass = torch.zeros(*draws.shape[:2], len(edges) + 1, dtype=torch.float64, device=target.device)
+    mass = torch.zeros(*samples.shape[:2], len(edges) + 1, dtype=torch.float64, device=target.device)
     mass.scatter_add_(-1, kind, proposal)
     up_to = mass.cumsum(-1)
-    kept_mass = (up_to**draws).diff(dim=-1, prepend=torch.zeros_like(up_to[..., :1]))
+    kept_mass = (up_to**samples).diff(dim=-1, prepend=torch.zeros_like(up_to[..., :1]))
     factor = kept_mass / mass.clamp(min=1e-300)
 
     rows, best = torch.arange(len(tokens), device=tokens.device), torch.full_like(above, -1)
@@ -254,17 +232,17 @@ def _greedy_paths(
     for node in range(1, tokens.shape[1]):
         up, token = above[:, node].clamp(min=0), tokens[:, node]
         at = token.clamp(0, target.shape[-1] - 1)
-        drawn = (above[:, node] >= 0) & (token == at) & (proposal[rows, up, at] > 0)
-        better = drawn & (kind[rows, up, at] > entry(best, up))
+        sampled = (above[:, node] >= 0) & (token == at) & (proposal[rows, up, at] > 0)
+        better = sampled & (kind[rows, up, at] > entry(best, up))
         _set_entry(best, up, torch.where(better, kind[rows, up, at], entry(best, up)))
         _set_entry(kept, up, torch.where(better, node, entry(kept, up)))
     places = torch.arange(tokens.shape[1], device=tokens.device)
-    stays = (kept.gather(1, above.clamp(min=0)) == places) | ~drawn_rows[:, None]
+    stays = (kept.gather(1, above.clamp(min=0)) == places) | ~sampled_rows[:, None]
     return torch.where(stays, above, -1), proposal * factor.gather(-1, kind)
 
 
-def draft_by_node(draft_probs: torch.Tensor, draft_rows: torch.Tensor | None, num_nodes: int) -> torch.Tensor:
-    """[B, N, V] float64: what the children of each node were drawn from, zeros for a node without draws."""
+def draft_by_node(draft_probs: Tensor, draft_rows: Tensor | None, num_nodes: int) -> Tensor:
+    """[B, N, V] float64: what the children of each node were sampled from, zeros where none were."""
     draft = torch.nan_to_num(draft_probs.double()).clamp(min=0)
     spare = torch.zeros_like(draft[:, :1]) if draft.shape[1] else draft.new_zeros(len(draft), 1, draft.shape[2])
     draft = torch.cat([draft, spare], 1)
@@ -275,24 +253,22 @@ def draft_by_node(draft_probs: torch.Tensor, draft_rows: torch.Tensor | None, nu
     return draft[torch.arange(len(draft), device=draft.device)[:, None], rows]
 
 
-def normalised(weights: torch.Tensor) -> torch.Tensor:
+def normalised(weights: Tensor) -> Tensor:
     """Rows [..., V] divided by their sums; a row of zeros stays one."""
     return torch.nan_to_num(weights / weights.sum(-1, keepdim=True))
 
 
-def entry(values: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
+def entry(values: Tensor, nodes: Tensor) -> Tensor:
     """values[b, nodes[b]] of a [B, N] tensor."""
     return values.gather(1, nodes[:, None])[:, 0]
 
 
-def _set_entry(values: torch.Tensor, nodes: torch.Tensor, new: torch.Tensor) -> None:
+def _set_entry(values: Tensor, nodes: Tensor, new: Tensor) -> None:
     """values[b, nodes[b]] = new[b]."""
     values.scatter_(1, nodes[:, None], new[:, None].to(values.dtype))
 
 
-def target_rows(
-    values: torch.Tensor, sampling: SamplingTensors, probabilities: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def target_rows(values: Tensor, sampling: SamplingTensors, probabilities: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Distributions [B, N, V] float64, argmax [B, N] and validity [B, N] of the target's rows."""
     batch, num_nodes, vocab = values.shape
     found = row_distribution(values.flatten(0, 1), sampling.repeated(num_nodes), probabilities)
@@ -303,8 +279,8 @@ def target_rows(
 
 
 def judging_uniforms(
-    seeds: torch.Tensor | None, uniforms: torch.Tensor | None, tree: TreeLinks, num_nodes: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    seeds: Tensor | None, uniforms: Tensor | None, tree: TreeLinks, num_nodes: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """The uniforms that judge the drafts [B, N - 1], of the token that recovers [B], and of the bonus [B]."""
     if uniforms is not None:
         return uniforms[:, : num_nodes - 1], uniforms[:, num_nodes - 1], uniforms[:, num_nodes]

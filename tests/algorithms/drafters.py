@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from scipy.stats import chisquare
 
-from algorithms.dflash import DFlash
-from algorithms.eagle import Eagle
-from algorithms.eagle3 import Eagle3
+from algorithms.algorithm import Algorithm, Batch, DraftTree
+from algorithms.dflash.drafting import DFlash
+from algorithms.eagle.config import Eagle3Config, EagleConfig
+from algorithms.eagle.drafting import Eagle, Eagle3, NaiveEagle, PEagle
+from algorithms.eagle.model import Eagle3Drafter, EagleDrafter
 from algorithms.mixed import Mixed
-from algorithms.naive_eagle import NaiveEagle
+from algorithms.models.decoder import Decoder
+from algorithms.models.loading import Target
+from algorithms.mtp.config import MTPConfig
+from algorithms.mtp.drafting import MTP
+from algorithms.mtp.model import MTPHead
 from algorithms.ngram import NGram
-from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree
-from algorithms.runtime.models.config.eagle import Eagle3Config, EagleConfig
-from algorithms.runtime.models.decoder import Decoder
-from algorithms.runtime.models.drafters.eagle import Eagle3Drafter, EagleDrafter
-from algorithms.runtime.models.loading import Target
 from algorithms.standalone import Standalone
 from algorithms.suffix import Suffix
 from tests.algorithms.toy import CONFIG, VOCAB, autoregressive, random_drafter, random_target, randomise
 
 TARGET = random_target()
-LOADING = "algorithms.runtime.models.loading"
+LOADING = "algorithms.models.loading"
 
 
 def eagle_head(seed: int = 3) -> EagleDrafter:
@@ -40,6 +42,25 @@ def eagle3_head(seed: int = 4, vocab: int = 37) -> Eagle3Drafter:
     head = randomise(Eagle3Drafter(config, CONFIG.num_layers), seed)
     known = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed))[:vocab].sort().values
     head.set_vocabulary(known)
+    head.bind(TARGET.model)
+    return head
+
+
+def peagle_head(seed: int = 6) -> Eagle3Drafter:
+    """Two layers, and features of another number of target layers than EAGLE-3's."""
+    config = Eagle3Config(
+        replace(CONFIG, num_layers=2), 41, CONFIG.hidden_size, (-1, 1), feature_norm="joint", residual="normed",
+        mask_token_id=VOCAB - 1,
+    )  # fmt: skip
+    head = randomise(Eagle3Drafter(config, CONFIG.num_layers, mask_shape=(1, 1, 2 * CONFIG.hidden_size)), seed)
+    head.set_vocabulary(torch.arange(41) + (torch.arange(41) > 5) * (VOCAB - 41))
+    head.mask_hidden.data = torch.randn(head.mask_hidden.shape, generator=torch.Generator().manual_seed(seed))
+    head.bind(TARGET.model)
+    return head
+
+
+def mtp_head(seed: int = 7) -> MTPHead:
+    head = randomise(MTPHead(MTPConfig(replace(CONFIG, num_layers=2), hidden_in="raw"), CONFIG.num_layers), seed)
     head.bind(TARGET.model)
     return head
 
@@ -60,14 +81,15 @@ def blurred_target() -> Target:
 
 def load_random_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Random drafters in place of folders."""
-    heads = {"EAGLE": eagle_head, "EAGLE-3": eagle3_head, None: eagle3_head}
-    monkeypatch.setattr(f"{LOADING}.load_eagle", lambda *arguments: heads[arguments[-1]]())
+    heads = {"EAGLE": eagle_head, "EAGLE-3": eagle3_head, "P-EAGLE": peagle_head, None: eagle3_head}
+    monkeypatch.setattr("algorithms.eagle.loading.load_eagle", lambda *arguments, **_: heads[arguments[-1]]())
+    monkeypatch.setattr("algorithms.mtp.loading.load_mtp", lambda *_: mtp_head())
     monkeypatch.setattr(f"{LOADING}.load_draft", lambda *_: draft_model())
-    monkeypatch.setattr(f"{LOADING}.load_dflash", lambda *_: random_drafter())
+    monkeypatch.setattr("algorithms.dflash.loading.load_dflash", lambda *_: random_drafter())
 
 
-def mixed(first: dict[str, Any], second: dict[str, Any], mode: str = "merge") -> Algorithm:
-    return Mixed(Mixed.Config(first=first, second=second, mode=mode, threshold=2.0), TARGET, "random")
+def mixed(first: dict[str, Any], second: dict[str, Any]) -> Algorithm:
+    return Mixed(Mixed.Config(first=first, second=second), TARGET, "random")
 
 
 MAKERS: dict[str, Callable[[], Algorithm]] = {
@@ -75,7 +97,10 @@ MAKERS: dict[str, Callable[[], Algorithm]] = {
     "eagle_tree": lambda: Eagle(Eagle.Config(steps=3, topk=3, num_nodes=12), TARGET, "random"),
     "eagle3_chain": lambda: Eagle3(Eagle3.Config(steps=4), TARGET, "random"),
     "eagle3_tree": lambda: Eagle3(Eagle3.Config(steps=4, topk=2, num_nodes=9), TARGET, "random"),
-    "naive_eagle": lambda: NaiveEagle(NaiveEagle.Config(captured=False), TARGET, "random"),
+    "naive_eagle": lambda: NaiveEagle(NaiveEagle.Config(), TARGET, "random"),
+    "peagle_chain": lambda: PEagle(PEagle.Config(steps=5), TARGET, "random"),
+    "peagle_tree": lambda: PEagle(PEagle.Config(steps=4, topk=2, num_nodes=9), TARGET, "random"),
+    "mtp_tree": lambda: MTP(MTP.Config(steps=3, topk=2, num_nodes=7), TARGET, None),
     "standalone_chain": lambda: Standalone(Standalone.Config(steps=3), TARGET, "random"),
     "standalone_tree": lambda: Standalone(Standalone.Config(steps=3, topk=2, num_nodes=8), TARGET, "random"),
     "dflash_tree": lambda: DFlash(DFlash.Config(block_size=5, topk=3, num_nodes=11), TARGET, "random"),
@@ -84,10 +109,9 @@ MAKERS: dict[str, Callable[[], Algorithm]] = {
 ALL_MAKERS = MAKERS | {
     "autoregressive": lambda: autoregressive(TARGET),
     "dflash_chain": lambda: DFlash(DFlash.Config(block_size=6), TARGET, "random"),
-    "ngram": lambda: NGram(NGram.Config(num_nodes=9, texts=3), TARGET, None),
-    "suffix": lambda: Suffix(Suffix.Config(num_nodes=9, texts=3), TARGET, None),
-    "mixed_merge": lambda: mixed({"name": "suffix", "num_nodes": 5, "texts": 2}, {"name": "dflash", "block_size": 5}),
-    "mixed_take": lambda: mixed({"name": "suffix", "num_nodes": 9}, {"name": "eagle3", "steps": 4}, "take"),
+    "ngram": lambda: NGram(NGram.Config(num_nodes=9, histories=3), TARGET, None),
+    "suffix": lambda: Suffix(Suffix.Config(num_nodes=9, histories=3), TARGET, None),
+    "mixed": lambda: mixed({"name": "suffix", "num_nodes": 5, "histories": 2}, {"name": "dflash", "block_size": 5}),
     "suffix_own": lambda: Suffix(Suffix.Config(num_nodes=7, shared=False), TARGET, None),
 }
 
@@ -118,6 +142,27 @@ def hinted(algorithm: Algorithm, texts: Sequence[Sequence[int]]) -> Algorithm:
     return algorithm
 
 
+class Watched:
+    """Records every draft of an algorithm: the text that it was made for, its tokens, and their depths."""
+
+    def __init__(self, algorithm: Algorithm) -> None:
+        self.drafts: list[tuple[list[int], list[int], list[int]]] = []
+        propose = algorithm.propose
+
+        def watched(batch: Batch) -> DraftTree:
+            draft = propose(batch)
+            rows = zip(batch.lengths.tolist(), batch.history.tolist(), draft.tokens.tolist(), strict=True)
+            depths = draft.links.depth.tolist()
+            self.drafts += [(text[: n + 1], nodes, depths[i]) for i, (n, text, nodes) in enumerate(rows)]
+            return draft
+
+        algorithm.propose = watched  # type: ignore[method-assign]
+
+    def by_text(self) -> dict[tuple[int, ...], list[int]]:
+        """Tokens of the drafts by the text that they were made for."""
+        return {tuple(text): tokens for text, tokens, _ in self.drafts}
+
+
 def _last_path(first_child: Sequence[int], next_sibling: Sequence[int]) -> list[int]:
     """Nodes from a child of node 0 to a leaf, the last child each time."""
     path, node = [], first_child[0]
@@ -127,3 +172,14 @@ def _last_path(first_child: Sequence[int], next_sibling: Sequence[int]) -> list[
         path.append(node)
         node = first_child[node]
     return path
+
+
+def chi_square_p(exact: Mapping[Any, float], counts: Mapping[Any, int]) -> float:
+    """Pearson's p-value of `counts` under the probabilities `exact`; cells that expect fewer than five are pooled."""
+    assert set(counts) <= set(exact), "an outcome without a probability"
+    total = sum(counts.values())
+    cells = [(p * total, counts.get(outcome, 0)) for outcome, p in exact.items()]
+    large, small = [c for c in cells if c[0] >= 5], [c for c in cells if c[0] < 5]
+    assert len(large) >= 4
+    pooled = large + ([(sum(e for e, _ in small), sum(o for _, o in small))] if small else [])
+    return float(chisquare([o for _, o in pooled], [e for e, _ in pooled], sum_check=False).pvalue)

@@ -10,8 +10,8 @@ to NaN, at all nodes or at one, and now and then an allocation fails in the midd
 request that can never be served is refused when it is submitted, and changes nothing; one that waits for pages is
 served later; every answer is what the target alone writes, up to a token where rounding decides, or a beginning of it
 where the request was aborted or its own logits broke; tokens that depend on drawn drafts are tokens that the target
-may draw; an answer that has ended is in its grammar; pages and rows are accounted for after every step; a failed
-allocation ends its session, and the engine serves the next one.
+may draw; an answer that has ended is in its grammar; pages and slots are accounted for after every step, and nothing
+is written to a free page; a failed allocation ends its session, and the engine serves the next one.
 """
 
 from __future__ import annotations
@@ -27,21 +27,20 @@ from itertools import count
 import pytest
 import torch
 
-from algorithms.runtime.request import Completion, EngineError, Request
-from algorithms.runtime.sampling_params import SamplingNeeds
-from algorithms.runtime.scheduler import ABORTED, FAILED
-from algorithms.runtime.session import Session
-from experiments.tasks.near_tie import distance_of_uniform
+from algorithms.engine.request import Completion, EngineError, Request
+from algorithms.engine.scheduler import ABORTED, FAILED
+from algorithms.engine.session import Session
+from algorithms.step.sampling_params import SamplingNeeds
+from experiments.tasks.numerical_tie import distance_of_uniform
 from specdec_kernels import SamplingTensors
-from specdec_kernels.sampling.reference import row_distribution
+from specdec_kernels.sampling import row_distribution
 from tests.algorithms.drafters import LOADING, TARGET, blurred_target, hinted, load_random_drafters
-from tests.algorithms.fuzz_cases import DRAWN, LONGEST, MAKERS, draw_requests, draw_setup, in_grammar
+from tests.algorithms.fuzz_cases import LONGEST, MAKERS, SAMPLED, draw_requests, draw_setup, in_grammar
+from tests.algorithms.fuzz_checks import Canaries, check_counts, check_pages, check_rows
 from tests.algorithms.fuzz_faults import AllocationFailed, Faults
-from tests.algorithms.soak import check_counts, check_pages, check_rows
+from tests.algorithms.reference_loop import logits_after
 from tests.algorithms.test_adaptive import COLUMNS, Random, paced, sizes_of
 from tests.algorithms.test_constraints import allowed, read
-from tests.algorithms.test_forbidden_tokens import forbidden
-from tests.algorithms.test_sampling_parameters import following, penalised
 from tests.algorithms.toy import Setup, autoregressive, engine_of, random_drafter, scripts
 
 NEAR_TIE = 1e-5
@@ -49,17 +48,9 @@ NEAR_TIE = 1e-5
 EVERYTHING = SamplingNeeds(sampled=True, filtered=True, penalised=True, forbids=True, logprobs=True, top_logprobs=3)
 
 
-def logits_behind(request: Request, output: list[int]) -> torch.Tensor:
-    """[V] float64: the logits of the token behind `output`, -inf where it is ruled out."""
-    logits = penalised(following([*request.prompt_ids, *output]), request, output)
-    logits[list(forbidden(request, output))] = -float("inf")
-    logits[~allowed(request, output)] = -float("inf")
-    return logits
-
-
 def is_near_tie(request: Request, output: list[int], tokens: set[int]) -> bool:
     """Whether rounding decides which of two `tokens` follows `output`."""
-    logits = logits_behind(request, output)
+    logits = logits_after(request, output, allowed)
     if request.sampling.temperature == 0:
         values = logits[list(tokens)]
         return bool(values.max() == logits.max() and values.max() - values.min() < NEAR_TIE)
@@ -68,7 +59,7 @@ def is_near_tie(request: Request, output: list[int], tokens: set[int]) -> bool:
 
 def may_follow(request: Request, output: list[int], token: int) -> bool:
     """Whether a sampled request may write `token` behind `output`, if rounding is on its side."""
-    logits, sampling = logits_behind(request, output), request.sampling
+    logits, sampling = logits_after(request, output, allowed), request.sampling
     logits[token] += NEAR_TIE
     around = SamplingTensors(
         temperature=torch.tensor([sampling.temperature]),
@@ -113,14 +104,14 @@ class Round:
         if self._draw.random() < 0.5:
             patch.setattr(f"{LOADING}.load_draft", lambda *_: blurred_target())
         if "markov" in self.maker:
-            patch.setattr(f"{LOADING}.load_dflash", lambda *_: random_drafter(markov_rank=5))
-        for module in ("backlog", "cuda_graph"):
-            patch.setattr(f"algorithms.runtime.{module}.COLUMNS", COLUMNS)
+            patch.setattr("algorithms.dflash.loading.load_dflash", lambda *_: random_drafter(markov_rank=5))
+        for module in ("deferred_observation", "runner"):
+            patch.setattr(f"algorithms.step.{module}.COLUMNS", COLUMNS)
 
     def _build(self, texts: list[list[int]]) -> None:
         """The engine; drawn drafts stay as they were drawn half of the time, all others are often right."""
         algorithm = MAKERS[self.maker]()
-        keep = self.maker in DRAWN and self._draw.random() < 0.5
+        keep = self.maker in SAMPLED and self._draw.random() < 0.5
         self._algorithm = algorithm if keep else hinted(algorithm, texts)
         self._engine = engine_of(self._algorithm, self.setup, TARGET)
         if self._engine.parts.sizing is not None:
@@ -136,6 +127,7 @@ class Round:
         """One session over all requests; `fails`: an allocation fails on the way, if the session lives that long."""
         waiting = self._draw.sample(self._requests, len(self._requests))
         self._live: dict[int, Request] = {}
+        self._canaries = Canaries(self._engine)
         try:
             with self._engine.session(replace(EVERYTHING, constrained=self.setup.grammars is not None)) as session:
                 self._faults.fail_an_allocation_after(self._draw.randint(0, 60) if fails else None)
@@ -173,10 +165,10 @@ class Round:
             assert completion is not None
             self._check(completion)
         assert session.abort(-1) is None
-        for completion in session.step():
+        for completion in self._canaries.step(session):
             self._check(completion)
         check_pages(self._engine.scheduler)
-        check_rows(self._engine, early=self.setup.overlap == 0)
+        check_rows(self._engine, early=self.setup.async_steps == 0)
         self.counts["steps"] += 1
 
     def _check(self, completion: Completion) -> None:

@@ -8,24 +8,24 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from algorithms.runtime.algorithm import Algorithm
-from algorithms.runtime.request import Request
-from algorithms.runtime.sampling_params import GrammarParams, SamplingParams
+from algorithms.algorithm import Algorithm
+from algorithms.engine.request import Request
 from algorithms.standalone import Standalone
+from algorithms.step.sampling_params import GrammarParams, SamplingParams
 from tests.algorithms.drafters import ALL_MAKERS, TARGET
 from tests.algorithms.test_adaptive import CHEAP, DEAR
 from tests.algorithms.test_constraints import END, NESTED, SCHEMA, grammars, in_nested, in_schema
-from tests.algorithms.test_drawn_trees import TREES
+from tests.algorithms.test_sampled_trees import TREES
 from tests.algorithms.toy import VOCAB, Setup, spell
 
 LONGEST = 56
 """Tokens of a request that fits the context."""
-DRAWN: dict[str, Callable[[], Algorithm]] = {f"drawn_{name}": make for name, make in TREES.items()} | {
+SAMPLED: dict[str, Callable[[], Algorithm]] = {f"sampled_{name}": make for name, make in TREES.items()} | {
     f"standalone_{rule}": lambda rule=rule: Standalone(Standalone.Config(steps=3, rule=rule), TARGET, "random")
     for rule in ("rejection", "block")
 }
 """Algorithms whose drafts are drawn."""
-MAKERS = ALL_MAKERS | DRAWN
+MAKERS = ALL_MAKERS | SAMPLED
 BOOLEANS = {"type": "array", "items": {"type": "boolean"}}
 
 
@@ -39,13 +39,13 @@ def draw_setup(draw: random.Random, maker: str, constrained: bool) -> Setup:
         num_pages=draw.choice((None, None, draw.randint(40, 200) // page_size + 1)),
         max_length=LONGEST,
         graph=graph,
-        overlap=draw.randint(0, 2),
+        async_steps=draw.randint(0, 2),
         prefill_chunk=draw.choice((3, 8, 64)),
         prefill_tile=draw.choice((2, 4, 16)),
-        piggyback=draw.random() < 0.8,
+        mixed_prefill=draw.random() < 0.8,
         prefill_ahead=draw.choice((None, None, 0, 2)),
         fused=draw.random() < 0.2,
-        adaptive=maker not in DRAWN and graph in ("none", "step") and draw.random() < 0.3,
+        adaptive=maker not in SAMPLED and graph in ("none", "step") and draw.random() < 0.3,
         step_costs=draw.choice((CHEAP, DEAR)),
         grammars=grammars() if constrained else None,
     )

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from algorithms.runtime.engine import Engine
-from algorithms.runtime.request import Request
-from algorithms.runtime.step import Step
+from algorithms.engine.engine import Engine
+from algorithms.engine.request import Request
+from algorithms.step.step import Step
 
 NEVER = 2**40
 """A length that no text has."""
@@ -72,9 +72,9 @@ class Faults:
 
     def _poison(self, step: Step) -> None:
         lengths = step._batch.lengths.tolist()
-        for running in self._engine.scheduler.rows:
+        for running in self._engine.scheduler.running:
             number = running.request.id
-            if running.row < len(lengths) and lengths[running.row] >= self.from_length.get(number, NEVER):
+            if running.slot < len(lengths) and lengths[running.slot] >= self.from_length.get(number, NEVER):
                 node = self._node[number]
                 nodes = slice(None) if node is None else min(node, step.logits.shape[1] - 1)
-                step.logits[running.row, nodes] = float("nan")
+                step.logits[running.slot, nodes] = float("nan")

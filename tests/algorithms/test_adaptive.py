@@ -6,25 +6,29 @@ import random
 from collections.abc import Sequence
 from functools import cache
 
+import numpy as np
 import pytest
 
-from algorithms.runtime.adaptive import (
+from algorithms.engine.engine import Engine
+from algorithms.engine.readback import StepResult
+from algorithms.engine.request import Request
+from algorithms.standalone import Standalone
+from algorithms.step.adaptive import (
+    DECIDE_EVERY,
+    EXPLORED_SLOTS,
     LEAST_PAUSE,
     LEAST_STEPS,
-    PLAIN,
-    READ_EVERY,
-    TRIED_ROWS,
+    NO_DRAFT,
     Pacing,
+    Sizing,
     StepCosts,
     step_sizes,
 )
-from algorithms.runtime.algorithm import Batch, DraftTree
-from algorithms.runtime.engine import Engine
-from algorithms.runtime.request import EngineError, Request
-from algorithms.standalone import Standalone
-from tests.algorithms.drafters import ALL_MAKERS, TARGET, hinted, load_random_drafters
-from tests.algorithms.test_piggyback import Rides
+from tests.algorithms.drafters import ALL_MAKERS, TARGET, Watched, hinted
+from tests.algorithms.test_mixed_prefill import Rides
 from tests.algorithms.toy import Scripted, Setup, answers, autoregressive, changed, engine_of, requests, run, scripts
+
+pytestmark = pytest.mark.usefixtures("random_drafters")
 
 TOKENS = 20
 COLUMNS = 4
@@ -37,10 +41,9 @@ DRAFTING = sorted(set(ALL_MAKERS) - {"autoregressive"})
 
 @pytest.fixture(autouse=True)
 def models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random drafters, which observe at least every few plain steps."""
-    load_random_drafters(monkeypatch)
-    for module in ("backlog", "cuda_graph"):
-        monkeypatch.setattr(f"algorithms.runtime.{module}.COLUMNS", COLUMNS)
+    """Drafters observe at least every few plain steps."""
+    for module in ("deferred_observation", "runner"):
+        monkeypatch.setattr(f"algorithms.step.{module}.COLUMNS", COLUMNS)
 
 
 @cache
@@ -59,18 +62,18 @@ class Random(Pacing):
     def __init__(self, nodes: Sequence[int], seed: int = 3) -> None:
         self._random, self._num_sizes, self._num_plain = random.Random(seed), len(nodes) - 1, 0
 
-    def forget(self) -> None: ...
+    def reset(self) -> None: ...
 
-    def told(self, choice: int, drafting: int) -> None:
-        assert choice == drafting == -1 or 0 <= choice <= self._num_sizes and 1 <= drafting <= self._num_sizes
+    def update(self, choice: int | None, drafting: int) -> None:
+        assert (choice is None or 0 <= choice <= self._num_sizes) and 1 <= drafting <= self._num_sizes
 
-    def next(self, rows: int, step_ms: Sequence[float]) -> int:
+    def next(self, requests: int, step_ms: Sequence[float]) -> int:
         if self._num_plain:
             self._num_plain -= 1
-            return PLAIN
+            return NO_DRAFT
         if self._random.random() < 0.3:
             self._num_plain = self._random.choice((0, 2, COLUMNS + 1))
-            return PLAIN
+            return NO_DRAFT
         return self._random.randint(1, self._num_sizes)
 
 
@@ -103,29 +106,19 @@ def test_costs_between_the_measured_ones_lie_on_straight_lines() -> None:
 )
 def test_drafting_is_tried_again_as_rarely_as_it_costs(rows: int, cost: float, pause: int, trials: int) -> None:
     pacing, step_ms = Pacing((1, 2, 4)), [1.0, cost, 9.0]
-    pacing.told(PLAIN, 1)
+    pacing.update(NO_DRAFT, 1)
     taken = [pacing.next(rows, step_ms) for _ in range(2 * (pause + trials))]
-    assert taken == ([PLAIN] * pause + [1] * trials) * 2
-    pacing.told(2, 2)
+    assert taken == ([NO_DRAFT] * pause + [1] * trials) * 2
+    pacing.update(2, 2)
     assert pacing.next(rows, step_ms) == 2
-
-
-def test_a_pause_is_of_plain_steps_in_a_row() -> None:
-    """It goes on while the choice stays plain, and begins anew behind steps that drafted."""
-    pacing, step_ms = Pacing((1, 2)), [1.0, 1.01]
-    for told, pause in (([PLAIN], 10), ([PLAIN], LEAST_PAUSE - 10), ([1, PLAIN], LEAST_PAUSE)):
-        for choice in told:
-            pacing.told(choice, 1)
-        assert [pacing.next(1, step_ms) for _ in range(pause)] == [PLAIN] * pause
-    assert pacing.next(1, step_ms) == 1
 
 
 @pytest.mark.parametrize(("cost", "every"), [(1.005, LEAST_STEPS), (1.5, 67)])
 def test_a_larger_size_is_tried_as_rarely_as_it_costs(cost: float, every: int) -> None:
     pacing, step_ms = Pacing((1, 2, 4, 8)), [1.0, 1.1, 2.0, 2.0 * cost]
-    pacing.told(2, 2)
+    pacing.update(2, 2)
     assert [pacing.next(1, step_ms) for _ in range(2 * every)] == ([2] * (every - 1) + [3]) * 2
-    pacing.told(3, 3)
+    pacing.update(3, 3)
     assert {pacing.next(1, step_ms) for _ in range(2 * every)} == {3}
 
 
@@ -135,25 +128,24 @@ def test_a_larger_size_is_tried_as_rarely_as_it_costs(cost: float, every: int) -
 def test_the_first_step_drafts_as_if_most_drafts_were_accepted(step_ms: list[float], size: int) -> None:
     pacing = Pacing((1, 2, 4, 8))
     assert pacing.next(1, step_ms) == size
-    pacing.told(-1, -1)
+    pacing.update(None, 3)
     assert pacing.next(1, step_ms) == size
-    pacing.told(PLAIN, 1)
-    assert pacing.next(1, step_ms) == PLAIN
+    pacing.update(NO_DRAFT, 1)
+    assert pacing.next(1, step_ms) == NO_DRAFT
 
 
-def test_costs_are_told_by_rows_and_nodes() -> None:
-    costs = StepCosts({(1, 1): 1.0, (1, 2): 2.0, (1, 6): 4.0, (9, 1): 3.0, (9, 6): 12.0})
-    sizing = engine_of(ALL_MAKERS["ngram"](), Setup(max_batch=2, adaptive=True, step_costs=costs), TARGET).parts.sizing
-    assert sizing is not None
-    told = {(cost["batch"], cost["nodes"]): cost["step_ms"] for cost in sizing.report()["costs"]}
-    assert told == {(rows, nodes): costs.of(rows, nodes) for rows in (1, 2) for nodes in sizing.nodes}
-
-
-def test_the_choice_is_read_with_every_fourth_step() -> None:
-    sizing = engine_of(ALL_MAKERS["ngram"](), Setup(max_batch=1, adaptive=True, step_costs=CHEAP), TARGET).parts.sizing
-    assert sizing is not None
-    read = [sizing.choice is not None for _ in range(2 * READ_EVERY + 1) if sizing.next(1)]
-    assert read == [True, False, False, False] * 2 + [True]
+def test_a_choice_is_taken_over_every_fourth_step() -> None:
+    """The policy takes in every step that drafts."""
+    sizing = Sizing(4, (1,))
+    sizing.set_costs(CHEAP)
+    taken: list[int] = []
+    sizing.pacing.update = lambda choice, drafting: taken.append(number)  # type: ignore[method-assign, assignment]
+    table = [7, 8, 9, 0, 0, 0, 0, 0, 2, 1, 3, 0]
+    for number in range(1, 2 * DECIDE_EVERY + 2):
+        before = sizing.policy.own.copy()
+        sizing.update(StepResult.of_table(np.array([table])), number, 1 if number == 2 else 4)
+        assert (sizing.policy.own == before) == (number == 2)
+    assert taken == [1, 1 + DECIDE_EVERY, 1 + 2 * DECIDE_EVERY] and sizing.policy.choice == 2
 
 
 def test_steps_of_one_size_have_nothing_to_choose() -> None:
@@ -170,7 +162,9 @@ def test_the_text_does_not_depend_on_the_sizes(monkeypatch: pytest.MonkeyPatch, 
     ride in steps of another size."""
     asked, alone, texts = reference()
     algorithm = hinted(ALL_MAKERS[maker](), texts)
-    setup = Setup(max_batch=2, page_size=4, graph=graph, overlap=int(graph == "step"), adaptive=True, step_costs=CHEAP)
+    setup = Setup(
+        max_batch=2, page_size=4, graph=graph, async_steps=int(graph == "step"), adaptive=True, step_costs=CHEAP
+    )
     engine, rides = engine_of(algorithm, setup, TARGET), Rides(monkeypatch)
     done = paced(engine, Random(sizes_of(engine))).generate(asked)
     assert [c.token_ids for c in done.completions] == alone
@@ -182,7 +176,7 @@ def test_the_text_does_not_depend_on_the_sizes(monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.parametrize(
     "maker",
-    ["dflash_chain", "dflash_tree", "eagle3_chain", "eagle_tree", "mixed_merge", "naive_eagle", "ngram"]
+    ["dflash_chain", "dflash_tree", "eagle3_chain", "eagle_tree", "mixed", "naive_eagle", "ngram"]
     + ["standalone_chain", "standalone_tree", "suffix_own"],
 )
 def test_drafts_behind_plain_steps_are_those_of_every_run(maker: str) -> None:
@@ -190,27 +184,19 @@ def test_drafts_behind_plain_steps_are_those_of_every_run(maker: str) -> None:
     asked = [changed(requests(1)[0], max_new_tokens=30)]
 
     def drafts(pacing: type[Pacing]) -> dict[tuple[int, ...], list[int]]:
-        algorithm, found = ALL_MAKERS[maker](), {}
-        propose = algorithm.propose
-
-        def noted(batch: Batch) -> DraftTree:
-            tree = propose(batch)
-            if batch.active[0]:
-                found[tuple(batch.history[0, : int(batch.lengths[0]) + 1].tolist())] = tree.tokens[0].tolist()
-            return tree
-
-        algorithm.propose = noted  # type: ignore[method-assign]
+        algorithm = ALL_MAKERS[maker]()
+        watched = Watched(algorithm)
         engine = engine_of(algorithm, Setup(max_batch=1, adaptive=True, step_costs=CHEAP), TARGET)
         paced(engine, pacing(sizes_of(engine))).generate(asked)
-        return found
+        return watched.by_text()
 
     class Whole(Pacing):
-        def next(self, rows: int, step_ms: Sequence[float]) -> int:
+        def next(self, requests: int, step_ms: Sequence[float]) -> int:
             return self._largest
 
     class Sometimes(Random):
-        def next(self, rows: int, step_ms: Sequence[float]) -> int:
-            return min(super().next(rows, step_ms), 1) * self._num_sizes
+        def next(self, requests: int, step_ms: Sequence[float]) -> int:
+            return min(super().next(requests, step_ms), 1) * self._num_sizes
 
     always, sometimes = drafts(Whole), drafts(Sometimes)
     both = always.keys() & sometimes.keys()
@@ -231,7 +217,7 @@ def generated(correct: bool, costs: StepCosts | None, decoys: bool = False) -> d
 
 def test_a_drafter_that_is_never_right_is_left_alone() -> None:
     steps = generated(correct=False, costs=DEAR)
-    assert steps["8"] == 0 and steps["1"] >= sum(steps.values()) - 10 - TRIED_ROWS
+    assert steps["8"] == 0 and steps["1"] >= sum(steps.values()) - 10 - EXPLORED_SLOTS
 
 
 @pytest.mark.parametrize("decoys", [False, True], ids=["chain", "tree"])
@@ -256,11 +242,11 @@ def test_costs_are_measured_where_none_are_given(maker: str) -> None:
 @pytest.mark.parametrize(
     ("rule", "graph", "expected"),
     [
-        ("block", "none", "algo=standalone draws its drafts .rule block.*expected the rule target_only"),
-        ("target_only", "verify", "expected graph none or step, got verify"),
+        ("block", "none", "algo=standalone samples its drafts .rule block.*expected the rule target_only"),
+        ("target_only", "verify", "expected runtime.graph=auto, none or step, got verify"),
     ],
 )
 def test_what_cannot_be_adaptive_is_refused(rule: str, graph: str, expected: str) -> None:
     algorithm = Standalone(Standalone.Config(steps=3, rule=rule), TARGET, "random")
-    with pytest.raises(EngineError, match=expected):
+    with pytest.raises(ValueError, match=expected):
         engine_of(algorithm, Setup(adaptive=True, graph=graph), TARGET)

@@ -13,20 +13,17 @@ from typing import Any
 
 import pytest
 import torch
-from scipy.stats import chisquare
 
-from algorithms.runtime.algorithm import DraftTree
-from algorithms.runtime.grammar import GrammarError, Grammars, Matcher
-from algorithms.runtime.join_trees import graft_chain
-from algorithms.runtime.request import Completion, EngineError, Request
-from algorithms.runtime.sampling_params import GrammarParams, SamplingNeeds, SamplingParams
-from algorithms.runtime.step import Step
+from algorithms.engine.grammar import GrammarError, Grammars
+from algorithms.engine.request import Completion, EngineError, Request
 from algorithms.standalone import Standalone
-from experiments.tasks.near_tie import look_at
-from specdec_kernels import SamplingTensors, pick_tokens
-from tests.algorithms.drafters import ALL_MAKERS, TARGET, blurred_target, hinted, load_random_drafters
-from tests.algorithms.test_sampling_parameters import following, penalised
+from algorithms.step.sampling_params import GrammarParams, SamplingNeeds
+from experiments.tasks.numerical_tie import look_at
+from tests.algorithms.drafters import ALL_MAKERS, TARGET, blurred_target, chi_square_p, hinted
+from tests.algorithms.reference_loop import following, plainly
 from tests.algorithms.toy import VOCAB, Setup, autoregressive, changed, engine_of, requests, run, scripts
+
+pytestmark = pytest.mark.usefixtures("random_drafters")
 
 CHARACTERS = '{}[]":, -.' + string.digits + string.ascii_lowercase + string.ascii_uppercase[: 60 - 46]
 END = VOCAB - 1
@@ -84,26 +81,9 @@ def allowed(request: Request, output: list[int]) -> torch.Tensor:
     return torch.tensor([bool(int(words[token // 32]) >> (token % 32) & 1) for token in range(VOCAB)])
 
 
-def plainly(request: Request) -> list[int]:
-    output: list[int] = []
-    while len(output) < request.sampling.max_new_tokens and END not in output:
-        text, sampling = [*request.prompt_ids, *output], request.sampling
-        logits = penalised(following(text), request, output).float()
-        logits[[word[-1] for word in sampling.bad_words]] = -torch.inf
-        logits[~allowed(request, output)] = -torch.inf
-        drawn = SamplingTensors(
-            temperature=torch.tensor([sampling.temperature]),
-            top_k=torch.tensor([sampling.top_k], dtype=torch.int32),
-            seeds=torch.tensor([sampling.seed]),
-        )
-        picked = pick_tokens(logits[None], drawn, torch.tensor([len(text) - 1]), impl="reference")
-        output.append(int(picked.tokens))
-    return output
-
-
 @cache
 def expected() -> list[list[int]]:
-    return [plainly(request) for request in asked()]
+    return [plainly(request, allowed)[0] for request in asked()]
 
 
 def served(maker: str, how: Setup, some: slice = slice(None)) -> list[Completion]:
@@ -143,9 +123,8 @@ def test_what_is_written_parses() -> None:
 
 
 @pytest.mark.parametrize("maker", ALL_MAKERS)
-def test_every_algorithm_writes_what_the_loop_writes(monkeypatch: pytest.MonkeyPatch, maker: str) -> None:
+def test_every_algorithm_writes_what_the_loop_writes(maker: str) -> None:
     """Requests with and without grammars side by side, greedy and sampled, rows handed on."""
-    load_random_drafters(monkeypatch)
     completions = served(maker, setup())
     assert [c.token_ids for c in completions] == expected()
     for request, completion in zip(asked(), completions, strict=True):
@@ -154,7 +133,7 @@ def test_every_algorithm_writes_what_the_loop_writes(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("maker", "level", "overlap"),
+    ("maker", "level", "async_steps"),
     [
         ("eagle3_tree", "step", 2),
         ("dflash_chain", "step", 1),
@@ -163,22 +142,19 @@ def test_every_algorithm_writes_what_the_loop_writes(monkeypatch: pytest.MonkeyP
         ("ngram", "draft", 1),
     ],
 )
-def test_captured_steps(monkeypatch: pytest.MonkeyPatch, maker: str, level: str, overlap: int) -> None:
-    load_random_drafters(monkeypatch)
-    completions = served(maker, setup(graph=level, overlap=overlap, prefill_chunk=8, prefill_tile=4))
+def test_captured_steps(maker: str, level: str, async_steps: int) -> None:
+    completions = served(maker, setup(graph=level, async_steps=async_steps, prefill_chunk=8, prefill_tile=4))
     assert [c.token_ids for c in completions] == expected()
 
 
-def test_kernels_in_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    load_random_drafters(monkeypatch)
+def test_kernels_in_the_engine() -> None:
     (completion,) = served("dflash_tree", setup(impl="triton", max_batch=1), slice(1, 2))
     assert completion.token_ids == expected()[1]
 
 
-@pytest.mark.parametrize("maker", ["standalone_chain", "standalone_tree", "mixed_merge", "eagle_chain"])
-def test_forced_tokens_are_drafts_that_cost_nothing(monkeypatch: pytest.MonkeyPatch, maker: str) -> None:
+@pytest.mark.parametrize("maker", ["standalone_chain", "standalone_tree", "mixed", "eagle_chain"])
+def test_forced_tokens_are_drafts_that_cost_nothing(maker: str) -> None:
     """Random drafters are hardly ever right; the keys and the commas of the object are accepted all the same."""
-    load_random_drafters(monkeypatch)
     steps = []
     for drafts in (True, False):
         grammar = {"json_schema": SCHEMA, "draft_forced": drafts}
@@ -189,41 +165,12 @@ def test_forced_tokens_are_drafts_that_cost_nothing(monkeypatch: pytest.MonkeyPa
     assert steps[0] <= 0.7 * steps[1]
 
 
-@pytest.mark.parametrize("maker", ["eagle_tree", "dflash_chain", "ngram", "suffix"])
-def test_a_draft_outside_of_the_grammar_is_proposed_once(monkeypatch: pytest.MonkeyPatch, maker: str) -> None:
-    """Every step writes a token, so the text that such a draft stood behind does not come back; nor does a tree have it
-    twice."""
-    load_random_drafters(monkeypatch)
-    outside: list[tuple[int, ...]] = []
-    fill = Matcher.fill
-
-    def noted(self: Matcher, first_child: Any, next_sibling: Any, tokens: Any, bits: Any) -> bool:
-        constrained = fill(self, first_child, next_sibling, tokens, bits)
-        todo = [(int(first_child[0]), 0, ())] if constrained else []
-        while todo:
-            node, above, path = todo.pop()
-            if node < 0:
-                continue
-            token = int(tokens[node])
-            todo.append((int(next_sibling[node]), above, path))
-            if int(bits[above][token // 32]) >> (token % 32) & 1:
-                todo.append((int(first_child[node]), node, (*path, token)))
-            else:
-                outside.append((self.num_tokens, *path, token))
-        return constrained
-
-    monkeypatch.setattr(Matcher, "fill", noted)
-    (completion,) = run(ALL_MAKERS[maker](), [asked()[1]], setup(), TARGET).completions
-    assert completion.token_ids == expected()[1]
-    assert len(outside) == len(set(outside)) and (outside or maker in ("ngram", "suffix"))
-
-
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_drawn_drafts_follow_the_constrained_distribution(monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
+def test_sampled_drafts_follow_the_constrained_distribution(monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
     """The joint distribution of two tokens. The drafter draws tokens outside of the grammar too, to which the target
     gives no probability."""
     temperature, seeds = 1.2, 1200
-    monkeypatch.setattr("algorithms.runtime.models.loading.load_draft", lambda *_: blurred_target())
+    monkeypatch.setattr("algorithms.models.loading.load_draft", lambda *_: blurred_target())
     algorithm = Standalone(Standalone.Config(steps=2, rule=rule), TARGET, "random")
     first = changed(asked()[0], max_new_tokens=2, temperature=temperature, grammar=GrammarParams(regex=PAIRS))
     got = run(algorithm, [changed(first, id=i, seed=i) for i in range(seeds)], setup(max_batch=200), TARGET).completions
@@ -235,13 +182,7 @@ def test_drawn_drafts_follow_the_constrained_distribution(monkeypatch: pytest.Mo
         return {token: p for token, p in enumerate((logits / temperature).softmax(0).tolist()) if p}
 
     exact = {(a, b): p * q for a, p in following_in([]).items() for b, q in following_in([a]).items()}
-    assert set(counts) <= set(exact)
-    # Pearson's chi-square; cells that expect fewer than five draws are pooled.
-    cells = [(p * seeds, counts[pair]) for pair, p in exact.items()]
-    large, small = [c for c in cells if c[0] >= 5], [c for c in cells if c[0] < 5]
-    pooled = large + ([(sum(e for e, _ in small), sum(o for _, o in small))] if small else [])
-    assert len(large) >= 4
-    assert chisquare([o for _, o in pooled], [e for e, _ in pooled], sum_check=False).pvalue > 1e-6
+    assert chi_square_p(exact, counts) > 1e-6
     assert 0.02 < sum(c.accepted_counts[0] > 0 for c in got) / seeds < 0.95
 
 
@@ -251,17 +192,10 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         Grammars([b"a"], lambda text: [0])
 
 
-def test_a_text_that_is_cut_is_not_parsed() -> None:
-    request = changed(asked()[0], max_new_tokens=9)
-    (completion,) = run(autoregressive(TARGET), [request], setup(), TARGET).completions
-    assert (completion.finish_reason, completion.parsed) == ("length", False)
-
-
 @pytest.mark.parametrize("maker", ["autoregressive", "eagle3_tree", "ngram"])
-def test_a_grammar_that_leaves_no_token_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch, maker: str) -> None:
+def test_a_grammar_that_leaves_no_token_ends_its_request_alone(maker: str) -> None:
     """Bad words take away all that the grammar allows. What was accepted before stands, and may be all that is asked
     for."""
-    load_random_drafters(monkeypatch)
     few = ((CHARACTERS.index("a"),), (CHARACTERS.index("b"),))
     stuck = changed(asked()[1], grammar=GrammarParams(regex="cd[ab]"), bad_words=few, logprobs=True)
     ended = changed(stuck, id=2, max_new_tokens=2)
@@ -275,27 +209,6 @@ def test_a_grammar_that_leaves_no_token_ends_its_request_alone(monkeypatch: pyte
     assert "sampling.grammar and sampling.bad_words leave no token" in done[1].error
 
 
-@pytest.mark.parametrize("maker", ["dflash_chain", "eagle_tree"])
-def test_capturing_the_graft_starts_from_the_draft(monkeypatch: pytest.MonkeyPatch, maker: str) -> None:
-    """Capturing runs a phase several times, so a phase that started from its own result would record that."""
-    load_random_drafters(monkeypatch)
-    given: list[DraftTree] = []
-
-    def noted(tree: DraftTree, *rest: Any) -> DraftTree:
-        given.append(tree)
-        return graft_chain(tree, *rest)
-
-    monkeypatch.setattr("algorithms.runtime.step.graft_chain", noted)
-    engine, needs = engine_of(ALL_MAKERS[maker](), setup(), TARGET), SamplingNeeds(constrained=True)
-    state, algorithm = engine.parts.state, engine.parts.algorithm
-    state.make_room(needs, algorithm.num_nodes, algorithm.max_depth)
-    step = Step(engine.parts, state.batch(0, 2, 16), needs)
-    step.draft()
-    for _ in range(3):
-        step.graft()
-    assert len(given) == 3 and all(tree is step.drafted for tree in given)
-
-
 def test_a_difference_is_looked_at_within_the_grammar() -> None:
     """A drawn token's interval holds the uniform that drew it, in the distribution that the grammar leaves."""
     request, written = asked()[1], expected()[1]
@@ -306,31 +219,6 @@ def test_a_difference_is_looked_at_within_the_grammar() -> None:
         return [look(0, found)["gap"] for found in same]
 
     assert max(gaps(grammars())) < 1e-6 and max(gaps(None)) > 0.01
-
-
-def test_sessions_without_grammars_do_nothing_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*_: Any, **__: Any) -> None:
-        raise AssertionError("masked")
-
-    monkeypatch.setattr("algorithms.runtime.step.mask_tokens", never)
-    engine = engine_of(autoregressive(TARGET), setup(), TARGET)
-    engine.generate([asked()[2]])
-    assert engine.parts.state.constraints is None
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"grammar": {"regex": "a", "ebnf": "b"}}, "grammar: expected one of .*, got regex and ebnf"),
-        ({"grammar": {"regex": ""}}, "grammar.regex: expected text, got ''"),
-        ({"grammar": {"json_schema": 3}}, "grammar.json_schema: expected text or a mapping, got 3"),
-        ({"grammar": {"regex": "a"}, "min_tokens": 2}, "min_tokens: expected 0 with sampling.grammar, got 2"),
-        ({"grammar": {"regex": "a"}, "ignore_eos": True}, "ignore_eos: expected false with sampling.grammar"),
-    ],
-)
-def test_bad_parameters(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=rf"sampling\.{message}"):
-        SamplingParams(**change)
 
 
 @pytest.mark.parametrize(
@@ -347,3 +235,17 @@ def test_grammars_that_cannot_be_served(change: dict[str, Any], compiler: bool, 
     engine = engine_of(autoregressive(TARGET), setup(grammars=grammars() if compiler else None), TARGET)
     with pytest.raises(EngineError, match=f"request 0: {message}"):
         engine.generate([changed(asked()[0], **change)])
+
+
+def test_an_aborted_request_leaves_no_matcher() -> None:
+    """Waiting or running; the others keep theirs."""
+    few = [request for request in asked() if request.sampling.constrained][:3]
+    engine = engine_of(ALL_MAKERS["autoregressive"](), setup(max_batch=2), TARGET)
+    with engine.session(SamplingNeeds.of(request.sampling for request in few)) as session:
+        for request in few:
+            session.submit(request)
+        session.step()
+        assert set(session._matchers) == {request.id for request in few[:2]}
+        for request in (few[0], few[2]):
+            assert session.abort(request.id) is not None
+        assert set(session._matchers) == {few[1].id}

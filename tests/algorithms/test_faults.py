@@ -10,19 +10,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from algorithms.runtime import drawn_tree, step
-from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree
-from algorithms.runtime.cache import KVCache
-from algorithms.runtime.models.loading import Target
+from algorithms.algorithm import Batch, DraftTree
+from algorithms.attention.cache import KVCache
+from algorithms.drafting import sampled_tree
+from algorithms.models.loading import Target
 from algorithms.standalone import Standalone
+from algorithms.step import step
 from specdec_kernels import Accepted, TreeLinks
-from tests.algorithms.drafters import ALL_MAKERS, TARGET, load_random_drafters
-from tests.algorithms.toy import VOCAB, Scripted, Setup, answers, changed, engine_of, requests, run, scripts
+from tests.algorithms.drafters import ALL_MAKERS, TARGET, Watched
+from tests.algorithms.toy import (
+    VOCAB,
+    Scripted,
+    Setup,
+    answers,
+    autoregressive,
+    changed,
+    engine_of,
+    requests,
+    run,
+    scripts,
+)
 
-
-@pytest.fixture
-def loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    load_random_drafters(monkeypatch)
+pytestmark = pytest.mark.usefixtures("random_drafters")
 
 
 def asked() -> list:
@@ -46,30 +55,15 @@ def fill_with_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KVCache, "allocate", classmethod(poisoned))
 
 
-def drafts_of(algorithm: Algorithm) -> list[tuple[list[list[int]], list[list[int]]]]:
-    """Tokens and depths of every draft that `algorithm` makes from now on."""
-    drafts, propose = [], algorithm.propose
-
-    def watched(batch: Batch) -> DraftTree:
-        draft = propose(batch)
-        drafts.append((draft.tokens.tolist(), draft.links.depth.tolist()))
-        return draft
-
-    algorithm.propose = watched  # type: ignore[method-assign]
-    return drafts
-
-
 def served(maker: str, few: list, setup: Setup) -> tuple[list[list[int]], list]:
     """The answers and everything that was drafted on the way."""
     algorithm = ALL_MAKERS[maker]()
-    drafts = drafts_of(algorithm)
-    return [c.token_ids for c in run(algorithm, few, setup, TARGET).completions], drafts
+    watched = Watched(algorithm)
+    return [c.token_ids for c in run(algorithm, few, setup, TARGET).completions], watched.drafts
 
 
 @pytest.mark.parametrize(("backend", "maker"), [("fa4", m) for m in ALL_MAKERS] + [("torch", "eagle3_tree")])
-def test_nothing_is_read_before_it_is_written(
-    loaded: None, monkeypatch: pytest.MonkeyPatch, backend: str, maker: str
-) -> None:
+def test_nothing_is_read_before_it_is_written(monkeypatch: pytest.MonkeyPatch, backend: str, maker: str) -> None:
     """What stands in a recycled page behind the text reaches neither the answer nor the drafts."""
     setup = Setup(backend, page_size=4)
     answers, drafts = served(maker, asked(), setup)
@@ -79,7 +73,7 @@ def test_nothing_is_read_before_it_is_written(
 
 
 @pytest.mark.parametrize("maker", ["eagle3_tree", "standalone_tree"])
-def test_kernels_read_nothing_before_it_is_written(loaded: None, monkeypatch: pytest.MonkeyPatch, maker: str) -> None:
+def test_kernels_read_nothing_before_it_is_written(monkeypatch: pytest.MonkeyPatch, maker: str) -> None:
     """The same through the Triton kernels (interpreted where there is no GPU)."""
     few, setup = [changed(asked()[0], max_new_tokens=2)], Setup(impl="triton", max_batch=1)
     clean = served(maker, few, setup)
@@ -95,14 +89,16 @@ def breaks_at(target: Target, poison: int) -> Target:
 
 
 @pytest.mark.parametrize(
-    "setup", [Setup(page_size=4), Setup(graph="step", overlap=1), Setup(fused=True)], ids=["eager", "captured", "fused"]
+    "setup",
+    [Setup(page_size=4), Setup(graph="step", async_steps=1), Setup(fused=True)],
+    ids=["eager", "captured", "fused"],
 )
 @pytest.mark.parametrize("maker", ["autoregressive", "ngram", "standalone_chain", "dflash_chain"])
-def test_a_request_without_finite_logits_ends_alone(loaded: None, maker: str, setup: Setup) -> None:
+def test_a_request_without_finite_logits_ends_alone(maker: str, setup: Setup) -> None:
     """The others go on, also those that take its pages and its row."""
     few = requests(4, max_new_tokens=4)
     wanted, drafts = served(maker, few, setup)
-    met = {token for tokens, _ in drafts for row in tokens for token in row} | {t for ids in wanted for t in ids}
+    met = {token for _, tokens, _ in drafts for token in tokens} | {t for ids in wanted for t in ids}
     # A token that no other request reads, writes or drafts.
     poison = next(token for token in range(VOCAB) if token not in met and not any(token in r.prompt_ids for r in few))
     # In front, it follows nothing, so a drafter that learns from all texts never proposes it to another request.
@@ -117,7 +113,25 @@ def test_a_request_without_finite_logits_ends_alone(loaded: None, maker: str, se
     assert all(cache.kv.isfinite().all() for cache in engine.parts.resources.caches)
 
 
-def test_a_padding_row_moves_nothing(loaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_page_of_a_failed_request_is_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first token of a prompt of three pages breaks the keys and values of all of them."""
+    poison, wanted = 7, requests(1, max_new_tokens=4)[0]
+    long = replace(wanted, prompt_ids=(poison, *(token for token in range(8, 19))))
+    engine = engine_of(autoregressive(TARGET), Setup(page_size=4, max_batch=1), breaks_at(TARGET, poison))
+    broken: list[int] = []
+    zero = KVCache.zero
+
+    def noted(cache: KVCache, pages: list[int]) -> None:
+        broken.append(int(cache.kv.isnan().any(-1).any(-1).any(-1).any(0).any(0).sum()))
+        zero(cache, pages)
+
+    monkeypatch.setattr(KVCache, "zero", noted)
+    (done,) = engine.generate([long]).completions
+    assert done.finish_reason == "error" and broken[0] >= 3
+    assert all(cache.kv.isfinite().all() for cache in engine.parts.resources.caches)
+
+
+def test_a_padding_row_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever acceptance says about it: its pages may be those of a request that has moved to another row."""
     accept = step.accept
 
@@ -143,12 +157,12 @@ def test_a_padding_row_moves_nothing(loaded: None, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(algorithm, "propose", watched)
     monkeypatch.setattr(step, "accept", generous)
-    setup = Setup(max_batch=4, graph="step", overlap=1, page_size=4)
+    setup = Setup(max_batch=4, graph="step", async_steps=1, page_size=4)
     assert [c.token_ids for c in run(algorithm, few, setup, TARGET).completions] == wanted
 
 
 @pytest.mark.parametrize("maker", ["eagle_chain", "eagle3_tree", "standalone_chain", "dflash_chain"])
-def test_a_row_forgets_the_request_before(loaded: None, maker: str) -> None:
+def test_a_row_forgets_the_request_before(maker: str) -> None:
     """A prompt of one token is observed nowhere: its first draft is the one that it gets in a fresh row."""
     long, short = (replace(request, id=number) for number, request in enumerate(requests(7, max_new_tokens=4)[5:7]))
     assert len(short.prompt_ids) == 1
@@ -158,9 +172,9 @@ def test_a_row_forgets_the_request_before(loaded: None, maker: str) -> None:
 
 
 @pytest.mark.parametrize("topk", [1, 2])
-def test_drawn_drafts_never_use_a_key_twice(loaded: None, monkeypatch: pytest.MonkeyPatch, topk: int) -> None:
+def test_sampled_drafts_never_use_a_key_twice(monkeypatch: pytest.MonkeyPatch, topk: int) -> None:
     """One uniform for two drafts would couple them, also where they belong to different steps."""
-    draw, keys = drawn_tree.draw_children, []
+    draw, keys = sampled_tree.sample_children, []
 
     def watched(tokens: Tensor, probs: Tensor, children: Tensor, *others: Tensor, **options: object) -> None:
         *_, seeds, positions = others
@@ -168,8 +182,8 @@ def test_drawn_drafts_never_use_a_key_twice(loaded: None, monkeypatch: pytest.Mo
         keys.extend((*key, node) for key in zip(seeds.tolist(), positions.tolist(), strict=True) for node in nodes)
         draw(tokens, probs, children, *others, **options)
 
-    monkeypatch.setattr(drawn_tree, "draw_children", watched)
+    monkeypatch.setattr(sampled_tree, "sample_children", watched)
     few = [changed(request, temperature=0.7) for request in requests(3, max_new_tokens=12)]
-    drafter = Standalone(Standalone.Config(steps=4, topk=topk, draw="sample"), TARGET, "random")
+    drafter = Standalone(Standalone.Config(steps=4, topk=topk, draft_sampling="sample"), TARGET, "random")
     run(drafter, few, Setup(max_batch=3), TARGET)
     assert len(keys) > 60 and len(set(keys)) == len(keys)

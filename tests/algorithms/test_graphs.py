@@ -12,53 +12,33 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from algorithms import dflash
-from algorithms.eagle3 import Eagle3
+from algorithms.algorithm import Algorithm, Resources
+from algorithms.dflash import drafting as dflash
+from algorithms.eagle.drafting import Eagle3
+from algorithms.engine.settings import GRAPH_LEVELS
 from algorithms.mixed import Mixed
 from algorithms.ngram import NGram
-from algorithms.runtime.algorithm import Resources
-from algorithms.runtime.cuda_graph import StepRunner, buckets
-from algorithms.runtime.levels import GRAPH_LEVELS
-from algorithms.runtime.sampling_params import SamplingNeeds
-from algorithms.runtime.step import PHASES, Step
 from algorithms.standalone import Standalone
+from algorithms.step.runner import StepRunner
+from algorithms.step.sampling_params import SamplingNeeds
+from algorithms.step.step import PHASES, Step
 from algorithms.suffix import Suffix
-from specdec_kernels.texts import kernel as texts_kernel
+from specdec_kernels.history import kernel as history_kernel
 from specdec_kernels.tree import kernel as tree_kernel
-from specdec_kernels.tree import kernel_merge as merge_kernel
-from tests.algorithms.drafters import ALL_MAKERS, load_random_drafters
-from tests.algorithms.toy import (
-    Scripted,
-    Setup,
-    answers,
-    autoregressive,
-    changed,
-    engine_of,
-    random_drafter,
-    random_target,
-    requests,
-    run,
-    scripts,
-)
+from tests.algorithms.drafters import ALL_MAKERS, TARGET
+from tests.algorithms.toy import Scripted, Setup, answers, autoregressive, changed, engine_of, requests, run, scripts
 
-TARGET = random_target()
+pytestmark = pytest.mark.usefixtures("random_drafters")
+
 ASKED = [changed(r, temperature=(0.0, 0.8)[r.id % 2]) for r in requests(6, max_new_tokens=14)]
 
 
 @pytest.fixture
-def drafter(monkeypatch: pytest.MonkeyPatch) -> dflash.DFlash:
-    monkeypatch.setattr("algorithms.runtime.models.loading.load_dflash", lambda *_: random_drafter())
+def drafter() -> dflash.DFlash:
     return dflash.DFlash(dflash.DFlash.Config(block_size=5), TARGET, "random")
 
 
-def test_buckets_cover_every_batch() -> None:
-    assert [buckets(n) for n in (1, 2, 5, 8)] == [(1,), (1, 2), (1, 2, 4, 5), (1, 2, 4, 8)]
-
-
-@pytest.mark.parametrize(
-    ("max_batch", "level"),
-    [(3, "none"), (1, "draft"), (5, "draft"), (3, "verify"), (5, "verify"), (1, "step"), (3, "step"), (5, "step")],
-)
+@pytest.mark.parametrize(("max_batch", "level"), [(3, "none"), (5, "draft"), (5, "verify"), (1, "step"), (5, "step")])
 def test_levels_give_the_same_tokens(drafter: dflash.DFlash, level: str, max_batch: int) -> None:
     """Catches padding rows that store, move or advance anything, and parameters frozen at capture."""
     expected = answers(ASKED, Setup(max_batch=max_batch), TARGET)
@@ -67,9 +47,9 @@ def test_levels_give_the_same_tokens(drafter: dflash.DFlash, level: str, max_bat
         assert [c.token_ids for c in run(algorithm, ASKED, setup, TARGET).completions] == expected
 
 
-@pytest.mark.parametrize("overlap", [1, 2])
+@pytest.mark.parametrize("async_steps", [1, 2])
 @pytest.mark.parametrize("decoys", [False, True], ids=["chain", "tree"])
-def test_late_reading_gives_the_same_tokens(overlap: int, decoys: bool) -> None:
+def test_late_reading_gives_the_same_tokens(async_steps: int, decoys: bool) -> None:
     """Requests end while later steps are in flight; their rows and pages go to the next ones meanwhile."""
     asked = requests(7, max_new_tokens=11)
     expected = answers(asked, Setup(), TARGET)
@@ -78,13 +58,13 @@ def test_late_reading_gives_the_same_tokens(overlap: int, decoys: bool) -> None:
     texts = scripts(asked, answers(requests(7, max_new_tokens=24), Setup(), TARGET))
     scripted = Scripted(texts, 3, lambda at, d: (at + d) % 3 != 0, decoys)
     scarce = max(-(-(r.max_length + 16) // 4) for r in asked) + 3
-    setup = Setup(max_batch=3, page_size=4, num_pages=scarce, overlap=overlap)
+    setup = Setup(max_batch=3, page_size=4, num_pages=scarce, async_steps=async_steps)
     assert [c.token_ids for c in run(scripted, stops, setup, TARGET).completions] == alone
 
 
 def test_late_reading_counts_as_early_reading_does(drafter: dflash.DFlash) -> None:
     """A step that was launched after the end of a request is not counted for it."""
-    early, late = (run(drafter, ASKED, Setup(overlap=n), TARGET).completions for n in (0, 1))
+    early, late = (run(drafter, ASKED, Setup(async_steps=n), TARGET).completions for n in (0, 1))
     for a, b in zip(early, late, strict=True):
         assert (a.accepted_counts, a.num_truncated, a.finish_reason) == (
             b.accepted_counts,
@@ -128,7 +108,7 @@ class HostReads:
         for name in self.METHODS:
             monkeypatch.setattr(torch.Tensor, name, self._counted(name, getattr(torch.Tensor, name)))
         # The interpreter runs a kernel on the host, so it reads all of its arguments.
-        for module in (texts_kernel, tree_kernel, merge_kernel):
+        for module in (history_kernel, tree_kernel):
             monkeypatch.setattr(module, "launch", self._unwatched(module.launch))
 
     @contextmanager
@@ -158,46 +138,41 @@ class HostReads:
         return unwatched
 
 
-class KernelNGram(NGram):
+def by_kernels(kind: type[NGram] | type[Suffix], **settings: Any) -> Algorithm:
     """The reference reads texts on the host; its kernels are what runs on a device."""
-
-    def attach(self, resources: Resources) -> None:
-        super().attach(replace(resources, impl="triton"))
-
-
-class KernelSuffix(Suffix):
-    """As for n-grams."""
-
-    def attach(self, resources: Resources) -> None:
-        super().attach(replace(resources, impl="triton"))
+    algorithm = kind(kind.Config(max_ngram=4, **settings), TARGET, None)
+    bind = algorithm.bind
+    algorithm.bind = lambda resources: bind(replace(resources, impl="triton"))  # type: ignore[method-assign]
+    return algorithm
 
 
 class KernelMixed(Mixed):
     """With the kernels of its first drafter, n-grams or suffixes, and of the union of two trees, whose reference is a
     walk on the host too."""
 
-    def attach(self, resources: Resources) -> None:
-        self._parts[0].attach(replace(resources, impl="triton"))
-        self._parts[1].attach(resources)
-        self._impl, self._with_confidence = "triton", resources.confidence
+    def bind(self, resources: Resources) -> None:
+        self._parts[0].bind(replace(resources, impl="triton"))
+        self._parts[1].bind(resources)
+        self._impl, self._needs_path_probs = "triton", resources.needs_path_probs
 
 
-def kernel_mixed(mode: str) -> KernelMixed:
-    parts = {"first": {"name": "suffix", "num_nodes": 5, "window": 4, "texts": 1}, "second": {"name": "eagle3"}}
-    return KernelMixed(KernelMixed.Config(**parts, mode=mode), TARGET, "random")
+def kernel_mixed() -> KernelMixed:
+    parts = {"first": {"name": "suffix", "num_nodes": 5, "max_ngram": 4, "histories": 1}, "second": {"name": "eagle3"}}
+    return KernelMixed(KernelMixed.Config(**parts), TARGET, "random")
 
 
-DRAWN_DFLASH = dflash.DFlash.Config(block_size=4, topk=2, num_nodes=8, draw="sample")
+SAMPLED_DFLASH = dflash.DFlash.Config(block_size=4, topk=2, num_nodes=8, draft_sampling="sample")
 STEPPED = ALL_MAKERS | {
-    "mixed_merge": lambda: kernel_mixed("merge"),
-    "mixed_take": lambda: kernel_mixed("take"),
-    "ngram": lambda: KernelNGram(NGram.Config(num_nodes=9, texts=1, window=4), TARGET, None),
-    "suffix": lambda: KernelSuffix(Suffix.Config(num_nodes=9, texts=1, window=4), TARGET, None),
-    "suffix_own": lambda: KernelSuffix(Suffix.Config(num_nodes=5, shared=False, window=4), TARGET, None),
+    "mixed": kernel_mixed,
+    "ngram": lambda: by_kernels(NGram, num_nodes=9, histories=1),
+    "suffix": lambda: by_kernels(Suffix, num_nodes=9, histories=1),
+    "suffix_own": lambda: by_kernels(Suffix, num_nodes=5, shared=False),
     "standalone_block": lambda: Standalone(Standalone.Config(steps=3, rule="block"), TARGET, "random"),
     "standalone_rejection": lambda: Standalone(Standalone.Config(steps=3, rule="rejection"), TARGET, "random"),
-    "eagle3_drawn": lambda: Eagle3(Eagle3.Config(steps=3, topk=2, draw="without_replacement"), TARGET, "random"),
-    "dflash_drawn": lambda: dflash.DFlash(DRAWN_DFLASH, TARGET, "random"),
+    "eagle3_sampled": lambda: Eagle3(
+        Eagle3.Config(steps=3, topk=2, draft_sampling="without_replacement"), TARGET, "random"
+    ),
+    "dflash_sampled": lambda: dflash.DFlash(SAMPLED_DFLASH, TARGET, "random"),
 }
 FILTERED = {
     "top_k": 5,
@@ -220,7 +195,6 @@ FILTERED = {
 def test_a_step_reads_nothing_back(maker: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy and sampled rows, with every penalty and filter on, and tokens forbidden; a prompt rides in a step where
     whole steps are captured."""
-    load_random_drafters(monkeypatch)
     host = HostReads(monkeypatch)
     launch = StepRunner.launch
 
@@ -229,19 +203,11 @@ def test_a_step_reads_nothing_back(maker: str, backend: str, monkeypatch: pytest
             return launch(self, *arguments)
 
     monkeypatch.setattr(StepRunner, "launch", watched)
-    monkeypatch.setattr("algorithms.runtime.step.check_draft", lambda *_: None)  # the first draft is read back
+    monkeypatch.setattr("algorithms.step.step.check_draft", lambda *_: None)  # the first draft is read back
     asked = [changed(r, temperature=(0.0, 0.8)[r.id % 2], **FILTERED) for r in requests(2, 6)]
     graph = "none" if backend == "torch" else "step"
     run(STEPPED[maker](), asked, Setup(backend=backend, max_batch=1, graph=graph), TARGET)
     assert (host.reads.seen, host.seen) == ([], [])
-
-
-def test_reads_are_seen() -> None:
-    """The counter above sees reads."""
-    with Reads() as reads:
-        x = torch.arange(4)
-        x[x > 2].sum().item()
-    assert {"index", "_local_scalar_dense"} <= set(reads.seen)
 
 
 def test_reads_of_the_host_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,23 +230,22 @@ def test_levels_need_a_gpu_and_a_known_name() -> None:
 
 
 @pytest.mark.parametrize("level", GRAPH_LEVELS)
-def test_the_ledger_has_every_phase_at_every_level(drafter: dflash.DFlash, level: str) -> None:
+def test_every_phase_has_a_time_at_every_level(drafter: dflash.DFlash, level: str) -> None:
     """Catches phases of a captured step that are booked under another name, not at all, or from the warm-up."""
     engine = engine_of(drafter, Setup(graph=level), TARGET)
     began = time.perf_counter()
     generation = engine.generate(ASKED)
-    ledger = generation.ledger_ms
-    assert list(ledger) == [*PHASES, "host"]
-    assert all(ledger[phase] > 0 for phase in PHASES)
-    assert ledger["verify"] > ledger["accept"]
-    assert sum(ledger.values()) == pytest.approx(generation.decode_ms, rel=0.02)
+    phase_times = generation.phase_times_ms
+    assert list(phase_times) == [*PHASES, "host"]
+    assert all(phase_times[phase] > 0 for phase in PHASES)
+    assert phase_times["verify"] > phase_times["accept"]
+    assert sum(phase_times.values()) == pytest.approx(generation.decode_ms, rel=0.02)
     assert generation.decode_ms < (time.perf_counter() - began) * 1e3
 
 
 @pytest.mark.parametrize("maker", ["autoregressive", "eagle3_tree", "ngram"])
 def test_steps_that_only_compile_leave_no_trace(maker: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They run for every size before the requests do, and change neither tokens nor what a drafter knows."""
-    load_random_drafters(monkeypatch)
     engines = [engine_of(ALL_MAKERS[maker](), Setup(max_batch=3), TARGET) for _ in range(2)]
     sizes: list[tuple[int, int]] = []
     draft = Step.draft

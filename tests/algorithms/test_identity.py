@@ -6,11 +6,13 @@ from functools import cache
 
 import pytest
 
+from algorithms.engine.engine import Engine
+from algorithms.engine.request import Completion, Request
 from algorithms.ngram import NGram
-from algorithms.runtime.engine import Engine
-from algorithms.runtime.request import Completion, Request
-from tests.algorithms.drafters import ALL_MAKERS, TARGET, hinted, load_random_drafters
+from tests.algorithms.drafters import ALL_MAKERS, TARGET, hinted
 from tests.algorithms.toy import Setup, autoregressive, changed, engine_of, requests, run, scripts, spell
+
+pytestmark = pytest.mark.usefixtures("random_drafters")
 
 TOKENS = 15
 
@@ -49,11 +51,8 @@ PAIRS = (("fa4", 1, 1), ("fa4", 16, 3), ("torch", 1, 3), ("torch", 16, 1), ("hyb
 
 @pytest.mark.parametrize(("backend", "page_size", "max_batch"), PAIRS)
 @pytest.mark.parametrize("maker", ALL_MAKERS)
-def test_output_is_the_targets_own(
-    monkeypatch: pytest.MonkeyPatch, maker: str, backend: str, page_size: int, max_batch: int
-) -> None:
+def test_output_is_the_targets_own(maker: str, backend: str, page_size: int, max_batch: int) -> None:
     """Token for token, greedy and sampled side by side, in batches that requests enter and leave all the time."""
-    load_random_drafters(monkeypatch)
     asked, alone, texts = reference()
     setup = Setup(backend=backend, page_size=page_size, max_batch=max_batch)
     got = run(hinted(ALL_MAKERS[maker](), texts), asked, setup, TARGET).completions
@@ -65,9 +64,8 @@ def test_output_is_the_targets_own(
 
 
 @pytest.mark.parametrize("maker", ALL_MAKERS)
-def test_log_probabilities_are_those_of_the_target_alone(monkeypatch: pytest.MonkeyPatch, maker: str) -> None:
+def test_log_probabilities_are_those_of_the_target_alone(maker: str) -> None:
     """For every emitted token, accepted or bonus; not those of the drafter, and not after filters."""
-    load_random_drafters(monkeypatch)
     asked, alone = with_log_probabilities()
     got = run(hinted(ALL_MAKERS[maker](), reference()[2]), asked, Setup(page_size=4), TARGET).completions
     for ours, plain in zip(got, alone, strict=True):
@@ -86,7 +84,7 @@ def test_forgetting_makes_the_next_run_the_first() -> None:
     engine = engine_of(NGram(NGram.Config(), TARGET, None), Setup(graph="step"), TARGET)
     first, second = counts(engine), counts(engine)
     assert sum(map(len, second)) < sum(map(len, first))
-    engine.forget()
+    engine.reset()
     assert counts(engine) == first
 
 

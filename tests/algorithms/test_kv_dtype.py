@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from algorithms.runtime.backends.protocol import BackendError
-from algorithms.runtime.backends.torch import TorchBackend
-from algorithms.runtime.cache import KVScales, load_kv_scales
-from algorithms.runtime.engine import Engine
-from algorithms.runtime.engine_settings import EngineSettings
+from algorithms.attention.backends.protocol import BackendError
+from algorithms.attention.backends.torch import TorchBackend
+from algorithms.attention.cache import KVScales
+from algorithms.engine.engine import Engine
+from algorithms.engine.settings import RuntimeSettings
 from specdec_kernels import AttentionShape
-from tests.algorithms.drafters import ALL_MAKERS, TARGET, hinted, load_random_drafters
+from tests.algorithms.drafters import ALL_MAKERS, TARGET, hinted
 from tests.algorithms.toy import (
     CONFIG,
     Setup,
@@ -27,6 +24,8 @@ from tests.algorithms.toy import (
     scripts,
     spell,
 )
+
+pytestmark = pytest.mark.usefixtures("random_drafters")
 
 E4M3 = torch.float8_e4m3fn
 
@@ -43,10 +42,7 @@ def factors(k_scale: float = 0.03, v_scale: float = 0.05) -> KVScales:
     [(maker, "fa4") for maker in ALL_MAKERS]
     + [(maker, backend) for maker in ("dflash_chain", "eagle3_tree") for backend in ("torch", "hybrid")],
 )
-def test_output_is_that_of_the_target_with_the_same_cache(
-    monkeypatch: pytest.MonkeyPatch, maker: str, backend: str
-) -> None:
-    load_random_drafters(monkeypatch)
+def test_output_is_that_of_the_target_with_the_same_cache(maker: str, backend: str) -> None:
     asked = [changed(request, temperature=(0.0, 0.9)[request.id % 2]) for request in requests(4, 10)]
     setup = Setup(backend=backend, kv_dtype=E4M3, kv_scales=factors(), max_batch=2)
     alone = answers(asked, Setup(backend="torch", kv_dtype=E4M3, kv_scales=factors(), max_batch=1), TARGET)
@@ -84,54 +80,13 @@ def test_kernels_and_reference_write_the_same_with_factors(impl: str) -> None:
     assert answers(asked, setup, TARGET) == answers(asked, plain, TARGET)
 
 
-def test_a_failed_request_leaves_zeros() -> None:
-    engine = engine_of(autoregressive(TARGET), Setup(kv_dtype=E4M3), TARGET)
-    cache = engine.parts.cache
-    cache.kv.view(torch.uint8).fill_(0x7F)
-    cache.zero([0, 2])
-    codes = cache.kv.view(torch.uint8)
-    assert (codes[:, :, [0, 2]] == 0).all() and (codes[:, :, 1] == 0x7F).all()
-
-
 def test_backends_are_asked_about_the_cache_before_anything_runs() -> None:
     class HalfPrecisionOnly(TorchBackend):
         def refuse(self, shape: AttentionShape, *call: object) -> str | None:
             return None if shape.kv_dtype == shape.dtype else f"it reads no {shape.kv_dtype}"
 
     backend = HalfPrecisionOnly(TorchBackend.Config(), "reference")
-    Engine(TARGET, autoregressive(TARGET), backend, EngineSettings(max_length=64, impl="reference"), spell)
+    Engine(TARGET, autoregressive(TARGET), backend, RuntimeSettings(max_length=64, impl="reference"), spell)
     with pytest.raises(BackendError, match="it reads no torch.float8_e4m3fn"):
-        settings = EngineSettings(max_length=64, impl="reference", kv_dtype=E4M3)
+        settings = RuntimeSettings(max_length=64, impl="reference", kv_dtype="fp8_e4m3")
         Engine(TARGET, autoregressive(TARGET), backend, settings, spell)
-
-
-def scales_file(path: Path, **changes: torch.Tensor | None) -> Path:
-    tensors = factors()._asdict() | changes
-    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
-    return path
-
-
-def test_factors_are_read_back(tmp_path: Path) -> None:
-    found = load_kv_scales(scales_file(tmp_path / "scales.safetensors"), CONFIG)
-    assert torch.equal(found.k_scale, factors().k_scale) and torch.equal(found.v_scale, factors().v_scale)
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"v_scale": None}, "got no v_scale"),
-        ({"k_scale": torch.ones(1, 9)}, r"k_scale of \[layers, KV heads\] .* got \[1, 9\]"),
-        ({"k_scale": torch.zeros(CONFIG.num_layers, CONFIG.num_kv_heads)}, "finite factors above zero"),
-    ],
-)
-def test_factors_that_do_not_fit_are_refused(tmp_path: Path, changes: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        load_kv_scales(scales_file(tmp_path / "scales.safetensors", **changes), CONFIG)
-
-
-def test_files_that_are_no_factors_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="found none at"):
-        load_kv_scales(tmp_path / "none.safetensors", CONFIG)
-    (tmp_path / "text").write_text("no tensors")
-    with pytest.raises(ValueError, match="expected a safetensors file"):
-        load_kv_scales(tmp_path / "text", CONFIG)

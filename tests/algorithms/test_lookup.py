@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from algorithms.drafting.lookup import Lookup
+from algorithms.engine.request import Request
+from algorithms.models.loading import load_target
+from algorithms.models.tokenizer import Tokenizer
 from algorithms.ngram import NGram
-from algorithms.runtime.lookup import Lookup
-from algorithms.runtime.models.loading import load_target
-from algorithms.runtime.models.tokenizer import Tokenizer
-from algorithms.runtime.request import Request
-from algorithms.runtime.sampling_params import SamplingNeeds, SamplingParams
+from algorithms.step.sampling_params import SamplingNeeds, SamplingParams
 from algorithms.suffix import Suffix
 from experiments.data.code import function_beginnings
 from tests.algorithms.drafters import mixed
@@ -59,45 +59,29 @@ def test_lossless(backend: str, page_size: int, max_batch: int, kind: str, tempe
     assert without and all(ran_out for _, ran_out in without), "a store that knows no continuation drafts nothing"
 
 
-@pytest.mark.parametrize("end", [1, 2, 5, 11])
-def test_stops_inside_a_block(end: int) -> None:
-    asked = requests(4)
-    stopped = [changed(r, stop_token_ids=frozenset({ids[end - 1]})) for r, ids in zip(asked, written(), strict=False)]
-    alone = answers(stopped, Setup(), TARGET)
-    got = run(lookup("ngram"), twice(stopped), Setup(), TARGET).completions
-    assert [c.token_ids for c in got] == alone * 2
-
-
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("graph", "piggyback"), [("draft", True), ("step", False), ("step", True)])
-def test_captured_steps_write_nothing_twice(graph: str, piggyback: bool, kind: str) -> None:
+@pytest.mark.parametrize(("graph", "mixed_prefill"), [("draft", True), ("step", False), ("step", True)])
+def test_captured_steps_write_nothing_twice(graph: str, mixed_prefill: bool, kind: str) -> None:
     """Warm-up and padding rows do not change the store: same tokens, same acceptance, same texts.
 
     Prompts that ride in steps begin their texts in another order.
     """
     runs = []
     for level in ("none", graph):
-        engine = engine_of(lookup(kind), Setup(max_batch=3, graph=level, piggyback=piggyback), TARGET)
+        engine = engine_of(lookup(kind), Setup(max_batch=3, graph=level, mixed_prefill=mixed_prefill), TARGET)
         got = engine.generate(requests(5, max_new_tokens=14))
-        (texts,) = engine.parts.resources.texts
+        (texts,) = engine.parts.resources.histories
         held = texts_of(texts.store)
-        runs.append(([c.token_ids for c in got.completions], sorted(held) if piggyback else held))
+        runs.append(([c.token_ids for c in got.completions], sorted(held) if mixed_prefill else held))
         assert int(texts.store.clock) == 5
     assert runs[1] == runs[0]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_store_for_one_text_is_still_lossless(kind: str) -> None:
-    """A text makes room whenever a request begins."""
-    got = run(lookup(kind, texts=0), requests(5), Setup(), TARGET)
-    assert [c.token_ids for c in got.completions] == written()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_in_the_engine(kind: str) -> None:
     """The same identity through the Triton kernels (interpreted where there is no GPU)."""
     asked = requests(1, max_new_tokens=4)
-    got = run(lookup(kind, num_nodes=5, window=2), twice(asked), Setup(impl="triton", max_batch=1), TARGET)
+    got = run(lookup(kind, num_nodes=5, max_ngram=2), twice(asked), Setup(impl="triton", max_batch=1), TARGET)
     assert [c.token_ids for c in got.completions] == [written()[0][:4]] * 2
     assert max(got.completions[1].accepted_counts) >= 2
 
@@ -109,22 +93,12 @@ def test_two_drafters_read_one_store(graph: str) -> None:
     parts = {"first": {"name": "suffix", "num_nodes": 8}, "second": {"name": "ngram", "num_nodes": 8}}
     engine = engine_of(mixed(**parts), Setup(max_batch=1, graph=graph), TARGET)
     both = engine.generate(asked).completions
-    (texts,) = engine.parts.resources.texts
+    (texts,) = engine.parts.resources.histories
     assert int(texts.store.clock) == len(asked)
     assert [c.token_ids for c in both] == written()
     alone = [run(lookup(kind), asked, Setup(max_batch=1, graph=graph), TARGET).completions for kind in KINDS]
     for of_both, *of_parts in zip(both, *alone, strict=True):
         assert len(of_both.accepted_counts) <= min(len(part.accepted_counts) for part in of_parts)
-
-
-def test_drafters_that_want_other_texts_have_stores_of_their_own() -> None:
-    parts = {"first": {"name": "suffix", "texts": 3}, "second": {"name": "ngram", "shared": False}}
-    engine = engine_of(mixed(**parts), Setup(max_batch=2), TARGET)
-    engine.generate(requests(5, 3))
-    assert [texts.store.num_kept for texts in engine.parts.resources.texts] == [3, 0]
-    assert [int(texts.store.clock) for texts in engine.parts.resources.texts] == [5, 5]
-    engine.forget()
-    assert all(not texts_of(texts.store) for texts in engine.parts.resources.texts)
 
 
 @pytest.mark.parametrize(("kind", "graph"), [("ngram", "step"), ("suffix", "none")])
@@ -144,7 +118,7 @@ def test_own_texts_make_drafts_independent_of_other_requests(kind: str, graph: s
 def test_texts_of_requests_that_end_in_every_way(kind: str) -> None:
     """A request that is aborted, one that fails, and one that ends by itself leave what they have written; the rows
     behind them go on with their own."""
-    engine = engine_of(lookup(kind, texts=4), Setup(max_batch=3), TARGET)
+    engine = engine_of(lookup(kind, histories=4), Setup(max_batch=3), TARGET)
     asked = requests(4, 10)
     with engine.session(SamplingNeeds()) as session:
         for request in asked[:3]:
@@ -153,11 +127,11 @@ def test_texts_of_requests_that_end_in_every_way(kind: str) -> None:
         aborted = session.abort(0)
         session.submit(asked[3])
         done += session.step()
-        broken = next(running for running in engine.scheduler.rows if running.request.id == 1)
-        session._move_rows([session._fail(broken)])  # type: ignore[list-item]
+        broken = next(running for running in engine.scheduler.running if running.request.id == 1)
+        session._move_slots([session._fail(broken)])  # type: ignore[list-item]
         while not session.idle:
             done += session.step()
-    (texts,) = engine.parts.resources.texts
+    (texts,) = engine.parts.resources.histories
     held = texts_of(texts.store)
     assert aborted is not None and len(held) == 4
     got = {c.request_id: c.token_ids for c in done} | {0: aborted.token_ids, 1: broken.completion.token_ids}
@@ -220,7 +194,7 @@ def test_a_corpus_is_looked_up(tmp_path: Path, kind: str) -> None:
     helped = engine.generate(asked)
     assert [c.token_ids for c in helped.completions] == [c.token_ids for c in alone.completions]
     assert helped.num_steps < alone.num_steps
-    engine.forget()
+    engine.reset()
     assert engine.generate(asked).num_steps == helped.num_steps
 
 
@@ -231,18 +205,17 @@ def test_a_corpus_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
             lookup("suffix", corpus=str(tmp_path / path))
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (dict(num_nodes=1), "algo.num_nodes: expected 2 to 256, got 1"),
-        (dict(window=64), "algo.window: expected 1 to 63, got 64"),
-        (dict(matches=0), "algo.matches: expected 1 to 64, got 0"),
-        (dict(texts=-1), "algo.texts: expected 0 to 4096, got -1"),
-        (dict(min_confidence=1.5), "algo.min_confidence: expected 0 to 1, got 1.5"),
+        (dict(max_ngram=64), "algo.max_ngram: expected 1 to 63, got 64"),
+        (dict(max_candidates=0), "algo.max_candidates: expected 1 to 64, got 0"),
+        (dict(histories=-1), "algo.histories: expected 0 to 4096, got -1"),
+        (dict(min_path_prob=1.5), "algo.min_path_prob: expected 0 to 1, got 1.5"),
         (dict(corpus="file", shared=False), "algo.corpus: expected algo.shared=true with it"),
     ],
 )
-def test_ranges(kind: str, change: dict[str, Any], message: str) -> None:
+def test_ranges(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        KINDS[kind].Config(**change)
+        Suffix.Config(**change)

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 
+from algorithms.algorithm import Algorithm, DraftTree
 from algorithms.ngram import NGram
 from algorithms.registry import GROUP, PACKAGES_VARIABLE, available
-from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree
-from specdec_kernels import build_chain, build_tree
+from specdec_kernels import build_tree
 from tests.algorithms.toy import Setup, answers, changed, random_target, requests, run
 from tests.programs import run_python
 
@@ -50,11 +50,6 @@ def kind(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return module.Echo
 
 
-def test_the_example_is_short() -> None:
-    assert len(SOURCE.splitlines()) < 60
-    assert f'[project.entry-points."{GROUP}"]' in PAGE
-
-
 @pytest.mark.parametrize("level", ["none", "step"])
 def test_the_example_is_lossless(kind: Any, level: str) -> None:
     """Greedy and sampled, in batches that requests enter and leave, captured or not; and drafts are accepted."""
@@ -63,28 +58,6 @@ def test_the_example_is_lossless(kind: Any, level: str) -> None:
     got = run(drafter, asked, Setup(max_batch=4, graph=level), TARGET).completions
     assert [c.token_ids for c in got] == answers(asked, Setup(), TARGET)
     assert sum(sum(c.accepted_counts) for c in got) > 0
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ([1, 2, 3, 4, 1, 2], [3, 4, 1, 2]),
-        ([5, 1, 2, 9, 1, 2, 7, 1, 2], [7, 1, 2, 7]),
-        ([8, 1, 2, 3, 9, 1, 2, 4, 8, 1, 2], [3, 9, 1, 2]),
-        ([6], [0, 0, 0, 0]),
-    ],
-    ids=["followers", "the latest", "the longest", "no text"],
-)
-def test_what_the_example_drafts(kind: Any, text: list[int], expected: list[int]) -> None:
-    drafter = kind(kind.Config(draft_len=4, window=4), None, None)
-    drafter._impl = "reference"
-    history = torch.tensor([text + [0] * (12 - len(text))])
-    length = torch.tensor([len(text) - 1])
-    batch: Any = replace(_EMPTY, lengths=length, last_tokens=history[:, length[0]], history=history)
-    assert drafter.propose(batch).tokens.tolist() == [[text[-1], *expected]]
-
-
-_EMPTY: Any = Batch(*[None] * 8)  # type: ignore[list-item]
 
 
 def install(folder: Path, entry_point: str = ENTRY_POINT, name: str = "echo") -> Path:
@@ -114,14 +87,7 @@ def test_it_is_an_option_in_every_folder(tmp_path: Path, installed: bool) -> Non
         site.mkdir()
         (site / "echo_drafter.py").write_text(SOURCE)
     named = {} if installed else {PACKAGES_VARIABLE: "echo_drafter"}
-    settings = (
-        "algo=echo",
-        "algo.draft_len=5",
-        "data=code",
-        "data.limit=2",
-        "tracker=none",
-        "runtime.impl=reference",
-    )
+    settings = ("algo=echo", "algo.draft_len=5", "data=code", "data.limit=2", "tracker=none", "runtime.impl=reference")
     done = command(folder, site, *settings, "sampling.max_new_tokens=40", **named)
     assert done.returncode == 0, done.stderr
     (summary_file,) = folder.glob("outputs/**/summary.json")
@@ -138,11 +104,8 @@ def shown(message: str) -> None:
     assert quoted, f"the page has no part of: {message}"
 
 
-@pytest.mark.parametrize(
-    "arguments", [("algo=echo", "algo.draftlen=2"), ("algo=echo", "algo.draft_len=0")], ids=lambda a: a[1]
-)
-def test_its_settings_are_checked(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    done = command(tmp_path, install(tmp_path / "site"), *arguments)
+def test_its_settings_are_checked(tmp_path: Path) -> None:
+    done = command(tmp_path, install(tmp_path / "site"), "algo=echo", "algo.draftlen=2")
     assert done.returncode == 2 and "Traceback" not in done.stderr
     shown(done.stderr)
 
@@ -161,9 +124,8 @@ def test_entry_points_are_checked(tmp_path: Path, entry_point: str, name: str) -
 
 def test_names_in_the_environment_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PACKAGES_VARIABLE, "eko_drafter")
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match="SPECDEC_ALGORITHMS=eko_drafter: cannot be imported: No module named"):
         available()
-    shown(str(caught.value))
     monkeypatch.setenv(PACKAGES_VARIABLE, "json")
     with pytest.raises(ValueError, match="SPECDEC_ALGORITHMS=json: expected a subclass of Algorithm in it, found none"):
         available()
@@ -178,12 +140,11 @@ class Nameless:
     draft_len: int = 3
 
 
-@pytest.mark.parametrize("mistake", ["no name", "no dataclass", "foreign", "taken", "no class"])
+@pytest.mark.parametrize("mistake", ["no name", "no dataclass", "taken", "no class"])
 def test_classes_are_checked(monkeypatch: pytest.MonkeyPatch, kind: Any, mistake: str) -> None:
     changes: dict[str, Callable[[], Any]] = {
         "no name": lambda: type("Echo", (kind,), {"Config": Nameless}),
         "no dataclass": lambda: type("Echo", (kind,), {"Config": object}),
-        "foreign": lambda: type("Echo", (kind,), {"Config": NGram.Config}),
         "taken": lambda: Taken,
         "no class": lambda: "echo",
     }
@@ -200,7 +161,7 @@ def test_classes_are_checked(monkeypatch: pytest.MonkeyPatch, kind: Any, mistake
     with pytest.raises(ValueError) as caught:
         available()
     if mistake == "no class":
-        assert "expected a subclass of algorithms.runtime.algorithm.Algorithm, got 'echo'" in str(caught.value)
+        assert "expected a subclass of algorithms.algorithm.Algorithm, got 'echo'" in str(caught.value)
     else:
         shown(str(caught.value))
 
@@ -209,55 +170,15 @@ def _shorter(draft: DraftTree) -> DraftTree:
     return replace(draft, tokens=draft.tokens[:, :-1])
 
 
-def _committed(draft: DraftTree) -> torch.Tensor:
-    return draft.links.positions[:, 0]
-
-
 def _branching(draft: DraftTree) -> DraftTree:
     parents = torch.tensor([[-1, 0, 0, 1, 1, 2, 2]], dtype=torch.int32).repeat(len(draft.tokens), 1)
-    return replace(draft, links=build_tree(parents, _committed(draft)))
-
-
-def _padded(draft: DraftTree) -> DraftTree:
-    return replace(draft, tokens=torch.nn.functional.pad(draft.tokens, (0, 3)))
-
-
-def _narrow(draft: DraftTree) -> DraftTree:
-    return replace(draft, tokens=draft.tokens.int())
+    return replace(draft, links=build_tree(parents, draft.links.positions[:, 0]))
 
 
 @pytest.mark.parametrize(
     ("attributes", "change"),
-    [
-        ({"max_depth": 0}, None),
-        ({}, _shorter),
-        ({}, _narrow),
-        ({"rule": "rejection"}, None),
-        ({}, lambda draft: tuple(vars(draft).values())),
-        ({}, lambda draft: replace(draft, tokens=(draft.tokens + 1) % 61)),
-        ({}, lambda draft: replace(draft, tokens=draft.tokens.index_fill(1, torch.tensor([1]), 61))),
-        ({}, _branching),
-        ({"chain": False, "max_depth": 3}, _padded),
-        ({"chain": False, "max_depth": 0}, None),
-        ({}, lambda draft: replace(draft, links=build_chain(_committed(draft), 6))),
-        ({}, lambda draft: replace(draft, links=build_chain(_committed(draft) + 1, 7))),
-        ({"rule": "block"}, lambda draft: replace(draft, draft_probs=torch.ones(len(draft.tokens), 7, 61))),
-    ],
-    ids=[
-        "no depth",
-        "too few tokens",
-        "int32",
-        "no draft_probs",
-        "no tree",
-        "another node 0",
-        "outside the vocabulary",
-        "chain = False forgotten",
-        "too deep",
-        "no depth of a tree",
-        "links of fewer nodes",
-        "another length",
-        "wrong draft_probs",
-    ],
+    [({"max_depth": 0}, None), ({}, _shorter), ({}, _branching)],
+    ids=["no depth", "too few tokens", "chain = False forgotten"],
 )
 @pytest.mark.parametrize("level", ["none", "step"])
 def test_mistakes_of_the_drafter(
@@ -276,28 +197,9 @@ def test_mistakes_of_the_drafter(
     assert str(caught.value).startswith("algo=echo: ") and "\n" not in str(caught.value)
 
 
-def test_unused_nodes_may_be_deeper_than_the_tree(kind: Any) -> None:
-    """They hang on each other, and node 0 leads to none of them."""
-    drafter: Algorithm = kind(kind.Config(), TARGET, None)
-    drafter.chain, drafter.max_depth = False, 1
-    propose, parents = drafter.propose, torch.tensor([[-1, 0, -2, 2, 3, 4, 5]], dtype=torch.int32)
-
-    def scattered(batch: Batch) -> DraftTree:
-        tokens = torch.nn.functional.pad(propose(batch).tokens, (0, 5))
-        return DraftTree(tokens, build_tree(parents.repeat(len(tokens), 1), batch.lengths))
-
-    drafter.propose = scattered  # type: ignore[method-assign]
-    asked = requests(2)
-    assert [c.token_ids for c in run(drafter, asked, Setup(), TARGET).completions] == answers(asked, Setup(), TARGET)
-
-
-def test_every_message_of_the_page_is_tested_above() -> None:
-    assert len(re.findall(r"^\|[^|]*\| `(.*)` \|$", PAGE.split("## What a mistake")[1], re.M)) == 21
-
-
 def test_a_draft_is_checked_once(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
-    monkeypatch.setattr("algorithms.runtime.step.check_draft", lambda a, batch, *_: seen.append(bool(batch.active[0])))
+    monkeypatch.setattr("algorithms.step.step.check_draft", lambda a, batch, *_: seen.append(bool(batch.active[0])))
     for level, expected in {"none": [True], "step": [False, True]}.items():
         seen.clear()
         run(kind(kind.Config(), TARGET, None), requests(3), Setup(max_batch=2, graph=level), TARGET)

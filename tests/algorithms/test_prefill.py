@@ -8,20 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
-from algorithms.ngram import NGram
-from algorithms.runtime.algorithm import Batch, DraftTree
-from algorithms.runtime.batch import BatchState
-from algorithms.runtime.chunk import Chunk
-from algorithms.runtime.prefill import Prefiller
-from algorithms.runtime.sampling_params import SamplingNeeds
-from algorithms.runtime.scheduler import ABORTED, Piece
-from algorithms.runtime.session import Session
-from tests.algorithms.drafters import ALL_MAKERS, TARGET, hinted, load_random_drafters
+from algorithms.engine.scheduler import ABORTED, PrefillSegment
+from algorithms.engine.session import Session
+from algorithms.step.batch import BatchState
+from algorithms.step.prefill import Prefiller
+from algorithms.step.prefill_batch import PrefillBatch
+from algorithms.step.sampling_params import SamplingNeeds
+from tests.algorithms.device_operations import DeviceOperations
+from tests.algorithms.drafters import ALL_MAKERS, TARGET, Watched, hinted
 from tests.algorithms.test_graphs import FILTERED, STEPPED, HostReads
 from tests.algorithms.test_identity import reference
-from tests.algorithms.toy import Setup, answers, autoregressive, changed, engine_of, requests, run, texts_of
+from tests.algorithms.toy import Setup, answers, autoregressive, changed, engine_of, requests, run
+
+pytestmark = pytest.mark.usefixtures("random_drafters")
 
 # Prompts of `requests` have 5, 2, 17, 30, 9, 16, 1 and 33 tokens, of which all but the last are prefilled.
 CUTS = {
@@ -34,10 +35,9 @@ CUTS = {
 
 @pytest.mark.parametrize("cut", list(CUTS)[:3])
 @pytest.mark.parametrize("maker", ALL_MAKERS)
-def test_output_is_the_targets_own(monkeypatch: pytest.MonkeyPatch, maker: str, cut: str) -> None:
+def test_output_is_the_targets_own(maker: str, cut: str) -> None:
     """Prompts of one token, of one tile and a token more, and longer than a chunk, arrive while others decode. Chunks
     of several tiles run as they are captured: at one of a few sizes, and bounded by the whole page table."""
-    load_random_drafters(monkeypatch)
     asked, alone, texts = reference()
     setup = Setup(**CUTS[cut], graph="step" if cut == "tiles of one chunk" else "none")
     got = run(hinted(ALL_MAKERS[maker](), texts), asked, setup, TARGET).completions
@@ -47,43 +47,19 @@ def test_output_is_the_targets_own(monkeypatch: pytest.MonkeyPatch, maker: str, 
 
 def drafted(maker: str, setup: Setup) -> dict[tuple[int, ...], list[int]]:
     """What the algorithm drafts behind each text, with the requests served one after another."""
-    algorithm, drafts = ALL_MAKERS[maker](), {}
-    propose = algorithm.propose
-
-    def watched(batch: Batch) -> DraftTree:
-        draft = propose(batch)
-        for length, text, nodes in zip(batch.lengths, batch.history, draft.tokens, strict=True):
-            drafts[tuple(text[: int(length) + 1].tolist())] = nodes.tolist()
-        return draft
-
-    algorithm.propose = watched  # type: ignore[method-assign]
-    run(algorithm, requests(8, 3), setup, TARGET)
-    return drafts
+    algorithm = ALL_MAKERS[maker]()
+    watched = Watched(algorithm)
+    run(algorithm, [requests(8, 3)[place] for place in (1, 3, 4, 6, 7)], setup, TARGET)
+    return watched.by_text()
 
 
 @pytest.mark.parametrize("maker", [name for name in ALL_MAKERS if name != "autoregressive"])
-def test_drafts_do_not_depend_on_the_cut(monkeypatch: pytest.MonkeyPatch, maker: str) -> None:
+def test_drafts_do_not_depend_on_the_cut(maker: str) -> None:
     """Catches features, keys and texts that are lost, doubled or out of place at the border of a tile."""
-    load_random_drafters(monkeypatch)
     whole = drafted(maker, Setup(max_batch=1, prefill_tile=64))
-    assert len(whole) > 15
+    assert len(whole) > 9
     for cut in ("a tile a step", "tiles of one chunk"):
         assert drafted(maker, Setup(max_batch=1, **CUTS[cut])) == whole
-
-
-@pytest.mark.parametrize("cut", CUTS)
-def test_texts_hold_prompts_and_answers(cut: str) -> None:
-    """However a prompt is cut, its text is the prompt and the answer; the latest texts are kept."""
-    engine = engine_of(NGram(NGram.Config(num_nodes=5, texts=6), TARGET, None), Setup(max_batch=2, **CUTS[cut]), TARGET)
-    asked = requests(8, 5)
-    done = engine.generate(asked).completions
-    (texts,) = engine.parts.resources.texts
-    held = texts_of(texts.store)
-    assert len(held) == 8
-    for request, answer in zip(asked, done, strict=True):
-        whole = [*request.prompt_ids, *answer.token_ids]
-        # The last step may have accepted more than the answer has room for.
-        assert [text[: len(whole)] for text in held].count(whole) == 1
 
 
 @pytest.mark.parametrize("graph", ["none", "step"])
@@ -91,15 +67,15 @@ def test_a_running_request_waits_for_one_chunk_at_most(monkeypatch: pytest.Monke
     """Every call steps the running request and prefills a chunk of the long prompt, each token once and in order."""
     seen: dict[int, list[int]] = defaultdict(list)
     per_step: list[int] = []
-    original = Chunk.send
+    original = PrefillBatch.send
 
-    def watched(self: Chunk, pieces: Sequence[Piece]) -> None:
+    def watched(self: PrefillBatch, pieces: Sequence[PrefillSegment]) -> None:
         per_step.append(sum(piece.num_tokens for piece in pieces))
         for running, start, count in pieces:
             seen[running.request.id] += range(start, start + count)
         original(self, pieces)
 
-    monkeypatch.setattr(Chunk, "send", watched)
+    monkeypatch.setattr(PrefillBatch, "send", watched)
     short, long, last = (requests(8)[i] for i in (1, 7, 4))
     engine = engine_of(autoregressive(TARGET), Setup(prefill_chunk=6, prefill_tile=3, graph=graph), TARGET)
     done = []
@@ -148,7 +124,6 @@ def test_a_request_ends_during_its_prefill() -> None:
 def test_a_prefill_reads_nothing_back(maker: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the forward over a chunk nor the entry of a request into the state and its way out. The host also waits
     where a number is assigned to an element of a tensor on a GPU."""
-    load_random_drafters(monkeypatch)
     host = HostReads(monkeypatch)
     assign = torch.Tensor.__setitem__
 
@@ -173,9 +148,8 @@ def test_a_prefill_reads_nothing_back(maker: str, backend: str, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("maker", ALL_MAKERS)
-def test_warm_up_touches_nothing(monkeypatch: pytest.MonkeyPatch, maker: str) -> None:
+def test_warm_up_touches_nothing(maker: str) -> None:
     """Every size of forward runs without a token; the engine then serves as one that was never warmed up."""
-    load_random_drafters(monkeypatch)
     algorithm = ALL_MAKERS[maker]()
     engine = engine_of(algorithm, Setup(prefill_chunk=20, prefill_tile=4), TARGET)
     engine.generate(requests(3, 4))
@@ -185,8 +159,8 @@ def test_warm_up_touches_nothing(monkeypatch: pytest.MonkeyPatch, maker: str) ->
         tensors = [state.history, state.lengths, state.page_table]
         tensors += [cache.kv for cache in engine.parts.resources.caches]
         if (rows := getattr(algorithm, "_kept", None)) is not None:
-            tensors.append(rows.rows(slice(0, state.max_batch)))
-        for texts in engine.parts.resources.texts:
+            tensors.append(rows.read(slice(0, state.max_batch)))
+        for texts in engine.parts.resources.histories:
             tensors += texts.store
         return [tensor.clone() for tensor in tensors]
 
@@ -194,20 +168,6 @@ def test_warm_up_touches_nothing(monkeypatch: pytest.MonkeyPatch, maker: str) ->
     with torch.inference_mode():
         engine.prefiller.warm_up()
     assert all(torch.equal(one, two) for one, two in zip(kept(), before, strict=True))
-
-
-class Operations(TorchDispatchMode):
-    """Counts operations of torch that would run on the device: all but views and new memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        viewed = any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns)
-        if not viewed and "empty" not in func.__name__:
-            self.seen[func.__name__.split(".")[0]] += 1
-        return func(*args, **(kwargs or {}))
 
 
 class Unseen:
@@ -228,9 +188,8 @@ def test_the_host_launches_a_few_operations(monkeypatch: pytest.MonkeyPatch) -> 
     """Requests that enter together cost one copy and one graph, however many they are, and a step one graph and the
     copy of its results. Requests that leave cost what puts the others in their rows, however many they are."""
     monkeypatch.setattr("tests.algorithms.toy.Replayed", Unseen)
-    load_random_drafters(monkeypatch)
     algorithm = ALL_MAKERS["eagle3_chain"]()
-    engine = engine_of(algorithm, Setup(max_batch=4, prefill_tile=16, graph="step", overlap=0), TARGET)
+    engine = engine_of(algorithm, Setup(max_batch=4, prefill_tile=16, graph="step", async_steps=0), TARGET)
     first, *others = requests(4, 24)
     with engine.session(SamplingNeeds()) as session:
         session.submit(changed(first, max_new_tokens=12))
@@ -238,27 +197,26 @@ def test_the_host_launches_a_few_operations(monkeypatch: pytest.MonkeyPatch) -> 
         for request in others:
             session.submit(request)
         Unseen.replays.clear()
-        with Operations() as entered:
+        with DeviceOperations() as entered:
             session.step()
-        assert entered.seen == {"copy_": 2} and Unseen.replays == {"_forward": 1, "_run": 1}
+        assert entered.names == {"copy_": 2} and Unseen.replays == {"_forward": 1, "_run": 1}
         done: list[Any] = []
         while not done:
-            with Operations() as left:
+            with DeviceOperations() as left:
                 done = session.step()
-        assert done[0].request_id == 0 and left.seen.total() <= 1 + 10, left.seen
+        assert done[0].request_id == 0 and left.names.total() <= 1 + 10, left.names
 
 
 @pytest.mark.parametrize("maker", ["autoregressive", "eagle3_tree"])
 def test_reading_first_gives_the_same_tokens_in_fewer_steps(monkeypatch: pytest.MonkeyPatch, maker: str) -> None:
     """No step is launched for a request that has ended while others wait for its row."""
-    load_random_drafters(monkeypatch)
     asked = requests(8, 6)
     steps = []
     for first in (False, True):
         monkeypatch.setattr(
-            Session, "_reads_first", lambda self, first=first: first and self._scheduler.num_waiting > 0
+            Session, "_reads_first", lambda self, first=first: first and len(self._scheduler.waiting) > 0
         )
-        generation = run(ALL_MAKERS[maker](), asked, Setup(max_batch=1, overlap=1), TARGET)
+        generation = run(ALL_MAKERS[maker](), asked, Setup(max_batch=1, async_steps=1), TARGET)
         assert [c.token_ids for c in generation.completions] == answers(asked, Setup(), TARGET)
         steps.append(generation.num_steps)
     assert steps[0] - steps[1] >= len(asked) - 2
@@ -266,18 +224,18 @@ def test_reading_first_gives_the_same_tokens_in_fewer_steps(monkeypatch: pytest.
 
 def test_when_a_step_is_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wasted steps are weighed against the time that the host works, and only where a request waits for a row."""
-    engine = engine_of(autoregressive(TARGET), Setup(max_batch=2, overlap=1), TARGET)
+    engine = engine_of(autoregressive(TARGET), Setup(max_batch=2, async_steps=1), TARGET)
     with engine.session(SamplingNeeds()) as session:
         session._loop_ms, session._readback.waited_ms = 100.0, 90.0
-        session._num_finished, session._row_steps = 2, 10
+        session._num_finished, session._slot_steps = 2, 10
         assert not session._reads_first()
         for request in requests(2):
             session.submit(request)
         assert session._reads_first()
         with monkeypatch.context() as patch:
-            patch.setattr("algorithms.runtime.session.parallel", lambda: True)
+            patch.setattr("algorithms.engine.session.parallel", lambda: True)
             assert not session._reads_first()  # the ranks' clocks differ
-        session._row_steps = 50  # long answers: one step of 25 is wasted, the host works a tenth of the time
+        session._slot_steps = 50  # long answers: one step of 25 is wasted, the host works a tenth of the time
         assert not session._reads_first()
-        session._row_steps, session._readback.waited_ms = 10, 50.0
+        session._slot_steps, session._readback.waited_ms = 10, 50.0
         assert not session._reads_first()

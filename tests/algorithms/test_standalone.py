@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from algorithms.runtime.paged_attention import PagedMixer
 from algorithms.standalone import Standalone
 from tests.algorithms.drafters import LOADING, TARGET, draft_model
 
@@ -26,7 +23,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_the_backend_serves_prompts_and_the_shape_of_the_draft(folder: list[Any], topk: int, mode: str) -> None:
     calls = Standalone.check(Standalone.Config(topk=topk), TARGET, "folder")
     assert calls.config == draft_model().config and calls.modes == {"prefill": "chain", "draft": mode}
-    assert folder == [("folder", TARGET)]
+    assert folder == [("folder", TARGET, True)]
 
 
 @pytest.mark.parametrize(
@@ -35,29 +32,12 @@ def test_the_backend_serves_prompts_and_the_shape_of_the_draft(folder: list[Any]
         (dict(), "target_only", (True, 5, 4, 5)),  # node 0, three drafts that are run, and the last one
         (dict(steps=1), "target_only", (True, 2, 1, 2)),
         (dict(topk=2, num_nodes=9), "target_only", (False, 9, 4, 7)),
-        (dict(steps=3, draw="sample"), "block", (True, 4, 3, 4)),
-        (dict(steps=3, topk=2, num_nodes=6, draw="without_replacement"), "traversal", (False, 6, 3, 5)),
-        (dict(steps=9, topk=2, num_nodes=4, draw="sample"), "traversal", (False, 4, 2, 17)),
+        (dict(steps=3, draft_sampling="sample"), "block", (True, 4, 3, 4)),
+        (dict(steps=3, topk=2, num_nodes=6, draft_sampling="without_replacement"), "traversal", (False, 6, 3, 5)),
+        (dict(steps=9, topk=2, num_nodes=4, draft_sampling="sample"), "traversal", (False, 4, 2, 17)),
     ],
 )
 def test_declared_sizes(config: dict[str, Any], rule: str, sizes: tuple[bool, int, int, int]) -> None:
     made = Standalone(Standalone.Config(**config), TARGET, "folder")
     assert made.rule == rule
     assert (made.chain, made.num_nodes, made.max_depth, made.draft_slots) == sizes
-
-
-@pytest.mark.parametrize(
-    ("topk", "prefill", "altered", "reads"),
-    [(1, False, False, False), (1, True, False, True), (1, False, True, True), (2, False, False, True)],
-)
-def test_a_chain_that_was_accepted_is_stored_already(
-    monkeypatch: pytest.MonkeyPatch, topk: int, prefill: bool, altered: bool, reads: bool
-) -> None:
-    made = Standalone(Standalone.Config(topk=topk), TARGET, "folder")
-    made._cache = made._resources = None  # type: ignore[assignment]
-    read: list[Any] = []
-    made._draft = SimpleNamespace(model=lambda tokens, mixer: read.append((tokens, mixer)))  # type: ignore[assignment]
-    monkeypatch.setattr(PagedMixer, "following", lambda seen, cache, resources: (seen, cache, resources))
-    seen: Any = SimpleNamespace(tokens=torch.tensor([[3]]), is_prefill=prefill, altered=altered)
-    made.observe(seen)
-    assert read == ([(seen.tokens, (seen, None, None))] if reads else [])

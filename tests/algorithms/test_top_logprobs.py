@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from algorithms.runtime.request import EngineError, Request
-from algorithms.runtime.sampling_params import SamplingParams
-from tests.algorithms.drafters import ALL_MAKERS, TARGET, hinted, load_random_drafters
+from algorithms.engine.request import Request
+from tests.algorithms.drafters import ALL_MAKERS, TARGET, hinted
+from tests.algorithms.reference_loop import following, penalised
 from tests.algorithms.test_sampling_parameters import asked as all_parameters
-from tests.algorithms.test_sampling_parameters import expected, following, penalised
-from tests.algorithms.toy import VOCAB, Setup, autoregressive, changed, engine_of, requests, run, scripts
+from tests.algorithms.test_sampling_parameters import expected
+from tests.algorithms.toy import VOCAB, Setup, autoregressive, changed, requests, run, scripts
+
+pytestmark = pytest.mark.usefixtures("random_drafters")
 
 
 def asked() -> list[Request]:
@@ -18,10 +20,9 @@ def asked() -> list[Request]:
     return [changed(request, top_logprobs=request.id, logprobs=True) for request in all_parameters()]
 
 
-@pytest.mark.parametrize("setup", [Setup(page_size=4), Setup(page_size=4, graph="step", overlap=1)])
+@pytest.mark.parametrize("setup", [Setup(page_size=4), Setup(page_size=4, graph="step", async_steps=1)])
 @pytest.mark.parametrize("maker", ["autoregressive", "standalone_chain", "eagle3_tree", "ngram"])
-def test_they_are_those_of_the_text(monkeypatch: pytest.MonkeyPatch, maker: str, setup: Setup) -> None:
-    load_random_drafters(monkeypatch)
+def test_they_are_those_of_the_text(maker: str, setup: Setup) -> None:
     drafter = hinted(ALL_MAKERS[maker](), scripts(all_parameters(), [tokens for tokens, _ in expected()]))
     for request, completion in zip(asked(), run(drafter, asked(), setup, TARGET).completions, strict=True):
         tokens, count = completion.token_ids, request.sampling.top_logprobs
@@ -45,11 +46,3 @@ def test_kernels_and_tokens_of_no_probability() -> None:
         assert {token for token, _ in found} == {*range(VOCAB)} - {5, 6, 7} and found[0] == (9, pytest.approx(0.0))
         assert all(value > -float("inf") and value < -100 for _, value in found[1:])
     assert torch.isfinite(torch.tensor(completion.top_logprobs[0][-1][1]))
-
-
-def test_what_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"sampling.top_logprobs: expected 0 \(none\) to 64, got 65"):
-        SamplingParams(top_logprobs=65)
-    engine = engine_of(autoregressive(TARGET), Setup(), TARGET)
-    with pytest.raises(EngineError, match=f"top_logprobs: expected at most the vocabulary of {VOCAB}, got 64"):
-        engine.generate([changed(requests(1)[0], top_logprobs=64)])

@@ -10,41 +10,25 @@ from typing import Any
 import torch
 
 import specdec_kernels as kernels
+from algorithms.algorithm import Algorithm, Batch, DraftTree, Resources
+from algorithms.attention.backends.selection import backends
+from algorithms.attention.cache import KVScales
 from algorithms.autoregressive import Autoregressive
-from algorithms.runtime.adaptive import StepCosts
-from algorithms.runtime.algorithm import Algorithm, Batch, DraftTree, Resources
-from algorithms.runtime.backends.registry import backends
-from algorithms.runtime.cache import KVScales
-from algorithms.runtime.engine import Engine
-from algorithms.runtime.engine_settings import EngineSettings
-from algorithms.runtime.grammar import Grammars
-from algorithms.runtime.models.config import DecoderConfig, DFlashConfig
-from algorithms.runtime.models.decoder import Decoder
-from algorithms.runtime.models.drafters.dflash import DFlashDrafter
-from algorithms.runtime.models.loading import Target
-from algorithms.runtime.request import Request
-from algorithms.runtime.sampling_params import SamplingParams
-from algorithms.runtime.session import Generation
+from algorithms.dflash.config import VANILLA, HeadConfig
+from algorithms.dflash.model import DFlashDrafter
+from algorithms.engine.engine import Engine
+from algorithms.engine.grammar import Grammars
+from algorithms.engine.request import Request
+from algorithms.engine.session import Generation
+from algorithms.engine.settings import RuntimeSettings
+from algorithms.models.decoder import Decoder
+from algorithms.models.loading import Target
+from algorithms.step.adaptive import StepCosts
+from algorithms.step.sampling_params import SamplingParams
+from tests.algorithms.tiny_folders import small_config, small_dflash_config
 
 VOCAB = 61
-CONFIG = DecoderConfig(
-    architecture="qwen3",
-    vocab_size=VOCAB,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=4,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    rms_norm_eps=1e-6,
-    rope_theta=10000.0,
-    rope_scaling=None,
-    max_position_embeddings=128,
-    tie_word_embeddings=False,
-    qk_norm=True,
-    mlp_bias=False,
-    eos_token_ids=(),
-)
+CONFIG = small_config(vocab_size=VOCAB, max_position_embeddings=128, eos_token_ids=())
 
 
 def randomise(module: torch.nn.Module, seed: int) -> torch.nn.Module:
@@ -60,17 +44,11 @@ def random_target(seed: int = 0) -> Target:
     return Target(model=randomise(Decoder(CONFIG), seed), config=CONFIG, path=Path("toy"))
 
 
-def random_drafter(block_size: int = 16, seed: int = 1, **changes: Any) -> DFlashDrafter:
-    layers = 2
-    config = DFlashConfig(
-        decoder=replace(CONFIG, num_layers=layers),
-        block_size=block_size,
-        target_layer_ids=(1, 2),
-        mask_token_id=VOCAB - 1,
-        num_target_layers=CONFIG.num_layers,
-        causal_layers=(False,) * layers,
-    )
-    return randomise(DFlashDrafter(replace(config, **changes)), seed)
+def random_drafter(block_size: int = 16, seed: int = 1, markov_rank: int = 0, **changes: Any) -> DFlashDrafter:
+    head = HeadConfig(VANILLA, markov_rank) if markov_rank else None
+    sizes = dict(block_size=block_size, mask_token_id=VOCAB - 1, head=head)
+    config = small_dflash_config(CONFIG, **{**sizes, **changes})
+    return randomise(DFlashDrafter(config), seed)
 
 
 def requests(count: int, max_new_tokens: int = 24, **changes: Any) -> list[Request]:
@@ -103,10 +81,10 @@ class Setup:
     impl: str = "reference"
     max_length: int = 64
     graph: str = "none"
-    overlap: int | None = None
+    async_steps: int | None = None
     prefill_chunk: int = 2048
     prefill_tile: int = 16
-    piggyback: bool = True
+    mixed_prefill: bool = True
     prefill_ahead: int | None = None
     fused: bool = False
     deterministic: bool = False
@@ -124,28 +102,17 @@ BACKEND_OPTIONS: dict[str, dict[str, str]] = {"hybrid": {"prefill": "torch", "de
 def engine_of(algorithm: Algorithm, setup: Setup, target: Target) -> Engine:
     kind = backends()[setup.backend]
     config = kind.Config(**BACKEND_OPTIONS.get(setup.backend, {}))
-    settings = EngineSettings(
-        page_size=setup.page_size,
-        max_batch=setup.max_batch,
-        num_pages=setup.num_pages,
-        max_length=setup.max_length,
-        impl=setup.impl,
-        graph=setup.graph,
-        overlap=setup.overlap,
-        prefill_chunk=setup.prefill_chunk,
-        prefill_tile=setup.prefill_tile,
-        piggyback=setup.piggyback,
-        prefill_ahead=setup.prefill_ahead,
-        fused=setup.fused,
-        deterministic=setup.deterministic,
-        kv_dtype=setup.kv_dtype,
-        kv_scales=setup.kv_scales,
-        adaptive=setup.adaptive,
-        step_costs=setup.step_costs,
+    shared = {field.name for field in fields(Setup)} & {field.name for field in fields(RuntimeSettings)} - {"kv_dtype"}
+    settings = RuntimeSettings(
+        forward="fused" if setup.fused or setup.deterministic else "torch",
+        kv_dtype="auto" if setup.kv_dtype is None else "fp8_e4m3",
+        **{name: getattr(setup, name) for name in shared},
     )
     capture = Replayed if setup.graph != "none" and target.model.model.norm.weight.device.type == "cpu" else None
     backend = kind(config, setup.impl, setup.deterministic)
-    return Engine(target, algorithm, backend, settings, spell, capture, setup.grammars)
+    return Engine(
+        target, algorithm, backend, settings, spell, capture, setup.grammars, setup.kv_scales, setup.step_costs
+    )
 
 
 class Replayed:
@@ -171,7 +138,7 @@ def run(algorithm: Algorithm, asked: Sequence[Request], setup: Setup, target: Ta
     return generation
 
 
-def texts_of(store: kernels.TextStore) -> list[list[int]]:
+def texts_of(store: kernels.HistoryStore) -> list[list[int]]:
     """The texts that a store holds, the oldest request first."""
     order = sorted(range(len(store.lengths)), key=lambda text: int(store.stamps[text]))
     held = [store.tokens[text, : int(store.lengths[text])].tolist() for text in order]
@@ -214,7 +181,7 @@ class Scripted(Algorithm):
         self.max_depth = depth
         self.num_nodes = 1 + depth * self._width
 
-    def attach(self, resources: Resources) -> None:
+    def bind(self, resources: Resources) -> None:
         self._impl = resources.impl
 
     def propose(self, batch: Batch) -> DraftTree:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,18 @@ import pytest
 from hydra._internal.hydra import Hydra
 from hydra.core import config_store
 from omegaconf import DictConfig, OmegaConf
+
+from tests.algorithms.tiny_folders import small_config, small_dflash_config, write_dflash, write_target
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with small random models: `target`, `dflash` and `draft`."""
+    folder = tmp_path_factory.mktemp("models")
+    target = write_target(folder / "target")
+    write_dflash(folder / "dflash", small_dflash_config(target.config))
+    write_target(folder / "draft", small_config(num_layers=2), seed=2)
+    return folder
 
 
 @pytest.fixture(autouse=True, scope="session")

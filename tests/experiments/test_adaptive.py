@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.replay.cost import StepTime, StepTimes, read_step_times
+from experiments.app.step_times import StepTime, StepTimes, read_step_times
 from tests.experiments.test_replay import called
 
 BRIEF = ["data.limit=1", "runtime.max_batch=1", "sampling.max_new_tokens=4"]

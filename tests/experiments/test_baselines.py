@@ -9,24 +9,24 @@ from typing import Any
 
 import pytest
 
-from algorithms.runtime.cuda_graph import GraphReport
-from algorithms.runtime.request import Completion, Request
-from algorithms.runtime.sampling_params import SamplingParams
-from algorithms.runtime.session import Generation
+from algorithms.engine.request import Completion, Request
+from algorithms.engine.session import Generation
+from algorithms.engine.settings import RuntimeSettings
+from algorithms.step.runner import GraphReport
+from algorithms.step.sampling_params import SamplingParams
 from experiments.app.hardware import Hardware
-from experiments.app.schema import RuntimeConfig
 from experiments.tasks import baselines
 from experiments.tasks.baselines import BaselineStore
 from experiments.tasks.decoding import Decoded
 
 SAMPLING = SamplingParams(logit_bias={3: 1.5}, stop_strings=("end",), temperature=0.5)
 REQUEST = Request(0, (1, 2, 3), SAMPLING, frozenset({7}), frozenset({9, 8}))
-BACKEND = RuntimeConfig  # any dataclass
-WORKLOAD: Any = SimpleNamespace(prompts=SimpleNamespace(prompts=("a", "b")), max_length=64)
+BACKEND = RuntimeSettings  # any dataclass
+WORKLOAD: Any = SimpleNamespace(name="d", prompts=SimpleNamespace(prompts=("a", "b")), max_length=64)
 
 
 def plan(**runtime: Any) -> Any:
-    config = SimpleNamespace(runtime=RuntimeConfig(**runtime), backend=BACKEND())
+    config = SimpleNamespace(runtime=RuntimeSettings(**runtime), backend=BACKEND())
     hardware = Hardware("cpu", "float32", "reference", "reference")
     return SimpleNamespace(config=config, hardware=hardware, target=SimpleNamespace(path="target"), graph="none")
 
@@ -44,43 +44,36 @@ def refuse() -> Decoded:
 
 
 def test_another_row_gets_the_same_decoding(tmp_path: Path) -> None:
-    first = BaselineStore(tmp_path).shared(plan(), WORKLOAD, [REQUEST], True, decoded)
-    again = BaselineStore(tmp_path).shared(plan(), WORKLOAD, [REQUEST], True, refuse)
+    first = BaselineStore(tmp_path).shared(plan(), WORKLOAD, [REQUEST], None, decoded)
+    again = BaselineStore(tmp_path).shared(plan(), WORKLOAD, [REQUEST], None, refuse)
     assert first == (decoded(), False) and again == (decoded(), True)
 
 
 def test_repeats_are_shared_by_their_number(tmp_path: Path) -> None:
     one, other = BaselineStore(tmp_path), BaselineStore(tmp_path)
     for text in "ab":
-        assert not one.shared(plan(), WORKLOAD, [REQUEST], True, lambda text=text: decoded(text))[1]
-    assert [other.shared(plan(), WORKLOAD, [REQUEST], True, refuse)[0] for _ in "ab"] == [decoded("a"), decoded("b")]
+        assert not one.shared(plan(), WORKLOAD, [REQUEST], None, lambda text=text: decoded(text))[1]
+    assert [other.shared(plan(), WORKLOAD, [REQUEST], None, refuse)[0] for _ in "ab"] == [decoded("a"), decoded("b")]
 
 
-@pytest.mark.parametrize("change", ["prompt", "seed", "batch", "turns", "revision", "machine"])
+@pytest.mark.parametrize("change", ["prompt", "seed", "batch", "turns", "revision", "machine", "target"])
 def test_what_would_decode_otherwise_is_not_shared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
-    BaselineStore(tmp_path).shared(plan(), WORKLOAD, [REQUEST], True, decoded)
-    request, runtime = REQUEST, {}
-    if change == "prompt":
-        request = replace(REQUEST, prompt_ids=(1, 2))
-    if change == "seed":
-        request = REQUEST.with_sampling(seed=5)
-    if change == "batch":
-        runtime = {"max_batch": 2}
-    if change == "revision":
-        monkeypatch.setattr(baselines, "git_revision", lambda: "other")
-    if change == "machine":
-        monkeypatch.setattr(baselines, "machine", lambda device: "other")
-    asked = ([request], change != "turns")
-    assert BaselineStore(tmp_path).shared(plan(**runtime), WORKLOAD, *asked, lambda: decoded("y")) == (
-        decoded("y"),
-        False,
-    )
+    BaselineStore(tmp_path).shared(plan(), WORKLOAD, [REQUEST], None, decoded)
+    others = {"prompt": replace(REQUEST, prompt_ids=(1, 2)), "seed": REQUEST.with_sampling(seed=5)}
+    request, other = others.get(change, REQUEST), plan(**({"max_batch": 2} if change == "batch" else {}))
+    if change in ("revision", "machine"):
+        monkeypatch.setattr(baselines, {"revision": "git_revision"}.get(change, change), lambda *_: "other")
+    if change == "target":
+        other.target = SimpleNamespace(path="another target")
+    talks: Any = SimpleNamespace(requests=[request]) if change == "turns" else None
+    again = BaselineStore(tmp_path).shared(other, WORKLOAD, [request], talks, lambda: decoded("y"))
+    assert again == (decoded("y"), False)
 
 
 def test_a_broken_file_is_decoded_again(tmp_path: Path) -> None:
-    BaselineStore(tmp_path).shared(plan(), WORKLOAD, [REQUEST], True, decoded)
+    BaselineStore(tmp_path).shared(plan(), WORKLOAD, [REQUEST], None, decoded)
     (path,) = tmp_path.glob("*.json")
     path.write_text(path.read_text()[:50])
-    assert BaselineStore(tmp_path).shared(plan(), WORKLOAD, [REQUEST], True, decoded) == (decoded(), False)
+    assert BaselineStore(tmp_path).shared(plan(), WORKLOAD, [REQUEST], None, decoded) == (decoded(), False)

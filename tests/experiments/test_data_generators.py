@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 
 import pytest
@@ -26,20 +25,13 @@ def _check_worked_answer(problem: Problem) -> None:
     assert 0 <= problem.answer <= arithmetic.MAX_RESULT
 
 
-@pytest.mark.parametrize("split", ["train", "heldout"])
-def test_every_step_of_a_worked_answer_is_right(split: str) -> None:
-    for problem in problems(3, 400, split):
-        _check_worked_answer(problem)
-
-
-def test_every_template_occurs_and_leaves_no_placeholder() -> None:
+def test_every_step_of_a_worked_answer_is_right_and_leaves_no_placeholder() -> None:
     assert len(arithmetic.TEMPLATES) >= 12
-    found = problems(5, 1500)
+    found = [*problems(3, 1000), *problems(3, 200, "heldout")]
+    for problem in found:
+        _check_worked_answer(problem)
     assert not any("{" in p.question + p.solution for p in found)
-    openings = {re.split(r"[.,]", re.sub(r"\d+|[A-Z]\w+", "", p.solution))[0].split()[0] for p in found}
-    assert len(openings) >= 5
-    steps = {len(EQUATION.findall(p.solution)) for p in found}
-    assert steps == {2, 3}
+    assert {len(EQUATION.findall(p.solution)) for p in found} == {2, 3}
 
 
 def test_splits_never_meet() -> None:
@@ -52,17 +44,7 @@ def test_splits_never_meet() -> None:
 def test_evaluation_set_is_fixed_distinct_and_a_prefix() -> None:
     full = heldout_problems()
     assert len(full) == len({p.question for p in full}) == 200
-    assert heldout_problems(10) == full[:10]
-
-
-def test_same_seed_same_problems_other_seed_others() -> None:
-    assert problems(8, 50) == problems(8, 50)
-    assert problems(8, 50) != problems(9, 50)
-
-
-def test_unknown_split_is_refused() -> None:
-    with pytest.raises(ValueError, match="split: expected one of train, heldout, got 'test'"):
-        problems(0, 1, "test")
+    assert heldout_problems(10) == full[:10] and problems(8, 50) == problems(8, 50) != problems(9, 50)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +54,6 @@ def test_unknown_split_is_refused() -> None:
         ("The answer is 3. No: The answer is 45.", 45),
         ("The answer is -7", -7),
         ("It is 12.", None),
-        ("", None),
     ],
 )
 def test_parse_answer(text: str, expected: int | None) -> None:
@@ -81,14 +62,9 @@ def test_parse_answer(text: str, expected: int | None) -> None:
 
 def test_heldout_modules_are_not_trained_on() -> None:
     heldout = set(code.heldout_files())
-    assert len(heldout) >= 12
-    assert not heldout & set(code.training_files())
-
-
-def test_training_files_are_sources_of_this_interpreter() -> None:
-    files = code.training_files()
-    assert len(files) > 200
-    parts = {part for path in files for part in path.relative_to(code.stdlib_folder()).parts}
+    training = code.training_files()
+    assert len(heldout) >= 12 and len(training) > 200 and not heldout & set(training)
+    parts = {part for path in training for part in path.relative_to(code.stdlib_folder()).parts}
     assert not parts & code.EXCLUDED_FOLDERS
 
 
@@ -110,8 +86,6 @@ def test_a_function_beginning_is_a_proper_prefix_of_its_function() -> None:
         lines = [line.strip() for line in beginning.prompt.splitlines()]
         places = [i for i in range(len(stripped)) if stripped[i : i + len(lines)] == lines]
         assert places, beginning
-        names = {n.name for n in ast.walk(ast.parse(source[beginning.module])) if isinstance(n, ast.FunctionDef)}
-        assert beginning.name in names
 
 
 def test_too_many_function_beginnings_are_refused() -> None:

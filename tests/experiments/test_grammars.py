@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
-from algorithms.runtime.grammar import Grammars
-from algorithms.runtime.models.tokenizer import Tokenizer
-from algorithms.runtime.sampling_params import GrammarParams
-from experiments.app.grammars import of_row
+from algorithms.engine.grammar import Grammars
+from algorithms.models.tokenizer import Tokenizer
+from algorithms.step.sampling_params import GrammarParams
+from experiments.app.grammars import grammar_of
 from experiments.app.schema import REPO_ROOT
-from experiments.data.prompts import StructuredData, load_prompts
+from experiments.data.prompts import datasets, load_prompts
 from tests.experiments.test_tasks import Done, called
 
 TINY = REPO_ROOT / "assets" / "tiny"
@@ -46,18 +47,18 @@ def test_rows_of_a_file_have_grammars_of_their_own(done: Done) -> None:
 
 
 def test_the_report_says_what_parsed(done: Done) -> None:
-    row = done.rows[-1]
+    row = done.results[-1]
     assert (row["num_parsed"], row["num_constrained"], row["lossless"]["identical"]) == (2, 3, 3)
     assert "2/3" in done.read("generate.md") and "not parsed" in done.read("report.html")
     said = " ".join((done.stdout + done.stderr).split())
-    assert "no whole text of its grammar: 1 of 3 texts; cut by sampling.max_new_tokens: 1" in said
+    assert "no complete output of the grammar: 1 of 3 outputs; truncated by sampling.max_new_tokens: 1" in said
 
 
 def test_the_shipped_prompts_have_grammars_that_compile() -> None:
-    prompts = load_prompts(StructuredData()).prompts
+    prompts = load_prompts(datasets()["structured"]()).prompts
     tokenizer = Tokenizer.load(TINY / "target")
     grammars = Grammars.of_tokenizer(tokenizer, tokenizer.size)
-    kinds = [of_row(prompt.grammar or {}, GrammarParams()) for prompt in prompts]
+    kinds = [grammar_of(prompt.grammar, GrammarParams()) for prompt in prompts]
     assert len({prompt.text for prompt in prompts}) == 24
     assert [prompt.category for prompt in prompts] == [kind.kind for kind in kinds]
     for kind in kinds:
@@ -76,3 +77,12 @@ def test_special_tokens_and_padding_are_no_text(regex: str) -> None:
     special = set(tokenizer.special_ids().values())
     assert free & special == tokenizer.eos_ids < special
     assert len(free) > 1000 and max(free) < tokenizer.size
+
+
+def test_a_grammar_that_begins_with_an_at_sign(tmp_path: Path) -> None:
+    """In a file of prompts it is text: a line may not name a file. On the command line two of them are one."""
+    (tmp_path / "count.txt").write_text("[1-9]\n")
+    name = f"@{tmp_path / 'count.txt'}"
+    assert grammar_of({"regex": name}, GrammarParams()).text == name
+    assert grammar_of(None, GrammarParams(regex=name)).text == "[1-9]"
+    assert grammar_of(None, GrammarParams(regex="@@[a-z]+")).text == "@[a-z]+"

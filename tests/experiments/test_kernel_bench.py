@@ -3,48 +3,35 @@ time."""
 
 from __future__ import annotations
 
+import io
 import json
-import subprocess
 import sys
 import time
+from functools import partial
 from inspect import signature
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from hydra.errors import ConfigCompositionException
 from rich.console import Console
 
 import specdec_kernels
-from algorithms.runtime.clock import PhaseClock
 from experiments import kernel_bench
-from experiments.app.schema import CONFIG_FOLDER, REPO_ROOT
-from experiments.bench import libraries, parity, peer_operations, peers, show
-from experiments.bench import row as bench_row
-from experiments.bench.ceilings import Ceilings
+from experiments.bench import benchmark_page, measure_case, peers
+from experiments.bench.roofline import Ceilings, work_of
 from experiments.bench.selection import DeviceMaker, chosen_cases, named
-from experiments.bench.timing import (
-    Limits,
-    bytes_in,
-    cold_copies,
-    provenance,
-    tensors_in,
-    time_calls,
-    time_function,
-    time_in_turn,
-)
-from experiments.bench.work import work_of
+from experiments.bench.timing import Limits, cold_copies, time_calls, time_function, time_interleaved
 from experiments.kernel_bench import KernelBenchConfig
-from experiments.report.plots import logarithmic
-from specdec_kernels import FAMILIES, SamplingTensors, paged_attention, paged_attention_with_lse
+from specdec_kernels import FAMILIES, SamplingTensors, paged_attention, paged_attention_with_lse, parity
 from specdec_kernels.attention.cases import COMPARISON
 from specdec_kernels.attention.cases_inputs import attention_inputs, changed
 from specdec_kernels.cases import Case, Comparison, Maker
 from specdec_kernels.compat import sglang
 from specdec_kernels.compat.sglang.cases import CASES as SGLANG_CASES
+from specdec_kernels.parity import bytes_in
 from specdec_kernels.sampling.cases import CASES as SAMPLING_CASES
 
 CPU = torch.device("cpu")
@@ -63,12 +50,6 @@ def test_the_median_is_of_the_repeats_after_the_warm_up() -> None:
     assert timing.low_ms < 100, "the slow warm-up calls were counted"
 
 
-def test_arguments_take_turns() -> None:
-    seen = []
-    time_function(lambda index: seen.append(index), [dict(index=i) for i in range(3)], CPU, Limits(warmup=0, repeats=6))
-    assert seen == [0, 1, 2, 0, 1, 2]
-
-
 @pytest.mark.parametrize("options", [dict(repeats=0), dict(warmup=-1)])
 def test_a_measurement_of_nothing_is_refused(options: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="expected"):
@@ -78,57 +59,13 @@ def test_a_measurement_of_nothing_is_refused(options: dict[str, int]) -> None:
 
 
 def test_sides_of_a_ratio_take_turns() -> None:
-    """A side that is measured first finds a device that was idle."""
+    """A side that is measured first finds a device that was idle. So do the arguments of a side."""
     seen: list[str] = []
-    sides = [(lambda name, pause_s=pause_s: (seen.append(name), time.sleep(pause_s)), [dict(name=name)])
-             for name, pause_s in (("ours", 0.0), ("theirs", 0.002))]  # fmt: skip
-    ours, theirs = time_in_turn(sides, CPU, Limits(warmup=1, repeats=3))
-    assert seen == ["ours", "theirs"] * 4
+    sides = [(lambda name, pause_s=pause_s: (seen.append(name), time.sleep(pause_s)), [dict(name=n) for n in names])
+             for names, pause_s in ((("ours",), 0.0), (("theirs", "again"), 0.002))]  # fmt: skip
+    ours, theirs = time_interleaved(sides, CPU, Limits(warmup=1, repeats=3))
+    assert seen == ["ours", "again", "ours", "theirs"] * 2
     assert ours.repeats == 3 and theirs.median_ms > max(2.0, ours.median_ms)
-
-
-def test_phases_add_up_and_keep_their_order() -> None:
-    clock = PhaseClock("cpu")
-    for _ in range(2):
-        for name, pause_s in (("draft", 0.002), ("verify", 0.004)):
-            with clock.phase(name):
-                time.sleep(pause_s)
-    ledger = clock.ledger_ms()
-    assert list(ledger) == ["draft", "verify"]
-    assert ledger["draft"] >= 4 and ledger["verify"] >= 8
-    clock.reset()
-    assert clock.ledger_ms() == {}
-
-
-def test_a_phase_that_raises_is_counted_and_closed() -> None:
-    clock = PhaseClock("cpu")
-    with pytest.raises(KeyError), clock.phase("draft"):
-        raise KeyError
-    with clock.phase("draft"), pytest.raises(RuntimeError, match="'verify' begins inside phase 'draft'"):
-        clock.phase("verify").__enter__()
-    assert list(clock.ledger_ms()) == ["draft"]
-
-
-@pytest.mark.gpu
-def test_device_phases_are_device_time() -> None:
-    clock = PhaseClock("cuda")
-    a = torch.randn(4096, 4096, device="cuda")
-    with clock.phase("verify"):
-        for _ in range(20):
-            a = a @ a
-    assert clock.ledger_ms()["verify"] > 1
-
-
-def test_provenance_says_where_a_number_comes_from() -> None:
-    found = provenance("cpu")
-    assert found["versions"]["torch"] == torch.__version__ and found["machine"] and found["platform"]
-    assert "git_revision" in found
-
-
-def test_inputs_are_not_copied_where_there_is_no_cache_to_fill() -> None:
-    inputs = dict(x=torch.zeros(3), nested=(torch.ones(2), [torch.ones(1)]), number=3)
-    assert len(list(tensors_in(inputs))) == 3
-    assert cold_copies(inputs, CPU) == [inputs]
 
 
 def test_a_wrong_kernel_is_noticed() -> None:
@@ -158,14 +95,8 @@ def test_without_a_gpu_one_small_case_a_family() -> None:
 
 
 def test_sets_and_patterns_choose_cases() -> None:
-    full, quick = (
-        [
-            case.name
-            for _, case in chosen_cases(("attention",), shapes, on_gpu=True)
-            if case.function == "paged_attention"
-        ]
-        for shapes in ("full", "quick")
-    )
+    chosen = [[case for _, case in chosen_cases(("attention",), shapes, on_gpu=True)] for shapes in ("full", "quick")]
+    full, quick = ([case.name for case in each if case.function == "paged_attention"] for each in chosen)
     assert len(quick) == 4 < len(full) and set(quick) <= set(full)
     assert quick[0] == full[0] and quick[-1] == full[-1]
     assert [case.name for _, case in chosen_cases(("tree",), "tree_6?", on_gpu=False)] == ["tree_64", "tree_65"]
@@ -196,13 +127,6 @@ def test_names_are_joined_by_plus() -> None:
         named("peers", "a+c", ("a", "b"))
 
 
-def test_floats_of_a_gpu_are_drawn_there() -> None:
-    drawn = DeviceMaker(CPU, torch.bfloat16, torch.Generator(), torch.Generator().manual_seed(3)).normal(
-        40, 50, scale=2.0
-    )
-    assert drawn.dtype == torch.bfloat16 and 1.8 < drawn.float().std() < 2.2
-
-
 def test_work_is_counted_by_the_family_or_as_every_tensor_once() -> None:
     inputs = attention_inputs(Maker.seeded(), "chain", 3, (5, 40))
     counted = work_of("attention", "paged_attention", inputs, None)
@@ -217,6 +141,12 @@ def test_the_larger_of_two_floors_is_the_ceiling() -> None:
     rates = Ceilings(bytes_per_s=1e12, flop_per_s=1e14)
     assert rates.floor_us(2_000_000, 1) == (2.0, "memory")
     assert rates.floor_us(2_000_000, 400_000_000) == (4.0, "compute")
+
+
+def test_floats_of_a_gpu_are_sampled_there() -> None:
+    maker = DeviceMaker(CPU, torch.bfloat16, torch.Generator(), torch.Generator().manual_seed(3))
+    drawn = maker.normal(40, 50, scale=2.0)
+    assert drawn.dtype == torch.bfloat16 and 1.8 < drawn.float().std() < 2.2
 
 
 def test_a_reference_that_does_not_fit_compares_some_requests(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +165,7 @@ def test_a_reference_that_does_not_fit_compares_some_requests(monkeypatch: pytes
     assert parity.check(faulty, inputs, COMPARISON).problem is not None
 
 
-def test_a_draw_on_a_border_is_named_and_more_is_refused() -> None:
+def test_a_sample_on_a_border_is_named_and_more_is_refused() -> None:
     """One row of forty may draw another token; two may not, and without a temperature not even one."""
 
     def pick_tokens(wrong: int, sampling: SamplingTensors, impl: str) -> Any:
@@ -263,7 +193,7 @@ def test_torch_attention_is_a_peer_of_every_mode(mode: str, lengths: tuple[int, 
 def test_what_a_peer_cannot_do_is_named() -> None:
     inputs = attention_inputs(Maker.seeded(), "tree", 5, (7,))
     with pytest.raises(peers.Unavailable, match="takes no tree mask"):
-        peers.prepare("varlen", "paged_attention", inputs)
+        peers.prepare("flash_attention_3", "paged_attention", inputs)
     with pytest.raises(peers.Unavailable, match="nothing like build_tree"):
         peers.prepare("sdpa", "build_tree", {})
     for package in ("flashinfer", "flash_attention_4"):
@@ -275,11 +205,7 @@ def test_what_a_peer_cannot_do_is_named() -> None:
 
 def test_peers_that_are_not_there_say_so_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU; and with one, where neither the package nor the folder holds the library."""
-    calls = {
-        "sgl_kernel": "verify_tree_greedy",
-        "flash_attention_3": "paged_attention",
-        "flashinfer": "top_p_renorm",
-    }
+    calls = dict(sgl_kernel="verify_tree_greedy", flash_attention_3="paged_attention", flashinfer="top_p_renorm")
     inputs = attention_inputs(Maker.seeded(), "chain", 5, (7,))
     for peer, function in calls.items():
         with pytest.raises(peers.Unavailable, match="runs on a GPU only"):
@@ -296,63 +222,51 @@ def test_a_library_is_found_in_the_named_folder(monkeypatch: pytest.MonkeyPatch,
     (tmp_path / "sm90").mkdir()
     (tmp_path / "sm90" / "common_ops.abi3.so").write_bytes(b"no library")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setenv(libraries.FOLDER_VARIABLE, str(tmp_path))
-    libraries._load.cache_clear()
+    monkeypatch.setenv(peers.FOLDER_VARIABLE, str(tmp_path))
+    peers._load.cache_clear()
     with pytest.raises(peers.Unavailable, match="common_ops.abi3.so cannot be loaded: .*(too short|invalid)"):
-        libraries.load_library("sgl_kernel", "common_ops*.so")
+        peers.load_library("sgl_kernel", "common_ops*.so")
 
 
+@pytest.mark.parametrize(("offset", "status"), [(0, "ok"), (1, "disagrees")])
 @pytest.mark.parametrize(
     "function, case",
     [
         ("verify_tree_greedy", "sgl_greedy_short"),
         ("tree_speculative_sampling_target_only", "sgl_sampling_small"),
         ("build_tree_kernel_efficient", "sgl_build_chain"),
+        ("top_k_renorm", None),
+        ("top_p_renorm", None),
     ],
 )
-def test_operations_that_write_into_arguments_are_compared(
-    monkeypatch: pytest.MonkeyPatch, function: str, case: str
+def test_operations_of_sgl_kernel_are_compared(
+    monkeypatch: pytest.MonkeyPatch, function: str, case: str | None, offset: int, status: str
 ) -> None:
     """A peer with sgl-kernel's signature, here our own definition; and one that writes something else."""
-    ours = getattr(sglang, function)
-    offset = 0
+    ours = getattr(sglang if case else specdec_kernels, function)
 
     def operation(*arguments: Any) -> None:
-        ours(*arguments, impl="reference")
-        arguments[list(signature(ours).parameters).index(peer_operations.WRITTEN[function][1])].add_(offset)
+        if case:
+            ours(*arguments, impl="reference")
+            arguments[list(signature(ours).parameters).index(peers.WRITTEN[function][1])].add_(offset)
+        else:
+            probs, out, limits, _ = arguments
+            out.copy_(ours(probs, limits, impl="reference") + offset)
 
-    stand_in = SimpleNamespace(default=operation)
-    monkeypatch.setattr(torch.ops, "sgl_kernel", SimpleNamespace(**{function: stand_in}), raising=False)
-    monkeypatch.setattr(peer_operations, "load_library", lambda package, pattern: None)
-    inputs = next(each for each in SGLANG_CASES if each.name == case).build(Maker.seeded())
-    kernel = bench_row._impl(ours, "reference")
-    found = bench_row._against_peer("sgl_kernel", function, [inputs], kernel, bench_on_cpu())
-    assert found["status"] == "ok" and found["ratio"] > 0, found
-    offset = 1
-    found = bench_row._against_peer("sgl_kernel", function, [inputs], kernel, bench_on_cpu())
-    assert found["status"] == "disagrees"
-
-
-@pytest.mark.parametrize("function", ["top_k_renorm", "top_p_renorm"])
-def test_renormalisations_are_compared(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
-    """A peer with sgl-kernel's signature, here our own definition."""
-    ours = getattr(specdec_kernels, function)
-
-    def operation(probs: torch.Tensor, out: torch.Tensor, limits: torch.Tensor, limit: float) -> None:
-        out.copy_(ours(probs, limits, impl="reference"))
-
-    stand_in = SimpleNamespace(**{f"{function}_probs": SimpleNamespace(default=operation)})
-    monkeypatch.setattr(torch.ops, "sgl_kernel", stand_in, raising=False)
-    monkeypatch.setattr(peer_operations, "load_library", lambda package, pattern: None)
-    inputs = next(each for each in SAMPLING_CASES if each.function == function).build(Maker.seeded())
-    kernel = bench_row._impl(ours, "reference")
-    found = bench_row._against_peer("sgl_kernel", function, [inputs], kernel, bench_on_cpu())
-    assert found["status"] == "ok" and found["ratio"] > 0, found
+    stand_in = {function if case else f"{function}_probs": SimpleNamespace(default=operation)}
+    monkeypatch.setattr(torch.ops, "sgl_kernel", SimpleNamespace(**stand_in), raising=False)
+    monkeypatch.setattr(peers, "load_library", lambda package, pattern: None)
+    cases = SGLANG_CASES if case else SAMPLING_CASES
+    inputs = next(each for each in cases if case in (None, each.name) and each.function == function)
+    kernel = measure_case._impl(ours, "reference")
+    built = [inputs.build(Maker.seeded())]
+    found = measure_case._against_peer("sgl_kernel", function, built, kernel, bench_on_cpu())
+    assert found["status"] == status and found.get("ratio", 1) > 0, found
 
 
-def bench_on_cpu(**changes: Any) -> bench_row.Bench:
-    settings = dict(device=CPU, dtype=torch.float32, ceilings=Ceilings(1e12, 1e14), peers=("sdpa", "varlen"))
-    return bench_row.Bench(**(settings | dict(seed=0, limits=Limits(0, 2, 50.0)) | changes))  # type: ignore[arg-type]
+def bench_on_cpu(**changes: Any) -> measure_case.Bench:
+    settings = dict(device=CPU, dtype=torch.float32, ceilings=Ceilings(1e12, 1e14), peers=("sdpa", "flash_attention_3"))
+    return measure_case.Bench(**(settings | dict(seed=0, limits=Limits(0, 2, 50.0)) | changes))  # type: ignore[arg-type]
 
 
 def test_a_row_compares_with_ceiling_reference_and_peers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -360,50 +274,52 @@ def test_a_row_compares_with_ceiling_reference_and_peers(monkeypatch: pytest.Mon
     bench = bench_on_cpu()
     inputs = attention_inputs(Maker.seeded(), "chain", 4, (20, 9))
     timing = time_function(lambda **_: time.sleep(0.002), [inputs], CPU, Limits(repeats=2))
-    kernel = bench_row._impl(paged_attention, "reference")
-    work = bench_row._rates(work_of("attention", "paged_attention", inputs, kernel(**inputs)), timing, bench.ceilings)
+    kernel = measure_case._impl(paged_attention, "reference")
+    counted = work_of("attention", "paged_attention", inputs, kernel(**inputs))
+    work = measure_case._rates(counted, timing, bench.ceilings)
     assert work["bound"] == "memory" and work["floor_us"] == pytest.approx(work["moved_bytes"] / 1e6)
     assert work["ceiling_pct"] == pytest.approx(100 * work["floor_us"] / (timing.median_ms * 1e3))
     found = parity.Parity(None, "all", reference_fits=True)
-    against = bench_row._against_reference(paged_attention, [inputs], timing, found, bench)
+    against = measure_case._against_reference(paged_attention, [inputs], timing, found, bench)
     assert against["reference_ratio"] == pytest.approx(against["reference_us"] / (timing.median_ms * 1e3))
-    theirs = {name: bench_row._against_peer(name, "paged_attention", [inputs], kernel, bench) for name in bench.peers}
+    against_peer = partial(measure_case._against_peer, function="paged_attention", copies=[inputs])
+    theirs = {name: against_peer(name, kernel=kernel, bench=bench) for name in bench.peers}
     assert theirs["sdpa"]["status"] == "ok" and theirs["sdpa"]["ratio"] > 0
-    assert theirs["varlen"] == dict(status="not run", problem="runs on a GPU only")
+    assert theirs["flash_attention_3"] == dict(status="not run", problem="runs on a GPU only")
     row = dict(family="attention", case="made", function="paged_attention", status="ok", peers=theirs)
-    row |= work | against | bench_row._times(timing) | dict(shape=bench_row._shape(inputs))
-    page = show.page([row], "title", show.problems([row]), bench.peers, bench.ceilings)
-    assert "varlen: not run in 1 cases, runs on a GPU only" in page and "<circle" in page
+    row |= work | against | measure_case._times(timing) | dict(shape=measure_case._shape(inputs))
+    page = benchmark_page.page([row], "title", benchmark_page.problems([row]), bench.peers, bench.ceilings)
+    assert "flash_attention_3: not run in 1 cases, runs on a GPU only" in page and "<circle" in page
 
 
 def test_a_peer_that_disagrees_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = attention_inputs(Maker.seeded(), "chain", 4, (20, 9))
-    wrong = bench_row._impl(lambda impl, **arguments: paged_attention(**arguments, impl=impl) * 1.01, "reference")
-    found = bench_row._against_peer("sdpa", "paged_attention", [inputs], wrong, bench_on_cpu())
+    wrong = measure_case._impl(lambda impl, **arguments: paged_attention(**arguments, impl=impl) * 1.01, "reference")
+    found = measure_case._against_peer("sdpa", "paged_attention", [inputs], wrong, bench_on_cpu())
     assert found["status"] == "disagrees" and "median_us" not in found
 
 
 def test_a_kernel_that_raises_is_a_row_and_the_rest_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = bench_row._measured
+    real = measure_case._measured
 
-    def failing(family: str, case: Case, bench: bench_row.Bench) -> dict[str, Any]:
+    def failing(family: str, case: Case, bench: measure_case.Bench) -> dict[str, Any]:
         if family == "tree":
             raise RuntimeError("no such\ntree")
         return real(family, case, bench)
 
-    monkeypatch.setattr(bench_row, "_measured", failing)
+    monkeypatch.setattr(measure_case, "_measured", failing)
     config = KernelBenchConfig(family="tree+kv_index", device="cpu", repeats=1, warmup=0)
-    assert not kernel_bench.run(config, tmp_path, Console(quiet=True))
+    console = Console(file=io.StringIO(), width=200)
+    assert not kernel_bench.run(config, tmp_path, console)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "1/2  tree: " in said and "2/2  kv_index: " in said, "each case is announced: one may take minutes"
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert [row["status"] for row in rows] == ["failed", "ok"] and rows[0]["problem"] == "RuntimeError: no such"
 
 
 def test_cases_beyond_the_time_of_a_run_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        kernel_bench,
-        "measure",
-        lambda family, case, bench: (time.sleep(1.1), dict(status="ok", family=family, case=case.name))[1],
-    )
+    monkeypatch.setattr(kernel_bench, "measure", lambda name, case, _: dict(status="ok", family=name, case=case.name))
+    monkeypatch.setattr(kernel_bench, "time", SimpleNamespace(monotonic=count().__next__))  # a second from call to call
     config = KernelBenchConfig(family="tree", shapes="tree_6?", device="cpu", budget_s=1)
     assert kernel_bench.run(config, tmp_path, Console(quiet=True))
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
@@ -425,15 +341,8 @@ def test_replay_and_call_times_of_a_gpu() -> None:
     replayed = time_function(lambda x: x * 2, copies, x.device, Limits())
     called = time_calls(lambda x: x * 2, copies, x.device, Limits())
     assert replayed.cache.startswith("cold") and 0 < replayed.median_ms < called.median_ms
-    alike = time_in_turn([(lambda x: x * 2, copies), (lambda x: x * 2, copies)], x.device, Limits())
+    alike = time_interleaved([(lambda x: x * 2, copies), (lambda x: x * 2, copies)], x.device, Limits())
     assert 0.8 < alike[0].median_ms / alike[1].median_ms < 1.25
-
-
-def test_points_lie_by_their_logarithms() -> None:
-    chart = logarithmic([("line", [(1.0, 10.0, "a"), (10.0, 100.0, "<b>"), (0.0, 5.0, "nowhere")])], "t", ("x", "y"))
-    assert chart.count("<circle") == 2 and "&lt;b&gt;" in chart and "nowhere" not in chart
-    assert 'cx="70.0"' in chart and 'cx="940.0"' in chart
-    assert logarithmic([("empty", [])], "t", ("x", "y")) == ""
 
 
 def test_a_kernel_that_disagrees_gets_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -445,65 +354,26 @@ def test_a_kernel_that_disagrees_gets_no_time(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the command without a GPU")
-def test_the_command_writes_rows_with_provenance(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "experiments.kernel_bench",
-        "family=tree",
-        "repeats=2",
-        f"hydra.run.dir={tmp_path}",
-    ]
-    done = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
-    assert "say nothing about a GPU" in " ".join(done.stdout.split())
+def test_the_command_writes_rows_with_provenance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["kernel_bench.py", "family=tree", "repeats=2", f"hydra.run.dir={tmp_path}"])
+    kernel_bench.main()
+    assert "say nothing about a GPU" in " ".join(capsys.readouterr().out.split())
     row = json.loads((tmp_path / "results.jsonl").read_text())
     assert row["status"] == "ok" and row["median_us"] > 0 and row["config"]["repeats"] == 2
     assert {"machine", "versions", "git_revision", "platform", "clock", "cache", "device", "dtype"} <= row.keys()
     assert "say nothing about a GPU" in (tmp_path / "report.html").read_text()
 
 
-def test_a_misspelt_key_fails_while_composing() -> None:
-    with initialize_config_dir(config_dir=str(CONFIG_FOLDER), version_base="1.3"):
-        assert compose("kernel_bench", overrides=["family=tree"]).family == "tree"
-        with pytest.raises(ConfigCompositionException, match="famly"):
-            compose("kernel_bench", overrides=["famly=tree"])
-
-
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(family="trees"), "family: expected one of all, none, .*tree"),
         (dict(peers="sdpa+abacus"), "peers: expected one of all, none, .*sdpa"),
         (dict(budget_s=0.0), "budget_s: expected at least 1"),
-        (dict(repeats=0), "repeats: expected at least 1"),
         (dict(dtype="int8"), "dtype: expected one of"),
     ],
 )
 def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         KernelBenchConfig(**options)
-
-
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    [
-        ("+foo=1", ["unknown key 'foo'", "budget_ms"]),
-        ("famly=tree", ["unknown key 'famly'", "did you mean: family=…"]),
-        ("repeats=0", ["repeats: expected at least 1, got 0"]),
-        ("hydra.run.dir=/proc/x", ["/proc/x", "hydra.run.dir"]),
-    ],
-)
-def test_a_mistake_gets_one_screen(
-    override: str, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-    monkeypatch.setattr(sys, "argv", ["kernel_bench.py", override])
-    with pytest.raises(SystemExit) as ended:
-        kernel_bench.main()
-    told = capsys.readouterr().err
-    assert ended.value.code == 2 and told.startswith("error: ") and len(told.splitlines()) < 12
-    for text in expected:
-        assert text in told, told
-    assert list(tmp_path.iterdir()) == []

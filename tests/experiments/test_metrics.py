@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -12,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from algorithms.runtime.cuda_graph import GraphReport
-from algorithms.runtime.request import Completion
-from algorithms.runtime.session import Generation
-from experiments.report import metrics as figures
-from experiments.report import repeats
+from algorithms.engine.request import Completion
+from algorithms.engine.session import Generation
+from algorithms.step.runner import GraphReport
+from experiments.report import checks, intervals, summarize
+from experiments.report.metrics import AcceptanceFigures, num_faults
 
 DEPTH = 5
 counts_of_steps = st.lists(st.integers(0, DEPTH), min_size=1, max_size=40)
@@ -24,45 +23,32 @@ counts_of_steps = st.lists(st.integers(0, DEPTH), min_size=1, max_size=40)
 
 def completion(index: int, accepted: list[int], truncated: int = 0, **changes: object) -> Completion:
     tokens = list(range(sum(a + 1 for a in accepted) - truncated))
-    fields: dict[str, object] = dict(
-        request_id=index,
-        token_ids=tokens,
-        text=f"text {index}",
-        finish_reason="length",
-        accepted_counts=accepted,
-        drafted_counts=[DEPTH for _ in accepted],
-        ran_out=[count == DEPTH for count in accepted],
-        num_truncated=truncated,
-        ttft_ms=10.0 * (index + 1),
-        total_ms=100.0,
-    )
-    return Completion(**{**fields, **changes})  # type: ignore[arg-type]
+    steps = dict(drafted_counts=[DEPTH for _ in accepted], ran_out=[count == DEPTH for count in accepted])
+    fields: dict[str, object] = dict(request_id=index, token_ids=tokens, text=f"text {index}", finish_reason="length")
+    fields |= dict(accepted_counts=accepted, num_truncated=truncated, ttft_ms=10.0 * (index + 1), total_ms=100.0)
+    return Completion(**{**fields, **steps, **changes})  # type: ignore[arg-type]
 
 
 def generation(*completions: Completion) -> Generation:
-    ledger = {"draft": 1.0, "verify": 2.0, "accept": 3.0, "commit": 4.0, "host": 5.0}
+    phase_times = {"draft": 1.0, "verify": 2.0, "accept": 3.0, "commit": 4.0, "host": 5.0}
     steps = [40.0, 50.0, 50.0, 60.0]
-    return Generation(list(completions), 4, 40.0, 200.0, 250.0, 8.0, steps, ledger, GraphReport("none", ()))
+    return Generation(list(completions), 4, 40.0, 200.0, 250.0, 8.0, steps, phase_times, GraphReport("none", ()))
 
 
-def positions_of(counts: list[int]) -> dict[str, list[int]]:
-    """Of steps that always draft to the full depth."""
-    return figures.acceptance_by_position([(count, count == DEPTH) for count in counts], DEPTH)
+def figures_of(steps: list[tuple[int, bool]]) -> AcceptanceFigures:
+    """Figures of one request."""
+    return summarize.acceptance_figures(steps, [sum(a + 1 for a, _ in steps)], [len(steps)], 0, DEPTH)
 
 
-@given(counts_of_steps)
-def test_acceptance_counts_steps_that_reached_the_position(counts: list[int]) -> None:
-    rates = figures.conditional_acceptance(positions_of(counts))
-    for position in range(DEPTH):
-        reached = [count for count in counts if count >= position]
-        expected = Fraction(sum(c > position for c in reached), len(reached)) if reached else None
-        assert rates[position] == (None if expected is None else pytest.approx(float(expected)))
+def rates_of(counts: list[int]) -> list[float | None]:
+    """Acceptance by position of steps that always draft to the full depth."""
+    return figures_of([(count, count == DEPTH) for count in counts])["acceptance_at"]
 
 
 @given(st.lists(st.tuples(st.integers(0, DEPTH), st.booleans()), max_size=40))
 def test_a_missing_draft_is_no_rejected_one(steps: list[tuple[int, bool]]) -> None:
-    counts = figures.acceptance_by_position(steps, DEPTH)
-    rates = figures.conditional_acceptance(counts)
+    found = figures_of(steps)
+    counts, rates = found["acceptance"], found["acceptance_at"]
     for i in range(DEPTH):
         reached = [step for step in steps if step[0] >= i]
         assert counts["accepted"][i] == sum(a > i for a, _ in reached)
@@ -74,18 +60,17 @@ def test_a_missing_draft_is_no_rejected_one(steps: list[tuple[int, bool]]) -> No
 
 def test_accepted_over_drafted_counts_every_drafted_token() -> None:
     done = completion(0, [3, 0, 1], drafted_counts=[4, 0, 4], ran_out=[False, True, False])
-    method = figures.summarize_method(generation(done), DEPTH)
+    method = summarize.summarize_method(generation(done), DEPTH)
     assert (method["num_accepted"], method["num_drafted"], method["acceptance_rate"]) == (4, 8, 0.5)
     assert method["acceptance"]["no_draft"] == [1, 0, 0, 0, 0] and method["acceptance_at"][0] == 1.0
-    assert (
-        figures.summarize_method(generation(completion(0, [0], drafted_counts=[0])), DEPTH)["acceptance_rate"] is None
-    )
+    none = summarize.summarize_method(generation(completion(0, [0], drafted_counts=[0])), DEPTH)
+    assert none["acceptance_rate"] is None
 
 
 @given(counts_of_steps)
 def test_mean_accepted_is_the_sum_of_products_of_acceptance(counts: list[int]) -> None:
     """E[a] = sum over i of P(a > i), and P(a > i) is the product of the conditional rates up to i."""
-    rates = figures.conditional_acceptance(positions_of(counts))
+    rates = rates_of(counts)
     survive, expected = 1.0, 0.0
     for rate in rates:
         survive *= rate or 0.0
@@ -94,13 +79,13 @@ def test_mean_accepted_is_the_sum_of_products_of_acceptance(counts: list[int]) -
 
 
 def test_tokens_per_step_is_pooled_not_a_mean_of_means() -> None:
-    method = figures.summarize_method(generation(completion(0, [0]), completion(1, [5, 5, 5])), DEPTH)
+    method = summarize.summarize_method(generation(completion(0, [0]), completion(1, [5, 5, 5])), DEPTH)
     assert method["tokens_per_step"] == pytest.approx((1 + 18) / 4)
     assert method["num_accepted_histogram"] == [1, 0, 0, 0, 0, 3]
 
 
 def test_truncated_tokens_count_for_acceptance_but_not_as_output() -> None:
-    method = figures.summarize_method(generation(completion(0, [3, 3], truncated=3)), DEPTH)
+    method = summarize.summarize_method(generation(completion(0, [3, 3], truncated=3)), DEPTH)
     assert (method["output_tokens"], method["num_truncated"]) == (5, 3)
     assert method["tokens_per_step"] == pytest.approx(4)
     assert method["decode_tokens_per_s"] == pytest.approx(5 / 0.2)
@@ -108,26 +93,22 @@ def test_truncated_tokens_count_for_acceptance_but_not_as_output() -> None:
 
 
 def test_times_are_quantiles_of_what_was_measured() -> None:
-    method = figures.summarize_method(generation(*(completion(i, [1]) for i in range(11))), DEPTH)
+    method = summarize.summarize_method(generation(*(completion(i, [1]) for i in range(11))), DEPTH)
     assert method["ttft_ms"] == {"p50": pytest.approx(60.0), "p90": pytest.approx(100.0)}
     assert method["step_ms"]["median"] == pytest.approx(50.0)
-    assert method["ledger_ms"] == {"draft": 1.0, "verify": 2.0, "accept": 3.0, "commit": 4.0, "host": 5.0}
+    assert method["phase_times_ms"] == {"draft": 1.0, "verify": 2.0, "accept": 3.0, "commit": 4.0, "host": 5.0}
 
 
 def test_identity_needs_every_token() -> None:
     plain = [completion(i, [2], token_ids=[7, 8, 9]) for i in range(3)]
-    ours = [
-        completion(0, [2], token_ids=[7, 8, 9]),
-        completion(1, [2], token_ids=[7, 8, 10]),
-        completion(2, [2], token_ids=[7, 8]),
-    ]
-    result = figures.lossless(ours, plain)
+    ours = [completion(i, [2], token_ids=tokens) for i, tokens in enumerate(([7, 8, 9], [7, 8, 10], [7, 8]))]
+    result = summarize.lossless(ours, plain)
     assert (result["checked"], result["identical"]) == (3, 1)
     assert result["first_difference"] == {"request": 1, "position": 2, "token": 10, "baseline_token": 9}
-    cut = figures.lossless(ours[2:], plain[2:])["first_difference"]
+    cut = summarize.lossless(ours[2:], plain[2:])["first_difference"]
     assert cut == {"request": 2, "position": 2, "token": None, "baseline_token": 9}
-    assert figures.lossless(plain, plain)["first_difference"] is None
-    assert figures.lossless(ours, None) == {"checked": 0, "identical": 0, "near_ties": 0, "first_difference": None}
+    assert summarize.lossless(plain, plain)["first_difference"] is None
+    assert summarize.lossless(ours, None) == {"checked": 0, "identical": 0, "near_ties": 0, "first_difference": None}
 
 
 @pytest.mark.parametrize(("possible", "looks", "near"), [(True, [1, 2], 1), (False, [1], 0)])
@@ -136,37 +117,38 @@ def test_differences_that_cannot_be_near_ties_are_not_looked_at(possible: bool, 
 
     def look(index: int, found: Mapping[str, Any]) -> dict[str, Any]:
         seen.append(index)
-        return {"gap": 0.5, "near_tie": index == 2}
+        return {"gap": 0.5, "numerical_tie": index == 2}
 
     plain = [completion(i, [2], token_ids=[7, 8, 9]) for i in range(3)]
     ours = [completion(i, [2], token_ids=[7, 8, 9 + min(i, 1)]) for i in range(3)]
-    result = figures.lossless(ours, plain, look, possible)
+    result = summarize.lossless(ours, plain, look, possible)
     assert seen == looks and result["near_ties"] == near and result["identical"] == 1
     assert result["first_difference"]["request"] == 1 and result["first_difference"]["gap"] == 0.5
 
 
 def test_accuracy_judges_each_text_with_its_own_prompt() -> None:
     done = [completion(i, [0], text=text, finish_reason="stop_token") for i, text in enumerate(("12", "13"))]
-    found = figures.accuracy(done, lambda index, text: text == ("12", "14")[index])
+    found = summarize.accuracy(done, lambda index, text: text == ("12", "14")[index])
     assert found == {"accuracy": 0.5, "answers": {"right": 1, "wrong": 1, "cut": 0}}
-    assert figures.accuracy(done, None) == {"accuracy": None, "answers": None}
+    assert summarize.accuracy(done, None) == {"accuracy": None, "answers": None}
 
 
 def test_a_text_that_was_cut_before_its_answer_is_not_wrong() -> None:
     ends = [("12", "length"), ("1", "length"), ("13", "stop_token")]
     done = [completion(i, [0], text=text, finish_reason=reason) for i, (text, reason) in enumerate(ends)]
-    found = figures.accuracy(done, lambda index, text: text == "12")
+    assert summarize.summarize_method(generation(*done), DEPTH)["num_cut"] == 2
+    found = summarize.accuracy(done, lambda index, text: text == "12")
     assert found == {"accuracy": 0.5, "answers": {"right": 1, "wrong": 1, "cut": 1}}
     rows = [("a", {"answers": found["answers"]}), ("b", {"answers": None}), ("c", {"answers": found["answers"]})]
-    (told,) = figures.warnings_of_all(rows)
-    assert told == "answers cut by sampling.max_new_tokens do not count in accuracy (a: 1 of 3; c: 1 of 3)"
-    only_cut = figures.accuracy(done[1:2], lambda index, text: False)
+    (told,) = checks.warnings_of_all(rows)
+    assert told == "answers truncated by sampling.max_new_tokens do not count in accuracy (a: 1 of 3; c: 1 of 3)"
+    only_cut = summarize.accuracy(done[1:2], lambda index, text: False)
     assert only_cut == {"accuracy": None, "answers": {"right": 0, "wrong": 0, "cut": 1}}
 
 
 def row(acceptance: list[float | None], identical: int, near_ties: int = 0) -> dict[str, object]:
     first = {"request": 2, "position": 7, "token": 5, "baseline_token": 9, "logit": 1.25, "baseline_logit": 1.5}
-    first |= {"gap": 0.25, "bound": 0.5 if near_ties else 1e-4, "near_tie": bool(near_ties)}
+    first |= {"gap": 0.25, "bound": 0.5 if near_ties else 1e-4, "numerical_tie": bool(near_ties)}
     comparison = {"checked": 4, "identical": identical, "near_ties": near_ties, "first_difference": None}
     comparison |= {"first_difference": first} if identical < 4 else {}
     return {"acceptance_at": acceptance, "lossless": comparison}
@@ -175,52 +157,52 @@ def row(acceptance: list[float | None], identical: int, near_ties: int = 0) -> d
 def test_the_difference_that_is_told_is_no_near_tie_if_one_is_none() -> None:
     plain = [completion(i, [2], token_ids=[7, 8, 9]) for i in range(3)]
     ours = [completion(i, [2], token_ids=[7, 8 - i, 9]) for i in range(3)]
-    comparison = figures.lossless(ours, plain, lambda index, found: {"near_tie": index == 1})
+    comparison = summarize.lossless(ours, plain, lambda index, found: {"numerical_tie": index == 1})
     assert (comparison["checked"], comparison["identical"], comparison["near_ties"]) == (3, 1, 1)
-    assert comparison["first_difference"]["request"] == 2 and figures.num_faults(comparison) == 1
-    comparison = figures.lossless(ours, plain, lambda index, found: {"near_tie": True})
+    assert comparison["first_difference"]["request"] == 2 and num_faults(comparison) == 1
+    comparison = summarize.lossless(ours, plain, lambda index, found: {"numerical_tie": True})
     assert comparison["near_ties"] == 2 and comparison["first_difference"]["request"] == 1
 
 
 def test_low_acceptance_and_differences_are_called_out() -> None:
-    assert figures.warnings(row([0.9], 4), "float32", True) == []
-    assert figures.warnings(row([], 4), "float32", True) == []
-    (low,) = figures.warnings(row([0.04], 4), "float32", True)
+    assert checks.warnings(row([0.9], 4), "float32", True) == []
+    assert checks.warnings(row([], 4), "float32", True) == []
+    (low,) = checks.warnings(row([0.04], 4), "float32", True)
     assert "drafter" in low
-    assert figures.warnings(row([0.9], 3), "float32", True) == []
-    assert figures.failures(row([0.9], 4), "float32", True) == figures.failures(row([0.9], 3), "bfloat16", False) == []
-    (exact,) = figures.failures(row([0.9], 3), "float32", True)
+    assert checks.warnings(row([0.9], 3), "float32", True) == []
+    assert checks.failures(row([0.9], 4), "float32", True) == checks.failures(row([0.9], 3), "bfloat16", False) == []
+    (exact,) = checks.failures(row([0.9], 3), "float32", True)
     assert exact == (
         "1 of 4 requests differ from autoregressive decoding in float32; request 2, position 7: token 5 (logit 1.25), "
-        "the baseline has token 9 (logit 1.5), gap 0.25, a near tie in float32 is at most 0.0001"
+        "the baseline has token 9 (logit 1.5), gap 0.25, a numerical tie in float32 is at most 0.0001"
     )
-    (rounded,) = figures.warnings(row([0.9], 3), "bfloat16", False)
-    assert "runtime.deterministic=true" in rounded and "0 at a near tie" in rounded and "gap 0.25" in rounded
-    (wrong,) = figures.failures(row([0.9], 3), "bfloat16", True)
+    (rounded,) = checks.warnings(row([0.9], 3), "bfloat16", False)
+    assert "runtime.deterministic=true" in rounded and "0 at a numerical tie" in rounded and "gap 0.25" in rounded
+    (wrong,) = checks.failures(row([0.9], 3), "bfloat16", True)
     assert wrong.startswith("1 of 4 requests differ from autoregressive decoding in bfloat16; request 2")
 
 
 def test_near_ties_are_counted_and_no_failure() -> None:
-    assert figures.failures(row([0.9], 3, near_ties=1), "float32", True) == []
-    (told,) = figures.warnings(row([0.9], 3, near_ties=1), "float32", True)
-    assert told.startswith("1 of 4 requests differ from autoregressive decoding, 1 at a near tie; first: request 2")
+    assert checks.failures(row([0.9], 3, near_ties=1), "float32", True) == []
+    (told,) = checks.warnings(row([0.9], 3, near_ties=1), "float32", True)
+    assert told.startswith("1 of 4 requests differ from autoregressive decoding, 1 at a numerical tie; first: req")
     both = row([0.9], 2, near_ties=1)
-    assert figures.failures(both, "float32", True)[0].startswith("1 of 4")
-    assert figures.warnings(both, "float32", True)[0].startswith("1 of 4 requests differ")
+    assert checks.failures(both, "float32", True)[0].startswith("1 of 4")
+    assert checks.warnings(both, "float32", True)[0].startswith("1 of 4 requests differ")
 
 
 def test_compilations_under_the_clock_are_called_out() -> None:
-    compiled = figures.compilations(["_b_kernel", "_a_kernel", "_b_kernel"])
+    compiled = summarize.compilations(["_b_kernel", "_a_kernel", "_b_kernel"])
     assert compiled == {"compiled": 3, "compiled_kernels": ["_a_kernel", "_b_kernel"]}
-    (late,) = figures.warnings(row([0.9], 4) | compiled, "float32", True)
+    (late,) = checks.warnings(row([0.9], 4) | compiled, "float32", True)
     assert late.startswith("3 kernels were compiled") and late.endswith("_a_kernel, _b_kernel")
-    assert figures.warnings(row([0.9], 4) | figures.compilations([]), "float32", True) == []
+    assert checks.warnings(row([0.9], 4) | summarize.compilations([]), "float32", True) == []
 
 
 def test_each_speedup_is_of_the_clock_in_its_name() -> None:
-    slow = figures.summarize_method(generation(completion(0, [0, 0])), DEPTH)
+    slow = summarize.summarize_method(generation(completion(0, [0, 0])), DEPTH)
     fast = {**slow, "decode_tokens_per_s": 3 * slow["decode_tokens_per_s"], "wall_tokens_per_s": 25.0}
-    found = figures.against_baseline(fast, slow)
+    found = summarize.against_baseline(fast, slow)
     assert found["speedup_decode"] == pytest.approx(3)
     assert found["speedup_wall"] == pytest.approx(25.0 / (2 / 0.25))
 
@@ -231,25 +213,25 @@ def rounds_of(*decode_ms: float) -> list[Generation]:
 
 def test_rates_of_rounds_are_pooled_and_their_interval_is_students() -> None:
     """All tokens over all time, and t(2) = 4.303 times the standard error around it."""
-    method = figures.summarize_method(generation(completion(0, [4, 4])), DEPTH, rounds_of(100.0, 200.0, 200.0))
+    method = summarize.summarize_method(generation(completion(0, [4, 4])), DEPTH, rounds_of(100.0, 200.0, 200.0))
     rates = [100.0, 50.0, 50.0]
     assert method["rounds"]["decode_tokens_per_s"] == rates
     assert method["decode_tokens_per_s"] == pytest.approx(30 / 0.5)
     assert method["decode_ms"] == pytest.approx(500 / 3) and method["step_ms"]["mean"] == pytest.approx(500 / 12)
     half = 4.303 * stats.tstd(rates) / 3**0.5
     assert method["decode_tokens_per_s_interval"] == [0.0, pytest.approx(60 + half)]
-    assert [stats.t.ppf(0.975, n) for n in range(1, 11)] == pytest.approx(repeats._T_95, abs=6e-4)
-    alone = figures.summarize_method(generation(completion(0, [4, 4])), DEPTH)
+    assert [stats.t.ppf(0.975, n) for n in range(1, 11)] == pytest.approx(intervals._T_95, abs=6e-4)
+    alone = summarize.summarize_method(generation(completion(0, [4, 4])), DEPTH)
     assert alone["decode_tokens_per_s_interval"] is None
 
 
 def test_speedups_of_rounds_are_taken_within_each_round() -> None:
     """A machine that halves its speed between two rounds does so for both sides, and the interval is narrow."""
     slow, fast = (
-        figures.summarize_method(generation(completion(0, [4, 4])), DEPTH, rounds_of(*times))
+        summarize.summarize_method(generation(completion(0, [4, 4])), DEPTH, rounds_of(*times))
         for times in ((200.0, 400.0, 400.0), (100.0, 200.0, 200.0))
     )
-    found = figures.against_baseline(fast, slow)
+    found = summarize.against_baseline(fast, slow)
     assert found["speedup_decode"] == pytest.approx(2) and found["speedup_decode_interval"] == pytest.approx([2, 2])
     predicted = found["prediction"]
     assert found["speedup_decode"] == pytest.approx(predicted["predicted"] * predicted["occupancy"] * predicted["kept"])
@@ -257,29 +239,36 @@ def test_speedups_of_rounds_are_taken_within_each_round() -> None:
 
 def test_times_that_cannot_be_trusted_are_called_out() -> None:
     fine = {"rounds": {"decode_tokens_per_s": [100.0, 110.0]}, "speedup_decode": 2.9, "tokens_per_step": 3.0}
-    assert repeats.warnings(fine) == []
+    assert checks._time_warnings(fine) == []
     spread = fine | {"rounds": {"decode_tokens_per_s": [100.0, 130.0, 100.0]}}
-    (told,) = figures.warnings_of_all([("a", fine), ("b", spread), ("c", spread), ("d", {})])
+    (told,) = checks.warnings_of_all([("a", fine), ("b", spread), ("c", spread), ("d", {})])
     assert "differ by more than 20% of their mean between rounds (b: 27%; c: 27%): end other programs" in told
-    assert repeats.several(list("abcdefghijkl")).endswith("; j; and 2 more")
-    assert figures.warnings_of_all([("a", fine)]) == []
-    (above,) = repeats.warnings(fine | {"speedup_decode": 3.1})
+    assert checks.several(list("abcdefghijkl")).endswith("; j; and 2 more")
+    assert checks.warnings_of_all([("a", fine)]) == []
+    (above,) = checks._time_warnings(fine | {"speedup_decode": 3.1})
     assert above.startswith("a decode speedup of 3.10× is above its 3.00 tokens/step")
-    (texts,) = repeats.warnings(fine | {"differing_rounds": 1})
-    assert texts == "rounds that wrote other texts than the first: 1"
-
-
-def test_answers_that_the_length_limit_cut_are_counted() -> None:
-    ended = [replace(completion(i, [1]), finish_reason=reason) for i, reason in enumerate(("length", "stop_token"))]
-    assert figures.summarize_method(generation(*ended), DEPTH)["num_cut"] == 1
+    (texts,) = checks._time_warnings(fine | {"differing_rounds": 1})
+    assert texts == "rounds with other outputs than the first: 1"
 
 
 def test_tokens_per_step_have_an_interval_over_requests() -> None:
     ended = [completion(i, [2, i]) for i in range(4)]
-    found = figures.summarize_method(generation(*ended), DEPTH)
-    assert found["tokens_per_step_interval"] == repeats.ratio_interval([4, 5, 6, 7], [2, 2, 2, 2])
+    found = summarize.summarize_method(generation(*ended), DEPTH)
+    assert found["tokens_per_step_interval"] == intervals.ratio_interval([4, 5, 6, 7], [2, 2, 2, 2])
     low, high = found["tokens_per_step_interval"]
     assert low < found["tokens_per_step"] == 2.75 < high
-    assert figures.summarize_method(generation(*ended[:3]), DEPTH)["tokens_per_step_interval"] is None
+    assert summarize.summarize_method(generation(*ended[:3]), DEPTH)["tokens_per_step_interval"] is None
     alone = [completion(i, [0, 0]) for i in range(4)]
-    assert figures.summarize_method(generation(*alone), 0)["tokens_per_step_interval"] is None
+    assert summarize.summarize_method(generation(*alone), 0)["tokens_per_step_interval"] is None
+
+
+def test_the_share_that_is_kept_and_the_interval_of_a_position() -> None:
+    """Three of eight tokens lie past the end; the baseline keeps all of its own."""
+    ours = summarize.summarize_method(generation(completion(0, [3, 3], truncated=3)), DEPTH)
+    plain = summarize.summarize_method(generation(completion(0, [0] * 5)), 0)
+    found = summarize.against_baseline(ours, plain)
+    assert found["prediction"]["kept"] == pytest.approx(5 / 8)
+    factors = found["prediction"]
+    assert found["speedup_decode"] == pytest.approx(factors["predicted"] * factors["occupancy"] * factors["kept"])
+    assert ours["acceptance_at_interval"][3] == intervals.wilson(0, 2) == pytest.approx([0.0, 0.6576], abs=1e-4)
+    assert ours["acceptance_at_interval"][4] is None, "no step reached the fifth draft"

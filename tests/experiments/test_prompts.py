@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import builtins
 import gzip
 import json
-import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from algorithms.runtime.models.tokenizer import Tokenizer
+from algorithms.models.tokenizer import Tokenizer
 from experiments.app.schema import REPO_ROOT
 from experiments.app.workload import _markup as markup
 from experiments.data.prompts import DataConfig, DataError, Prompt, PromptSet, datasets, load_prompts
-from experiments.data.public import last_boxed, last_number, same_boxed, same_number
+from experiments.data.public import same_boxed, same_number
 
 
 def config(name: str, **fields: Any) -> DataConfig:
@@ -31,7 +29,7 @@ def write_lines(path: Path, *rows: object) -> Path:
 
 
 class Recorder:
-    """An encoder that says how it was asked."""
+    """An encoder that shows its arguments."""
 
     def encode(self, text: str) -> list[int]:
         return [1, len(text)]
@@ -40,11 +38,14 @@ class Recorder:
         return [2, *(len(turn) for turn in turns), *(-len(reply) for reply in replies)]
 
 
+RECORDER: Any = Recorder()
+
+
 def test_arithmetic_prompts_are_held_out_and_scored() -> None:
     from experiments.data.arithmetic import is_heldout
 
-    loaded = load_prompts(config("arithmetic", limit=12))
-    assert len({prompt.text for prompt in loaded.prompts}) == 12
+    loaded, everything = (load_prompts(config("arithmetic", limit=limit)) for limit in (12, 1000))
+    assert len({prompt.text for prompt in everything.prompts}) == 200 and loaded.prompts == everything.prompts[:12]
     assert loaded.score is not None
     for prompt in loaded.prompts:
         assert is_heldout(prompt.text)
@@ -55,34 +56,18 @@ def test_arithmetic_prompts_are_held_out_and_scored() -> None:
         assert not loaded.score(prompt, "no answer")
 
 
-def test_arithmetic_has_200_prompts_of_which_limit_takes_the_first() -> None:
-    everything = load_prompts(config("arithmetic", limit=1000)).prompts
-    assert len(everything) == 200
-    assert load_prompts(config("arithmetic", limit=7)).prompts == everything[:7]
-
-
-def test_code_prompts_are_raw_beginnings_of_functions() -> None:
+def test_code_prompts_are_raw() -> None:
     loaded = load_prompts(config("code"))
-    assert len(loaded.prompts) == 64
-    assert loaded.score is None
-    for prompt in loaded.prompts:
-        assert prompt.raw
-        assert prompt.text.startswith(("def ", "@"))
-        with pytest.raises(SyntaxError):
-            compile(prompt.text + "(", "prompt", "exec")
-
-
-def test_text_prompt() -> None:
-    assert load_prompts(config("prompt", text="Hi there")).prompts == (Prompt("Hi there"),)
-    assert load_prompts(config("prompt", text="Hi there", raw=True)).prompts[0].raw
+    assert len(loaded.prompts) == 64 and loaded.score is None and all(prompt.raw for prompt in loaded.prompts)
 
 
 def test_how_prompts_are_encoded() -> None:
-    assert Prompt("abc").encode(Recorder()) == [2, 3]
-    assert Prompt("abc", raw=True).encode(Recorder()) == [1, 3]
+    assert load_prompts(config("prompt", text="abc", raw=True)).prompts == (Prompt("abc", raw=True),)
+    assert Prompt("abc").encode(RECORDER) == [2, 3]
+    assert Prompt("abc", raw=True).encode(RECORDER) == [1, 3]
     talk = Prompt("a\n\nbc", turns=("a", "bc"))
-    assert talk.encode(Recorder()) == [2, 1]
-    assert talk.encode(Recorder(), ["yes"]) == [2, 1, 2, -3]
+    assert talk.encode(RECORDER) == [2, 1]
+    assert talk.encode(RECORDER, ["yes"]) == [2, 1, 2, -3]
     assert (talk.num_turns, talk.turn(1), Prompt("abc").num_turns, Prompt("abc").turn(0)) == (2, "bc", 1, "abc")
 
 
@@ -145,28 +130,25 @@ def test_jsonl_prompts_and_turns(tmp_path: Path) -> None:
         {"turns": ["two", "three"], "id": "ignored"},
         "   ",
         {"prompt": "naïve 🙂"},
+        '{"prompt": "a\u0085b\u2028c\u2029d"}',
     )
     loaded = load_prompts(config("jsonl", path=str(path)))
     assert loaded.prompts == (
         Prompt("one", answer="4", where=f"{path}:1"),
         Prompt("two\n\nthree", turns=("two", "three"), where=f"{path}:3"),
         Prompt("naïve 🙂", where=f"{path}:5"),
+        Prompt("a\u0085b\u2028c\u2029d", where=f"{path}:6"),
     )
     assert loaded.score is None
     assert [p.text for p in load_prompts(config("jsonl", path=str(path), limit=1)).prompts] == ["one"]
 
 
-@pytest.mark.parametrize("kind", ["list", "gzip", "byte order mark"])
+@pytest.mark.parametrize("kind", ["json", "jsonl.gz", "byte order mark"])
 def test_other_forms_of_files(tmp_path: Path, kind: str) -> None:
     rows = [{"prompt": "one"}, {"prompt": "two"}]
-    path = tmp_path / "p.json"
-    if kind == "list":
-        path.write_text(json.dumps(rows, indent=1))
-    elif kind == "gzip":
-        path = tmp_path / "p.jsonl.gz"
-        path.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
-    else:
-        path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8-sig")
+    lines, path = "\n".join(map(json.dumps, rows)), tmp_path / f"p.{kind}"
+    forms = {"json": json.dumps(rows, indent=1).encode(), "jsonl.gz": gzip.compress(lines.encode())}
+    path.write_bytes(forms.get(kind, lines.encode("utf-8-sig")))
     assert [p.text for p in load_prompts(config("jsonl", path=str(path))).prompts] == ["one", "two"]
 
 
@@ -174,15 +156,10 @@ def test_other_forms_of_files(tmp_path: Path, kind: str) -> None:
     ("line", "part"),
     [
         ('{"prompt": "x"', "not valid JSON"),
-        ('"just text"', "expected a JSON object"),
         ('{"text": "x"}', "got 'text'"),
-        ("{}", "got no key"),
         ('{"prompt": "x", "turns": ["y"]}', "got 'prompt', 'turns'"),
         ('{"prompt": 3}', "'prompt': expected a non-empty string, got 3"),
-        ('{"prompt": "  "}', "'prompt': expected a non-empty string"),
         ('{"turns": []}', "'turns': expected a list of non-empty strings, got []"),
-        ('{"turns": ["a", ""]}', "'turns'"),
-        ('{"turns": "a"}', "'turns'"),
         ('{"prompt": "x", "answer": [1]}', "'answer': expected a string or a number, got [1]"),
     ],
 )
@@ -190,58 +167,25 @@ def test_malformed_line_is_named(tmp_path: Path, line: str, part: str) -> None:
     path = write_lines(tmp_path / "p.jsonl", {"prompt": "fine"}, "", line, {"prompt": "fine"})
     with pytest.raises(DataError) as caught:
         load_prompts(config("jsonl", path=str(path)))
-    assert f"{path}:3: " in str(caught.value)
-    assert part in str(caught.value)
-
-
-def test_malformed_item_of_a_list_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "p.json"
-    path.write_text('[{"prompt": "x"},\n {"prompt": 1}]')
-    with pytest.raises(DataError, match=r"p\.json: item 2: key 'prompt'"):
-        load_prompts(config("jsonl", path=str(path)))
-
-
-def test_turns_cannot_be_raw(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "p.jsonl", {"turns": ["a"]})
+    assert f"{path}:3: " in str(caught.value) and part in str(caught.value)
+    turns = write_lines(tmp_path / "p.jsonl", {"turns": ["a"]})
     with pytest.raises(DataError, match=r"p\.jsonl:1: 'turns' need the chat template"):
-        load_prompts(config("jsonl", path=str(path), raw=True))
-
-
-@pytest.mark.parametrize("content", ["", "\n  \n", "[]"])
-def test_empty_file(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "p.jsonl"
-    path.write_text(content)
-    with pytest.raises(DataError, match=r"p\.jsonl: the file holds no prompts.*data\.path"):
-        load_prompts(config("jsonl", path=str(path)))
-
-
-def test_missing_file_folder_and_bytes(tmp_path: Path) -> None:
-    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
-    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b"{}" * 100)[:20])
-    for name, part in (
-        ("nowhere.jsonl", "no such file"),
-        ("", "is a folder"),
-        ("binary.jsonl", "UTF-8"),
-        ("cut.jsonl.gz", "cannot be read"),
-    ):
-        with pytest.raises(DataError, match=part) as caught:
-            load_prompts(config("jsonl", path=str(tmp_path / name)))
-        assert str(tmp_path / name).rstrip("/") in str(caught.value)
+        load_prompts(config("jsonl", path=str(turns), raw=True))
 
 
 @pytest.mark.parametrize(
-    ("name", "fields", "part"),
+    ("name", "content", "part"),
     [
-        ("arithmetic", {"limit": 0}, "data.limit: expected at least 1"),
-        ("jsonl", {}, "data.path"),
-        ("jsonl", {"path": ""}, "data.path"),
-        ("prompt", {}, "data.text"),
-        ("prompt", {"text": " \n"}, "data.text"),
+        ("list.json", b'[{"prompt": "x"},\n {"prompt": 1}]', "list.json: item 2: key 'prompt'"),
+        ("none.json", b"[]", "holds no prompts"),
+        ("binary.jsonl", b"\xff\xfe\x00", "binary.jsonl: cannot be read as UTF-8"),
+        ("truncated.jsonl.gz", gzip.compress(b"{}" * 100)[:20], "truncated.jsonl.gz: cannot be read"),
     ],
 )
-def test_configuration_out_of_range(name: str, fields: dict[str, Any], part: str) -> None:
-    with pytest.raises(ValueError, match=part):
-        config(name, **fields)
+def test_a_file_that_cannot_be_used(tmp_path: Path, name: str, content: bytes, part: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=part):
+        load_prompts(config("jsonl", path=str(tmp_path / name)))
 
 
 PUBLIC_ROWS: dict[str, tuple[dict[str, Any], str | None]] = {
@@ -256,39 +200,68 @@ PUBLIC_ROWS: dict[str, tuple[dict[str, Any], str | None]] = {
     ),
     "mbpp": ({"text": "Write f.", "code": "def f(): ...", "test_list": ["assert f() == 1"]}, None),
     "mt_bench": ({"question_id": 81, "turns": ["First.", "Second."]}, None),
+    "aime": ({"problem": "Find x.", "solution": "Adding gives 204.", "answer": "204"}, "204"),
+    "livecodebench": ({"question_content": "Sum the numbers.", "starter_code": "def total():"}, None),
+    "alpaca": ({"instruction": "Name a colour.", "input": "", "output": "Red."}, None),
+    "arena_hard": ({"uid": "1", "prompt": "Write a program."}, None),
 }
 
 
-@pytest.mark.parametrize("name", list(PUBLIC_ROWS))
-def test_public_sets_in_their_published_fields(tmp_path: Path, name: str) -> None:
-    row, answer = PUBLIC_ROWS[name]
+OTHER_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
+    ("mbpp", {"prompt": "Write f.", "test_list": ["assert f() == 1"]}, None),
+    ("mt_bench", {"prompt": ["First.", "Second."]}, None),
+    ("math500", {"problem": "Find x.", "solution": r"\boxed{3} or rather \boxed{4}"}, "4"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "answer"), [*((name, *row) for name, row in PUBLIC_ROWS.items()), *OTHER_FIELDS]
+)
+def test_public_sets_in_their_published_fields(
+    tmp_path: Path, name: str, row: dict[str, Any], answer: str | None
+) -> None:
     path = write_lines(tmp_path / "set.jsonl", row, row)
     loaded = load_prompts(config(name, path=str(path)))
-    assert loaded.name == name
-    assert len(loaded.prompts) == 2
+    assert loaded.name == name and len(loaded.prompts) == 2
     prompt = loaded.prompts[0]
-    assert prompt.answer == answer
-    assert (loaded.score is not None) == (answer is not None)
-    shown = row.get("turns") or [row.get("question") or row.get("problem") or row.get("text") or row["prompt"]]
-    assert len(prompt.turns or ()) == len(shown)
-    for turn, part in zip(prompt.turns or (), shown, strict=True):
-        assert part in turn
+    assert prompt.answer == answer and (loaded.score is not None) == (answer is not None)
+    keys = ("turns", "question", "problem", "text", "question_content", "instruction", "prompt")
+    shown = next(row[key] for key in keys if key in row)
+    parts = shown if isinstance(shown, list) else [shown]
+    assert all(part in turn for turn, part in zip(prompt.turns or (), parts, strict=True))
     assert all(test in prompt.text for test in row.get("test_list", []))
 
 
-def test_public_sets_in_their_other_fields(tmp_path: Path) -> None:
-    rows = {
-        "mbpp": {"prompt": "Write f.", "test_list": ["assert f() == 1"]},
-        "mt_bench": {"prompt": ["First.", "Second."]},
-        "math500": {"problem": "Find x.", "solution": r"\boxed{3} or rather \boxed{4}"},
-    }
-    found = {}
-    for name, row in rows.items():
-        path = write_lines(tmp_path / f"{name}.jsonl", row)
-        found[name] = load_prompts(config(name, path=str(path))).prompts[0]
-    assert "Write f." in found["mbpp"].text
-    assert found["mt_bench"].turns == ("First.", "Second.")
-    assert found["math500"].answer == "4"
+BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
+SOLVE = "Write a solution to the following problem and make sure that it passes the tests:"
+
+
+@pytest.mark.parametrize(
+    ("name", "turns"),
+    [
+        ("gsm8k", (f"How many?\n{BOXED}",)),
+        ("math500", (f"Find x.\n{BOXED}",)),
+        ("aime", (f"Find x.\n{BOXED}",)),
+        ("humaneval", (f"{SOLVE}\n```python\ndef f():\n\n```",)),
+        ("mbpp", ("Write f.",)),
+        ("mt_bench", ("First.", "Second.")),
+    ],
+)
+def test_the_fields_wording(tmp_path: Path, name: str, turns: tuple[str, ...]) -> None:
+    """As in the prompt files of DeepSpec, which hold nothing but turns and are read as they are."""
+    row, answer = PUBLIC_ROWS[name]
+    path = write_lines(tmp_path / "set.jsonl", row, {"turns": list(turns)})
+    worded, given = load_prompts(config(name, path=str(path), wording="field")).prompts
+    assert worded.turns == given.turns == turns
+    assert (worded.answer, given.answer) == (answer, None)
+    if answer is not None:
+        score = load_prompts(config(name, path=str(path), wording="field")).score
+        assert score is not None and score(worded, rf"so \boxed{{{answer}}}") and not score(worded, r"\boxed{0}")
+
+
+def test_an_unknown_wording_is_refused() -> None:
+    with pytest.raises(ValueError, match="data.wording: expected one of own, field, got 'paper'"):
+        config("gsm8k", wording="paper")
 
 
 @pytest.mark.parametrize(
@@ -310,14 +283,7 @@ def test_public_set_with_a_bad_row(tmp_path: Path, name: str, row: dict[str, Any
 
 
 def test_public_set_by_name_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    real_import = builtins.__import__
-
-    def without_datasets(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "datasets":
-            raise ImportError("No module named 'datasets'")
-        return real_import(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without_datasets)
+    monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match=r"`data` extra: pip install -e '\.\[data\]'.*data\.path"):
         load_prompts(config("gsm8k"))
 
@@ -338,51 +304,23 @@ def test_public_set_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "right"),
+    ("same", "answer", "text", "right"),
     [
-        ("so it is 1005", True),
-        ("1,005.", True),
-        ("first 7, then $1005.00", True),
-        ("1005 and then 7", False),
-        ("100 5", False),
-        ("-1005", False),
-        ("none", False),
+        (same_number, "1005", "so it is 1005", True),
+        (same_number, "1005", "first 7, then $1,005.00.", True),
+        (same_number, "1005", "-1005", False),
+        (same_number, "1005", "no digits", False),
+        (same_boxed, r"\frac{1}{2}", r"we get $\boxed{\dfrac{1}{2}}$.", True),
+        (same_boxed, r"\left( 3, \frac{\pi}{2} \right)", r"\boxed{(3,\frac{\pi}{2})}", True),
+        (same_boxed, r"90^\circ", r"\boxed{90}", True),
+        (same_boxed, "4", r"\boxed{3} then \boxed{4}", True),
+        (same_boxed, "3", r"\boxed{3} then \boxed{4}", False),
+        (same_boxed, "4", "4", False),
+        (same_boxed, "4", r"\boxed{4", False),
     ],
 )
-def test_last_number_scores(text: str, right: bool) -> None:
-    assert same_number("1005", text) == right
-
-
-@pytest.mark.parametrize(
-    ("answer", "text", "right"),
-    [
-        (r"\frac{1}{2}", r"we get $\boxed{\dfrac{1}{2}}$.", True),
-        (r"\left( 3, \frac{\pi}{2} \right)", r"\boxed{(3,\frac{\pi}{2})}", True),
-        (r"90^\circ", r"\boxed{90}", True),
-        (r"\text{Evelyn}", r"\boxed{Evelyn}", True),
-        ("4", r"\boxed{3} then \boxed{4}", True),
-        ("3", r"\boxed{3} then \boxed{4}", False),
-        ("4", "4", False),
-        ("4", r"\boxed{4", False),
-    ],
-)
-def test_boxed_scores(answer: str, text: str, right: bool) -> None:
-    assert same_boxed(answer, text) == right
-
-
-def test_nothing_to_score() -> None:
-    assert last_number("no digits") is None
-    assert last_boxed("no box") is None
-    assert not same_number("no digits", "no digits")
-
-
-def test_configuration_of_prompts_imports_no_torch() -> None:
-    program = (
-        "import sys; from experiments.data.prompts import datasets; datasets(); "
-        "sys.exit(', '.join({'torch', 'transformers', 'datasets'} & set(sys.modules)) or 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def test_scores(same: Callable[[str, str], bool], answer: str, text: str, right: bool) -> None:
+    assert same(answer, text) == right
 
 
 @pytest.mark.parametrize(("thinking", "mode"), [(None, "as the template has it"), (True, "on"), (False, "off")])

@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import json
 import random
-import sys
-from contextlib import redirect_stderr, redirect_stdout
-from io import StringIO
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from algorithms.runtime.algorithm import DraftTree
-from experiments.app import cli
-from experiments.app.task_schema import ReplayTask
-from experiments.replay.cost import StepTime, StepTimes, read_step_times
-from experiments.replay.recorder import Recorder, confirmed
-from experiments.replay.steps import Drafts, all_steps, engine_steps, perfect, steps_of, summary, union
-from experiments.report.repeats import ratio_interval, wilson
-from experiments.tasks.replay import best_of_each_batch
-from experiments.tasks.run import run_task
+from algorithms.algorithm import DraftTree
+from experiments.app.step_times import StepTime, StepTimes, read_step_times
+from experiments.report.intervals import ratio_interval, wilson
+from experiments.report.json_log import json_lines
+from experiments.studies.replay.recorder import Recorder, confirmed
+from experiments.studies.replay.score import Recorded, _drafts
+from experiments.studies.replay.steps import Drafts, all_steps, engine_steps, perfect, steps_of, summary
+from experiments.studies.replay.task import Candidate, Replay, best_of_each_batch
 from specdec_kernels import build_tree
 from tests.algorithms.drafters import MAKERS, hinted, load_random_drafters
 from tests.algorithms.toy import Setup, autoregressive, engine_of, random_target
 from tests.algorithms.toy import requests as toy_requests
 from tests.algorithms.toy import run as toy_run
+from tests.experiments import program
 
 METHODS = [
     "+task.methods.standalone={name: standalone, steps: 3}",
@@ -40,21 +38,10 @@ ONLY = ("standalone", "suffix", "eagle3_chain", "eagle3_tree", "ngram", "dflash"
 
 
 def called(home: Path, *words: str) -> tuple[int, str, list[dict[str, Any]], Path | None]:
-    """Exit code, messages, rows and folder of a run of the shipped small family in this process."""
-    fixed = ["model=tiny", "runtime.device=cpu", "runtime.impl=reference", "tracker=none", "name=test"]
-    out, code = StringIO(), 0
-    before = set((home / "outputs/test").glob("*"))
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(out):
-        patch.chdir(home)
-        patch.setattr(sys, "argv", ["run.py", *fixed, *words])
-        try:
-            cli.main(run_task)
-        except SystemExit as end:
-            code = int(end.code or 0)
-    found = set((home / "outputs/test").glob("*")) - before
-    folder = found.pop() if found else None
-    rows = json.loads((folder / "summary.json").read_text())["rows"] if folder and code == 0 else []
-    return code, out.getvalue(), rows, folder
+    """Exit code, messages, results and folder of a run of the shipped small family."""
+    done = program.called(home, "model=tiny", *words)
+    results = done.results if done.folder and done.returncode == 0 else []
+    return done.returncode, done.stdout + done.stderr, results, done.folder
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +65,7 @@ def test_predicted_steps_are_the_engines(engine_run: tuple[list[dict[str, Any]],
         "sampling.temperature=1",
         "sampling.max_new_tokens=14",
     ]
-    more = [f"task.trace={folder}", f"task.cost={folder}", "task.lengths=[3]", "task.unions=[[ngram,dflash]]"]
+    more = [f"task.trace={folder}", f"task.cost={folder}"]
     only = f"task.only=[{','.join(ONLY)}]"
     code, text, rows, own = called(tmp_path, "task=replay", *shared, *more, only, *METHODS)
     assert code == 0 and own is not None, text
@@ -91,7 +78,6 @@ def test_predicted_steps_are_the_engines(engine_run: tuple[list[dict[str, Any]],
         assert ours["predicted"]["1"]["tokens_per_s"] == pytest.approx(row["decode_tokens_per_s"], rel=1e-6)
     assert len({row["row_steps"] for row in engine}) > 3  # the methods differ, so equal figures mean something
     assert found["oracle"]["row_steps"] <= min(found[name]["row_steps"] for name in ONLY)
-    assert found["ngram + dflash"]["kind"] == "union" and found["eagle3_chain, first 3"]["num_nodes"] == 4
     assert found["perfect, 16 nodes"]["row_steps"] == 2  # 14 tokens of 2 requests
     assert "figures are those of runtime.max_batch=1" in text and "batch 1:" in text
     assert read_step_times(str(own / "cost.json")) == read_step_times(str(folder))
@@ -102,7 +88,7 @@ def test_the_text_is_the_recorded_one_whatever_the_target_would_write(tmp_path: 
     trace = tmp_path / "trace"
     trace.mkdir()
     tokens = [5, 5, 5, 5, 5, 5, 5, 5]
-    (trace / "requests.jsonl").write_text(json.dumps({"id": 0, "token_ids": tokens}) + "\n")
+    (trace / "requests.jsonl").write_text(json_lines([{"id": 0, "token_ids": tokens, "text": "a\u0085b\u2028c"}]))
     code, text, rows, _ = called(tmp_path, *words, f"task.trace={trace}")
     assert code == 0, text
     assert rows[0]["output_tokens"] == 8 and "positions of the trace" in text
@@ -113,23 +99,10 @@ def test_the_text_is_the_recorded_one_whatever_the_target_would_write(tmp_path: 
     assert code == 2 and "expected the folder of a run with requests.jsonl" in text
 
 
-def test_drawn_drafts_are_refused(tmp_path: Path) -> None:
+def test_sampled_drafts_are_refused(tmp_path: Path) -> None:
     drawn = "+task.methods.drawn={name: standalone, rule: rejection}"
     code, text, *_ = called(tmp_path, "task=replay", "data.limit=1", drawn, "task.only=[drawn]")
     assert code == 2 and "drawn has the rule rejection" in text
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"lengths": [0]}, "task.lengths"),
-        ({"unions": [["ngram"]]}, "at least two"),
-        ({"unions": [["ngram", "other"]]}, "task.unions"),
-    ],
-)
-def test_settings_that_do_not_fit(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ReplayTask(methods={"ngram": {"name": "ngram"}}, **settings)
 
 
 def test_the_text_confirms_the_longest_right_path() -> None:
@@ -173,10 +146,8 @@ def test_the_oracle_is_the_cheapest_choice() -> None:
         assert sum(step.tokens for step in steps) == length
 
 
-def test_unions_shortened_chains_and_the_bound() -> None:
+def test_the_bound_and_the_counts_of_several_outputs() -> None:
     first, second = Drafts([2, 0, 1], [True, False, True]), Drafts([1, 0, 1], [False, True, True])
-    assert union([first, second]) == Drafts([2, 0, 1], [True, False, True])
-    assert first.shortened(1) == Drafts([1, 0, 1], [True, False, True])
     assert perfect(4, 2).accepted == [2, 2, 2, 1]
     row = summary(all_steps([[first, second]]), max_depth=2)
     assert row["output_tokens"] == 6 and row["row_steps"] == 1 + 2
@@ -213,13 +184,7 @@ def test_times_lie_between_measured_ones_only(tmp_path: Path) -> None:
     [
         ("[]", 'a list "steps"'),
         ('{"steps": []}', "no times"),
-        (
-            '{"steps": [{"batch": 1, "nodes": 2, "step_ms": 0}]}',
-            r"steps\[0\]: step_ms: expected a number above 0, got 0",
-        ),
-        ('{"steps": [{"batch": 1, "nodes": 2, "step_ms": 1, "late": -1}]}', "late: expected a number of at least 0"),
-        ('{"steps": [{"batch": 1, "nodes": 2}]}', "step_ms: expected a number above 0, got None"),
-        ('{"steps": [{"batch": 1, "nodes": 2, "ms": 1}]}', "expected an object with method"),
+        ('{"steps": [{"batch": 1, "nodes": 2, "step_ms": 0}]}', "step_ms: expected a number above 0, got 0"),
         ('{"steps": [{"batch": 1, "nodes": 2, "step_ms": 1}, {"batch": 1, "nodes": 2, "step_ms": 2}]}', "two times"),
         ("no json", "expected a JSON file"),
     ],
@@ -264,7 +229,7 @@ def test_drafts_at_every_position_give_the_steps_of_the_engine(name: str, monkey
         return [Drafts(accepted[i][a:b], ran_out[i][a:b]) for i, a, b in ends]
 
     eager = found(Setup())
-    assert found(Setup(graph="step", overlap=1, max_batch=4)) == eager
+    assert found(Setup(graph="step", async_steps=1, max_batch=4)) == eager
     engine = toy_run(hinted(MAKERS[name](), texts), asked, Setup(), target).completions
     for drafts, completion in zip(eager, engine, strict=True):
         steps = [(step.accepted, step.ran_out) for step in steps_of([drafts], [1.0])]
@@ -288,17 +253,40 @@ def test_a_step_of_fewer_requests_takes_the_time_of_a_smaller_batch() -> None:
     entries = (StepTime("a", 1, 4, 2.0, 1.0), StepTime("a", 8, 4, 4.0, 6.0), StepTime("a", 32, 4, 9.0, 26.0))
     times = StepTimes(entries)
     _, eight, most = entries
-    assert times.at_rows(eight, 6.0) == 4.0
-    assert times.at_rows(eight, 3.5) == 3.0  # between 1 and 6 requests
-    assert times.at_rows(eight, 8.0) == 4.5  # between 6 and 26
-    assert times.at_rows(most, 30.0) == 10.0  # no larger batch: on the line from the smaller one
-    assert StepTimes((eight,)).at_rows(eight, 3.0) == 4.0
+    assert times.at_requests(eight, 6.0) == 4.0
+    assert times.at_requests(eight, 3.5) == 3.0  # between 1 and 6 requests
+    assert times.at_requests(eight, 8.0) == 4.5  # between 6 and 26
+    assert times.at_requests(most, 30.0) == 10.0  # no larger batch: on the line from the smaller one
+    assert StepTimes((eight,)).at_requests(eight, 3.0) == 4.0
 
 
-@pytest.mark.parametrize("overlap", [0, 1])
-def test_steps_behind_an_unread_end_are_counted(overlap: int) -> None:
+@pytest.mark.parametrize("async_steps", [0, 1])
+def test_steps_behind_an_unread_end_are_counted(async_steps: int) -> None:
     """Whether a step is read before the next one is launched depends on the clock; the last end is always read late."""
     target, asked = random_target(), toy_requests(3)
-    done = toy_run(autoregressive(target), asked, Setup(overlap=overlap, max_batch=1), target)
+    done = toy_run(autoregressive(target), asked, Setup(async_steps=async_steps, max_batch=1), target)
     late = done.launched_rows - sum(len(completion.accepted_counts) for completion in done.completions)
-    assert overlap <= late <= overlap * len(asked)
+    assert async_steps <= late <= async_steps * len(asked)
+
+
+def test_the_end_of_an_output_is_no_rejection_and_cuts_the_last_step() -> None:
+    """Five tokens, the last step drafts past the end: it produces what is recorded, and nothing was rejected."""
+    steps = steps_of([Drafts([2, 0, 0, 2, 1], [False, True, True, True, True])], [1.0])
+    assert [(step.accepted, step.tokens) for step in steps] == [(2, 3), (2, 2)]
+    found = summary([steps], max_depth=3)
+    assert found["output_tokens"] == 5 and found["tokens_per_step"] == 2.5
+    assert found["acceptance"] == {"accepted": [2, 2, 0], "rejected": [0, 0, 1], "no_draft": [0, 0, 1]}
+    request = toy_requests(1)[0]
+    trace = [Recorded(request, [4, 5, 6])]
+    first = len(request.prompt_ids) - 1
+    accepted, ran_out = [[0] * first + counts for counts in ([1, 2, 1], [0, 0, 0])]
+    (((drafts,),),) = [_drafts([[[accepted], [ran_out]]], trace)]
+    assert drafts == Drafts([1, 2, 1], [False, True, True]), "where the output ends nothing can be rejected"
+
+
+def test_a_prediction_takes_the_times_of_its_own_method() -> None:
+    times = StepTimes((StepTime(None, 2, 4, 9.0, 2), StepTime("own", 2, 4, 3.0, 2)))
+    for name, step_ms in (("own", 3.0), ("other", 9.0)):
+        task: Any = SimpleNamespace(_times=times)
+        found = Replay._rate(task, Candidate(name, "method", [], 3, 4), 2, [5, 5], 20)
+        assert found == {"tokens_per_s": pytest.approx(20e3 / (5 * step_ms)), "step_ms": step_ms}

@@ -9,66 +9,41 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
-from experiments.report.console import bar, printable
-from experiments.report.page import position_counts, render
-from experiments.report.plots import LABEL, VALUE, WIDTH, bars, logarithmic, stacked
+from experiments.report.console import bar_chart, printable
+from experiments.report.html_page import position_counts, render
+from experiments.report.plots import LABEL, VALUE, WIDTH, Series, bars, chart, phase_bars
 from experiments.report.tables import console_table
-from experiments.report.terms import COLUMNS
+from experiments.sweep.figures import IN_ALL, PER_REQUEST, fronts
+from experiments.sweep.frame import pareto
 from experiments.tasks.compare import Compare
 from experiments.tasks.generate import Generate
 from experiments.tasks.throughput import Throughput
 
 VOID = {"meta"}
 ATTACK = "<script>alert('x')</script>&amp;"
-METHOD: dict[str, Any] = {
-    "data": "arithmetic",
-    "method": "dflash",
-    "algo": "dflash",
-    "rule": "target_only",
-    "num_requests": 2,
-    "output_tokens": 30,
-    "num_steps": 10,
-    "tokens_per_step": 3.0,
-    "num_accepted_histogram": [1, 2, 3, 4],
-    "acceptance_at": [0.9, 0.5, None],
-    "decode_tokens_per_s": 1234.5,
-    "wall_tokens_per_s": 1000.0,
-    "ttft_ms": {"p50": 5.0, "p90": 9.0},
-    "step_ms": {"median": 2.0, "p20": 1.0, "p80": 3.0},
-    "ledger_ms": {"draft": 5.0, "verify": 10.0, "accept": 1.0, "commit": 2.0, "host": 2.0},
-    "prediction": None,
-    "speedup_decode": 2.5,
-    "speedup_wall": 2.0,
-    "lossless": {"checked": 2, "identical": 2, "near_ties": 0, "first_difference": None},
-    "accuracy": 0.5,
-}
-BASELINE: dict[str, Any] = {
-    **METHOD,
-    "method": "autoregressive",
-    "algo": "autoregressive",
-    "tokens_per_step": 1.0,
-    "accuracy": 1.0,
-    "lossless": {"checked": 0, "identical": 0, "near_ties": 0, "first_difference": None},
-}
+UNCHECKED = {"checked": 0, "identical": 0, "near_ties": 0, "first_difference": None}
+METHOD: dict[str, Any] = (
+    {"data": "arithmetic", "method": "dflash", "algo": "dflash", "rule": "target_only", "prediction": None}
+    | {"num_requests": 2, "output_tokens": 30, "num_steps": 10, "tokens_per_step": 3.0, "accuracy": 0.5}
+    | {"num_accepted_histogram": [1, 2, 3, 4], "acceptance_at": [0.9, 0.5, None]}
+    | {"decode_tokens_per_s": 1234.5, "wall_tokens_per_s": 1000.0, "speedup_decode": 2.5, "speedup_wall": 2.0}
+    | {"ttft_ms": {"p50": 5.0, "p90": 9.0}, "step_ms": {"median": 2.0, "p20": 1.0, "p80": 3.0}}
+    | {"phase_times_ms": {"draft": 5.0, "verify": 10.0, "accept": 1.0, "commit": 2.0, "host": 2.0}}
+    | {"lossless": UNCHECKED | {"checked": 2, "identical": 2}}
+)
+PLAIN = {"method": "autoregressive", "algo": "autoregressive", "tokens_per_step": 1.0, "accuracy": 1.0}
+BASELINE: dict[str, Any] = METHOD | PLAIN | {"lossless": UNCHECKED}
 
 
 def conditions(**changes: Any) -> dict[str, Any]:
-    return {
-        "model": ATTACK,
-        "backend": "fa4",
-        "device": "cpu",
-        "dtype": "float32",
-        "impl": "triton-interpreter",
-        "machine": "a machine",
-        "sampling": {"temperature": 0.7, "max_new_tokens": 64, "seed": 3},
-        "page_size": 16,
-        "max_batch": 4,
-        "revision": None,
-        "versions": {"torch": "2"},
-        **changes,
-    }
+    sampling = {"temperature": 0.7, "max_new_tokens": 64, "seed": 3}
+    where = {"device": "cpu", "dtype": "float32", "impl": "triton-interpreter", "machine": "a machine"}
+    sizes = {"page_size": 16, "max_batch": 4, "revision": None, "versions": {"torch": "2"}}
+    return {"model": ATTACK, "backend": "fa4", "sampling": sampling, **where, **sizes, **changes}
 
 
 def generated(records: list[dict[str, Any]], console: Console | None = None) -> Generate:
@@ -80,33 +55,17 @@ def generated(records: list[dict[str, Any]], console: Console | None = None) -> 
     return task
 
 
-def page_of(
-    rows: list[dict[str, Any]],
-    records: list[dict[str, Any]],
-    config: dict[str, Any],
-    title: str = ATTACK,
-    **changes: Any,
-) -> str:
-    task = generated(records)
-    where = conditions(**changes)
+def page_of(rows: list[dict[str, Any]], records: list[dict[str, Any]], config: dict[str, Any], **changes: Any) -> str:
+    task, where = generated(records), conditions(**changes)
     notes, headline, sections = task.warnings(rows), task.headline(rows), task.sections(rows)
-    return render(title, Generate.columns, rows, where, config, notes, headline, sections, task.failures(rows))
+    return render(ATTACK, Generate.columns, rows, where, config, notes, headline, sections, task.failures(rows))
 
 
 def request(index: int, **changes: Any) -> dict[str, Any]:
-    return {
-        "id": index,
-        "prompt": f"prompt {index} {ATTACK}",
-        "text": f"answer {index} {ATTACK}",
-        "token_ids": [1, 2, 3],
-        "accepted_counts": [2, 0],
-        "finish_reason": "stop_token",
-        "total_ms": 12.0,
-        "answer": "7",
-        "verdict": ("right", "wrong", "cut")[index],
-        "identical": True,
-        **changes,
-    }
+    texts = {"prompt": f"prompt {index} {ATTACK}", "text": f"answer {index} {ATTACK}", "answer": "7"}
+    counts = {"token_ids": [1, 2, 3], "accepted_counts": [2, 0], "finish_reason": "stop_token", "total_ms": 12.0}
+    verdict = ("right", "wrong", "cut")[index]
+    return {"id": index, **texts, **counts, "verdict": verdict, "identical": True, **changes}
 
 
 REQUESTS = [request(0), request(1)]
@@ -139,51 +98,29 @@ def test_report_is_well_formed_and_runs_nothing_of_a_prompt() -> None:
     assert balance.scripts == 0
     assert balance.open == []
     assert page.count("&lt;script&gt;") >= 5 and "<script" not in page
-
-
-def test_report_needs_no_network() -> None:
-    page = page_of([BASELINE, METHOD], REQUESTS, {})
-    assert not re.search(r"https?://|src=|href=\"?[/.]|@import|url\(", page)
+    assert not re.search(r"https?://|src=|href=\"?[/.]|@import|url\(", page), "a page needs no network"
 
 
 def test_report_holds_the_figures_and_every_text() -> None:
     page = page_of([BASELINE, METHOD], REQUESTS, {"sampling": {"seed": 3}})
-    for shown in (
-        "3.00",
-        "2.50×",
-        "1,234.5",
-        "2/2",
-        "50%",
-        "autoregressive",
-        "prompt 0",
-        "answer 1",
-        "90 %",
-        "seed=3",
-    ):
+    for shown in ("3.00", "2.50×", "1,234.5", "2/2", "50%", "autoregressive", "prompt 0", "answer 1", "90 %", "seed=3"):
         assert shown in page, shown
     assert "say nothing about a GPU" in page
     assert "say nothing about a GPU" not in page_of([METHOD], REQUESTS, {}, device="cuda", impl="triton")
 
 
 def test_report_without_a_baseline_or_drafts() -> None:
-    bare = METHOD | {
-        "speedup_decode": None,
-        "speedup_wall": None,
-        "acceptance_at": [],
-        "num_accepted_histogram": [10],
-        "lossless": {"checked": 0, "identical": 0, "near_ties": 0, "first_difference": None},
-        "data": "code",
-        "accuracy": None,
-    }
-    page = page_of([bare], [request(0, verdict=None, identical=None)], {})
+    bare = METHOD | {"speedup_decode": None, "speedup_wall": None, "data": "code", "accuracy": None}
+    bare |= {"acceptance_at": [], "num_accepted_histogram": [10], "lossless": UNCHECKED}
+    page = page_of([bare], [request(0, verdict=None, identical=None)], {}).split("What the figures mean")[0]
     assert "identical to autoregressive" not in page and "Acceptance" not in page
 
 
 def test_a_cut_answer_is_no_wrong_one() -> None:
     page = page_of([BASELINE, METHOD], [request(0), request(2)], {})
-    assert "cut by the length limit, expected 7" in page and "wrong, expected" not in page
+    assert "truncated by the length limit, expected 7" in page and "wrong, expected" not in page
     row = METHOD | {"answers": {"right": 1, "wrong": 1, "cut": 3}}
-    assert "50% (3 cut)" in page_of([BASELINE, row], REQUESTS, {})
+    assert "50% (3 truncated)" in page_of([BASELINE, row], REQUESTS, {})
 
 
 def test_a_difference_is_shown_as_a_fault() -> None:
@@ -199,55 +136,46 @@ def test_bars_stay_inside_their_track() -> None:
     assert widths == [0.0, span / 2, span]
 
 
-def test_ledgers_share_one_scale() -> None:
-    svg = stacked([("short", {"draft": 1.0}), ("long", {"draft": 1.0, "verify": 3.0})], "ms")
+def test_stacked_bars_share_one_scale() -> None:
+    svg = phase_bars({"short": {"draft": 1.0}, "long": {"draft": 1.0, "verify": 3.0}}, "ms")
     widths = [float(w) for w in re.findall(r'width="([\d.]+)" height="22"', svg)]
     assert widths == [240.0, 240.0, 720.0]
 
 
 def test_logarithmic_axes_end_at_powers_of_ten_and_leave_out_what_has_no_logarithm() -> None:
-    points = [(2.0, 30.0, "a"), (0.0, 5.0, "b"), (500.0, 4000.0, "c")]
-    svg = logarithmic([("s", points)], "t", ("x", "y"), limits=[("roof", [(1.0, 10.0, ""), (100.0, 1000.0, "")])])
+    points = [(500.0, 4000.0), (0.0, 5.0), (2.0, 30.0)]
+    roof = Series("roof", [(1.0, 10.0), (100.0, 1000.0)], limit=True)
+    svg = chart([Series("s", points, hints=["<c>", "b", "a"]), roof], "t", ("x", "y"), log=True)
+    assert svg.index("<title>a<") < svg.index("&lt;c&gt;") and "<title>b<" not in svg
     assert re.findall(r'text-anchor="middle">([\d,]+)<', svg) == ["1", "10", "100", "1,000"]
     assert re.findall(r'text-anchor="end">([\d,]+)<', svg) == ["10", "100", "1,000", "10,000"]
     assert svg.count("<circle") == 2 and svg.count("<polyline") == 2 and ">roof</text>" in svg
-    assert logarithmic([("s", [(0.0, 1.0, "")])], "t", ("x", "y")) == ""
+    assert chart([Series("s", [(0.0, 1.0)]), roof], "t", ("x", "y"), log=True) == ""
 
 
-@pytest.mark.parametrize(("share", "cells"), [(0.0, 0), (0.5, 4), (1.0, 8), (2.0, 8), (-1.0, 0)])
-def test_terminal_bars_have_the_length_of_their_share(share: float, cells: int) -> None:
-    assert bar(share, width=8) == "█" * cells
-
-
-def test_terminal_bars_resolve_an_eighth() -> None:
-    assert bar(1 / 64, width=8) == "▏"
+@pytest.mark.parametrize(("share", "shown"), [(0.0, ""), (0.5, "█" * 20), (2.0, "█" * 40), (-1.0, ""), (1 / 320, "▏")])
+def test_terminal_bars_have_the_length_of_their_share(share: float, shown: str) -> None:
+    console = Console(file=io.StringIO(), width=80)
+    console.print(bar_chart("t", [("", share, "green", "|")]))
+    assert console.file.getvalue().splitlines()[1].split("|")[0].strip() == shown  # type: ignore[attr-defined]
 
 
 def test_terminal_shows_table_charts_and_sample_but_no_commands() -> None:
     console = Console(file=io.StringIO(), width=120)
-    task = generated([request(0, text="\x1b[2Jhidden [bold]not markup[/]")], console)
+    task = generated([request(0, text="\x1b[2Jhidden [bold]not markup[/]"), request(2)], console)
     console.print(console_table("t", Generate.columns, [BASELINE, METHOD]))
     task.show([BASELINE, METHOD])
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    for shown in (
-        "autoregressive",
-        "2.50×",
-        "2/2",
-        "50%",
-        "acceptance by draft position",
-        "90.0%",
-        "verify",
-        "right",
-    ):
+    for shown in ("autoregressive", "2.50×", "2/2", "50%", "acceptance by draft position", "90.0%", "verify", "right"):
         assert shown in text, shown
+    assert "2 steps · truncated" in text
     assert "\x1b" not in text and "[bold]not markup[/]" in text
     assert printable("a\x07\nb") == "a·\nb"
 
 
 def test_every_heading_and_every_count_is_explained() -> None:
-    plain = {"method", "data", "concurrency"}
     for task in (Generate, Compare, Throughput):
-        assert {column.title for column in task.columns} - plain <= set(COLUMNS), task.name
+        assert all(column.help for column in task.columns), task.name
     counts = {"accepted": [8, 6], "rejected": [2, 1], "no_draft": [0, 1]}
     assert position_counts({"acceptance": counts}, 0) == " 8/10"
     assert position_counts({"acceptance": counts}, 1) == " 6/7, 1 without"
@@ -257,4 +185,23 @@ def test_a_page_links_to_the_files_beside_it_and_says_what_was_typed() -> None:
     where = conditions(date="2026-01-01T00:00:00+00:00", command="python run.py algo=dflash")
     page = render("t", Generate.columns, [BASELINE, METHOD], where, {"task": {"repeats": 2}}, files=["requests.jsonl"])
     assert '<a href="requests.jsonl">requests.jsonl</a>' in page and "python run.py algo=dflash" in page
-    assert "repeats=2" in page and COLUMNS["tokens/step"] in page
+    assert "repeats=2" in page and "Mean of accepted drafts plus the bonus token" in page
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=12))
+def test_the_pareto_front_is_what_nothing_beats(points: list[tuple[int, int]]) -> None:
+    lines = [{"x": float(x), "y": float(y)} for x, y in points]
+    found = [(line["x"], line["y"]) for line in pareto(lines, "x", "y")]
+    unbeaten = {p for p in points if not any(q != p and q[0] >= p[0] and q[1] >= p[1] for q in points)}
+    assert set(found) == unbeaten and found == sorted(found)
+
+
+def test_each_prompt_set_has_a_front_of_its_own() -> None:
+    """Jobs of different prompts are not compared: the slow set has a front too, and a beaten job is on none."""
+    rates = [("code", 9.0, 50.0), ("code", 5.0, 90.0), ("code", 4.0, 40.0), ("chat", 1.0, 2.0), ("chat", 2.0, 1.0)]
+    lines = [{"data": data, "n": float(i), PER_REQUEST: x, IN_ALL: y} for i, (data, x, y) in enumerate(rates)]
+    drawn = dict(fronts(lines, ["data", "n"]))
+    assert [title.rpartition(", ")[2] for title in drawn] == ["code", "chat"]
+    for svg, jobs in zip(drawn.values(), (3, 2), strict=True):
+        (front,) = re.findall(r'<polyline points="([^"]*)"', svg)
+        assert svg.count("<circle") == jobs and len(front.split()) == 2 and ">Pareto front</text>" in svg

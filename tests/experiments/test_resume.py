@@ -6,22 +6,26 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from experiments.app import cli
+from experiments.app.errors import UserError
+from experiments.app.locks import locked
 from experiments.app.schema import REPO_ROOT
 from experiments.report.json_log import JsonLog
-from experiments.report.run_folder import RunFolder
+from experiments.report.run_folder import RunFolder, open_run_folder
 from experiments.sweep.folder import SweepFolder
-from experiments.sweep.row import Task, as_row
+from experiments.sweep.job import Task, as_job
 from experiments.tasks.run import run_task
-from tests.runtime.tiny_folders import small_config, small_dflash_config, write_dflash, write_target
+from tests.experiments.program import model_settings
 
 TIMES = ("emitted_at_ms", "ttft_ms", "total_ms")
 TEXTS = ("data", "method", "output_tokens", "tokens_per_step", "num_accepted_histogram", "acceptance", "lossless",
@@ -29,21 +33,9 @@ TEXTS = ("data", "method", "output_tokens", "tokens_per_step", "num_accepted_his
 random_place = random.Random(20)
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    target = write_target(folder / "target")
-    write_dflash(folder / "dflash", small_dflash_config(target.config))
-    write_target(folder / "draft", small_config(num_layers=2), seed=2)
-    return folder
-
-
 def words(models: Path, *more: str) -> list[str]:
     return [
-        "model=local",
-        f"model.path={models / 'target'}",
-        f"model.drafts.dflash={models / 'dflash'}",
-        f"model.drafts.standalone={models / 'draft'}",
+        *model_settings(models),
         "runtime.device=cpu",
         "runtime.impl=reference",
         "tracker=none",
@@ -125,7 +117,7 @@ TASKS = {
 
 @pytest.mark.parametrize("task", TASKS)
 def test_an_interrupted_run_goes_on_to_the_same_table(task: str, models: Path, home: Path) -> None:
-    arguments = words(models, *TASKS[task])
+    arguments = [word for word in words(models, *TASKS[task]) if task != "compare" or word != "data.limit=4"]
     assert run("name=whole", *arguments) == 0
     (whole,) = (home / "outputs" / "whole").iterdir()
     total = sum(
@@ -146,8 +138,6 @@ import torch
 torch.set_num_threads(1)
 from experiments.app import cli
 from experiments.report.run_folder import RunFolder
-from experiments.sweep.folder import SweepFolder
-from experiments.sweep.row import Task, as_row
 from experiments.tasks.run import run_task
 
 record = RunFolder.record
@@ -193,7 +183,13 @@ def test_what_ended_is_not_decoded_again(models: Path, home: Path, capsys: pytes
         assert run(f"resume={folder}") == 0
     assert len(before) == 6 and not set(before) & set(seen)
     assert sorted(before + seen) == [(method, i) for method in ("autoregressive", "dflash") for i in range(4)]
-    assert "2 of 4 requests ended before the run was resumed" in " ".join(capsys.readouterr().out.split())
+    said = " ".join(capsys.readouterr().out.split())
+    assert "2 of 4 requests ended before the run was resumed" in said and "no rates and no speedups" in said
+    results = json.loads((folder / "summary.json").read_text())["rows"]
+    assert [result["num_timed_rounds"] for result in results] == [0, 0]
+    for result in results:
+        assert result["speedup_decode"] is None and result["decode_tokens_per_s"] is None, "of two processes' clocks"
+        assert result["tokens_per_step"] is not None
 
 
 def requests_kept(folder: Path) -> list[dict[str, Any]]:
@@ -204,14 +200,14 @@ def requests_kept(folder: Path) -> list[dict[str, Any]]:
 def test_a_row_of_a_sweep_goes_on_unless_the_revision_changed(
     revision: str, models: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row = as_row(run_task, ["run.py"])
+    row = as_job(run_task, ["run.py"])
     arguments = ["sweep.name=trees", *words(models, "algo=dflash")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunFolder, "record", interrupt_behind(6))
         assert run(*arguments, task=row) == 130
     sweep = SweepFolder(home / "outputs/sweeps/trees")
     (record,) = sweep.records()
-    assert len(requests_kept(sweep.run_folder(record.id))) == 6 and sweep.state(record.id) == "killed"
+    assert len(requests_kept(sweep.path / record.id)) == 6 and sweep.state(record.id) == "killed"
     monkeypatch.setenv("SPECDEC_REVISION", revision)
     assert run(*arguments, task=row) == 0
     rows = (sweep.summary(record.id) or {})["rows"]
@@ -254,12 +250,33 @@ def test_what_cannot_be_resumed_is_refused(
     edit_status(broken, status="done")
     assert "this run is done" in refused(capsys, f"resume={broken}")
     edit_status(broken, status="running", pid=os.getppid())
-    assert f"still goes on, as process {os.getppid()}" in refused(capsys, f"resume={broken}")
+    with locked(broken):
+        assert f"still running, as process {os.getppid()}" in refused(capsys, f"resume={broken}")
+    edit_status(broken, status="running", host="elsewhere", heartbeat=datetime.now(timezone.utc).isoformat())
+    assert "still running" in refused(capsys, f"resume={broken}")
+    edit_status(broken, host=socket.gethostname())
     edit_status(broken, status="interrupted", cwd="/elsewhere")
     assert "started in another folder: cd /elsewhere" in refused(capsys, f"resume={broken}")
     edit_status(broken, cwd=str(home), overrides=["task=losslessness", "tracker=none"])
     assert "task=losslessness cannot be resumed" in refused(capsys, f"resume={broken}")
     assert (broken / "requests.jsonl").read_text() == kept
+
+
+def test_a_process_with_the_number_of_a_dead_run_does_not_block_it(broken: Path) -> None:
+    edit_status(broken, status="running", pid=os.getppid())
+    assert run(f"resume={broken}") == 0
+
+
+def test_of_two_resumes_one_runs(broken: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with open_run_folder(broken, resumed=True), pytest.raises(UserError, match="in use by another run"):
+        RunFolder(broken, resumed=True)
+
+
+@pytest.mark.parametrize("content", [None, "", "name: ["])
+def test_a_folder_that_was_half_made_is_named(broken: Path, capsys: pytest.CaptureFixture[str], content: Any) -> None:
+    (broken / "config.yaml").unlink() if content is None else (broken / "config.yaml").write_text(content)
+    said = refused(capsys, f"resume={broken}")
+    assert "start it again: python run.py " in said if content is None else "config.yaml" in said
 
 
 def test_a_changed_revision_or_configuration_is_refused_unless_forced(
@@ -284,8 +301,9 @@ def test_a_finished_round_is_not_measured_again(models: Path, home: Path) -> Non
         (m, r) for r in (0, 1) for m in ("autoregressive", "dflash")
     ]
     assert entries[0] == first
-    row = json.loads((folder / "summary.json").read_text())["rows"][0]
-    assert len(row["rounds"]["decode_tokens_per_s"]) == 2 and row["decode_tokens_per_s_interval"]
+    rows = json.loads((folder / "summary.json").read_text())["rows"]
+    assert [len(row["rounds"]["decode_tokens_per_s"]) for row in rows] == [1, 1], "one process decoded round 1 alone"
+    assert rows[1]["speedup_decode"] == rows[1]["decode_tokens_per_s"] / rows[0]["decode_tokens_per_s"]
 
 
 def test_a_torn_last_line_is_cut_off(tmp_path: Path) -> None:

@@ -23,6 +23,10 @@ def status(folder: Path) -> str:
     return str(json.loads((folder / "status.json").read_text())["status"])
 
 
+def recorded(folder: Path) -> list[int]:
+    return [json.loads(line)["id"] for line in (folder / "requests.jsonl").read_text().splitlines()]
+
+
 def test_a_failed_write_leaves_the_old_file_and_no_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file.json"
     write_whole(path, "old")
@@ -47,36 +51,36 @@ def test_runs_of_one_second_get_folders_of_their_own(tmp_path: Path) -> None:
     assert [path.name for path in paths] == ["run", "run-2", "run-3"]
 
 
-def test_a_finished_run_says_done_and_has_everything(tmp_path: Path) -> None:
-    with open_run_folder(tmp_path / "run") as folder:
-        assert status(folder.path) == "running"
-        folder.write_results({"requests.jsonl": json_lines([{"id": 0}, {"id": 1}])}, {"speedup_decode": None})
-    assert status(folder.path) == "done"
-    lines = (folder.path / "requests.jsonl").read_text().splitlines()
-    assert [json.loads(line)["id"] for line in lines] == [0, 1]
-    assert json.loads((folder.path / "summary.json").read_text()) == {"speedup_decode": None}
-
-
-@pytest.mark.parametrize(("error", "expected"), [(KeyboardInterrupt(), "interrupted"), (RuntimeError("bug"), "failed")])
-def test_a_run_that_breaks_off_says_so_and_has_no_summary(tmp_path: Path, error: BaseException, expected: str) -> None:
-    with pytest.raises(type(error)), open_run_folder(tmp_path / "run") as folder:
-        folder.write("config.yaml", "a: 1")
-        raise error
-    assert status(tmp_path / "run") == expected
-    assert not (tmp_path / "run" / "summary.json").exists()
-
-
-def test_the_summary_is_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_run_says_done_and_the_summary_is_written_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written: list[str] = []
     whole = records.write_whole
     monkeypatch.setattr(records, "write_whole", lambda path, text: (written.append(path.name), whole(path, text)))
     with open_run_folder(tmp_path / "run") as folder:
-        folder.write_results({"requests.jsonl": "", "report.html": ""}, {})
+        assert status(folder.path) == "running"
+        texts = {"requests.jsonl": json_lines([{"id": 0}, {"id": 1}]), "report.html": ""}
+        folder.write_results(texts, {"speedup_decode": None})
+    assert status(folder.path) == "done" and recorded(folder.path) == [0, 1]
+    assert json.loads((folder.path / "summary.json").read_text()) == {"speedup_decode": None}
     assert written.index("summary.json") > max(written.index("requests.jsonl"), written.index("report.html"))
 
 
-def recorded(folder: Path) -> list[int]:
-    return [json.loads(line)["id"] for line in (folder / "requests.jsonl").read_text().splitlines()]
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [(KeyboardInterrupt(), "interrupted"), (RuntimeError("bug"), "failed"), (UserError("no finite logit"), "failed")],
+)
+def test_a_run_that_breaks_off_says_so_and_keeps_its_requests(
+    tmp_path: Path, error: BaseException, expected: str
+) -> None:
+    with pytest.raises(type(error)) as caught, open_run_folder(tmp_path / "run") as folder:
+        folder.write("config.yaml", "a: 1")
+        folder.record({"id": 0})
+        raise error
+    told = f"requests that had ended: 1, in {folder.path}/requests.jsonl\ngo on with python run.py resume={folder.path}"
+    assert expected != "interrupted" or str(caught.value) == told
+    assert status(tmp_path / "run") == expected and recorded(tmp_path / "run") == [0]
+    assert not (tmp_path / "run" / "summary.json").exists()
 
 
 def test_requests_are_on_disk_as_they_end(tmp_path: Path) -> None:
@@ -87,13 +91,6 @@ def test_requests_are_on_disk_as_they_end(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run/status.json").read_text())["requests"] == 3
 
 
-def test_a_refusal_after_requests_have_ended_keeps_them(tmp_path: Path) -> None:
-    with pytest.raises(UserError), open_run_folder(tmp_path / "run") as folder:
-        folder.record({"id": 0})
-        raise UserError("no finite logit")
-    assert status(tmp_path / "run") == "failed" and recorded(tmp_path / "run") == [0]
-
-
 def test_a_full_disk_keeps_what_ended_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """New files cannot be written any more; the status goes into the place of the old one."""
 
@@ -101,6 +98,7 @@ def test_a_full_disk_keeps_what_ended_and_says_so(tmp_path: Path, monkeypatch: p
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(UserError, match="the disk is full") as caught, open_run_folder(tmp_path / "run") as folder:
+        folder.write("config.yaml", "")
         folder.record({"id": 0})
         monkeypatch.setattr(records, "write_whole", full)
         folder.write("report.html", "x")
@@ -112,11 +110,9 @@ def test_a_heartbeat_tells_that_the_run_is_alive(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(records, "HEARTBEAT_S", 0.01)
     with open_run_folder(tmp_path / "run") as folder:
         folder.record({"id": 0})
-        for _ in range(500):
+        end, found = time.monotonic() + 5, {}
+        while "heartbeat" not in found and time.monotonic() < end:
             found = json.loads((folder.path / "status.json").read_text())
-            if "heartbeat" in found:
-                break
-            time.sleep(0.01)
         assert found["status"] == "running" and found["requests"] == 1 and found["heartbeat"] >= found["started"]
     assert status(tmp_path / "run") == "done" and not any(p.suffix == ".tmp" for p in (tmp_path / "run").iterdir())
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.app import threads
+from experiments.app import cpu_threads as threads
 from experiments.app.schema import REPO_ROOT
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-import types
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import hydra
 import pytest
@@ -22,51 +23,28 @@ ROW: dict[str, Any] = {
     "speedup_decode": 2.5,
     "acceptance_at": [0.9, 0.8, None],
     "num_accepted_histogram": [1, 2, 3, 0],
-    "ledger_ms": {"draft": 1.0, "verify": 2.0},
+    "phase_times_ms": {"draft": 1.0, "verify": 2.0},
     "lossless": {"checked": 3, "identical": 3, "near_ties": 0, "first_difference": None},
 }
 BASELINE = {"algo": "autoregressive", "decode_tokens_per_s": 10.0}
-SUMMARY: dict[str, Any] = {
-    "name": "run",
-    "task": "generate",
-    "backend": "fa4",
-    "model": "tiny",
-    "sampling": {"temperature": 0.5},
-    "rows": [BASELINE, ROW],
-}
+SUMMARY: dict[str, Any] = {"name": "run", "task": "generate", "backend": "fa4", "model": "tiny"}
+SUMMARY |= {"sampling": {"temperature": 0.5}, "rows": [BASELINE, ROW]}
 CONFIG = {"algo": {"name": "dflash"}, "sampling": {"seed": 3}}
 
 
-class Recorder(types.ModuleType):
+def stand_in(monkeypatch: pytest.MonkeyPatch, fails: str = "") -> MagicMock:
     """Stands for wandb: keeps what it is given, or fails where told to."""
+    wandb = MagicMock(logged={}, summary={})
 
-    def __init__(self, fails: str = "") -> None:
-        super().__init__("wandb")
-        self.fails, self.logged, self.started = fails, {}, {}
-        self.summary: dict[str, Any] = {}
-        self.tags: tuple[str, ...] = ()
-        self.ended: int | None = None
+    def init(**options: Any) -> MagicMock:
+        wandb.started, wandb.tags = options, tuple(options["tags"])
+        return wandb
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "Settings":
-            return lambda **options: options
-        if name in ("Table", "Histogram"):
-            return lambda **options: (name, options)
-        raise AttributeError(name)
-
-    def init(self, **options: Any) -> Recorder:
-        if self.fails == "init":
-            raise RuntimeError("no route to host\nsecond line")
-        self.started, self.tags = options, tuple(options["tags"])
-        return self
-
-    def log(self, values: dict[str, Any]) -> None:
-        if self.fails == "log":
-            raise OSError("disk full")
-        self.logged |= values
-
-    def finish(self, exit_code: int) -> None:
-        self.ended = exit_code
+    wandb.init.side_effect = RuntimeError("no route to host\nsecond line") if fails == "init" else init
+    wandb.log.side_effect = OSError("disk full") if fails == "log" else wandb.logged.update
+    wandb.Table.side_effect = wandb.Histogram.side_effect = lambda **options: options
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    return wandb
 
 
 PLAIN = Identity("run")
@@ -82,29 +60,26 @@ def tracked(config: TrackerConfig, folder: Path, identity: Identity = PLAIN) -> 
 
 
 def test_summary_config_and_tables_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb = Recorder()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    wandb = stand_in(monkeypatch)
     assert tracked(wandb_config(tags=["mine"]), tmp_path) == []
-    assert wandb.started["config"] == {"algo.name": "dflash", "sampling.seed": 3} and wandb.ended == 0
+    assert wandb.started["config"] == {"algo.name": "dflash", "sampling.seed": 3}
+    wandb.finish.assert_called_once_with(exit_code=0)
     assert wandb.started["mode"] == "offline" and "id" not in wandb.started
     assert wandb.tags == ("mine", "generate", "fa4", "tiny", "dflash")
     assert wandb.started["name"] == "run" and wandb.started["job_type"] == "generate"
-    assert wandb.summary["ledger_ms/verify"] == 2.0 and wandb.summary["speedup_decode"] == 2.5
+    assert wandb.summary["phase_times_ms/verify"] == 2.0 and wandb.summary["speedup_decode"] == 2.5
     assert wandb.summary["sampling/temperature"] == 0.5
-    table = wandb.logged["rows"][1]
-    assert [dict(zip(table["columns"], line, strict=True))["algo"] for line in table["data"]] == [
-        "autoregressive",
-        "dflash",
-    ]
-    assert wandb.logged["acceptance_at"][1]["data"] == [[1, 0.9], [2, 0.8]]
-    counts, edges = wandb.logged["num_accepted"][1]["np_histogram"]
+    table = wandb.logged["rows"]
+    algo = table["columns"].index("algo")
+    assert [line[algo] for line in table["data"]] == ["autoregressive", "dflash"]
+    assert wandb.logged["acceptance_at"]["data"] == [[1, 0.9], [2, 0.8]]
+    counts, edges = wandb.logged["num_accepted"]["np_histogram"]
     assert counts == [1, 2, 3, 0] and edges == [-0.5, 0.5, 1.5, 2.5, 3.5]
-    assert wandb.logged["ledger_ms"][1]["data"] == [["draft", 1.0], ["verify", 2.0]]
+    assert wandb.logged["phase_times_ms"]["data"] == [["draft", 1.0], ["verify", 2.0]]
 
 
-def test_a_row_of_a_sweep_continues_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb, identity = Recorder(), Identity("algo=dflash", "trees", "abc123")
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
+def test_a_job_of_a_sweep_continues_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb, identity = stand_in(monkeypatch), Identity("algo=dflash", "trees", "abc123")
     tracked(wandb_config(), tmp_path, identity)
     kept = {name: wandb.started[name] for name in ("group", "id", "resume", "name")}
     assert kept == {"group": "trees", "id": "trees-abc123", "resume": "allow", "name": "algo=dflash"}
@@ -114,35 +89,27 @@ def test_a_row_of_a_sweep_continues_its_run(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_run_that_goes_on_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb = Recorder()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    report: Any = types.SimpleNamespace(emitted_tokens=30, elapsed_s=2.0, tokens_per_step=3.0, num_finished=1)
+    wandb = stand_in(monkeypatch)
+    report: Any = SimpleNamespace(emitted_tokens=30, elapsed_s=2.0, tokens_per_step=3.0, num_finished=1)
     with tracking(wandb_config(), tmp_path, CONFIG, Identity("run"), "generate") as tracker:
         tracker.live("dflash", report)
-        first, wandb.logged = wandb.logged, {}
         tracker.live("dflash", report)
-    assert first["live/dflash/tokens_per_s"] == 15.0 and first["live/dflash/tokens_per_step"] == 3.0
-    assert wandb.logged == {}, "not every step is a message"
+    assert wandb.logged["live/dflash/tokens_per_s"] == 15.0 and wandb.logged["live/dflash/tokens_per_step"] == 3.0
+    assert wandb.log.call_count == 1, "not every step is a message"
 
 
 def test_a_run_that_fails_is_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb = Recorder()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    wandb = stand_in(monkeypatch)
     with pytest.raises(ZeroDivisionError), tracking(wandb_config(), tmp_path, CONFIG, Identity("run"), "generate"):
         raise ZeroDivisionError
-    assert wandb.ended == 1
+    wandb.finish.assert_called_once_with(exit_code=1)
 
 
 @pytest.mark.parametrize("fails", ["init", "log"])
 def test_a_failure_becomes_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", Recorder(fails))
+    stand_in(monkeypatch, fails)
     (warning,) = tracked(wandb_config(), tmp_path)
     assert "\n" not in warning and "run folder is complete" in warning
-
-
-def test_a_missing_package_becomes_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    assert len(tracked(wandb_config(), tmp_path)) == 1
 
 
 def test_the_sweep_of_wandb_agent_is_made_of_settings_that_exist() -> None:
@@ -160,10 +127,12 @@ def test_the_sweep_of_wandb_agent_is_made_of_settings_that_exist() -> None:
     assert config.sweep.name == "agent" and config.tracker.mode == "online"
 
 
-@pytest.mark.parametrize("config", [TrackerConfig(), wandb_config(mode="disabled")])
-def test_no_tracker_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: TrackerConfig) -> None:
+def test_no_tracker_imports_nothing_and_a_missing_package_becomes_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    assert tracked(config, tmp_path) == []
+    assert tracked(TrackerConfig(), tmp_path) == tracked(wandb_config(mode="disabled"), tmp_path) == []
+    assert len(tracked(wandb_config(), tmp_path)) == 1
 
 
 def test_offline_runs_stay_in_the_run_folder_and_say_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

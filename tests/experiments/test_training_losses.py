@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,20 +14,31 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 from torch import Tensor, nn
 
-from algorithms.runtime import collectives
-from algorithms.runtime.models.loading import Target
-from experiments.training.batches import ResponseSet, TrainingBatch
-from experiments.training.losses import IGNORED, confidence_weights, decay_weights, weighted_mean
-from experiments.training.objectives.dflash import BlockObjective, BlockSettings, block_labels, draw_anchors
+from algorithms.dflash.config import HIDDEN, HIDDEN_AND_TOKEN, NEXT, VANILLA, HeadConfig
+from algorithms.dflash.model import DFlashDrafter
+from algorithms.eagle.model import Eagle3Drafter
+from algorithms.models.loading import Target
+from algorithms.parallel import collectives
+from experiments.training.batches import Continuation, ResponseSet, Text, TrainingBatch
+from experiments.training.corpus import IGNORED
+from experiments.training.objectives.dflash import (
+    BlockObjective,
+    BlockSettings,
+    block_labels,
+    confidence_weights,
+    decay_weights,
+    sample_anchors,
+    weighted_mean,
+)
 from experiments.training.objectives.draft import DistillObjective, DistillSettings
 from experiments.training.objectives.drafter import BatchSettings, DrafterTraining
-from experiments.training.objectives.eagle import STEP_DISCOUNT, ChainObjective, ChainSettings
+from experiments.training.objectives.eagle import STEP_DISCOUNT, ChainObjective, ChainSettings, OnePassObjective
 from experiments.training.parallel import Replicas
-from experiments.training.text.shards import Continuation, Text
 from tests.algorithms.drafters import TARGET, draft_model, eagle3_head, eagle_head
-from tests.algorithms.toy import VOCAB, random_drafter
+from tests.algorithms.toy import CONFIG, VOCAB, random_drafter, randomise
 
 ROWS = [(list(range(3, 23)), 8), (list(range(40, 52)), 9), ([7, 9] * 8, 5)]
+Floats = tuple[float, float]
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}
 """Sums of some hundred float32 terms, against float64."""
 
@@ -60,7 +72,7 @@ def log_softmax(logits: Tensor) -> list[float]:
 
 
 def test_decay_weights() -> None:
-    assert decay_weights(4, 7.0).tolist() == pytest.approx([1.0, math.exp(-1 / 7), math.exp(-2 / 7)])
+    assert decay_weights(3, 7.0).tolist() == pytest.approx([1.0, math.exp(-1 / 7), math.exp(-2 / 7)])
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
@@ -83,51 +95,96 @@ def test_a_batch_without_labels_has_no_loss() -> None:
     assert float(weighted_mean(torch.ones(3), torch.zeros(3))) == 0.0
 
 
+FORMS: dict[str, dict[str, Any]] = {
+    "dflash": {},
+    "markov": {"head": HeadConfig(VANILLA, 5)},
+    "jetspec": {"causal_layers": (True, True)},
+    "deepspec": {"slots": NEXT, "confidence": HIDDEN},
+    "dspark": {"slots": NEXT, "head": HeadConfig(VANILLA, 5), "confidence": HIDDEN_AND_TOKEN},
+}
+
+
+def draft_loss(drafter: DFlashDrafter, share: float, hidden: Tensor, before: int, label: int, target: Tensor) -> Floats:
+    """Loss and cross entropy of one draft, where the target's logits are `target [V]`."""
+    scores = TARGET.model.logits(hidden).double()
+    head, confidence = drafter.markov_head, drafter.confidence_head
+    e = None if head is None else head.markov_w1.weight[before].double()
+    if head is not None and e is not None:
+        scores = scores + head.markov_w2.weight.double() @ e
+    guessed, wanted = ([math.exp(value) for value in log_softmax(x)] for x in (scores, target))
+    entropy, distance = -math.log(guessed[label]), sum(abs(p - q) for p, q in zip(wanted, guessed, strict=True))
+    loss = share * entropy + (1 - share) * distance
+    if confidence is not None:
+        read = hidden.double() if e is None else torch.cat([hidden.double(), e])
+        z = float(confidence.proj.weight[0].double() @ read + confidence.proj.bias.double())
+        sure, accepted = 1 / (1 + math.exp(-z)), 1 - distance / 2
+        loss -= accepted * math.log(sure) + (1 - accepted) * math.log(1 - sure)
+    return loss, entropy
+
+
 @pytest.mark.parametrize("at_once", [1, 1000], ids=["part by part", "at once"])
 @pytest.mark.parametrize("weights", ["decay", "confidence"])
-@pytest.mark.parametrize("rank", [0, 5], ids=["", "markov"])
-def test_dflash_loss(weights: str, rank: int, at_once: int) -> None:
-    drafter = random_drafter(block_size=4, markov_rank=rank).requires_grad_(True)
-    setting, blocks = stand(), BlockSettings(anchors=9, weights=weights, gamma=3.0, alpha=0.25, at_once=at_once)
+@pytest.mark.parametrize("form", list(FORMS))
+def test_block_loss(weights: str, form: str, at_once: int) -> None:
+    drafter = random_drafter(block_size=4, **FORMS[form]).requires_grad_(True)
+    share, drafts = (0.1, 4) if FORMS[form].get("slots") else (1.0, 3)
+    setting = stand()
+    blocks = BlockSettings(9, weights, gamma=3.0, alpha=0.25, token_share=share, at_once=at_once)
     objective = BlockObjective(drafter, setting, blocks)  # type: ignore[arg-type]
     batch = batch_of(setting)
-    anchors = draw_anchors(batch, 3, np.random.default_rng(4))
-    labels = block_labels(batch.tokens, batch.lengths, anchors, 4)
-    with torch.no_grad():
-        hidden = objective.hidden(batch.tokens, anchors, objective.context(batch.tokens))
-        logits = TARGET.model.logits(hidden)
+    anchors = sample_anchors(batch, 3, np.random.default_rng(4))
+    labels = block_labels(batch.tokens, batch.lengths, anchors, drafts)
     numerator = denominator = 0.0
-    for row, place in np.ndindex(*anchors.shape):
-        before, entropies = int(batch.tokens[row, anchors[row, place]]), []
-        for k in range(3):
-            label, scores = int(labels[row, place, k]), logits[row, place, k]
-            if label == IGNORED:
-                break
-            if drafter.markov_head is not None:
-                head = drafter.markov_head
-                scores = scores + head.markov_w2.weight.detach() @ head.markov_w1.weight.detach()[before]
-            entropies.append(-log_softmax(scores)[label])
-            before = label
-        smoothed = [0.75 * math.exp(-entropy) + 0.25 for entropy in entropies]
-        products = [math.prod(smoothed[: m + 1]) for m in range(len(smoothed))]
-        for k, entropy in enumerate(entropies):
-            weight = math.exp(-k / 3.0) if weights == "decay" else sum(products[k:])
-            numerator, denominator = numerator + weight * entropy, denominator + weight
+    with torch.no_grad():
+        final, features = objective.read_target(batch.tokens)
+        hidden = objective.hidden(batch.tokens, anchors, objective.context(features))
+        target = TARGET.model.logits(final)
+        assert hidden.shape[2] == drafts
+        for row, place in np.ndindex(*anchors.shape):
+            anchor, found = int(anchors[row, place]), []
+            for k in range(drafts):
+                label, before = int(labels[row, place, k]), int(batch.tokens[row, anchor + k])
+                if label == IGNORED:
+                    break
+                draft = hidden[row, place, k], before, label, target[row, anchor + k]
+                found.append(draft_loss(drafter, share, *draft))
+            smoothed = [0.75 * math.exp(-entropy) + 0.25 for _, entropy in found]
+            products = [math.prod(smoothed[: m + 1]) for m in range(len(smoothed))]
+            for k, (loss, _) in enumerate(found):
+                weight = math.exp(-k / 3.0) if weights == "decay" else sum(products[k:])
+                numerator, denominator = numerator + weight * loss, denominator + weight
     loss = objective.batch_loss(batch, np.random.default_rng(4))
     torch.testing.assert_close(loss.double().detach(), torch.tensor(numerator / denominator).double(), **TOLERANCE)
     loss.backward()
     assert all(parameter.grad is not None for parameter in drafter.parameters())
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+def _reduced_peagle_head() -> Eagle3Drafter:
+    """With two layers, and a part of the vocabulary."""
+    config = replace(eagle3_head().config, decoder=replace(CONFIG, num_layers=2), mask_token_id=VOCAB - 1)
+    head = randomise(Eagle3Drafter(config, CONFIG.num_layers, True, mask_shape=(1, 1, 3 * CONFIG.hidden_size)), 8)
+    head.set_vocabulary(torch.arange(VOCAB - 37, VOCAB))
+    head.mask_hidden.data = torch.randn(head.mask_hidden.shape, generator=torch.Generator().manual_seed(8))
+    return head
+
+
+CHAINS: dict[str, tuple[Any, Any]] = {
+    "eagle": (eagle_head, ChainObjective),
+    "eagle3": (eagle3_head, ChainObjective),
+    "peagle": (_reduced_peagle_head, OnePassObjective),
+}
+
+
+@pytest.mark.parametrize("name", list(CHAINS))
 @torch.no_grad()
 def test_chain_loss(name: str) -> None:
-    drafter = eagle_head() if name == "eagle" else eagle3_head()
+    make, kind = CHAINS[name]
+    drafter = make()
     drafter.bind(TARGET.model)
     setting, chain = stand(), ChainSettings(steps=3, feature_weight=0.5 if name == "eagle" else 0.0)
-    objective = ChainObjective(name, drafter, setting, chain, None)  # type: ignore[arg-type]
+    objective = kind(name, drafter, setting, chain, None)
     batch = batch_of(setting)
-    hidden, features = TARGET.model(batch.tokens, objective.mixer, drafter.capture)
+    hidden, features = TARGET.model(batch.tokens, objective.mixer, drafter.target_layers)
     states, target = objective.unroll(batch.tokens, hidden, features), TARGET.model.logits(hidden)
     vocabulary = drafter.to_target(torch.arange(drafter.draft_vocab_size)).tolist()
     numerator = denominator = 0.0
@@ -164,14 +221,15 @@ def test_distillation_loss() -> None:
 
 
 def _replica(rank: int, folder: str) -> None:
-    group = dist.ProcessGroupGloo(dist.FileStore(f"{folder}/meeting", 2), rank, 2)
+    store = dist.FileStore(f"{folder}/meeting", 2)
+    group = dist.ProcessGroupGloo(store, rank, 2)
     torch.manual_seed(rank)
-    model, replicas = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)), Replicas(rank, 2, group)
+    model, replicas = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)), Replicas(rank, 2, group, store)
     replicas.share(model)
     model[0](torch.full((1, 3), rank + 1.0)).sum().backward()  # the second layer has no gradient
-    clocks = replicas.average(model.parameters(), 10.0 + rank)
+    replicas.average(model.parameters())
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    clocks = [clocks, *(replicas.average(model.parameters(), time + rank) for time in (20.0, 30.0))]
+    clocks = [replicas.clock(step, 10.1 * step + rank) for step in range(3)]
     replicas.wait()
     assert not collectives.parallel(), "the engine of each process serves requests of its own"
     torch.save((clocks, model.state_dict(), gradients), f"{folder}/{rank}.pt")
@@ -179,13 +237,9 @@ def _replica(rank: int, folder: str) -> None:
 
 def test_processes_share_weights_clock_and_mean_gradients(tmp_path: Path) -> None:
     processes.start_processes(_replica, (str(tmp_path),), nprocs=2, start_method="fork")
-    (clocks, weights, gradients), (other_clocks, other_weights, others) = (
-        torch.load(tmp_path / f"{rank}.pt") for rank in range(2)
-    )
-    assert clocks == other_clocks == [10.0, 10.0, 20.0], "each call but the first tells the clock of the call before"
-    for name in weights:
-        assert torch.equal(weights[name], other_weights[name])
-    for mine, theirs in zip(gradients, others, strict=True):
-        assert torch.equal(mine, theirs)
+    (clocks, weights, gradients), others = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert clocks == others[0] == [10.1 * step for step in range(3)]
+    assert all(torch.equal(weight, others[1][name]) for name, weight in weights.items())
+    assert all(map(torch.equal, gradients, others[2]))
     assert gradients[0].tolist() == [[1.5] * 3] * 2 and gradients[1].tolist() == [1.0, 1.0]
     assert not gradients[2].any()

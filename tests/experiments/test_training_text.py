@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 import torch
 
-from algorithms.runtime.models.folder import ModelError
-from algorithms.runtime.models.loading import Target, load_target
-from algorithms.runtime.models.tokenizer import Tokenizer
+from algorithms.models.folder import ModelError
+from algorithms.models.loading import Target, load_target
+from algorithms.models.tokenizer import Tokenizer
 from experiments.app.schema import REPO_ROOT
+from experiments.training.batches import Continuation, Text
+from experiments.training.objectives.dflash import mask_token
 from experiments.training.parallel import Replicas
+from experiments.training.served import Writer
 from experiments.training.text import source as source_module
-from experiments.training.text.markup import mask_token, stop_ids, user_turn
-from experiments.training.text.prompts import TRAINING, VALIDATION, open_prompts
+from experiments.training.text.prompts import TRAINING, VALIDATION, open_prompts, stop_ids, user_turn
 from experiments.training.text.settings import KindSettings, TextSettings
-from experiments.training.text.shards import Continuation, ShardFolder, Text
-from experiments.training.text.source import TextSource
-from experiments.training.text.writer import Writer
+from experiments.training.text.source import TextSource, claim
 
 TINY = REPO_ROOT / "assets" / "tiny" / "target"
 
@@ -39,6 +39,12 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.load(TINY)
 
 
+def sequences_of(text: Text) -> list[Continuation]:
+    """Inverse of `Text.of`."""
+    parts = np.split(text.tokens, np.cumsum(text.lengths)[:-1]) if len(text) else []
+    return [Continuation(part.tolist(), int(start)) for part, start in zip(parts, text.starts, strict=True)]
+
+
 def _settings(folder: Path, count: int = 5, **changes: Any) -> TextSettings:
     kinds = {"word": KindSettings(source="arithmetic", count=count, answer_tokens=4, sampled_share=0.5)}
     return TextSettings(**{"kinds": kinds, "folder": str(folder), "validation": 2, "shard": 2, "batch": 4} | changes)
@@ -48,45 +54,39 @@ def _shards(folder: Path) -> dict[str, float]:
     return {path.stem: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")}
 
 
-@pytest.mark.parametrize(("vocab_size", "dtype"), [(65536, np.uint16), (65537, np.uint32), (152_000, np.uint32)])
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(65536, np.uint16), (65537, np.uint32)])
 def test_tokens_take_16_bits_only_where_these_number_the_vocabulary(
     tmp_path: Path, vocab_size: int, dtype: type
 ) -> None:
-    sequences = [Continuation([1, vocab_size - 1, 3], 2), Continuation([vocab_size - 1] * 5, 1)]
-    folder, text = ShardFolder(tmp_path), Text.of(sequences, vocab_size)
-    folder.write("00", text)
-    read = folder.read("00")
-    assert read.tokens.dtype == dtype and read.sequences() == sequences
+    for sequences in ([], [Continuation([1, vocab_size - 1, 3], 2), Continuation([vocab_size - 1] * 5, 1)]):
+        text = Text.of(sequences, vocab_size)
+        text.write(tmp_path / "text")
+        read = Text.read(tmp_path / "text")
+        assert read.tokens.dtype == dtype and sequences_of(read) == sequences and len(read) == len(sequences)
     joined = Text.join([read, text])
-    assert joined.sequences() == sequences * 2 and joined.num_answer_tokens == 2 * (1 + 4)
-
-
-def test_an_empty_shard_is_a_shard(tmp_path: Path) -> None:
-    folder = ShardFolder(tmp_path)
-    folder.write("00", Text.of([], 100))
-    assert folder.holds("00") and len(folder.read("00")) == 0 and folder.read("00").sequences() == []
+    assert sequences_of(joined) == sequences * 2 and joined.num_answer_tokens == 2 * (1 + 4)
 
 
 def _hold(path: Path, held: Any, done: Any) -> None:
-    with ShardFolder(path).claim("00") as mine:
+    with claim(path) as mine:
         held.put(mine)
         done.get()
 
 
 def test_a_shard_belongs_to_one_program(tmp_path: Path) -> None:
-    context, folder = multiprocessing.get_context("fork"), ShardFolder(tmp_path)
+    context, path = multiprocessing.get_context("fork"), tmp_path / "00.safetensors"
     held, done = context.Queue(), context.Queue()
-    other = context.Process(target=_hold, args=(tmp_path, held, done))
+    other = context.Process(target=_hold, args=(path, held, done))
     other.start()
     assert held.get(timeout=30) is True
-    with folder.claim("00") as mine:
+    with claim(path) as mine:
         assert not mine
     done.put(None)
     other.join()
-    with folder.claim("00", wait=True) as mine:
+    with claim(path, wait=True) as mine:
         assert mine, "the program that held it ended without writing it"
-        folder.write("00", Text.of([], 100))
-    with folder.claim("00", wait=True) as mine:
+        Text.of([], 100).write(path)
+    with claim(path, wait=True) as mine:
         assert not mine
 
 
@@ -98,10 +98,10 @@ def test_interrupted_and_continued_text_equals_uninterrupted(
     whole = TextSource(target, _settings(tmp_path / "whole")).training(tmp_path / "a", Replicas())
     write, parts = Writer.write, tmp_path / "parts"
 
-    def fail_at_the_second(writer: Writer, requests: Any, label: str, quiet: bool = False) -> list[list[int]]:
+    def fail_at_the_second(writer: Writer, requests: Any, label: str) -> list[list[int]]:
         if _shards(parts):
             raise KeyboardInterrupt
-        return write(writer, requests, label, quiet)
+        return write(writer, requests, label)
 
     monkeypatch.setattr(Writer, "write", fail_at_the_second)
     with pytest.raises(KeyboardInterrupt):
@@ -110,12 +110,12 @@ def test_interrupted_and_continued_text_equals_uninterrupted(
     assert list(first) == ["00000000-00000002"]
     monkeypatch.setattr(Writer, "write", write)
     continued = TextSource(target, _settings(parts)).training(tmp_path / "b", Replicas())
-    assert continued.sequences() == whole.sequences() and len(whole) == 5
+    assert sequences_of(continued) == sequences_of(whole) and len(whole) == 5
     assert first.items() <= _shards(parts).items(), "a shard was written twice"
     more = TextSource(target, _settings(parts, count=8)).training(tmp_path / "c", Replicas())
     assert len(more) == 8 and first.items() <= _shards(parts).items()
     again = TextSource(target, _settings(parts, count=8)).training(tmp_path / "b", Replicas())
-    assert again.sequences() == whole.sequences(), "a resumed run learns from the text that it began with"
+    assert sequences_of(again) == sequences_of(whole), "a resumed run learns from the text that it began with"
 
 
 def test_text_of_other_settings_is_kept_apart(target: Target, tmp_path: Path) -> None:
@@ -127,13 +127,13 @@ def test_text_of_other_settings_is_kept_apart(target: Target, tmp_path: Path) ->
 
 def test_answers_are_the_targets(target: Target, tmp_path: Path) -> None:
     """The greedy half of the answers, token by token from the dense definition."""
-    from algorithms.runtime.models.dense_mixer import DenseMixer
+    from algorithms.models.dense_mixer import DenseMixer
 
     text = TextSource(target, _settings(tmp_path, count=4, shard=4)).training(tmp_path, Replicas())
     mixer = DenseMixer(target.config, 128, "cpu")
     greedy = 0
     with torch.no_grad():
-        for sequence in text.sequences():
+        for sequence in sequences_of(text):
             hidden, _ = target.model(torch.tensor([sequence.tokens]), mixer)
             best = target.model.logits(hidden[0, sequence.start - 1 : -1]).argmax(-1).tolist()
             greedy += best == sequence.tokens[sequence.start :]
@@ -167,19 +167,19 @@ def test_user_turns_of_the_target_itself(tokenizer: Tokenizer) -> None:
         for request in requests:
             assert request.sampling.temperature == 1.0 and request.sampling.max_new_tokens == 9
             assert request.prompt_ids == tuple(tokenizer.encode("<|user|>" + kind.openings[request.id % 2]))
-            assert request.ends_at(end[0]) and request.ends_at(0) and not request.ends_at(5)
+            assert {end[0], 0} <= request.ends and 5 not in request.ends
         words = [tokenizer.encode(f"{request.id} eggs?") for request in requests]
         return [words[0] + end, words[1] + end, words[2], words[3] + [0], words[0] + end, []]
 
     prompts = open_prompts(kind, tokenizer, 0, 4, write)
     expected = [tokenizer.encode_chat([turn]) for turn in ("Tom has 0 eggs?", "How many 1 eggs?")]
-    assert prompts.take(TRAINING, 0, 6) == expected, "unfinished, empty and repeated turns are left out"
-    prompts.take(TRAINING, 0, 6)
-    prompts.take(VALIDATION, 0, 6)
+    assert prompts(TRAINING, 0, 6) == expected, "unfinished, empty and repeated turns are left out"
+    prompts(TRAINING, 0, 6)
+    prompts(VALIDATION, 0, 6)
     assert seeds[:6] == seeds[6:12] and not set(seeds[:6]) & set(seeds[12:])
 
 
-def test_later_turns_stand_behind_the_whole_conversation(
+def test_later_turns_follow_the_whole_conversation(
     target: Target, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A script stands for the target: conversation 0 goes on, 1 is cut off in its answer, 2 in its second turn."""
@@ -204,7 +204,7 @@ def test_later_turns_stand_behind_the_whole_conversation(
     second = tokenizer.encode_chat(["One?", "And now?"], ["yes"])
     answers = [*script[1], script[3][0]]
     pairs = zip([*first, second], answers, strict=True)
-    assert text.sequences() == [Continuation(prompt + answer, len(prompt)) for prompt, answer in pairs]
+    assert sequences_of(text) == [Continuation(prompt + answer, len(prompt)) for prompt, answer in pairs]
     assert asked[2] == [tuple(p + a + say("<|user|>")) for p, a in ((first[0], script[1][0]), (first[2], script[1][2]))]
 
 
@@ -220,11 +220,11 @@ def test_prompts_of_a_file(tokenizer: Tokenizer, tmp_path: Path, suffix: str) ->
     path.write_text("\n".join(lines))
     kind = KindSettings(source="file", path=str(path), template="Say it: {prompt}!", prompt_tokens=40)
     prompts = open_prompts(kind, tokenizer, 0, 3, _no_writing)
-    training, held_out = prompts.take(TRAINING, 0, 100), prompts.take(VALIDATION, 0, 3)
+    training, held_out = prompts(TRAINING, 0, 100), prompts(VALIDATION, 0, 3)
     expected = {tuple(tokenizer.encode_chat([f"Say it: {text}!"])) for text in texts[:12]}
     assert set(map(tuple, training)) | set(map(tuple, held_out)) == expected
     assert not set(map(tuple, training)) & set(map(tuple, held_out)) and len(held_out) >= 1
-    assert prompts.take(TRAINING, 0, 4) + prompts.take(TRAINING, 4, 100) == training
+    assert prompts(TRAINING, 0, 4) + prompts(TRAINING, 4, 100) == training
 
 
 def _folder(tmp_path: Path, **config: Any) -> Tokenizer:
@@ -242,7 +242,7 @@ def _folder(tmp_path: Path, **config: Any) -> Tokenizer:
         "<|user|>{{ messages[0]['content'] }}",
         None,
     ],
-    ids=["no special token", "changed words", "nothing behind", "no template"],
+    ids=["no special token", "changed words", "nothing after", "no template"],
 )
 def test_markup_that_cannot_be_written_by_the_target_is_refused(tmp_path: Path, template: str | None) -> None:
     tokenizer = _folder(tmp_path, eos_token="<|endoftext|>", **({"chat_template": template} if template else {}))
@@ -267,7 +267,7 @@ def test_the_mask_is_a_token_that_means_nothing_else(tmp_path: Path) -> None:
     named = _folder(tmp_path, mask_token="<|assistant|>", chat_template=template)
     assert mask_token(named, 2048) == 2
     plain = _folder(tmp_path, eos_token="<|endoftext|>", chat_template=template)
-    assert mask_token(plain, 2050) == 2048, "an unused row behind the vocabulary"
+    assert mask_token(plain, 2050) == 2048, "an unused row after the vocabulary"
     assert mask_token(plain, 2048) == 3, "the special token that nothing names"
     used = _folder(tmp_path, eos_token="<|endoftext|>", pad_token="<|mask|>", chat_template=template)
     assert mask_token(used, 2048) == 2048, "a row that the drafter owns"
@@ -276,14 +276,9 @@ def test_the_mask_is_a_token_that_means_nothing_else(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"source": "web"}, "text.kinds.*.source: expected one of target, file"),
-        ({"source": "file"}, "text.kinds.*.path belongs to source=file"),
         ({"path": "a.txt"}, "text.kinds.*.path belongs to source=file"),
         ({"template": "no place"}, "text.kinds.*.template: expected {prompt} once"),
-        ({"raw": True}, "text.kinds.*.raw skips the chat template"),
         ({"source": "arithmetic", "turns": 2}, "text.kinds.*.turns above 1 belongs to source=target"),
-        ({"openings": []}, "text.kinds.*.openings: expected at least one"),
-        ({"sampled_share": 1.5}, "text.kinds.*.sampled_share"),
     ],
 )
 def test_settings_that_cannot_be(changes: dict[str, Any], message: str) -> None:
@@ -292,12 +287,9 @@ def test_settings_that_cannot_be(changes: dict[str, Any], message: str) -> None:
     assert message in str(raised.value)
 
 
-def test_no_kinds_are_refused(target: Target, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"text\.kinds: expected at least one"):
-        TextSource(target, TextSettings(folder=str(tmp_path)))
-
-
-def test_a_missing_file_is_named(target: Target, tmp_path: Path) -> None:
+def test_text_without_kinds_or_with_a_missing_file_is_refused(target: Target, tmp_path: Path) -> None:
     kinds = {"mine": KindSettings(source="file", path=str(tmp_path / "none.jsonl"))}
-    with pytest.raises(ValueError, match=r"text\.kinds\.mine\.path: expected a file, there is none at .*none\.jsonl"):
-        TextSource(target, TextSettings(kinds, str(tmp_path)))
+    missing = r"text\.kinds\.mine\.path: expected a file, there is none at .*none\.jsonl"
+    for given, message in (({}, r"text\.kinds: expected at least one"), (kinds, missing)):
+        with pytest.raises(ValueError, match=message):
+            TextSource(target, TextSettings(given, str(tmp_path)))

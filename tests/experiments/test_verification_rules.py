@@ -1,37 +1,40 @@
-"""What each rule accepts of the same draws: laws of the exact figures, and the task on the shipped models."""
+"""What each rule accepts of the same samples: laws of the exact figures, and the task on the shipped models."""
 
 from __future__ import annotations
 
 import pytest
 
-from algorithms.dflash import DFlash
-from experiments.rules.analytic import BOUND, rows
-from experiments.rules.probe import Probe, summary
+from algorithms.dflash.drafting import DFlash
+from experiments.studies.rules.analytic import BOUND, results
+from experiments.studies.rules.probe import Probe, summary
 from tests.algorithms.drafters import TARGET, load_random_drafters
 from tests.algorithms.toy import Setup, answers, changed, requests
 from tests.algorithms.toy import run as served
-from tests.experiments.test_tasks import Run, models, run  # noqa: F401
+from tests.experiments.program import Run
+from tests.experiments.test_tasks import run  # noqa: F401
 
 
 def test_laws_of_the_exact_figures() -> None:
     """Block verification is optimal for a chain, and no rule passes the optimal transport at one node. K-SEQ reaches
     the share of it that it promises."""
-    found = {(row["data"], row["method"], row["draw"], row["rule"]): row["expected_accepted"] for row in rows()}
-    for (data, shape, draw, rule), mean in found.items():
+    found = {
+        (row["data"], row["method"], row["draft_sampling"], row["rule"]): row["expected_accepted"] for row in results()
+    }
+    for (data, shape, kind, rule), mean in found.items():
         if shape.startswith("chain"):
-            assert found[data, shape, draw, "block"] >= found[data, shape, draw, "rejection"]
-        if (bound := found.get((data, shape, draw, BOUND))) is not None:
+            assert found[data, shape, kind, "block"] >= found[data, shape, kind, "rejection"]
+        if (bound := found.get((data, shape, kind, BOUND))) is not None:
             assert mean <= bound + 1e-12
             assert rule != "k_seq" or mean >= 0.632 * bound
         # Both judge siblings without replacement, and one of them also keeps nodes whose children are rejected.
-        assert found[data, shape, draw, "traversal" if not shape.startswith("chain") else "block"] > 0
+        assert found[data, shape, kind, "traversal" if not shape.startswith("chain") else "block"] > 0
     assert len(found) == 2 * (2 + 6 + 3 + 5 + 2)
 
 
 def test_the_probe_leaves_the_text_of_autoregressive_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
     load_random_drafters(monkeypatch)
     asked = [changed(r, temperature=1.0) for r in requests(4, max_new_tokens=8)]
-    inner = DFlash(DFlash.Config(block_size=4, topk=2, num_nodes=8, draw="sample"), TARGET, "random")
+    inner = DFlash(DFlash.Config(block_size=4, topk=2, num_nodes=8, draft_sampling="sample"), TARGET, "random")
     probe = Probe(inner, ("traversal", "multi_round"))
     setup = Setup(max_batch=2)
     assert [c.token_ids for c in served(probe, asked, setup, TARGET).completions] == answers(asked, setup, TARGET)
@@ -43,21 +46,21 @@ def test_the_probe_leaves_the_text_of_autoregressive_sampling(monkeypatch: pytes
 
 
 def test_the_task_on_models(run: Run) -> None:  # noqa: F811
-    found = run("task=verification_rules", "task.only=[dflash_independent]")
+    found = run("task=verification_rules", "task.only=[dflash_independent]", "runtime.adaptive=true")
     assert found.returncode == 0, found.stderr
-    of_models = [row for row in found.rows if row["row_steps"]]
+    of_models = [row for row in found.results if row["row_steps"]]
     rules = ["traversal", "greedy_paths", "without_replacement", "k_seq", "multi_round"]
     assert [row["rule"] for row in of_models] == rules
     assert all(0 <= row["expected_accepted"] <= 3 for row in of_models) and of_models[-1]["gain"] == 0
-    assert len(found.read("verification_rules.jsonl").splitlines()) == len(found.rows) == len(list(rows())) + 5
+    assert len(found.read("verification_rules.jsonl").splitlines()) == len(found.results) == len(list(results())) + 5
     assert len(found.read("requests.jsonl").splitlines()) == of_models[0]["num_requests"]
 
 
 @pytest.mark.parametrize(
     "method, message",
     [
-        ("{name:dflash,topk:4,num_nodes:6}", "x draws nothing: expected algo.draw=sample"),
-        ("{name:dflash,draw:sample}", "compares rules for trees: x drafts a chain"),
+        ("{name:dflash,topk:4,num_nodes:6}", "x samples nothing: expected algo.draft_sampling=sample"),
+        ("{name:dflash,draft_sampling: sample}", "compares rules for trees: x drafts a chain"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(run: Run, method: str, message: str) -> None:  # noqa: F811

@@ -24,7 +24,7 @@ LOGS = [{"override hydra/job_logging": "none"}, {"override hydra/hydra_logging":
 HYDRA = {
     "output_subdir": None,
     "run": {"dir": "${run_folder:outputs,toy,now}"},
-    "sweep": {"dir": "outputs/sweeps/${sweep.name}", "subdir": "${row_id:}"},
+    "sweep": {"dir": "outputs/sweeps/${sweep.name}", "subdir": "${job_id:}"},
 }
 
 

@@ -4,31 +4,19 @@ The target is a Markov chain: the distribution of a token depends on the one bef
 node or a uniform used twice shows in the joint distribution of several tokens, although it may leave every marginal
 right. Two designs: `agreeing` drafts likely tokens, so that whole blocks are accepted and the bonus row matters;
 `opposed` drafts unlikely ones and bans a token, so that the distribution given a miss and the support matter. Drafts
-are a deterministic function of the context (`decode`) or drawn from a distribution of the drafter's own
-(`decode_drawn`). Filters are applied here by sorting Python lists, which no kernel does.
-
-Each design is also run on acceptance functions with a known fault, and must refuse them: a test of a distribution that
-has never failed proves nothing. The faults that suit every rule stand here.
+are a deterministic function of the context or sampled from a distribution of the drafter's own. Filters are applied
+here by sorting Python lists, which no kernel does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from scipy.stats import chi2
 
-from specdec_kernels import (
-    DRAFT_STREAM,
-    Accepted,
-    SamplingTensors,
-    accept,
-    build_tree,
-    filtered_probs,
-    pick_tokens,
-)
+from specdec_kernels import DRAFT_STREAM, Accepted, SamplingTensors, accept, build_tree, filtered_probs, pick_tokens
 
 AcceptFunction = Callable[..., Accepted]
 ALPHA = 1e-6
@@ -67,7 +55,8 @@ class Filter:
 
 
 OFF = Filter()
-FILTER = Filter(top_k=4, top_p=0.9, min_p=0.04)
+# By design; each of the three changes some context of one of them.
+FILTERS = {"agreeing": Filter(top_k=4, top_p=0.95, min_p=0.1), "opposed": Filter(top_k=4, top_p=0.9, min_p=0.04)}
 
 
 @dataclass(frozen=True)
@@ -103,64 +92,46 @@ def make_design(name: str) -> Design:
     return Design(logits, unlikely, 5, drafted)
 
 
-def draft(
-    design: Design, shape: str, context: torch.Tensor, lengths: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens [B, N] and parents [B, N] int32 of the draft that follows `context` [B]."""
-    parents = SHAPES[shape]
-    tokens = torch.zeros(len(context), len(parents), dtype=torch.int64)
+def drafted(design: Design, shape: str, context: torch.Tensor) -> torch.Tensor:
+    """Tokens [B, N] of the draft that follows `context` [B]: the design's children."""
+    tokens = torch.zeros(len(context), len(SHAPES[shape]), dtype=torch.int64)
     tokens[:, 0] = context
     born: dict[int, int] = {}
-    for node, parent in enumerate(parents[1:], start=1):
+    for node, parent in enumerate(SHAPES[shape][1:], start=1):
         if parent < 0:
             tokens[:, node] = design.children[context, 1] if shape == "chain" else (context + 1) % design.vocab
             continue
         tokens[:, node] = design.children[tokens[:, parent], born.get(parent, 0)]
         born[parent] = born.get(parent, 0) + 1
-    return tokens, torch.tensor(parents, dtype=torch.int32).repeat(len(context), 1)
+    return tokens
 
 
 def decode(
     accept: AcceptFunction,
     design: Design,
-    shape: str,
-    temperature: torch.Tensor,
-    first_seed: int = 0,
-    impl: str = "reference",
-    chosen: Filter = OFF,
-) -> torch.Tensor:
-    """[B, EMITTED] tokens that follow token 0, one row an entry of `temperature`."""
-    padding = [node for node, parent in enumerate(SHAPES[shape]) if node and parent < 0]
-
-    def step(rows: torch.Tensor, context: torch.Tensor, lengths: torch.Tensor) -> Accepted:
-        tokens, parents = draft(design, shape, context, lengths)
-        tree = build_tree(parents, lengths, impl=impl)
-        logits = design.logits[tokens]
-        logits[:, padding] = torch.arange(design.vocab).float() * 2.0 - 9.0  # a row that must not be read
-        sampling = SamplingTensors(temperature[rows], seeds=rows + first_seed, **chosen.arguments(len(rows)))
-        return accept("target_only", tokens, tree, logits, lengths, DEPTH, sampling=sampling, impl=impl)
-
-    return _emitted(step, len(temperature))
-
-
-def decode_drawn(
-    accept: AcceptFunction,
-    design: Design,
     rule: str,
     temperature: torch.Tensor,
+    shape: str = "chain",
+    *,
+    first_seed: int = 0,
     impl: str = "reference",
     chosen: Filter = OFF,
     draft_temperature: float = 0.9,
 ) -> torch.Tensor:
-    """As `decode`, with a chain whose drafts are drawn from the design's draft distribution under the same filters."""
-    vocab = design.vocab
+    """[B, EMITTED] tokens that follow token 0, one row an entry of `temperature`.
+
+    Under `target_only` the drafts are the design's children, under another rule they are a chain that is sampled from
+    the design's draft distribution under the same filters.
+    """
+    vocab, samples = design.vocab, rule != "target_only"
+    padding = [node for node, parent in enumerate(SHAPES[shape]) if node and parent < 0]
 
     def drafting(rows: int, seeds: torch.Tensor | None = None) -> SamplingTensors:
         return SamplingTensors(torch.full((rows,), draft_temperature), seeds=seeds, **chosen.arguments(rows))
 
     recorded = filtered_probs(design.draft_logits, drafting(vocab), impl="reference")
 
-    def step(rows: torch.Tensor, context: torch.Tensor, lengths: torch.Tensor) -> Accepted:
+    def sampled(rows: torch.Tensor, context: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         tokens = torch.full((len(rows), DEPTH + 2), 1)
         tokens[:, 0] = context
         for depth in range(1, DEPTH + 1):
@@ -168,21 +139,24 @@ def decode_drawn(
                 design.draft_logits[tokens[:, depth - 1]], drafting(len(rows), rows), lengths * (DEPTH + 1) + depth,
                 stream=DRAFT_STREAM, impl="reference",
             ).tokens  # fmt: skip
-        draft_probs = recorded[tokens[:, :-1]]
-        draft_probs[:, DEPTH] = 1.0 / vocab  # of the padding node
-        parents = torch.tensor(SHAPES["chain"], dtype=torch.int32).repeat(len(rows), 1)
-        tree = build_tree(parents, lengths, impl=impl)
+        return tokens
+
+    def step(rows: torch.Tensor, context: torch.Tensor, lengths: torch.Tensor) -> Accepted:
+        tokens, given = drafted(design, shape, context), {}
+        if samples:
+            tokens = sampled(rows, context, lengths)
+            given["draft_probs"] = recorded[tokens[:, :-1]]
+            given["draft_probs"][:, DEPTH] = 1.0 / vocab  # of the padding node
+        tree = build_tree(torch.tensor(SHAPES[shape], dtype=torch.int32).repeat(len(rows), 1), lengths, impl=impl)
         logits = design.logits[tokens]
-        logits[:, DEPTH + 1] = torch.arange(vocab).float() * 2.0 - 9.0
-        sampling = SamplingTensors(temperature[rows], seeds=rows, **chosen.arguments(len(rows)))
-        return accept(
-            rule, tokens, tree, logits, lengths, DEPTH + 1, sampling=sampling, draft_probs=draft_probs, impl=impl
-        )
+        logits[:, padding] = torch.arange(vocab).float() * 2.0 - 9.0  # a row that must not be read
+        sampling = SamplingTensors(temperature[rows], seeds=rows + first_seed, **chosen.arguments(len(rows)))
+        return accept(rule, tokens, tree, logits, lengths, DEPTH + samples, sampling=sampling, impl=impl, **given)
 
-    return _emitted(step, len(temperature))
+    return emitted(step, len(temperature))
 
 
-def _emitted(take_step: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Accepted], requests: int) -> torch.Tensor:
+def emitted(take_step: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Accepted], requests: int) -> torch.Tensor:
     """[requests, EMITTED] tokens of steps over (request ids, last tokens, lengths), from token 0 at position 3 on."""
     out = torch.full((requests, EMITTED), -1)
     rows = torch.arange(requests)  # requests that still need tokens
@@ -230,12 +204,6 @@ def assert_distribution(tokens: torch.Tensor, design: Design, temperature: float
     assert statistic < limit, f"chi-square {statistic:.0f} over {limit:.0f} ({len(observed) - 1} degrees of freedom)"
 
 
-def replaced_bonus(accepted: Accepted, bonus: torch.Tensor) -> Accepted:
-    """The same outcome with another bonus token."""
-    tokens = accepted.tokens.scatter(1, accepted.num_accepted[:, None].long(), bonus[:, None])
-    return accepted._replace(tokens=tokens, bonus=bonus)
-
-
 def greedy_continuation(design: Design) -> torch.Tensor:
     """[EMITTED] tokens that follow token 0 at temperature 0."""
     tokens = [0]
@@ -244,26 +212,9 @@ def greedy_continuation(design: Design) -> torch.Tensor:
     return torch.tensor(tokens[1:])
 
 
-def sampling_fault(name: str, change: Callable[[SamplingTensors], SamplingTensors]) -> AcceptFunction:
+def sampling_fault(change: Callable[[SamplingTensors], SamplingTensors]) -> AcceptFunction:
     """Acceptance under sampling tensors that `change` has altered."""
-
-    def fault(*call: Any, sampling: SamplingTensors, **keys: Any) -> Accepted:
-        return accept(*call, sampling=change(sampling), **keys)
-
-    fault.__name__ = name
-    return fault
+    return lambda *call, sampling, **keys: accept(*call, sampling=change(sampling), **keys)
 
 
-temperature_ignored = sampling_fault(
-    "temperature_ignored", lambda sampling: sampling._replace(temperature=torch.ones_like(sampling.temperature))
-)
-greedy_at_a_temperature = sampling_fault(
-    "greedy_at_a_temperature", lambda sampling: sampling._replace(temperature=torch.zeros_like(sampling.temperature))
-)
-
-
-def banned_now_and_then(*call: Any, sampling: SamplingTensors, **keys: Any) -> Accepted:
-    """The last token of the vocabulary comes out once in a thousand."""
-    right = accept(*call, sampling=sampling, **keys)
-    last = torch.full_like(right.bonus, call[3].shape[-1] - 1)
-    return replaced_bonus(right, torch.where(sampling.seeds % 1000 == 0, last, right.bonus))
+temperature_ignored = sampling_fault(lambda s: s._replace(temperature=torch.ones_like(s.temperature)))

@@ -9,13 +9,12 @@ import pytest
 from specdec_kernels.activation import configs as activation
 from specdec_kernels.commit import configs as commit
 from specdec_kernels.compat.sglang import configs as sglang
-from specdec_kernels.compat.sglang.index import configs as index
-from specdec_kernels.compat.sglang.index import kernel_slots, kernel_trees
 from specdec_kernels.kv_index import configs as kv_index
 from specdec_kernels.kv_write import configs as kv_write
+from specdec_kernels.lattice import configs as lattice
 from specdec_kernels.tree import configs as tree
 
-FAMILIES = ("activation", "commit", "compat.sglang", "compat.sglang.index", "kv_index", "kv_write", "tree")
+FAMILIES = ("activation", "commit", "compat.sglang", "kv_index", "kv_write", "lattice", "tree")
 
 
 def make_tiles_small(patch: pytest.MonkeyPatch) -> None:
@@ -24,15 +23,15 @@ def make_tiles_small(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(commit.BLOCK_ROWS, "interpreter", 2)
     patch.setitem(commit.BLOCK_WIDTH, "interpreter", 4)
     walks = dict(walk_requests=2, tree_requests=2, greedy_requests=2, max_tile=64)
-    patch.setattr(sglang, "_INTERPRETER", replace(sglang._INTERPRETER, flat_block=16, **walks))
-    tables = dict(flat_block=16, max_programs=3, compact_block=64, evict_block=16, move_direct=4, move_budget=32)
-    trees = dict(pair_nodes=8, pair_requests=2, mask_rows=16, mask_splits=2, tail_programs=2)
-    patch.setattr(index, "_INTERPRETER", replace(index._INTERPRETER, **tables, **trees))
-    patch.setattr(kernel_slots, "_STAGING_BYTES", 1)
-    patch.setattr(kernel_trees, "_MASK_CELLS", 32)
-    lists = replace(kv_index._CONFIGS["interpreter"], flat_block=16, scan_block=4, move_requests=1, move_budget=32)
-    patch.setitem(kv_index._CONFIGS, "interpreter", lists)
+    spans = dict(flat_block=16, max_programs=3)
+    patch.setattr(sglang, "_INTERPRETER", replace(sglang._INTERPRETER, **spans, **walks))
+    lists = replace(kv_index.INTERPRETER, flat_block=16, scan_block=4, move_requests=1, move_budget=32)
+    patch.setattr(kv_index, "INTERPRETER", lists)
     patch.setattr(kv_write, "_INTERPRETER_ROWS", 32)
     links = dict(max_nodes=8, max_requests=16, pair_budget=16 * 8 * 8)
-    groups = dict(topk_tile=32, topk_tiles=4, draw_strip=2)
+    groups = dict(topk_tile=32, topk_tiles=4, sample_groups=2)
     patch.setitem(tree.CONFIGS, "interpreter", replace(tree.CONFIGS["interpreter"], **links, **groups))
+    blocks = replace(
+        lattice.CONFIGS["interpreter"], rank_block=16, max_requests=2, state_rows=16, state_units=16, state_block=16
+    )
+    patch.setitem(lattice.CONFIGS, "interpreter", blocks)

@@ -1,4 +1,4 @@
-"""The work list of paged attention: it covers each key of each row once, and planned calls are the same calls."""
+"""The tile schedule of paged attention: it covers each key of each row once, and planned calls are the same calls."""
 
 from __future__ import annotations
 
@@ -17,19 +17,16 @@ from specdec_kernels.attention import (
     paged_attention,
     paged_attention_with_lse,
     plan_attention,
-    warmup,
 )
-from specdec_kernels.attention.cases import CASES
 from specdec_kernels.attention.cases_inputs import changed, plan_arguments
 from specdec_kernels.attention.types import WorkShape
-from specdec_kernels.cases import Maker
-from specdec_kernels.launch import Launch, record_launches
+from specdec_kernels.launch import record_launches
 from tests.kernels.attention_truth import DEVICE, inputs
 
 
 def planned(arguments: dict[str, Any], function: Any = paged_attention) -> Any:
-    work_list = plan_attention(**plan_arguments(arguments), impl="triton")
-    return function(**arguments, work_list=work_list, impl="triton")
+    tile_schedule = plan_attention(**plan_arguments(arguments), impl="triton")
+    return function(**arguments, tile_schedule=tile_schedule, impl="triton")
 
 
 @settings(max_examples=6)
@@ -41,13 +38,8 @@ def planned(arguments: dict[str, Any], function: Any = paged_attention) -> Any:
     resident=st.sampled_from([1, 5, 1000]),
     seed=st.integers(0, 1000),
 )
-def test_a_work_list_changes_no_bit(
-    requests: list[tuple[int, int]],
-    mode: str,
-    window: int | None,
-    split_tokens: int | None,
-    resident: int,
-    seed: int,
+def test_a_tile_schedule_changes_no_bit(
+    requests: list[tuple[int, int]], mode: str, window: int | None, split_tokens: int | None, resident: int, seed: int
 ) -> None:
     lengths, q_lens = zip(*requests, strict=True)
     arguments = inputs(mode, 6, lengths, seed, heads=(2, 1), q_lens=q_lens, window=window, sinks=True)
@@ -82,7 +74,7 @@ def test_the_order_of_the_batch_does_not_matter(mode: str, plan: bool) -> None:
     split_tokens=st.sampled_from([16, 64]),
     max_splits=st.sampled_from([2, 5, 32]),
 )
-def test_a_work_list_covers_the_keys_once(
+def test_a_tile_schedule_covers_the_keys_once(
     requests: list[tuple[int, int]], window: int | None, slots: int | None, split_tokens: int, max_splits: int
 ) -> None:
     """The splits of a request cover the keys that its rows see, and are few enough; tiles cover its rows."""
@@ -173,7 +165,7 @@ def test_splits_at_the_bound_of_memory(monkeypatch: pytest.MonkeyPatch, plan: bo
 
 @pytest.mark.parametrize("num_nodes, splits", [(1, 30), (16, 30), (64, 15), (128, 4), (256, 1)])
 def test_partial_results_are_bounded(num_nodes: int, splits: int) -> None:
-    """At most 8 MiB per request, however long it is; with a work list as without."""
+    """At most 8 MiB per request, however long it is; with a tile schedule as without."""
     batch, length, heads, head_dim = 3, 1 << 17, 32, 128
     make = dict(device="meta", dtype=torch.bfloat16)
     metadata = AttentionMetadata(
@@ -183,8 +175,8 @@ def test_partial_results_are_bounded(num_nodes: int, splits: int) -> None:
     )
     q, kv = torch.empty(batch, num_nodes, heads, head_dim, **make), torch.empty(2, 9, 16, 8, head_dim, **make)
     with record_launches("sm90") as launches:
-        work_list = plan_attention(metadata, AttentionShape.of(q, kv))
-        paged_attention(q, kv, metadata, work_list=work_list)
+        tile_schedule = plan_attention(metadata, AttentionShape.of(q, kv))
+        paged_attention(q, kv, metadata, tile_schedule=tile_schedule)
     if splits == 1:
         assert len(launches) == 2
         return
@@ -193,59 +185,14 @@ def test_partial_results_are_bounded(num_nodes: int, splits: int) -> None:
     assert partial.numel() * 2 + lse.numel() * 4 <= batch * configs.PARTIAL_BYTES
 
 
-def test_a_work_list_of_another_shape_is_refused() -> None:
+def test_a_tile_schedule_of_another_shape_is_refused() -> None:
     arguments = inputs("chain", 3, (40, 2), split_tokens=16)
-    work_list = plan_attention(**plan_arguments(arguments), impl="triton")
+    tile_schedule = plan_attention(**plan_arguments(arguments), impl="triton")
     with pytest.raises(ValueError, match="window 9 in the call, None in the list"):
-        paged_attention(**changed(arguments, window=9), work_list=work_list, impl="triton")
+        paged_attention(**changed(arguments, window=9), tile_schedule=tile_schedule, impl="triton")
     shape = AttentionShape.of(arguments["q"], arguments["kv"])._replace(heads=3)
     with pytest.raises(ValueError, match="heads: expected a multiple of kv_heads 2, got 3"):
         plan_attention(arguments["metadata"], shape)
-
-
-def _compiled(launches: list[Launch]) -> set[Any]:
-    """What distinguishes compiled kernels: constants, and which arguments are absent or of which type."""
-    return {
-        (
-            launch.kernel.__name__,
-            tuple(sorted((name, str(value)) for name, value in launch.constexprs.items())),
-            tuple(str(a.dtype) if isinstance(a, torch.Tensor) else type(a).__name__ for a in launch.args),
-            launch.num_warps,
-            launch.num_stages,
-        )
-        for launch in launches
-    }
-
-
-@pytest.mark.parametrize("chip", ["sm90", "gfx942"])
-def test_warmup_compiles_what_calls_launch(chip: str) -> None:
-    shipped = dict(heads=8, kv_heads=2, head_dim=128, device="cpu", ragged=(False,), planned=(False,))
-    with record_launches(chip) as warmed:
-        calls = warmup(**shipped, impl="triton")
-        calls += warmup(**shipped, kv_dtype=torch.float8_e4m3fn, modes=("chain",), impl="triton")
-        warmup(**(shipped | dict(planned=(True,))), modes=("chain",), impl="triton")
-    assert calls == 4 * 5
-    names = {"decode", "chain_8", "chain_16", "block_16", "tree_16", "prefill", "fp8_chain_16"}
-    chosen = [case for case in CASES if case.gate and case.name.removeprefix("shipped_") in names]
-    assert {case.name.removeprefix("shipped_") for case in chosen} == names
-    built = [case.build(Maker.seeded("cpu", torch.bfloat16)) for case in chosen]
-    with record_launches(chip) as needed:
-        for arguments in built:
-            paged_attention(**arguments, impl="triton")
-    assert _compiled(needed) <= _compiled(warmed)
-
-
-def test_warmup_runs() -> None:
-    options: dict[str, Any] = dict(window=9, sinks=True, head_scales=True, max_length=100, node_counts=(1, 3))
-    calls = warmup(heads=2, kv_heads=1, head_dim=16, device=DEVICE, dtype=torch.float32, batches=(1, 3), **options)
-    assert calls == 2 * 3 * 2 * 4
-
-
-def test_a_tile_has_the_rows_of_the_call() -> None:
-    metadata = AttentionMetadata(torch.zeros(1, 512, dtype=torch.int32), torch.tensor([8000]), "chain")
-    for num_nodes, rows in ((1, 16), (16, 64)):
-        shape = AttentionShape(num_nodes, 8, 2, 128, 16, torch.bfloat16, torch.bfloat16)
-        assert plan_attention(metadata, shape, impl="reference").shape.block_m == rows
 
 
 def test_a_request_without_rows_has_no_slots() -> None:

@@ -23,10 +23,7 @@ PAGE, HEADS, KV_HEADS, HEAD_DIM = 8, 2, 1, 32
 LENGTH = 150
 # Splits of 16 keys up to 32, of 32 up to 128, of 64 behind.
 CUT: dict[str, Any] = dict(split_tokens=16, tuning=dict(first_splits=2), batch_invariant=True)
-KINDS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "window, sinks and cap": dict(window=45, sinks=True, soft_cap=3.0),
-}
+KINDS: dict[str, dict[str, Any]] = {"plain": {}, "window, sinks and cap": dict(window=45, sinks=True, soft_cap=3.0)}
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +66,7 @@ class Text(NamedTuple):
         kv = kv.view(2, batch * columns, PAGE, KV_HEADS, HEAD_DIM)
         options = CUT | options
         if options.pop("planned", False):
-            options["work_list"] = plan_attention(metadata, AttentionShape.of(q, kv), **options, impl="triton")
+            options["tile_schedule"] = plan_attention(metadata, AttentionShape.of(q, kv), **options, impl="triton")
         return paged_attention(q, kv, metadata, sinks=self.sinks, **options, impl="triton")
 
     def whole(self) -> torch.Tensor:

@@ -1,8 +1,7 @@
-"""A commit by hand: what the state of each request is behind a step."""
+"""A worked commit: the state of each request after a step."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from specdec_kernels import commit_step
@@ -14,9 +13,8 @@ def ints(values: list, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype, device=DEVICE)
 
 
-@pytest.mark.parametrize("impl", ["reference", "triton"])
 def test_a_step_by_hand(impl: str) -> None:
-    # Two chains of three nodes: the first request accepts one draft of two, the second is a padding row.
+    # Two chains of three nodes: the first request accepts one draft of two, the second is a padding slot.
     lengths, last_tokens = ints([2, 3]), ints([12, 23])
     history = ints([[10, 11, 12, 0, 0, 0], [20, 21, 22, 23, 0, 0]])
     committed = commit_step(

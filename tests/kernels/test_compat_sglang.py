@@ -18,10 +18,16 @@ from hypothesis import strategies as st
 from specdec_kernels.cases import Maker
 from specdec_kernels.compat import sglang
 from specdec_kernels.compat.sglang import TreeMaskMode
-from specdec_kernels.compat.sglang.cases import build_inputs, coarse_probs, random_links, tree_outputs, walk_outputs
+from specdec_kernels.compat.sglang.cases import (
+    build_inputs,
+    greedy_inputs,
+    random_links,
+    sampling_inputs,
+    tree_outputs,
+    walk_outputs,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-IMPLS = ["reference", "triton"]
 MAKE = Maker.seeded(DEVICE)
 OLD = 77
 
@@ -71,41 +77,23 @@ def tree_in_python(parents: list[int | None], length: int, depth: int) -> dict[s
 
 
 def run_build(
-    parent_list: Any, selected: Any, lengths: Any, topk: int, mode: TreeMaskMode, impl: str
+    parent_list: Any, selected: Any, lengths: Any, topk: int, depth: int, mode: TreeMaskMode, impl: str
 ) -> dict[str, Any]:
     batch, nodes = len(selected), len(selected[0]) + 1
-    cells = {
-        TreeMaskMode.FULL_MASK: nodes * sum(lengths) + batch * nodes * nodes,
-        TreeMaskMode.QLEN_ONLY: batch * nodes * nodes,
-        TreeMaskMode.QLEN_ONLY_BITPACKING: batch * nodes,
-    }[mode]
     packed = mode is TreeMaskMode.QLEN_ONLY_BITPACKING
-    mask = torch.full((cells,), 0 if packed else 1, dtype=torch.uint8 if packed else torch.bool, device=DEVICE)
+    mask = old(batch * nodes, torch.uint8) * 0 if packed else old(batch * nodes * nodes, torch.bool)
     outputs = tree_outputs(MAKE, batch, nodes)
-    parents = ints(parent_list).reshape(batch, -1)
     sglang.build_tree_kernel_efficient(
-        parents, ints(selected), ints(lengths), mask, *outputs.values(), topk, 4, nodes, int(mode), impl=impl
-    )
+        ints(parent_list), ints(selected), ints(lengths), mask, *outputs.values(), topk, depth, nodes, int(mode),
+        impl=impl,
+    )  # fmt: skip
     return dict(outputs, tree_mask=mask)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_worked_tree_of_two_branches(impl: str) -> None:
-    """Scores .6 .3 | .30 .12 .27 .015 of two steps of two branches: the three best are 0, 1 and 2."""
-    found = run_build([[-1, 0, 1]], [[0, 1, 2]], [5], 2, TreeMaskMode.QLEN_ONLY, impl)
-    assert found["retrive_next_token"].tolist() == [[1, 3, -1, -1]]
-    assert found["retrive_next_sibling"].tolist() == [[-1, 2, -1, -1]]
-    assert found["positions"].tolist() == [5, 6, 6, 7]
-
-
-@pytest.mark.parametrize("impl", IMPLS)
 def test_worked_trees_of_four_branches(impl: str) -> None:
-    parents = [
-        [-1, 0, 1, 2, 3, 4, 8, 12, 16, 20, 24, 28, 32],
-        [-1, 0, 1, 2, 3, 4, 5, 6, 7, 24, 28, 20, 21],
-    ]
+    parents = [[-1, 0, 1, 2, 3, 4, 8, 12, 16, 20, 24, 28, 32], [-1, 0, 1, 2, 3, 4, 5, 6, 7, 24, 28, 20, 21]]
     selected = [[0, 1, 4, 8, 20, 24, 36], [0, 4, 5, 6, 7, 24, 36]]
-    found = run_build(parents, selected, [10, 20], 4, TreeMaskMode.QLEN_ONLY_BITPACKING, impl)
+    found = run_build(parents, selected, [10, 20], 4, 4, TreeMaskMode.QLEN_ONLY_BITPACKING, impl)
     assert found["retrive_next_token"].tolist() == [[1, 3, 4, 5, 6, 7, -1, -1], [1, 2, -1, 6, -1, -1, 7, -1]]
     assert found["retrive_next_sibling"].tolist()[0][1] == 2
     assert found["retrive_next_sibling"].tolist()[1] == [-1, -1, 3, 4, 5, -1, -1, -1]
@@ -124,37 +112,23 @@ def malformed(draw: st.DrawFn) -> dict[str, Any]:
     return dict(selected=many(drafts), parent_list=many(rows), topk=topk, depth=depth)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @given(tree=malformed())
-def test_malformed_trees_are_walked_as_sglang_walks_them(impl: str, tree: dict[str, Any]) -> None:
-    """A parent behind its child or equal to it, a missing parent, and a walk longer than `depth`."""
+def test_malformed_trees_are_built_as_sglang_builds_them(impl: str, tree: dict[str, Any]) -> None:
+    """A parent after its child or equal to it, a missing parent, and a path longer than `depth`."""
     batch, nodes, topk = len(tree["selected"]), len(tree["selected"][0]) + 1, tree["topk"]
-    outputs = tree_outputs(MAKE, batch, nodes)
-    lengths, mask = [5 * b for b in range(batch)], torch.ones(batch * nodes * nodes, dtype=torch.bool, device=DEVICE)
-    sglang.build_tree_kernel_efficient(
-        ints(tree["parent_list"]), ints(tree["selected"]), ints(lengths), mask, *outputs.values(), topk, tree["depth"],
-        nodes, int(TreeMaskMode.QLEN_ONLY), impl=impl,
-    )  # fmt: skip
+    lengths = [5 * b for b in range(batch)]
+    sizes = topk, tree["depth"], TreeMaskMode.QLEN_ONLY
+    outputs = run_build(tree["parent_list"], tree["selected"], lengths, *sizes, impl)
     for b in range(batch):
         parents = parents_of(tree["selected"][b], tree["parent_list"][b], topk)
         expected = tree_in_python(parents, lengths[b], tree["depth"])
         assert outputs["retrive_next_token"][b].tolist() == expected["child"]
         assert outputs["retrive_next_sibling"][b].tolist() == expected["sibling"]
         assert outputs["positions"].view(batch, nodes)[b].tolist() == expected["positions"]
-        cells = mask.view(batch, nodes, nodes)[b].tolist()
+        cells = outputs["tree_mask"].view(batch, nodes, nodes)[b].tolist()
         assert [{j for j in range(nodes) if row[j]} for row in cells] == expected["seen"]
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_a_parent_behind_its_child(impl: str) -> None:
-    """Candidate 2 hangs on candidate 1, which stands behind it in the row."""
-    found = run_build([[-1, 1, 0]], [[2, 1, 0]], [5], 2, TreeMaskMode.QLEN_ONLY, impl)
-    assert found["positions"].tolist() == [5, 7, 6, 6]
-    assert found["retrive_next_token"].tolist() == [[2, -1, 1, -1]]
-    assert found["retrive_next_sibling"].tolist() == [[-1, -1, 3, -1]]
-
-
-@pytest.mark.parametrize("impl", IMPLS)
 def test_longer_inputs_are_read_from_their_beginning(impl: str) -> None:
     """As the original does: rows follow each other by the sizes of the draft, whatever the shape of the tensor."""
     trees = []
@@ -169,7 +143,6 @@ def test_longer_inputs_are_read_from_their_beginning(impl: str) -> None:
     assert trees[0] == trees[1]
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(
     "topk, depth, nodes, mode",
     [
@@ -205,28 +178,6 @@ def test_trees_of_random_choices(topk: int, depth: int, nodes: int, mode: TreeMa
     assert found == expected, "tree cells, or cells that are not the function's to write"
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_orphans_are_seen_in_some_tree(impl: str) -> None:
-    """A chosen child of a parent that was not chosen: linked to nothing, its own child still under it."""
-    found = run_build([[-1, 0, 1, 2, 4]], [[0, 4, 8]], [7], 2, TreeMaskMode.QLEN_ONLY, impl)
-    assert parents_of([0, 4, 8], [-1, 0, 1, 2, 4], 2) == [None, 0, None, 2]
-    assert found["retrive_next_token"].tolist() == [[1, -1, 3, -1]]
-    assert found["positions"].tolist() == [7, 8, 8, 9]
-    assert found["tree_mask"].view(4, 4).int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_links_of_a_worked_mask(impl: str) -> None:
-    mask = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], device=DEVICE).bool()
-    outputs = tree_outputs(MAKE, 1, 4)
-    sglang.reconstruct_indices_from_tree_mask(mask, ints([12]), *outputs.values(), 1, 4, impl=impl)
-    assert outputs["retrive_next_token"].tolist() == [[1, -1, 3, -1]]
-    assert outputs["retrive_next_sibling"].tolist() == [[-1, 2, -1, -1]]
-    assert outputs["positions"].tolist() == [12, 13, 13, 14]
-    assert outputs["retrive_index"].tolist() == [[0, 1, 2, 3]]
-
-
-@pytest.mark.parametrize("impl", IMPLS)
 @given(data=st.data(), nodes=st.integers(1, 9))
 def test_links_of_a_mask(impl: str, data: st.DataObject, nodes: int) -> None:
     parents = [None] + [data.draw(st.integers(0, i - 1)) for i in range(1, nodes)]
@@ -239,7 +190,6 @@ def test_links_of_a_mask(impl: str, data: st.DataObject, nodes: int) -> None:
     assert outputs["positions"].tolist() == tree["positions"]
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @given(segments=st.lists(st.lists(st.booleans(), max_size=20), max_size=5))
 def test_flags_are_packed_little_endian(impl: str, segments: list[list[bool]]) -> None:
     packed = [
@@ -287,47 +237,41 @@ def listed(inputs: dict[str, Any]) -> dict[str, list]:
     return {name: value.tolist() for name, value in inputs.items() if isinstance(value, torch.Tensor)}
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("nodes, path, vocab", [(1, 1, 3), (2, 2, 2), (9, 5, 3), (9, 2, 2), (17, 17, 2), (9, 1, 2)])
 def test_greedy_walks(nodes: int, path: int, vocab: int, impl: str) -> None:
-    make = Maker.seeded(DEVICE, seed=nodes)
-    inputs = walk_outputs(make, 12, nodes, path) | dict(
-        candidates=make.integers(0, vocab, 12, nodes),
-        **random_links(make, 12, nodes),
-        target_predict=make.integers(0, vocab, 12, nodes),
-    )
+    inputs = greedy_inputs(Maker.seeded(DEVICE, seed=nodes), 12, nodes, path, vocab)
     given_ = listed(inputs)
     sglang.verify_tree_greedy(**inputs, impl=impl)
     expect_walk(inputs, [walk_greedy(given_, b, nodes, path) for b in range(12)], nodes, path)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_links_that_never_end_stop_the_walk(impl: str) -> None:
-    """A node that is its own child or sibling: the walk ends after as many visits as there are nodes."""
-    inputs = walk_outputs(MAKE, 2, 3, 9) | dict(
-        candidates=ints([[0, 1, 1], [0, 2, 2]]),
-        retrive_index=ints([[0, 1, 2], [3, 4, 5]]),
-        retrive_next_token=ints([[1, 1, -1], [1, -1, -1]]),
-        retrive_next_sibling=ints([[-1, -1, -1], [-1, 1, -1]]),
-        target_predict=ints([[1, 1, 1], [9, 9, 9]]),
-    )
-    sglang.verify_tree_greedy(**inputs, impl=impl)
-    assert inputs["accept_token_num"].tolist() == [2, 0]
+def walked(path: int, candidates: list, child: list, sibling: list) -> dict[str, Any]:
+    """Outputs and trees of a verification."""
+    tokens = ints(candidates)
+    links = dict(retrive_next_token=ints(child), retrive_next_sibling=ints(sibling))
+    index = torch.arange(tokens.numel(), device=DEVICE).view(tokens.shape)
+    return walk_outputs(MAKE, *tokens.shape, path) | dict(candidates=tokens, retrive_index=index, **links)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("beyond", [2, 3, -2])
-def test_a_link_out_of_the_row_ends_the_walk(beyond: int, impl: str) -> None:
-    """A sibling or child that is no node: what would stand there, token 0, is not compared."""
-    inputs = walk_outputs(MAKE, 2, 2, 3) | dict(
-        candidates=ints([[7, 5], [7, 5]]),
-        retrive_index=ints([[0, 1], [2, 3]]),
-        retrive_next_token=ints([[1, -1], [beyond, -1]]),
-        retrive_next_sibling=ints([[-1, beyond], [-1, -1]]),
-        target_predict=ints([[0, 9], [0, 9]]),
-    )
-    sglang.verify_tree_greedy(**inputs, impl=impl)
-    assert inputs["accept_token_num"].tolist() == [0, 0]
+@pytest.mark.parametrize(
+    "candidates, child, sibling, target, accepted, predicted",
+    [
+        # A node that is its own child or sibling: the walk ends after as many visits as there are nodes.
+        ([[0, 1, 1], [0, 2, 2]], [[1, 1, -1], [1, -1, -1]], [[-1, -1, -1], [-1, 1, -1]], [[1, 1, 1], [9, 9, 9]],
+         [2, 0], {}),
+        # A child one past the last node, and a sibling far beyond it.
+        ([[0, 5, 6], [0, 5, 6]], [[3, -1, -1], [1, 3, -1]], [[-1, -1, -1], [-1, 99, -1]], [[6, 7, 8], [5, 7, 8]],
+         [0, 1], {0: 6, 3: 5, 4: 7}),
+    ],
+    ids=["cycle", "missing"],
+)  # fmt: skip
+def test_malformed_links_end_a_traversal(
+    candidates: list, child: list, sibling: list, target: list, accepted: list[int], predicted: dict, impl: str
+) -> None:
+    inputs = walked(9, candidates, child, sibling)
+    sglang.verify_tree_greedy(**inputs, target_predict=ints(target), impl=impl)
+    assert inputs["accept_token_num"].tolist() == accepted
+    assert predicted.items() <= dict(enumerate(inputs["predicts"].tolist())).items()
 
 
 def sample_walk(inputs: dict[str, list], b: int, path: int, single: float, acc: float) -> tuple[list[int], dict]:
@@ -365,28 +309,15 @@ def sample_walk(inputs: dict[str, list], b: int, path: int, single: float, acc: 
     return accepted, dict(predicts=predicts, rejected=rejected)
 
 
-def sampling_inputs(make: Maker, batch: int, nodes: int, path: int, vocab: int) -> dict[str, Any]:
-    target = coarse_probs(make, batch, nodes, vocab)
-    return walk_outputs(make, batch, nodes, path) | dict(
-        candidates=make.integers(0, vocab + 1, batch, nodes),
-        **random_links(make, batch, nodes),
-        uniform_samples=make.integers(0, 128, batch, nodes).float() / 128,
-        uniform_samples_for_final_sampling=make.integers(0, 128, batch).float() / 128,
-        target_probs=target,
-        draft_probs=torch.zeros_like(target),
-    )
-
-
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("thresholds", [(1.0, 1.0), (0.25, 0.5), (0.0, 0.0)])
 @pytest.mark.parametrize("nodes, path, vocab", [(1, 1, 5), (7, 4, 5), (7, 2, 3), (12, 12, 4)])
 def test_sampled_walks(nodes: int, path: int, vocab: int, thresholds: tuple[float, float], impl: str) -> None:
     """Duplicate siblings and tokens outside the vocabulary among them; sums are exact, so results are too."""
-    inputs = sampling_inputs(Maker.seeded(DEVICE, seed=nodes), 12, nodes, path, vocab)
+    make = Maker.seeded(DEVICE, seed=nodes)
+    inputs = sampling_inputs(make, 12, nodes, path, vocab, *thresholds)
+    inputs["candidates"] = make.integers(0, vocab + 1, 12, nodes)
     given_ = listed(inputs)
-    sglang.tree_speculative_sampling_target_only(
-        **inputs, threshold_single=thresholds[0], threshold_acc=thresholds[1], deterministic=True, impl=impl
-    )
+    sglang.tree_speculative_sampling_target_only(**inputs, deterministic=True, impl=impl)
     walks = [sample_walk(given_, b, path, *thresholds) for b in range(12)]
     expect_walk(inputs, [(accepted, more["predicts"]) for accepted, more in walks], nodes, path)
     rejected = torch.zeros(12, nodes, vocab)
@@ -396,28 +327,6 @@ def test_sampled_walks(nodes: int, path: int, vocab: int, thresholds: tuple[floa
     assert torch.equal(inputs["draft_probs"].cpu(), rejected)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize(
-    "uniform, final, accepted, token", [(0.15, 0.0, 1, 1), (0.45, 0.0, 1, 2), (0.95, 0.5, 0, 3), (0.95, 0.05, 0, 0)]
-)
-def test_worked_sampling(uniform: float, final: float, accepted: int, token: int, impl: str) -> None:
-    """Probabilities .1 .2 .3 .4 at the root, children 1 and 2: .15 takes the first, .45 the second, .95 neither."""
-    inputs = walk_outputs(MAKE, 1, 3, 2) | dict(
-        candidates=ints([[0, 1, 2]]),
-        retrive_index=ints([[0, 1, 2]]),
-        retrive_next_token=ints([[1, -1, -1]]),
-        retrive_next_sibling=ints([[-1, 2, -1]]),
-        uniform_samples=torch.full((1, 3), uniform, device=DEVICE),
-        uniform_samples_for_final_sampling=torch.tensor([final], device=DEVICE),
-        target_probs=torch.tensor([0.1, 0.2, 0.3, 0.4], device=DEVICE).repeat(1, 3, 1),
-        draft_probs=torch.zeros(1, 3, 4, device=DEVICE),
-    )
-    sglang.tree_speculative_sampling_target_only(**inputs, impl=impl)
-    assert inputs["accept_token_num"].tolist() == [accepted]
-    assert inputs["predicts"][0].item() == token
-
-
-@pytest.mark.parametrize("impl", IMPLS)
 def test_sampling_follows_the_target_exactly(impl: str) -> None:
     """Over all pairs of uniforms from grids that divide every sum, the first token has exactly the target's
     distribution, although two of the three children carry the same token and one carries a banned token."""
@@ -426,11 +335,8 @@ def test_sampling_follows_the_target_exactly(impl: str) -> None:
     batch = uniforms * finals
     uniform = (torch.arange(batch) // finals + 0.5) / uniforms
     final = (torch.arange(batch) % finals + 0.5) / finals
-    inputs = walk_outputs(MAKE, batch, 5, 2) | dict(
-        candidates=ints([[0, 1, 1, 2, 4]]).repeat(batch, 1),
-        retrive_index=torch.arange(batch * 5, device=DEVICE).view(batch, 5),
-        retrive_next_token=ints([[1, -1, -1, -1, -1]]).repeat(batch, 1),
-        retrive_next_sibling=ints([[-1, 2, 3, 4, -1]]).repeat(batch, 1),
+    trees = walked(2, [[0, 1, 1, 2, 4]] * batch, [[1, -1, -1, -1, -1]] * batch, [[-1, 2, 3, 4, -1]] * batch)
+    inputs = trees | dict(
         uniform_samples=uniform[:, None].repeat(1, 5).to(DEVICE),
         uniform_samples_for_final_sampling=final.to(DEVICE),
         target_probs=probs.repeat(batch, 5, 1).to(DEVICE),
@@ -442,17 +348,12 @@ def test_sampling_follows_the_target_exactly(impl: str) -> None:
     assert counts == [int(share * batch) for share in probs.tolist()]
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("path, final, token", [(2, 0.0, 0), (2, 0.75, 2), (3, 0.0, 2), (3, 0.75, 2)])
 def test_a_full_path_ends_with_the_whole_target(path: int, final: float, token: int, impl: str) -> None:
     """Rejected mass at the last node counts only where its children could have been visited."""
     noted = torch.zeros(1, 2, 3, device=DEVICE)
     noted[0, 1, 0] = 1.0
-    inputs = walk_outputs(MAKE, 1, 2, path) | dict(
-        candidates=ints([[0, 1]]),
-        retrive_index=ints([[0, 1]]),
-        retrive_next_token=ints([[1, -1]]),
-        retrive_next_sibling=ints([[-1, -1]]),
+    inputs = walked(path, [[0, 1]], [[1, -1]], [[-1, -1]]) | dict(
         uniform_samples=torch.zeros(1, 2, device=DEVICE),
         uniform_samples_for_final_sampling=torch.full((1,), final, device=DEVICE),
         target_probs=torch.tensor([[[0.0, 1.0, 0.0], [0.5, 0.0, 0.5]]], device=DEVICE),
@@ -462,7 +363,6 @@ def test_a_full_path_ends_with_the_whole_target(path: int, final: float, token: 
     assert inputs["accept_token_num"].tolist() == [1] and inputs["predicts"].tolist() == [1, token]
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("kind", [torch.uint8, torch.uint16, torch.uint32, torch.int32, torch.int64])
 def test_packed_rows_of_every_type(kind: torch.dtype, impl: str) -> None:
     """A chain as long as the type has bits, so that its last row has all of them set."""
@@ -511,29 +411,12 @@ SIGNATURES = {
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_arguments_stand_where_sglang_puts_them(name: str) -> None:
+def test_arguments_have_sglangs_names_and_order(name: str) -> None:
     ours = list(inspect.signature(getattr(sglang, name)).parameters)
     theirs = SIGNATURES[name].split()
     assert ours[: len(theirs)] == theirs
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_a_uniform_of_zero_accepts_no_banned_token(impl: str) -> None:
-    inputs = walk_outputs(MAKE, 1, 2, 2) | dict(
-        candidates=ints([[0, 1]]),
-        retrive_index=ints([[0, 1]]),
-        retrive_next_token=ints([[1, -1]]),
-        retrive_next_sibling=ints([[-1, -1]]),
-        uniform_samples=torch.zeros(1, 2, device=DEVICE),
-        uniform_samples_for_final_sampling=torch.zeros(1, device=DEVICE),
-        target_probs=torch.tensor([[[0.0, 0.0, 1.0]] * 2], device=DEVICE),
-        draft_probs=torch.zeros(1, 2, 3, device=DEVICE),
-    )
-    sglang.tree_speculative_sampling_target_only(**inputs, impl=impl)
-    assert inputs["accept_token_num"].tolist() == [0] and inputs["predicts"][0].item() == 2
-
-
-@pytest.mark.parametrize("impl", IMPLS)
 def test_renormalised_distributions(impl: str) -> None:
     probs = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.4, 0.4, 0.1, 0.1]], device=DEVICE)
     top_two = sglang.top_k_renorm_prob(probs, 2, impl=impl)
@@ -550,18 +433,6 @@ def pool(batch: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     return table.int().to(DEVICE), torch.arange(batch, 0, -1, device=DEVICE)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_worked_positions_after_acceptance(impl: str) -> None:
-    positions, newest = old(8), old(4, torch.int32)
-    sglang.create_extend_after_decode_spec_info(
-        ints([11, 12, 13, 21, 31, 32], torch.int32), ints([8, 6, 5, 9]), ints([3, 0, 1, 2], torch.int32), positions,
-        newest, 4, impl=impl,
-    )  # fmt: skip
-    assert positions.tolist() == [5, 6, 7, 4, 7, 8, OLD, OLD]
-    assert newest.tolist() == [13, OLD, 21, 32]
-
-
-@pytest.mark.parametrize("impl", IMPLS)
 def test_worked_slots_of_spans(impl: str) -> None:
     table, _ = pool(1, 20)
     out = old(7)
@@ -580,7 +451,6 @@ def draft_position(length: int, branch: int, step: int, topk: int, steps: int, p
     return length - tail + branch * math.ceil((tail + steps) / page) * page + tail + step
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @given(
     lengths=st.lists(st.integers(0, 9), min_size=1, max_size=4),
     topk=st.integers(1, 3),
@@ -622,34 +492,14 @@ def test_draft_cache_locations(impl: str, lengths: list[int], topk: int, steps: 
     assert list(zip(source.tolist(), target.tolist(), strict=True)) == copies
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_worked_draft_pages(impl: str) -> None:
-    """Pages of 4, 5 steps, 5 tokens, 2 branches: drafts at 5 to 9 and, behind the hole at 12, at 13 to 17."""
-    table, rows = torch.zeros(1, 30, dtype=torch.int32, device=DEVICE), ints([0])
-    table[0, :5] = torch.arange(1000, 1005)
-    out, source, target = torch.arange(1005, 1020, device=DEVICE), old(1), old(1)
-    sglang.assign_draft_cache_locs(
-        rows, table, ints([5]), ints([15]), ints([2]), out, source, target, ints([1]), 1, 30, 2, 5, 4, 1, 8, impl=impl
-    )
-    assert out.tolist()[:10] == [*range(1005, 1010), *range(1013, 1018)]
-    assert (source.item(), target.item()) == (1004, 1012)
+def test_unpaged_drafts_need_no_lengths_of_pages(impl: str) -> None:
+    """SGLang passes placeholders without dimensions for what it does not use."""
+    (table, rows), unused = pool(2, 20), ints(0)
+    arguments = rows, table, ints([3, 0]), unused, unused, ints([1, 2, 3, 4]), None, None, unused, 0, 20, 2, 1, 1, 2, 2
+    sglang.assign_draft_cache_locs[(2,)](*arguments, impl=impl)
+    assert table[2, 2:6].tolist() == [202, 1, 2, 205] and table[1, :3].tolist() == [3, 4, 102]
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_worked_decode_indices(impl: str) -> None:
-    """Pages of 4, 3 steps, 2 branches, 5 tokens: the first step of branch 1 reads position 9 behind the prefix."""
-    table = torch.arange(1000, 1030, dtype=torch.int32, device=DEVICE)[None]
-    indices, indptr = old(3 * 20, torch.int32), old(3 * 4, torch.int32)
-    sglang.generate_draft_decode_kv_indices[(3, 1, 2)](
-        ints([0]), table, ints([5]), indices.view(3, 20), indptr.view(3, 4), ints([5, 5]), 30, 20, 4, 1, 4, 2, 4,
-        impl=impl,
-    )  # fmt: skip
-    prefix = list(range(1000, 1005))
-    assert indices.view(3, 20)[0].tolist() == [*prefix, 1005, *prefix, 1009] + [OLD] * 8
-    assert indptr.view(3, 4).tolist() == [[0, 6, 12, OLD], [0, 7, 14, OLD], [0, 8, 16, OLD]]
-
-
-@pytest.mark.parametrize("impl", IMPLS)
 @given(
     lengths=st.lists(st.integers(0, 9), min_size=1, max_size=4),
     topk=st.integers(1, 3),
@@ -661,12 +511,12 @@ def test_decode_indices(impl: str, lengths: list[int], topk: int, steps: int, pa
     table, rows = pool(len(lengths), 80)
     sink = 1 if window else 0
     width = sum(lengths) * topk + len(lengths) * topk * steps + 2
-    indices = torch.full((steps, width), OLD, dtype=torch.int32, device=DEVICE)
-    indptr = torch.full((steps, len(lengths) * topk + 1), OLD, dtype=torch.int32, device=DEVICE)
-    sglang.generate_draft_decode_kv_indices(
-        rows, table, ints(lengths), indices, indptr, ints(lengths).repeat_interleave(topk), 80, width,
-        indptr.shape[1], page_size=page, window_size=window, sink_size=sink, impl=impl,
+    indices, indptr = old(steps * width, torch.int32), old(steps * (len(lengths) * topk + 1), torch.int32)
+    sglang.generate_draft_decode_kv_indices[(steps, len(lengths), topk)](
+        rows, table, ints(lengths), indices, indptr, ints([0]), 80, width, indptr.shape[0] // steps,
+        page_size=page, window_size=window, sink_size=sink, impl=impl,
     )  # fmt: skip
+    indices, indptr = indices.view(steps, -1), indptr.view(steps, -1)
     for step in range(steps):
         flat, ends = [], [0]
         for b, length in enumerate(lengths):
@@ -681,7 +531,6 @@ def test_decode_indices(impl: str, lengths: list[int], topk: int, steps: int, pa
         assert indptr[step].tolist() == ends
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 def test_worked_pairs(impl: str) -> None:
     table, rows = pool(2, 20)
     indptr, indices = old(5, torch.int32), old(12, torch.int32)
@@ -690,38 +539,21 @@ def test_worked_pairs(impl: str) -> None:
     assert indices.tolist() == [200, 201, 200, 201, 202, 100, 101, 102, 100, 101, 102, 103]
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize(
-    "length, page, mask, expected",
-    [(5, 4, "FFTTTT", "FFFTTT"), (7, 4, "FTTTTT", "FTTTTT"), (6, 16, "FTTTTT", "FFFFFF")],
+@given(
+    page=st.sampled_from([1, 3, 4, 16]),
+    requests=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 6)), min_size=1, max_size=5),
 )
-def test_worked_evictions(length: int, page: int, mask: str, expected: str, impl: str) -> None:
-    """Two requests side by side, so that the second one's offset counts."""
-    evict = torch.tensor([letter == "T" for letter in mask * 2], device=DEVICE)
-    sglang.align_evict_mask_to_page_size[(2,)](ints([length] * 2), evict, page, len(mask), 8, impl=impl)
-    assert ["T" if flag else "F" for flag in evict.tolist()] == list(expected * 2)
+def test_only_whole_pages_are_evicted(impl: str, page: int, requests: list[tuple[int, int]]) -> None:
+    """A slot is kept iff it was accepted or lies on the page of the last kept token."""
+    evict = torch.tensor([node >= accepted for _, accepted in requests for node in range(6)], device=DEVICE)
+    sglang.align_evict_mask_to_page_size(ints([length for length, _ in requests]), evict, page, 6, impl=impl)
+    assert evict.tolist() == [
+        node >= accepted and (length + node) // page != (length + accepted - 1) // page
+        for length, accepted in requests
+        for node in range(6)
+    ]
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_worked_targets(impl: str) -> None:
-    """Rows 0 1 2 | 3 4 5 | 6 7 8 with 1, 1 and 0 accepted drafts and pages of one token."""
-    slots, accepted = torch.arange(9, device=DEVICE), ints([1, 1, 0], torch.int32)
-    source, target, freed = sglang.get_src_tgt_cache_loc(
-        ints([4, 5, 6]), slots, ints([0, 2, 3, 4, 6], torch.int32), accepted, 3, 1, impl=impl
-    )
-    assert source.tolist() == [0, 2, 3, 4, 6] and target.tolist() == [0] * 5 and freed.tolist() == [1, 1, 2]
-    to_free = old(4)
-    sglang.get_target_cache_loc[(3,)](target, to_free, accepted, freed, slots, 3, 4, 4, impl=impl)
-    assert target.tolist() == [0, 1, 3, 4, 6]
-    assert to_free.tolist() == [2, 5, 7, 8]
-    going = old(3)
-    sglang.filter_finished_cache_loc_kernel[(3,)](
-        going, target, accepted, ints([2, 0, 1], torch.int32), 4, 4, impl=impl
-    )
-    assert going.tolist() == [0, 1, 6]
-
-
-@pytest.mark.parametrize("impl", IMPLS)
 @given(
     page=st.sampled_from([1, 3, 4]),
     requests=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 4), st.booleans()), min_size=1, max_size=5),
@@ -748,7 +580,6 @@ def test_targets_of_accepted_paths(impl: str, page: int, requests: list[tuple[in
     assert going.tolist() == [10 * b + i for b, k in enumerate(kept) for i in range(k)]
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("starts", [None, [3, 0, 7]])
 def test_flashinfer_indices_of_token_tables(starts: list[int] | None, impl: str) -> None:
     table, rows = pool(3, 20)
@@ -762,7 +593,6 @@ def test_flashinfer_indices_of_token_tables(starts: list[int] | None, impl: str)
     assert indices.tolist() == [*expected, OLD, OLD, OLD]
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 def test_accepted_slots_are_compacted(impl: str) -> None:
     out = old(6)
     index = ints([2, -1, -1, 3, 5, -1], torch.int32)
@@ -770,7 +600,6 @@ def test_accepted_slots_are_compacted(impl: str) -> None:
     assert out.tolist() == [7, 6, 4, OLD, OLD, OLD]
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 def test_bonus_tokens(impl: str) -> None:
     """The last accepted token of each request, of which the third has none; a longer buffer keeps its end."""
     tokens, lens = ints([[5, 6, 7], [8, 9, 9], [1, 2, 3]]), ints([3, 1, 0], torch.int32)
@@ -783,8 +612,7 @@ def test_bonus_tokens(impl: str) -> None:
     assert bonus.tolist() == [53, 54, OLD]
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_counts_that_are_too_large_read_nothing_behind_the_tokens(impl: str) -> None:
+def test_counts_that_are_too_large_read_nothing_after_the_tokens(impl: str) -> None:
     """The last token that is there is taken; entries that no request uses may be anything."""
     bonus = old(2, torch.int32)
     sglang.fill_bonus_tokens(ints([[5, 6], [8, 9]]), ints([3, 2]), bonus, 2, impl=impl)
@@ -792,31 +620,12 @@ def test_counts_that_are_too_large_read_nothing_behind_the_tokens(impl: str) -> 
     predict, index = ints([50, 51, 52], torch.int32), ints([[1, 99], [2, 3]], torch.int32)
     sglang.fill_bonus_tokens_from_predict(predict, index, ints([1, 1]), bonus, 2, impl=impl)
     assert bonus.tolist() == [51, 52]
-    positions, newest = old(5), old(2, torch.int32)
-    verified = ints([31, 32, 33], torch.int32)
-    sglang.create_extend_after_decode_spec_info(
-        verified, ints([5, 9]), ints([2, 4], torch.int32), positions, newest, impl=impl
-    )
-    assert positions.tolist() == [3, 4, 5, 6, 7] and newest.tolist() == [32, 33]
+    positions, newest, verified = old(7), old(3, torch.int32), ints([31, 32, 33], torch.int32)
+    lengths, accepted = ints([5, 6, 9]), ints([2, 0, 4], torch.int32)
+    sglang.create_extend_after_decode_spec_info(verified, lengths, accepted, positions, newest, impl=impl)
+    assert positions.tolist() == [3, 4, 5, 6, 7, 8, OLD] and newest.tolist() == [32, OLD, 33]
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_links_to_nodes_that_are_not_there_end_a_walk(impl: str) -> None:
-    """A child one past the last node, and a sibling far behind it."""
-    inputs = walk_outputs(MAKE, 2, 3, 3) | dict(
-        candidates=ints([[0, 5, 6], [0, 5, 6]]),
-        retrive_index=ints([[0, 1, 2], [3, 4, 5]]),
-        retrive_next_token=ints([[3, -1, -1], [1, 3, -1]]),
-        retrive_next_sibling=ints([[-1, -1, -1], [-1, 99, -1]]),
-        target_predict=ints([[6, 7, 8], [5, 7, 8]]),
-    )
-    sglang.verify_tree_greedy(**inputs, impl=impl)
-    assert inputs["accept_token_num"].tolist() == [0, 1]
-    predicts = inputs["predicts"].tolist()
-    assert (predicts[0], predicts[3], predicts[4]) == (6, 5, 7)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
 def test_pages_of_kept_slots_are_kept(impl: str) -> None:
     """Slots 9 and 4 are kept, and with them 8 and 6 of their pages, in whatever order they stand."""
     slots = ints([8, 20, 9, 4, 21, 6, 12, 13])
@@ -846,7 +655,7 @@ def test_wrong_input_is_refused() -> None:
         )
     walk = walk_outputs(MAKE, 2, 3, 2)
     links = random_links(MAKE, 2, 3)
-    with pytest.raises(ValueError, match=r"predicts: expected shape \[>= 6\], got \[5\]"):
+    with pytest.raises(ValueError, match="predicts's entries: expected at least 6, got 5"):
         sglang.verify_tree_greedy(
             **(walk | dict(predicts=old(5, torch.int32))), candidates=old(6).view(2, 3), **links,
             target_predict=old(6).view(2, 3),

@@ -47,18 +47,12 @@ def test_correct_kernel_passes() -> None:
 
 FAULTS = {
     "unmasked load": (lambda: _copy[(1,)](torch.randn(10), torch.zeros(16), 10, 16, False), "lanes outside"),
-    "store past the end": (
-        lambda: _copy[(1,)](torch.randn(32), torch.zeros(8), 16, 16, True),
-        "lanes outside",
-    ),
+    "store past the end": (lambda: _copy[(1,)](torch.randn(32), torch.zeros(8), 16, 16, True), "lanes outside"),
     "index -1": (
         lambda: _gather[(1,)](torch.tensor([0, 3, -1]), torch.randn(10), torch.zeros(3), 3, 4),
         "lanes outside",
     ),
-    "outside the view": (
-        lambda: _copy[(1,)](torch.randn(16), torch.zeros(64)[8:16], 16, 16, True),
-        "lanes outside",
-    ),
+    "outside the view": (lambda: _copy[(1,)](torch.randn(16), torch.zeros(64)[8:16], 16, 16, True), "lanes outside"),
     "empty tensor": (lambda: _copy[(1,)](torch.zeros(0), torch.zeros(4), 4, 4, True), "lanes outside"),
     "two programs": (lambda: _overlap[(2,)](torch.zeros(64), 7, 8), "written by programs"),
     "two lanes": (lambda: _scatter_twice[(1,)](torch.zeros(8), 8), "written by several lanes"),

@@ -1,7 +1,10 @@
-"""The interpreter with less to find out: the same functions are in place while a kernel runs, and gone behind it."""
+"""The fast interpreter: opt-in, the same functions in place while a kernel runs, and gone after it."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec_kernels.interpreter import prepare
+from specdec_kernels.interpreter import FAST_INTERPRETER, prepare
 from specdec_kernels.launch import interpreting, launch
 
 pytestmark = pytest.mark.skipif(not interpreting(), reason="kernels are compiled here")
@@ -68,7 +71,22 @@ def test_device_functions_find_what_the_kernel_has_put_in_place(monkeypatch: pyt
     assert searched.count(tl) == 1
 
 
-def test_the_language_is_itself_again_behind_a_kernel() -> None:
+@pytest.mark.parametrize(("asked", "replaced"), [("1", "True"), ("0", "False"), (None, "False")])
+def test_triton_is_changed_only_where_it_is_asked_for(asked: str | None, replaced: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != FAST_INTERPRETER}
+    program = (
+        "import torch, specdec_kernels as s\n"
+        "from triton.runtime import interpreter\n"
+        "before = interpreter._patch_builtin\n"
+        "s.build_chain(torch.tensor([3]), 4, impl='triton')\n"
+        "print(interpreter._patch_builtin is not before)\n"
+    )
+    given = environment | ({FAST_INTERPRETER: asked} if asked else {})
+    done = subprocess.run([sys.executable, "-c", program], env=given, capture_output=True, text=True, timeout=240)
+    assert done.stdout == f"{replaced}\n", done.stderr
+
+
+def test_the_language_is_itself_again_after_a_kernel() -> None:
     run()
     assert all(map(tl.core.is_builtin, (tl.load, tl.math.exp2, tl.tensor.__add__)))
 
@@ -91,16 +109,6 @@ def test_an_overflow_is_told_where_triton_tells_it(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(builder, "options", replace(builder.options, debug=True))
     with pytest.raises(Exception, match="int32 overflow detected"):
         launch(kernel, (1,), out, LANES=4)
-
-
-@pytest.mark.parametrize("kind", [tl.float32, tl.int1, tl.block_type(tl.int64, [4]), tl.pointer_type(tl.float16)])
-def test_types_are_those_of_numpy(kind: tl.dtype) -> None:
-    from triton.runtime import interpreter
-
-    prepare()
-    names = {tl.float32: "float32", tl.int1: "bool"}
-    name = "int64" if kind.is_block() else "uint64" if kind.is_ptr() else names[kind]
-    assert interpreter._get_np_dtype(kind) == name
 
 
 def test_types_of_blocks_are_checked_and_told_apart() -> None:

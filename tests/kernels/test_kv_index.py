@@ -9,13 +9,12 @@ from hypothesis import strategies as st
 
 from specdec_kernels import flash_attention_table, flashinfer_indices, move_accepted, token_slots
 
-IMPLS = ["reference", "triton"]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @st.composite
 def page_tables(draw: st.DrawFn) -> tuple[list[list[int]], int]:
-    """Rows of distinct pages, -1 behind what a row holds, and a page size."""
+    """Rows of distinct pages, -1 after the held ones, and a page size."""
     batch, row_pages = draw(st.integers(0, 4)), draw(st.integers(1, 5))
     pages = draw(st.permutations(range(batch * row_pages + 2)))
     held = [draw(st.integers(0, row_pages)) for _ in range(batch)]
@@ -37,7 +36,6 @@ def slot_of(row: list[int], position: int, page_size: int) -> int:
     return row[position // page_size] * page_size + position % page_size
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @given(table=page_tables(), data=st.data())
 def test_token_slots(impl: str, table: tuple[list[list[int]], int], data: st.DataObject) -> None:
     rows, page_size = table
@@ -51,7 +49,6 @@ def test_token_slots(impl: str, table: tuple[list[list[int]], int], data: st.Dat
     assert slots.tolist() == expected
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @given(table=page_tables(), data=st.data())
 def test_backend_indices(impl: str, table: tuple[list[list[int]], int], data: st.DataObject) -> None:
     rows, page_size = table
@@ -75,7 +72,6 @@ def test_backend_indices(impl: str, table: tuple[list[list[int]], int], data: st
     assert other.seqused_k.tolist() == lengths
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 def test_a_short_capacity_is_never_passed(impl: str) -> None:
     table, lengths = as_table([[4, 2], [1, 3], [0, 5]]), as_ints([4, 4, 4])
     found = flashinfer_indices(table, lengths, 2, capacity=3, impl=impl)
@@ -83,11 +79,8 @@ def test_a_short_capacity_is_never_passed(impl: str) -> None:
     assert found.indptr.tolist() == [0, 2, 3, 3]
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @given(
-    page_size=st.sampled_from([1, 3, 16]),
-    lengths=st.lists(st.integers(0, 20), min_size=1, max_size=3),
-    data=st.data(),
+    page_size=st.sampled_from([1, 3, 16]), lengths=st.lists(st.integers(0, 20), min_size=1, max_size=3), data=st.data()
 )
 def test_an_accepted_path_moves_to_the_front(
     impl: str, page_size: int, lengths: list[int], data: st.DataObject
@@ -110,7 +103,6 @@ def test_an_accepted_path_moves_to_the_front(
     assert torch.equal(pool.view(2, 2, -1, 2), expected)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 def test_a_path_outside_the_table_moves_nothing(impl: str) -> None:
     pool = torch.arange(8.0, device=DEVICE).view(1, 2, 2, 2, 1, 1)
     before = pool.clone()

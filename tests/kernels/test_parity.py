@@ -20,8 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.bench import parity
-from specdec_kernels import FAMILIES
+from specdec_kernels import FAMILIES, parity
 from specdec_kernels.cases import INTERPRETED_ROUNDINGS, Case, Maker, comparison_of
 from tests.kernels import small_tiles
 from tests.kernels.guard import guarded, poisoned
@@ -185,7 +184,10 @@ def test_every_family_has_cases_of_every_use() -> None:
         module = import_module(f"specdec_kernels.{family}")
         cases = import_module(f"specdec_kernels.{family}.cases").CASES
         functions = {name for name in module.__all__ if has_kernel(getattr(module, name))}
-        assert {case.function for case in cases} == functions, f"{family}: a public function without a case"
+        cased = {case.function for case in cases}
+        assert cased <= functions, f"{family}: a case of no public function"
+        # Published operations that are plain torch have no kernel: test_compat_sglang.py tests them.
+        assert cased == functions or family.startswith("compat."), f"{family}: a public function without a case"
         assert any(case.gate for case in cases), f"{family}: nothing for the compile gate"
         assert any(case.bench for case in cases), f"{family}: nothing for the benchmark"
         assert all(case.catches for case in cases), f"{family}: a case that does not say what it catches"

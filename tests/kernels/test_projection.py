@@ -10,7 +10,7 @@ import torch
 
 from specdec_kernels.all_reduce import all_reduce_add_rms_norm
 from specdec_kernels.all_reduce.cases import exchange_inputs
-from specdec_kernels.all_reduce.reference import packed, without_last_bit
+from specdec_kernels.all_reduce.reference import as_sent, packed
 from specdec_kernels.cases import Maker
 from specdec_kernels.launch import CHIPS, record_launches
 from specdec_kernels.norm import add_rms_norm
@@ -24,7 +24,8 @@ from specdec_kernels.projection import (
     linear_silu_mul,
 )
 from specdec_kernels.projection.cases import WEIGHTS, argmax_inputs, linear_inputs, normed_inputs
-from specdec_kernels.projection.configs import FAST_ROWS, LinearConfig, linear_config
+from specdec_kernels.projection.configs import MAX_KERNEL_ROWS, LinearConfig, linear_config
+from specdec_kernels.projection.types import Product
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
@@ -82,7 +83,7 @@ def test_few_rows_that_are_exchanged_have_the_bits_of_many_that_are_gathered(inn
         words.copy_(packed(sums[1 - rank], counters + 1).flatten())
         x, weight = both[rank]["x"], both[rank]["weight"]
         exchanged = linear_all_reduce_add_rms_norm(x, weight, exchange, 0, *end.values(), impl="triton")
-        total = (without_last_bit(sums[0]) + without_last_bit(sums[1])).half()
+        total = (as_sent(sums[0]) + as_sent(sums[1])).half()
         gathered = add_rms_norm(total, end["residual"], end["norm_weight"], end["eps"], impl="triton")
         assert all(torch.equal(left, right) for left, right in zip(exchanged, gathered, strict=True))
 
@@ -186,9 +187,11 @@ def test_the_cut_does_not_depend_on_the_rows(chip: str, bytes_: int) -> None:
 @pytest.mark.parametrize("outer, inner", [*WEIGHTS.values(), (3072, 2560), (3072, 4224), (30000, 128)])
 def test_a_program_holds_no_more_than_its_split(outer: int, inner: int) -> None:
     config = linear_config("sm90", outer, inner, 1, 2)
-    assert config.held <= inner - (config.splits - 1) * config.split_length(inner)
-    assert all(linear_config(chip, outer, inner, 1, 2).held == 0 for chip in CHIPS if chip != "sm90")
-    assert linear_config("sm90", outer, inner, 17, 2).held == linear_config("sm90", outer, inner, 1, 4).held == 0
+    assert config.resident <= inner - (config.splits - 1) * config.split_length(inner)
+    assert all(linear_config(chip, outer, inner, 1, 2).resident == 0 for chip in CHIPS if chip != "sm90")
+    assert (
+        linear_config("sm90", outer, inner, 17, 2).resident == linear_config("sm90", outer, inner, 1, 4).resident == 0
+    )
 
 
 @pytest.mark.gpu
@@ -198,10 +201,10 @@ def test_a_weight_that_is_held_has_the_bits_of_one_that_is_not(weight: str, gate
     outer, inner = WEIGHTS[weight]
     inputs = linear_inputs(Maker.seeded(DEVICE, DTYPE), 3, outer, inner)
     outs = []
-    for held in (0, 128, 512):
-        config = replace(linear_config("sm90", outer, inner, 3, 2), held=held)
+    for resident in (0, 128, 512):
+        config = replace(linear_config("sm90", outer, inner, 3, 2), resident=resident)
         outs.append(inputs["x"].new_empty(3, outer // 2 if gated else outer))
-        kernel.launch_linear(inputs["x"], inputs["weight"], None, outs[-1], gated, config)
+        kernel.launch_linear(Product(**inputs), None, outs[-1], gated, config)
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
 
 
@@ -232,11 +235,6 @@ def test_a_largest_logit_has_the_bits_of_the_logits() -> None:
     assert torch.equal(linear_argmax(x, weight, impl="triton"), logits.argmax(-1))
 
 
-def test_many_rows_go_to_torch() -> None:
-    inputs = linear_inputs(Maker.seeded(DEVICE, DTYPE), FAST_ROWS + 1, 48, 64)
-    assert torch.equal(linear(**inputs, impl="triton"), linear(**inputs, impl="reference"))
-
-
 def test_few_rows_are_computed_by_the_kernels() -> None:
     """What goes to torch instead has the same numbers."""
 
@@ -261,7 +259,7 @@ def test_few_rows_are_computed_by_the_kernels() -> None:
     product, exchange = ["_linear_kernel"], ["_all_reduce_kernel"]
     largest = ["_argmax_kernel", "_argmax_of_tiles_kernel"]
     assert kernels_of(4) == [product, product, [*product, "_norm_kernel"], [*product, *exchange], largest]
-    assert kernels_of(FAST_ROWS + 2) == [[], ["_silu_mul_kernel"], ["_norm_kernel"], exchange, []]
+    assert kernels_of(MAX_KERNEL_ROWS + 2) == [[], ["_silu_mul_kernel"], ["_norm_kernel"], exchange, []]
     assert kernels_of(4, torch.float64) == [[]] * 5
 
 
@@ -285,8 +283,6 @@ def test_float64_is_computed_by_the_definition() -> None:
     [
         (dict(x=torch.zeros(3, 0)), "x: expected a last dimension of at least 1"),
         (dict(x=torch.zeros(3, 65)), r"weight: expected shape \[\*, 65\], got \[48, 64\]"),
-        (dict(weight=torch.zeros(0, 64)), "weight: expected at least one row"),
-        (dict(weight=torch.zeros(48, 64).half()), "weight: expected dtype torch.float32, got torch.float16"),
         (dict(weight=torch.zeros(64, 48).T), "weight: expected a contiguous tensor"),
         (dict(bias=torch.zeros(47)), r"bias: expected shape \[48\], got \[47\]"),
         (dict(x=torch.zeros(3, 64, dtype=torch.int32)), "x: expected dtype"),

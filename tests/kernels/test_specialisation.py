@@ -16,7 +16,6 @@ FIXED = {
     "plane_stride": "size of the pool",
     "row_stride": "vocabulary, or that times the nodes of a tree",
     "width": "width of the MLP",
-    "sink": "a choice of the caller",
 }
 """Integers that may be specialised, because they are the same in every step of a run."""
 

@@ -1,12 +1,11 @@
-"""Puts known bugs into copies of the tree, one at a time, and shows which test fails for each; then drawn ones.
+"""Puts known bugs into copies of the tree, one at a time, and shows which test fails for each; then random ones.
 
     python -m tests.mutants [--only 'tree_*'] [--jobs 2]
-    python -m tests.mutants --only '' --drawn 300 --seed 7
+    python -m tests.mutants --only '' --random 300 --seed 7
 
 Exit code 1 where the tests of a known mutant pass, where its replacement no longer fits the code, or where one of the
-tests fails without it. Of the drawn ones the share that survives is reported: each is a test to write, or a change that
-means nothing. The tests that caught one are run once more without any mutant: what was caught by a test that fails
-there counts as surviving.
+tests fails without it. For random mutants the share that survives is reported; some of them are equivalent mutants. A
+mutant that is caught by a test that fails without any mutant counts as surviving.
 """
 
 from __future__ import annotations
@@ -20,11 +19,12 @@ from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from functools import partial
 
-from tests.mutants.drawn import draw
 from tests.mutants.mutant import Mutant
+from tests.mutants.random_mutants import random_mutants
 from tests.mutants.runner import (
     BROKEN,
     CAUGHT,
+    CRASHED,
     SURVIVED,
     TIMEOUT_S,
     Outcome,
@@ -35,7 +35,7 @@ from tests.mutants.runner import (
 )
 from tests.mutants.table import MUTANTS
 
-DRAWN = 30
+RANDOM, SEED = 30, 1
 
 
 def _timed(mutant: Mutant, limit_s: float) -> tuple[Outcome, float]:
@@ -45,7 +45,7 @@ def _timed(mutant: Mutant, limit_s: float) -> tuple[Outcome, float]:
 
 def judge(mutants: Sequence[Mutant], jobs: int, limit_s: float) -> list[Outcome]:
     """Run each of them, print a line for it and the counts, and return what became of them."""
-    counts = Counter(dict.fromkeys((CAUGHT, SURVIVED, BROKEN), 0))
+    counts = Counter(dict.fromkeys((CAUGHT, CRASHED, SURVIVED, BROKEN), 0))
     outcomes = []
     with ThreadPoolExecutor(jobs) as pool:
         for mutant, (outcome, seconds) in zip(
@@ -77,14 +77,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.mutants", description="Check that the tests fail for known bugs."
     )
-    parser.add_argument("--only", help="pattern of the names of known mutants; with it, none is drawn by default")
-    parser.add_argument("--drawn", type=int, help=f"how many are drawn at random (default: {DRAWN})")
-    parser.add_argument("--seed", type=int, help="of the drawn ones (default: the time)")
+    parser.add_argument("--only", help="pattern of the names of known mutants; with it, no random ones by default")
+    parser.add_argument("--random", type=int, help=f"number of random mutants (default: {RANDOM})")
+    parser.add_argument("--seed", type=int, default=SEED, help="of the random mutants (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--limit", type=float, default=TIMEOUT_S, help="seconds for the tests of one mutant")
     options = parser.parse_args(arguments)
     chosen = [mutant for mutant in MUTANTS if fnmatchcase(mutant.name, "*" if options.only is None else options.only)]
-    number = options.drawn if options.drawn is not None else DRAWN if options.only is None else 0
+    number = options.random if options.random is not None else RANDOM if options.only is None else 0
     if not chosen and not number:
         print(f"no mutant is called {options.only!r}", file=sys.stderr)
         return 1
@@ -93,12 +93,11 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     known = judge(chosen, options.jobs, options.limit) if chosen else []
     if number:
-        seed = int(time.time()) if options.seed is None else options.seed
-        print(f"{number} drawn mutants, --drawn {number} --seed {seed}", flush=True)
-        drawn = judge(draw(number, seed), options.jobs, options.limit)
-        in_vain = failing_without((outcome.test for outcome in drawn if outcome.test), options.jobs)
-        survived = sum(outcome.status == SURVIVED or outcome.test in in_vain for outcome in drawn)
-        print(f"{survived / number:.1%} of the drawn mutants survive")
+        print(f"{number} random mutants, --random {number} --seed {options.seed}", flush=True)
+        outcomes = judge(random_mutants(number, options.seed), options.jobs, options.limit)
+        in_vain = failing_without((outcome.test for outcome in outcomes if outcome.test), options.jobs)
+        survived = sum(outcome.status == SURVIVED or outcome.test in in_vain for outcome in outcomes)
+        print(f"{survived / number:.1%} of the random mutants survive")
     return 0 if all(outcome.status == CAUGHT for outcome in known) else 1
 
 

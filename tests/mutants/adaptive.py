@@ -1,101 +1,65 @@
-"""Bugs in the choice of the number of nodes."""
+"""Bugs in adaptive draft length."""
 
 from __future__ import annotations
 
-from functools import partial
+from tests.mutants.mutant import bugs_in
 
-from tests.mutants.mutant import Mutant, parity
-
-_KERNEL = "specdec_kernels/adaptive/kernel.py"
+_policy = bugs_in("algorithms/step/draft_length.py")
+_DECISIONS = "tests/algorithms/step/test_draft_length.py::"
 _TESTS = "tests/algorithms/test_adaptive.py"
-_case = partial(parity, "adaptive")
 
 MUTANTS = (
-    Mutant(
+    _policy(
         "smaller_sizes_lose_what_they_leave_out",
-        _KERNEL,
-        "return tl.where(index <= size, steps, 0.0)",
-        "return tl.where(index <= size, 1.0, 0.0)",
-        _case("choose_tree"),
+        "exact = [{{(1 + accepted) / min(1 + accepted, nodes) -> 1.0}} for nodes in self.sizes[: size + 1]]",
+        (_DECISIONS + "test_what_a_smaller_size_leaves_out_is_written_by_later_steps",),
         "larger sizes look better than they are",
     ),
-    Mutant(
+    _policy(
         "steps_of_a_chain_never_end_together",
-        _KERNEL,
-        "steps += _CHAIN_WHOLE * (whole - steps)",
-        "steps += 0.0 * (whole - steps)",
-        _case("choose_lookup"),
+        "steps = {{[each + CHAIN_WHOLE * (math.ceil(each) - each) for each in exact] -> exact}}",
+        (_DECISIONS + "test_steps_of_a_chain_often_end_at_the_same_wrong_draft",),
         "small sizes of a chain look better than they are",
     ),
-    Mutant(
-        "a_plain_step_writes_more_than_a_token",
-        _KERNEL,
-        "steps = tl.where(index > 0, 1.0 + _TREE_EXTRA * (steps - 1.0), steps)",
-        "steps = 1.0 + _TREE_EXTRA * (steps - 1.0)",
-        _case("choose_tree"),
+    _policy(
+        "a_step_without_a_draft_emits_more_than_a_token",
+        "return [{{first -> TREE_EXTRA * first + (1 - TREE_EXTRA) * len(path)}}, *(",
+        (_DECISIONS + "test_nodes_rank_by_path_probs",),
         "drafting with trees looks worse than it is",
     ),
-    Mutant(
+    _policy(
         "what_is_long_past_never_fades",
-        _KERNEL,
-        "left = tl.where(fades, keep, 1.0)",
-        "left = tl.where(updated, keep, 1.0)",
-        _case("choose_fading"),
+        "if i < size{{ or keep * own[i] > LEAST_EVIDENCE -> }}:",
+        (_DECISIONS + "test_a_few_trials_outweigh_what_is_long_past",),
         "a larger size that pays now is not taken up for hundreds of steps",
     ),
-    Mutant(
+    _policy(
         "larger_sizes_do_not_follow",
-        _KERNEL,
-        "smaller = tl.where(grows, own + (smaller - own) * growth, smaller)",
-        "smaller = tl.where(grows, own + (smaller - own), smaller)",
-        _case("choose_small_step"),
-        "a larger size that pays as texts fill a store is taken up late",
+        "(smaller[i] - own[i]){{ * growth -> }}",
+        (_DECISIONS + "test_larger_sizes_gain_more_where_the_size_of_the_step_does",),
+        "a larger size that pays as histories grow is taken up late",
     ),
-    Mutant(
+    _policy(
         "a_larger_size_needs_no_more_than_a_smaller_one",
-        _KERNEL,
-        "tl.where(best > last, _KEEP_SMALLER, _KEEP_STILL)",
-        "_KEEP_STILL",
-        ("tests/kernels/test_adaptive.py::test_a_small_gain_changes_nothing[triton]",),
+        "{{KEEP_LARGER if best > last else  -> }}KEEP_SMALLER",
+        (_DECISIONS + "test_a_small_gain_changes_nothing",),
         "sizes change where the times of steps are not known so well",
     ),
-    Mutant(
-        "ratio_of_a_size_to_itself",
-        _KERNEL,
-        "index[None, :] == index[:, None] - 1, steps[None, :]",
-        "index[None, :] == index[:, None], steps[None, :]",
-        _case("choose_chain"),
-        "no size ever gains on the smaller one",
-    ),
-    Mutant(
-        "padding_of_few_rows_is_judged",
-        _KERNEL,
-        "if tl.load(active_ptr + request) > 0:",
-        "if tl.load(active_ptr + request) >= 0:",
-        _case("choose_padding_alone"),
-        "a row without a request counts as one that accepts nothing",
-    ),
-    Mutant(
-        "equal_confidence_shares_a_rank",
-        _KERNEL,
-        "tl.sum(((theirs[None, :] > score[:, None]) | equal).to(tl.int32), 1)",
-        "tl.sum((theirs[None, :] > score[:, None]).to(tl.int32), 1)",
-        _case("choose_ties"),
+    _policy(
+        "equal_path_probs_share_a_rank",
+        "{{ - self._numbers[: path_probs.shape[1]] -> }}",
+        (_DECISIONS + "test_choices_are_those_recorded[False]",),
         "a node counts as one of a smaller size",
     ),
-    Mutant(
+    bugs_in("algorithms/standalone.py")(
         "draft_model_misses_what_it_did_not_draft_behind",
-        "algorithms/standalone.py",
-        "if seen.is_prefill or seen.altered or not self.chain:",
-        "if seen.is_prefill or not self.chain:",
+        "if seen.is_prefill or {{seen.drafts_stale or  -> }}not self.chain:",
         (f"{_TESTS}::test_drafts_behind_plain_steps_are_those_of_every_run[standalone_chain]",),
         "the draft model's cache has holes behind plain steps",
     ),
-    Mutant(
+    bugs_in("algorithms/step/runner.py")(
         "plain_steps_are_not_observed",
-        "algorithms/runtime/cuda_graph.py",
-        "if self._num_kept and (nodes > 1 or self._num_kept == COLUMNS):",
-        "if self._num_kept == COLUMNS:",
+        "if self._num_kept {{and (nodes > 1 or self._num_kept == COLUMNS) -> == COLUMNS}}:",
         (f"{_TESTS}::test_drafts_behind_plain_steps_are_those_of_every_run[eagle3_chain]",),
         "a drafter drafts behind text that it has not seen",
     ),

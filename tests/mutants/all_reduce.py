@@ -4,49 +4,39 @@ from __future__ import annotations
 
 from functools import partial
 
-from tests.mutants.mutant import Mutant, parity
+from tests.mutants.mutant import bugs_in, parity
 
-_KERNEL = "specdec_kernels/all_reduce/kernel.py"
+_kernel = bugs_in("specdec_kernels/all_reduce/kernel.py")
 _case = partial(parity, "all_reduce")
 
 MUTANTS = (
-    Mutant(
+    _kernel(
         "own_sum_of_the_exchange_added_twice",
-        _KERNEL,
-        "    total = tl.zeros([BLOCK_D], tl.float32)\n",
-        "    total = own\n",
+        "    total = {{tl.zeros([BLOCK_D], tl.float32) -> own}}\n",
         _case("exchange_one_row", "exchange_second_rank"),
         "the total begins with the sum of this rank, which is added once more in its turn",
     ),
-    Mutant(
+    _kernel(
         "sums_of_the_other_slot",
-        _KERNEL,
-        "tl.load(offsets_ptr + other), first_word)",
-        "tl.load(offsets_ptr + other), 0)",
+        "tl.load(offsets_ptr + other), {{first_word -> 0}})",
         _case("exchange_slot_1"),
         "words are sent to the first slot in every call, which the other ranks may not have read yet",
     ),
-    Mutant(
+    _kernel(
         "sent_to_the_place_of_another_rank",
-        _KERNEL,
-        "place = (RANK * capacity + row) * D + dims",
-        "place = row * D + dims",
+        "place = {{(RANK * capacity + row) -> row}} * D + dims",
         _case("exchange_second_rank", "exchange_four_ranks"),
         "every rank sends to the place of rank 0",
     ),
-    Mutant(
+    _kernel(
         "own_sum_with_a_bit_that_no_other_rank_has",
-        _KERNEL,
-        "own.to(tl.int32, bitcast=True) & -2",
-        "own.to(tl.int32, bitcast=True)",
+        "own.to(tl.int32, bitcast=True){{ & -2 -> }}",
         _case("exchange_full"),
         "the last bit of what is sent is not that of the call",
     ),
-    Mutant(
+    _kernel(
         "last_part_of_a_row_left_out",
-        _KERNEL,
-        "for part in tl.range(1, num_parts):",
-        "for part in tl.range(1, num_parts - 1):",
+        "for part in tl.range(1, num_parts{{ ->  - 1}}):",
         _case("exchange_parts"),
         "the last partial sum of this rank is left out",
     ),

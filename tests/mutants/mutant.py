@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +38,16 @@ class Mutant:
 
     def apply(self, root: Path) -> None:
         (root / self.path).write_text(self.changed(root), encoding="utf-8")
+
+
+def bugs_in(path: str) -> Callable[[str, str, tuple[str, ...], str], Mutant]:
+    """A maker of mutants of one file: name, source text with `{{old -> new}}` where it changes, tests, bug."""
+
+    def mutant(name: str, text: str, tests: tuple[str, ...], bug: str) -> Mutant:
+        old, new = (re.sub(r"\{\{(.*?) -> (.*?)\}\}", rf"\{side}", text, flags=re.S) for side in (1, 2))
+        return Mutant(name, path, old, new, tests, bug)
+
+    return mutant
 
 
 def parity(family: str, *cases: str) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.mutants.mutant import ROOT, Mutant, copy_tree
 
-CAUGHT, SURVIVED, BROKEN = "caught", "SURVIVED", "BROKEN"
+CAUGHT, CRASHED, SURVIVED, BROKEN = "caught", "CRASHED", "SURVIVED", "BROKEN"
 TIMEOUT_S = 150
 """Time for the tests of a mutant. That they take longer says nothing: it counts as a test that hangs only where one
 test alone takes `HANG_S`."""
@@ -29,8 +29,8 @@ PROBLEM_LENGTH = 160
 
 @dataclass(frozen=True)
 class Outcome:
-    """`caught` by a test, `SURVIVED` all of them, or `BROKEN`: the mutant or its tests are stale. `test` is the name by
-    which pytest runs the test that caught it, empty where the process of the tests died."""
+    """`caught`: a test failed. `SURVIVED`: all tests passed. `CRASHED`: the test process ended before any test failed.
+    `BROKEN`: the mutant or its tests are stale. `test` is the pytest name of the test that caught it."""
 
     status: str
     detail: str
@@ -89,13 +89,15 @@ def run_mutant(mutant: Mutant, limit_s: float = TIMEOUT_S) -> Outcome:
         found = _in_child(copy, mutant.tests, stop_at_first=True, limit_s=limit_s)
     if found["hangs"]:
         return Outcome(CAUGHT, f"{short(found['hangs'])}: does not end", found["hangs"])
+    if found["died"]:
+        return Outcome(CRASHED, found["died"])
     if found["cut"]:
         return Outcome(SURVIVED, f"no test failed within {limit_s:.0f} s")
     if found["unloadable"] or found["code"] not in (0, 1):
         return Outcome(BROKEN, "; ".join(found["unloadable"]) or f"pytest ended with {found['code']}: stale tests?")
     if found["failed"]:
         test, problem = found["failed"][0]
-        return Outcome(CAUGHT, f"{short(test)}: {problem}", test if "::" in test else "")
+        return Outcome(CAUGHT, f"{short(test)}: {problem}", test)
     if not found["passed"]:
         return Outcome(BROKEN, "none of its tests ran")
     return Outcome(SURVIVED, f"{found['passed']} tests passed")
@@ -106,6 +108,8 @@ def baseline(tests: Sequence[str]) -> dict[str, str]:
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         copy_tree(Path(folder))
         found = _in_child(Path(folder), tests, stop_at_first=False, limit_s=BASELINE_TIMEOUT_S)
+    if found["died"]:
+        return {"the unchanged tree": found["died"]}
     if found["cut"] or found["hangs"]:
         return {"the unchanged tree": f"did not end within {BASELINE_TIMEOUT_S} s"}
     problems = dict(found["failed"]) | {problem: "does not load" for problem in found["unloadable"]}
@@ -124,7 +128,7 @@ def _in_child(copy: Path, tests: Sequence[str], stop_at_first: bool, limit_s: fl
     child = context.Process(target=_child, args=(copy, tuple(tests), stop_at_first, sending))
     child.start()
     sending.close()
-    found: dict[str, Any] = dict(code=0, failed=[], passed=0, unloadable=[], hangs="", cut=False)
+    found: dict[str, Any] = dict(code=0, failed=[], passed=0, unloadable=[], hangs="", cut=False, died="")
     end, running, since = time.monotonic() + limit_s, "", time.monotonic()
     try:
         while receiving.poll(min(end, since + HANG_S) - time.monotonic()):
@@ -136,7 +140,7 @@ def _in_child(copy: Path, tests: Sequence[str], stop_at_first: bool, limit_s: fl
         return found | dict(hangs=running if hangs else "", cut=not hangs)
     except EOFError:
         child.join()
-        return found | dict(code=1, failed=[("the test process", f"died with {child.exitcode}")])
+        return found | dict(code=1, died=f"the test process ended with {child.exitcode}")
     finally:
         # With the processes that its tests have started, which may wait for each other for ever.
         assert child.pid is not None

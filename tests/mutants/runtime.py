@@ -2,195 +2,179 @@
 
 from __future__ import annotations
 
-from tests.mutants.mutant import Mutant
+from tests.mutants.mutant import bugs_in
 
 _FAULTS = "tests/algorithms/test_faults.py::"
-_SCHEDULER = "tests/algorithms/test_scheduler.py::"
+_SCHEDULER = "tests/algorithms/engine/test_scheduler.py::"
 _DRAFTERS = "tests/algorithms/test_drafters.py::"
-_DFLASH = "algorithms/dflash.py"
+_dflash = bugs_in("algorithms/dflash/drafting.py")
+_scheduler = bugs_in("algorithms/engine/scheduler.py")
+_session = bugs_in("algorithms/engine/session.py")
+_model = bugs_in("algorithms/eagle/model.py")
+_prefill_batch = bugs_in("algorithms/step/prefill_batch.py")
+_grammar = bugs_in("algorithms/engine/grammar.py")
 
 MUTANTS = (
-    Mutant(
+    _scheduler(
+        "the_last_stop_string_cuts",
+        "return {{min -> max}}(found, default=None)",
+        (_SCHEDULER + "test_endings",),
+        "an output holds the beginning of a stop string",
+    ),
+    _session(
+        "one_page_of_a_failed_request_is_cleared",
+        "cache.zero(running.pages{{ -> [:1]}})",
+        (_FAULTS + "test_every_page_of_a_failed_request_is_cleared",),
+        "NaN in a page that the next request gets",
+    ),
+    _session(
+        "an_aborted_request_keeps_its_matcher",
+        "{{        self._matchers.pop(request_id, None)\n -> }}",
+        ("tests/algorithms/test_constraints.py::test_an_aborted_request_leaves_no_matcher",),
+        "a server runs out of memory by aborts",
+    ),
+    bugs_in("algorithms/parallel/sharding.py")(
+        "every_rank_adds_the_bias_to_its_part",
+        "            y = F.linear(x, self.weight{{ -> , self.bias}})\n",
+        ("tests/algorithms/parallel/test_tensor_parallel.py::test_ranks_exchange_sums_columns_and_decisions",),
+        "a bias counts as often as there are ranks",
+    ),
+    bugs_in("specdec_kernels/launch.py")(
         "launch_on_the_current_gpu",
-        "specdec_kernels/launch.py",
-        "    with _on_device_of(args):\n",
-        "    with nullcontext():\n",
+        "    with {{_on_device_of(args) -> nullcontext()}}:\n",
         ("tests/kernels/test_launch.py::test_a_launch_goes_to_the_gpu_of_its_tensors",),
         "historical: tensors of the second GPU, a launch on the first",
     ),
-    Mutant(
+    bugs_in("algorithms/attention/paged_attention.py")(
         "levels_read_slots_of_later_levels",
-        "algorithms/runtime/paged_attention.py",
-        "tree_width=first + (level + 1) * width)",
-        "tree_width=first + min(level + 2, count) * width)",
+        "tree_width=first + {{(level + 1) -> min(level + 2, count)}} * width)",
         (_FAULTS + "test_nothing_is_read_before_it_is_written[fa4-standalone_tree]",),
         "historical: a level reads the slots that the next one writes, and NaN in them reaches every output",
     ),
-    Mutant(
+    _scheduler(
         "prompts_without_a_row_ride_alone",
-        "algorithms/runtime/scheduler.py",
-        "        return wanted >= tiles\n",
-        "        return wanted > 0\n",
+        "        return wanted {{>= tiles -> > 0}}\n",
         (_SCHEDULER + "test_prompts_without_a_row_are_prefilled_together",),
         "each prompt that nobody waits for lengthens a step of its own",
     ),
-    Mutant(
+    _scheduler(
         "stop_strings_of_three_tokens",
-        "algorithms/runtime/scheduler.py",
-        "text = self._decode([*written, *emitted[:index]])",
-        "text = self._decode([*written, *emitted[:index]][-3:])",
+        "text = self._decode([*written, *emitted[:index]]{{ -> [-3:]}})",
         (_SCHEDULER + "test_stop_strings_may_span_any_number_of_tokens_and_steps",),
         "a stop string of more than three tokens is not seen",
     ),
-    Mutant(
-        "keys_of_drawn_drafts_repeat",
-        "algorithms/runtime/drawn_tree.py",
-        "sampling.temperature, sampling.seeds, batch.lengths,",
-        "sampling.temperature, sampling.seeds, batch.lengths // 2,",
-        (_FAULTS + "test_drawn_drafts_never_use_a_key_twice",),
+    bugs_in("algorithms/drafting/sampled_tree.py")(
+        "keys_of_sampled_drafts_repeat",
+        "sampling.temperature, sampling.seeds, batch.lengths{{ ->  // 2}},",
+        (_FAULTS + "test_sampled_drafts_never_use_a_key_twice",),
         "a draft of this step and one of the next are drawn by one uniform",
     ),
-    Mutant(
+    bugs_in("specdec_kernels/tree/reference.py")(
         "own_bit_of_a_wide_tree_in_the_first_word",
-        "specdec_kernels/tree/reference.py",
-        "word == (own // WORD_BITS)[:, None]",
-        "word == 0 * own[:, None]",
+        "word == {{(own // WORD_BITS) -> 0 * own}}[:, None]",
         (_DRAFTERS + "test_tokens_of_wide_trees_see_their_paths_alone",),
         "a node at draft slot 64 or above does not see itself",
     ),
-    Mutant(
+    bugs_in("algorithms/step/batch.py")(
         "one_token_prompts_inherit_a_feature",
-        "algorithms/runtime/batch.py",
-        "torch.where((prompts.counts > 0)[:, None], last, 0.0)",
-        "torch.where((prompts.counts > 0)[:, None], last, self._rows[prompts.rows])",
+        "torch.where((prompts.counts > 0)[:, None], last, {{0.0 -> self._rows[prompts.slots]}})",
         (_FAULTS + "test_a_row_forgets_the_request_before[eagle_chain]",),
         "a prompt of one token is drafted from the feature that another request left in its row",
     ),
-    Mutant(
+    _dflash(
         "the_window_of_the_run_replaces_nothing",
-        _DFLASH,
-        "for window in (config.decoder.window(layer), self._window) if",
-        "for window in (config.decoder.window(layer),) if",
+        "for window in (own,{{ run_window -> }}) if",
         (_DRAFTERS + "test_dflash_drafts_what_its_layers_say",),
         "algo.window is ignored",
     ),
-    Mutant(
+    _dflash(
         "the_wider_window_wins",
-        _DFLASH,
-        "min(windows, default=None)",
-        "max(windows, default=None)",
+        "{{min -> max}}(windows, default=None)",
         (_DRAFTERS + "test_dflash_drafts_what_its_layers_say",),
         "of the window of the run and that of the layer the wider one is taken",
     ),
-    Mutant(
+    bugs_in("algorithms/dflash/model.py")(
         "the_last_layer_before_the_norm",
-        "algorithms/runtime/models/drafters/dflash.py",
-        "[hidden if index == last else feature for",
-        "[feature for",
+        "[{{hidden if index == last else  -> }}feature for",
         (_DRAFTERS + "test_dflash_drafts_what_its_layers_say",),
         "a drafter that reads the target's last layer gets the stream in front of the final norm",
     ),
-    Mutant(
+    bugs_in("algorithms/step/step.py")(
         "padding_rows_move_keys",
-        "algorithms/runtime/step.py",
-        "committed.start, committed.nodes, impl=impl)",
-        "committed.start, self.accepted.nodes, impl=impl)",
+        "committed.start, {{committed -> self.accepted}}.nodes, impl=impl)",
         (_FAULTS + "test_a_padding_row_moves_nothing",),
         "a padding row of a captured step moves keys and values in pages that it no longer owns",
     ),
-    Mutant(
+    bugs_in("specdec_kernels/sampling/reference.py")(
         "min_p_before_temperature",
-        "specdec_kernels/sampling/reference.py",
-        "top + divisor[:, 0] * share.log()",
-        "top + share.log()",
-        ("tests/kernels/test_sampling_filters.py::test_min_p_is_measured_at_the_temperature[2.0-reference]",),
+        "top + {{divisor[:, 0] *  -> }}share.log()",
+        ("tests/kernels/test_sampling_filters.py::test_any_filter[reference]",),
         "min-p is measured on the distribution at temperature 1",
     ),
-    Mutant(
+    bugs_in("specdec_kernels/sampling/kernel_filter.py")(
         "min_p_before_temperature_in_the_kernel",
-        "specdec_kernels/sampling/kernel_filter.py",
-        "tl.log2(least) / scale",
-        "tl.log2(least) / 1.4426950408889634",
-        ("tests/kernels/test_sampling_filters.py::test_min_p_is_measured_at_the_temperature[2.0-triton]",),
+        "tl.log2(min_p) / {{scale -> 1.4426950408889634}}",
+        ("tests/kernels/test_sampling_filters.py::test_any_filter[triton]",),
         "min-p is measured on the distribution at temperature 1",
     ),
-    Mutant(
+    bugs_in("specdec_kernels/attention/types.py")(
         "heads_of_any_size",
-        "specdec_kernels/attention/types.py",
-        "if self.head_dim % 16 or not 16 <= self.head_dim <= MAX_HEAD_DIM:",
-        "if self.head_dim > MAX_HEAD_DIM:",
+        "if self.head_dim {{% 16 or not 16 <= self.head_dim <= -> >}} MAX_HEAD_DIM:",
         ("tests/experiments/test_plan.py::test_head_dimensions_are_checked_before_weights_load",),
         "historical: a head dimension of 24 ends in a traceback at the first prefill",
     ),
-    Mutant(
+    _model(
         "norm_output_is_ignored",
-        "algorithms/runtime/models/drafters/eagle.py",
-        "self.norm(hidden) if is_raw else hidden",
-        "self.norm(hidden)",
-        ("tests/runtime/test_eagle.py::test_eagle3_agrees_with_its_definition[False-False]",),
+        "self.norm(hidden){{ if is_raw else hidden -> }}",
+        ("tests/algorithms/eagle/test_eagle.py::test_eagle3_agrees_with_its_definition[None-raw-raw]",),
         "historical: a head without the norm before its LM head drafts other tokens",
     ),
-    Mutant(
+    _model(
         "fc_norm_is_ignored",
-        "algorithms/runtime/models/drafters/eagle.py",
-        "features = [norm(feature) for norm, feature in zip(self.fc_norm, features, strict=True)]",
-        "features = list(features)",
-        ("tests/runtime/test_eagle.py::test_eagle3_agrees_with_its_definition[True-True]",),
+        "features = {{[norm(feature) for norm, feature in zip(self.fc_norm, features, strict=True)] -> "
+        "list(features)}}",
+        ("tests/algorithms/eagle/test_eagle.py::test_eagle3_agrees_with_its_definition[each-normed-normed]",),
         "historical: vLLM created the norms of EAGLE-3.1 for one kind of head, and never applied them (its PR 43482)",
     ),
-    Mutant(
+    _prefill_batch(
         "a_chunk_keeps_the_text_of_the_one_before",
-        "algorithms/runtime/chunk.py",
-        "            arrays[name].fill(0)\n",
-        "            arrays[name][:1].fill(0)\n",
-        ("tests/runtime/test_chunk.py::test_padding_holds_nothing_of_an_earlier_chunk",),
+        "            arrays[name]{{ -> [:1]}}.fill(0)\n",
+        ("tests/algorithms/step/test_prefill_batch.py::test_padding_holds_nothing_of_an_earlier_chunk",),
         "tiles of padding that hold what an earlier chunk sent",
     ),
-    Mutant(
+    _prefill_batch(
         "last_token_of_a_prompt_in_its_first_tile",
-        "algorithms/runtime/chunk.py",
-        "first_tile * self.tile + max(0, count - 1)",
-        "first_tile * self.tile + min(self.tile, max(1, count)) - 1",
+        "first_tile * self.tile + {{max(0, count - 1) -> min(self.tile, max(1, count)) - 1}}",
         ("tests/algorithms/test_prefill.py::test_drafts_do_not_depend_on_the_cut[eagle3_chain]",),
         "what a drafter keeps of a prompt is taken from its first tile",
     ),
-    Mutant(
+    _grammar(
         "nothing_may_follow_a_drafted_stop_token",
-        "algorithms/runtime/grammar.py",
-        "            bits[node] = -1\n",
-        "            bits[node] = 0\n",
+        "            bits[node] = {{-1 -> 0}}\n",
         ("tests/algorithms/test_constraints.py::test_every_algorithm_writes_what_the_loop_writes[dflash_chain]",),
         "a request fails in the step that accepts its drafted stop token, because no token may follow",
     ),
-    Mutant(
+    _session(
         "text_in_flight_is_followed_twice",
-        "algorithms/runtime/session.py",
-        "ahead[max(0, seen - len(known)) :]",
-        "ahead",
+        "ahead{{[max(0, seen - len(known)) :] -> }}",
         ("tests/algorithms/test_constraints.py::test_captured_steps[eagle3_tree-step-2]",),
         "with two steps in flight a grammar follows the tokens of one of them twice",
     ),
-    Mutant(
+    _grammar(
         "forced_text_stays_in_the_matcher",
-        "algorithms/runtime/grammar.py",
-        "        self._matcher.rollback(len(found))\n",
-        "        self._matcher.rollback(len(found[:most]))\n",
+        "        self._matcher.rollback({{count -> min(count, 1)}})\n",
         ("tests/algorithms/test_constraints.py::test_every_algorithm_writes_what_the_loop_writes[dflash_chain]",),
-        "a grammar takes forced text that was too long to be drafted for text that was written",
+        "a grammar takes jump-forward tokens for tokens of the output",
     ),
-    Mutant(
+    bugs_in("algorithms/drafting/insert_chain.py")(
         "tree_keeps_the_last_nodes",
-        "algorithms/runtime/join_trees.py",
-        "    column = torch.where(kept, number, count).clamp(max=count)\n",
-        "    column = torch.where(kept, count - 1 - number, count).clamp(min=0, max=count)\n",
-        ("tests/runtime/test_join_trees.py::test_the_last_nodes_of_a_tree_give_way[reference]",),
+        "    column = torch.where(kept, {{ -> count - 1 - }}number, count).clamp({{ -> min=0, }}max=count)\n",
+        ("tests/algorithms/drafting/test_insert_chain.py::test_the_last_nodes_of_a_tree_give_way[reference]",),
         "nodes move and the numbers of their parents do not, so the draft is no tree any more",
     ),
-    Mutant(
+    _session(
         "accepted_drafts_lost_before_a_dead_end",
-        "algorithms/runtime/session.py",
-        "            row = row.without_bonus()\n",
-        "            row = row._replace(tokens=[], logprobs=[], top=[])\n",
+        "            slot = slot.{{without_bonus() -> _replace(tokens=[], logprobs=[], top=[])}}\n",
         ("tests/algorithms/test_constraints.py::test_a_grammar_that_leaves_no_token_ends_its_request_alone[ngram]",),
         "a request fails for the token behind the drafts that end it, which the target alone never reaches",
     ),

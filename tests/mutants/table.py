@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from pathlib import Path
 
-_OTHERS = ("__main__", "drawn", "meaningless", "mutant", "runner", "table", "test_mutants")
+_OTHERS = ("__main__", "mutant", "random_mutants", "runner", "table", "test_mutants")
 MUTANTS = tuple(
     mutant
     for path in sorted(Path(__file__).parent.glob("*.py"))

@@ -1,35 +1,31 @@
-"""Command line of the compile gate; `python -m tools.compile_gate --help`."""
-
 from __future__ import annotations
 
 import argparse
 import os
 import sys
 from collections.abc import Iterable
-from typing import Any
 
 from specdec_kernels import FAMILIES
 from specdec_kernels.launch import CHIPS, interpreting
-from tools.compile_gate.jobs import Job, collect, job_of, kernels_of, sample
+from tools.compile_gate.jobs import Job, jobs_of, kernels_of, sample
 from tools.compile_gate.usage import compile_all
-from tools.compile_gate.verdict import Row, table, unneeded_allowances
+from tools.compile_gate.verdict import Row, table
 
 
 def run(families: Iterable[str], chips: list[str], workers: int, sampled: bool = False) -> tuple[list[Row], list[str]]:
-    """Rows of the table, and complaints: kernels that no gate case launches, allowed spills nobody needs."""
+    """Lines of the table, and complaints: kernels that no gate case launches."""
     jobs: dict[Job, None] = {}
     complaints = []
     for family in families:
-        inputs: dict[str, dict[str, Any]] = {}
-        launched = {chip: collect(family, chip, inputs) for chip in chips}
-        jobs |= {job_of(family, chip, one): None for chip, found in launched.items() for one in found}
-        seen = {one.kernel.__name__ for found in launched.values() for one in found}
-        complaints += [f"{family}: no gate case launches {name}" for name in sorted(kernels_of(family) - seen)]
+        found = jobs_of(family, chips)
+        jobs |= dict.fromkeys(found)
+        launched = {job.name for job in found}
+        complaints += [f"{family}: no gate case launches {name}" for name in sorted(kernels_of(family) - launched)]
     wanted = sample(jobs) if sampled else list(jobs)
     # Long compilations first, so that no worker is left alone with one at the end.
     wanted.sort(key=lambda job: (job.family != "attention", job.chip))
     rows = [Row(job, result) for job, result in zip(wanted, compile_all(wanted, workers), strict=True)]
-    return rows, complaints if sampled else complaints + unneeded_allowances(rows)
+    return rows, complaints
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,10 +1,10 @@
-"""What is to be compiled: the launches of the gate cases, and the kernels that must be among them."""
+"""The kernels to compile: the launches of the gate cases, and the kernels that must be among them."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
@@ -31,6 +31,8 @@ ALIGNMENT = 16
 """Bytes of a pointer, or a factor of an integer, that the just-in-time compiler specialises on."""
 _DIFFERENT = 4099
 """Floats of an input before they repeat."""
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Types of weights and activations that a run can have."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Job:
     num_warps: int
     num_stages: int
     max_registers: int | None = None
+    checking: bool = field(default=False, compare=False)
+    """For a run in float32, which checks results: it must compile and fit, but may be slow."""
 
     @property
     def name(self) -> str:
@@ -53,15 +57,17 @@ class Job:
 
     @property
     def variant(self) -> str:
-        """The compile-time arguments that a reader can tell kernels apart by."""
         named = " ".join(f"{name}={value}" for name, value in self.constexprs if value is not None)
-        pointers = {kind[1:] for _, kind in self.signature if kind.startswith("*")}
-        kind = next((name for name in ("bf16", "fp16", "fp32") if name in pointers), "int")
+        kind = next((name for name in ("bf16", "fp16", "fp32") if name in self.pointers), "int")
         return f"{kind} w{self.num_warps} st{self.num_stages} {named}"
+
+    @property
+    def pointers(self) -> frozenset[str]:
+        return frozenset(kind[1:] for _, kind in self.signature if kind.startswith("*"))
 
 
 class _Repeating(Maker):
-    """Makes floats that repeat: the gate reads no values, and random ones for a real vocabulary take seconds."""
+    """Floats that repeat: random ones for a real vocabulary take seconds."""
 
     def normal(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
         count = math.prod(shape)
@@ -69,22 +75,24 @@ class _Repeating(Maker):
         return few.repeat(-(-count // _DIFFERENT))[:count].reshape(shape)
 
 
-def collect(family: str, chip: str, inputs: dict[str, dict[str, Any]]) -> list[Launch]:
-    """Launches that the gate cases of `family` make on `chip`; `inputs` keeps built cases between chips."""
+def collect(
+    family: str, chip: str, inputs: dict[str, dict[str, Any]], dtype: torch.dtype = torch.bfloat16
+) -> list[Launch]:
+    """Launches of the gate cases of `family` on `chip`; `inputs` keeps the cases of one dtype between chips."""
     package = import_module(f"specdec_kernels.{family}")
     launches: list[Launch] = []
     for case in import_module(f"specdec_kernels.{family}.cases").CASES:
         if not case.gate:
             continue
         if case.name not in inputs:
-            inputs[case.name] = case.build(_Repeating.seeded("cpu", torch.bfloat16))
+            inputs[case.name] = case.build(_Repeating.seeded("cpu", dtype))
         with record_launches(chip) as recorded:
             getattr(package, case.function)(**inputs[case.name], impl="triton")
         launches += recorded
     return launches
 
 
-def job_of(family: str, chip: str, launched: Launch) -> Job:
+def job_of(family: str, chip: str, launched: Launch, checking: bool = False) -> Job:
     """Signature and specialisation of a launch, as the just-in-time compiler would derive them."""
     signature: dict[str, str] = {}
     constexprs: dict[str, Any] = {}
@@ -92,9 +100,8 @@ def job_of(family: str, chip: str, launched: Launch) -> Job:
     values = dict(zip(launched.kernel.arg_names, launched.args, strict=False)) | launched.constexprs
     for index, parameter in enumerate(launched.kernel.params):
         name, value = parameter.name, values.get(parameter.name, parameter.default)
-        fixed = parameter.is_constexpr or value is None
-        if not fixed and _is_integer(value) and value == 1 and not parameter.do_not_specialize:
-            fixed = True
+        is_one = _is_integer(value) and value == 1 and not parameter.do_not_specialize
+        fixed = parameter.is_constexpr or value is None or is_one
         signature[name] = "constexpr" if fixed else _kind(value)
         if fixed:
             constexprs[name] = value
@@ -110,6 +117,7 @@ def job_of(family: str, chip: str, launched: Launch) -> Job:
         launched.num_warps,
         launched.num_stages,
         launched.constexprs.get("maxnreg"),
+        checking,
     )
 
 
@@ -140,8 +148,8 @@ def _is_divisible(parameter: Any, value: Any) -> bool:
 
 def kernels_of(family: str) -> set[str]:
     """Names of the family's kernels: its jit functions that no jit function of any family calls."""
-    called = {word for other in FAMILIES for source in _device_code(other).values() for word in _words(source)}
-    return set(_device_code(family)) - called
+    bodies = [source.split("(", 1)[1] for other in FAMILIES for source in _device_code(other).values()]
+    return set(_device_code(family)) - {word for body in bodies for word in re.findall(r"\w+", body)}
 
 
 @cache
@@ -159,13 +167,32 @@ def _device_code(family: str) -> dict[str, str]:
     }
 
 
-def _words(source: str) -> set[str]:
-    """Identifiers of a function's source, its own name left out."""
-    return set(re.findall(r"\w+", source.split("(", 1)[1]))
+def jobs_of(family: str, chips: Sequence[str]) -> list[Job]:
+    """The launches of the gate cases on `chips` in bfloat16, and one launch for each further combination of element
+    types."""
+    jobs: dict[Job, None] = {}
+    for dtype in DTYPES:
+        inputs: dict[str, dict[str, Any]] = {}
+        launched = [(chip, one) for chip in chips for one in collect(family, chip, inputs, dtype)]
+        found = dict.fromkeys(job_of(family, chip, one, dtype == torch.float32) for chip, one in launched)
+        jobs |= dict.fromkeys(of_new_types(found, jobs) if jobs else found)
+    return list(jobs)
+
+
+def of_new_types(jobs: Iterable[Job], known: Iterable[Job]) -> list[Job]:
+    """The first job for each combination of kernel, chip, element types and switches that no job of `known` has."""
+
+    def combination(job: Job) -> tuple[Any, ...]:
+        switches = tuple((name, value) for name, value in job.constexprs if isinstance(value, bool))
+        return job.name, job.chip, job.pointers, switches
+
+    seen = {combination(job) for job in known}
+    first = {combination(job): job for job in reversed(list(jobs))}
+    return [job for key, job in first.items() if key not in seen]
 
 
 def sample(jobs: Iterable[Job]) -> list[Job]:
-    """Up to two variants of each kernel, the first and the last by name, the chips in turn."""
+    """Up to two variants of each kernel, the first and the last by name, on alternating chips."""
     by_kernel: dict[str, list[Job]] = {}
     for job in sorted(jobs, key=lambda job: (job.name, job.variant, job.chip)):
         by_kernel.setdefault(job.name, []).append(job)

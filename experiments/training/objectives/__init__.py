@@ -1,17 +1,18 @@
-"""What can be trained: the schema of each option of `drafter`."""
+"""The schema of each option of `drafter`."""
 
-from experiments.training.objectives.dflash import DFlashTraining
+from experiments.training.objectives.dflash import DFlashTraining, DSparkTraining
 from experiments.training.objectives.draft import DraftTraining
-from experiments.training.objectives.eagle import EagleTraining
-from experiments.training.objectives.eagle3 import Eagle3Training
+from experiments.training.objectives.eagle import Eagle3Training, EagleTraining, PEagleTraining
 from experiments.training.objectives.target import TargetTraining
 
 SCHEMAS = {
     "dflash": DFlashTraining,
     "draft": DraftTraining,
+    "dspark": DSparkTraining,
     "eagle": EagleTraining,
     "eagle3": Eagle3Training,
+    "peagle": PEagleTraining,
     "target": TargetTraining,
 }
 
-__all__ = ["SCHEMAS", "DFlashTraining", "DraftTraining", "Eagle3Training", "EagleTraining", "TargetTraining"]
+__all__ = ["SCHEMAS"]

@@ -1,4 +1,4 @@
-"""What the training loop and the export need of anything that is trained."""
+"""The interface of a trained model to the training loop and the export."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Objective(ABC):
         """Figures on held-out text."""
 
     def score(self, figures: Mapping[str, float]) -> float | None:
-        """What the best model has least of; None keeps the last model."""
+        """The figure that the best model minimises; None keeps the last model."""
         return None
 
     @abstractmethod
@@ -41,18 +41,18 @@ class Objective(ABC):
         """The `config.json` of the trained model."""
 
     def weights(self) -> dict[str, Tensor]:
-        """Name to tensor, as the exported folder is to hold them."""
+        """Name to tensor of the exported folder."""
         return self.model.state_dict()
 
     @abstractmethod
     def measure(self, folder: Path) -> dict[str, Any]:
-        """What the summary reports of the exported model, which is in `folder`."""
+        """Figures of the exported model in `folder`, for the summary."""
 
 
 @dataclass
 class TrainingConfig:
-    """What every objective accepts. The target and its text matter to drafters alone; `text_only` ends when the text is
-    written, so that more programs can write it than train."""
+    """Settings of every objective. Only drafters use the target and its text; `text_only` ends after writing the text,
+    so that more programs can write it than train."""
 
     out_dir: str = "outputs/train"
     resume: bool = True
@@ -64,9 +64,9 @@ class TrainingConfig:
     paths: PathsConfig = field(default_factory=PathsConfig)
 
     def build(self, replicas: Replicas) -> Objective:
-        """A fresh model and its objective; the files beside the weights are written to `out_dir`."""
+        """A fresh model and its objective; other files than the weights are written to `out_dir`."""
         raise NotImplementedError
 
     def write_text(self, replicas: Replicas) -> dict[str, Any]:
-        """Have the text written; returns what there is of it."""
+        """Write the training text; returns its size."""
         raise ValueError("text_only=true: expected a drafter, which learns from a target's text")

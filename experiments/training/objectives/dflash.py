@@ -1,16 +1,34 @@
-"""DFlash drafters: blocks of masks behind random anchors of the target's text.
+"""Block drafters (DFlash, DSpark): blocks of masks after random anchors of the target's text.
 
 For a sequence x and an anchor position a the drafter sees the target's features of positions < a and a block of B
-tokens at positions a … a+B-1: the anchor x_a, then masks. Row k of the block predicts x_{a+k}. Decoding has the same
-situation: the anchor is the last token, which is verified and not yet in the cache, so it has no features.
-Loss (arXiv 2602.06036): cross entropies weighted by position, see `experiments/training/losses.py`. A Markov head reads
-x_{a+k-1}, the token that decoding has drafted there if row k counts at all.
+tokens at positions a … a+B-1: the anchor x_a, then masks. The k-th draft of the block, k = 1 … K, predicts x_{a+k}: row
+k of the block, or row k - 1 with `slots=next`. Decoding has the same situation: the anchor is the last token, which is
+verified and not yet in the cache, so it has no features. A Markov head reads x_{a+k-1}, the token that decoding has
+drafted there if draft k counts.
+
+With p the target's distribution of x_{a+k}, q the drafter's, s its `token_share` and z the logit of a confidence head,
+
+    loss_k = s CE_k + (1 - s) |p - q|_1 + BCE(sigmoid(z), 1 - |p - q|_1 / 2),
+
+where the last term is that of drafters with such a head, and its label has no gradient (github.com/deepseek-ai/DeepSpec
+with s = 0.1: rejection accepts a draft of q with probability 1 - |p - q|_1 / 2).
+
+A draft helps only if all drafts before it are right. So the k-th of a block weighs w_k, and the loss of a batch is
+sum w_k loss_k / sum w_k over all drafts that have a label:
+
+* `decay`: w_k = exp(-(k - 1) / gamma), as DFlash is published (arXiv 2602.06036);
+* `confidence`: D-PACE (arXiv 2605.18810, equations 7 and 8). With q_k = exp(-CE_k), the drafter's own probability of
+  the label, and q~_k = (1 - alpha) q_k + alpha,
+
+      w_k = sum over m >= k of the product of q~_1 … q~_m,
+
+  the share of the smoothed expected length that passes through draft k. No gradient flows through weights. Here the
+  weighted mean is over the batch, as for `decay`, so learning rates mean the same for both.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,21 +39,38 @@ from einops import rearrange
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from algorithms.dflash import DFlash
-from algorithms.runtime.models.config import DecoderConfig, DFlashConfig
-from algorithms.runtime.models.config.dflash import default_target_layer_ids
-from algorithms.runtime.models.decoder import MixerWeights
-from algorithms.runtime.models.dense_mixer import DenseMixer, head_norm
-from algorithms.runtime.models.drafters.dflash import DFlashDrafter
-from algorithms.runtime.models.rope import apply_rope, rope_table
-from experiments.training.acceptance import leading_hits
+from algorithms.dflash.config import (
+    HIDDEN,
+    HIDDEN_AND_TOKEN,
+    NEXT,
+    OWN,
+    SLOTS,
+    VANILLA,
+    DFlashConfig,
+    HeadConfig,
+    default_target_layer_ids,
+)
+from algorithms.dflash.drafting import DFlash
+from algorithms.dflash.model import DFlashDrafter
+from algorithms.models.decoder import MixerWeights
+from algorithms.models.dense_mixer import DenseMixer, head_norm
+from algorithms.models.folder import ModelError
+from algorithms.models.rotary import apply_rope, rope_table
+from algorithms.models.tokenizer import Tokenizer
 from experiments.training.batches import TrainingBatch
-from experiments.training.features import FeatureScales
-from experiments.training.losses import IGNORED, WEIGHTINGS, confidence_weights, decay_weights, weighted_mean
-from experiments.training.objectives.drafter import DrafterObjective, DrafterTraining, Setting, draft_decoder
-from experiments.training.text.markup import mask_token
+from experiments.training.corpus import IGNORED
+from experiments.training.objectives.drafter import (
+    DrafterObjective,
+    DrafterTraining,
+    Setting,
+    channel_scales,
+    draft_decoder,
+    leading_hits,
+)
+from experiments.training.text.prompts import PROBE
 from specdec_kernels.checks import expect_at_least, expect_between, expect_choice
 
+WEIGHTINGS = ("decay", "confidence")
 PUBLISHED_LAYERS = 5
 ANCHORS_AT_ONCE = 32
 """Blocks of a row that held-out figures draft in one pass, to bound memory."""
@@ -46,8 +81,10 @@ class DFlashSettings:
     """Shape of the drafter; the rest is the target's.
 
     None takes what the published drafters have: five layers, or half as many as a target of fewer than ten; features
-    of as many evenly spaced target layers; and a mask token as `text/markup.py` finds it. `own_mask` trains an
-    embedding for the mask instead. `markov_rank` above 0 adds a Markov head of this rank.
+    of as many evenly spaced target layers; and the mask token that `mask_token` finds. `own_mask` trains an
+    embedding for the mask instead. `slots` is own (z-lab) or next (DeepSpec), `causal` makes the rows of a block see
+    those before them only (JetSpec). `markov_rank` above 0 adds a Markov head of this rank, `confidence_head` a head
+    that estimates acceptance.
     """
 
     num_layers: int | None = None
@@ -55,12 +92,16 @@ class DFlashSettings:
     target_layer_ids: list[int] | None = None
     mask_token_id: int | None = None
     own_mask: bool = False
+    slots: str = OWN
+    causal: bool = False
     markov_rank: int = 0
+    confidence_head: bool = False
 
     def __post_init__(self) -> None:
         expect_at_least("drafter.num_layers", self.num_layers, 1, nullable=True)
         expect_at_least("drafter.block_size", self.block_size, 2)
         expect_at_least("drafter.markov_rank", self.markov_rank, 0)
+        expect_choice("drafter.slots", self.slots, SLOTS)
         if self.own_mask and self.mask_token_id is not None:
             raise ValueError("drafter.own_mask trains a mask of its own: expected no drafter.mask_token_id")
 
@@ -68,12 +109,14 @@ class DFlashSettings:
 @dataclass
 class BlockSettings:
     """`anchors` is the number of blocks in a step, spread evenly over its rows. `weights` is confidence, with `alpha`,
-    or decay, with `gamma`. The LM head's logits are computed for `at_once` blocks at a time, to bound memory."""
+    or decay, with `gamma`. `token_share` is s of the loss. The LM head's logits are computed for `at_once` blocks at a
+    time, to bound memory."""
 
     anchors: int = 320
     weights: str = "confidence"
     gamma: float = 7.0
     alpha: float = 0.5
+    token_share: float = 1.0
     at_once: int = 2048
 
     def __post_init__(self) -> None:
@@ -82,6 +125,7 @@ class BlockSettings:
         expect_choice("blocks.weights", self.weights, WEIGHTINGS)
         expect_between("blocks.gamma", self.gamma, 0, math.inf, above=True)
         expect_between("blocks.alpha", self.alpha, 0, 1)
+        expect_between("blocks.token_share", self.token_share, 0, 1)
 
 
 @dataclass
@@ -93,12 +137,25 @@ class DFlashTraining(DrafterTraining):
     blocks: BlockSettings = field(default_factory=BlockSettings)
 
     def objective(self, setting: Setting) -> BlockObjective:
-        target = setting.target.config
-        mask = self.drafter.mask_token_id
+        target, shape = setting.target.config, self.drafter
+        mask = shape.mask_token_id
         if mask is None:
-            own = self.drafter.own_mask
-            mask = target.vocab_size if own else mask_token(setting.tokenizer, target.vocab_size)
-        drafter = DFlashDrafter(dflash_config(self.drafter, target, mask))
+            mask = target.vocab_size if shape.own_mask else mask_token(setting.tokenizer, target.vocab_size)
+        layers = shape.num_layers or min(PUBLISHED_LAYERS, max(1, target.num_layers // 2))
+        read = shape.target_layer_ids or default_target_layer_ids(target.num_layers, layers)
+        reads = HIDDEN_AND_TOKEN if shape.markov_rank else HIDDEN
+        config = DFlashConfig(
+            decoder=draft_decoder(target, num_layers=layers),
+            block_size=shape.block_size,
+            target_layer_ids=tuple(sorted(read)),
+            mask_token_id=mask,
+            num_target_layers=target.num_layers,
+            causal_layers=(shape.causal,) * layers,
+            slots=shape.slots,
+            confidence=reads if shape.confidence_head else None,
+            head=HeadConfig(VANILLA, shape.markov_rank) if shape.markov_rank else None,
+        )
+        drafter = DFlashDrafter(config)
         drafter.reset_parameters()
         drafter.to(self.train.device)
         # The target's head reads what the target's final norm gives.
@@ -106,19 +163,41 @@ class DFlashTraining(DrafterTraining):
         return BlockObjective(drafter, setting, self.blocks)
 
 
-def dflash_config(settings: DFlashSettings, target: DecoderConfig, mask_token_id: int) -> DFlashConfig:
-    """Draft layers shaped like the target's, all with full attention."""
-    layers = settings.num_layers or min(PUBLISHED_LAYERS, max(1, target.num_layers // 2))
-    ids = settings.target_layer_ids or default_target_layer_ids(target.num_layers, layers)
-    return DFlashConfig(
-        decoder=draft_decoder(target, num_layers=layers),
-        block_size=settings.block_size,
-        target_layer_ids=tuple(sorted(ids)),
-        mask_token_id=mask_token_id,
-        num_target_layers=target.num_layers,
-        causal_layers=(False,) * layers,
-        markov_rank=settings.markov_rank,
-    )
+@dataclass
+class DSparkSettings(DFlashSettings):
+    block_size: int = 7
+    slots: str = NEXT
+    markov_rank: int = 256
+    confidence_head: bool = True
+
+
+@dataclass
+class DSparkTraining(DFlashTraining):
+    """Schema of `drafter=dspark`: the shape and the loss of DeepSpec's DSpark."""
+
+    out_dir: str = "outputs/train_dspark"
+    drafter: DSparkSettings = field(default_factory=DSparkSettings)
+    blocks: BlockSettings = field(default_factory=lambda: BlockSettings(weights="decay", gamma=4.0, token_share=0.1))
+
+
+def mask_token(tokenizer: Tokenizer, vocab_size: int) -> int:
+    """Id of the token that means "to be drafted" in DFlash's blocks.
+
+    It is the tokenizer's mask token; else the first row of the embedding after the vocabulary, as in the drafters
+    published for Qwen3; else the last special token that neither the chat template nor the tokenizer's config uses;
+    else `vocab_size`, the number of a row that the drafter owns.
+    """
+    special, named = tokenizer.special_ids(), tokenizer.special_tokens
+    if (mask := special.get(named.get("mask_token", ""))) is not None:
+        return mask
+    if tokenizer.size < vocab_size:
+        return tokenizer.size
+    try:
+        used = tokenizer.render([PROBE])
+    except ModelError:
+        used = ""
+    free = [i for t, i in special.items() if t not in named.values() and t not in used and i not in tokenizer.eos_ids]
+    return max(free, default=vocab_size)
 
 
 class BlockMixer:
@@ -130,71 +209,96 @@ class BlockMixer:
     """
 
     def __init__(self, config: DFlashConfig, keys: Tensor, values: Tensor, anchors: Tensor, table: Tensor) -> None:
-        if config.decoder.sliding_windows:
-            raise ValueError("training supports draft layers with full attention, got sliding windows")
         self.config, self.keys, self.values, self.table = config.decoder, keys, values, table
         self.size, device = config.block_size, keys.device
         self.positions = rearrange(anchors[..., None] + torch.arange(self.size, device=device), "b a k -> b (a k)")
         self.context_positions = torch.arange(keys.shape[1], device=device)
         self.hidden = rearrange(self.context_positions >= anchors[:, :, None], "b a s -> b 1 1 a 1 s")
+        self.causal_layers = config.causal_layers
+        self.future = torch.ones(self.size, self.size, dtype=torch.bool, device=device).triu(1)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, weights: MixerWeights) -> Tensor:
         eps, table = self.config.rms_norm_eps, self.table
         q = apply_rope(head_norm(q, weights.q_norm, eps), table, self.positions)
         block = apply_rope(head_norm(k, weights.k_norm, eps), table, self.positions)
-        context = apply_rope(head_norm(self.keys[:, :, layer], weights.k_norm, eps), table, self.context_positions)
-        return self._attended(q * q.shape[-1] ** -0.5, context, self.values[:, :, layer].to(v.dtype), block, v)
-
-    def _attended(self, q: Tensor, keys: Tensor, values: Tensor, block_keys: Tensor, block_values: Tensor) -> Tensor:
-        """`q [B, A * K, H, D]`, already scaled, over `keys`/`values` `[B, T, H_kv, D]` and `block_…` `[B, A * K, H_kv,
-        D]`; query head h reads KV head h // (H / H_kv)."""
+        keys = apply_rope(head_norm(self.keys[:, :, layer], weights.k_norm, eps), table, self.context_positions)
+        values = self.values[:, :, layer].to(v.dtype)
         sizes = {"k": self.size, "h": keys.shape[2]}
-        q = rearrange(q, "b (a k) (h g) d -> b h g a k d", **sizes)
-        own = [rearrange(x, "b (a k) h d -> b h 1 a k d", **sizes) for x in (block_keys, block_values)]
+        # Query head h reads KV head h // (H / H_kv).
+        q = rearrange(q * q.shape[-1] ** -0.5, "b (a k) (h g) d -> b h g a k d", **sizes)
+        own = [rearrange(x, "b (a k) h d -> b h 1 a k d", **sizes) for x in (block, v)]
         shape, length = q.shape, keys.shape[1]
         rows = q.flatten(2, 4)
         text = (rows @ rearrange(keys, "b s h d -> b h d s")).view(*shape[:-1], length)
         text = text.masked_fill(self.hidden, float("-inf"))
-        scores = torch.cat([text, q @ own[0].transpose(-1, -2)], dim=-1)
-        shares = scores.softmax(-1, dtype=torch.float32).to(block_values.dtype)
+        among = q @ own[0].transpose(-1, -2)
+        if self.causal_layers[layer]:
+            among = among.masked_fill(self.future, float("-inf"))
+        scores = torch.cat([text, among], dim=-1)
+        shares = scores.softmax(-1, dtype=torch.float32).to(v.dtype)
         out = shares[..., :length].flatten(2, 4) @ rearrange(values, "b s h d -> b h s d")
         out = out.view(shape) + shares[..., length:] @ own[1]
         return rearrange(out, "b h g a k d -> b (a k) (h g) d")
 
 
-def draw_anchors(batch: TrainingBatch, count: int, rng: np.random.Generator) -> Tensor:
+def sample_anchors(batch: TrainingBatch, count: int, rng: np.random.Generator) -> Tensor:
     """`[B, count]` int64, rising: last tokens of decoding steps, from the last prompt token to the last but one of the
-    row. One lies in each of `count` equal parts, so they differ where a row has as many."""
+    row, one in each of `count` equal parts."""
     places = (np.arange(count) + rng.random((len(batch.tokens), count))) / count
     uniforms = torch.from_numpy(places).to(batch.tokens.device)
     first, choices = batch.starts - 1, batch.lengths - batch.starts
     return first[:, None] + (uniforms * choices[:, None]).long().clamp(max=(choices - 1)[:, None])
 
 
-def block_labels(tokens: Tensor, lengths: Tensor, anchors: Tensor, block_size: int) -> Tensor:
-    """`[B, A, block_size - 1]` int64: the tokens after each anchor, -100 past the end of the sequence."""
-    positions = anchors[:, :, None] + torch.arange(1, block_size, device=anchors.device)
-    inside = positions < lengths[:, None, None]
-    rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None, None]
-    return torch.where(inside, tokens[rows, positions.clamp(max=tokens.shape[1] - 1)], IGNORED)
+def after_anchors(values: Tensor, anchors: Tensor, offsets: range) -> Tensor:
+    """`values [B, T, ...]` at each anchor plus each of `offsets`, `[B, A, len(offsets), ...]`; past the end the last
+    ones."""
+    positions = anchors[:, :, None] + torch.arange(offsets.start, offsets.stop, device=anchors.device)
+    rows = torch.arange(values.shape[0], device=values.device)[:, None, None]
+    return values[rows, positions.clamp(max=values.shape[1] - 1)]
+
+
+def block_labels(tokens: Tensor, lengths: Tensor, anchors: Tensor, drafts: int) -> Tensor:
+    """`[B, A, drafts]` int64: the tokens after each anchor, -100 past the end of the sequence."""
+    inside = anchors[:, :, None] + torch.arange(1, drafts + 1, device=anchors.device) < lengths[:, None, None]
+    return torch.where(inside, after_anchors(tokens, anchors, range(1, drafts + 1)), IGNORED)
+
+
+def decay_weights(drafts: int, gamma: float, device: torch.device | str | None = None) -> Tensor:
+    """exp(-(k - 1) / gamma) for k = 1 … drafts."""
+    return torch.exp(-torch.arange(drafts, device=device) / gamma)
+
+
+def confidence_weights(losses: Tensor, labelled: Tensor, alpha: float) -> Tensor:
+    """D-PACE weights `[..., K]` from the cross entropies `losses [..., K]`; zero where not `labelled`, which a block is
+    up to the end of its text."""
+    smoothed = torch.where(labelled, (1 - alpha) * torch.exp(-losses.detach()) + alpha, 0.0)
+    reached = smoothed.cumprod(-1)
+    return reached.flip(-1).cumsum(-1).flip(-1)
+
+
+def weighted_mean(losses: Tensor, weights: Tensor) -> Tensor:
+    """sum w loss / sum w; zero where nothing has a weight."""
+    return (losses * weights).sum() / weights.sum().clamp(min=torch.finfo(weights.dtype).tiny)
 
 
 class BlockObjective(DrafterObjective):
-    """Blocks at random anchors of the continuations, behind a frozen target."""
+    """Blocks at random anchors of the continuations, with a frozen target."""
 
-    title = "DFlash drafter"
-    added_parts = ("markov_head.",)
+    title = "block drafter"
+    added_parts = ("markov_head.", "confidence_head.")
     model: DFlashDrafter
 
     def __init__(self, drafter: DFlashDrafter, setting: Setting, blocks: BlockSettings) -> None:
         super().__init__(drafter, setting)
         self.target, self.shape, self.blocks = setting.target.model, drafter.config, blocks
-        self.draft_len = self.shape.block_size - 1
+        self.draft_len = self.shape.num_drafts(self.shape.block_size)
+        self.compares = blocks.token_share < 1 or drafter.confidence_head is not None
         length = self.target.config.max_position_embeddings
         self.causal = DenseMixer(self.target.config, length, self.device)
         self.table = rope_table(self.shape.decoder, length + self.shape.block_size, self.device)
         sample = self.training.sample()
-        self.scales = FeatureScales.measured(self._features(sample.tokens), sample.within)
+        self.scales = channel_scales(self.read_target(sample.tokens)[1], sample)
 
     def hf_config(self) -> dict[str, Any]:
         return self.shape.to_hf()
@@ -202,74 +306,100 @@ class BlockObjective(DrafterObjective):
     def methods(self) -> dict[str, Any]:
         return {f"block_{self.shape.block_size}": DFlash.Config(), "tree_32": DFlash.Config(topk=8, num_nodes=32)}
 
-    def context(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of every draft layer for `tokens [B, T]`, `[B, T, layers, H_kv, D]` each."""
-        scaled = self.scales(self._features(tokens))
-        # Of the last layer the drafter reads the final hidden states, which `_features` has put there.
-        return self.model.context_kv(self.model.context(scaled, scaled[-1]))
-
     @torch.no_grad()
-    def _features(self, tokens: Tensor) -> list[Tensor]:
-        """What the drafter reads of the target at each of its layers, `[B, T, hidden]` each."""
+    def read_target(self, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """The target's final hidden states, and its features at each layer that the drafter reads, `[B, T, hidden]`
+        each."""
         ids = self.shape.target_layer_ids
         hidden, features = self.target(tokens, self.causal, ids)
-        return [*features[:-1], hidden] if ids[-1] == self.shape.num_target_layers - 1 else features
+        is_last = ids[-1] == self.shape.num_target_layers - 1
+        return hidden, [*features[:-1], hidden] if is_last else features
+
+    def context(self, features: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys and values of every draft layer, `[B, T, layers, H_kv, D]` each."""
+        scaled = self.scaled(features)
+        # The drafter reads the final hidden states of the last layer, which `read_target` has put there.
+        return self.model.context_kv(self.model.context(scaled, scaled[-1]))
 
     def hidden(self, tokens: Tensor, anchors: Tensor, context: tuple[Tensor, Tensor]) -> Tensor:
-        """`tokens [B, T]`, `anchors [B, A]` to final hidden states `[B, A, block_size - 1, hidden]`."""
+        """`tokens [B, T]`, `anchors [B, A]` to final hidden states of the drafts, `[B, A, K, hidden]`."""
         size = self.shape.block_size
         mixer = BlockMixer(self.shape, *context, anchors, self.table)
         blocks = self.model.embed_block(self.target, tokens.gather(1, anchors), size)
         out = self.model(rearrange(blocks, "b a k hidden -> b (a k) hidden"), mixer)
-        return rearrange(out, "b (a k) hidden -> b a k hidden", k=size)[:, :, 1:]
+        return rearrange(out, "b (a k) hidden -> b a k hidden", k=size)[:, :, self.shape.first_slot :]
 
-    def logits(self, hidden: Tensor, anchors: Tensor, labels: Tensor) -> Tensor:
-        """`hidden [..., K, hidden]` of blocks behind the tokens `anchors [...]` to `[..., K, V]`, every draft behind
-        right ones: those of `labels [..., K]`."""
+    def logits(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """`hidden [..., K, hidden]` of drafts that each follow the token `before [..., K]` to `[..., K, V]`."""
         logits = self.target.logits(hidden)
         if self.model.markov_head is None:
             return logits
-        before = torch.cat([anchors[..., None], labels[..., :-1].clamp(min=0)], dim=-1)
-        return logits + self.model.markov_head(before)
+        return logits + self.model.markov_head.bias(before, hidden)
 
-    def _cross_entropies(self, hidden: Tensor, anchors: Tensor, labels: Tensor) -> Tensor:
-        """[N, K] float32; 0 where there is no label."""
-        logits = self.logits(hidden, anchors, labels).float()
-        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORED)
-        return losses.view_as(labels)
+    def _distances(self, logits: Tensor, target: Tensor) -> Tensor:
+        """[...] float32: |p - q|_1 of drafts with `logits [..., V]`, where the target's hidden states are `target`."""
+        with torch.no_grad():
+            probs = self.target.logits(target).float().softmax(-1)
+        return (probs - logits.softmax(-1)).abs().sum(-1)
 
-    def cross_entropies(self, hidden: Tensor, anchors: Tensor, labels: Tensor) -> Tensor:
-        """`hidden [N, K, hidden]`, tokens `anchors [N]` and `labels [N, K]` to `[N, K]`, part by part. The logits of
-        several parts are computed again for the gradient, so that one part's are in memory."""
-        parts = list(zip(*(x.split(self.blocks.at_once) for x in (hidden, anchors, labels)), strict=True))
+    def _confidence_loss(self, hidden: Tensor, before: Tensor, distances: Tensor) -> Tensor:
+        """[...]: cross entropy of the confidence head against the probability that rejection accepts the draft."""
+        head, markov = self.model.confidence_head, self.model.markov_head
+        assert head is not None
+        e = markov.markov_w1(before) if markov is not None and head.reads_token else None
+        accepted = (1 - distances.detach() / 2).clamp(0, 1)
+        return F.binary_cross_entropy_with_logits(head.logits(hidden, e), accepted, reduction="none")
+
+    def _losses(self, hidden: Tensor, before: Tensor, labels: Tensor, *target: Tensor) -> Tensor:
+        logits = self.logits(hidden, before).float()
+        flat = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORED)
+        losses = entropies = flat.view_as(labels)
+        if self.compares:
+            distances = self._distances(logits, *target)
+            share = self.blocks.token_share
+            losses = share * entropies + (1 - share) * distances
+            if self.model.confidence_head is not None:
+                losses = losses + self._confidence_loss(hidden, before, distances)
+        return torch.stack([losses, entropies])
+
+    def losses(self, *drafts: Tensor) -> Tensor:
+        """Loss and cross entropy of each draft, `[2, N, K]` float32, part by part. `drafts` are hidden states `[N, K,
+        hidden]`, tokens before and labels `[N, K]`, and the target's hidden states where the loss compares
+        distributions; drafts without a label count for nothing. Several parts compute their logits again for the
+        gradient, so that memory holds the logits of one part."""
+        parts = list(zip(*(x.split(self.blocks.at_once) for x in drafts), strict=True))
         if len(parts) == 1:
-            return self._cross_entropies(*parts[0])
-        return torch.cat([checkpoint(self._cross_entropies, *part, use_reentrant=False) for part in parts])
+            return self._losses(*parts[0])
+        return torch.cat([checkpoint(self._losses, *part, use_reentrant=False) for part in parts], dim=1)
 
     def batch_loss(self, batch: TrainingBatch, rng: np.random.Generator) -> Tensor:
-        rows = len(batch.tokens)
-        anchors = draw_anchors(batch, -(-self.blocks.anchors // rows), rng)
-        labels = block_labels(batch.tokens, batch.lengths, anchors, self.shape.block_size).flatten(0, 1)
-        hidden = self.hidden(batch.tokens, anchors, self.context(batch.tokens)).flatten(0, 1)
-        losses = self.cross_entropies(hidden, batch.tokens.gather(1, anchors).flatten(), labels)
-        labelled = labels != IGNORED
+        anchors = sample_anchors(batch, -(-self.blocks.anchors // len(batch.tokens)), rng)
+        labels = block_labels(batch.tokens, batch.lengths, anchors, self.draft_len)
+        target, features = self.read_target(batch.tokens)
+        before = range(self.draft_len)
+        drafts = [
+            self.hidden(batch.tokens, anchors, self.context(features)),
+            after_anchors(batch.tokens, anchors, before),
+            labels,
+            *([after_anchors(target, anchors, before)] if self.compares else []),
+        ]
+        losses, entropies = self.losses(*(each.flatten(0, 1) for each in drafts))
+        labelled = labels.flatten(0, 1) != IGNORED
         if self.blocks.weights == "confidence":
-            return weighted_mean(losses, confidence_weights(losses, labelled, self.blocks.alpha))
-        return weighted_mean(losses, decay_weights(self.shape.block_size, self.blocks.gamma, self.device) * labelled)
+            return weighted_mean(losses, confidence_weights(entropies, labelled, self.blocks.alpha))
+        return weighted_mean(losses, decay_weights(self.draft_len, self.blocks.gamma, self.device) * labelled)
 
     @torch.no_grad()
     def leading(self, batch: TrainingBatch) -> Tensor:
-        context, found = self.context(batch.tokens), torch.zeros_like(batch.tokens)
-        for anchors in self._all_anchors(batch):
-            labels = block_labels(batch.tokens, batch.lengths, anchors, self.shape.block_size)
+        found = torch.zeros_like(batch.tokens)
+        context = self.context(self.read_target(batch.tokens)[1])
+        steps = torch.arange(int((batch.lengths - batch.starts).max()), device=self.device)
+        for some in steps.split(ANCHORS_AT_ONCE):
+            # From the last prompt token of each row to its end.
+            anchors = torch.minimum(batch.starts[:, None] - 1 + some, batch.lengths[:, None] - 1)
+            labels = block_labels(batch.tokens, batch.lengths, anchors, self.draft_len)
             hidden = self.hidden(batch.tokens, anchors, context)
-            drafted = self.logits(hidden, batch.tokens.gather(1, anchors), labels).argmax(-1)
+            before = after_anchors(batch.tokens, anchors, range(self.draft_len))
+            drafted = self.logits(hidden, before).argmax(-1)
             found.scatter_(1, anchors, leading_hits(drafted == labels))
         return found
-
-    def _all_anchors(self, batch: TrainingBatch) -> Iterator[Tensor]:
-        """`[B, A]` int64, some at a time: from the last prompt token of each row to its end."""
-        width = int((batch.lengths - batch.starts).max())
-        for first in range(0, width, ANCHORS_AT_ONCE):
-            steps = torch.arange(first, min(first + ANCHORS_AT_ONCE, width), device=self.device)
-            yield torch.minimum(batch.starts[:, None] - 1 + steps, batch.lengths[:, None] - 1)

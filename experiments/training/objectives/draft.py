@@ -1,8 +1,8 @@
-"""The standalone draft model: a small decoder that imitates what the target writes.
+"""The standalone draft model: a small decoder that imitates the target.
 
 With p the target's next-token distribution and q the draft's, loss = KL(p, q) + c CE(q, x) for the token x that the
-target wrote: the first term is what sampled acceptance depends on, the second what greedy acceptance depends on. The
-draft has at most a sixth of the target's parameters, and its folder loads like the target's.
+target wrote: sampled acceptance depends on the first term, greedy acceptance on the second. The draft has at most a
+sixth of the target's parameters, and its folder loads like the target's.
 """
 
 from __future__ import annotations
@@ -17,13 +17,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from algorithms.runtime.models.config import DecoderConfig
-from algorithms.runtime.models.decoder import Decoder
-from algorithms.runtime.models.dense_mixer import DenseMixer
+from algorithms.models.decoder import Decoder
+from algorithms.models.dense_mixer import DenseMixer
 from algorithms.standalone import Standalone
-from experiments.training.acceptance import leading_hits
 from experiments.training.batches import TrainingBatch, shifted
-from experiments.training.objectives.drafter import DrafterObjective, DrafterTraining, Setting, draft_decoder
+from experiments.training.objectives.drafter import (
+    DrafterObjective,
+    DrafterTraining,
+    Setting,
+    draft_decoder,
+    leading_hits,
+)
 
 COMPANIONS = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 LARGEST_SHARE = 1 / 6
@@ -59,7 +63,7 @@ class DraftTraining(DrafterTraining):
     def objective(self, setting: Setting) -> DistillObjective:
         """A fresh draft and its objective; ValueError where the draft is too large to be worth drafting with."""
         target = setting.target
-        draft = Decoder(draft_config(self.drafter, target.config))
+        draft = Decoder(draft_decoder(target.config, **vars(self.drafter), tie_word_embeddings=True))
         own, theirs = (sum(parameter.numel() for parameter in model.parameters()) for model in (draft, target.model))
         if own > LARGEST_SHARE * theirs:
             raise ValueError(f"drafter: expected at most a sixth of the target's {theirs:,} parameters, got {own:,}")
@@ -71,13 +75,8 @@ class DraftTraining(DrafterTraining):
         return DistillObjective(draft, setting, self.distill)
 
 
-def draft_config(settings: DraftSettings, target: DecoderConfig) -> DecoderConfig:
-    """The small decoder of `settings` with the target's vocabulary."""
-    return draft_decoder(target, **vars(settings), tie_word_embeddings=True)
-
-
 class DistillObjective(DrafterObjective):
-    """A small decoder beside its target, on the same rows."""
+    """A small decoder and its target, on the same rows."""
 
     title = "standalone draft"
     model: Decoder

@@ -1,12 +1,11 @@
-"""What all drafters share in training: text, batches, held-out figures and acceptance in the engine."""
+"""The shared part of training a drafter: text, batches, held-out figures and acceptance in the engine."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import time
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,25 +15,25 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from algorithms.runtime.models.config import DecoderConfig
-from algorithms.runtime.models.folder import resolve_folder
-from algorithms.runtime.models.loading import Target, load_target
-from algorithms.runtime.models.tokenizer import TOKENIZER_FILE, Tokenizer
+from algorithms.models.config import DecoderConfig
+from algorithms.models.folder import resolve_folder
+from algorithms.models.loading import Target, load_target
+from algorithms.models.tokenizer import TOKENIZER_FILE, Tokenizer
 from experiments.app.plan import check_target_there
-from experiments.training.acceptance import Tally, add_batch
+from experiments.report.tables import flatten
 from experiments.training.batches import ResponseSet, TrainingBatch
-from experiments.training.features import FeatureScales
+from experiments.training.export import CONFIG_FILE, WEIGHTS_FILE
 from experiments.training.loop import TrainSettings
-from experiments.training.model_folder import CONFIG_FILE, WEIGHTS_FILE, export_weights
 from experiments.training.objectives.base import Objective, TrainingConfig
 from experiments.training.parallel import Replicas
-from experiments.training.served import ServedEvaluation, summary
+from experiments.training.served import ServedEvaluation
 from experiments.training.text.source import TextSource
 from specdec_kernels.checks import expect_at_least
 
-SERVED = "served"
-FEATURE_WEIGHT = "fc.weight"
-"""The weight that reads captured features, in drafters that read any."""
+FEATURE_WEIGHT, MASK_FEATURE = "fc.weight", "mask_hidden"
+"""The weight that reads captured features, in drafters that read any, and a trained one."""
+SMALLEST_SHARE = 0.1
+"""The smallest scale of a channel, as a share of its layer's median."""
 
 
 @dataclass
@@ -51,7 +50,7 @@ class BatchSettings:
 
 @dataclass
 class DrafterTraining(TrainingConfig):
-    """What all drafters accept. `start_from` is the folder or hub name of a drafter of the same shape, whose weights
+    """Settings of all drafters. `start_from` is the folder or hub name of a drafter of the same shape, whose weights
     training starts from; None starts from scratch."""
 
     start_from: str | None = None
@@ -59,7 +58,7 @@ class DrafterTraining(TrainingConfig):
     train: TrainSettings = field(default_factory=lambda: TrainSettings(minutes=40.0))
 
     def build(self, replicas: Replicas) -> DrafterObjective:
-        """Load the target, let it write, and build the drafter's objective; the target's tokenizer is copied."""
+        """Load the target, have it write, and build the drafter's objective; the target's tokenizer is copied."""
         target = self._target()
         setting = Setting(target, Tokenizer.load(target.path), self, replicas)
         if replicas.is_first:
@@ -85,7 +84,7 @@ class DrafterTraining(TrainingConfig):
 
 
 class Setting:
-    """What a drafter is trained with: the target, its tokenizer, the settings, and the text on the device."""
+    """The target, its tokenizer, the settings, and the text on the device."""
 
     def __init__(self, target: Target, tokenizer: Tokenizer, config: DrafterTraining, replicas: Replicas) -> None:
         self.target, self.tokenizer, self.config, self.device = target, tokenizer, config, config.train.device
@@ -93,6 +92,9 @@ class Setting:
         source = TextSource(target, config.text)
         text, held_out = source.training(Path(config.out_dir), replicas), source.validation()
         source.close()
+        if not config.evaluation.sets:
+            for kind, prompts in held_out.items():
+                self.evaluation.ask(kind, prompts.prompts)
         self.num_answer_tokens = text.num_answer_tokens
         self.training = ResponseSet(text, self.device, config.batch.tokens)
         self.validation = {
@@ -105,57 +107,96 @@ def draft_decoder(target: DecoderConfig, **changes: Any) -> DecoderConfig:
     return replace(target, sliding_windows=(), soft_cap=None, scale=None, sinks=False, **changes)
 
 
+def channel_scales(features: Sequence[Tensor], batch: TrainingBatch) -> Tensor | None:
+    """Root mean squares `[layers, width]` float32 of the channels of `features`, each [B, T, width], over the text of
+    `batch`; None where a drafter reads no features.
+
+    The residual stream of a deep layer is much larger than a fresh layer's output, and its channels differ by orders of
+    magnitude. Training divides each channel by its scale; the exported weights are divided instead. First positions are
+    left out: decoders keep a huge, meaningless state there.
+    """
+    if not features:
+        return None
+    counted = batch.within
+    counted[:, 0] = False
+    means = torch.stack([feature.float()[counted].square().mean(0).sqrt() for feature in features])
+    return means.maximum(SMALLEST_SHARE * means.median(-1, keepdim=True).values + 1e-6)
+
+
+def leading_hits(hits: Tensor) -> Tensor:
+    """How many entries before the first False of `hits [..., K]`: `[...]` int64."""
+    return hits.long().cumprod(-1).sum(-1)
+
+
+def num_steps(leading: Sequence[int], start: int, length: int, draft_len: int) -> int:
+    """Decoding steps of a continuation at `start` … `length` - 1, with `leading[r]` right drafts after position r.
+
+    Greedy output does not depend on the drafts, so decoding visits r = start - 1, r + accepted(r) + 1, and so on.
+    """
+    last, steps = start - 1, 0
+    while last < length - 1:
+        last, steps = last + min(leading[last], draft_len) + 1, steps + 1
+    return steps
+
+
 class DrafterObjective(Objective):
-    """A drafter, its loss on a batch, and what it would draft for known text."""
+    """A drafter, its loss on a batch, and its drafts for known text."""
 
     draft_len: int
-    """Length of the drafts that held-out tokens per step are simulated for."""
+    """Draft length of the simulated tokens per step."""
     added_parts: tuple[str, ...] = ()
-    """Beginnings of the names of weights that a drafter may be given later."""
-    scales = FeatureScales(())
-    """What captured features are divided by while the drafter trains, if it reads any."""
+    """Prefixes of weights that a drafter may be given later."""
+    scales: Tensor | None = None
+    """Divisors `[layers, width]` of the captured features while the drafter trains, if it reads any."""
 
     def __init__(self, drafter: nn.Module, setting: Setting) -> None:
         self.model, self.setting, self.config, self.device = drafter, setting, setting.config, setting.device
         self.training, self.validation = setting.training, setting.validation
-        self._served_at = time.monotonic()
 
     def weights(self) -> dict[str, Tensor]:
-        weights = dict(self.model.state_dict())
-        return {name: self.scales.folded(w) if name == FEATURE_WEIGHT else w for name, w in weights.items()}
+        return self._rescaled(self.model.state_dict(), -1)
+
+    def _rescaled(self, weights: Mapping[str, Tensor], power: int) -> dict[str, Tensor]:
+        """`weights` for features times the scales to this power."""
+        if self.scales is None:
+            return dict(weights)
+        factors = self.scales.flatten() ** power
+        parts = {FEATURE_WEIGHT: factors, MASK_FEATURE: 1 / factors}
+        return {name: w.to(factors) * parts[name] if name in parts else w for name, w in weights.items()}
+
+    def scaled(self, features: Sequence[Tensor]) -> list[Tensor]:
+        """The captured features `[..., width]`, divided by their scales."""
+        pairs = zip(features, () if self.scales is None else self.scales, strict=True)
+        return [feature / scale.to(feature.dtype) for feature, scale in pairs]
 
     def start_from(self, folder: Path) -> None:
         """Take the weights of the drafter in `folder`, the inverse of `weights`; `added_parts` may be missing there.
 
         Raises ValueError where it has another shape, reads other layers of the target, or lacks another weight.
         """
-        ours, theirs = self.hf_config(), json.loads((folder / CONFIG_FILE).read_text())
+        ours, theirs = flatten(self.hf_config()), flatten(json.loads((folder / CONFIG_FILE).read_text()))
         differing = [f"{key} {ours[key]}, got {theirs[key]}" for key in ours if theirs.get(key, ours[key]) != ours[key]]
         if differing:
             raise ValueError(f"start_from={folder}: expected {'; '.join(differing)}")
-        weights = load_file(folder / WEIGHTS_FILE)
-        taken = {name: self.scales.unfolded(w) if name == FEATURE_WEIGHT else w for name, w in weights.items()}
-        fresh = {
-            name: weight
-            for name, weight in self.model.state_dict().items()
-            if name not in taken and name.startswith(self.added_parts)
-        }
+        weights = self._rescaled(load_file(folder / WEIGHTS_FILE), 1)
+        own = self.model.state_dict().items()
+        fresh = {name: weight for name, weight in own if name.startswith(self.added_parts)}
         try:
-            self.model.load_state_dict({**fresh, **taken})
+            self.model.load_state_dict({**fresh, **weights})
         except RuntimeError as error:
             raise ValueError(f"start_from={folder}: {error}") from error
 
     @abstractmethod
     def methods(self) -> dict[str, Any]:
-        """Label to configuration of the algorithms that the drafter is judged by, the first one during training too."""
+        """Label to configuration of the algorithms of the evaluation."""
 
     @abstractmethod
     def batch_loss(self, batch: TrainingBatch, rng: np.random.Generator) -> Tensor:
-        """Mean loss; what is random in it comes from `rng`."""
+        """Mean loss; `rng` is its only source of randomness."""
 
     @abstractmethod
     def leading(self, batch: TrainingBatch) -> Tensor:
-        """`[B, T]` int64: how many tokens of the draft behind each position the target accepts."""
+        """`[B, T]` int64: accepted drafts after each position."""
 
     def loss(self, number: int) -> tuple[Tensor, int]:
         seed = self.config.train.seed
@@ -163,43 +204,32 @@ class DrafterObjective(Objective):
         return self.batch_loss(batch, np.random.default_rng([seed, number])), batch.num_tokens
 
     def held_out(self) -> Mapping[str, float]:
-        """Loss and simulated tokens per step on held-out text of each kind; now and then, tokens per step served."""
+        """Loss and simulated tokens per step on held-out text of each kind."""
         figures = {}
         for kind, responses in self.validation.items():
             rng = np.random.default_rng(0)
             losses = [self.batch_loss(batch, rng) for batch in responses.in_order()]
             figures[f"heldout_{kind}"] = float(torch.stack(losses).mean())
-            figures[f"tokens_per_step_{kind}"] = self.tally(responses).tokens_per_step
-        every = self.config.evaluation.every_minutes
-        if every is not None and time.monotonic() - self._served_at >= 60 * every:
-            figures |= self._served_now()
-            self._served_at = time.monotonic()
+            figures[f"tokens_per_step_{kind}"] = self.tokens_per_step(responses)
         return figures
 
     def score(self, figures: Mapping[str, float]) -> float | None:
-        """The negative mean of simulated tokens per step: what drafters are for."""
+        """The negative mean of simulated tokens per step."""
         found = [value for key, value in figures.items() if key.startswith("tokens_per_step_")]
         return -sum(found) / len(found) if found else None
 
-    def _served_now(self) -> dict[str, float]:
-        """Tokens per step in the engine, by the weights of this moment."""
-        folder = Path(self.config.out_dir) / SERVED
-        folder.mkdir(exist_ok=True)
-        export_weights(self.weights(), self.hf_config(), folder)
-        label, algo = next(iter(self.methods().items()))
-        with torch.autocast(self.device.split(":")[0], enabled=False):
-            measured = self.setting.evaluation.measure(algo, folder, label)
-        return {f"served_{name}": figures["tokens_per_step"] for name, figures in measured.items()}
-
     @torch.no_grad()
-    def tally(self, responses: ResponseSet) -> Tally:
-        """Decoding steps over known text, simulated."""
-        tally = Tally(self.draft_len)
+    def tokens_per_step(self, responses: ResponseSet) -> float:
+        """Tokens per step of decoding known text, simulated."""
+        tokens = steps = 0
         for batch in responses.in_order():
-            add_batch(tally, self.leading(batch), batch.starts, batch.lengths)
-        return tally
+            table = torch.cat([batch.starts[:, None], batch.lengths[:, None], self.leading(batch)], dim=1)
+            steps += sum(
+                num_steps(leading, start, length, self.draft_len) for start, length, *leading in table.tolist()
+            )
+            tokens += batch.num_tokens
+        return tokens / steps
 
     def measure(self, folder: Path) -> dict[str, Any]:
-        evaluation = self.setting.evaluation
-        measured = {label: evaluation.measure(algo, folder, label) for label, algo in self.methods().items()}
-        return {**summary(measured), "text_tokens": self.setting.num_answer_tokens}
+        measured = self.setting.evaluation.measure(self.methods(), folder)
+        return {**measured, "text_tokens": self.setting.num_answer_tokens}

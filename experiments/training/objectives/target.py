@@ -5,32 +5,40 @@ The summary holds the greedy accuracy of the rounded weights on the held-out pro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
-from torch import Tensor, nn
+from torch import Tensor
 
-from algorithms.runtime.models.config import DecoderConfig
-from algorithms.runtime.models.decoder import Decoder, DecoderLayer
-from algorithms.runtime.models.dense_mixer import DenseMixer
-from algorithms.runtime.models.loading import Target, load_target
-from algorithms.runtime.models.tokenizer import Tokenizer as ChatTokenizer
-from algorithms.runtime.request import Request
-from algorithms.runtime.sampling_params import SamplingParams
+from algorithms.engine.request import Request
+from algorithms.models.config import DecoderConfig
+from algorithms.models.decoder import Decoder, DecoderLayer
+from algorithms.models.dense_mixer import DenseMixer
+from algorithms.models.loading import Target, load_target
+from algorithms.models.tokenizer import TOKENIZER_FILE
+from algorithms.models.tokenizer import Tokenizer as ChatTokenizer
+from algorithms.step.sampling_params import SamplingParams
 from experiments.data.arithmetic import Problem, heldout_problems, parse_answer
-from experiments.training.corpus import IGNORED, Corpus, Rows, join, tokenizer_sample
+from experiments.training.corpus import (
+    ASSISTANT,
+    IGNORED,
+    USER,
+    Corpus,
+    Rows,
+    save_tokenizer,
+    token_id,
+    tokenizer_sample,
+    train_tokenizer,
+)
 from experiments.training.objectives.base import Objective, TrainingConfig
 from experiments.training.parallel import Replicas
-from experiments.training.text.writer import Writer
-from experiments.training.tokenizer import ASSISTANT, USER, save_tokenizer, token_id, train_tokenizer
+from experiments.training.served import Writer
 
-TOKENIZER_FILE = "tokenizer.json"
 MAX_ANSWER_TOKENS = 120
 ANSWERS_AT_ONCE = 64
 
@@ -54,10 +62,9 @@ class ShapeSettings:
 class RowSettings:
     """Rows of each kind in one step; every `long_code_every`-th step has half as many code rows of twice the length.
 
-    Attention over long rows is the most expensive part of a step on a CPU, and a few of them suffice to learn far
-    positions. From step `focus_from_step` on, questions carry no loss and the answers' mean loss has the share
-    `focus_weight`: the numbers and names of a question cannot be predicted, and their gradients outweigh those of the
-    answers.
+    Attention over long rows is the most expensive part of a step on a CPU, and few suffice to learn far positions. From
+    step `focus_from_step` on, questions carry no loss and the answers' mean loss has the share `focus_weight`, because
+    the gradients of a question's unpredictable numbers and names outweigh the answers'.
     """
 
     arithmetic_rows: int = 6
@@ -121,12 +128,10 @@ class TargetObjective(Objective):
 
     def __init__(self, model: Decoder, corpus: Corpus, batch: RowSettings, device: str) -> None:
         self.model, self.corpus, self.batch, self.device = model, corpus, batch, device
-        self.user = token_id(corpus.tokenizer, USER)
-        self.assistant = token_id(corpus.tokenizer, ASSISTANT)
+        self.user, self.assistant = (token_id(corpus.tokenizer, token) for token in (USER, ASSISTANT))
         self.mixer = DenseMixer(model.config, max(batch.arithmetic_length, 2 * batch.code_length), device)
-        arithmetic = corpus.arithmetic_rows(
-            "loss", batch.arithmetic_rows + batch.drill_rows, batch.arithmetic_length, "heldout"
-        )
+        rows = batch.arithmetic_rows + batch.drill_rows
+        arithmetic = corpus.arithmetic_rows("loss", rows, batch.arithmetic_length, "heldout")
         self.heldout = {
             "heldout_arithmetic": arithmetic,
             "heldout_answers": self._focused(arithmetic),
@@ -149,12 +154,10 @@ class TargetObjective(Objective):
         rows, length = batch.code_rows, batch.code_length
         if number % batch.long_code_every == batch.long_code_every - 1:
             rows, length = max(1, rows // 2), 2 * length
-        arithmetic = join(
-            self.corpus.arithmetic_rows(number, batch.arithmetic_rows, batch.arithmetic_length),
-            self.corpus.drill_rows(number, batch.drill_rows, batch.arithmetic_length),
-        )
-        focus = number >= batch.focus_from_step
-        if focus:
+        problems = self.corpus.arithmetic_rows(number, batch.arithmetic_rows, batch.arithmetic_length)
+        drills = self.corpus.drill_rows(number, batch.drill_rows, batch.arithmetic_length)
+        arithmetic = Rows(*map(torch.cat, zip(problems, drills, strict=True)))
+        if focus := number >= batch.focus_from_step:
             arithmetic = self._focused(arithmetic)
         code = self.corpus.code_rows(number, rows, length)
         counts = [int((rows.labels != IGNORED).sum()) for rows in (arithmetic, code)]
@@ -189,16 +192,11 @@ def arithmetic_accuracy(target: Target, problems: list[Problem]) -> float:
 def compile_layers(model: Decoder) -> None:
     """Give all layers one compiled forward.
 
-    `DenseMixer` uses the layer index for the window only, so the first layer with the same window stands for all of
-    them, which spares a compilation per layer.
+    `DenseMixer` uses the layer index for the window only, so layers with equal windows share the index of the first one
+    and with it one compilation.
     """
     compiled = torch.compile(DecoderLayer.forward, dynamic=False)
     windows = [model.config.window(index) for index in range(model.config.num_layers)]
     for layer, window in zip(model.model.layers, windows, strict=True):
-        layer.forward = partial(_with_constant_index, compiled, layer, windows.index(window))  # type: ignore
-
-
-def _with_constant_index(
-    compiled: Callable[..., Tensor], module: nn.Module, constant: int, _: int, x: Tensor, mixer: DenseMixer
-) -> Tensor:
-    return compiled(module, constant, x, mixer)
+        first = windows.index(window)
+        layer.forward = lambda _, x, mixer, layer=layer, first=first: compiled(layer, first, x, mixer)  # type: ignore

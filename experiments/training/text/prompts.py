@@ -1,47 +1,108 @@
-"""Prompts of every source as token ids. A prompt is a function of the settings, the split and its number alone."""
+"""Prompts of every source as token ids, in the markup of a target folder: the user turn of its chat template.
+
+A prompt is a function of the settings, the split and its number alone.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import random
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
 
 import numpy as np
 
-from algorithms.runtime.models.tokenizer import Tokenizer
-from algorithms.runtime.request import Request
-from algorithms.runtime.sampling_params import SamplingParams
+from algorithms.engine.request import Request
+from algorithms.models.folder import ModelError
+from algorithms.models.tokenizer import Tokenizer
+from algorithms.step.sampling_params import SamplingParams
 from experiments.data.arithmetic import problem_stream
 from experiments.data.code import beginnings_of, function_beginnings, heldout_files, read_source, training_files
 from experiments.data.prompts import JsonlData, load_prompts
-from experiments.training.text.markup import next_turn, stop_ids, user_turn
 from experiments.training.text.settings import PLACE, KindSettings
 
 TRAINING, VALIDATION = "training", "validation"
 MIN_WINDOW = 24
+PROBE = "Here is the user turn."
+REPLY = "Here is the answer."
 Write = Callable[[Sequence[Request], str], list[list[int]]]
+Take = Callable[[str, int, int], list[list[int]]]
+"""(split, first, count) to token ids of prompts number `first` … `first` + `count` - 1 of the split, fewer where the
+source ends or a prompt cannot be used."""
+Splits = tuple[list[list[int]], list[list[int]]]
+"""Training prompts and held-out ones."""
 
 
 def seed_of(*parts: object) -> int:
-    """A seed of 62 bits for whatever `parts` name."""
+    """A seed of 62 bits for `parts`."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 2
 
 
-class Prompts(Protocol):
-    """The prompts of one kind."""
+class UserTurn(NamedTuple):
+    """A user turn of a chat template: the text before the first one, the special token that ends it, and the text
+    between that token and the answer."""
 
-    def take(self, split: str, first: int, count: int) -> list[list[int]]:
-        """Token ids of prompts number `first` … `first` + `count` - 1 of a split, fewer where the source ends or a
-        prompt cannot be used."""
-        ...
+    prefix: str
+    end: int
+    after: str
+
+
+def user_turn(tokenizer: Tokenizer) -> UserTurn:
+    """The user turn of the tokenizer's chat template.
+
+    Raises ModelError where there is no template, or where no special token ends the turn: a model cannot be made to
+    write such a turn and to stop after it.
+    """
+    rendered = tokenizer.render([PROBE])
+    prefix, found, suffix = rendered.partition(PROBE)
+    following = tokenizer.encode(suffix, add_special=False)
+    if not found or not following or following[0] not in tokenizer.special_ids().values():
+        raise ModelError(
+            "the chat template does not end a user turn with a special token",
+            where=tokenizer.path,
+            expected="prefix, the user's words, a special token",
+            actual=repr(rendered),
+            fix="give prompts from a file: text.kinds.NAME={source:file,path:prompts.jsonl}",
+        )
+    return UserTurn(prefix, following[0], suffix.removeprefix(tokenizer.spell(following[0])))
+
+
+def next_turn(tokenizer: Tokenizer) -> str:
+    """The text between the token that ends an answer and the words of the next user turn.
+
+    Raises ModelError where the chat template shows no such place.
+    """
+    rendered = tokenizer.render([PROBE, f"{PROBE} And then?"], [REPLY])
+    between = rendered.partition(REPLY)[2].partition(PROBE)[0]
+    ends = tokenizer.encode(between, add_special=False)[:1]
+    if not ends or ends[0] not in stop_ids(tokenizer):
+        raise ModelError(
+            "the chat template does not end an answer with a token that the folder names as its end",
+            where=tokenizer.path,
+            expected="the answer, a token of eos_token_id, the next user turn",
+            actual=repr(rendered),
+            fix="give conversations of one turn: text.kinds.NAME.turns=1",
+        )
+    return between.removeprefix(tokenizer.spell(ends[0]))
+
+
+def stop_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """The tokens that end an answer. Raises ModelError where the folder names none: no answer would ever end."""
+    if not tokenizer.eos_ids:
+        raise ModelError(
+            "the folder names no token that ends an answer",
+            where=tokenizer.path,
+            expected="eos_token_id in generation_config.json or config.json, or eos_token in tokenizer_config.json",
+            fix="copy generation_config.json and tokenizer_config.json of the model",
+        )
+    return tokenizer.eos_ids
 
 
 class SampledPrompts:
-    """User turns that the target writes."""
+    """User turns that the target writes; an instance is a `Take`."""
 
     def __init__(self, kind: KindSettings, tokenizer: Tokenizer, seed: int, write: Write) -> None:
         self._kind, self._tokenizer, self._seed, self._write = kind, tokenizer, seed, write
@@ -49,26 +110,27 @@ class SampledPrompts:
         self._between = tokenizer.encode(next_turn(tokenizer), add_special=False) if kind.turns > 1 else []
         self._openings = [tokenizer.encode(self._turn.prefix + text, add_special=False) for text in kind.openings]
 
-    def take(self, split: str, first: int, count: int) -> list[list[int]]:
-        kind = self._kind
-        base = seed_of(self._seed, split, kind.openings)
+    def __call__(self, split: str, first: int, count: int) -> list[list[int]]:
+        base, texts = seed_of(self._seed, split, self._kind.openings), self._kind.openings
         numbers = range(first, first + count)
-        requests = [self._asking(n, self._openings[n % len(self._openings)], base + n) for n in numbers]
-        written = self._write(requests, "user turns")
-        turns = [self._turn_of(request, ids) for request, ids in zip(requests, written, strict=True)]
-        return [self._tokenizer.encode_chat([turn]) for turn in dict.fromkeys(turns) if turn]
+        requests = [self._request(n, self._openings[n % len(texts)], base + n) for n in numbers]
+        written = zip(numbers, self._write(requests, "user turns"), strict=True)
+        ended = [
+            (texts[n % len(texts)] + self._tokenizer.decode(ids[:-1])).strip() for n, ids in written if self._ended(ids)
+        ]
+        return [self._tokenizer.encode_chat([turn]) for turn in dict.fromkeys(ended) if turn]
 
     def follow(self, answered: Sequence[list[int]], label: str) -> list[list[int]]:
-        """Token ids of conversations that ended with an answer, each with one more user turn, up to where its answer
-        begins. Turns that were cut off are left out."""
+        """Token ids of conversations that ended with an answer, each with one more user turn, up to its answer.
+        Truncated turns are left out."""
         base, after = seed_of(self._seed, label), self._tokenizer.encode(self._turn.after, add_special=False)
-        requests = [self._asking(n, [*ids, *self._between], base + n) for n, ids in enumerate(answered)]
+        requests = [self._request(n, [*ids, *self._between], base + n) for n, ids in enumerate(answered)]
         written = self._write(requests, "user turns") if requests else []
         pairs = zip(requests, written, strict=True)
         return [[*request.prompt_ids, *ids, *after] for request, ids in pairs if self._ended(ids) and len(ids) > 1]
 
-    def _asking(self, number: int, prompt: Sequence[int], seed: int) -> Request:
-        """A request to write what a user says behind `prompt`."""
+    def _request(self, number: int, prompt: Sequence[int], seed: int) -> Request:
+        """A request to write a user turn after `prompt`."""
         kind = self._kind
         return Request(
             id=number,
@@ -79,117 +141,84 @@ class SampledPrompts:
         )
 
     def _ended(self, written: list[int]) -> bool:
-        """Whether the turn was not cut off, and no other special token ended it."""
+        """Whether the turn was not truncated, and no other special token ended it."""
         return bool(written) and written[-1] == self._turn.end
 
-    def _turn_of(self, request: Request, written: list[int]) -> str:
-        """The words of a first turn; none where it has not ended."""
-        if not self._ended(written):
-            return ""
-        opening = self._kind.openings[request.id % len(self._openings)]
-        return (opening + self._tokenizer.decode(written[:-1])).strip()
 
-
-class ListedPrompts:
-    """Prompts out of lists of texts, one for each split."""
-
-    def __init__(self, kind: KindSettings, splits: Callable[[str], list[list[int]]]) -> None:
-        self._kind, self._splits = kind, splits
-
-    def take(self, split: str, first: int, count: int) -> list[list[int]]:
-        chosen = self._splits(split)[first : first + count]
-        return [ids for ids in chosen if len(ids) <= self._kind.prompt_tokens]
-
-
-class ArithmeticPrompts:
-    """Word problems, as many as are asked for."""
-
-    def __init__(self, kind: KindSettings, tokenizer: Tokenizer, seed: int) -> None:
-        self._kind, self._tokenizer, self._seed = kind, tokenizer, seed
-
-    def take(self, split: str, first: int, count: int) -> list[list[int]]:
-        stream = problem_stream(f"drafter-{self._seed}-{first}", "train" if split == TRAINING else "heldout")
+def _arithmetic(kind: KindSettings, tokenizer: Tokenizer, seed: int) -> Take:
+    def take(split: str, first: int, count: int) -> list[list[int]]:
+        stream = problem_stream(f"drafter-{seed}-{first}", "train" if split == TRAINING else "heldout")
         questions = dict.fromkeys(problem.question for problem in islice(stream, count))
-        return [encoded(question, self._kind, self._tokenizer) for question in questions]
+        return [_encoded(question, kind, tokenizer) for question in questions]
+
+    return take
 
 
-class WindowPrompts:
-    """Random pieces of the standard library's source."""
+def _windows(kind: KindSettings, tokenizer: Tokenizer, seed: int) -> Take:
+    @cache
+    def tokens(split: str) -> np.ndarray:
+        files = training_files() if split == TRAINING else heldout_files()
+        ids = [tokenizer.encode(source) for path in files if (source := read_source(path)) is not None]
+        return np.concatenate([np.asarray(part, dtype=np.int64) for part in ids])
 
-    def __init__(self, kind: KindSettings, tokenizer: Tokenizer, seed: int) -> None:
-        self._kind, self._tokenizer, self._seed = kind, tokenizer, seed
-
-    @cached_property
-    def _training(self) -> np.ndarray:
-        return self._concatenated(training_files())
-
-    @cached_property
-    def _validation(self) -> np.ndarray:
-        return self._concatenated(heldout_files())
-
-    def _concatenated(self, files: Sequence[Path]) -> np.ndarray:
-        ids = [self._tokenizer.encode(source) for path in files if (source := read_source(path)) is not None]
-        return np.concatenate([np.asarray(piece, dtype=np.int64) for piece in ids])
-
-    def take(self, split: str, first: int, count: int) -> list[list[int]]:
-        tokens = self._training if split == TRAINING else self._validation
-        rng, prompts = random.Random(f"windows-{self._seed}-{split}-{first}"), []
+    def take(split: str, first: int, count: int) -> list[list[int]]:
+        rng, prompts = random.Random(f"windows-{seed}-{split}-{first}"), []
         for _ in range(count):
-            length = rng.randint(min(MIN_WINDOW, self._kind.prompt_tokens), self._kind.prompt_tokens)
-            start = rng.randrange(len(tokens) - length)
-            prompts.append(tokens[start : start + length].tolist())
+            length = rng.randint(min(MIN_WINDOW, kind.prompt_tokens), kind.prompt_tokens)
+            start = rng.randrange(len(tokens(split)) - length)
+            prompts.append(tokens(split)[start : start + length].tolist())
         return prompts
 
+    return take
 
-def encoded(text: str, kind: KindSettings, tokenizer: Tokenizer) -> list[int]:
-    """Token ids of a prompt, as `kind` puts it to the target."""
+
+def _encoded(text: str, kind: KindSettings, tokenizer: Tokenizer) -> list[int]:
+    """Token ids of a prompt in the markup of `kind`."""
     return tokenizer.encode(text) if kind.raw else tokenizer.encode_chat([kind.template.replace(PLACE, text)])
 
 
-def open_prompts(kind: KindSettings, tokenizer: Tokenizer, seed: int, validation: int, write: Write) -> Prompts:
-    """The prompts that `kind` asks for; `validation` of a file's are kept apart. `write` lets the target write.
+def open_prompts(kind: KindSettings, tokenizer: Tokenizer, seed: int, validation: int, write: Write) -> Take:
+    """The prompts of `kind`; `validation` of a file's are held out. `write` has the target answer requests.
 
     Raises ModelError where the folder's markup does not serve the source, DataError for a file that cannot be used.
     """
     if kind.source == "target":
         return SampledPrompts(kind, tokenizer, seed, write)
-    if kind.source == "arithmetic":
-        return ArithmeticPrompts(kind, tokenizer, seed)
-    if kind.source == "windows":
-        return WindowPrompts(kind, tokenizer, seed)
+    if kind.source in ("arithmetic", "windows"):
+        return {"arithmetic": _arithmetic, "windows": _windows}[kind.source](kind, tokenizer, seed)
     read = _functions if kind.source == "functions" else _file
-    lists: dict[str, list[list[int]]] = {}
 
-    def splits(name: str) -> list[list[int]]:
-        if not lists:
-            training, held_out = read(kind, tokenizer, validation)
-            random.Random(f"{kind.source}-{seed}").shuffle(training)
-            lists.update({TRAINING: training, VALIDATION: held_out})
-        return lists[name]
+    @cache
+    def splits() -> Splits:
+        training, held_out = read(kind, tokenizer, validation)
+        random.Random(f"{kind.source}-{seed}").shuffle(training)
+        return training, held_out
 
-    return ListedPrompts(kind, splits)
+    def take(split: str, first: int, count: int) -> list[list[int]]:
+        chosen = splits()[split == VALIDATION][first : first + count]
+        return [ids for ids in chosen if len(ids) <= kind.prompt_tokens]
+
+    return take
 
 
-def _functions(kind: KindSettings, tokenizer: Tokenizer, validation: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Functions of training modules, and functions of held-out modules that `data=code` does not ask for."""
+def _functions(kind: KindSettings, tokenizer: Tokenizer, validation: int) -> Splits:
+    """Functions of training modules, and functions of held-out modules that are no prompts of `data=code`."""
     evaluated = {beginning.prompt for beginning in function_beginnings()}
     training = [beginning.prompt for path in training_files() for beginning in beginnings_of(path)]
     held_out = [beginning.prompt for path in heldout_files() for beginning in beginnings_of(path)]
     kept = [text for text in held_out if text not in evaluated][:validation]
-    return [encoded(text, kind, tokenizer) for text in training], [encoded(text, kind, tokenizer) for text in kept]
+    return [_encoded(text, kind, tokenizer) for text in training], [_encoded(text, kind, tokenizer) for text in kept]
 
 
-def _file(kind: KindSettings, tokenizer: Tokenizer, validation: int) -> tuple[list[list[int]], list[list[int]]]:
+def _file(kind: KindSettings, tokenizer: Tokenizer, validation: int) -> Splits:
     """The prompts of a file; evenly spread ones, a tenth of it at most, are held out."""
     path = Path(str(kind.path))
     if path.suffix == ".txt":
         texts = [text.strip() for text in path.read_text(encoding="utf-8").split("\n\n")]
-        prompts = [encoded(text, kind, tokenizer) for text in texts if text]
+        prompts = [_encoded(text, kind, tokenizer) for text in texts if text]
     else:
         found = load_prompts(JsonlData(path=str(path), raw=kind.raw)).prompts
-        prompts = [
-            prompt.encode(tokenizer) if prompt.turns else encoded(prompt.text, kind, tokenizer) for prompt in found
-        ]
+        prompts = [p.encode(tokenizer) if p.turns else _encoded(p.text, kind, tokenizer) for p in found]
     if len(prompts) < 2:
         raise ValueError(f"{path}: expected at least 2 prompts, one of them held out, got {len(prompts)}")
     step = max(len(prompts) // validation, min(10, len(prompts)))

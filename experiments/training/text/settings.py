@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from experiments.app.schema import LARGEST_INT32
+from algorithms.engine.settings import LARGEST_INT32
 from specdec_kernels.checks import expect_at_least, expect_between, expect_choice
 
 SOURCES = ("target", "file", "arithmetic", "functions", "windows")
@@ -14,20 +14,20 @@ PLACE = "{prompt}"
 
 @dataclass
 class KindSettings:
-    """One kind of text: where its prompts come from, how they are put to the target, and how it answers.
+    """One kind of text: the source of its prompts, their markup, and the target's answers.
 
     `source` is one of
 
-    * `target`: the target writes user turns itself, sampled at `prompt_temperature` behind the chat template's user
+    * `target`: the target writes user turns itself, sampled at `prompt_temperature` after the chat template's user
       prefix and one of the `openings` (as in Magpie, arXiv 2406.08464). No data set is needed;
     * `file`: the prompts of `path`, a .jsonl file as for `data=jsonl` or a .txt file with empty lines between prompts;
     * `arithmetic`: word problems of `experiments/data/arithmetic.py`;
-    * `functions`, `windows`: beginnings of functions, and random pieces, of the standard library's source.
+    * `functions`, `windows`: beginnings of functions, and random windows, of the standard library's source.
 
-    A prompt replaces `{prompt}` in `template` and becomes a user turn, unless `raw` continues it as it stands.
-    With `turns` above 1 the target goes on as the user behind its answer, and answers again. `count` is the number of
-    prompts at most, `prompt_tokens` and `answer_tokens` bound the length of a turn and of its answer. Answers are
-    greedy, and a `sampled_share` of them is drawn at temperature 1.
+    A prompt replaces `{prompt}` in `template` and becomes a user turn, unless `raw` continues it without markup.
+    With `turns` above 1 the target writes further user turns after its answers. `count` is the largest number of
+    prompts, `prompt_tokens` and `answer_tokens` bound the length of a turn and of its answer. Answers are greedy, and
+    a `sampled_share` of them is sampled at temperature 1.
     """
 
     source: str = "target"
@@ -64,10 +64,9 @@ class KindSettings:
 class TextSettings:
     """All kinds of text, and how they are written.
 
-    Answers go to files of `shard` prompts in `folder`. Files that exist are used again, and missing ones are written:
-    by this program alone, or by all that run at the same time. `batch` is the number of requests in the engine.
-    After `minutes` no further file is begun, and training takes what there is. `validation` prompts of each kind are
-    kept for held-out figures.
+    Answers go to files of `shard` prompts in `folder`. Existing files are used again; all programs that run at the
+    same time write the missing ones. `batch` is the number of requests in the engine. After `minutes` no further file
+    is begun. `validation` prompts of each kind are held out.
     """
 
     kinds: dict[str, KindSettings] = field(default_factory=dict)

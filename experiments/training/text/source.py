@@ -1,32 +1,42 @@
-"""The drafters' training text: what the target writes behind prompts of every kind.
+"""The drafters' training text: the target's answers to prompts of every kind.
 
-A drafter must agree with its target, so the labels are the target's own tokens, right or wrong. All drafters of a
-target learn from the same text. It is written once per target and settings, in shards, and kept: an interrupted run
-goes on with the first shard that is missing, and a larger `count` appends.
+A drafter must agree with its target, so the labels are the target's own tokens, right or wrong. The text is written
+once per target and settings, in shards, and serves all drafters: an interrupted run goes on with the first missing
+shard, and a larger `count` appends. Several programs may fill one folder: a shard belongs to the program that holds the
+lock on its `.lock` file, which the system releases when that program ends.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 
 import torch
 
-from algorithms.runtime.models.loading import Target
-from algorithms.runtime.models.tokenizer import Tokenizer
-from algorithms.runtime.request import Request
-from algorithms.runtime.sampling_params import SamplingParams
+from algorithms.engine.request import Request
+from algorithms.models.loading import Target
+from algorithms.models.tokenizer import Tokenizer
+from algorithms.step.sampling_params import SamplingParams
+from experiments.training.batches import Continuation, Text
 from experiments.training.parallel import Replicas
-from experiments.training.text.markup import stop_ids
-from experiments.training.text.prompts import TRAINING, VALIDATION, Prompts, SampledPrompts, open_prompts, seed_of
+from experiments.training.served import Writer
+from experiments.training.text.prompts import (
+    TRAINING,
+    VALIDATION,
+    SampledPrompts,
+    Take,
+    open_prompts,
+    seed_of,
+    stop_ids,
+)
 from experiments.training.text.settings import KindSettings, TextSettings
-from experiments.training.text.shards import Continuation, ShardFolder, Text
-from experiments.training.text.writer import Writer
 
 USED = "text.json"
 FINGERPRINT_BYTES = 1 << 20
@@ -35,7 +45,7 @@ FINGERPRINT_BYTES = 1 << 20
 class TextSource:
     """The target's text of every kind, for training and for held-out figures.
 
-    Raises ValueError or ModelError, before anything is written, where the folder's markup or the settings do not serve.
+    Raises ValueError or ModelError, before writing, where the folder's markup or the settings do not serve.
     """
 
     def __init__(self, target: Target, settings: TextSettings) -> None:
@@ -48,44 +58,35 @@ class TextSource:
         self._writer: Writer | None = None
         self._began = time.monotonic()
         weights = weights_fingerprint(target.path)
-        self._folders = {name: ShardFolder(self._path(name, kind, weights)) for name, kind in settings.kinds.items()}
-        self._prompts: dict[str, Prompts] = {
+        self._folders = {name: self._folder(name, kind, weights) for name, kind in settings.kinds.items()}
+        self._prompts: dict[str, Take] = {
             name: open_prompts(kind, self.tokenizer, settings.seed, settings.validation, self._write)
             for name, kind in settings.kinds.items()
         }
 
-    @property
-    def _kinds(self) -> Collection[KindSettings]:
-        return self.settings.kinds.values()
-
     @cached_property
     def longest(self) -> int:
         """Tokens of the longest prompt and answer together."""
-        room = max(k.turns * (k.prompt_tokens + k.answer_tokens + self._markup_tokens) for k in self._kinds)
+        kinds = self.settings.kinds.values()
+        templated = [kind for kind in kinds if not kind.raw]
+        opened = [len(self.tokenizer.encode(text)) for kind in templated for text in (*kind.openings, kind.template)]
+        markup = len(self.tokenizer.encode_chat(["x"])) + max(opened) if templated else 0
+        room = max(kind.turns * (kind.prompt_tokens + kind.answer_tokens + markup) for kind in kinds)
         return min(room, self.target.config.max_position_embeddings)
 
-    @cached_property
-    def _markup_tokens(self) -> int:
-        templated = [k for k in self._kinds if not k.raw]
-        opened = [len(self.tokenizer.encode(text)) for k in templated for text in (*k.openings, k.template)]
-        return len(self.tokenizer.encode_chat(["x"])) + max(opened, default=0) if templated else 0
-
     def training(self, out_dir: Path, replicas: Replicas) -> Text:
-        """Training text of all kinds, from files of earlier runs as far as there are any.
+        """Training text of all kinds, from files of earlier runs first.
 
-        `out_dir` keeps the names of the shards, so that a resumed run learns from the same text.
+        `out_dir` keeps the names of the shards, so that a resumed run learns from them.
         """
         listed = out_dir / USED
         wanted = [tuple(name) for name in json.loads(listed.read_text())] if listed.is_file() else self._shards()
-        late: list[tuple[str, str]] = []
-        for kind, name in wanted:
-            if not self._folders[kind].holds(name) and not self._provide(kind, name, wait=False):
-                late.append((kind, name))
-        for kind, name in late:  # what other programs write now is waited for
+        late = [(kind, name) for kind, name in wanted if not self._provide(kind, name, wait=False)]
+        for kind, name in late:  # other programs write these now
             self._provide(kind, name, wait=True)
         replicas.wait()
-        used = [(kind, name) for kind, name in wanted if self._folders[kind].holds(name)]
-        texts = [self._folders[kind].read(name) for kind, name in used]
+        used = [(kind, name) for kind, name in wanted if self._file(kind, name).is_file()]
+        texts = [Text.read(self._file(kind, name)) for kind, name in used]
         if not sum(map(len, texts)):
             raise ValueError("text: no shard has been written in text.minutes, or no prompt could be used")
         if replicas.is_first:
@@ -95,24 +96,19 @@ class TextSource:
     def validation(self) -> dict[str, Text]:
         """Held-out text of each kind: none of its prompts is a training prompt or one of an evaluation set."""
         found = {}
-        for kind, folder in self._folders.items():
+        for kind in self._folders:
             self._provide(kind, VALIDATION, wait=True)
-            found[kind] = folder.read(VALIDATION)
+            found[kind] = Text.read(self._file(kind, VALIDATION))
         return {kind: text for kind, text in found.items() if len(text)}
 
     def close(self) -> None:
-        """Give the engine's memory back."""
+        """Free the engine's memory."""
         self._writer = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    @property
-    def _is_over(self) -> bool:
-        minutes = self.settings.minutes
-        return minutes is not None and time.monotonic() - self._began > 60 * minutes
-
     def _shards(self) -> list[tuple[str, str]]:
-        """(kind, shard) in an order in which any beginning holds the kinds in their proportions."""
+        """(kind, shard) in an order whose every prefix holds the kinds in their proportions."""
         placed = []
         for kind, settings in self.settings.kinds.items():
             for first in range(0, settings.count, self.settings.shard):
@@ -120,21 +116,25 @@ class TextSource:
                 placed.append(((first + end) / settings.count, kind, f"{first:08d}-{end:08d}"))
         return [(kind, name) for _, kind, name in sorted(placed)]
 
+    def _file(self, kind: str, name: str) -> Path:
+        return self._folders[kind] / f"{name}.safetensors"
+
     def _provide(self, kind: str, name: str, wait: bool) -> bool:
         """Write a shard if it is missing and time is left; whether it is there afterwards."""
-        folder = self._folders[kind]
+        file, minutes = self._file(kind, name), self.settings.minutes
         if name == VALIDATION:
             split, first, end = VALIDATION, 0, self.settings.validation
         else:
             split, (first, end) = TRAINING, map(int, name.split("-"))
-        with folder.claim(name, wait) as mine:
-            if mine and (split == VALIDATION or not self._is_over):
-                prompts = self._prompts[kind].take(split, first, end - first)
-                folder.write(name, Text.of(self._conversed(kind, name, prompts), self.vocab_size))
-        return folder.holds(name)
+        with claim(file, wait) as mine:
+            in_time = minutes is None or time.monotonic() - self._began <= 60 * minutes
+            if mine and (split == VALIDATION or in_time):
+                prompts = self._prompts[kind](split, first, end - first)
+                Text.of(self._conversed(kind, name, prompts), self.vocab_size).write(file)
+        return file.is_file()
 
     def _conversed(self, kind: str, name: str, prompts: list[list[int]]) -> list[Continuation]:
-        """Answers to `prompts` and to the turns that follow them, each behind all of its conversation."""
+        """Answers to `prompts` and to the turns that follow them, each after its whole conversation."""
         settings, source, label = self.settings.kinds[kind], self._prompts[kind], f"{kind} {name}"
         answered = self._answered(prompts, settings, label)
         found = list(answered)
@@ -171,8 +171,8 @@ class TextSource:
         answers = dict(zip([r.id for r in fitting], self._writer.write(fitting, label), strict=True)) if fitting else {}
         return [answers.get(request.id, []) for request in requests]
 
-    def _path(self, name: str, kind: KindSettings, weights: str) -> Path:
-        """A folder of its own for every target, markup and setting that changes a shard."""
+    def _folder(self, name: str, kind: KindSettings, weights: str) -> Path:
+        """An existing folder per target, markup and setting that changes a shard."""
         settings = {key: value for key, value in asdict(kind).items() if key != "count"}
         if kind.path is not None:
             if not Path(kind.path).is_file():
@@ -181,11 +181,31 @@ class TextSource:
         run = (self.settings.seed, self.settings.shard, self.settings.validation)
         markup = (self.tokenizer.fingerprint, self.tokenizer.template, sorted(self._stop))
         digest = hashlib.sha256(f"{sorted(settings.items())} {run} {markup} {weights}".encode()).hexdigest()
-        return Path(self.settings.folder) / f"{name}-{digest[:16]}"
+        folder = Path(self.settings.folder) / f"{name}-{digest[:16]}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+
+@contextmanager
+def claim(file: Path, wait: bool = False) -> Iterator[bool]:
+    """Whether this program is to write `file`: it is missing, and no other program writes it.
+
+    `wait` waits for another program; then the answer is False, unless that program failed.
+    """
+    if file.is_file():
+        yield False
+        return
+    with file.with_suffix(".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+            return
+        yield not file.is_file()
 
 
 def weights_fingerprint(folder: Path) -> str:
-    """SHA-256 over the sizes, first and last megabytes of all weight files: tells models apart without reading them."""
+    """SHA-256 over the sizes, first and last megabytes of all weight files: distinguishes models in little time."""
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:

@@ -1,27 +1,22 @@
 """SGLang's speculative-decoding functions over the kernels of this package.
 
-Names, argument order, shapes, dtypes and outputs written in place are those of sgl-kernel 0.3.21 and of the Triton
-kernels of SGLang's speculative workers, so that code and tests written against those can be pointed here, on CUDA
-tensors or on CPU tensors. SGLang launches its Triton kernels as `name[grid](...)`. Here they are plain functions with
-the kernel's positional arguments that derive the grid themselves; the form with a grid works too. Sizes that SGLang
-passes for its compiler (powers of two, strides) are checked where they mean something and ignored elsewhere. The
-arithmetic of slots and indices behind them is the family `compat.sglang.index`.
+Names, argument order, shapes, dtypes and outputs written in place follow sgl-kernel 0.3.21 and the Triton kernels
+of SGLang's speculative workers, on CUDA tensors or on CPU tensors. Kernels that SGLang launches as `name[grid](...)`
+are functions here, with or without the grid. Sizes that SGLang passes for its compiler are ignored.
 
-Results are the same wherever SGLang's are defined. They differ, on purpose, in these places:
+Results equal SGLang's wherever those are defined. They differ, on purpose, in these places:
 
 * A uniform number of exactly 0 accepts nothing: the test is u < mass, not <=, so that a token of probability 0 is never
   emitted.
-* A sibling with the token of a rejected sibling has no mass left, so padding and duplicates draw nothing.
+* A sibling with the token of a rejected sibling has no mass left, so padding and duplicates are never sampled.
 * A residual without mass falls back to the target's largest token, not to the last id of the vocabulary.
 * `build_tree_kernel_efficient` follows SGLang's CPU and Triton builders on malformed trees: its CUDA builder reads past
   the tensors there, or does not end. A negative candidate is a child of the root, and one of a row that the parent list
-  does not have is an orphan; none of SGLang's builders says what these are. All links are written, so that the caller
-  need not fill them with -1 first.
-* A request that has accepted nothing keeps its bonus token; the original reads in front of its row.
-* Nothing is read or written outside the tensors, whatever the links, ids and lengths are. A walk along links that form
-  a cycle ends after N visits.
-* Entry 0 of `kv_indptr` is written. Draft slots are collected in a separate buffer, so that no request's result
-  overwrites what another request still has to read.
+  does not have is an orphan. All links are written, so that the caller need not fill them with -1 first.
+* A request that has accepted nothing keeps its bonus token; the original reads before its row.
+* Nothing is read or written outside the tensors, for any links, ids and lengths. A traversal of links that form a cycle
+  ends after N visits.
+* Entry 0 of `kv_indptr` is written. No request's draft slots overwrite what another request still has to read.
 """
 
 from __future__ import annotations

@@ -1,112 +1,108 @@
-"""SGLang's KV-index kernels as functions, over `index`.
+"""SGLang's KV-index kernels as functions. Those that write at most the new tokens of a step are plain torch.
 
-`grid` is the grid of a call written `name[grid](...)`. Where the tensors are longer than the batch, its first size (the
-second of `generate_draft_decode_kv_indices`) is the number of requests. Tables are int32 [rows, row length], and an
-argument `pool_len`, `row_stride` or `..._stride` is that row length. Outputs are written in place. The other sizes are
-for SGLang's compiler (`bs_upper`, `iter_upper`, `num_tokens_upper`, `num_verify_tokens_upper`, `size_upper`,
-`BLOCK_SIZE`) and are not used.
+In a call written `name[grid](...)` the first size of the grid (the second of `generate_draft_decode_kv_indices`) is the
+number of requests, also where the tensors are longer. Outputs are written in place; entries that no request owns keep
+their contents. Sizes for SGLang's compiler (`*_upper`, `BLOCK_SIZE`) are not used. Integers may be int32 or int64. All
+functions raise ValueError for a wrong shape, dtype, stride or device. Shapes of the common arguments:
+
+    req_to_token        [rows, pool_len] int32: KV slot of each position of a pool row
+    req_pool_indices    [bs]: pool row of each request
+    seq_lens and other per-request values [bs]
+    out_cache_loc       slots by node, or all new slots, one request after another
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from specdec_kernels.checks import expect_at_least, expect_shape
-from specdec_kernels.compat.sglang import index
-from specdec_kernels.compat.sglang.types import Launcher
+from specdec_kernels.checks import (
+    expect_at_least,
+    expect_at_least_one,
+    expect_contiguous,
+    expect_dtype,
+    expect_same_device,
+    expect_shape,
+)
+from specdec_kernels.compat.sglang.reference import branch_start, put, table_entries, write_spans
+from specdec_kernels.compat.sglang.types import INT32_MAX, INTEGERS, Grid, Sequences, Spans, launched
+from specdec_kernels.launch import dispatch
 
-Grid = tuple[int, ...]
 
-
-@Launcher
+@launched("seq_lens", "accept_lens", "new_verified_id")
 def create_extend_after_decode_spec_info(
-    verified_id: torch.Tensor,
-    seq_lens: torch.Tensor,
-    accept_lens: torch.Tensor,
-    positions: torch.Tensor,
-    new_verified_id: torch.Tensor,
+    verified_id: Tensor,
+    seq_lens: Tensor,
+    accept_lens: Tensor,
+    positions: Tensor,
+    new_verified_id: Tensor,
     bs_upper: int = 0,
     *,
-    grid: Grid | None = None,
     impl: str = "auto",
 ) -> None:
     """Positions of the accepted tokens of every request, and each request's last accepted token.
 
     Args:
-        verified_id: [sum(accept_lens)] int32, accepted tokens, all requests one behind the other.
-        seq_lens: [bs], committed length with the accepted tokens.
-        accept_lens: [bs] int32, accepted tokens with the bonus. A request of 0 keeps its `new_verified_id`.
-        positions: [>= sum(accept_lens)] int64, written in place.
-        new_verified_id: [bs] int32, written in place.
+        verified_id: [sum(accept_lens)], accepted tokens, one request after another.
+        seq_lens: committed lengths with the accepted tokens.
+        accept_lens: accepted tokens with the bonus. A request of 0 keeps its `new_verified_id`.
+        positions: [>= sum(accept_lens)], written in place.
+        new_verified_id: [bs], written in place.
     """
-    seq_lens, accept_lens, new_verified_id = _of_batch(grid, seq_lens, accept_lens, new_verified_id)
-    start, capacity = seq_lens - accept_lens, positions.shape[0]
-    offsets, _ = index.read_table(None, None, start, accept_lens, capacity, out=positions, impl=impl)
-    if verified_id.shape[0] == 0:
-        return
-    last = (offsets[1:] - 1).clamp(0, verified_id.shape[0] - 1)
-    newest = torch.where(accept_lens > 0, verified_id[last].to(new_verified_id.dtype), new_verified_id)
-    new_verified_id.copy_(newest)
+    _flat(seq_lens, positions=positions, verified_id=verified_id)
+    _read(Spans(None, None, seq_lens - accept_lens, accept_lens, positions), impl)
+    if verified_id.shape[0]:
+        last = verified_id[(accept_lens.clamp(min=0).cumsum(0) - 1).clamp(0, verified_id.shape[0] - 1)]
+        new_verified_id.copy_(torch.where(accept_lens > 0, last.to(new_verified_id.dtype), new_verified_id))
 
 
-@Launcher
+@launched("req_pool_indices", "start_offset", "end_offset")
 def assign_req_to_token_pool(
-    req_pool_indices: torch.Tensor,
-    req_to_token: torch.Tensor,
-    start_offset: torch.Tensor,
-    end_offset: torch.Tensor,
-    out_cache_loc: torch.Tensor,
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    start_offset: Tensor,
+    end_offset: Tensor,
+    out_cache_loc: Tensor,
     pool_len: int | None = None,
     bs_upper: int = 0,
     *,
-    grid: Grid | None = None,
     impl: str = "auto",
 ) -> None:
-    """Write each request's new slots at positions start to end - 1 of its row.
-
-    Args:
-        req_pool_indices: [bs], row of each request.
-        req_to_token: [rows, pool_len] int32, written in place.
-        start_offset, end_offset: [bs], first and past-the-last position.
-        out_cache_loc: [sum(end - start)], slots of all requests one behind the other.
-    """
-    table = _table(req_to_token, pool_len)
-    rows, start, end = _of_batch(grid, req_pool_indices, start_offset, end_offset)
-    index.write_table(table, rows, start, end - start, out_cache_loc, impl=impl)
+    """Write each request's slots of `out_cache_loc` [sum(end - start)] at positions start to end - 1 of its row of
+    `req_to_token`, in place."""
+    table = _table(req_to_token, pool_len, req_pool_indices=req_pool_indices, out_cache_loc=out_cache_loc)
+    write_spans(Spans(table, req_pool_indices, start_offset, end_offset - start_offset, out_cache_loc))
 
 
-@Launcher
+@launched("req_pool_indices", "start_offset", "end_offset")
 def assign_extend_cache_locs(
-    req_pool_indices: torch.Tensor,
-    req_to_token: torch.Tensor,
-    start_offset: torch.Tensor,
-    end_offset: torch.Tensor,
-    out_cache_loc: torch.Tensor,
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    start_offset: Tensor,
+    end_offset: Tensor,
+    out_cache_loc: Tensor,
     pool_len: int | None = None,
     bs_upper: int = 0,
     *,
-    grid: Grid | None = None,
     impl: str = "auto",
 ) -> None:
     """Read each request's slots at positions start to end - 1 into `out_cache_loc`; the inverse of
     `assign_req_to_token_pool`."""
-    table = _table(req_to_token, pool_len)
-    rows, start, end = _of_batch(grid, req_pool_indices, start_offset, end_offset)
-    capacity = out_cache_loc.shape[0]
-    index.read_table(table, rows, start, end - start, capacity, fill=0, out=out_cache_loc, impl=impl)
+    table = _table(req_to_token, pool_len, req_pool_indices=req_pool_indices, out_cache_loc=out_cache_loc)
+    _read(Spans(table, req_pool_indices, start_offset, end_offset - start_offset, out_cache_loc), impl)
 
 
-@Launcher
+@launched("req_pool_indices", "seq_lens")
 def assign_draft_cache_locs(
-    req_pool_indices: torch.Tensor,
-    req_to_token: torch.Tensor,
-    seq_lens: torch.Tensor,
-    extend_lens: torch.Tensor,
-    num_new_pages_per_topk: torch.Tensor,
-    out_cache_loc: torch.Tensor,
-    source_cache_loc: torch.Tensor | None,
-    target_cache_loc: torch.Tensor | None,
-    last_page_lens_cumsum: torch.Tensor | None,
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    seq_lens: Tensor,
+    extend_lens: Tensor,
+    num_new_pages_per_topk: Tensor,
+    out_cache_loc: Tensor,
+    source_cache_loc: Tensor | None,
+    target_cache_loc: Tensor | None,
+    last_page_lens_cumsum: Tensor | None,
     duplicate_cache_len: int,
     pool_len: int | None,
     topk: int,
@@ -115,50 +111,68 @@ def assign_draft_cache_locs(
     bs_upper: int = 0,
     iter_upper: int = 0,
     *,
-    grid: Grid | None = None,
     impl: str = "auto",
 ) -> None:
-    """Publish freshly allocated draft slots in the token table and gather those that the steps will write.
+    """Write newly allocated draft slots to the token table, and list those that the steps will write.
+
+    With pages of P = `page_size` > 1 tokens, T = `topk` > 1 branches and K = `speculative_num_steps`, a branch owns
+    whole pages: branch t of a request of length L begins at position base + t m P, base = L - L mod P,
+    m = ceil((L mod P + K) / P), and its first L mod P positions repeat the prefix tail, which has to be copied from
+    branch 0. Otherwise the T K drafts follow the prefix.
 
     Args:
-        req_pool_indices, seq_lens: [bs].
-        req_to_token: [rows, pool_len] int32, written in place from position seq_len on.
-        extend_lens: [bs], slots per request; used with page_size > 1 and topk > 1 only.
-        num_new_pages_per_topk, last_page_lens_cumsum: not used, because they follow from `seq_lens`.
-        out_cache_loc: all allocated slots, one request behind the other. With page_size > 1 and topk > 1 its
-            first bs * topk * steps entries become the slots of [request, branch, step].
-        source_cache_loc, target_cache_loc: [duplicate_cache_len] int64, written in place: slots whose prefix
-            tail is to be copied to the other branches.
-        duplicate_cache_len: 0 leaves out the copy lists.
-        topk, speculative_num_steps, page_size: sizes of the draft.
+        req_to_token: written in place from position `seq_lens` on.
+        extend_lens: slots per request; only for P > 1 and T > 1.
+        num_new_pages_per_topk, last_page_lens_cumsum: not used.
+        out_cache_loc: all allocated slots. For P > 1 and T > 1 the first bs T K become [request, branch, step].
+        source_cache_loc, target_cache_loc: [duplicate_cache_len], written in place: slots of the prefix tails, and of
+            their copies in the other branches. A length of 0 leaves the lists out.
     """
-    table = _table(req_to_token, pool_len)
-    rows, lengths = _of_batch(grid, req_pool_indices, seq_lens)
+    table = _table(req_to_token, pool_len, req_pool_indices=req_pool_indices, out_cache_loc=out_cache_loc)
+    expect_at_least_one(topk=topk, speculative_num_steps=speculative_num_steps, page_size=page_size)
+    paged = page_size > 1 and topk > 1
     drafts = topk * speculative_num_steps
-    if page_size == 1 or topk == 1:
-        index.write_table(table, rows, lengths, torch.full_like(lengths, drafts), out_cache_loc, impl=impl)
+    # Unused, `extend_lens` may be a placeholder without dimensions.
+    counts = extend_lens[: seq_lens.shape[0]] if paged else torch.full_like(seq_lens, drafts)
+    expect_shape("extend_lens", counts, seq_lens.shape)
+    write_spans(Spans(table, req_pool_indices, seq_lens, counts, out_cache_loc))
+    if not paged:
         return
-    (extend,) = _of_batch(grid, extend_lens)
-    index.write_table(table, rows, lengths, extend, out_cache_loc, impl=impl)
-    found = index.draft_slots(table, rows, lengths, topk, speculative_num_steps, page_size, impl=impl)
-    if duplicate_cache_len > 0:
-        for copies, out in ((found.source, source_cache_loc), (found.target, target_cache_loc)):
-            if out is None:
-                raise ValueError(f"source_cache_loc, target_cache_loc: expected tensors of {duplicate_cache_len}")
-            index.compact(copies.flatten(), out=out, impl=impl)
-    batch = rows.shape[0]
-    dense = found.slots.view(speculative_num_steps, batch, topk).permute(1, 2, 0)
-    out_cache_loc[: batch * drafts].view(batch, topk, speculative_num_steps).copy_(dense)
+    expect_at_least("out_cache_loc's entries", out_cache_loc.shape[0], seq_lens.shape[0] * drafts)
+    length, branch = seq_lens.long()[:, None], torch.arange(topk, device=table.device)
+    first = branch_start(length, branch, speculative_num_steps, page_size)
+    positions = first[:, :, None] + torch.arange(speculative_num_steps, device=table.device)
+    pool_rows = req_pool_indices.long()[:, None, None]
+    slots = table_entries(table, pool_rows, positions).flatten()
+    out_cache_loc[: slots.shape[0]] = slots.to(out_cache_loc.dtype)
+    if duplicate_cache_len <= 0:
+        return
+    if source_cache_loc is None or target_cache_loc is None:
+        raise ValueError(f"source_cache_loc, target_cache_loc: expected tensors of {duplicate_cache_len}, got None")
+    _flat(table, source_cache_loc=source_cache_loc, target_cache_loc=target_cache_loc)
+    for out, start in (source_cache_loc, length), (target_cache_loc, first[:, 1:]):
+        _list_tails(out, start, length % page_size, table, pool_rows, page_size, topk)
 
 
-@Launcher
+def _list_tails(
+    out: Tensor, start: Tensor, tails: Tensor, table: Tensor, pool_rows: Tensor, page_size: int, topk: int
+) -> None:
+    """Write the slots of the `tails` [bs, 1] positions before `start` [bs, 1 or topk - 1] to `out`, by branch."""
+    tail, offset = tails[:, :, None], torch.arange(page_size - 1, device=table.device)
+    branch = torch.arange(topk - 1, device=table.device)[None, :, None]
+    place = (tail.cumsum(0) - tail) * (topk - 1) + branch * tail + offset
+    values = table_entries(table, pool_rows, (start[:, :, None] - tail + offset).expand_as(place))
+    put(out, place.flatten(), values.flatten(), (offset < tail).expand_as(place).flatten())
+
+
+@launched("req_pool_indices", "paged_kernel_lens", axis=1)
 def generate_draft_decode_kv_indices(
-    req_pool_indices: torch.Tensor,
-    req_to_token: torch.Tensor,
-    paged_kernel_lens: torch.Tensor,
-    kv_indices: torch.Tensor,
-    kv_indptr: torch.Tensor,
-    positions: torch.Tensor,
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    paged_kernel_lens: Tensor,
+    kv_indices: Tensor,
+    kv_indptr: Tensor,
+    positions: Tensor,
     pool_len: int | None = None,
     kv_indices_stride: int | None = None,
     kv_indptr_stride: int | None = None,
@@ -170,323 +184,295 @@ def generate_draft_decode_kv_indices(
     window_size: int = 0,
     sink_size: int = 0,
     *,
-    grid: Grid | None = None,
+    grid: Grid = (),
     impl: str = "auto",
 ) -> None:
-    """KV slots that every branch attends to in every draft step, as FlashInfer's index arrays.
+    """KV slots that every branch attends to in every draft step: the prefix, then its own drafts up to the step.
+
+    With a window the prefix is its first `sink_size` and last `window_size` positions; drafts keep the positions that
+    the whole prefix gives them. Branches that do not fit are truncated, and `kv_indptr` ends there.
 
     Args:
-        req_pool_indices: [bs], row of each request.
-        req_to_token: [rows, pool_len] int32.
         paged_kernel_lens: [bs], committed lengths.
         kv_indices: [steps, width] (or flat with rows of `kv_indices_stride`), written in place.
         kv_indptr: [steps, >= bs * topk + 1] (or flat with rows of `kv_indptr_stride`), written in place.
         positions: [bs * topk]; only its size is used, which gives topk.
-        page_size: tokens per page.
-        num_steps: steps, by default the rows of `kv_indices`, or the grid's first size.
+        page_size: tokens per page, see `assign_draft_cache_locs`.
+        num_steps: steps, by default the grid's first size, or the rows of `kv_indices`.
         window_size, sink_size: recent and first prefix positions kept; both 0 keeps all.
     """
-    batch = grid[1] if grid else req_pool_indices.shape[0]
-    indices, indptr = _rows(kv_indices, kv_indices_stride), _rows(kv_indptr, kv_indptr_stride)
-    steps = num_steps or (grid[0] if grid else indices.shape[0])
-    topk = grid[2] if grid else positions.shape[0] // max(batch, 1)
+    batch = req_pool_indices.shape[0]
     if batch == 0:
         return
-    windowed = window_size > 0 or sink_size > 0
-    index.draft_kv_indices(
-        _table(req_to_token, pool_len), req_pool_indices[:batch], paged_kernel_lens[:batch], topk, steps,
-        page_size, indices.shape[1], window=window_size if windowed else None, sink=sink_size,
-        out=index.SequenceIndices(indptr[:steps], indices[:steps]), impl=impl,
+    indices, indptr = _steps(kv_indices, kv_indices_stride), _steps(kv_indptr, kv_indptr_stride)
+    steps = num_steps or (grid[0] if grid else indices.shape[0])
+    topk = grid[2] if grid else positions.shape[0] // batch
+    expect_at_least_one(topk=topk, num_steps=steps, page_size=page_size)
+    expect_at_least("window_size", window_size, 0)
+    expect_at_least("sink_size", sink_size, 0)
+    sequences = Sequences(
+        _table(req_to_token, pool_len), req_pool_indices, paged_kernel_lens, indptr[:steps], indices[:steps], topk,
+        num_steps=steps, page_size=page_size, limit=sink_size + window_size or INT32_MAX, sink=sink_size,
     )  # fmt: skip
+    _list(sequences, impl)
 
 
-@Launcher
+@launched("req_pool_indices", "seq_lens")
 def create_draft_kv_indices(
-    kv_indptr: torch.Tensor,
-    kv_indices: torch.Tensor,
-    req_pool_indices: torch.Tensor,
-    req_to_token: torch.Tensor,
-    seq_lens: torch.Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    seq_lens: Tensor,
     expand_factor: int = 2,
     row_stride: int | None = None,
     num_tokens_upper: int = 0,
     *,
-    grid: Grid | None = None,
     impl: str = "auto",
 ) -> None:
-    """Verification of `expand_factor` tokens per request as independent decode sequences; any factor >= 2.
+    """Verification of `expand_factor` >= 2 tokens per request as decode sequences of their own: token q attends to the
+    prefix and to tokens 0 to q.
 
     Args:
         kv_indptr: [>= factor * bs + 1], written in place.
         kv_indices: [>= factor * sum(seq_lens) - bs * factor * (factor - 1) / 2], written in place.
-        req_pool_indices: [bs], row of each request.
-        req_to_token: [rows, row_stride] int32.
-        seq_lens: [bs], lengths with all the tokens that are verified.
-        expand_factor: tokens per request.
+        seq_lens: lengths with all the tokens that are verified.
     """
     expect_at_least("expand_factor", expand_factor, 2)
-    rows, lengths = _of_batch(grid, req_pool_indices, seq_lens)
-    index.verify_decode_indices(
-        _table(req_to_token, row_stride), rows, lengths - expand_factor, expand_factor, kv_indices.shape[0],
-        out=index.SequenceIndices(kv_indptr, kv_indices), impl=impl,
-    )  # fmt: skip
+    table, prefix = _table(req_to_token, row_stride), seq_lens - expand_factor
+    lists = kv_indptr[None], kv_indices[None]
+    _list(Sequences(table, req_pool_indices, prefix, *lists, repeat=expand_factor, growth=1), impl)
 
 
-@Launcher
+@launched("seq_lens")
 def align_evict_mask_to_page_size(
-    seq_lens: torch.Tensor,
-    evict_mask: torch.Tensor,
+    seq_lens: Tensor,
+    evict_mask: Tensor,
     page_size: int,
     num_draft_tokens: int,
     BLOCK_SIZE: int = 0,
     *,
-    grid: Grid | None = None,
     impl: str = "auto",
 ) -> None:
     """Clear the evict flags of the page that holds the last accepted token.
 
     Args:
-        seq_lens: [bs], committed lengths before this step.
-        evict_mask: [bs * num_draft_tokens] bool, True frees a slot; written in place.
-        page_size: tokens per page.
-        num_draft_tokens: nodes per request.
+        seq_lens: committed lengths before this step.
+        evict_mask: [bs * num_draft_tokens] bool, True frees a slot; the others are a prefix. Written in place.
     """
-    (lengths,) = _of_batch(grid, seq_lens)
-    flags = evict_mask[: lengths.shape[0] * num_draft_tokens].view(lengths.shape[0], num_draft_tokens)
-    flags.copy_(index.align_eviction(flags, lengths, page_size, impl=impl))
+    expect_at_least_one(page_size=page_size)
+    flags = _by_request("evict_mask", evict_mask, seq_lens.shape[0], num_draft_tokens, torch.bool)
+    kept = (~flags).sum(1)
+    first = torch.div(seq_lens + kept - 1, page_size, rounding_mode="floor") * page_size - seq_lens
+    node = torch.arange(num_draft_tokens, device=flags.device)
+    flags &= ~((node >= first[:, None]) & (node < first[:, None] + page_size))
 
 
-@Launcher
+@launched()
 def align_evict_mask_to_page_size_simple_eagle(
-    out_cache_loc: torch.Tensor,
-    evict_mask: torch.Tensor,
+    out_cache_loc: Tensor,
+    evict_mask: Tensor,
     page_size: int,
     num_draft_tokens: int,
     BLOCK_SIZE: int = 0,
     *,
-    grid: Grid | None = None,
+    grid: Grid = (),
     impl: str = "auto",
 ) -> None:
-    """Clear the evict flags of every page that holds a slot which is kept, whatever the order of the slots.
-
-    Args:
-        out_cache_loc: [bs * num_draft_tokens], slots by node.
-        evict_mask: [bs * num_draft_tokens] bool, True frees a slot; written in place.
-        page_size: tokens per page.
-        num_draft_tokens: nodes per request.
-    """
+    """Clear the evict flags [bs * num_draft_tokens] of every page that holds a kept slot, for any
+    order of the slots; in place."""
     batch = grid[0] if grid else evict_mask.shape[0] // max(num_draft_tokens, 1)
-    flags = evict_mask[: batch * num_draft_tokens].view(batch, num_draft_tokens)
-    slots = out_cache_loc[: batch * num_draft_tokens].view(batch, num_draft_tokens)
+    flags = _by_request("evict_mask", evict_mask, batch, num_draft_tokens, torch.bool)
+    slots = _by_request("out_cache_loc", out_cache_loc, batch, num_draft_tokens)
     pages = torch.div(slots, page_size, rounding_mode="floor")
     kept = ((pages[:, :, None] == pages[:, None, :]) & ~flags[:, None, :]).any(2)
     flags.copy_(flags & ~kept)
 
 
-@Launcher
+@launched("accept_lens", "bonus_tokens")
 def fill_bonus_tokens(
-    accept_tokens: torch.Tensor,
-    accept_lens: torch.Tensor,
-    bonus_tokens: torch.Tensor,
-    accept_stride: int,
-    *,
-    grid: Grid | None = None,
-    impl: str = "auto",
+    accept_tokens: Tensor, accept_lens: Tensor, bonus_tokens: Tensor, accept_stride: int, *, impl: str = "auto"
 ) -> None:
-    """Each request's bonus token, the last of its accepted ones. A request of 0 keeps its `bonus_tokens`.
+    """Each request's last accepted token into `bonus_tokens` [bs]. A request of 0 accepted tokens keeps its entry.
 
-    Args:
-        accept_tokens: [bs, accept_stride] (or flat), accepted tokens of each request, then anything.
-        accept_lens: [bs], accepted tokens with the bonus.
-        bonus_tokens: [bs], written in place.
-        accept_stride: entries per request.
+    `accept_tokens` [bs, accept_stride] (or flat) holds the accepted tokens of each request, then anything.
     """
-    lens, bonus = _of_batch(grid, accept_lens, bonus_tokens)
-    rows = accept_tokens.reshape(-1)[: lens.shape[0] * accept_stride].view(lens.shape[0], accept_stride)
-    last = rows.gather(1, (lens.long() - 1).clamp(0, accept_stride - 1)[:, None])[:, 0]
-    bonus.copy_(torch.where(lens > 0, last.to(bonus.dtype), bonus))
+    rows = _by_request("accept_tokens", accept_tokens.reshape(-1), accept_lens.shape[0], accept_stride)
+    last = rows.gather(1, (accept_lens.long() - 1).clamp(0, accept_stride - 1)[:, None])[:, 0]
+    bonus_tokens.copy_(torch.where(accept_lens > 0, last.to(bonus_tokens.dtype), bonus_tokens))
 
 
-@Launcher
+@launched("accept_lens", "bonus_tokens")
 def fill_bonus_tokens_from_predict(
-    predict: torch.Tensor,
-    accept_index: torch.Tensor,
-    accept_lens: torch.Tensor,
-    bonus_tokens: torch.Tensor,
+    predict: Tensor,
+    accept_index: Tensor,
+    accept_lens: Tensor,
+    bonus_tokens: Tensor,
     accept_index_stride: int,
     *,
-    grid: Grid | None = None,
     impl: str = "auto",
 ) -> None:
-    """`fill_bonus_tokens` from the predictions by node: the one at each request's last accepted node.
-
-    Args:
-        predict: [bs * n], the token after each node.
-        accept_index: [bs, accept_index_stride] (or flat), flat ids of the accepted nodes, then -1.
-        accept_lens, bonus_tokens: as in `fill_bonus_tokens`.
-        accept_index_stride: entries per request.
-    """
+    """`fill_bonus_tokens` from `predict` [bs * n], the token after each node. `accept_index` [bs, accept_index_stride]
+    (or flat) holds the flat ids of the accepted nodes."""
     nodes = accept_index.reshape(-1).long().clamp(0, max(predict.shape[0] - 1, 0))
-    fill_bonus_tokens(predict[nodes], accept_lens, bonus_tokens, accept_index_stride, grid=grid, impl=impl)
+    fill_bonus_tokens(predict[nodes], accept_lens, bonus_tokens, accept_index_stride, impl=impl)
 
 
-@Launcher
+@launched("accept_length", "to_free_num_slots")
 def get_target_cache_loc(
-    tgt_cache_loc: torch.Tensor,
-    to_free_slots: torch.Tensor,
-    accept_length: torch.Tensor,
-    to_free_num_slots: torch.Tensor,
-    out_cache_loc: torch.Tensor,
+    tgt_cache_loc: Tensor,
+    to_free_slots: Tensor,
+    accept_length: Tensor,
+    to_free_num_slots: Tensor,
+    out_cache_loc: Tensor,
     num_verify_tokens: int,
     num_verify_tokens_upper: int = 0,
     bs_upper: int = 0,
     *,
-    grid: Grid | None = None,
     impl: str = "auto",
 ) -> None:
-    """First accept_length + 1 slots of every request, and its last `to_free_num_slots`.
-
-    Args:
-        tgt_cache_loc: [sum(accept_length + 1)] int64, written in place.
-        to_free_slots: [sum(to_free_num_slots)] int64, written in place.
-        accept_length: [bs] int32, accepted drafts.
-        to_free_num_slots: [bs].
-        out_cache_loc: [bs * num_verify_tokens] int64, slots by node.
-        num_verify_tokens: nodes per request.
-    """
-    accepted, freed = _of_batch(grid, accept_length, to_free_num_slots)
-    batch = accepted.shape[0]
-    slots = out_cache_loc[: batch * num_verify_tokens].view(batch, num_verify_tokens)
-    rows = torch.arange(batch, device=slots.device)
-    for start, counts, out in (
-        (torch.zeros_like(rows), accepted + 1, tgt_cache_loc),
-        ((num_verify_tokens - freed).to(rows.dtype), freed, to_free_slots),
-    ):
-        index.read_table(slots, rows, start, counts, out.shape[0], out=out, impl=impl)
+    """The first accept_length + 1 of each request's `num_verify_tokens` slots into `tgt_cache_loc`, and its last
+    `to_free_num_slots` into `to_free_slots`."""
+    slots = _by_request("out_cache_loc", out_cache_loc, accept_length.shape[0], num_verify_tokens)
+    _flat(slots, tgt_cache_loc=tgt_cache_loc, to_free_slots=to_free_slots)
+    rows, freed = torch.arange(slots.shape[0], device=slots.device), to_free_num_slots
+    _read(Spans(slots, rows, torch.zeros_like(rows), accept_length + 1, tgt_cache_loc), impl)
+    _read(Spans(slots, rows, num_verify_tokens - freed, freed, to_free_slots), impl)
 
 
 def get_src_tgt_cache_loc(
-    seq_lens: torch.Tensor,
-    out_cache_loc: torch.Tensor,
-    accept_index: torch.Tensor,
-    accept_length: torch.Tensor,
+    seq_lens: Tensor,
+    out_cache_loc: Tensor,
+    accept_index: Tensor,
+    accept_length: Tensor,
     draft_token_num: int,
     page_size: int,
     *,
     impl: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Slots of the accepted tokens, room for where they go, and how many slots each request frees.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Slots of the accepted tokens, room for their targets, and how many slots each request frees.
 
     Args:
-        seq_lens: [bs], committed lengths before this step.
-        out_cache_loc: [bs * draft_token_num] int64, slots by node.
+        seq_lens: committed lengths before this step.
+        out_cache_loc: [bs * draft_token_num], slots by node.
         accept_index: [sum(accept_length + 1)], flat node ids of the accepted tokens.
-        accept_length: [bs] int32, accepted drafts.
-        draft_token_num: nodes per request.
+        accept_length: accepted drafts.
         page_size: tokens per page; only whole pages are freed.
 
     Returns:
         Source slots, target slots (zeros, for `get_target_cache_loc` to write) and freed slots of each request.
     """
-    source, _ = index.compact(accept_index, out_cache_loc, impl=impl)
+    source = out_cache_loc[accept_index.long().clamp(0, max(out_cache_loc.shape[0] - 1, 0))]
     extended = seq_lens + draft_token_num
     pages = torch.div(seq_lens + accept_length + page_size, page_size, rounding_mode="floor")
     return source, torch.zeros_like(source), extended - torch.minimum(pages * page_size, extended)
 
 
-@Launcher
+@launched("accept_length", "accept_length_filter")
 def filter_finished_cache_loc_kernel(
-    out_cache_loc: torch.Tensor,
-    tgt_cache_loc: torch.Tensor,
-    accept_length: torch.Tensor,
-    accept_length_filter: torch.Tensor,
+    out_cache_loc: Tensor,
+    tgt_cache_loc: Tensor,
+    accept_length: Tensor,
+    accept_length_filter: Tensor,
     bs_upper: int = 0,
     num_verify_tokens_upper: int = 0,
     *,
-    grid: Grid | None = None,
     impl: str = "auto",
 ) -> None:
-    """Target slots of the requests that go on.
-
-    Args:
-        out_cache_loc: [sum(accept_length_filter)] int64, written in place.
-        tgt_cache_loc: [sum(accept_length + 1)] int64.
-        accept_length: [bs] int32, accepted drafts.
-        accept_length_filter: [bs] int32, accept_length + 1, or 0 for a request that has finished.
-    """
-    accepted, kept = _of_batch(grid, accept_length, accept_length_filter)
-    start = index.row_offsets(accepted + 1, impl=impl)[:-1]
-    rows, capacity = torch.zeros_like(kept), out_cache_loc.shape[0]
-    index.read_table(tgt_cache_loc[None], rows, start, kept, capacity, fill=0, out=out_cache_loc, impl=impl)
+    """Target slots of the requests that go on: of `tgt_cache_loc` [sum(accept_length + 1)] those with a filter of
+    accept_length + 1, not 0, into `out_cache_loc` [sum(accept_length_filter)]."""
+    _flat(accept_length, out_cache_loc=out_cache_loc, tgt_cache_loc=tgt_cache_loc)
+    start = (accept_length + 1).cumsum(0) - accept_length - 1
+    table, rows = tgt_cache_loc[None], torch.zeros_like(start)
+    _read(Spans(table, rows, start, accept_length_filter, out_cache_loc), impl)
 
 
-@Launcher
+@launched("req_pool_indices_ptr", "page_kernel_lens_ptr", "kv_start_idx")
 def create_flashinfer_kv_indices_triton(
-    req_to_token_ptr: torch.Tensor,
-    req_pool_indices_ptr: torch.Tensor,
-    page_kernel_lens_ptr: torch.Tensor,
-    kv_indptr: torch.Tensor,
-    kv_start_idx: torch.Tensor | None,
-    kv_indices_ptr: torch.Tensor,
+    req_to_token_ptr: Tensor,
+    req_pool_indices_ptr: Tensor,
+    page_kernel_lens_ptr: Tensor,
+    kv_indptr: Tensor,
+    kv_start_idx: Tensor | None,
+    kv_indices_ptr: Tensor,
     req_to_token_ptr_stride: int | None = None,
     *,
-    grid: Grid | None = None,
     impl: str = "auto",
 ) -> None:
-    """Each request's slots, from `kv_start_idx` on, at `kv_indptr` of the flat index array.
-
-    Args:
-        req_to_token_ptr: [rows, stride] int32.
-        req_pool_indices_ptr: [bs], row of each request.
-        page_kernel_lens_ptr: [bs], slots of each request.
-        kv_indptr: [>= bs + 1] int32.
-        kv_start_idx: [bs] first position, or None for 0.
-        kv_indices_ptr: [>= kv_indptr[bs]] int32 or int64, written in place.
-    """
-    rows, counts = _of_batch(grid, req_pool_indices_ptr, page_kernel_lens_ptr)
-    start = torch.zeros_like(counts) if kv_start_idx is None else kv_start_idx[: rows.shape[0]]
-    index.read_table(
-        _table(req_to_token_ptr, req_to_token_ptr_stride), rows, start, counts, kv_indices_ptr.shape[0],
-        fill=0, offsets=kv_indptr[: rows.shape[0] + 1].int(), out=kv_indices_ptr, impl=impl,
-    )  # fmt: skip
+    """Each request's `page_kernel_lens_ptr` slots from position `kv_start_idx` (None: 0) on, written to
+    `kv_indices_ptr` from `kv_indptr` [>= bs + 1] int32 on."""
+    rows, counts = req_pool_indices_ptr, page_kernel_lens_ptr
+    flat = dict(req_pool_indices_ptr=rows, kv_indptr=kv_indptr, kv_indices_ptr=kv_indices_ptr)
+    table = _table(req_to_token_ptr, req_to_token_ptr_stride, **flat)
+    expect_at_least("kv_indptr's entries", kv_indptr.shape[0], rows.shape[0] + 1)
+    first = torch.zeros_like(counts) if kv_start_idx is None else kv_start_idx
+    _read(Spans(table, rows, first, counts, kv_indices_ptr, kv_indptr[: rows.shape[0] + 1]), impl)
 
 
-@Launcher
+@launched()
 def fill_accepted_out_cache_loc(
-    accept_index: torch.Tensor,
-    out_cache_loc: torch.Tensor,
-    accepted_out_cache_loc: torch.Tensor,
+    accept_index: Tensor,
+    out_cache_loc: Tensor,
+    accepted_out_cache_loc: Tensor,
     size_upper: int = 0,
     *,
-    grid: Grid | None = None,
     impl: str = "auto",
 ) -> None:
-    """Slots of the accepted nodes moved together, in linear time.
-
-    Args:
-        accept_index: [bs * S] int32 flat node ids, -1 where there is none.
-        out_cache_loc: [bs * N] int64, slots by node.
-        accepted_out_cache_loc: [bs * S] int64, written in place; entries behind the accepted ones stay.
-    """
-    index.compact(accept_index.flatten(), out_cache_loc, out=accepted_out_cache_loc, impl=impl)
-
-
-def _of_batch(grid: Grid | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors' entries of the requests in the grid, all of them without a grid."""
-    return tuple(tensor[: grid[0]] for tensor in tensors) if grid else tensors
+    """Slots of the accepted nodes, in their order: `out_cache_loc` at the entries of `accept_index` [bs * S] that are
+    not negative, into `accepted_out_cache_loc` [bs * S]; in linear time."""
+    nodes = accept_index.flatten()
+    _flat(nodes, accept_index=nodes, out_cache_loc=out_cache_loc, accepted_out_cache_loc=accepted_out_cache_loc)
+    kept = nodes >= 0
+    inside = kept & (nodes < out_cache_loc.shape[0])
+    slots = out_cache_loc[torch.where(inside, nodes, 0).long()] if out_cache_loc.numel() else nodes
+    put(accepted_out_cache_loc, kept.long().cumsum(0) - 1, torch.where(inside, slots, 0), kept)
 
 
-def _table(req_to_token: torch.Tensor, pool_len: int | None) -> torch.Tensor:
-    """The token table with rows of `pool_len`."""
-    if pool_len is None:
-        return req_to_token
-    if req_to_token.dim() == 1:
-        return req_to_token.view(-1, pool_len)
-    expect_shape("req_to_token", req_to_token, (None, pool_len))
-    return req_to_token
+def _read(spans: Spans, impl: str) -> None:
+    dispatch("read_spans", __package__, impl, spans.values, "kernel_index")(spans)
 
 
-def _rows(array: torch.Tensor, stride: int | None) -> torch.Tensor:
+def _list(sequences: Sequences, impl: str) -> None:
+    """Check the lists for the number of sequences, and fill them."""
+    lists = dict(kv_indptr=sequences.indptr, kv_indices=sequences.values)
+    for name, tensor in lists.items():
+        expect_shape(name, tensor, (sequences.indptr.shape[0], None))
+        expect_dtype(name, tensor, *INTEGERS)
+        if tensor.numel() and tensor.stride(-1) != 1:
+            raise ValueError(f"{name}: expected unit stride in the last axis, got strides {tensor.stride()}")
+    count = sequences.lengths.shape[0] * sequences.repeat
+    expect_at_least("kv_indptr's entries", sequences.indptr.shape[1], count + 1)
+    expect_same_device(req_to_token=sequences.table, **lists)
+    dispatch("list_sequences", __package__, impl, sequences.values, "kernel_index")(sequences)
+
+
+def _table(req_to_token: Tensor, pool_len: int | None, **flat: Tensor) -> Tensor:
+    """The token table with rows of `pool_len`; `flat` as in `_flat`."""
+    table = req_to_token.view(-1, pool_len) if req_to_token.dim() == 1 and pool_len else req_to_token
+    expect_shape("req_to_token", table, (None, pool_len))
+    expect_dtype("req_to_token", table, torch.int32)
+    expect_contiguous(req_to_token=table)
+    _flat(table, **flat)
+    return table
+
+
+def _flat(like: Tensor, **tensors: Tensor) -> None:
+    """Raise ValueError unless the tensors are contiguous integers [size] on the device of `like`."""
+    for name, tensor in tensors.items():
+        expect_shape(name, tensor, (None,))
+        expect_dtype(name, tensor, *INTEGERS)
+    expect_contiguous(**tensors)
+    expect_same_device(per_request=like, **tensors)
+
+
+def _by_request(name: str, flat: Tensor, batch: int, width: int, *dtypes: torch.dtype) -> Tensor:
+    """The first `batch * width` entries as [batch, width]."""
+    expect_dtype(name, flat, *(dtypes or INTEGERS))
+    expect_at_least(f"{name}'s entries", flat.shape[0], batch * width)
+    return flat[: batch * width].view(batch, width)
+
+
+def _steps(array: Tensor, stride: int | None) -> Tensor:
     """A step-major array as a matrix; a flat one is cut into rows of `stride`."""
     if array.dim() == 2:
         return array

@@ -7,14 +7,13 @@ which needs no memory between the parts.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
 from specdec_kernels.compat.sglang.configs import config_of
-from specdec_kernels.compat.sglang.types import TreeMaskMode
+from specdec_kernels.compat.sglang.types import Selected, TreeMaskMode
 from specdec_kernels.launch import launch
-from specdec_kernels.tree.kernel import climbs, word_bit
+from specdec_kernels.tree.kernel import word_bit
 from specdec_kernels.tree.types import WORD_BITS, mask_words
 
 _WORD_BITS = tl.constexpr(WORD_BITS)
@@ -81,7 +80,8 @@ def _store_mask(
     NODES: tl.constexpr, WORDS: tl.constexpr, MODE: tl.constexpr, BLOCK_B: tl.constexpr, CELLS: tl.constexpr,
 ):  # fmt: skip
     """Store the masks in SGLang's layout."""
-    live, row = (request < batch) & (node < NODES), request.to(tl.int64) * NODES + node
+    live = (request < batch) & (node < NODES)
+    row = request.to(tl.int64) * NODES + node
     number = tl.arange(0, bits.shape[2])[None, None, :]
     if MODE == _PACKED:
         word = tl.sum(tl.where(number == 0, bits, 0), 2)
@@ -134,13 +134,13 @@ def _build_kernel(
     steps = (node > 0).to(tl.int32) + tl.zeros((BLOCK_B, BLOCK_N), tl.int32)
     bits = word_bit((node + steps * 0)[:, :, None], word) | word_bit((steps * 0)[:, :, None], word)
     ancestor = parent
-    climbing = climbs(ancestor, steps, depth, True)
+    climbing = (ancestor > 0) & (steps < depth)
     while tl.max(tl.max(climbing.to(tl.int32), 1), 0) > 0:
         steps += climbing.to(tl.int32)
         here = tl.maximum(ancestor, 0)
         bits |= tl.where(climbing[:, :, None], word_bit(here[:, :, None], word), 0)
         ancestor = tl.where(climbing, tl.gather(parent, here, 1), -1)
-        climbing = climbs(ancestor, steps, depth, True)
+        climbing = (ancestor > 0) & (steps < depth)
 
     place = request.to(tl.int64) * NODES + node
     tl.store(out_positions_ptr + place, (length + steps).to(out_positions_ptr.dtype.element_ty), mask=live)
@@ -152,17 +152,9 @@ def _build_kernel(
     _store_mask(out_mask_ptr, lengths_ptr, bits, length, request, node, batch, NODES, WORDS, MODE, BLOCK_B, CELLS)
 
 
-def build_selected_tree(
-    selected: torch.Tensor,
-    parent_list: torch.Tensor,
-    lengths: torch.Tensor,
-    tree_mask: torch.Tensor,
-    outputs: tuple[torch.Tensor, ...],
-    topk: int,
-    depth: int,
-    mode: TreeMaskMode,
-) -> None:
-    """See `reference.build_selected_tree`."""
+def build_selected_tree(call: Selected) -> None:
+    """See `build_tree_kernel_efficient`, which has checked the arguments."""
+    selected, parent_list, lengths, tree_mask, outputs, topk, depth, mode = call
     batch, nodes = selected.shape[0], selected.shape[1] + 1
     config = config_of(lengths)
     # Triton 3.6 cannot compile blocks of one element.
@@ -171,7 +163,7 @@ def build_selected_tree(
     words = mask_words(nodes)
     launch(
         _build_kernel, (triton.cdiv(batch, block_b),), selected, parent_list, lengths, tree_mask, *outputs, batch,
-        parent_list.shape[1], topk, depth, num_warps=max(config.tree_warps, block_n // 32), NODES=nodes, WORDS=words,
+        parent_list.shape[1], topk, depth, num_warps=max(1, block_n // 32), NODES=nodes, WORDS=words,
         MODE=int(mode), BLOCK_B=block_b, BLOCK_N=block_n, BLOCK_O=min(block_n, _PAIR_NODES),
         BLOCK_W=triton.next_power_of_2(words), CELLS=min(block_n, WORD_BITS),
     )  # fmt: skip

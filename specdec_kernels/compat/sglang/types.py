@@ -1,14 +1,21 @@
-"""Constants and the launch form of SGLang."""
+"""Arguments as records, and the launch form of SGLang."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from enum import IntEnum
 from functools import partial, update_wrapper
-from typing import Any, Generic, ParamSpec, TypeVar
+from inspect import signature
+from typing import Any, NamedTuple
 
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
+import torch
+from torch import Tensor
+
+from specdec_kernels.checks import expect_contiguous, expect_dtype, expect_same_device, expect_shape
+
+INT32_MAX = 2**31 - 1
+INTEGERS = (torch.int32, torch.int64)
+Grid = tuple[int, ...]
 
 
 class TreeMaskMode(IntEnum):
@@ -19,18 +26,121 @@ class TreeMaskMode(IntEnum):
     QLEN_ONLY_BITPACKING = 2
 
 
-class Launcher(Generic[Parameters, Result]):
-    """A function that may also be called as SGLang calls its kernels: `name[grid](...)`."""
+class Outcome(NamedTuple):
+    """Tensors that a verification writes."""
 
-    def __init__(self, function: Callable[Parameters, Result]) -> None:
-        self._function = function
+    predicts: Tensor
+    accept_index: Tensor
+    accept_token_num: Tensor
+
+
+class Tree(NamedTuple):
+    """Tokens and links of the trees that are verified, [bs, n] each."""
+
+    candidates: Tensor
+    retrive_index: Tensor
+    next_token: Tensor
+    next_sibling: Tensor
+
+
+class Sampling(NamedTuple):
+    """Random numbers, distributions and thresholds of `tree_speculative_sampling_target_only`."""
+
+    uniforms: Tensor
+    final_uniforms: Tensor
+    target_probs: Tensor
+    draft_probs: Tensor
+    threshold_single: float
+    threshold_acc: float
+
+
+class BuiltTree(NamedTuple):
+    """Tensors that tree building writes, see `build_tree_kernel_efficient`."""
+
+    positions: Tensor
+    retrive_index: Tensor
+    next_token: Tensor
+    next_sibling: Tensor
+
+
+class Selected(NamedTuple):
+    """Arguments of `build_tree_kernel_efficient`."""
+
+    selected: Tensor  # [bs, n - 1]
+    parent_list: Tensor  # [bs, rows]
+    lengths: Tensor  # [bs] int64
+    tree_mask: Tensor  # written
+    outputs: BuiltTree
+    topk: int
+    depth: int
+    mode: TreeMaskMode
+
+
+class Spans(NamedTuple):
+    """A span of `counts[b]` entries per request, from position `start[b]` of row `rows[b]` of the table on; without a
+    table an entry is its position. `values` has the spans from `offsets[b]` on, or one after another."""
+
+    table: Tensor | None  # [num_rows, width]
+    rows: Tensor | None  # [bs]
+    start: Tensor  # [bs]
+    counts: Tensor  # [bs]
+    values: Tensor  # [capacity]; spans that do not fit are truncated
+    offsets: Tensor | None = None  # [bs + 1]
+
+
+class Sequences(NamedTuple):
+    """Lists of table entries, `repeat` of each request in each step: number t in step s has 1 + s + `growth` * t drafts
+    after the prefix, of which the first `sink` and the last `limit - sink` positions are kept (all where it is not
+    longer). With `num_steps` sequence t is a draft branch, which begins on a page of its own; with 0 drafts follow the
+    prefix."""
+
+    table: Tensor | None
+    rows: Tensor | None
+    lengths: Tensor  # [bs]
+    indptr: Tensor  # [steps, >= bs * repeat + 1], written by `list_sequences`
+    values: Tensor  # [steps, capacity], written; sequences that do not fit are truncated
+    repeat: int
+    growth: int = 0
+    num_steps: int = 0
+    page_size: int = 1
+    limit: int = INT32_MAX
+    sink: int = 0
+
+
+class Launcher:
+    """A function that may also be called as SGLang calls its kernels, `name[grid](...)`; made by `launched`."""
+
+    def __init__(self, function: Callable[..., None], per_request: tuple[str, ...], axis: int) -> None:
+        self._function, self._per_request, self._axis = function, per_request, axis
+        self._signature = signature(function)
         update_wrapper(self, function)
 
-    def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        return self._function(*args, **kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._run((), *args, **kwargs)
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Result]:
+    def __getitem__(self, grid: Grid) -> Callable[..., None]:
         if not isinstance(grid, tuple) or not all(isinstance(size, int) for size in grid):
             raise ValueError(f"grid: expected a tuple of integers, got {grid!r}")
-        function: Callable[..., Any] = self._function
-        return partial(function, grid=grid)
+        return partial(self._run, grid)
+
+    def _run(self, grid: Grid, *args: Any, **kwargs: Any) -> None:
+        given = self._signature.bind(*args, **kwargs)
+        named = {name: given.arguments.get(name) for name in self._per_request}
+        tensors = {name: tensor for name, tensor in named.items() if tensor is not None}
+        if grid:
+            tensors = {name: tensor[: grid[self._axis]] for name, tensor in tensors.items()}
+            if "grid" in self._signature.parameters:
+                given.arguments["grid"] = grid
+        for name, tensor in tensors.items():
+            expect_shape(name, tensor, tensors[self._per_request[0]].shape[:1])
+            expect_dtype(name, tensor, *INTEGERS)
+        expect_contiguous(**tensors)
+        expect_same_device(**tensors)
+        given.arguments.update(tensors)
+        self._function(*given.args, **given.kwargs)
+
+
+def launched(*per_request: str, axis: int = 0) -> Callable[[Callable[..., None]], Launcher]:
+    """Makes a function a `Launcher`. A grid's entry `axis` is the number of requests, and of the arguments
+    `per_request`, integers [>= bs], it takes the first ones. The function gets the grid if it has such an argument."""
+    return lambda function: Launcher(function, per_request, axis)

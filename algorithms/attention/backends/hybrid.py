@@ -1,0 +1,121 @@
+"""`backend=hybrid`: one backend for prompts, one for decoding, and a choice of the two for verifying and drafting.
+
+After SGLang's `speculative_attention_mode`: prompts go to the prefill backend, forwards of one token per request to the
+decode backend, trees and blocks of drafts to the one that `verify` names, everything a drafter runs to the one that
+`draft` names. Each backend's own settings are under its name, as in `backend.fa4.dispatch`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from algorithms.attention.backends.flashinfer import FlashInferBackend
+from algorithms.attention.backends.protocol import Backend, Levels
+from algorithms.attention.backends.torch import TorchBackend
+from algorithms.attention.backends.triton import TritonBackend
+from specdec_kernels.checks import expect_choice
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from specdec_kernels import AttentionMetadata, AttentionShape
+
+SINGLE: dict[str, Any] = {kind.name: kind for kind in (TritonBackend, FlashInferBackend, TorchBackend)}
+"""Backends that a side can be, by name."""
+SIDES = ("prefill", "decode")
+
+
+class HybridPlan(NamedTuple):
+    """The side that serves a forward, and its plan."""
+
+    side: Backend
+    planned: Any
+
+
+class HybridBackend:
+    """Routes a forward by its phase. Both sides read one KV pool, so any two can be combined."""
+
+    name = "hybrid"
+
+    @dataclass
+    class Config:
+        name: str = "hybrid"
+        prefill: str = "fa4"
+        """Backend that serves prompts."""
+        decode: str = "fa4"
+        """Backend that serves one token per request."""
+        verify: str = "decode"
+        """Which of the two verifies drafts: `prefill` or `decode`."""
+        draft: str = "decode"
+        """Which of the two serves the drafter: `prefill` or `decode`."""
+        fa4: TritonBackend.Config = field(default_factory=TritonBackend.Config)
+        flashinfer: FlashInferBackend.Config = field(default_factory=FlashInferBackend.Config)
+        torch: TorchBackend.Config = field(default_factory=TorchBackend.Config)
+
+        def __post_init__(self) -> None:
+            valid = list(SINGLE)
+            for key in SIDES:
+                expect_choice(f"backend.{key}", getattr(self, key), valid)
+            for key in ("verify", "draft"):
+                expect_choice(f"backend.{key}", getattr(self, key), SIDES)
+
+            for name in valid:
+                settings = getattr(self, name)
+                if settings.name != name:
+                    raise ValueError(f"backend.{name}.name: expected {name}, got {settings.name!r}")
+                if name not in (self.prefill, self.decode) and settings != type(settings)():
+                    raise ValueError(f"backend.{name} is set, and serves neither backend.prefill nor backend.decode")
+
+        def side_of(self, phase: str) -> str:
+            """`prefill` or `decode`."""
+            return {"prefill": "prefill", "decode": "decode", "verify": self.verify, "draft": self.draft}[phase]
+
+        @property
+        def capturable(self) -> bool:
+            """Prompts need not be captured."""
+            named = {getattr(self, self.side_of(phase)) for phase in ("decode", "verify", "draft")}
+            return all(getattr(self, name).capturable for name in named)
+
+    def __init__(self, config: Config, impl: str, deterministic: bool = False) -> None:
+        kinds = {name: SINGLE[name] for name in (config.prefill, config.decode)}
+        built: dict[str, Backend] = {
+            name: kind(getattr(config, name), impl, deterministic) for name, kind in kinds.items()
+        }
+        self.capturable, self.deterministic = config.capturable, deterministic
+        self._config = config
+        self._sides = {side: built[getattr(config, side)] for side in SIDES}
+        self.captures_prompts = self._sides["prefill"].captures_prompts
+
+    @property
+    def served(self) -> dict[str, str]:
+        """Phase -> what computed it."""
+        return {phase: name for side in self._sides.values() for phase, name in side.served.items()}
+
+    def refuse(
+        self, shape: AttentionShape, mode: str, window: int | None, device: torch.device, phase: str
+    ) -> str | None:
+        side = self._sides[self._config.side_of(phase)]
+        reason = side.refuse(shape, mode, window, device, phase)
+        return None if reason is None else f"{side.name} for {phase}: {reason}"
+
+    def plan(self, metadata: AttentionMetadata, shape: AttentionShape, phase: str) -> HybridPlan:
+        side = self._sides[self._config.side_of(phase)]
+        return HybridPlan(side, side.plan(metadata, shape, phase))
+
+    def plan_levels(self, levels: Levels, shape: AttentionShape, phase: str) -> list[HybridPlan] | None:
+        side = self._sides[self._config.side_of(phase)]
+        planned = side.plan_levels(levels, shape, phase)
+        return None if planned is None else [HybridPlan(side, each) for each in planned]
+
+    def run(
+        self,
+        plan: HybridPlan,
+        q: Tensor,
+        kv: Tensor,
+        sinks: Tensor | None = None,
+        scales: tuple[Tensor, Tensor] | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        return plan.side.run(plan.planned, q, kv, sinks, scales, out)

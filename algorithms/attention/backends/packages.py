@@ -1,0 +1,78 @@
+"""Requirements of other packages on the machine and on a call. This module imports no torch."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+from algorithms.attention.backends.protocol import Backend
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from specdec_kernels import AttentionShape
+
+
+def missing(module: str, package: str) -> str | None:
+    """Why `module` cannot be imported, naming the `package` that brings it, or None."""
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        found = False
+    if not found:
+        return f"the package {package} is not installed"
+    try:
+        importlib.import_module(module)
+    except Exception as failure:  # an optional package may fail to load in any way
+        return f"{package} does not import: {type(failure).__name__}: {str(failure).splitlines()[:1]}"
+    return None
+
+
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """Compute capability of an NVIDIA device, None for any other."""
+    import torch
+
+    if device.type != "cuda" or torch.version.hip or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_capability(device)
+
+
+def no_device() -> str | None:
+    """Why no NVIDIA GPU can be used, or None."""
+    import torch
+
+    if torch.version.hip:
+        return "it needs an NVIDIA GPU, this is a ROCm build of torch"
+    return None if torch.cuda.is_available() else "it needs an NVIDIA GPU, torch sees none"
+
+
+def half_precision_only(shape: AttentionShape) -> str | None:
+    """The refusal of kernels that take float16 and bfloat16 throughout."""
+    import torch
+
+    if shape.dtype not in (torch.float16, torch.bfloat16):
+        return f"it takes float16 and bfloat16, the queries are {shape.dtype}"
+    if shape.kv_dtype != shape.dtype:
+        return f"the cache must have the dtype of the queries, {shape.dtype}, it has {shape.kv_dtype}"
+    return None
+
+
+class PackageBackend(Backend):
+    """Attention by another package, over a `run_with_lse` that gives out and lse. Its calls cannot be captured."""
+
+    capturable = False
+    run_with_lse: Any
+
+    def run(
+        self,
+        plan: Any,
+        q: Tensor,
+        kv: Tensor,
+        sinks: Tensor | None = None,
+        scales: tuple[Tensor, Tensor] | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        result: Tensor = self.run_with_lse(plan, q, kv, sinks)[0]
+        return result if out is None else out.copy_(result)

@@ -1,0 +1,82 @@
+"""The contract of attention backends: `plan` once per forward, `run` once per layer, `refuse` before either."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from specdec_kernels import AttentionMetadata, AttentionShape
+
+NO_BITS = "does not promise the same bits for a row among others, which runtime.deterministic=true asks for"
+FORWARD_PHASES = ("prefill", "decode", "verify", "draft")
+"""The purpose of a forward: prompts, one token per request, drafted tokens of the target; everything of a drafter."""
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Forwards that a drafter makes one after another: alike but for lengths, tree_width, mask and depths."""
+
+    calls: Sequence[AttentionMetadata]
+    """The masks are filled when a forward is made, not when it is planned."""
+    length_step: int = 0
+    """By how much the lengths grow from one to the next."""
+    width_step: int = 0
+    """By how much tree_width grows from one to the next."""
+
+
+class BackendError(ValueError):
+    """A backend that cannot run here, or cannot serve a call; the message says why."""
+
+
+class Backend(Protocol):
+    """Computes attention of new tokens over [committed prefix; new tokens], whose KV is already stored.
+
+    A class has a `Config` dataclass with the property `capturable` and is built as `cls(config, impl, deterministic)`;
+    the constructor raises `BackendError` where the backend cannot run, or cannot be `deterministic`: give a row the
+    same bits in every phase but `draft`, regardless of the rest of the batch. An instance serves one stream of calls.
+    """
+
+    name: str
+    capturable: bool
+    """Whether `plan` and `run` can be captured in a CUDA graph: they read nothing back."""
+    captures_prompts: bool = False
+    """Whether prompts are captured too."""
+    deterministic: bool = False
+    """Whether it was constructed so."""
+    served: dict[str, str]
+    """Phase -> what computed it in this run, for the records."""
+
+    def refuse(
+        self, shape: AttentionShape, mode: str, window: int | None, device: torch.device, phase: str
+    ) -> str | None:
+        """Why calls of this kind cannot be served, or None. Called before weights load."""
+        ...
+
+    def plan(self, metadata: AttentionMetadata, shape: AttentionShape, phase: str) -> Any:
+        """Prepare what all layers of a forward share; raises `BackendError` with the reason of `refuse`. The result
+        does not change. `phase` is one of `FORWARD_PHASES`."""
+        ...
+
+    def plan_levels(self, levels: Levels, shape: AttentionShape, phase: str) -> Sequence[Any] | None:
+        """Plans of all `levels` at once, or None where a plan needs more than is known before the first of them: each
+        is then planned on its own."""
+        return None
+
+    def run(
+        self,
+        plan: Any,
+        q: Tensor,
+        kv: Tensor,
+        sinks: Tensor | None = None,
+        scales: tuple[Tensor, Tensor] | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """One layer: q [B, N, H, D], kv [2, pages, page_size, H_kv, D], sinks [H] float32; returns [B, N, H, D]. Rows
+        past `q_lens` are zeros. `scales` are factors of the stored keys and values, [H_kv] float32 each, None: 1. The
+        result is written to `out`, contiguous, where that is given."""
+        ...

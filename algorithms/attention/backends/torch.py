@@ -1,0 +1,124 @@
+"""`backend=torch`: gathered keys and values through torch.
+
+An independent second opinion on the Triton kernel: it gathers whole rows of the page table once per forward and leaves
+the arithmetic to torch. Soft caps and sinks, which `scaled_dot_product_attention` does not know, are written out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from algorithms.attention.backends.protocol import NO_BITS, Backend, BackendError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from specdec_kernels import AttentionMetadata, AttentionShape
+
+
+class TorchPlan(NamedTuple):
+    """The places of the keys of each request, and which tokens see them."""
+
+    metadata: AttentionMetadata
+    slots: Tensor
+    """[B, S] int64: where position s of request b is stored; any slot past the end."""
+    visible: Tensor
+    """[B, 1, N, S] bool."""
+    unwritten: Tensor
+    """[B, S, 1, 1] bool: no token of the request is there, so the pool may hold anything, even NaN."""
+
+
+class TorchBackend(Backend):
+    """Dense gather and `F.scaled_dot_product_attention` with a boolean mask."""
+
+    name = "torch"
+    capturable = True
+    # `captures_prompts` is off: captured, every tile would gather keys up to the longest context.
+
+    @dataclass
+    class Config:
+        name: str = "torch"
+
+        @property
+        def capturable(self) -> bool:
+            return True
+
+    def __init__(self, config: Config, impl: str, deterministic: bool = False) -> None:
+        """`impl` is for kernels; this backend has none."""
+        if deterministic:
+            raise BackendError(f"backend=torch {NO_BITS}; use backend=fa4")
+        self.served: dict[str, str] = {}
+
+    def refuse(
+        self, shape: AttentionShape, mode: str, window: int | None, device: torch.device, phase: str
+    ) -> str | None:
+        """It serves every call."""
+        return None
+
+    def plan(self, metadata: AttentionMetadata, shape: AttentionShape, phase: str) -> TorchPlan:
+        import torch
+
+        from specdec_kernels.attention import stored_keys, visible_keys
+
+        self.served[phase] = self.name
+        table, page_size = metadata.page_table.long(), shape.page_size
+        width = metadata.max_length or table.shape[1] * page_size
+        position = torch.arange(width, device=table.device)
+        pages = table[:, (position // page_size).clamp(max=table.shape[1] - 1)].clamp(min=0)
+        visible = visible_keys(metadata, shape.num_nodes, width)[:, None]
+        unwritten = ~stored_keys(metadata, shape.num_nodes, width)[..., None, None]
+        return TorchPlan(metadata, pages * page_size + position % page_size, visible, unwritten)
+
+    def run(
+        self,
+        plan: TorchPlan,
+        q: Tensor,
+        kv: Tensor,
+        sinks: Tensor | None = None,
+        scales: tuple[Tensor, Tensor] | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        import torch.nn.functional as F
+
+        factors = scales or (None, None)
+        halves = (_gathered(half, plan.slots, q.dtype, factor) for half, factor in zip(kv, factors, strict=True))
+        keys, values = (half.masked_fill(plan.unwritten, 0.0).transpose(1, 2) for half in halves)
+        if plan.metadata.soft_cap is not None or sinks is not None:
+            result = _written_out(plan, q.transpose(1, 2), keys, values, sinks)
+        else:
+            scale = plan.metadata.scale
+            result = F.scaled_dot_product_attention(
+                q.transpose(1, 2), keys, values, attn_mask=plan.visible, scale=scale, enable_gqa=True
+            )
+        # A query that sees nothing (a padded row) comes out as NaN.
+        result = result.transpose(1, 2).masked_fill(~plan.visible.any(-1).transpose(1, 2)[..., None], 0.0)
+        return result if out is None else out.copy_(result)
+
+
+def _gathered(half: Tensor, slots: Tensor, dtype: torch.dtype, factor: Tensor | None) -> Tensor:
+    """The keys or values [B, S, H_kv, D] at `slots`, times `factor [H_kv]`. torch gathers no float8, but its bytes."""
+    import torch
+
+    flat = half.flatten(0, 1)
+    if flat.dtype == dtype:
+        return flat[slots]
+    found = flat.view(torch.uint8)[slots].view(flat.dtype).to(dtype)
+    return found if factor is None else found * factor[:, None].to(dtype)
+
+
+def _written_out(plan: TorchPlan, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
+    """softmax over [cap * tanh(scale q k / cap), sink] times the values, in float32; q [B, H, N, D]."""
+    import torch
+
+    group, cap, scale = q.shape[1] // keys.shape[1], plan.metadata.soft_cap, plan.metadata.scale
+    keys, values = (half.float().repeat_interleave(group, 1) for half in (keys, values))
+    scores = q.float() @ keys.transpose(2, 3) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
+    scores = scores.masked_fill(~plan.visible, float("-inf"))
+    if sinks is not None:
+        column = sinks.float()[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    return (scores.softmax(-1)[..., : keys.shape[2]] @ values).to(q.dtype)

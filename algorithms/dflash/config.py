@@ -1,0 +1,290 @@
+"""Shape and conventions of a block drafter, with the keys of the published z-lab checkpoints (arXiv 2602.06036).
+
+`formats` rewrites the configs of other writers in these keys. Other engines' keys of `dflash_config` are read as in
+vLLM (`qwen3_dflash.py`): `use_swa` gives every layer a window where `layer_types` name none, `swa_window_size` is that
+window, sliding layers of `layer_types` are causal, and `causal`, `is_causal` or `causal_head` (JetSpec) decides for all
+layers. `slots`, `window_origin` and `reads_final_norm` are keys of this project.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any
+
+from algorithms.models.architectures import FULL, SLIDING, Windows, read_layer_types, write_layer_types
+from algorithms.models.config import EMBEDDING_LAYER, DecoderConfig
+from algorithms.models.config_keys import nested, read_size, required
+from specdec_kernels.checks import expect_at_least, expect_between, expect_choice
+
+DEFAULT_BLOCK_SIZE = 16
+MAX_CANDIDATES = 32
+"""Most candidates that a selector's kernels take."""
+OWN, NEXT = SLOTS = ("own", "next")
+"""The position that slot k of a block drafts, counted from the last committed token: k (slot 0 drafts nothing), or
+k + 1."""
+QUERY, ANCHOR = WINDOW_ORIGINS = ("query", "anchor")
+"""A window of W counts back from each query, W - 1 positions, or from the last committed token, W positions for all
+slots alike."""
+VANILLA, GATED, RNN = MARKOV_HEADS = ("vanilla", "gated", "rnn")
+GRU, SELECTOR = "gru", "selector"
+"""The heads of Domino and DFlash 2."""
+DOMINO_PROJECTORS = ("domino", "causal_v5")
+HIDDEN, HIDDEN_AND_TOKEN = "hidden", "hidden+token"
+"""What a confidence head reads: the slot's hidden state, or also the token before, as the Markov head embeds it."""
+CAUSAL_KEYS = ("causal", "is_causal", "causal_head")
+
+
+def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
+    """The published rule: one draft layer reads the middle, several read evenly spaced layers 1 … N-3."""
+    if num_draft_layers == 1:
+        return (num_target_layers // 2,)
+    if num_target_layers < 4:
+        raise ValueError(f"default target_layer_ids need num_target_layers >= 4, got {num_target_layers}")
+    span = num_target_layers - 4
+    return tuple(round(1 + i * span / (num_draft_layers - 1)) for i in range(num_draft_layers))
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """A head that corrects each draft by those before it."""
+
+    kind: str
+    """One of `MARKOV_HEADS`, `GRU` or `SELECTOR`."""
+    rank: int
+    """Width of the matrices whose product gives the correction."""
+    state_size: int = 0
+    """Width of a GRU's state."""
+    num_plain: int = 0
+    """First drafts that a GRU does not correct."""
+    num_candidates: int = 0
+    """Tokens of each position that a selector chooses from."""
+
+    def __post_init__(self) -> None:
+        expect_choice("markov_head_type", self.kind, (*MARKOV_HEADS, GRU, SELECTOR))
+        expect_between("selector_top_k", self.num_candidates, int(self.kind == SELECTOR), MAX_CANDIDATES)
+        expect_at_least("rank of the head", self.rank, 1)
+        expect_at_least("gru_hidden_dim", self.state_size, int(self.kind == GRU))
+        expect_at_least("pure_draft_prefix_len", self.num_plain, 0)
+
+    def to_hf(self) -> dict[str, Any]:
+        if self.kind in MARKOV_HEADS:
+            return {"markov_rank": self.rank, "markov_head_type": self.kind}
+        if self.kind == SELECTOR:
+            return {"selector_rank": self.rank, "selector_top_k": self.num_candidates}
+        sizes = {"emb_dim": self.rank, "gru_hidden_dim": self.state_size, "pure_draft_prefix_len": self.num_plain}
+        return {"projector_type": DOMINO_PROJECTORS[0], **sizes}
+
+
+@dataclass(frozen=True)
+class ConvConfig:
+    """Convolutions before and after attention and MLP of every layer: taps, and channels that share a coefficient."""
+
+    taps: int
+    group: int
+
+
+@dataclass(frozen=True)
+class DFlashConfig:
+    """Shape of a block drafter: `decoder` describes its layers, sliding windows included."""
+
+    decoder: DecoderConfig
+    block_size: int
+    target_layer_ids: tuple[int, ...]
+    """Target layers whose output is read, -1 for that of the embedding."""
+    mask_token_id: int
+    """The target's token in the place of a draft; `vocab_size` is an embedding that the drafter owns."""
+    num_target_layers: int
+    causal_layers: tuple[bool, ...]
+    """Whether each layer is causal inside the block."""
+    slots: str = OWN
+    window_origin: str = QUERY
+    reads_final_norm: bool = True
+    """Whether the output of the target's last layer is read after the final norm."""
+    embed_scale: float = 1.0
+    """Factor of the embeddings of a block."""
+    logit_scale: float = 1.0
+    """Factor of the logits, before the cap."""
+    logit_soft_cap: float | None = None
+    """Logits s of drafts become logit_soft_cap * tanh(s / logit_soft_cap)."""
+    conv: ConvConfig | None = None
+    head: HeadConfig | None = None
+    confidence: str | None = None
+    """What a confidence head reads, `HIDDEN` or `HIDDEN_AND_TOKEN`; None: there is none."""
+    draft_vocab_size: int | None = None
+    """Tokens that the drafter knows; None is all of the target's."""
+    owns_embedding: bool = False
+    owns_head: bool = False
+    """Whether the drafter has an embedding, and an LM head, that are not the target's."""
+
+    def __post_init__(self) -> None:
+        expect_at_least("block_size", self.block_size, 1)
+        expect_choice("slots", self.slots, SLOTS)
+        if self.confidence == HIDDEN_AND_TOKEN and (self.head is None or self.head.kind not in MARKOV_HEADS):
+            raise ValueError("confidence_head_with_markov: expected a Markov head, got markov_rank 0")
+        expect_choice("window_origin", self.window_origin, WINDOW_ORIGINS)
+        if len(self.causal_layers) != self.decoder.num_layers:
+            raise ValueError(f"causal_layers: expected {self.decoder.num_layers} entries, got {self.causal_layers}")
+        if self.conv is not None and self.decoder.hidden_size % self.conv.group:
+            raise ValueError(
+                f"conv_group_size: expected a divisor of hidden_size={self.decoder.hidden_size}, got {self.conv.group}"
+            )
+        expect_between("output_multiplier", self.logit_scale, 0, inf, above=True)
+        expect_between("final_logit_softcapping", self.logit_soft_cap, 0, inf, above=True, nullable=True)
+        outside = [i for i in self.target_layer_ids if not EMBEDDING_LAYER <= i < self.num_target_layers]
+        if outside or not self.target_layer_ids:
+            raise ValueError(
+                f"target_layer_ids: expected 0 to {self.num_target_layers - 1}, or -1 for the embedding, got "
+                f"{list(self.target_layer_ids)}"
+            )
+        causal = [causal for causal, window in zip(self.causal_layers, self._windows, strict=True) if window]
+        if self.window_origin == ANCHOR and any(causal) and not all(causal):
+            raise ValueError(f"causal_layers: expected one value for all sliding layers, got {self.causal_layers}")
+        expect_between("mask_token_id", self.mask_token_id, 0, self.decoder.vocab_size)
+        expect_between("draft_vocab_size", self.draft_vocab_size, 1, self.decoder.vocab_size, nullable=True)
+
+    @property
+    def _windows(self) -> Windows:
+        """The window of each layer."""
+        return self.decoder.sliding_windows or (None,) * self.decoder.num_layers
+
+    @property
+    def sliding_causal(self) -> bool:
+        """Whether layers with a window are causal inside the block."""
+        return any(causal for causal, window in zip(self.causal_layers, self._windows, strict=True) if window)
+
+    @property
+    def owns_mask(self) -> bool:
+        return self.mask_token_id == self.decoder.vocab_size
+
+    @property
+    def reduced(self) -> bool:
+        """Whether the drafter knows a part of the target's vocabulary only."""
+        return self.num_known < self.decoder.vocab_size
+
+    @property
+    def num_known(self) -> int:
+        """V_d: tokens that the drafter knows."""
+        return self.draft_vocab_size or self.decoder.vocab_size
+
+    @property
+    def first_slot(self) -> int:
+        """The slot of the first draft."""
+        return 1 if self.slots == OWN else 0
+
+    def num_drafts(self, block_size: int) -> int:
+        """Drafts of a block of this size. Domino leaves the last slot unused where the first one drafts."""
+        has_gru = self.head is not None and self.head.kind == GRU
+        return block_size - (1 if has_gru else self.first_slot)
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> DFlashConfig:
+        """Read a published drafter `config.json`; an entry of `dflash_config` wins over the same top-level key."""
+        merged = {**config, **nested(config, "dflash_config")}
+        # `layer_types` alone decides about windows here; `use_sliding_window` is ignored.
+        decoder = DecoderConfig.from_hf({**config, "layer_types": None, "use_sliding_window": False})
+        num_target_layers = read_size("num_target_layers", required(merged, "num_target_layers"))
+        ids = merged.get("target_layer_ids", merged.get("layer_ids"))
+        if ids is None:
+            ids = default_target_layer_ids(num_target_layers, decoder.num_layers)
+        windows, causal = _read_attention(merged, decoder.num_layers)
+        cap = merged.get("final_logit_softcapping") or None
+        known = read_size("draft_vocab_size", merged.get("draft_vocab_size") or decoder.vocab_size)
+        return cls(
+            decoder=replace(decoder, sliding_windows=windows),
+            block_size=read_size("block_size", merged.get("block_size", DEFAULT_BLOCK_SIZE)),
+            target_layer_ids=tuple(int(i) for i in ids),
+            mask_token_id=int(required(merged, "mask_token_id")),
+            num_target_layers=num_target_layers,
+            causal_layers=causal,
+            slots=merged.get("slots", OWN),
+            window_origin=merged.get("window_origin", QUERY),
+            reads_final_norm=bool(merged.get("reads_final_norm", True)),
+            embed_scale=float(merged.get("input_embedding_scale") or 1.0),
+            logit_scale=float(merged.get("output_multiplier") or 1.0),
+            logit_soft_cap=None if cap is None else float(cap),
+            conv=_read_conv(merged),
+            head=_read_head(merged),
+            confidence=_read_confidence(merged),
+            draft_vocab_size=None if known == decoder.vocab_size else known,
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The keys that `from_hf` reads; ValueError where they cannot say which layers are causal."""
+        own: dict[str, Any] = {
+            "mask_token_id": self.mask_token_id,
+            "target_layer_ids": list(self.target_layer_ids),
+            "slots": self.slots,
+        }
+        if self.causal_layers != tuple(map(bool, self._windows)):
+            if len(set(self.causal_layers)) > 1:
+                raise ValueError(f"causal_layers: expected all or none, or those that slide, got {self.causal_layers}")
+            own["causal"] = self.causal_layers[0]
+        for field, (key, default) in _OPTIONAL_KEYS.items():
+            if getattr(self, field) != default:
+                own[key] = getattr(self, field)
+        if self.conv is not None:
+            own |= {"conv_kernel_size": self.conv.taps, "conv_group_size": self.conv.group}
+        head, confidence = self.head, self.confidence
+        if confidence is not None:
+            own |= {"enable_confidence_head": True, "confidence_head_with_markov": confidence == HIDDEN_AND_TOKEN}
+        return {
+            **replace(self.decoder, sliding_windows=()).to_hf(),
+            "architectures": ["DFlashDraftModel"],
+            "block_size": self.block_size,
+            "num_target_layers": self.num_target_layers,
+            "dflash_config": own,
+            **({} if head is None else head.to_hf()),
+            **write_layer_types(self.decoder.sliding_windows, self.decoder.num_layers),
+        }
+
+
+_OPTIONAL_KEYS = {
+    "window_origin": ("window_origin", QUERY),
+    "reads_final_norm": ("reads_final_norm", True),
+    "embed_scale": ("input_embedding_scale", 1.0),
+    "logit_scale": ("output_multiplier", 1.0),
+    "logit_soft_cap": ("final_logit_softcapping", None),
+    "draft_vocab_size": ("draft_vocab_size", None),
+}
+"""Keys that are written where a field is not at its default."""
+
+
+def _read_conv(merged: Mapping[str, Any]) -> ConvConfig | None:
+    if not merged.get("conv_kernel_size"):
+        return None
+    return ConvConfig(*(read_size(key, required(merged, key)) for key in ("conv_kernel_size", "conv_group_size")))
+
+
+def _read_head(merged: Mapping[str, Any]) -> HeadConfig | None:
+    if merged.get("selector_rank"):
+        rank, most = (read_size(key, required(merged, key)) for key in ("selector_rank", "selector_top_k"))
+        return HeadConfig(SELECTOR, rank, num_candidates=most)
+    if merged.get("projector_type") in DOMINO_PROJECTORS:
+        rank, state_size = (read_size(key, required(merged, key)) for key in ("emb_dim", "gru_hidden_dim"))
+        return HeadConfig(GRU, rank, state_size, int(merged.get("pure_draft_prefix_len") or 0))
+    if merged.get("projector_type") is not None:
+        raise ValueError(f"projector_type '{merged['projector_type']}' is not supported, expected dspark or domino")
+    rank = int(merged.get("markov_rank") or 0)
+    return HeadConfig(str(merged.get("markov_head_type", VANILLA)).lower(), rank) if rank else None
+
+
+def _read_confidence(merged: Mapping[str, Any]) -> str | None:
+    if not merged.get("enable_confidence_head"):
+        return None
+    return HIDDEN_AND_TOKEN if merged.get("confidence_head_with_markov") else HIDDEN
+
+
+def _read_attention(merged: Mapping[str, Any], num_layers: int) -> tuple[Windows, tuple[bool, ...]]:
+    """Windows of the layers, and which of them are causal inside the block."""
+    layer_types = merged.get("layer_types") or [FULL] * num_layers
+    given = {key: bool(merged[key]) for key in CAUSAL_KEYS if merged.get(key) is not None}
+    causal = set(given.values())
+    if len(causal) > 1:
+        raise ValueError(f"{' and '.join(given)}: expected one value, got {', '.join(map(str, given.values()))}")
+    by_layer = tuple(bool(next(iter(causal))) if causal else kind == SLIDING for kind in layer_types)
+    if merged.get("use_swa") and SLIDING not in layer_types:
+        layer_types = [SLIDING] * num_layers
+    window = merged.get("swa_window_size") or merged.get("sliding_window")
+    return read_layer_types(layer_types, window, num_layers), by_layer

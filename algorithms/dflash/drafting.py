@@ -1,0 +1,272 @@
+"""DFlash (arXiv 2602.06036) and its successors: a whole block of drafts from one pass of a block-diffusion drafter.
+
+observe   The target's hidden states at a few layers are fused into one context vector per committed token; the keys and
+          values of every draft layer are computed from it and stored in the drafter's pages.
+propose   [last token, mask, …, mask] at positions L … L + B - 1 attends to [context; block]. The target's LM head at
+          the masks gives one distribution per position; with `slots` next, at the last token too. Their most likely
+          tokens are a chain; a drafter with a head (DSpark, Domino, DFlash 2) chooses each given those before it. With
+          `topk` above 1 the most likely paths are a tree of `num_nodes`, best first as in DDTree; with a Markov head or
+          a GRU it grows level by level as in EAGLE-2.
+
+With another `draft_sampling` than topk, drafts are sampled under the request's sampling parameters, in a chain or a
+tree of fixed shape, and a rule for sampled drafts decides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import specdec_kernels as kernels
+from algorithms.algorithm import Algorithm, AttentionCalls, Batch, DraftTree, Observation, Resources
+from algorithms.dflash.config import ANCHOR, SELECTOR
+from algorithms.drafting.draft_sampling import DraftSampling, SampledShape
+from algorithms.drafting.tree_shape import DEFAULT_TREE_NODES, MAX_NODES, MAX_TOPK, TreeShape
+from algorithms.models.config import EMBEDDING_LAYER
+from specdec_kernels.checks import expect_at_least, expect_between
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from algorithms.dflash.config import DFlashConfig
+    from algorithms.dflash.heads import BlockLogits
+    from algorithms.drafting.sampled_tree import SampledTree
+    from algorithms.models.loading import Target, TargetFolder
+    from specdec_kernels import Frontier, TreeLinks
+
+
+class DFlash(Algorithm):
+    """Block-diffusion drafting."""
+
+    name = "dflash"
+    needs_draft_model = True
+
+    @dataclass
+    class Config:
+        name: str = "dflash"
+        block_size: int | None = None
+        """Tokens of a block, the last committed one included; None takes the size the drafter was trained with."""
+        topk: int = 1
+        """Tokens of each position that may enter the tree; 1 drafts a chain."""
+        num_nodes: int | None = None
+        """Nodes of the tree, node 0 included; None takes 32. A chain has block_size nodes."""
+        window: int | None = None
+        """Positions the drafter's context reaches back; None is all of it."""
+        draft_sampling: str | None = None
+        """topk, sample (independent) or without_replacement; None follows from the rule, else it is topk."""
+        rule: str | None = None
+        """Acceptance rule; None is target_only for topk, block for a sampled chain, traversal for a sampled tree."""
+
+        def __post_init__(self) -> None:
+            expect_between("algo.block_size", self.block_size, 1, MAX_NODES, nullable=True)
+            expect_between("algo.topk", self.topk, 1, MAX_TOPK)
+            expect_between("algo.num_nodes", self.num_nodes, 2, MAX_NODES, nullable=True)
+            expect_at_least("algo.window", self.window, 1, nullable=True)
+            if self.topk == 1 and self.num_nodes is not None:
+                raise ValueError("algo.num_nodes is the size of a tree: expected algo.topk above 1, got 1")
+            DraftSampling.of(self.draft_sampling, self.rule, self.topk == 1)
+
+    @classmethod
+    def check(cls, config: Any, target: TargetFolder, draft_path: str | None) -> AttentionCalls:
+        from algorithms.dflash.loading import read_dflash
+
+        _, drafter = read_dflash(cls.drafter_folder(draft_path), target)
+        _block_of(config, drafter)
+        modes = {mode for mode, _ in _attention_kinds(drafter, config.window)}
+        return AttentionCalls(
+            drafter.decoder, {"draft": next(mode for mode in ("tree", "block", "chain") if mode in modes)}
+        )
+
+    def __init__(self, config: Config, target: Target, draft_path: str | None) -> None:
+        from algorithms.dflash.loading import load_dflash
+
+        weight = target.model.model.norm.weight
+        self._drafter = load_dflash(self.drafter_folder(draft_path), target, weight.device, weight.dtype)
+        self._target, self._topk = target.model, config.topk
+        self._block = _block_of(config, self._drafter.config)
+        self._most_drafts = self._drafter.config.num_drafts(self._block)
+        self.chain = self._topk == 1 or self._most_drafts == 0
+        self.num_nodes = self._most_drafts + 1 if self.chain else config.num_nodes or DEFAULT_TREE_NODES
+        self.max_depth = min(self._most_drafts, self.num_nodes - 1)
+        self._sampling = DraftSampling.of(config.draft_sampling, config.rule, config.topk == 1)
+        self._nodes = None
+        if self._sampling.sampled and self._most_drafts:
+            self.rule = self._sampling.rule
+            self._nodes = SampledShape.of(TreeShape(self.max_depth, self._topk, self.num_nodes))
+            self.max_depth = self._nodes.max_depth
+        self.draft_slots = self._block
+        self.target_layers = tuple(i for i in self._drafter.config.target_layer_ids if i != EMBEDDING_LAYER)
+        self._kinds = _attention_kinds(self._drafter.config, config.window)
+
+    def bind(self, resources: Resources) -> None:
+        from algorithms.attention.cache import KVCache
+        from algorithms.drafting.sampled_tree import SampledTree
+
+        self._resources = resources
+        resources.choose_forward(self._drafter)
+        self._cache = KVCache.allocate(self._drafter.config.decoder, resources)
+        self._stacked = self._drafter.stack_kv()
+        self._sampled = None
+        if self._nodes is not None:
+            self._sampled = SampledTree(
+                self._nodes, resources, self._sampling.replacement, width=self._topk,
+                vocabulary=self._drafter.vocabulary,
+            )  # fmt: skip
+
+    def propose(self, batch: Batch) -> DraftTree:
+        return self.propose_few(batch, self.num_nodes)
+
+    def propose_few(self, batch: Batch, num_nodes: int) -> DraftTree:
+        """The whole block is drafted, because its positions see each other; the LM head runs at the first ones only."""
+        from algorithms.drafting.marginals import draft_chain, draft_tree
+
+        impl, depth = self._resources.impl, min(self._most_drafts, num_nodes - 1)
+        if depth == 0:
+            return DraftTree(batch.last_tokens[:, None], kernels.build_chain(batch.lengths, 1, impl=impl))
+        hidden, logits = self._block_outputs(batch, self.max_depth if self._sampled else depth)
+        paths = self._drafter.along_paths(self._target, logits, hidden, impl)
+        drafted = hidden[:, -logits.shape[1] :]
+        if (lattice := self._drafter.lattice(logits, drafted, batch.last_tokens, impl)) is not None:
+            return self._from_lattice(batch, *lattice, num_nodes)
+        if self._sampled is not None:
+            return self._sample(batch, logits, paths, self._sampled)
+        if paths is not None and self.chain:
+            return self._chain_by_levels(batch, paths, depth)
+        if paths is not None:
+            return self._tree_by_levels(batch, paths, TreeShape(depth, self._topk, num_nodes))
+        vocabulary, scored = self._drafter.vocabulary, self._resources.needs_path_probs
+        if self.chain:
+            confidence = self._drafter.confidence(drafted) if scored else None
+            return draft_chain(batch, logits, impl, vocabulary, scored, confidence)
+        return draft_tree(batch, logits, self._topk, num_nodes, impl, vocabulary, self._drafter.confidence(drafted))
+
+    def _chain_by_levels(self, batch: Batch, paths: BlockLogits, depth: int) -> DraftTree:
+        """The chain of the most likely token of each of `depth` positions given those before it."""
+        import torch
+
+        from algorithms.drafting.marginals import in_target
+
+        scored, impl, last_tokens = self._resources.needs_path_probs, self._resources.impl, batch.last_tokens
+        tokens = last_tokens.new_empty(len(last_tokens), depth + 1)
+        tokens[:, 0] = last_tokens
+        probs = last_tokens.new_ones(tokens.shape, dtype=torch.float32) if scored else None
+        for place in range(depth):
+            here = paths.after(place, tokens[:, place : place + 1])
+            picked = kernels.pick_tokens(here.flatten(0, 1), return_logprobs=scored, impl=impl)
+            tokens[:, place + 1] = in_target(picked.tokens, self._drafter.vocabulary)
+            if probs is not None and picked.logprobs is not None:
+                sure = paths.confidence()
+                probs[:, place + 1] = picked.logprobs.exp() if sure is None else sure.squeeze(1)
+        links = kernels.build_chain(batch.lengths, depth + 1, impl=impl)
+        return DraftTree(tokens, links, path_probs=None if probs is None else probs.cumprod(1))
+
+    def _from_lattice(self, batch: Batch, lattice: kernels.Lattice, pairs: Tensor, num_nodes: int) -> DraftTree:
+        """The chain or tree of the most likely candidates given their parents, or a chain sampled from these."""
+        impl, sampling = self._resources.impl, batch.sampling
+        if self._sampled is not None:
+            assert sampling.temperature is not None
+            chain = kernels.sample_chain(lattice, pairs, sampling.temperature, sampling.seeds, batch.lengths, impl=impl)
+            probs = kernels.dense_probs(lattice, chain.probs, self._target.config.vocab_size)
+            return DraftTree(chain.tokens, kernels.build_chain(batch.lengths, chain.tokens.shape[1], impl=impl), probs)
+        if self.chain:
+            chosen = kernels.greedy_chain(lattice, pairs, impl=impl)
+            links = kernels.build_chain(batch.lengths, chosen.tokens.shape[1], impl=impl)
+        else:
+            chosen = kernels.lattice_tree(lattice, pairs, num_nodes, impl=impl)
+            links = kernels.build_tree(chosen.parents, batch.lengths, impl=impl)
+        return DraftTree(chosen.tokens, links, path_probs=chosen.scores)
+
+    def _sample(self, batch: Batch, logits: Tensor, paths: BlockLogits | None, tree: SampledTree) -> DraftTree:
+        if paths is None:
+            return tree.sample(batch, logits)
+        first = paths.after(0, batch.last_tokens[:, None]).squeeze(1)
+        return tree.grow(batch, first, lambda level, tokens, parents: paths.after(level + 1, tokens, parents))
+
+    def _tree_by_levels(self, batch: Batch, paths: BlockLogits, shape: TreeShape) -> DraftTree:
+        from algorithms.drafting.tree_drafter import grow_tree, level_masks
+
+        def run(level: int, frontier: Frontier) -> Tensor:
+            return paths.after(level + 1, frontier.tokens, frontier.parents)
+
+        first = paths.after(0, batch.last_tokens[:, None]).squeeze(1)
+        return grow_tree(
+            batch, first, run, shape, level_masks(batch, shape), self._resources.impl,
+            vocabulary=self._drafter.vocabulary, confidence=paths.confidence,
+        )  # fmt: skip
+
+    def _block_outputs(self, batch: Batch, depth: int) -> tuple[Tensor, Tensor]:
+        """Final hidden states of each block's first slots, up to the last of `depth` drafts, and logits [B, depth, V_d]
+        of these drafts."""
+        from algorithms.attention.paged_attention import PagedMixer
+
+        drafter, first = self._drafter, self._drafter.config.first_slot
+        links = kernels.build_chain(batch.lengths, self._block, impl=self._resources.impl)
+        mixer = PagedMixer.over(
+            batch, links.positions, self._cache, self._resources, phase="draft", kinds=self._kinds,
+            **self._anchored_windows(links),
+        )  # fmt: skip
+        hidden = drafter(drafter.embed_block(self._target, batch.last_tokens, self._block), mixer)
+        return hidden[:, : first + depth], drafter.logits(self._target, hidden[:, first : first + depth])
+
+    def _anchored_windows(self, links: TreeLinks) -> dict[str, Any]:
+        """Mask and depths with which `tree` mode gives all slots of a block one window, if a layer has such a one."""
+        if not any(mode == "tree" for mode, _ in self._kinds):
+            return {}
+        mask = (
+            links.mask if self._drafter.config.sliding_causal else links.mask[:, -1:].expand_as(links.mask).contiguous()
+        )
+        return dict(mask=mask, depths=links.depth * 0)
+
+    def observe(self, seen: Observation) -> None:
+        impl, batch, width = self._resources.impl, seen.batch, seen.tokens.shape[1]
+        given, ids = iter(seen.features), self._drafter.config.target_layer_ids
+        features = [self._target.embed(seen.tokens) if layer == EMBEDDING_LAYER else next(given) for layer in ids]
+        keys, values = self._drafter.context_kv(self._drafter.context(features, seen.hidden), self._stacked)
+        page_size = self._cache.page_size
+        slots = kernels.token_slots(batch.page_table, batch.lengths, seen.counts, width, page_size, impl=impl)
+        kernels.materialize_kv(
+            keys.flatten(0, 1),
+            values.flatten(0, 1),
+            self._cache.kv,
+            slots.flatten(),
+            seen.positions.flatten(),
+            self._cache.rope,
+            k_norm=self._stacked.k_norm,
+            eps=self._cache.eps,
+            impl=impl,
+        )
+
+
+def _attention_kinds(drafter: DFlashConfig, run_window: int | None) -> list[tuple[str, int | None]]:
+    """(mode, window) of each layer; `run_window` narrows all of them. A window from the last committed token, and that
+    token itself, is one of a tree whose nodes all have depth 0."""
+    kinds = []
+    for layer, is_causal in enumerate(drafter.causal_layers):
+        mode, own = "chain" if is_causal else "block", drafter.decoder.window(layer)
+        if own is not None and drafter.window_origin == ANCHOR:
+            mode, own = "tree", own + 1
+        windows = [window for window in (own, run_window) if window is not None]
+        kinds.append((mode, min(windows, default=None)))
+    return kinds
+
+
+def _block_of(config: DFlash.Config, drafter: DFlashConfig) -> int:
+    """Tokens of a block; ValueError for a block, window or tree that the drafter cannot have."""
+    trained = drafter.block_size
+    block = config.block_size or trained
+    sampled = DraftSampling.of(config.draft_sampling, config.rule, config.topk == 1).sampled
+    drafts = drafter.num_drafts(block)
+    if (drafter.head or sampled) and config.topk > 1 and drafts:
+        nodes = config.num_nodes or DEFAULT_TREE_NODES
+        TreeShape(min(drafts, nodes - 1), config.topk, nodes)
+    if drafter.head and drafter.head.kind == SELECTOR and sampled and config.topk > 1:
+        raise ValueError(
+            "algo.draft_sampling: a drafter with a candidate selector samples chains only, got algo.topk > 1"
+        )
+    if config.topk > drafter.num_known:
+        raise ValueError(f"algo.topk: the drafter knows {drafter.num_known} tokens, got {config.topk}")
+    if block > trained:
+        raise ValueError(f"algo.block_size: expected at most {trained}, as trained, got {block}")
+    if config.window is not None and config.window < block:
+        raise ValueError(f"algo.window: expected at least the block of {block}, got {config.window}")
+    return block

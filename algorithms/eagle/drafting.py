@@ -1,0 +1,153 @@
+"""EAGLE-2 (arXiv 2401.15077, 2406.16858): draft the target's next features with one layer, and tokens from those.
+
+`FeatureDrafter` says how. P-EAGLE instead runs all levels in one pass over rows of a mask token, so its drafts are
+independent: a chain, or the best paths over the most likely tokens of each position.
+
+Such drafts are a function of the context, so the target's own choice decides. With another `draft_sampling` than
+topk they are sampled in a tree of fixed shape, and an acceptance rule for sampled drafts decides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from algorithms.algorithm import AttentionCalls, Batch, DraftTree, Resources
+from algorithms.drafting.draft_sampling import LevelSettings
+from algorithms.drafting.feature_drafter import FeatureDrafter
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from algorithms.eagle.model import Eagle3Drafter
+    from algorithms.models.loading import Target, TargetFolder
+
+
+class Eagle(FeatureDrafter):
+    """Feature-level drafting with dynamic trees."""
+
+    name = "eagle"
+    kind: ClassVar[str | None] = "EAGLE"
+    """The kind of head that the folder must hold; None takes any."""
+
+    @dataclass
+    class Config(LevelSettings):
+        name: str = "eagle"
+        steps: int = 3
+
+    @classmethod
+    def options(cls, config: Any) -> dict[str, Any]:
+        """Settings that the loader needs."""
+        return {}
+
+    @classmethod
+    def check(cls, config: Any, target: TargetFolder, draft_path: str | None) -> AttentionCalls:
+        from algorithms.eagle.loading import read_eagle
+
+        _, head, _ = read_eagle(cls.drafter_folder(draft_path), target, cls.kind, **cls.options(config))
+        cls.check_topk(config, head.draft_vocab_size)
+        return AttentionCalls(head.decoder, {"prefill": "chain", "draft": "chain" if config.topk == 1 else "tree"})
+
+    def __init__(self, config: Any, target: Target, draft_path: str | None) -> None:
+        from algorithms.eagle.loading import load_eagle
+
+        weight, folder = target.model.model.norm.weight, self.drafter_folder(draft_path)
+        head = load_eagle(folder, target, weight.device, weight.dtype, self.kind, **self.options(config))
+        self.set_head(head, config)
+
+
+class Eagle3(Eagle):
+    """EAGLE-3 (arXiv 2503.01840): fused low, middle and high features of the target, and a reduced draft vocabulary."""
+
+    name = "eagle3"
+    kind = "EAGLE-3"
+
+    @dataclass
+    class Config(Eagle.Config):
+        name: str = "eagle3"
+
+
+class NaiveEagle(Eagle):
+    """Either head with one draft step by default: target verify, acceptance and draft extend as one unit (after
+    SGLang's PR 6995; acceptance is exact here)."""
+
+    name = "naive_eagle"
+    kind = None
+
+    @dataclass
+    class Config(Eagle.Config):
+        name: str = "naive_eagle"
+        steps: int = 1
+
+
+class PEagle(Eagle3):
+    """P-EAGLE (arXiv 2602.01469): an EAGLE-3 head that drafts all positions in one pass."""
+
+    name = "peagle"
+    kind = "P-EAGLE"
+    _drafter: Eagle3Drafter
+
+    @dataclass
+    class Config(Eagle3.Config):
+        name: str = "peagle"
+        steps: int = 8
+        mask_token: int | None = None
+        """Token of the rows that draft; None takes the one that the head's folder names."""
+
+    @classmethod
+    def options(cls, config: Any) -> dict[str, Any]:
+        return {"mask_token": config.mask_token}
+
+    @classmethod
+    def check(cls, config: Any, target: TargetFolder, draft_path: str | None) -> AttentionCalls:
+        calls = super().check(config, target, draft_path)
+        windows = [window for window in calls.config.sliding_windows if window is not None]
+        if windows and config.steps > min(windows):
+            raise ValueError(f"algo.steps: expected at most the head's window of {min(windows)}, got {config.steps}")
+        return calls._replace(modes={"prefill": "chain", "draft": "chain"})
+
+    def set_shape(self, config: Any) -> None:
+        super().set_shape(config)
+        self.draft_slots = self._shape.steps - 1
+
+    def bind(self, resources: Resources) -> None:
+        import torch
+
+        super().bind(resources)
+        token = self._drafter.config.mask_token_id
+        assert token is not None
+        self._mask_token = token
+        with torch.no_grad():
+            self._mask_feature = self._drafter.mask_feature()
+        self._offsets = torch.arange(self._shape.steps, device=resources.device)
+
+    def propose(self, batch: Batch) -> DraftTree:
+        return self.propose_few(batch, self.num_nodes)
+
+    def propose_few(self, batch: Batch, num_nodes: int) -> DraftTree:
+        from algorithms.drafting.marginals import draft_chain, draft_tree
+
+        impl, vocabulary, sampled = self._resources.impl, self._drafter.vocabulary, self._tree.sampled
+        if sampled is not None:
+            return sampled.sample(batch, self._marginals(batch, self.max_depth))
+        logits = self._marginals(batch, min(self._shape.steps, num_nodes - 1))
+        if self.chain:
+            return draft_chain(batch, logits, impl, vocabulary, self._resources.needs_path_probs)
+        return draft_tree(batch, logits, self._shape.topk, num_nodes, impl, vocabulary)
+
+    def _marginals(self, batch: Batch, depth: int) -> Tensor:
+        """Logits [B, depth, V_d] of the positions after the last token. The keys of mask rows are written over by the
+        next tokens that are observed."""
+        import torch
+
+        from algorithms.attention.paged_attention import PagedMixer
+
+        states = self._kept.read(batch.slots)[:, None]
+        if depth > 1:
+            rows, count = len(states), depth - 1
+            tokens = batch.last_tokens.new_full((rows, count), self._mask_token)
+            positions = batch.lengths[:, None] + self._offsets[:count]
+            mixer = PagedMixer.over(batch, positions, self._cache, self._resources, phase="draft")
+            masks = self._mask_feature.repeat(rows, count, 1)
+            states = torch.cat([states, self._drafter(tokens, masks, mixer)], 1)
+        return self._drafter.logits(states)

@@ -1,0 +1,182 @@
+"""EAGLE and EAGLE-3 heads: decoder layers that continue the target's hidden states, as `FeatureHead` explains.
+
+EAGLE (arXiv 2401.15077): f_p is the target's final-normed hidden state. x = fc([embed(x_{p+1}); f_p]) runs through
+decoder layers, the first without an input norm, and the target's LM head reads the result.
+
+EAGLE-3 (arXiv 2503.01840): f_p = fc([low; middle; high]) fuses a few target layers. Queries, keys and values of the
+first layer are projected from [input_layernorm(embed); hidden_norm(f)], the residual stream is f. Logits come from its
+own norm and LM head over the most frequent tokens; `d2t[i] + i` is the target's id of draft token i, and `t2d` marks
+those ids. The stream before the norm is fed back. `Eagle3Config` names where published heads differ.
+
+P-EAGLE (arXiv 2602.01469) drafts K tokens in one pass: after slot p, whose logits are the first draft's, K - 1 rows at
+slots p + 1, p + 2, ... pair a mask token with fc(mask_hidden), and row d has the logits of x_{p+2+d}. Their keys are
+not kept.
+
+Parameter names are as in the published checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from algorithms.drafting.feature_drafter import NORMED
+from algorithms.drafting.feature_head import FeatureHead
+from algorithms.eagle.config import EACH, JOINT, Eagle3Config, EagleConfig
+from algorithms.models.config import EMBEDDING_LAYER, DecoderConfig
+from algorithms.models.decoder import (
+    Attention,
+    Block,
+    DecoderLayer,
+    Mixer,
+    RMSNorm,
+    SwiGLU,
+    reset_layers,
+)
+from algorithms.models.fusion import project
+
+
+class EagleDrafter(FeatureHead):
+    """The head of EAGLE-1 and EAGLE-2."""
+
+    config: EagleConfig
+
+    def __init__(self, config: EagleConfig, own_embedding: bool = False) -> None:
+        super().__init__(config.decoder, own_embedding)
+        self.config = config
+        hidden = config.decoder.hidden_size
+        self.fc = nn.Linear(2 * hidden, hidden, bias=config.fc_bias)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config.decoder, index > 0) for index in range(config.decoder.num_layers)
+        )
+
+    def reset_parameters(self) -> None:
+        reset_layers(self.layers)
+        nn.init.normal_(self.fc.weight, std=self.fc.in_features**-0.5)
+        if self.fc.bias is not None:
+            nn.init.zeros_(self.fc.bias)
+
+    def fuse(self, features: list[Tensor], hidden: Tensor) -> Tensor:
+        return hidden
+
+    def forward(self, tokens: Tensor, feature: Tensor, mixer: Mixer, level: int = 0) -> Tensor:
+        x = project(self.fc, torch.cat([self.embed(tokens).to(feature.dtype), feature], dim=-1), self.impl)
+        for index, layer in enumerate(self.layers):
+            x = layer(index, x, mixer)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.target.logits(hidden)
+
+
+class Eagle3Layer(Block):
+    """A decoder layer whose attention reads the normed token embedding and the normed stream."""
+
+    def __init__(self, config: DecoderConfig, normed_residual: bool = False) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self._normed_residual = normed_residual
+        self.input_layernorm = RMSNorm(hidden, eps)
+        self.hidden_norm = RMSNorm(hidden, eps)
+        self.self_attn = Attention(config, in_features=2 * hidden)
+        self.post_attention_layernorm = RMSNorm(hidden, eps)
+        self.mlp = SwiGLU(config)
+
+    def forward(self, embedding: Tensor, feature: Tensor, mixer: Mixer) -> Tensor:
+        normed = self.hidden_norm(feature)
+        both = torch.cat([self.input_layernorm(embedding), normed], dim=-1)
+        return self.after_attention(self.self_attn(0, both, mixer), normed if self._normed_residual else feature)
+
+
+class Eagle3Drafter(FeatureHead):
+    """The head of EAGLE-3; `own_head` False uses the target's LM head, which needs the whole vocabulary."""
+
+    config: Eagle3Config
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(
+        self,
+        config: Eagle3Config,
+        num_target_layers: int,
+        own_embedding: bool = False,
+        own_head: bool = True,
+        mask_shape: Sequence[int] | None = None,
+    ) -> None:
+        """`mask_shape`: of P-EAGLE's `mask_hidden`, which has one entry per feature value; None: there is none."""
+        super().__init__(config.decoder, own_embedding)
+        self.config, self.layer_ids = config, config.layer_ids(num_target_layers)
+        self.target_layers = tuple(index for index in self.layer_ids if index != EMBEDDING_LAYER)
+        decoder, width, eps = config.decoder, config.target_hidden_size, config.decoder.rms_norm_eps
+        each = config.num_features if config.feature_norm == EACH else 0
+        self.fc_norm = nn.ModuleList(RMSNorm(width, eps) for _ in range(each))
+        self.input_norm = RMSNorm(config.num_features * width, eps) if config.feature_norm == JOINT else None
+        self.fc = nn.Linear(config.num_features * width, decoder.hidden_size, bias=False)
+        self.mask_hidden = None if mask_shape is None else nn.Parameter(torch.zeros(*mask_shape))
+        self.midlayer = Eagle3Layer(decoder, config.residual == NORMED)
+        self.layers = nn.ModuleDict({str(index): DecoderLayer(decoder) for index in range(1, decoder.num_layers)})
+        self.norm = RMSNorm(decoder.hidden_size, eps)
+        self.lm_head = nn.Linear(decoder.hidden_size, config.draft_vocab_size, bias=False) if own_head else None
+        if config.reduced:
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+            self.register_buffer("t2d", torch.zeros(decoder.vocab_size, dtype=torch.bool))
+
+    def reset_parameters(self) -> None:
+        """Initialise for training from scratch; the LM head and the norm that it reads start as the bound target's."""
+        reset_layers(nn.ModuleList([self.midlayer, *self.layers.values()]))
+        nn.init.normal_(self.fc.weight, std=self.fc.in_features**-0.5)
+        if self.lm_head is not None:
+            head = self.target.lm_head or self.target.model.embed_tokens
+            ids = torch.arange(self.draft_vocab_size, device=self.lm_head.weight.device)
+            with torch.no_grad():
+                self.lm_head.weight.copy_(head.weight[self.to_target(ids)])
+                self.norm.weight.copy_(self.target.model.norm.weight)
+
+    def set_vocabulary(self, target_ids: Tensor) -> None:
+        """Let the draft vocabulary be `target_ids [draft_vocab_size]` int64, rising."""
+        self.d2t.copy_(target_ids - torch.arange(len(target_ids), device=target_ids.device))
+        self.t2d.zero_()
+        self.t2d[target_ids] = True
+
+    def gather(self, features: list[Tensor], tokens: Tensor) -> list[Tensor]:
+        given = iter(features)
+        return [self.target.embed(tokens) if index == EMBEDDING_LAYER else next(given) for index in self.layer_ids]
+
+    def fuse(self, features: list[Tensor], hidden: Tensor) -> Tensor:
+        """`features`, one `[..., T, target_hidden]` per layer id, to `[..., T, hidden]`."""
+        if len(features) != self.config.num_features:
+            raise ValueError(
+                f"this head reads {self.config.num_features} target layers, got features of {len(features)}"
+            )
+        if self.config.feature_norm == EACH:
+            features = [norm(feature) for norm, feature in zip(self.fc_norm, features, strict=True)]
+        joint = torch.cat(features, dim=-1)
+        return project(self.fc, joint if self.input_norm is None else self.input_norm(joint), self.impl)
+
+    def mask_feature(self) -> Tensor:
+        """[hidden]: the fused feature of P-EAGLE's mask rows; zeros stand for a `mask_hidden` that is absent."""
+        size = self.config.num_features * self.config.target_hidden_size
+        values = self.fc.weight.new_zeros(size) if self.mask_hidden is None else self.mask_hidden.flatten()
+        features = list(values[None].chunk(self.config.num_features, dim=-1))
+        return self.fuse(features, features[0])[0]
+
+    def forward(self, tokens: Tensor, feature: Tensor, mixer: Mixer, level: int = 0) -> Tensor:
+        stream = self.midlayer(self.embed(tokens).to(feature.dtype), feature, mixer)
+        for index, layer in self.layers.items():
+            stream = layer(int(index), stream, mixer)
+        return self.norm(stream) if self.config.feedback == NORMED else stream
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        is_raw = self.config.logits == NORMED and self.config.feedback != NORMED
+        normed = self.norm(hidden) if is_raw else hidden
+        return self.target.logits(normed) if self.lm_head is None else project(self.lm_head, normed, self.impl)
+
+    @property
+    def draft_vocab_size(self) -> int:
+        return self.config.draft_vocab_size
+
+    @property
+    def vocabulary(self) -> Tensor | None:
+        return self.d2t if self.config.reduced else None

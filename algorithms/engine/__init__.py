@@ -1,0 +1,1 @@
+"""Requests: the engine, its scheduler and session, the transfers between host and device, grammars, times."""

@@ -1,0 +1,119 @@
+"""The time of steps by named phases.
+
+On a GPU two CUDA events bracket a phase, so measuring adds no synchronisation to a step. Finished events are collected
+when later phases begin, and the rest when they are read. A phase then lasts from the end of the work queued before
+it to the end of its own work, including the wait for the host. Elsewhere the clock is `time.perf_counter`.
+
+Phases that are parts of one CUDA graph have no events of their own. They pass borders of `Stamps` instead, which sum
+the device's clock on the device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+class Stamps:
+    """Phases of captured work, which times itself. Time outside of begin and end, such as the launch of the graph,
+    counts for no phase."""
+
+    def __init__(self, names: Sequence[str], device: torch.device) -> None:
+        self._place = {name: place for place, name in enumerate(names, start=1)}
+        self._times = torch.zeros(1 + len(names), dtype=torch.int64, device=device)
+
+    def begin(self) -> None:
+        """The first phase begins here."""
+        self._pass_border(0)
+
+    def end(self, name: str) -> None:
+        """Phase `name` ends here, and the next one begins."""
+        self._pass_border(self._place[name])
+
+    def reset(self) -> None:
+        """Forget everything counted so far."""
+        self._times.zero_()
+
+    def phase_times_ms(self) -> dict[str, float]:
+        """Milliseconds by phase; waits for the device."""
+        counted = self._times.tolist()
+        return {name: counted[place] / 1e6 for name, place in self._place.items()}
+
+    def _pass_border(self, place: int) -> None:
+        from specdec_kernels.clock import pass_border
+
+        pass_border(self._times, place)
+
+
+class PhaseClock:
+    """Sums the time of named phases on one device. Phases may not be nested: their time would count twice."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._device = torch.device(device)
+        self._inside: str | None = None
+        self._stamps: list[Stamps] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything counted so far."""
+        self._total_ms: dict[str, float] = defaultdict(float)
+        self._pending: deque[tuple[str, Any, Any]] = deque()
+        for stamps in self._stamps:
+            stamps.reset()
+
+    def stamps(self, names: Sequence[str]) -> Stamps:
+        """Stamps for the phases `names` of captured work; this clock counts them too."""
+        self._stamps.append(Stamps(names, self._device))
+        return self._stamps[-1]
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the time inside the block under `name`."""
+        if self._inside is not None:
+            raise RuntimeError(f"phase {name!r} begins inside phase {self._inside!r}")
+        self._inside = name
+        self._total_ms[name] += 0.0
+        try:
+            yield from self._device_phase(name) if self._device.type == "cuda" else self._host_phase(name)
+        finally:
+            self._inside = None
+
+    def phase_times_ms(self) -> dict[str, float]:
+        """Milliseconds by phase since the start or the last `reset`, in the order of first use."""
+        if self._pending:
+            torch.cuda.synchronize(self._device)
+            self._collect()
+        phase_times = dict(self._total_ms)
+        for stamps in self._stamps:
+            for name, spent_ms in stamps.phase_times_ms().items():
+                phase_times[name] = phase_times.get(name, 0.0) + spent_ms
+        return phase_times
+
+    def _host_phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._total_ms[name] += (time.perf_counter() - start) * 1e3
+
+    def _device_phase(self, name: str) -> Iterator[None]:
+        self._collect()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        stream = torch.cuda.current_stream(self._device)
+        start.record(stream)
+        try:
+            yield
+        finally:
+            end.record(stream)
+            self._pending.append((name, start, end))
+
+    def _collect(self) -> None:
+        """Add up the phases at the front of the queue that the device has finished."""
+        while self._pending and self._pending[0][2].query():
+            name, start, end = self._pending.popleft()
+            self._total_ms[name] += start.elapsed_time(end)

@@ -1,0 +1,299 @@
+"""The engine: one target, one algorithm, one attention backend, and the cache and state that they share.
+
+All but the last token of a prompt is prefilled; the first step starts from the last token. So the first
+step is like every other, and tokens are sampled in one place. Requests are served in a `Session`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from algorithms.algorithm import Algorithm, Resources
+from algorithms.attention.backends.protocol import Backend
+from algorithms.attention.cache import KVCache, KVScales
+from algorithms.engine.clock import PhaseClock
+from algorithms.engine.compatibility import (
+    check_adaptive,
+    check_backend,
+    check_tree,
+    graph_level,
+    kv_dtype_of,
+    runs_fused,
+)
+from algorithms.engine.grammar import GrammarError, Grammars
+from algorithms.engine.readback import Readback
+from algorithms.engine.request import Completion, EngineError, Request
+from algorithms.engine.scheduler import Decode, Scheduler, tiles_of
+from algorithms.engine.session import Generation, Launched, Session, StepReport
+from algorithms.engine.settings import RuntimeSettings
+from algorithms.models.config import DecoderConfig
+from algorithms.models.loading import Target
+from algorithms.parallel.collectives import from_rank_0, parallel
+from algorithms.step.adaptive import Sizing, StepCosts
+from algorithms.step.batch import BatchState
+from algorithms.step.context import StepParts
+from algorithms.step.deferred_observation import DeferredObservation
+from algorithms.step.prefill import Prefiller
+from algorithms.step.prefill_batch import PASS_ROWS, PrefillBatch, tile_counts
+from algorithms.step.runner import Capture, StepRunner, buckets
+from algorithms.step.sampling_params import SamplingNeeds
+
+_MATRIX_ROWS = 64
+"""Rows that fill a tile of the matrix unit."""
+_MIXED_TOKENS = (64, 384)
+"""Prompt tokens that the smallest and the largest prefill in a step have room for. Fewer cost as much in a step,
+and more would make it much longer. Their tiles are half as wide as the default, because their padding costs
+arithmetic."""
+_SHORT_REQUEST = 512
+"""Tokens of requests so short that reading their keys twice as often costs less than the padding of wide tiles."""
+
+
+class Engine:
+    """Runs batches of requests with one target, one algorithm and one backend."""
+
+    def __init__(
+        self,
+        target: Target,
+        algorithm: Algorithm,
+        backend: Backend,
+        settings: RuntimeSettings,
+        decode: Decode,
+        capture: Capture | None = None,
+        grammars: Grammars | None = None,
+        kv_scales: KVScales | None = None,
+        step_costs: StepCosts | None = None,
+    ) -> None:
+        """`capture` replaces CUDA graphs, for tests of captured steps where there is no GPU. `grammars` compiles those
+        of requests; without it no request may have one. `kv_scales` belong to the target's float8 cache. Times of
+        steps for `adaptive` are `step_costs`, or measured before the first request.
+
+        Raises EngineError or ValueError if the backend cannot do what target, algorithm and settings need.
+        """
+        weight, config = target.model.model.norm.weight, target.config
+        level = graph_level(settings, backend, weight.device)
+        fused = runs_fused(settings, weight.device, weight.dtype)
+        check_tree(algorithm)
+        check_backend(backend, target, algorithm, settings, level, fused)
+        adaptive = settings.adaptive and algorithm.num_nodes > 1
+        if adaptive:
+            check_adaptive(algorithm, level)
+        self._limit = min(settings.max_length or config.max_position_embeddings, config.max_position_embeddings)
+        self._async_steps = settings.async_steps if settings.async_steps is not None else int(weight.is_cuda)
+        # The last step of a request drafts past its end, and so do steps launched before its end was read.
+        overshoot = max(algorithm.num_nodes, algorithm.draft_slots) + self._async_steps * (algorithm.max_depth + 1)
+        context = self._limit + overshoot
+        captures_prompts = level == "step" and backend.captures_prompts
+        piggybacks = settings.mixed_prefill and captures_prompts
+        wanted = default_ahead(settings.max_batch) if settings.prefill_ahead is None else settings.prefill_ahead
+        ahead = wanted if piggybacks else 0
+        max_pages = -(-context // settings.page_size)
+        slots = settings.max_batch + ahead
+        num_pages, scored = settings.num_pages or max_pages * slots, adaptive and not algorithm.chain
+        sizes = dict(context=context, num_pages=num_pages, max_batch=slots)
+        resources = _resources(target, backend, settings, **sizes, needs_path_probs=scored)
+        self.scheduler = Scheduler(settings.max_batch, num_pages, settings.page_size, overshoot, decode, ahead)
+        cache = KVCache.allocate(config, resources, kv_scales)
+        state = BatchState(settings.max_batch, ahead, max_pages, context, config.vocab_size, weight.device)
+        algorithm.bind(resources)
+        sizing = Sizing(algorithm.num_nodes, buckets(settings.max_batch)) if adaptive else None
+        backlog = DeferredObservation(len(algorithm.target_layers), resources) if adaptive else None
+        if sizing is not None and step_costs is not None:
+            sizing.set_costs(step_costs)
+        self.parts = StepParts(algorithm, cache, state, resources, sizing, backlog)
+        prefills = _separate_prefills(self.parts, settings, self._limit)
+        mixed = _mixed_prefills(self.parts, settings, prefills[-1]) if piggybacks else []
+        self.runner = StepRunner(self.parts, level, PhaseClock(weight.device), capture, mixed)
+        self.prefiller = Prefiller(self.parts, prefills, self.runner.recorder if captures_prompts else None)
+        self._grammars = grammars
+        if (recorder := algorithm.recorder) is not None:
+            plain = replace(settings, adaptive=False)
+            self._recording = partial(Engine, target, recorder, backend, plain, decode, capture, grammars, kv_scales)
+        self._session_is_open = False
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        on_step: Callable[[StepReport], None] | None = None,
+        needs: SamplingNeeds | None = None,
+        on_end: Callable[[Completion], None] | None = None,
+        follow: Callable[[Completion], Request | None] | None = None,
+    ) -> Generation:
+        """Serve `requests` to the end, by steps made for `needs`; None: for the needs of these requests. `on_end` is
+        called with each completion as its request ends. `follow` may answer a completion with another request, such as
+        the next turn of a conversation; their completions come after the others, in the order of their ids.
+
+        Raises EngineError before anything runs if a request does not fit the vocabulary, the context or the pool.
+        However it ends, all pages are free again.
+        """
+        for request in requests:
+            self.check(request)
+        place = {request.id: index for index, request in enumerate(requests)}
+        if len(place) < len(requests):
+            raise EngineError("requests of one call must have different ids")
+        needs = needs or SamplingNeeds.of(request.sampling for request in requests)
+        if self.parts.algorithm.recorder is not None:
+            plain = zip(requests, self._recording().generate(requests).completions, strict=True)
+            requests = [replace(request, continuation=tuple(alone.token_ids)) for request, alone in plain]
+        with self.session(needs) as session:
+            for request in requests:
+                session.submit(request)
+            done: list[Completion] = []
+            while not session.idle:
+                ended = session.step()
+                done += ended
+                for completion in ended:
+                    if on_end is not None:
+                        on_end(completion)
+                    if follow is not None and (next_request := follow(completion)) is not None:
+                        session.submit(next_request)
+                if on_step is not None:
+                    on_step(session.report())
+            return session.generation(sorted(done, key=lambda c: (place.get(c.request_id, len(place)), c.request_id)))
+
+    @contextmanager
+    def session(self, needs: SamplingNeeds) -> Iterator[Session]:
+        """A stretch of serving that takes requests as it runs; one at a time. Afterwards all pages are free again.
+
+        `needs` bounds the sampling features of requests: a captured step does no more than it was captured for.
+        """
+        if self._session_is_open:
+            raise EngineError("this engine has an open session already: close it first")
+        state, device = self.parts.state, self.parts.resources.device
+        # Engines may share a target, each with its own forward.
+        self.parts.resources.choose_forward(self.parts.resources.target.model)
+        algorithm = self.parts.algorithm
+        state.make_room(needs, algorithm.num_nodes, algorithm.max_depth)
+        with torch.inference_mode():
+            self.prefiller.prepare()
+            self.runner.prepare(needs)
+            self._learn_costs(needs)
+        emit = algorithm.max_depth + 1
+        width = 2 * emit * (1 + needs.top_logprobs) + 4 + emit + algorithm.num_nodes * (5 if needs.drafts else 1)
+        readback: Readback[Launched] = Readback(self._async_steps, state.max_batch * width, device, needs.top_logprobs)
+        self._session_is_open = True
+        try:
+            yield Session(
+                self.prefiller, self.parts, self.runner, self.scheduler, readback, needs, self.check, self._grammars
+            )
+        finally:
+            self.scheduler.clear()
+            state.clear(slice(None))
+            if self.parts.backlog is not None:
+                self.parts.backlog.clear(slice(None))
+            self._session_is_open = False
+
+    def reset(self) -> None:
+        """Reset the algorithm: drop what earlier requests have left in it."""
+        self.parts.reset()
+        if self.parts.sizing is not None:
+            self.parts.sizing.reset()
+
+    def _learn_costs(self, needs: SamplingNeeds) -> None:
+        """Time the steps of each size before the first request, unless their costs are known.
+        Rank 0's clock decides."""
+        parts, sizing = self.parts, self.parts.sizing
+        if sizing is None or sizing.costs_ms or needs.constrained:
+            return
+        measured = self.runner.step_times(needs)
+        times = torch.tensor(list(measured.values()), device=parts.resources.device)
+        if parallel():
+            (times,) = from_rank_0([times])
+        sizing.set_costs(StepCosts(dict(zip(measured, times.tolist(), strict=True))))
+        parts.state.reset()
+        for cache in parts.resources.caches:
+            cache.zero(slice(None))
+        self.reset()
+        assert parts.backlog is not None
+        parts.backlog.clear(slice(None))
+
+    def check(self, request: Request) -> None:
+        """Raise EngineError if the request can never be served here."""
+        name, new_tokens = f"request {request.id}", request.sampling.max_new_tokens
+        if (problem := request.problem(self.parts.resources.target.config.vocab_size)) is not None:
+            raise EngineError(f"{name}: {problem}")
+        if request.max_length > self._limit:
+            raise EngineError(
+                f"{name}: prompt of {len(request.prompt_ids)} tokens + {new_tokens} new tokens = {request.max_length} "
+                f"is longer than the context of {self._limit} tokens; shorten the prompt or lower "
+                "sampling.max_new_tokens"
+            )
+        if request.sampling.constrained:
+            if self._grammars is None:
+                raise EngineError(f"{name}: sampling.grammar: this engine was made without a compiler of grammars")
+            try:
+                self._grammars.matcher(request.sampling.grammar, request.ends)
+            except GrammarError as error:
+                raise EngineError(f"{name}: {error}") from error
+        self.scheduler.check(request)
+
+
+def _resources(target: Target, backend: Backend, settings: RuntimeSettings, **of_run: Any) -> Resources:
+    weight = target.model.model.norm.weight
+    return Resources(
+        target=target,
+        backend=backend,
+        device=weight.device,
+        dtype=weight.dtype,
+        kv_dtype=kv_dtype_of(settings) or weight.dtype,
+        page_size=settings.page_size,
+        impl=settings.impl,
+        fused=runs_fused(settings, weight.device, weight.dtype),
+        deterministic=settings.deterministic,
+        **of_run,
+    )
+
+
+def default_tile(config: DecoderConfig, device: torch.device) -> int:
+    """Tokens of a tile, from 16 to 64: on a GPU as few as fill a tile of the matrix unit with the query heads of a KV
+    head.
+
+    A narrow tile wastes less on short prompts, and a long prompt reads its keys once per tile. Without a GPU every tile
+    costs about the same.
+    """
+    if device.type != "cuda":
+        return 64
+    group = config.num_heads // config.num_kv_heads
+    return min(64, max(16, 1 << (_MATRIX_ROWS // group - 1).bit_length()))
+
+
+def default_ahead(max_batch: int) -> int:
+    """Requests whose prompts are prefilled while all rows are taken: as many as may end in a step or two, and enough of
+    them to fill a prefill with short prompts while others wait complete."""
+    return min(max_batch, max(4, min(12, 3 * max_batch // 4), max_batch // 4))
+
+
+def _separate_prefills(parts: StepParts, settings: RuntimeSettings, longest: int) -> list[PrefillBatch]:
+    """Chunks that come before a step, in ascending order of size; requests have up to `longest` tokens."""
+    config, device = parts.resources.target.config, parts.resources.device
+    tile = settings.prefill_tile
+    if tile is None:
+        tile = _narrow(config, device) if longest <= _SHORT_REQUEST else default_tile(config, device)
+    tile = min(tile, settings.prefill_chunk)
+    # No prefill is larger than all rows together.
+    most = min(settings.prefill_chunk // tile, settings.max_batch * tiles_of(longest, tile))
+    return [PrefillBatch(parts, size, tile) for size in tile_counts(most, dense=PASS_ROWS // tile)]
+
+
+def _narrow(config: DecoderConfig, device: torch.device) -> int:
+    """Tokens of a tile where padding costs more than keys that are read twice as often: on a GPU half the default."""
+    tile = default_tile(config, device)
+    return tile // 2 if device.type == "cuda" else tile
+
+
+def _mixed_prefills(parts: StepParts, settings: RuntimeSettings, largest: PrefillBatch) -> list[PrefillBatch]:
+    """Prefill batches that join steps, in ascending order of size, none of them larger than the `largest` between
+    steps. If steps differ in size, every second one between the smallest and the largest is left out: each is
+    captured with each size of a step. The smallest is the one that may need no further pass over the weights."""
+    config, device = parts.resources.target.config, parts.resources.device
+    tile = largest.tile if settings.prefill_tile else min(largest.tile, _narrow(config, device))
+    least, most = (max(1, min(largest.size * largest.tile, tokens) // tile) for tokens in _MIXED_TOKENS)
+    sizes = [size for size in tile_counts(most) if size >= least]
+    if parts.sizing is not None:
+        sizes = sorted({*sizes[::2], sizes[-1]})
+    return [PrefillBatch(parts, size, tile) for size in sizes]

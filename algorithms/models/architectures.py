@@ -1,0 +1,165 @@
+"""The architectures that can be loaded. No torch is imported here.
+
+The common decoder normalises before attention and before its SwiGLU MLP (RMSNorm), rotates queries and keys (RoPE)
+and shares key and value heads among query heads. An architecture that differs from it only in the fields of
+`Architecture` needs one more entry in `ARCHITECTURES` and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from algorithms.models.config_keys import nested
+
+FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
+Windows = tuple[int | None, ...]
+"""The sliding window of each layer, None for full attention; empty where no layer has one."""
+
+
+WindowRule = Callable[[Mapping[str, Any], int], Windows]
+
+
+def read_layer_types(layer_types: Sequence[str], window: int | None, num_layers: int) -> Windows:
+    """Windows from the keys `layer_types` and `sliding_window`."""
+    if len(layer_types) != num_layers:
+        raise ValueError(f"layer_types: expected {num_layers} entries, got {len(layer_types)}")
+    unknown = sorted(set(layer_types) - set(LAYER_TYPES))
+    if unknown:
+        raise ValueError(f"layer_types {unknown} are not supported, expected {list(LAYER_TYPES)}")
+    if SLIDING not in layer_types:
+        return ()
+    if not window:
+        raise ValueError(f"{SLIDING} layers need a positive sliding_window, got {window}")
+    return tuple(int(window) if kind == SLIDING else None for kind in layer_types)
+
+
+def write_layer_types(windows: Windows, num_layers: int) -> dict[str, Any]:
+    """The keys `layer_types` and `sliding_window`; inverse of `read_layer_types`."""
+    return {
+        "layer_types": [FULL if window is None else SLIDING for window in windows or (None,) * num_layers],
+        "sliding_window": max((window for window in windows if window is not None), default=None),
+    }
+
+
+def no_windows(config: Mapping[str, Any], num_layers: int) -> Windows:
+    """Full attention in all layers. `use_sliding_window` alone makes no layer slide."""
+    layer_types, window = config.get("layer_types"), config.get("sliding_window")
+    unclear = layer_types is None and bool(config.get("use_sliding_window")) and window is not None
+    if unclear or SLIDING in (layer_types or ()):
+        raise ValueError(f"sliding-window attention is not supported for model_type '{config.get('model_type')}'")
+    return ()
+
+
+def uniform_window(config: Mapping[str, Any], num_layers: int) -> Windows:
+    if len(set(config.get("layer_types") or ())) > 1:
+        raise ValueError("layer_types of several kinds are not supported for model_type 'mistral'")
+    window = config.get("sliding_window", 4096)  # what transformers takes where the key is absent
+    return () if window is None else (int(window),) * num_layers
+
+
+def window_by_layer(config: Mapping[str, Any], num_layers: int) -> Windows:
+    """`use_sliding_window`, `sliding_window`, and `layer_types` or `max_window_layers`."""
+    window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
+    layer_types = config.get("layer_types")
+    if layer_types is None:
+        first = num_layers if window is None else int(config.get("max_window_layers", 28))
+        layer_types = [SLIDING if layer >= first else FULL for layer in range(num_layers)]
+    elif window is None and SLIDING in layer_types:
+        raise ValueError(f"layer_types with {SLIDING} are not supported without use_sliding_window")
+    return read_layer_types(layer_types, window, num_layers)
+
+
+_FLAGS = ("qk_norm", "qkv_bias", "o_bias", "mlp_bias", "sinks", "interleaved_rope", "closing_norms")
+_NUMBERS = ("soft_cap", "scale")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Fields of `DecoderConfig` in this architecture: a fixed value, or the key of `config.json` that holds it."""
+
+    hf_class: str
+    qk_norm: bool | str = False
+    qkv_bias: bool | str = False
+    o_bias: bool | str = False
+    mlp_bias: bool | str = False
+    sinks: bool | str = False
+    interleaved_rope: bool = False
+    closing_norms: bool = False
+    rotary_share: float | None = None
+    """Share of a head that rotates where `partial_rotary_factor` is absent; None: all of it, and the key may
+    say nothing else."""
+    soft_cap: str | None = None
+    scale: str | None = None
+    windows: WindowRule = no_windows
+    mtp_prefix: str | None = None
+    """Prefix of the tensors of MTP layers, which are no part of the language model."""
+
+    def read(self, config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+        found: dict[str, Any] = {"sliding_windows": self.windows(config, num_layers)}
+        for name in _FLAGS:
+            rule = getattr(self, name)
+            found[name] = bool(config.get(rule)) if self._is_key(name) else rule
+        for name in _NUMBERS:
+            value = config.get(getattr(self, name) or "")
+            found[name] = None if value is None else float(value)
+        rotary = {**config, **nested(config, "rope_parameters")}.get("partial_rotary_factor", self.rotary_share or 1.0)
+        if self.rotary_share is None and rotary != 1.0:
+            raise ValueError(f"partial_rotary_factor={rotary} is not supported for this model_type, expected 1")
+        found["rotary_share"] = float(rotary)
+        return found
+
+    def write(self, fields: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+        """Keys of `config.json` for fields of `DecoderConfig`; ValueError for what the architecture cannot be."""
+        windows = fields["sliding_windows"]
+        written: dict[str, Any] = {"sliding_window": None}
+        if windows:
+            written = {"use_sliding_window": True, **write_layer_types(windows, num_layers)}
+        if self.rotary_share is not None:
+            written["partial_rotary_factor"] = fields["rotary_share"]
+        written |= {getattr(self, name): fields[name] for name in (*_FLAGS, *_NUMBERS) if self._is_key(name)}
+        for name, held in self.read(written, num_layers).items():
+            if held != fields[name]:
+                raise ValueError(f"{self.hf_class} cannot have {name}={fields[name]}: expected {held}")
+        return written
+
+    def _is_key(self, name: str) -> bool:
+        return isinstance(getattr(self, name), str)
+
+
+ARCHITECTURES = {
+    "llama": Architecture("LlamaForCausalLM", qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"),
+    "mistral": Architecture("MistralForCausalLM", windows=uniform_window),
+    "qwen2": Architecture("Qwen2ForCausalLM", qkv_bias=True, windows=window_by_layer),
+    "qwen3": Architecture(
+        "Qwen3ForCausalLM", qk_norm=True, qkv_bias="attention_bias", o_bias="attention_bias", windows=window_by_layer
+    ),
+    "glm4": Architecture(
+        "Glm4ForCausalLM",
+        qkv_bias="attention_bias",
+        interleaved_rope=True,
+        closing_norms=True,
+        rotary_share=0.5,
+    ),
+    # Not in transformers: Qwen2 with MTP layers (github.com/XiaomiMiMo/MiMo).
+    "mimo": Architecture("MiMoForCausalLM", qkv_bias=True, windows=window_by_layer, mtp_prefix="model.mtp_layers."),
+    # Not in transformers: for models trained here, every difference is a key of its own.
+    "specdec": Architecture(
+        "SpecdecForCausalLM",
+        qk_norm="qk_norm",
+        qkv_bias="qkv_bias",
+        o_bias="o_bias",
+        mlp_bias="mlp_bias",
+        sinks="attention_sinks",
+        soft_cap="attn_logit_softcapping",
+        scale="attention_multiplier",
+        windows=window_by_layer,
+    ),
+}
+
+
+def find_architecture(model_type: str) -> Architecture:
+    if model_type not in ARCHITECTURES:
+        raise ValueError(f"model_type '{model_type}' is not supported, expected one of {sorted(ARCHITECTURES)}")
+    return ARCHITECTURES[model_type]

@@ -1,0 +1,45 @@
+"""Reading single keys of a `config.json` mapping."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from specdec_kernels.checks import expect_between
+
+LARGEST = 2**31 - 1
+
+
+def required(config: Mapping[str, Any], key: str) -> Any:
+    if config.get(key) is None:
+        raise ValueError(f"model config: key '{key}' is missing")
+    return config[key]
+
+
+def read_size(key: str, value: Any, most: int = LARGEST) -> int:
+    """`value` as a whole number from 1 to `most`; ValueError names `key`."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value // 1:
+        raise ValueError(f"{key}: expected a whole number, got {value!r}")
+    expect_between(key, value, 1, most)
+    return int(value)
+
+
+def nested(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The mapping under `key`, empty where it is absent or null; ValueError where it is something else."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f"{key}: expected a mapping, got {value!r}")
+    return value or {}
+
+
+def read_eos(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """`eos_token_id`, which is absent, one id, or a list; ValueError for anything else."""
+    eos = config.get("eos_token_id")
+    ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    if wrong := [token for token in ids if type(token) is not int]:
+        raise ValueError(f"eos_token_id: expected token ids, got {wrong[0]!r}")
+    return tuple(ids)
+
+
+def write_eos(ids: tuple[int, ...]) -> int | list[int] | None:
+    return ids[0] if len(ids) == 1 else list(ids) or None

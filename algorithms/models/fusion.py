@@ -1,0 +1,95 @@
+"""The two forwards of a model: torch's operations one by one, and fused kernels.
+
+Training and float32 runs use torch; inference in half precision on a GPU uses the kernels. Roundings are the same in
+both; sums differ in their order. For the kernels, matrices that read the same input are packed into one, and the
+parameters become views of it: names, state dicts and torch's forward stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from specdec_kernels import Normed, linear
+from specdec_kernels.projection import warmup_rows
+
+
+class Packed(NamedTuple):
+    """Weights [rows of all, in] of several projections, and their biases."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+class Fusable(nn.Module):
+    """A module with two forwards. `impl` is the kernels' implementation, or None for torch's operations. With
+    `batch_invariant` the bits of an output row do not depend on the number of rows."""
+
+    impl: str | None = None
+    batch_invariant: bool = False
+
+    def pack(self) -> None:
+        """Prepare the weights for the kernels, once."""
+
+
+class NormedProjection(Fusable):
+    """A projection with its own fused end of a sublayer."""
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Normed:
+        raise NotImplementedError
+
+
+class FusableModel(Fusable):
+    _warmed_up: tuple[str, bool] | None = None
+
+    def warmup(self, rows: int) -> None:
+        """Run every kernel of the fused forward over `rows` rows, so that it is compiled."""
+        raise NotImplementedError
+
+    def set_forward(self, impl: str | None, batch_invariant: bool = False) -> None:
+        """Run fused kernels of the implementation `impl`, or torch's operations if None. On a GPU the first call
+        compiles the kernels for every number of rows."""
+        for module in self.modules():
+            if isinstance(module, Fusable):
+                module.impl, module.batch_invariant = impl, batch_invariant
+                if impl is not None:
+                    module.pack()
+        if impl is None or (impl, batch_invariant) == self._warmed_up or not next(self.parameters()).is_cuda:
+            return
+        with torch.inference_mode():
+            for rows in warmup_rows(batch_invariant):
+                self.warmup(rows)
+        self._warmed_up = (impl, batch_invariant)
+
+
+def queries_only(layer: int, q: Tensor, k: Tensor, v: Tensor, weights: object) -> Tensor:
+    """A mixer for warm-up, which mixes nothing."""
+    return q
+
+
+@torch.no_grad()
+def packed(projections: Sequence[nn.Linear]) -> Packed:
+    """One matrix of all `projections`, whose parameters become views of it."""
+    sizes = [projection.weight.shape[0] for projection in projections]
+    weights: list[Tensor] = [projection.weight for projection in projections]
+    weight = torch.cat(weights)
+    for projection, part in zip(projections, weight.split(sizes), strict=True):
+        projection.weight = nn.Parameter(part, requires_grad=False)
+    biases: list[Tensor] = [projection.bias for projection in projections if projection.bias is not None]
+    if not biases:
+        return Packed(weight, None)
+    bias = torch.cat(biases)
+    for projection, part in zip(projections, bias.split(sizes), strict=True):
+        projection.bias = nn.Parameter(part, requires_grad=False)
+    return Packed(weight, bias)
+
+
+def project(projection: nn.Module, x: Tensor, impl: str | None, batch_invariant: bool = False) -> Tensor:
+    """`projection(x)`; by the kernel if it is a plain linear layer and `impl` is given."""
+    if impl is None or not isinstance(projection, nn.Linear):
+        return projection(x)
+    weight, bias = projection.weight, projection.bias
+    return linear(x.contiguous(), weight, bias, batch_invariant=batch_invariant, impl=impl)

@@ -1,0 +1,215 @@
+"""Language models, as targets and as standalone drafts: config read and checked, then the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from algorithms.models.architectures import ARCHITECTURES, find_architecture
+from algorithms.models.config import DecoderConfig
+from algorithms.models.config_keys import nested
+from algorithms.models.decoder import Decoder
+from algorithms.models.folder import ModelError, read_json, resolve_folder
+from algorithms.models.loading.stored import check_layers, stored_tensors
+from algorithms.models.loading.weights import load_weights
+from algorithms.models.tokenizer import TOKENIZER_FILE, Tokenizer
+
+CONFIG_FILE = "config.json"
+NEUTRAL = {"logit_scale": 1.0, "output_multiplier": 1.0, "input_embedding_scale": 1.0, "is_neox_style": True}
+FOREIGN = (
+    "is_neox_style",
+    "logit_scale",
+    "parallel_drafting",
+    "pard_token",
+    "ptd_token_id",
+    "speculators_config",
+    "speculators_model_type",
+    "transformer_layer_config",
+)
+"""Keys by which other families of drafters say how they are to be read."""
+OTHER_DRAFTER = "use the drafter that was trained for this target, or the target it was trained for"
+
+Config = TypeVar("Config")
+
+
+@dataclass(frozen=True)
+class TargetFolder:
+    """A folder with the config and the tensor names of a language model, which a drafter must fit."""
+
+    config: DecoderConfig
+    path: Path
+    origin: str | None = field(default=None, kw_only=True)
+    """How the published weights were changed, such as `dequantised Q4_1`: `weights_origin` in `config.json`."""
+
+
+@dataclass(frozen=True)
+class Target(TargetFolder):
+    """A target with its weights loaded."""
+
+    model: Decoder
+
+
+def load_target(path: str | Path | TargetFolder, device: torch.device | str, dtype: torch.dtype) -> Target:
+    """Load a language model's folder or hub name for inference; ModelError where it cannot serve."""
+    found = path if isinstance(path, TargetFolder) else read_target(path)
+    with torch.device("meta"):
+        model = Decoder(found.config)
+    ignored = {"lm_head.weight"} if found.config.tie_word_embeddings else set()
+    if (prefix := find_architecture(found.config.architecture).mtp_prefix) is not None:
+        ignored |= {name for name in stored_tensors(found.path) if name.startswith(prefix)}
+    load_weights(model, found.path, device, dtype, ignored=ignored)
+    return Target(found.config, found.path, model, origin=found.origin)
+
+
+def read_target(path: str | Path) -> TargetFolder:
+    """Find a language model and read its config and the names of its tensors; ModelError where it cannot serve."""
+    folder = resolve_folder(path)
+    raw = read_config(folder)
+    config = parse_config(folder, raw, DecoderConfig.from_hf)
+    _check_target_keys(folder, raw)
+    _check_language_model(folder, raw, config)
+    return TargetFolder(config, folder, origin=raw.get("weights_origin"))
+
+
+def load_draft(
+    path: str | Path, target: Target, device: torch.device | str, dtype: torch.dtype, same_vocabulary: bool = True
+) -> Target:
+    """Load the small language model that `read_draft` finds."""
+    return load_target(read_draft(path, target, same_vocabulary).path, device, dtype)
+
+
+def read_draft(path: str | Path, target: TargetFolder, same_vocabulary: bool = True) -> TargetFolder:
+    """The folder of a language model, with the vocabulary of `target` if `same_vocabulary`. Both must have a tokenizer,
+    because equal sizes do not prove equal vocabularies. ModelError names what does not fit."""
+    draft = read_target(path)
+    if same_vocabulary:
+        check_fit(draft.path, target, vocab_size=(target.config.vocab_size, draft.config.vocab_size))
+    for place in (draft.path, target.path):
+        if not (place / TOKENIZER_FILE).is_file():
+            raise ModelError(
+                "the vocabularies of draft and target cannot be compared",
+                where=place,
+                expected=TOKENIZER_FILE,
+                fix="save the tokenizer beside weights: AutoTokenizer.from_pretrained(name).save_pretrained(folder)",
+            )
+    if same_vocabulary:
+        check_tokenizer(draft.path, target.path)
+    return draft
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    return read_json(folder / CONFIG_FILE, fix="give a Hugging Face model folder: config.json beside the weights")
+
+
+def parse_config(folder: Path, raw: Mapping[str, Any], from_hf: Callable[[Mapping[str, Any]], Config]) -> Config:
+    """`from_hf(raw)`, with its errors as ModelError."""
+    try:
+        return from_hf(raw)
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        raise ModelError(
+            "the model config cannot be used",
+            where=folder / CONFIG_FILE,
+            actual=str(error),
+            fix="use a supported model, or restore the published config.json",
+        ) from error
+
+
+def check_fit(folder: Path, target: TargetFolder, **sizes: tuple[int, int]) -> None:
+    """Compare `(target's, drafter's)` sizes: a drafter that does not fit may run and accept next to nothing."""
+    for key, (expected, actual) in sizes.items():
+        if expected != actual:
+            raise ModelError(
+                f"drafter and target do not fit: {key}",
+                where=f"{folder / CONFIG_FILE}, against target {target.path}",
+                expected=expected,
+                actual=actual,
+                fix=OTHER_DRAFTER,
+            )
+
+
+def check_vocabulary(folder: Path, d2t: torch.Tensor, t2d: torch.Tensor) -> None:
+    """Compare the maps of a reduced vocabulary: `d2t [V_d]` int64 must hold offsets, and `t2d [V]` bool mark the ids
+    that they lead to. If `d2t` held ids instead, the drafts would be valid tokens and wrong ones."""
+    ids = (d2t + torch.arange(len(d2t), device=d2t.device)).cpu()
+    marked = t2d.cpu().nonzero().squeeze(-1)
+    if not torch.equal(ids, marked):
+        raise ModelError(
+            "the draft vocabulary contradicts itself",
+            where=folder,
+            expected=f"d2t[i] + i to be the {len(ids)} ids that t2d marks, in rising order",
+            actual=f"t2d marks {len(marked)} ids, d2t leads to {ids[:4].tolist()}, ...",
+            fix="restore d2t and t2d as the drafter was trained with",
+        )
+
+
+def drop_copies(drafter: torch.nn.Module, target: Decoder) -> None:
+    """Let the target's embedding and LM head serve where those of `drafter` are copies of them."""
+    head = target.lm_head or target.model.embed_tokens
+    for name, other in (("embed_tokens", target.model.embed_tokens.weight), ("lm_head", head.weight)):
+        own = getattr(drafter, name)
+        if own is not None and own.weight.shape == other.shape and torch.equal(own.weight, other):
+            setattr(drafter, name, None)
+
+
+def check_tokenizer(folder: Path, target_folder: Path) -> None:
+    """Compare two vocabularies by content, where both folders have a tokenizer."""
+    if not all((place / TOKENIZER_FILE).is_file() for place in (folder, target_folder)):
+        return
+    expected, actual = Tokenizer.load(target_folder), Tokenizer.load(folder)
+    if expected.fingerprint != actual.fingerprint:
+        raise ModelError(
+            "drafter and target do not fit: tokenizer",
+            where=f"{folder / TOKENIZER_FILE}, against target {target_folder}",
+            expected=f"the target's vocabulary: {expected.size} tokens, sha256 {expected.fingerprint[:16]}",
+            actual=f"{actual.size} tokens, sha256 {actual.fingerprint[:16]}",
+            fix=OTHER_DRAFTER,
+        )
+
+
+def read_entries(folder: Path, raw: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """`raw` with the entries of the mapping under `key`, which win over its own."""
+    return parse_config(folder, raw, lambda config: {**config, **nested(config, key)})
+
+
+def refuse_extensions(folder: Path, kind: str, entries: Mapping[str, Any], unsupported: tuple[str, ...]) -> None:
+    """ModelError where `entries` sets an `unsupported` key, or a key of other families, to something that changes
+    the computation."""
+    given = {key: entries[key] for key in (*unsupported, *FOREIGN) if entries.get(key) is not None}
+    found = [f"{key}={value}" for key, value in given.items() if (value != NEUTRAL[key] if key in NEUTRAL else value)]
+    if found:
+        raise ModelError(
+            f"the drafter uses extensions of {kind} that are not supported",
+            where=folder / CONFIG_FILE,
+            actual=", ".join(found),
+            fix=f"use a drafter of the original {kind} architecture",
+        )
+
+
+def _check_target_keys(folder: Path, raw: Mapping[str, Any]) -> None:
+    if raw.get("quantization_config"):
+        raise ModelError(
+            "the target uses features that are not supported",
+            where=folder / CONFIG_FILE,
+            actual="quantization_config",
+            fix="use an unquantised checkpoint",
+        )
+
+
+def _check_language_model(folder: Path, raw: Mapping[str, Any], config: DecoderConfig) -> None:
+    """Configs of drafters look like configs of language models, so the tensors decide."""
+    names = sorted(stored_tensors(folder))
+    fused = any(name.removeprefix("model.") == "fc.weight" for name in names)
+    if fused or not any(name.startswith("model.layers.") for name in names):
+        raise ModelError(
+            "this is not a language model",
+            where=folder,
+            expected="tensors model.embed_tokens.weight and model.layers.*",
+            actual=f"architectures {raw.get('architectures')}, tensors {', '.join(names[:4])}, ...",
+            fix=f"give the folder of a language model ({', '.join(ARCHITECTURES)}); other drafters are for the "
+            "algorithms they were trained for",
+        )
+    check_layers(folder, names, "model.layers.", config.num_layers)

@@ -1,0 +1,115 @@
+"""Reading checkpoints into a module, checked against its shapes before anything large is allocated.
+
+The module is built on the meta device. The headers of all shards are compared with it first; then tensors are read
+one at a time, cast, checked for NaN and infinity, and assigned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from algorithms.models.folder import COPY_AGAIN, ModelError
+from algorithms.models.loading.stored import Stored, halves, stored_tensors, unreadable
+
+FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+# What a buffer of token ids or of marks may be stored as.
+INTEGER_DTYPES = {torch.int64: ("I64", "I32"), torch.bool: ("BOOL", "U8")}
+NAMES_SHOWN = 5
+GATE_UP = "mlp.gate_up_proj.weight"
+"""Both projections in one tensor, the gate first, as some architectures store them."""
+ROTARY_BUFFER = "rotary_emb.inv_freq"
+"""Stored by old versions of transformers; computed here."""
+
+
+def load_weights(
+    module: nn.Module,
+    folder: Path,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    *,
+    ignored: Container[str] = (),
+    rename: Callable[[str], str] | None = None,
+    pickles: bool = False,
+) -> None:
+    """Fill `module` (built on the meta device) from `folder`, on `device` in `dtype`, without gradients.
+
+    Integers and booleans keep their dtype. Stored tensors that the module does not have are refused unless `ignored`
+    holds their name. `rename` gives the module's name for a stored one. `pickles` allows `pytorch_model.bin`. Raises
+    ModelError naming the file or tensor.
+    """
+    wanted = module.state_dict()
+    stored = {
+        name: tensor
+        for name, tensor in stored_tensors(folder, rename, pickles).items()
+        if name not in ignored and not name.endswith(ROTARY_BUFFER)
+    }
+    for name in [name for name in stored if name.endswith(GATE_UP) and name not in wanted]:
+        gate, up = halves(stored.pop(name))
+        stored |= {name.replace("gate_up", "gate"): gate, name.replace("gate_up", "up"): up}
+    _check_names(folder, set(wanted), set(stored))
+    for name, tensor in wanted.items():
+        _check_header(stored[name], tuple(tensor.shape), tensor.dtype)
+    dtypes = {name: dtype if t.is_floating_point() else t.dtype for name, t in wanted.items()}
+    module.load_state_dict({name: _read(stored[name], device, dtypes[name]) for name in wanted}, assign=True)
+    module.requires_grad_(False).eval()
+
+
+def _check_names(folder: Path, wanted: set[str], stored: set[str]) -> None:
+    for what, names in (("lack tensors of", wanted - stored), ("hold tensors unknown to", stored - wanted)):
+        if names:
+            shown = ", ".join(sorted(names)[:NAMES_SHOWN])
+            raise ModelError(
+                f"the weights {what} the model that config.json describes",
+                where=folder,
+                expected=f"{len(wanted)} tensors",
+                actual=f"{len(stored)} tensors; {len(names)} of them: {shown}"
+                + (", ..." if len(names) > NAMES_SHOWN else ""),
+                fix="check that config.json and weights belong together and the architecture is supported",
+            )
+
+
+def _check_header(stored: Stored, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if stored.shape != shape:
+        raise ModelError(
+            f"tensor '{stored.name}' has the wrong shape",
+            where=stored.file,
+            expected=f"{list(shape)}, from config.json",
+            actual=list(stored.shape),
+            fix="check that config.json and weights belong together",
+        )
+    supported = INTEGER_DTYPES.get(dtype, FLOAT_DTYPES)
+    if stored.dtype not in supported:
+        raise ModelError(
+            f"tensor '{stored.name}' has an unsupported dtype",
+            where=stored.file,
+            expected=" or ".join(supported),
+            actual=stored.dtype,
+            fix="use the unquantised checkpoint",
+        )
+
+
+def _all_finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(torch.stack(tensor.aminmax())).all())
+
+
+def _read(stored: Stored, device: torch.device | str, dtype: torch.dtype) -> Tensor:
+    try:
+        value = stored.read()
+    except (SafetensorError, OSError) as error:
+        raise unreadable(stored.file, error) from error
+    # A copy even where nothing changes: the value may be a view of the file, which others may overwrite.
+    result = value.to(device=device, dtype=dtype, copy=True)
+    if not dtype.is_floating_point or _all_finite(result):
+        return result
+    overflow = _all_finite(value)
+    raise ModelError(
+        f"tensor '{stored.name}' " + (f"does not fit {dtype}" if overflow else "holds NaN or infinity"),
+        where=stored.file,
+        expected="finite numbers",
+        fix="load the model in bfloat16 or float32" if overflow else "the checkpoint is damaged: " + COPY_AGAIN,
+    )

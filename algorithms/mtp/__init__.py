@@ -1,0 +1,1 @@
+"""MTP heads: drafting, the head's model, its configuration and its loading."""

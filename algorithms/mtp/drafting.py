@@ -1,0 +1,55 @@
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437): layers that were trained with the target predict the token
+after the next one, and draft token after token as an EAGLE head does.
+
+The head is in the target's own folder, or in one of speculators that is given as `model.draft_path`. Its layers keep
+keys of all committed tokens, from the prompt on. One layer drafts any number of steps: it reads its own output.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from algorithms.algorithm import AttentionCalls
+from algorithms.drafting.draft_sampling import LevelSettings
+from algorithms.drafting.feature_drafter import STREAMS, FeatureDrafter
+
+if TYPE_CHECKING:
+    from algorithms.models.loading import Target, TargetFolder
+
+
+class MTP(FeatureDrafter):
+    """Drafts with the MTP layers of the target."""
+
+    name = "mtp"
+    finds_draft_model = True
+
+    @dataclass
+    class Config(LevelSettings):
+        name: str = "mtp"
+        steps: int = 3
+        hidden_in: str | None = None
+        """Feature from the target: raw, or normed by the target's final norm; None takes the family's convention."""
+        feedback: str | None = None
+        """Feature from the step before: raw, or normed by the head's final norm; None takes the family's convention."""
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            for key in ("hidden_in", "feedback"):
+                if getattr(self, key) not in (None, *STREAMS):
+                    raise ValueError(f"algo.{key}: expected {' or '.join(STREAMS)}, got {getattr(self, key)!r}")
+
+    @classmethod
+    def check(cls, config: Any, target: TargetFolder, draft_path: str | None) -> AttentionCalls:
+        from algorithms.mtp.loading import read_mtp
+
+        _, head, _ = read_mtp(draft_path, target, config.hidden_in, config.feedback)
+        cls.check_topk(config, head.decoder.vocab_size)
+        return AttentionCalls(head.decoder, {"prefill": "chain", "draft": "chain" if config.topk == 1 else "tree"})
+
+    def __init__(self, config: Config, target: Target, draft_path: str | None) -> None:
+        from algorithms.mtp.loading import load_mtp
+
+        weight = target.model.model.norm.weight
+        head = load_mtp(draft_path, target, weight.device, weight.dtype, config.hidden_in, config.feedback)
+        self.set_head(head, config)

@@ -1,0 +1,1 @@
+"""Tensor parallelism: shards of a target, and collectives over its processes."""

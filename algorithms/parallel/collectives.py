@@ -1,0 +1,125 @@
+"""Sums, joins and broadcasts between the processes that share a target, one process per device.
+
+Every rank reads a small sum straight from the memory of the others (one shot, over symmetric memory of torch): it is
+bound by latency, and one exchange has less of it than a ring. The ranks add in the same order, so all of them hold the
+same bits. Larger sums, and machines whose devices cannot read each other, use the all-reduce of the process group.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from specdec_kernels import Exchange, exchange_elements
+
+_ONE_SHOT_BYTES = 1 << 20
+_ONE_SHOT_DTYPES = (torch.bfloat16, torch.float32)
+_ALIGNMENT = 16
+_EXCHANGE_ROWS = 64
+_WORD_BYTES = 8
+
+
+def parallel() -> bool:
+    """Whether this process is one of several that share a target."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def sum_over_ranks(x: Tensor) -> Tensor:
+    """The sum of every rank's `x`, of the same shape and dtype; `x` may hold it afterwards."""
+    size = x.numel() * x.element_size()
+    one_shot = x.is_cuda and x.dtype in _ONE_SHOT_DTYPES and 0 < size <= _ONE_SHOT_BYTES and size % _ALIGNMENT == 0
+    if one_shot and (shared := _shared_memory(x.device)) is not None:
+        group = dist.group.WORLD.group_name  # type: ignore[union-attr]
+        place = shared[:size].view(x.dtype).view(x.shape)
+        return torch.ops.symm_mem.one_shot_all_reduce_copy(place, x.contiguous(), "sum", group)
+    x = x.contiguous()
+    dist.all_reduce(x)
+    return x
+
+
+def sum_in_order(x: Tensor) -> Tensor:
+    """The sum of every rank's `x`, added in float32 in the order of the ranks and rounded once.
+
+    A number has the same bits regardless of the rest of the sum. The other sums choose how they add by the size of `x`.
+    """
+    parts = x.new_empty((dist.get_world_size(), *x.shape))
+    dist.all_gather_into_tensor(parts.flatten(), x.flatten())
+    total = parts[0].float()
+    for part in parts[1:]:
+        total += part
+    return total.to(x.dtype)
+
+
+def exchange_of(rows: Tensor, width: int | None = None) -> Exchange | None:
+    """Memory to exchange `width` numbers, D if None, for each of `rows [..., D]` with the other ranks inside a kernel;
+    None where the rows are too many, or where devices cannot read each other. Every rank calls this at once."""
+    if not rows.is_cuda or not 0 < rows.numel() <= _EXCHANGE_ROWS * rows.shape[-1]:
+        return None
+    return _exchange(rows.device, width or rows.shape[-1])
+
+
+def join_columns(part: Tensor) -> Tensor:
+    """Every rank's `part [..., n]` side by side, [..., ranks * n], rank 0 first."""
+    ranks = dist.get_world_size()
+    parts = part.new_empty((ranks, *part.shape))
+    dist.all_gather_into_tensor(parts.flatten(), part.flatten())
+    return parts.movedim(0, -2).reshape(*part.shape[:-1], ranks * part.shape[-1])
+
+
+def from_rank_0(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Rank 0's tensors, on every rank, by one broadcast; shapes and dtypes are the same on all ranks."""
+    zeros = torch.zeros(_ALIGNMENT, dtype=torch.uint8, device=tensors[0].device)
+    parts, starts, end = [], [], 0
+    for tensor in tensors:
+        # Every tensor begins at a multiple of the alignment, so that kernels see the same as without other ranks.
+        size = tensor.numel() * tensor.element_size()
+        starts.append(end)
+        end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        parts += [tensor.contiguous().flatten().view(torch.uint8), zeros[: end - starts[-1] - size]]
+    packed = torch.cat(parts)
+    dist.broadcast(packed, 0)
+    return [
+        packed[start : start + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
+        for start, tensor in zip(starts, tensors, strict=True)
+    ]
+
+
+@cache
+def _exchange(device: torch.device, width: int) -> Exchange | None:
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    found = _symmetric(device, _WORD_BYTES * exchange_elements(ranks, _EXCHANGE_ROWS, width))
+    if found is None:
+        return None
+    memory, addresses = found
+    memory.zero_()
+    offsets = torch.tensor([(address - addresses[rank]) // _WORD_BYTES for address in addresses], device=device)
+    torch.cuda.synchronize(device)
+    # No rank sends to memory that another has not zeroed yet.
+    dist.barrier()
+    return Exchange(memory.view(torch.int64), offsets, rank, _EXCHANGE_ROWS, width)
+
+
+@cache
+def _shared_memory(device: torch.device) -> Tensor | None:
+    """[bytes] uint8 that torch sums over, or None where devices cannot read each other. All ranks call this at once."""
+    found = _symmetric(device, _ONE_SHOT_BYTES)
+    return None if found is None else found[0]
+
+
+def _symmetric(device: torch.device, size: int) -> tuple[Tensor, list[int]] | None:
+    """[size] uint8 that every rank can read and write, and the address at which this process sees each rank's."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    # Nothing here uses multicast; without this line it would be set up all the same.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    try:
+        memory = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+        shared = symmetric_memory.rendezvous(memory, dist.group.WORLD)  # type: ignore[arg-type]
+    except RuntimeError:
+        return None
+    return memory, list(shared.buffer_ptrs)

@@ -1,1 +1,0 @@
-"""Drafters as plain modules, side by side."""

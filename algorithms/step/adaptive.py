@@ -1,0 +1,171 @@
+"""Adaptive draft length (`runtime.adaptive`): the sizes of steps, what a step of each costs, and the choice.
+
+    size 0         no draft: node 0 alone
+    sizes 1 to S   2, 4, 8, ... nodes and the algorithm's own number
+
+A step of each size is a CUDA graph of its own. The host reads the accepted drafts of every step, with which
+`DraftLengthPolicy` estimates the tokens per time of each size; its choice is taken over every fourth step. `Pacing`
+adds exploration: a step without a draft says nothing about drafts, and a small one little about larger ones, so now and
+then a step has another size.
+
+An output does not depend on the sizes, because the target's argmax or sample decides at every node.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from algorithms.engine.readback import StepResult
+from algorithms.step.draft_length import DraftLengthPolicy, prior_tokens
+
+NO_DRAFT = 0
+"""Index of the size without a draft."""
+EXPLORED_SLOTS = 4
+"""Requests whose drafts are judged by one exploration after steps without a draft."""
+EXPLORATION_SHARE = 0.0075
+"""Bound on the time of exploration steps, as a share of all time."""
+LEAST_PAUSE, LEAST_STEPS = 16, 2
+"""Least number of steps without a draft, and of steps of one size, between two explorations."""
+DECIDE_EVERY = 4
+"""Steps between two choices."""
+
+
+def step_sizes(num_nodes: int) -> tuple[int, ...]:
+    """Nodes of a step of each size: 1, then powers of two up to `num_nodes`, which is the last."""
+    powers = (1 << bit for bit in range(num_nodes.bit_length()))
+    return tuple(sorted({*powers, num_nodes}))
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Milliseconds of a step by (slots, nodes); 1 node is a plain step."""
+
+    step_ms: Mapping[tuple[int, int], float]
+
+    def of(self, slots: int, nodes: int) -> float:
+        """The time of a step, between measured numbers of slots and of nodes by straight lines; beyond them, the
+        time of the nearest. Raises ValueError where no time of a plain step, or of one that drafts, is known."""
+        known = [(r, n) for r, n in self.step_ms if (n == 1) == (nodes == 1)]
+        if not known:
+            kind = "without a draft" if nodes == 1 else "with a draft"
+            raise ValueError(f"runtime.adaptive_cost: expected the time of a step {kind}, found none")
+        by_batch = {}
+        for measured in sorted({r for r, _ in known}):
+            here = {n: self.step_ms[measured, n] for r, n in known if r == measured}
+            by_batch[measured] = _between(here, nodes)
+        return _between(by_batch, slots)
+
+
+def _between(values: Mapping[int, float], place: int) -> float:
+    """The value at `place` on straight lines through `values`, constant beyond the ends."""
+    keys = sorted(values)
+    return float(np.interp(place, keys, [values[key] for key in keys]))
+
+
+class Pacing:
+    """The size of the next step: the policy's choice, and an exploration now and then."""
+
+    def __init__(self, nodes: Sequence[int]) -> None:
+        """`nodes` of each size. Before the first choice, the size is taken that would be best if drafts were accepted
+        as `prior_tokens` assumes."""
+        self._prior_tokens = [prior_tokens(count) for count in nodes]
+        self._largest = len(nodes) - 1
+        self.fixed: int | None = None
+        """A size that every step has, instead of the choice; None: none."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Start as with the first step."""
+        self._choice: int | None = None
+        self._drafting = self._largest
+        self._num_plain, self._explorations, self._since_larger = 0, 0, 0
+
+    def update(self, choice: int | None, drafting: int) -> None:
+        """Take over a choice, and the best size that drafts; None before there is one."""
+        if choice is None:
+            return
+        self._choice, self._drafting = choice, drafting
+        if choice != NO_DRAFT:
+            self._num_plain, self._explorations = 0, 0
+
+    def next(self, requests: int, step_ms: Sequence[float]) -> int:
+        """The size of the next step, over `requests` requests, where a step of each size takes `step_ms`."""
+        if self.fixed is not None:
+            return self.fixed
+        if self._choice is None:
+            rates = [tokens / spent_ms for tokens, spent_ms in zip(self._prior_tokens, step_ms, strict=True)]
+            return rates.index(max(rates[1:]), 1)
+        if self._choice != NO_DRAFT:
+            self._since_larger += 1
+            if self._choice < self._largest:
+                extra = step_ms[self._choice + 1] / step_ms[self._choice] - 1
+                if self._since_larger >= max(LEAST_STEPS, extra / EXPLORATION_SHARE):
+                    self._since_larger = 0
+                    return self._choice + 1
+            return self._choice
+        explorations = math.ceil(EXPLORED_SLOTS / requests)
+        extra = explorations * (step_ms[self._drafting] / step_ms[NO_DRAFT] - 1)
+        if self._num_plain >= max(LEAST_PAUSE, extra / EXPLORATION_SHARE):
+            self._num_plain, self._explorations = 0, explorations
+        if self._explorations:
+            self._explorations -= 1
+            return self._drafting
+        self._num_plain += 1
+        return NO_DRAFT
+
+
+class Sizing:
+    """The sizes of the steps of one engine, and the choice between them."""
+
+    def __init__(self, num_nodes: int, batches: tuple[int, ...]) -> None:
+        """For the trees of an algorithm. `batches` are the batch sizes, rising to the largest, whose steps have a
+        cost."""
+        self.nodes = step_sizes(num_nodes)
+        self._batches = batches
+        self.costs_ms: dict[int, list[float]] = {}
+        """By batch size, of a step of each size; empty where the cost of steps is not known yet."""
+        self.policy, self.pacing = DraftLengthPolicy(self.nodes), Pacing(self.nodes)
+        self.num_steps: Counter[int] = Counter()
+        """Steps of each number of nodes."""
+
+    def set_costs(self, costs: StepCosts) -> None:
+        """Set what steps cost."""
+        self.costs_ms = {batch: [costs.of(batch, nodes) for nodes in self.nodes] for batch in self._batches}
+
+    def next(self, requests: int) -> int:
+        """Nodes of the next step, over `requests` requests; it is counted."""
+        nodes = self.nodes[self.pacing.next(requests, self._step_ms(requests))]
+        self.num_steps[nodes] += 1
+        return nodes
+
+    def _step_ms(self, requests: int) -> list[float]:
+        return self.costs_ms[next(batch for batch in self._batches if batch >= requests)]
+
+    def update(self, result: StepResult, number: int, nodes: int) -> None:
+        """Take in the step of that `number`, from 1 on, over `nodes` nodes."""
+        if nodes > 1:
+            accepted = [figures[0] for figures in result.figures]
+            times = self._step_ms(len(accepted))
+            self.policy.update(accepted, self.nodes.index(nodes), times, result.path, result.path_probs)
+        if number % DECIDE_EVERY == 1:
+            self.pacing.update(self.policy.choice, self.policy.drafting)
+
+    def reset(self) -> None:
+        """Drop the evidence of all steps, but not their cost."""
+        self.policy.reset()
+        self.pacing.reset()
+
+    def report(self) -> dict[str, Any]:
+        """Steps by nodes so far, and the cost that the choice is made with."""
+        costs = [
+            {"batch": batch, "nodes": nodes, "step_ms": ms}
+            for batch, times in self.costs_ms.items()
+            for nodes, ms in zip(self.nodes, times, strict=True)
+        ]
+        return {"steps_by_nodes": {str(nodes): self.num_steps[nodes] for nodes in self.nodes}, "costs": costs}

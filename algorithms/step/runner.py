@@ -1,0 +1,412 @@
+"""Launches steps, captured in CUDA graphs at one of four levels: `none`, `draft`, `verify` (draft and verify), `step`
+(all of it, and the prefill batches between steps, see `prefill`).
+
+Batch sizes are rounded up to a bucket. Each bucket is captured once, before the clock runs, with every slot inactive.
+Lengths, pages and sampling parameters are in device memory, so a replay serves any requests. All levels run the same
+code; `none` runs it uncaptured, over exactly the slots in use, and compiles its kernels before the clock runs by steps
+without requests. If requests have grammars, each phase is a graph of its own, because the host works between them,
+see `constraints`. A step in one graph may have a prefill batch (mixed prefill); each of its sizes makes another graph.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from statistics import median
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from algorithms.engine.clock import PhaseClock, Stamps
+from algorithms.engine.settings import GRAPH_LEVELS, LAST_CAPTURED
+from algorithms.step.context import StepParts
+from algorithms.step.deferred_observation import COLUMNS
+from algorithms.step.prefill_batch import PrefillBatch
+from algorithms.step.sampling_params import SamplingNeeds
+from algorithms.step.step import PHASES, Step, phases_of
+from specdec_kernels.checks import expect_choice
+
+_WARMUP_RUNS = 2
+_TIMED_RUNS = 5
+_IDLE_RUNS = 3
+_DUMMY_TOKENS = 256
+"""Committed tokens of a dummy request, with which steps are timed; half of the context at most."""
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """Sizes that are captured: slots of steps (`buckets`), tiles of prefill batches between steps and in steps. The
+    cost: graphs, milliseconds of warm-up and capture, and bytes of device memory."""
+
+    level: str
+    buckets: tuple[int, ...]
+    prefill_tiles: tuple[int, ...] = ()
+    step_tiles: tuple[int, ...] = ()
+    num_graphs: int = 0
+    warmup_ms: float = 0.0
+    memory_bytes: int = 0
+
+
+class Captured(Protocol):
+    """Recorded work."""
+
+    def replay(self) -> None: ...
+
+
+Capture = Callable[[Callable[[], None]], Captured]
+Calls = list[tuple[str | None, Callable[[], None]]]
+"""Work in order, each with its phase; a call without one stamps its phases."""
+
+
+def buckets(max_batch: int) -> tuple[int, ...]:
+    """Batch sizes that are captured: powers of two and `max_batch` itself."""
+    sizes = [1 << bit for bit in range(max_batch.bit_length()) if 1 << bit < max_batch]
+    return (*sizes, max_batch)
+
+
+class CudaCapture:
+    """Captures into graphs that share one memory pool: only one of them runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(_WARMUP_RUNS):
+                work()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            work()
+        return graph
+
+
+class Recorder:
+    """Captures the work of one engine, and counts what that takes."""
+
+    def __init__(self, capture: Capture, device: torch.device) -> None:
+        self._capture, self._device = capture, device
+        self.num_graphs, self.warmup_ms, self.memory_bytes = 0, 0.0, 0
+
+    def __call__(self, work: Callable[[], None]) -> Captured:
+        began = time.perf_counter()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # capturing does so too, and what is free is nobody's
+        before = self._memory()
+        captured = self._capture(work)
+        self.num_graphs += 1
+        self.warmup_ms += (time.perf_counter() - began) * 1e3
+        self.memory_bytes += self._memory() - before
+        return captured
+
+    def _memory(self) -> int:
+        return torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else 0
+
+
+class _Variant(NamedTuple):
+    """Steps that are captured apart: by slots, nodes, sampling needs, and the tiles of their
+    prefill batch."""
+
+    slots: int
+    nodes: int
+    needs: SamplingNeeds
+    tiles: int = 0
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """A step and how it is run. `idle_ms` is what the stamped phases take without requests."""
+
+    step: Step
+    calls: Calls
+    idle_ms: dict[str, float] = field(default_factory=dict)
+
+
+class StepRunner:
+    """Launches steps at one level of capture; each of `prefills` may join them where a step is one graph."""
+
+    def __init__(
+        self,
+        parts: StepParts,
+        level: str,
+        clock: PhaseClock,
+        capture: Capture | None = None,
+        prefills: Sequence[PrefillBatch] = (),
+    ) -> None:
+        expect_choice("runtime.graph", level, GRAPH_LEVELS)
+        if level != "none" and capture is None and parts.resources.device.type != "cuda":
+            raise ValueError(
+                f"runtime.graph={level} captures CUDA graphs and needs a CUDA device, got {parts.resources.device}; "
+                "use runtime.graph=none"
+            )
+        self._parts, self.level, self.clock = parts, level, clock
+        self.recorder: Recorder | None = None
+        """Captures what this engine runs; None where nothing is captured."""
+        if level != "none":
+            self.recorder = Recorder(capture or CudaCapture(), parts.resources.device)
+        self._stamps = clock.stamps(PHASES) if level == "step" else None
+        self._captured: dict[_Variant, _Launch] = {}
+        self._prefills = prefills
+        self.mixed_ms: defaultdict[str, float] = defaultdict(float)
+        """Time that prefills added to each phase of their steps: the difference of the step's times with and without
+        one, measured without requests."""
+        self._observing: dict[int, Captured] = {}
+        self._num_kept = 0
+        self._launched = False
+        self.last_step: Step | None = None
+        """The step that was launched last."""
+        self._compiled: set[SamplingNeeds] = set()
+        self._buckets = buckets(parts.state.max_batch) if self.recorder else ()
+
+    def report(self, prefill_tiles: tuple[int, ...] = ()) -> GraphReport:
+        """The sizes captured so far, with prefill batches of `prefill_tiles`."""
+        report = GraphReport(self.level, self._buckets, step_tiles=tuple(prefill.size for prefill in self._prefills))
+        if self.recorder is None:
+            return report
+        counts = {name: getattr(self.recorder, name) for name in ("num_graphs", "warmup_ms", "memory_bytes")}
+        return replace(report, prefill_tiles=prefill_tiles, **counts)
+
+    def prepare(self, needs: SamplingNeeds) -> None:
+        """Capture every bucket and size for `needs`, or compile what steps launch, unless done. No request may be
+        running."""
+        resources = self._parts.resources
+        if self.recorder is None and resources.device.type == "cuda" and resources.backend.capturable:
+            self.compile(needs)
+        missing = [variant for variant in self._variants(needs) if variant not in self._captured]
+        if not missing:
+            return
+        if not self._captured:
+            self._step(missing[0].slots, self._longest, needs, checked=True).draft()
+        prefills = {prefill.size: prefill for prefill in self._prefills}
+        for variant in missing:
+            if (prefill := prefills.get(variant.tiles)) is not None:
+                prefill.send(())
+            self._captured[variant] = self._prepared(
+                variant.slots, self._longest, needs, nodes=variant.nodes, prefill=prefill
+            )
+        if self._parts.backlog is not None and self.recorder is not None:
+            for size in reversed(self._buckets):
+                if size not in self._observing:
+                    self._observing[size] = self.recorder(partial(self._observe, size, self._longest))
+
+    def _variants(self, needs: SamplingNeeds) -> list[_Variant]:
+        """The variants for `needs`, the largest first, so that the others fit in the memory that it leaves."""
+        found = []
+        for slots in reversed(self._buckets):
+            tiles = [*(prefill.size for prefill in reversed(self.mixed_prefills(needs, slots))), 0]
+            found += [_Variant(slots, nodes, needs, count) for nodes in reversed(self._sizes(needs)) for count in tiles]
+        return found
+
+    def mixed_prefills(self, needs: SamplingNeeds, num_slots: int) -> Sequence[PrefillBatch]:
+        """The prefill batches that may join a step for `needs` over `num_slots` requests, in ascending order of size.
+        Below the largest bucket every second size is left out, because few prompts join there; all are where steps
+        differ in size, because each would take graphs of every size."""
+        if not self._prefills or phases_of(needs) != PHASES:
+            return ()
+        if self.bucket_of(num_slots) == self._buckets[-1]:
+            return self._prefills
+        if self._parts.sizing is not None:
+            return ()
+        return self._prefills[(len(self._prefills) - 1) % 2 :: 2]
+
+    def reset(self) -> None:
+        """Drop the times counted so far."""
+        self.clock.reset()
+        self.mixed_ms.clear()
+
+    def _sizes(self, needs: SamplingNeeds) -> tuple[int, ...]:
+        """Nodes of the steps for `needs`. Steps with grammars have one size, because jump-forward tokens are verified
+        in any case."""
+        sizing = self._parts.sizing
+        return (self._parts.algorithm.num_nodes,) if sizing is None or needs.constrained else sizing.nodes
+
+    @property
+    def _longest(self) -> int:
+        """A replay serves requests of any length, so the bound is all that the page table can hold."""
+        return self._parts.state.page_table.shape[1] * self._parts.resources.page_size
+
+    def launch(
+        self, num_slots: int, max_length: int, needs: SamplingNeeds, prefill: PrefillBatch | None = None
+    ) -> Tensor:
+        """Start a step over slots 0 … num_slots - 1 and return its table, still being written, for those slots.
+        `prefill`, which has been sent, is part of it.
+
+        The first draft for requests is checked; where it is captured, it is drafted once more for that.
+        """
+        nodes = self._next_nodes(num_slots, max_length, needs)
+        first, self._launched = not self._launched, True
+        if first and self.recorder:
+            self._step(num_slots, max_length, needs, checked=True).draft()
+        if self.recorder:
+            launch = self._recorded(_Variant(self.bucket_of(num_slots), nodes, needs), prefill)
+        else:
+            launch = self._prepared(num_slots, max_length, needs, checked=first, nodes=nodes)
+        self._play(launch.calls)
+        self.last_step = launch.step
+        return launch.step.table[:num_slots]
+
+    def _recorded(self, variant: _Variant, prefill: PrefillBatch | None) -> _Launch:
+        alone = self._captured[variant]
+        if prefill is None:
+            return alone
+        joint = self._captured[variant._replace(tiles=prefill.size)]
+        for phase, spent_ms in joint.idle_ms.items():
+            self.mixed_ms[phase] += max(0.0, spent_ms - alone.idle_ms[phase])
+        return joint
+
+    def _play(self, calls: Calls) -> None:
+        for phase, work in calls:
+            with self.clock.phase(phase) if phase else nullcontext():
+                work()
+
+    def bucket_of(self, num_slots: int) -> int:
+        """Slots of the captured step for `num_slots` requests; the others are padding."""
+        return next(size for size in self._buckets if size >= num_slots)
+
+    def _next_nodes(self, num_slots: int, max_length: int, needs: SamplingNeeds) -> int:
+        """Nodes of the next step. Deferred observations are made before a draft, and when their columns are full."""
+        sizing = self._parts.sizing
+        if sizing is None or needs.constrained:
+            return self._parts.algorithm.num_nodes
+        nodes = sizing.next(num_slots)
+        if self._num_kept and (nodes > 1 or self._num_kept == COLUMNS):
+            with self.clock.phase("commit"):
+                if self.recorder:
+                    self._observing[self.bucket_of(num_slots)].replay()
+                else:
+                    self._observe(num_slots, max_length)
+            self._num_kept = 0
+        self._num_kept += nodes == 1
+        return nodes
+
+    def _observe(self, num_slots: int, max_length: int) -> None:
+        assert self._parts.backlog is not None
+        self._parts.observe(self._parts.backlog.take(self._parts.state.batch(0, num_slots, max_length)))
+
+    def step_times(self, needs: SamplingNeeds) -> dict[tuple[int, int], float]:
+        """Milliseconds of a step by (batch, nodes), on dummy requests of random tokens, which are in the token
+        histories too, because the time of a look-up depends on what it finds. No request may be running, and what the
+        drafter stores must be dropped afterwards. A step without a draft has its share of the deferred observation.
+
+        The sizes are timed interleaved, round after round, so that a disturbance affects at most one time of each.
+        """
+        state, length = self._parts.state, min(_DUMMY_TOKENS, self._longest // 2)
+        work: dict[tuple[int, int], Callable[[], None]] = {}
+        for size in buckets(state.max_batch):
+            work |= {(size, nodes): self._dummy_step(size, length, nodes, needs) for nodes in self._sizes(needs)}
+            work[size, 0] = self._observing[size].replay if self.recorder else partial(self._observe, size, length)
+        generator = torch.Generator().manual_seed(0)
+        rounds = [
+            {place: self._timed_ms(run, place[0], length, generator) for place, run in work.items()}
+            for _ in range(1 + _TIMED_RUNS)
+        ]
+        found = {place: median(times[place] for times in rounds[1:]) for place in work}
+        for size in buckets(state.max_batch):
+            found[size, 1] += found.pop((size, 0)) / COLUMNS
+        return found
+
+    def _dummy_step(self, size: int, length: int, nodes: int, needs: SamplingNeeds) -> Callable[[], None]:
+        if self.recorder:
+            return partial(self._play, self._captured[_Variant(size, nodes, needs)].calls)
+        return lambda: self._play(self._prepared(size, length, needs, nodes=nodes).calls)
+
+    def _timed_ms(self, work: Callable[[], None], size: int, length: int, generator: torch.Generator) -> float:
+        state, resources = self._parts.state, self._parts.resources
+        clock = PhaseClock(resources.device)
+        state.fill_dummy(size, length, resources.num_pages, generator)
+        for texts in resources.histories:
+            texts.begin(state.history[:size], length)
+        with clock.phase("step"):
+            work()
+        return clock.phase_times_ms()["step"]
+
+    def compile(self, needs: SamplingNeeds) -> None:
+        """Run uncaptured steps without requests, unless done: one for every kernel that steps for `needs` may launch.
+
+        Tiles are chosen by powers of two of the slots. How keys are split changes at four times a length or more.
+        """
+        if needs in self._compiled:
+            return
+        self._compiled.add(needs)
+        state = self._parts.state
+        for size in reversed(buckets(state.max_batch)):
+            for bound in (*buckets(self._longest)[:-1:2], self._longest):
+                for nodes in reversed(self._sizes(needs)):
+                    _run(self._step(size, bound, needs, checked=True, nodes=nodes), phases_of(needs), None)
+
+    def _step(self, size: int, max_length: int, needs: SamplingNeeds, **how: Any) -> Step:
+        """A step over the first `size` slots; `how` as in `Step`."""
+        return Step(self._parts, self._parts.state.batch(0, size, max_length), needs, **how)
+
+    def _prepared(self, size: int, max_length: int, needs: SamplingNeeds, **how: Any) -> _Launch:
+        """A step over the first `size` slots, with its graphs captured; `how` as in `Step`."""
+        step, phases = self._step(size, max_length, needs, **how), phases_of(needs)
+        groups, rest = _captured(self.level, phases), phases
+        idle_ms: dict[str, float] = {}
+        calls: Calls = []
+        for group in groups:
+            assert self.recorder is not None
+            stamps = self._stamps if group == PHASES else None
+            graph = self.recorder(partial(_run, step, group, stamps))
+            # Capturing computes nothing, and the next phases need results to start from.
+            idle_ms = self._replay(graph)
+            if group == PHASES:
+                step.drop_intermediates()
+            calls.append((None if stamps else group[-1], graph.replay))
+            rest = rest[len(group) :]
+        if groups:
+            # The other phases compile what they launch.
+            _run(step, rest, None)
+        calls += [(phase, getattr(step, phase)) for phase in rest]
+        return _Launch(step, self._with_turns(step, calls) if needs.constrained else calls, idle_ms)
+
+    def _replay(self, graph: Captured) -> dict[str, float]:
+        """Replay `graph` a few times; returns the milliseconds of its stamped phases in the fastest of them. The first
+        replay may be slow, and so may one while other programs run."""
+        if self._stamps is None:
+            graph.replay()
+            return {}
+        ends = [self._stamps.phase_times_ms()]
+        for _ in range(_IDLE_RUNS):
+            graph.replay()
+            ends.append(self._stamps.phase_times_ms())
+        runs = [{phase: after[phase] - before[phase] for phase in after} for before, after in pairwise(ends)]
+        return min(runs, key=lambda spent_ms: sum(spent_ms.values()))
+
+    def _with_turns(self, step: Step, calls: Calls) -> Calls:
+        """`calls`, one for each phase, with what the host does between them for grammars."""
+        constraints = self._parts.state.constraints
+        assert constraints is not None
+        turns = {"draft": constraints.offer, "graft": lambda: constraints.read(step.nodes), "verify": constraints.mask}
+        found: Calls = []
+        for phase, work in calls:
+            assert phase is not None
+            found.append(("draft" if phase == "graft" else phase, work))
+            if phase in turns:
+                found.append((None, turns[phase]))
+        return found
+
+
+def _captured(level: str, phases: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """The groups of `phases` that are one graph each at `level`; they are the first of a step."""
+    if level == "step" and phases == PHASES:
+        return [PHASES]
+    last = LAST_CAPTURED[level]
+    return [(phase,) for phase in phases[: phases.index(last) + 1]] if last else []
+
+
+def _run(step: Step, phases: tuple[str, ...], stamps: Stamps | None) -> None:
+    if stamps is not None:
+        stamps.begin()
+    for phase in phases:
+        getattr(step, phase)()
+        if stamps is not None:
+            stamps.end(phase)

@@ -1,0 +1,373 @@
+"""The speculative step with its phases draft, verify, accept and commit.
+
+A prefill batch may join a step (mixed prefill): its tiles are further rows of the target's forward, so they share one
+reading of the weights with the nodes to be verified. Their requests take part from the next step on.
+
+A step reads nothing back, and every tensor that it starts from keeps its address, so any part of it can be captured in
+a CUDA graph. A step over more rows than are in use passes over the padding: inactive rows have no columns to store,
+their accepted path is empty, and their lengths stay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from algorithms.algorithm import Batch, DraftTree, Observation, Verified
+from algorithms.attention.paged_attention import JointMixer, PagedMixer
+from algorithms.drafting.draft_check import check_draft
+from algorithms.drafting.insert_chain import insert_chain
+from algorithms.parallel.tensor_parallel import agree_on_acceptance, agree_on_draft
+from algorithms.step.constraints import ConstraintState
+from algorithms.step.context import StepParts
+from algorithms.step.prefill_batch import PrefillBatch
+from algorithms.step.sampling_params import SamplingNeeds
+from specdec_kernels import (
+    Accepted,
+    Committed,
+    SamplingTensors,
+    accept,
+    accept_targets,
+    apply_penalties,
+    build_chain,
+    commit_step,
+    count_tokens,
+    draft_topk,
+    forbid_tokens,
+    gather_path,
+    links_from_mask,
+    mask_paths,
+    mask_tokens,
+    move_accepted,
+    tree_parents,
+)
+from specdec_kernels.tree import mask_words
+from specdec_kernels.verify import SAMPLED_RULES
+
+PHASES = ("draft", "verify", "accept", "commit")
+"""Phases of a step, in order; each is a method of `Step`."""
+CONSTRAINED = ("draft", "graft", "verify", "accept", "commit")
+"""Phases of a step for requests with grammars; `graft` counts as part of the draft."""
+
+
+_LEFT_BY_PHASES = {
+    "tree", "hidden", "features", "targets", "nodes", "logits", "accepted", "_tiles_hidden", "_tiles_features",
+}  # fmt: skip
+
+
+def phases_of(needs: SamplingNeeds) -> tuple[str, ...]:
+    """The phases of a step made for `needs`."""
+    return CONSTRAINED if needs.constrained else PHASES
+
+
+class Step:
+    """The phases over one batch, each leaving its result for the next. Run them in the order of `PHASES`."""
+
+    drafted: DraftTree
+    """The drafter's tree."""
+    tree: DraftTree
+    """The tree that is verified."""
+    hidden: Tensor
+    features: list[Tensor]
+    targets: Tensor | None
+    """[B, N] int64: the target's token after each node where that is all that is needed, -1 for none; else None."""
+    nodes: Tensor
+    """[B, 3, N] int64: tokens, first children and next siblings of the draft, where grammars need them; else unset."""
+    logits: Tensor
+    """[B, N, V]; not written where `targets` are given."""
+    accepted: Accepted
+    num_drafts: int
+    """Columns of `_drafts` before them."""
+    num_evidence: int
+    """Columns of `_evidence` at the end of `table`."""
+    table: Tensor
+    """[B, 2 (D + 1) + 4] int64: emitted tokens, their log-probabilities as float32 bits (0 without a request
+    for them), then num_accepted, valid, num_drafted and ran_out, see `specdec_kernels.commit`. Where the n most
+    likely tokens are reported, 2 (D + 1) n more: their ids, and their log-probabilities as float32 bits."""
+
+    def __init__(
+        self,
+        parts: StepParts,
+        batch: Batch,
+        needs: SamplingNeeds,
+        checked: bool = False,
+        nodes: int | None = None,
+        prefill: PrefillBatch | None = None,
+    ) -> None:
+        """`checked` looks at the draft, which reads it back: such a step cannot be captured. `nodes` is how many are
+        verified of each tree, where the algorithm's own number is not; 1 drafts nothing. `prefill` joins the step."""
+        self._parts, self._batch, self._needs, self._checked = parts, batch, needs, checked
+        self._prefill = prefill
+        self.num_nodes = nodes or parts.algorithm.num_nodes
+        self._depth = min(parts.algorithm.max_depth, self.num_nodes - 1)
+        self._chain = parts.algorithm.chain or self.num_nodes == 1
+
+    def drop_intermediates(self) -> None:
+        """Drop all results but the table, so that captured steps share their memory."""
+        for name in set(vars(self)) & _LEFT_BY_PHASES:
+            delattr(self, name)
+
+    def draft(self) -> None:
+        """Let the drafter propose a tree. Raises EngineError if the step is checked and the tree is not as declared."""
+        algorithm, batch = self._parts.algorithm, self._batch
+        if self.num_nodes == algorithm.num_nodes:
+            tree = algorithm.propose(batch)
+            if self._checked:
+                check_draft(algorithm, batch, tree, self._parts.resources.target.config.vocab_size)
+        elif self.num_nodes == 1:
+            links = build_chain(batch.lengths, 1, impl=self._parts.resources.impl)
+            tree = DraftTree(batch.last_tokens[:, None], links)
+        else:
+            tree = self._first_nodes(algorithm.propose_few(batch, self.num_nodes))
+        self.drafted = self.tree = agree_on_draft(tree)
+
+    def _first_nodes(self, tree: DraftTree) -> DraftTree:
+        """The first nodes of a tree that has more. Parents come before their children. The first nodes of a sampled
+        tree are a sampled tree, because its shape does not depend on the sampled tokens."""
+        nodes, lengths, impl = self.num_nodes, self._batch.lengths, self._parts.resources.impl
+        if tree.tokens.shape[1] <= nodes:
+            return tree
+        if self._chain:
+            links = build_chain(lengths, nodes, impl=impl)
+        else:
+            mask = tree.links.mask[:, :nodes, : mask_words(nodes)].contiguous()
+            links = links_from_mask(mask, lengths, impl=impl)
+        probs, rows, path_probs = tree.draft_probs, tree.draft_rows, tree.path_probs
+        if rows is not None:
+            rows = rows[:, :nodes].contiguous()
+        elif probs is not None:
+            probs = probs[:, : nodes - 1].contiguous()
+        if path_probs is not None:
+            path_probs = path_probs[:, :nodes].contiguous()
+        return DraftTree(tree.tokens[:, :nodes].contiguous(), links, probs, rows, path_probs=path_probs)
+
+    def graft(self) -> None:
+        """Insert jump-forward tokens into the draft, and lay it out for the host.
+
+        Sampled drafts stay as they are: their acceptance rules need the distribution of each. Capturing
+        runs a phase more than once, so this one starts from what the drafter drafted, and not from its own result.
+        """
+        algorithm, constraints = self._parts.algorithm, self._constraints
+        if algorithm.rule not in SAMPLED_RULES and algorithm.num_nodes > 1:
+            forced, lengths = constraints.forced[self._batch.slots], self._batch.lengths
+            self.tree = insert_chain(self.drafted, forced, lengths, algorithm.chain, self._parts.resources.impl)
+        links = self.tree.links
+        self.nodes = torch.stack([self.tree.tokens, links.first_child.long(), links.next_sibling.long()], 1)
+
+    @property
+    def _constraints(self) -> ConstraintState:
+        constraints = self._parts.state.constraints
+        assert constraints is not None
+        return constraints
+
+    def verify(self) -> None:
+        """Run the target over all nodes, and over the tiles of the prefill batch that joined."""
+        model, target_layers = self._parts.resources.target.model, self._parts.algorithm.target_layers
+        tokens = self.tree.tokens
+        if self._prefill is None:
+            self.hidden, self.features = model(tokens, self._mixer(), target_layers)
+        else:
+            tiles = self._prefill.begin(self._batch.max_length)
+            joint = JointMixer(((self._mixer(), tokens), (tiles, self._prefill.tokens)))
+            hidden, features = model(joint.tokens, joint, target_layers)
+            self.hidden, self._tiles_hidden = joint.split(hidden)
+            both = [joint.split(feature) for feature in features]
+            self.features, self._tiles_features = [of_nodes for of_nodes, _ in both], [of_tiles for _, of_tiles in both]
+        self.targets = model.argmax(self.hidden) if self._needs.greedy else None
+        if self.targets is None:
+            self.logits = model.logits(self.hidden)
+
+    def _mixer(self) -> PagedMixer:
+        links, resources = self.tree.links, self._parts.resources
+        paths = None
+        if resources.deterministic and not self._chain:
+            paths = mask_paths(links.mask, self._depth + 1, impl=resources.impl)
+        return PagedMixer.over(
+            self._batch,
+            links.positions,
+            self._parts.cache,
+            resources,
+            mode="chain" if self._chain else "tree",
+            mask=None if self._chain else links.mask,
+            depths=None if self._chain else links.depth,
+            paths=paths,
+            phase="verify" if self.num_nodes > 1 else "decode",
+        )
+
+    def accept(self) -> None:
+        """Decide which drafts are accepted, and choose the bonus token."""
+        accepted = self._accepted()
+        # What follows from tokens that all processes chose together needs no agreement.
+        together = self.targets is not None and self._parts.resources.target.model.argmax_is_shared
+        self.accepted = accepted if together else agree_on_acceptance(accepted)
+
+    def _accepted(self) -> Accepted:
+        batch, algorithm, needs = self._batch, self._parts.algorithm, self._needs
+        impl, sampling = self._parts.resources.impl, SamplingTensors()
+        if self.targets is not None:
+            # All rules are greedy without a temperature: the target's own token decides.
+            tokens, links, depth = self.tree.tokens, self.tree.links, self._depth
+            return accept_targets(tokens, links, self.targets, batch.lengths, depth, impl=impl)
+        if needs.filtered:
+            sampling = batch.sampling
+        elif needs.sampled:
+            sampling = SamplingTensors(batch.sampling.temperature, seeds=batch.sampling.seeds)
+        if needs.penalised:
+            self._penalise()
+        if needs.forbids:
+            self._forbid()
+        if needs.constrained:
+            masks, slots = self._constraints, batch.slots
+            mask_tokens(self.logits, masks.bits[slots], masks.constrained[slots], impl=impl)
+        if sampling.temperature is not None:
+            algorithm.inspect(batch, self.tree, self.logits, sampling)
+        return accept(
+            algorithm.rule,
+            self.tree.tokens,
+            self.tree.links,
+            self.logits,
+            batch.lengths,
+            self._depth,
+            sampling,
+            draft_probs=self.tree.draft_probs,
+            draft_rows=self.tree.draft_rows,
+            return_logprobs=needs.logprobs,
+            impl=impl,
+        )
+
+    def _penalise(self) -> None:
+        penalties, slots = self._parts.state.penalties, self._batch.slots
+        assert penalties is not None
+        apply_penalties(
+            self.logits,
+            self.tree.tokens,
+            self.tree.links.mask,
+            penalties.output_counts[slots],
+            penalties.prompt_seen[slots],
+            repetition=penalties.repetition[slots],
+            presence=penalties.presence[slots],
+            frequency=penalties.frequency[slots],
+            bias=penalties.bias[slots],
+            impl=self._parts.resources.impl,
+        )
+
+    def _forbid(self) -> None:
+        forbidden, batch, links = self._parts.state.forbidden, self._batch, self.tree.links
+        assert forbidden is not None
+        forbid_tokens(
+            self.logits,
+            self.tree.tokens,
+            links.mask,
+            links.positions,
+            batch.history,
+            batch.lengths,
+            forbidden.words[batch.slots],
+            forbidden.until[batch.slots],
+            impl=self._parts.resources.impl,
+        )
+
+    def commit(self) -> None:
+        """Enter the accepted path into the state, bring it to the front of the cache, and let the drafter observe
+        it; then finish the prefill batch that joined."""
+        batch, accepted, parts = self._batch, self.accepted, self._parts
+        impl = parts.resources.impl
+        committed = commit_step(
+            self.tree.tokens,
+            self.tree.links.first_child,
+            self.tree.links.next_sibling,
+            accepted.tokens,
+            accepted.num_accepted,
+            accepted.nodes,
+            accepted.valid,
+            accepted.logprobs,
+            active=batch.active,
+            lengths=batch.lengths,
+            last_tokens=batch.last_tokens,
+            history=batch.history,
+            impl=impl,
+        )
+        hidden, *features = self._on_path(committed)
+        if self._needs.penalised:
+            penalties = parts.state.penalties
+            assert penalties is not None
+            count_tokens(penalties.output_counts[batch.slots], accepted.tokens, committed.counts, impl=impl)
+        whole = parts.algorithm.observes_verified
+        verified = Verified(self.tree.tokens, self.tree.links, self.hidden) if whole else None
+        if parts.backlog is not None and self.num_nodes == 1:
+            parts.backlog.keep(batch, hidden, features)
+        else:
+            parts.observe(
+                Observation(
+                    batch=replace(batch, lengths=committed.start),
+                    tokens=committed.tokens,
+                    next_tokens=committed.next_tokens,
+                    features=features,
+                    hidden=hidden,
+                    positions=committed.positions,
+                    counts=committed.counts,
+                    verified=verified,
+                    drafts_stale=self._needs.constrained,
+                )
+            )
+        if self._prefill is not None:
+            self._prefill.finish(self._tiles_hidden, self._tiles_features)
+        self.table = committed.table
+        if self._needs.top_logprobs:
+            self.table = torch.cat([self.table, self._top_logprobs()], 1)
+        drafts = [self._drafts()] if self._needs.drafts else []
+        evidence = self._evidence()
+        self.num_drafts = sum(part.shape[1] for part in drafts)
+        self.num_evidence = sum(part.shape[1] for part in evidence)
+        if drafts or evidence:
+            self.table = torch.cat([self.table, *drafts, *evidence], 1)
+
+    def _evidence(self) -> list[Tensor]:
+        """For adaptive draft length: accepted nodes [B, D + 1], and the bits of the path probabilities [B, N], by which
+        nodes rank. A chain needs neither, because its nodes rank by number."""
+        if self._parts.sizing is None or self._chain or self._needs.constrained:
+            return []
+        probs = self.tree.path_probs
+        return [self.accepted.nodes.long(), *([] if probs is None else [probs.view(torch.int32).long()])]
+
+    def _drafts(self) -> Tensor:
+        """[B, 4 N] int64: tokens and parents of all nodes, -1 for none, then float32 bits of the target's
+        log-probability of each and of the drafter's probability, -1 where that is not known."""
+        tree, tokens = self.tree, self.tree.tokens
+        parents = tree_parents(tree.links.mask, impl=self._parts.resources.impl).long()
+        above = parents.clamp(min=0)
+        values = self.logits.gather(1, above[:, :, None].expand_as(self.logits))
+        target = values.gather(2, tokens[:, :, None])[:, :, 0].float() - values.float().logsumexp(2)
+        if tree.draft_probs is not None:
+            rows = above if tree.draft_rows is None else tree.draft_rows.long().gather(1, above)
+            drafter = tree.draft_probs.flatten(1).gather(1, rows * tree.draft_probs.shape[2] + tokens)
+        elif tree.path_probs is not None:
+            drafter = tree.path_probs / tree.path_probs.gather(1, above)
+        else:
+            drafter = torch.full_like(target, -1.0)
+        bits = [part.float().view(torch.int32).long() for part in (target, drafter)]
+        return torch.cat([tokens, parents, *bits], 1)
+
+    def _top_logprobs(self) -> Tensor:
+        """[B, 2 (D + 1) n] int64: the most likely tokens after each node of the accepted path, then the bits of their
+        log-probabilities. A logit's distance to the largest one is added to the log-probability of that, which cannot
+        underflow."""
+        (batch, nodes, _), count = self.logits.shape, self._needs.top_logprobs
+        flat = self.logits.flatten(0, 1)
+        probs, tokens = draft_topk(flat, count, impl=self._parts.resources.impl)
+        values = flat.gather(1, tokens).float()
+        logprobs = values - values[:, :1] + probs[:, :1].log()
+        both = torch.stack([tokens, logprobs.view(torch.int32).long()], 1).view(batch, nodes, 2, count)
+        path = self.accepted.nodes.clamp(min=0).long()[:, :, None, None].expand(-1, -1, 2, count)
+        return both.gather(1, path).transpose(1, 2).reshape(batch, -1)
+
+    def _on_path(self, committed: Committed) -> list[Tensor]:
+        """Hidden states and features in order of position; of a tree, keys and values move with them."""
+        parts, values = self._parts, [self.hidden, *self.features]
+        if self._chain:
+            # A chain is in text order already.
+            return [value[:, : committed.tokens.shape[1]] for value in values]
+        impl = parts.resources.impl
+        move_accepted(parts.cache.kv, self._batch.page_table, committed.start, committed.nodes, impl=impl)
+        return gather_path(values, committed.nodes, impl=impl)

@@ -1,0 +1,1 @@
+"""Programs that each serve one table of the results."""

@@ -1,0 +1,114 @@
+"""Records of decodings, from which a later run resumes and jobs of a sweep share a baseline.
+
+requests.jsonl has the requests of the first round of each decoding, as they ended. decodings.jsonl has the times of
+each round that was finished, and what did it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from experiments.app.conversation import Conversations
+from experiments.report.run_folder import RunFolder
+from experiments.tasks.decoding import Decoded
+
+if TYPE_CHECKING:
+    from algorithms.engine.request import Completion, Request
+
+NOT_KEPT = ("requests", "generation", "timed")
+"""Fields of `Decoded` that are put together from elsewhere."""
+
+
+class Key(NamedTuple):
+    """Names one decoding of a run."""
+
+    data: str
+    method: str
+    round: int = 0
+
+    def fits(self, entry: Mapping[str, Any]) -> bool:
+        """Whether `entry` of a log is of this decoding."""
+        return (entry["data"], entry["method"], entry.get("round", self.round)) == self
+
+
+def request_entry(key: Key, completion: Completion) -> dict[str, Any]:
+    """The line of requests.jsonl."""
+    # A clock runs meanwhile, and nobody changes a completion of a request that has ended: no deep copy.
+    figures = {item.name: getattr(completion, item.name) for item in fields(completion)}
+    return {"data": key.data, "method": key.method, "id": figures.pop("request_id"), **figures}
+
+
+def decoding_entry(key: Key, decoded: Decoded) -> dict[str, Any]:
+    """The line of decodings.jsonl."""
+    figures = {f.name: getattr(decoded, f.name) for f in fields(decoded) if f.name not in NOT_KEPT}
+    times = asdict(replace(decoded.timed, completions=[]))
+    seen = sorted({completion.request_id for completion in decoded.timed.completions})
+    return {**key._asdict(), **figures, "compiled": list(decoded.compiled), "times": times, "timed_requests": seen}
+
+
+def completions(entries: Iterable[Mapping[str, Any]]) -> dict[int, Completion]:
+    """The requests of `request_entry`, by number."""
+    from algorithms.engine.request import Completion
+
+    names = {item.name for item in fields(Completion)} - {"request_id"}
+    return {e["id"]: Completion(e["id"], **{name: e[name] for name in names if name in e}) for e in entries}
+
+
+def rebuilt(entry: Mapping[str, Any], done: Mapping[int, Completion], requests: Sequence[Request]) -> Decoded:
+    """The decoding of `decoding_entry`, whose `requests` ended as `done`."""
+    from algorithms.engine.session import Generation
+    from algorithms.step.runner import GraphReport
+
+    figures = {f.name: entry[f.name] for f in fields(Decoded) if f.name in entry and f.name not in NOT_KEPT}
+    ended, seen, times = [done[request.id] for request in requests], set(entry["timed_requests"]), entry["times"]
+    graphs: Any = {name: tuple(v) if isinstance(v, list) else v for name, v in times["graphs"].items()}
+    whole = Generation(**{**times, "graphs": GraphReport(**graphs), "completions": ended})
+    part = replace(whole, completions=[completion for completion in ended if completion.request_id in seen])
+    return Decoded(requests=requests, generation=whole, timed=part, **figures)
+
+
+def still_to_do(
+    requests: Sequence[Request], ended: Mapping[int, Completion], conversations: Conversations | None
+) -> list[Request]:
+    """Those of `requests` that have not ended, and the next turns of conversations whose last turn has."""
+    rest = [request for request in requests if request.id not in ended]
+    follow = [conversations(ended[number]) for number in sorted(ended)] if conversations else []
+    return rest + [request for request in follow if request is not None and request.id not in ended]
+
+
+def record(folder: RunFolder, key: Key, completion: Completion) -> None:
+    """Put a request that has ended on disk; later rounds produce the same outputs again."""
+    if key.round == 0:
+        folder.record(request_entry(key, completion))
+
+
+def finished(folder: RunFolder, key: Key) -> dict[int, Completion]:
+    """The requests of the decoding that had ended before, by number."""
+    return completions(entry for entry in folder.requests.entries if key._replace(round=0).fits(entry))
+
+
+def drop(folder: RunFolder, key: Key) -> None:
+    """Drop the requests of a decoding that has to begin again."""
+    folder.replace_requests([entry for entry in folder.requests.entries if not key.fits(entry)])
+
+
+def take_over(folder: RunFolder, key: Key, decoded: Decoded) -> None:
+    """Put a decoding that another run made on disk."""
+    if folder.resumed and key.round == 0:
+        drop(folder, key)
+    for completion in decoded.generation.completions:
+        record(folder, key, completion)
+    folder.decodings.append(decoding_entry(key, decoded))
+
+
+def restored(
+    folder: RunFolder, key: Key, requests: Sequence[Request], conversations: Conversations | None
+) -> Decoded | None:
+    """The decoding as it was finished before; None if it was not."""
+    entry = next((entry for entry in folder.decodings.entries if key.fits(entry)), None)
+    done = finished(folder, key) if entry else {}
+    if entry is None or still_to_do(requests, done, conversations):
+        return None
+    return rebuilt(entry, done, conversations.requests if conversations else requests)

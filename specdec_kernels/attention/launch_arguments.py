@@ -1,0 +1,49 @@
+"""Arguments that the launchers of the attention kernels derive from a call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from specdec_kernels.attention.device import FP8_BITS_SCALE, LOG2_E
+from specdec_kernels.attention.types import AttentionCall
+from specdec_kernels.launch import current_chip
+
+
+def pdl_options(pdl: bool) -> dict[str, Any]:
+    """The option of a programmatic dependent launch, absent where it is off: some compilers do not know it."""
+    return dict(launch_pdl=True) if pdl else {}
+
+
+def tile_arguments(call: AttentionCall) -> dict[str, Any]:
+    """Compile-time arguments of all kernels that read keys through `device.widen`."""
+    head_dim = call.q.shape[3]
+    return dict(
+        D=head_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        PAGE=call.kv.shape[2],
+        FP8=call.config.fp8_code(call.kv.dtype),
+        BLOCK_N=call.config.block_n,
+    )
+
+
+def score_factors(call: AttentionCall) -> tuple[float, float, float | None]:
+    """score_scale, value_scale and soft_cap of the kernels."""
+    metadata, scales = call.metadata, call.scales
+    assert metadata.scale is not None
+    stored = FP8_BITS_SCALE if call.config.fp8_code(call.kv.dtype) == 2 else 1.0
+    score_scale = metadata.scale * stored * (scales.k_scale if isinstance(scales.k_scale, float) else 1.0)
+    value_scale = stored * (scales.v_scale if isinstance(scales.v_scale, float) else 1.0)
+    if metadata.soft_cap is None:
+        return score_scale * LOG2_E, value_scale, None
+    return score_scale / metadata.soft_cap, value_scale, metadata.soft_cap * LOG2_E
+
+
+def pool_argument(kv: Tensor) -> Tensor:
+    """An e4m3 pool goes to a chip as bytes, which all of them load; the interpreter reads its type as bytes."""
+    if kv.dtype != torch.float8_e4m3fn or current_chip(kv) == "interpreter":
+        return kv
+    return kv.view(torch.uint8)

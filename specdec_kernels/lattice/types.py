@@ -1,0 +1,51 @@
+"""Arguments and results of the lattice functions."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Lattice(NamedTuple):
+    """D positions of a block with C candidates each, for B requests. The candidates of a position are distinct.
+
+    With a vocabulary every id of `tokens` is in [0, V').
+    """
+
+    tokens: torch.Tensor  # [B, D, C] int64, below 2^31: ids of the drafter
+    logits: torch.Tensor  # [B, D, C] float32, float16 or bfloat16
+    last_tokens: torch.Tensor  # [B] int64: the target's id of the token before position 0
+    counts: torch.Tensor | None = None  # [B] int32: positions that the request drafts, None for all; the rest is unused
+    vocabulary: torch.Tensor | None = None  # [V'] int64: what is added to an id of the drafter to give the target's
+
+
+class PairFactors(NamedTuple):
+    """Pair scores of rank r: a candidate c of position i that follows token p scores f(i, p) . successors[c].
+
+    f(i, p) = predecessors[p]                                              vanilla
+            | predecessors[p] * gates[i]                                   with gates alone
+            | predecessors[p] * sigmoid(gates[i] + token_gates[p])         with both
+    """
+
+    predecessors: torch.Tensor  # [V, r], by the target's ids: W1 of DSpark, the predecessor codebook of DFlash 2
+    successors: torch.Tensor  # [V', r], by the drafter's ids: W2 of DSpark, the successor codebook of DFlash 2
+    gates: torch.Tensor | None = None  # [B, D, r]: P h of DFlash 2; G_h h + b of a gated DSpark head
+    token_gates: torch.Tensor | None = None  # [V, r]: W1 G_e^T of a gated DSpark head, made once on loading
+
+
+class SampledChain(NamedTuple):
+    """A chain of D + 1 nodes as a `Selection`, and what it was sampled from."""
+
+    tokens: torch.Tensor  # [B, D + 1] int64, column 0 is the last token, 0 in unused nodes
+    parents: torch.Tensor  # [B, D + 1] int32: n - 1, -2 in unused nodes
+    candidates: torch.Tensor  # [B, D + 1] int32: position * C + candidate, -1 for the root and unused nodes
+    scores: torch.Tensor  # [B, D + 1] float32: probability of the path, 1 for the root and 0 for unused nodes
+    probs: torch.Tensor  # [B, D, C] float32: the distribution of each position given its predecessor, 0 where unused
+
+
+class RnnStep(NamedTuple):
+    """One step of a recurrent Markov head."""
+
+    state: torch.Tensor  # [R, r]
+    output: torch.Tensor  # [R, r]: W2 makes the bias of the logits from it

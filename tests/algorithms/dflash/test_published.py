@@ -1,0 +1,245 @@
+"""Block drafters in the layouts of their writers draft through the engine what their equations say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from algorithms.algorithm import Batch, DraftTree
+from algorithms.dflash.drafting import DFlash
+from algorithms.dflash.loading import load_dflash
+from algorithms.dflash.model import DFlashDrafter
+from algorithms.models.fusion import queries_only
+from tests.algorithms.dflash.published import (
+    FAMILIES,
+    Original,
+    Published,
+    deepspec,
+    dflash_2,
+    domino,
+    speculators,
+    speculators_dflash_2,
+    zlab,
+)
+from tests.algorithms.drafters import TARGET
+from tests.algorithms.tiny_folders import edit_json, refusal
+from tests.algorithms.toy import Setup, answers, changed, requests, run
+
+TEMPERATURE = 0.7
+
+
+@pytest.fixture(params=list(FAMILIES))
+def family(request: pytest.FixtureRequest) -> Published:
+    return FAMILIES[request.param]
+
+
+class Recorded:
+    """Every draft of an algorithm with the text that it was made for."""
+
+    def __init__(self, algorithm: DFlash) -> None:
+        self.drafts: list[tuple[list[int], list[int], list[int], torch.Tensor | None, torch.Tensor | None]] = []
+        propose = algorithm.propose
+
+        def recorded(batch: Batch) -> DraftTree:
+            tree = propose(batch)
+            for row, length in enumerate(batch.lengths.tolist()):
+                parts = (None if part is None else part[row] for part in (tree.draft_probs, tree.path_probs))
+                text = batch.history[row, : length + 1].tolist()
+                self.drafts.append((text, tree.tokens[row].tolist(), parents_of(tree, row), *parts))
+            return tree
+
+        algorithm.propose = recorded  # type: ignore[method-assign]
+
+
+def parents_of(tree: DraftTree, row: int) -> list[int]:
+    parents = [-2] * tree.tokens.shape[1]
+    parents[0] = -1
+    for node, child in enumerate(tree.links.first_child[row].tolist()):
+        while child >= 0:
+            parents[child], child = node, int(tree.links.next_sibling[row, child])
+    return parents
+
+
+def path_to(node: int, tokens: list[int], parents: list[int]) -> list[int]:
+    """The tokens of `node` and of those above it, without node 0."""
+    path: list[int] = []
+    while node > 0:
+        path.insert(0, tokens[node])
+        node = parents[node]
+    return path
+
+
+@cache
+def greedy() -> list[list[int]]:
+    return answers(requests(4, max_new_tokens=7), Setup(backend="torch", max_batch=1), TARGET)
+
+
+def drafted(folder: Path, temperature: float, setup: Setup, **config: Any) -> Recorded:
+    """Serve requests of unequal prompts; greedy outputs are the target's own."""
+    algorithm = DFlash(DFlash.Config(**config), TARGET, str(folder))
+    recorded = Recorded(algorithm)
+    asked = [changed(request, temperature=temperature) for request in requests(4, max_new_tokens=7)]
+    completions = run(algorithm, asked, setup, TARGET).completions
+    if temperature == 0:
+        assert [c.token_ids for c in completions] == greedy()
+    assert len(recorded.drafts) > 10
+    return recorded
+
+
+def test_greedy_chains(tmp_path: Path, family: Published) -> None:
+    original = Original(family, family.write(tmp_path))
+    for text, tokens, _, _, _ in drafted(tmp_path, 0.0, Setup(max_batch=3, page_size=1, graph="step")).drafts[::3]:
+        if len(text) > 1:  # padding rows of captured steps have no text
+            assert tokens[1:] == original.chain(text, family.drafts)
+
+
+def test_the_distribution_of_a_sampled_chain(tmp_path: Path, family: Published) -> None:
+    """What each draft was sampled from is the original's distribution after the drafts before it."""
+    original = Original(family, family.write(tmp_path))
+    recorded = drafted(tmp_path, TEMPERATURE, Setup(max_batch=2, page_size=4), draft_sampling="sample")
+    for text, tokens, _, probs, _ in recorded.drafts[::3]:
+        assert probs is not None and len(tokens) == family.drafts + 1
+        expected = (original.logits(text, tokens[1:]) / TEMPERATURE).softmax(-1)
+        torch.testing.assert_close(probs.double(), expected, atol=2e-5, rtol=1e-3)
+
+
+def test_trees(tmp_path: Path, family: Published) -> None:
+    """The probability of each path is the product of the original's along it."""
+    original = Original(family, family.write(tmp_path))
+    recorded = drafted(tmp_path, 0.0, Setup(max_batch=2, page_size=4), topk=3, num_nodes=24)
+    for text, tokens, parents, _, probs in recorded.drafts[::4]:
+        assert probs is not None
+        for node in range(1, len(tokens)):
+            path = path_to(node, tokens, parents)
+            shares = original.logits(text, path).softmax(-1)[torch.arange(len(path)), path]
+            if family.confidence is not None:
+                shares = shares * original.confidence(text, path)
+            assert float(probs[node]) == pytest.approx(float(shares.prod()), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["dspark confidence", "deepspec confidence", "specforge dspark"])
+def test_confidence_is_the_path_probability_of_a_chain(tmp_path: Path, name: str) -> None:
+    """Where a chain is asked for path probabilities, as `mixed` does, a confidence head gives them."""
+    family = FAMILIES[name]
+    original, algorithm = Original(family, family.write(tmp_path)), DFlash(DFlash.Config(), TARGET, str(tmp_path))
+    bind = algorithm.bind
+    algorithm.bind = lambda resources: bind(replace(resources, needs_path_probs=True))  # type: ignore[method-assign]
+    recorded = Recorded(algorithm)
+    run(algorithm, requests(3, max_new_tokens=4), Setup(), TARGET)
+    for text, tokens, _, _, probs in recorded.drafts:
+        assert probs is not None
+        expected = original.confidence(text, tokens[1:]).cumprod(0)
+        torch.testing.assert_close(probs[1:].double(), expected, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["zlab", "deepspec gated", "domino", "dflash 2", "speculators dspark rnn"])
+def test_the_kernels_draft_the_same(tmp_path: Path, name: str) -> None:
+    FAMILIES[name].write(tmp_path)
+    drafts = []
+    for impl in ("triton", "reference"):
+        algorithm = DFlash(DFlash.Config(), TARGET, str(tmp_path))
+        recorded = Recorded(algorithm)
+        run(algorithm, requests(2, max_new_tokens=2), Setup(impl=impl, max_batch=2), TARGET)
+        drafts.append([(text, tokens) for text, tokens, *_ in recorded.drafts])
+    assert drafts[0] == drafts[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("zlab", dict(block_size=1)),
+        ("deepspec rnn", dict(block_size=1)),
+        ("domino shifted", dict(block_size=2)),
+        ("dflash 2", dict(block_size=2)),
+        ("dflash 2", dict(topk=4, num_nodes=9)),
+        ("speculators dspark rnn", dict(topk=4, num_nodes=9)),
+    ],
+)
+def test_borders(tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
+    """Blocks of one and two tokens, trees, a prompt of one token, more requests than slots, steps of any size: outputs
+    are the target's own, also where it samples."""
+    algorithm = DFlash(DFlash.Config(**settings), TARGET, str(FAMILIES[name].write(tmp_path)))
+    asked = [changed(request, temperature=(0.0, 0.9)[request.id % 2]) for request in requests(7, max_new_tokens=6)]
+    expected = answers(asked, Setup(backend="torch", max_batch=1), TARGET)
+    adaptive = algorithm.num_nodes > 1
+    got = run(algorithm, asked, Setup(max_batch=3, page_size=4, graph="step", adaptive=adaptive), TARGET)
+    assert [c.token_ids for c in got.completions] == expected
+
+
+@pytest.mark.parametrize("own", [(), ("embed_tokens",), ("lm_head",), ("embed_tokens", "lm_head")])
+def test_copies_of_the_targets_tensors_are_dropped(tmp_path: Path, own: tuple[str, ...]) -> None:
+    drafter = load_dflash(deepspec(own=own).write(tmp_path), TARGET, "cpu", torch.float32)
+    kept = [name for name in ("embed_tokens", "lm_head") if getattr(drafter, name) is not None]
+    assert kept == list(own)
+
+
+@pytest.mark.parametrize(
+    ("published", "keys", "parts"),
+    [
+        (zlab(), {"speculators_model_type": "eagle3"}, ("transformer_layer_config: expected the decoder's keys",)),
+        (
+            speculators(),
+            {"speculators_model_type": "peagle"},
+            ("expected one of dflash, dspark, dflash2 for algo=dflash",),
+        ),
+        (speculators(), {"sample_from_anchor": True}, ("next by sample_from_anchor, own by speculative_tokens",)),
+        (speculators(from_anchor=True), {"sample_from_anchor": None}, ("own by speculators without", "next by spec")),
+        (
+            dflash_2(),
+            {"architectures": ["DFlashDraftModel"], "dflash_config": {"mask_token_id": 60}},
+            ("no selector_rank",),
+        ),
+        (speculators_dflash_2(), {"sample_from_anchor": True}, ("expected false for dflash2",)),
+        (deepspec(), {"slots": "own", "sample_from_anchor": True}, ("own by slots, next by sample_from_anchor",)),
+        (deepspec(), {"architectures": ["Gemma4DSparkModel"], "model_type": "gemma4_text"}, ("gemma4_text",)),
+        (zlab(own={"projector_type": "other"}), {}, ("projector_type 'other' is not supported",)),
+        (domino(True, 1), {"sample_from_anchor": False}, ("own by sample_from_anchor, next by shift_label",)),
+        (speculators(), {"draft_vocab_size": 38}, ("'d2t' has the wrong shape", "[38]", "[37]")),
+        (deepspec(), {"draft_vocab_size": 40}, ("lack tensors", "d2t, t2d")),
+        (zlab(), {"draft_vocab_size": 40}, ("draft_vocab_size without an LM head",)),
+    ],
+)
+def test_contradictions_are_refused(
+    tmp_path: Path, published: Published, keys: dict[str, Any], parts: tuple[str, ...]
+) -> None:
+    edit_json(published.write(tmp_path) / "config.json", **keys)
+    refusal(lambda: load_dflash(tmp_path, TARGET, "cpu", torch.float32), *parts)
+
+
+def test_a_selector_samples_no_trees(tmp_path: Path) -> None:
+    config = DFlash.Config(topk=2, num_nodes=6, draft_sampling="sample")
+    with pytest.raises(ValueError, match="a drafter with a candidate selector samples chains only"):
+        DFlash.check(config, TARGET, str(dflash_2().write(tmp_path)))
+
+
+@torch.no_grad()
+def test_convolutions_of_identities_leave_dflash(tmp_path: Path) -> None:
+    """Kernels of 1 at a row itself, and 0 elsewhere; before that, in the fused forward too."""
+    drafter = load_dflash(dflash_2().write(tmp_path), TARGET, "cpu", torch.float32)
+    weights = drafter.state_dict()
+    block = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(1))
+    convolved = drafter(block, queries_only)
+    drafter.set_forward("reference")
+    torch.testing.assert_close(drafter(block, queries_only), convolved, atol=1e-4, rtol=1e-4)
+    drafter.set_forward(None)
+    for name, weight in weights.items():
+        if name.endswith("kernel_projection.weight"):
+            weight.zero_()
+        elif name.endswith("base_kernel"):
+            weight[:] = torch.tensor([1.0, 0.0])[:, None]
+    plain = DFlashDrafter(replace(drafter.config, conv=None, head=None))
+    plain.load_state_dict({name: weights[name] for name in plain.state_dict()})
+    torch.testing.assert_close(drafter(block, queries_only), plain(block, queries_only))
+    assert not torch.allclose(convolved, plain(block, queries_only), atol=0.1)
+
+
+def test_a_vocabulary_of_ids_is_refused(tmp_path: Path) -> None:
+    published = speculators()
+    assert published.known is not None
+    ids = replace(published, known=None, added={"d2t": published.known, "t2d": torch.zeros(61, dtype=torch.bool)})
+    refusal(lambda: load_dflash(ids.write(tmp_path), TARGET, "cpu", torch.float32), "vocabulary contradicts itself")

@@ -1,0 +1,449 @@
+"""EAGLE and EAGLE-3 heads: against definitions written here in float64, one head at a time, and as published folders.
+
+The definitions follow the descriptions of the papers and know nothing of the modules: weights come from the file by
+their published names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from algorithms.drafting.feature_drafter import NORMED, RAW
+from algorithms.eagle import loading
+from algorithms.eagle.config import EACH, Eagle3Config, EagleConfig, default_aux_layer_ids
+from algorithms.eagle.model import Eagle3Drafter, EagleDrafter
+from algorithms.models.config import DecoderConfig
+from algorithms.models.loading import Target, load_draft, load_target
+from tests.algorithms.models.test_models_parity import Cache, rms_norm, rotate
+from tests.algorithms.tiny_folders import (
+    change_weights,
+    edit_json,
+    randomise,
+    refusal,
+    small_config,
+    write_json,
+    write_target,
+    write_tokenizer,
+    write_weights,
+)
+
+TOLERANCE = 1e-4
+LENGTH, BEHIND = 9, 3
+"""Pairs of the target's features, and drafts whose features the head feeds back."""
+DRAFT_VOCAB = 40
+GUARDED = ("causal_head", "sample_from_anchor", "num_anchors", "enable_confidence_head")
+"""Keys of block drafters, which say that the file is to be read in another way."""
+
+Weights = dict[str, Tensor]
+load_eagle = partial(loading.load_eagle, kind="EAGLE")
+load_eagle3 = partial(loading.load_eagle, kind="EAGLE-3")
+
+
+def head_config(**changes: Any) -> DecoderConfig:
+    return small_config("llama", num_layers=1, **changes)
+
+
+def target_config() -> DecoderConfig:
+    return small_config(num_layers=8)
+
+
+def vocabulary(vocab_size: int) -> Tensor:
+    """Rising target ids with gaps, the last id among them."""
+    ids = torch.randperm(vocab_size - 1, generator=torch.Generator().manual_seed(8))[: DRAFT_VOCAB - 1]
+    return torch.cat([ids, torch.tensor([vocab_size - 1])]).sort().values
+
+
+def write_eagle(folder: Path, config: EagleConfig, own_embedding: bool = True, pickled: bool = False) -> Weights:
+    """A head folder in the published layout; returns the tensors as written."""
+    folder.mkdir(parents=True)
+    drafter = EagleDrafter(config, own_embedding).requires_grad_(False)
+    randomise(drafter, 3)
+    tensors = dict(drafter.state_dict())
+    write_json(folder / "config.json", {**config.to_hf(), "architectures": ["LlamaForCausalLM"]})
+    if pickled:
+        torch.save(tensors, folder / "pytorch_model.bin")
+    else:
+        write_weights(folder, tensors)
+    return tensors
+
+
+def write_eagle3(folder: Path, config: Eagle3Config, pickled: bool = False, **flags: bool) -> Weights:
+    folder.mkdir(parents=True)
+    drafter = Eagle3Drafter(config, 8, **flags).requires_grad_(False)
+    randomise(drafter, 4)
+    if config.logits == RAW:  # a norm that is not used is not trained
+        drafter.norm.weight.fill_(1)
+    if config.reduced:
+        drafter.set_vocabulary(vocabulary(config.decoder.vocab_size))
+    tensors = dict(drafter.state_dict())
+    write_json(folder / "config.json", config.to_hf())
+    if pickled:
+        torch.save(tensors, folder / "pytorch_model.bin")
+    else:
+        write_weights(folder, tensors)
+    return tensors
+
+
+def eagle3_config(**changes: Any) -> Eagle3Config:
+    decoder = head_config()
+    config = Eagle3Config(decoder, DRAFT_VOCAB, decoder.hidden_size, None)
+    return replace(config, **changes)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    folder = tmp_path_factory.mktemp("target")
+    write_target(folder, target_config())
+    return load_target(folder, "cpu", torch.float32)
+
+
+def attend(x: Tensor, weights: Weights, config: DecoderConfig) -> Tensor:
+    """Causal attention over `x [T, width]` at positions 0 … T-1 with projections `q_proj.weight` and so on."""
+    at = torch.arange(len(x))
+    heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
+    q = rotate((x @ weights["q_proj.weight"].T).reshape(-1, heads, size), at, config.rope_theta)
+    k = rotate((x @ weights["k_proj.weight"].T).reshape(-1, kv_heads, size), at, config.rope_theta)
+    v = (x @ weights["v_proj.weight"].T).reshape(-1, kv_heads, size)
+    mixed = []
+    for head in range(heads):
+        group = head // (heads // kv_heads)
+        scores = q[:, head] @ k[:, group].T / size**0.5
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
+        mixed.append(scores.softmax(-1) @ v[:, group])
+    return torch.cat(mixed, dim=-1) @ weights["o_proj.weight"].T
+
+
+def mlp(x: Tensor, weights: Weights) -> Tensor:
+    gate = x @ weights["mlp.gate_proj.weight"].T
+    return (gate * torch.sigmoid(gate) * (x @ weights["mlp.up_proj.weight"].T)) @ weights["mlp.down_proj.weight"].T
+
+
+def under(weights: Weights, prefix: str) -> Weights:
+    return {name.removeprefix(prefix): w.double() for name, w in weights.items() if name.startswith(prefix)}
+
+
+def eagle_definition(weights: Weights, config: DecoderConfig, embedded: Tensor, features: Tensor) -> Tensor:
+    layer, eps = under(weights, "layers.0."), config.rms_norm_eps
+    x = torch.cat([embedded, features], -1) @ weights["fc.weight"].double().T + weights["fc.bias"].double()
+    x = x + attend(x, under(weights, "layers.0.self_attn."), config)
+    return x + mlp(rms_norm(x, layer["post_attention_layernorm.weight"], eps), layer)
+
+
+def eagle3_definition(weights: Weights, config: DecoderConfig, embedded: Tensor, features: Tensor) -> Tensor:
+    layer, eps = under(weights, "midlayer."), config.rms_norm_eps
+    normed = [
+        rms_norm(embedded, layer["input_layernorm.weight"], eps),
+        rms_norm(features, layer["hidden_norm.weight"], eps),
+    ]
+    x = features + attend(torch.cat(normed, -1), under(weights, "midlayer.self_attn."), config)
+    return x + mlp(rms_norm(x, layer["post_attention_layernorm.weight"], eps), layer)
+
+
+def eagle3_1_definition(weights: Weights, config: DecoderConfig, embedded: Tensor, features: Tensor) -> Tensor:
+    """The stream behind the head's norm, which the next level reads."""
+    stream = eagle3_definition(weights, config, embedded, features)
+    return rms_norm(stream, weights["norm.weight"].double(), config.rms_norm_eps)
+
+
+Definition = Callable[[Weights, DecoderConfig, Tensor, Tensor], Tensor]
+
+
+@torch.no_grad()
+def check_chain(
+    drafter: EagleDrafter | Eagle3Drafter, weights: Weights, embeddings: Tensor, definition: Definition, first: Tensor
+) -> Tensor:
+    """Extend over the features `first [LENGTH, hidden]`, then draft; returns the states `[LENGTH + BEHIND, hidden]`.
+
+    The definition sees the whole history anew at every step, the head only the new pair and its paged cache.
+    """
+    config = drafter.config.decoder
+    tokens = torch.randint(0, config.vocab_size, (1, LENGTH + BEHIND), generator=torch.Generator().manual_seed(6))
+    embedded = embeddings.double()[tokens[0]]
+    cache = Cache.of(config, 4, "reference", batch=1)
+    history = first.double()
+    states = definition(weights, config, embedded[:LENGTH], history)
+    lengths = torch.zeros(1, dtype=torch.int64)
+    counts = torch.full((1,), LENGTH, dtype=torch.int32)
+    found = drafter(tokens[:, :LENGTH], first[None], cache.mixer(lengths, counts, LENGTH))
+    torch.testing.assert_close(found[0].double(), states, atol=TOLERANCE, rtol=TOLERANCE)
+    for step in range(LENGTH, LENGTH + BEHIND):
+        history = torch.cat([history, states[-1:]])
+        states = definition(weights, config, embedded[: step + 1], history)
+        mixer = cache.mixer(torch.tensor([step]), torch.ones(1, dtype=torch.int32), 1)
+        found = drafter(tokens[:, step : step + 1], found[:, -1:], mixer)
+        torch.testing.assert_close(found[0].double(), states[-1:], atol=TOLERANCE, rtol=TOLERANCE)
+    return states
+
+
+@pytest.mark.parametrize("own_embedding", [True, False])
+def test_eagle_agrees_with_its_definition(tmp_path: Path, target: Target, own_embedding: bool) -> None:
+    weights = write_eagle(tmp_path / "head", EagleConfig(head_config()), own_embedding)
+    drafter = load_eagle(tmp_path / "head", target, "cpu", torch.float32)
+    embeddings = weights["embed_tokens.weight"] if own_embedding else target.model.model.embed_tokens.weight
+    hidden = torch.randn(LENGTH, 32, generator=torch.Generator().manual_seed(5))
+    assert drafter.target_layers == () and drafter.fuse([], hidden) is hidden
+    states = check_chain(drafter, weights, embeddings, eagle_definition, hidden)
+    assert target.model.lm_head is not None
+    wanted = states @ target.model.lm_head.weight.double().T
+    torch.testing.assert_close(drafter.logits(states.float()).double(), wanted, atol=1e-3, rtol=1e-4)
+    ids = torch.tensor([0, 7, 271])
+    assert torch.equal(drafter.to_target(ids), ids) and drafter.draft_vocab_size == 272
+
+
+@pytest.mark.parametrize(
+    ("feature_norm", "feedback", "logits"),
+    [(None, RAW, NORMED), (None, RAW, RAW), (None, NORMED, NORMED), (EACH, RAW, NORMED), (EACH, NORMED, NORMED)],
+)
+def test_eagle3_agrees_with_its_definition(
+    tmp_path: Path, target: Target, feature_norm: str | None, feedback: str, logits: str
+) -> None:
+    """EAGLE-3.1 has a norm of each feature in front of `fc`, and feeds the normed stream back."""
+    written = eagle3_config(feature_norm=feature_norm, feedback=feedback, logits=logits)
+    weights = write_eagle3(tmp_path / "head", written)
+    drafter = load_eagle3(tmp_path / "head", target, "cpu", torch.float32)
+    generator, eps = torch.Generator().manual_seed(5), drafter.config.decoder.rms_norm_eps
+    features = [torch.randn(LENGTH, 32, generator=generator) for _ in range(3)]
+    read = [feature.double() for feature in features]
+    if feature_norm is not None:
+        read = [rms_norm(feature, weights[f"fc_norm.{i}.weight"].double(), eps) for i, feature in enumerate(read)]
+    fused = torch.cat(read, -1) @ weights["fc.weight"].double().T
+    torch.testing.assert_close(drafter.fuse(features, features[0]).double(), fused, atol=1e-4, rtol=1e-4)
+    definition = eagle3_1_definition if feedback == NORMED else eagle3_definition
+    embeddings = target.model.model.embed_tokens.weight
+    states = check_chain(drafter, weights, embeddings, definition, fused.float())
+    normed = states
+    if (feedback, logits) == (RAW, NORMED):
+        normed = rms_norm(states, weights["norm.weight"].double(), eps)
+    wanted = normed @ weights["lm_head.weight"].double().T
+    torch.testing.assert_close(drafter.logits(states.float()).double(), wanted, atol=1e-3, rtol=1e-4)
+    assert wanted.shape[-1] == DRAFT_VOCAB
+    assert torch.equal(drafter.to_target(torch.arange(DRAFT_VOCAB)), vocabulary(272))
+
+
+def test_what_is_written_reads_back() -> None:
+    """EAGLE-3 itself writes no key that another engine reads in its own way."""
+    assert {"norm_output", "feedback", "logits"}.isdisjoint(eagle3_config().to_hf())
+    for feature_norm in (None, "joint", "each"):
+        for feedback, logits in ((RAW, NORMED), (RAW, RAW), (NORMED, NORMED)):
+            for residual, mask_token_id in ((RAW, None), (NORMED, 7)):
+                config = eagle3_config(
+                    feature_norm=feature_norm,
+                    feedback=feedback,
+                    logits=logits,
+                    residual=residual,
+                    mask_token_id=mask_token_id,
+                )
+                assert Eagle3Config.from_hf(config.to_hf()) == config
+    published = {**eagle3_config().to_hf(), "fc_norm": True}
+    assert Eagle3Config.from_hf(published).feedback == RAW
+    nested = {**eagle3_config().to_hf(), "eagle_config": {"fc_norm": True, "norm_output": True}}
+    assert Eagle3Config.from_hf(nested).feedback == NORMED
+
+
+def test_norm_output_without_fc_norm(tmp_path: Path, target: Target) -> None:
+    """True has two meanings. False says that the LM head reads the raw stream where the norm was not trained."""
+    write_eagle3(tmp_path / "head", eagle3_config())
+    config_file = tmp_path / "head" / "config.json"
+    edit_json(config_file, norm_output=True)
+    refusal(lambda: load_eagle3(tmp_path / "head", target, "cpu", torch.float32), "has two meanings", "feedback=raw")
+    for feedback in (RAW, NORMED):
+        edit_json(config_file, feedback=feedback)
+        config = load_eagle3(tmp_path / "head", target, "cpu", torch.float32).config
+        assert (config.feedback, config.logits) == (feedback, NORMED)
+    edit_json(config_file, norm_output=False, feedback=None)
+    assert load_eagle3(tmp_path / "head", target, "cpu", torch.float32).config.logits == NORMED
+    change_weights(tmp_path / "head", norm__weight=torch.ones(32))
+    assert load_eagle3(tmp_path / "head", target, "cpu", torch.float32).config.logits == RAW
+
+
+def test_layer_ids_are_outputs() -> None:
+    """SafeAILab reads in front of layers 2, n/2, n-3; a list in the config names outputs, as SpecForge writes it."""
+    assert default_aux_layer_ids(32) == (1, 15, 28)
+    published = {**eagle3_config().to_hf(), "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 17, 32]}}
+    assert Eagle3Config.from_hf(published).layer_ids(36) == (1, 17, 32)
+    assert eagle3_config().layer_ids(8) == (1, 3, 4)
+
+
+@torch.no_grad()
+def test_captured_layers_are_what_the_head_reads(tmp_path: Path, target: Target) -> None:
+    write_eagle3(tmp_path / "head", eagle3_config())
+    drafter = load_eagle3(tmp_path / "head", target, "cpu", torch.float32)
+    cache = Cache.of(target.config, 4, "reference", batch=1)
+    mixer = cache.mixer(torch.zeros(1, dtype=torch.int64), torch.full((1,), 5, dtype=torch.int32), 5)
+    inputs: list[Tensor] = []
+    hooks = [
+        target.model.model.layers[index].register_forward_pre_hook(lambda _, args: inputs.append(args[1]))
+        for index in (2, 8 // 2, 8 - 3)
+    ]
+    _, features = target.model(torch.arange(5)[None], mixer, drafter.target_layers)
+    for hook in hooks:
+        hook.remove()
+    for feature, layer_input in zip(features, inputs, strict=True):
+        assert torch.equal(feature, layer_input)
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+@pytest.mark.parametrize("bias", [True, False])
+def test_published_eagle_folder(tmp_path: Path, target: Target, pickled: bool, bias: bool) -> None:
+    """The names of yuhuili/EAGLE-LLaMA3-Instruct-8B; `bias` is absent from most configs and then true."""
+    config = EagleConfig(head_config(), fc_bias=bias)
+    written = write_eagle(tmp_path / "head", config, pickled=pickled)
+    layer = ["mlp.down_proj", "mlp.gate_proj", "mlp.up_proj", "post_attention_layernorm"]
+    layer += [f"self_attn.{name}_proj" for name in "qkvo"]
+    names = {f"layers.0.{name}.weight" for name in layer} | {"embed_tokens.weight", "fc.weight"}
+    assert set(written) == names | ({"fc.bias"} if bias else set())
+    if bias:
+        edit_json(tmp_path / "head" / "config.json", bias=None)
+        raw = {**config.to_hf()}
+        del raw["bias"]
+        write_json(tmp_path / "head" / "config.json", raw)
+    drafter = load_eagle(tmp_path / "head", target, "cpu", torch.float32)
+    for name, tensor in written.items():
+        assert torch.equal(drafter.state_dict()[name], tensor), name
+    assert not any(parameter.requires_grad for parameter in drafter.parameters())
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_published_eagle3_folder(tmp_path: Path, target: Target, pickled: bool) -> None:
+    """The names of yuhuili/EAGLE3-LLaMA3.1-Instruct-8B and SpecForge's exports, which leave the embedding out."""
+    written = write_eagle3(tmp_path / "head", eagle3_config(), pickled)
+    layer = ["hidden_norm", "input_layernorm", "mlp.down_proj", "mlp.gate_proj", "mlp.up_proj"]
+    layer += ["post_attention_layernorm", *(f"self_attn.{name}_proj" for name in "qkvo")]
+    names = {f"midlayer.{name}.weight" for name in layer}
+    assert set(written) == names | {"d2t", "t2d", "fc.weight", "lm_head.weight", "norm.weight"}
+    assert written["midlayer.self_attn.q_proj.weight"].shape == (64, 2 * 32)
+    drafter = load_eagle3(tmp_path / "head", target, "cpu", torch.bfloat16)
+    assert drafter.d2t.dtype == torch.int64 and drafter.t2d.dtype == torch.bool
+    assert torch.equal(drafter.d2t, written["d2t"]) and torch.equal(drafter.t2d, written["t2d"])
+    assert drafter.fc.weight.dtype == torch.bfloat16
+
+
+def test_config_that_repeats_the_targets_depth_has_one_layer(tmp_path: Path, target: Target) -> None:
+    write_eagle3(tmp_path / "head", eagle3_config())
+    edit_json(tmp_path / "head" / "config.json", num_hidden_layers=40)
+    assert load_eagle3(tmp_path / "head", target, "cpu", torch.float32).config.decoder.num_layers == 1
+
+
+def test_eagle3_over_the_whole_vocabulary_borrows_the_head(tmp_path: Path, target: Target) -> None:
+    config = eagle3_config(draft_vocab_size=272)
+    write_eagle3(tmp_path / "head", config, own_head=False)
+    drafter = load_eagle3(tmp_path / "head", target, "cpu", torch.float32)
+    hidden = torch.randn(2, 32)
+    torch.testing.assert_close(drafter.logits(hidden), target.model.logits(drafter.norm(hidden)))
+    assert torch.equal(drafter.to_target(torch.tensor([5])), torch.tensor([5]))
+
+
+def test_eagle3_of_another_width_with_its_own_embedding(tmp_path: Path, target: Target) -> None:
+    config = eagle3_config(decoder=head_config(hidden_size=48))
+    write_eagle3(tmp_path / "head", config, own_embedding=True)
+    drafter = load_eagle3(tmp_path / "head", target, "cpu", torch.float32)
+    assert drafter.fuse([torch.randn(1, 32)] * 3, torch.randn(1, 32)).shape == (1, 48)
+    assert drafter.embed(torch.tensor([3])).shape == (1, 48)
+
+
+@pytest.mark.parametrize(
+    ("edits", "parts"),
+    [
+        ({"fc__bias": None}, ("lack tensors", "fc.bias")),
+        ({"fc__weight": torch.zeros(32, 63)}, ("'fc.weight'", "[32, 64]", "[32, 63]")),
+        ({"layers__0__input_layernorm__weight": torch.ones(32)}, ("unknown", "input_layernorm")),
+        ({"fc__weight": None}, ("not an EAGLE head", "architectures")),
+    ],
+    ids=["missing", "wrong size", "an input norm it must not have", "no fusion"],
+)
+def test_unfit_eagle_weights(tmp_path: Path, target: Target, edits: dict[str, Any], parts: tuple[str, ...]) -> None:
+    write_eagle(tmp_path / "head", EagleConfig(head_config()))
+    change_weights(tmp_path / "head", **edits)
+    refusal(lambda: load_eagle(tmp_path / "head", target, "cpu", torch.float32), *parts)
+
+
+@pytest.mark.parametrize(
+    ("edits", "parts"),
+    [
+        ({"d2t": None}, ("lack tensors", "d2t")),
+        ({"d2t": torch.zeros(DRAFT_VOCAB)}, ("'d2t'", "dtype", "I64")),
+        ({"d2t": vocabulary(272)}, ("vocabulary contradicts itself", "t2d marks 40 ids")),
+        ({"lm_head__weight": torch.zeros(DRAFT_VOCAB + 1, 32)}, ("'lm_head.weight'", "[40, 32]", "[41, 32]")),
+        ({"lm_head__weight": None}, ("do not fit", "draft_vocab_size", "272", "40")),
+        ({"midlayer__self_attn__q_proj__weight": torch.zeros(64, 32)}, ("q_proj", "[64, 64]", "[64, 32]")),
+    ],
+    ids=["no map", "map of floats", "ids for offsets", "head too large", "no head", "q of one width"],
+)
+def test_unfit_eagle3_weights(tmp_path: Path, target: Target, edits: dict[str, Any], parts: tuple[str, ...]) -> None:
+    write_eagle3(tmp_path / "head", eagle3_config())
+    change_weights(tmp_path / "head", **edits)
+    refusal(lambda: load_eagle3(tmp_path / "head", target, "cpu", torch.float32), *parts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"target_hidden_size": 64}, ("do not fit", "target_hidden_size", "32", "64")),
+        ({"vocab_size": 300}, ("do not fit", "vocab_size", "272", "300")),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 8]}}, ("target layers", "0 to 7", "[1, 3, 8]")),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3]}}, ("'fc.weight'", "[32, 64]", "[32, 96]")),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}}, ("at least one layer",)),
+        ({"draft_vocab_size": 400}, ("draft_vocab_size", "272", "400")),
+        ({"norm_before_fc": True}, ("lack tensors", "input_norm.weight")),
+        ({"norm_before_fc": True, "fc_norm": True}, ("one of them at most",)),
+        *[({key: 1}, ("not supported", f"{key}=1")) for key in GUARDED],
+        ({"final_logit_softcapping": 30.0}, ("not supported", "final_logit_softcapping=30.0")),
+    ],
+)
+def test_unfit_eagle3_config(tmp_path: Path, target: Target, changes: dict[str, Any], parts: tuple[str, ...]) -> None:
+    write_eagle3(tmp_path / "head", eagle3_config())
+    edit_json(tmp_path / "head" / "config.json", **changes)
+    refusal(lambda: load_eagle3(tmp_path / "head", target, "cpu", torch.float32), *parts)
+
+
+def test_eagle_predicts_all_tokens(tmp_path: Path, target: Target) -> None:
+    write_eagle(tmp_path / "head", EagleConfig(head_config()))
+    edit_json(tmp_path / "head" / "config.json", draft_vocab_size=40)
+    refusal(lambda: load_eagle(tmp_path / "head", target, "cpu", torch.float32), "draft_vocab_size", "272", "40")
+
+
+def test_default_layers_of_a_shallow_target(tmp_path: Path) -> None:
+    write_target(tmp_path / "target", small_config(num_layers=4))
+    write_eagle3(tmp_path / "head", eagle3_config())
+    shallow = load_target(tmp_path / "target", "cpu", torch.float32)
+    refusal(lambda: load_eagle3(tmp_path / "head", shallow, "cpu", torch.float32), ">= 5 layers", "got 4")
+
+
+def test_the_two_kinds_are_not_taken_for_each_other(tmp_path: Path, target: Target) -> None:
+    write_eagle(tmp_path / "one", EagleConfig(head_config()))
+    write_eagle3(tmp_path / "three", eagle3_config())
+    refusal(lambda: load_eagle3(tmp_path / "one", target, "cpu", torch.float32), "not an EAGLE-3 head", "algo=eagle")
+    refusal(lambda: load_eagle(tmp_path / "three", target, "cpu", torch.float32), "not an EAGLE head", "algo=eagle3")
+    refusal(lambda: load_eagle(target.path, target, "cpu", torch.float32), "not an EAGLE head", "Qwen3ForCausalLM")
+
+
+def test_pickle_that_runs_code_is_refused_and_does_not(tmp_path: Path, target: Target) -> None:
+    marker = tmp_path / "executed"
+    write_eagle(tmp_path / "head", EagleConfig(head_config()), pickled=True)
+    (tmp_path / "head" / "pytorch_model.bin").write_bytes(f"cos\nsystem\n(S'touch {marker}'\ntR.".encode())
+    refusal(lambda: load_eagle(tmp_path / "head", target, "cpu", torch.float32), "more than tensors", ".bin")
+    assert not marker.exists()
+
+
+def test_draft_has_the_targets_tokens(tmp_path: Path, target: Target) -> None:
+    config = small_config(num_layers=2, hidden_size=16)
+    write_target(tmp_path / "draft", config, seed=9)
+    draft = load_draft(tmp_path / "draft", target, "cpu", torch.float32)
+    assert draft.config == config and draft.path == tmp_path / "draft"
+    write_tokenizer(tmp_path / "draft", special_tokens=("<|end|>", "<|assistant|>", "<|user|>", "<|mask|>"))
+    refusal(lambda: load_draft(tmp_path / "draft", target, "cpu", torch.float32), "do not fit", "tokenizer")
+    (tmp_path / "draft" / "tokenizer.json").unlink()
+    refusal(lambda: load_draft(tmp_path / "draft", target, "cpu", torch.float32), "cannot be compared")
+
+
+def test_draft_of_another_vocabulary(tmp_path: Path, target: Target) -> None:
+    write_target(tmp_path / "draft", small_config(num_layers=2, vocab_size=300))
+    refusal(lambda: load_draft(tmp_path / "draft", target, "cpu", torch.float32), "vocab_size", "272", "300")

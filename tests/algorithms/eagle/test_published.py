@@ -1,0 +1,198 @@
+"""Chain heads in the layouts of their writers draft through the engine what their equations say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from algorithms.eagle.drafting import Eagle3, PEagle
+from algorithms.eagle.loading import load_eagle
+from tests.algorithms.dflash.test_published import Recorded, greedy, path_to
+from tests.algorithms.drafters import TARGET
+from tests.algorithms.eagle.published import (
+    CHAINS,
+    HEADS_BY_NAME,
+    MASK,
+    ONE_PASS,
+    Head,
+    OriginalHead,
+    deepspec,
+    specforge_peagle,
+    speculators,
+)
+from tests.algorithms.tiny_folders import change_weights, edit_json, refusal
+from tests.algorithms.toy import CONFIG, Setup, changed, requests, run
+
+TEMPERATURE, STEPS = 0.7, 4
+
+
+@pytest.fixture(params=list(HEADS_BY_NAME))
+def head(request: pytest.FixtureRequest) -> Head:
+    return HEADS_BY_NAME[request.param]
+
+
+def drafter(head: Head, folder: Path, **config: Any) -> Eagle3:
+    if not head.in_one_pass:
+        return Eagle3(Eagle3.Config(steps=STEPS, **config), TARGET, str(folder))
+    names_none = head.config["architectures"] == ["PEagleDraftModel"]
+    token = MASK if names_none else None
+    return PEagle(PEagle.Config(steps=STEPS, mask_token=token, **config), TARGET, str(folder))
+
+
+def drafted(head: Head, folder: Path, temperature: float, setup: Setup, **config: Any) -> Recorded:
+    """Serve requests of unequal prompts; greedy outputs are the target's own."""
+    algorithm = drafter(head, folder, **config)
+    recorded = Recorded(algorithm)
+    asked = [changed(request, temperature=temperature) for request in requests(4, max_new_tokens=7)]
+    completions = run(algorithm, asked, setup, TARGET).completions
+    if temperature == 0:
+        assert [c.token_ids for c in completions] == greedy()
+    assert len(recorded.drafts) > 10
+    return recorded
+
+
+@pytest.mark.parametrize("setup", [Setup(max_batch=2, page_size=4), Setup(max_batch=3, page_size=1, graph="step")])
+def test_greedy_chains(tmp_path: Path, head: Head, setup: Setup) -> None:
+    original = OriginalHead(head, head.write(tmp_path))
+    for text, tokens, *_ in drafted(head, tmp_path, 0.0, setup).drafts[::3]:
+        if len(text) > 1:  # padding rows of captured steps have no text
+            assert tokens[1:] == original.chain(text, STEPS)
+
+
+def test_the_distribution_of_a_sampled_chain(tmp_path: Path, head: Head) -> None:
+    """What each draft was sampled from is the original's distribution after the drafts before it."""
+    original = OriginalHead(head, head.write(tmp_path))
+    recorded = drafted(head, tmp_path, TEMPERATURE, Setup(max_batch=2, page_size=4), draft_sampling="sample")
+    for text, tokens, _, probs, _ in recorded.drafts[::3]:
+        assert probs is not None and len(tokens) == STEPS + 1
+        expected = (original.logits(text, tokens[1:]) / TEMPERATURE).softmax(-1)
+        torch.testing.assert_close(probs.double(), expected, atol=2e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["deepspec", "speculators default", "speculators peagle", "aws peagle"])
+def test_trees(tmp_path: Path, name: str) -> None:
+    """The probability of each path is the product of the original's along it."""
+    head = HEADS_BY_NAME[name]
+    original = OriginalHead(head, head.write(tmp_path))
+    recorded = drafted(head, tmp_path, 0.0, Setup(max_batch=2, page_size=4), topk=3, num_nodes=10)
+    for text, tokens, parents, _, probs in recorded.drafts[::4]:
+        assert probs is not None
+        for node in range(1, len(tokens)):
+            path = path_to(node, tokens, parents)
+            shares = original.logits(text, path).softmax(-1)[torch.arange(len(path)), path]
+            assert float(probs[node]) == pytest.approx(float(shares.prod()), rel=1e-3)
+
+
+def test_path_probabilities_of_a_chain_in_one_pass(tmp_path: Path) -> None:
+    head = ONE_PASS["speculators peagle"]
+    original, algorithm = OriginalHead(head, head.write(tmp_path)), drafter(head, tmp_path)
+    bind = algorithm.bind
+    algorithm.bind = lambda resources: bind(replace(resources, needs_path_probs=True))  # type: ignore[method-assign]
+    recorded = Recorded(algorithm)
+    run(algorithm, requests(3, max_new_tokens=4), Setup(), TARGET)
+    for text, tokens, _, _, probs in recorded.drafts:
+        if len(text) > 1:
+            assert probs is not None
+            shares = original.logits(text, tokens[1:]).softmax(-1)[torch.arange(STEPS), tokens[1:]]
+            torch.testing.assert_close(probs[1:].double(), shares.cumprod(0), atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("name", "fused"), [("speculators peagle normed", False), ("aws peagle", True)])
+def test_the_kernels_draft_the_same(tmp_path: Path, name: str, fused: bool) -> None:
+    head = ONE_PASS[name]
+    head.write(tmp_path)
+    drafts = []
+    for setup in (Setup(impl="triton", max_batch=2, fused=fused), Setup(max_batch=2)):
+        algorithm = drafter(head, tmp_path)
+        recorded = Recorded(algorithm)
+        run(algorithm, requests(2, max_new_tokens=2), setup, TARGET)
+        drafts.append([(text, tokens) for text, tokens, *_ in recorded.drafts])
+    assert drafts[0] == drafts[1]
+
+
+def test_few_nodes_are_the_first_of_all(tmp_path: Path) -> None:
+    """With `runtime.adaptive` a step may draft less; the output stays the target's."""
+    for config in ({}, {"topk": 2, "num_nodes": 8}):
+        head = ONE_PASS["specforge peagle"]
+        head.write(tmp_path)
+        algorithm = drafter(head, tmp_path, **config)
+        propose_few = algorithm.propose_few
+        algorithm.propose = lambda batch, few=propose_few: few(batch, 3)  # type: ignore[method-assign]
+        algorithm.num_nodes, algorithm.max_depth = 3, 2
+        completions = run(algorithm, requests(4, max_new_tokens=7), Setup(page_size=4), TARGET).completions
+        assert [c.token_ids for c in completions] == greedy()
+
+
+@pytest.mark.parametrize("own", [(), ("embed_tokens",), ("lm_head",), ("embed_tokens", "lm_head")])
+def test_copies_of_the_targets_tensors_are_dropped(tmp_path: Path, own: tuple[str, ...]) -> None:
+    loaded = load_eagle(deepspec(own=own).write(tmp_path), TARGET, "cpu", torch.float32, "EAGLE-3")
+    kept = [name for name in ("embed_tokens", "lm_head") if getattr(loaded, name) is not None]
+    assert kept == list(own)
+
+
+def test_an_absent_mask_is_zeros(tmp_path: Path) -> None:
+    """As in vLLM; the mask token's key says what the folder is."""
+    ONE_PASS["aws peagle"].write(tmp_path)
+    change_weights(tmp_path, mask_hidden=None)
+    loaded = load_eagle(tmp_path, TARGET, "cpu", torch.float32, "P-EAGLE")
+    assert loaded.mask_feature().abs().max() == 0  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("head", "kind", "edits", "parts"),
+    [
+        (deepspec(), "EAGLE-3", {"target_layer_ids": [0, 1, 2, 1, 3]}, ("no last layer 3",)),
+        (deepspec(), "EAGLE-3", {"num_target_layers": 6}, ("num_target_layers", "the target's 4", "got 6")),
+        (deepspec(), "EAGLE-3", {"num_hidden_layers": 2}, ("num_hidden_layers", "expected the 1", "got 2")),
+        (deepspec(), "P-EAGLE", {}, ("not a P-EAGLE head", "algo=eagle3")),
+        (speculators(), "EAGLE-3", {"norm_before_residual": None}, ("'norm_before_residual' is missing",)),
+        (speculators(), "EAGLE-3", {"fc_norm": True, "norm_before_fc": True}, ("one of them at most",)),
+        (speculators(), "EAGLE-3", {"eagle_aux_hidden_state_layer_ids": [0, 2, 5]}, ("target layers", "[-1, 1, 4]")),
+        (speculators(), "EAGLE-3", {"speculators_model_type": "dflash"}, ("not an EAGLE-3 head", "algo=dflash")),
+        (speculators("peagle"), "EAGLE-3", {}, ("not an EAGLE-3 head", "algo=peagle")),
+        (speculators("peagle"), "P-EAGLE", {"mask_token_id": 61}, ("mask_token_id", "0 to 60", "got 61")),
+        (speculators("peagle"), "P-EAGLE", {"target_hidden_size": 16}, ("target_hidden_size", "32", "16")),
+        (specforge_peagle(), "P-EAGLE", {}, ("mask token", "algo.mask_token")),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    tmp_path: Path, head: Head, kind: str, edits: dict[str, Any], parts: tuple[str, ...]
+) -> None:
+    head.write(tmp_path)
+    edit_json(tmp_path / "config.json", **edits)
+    refusal(lambda: load_eagle(tmp_path, TARGET, "cpu", torch.float32, kind), *parts)
+
+
+def test_one_pass_feeds_nothing_back(tmp_path: Path) -> None:
+    """So either meaning of `norm_output` is the same one."""
+    ONE_PASS["aws peagle"].write(tmp_path)
+    edit_json(tmp_path / "config.json", norm_output=True)
+    loaded = load_eagle(tmp_path, TARGET, "cpu", torch.float32, "P-EAGLE")
+    assert loaded.config.logits == "normed"  # type: ignore[union-attr]
+
+
+def test_a_trained_embedding_that_is_missing_is_refused(tmp_path: Path) -> None:
+    speculators("peagle").write(tmp_path)
+    change_weights(tmp_path, embed_tokens__weight=None)
+    refusal(lambda: load_eagle(tmp_path, TARGET, "cpu", torch.float32, "P-EAGLE"), "embed_tokens.weight", "own")
+
+
+@pytest.mark.parametrize("name", list(CHAINS))
+def test_wrong_conventions_show(tmp_path: Path, name: str) -> None:
+    """The definitions above tell the conventions apart: each changed alone gives other logits."""
+    head = CHAINS[name]
+    original = OriginalHead(head, head.write(tmp_path))
+    text, drafts = [5, 9, 2, 44, 17], [3, 8]
+    right = original.logits(text, drafts)
+    known = right.isfinite()
+    for change in ("normed_residual", "normed_feedback", "raw_logits"):
+        if change == "raw_logits" and (head.raw_logits or head.normed_feedback):
+            continue
+        original.shape = replace(head, **{change: not getattr(head, change)})
+        assert (original.logits(text, drafts) - right)[known].abs().max() > 1e-2, change
+    original.shape = replace(head, hidden_states=tuple(min(i + 1, CONFIG.num_layers - 1) for i in head.hidden_states))
+    assert (original.logits(text, drafts) - right)[known].abs().max() > 1e-2

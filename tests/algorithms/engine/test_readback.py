@@ -1,0 +1,85 @@
+"""Tables of steps on their way to the host, and what is read from them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from algorithms.engine.readback import Readback, SlotResult, StepResult
+from algorithms.engine.request import Draft
+
+CPU = torch.device("cpu")
+
+
+def bits(*values: float) -> list[int]:
+    return np.array(values, np.float32).view(np.int32).astype(np.int64).tolist()
+
+
+def test_a_row_is_read_up_to_its_bonus_token() -> None:
+    """Two of three places are emitted; the likeliest tokens stand behind the figures, place by place."""
+    likeliest = [11, 12, 13, 14, -1, -1, *bits(-0.5, -1.5, -0.25, -2.5, 0.0, 0.0)]
+    rows = [
+        [7, 8, -1, *bits(-0.5, -0.25, 0.0), 1, 1, 2, 0, *likeliest],
+        [9, -1, -1, *bits(-4.0, 0.0, 0.0), 0, 0, 1, 1, *likeliest],
+    ]
+    result = StepResult.of_table(np.array(rows), num_top=2)
+    top = [[(11, -0.5), (12, -1.5)], [(13, -0.25), (14, -2.5)]]
+    assert result.of(0) == SlotResult([7, 8], [-0.5, -0.25], True, 2, False, top)
+    assert result.of(1) == SlotResult([9], [-4.0], False, 1, True, top[:1])
+    assert result.of(0).without_bonus() == SlotResult([7], [-0.5], True, 2, False, top[:1])
+
+
+def test_evidence_comes_last() -> None:
+    """Accepted nodes, and path probabilities where the drafter gives them."""
+    table = [7, 8, *bits(-0.5, -0.25), 1, 1, 1, 0]
+    nodes, probs = [0, 2], bits(1.0, 0.5, 0.25)
+    both = StepResult.of_table(np.array([[*table, *nodes, *probs]]), num_evidence=5)
+    assert both.path is not None and both.path_probs is not None and both.of(0).tokens == [7, 8]
+    assert (both.path.tolist(), both.path_probs.tolist()) == ([nodes], [[1.0, 0.5, 0.25]])
+    alone = StepResult.of_table(np.array([[*table, *nodes]]), num_evidence=2)
+    assert alone.path is not None and alone.path.tolist() == [nodes] and alone.path_probs is None
+
+
+def test_drafts_come_with_their_place_in_the_tree() -> None:
+    """Node 3 is not in the tree; the accepted path is nodes 2 and 4, whose tokens other nodes have too."""
+    table = [8, 7, 5, *bits(0.0, 0.0, 0.0), 2, 1, 4, 1]
+    nodes = [
+        [1, 7, 8, 0, 7, 8],
+        [-1, 0, 0, -1, 2, 2],
+        bits(0, -1, -2, 0, -3, float("-inf")),
+        bits(1, 0.5, 0.5, 0, -1, 0),
+    ]
+    result = StepResult.of_table(np.array([[*table, *(entry for row in nodes for entry in row)]]), num_drafts=24)
+    assert result.drafts_of(0) == [
+        Draft(7, -1, False, -1.0, 0.5),
+        Draft(8, -1, True, -2.0, 0.5),
+        Draft(7, 1, True, -3.0, None),
+        Draft(8, 1, False, None, 0.0),
+    ]
+    assert result.of(0).tokens == [8, 7, 5]
+
+
+@pytest.mark.parametrize("behind", [0, 1, 2])
+@pytest.mark.parametrize("num_top", [0, 3])
+def test_results_come_in_order_and_as_late_as_asked(behind: int, num_top: int) -> None:
+    """Every result has a buffer of its own while it is in flight."""
+    depth, rows, steps = 2, 3, 8
+    width = 2 * (depth + 1) * (1 + num_top) + 4
+    readback: Readback[int] = Readback(behind, rows * width, CPU, num_top)
+    read: list[tuple[int, int]] = []
+    table = torch.empty(rows, width, dtype=torch.int64)
+    for step in range(steps):
+        readback.push(table.fill_(step), step)
+        assert [tag for _, tag in readback.in_flight()] == list(range(max(0, step - behind), step + 1))
+        read += [(tag, result.tokens[-1][0]) for result, tag in readback.due()]
+        assert readback.num_pending == min(behind, step + 1) and len(read) == max(0, step + 1 - behind)
+    read += [(tag, result.tokens[-1][0]) for result, tag in readback.due(all_of_them=True)]
+    assert read == [(step, step) for step in range(steps)] and readback.num_pending == 0
+
+
+def test_what_is_dropped_is_not_read() -> None:
+    readback: Readback[int] = Readback(1, 6, CPU)
+    readback.push(torch.zeros(1, 6, dtype=torch.int64), 0)
+    readback.drop()
+    assert readback.num_pending == 0 and list(readback.due(all_of_them=True)) == []

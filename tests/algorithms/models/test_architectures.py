@@ -1,0 +1,147 @@
+"""Every entry of the registry: what its config keys mean, against transformers, and what is written back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from algorithms.models.architectures import ARCHITECTURES
+from algorithms.models.config import DecoderConfig
+from algorithms.models.dense_mixer import DenseMixer
+from algorithms.models.loading import load_target
+from tests.algorithms.tiny_folders import randomise, small_config, write_target
+from tests.algorithms.toy import Setup, answers, requests
+
+TOLERANCE = 1e-4
+LENGTH = 21
+SLIDING = {"use_sliding_window": True, "sliding_window": 5}
+ALTERNATING = ["sliding_attention", "full_attention"] * 2
+GLM = {"pad_token_id": 0, "eos_token_id": [0, 1]}
+MODELS: dict[str, tuple[dict[str, Any], tuple[int | None, ...]]] = {
+    "llama": ({}, ()),
+    "llama biases": ({"attention_bias": True, "mlp_bias": True}, ()),
+    "mistral": ({"sliding_window": 6}, (6,) * 4),
+    "mistral no window": ({"sliding_window": None}, ()),
+    "qwen2": ({}, ()),
+    "qwen2 window behind layer 2": ({**SLIDING, "max_window_layers": 2}, (None, None, 5, 5)),
+    "qwen2 window behind the last layer": ({**SLIDING, "max_window_layers": 28}, ()),
+    "qwen2 layer types": ({**SLIDING, "layer_types": ALTERNATING}, (5, None, 5, None)),
+    "qwen3": ({"attention_bias": True}, ()),
+    "glm4": (GLM, ()),
+    "glm4 rotary": ({**GLM, "partial_rotary_factor": 0.25, "attention_bias": False}, ()),
+    "qwen3 layer types": ({**SLIDING, "layer_types": ALTERNATING}, (5, None, 5, None)),
+}
+
+
+def theirs(model_type: str, **keys: Any) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 64,
+    }
+    config = AutoConfig.for_model(model_type, **{**shape, **keys})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    randomise(model, seed=2)
+    return model
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+@torch.no_grad()
+def test_architectures_agree_with_transformers(name: str, tmp_path: Path) -> None:
+    keys, windows = MODELS[name]
+    model = theirs(name.split()[0], **keys)
+    config = DecoderConfig.from_hf(model.config.to_dict())
+    assert config.sliding_windows == windows
+    if "layer_types" not in keys:  # which transformers adds; older folders have none
+        stored = {key: value for key, value in model.config.to_dict().items() if key != "layer_types"}
+        assert DecoderConfig.from_hf(stored).sliding_windows == windows
+    model.save_pretrained(tmp_path)
+    ours = load_target(tmp_path, "cpu", torch.float32).model
+    tokens = torch.randint(0, 61, (2, LENGTH), generator=torch.Generator().manual_seed(4))
+    hidden, _ = ours(tokens, DenseMixer(config, LENGTH, "cpu"))
+    expected = model(tokens).logits
+    assert expected.std() > 0.5 and (ours.logits(hidden) - expected).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+@torch.no_grad()
+def test_the_engine_writes_what_transformers_writes(name: str, tmp_path: Path) -> None:
+    """The most likely token at each place, from a saved folder; texts are several windows long, pages smaller."""
+    keys, _ = MODELS[name]
+    model = theirs(name.split()[0], **keys)
+    model.save_pretrained(tmp_path)
+    target = load_target(tmp_path, "cpu", torch.float32)
+    asked = [request for request in requests(4, max_new_tokens=16) if len(request.prompt_ids) > 2]
+    for request, written in zip(asked, answers(asked, Setup(page_size=4), target), strict=True):
+        text = torch.tensor([[*request.prompt_ids, *written]])
+        logits = model(text).logits[0, len(request.prompt_ids) - 1 : -1]
+        chosen = logits.gather(1, text[0, len(request.prompt_ids) :, None])[:, 0]
+        # Of two tokens within rounding of each other either may be written.
+        assert len(written) == 16 and (logits.max(1).values - chosen).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_configs_are_written_as_transformers_reads_them(name: str) -> None:
+    from transformers import AutoConfig
+
+    keys, _ = MODELS[name]
+    config = DecoderConfig.from_hf(theirs(name.split()[0], **keys).config.to_dict())
+    written = config.to_hf()
+    read = AutoConfig.for_model(**written)
+    assert DecoderConfig.from_hf(written) == config
+    assert DecoderConfig.from_hf(read.to_dict()) == config
+    assert read.architectures == [ARCHITECTURES[config.architecture].hf_class]
+
+
+def test_every_option_has_a_key_in_the_architecture_of_this_toolkit(tmp_path: Path) -> None:
+    config = small_config(
+        "specdec",
+        sliding_windows=(None, 3, None, 3),
+        soft_cap=20.0,
+        scale=0.2,
+        sinks=True,
+        qk_norm=True,
+        qkv_bias=True,
+        mlp_bias=True,
+    )
+    written = write_target(tmp_path, config)
+    target = load_target(tmp_path, "cpu", torch.float32)
+    assert target.config == config
+    for name, tensor in written.state_dict().items():
+        assert torch.equal(target.model.state_dict()[name], tensor), name
+    assert "model.layers.3.self_attn.sinks" in target.model.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "change", "message"),
+    [
+        ("llama", {"qk_norm": True}, "LlamaForCausalLM cannot have qk_norm=True"),
+        ("llama", {"qkv_bias": True}, "cannot have qkv_bias=True: expected False"),
+        ("qwen2", {"qkv_bias": False}, "Qwen2ForCausalLM cannot have qkv_bias=False"),
+        ("qwen3", {"sinks": True, "qk_norm": True}, "Qwen3ForCausalLM cannot have sinks=True"),
+        ("mistral", {"soft_cap": 30.0}, "MistralForCausalLM cannot have soft_cap=30.0"),
+        ("mistral", {"sliding_windows": (None, 4, 4, 4)}, "sliding_window|layer_types"),
+        ("llama", {"sliding_windows": (4,) * 4}, "sliding-window attention is not supported"),
+        ("qwen2", {"qkv_bias": True, "sliding_windows": (4, 4, 8, 8)}, r"cannot have sliding_windows=\(4, 4, 8, 8\)"),
+    ],
+)
+def test_shapes_that_an_architecture_cannot_have_are_not_written(
+    architecture: str, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        small_config(architecture, **change).to_hf()
+
+
+def test_unknown_architectures_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="model_type 'mamba' is not supported, expected one of .*'mistral', 'qwen2'"):
+        small_config("mamba")

@@ -1,0 +1,306 @@
+"""MTP heads in a target's own folder and in folders of speculators: what they draft, against the equations in float64,
+and that outputs stay the target's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from algorithms.models.architectures import ARCHITECTURES
+from algorithms.models.config import DecoderConfig
+from algorithms.models.dense_mixer import DenseMixer
+from algorithms.models.loading import Target, load_target
+from algorithms.mtp import formats
+from algorithms.mtp.config import MTPConfig
+from algorithms.mtp.drafting import MTP
+from algorithms.mtp.loading import load_mtp
+from algorithms.mtp.model import MTPHead
+from tests.algorithms.dflash.published import DECODER, EPS, SIZE, attended, rms, rotate
+from tests.algorithms.dflash.test_published import Recorded
+from tests.algorithms.drafters import TARGET
+from tests.algorithms.tiny_folders import (
+    change_weights,
+    edit_json,
+    randomise,
+    refusal,
+    write_json,
+    write_target,
+    write_weights,
+)
+from tests.algorithms.toy import CONFIG, Setup, answers, changed, requests, run
+
+TEMPERATURE, STEPS = 0.7, 4
+MIMO = replace(CONFIG, architecture="mimo", qk_norm=False, qkv_bias=True)
+PREFIX = "model.mtp_layers."
+
+
+def layers_of(config: MTPConfig, prefix: str, seed: int = 5) -> dict[str, Tensor]:
+    """Random tensors of a head under `prefix`."""
+    head = MTPHead(config, CONFIG.num_layers).requires_grad_(False)
+    randomise(head, seed)
+    return {name.replace("mtp_layers.", prefix, 1): tensor for name, tensor in head.state_dict().items()}
+
+
+def write_mimo(folder: Path, layers: int = 1) -> Path:
+    """A target in the layout of XiaomiMiMo/MiMo-7B."""
+    model = write_target(folder, MIMO)
+    head = layers_of(MTPConfig(replace(MIMO, num_layers=layers), first="hidden"), PREFIX)
+    write_weights(folder, {**model.state_dict(), **head})
+    edit_json(folder / "config.json", num_nextn_predict_layers=layers)
+    return folder
+
+
+def write_speculators(folder: Path) -> Path:
+    """A head of `TARGET` in the layout of speculators, whose config repeats the verifier's."""
+    folder.mkdir()
+    config = {
+        "architectures": ["MTPDraftModel"],
+        "num_nextn_predict_layers": 1,
+        "speculators_config": {"proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}]},
+        "speculators_model_type": "mtp",
+        "transformer_layer_config": {**DECODER, "num_hidden_layers": 4, "layer_types": ["full_attention"] * 4},
+    }
+    write_json(folder / "config.json", config)
+    write_weights(folder, layers_of(MTPConfig(replace(CONFIG, num_layers=1)), "mtp_layers."))
+    return folder
+
+
+class Original:
+    """The head of a folder after a text: logits of each draft given those before it."""
+
+    def __init__(
+        self, target: Target, folder: Path, prefix: str, hidden_first: bool, raw_hidden: bool = False,
+        raw_feedback: bool = False, norm_offset: float = 0.0,
+    ) -> None:  # fmt: skip
+        stored = load_file(folder / "model.safetensors")
+        self.w = {name.removeprefix(prefix): w.double() for name, w in stored.items() if name.startswith(prefix)}
+        if norm_offset:
+            self.w = {name: w + norm_offset * ("norm" in name) for name, w in self.w.items()}
+        self.target, self.hidden_first = target, hidden_first
+        self.raw_hidden, self.raw_feedback = raw_hidden, raw_feedback
+        self.count = len({name.split(".")[0] for name in self.w})
+
+    def logits(self, text: list[int], drafts: list[int]) -> Tensor:
+        """[D, V]."""
+        model, config, rows = self.target.model, self.target.config, []
+        assert model.lm_head is not None
+        mixer = DenseMixer(config, len(text), "cpu")
+        hidden, (last,) = model(torch.tensor([text]), mixer, (config.num_layers - 1,))
+        features = (last if self.raw_hidden else hidden)[0, :-1].double()
+        tokens, embedding = text[1:], model.model.embed_tokens.weight.double()
+        for level in range(len(drafts)):
+            w = {n.split(".", 1)[1]: each for n, each in self.w.items() if n.startswith(f"{level % self.count}.")}
+            stream = self.layer(w, embedding[tokens], features)[-1:]
+            normed = rms(stream, w["final_layernorm.weight"])
+            rows.append(normed @ model.lm_head.weight.double().T)
+            features = torch.cat([features, stream if self.raw_feedback else normed])
+            tokens = [*tokens, drafts[level]]
+        return torch.cat(rows)
+
+    def layer(self, w: dict[str, Tensor], embedded: Tensor, features: Tensor) -> Tensor:
+        halves = [rms(embedded, w["token_layernorm.weight"]), rms(features, w["hidden_layernorm.weight"])]
+        x = torch.cat(halves[::-1] if self.hidden_first else halves, -1) @ w["input_proj.weight"].T
+        x = x + self.attention(w, rms(x, w["input_layernorm.weight"]))
+        y = rms(x, w["post_attention_layernorm.weight"])
+        gate, up = (y @ w[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        return x + (gate * torch.sigmoid(gate) * up) @ w["mlp.down_proj.weight"].T
+
+    def attention(self, w: dict[str, Tensor], x: Tensor) -> Tensor:
+        at = torch.arange(len(x))
+        projected = {name: x @ w[f"self_attn.{name}_proj.weight"].T for name in "qkv"}
+        q, k, v = (
+            (each + w.get(f"self_attn.{name}_proj.bias", torch.zeros(()))).view(len(x), -1, SIZE)
+            for name, each in projected.items()
+        )
+        if "self_attn.q_norm.weight" in w:
+            q, k = rms(q, w["self_attn.q_norm.weight"]), rms(k, w["self_attn.k_norm.weight"])
+        return attended(rotate(q, at), rotate(k, at), v, at <= at[:, None]) @ w["self_attn.o_proj.weight"].T
+
+    def chain(self, text: list[int], length: int) -> list[int]:
+        """The most likely drafts."""
+        drafts: list[int] = []
+        for _ in range(length):
+            drafts.append(int(self.logits(text, [*drafts, 0])[-1].argmax()))
+        return drafts
+
+
+@pytest.fixture(scope="module")
+def mimo(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    return load_target(write_mimo(tmp_path_factory.mktemp("mimo")), "cpu", torch.float32)
+
+
+Case = Callable[[Target, Path], tuple[Target, str | None, Original, dict[str, Any]]]
+
+
+def own_folder(mimo: Target, folder: Path) -> Any:
+    return mimo, None, Original(mimo, mimo.path, PREFIX, hidden_first=True), {}
+
+
+def raw_streams(mimo: Target, folder: Path) -> Any:
+    original = Original(mimo, mimo.path, PREFIX, hidden_first=True, raw_hidden=True, raw_feedback=True)
+    return mimo, None, original, {"hidden_in": "raw", "feedback": "raw"}
+
+
+def two_layers(mimo: Target, folder: Path) -> Any:
+    target = load_target(write_mimo(folder / "two", layers=2), "cpu", torch.float32)
+    return target, None, Original(target, target.path, PREFIX, hidden_first=True), {}
+
+
+def of_speculators(mimo: Target, folder: Path) -> Any:
+    path = write_speculators(folder / "head")
+    return TARGET, str(path), Original(TARGET, path, "mtp_layers.", hidden_first=False, raw_hidden=True), {}
+
+
+CASES = [own_folder, raw_streams, two_layers, of_speculators]
+
+
+@cache
+def expected(target: Target) -> list[list[int]]:
+    return answers(requests(4, max_new_tokens=7), Setup(backend="torch", max_batch=1), target)
+
+
+def drafted(target: Target, path: str | None, temperature: float, setup: Setup, **config: Any) -> Recorded:
+    """Serve requests of unequal prompts; outputs are the target's own."""
+    algorithm = MTP(MTP.Config(steps=STEPS, **config), target, path)
+    recorded = Recorded(algorithm)
+    asked = [changed(request, temperature=temperature) for request in requests(4, max_new_tokens=7)]
+    completions = run(algorithm, asked, setup, target).completions
+    if temperature == 0:
+        assert [c.token_ids for c in completions] == expected(target)
+    assert len(recorded.drafts) > 10
+    return recorded
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("setup", [Setup(max_batch=2, page_size=4), Setup(max_batch=3, page_size=1, graph="step")])
+def test_greedy_chains(tmp_path: Path, mimo: Target, case: Case, setup: Setup) -> None:
+    target, path, original, config = case(mimo, tmp_path)
+    for text, tokens, *_ in drafted(target, path, 0.0, setup, **config).drafts[::3]:
+        if len(text) > 1:  # padding rows of captured steps have no text
+            assert tokens[1:] == original.chain(text, STEPS)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_distribution_of_a_sampled_chain(tmp_path: Path, mimo: Target, case: Case) -> None:
+    """What each draft was sampled from is the original's distribution after the drafts before it."""
+    target, path, original, config = case(mimo, tmp_path)
+    setup = Setup(max_batch=2, page_size=4)
+    recorded = drafted(target, path, TEMPERATURE, setup, draft_sampling="sample", **config)
+    for text, tokens, _, probs, _ in recorded.drafts[::3]:
+        if len(text) > 1:
+            assert probs is not None
+            said = (original.logits(text, tokens[1:]) / TEMPERATURE).softmax(-1)
+            torch.testing.assert_close(probs.double(), said, atol=2e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("case", [own_folder, two_layers])
+def test_trees(tmp_path: Path, mimo: Target, case: Case) -> None:
+    """The probability of each path is the product of the original's along it."""
+    target, path, original, config = case(mimo, tmp_path)
+    recorded = drafted(target, path, 0.0, Setup(max_batch=2, page_size=4), topk=3, num_nodes=10, **config)
+    for text, tokens, parents, _, probs in recorded.drafts[::4]:
+        assert probs is not None
+        for node in range(1, len(tokens)):
+            along: list[int] = []
+            above = node
+            while above > 0:
+                along.insert(0, tokens[above])
+                above = parents[above]
+            if len(text) > 1:
+                shares = original.logits(text, along).softmax(-1)[torch.arange(len(along)), along]
+                assert float(probs[node]) == pytest.approx(float(shares.prod()), rel=1e-3)
+
+
+def test_sampled_outputs_are_the_targets(mimo: Target) -> None:
+    """At temperature 1, with the same seeds, for chains and trees."""
+    asked = [changed(request, temperature=1.0) for request in requests(5, max_new_tokens=9)]
+    own = answers(asked, Setup(max_batch=1), mimo)
+    for config, setup in (({}, Setup(page_size=4)), ({"topk": 2, "num_nodes": 7}, Setup(page_size=1, max_batch=2))):
+        algorithm = MTP(MTP.Config(steps=3, **config), mimo, None)
+        assert [c.token_ids for c in run(algorithm, asked, setup, mimo).completions] == own
+
+
+def test_the_kernels_draft_the_same(mimo: Target) -> None:
+    drafts = []
+    for impl in ("triton", "reference"):
+        algorithm = MTP(MTP.Config(steps=2), mimo, None)
+        recorded = Recorded(algorithm)
+        run(algorithm, requests(2, max_new_tokens=2), Setup(impl=impl, max_batch=2, fused=impl == "triton"), mimo)
+        drafts.append([(text, tokens) for text, tokens, *_ in recorded.drafts])
+    assert drafts[0] == drafts[1]
+
+
+def test_wrong_conventions_show(mimo: Target) -> None:
+    """Swapped halves, another stream of the target, another stream fed back: each gives other logits."""
+    text, drafts = [5, 9, 2, 44, 17], [3, 8, 11]
+    right = Original(mimo, mimo.path, PREFIX, hidden_first=True).logits(text, drafts)
+    wrong = [
+        dict(hidden_first=False),
+        dict(hidden_first=True, raw_hidden=True),
+        dict(hidden_first=True, norm_offset=1.0),
+    ]
+    wrong += [dict(hidden_first=True, raw_feedback=True)]
+    for conventions in wrong:
+        found = Original(mimo, mimo.path, PREFIX, **conventions).logits(text, drafts)  # type: ignore[arg-type]
+        assert (found - right).abs().max() > 1e-2, conventions
+
+
+def test_norms_that_are_stored_as_differences(mimo: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    family = replace(formats.BY_MODEL_TYPE["mimo"], norm_offset=1.0)
+    monkeypatch.setitem(formats.BY_MODEL_TYPE, "mimo", family)
+    original = Original(mimo, mimo.path, PREFIX, hidden_first=True, norm_offset=1.0)
+    for text, tokens, *_ in drafted(mimo, None, 0.0, Setup()).drafts[::4]:
+        if len(text) > 1:
+            assert tokens[1:] == original.chain(text, STEPS)
+
+
+def test_mimo_is_qwen2_with_layers_that_are_not_the_targets(mimo: Target) -> None:
+    assert replace(ARCHITECTURES["mimo"], hf_class="Qwen2ForCausalLM", mtp_prefix=None) == ARCHITECTURES["qwen2"]
+    published = {**MIMO.to_hf(), "model_type": "mimo", "num_nextn_predict_layers": 1, "attention_bias": True}
+    assert DecoderConfig.from_hf(published) == MIMO and MIMO.rms_norm_eps == EPS
+    assert not any("mtp" in name for name in mimo.model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("edits", "parts"),
+    [
+        ({"0__input_proj__weight": None}, ("lack tensors", "input_proj")),
+        ({"0__self_attn__q_proj__weight": torch.zeros(64, 64)}, ("q_proj", "[64, 32]", "[64, 64]")),
+        ({"0__eh_proj__weight": torch.zeros(32, 64)}, ("unknown", "eh_proj")),
+        ({"1__input_proj__weight": torch.zeros(32, 64)}, ("num_nextn_predict_layers=1", "2")),
+    ],
+)
+def test_unfit_layers_are_refused(tmp_path: Path, edits: dict[str, Any], parts: tuple[str, ...]) -> None:
+    folder = write_mimo(tmp_path / "mimo")
+    target = load_target(folder, "cpu", torch.float32)
+    change_weights(folder, **{f"model__mtp_layers__{name}": tensor for name, tensor in edits.items()})
+    refusal(lambda: load_mtp(None, target, "cpu", torch.float32), *parts)
+
+
+def test_a_target_without_a_head_is_refused(tmp_path: Path, mimo: Target) -> None:
+    write_target(tmp_path / "target")
+    target = load_target(tmp_path / "target", "cpu", torch.float32)
+    refusal(lambda: load_mtp(None, target, "cpu", torch.float32), "the target has no MTP head", "mimo", "qwen3")
+    refusal(lambda: load_mtp(tmp_path / "target", mimo, "cpu", torch.float32), "not an MTP head", "speculators")
+    write_target(tmp_path / "mimo", MIMO)
+    bare = load_target(tmp_path / "mimo", "cpu", torch.float32)
+    refusal(lambda: load_mtp(None, bare, "cpu", torch.float32), "the target has no MTP head", PREFIX)
+    head = write_speculators(tmp_path / "head")
+    refusal(lambda: load_mtp(head, target, "cpu", torch.float32), "do not fit", "vocab_size")
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ValueError, match="algo.hidden_in: expected raw or normed, got 'plain'"):
+        MTP.Config(hidden_in="plain")
+    with pytest.raises(ValueError, match="feedback=raw: expected one MTP layer"):
+        MTPConfig(MIMO, feedback="raw")
+    with pytest.raises(ValueError, match="first: expected embedding or hidden"):
+        MTPConfig(replace(MIMO, num_layers=1), first="both")

@@ -1,0 +1,218 @@
+"""Two processes that share a target write what one process writes, and every rank writes the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from algorithms.algorithm import Algorithm, DraftTree
+from algorithms.eagle.drafting import Eagle3
+from algorithms.models.loading import Target
+from algorithms.parallel import sharding, tensor_parallel
+from algorithms.parallel.collectives import from_rank_0, join_columns, sum_in_order, sum_over_ranks
+from algorithms.parallel.sharding import RowParallelLinear, parallel_config, shard
+from specdec_kernels import Exchange, build_chain, exchange_elements, linear_argmax
+from specdec_kernels.cases import Maker
+from specdec_kernels.launch import interpreting
+from specdec_kernels.projection.cases import argmax_inputs
+from tests.algorithms.drafters import eagle3_head, hinted
+from tests.algorithms.toy import (
+    CONFIG,
+    Scripted,
+    Setup,
+    answers,
+    autoregressive,
+    changed,
+    random_target,
+    requests,
+    run,
+    scripts,
+)
+
+WORLD = 2
+ASKED = [changed(r, temperature=(0.0, 0.9)[r.id % 2]) for r in requests(4, max_new_tokens=12)]
+
+
+def eagle3_over(target: Target, texts: list[list[int]], **shape: int) -> Algorithm:
+    """A random head, whole on every rank, over the features of a shared target; its drafts are right now and then."""
+    head = eagle3_head()
+    head.bind(target.model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("algorithms.eagle.loading.load_eagle", lambda *_: head)
+        return hinted(Eagle3(Eagle3.Config(**shape), target, "random"), texts)
+
+
+def _rank(rank: int, store: str, texts: list[list[int]], written: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    whole = random_target()
+    with torch.no_grad():
+        model = shard(whole.model, rank, WORLD)
+    target = Target(model.config, whole.path, model)
+    outputs = []
+    for algorithm in (
+        autoregressive(target),
+        # Each rank's own drafter is wrong in other places: without agreement the ranks would part ways.
+        Scripted(texts, 3, lambda at, d: (at + d + rank) % 3 != 0),
+        Scripted(texts, 3, lambda at, d: (at + d + rank) % 4 != 0, decoys=True),
+        eagle3_over(target, texts, steps=3),
+        eagle3_over(target, texts, steps=3, topk=2, num_nodes=7),
+    ):
+        generation = run(algorithm, ASKED, Setup(max_batch=2), target)
+        outputs.append([(c.token_ids, c.accepted_counts) for c in generation.completions])
+    fused, adaptive = Setup(max_batch=2, fused=True), Setup(max_batch=2, adaptive=True)
+    for algorithm, setup in (
+        (eagle3_over(target, texts, steps=3), fused),
+        (autoregressive(target), fused),
+        # The clocks of the ranks differ; rank 0's decides how many nodes a step has.
+        (eagle3_over(target, texts, steps=3), adaptive),
+    ):
+        generation = run(algorithm, ASKED, setup, target)
+        outputs.append([(c.token_ids, c.accepted_counts) for c in generation.completions])
+    torch.save(outputs, f"{written}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_two_ranks_write_what_one_does(tmp_path: Path) -> None:
+    expected = answers(ASKED, Setup(max_batch=2), random_target())
+    texts = scripts(ASKED, expected)
+    mp.spawn(_rank, (str(tmp_path / "store"), texts, str(tmp_path)), nprocs=WORLD)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(WORLD))
+    assert first == second
+    for output in first:
+        assert [tokens for tokens, _ in output] == expected
+    for output in first[1:-2]:
+        assert max(count for _, counts in output for count in counts) >= 2
+
+
+def _sums_of_rows(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What this rank gives to a sum of 70 rows, the sum of all rows and of one at a time, and the same behind a
+    projection with the norm behind it, which may not exchange few rows in another way than many."""
+    rows = torch.randn(70, 8, generator=torch.Generator().manual_seed(rank)).bfloat16()
+    assert torch.equal(sum_in_order(rows), torch.cat([sum_in_order(row[None]) for row in rows]))
+    sharding.exchange_of = lambda _: None  # type: ignore[assignment]
+    whole = torch.nn.Linear(16, 8, bias=False).requires_grad_(False)
+    torch.nn.init.orthogonal_(whole.weight, generator=torch.Generator().manual_seed(5))
+    projection = RowParallelLinear(whole, slice(8 * rank, 8 * rank + 8), slot=0)
+    projection.impl, projection.batch_invariant = "reference", True
+    x, one = torch.arange(640.0).view(80, 8).sin() + rank, torch.ones(8)
+    normed = projection.add_rms_norm(x, torch.ones(80, 8), one, 1e-6)
+    few = projection.add_rms_norm(x[3:4], torch.ones(1, 8), one, 1e-6)
+    return rows, sum_in_order(rows), normed[0][3:4], few[0]
+
+
+def _biased(rank: int, impl: str | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Outputs of a projection with a bias, of its share on this rank, and of the share with the norm that follows."""
+    whole = torch.nn.Linear(16, 8).requires_grad_(False)
+    generator = torch.Generator().manual_seed(9)
+    whole.weight.copy_(torch.randn(8, 16, generator=generator))
+    whole.bias.copy_(100 + torch.arange(8.0))
+    share = RowParallelLinear(whole, slice(8 * rank, 8 * rank + 8), slot=0)
+    share.impl = impl
+    x = torch.randn(3, 16, generator=generator)
+    own = x[:, 8 * rank : 8 * rank + 8].contiguous()
+    if impl is None:
+        return whole(x), share(own), whole(x)
+    normed = share.add_rms_norm(own, torch.zeros(3, 8), torch.ones(8), 1e-6)
+    return whole(x), share(own), normed[1]
+
+
+def _collectives(rank: int, store: str, written: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    sent = [torch.arange(5) + rank, torch.full((3, 1), rank, dtype=torch.int32), torch.tensor([rank == 0, True, False])]
+    found = from_rank_0(sent)
+    assert all(tensor.data_ptr() % 16 == found[0].data_ptr() % 16 for tensor in found)
+    columns = join_columns(torch.arange(6.0).view(2, 3) + 10 * rank)
+    saved = [*(tensor.clone() for tensor in found), columns, sum_over_ranks(torch.ones(2, 2) * (rank + 1))]
+    for impl in (None, "reference"):
+        alone, shared, residual = _biased(rank, impl)
+        torch.testing.assert_close(shared, alone)  # each rank adds the bias to the sum, none to its part
+        torch.testing.assert_close(residual, alone)
+    torch.save([*saved, *_sums_of_rows(rank)], f"{written}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_ranks_exchange_sums_columns_and_decisions(tmp_path: Path) -> None:
+    mp.spawn(_collectives, (str(tmp_path / "store"), str(tmp_path)), nprocs=WORLD)
+    given = [torch.load(tmp_path / f"{rank}.pt")[5] for rank in range(WORLD)]
+    for rank in range(WORLD):
+        numbers, column, flags, columns, total, _, in_order, many, few = torch.load(tmp_path / f"{rank}.pt")
+        assert torch.equal(in_order, (given[0].float() + given[1].float()).bfloat16())
+        torch.testing.assert_close(many, few, atol=1e-6, rtol=1e-6)
+        assert numbers.tolist() == [0, 1, 2, 3, 4] and numbers.dtype == torch.int64
+        assert column.tolist() == [[0], [0], [0]] and column.dtype == torch.int32
+        assert flags.tolist() == [True, True, False]
+        assert columns.tolist() == [[0, 1, 2, 10, 11, 12], [3, 4, 5, 13, 14, 15]]
+        assert total.tolist() == [[3, 3], [3, 3]]
+
+
+def _choices(rank: int, memory: torch.Tensor, written: str) -> None:
+    """Call after call, of other rows each time, over memory that both processes see."""
+    torch.set_num_threads(1)
+    size = len(memory) // WORLD
+    exchange = Exchange(memory, torch.tensor([0, size]), rank, 4, 2)
+    make, found = Maker.seeded(), []
+    for rows in (1, 4, 2, 3, 1, 4):
+        inputs = argmax_inputs(make, rows, 70, 8)
+        own = inputs["weight"][35 * rank : 35 * rank + 35].contiguous()
+        chosen = linear_argmax(inputs["x"], own, exchange=exchange, impl="triton")
+        found.append((chosen, linear_argmax(inputs["x"], inputs["weight"], impl="reference")))
+    torch.save(found, f"{written}/{rank}.pt")
+
+
+@pytest.mark.skipif(not interpreting(), reason="one GPU cannot be two ranks; the interpreter shares memory of the CPU")
+def test_two_ranks_choose_the_tokens_of_one_together(tmp_path: Path) -> None:
+    memory = torch.zeros(WORLD * exchange_elements(WORLD, 4, 2), dtype=torch.int64).share_memory_()
+    mp.spawn(_choices, (memory, str(tmp_path)), nprocs=WORLD)
+    for rank in range(WORLD):
+        for chosen, expected in torch.load(tmp_path / f"{rank}.pt"):
+            assert torch.equal(chosen, expected)
+
+
+def test_heads_must_divide() -> None:
+    with pytest.raises(ValueError, match=r"runtime.tensor_parallel=3 does not divide the target's num_heads="):
+        parallel_config(CONFIG, 3)
+
+
+LENGTHS = torch.tensor([4, 7])
+OTHERS = {"draft_probs": torch.ones(2, 2, 5), "path_probs": torch.full((2, 3), 0.5)}
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What rank 0 sends; its tensors are one more than this rank's."""
+    sent: list[Any] = []
+    monkeypatch.setattr(tensor_parallel, "parallel", lambda: True)
+    monkeypatch.setattr(
+        tensor_parallel, "from_rank_0", lambda given: sent.extend(given) or [each + 1 for each in given]
+    )
+    return sent
+
+
+def chain(nodes: int, **others: torch.Tensor) -> DraftTree:
+    return DraftTree(torch.arange(2 * nodes).view(2, nodes), build_chain(LENGTHS, nodes, impl="reference"), **others)
+
+
+@pytest.mark.parametrize("others", [{}, OTHERS, {"draft_rows": torch.zeros(2, 3).int()}], ids=["bare", "drawn", "rows"])
+def test_the_draft_of_rank_0_is_taken_whole(sent: list[Any], others: dict[str, torch.Tensor]) -> None:
+    own = chain(3, **others)
+    agreed = tensor_parallel.agree_on_draft(own)
+    assert torch.equal(agreed.tokens, own.tokens + 1)
+    assert all(torch.equal(left, right + 1) for left, right in zip(agreed.links, own.links, strict=True))
+    for name in ("draft_probs", "draft_rows", "path_probs"):
+        before, after = getattr(own, name), getattr(agreed, name)
+        assert (after is None) if before is None else torch.equal(after, before + 1)
+    assert len(sent) == 6 + len(others)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_has_its_own_share(monkeypatch: pytest.MonkeyPatch, sent: list[Any], rank: int) -> None:
+    monkeypatch.setattr(tensor_parallel.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(tensor_parallel.dist, "get_rank", lambda: rank)
+    whole = torch.arange(12).view(3, 4)
+    assert torch.equal(tensor_parallel.own_share(whole, 1), whole[:, 2 * rank : 2 * rank + 2])

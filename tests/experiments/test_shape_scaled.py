@@ -1,0 +1,120 @@
+"""A family at another shape: the small family's outputs and accepted drafts, the large family's sizes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from algorithms.autoregressive import Autoregressive
+from algorithms.dflash.drafting import DFlash
+from algorithms.eagle.drafting import Eagle3
+from algorithms.engine.request import Request
+from algorithms.models.loading import Target, load_target
+from algorithms.models.tokenizer import Tokenizer
+from algorithms.standalone import Standalone
+from algorithms.step.sampling_params import SamplingParams
+from experiments.app.schema import REPO_ROOT
+from experiments.studies.shape_scaled import SHAPES, Shape, ShapeScaledConfig, ShapeScaler, write_family
+from tests.algorithms.toy import Setup, run
+
+SMALL = REPO_ROOT / "assets/tiny"
+PROMPTS = ("Mia has 12 apples and buys 7 more. How many apples does she have?", "def add(a, b):")
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("scaled")
+    write_family(ShapeScaledConfig(shape="test", out=str(out), dtype="float32", device="cpu"))
+    return out
+
+
+@pytest.fixture(scope="module")
+def targets(large: Path) -> tuple[Target, Target]:
+    small, scaled = (load_target(folder / "target", "cpu", torch.float32) for folder in (SMALL, large))
+    return small, scaled
+
+
+def written(target: Target, kind: Any, config: Any, folder: Path | None) -> list[Any]:
+    """Tokens and accepted drafts of each step, greedy and sampled."""
+    tokenizer = Tokenizer.load(SMALL / "target")
+    prompts = [tuple(tokenizer.encode_chat([text])) for text in PROMPTS]
+    asked = [
+        Request(index, prompt, SamplingParams(max_new_tokens=24, temperature=0.7 * (index % 2), seed=index))
+        for index, prompt in enumerate(prompts * 2)
+    ]
+    algorithm = kind(config, target, None if folder is None else str(folder))
+    done = run(algorithm, asked, Setup(backend="torch", max_batch=4, max_length=160), target)
+    return [(completion.token_ids, completion.accepted_counts) for completion in done.completions]
+
+
+@pytest.mark.parametrize(
+    "kind, config, drafter",
+    [
+        (Autoregressive, Autoregressive.Config(), None),
+        (DFlash, DFlash.Config(), "dflash"),
+        (Eagle3, Eagle3.Config(steps=3, topk=4, num_nodes=12), "eagle3"),
+        (Standalone, Standalone.Config(), "draft"),
+    ],
+    ids=["autoregressive", "dflash", "eagle3", "standalone"],
+)
+def test_the_large_family_writes_what_the_small_one_writes(
+    large: Path, targets: tuple[Target, Target], kind: Any, config: Any, drafter: str | None
+) -> None:
+    folders = [None if drafter is None else root / drafter for root in (SMALL, large)]
+    small, scaled = (written(t, kind, config, f) for t, f in zip(targets, folders, strict=True))
+    assert scaled == small
+    assert drafter is None or max(max(counts) for _, counts in small) > 0, "nothing is accepted: the test sees little"
+
+
+def test_the_folders_have_the_named_sizes(large: Path) -> None:
+    family = SHAPES["test"]
+    for name, shape in (("target", family.target), ("draft", family.draft)):
+        assert Shape.of(json.loads((large / name / "config.json").read_text())) == shape
+        assert (large / name / "tokenizer.json").read_bytes() == (SMALL / name / "tokenizer.json").read_bytes()
+    model = load_target(large / "target", "cpu", torch.float32).model
+    idle = model.model.layers[family.target.num_layers - 1]
+    assert idle.mlp.up_proj.weight.std() > 0 and not idle.mlp.down_proj.weight.any()
+    live = model.model.layers[0].mlp.down_proj.weight
+    small = Shape.of(json.loads((SMALL / "target/config.json").read_text()))
+    assert not live[small.hidden_size :].any() and not live[:, small.intermediate_size :].any()
+
+
+def test_unused_tokens_never_win(targets: tuple[Target, Target]) -> None:
+    """Also where every logit of the small model is negative."""
+    small, scaled = (target.model for target in targets)
+    width, vocab = small.config.hidden_size, small.config.vocab_size
+    hidden = -small.logits(torch.eye(width)).mean(-1)  # a direction that all tokens dislike
+    stream = torch.zeros(1, scaled.config.hidden_size)
+    stream[:, :width] = 8 * hidden
+    stream[:, width] = scaled.model.embed_tokens.weight[0, width]
+    logits = scaled.logits(scaled.model.norm(stream))[0]
+    assert (logits[vocab:].max() < logits[:vocab].min() - 50).item()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_tiny_family_fits_every_shape(name: str) -> None:
+    generator = torch.Generator()
+    for folder, shape in (("target", SHAPES[name].target), ("draft", SHAPES[name].draft)):
+        small = Shape.of(json.loads((SMALL / folder / "config.json").read_text()))
+        scaler = ShapeScaler(small, shape, 1e-6, torch.bfloat16, torch.device("cpu"), generator)
+        places = scaler.query_heads()
+        assert len(set(places)) == small.num_heads and max(places) < shape.num_heads
+        assert 0 < scaler.large_eps < 1e-6
+
+
+def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+    shape = SHAPES["test"].target
+    build = dict(eps=1e-6, dtype=torch.float32, device=torch.device("cpu"), generator=torch.Generator())
+    with pytest.raises(ValueError, match="hidden_size: expected more than the small family's 320, got 256"):
+        ShapeScaler(shape, replace(shape, hidden_size=256), **build)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expected heads that hold those of"):
+        ShapeScaler(shape, replace(shape, hidden_size=640, head_dim=192), **build)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"family: expected a folder with model\.safetensors"):
+        write_family(ShapeScaledConfig(shape="test", out=str(tmp_path), family=str(tmp_path)))
+    with pytest.raises(ValueError, match="shape"):
+        ShapeScaledConfig(shape="qwen3_800b")

@@ -1,0 +1,10 @@
+"""Both implementations, for tests of what each of them must do."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(params=["reference", "triton"], scope="module")
+def impl(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
