@@ -60,9 +60,12 @@ class RunFolder:
         self._status: dict[str, Any] = {"status": "running", **who, **started, **(about or {}), "requests": 0}
         self._status["requests"] = len(self.requests.entries)
         self._ended = threading.Event()
-        self.write(STATUS, to_json(self._status))
         self._heart = threading.Thread(target=self._beat, daemon=True)
+
+    def start(self) -> None:
+        """Write status.json, and go on to write it as long as the run lasts."""
         self._heart.start()
+        self.write(STATUS, to_json(self._status))
 
     @property
     def num_requests(self) -> int:
@@ -110,7 +113,8 @@ class RunFolder:
     def _stop(self) -> None:
         """End the heartbeat and close the logs."""
         self._ended.set()
-        self._heart.join()
+        if self._heart.is_alive():
+            self._heart.join()
         self.requests.close()
         self.decodings.close()
         if self._lock is not None:
@@ -159,6 +163,8 @@ def open_run_folder(
     with user_errors(OSError):
         folder = RunFolder(path, about, resumed)
     try:
+        with user_errors(OSError):
+            folder.start()
         yield folder
     except KeyboardInterrupt as error:
         folder.finish("interrupted")

@@ -149,15 +149,17 @@ def autoregressive(target: Target) -> Autoregressive:
     return Autoregressive(Autoregressive.Config(), target, None)
 
 
-_answers: dict[tuple[str, str, int], list[list[int]]] = {}
+_answers: dict[tuple[str, str, int], tuple[Target, list[list[int]]]] = {}
+"""With the target, since Python gives the id of a target that is gone to the next one."""
 
 
 def answers(asked: Sequence[Request], setup: Setup, target: Target) -> list[list[int]]:
     """What the target alone writes; found once for each of these requests, setups and targets."""
     key = (repr(asked), repr(setup), id(target))
     if key not in _answers:
-        _answers[key] = [c.token_ids for c in run(autoregressive(target), asked, setup, target).completions]
-    return [list(ids) for ids in _answers[key]]
+        written = [c.token_ids for c in run(autoregressive(target), asked, setup, target).completions]
+        _answers[key] = target, written
+    return [list(ids) for ids in _answers[key][1]]
 
 
 class Scripted(Algorithm):

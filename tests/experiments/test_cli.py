@@ -202,7 +202,8 @@ def test_a_run_that_is_terminated_says_so(tmp_path: Path) -> None:
     with subprocess.Popen(program, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as process:
         try:
             end = time.monotonic() + 100
-            while not list(tmp_path.glob("outputs/toy/now/status.json")) and time.monotonic() < end:
+            status = tmp_path / "outputs/toy/now/status.json"
+            while not (status.is_file() and status.read_text()) and time.monotonic() < end:
                 time.sleep(0.01)
             process.terminate()
             _, told = process.communicate(timeout=100)
