@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from algorithms.algorithm import Batch, Observation, Resources
 from algorithms.attention.backends.protocol import Backend, Levels
 from algorithms.attention.cache import KVCache, KVScales
-from algorithms.models.decoder import MixerWeights
+from algorithms.models.layers import MixerWeights
 from specdec_kernels import AttentionMetadata, AttentionShape, level_slots, token_slots, write_kv
 
 Kind = tuple[str, int | None]
@@ -34,6 +35,11 @@ class PagedMixer:
     plans: tuple[Any, ...]
     """The backend's plan for each layer; layers of one mode and window share it."""
     impl: str
+
+    @cached_property
+    def real(self) -> Tensor:
+        """See `algorithms.models.decoder.real_rows`."""
+        return self.slots >= 0
 
     @classmethod
     def over(
@@ -146,6 +152,10 @@ class JointMixer:
         for mixer, part, place in zip(self._mixers, self.split(queries), self.split(out), strict=True):
             mixer.attend(layer, part, weights, place)
         return out
+
+    @property
+    def real(self) -> Tensor:
+        return self._store.real
 
     def split(self, rows: Tensor) -> list[Tensor]:
         """`rows [T, ...]` as each group's `[B, N, ...]`."""

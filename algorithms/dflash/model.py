@@ -20,17 +20,9 @@ import specdec_kernels as kernels
 from algorithms.dflash.config import GRU, HIDDEN_AND_TOKEN, MARKOV_HEADS, ConvConfig, DFlashConfig
 from algorithms.dflash.heads import BlockLogits, CandidateSelector, ConfidenceHead, GroupedConv, GRUHead, MarkovHead
 from algorithms.models.config import DecoderConfig
-from algorithms.models.decoder import (
-    INIT_STD,
-    Decoder,
-    DecoderLayer,
-    Mixer,
-    RMSNorm,
-    embedding,
-    reset_layers,
-    run_layers,
-)
+from algorithms.models.decoder import INIT_STD, Decoder, DecoderLayer, embedding, reset_layers, run_layers
 from algorithms.models.fusion import FusableModel, project, queries_only
+from algorithms.models.layers import Mixer, RMSNorm
 from specdec_kernels import Normed
 
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from algorithms.drafting.marginals import in_target
 from algorithms.models.config import DecoderConfig
-from algorithms.models.decoder import Decoder, Mixer, embedding
+from algorithms.models.decoder import Decoder, embedding
 from algorithms.models.fusion import FusableModel, queries_only
+from algorithms.models.layers import Mixer
 
 
 class FeatureHead(FusableModel):

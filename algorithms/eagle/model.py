@@ -26,16 +26,9 @@ from algorithms.drafting.feature_drafter import NORMED
 from algorithms.drafting.feature_head import FeatureHead
 from algorithms.eagle.config import EACH, JOINT, Eagle3Config, EagleConfig
 from algorithms.models.config import EMBEDDING_LAYER, DecoderConfig
-from algorithms.models.decoder import (
-    Attention,
-    Block,
-    DecoderLayer,
-    Mixer,
-    RMSNorm,
-    SwiGLU,
-    reset_layers,
-)
+from algorithms.models.decoder import Block, DecoderLayer, reset_layers
 from algorithms.models.fusion import project
+from algorithms.models.layers import Attention, Mixer, RMSNorm, SwiGLU
 
 
 class EagleDrafter(FeatureHead):
@@ -87,7 +80,7 @@ class Eagle3Layer(Block):
     def forward(self, embedding: Tensor, feature: Tensor, mixer: Mixer) -> Tensor:
         normed = self.hidden_norm(feature)
         both = torch.cat([self.input_layernorm(embedding), normed], dim=-1)
-        return self.after_attention(self.self_attn(0, both, mixer), normed if self._normed_residual else feature)
+        return self.after_mixing(self.self_attn(0, both, mixer), normed if self._normed_residual else feature)
 
 
 class Eagle3Drafter(FeatureHead):

@@ -16,7 +16,8 @@ import torch
 
 from algorithms.algorithm import Algorithm, Resources
 from algorithms.attention.backends.protocol import Backend
-from algorithms.attention.cache import KVCache, KVScales
+from algorithms.attention.cache import KVScales
+from algorithms.attention.memory import allocate_memory
 from algorithms.engine.clock import PhaseClock
 from algorithms.engine.compatibility import (
     check_adaptive,
@@ -98,14 +99,14 @@ class Engine:
         sizes = dict(context=context, num_pages=num_pages, max_batch=slots)
         resources = _resources(target, backend, settings, **sizes, needs_path_probs=scored)
         self.scheduler = Scheduler(settings.max_batch, num_pages, settings.page_size, overshoot, decode, ahead)
-        cache = KVCache.allocate(config, resources, kv_scales)
+        memory = allocate_memory(config, resources, kv_scales)
         state = BatchState(settings.max_batch, ahead, max_pages, context, config.vocab_size, weight.device)
         algorithm.bind(resources)
         sizing = Sizing(algorithm.num_nodes, buckets(settings.max_batch)) if adaptive else None
         backlog = DeferredObservation(len(algorithm.target_layers), resources) if adaptive else None
         if sizing is not None and step_costs is not None:
             sizing.set_costs(step_costs)
-        self.parts = StepParts(algorithm, cache, state, resources, sizing, backlog)
+        self.parts = StepParts(algorithm, memory, state, resources, sizing, backlog)
         prefills = _separate_prefills(self.parts, settings, self._limit)
         mixed = _mixed_prefills(self.parts, settings, prefills[-1]) if piggybacks else []
         self.runner = StepRunner(self.parts, level, PhaseClock(weight.device), capture, mixed)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from algorithms.models.config_keys import nested
 
@@ -73,6 +73,19 @@ def window_by_layer(config: Mapping[str, Any], num_layers: int) -> Windows:
 
 _FLAGS = ("qk_norm", "qkv_bias", "o_bias", "mlp_bias", "sinks", "interleaved_rope", "closing_norms")
 _NUMBERS = ("soft_cap", "scale")
+_KINDS = ("mixings", "mlps")
+
+
+class LayerRule(Protocol):
+    """How `config.json` says which kind of mixing or of MLP the layers have."""
+
+    def read(self, config: Mapping[str, Any], num_layers: int) -> tuple[Any, ...]:
+        """Sizes of the kind of each layer, None for the common one. ValueError names what is not supported."""
+        ...
+
+    def write(self, layers: tuple[Any, ...]) -> dict[str, Any]:
+        """The keys that `read` reads."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -93,11 +106,18 @@ class Architecture:
     soft_cap: str | None = None
     scale: str | None = None
     windows: WindowRule = no_windows
+    mixings: LayerRule | None = None
+    """None: all layers have attention."""
+    mlps: LayerRule | None = None
+    """None: all layers have SwiGLU."""
     mtp_prefix: str | None = None
     """Prefix of the tensors of MTP layers, which are no part of the language model."""
 
     def read(self, config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
         found: dict[str, Any] = {"sliding_windows": self.windows(config, num_layers)}
+        for name in _KINDS:
+            rule = getattr(self, name)
+            found[name] = () if rule is None else rule.read(config, num_layers)
         for name in _FLAGS:
             rule = getattr(self, name)
             found[name] = bool(config.get(rule)) if self._is_key(name) else rule
@@ -119,6 +139,9 @@ class Architecture:
         if self.rotary_share is not None:
             written["partial_rotary_factor"] = fields["rotary_share"]
         written |= {getattr(self, name): fields[name] for name in (*_FLAGS, *_NUMBERS) if self._is_key(name)}
+        for name in _KINDS:
+            if (rule := getattr(self, name)) is not None:
+                written |= rule.write(fields[name])
         for name, held in self.read(written, num_layers).items():
             if held != fields[name]:
                 raise ValueError(f"{self.hf_class} cannot have {name}={fields[name]}: expected {held}")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +71,12 @@ class DecoderConfig:
     """Whether attention and MLP each end in a norm of their own, before the residual addition."""
     sinks: bool = False
     """Whether every query head has a learned sink."""
+    mixings: tuple[Any, ...] = ()
+    """Sizes of what stands for attention in each layer, see `kinds`; None is attention of the shape above. Empty where
+    all layers have that."""
+    mlps: tuple[Any, ...] = ()
+    """Sizes of the MLP of each layer, see `kinds`; None is SwiGLU of `intermediate_size`. Empty where all layers have
+    that."""
 
     def __post_init__(self) -> None:
         find_architecture(self.architecture)
@@ -85,8 +91,9 @@ class DecoderConfig:
             raise ValueError(
                 f"head_dim: expected an even number of elements that rotate, got {self.rotary_dim} of {self.head_dim}"
             )
-        if self.sliding_windows and len(self.sliding_windows) != self.num_layers:
-            raise ValueError(f"sliding_windows: expected {self.num_layers} entries, got {len(self.sliding_windows)}")
+        for name in ("sliding_windows", "mixings", "mlps"):
+            if (by_layer := getattr(self, name)) and len(by_layer) != self.num_layers:
+                raise ValueError(f"{name}: expected {self.num_layers} entries, got {len(by_layer)}")
         sizes = {f"sliding_windows[{layer}]": window for layer, window in enumerate(self.sliding_windows)}
         for name, value in {**sizes, "soft_cap": self.soft_cap, "scale": self.scale}.items():
             expect_between(name, value, 0, inf, above=True, nullable=True)
@@ -98,6 +105,19 @@ class DecoderConfig:
 
     def window(self, layer: int) -> int | None:
         return self.sliding_windows[layer] if self.sliding_windows else None
+
+    def mixing(self, layer: int) -> Any:
+        return self.mixings[layer] if self.mixings else None
+
+    def mlp(self, layer: int) -> Any:
+        return self.mlps[layer] if self.mlps else None
+
+    def of_layers(self, layers: Sequence[int]) -> DecoderConfig:
+        """The shape of a decoder of these layers."""
+        names = ("sliding_windows", "mixings", "mlps")
+        given = {name: getattr(self, name) for name in names if getattr(self, name)}
+        chosen: dict[str, Any] = {name: tuple(held[layer] for layer in layers) for name, held in given.items()}
+        return replace(self, num_layers=len(layers), **chosen)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> DecoderConfig:

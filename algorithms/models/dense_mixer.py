@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor
 
 from algorithms.models.config import DecoderConfig
-from algorithms.models.decoder import MixerWeights
+from algorithms.models.kinds import DENSE_MIXERS
+from algorithms.models.layers import MixerWeights
 from algorithms.models.rotary import apply_rope, rope_table
 
 
@@ -49,14 +52,20 @@ def dense_attention(
 
 
 class DenseMixer:
-    """Causal self-attention over rows `[B, T]` whose positions are 0 … T-1."""
+    """Causal self-attention, or what a layer has in its place, over rows `[B, T]` whose positions are 0 … T-1."""
 
     def __init__(self, config: DecoderConfig, length: int, device: torch.device | str) -> None:
         self.config = config
         self.table = rope_table(config, length, device)
         self.positions = torch.arange(length, device=device)
+        others = {sizes for sizes in config.mixings if sizes is not None}
+        self.others = {sizes: DENSE_MIXERS[type(sizes)](config, sizes, length, device) for sizes in others}
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, weights: MixerWeights) -> Tensor:
+    def __call__(self, layer: int, /, *inputs: Any) -> Tensor:
+        sizes = self.config.mixing(layer)
+        return self.attend(layer, *inputs) if sizes is None else self.others[sizes](layer, *inputs)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, weights: MixerWeights) -> Tensor:
         config, positions = self.config, self.positions[: q.shape[1]]
         q = apply_rope(
             head_norm(q, weights.q_norm, config.rms_norm_eps), self.table, positions, config.interleaved_rope

@@ -8,7 +8,7 @@ parameters become views of it: names, state dicts and torch's forward stay as th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,12 @@ class Fusable(nn.Module):
 
     impl: str | None = None
     batch_invariant: bool = False
+    float32: tuple[str, ...] = ()
+    """Names of own parameters and buffers that stay in float32, whatever the dtype of the model."""
+
+    def adopt(self, prefix: str, stored: dict[str, Any]) -> None:
+        """Rename, split or join the tensors of a checkpoint, `loading.stored.Stored` by name, that begin with `prefix`
+        to what this module's own are called."""
 
     def pack(self) -> None:
         """Prepare the weights for the kernels, once."""

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from algorithms.models.config import DecoderConfig
-from algorithms.models.decoder import RMSNorm
 from algorithms.models.folder import ModelError, resolve_folder
+from algorithms.models.layers import RMSNorm
 from algorithms.models.loading import speculators
 from algorithms.models.loading import target as loading
 from algorithms.models.loading.stored import check_layers, stored_tensors

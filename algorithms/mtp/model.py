@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from algorithms.drafting.feature_drafter import NORMED, RAW
 from algorithms.drafting.feature_head import FeatureHead
 from algorithms.models.config import DecoderConfig
-from algorithms.models.decoder import DecoderLayer, Mixer, RMSNorm
+from algorithms.models.decoder import DecoderLayer
 from algorithms.models.fusion import project
+from algorithms.models.layers import Mixer, RMSNorm
 from algorithms.mtp.config import HIDDEN, MTPConfig
 
 

@@ -10,14 +10,16 @@ rank. The KV cache of a rank holds the rank's own heads.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from algorithms.models.config import DecoderConfig
-from algorithms.models.decoder import Attention, Decoder, DecoderLayer, SharedHead
+from algorithms.models.decoder import Decoder, DecoderLayer, SharedHead
 from algorithms.models.fusion import NormedProjection
+from algorithms.models.layers import Attention, SwiGLU
 from algorithms.parallel.collectives import exchange_of, join_columns, sum_in_order, sum_over_ranks
 from specdec_kernels import Normed, add_rms_norm, linear, linear_all_reduce_add_rms_norm, linear_argmax
 from specdec_kernels.all_reduce import as_sent
@@ -81,6 +83,8 @@ class VocabParallelHead(SharedHead):
 
 def parallel_config(config: DecoderConfig, world_size: int) -> DecoderConfig:
     """The shape of one rank's slice. Raises ValueError where heads or MLP columns cannot be shared out evenly."""
+    if kinds := sorted({type(kind).__name__ for kind in (*config.mixings, *config.mlps) if kind is not None}):
+        raise ValueError(f"runtime.tensor_parallel={world_size}: expected attention and SwiGLU layers, got {kinds}")
     for name in ("num_heads", "num_kv_heads", "intermediate_size"):
         if getattr(config, name) % world_size:
             raise ValueError(
@@ -101,7 +105,7 @@ def shard(model: Decoder, rank: int, world_size: int) -> Decoder:
     for layer in model.model.layers:
         assert isinstance(layer, DecoderLayer)
         _shard_attention(layer.self_attn, config, rank)
-        mlp, columns = layer.mlp, _part(rank, config.intermediate_size)
+        mlp, columns = cast(SwiGLU, layer.mlp), _part(rank, config.intermediate_size)
         _keep_outputs(mlp.gate_proj, columns)
         _keep_outputs(mlp.up_proj, columns)
         mlp.add_module("down_proj", RowParallelLinear(mlp.down_proj, columns, slot=1))

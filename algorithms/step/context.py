@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from algorithms.algorithm import Algorithm, Observation, Resources
-from algorithms.attention.cache import KVCache
+from algorithms.attention.memory import Memory
 from algorithms.step.adaptive import Sizing
 from algorithms.step.batch import BatchState
 from algorithms.step.deferred_observation import DeferredObservation
@@ -13,10 +13,10 @@ from algorithms.step.deferred_observation import DeferredObservation
 
 @dataclass(frozen=True)
 class StepParts:
-    """The algorithm of a run, the target's cache, the state of the batch, and what the engine lends."""
+    """The algorithm of a run, what the target keeps of texts, the state of the batch, and what the engine lends."""
 
     algorithm: Algorithm
-    cache: KVCache
+    memory: Memory
     state: BatchState
     resources: Resources
     sizing: Sizing | None = None
@@ -32,6 +32,7 @@ class StepParts:
 
     def move_slot(self, source: int, target: int) -> None:
         """Move what is kept of the request of slot `source` to slot `target`, whose request has ended."""
+        self.memory.move_slot(source, target)
         self.algorithm.move_slot(source, target)
         for texts in self.resources.histories:
             texts.store.move_slot(source, target)

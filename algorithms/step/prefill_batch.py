@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from algorithms.algorithm import Batch, Observation, Prompts
-from algorithms.attention.paged_attention import PagedMixer
 from algorithms.engine.scheduler import PrefillSegment, tiles_of
 from algorithms.engine.staging import Arrays, Fields, Staging
+from algorithms.models.layers import Mixer
 from algorithms.step.batch import number_fields, write_numbers
 from algorithms.step.context import StepParts
 
@@ -120,7 +120,13 @@ class PrefillBatch:
         length = start + count if segment.is_last else 0
         write_numbers(arrays, place, request.sampling, length, request.prompt_ids[-1], active=False)
 
-    def begin(self, longest: int) -> PagedMixer:
+    @property
+    def _prompts(self) -> Prompts:
+        sent = self.sent
+        whose = (sent["prompt_slots"], sent["prompt_starts"], sent["prompt_counts"], sent["prompt_last"])
+        return Prompts(*whose, width=self.size * self.tile)
+
+    def begin(self, longest: int) -> Mixer:
         """Enter the requests and their prompts into the state, and plan a forward over `tokens`, of which no tile
         begins after position `longest`."""
         parts, sent = self._parts, self.sent
@@ -131,15 +137,12 @@ class PrefillBatch:
         self.tokens = sent["tokens"][:, :-1].contiguous()
         self._positions = spots[:, :-1].contiguous()
         self._batch: Batch = state.tiles(slots, sent["starts"], counts, max_length=longest)
-        return PagedMixer.over(
-            self._batch, self._positions, parts.cache, parts.resources, counts=counts, phase="prefill"
-        )
+        return parts.memory.tiles(self._batch, self._positions, counts, self._prompts)
 
     def finish(self, hidden: Tensor, features: list[Tensor]) -> None:
         """Let the drafter observe the results of the tiles: `hidden` and each of `features` are [size, tile, hidden].
         Requests whose prompts are complete take part in steps from now on."""
         sent = self.sent
-        whose = (sent["prompt_slots"], sent["prompt_starts"], sent["prompt_counts"], sent["prompt_last"])
         self._parts.observe(
             Observation(
                 batch=self._batch,
@@ -149,7 +152,7 @@ class PrefillBatch:
                 hidden=hidden,
                 positions=self._positions,
                 counts=sent["counts"],
-                prompts=Prompts(*whose, width=self.size * self.tile),
+                prompts=self._prompts,
             )
         )
         self._parts.state.activate(sent["prompt_slots"], sent["complete"])

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from algorithms.algorithm import Batch, DraftTree, Observation, Verified
-from algorithms.attention.paged_attention import JointMixer, PagedMixer
 from algorithms.drafting.draft_check import check_draft
 from algorithms.drafting.insert_chain import insert_chain
+from algorithms.models.layers import Mixer
 from algorithms.parallel.tensor_parallel import agree_on_acceptance, agree_on_draft
 from algorithms.step.constraints import ConstraintState
 from algorithms.step.context import StepParts
@@ -38,9 +38,7 @@ from specdec_kernels import (
     forbid_tokens,
     gather_path,
     links_from_mask,
-    mask_paths,
     mask_tokens,
-    move_accepted,
     tree_parents,
 )
 from specdec_kernels.tree import mask_words
@@ -167,10 +165,10 @@ class Step:
         model, target_layers = self._parts.resources.target.model, self._parts.algorithm.target_layers
         tokens = self.tree.tokens
         if self._prefill is None:
-            self.hidden, self.features = model(tokens, self._mixer(), target_layers)
+            self.hidden, self.features = model(tokens, self._nodes(), target_layers)
         else:
             tiles = self._prefill.begin(self._batch.max_length)
-            joint = JointMixer(((self._mixer(), tokens), (tiles, self._prefill.tokens)))
+            joint = self._parts.memory.joint(((self._nodes(), tokens), (tiles, self._prefill.tokens)))
             hidden, features = model(joint.tokens, joint, target_layers)
             self.hidden, self._tiles_hidden = joint.split(hidden)
             both = [joint.split(feature) for feature in features]
@@ -179,22 +177,8 @@ class Step:
         if self.targets is None:
             self.logits = model.logits(self.hidden)
 
-    def _mixer(self) -> PagedMixer:
-        links, resources = self.tree.links, self._parts.resources
-        paths = None
-        if resources.deterministic and not self._chain:
-            paths = mask_paths(links.mask, self._depth + 1, impl=resources.impl)
-        return PagedMixer.over(
-            self._batch,
-            links.positions,
-            self._parts.cache,
-            resources,
-            mode="chain" if self._chain else "tree",
-            mask=None if self._chain else links.mask,
-            depths=None if self._chain else links.depth,
-            paths=paths,
-            phase="verify" if self.num_nodes > 1 else "decode",
-        )
+    def _nodes(self) -> Mixer:
+        return self._parts.memory.nodes(self._batch, self.tree.links, self._chain, self._depth)
 
     def accept(self) -> None:
         """Decide which drafts are accepted, and choose the bonus token."""
@@ -288,6 +272,7 @@ class Step:
             history=batch.history,
             impl=impl,
         )
+        parts.memory.commit(batch, committed, self._chain)
         hidden, *features = self._on_path(committed)
         if self._needs.penalised:
             penalties = parts.state.penalties
@@ -363,11 +348,9 @@ class Step:
         return both.gather(1, path).transpose(1, 2).reshape(batch, -1)
 
     def _on_path(self, committed: Committed) -> list[Tensor]:
-        """Hidden states and features in order of position; of a tree, keys and values move with them."""
-        parts, values = self._parts, [self.hidden, *self.features]
+        """Hidden states and features in order of position."""
+        values = [self.hidden, *self.features]
         if self._chain:
             # A chain is in text order already.
             return [value[:, : committed.tokens.shape[1]] for value in values]
-        impl = parts.resources.impl
-        move_accepted(parts.cache.kv, self._batch.page_table, committed.start, committed.nodes, impl=impl)
-        return gather_path(values, committed.nodes, impl=impl)
+        return gather_path(values, committed.nodes, impl=self._parts.resources.impl)

@@ -13,7 +13,7 @@ from typing import Annotated, TypedDict
 import torch
 from safetensors.torch import save
 
-from experiments.app.errors import user_errors
+from experiments.app.errors import UserError, user_errors
 from experiments.report.run_folder import KV_SCALES
 from experiments.report.tables import Metric, Result, columns
 from experiments.tasks.base import Task
@@ -73,12 +73,15 @@ class KVScales(Task):
 
     def _largest(self) -> tuple[torch.Tensor, int]:
         """Largest magnitudes [layers, 2, H_kv] float32 of keys and values, and the number of stored tokens."""
+        from algorithms.attention.memory import PagedMemory
         from algorithms.engine.request import EngineError
         from algorithms.parallel.collectives import join_columns, parallel
 
         (workload,) = self.plan.workloads
         engine, _, _ = make_engine(self.plan, self.target, baseline_config(), workload.max_length)
-        cache, batch = engine.parts.cache, self.plan.config.runtime.max_batch
+        if not isinstance(engine.parts.memory, PagedMemory):
+            raise UserError("task=kv_scales: expected a target whose layers all have attention")
+        cache, batch = engine.parts.memory.cache, self.plan.config.runtime.max_batch
         found, num_tokens, record = None, 0, self.recorder(workload.name, AUTOREGRESSIVE)
         with user_errors(EngineError):
             # Pages are used again by later requests, so the cache is read after each batch.

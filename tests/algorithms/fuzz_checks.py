@@ -26,7 +26,7 @@ class Canaries:
     """Values in the free pages of an engine, which show a write to a page without an owner."""
 
     def __init__(self, engine: Engine) -> None:
-        self._scheduler, self._kv = engine.scheduler, engine.parts.cache.kv
+        self._scheduler, self._kv = engine.scheduler, engine.parts.memory.cache.kv
         self._marked: set[int] = set()
 
     def step(self, session: Session) -> list[Completion]:

@@ -52,7 +52,7 @@ def test_output_is_that_of_the_target_with_the_same_cache(maker: str, backend: s
 
 def stored(engine: Engine, layer: int) -> torch.Tensor:
     """[2, pages, page_size, H_kv, D] float32: keys and values of one layer, times their factors."""
-    cache = engine.parts.cache
+    cache = engine.parts.memory.cache
     assert cache.scales is not None
     scale = torch.stack(list(cache.scales.of_layer(layer)))[:, None, None, :, None]
     return cache.kv[layer].float() * scale
@@ -65,11 +65,11 @@ def test_the_cache_holds_what_a_wide_cache_holds_to_the_precision_of_e4m3() -> N
     narrow = engine_of(autoregressive(TARGET), Setup(kv_dtype=E4M3, kv_scales=factors()), TARGET)
     for engine in (wide, narrow):
         engine.generate(asked)
-    expected, found = wide.parts.cache.kv[0], stored(narrow, 0)
+    expected, found = wide.parts.memory.cache.kv[0], stored(narrow, 0)
     # Three bits behind the leading one, and half the smallest number of e4m3 times the largest factor.
     error, bound = (found - expected).abs(), expected.abs() / 16 + 2.0**-10 * 0.5
     assert (error <= bound).all() and error.max() > 0
-    assert narrow.parts.cache.kv.dtype == E4M3
+    assert narrow.parts.memory.cache.kv.dtype == E4M3
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])

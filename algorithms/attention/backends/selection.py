@@ -33,6 +33,8 @@ def check_calls(
     from specdec_kernels import AttentionShape
     from specdec_kernels.kv_write.types import head_dim_problem
 
+    if config.mixings and None not in config.mixings:
+        return
     if (problem := head_dim_problem(config.head_dim)) is not None:
         raise BackendError(f"{asker}: no KV cache can hold its keys: {problem}")
     sizes = (1, config.num_heads, config.num_kv_heads, config.head_dim, page_size)

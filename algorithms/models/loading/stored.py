@@ -6,7 +6,7 @@ heads are published as `pytorch_model.bin`. Torch's restricted unpickler reads t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePath
@@ -41,18 +41,30 @@ class Stored:
     dtype: str
     read: Callable[[], Tensor]
 
+    def changed(self, shape: tuple[int, ...], change: Callable[[Tensor], Tensor]) -> Stored:
+        """The tensor after `change`, which gives it `shape`."""
+        return replace(self, shape=shape, read=lambda: change(self.read()))
 
-def halves(tensor: Stored) -> tuple[Stored, Stored]:
-    """The first and the second half of the rows of a tensor, as two."""
-    rows = tensor.shape[0] // 2
-    parts = [slice(0, rows), slice(rows, 2 * rows)]
-    shape = (rows, *tensor.shape[1:])
-    first, second = (replace(tensor, shape=shape, read=partial(_rows_of, tensor, part)) for part in parts)
-    return first, second
+    def halves(self) -> tuple[Stored, Stored]:
+        """The first and the second half of the rows, as two."""
+        rows = self.shape[0] // 2
+        shape = (rows, *self.shape[1:])
+        return self.changed(shape, lambda x: x[:rows]), self.changed(shape, lambda x: x[rows : 2 * rows])
 
 
-def _rows_of(tensor: Stored, rows: slice) -> Tensor:
-    return tensor.read()[rows]
+def stacked(parts: Sequence[Stored]) -> Stored:
+    """Tensors of one shape and dtype as one, along a new first dimension."""
+    first = parts[0]
+    odd = next((part for part in parts if (part.shape, part.dtype) != (first.shape, first.dtype)), None)
+    if odd is not None:
+        raise ModelError(
+            f"tensor '{odd.name}' differs from its siblings",
+            where=odd.file,
+            expected=f"{list(first.shape)} in {first.dtype}, as '{first.name}'",
+            actual=f"{list(odd.shape)} in {odd.dtype}",
+            fix=COPY_AGAIN,
+        )
+    return replace(first, shape=(len(parts), *first.shape), read=lambda: torch.stack([part.read() for part in parts]))
 
 
 def without_model(name: str) -> str:

@@ -86,6 +86,14 @@ def read_draft(path: str | Path, target: TargetFolder, same_vocabulary: bool = T
     """The folder of a language model, with the vocabulary of `target` if `same_vocabulary`. Both must have a tokenizer,
     because equal sizes do not prove equal vocabularies. ModelError names what does not fit."""
     draft = read_target(path)
+    if kinds := {type(kind).__name__ for kind in draft.config.mixings if kind is not None}:
+        raise ModelError(
+            "the draft model has layers that no drafter runs",
+            where=draft.path / CONFIG_FILE,
+            expected="attention in all layers",
+            actual=", ".join(sorted(kinds)),
+            fix="use a draft model of attention layers",
+        )
     if same_vocabulary:
         check_fit(draft.path, target, vocab_size=(target.config.vocab_size, draft.config.vocab_size))
     for place in (draft.path, target.path):

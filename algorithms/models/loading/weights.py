@@ -14,14 +14,13 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from algorithms.models.folder import COPY_AGAIN, ModelError
-from algorithms.models.loading.stored import Stored, halves, stored_tensors, unreadable
+from algorithms.models.fusion import Fusable
+from algorithms.models.loading.stored import Stored, stored_tensors, unreadable
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 # What a buffer of token ids or of marks may be stored as.
 INTEGER_DTYPES = {torch.int64: ("I64", "I32"), torch.bool: ("BOOL", "U8")}
 NAMES_SHOWN = 5
-GATE_UP = "mlp.gate_up_proj.weight"
-"""Both projections in one tensor, the gate first, as some architectures store them."""
 ROTARY_BUFFER = "rotary_emb.inv_freq"
 """Stored by old versions of transformers; computed here."""
 
@@ -48,13 +47,15 @@ def load_weights(
         for name, tensor in stored_tensors(folder, rename, pickles).items()
         if name not in ignored and not name.endswith(ROTARY_BUFFER)
     }
-    for name in [name for name in stored if name.endswith(GATE_UP) and name not in wanted]:
-        gate, up = halves(stored.pop(name))
-        stored |= {name.replace("gate_up", "gate"): gate, name.replace("gate_up", "up"): up}
+    parts = {f"{name}.": part for name, part in module.named_modules() if isinstance(part, Fusable)}
+    for prefix, part in parts.items():
+        part.adopt(prefix, stored)
+    wide = {prefix + name for prefix, part in parts.items() for name in part.float32}
     _check_names(folder, set(wanted), set(stored))
     for name, tensor in wanted.items():
         _check_header(stored[name], tuple(tensor.shape), tensor.dtype)
     dtypes = {name: dtype if t.is_floating_point() else t.dtype for name, t in wanted.items()}
+    dtypes |= dict.fromkeys(wide & set(wanted), torch.float32)
     module.load_state_dict({name: _read(stored[name], device, dtypes[name]) for name in wanted}, assign=True)
     module.requires_grad_(False).eval()
 

@@ -104,7 +104,7 @@ class Setting:
 
 def draft_decoder(target: DecoderConfig, **changes: Any) -> DecoderConfig:
     """A decoder like `target`'s with plain full attention; `changes` replace further fields."""
-    return replace(target, sliding_windows=(), soft_cap=None, scale=None, sinks=False, **changes)
+    return replace(target, sliding_windows=(), mixings=(), mlps=(), soft_cap=None, scale=None, sinks=False, **changes)
 
 
 def channel_scales(features: Sequence[Tensor], batch: TrainingBatch) -> Tensor | None:

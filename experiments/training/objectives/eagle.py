@@ -33,8 +33,8 @@ from algorithms.eagle.config import NUM_FEATURES, Eagle3Config, EagleConfig, def
 from algorithms.eagle.drafting import Eagle, Eagle3, PEagle
 from algorithms.eagle.model import Eagle3Drafter, EagleDrafter
 from algorithms.models.config import DecoderConfig
-from algorithms.models.decoder import MixerWeights
 from algorithms.models.dense_mixer import DenseMixer, head_norm
+from algorithms.models.layers import MixerWeights
 from algorithms.models.rotary import apply_rope, rope_table
 from experiments.training.batches import TrainingBatch, shifted
 from experiments.training.objectives.dflash import mask_token

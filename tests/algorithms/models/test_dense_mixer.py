@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from algorithms.models.decoder import Decoder, MixerWeights
+from algorithms.models.decoder import Decoder
 from algorithms.models.dense_mixer import DenseMixer
+from algorithms.models.layers import MixerWeights
 from tests.algorithms.tiny_folders import randomise, small_config
 
 BATCH, LENGTH = 2, 11

@@ -20,7 +20,7 @@ from torch import Tensor
 from algorithms.dflash.loading import load_dflash
 from algorithms.dflash.model import DFlashDrafter
 from algorithms.models.config import DecoderConfig
-from algorithms.models.decoder import Mixer, MixerWeights
+from algorithms.models.layers import Mixer, MixerWeights
 from algorithms.models.loading import load_target
 from algorithms.models.rotary import rope_table
 from specdec_kernels.attention import AttentionMetadata, paged_attention

@@ -11,7 +11,7 @@ import torch
 
 import specdec_kernels as kernels
 from algorithms.algorithm import DraftTree
-from algorithms.step import step as steps
+from algorithms.attention import memory
 from algorithms.step.sampling_params import SamplingNeeds
 from algorithms.step.step import Step
 
@@ -106,12 +106,12 @@ def test_one_node_is_decoded_and_more_are_verified(
 ) -> None:
     """By (mode, phase), with the mask and depths of a tree, and its paths where bits must be the same."""
     planned: list[Any] = []
-    monkeypatch.setattr(steps, "PagedMixer", SimpleNamespace(over=lambda *given, **how: planned.append((given, how))))
+    monkeypatch.setattr(memory, "PagedMixer", SimpleNamespace(over=lambda *given, **how: planned.append((given, how))))
     step = step_of(Drafter(chain, sampled_tree(chain, False)), nodes)
     step._parts.resources.deterministic = deterministic  # type: ignore[misc]
-    step._parts.cache = "cache"  # type: ignore[misc, assignment]
+    step._parts.memory = memory.PagedMemory("cache", step._parts.resources)  # type: ignore[misc, arg-type]
     step.draft()
-    step._mixer()
+    step._nodes()
     ((given, how),) = planned
     links = step.tree.links
     assert given == (step._batch, links.positions, "cache", step._parts.resources)

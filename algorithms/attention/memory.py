@@ -1,0 +1,163 @@
+"""What a target keeps of each request's text, layer by layer.
+
+A `Memory` belongs to the layers of one kind: pages of keys and values for attention, what its module's folder says for
+another kind in `kinds`. `LayeredMemory` joins the memories of a model with several kinds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from algorithms.algorithm import Batch, Prompts, Resources
+from algorithms.attention.cache import KVCache, KVScales
+from algorithms.attention.paged_attention import JointMixer, PagedMixer
+from algorithms.models.config import DecoderConfig
+from algorithms.models.layers import Mixer
+from specdec_kernels import Committed, TreeLinks, mask_paths, move_accepted
+
+
+class Memory(Protocol):
+    """What the layers of one kind keep. Layers are counted among these. All methods may be captured in a CUDA graph, so
+    they run on fixed tensors, may run several times, and read nothing back."""
+
+    def nodes(self, batch: Batch, links: TreeLinks, chain: bool, max_depth: int) -> Mixer:
+        """Plan a forward over the nodes `[B, N]` of a step, which begin at position L; `chain`: node i follows node
+        i - 1. What it writes behind the accepted path may not show later."""
+        ...
+
+    def tiles(self, batch: Batch, positions: Tensor, counts: Tensor, prompts: Prompts) -> Mixer:
+        """Plan a forward over tiles of prompts `[B, tile]` at `positions`, of which `counts [B]` columns are tokens."""
+        ...
+
+    def joint(self, groups: Sequence[tuple[Any, Tensor]]) -> Any:
+        """One forward over several groups: mixers of this memory, each with its tokens `[B, N]`; see `JointMixer`."""
+        ...
+
+    def commit(self, batch: Batch, committed: Committed, chain: bool) -> None:
+        """Keep the accepted path of each row of `batch`, whose `lengths` have moved on already."""
+        ...
+
+    def move_slot(self, source: int, target: int) -> None:
+        """Move what is kept of the request of batch slot `source` to slot `target`."""
+        ...
+
+
+MEMORIES: dict[type, Callable[[DecoderConfig, Any, Resources], Memory]] = {}
+"""The memory of each other kind of mixing: of layers of this shape and these sizes, for one run."""
+
+
+@dataclass(frozen=True)
+class PagedMemory:
+    """Keys and values in pages."""
+
+    cache: KVCache
+    resources: Resources
+
+    def nodes(self, batch: Batch, links: TreeLinks, chain: bool, max_depth: int) -> PagedMixer:
+        paths = None
+        if self.resources.deterministic and not chain:
+            paths = mask_paths(links.mask, max_depth + 1, impl=self.resources.impl)
+        return PagedMixer.over(
+            batch,
+            links.positions,
+            self.cache,
+            self.resources,
+            mode="chain" if chain else "tree",
+            mask=None if chain else links.mask,
+            depths=None if chain else links.depth,
+            paths=paths,
+            phase="verify" if links.positions.shape[1] > 1 else "decode",
+        )
+
+    def tiles(self, batch: Batch, positions: Tensor, counts: Tensor, prompts: Prompts) -> PagedMixer:
+        return PagedMixer.over(batch, positions, self.cache, self.resources, counts=counts, phase="prefill")
+
+    def joint(self, groups: Sequence[tuple[PagedMixer, Tensor]]) -> JointMixer:
+        return JointMixer(groups)
+
+    def commit(self, batch: Batch, committed: Committed, chain: bool) -> None:
+        """Keys and values of a chain are in order already; those of a tree move."""
+        if not chain:
+            impl = self.resources.impl
+            move_accepted(self.cache.kv, batch.page_table, committed.start, committed.nodes, impl=impl)
+
+    def move_slot(self, source: int, target: int) -> None:
+        """Pages stay where they are."""
+
+
+class LayeredMixer:
+    """The mixers of a model with several kinds of layers, each over the layers of its kind."""
+
+    def __init__(self, mixers: Mapping[Any, Any], places: Sequence[tuple[Any, int]]) -> None:
+        self.mixers, self._places = mixers, places
+
+    def __call__(self, layer: int, /, *inputs: Any) -> Tensor:
+        kind, index = self._places[layer]
+        return self.mixers[kind](index, *inputs)
+
+    @property
+    def first(self) -> Any:
+        return next(iter(self.mixers.values()))
+
+    @property
+    def real(self) -> Tensor | None:
+        return self.first.real
+
+    @property
+    def tokens(self) -> Tensor:
+        return self.first.tokens
+
+    def split(self, rows: Tensor) -> list[Tensor]:
+        return self.first.split(rows)
+
+
+class LayeredMemory:
+    """The memories of a model with several kinds of layers."""
+
+    def __init__(self, memories: Mapping[Any, Memory], kinds: Sequence[Any]) -> None:
+        """`kinds` of all layers, each a key of `memories`."""
+        self.memories = memories
+        self._places = [(kind, kinds[:layer].count(kind)) for layer, kind in enumerate(kinds)]
+
+    def nodes(self, batch: Batch, links: TreeLinks, chain: bool, max_depth: int) -> LayeredMixer:
+        return self._joined({kind: each.nodes(batch, links, chain, max_depth) for kind, each in self.memories.items()})
+
+    def tiles(self, batch: Batch, positions: Tensor, counts: Tensor, prompts: Prompts) -> LayeredMixer:
+        return self._joined(
+            {kind: each.tiles(batch, positions, counts, prompts) for kind, each in self.memories.items()}
+        )
+
+    def joint(self, groups: Sequence[tuple[LayeredMixer, Tensor]]) -> LayeredMixer:
+        of_kinds = {
+            kind: memory.joint([(mixer.mixers[kind], tokens) for mixer, tokens in groups])
+            for kind, memory in self.memories.items()
+        }
+        return self._joined(of_kinds)
+
+    def _joined(self, mixers: Mapping[Any, Any]) -> LayeredMixer:
+        return LayeredMixer(mixers, self._places)
+
+    def commit(self, batch: Batch, committed: Committed, chain: bool) -> None:
+        for memory in self.memories.values():
+            memory.commit(batch, committed, chain)
+
+    def move_slot(self, source: int, target: int) -> None:
+        for memory in self.memories.values():
+            memory.move_slot(source, target)
+
+
+def allocate_memory(config: DecoderConfig, resources: Resources, kv_scales: KVScales | None = None) -> Memory:
+    """The memory of a target of this shape, for one run; `kv_scales` belong to a float8 cache of its attention."""
+    kinds = [config.mixing(layer) for layer in range(config.num_layers)]
+    memories: dict[Any, Memory] = {}
+    for kind in dict.fromkeys(kinds):
+        part = config.of_layers([layer for layer, other in enumerate(kinds) if other == kind])
+        if kind is None:
+            memories[kind] = PagedMemory(KVCache.allocate(part, resources, kv_scales), resources)
+        else:
+            memories[kind] = MEMORIES[type(kind)](part, kind, resources)
+    return LayeredMemory(memories, kinds) if len(memories) > 1 else memories[kinds[0]]

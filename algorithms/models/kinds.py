@@ -1,0 +1,31 @@
+"""The kinds of mixing and of MLP that a layer may have besides attention and SwiGLU.
+
+A kind is a folder: a frozen dataclass of its sizes, of which `DecoderConfig` holds one for each layer, its module, and
+for a kind of mixing also its definition over whole sequences and its memory. Here and in `algorithms.attention.memory`
+it has a line; an architecture names it by a `LayerRule`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from algorithms.models.config import DecoderConfig
+from algorithms.models.layers import MLP, Attention, Mixer, Mixing, SwiGLU
+
+MIXINGS: dict[type, Callable[[DecoderConfig, Any], Mixing]] = {}
+MLPS: dict[type, Callable[[DecoderConfig, Any], MLP]] = {}
+DENSE_MIXERS: dict[type, Callable[[DecoderConfig, Any, int, torch.device | str], Mixer]] = {}
+"""The plain definition of a kind of mixing over whole sequences, by its sizes, the longest length and the device."""
+
+
+def mixing_module(config: DecoderConfig, layer: int) -> Mixing:
+    sizes = config.mixing(layer)
+    return Attention(config) if sizes is None else MIXINGS[type(sizes)](config, sizes)
+
+
+def mlp_module(config: DecoderConfig, layer: int) -> MLP:
+    sizes = config.mlp(layer)
+    return SwiGLU(config) if sizes is None else MLPS[type(sizes)](config, sizes)

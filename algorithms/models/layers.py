@@ -1,0 +1,193 @@
+"""The parts of a decoder layer, and the plain kinds of them: grouped-query attention, SwiGLU, RMSNorm.
+
+A layer is a mixing module, which sees other tokens, and an MLP, which does not. A `Mixer` does everything that involves
+other tokens: it receives the raw projections and returns the attention output.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+import specdec_kernels as kernels
+from algorithms.models.config import DecoderConfig
+from algorithms.models.fusion import Fusable, NormedProjection, Packed, packed, project
+
+
+class MixerWeights(NamedTuple):
+    """A layer's parameters that belong to its mixer; None where the model has none."""
+
+    q_norm: Tensor | None = None
+    """[D]: RMSNorm of each query head."""
+    k_norm: Tensor | None = None
+    """[D]: RMSNorm of each key head."""
+    sinks: Tensor | None = None
+    """[H]: one logit per query head that takes part in the softmax and has no value."""
+
+
+class Mixer(Protocol):
+    """Turns one layer's projections into the output of its attention, or of what stands for it. It may have a property
+    `real`, see `real_rows`."""
+
+    def __call__(self, layer: int, /, *inputs: Any) -> Tensor:
+        """For attention: `q [..., T, H, D]`, `k`/`v [..., T, H_kv, D]` before QK-norm and RoPE, and `MixerWeights`, to
+        `[..., T, H, D]`. The module of another kind says what it gives and takes."""
+        ...
+
+
+def real_rows(mixer: Mixer) -> Tensor | None:
+    """[rows] bool: whether a row of the forward is a token, or padding; None: all are tokens."""
+    return getattr(mixer, "real", None)
+
+
+class Mixing(Fusable):
+    """The part of a layer that sees other tokens, without the projection `out` that ends it: the layer runs that with
+    its residual addition."""
+
+    name = "self_attn"
+    """The module's name in checkpoints."""
+
+    @property
+    def out(self) -> nn.Module:
+        raise NotImplementedError
+
+    def forward(self, layer: int, x: Tensor, mixer: Mixer) -> Tensor:
+        """`x [..., T, hidden]` to the input of `out`."""
+        raise NotImplementedError
+
+
+class MLP(Fusable):
+    """The part of a layer that sees one token at a time."""
+
+    def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
+        """`x [..., T, hidden]` to the same shape. `real` as in `real_rows`: other rows come out as anything finite."""
+        raise NotImplementedError
+
+    def ended(
+        self, x: Tensor, residual: Tensor, following: RMSNorm, closing: RMSNorm | None, real: Tensor | None
+    ) -> kernels.Normed:
+        """`following` of residual + `closing` of the output, and that sum: the end of a layer in the fused forward."""
+        out = self(x, real)
+        out = out if closing is None else closing(out)
+        return kernels.add_rms_norm(out, residual, following.weight, following.eps, impl=following.impl or "auto")
+
+
+class RMSNorm(Fusable):
+    """x / rms(x) * weight; in float32, rounded to the dtype of x before the weight as Hugging Face does."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.impl is not None:
+            return kernels.rms_norm(x.contiguous(), self.weight, self.eps, impl=self.impl)
+        wide = x.float()
+        inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * (wide * inverse).to(x.dtype)
+
+    def after(
+        self, projection: nn.Module, x: Tensor, residual: Tensor, closing: RMSNorm | None = None
+    ) -> kernels.Normed:
+        """The norm of residual + projection(x), and that sum: the end of a sublayer in the fused forward. `closing`
+        norms the projection first."""
+        assert self.impl is not None
+        x = x.contiguous()
+        if closing is not None:
+            projected = closing(project(projection, x, self.impl, self.batch_invariant))
+            return kernels.add_rms_norm(projected, residual, self.weight, self.eps, impl=self.impl)
+        if isinstance(projection, NormedProjection):
+            return projection.add_rms_norm(x, residual, self.weight, self.eps)
+        if isinstance(projection, nn.Linear) and projection.bias is None:
+            weight, same = projection.weight, self.batch_invariant
+            return kernels.linear_add_rms_norm(
+                x, weight, residual, self.weight, self.eps, batch_invariant=same, impl=self.impl
+            )
+        projected = project(projection, x, self.impl, self.batch_invariant)
+        return kernels.add_rms_norm(projected, residual, self.weight, self.eps, impl=self.impl)
+
+
+class Attention(Mixing):
+    """Projections around a mixer, grouped-query heads, optional per-head RMSNorm."""
+
+    def __init__(self, config: DecoderConfig, in_features: int | None = None) -> None:
+        """`in_features`: input width of the projections, the hidden size if None."""
+        super().__init__()
+        self.head_dim = config.head_dim
+        width = in_features or config.hidden_size
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = nn.Linear(width, queries, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(width, keys, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(width, keys, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.o_bias)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.sinks = nn.Parameter(torch.zeros(config.num_heads)) if config.sinks else None
+        self._packed: Packed | None = None
+
+    @property
+    def out(self) -> nn.Module:
+        return self.o_proj
+
+    def pack(self) -> None:
+        self._packed = self._packed or packed((self.q_proj, self.k_proj, self.v_proj))
+
+    def forward(self, layer: int, x: Tensor, mixer: Mixer) -> Tensor:
+        """The input of the output projection, `[..., T, H * D]`."""
+        q, k, v = self._projected(x)
+        q_norm = None if self.q_norm is None else self.q_norm.weight
+        k_norm = None if self.k_norm is None else self.k_norm.weight
+        out = mixer(layer, q, k, v, MixerWeights(q_norm, k_norm, self.sinks))
+        return rearrange(out, "... h d -> ... (h d)")
+
+    def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values, each [..., heads, D]; views of one tensor in the fused forward."""
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        if self.impl is None:
+            return tuple(rearrange(each(x), "... (h d) -> ... h d", d=self.head_dim) for each in projections)
+        assert self._packed is not None
+        rows = kernels.linear(x.contiguous(), *self._packed, batch_invariant=self.batch_invariant, impl=self.impl)
+        heads = [each.weight.shape[0] // self.head_dim for each in projections]
+        return rearrange(rows, "... (h d) -> ... h d", d=self.head_dim).split(heads, dim=-2)
+
+
+class SwiGLU(MLP):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = nn.Linear(hidden, inner, bias=bias)
+        self.up_proj = nn.Linear(hidden, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, hidden, bias=bias)
+        self._packed: Packed | None = None
+
+    def pack(self) -> None:
+        self._packed = self._packed or packed((self.gate_proj, self.up_proj))
+
+    def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
+        return project(self.down_proj, self.inner(x), self.impl, self.batch_invariant)
+
+    def ended(
+        self, x: Tensor, residual: Tensor, following: RMSNorm, closing: RMSNorm | None, real: Tensor | None
+    ) -> kernels.Normed:
+        return following.after(self.down_proj, self.inner(x), residual, closing)
+
+    def adopt(self, prefix: str, stored: dict[str, Any]) -> None:
+        """Some architectures store both projections in one tensor, the gate first."""
+        if (both := stored.pop(f"{prefix}gate_up_proj.weight", None)) is not None:
+            stored[f"{prefix}gate_proj.weight"], stored[f"{prefix}up_proj.weight"] = both.halves()
+
+    def inner(self, x: Tensor) -> Tensor:
+        if self.impl is None:
+            return F.silu(self.gate_proj(x)) * self.up_proj(x)
+        assert self._packed is not None
+        x, same = x.contiguous(), self.batch_invariant
+        if self._packed.bias is None:
+            return kernels.linear_silu_mul(x, self._packed.weight, batch_invariant=same, impl=self.impl)
+        return kernels.silu_mul(kernels.linear(x, *self._packed, batch_invariant=same, impl=self.impl), impl=self.impl)
