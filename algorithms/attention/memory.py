@@ -16,6 +16,8 @@ from algorithms.algorithm import Batch, Prompts, Resources
 from algorithms.attention.cache import KVCache, KVScales
 from algorithms.attention.paged_attention import JointMixer, PagedMixer
 from algorithms.models.config import DecoderConfig
+from algorithms.models.latent.config import LatentConfig
+from algorithms.models.latent.memory import LatentMemory
 from algorithms.models.layers import Mixer
 from specdec_kernels import Committed, TreeLinks, mask_paths, move_accepted
 
@@ -46,7 +48,7 @@ class Memory(Protocol):
         ...
 
 
-MEMORIES: dict[type, Callable[[DecoderConfig, Any, Resources], Memory]] = {}
+MEMORIES: dict[type, Callable[[DecoderConfig, Any, Resources], Memory]] = {LatentConfig: LatentMemory}
 """The memory of each other kind of mixing: of layers of this shape and these sizes, for one run."""
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from algorithms.models.config_keys import nested
+from algorithms.models.latent.config import LatentRule
 
 FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
 Windows = tuple[int | None, ...]
@@ -111,7 +112,8 @@ class Architecture:
     mlps: LayerRule | None = None
     """None: all layers have SwiGLU."""
     mtp_prefix: str | None = None
-    """Prefix of the tensors of MTP layers, which are no part of the language model."""
+    """Prefix of the tensors of MTP layers, which are no part of the language model; `{num_layers}` stands for its
+    layers."""
 
     def read(self, config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
         found: dict[str, Any] = {"sliding_windows": self.windows(config, num_layers)}
@@ -165,6 +167,8 @@ ARCHITECTURES = {
         closing_norms=True,
         rotary_share=0.5,
     ),
+    # Of its MLPs only the dense ones.
+    "deepseek_v3": Architecture("DeepseekV3ForCausalLM", mixings=LatentRule(), mtp_prefix="model.layers.{num_layers}."),
     # Not in transformers: Qwen2 with MTP layers (github.com/XiaomiMiMo/MiMo).
     "mimo": Architecture("MiMoForCausalLM", qkv_bias=True, windows=window_by_layer, mtp_prefix="model.mtp_layers."),
     # Not in transformers: for models trained here, every difference is a key of its own.

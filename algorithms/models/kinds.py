@@ -13,11 +13,15 @@ from typing import Any
 import torch
 
 from algorithms.models.config import DecoderConfig
+from algorithms.models.latent.config import LatentConfig
+from algorithms.models.latent.module import LatentAttention, LatentDenseMixer
 from algorithms.models.layers import MLP, Attention, Mixer, Mixing, SwiGLU
 
-MIXINGS: dict[type, Callable[[DecoderConfig, Any], Mixing]] = {}
+MIXINGS: dict[type, Callable[[DecoderConfig, Any], Mixing]] = {LatentConfig: LatentAttention}
 MLPS: dict[type, Callable[[DecoderConfig, Any], MLP]] = {}
-DENSE_MIXERS: dict[type, Callable[[DecoderConfig, Any, int, torch.device | str], Mixer]] = {}
+DENSE_MIXERS: dict[type, Callable[[DecoderConfig, Any, int, torch.device | str], Mixer]] = {
+    LatentConfig: LatentDenseMixer
+}
 """The plain definition of a kind of mixing over whole sequences, by its sizes, the longest length and the device."""
 
 

@@ -103,11 +103,12 @@ def move_accepted(kv: Tensor, page_table: Tensor, lengths: Tensor, nodes: Tensor
     whole path are read before any is written. Requests must not share the pages of positions from L on.
 
     Args:
-        kv: [layers, 2, pages, page_size, H_kv, D], contiguous, changed in place.
+        kv: [layers, 2, pages, page_size, H_kv, D], or with 1 instead of 2 where a layer has one tensor; contiguous,
+            changed in place.
         lengths: [B] int64, L: committed tokens before this step.
         nodes: [B, D + 1] int32, accepted path from the root on, rising, then -1 (`Accepted.nodes`).
     """
-    expect_shape("kv", kv, (None, 2, None, None, None, None))
+    expect_shape("kv", kv, (None, None, None, None, None, None))
     _check_table(page_table, kv.shape[3], lengths=lengths)
     expect_tensors({"page_table": page_table, "kv": kv}, nodes=(nodes, (page_table.shape[0], None), torch.int32))
     expect_contiguous(kv=kv)

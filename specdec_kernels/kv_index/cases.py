@@ -53,7 +53,8 @@ def _lengths(make: Maker, batch: int, row_pages: int, page_size: int, **extra: A
 
 
 def _move(
-    make: Maker, batch: int, layers: int, page_size: int, path: int, num_nodes: int, heads: int = 2, dim: int = 8
+    make: Maker, batch: int, layers: int, page_size: int, path: int, num_nodes: int, heads: int = 2, dim: int = 8,
+    sides: int = 2,
 ) -> dict[str, Any]:
     """Rising paths of random lengths over pools whose requests start anywhere on a page."""
     row_pages = -(-(2 * page_size + num_nodes) // page_size)
@@ -64,7 +65,7 @@ def _move(
         kept = int(torch.randint(0, min(path, num_nodes), (1,), generator=make.generator))
         nodes[row, : kept + 1] = torch.cat([torch.zeros(1, dtype=torch.int64), later[:kept].sort().values])
     return dict(
-        kv=make.normal(layers, 2, batch * row_pages + 3, page_size, heads, dim),
+        kv=make.normal(layers, sides, batch * row_pages + 3, page_size, heads, dim),
         page_table=table,
         lengths=make.integers(0, 2 * page_size + 1, batch),
         nodes=nodes.to(make.device, torch.int32),
@@ -118,6 +119,10 @@ CASES = (
     _move_case(
         "move_page_16", "paths across a page edge", gate=True, bench=True, batch=4, layers=2, page_size=16, path=7,
         num_nodes=21, dim=64,
+    ),
+    _move_case(
+        "move_latents", "one tensor a layer", batch=2, layers=3, page_size=4, path=4, num_nodes=8, heads=1, dim=48,
+        sides=1,
     ),
     _move_case(
         "move_odd_row", "features off the block", batch=2, layers=3, page_size=5, path=4, num_nodes=8, heads=3, dim=7

@@ -315,9 +315,9 @@ def flash_attention_table(page_table: torch.Tensor, lengths: torch.Tensor, page_
 
 def move_accepted(kv: torch.Tensor, page_table: torch.Tensor, lengths: torch.Tensor, nodes: torch.Tensor) -> None:
     """See `specdec_kernels.kv_index.move_accepted`."""
-    layers, _, pages, page_size, heads, dim = kv.shape
+    layers, sides, pages, page_size, heads, dim = kv.shape
     batch, path = nodes.shape
-    planes, row = layers * 2, heads * dim
+    planes, row = layers * sides, heads * dim
     if kv.numel() == 0 or nodes.numel() == 0:
         return
     config = config_of(kv)

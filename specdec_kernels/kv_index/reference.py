@@ -53,7 +53,7 @@ def flash_attention_table(page_table: Tensor, lengths: Tensor, page_size: int) -
 
 
 def move_accepted(kv: Tensor, page_table: Tensor, lengths: Tensor, nodes: Tensor) -> None:
-    layers, _, pages, page_size, heads, dim = kv.shape
+    layers, sides, pages, page_size, heads, dim = kv.shape
     if kv.numel() == 0 or nodes.numel() == 0:
         return
     column = torch.arange(nodes.shape[1], device=nodes.device)
@@ -63,7 +63,7 @@ def move_accepted(kv: Tensor, page_table: Tensor, lengths: Tensor, nodes: Tensor
     # Fixed shapes: an entry that moves nothing writes into slot 0 what slot 0 holds in the end anyway.
     into_zero = moves & (target == 0)
     source = torch.where(moves, source, torch.where(into_zero, source, 0).sum())
-    slots = kv.view(layers, 2, pages * page_size, heads, dim)
+    slots = kv.view(layers, sides, pages * page_size, heads, dim)
     slots[:, :, torch.where(moves, target, 0)] = slots[:, :, source]
 
 

@@ -15,7 +15,7 @@ from specdec_kernels.checks import (
     expect_shape,
 )
 from specdec_kernels.launch import dispatch
-from specdec_kernels.mla.types import MlaCall
+from specdec_kernels.mla.types import LatentStore, MlaCall
 
 _DIM_STEP = 16
 _UNKNOWN = ("window", "soft_cap", "depths", "row_depths")
@@ -60,6 +60,67 @@ def mla_attention_with_lse(
     float32, float64 for float64 input)."""
     call = _checked(MlaCall(q_latent, q_rope, cache, metadata, split_tokens))
     return dispatch("mla_attention_with_lse", __package__, impl, q_latent)(call)
+
+
+def write_latent(
+    q: Tensor,
+    kv: Tensor,
+    cache: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    rope: Tensor,
+    *,
+    norm: Tensor,
+    eps: float,
+    interleaved: bool = False,
+    impl: str = "auto",
+) -> Tensor:
+    """Normalise the latents of T tokens, rotate the keys that their heads share, and store both; rotate the queries.
+
+    The norm rounds as Hugging Face's layers do; the rotation is computed in float32 and rounded once. What is rotated
+    comes out as halves, whichever way it was paired.
+
+    Args:
+        q: [T, H, rope], the part of the queries that turns; tokens and heads may be strided.
+        kv: [T, latent + rope], as the projection gave them; tokens may be strided.
+        cache: [pages, page_size, latent + rope], contiguous, dtype of q; written in place.
+        slots: [T] int64, page * page_size + offset, different where they are inside the cache; others, such as -1,
+            store nothing.
+        positions: [T] int64 rows of `rope`; a position outside the table rotates to zeros.
+        rope: [max_pos, rope] float32 (float64 with a float64 cache), see `rope_table`.
+        norm: [latent] weights of the RMS norm.
+        interleaved: pairs are elements (2 i, 2 i + 1) of q and kv; otherwise (i, i + rope / 2).
+
+    Returns:
+        [T, H, rope], contiguous, dtype of q.
+
+    Raises:
+        ValueError: a shape, dtype, device or layout does not fit; the message names expected and actual.
+    """
+    expect_shape("q", q, (None, None, None))
+    tokens, _, width = q.shape
+    expect_shape("norm", norm, (None,))
+    row = norm.shape[0] + width
+    if width % 2 or not width:
+        raise ValueError(f"q: expected an even last dimension, got {width}")
+    expect_shape("kv", kv, (tokens, row))
+    expect_shape("cache", cache, (None, None, row))
+    expect_dtype("q", q, torch.float32, torch.float16, torch.bfloat16, torch.float64)
+    for name, tensor in (("kv", kv), ("cache", cache), ("norm", norm)):
+        expect_dtype(name, tensor, q.dtype)
+    for name, index in (("slots", slots), ("positions", positions)):
+        expect_shape(name, index, (tokens,))
+        expect_dtype(name, index, torch.int64)
+    expect_shape("rope", rope, (None, width))
+    expect_dtype("rope", rope, torch.float64 if q.dtype == torch.float64 else torch.float32)
+    expect_same_device(q=q, kv=kv, cache=cache, slots=slots, positions=positions, rope=rope, norm=norm)
+    expect_contiguous(cache=cache, slots=slots, positions=positions, rope=rope, norm=norm)
+    for name, tensor in (("q", q), ("kv", kv)):
+        if tensor.numel() and tensor.stride(-1) != 1:
+            raise ValueError(f"{name}: expected adjacent elements of a row, got strides {tensor.stride()}")
+    store = LatentStore(kv, cache, slots, positions, rope, norm)
+    out: Tensor = dispatch("write_latent", __package__, impl, q, "kernel_write")(q, store, eps, interleaved)
+    return out
 
 
 def _checked(call: MlaCall) -> MlaCall:

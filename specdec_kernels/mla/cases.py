@@ -10,9 +10,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
+
 from specdec_kernels.attention.cases_inputs import paged_requests
 from specdec_kernels.cases import Case, Comparison, Maker, WorkModel, case_of
+from specdec_kernels.kv_write.rope import rope_table
 from specdec_kernels.tree import build_tree
+
+_MAX_POS = 64
 
 
 def mla_inputs(
@@ -52,6 +57,40 @@ def mla_inputs(
     )
 
 
+def write_inputs(
+    make: Maker,
+    tokens: int,
+    heads: int = 4,
+    latent: int = 32,
+    rope: int = 16,
+    page_size: int = 16,
+    skipped: int = 0,
+    **options: Any,
+) -> dict[str, Any]:
+    """Arguments of `write_latent`; every `skipped`-th token has no slot, the one after it one past the cache. Queries
+    and latents are slices of wider projections, and some positions lie outside the table."""
+    pages = -(-tokens // page_size) + 2
+    slots = torch.randperm(pages * page_size, generator=make.generator)[:tokens]
+    if skipped:
+        slots[::skipped], slots[1::skipped] = -1, pages * page_size
+    return dict(
+        q=make.normal(tokens, heads, 8 + rope)[..., 8:],
+        kv=make.normal(tokens, 8 + latent + rope)[:, 8:],
+        cache=make.normal(pages, page_size, latent + rope),
+        slots=slots.to(make.device),
+        positions=make.integers(-1, _MAX_POS + 1, tokens),
+        rope=rope_table(rope, _MAX_POS, device=make.device),
+        norm=make.normal(latent),
+        eps=1e-6,
+        **options,
+    )
+
+
+def write_work(inputs: dict[str, Any]) -> tuple[int, int]:
+    """(bytes, floating-point operations): queries and rows once in and once out."""
+    return 2 * (inputs["q"].nbytes + inputs["kv"].nbytes), 6 * (inputs["q"].numel() + inputs["kv"].numel())
+
+
 def work(inputs: dict[str, Any]) -> tuple[int, int]:
     """(bytes, floating-point operations) that the call cannot avoid: each cached row, query and result once."""
     q_latent, cache, metadata = inputs["q_latent"], inputs["cache"], inputs["metadata"]
@@ -72,7 +111,7 @@ def _reference_bytes(inputs: dict[str, Any]) -> int:
     return keys * (2 * 4 * num_nodes * heads + 2 * cache[0, 0].numel() * (4 + cache.element_size()))
 
 
-WORK: dict[str, WorkModel] = {"mla_attention": work, "mla_attention_with_lse": work}
+WORK: dict[str, WorkModel] = {"mla_attention": work, "mla_attention_with_lse": work, "write_latent": write_work}
 COMPARISON = Comparison(
     float64=True,
     compiled_roundings=8,  # 576 products per score, summed in pieces whose order is the compiler's
@@ -82,6 +121,9 @@ COMPARISON = Comparison(
 
 
 _case = partial(case_of, "mla_attention_with_lse", mla_inputs)
+
+
+_write = partial(case_of, "write_latent", write_inputs)
 
 
 def _gated(name: str, catches: str, mode: str, num_nodes: int, **shape: Any) -> Case:
@@ -121,6 +163,16 @@ CASES = (
     _case("latent_odd_split", "the rest lost in the merge", "chain", 3, (40,), latent=80, split_tokens=16),
     _case("latent_512", "the shipped size", "tree", 5, (40,), heads=8, latent=512, rope=64),
     _case("cut", "keys past max_length", "tree", 4, (30, 12), max_length=20),
+    _write("write_empty", "launch on an empty grid", 0),
+    _write("write_one", "a tile padded from one row", 1, heads=1),
+    _write("write_odd", "rows off the tile, padded lanes", 5, heads=3, latent=48, rope=24, page_size=6),
+    _write("write_skipped", "slot -1 wrapped; slot past the cache", 9, skipped=3),
+    _write("write_interleaved", "neighbours taken for halves", 4, interleaved=True, skipped=4),
+    _write("write_shipped", "registers", 4, heads=128, latent=512, rope=64, interleaved=True, gate=True),
+    _write("write_shipped_halves", "registers", 4, heads=16, latent=512, rope=64, gate=True),
+    _write(
+        "write_b8_n16", "verify of eight requests", 128, heads=128, latent=512, rope=64, bench=True, tags=("large",)
+    ),
     _gated("shipped_decode", "registers of the tile", "chain", 1),
     _gated("shipped_block_4", "registers without a mask", "block", 4),
     _gated("shipped_tree_16", "registers of the bit mask", "tree", 16),

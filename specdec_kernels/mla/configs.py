@@ -75,6 +75,14 @@ def merge_config(chip: str, num_splits: int) -> MergeConfig:
     return MergeConfig(rows=2, all_splits=splits, block_s=min(8, splits), num_warps=4)
 
 
+def write_tile(chip: str, tokens: int, heads: int) -> dict[str, int]:
+    """TOKENS and HEADS of a program of the store. On a GPU a token has the same tile, and the same bits, among any
+    others."""
+    if chip == "interpreter":
+        return dict(TOKENS=_power_of_two(max(2, tokens)), HEADS=_power_of_two(heads))
+    return dict(TOKENS=2, HEADS=min(16, _power_of_two(heads)))
+
+
 def blocks(latent: int) -> tuple[int, int]:
     """`latent` columns as a power of two and the padded power of two that holds the rest (0: none).
 

@@ -1,4 +1,4 @@
-"""What both implementations of latent attention get."""
+"""What both implementations of latent attention and of its store get."""
 
 from __future__ import annotations
 
@@ -17,3 +17,14 @@ class MlaCall(NamedTuple):
     cache: Tensor
     metadata: AttentionMetadata
     split_tokens: int | None
+
+
+class LatentStore(NamedTuple):
+    """Latents and shared keys of T tokens, and their places; see `write_latent`."""
+
+    kv: Tensor  # [T, latent + rope]
+    cache: Tensor  # [pages, page_size, latent + rope], written
+    slots: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    rope: Tensor  # [max_pos, rope]
+    norm: Tensor  # [latent]

@@ -7,9 +7,28 @@ from functools import partial
 from tests.mutants.mutant import bugs_in, parity
 
 _kernel = bugs_in("specdec_kernels/mla/kernel.py")
+_write = bugs_in("specdec_kernels/mla/kernel_write.py")
 _case = partial(parity, "mla")
 
 MUTANTS = (
+    _write(
+        "latent_store_past_the_cache",
+        "kept = here & (slot >= 0){{ & (slot < num_slots) -> }}",
+        _case("write_skipped"),
+        "a slot past the cache is written",
+    ),
+    _write(
+        "latent_neighbours_as_halves",
+        "SECOND: tl.constexpr = {{1 if INTERLEAVED else HALF -> HALF}}",
+        _case("write_interleaved"),
+        "interleaved pairs are read as halves",
+    ),
+    _write(
+        "latent_norm_over_the_whole_row",
+        "tl.sum(latent * latent, 1) / {{L -> (L + 2 * HALF)}} + eps",
+        _case("write_odd"),
+        "the mean of squares counts the shared key",
+    ),
     _kernel(
         "mla_rope_left_out",
         'scores = {{ -> 0.0 * }}tl.dot(q_r, tl.trans(rope), input_precision="ieee")',

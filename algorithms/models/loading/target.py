@@ -59,8 +59,7 @@ def load_target(path: str | Path | TargetFolder, device: torch.device | str, dty
     with torch.device("meta"):
         model = Decoder(found.config)
     ignored = {"lm_head.weight"} if found.config.tie_word_embeddings else set()
-    if (prefix := find_architecture(found.config.architecture).mtp_prefix) is not None:
-        ignored |= {name for name in stored_tensors(found.path) if name.startswith(prefix)}
+    ignored |= {name for name in stored_tensors(found.path) if _is_of_mtp(name, found.config)}
     load_weights(model, found.path, device, dtype, ignored=ignored)
     return Target(found.config, found.path, model, origin=found.origin)
 
@@ -220,4 +219,12 @@ def _check_language_model(folder: Path, raw: Mapping[str, Any], config: DecoderC
             fix=f"give the folder of a language model ({', '.join(ARCHITECTURES)}); other drafters are for the "
             "algorithms they were trained for",
         )
-    check_layers(folder, names, "model.layers.", config.num_layers)
+    check_layers(
+        folder, [name for name in names if not _is_of_mtp(name, config)], "model.layers.", config.num_layers
+    )
+
+
+def _is_of_mtp(name: str, config: DecoderConfig) -> bool:
+    """Whether a tensor belongs to MTP layers in the target's own folder."""
+    prefix = find_architecture(config.architecture).mtp_prefix
+    return prefix is not None and name.startswith(prefix.format(num_layers=config.num_layers))

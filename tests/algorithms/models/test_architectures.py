@@ -20,6 +20,29 @@ LENGTH = 21
 SLIDING = {"use_sliding_window": True, "sliding_window": 5}
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
 GLM = {"pad_token_id": 0, "eos_token_id": [0, 1]}
+LATENT = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 10,
+    "head_dim": 16,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 4,
+    "rms_norm_eps": 1e-5,
+    "attention_bias": True,
+}
+YARN = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "beta_fast": 8.0,
+        "mscale": 0.7,
+        "mscale_all_dim": 0.9,
+    }
+}
 MODELS: dict[str, tuple[dict[str, Any], tuple[int | None, ...]]] = {
     "llama": ({}, ()),
     "llama biases": ({"attention_bias": True, "mlp_bias": True}, ()),
@@ -32,6 +55,8 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[int | None, ...]]] = {
     "qwen3": ({"attention_bias": True}, ()),
     "glm4": (GLM, ()),
     "glm4 rotary": ({**GLM, "partial_rotary_factor": 0.25, "attention_bias": False}, ()),
+    "deepseek_v3": (LATENT, ()),
+    "deepseek_v3 no query latent": ({**LATENT, "q_lora_rank": None, "rope_interleave": False, **YARN}, ()),
     "qwen3 layer types": ({**SLIDING, "layer_types": ALTERNATING}, (5, None, 5, None)),
 }
 

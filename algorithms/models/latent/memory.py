@@ -1,0 +1,149 @@
+"""Latents in pages: the memory of latent attention, which runs in absorbed form.
+
+    q' = q_n W_uk of the head;   out' = softmax(scale (q' . c + q_r . k_r)) c;   out = out' W_uv of the head
+
+So a token is one stored row [c | k_r] for all heads, in prefill as in decoding: results do not depend on how a text
+was written. The kernel is the same for every attention backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from algorithms.algorithm import Batch, Prompts, Resources
+from algorithms.models.config import DecoderConfig
+from algorithms.models.latent.config import LatentConfig
+from algorithms.models.latent.module import LATENT_EPS, LatentWeights, attention_scale, latent_rope_table
+from specdec_kernels import (
+    AttentionMetadata,
+    Committed,
+    TreeLinks,
+    mla_attention,
+    move_accepted,
+    token_slots,
+    write_latent,
+)
+
+
+@dataclass(frozen=True)
+class LatentCache:
+    """The stored rows of all layers, and the constants that their storing needs."""
+
+    rows: Tensor
+    """[layers, pages, page_size, latent + rope]."""
+    rope: Tensor
+    """[context, rope] float32."""
+    sizes: LatentConfig
+
+    @property
+    def page_size(self) -> int:
+        return self.rows.shape[2]
+
+    def zero(self, pages: Sequence[int] | slice) -> None:
+        """Make the rows of `pages` zeros in every layer."""
+        self.rows[:, pages] = 0
+
+
+@dataclass(frozen=True)
+class LatentMixer:
+    """One forward over groups of rows, one after the other: each `[B, N]` with its own metadata. All store their rows
+    of a layer before any attends."""
+
+    cache: LatentCache
+    slots: Tensor
+    """[T] int64 over all groups."""
+    positions: Tensor
+    groups: tuple[tuple[torch.Size, AttentionMetadata], ...]
+    tokens: Tensor
+    """[T] int64 where several groups are joined."""
+    impl: str
+
+    @property
+    def real(self) -> Tensor:
+        return self.slots >= 0
+
+    def __call__(self, layer: int, /, q: Tensor, kv: Tensor, weights: LatentWeights) -> Tensor:
+        """`q [..., H, nope + rope]`, `kv [..., latent + rope]`, over T rows in all, to `[..., H, value]`."""
+        sizes, cache = self.cache.sizes, self.cache.rows[layer]
+        rows, heads = kv.numel() // kv.shape[-1], q.shape[-2]
+        nope, turning = q.reshape(rows, heads, -1).split([sizes.nope, sizes.rope], dim=-1)
+        q_rope = write_latent(
+            turning, kv.reshape(rows, -1), cache, self.slots, self.positions, self.cache.rope, norm=weights.norm,
+            eps=LATENT_EPS, interleaved=sizes.interleaved, impl=self.impl,
+        )  # fmt: skip
+        absorbed = torch.bmm(nope.transpose(0, 1), weights.up_key).transpose(0, 1).contiguous()
+        attended = [
+            mla_attention(q_latent, turned, cache, metadata, impl=self.impl).flatten(0, 1)
+            for (_, metadata), q_latent, turned in zip(
+                self.groups, self.split(absorbed), self.split(q_rope), strict=True
+            )
+        ]
+        latents = attended[0] if len(attended) == 1 else torch.cat(attended)
+        out = torch.bmm(latents.transpose(0, 1), weights.up_value.transpose(1, 2)).transpose(0, 1)
+        return out.reshape(*q.shape[:-1], sizes.value)
+
+    def split(self, rows: Tensor) -> list[Tensor]:
+        """`rows [T, ...]` as each group's `[B, N, ...]`."""
+        parts = rows.split([shape.numel() for shape, _ in self.groups])
+        return [part.unflatten(0, shape) for part, (shape, _) in zip(parts, self.groups, strict=True)]
+
+
+class LatentMemory:
+    """See `algorithms.attention.memory.Memory`."""
+
+    def __init__(self, config: DecoderConfig, sizes: LatentConfig, resources: Resources) -> None:
+        if resources.kv_dtype != resources.dtype:
+            raise ValueError("runtime.kv_dtype: expected auto for a target with latent attention, got fp8_e4m3")
+        if resources.deterministic:
+            raise ValueError("runtime.deterministic: expected false for a target with latent attention, got true")
+        pages = (resources.num_pages, resources.page_size)
+        shape = (config.num_layers, *pages, sizes.latent + sizes.rope)
+        rows = torch.zeros(shape, device=resources.device, dtype=resources.dtype)
+        self.cache = LatentCache(rows, latent_rope_table(config, sizes, resources.context, resources.device), sizes)
+        self._scale, self._resources = attention_scale(config, sizes), resources
+        resources.caches.append(self.cache)
+
+    def nodes(self, batch: Batch, links: TreeLinks, chain: bool, max_depth: int) -> LatentMixer:
+        counts = batch.active * links.positions.shape[1]
+        return self._over(batch, links.positions, counts, None if chain else links.mask)
+
+    def tiles(self, batch: Batch, positions: Tensor, counts: Tensor, prompts: Prompts) -> LatentMixer:
+        return self._over(batch, positions, counts, None)
+
+    def _over(self, batch: Batch, positions: Tensor, counts: Tensor, mask: Tensor | None) -> LatentMixer:
+        width, impl, lengths = positions.shape[1], self._resources.impl, batch.lengths
+        metadata = AttentionMetadata(
+            page_table=batch.page_table,
+            lengths=lengths,
+            mode="chain" if mask is None else "tree",
+            mask=mask,
+            q_lens=counts,
+            max_length=batch.max_length + width,
+            scale=self._scale,
+        )
+        slots = token_slots(batch.page_table, lengths, counts, width, self.cache.page_size, impl=impl)
+        flat = positions.flatten().contiguous()
+        return LatentMixer(self.cache, slots.flatten(), flat, ((positions.shape, metadata),), flat, impl)
+
+    def joint(self, groups: Sequence[tuple[LatentMixer, Tensor]]) -> LatentMixer:
+        mixers = [mixer for mixer, _ in groups]
+        return LatentMixer(
+            self.cache,
+            torch.cat([mixer.slots for mixer in mixers]),
+            torch.cat([mixer.positions for mixer in mixers]),
+            tuple(group for mixer in mixers for group in mixer.groups),
+            torch.cat([tokens.flatten() for _, tokens in groups]),
+            self._resources.impl,
+        )
+
+    def commit(self, batch: Batch, committed: Committed, chain: bool) -> None:
+        if not chain:
+            rows = self.cache.rows[:, None, :, :, None]
+            move_accepted(rows, batch.page_table, committed.start, committed.nodes, impl=self._resources.impl)
+
+    def move_slot(self, source: int, target: int) -> None:
+        """Pages stay where they are."""
