@@ -3,8 +3,8 @@
 Query, key, value, gate and up projections are split by their outputs, so a rank holds some of the heads and some of the
 MLP's columns. Output and down projections are split by their inputs, and a sum over ranks follows each of them: two
 all-reduces per layer. A rank computes, of the LM head, the logits of its own part of the vocabulary, and the parts are
-joined on every rank; a vocabulary that cannot be shared out evenly stays whole. Embedding and norms are whole on every
-rank. The KV cache of a rank holds the rank's own heads.
+joined on every rank; a vocabulary that cannot be shared out evenly stays whole. Embedding, norms and the projections to
+latents are whole on every rank. The KV cache of a rank holds the rank's own heads, or the latents that all heads read.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from algorithms.models.config import DecoderConfig
 from algorithms.models.decoder import Decoder, DecoderLayer, SharedHead
 from algorithms.models.fusion import NormedProjection
+from algorithms.models.latent.config import LatentConfig
+from algorithms.models.latent.module import LatentAttention
 from algorithms.models.layers import Attention, SwiGLU
 from algorithms.parallel.collectives import exchange_of, join_columns, sum_in_order, sum_over_ranks
 from specdec_kernels import Normed, add_rms_norm, linear, linear_all_reduce_add_rms_norm, linear_argmax
@@ -83,8 +85,11 @@ class VocabParallelHead(SharedHead):
 
 def parallel_config(config: DecoderConfig, world_size: int) -> DecoderConfig:
     """The shape of one rank's slice. Raises ValueError where heads or MLP columns cannot be shared out evenly."""
-    if kinds := sorted({type(kind).__name__ for kind in (*config.mixings, *config.mlps) if kind is not None}):
-        raise ValueError(f"runtime.tensor_parallel={world_size}: expected attention and SwiGLU layers, got {kinds}")
+    kinds = {type(kind) for kind in (*config.mixings, *config.mlps) if kind is not None} - {LatentConfig}
+    if found := sorted(kind.__name__ for kind in kinds):
+        raise ValueError(
+            f"runtime.tensor_parallel={world_size}: expected attention, latent attention and SwiGLU, got {found}"
+        )
     for name in ("num_heads", "num_kv_heads", "intermediate_size"):
         if getattr(config, name) % world_size:
             raise ValueError(
@@ -104,7 +109,10 @@ def shard(model: Decoder, rank: int, world_size: int) -> Decoder:
     config = parallel_config(model.config, world_size)
     for layer in model.model.layers:
         assert isinstance(layer, DecoderLayer)
-        _shard_attention(layer.self_attn, config, rank)
+        if isinstance(layer.mixing, LatentAttention):
+            _shard_latent(layer.mixing, config, rank)
+        else:
+            _shard_attention(layer.self_attn, config, rank)
         mlp, columns = cast(SwiGLU, layer.mlp), _part(rank, config.intermediate_size)
         _keep_outputs(mlp.gate_proj, columns)
         _keep_outputs(mlp.up_proj, columns)
@@ -128,6 +136,15 @@ def _shard_attention(attention: Attention, config: DecoderConfig, rank: int) -> 
     if attention.sinks is not None:
         heads = _part(rank, config.num_heads)
         attention.sinks = nn.Parameter(attention.sinks[heads].clone(), requires_grad=False)
+
+
+def _shard_latent(attention: LatentAttention, config: DecoderConfig, rank: int) -> None:
+    """A rank has some of the heads; every rank stores the latents of all."""
+    sizes, heads = attention.sizes, config.num_heads
+    queries = attention.q_b_proj if attention.q_proj is None else attention.q_proj
+    _keep_outputs(queries, _part(rank, heads * (sizes.nope + sizes.rope)))
+    _keep_outputs(attention.kv_b_proj, _part(rank, heads * (sizes.nope + sizes.value)))
+    attention.add_module("o_proj", RowParallelLinear(attention.o_proj, _part(rank, heads * sizes.value), slot=0))
 
 
 def _part(rank: int, size: int) -> slice:

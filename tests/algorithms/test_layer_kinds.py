@@ -4,32 +4,15 @@ plain definition over whole texts writes."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from algorithms.engine.request import Request
-from algorithms.models.config import DecoderConfig
-from algorithms.models.decoder import Decoder
 from algorithms.models.dense_mixer import DenseMixer
-from algorithms.models.latent.config import LatentConfig
 from algorithms.models.loading import Target
-from tests.algorithms.tiny_folders import small_config
-from tests.algorithms.toy import VOCAB, Scripted, Setup, autoregressive, changed, randomise, requests, run
-
-LATENT = LatentConfig(latent=32, nope=12, rope=16, value=10, query_rank=24, interleaved=True)
-KINDS: dict[str, dict[str, Any]] = {
-    "latent": dict(mixings=(LATENT,) * 4),
-    "latent and attention": dict(mixings=(None, LATENT, LATENT, None), sliding_windows=(6, None, None, None)),
-}
-
-
-def target_of(kind: str) -> Target:
-    config: DecoderConfig = small_config(vocab_size=VOCAB, max_position_embeddings=128, eos_token_ids=(), **KINDS[kind])
-    return Target(model=randomise(Decoder(config), 3), config=config, path=Path("toy"))
-
+from tests.algorithms.layer_kinds import KINDS, target_of
+from tests.algorithms.toy import Scripted, Setup, autoregressive, changed, requests, run
 
 TARGETS = {kind: target_of(kind) for kind in KINDS}
 

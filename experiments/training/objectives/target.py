@@ -45,8 +45,10 @@ ANSWERS_AT_ONCE = 64
 
 @dataclass
 class ShapeSettings:
-    """Shape of the target."""
+    """Shape of the target: `hf_keys` are further keys of its `config.json`, by the names of its architecture."""
 
+    model_type: str = "qwen3"
+    hf_keys: Any = None
     vocab_size: int = 2048
     hidden_size: int = 256
     intermediate_size: int = 768
@@ -108,16 +110,27 @@ class TargetTraining(TrainingConfig):
 
 
 def decoder_config(settings: ShapeSettings, eos: int) -> DecoderConfig:
-    """The Qwen3 shape of `settings`."""
-    return DecoderConfig(
-        architecture="qwen3",
-        **vars(settings),
-        rms_norm_eps=1e-6,
-        rope_scaling=None,
-        tie_word_embeddings=True,
-        qk_norm=True,
-        eos_token_ids=(eos,),
+    """The shape that `settings` describe. Raises ValueError where the architecture cannot have it."""
+    config = DecoderConfig.from_hf(
+        {
+            "model_type": settings.model_type,
+            "vocab_size": settings.vocab_size,
+            "hidden_size": settings.hidden_size,
+            "intermediate_size": settings.intermediate_size,
+            "num_hidden_layers": settings.num_layers,
+            "num_attention_heads": settings.num_heads,
+            "num_key_value_heads": settings.num_kv_heads,
+            "head_dim": settings.head_dim,
+            "max_position_embeddings": settings.max_position_embeddings,
+            "rope_theta": settings.rope_theta,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": True,
+            "eos_token_id": eos,
+            **(settings.hf_keys or {}),
+        }
     )
+    config.to_hf()
+    return config
 
 
 class TargetObjective(Objective):

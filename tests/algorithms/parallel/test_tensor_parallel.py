@@ -21,6 +21,7 @@ from specdec_kernels.cases import Maker
 from specdec_kernels.launch import interpreting
 from specdec_kernels.projection.cases import argmax_inputs
 from tests.algorithms.drafters import eagle3_head, hinted
+from tests.algorithms.layer_kinds import target_of
 from tests.algorithms.toy import (
     CONFIG,
     Scripted,
@@ -35,6 +36,7 @@ from tests.algorithms.toy import (
 )
 
 WORLD = 2
+SHARDED_KINDS = ("latent",)
 ASKED = [changed(r, temperature=(0.0, 0.9)[r.id % 2]) for r in requests(4, max_new_tokens=12)]
 
 
@@ -74,6 +76,12 @@ def _rank(rank: int, store: str, texts: list[list[int]], written: str) -> None:
     ):
         generation = run(algorithm, ASKED, setup, target)
         outputs.append([(c.token_ids, c.accepted_counts) for c in generation.completions])
+    for kind in SHARDED_KINDS:
+        whole = target_of(kind)
+        with torch.no_grad():
+            model = shard(whole.model, rank, WORLD)
+        done = run(autoregressive(whole), ASKED, Setup(max_batch=2), Target(model.config, whole.path, model))
+        outputs.append([(c.token_ids, c.accepted_counts) for c in done.completions])
     torch.save(outputs, f"{written}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -84,9 +92,12 @@ def test_two_ranks_write_what_one_does(tmp_path: Path) -> None:
     mp.spawn(_rank, (str(tmp_path / "store"), texts, str(tmp_path)), nprocs=WORLD)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(WORLD))
     assert first == second
-    for output in first:
+    own, others = first[: -len(SHARDED_KINDS)], first[-len(SHARDED_KINDS) :]
+    for output in own:
         assert [tokens for tokens, _ in output] == expected
-    for output in first[1:-2]:
+    for kind, output in zip(SHARDED_KINDS, others, strict=True):
+        assert [tokens for tokens, _ in output] == answers(ASKED, Setup(max_batch=2), target_of(kind))
+    for output in own[1:-2]:
         assert max(count for _, counts in output for count in counts) >= 2
 
 

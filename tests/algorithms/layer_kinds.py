@@ -1,0 +1,24 @@
+"""Random targets whose layers are not all attention and SwiGLU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from algorithms.models.config import DecoderConfig
+from algorithms.models.decoder import Decoder
+from algorithms.models.latent.config import LatentConfig
+from algorithms.models.loading import Target
+from tests.algorithms.tiny_folders import small_config
+from tests.algorithms.toy import VOCAB, randomise
+
+LATENT = LatentConfig(latent=32, nope=12, rope=16, value=10, query_rank=24, interleaved=True)
+KINDS: dict[str, dict[str, Any]] = {
+    "latent": dict(mixings=(LATENT,) * 4),
+    "latent and attention": dict(mixings=(None, LATENT, LATENT, None), sliding_windows=(6, None, None, None)),
+}
+
+
+def target_of(kind: str) -> Target:
+    config: DecoderConfig = small_config(vocab_size=VOCAB, max_position_embeddings=128, eos_token_ids=(), **KINDS[kind])
+    return Target(model=randomise(Decoder(config), 3), config=config, path=Path("toy"))
