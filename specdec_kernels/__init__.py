@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from specdec_kernels.all_reduce import *
     from specdec_kernels.attention import *
     from specdec_kernels.commit import *
+    from specdec_kernels.experts import *
     from specdec_kernels.history import *
     from specdec_kernels.kv_index import *
     from specdec_kernels.kv_write import *

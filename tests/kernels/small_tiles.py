@@ -9,12 +9,13 @@ import pytest
 from specdec_kernels.activation import configs as activation
 from specdec_kernels.commit import configs as commit
 from specdec_kernels.compat.sglang import configs as sglang
+from specdec_kernels.experts import configs as experts
 from specdec_kernels.kv_index import configs as kv_index
 from specdec_kernels.kv_write import configs as kv_write
 from specdec_kernels.lattice import configs as lattice
 from specdec_kernels.tree import configs as tree
 
-FAMILIES = ("activation", "commit", "compat.sglang", "kv_index", "kv_write", "lattice", "tree")
+FAMILIES = ("activation", "commit", "compat.sglang", "experts", "kv_index", "kv_write", "lattice", "tree")
 
 
 def make_tiles_small(patch: pytest.MonkeyPatch) -> None:
@@ -25,6 +26,8 @@ def make_tiles_small(patch: pytest.MonkeyPatch) -> None:
     walks = dict(walk_requests=2, tree_requests=2, greedy_requests=2, max_tile=64)
     spans = dict(flat_block=16, max_programs=3)
     patch.setattr(sglang, "_INTERPRETER", replace(sglang._INTERPRETER, **spans, **walks))
+    patch.setattr(experts, "INTERPRETER_PRODUCT", experts.ProductConfig(16, 16, 32, 1, 1))
+    patch.setitem(experts.ROUTE, "interpreter", experts.RouteConfig(4, 4, 16, 2, 16))
     lists = replace(kv_index.INTERPRETER, flat_block=16, scan_block=4, move_requests=1, move_budget=32)
     patch.setattr(kv_index, "INTERPRETER", lists)
     patch.setattr(kv_write, "_INTERPRETER_ROWS", 32)

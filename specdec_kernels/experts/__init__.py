@@ -1,0 +1,27 @@
+"""Mixture of experts: routing, a tile schedule built on the device, and the products of the chosen experts."""
+
+from specdec_kernels.experts.api import expert_mlp, route_experts, schedule_experts
+from specdec_kernels.experts.configs import row_tile_of
+from specdec_kernels.experts.types import (
+    GROUP_SCORES,
+    SCORINGS,
+    Activation,
+    ExpertSchedule,
+    ExpertWeights,
+    Routed,
+    Routing,
+)
+
+__all__ = [
+    "GROUP_SCORES",
+    "SCORINGS",
+    "Activation",
+    "ExpertSchedule",
+    "ExpertWeights",
+    "Routed",
+    "Routing",
+    "expert_mlp",
+    "route_experts",
+    "row_tile_of",
+    "schedule_experts",
+]

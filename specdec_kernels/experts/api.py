@@ -1,0 +1,171 @@
+"""Mixture of experts: every row chooses K of E experts, and the output is the weighted sum of their MLPs.
+
+    y = sum over the chosen e of w_e (down_e act(gate_e x, up_e x)) + shared(x)
+
+Three functions in a row: `route_experts` chooses, `schedule_experts` sorts the rows by expert, `expert_mlp` computes.
+Nothing is read by the host, and all sizes follow from the number of rows, so the three can be captured in a graph. A
+row of the result has the same bits whatever other rows are beside it. ValueError where a shape, dtype, device or layout
+(contiguous) does not fit.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specdec_kernels.checks import (
+    expect_at_least_one,
+    expect_between,
+    expect_choice,
+    expect_contiguous,
+    expect_dtype,
+    expect_shape,
+    expect_tensors,
+)
+from specdec_kernels.experts.types import (
+    GROUP_SCORES,
+    SCORINGS,
+    Activation,
+    ExpertSchedule,
+    ExpertWeights,
+    Routed,
+    Routing,
+    max_items,
+)
+from specdec_kernels.launch import dispatch
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_SWIGLU = Activation()
+
+
+def route_experts(
+    logits: Tensor,
+    routing: Routing,
+    correction_bias: Tensor | None = None,
+    is_real: Tensor | None = None,
+    *,
+    impl: str = "auto",
+) -> Routed:
+    """The experts of each row and their weights.
+
+    The choice is by `sigmoid` score, or by logit for the other scorings, which order alike; among equals the lowest
+    expert wins. NaN counts as -inf, and +inf as the largest float32.
+
+    Args:
+        logits: [T, E] float32, float16 or bfloat16; float64 is always computed by torch.
+        correction_bias: [E] float32, or float64 with float64 logits: added to the scores for the choice, not for the
+            weights.
+        is_real: [T] bool; rows where it is false have no expert.
+
+    Returns:
+        Weights rounded to the dtype of the logits, as float32 (float64 for float64 logits).
+
+    Sources: Qwen3 (2505.09388), gpt-oss (2508.10925), DeepSeek-V2 (2405.04434) and V3 (2412.19437).
+    """
+    expect_dtype("logits", logits, *_DTYPES)
+    expect_shape("logits", logits, (None, None))
+    rows, experts = logits.shape
+    _check_routing(routing, experts, correction_bias is not None)
+    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    expect_tensors(
+        {"logits": logits},
+        correction_bias=(correction_bias, (experts,), wide),
+        is_real=(is_real, (rows,), torch.bool),
+    )
+    expect_contiguous(logits=logits)
+    return Routed(
+        *dispatch("route_experts", __package__, impl, logits, "kernel_route")(logits, routing, correction_bias, is_real)
+    )
+
+
+def schedule_experts(experts: Tensor, num_experts: int, row_tile: int, *, impl: str = "auto") -> ExpertSchedule:
+    """The rows of each expert in tiles of at most `row_tile`: a stable counting sort, without atomics in memory.
+
+    Args:
+        experts: [T, K] int32, as `Routed.experts`; anything else than 0 to `num_experts` - 1 is no expert.
+        row_tile: a power of two of at least 16, `row_tile_of` of the rows.
+    """
+    expect_shape("experts", experts, (None, None))
+    expect_tensors(experts=(experts, (None, None), torch.int32))
+    expect_at_least_one(num_experts=num_experts)
+    if row_tile < 16 or row_tile & (row_tile - 1):
+        raise ValueError(f"row_tile: expected a power of two of at least 16, got {row_tile}")
+    function = dispatch("schedule_experts", __package__, impl, experts, "kernel_schedule")
+    result: ExpertSchedule = function(experts, num_experts, row_tile)
+    return result
+
+
+def expert_mlp(
+    x: Tensor,
+    routed: Routed,
+    schedule: ExpertSchedule,
+    weights: ExpertWeights,
+    activation: Activation = _SWIGLU,
+    shared: Tensor | None = None,
+    *,
+    impl: str = "auto",
+) -> Tensor:
+    """The weighted sum of the MLPs of the chosen experts [T, H], plus `shared` [T, H].
+
+    Gate and up are rounded to the dtype of x, and so is what the activation makes of them. The outputs of the experts
+    are added in float32 in the order of `routed.experts`, then `shared`, and the sum is rounded once.
+
+    Args:
+        x: [T, H] float32, float16 or bfloat16; float64 is always computed by torch.
+        schedule: `schedule_experts` of `routed.experts`.
+        weights: of the dtype of x.
+    """
+    expect_dtype("x", x, *_DTYPES)
+    expect_shape("x", x, (None, None))
+    rows, hidden = x.shape
+    experts, outer, _ = _checked_weights(weights, hidden)
+    if schedule.num_experts != experts:
+        raise ValueError(f"schedule: expected {experts} experts as the weights have, got {schedule.num_experts}")
+    topk, width = routed.experts.shape[-1], outer // 2
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    count, capacity = rows * topk, max_items(rows * topk, experts, schedule.row_tile)
+    expect_tensors(
+        {"x": x},
+        experts=(routed.experts, (rows, topk), torch.int32),
+        weights=(routed.weights, (rows, topk), wide),
+        order=(schedule.order, (count,), torch.int32),
+        items=(schedule.items, (capacity, 3), torch.int32),
+        gate_up=(weights.gate_up, (experts, 2 * width, hidden), x.dtype),
+        down=(weights.down, (experts, hidden, width), x.dtype),
+        gate_up_bias=(weights.gate_up_bias, (experts, 2 * width), x.dtype),
+        down_bias=(weights.down_bias, (experts, hidden), x.dtype),
+        shared=(shared, (rows, hidden), x.dtype),
+    )
+    expect_contiguous(x=x)
+    function = dispatch("expert_mlp", __package__, impl, x)
+    out: Tensor = function(x, routed, schedule, weights, activation, shared)
+    return out
+
+
+def _check_routing(routing: Routing, experts: int, is_corrected: bool) -> None:
+    expect_choice("routing.scoring", routing.scoring, SCORINGS)
+    expect_choice("routing.group_score", routing.group_score, GROUP_SCORES)
+    expect_at_least_one(**{"routing.groups": routing.groups})
+    if experts % routing.groups:
+        raise ValueError(f"routing.groups: expected a divisor of {experts} experts, got {routing.groups}")
+    expect_between("routing.topk_groups", routing.topk_groups, 1, routing.groups)
+    size = experts // routing.groups
+    expect_between("routing.topk", routing.topk, 1, routing.topk_groups * size)
+    if routing.group_score == "two_best" and (routing.scoring != "sigmoid" or size < 2):
+        raise ValueError(
+            "routing.group_score: expected 'two_best' with sigmoid scores and groups of at least 2 experts, got "
+            f"{routing.scoring} and groups of {size}"
+        )
+    if is_corrected and routing.scoring != "sigmoid":
+        raise ValueError(f"correction_bias: expected sigmoid scores with it, got {routing.scoring}")
+
+
+def _checked_weights(weights: ExpertWeights, hidden: int) -> tuple[int, int, int]:
+    """[E, 2 F, H] of gate and up."""
+    expect_shape("gate_up", weights.gate_up, (None, None, hidden))
+    experts, outer, _ = weights.gate_up.shape
+    if experts == 0 or outer == 0 or outer % 2 or hidden == 0:
+        raise ValueError(
+            f"gate_up: expected at least one expert and an even number of rows, got {list(weights.gate_up.shape)}"
+        )
+    return experts, outer, hidden

@@ -1,0 +1,196 @@
+"""Named inputs of the expert kernels."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec_kernels.cases import Comparison, Maker, WorkModel, case_of
+from specdec_kernels.experts import reference
+from specdec_kernels.experts.configs import row_tile_of
+from specdec_kernels.experts.types import Activation, ExpertWeights, Routed, Routing
+
+_LARGE = ("large",)
+GPT_OSS = Activation(limit=7.0, alpha=1.702)
+
+
+def logits_of(make: Maker, rows: int, experts: int, ties: bool = False) -> Tensor:
+    """With ties: quarters between -1 and 1, of which many are equal in a row."""
+    if ties:
+        return (make.integers(-4, 5, rows, experts).float() / 4).to(make.dtype)
+    return make.normal(rows, experts, scale=2.0)
+
+
+def route_inputs(
+    make: Maker,
+    rows: int,
+    experts: int,
+    topk: int,
+    scoring: str = "softmax",
+    *,
+    ties: bool = False,
+    bias: bool = False,
+    masked: bool = False,
+    unusable: bool = False,
+    **routing: Any,
+) -> dict[str, Any]:
+    """masked: every third row is not real. unusable: NaN, infinities, and a row of -inf."""
+    logits = logits_of(make, rows, experts, ties)
+    if unusable:
+        logits[0], logits[1, ::2], logits[2, 1], logits[3, 1:3] = -torch.inf, torch.nan, torch.inf, torch.inf
+    inputs = dict(logits=logits, routing=Routing(topk, scoring, **routing))
+    if bias:
+        # Quarters too, so that a tie of logits can be one of choices.
+        inputs["correction_bias"] = make.integers(-2, 3, experts).float() / 4
+    if masked:
+        inputs["is_real"] = torch.arange(rows, device=make.device) % 3 != 1
+    return inputs
+
+
+def chosen(make: Maker, rows: int, experts: int, topk: int, spread: str = "random") -> Tensor:
+    """[rows, topk] int32 without equal ones in a row. `spread`: `random`, `one` (all rows choose the same), `apart` (no
+    two rows share one), `none`, or `some` (random, where every third row and some single places have none)."""
+    if spread == "none":
+        return make.tensor([[experts] * topk] * rows, torch.int32).reshape(rows, topk)
+    if spread in ("one", "apart"):
+        first = [[(row * (spread == "apart") + place) * topk % experts for place in range(1)] for row in range(rows)]
+        found = make.tensor(first, torch.int32).reshape(rows, 1)
+        return (found + torch.arange(topk, device=make.device, dtype=torch.int32)) % experts
+    scores = torch.rand(rows, experts, generator=make.generator).to(make.device)
+    found = scores.argsort(dim=1)[:, :topk].int()
+    if spread == "some":
+        found[::3], found[1::4, -1:] = experts, experts
+    return found.contiguous()
+
+
+def schedule_inputs(
+    make: Maker, rows: int, experts: int, topk: int, spread: str = "random", row_tile: int = 16
+) -> dict[str, Any]:
+    return dict(experts=chosen(make, rows, experts, topk, spread), num_experts=experts, row_tile=row_tile)
+
+
+def mlp_inputs(
+    make: Maker,
+    rows: int,
+    experts: int,
+    topk: int,
+    hidden: int,
+    width: int,
+    spread: str = "random",
+    *,
+    bias: bool = False,
+    shared: bool = False,
+    scale: float = 1.0,
+    **options: Any,
+) -> dict[str, Any]:
+    """Weights of the size that keeps the variance of x, which `scale` raises."""
+    ids = chosen(make, rows, experts, topk, spread)
+    weights = torch.rand(rows, topk, generator=make.generator).to(make.device)
+    weights = torch.where(ids < experts, weights, 0.0)
+    inputs = dict(
+        x=make.normal(rows, hidden, scale=scale),
+        routed=Routed(ids, weights),
+        schedule=reference.schedule_experts(ids, experts, row_tile_of(ids, experts)),
+        weights=ExpertWeights(
+            make.normal(experts, 2 * width, hidden, scale=hidden**-0.5),
+            make.normal(experts, hidden, width, scale=width**-0.5),
+            make.normal(experts, 2 * width) if bias else None,
+            make.normal(experts, hidden) if bias else None,
+        ),
+    )
+    return inputs | (dict(shared=make.normal(rows, hidden)) if shared else {}) | options
+
+
+def _mlp_work(inputs: dict[str, Any]) -> tuple[int, int]:
+    """(bytes moved, floating-point operations): the weights of the experts that have a row, read once."""
+    x, routed, weights = inputs["x"], inputs["routed"], inputs["weights"]
+    touched = int(inputs["schedule"].num_touched)
+    one = weights.gate_up[0].numel() + weights.down[0].numel()
+    return (touched * one + 2 * x.numel()) * x.element_size(), 2 * int(inputs["schedule"].starts[-1]) * one
+
+
+def _schedule_work(inputs: dict[str, Any]) -> tuple[int, int]:
+    """Ids read once, order written once."""
+    return 8 * inputs["experts"].numel(), 0
+
+
+COMPARISON = Comparison(float64=True)
+
+WORK: dict[str, WorkModel] = {"expert_mlp": _mlp_work, "schedule_experts": _schedule_work}
+
+_route = partial(case_of, "route_experts", route_inputs)
+_schedule = partial(case_of, "schedule_experts", schedule_inputs)
+_mlp = partial(case_of, "expert_mlp", mlp_inputs)
+_V3: dict[str, Any] = dict(
+    scoring="sigmoid", bias=True, renormalise=True, scale=2.5, groups=8, topk_groups=4, group_score="two_best"
+)
+_V2: dict[str, Any] = dict(groups=4, topk_groups=2, scale=16.0)
+_QWEN3, _GPT_OSS = (128, 8, 2048, 768), (32, 4, 2880, 2880)  # E, K, H, F
+
+CASES = (
+    _route("route_no_rows", "launch on an empty grid", 0, 8, 2),
+    _route("route_one_expert", "lanes past the only expert", 3, 1, 1),
+    _route("route_odd", "lanes past the experts, the chosen and the rows", 7, 45, 3, renormalise=True),
+    _route("route_ties", "the highest of equal experts", 40, 24, 6, ties=True, renormalise=True),
+    _route("route_all", "an expert chosen twice", 5, 8, 8, ties=True),
+    _route("route_unusable", "weights that are no numbers", 6, 9, 4, unusable=True, renormalise=True),
+    _route("route_masked", "a row that is not real", 10, 16, 4, masked=True),
+    _route("route_of_chosen", "a sum over all experts", 9, 32, 4, "softmax_of_chosen"),
+    _route("route_of_chosen_ties", "the same where logits are equal", 9, 32, 4, "softmax_of_chosen", ties=True),
+    _route("route_of_chosen_unusable", "infinities weighed", 6, 9, 4, "softmax_of_chosen", unusable=True),
+    _route("route_sigmoid", "a weight with the bias", 9, 24, 4, "sigmoid", bias=True, renormalise=True, scale=1.5),
+    _route("route_v3", "a group by its largest, or one group too many", 30, 64, 6, **_V3),
+    _route("route_v3_ties", "the highest of equal groups", 60, 32, 4, ties=True, **_V3),
+    _route("route_v3_unusable", "an expert of a group that was not chosen", 6, 24, 3, unusable=True,
+           **_V3 | dict(groups=4, topk_groups=1)),
+    _route("route_v2", "a group by its sum", 30, 20, 6, **_V2),
+    _route("route_v2_ties", "the highest of equal groups", 40, 20, 6, ties=True, **_V2),
+    _route("route_v2_unusable", "a group of -inf, or an expert outside", 6, 20, 6, unusable=True, **_V2),
+    _route("route_qwen3_shipped", "registers", 16, 128, 8, renormalise=True, masked=True, gate=True),
+    _route("route_gpt_oss_shipped", "the variant of the chosen", 16, 32, 4, "softmax_of_chosen", gate=True),
+    _route("route_v3_shipped", "the variant with groups", 16, 256, 8, gate=True, **_V3),
+    _route("route_v2_shipped", "groups by their largest", 16, 160, 6, gate=True,
+           **_V2 | dict(groups=8, topk_groups=3)),
+    _schedule("schedule_no_rows", "items of an empty batch", 0, 8, 2),
+    _schedule("schedule_one", "one row of one expert", 1, 1, 1),
+    _schedule("schedule_random", "rows of an expert out of order", 37, 12, 3),
+    _schedule("schedule_one_expert", "items of an expert past the first", 70, 8, 1, "one"),
+    _schedule("schedule_apart", "experts of one row", 6, 24, 4, "apart"),
+    _schedule("schedule_none", "an item of no expert", 9, 8, 2, "none"),
+    _schedule("schedule_some", "a row without expert in an item", 50, 16, 4, "some"),
+    _schedule("schedule_wide_tile", "a tile of another size", 60, 4, 2, row_tile=32),
+    _schedule("schedule_shipped", "registers of one pass", 1, 128, 8, gate=True),
+    _schedule("schedule_512_shipped", "registers of several passes", 512, 128, 8, gate=True, row_tile=64),
+    _schedule("schedule_1x128", "decode of one request", 1, 128, 8, bench=True, tags=_LARGE),
+    _schedule("schedule_512x128", "a batch of trees", 512, 128, 8, bench=True, tags=_LARGE, row_tile=64),
+    _mlp("mlp_no_rows", "launch on an empty grid", 0, 4, 2, 32, 16),
+    _mlp("mlp_one", "a product of one number", 1, 1, 1, 1, 1),
+    _mlp("mlp_odd", "lanes past the rows, the columns and the inner dimension", 7, 5, 3, 45, 33),
+    _mlp("mlp_several_tiles", "a column tile of another expert", 5, 6, 2, 150, 70),
+    _mlp("mlp_one_expert", "rows past those of one item", 37, 4, 1, 32, 24, "one"),
+    _mlp("mlp_apart", "an expert for every row", 6, 24, 4, 32, 16, "apart"),
+    _mlp("mlp_none", "a sum of parts that nobody wrote", 5, 4, 2, 32, 16, "none"),
+    _mlp("mlp_some", "a slot without expert", 20, 8, 3, 32, 16, "some", shared=True),
+    _mlp("mlp_shared", "the shared output left out, or weighed", 6, 8, 2, 48, 16, shared=True),
+    _mlp("mlp_gpt_oss", "the other activation, or a bias outside of the sum", 9, 6, 2, 40, 24, bias=True, scale=4.0,
+         activation=GPT_OSS),
+    _mlp("mlp_qwen3_shipped", "registers of few rows", 1, 4, 2, 2048, 768, gate=True, tags=_LARGE),
+    _mlp("mlp_shared_shipped", "the variant with a shared output", 1, 4, 2, 2048, 1408, gate=True, shared=True,
+         tags=_LARGE),
+    _mlp("mlp_gpt_oss_shipped", "steps that are odd, biases", 1, 4, 2, 2880, 2880, gate=True, bias=True,
+         activation=GPT_OSS, tags=_LARGE),
+    *(
+        _mlp(f"mlp_{rows}_shipped", f"registers of tiles of {rows // 2} rows", rows, 4, 1, 2048, 768, gate=True,
+             tags=_LARGE)
+        for rows in (64, 128, 256)
+    ),
+    *(
+        _mlp(f"mlp_{name}_{rows}", "the time of a step", rows, *sizes, bench=True, tags=_LARGE)
+        for name, sizes in (("qwen3", _QWEN3), ("gpt_oss", _GPT_OSS))
+        for rows in (1, 8, 64, 512)
+    ),
+    _route("route_1x128", "decode of one request", 1, 128, 8, renormalise=True, bench=True, tags=_LARGE),
+)  # fmt: skip

@@ -1,0 +1,69 @@
+"""Static launch table of the expert kernels: no autotuning on a step's path.
+
+The tile of columns and the order along the inner dimension follow from the chip, the dtype and the shape of the weight
+alone. The row tile follows the number of rows, which changes no sum, because a product adds along the inner dimension
+in the same order for every row tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from specdec_kernels.launch import CHIPS, current_chip
+
+_LEAST_ROWS, _MOST_ROWS = 16, 128
+_SHARED_BYTES = {"sm80": 160 << 10, "sm90": 220 << 10, "sm100": 220 << 10, "gfx942": 64 << 10}
+_INNER_STEP, _ODD_INNER_STEP = 128, 64
+_MOST_STAGES = 4
+_FLOAT32_STEP, _FLOAT32_SPLIT = 16, 128  # inner elements that are added one by one where there is no tensor core
+
+
+@dataclass(frozen=True)
+class ProductConfig:
+    """columns: rows of an expert's weight of one program. block_k: inner elements of a step. split: inner elements
+    that are added from zero; the sums of the splits are added in order."""
+
+    columns: int
+    block_k: int
+    split: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class RouteConfig:
+    """rows: of a program of the routing. experts: that a program of the schedule sorts. ids: that it reads at once.
+    items: that it writes at once. columns: of a program of the combination."""
+
+    rows: int = 1
+    experts: int = 1
+    ids: int = 256
+    items: int = 16
+    columns: int = 1024
+
+
+# The interpreter's time goes with programs, not lanes; its products all have one shape, so that a row has one routine.
+INTERPRETER_PRODUCT = ProductConfig(128, 128, 1 << 30, 1, 1)
+ROUTE = dict.fromkeys(CHIPS, RouteConfig()) | {"interpreter": RouteConfig(64, 64, 256, 16, 4096)}
+
+
+def row_tile_of(experts: Tensor, num_experts: int) -> int:
+    """Rows of an item for assignments [T, K]: about twice the mean of an expert. One tile in the interpreter."""
+    if current_chip(experts) == "interpreter":
+        return _LEAST_ROWS
+    mean = experts.numel() // num_experts
+    return min(_MOST_ROWS, max(_LEAST_ROWS, 1 << (2 * mean - 1).bit_length() if mean else 0))
+
+
+def product_config(chip: str, inner: int, row_tile: int, element_bytes: int) -> ProductConfig:
+    """The row of the table for weights [E, outer, inner]."""
+    if chip == "interpreter":
+        return INTERPRETER_PRODUCT
+    if element_bytes == 4:
+        return ProductConfig(32, _FLOAT32_STEP, _FLOAT32_SPLIT, 4, 3)
+    block_k = _INNER_STEP if inner % _INNER_STEP == 0 else _ODD_INNER_STEP
+    fitting = _SHARED_BYTES[chip] // ((64 + row_tile) * block_k * element_bytes)
+    warps = 8 if row_tile == _MOST_ROWS and chip != "sm90" else 4
+    return ProductConfig(64, block_k, 1 << 30, warps, max(2, min(_MOST_STAGES, fitting)))

@@ -1,0 +1,196 @@
+"""Both products of the chosen experts, and the weighted sum of their outputs.
+
+    hidden[place] = act(gate_e x[row], up_e x[row])     place in the order of the schedule, row = order[place] / K
+    part[order[place]] = down_e hidden[place]           float32
+    y[row] = sum over slots of w[row, slot] part[row, slot]
+
+A program takes an item, a tile of rows of one expert, and a tile of columns: rows of the expert's weight are the M side
+of the tensor core, the rows of the item its N side. The grid covers the most items that there can be; programs of items
+that there are not end at once. Items of one expert follow each other, so the second finds the weight in the cache.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec_kernels.activation.kernel import gated
+from specdec_kernels.experts import reference
+from specdec_kernels.experts.configs import ROUTE, product_config
+from specdec_kernels.experts.types import Activation, ExpertSchedule, ExpertWeights, Routed
+from specdec_kernels.launch import current_chip, lanes, launch
+from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
+from specdec_kernels.projection.kernel import Operands, Tile, partial_sum, weight_rows, with_later_splits
+
+_NO_ROW = tl.constexpr(1 << 30)  # rows from here on count as zeros
+
+
+@triton.jit
+def _activated(gate, up, limit, alpha, DTYPE: tl.constexpr, CLAMPED: tl.constexpr):
+    """Of float32 tiles that hold numbers of DTYPE."""
+    if CLAMPED:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        out = (gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)).to(DTYPE)
+    else:
+        out = gated(gate, up, DTYPE)
+    return out
+
+
+@triton.jit
+def _store_hidden(
+    hidden_ptr, acc, place, here, tile, limit, alpha, WIDTH, HALF: tl.constexpr, ROWS: tl.constexpr,
+    CLAMPED: tl.constexpr,
+):  # fmt: skip
+    """The activation of a tile whose first half are gates, at the places of the schedule."""
+    DTYPE: tl.constexpr = hidden_ptr.dtype.element_ty
+    narrow = acc.to(DTYPE).to(tl.float32)
+    gate, up = tl.split(tl.permute(tl.reshape(narrow, (2, HALF, ROWS)), (1, 2, 0)))
+    column = tile * HALF + tl.arange(0, HALF)
+    at = hidden_ptr + place.to(tl.int64)[None, :] * WIDTH + column[:, None]
+    out = _activated(gate, up, limit, alpha, DTYPE, CLAMPED)
+    tl.store(at, out, mask=(column < WIDTH)[:, None] & here[None, :])
+
+
+@triton.jit(do_not_specialize=["topk", "splits", "limit", "alpha"])
+def _product_kernel(
+    x_ptr,  # [T, K] if GATED, else [T * topk, K] in the order of the schedule
+    weight_ptr,  # [E, OUTER, K]
+    bias_ptr,  # [E, OUTER], or None
+    out_ptr,  # [T * topk, OUTER / 2] in the order of the schedule if GATED, else [T * topk, OUTER] float32
+    order_ptr,  # [T * topk] int32
+    items_ptr,  # [capacity, 3] int32
+    num_items_ptr,  # [1] int32
+    topk,
+    OUTER,
+    K,
+    splits,
+    split_length,
+    limit,
+    alpha,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    GATED: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    IN_ORDER: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    item, tile = tl.program_id(0), tl.program_id(1)
+    weight_row = weight_rows(tile, OUTER, COLUMNS, GATED)
+    TILE: tl.constexpr = Tile(ROWS, COLUMNS, BLOCK_K, EVEN_K)
+    wait_for_predecessor(PDL)
+    if item < tl.load(num_items_ptr):
+        expert = tl.load(items_ptr + item * 3).to(tl.int64)
+        place = tl.load(items_ptr + item * 3 + 1) + tl.arange(0, ROWS)
+        end = tl.load(items_ptr + item * 3 + 2)
+        here = place < end
+        assignment = tl.load(order_ptr + place, mask=here, other=0)
+        row = tl.where(here, assignment // topk if GATED else place, _NO_ROW)
+        of = Operands(x_ptr, weight_ptr + expert * OUTER * K, weight_row, row, _NO_ROW, K)
+        acc = partial_sum(of, 0, tl.minimum(K, split_length), TILE)
+        if IN_ORDER:
+            acc = with_later_splits(acc, of, splits, split_length, TILE)
+        launch_dependents(PDL)
+        if bias_ptr is not None:
+            acc += tl.load(bias_ptr + expert * OUTER + weight_row).to(tl.float32)[:, None]
+        if GATED:
+            _store_hidden(out_ptr, acc, place, here, tile, limit, alpha, OUTER // 2, COLUMNS // 2, ROWS, CLAMPED)
+        else:
+            column = tile * COLUMNS + tl.arange(0, COLUMNS)
+            at = out_ptr + assignment.to(tl.int64)[None, :] * OUTER + column[:, None]
+            tl.store(at, acc, mask=(column < OUTER)[:, None] & here[None, :])
+
+
+@triton.jit
+def _combine_kernel(
+    parts_ptr,  # [rows, TOPK, H] float32; entries without an expert hold anything
+    experts_ptr,  # [rows, TOPK] int32
+    weights_ptr,  # [rows, TOPK] float32
+    shared_ptr,  # [rows, H], or None
+    out_ptr,  # [rows, H]
+    H,
+    EXPERTS: tl.constexpr,
+    TOPK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    wait_for_predecessor(PDL)
+    launch_dependents(PDL)
+    total = tl.zeros([BLOCK], tl.float32)
+    for slot in tl.static_range(TOPK):
+        expert = tl.load(experts_ptr + row * TOPK + slot)
+        weight = tl.load(weights_ptr + row * TOPK + slot)
+        there = (column < H) & (expert >= 0) & (expert < EXPERTS)
+        total += weight * tl.load(parts_ptr + (row * TOPK + slot) * H + column, mask=there, other=0.0)
+    if shared_ptr is not None:
+        total += tl.load(shared_ptr + row * H + column, mask=column < H, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * H + column, total.to(out_ptr.dtype.element_ty), mask=column < H)
+
+
+def expert_mlp(
+    x: Tensor,
+    routed: Routed,
+    schedule: ExpertSchedule,
+    weights: ExpertWeights,
+    activation: Activation,
+    shared: Tensor | None = None,
+) -> Tensor:
+    if x.dtype == torch.float64:
+        return reference.expert_mlp(x, routed, schedule, weights, activation, shared)
+    (rows, topk), hidden = routed.experts.shape, x.shape[1]
+    inner = x.new_empty(rows * topk, weights.down.shape[2])
+    parts = torch.empty((rows, topk, hidden), dtype=torch.float32, device=x.device)
+    _launch_product(x, weights.gate_up, weights.gate_up_bias, inner, schedule, topk, activation)
+    _launch_product(inner, weights.down, weights.down_bias, parts, schedule, topk, None)
+    out, chip = torch.empty_like(x), current_chip(x)
+    block = lanes(hidden, ROUTE[chip].columns)
+    launch(
+        _combine_kernel,
+        (rows, triton.cdiv(hidden, block)),
+        *(parts, *routed, shared, out, hidden),
+        EXPERTS=schedule.num_experts,
+        TOPK=topk,
+        BLOCK=block,
+        **pdl_options(chip),
+    )
+    return out
+
+
+def _launch_product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    schedule: ExpertSchedule,
+    topk: int,
+    activation: Activation | None,
+) -> None:
+    """The first product with its activation, or the second without."""
+    (_, outer, inner), chip = weight.shape, current_chip(x)
+    config = product_config(chip, inner, schedule.row_tile, x.element_size())
+    columns, width = (config.columns, outer) if activation is None else (config.columns // 2, outer // 2)
+    split = min(inner, config.split)
+    limit, alpha = activation or Activation()
+    launch(
+        _product_kernel,
+        (schedule.items.shape[0], triton.cdiv(width, columns)),
+        *(x, weight, bias, out, schedule.order, schedule.items, schedule.num_items),
+        *(topk, outer, inner, triton.cdiv(inner, split), split, limit or 0.0, alpha),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        ROWS=schedule.row_tile,
+        COLUMNS=config.columns,
+        BLOCK_K=config.block_k,
+        EVEN_K=inner % config.block_k == 0 and split % config.block_k == 0,
+        GATED=activation is not None,
+        CLAMPED=limit is not None,
+        IN_ORDER=split < inner,
+        **pdl_options(chip),
+    )

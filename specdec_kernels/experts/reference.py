@@ -1,0 +1,115 @@
+"""The definition of the mixture of experts in plain torch."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdec_kernels.activation.reference import silu_mul
+from specdec_kernels.experts.types import Activation, ExpertSchedule, ExpertWeights, Routed, Routing, max_items
+
+
+def route_experts(
+    logits: Tensor, routing: Routing, correction_bias: Tensor | None = None, is_real: Tensor | None = None
+) -> Routed:
+    """See `specdec_kernels.route_experts`."""
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    wide = torch.where(wide.isnan(), -torch.inf, wide).clamp(max=torch.finfo(torch.float32).max)
+    if routing.scoring == "sigmoid":
+        scores = wide.sigmoid()
+        choice = scores if correction_bias is None else scores + correction_bias
+    else:
+        scores, choice = _softmax(wide), wide
+    experts = _ranked(choice, _excluded(choice, routing))[:, : routing.topk]
+    weights = scores.gather(1, experts)
+    if routing.scoring == "softmax_of_chosen":
+        weights = _softmax(wide.gather(1, experts))
+    if routing.renormalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    weights = (weights * routing.scale).to(logits.dtype).to(wide.dtype)
+    if is_real is not None:
+        experts = torch.where(is_real[:, None], experts, logits.shape[1])
+        weights = torch.where(is_real[:, None], weights, 0.0)
+    return Routed(experts.int(), weights)
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    """Zeros for a row of -inf."""
+    return logits.softmax(-1).nan_to_num()
+
+
+def _ranked(choice: Tensor, excluded: Tensor) -> Tensor:
+    """Experts in falling order of `choice`, the lowest first among equals, the excluded ones last."""
+    ranked = choice.sort(dim=-1, descending=True, stable=True).indices
+    return ranked.gather(1, excluded.gather(1, ranked).sort(dim=-1, stable=True).indices)
+
+
+def _excluded(choice: Tensor, routing: Routing) -> Tensor:
+    """[T, E] bool: experts outside of the best groups."""
+    grouped = choice.unflatten(1, (routing.groups, -1))
+    best = grouped.topk(2 if routing.group_score == "two_best" else 1).values.sum(-1)
+    kept = best.sort(dim=-1, descending=True, stable=True).indices[:, : routing.topk_groups]
+    excluded = torch.ones_like(best, dtype=torch.bool).scatter_(1, kept, False)
+    return excluded[:, :, None].expand_as(grouped).flatten(1)
+
+
+def schedule_experts(experts: Tensor, num_experts: int, row_tile: int) -> ExpertSchedule:
+    """See `specdec_kernels.schedule_experts`."""
+    flat = experts.flatten()
+    flat = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts).long()
+    counts = torch.bincount(flat, minlength=num_experts + 1)[:num_experts]
+    starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    tiles = (counts + row_tile - 1) // row_tile
+    expert = torch.arange(num_experts, device=flat.device).repeat_interleave(tiles)
+    nth = torch.arange(len(expert), device=flat.device) - (tiles.cumsum(0) - tiles)[expert]
+    first = starts[expert] + nth * row_tile
+    items = flat.new_zeros((max_items(flat.numel(), num_experts, row_tile), 3))
+    items[:, 0] = num_experts
+    items[: len(expert)] = torch.stack([expert, first, torch.minimum(first + row_tile, starts[expert + 1])], 1)
+    found = flat.argsort(stable=True), starts, items, tiles.sum()[None], (counts > 0).sum()[None]
+    return ExpertSchedule(*(tensor.int() for tensor in found), row_tile)
+
+
+def expert_mlp(
+    x: Tensor,
+    routed: Routed,
+    schedule: ExpertSchedule,
+    weights: ExpertWeights,
+    activation: Activation,
+    shared: Tensor | None = None,
+) -> Tensor:
+    """See `specdec_kernels.expert_mlp`."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    parts = torch.zeros(*routed.experts.shape, x.shape[1], dtype=wide, device=x.device)
+    for expert in routed.experts.unique().tolist():
+        if 0 <= expert < schedule.num_experts:
+            row, slot = (routed.experts == expert).nonzero(as_tuple=True)
+            parts[row, slot] = _expert(x[row], ExpertWeights(*(_of(each, expert) for each in weights)), activation)
+    total = torch.zeros_like(x, dtype=wide)
+    for slot in range(routed.experts.shape[1]):
+        total += routed.weights[:, slot, None] * parts[:, slot]
+    if shared is not None:
+        total += shared
+    return total.to(x.dtype)
+
+
+def _of(weight: Tensor | None, expert: int) -> Tensor | None:
+    return None if weight is None else weight[expert]
+
+
+def _expert(x: Tensor, weights: ExpertWeights, activation: Activation) -> Tensor:
+    """The MLP of one expert, not rounded at its end."""
+    hidden = activated(F.linear(x, weights.gate_up, weights.gate_up_bias), activation)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    bias = None if weights.down_bias is None else weights.down_bias.to(wide)
+    return F.linear(hidden.to(wide), weights.down.to(wide), bias)
+
+
+def activated(gate_up: Tensor, activation: Activation) -> Tensor:
+    """[..., F] of gate and up side by side [..., 2 F]."""
+    if activation.limit is None:
+        return silu_mul(gate_up)
+    gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, dim=-1)
+    gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    return (gate * torch.sigmoid(activation.alpha * gate) * (up + 1)).to(gate_up.dtype)

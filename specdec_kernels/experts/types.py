@@ -1,0 +1,84 @@
+"""Arguments and results of the expert kernels. T rows, E experts, K chosen per row, H hidden and F expert width."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+SCORINGS = ("softmax", "sigmoid", "softmax_of_chosen")
+GROUP_SCORES = ("max", "two_best")
+
+
+class Routing(NamedTuple):
+    """How a row chooses its experts and weighs them.
+
+    topk: experts of a row, K.
+    scoring: `softmax` over all experts, `sigmoid` of each, or `softmax_of_chosen`, over the K chosen logits.
+    renormalise: whether the K scores are divided by their sum plus 1e-20.
+    scale: factor of the weights.
+    groups, topk_groups: experts are chosen from the best `topk_groups` of `groups` groups of consecutive experts.
+    group_score: the largest of a group (`max`), or the sum of its `two_best`, which goes with `sigmoid`.
+    """
+
+    topk: int
+    scoring: str = "softmax"
+    renormalise: bool = False
+    scale: float = 1.0
+    groups: int = 1
+    topk_groups: int = 1
+    group_score: str = "max"
+
+
+class Routed(NamedTuple):
+    """experts [T, K] int32 in falling order of choice, E where a row has none; weights [T, K] float32, 0 there."""
+
+    experts: Tensor
+    weights: Tensor
+
+
+class ExpertSchedule(NamedTuple):
+    """The rows of each expert, in tiles. An assignment is an entry of `Routed.experts`, numbered in row-major order.
+
+    order: [T * K] int32, assignments sorted by expert, those of one expert in their order; those without expert last.
+    starts: [E + 1] int32, the place in `order` of the first assignment of each expert, and of those without.
+    items: [capacity, 3] int32, (expert, first place in `order`, place after the last) of each tile; (E, 0, 0) after
+        the last item.
+    num_items, num_touched: [1] int32, how many items there are, and how many experts have a row.
+    row_tile: most rows of an item.
+    """
+
+    order: Tensor
+    starts: Tensor
+    items: Tensor
+    num_items: Tensor
+    num_touched: Tensor
+    row_tile: int
+
+    @property
+    def num_experts(self) -> int:
+        return self.starts.shape[0] - 1
+
+
+class ExpertWeights(NamedTuple):
+    """gate_up: [E, 2 F, H], the rows of gate, then those of up; down: [E, H, F]; biases [E, 2 F] and [E, H]."""
+
+    gate_up: Tensor
+    down: Tensor
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
+class Activation(NamedTuple):
+    """silu(gate) * up; or, with a limit, gpt-oss's g * sigmoid(alpha * g) * (u + 1), where g = min(gate, limit) and
+    u = up between -limit and limit."""
+
+    limit: float | None = None
+    alpha: float = 1.0
+
+
+def max_items(assignments: int, num_experts: int, row_tile: int) -> int:
+    """Items of the worst distribution: one row for all experts but one, and the rest for that one."""
+    if assignments <= num_experts:
+        return assignments
+    return num_experts - 1 + -(-(assignments - num_experts + 1) // row_tile)
