@@ -56,9 +56,8 @@ def chosen(make: Maker, rows: int, experts: int, topk: int, spread: str = "rando
     if spread == "none":
         return make.tensor([[experts] * topk] * rows, torch.int32).reshape(rows, topk)
     if spread in ("one", "apart"):
-        first = [[(row * (spread == "apart") + place) * topk % experts for place in range(1)] for row in range(rows)]
-        found = make.tensor(first, torch.int32).reshape(rows, 1)
-        return (found + torch.arange(topk, device=make.device, dtype=torch.int32)) % experts
+        first = torch.arange(rows, device=make.device)[:, None] * (topk if spread == "apart" else 0)
+        return ((first + torch.arange(topk, device=make.device)) % experts).int()
     scores = torch.rand(rows, experts, generator=make.generator).to(make.device)
     found = scores.argsort(dim=1)[:, :topk].int()
     if spread == "some":
@@ -106,7 +105,7 @@ def mlp_inputs(
 
 def _mlp_work(inputs: dict[str, Any]) -> tuple[int, int]:
     """(bytes moved, floating-point operations): the weights of the experts that have a row, read once."""
-    x, routed, weights = inputs["x"], inputs["routed"], inputs["weights"]
+    x, weights = inputs["x"], inputs["weights"]
     touched = int(inputs["schedule"].num_touched)
     one = weights.gate_up[0].numel() + weights.down[0].numel()
     return (touched * one + 2 * x.numel()) * x.element_size(), 2 * int(inputs["schedule"].starts[-1]) * one

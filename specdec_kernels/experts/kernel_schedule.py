@@ -107,9 +107,7 @@ def schedule_experts(experts: Tensor, num_experts: int, row_tile: int) -> Expert
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=experts.device)
 
-    schedule = ExpertSchedule(
-        empty(count), empty(num_experts + 1), empty(capacity, 3), empty(1), empty(1), row_tile
-    )
+    schedule = ExpertSchedule(empty(count), empty(num_experts + 1), empty(capacity, 3), empty(1), empty(1), row_tile)
     launch(
         _schedule_kernel,
         (triton.cdiv(num_experts + 1, config.experts),),

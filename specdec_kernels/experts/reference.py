@@ -67,8 +67,10 @@ def schedule_experts(experts: Tensor, num_experts: int, row_tile: int) -> Expert
     items = flat.new_zeros((max_items(flat.numel(), num_experts, row_tile), 3))
     items[:, 0] = num_experts
     items[: len(expert)] = torch.stack([expert, first, torch.minimum(first + row_tile, starts[expert + 1])], 1)
-    found = flat.argsort(stable=True), starts, items, tiles.sum()[None], (counts > 0).sum()[None]
-    return ExpertSchedule(*(tensor.int() for tensor in found), row_tile)
+    order, touched = flat.argsort(stable=True), (counts > 0).sum()
+    return ExpertSchedule(
+        order.int(), starts.int(), items.int(), tiles.sum()[None].int(), touched[None].int(), row_tile
+    )
 
 
 def expert_mlp(
@@ -85,17 +87,13 @@ def expert_mlp(
     for expert in routed.experts.unique().tolist():
         if 0 <= expert < schedule.num_experts:
             row, slot = (routed.experts == expert).nonzero(as_tuple=True)
-            parts[row, slot] = _expert(x[row], ExpertWeights(*(_of(each, expert) for each in weights)), activation)
+            parts[row, slot] = _expert(x[row], weights.of(expert), activation)
     total = torch.zeros_like(x, dtype=wide)
     for slot in range(routed.experts.shape[1]):
         total += routed.weights[:, slot, None] * parts[:, slot]
     if shared is not None:
         total += shared
     return total.to(x.dtype)
-
-
-def _of(weight: Tensor | None, expert: int) -> Tensor | None:
-    return None if weight is None else weight[expert]
 
 
 def _expert(x: Tensor, weights: ExpertWeights, activation: Activation) -> Tensor:

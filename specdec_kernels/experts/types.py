@@ -68,6 +68,11 @@ class ExpertWeights(NamedTuple):
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
 
+    def of(self, expert: int) -> ExpertWeights:
+        """The weights of one expert, without the first dimension."""
+        gate_up_bias, down_bias = (None if bias is None else bias[expert] for bias in self[2:])
+        return ExpertWeights(self.gate_up[expert], self.down[expert], gate_up_bias, down_bias)
+
 
 class Activation(NamedTuple):
     """silu(gate) * up; or, with a limit, gpt-oss's g * sigmoid(alpha * g) * (u + 1), where g = min(gate, limit) and
