@@ -6,7 +6,7 @@
     torchrun --nproc-per-node=2 -m experiments.train drafter=dflash model=smollm2
     python -m experiments.train drafter=target train.minutes=45 out_dir=outputs/target
 
-`drafter` is dflash, dspark, draft (a standalone draft model), eagle, eagle3, peagle or target;
+`drafter` is dflash, dflash2, domino, dspark, draft (a standalone draft model), eagle, eagle3, mtp, peagle or target;
 `experiments/training/objectives` has their settings and losses. Drafters learn from the target's answers to the prompts
 of `text`, which `text.folder` keeps for all drafters. A run uses a CPU, a GPU or several, ends by the clock
 (`train.minutes`), resumes from its checkpoint, and writes a Hugging Face folder with the loss curve. With a list of

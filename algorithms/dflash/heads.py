@@ -110,7 +110,7 @@ class GRUHead(nn.Module):
 
     def __init__(self, config: HeadConfig, num_known: int, hidden_size: int) -> None:
         super().__init__()
-        self.state_size, self._num_plain = config.state_size, config.num_plain
+        self.state_size, self.num_plain = config.state_size, config.num_plain
         self.prefix_gru = PrefixGRU(hidden_size, config.state_size)
         self.embed_proj = nn.Sequential(
             nn.Linear(hidden_size + config.state_size, config.rank, bias=False),
@@ -124,9 +124,16 @@ class GRUHead(nn.Module):
     def forward(self, slot: Slot, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """As `MarkovHead.forward`."""
         state, logits = self.prefix_gru(tokens, state, slot.table, slot.impl), slot.logits[:, None]
-        if slot.level < self._num_plain:
+        if slot.level < self.num_plain:
             return logits.expand(-1, tokens.shape[1], -1), state
         return logits + self.embed_proj(torch.cat([slot.hidden, state], -1)), state
+
+    def reset_parameters(self) -> None:
+        for weight in self.prefix_gru.parameters():
+            nn.init.uniform_(weight, -(self.state_size**-0.5), self.state_size**-0.5)
+        first, last = self.embed_proj.parameters()
+        nn.init.normal_(first, std=first.shape[1] ** -0.5)
+        nn.init.zeros_(last)
 
 
 class CandidateSelector(nn.Module):
@@ -144,6 +151,11 @@ class CandidateSelector(nn.Module):
         gates = self.hidden_projection(hidden)
         return kernels.PairFactors(self.predecessor_codebook, self.successor_codebook, gates)
 
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.hidden_projection.weight, std=self.hidden_projection.in_features**-0.5)
+        nn.init.normal_(self.predecessor_codebook, std=INIT_STD)
+        nn.init.zeros_(self.successor_codebook)
+
 
 class GroupedConv(nn.Module):
     """DFlash 2's convolutions around a sublayer S, over the rows i of one block and in each channel alone:
@@ -158,6 +170,12 @@ class GroupedConv(nn.Module):
         self._shape, self._group = (2, config.taps, groups), config.group
         self.base_kernel = nn.Parameter(torch.zeros(2, config.taps, hidden_size))
         self.kernel_projection = nn.Linear(hidden_size, 2 * config.taps * groups, bias=False)
+
+    def reset_parameters(self) -> None:
+        """The convolution that changes nothing."""
+        nn.init.zeros_(self.kernel_projection.weight)
+        nn.init.zeros_(self.base_kernel)
+        nn.init.ones_(self.base_kernel[:, 0])
 
     def coefficients(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Coefficients `[..., T, taps, hidden]` before and after the sublayer, from its input `[..., T, hidden]`."""

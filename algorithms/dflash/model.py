@@ -103,8 +103,9 @@ class DFlashDrafter(FusableModel):
         nn.init.normal_(self.fc.weight, std=self.fc.in_features**-0.5)
         if self.mask_embedding is not None:
             nn.init.normal_(self.mask_embedding, std=INIT_STD)
-        if self.markov_head is not None:
-            self.markov_head.reset_parameters()
+        for module in self.modules():
+            if isinstance(module, (MarkovHead, GRUHead, CandidateSelector, GroupedConv)):
+                module.reset_parameters()
 
     @property
     def vocabulary(self) -> Tensor | None:

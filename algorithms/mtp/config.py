@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from algorithms.drafting.feature_drafter import NORMED, RAW, STREAMS
 from algorithms.models.config import DecoderConfig
@@ -31,3 +32,14 @@ class MTPConfig:
                 raise ValueError(f"{name}: expected {' or '.join(allowed)}, got {getattr(self, name)!r}")
         if self.feedback == RAW and self.decoder.num_layers > 1:
             raise ValueError("feedback=raw: expected one MTP layer, because each has a final norm of its own")
+
+    def to_hf(self) -> dict[str, Any]:
+        """The `config.json` of speculators; ValueError for conventions that are not those of its files."""
+        if self != MTPConfig(self.decoder, hidden_in=RAW):
+            raise ValueError(f"MTP head: expected the conventions of speculators, got {self}")
+        return {
+            "architectures": ["MTPDraftModel"],
+            "speculators_model_type": "mtp",
+            "num_nextn_predict_layers": self.decoder.num_layers,
+            "transformer_layer_config": self.decoder.to_hf(),
+        }

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from algorithms.drafting.feature_drafter import NORMED, RAW
 from algorithms.drafting.feature_head import FeatureHead
 from algorithms.models.config import DecoderConfig
-from algorithms.models.decoder import DecoderLayer
+from algorithms.models.decoder import DecoderLayer, reset_layers
 from algorithms.models.fusion import project
 from algorithms.models.layers import Mixer, RMSNorm
 from algorithms.mtp.config import HIDDEN, MTPConfig
@@ -48,6 +48,14 @@ class MTPHead(FeatureHead):
         self.config = config
         self.target_layers = (num_target_layers - 1,) if config.hidden_in == RAW else ()
         self.mtp_layers = nn.ModuleList(MTPLayer(config.decoder) for _ in range(config.decoder.num_layers))
+
+    def reset_parameters(self) -> None:
+        """Training start. The norms around each layer are the target's final one, so that with raw features the layer
+        reads what the target's LM head reads, and the head's states are of that kind."""
+        reset_layers(self.mtp_layers)
+        for layer in self._layers:
+            for norm in (layer.hidden_layernorm, layer.final_layernorm):
+                norm.load_state_dict(self.target.model.norm.state_dict())
 
     def fuse(self, features: list[Tensor], hidden: Tensor) -> Tensor:
         return features[0] if self.config.hidden_in == RAW else hidden

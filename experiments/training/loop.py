@@ -105,7 +105,7 @@ def build_optimizers(model: nn.Module, settings: TrainSettings) -> list[torch.op
     """Muon for the matrices of linear layers, AdamW for embeddings, heads over a vocabulary, single rows, norms and
     biases."""
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    apart = ("lm_head", "markov_w2", "confidence_head.proj")
+    apart = ("lm_head", "markov_w2", "embed_proj.2", "confidence_head.proj")
     of_muon = {id(m.weight) for name, m in linear.items() if not name.endswith(apart)}
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if id(p) in of_muon]
@@ -125,10 +125,10 @@ def schedule(progress: float, settings: TrainSettings) -> float:
 
 
 class Trainer:
-    """Runs `loss_of(number)` over batch numbers 0, 1, … until the budget is spent.
+    """Runs `loss_of(number, progress)` over batch numbers 0, 1, … until the budget is spent.
 
-    `loss_of` returns the loss and its number of tokens; `evaluate` returns held-out figures, and `score` reduces them
-    to one, the lower the better, or None to keep the last model.
+    `progress` is the share spent. `loss_of` returns the loss and its number of tokens; `evaluate` returns held-out
+    figures, and `score` reduces them to one, the lower the better, or None to keep the last model.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Trainer:
         model: nn.Module,
         settings: TrainSettings,
         folder: Path,
-        loss_of: Callable[[int], tuple[Tensor, int]],
+        loss_of: Callable[[int, float], tuple[Tensor, int]],
         evaluate: Callable[[], Mapping[str, float]],
         score: Callable[[Mapping[str, float]], float | None] = lambda figures: None,
         replicas: Replicas | None = None,
@@ -192,12 +192,13 @@ class Trainer:
         return self.best[1]
 
     def _update(self) -> tuple[Tensor, int]:
-        factor = schedule(self.progress(), self.settings)
+        progress = self.progress()
+        factor = schedule(progress, self.settings)
         groups = [group for o in self.optimizers for group in o.param_groups]
         for group, base in zip(groups, self.base_lrs, strict=True):
             group["lr"] = base * factor
         with self.settings.precision():
-            loss, tokens = self.loss_of(self.step * self.replicas.world + self.replicas.rank)
+            loss, tokens = self.loss_of(self.step * self.replicas.world + self.replicas.rank, progress)
         loss.backward()
         self.replicas.average(self.model.parameters())
         # Every process must read the same clock, or their schedules and ends would differ.

@@ -59,8 +59,8 @@ def peagle_head(seed: int = 6) -> Eagle3Drafter:
     return head
 
 
-def mtp_head(seed: int = 7) -> MTPHead:
-    head = randomise(MTPHead(MTPConfig(replace(CONFIG, num_layers=2), hidden_in="raw"), CONFIG.num_layers), seed)
+def mtp_head(seed: int = 7, layers: int = 2) -> MTPHead:
+    head = randomise(MTPHead(MTPConfig(replace(CONFIG, num_layers=layers), hidden_in="raw"), CONFIG.num_layers), seed)
     head.bind(TARGET.model)
     return head
 

@@ -30,6 +30,8 @@ from algorithms.models.layers import MixerWeights
 from algorithms.models.loading import load_draft, load_target
 from algorithms.models.rotary import apply_rope, rope_table
 from algorithms.models.tokenizer import Tokenizer
+from algorithms.mtp.drafting import MTP
+from algorithms.mtp.loading import load_mtp
 from algorithms.step.sampling_params import SamplingParams
 from experiments import train as program
 from experiments.app import compose as app_compose
@@ -44,15 +46,15 @@ from experiments.training.export import export_weights
 from experiments.training.loop import Trainer, TrainSettings, schedule
 from experiments.training.objectives import SCHEMAS
 from experiments.training.objectives import target as target_module
-from experiments.training.objectives.dflash import (
-    BlockMixer,
-    BlockObjective,
+from experiments.training.objectives.block_settings import (
     BlockSettings,
+    DFlash2Settings,
     DFlashSettings,
+    DominoSettings,
     DSparkSettings,
-    block_labels,
-    sample_anchors,
+    ShapeSettings,
 )
+from experiments.training.objectives.dflash import BlockMixer, BlockObjective, block_labels, sample_anchors
 from experiments.training.objectives.draft import DraftSettings
 from experiments.training.objectives.drafter import (
     BatchSettings,
@@ -110,18 +112,19 @@ def _train_target(folder: Path) -> Path:
     return folder
 
 
+SMALL: dict[str, Any] = {"num_layers": 2, "block_size": 4, "target_layer_ids": [1, 2]}
 DRAFTERS: dict[str, dict[str, Any]] = {
-    "dflash": {
-        "drafter": DFlashSettings(num_layers=2, block_size=4, target_layer_ids=[1, 2]),
-        "blocks": BlockSettings(anchors=12),
-    },
-    "dspark": {"drafter": DSparkSettings(num_layers=2, block_size=4, target_layer_ids=[1, 2], markov_rank=4)},
+    "dflash": {"drafter": DFlashSettings(**SMALL), "blocks": BlockSettings(anchors=12)},
+    "dflash2": {"drafter": DFlash2Settings(rank=4, num_candidates=5, **SMALL)},
+    "domino": {"drafter": DominoSettings(rank=4, gru_size=6, **SMALL)},
+    "dspark": {"drafter": DSparkSettings(**SMALL, markov_rank=4)},
     "draft": {"drafter": DraftSettings(8, 16, 1, 1, 1)},
     "eagle": {"chain": ChainSettings(steps=3, feature_weight=0.5)},
     "eagle3": {
         "drafter": Eagle3Settings(draft_vocab_size=60, target_layer_ids=[0, 1, 3]),
         "chain": ChainSettings(steps=3),
     },
+    "mtp": {"chain": ChainSettings(steps=3)},
     "peagle": {
         "drafter": PEagleSettings(draft_vocab_size=60, target_layer_ids=[0, 1, 3], num_layers=2),
         "chain": ChainSettings(steps=4),
@@ -228,12 +231,22 @@ def test_drafter_trains_resumes_and_exports(
     assert {"heldout_arithmetic", "tokens_per_step_windows"} <= _log(whole)[-1].keys()
     assert summary["best_step"] <= summary["steps"] == STEPS
     for method, tokens_per_step in summary["tokens_per_step"]["arithmetic"].items():
-        assert 1.0 <= tokens_per_step <= int(method.split("_")[1]) + ((name, method) != ("dflash", "block_4"))
+        assert 1.0 <= tokens_per_step <= int(method.split("_")[1]) + (name == "dspark" or method != "block_4")
     target = load_target(shipped_shape, "cpu", torch.float32)
-    loaders: dict[str, Callable[..., Any]] = {"dflash": load_dflash, "dspark": load_dflash, "draft": load_draft}
+    loaders: dict[str, Callable[..., Any]] = {"draft": load_draft, "mtp": load_mtp}
+    loaders |= dict.fromkeys(("dflash", "dflash2", "domino", "dspark"), load_dflash)
     kinds = ("P-EAGLE",) if name == "peagle" else ()
     loaders.get(name, load_eagle)(whole, target, "cpu", torch.float32, *kinds)
     assert (whole / "training.svg").read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize("name", ["dflash2", "domino", "mtp"])
+def test_drafts_of_a_short_training_are_accepted(shipped_shape: Path, tmp_path: Path, name: str) -> None:
+    """By the engine; of 400 tokens chance would hit one in 400 steps."""
+    config = _drafter_config(name, shipped_shape, tmp_path, steps=40, eval_every_steps=40)
+    config.evaluation = EvaluationSettings(limit=2, max_new_tokens=10, batch=2)
+    measured = program.train(config)["tokens_per_step"]
+    assert all(tokens_per_step > 1.5 for found in measured.values() for tokens_per_step in found.values()), measured
 
 
 @pytest.mark.parametrize("parts", [{"own_mask": True}, {"markov_rank": 4}])
@@ -250,26 +263,30 @@ def test_parts_of_a_drafters_own_are_trained_exported_and_served(
     assert min(summary["tokens_per_step"]["arithmetic"].values()) >= 1.0
 
 
-BLOCKS: dict[str, dict[str, Any]] = {
-    "own": {},
-    "causal": {"causal": True, "own_mask": True},
-    "next": {"slots": "next", "confidence_head": True},
-    "dspark": {"slots": "next", "markov_rank": 4, "confidence_head": True},
+BLOCKS: dict[str, ShapeSettings] = {
+    "own": DFlashSettings(**SMALL),
+    "causal": DFlashSettings(**SMALL, causal=True, own_mask=True),
+    "next": DFlashSettings(**SMALL, slots="next", confidence_head=True),
+    "dspark": DSparkSettings(**SMALL, markov_rank=4),
+    "domino": DominoSettings(rank=4, gru_size=6, **SMALL),
+    "domino_next": DominoSettings(rank=4, gru_size=6, num_plain=2, slots="next", **SMALL),
+    "dflash2": DFlash2Settings(rank=4, num_candidates=5, **SMALL),
 }
+CHAINS = {"peagle": PEagle, "mtp": MTP}
 
 
-@pytest.mark.parametrize("form", [*BLOCKS, "peagle"])
+@pytest.mark.parametrize("form", [*BLOCKS, *CHAINS])
 @torch.no_grad()
 def test_trained_drafts_are_those_of_the_engine(
     shipped_shape: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     """The engine drafts from the exported folder what the objective does, and drafts change no output."""
-    name, kind = ("peagle", PEagle) if form == "peagle" else ("dflash", DFlash)
+    kind: Any = CHAINS.get(form, DFlash)
     if form in BLOCKS:
-        own = {"drafter": DFlashSettings(num_layers=2, block_size=4, target_layer_ids=[1, 2], **BLOCKS[form])}
-        monkeypatch.setitem(DRAFTERS, "dflash", own)
-    objective: Any = _objective(name, shipped_shape, tmp_path)
-    objective.scales = objective.scales.log2().round().exp2()  # exact in bfloat16
+        monkeypatch.setitem(DRAFTERS, "dflash", {"drafter": BLOCKS[form]})
+    objective: Any = _objective(form if form in CHAINS else "dflash", shipped_shape, tmp_path)
+    if objective.scales is not None:
+        objective.scales = objective.scales.log2().round().exp2()  # exact in bfloat16
     for parameter in objective.model.parameters():
         torch.nn.init.normal_(parameter, std=0.3) if parameter.ndim == 2 else None
         parameter.copy_(parameter.bfloat16())
@@ -282,7 +299,7 @@ def test_trained_drafts_are_those_of_the_engine(
         return tree
 
     monkeypatch.setattr(kind, "propose", spied)
-    row = _answer(shipped_shape, kind.Config(**({"steps": 4} if form == "peagle" else {})), tmp_path)
+    row = _answer(shipped_shape, kind.Config(**({"steps": objective.draft_len} if form in CHAINS else {})), tmp_path)
     assert row == _answer(shipped_shape, "autoregressive", None) and len(seen) >= 3
     for anchor, drafts in seen:
         assert drafts == [row[anchor], *_drafted(objective, row[:anchor] + drafts, anchor)]
@@ -293,8 +310,7 @@ def _drafted(objective: Any, text: list[int], anchor: int) -> list[int]:
     """The drafts of an objective after the token at `anchor` of `text`, which ends with these drafts."""
     tokens, anchors = torch.tensor([text]), torch.tensor([[anchor]])
     if isinstance(objective, ChainObjective):
-        known = tokens[:, : anchor + 1]
-        states = objective.unroll(known, *objective.read_target(known))
+        states = objective.unroll(tokens, *objective.read_target(tokens))
         return [int(objective.model.to_target(objective.model.logits(s[0, anchor - 1]).argmax())) for s in states]
     hidden = objective.hidden(tokens, anchors, objective.context(objective.read_target(tokens)[1]))
     return objective.logits(hidden, tokens[:, None, anchor:-1]).argmax(-1)[0, 0].tolist()
@@ -321,7 +337,7 @@ def test_a_few_steps_lower_the_loss(shipped_shape: Path, tmp_path: Path, name: s
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
-    assert losses[-1] < losses[0] - 0.02
+    assert losses[-1] < losses[0] - 0.01
 
 
 @pytest.mark.parametrize("name", [name for name in DRAFTERS if name != "dflash"])
@@ -381,7 +397,7 @@ def test_drafters_of_a_list_take_the_first_ones_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("drafter=[dflash,target] train.steps=3", "expected names of dflash, draft, dspark"),
+        ("drafter=[dflash,target] train.steps=3", "expected names of dflash, dflash2, domino, draft"),
         ("drafter=[dflash,dflash] train.steps=3", "each once"),
         ("drafter=[dflash,eagle3]", "train.steps=…"),
         ("drafter=[dflash,eagle3] train.steps=3 train.minutes=4", "no train.minutes"),
@@ -416,7 +432,7 @@ def test_best_model_is_what_is_exported(tmp_path: Path) -> None:
         return next(figures)
 
     settings = _settings(steps=3, eval_every_steps=1)
-    parts = lambda number: (model(torch.ones(1)).sum(), 1), evaluate, lambda found: found["miss"]  # noqa: E731
+    parts = lambda number, progress: (model(torch.ones(1)).sum(), 1), evaluate, lambda found: found["miss"]  # noqa: E731
     trainer = Trainer(model, settings, tmp_path, *parts)
     trainer.run()
     assert trainer.restore_best() == 2 and float(model.weight) == seen[1] != seen[2]
@@ -424,7 +440,9 @@ def test_best_model_is_what_is_exported(tmp_path: Path) -> None:
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
     model = torch.nn.Linear(1, 1)
-    trainer = Trainer(model, _settings(), tmp_path, lambda number: (model(torch.ones(1)).sum() * torch.nan, 1), dict)
+    trainer = Trainer(
+        model, _settings(), tmp_path, lambda number, progress: (model(torch.ones(1)).sum() * torch.nan, 1), dict
+    )
     with pytest.raises(ValueError, match="the loss of steps 1 to 1 is not finite"):
         trainer.run()
 
@@ -518,9 +536,10 @@ def test_block_attention_is_masked_attention_over_context_and_block(causal: bool
     config = DFlashConfig(decoder, size, (1,), 0, 4, (causal,))
     anchors, generator = torch.tensor([[0, 4], [2, 7]]), torch.Generator().manual_seed(0)
     keys, values = torch.randn(2, batch, length, 1, kv_heads, width, generator=generator)
-    q, k, v = (torch.randn(batch, 2 * size, n, width, generator=generator) for n in (heads, kv_heads, kv_heads))
+    q, k, v = (torch.randn(batch, 2, size, n, width, generator=generator) for n in (heads, kv_heads, kv_heads))
     table = rope_table(decoder, length + 2 * size, "cpu")
-    found = BlockMixer(config, keys, values, anchors, table)(0, q, k, v, MixerWeights())
+    found = BlockMixer(config, keys, values, anchors, table)(0, q, k, v, MixerWeights()).flatten(1, 2)
+    q, k, v = (each.flatten(1, 2) for each in (q, k, v))
     positions = (anchors[..., None] + torch.arange(size)).flatten(1)
     all_keys = torch.cat([apply_rope(keys[:, :, 0], table, torch.arange(length)), apply_rope(k, table, positions)], 1)
     before = (torch.arange(length) < anchors[..., None]).repeat_interleave(size, 1)
@@ -677,8 +696,9 @@ def test_training_starts_from_an_exported_drafter(shipped_shape: Path, tmp_path:
     for key, weight in second.weights().items():
         torch.testing.assert_close(weight.float(), weights[key].float(), msg=key)
     shape = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(shape | {"intermediate_size": 7}))
-    with pytest.raises(ValueError, match=r"start_from=.*: expected intermediate_size \d+, got 7"):
+    shape.get("transformer_layer_config", shape)["intermediate_size"] = 7
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    with pytest.raises(ValueError, match=r"start_from=.*: expected .*intermediate_size \d+, got 7"):
         config.build(Replicas())
 
 
@@ -746,7 +766,7 @@ def test_schedule_warms_up_stays_and_falls_to_zero() -> None:
 def test_settings_out_of_range_are_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
     model = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match=message):
-        Trainer(model, _settings(**changes), tmp_path, lambda step: (torch.zeros(()), 1), dict)
+        Trainer(model, _settings(**changes), tmp_path, lambda step, progress: (torch.zeros(()), 1), dict)
 
 
 @pytest.mark.parametrize("name", list(SCHEMAS))
@@ -779,7 +799,7 @@ def test_a_mistake_gets_one_screen(
     with pytest.raises(SystemExit) as ended:
         program.main()
     printed = capsys.readouterr().err
-    assert ended.value.code == 2 and printed.startswith("error: ") and len(printed.splitlines()) < 12
+    assert ended.value.code == 2 and printed.startswith("error: ") and len(printed.splitlines()) < 16
     assert [text for text in expected if text not in printed] == [], printed
     assert "algo" not in printed and list(tmp_path.iterdir()) == []
 

@@ -14,16 +14,25 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 from torch import Tensor, nn
 
-from algorithms.dflash.config import HIDDEN, HIDDEN_AND_TOKEN, NEXT, VANILLA, HeadConfig
+from algorithms.dflash.config import (
+    GRU,
+    HIDDEN,
+    HIDDEN_AND_TOKEN,
+    NEXT,
+    SELECTOR,
+    VANILLA,
+    ConvConfig,
+    HeadConfig,
+)
 from algorithms.dflash.model import DFlashDrafter
 from algorithms.eagle.model import Eagle3Drafter
 from algorithms.models.loading import Target
 from algorithms.parallel import collectives
 from experiments.training.batches import Continuation, ResponseSet, Text, TrainingBatch
 from experiments.training.corpus import IGNORED
+from experiments.training.objectives.block_settings import BlockSettings
 from experiments.training.objectives.dflash import (
     BlockObjective,
-    BlockSettings,
     block_labels,
     confidence_weights,
     decay_weights,
@@ -34,7 +43,7 @@ from experiments.training.objectives.draft import DistillObjective, DistillSetti
 from experiments.training.objectives.drafter import BatchSettings, DrafterTraining
 from experiments.training.objectives.eagle import STEP_DISCOUNT, ChainObjective, ChainSettings, OnePassObjective
 from experiments.training.parallel import Replicas
-from tests.algorithms.drafters import TARGET, draft_model, eagle3_head, eagle_head
+from tests.algorithms.drafters import TARGET, draft_model, eagle3_head, eagle_head, mtp_head
 from tests.algorithms.toy import CONFIG, VOCAB, random_drafter, randomise
 
 ROWS = [(list(range(3, 23)), 8), (list(range(40, 52)), 9), ([7, 9] * 8, 5)]
@@ -101,20 +110,58 @@ FORMS: dict[str, dict[str, Any]] = {
     "jetspec": {"causal_layers": (True, True)},
     "deepspec": {"slots": NEXT, "confidence": HIDDEN},
     "dspark": {"slots": NEXT, "head": HeadConfig(VANILLA, 5), "confidence": HIDDEN_AND_TOKEN},
+    "domino": {"head": HeadConfig(GRU, 5, state_size=6, num_plain=1)},
+    "domino_next": {"slots": NEXT, "head": HeadConfig(GRU, 5, state_size=6, num_plain=2)},
+    "dflash2": {"head": HeadConfig(SELECTOR, 5, num_candidates=7), "conv": ConvConfig(2, 8), "logit_soft_cap": 3.0},
 }
+PROGRESS, UNTIL, SELECTOR_WEIGHT = 0.3, 0.5, 0.7
+"""Domino's loss here is that of 0.6 of the way from the logits before its head to those after."""
 
 
-def draft_loss(drafter: DFlashDrafter, share: float, hidden: Tensor, before: int, label: int, target: Tensor) -> Floats:
-    """Loss and cross entropy of one draft, where the target's logits are `target [V]`."""
-    scores = TARGET.model.logits(hidden).double()
-    head, confidence = drafter.markov_head, drafter.confidence_head
-    e = None if head is None else head.markov_w1.weight[before].double()
-    if head is not None and e is not None:
-        scores = scores + head.markov_w2.weight.double() @ e
+def head_scores(drafter: DFlashDrafter, plain: Tensor, hidden: Tensor, text: list[int], label: int) -> Tensor:
+    """Scores [V] of the draft after the `text` from the anchor on, whose logits before the head are `plain`."""
+    head, gru, selector = drafter.markov_head, drafter.gru_head, drafter.candidate_selector
+    if head is not None:
+        return plain + head.markov_w2.weight.double() @ head.markov_w1.weight[text[-1]].double()
+    if gru is not None and len(text) > gru.num_plain:
+        cell = nn.GRUCell(CONFIG.hidden_size, gru.state_size, bias=False).double()
+        cell.load_state_dict({f"weight_{n}": getattr(gru.prefix_gru, f"weight_{n}_l0") for n in ("ih", "hh")})
+        state = None
+        for token in text:
+            state = cell(TARGET.model.model.embed_tokens.weight[token].double()[None], state)
+        assert state is not None
+        first, last = (weight.double() for weight in gru.embed_proj.parameters())
+        return plain + last @ nn.functional.silu(first @ torch.cat([hidden.double(), state[0]]))
+    if selector is not None:
+        listed = plain.topk(7).indices.tolist()
+        listed = listed if label in listed else [*listed[:-1], label]
+        gate = selector.predecessor_codebook[text[-1]] * (selector.hidden_projection.weight @ hidden)
+        pairs = selector.successor_codebook.double() @ gate.double()
+        scores = torch.full_like(plain, -1e9)
+        scores[listed] = 3 * torch.tanh(plain[listed] / 3) + pairs[listed]
+        return scores
+    return plain
+
+
+def draft_loss(
+    drafter: DFlashDrafter, share: float, hidden: Tensor, text: list[int], label: int, target: Tensor
+) -> Floats:
+    """Loss and cross entropy of the draft after the `text` from the anchor on, where the target's logits are
+    `target [V]`."""
+    plain = TARGET.model.logits(hidden).double()
+    scores, head, confidence = (
+        head_scores(drafter, plain, hidden, text, label), drafter.markov_head, drafter.confidence_head,
+    )  # fmt: skip
     guessed, wanted = ([math.exp(value) for value in log_softmax(x)] for x in (scores, target))
     entropy, distance = -math.log(guessed[label]), sum(abs(p - q) for p, q in zip(wanted, guessed, strict=True))
-    loss = share * entropy + (1 - share) * distance
+    loss, before = entropy, -log_softmax(plain)[label]
+    if drafter.gru_head is not None:
+        loss = 0.6 * entropy + 0.4 * before
+    if drafter.candidate_selector is not None:
+        loss = SELECTOR_WEIGHT * entropy + before
+    loss = share * loss + (1 - share) * distance
     if confidence is not None:
+        e = None if head is None else head.markov_w1.weight[text[-1]].double()
         read = hidden.double() if e is None else torch.cat([hidden.double(), e])
         z = float(confidence.proj.weight[0].double() @ read + confidence.proj.bias.double())
         sure, accepted = 1 / (1 + math.exp(-z)), 1 - distance / 2
@@ -128,8 +175,10 @@ def draft_loss(drafter: DFlashDrafter, share: float, hidden: Tensor, before: int
 def test_block_loss(weights: str, form: str, at_once: int) -> None:
     drafter = random_drafter(block_size=4, **FORMS[form]).requires_grad_(True)
     share, drafts = (0.1, 4) if FORMS[form].get("slots") else (1.0, 3)
+    drafts, until = (3, UNTIL) if "domino" in form else (drafts, 0.0)
     setting = stand()
-    blocks = BlockSettings(9, weights, gamma=3.0, alpha=0.25, token_share=share, at_once=at_once)
+    blocks = BlockSettings(9, weights, gamma=3.0, alpha=0.25, token_share=share, at_once=at_once, plain_until=until)
+    blocks.selector_weight = SELECTOR_WEIGHT
     objective = BlockObjective(drafter, setting, blocks)  # type: ignore[arg-type]
     batch = batch_of(setting)
     anchors = sample_anchors(batch, 3, np.random.default_rng(4))
@@ -143,17 +192,17 @@ def test_block_loss(weights: str, form: str, at_once: int) -> None:
         for row, place in np.ndindex(*anchors.shape):
             anchor, found = int(anchors[row, place]), []
             for k in range(drafts):
-                label, before = int(labels[row, place, k]), int(batch.tokens[row, anchor + k])
+                label, text = int(labels[row, place, k]), batch.tokens[row, anchor : anchor + k + 1].tolist()
                 if label == IGNORED:
                     break
-                draft = hidden[row, place, k], before, label, target[row, anchor + k]
+                draft = hidden[row, place, k], text, label, target[row, anchor + k]
                 found.append(draft_loss(drafter, share, *draft))
             smoothed = [0.75 * math.exp(-entropy) + 0.25 for _, entropy in found]
             products = [math.prod(smoothed[: m + 1]) for m in range(len(smoothed))]
             for k, (loss, _) in enumerate(found):
                 weight = math.exp(-k / 3.0) if weights == "decay" else sum(products[k:])
                 numerator, denominator = numerator + weight * loss, denominator + weight
-    loss = objective.batch_loss(batch, np.random.default_rng(4))
+    loss = objective.batch_loss(batch, np.random.default_rng(4), PROGRESS)
     torch.testing.assert_close(loss.double().detach(), torch.tensor(numerator / denominator).double(), **TOLERANCE)
     loss.backward()
     assert all(parameter.grad is not None for parameter in drafter.parameters())
@@ -171,6 +220,7 @@ def _reduced_peagle_head() -> Eagle3Drafter:
 CHAINS: dict[str, tuple[Any, Any]] = {
     "eagle": (eagle_head, ChainObjective),
     "eagle3": (eagle3_head, ChainObjective),
+    "mtp": (lambda: mtp_head(layers=1), ChainObjective),
     "peagle": (_reduced_peagle_head, OnePassObjective),
 }
 

@@ -25,8 +25,9 @@ class Objective(ABC):
     model: nn.Module
 
     @abstractmethod
-    def loss(self, number: int) -> tuple[Tensor, int]:
-        """Loss of batch `number`, and its tokens; a pure function of the weights, the seed and `number`."""
+    def loss(self, number: int, progress: float) -> tuple[Tensor, int]:
+        """Loss of batch `number` after a share `progress` of the run, and its tokens; a pure function of these, the
+        weights and the seed."""
 
     @abstractmethod
     def held_out(self) -> Mapping[str, float]:

@@ -1,17 +1,23 @@
-"""Block drafters (DFlash, DSpark): blocks of masks after random anchors of the target's text.
+"""Block drafters (DFlash, DSpark, Domino, DFlash 2): blocks of masks after random anchors of the target's text.
 
 For a sequence x and an anchor position a the drafter sees the target's features of positions < a and a block of B
 tokens at positions a … a+B-1: the anchor x_a, then masks. The k-th draft of the block, k = 1 … K, predicts x_{a+k}: row
 k of the block, or row k - 1 with `slots=next`. Decoding has the same situation: the anchor is the last token, which is
-verified and not yet in the cache, so it has no features. A Markov head reads x_{a+k-1}, the token that decoding has
+verified and not yet in the cache, so it has no features. A head reads the tokens up to x_{a+k-1}, which decoding has
 drafted there if draft k counts.
 
 With p the target's distribution of x_{a+k}, q the drafter's, s its `token_share` and z the logit of a confidence head,
 
-    loss_k = s CE_k + (1 - s) |p - q|_1 + BCE(sigmoid(z), 1 - |p - q|_1 / 2),
+    loss_k = s (c CE_k + d CE'_k) + (1 - s) |p - q|_1 + BCE(sigmoid(z), 1 - |p - q|_1 / 2),
 
 where the last term is that of drafters with such a head, and its label has no gradient (github.com/deepseek-ai/DeepSpec
-with s = 0.1: rejection accepts a draft of q with probability 1 - |p - q|_1 / 2).
+with s = 0.1: rejection accepts a draft of q with probability 1 - |p - q|_1 / 2). CE' is of the logits before the head:
+
+* Domino: d falls from 1 to 0 in the first `plain_until` of the run and c = 1 - d, so that the layers are trained before
+  the head (github.com/sgl-project/SpecForge);
+* DFlash 2: d = 1 and c = `selector_weight`, where CE is over the selector's candidates and the label
+  (github.com/vllm-project/speculators);
+* others: c = 1 and d = 0.
 
 A draft helps only if all drafts before it are right. So the k-th of a block weighs w_k, and the loss of a batch is
 sum w_k loss_k / sum w_k over all drafts that have a label:
@@ -28,8 +34,8 @@ sum w_k loss_k / sum w_k over all drafts that have a label:
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,17 +45,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from algorithms.dflash.config import (
-    HIDDEN,
-    HIDDEN_AND_TOKEN,
-    NEXT,
-    OWN,
-    SLOTS,
-    VANILLA,
-    DFlashConfig,
-    HeadConfig,
-    default_target_layer_ids,
-)
+from algorithms.dflash.config import DFlashConfig, default_target_layer_ids
 from algorithms.dflash.drafting import DFlash
 from algorithms.dflash.model import DFlashDrafter
 from algorithms.models.dense_mixer import DenseMixer, head_norm
@@ -59,6 +55,15 @@ from algorithms.models.rotary import apply_rope, rope_table
 from algorithms.models.tokenizer import Tokenizer
 from experiments.training.batches import TrainingBatch
 from experiments.training.corpus import IGNORED
+from experiments.training.objectives.block_heads import corrected
+from experiments.training.objectives.block_settings import (
+    BlockSettings,
+    DFlash2Settings,
+    DFlashSettings,
+    DominoSettings,
+    DSparkSettings,
+    ShapeSettings,
+)
 from experiments.training.objectives.drafter import (
     DrafterObjective,
     DrafterTraining,
@@ -68,72 +73,17 @@ from experiments.training.objectives.drafter import (
     leading_hits,
 )
 from experiments.training.text.prompts import PROBE
-from specdec_kernels.checks import expect_at_least, expect_between, expect_choice
 
-WEIGHTINGS = ("decay", "confidence")
 PUBLISHED_LAYERS = 5
 ANCHORS_AT_ONCE = 32
 """Blocks of a row that held-out figures draft in one pass, to bound memory."""
 
 
 @dataclass
-class DFlashSettings:
-    """Shape of the drafter; the rest is the target's.
+class BlockTraining(DrafterTraining):
+    """What the schemas of block drafters share."""
 
-    None takes what the published drafters have: five layers, or half as many as a target of fewer than ten; features
-    of as many evenly spaced target layers; and the mask token that `mask_token` finds. `own_mask` trains an
-    embedding for the mask instead. `slots` is own (z-lab) or next (DeepSpec), `causal` makes the rows of a block see
-    those before them only (JetSpec). `markov_rank` above 0 adds a Markov head of this rank, `confidence_head` a head
-    that estimates acceptance.
-    """
-
-    num_layers: int | None = None
-    block_size: int = 16
-    target_layer_ids: list[int] | None = None
-    mask_token_id: int | None = None
-    own_mask: bool = False
-    slots: str = OWN
-    causal: bool = False
-    markov_rank: int = 0
-    confidence_head: bool = False
-
-    def __post_init__(self) -> None:
-        expect_at_least("drafter.num_layers", self.num_layers, 1, nullable=True)
-        expect_at_least("drafter.block_size", self.block_size, 2)
-        expect_at_least("drafter.markov_rank", self.markov_rank, 0)
-        expect_choice("drafter.slots", self.slots, SLOTS)
-        if self.own_mask and self.mask_token_id is not None:
-            raise ValueError("drafter.own_mask trains a mask of its own: expected no drafter.mask_token_id")
-
-
-@dataclass
-class BlockSettings:
-    """`anchors` is the number of blocks in a step, spread evenly over its rows. `weights` is confidence, with `alpha`,
-    or decay, with `gamma`. `token_share` is s of the loss. The LM head's logits are computed for `at_once` blocks at a
-    time, to bound memory."""
-
-    anchors: int = 320
-    weights: str = "confidence"
-    gamma: float = 7.0
-    alpha: float = 0.5
-    token_share: float = 1.0
-    at_once: int = 2048
-
-    def __post_init__(self) -> None:
-        expect_at_least("blocks.anchors", self.anchors, 1)
-        expect_at_least("blocks.at_once", self.at_once, 1)
-        expect_choice("blocks.weights", self.weights, WEIGHTINGS)
-        expect_between("blocks.gamma", self.gamma, 0, math.inf, above=True)
-        expect_between("blocks.alpha", self.alpha, 0, 1)
-        expect_between("blocks.token_share", self.token_share, 0, 1)
-
-
-@dataclass
-class DFlashTraining(DrafterTraining):
-    """Schema of `drafter=dflash`."""
-
-    out_dir: str = "outputs/train_dflash"
-    drafter: DFlashSettings = field(default_factory=DFlashSettings)
+    drafter: ShapeSettings = field(default_factory=ShapeSettings)
     blocks: BlockSettings = field(default_factory=BlockSettings)
 
     def objective(self, setting: Setting) -> BlockObjective:
@@ -143,7 +93,6 @@ class DFlashTraining(DrafterTraining):
             mask = target.vocab_size if shape.own_mask else mask_token(setting.tokenizer, target.vocab_size)
         layers = shape.num_layers or min(PUBLISHED_LAYERS, max(1, target.num_layers // 2))
         read = shape.target_layer_ids or default_target_layer_ids(target.num_layers, layers)
-        reads = HIDDEN_AND_TOKEN if shape.markov_rank else HIDDEN
         config = DFlashConfig(
             decoder=draft_decoder(target, num_layers=layers),
             block_size=shape.block_size,
@@ -152,8 +101,7 @@ class DFlashTraining(DrafterTraining):
             num_target_layers=target.num_layers,
             causal_layers=(shape.causal,) * layers,
             slots=shape.slots,
-            confidence=reads if shape.confidence_head else None,
-            head=HeadConfig(VANILLA, shape.markov_rank) if shape.markov_rank else None,
+            **shape.parts(),
         )
         drafter = DFlashDrafter(config)
         drafter.reset_parameters()
@@ -164,20 +112,37 @@ class DFlashTraining(DrafterTraining):
 
 
 @dataclass
-class DSparkSettings(DFlashSettings):
-    block_size: int = 7
-    slots: str = NEXT
-    markov_rank: int = 256
-    confidence_head: bool = True
+class DFlashTraining(BlockTraining):
+    """Schema of `drafter=dflash`."""
+
+    out_dir: str = "outputs/train_dflash"
+    drafter: DFlashSettings = field(default_factory=DFlashSettings)
 
 
 @dataclass
-class DSparkTraining(DFlashTraining):
+class DSparkTraining(BlockTraining):
     """Schema of `drafter=dspark`: the shape and the loss of DeepSpec's DSpark."""
 
     out_dir: str = "outputs/train_dspark"
     drafter: DSparkSettings = field(default_factory=DSparkSettings)
     blocks: BlockSettings = field(default_factory=lambda: BlockSettings(weights="decay", gamma=4.0, token_share=0.1))
+
+
+@dataclass
+class DominoTraining(BlockTraining):
+    """Schema of `drafter=domino`: the shape and the loss of SpecForge's Domino."""
+
+    out_dir: str = "outputs/train_domino"
+    drafter: DominoSettings = field(default_factory=DominoSettings)
+    blocks: BlockSettings = field(default_factory=lambda: BlockSettings(weights="decay", plain_until=1.0))
+
+
+@dataclass
+class DFlash2Training(BlockTraining):
+    """Schema of `drafter=dflash2`: the shape of z-lab's DFlash 2."""
+
+    out_dir: str = "outputs/train_dflash2"
+    drafter: DFlash2Settings = field(default_factory=DFlash2Settings)
 
 
 def mask_token(tokenizer: Tokenizer, vocab_size: int) -> int:
@@ -201,21 +166,21 @@ def mask_token(tokenizer: Tokenizer, vocab_size: int) -> int:
 
 
 class BlockMixer:
-    """Attention of block tokens over [context; own block].
+    """Attention of block tokens `[B, A, block_size]` over [context; own block].
 
     `keys`, `values` `[B, T, layers, H_kv, D]` come from `DFlashDrafter.context_kv`; `anchors [B, A]` are the positions
-    of the blocks. Block tokens are laid out `[B, A * block_size]`. Scores of the context and of the block are computed
+    of the blocks. Scores of the context and of the block are computed
     apart and share one softmax, so no block computes scores of another one's tokens.
     """
 
     def __init__(self, config: DFlashConfig, keys: Tensor, values: Tensor, anchors: Tensor, table: Tensor) -> None:
         self.config, self.keys, self.values, self.table = config.decoder, keys, values, table
-        self.size, device = config.block_size, keys.device
-        self.positions = rearrange(anchors[..., None] + torch.arange(self.size, device=device), "b a k -> b (a k)")
+        size, device = config.block_size, keys.device
+        self.positions = anchors[..., None] + torch.arange(size, device=device)
         self.context_positions = torch.arange(keys.shape[1], device=device)
         self.hidden = rearrange(self.context_positions >= anchors[:, :, None], "b a s -> b 1 1 a 1 s")
         self.causal_layers = config.causal_layers
-        self.future = torch.ones(self.size, self.size, dtype=torch.bool, device=device).triu(1)
+        self.future = torch.ones(size, size, dtype=torch.bool, device=device).triu(1)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, weights: MixerWeights) -> Tensor:
         eps, table = self.config.rms_norm_eps, self.table
@@ -223,10 +188,9 @@ class BlockMixer:
         block = apply_rope(head_norm(k, weights.k_norm, eps), table, self.positions)
         keys = apply_rope(head_norm(self.keys[:, :, layer], weights.k_norm, eps), table, self.context_positions)
         values = self.values[:, :, layer].to(v.dtype)
-        sizes = {"k": self.size, "h": keys.shape[2]}
         # Query head h reads KV head h // (H / H_kv).
-        q = rearrange(q * q.shape[-1] ** -0.5, "b (a k) (h g) d -> b h g a k d", **sizes)
-        own = [rearrange(x, "b (a k) h d -> b h 1 a k d", **sizes) for x in (block, v)]
+        q = rearrange(q * q.shape[-1] ** -0.5, "b a k (h g) d -> b h g a k d", h=keys.shape[2])
+        own = [rearrange(x, "b a k h d -> b h 1 a k d") for x in (block, v)]
         shape, length = q.shape, keys.shape[1]
         rows = q.flatten(2, 4)
         text = (rows @ rearrange(keys, "b s h d -> b h d s")).view(*shape[:-1], length)
@@ -238,7 +202,7 @@ class BlockMixer:
         shares = scores.softmax(-1, dtype=torch.float32).to(v.dtype)
         out = shares[..., :length].flatten(2, 4) @ rearrange(values, "b s h d -> b h s d")
         out = out.view(shape) + shares[..., length:] @ own[1]
-        return rearrange(out, "b h g a k d -> b (a k) (h g) d")
+        return rearrange(out, "b h g a k d -> b a k (h g) d")
 
 
 def sample_anchors(batch: TrainingBatch, count: int, rng: np.random.Generator) -> Tensor:
@@ -277,6 +241,12 @@ def confidence_weights(losses: Tensor, labelled: Tensor, alpha: float) -> Tensor
     return reached.flip(-1).cumsum(-1).flip(-1)
 
 
+def cross_entropies(logits: Tensor, labels: Tensor) -> Tensor:
+    """`[N, K]` of `logits [N, K, V]`; 0 without a label."""
+    flat = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORED)
+    return flat.view_as(labels)
+
+
 def weighted_mean(losses: Tensor, weights: Tensor) -> Tensor:
     """sum w loss / sum w; zero where nothing has a weight."""
     return (losses * weights).sum() / weights.sum().clamp(min=torch.finfo(weights.dtype).tiny)
@@ -286,7 +256,7 @@ class BlockObjective(DrafterObjective):
     """Blocks at random anchors of the continuations, with a frozen target."""
 
     title = "block drafter"
-    added_parts = ("markov_head.", "confidence_head.")
+    added_parts = ("markov_head.", "confidence_head.", "gru_head.", "candidate_selector.", "_conv.")
     model: DFlashDrafter
 
     def __init__(self, drafter: DFlashDrafter, setting: Setting, blocks: BlockSettings) -> None:
@@ -323,18 +293,21 @@ class BlockObjective(DrafterObjective):
 
     def hidden(self, tokens: Tensor, anchors: Tensor, context: tuple[Tensor, Tensor]) -> Tensor:
         """`tokens [B, T]`, `anchors [B, A]` to final hidden states of the drafts, `[B, A, K, hidden]`."""
-        size = self.shape.block_size
-        mixer = BlockMixer(self.shape, *context, anchors, self.table)
-        blocks = self.model.embed_block(self.target, tokens.gather(1, anchors), size)
-        out = self.model(rearrange(blocks, "b a k hidden -> b (a k) hidden"), mixer)
-        return rearrange(out, "b (a k) hidden -> b a k hidden", k=size)[:, :, self.shape.first_slot :]
+        mixer, first = BlockMixer(self.shape, *context, anchors, self.table), self.shape.first_slot
+        blocks = self.model.embed_block(self.target, tokens.gather(1, anchors), self.shape.block_size)
+        return self.model(blocks, mixer)[:, :, first : first + self.draft_len]
 
     def logits(self, hidden: Tensor, before: Tensor) -> Tensor:
         """`hidden [..., K, hidden]` of drafts that each follow the token `before [..., K]` to `[..., K, V]`."""
-        logits = self.target.logits(hidden)
-        if self.model.markov_head is None:
-            return logits
-        return logits + self.model.markov_head.bias(before, hidden)
+        return corrected(self.model, self.target, self.model.logits(self.target, hidden), hidden, before)
+
+    def _shares(self, progress: float) -> tuple[float, float]:
+        """Weights c and d of the cross entropies after and before the head's correction."""
+        if self.model.candidate_selector is not None:
+            return self.blocks.selector_weight, 1.0
+        until = self.blocks.plain_until
+        plain = max(0.0, 1 - progress / until) if until else 0.0
+        return 1 - plain, plain
 
     def _distances(self, logits: Tensor, target: Tensor) -> Tensor:
         """[...] float32: |p - q|_1 of drafts with `logits [..., V]`, where the target's hidden states are `target`."""
@@ -350,29 +323,34 @@ class BlockObjective(DrafterObjective):
         accepted = (1 - distances.detach() / 2).clamp(0, 1)
         return F.binary_cross_entropy_with_logits(head.logits(hidden, e), accepted, reduction="none")
 
-    def _losses(self, hidden: Tensor, before: Tensor, labels: Tensor, *target: Tensor) -> Tensor:
-        logits = self.logits(hidden, before).float()
-        flat = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORED)
-        losses = entropies = flat.view_as(labels)
+    def _losses(self, progress: float, hidden: Tensor, before: Tensor, labels: Tensor, *target: Tensor) -> Tensor:
+        plain = self.model.logits(self.target, hidden)
+        logits = corrected(self.model, self.target, plain, hidden, before, labels).float()
+        after_head, before_head = self._shares(progress)
+        entropies = cross_entropies(logits, labels)
+        losses = after_head * entropies
+        if before_head:
+            losses = losses + before_head * cross_entropies(plain.float(), labels)
         if self.compares:
             distances = self._distances(logits, *target)
             share = self.blocks.token_share
-            losses = share * entropies + (1 - share) * distances
+            losses = share * losses + (1 - share) * distances
             if self.model.confidence_head is not None:
                 losses = losses + self._confidence_loss(hidden, before, distances)
         return torch.stack([losses, entropies])
 
-    def losses(self, *drafts: Tensor) -> Tensor:
+    def losses(self, progress: float, *drafts: Tensor) -> Tensor:
         """Loss and cross entropy of each draft, `[2, N, K]` float32, part by part. `drafts` are hidden states `[N, K,
         hidden]`, tokens before and labels `[N, K]`, and the target's hidden states where the loss compares
         distributions; drafts without a label count for nothing. Several parts compute their logits again for the
         gradient, so that memory holds the logits of one part."""
         parts = list(zip(*(x.split(self.blocks.at_once) for x in drafts), strict=True))
         if len(parts) == 1:
-            return self._losses(*parts[0])
-        return torch.cat([checkpoint(self._losses, *part, use_reentrant=False) for part in parts], dim=1)
+            return self._losses(progress, *parts[0])
+        computed = partial(checkpoint, self._losses, progress, use_reentrant=False)
+        return torch.cat([computed(*part) for part in parts], dim=1)
 
-    def batch_loss(self, batch: TrainingBatch, rng: np.random.Generator) -> Tensor:
+    def batch_loss(self, batch: TrainingBatch, rng: np.random.Generator, progress: float = 1.0) -> Tensor:
         anchors = sample_anchors(batch, -(-self.blocks.anchors // len(batch.tokens)), rng)
         labels = block_labels(batch.tokens, batch.lengths, anchors, self.draft_len)
         target, features = self.read_target(batch.tokens)
@@ -383,7 +361,7 @@ class BlockObjective(DrafterObjective):
             labels,
             *([after_anchors(target, anchors, before)] if self.compares else []),
         ]
-        losses, entropies = self.losses(*(each.flatten(0, 1) for each in drafts))
+        losses, entropies = self.losses(progress, *(each.flatten(0, 1) for each in drafts))
         labelled = labels.flatten(0, 1) != IGNORED
         if self.blocks.weights == "confidence":
             return weighted_mean(losses, confidence_weights(entropies, labelled, self.blocks.alpha))

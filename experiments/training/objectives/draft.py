@@ -96,7 +96,7 @@ class DistillObjective(DrafterObjective):
     def methods(self) -> dict[str, Any]:
         return {f"chain_{self.draft_len}": Standalone.Config(steps=self.draft_len)}
 
-    def batch_loss(self, batch: TrainingBatch, rng: np.random.Generator) -> Tensor:
+    def batch_loss(self, batch: TrainingBatch, rng: np.random.Generator, progress: float = 1.0) -> Tensor:
         with torch.no_grad():
             target = self._logits(self.target, batch.tokens).float().log_softmax(-1)
         draft = self._logits(self.model, batch.tokens).float().log_softmax(-1)

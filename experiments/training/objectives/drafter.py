@@ -145,7 +145,7 @@ class DrafterObjective(Objective):
     draft_len: int
     """Draft length of the simulated tokens per step."""
     added_parts: tuple[str, ...] = ()
-    """Prefixes of weights that a drafter may be given later."""
+    """Parts of the names of weights that a drafter may be given later."""
     scales: Tensor | None = None
     """Divisors `[layers, width]` of the captured features while the drafter trains, if it reads any."""
 
@@ -166,8 +166,9 @@ class DrafterObjective(Objective):
 
     def scaled(self, features: Sequence[Tensor]) -> list[Tensor]:
         """The captured features `[..., width]`, divided by their scales."""
-        pairs = zip(features, () if self.scales is None else self.scales, strict=True)
-        return [feature / scale.to(feature.dtype) for feature, scale in pairs]
+        if self.scales is None:
+            return list(features)
+        return [feature / scale.to(feature.dtype) for feature, scale in zip(features, self.scales, strict=True)]
 
     def start_from(self, folder: Path) -> None:
         """Take the weights of the drafter in `folder`, the inverse of `weights`; `added_parts` may be missing there.
@@ -180,7 +181,7 @@ class DrafterObjective(Objective):
             raise ValueError(f"start_from={folder}: expected {'; '.join(differing)}")
         weights = self._rescaled(load_file(folder / WEIGHTS_FILE), 1)
         own = self.model.state_dict().items()
-        fresh = {name: weight for name, weight in own if name.startswith(self.added_parts)}
+        fresh = {name: weight for name, weight in own if any(part in name for part in self.added_parts)}
         try:
             self.model.load_state_dict({**fresh, **weights})
         except RuntimeError as error:
@@ -191,17 +192,17 @@ class DrafterObjective(Objective):
         """Label to configuration of the algorithms of the evaluation."""
 
     @abstractmethod
-    def batch_loss(self, batch: TrainingBatch, rng: np.random.Generator) -> Tensor:
-        """Mean loss; `rng` is its only source of randomness."""
+    def batch_loss(self, batch: TrainingBatch, rng: np.random.Generator, progress: float = 1.0) -> Tensor:
+        """Mean loss after a share `progress` of the run; `rng` is its only source of randomness."""
 
     @abstractmethod
     def leading(self, batch: TrainingBatch) -> Tensor:
         """`[B, T]` int64: accepted drafts after each position."""
 
-    def loss(self, number: int) -> tuple[Tensor, int]:
+    def loss(self, number: int, progress: float) -> tuple[Tensor, int]:
         seed = self.config.train.seed
         batch = self.training.batch(seed, number)
-        return self.batch_loss(batch, np.random.default_rng([seed, number])), batch.num_tokens
+        return self.batch_loss(batch, np.random.default_rng([seed, number]), progress), batch.num_tokens
 
     def held_out(self) -> Mapping[str, float]:
         """Loss and simulated tokens per step on held-out text of each kind."""

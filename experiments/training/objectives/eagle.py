@@ -1,4 +1,4 @@
-"""EAGLE, EAGLE-3 and P-EAGLE heads, trained unrolled: every position of a row drafts a chain of its own, all at once.
+"""EAGLE, EAGLE-3, P-EAGLE and MTP heads, trained unrolled: every position of a row drafts a chain, all at once.
 
 Chain i begins with the pair (x_{i+1}, f_i). In step k (0, 1, …) its input is token x_{i+1+k} with the feature that step
 k - 1 returned, at rotary position i + k. It attends to the first-step keys of chains j <= i, which represent the text,
@@ -9,7 +9,7 @@ arXiv 2503.01840).
 With p the target's distribution of x_{i+2+k} over the draft vocabulary and q the head's,
     loss = sum_k 0.8^k [ -sum_v p(v) log q(v) + c smoothL1(h_{i+1+k}, f_{i+1+k}) ] / sum_k 0.8^k
 where c > 0 for EAGLE only: its head returns features, while the states of EAGLE-3 are free. An EAGLE-3 head drafts the
-tokens that occur most.
+tokens that occur most. An MTP head is a layer of the target's own kind; its file is one of speculators.
 
 P-EAGLE drafts all steps in one pass: from step 1 on the input is a mask token with a trained feature, and the embedding
 is trained too (vllm-project/speculators). There depth k keeps a random share r^k of its rows, to save memory; here it
@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor
 
+from algorithms.drafting.feature_drafter import RAW
 from algorithms.eagle.config import NUM_FEATURES, Eagle3Config, EagleConfig, default_aux_layer_ids
 from algorithms.eagle.drafting import Eagle, Eagle3, PEagle
 from algorithms.eagle.model import Eagle3Drafter, EagleDrafter
@@ -36,9 +37,13 @@ from algorithms.models.config import DecoderConfig
 from algorithms.models.dense_mixer import DenseMixer, head_norm
 from algorithms.models.layers import MixerWeights
 from algorithms.models.rotary import apply_rope, rope_table
+from algorithms.mtp.config import MTPConfig
+from algorithms.mtp.drafting import MTP
+from algorithms.mtp.model import MTPHead
 from experiments.training.batches import TrainingBatch, shifted
 from experiments.training.objectives.dflash import mask_token
 from experiments.training.objectives.drafter import (
+    FEATURE_WEIGHT,
     DrafterObjective,
     DrafterTraining,
     Setting,
@@ -169,6 +174,22 @@ class PEagleTraining(Eagle3Training):
         return OnePassObjective("P-EAGLE head", head, setting, self.chain, PEagle.Config)
 
 
+@dataclass
+class MTPTraining(DrafterTraining):
+    """Schema of `drafter=mtp`."""
+
+    out_dir: str = "outputs/train_mtp"
+    chain: ChainSettings = field(default_factory=lambda: ChainSettings(steps=3))
+
+    def objective(self, setting: Setting) -> ChainObjective:
+        target = setting.target.config
+        head = MTPHead(MTPConfig(draft_decoder(target, num_layers=1), hidden_in=RAW), target.num_layers)
+        head.bind(setting.target.model)
+        head.to(self.train.device)
+        head.reset_parameters()
+        return ChainObjective("MTP head", head, setting, self.chain, MTP.Config)
+
+
 def feature_layers(num_target_layers: int) -> tuple[int, ...]:
     """The published layers, or evenly spaced ones of a target too shallow for them."""
     if num_target_layers >= SMALLEST_PUBLISHED_TARGET:
@@ -200,8 +221,9 @@ class ChainMixer:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, weights: MixerWeights) -> Tensor:
         keys, values = self.cache[layer]
         positions = torch.arange(q.shape[1], device=q.device) + len(keys)
-        q = apply_rope(head_norm(q, weights.q_norm, self.config.rms_norm_eps), self.table, positions)
-        k = apply_rope(head_norm(k, weights.k_norm, self.config.rms_norm_eps), self.table, positions)
+        eps, interleaved = self.config.rms_norm_eps, self.config.interleaved_rope
+        q = apply_rope(head_norm(q, weights.q_norm, eps), self.table, positions, interleaved)
+        k = apply_rope(head_norm(k, weights.k_norm, eps), self.table, positions, interleaved)
         q, group = rearrange(q, "b t h d -> b h t d"), q.shape[2] // k.shape[2]
         keys.append(repeat(k, "b t h d -> b (h group) t d", group=group))
         values.append(repeat(v, "b t h d -> b (h group) t d", group=group))
@@ -225,17 +247,17 @@ class ChainMixer:
 
 
 class ChainObjective(DrafterObjective):
-    """Unrolled training of an EAGLE or EAGLE-3 head bound to its target."""
+    """Unrolled training of a head bound to its target."""
 
-    model: EagleDrafter | Eagle3Drafter
+    model: EagleDrafter | Eagle3Drafter | MTPHead
 
     def __init__(
         self,
         title: str,
-        drafter: EagleDrafter | Eagle3Drafter,
+        drafter: EagleDrafter | Eagle3Drafter | MTPHead,
         setting: Setting,
         chain: ChainSettings,
-        algorithm: type[Eagle.Config],
+        algorithm: type[Eagle.Config] | type[MTP.Config],
     ) -> None:
         super().__init__(drafter, setting)
         self.title, self.target, self.chain, self._algorithm = title, setting.target.model, chain, algorithm
@@ -245,7 +267,9 @@ class ChainObjective(DrafterObjective):
         self.table = rope_table(drafter.config.decoder, length + chain.steps, self.device)
         self._learn_vocabulary()
         sample = self.training.sample()
-        self.scales = channel_scales(self.read_target(sample.tokens)[1], sample)
+        # An MTP head norms the feature instead.
+        if FEATURE_WEIGHT in drafter.state_dict():
+            self.scales = channel_scales(self.read_target(sample.tokens)[1], sample)
 
     def start_from(self, folder: Path) -> None:
         super().start_from(folder)
@@ -286,7 +310,7 @@ class ChainObjective(DrafterObjective):
         """The target's final hidden states, and the features that the head reads, `[B, T, hidden]` each."""
         return self.target(tokens, self.mixer, self.model.target_layers)
 
-    def batch_loss(self, batch: TrainingBatch, rng: np.random.Generator) -> Tensor:
+    def batch_loss(self, batch: TrainingBatch, rng: np.random.Generator, progress: float = 1.0) -> Tensor:
         hidden, features = self.read_target(batch.tokens)
         with torch.no_grad():
             target_probs = F.linear(hidden, self.head_rows).float().softmax(-1)

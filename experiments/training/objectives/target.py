@@ -162,7 +162,7 @@ class TargetObjective(Objective):
         logits = self.model.logits(hidden[labels != IGNORED]).float()
         return F.cross_entropy(logits, labels[labels != IGNORED], reduction="sum")
 
-    def loss(self, number: int) -> tuple[Tensor, int]:
+    def loss(self, number: int, progress: float) -> tuple[Tensor, int]:
         batch = self.batch
         rows, length = batch.code_rows, batch.code_length
         if number % batch.long_code_every == batch.long_code_every - 1:
