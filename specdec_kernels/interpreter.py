@@ -37,7 +37,7 @@ def prepare() -> None:
     core = interpreter.tl.core
     core.block_type.__init__ = _known_blocks(core.block_type.__init__)
     core.tensor.__init__ = _known_shapes(core.tensor.__init__)
-    _skip_steps_without_effect(interpreter.TritonSemantic)
+    _skip_steps_without_effect(interpreter)
 
 
 def _patch_index(patch_tensor: Callable[..., None]) -> Callable[..., None]:
@@ -129,10 +129,24 @@ def _known_shapes(init: Callable[..., None]) -> Callable[..., None]:
     return build
 
 
-def _skip_steps_without_effect(semantic: Any) -> None:
-    """Three steps of each arithmetic operation: broadcasting operands of one shape, casting a tensor to its own type,
-    and looking for integer overflow without the option `debug`, where it is not reported."""
+def _skip_steps_without_effect(interpreter: Any) -> None:
+    """Steps of each arithmetic operation that change nothing: finding the common type of operands of one type,
+    broadcasting operands of one shape, casting a tensor to its own type, building a constant again, and looking for
+    integer overflow without the option `debug`, where it is not reported."""
+    semantic, tl = interpreter.TritonSemantic, interpreter.tl
     broadcast, cast, check = semantic.broadcast_impl_value, semantic.cast, semantic.binary_op_sanitize_overflow_impl
+    meet, constant = semantic.binary_op_type_checking_impl, cache(semantic.scalar_constant)
+    own = {tl.int32, tl.int64, tl.float32, tl.float64}  # what operands of one of these types are computed in
+
+    def meet_if_needed(self: Any, left: Any, right: Any, *flags: Any, **named: Any) -> Any:
+        kind = left.dtype if type(left) is tl.tensor else None
+        if type(kind) is not tl.dtype or kind not in own or named or flags[2:3] == (False,):
+            return meet(self, left, right, *flags, **named)
+        if type(right) is int and -(2**31) <= right < 2**31:  # a number takes the type of a tensor
+            right = constant(self, right, kind)
+        elif type(right) is not tl.tensor or right.dtype is not kind:
+            return meet(self, left, right, *flags)
+        return self.broadcast_impl_value(left, right)
 
     def broadcast_if_needed(self: Any, left: Any, right: Any) -> Any:
         return (left, right) if left.shape is right.shape else broadcast(self, left, right)
@@ -144,5 +158,6 @@ def _skip_steps_without_effect(semantic: Any) -> None:
         if self.builder.options.debug:
             check(self, left, right, operation)
 
+    semantic.binary_op_type_checking_impl = meet_if_needed
     semantic.broadcast_impl_value, semantic.cast = broadcast_if_needed, cast_if_needed
     semantic.binary_op_sanitize_overflow_impl = check_in_debug

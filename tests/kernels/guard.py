@@ -55,6 +55,10 @@ class _CheckedMemory:
         """Addresses of the active lanes, after the bounds check."""
         pointers, mask = np.broadcast_arrays(np.asarray(pointers), np.asarray(mask).astype(bool))
         lanes = pointers[mask].astype(np.uint64).ravel()
+        if not lanes.size:
+            return lanes
+        if ((self._low <= lanes.min()) & (lanes.max() + np.uint64(size) <= self._high)).any():  # all lie in one tensor
+            return lanes
         inside = np.zeros(lanes.shape, bool)
         for low, high in zip(self._low, self._high, strict=True):
             inside |= (lanes >= low) & (lanes + np.uint64(size) <= high)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ import triton.language as tl
 
 from specdec_kernels.interpreter import FAST_INTERPRETER, prepare
 from specdec_kernels.launch import interpreting, launch
+from tests.programs import run_python
 
 pytestmark = pytest.mark.skipif(not interpreting(), reason="kernels are compiled here")
 
@@ -82,7 +82,7 @@ def test_triton_is_changed_only_where_it_is_asked_for(asked: str | None, replace
         "print(interpreter._patch_builtin is not before)\n"
     )
     given = environment | ({FAST_INTERPRETER: asked} if asked else {})
-    done = subprocess.run([sys.executable, "-c", program], env=given, capture_output=True, text=True, timeout=240)
+    done = run_python("-c", program, cwd=Path(__file__).parents[2], env=given)
     assert done.stdout == f"{replaced}\n", done.stderr
 
 
