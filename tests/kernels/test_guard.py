@@ -48,6 +48,7 @@ def test_correct_kernel_passes() -> None:
 FAULTS = {
     "unmasked load": (lambda: _copy[(1,)](torch.randn(10), torch.zeros(16), 10, 16, False), "lanes outside"),
     "store past the end": (lambda: _copy[(1,)](torch.randn(32), torch.zeros(8), 16, 16, True), "lanes outside"),
+    "one past the end": (lambda: _copy[(1,)](torch.randn(16), torch.zeros(16)[:7], 8, 8, True), "1 of 8 lanes outside"),
     "index -1": (
         lambda: _gather[(1,)](torch.tensor([0, 3, -1]), torch.randn(10), torch.zeros(3), 3, 4),
         "lanes outside",
