@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from specdec_kernels.kv_index import *
     from specdec_kernels.kv_write import *
     from specdec_kernels.lattice import *
+    from specdec_kernels.linear_attention import *
     from specdec_kernels.mla import *
     from specdec_kernels.norm import *
     from specdec_kernels.projection import *

@@ -1,0 +1,181 @@
+"""Gated delta rule over rows of several requests, in three calls a layer, and the commit of all layers.
+
+Row r of a value head has query q, key k (of its key head) and value v, a decay exp(g) and a share beta:
+
+    c = SiLU(sum over taps t of conv[t] x(r - t))      x(r - t): inputs of the row and its ancestors, then of the state
+    q = norm(c_q) / sqrt(dk),   k = norm(c_k),   v = c_v           norm(y) = y / sqrt(sum y^2 + 1e-6)
+    g = -exp(a_log) softplus(a + dt_bias),   beta = sigmoid(b)
+    S = exp(g) S',   S = S + k (beta (v - S^T k))^T,   o = S^T q   S' [dk, dv]: state after the row before
+
+Equations and roundings are those of transformers' Qwen3-Next and Qwen3.5, but beta stays float32. States are float32.
+A state passes through the rows of a path one after another, by the same operations in every call: the outputs of a row
+and the state after it have the same bits in a prompt, in decoding, in a chain, in a tree and in a commit.
+
+`impl` is `auto`, `triton` or `reference`. Every function raises ValueError where a shape, dtype, stride, device or size
+does not fit, and RuntimeError for `impl="triton"` where no kernel can run. Tensors are contiguous where not said
+otherwise. Slots and rows are not checked: they are on the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specdec_kernels.checks import expect_between, expect_dtype, expect_shape, expect_tensors
+from specdec_kernels.launch import dispatch
+from specdec_kernels.linear_attention.types import DeltaInputs, DeltaState, DeltaWeights, Paths, RowLinks
+
+MAX_HEAD_DIM = 256
+MAX_TAPS = 8
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def delta_rule_inputs(
+    qkv: Tensor,
+    b: Tensor,
+    a: Tensor,
+    weights: DeltaWeights,
+    state: DeltaState,
+    links: RowLinks,
+    *,
+    out: DeltaInputs | None = None,
+    impl: str = "auto",
+) -> DeltaInputs:
+    """Convolution, SiLU, norms and gates of R rows of one layer.
+
+    Args:
+        qkv: [R, C], rows may be strided; the convolution is rounded to its dtype, as is its activation.
+        b, a: [R, HV], dtype of `qkv`, rows may be strided.
+        weights: `conv` has the dtype of `qkv`.
+        state: of one layer, read; `conv` has the dtype of `qkv`.
+        out: written and returned if given, for example a layer of what `commit_delta_rule` reads.
+    """
+    expect_shape("qkv", qkv, (None, None))
+    expect_dtype("qkv", qkv, *_FLOATS)
+    rows, channels = qkv.shape
+    heads = _check_state(state, channels, qkv.dtype)
+    wide = torch.promote_types(qkv.dtype, torch.float32)
+    for name, each, width in (("qkv", qkv, channels), ("b", b, heads), ("a", a, heads)):
+        expect_shape(name, each, (rows, width))
+        expect_dtype(name, each, qkv.dtype)
+        if each.stride(1) != 1:
+            raise ValueError(f"{name}: expected stride 1 in the last dimension, got strides {each.stride()}")
+    expect_tensors(
+        {"qkv": qkv, "b": b, "a": a},
+        conv=(weights.conv, (channels, state.conv.shape[1] + 1), qkv.dtype),
+        a_log=(weights.a_log, (heads,), wide),
+        dt_bias=(weights.dt_bias, (heads,), wide),
+        parents=(links.parents, (rows,), torch.int32),
+        slots=(links.slots, (rows,), torch.int64),
+        state_conv=(state.conv, (None, None, channels), qkv.dtype),
+    )
+    if out is None:
+        decay, beta = (qkv.new_empty((rows, heads), dtype=wide) for _ in range(2))
+        out = DeltaInputs(qkv.new_empty((rows, channels), dtype=wide), decay, beta, qkv.new_empty((rows, channels)))
+    _check_inputs(out, (rows,), channels, heads)
+    dispatch("delta_rule_inputs", __package__, impl, qkv)(qkv, b, a, weights, state, links, out)
+    return out
+
+
+def delta_rule(inputs: DeltaInputs, paths: Paths, state: DeltaState, *, impl: str = "auto") -> Tensor:
+    """[R, HV, dv] in the dtype of `inputs.raw`: outputs of the rows of one layer, zeros where a row has no owner.
+
+    The state is read, and written where `paths.ends` names a slot. No slot may end two paths, and a slot that ends a
+    path may start no other.
+    """
+    heads = _check_state(state, inputs.raw.shape[-1], inputs.raw.dtype)
+    _check_inputs(inputs, inputs.raw.shape[:1], inputs.raw.shape[-1], heads)
+    _check_paths(paths, inputs.raw)
+    if paths.owners is None:
+        raise ValueError("owners: expected the path that writes each row, got None")
+    out: Tensor = dispatch("delta_rule", __package__, impl, inputs.raw)(inputs, paths, state)
+    return out
+
+
+def commit_delta_rule(inputs: DeltaInputs, paths: Paths, state: DeltaState, *, impl: str = "auto") -> None:
+    """Take the states of L layers along `paths`, and write them to `paths.ends`; a path without rows that starts where
+    it ends changes nothing.
+
+    Args:
+        inputs: of L layers, as `delta_rule_inputs` left them.
+        state: of L layers, written.
+    """
+    raw = inputs.raw
+    expect_shape("raw", raw, (None, None, None))
+    heads = _check_state(state, raw.shape[-1], raw.dtype, layers=raw.shape[0])
+    _check_inputs(inputs, raw.shape[:2], raw.shape[-1], heads)
+    _check_paths(paths, raw)
+    if paths.ends is None:
+        raise ValueError("ends: expected the slot that takes each state, got None")
+    dispatch("commit_delta_rule", __package__, impl, raw)(inputs, paths, state)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, impl: str = "auto") -> Tensor:
+    """weight * x / sqrt(mean(x^2) + eps) * SiLU(gate) over the last dimension, in the dtype of x [R, HV, dv].
+
+    Roundings as in transformers: the scaled row and its product with the weight are rounded to the dtype of x before
+    they are multiplied by the gate in float32.
+
+    Args:
+        gate: [R, HV * dv], dtype of x, rows may be strided.
+        weight: [dv], dtype of x.
+    """
+    expect_shape("x", x, (None, None, None))
+    expect_dtype("x", x, *_FLOATS)
+    expect_between("dv of x", x.shape[2], 1, MAX_HEAD_DIM)
+    expect_shape("gate", gate, (x.shape[0], x.shape[1] * x.shape[2]))
+    expect_dtype("gate", gate, x.dtype)
+    if gate.stride(1) != 1:
+        raise ValueError(f"gate: expected stride 1 in the last dimension, got strides {gate.stride()}")
+    expect_tensors({"gate": gate}, x=(x, (None, None, None), x.dtype), weight=(weight, (x.shape[2],), x.dtype))
+    out: Tensor = dispatch("gated_rms_norm", __package__, impl, x)(x, gate, weight, eps)
+    return out
+
+
+def key_heads(state: DeltaState) -> int:
+    """H of a state: the channels that are no values are those of H queries and H keys."""
+    heads, dk, dv = state.ssm.shape[-3:]
+    return int((state.conv.shape[-1] - heads * dv) // (2 * dk))
+
+
+def _check_state(state: DeltaState, channels: int, kind: torch.dtype, layers: int | None = None) -> int:
+    """The number of value heads. Raises ValueError where the state does not fit rows of `channels`."""
+    lead = () if layers is None else (layers,)
+    expect_shape("state.ssm", state.ssm, (*lead, None, None, None, None))
+    slots, heads, dk, dv = state.ssm.shape[len(lead) :]
+    expect_between("dk of state.ssm", dk, 1, MAX_HEAD_DIM)
+    expect_between("dv of state.ssm", dv, 1, MAX_HEAD_DIM)
+    expect_tensors(
+        ssm=(state.ssm, (*lead, slots, heads, dk, dv), torch.promote_types(kind, torch.float32)),
+        conv=(state.conv, (*lead, slots, None, channels), kind),
+    )
+    expect_between("taps of state.conv", state.conv.shape[-2] + 1, 2, MAX_TAPS)
+    groups = key_heads(state)
+    if groups < 1 or heads % groups or 2 * groups * dk + heads * dv != channels:
+        raise ValueError(f"channels: expected 2 H * {dk} + {heads} * {dv} with H a divisor of {heads}, got {channels}")
+    return int(heads)
+
+
+def _check_inputs(inputs: DeltaInputs, lead: tuple[int, ...], channels: int, heads: int) -> None:
+    kind = inputs.raw.dtype
+    wide = torch.promote_types(kind, torch.float32)
+    expect_tensors(
+        mixed=(inputs.mixed, (*lead, channels), wide),
+        decay=(inputs.decay, (*lead, heads), wide),
+        beta=(inputs.beta, (*lead, heads), wide),
+        raw=(inputs.raw, (*lead, channels), kind),
+    )
+
+
+def _check_paths(paths: Paths, raw: Tensor) -> None:
+    expect_shape("first", paths.first, (None,))
+    count, rows = len(paths.first), raw.shape[-2]
+    expect_tensors(
+        {"raw": raw},
+        order=(paths.order, (None,), torch.int32),
+        first=(paths.first, (count,), torch.int32),
+        counts=(paths.counts, (count,), torch.int32),
+        starts=(paths.starts, (count,), torch.int64),
+        ends=(paths.ends, (count,), torch.int64),
+        owners=(paths.owners, (rows,), torch.int32),
+    )

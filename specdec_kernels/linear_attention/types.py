@@ -1,0 +1,56 @@
+"""Arguments and results of linear attention with the gated delta rule.
+
+R rows (tokens), H key heads of size dk, HV value heads of size dv, C = 2 H dk + HV dv channels (queries, keys, values),
+T taps of the convolution, S state slots. Value head h reads key head h // (HV / H).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class DeltaWeights(NamedTuple):
+    """Weights of one layer besides its projections and norm."""
+
+    conv: Tensor  # [C, T]: the last tap multiplies the row itself
+    a_log: Tensor  # [HV] float32
+    dt_bias: Tensor  # [HV] float32
+
+
+class DeltaState(NamedTuple):
+    """The state of each slot: of one layer, or of L layers with a leading dimension L."""
+
+    ssm: Tensor  # [S, HV, dk, dv] float32
+    conv: Tensor  # [S, T - 1, C]: the last inputs of the convolution, the latest last
+
+
+class DeltaInputs(NamedTuple):
+    """What the recurrence reads of each row: of one layer, or of L layers with a leading dimension L."""
+
+    mixed: Tensor  # [R, C] float32: after convolution and SiLU; queries and keys normed, queries scaled
+    decay: Tensor  # [R, HV] float32: exp(g), of the state before the row
+    beta: Tensor  # [R, HV] float32: share of the difference that is written
+    raw: Tensor  # [R, C]: inputs of the convolution
+
+
+class RowLinks(NamedTuple):
+    """What precedes each row."""
+
+    parents: Tensor  # [R] int32: row of the token before, -1 where the state of the slot precedes
+    slots: Tensor  # [R] int64: state slot, -1 for zeros
+
+
+class Paths(NamedTuple):
+    """W sequences of rows through which states pass. Path w has the rows `order[first[w] + i]`, i < `counts[w]`."""
+
+    order: Tensor  # [E] int32: row numbers
+    first: Tensor  # [W] int32
+    counts: Tensor  # [W] int32
+    starts: Tensor  # [W] int64: slot whose state the path starts from, -1 for zeros
+    ends: Tensor | None = (
+        None  # [W] int64: slot that takes the state after the path, -1 for none; None: no path has one
+    )
+    owners: Tensor | None = None  # [R] int32: the path that writes the output of a row, -1 for none
+    complete: bool = True  # every row has an owner

@@ -1,0 +1,242 @@
+"""Gated delta rule: the layer of transformers, and the same bits for any way to run through a text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.qwen3_5 import Qwen3_5TextConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
+
+from specdec_kernels.cases import Maker
+from specdec_kernels.linear_attention import (
+    DeltaInputs,
+    DeltaState,
+    DeltaWeights,
+    Paths,
+    RowLinks,
+    accepted_paths,
+    chain_paths,
+    commit_delta_rule,
+    delta_rule,
+    delta_rule_inputs,
+    gated_rms_norm,
+    prompt_paths,
+    tree_paths,
+)
+from specdec_kernels.linear_attention.cases import channels_of, inputs_of, make_state, make_weights, rule
+
+if torch.cuda.is_available():
+    pytest.skip("these run on the CPU, where reference and interpreter can be compared", allow_module_level=True)
+
+HEADS, SLOTS, LENGTH = (1, 2, 4, 6), 4, 23
+# Node 2 has two children, and nodes 1 and 5 are leaves.
+TREE = [[0, -1, -1, -1], [0, 1, -1, -1], [0, 2, -1, -1], [0, 2, 3, -1], [0, 2, 4, -1], [0, 2, 4, 5]]
+Rows = tuple[Tensor, Tensor, Tensor]
+
+
+class Runner:
+    """One layer with slots of old requests, and texts as rows of raw inputs."""
+
+    def __init__(self, impl: str) -> None:
+        make = Maker.seeded(seed=3)
+        self.impl, self.make, self.weights = impl, make, make_weights(make, HEADS)
+        self.state = make_state(make, HEADS, SLOTS)
+        self.late = 0  # positions by which segments seem to start too late
+        self.prepare = delta_rule_inputs
+        self.commit: Callable[..., None] = commit_delta_rule
+
+    def text(self) -> Rows:
+        return tuple(self.make.normal(LENGTH, width) for width in (channels_of(HEADS), HEADS[1], HEADS[1]))
+
+    def forward(self, rows: Rows, links: RowLinks, paths: Paths) -> tuple[Tensor, DeltaInputs]:
+        inputs = self.prepare(*rows, self.weights, self.state, links, impl=self.impl)
+        return delta_rule(inputs, paths, self.state, impl=self.impl), inputs
+
+    def prompts(
+        self, texts: list[Rows], slots: Tensor, starts: list[int], counts: list[int], tile: int
+    ) -> list[Tensor]:
+        """Run a segment of each text in tiles; returns the outputs of its tokens."""
+        sizes = [max(1, -(-count // tile)) * tile for count in counts]
+        firsts = [sum(sizes[:index]) for index in range(len(sizes))]
+        rows = tuple(self.make.normal(sum(sizes), each.shape[1]) for each in texts[0])
+        for text, first, start, count in zip(texts, firsts, starts, counts, strict=True):
+            for part, whole in zip(rows, text, strict=True):
+                part[first : first + count] = whole[start : start + count]
+        numbers = (torch.tensor(starts) + self.late, torch.tensor(counts, dtype=torch.int32), torch.tensor(firsts))
+        out, _ = self.forward(rows, *prompt_paths(slots, *numbers, sum(sizes)))
+        return [out[first : first + count] for first, count in zip(firsts, counts, strict=True)]
+
+    def step(
+        self, texts: list[Rows], slots: Tensor, starts: list[int], nodes: list[list[int]], drafts: int
+    ) -> list[Tensor]:
+        """Verify and commit: the accepted `nodes` of request b carry its text from `starts[b]` on, and the others
+        something else. Returns the outputs of the accepted nodes. `drafts` is N of a chain; 0: the tree."""
+        num_nodes = drafts or len(TREE)
+        rows = tuple(self.make.normal(len(texts) * num_nodes, each.shape[1]) for each in texts[0])
+        for request, (text, start, path) in enumerate(zip(texts, starts, nodes, strict=True)):
+            at = [request * num_nodes + node for node in path]
+            for part, whole in zip(rows, text, strict=True):
+                part[at] = whole[start : start + len(path)]
+        plan = chain_paths(slots, drafts) if drafts else tree_paths(slots, torch.tensor([TREE] * len(texts)).int())
+        out, inputs = self.forward(rows, *plan)
+        longest = max(map(len, nodes)) + 1
+        padded = torch.tensor([path + [-1] * (longest - len(path)) for path in nodes], dtype=torch.int32)
+        layers = DeltaInputs(*(each[None] for each in inputs)), DeltaState(*(each[None] for each in self.state))
+        self.commit(layers[0], accepted_paths(slots, padded, num_nodes), layers[1], impl=self.impl)
+        return [out[[request * num_nodes + node for node in path]] for request, path in enumerate(nodes)]
+
+
+def one_by_one(runner: Runner, text: Rows, slot: int) -> Tensor:
+    """Every row in a step of its own, in a slot that an old request has left."""
+    slots = torch.tensor([slot])
+    runner.prompts([text], slots, [0], [0], 4)
+    return torch.cat([runner.step([text], slots, [at], [[0]], 1)[0] for at in range(LENGTH)])
+
+
+def with_drafts(runner: Runner, texts: list[Rows], slots: Tensor) -> list[Tensor]:
+    """Two requests: prompts in segments that end anywhere, chains and trees of which any part is accepted, none too."""
+    parts = [
+        runner.prompts(texts, slots, [0, 0], [7, 1], 4),
+        runner.prompts(texts, slots, [7, 1], [2, 8], 8),
+        runner.step(texts, slots, [9, 9], [[0, 1, 2], [0]], 4),
+        runner.step(texts, slots, [12, 10], [[0, 2, 4, 5], [0, 1]], 0),
+        runner.step(texts, slots, [16, 12], [[], [0, 2, 3]], 0),
+        runner.step(texts, slots, [16, 15], [[0, 1, 2], [0, 1, 2, 3, 4]], 5),
+        runner.step(texts, slots, [19, 20], [[0, 1, 2, 3], [0, 1, 2]], 5),
+    ]
+    return [torch.cat([part[request] for part in parts]) for request in range(2)]
+
+
+def speculate(impl: str, fault: Callable[[Runner], None] | None = None) -> bool:
+    """Whether outputs and states with drafts have the bits of those without."""
+    plain, drafted = Runner(impl), Runner(impl)
+    texts, slots = [plain.text(), plain.text()], torch.tensor([2, 0])
+    drafted.state.ssm[slots] += 1  # old requests leave other states
+    expected = [one_by_one(plain, text, slot) for text, slot in zip(texts, slots.tolist(), strict=True)]
+    if fault is not None:
+        fault(drafted)
+    outputs = with_drafts(drafted, texts, slots)
+    same = all(torch.equal(*pair) for pair in zip(outputs, expected, strict=True))
+    states = (torch.equal(*pair) for pair in zip(drafted.state, plain.state, strict=True))
+    return same and all(states)
+
+
+def test_any_way_through_a_text_has_the_same_bits(impl: str) -> None:
+    """Other slots keep their bits too: all slots are compared."""
+    assert speculate(impl)
+
+
+def stale_slot(runner: Runner) -> None:
+    """A new request starts from what an old one left."""
+    runner.late = 1
+
+
+def double_commit(runner: Runner) -> None:
+    def commit(*call: object, impl: str) -> None:
+        commit_delta_rule(*call, impl=impl)
+        commit_delta_rule(*call, impl=impl)
+
+    runner.commit = commit
+
+
+def nodes_by_count(runner: Runner) -> None:
+    """As many nodes as were accepted, in place of those that were."""
+
+    def commit(inputs: DeltaInputs, paths: Paths, state: DeltaState, impl: str) -> None:
+        num_nodes, most = inputs.raw.shape[1] // 2, len(paths.order) // 2
+        row = torch.arange(most).repeat(2) + torch.arange(2).repeat_interleave(most) * num_nodes
+        commit_delta_rule(inputs, paths._replace(order=row.int().clamp(max=2 * num_nodes - 1)), state, impl=impl)
+
+    runner.commit = commit
+
+
+def convolution_of_the_row_before(runner: Runner) -> None:
+    def prepare(*call: object, impl: str) -> DeltaInputs:
+        *others, links = call
+        row = torch.arange(len(links.parents)).int()
+        return delta_rule_inputs(
+            *others, links._replace(parents=torch.where(links.parents < 0, -1, row - 1)), impl=impl
+        )
+
+    runner.prepare = prepare
+
+
+def inputs_not_kept(runner: Runner) -> None:
+    """The commit leaves the last inputs of the convolution as they were."""
+
+    def commit(inputs: DeltaInputs, paths: Paths, state: DeltaState, impl: str) -> None:
+        commit_delta_rule(inputs, paths, state._replace(conv=state.conv.clone()), impl=impl)
+
+    runner.commit = commit
+
+
+FAULTS = [stale_slot, double_commit, nodes_by_count, convolution_of_the_row_before, inputs_not_kept]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_changes_bits(fault: Callable[[Runner], None]) -> None:
+    assert not speculate("reference", fault)
+
+
+def test_the_layer_of_transformers(impl: str) -> None:
+    """From raw inputs to the gated norm, over several chunks of 64 of their chunked form."""
+    groups, values, dk, dv, length = 2, 4, 8, 12, 150
+    config = Qwen3_5TextConfig(
+        hidden_size=16, num_hidden_layers=1, linear_num_key_heads=groups, linear_num_value_heads=values,
+        linear_key_head_dim=dk, linear_value_head_dim=dv, rms_norm_eps=1e-4, layer_types=["linear_attention"],
+    )  # fmt: skip
+    torch.manual_seed(5)
+    theirs = Qwen3_5GatedDeltaNet(config, 0).eval()
+    with torch.no_grad():
+        theirs.dt_bias.normal_()
+        theirs.norm.weight.normal_()
+    theirs.out_proj = torch.nn.Identity()
+    hidden = torch.randn(length, 16)
+    with torch.no_grad():
+        expected = theirs(hidden[None])[0]
+        qkv, b, a, z = (getattr(theirs, f"in_proj_{name}")(hidden) for name in ("qkv", "b", "a", "z"))
+    weights = DeltaWeights(theirs.conv1d.weight[:, 0].detach(), theirs.A_log.detach(), theirs.dt_bias.detach())
+    state = make_state(Maker.seeded(), (groups, values, dk, dv), 1)
+    one, zero = torch.tensor([length], dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    links, paths = prompt_paths(zero, zero, one, zero, length)
+    inputs = delta_rule_inputs(qkv, b, a, weights, state, links, impl=impl)
+    out = delta_rule(inputs, paths, state, impl=impl)
+    out = gated_rms_norm(out, z, theirs.norm.weight.detach(), 1e-4, impl=impl)
+    torch.testing.assert_close(out.flatten(1), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_a_path_without_nodes_and_padding_write_nothing(impl: str, count: int) -> None:
+    inputs = rule(Maker.seeded(), "chain", 3, 2)
+    slots, before = torch.tensor([4, -1, 2]), [each.clone() for each in inputs["state"]]
+    paths = accepted_paths(slots, torch.tensor([[-1, -1], [0, 1], [0, -1]]).int()[:, :count].contiguous(), 2)
+    lead = (
+        DeltaInputs(*(each[None] for each in inputs["inputs"])),
+        DeltaState(*(each[None] for each in inputs["state"])),
+    )
+    commit_delta_rule(lead[0], paths, lead[1], impl=impl)
+    for each, old in zip(inputs["state"], before, strict=True):
+        changed = (each != old).flatten(1).any(1)
+        assert changed.tolist() == [False, False, count > 0, False, False, False]
+
+
+def test_bad_input_is_named() -> None:
+    make = Maker.seeded()
+    given, step = inputs_of(make, "chain", 2, 3), rule(make, "chain", 2, 3)
+    with pytest.raises(ValueError, match=r"a: expected shape \[6, 4\], got \[6, 3\]"):
+        delta_rule_inputs(**(given | dict(a=torch.zeros(6, 3))))
+    with pytest.raises(ValueError, match="channels: expected 2 H"):
+        delta_rule_inputs(
+            **(given | dict(qkv=torch.zeros(6, 79), state=DeltaState(given["state"].ssm, torch.zeros(5, 3, 79))))
+        )
+    with pytest.raises(ValueError, match="ssm: expected dtype torch.float32, got torch.float16"):
+        delta_rule(**(step | dict(state=step["state"]._replace(ssm=step["state"].ssm.half()))))
+    with pytest.raises(ValueError, match="owners: expected the path that writes each row, got None"):
+        delta_rule(**(step | dict(paths=step["paths"]._replace(owners=None))))
+    with pytest.raises(ValueError, match="taps of state.conv: expected 2 to 8, got 1"):
+        delta_rule(**(step | dict(state=step["state"]._replace(conv=torch.zeros(5, 0, 80)))))
+    with pytest.raises(ValueError, match=r"gate: expected shape \[2, 12\], got \[2, 6\]"):
+        gated_rms_norm(torch.zeros(2, 2, 6), torch.zeros(2, 6), torch.ones(6), 1e-6)

@@ -1,0 +1,63 @@
+"""Bugs in linear attention with the gated delta rule."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from tests.mutants.mutant import bugs_in, parity
+
+_kernel = bugs_in("specdec_kernels/linear_attention/kernel.py")
+_paths = bugs_in("specdec_kernels/linear_attention/paths.py")
+_case = partial(parity, "linear_attention")
+_BITS = ("tests/kernels/test_linear_attention.py::test_any_way_through_a_text_has_the_same_bits",)
+
+MUTANTS = (
+    _kernel(
+        "delta_convolution_of_another_place",
+        "place = slot * (TAPS - 1) + (TAPS - 1 - {{before -> tap}})",
+        _case("inputs_chain"),
+        "the state's inputs are counted from the row in place of the first row of the call",
+    ),
+    _kernel(
+        "delta_difference_before_the_decay",
+        "update = beta * (v - tl.sum({{state -> state / decay}} * k[:, None], 0))",
+        _case("rule_chain"),
+        "the value is compared with the state before its decay",
+    ),
+    _kernel(
+        "delta_key_of_the_value_head",
+        "query = head {{// (HV // H) -> % H}} * DK + key",
+        _case("rule_chain"),
+        "value heads take the keys of the wrong group",
+    ),
+    _kernel(
+        "delta_segment_does_not_reset",
+        "{{if (count == 0) & ((end < 0) | (end == start)) -> if count == 0}}:",
+        _case("rule_prompt"),
+        "a text of one token starts from the state of an old request",
+    ),
+    _kernel(
+        "delta_inputs_before_the_path_stay",
+        "(start * (TAPS - 1) + place{{ + count -> }}) * C, mask=old",
+        _case("commit_tree"),
+        "after a path shorter than the convolution its older inputs do not move",
+    ),
+    _kernel(
+        "delta_gate_before_the_norm",
+        "wide = x.to(tl.float32){{ -> * (gate * tl.sigmoid(gate))}}",
+        _case("norm_odd"),
+        "the gate is applied before the norm too",
+    ),
+    _paths(
+        "delta_texts_start_from_their_slot",
+        "begins = torch.where(starts == {{0 -> -1}}, -1, slots)",
+        _BITS,
+        "a new request starts from what an old one left",
+    ),
+    _paths(
+        "delta_parent_is_the_row_before",
+        "parent = {{nodes.gather(2, (depth - 2).clamp(min=0))[:, :, 0] -> (node - 1).expand(batch, count)}}",
+        _BITS,
+        "the convolution of a tree sees other branches",
+    ),
+)
