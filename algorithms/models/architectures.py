@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from algorithms.models.config_keys import nested
+from algorithms.models.experts.config import DeepSeekRule, QwenRule
 from algorithms.models.latent.config import LatentRule
 
 FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -72,6 +73,8 @@ def window_by_layer(config: Mapping[str, Any], num_layers: int) -> Windows:
     return read_layer_types(layer_types, window, num_layers)
 
 
+NEXT_LAYER = "model.layers.{num_layers}."
+"""Tensors of one MTP layer behind the last layer."""
 _FLAGS = ("qk_norm", "qkv_bias", "o_bias", "mlp_bias", "sinks", "interleaved_rope", "closing_norms")
 _NUMBERS = ("soft_cap", "scale")
 _KINDS = ("mixings", "mlps")
@@ -167,8 +170,29 @@ ARCHITECTURES = {
         closing_norms=True,
         rotary_share=0.5,
     ),
-    # Of its MLPs only the dense ones.
-    "deepseek_v3": Architecture("DeepseekV3ForCausalLM", mixings=LatentRule(), mtp_prefix="model.layers.{num_layers}."),
+    "qwen3_moe": Architecture(
+        "Qwen3MoeForCausalLM",
+        qk_norm=True,
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        windows=window_by_layer,
+        mlps=QwenRule(),
+    ),
+    "glm4_moe": Architecture(
+        "Glm4MoeForCausalLM",
+        qk_norm="use_qk_norm",
+        qkv_bias="attention_bias",
+        rotary_share=0.5,
+        mlps=DeepSeekRule("sigmoid"),
+        mtp_prefix=NEXT_LAYER,
+    ),
+    "deepseek_v2": Architecture("DeepseekV2ForCausalLM", mixings=LatentRule(), mlps=DeepSeekRule("softmax")),
+    "deepseek_v3": Architecture(
+        "DeepseekV3ForCausalLM", mixings=LatentRule(), mlps=DeepSeekRule("sigmoid"), mtp_prefix=NEXT_LAYER
+    ),
+    "glm4_moe_lite": Architecture(
+        "Glm4MoeLiteForCausalLM", mixings=LatentRule(), mlps=DeepSeekRule("sigmoid"), mtp_prefix=NEXT_LAYER
+    ),
     # Not in transformers: Qwen2 with MTP layers (github.com/XiaomiMiMo/MiMo).
     "mimo": Architecture("MiMoForCausalLM", qkv_bias=True, windows=window_by_layer, mtp_prefix="model.mtp_layers."),
     # Not in transformers: for models trained here, every difference is a key of its own.

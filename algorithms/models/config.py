@@ -128,7 +128,9 @@ class DecoderConfig:
             raise ValueError(f"hidden_act '{config['hidden_act']}' is not supported, expected 'silu'")
         sizes: dict[str, Any] = {field: read_size(key, required(config, key)) for field, key in _SIZES.items()}
         read_size("num_hidden_layers", sizes["num_layers"], MOST_LAYERS)
-        by_default = {"num_key_value_heads": sizes["num_heads"], "head_dim": sizes["hidden_size"] // sizes["num_heads"]}
+        # Latent attention has no head dimension of its own; transformers gives the name to the part that rotates.
+        head_dim = config.get("qk_rope_head_dim") or sizes["hidden_size"] // sizes["num_heads"]
+        by_default = {"num_key_value_heads": sizes["num_heads"], "head_dim": head_dim}
         heads, head_dim = (read_size(key, config.get(key) or value) for key, value in by_default.items())
         theta, scaling = read_rope(config)
         return cls(

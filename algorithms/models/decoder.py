@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import specdec_kernels as kernels
 from algorithms.models.config import DecoderConfig
 from algorithms.models.dense_mixer import DenseMixer
+from algorithms.models.experts.module import ExpertTensors
 from algorithms.models.fusion import Fusable, FusableModel
 from algorithms.models.kinds import mixing_module, mlp_module
 from algorithms.models.layers import MLP, Attention, Mixer, Mixing, RMSNorm, real_rows
@@ -118,6 +119,8 @@ def reset_layers(layers: nn.ModuleList) -> None:
     """Training start: variance-preserving matrices, and residual branches that begin at zero."""
     for layer in layers:
         for name, module in layer.named_modules():
+            if isinstance(module, ExpertTensors):
+                module.reset_parameters()
             if not isinstance(module, nn.Linear):
                 continue
             if name.endswith(("o_proj", "down_proj")):

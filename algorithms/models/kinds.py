@@ -13,12 +13,14 @@ from typing import Any
 import torch
 
 from algorithms.models.config import DecoderConfig
+from algorithms.models.experts.config import ExpertsConfig
+from algorithms.models.experts.module import Experts
 from algorithms.models.latent.config import LatentConfig
 from algorithms.models.latent.module import LatentAttention, LatentDenseMixer
 from algorithms.models.layers import MLP, Attention, Mixer, Mixing, SwiGLU
 
 MIXINGS: dict[type, Callable[[DecoderConfig, Any], Mixing]] = {LatentConfig: LatentAttention}
-MLPS: dict[type, Callable[[DecoderConfig, Any], MLP]] = {}
+MLPS: dict[type, Callable[[DecoderConfig, Any], MLP]] = {ExpertsConfig: Experts}
 DENSE_MIXERS: dict[type, Callable[[DecoderConfig, Any, int, torch.device | str], Mixer]] = {
     LatentConfig: LatentDenseMixer
 }

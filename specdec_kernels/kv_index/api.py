@@ -108,7 +108,7 @@ def move_accepted(kv: Tensor, page_table: Tensor, lengths: Tensor, nodes: Tensor
         lengths: [B] int64, L: committed tokens before this step.
         nodes: [B, D + 1] int32, accepted path from the root on, rising, then -1 (`Accepted.nodes`).
     """
-    expect_shape("kv", kv, (None, None, None, None, None, None))
+    expect_shape("kv", kv, (None, 1 if kv.ndim > 1 and kv.shape[1] == 1 else 2, None, None, None, None))
     _check_table(page_table, kv.shape[3], lengths=lengths)
     expect_tensors({"page_table": page_table, "kv": kv}, nodes=(nodes, (page_table.shape[0], None), torch.int32))
     expect_contiguous(kv=kv)

@@ -51,20 +51,27 @@ class Stored:
         shape = (rows, *self.shape[1:])
         return self.changed(shape, lambda x: x[:rows]), self.changed(shape, lambda x: x[rows : 2 * rows])
 
+    def joined(self, other: Stored) -> Stored:
+        """The rows of this, then those of `other`. Raises ModelError where their rows differ in length or dtype."""
+        self._check_sibling(other, other.shape[:1] + self.shape[1:])
+        return self.changed((self.shape[0] + other.shape[0], *self.shape[1:]), lambda x: torch.cat([x, other.read()]))
 
-def stacked(parts: Sequence[Stored]) -> Stored:
-    """Tensors of one shape and dtype as one, along a new first dimension."""
-    first = parts[0]
-    odd = next((part for part in parts if (part.shape, part.dtype) != (first.shape, first.dtype)), None)
-    if odd is not None:
-        raise ModelError(
-            f"tensor '{odd.name}' differs from its siblings",
-            where=odd.file,
-            expected=f"{list(first.shape)} in {first.dtype}, as '{first.name}'",
-            actual=f"{list(odd.shape)} in {odd.dtype}",
-            fix=COPY_AGAIN,
-        )
-    return replace(first, shape=(len(parts), *first.shape), read=lambda: torch.stack([part.read() for part in parts]))
+    def stacked(self, others: Sequence[Stored]) -> Stored:
+        """This and others of its shape and dtype along a new first dimension. Raises ModelError for another one."""
+        for other in others:
+            self._check_sibling(other, self.shape)
+        read = [other.read for other in others]
+        return self.changed((1 + len(others), *self.shape), lambda x: torch.stack([x, *(each() for each in read)]))
+
+    def _check_sibling(self, other: Stored, shape: tuple[int, ...]) -> None:
+        if (other.shape, other.dtype) != (shape, self.dtype):
+            raise ModelError(
+                f"tensor '{other.name}' differs from its siblings",
+                where=other.file,
+                expected=f"{list(shape)} in {self.dtype}, as '{self.name}'",
+                actual=f"{list(other.shape)} in {other.dtype}",
+                fix=COPY_AGAIN,
+            )
 
 
 def without_model(name: str) -> str:

@@ -219,9 +219,7 @@ def _check_language_model(folder: Path, raw: Mapping[str, Any], config: DecoderC
             fix=f"give the folder of a language model ({', '.join(ARCHITECTURES)}); other drafters are for the "
             "algorithms they were trained for",
         )
-    check_layers(
-        folder, [name for name in names if not _is_of_mtp(name, config)], "model.layers.", config.num_layers
-    )
+    check_layers(folder, [name for name in names if not _is_of_mtp(name, config)], "model.layers.", config.num_layers)
 
 
 def _is_of_mtp(name: str, config: DecoderConfig) -> bool:

@@ -32,6 +32,17 @@ LATENT = {
     "rms_norm_eps": 1e-5,
     "attention_bias": True,
 }
+QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+    "first_k_dense_replace": 2,
+}
 YARN = {
     "rope_parameters": {
         "rope_type": "yarn",
@@ -55,8 +66,14 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[int | None, ...]]] = {
     "qwen3": ({"attention_bias": True}, ()),
     "glm4": (GLM, ()),
     "glm4 rotary": ({**GLM, "partial_rotary_factor": 0.25, "attention_bias": False}, ()),
-    "deepseek_v3": (LATENT, ()),
-    "deepseek_v3 no query latent": ({**LATENT, "q_lora_rank": None, "rope_interleave": False, **YARN}, ()),
+    "qwen3_moe": ({**QWEN_EXPERTS, "norm_topk_prob": True}, ()),
+    "qwen3_moe dense layers": ({**QWEN_EXPERTS, "decoder_sparse_step": 2, "mlp_only_layers": [1]}, ()),
+    "glm4_moe": ({**EXPERTS, "use_qk_norm": True, "attention_bias": True, "norm_topk_prob": True}, ()),
+    "deepseek_v2": ({**LATENT, **EXPERTS, "n_group": None, "topk_group": None, "first_k_dense_replace": 1}, ()),
+    "deepseek_v2 groups": ({**LATENT, **EXPERTS, "topk_method": "group_limited_greedy"}, ()),
+    "deepseek_v3": ({**LATENT, **EXPERTS, "norm_topk_prob": True}, ()),
+    "deepseek_v3 dense": ({**LATENT, "q_lora_rank": None, "rope_interleave": False, **YARN}, ()),
+    "glm4_moe_lite": ({**LATENT, **EXPERTS, "first_k_dense_replace": None}, ()),
     "qwen3 layer types": ({**SLIDING, "layer_types": ALTERNATING}, (5, None, 5, None)),
 }
 
@@ -77,6 +94,9 @@ def theirs(model_type: str, **keys: Any) -> Any:
     config = AutoConfig.for_model(model_type, **{**shape, **keys})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     randomise(model, seed=2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.randn(buffer.shape, generator=torch.Generator().manual_seed(3)) / 4)
     return model
 
 

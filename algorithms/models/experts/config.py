@@ -1,0 +1,158 @@
+"""Sizes of a mixture of experts, and the keys of `config.json` that hold them. No torch is imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from algorithms.models.config_keys import read_size, required
+
+DENSE, SPARSE = MLP_TYPES = ("dense", "sparse")
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """Sizes and routing of a layer; `specdec_kernels.Routing` says what the routing fields mean."""
+
+    num_experts: int
+    topk: int
+    width: int
+    """Columns of an expert's gate, and of its up projection."""
+    scoring: str = "softmax"
+    renormalise: bool = False
+    scale: float = 1.0
+    groups: int = 1
+    topk_groups: int = 1
+    group_score: str = "max"
+    corrected: bool = False
+    """Whether a bias is added to the scores for the choice (`e_score_correction_bias`)."""
+    wide_router: bool = False
+    """Whether logits are products in float32; else they have the dtype of the model."""
+    shared: int = 0
+    """Experts that every token runs through, as one MLP."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.topk <= self.num_experts:
+            raise ValueError(f"num_experts_per_tok: expected 1 to {self.num_experts} experts, got {self.topk}")
+        if self.num_experts % self.groups or not 1 <= self.topk_groups <= self.groups:
+            raise ValueError(
+                f"n_group, topk_group: expected a divisor of {self.num_experts} experts and 1 to that many groups, got "
+                f"{self.groups} and {self.topk_groups}"
+            )
+
+
+def _one_kind(layers: tuple[ExpertsConfig | None, ...]) -> ExpertsConfig:
+    kinds = {layer for layer in layers if layer is not None}
+    if len(kinds) != 1:
+        raise ValueError("mlps: expected the same mixture of experts in all layers that have one")
+    return kinds.pop()
+
+
+def _only(config: Mapping[str, Any], key: str, expected: Any) -> None:
+    """ValueError where `config` has another value for `key`."""
+    if config.get(key, expected) != expected:
+        raise ValueError(f"{key} '{config[key]}' is not supported, expected '{expected}'")
+
+
+@dataclass(frozen=True)
+class QwenRule:
+    """Qwen3-MoE: every `decoder_sparse_step`-th layer has experts, but for `mlp_only_layers`."""
+
+    def read(self, config: Mapping[str, Any], num_layers: int) -> tuple[ExpertsConfig | None, ...]:
+        # transformers 5 writes num_local_experts, the published folders have num_experts.
+        key = "num_local_experts" if "num_local_experts" in config else "num_experts"
+        experts = ExpertsConfig(
+            num_experts=read_size(key, required(config, key)),
+            topk=read_size("num_experts_per_tok", required(config, "num_experts_per_tok")),
+            width=read_size("moe_intermediate_size", required(config, "moe_intermediate_size")),
+            renormalise=bool(required(config, "norm_topk_prob")),
+        )
+        step, dense = int(config.get("decoder_sparse_step", 1)), set(config.get("mlp_only_layers") or ())
+        sparse = [layer not in dense and step > 0 and (layer + 1) % step == 0 for layer in range(num_layers)]
+        return tuple(experts if has else None for has in sparse)
+
+    def write(self, layers: tuple[ExpertsConfig | None, ...]) -> dict[str, Any]:
+        experts = _one_kind(layers)
+        return {
+            "num_experts": experts.num_experts,
+            "num_experts_per_tok": experts.topk,
+            "moe_intermediate_size": experts.width,
+            "norm_topk_prob": experts.renormalise,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [index for index, layer in enumerate(layers) if layer is None],
+        }
+
+
+@dataclass(frozen=True)
+class DeepSeekRule:
+    """DeepSeek-V2 (`scoring` softmax), V3 and GLM-4.5 (sigmoid): experts behind the first `first_k_dense_replace`
+    layers, or where `mlp_layer_types` says so."""
+
+    scoring: str
+
+    def read(self, config: Mapping[str, Any], num_layers: int) -> tuple[ExpertsConfig | None, ...]:
+        types = config.get("mlp_layer_types")
+        if types is None:
+            dense = int(config.get("first_k_dense_replace") or 0)
+            types = [DENSE] * min(dense, num_layers) + [SPARSE] * max(0, num_layers - dense)
+        if len(types) != num_layers or not set(types) <= set(MLP_TYPES):
+            raise ValueError(f"mlp_layer_types: expected {num_layers} of {list(MLP_TYPES)}, got {types}")
+        if SPARSE not in types:
+            return ()
+        _only(config, "moe_layer_freq", 1)
+        _only(config, "scoring_func", self.scoring)
+        experts = self._read_experts(config)
+        return tuple(experts if kind == SPARSE else None for kind in types)
+
+    def _read_experts(self, config: Mapping[str, Any]) -> ExpertsConfig:
+        sigmoid = self.scoring == "sigmoid"
+        grouped = sigmoid
+        if sigmoid:
+            _only(config, "topk_method", "noaux_tc")
+        else:
+            method = config.get("topk_method", "greedy")
+            if method not in ("greedy", "group_limited_greedy"):
+                raise ValueError(
+                    f"topk_method '{method}' is not supported, expected 'greedy' or 'group_limited_greedy'"
+                )
+            grouped = method == "group_limited_greedy"
+        groups, topk_groups = (int(config.get(key) or 1) if grouped else 1 for key in ("n_group", "topk_group"))
+        return ExpertsConfig(
+            num_experts=read_size("n_routed_experts", required(config, "n_routed_experts")),
+            topk=read_size("num_experts_per_tok", required(config, "num_experts_per_tok")),
+            width=read_size("moe_intermediate_size", required(config, "moe_intermediate_size")),
+            scoring=self.scoring,
+            # transformers and DeepSeek's own code for V2 do not divide by the sum.
+            renormalise=sigmoid and bool(required(config, "norm_topk_prob")),
+            scale=float(config.get("routed_scaling_factor") or 1.0),
+            groups=groups,
+            topk_groups=topk_groups,
+            group_score="two_best" if sigmoid else "max",
+            corrected=sigmoid,
+            wide_router=True,
+            shared=int(config.get("n_shared_experts") or 0),
+        )
+
+    def write(self, layers: tuple[ExpertsConfig | None, ...]) -> dict[str, Any]:
+        if not layers:
+            return {"mlp_layer_types": None, "first_k_dense_replace": 1 << 20}
+        experts = _one_kind(layers)
+        dense = [layer is None for layer in layers].index(False)
+        if None in layers[dense:]:
+            raise ValueError("mlps: expected dense layers only before those with experts")
+        method = "noaux_tc" if experts.corrected else "greedy" if experts.groups == 1 else "group_limited_greedy"
+        return {
+            "first_k_dense_replace": dense,
+            "mlp_layer_types": [DENSE if layer is None else SPARSE for layer in layers],
+            "n_routed_experts": experts.num_experts,
+            "num_experts_per_tok": experts.topk,
+            "moe_intermediate_size": experts.width,
+            "scoring_func": experts.scoring,
+            "topk_method": method,
+            "norm_topk_prob": experts.renormalise,
+            "routed_scaling_factor": experts.scale,
+            "n_group": experts.groups,
+            "topk_group": experts.topk_groups,
+            "n_shared_experts": experts.shared,
+        }
