@@ -19,6 +19,8 @@ from algorithms.models.config import DecoderConfig
 from algorithms.models.latent.config import LatentConfig
 from algorithms.models.latent.memory import LatentMemory
 from algorithms.models.layers import Mixer
+from algorithms.models.linear.config import LinearConfig
+from algorithms.models.linear.memory import StateMemory
 from specdec_kernels import Committed, TreeLinks, mask_paths, move_accepted
 
 
@@ -39,8 +41,9 @@ class Memory(Protocol):
         """One forward over several groups: mixers of this memory, each with its tokens `[B, N]`; see `JointMixer`."""
         ...
 
-    def commit(self, batch: Batch, committed: Committed, chain: bool) -> None:
-        """Keep the accepted path of each row of `batch`, whose `lengths` have moved on already."""
+    def commit(self, nodes: Any, batch: Batch, committed: Committed, chain: bool) -> None:
+        """Keep the accepted path of each row of `batch`, whose `lengths` have moved on already, after the forward that
+        `nodes` planned."""
         ...
 
     def move_slot(self, source: int, target: int) -> None:
@@ -48,7 +51,10 @@ class Memory(Protocol):
         ...
 
 
-MEMORIES: dict[type, Callable[[DecoderConfig, Any, Resources], Memory]] = {LatentConfig: LatentMemory}
+MEMORIES: dict[type, Callable[[DecoderConfig, Any, Resources], Memory]] = {
+    LatentConfig: LatentMemory,
+    LinearConfig: StateMemory,
+}
 """The memory of each other kind of mixing: of layers of this shape and these sizes, for one run."""
 
 
@@ -81,7 +87,7 @@ class PagedMemory:
     def joint(self, groups: Sequence[tuple[PagedMixer, Tensor]]) -> JointMixer:
         return JointMixer(groups)
 
-    def commit(self, batch: Batch, committed: Committed, chain: bool) -> None:
+    def commit(self, nodes: PagedMixer, batch: Batch, committed: Committed, chain: bool) -> None:
         """Keys and values of a chain are in order already; those of a tree move."""
         if not chain:
             impl = self.resources.impl
@@ -102,19 +108,20 @@ class LayeredMixer:
         return self.mixers[kind](index, *inputs)
 
     @property
-    def first(self) -> Any:
-        return next(iter(self.mixers.values()))
+    def paged(self) -> Any:
+        """A mixer that knows the rows' slots in pages; only states have none."""
+        return next(mixer for mixer in self.mixers.values() if hasattr(mixer, "real"))
 
     @property
-    def real(self) -> Tensor | None:
-        return self.first.real
+    def real(self) -> Tensor:
+        return self.paged.real
 
     @property
     def tokens(self) -> Tensor:
-        return self.first.tokens
+        return self.paged.tokens
 
     def split(self, rows: Tensor) -> list[Tensor]:
-        return self.first.split(rows)
+        return self.paged.split(rows)
 
 
 class LayeredMemory:
@@ -143,9 +150,9 @@ class LayeredMemory:
     def _joined(self, mixers: Mapping[Any, Any]) -> LayeredMixer:
         return LayeredMixer(mixers, self._places)
 
-    def commit(self, batch: Batch, committed: Committed, chain: bool) -> None:
-        for memory in self.memories.values():
-            memory.commit(batch, committed, chain)
+    def commit(self, nodes: LayeredMixer, batch: Batch, committed: Committed, chain: bool) -> None:
+        for kind, memory in self.memories.items():
+            memory.commit(nodes.mixers[kind], batch, committed, chain)
 
     def move_slot(self, source: int, target: int) -> None:
         for memory in self.memories.values():
@@ -162,4 +169,6 @@ def allocate_memory(config: DecoderConfig, resources: Resources, kv_scales: KVSc
             memories[kind] = PagedMemory(KVCache.allocate(part, resources, kv_scales), resources)
         else:
             memories[kind] = MEMORIES[type(kind)](part, kind, resources)
+    if len(memories) > 1 and kv_scales is not None:
+        raise ValueError("runtime.kv_scales: expected a target whose layers all have attention")
     return LayeredMemory(memories, kinds) if len(memories) > 1 else memories[kinds[0]]

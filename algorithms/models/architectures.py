@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from algorithms.models.config_keys import nested
 from algorithms.models.experts.config import DeepSeekRule, QwenRule
 from algorithms.models.latent.config import LatentRule
+from algorithms.models.linear.config import LinearRule
 
 FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
 Windows = tuple[int | None, ...]
@@ -75,7 +76,7 @@ def window_by_layer(config: Mapping[str, Any], num_layers: int) -> Windows:
 
 NEXT_LAYER = "model.layers.{num_layers}."
 """Tensors of one MTP layer behind the last layer."""
-_FLAGS = ("qk_norm", "qkv_bias", "o_bias", "mlp_bias", "sinks", "interleaved_rope", "closing_norms")
+_FLAGS = ("qk_norm", "qkv_bias", "o_bias", "mlp_bias", "sinks", "interleaved_rope", "closing_norms", "gated_attention")
 _NUMBERS = ("soft_cap", "scale")
 _KINDS = ("mixings", "mlps")
 
@@ -104,6 +105,9 @@ class Architecture:
     sinks: bool | str = False
     interleaved_rope: bool = False
     closing_norms: bool = False
+    gated_attention: bool = False
+    norm_offset: bool = False
+    """Whether norms are stored less one; they are read as what multiplies, except that of linear attention."""
     rotary_share: float | None = None
     """Share of a head that rotates where `partial_rotary_factor` is absent; None: all of it, and the key may
     say nothing else."""
@@ -169,6 +173,17 @@ ARCHITECTURES = {
         interleaved_rope=True,
         closing_norms=True,
         rotary_share=0.5,
+    ),
+    "qwen3_5_text": Architecture(
+        "Qwen3_5ForCausalLM",
+        qk_norm=True,
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        rotary_share=0.25,
+        gated_attention=True,
+        norm_offset=True,
+        mixings=LinearRule(),
+        mtp_prefix="mtp.",
     ),
     "qwen3_moe": Architecture(
         "Qwen3MoeForCausalLM",

@@ -69,6 +69,8 @@ class DecoderConfig:
     """Whether neighbours rotate as pairs; else the halves of what rotates."""
     closing_norms: bool = False
     """Whether attention and MLP each end in a norm of their own, before the residual addition."""
+    gated_attention: bool = False
+    """Whether the output of each head is multiplied by the sigmoid of a gate, which `q_proj` gives behind the query."""
     sinks: bool = False
     """Whether every query head has a learned sink."""
     mixings: tuple[Any, ...] = ()
@@ -122,6 +124,8 @@ class DecoderConfig:
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> DecoderConfig:
         """Read a `config.json` mapping; ValueError names a missing key, or a value that is not supported."""
+        # Models that also see images hold the keys of their language model in a mapping of their own.
+        config = {**config, **nested(config, "text_config")}
         architecture = required(config, "model_type")
         entry = find_architecture(architecture)
         if config.get("hidden_act", "silu") != "silu":

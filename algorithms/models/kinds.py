@@ -18,11 +18,17 @@ from algorithms.models.experts.module import Experts
 from algorithms.models.latent.config import LatentConfig
 from algorithms.models.latent.module import LatentAttention, LatentDenseMixer
 from algorithms.models.layers import MLP, Attention, Mixer, Mixing, SwiGLU
+from algorithms.models.linear.config import LinearConfig
+from algorithms.models.linear.module import LinearAttention, LinearDenseMixer
 
-MIXINGS: dict[type, Callable[[DecoderConfig, Any], Mixing]] = {LatentConfig: LatentAttention}
+MIXINGS: dict[type, Callable[[DecoderConfig, Any], Mixing]] = {
+    LatentConfig: LatentAttention,
+    LinearConfig: LinearAttention,
+}
 MLPS: dict[type, Callable[[DecoderConfig, Any], MLP]] = {ExpertsConfig: Experts}
 DENSE_MIXERS: dict[type, Callable[[DecoderConfig, Any, int, torch.device | str], Mixer]] = {
-    LatentConfig: LatentDenseMixer
+    LatentConfig: LatentDenseMixer,
+    LinearConfig: LinearDenseMixer,
 }
 """The plain definition of a kind of mixing over whole sequences, by its sizes, the longest length and the device."""
 

@@ -121,7 +121,8 @@ class Attention(Mixing):
         self.head_dim = config.head_dim
         width = in_features or config.hidden_size
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q_proj = nn.Linear(width, queries, bias=config.qkv_bias)
+        self.gated = config.gated_attention
+        self.q_proj = nn.Linear(width, queries * (2 if self.gated else 1), bias=config.qkv_bias)
         self.k_proj = nn.Linear(width, keys, bias=config.qkv_bias)
         self.v_proj = nn.Linear(width, keys, bias=config.qkv_bias)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.o_bias)
@@ -140,9 +141,14 @@ class Attention(Mixing):
     def forward(self, layer: int, x: Tensor, mixer: Mixer) -> Tensor:
         """The input of the output projection, `[..., T, H * D]`."""
         q, k, v = self._projected(x)
+        if self.gated:
+            q, gate = rearrange(q, "... (h two) d -> ... h two d", two=2).unbind(-2)
+            q = q.contiguous()
         q_norm = None if self.q_norm is None else self.q_norm.weight
         k_norm = None if self.k_norm is None else self.k_norm.weight
         out = mixer(layer, q, k, v, MixerWeights(q_norm, k_norm, self.sinks))
+        if self.gated:
+            out = out * torch.sigmoid(gate)
         return rearrange(out, "... h d -> ... (h d)")
 
     def _projected(self, x: Tensor) -> tuple[Tensor, ...]:

@@ -51,7 +51,7 @@ CONSTRAINED = ("draft", "graft", "verify", "accept", "commit")
 
 
 _LEFT_BY_PHASES = {
-    "tree", "hidden", "features", "targets", "nodes", "logits", "accepted", "_tiles_hidden", "_tiles_features",
+    "tree", "mixer", "hidden", "features", "targets", "nodes", "logits", "accepted", "_tiles_hidden", "_tiles_features",
 }  # fmt: skip
 
 
@@ -67,6 +67,8 @@ class Step:
     """The drafter's tree."""
     tree: DraftTree
     """The tree that is verified."""
+    mixer: Mixer
+    """What planned the forward over the nodes."""
     hidden: Tensor
     features: list[Tensor]
     targets: Tensor | None
@@ -164,11 +166,12 @@ class Step:
         """Run the target over all nodes, and over the tiles of the prefill batch that joined."""
         model, target_layers = self._parts.resources.target.model, self._parts.algorithm.target_layers
         tokens = self.tree.tokens
+        mixer = self.mixer = self._nodes()
         if self._prefill is None:
-            self.hidden, self.features = model(tokens, self._nodes(), target_layers)
+            self.hidden, self.features = model(tokens, mixer, target_layers)
         else:
             tiles = self._prefill.begin(self._batch.max_length)
-            joint = self._parts.memory.joint(((self._nodes(), tokens), (tiles, self._prefill.tokens)))
+            joint = self._parts.memory.joint(((mixer, tokens), (tiles, self._prefill.tokens)))
             hidden, features = model(joint.tokens, joint, target_layers)
             self.hidden, self._tiles_hidden = joint.split(hidden)
             both = [joint.split(feature) for feature in features]
@@ -272,7 +275,7 @@ class Step:
             history=batch.history,
             impl=impl,
         )
-        parts.memory.commit(batch, committed, self._chain)
+        parts.memory.commit(self.mixer, batch, committed, self._chain)
         hidden, *features = self._on_path(committed)
         if self._needs.penalised:
             penalties = parts.state.penalties

@@ -9,11 +9,13 @@ from algorithms.models.config import DecoderConfig
 from algorithms.models.decoder import Decoder
 from algorithms.models.experts.config import ExpertsConfig
 from algorithms.models.latent.config import LatentConfig
+from algorithms.models.linear.config import LinearConfig
 from algorithms.models.loading import Target
 from tests.algorithms.tiny_folders import small_config
 from tests.algorithms.toy import VOCAB, randomise
 
 LATENT = LatentConfig(latent=32, nope=12, rope=16, value=10, query_rank=24, interleaved=True)
+LINEAR = LinearConfig(key_heads=2, value_heads=4, key_dim=8, value_dim=16, taps=4)
 EXPERTS = ExpertsConfig(num_experts=6, topk=2, width=24, renormalise=True)
 GROUPED = ExpertsConfig(
     num_experts=8, topk=2, width=24, scoring="sigmoid", scale=1.5, groups=4, topk_groups=2, group_score="two_best",
@@ -22,6 +24,9 @@ GROUPED = ExpertsConfig(
 KINDS: dict[str, dict[str, Any]] = {
     "experts": dict(mlps=(None, EXPERTS, EXPERTS, EXPERTS)),
     "experts and latent": dict(mixings=(LATENT,) * 4, mlps=(GROUPED,) * 4),
+    "linear and attention": dict(
+        mixings=(LINEAR, LINEAR, None, LINEAR), gated_attention=True, architecture="qwen3_5_text"
+    ),
     "latent": dict(mixings=(LATENT,) * 4),
     "latent and attention": dict(mixings=(None, LATENT, LATENT, None), sliding_windows=(6, None, None, None)),
 }

@@ -4,16 +4,20 @@ plain definition over whole texts writes."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import specdec_kernels as kernels
+from algorithms.dflash.drafting import DFlash
 from algorithms.engine.request import Request
 from algorithms.models.config import DecoderConfig
 from algorithms.models.dense_mixer import DenseMixer
-from algorithms.models.loading import Target
+from algorithms.models.loading import Target, load_target
+from algorithms.models.tokenizer import Tokenizer
+from algorithms.step.sampling_params import SamplingParams
 from tests.algorithms.layer_kinds import KINDS, target_of
 from tests.algorithms.toy import Scripted, Setup, autoregressive, changed, requests, run
 
@@ -120,3 +124,21 @@ def test_what_is_not_supported_is_named(model_type: str, keys: dict[str, Any], s
     config = {**PUBLISHED, "model_type": model_type, **keys}
     with pytest.raises(ValueError, match=said):
         DecoderConfig.from_hf({key: value for key, value in config.items() if value is not None})
+
+
+def test_the_shipped_pair_of_latent_attention() -> None:
+    """Its drafts are accepted, in chains and trees, and change nothing."""
+    folder = Path(__file__).parents[2] / "assets/tiny_mla"
+    target = load_target(folder / "target", "cpu", torch.float32)
+    tokenizer = Tokenizer.load(folder / "target")
+    questions = ["Ben has 12 apples and buys 5 more. How many apples does he have?", "A rope is 48 meters long."]
+    asked = [
+        Request(index, tuple(tokenizer.encode_chat([question])), SamplingParams(max_new_tokens=24), tokenizer.eos_ids)
+        for index, question in enumerate(questions)
+    ]
+    setup = Setup(max_length=128)
+    alone = [c.token_ids for c in run(autoregressive(target), asked, setup, target).completions]
+    for shape in ({}, {"topk": 2, "num_nodes": 12}):
+        drafted = run(DFlash(DFlash.Config(**shape), target, folder / "dflash"), asked, setup, target).completions
+        assert [c.token_ids for c in drafted] == alone
+        assert sum(len(c.token_ids) for c in drafted) > 2 * sum(len(c.accepted_counts) for c in drafted)

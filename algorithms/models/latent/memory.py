@@ -140,7 +140,7 @@ class LatentMemory:
             self._resources.impl,
         )
 
-    def commit(self, batch: Batch, committed: Committed, chain: bool) -> None:
+    def commit(self, nodes: LatentMixer, batch: Batch, committed: Committed, chain: bool) -> None:
         if not chain:
             rows = self.cache.rows[:, None, :, :, None]
             move_accepted(rows, batch.page_table, committed.start, committed.nodes, impl=self._resources.impl)

@@ -59,8 +59,12 @@ def load_target(path: str | Path | TargetFolder, device: torch.device | str, dty
     with torch.device("meta"):
         model = Decoder(found.config)
     ignored = {"lm_head.weight"} if found.config.tie_word_embeddings else set()
-    ignored |= {name for name in stored_tensors(found.path) if _is_of_mtp(name, found.config)}
-    load_weights(model, found.path, device, dtype, ignored=ignored)
+    ignored |= {name for name in stored_tensors(found.path, text_name) if _is_other(name, found.config)}
+    load_weights(model, found.path, device, dtype, ignored=ignored, rename=text_name)
+    if find_architecture(found.config.architecture).norm_offset:
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+                parameter.data += 1
     return Target(found.config, found.path, model, origin=found.origin)
 
 
@@ -208,7 +212,7 @@ def _check_target_keys(folder: Path, raw: Mapping[str, Any]) -> None:
 
 def _check_language_model(folder: Path, raw: Mapping[str, Any], config: DecoderConfig) -> None:
     """Configs of drafters look like configs of language models, so the tensors decide."""
-    names = sorted(stored_tensors(folder))
+    names = sorted(stored_tensors(folder, text_name))
     fused = any(name.removeprefix("model.") == "fc.weight" for name in names)
     if fused or not any(name.startswith("model.layers.") for name in names):
         raise ModelError(
@@ -219,10 +223,16 @@ def _check_language_model(folder: Path, raw: Mapping[str, Any], config: DecoderC
             fix=f"give the folder of a language model ({', '.join(ARCHITECTURES)}); other drafters are for the "
             "algorithms they were trained for",
         )
-    check_layers(folder, [name for name in names if not _is_of_mtp(name, config)], "model.layers.", config.num_layers)
+    check_layers(folder, [name for name in names if not _is_other(name, config)], "model.layers.", config.num_layers)
 
 
-def _is_of_mtp(name: str, config: DecoderConfig) -> bool:
-    """Whether a tensor belongs to MTP layers in the target's own folder."""
+def text_name(name: str) -> str:
+    """The name of a language model's tensor without what a model that also sees images puts before it."""
+    return name.replace("model.language_model.", "model.", 1)
+
+
+def _is_other(name: str, config: DecoderConfig) -> bool:
+    """Whether a tensor belongs to the part that sees images, or to MTP layers in the target's own folder."""
     prefix = find_architecture(config.architecture).mtp_prefix
-    return prefix is not None and name.startswith(prefix.format(num_layers=config.num_layers))
+    is_mtp = prefix is not None and name.startswith(prefix.format(num_layers=config.num_layers))
+    return is_mtp or name.startswith("model.visual.")

@@ -103,7 +103,12 @@ class Setting:
 
 
 def draft_decoder(target: DecoderConfig, **changes: Any) -> DecoderConfig:
-    """A decoder like `target`'s with plain full attention; `changes` replace further fields."""
+    """A decoder like `target`'s with plain full attention; `changes` replace further fields. For a target with other
+    kinds of layers it is Llama's."""
+    if target.mixings or target.mlps:
+        plain: dict[str, Any] = dict(interleaved_rope=False, gated_attention=False, rotary_share=1.0, qk_norm=False)
+        plain |= dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), False)
+        target = replace(target, architecture="llama", mixings=(), mlps=(), **plain)
     return replace(target, sliding_windows=(), mixings=(), mlps=(), soft_cap=None, scale=None, sinks=False, **changes)
 
 

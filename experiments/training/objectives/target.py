@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from algorithms.engine.request import Request
+from algorithms.models.architectures import find_architecture
 from algorithms.models.config import DecoderConfig
 from algorithms.models.decoder import Decoder, DecoderLayer
 from algorithms.models.dense_mixer import DenseMixer
@@ -130,6 +131,8 @@ def decoder_config(settings: ShapeSettings, eos: int) -> DecoderConfig:
         }
     )
     config.to_hf()
+    if find_architecture(config.architecture).norm_offset:
+        raise ValueError(f"shape.model_type={config.architecture}: its norms cannot be exported")
     return config
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from algorithms.models.architectures import ARCHITECTURES
 from algorithms.models.config import DecoderConfig
@@ -31,6 +33,16 @@ LATENT = {
     "first_k_dense_replace": 4,
     "rms_norm_eps": 1e-5,
     "attention_bias": True,
+}
+HYBRID = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
 }
 QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 EXPERTS = {
@@ -66,6 +78,7 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[int | None, ...]]] = {
     "qwen3": ({"attention_bias": True}, ()),
     "glm4": (GLM, ()),
     "glm4 rotary": ({**GLM, "partial_rotary_factor": 0.25, "attention_bias": False}, ()),
+    "qwen3_5_text": ({**LINEAR, "layer_types": HYBRID}, ()),
     "qwen3_moe": ({**QWEN_EXPERTS, "norm_topk_prob": True}, ()),
     "qwen3_moe dense layers": ({**QWEN_EXPERTS, "decoder_sparse_step": 2, "mlp_only_layers": [1]}, ()),
     "glm4_moe": ({**EXPERTS, "use_qk_norm": True, "attention_bias": True, "norm_topk_prob": True}, ()),
@@ -190,3 +203,22 @@ def test_shapes_that_an_architecture_cannot_have_are_not_written(
 def test_unknown_architectures_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="model_type 'mamba' is not supported, expected one of .*'mistral', 'qwen2'"):
         small_config("mamba")
+
+
+@torch.no_grad()
+def test_a_language_model_inside_one_that_sees_images(tmp_path: Path) -> None:
+    """Its keys are in `text_config`, its tensors have another prefix, and tensors of images and MTP are left out."""
+    keys, _ = MODELS["qwen3_5_text"]
+    model = theirs("qwen3_5_text", **keys)
+    model.save_pretrained(tmp_path)
+    plain = load_target(tmp_path, "cpu", torch.float32)
+    tensors = load_file(tmp_path / "model.safetensors")
+    inside = {name.replace("model.", "model.language_model.", 1): value for name, value in tensors.items()}
+    more = {name: torch.zeros(3) for name in ("model.visual.patch_embed.weight", "mtp.layers.0.mlp.up_proj.weight")}
+    save_file(inside | more, tmp_path / "model.safetensors")
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "qwen3_5", "text_config": json.loads(config.read_text())}))
+    wrapped = load_target(tmp_path, "cpu", torch.float32)
+    assert wrapped.config == plain.config
+    for name, value in plain.model.state_dict().items():
+        assert torch.equal(wrapped.model.state_dict()[name], value)
