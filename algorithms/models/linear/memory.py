@@ -51,7 +51,7 @@ class LinearMixer:
 
     state: DeltaState
     slots: Tensor
-    """[B] int64: the state slots of the rows of `batch`, -1 for padding; of the first group."""
+    """[B] int64: the state slots of the rows of the first group."""
     groups: tuple[Rows, ...]
     impl: str
 
@@ -82,7 +82,7 @@ class StateMemory:
 
     def nodes(self, batch: Batch, links: TreeLinks, chain: bool, max_depth: int) -> LinearMixer:
         count, impl = links.positions.shape[1], self._resources.impl
-        slots = torch.where(batch.active > 0, self._slot_of[batch.slots], -1)
+        slots = self._slot_of[batch.slots]
         if chain:
             rows, paths = chain_paths(slots, count)
         else:
