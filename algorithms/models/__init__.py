@@ -1,2 +1,2 @@
-"""Decoder-only transformers as plain modules: they know weights and shapes, and no cache but the memory of their kinds of
-layers."""
+"""Decoder-only transformers as plain modules: they know weights and shapes, and of caches only the memory of a kind of
+layer."""
