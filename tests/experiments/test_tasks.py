@@ -21,6 +21,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+from algorithms.attention.memory import PagedMemory
 from algorithms.engine.request import Completion, Request
 from algorithms.parallel import collectives
 from experiments.app.hardware import Hardware
@@ -560,7 +561,7 @@ def test_scales_are_of_every_batch_and_of_every_rank(run: Run, tmp_path: Path, m
     monkeypatch.setattr(collectives, "parallel", lambda: True)
     monkeypatch.setattr(collectives, "join_columns", lambda part: torch.cat([part, 2 * part], -1))
     engine = SimpleNamespace(
-        parts=SimpleNamespace(cache=SimpleNamespace(kv=torch.ones(2, 2, 1, 1, 3, 1))),
+        parts=SimpleNamespace(memory=PagedMemory(SimpleNamespace(kv=torch.ones(2, 2, 1, 1, 3, 1)), None)),  # type: ignore[arg-type]
         generate=lambda requests, on_end: SimpleNamespace(completions=[]),
     )
     monkeypatch.setattr(kv_scales, "make_engine", lambda *_: (engine, None, None))
