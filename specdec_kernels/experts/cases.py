@@ -39,6 +39,8 @@ def route_inputs(
 ) -> dict[str, Any]:
     """masked: every third row is not real. unusable: NaN, infinities, and a row of -inf."""
     logits = logits_of(make, rows, experts, ties)
+    if ties and scoring == "sigmoid":
+        logits = logits.sign() * 128  # scores of 0, 1/2 and 1, whose sums with quarters are exact on every device
     if unusable:
         logits[0], logits[1, ::2], logits[2, 1], logits[3, 1:3] = -torch.inf, torch.nan, torch.inf, torch.inf
     inputs = dict(logits=logits, routing=Routing(topk, scoring, **routing))
