@@ -102,10 +102,10 @@ class TrainSettings:
 
 
 def build_optimizers(model: nn.Module, settings: TrainSettings) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of linear layers, AdamW for embeddings, heads over a vocabulary, single rows, norms and
-    biases."""
+    """Muon for the matrices of linear layers, AdamW for embeddings, heads over a vocabulary, rows that give one number
+    each, the weights of experts, norms and biases."""
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    apart = ("lm_head", "markov_w2", "embed_proj.2", "confidence_head.proj")
+    apart = ("lm_head", "markov_w2", "embed_proj.2", "confidence_head.proj", "in_proj_a", "in_proj_b")
     of_muon = {id(m.weight) for name, m in linear.items() if not name.endswith(apart)}
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if id(p) in of_muon]
