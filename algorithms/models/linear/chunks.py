@@ -68,7 +68,7 @@ def delta_rule_in_chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: T
         written.append(torch.baddbmm(values[:, index], reading[:, index], state, alpha=-1))
         state = torch.baddbmm(state * last[:, index], kept[:, index].mT, written[-1])
     out = (q * grown) @ torch.stack(states, 1) + own @ torch.stack(written, 1)
-    return out.unflatten(0, (batch, heads)).flatten(2, 3).transpose(1, 2)[:, :length]
+    return out.unflatten(0, (batch, heads)).flatten(2, 3).transpose(1, 2)[:, :length].contiguous()
 
 
 def _chunks(x: Tensor, chunk: int) -> Tensor:

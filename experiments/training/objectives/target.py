@@ -67,9 +67,9 @@ class RowSettings:
     """Rows of each kind in one step; every `long_code_every`-th step has half as many code rows of twice the length.
 
     Attention over long rows is the most expensive part of a step on a CPU, and few suffice to learn far positions. From
-    step `focus_from_step` on, questions carry no loss and the answers' mean loss has the share `focus_weight`, because
-    the gradients of a question's unpredictable numbers and names outweigh the answers'. `balance_weight` is the
-    coefficient of the mean imbalance of layers with experts.
+    step `focus_from_step` and the share `focus_from` of the run on, questions carry no loss and the answers' mean loss
+    has the share `focus_weight`, because the gradients of a question's unpredictable numbers and names outweigh the
+    answers'. `balance_weight` is the coefficient of the mean imbalance of layers with experts.
     """
 
     arithmetic_rows: int = 6
@@ -79,6 +79,7 @@ class RowSettings:
     code_length: int = 512
     long_code_every: int = 4
     focus_from_step: int = 660
+    focus_from: float = 0.0
     focus_weight: float = 0.7
     balance_weight: float = 0.01
 
@@ -186,7 +187,7 @@ class TargetObjective(Objective):
         problems = self.corpus.arithmetic_rows(number, batch.arithmetic_rows, batch.arithmetic_length)
         drills = self.corpus.drill_rows(number, batch.drill_rows, batch.arithmetic_length)
         arithmetic = Rows(*map(torch.cat, zip(problems, drills, strict=True)))
-        if focus := number >= batch.focus_from_step:
+        if focus := number >= batch.focus_from_step and progress >= batch.focus_from:
             arithmetic = self._focused(arithmetic)
         code = self.corpus.code_rows(number, rows, length)
         counts = [int((rows.labels != IGNORED).sum()) for rows in (arithmetic, code)]
