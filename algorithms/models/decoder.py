@@ -18,10 +18,11 @@ from torch import Tensor, nn
 import specdec_kernels as kernels
 from algorithms.models.config import DecoderConfig
 from algorithms.models.dense_mixer import DenseMixer
-from algorithms.models.experts.module import ExpertTensors
+from algorithms.models.experts.module import ExpertTensors, Router
 from algorithms.models.fusion import Fusable, FusableModel
 from algorithms.models.kinds import mixing_module, mlp_module
 from algorithms.models.layers import MLP, Attention, Mixer, Mixing, RMSNorm, real_rows
+from algorithms.models.linear.module import LinearAttention
 from specdec_kernels.projection import MAX_KERNEL_ROWS
 
 INIT_STD = 0.02
@@ -119,11 +120,11 @@ def reset_layers(layers: nn.ModuleList) -> None:
     """Training start: variance-preserving matrices, and residual branches that begin at zero."""
     for layer in layers:
         for name, module in layer.named_modules():
-            if isinstance(module, ExpertTensors):
+            if isinstance(module, (Router, ExpertTensors, LinearAttention)):
                 module.reset_parameters()
             if not isinstance(module, nn.Linear):
                 continue
-            if name.endswith(("o_proj", "down_proj")):
+            if name.endswith(("o_proj", "out_proj", "down_proj")):
                 nn.init.zeros_(module.weight)
             else:
                 nn.init.normal_(module.weight, std=module.in_features**-0.5)

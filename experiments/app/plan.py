@@ -12,7 +12,7 @@ from urllib.parse import urlparse
 from experiments.app.distributed import join, load_shared
 from experiments.app.errors import UserError, unknown_option_message, user_errors
 from experiments.app.hardware import Hardware, resolve_hardware
-from experiments.app.schema import ModelConfig, RunConfig, TrackerConfig
+from experiments.app.schema import DRAFT_PATH, ModelConfig, RunConfig, TrackerConfig
 from experiments.app.step_times import read_step_times
 from experiments.app.task_schema import MethodsTask
 from experiments.app.workload import Workload, make_workload
@@ -121,7 +121,7 @@ def resolve(config: RunConfig) -> Plan:
         drafters: list[tuple[str, AttentionCalls | None]] = []
         folders = set[str]()
         for algo in methods.values():
-            folder = config.model.drafter_of(available()[algo.name].drafter_for(algo))
+            folder = config.model.drafter_of_method(algo)
             drafters.append((f"algo={algo.name}", available()[algo.name].check(algo, target, folder)))
             if folder is not None and folder not in folders:
                 stored_tensors(resolve_folder(folder, pickles=True), pickles=True)  # whole files, or an error
@@ -178,7 +178,10 @@ def _check_drafters_named(config: RunConfig, methods: Mapping[str, Any]) -> None
             said = unknown_option_message("algo", name, sorted(available()))
             raise UserError(f"model.drafts.{name} names the drafter of no algorithm: {said}")
     with user_errors(ValueError):
-        names = {label: available()[algo.name].drafter_for(algo) for label, algo in methods.items()}
+        named = {label: getattr(algo, DRAFT_PATH, None) for label, algo in methods.items()}
+        names = {
+            label: None if named[label] else available()[algo.name].drafter_for(algo) for label, algo in methods.items()
+        }
     drafting = [name for name in dict.fromkeys(names.values()) if name is not None]
     if model.draft_path is not None and len(drafting) > 1:
         raise UserError(

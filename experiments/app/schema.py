@@ -15,11 +15,14 @@ from omegaconf import MISSING
 
 from algorithms.engine.settings import RuntimeSettings
 from algorithms.frontend import SEED_STRIDE
+from algorithms.registry import available
 from algorithms.step.sampling_params import SamplingParams
 from specdec_kernels.checks import expect_at_least, expect_between, expect_choice
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 CONFIG_FOLDER = REPO_ROOT / "configs"
+DRAFT_PATH = "draft_path"
+"""Key of a method's own drafter."""
 LARGEST_SEED = (2**63 - 1) // SEED_STRIDE - 1
 """Largest seed of a run: the seeds of its requests fit into 64 bits."""
 
@@ -43,6 +46,11 @@ class ModelConfig:
     def drafter_of(self, algo: str | None) -> str | None:
         """Folder or hub name of the drafter of `algo`; None where there is none, or none is needed."""
         return None if algo is None else self.draft_path or self.drafts.get(algo)
+
+    def drafter_of_method(self, algo: Any) -> str | None:
+        """As `drafter_of`, of the configuration of a method, which may name a drafter of its own."""
+        own = getattr(algo, DRAFT_PATH, None)
+        return own or self.drafter_of(available()[algo.name].drafter_for(algo))
 
     @property
     def label(self) -> str:

@@ -7,7 +7,7 @@ own; `task=NAME` takes its keys from the dataclass. Methods that a task runs by 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, make_dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,7 +19,7 @@ from algorithms.attention.backends.selection import backends
 from algorithms.engine.settings import GRAPH_LEVELS
 from algorithms.registry import available
 from experiments.app.errors import UserError, nearest
-from experiments.app.schema import RunConfig
+from experiments.app.schema import DRAFT_PATH, RunConfig
 from experiments.data.prompts import JsonlData, PublicData, datasets
 from experiments.data.public import WORDINGS
 from specdec_kernels.checks import expect_at_least, expect_between, expect_choice
@@ -351,13 +351,18 @@ def methods_by_label(methods: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def method_config(key: str, settings: Any) -> Any:
-    """The algorithm's own configuration from a mapping with `name`. Raises ValueError naming what does not fit."""
+    """The algorithm's own configuration from a mapping with `name`, which may name a drafter of its own as `draft_path`.
+
+    Raises ValueError naming what does not fit.
+    """
     found = available()
     if not isinstance(settings, Mapping) or "name" not in settings:
         raise ValueError(f"{key}: expected a mapping with name=ALGORITHM, got {settings!r}")
     name = str(settings["name"])
     expect_choice(f"{key}.name", name, tuple(sorted(found)))
     schema = found[name].Config
+    if DRAFT_PATH in settings:
+        schema = make_dataclass(schema.__name__, [(DRAFT_PATH, str | None, None)], bases=(schema,))
     known = [item.name for item in fields(schema)]
     unknown = [str(setting) for setting in settings if setting not in known]
     if unknown:
@@ -365,7 +370,10 @@ def method_config(key: str, settings: Any) -> Any:
         guess = f" (did you mean {close[0]}?)" if close else ""
         raise ValueError(f"{key}: algo={name} has no setting {unknown[0]!r}{guess}; it has {', '.join(known)}")
     try:
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), dict(settings)))
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), dict(settings)))
+        if DRAFT_PATH in settings and found[name].drafter_for(config) is None:
+            raise ValueError(f"algo={name} with these settings takes no drafter, got draft_path")
+        return config
     except OmegaConfBaseException as error:
         where = f"{key}.{error.full_key}" if error.full_key else key
         raise ValueError(f"{where}: {str(error.__cause__ or error).splitlines()[0]}") from error

@@ -83,6 +83,11 @@ class RunFolder:
         self.write(REQUESTS, json_lines(requests))
         self._status["requests"] = len(requests)
 
+    def replace_decodings(self, decodings: list[dict[str, Any]]) -> None:
+        """Let decodings.jsonl hold these."""
+        self.decodings.replace(decodings)
+        self.write(DECODINGS, json_lines(decodings))
+
     def write(self, name: str, content: str | bytes) -> None:
         """Write one file, whole."""
         write_whole(self.path / name, content)

@@ -35,6 +35,9 @@ from experiments.tasks.decoding import (
 )
 
 if TYPE_CHECKING:
+    from algorithms.algorithm import Algorithm
+    from algorithms.attention.backends.protocol import Backend
+    from algorithms.engine.engine import Engine
     from algorithms.engine.request import Completion, Request
     from algorithms.engine.session import StepReport
     from algorithms.models.loading import Target
@@ -132,7 +135,7 @@ class Task:
         sampling = {key: value for key, value in asdict(config.sampling).items() if value != neutral[key]}
         sampling |= {"max_new_tokens": config.sampling.max_new_tokens, "temperature": config.sampling.temperature}
         sampling |= {"seed": config.sampling.seed} if config.sampling.temperature > 0 else {}
-        drafters = {algo.name: config.model.drafter_of(algo.name) for algo in plan.methods.values()}
+        drafters = {label: config.model.drafter_of_method(algo) for label, algo in plan.methods.items()}
         task = {key: value for key, value in asdict(config.task).items() if key not in ("methods", "only")}
         used = {
             name: {k: v for k, v in values.items() if f"{name}.{k}" not in ignored and v is not None}
@@ -205,7 +208,7 @@ class Task:
         from algorithms.engine.request import EngineError
         from specdec_kernels.launch import record_compilations
 
-        engine, algorithm, backend = make_engine(plan, target, algo, workload.max_length)
+        engine, algorithm, backend = self.engine_for(plan, target, algo, workload)
         ended = resumed.finished(self.folder, key) if self.folder.resumed and not key.round else {}
         rest = resumed.still_to_do(first, ended, conversations := follow())
         # A decoding begins again where drafts depend on what was served before, where the task wants it whole, and
@@ -242,6 +245,12 @@ class Task:
         self.folder.decodings.append(resumed.decoding_entry(key, decoded))
         return decoded
 
+    def engine_for(
+        self, plan: Plan, target: Target, algo: Any, workload: Workload
+    ) -> tuple[Engine, Algorithm, Backend]:
+        """As `make_engine`: an engine that serves `workload`, without anything that earlier requests have left."""
+        return make_engine(plan, target, algo, workload.max_length)
+
     def recorder(self, data: str, method: str, round_number: int = 0) -> Callable[[Completion], None]:
         """For a task that serves requests itself: a function that records each of them as it ends."""
         self._order.append((data, method))
@@ -260,16 +269,18 @@ class Task:
         note: str = "",
         plan: Plan | None = None,
         baseline: bool = True,
+        repeats: int | None = None,
     ) -> list[tuple[MethodResult, Decoded]]:
         """Autoregressive decoding and every method of the plan on the same requests, each with its result.
 
         Speedups, lossless checks and predictions are against that baseline; without it they are None. The rounds of all
-        methods are interleaved, so that a machine that gets slower or faster does so for each of them.
+        methods are interleaved, so that a machine that gets slower or faster does so for each of them; there are
+        `repeats`, or as many as `task.repeats` says.
         """
         algos = ({AUTOREGRESSIVE: baseline_config()} if baseline else {}) | dict(self.plan.methods)
         rounds: dict[str, list[Decoded]] = {label: [] for label in algos}
         number = 0
-        while number < self._num_rounds(rounds):
+        while number < (repeats or self._num_rounds(rounds)):
             for label, algo in algos.items():
                 name = f"{label}{note}"
                 done = self.decode(algo, workload, requests, name, plan, first_turns=False, round_number=number)

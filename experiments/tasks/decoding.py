@@ -117,9 +117,8 @@ def make_engine(plan: Plan, target: Target, algo: Any, longest: int) -> tuple[En
 def make_algorithm(plan: Plan, target: Target, algo: Any) -> Algorithm:
     """The algorithm that `algo` configures, with its drafter."""
     from algorithms import load_algorithm
-    from algorithms.registry import available
 
-    drafter = plan.config.model.drafter_of(available()[algo.name].drafter_for(algo))
+    drafter = plan.config.model.drafter_of_method(algo)
     with _memory_errors(), user_errors(ValueError, OSError):
         return load_algorithm(algo, target, drafter)
 

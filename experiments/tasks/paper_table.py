@@ -8,18 +8,30 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from rich.console import Console
 
 from algorithms.frontend import SEED_STRIDE
+from experiments.app.plan import Plan
+from experiments.app.workload import Workload
 from experiments.report.html_page import section
 from experiments.report.intervals import wilson
 from experiments.report.json_log import json_lines
 from experiments.report.metrics import MethodResult
 from experiments.report.pivot import Estimate, Figure, Pivot, csv_text, html, latex, markdown, over_seeds, with_average
 from experiments.report.tables import Metric, Result, columns
+from experiments.tasks import resumed
 from experiments.tasks.compare import Compare
-from experiments.tasks.decoding import AUTOREGRESSIVE
+from experiments.tasks.decoding import AUTOREGRESSIVE, make_engine
 from experiments.tasks.throughput import at_concurrency
+
+if TYPE_CHECKING:
+    from algorithms.algorithm import Algorithm
+    from algorithms.attention.backends.protocol import Backend
+    from algorithms.engine.engine import Engine
+    from algorithms.engine.request import Request
+    from algorithms.models.loading import Target
 
 SPEEDUP, TOKENS = Figure("speedup", unit="×"), Figure("tokens/step")
 ACCEPTANCE, RATE = Figure("acceptance", 0, "%"), Figure("tokens/s", 0)
@@ -39,29 +51,64 @@ class PaperTable(Compare):
     """`task=compare` over temperatures, seeds and concurrencies."""
 
     name = "paper_table"
+    keeps_parts = False  # a cell needs the times of all requests
     columns = columns(
         PaperResult, "temperature", "seed", "concurrency", "data", "method", "speedup_decode", "tokens_per_step",
         "acceptance_at", "wall_tokens_per_s", "lossless", "compiled", wide=("seed", "compiled"),
     )  # fmt: skip
 
+    def __init__(self, plan: Plan, target: Target, console: Console) -> None:
+        super().__init__(plan, target, console)
+        self._engines: dict[str, tuple[Engine, Algorithm, Backend]] = {}
+        self._batch = plan.config.runtime.max_batch
+
     def measure(self) -> Sequence[Result]:
         task = self.plan.config.task
         results: list[Result] = []
         for temperature in task.temperatures:
-            for seed in task.seeds if temperature > 0 else task.seeds[:1]:
-                results += self._sets(temperature, seed)
+            seeds = task.seeds if temperature > 0 else task.seeds[:1]
+            for seed in seeds:
+                results += self._sets(temperature, seed, repeats=1 if len(seeds) > 1 else None)
         for concurrency in task.concurrency:
             results += self._throughput(concurrency)
         return results
 
-    def _sets(self, temperature: float, seed: int) -> Iterator[PaperResult]:
+    def engine_for(
+        self, plan: Plan, target: Target, algo: Any, workload: Workload
+    ) -> tuple[Engine, Algorithm, Backend]:
+        """One engine for each method, which captures its steps once for all prompt sets, temperatures and rounds."""
+        if plan.config.runtime.max_batch != self._batch:
+            self._engines.clear()
+            self._batch = plan.config.runtime.max_batch
+        key = repr(algo)
+        if key not in self._engines:
+            longest = max(each.max_length for each in self.plan.workloads)
+            self._engines[key] = make_engine(plan, target, algo, longest)
+        self._engines[key][0].reset()
+        return self._engines[key]
+
+    def _compared(
+        self,
+        workload: Workload,
+        asked: Sequence[Request],
+        note: str,
+        plan: Plan | None = None,
+        repeats: int | None = None,
+    ) -> list[MethodResult]:
+        """Baseline and methods, as `decode_methods`. Where an interrupted run has some of them, all begin again."""
+        if self.folder.resumed:
+            labels = [f"{label}{note}" for label in (AUTOREGRESSIVE, *self.plan.methods)]
+            resumed.drop_unless_together(self.folder, workload.name, labels)
+        return [result for result, _ in self.decode_methods(workload, asked, note, plan, repeats=repeats)]
+
+    def _sets(self, temperature: float, seed: int, repeats: int | None) -> Iterator[PaperResult]:
         for workload in self.plan.workloads:
             asked = [
                 request.with_sampling(temperature=temperature, seed=request.sampling.seed + seed * SEED_STRIDE)
                 for request in workload.requests
             ]
             note = f" on {workload.name}, T={temperature:g}, seed {seed}"
-            for result, _ in self.decode_methods(workload, asked, note):
+            for result in self._compared(workload, asked, note, repeats=repeats):
                 yield {**result, "temperature": temperature, "seed": seed, "concurrency": None}
 
     def _throughput(self, concurrency: int) -> Iterator[PaperResult]:
@@ -70,7 +117,7 @@ class PaperTable(Compare):
         plan, asked = at_concurrency(self.plan, workload, concurrency)
         asked = [request.with_sampling(temperature=temperature) for request in asked]
         note = f" on {workload.name} ×{concurrency}"
-        for result, _ in self.decode_methods(workload, asked, note, plan):
+        for result in self._compared(workload, asked, note, plan):
             yield {**result, "temperature": temperature, "seed": seed, "concurrency": concurrency}
 
     def label(self, result: Result) -> str:

@@ -94,6 +94,18 @@ def drop(folder: RunFolder, key: Key) -> None:
     folder.replace_requests([entry for entry in folder.requests.entries if not key.fits(entry)])
 
 
+def drop_unless_together(folder: RunFolder, data: str, methods: Sequence[str]) -> None:
+    """Drop the decodings of `methods` on `data` unless one process decoded a round of all of them: the times of two
+    processes do not compare."""
+    of_methods = [e for e in folder.decodings.entries if e["data"] == data and e["method"] in methods]
+    first = [entry for entry in of_methods if entry["round"] == 0]
+    if len(first) == len(methods) and len({entry["process"] for entry in first}) == 1:
+        return
+    folder.replace_decodings([entry for entry in folder.decodings.entries if entry not in of_methods])
+    for method in methods:
+        drop(folder, Key(data, method))
+
+
 def take_over(folder: RunFolder, key: Key, decoded: Decoded) -> None:
     """Put a decoding that another run made on disk."""
     if folder.resumed and key.round == 0:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from algorithms.engine.settings import LARGEST_INT32
+from algorithms.models.experts.module import ExpertTensors
 from experiments.app.atomic_write import whole_file
 from experiments.training.parallel import Replicas, local_device
 from specdec_kernels.checks import expect_at_least, expect_between
@@ -53,6 +54,7 @@ class TrainSettings:
     compile: bool = False
     matrix_lr: float = 0.006
     other_lr: float = 0.003
+    expert_lr: float = 0.0015
     weight_decay: float = 0.1
     warmup_fraction: float = 0.02
     decay_fraction: float = 0.5
@@ -69,7 +71,7 @@ class TrainSettings:
             expect_at_least(f"train.{key}", getattr(self, key), 1, nullable=key in ("threads", "steps"))
         for key in ("weight_decay", "checkpoint_every_minutes"):
             expect_at_least(f"train.{key}", getattr(self, key), 0)
-        for key in ("matrix_lr", "other_lr", "grad_clip"):
+        for key in ("matrix_lr", "other_lr", "expert_lr", "grad_clip"):
             expect_between(f"train.{key}", getattr(self, key), 0, math.inf, above=True)
         expect_between("train.warmup_fraction", self.warmup_fraction, 0, 1)
         expect_between("train.decay_fraction", self.decay_fraction, 0, 1, above=True)
@@ -102,18 +104,21 @@ class TrainSettings:
 
 
 def build_optimizers(model: nn.Module, settings: TrainSettings) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of linear layers, AdamW for embeddings, heads over a vocabulary, single rows, norms and
-    biases."""
+    """Muon for the matrices of linear layers, AdamW for embeddings, heads over a vocabulary, rows that give one number
+    each, the weights of experts, norms and biases."""
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    apart = ("lm_head", "markov_w2", "embed_proj.2", "confidence_head.proj")
+    apart = ("lm_head", "markov_w2", "embed_proj.2", "confidence_head.proj", "in_proj_a", "in_proj_b")
     of_muon = {id(m.weight) for name, m in linear.items() if not name.endswith(apart)}
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if id(p) in of_muon]
-    others = [p for p in trained if id(p) not in of_muon]
+    experts = [p for m in model.modules() if isinstance(m, ExpertTensors) for p in m.parameters() if p.requires_grad]
+    placed = of_muon | {id(p) for p in experts}
+    others = [p for p in trained if id(p) not in placed]
+    groups = [{"params": others}, *([{"params": experts, "lr": settings.expert_lr}] if experts else [])]
     decay, adjust = settings.weight_decay, "match_rms_adamw"
     return [
         torch.optim.Muon(matrices, lr=settings.matrix_lr, weight_decay=decay, adjust_lr_fn=adjust),
-        torch.optim.AdamW(others, lr=settings.other_lr, betas=(0.9, 0.98), weight_decay=0.0, fused=settings.on_gpu),
+        torch.optim.AdamW(groups, lr=settings.other_lr, betas=(0.9, 0.98), weight_decay=0.0, fused=settings.on_gpu),
     ]
 
 

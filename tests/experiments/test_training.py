@@ -105,10 +105,12 @@ def _target_config(folder: Path, **changes: object) -> target_module.TargetTrain
     return target_module.TargetTraining(out_dir=str(folder), train=_settings(**changes), shape=shape, batch=batch)
 
 
-def _train_target(folder: Path) -> Path:
+def _train_target(folder: Path, **shape: Any) -> Path:
     problems = target_module.heldout_problems(3)
+    config = _target_config(folder)
+    config.shape = replace(config.shape, **shape)
     with patch.multiple(target_module, heldout_problems=lambda: problems, MAX_ANSWER_TOKENS=8):
-        program.train(_target_config(folder))
+        program.train(config)
     return folder
 
 
@@ -191,13 +193,45 @@ def test_interrupted_and_resumed_equals_uninterrupted(
 
 
 def test_exported_target_gives_the_same_logits_in_transformers(shipped_shape: Path) -> None:
+    _check_logits(shipped_shape)
+
+
+def _check_logits(folder: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(shipped_shape, dtype=torch.float32)
-    ours = load_target(shipped_shape, "cpu", torch.float32).model
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ours = load_target(folder, "cpu", torch.float32).model
     tokens = torch.randint(4, 400, (2, 20), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         hidden, _ = ours(tokens, DenseMixer(ours.config, 20, "cpu"))
         torch.testing.assert_close(ours.logits(hidden), theirs(tokens).logits, atol=1e-4, rtol=1e-4)
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+LINEAR = {
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys"), [("qwen3_moe", EXPERTS), ("qwen3_5_text", LINEAR)], ids=["experts", "linear"]
+)
+def test_targets_of_other_layers_and_their_drafters_are_trained(tmp_path: Path, model_type: str, keys: Any) -> None:
+    """They learn, are exported as transformers reads them, and drafters learn from them."""
+    target = _train_target(tmp_path / "target", model_type=model_type, hf_keys=keys)
+    rows = _log(target)
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.3
+    _check_logits(target)
+    trained = torch.load(target / "checkpoint.pt", weights_only=True)["model"]
+    for name, weight in load_target(target, "cpu", torch.float32).model.state_dict().items():
+        torch.testing.assert_close(weight, trained[name], rtol=2**-7, atol=2**-8)
+    for name in ("dflash", "mtp"):
+        config = replace(_drafter_config(name, target, tmp_path / name), train=_settings(steps=2))
+        summary = program.train(config)
+        assert summary["tokens_per_step"]["arithmetic"] and summary["text_tokens"] > 0
 
 
 def test_exported_tokenizer_applies_the_chat_template(shipped_shape: Path) -> None:

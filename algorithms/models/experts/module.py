@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import specdec_kernels as kernels
 from algorithms.models.config import DecoderConfig
 from algorithms.models.experts.config import ExpertsConfig
+from algorithms.models.experts.training import imbalance, masked_expert_mlp
 from algorithms.models.fusion import Fusable
 from algorithms.models.layers import MLP, SwiGLU
 
@@ -28,6 +29,9 @@ class Router(Fusable):
         self.e_score_correction_bias: Tensor | None
         self.register_buffer("e_score_correction_bias", torch.zeros(sizes.num_experts) if sizes.corrected else None)
         self.wide = sizes.wide_router
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         """`x [T, hidden]` to [T, E]."""
@@ -69,6 +73,9 @@ class ExpertTensors(Fusable):
 class Experts(MLP):
     """The weighted sum of the chosen experts, and the shared ones."""
 
+    imbalance: Tensor | None = None
+    """How unevenly the last forward with gradients chose, see `training.imbalance`."""
+
     def __init__(self, config: DecoderConfig, sizes: ExpertsConfig) -> None:
         super().__init__()
         self.gate, self.experts = Router(config, sizes), ExpertTensors(config, sizes)
@@ -86,12 +93,17 @@ class Experts(MLP):
 
     def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
+        learns = torch.is_grad_enabled() and self.impl is None
         # The definition reads back which experts have rows, so a GPU runs the kernels whatever the forward.
-        impl = self.impl or ("triton" if x.is_cuda and not torch.is_grad_enabled() else "reference")
-        bias = self.gate.e_score_correction_bias
-        routed = kernels.route_experts(self.gate(rows), self.routing, bias, real, impl=impl)
-        tile = kernels.row_tile_of(routed.experts, self.experts.num_experts)
-        schedule = kernels.schedule_experts(routed.experts, self.experts.num_experts, tile, impl=impl)
+        impl = self.impl or ("triton" if x.is_cuda and not learns else "reference")
+        logits, bias = self.gate(rows), self.gate.e_score_correction_bias
+        routed = kernels.route_experts(logits, self.routing, bias, real, impl=impl)
         weights = kernels.ExpertWeights(self.experts.gate_up_proj, self.experts.down_proj)
         shared = None if self.shared_experts is None else self.shared_experts(rows)
+        if learns:
+            self.imbalance = imbalance(logits, routed)
+            out = masked_expert_mlp(rows, routed, weights)
+            return (out if shared is None else out + shared).view_as(x)
+        tile = kernels.row_tile_of(routed.experts, self.experts.num_experts)
+        schedule = kernels.schedule_experts(routed.experts, self.experts.num_experts, tile, impl=impl)
         return kernels.expert_mlp(rows, routed, schedule, weights, shared=shared, impl=impl).view_as(x)

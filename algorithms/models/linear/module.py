@@ -3,6 +3,7 @@ Qwen3.5."""
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,11 @@ import specdec_kernels as kernels
 from algorithms.models.config import DecoderConfig
 from algorithms.models.fusion import project
 from algorithms.models.layers import Mixer, Mixing, RMSNorm
+from algorithms.models.linear.chunks import delta_rule_in_chunks, log_decay, normed, short_convolution
 from algorithms.models.linear.config import LinearConfig
+
+SLOWEST_STEP, FASTEST_STEP = 0.001, 0.1
+"""Softplus of `dt_bias` at the start of training."""
 
 
 class LinearInputs(NamedTuple):
@@ -43,6 +48,13 @@ class LinearAttention(Mixing):
         self.norm = RMSNorm(sizes.value_dim, config.rms_norm_eps)
         self.out_proj = nn.Linear(values, hidden, bias=False)
 
+    def reset_parameters(self) -> None:
+        """Training start of what is no projection: heads that forget at very different speeds, as in Mamba-2
+        (arXiv 2405.21060)."""
+        nn.init.uniform_(self.A_log, 1, 16).log_()
+        steps = nn.init.uniform_(self.dt_bias, math.log(SLOWEST_STEP), math.log(FASTEST_STEP)).exp()
+        self.dt_bias.copy_(steps + torch.log(-torch.expm1(-steps)))  # the inverse of softplus
+
     @property
     def out(self) -> nn.Module:
         return self.out_proj
@@ -55,7 +67,9 @@ class LinearAttention(Mixing):
         weights = kernels.DeltaWeights(self.conv1d.weight.squeeze(1), self.A_log, self.dt_bias)
         mixed = mixer(layer, LinearInputs(qkv, b, a, weights)).flatten(0, -3)
         gate, impl = z.reshape(len(mixed), -1), self.impl or "reference"
-        return kernels.gated_rms_norm(mixed, gate, self.norm.weight, self.norm.eps, impl=impl).view_as(z)
+        # Mixed precision has weights in float32.
+        weight = self.norm.weight.to(mixed.dtype)
+        return kernels.gated_rms_norm(mixed, gate, weight, self.norm.eps, impl=impl).view_as(z)
 
 
 def empty_state(sizes: LinearConfig, layers: int, slots: int, dtype: torch.dtype, device: object) -> kernels.DeltaState:
@@ -73,15 +87,21 @@ def of_layer(state: kernels.DeltaState, layer: int) -> kernels.DeltaState:
 
 
 class LinearDenseMixer:
-    """The recurrence over whole sequences `[B, T]`, from zeros."""
+    """The delta rule over whole sequences `[B, T]`, from states of zeros; see `chunks`."""
 
     def __init__(self, config: DecoderConfig, sizes: LinearConfig, length: int, device: torch.device | str) -> None:
         self._sizes = sizes
 
     def __call__(self, layer: int, /, inputs: LinearInputs) -> Tensor:
-        batch, length = inputs.qkv.shape[:2]
-        qkv, b, a = (part.flatten(0, 1) for part in inputs[:3])
-        state = of_layer(empty_state(self._sizes, 1, 1, qkv.dtype, qkv.device), 0)
-        links, paths = kernels.chain_paths(torch.full((batch,), -1, device=qkv.device), length)
-        rows = kernels.delta_rule_inputs(qkv, b, a, inputs.weights, state, links, impl="reference")
-        return kernels.delta_rule(rows, paths, state, impl="reference").unflatten(0, (batch, length))
+        sizes, (qkv, b, a, weights) = self._sizes, inputs
+        # Products of states are never rounded to half precision.
+        with torch.autocast(qkv.device.type, enabled=False):
+            mixed = short_convolution(qkv, weights.conv).to(torch.promote_types(qkv.dtype, torch.float32))
+            keys = sizes.key_heads * sizes.key_dim
+            q, k, v = mixed.split([keys, keys, mixed.shape[-1] - 2 * keys], -1)
+            q, k = (normed(part.unflatten(-1, (sizes.key_heads, -1))) for part in (q, k))
+            group = sizes.value_heads // sizes.key_heads
+            q, k = (part.repeat_interleave(group, 2) for part in (q * sizes.key_dim**-0.5, k))
+            decay, beta = log_decay(a, weights), b.to(mixed.dtype).sigmoid()
+            out = delta_rule_in_chunks(q, k, v.unflatten(-1, (sizes.value_heads, -1)), decay, beta)
+        return out.to(qkv.dtype)

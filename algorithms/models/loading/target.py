@@ -61,11 +61,16 @@ def load_target(path: str | Path | TargetFolder, device: torch.device | str, dty
     ignored = {"lm_head.weight"} if found.config.tie_word_embeddings else set()
     ignored |= {name for name in stored_tensors(found.path, text_name) if _is_other(name, found.config)}
     load_weights(model, found.path, device, dtype, ignored=ignored, rename=text_name)
-    if find_architecture(found.config.architecture).norm_offset:
-        for name, parameter in model.named_parameters():
-            if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
-                parameter.data += 1
+    for name, parameter in model.named_parameters():
+        if offset := norm_offset(name, found.config):
+            parameter.data += offset
     return Target(found.config, found.path, model, origin=found.origin)
+
+
+def norm_offset(name: str, config: DecoderConfig) -> int:
+    """What a checkpoint has subtracted from the parameter `name`."""
+    offset = find_architecture(config.architecture).norm_offset
+    return int(offset and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"))
 
 
 def read_target(path: str | Path) -> TargetFolder:

@@ -16,11 +16,12 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from algorithms.engine.request import Request
-from algorithms.models.architectures import find_architecture
 from algorithms.models.config import DecoderConfig
 from algorithms.models.decoder import Decoder, DecoderLayer
 from algorithms.models.dense_mixer import DenseMixer
+from algorithms.models.experts.module import Experts
 from algorithms.models.loading import Target, load_target
+from algorithms.models.loading.target import norm_offset
 from algorithms.models.tokenizer import TOKENIZER_FILE
 from algorithms.models.tokenizer import Tokenizer as ChatTokenizer
 from algorithms.step.sampling_params import SamplingParams
@@ -66,8 +67,9 @@ class RowSettings:
     """Rows of each kind in one step; every `long_code_every`-th step has half as many code rows of twice the length.
 
     Attention over long rows is the most expensive part of a step on a CPU, and few suffice to learn far positions. From
-    step `focus_from_step` on, questions carry no loss and the answers' mean loss has the share `focus_weight`, because
-    the gradients of a question's unpredictable numbers and names outweigh the answers'.
+    step `focus_from_step` and the share `focus_from` of the run on, questions carry no loss and the answers' mean loss
+    has the share `focus_weight`, because the gradients of a question's unpredictable numbers and names outweigh the
+    answers'. `balance_weight` is the coefficient of the mean imbalance of layers with experts.
     """
 
     arithmetic_rows: int = 6
@@ -77,7 +79,9 @@ class RowSettings:
     code_length: int = 512
     long_code_every: int = 4
     focus_from_step: int = 660
+    focus_from: float = 0.0
     focus_weight: float = 0.7
+    balance_weight: float = 0.01
 
 
 @dataclass
@@ -131,8 +135,6 @@ def decoder_config(settings: ShapeSettings, eos: int) -> DecoderConfig:
         }
     )
     config.to_hf()
-    if find_architecture(config.architecture).norm_offset:
-        raise ValueError(f"shape.model_type={config.architecture}: its norms cannot be exported")
     return config
 
 
@@ -159,11 +161,23 @@ class TargetObjective(Objective):
         answers = (rows.inputs == self.assistant).int().cumsum(1) > (rows.inputs == self.user).int().cumsum(1) - 1
         return Rows(rows.inputs, torch.where(answers, rows.labels, IGNORED))
 
-    def _sum(self, rows: Rows) -> Tensor:
-        hidden, _ = self.model(rows.inputs.to(self.device), self.mixer)
-        labels = rows.labels.to(self.device)
-        logits = self.model.logits(hidden[labels != IGNORED]).float()
-        return F.cross_entropy(logits, labels[labels != IGNORED], reduction="sum")
+    def _imbalance(self) -> Tensor:
+        """The mean over layers with experts, in the last forward; 0 without any."""
+        layers = [module.imbalance for module in self.model.modules() if isinstance(module, Experts)]
+        found = [each for each in layers if each is not None]
+        return torch.stack(found).mean() if found else torch.zeros((), device=self.device)
+
+    def _sums(self, *kinds: Rows) -> list[Tensor]:
+        """The summed loss of each; rows of one length run through the model together."""
+        if len(kinds) > 1 and len({rows.inputs.shape[1] for rows in kinds}) > 1:
+            return [self._sums(rows)[0] for rows in kinds]
+        hidden, _ = self.model(torch.cat([rows.inputs for rows in kinds]).to(self.device), self.mixer)
+        labels = torch.cat([rows.labels for rows in kinds]).to(self.device)
+        counted = labels != IGNORED
+        logits = self.model.logits(hidden[counted]).float()
+        losses = F.cross_entropy(logits, labels[counted], reduction="none")
+        counts = [int((rows.labels != IGNORED).sum()) for rows in kinds]
+        return [each.sum() for each in losses.split(counts)]
 
     def loss(self, number: int, progress: float) -> tuple[Tensor, int]:
         batch = self.batch
@@ -173,20 +187,27 @@ class TargetObjective(Objective):
         problems = self.corpus.arithmetic_rows(number, batch.arithmetic_rows, batch.arithmetic_length)
         drills = self.corpus.drill_rows(number, batch.drill_rows, batch.arithmetic_length)
         arithmetic = Rows(*map(torch.cat, zip(problems, drills, strict=True)))
-        if focus := number >= batch.focus_from_step:
+        if focus := number >= batch.focus_from_step and progress >= batch.focus_from:
             arithmetic = self._focused(arithmetic)
         code = self.corpus.code_rows(number, rows, length)
         counts = [int((rows.labels != IGNORED).sum()) for rows in (arithmetic, code)]
         share = batch.focus_weight if focus else counts[0] / sum(counts)
-        loss = share * self._sum(arithmetic) / counts[0] + (1 - share) * self._sum(code) / counts[1]
-        return loss, sum(counts)
+        losses = self._sums(arithmetic, code)
+        loss = share * losses[0] / counts[0] + (1 - share) * losses[1] / counts[1]
+        return loss + batch.balance_weight * self._imbalance(), sum(counts)
 
     def held_out(self) -> Mapping[str, float]:
         """Loss per token on held-out problems (none of the evaluation set's) and held-out modules."""
-        return {key: float(self._sum(rows)) / int((rows.labels != IGNORED).sum()) for key, rows in self.heldout.items()}
+        return {
+            key: float(self._sums(rows)[0]) / int((rows.labels != IGNORED).sum()) for key, rows in self.heldout.items()
+        }
 
     def hf_config(self) -> dict[str, Any]:
         return self.model.config.to_hf()
+
+    def weights(self) -> dict[str, Tensor]:
+        held = self.model.state_dict()
+        return {name: weight - norm_offset(name, self.model.config) for name, weight in held.items()}
 
     def measure(self, folder: Path) -> dict[str, Any]:
         target = load_target(folder, self.device, torch.float32)
@@ -208,11 +229,12 @@ def arithmetic_accuracy(target: Target, problems: list[Problem]) -> float:
 def compile_layers(model: Decoder) -> None:
     """Give all layers one compiled forward.
 
-    `DenseMixer` uses the layer index for the window only, so layers with equal windows share the index of the first one
-    and with it one compilation.
+    `DenseMixer` uses the layer index for the window and the kind of mixing only, so layers that are equal in both share
+    the index of the first one and with it one compilation.
     """
     compiled = torch.compile(DecoderLayer.forward, dynamic=False)
-    windows = [model.config.window(index) for index in range(model.config.num_layers)]
-    for layer, window in zip(model.model.layers, windows, strict=True):
-        first = windows.index(window)
+    config = model.config
+    kinds = [(config.window(index), config.mixing(index)) for index in range(config.num_layers)]
+    for layer, kind in zip(model.model.layers, kinds, strict=True):
+        first = kinds.index(kind)
         layer.forward = lambda _, x, mixer, layer=layer, first=first: compiled(layer, first, x, mixer)  # type: ignore
