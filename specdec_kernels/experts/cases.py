@@ -157,6 +157,7 @@ CASES = (
            **_V2 | dict(groups=8, topk_groups=3)),
     _schedule("schedule_no_rows", "items of an empty batch", 0, 8, 2),
     _schedule("schedule_one", "one row of one expert", 1, 1, 1),
+    _schedule("schedule_sixteen", "a block that a compiler does not take", 8, 8, 2),
     _schedule("schedule_random", "rows of an expert out of order", 37, 12, 3),
     _schedule("schedule_one_expert", "items of an expert past the first", 70, 8, 1, "one"),
     _schedule("schedule_apart", "experts of one row", 6, 24, 4, "apart"),

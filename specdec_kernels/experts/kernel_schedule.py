@@ -17,6 +17,9 @@ from specdec_kernels.experts.types import ExpertSchedule, max_items
 from specdec_kernels.launch import current_chip, lanes, launch
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
 
+_LEAST_IDS = 32
+"""Triton 3.6 compiles no histogram of 16 elements."""
+
 
 @triton.jit
 def _load_ids(experts_ptr, place, count, EXPERTS: tl.constexpr):
@@ -116,7 +119,7 @@ def schedule_experts(experts: Tensor, num_experts: int, row_tile: int) -> Expert
         EXPERTS=num_experts,
         ROWS=row_tile,
         OWN=config.experts,
-        BLOCK=lanes(count, config.ids),
+        BLOCK=lanes(max(count, _LEAST_IDS), config.ids),
         BINS=lanes(num_experts + 2),
         ITEMS=config.items,
         **pdl_options(chip),

@@ -293,3 +293,11 @@ def test_text_without_kinds_or_with_a_missing_file_is_refused(target: Target, tm
     for given, message in (({}, r"text\.kinds: expected at least one"), (kinds, missing)):
         with pytest.raises(ValueError, match=message):
             TextSource(target, TextSettings(given, str(tmp_path)))
+
+
+def test_the_target_is_differentiable_again_after_writing(target: Target, tmp_path: Path) -> None:
+    """On a GPU the writing engine sets the target's kernels, which have no gradient and expect its dtype."""
+    source = TextSource(target, _settings(tmp_path / "text"))
+    target.model.set_forward("reference")
+    source.close()
+    assert target.model.impl is None

@@ -102,8 +102,9 @@ class TextSource:
         return {kind: text for kind, text in found.items() if len(text)}
 
     def close(self) -> None:
-        """Free the engine's memory."""
+        """Free the engine's memory, and give the target back the forward that training differentiates."""
         self._writer = None
+        self.target.model.set_forward(None)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
