@@ -17,7 +17,7 @@ from algorithms.step.prefill import Prefiller
 from algorithms.step.prefill_batch import PrefillBatch
 from algorithms.step.sampling_params import SamplingNeeds
 from tests.algorithms.device_operations import DeviceOperations
-from tests.algorithms.drafters import ALL_MAKERS, KINDS, TARGET, Watched, hinted
+from tests.algorithms.drafters import ALL_MAKERS, KINDS, TARGET, TWINS, Watched, hinted
 from tests.algorithms.test_graphs import FILTERED, STEPPED, HostReads
 from tests.algorithms.test_identity import reference
 from tests.algorithms.toy import Setup, answers, autoregressive, changed, engine_of, requests, run
@@ -119,8 +119,10 @@ def test_a_request_ends_during_its_prefill() -> None:
     assert engine.scheduler.num_free_pages == engine.scheduler.num_pages
 
 
-@pytest.mark.parametrize("backend", ["fa4", "torch"])
-@pytest.mark.parametrize("maker", STEPPED)
+@pytest.mark.parametrize(
+    ("backend", "maker"),
+    [("fa4", maker) for maker in STEPPED if maker not in TWINS] + [("torch", m) for m in ("autoregressive", "eagle_tree")],
+)
 def test_a_prefill_reads_nothing_back(maker: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the forward over a chunk nor the entry of a request into the state and its way out. The host also waits
     where a number is assigned to an element of a tensor on a GPU."""
@@ -147,7 +149,7 @@ def test_a_prefill_reads_nothing_back(maker: str, backend: str, monkeypatch: pyt
     assert (host.reads.seen, host.seen) == ([], [])
 
 
-@pytest.mark.parametrize("maker", ALL_MAKERS)
+@pytest.mark.parametrize("maker", KINDS)
 def test_warm_up_touches_nothing(maker: str) -> None:
     """Every size of forward runs without a token; the engine then serves as one that was never warmed up."""
     algorithm = ALL_MAKERS[maker]()
