@@ -9,7 +9,7 @@ import pytest
 from algorithms.engine.engine import Engine
 from algorithms.engine.request import Completion, Request
 from algorithms.ngram import NGram
-from tests.algorithms.drafters import ALL_MAKERS, TARGET, hinted
+from tests.algorithms.drafters import ALL_MAKERS, KINDS, TARGET, hinted
 from tests.algorithms.toy import Setup, autoregressive, changed, engine_of, requests, run, scripts, spell
 
 pytestmark = pytest.mark.usefixtures("random_drafters")
@@ -67,7 +67,7 @@ def test_output_is_the_targets_own(maker: str, backend: str, page_size: int, max
         assert len({count for c in got for count in c.accepted_counts}) > 1
 
 
-@pytest.mark.parametrize("maker", ALL_MAKERS)
+@pytest.mark.parametrize("maker", KINDS)
 def test_log_probabilities_are_those_of_the_target_alone(maker: str) -> None:
     """For every emitted token, accepted or bonus; not those of the drafter, and not after filters."""
     asked, alone = with_log_probabilities()

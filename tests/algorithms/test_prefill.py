@@ -119,10 +119,10 @@ def test_a_request_ends_during_its_prefill() -> None:
     assert engine.scheduler.num_free_pages == engine.scheduler.num_pages
 
 
-@pytest.mark.parametrize(
-    ("backend", "maker"),
-    [("fa4", maker) for maker in STEPPED if maker not in TWINS] + [("torch", m) for m in ("autoregressive", "eagle_tree")],
-)
+READERS = [("fa4", maker) for maker in STEPPED if maker not in TWINS]
+
+
+@pytest.mark.parametrize(("backend", "maker"), [*READERS, ("torch", "autoregressive"), ("torch", "eagle_tree")])
 def test_a_prefill_reads_nothing_back(maker: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the forward over a chunk nor the entry of a request into the state and its way out. The host also waits
     where a number is assigned to an element of a tensor on a GPU."""
