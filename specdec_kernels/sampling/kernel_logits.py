@@ -79,12 +79,11 @@ def _penalties_kernel(
         tl.store(logits_ptr + place, value.to(logits_ptr.dtype.element_ty), mask=live)
 
 
-@triton.jit(do_not_specialize=["batch"])
+@triton.jit
 def _count_kernel(
     counts_ptr,  # [B, VOCAB] int32, changed in place
     tokens_ptr,  # [B, WIDTH] int64
     num_ptr,  # [B] int32 or int64
-    batch,
     VOCAB: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -114,7 +113,7 @@ def count_tokens(counts: torch.Tensor, tokens: torch.Tensor, num: torch.Tensor) 
     """See `specdec_kernels.sampling.count_tokens`."""
     batch, width = tokens.shape
     launch(
-        _count_kernel, (batch if width else 0,), counts, tokens, num, batch, num_warps=1, VOCAB=counts.shape[1],
+        _count_kernel, (batch if width else 0,), counts, tokens, num, num_warps=1, VOCAB=counts.shape[1],
         WIDTH=width, BLOCK_W=max(triton.next_power_of_2(max(width, 1)), 2),
     )  # fmt: skip
 

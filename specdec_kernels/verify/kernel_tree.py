@@ -354,7 +354,7 @@ def _enter(
 
 
 @triton.jit
-def _was_rejected(tree, missed, lane, token, end):
+def _was_rejected(tree, missed, token, end):
     """[R]: whether a rejected child of `end` carries `token`; without replacement another child was not sampled."""
     same = (tree.tokens == token[:, None]) & (tree.parents == end[:, None])
     return tl.max(tl.where(same, missed, 0), 1) != 0
@@ -513,7 +513,7 @@ def _top_down_kernel(  # 20 run-time arguments: the tree, and the rows of two di
         q = _float_entry(tree.q, at.lane, candidate)
         judged = sampled & (q > 0)
         if RULE == "without_replacement":
-            judged &= _was_rejected(tree, missed, at.lane, token, end) == 0
+            judged &= _was_rejected(tree, missed, token, end) == 0
         q = tl.where(judged, q, 1.0).to(tl.float64)
         if RULE != "k_seq":
             settles = judged & (state.due > 0)
@@ -611,7 +611,7 @@ def _bottom_up_kernel(  # 21 run-time arguments: those of `_top_down_kernel` and
         q = _float_entry(tree.q, at.lane, candidate)
         judged = sampled & (q > 0)
         if factors_ptr is None:
-            judged &= _was_rejected(tree, missed, at.lane, token, end) == 0
+            judged &= _was_rejected(tree, missed, token, end) == 0
         q = tl.where(judged, v.kept_prob(source, node.row, p, q, judged), 1.0).to(tl.float64)
         uniform = _float_entry(tree.uniforms, at.lane, end)
         leaves = going & (has == 0) & (end > 0)  # all children of the node are judged: now it is judged itself

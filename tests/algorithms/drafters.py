@@ -115,6 +115,10 @@ ALL_MAKERS = MAKERS | {
     "suffix_own": lambda: Suffix(Suffix.Config(num_nodes=7, shared=False), TARGET, None),
 }
 
+TWINS = ("eagle_chain", "eagle3_tree", "naive_eagle", "peagle_chain", "standalone_chain", "dflash_chain", "suffix")
+KINDS = [name for name in ALL_MAKERS if name not in TWINS]
+"""One maker for every kind of state that a prompt fills, whatever shape is drafted from it."""
+
 
 def hinted(algorithm: Algorithm, texts: Sequence[Sequence[int]]) -> Algorithm:
     """Write the tokens of `texts` on one path of each tree that `algorithm` drafts, wrong ones now and then.

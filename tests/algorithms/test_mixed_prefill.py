@@ -17,7 +17,7 @@ from algorithms.step.prefill import Prefiller
 from algorithms.step.prefill_batch import PrefillBatch
 from algorithms.step.runner import StepRunner
 from algorithms.step.sampling_params import SamplingNeeds
-from tests.algorithms.drafters import ALL_MAKERS, TARGET, hinted
+from tests.algorithms.drafters import ALL_MAKERS, KINDS, TARGET, hinted
 from tests.algorithms.test_identity import reference
 from tests.algorithms.toy import Setup, answers, autoregressive, changed, engine_of, requests, run
 
@@ -64,7 +64,7 @@ class Rides:
         monkeypatch.setattr(Prefiller, "run", prefilled)
 
 
-@pytest.mark.parametrize("maker", ALL_MAKERS)
+@pytest.mark.parametrize("maker", KINDS)
 def test_requests_that_arrive_at_any_time_get_the_targets_own_text(monkeypatch: pytest.MonkeyPatch, maker: str) -> None:
     """Prompts longer than a chunk, of one token and of one tile, beside greedy and sampled requests that end in every
     way. Catches rows that take part before their prompts are complete, or are lost on their way up."""

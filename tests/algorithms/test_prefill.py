@@ -17,7 +17,7 @@ from algorithms.step.prefill import Prefiller
 from algorithms.step.prefill_batch import PrefillBatch
 from algorithms.step.sampling_params import SamplingNeeds
 from tests.algorithms.device_operations import DeviceOperations
-from tests.algorithms.drafters import ALL_MAKERS, TARGET, Watched, hinted
+from tests.algorithms.drafters import ALL_MAKERS, KINDS, TARGET, TWINS, Watched, hinted
 from tests.algorithms.test_graphs import FILTERED, STEPPED, HostReads
 from tests.algorithms.test_identity import reference
 from tests.algorithms.toy import Setup, answers, autoregressive, changed, engine_of, requests, run
@@ -34,7 +34,7 @@ CUTS = {
 
 
 @pytest.mark.parametrize("cut", list(CUTS)[:3])
-@pytest.mark.parametrize("maker", ALL_MAKERS)
+@pytest.mark.parametrize("maker", KINDS)
 def test_output_is_the_targets_own(maker: str, cut: str) -> None:
     """Prompts of one token, of one tile and a token more, and longer than a chunk, arrive while others decode. Chunks
     of several tiles run as they are captured: at one of a few sizes, and bounded by the whole page table."""
@@ -53,7 +53,7 @@ def drafted(maker: str, setup: Setup) -> dict[tuple[int, ...], list[int]]:
     return watched.by_text()
 
 
-@pytest.mark.parametrize("maker", [name for name in ALL_MAKERS if name != "autoregressive"])
+@pytest.mark.parametrize("maker", [name for name in KINDS if name != "autoregressive"])
 def test_drafts_do_not_depend_on_the_cut(maker: str) -> None:
     """Catches features, keys and texts that are lost, doubled or out of place at the border of a tile."""
     whole = drafted(maker, Setup(max_batch=1, prefill_tile=64))
@@ -119,8 +119,10 @@ def test_a_request_ends_during_its_prefill() -> None:
     assert engine.scheduler.num_free_pages == engine.scheduler.num_pages
 
 
-@pytest.mark.parametrize("backend", ["fa4", "torch"])
-@pytest.mark.parametrize("maker", STEPPED)
+READERS = [("fa4", maker) for maker in STEPPED if maker not in TWINS]
+
+
+@pytest.mark.parametrize(("backend", "maker"), [*READERS, ("torch", "autoregressive"), ("torch", "eagle_tree")])
 def test_a_prefill_reads_nothing_back(maker: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the forward over a chunk nor the entry of a request into the state and its way out. The host also waits
     where a number is assigned to an element of a tensor on a GPU."""
@@ -147,7 +149,7 @@ def test_a_prefill_reads_nothing_back(maker: str, backend: str, monkeypatch: pyt
     assert (host.reads.seen, host.seen) == ([], [])
 
 
-@pytest.mark.parametrize("maker", ALL_MAKERS)
+@pytest.mark.parametrize("maker", KINDS)
 def test_warm_up_touches_nothing(maker: str) -> None:
     """Every size of forward runs without a token; the engine then serves as one that was never warmed up."""
     algorithm = ALL_MAKERS[maker]()

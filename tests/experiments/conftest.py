@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hydra._internal import config_repository
 from hydra._internal.hydra import Hydra
 from hydra.core import config_store
 from omegaconf import DictConfig, OmegaConf
@@ -44,4 +46,12 @@ def schemas_read_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(config_store, "OmegaConf", SimpleNamespace(structured=structured))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def schemas_shared() -> Iterator[None]:
+    """Hydra copies every registered schema for each composition, to keep one list of sources that it replaces."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(config_repository, "copy", SimpleNamespace(deepcopy=copy.copy))
         yield

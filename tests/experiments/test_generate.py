@@ -105,11 +105,10 @@ def test_the_program_itself_runs_kernels_in_the_interpreter(models: Path, tmp_pa
     """In a process of its own: the interpreter must be switched on before Triton is imported. The compiler of torch,
     which nothing here needs, would take longer to import than the models to load."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    small = ["data.limit=1", "sampling.max_new_tokens=2", "algo.block_size=2", "runtime.device=cpu", "tracker=none"]
-    command = [sys.executable, "-X", "importtime", str(REPO_ROOT / "run.py"), *model_settings(models), *small]
-    done = subprocess.run(
-        [*command, "name=test"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250
-    )
+    short = ["data=prompt", "data.text=hi", "sampling.max_new_tokens=2", "algo.block_size=2", "task.repeats=1"]
+    command = [sys.executable, "-X", "importtime", str(REPO_ROOT / "run.py"), *model_settings(models), *short]
+    command += ["name=test", "runtime.device=cpu", "tracker=none"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "outputs" / "test").iterdir()
     summary = read(folder, "summary.json")

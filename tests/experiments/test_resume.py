@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -108,7 +109,6 @@ def same(first: Path, second: Path) -> None:
 
 
 TASKS = {
-    "generate": ["algo=dflash"],
     "a drafter that learns": ["algo=ngram"],
     "compare": ["task=compare", "task.limit=3", "task.only=[standalone,ngram,dflash]"],
     "throughput": ["task=throughput", "algo=dflash", "task.concurrency=[1,2]", "task.requests=2"],
@@ -224,9 +224,21 @@ def test_later_turns_of_a_conversation_go_on(models: Path, home: Path) -> None:
     same(folder, whole)
 
 
+@pytest.fixture(scope="module")
+def broken_once(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home := tmp_path_factory.mktemp("broken"))
+        patch.setenv("SPECDEC_REVISION", "r1")
+        return interrupted(home, 2, *words(models, "algo=dflash"))
+
+
 @pytest.fixture
-def broken(models: Path, home: Path) -> Path:
-    return interrupted(home, 2, *words(models, "algo=dflash"))
+def broken(broken_once: Path, home: Path) -> Path:
+    """The folder of an interrupted run, in a home of its own."""
+    folder = home / "outputs/broken" / broken_once.name
+    shutil.copytree(broken_once, folder)
+    edit_status(folder, cwd=str(home))
+    return folder
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

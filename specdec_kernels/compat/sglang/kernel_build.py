@@ -77,7 +77,7 @@ def _lengths_before(lengths_ptr, request, batch, BLOCK_B: tl.constexpr):
 @triton.jit
 def _store_mask(
     out_mask_ptr, lengths_ptr, bits, length, request, node, batch,
-    NODES: tl.constexpr, WORDS: tl.constexpr, MODE: tl.constexpr, BLOCK_B: tl.constexpr, CELLS: tl.constexpr,
+    NODES: tl.constexpr, MODE: tl.constexpr, BLOCK_B: tl.constexpr, CELLS: tl.constexpr,
 ):  # fmt: skip
     """Store the masks in SGLang's layout."""
     live = (request < batch) & (node < NODES)
@@ -149,7 +149,7 @@ def _build_kernel(
     tl.store(out_child_ptr + place, child.to(out_child_ptr.dtype.element_ty), mask=live)
     sibling = tl.where(next_sibling < NODES, next_sibling, -1)
     tl.store(out_sibling_ptr + place, sibling.to(out_sibling_ptr.dtype.element_ty), mask=live)
-    _store_mask(out_mask_ptr, lengths_ptr, bits, length, request, node, batch, NODES, WORDS, MODE, BLOCK_B, CELLS)
+    _store_mask(out_mask_ptr, lengths_ptr, bits, length, request, node, batch, NODES, MODE, BLOCK_B, CELLS)
 
 
 def build_selected_tree(call: Selected) -> None:

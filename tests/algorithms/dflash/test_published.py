@@ -76,14 +76,14 @@ def path_to(node: int, tokens: list[int], parents: list[int]) -> list[int]:
 
 @cache
 def greedy() -> list[list[int]]:
-    return answers(requests(4, max_new_tokens=7), Setup(backend="torch", max_batch=1), TARGET)
+    return answers(requests(4, max_new_tokens=5), Setup(backend="torch", max_batch=1), TARGET)
 
 
 def drafted(folder: Path, temperature: float, setup: Setup, **config: Any) -> Recorded:
     """Serve requests of unequal prompts; greedy outputs are the target's own."""
     algorithm = DFlash(DFlash.Config(**config), TARGET, str(folder))
     recorded = Recorded(algorithm)
-    asked = [changed(request, temperature=temperature) for request in requests(4, max_new_tokens=7)]
+    asked = [changed(request, temperature=temperature) for request in requests(4, max_new_tokens=5)]
     completions = run(algorithm, asked, setup, TARGET).completions
     if temperature == 0:
         assert [c.token_ids for c in completions] == greedy()
@@ -93,7 +93,7 @@ def drafted(folder: Path, temperature: float, setup: Setup, **config: Any) -> Re
 
 def test_greedy_chains(tmp_path: Path, family: Published) -> None:
     original = Original(family, family.write(tmp_path))
-    for text, tokens, _, _, _ in drafted(tmp_path, 0.0, Setup(max_batch=3, page_size=1, graph="step")).drafts[::3]:
+    for text, tokens, _, _, _ in drafted(tmp_path, 0.0, Setup(max_batch=2, page_size=1, graph="step")).drafts[::3]:
         if len(text) > 1:  # padding rows of captured steps have no text
             assert tokens[1:] == original.chain(text, family.drafts)
 

@@ -47,7 +47,7 @@ def drafted(head: Head, folder: Path, temperature: float, setup: Setup, **config
     """Serve requests of unequal prompts; greedy outputs are the target's own."""
     algorithm = drafter(head, folder, **config)
     recorded = Recorded(algorithm)
-    asked = [changed(request, temperature=temperature) for request in requests(4, max_new_tokens=7)]
+    asked = [changed(request, temperature=temperature) for request in requests(4, max_new_tokens=5)]
     completions = run(algorithm, asked, setup, TARGET).completions
     if temperature == 0:
         assert [c.token_ids for c in completions] == greedy()
@@ -55,7 +55,7 @@ def drafted(head: Head, folder: Path, temperature: float, setup: Setup, **config
     return recorded
 
 
-@pytest.mark.parametrize("setup", [Setup(max_batch=2, page_size=4), Setup(max_batch=3, page_size=1, graph="step")])
+@pytest.mark.parametrize("setup", [Setup(max_batch=2, page_size=4), Setup(max_batch=2, page_size=1, graph="step")])
 def test_greedy_chains(tmp_path: Path, head: Head, setup: Setup) -> None:
     original = OriginalHead(head, head.write(tmp_path))
     for text, tokens, *_ in drafted(head, tmp_path, 0.0, setup).drafts[::3]:
@@ -123,7 +123,7 @@ def test_few_nodes_are_the_first_of_all(tmp_path: Path) -> None:
         propose_few = algorithm.propose_few
         algorithm.propose = lambda batch, few=propose_few: few(batch, 3)  # type: ignore[method-assign]
         algorithm.num_nodes, algorithm.max_depth = 3, 2
-        completions = run(algorithm, requests(4, max_new_tokens=7), Setup(page_size=4), TARGET).completions
+        completions = run(algorithm, requests(4, max_new_tokens=5), Setup(page_size=4), TARGET).completions
         assert [c.token_ids for c in completions] == greedy()
 
 
