@@ -171,7 +171,7 @@ def _expected(
         return {name: (weight, shape, dtype)}
     if shape[2] % 32:
         raise ValueError(f"{name}: expected a multiple of 32 columns for MXFP4, got {shape[2]}")
-    stride = max(weight.scales.shape[-1], shape[2] // 32)
+    stride = -(-shape[2] // 512) * 16
     return {
         f"{name}.codes": (weight.codes, (*shape[:2], shape[2] // 2), torch.uint8),
         f"{name}.scales": (weight.scales, (*shape[:2], stride), torch.uint8),

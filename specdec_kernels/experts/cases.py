@@ -92,10 +92,14 @@ def mlp_inputs(
     bias: bool = False,
     shared: bool = False,
     packed: bool = False,
+    row_tile: int | None = None,
     scale: float = 1.0,
     **options: Any,
 ) -> dict[str, Any]:
-    """packed: weights in MXFP4. Weights of the size that keeps the variance of x, which `scale` raises."""
+    """Weights of the size that keeps the variance of x, which `scale` raises.
+
+    packed: in MXFP4. row_tile: of the schedule; None: what this device takes.
+    """
     ids = chosen(make, rows, experts, topk, spread)
     weights = torch.rand(rows, topk, generator=make.generator).to(make.device)
     weights = torch.where(ids < experts, weights, 0.0)
@@ -106,7 +110,7 @@ def mlp_inputs(
     inputs = dict(
         x=make.normal(rows, hidden, scale=scale),
         routed=Routed(ids, weights),
-        schedule=reference.schedule_experts(ids, experts, row_tile_of(ids, experts)),
+        schedule=reference.schedule_experts(ids, experts, row_tile or row_tile_of(ids, experts)),
         weights=ExpertWeights(
             matrices(experts, 2 * width, hidden),
             matrices(experts, hidden, width),
@@ -206,13 +210,13 @@ CASES = (
     _mlp("mlp_gpt_oss_shipped", "steps that are odd, biases", 1, 4, 2, 2880, 2880, gate=True, bias=True,
          activation=GPT_OSS, tags=_LARGE),
     *(
-        _mlp(f"mlp_mxfp4_{rows}_shipped", f"registers of tiles of {max(16, rows // 2)} rows, packed", rows, 4, 1, 2880,
-             2880, gate=True, bias=True, packed=True, activation=GPT_OSS, tags=_LARGE)
-        for rows in (1, 64, 256)
+        _mlp(f"mlp_mxfp4_{rows}_shipped", f"registers of tiles of {tile} rows, packed", rows, 4, 1, 2880, 2880,
+             gate=True, bias=True, packed=True, row_tile=tile, activation=GPT_OSS, tags=_LARGE)
+        for rows, tile in ((1, 16), (64, 32), (128, 64), (256, 128))
     ),
     *(
         _mlp(f"mlp_{rows}_shipped", f"registers of tiles of {rows // 2} rows", rows, 4, 1, 2048, 768, gate=True,
-             tags=_LARGE)
+             row_tile=rows // 2, tags=_LARGE)
         for rows in (64, 128, 256)
     ),
     *(

@@ -56,7 +56,8 @@ def mxfp4_partial_sum(of, scale_ptr, code_stride, scale_stride, k_first, k_end, 
         else:
             inside = first + group * 32 < k_end
             codes = tl.load(codes_at, mask=inside[None, :, None], other=0, eviction_policy="evict_first")
-            scales = tl.load(scales_at, mask=inside[None, :], other=0, eviction_policy="evict_first")
+            # Not masked: rows of scales are padded to whole steps, and a mask by group is none by words.
+            scales = tl.load(scales_at, eviction_policy="evict_first")
             x = tl.load(x_at, mask=(first + lane < k_end)[:, None] & here, other=0.0)
         acc = tl.dot(_dequantised(codes, scales, x.dtype), x, acc, input_precision="ieee")
         codes_at += TILE.BLOCK_K // 2

@@ -66,8 +66,8 @@ class Mxfp4(NamedTuple):
     """Matrices [E, rows, C] in MXFP4 (OCP Microscaling Formats 1.0), C a multiple of 32.
 
     codes: [E, rows, C / 2] uint8, two E2M1 numbers a byte, that of the even column in the low half.
-    scales: [E, rows, S] uint8, S at least C / 32: 32 columns are multiplied by 2^(scale - 127). The rest is padding,
-        by which a row may begin at a multiple of 16 bytes.
+    scales: [E, rows, S] uint8: 32 columns are multiplied by 2^(scale - 127). S is C / 32 raised to a multiple of 16,
+        the padding zeros, so that every row begins at a multiple of 16 bytes.
     """
 
     codes: Tensor
