@@ -56,7 +56,7 @@ def _store_hidden(
     tl.store(at, out, mask=(column < WIDTH)[:, None] & here[None, :])
 
 
-@triton.jit(do_not_specialize=["topk", "splits", "limit", "alpha"])
+@triton.jit(do_not_specialize=["topk", "limit", "alpha"])
 def _product_kernel(
     x_ptr,  # [T, K] if GATED, else [T * topk, K] in the order of the schedule
     weight_ptr,  # [E, OUTER, K]; with scales [E, OUTER, weight_stride] uint8, the codes of MXFP4
@@ -71,7 +71,6 @@ def _product_kernel(
     K,
     weight_stride,
     scale_stride,
-    splits,
     split_length,
     limit,
     alpha,
@@ -107,7 +106,7 @@ def _product_kernel(
         else:
             acc = partial_sum(of, 0, first_end, TILE)
             if IN_ORDER:
-                acc = with_later_splits(acc, of, splits, split_length, TILE)
+                acc = with_later_splits(acc, of, tl.cdiv(K, split_length), split_length, TILE)
         launch_dependents(PDL)
         if bias_ptr is not None:
             acc += tl.load(bias_ptr + expert * OUTER + weight_row).to(tl.float32)[:, None]
@@ -197,7 +196,7 @@ def _launch_product(
         _product_kernel,
         (schedule.items.shape[0], triton.cdiv(width, columns)),
         *(x, values, scales, bias, out, schedule.order, schedule.items, schedule.num_items),
-        *(topk, outer, inner, values.shape[2], scale_stride, triton.cdiv(inner, split), split, limit or 0.0, alpha),
+        *(topk, outer, inner, values.shape[2], scale_stride, split, limit or 0.0, alpha),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         ROWS=schedule.row_tile,
