@@ -17,8 +17,8 @@ _LEAST_ROWS, _MOST_ROWS = 16, 128
 _SHARED_BYTES = {"sm80": 160 << 10, "sm90": 220 << 10, "sm100": 220 << 10, "gfx942": 64 << 10}
 _INNER_STEP, _ODD_INNER_STEP = 128, 64
 _GROUP = 32  # elements with one scale in MXFP4
-# So long that a thread has four scales, the fewest that are copied ahead.
-_MXFP4_STEP = {"sm80": 256, "sm90": 256, "sm100": 256, "gfx942": 128}
+# On sm90 so long that a thread has four scales, the fewest that are copied ahead; others lack the registers.
+_MXFP4_STEP = {"sm80": 128, "sm90": 256, "sm100": 128, "gfx942": 128}
 _MOST_STAGES = 4
 _FLOAT32_STEP, _FLOAT32_SPLIT = 16, 128  # inner elements that are added one by one where there is no tensor core
 
