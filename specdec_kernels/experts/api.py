@@ -180,10 +180,12 @@ def _expected(
 
 def _checked_weights(weights: ExpertWeights, hidden: int) -> tuple[int, int, int]:
     """[E, 2 F, H] of gate and up."""
-    expect_shape("gate_up", weights.gate_up, (None, None, hidden))
-    experts, outer, _ = weights.gate_up.shape
+    gate_up = weights.gate_up
+    if isinstance(gate_up, Mxfp4):
+        expect_shape("gate_up.codes", gate_up.codes, (None, None, hidden // 2))
+    else:
+        expect_shape("gate_up", gate_up, (None, None, hidden))
+    experts, outer, _ = gate_up.shape
     if experts == 0 or outer == 0 or outer % 2 or hidden == 0:
-        raise ValueError(
-            f"gate_up: expected at least one expert and an even number of rows, got {list(weights.gate_up.shape)}"
-        )
+        raise ValueError(f"gate_up: expected at least one expert and an even number of rows, got {list(gate_up.shape)}")
     return experts, outer, hidden
