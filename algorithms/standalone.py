@@ -55,7 +55,7 @@ class Standalone(LevelDrafter):
     def __init__(self, config: Config, target: Target, draft_path: str | None) -> None:
         from algorithms.models.loading import load_draft
 
-        weight, same = target.model.model.norm.weight, config.vocabulary == "same"
+        weight, same = target.model.model.embed_tokens.weight, config.vocabulary == "same"
         self._draft = load_draft(self.drafter_folder(draft_path), target, weight.device, weight.dtype, same)
         self._vocabulary = None
         if not same:

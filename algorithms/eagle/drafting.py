@@ -51,7 +51,7 @@ class Eagle(FeatureDrafter):
     def __init__(self, config: Any, target: Target, draft_path: str | None) -> None:
         from algorithms.eagle.loading import load_eagle
 
-        weight, folder = target.model.model.norm.weight, self.drafter_folder(draft_path)
+        weight, folder = target.model.model.embed_tokens.weight, self.drafter_folder(draft_path)
         head = load_eagle(folder, target, weight.device, weight.dtype, self.kind, **self.options(config))
         self.set_head(head, config)
 

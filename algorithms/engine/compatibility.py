@@ -68,7 +68,7 @@ def check_backend(
             f"deterministic: expected fused kernels and a backend built for it, got fused={fused} and "
             f"backend={backend.name} with deterministic={backend.deterministic}"
         )
-    weight, verify = target.model.model.norm.weight, "decode" if algorithm.num_nodes == 1 else "verify"
+    weight, verify = target.model.model.embed_tokens.weight, "decode" if algorithm.num_nodes == 1 else "verify"
     modes = {"prefill": "chain", verify: "chain" if algorithm.chain else "tree"}
     if settings.adaptive:
         modes["decode"] = "chain"

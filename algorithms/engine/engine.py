@@ -76,7 +76,7 @@ class Engine:
 
         Raises EngineError or ValueError if the backend cannot do what target, algorithm and settings need.
         """
-        weight, config = target.model.model.norm.weight, target.config
+        weight, config = target.model.model.embed_tokens.weight, target.config
         level = graph_level(settings, backend, weight.device)
         fused = runs_fused(settings, weight.device, weight.dtype)
         check_tree(algorithm)
@@ -235,7 +235,7 @@ class Engine:
 
 
 def _resources(target: Target, backend: Backend, settings: RuntimeSettings, **of_run: Any) -> Resources:
-    weight = target.model.model.norm.weight
+    weight = target.model.model.embed_tokens.weight
     return Resources(
         target=target,
         backend=backend,

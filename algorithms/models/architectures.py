@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from algorithms.models.config_keys import nested
-from algorithms.models.experts.config import DeepSeekRule, QwenRule
+from algorithms.models.experts.config import DeepSeekRule, GptOssRule, QwenRule
 from algorithms.models.latent.config import LatentRule
 from algorithms.models.linear.config import LinearRule
 
@@ -74,9 +74,26 @@ def window_by_layer(config: Mapping[str, Any], num_layers: int) -> Windows:
     return read_layer_types(layer_types, window, num_layers)
 
 
+def window_by_turns(config: Mapping[str, Any], num_layers: int) -> Windows:
+    """`layer_types`, by default every other layer with a window, the first one included, and `sliding_window`."""
+    window = config.get("sliding_window")
+    by_turns = [FULL if layer % 2 or window is None else SLIDING for layer in range(num_layers)]
+    return read_layer_types(config.get("layer_types") or by_turns, window, num_layers)
+
+
 NEXT_LAYER = "model.layers.{num_layers}."
 """Tensors of one MTP layer behind the last layer."""
-_FLAGS = ("qk_norm", "qkv_bias", "o_bias", "mlp_bias", "sinks", "interleaved_rope", "closing_norms", "gated_attention")
+_FLAGS = (
+    "qk_norm",
+    "qkv_bias",
+    "o_bias",
+    "mlp_bias",
+    "sinks",
+    "wide_norms",
+    "interleaved_rope",
+    "closing_norms",
+    "gated_attention",
+)
 _NUMBERS = ("soft_cap", "scale")
 _KINDS = ("mixings", "mlps")
 
@@ -103,6 +120,7 @@ class Architecture:
     o_bias: bool | str = False
     mlp_bias: bool | str = False
     sinks: bool | str = False
+    wide_norms: bool = False
     interleaved_rope: bool = False
     closing_norms: bool = False
     gated_attention: bool = False
@@ -192,6 +210,15 @@ ARCHITECTURES = {
         o_bias="attention_bias",
         windows=window_by_layer,
         mlps=QwenRule(),
+    ),
+    "gpt_oss": Architecture(
+        "GptOssForCausalLM",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        sinks=True,
+        wide_norms=True,
+        windows=window_by_turns,
+        mlps=GptOssRule(),
     ),
     "glm4_moe": Architecture(
         "Glm4MoeForCausalLM",

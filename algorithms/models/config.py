@@ -73,6 +73,8 @@ class DecoderConfig:
     """Whether the output of each head is multiplied by the sigmoid of a gate, which `q_proj` gives behind the query."""
     sinks: bool = False
     """Whether every query head has a learned sink."""
+    wide_norms: bool = False
+    """Whether norms round after they multiply by their weight, which is then float32; else before."""
     mixings: tuple[Any, ...] = ()
     """Sizes of what stands for attention in each layer, see `kinds`; None is attention of the shape above. Empty where
     all layers have that."""

@@ -57,6 +57,10 @@ class Block(nn.Module):
         return stream + _closed(self.post_mlp_layernorm, self.mlp(normed, real))
 
 
+def _norm(config: DecoderConfig) -> RMSNorm:
+    return RMSNorm(config.hidden_size, config.rms_norm_eps, config.wide_norms)
+
+
 def _closed(norm: RMSNorm | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
 
@@ -66,15 +70,14 @@ class DecoderLayer(Block):
 
     def __init__(self, config: DecoderConfig, input_norm: bool = True, layer: int = 0) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps) if input_norm else nn.Identity()
+        self.input_layernorm = _norm(config) if input_norm else nn.Identity()
         mixing = mixing_module(config, layer)
         self.mixing_name = mixing.name
         self.add_module(mixing.name, mixing)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = _norm(config)
         self.mlp = mlp_module(config, layer)
         if config.closing_norms:
-            self.post_self_attn_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-            self.post_mlp_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.post_self_attn_layernorm, self.post_mlp_layernorm = _norm(config), _norm(config)
 
     def forward(self, layer: int, x: Tensor, mixer: Mixer) -> Tensor:
         return self.after_mixing(self.mixing(layer, self.input_layernorm(x), mixer), x, real_rows(mixer))
@@ -143,7 +146,7 @@ class DecoderBody(nn.Module):
         super().__init__()
         self.embed_tokens = embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, layer=layer) for layer in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = _norm(config)
 
 
 class SharedHead(Fusable):

@@ -77,18 +77,22 @@ class MLP(Fusable):
 
 
 class RMSNorm(Fusable):
-    """x / rms(x) * weight; in float32, rounded to the dtype of x before the weight as Hugging Face does."""
+    """x / rms(x) * weight; in float32, rounded to the dtype of x before the weight as most of Hugging Face's decoders
+    do, or after it if `wide`, as gpt-oss does. Then the weight is kept in float32."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, wide: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+        self.eps, self.wide = eps, wide
+        self.float32 = ("weight",) if wide else ()
 
     def forward(self, x: Tensor) -> Tensor:
         if self.impl is not None:
             return kernels.rms_norm(x.contiguous(), self.weight, self.eps, impl=self.impl)
         wide = x.float()
         inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        if self.wide:
+            return (self.weight.float() * (wide * inverse)).to(x.dtype)
         return self.weight * (wide * inverse).to(x.dtype)
 
     def after(

@@ -8,7 +8,7 @@ from torch import Tensor
 from specdec_kernels.all_reduce.types import SLOTS, Exchange
 from specdec_kernels.checks import expect_contiguous, expect_dtype, expect_same_device, expect_shape
 from specdec_kernels.launch import dispatch
-from specdec_kernels.norm.types import Normed, NormInputs
+from specdec_kernels.norm.types import Normed, NormInputs, weight_dtype
 
 
 def all_reduce_add_rms_norm(
@@ -25,7 +25,7 @@ def all_reduce_add_rms_norm(
         exchange: memory of the ranks; `exchange.width` is D.
         slot: 0 or 1, in turn from call to call, on every rank the same.
         residual: [..., D], at most `exchange.rows` rows, contiguous. It is not changed.
-        weight: [D], dtype of the residual.
+        weight: [D], dtype of the residual, or float32, as in `rms_norm`.
         eps: added to the mean square.
     """
     expect_shape("residual", residual, (*(None for _ in residual.shape[:-1]), exchange.width))
@@ -39,7 +39,7 @@ def all_reduce_add_rms_norm(
     if parts.shape[0] == 0:
         raise ValueError("parts: expected at least one, got none")
     expect_shape("weight", weight, (exchange.width,))
-    expect_dtype("weight", weight, residual.dtype)
+    expect_dtype("weight", weight, weight_dtype(residual, weight))
     exact = (torch.float64,) if residual.dtype == torch.float64 else ()
     expect_dtype("parts", parts, torch.float32, *exact)
     expect_dtype("exchange.memory", exchange.memory, torch.int64)

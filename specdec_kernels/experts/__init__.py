@@ -8,6 +8,7 @@ from specdec_kernels.experts.types import (
     Activation,
     ExpertSchedule,
     ExpertWeights,
+    Mxfp4,
     Routed,
     Routing,
 )
@@ -18,6 +19,7 @@ __all__ = [
     "Activation",
     "ExpertSchedule",
     "ExpertWeights",
+    "Mxfp4",
     "Routed",
     "Routing",
     "expert_mlp",

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from specdec_kernels.checks import (
+    Expected,
     expect_at_least_one,
     expect_between,
     expect_choice,
@@ -28,6 +29,7 @@ from specdec_kernels.experts.types import (
     Activation,
     ExpertSchedule,
     ExpertWeights,
+    Mxfp4,
     Routed,
     Routing,
     max_items,
@@ -113,7 +115,8 @@ def expert_mlp(
     Args:
         x: [T, H] float32, float16 or bfloat16; float64 is always computed by torch.
         schedule: `schedule_experts` of `routed.experts`.
-        weights: of the dtype of x.
+        weights: of the dtype of x. Matrices may be MXFP4: the result is that of the same numbers in the dtype of x,
+            which all but float16 hold exactly.
     """
     expect_dtype("x", x, *_DTYPES)
     expect_shape("x", x, (None, None))
@@ -130,8 +133,8 @@ def expert_mlp(
         weights=(routed.weights, (rows, topk), wide),
         order=(schedule.order, (count,), torch.int32),
         items=(schedule.items, (capacity, 3), torch.int32),
-        gate_up=(weights.gate_up, (experts, 2 * width, hidden), x.dtype),
-        down=(weights.down, (experts, hidden, width), x.dtype),
+        **_expected("gate_up", weights.gate_up, (experts, 2 * width, hidden), x.dtype),
+        **_expected("down", weights.down, (experts, hidden, width), x.dtype),
         gate_up_bias=(weights.gate_up_bias, (experts, 2 * width), x.dtype),
         down_bias=(weights.down_bias, (experts, hidden), x.dtype),
         shared=(shared, (rows, hidden), x.dtype),
@@ -160,12 +163,29 @@ def _check_routing(routing: Routing, experts: int, is_corrected: bool) -> None:
         raise ValueError(f"correction_bias: expected sigmoid scores with it, got {routing.scoring}")
 
 
+def _expected(
+    name: str, weight: Tensor | Mxfp4, shape: tuple[int, int, int], dtype: torch.dtype
+) -> dict[str, Expected]:
+    """What a matrix must be, by name."""
+    if not isinstance(weight, Mxfp4):
+        return {name: (weight, shape, dtype)}
+    if shape[2] % 32:
+        raise ValueError(f"{name}: expected a multiple of 32 columns for MXFP4, got {shape[2]}")
+    stride = -(-shape[2] // 512) * 16
+    return {
+        f"{name}.codes": (weight.codes, (*shape[:2], shape[2] // 2), torch.uint8),
+        f"{name}.scales": (weight.scales, (*shape[:2], stride), torch.uint8),
+    }
+
+
 def _checked_weights(weights: ExpertWeights, hidden: int) -> tuple[int, int, int]:
     """[E, 2 F, H] of gate and up."""
-    expect_shape("gate_up", weights.gate_up, (None, None, hidden))
-    experts, outer, _ = weights.gate_up.shape
+    gate_up = weights.gate_up
+    if isinstance(gate_up, Mxfp4):
+        expect_shape("gate_up.codes", gate_up.codes, (None, None, hidden // 2))
+    else:
+        expect_shape("gate_up", gate_up, (None, None, hidden))
+    experts, outer, _ = gate_up.shape
     if experts == 0 or outer == 0 or outer % 2 or hidden == 0:
-        raise ValueError(
-            f"gate_up: expected at least one expert and an even number of rows, got {list(weights.gate_up.shape)}"
-        )
+        raise ValueError(f"gate_up: expected at least one expert and an even number of rows, got {list(gate_up.shape)}")
     return experts, outer, hidden

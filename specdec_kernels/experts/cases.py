@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from specdec_kernels.cases import Comparison, Maker, WorkModel, case_of
 from specdec_kernels.experts import reference
 from specdec_kernels.experts.configs import row_tile_of
-from specdec_kernels.experts.types import Activation, ExpertWeights, Routed, Routing
+from specdec_kernels.experts.types import Activation, ExpertWeights, Mxfp4, Routed, Routing
 
 _LARGE = ("large",)
 GPT_OSS = Activation(limit=7.0, alpha=1.702)
@@ -73,6 +74,14 @@ def schedule_inputs(
     return dict(experts=chosen(make, rows, experts, topk, spread), num_experts=experts, row_tile=row_tile)
 
 
+def mxfp4(make: Maker, experts: int, rows: int, columns: int) -> Mxfp4:
+    """Random codes of the size that keeps the variance of x, and scales with padding behind them."""
+    codes = make.integers(0, 256, experts, rows, columns // 2, dtype=torch.uint8)
+    middle = 127 - round(math.log2(columns) / 2 + 1.5)
+    scales = make.integers(middle - 1, middle + 2, experts, rows, columns // 32, dtype=torch.uint8)
+    return Mxfp4.padded(codes, scales)
+
+
 def mlp_inputs(
     make: Maker,
     rows: int,
@@ -84,20 +93,29 @@ def mlp_inputs(
     *,
     bias: bool = False,
     shared: bool = False,
+    packed: bool = False,
+    row_tile: int | None = None,
     scale: float = 1.0,
     **options: Any,
 ) -> dict[str, Any]:
-    """Weights of the size that keeps the variance of x, which `scale` raises."""
+    """Weights of the size that keeps the variance of x, which `scale` raises.
+
+    packed: in MXFP4. row_tile: of the schedule; None: what this device takes.
+    """
     ids = chosen(make, rows, experts, topk, spread)
     weights = torch.rand(rows, topk, generator=make.generator).to(make.device)
     weights = torch.where(ids < experts, weights, 0.0)
+
+    def matrices(*shape: int) -> Tensor | Mxfp4:
+        return mxfp4(make, *shape) if packed else make.normal(*shape, scale=shape[2] ** -0.5)
+
     inputs = dict(
         x=make.normal(rows, hidden, scale=scale),
         routed=Routed(ids, weights),
-        schedule=reference.schedule_experts(ids, experts, row_tile_of(ids, experts)),
+        schedule=reference.schedule_experts(ids, experts, row_tile or row_tile_of(ids, experts)),
         weights=ExpertWeights(
-            make.normal(experts, 2 * width, hidden, scale=hidden**-0.5),
-            make.normal(experts, hidden, width, scale=width**-0.5),
+            matrices(experts, 2 * width, hidden),
+            matrices(experts, hidden, width),
             make.normal(experts, 2 * width) if bias else None,
             make.normal(experts, hidden) if bias else None,
         ),
@@ -105,12 +123,18 @@ def mlp_inputs(
     return inputs | (dict(shared=make.normal(rows, hidden)) if shared else {}) | options
 
 
+def nbytes(weight: Tensor | Mxfp4) -> int:
+    return sum(part.nbytes for part in weight) if isinstance(weight, Mxfp4) else weight.nbytes
+
+
 def _mlp_work(inputs: dict[str, Any]) -> tuple[int, int]:
     """(bytes moved, floating-point operations): the weights of the experts that have a row, read once."""
     x, weights = inputs["x"], inputs["weights"]
     touched = int(inputs["schedule"].num_touched)
-    one = weights.gate_up[0].numel() + weights.down[0].numel()
-    return (touched * one + 2 * x.numel()) * x.element_size(), 2 * int(inputs["schedule"].starts[-1]) * one
+    one = [weight.shape[1] * weight.shape[2] for weight in weights[:2]]
+    read = sum(nbytes(weight) // weight.shape[0] for weight in weights[:2])
+    flops = 2 * int(inputs["schedule"].starts[-1]) * sum(one)
+    return touched * read + 2 * x.numel() * x.element_size(), flops
 
 
 def _schedule_work(inputs: dict[str, Any]) -> tuple[int, int]:
@@ -179,19 +203,33 @@ CASES = (
     _mlp("mlp_shared", "the shared output left out, or weighed", 6, 8, 2, 48, 16, shared=True),
     _mlp("mlp_gpt_oss", "the other activation, or a bias outside of the sum", 9, 6, 2, 40, 24, bias=True, scale=4.0,
          activation=GPT_OSS),
+    _mlp("mlp_mxfp4", "halves of a byte swapped, a scale of another group", 5, 4, 2, 96, 64, packed=True),
+    _mlp("mlp_mxfp4_gpt_oss", "inner elements past the last step, rows without expert", 7, 5, 2, 160, 224, "some",
+         packed=True, bias=True, scale=4.0, activation=GPT_OSS),
+    _mlp("mlp_mxfp4_one_expert", "codes of rows past those of one item", 20, 3, 1, 32, 32, "one", packed=True),
     _mlp("mlp_qwen3_shipped", "registers of few rows", 1, 4, 2, 2048, 768, gate=True, tags=_LARGE),
     _mlp("mlp_shared_shipped", "the variant with a shared output", 1, 4, 2, 2048, 1408, gate=True, shared=True,
          tags=_LARGE),
     _mlp("mlp_gpt_oss_shipped", "steps that are odd, biases", 1, 4, 2, 2880, 2880, gate=True, bias=True,
          activation=GPT_OSS, tags=_LARGE),
     *(
+        _mlp(f"mlp_mxfp4_{rows}_shipped", f"registers of tiles of {tile} rows, packed", rows, 4, 1, 2880, 2880,
+             gate=True, bias=True, packed=True, row_tile=tile, activation=GPT_OSS, tags=_LARGE)
+        for rows, tile in ((1, 16), (64, 32), (128, 64), (256, 128))
+    ),
+    *(
         _mlp(f"mlp_{rows}_shipped", f"registers of tiles of {rows // 2} rows", rows, 4, 1, 2048, 768, gate=True,
-             tags=_LARGE)
+             row_tile=rows // 2, tags=_LARGE)
         for rows in (64, 128, 256)
     ),
     *(
         _mlp(f"mlp_{name}_{rows}", "the time of a step", rows, *sizes, bench=True, tags=_LARGE)
         for name, sizes in (("qwen3", _QWEN3), ("gpt_oss", _GPT_OSS))
+        for rows in (1, 8, 64, 512)
+    ),
+    *(
+        _mlp(f"mlp_gpt_oss_mxfp4_{rows}", "the time of a step, packed", rows, *_GPT_OSS, packed=True, bias=True,
+             activation=GPT_OSS, bench=True, tags=_LARGE)
         for rows in (1, 8, 64, 512)
     ),
     _route("route_1x128", "decode of one request", 1, 128, 8, renormalise=True, bench=True, tags=_LARGE),

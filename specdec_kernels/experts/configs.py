@@ -7,7 +7,7 @@ in the same order for every row tile.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -16,6 +16,9 @@ from specdec_kernels.launch import CHIPS, current_chip
 _LEAST_ROWS, _MOST_ROWS = 16, 128
 _SHARED_BYTES = {"sm80": 160 << 10, "sm90": 220 << 10, "sm100": 220 << 10, "gfx942": 64 << 10}
 _INNER_STEP, _ODD_INNER_STEP = 128, 64
+_GROUP = 32  # elements with one scale in MXFP4
+# On sm90 so long that a thread has four scales, the fewest that are copied ahead; others lack the registers.
+_MXFP4_STEP = {"sm80": 128, "sm90": 256, "sm100": 128, "gfx942": 128}
 _MOST_STAGES = 4
 _FLOAT32_STEP, _FLOAT32_SPLIT = 16, 128  # inner elements that are added one by one where there is no tensor core
 
@@ -57,13 +60,16 @@ def row_tile_of(experts: Tensor, num_experts: int) -> int:
     return min(_MOST_ROWS, max(_LEAST_ROWS, 1 << (2 * mean - 1).bit_length() if mean else 0))
 
 
-def product_config(chip: str, inner: int, row_tile: int, element_bytes: int) -> ProductConfig:
-    """The row of the table for weights [E, outer, inner]."""
+def product_config(chip: str, inner: int, row_tile: int, element_bytes: int, is_mxfp4: bool = False) -> ProductConfig:
+    """The row of the table for weights [E, outer, inner] and inputs of `element_bytes`."""
     if chip == "interpreter":
-        return INTERPRETER_PRODUCT
+        config = INTERPRETER_PRODUCT
+        return replace(config, block_k=max(config.block_k, _GROUP)) if is_mxfp4 else config
     if element_bytes == 4:
-        return ProductConfig(32, _FLOAT32_STEP, _FLOAT32_SPLIT, 4, 3)
+        return ProductConfig(32, _GROUP if is_mxfp4 else _FLOAT32_STEP, _FLOAT32_SPLIT, 4, 3)
     block_k = _INNER_STEP if inner % _INNER_STEP == 0 else _ODD_INNER_STEP
-    fitting = _SHARED_BYTES[chip] // ((64 + row_tile) * block_k * element_bytes)
+    if is_mxfp4:
+        block_k = _MXFP4_STEP[chip]
+    fitting = _SHARED_BYTES[chip] // ((64 // (4 if is_mxfp4 else 1) + row_tile) * block_k * element_bytes)
     warps = 8 if row_tile == _MOST_ROWS and chip != "sm90" else 4
     return ProductConfig(64, block_k, 1 << 30, warps, max(2, min(_MOST_STAGES, fitting)))

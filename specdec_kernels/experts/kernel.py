@@ -20,7 +20,8 @@ from torch import Tensor
 from specdec_kernels.activation.kernel import gated
 from specdec_kernels.experts import reference
 from specdec_kernels.experts.configs import ROUTE, product_config
-from specdec_kernels.experts.types import Activation, ExpertSchedule, ExpertWeights, Routed
+from specdec_kernels.experts.kernel_mxfp4 import mxfp4_partial_sum
+from specdec_kernels.experts.types import Activation, ExpertSchedule, ExpertWeights, Mxfp4, Routed
 from specdec_kernels.launch import current_chip, lanes, launch
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
 from specdec_kernels.projection.kernel import Operands, Tile, partial_sum, weight_rows, with_later_splits
@@ -55,10 +56,11 @@ def _store_hidden(
     tl.store(at, out, mask=(column < WIDTH)[:, None] & here[None, :])
 
 
-@triton.jit(do_not_specialize=["topk", "splits", "limit", "alpha"])
+@triton.jit(do_not_specialize=["topk", "limit", "alpha"])
 def _product_kernel(
     x_ptr,  # [T, K] if GATED, else [T * topk, K] in the order of the schedule
-    weight_ptr,  # [E, OUTER, K]
+    weight_ptr,  # [E, OUTER, K]; with scales [E, OUTER, weight_stride] uint8, the codes of MXFP4
+    scale_ptr,  # [E, OUTER, scale_stride] uint8, or None
     bias_ptr,  # [E, OUTER], or None
     out_ptr,  # [T * topk, OUTER / 2] in the order of the schedule if GATED, else [T * topk, OUTER] float32
     order_ptr,  # [T * topk] int32
@@ -67,7 +69,8 @@ def _product_kernel(
     topk,
     OUTER,
     K,
-    splits,
+    weight_stride,
+    scale_stride,
     split_length,
     limit,
     alpha,
@@ -91,10 +94,19 @@ def _product_kernel(
         here = place < end
         assignment = tl.load(order_ptr + place, mask=here, other=0)
         row = tl.where(here, assignment // topk if GATED else place, _NO_ROW)
-        of = Operands(x_ptr, weight_ptr + expert * OUTER * K, weight_row, row, _NO_ROW, K)
-        acc = partial_sum(of, 0, tl.minimum(K, split_length), TILE)
-        if IN_ORDER:
-            acc = with_later_splits(acc, of, splits, split_length, TILE)
+        of = Operands(x_ptr, weight_ptr + expert * OUTER * weight_stride, weight_row, row, _NO_ROW, K)
+        first_end = tl.minimum(K, split_length)
+        if scale_ptr is not None:
+            scales = scale_ptr + expert * OUTER * scale_stride
+            acc = mxfp4_partial_sum(of, scales, weight_stride, scale_stride, 0, first_end, TILE)
+            if IN_ORDER:
+                for k_first in tl.range(split_length, K, split_length):
+                    k_end = tl.minimum(K, k_first + split_length)
+                    acc += mxfp4_partial_sum(of, scales, weight_stride, scale_stride, k_first, k_end, TILE)
+        else:
+            acc = partial_sum(of, 0, first_end, TILE)
+            if IN_ORDER:
+                acc = with_later_splits(acc, of, tl.cdiv(K, split_length), split_length, TILE)
         launch_dependents(PDL)
         if bias_ptr is not None:
             acc += tl.load(bias_ptr + expert * OUTER + weight_row).to(tl.float32)[:, None]
@@ -165,7 +177,7 @@ def expert_mlp(
 
 def _launch_product(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | Mxfp4,
     bias: Tensor | None,
     out: Tensor,
     schedule: ExpertSchedule,
@@ -174,15 +186,17 @@ def _launch_product(
 ) -> None:
     """The first product with its activation, or the second without."""
     (_, outer, inner), chip = weight.shape, current_chip(x)
-    config = product_config(chip, inner, schedule.row_tile, x.element_size())
+    values, scales = weight if isinstance(weight, Mxfp4) else (weight, None)
+    scale_stride = 0 if scales is None else scales.shape[2]
+    config = product_config(chip, inner, schedule.row_tile, x.element_size(), scales is not None)
     columns, width = (config.columns, outer) if activation is None else (config.columns // 2, outer // 2)
     split = min(inner, config.split)
     limit, alpha = activation or Activation()
     launch(
         _product_kernel,
         (schedule.items.shape[0], triton.cdiv(width, columns)),
-        *(x, weight, bias, out, schedule.order, schedule.items, schedule.num_items),
-        *(topk, outer, inner, triton.cdiv(inner, split), split, limit or 0.0, alpha),
+        *(x, values, scales, bias, out, schedule.order, schedule.items, schedule.num_items),
+        *(topk, outer, inner, values.shape[2], scale_stride, split, limit or 0.0, alpha),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         ROWS=schedule.row_tile,

@@ -7,7 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec_kernels.activation.reference import silu_mul
-from specdec_kernels.experts.types import Activation, ExpertSchedule, ExpertWeights, Routed, Routing, max_items
+from specdec_kernels.experts.types import Activation, ExpertSchedule, ExpertWeights, Mxfp4, Routed, Routing, max_items
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def route_experts(
@@ -98,10 +100,21 @@ def expert_mlp(
 
 def _expert(x: Tensor, weights: ExpertWeights, activation: Activation) -> Tensor:
     """The MLP of one expert, not rounded at its end."""
-    hidden = activated(F.linear(x, weights.gate_up, weights.gate_up_bias), activation)
+    hidden = activated(F.linear(x, as_tensor(weights.gate_up, x.dtype), weights.gate_up_bias), activation)
     wide = torch.promote_types(x.dtype, torch.float32)
     bias = None if weights.down_bias is None else weights.down_bias.to(wide)
-    return F.linear(hidden.to(wide), weights.down.to(wide), bias)
+    return F.linear(hidden.to(wide), as_tensor(weights.down, x.dtype).to(wide), bias)
+
+
+def as_tensor(weight: Tensor | Mxfp4, dtype: torch.dtype) -> Tensor:
+    """`weight`; from MXFP4 in `dtype`, which all but float16 hold exactly."""
+    if not isinstance(weight, Mxfp4):
+        return weight
+    values = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.promote_types(dtype, torch.float32))
+    codes = torch.stack([weight.codes & 15, weight.codes >> 4], dim=-1).flatten(-2)
+    groups = values.to(codes.device)[codes.long()].unflatten(-1, (-1, 32))
+    exponents = weight.scales[..., : groups.shape[-2], None].int() - 127
+    return torch.ldexp(groups, exponents).flatten(-2).to(dtype)
 
 
 def activated(gate_up: Tensor, activation: Activation) -> Tensor:

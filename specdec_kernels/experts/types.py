@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 SCORINGS = ("softmax", "sigmoid", "softmax_of_chosen")
@@ -60,18 +62,43 @@ class ExpertSchedule(NamedTuple):
         return self.starts.shape[0] - 1
 
 
+class Mxfp4(NamedTuple):
+    """Matrices [E, rows, C] in MXFP4 (OCP Microscaling Formats 1.0), C a multiple of 32.
+
+    codes: [E, rows, C / 2] uint8, two E2M1 numbers a byte, that of the even column in the low half.
+    scales: [E, rows, S] uint8: 32 columns are multiplied by 2^(scale - 127). S is C / 32 raised to a multiple of 16,
+        the padding zeros, so that every row begins at a multiple of 16 bytes.
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+    @classmethod
+    def padded(cls, codes: Tensor, scales: Tensor) -> Mxfp4:
+        """Of scales without padding, which is added."""
+        return cls(codes, F.pad(scales, (0, -scales.shape[-1] % 16)))
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.codes.shape[:-1], 2 * self.codes.shape[-1]))
+
+
 class ExpertWeights(NamedTuple):
     """gate_up: [E, 2 F, H], the rows of gate, then those of up; down: [E, H, F]; biases [E, 2 F] and [E, H]."""
 
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Tensor | Mxfp4
+    down: Tensor | Mxfp4
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
 
     def of(self, expert: int) -> ExpertWeights:
         """The weights of one expert, without the first dimension."""
         gate_up_bias, down_bias = (None if bias is None else bias[expert] for bias in self[2:])
-        return ExpertWeights(self.gate_up[expert], self.down[expert], gate_up_bias, down_bias)
+        return ExpertWeights(_of(self.gate_up, expert), _of(self.down, expert), gate_up_bias, down_bias)
+
+
+def _of(weight: Tensor | Mxfp4, expert: int) -> Tensor | Mxfp4:
+    return Mxfp4(*(part[expert] for part in weight)) if isinstance(weight, Mxfp4) else weight[expert]
 
 
 class Activation(NamedTuple):

@@ -1,7 +1,11 @@
 """RMS norm of the residual stream, fused with the addition or the embedding before it.
 
 Each row [D] is computed on its own and has the same bits for any number of rows. Tensors are contiguous, weights [D] of
-the dtype of the rows; eps is added to the mean square. ValueError where a shape, dtype, device or layout does not fit.
+the dtype of the rows, or float32; eps is added to the mean square. ValueError where a shape, dtype, device or layout
+does not fit.
+
+A row is scaled in float32. It is rounded to its dtype before it is multiplied by a weight of that dtype, as in most of
+Hugging Face's decoders, and after it is multiplied by a float32 weight, as in gpt-oss.
 """
 
 from __future__ import annotations
@@ -12,17 +16,13 @@ from torch import Tensor
 from specdec_kernels.checks import expect_contiguous, expect_dtype, expect_same_device, expect_shape, expect_tensors
 from specdec_kernels.launch import dispatch
 from specdec_kernels.norm.configs import MAX_WIDTH
-from specdec_kernels.norm.types import Normed, NormInputs
+from specdec_kernels.norm.types import Normed, NormInputs, weight_dtype
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, impl: str = "auto") -> Tensor:
-    """weight * x / sqrt(mean(x^2) + eps) over the last dimension, in the dtype of x [..., D].
-
-    The mean is taken in float32; the scaled row is rounded to the dtype of x before it is multiplied by the weight, as
-    in Hugging Face's decoders.
-    """
+    """weight * x / sqrt(mean(x^2) + eps) over the last dimension, in the dtype of x [..., D]."""
     _check(x, weight, "x")
     return dispatch("rms_norm", __package__, impl, x)(x, weight, eps)
 
@@ -56,5 +56,5 @@ def _check(rows: Tensor, weight: Tensor, name: str) -> None:
     if rows.ndim == 0 or not 1 <= rows.shape[-1] <= MAX_WIDTH:
         raise ValueError(f"{name}: expected a last dimension from 1 to {MAX_WIDTH}, got shape {list(rows.shape)}")
     expect_dtype(name, rows, *_DTYPES)
-    expect_tensors({name: rows}, weight=(weight, (rows.shape[-1],), rows.dtype))
+    expect_tensors({name: rows}, weight=(weight, (rows.shape[-1],), weight_dtype(rows, weight)))
     expect_contiguous(**{name: rows})

@@ -13,12 +13,14 @@ _8B = 4096
 _SMALL = 576  # SmolLM2-135M
 
 
-def norm_inputs(make: Maker, *shape: int, scale: float = 1.0, eps: float = _EPS) -> dict[str, Any]:
-    return dict(x=make.normal(*shape, scale=scale), weight=make.normal(shape[-1]), eps=eps)
+def norm_inputs(make: Maker, *shape: int, scale: float = 1.0, eps: float = _EPS, wide: bool = False) -> dict[str, Any]:
+    """wide: a weight in float32."""
+    weight = make.normal(shape[-1])
+    return dict(x=make.normal(*shape, scale=scale), weight=weight.float() if wide else weight, eps=eps)
 
 
-def add_inputs(make: Maker, *shape: int, scale: float = 1.0) -> dict[str, Any]:
-    return norm_inputs(make, *shape) | dict(residual=make.normal(*shape, scale=scale))
+def add_inputs(make: Maker, *shape: int, scale: float = 1.0, wide: bool = False) -> dict[str, Any]:
+    return norm_inputs(make, *shape, wide=wide) | dict(residual=make.normal(*shape, scale=scale))
 
 
 def embed_inputs(make: Maker, *shape: int, vocab: int = 50, width: int = 64, outside: bool = False) -> dict[str, Any]:
@@ -69,6 +71,7 @@ CASES = (
     _norm("norm_shipped", "registers and vector width", 2, _8B, gate=True),
     _norm("norm_small_shipped", "registers of a width off the block", 2, _SMALL, gate=True),
     _norm("norm_widest_shipped", "registers of the widest row", 1, 16384, gate=True),
+    _norm("norm_wide_weight_shipped", "a row rounded before a float32 weight", 2, 2880, wide=True, gate=True),
     _norm("norm_128x4096", "verify of eight requests", 128, _8B, **_BENCH),
     _add("add_empty", "launch on an empty grid", 0, 64),
     _add("add_one_row", "one program", 1, _SMALL),
@@ -76,6 +79,7 @@ CASES = (
     _add("add_batched", "leading dimensions", 2, 3, 128),
     _add("add_large_residual", "a sum that is not rounded before the norm", 5, 576, scale=1000.0),
     _add("add_shipped", "registers and vector width", 2, _8B, gate=True),
+    _add("add_wide_weight_shipped", "the same after an addition", 2, 2880, wide=True, gate=True),
     _add("add_1x4096", "decode of one request", 1, _8B, **_BENCH),
     _add("add_16x4096", "verify of one request", 16, _8B, **_BENCH),
     _add("add_128x4096", "verify of eight requests", 128, _8B, **_BENCH),

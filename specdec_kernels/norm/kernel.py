@@ -1,6 +1,8 @@
 """The three norms as one Triton kernel: a program a row, which is read and written once.
 
 row = x | x + residual | table[token];   out = weight * round(row / sqrt(mean(row^2) + eps))
+
+A float32 weight multiplies what is not rounded yet.
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ def normed_row(x, weight, eps, D: tl.constexpr):
     """The norm of a row x [BLOCK_D] of D elements, zeros after them, with the roundings of the definition."""
     wide = x.to(tl.float32)
     mean = tl.sum(wide * wide, 0) / D
-    scaled = (wide * (1.0 / tl.sqrt_rn(mean + eps))).to(x.dtype)
-    return (weight.to(tl.float32) * scaled.to(tl.float32)).to(x.dtype)
+    scaled = wide * (1.0 / tl.sqrt_rn(mean + eps))
+    if weight.dtype == x.dtype:
+        scaled = scaled.to(x.dtype).to(tl.float32)
+    return (weight.to(tl.float32) * scaled).to(x.dtype)
 
 
 @triton.jit(do_not_specialize=["vocab", "num_parts", "rows"])

@@ -12,7 +12,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """weight * x / sqrt(mean(x^2) + eps)."""
     wide = x if x.dtype == torch.float64 else x.float()
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * (wide * inverse).to(x.dtype)
+    scaled = wide * inverse
+    if weight.dtype == x.dtype:
+        scaled = scaled.to(x.dtype)
+    return (weight * scaled).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, inputs: NormInputs) -> Normed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -20,3 +21,8 @@ class NormInputs(NamedTuple):
     residual: Tensor
     weight: Tensor
     eps: float
+
+
+def weight_dtype(rows: Tensor, weight: Tensor) -> torch.dtype:
+    """The dtype that a norm's weight must have: that of the rows, or float32 with rows in half precision."""
+    return torch.float32 if rows.element_size() == 2 and weight.dtype == torch.float32 else rows.dtype

@@ -15,7 +15,7 @@ from specdec_kernels.all_reduce.types import Exchange
 from specdec_kernels.checks import expect_contiguous, expect_dtype, expect_same_device, expect_shape, expect_tensors
 from specdec_kernels.launch import dispatch
 from specdec_kernels.norm.configs import MAX_WIDTH
-from specdec_kernels.norm.types import Normed, NormInputs
+from specdec_kernels.norm.types import Normed, NormInputs, weight_dtype
 from specdec_kernels.projection.types import Product
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -125,7 +125,7 @@ def _checked_end(x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tenso
     expect_tensors(
         {"x": x},
         residual=(residual, (*x.shape[:-1], weight.shape[0]), x.dtype),
-        norm_weight=(norm_weight, (weight.shape[0],), x.dtype),
+        norm_weight=(norm_weight, (weight.shape[0],), weight_dtype(x, norm_weight)),
     )
     if weight.shape[0] > MAX_WIDTH:
         raise ValueError(f"weight: expected at most {MAX_WIDTH} rows to norm, got {weight.shape[0]}")

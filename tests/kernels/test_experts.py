@@ -16,6 +16,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from specdec_kernels.cases import Maker
 from specdec_kernels.experts import (
     ExpertWeights,
+    Mxfp4,
     Routing,
     configs,
     expert_mlp,
@@ -157,3 +158,20 @@ def test_what_cannot_be_computed() -> None:
         expert_mlp(**inputs | dict(schedule=schedule_experts(inputs["routed"].experts, 5, 16)))
     with pytest.raises(ValueError, match="row_tile: expected a power of two of at least 16, got 24"):
         schedule_experts(inputs["routed"].experts, 4, 24)
+
+
+def test_what_is_no_mxfp4() -> None:
+    inputs = mlp_inputs(Maker.seeded(), 3, 4, 2, 64, 32, packed=True)
+    packed = inputs["weights"].down
+
+    def refused(down: Mxfp4, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            expert_mlp(**inputs | dict(weights=inputs["weights"]._replace(down=down)))
+
+    refused(packed._replace(codes=packed.codes.int()), "down.codes: expected dtype torch.uint8, got torch.int32")
+    refused(packed._replace(scales=packed.scales[..., :1].contiguous()), r"down.scales: expected shape \[4, 64, 16\]")
+    refused(packed._replace(codes=packed.codes[..., 1:]), r"down.codes: expected shape \[4, 64, 16\]")
+    odd = mlp_inputs(Maker.seeded(), 3, 4, 2, 64, 32, packed=True)["weights"]
+    narrow = odd._replace(gate_up=Mxfp4(odd.gate_up.codes[..., :24].contiguous(), odd.gate_up.scales))
+    with pytest.raises(ValueError, match="gate_up: expected a multiple of 32 columns for MXFP4, got 48"):
+        expert_mlp(**inputs | dict(x=torch.zeros(3, 48), weights=narrow))

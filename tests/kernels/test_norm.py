@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from specdec_kernels.activation import silu_mul
@@ -29,6 +30,21 @@ def test_same_roundings_as_transformers(impl: str) -> None:
     theirs.weight.data = inputs["weight"]
     expected, out = theirs(inputs["x"]), rms_norm(**inputs, impl=impl)
     assert (out != expected).float().mean() < 0.01 and units_between(out, expected) <= 2
+
+
+def test_a_float32_weight_multiplies_before_the_rounding(impl: str) -> None:
+    """As in gpt-oss, whose norm rounds once; after an addition and an embedding alike."""
+    inputs = norm_inputs(Maker.seeded(DEVICE, torch.float16), 9, 576, wide=True)
+    theirs = GptOssRMSNorm(576, eps=inputs["eps"]).to(DEVICE)
+    theirs.weight.data = inputs["weight"]
+    expected, out = theirs(inputs["x"]), rms_norm(**inputs, impl=impl)
+    assert out.dtype == torch.float16 and (out != expected).float().mean() < 0.01 and units_between(out, expected) <= 1
+    before = rms_norm(**inputs | dict(weight=inputs["weight"].half()), impl=impl)
+    assert (before != out).float().mean() > 0.1
+    zeros, end = torch.zeros_like(inputs["x"]), (inputs["weight"], inputs["eps"])
+    assert torch.equal(add_rms_norm(zeros, inputs["x"], *end, impl=impl).normed, out)
+    tokens = torch.arange(9, device=DEVICE)
+    assert torch.equal(embed_rms_norm(tokens, inputs["x"], *end, impl=impl).normed, out)
 
 
 def test_the_sum_is_rounded_before_the_norm(impl: str) -> None:

@@ -7,6 +7,7 @@ from tests.mutants.mutant import bugs_in, parity
 _route = bugs_in("specdec_kernels/experts/kernel_route.py")
 _schedule = bugs_in("specdec_kernels/experts/kernel_schedule.py")
 _product = bugs_in("specdec_kernels/experts/kernel.py")
+_mxfp4 = bugs_in("specdec_kernels/experts/kernel_mxfp4.py")
 
 MUTANTS = (
     _route(
@@ -44,5 +45,17 @@ MUTANTS = (
         "* (up{{ + 1.0 -> }})",
         parity("experts", "mlp_gpt_oss"),
         "the clamped activation without the one that gpt-oss adds to up",
+    ),
+    _mxfp4(
+        "experts_mxfp4_halves_swapped",
+        "tl.join({{low, high -> high, low}})",
+        parity("experts", "mlp_mxfp4"),
+        "the high half of a byte is read as the even element",
+    ),
+    _mxfp4(
+        "experts_mxfp4_one_scale",
+        "scales_at += {{TILE.BLOCK_K // 32 -> 0}}",
+        parity("experts", "mlp_mxfp4_gpt_oss"),
+        "later steps are scaled by the groups of the first",
     ),
 )

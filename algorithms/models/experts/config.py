@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from algorithms.models.config_keys import read_size, required
+from algorithms.models.config_keys import nested, read_size, required
 
 DENSE, SPARSE = MLP_TYPES = ("dense", "sparse")
 
@@ -31,6 +31,13 @@ class ExpertsConfig:
     """Whether logits are products in float32; else they have the dtype of the model."""
     shared: int = 0
     """Experts that every token runs through, as one MLP."""
+    biased: bool = False
+    """Whether router and experts have biases."""
+    limit: float | None = None
+    alpha: float = 1.0
+    """Of the activation, see `specdec_kernels.Activation`."""
+    mxfp4: bool = False
+    """Whether the matrices of the experts are stored, and stay, in MXFP4."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.topk <= self.num_experts:
@@ -155,4 +162,51 @@ class DeepSeekRule:
             "n_group": experts.groups,
             "topk_group": experts.topk_groups,
             "n_shared_experts": experts.shared,
+        }
+
+
+MXFP4 = "mxfp4"
+_MXFP4_GROUP = 32  # columns with one scale
+
+
+@dataclass(frozen=True)
+class GptOssRule:
+    """gpt-oss: experts with biases in all layers, in bfloat16 or MXFP4, chosen by logit."""
+
+    def read(self, config: Mapping[str, Any], num_layers: int) -> tuple[ExpertsConfig | None, ...]:
+        experts = ExpertsConfig(
+            num_experts=read_size("num_local_experts", required(config, "num_local_experts")),
+            topk=read_size("num_experts_per_tok", required(config, "num_experts_per_tok")),
+            width=read_size("intermediate_size", required(config, "intermediate_size")),
+            scoring="softmax_of_chosen",
+            biased=True,
+            # Published folders have no swiglu_alpha.
+            limit=float(config.get("swiglu_limit", 7.0)),
+            alpha=float(config.get("swiglu_alpha", 1.702)),
+            mxfp4=self._is_mxfp4(config),
+        )
+        return (experts,) * num_layers
+
+    def _is_mxfp4(self, config: Mapping[str, Any]) -> bool:
+        quantization = nested(config, "quantization_config")
+        if quantization.get("quant_method") != MXFP4:
+            return False
+        if kept := [name for name in quantization.get("modules_to_not_convert") or () if "experts" in name]:
+            raise ValueError(f"modules_to_not_convert: expected all experts in {MXFP4}, got {kept} without")
+        sizes = {key: config.get(key, 0) for key in ("hidden_size", "intermediate_size")}
+        if any(size % _MXFP4_GROUP for size in sizes.values()):
+            raise ValueError(f"hidden_size, intermediate_size: expected multiples of {_MXFP4_GROUP}, got {sizes}")
+        return True
+
+    def write(self, layers: tuple[ExpertsConfig | None, ...]) -> dict[str, Any]:
+        experts = _one_kind(layers)
+        kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+        quantization = {"quant_method": MXFP4, "modules_to_not_convert": kept}
+        return {
+            "num_local_experts": experts.num_experts,
+            "num_experts_per_tok": experts.topk,
+            "intermediate_size": experts.width,
+            "swiglu_limit": experts.limit,
+            "swiglu_alpha": experts.alpha,
+            **({"quantization_config": quantization} if experts.mxfp4 else {}),
         }

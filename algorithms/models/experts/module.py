@@ -3,7 +3,9 @@ one. Parameter names are those of transformers; checkpoints with a tensor per ex
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +16,11 @@ import specdec_kernels as kernels
 from algorithms.models.config import DecoderConfig
 from algorithms.models.experts.config import ExpertsConfig
 from algorithms.models.experts.training import imbalance, masked_expert_mlp
+from algorithms.models.folder import COPY_AGAIN, ModelError
 from algorithms.models.fusion import Fusable
 from algorithms.models.layers import MLP, SwiGLU
+
+_LARGEST_SCALE = 252
 
 
 class Router(Fusable):
@@ -26,6 +31,7 @@ class Router(Fusable):
     def __init__(self, config: DecoderConfig, sizes: ExpertsConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(sizes.num_experts, config.hidden_size))
+        self.bias = nn.Parameter(torch.zeros(sizes.num_experts)) if sizes.biased else None
         self.e_score_correction_bias: Tensor | None
         self.register_buffer("e_score_correction_bias", torch.zeros(sizes.num_experts) if sizes.corrected else None)
         self.wide = sizes.wide_router
@@ -37,8 +43,9 @@ class Router(Fusable):
         """`x [T, hidden]` to [T, E]."""
         dtype = torch.float32 if self.wide else x.dtype
         if self.impl is None:
-            return F.linear(x.to(dtype), self.weight.to(dtype))
-        return kernels.linear(x, self.weight, batch_invariant=self.batch_invariant, out_dtype=dtype, impl=self.impl)
+            return F.linear(x.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
+        same = self.batch_invariant
+        return kernels.linear(x, self.weight, self.bias, batch_invariant=same, out_dtype=dtype, impl=self.impl)
 
 
 class ExpertTensors(Fusable):
@@ -49,6 +56,10 @@ class ExpertTensors(Fusable):
         self.num_experts = sizes.num_experts
         self.gate_up_proj = nn.Parameter(torch.zeros(sizes.num_experts, 2 * sizes.width, config.hidden_size))
         self.down_proj = nn.Parameter(torch.zeros(sizes.num_experts, config.hidden_size, sizes.width))
+
+    @property
+    def weights(self) -> kernels.ExpertWeights:
+        return kernels.ExpertWeights(self.gate_up_proj, self.down_proj)
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.gate_up_proj, std=self.gate_up_proj.shape[2] ** -0.5)
@@ -70,6 +81,101 @@ class ExpertTensors(Fusable):
         stored[f"{prefix}down_proj"] = downs[0].stacked(downs[1:])
 
 
+class BiasedExpertTensors(ExpertTensors):
+    """Also gate_up_proj_bias [E, 2 F] and down_proj_bias [E, hidden]. Checkpoints of gpt-oss have the matrices
+    transposed, and the rows of gate and up in turns."""
+
+    def __init__(self, config: DecoderConfig, sizes: ExpertsConfig) -> None:
+        super().__init__(config, sizes)
+        self.gate_up_proj_bias, self.down_proj_bias = _biases(config, sizes)
+
+    @property
+    def weights(self) -> kernels.ExpertWeights:
+        return kernels.ExpertWeights(self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias)
+
+    def adopt(self, prefix: str, stored: dict[str, Any]) -> None:
+        for name in ("gate_up_proj", "down_proj"):
+            _change(stored, f"{prefix}{name}", 3, lambda x: x.transpose(1, 2).contiguous())
+        for name, dims in (("gate_up_proj", 3), ("gate_up_proj_bias", 2)):
+            _change(stored, f"{prefix}{name}", dims, _gates_first)
+
+
+class PackedExpertTensors(Fusable):
+    """Experts of gpt-oss in MXFP4, as `kernels.Mxfp4` has them, and their biases."""
+
+    gate_up_proj_blocks: Tensor
+    gate_up_proj_scales: Tensor
+    down_proj_blocks: Tensor
+    down_proj_scales: Tensor
+
+    def __init__(self, config: DecoderConfig, sizes: ExpertsConfig) -> None:
+        super().__init__()
+        self.num_experts = sizes.num_experts
+        shapes = {
+            "gate_up_proj": (sizes.num_experts, 2 * sizes.width, config.hidden_size),
+            "down_proj": (sizes.num_experts, config.hidden_size, sizes.width),
+        }
+        for name, (experts, rows, columns) in shapes.items():
+            codes = torch.zeros(experts, rows, columns // 2, dtype=torch.uint8)
+            scales = torch.zeros(experts, rows, columns // 32, dtype=torch.uint8)
+            packed = kernels.Mxfp4.padded(codes, scales)
+            self.register_buffer(f"{name}_blocks", packed.codes)
+            self.register_buffer(f"{name}_scales", packed.scales)
+        self.gate_up_proj_bias, self.down_proj_bias = _biases(config, sizes)
+
+    @property
+    def weights(self) -> kernels.ExpertWeights:
+        return kernels.ExpertWeights(
+            kernels.Mxfp4(self.gate_up_proj_blocks, self.gate_up_proj_scales),
+            kernels.Mxfp4(self.down_proj_blocks, self.down_proj_scales),
+            self.gate_up_proj_bias,
+            self.down_proj_bias,
+        )
+
+    def adopt(self, prefix: str, stored: dict[str, Any]) -> None:
+        """Blocks of 32 numbers become rows. Numbers are a row's own, so that rows move whole."""
+        for name in ("gate_up_proj", "down_proj"):
+            _change(stored, f"{prefix}{name}_blocks", 4, lambda x: x.flatten(2))
+            if (scales := stored.get(f"{prefix}{name}_scales")) is not None:
+                stored[f"{prefix}{name}_scales"] = replace(scales, read=partial(_finite_scales, scales))
+            _change(stored, f"{prefix}{name}_scales", 3, lambda x: F.pad(x, (0, -x.shape[-1] % 16)))
+        for name, dims in (("gate_up_proj_blocks", 3), ("gate_up_proj_scales", 3), ("gate_up_proj_bias", 2)):
+            _change(stored, f"{prefix}{name}", dims, _gates_first)
+
+
+def _biases(config: DecoderConfig, sizes: ExpertsConfig) -> tuple[nn.Parameter, nn.Parameter]:
+    widths = (2 * sizes.width, config.hidden_size)
+    gate_up, down = (nn.Parameter(torch.zeros(sizes.num_experts, width)) for width in widths)
+    return gate_up, down
+
+
+def _change(stored: dict[str, Any], name: str, dims: int, change: Callable[[Tensor], Tensor]) -> None:
+    """`change` the tensor, whose new shape follows from that of `dims` dimensions. What is missing or has others is
+    reported by name later."""
+    if name in stored and len(stored[name].shape) == dims:
+        shape = change(torch.empty(stored[name].shape, dtype=torch.uint8, device="meta")).shape
+        stored[name] = stored[name].changed(tuple(shape), change)
+
+
+def _finite_scales(scales: Any) -> Tensor:
+    """The tensor of a `Stored`. ModelError where a number 6 * 2^(scale - 127) would not be finite."""
+    values = scales.read()
+    if (largest := int(values.max())) > _LARGEST_SCALE:
+        raise ModelError(
+            f"tensor '{scales.name}' holds NaN or infinity",
+            where=scales.file,
+            expected=f"scales up to {_LARGEST_SCALE}",
+            actual=largest,
+            fix="the checkpoint is damaged: " + COPY_AGAIN,
+        )
+    return values
+
+
+def _gates_first(x: Tensor) -> Tensor:
+    """Rows of gate and up in turns [E, 2 F, ...] as those of gate, then those of up."""
+    return torch.cat([x[:, ::2], x[:, 1::2]], dim=1)
+
+
 class Experts(MLP):
     """The weighted sum of the chosen experts, and the shared ones."""
 
@@ -78,7 +184,8 @@ class Experts(MLP):
 
     def __init__(self, config: DecoderConfig, sizes: ExpertsConfig) -> None:
         super().__init__()
-        self.gate, self.experts = Router(config, sizes), ExpertTensors(config, sizes)
+        kind = PackedExpertTensors if sizes.mxfp4 else BiasedExpertTensors if sizes.biased else ExpertTensors
+        self.gate, self.experts = Router(config, sizes), kind(config, sizes)
         shared = replace(config, intermediate_size=sizes.width * sizes.shared, mlp_bias=False) if sizes.shared else None
         self.shared_experts = None if shared is None else SwiGLU(shared)
         self.routing = kernels.Routing(
@@ -90,15 +197,22 @@ class Experts(MLP):
             sizes.topk_groups,
             sizes.group_score,
         )
+        self.activation = kernels.Activation(sizes.limit, sizes.alpha)
+
+    def adopt(self, prefix: str, stored: dict[str, Any]) -> None:
+        """gpt-oss calls the gate router."""
+        for name in ("weight", "bias"):
+            if (tensor := stored.pop(f"{prefix}router.{name}", None)) is not None:
+                stored[f"{prefix}gate.{name}"] = tensor
 
     def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        learns = torch.is_grad_enabled() and self.impl is None
+        learns = torch.is_grad_enabled() and self.impl is None and type(self.experts) is ExpertTensors
         # The definition reads back which experts have rows, so a GPU runs the kernels whatever the forward.
         impl = self.impl or ("triton" if x.is_cuda and not learns else "reference")
         logits, bias = self.gate(rows), self.gate.e_score_correction_bias
         routed = kernels.route_experts(logits, self.routing, bias, real, impl=impl)
-        weights = kernels.ExpertWeights(self.experts.gate_up_proj, self.experts.down_proj)
+        weights, activation = self.experts.weights, self.activation
         shared = None if self.shared_experts is None else self.shared_experts(rows)
         if learns:
             self.imbalance = imbalance(logits, routed)
@@ -106,4 +220,4 @@ class Experts(MLP):
             return (out if shared is None else out + shared).view_as(x)
         tile = kernels.row_tile_of(routed.experts, self.experts.num_experts)
         schedule = kernels.schedule_experts(routed.experts, self.experts.num_experts, tile, impl=impl)
-        return kernels.expert_mlp(rows, routed, schedule, weights, shared=shared, impl=impl).view_as(x)
+        return kernels.expert_mlp(rows, routed, schedule, weights, activation, shared, impl=impl).view_as(x)

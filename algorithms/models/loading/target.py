@@ -78,7 +78,7 @@ def read_target(path: str | Path) -> TargetFolder:
     folder = resolve_folder(path)
     raw = read_config(folder)
     config = parse_config(folder, raw, DecoderConfig.from_hf)
-    _check_target_keys(folder, raw)
+    _check_target_keys(folder, raw, config)
     _check_language_model(folder, raw, config)
     return TargetFolder(config, folder, origin=raw.get("weights_origin"))
 
@@ -205,8 +205,9 @@ def refuse_extensions(folder: Path, kind: str, entries: Mapping[str, Any], unsup
         )
 
 
-def _check_target_keys(folder: Path, raw: Mapping[str, Any]) -> None:
-    if raw.get("quantization_config"):
+def _check_target_keys(folder: Path, raw: Mapping[str, Any], config: DecoderConfig) -> None:
+    is_mxfp4 = any(getattr(mlp, "mxfp4", False) for mlp in config.mlps)
+    if raw.get("quantization_config") and not is_mxfp4:
         raise ModelError(
             "the target uses features that are not supported",
             where=folder / CONFIG_FILE,

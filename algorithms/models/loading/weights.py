@@ -18,8 +18,8 @@ from algorithms.models.fusion import Fusable
 from algorithms.models.loading.stored import Stored, stored_tensors, unreadable
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
-# What a buffer of token ids or of marks may be stored as.
-INTEGER_DTYPES = {torch.int64: ("I64", "I32"), torch.bool: ("BOOL", "U8")}
+# What a buffer of token ids, of marks or of packed numbers may be stored as.
+INTEGER_DTYPES = {torch.int64: ("I64", "I32"), torch.bool: ("BOOL", "U8"), torch.uint8: ("U8",)}
 NAMES_SHOWN = 5
 ROTARY_BUFFER = "rotary_emb.inv_freq"
 """Stored by old versions of transformers; computed here."""

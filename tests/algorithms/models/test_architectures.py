@@ -45,6 +45,26 @@ LINEAR = {
     "partial_rotary_factor": 0.5,
 }
 QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+GPT_OSS = {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 44,
+    "sliding_window": 5,
+    "rms_norm_eps": 1e-5,
+    "swiglu_limit": 1.5,
+    "attention_bias": True,
+}
+GPT_OSS_YARN = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150_000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    }
+}
 EXPERTS = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
@@ -81,6 +101,8 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[int | None, ...]]] = {
     "qwen3_5_text": ({**LINEAR, "layer_types": HYBRID}, ()),
     "qwen3_moe": ({**QWEN_EXPERTS, "norm_topk_prob": True}, ()),
     "qwen3_moe dense layers": ({**QWEN_EXPERTS, "decoder_sparse_step": 2, "mlp_only_layers": [1]}, ()),
+    "gpt_oss": ({**GPT_OSS, **GPT_OSS_YARN}, (5, None, 5, None)),
+    "gpt_oss layer types": ({**GPT_OSS, "layer_types": ALTERNATING[1:] + ALTERNATING[:1]}, (None, 5, None, 5)),
     "glm4_moe": ({**EXPERTS, "use_qk_norm": True, "attention_bias": True, "norm_topk_prob": True}, ()),
     "deepseek_v2": ({**LATENT, **EXPERTS, "n_group": None, "topk_group": None, "first_k_dense_replace": 1}, ()),
     "deepseek_v2 groups": ({**LATENT, **EXPERTS, "topk_method": "group_limited_greedy"}, ()),
