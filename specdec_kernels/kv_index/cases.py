@@ -53,7 +53,14 @@ def _lengths(make: Maker, batch: int, row_pages: int, page_size: int, **extra: A
 
 
 def _move(
-    make: Maker, batch: int, layers: int, page_size: int, path: int, num_nodes: int, heads: int = 2, dim: int = 8,
+    make: Maker,
+    batch: int,
+    layers: int,
+    page_size: int,
+    path: int,
+    num_nodes: int,
+    heads: int = 2,
+    dim: int = 8,
     sides: int = 2,
 ) -> dict[str, Any]:
     """Rising paths of random lengths over pools whose requests start anywhere on a page."""
